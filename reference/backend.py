@@ -1,0 +1,63 @@
+"""The reference as a backend: `backend="numpy"`."""
+
+import numpy as np
+
+from reference.crystalcache import coattention as s1
+from reference.crystalcache import graph as s4
+from reference.crystalcache import impact as s3
+from reference.crystalcache import score as s5
+from reference.crystalcache.crystallization import crystallization
+from reference.crystalcache.dissolution import dissolve
+from reference.crystalcache.trunks import trunk_offsets
+from spec.arrays import BoolVector, IntVector, Vector
+from spec.backend import Backend
+from spec.parameters import CrystalCacheParameters
+from spec.policy import DeviceArray
+from spec.records import CoAttention, Dissolution, TrunkGraph, Trunks
+from spec.validate import check_attention_inputs
+
+__all__ = ["BACKEND"]
+
+_IMPACT = {"mixture": s3.impact, "salience": s3.impact_without_rarity, "uniform": s3.uniform_impact}
+
+
+class _CrystalStages:
+    """S1 to S6, each a composition of the functions of its items."""
+
+    def coattention(
+        self, q: DeviceArray, k: DeviceArray, positions: IntVector, parameters: CrystalCacheParameters,
+        scaling: float, softcap: float | None, /,
+    ) -> CoAttention:
+        check_attention_inputs(q, k)
+        return s1.coattention(q, k, positions, parameters, scaling, softcap)
+
+    def impact(self, salience: Vector, token_ids: IntVector, parameters: CrystalCacheParameters, /) -> Vector:
+        return _IMPACT[parameters.impact](salience, s3.rarity(s3.token_counts(token_ids)), parameters)
+
+    def trunks(
+        self, coattention: CoAttention, impact: Vector, ends: BoolVector, parameters: CrystalCacheParameters, /,
+    ) -> Trunks:
+        offsets = trunk_offsets(ends, coattention.edges(), coattention.start, parameters)
+        return Trunks(offsets, s3.trunk_impact(impact, offsets - coattention.start))
+
+    def graph(self, coattention: CoAttention, trunks: Trunks, parameters: CrystalCacheParameters, /) -> TrunkGraph:
+        pairs = s4.trunk_pairs(coattention.edges(), trunks.offsets)
+        W, kept = s4.trunk_weights(pairs, trunks.sizes, parameters.tau_edge)
+        indptr, indices, weights = s4.symmetric_csr(pairs.a[kept], pairs.b[kept], W, len(trunks.sizes))
+        degree = s4.degree(indptr, weights)
+        D = crystallization(degree, parameters.s, parameters.epsilon)
+        return TrunkGraph(indptr, indices, weights, degree, D if parameters.graph == "degree" else np.zeros_like(D))
+
+    def score(
+        self, D: Vector, impact: Vector, protected: BoolVector, parameters: CrystalCacheParameters, /,
+    ) -> Vector:
+        return s5.score(D, s5.normalised_impact(impact, protected, parameters.epsilon), parameters.alpha)
+
+    def dissolve(
+        self, score: Vector, trunks: Trunks, impact: Vector, D: Vector, protected: BoolVector, budget: int,
+        parameters: CrystalCacheParameters, /,
+    ) -> Dissolution:
+        return dissolve(score, trunks.offsets, impact, D, protected, budget, parameters.N_min)
+
+
+BACKEND = Backend("numpy", crystal=_CrystalStages())

@@ -1,0 +1,138 @@
+"""S1: what the observed layer's attention says of each token (Section 3.2).
+
+The segment is read in chunks of C tokens. Selection takes each weight rounded to float32, because it comes out of a
+long sum; the edge stores the weight itself.
+"""
+
+import numpy as np
+
+from spec.arrays import Cube, Float, Float64, Int64, IntMatrix, IntVector, Matrix, RawCube, Vector
+from spec.parameters import CrystalCacheParameters
+from spec.records import CoAttention
+
+__all__ = ["attention", "coattention", "cross_neighbours", "intra_neighbours", "row_normalise", "salience", "strongest"]
+
+
+def attention(
+    q: Float64[Cube, "H n_q d"], k: Float64[Cube, "H_kv n_k d"], query_positions: Int64[IntVector, " n_q"],
+    key_positions: Int64[IntVector, " n_k"], scaling: float, softcap: float | None,
+) -> Float64[Cube, "H n_q n_k"]:
+    """Causal softmax weights; query head h reads KV head h // (H / H_kv).
+
+    Implements: CC-ATTENTION
+
+    Source: Eq. 3, without the product with V. Causal by position: a query sees keys at its own position and before.
+    """
+    shared_k = np.repeat(k, q.shape[0] // k.shape[0], axis=0)
+    logits = np.matmul(q, shared_k.transpose(0, 2, 1)) * scaling
+    if softcap is not None:
+        logits = softcap * np.tanh(logits / softcap)
+    logits = np.where(key_positions <= query_positions[:, None], logits, -np.inf)
+    powers = np.exp(logits - logits.max(axis=2, keepdims=True))
+    A: Cube = powers / powers.sum(axis=2, keepdims=True)
+    return A
+
+
+def salience(own: Float64[Cube, "H Q Q"], parameters: CrystalCacheParameters) -> Float64[Vector, " Q"]:
+    """S_i: the attention mass that the chunk's queries send to token i, over its own top 3 heads.
+
+    Implements: CC-SALIENCE
+
+    Source: Eq. 11. `own` holds the chunk's queries against the chunk's keys; the sum runs over queries.
+    """
+    h: Matrix = own.sum(axis=1)
+    top = np.sort(h, axis=0)[::-1][: parameters.k_heads]
+    S: Vector = np.clip(top.sum(axis=0), parameters.M_min, parameters.M_max)
+    return S
+
+
+def row_normalise(A: Float64[Matrix, "Q Q"], epsilon: float) -> Float64[Matrix, "Q Q"]:
+    """Rows of the head-mean attention, restricted to the chunk's own keys, at unit length.
+
+    Implements: CC-ROW-NORM
+
+    Source: Eq. 12. Epsilon is added outside the norm, so a zero row stays zero.
+    """
+    norm: Matrix = np.sqrt((A * A).sum(axis=1, keepdims=True))
+    return A / (norm + epsilon)
+
+
+def strongest(
+    weights: Float64[Matrix, "rows columns"], k: int, tau: float,
+) -> tuple[Int64[IntMatrix, "rows k"], Float64[Matrix, "rows k"]]:
+    """Columns of the k largest weights per row, only those above tau; best first, lower column first on a tie.
+
+    Compared as float32, strict against float32(tau). Unused places hold -1 and weight 0.
+    """
+    key = weights.astype(np.float32)
+    order = np.argsort(-key, axis=1, kind="stable")[:, :k]
+    passes = np.take_along_axis(key, order, axis=1) > np.float32(tau)
+    index = np.full((len(weights), k), -1, dtype=np.int64)
+    weight = np.zeros((len(weights), k))
+    index[:, : order.shape[1]] = np.where(passes, order, -1)
+    weight[:, : order.shape[1]] = np.where(passes, np.take_along_axis(weights, order, axis=1), 0.0)
+    return index, weight
+
+
+def intra_neighbours(
+    rows: Float64[Matrix, "Q Q"], parameters: CrystalCacheParameters,
+) -> tuple[Int64[IntMatrix, "Q k"], Float64[Matrix, "Q k"]]:
+    """Each token's most similar tokens of its chunk, by the cosine of their normalised attention rows.
+
+    Implements: CC-INTRA
+
+    Source: Eq. 13. Neighbours lie on both sides; the token itself is left out before the choice.
+    """
+    cosine = np.matmul(rows, rows.T)
+    np.fill_diagonal(cosine, -1.0)
+    return strongest(cosine, parameters.k_intra, parameters.tau_intra)
+
+
+def cross_neighbours(
+    earlier: Float64[Matrix, "Q before"], parameters: CrystalCacheParameters,
+) -> tuple[Int64[IntMatrix, "Q k"], Float64[Matrix, "Q k"]]:
+    """Each token's strongest sources in earlier chunks, by head-mean attention.
+
+    Implements: CC-CROSS
+
+    Source: Eq. 14. In the first chunk there is no column, hence no source.
+    """
+    return strongest(earlier, parameters.k_cross, parameters.tau_cross)
+
+
+def coattention(
+    q: Float[RawCube, "H n d"], k: Float[RawCube, "H_kv live d"], positions: Int64[IntVector, " live"],
+    parameters: CrystalCacheParameters, scaling: float, softcap: float | None,
+) -> CoAttention:
+    """S1 over a segment of n tokens whose keys are the last n of the live ones; chunks count from its first token.
+
+    Implements: CC-COATTENTION
+
+    Source: Section 3.2, Algorithm 2, lines 1-21.
+    """
+    n = q.shape[1]
+    before = k.shape[1] - n
+    wide_q, wide_k = q.astype(np.float64), k.astype(np.float64)
+    S = np.empty(n)
+    intra, cross = _empty(n, parameters.k_intra), _empty(n, parameters.k_cross)
+    for c in range(0, n, parameters.C):
+        chunk = slice(c, min(c + parameters.C, n))
+        first, last = before + c, before + chunk.stop
+        A = attention(
+            wide_q[:, chunk], wide_k[:, :last], positions[first:last], positions[:last], scaling, softcap
+        )
+        S[chunk] = salience(A[:, :, first:], parameters)
+        A_mean: Matrix = A.mean(axis=0)
+        index, intra[1][chunk] = intra_neighbours(row_normalise(A_mean[:, first:], parameters.epsilon), parameters)
+        intra[0][chunk] = _positions_of(index, positions[first:last])
+        index, cross[1][chunk] = cross_neighbours(A_mean[:, :first], parameters)
+        cross[0][chunk] = _positions_of(index, positions[:last])
+    return CoAttention(int(positions[before]), S, *intra, *cross)
+
+
+def _empty(n: int, k: int) -> tuple[IntMatrix, Matrix]:
+    return np.full((n, k), -1, dtype=np.int64), np.zeros((n, k))
+
+
+def _positions_of(index: Int64[IntMatrix, "Q k"], positions: Int64[IntVector, " m"]) -> IntMatrix:
+    return np.where(index >= 0, positions[index], -1)

@@ -1,0 +1,88 @@
+"""S6: branch dissolution (Section 3.7, Algorithm 1)."""
+
+import numpy as np
+
+from reference.crystalcache.protection import cut
+from spec.arrays import Bool, BoolVector, Float64, Int64, IntVector, Vector
+from spec.records import Dissolution
+
+__all__ = ["allocate", "allocate_step", "dissolve", "dissolved_D", "keep_count", "strongest_members"]
+
+
+def allocate_step(size: int, c: int, N_min: int) -> tuple[int, int]:
+    """One trunk of Eq. 32: how many of its tokens stay in r's numerator, and the cut that is left.
+
+    Source: Eq. 32, its four branches in the paper's order.
+    """
+    if c <= 0:
+        return size, c
+    if size <= c:
+        return 0, c - size
+    if size - c >= N_min:
+        return size - c, 0
+    return 0, c - size
+
+
+def allocate(sizes: Int64[IntVector, " alive"], c_0: int, N_min: int) -> Float64[Vector, " alive"]:
+    """r of each trunk, given from the lowest score up.
+
+    Implements: CC-ALLOCATE
+
+    Source: Eq. 32, Stage 1. Precondition: c_0 is at most the sum of the sizes.
+    """
+    r = np.ones(len(sizes))
+    c = c_0
+    for g, size in enumerate(sizes.tolist()):
+        kept, c = allocate_step(size, c, N_min)
+        r[g] = kept / size
+        if c <= 0:
+            break
+    return r
+
+
+def keep_count(r: float, size: int, N_min: int) -> int:
+    """k_g of a partly dissolved trunk; Python rounds half to even, as the paper asks.
+
+    Implements: CC-KEEP-COUNT
+
+    Source: Eq. 33.
+    """
+    return min(size, max(N_min, round(r * size)))
+
+
+def strongest_members(M: Float64[Vector, " size"], k: int) -> Int64[IntVector, " k"]:
+    """Indices of the k largest M_i, lower index first on a tie; ascending. Source: Section 3.7, Stage 2."""
+    return np.sort(np.argsort(-M, kind="stable")[:k])
+
+
+def dissolved_D(D: Float64[Vector, " m"], r: Float64[Vector, " m"]) -> Float64[Vector, " m"]:
+    """D after the eviction: a trunk weakens as much as it was dissolved.
+
+    Implements: CC-DISSOLVE-D
+
+    Source: Eq. 34; its three cases are one product, since r is exactly 0 or 1 in the outer two.
+    """
+    return r * D
+
+
+def dissolve(
+    score: Float64[Vector, " m"], offsets: Int64[IntVector, " m_and_one"], M: Float64[Vector, " n"],
+    D: Float64[Vector, " m"], protected: Bool[BoolVector, " m"], B: int, N_min: int,
+) -> Dissolution:
+    """Evict from the lowest score up until the unprotected trunks fit; protected ones stay even above B.
+
+    Implements: CC-DISSOLVE
+
+    Source: Algorithm 1. `score` is read only where a trunk is not protected. Equal scores: the earlier trunk goes first.
+    """
+    sizes = np.diff(offsets)
+    alive = np.flatnonzero(~protected)
+    order = alive[np.argsort(score[alive], kind="stable")]
+    r = np.ones(len(sizes))
+    r[order] = allocate(sizes[order], cut(sizes, protected, B), N_min)
+    kept = []
+    for g in np.flatnonzero(r > 0):
+        start, size = int(offsets[g]), int(sizes[g])
+        k_g = size if r[g] == 1 else keep_count(float(r[g]), size, N_min)
+        kept.append(start + strongest_members(M[start - offsets[0] :][:size], k_g))
+    return Dissolution(np.concatenate([np.empty(0, dtype=np.int64), *kept]), r, dissolved_D(D, r))

@@ -1,0 +1,75 @@
+"""S4: the graph between trunks (Section 3.5)."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from spec.arrays import Float64, Int64, IntVector, Vector
+from spec.records import Edges
+
+__all__ = ["TrunkPairs", "degree", "symmetric_csr", "trunk_pairs", "trunk_weights"]
+
+
+class TrunkPairs(NamedTuple):
+    """The multisets W_ab of Eq. 24, one row per pair a < b that has an edge, ordered by (a, b)."""
+
+    a: IntVector
+    b: IntVector
+    edges: IntVector
+    total: Vector
+
+
+def trunk_pairs(edges: Edges, offsets: Int64[IntVector, " m_and_one"]) -> TrunkPairs:
+    """Size and sum of W_ab for each pair of different trunks.
+
+    Implements: CC-TRUNK-EDGES
+
+    Source: Eq. 24, additive: a mutual pair of tokens counts twice. Each sum runs in the order of E.
+    """
+    g = np.searchsorted(offsets, edges.first, side="right") - 1
+    h = np.searchsorted(offsets, edges.second, side="right") - 1
+    between = g != h
+    m = len(offsets) - 1
+    key = np.minimum(g, h)[between] * m + np.maximum(g, h)[between]
+    pair, inverse = np.unique(key, return_inverse=True)
+    number = np.bincount(inverse, minlength=len(pair)).astype(np.int64)
+    total: Vector = np.bincount(inverse, weights=edges.weight[between], minlength=len(pair)).astype(np.float64)
+    return TrunkPairs(pair // m, pair % m, number, total)
+
+
+def trunk_weights(
+    pairs: TrunkPairs, sizes: Int64[IntVector, " m"], tau_edge: float,
+) -> tuple[Float64[Vector, " pairs"], IntVector]:
+    """W(g_a, g_b) of the pairs that survive the prune, and which pairs those are.
+
+    Implements: CC-TRUNK-WEIGHT
+
+    Source: Eq. 25: the mean weight times the square root of the density; kept where it exceeds tau_edge.
+    """
+    mean = pairs.total / pairs.edges
+    W: Vector = mean * np.sqrt(pairs.edges / (sizes[pairs.a] * sizes[pairs.b]))
+    kept = np.flatnonzero(tau_edge < W)
+    return W[kept], kept
+
+
+def symmetric_csr(
+    a: IntVector, b: IntVector, W: Float64[Vector, " pairs"], m: int,
+) -> tuple[IntVector, IntVector, Vector]:
+    """Both orientations of each pair as (indptr, indices, weights), columns ascending inside a row."""
+    row, column, weight = np.concatenate([a, b]), np.concatenate([b, a]), np.concatenate([W, W])
+    order = np.lexsort((column, row))
+    indptr = np.searchsorted(row[order], np.arange(m + 1)).astype(np.int64)
+    return indptr, column[order], weight[order]
+
+
+def degree(indptr: Int64[IntVector, " m_and_one"], weights: Float64[Vector, " edges"]) -> Float64[Vector, " m"]:
+    """Weighted degree of each trunk, summed by ascending neighbour.
+
+    Implements: CC-DEGREE
+
+    Source: Eq. 26.
+    """
+    m = len(indptr) - 1
+    row = np.repeat(np.arange(m), np.diff(indptr))
+    deg: Vector = np.bincount(row, weights=weights, minlength=m).astype(np.float64)
+    return deg

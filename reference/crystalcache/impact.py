@@ -1,0 +1,82 @@
+"""S3: how distinctly each token entered the cache (Section 3.4)."""
+
+import numpy as np
+
+from reference.ordered import left_to_right_sum
+from spec.arrays import Float64, Int64, IntVector, Vector
+from spec.parameters import CrystalCacheParameters
+
+__all__ = ["impact", "impact_without_rarity", "rarity", "token_counts", "trunk_impact", "uniform_impact"]
+
+K_MEMBERS = 3  # Eq. 23 fixes it
+
+
+def token_counts(token_ids: Int64[IntVector, " n"]) -> Int64[IntVector, " n"]:
+    """c_i: how often the id at position i occurs among all ids, itself included.
+
+    Implements: CC-COUNT
+
+    Source: Eq. 20.
+    """
+    _, inverse, counts = np.unique(token_ids, return_inverse=True, return_counts=True)
+    c: IntVector = counts[inverse].astype(np.int64)
+    return c
+
+
+def rarity(c: Int64[IntVector, " n"]) -> Float64[Vector, " n"]:
+    """U_i, the Von Restorff rarity; natural logarithm.
+
+    Implements: CC-RARITY
+
+    Source: Eq. 10 and 21.
+    """
+    U: Vector = 1.0 / (1.0 + np.log1p(c.astype(np.float64)))
+    return U
+
+
+def impact(
+    S: Float64[Vector, " n"], U: Float64[Vector, " n"], parameters: CrystalCacheParameters,
+) -> Float64[Vector, " n"]:
+    """M_i: salience and rarity in equal parts, on the scale of salience.
+
+    Implements: CC-IMPACT
+
+    Source: Eq. 22.
+    """
+    S_tilde = S / parameters.M_max
+    M: Vector = np.clip(parameters.M_max * (0.5 * S_tilde + 0.5 * U), parameters.M_min, parameters.M_max)
+    return M
+
+
+def impact_without_rarity(
+    S: Float64[Vector, " n"], U: Float64[Vector, " n"], parameters: CrystalCacheParameters,
+) -> Float64[Vector, " n"]:
+    """M_i = S_i, which Eq. 11 has clipped already: Table 10, "no Von Restorff".
+
+    Implements: CC-IMPACT
+    """
+    return S.copy()
+
+
+def uniform_impact(
+    S: Float64[Vector, " n"], U: Float64[Vector, " n"], parameters: CrystalCacheParameters,
+) -> Float64[Vector, " n"]:
+    """M_i = 1: Table 10, "uniform M_i".
+
+    Implements: CC-IMPACT
+    """
+    return np.ones_like(S)
+
+
+def trunk_impact(M: Float64[Vector, " n"], offsets: Int64[IntVector, " m_and_one"]) -> Float64[Vector, " m"]:
+    """Mean of each trunk's three largest M_i (of all, if it has fewer), summed from the largest down.
+
+    Implements: CC-TRUNK-IMPACT
+
+    Source: Eq. 23.
+    """
+    M_bar = np.empty(len(offsets) - 1)
+    for g in range(len(M_bar)):
+        top = np.sort(M[offsets[g] : offsets[g + 1]])[::-1][:K_MEMBERS]
+        M_bar[g] = left_to_right_sum(top) / len(top)
+    return M_bar

@@ -1,0 +1,65 @@
+"""Algorithm 2: the prefill, S1 to S6, for any backend."""
+
+import numpy as np
+
+from reference.crystalcache.protection import effective_budget, protected_trunks
+from spec.arrays import Int64, IntVector
+from spec.backend import Backend, resolve
+from spec.budget import Budget, parse_budget
+from spec.parameters import PAPER, CrystalCacheParameters
+from spec.policy import DeviceArray
+from spec.records import CrystalRetention
+from spec.retention import Retention
+from spec.validate import check_attention_inputs, check_scaling, check_sentence_ends, check_token_ids
+
+__all__ = ["prefill"]
+
+
+def prefill(
+    q: DeviceArray, k: DeviceArray, token_ids: Int64[IntVector, " n"], sentence_ends: frozenset[int],
+    budget: float | int | str | Budget = 0.5, parameters: CrystalCacheParameters = PAPER,
+    backend: str | Backend = "numpy", *, scaling: float | None = None, softcap: float | None = None,
+) -> CrystalRetention:
+    """Which positions of a prompt CrystalCache keeps, and every record that led there.
+
+    Implements: CC-PREFILL
+
+    Source: Algorithm 2.
+
+    Args:
+        q: queries of the observed layer after RoPE, (H, n, d), floating.
+        k: keys of that layer after RoPE, (H_kv, n, d), H a multiple of H_kv.
+        token_ids: the prompt, (n,), n at least 2.
+        sentence_ends: ids of the tokens that end a sentence.
+        budget: a float or text with "." or "%" is a fraction in (0, 1]; an int is tokens.
+        parameters: constants of the method; Table 10's ablations are values of these.
+        backend: "numpy", another name, "module:ATTRIBUTE" or a Backend.
+        scaling: that layer's factor on q.k; 1 / sqrt(d) when None.
+        softcap: that layer's soft cap on the logits, if it has one.
+
+    Raises:
+        SpecError: for an input that the specification does not admit, before any work.
+        BackendUnavailable: when the backend cannot run here.
+    """
+    share = parse_budget(budget)
+    stages = resolve(backend).require_crystal()
+    check_attention_inputs(q, k)
+    n = q.shape[1]
+    ids = check_token_ids(token_ids, k.shape[1])
+    check_token_ids(token_ids, n)
+    ends = np.isin(ids, sorted(check_sentence_ends(sentence_ends)))
+    check_scaling(q.shape[2] ** -0.5 if scaling is None else scaling, softcap)
+
+    coattention = stages.coattention(
+        q, k, np.arange(n), parameters, q.shape[2] ** -0.5 if scaling is None else scaling, softcap
+    )
+    M = stages.impact(coattention.salience, ids, parameters)
+    trunks = stages.trunks(coattention, M, ends, parameters)
+    graph = stages.graph(coattention, trunks, parameters)
+    protected = protected_trunks(trunks.offsets, n, parameters.N_sink, parameters.W_recent)
+    score = stages.score(graph.D, trunks.impact, protected, parameters)
+    B = effective_budget(share, n, parameters.N_sink, parameters.W_recent)
+    result = stages.dissolve(score, trunks, M, graph.D, protected, B, parameters)
+    return CrystalRetention(
+        Retention.shared(result.kept, n), result.ratio, score, result.D, protected, B, coattention, M, trunks, graph
+    )

@@ -1,0 +1,35 @@
+"""S5: the two-path score (Section 3.6)."""
+
+import numpy as np
+
+from spec.arrays import Bool, BoolVector, Float64, Vector
+
+__all__ = ["normalised_impact", "score"]
+
+
+def normalised_impact(
+    M_bar: Float64[Vector, " m"], protected: Bool[BoolVector, " m"], epsilon: float,
+) -> Float64[Vector, " m"]:
+    """Log-compressed trunk impact, min-max normalised over the unprotected trunks; NaN where protected.
+
+    Implements: CC-NORMALISED-IMPACT
+
+    Source: Eq. 28. All equal gives 0; no unprotected trunk gives NaN throughout.
+    """
+    M_tilde = np.full(len(M_bar), np.nan)
+    alive = np.log1p(M_bar[~protected])
+    if len(alive):
+        low, high = alive.min(), alive.max()
+        M_tilde[~protected] = (alive - low) / (high - low + epsilon)
+    return M_tilde
+
+
+def score(D: Float64[Vector, " m"], M_tilde: Float64[Vector, " m"], alpha: float) -> Float64[Vector, " m"]:
+    """Composition by maximum: either path alone lets a trunk survive; NaN where protected.
+
+    Implements: CC-SCORE
+
+    Source: Eq. 29.
+    """
+    best: Vector = np.maximum(D, alpha * M_tilde)
+    return best

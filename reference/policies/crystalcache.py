@@ -1,0 +1,84 @@
+"""CrystalCache as five parts: S1 to S5 score trunks, dissolution selects."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from reference.crystalcache.dissolution import dissolved_D
+from reference.policies.budgets import even
+from reference.policies.protections import SinkAndRecent
+from reference.policies.selectors import Dissolve, touched_units
+from spec.arrays import BoolVector, Float64, Vector
+from spec.backend import Backend, CrystalStages, resolve
+from spec.parameters import PAPER, CrystalCacheParameters
+from spec.policy import Needs, Observation, Policy, Scores
+from spec.records import CoAttention, CrystalRetention, TrunkGraph, Trunks
+from spec.retention import Retention
+from spec.validate import check_sentence_ends, check_token_ids
+
+__all__ = ["CrystalRecords", "crystal_retention", "crystalcache"]
+
+
+@dataclass(frozen=True)
+class CrystalRecords:
+    """What S1 to S4 found, carried from the scorer to the result."""
+
+    coattention: CoAttention
+    impact: Vector
+    trunks: Trunks
+    graph: TrunkGraph
+    scores: Vector
+    protected: BoolVector
+
+
+@dataclass(frozen=True)
+class CrystalScorer:
+    """S1 to S5 on the observed layer."""
+
+    stages: CrystalStages
+    sentence_ends: frozenset[int]
+    parameters: CrystalCacheParameters
+    needs: Needs = Needs(layers="observed", query_rows=None, token_ids=True)
+
+    def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
+        (view,) = observation.layers.values()
+        ids = check_token_ids(observation.token_ids, observation.seen)
+        p, stages = self.parameters, self.stages
+        positions = np.arange(observation.seen)
+        coattention = stages.coattention(view.q, view.k, positions, p, view.scaling, view.softcap)
+        M = stages.impact(coattention.salience, ids, p)
+        trunks = stages.trunks(coattention, M, np.isin(ids, sorted(self.sentence_ends)), p)
+        graph = stages.graph(coattention, trunks, p)
+        pinned = touched_units(protected, trunks.offsets)
+        scores = stages.score(graph.D, trunks.impact, pinned, p)
+        return Scores(scores[None], trunks.offsets, M, CrystalRecords(coattention, M, trunks, graph, scores, pinned))
+
+
+def crystalcache(
+    sentence_ends: frozenset[int], parameters: CrystalCacheParameters = PAPER, backend: str | Backend = "numpy",
+) -> Policy:
+    """CrystalCache's prefill as a policy; its result equals `reference.crystalcache.prefill`.
+
+    Raises:
+        SpecError: when the sentence ends are empty or the backend is unknown.
+        BackendUnavailable: when the backend cannot run here.
+    """
+    stages = resolve(backend).require_crystal()
+    return Policy(
+        "crystalcache",
+        CrystalScorer(stages, check_sentence_ends(sentence_ends), parameters),
+        even,
+        Dissolve(stages, parameters),
+        SinkAndRecent(parameters.N_sink, parameters.W_recent),
+        floor=parameters.N_sink + parameters.W_recent,
+    )
+
+
+def crystal_retention(
+    records: CrystalRecords, retention: Retention, ratio: Float64[Vector, " m"], B: int,
+) -> CrystalRetention:
+    """The full result, from the scorer's records and the selector's ratios."""
+    return CrystalRetention(
+        retention, ratio, records.scores, dissolved_D(records.graph.D, ratio), records.protected, B,
+        records.coattention, records.impact, records.trunks, records.graph,
+    )

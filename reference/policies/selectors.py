@@ -1,0 +1,64 @@
+"""Selectors: which positions a set of scores and budgets keeps."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from spec.arrays import Bool, BoolVector, Float64, Int64, IntVector, Vector
+from spec.backend import CrystalStages
+from spec.parameters import CrystalCacheParameters
+from spec.policy import Scores, Selection
+from spec.records import Trunks
+
+__all__ = ["Dissolve", "top_units", "touched_units"]
+
+
+def touched_units(
+    protected: Bool[BoolVector, " n"], offsets: Int64[IntVector, " m_and_one"],
+) -> Bool[BoolVector, " m"]:
+    """Units that hold a protected token."""
+    touched: BoolVector = np.logical_or.reduceat(protected, offsets[:-1])
+    return touched
+
+
+def top_units(scores: Scores, budgets: IntVector, protected: BoolVector, /) -> Selection:
+    """Per group: the protected units, then the best others as long as they fit; lower unit first on a tie."""
+    pinned = touched_units(protected, scores.offsets)
+    groups = [_fill(row, scores.offsets, int(B), pinned) for row, B in zip(scores.values, budgets, strict=True)]
+    offsets = np.cumsum([0, *map(len, groups)]).astype(np.int64)
+    return Selection(np.concatenate(groups), offsets)
+
+
+def _fill(
+    values: Float64[Vector, " m"], offsets: Int64[IntVector, " m_and_one"], B: int, pinned: Bool[BoolVector, " m"],
+) -> Int64[IntVector, " kept"]:
+    sizes = np.diff(offsets)
+    order = np.argsort(-values, kind="stable")
+    order = np.concatenate([np.flatnonzero(pinned), order[~pinned[order]]])
+    chosen = order[(np.cumsum(sizes[order]) <= B) | pinned[order]]
+    kept = np.zeros(len(values), dtype=np.bool_)
+    kept[chosen] = True
+    positions: IntVector = offsets[0] + np.flatnonzero(np.repeat(kept, sizes))
+    return positions
+
+
+@dataclass(frozen=True)
+class Dissolve:
+    """Branch dissolution: the units with the lowest scores go first, the last of them in part (Algorithm 1).
+
+    The selection's records are the Dissolution. Its D is 0: Eq. 34 follows from r for a scorer that has a D.
+    """
+
+    stages: CrystalStages
+    parameters: CrystalCacheParameters
+
+    def __call__(self, scores: Scores, budgets: IntVector, protected: BoolVector, /) -> Selection:
+        assert scores.members is not None
+        assert len(budgets) == 1
+        units = Trunks(scores.offsets, scores.values[0])
+        no_D = np.zeros(len(units.impact))
+        result = self.stages.dissolve(
+            scores.values[0], units, scores.members, no_D, touched_units(protected, scores.offsets),
+            int(budgets[0]), self.parameters,
+        )
+        return Selection(result.kept, np.array([0, len(result.kept)], dtype=np.int64), result)

@@ -1,0 +1,24 @@
+"""Array types of function boundaries: the rank and dtype for mypy, the axes for jaxtyping.
+
+Write `Float64[Matrix, "n d"]`: mypy reads the rank alias, jaxtyping checks the axes while tests run.
+"""
+
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+from jaxtyping import Bool, Float, Float64, Int64
+
+__all__ = [
+    "Bool", "BoolVector", "Cube", "Float", "Float64", "Int64", "IntMatrix", "IntVector", "Matrix", "RawCube", "Vector",
+]
+
+if TYPE_CHECKING:
+    Vector: TypeAlias = np.ndarray[tuple[int], np.dtype[np.float64]]
+    Matrix: TypeAlias = np.ndarray[tuple[int, int], np.dtype[np.float64]]
+    Cube: TypeAlias = np.ndarray[tuple[int, int, int], np.dtype[np.float64]]
+    RawCube: TypeAlias = np.ndarray[tuple[int, int, int], np.dtype[np.floating[Any]]]
+    IntVector: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int64]]
+    IntMatrix: TypeAlias = np.ndarray[tuple[int, int], np.dtype[np.int64]]
+    BoolVector: TypeAlias = np.ndarray[tuple[int], np.dtype[np.bool_]]
+else:
+    Vector = Matrix = Cube = RawCube = IntVector = IntMatrix = BoolVector = np.ndarray

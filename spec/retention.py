@@ -1,0 +1,66 @@
+"""Which positions a cache keeps: one sequence, at one granularity."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+from spec.arrays import Int64, IntVector
+from spec.errors import SpecError
+
+__all__ = ["Granularity", "Retention"]
+
+
+class Granularity(Enum):
+    """What one kept set is shared by."""
+
+    MODEL = "model"
+    LAYER = "layer"
+    HEAD = "layer and KV head"
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Kept positions of one sequence, group by group; a batch is a tuple of these.
+
+    Group g keeps `positions[offsets[g]:offsets[g + 1]]`, absolute and ascending. There is one group for MODEL, one
+    per layer for LAYER, one per layer and KV head (layer major) for HEAD.
+
+    Raises:
+        SpecError: when offsets or positions do not describe subsets of range(seen).
+    """
+
+    positions: Int64[IntVector, " kept"]
+    offsets: Int64[IntVector, " groups_and_one"]
+    seen: int
+    granularity: Granularity = Granularity.MODEL
+
+    def __post_init__(self) -> None:
+        _check_offsets(self.offsets, len(self.positions))
+        if self.granularity is Granularity.MODEL and self.groups != 1:
+            raise SpecError("offsets", self.offsets, "the granularity 'model' has exactly one group")
+        for group in range(self.groups):
+            _check_kept(self.group(group), self.seen)
+
+    @classmethod
+    def shared(cls, kept: Int64[IntVector, " kept"], seen: int) -> "Retention":
+        """One kept set for every layer and KV head."""
+        return cls(kept, np.array([0, len(kept)], dtype=np.int64), seen)
+
+    @property
+    def groups(self) -> int:
+        return len(self.offsets) - 1
+
+    def group(self, index: int) -> Int64[IntVector, " kept"]:
+        """The kept positions of one group, ascending."""
+        return self.positions[self.offsets[index] : self.offsets[index + 1]]
+
+
+def _check_offsets(offsets: Int64[IntVector, " groups_and_one"], total: int) -> None:
+    if len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != total or (np.diff(offsets) < 0).any():
+        raise SpecError("offsets", offsets, f"must rise from 0 to the {total} positions")
+
+
+def _check_kept(kept: Int64[IntVector, " kept"], seen: int) -> None:
+    if len(kept) and (kept[0] < 0 or kept[-1] >= seen or (np.diff(kept) <= 0).any()):
+        raise SpecError("positions", kept, f"must rise strictly inside range({seen})")

@@ -1,0 +1,94 @@
+"""Checks at the public doors. Each names the argument, its value and the bound, and runs before any work."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from spec.arrays import IntVector
+from spec.errors import SpecError
+
+__all__ = ["check_attention_inputs", "check_scaling", "check_sentence_ends", "check_token_ids"]
+
+
+def check_attention_inputs(q: np.ndarray[Any, Any], k: np.ndarray[Any, Any]) -> None:
+    """q (H, n, d) and k (H_kv, live, d): floating, finite, H a multiple of H_kv, n <= live.
+
+    Raises:
+        SpecError: at the first thing that does not hold.
+    """
+    for name, array in (("q", q), ("k", k)):
+        _check_floats(name, array)
+    if q.shape[2] != k.shape[2]:
+        raise SpecError("k", k.shape, f"the head dimension must be q's, {q.shape[2]}")
+    if q.shape[0] % k.shape[0]:
+        raise SpecError("q", q.shape, f"the heads must be a multiple of k's {k.shape[0]}")
+    if q.shape[1] > k.shape[1]:
+        raise SpecError("q", q.shape, f"there are only {k.shape[1]} keys for {q.shape[1]} queries")
+
+
+def _check_floats(name: str, array: np.ndarray[Any, Any]) -> None:
+    if not isinstance(array, np.ndarray) or array.ndim != 3:
+        raise SpecError(name, getattr(array, "shape", type(array).__name__), "must be an array (heads, tokens, d)")
+    if array.dtype.kind != "f":
+        raise SpecError(name, array.dtype, "must be floating point")
+    if 0 in array.shape:
+        raise SpecError(name, array.shape, "no axis may be empty")
+    finite = np.isfinite(array)
+    if not finite.all():
+        at = tuple(int(i) for i in np.argwhere(~finite)[0])
+        raise SpecError(name, array[at], f"must be finite, and is not at {at}")
+
+
+def check_token_ids(token_ids: object, tokens: int, vocabulary: int | None = None) -> IntVector:
+    """Ids of one sequence as int64 (n,), with n the number of keys and, if it is known, inside the vocabulary.
+
+    Raises:
+        SpecError: for another rank, dtype or length, an id out of range, or fewer than two tokens.
+    """
+    ids = np.asarray(token_ids)
+    if ids.ndim != 1:
+        raise SpecError("token_ids", ids.shape, "must have one axis (n,)")
+    if len(ids) < 2:
+        raise SpecError("token_ids", ids.tolist(), "must hold at least 2 tokens: one query is a step, not a segment")
+    if ids.dtype.kind not in "iu":
+        raise SpecError("token_ids", ids.dtype, "must be integers")
+    if len(ids) != tokens:
+        raise SpecError("token_ids", len(ids), f"must be as many as the keys, {tokens}")
+    high = np.inf if vocabulary is None else vocabulary
+    outside = (ids < 0) | (ids >= high)
+    if outside.any():
+        at = int(np.argmax(outside))
+        raise SpecError("token_ids", int(ids[at]), f"must lie in [0, {high}), and does not at {at}")
+    return ids.astype(np.int64)
+
+
+def check_sentence_ends(sentence_ends: object) -> frozenset[int]:
+    """The ids that end a sentence.
+
+    Raises:
+        SpecError: when it is no collection of ids, or empty.
+    """
+    if isinstance(sentence_ends, (str, bytes)) or not isinstance(sentence_ends, Iterable):
+        raise SpecError("sentence_ends", sentence_ends, "must be a set of token ids")
+    ends = list(sentence_ends)
+    if not ends:
+        raise SpecError(
+            "sentence_ends", ends, "must hold an id; models_integration.sentence_ends(tokenizer) makes the set"
+        )
+    for end in ends:
+        if isinstance(end, (bool, np.bool_)) or not isinstance(end, (int, np.integer)) or end < 0:
+            raise SpecError("sentence_ends", end, "must be token ids, integers of at least 0")
+    return frozenset(int(end) for end in ends)
+
+
+def check_scaling(scaling: float, softcap: float | None) -> None:
+    """The factor on the logits and their soft cap: positive and finite.
+
+    Raises:
+        SpecError: otherwise.
+    """
+    for name, value in (("scaling", scaling), ("softcap", softcap)):
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise SpecError(name, value, "must be positive and finite")
