@@ -13,7 +13,7 @@ from spec.records import CoAttention, Dissolution, TrunkGraph, Trunks
 
 __all__ = ["BUILT_IN", "ENTRY_POINTS", "Backend", "CrystalStages", "resolve"]
 
-BUILT_IN = {"numpy": "reference.backend:BACKEND"}
+BUILT_IN = {"numpy": "reference.backend:BACKEND", "numba": "accelerated.numba_cpu.backend:BACKEND"}
 ENTRY_POINTS = "kvspec.backends"
 
 

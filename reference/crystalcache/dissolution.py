@@ -73,7 +73,8 @@ def dissolve(
 
     Implements: CC-DISSOLVE
 
-    Source: Algorithm 1. `score` is read only where a trunk is not protected. Equal scores: the earlier trunk goes first.
+    Source: Algorithm 1. `score` is read only where a trunk is not protected; of equal scores the earlier trunk goes
+    first.
     """
     sizes = np.diff(offsets)
     alive = np.flatnonzero(~protected)

@@ -89,7 +89,8 @@ def trunk_offsets(
 
     Source: Section 3.3; Algorithm 2, lines 29-43.
     """
-    by_pair = dict(zip(zip(edges.first.tolist(), edges.second.tolist(), strict=True), edges.weight.tolist(), strict=True))
+    pairs = zip(edges.first.tolist(), edges.second.tolist(), strict=True)
+    by_pair = dict(zip(pairs, edges.weight.tolist(), strict=True))
     merged = merge_sentences(sentence_offsets(ends) + start, by_pair, parameters)
     sizes = [piece for size in merged for piece in split_sizes(size, parameters.T_max)]
     return np.cumsum([start, *sizes]).astype(np.int64)

@@ -1,0 +1,53 @@
+"""S6: branch dissolution (Section 3.7, Algorithm 1)."""
+
+import numpy as np
+from numba import njit
+
+from spec.arrays import BoolVector, IntVector, Vector
+
+__all__ = ["dissolve", "kept_tokens"]
+
+
+@njit(cache=True)
+def kept_tokens(size: int, before: int, c_0: int, N_min: int) -> int:
+    """Eq. 32 and 33 in closed form: tokens that a trunk keeps when `before` tokens rank below it.
+
+    The loop's remaining cut is c_0 - before as long as it is positive, since only its last step overshoots.
+    """
+    if before >= c_0:
+        return size
+    rest = before + size - c_0
+    if rest >= max(N_min, 1):
+        return rest
+    return 0
+
+
+@njit(cache=True)
+def dissolve(
+    score: Vector, offsets: IntVector, M: Vector, D: Vector, protected: BoolVector, B: int, N_min: int,
+) -> tuple[IntVector, Vector, Vector]:
+    """Kept positions, r and D after the eviction.
+
+    Implements: CC-CUT, CC-ALLOCATE, CC-KEEP-COUNT, CC-DISSOLVE-D, CC-DISSOLVE
+    """
+    m = len(offsets) - 1
+    alive = np.flatnonzero(~protected)
+    order = alive[np.argsort(score[alive], kind="mergesort")]
+    T_alive = 0
+    for g in alive:
+        T_alive += offsets[g + 1] - offsets[g]
+    B_avail = B - (offsets[m] - offsets[0] - T_alive)
+    c_0 = min(max(0, T_alive - B_avail), T_alive)
+    r = np.ones(m)
+    keep = np.ones(len(M), dtype=np.bool_)
+    before = 0
+    for g in order:
+        size = offsets[g + 1] - offsets[g]
+        k = kept_tokens(size, before, c_0, N_min)
+        r[g] = k / size
+        if k < size:
+            first, last = offsets[g] - offsets[0], offsets[g + 1] - offsets[0]
+            weakest = np.argsort(-M[first:last], kind="mergesort")[k:]
+            keep[first + weakest] = False
+        before += size
+    return offsets[0] + np.flatnonzero(keep), r, r * D

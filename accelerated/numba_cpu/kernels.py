@@ -1,0 +1,159 @@
+"""Inner loops of S1, float32, without the interpreter lock. Logits come in base 2: p = 2 ** (s - lse)."""
+
+from typing import Any
+
+import numpy as np
+from numba import njit, types
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+__all__ = [
+    "accumulate_attention", "insert_best", "lower_triangle_best", "mark_active_rows", "normalise_rows", "own_chunk",
+    "running_lse",
+]
+
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int64]
+
+# Sums may be reassociated so that they vectorise; no assumption is made about NaN or infinity. The order is fixed by
+# the compiled code, so results repeat; their distance to the exact ones is part of the certified bound of S1.
+FAST = {"reassoc", "contract", "nsz"}
+f32 = np.float32
+FAR_BELOW = f32(-40.0)  # 256 weights of 2 ** -40 vanish beside the row's sum in float32
+LOWEST = f32(-3e38)
+
+# 2 ** f on [-1/2, 1/2], the Taylor coefficients ln(2) ** i / i!; relative error below 2e-7.
+C1, C2, C3 = f32(0.6931471805599453), f32(0.2402265069591007), f32(0.0555041086648216)
+C4, C5, C6 = f32(0.0096181291076285), f32(0.0013333558146428), f32(0.0001540353039338)
+
+
+@intrinsic
+def float_of_bits(typing_context: Any, bits: Any) -> Any:
+    """The float32 whose bit pattern is an int32."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], context.get_value_type(types.float32))
+
+    return types.float32(types.int32), generate
+
+
+@njit(fastmath=FAST, inline="always")
+def exp2(x: np.float32) -> np.float32:
+    """2 ** x for x <= 0 in float32; np.exp2 would not vectorise here."""
+    x = max(x, f32(-126.0))
+    whole = np.floor(x + f32(0.5))
+    f = x - whole
+    power = ((((C6 * f + C5) * f + C4) * f + C3) * f + C2) * f + C1
+    result: np.float32 = (power * f + f32(1.0)) * float_of_bits((np.int32(whole) + np.int32(127)) << np.int32(23))
+    return result
+
+
+@njit(nogil=True, fastmath=FAST, cache=True)
+def running_lse(
+    S: Floats, peak: Floats, total: Floats, tile_peak: Floats, first_query: int, queries: int, first_key: int,
+    causal: bool,
+) -> None:
+    """Fold a tile of logits (rows, keys) into each row's running maximum and sum; note the tile's own maximum."""
+    for r in range(S.shape[0]):
+        width = S.shape[1]
+        if causal:
+            width = min(width, first_query + r % queries - first_key + 1)
+        s = S[r]
+        top = LOWEST
+        for j in range(width):
+            top = max(top, s[j])
+        tile_peak[r] = top
+        if top < peak[r] + FAR_BELOW:
+            continue
+        new = max(peak[r], top)
+        added = f32(0.0)
+        for j in range(width):
+            added += exp2(s[j] - new)
+        total[r] = total[r] * exp2(peak[r] - new) + added
+        peak[r] = new
+
+
+@njit(nogil=True, fastmath=FAST, cache=True)
+def own_chunk(S: Floats, lse: Floats, column: Floats, A: Floats, first_query: int, share: np.float32) -> None:
+    """Weights on the chunk's own keys: column sums per head, and the head mean added to A (queries, keys)."""
+    queries = A.shape[0]
+    for h in range(column.shape[0]):
+        for i in range(queries):
+            width = min(S.shape[1], first_query + i + 1)
+            s, a, to, level = S[h * queries + i], A[i], column[h], lse[h * queries + i]
+            for j in range(width):
+                p = exp2(s[j] - level)
+                to[j] += p
+                a[j] += p * share
+
+
+@njit(nogil=True, fastmath=FAST, cache=True)
+def mark_active_rows(tile_peak: Floats, lse: Floats, bound: np.float32, active: NDArray[np.bool_]) -> None:
+    """active[t, i]: whether row i can have a head-mean weight above tau in tile t.
+
+    No weight of the tile exceeds the head mean of 2 ** (tile peak - lse), so a row at or below the bound has none.
+    """
+    tiles, heads, queries = tile_peak.shape
+    for t in range(tiles):
+        for i in range(queries):
+            most = f32(0.0)
+            for h in range(heads):
+                most += exp2(min(tile_peak[t, h, i] - lse[h, i], f32(0.0)))
+            active[t, i] = most > bound
+
+
+@njit(nogil=True, fastmath=FAST, cache=True)
+def accumulate_attention(S: Floats, rows: Ints, lse: Floats, W: Floats) -> None:
+    """Add the weights of some heads, S (heads x rows, keys), to W (rows, keys)."""
+    for h in range(lse.shape[0]):
+        for a in range(len(rows)):
+            s, w, level = S[h * len(rows) + a], W[a], lse[h, rows[a]]
+            for j in range(S.shape[1]):
+                w[j] += exp2(s[j] - level)
+
+
+@njit(nogil=True, cache=True)
+def insert_best(
+    W: Floats, rows: Ints, share: np.float32, tau: np.float32, first_key: int, index: Ints, weight: Floats,
+) -> None:
+    """Merge W * share (rows, keys) into the running best of each row; on a tie the key that came first stays."""
+    k = index.shape[1]
+    for a in range(len(rows)):
+        r = rows[a]
+        for j in range(W.shape[1]):
+            place(W[a, j] * share, first_key + j, tau, index[r], weight[r], k)
+
+
+@njit(nogil=True, inline="always")
+def place(w: np.float32, key: int, tau: np.float32, index: Ints, weight: Floats, k: int) -> None:
+    """Insert one candidate into a row's list, kept from the largest down."""
+    if w > tau and w > weight[k - 1]:
+        p = k - 1
+        while p > 0 and weight[p - 1] < w:
+            weight[p], index[p] = weight[p - 1], index[p - 1]
+            p -= 1
+        weight[p], index[p] = w, key
+
+
+@njit(nogil=True, fastmath=FAST, cache=True)
+def normalise_rows(A: Floats, epsilon: np.float32) -> None:
+    """Eq. 12, in place."""
+    for i in range(A.shape[0]):
+        square = f32(0.0)
+        for j in range(A.shape[1]):
+            square += A[i, j] * A[i, j]
+        scale = f32(1.0) / (np.sqrt(square) + epsilon)
+        for j in range(A.shape[1]):
+            A[i, j] *= scale
+
+
+@njit(nogil=True, cache=True)
+def lower_triangle_best(
+    cosine: Floats, first_row: int, last_row: int, tau: np.float32, index: Ints, weight: Floats,
+) -> None:
+    """Each row's best columns of a symmetric matrix of which only the lower triangle is filled."""
+    k = index.shape[1]
+    for i in range(first_row, last_row):
+        for j in range(cosine.shape[0]):
+            if j != i:
+                place(cosine[max(i, j), min(i, j)], j, tau, index[i], weight[i], k)

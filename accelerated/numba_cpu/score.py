@@ -1,0 +1,28 @@
+"""S5: the two-path score (Section 3.6)."""
+
+import math
+
+import numpy as np
+from numba import njit
+
+from spec.arrays import BoolVector, Vector
+
+__all__ = ["score"]
+
+
+@njit(cache=True)
+def score(D: Vector, M_bar: Vector, protected: BoolVector, alpha: float, epsilon: float) -> Vector:
+    """The larger of D and the min-max normalised log impact; NaN where protected.
+
+    Implements: CC-NORMALISED-IMPACT, CC-SCORE
+    """
+    m = len(D)
+    low, high = np.inf, -np.inf
+    path = np.empty(m)
+    for g in range(m):
+        path[g] = math.log1p(M_bar[g])
+        if not protected[g]:
+            low, high = min(low, path[g]), max(high, path[g])
+    for g in range(m):
+        path[g] = np.nan if protected[g] else max(D[g], alpha * ((path[g] - low) / (high - low + epsilon)))
+    return path

@@ -1,0 +1,184 @@
+"""The only place with tolerances: certified error bounds by item and precision, each with its reason.
+
+Decisions (a neighbour list, an eviction order) are step functions of floats, so they are compared inside intervals:
+a choice is accepted if some values within the certified radius produce it, and no choice beside those.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from conformance.oracles import s1
+from spec.arrays import Matrix, Vector
+
+__all__ = [
+    "BOUNDS",
+    "UNIT_ROUNDOFF",
+    "Bound",
+    "Interval",
+    "attention_error",
+    "close",
+    "cosine_error",
+    "crystallization_radius",
+    "degree_radius",
+    "gamma",
+    "list_is_realisable",
+    "normalised_radius",
+    "salience_radius",
+]
+
+UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24}
+SMALLEST = {"float64": 2.0**-1022, "float32": 2.0**-126}
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Relative error in units of the precision's roundoff u."""
+
+    units: float
+    reason: str
+
+
+# S2 to S6 are float64 in every backend, so one precision is enough for them; S1 has computed radii below.
+BOUNDS: dict[tuple[str, str], Bound] = {
+    ("CC-RARITY", "float64"): Bound(16, "a logarithm within 4 ulp (8 u), two roundings; the oracle's own the same"),
+    ("CC-IMPACT", "float64"): Bound(24, "rarity's 16 u, five roundings of positive terms"),
+    ("CC-TRUNK-IMPACT", "float64"): Bound(0, "three terms in a stated order and one division: the same bits"),
+    ("CC-TRUNK-WEIGHT", "float64"): Bound(8, "sum in a stated order; a square root within 1 ulp; four roundings"),
+    ("CC-SCORE", "float64"): Bound(2, "the maximum of D and one product"),
+    ("CC-DISSOLVE-D", "float64"): Bound(4, "one quotient and one product on either side"),
+}
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Values that a correct implementation may have."""
+
+    low: float
+    high: float
+
+    @classmethod
+    def around(cls, centre: float, radius: float) -> "Interval":
+        return cls(centre - radius, centre + radius)
+
+    def __contains__(self, x: float) -> bool:
+        return self.low <= x <= self.high
+
+
+def close(item: str, got: Sequence[float] | Vector, want: Sequence[float] | Vector) -> bool:
+    """Whether every value lies within the item's bound of what is wanted; NaN equals NaN."""
+    bound = BOUNDS[item, "float64"].units * UNIT_ROUNDOFF["float64"]
+    a, b = np.asarray(got, dtype=np.float64), np.asarray(want, dtype=np.float64)
+    if a.shape != b.shape:
+        return False
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    with np.errstate(invalid="ignore"):
+        return bool((same | (np.abs(a - b) <= bound * np.maximum(np.abs(a), np.abs(b)))).all())
+
+
+def gamma(terms: float, precision: str) -> float:
+    """Higham's gamma_n = n u / (1 - n u): the relative error of n roundings in any order, fused or not."""
+    nu = terms * UNIT_ROUNDOFF[precision]
+    return nu / (1 - nu)
+
+
+def attention_error(
+    q: np.ndarray[Any, Any], k: np.ndarray[Any, Any], scaling: float, softcap: float | None, precision: str,
+) -> Vector:
+    """Bound on the relative error of each attention weight, by query row.
+
+    A logit errs by gamma_(d+8) of its mass sum |q||k| scaling (inner product, scaling, subtraction of the maximum),
+    and a soft cap (slope at most 1) adds 8 u softcap. exp turns that into a relative error, numerator and
+    denominator; the sum of n powers and the exponentials' own 4 ulp add gamma_(n+16). The oracle's error is the same
+    in float64 and is added.
+    """
+    group = len(q) // len(k)
+    shared = np.repeat(np.abs(k.astype(np.float64)), group, axis=0)
+    mass = np.matmul(np.abs(q.astype(np.float64)), shared.transpose(0, 2, 1)).max(axis=(0, 2)) * scaling
+    error = np.zeros(q.shape[1])
+    for p in (precision, "float64"):
+        logit = gamma(q.shape[2] + 8, p) * mass + (0.0 if softcap is None else 8 * UNIT_ROUNDOFF[p] * softcap)
+        error = error + np.expm1(4 * logit) + gamma(k.shape[1] + 16, p)
+    bound: Vector = error
+    return bound
+
+
+def salience_radius(own: s1.Block, row_error: Sequence[float], k_heads: int, precision: str) -> list[float]:
+    """Radius of Eq. 11 by token: a top-k sum moves by no more than the k largest moves of its terms."""
+    radius = []
+    for i in range(len(own[0])):
+        rounding = gamma(len(own[0]) + k_heads + 2, precision) + gamma(len(own[0]) + k_heads + 2, "float64")
+        moves = [
+            sum(row[i] * (e + rounding * (1 + e)) for row, e in zip(head, row_error, strict=True)) for head in own
+        ]
+        radius.append(sum(sorted(moves, reverse=True)[:k_heads]) + SMALLEST[precision])
+    return radius
+
+
+def cosine_error(e_i: float, e_j: float, Q: int, H: int, precision: str) -> float:
+    """Bound on the relative error of a cosine of non-negative rows whose entries err by e_i and e_j.
+
+    The inner product and both norms are monotone in the entries, so the entries' factors (1 + e) enter once above
+    and once below; rounding adds gamma of the two sums' lengths.
+    """
+    rounding = gamma(3 * Q + 2 * H + 24, precision) + gamma(3 * Q + 2 * H + 24, "float64")
+    return math.expm1(2 * (math.log1p(e_i) + math.log1p(e_j)) + math.log1p(rounding)) * 1.01
+
+
+def list_is_realisable(
+    chosen: Sequence[int], boxes: dict[int, Interval], k: int, tau: float,
+) -> bool:
+    """Whether some weights in their boxes have `chosen` as their top k above tau: float32 keys, lower index first.
+
+    Values are given out greedily from the best place down, as high as the list allows: if these fail, all do.
+    """
+    if len(chosen) > k or len(set(chosen)) < len(chosen) or not set(chosen) <= boxes.keys():
+        return False
+    threshold = s1.float32(tau)
+    above, index = math.inf, -1
+    for j in chosen:
+        x = s1.float32(boxes[j].high)
+        if x >= above:
+            x = above if j > index else float(np.nextafter(np.float32(above), np.float32(-np.inf)))
+        if x < s1.float32(boxes[j].low) or x <= threshold:
+            return False
+        above, index = x, j
+    for j in boxes.keys() - set(chosen):
+        least = s1.float32(boxes[j].low)
+        if least > threshold and (len(chosen) < k or (least, -j) > (above, -index)):
+            return False
+    return True
+
+
+def degree_radius(W: Matrix, item: str = "CC-TRUNK-WEIGHT") -> Vector:
+    """Radius of Eq. 26: the weights' bound and the roundings of the sum."""
+    units = BOUNDS[item, "float64"].units
+    radius: Vector = W.sum(axis=1) * gamma(units + len(W) + 4, "float64")
+    return radius
+
+
+def crystallization_radius(degree: Vector, s: float, epsilon: float) -> float:
+    """Radius of Eq. 27 from given degrees: the logistic's slope is at most 1/4, and its own error 8 u.
+
+    mu errs by gamma_(m+2) of the largest degree; the same error in every term moves sigma by as much, which moves z
+    by the ratio to sigma, times 1 + |z|.
+    """
+    m = len(degree)
+    mu = math.fsum(degree.tolist()) / m
+    sigma = math.sqrt(math.fsum((x - mu) ** 2 for x in degree.tolist()) / m)
+    if sigma < epsilon:
+        sigma = 1.0
+    wide = float(np.abs(degree).max())
+    z = max(abs(x - mu) for x in degree.tolist()) / sigma
+    move = (gamma(2 * m + 8, "float64") * wide * (1 + z) / sigma + gamma(m + 8, "float64") * z) * s
+    return move / 4 + 8 * UNIT_ROUNDOFF["float64"]
+
+
+def normalised_radius(M_bar: Sequence[float], epsilon: float) -> float:
+    """Radius of Eq. 28: each logarithm errs by 4 ulp (8 u, on both sides), the quotient by four times its share."""
+    ell = [math.log1p(x) for x in M_bar]
+    u = UNIT_ROUNDOFF["float64"]
+    return 64 * u * max(ell) / (max(ell) - min(ell) + epsilon) + 8 * u

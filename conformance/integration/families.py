@@ -1,0 +1,175 @@
+"""Tiny random models of the families that the integration serves, and the oracle: eviction equals masking.
+
+The oracle shares no code with the cache under test: it runs the model on a full, plain cache that slides nowhere, with
+explicit masks per layer type over true positions, and minus infinity on what was evicted.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    DynamicCache,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from models_integration import CrystalCache, FullCache, Method, StreamingLLM
+from spec.parameters import TINY
+
+VOCABULARY = 131
+WINDOW = 16
+ENDS = frozenset(range(3, VOCABULARY, 9))
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}
+_GQA = {**_SIZES, "num_key_value_heads": 2}
+_ALTERNATING = {
+    "sliding_window": WINDOW, "head_dim": 12, "query_pre_attn_scalar": 12,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "num_hidden_layers": 4,
+}
+
+FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**_GQA)),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**{**_GQA, "sliding_window": None})),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**_GQA)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**{**_GQA, "head_dim": 12})),
+    "phi3": lambda: Phi3ForCausalLM(Phi3Config(**{**_GQA, "sliding_window": None})),
+    "olmo2": lambda: Olmo2ForCausalLM(Olmo2Config(**_GQA)),
+    "gpt_neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**{**_SIZES, "rotary_pct": 0.5})),
+    "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**{**_GQA, **_ALTERNATING})),
+    "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**{**_GQA, **_ALTERNATING})),
+}
+SLIDING = ("gemma2", "gemma3")
+
+METHODS: dict[str, Callable[[], Method]] = {
+    "crystalcache": lambda: CrystalCache(0.5, ENDS, TINY, backend="numpy"),
+    "streamingllm": lambda: StreamingLLM(0.4, N_sink=2),
+    "fullcache": FullCache,
+}
+
+
+def build(family: str, *, attention: str | None = None, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A tiny model, with weights so large that its attention is not uniform, that never stops generating early."""
+    torch.manual_seed(0)
+    return prepare(FAMILIES[family](), attention=attention, dtype=dtype)
+
+
+def prepare(
+    model: PreTrainedModel, *, attention: str | None = None, dtype: torch.dtype = torch.float32,
+) -> PreTrainedModel:
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2:
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.data.copy_(noise * (1.2 / parameter.shape[1] ** 0.5))
+        elif name.endswith("bias"):
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    if attention is not None:
+        model.set_attn_implementation(attention)
+    assert model.generation_config is not None
+    model.generation_config.eos_token_id = None
+    model.train(False)
+    model.to(dtype)  # type: ignore[arg-type]  # wrapped by transformers in a way that mypy misreads
+    return model
+
+
+def prompt(n: int, seed: int = 3) -> Tensor:
+    """Random ids, (1, n), special ones left out."""
+    return torch.randint(3, VOCABULARY, (1, n), generator=torch.Generator().manual_seed(seed))
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    """Largest difference, by the largest value expected."""
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def greedy(model: PreTrainedModel, input_ids: Tensor, new: int, **options: Any) -> Tensor:
+    """The ids that generate adds, (rows, new)."""
+    output = model.generate(  # type: ignore[operator]  # generation methods come from a mixin without types
+        input_ids=input_ids, max_new_tokens=new, **{"do_sample": False, **options}
+    )
+    assert isinstance(output, Tensor)
+    return output[:, input_ids.shape[1] :]
+
+
+class Masked:
+    """The oracle: the full cache after a prompt, and decoding from it with minus infinity on evicted positions."""
+
+    def __init__(self, model: PreTrainedModel, input_ids: Tensor, kept: Sequence[int]) -> None:
+        self.model = model
+        self.cache = DynamicCache()
+        self.visible = torch.zeros(input_ids.shape[1], dtype=torch.bool)
+        self.visible[torch.tensor(list(kept))] = True
+        with torch.no_grad():
+            self.prompt_logits = model(input_ids=input_ids, past_key_values=self.cache).logits
+
+    def read(self, input_ids: Tensor) -> Tensor:
+        """Logits of the next tokens, (1, q, vocabulary), which then belong to the past."""
+        q, seen = input_ids.shape[1], len(self.visible)
+        self.visible = torch.cat([self.visible, torch.ones(q, dtype=torch.bool)])
+        positions = torch.arange(seen, seen + q)[:, None]
+        keys = torch.arange(seen + q)[None]
+        causal = keys <= positions
+        full, window = causal & self.visible, causal & (keys > positions - WINDOW)
+        with torch.no_grad():
+            logits = self.model(
+                input_ids=input_ids, past_key_values=self.cache, position_ids=positions.T,
+                attention_mask=self._masks(full, window),
+            ).logits
+        assert isinstance(logits, Tensor)
+        return logits
+
+    def greedy(self, new: int) -> list[int]:
+        """The first token from the uncompacted prompt, the others through the mask."""
+        token = self.prompt_logits[:, -1:].argmax(-1)
+        chosen = [int(token)]
+        while len(chosen) < new:
+            token = self.read(token)[:, -1:].argmax(-1)
+            chosen.append(int(token))
+        return chosen
+
+    def _masks(self, full: Tensor, window: Tensor) -> Any:
+        shaped = [mask[None, None] for mask in (full, window)]
+        if self.model.config._attn_implementation == "eager":
+            zero, low = torch.zeros(()), torch.tensor(torch.finfo(torch.float32).min)
+            shaped = [torch.where(mask, zero, low) for mask in shaped]
+        if getattr(self.model.config, "layer_types", None) is None:
+            return shaped[0]
+        return {"full_attention": shaped[0], "sliding_attention": shaped[1]}
+
+
+def step_by_step(model: PreTrainedModel, input_ids: Tensor, cache: DynamicCache) -> Tensor:
+    """Logits of tokens read one at a time, default positions and masks."""
+    with torch.no_grad():
+        steps = [model(input_ids=token, past_key_values=cache).logits for token in torch.split(input_ids, 1, dim=1)]
+    return torch.cat(steps, dim=1)
+
+
+def at_once(model: PreTrainedModel, input_ids: Tensor, cache: DynamicCache, **options: Any) -> Tensor:
+    """Logits of tokens read in one forward."""
+    with torch.no_grad():
+        logits = model(input_ids=input_ids, past_key_values=cache, **options).logits
+    assert isinstance(logits, Tensor)
+    return logits

@@ -1,0 +1,182 @@
+"""The oracle has teeth: each of these mistakes, made in the integration, fails an assertion."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from conformance.integration.families import METHODS, build, relative
+from conformance.integration.oracle_checks import (
+    check_decoding,
+    check_generation,
+    check_hidden_token,
+    check_stored_tensors,
+)
+from conformance.integration.rows import two_rows
+from models_integration import cache as cache_module
+from models_integration import session, visibility
+from models_integration.cache import RetainedCache, RetainedLayer
+from models_integration.visibility import SlotOffset, StoredRows
+
+Patch = pytest.MonkeyPatch
+
+
+def slots_as_positions(patch: Patch) -> None:
+    """The next query stands at the number of slots."""
+    patch.setattr(RetainedLayer, "get_seq_length", lambda layer: layer.stored_length)
+
+
+def mask_shifted_by_one(patch: Patch) -> None:
+    """Every stored token stands one later than it does, so that no new token sees itself."""
+    sizes = RetainedLayer.get_mask_sizes
+
+    def shifted(layer: RetainedLayer, q: int) -> tuple[int, int]:
+        length, offset = sizes(layer, q)
+        return length, SlotOffset(offset, StoredRows(layer.rows.kept + 1, layer.rows.marks + 1))
+
+    patch.setattr(RetainedLayer, "get_mask_sizes", shifted)
+
+
+def offset_forgets_positions(patch: Patch) -> None:
+    """A logical length without the positions behind it."""
+    patch.setattr(RetainedLayer, "get_mask_sizes", lambda layer, q: (layer.stored_length + q, layer.evicted))
+
+
+def offset_forgotten(patch: Patch) -> None:
+    """Slots counted from 0: stored tokens look older than they are, which full attention does not notice."""
+    patch.setattr(
+        RetainedLayer, "get_mask_sizes", lambda layer, q: (layer.stored_length + q, SlotOffset(0, StoredRows.none()))
+    )
+
+
+def score_order(patch: Patch) -> None:
+    """Tensors gathered best first, positions noted in ascending order."""
+    patch.setattr(cache_module, "slots_of", lambda stored, wanted: torch.searchsorted(stored, wanted).flip(0))
+
+
+def newest_slots_instead_of_kept_ones(patch: Patch) -> None:
+    """The right number of tokens, the wrong tokens."""
+    patch.setattr(cache_module, "slots_of", lambda stored, wanted: torch.arange(len(stored) - len(wanted), len(stored)))
+
+
+def values_not_gathered_with_keys(patch: Patch) -> None:
+    """Keys of the kept tokens beside the first values."""
+    retain = RetainedLayer.retain
+
+    def wrong(layer: RetainedLayer, kept: Tensor) -> None:
+        assert isinstance(layer.values, Tensor)
+        values = layer.values[:, :, : len(kept)].clone()
+        retain(layer, kept)
+        layer.values = values
+
+    patch.setattr(RetainedLayer, "retain", wrong)
+
+
+def last_layer_keeps_other_tokens(patch: Patch) -> None:
+    """One layer holds as many tokens as it should, but its newest ones."""
+    compact = RetainedCache.compact
+
+    def wrong(cache: RetainedCache, retention: Any) -> None:
+        last = cache.full_layers[-1]
+        keys = last.keys
+        compact(cache, retention)
+        assert isinstance(keys, Tensor)
+        last.keys = keys[:, :, -last.stored_length :]
+
+    patch.setattr(RetainedCache, "compact", wrong)
+
+
+def nothing_evicted(patch: Patch) -> None:
+    """The policy decides and the cache does not care: masking nothing equals evicting nothing."""
+    patch.setattr(RetainedCache, "compact", lambda cache, retention: None)
+
+
+def everything_after_the_kept_set_forgotten(patch: Patch) -> None:
+    """Decided on all but the last token."""
+    retain = session.retain
+
+    def wrong(policy: Any, budget: Any, observation: Any) -> Any:
+        retention, records = retain(policy, budget, observation)
+        fewer = type(retention).shared(retention.positions[:-1], retention.seen)
+        return fewer, records
+
+    patch.setattr(session, "retain", wrong)
+
+
+SABOTEURS: dict[Callable[[Patch], None], Callable[[Any, Any], None]] = {
+    slots_as_positions: check_decoding,
+    mask_shifted_by_one: check_decoding,
+    offset_forgets_positions: check_hidden_token,
+    offset_forgotten: check_hidden_token,
+    score_order: check_stored_tensors,
+    newest_slots_instead_of_kept_ones: check_stored_tensors,
+    values_not_gathered_with_keys: check_decoding,
+    last_layer_keeps_other_tokens: check_decoding,
+    nothing_evicted: check_decoding,
+    everything_after_the_kept_set_forgotten: check_generation,
+}
+
+
+@pytest.mark.parametrize("sabotage", SABOTEURS, ids=lambda sabotage: sabotage.__name__)
+def test_a_saboteur_is_killed(sabotage: Callable[[Patch], None]) -> None:
+    model, check = build("llama"), SABOTEURS[sabotage]
+    check(model, METHODS["crystalcache"]())
+    with Patch.context() as patch, pytest.raises(AssertionError):
+        sabotage(patch)
+        check(model, METHODS["crystalcache"]())
+
+
+@pytest.mark.parametrize("check", [check_decoding, check_hidden_token, check_stored_tensors])
+def test_score_order_is_killed_wherever_order_can_be_seen(check: Callable[[Any, Any], None]) -> None:
+    model = build("llama")
+    with Patch.context() as patch:
+        score_order(patch)
+        if check is check_decoding:
+            # Softmax attention without a mask does not know the order of slots: nothing to see here.
+            check(model, METHODS["crystalcache"]())
+            return
+        with pytest.raises(AssertionError):
+            check(model, METHODS["crystalcache"]())
+
+
+def padding_kept(patch: Patch) -> None:
+    """Empty slots count as tokens at position 0."""
+    positions = StoredRows.positions
+    patch.setattr(StoredRows, "positions", lambda rows, slots: positions(rows, slots).clamp(min=0))
+
+
+def stale_padding(patch: Patch) -> None:
+    """The padding mask is read by slot, as it was before the compaction."""
+    by_position = visibility.by_position
+
+    def wrong(pattern: Any, rows: Any, seen: int, q: int, kv: int, padding: Tensor | None, device: Any) -> Any:
+        visible = by_position(pattern, rows, seen, q, kv, None, device)
+        assert padding is not None
+        return lambda row, head, query, slot: visible(row, head, query, slot) & padding[row, slot]
+
+    patch.setattr(visibility, "by_position", wrong)
+
+
+def rows_share_the_longest(patch: Patch) -> None:
+    """All rows are taken to have seen as much as the longest."""
+    by_position = visibility.by_position
+
+    def wrong(pattern: Any, rows: StoredRows, *rest: Any) -> Any:
+        return by_position(pattern, StoredRows(rows.kept[:1], rows.marks[:1]), *rest)
+
+    patch.setattr(visibility, "by_position", wrong)
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "padding"), [(padding_kept, False), (stale_padding, True), (rows_share_the_longest, False)]
+)
+def test_a_saboteur_of_padded_rows_is_killed(sabotage: Callable[[Patch], None], padding: bool) -> None:
+    model = build("llama")
+    rows = two_rows(model)
+    assert relative(rows.together(rows.following, padding=padding), rows.alone) < 1e-5
+    rows = two_rows(model)
+    with Patch.context() as patch:
+        sabotage(patch)
+        assert relative(rows.together(rows.following, padding=padding), rows.alone) > 1e-2

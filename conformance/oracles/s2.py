@@ -1,0 +1,74 @@
+"""S2 by brute force: sentences, the merge pass and the split (Section 3.3, Algorithm 2, lines 29-43)."""
+
+from collections.abc import Sequence
+
+from conformance.oracles.s1 import Edge
+from spec.parameters import CrystalCacheParameters
+
+__all__ = ["Trunk", "first5", "interface_weights", "last5", "merges", "sentences", "split", "trunks"]
+
+# A sentence or a trunk is the list of its positions.
+Trunk = list[int]
+
+
+def sentences(ends: Sequence[bool], start: int = 0) -> list[Trunk]:
+    """Step 1: an end belongs to the sentence that it ends; what follows the last end is a sentence."""
+    found: list[Trunk] = [[]]
+    for i, end in enumerate(ends):
+        found[-1].append(start + i)
+        if end:
+            found.append([])
+    return [sentence for sentence in found if sentence]
+
+
+def last5(trunk: Trunk) -> Trunk:
+    """The left side of Eq. 16."""
+    return trunk[-5:]
+
+
+def first5(sentence: Trunk) -> Trunk:
+    """The right side of Eq. 16."""
+    return sentence[:5]
+
+
+def interface_weights(g_cur: Trunk, s_i: Trunk, E: Sequence[Edge]) -> list[float]:
+    """Eq. 17: weights of the edges whose first endpoint is in last5 and whose second is in first5, by (a, b)."""
+    inside = [(a, b, w) for a, b, w in E if a in last5(g_cur) and b in first5(s_i)]
+    return [w for _, _, w in sorted(inside)]
+
+
+def merges(weights: Sequence[float], size: int, next_size: int, p: CrystalCacheParameters) -> bool:
+    """Eq. 18 and 19, with the mean's comparison multiplied out."""
+    total = 0.0
+    for w in weights:
+        total += w
+    return total - p.tau_merge * len(weights) > 0 and size + next_size <= p.T_max
+
+
+def split(trunk: Trunk, T_max: int) -> list[Trunk]:
+    """Step 3: as few pieces as fit, sizes that differ by at most one, larger first."""
+    pieces = 1
+    while pieces * T_max < len(trunk):
+        pieces += 1
+    sizes = [0] * pieces
+    for token in range(len(trunk)):
+        sizes[token % pieces] += 1
+    found, at = [], 0
+    for size in sizes:
+        found.append(trunk[at : at + size])
+        at += size
+    return found
+
+
+def trunks(ends: Sequence[bool], E: Sequence[Edge], p: CrystalCacheParameters, start: int = 0) -> list[Trunk]:
+    """Steps 1 to 3."""
+    first, *rest = sentences(ends, start)
+    done, g_cur = [], first
+    for s_i in rest:
+        if merges(interface_weights(g_cur, s_i, E), len(g_cur), len(s_i), p):
+            g_cur = g_cur + s_i
+        else:
+            done.append(g_cur)
+            g_cur = s_i
+    done.append(g_cur)
+    return [piece for trunk in done for piece in split(trunk, p.T_max)]

@@ -1,0 +1,43 @@
+"""S3 by brute force: counts, rarity and encoding impact (Section 3.4)."""
+
+import math
+from collections.abc import Sequence
+
+from conformance.oracles.s2 import Trunk
+from spec.parameters import CrystalCacheParameters
+
+__all__ = ["counts", "impact", "rarity", "token_impact", "trunk_impact"]
+
+
+def counts(ids: Sequence[int]) -> list[int]:
+    """Eq. 20."""
+    return [sum(other == own for other in ids) for own in ids]
+
+
+def rarity(c: int) -> float:
+    """Eq. 10 and 21."""
+    return 1 / (1 + math.log(1 + c))
+
+
+def token_impact(S: float, U: float, p: CrystalCacheParameters) -> float:
+    """Eq. 22, or the form of it that an ablation of Table 10 asks for."""
+    if p.impact == "uniform":
+        return 1.0
+    if p.impact == "salience":
+        return S
+    S_tilde = S / p.M_max
+    return min(max(p.M_max * (0.5 * S_tilde + 0.5 * U), p.M_min), p.M_max)
+
+
+def impact(S: Sequence[float], ids: Sequence[int], p: CrystalCacheParameters) -> list[float]:
+    """M_i of every token."""
+    return [token_impact(S_i, rarity(c_i), p) for S_i, c_i in zip(S, counts(ids), strict=True)]
+
+
+def trunk_impact(M: Sequence[float], g: Trunk) -> float:
+    """Eq. 23: the mean of the three largest members, added from the largest down."""
+    top = sorted((M[i] for i in g), reverse=True)[:3]
+    total = 0.0
+    for M_i in top:
+        total += M_i
+    return total / min(3, len(g))

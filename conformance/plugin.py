@@ -1,0 +1,140 @@
+"""All options, profiles and fixtures of the suite: `python -m pytest -p conformance.plugin --pyargs conformance`.
+
+    --backend NAME|module:ATTRIBUTE     whose code is judged; default numpy, the reference
+    --kvspec-precision float64|float32  what its S1 computes in; default float64 for numpy, else float32
+    --kvspec-profile dev|ci|nightly     how many examples; default KVSPEC_PROFILE, ci where CI=true, else dev
+    --kvspec-exceptions FILE.toml       known failures of a third party, each with a reason
+"""
+
+import os
+import platform
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+
+import spec
+from conformance import exceptions
+from conformance.trace import items_of
+from spec import SPEC_VERSION
+from spec.backend import Backend, CrystalStages, resolve
+
+__all__ = ["few_examples", "known_items"]
+
+PROFILES = ("dev", "ci", "nightly")
+CI_EXAMPLES = 150
+
+_exceptions = pytest.StashKey[list[exceptions.Exemption]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("kvspec", "kvspec conformance")
+    group.addoption("--backend", default="numpy", help="whose code is judged: a name or module:ATTRIBUTE")
+    group.addoption("--kvspec-precision", choices=("float64", "float32"), help="what the backend's S1 computes in")
+    group.addoption("--kvspec-profile", choices=PROFILES, help="how many examples each property sees")
+    group.addoption("--kvspec-exceptions", metavar="FILE.toml", help="known failures, each with a reason")
+
+
+def profile_of(config: pytest.Config) -> str:
+    """The option, else the environment, else dev."""
+    chosen = config.getoption("--kvspec-profile") or os.environ.get("KVSPEC_PROFILE")
+    if chosen is None:
+        return "ci" if os.environ.get("CI") == "true" else "dev"
+    if chosen not in PROFILES:
+        raise pytest.UsageError(f"KVSPEC_PROFILE = {chosen!r}: must be one of {', '.join(PROFILES)}")
+    return str(chosen)
+
+
+def _register_profiles() -> None:
+    # The first call of a shape pays for imports and compilation, so a deadline would fail at random.
+    settings.register_profile("dev", max_examples=50, deadline=None)
+    # The same cases on every run; nothing is stored; a failure prints what reproduces it.
+    settings.register_profile(
+        "ci", max_examples=CI_EXAMPLES, derandomize=True, database=None, deadline=None, print_blob=True,
+        phases=(Phase.explicit, Phase.generate, Phase.shrink), suppress_health_check=[HealthCheck.too_slow],
+    )
+    # Fresh cases, many of them; failures stay in the database.
+    settings.register_profile(
+        "nightly", max_examples=20_000, deadline=None, print_blob=True,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+
+
+def few_examples(share: float) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The profile's examples times `share`, for a property whose one example costs much."""
+    examples = max(5, int(settings.default.max_examples * share)) if settings.default else 5
+    return settings(max_examples=examples)
+
+
+def known_items() -> frozenset[str]:
+    """Ids of the items in the specification's pages; empty where the pages are not shipped."""
+    pages = Path(spec.__file__).parent.glob("*.md")
+    return frozenset(name for page in pages for name, _ in items_of(page.read_text(encoding="utf-8")))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "spec(id): the item of the specification that the test checks")
+    _register_profiles()
+    settings.load_profile(profile_of(config))
+    file = config.getoption("--kvspec-exceptions")
+    found: list[exceptions.Exemption] = exceptions.read(Path(file), known_items()) if file else []
+    config.stash[_exceptions] = found
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Refuse markers of unknown items; mark the exceptions."""
+    known = known_items()
+    for item in items:
+        for mark in item.iter_markers("spec"):
+            if mark.args or set(mark.kwargs) != {"id"}:
+                raise pytest.UsageError(f'{item.nodeid}: write @pytest.mark.spec(id="...")')
+            if known and mark.kwargs["id"] not in known:
+                raise pytest.UsageError(f"{item.nodeid}: unknown item {mark.kwargs['id']!r}")
+    found = config.stash[_exceptions]
+    exceptions.apply(found, items)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    checks = "with" if find_spec("beartype") else "without"
+    return (
+        f"kvspec: backend {config.getoption('--backend')}, S1 in {precision_of(config)}, spec {SPEC_VERSION},"
+        f" profile {profile_of(config)} ({settings.default.max_examples if settings.default else 0} examples),"
+        f" numpy {np.__version__}, hypothesis {hypothesis.__version__}, python {platform.python_version()},"
+        f" {checks} beartype"
+    )
+
+
+def precision_of(config: pytest.Config) -> str:
+    """What the judged S1 computes in."""
+    default = "float64" if config.getoption("--backend") == "numpy" else "float32"
+    return str(config.getoption("--kvspec-precision") or default)
+
+
+@pytest.fixture(scope="session")
+def backend(request: pytest.FixtureRequest) -> Backend:
+    """The implementation that is judged."""
+    return resolve(request.config.getoption("--backend"))
+
+
+@pytest.fixture(scope="session")
+def stages(backend: Backend) -> CrystalStages:
+    """Its stages of CrystalCache."""
+    return backend.require_crystal()
+
+
+@pytest.fixture(scope="session")
+def precision(request: pytest.FixtureRequest) -> str:
+    """What its S1 computes in."""
+    return precision_of(request.config)
+
+
+@pytest.fixture(scope="session")
+def reference_items(request: pytest.FixtureRequest) -> None:
+    """For tests of the reference's own functions, item by item: they say nothing about another backend."""
+    if request.config.getoption("--backend") != "numpy":
+        pytest.skip("judges the reference's functions, and the backend is another")

@@ -1,0 +1,86 @@
+"""Attention inputs: q and k with grouped heads, at random, peaked, with copied rows; and such that S1 is exact."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from conformance.strategies.parameters import small_parameters
+from spec.arrays import IntVector
+from spec.parameters import TINY, CrystalCacheParameters
+
+__all__ = ["GROUPS", "AttentionInputs", "attention_inputs", "hot_sets", "later_segments"]
+
+GROUPS = (1, 2, 4, 7, 8)
+HOT = 2048.0  # exp(-HOT) is 0 in every floating type
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """What S1 is given, arrays read-only."""
+
+    q: np.ndarray[Any, Any]
+    k: np.ndarray[Any, Any]
+    positions: IntVector
+    parameters: CrystalCacheParameters
+    scaling: float
+    softcap: float | None
+
+
+def frozen(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    array.flags.writeable = False
+    return array
+
+
+@st.composite
+def attention_inputs(
+    draw: st.DrawFn, p: st.SearchStrategy[CrystalCacheParameters] | None = None, max_n: int = 26,
+) -> AttentionInputs:
+    """One segment from position 0. Values are float32; the entropy is drawn as one seed, the structure is not."""
+    parameters = draw(st.one_of(st.just(TINY), small_parameters()) if p is None else p, label="parameters")
+    n = draw(st.integers(2, max_n), label="n")
+    H_kv = draw(st.integers(1, 2), label="H_kv")
+    group = draw(st.sampled_from(GROUPS), label="queries per KV head")
+    d = draw(st.sampled_from([4, 2, 6]), label="d")
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1), label="seed"))
+    q = rng.standard_normal((H_kv * group, n, d)) * draw(st.sampled_from([1.0, 0.1, 4.0]), label="peakedness")
+    k = rng.standard_normal((H_kv, n, d))
+    for target in draw(st.lists(st.integers(1, n - 1), max_size=3), label="copied rows"):
+        source = draw(st.integers(0, target - 1), label="from")
+        q[:, target], k[:, target] = q[:, source], k[:, source]
+    return AttentionInputs(
+        frozen(q.astype(np.float32)), frozen(k.astype(np.float32)), frozen(np.arange(n)), parameters,
+        scaling=draw(st.sampled_from([d**-0.5, 1.0, 0.25]), label="scaling"),
+        softcap=draw(st.sampled_from([None, 30.0, 2.0]), label="softcap"),
+    )
+
+
+@st.composite
+def later_segments(draw: st.DrawFn) -> AttentionInputs:
+    """A segment behind live keys of an earlier one, at positions with gaps."""
+    whole = draw(attention_inputs(), label="inputs")
+    n = whole.k.shape[1]
+    before = draw(st.integers(0, n - 2), label="live keys before the segment")
+    gaps = draw(st.lists(st.integers(1, 3), min_size=n, max_size=n), label="gaps")
+    positions = np.cumsum([1 if at > before else gap for at, gap in enumerate(gaps)]) - 1
+    return AttentionInputs(
+        frozen(whole.q[:, before:].copy()), whole.k, frozen(positions.astype(np.int64)), whole.parameters,
+        whole.scaling, whole.softcap,
+    )
+
+
+@st.composite
+def hot_sets(draw: st.DrawFn, max_n: int = 20) -> AttentionInputs:
+    """Each query of each head attends 1, 2 or 4 keys, all alike: attention, salience and head means are dyadic."""
+    p = draw(st.one_of(st.just(TINY), small_parameters()), label="parameters")
+    n = draw(st.integers(2, max_n), label="n")
+    H = draw(st.sampled_from([1, 2, 4]), label="H")
+    q = np.zeros((H, n, n), dtype=np.float32)
+    for h in range(H):
+        for row in range(n):
+            width = draw(st.sampled_from([w for w in (1, 2, 4) if w <= row + 1]), label="width")
+            keys = draw(st.permutations(range(row + 1)), label="keys")[:width]
+            q[h, row, keys] = HOT
+    k = np.eye(n, dtype=np.float32)[None]
+    return AttentionInputs(frozen(q), frozen(k), frozen(np.arange(n)), p, 1.0, None)

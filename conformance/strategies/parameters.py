@@ -1,0 +1,45 @@
+"""Parameters: the two presets, and values small enough that every rule binds on a few dozen tokens."""
+
+from dataclasses import replace
+
+from hypothesis import strategies as st
+
+from spec.parameters import PAPER, TINY, CrystalCacheParameters
+
+__all__ = ["ablations", "parameters", "small_parameters"]
+
+
+@st.composite
+def small_parameters(draw: st.DrawFn) -> CrystalCacheParameters:
+    """Every constant varies, its boundary values included."""
+    def pick(name: str, values: list[float]) -> float:
+        return draw(st.sampled_from(values), label=name)
+
+    def count(name: str, low: int, high: int) -> int:
+        return draw(st.integers(low, high), label=name)
+
+    return CrystalCacheParameters(
+        C=count("C", 1, 12), k_heads=count("k_heads", 0, 4), k_intra=count("k_intra", 0, 4),
+        tau_intra=pick("tau_intra", [0.3, 0.0, 0.5, 0.7]), k_cross=count("k_cross", 0, 3),
+        tau_cross=pick("tau_cross", [0.02, 0.0, 0.25]), M_min=pick("M_min", [0.1, 0.0, 1.0]),
+        M_max=pick("M_max", [20.0, 2.0, 1.0]), tau_merge=pick("tau_merge", [0.3, 0.0, 0.5, 1.0]),
+        T_max=count("T_max", 1, 9), tau_edge=pick("tau_edge", [0.05, 0.0, 0.25]), s=pick("s", [5.0, 2.0, 40.0]),
+        alpha=pick("alpha", [1.0, 0.0, 0.5, 2.0]), N_sink=count("N_sink", 0, 4), W_recent=count("W_recent", 0, 5),
+        N_min=count("N_min", 0, 6),
+    )
+
+
+@st.composite
+def ablations(draw: st.DrawFn) -> CrystalCacheParameters:
+    """Table 10's forms on small parameters."""
+    p = draw(small_parameters(), label="parameters")
+    return replace(
+        p,
+        impact=draw(st.sampled_from(["mixture", "salience", "uniform"]), label="impact"),
+        graph=draw(st.sampled_from(["degree", "zero"]), label="graph"),
+    )
+
+
+def parameters() -> st.SearchStrategy[CrystalCacheParameters]:
+    """TINY, PAPER, or any small values."""
+    return st.one_of(st.just(TINY), st.just(PAPER), small_parameters(), ablations())

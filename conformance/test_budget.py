@@ -1,0 +1,82 @@
+"""How budgets are written."""
+
+import math
+from decimal import Decimal
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spec.budget import Budget, parse_budget
+from spec.errors import SpecError
+
+
+@pytest.mark.spec(id="CC-BUDGET-FORMS")
+@given(thousandths=st.integers(1, 1000), n=st.integers(0, 200_000))
+def test_a_float_is_its_decimal(thousandths: int, n: int) -> None:
+    """MUST be the exact ceiling of the decimal, never of the double."""
+    expected = -(-thousandths * n // 1000)
+    assert parse_budget(thousandths / 1000).tokens(n) == expected
+    assert parse_budget(f"{thousandths / 1000:.3f}").tokens(n) == expected
+    assert parse_budget(f"{Decimal(thousandths) / 10}%").tokens(n) == expected
+    assert parse_budget(Fraction(thousandths, 1000)).tokens(n) == expected
+
+
+@pytest.mark.spec(id="CC-BUDGET-FORMS")
+@pytest.mark.parametrize(
+    ("beta", "n", "tokens"),
+    [(0.28, 25, 7), (0.07, 100, 7), (0.3, 10, 3), (0.3, 50, 15), (0.1, 10, 1), (0.55, 100, 55), (0.5, 1001, 501)],
+)
+def test_binary_floating_point_does_not_leak(beta: float, n: int, tokens: int) -> None:
+    """A.Eq30.1: `ceil(beta * n)` in float64 gives 8 for the first."""
+    assert parse_budget(beta).tokens(n) == tokens
+
+
+@pytest.mark.spec(id="CC-BUDGET-FORMS")
+def test_a_float32_is_read_as_its_own_decimal() -> None:
+    """NumPy's scalars are floats and ints like Python's."""
+    assert parse_budget(np.float32(0.3)).fraction == Fraction(3, 10)
+    assert parse_budget(np.int64(7)).count == 7
+
+
+@pytest.mark.spec(id="CC-BUDGET-FORMS")
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [
+        (1, Budget(count=1)), ("1", Budget(count=1)), (512, Budget(count=512)), (" 512 ", Budget(count=512)),
+        (1.0, Budget(fraction=Fraction(1))), ("1.0", Budget(fraction=Fraction(1))),
+        ("100%", Budget(fraction=Fraction(1))), ("30%", Budget(fraction=Fraction(3, 10))),
+        (".5", Budget(fraction=Fraction(1, 2))), ("0.5%", Budget(fraction=Fraction(1, 200))),
+        (Budget(count=3), Budget(count=3)),
+    ],
+)
+def test_forms(form: object, expected: Budget) -> None:
+    """An int is tokens (1 is one token); a float, or text with "." or "%", is a fraction."""
+    assert parse_budget(form) == expected
+
+
+@pytest.mark.spec(id="CC-BUDGET-FORMS")
+@pytest.mark.parametrize(
+    "form",
+    [
+        0, -1, 0.0, 1.5, -0.5, math.nan, math.inf, -math.inf, True, False, np.True_, "half", "", "-3", "0", "0.0",
+        "101%", "1e-1", "0,5", "٣", "0x10", "1/2", "%", ".", None, 1 + 0j, [0.5], b"0.5", "nan",
+    ],
+)
+def test_what_is_no_budget(form: object) -> None:
+    """MUST be refused by name, with the value that came."""
+    with pytest.raises(SpecError) as caught:
+        parse_budget(form)
+    assert caught.value.argument == "budget"
+    assert caught.value.bound
+
+
+@pytest.mark.spec(id="CC-BUDGET-FORMS")
+@given(budget=st.one_of(st.integers(1, 10**6).map(lambda k: Budget(count=k)), st.just(Budget(fraction=Fraction(1, 2)))))
+def test_a_count_does_not_grow_and_text_goes_back(budget: Budget) -> None:
+    """`str` of a budget is read back as the same budget."""
+    assert parse_budget(str(budget)) == budget
+    if budget.count is not None:
+        assert budget.tokens(10**9) == budget.count

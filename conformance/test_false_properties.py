@@ -1,0 +1,168 @@
+"""What does not hold: claims of the prose and tempting properties, each with its counterexample (audit, D.5).
+
+None of these may become a property. A change that makes one of these tests fail has changed the method.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from conformance.strategies.trunks import record
+from reference.crystalcache.crystallization import crystallization
+from reference.crystalcache.protection import effective_budget, protected_trunks
+from spec.backend import CrystalStages
+from spec.budget import parse_budget
+from spec.parameters import PAPER, TINY, CrystalCacheParameters
+from spec.records import Dissolution, Trunks
+
+OPEN = replace(PAPER, N_sink=0, W_recent=0)
+
+
+def evict(
+    stages: CrystalStages, sizes: list[int], score: list[float], B: int, p: CrystalCacheParameters = OPEN,
+) -> Dissolution:
+    trunks = Trunks(np.cumsum([0, *sizes]), np.ones(len(sizes)))
+    n = sum(sizes)
+    free = np.zeros(len(sizes), dtype=np.bool_)
+    return stages.dissolve(np.array(score), trunks, np.ones(n), np.ones(len(sizes)), free, B, p)
+
+
+def score(stages: CrystalStages, D: list[float], M_bar: list[float]) -> list[float]:
+    return stages.score(np.array(D), np.array(M_bar), np.zeros(len(D), dtype=np.bool_), PAPER).tolist()
+
+
+@pytest.mark.spec(id="CC-ALLOCATE")
+def test_loss_is_not_proportional_to_the_score(stages: CrystalStages) -> None:
+    """FC1: ten trunks of ten tokens, B = 45: five go wholly, one in part, four stay intact."""
+    found = evict(stages, [10] * 10, [g / 16 for g in range(10)], 45)
+    assert found.ratio.tolist() == [0.0] * 5 + [0.5] + [1.0] * 4
+
+
+@pytest.mark.spec(id="CC-ALLOCATE")
+def test_a_kept_trunk_may_hold_fewer_than_N_min_tokens(stages: CrystalStages) -> None:
+    """FC2: trunks of one or two tokens are kept whole."""
+    assert evict(stages, [4, 2], [0.0, 1.0], 2).kept.tolist() == [4, 5]
+
+
+@pytest.mark.spec(id="CC-BUDGET")
+@pytest.mark.parametrize(("n", "B"), [(100, 132), (200, 132)])
+def test_the_budget_is_not_beta_n_on_short_prompts(n: int, B: int) -> None:
+    """FC3: beta = .3 keeps all of 100 tokens, and 132 of 200 rather than 60."""
+    assert effective_budget(parse_budget(0.3), n, PAPER.N_sink, PAPER.W_recent) == B
+
+
+@pytest.mark.spec(id="CC-PROTECTED")
+def test_the_protected_set_may_exceed_the_budget(stages: CrystalStages) -> None:
+    """FC4: tokens of whole trunks, not 132: here 8 of 10 are protected at B = 5."""
+    p = replace(TINY, N_sink=1, W_recent=1)
+    offsets = np.array([0, 4, 6, 10])
+    protected = protected_trunks(offsets, 10, p.N_sink, p.W_recent)
+    found = stages.dissolve(
+        np.array([np.nan, 0.5, np.nan]), Trunks(offsets, np.ones(3)), np.ones(10), np.ones(3), protected, 5, p
+    )
+    assert found.kept.tolist() == [0, 1, 2, 3, 6, 7, 8, 9]
+
+
+@pytest.mark.spec(id="CC-SPLIT")
+def test_the_split_does_not_bound_the_number_of_trunks(stages: CrystalStages) -> None:
+    """FC5: a text of full stops has one trunk a token."""
+    n = 50
+    found = record([1.0] * n, [[] for _ in range(n)], [[] for _ in range(n)], 8, 4)
+    assert len(stages.trunks(found, np.ones(n), np.ones(n, dtype=np.bool_), PAPER).impact) == n
+
+
+@pytest.mark.spec(id="CC-CRYSTALLIZATION")
+@pytest.mark.usefixtures("reference_items")
+def test_the_highest_degree_is_no_guarantee() -> None:
+    """FC6: 99 trunks share the top degree and have D = .623; an isolated one among a hub's peers has .461."""
+    assert np.round(crystallization(np.array([1.0] * 99 + [0.0]), 5.0, 1e-8)[0], 3) == 0.623
+    assert np.round(crystallization(np.array([1.0] + [0.0] * 1000), 5.0, 1e-8)[1], 3) == 0.461
+
+
+@pytest.mark.spec(id="CC-CRYSTALLIZATION")
+@pytest.mark.usefixtures("reference_items")
+def test_raising_a_degree_may_evict_its_trunk(stages: CrystalStages) -> None:
+    """FC8: from 1.3 to 1.7 the spread shrinks and the others rise from D = .972 to .995; M~ = .984 is overtaken."""
+    others = [1.9, 1.8, 1.9, 1.8]
+    before, after = (crystallization(np.array([own, *others]), 5.0, 1e-8) for own in (1.3, 1.7))
+    ratios = []
+    for D in (before, after):
+        scores = [max(float(D[0]), 0.984), *D[1:].tolist()]
+        ratios.append(evict(stages, [4] * 5, scores, 8).ratio[0])
+    assert ratios == [1.0, 0.0]
+
+
+@pytest.mark.spec(id="CC-NORMALISED-IMPACT")
+def test_two_evictions_are_not_one(stages: CrystalStages) -> None:
+    """FC9: 12 to 8 to 4 tokens keeps trunk 0, 12 to 4 keeps trunk 2: the range of M~ changed in between."""
+    D, M_bar = [0.82, 0.74, 0.45], [5.3, 1.4, 5.3]
+    direct = evict(stages, [4] * 3, score(stages, D, M_bar), 4)
+    first = evict(stages, [4] * 3, score(stages, D, M_bar), 8)
+    alive = np.flatnonzero(first.ratio).tolist()
+    second = evict(stages, [4] * 2, score(stages, [D[g] for g in alive], [M_bar[g] for g in alive]), 4)
+    assert direct.ratio.tolist() == [0, 0, 1]
+    assert [alive[g] for g in np.flatnonzero(second.ratio)] == [0]
+
+
+@pytest.mark.spec(id="CC-NORMALISED-IMPACT")
+def test_a_low_outlier_squashes_the_rest_towards_one(stages: CrystalStages) -> None:
+    """FC10: impacts (1, 8 .. 12) give (0, .80 .. 1); without the outlier the same trunks give 0 .. 1."""
+    rest = [8.0, 9.0, 10.0, 11.0, 12.0]
+    with_outlier = score(stages, [0.0] * 6, [1.0, *rest])
+    assert round(with_outlier[1], 2) == 0.80
+    assert score(stages, [0.0] * 5, rest)[0] == 0
+
+
+@pytest.mark.spec(id="CC-TRUNK-WEIGHT")
+@pytest.mark.parametrize(("size", "weight", "edges"), [(15, 0.74, 0), (15, 0.76, 2), (20, 1.0, 0)])
+def test_a_single_cross_chunk_edge_does_not_link_two_trunks(
+    stages: CrystalStages, size: int, weight: float, edges: int,
+) -> None:
+    """FC12: it needs a head-mean weight above .75 between trunks of 15, and none suffices for 20."""
+    n = 2 * size
+    cross: list[list[tuple[int, float]]] = [[] for _ in range(n)]
+    cross[size] = [(0, weight)]
+    found = record([1.0] * n, [[] for _ in range(n)], cross, 8, 4)
+    graph = stages.graph(found, Trunks(np.array([0, size, n]), np.ones(2)), PAPER)
+    assert len(graph.weights) == edges
+
+
+@pytest.mark.spec(id="CC-SCORE")
+def test_uniform_impact_adds_no_constant(stages: CrystalStages) -> None:
+    """FC13: the constant is 0, so the score is D itself."""
+    assert score(stages, [0.25, 0.0, 1.0], [1.0, 1.0, 1.0]) == [0.25, 0.0, 1.0]
+
+
+@pytest.mark.spec(id="CC-EDGES")
+def test_a_token_may_stand_in_every_edge(stages: CrystalStages) -> None:
+    """FC16: k_intra + k_cross bounds what a token owns, not what points to it."""
+    p = replace(TINY, C=1, tau_cross=0.0, k_cross=1)
+    q, k = np.zeros((1, 9, 2)), np.ones((1, 9, 2))
+    k[0, 0] = 9
+    q[:] = 1
+    found = stages.coattention(q, k, np.arange(9), p, 1.0, None)
+    assert found.edges().first.tolist() == [0] * 8
+
+
+@pytest.mark.spec(id="CC-ALLOCATE")
+def test_half_of_the_tokens_need_not_remain(stages: CrystalStages) -> None:
+    """FC17: B = 501 of 1001, a remnant of two: 499 stay."""
+    sizes = [502, *[31] * 16, 3]
+    found = evict(stages, sizes, [0.0, *[1.0] * 17], 501)
+    assert (sum(sizes), len(found.kept)) == (1001, 499)
+
+
+@pytest.mark.spec(id="CC-ALLOCATE")
+def test_a_small_trunk_goes_whole_for_one_token(stages: CrystalStages) -> None:
+    """FC18: |g| = 3, c = 1: three tokens go."""
+    assert evict(stages, [3, 4], [0.0, 1.0], 6).kept.tolist() == [3, 4, 5, 6]
+
+
+@pytest.mark.spec(id="CC-COUNT")
+def test_more_mentions_make_a_fact_less_rare(stages: CrystalStages) -> None:
+    """FC20: two mentions against six: 1/2 + 10 U(2) and 1/2 + 10 U(6)."""
+    S = np.full(7, 1.0)
+    sparse = stages.impact(S, np.array([5, 5, 1, 2, 3, 4, 6]), PAPER)[0]
+    dense = stages.impact(S, np.array([5, 5, 5, 5, 5, 5, 6]), PAPER)[0]
+    assert np.round([sparse, dense], 2).tolist() == [5.27, 3.89]

@@ -1,0 +1,281 @@
+"""The retrieval tasks: exact lengths, exact spans, equal samples for equal seeds, named errors."""
+
+import string
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from models_integration.tasks import (
+    DENSITIES,
+    DEPTHS,
+    PLACEMENTS,
+    TASKS,
+    Sample,
+    delayed_association_sample,
+    draw_sample,
+    is_exact_match,
+    needle_sample,
+    place,
+    score,
+)
+from models_integration.tasks.assembly import joiner, opening_ids
+from models_integration.tasks.delayed_association import mentions_of
+from models_integration.tasks.filler import DEFAULT_FILLER, ORGANISATIONAL_PARAGRAPHS
+from models_integration.tasks.templates import NEEDLE_TEMPLATES, TOPIC_TEMPLATES
+from spec.errors import SpecError
+
+tokenizers = pytest.importorskip("tokenizers")
+transformers = pytest.importorskip("transformers")
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers  # noqa: E402
+from transformers import PreTrainedTokenizerFast  # noqa: E402
+
+
+def _texts() -> list[str]:
+    facts = [template.state(1234567890, key) for template in NEEDLE_TEMPLATES for key in template.other_keys]
+    facts += [template.state(1234567890) for template in NEEDLE_TEMPLATES]
+    topics = [text for topic in TOPIC_TEMPLATES for text in topic.high_density + topic.low_density]
+    return [*facts, *topics, *DEFAULT_FILLER, *(topic.fact.state(1, "X") for topic in TOPIC_TEMPLATES)]
+
+
+def _fast(tokenizer: Tokenizer, **special: str) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)  # type: ignore[no-untyped-call]
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte, nothing before the text."""
+    alphabet = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return _fast(tokenizer)
+
+
+def merged_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE with merges across the texts, and an opening token."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, initial_alphabet=alphabet, special_tokens=["<s>"], show_progress=False
+    )
+    tokenizer.train_from_iterator(_texts(), trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return _fast(tokenizer, bos_token="<s>")
+
+
+def metaspace_tokenizer() -> PreTrainedTokenizerFast:
+    """Single letters with a space of its own before every text, as SentencePiece models have."""
+    letters = ["▁", *sorted(set(string.printable) | {"’"})]
+    tokenizer = Tokenizer(models.Unigram([("<unk>", 0.0), *((letter, -5.0) for letter in letters)], unk_id=0))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    return _fast(tokenizer, unk_token="<unk>")
+
+
+TOKENIZERS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
+    "bytes": byte_tokenizer,
+    "merged": merged_tokenizer,
+    "metaspace": metaspace_tokenizer,
+}
+
+
+@pytest.fixture(scope="module", params=sorted(TOKENIZERS))
+def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
+    return TOKENIZERS[request.param]()
+
+
+def _decoded(tokenizer: PreTrainedTokenizerFast, sample: Sample, span: tuple[int, int]) -> str:
+    return str(tokenizer.decode(list(sample.context_ids[slice(*span)]))).strip()
+
+
+def _template_of(sample: Sample) -> str:
+    return str(sample.metadata["template"])
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("length", [1024, 1025, 1031, 2048, 4096])
+def test_a_sample_has_exactly_the_tokens_asked_for(
+    tokenizer: PreTrainedTokenizerFast, task: str, length: int
+) -> None:
+    for index in range(5):
+        sample = draw_sample(task, tokenizer, length, index, seed=3)
+        assert sample.length == length
+        assert len(sample.context_ids) == length
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_needle_span_decodes_to_the_fact_and_the_fact_stands_once(
+    tokenizer: PreTrainedTokenizerFast, task: str
+) -> None:
+    templates = {t.name: t for t in (*NEEDLE_TEMPLATES, *(topic.fact for topic in TOPIC_TEMPLATES))}
+    for index in range(10):
+        sample = draw_sample(task, tokenizer, 1500, index, seed=5, distractors=3)
+        template = templates[_template_of(sample)]
+        fact = template.state(sample.expected)
+        assert _decoded(tokenizer, sample, sample.needle) == fact
+        text = str(tokenizer.decode(list(sample.context_ids), skip_special_tokens=True))
+        assert text.count(fact) == 1
+        assert text.count(sample.expected) == 1
+        assert "  " not in text
+        others = [_decoded(tokenizer, sample, span) for span in sample.distractors]
+        assert len(set(others)) == 3
+        assert all(other != fact for other in others)
+        question = str(tokenizer.decode(list(sample.question_ids))).strip()
+        assert question == f"Question: {template.ask()} Answer:"
+
+
+def test_the_same_seed_gives_the_same_sample_and_another_seed_another(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    for task in TASKS:
+        first = draw_sample(task, tokenizer, 1200, 2, seed=42)
+        assert first == draw_sample(task, tokenizer, 1200, 2, seed=42)
+        assert first != draw_sample(task, tokenizer, 1200, 2, seed=43)
+        assert first != draw_sample(task, tokenizer, 1200, 3, seed=42)
+
+
+def test_the_depth_is_kept_to_within_a_sentence(tokenizer: PreTrainedTokenizerFast) -> None:
+    longest = max(len(tokenizer.encode(" " + text, add_special_tokens=False)) for text in DEFAULT_FILLER)
+    for depth in DEPTHS:
+        sample = needle_sample(tokenizer, 4096, depth, seed=1)
+        opening = len(opening_ids(tokenizer))
+        start, stop = sample.needle
+        room = sample.length - opening - (stop - start)
+        assert abs((start - opening) - depth * room) <= longest
+
+
+def test_the_needle_touches_both_ends(tokenizer: PreTrainedTokenizerFast) -> None:
+    first = needle_sample(tokenizer, 1024, 0.0, seed=1)
+    assert first.needle[0] == len(opening_ids(tokenizer))
+    assert needle_sample(tokenizer, 1024, 1.0, seed=1).needle[1] == 1024
+
+
+def test_long_contexts_are_made_of_whole_sentences(tokenizer: PreTrainedTokenizerFast) -> None:
+    known = set(DEFAULT_FILLER)
+    for index in range(5):
+        sample = draw_sample("needle", tokenizer, 2048, index, seed=9)
+        start, stop = sample.needle
+        rest = sample.context_ids[:start] + sample.context_ids[stop:]
+        text = str(tokenizer.decode(list(rest), skip_special_tokens=True)).strip()
+        assert {sentence.strip() + "." for sentence in text.split(".") if sentence.strip()} <= known
+
+
+@pytest.mark.parametrize("density", DENSITIES)
+def test_mentions_are_spaced_uniformly_and_follow_the_fact(density: str) -> None:
+    tokenizer = merged_tokenizer()
+    topics = {topic.fact.name: topic for topic in TOPIC_TEMPLATES}
+    for seed in range(12):
+        sample = delayed_association_sample(tokenizer, 4096, density, seed)
+        mentions = mentions_of(topics[_template_of(sample)], density)
+        text = str(tokenizer.decode(list(sample.context_ids)))
+        fact = str(tokenizer.decode(list(sample.context_ids[slice(*sample.needle)]))).strip()
+        places = [text.index(fact), *(text.index(mention) for mention in mentions), len(text)]
+        assert text.index(fact) < 120
+        gaps = np.diff(places)
+        assert len(gaps) == len(mentions) + 1
+        assert gaps.max() - gaps.min() < 0.15 * len(text)
+
+
+def test_the_pools_have_the_paper_s_sizes() -> None:
+    assert [len(topic.high_density) for topic in TOPIC_TEMPLATES] == [4, 4, 4]
+    assert [len(topic.low_density) for topic in TOPIC_TEMPLATES] == [2, 2, 2]
+    assert len(NEEDLE_TEMPLATES) == 5
+    assert len(ORGANISATIONAL_PARAGRAPHS) >= 3
+
+
+def test_mentions_and_filler_never_state_a_four_digit_value() -> None:
+    texts = [
+        *DEFAULT_FILLER,
+        *(text for topic in TOPIC_TEMPLATES for text in topic.high_density + topic.low_density),
+    ]
+    assert not any(sum(letter.isdigit() for letter in text) >= 4 for text in texts)
+
+
+def test_values_are_uniform_over_the_four_digit_numbers() -> None:
+    tokenizer = merged_tokenizer()
+    values = [int(needle_sample(tokenizer, 60, 0.0, seed).expected) for seed in range(900)]
+    assert min(values) >= 1000
+    assert max(values) <= 9999
+    counts = np.bincount(np.array(values) // 1000, minlength=10)[1:]
+    # Chi-square with 8 degrees of freedom: 26.1 is its 0.999 quantile.
+    assert ((counts - 100) ** 2 / 100).sum() < 26.1
+
+
+def test_every_template_is_drawn() -> None:
+    tokenizer = merged_tokenizer()
+    names = {_template_of(needle_sample(tokenizer, 60, 0.0, seed)) for seed in range(100)}
+    assert names == {template.name for template in NEEDLE_TEMPLATES}
+
+
+def test_values_and_filler_are_pluggable() -> None:
+    tokenizer = merged_tokenizer()
+    sample = needle_sample(tokenizer, 200, 0.5, 0, filler=("Nothing happened.",), values=(4321,))
+    assert sample.expected == "4321"
+    assert str(tokenizer.decode(list(sample.context_ids))).count("Nothing happened.") > 3
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+@pytest.mark.parametrize("task", TASKS)
+def test_placements_partition_the_tokens(name: str, task: str) -> None:
+    sample = draw_sample(task, merged_tokenizer(), 300, 1, seed=0)
+    placed = place(sample, name)
+    kept = placed.prompt_ids[: len(placed.prompt_ids) - placed.dropped_slots]
+    assert kept + placed.fed_ids == sample.context_ids + sample.question_ids
+    assert placed.first_token_from_prefill == (not placed.fed_ids)
+    assert placed.name == name
+    assert placed.statement
+
+
+def test_only_the_default_placement_hides_the_question_from_the_compaction() -> None:
+    sample = draw_sample("needle", merged_tokenizer(), 300, 1, seed=0)
+    assert place(sample).prompt_ids == sample.context_ids
+    for name in ("in_prompt", "paper"):
+        placed = place(sample, name)
+        assert placed.protected == len(sample.question_ids)
+        assert placed.prompt_ids[-placed.protected :] == sample.question_ids
+
+
+def test_scoring_is_a_substring_of_the_decoded_answer() -> None:
+    tokenizer = merged_tokenizer()
+    sample = draw_sample("needle", tokenizer, 300, 0, seed=0)
+    right = tokenizer.encode(f" The number is {sample.expected}, they say.", add_special_tokens=False)
+    assert score(tokenizer, right, sample)
+    assert not score(tokenizer, right[:3], sample)
+    assert is_exact_match("It is 7492 degrees.", "7492")
+    assert not is_exact_match("It is 749 2.", "7492")
+
+
+def test_the_joiner_follows_the_tokenizer() -> None:
+    assert joiner(byte_tokenizer()) == " "
+    assert joiner(merged_tokenizer()) == " "
+    assert joiner(metaspace_tokenizer()) == ""
+
+
+BAD: dict[str, Callable[[PreTrainedTokenizerFast], object]] = {
+    "depth": lambda t: needle_sample(t, 300, 1.5, 0),
+    "depth below": lambda t: needle_sample(t, 300, -0.1, 0),
+    "depth nan": lambda t: needle_sample(t, 300, float("nan"), 0),
+    "length": lambda t: needle_sample(t, 5, 0.5, 0),
+    "length of association": lambda t: delayed_association_sample(t, 40, "high", 0),
+    "length zero": lambda t: needle_sample(t, 0, 0.5, 0),
+    "density": lambda t: delayed_association_sample(t, 300, "medium", 0),
+    "distractors": lambda t: needle_sample(t, 300, 0.5, 0, distractors=99),
+    "distractors below": lambda t: needle_sample(t, 300, 0.5, 0, distractors=-1),
+    "values": lambda t: needle_sample(t, 300, 0.5, 0, values=()),
+    "values used up": lambda t: needle_sample(t, 300, 0.5, 0, values=(1234,), distractors=1),
+    "filler": lambda t: needle_sample(t, 300, 0.5, 0, filler=()),
+    "seed": lambda t: needle_sample(t, 300, 0.5, -1),
+    "task": lambda t: draw_sample("haystack", t, 300, 0, 0),
+    "index": lambda t: draw_sample("needle", t, 300, -1, 0),
+    "placement": lambda t: place(needle_sample(t, 300, 0.5, 0), "before"),
+}
+
+
+@pytest.mark.parametrize("case", sorted(BAD))
+def test_bad_input_is_a_named_error(case: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        BAD[case](merged_tokenizer())
+    assert caught.value.argument == case.split()[0]

@@ -1,0 +1,190 @@
+"""Bad input: each refused by the name of its argument, before anything changes."""
+
+import math
+import pickle
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reference.crystalcache import prefill
+from reference.policies import crystalcache, streaming_llm
+from spec.backend import Backend
+from spec.errors import SpecError
+from spec.parameters import PAPER, TINY, CrystalCacheParameters
+from spec.retention import Granularity, Retention
+from spec.validate import check_token_ids
+
+N = 6
+
+
+def good() -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    return {
+        "q": rng.standard_normal((4, N, 4)), "k": rng.standard_normal((2, N, 4)), "token_ids": np.arange(N),
+        "sentence_ends": frozenset({2}), "budget": 0.5, "parameters": TINY,
+    }
+
+
+def with_value(array: np.ndarray[Any, Any], value: float) -> np.ndarray[Any, Any]:
+    changed = array.copy()
+    changed.flat[5] = value
+    return changed
+
+
+def ones(*shape: int, dtype: type = np.float64) -> np.ndarray[Any, Any]:
+    return np.ones(shape, dtype)
+
+
+BAD: list[tuple[str, str, dict[str, Any]]] = [
+    *[("budget", f"budget {value!r}", {"budget": value})
+      for value in (0.0, 0, -3, 1.5, math.nan, math.inf, "half", True, None)],
+    *[(name, f"{name} holds {value}", {name: with_value(good()[name], value)})
+      for name in ("q", "k") for value in (math.nan, math.inf, -math.inf)],
+    ("token_ids", "negative id", {"token_ids": np.array([0, 1, -1, 2, 3, 4])}),
+    ("token_ids", "fewer ids than keys", {"token_ids": np.arange(N - 1)}),
+    ("token_ids", "more ids than keys", {"token_ids": np.arange(N + 1)}),
+    ("token_ids", "ids are floats", {"token_ids": np.arange(float(N))}),
+    ("token_ids", "ids are bools", {"token_ids": np.ones(N, np.bool_)}),
+    ("token_ids", "ids in a batch", {"token_ids": np.arange(N)[None]}),
+    ("token_ids", "k longer than ids", {"k": ones(2, N + 2, 4)}),
+    ("token_ids", "fewer queries than keys", {"k": ones(2, N + 1, 4), "token_ids": np.arange(N + 1)}),
+    ("q", "more queries than keys", {"q": ones(4, N + 1, 4)}),
+    ("q", "n = 0", {"q": ones(4, 0, 4), "k": ones(2, 0, 4), "token_ids": np.arange(0)}),
+    ("token_ids", "n = 1", {"q": ones(4, 1, 4), "k": ones(2, 1, 4), "token_ids": np.arange(1)}),
+    ("q", "heads that do not divide", {"q": ones(3, N, 4)}),
+    ("q", "fewer heads than k", {"q": ones(1, N, 4)}),
+    ("k", "another head dimension", {"k": ones(2, N, 5)}),
+    ("q", "no head dimension", {"q": ones(4, N, 0), "k": ones(2, N, 0)}),
+    ("q", "no head", {"q": ones(0, N, 4)}),
+    ("k", "no KV head", {"k": ones(0, N, 4)}),
+    ("q", "a batch axis", {"q": ones(1, 4, N, 4)}),
+    ("k", "a matrix", {"k": ones(N, 4)}),
+    ("q", "integers", {"q": ones(4, N, 4, dtype=np.int64)}),
+    ("k", "complex numbers", {"k": ones(2, N, 4, dtype=np.complex128)}),
+    ("q", "a list", {"q": [[[1.0]]]}),
+    ("q", "nothing", {"q": None}),
+    ("sentence_ends", "no sentence ends", {"sentence_ends": frozenset()}),
+    ("sentence_ends", "None", {"sentence_ends": None}),
+    ("sentence_ends", "text", {"sentence_ends": ".!?"}),
+    ("sentence_ends", "words", {"sentence_ends": {"."}}),
+    ("sentence_ends", "a negative end", {"sentence_ends": {-1}}),
+    ("sentence_ends", "a bool", {"sentence_ends": {True}}),
+    ("scaling", "scaling 0", {"scaling": 0.0}),
+    ("scaling", "scaling NaN", {"scaling": math.nan}),
+    ("softcap", "softcap -1", {"softcap": -1.0}),
+    ("softcap", "softcap infinite", {"softcap": math.inf}),
+    ("backend", "an unknown backend", {"backend": "nampy"}),
+]
+
+
+@pytest.mark.spec(id="CC-PREFILL")
+@pytest.mark.parametrize(("argument", "change"), [bad[::2] for bad in BAD], ids=[bad[1] for bad in BAD])
+def test_bad_input_is_refused_by_name(backend: Backend, argument: str, change: dict[str, Any]) -> None:
+    """A SpecError MUST name the argument, what came and the bound; inputs stay as they were."""
+    arguments = {**good(), "backend": backend, **change}
+    before = pickle.dumps({name: value for name, value in arguments.items() if name != "backend"})
+    with pytest.raises(SpecError) as caught:
+        prefill(**arguments)
+    assert caught.value.argument == argument
+    assert caught.value.bound
+    assert str(caught.value).startswith(f"{argument} = ")
+    assert pickle.dumps({name: value for name, value in arguments.items() if name != "backend"}) == before
+
+
+@pytest.mark.spec(id="CC-COATTENTION")
+@pytest.mark.parametrize(
+    ("argument", "change"),
+    [("q", {"q": with_value(good()["q"], math.nan)}), ("k", {"k": with_value(good()["k"], math.inf)}),
+     ("q", {"q": ones(3, N, 4)}), ("k", {"k": ones(2, N, 5)}), ("q", {"q": ones(4, N + 1, 4)})],
+)
+def test_the_first_stage_refuses_bad_tensors_itself(backend: Backend, argument: str, change: dict[str, Any]) -> None:
+    """A stage is a door of its own: a policy calls it without `prefill`."""
+    arguments = {**good(), **change}
+    with pytest.raises(SpecError) as caught:
+        backend.require_crystal().coattention(arguments["q"], arguments["k"], np.arange(N), TINY, 0.5, None)
+    assert caught.value.argument == argument
+
+
+@pytest.mark.spec(id="CC-PREFILL")
+def test_good_input_is_accepted(backend: Backend) -> None:
+    """The base of the cases above is no bad input itself."""
+    assert len(prefill(**good(), backend=backend).kept) >= 5
+
+
+@pytest.mark.spec(id="CC-PREFILL")
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("C", 0), ("T_max", 0), ("k_intra", -1), ("N_min", -1), ("W_recent", -1), ("N_sink", True), ("C", 8.0),
+        ("tau_intra", -0.1), ("tau_merge", math.nan), ("tau_edge", "0.05"), ("alpha", -1.0), ("alpha", math.inf),
+        ("M_max", 0.0), ("s", 0), ("epsilon", 0.0), ("M_min", 21.0), ("impact", "mean"), ("graph", None),
+    ],
+)
+def test_parameters_are_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(SpecError) as caught:
+        replace(PAPER, **{field: value})  # type: ignore[arg-type]
+    assert caught.value.argument == field
+
+
+@pytest.mark.spec(id="CC-PREFILL")
+def test_paper_parameters_are_table_14() -> None:
+    assert CrystalCacheParameters() == PAPER
+    assert (PAPER.C, PAPER.k_heads, PAPER.k_intra, PAPER.tau_intra, PAPER.k_cross, PAPER.tau_cross) == (
+        1024, 3, 8, 0.3, 4, 0.02
+    )
+    assert (PAPER.M_min, PAPER.M_max, PAPER.tau_merge, PAPER.T_max, PAPER.tau_edge, PAPER.s) == (
+        0.1, 20.0, 0.3, 32, 0.05, 5.0
+    )
+    assert (PAPER.alpha, PAPER.N_sink, PAPER.W_recent, PAPER.N_min, PAPER.epsilon) == (1.0, 4, 128, 3, 1e-8)
+
+
+@pytest.mark.spec(id="CC-PREFILL")
+def test_an_id_outside_the_vocabulary_is_refused() -> None:
+    assert check_token_ids(np.array([0, 9]), 2, vocabulary=10).dtype == np.int64
+    with pytest.raises(SpecError, match=r"token_ids = 10: must lie in \[0, 10\)"):
+        check_token_ids(np.array([0, 10]), 2, vocabulary=10)
+
+
+@pytest.mark.spec(id="CC-PREFILL")
+def test_policies_are_refused_when_they_are_made() -> None:
+    with pytest.raises(SpecError, match="sentence_ends"):
+        crystalcache(frozenset())
+    with pytest.raises(SpecError, match="backend"):
+        crystalcache(frozenset({1}), backend="nampy")
+    with pytest.raises(SpecError, match="N_sink"):
+        streaming_llm(-1)
+
+
+@pytest.mark.spec(id="CC-COMPACT")
+@pytest.mark.parametrize("kept", [[1, 0], [0, 0], [-1, 2], [3, 5]])
+def test_a_retention_holds_ascending_positions_inside_the_prompt(kept: list[int]) -> None:
+    with pytest.raises(SpecError, match="positions"):
+        Retention.shared(np.array(kept, dtype=np.int64), 5)
+
+
+@pytest.mark.spec(id="CC-COMPACT")
+@pytest.mark.parametrize("offsets", [[0], [1, 2], [0, 1], [0, 2, 1, 2]])
+def test_a_retention_has_offsets_that_cover_its_positions(offsets: list[int]) -> None:
+    with pytest.raises(SpecError, match="offsets"):
+        Retention(np.array([0, 3]), np.array(offsets), 5, Granularity.LAYER)
+
+
+@pytest.mark.spec(id="CC-COMPACT")
+def test_one_group_for_a_model_and_any_number_for_layers() -> None:
+    groups = Retention(np.array([0, 3, 1]), np.array([0, 2, 3]), 5, Granularity.LAYER)
+    assert [groups.group(g).tolist() for g in range(groups.groups)] == [[0, 3], [1]]
+    with pytest.raises(SpecError, match="one group"):
+        Retention(groups.positions, groups.offsets, 5)
+
+
+@pytest.mark.spec(id="CC-PREFILL")
+@given(value=st.one_of(st.integers(), st.text(), st.none()))
+def test_errors_survive_a_process_boundary(value: object) -> None:
+    """Workers pickle them."""
+    error = SpecError("q", value, "must be finite")
+    again = pickle.loads(pickle.dumps(error))
+    assert (again.argument, again.value, again.bound, str(again)) == ("q", value, "must be finite", str(error))

@@ -1,0 +1,178 @@
+"""Items, functions and tests, held together: `python -m conformance.trace` prints the matrix and fails on a gap.
+
+An item is a heading `### CC-NAME` in spec/*.md. Its normative text is everything up to `**Rationale**`; spec/items.lock
+holds a hash of it. A function names its items in its docstring (`Implements: CC-NAME`), a test in its marker
+(`@pytest.mark.spec(id="CC-NAME")`). `--accept CC-NAME` or `--accept all` takes over a text that was read again.
+"""
+
+import argparse
+import ast
+import hashlib
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Trace", "accept", "implementations", "items_of", "main", "normative_hash", "read_lock", "read_tree"]
+
+IMPLEMENTING = ("spec", "reference", "accelerated")
+TRUSTED = ("spec", "reference")
+LOCK = Path("spec", "items.lock")
+
+_HEADING = re.compile(r"^### ([A-Z][A-Z0-9]*(?:-[A-Z0-9]+)+)[ \t]*$", re.MULTILINE)
+_NEXT_HEADING = re.compile(r"^#{1,3} ", re.MULTILINE)
+_IMPLEMENTS = re.compile(r"^[ \t]*Implements: (.+)$", re.MULTILINE)
+
+Places = dict[str, list[str]]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One reading of a tree: item hashes, the lock, and where each id is implemented and tested."""
+
+    items: dict[str, str]
+    lock: dict[str, str]
+    functions: Places
+    tests: Places
+    repeated: tuple[str, ...] = ()
+
+    def problems(self) -> list[str]:
+        """Every reason to fail, one line each, by id."""
+        found = [f"{name}: defined twice" for name in self.repeated]
+        for name, digest in self.items.items():
+            if not any(place.startswith(TRUSTED) for place in self.functions.get(name, [])):
+                found.append(f"{name}: no reference function")
+            if name not in self.tests:
+                found.append(f"{name}: no test")
+            if name not in self.lock:
+                found.append(f"{name}: not in {LOCK.as_posix()}; read it, then --accept {name}")
+            elif self.lock[name] != digest:
+                found.append(f"{name}: text changed; read it again, then --accept {name}")
+        for kind, places in (("implemented", self.functions), ("tested", self.tests)):
+            for name in places.keys() - self.items.keys():
+                found.append(f"{name}: unknown id, {kind} by {', '.join(places[name])}")
+        found += [f"{name}: locked, but no item" for name in self.lock.keys() - self.items.keys()]
+        return sorted(found)
+
+    def matrix(self) -> str:
+        """A row per item: id, hash, its functions by package, number of tests."""
+        width = max(map(len, self.items), default=4)
+        rows = [f"{'item':{width}}  hash          spec  reference  accelerated  tests"]
+        for name, digest in self.items.items():
+            places = self.functions.get(name, [])
+            spec, reference, accelerated = (sum(p.startswith(top) for p in places) for top in IMPLEMENTING)
+            tests = len(self.tests.get(name, []))
+            rows.append(f"{name:{width}}  {digest}  {spec:4}  {reference:9}  {accelerated:11}  {tests:5}")
+        return "\n".join(rows)
+
+
+def items_of(markdown: str) -> Iterator[tuple[str, str]]:
+    """Id and whole text of each item."""
+    for match in _HEADING.finditer(markdown):
+        rest = markdown[match.end() :]
+        following = _NEXT_HEADING.search(rest)
+        yield match[1], rest[: following.start()] if following else rest
+
+
+def normative_hash(text: str) -> str:
+    """12 hex digits of the sha256 of the text before `**Rationale**`, with every run of whitespace as one space."""
+    normative = " ".join(text.partition("**Rationale**")[0].split())
+    return hashlib.sha256(normative.encode()).hexdigest()[:12]
+
+
+def implementations(source: str) -> Iterator[tuple[str, str]]:
+    """Id and function (or class, or module) name of each `Implements:` line in a docstring."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
+            for line in _IMPLEMENTS.findall(ast.get_docstring(node) or ""):
+                for name in line.split(","):
+                    yield name.strip(), getattr(node, "name", "<module>")
+
+
+def markers(source: str) -> Iterator[tuple[str, int]]:
+    """Id and line of each `pytest.mark.spec(id="...")` with a literal id."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.spec":
+            for keyword in node.keywords:
+                if keyword.arg == "id" and isinstance(keyword.value, ast.Constant):
+                    yield str(keyword.value.value), node.lineno
+
+
+def read_lock(text: str) -> dict[str, str]:
+    """Hash by id; one `id hash` per line."""
+    return dict(line.split() for line in text.splitlines() if line.strip())
+
+
+def read_tree(root: Path) -> Trace:
+    """Read the specification, the code and the tests under `root`."""
+    pages = [path.read_text(encoding="utf-8") for path in sorted((root / "spec").glob("*.md"))]
+    found = [item for page in pages for item in items_of(page)]
+    names = [name for name, _ in found]
+    functions: Places = {}
+    tests: Places = {}
+    for path in _modules(root, IMPLEMENTING):
+        for name, function in implementations(path.read_text(encoding="utf-8")):
+            functions.setdefault(name, []).append(f"{path.relative_to(root).as_posix()}:{function}")
+    for path in _modules(root, ["conformance"]):
+        for name, line in markers(path.read_text(encoding="utf-8")):
+            tests.setdefault(name, []).append(f"{path.relative_to(root).as_posix()}:{line}")
+    lock = root / LOCK
+    return Trace(
+        {name: normative_hash(text) for name, text in found},
+        read_lock(lock.read_text(encoding="ascii")) if lock.exists() else {},
+        functions,
+        tests,
+        tuple(sorted({name for name in names if names.count(name) > 1})),
+    )
+
+
+def _modules(root: Path, packages: Iterable[str]) -> Iterator[Path]:
+    for package in packages:
+        yield from sorted((root / package).rglob("*.py"))
+
+
+def accept(root: Path, wanted: list[str]) -> list[str]:
+    """Take over the present text of the wanted ids ("all": of every id) into the lock; say what changed.
+
+    Raises:
+        KeyError: for an id that is neither an item nor in the lock.
+    """
+    trace = read_tree(root)
+    known = trace.items.keys() | trace.lock.keys()
+    names = known if wanted == ["all"] else set(wanted)
+    if names - known:
+        raise KeyError(", ".join(sorted(names - known)))
+    lock, changes = dict(trace.lock), []
+    for name in sorted(names):
+        old, new = lock.pop(name, None), trace.items.get(name)
+        if new:
+            lock[name] = new
+        if old != new:
+            changes.append(f"{name}: {old or 'new'} -> {new or 'removed'}")
+    text = "".join(f"{name} {digest}\n" for name, digest in sorted(lock.items()))
+    (root / LOCK).write_text(text, encoding="ascii")
+    return changes
+
+
+def main(arguments: list[str] | None = None, root: Path | None = None) -> int:
+    """Print the matrix and the problems (exit 1 if there is one), or accept texts."""
+    parser = argparse.ArgumentParser(prog="conformance.trace", description=__doc__)
+    parser.add_argument("--accept", nargs="+", metavar="ID", help="ids whose new text was read, or 'all'")
+    wanted = parser.parse_args(arguments).accept
+    root = root or Path(__file__).resolve().parent.parent
+    if wanted:
+        try:
+            print("\n".join(accept(root, wanted)) or "trace: nothing has changed")
+        except KeyError as unknown:
+            parser.error(f"unknown id: {unknown.args[0]}")
+        return 0
+    trace = read_tree(root)
+    problems = trace.problems()
+    print(trace.matrix())
+    print("\n".join(problems) or f"trace: {len(trace.items)} items, all implemented, tested and read")
+    return int(bool(problems))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,42 @@
+"""Retention policies on `transformers` models: observe the prompt, decide, compact the cache, keep generating.
+
+    policy = CrystalCache(budget=0.5, sentence_ends=sentence_ends(tokenizer))
+    with policy(model) as run:
+        output = model.generate(**inputs, max_new_tokens=200)
+    run.retention, run.timings, run.bytes_saved
+
+Names are loaded when they are first used, so that importing this package imports neither torch nor transformers.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from models_integration.cache import RetainedCache
+    from models_integration.methods import CrystalCache, FullCache, Method, StreamingLLM
+    from models_integration.sentence_ends import sentence_ends
+    from models_integration.session import Prefilled, Session, prefill
+
+__all__ = [
+    "CrystalCache", "FullCache", "Method", "Prefilled", "RetainedCache", "Session", "StreamingLLM", "prefill",
+    "sentence_ends",
+]
+
+_HOME = {
+    "CrystalCache": "methods", "FullCache": "methods", "Method": "methods", "StreamingLLM": "methods",
+    "Prefilled": "session", "Session": "session", "prefill": "session",
+    "RetainedCache": "cache", "sentence_ends": "sentence_ends",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    # Also replaces the submodule `sentence_ends`, which the import above has bound to the same name.
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

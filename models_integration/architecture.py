@@ -1,0 +1,127 @@
+"""Which models can be compacted: what a policy needs to know of one, and who is refused by name."""
+
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from spec.errors import SpecError
+
+__all__ = ["Architecture", "describe"]
+
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+IMPLEMENTATIONS = ("sdpa", "eager")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A decoder as the integration sees it."""
+
+    decoder: nn.Module
+    """The module that maps ids to hidden states: every forward passes through it."""
+    config: PretrainedConfig
+    """The one config that all its layers read."""
+    attention: Mapping[int, nn.Module]
+    """Attention modules by layer index."""
+    full_layers: tuple[int, ...]
+    """Indices of the full-attention layers, the first of which is the observed layer."""
+    vocabulary: int
+
+    @property
+    def observed(self) -> int:
+        """The first full-attention layer: the paper's layer 1."""
+        return self.full_layers[0]
+
+
+def describe(model: PreTrainedModel) -> Architecture:
+    """Look at a model, without changing it.
+
+    Raises:
+        SpecError: for a model whose cache cannot be compacted or whose attention cannot be observed; it says why.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise SpecError("model", type(model).__name__, "must be a transformers PreTrainedModel")
+    config = model.config.get_text_config(decoder=True)
+    decoder: nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
+    attention = {cast(int, module.layer_idx): module for module in decoder.modules() if _is_attention(module)}
+    types = _layer_types(config)
+    reason = (
+        _refuse_config(config) or _refuse_layers(types) or _refuse_attention(config, decoder, attention)
+        or _refuse_implementation(model, config, attention.values())
+    )
+    if reason is not None:
+        raise SpecError("model", type(model).__name__, reason)
+    full = tuple(index for index, kind in enumerate(types) if kind == FULL)
+    return Architecture(decoder, config, attention, full, cast(Tensor, model.get_input_embeddings().weight).shape[0])
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return type(module).__name__.endswith("Attention") and isinstance(getattr(module, "layer_idx", None), int)
+
+
+def _layer_types(config: PretrainedConfig) -> list[str]:
+    """What each layer attends to, as the cache that transformers makes for this config has it."""
+    stated = getattr(config, "layer_types", None)
+    if stated is not None:
+        return list(stated)
+    kind = FULL
+    if getattr(config, "sliding_window", None) is not None:
+        kind = SLIDING
+    elif getattr(config, "attention_chunk_size", None) is not None:
+        kind = CHUNKED
+    return [kind] * int(config.num_hidden_layers)
+
+
+def _refuse_config(config: Any) -> str | None:
+    if config.is_encoder_decoder:
+        return "encoder-decoder models are not served"
+    if getattr(config, "kv_lora_rank", None) is not None:
+        return "multi-head latent attention (MLA) caches no keys per head"
+    if getattr(config, "alibi", False):
+        return "ALiBi positions are not served: keys must carry a rotary position (RoPE)"
+    if getattr(config, "num_kv_shared_layers", 0) or getattr(config, "kv_sharing_modes", None):
+        return "layers that share one cache are not served"
+    if not getattr(config, "is_causal", True):
+        return "attention must be causal"
+    return None
+
+
+def _refuse_layers(types: list[str]) -> str | None:
+    others = Counter(kind for kind in types if kind not in (FULL, SLIDING))
+    if others:
+        kinds = ", ".join(f"{count} of type {kind!r}" for kind, count in others.items())
+        return f"only full and sliding-window attention layers are served; it has {kinds}"
+    if FULL not in types:
+        return "it has no full-attention layer: sliding-window layers are never compacted"
+    return None
+
+
+def _refuse_attention(config: PretrainedConfig, decoder: nn.Module, attention: Mapping[int, nn.Module]) -> str | None:
+    if not attention:
+        return "it has no attention layer: recurrent and linear-attention models keep no keys and values"
+    if sorted(attention) != list(range(config.num_hidden_layers)):
+        return f"its {config.num_hidden_layers} layers do not have one attention module each"
+    if any(hasattr(module, "sinks") for module in attention.values()):
+        return "attention sinks inside the softmax are not served"
+    if not any(name.endswith("inv_freq") for name, _ in decoder.named_buffers()):
+        return "it has no rotary positions (RoPE): learned and absolute positions are not served"
+    if any(getattr(module, "config", None) is not config for module in attention.values()):
+        return "its attention layers do not share the decoder's config"
+    return None
+
+
+def _refuse_implementation(
+    model: PreTrainedModel, config: PretrainedConfig, attention: Iterable[nn.Module],
+) -> str | None:
+    if not getattr(model, "_supports_attention_backend", False):
+        return "its attention cannot be observed: it does not go through transformers' attention interface"
+    implementation = config._attn_implementation
+    if implementation not in IMPLEMENTATIONS:
+        return f"attn_implementation is {implementation!r}, and must be one of {', '.join(IMPLEMENTATIONS)}"
+    if any(not hasattr(sys.modules[type(module).__module__], "eager_attention_forward") for module in attention):
+        return "its attention cannot be observed: its module has no eager_attention_forward"
+    return None

@@ -1,0 +1,17 @@
+"""The command `kvspec`."""
+
+import sys
+
+from models_integration.cli.app import app
+from spec.errors import BackendUnavailable, SpecError
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Run the command; an input that the specification refuses is one line on stderr and exit code 2."""
+    try:
+        app()
+    except (SpecError, BackendUnavailable) as error:
+        print(f"kvspec: {error}", file=sys.stderr)
+        sys.exit(2)

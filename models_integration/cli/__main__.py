@@ -1,0 +1,5 @@
+"""`python -m models_integration.cli`."""
+
+from models_integration.cli import main
+
+main()

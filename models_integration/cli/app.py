@@ -1,0 +1,92 @@
+"""Commands and their options; the work is in modules of their own, imported when a command runs."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from spec import SPEC_VERSION
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
+    help="The executable specification of KV-cache retention: which cached keys and values a language model keeps.",
+)
+
+Model = Annotated[
+    str, typer.Option(help="'pocket' (shipped with kvspec), or a transformers causal model by path or hub name.")
+]
+Backend = Annotated[str, typer.Option(help="auto, numpy, or 'module:ATTRIBUTE'.")]
+
+
+def _version(value: bool) -> None:
+    if value:
+        print(f"kvspec {SPEC_VERSION}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+) -> None:
+    pass
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+@app.command()
+def compare(
+    policies: Annotated[str, typer.Option(help="Comma-separated.")] = "crystalcache,streamingllm,fullcache",
+    budgets: Annotated[str, typer.Option(help="Comma-separated: 0.3 or 30% is a fraction, 512 is tokens.")] = "0.3,0.5",
+    tasks: Annotated[str, typer.Option(help="Comma-separated: needle, delayed_association.")] = (
+        "needle,delayed_association"
+    ),
+    length: Annotated[int, typer.Option(help="Context tokens.")] = 1024,
+    samples: Annotated[int, typer.Option(help="Samples per cell.")] = 20,
+    seed: Annotated[int, typer.Option(help="Seed of the samples.")] = 42,
+    placement: Annotated[
+        str, typer.Option(help="Where the question stands: after (the compaction), in_prompt, or paper.")
+    ] = "after",
+    controls: Annotated[bool, typer.Option(help="Also run the controls, which show that the harness measures.")] = True,
+    model: Model = "pocket",
+    backend: Backend = "auto",
+    out: Annotated[Path, typer.Option(help="Folder of results.jsonl and comparison.png.")] = Path("results"),
+) -> None:
+    """Run policies x budgets x tasks; print a table, draw a picture. A second run skips the cells that are stored.
+
+    Every policy gets the same number of tokens (Eq. 30 over the context), and the answer is graded by exact match.
+    """
+    from models_integration.cli.compare import run
+    from models_integration.evaluation.cells import Plan
+
+    plan = Plan(_names(policies), _names(budgets), _names(tasks), length, samples, seed, placement, controls)
+    run(plan, model, backend, out)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder of results.jsonl and comparison.png.")] = Path("results"),
+) -> None:
+    """Watch it work: CrystalCache, StreamingLLM and the full cache on the pocket model, with controls.
+
+    The same as `kvspec compare` without options; a few minutes on two CPU cores, nothing is downloaded.
+    """
+    from models_integration.cli.compare import run
+    from models_integration.evaluation.cells import Plan
+
+    run(Plan(), "pocket", "auto", out)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def verify(
+    context: typer.Context,
+    backend: Annotated[str, typer.Option(help="Your engine: 'module:ATTRIBUTE' of a spec.backend.Backend.")],
+) -> None:
+    """Run the conformance suite on your own backend. More options go to pytest, e.g. -k dissolve -x."""
+    command = [sys.executable, "-m", "pytest", "-p", "conformance.plugin", "--pyargs", "conformance"]
+    raise typer.Exit(subprocess.call([*command, "--backend", backend, *context.args]))

@@ -1,0 +1,42 @@
+"""`kvspec compare` and `kvspec demo`."""
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from models_integration.evaluation.cells import Cell, Plan, cells
+from models_integration.evaluation.compare import Subject, run_cells, verdict
+from models_integration.evaluation.report import comparison_table, control_table, draw
+from models_integration.evaluation.results import Row
+from models_integration.evaluation.subject import load_subject
+
+__all__ = ["run"]
+
+
+def run(plan: Plan, model: str, backend: str, out: Path) -> None:
+    """Run the plan's cells, then print and draw what they say."""
+    console = Console()
+    subject = load_subject(model, backend)
+    console.print(
+        f"model {subject.name}, backend {subject.backend}, {plan.length} tokens, {plan.samples} samples a cell,"
+        f" question placed '{plan.placement}'"
+    )
+    rows = _run_with_progress(console, subject, list(cells(plan)), out / "results.jsonl")
+    measured = [row for row in rows if not row["control"]]
+    console.print(comparison_table(measured))
+    controls = [row for row in rows if row["control"]]
+    if controls:
+        console.print(control_table(controls, [verdict(row) for row in controls]))
+    picture = out / "comparison.png"
+    draw(measured, picture, f"{subject.name}, {plan.length} tokens, n = {plan.samples} a bar")
+    console.print(f"{out / 'results.jsonl'}  {picture}")
+
+
+def _run_with_progress(console: Console, subject: Subject, todo: list[Cell], path: Path) -> list[Row]:
+    columns = (TextColumn("{task.description:40}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task("", total=sum(cell.n for cell in todo))
+        return list(
+            run_cells(subject, todo, path, lambda what: progress.update(bar, advance=1, description=what))
+        )

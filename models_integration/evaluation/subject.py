@@ -1,0 +1,37 @@
+"""Loading a model to test: the shipped pocket model, or any transformers causal model."""
+
+import hashlib
+from pathlib import Path
+
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from models_integration.evaluation.compare import Subject
+from models_integration.methods import CrystalCache
+from models_integration.pocket import load_pocket
+from models_integration.sentence_ends import sentence_ends
+
+__all__ = ["load_subject"]
+
+
+def load_subject(model: str, backend: str) -> Subject:
+    """The model by name or path, with its tokenizer and what a comparison must know of both."""
+    if model == "pocket":
+        loaded, tokenizer = load_pocket()
+    else:
+        loaded, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    loaded.eval()
+    ends = loaded.generation_config.eos_token_id
+    stop = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    name = f"{Path(model).name}@{fingerprint(loaded)}"
+    sentences = sentence_ends(tokenizer)
+    chosen = CrystalCache(sentence_ends=sentences, backend=backend).backend
+    return Subject(name, loaded, tokenizer, sentences, chosen, frozenset(stop))
+
+
+def fingerprint(model: PreTrainedModel) -> str:
+    """Eight hex digits over names, shapes and a sample of the weights: a retrained model is another model."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        sample = parameter.detach().flatten()[:64].float().cpu().numpy()
+        digest.update(name.encode() + str(tuple(parameter.shape)).encode() + sample.tobytes())
+    return digest.hexdigest()[:8]

@@ -1,0 +1,101 @@
+"""The methods under the names that users know: a policy of five parts, a budget, and the backend that decides."""
+
+from collections.abc import Set
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from models_integration.session import Session
+from reference.policies import crystalcache, full_cache, streaming_llm
+from spec.backend import BUILT_IN, Backend, resolve
+from spec.budget import Budget, parse_budget
+from spec.errors import BackendUnavailable, SpecError
+from spec.parameters import PAPER, CrystalCacheParameters
+from spec.policy import Policy
+
+__all__ = ["CrystalCache", "FullCache", "Method", "StreamingLLM"]
+
+_FASTEST_FIRST = ("triton", "numba", "numpy")
+
+
+@dataclass(frozen=True)
+class Method:
+    """Any policy with its budget; calling it on a model gives the context manager."""
+
+    policy: Policy
+    budget: Budget
+    backend: str = "numpy"
+    """The name of the backend that the policy's parts use."""
+
+    def __call__(self, model: PreTrainedModel) -> Session:
+        """`with method(model) as run: ...`."""
+        return Session(self, model)
+
+
+class CrystalCache(Method):
+    """CrystalCache: sentences as trunks, scored by co-attention and impact, dissolved from the weakest.
+
+    Args:
+        budget: a float or text with "." or "%" is a fraction of the prompt in (0, 1]; an int is tokens.
+        sentence_ends: ids of the tokens that end a sentence; `sentence_ends(tokenizer)` makes the set.
+        parameters: constants of the method.
+        backend: "auto" (triton where CUDA is, else numba, else numpy: `run.backend` says which), another name,
+            "module:ATTRIBUTE" or a Backend.
+
+    Raises:
+        SpecError: for a budget, ends, parameters or a backend that the specification does not admit.
+        BackendUnavailable: when the backend cannot run here.
+    """
+
+    def __init__(
+        self, budget: float | int | str | Budget = 0.5, sentence_ends: Set[int] | None = None,
+        parameters: CrystalCacheParameters = PAPER, backend: str | Backend = "auto",
+    ) -> None:
+        share = parse_budget(budget)
+        if sentence_ends is None:
+            raise SpecError(
+                "sentence_ends", None, "is needed; models_integration.sentence_ends(tokenizer) makes the set"
+            )
+        if not isinstance(parameters, CrystalCacheParameters):
+            raise SpecError("parameters", parameters, "must be CrystalCacheParameters")
+        chosen = _fastest() if backend == "auto" else resolve(backend)
+        # A set-like that is no frozenset is copied here, so that later changes to it do not reach the policy.
+        super().__init__(crystalcache(frozenset(sentence_ends), parameters, chosen), share, chosen.name)
+
+
+class StreamingLLM(Method):
+    """StreamingLLM: the first N_sink tokens and the most recent ones.
+
+    Args:
+        budget: as CrystalCache's.
+        N_sink: attention sinks, tokens.
+
+    Raises:
+        SpecError: for a budget or N_sink that the specification does not admit.
+    """
+
+    def __init__(self, budget: float | int | str | Budget = 0.5, N_sink: int = 4) -> None:
+        super().__init__(streaming_llm(N_sink), parse_budget(budget))
+
+
+class FullCache(Method):
+    """Nothing is evicted: the upper bound of every comparison."""
+
+    def __init__(self) -> None:
+        super().__init__(full_cache(), parse_budget(1.0))
+
+
+def _fastest() -> Backend:
+    for name in _FASTEST_FIRST:
+        if name in BUILT_IN and (name != "triton" or _has_cuda()):
+            try:
+                return resolve(name)
+            except BackendUnavailable:
+                continue
+    raise BackendUnavailable(f"none of the backends {', '.join(_FASTEST_FIRST)} can run here")
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

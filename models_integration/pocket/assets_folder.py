@@ -1,0 +1,5 @@
+"""Where the shipped files lie."""
+
+from pathlib import Path
+
+ASSETS = Path(__file__).parent / "assets"

@@ -1,0 +1,159 @@
+"""Who sees whom in a compacted cache: decided by the positions of the stored tokens, never by their slots.
+
+`transformers` builds masks from slot numbers: a cache layer hands it `kv_length` and `kv_offset`, and slot s stands
+for position s + kv_offset. A compacted layer has gaps, so its `kv_offset` is a `SlotOffset`: the number that keeps
+stored slots in every new query's past, and the stored rows for those who need the positions themselves.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import Tensor
+from transformers import masking_utils
+
+from spec.errors import SpecError
+
+__all__ = ["EMPTY", "MaskFunction", "Pattern", "SlotOffset", "StoredRows", "by_position", "retained_mask"]
+
+Pattern: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(row, head, query, key) to visible, over broadcast index tensors: causal, sliding window, ..."""
+MaskFunction: TypeAlias = Callable[..., Tensor | None]
+"""What `AttentionMaskInterface` holds: builds one attention mask from sizes, offsets and a pattern."""
+
+_CAUSAL = cast(Pattern, masking_utils.causal_mask_function)
+
+EMPTY = -1
+"""The position of a slot that holds no token of its row."""
+
+
+@dataclass(frozen=True)
+class StoredRows:
+    """The positions behind a cache layer's slots.
+
+    Attributes:
+        kept: positions that compaction kept, by slot, ascending in each row, (rows, k); EMPTY fills shorter rows on
+            their left. One row may stand for all rows of the batch.
+        marks: tokens that each row had seen by then, (rows,): the j-th slot after the kept ones holds marks + j.
+    """
+
+    kept: Tensor
+    marks: Tensor
+
+    @classmethod
+    def none(cls) -> "StoredRows":
+        """Before any compaction: slots are positions."""
+        return cls(torch.empty(1, 0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+
+    @property
+    def shared(self) -> bool:
+        """Whether all rows of the batch store the same positions."""
+        return len(self.kept) == 1
+
+    def positions(self, slots: int) -> Tensor:
+        """Positions of the first `slots` slots, (rows, slots)."""
+        later = torch.arange(slots - self.kept.shape[1], device=self.kept.device)
+        return torch.cat([self.kept, self.marks[:, None] + later], dim=1)
+
+
+class SlotOffset(int):
+    """Tokens seen minus slots used: the `kv_offset` of a compacted layer, which knows the positions behind it."""
+
+    rows: StoredRows
+
+    def __new__(cls, offset: int, rows: StoredRows) -> "SlotOffset":
+        made = super().__new__(cls, offset)
+        made.rows = rows
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Tensor:
+        """Slot numbers plus the offset: the positions of those slots.
+
+        The mask functions of `transformers` form this sum wherever they need positions, so that they are right
+        about a compacted cache even where ours is not registered: outside the context manager.
+        """
+        slots, offset = args
+        if function not in (torch.Tensor.add, torch.Tensor.__add__) or kwargs or not isinstance(offset, cls):
+            raise SpecError("kv_offset", int(offset), f"can be added to slot numbers, not used in {function}")
+        if not offset.rows.shared:
+            raise SpecError("past_key_values", "rows that differ", "can be read inside the context manager only")
+        positions = offset.rows.positions(len(slots))[0]
+        return positions.to(slots.device)
+
+
+def by_position(
+    pattern: Pattern, rows: StoredRows, seen: int, q_length: int, kv_length: int, padding: Tensor | None, device: Any,
+) -> Pattern:
+    """The same pattern over slots: queries are numbered from 0, keys by slot; both are looked up as positions.
+
+    Args:
+        pattern: visibility over positions.
+        rows: the layer's stored rows; the queries' own keys are its last `q_length` slots.
+        seen: columns seen before this forward, padding included.
+        q_length: queries of this forward.
+        kv_length: slots, the queries' own keys included.
+        padding: True where a column holds a token, (batch, seen + q_length), or None.
+        device: where the indices are.
+
+    Raises:
+        SpecError: when `padding` does not cover all columns; a short one would silently hide the new tokens.
+    """
+    if padding is not None and padding.shape[1] != seen + q_length:
+        raise SpecError("attention_mask", tuple(padding.shape), f"must cover the {seen + q_length} tokens seen so far")
+    stored = rows.positions(kv_length).to(device)
+    first_query = stored[:, kv_length - q_length]
+    padded_columns = seen - first_query
+
+    def visible(row: Tensor, head: Tensor, query: Tensor, slot: Tensor) -> Tensor:
+        of = torch.zeros_like(row) if rows.shared else row
+        key = stored[of, slot]
+        seen_by = pattern(row, head, first_query[of] + query, key) & (key != EMPTY)
+        if padding is None:
+            return seen_by
+        column = (key + padded_columns[of]).clamp(min=0)
+        return seen_by & padding[row, column]
+
+    return visible
+
+
+def retained_mask(stock: MaskFunction) -> MaskFunction:
+    """The registered mask function: `stock`, with visibility decided by stored positions.
+
+    Serves gaps, rows with different counts and sliding windows over positions. Where slots and positions agree, or
+    one query sees all that is stored, it is `stock` itself, so that an uncompacted cache loses no fast path.
+    """
+
+    def mask(
+        batch_size: int, q_length: int, kv_length: int, q_offset: int = 0, kv_offset: int = 0,
+        mask_function: Pattern = _CAUSAL, attention_mask: Tensor | None = None, **options: Any,
+    ) -> Tensor | None:
+        sizes = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
+        if not isinstance(kv_offset, SlotOffset) or _stock_is_right(
+            kv_offset, q_length, mask_function, attention_mask
+        ):
+            return stock(
+                **sizes, q_offset=q_offset, kv_offset=int(kv_offset), mask_function=mask_function,
+                attention_mask=attention_mask, **options,
+            )
+        pattern = by_position(
+            mask_function, kv_offset.rows, q_offset, q_length, kv_length, attention_mask, options.get("device", "cpu")
+        )
+        # The queries' numbers start at 0 here, so stock's test for a plain causal mask would misfire.
+        options["allow_is_causal_skip"] = False
+        return stock(**sizes, mask_function=pattern, **options)
+
+    return mask
+
+
+def _stock_is_right(offset: SlotOffset, q_length: int, pattern: Pattern, padding: Tensor | None) -> bool:
+    if not offset.rows.shared:
+        return False
+    if offset == 0:
+        return True
+    unpadded = padding is None or bool(padding.all())
+    return q_length == 1 and pattern is _CAUSAL and unpadded

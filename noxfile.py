@@ -1,0 +1,77 @@
+"""Everything that is run on kvspec: `nox -s conformance` proves it, `nox -s demo` shows it."""
+
+import hashlib
+import shutil
+import sys
+from pathlib import Path
+
+import nox
+
+nox.options.sessions = ["lint", "types", "layers", "trace", "conformance"]
+nox.options.error_on_missing_interpreters = True
+
+ROOT = Path(__file__).resolve().parent
+# torch is most of a gigabyte, so the sessions share one environment, stamped by what it was made from.
+SHARED = ROOT / ".nox" / f"shared-{sys.version_info.major}.{sys.version_info.minor}"
+
+
+def stamp() -> str:
+    """A digest of the files that decide what the environment holds."""
+    files = [ROOT / "pyproject.toml", ROOT / "constraints.txt"]
+    return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()
+
+
+def shared_python(session: nox.Session) -> str:
+    """The interpreter of the shared environment, made on first use and remade when the stamp changes."""
+    python = SHARED / ("Scripts" if sys.platform == "win32" else "bin") / "python"
+    mark = SHARED / "stamp"
+    if not (python.exists() and mark.exists() and mark.read_text(encoding="ascii") == stamp()):
+        shutil.rmtree(SHARED, ignore_errors=True)
+        session.run(sys.executable, "-m", "venv", str(SHARED), external=True)
+        session.run(
+            str(python), "-m", "pip", "install", "--quiet", "-c", "constraints.txt", "-e", ".[dev]", external=True
+        )
+        mark.write_text(stamp(), encoding="ascii")
+    return str(python)
+
+
+def run(session: nox.Session, *arguments: str) -> None:
+    session.run(shared_python(session), "-m", *arguments, external=True)
+
+
+@nox.session(venv_backend="none")
+def demo(session: nox.Session) -> None:
+    """Policies side by side on the pocket model, with controls: a table and a picture."""
+    run(session, "models_integration.cli", "demo", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def conformance(session: nox.Session) -> None:
+    """The suite: shape checks on, two workers."""
+    checks = ["--jaxtyping-packages=spec,reference,beartype.beartype"]
+    run(session, "pytest", "-n", "2", *checks, *(session.posargs or ["conformance"]))
+
+
+@nox.session(venv_backend="none")
+def types(session: nox.Session) -> None:
+    """mypy --strict over everything."""
+    run(session, "mypy")
+    run(session, "mypy", "--strict", "noxfile.py")
+
+
+@nox.session(venv_backend="none")
+def lint(session: nox.Session) -> None:
+    """Ruff over everything."""
+    run(session, "ruff", "check", ".")
+
+
+@nox.session(venv_backend="none")
+def layers(session: nox.Session) -> None:
+    """Who imports whom."""
+    run(session, "conformance.layers")
+
+
+@nox.session(venv_backend="none")
+def trace(session: nox.Session) -> None:
+    """Every item of the specification has a function and a test, and its text is the one that was read."""
+    run(session, "conformance.trace", *session.posargs)
