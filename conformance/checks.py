@@ -67,7 +67,7 @@ def coattention(found: CoAttention, inputs: AttentionInputs, precision: str) -> 
             inputs.scaling, inputs.softcap,
         )
         own = [[row[first:] for row in head] for head in A]
-        radius = compare.salience_radius(own, error[c:stop], p.k_heads, precision)
+        radius = compare.salience_radius(own, error[c:stop], p.k_heads, p.M_min, precision)
         for i, (S, r) in enumerate(zip(s1.salience(own, p), radius, strict=True), c):
             if found.salience[i] not in Interval.around(S, r):
                 yield f"S1: salience of token {i} is {found.salience[i]}, not {S} within {r}"

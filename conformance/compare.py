@@ -106,15 +106,21 @@ def attention_error(
     return bound
 
 
-def salience_radius(own: s1.Block, row_error: Sequence[float], k_heads: int, precision: str) -> list[float]:
-    """Radius of Eq. 11 by token: a top-k sum moves by no more than the k largest moves of its terms."""
+def salience_radius(
+    own: s1.Block, row_error: Sequence[float], k_heads: int, M_min: float, precision: str,
+) -> list[float]:
+    """Radius of Eq. 11 by token: a top-k sum moves by no more than the k largest moves of its terms.
+
+    The clip moves nothing further, but its bounds are rounded to the precision too: M_min u.
+    """
+    floor = SMALLEST[precision] + (0.0 if precision == "float64" else UNIT_ROUNDOFF[precision] * M_min)
     radius = []
     for i in range(len(own[0])):
         rounding = gamma(len(own[0]) + k_heads + 2, precision) + gamma(len(own[0]) + k_heads + 2, "float64")
         moves = [
             sum(row[i] * (e + rounding * (1 + e)) for row, e in zip(head, row_error, strict=True)) for head in own
         ]
-        radius.append(sum(sorted(moves, reverse=True)[:k_heads]) + SMALLEST[precision])
+        radius.append(sum(sorted(moves, reverse=True)[:k_heads]) + floor)
     return radius
 
 

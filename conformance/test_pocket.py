@@ -1,6 +1,5 @@
 """The pocket model as it is shipped: it loads, it is small, it answers, and its card tells the truth."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +17,7 @@ from models_integration.pocket.batches import (  # noqa: E402
     RowMaker,
     RowPlan,
 )
+from models_integration.pocket.card import CARD_FILE, render_card  # noqa: E402
 from models_integration.pocket.curriculum import (  # noqa: E402
     STAGES,
     TOTAL_STEPS,
@@ -88,9 +88,7 @@ def test_digits_and_punctuation_are_tokens_of_their_own(pocket: Pocket) -> None:
     for value in (1000, 7492, 9999):
         assert len(tokenizer.encode(f" {value}", add_special_tokens=False)) == 4
         assert len(tokenizer.encode(f"{value}", add_special_tokens=False)) == 4
-    pieces = tokenizer.convert_ids_to_tokens(
-        tokenizer.encode("So. What? Yes!\nDone.", add_special_tokens=False)
-    )
+    pieces = tokenizer.convert_ids_to_tokens(tokenizer.encode("So. What? Yes!\nDone.", add_special_tokens=False))
     assert [piece for piece in pieces if piece in {".", "?", "!", "Ċ"}] == [".", "?", "!", "Ċ", "."]
 
 
@@ -151,9 +149,7 @@ def test_rows_score_only_the_digits_of_answers_and_positions_never_fall() -> Non
         assert len(scored) % 4 == 0
         assert decode(tokenizer, scored).replace(" ", "").isdigit()
         first_question = ids.index(tokenizer.encode(" Question", add_special_tokens=False)[0])
-        digits = [
-            i for i, token in enumerate(ids[:first_question]) if decode(tokenizer, [token]).strip().isdigit()
-        ]
+        digits = [i for i, token in enumerate(ids[:first_question]) if decode(tokenizer, [token]).strip().isdigit()]
         assert sum(kinds[i] == UNSCORED for i in digits) >= 4
 
 
@@ -189,11 +185,7 @@ def test_training_goes_on_where_it_stopped(tmp_path: Path) -> None:
 
 
 def test_the_card_states_the_measured_figures() -> None:
-    card = (ASSETS / "MODEL_CARD.md").read_text()
-    cells = read_cells()
-    assert table(cells) in card
-    cost = json.loads((ASSETS / "training.json").read_text())
-    assert f"{cost['tokens'] / 1e6:.1f} million tokens" in card
+    assert (ASSETS / CARD_FILE).read_text() == render_card(ASSETS)
 
 
 def test_the_measured_figures_reach_the_target() -> None:

@@ -97,9 +97,7 @@ def _template_of(sample: Sample) -> str:
 
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("length", [1024, 1025, 1031, 2048, 4096])
-def test_a_sample_has_exactly_the_tokens_asked_for(
-    tokenizer: PreTrainedTokenizerFast, task: str, length: int
-) -> None:
+def test_a_sample_has_exactly_the_tokens_asked_for(tokenizer: PreTrainedTokenizerFast, task: str, length: int) -> None:
     for index in range(5):
         sample = draw_sample(task, tokenizer, length, index, seed=3)
         assert sample.length == length

@@ -85,8 +85,6 @@ def _refuse_config(config: Any) -> str | None:
         return "ALiBi positions are not served: keys must carry a rotary position (RoPE)"
     if getattr(config, "num_kv_shared_layers", 0) or getattr(config, "kv_sharing_modes", None):
         return "layers that share one cache are not served"
-    if not getattr(config, "is_causal", True):
-        return "attention must be causal"
     return None
 
 
@@ -105,6 +103,8 @@ def _refuse_attention(config: PretrainedConfig, decoder: nn.Module, attention: M
         return "it has no attention layer: recurrent and linear-attention models keep no keys and values"
     if sorted(attention) != list(range(config.num_hidden_layers)):
         return f"its {config.num_hidden_layers} layers do not have one attention module each"
+    if not all(getattr(part, "is_causal", True) for part in (config, *attention.values())):
+        return "its attention is not causal"
     if any(hasattr(module, "sinks") for module in attention.values()):
         return "attention sinks inside the softmax are not served"
     if not any(name.endswith("inv_freq") for name, _ in decoder.named_buffers()):

@@ -113,12 +113,12 @@ class RetainedCache(DynamicCache):
         super().__init__(config=config)
         self._take_over(config)
 
-    @classmethod
-    def adopt(cls, cache: Cache, config: PretrainedConfig) -> "RetainedCache":
-        """Make this very object, which generate or the caller holds, a RetainedCache.
+    @staticmethod
+    def check_adoptable(cache: Cache) -> None:
+        """Refuse a cache that cannot take a prompt.
 
         Raises:
-            SpecError: unless it is an empty DynamicCache on the device.
+            SpecError: unless it is an empty DynamicCache that stays on its device.
         """
         if isinstance(cache, RetainedCache):
             cache.check_usable()
@@ -128,6 +128,15 @@ class RetainedCache(DynamicCache):
             raise SpecError("past_key_values", "offloading=True", "an offloaded cache cannot be compacted")
         if cache.get_seq_length() > 0:
             raise SpecError("past_key_values", f"{cache.get_seq_length()} tokens", "must be empty before a prompt")
+
+    @classmethod
+    def adopt(cls, cache: Cache, config: PretrainedConfig) -> "RetainedCache":
+        """Make this very object, which generate or the caller holds, a RetainedCache.
+
+        Raises:
+            SpecError: as `check_adoptable`.
+        """
+        cls.check_adoptable(cache)
         if not isinstance(cache, RetainedCache):
             cache.__class__ = cls
             assert isinstance(cache, RetainedCache)

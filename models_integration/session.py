@@ -115,6 +115,8 @@ class Session:
         if isinstance(cache, RetainedCache) and cache.get_seq_length() > 0:
             _check_step(arguments["input_ids"], cache)
         else:
+            if cache is not None:
+                RetainedCache.check_adoptable(cache)
             check_prompt(self._architecture, arguments)
             config = self._architecture.config
             cache = RetainedCache(config) if cache is None else RetainedCache.adopt(cache, config)

@@ -37,6 +37,8 @@ class CoAttention:
     def edges(self) -> Edges:
         """The set E of Eq. 15 in its stated order: intra then cross, each by owner, then by rank.
 
+        Implements: CC-EDGES
+
         An intra edge is stored (owner, neighbour); a cross edge (source, owner), the earlier token first.
         """
         owner, rank = np.nonzero(self.intra >= 0)

@@ -7,7 +7,7 @@ rule raises SpecError, which names the column (or the rule across columns) and a
 from collections.abc import Iterable, Mapping
 
 import numpy as np
-import pandas as pd  # type: ignore[import-untyped]
+import pandas as pd
 import pandera.pandas as pa
 from pandera.errors import SchemaError, SchemaErrors
 

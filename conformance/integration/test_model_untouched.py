@@ -33,16 +33,14 @@ def whole() -> Method:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("method", [whole, FullCache])
 def test_a_full_budget_changes_no_bit(family: str, method: Callable[[], Method]) -> None:
-    model, ids = build(family), prompt(50)
-    plain_cache = DynamicCache(config=model.config)
-    plain = at_once(model, ids, plain_cache)
+    model, ids, following = build(family), prompt(50), prompt(6, seed=9)
+    cache = DynamicCache(config=model.config)
+    plain = torch.cat([at_once(model, ids, cache), step_by_step(model, following, cache)], dim=1)
     tokens = greedy(model, ids, 10)
     with method()(model) as run:
         assert torch.equal(greedy(model, ids, 10), tokens)
         cache = DynamicCache(config=model.config)
-        assert torch.equal(at_once(model, ids, cache), plain)
-        following = prompt(6, seed=9)
-        assert torch.equal(step_by_step(model, following, cache), step_by_step(model, following, plain_cache))
+        assert torch.equal(torch.cat([at_once(model, ids, cache), step_by_step(model, following, cache)], dim=1), plain)
     assert run.kept is not None
     np.testing.assert_array_equal(run.kept, np.arange(50))
     assert run.bytes_saved == 0
@@ -150,10 +148,10 @@ def test_a_compaction_that_fails_half_way_leaves_nothing_half_evicted(monkeypatc
         at_once(model, ids, cache)
 
 
-def test_nan_in_the_observed_layer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_in_the_observed_layer_is_named() -> None:
     model, ids, cache = build("llama"), prompt(40), DynamicCache()
     model.get_submodule("model.layers.0.self_attn.q_proj").weight.data[0, 0] = float("nan")
-    with METHODS["crystalcache"]()(model), pytest.raises(SpecError, match="q = nan: must be finite"):
+    with METHODS["crystalcache"]()(model), pytest.raises(SpecError, match=r"^q = .*nan.*: must be finite"):
         at_once(model, ids, cache)
     with pytest.raises(SpecError, match="unusable cache"):
         cache.get_seq_length()

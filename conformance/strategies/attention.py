@@ -1,6 +1,6 @@
 """Attention inputs: q and k with grouped heads, at random, peaked, with copied rows; and such that S1 is exact."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -72,8 +72,12 @@ def later_segments(draw: st.DrawFn) -> AttentionInputs:
 
 @st.composite
 def hot_sets(draw: st.DrawFn, max_n: int = 20) -> AttentionInputs:
-    """Each query of each head attends 1, 2 or 4 keys, all alike: attention, salience and head means are dyadic."""
+    """Each query of each head attends 1, 2 or 4 keys, all alike: attention, salience and head means are dyadic.
+
+    So is the clip, or it would be another number in float32.
+    """
     p = draw(st.one_of(st.just(TINY), small_parameters()), label="parameters")
+    p = replace(p, M_min=draw(st.sampled_from([0.125, 0.0, 1.0]), label="M_min"))
     n = draw(st.integers(2, max_n), label="n")
     H = draw(st.sampled_from([1, 2, 4]), label="H")
     q = np.zeros((H, n, n), dtype=np.float32)

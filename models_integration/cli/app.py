@@ -19,7 +19,7 @@ app = typer.Typer(
 Model = Annotated[
     str, typer.Option(help="'pocket' (shipped with kvspec), or a transformers causal model by path or hub name.")
 ]
-Backend = Annotated[str, typer.Option(help="auto, numpy, or 'module:ATTRIBUTE'.")]
+Backend = Annotated[str, typer.Option(help="auto, numpy, numba, or 'module:ATTRIBUTE'.")]
 
 
 def _version(value: bool) -> None:
@@ -80,6 +80,20 @@ def demo(
     from models_integration.evaluation.cells import Plan
 
     run(Plan(), "pocket", "auto", out)
+
+
+@app.command()
+def compress(
+    prompt: Annotated[Path, typer.Argument(metavar="PROMPT", help="A text file.")],
+    budget: Annotated[str, typer.Option(help="0.3 or 30% is a fraction of the prompt, 512 is tokens.")] = "0.5",
+    model: Model = "pocket",
+    backend: Backend = "auto",
+    explain: Annotated[Path | None, typer.Option(help="Also write a page: which tokens lived, and why.")] = None,
+) -> None:
+    """Compact one prompt with CrystalCache, and say what was kept."""
+    from models_integration.cli.compress import run
+
+    run(prompt, budget, model, backend, explain)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

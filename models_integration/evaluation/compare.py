@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pandas as pd
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from models_integration.evaluation.cells import Cell
@@ -13,6 +14,7 @@ from models_integration.evaluation.runner import Answer, answer
 from models_integration.methods import CrystalCache, FullCache, Method, StreamingLLM
 from models_integration.tasks import MAX_NEW_TOKENS, Sample, draw_sample, needle_sample, place, score
 from spec.budget import parse_budget
+from spec.tables import ResultTable, checked
 
 __all__ = ["CONTROL_BOUNDS", "Subject", "run_cell", "run_cells", "verdict"]
 
@@ -51,6 +53,7 @@ def run_cells(
         row = find_row(load_rows(path), cell.identity(subject.name, subject.backend))
         if row is None:
             row = run_cell(subject, cell, progress)
+            checked(ResultTable, pd.DataFrame([row]))
             append_row(path, row)
         else:
             for _ in range(cell.n):

@@ -104,9 +104,7 @@ class RowMaker:
         asked = self._text(" " + QUESTION_FRAME.format(question=fact.question))
         answer = self._statement(fact, scored=True)
         end = int(self._tokenizer.eos_token_id)
-        return _Piece(
-            [*asked.ids, *answer.ids, end], [UNSCORED] * len(asked.ids) + answer.kinds + [ANSWER_WORD]
-        )
+        return _Piece([*asked.ids, *answer.ids, end], [UNSCORED] * len(asked.ids) + answer.kinds + [ANSWER_WORD])
 
     def _facts_and_mentions(self, rng: np.random.Generator, plan: RowPlan) -> tuple[list[Fact], list[str]]:
         facts = draw_facts(

@@ -71,9 +71,7 @@ def draw_held_out(
 ) -> list[Sample]:
     """Draw the samples of one cell, with held-out values."""
     return [
-        draw_sample(
-            task, tokenizer, length, i, SEED, filler=filler, distractors=distractors, values=HELD_OUT_VALUES
-        )
+        draw_sample(task, tokenizer, length, i, SEED, filler=filler, distractors=distractors, values=HELD_OUT_VALUES)
         for i in range(count)
     ]
 
@@ -88,9 +86,7 @@ def evaluate(
             for distractors in DISTRACTORS:
                 for length in lengths:
                     drawn = draw_held_out(tokenizer, task, filler, distractors, length, samples)
-                    correct = sum(
-                        score(tokenizer, answer(model, tokenizer, sample), sample) for sample in drawn
-                    )
+                    correct = sum(score(tokenizer, answer(model, tokenizer, sample), sample) for sample in drawn)
                     cells.append(Cell(task, name, distractors, length, samples, correct))
                     print(f"{task} {name} {distractors} {length}: {cells[-1].accuracy:.3f}", flush=True)
     return cells

@@ -79,9 +79,7 @@ def _invented_subject(rng: np.random.Generator) -> FactTemplate:
         tuple(words.invented_word(rng).capitalize() for _ in range(8)),
     )
     subject = f"The {quantity} of {{key}}"
-    return FactTemplate(
-        "invented", subject + " is {value}.", f"What is the {quantity} of {{key}}?", "", names
-    )
+    return FactTemplate("invented", subject + " is {value}.", f"What is the {quantity} of {{key}}?", "", names)
 
 
 def _possessive(rng: np.random.Generator) -> FactTemplate:
@@ -133,9 +131,7 @@ def _keys_of(template: FactTemplate) -> tuple[str, ...]:
     return ((template.key,) if template.key else ()) + template.other_keys
 
 
-def draw_facts(
-    rng: np.random.Generator, count: int, one_form_share: float, held_out: bool = False
-) -> list[Fact]:
+def draw_facts(rng: np.random.Generator, count: int, one_form_share: float, held_out: bool = False) -> list[Fact]:
     """Draw ``count`` facts with distinct values and distinct questions.
 
     With probability ``one_form_share`` all of them share one sentence form as far as its subjects go, which is

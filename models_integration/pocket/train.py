@@ -188,9 +188,7 @@ class Trainer:
         self.save()
         if best and self.export_folder is not None:
             export(self.model, self.export_folder, self.progress)
-        print(
-            f"step {self.progress.step} held-out digits {score:.4f}{' exported' if best else ''}", flush=True
-        )
+        print(f"step {self.progress.step} held-out digits {score:.4f}{' exported' if best else ''}", flush=True)
 
     def run(self, until: int, log_every: int, checkpoint_every: int) -> None:
         """Train up to step ``until``, logging the digit accuracy by row length."""

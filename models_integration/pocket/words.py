@@ -21,8 +21,7 @@ def invented_word(rng: np.random.Generator) -> str:
     """Make up a word of two or three syllables, which the tokenizer has to spell byte by byte."""
     count = int(rng.integers(2, 4))
     syllables = (
-        _ONSETS[int(rng.integers(len(_ONSETS)))] + _RIMES[int(rng.integers(len(_RIMES)))]
-        for _ in range(count)
+        _ONSETS[int(rng.integers(len(_ONSETS)))] + _RIMES[int(rng.integers(len(_RIMES)))] for _ in range(count)
     )
     return "".join(syllables)
 

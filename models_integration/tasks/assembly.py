@@ -113,15 +113,11 @@ class FillerStream:
         return tuple(taken)
 
 
-def _anchor_ids(
-    tokenizer: TaskTokenizer, anchors: Sequence[Anchor], order: Sequence[int]
-) -> list[tuple[int, ...]]:
+def _anchor_ids(tokenizer: TaskTokenizer, anchors: Sequence[Anchor], order: Sequence[int]) -> list[tuple[int, ...]]:
     """Encode the anchors; the one that opens the text stands without a space before it."""
     space = joiner(tokenizer)
     opens = order[0] if order and anchors[order[0]].fraction == 0 else -1
-    return [
-        encode(tokenizer, ("" if i == opens else space) + anchor.text) for i, anchor in enumerate(anchors)
-    ]
+    return [encode(tokenizer, ("" if i == opens else space) + anchor.text) for i, anchor in enumerate(anchors)]
 
 
 def assemble(

@@ -45,8 +45,8 @@ def merges(weights: Float64[Vector, " k"], size: int, next_size: int, parameters
 
     Implements: CC-MERGE
 
-    Source: Eq. 18 and 19. The mean exceeds tau where sum(w) - tau k > 0, which no division can disturb; with no edge
-    the strength is 0.
+    Source: Eq. 18 and 19. The mean exceeds tau where sum(w) - tau k > 0, so that no division rounds; with no edge the
+    strength is 0.
     """
     fits = size + next_size <= parameters.T_max
     return fits and left_to_right_sum(weights) - parameters.tau_merge * len(weights) > 0

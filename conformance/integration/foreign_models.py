@@ -1,0 +1,124 @@
+"""Models that the integration must refuse, each with words that its error must hold."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    ModernBertConfig,
+    ModernBertModel,
+    OPTConfig,
+    OPTForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+    RwkvConfig,
+    RwkvForCausalLM,
+    StableLmConfig,
+    StableLmForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+__all__ = ["REFUSED"]
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}
+_SMALL: dict[str, Any] = {
+    "vocab_size": 61, "hidden_size": 32, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}
+_LINEAR = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+}
+_LATENT = {
+    "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    "num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+
+
+def _flex() -> LlamaForCausalLM:
+    model = LlamaForCausalLM(LlamaConfig(**_SIZES))
+    model.config._attn_implementation_internal = "flex_attention"
+    return model
+
+
+REFUSED: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
+    "learned positions: GPT-2": (
+        lambda: GPT2LMHeadModel(
+            GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2)
+        ), "no rotary positions",
+    ),
+    "learned positions: OPT": (
+        lambda: OPTForCausalLM(
+            OPTConfig(**_SMALL, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=32)
+        ), "no rotary positions",
+    ),
+    "ALiBi: BLOOM": (lambda: BloomForCausalLM(BloomConfig(**_SMALL, n_layer=2, n_head=4)), "no rotary positions"),
+    "ALiBi: Falcon": (
+        lambda: FalconForCausalLM(FalconConfig(**_SMALL, num_hidden_layers=2, num_attention_heads=4, alibi=True)),
+        "ALiBi",
+    ),
+    "recurrent: Mamba": (
+        lambda: MambaForCausalLM(MambaConfig(**_SMALL, num_hidden_layers=2, state_size=4)), "linear_attention",
+    ),
+    "recurrent: RWKV": (lambda: RwkvForCausalLM(RwkvConfig(**_SMALL, num_hidden_layers=2)), "recurrent"),
+    "linear layers: Qwen3-Next": (
+        lambda: Qwen3NextForCausalLM(Qwen3NextConfig(**{**_SIZES, **_LINEAR, "num_hidden_layers": 4, "head_dim": 8})),
+        "3 of type 'linear_attention'",
+    ),
+    "MLA: DeepSeek-V3": (
+        lambda: DeepseekV3ForCausalLM(DeepseekV3Config(**{**_SIZES, **_LATENT, "first_k_dense_replace": 1})),
+        "latent attention",
+    ),
+    "sinks in the softmax: GPT-OSS": (
+        lambda: GptOssForCausalLM(
+            GptOssConfig(**{**_SIZES, "head_dim": 8, "num_local_experts": 2, "rope_parameters": None})
+        ), "sinks inside the softmax",
+    ),
+    "chunked attention: Llama 4": (
+        lambda: Llama4ForCausalLM(Llama4TextConfig(**_SIZES, head_dim=8, intermediate_size_mlp=48, num_local_experts=2)),
+        "'chunked_attention'",
+    ),
+    "all layers slide: Mistral": (
+        lambda: MistralForCausalLM(MistralConfig(**_SIZES, sliding_window=16)), "no full-attention layer",
+    ),
+    "all layers slide: Phi-3": (
+        lambda: Phi3ForCausalLM(Phi3Config(**_SIZES, sliding_window=16)), "no full-attention layer",
+    ),
+    "encoder-decoder: T5": (
+        lambda: T5ForConditionalGeneration(
+            T5Config(vocab_size=61, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
+        ), "encoder-decoder",
+    ),
+    "encoder: ModernBERT": (
+        lambda: ModernBertModel(ModernBertConfig(**{**_SIZES, "global_attn_every_n_layers": 1})), "not causal",
+    ),
+    "outside the attention interface: StableLM": (
+        lambda: StableLmForCausalLM(StableLmConfig(**_SIZES)), "cannot be observed",
+    ),
+    "another attention implementation": (_flex, "attn_implementation is 'flex_attention'"),
+    "no transformers model": (lambda: torch.nn.Linear(2, 2), "must be a transformers PreTrainedModel"),
+}

@@ -1,0 +1,1 @@
+"""Tests of the suite itself: what its strategies reach, what its comparator lets through."""
