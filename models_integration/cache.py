@@ -83,20 +83,29 @@ class RetainedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # the base'
 
     def reset(self) -> None:
         """Forget everything: as new."""
-        super().reset()
+        _drop_tensors(self)
         self.rows = StoredRows.none()
         self.evicted = 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last tokens.
+        """Take back the last tokens seen, stored or evicted: as many as -tokens_to_remove.
 
         Raises:
-            SpecError: when that reaches tokens from before the compaction.
+            SpecError: when that is not a number from 0 down to minus the tokens seen.
         """
-        appended = self.stored_length - self.rows.kept.shape[1]
-        if abs(tokens_to_remove) > appended:
-            raise SpecError("tokens_to_remove", tokens_to_remove, f"only {appended} came after the compaction")
-        super().crop(tokens_to_remove)
+        remaining = self.get_seq_length() + tokens_to_remove
+        if tokens_to_remove > 0 or remaining < 0:
+            raise SpecError("tokens_to_remove", tokens_to_remove, f"must lie in [-{self.get_seq_length()}, 0]")
+        if tokens_to_remove == 0:
+            return
+        assert self.rows.shared
+        assert self.keys is not None
+        assert self.values is not None
+        left = int((self.stored_positions() < remaining).sum())
+        self.keys, self.values = self.keys[:, :, :left], self.values[:, :, :left]
+        kept = self.rows.kept[:, :left]
+        self.rows = StoredRows(kept, self.rows.marks.clamp(max=remaining))
+        self.evicted = remaining - left
 
 
 class RetainedCache(DynamicCache):
@@ -198,10 +207,15 @@ class RetainedCache(DynamicCache):
         for layer in self.full_layers:
             layer.retain(kept)
 
-    def fail(self, reason: str) -> None:
-        """Drop everything and refuse any further use."""
+    def reset(self) -> None:
+        """Forget everything: ready for a new prompt."""
         for layer in self.layers:
             layer.reset()
+            _drop_tensors(layer)
+
+    def fail(self, reason: str) -> None:
+        """Drop everything and refuse any further use."""
+        self.reset()
         self.failure = reason
 
     def check_usable(self) -> None:
@@ -212,6 +226,12 @@ class RetainedCache(DynamicCache):
         """
         if self.failure is not None:
             raise SpecError("past_key_values", "an unusable cache", f"{self.failure}; start again with a new one")
+
+
+def _drop_tensors(layer: Any) -> None:
+    # Layers of some releases zero their tensors on a reset, and keep their length.
+    layer.keys = layer.values = None
+    layer.is_initialized = False
 
 
 def storage_bytes(cache: DynamicCache) -> int:

@@ -21,6 +21,7 @@ FAST = {"reassoc", "contract", "nsz"}
 f32 = np.float32
 FAR_BELOW = f32(-40.0)  # 256 weights of 2 ** -40 vanish beside the row's sum in float32
 LOWEST = f32(-3e38)
+SMALLEST = f32(-126.0)
 
 # 2 ** f on [-1/2, 1/2], the Taylor coefficients ln(2) ** i / i!; relative error below 2e-7.
 C1, C2, C3 = f32(0.6931471805599453), f32(0.2402265069591007), f32(0.0555041086648216)
@@ -39,13 +40,13 @@ def float_of_bits(typing_context: Any, bits: Any) -> Any:
 
 @njit(fastmath=FAST, inline="always")
 def exp2(x: np.float32) -> np.float32:
-    """2 ** x for x <= 0 in float32; np.exp2 would not vectorise here."""
-    x = max(x, f32(-126.0))
-    whole = np.floor(x + f32(0.5))
-    f = x - whole
+    """2 ** x for x <= 0 in float32, with 0 below the normal numbers; np.exp2 would not vectorise here."""
+    safe = max(x, SMALLEST)
+    whole = np.floor(safe + f32(0.5))
+    f = safe - whole
     power = ((((C6 * f + C5) * f + C4) * f + C3) * f + C2) * f + C1
     result: np.float32 = (power * f + f32(1.0)) * float_of_bits((np.int32(whole) + np.int32(127)) << np.int32(23))
-    return result
+    return result if x >= SMALLEST else f32(0.0)
 
 
 @njit(nogil=True, fastmath=FAST, cache=True)

@@ -48,11 +48,11 @@ _SIZES: dict[str, Any] = {
 _SMALL: dict[str, Any] = {
     "vocab_size": 61, "hidden_size": 32, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }
-_LINEAR = {
+_LINEAR: dict[str, Any] = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
 }
-_LATENT = {
+_LATENT: dict[str, Any] = {
     "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
     "num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
@@ -99,7 +99,9 @@ REFUSED: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
         ), "sinks inside the softmax",
     ),
     "chunked attention: Llama 4": (
-        lambda: Llama4ForCausalLM(Llama4TextConfig(**_SIZES, head_dim=8, intermediate_size_mlp=48, num_local_experts=2)),
+        lambda: Llama4ForCausalLM(
+            Llama4TextConfig(**_SIZES, head_dim=8, intermediate_size_mlp=48, num_local_experts=2)
+        ),
         "'chunked_attention'",
     ),
     "all layers slide: Mistral": (

@@ -16,9 +16,10 @@ from conformance.integration.oracle_checks import (
 )
 from conformance.integration.rows import two_rows
 from models_integration import cache as cache_module
-from models_integration import session, visibility
+from models_integration import visibility
 from models_integration.cache import RetainedCache, RetainedLayer
 from models_integration.visibility import SlotOffset, StoredRows
+from reference.policies import retain
 
 Patch = pytest.MonkeyPatch
 
@@ -95,14 +96,13 @@ def nothing_evicted(patch: Patch) -> None:
 
 def everything_after_the_kept_set_forgotten(patch: Patch) -> None:
     """Decided on all but the last token."""
-    retain = session.retain
 
     def wrong(policy: Any, budget: Any, observation: Any) -> Any:
         retention, records = retain(policy, budget, observation)
         fewer = type(retention).shared(retention.positions[:-1], retention.seen)
         return fewer, records
 
-    patch.setattr(session, "retain", wrong)
+    patch.setattr("models_integration.session.retain", wrong)
 
 
 SABOTEURS: dict[Callable[[Patch], None], Callable[[Any, Any], None]] = {

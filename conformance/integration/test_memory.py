@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from conformance.integration.families import METHODS, WINDOW, build, greedy, prompt
+from conformance.integration.families import METHODS, WINDOW, Masked, at_once, build, greedy, prompt, relative
 from models_integration import FullCache, RetainedCache, prefill
 from models_integration.cache import RetainedLayer, slots_of, storage_bytes
 from spec.errors import SpecError
@@ -113,16 +113,26 @@ def test_a_cache_can_be_compacted_again() -> None:
     assert layer.stored_positions().tolist() == [[5, 40, 63]]
 
 
-def test_only_tokens_after_the_compaction_can_be_taken_back() -> None:
-    model = build("llama")
-    cache = prefill(model, METHODS["crystalcache"](), prompt(N)).cache
-    kept = cache.stored_length
-    with torch.no_grad():
-        model(input_ids=prompt(3, seed=9), past_key_values=cache)
-    cache.crop(-2)
-    assert (cache.get_seq_length(), cache.stored_length) == (N + 1, kept + 1)
-    with pytest.raises(SpecError, match="only 1 came after the compaction"):
-        cache.crop(-2)
+@pytest.mark.parametrize("taken_back", [0, 1, 3, 4, 30])
+def test_the_last_tokens_can_be_taken_back(taken_back: int) -> None:
+    model, ids, following = build("llama"), prompt(N), prompt(3, seed=9)
+    cache = prefill(model, METHODS["crystalcache"](), ids).cache
+    kept = cache.stored_positions().tolist()
+    at_once(model, following, cache)
+    cache.crop(-taken_back)
+    seen = N + 3 - taken_back
+    assert cache.get_seq_length() == seen
+    assert cache.stored_positions().tolist() == [p for p in [*kept, N, N + 1, N + 2] if p < seen]
+    whole = torch.cat([ids, following], dim=1)
+    again = prompt(4, seed=11)
+    # Tokens of the prompt saw all of the prompt before them; those that followed saw what was kept.
+    oracle = Masked(model, whole[:, : min(seen, N)], [p for p in kept if p < seen])
+    if seen > N:
+        oracle.read(whole[:, N:seen])
+    assert relative(at_once(model, again, cache), oracle.read(again)) < 1e-5
+    for bad in (1, -(seen + 5)):
+        with pytest.raises(SpecError, match="tokens_to_remove"):
+            cache.crop(bad)
 
 
 def test_a_reset_cache_is_as_new() -> None:

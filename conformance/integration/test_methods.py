@@ -143,7 +143,7 @@ def tokenizer(words: list[str], special: dict[str, str]) -> PreTrainedTokenizerF
     made = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="A"))
     made.pre_tokenizer = ByteLevel(add_prefix_space=False)
     made.decoder = ByteLevelDecoder()
-    return PreTrainedTokenizerFast(tokenizer_object=made, **special)
+    return PreTrainedTokenizerFast(tokenizer_object=made, **special)  # type: ignore[no-untyped-call]
 
 
 def test_sentence_ends_follow_the_text_of_each_token() -> None:

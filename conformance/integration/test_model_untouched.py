@@ -150,7 +150,7 @@ def test_a_compaction_that_fails_half_way_leaves_nothing_half_evicted(monkeypatc
 
 def test_nan_in_the_observed_layer_is_named() -> None:
     model, ids, cache = build("llama"), prompt(40), DynamicCache()
-    model.get_submodule("model.layers.0.self_attn.q_proj").weight.data[0, 0] = float("nan")
+    model.get_parameter("model.layers.0.self_attn.q_proj.weight").data[0, 0] = float("nan")
     with METHODS["crystalcache"]()(model), pytest.raises(SpecError, match=r"^q = .*nan.*: must be finite"):
         at_once(model, ids, cache)
     with pytest.raises(SpecError, match="unusable cache"):

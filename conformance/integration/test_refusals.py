@@ -1,12 +1,13 @@
 """What is not served is refused by name, before anything changes."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from transformers import (
     DynamicCache,
+    GenerationConfig,
     PreTrainedModel,
     QuantizedCache,
     Qwen2Config,
@@ -181,7 +182,6 @@ def test_a_filled_cache_is_refused_for_steps_too(token: int) -> None:
         ({"cache_implementation": "offloaded"}, "cache_implementation = 'offloaded'"),
         ({"cache_implementation": "quantized"}, "cache_implementation = 'quantized'"),
         ({"use_cache": False}, "use_cache = False"),
-        ({"inputs_embeds": torch.zeros(1, N, 48)}, "inputs_embeds = 'Tensor'"),
         ({"prompt_lookup_num_tokens": 3}, "assisted decoding"),
     ],
 )
@@ -189,14 +189,12 @@ def test_a_filled_cache_is_refused_for_steps_too(token: int) -> None:
 def test_ways_to_generate_that_are_not_served_are_named(options: dict[str, Any], words: str, where: str) -> None:
     model = build("llama")
     if where == "own config":
-        if "inputs_embeds" in options:
-            pytest.skip("not a setting")
-        config = type(model.generation_config).from_dict(  # type: ignore[union-attr]
-            {**model.generation_config.to_dict(), **options}  # type: ignore[union-attr]
-        )
-        refused(words, lambda model: greedy(model, prompt(N), 2, generation_config=config), model)
-        return
+        options = {"generation_config": GenerationConfig(**options)}
     refused(words, lambda model: greedy(model, prompt(N), 2, **options), model)
+
+
+def test_embeddings_are_refused_by_generate_too() -> None:
+    refused("inputs_embeds = 'Tensor'", lambda model: greedy(model, prompt(N), 2, inputs_embeds=torch.zeros(1, N, 48)))
 
 
 def test_a_model_s_own_generation_settings_count() -> None:
@@ -243,7 +241,7 @@ def test_contexts_do_not_nest() -> None:
 def test_a_model_whose_decoder_is_in_a_context_is_busy() -> None:
     model = build("llama")
     with METHODS["crystalcache"]()(model), pytest.raises(SpecError, match="do not nest"):
-        METHODS["crystalcache"]()(model.base_model).__enter__()
+        METHODS["crystalcache"]()(cast(PreTrainedModel, model.base_model)).__enter__()
 
 
 def test_a_dtype_without_a_meaning_is_refused() -> None:

@@ -46,7 +46,9 @@ def test_the_mask_is_the_rule_over_positions(
         for position in hidden[-1]:
             padding[row, position + columns - n] = False
     kv_length = width + grown + q
-    options = {} if window is None else {"mask_function": sliding_window_causal_mask_function(window)}
+    options = {}
+    if window is not None:
+        options = {"mask_function": sliding_window_causal_mask_function(window), "local_size": window}
     mask = retained_mask(eager_mask if eager else sdpa_mask)(
         batch_size=len(seen), q_length=q, kv_length=kv_length, q_offset=columns + grown,
         kv_offset=SlotOffset(columns - width, rows), attention_mask=padding, allow_is_causal_skip=True,

@@ -71,19 +71,21 @@ def later_segments(draw: st.DrawFn) -> AttentionInputs:
 
 
 @st.composite
-def hot_sets(draw: st.DrawFn, max_n: int = 20) -> AttentionInputs:
+def hot_sets(
+    draw: st.DrawFn, widths: tuple[int, ...] = (1, 2, 4), heads: tuple[int, ...] = (1, 2, 4), max_n: int = 20,
+) -> AttentionInputs:
     """Each query of each head attends 1, 2 or 4 keys, all alike: attention, salience and head means are dyadic.
 
-    So is the clip, or it would be another number in float32.
+    So is the clip, or it would be another number in float32. With one key and one head cosines are 0 or 1, too.
     """
     p = draw(st.one_of(st.just(TINY), small_parameters()), label="parameters")
     p = replace(p, M_min=draw(st.sampled_from([0.125, 0.0, 1.0]), label="M_min"))
     n = draw(st.integers(2, max_n), label="n")
-    H = draw(st.sampled_from([1, 2, 4]), label="H")
+    H = draw(st.sampled_from(heads), label="H")
     q = np.zeros((H, n, n), dtype=np.float32)
     for h in range(H):
         for row in range(n):
-            width = draw(st.sampled_from([w for w in (1, 2, 4) if w <= row + 1]), label="width")
+            width = draw(st.sampled_from([w for w in widths if w <= row + 1]), label="width")
             keys = draw(st.permutations(range(row + 1)), label="keys")[:width]
             q[h, row, keys] = HOT
     k = np.eye(n, dtype=np.float32)[None]

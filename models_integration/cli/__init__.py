@@ -10,9 +10,6 @@ __all__ = ["main"]
 
 def main() -> None:
     """Run the command; an input that the specification refuses is one line on stderr and exit code 2."""
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()  # it would tear our own
     try:
         app()
     except (SpecError, BackendUnavailable) as error:

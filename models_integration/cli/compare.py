@@ -4,6 +4,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from transformers.utils.logging import disable_progress_bar
 
 from models_integration.evaluation.cells import Cell, Plan, cells
 from models_integration.evaluation.compare import Subject, run_cells, verdict
@@ -17,6 +18,7 @@ __all__ = ["run"]
 def run(plan: Plan, model: str, backend: str, out: Path) -> None:
     """Run the plan's cells, then print and draw what they say."""
     console = Console()
+    disable_progress_bar()  # type: ignore[no-untyped-call]  # its bar would tear ours
     subject = load_subject(model, backend)
     console.print(
         f"model {subject.name}, backend {subject.backend}, {plan.length} tokens, {plan.samples} samples a cell,"

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from transformers.utils.logging import disable_progress_bar
 
 from models_integration.evaluation.subject import load_subject
 from models_integration.explain import explain_html
@@ -21,6 +22,7 @@ def run(prompt: Path, budget: str, model: str, backend: str, explain: Path | Non
         text = prompt.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError("PROMPT", str(prompt), f"must be a readable text file: {error}") from error
+    disable_progress_bar()  # type: ignore[no-untyped-call]  # it says nothing of ours
     subject = load_subject(model, backend)
     method = CrystalCache(budget, sentence_ends=subject.sentence_ends, backend=backend)
     ids = subject.tokenizer(text, return_tensors="pt").input_ids
@@ -35,6 +37,6 @@ def run(prompt: Path, budget: str, model: str, backend: str, explain: Path | Non
         f" {int((result.ratio == 0).sum())} evicted; backend {session.backend}"
     )
     if explain is not None:
-        tokens = [subject.tokenizer.decode([token]) for token in ids[0].tolist()]
+        tokens = [str(subject.tokenizer.decode([token])) for token in ids[0].tolist()]
         explain.write_text(explain_html(result, tokens, prompt.name), encoding="utf-8")
         console.print(f"{explain}")

@@ -2,6 +2,7 @@
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -15,6 +16,8 @@ __all__ = ["load_subject"]
 
 def load_subject(model: str, backend: str) -> Subject:
     """The model by name or path, with its tokenizer and what a comparison must know of both."""
+    loaded: Any
+    tokenizer: Any
     if model == "pocket":
         loaded, tokenizer = load_pocket()
     else:
