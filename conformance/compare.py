@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from conformance.oracles import s1
-from spec.arrays import Matrix, Vector
+from spec.arrays import Vector
 
 __all__ = [
     "BOUNDS",
@@ -23,7 +23,6 @@ __all__ = [
     "close",
     "cosine_error",
     "crystallization_radius",
-    "degree_radius",
     "gamma",
     "list_is_realisable",
     "normalised_radius",
@@ -45,11 +44,11 @@ class Bound:
 # S2 to S6 are float64 in every backend, so one precision is enough for them; S1 has computed radii below.
 BOUNDS: dict[tuple[str, str], Bound] = {
     ("CC-RARITY", "float64"): Bound(16, "a logarithm within 4 ulp (8 u), two roundings; the oracle's own the same"),
-    ("CC-IMPACT", "float64"): Bound(24, "rarity's 16 u, five roundings of positive terms"),
+    ("CC-IMPACT", "float64"): Bound(24, "rarity's 16 u; then at most four roundings of a moved term on either side"),
     ("CC-TRUNK-IMPACT", "float64"): Bound(0, "three terms in a stated order and one division: the same bits"),
     ("CC-TRUNK-WEIGHT", "float64"): Bound(8, "sum in a stated order; a square root within 1 ulp; four roundings"),
-    ("CC-SCORE", "float64"): Bound(2, "the maximum of D and one product"),
-    ("CC-DISSOLVE-D", "float64"): Bound(4, "one quotient and one product on either side"),
+    ("CC-DEGREE", "float64"): Bound(0, "a sum in a stated order of given weights: the same bits"),
+    ("CC-DISSOLVE-D", "float64"): Bound(0, "one quotient, correctly rounded, and one product: the same bits"),
 }
 
 
@@ -157,13 +156,6 @@ def list_is_realisable(
         if least > threshold and (len(chosen) < k or (least, -j) > (above, -index)):
             return False
     return True
-
-
-def degree_radius(W: Matrix, item: str = "CC-TRUNK-WEIGHT") -> Vector:
-    """Radius of Eq. 26: the weights' bound and the roundings of the sum."""
-    units = BOUNDS[item, "float64"].units
-    radius: Vector = W.sum(axis=1) * gamma(units + len(W) + 4, "float64")
-    return radius
 
 
 def crystallization_radius(degree: Vector, s: float, epsilon: float) -> float:

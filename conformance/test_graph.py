@@ -162,6 +162,13 @@ def test_one_trunk_and_equal_degrees_have_D_of_a_half(stages: CrystalStages) -> 
 
 
 @pytest.mark.spec(id="CC-CRYSTALLIZATION")
+@given(w=st.floats(0.05, 1), m=st.integers(1, 12))
+def test_equal_degrees_have_D_of_a_half(stages: CrystalStages, w: float, m: int) -> None:
+    """I.14, exactly, also where the mean of equal numbers rounds (three times 0.1)."""
+    assert D_of(stages, [w] * m).tolist() == [0.5] * m
+
+
+@pytest.mark.spec(id="CC-CRYSTALLIZATION")
 @given(eighths=st.lists(st.integers(0, 8), min_size=2, max_size=9))
 def test_D_ignores_the_scale_of_degrees(stages: CrystalStages, eighths: list[int]) -> None:
     """I.14: D(a deg) = D(deg) for a > 0; exact for a power of two."""

@@ -1,18 +1,17 @@
 """What a prompt must look like, checked before anything changes."""
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from models_integration.architecture import Architecture
 from spec.errors import SpecError
 
-__all__ = ["check_forward", "check_generate", "check_prompt", "named_arguments"]
+__all__ = ["check_forward", "check_generate", "check_prompt"]
 
 # Ways to generate that this part does not serve, by the argument that asks for them.
 _GENERATE = {
@@ -23,12 +22,6 @@ _GENERATE = {
     "prompt_lookup_num_tokens": "assisted decoding is not served: it takes tokens back from the cache",
     "assistant_early_exit": "assisted decoding is not served: it takes tokens back from the cache",
 }
-
-
-def named_arguments(decoder: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a forward, all by name."""
-    names = list(inspect.signature(decoder.forward).parameters)
-    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def check_generate(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:

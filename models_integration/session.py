@@ -1,5 +1,6 @@
 """A policy at work on a model: the context manager, and the plain function for a loop of one's own."""
 
+import inspect
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel
 from models_integration.architecture import describe
 from models_integration.cache import RetainedCache, storage_bytes
 from models_integration.capture import Recorder, observing
-from models_integration.inputs import check_forward, check_generate, check_prompt, named_arguments
+from models_integration.inputs import check_forward, check_generate, check_prompt
 from reference.policies import retain
 from spec.arrays import IntVector
 from spec.errors import SpecError
@@ -48,7 +49,8 @@ class Session:
     """A method on a model, for the time of a `with` block; afterwards, what it did.
 
     Every prompt that the model reads inside the block is observed, decided and compacted; decode steps go on from
-    the compacted cache. The attributes are about the last prompt.
+    the compacted cache. The attributes are about the last prompt. A prompt is one forward: its end is where the
+    policy decides, so a loop of one's own must not cut it into pieces.
 
     Raises:
         SpecError: when made for a model that cannot be compacted.
@@ -72,6 +74,7 @@ class Session:
         self._method = method
         self._model = model
         self._architecture = describe(model)
+        self._names = tuple(inspect.signature(self._architecture.decoder.forward).parameters)
         self._running: _Forward | None = None
         self._exit: ExitStack | None = None
 
@@ -108,8 +111,8 @@ class Session:
     ) -> tuple[tuple[()], dict[str, Any]]:
         # A forward that was interrupted, by Ctrl-C for one, has not passed `_after`.
         self._abandon()
-        arguments = named_arguments(decoder, args, kwargs)
-        check_forward(arguments, self._architecture.config.use_cache)
+        arguments = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        check_forward(arguments, getattr(self._architecture.config, "use_cache", True))
         cache = arguments.get("past_key_values")
         recorder = None
         if isinstance(cache, RetainedCache) and cache.get_seq_length() > 0:
@@ -227,8 +230,9 @@ class Prefilled(NamedTuple):
 def prefill(model: PreTrainedModel, method: "Method", input_ids: Tensor) -> Prefilled:
     """Read a prompt under a policy, for those who run their own loop.
 
-    Go on with `model(input_ids=next_token, past_key_values=cache)`: default position ids and masks are right. The
-    logits come from the uncompacted prompt.
+    Go on with `model(input_ids=next_token, past_key_values=cache)`: default position ids and masks are right. With
+    generate, pass the prompt again before the new tokens: it leaves out what the cache has seen. The logits come from
+    the uncompacted prompt.
 
     Args:
         model: a causal language model.

@@ -7,7 +7,7 @@ any budgets, any selector over any scores. `reference.policies` holds the defini
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 from spec.arrays import BoolVector, Float64, Int64, IntVector, Matrix, Vector
 from spec.retention import Granularity
@@ -78,6 +78,7 @@ class Selection:
     """What the selector has to say beside the set, for reports."""
 
 
+@runtime_checkable
 class Scorer(Protocol):
     """Gives each unit a priority; `protected` marks tokens, for scores that are relative to the rest."""
 
@@ -87,18 +88,21 @@ class Scorer(Protocol):
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores: ...
 
 
+@runtime_checkable
 class Budgets(Protocol):
     """Shares a total over the groups; the shares sum to it exactly wherever every group can hold its share."""
 
     def __call__(self, total: int, scores: Scores, /) -> Int64[IntVector, " g"]: ...
 
 
+@runtime_checkable
 class Selector(Protocol):
     """Picks positions, at most budgets[g] in group g unless protection alone exceeds it."""
 
     def __call__(self, scores: Scores, budgets: IntVector, protected: BoolVector, /) -> Selection: ...
 
 
+@runtime_checkable
 class Protection(Protocol):
     """Marks the tokens, out of `seen`, that are never evicted."""
 

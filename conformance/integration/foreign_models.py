@@ -23,8 +23,6 @@ from transformers import (
     MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
-    ModernBertConfig,
-    ModernBertModel,
     OPTConfig,
     OPTForCausalLM,
     Phi3Config,
@@ -115,8 +113,8 @@ REFUSED: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
             T5Config(vocab_size=61, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
         ), "encoder-decoder",
     ),
-    "encoder: ModernBERT": (
-        lambda: ModernBertModel(ModernBertConfig(**{**_SIZES, "global_attn_every_n_layers": 1})), "not causal",
+    "attention that sees the future": (
+        lambda: LlamaForCausalLM(LlamaConfig(**{**_SIZES, "is_causal": False})), "not causal",
     ),
     "outside the attention interface: StableLM": (
         lambda: StableLmForCausalLM(StableLmConfig(**_SIZES)), "cannot be observed",

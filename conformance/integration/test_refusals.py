@@ -132,6 +132,18 @@ def test_a_prompt_that_cannot_be_served_is_named(name: str) -> None:
     refused(words, lambda model: model(**arguments()))
 
 
+def test_arguments_may_come_by_position() -> None:
+    model = build("llama")
+    expected = prefill(model, METHODS["crystalcache"](), prompt(N)).run.kept
+    assert expected is not None
+    with METHODS["crystalcache"]()(model) as run:
+        model.base_model(prompt(N))
+        assert run.kept is not None
+        assert run.kept.tolist() == expected.tolist()
+        with pytest.raises(SpecError, match="padded prompts"):
+            model.base_model(prompt(N), (torch.arange(N) > 3).long()[None])
+
+
 def other_cache(kind: str, model: PreTrainedModel) -> DynamicCache:
     if kind == "static":
         return StaticCache(config=model.config, max_cache_len=64)  # type: ignore[return-value]
@@ -189,7 +201,7 @@ def test_a_filled_cache_is_refused_for_steps_too(token: int) -> None:
 def test_ways_to_generate_that_are_not_served_are_named(options: dict[str, Any], words: str, where: str) -> None:
     model = build("llama")
     if where == "own config":
-        options = {"generation_config": GenerationConfig(**options)}
+        options = {"generation_config": GenerationConfig(**options)}  # type: ignore[no-untyped-call]
     refused(words, lambda model: greedy(model, prompt(N), 2, **options), model)
 
 

@@ -18,7 +18,7 @@ from spec.parameters import TINY
 from spec.records import CrystalRetention
 from spec.retention import Retention
 
-CASES = 120
+CASES = 100
 ABSTENTION_CASES = 1500
 SMALL = replace(TINY, C=16, T_max=4, W_recent=4)
 

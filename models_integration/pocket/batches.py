@@ -24,6 +24,12 @@ UNSCORED, TEXT, ANSWER_WORD, ANSWER_DIGIT = 0, 1, 2, 3
 FILLER_POOL = 20_000
 """Filler sentences that a row maker draws once and then chooses from."""
 
+_OPENING_ROOM = 12
+"""Tokens left free for the opening token and the framing sentence."""
+
+_FRAMED_SHARE = 0.3
+"""Share of rows that open with the framing sentence of the delayed-association task."""
+
 
 @dataclass(frozen=True, slots=True)
 class RowPlan:
@@ -59,14 +65,12 @@ class Batch:
     kinds: npt.NDArray[np.int8]
 
 
+@dataclass(frozen=True, slots=True)
 class _Piece:
     """A run of tokens that stays together, with the kind of each token."""
 
-    __slots__ = ("ids", "kinds")
-
-    def __init__(self, ids: list[int], kinds: list[int]) -> None:
-        self.ids = ids
-        self.kinds = kinds
+    ids: list[int]
+    kinds: list[int]
 
 
 class RowMaker:
@@ -107,9 +111,8 @@ class RowMaker:
         return _Piece([*asked.ids, *answer.ids, end], [UNSCORED] * len(asked.ids) + answer.kinds + [ANSWER_WORD])
 
     def _facts_and_mentions(self, rng: np.random.Generator, plan: RowPlan) -> tuple[list[Fact], list[str]]:
-        facts = draw_facts(
-            rng, int(rng.integers(plan.facts[0], plan.facts[1] + 1)), plan.one_form_share, self._held_out
-        )
+        count = int(rng.integers(plan.facts[0], plan.facts[1] + 1))
+        facts = draw_facts(rng, count, plan.one_form_share, self._held_out)
         if rng.random() >= plan.topic_share:
             return facts, []
         topic, mentions = draw_topic(rng)
@@ -130,7 +133,7 @@ class RowMaker:
             if room >= 0:
                 pieces.append(chosen)
         rng.shuffle(pieces)
-        if rng.random() < 0.3:
+        if rng.random() < _FRAMED_SHARE:
             pieces.insert(0, self._text(" " + FRAMING_SENTENCE))
         return pieces
 
@@ -139,7 +142,7 @@ class RowMaker:
         facts, mentions = self._facts_and_mentions(rng, plan)
         asked = [facts[int(i)] for i in rng.permutation(len(facts))[: plan.questions]]
         questions = [self._question(fact) for fact in asked]
-        room = plan.length - 12 - sum(len(piece.ids) for piece in questions)
+        room = plan.length - _OPENING_ROOM - sum(len(piece.ids) for piece in questions)
         context = self._context(rng, plan, facts, mentions, room)
         start = _Piece([int(self._tokenizer.bos_token_id)], [UNSCORED])
         pieces = [start, *context, *questions]

@@ -30,9 +30,10 @@ opens with a `<bos>` token.
 
 Greedy answers, {samples} samples a cell, at most {answer} new tokens; a sample counts if its answer contains the value.
 Columns are context tokens. Values are held out of training ({values} of 9000 numbers). So are both fillers: *held-out*
-is the one sentence in {every} of the training grammar that a checksum reserves, *default* is the tasks' own
-paragraphs, whose words occur in training only in random order. Distractors are facts of the same form about other
-subjects, with other values. Depths take turns over 0, 0.25, 0.5, 0.75 and 1; densities over high and low.
+is the one sentence in {every} of the training grammar that a checksum reserves; *default* is the tasks' own
+paragraphs, whose sentences training never shows, only their words, in random order. Distractors are facts of the
+same form about other subjects, with other values. Depths take turns over 0, 0.25, 0.5, 0.75 and 1; densities over
+high and low.
 
 {table}
 
@@ -106,8 +107,8 @@ def _parameters(weights: Path) -> int:
     """Count the numbers in a safetensors file (float32) from its header, which opens with its own length."""
     with weights.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    begins_and_ends = [entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"]
-    return sum(end - begin for begin, end in begins_and_ends) // 4
+    offsets: list[tuple[int, int]] = [entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"]
+    return sum(end - begin for begin, end in offsets) // 4
 
 
 def write_card(folder: Path) -> None:
