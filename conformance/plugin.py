@@ -4,26 +4,29 @@
     --kvspec-precision float64|float32  what its S1 computes in; default float64 for numpy, else float32
     --kvspec-profile dev|ci|nightly     how many examples; default KVSPEC_PROFILE, ci where CI=true, else dev
     --kvspec-exceptions FILE.toml       known failures of a third party, each with a reason
+
+`spec` is imported inside functions: jaxtyping's checks must hook it before its first import, and this module is
+loaded earlier than that.
 """
 
 import os
 import platform
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
-import spec
 from conformance import exceptions
 from conformance.trace import items_of
-from spec import SPEC_VERSION
-from spec.backend import Backend, CrystalStages, resolve
 
-__all__ = ["few_examples", "known_items"]
+if TYPE_CHECKING:
+    from spec.backend import Backend, CrystalStages
+
+__all__ = ["known_items"]
 
 PROFILES = ("dev", "ci", "nightly")
 CI_EXAMPLES = 150
@@ -64,14 +67,10 @@ def _register_profiles() -> None:
     )
 
 
-def few_examples(share: float) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """The profile's examples times `share`, for a property whose one example costs much."""
-    examples = max(5, int(settings.default.max_examples * share)) if settings.default else 5
-    return settings(max_examples=examples)
-
-
 def known_items() -> frozenset[str]:
     """Ids of the items in the specification's pages; empty where the pages are not shipped."""
+    import spec
+
     pages = Path(spec.__file__).parent.glob("*.md")
     return frozenset(name for page in pages for name, _ in items_of(page.read_text(encoding="utf-8")))
 
@@ -100,6 +99,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_report_header(config: pytest.Config) -> str:
+    from spec import SPEC_VERSION
+
     checks = "with" if find_spec("beartype") else "without"
     return (
         f"kvspec: backend {config.getoption('--backend')}, S1 in {precision_of(config)}, spec {SPEC_VERSION},"
@@ -116,13 +117,15 @@ def precision_of(config: pytest.Config) -> str:
 
 
 @pytest.fixture(scope="session")
-def backend(request: pytest.FixtureRequest) -> Backend:
+def backend(request: pytest.FixtureRequest) -> "Backend":
     """The implementation that is judged."""
+    from spec.backend import resolve
+
     return resolve(request.config.getoption("--backend"))
 
 
 @pytest.fixture(scope="session")
-def stages(backend: Backend) -> CrystalStages:
+def stages(backend: "Backend") -> "CrystalStages":
     """Its stages of CrystalCache."""
     return backend.require_crystal()
 

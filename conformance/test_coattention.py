@@ -238,6 +238,16 @@ def test_selection_on_given_weights_is_exact(weights: list[list[float]], k: int,
         assert list(zip(chosen, kept, strict=True)) == want + [(-1, 0.0)] * (k - len(want))
 
 
+@pytest.mark.spec(id="CC-INTRA")
+@pytest.mark.usefixtures("reference_items")
+def test_cosines_are_compared_as_float32_and_stored_as_they_are() -> None:
+    """Cosines .5 and .5 + 1e-12 tie, and the lower index wins."""
+    rows = np.array([[1.0, 0.0, 0.0], [0.5, 0.0, 0.0], [0.5 + 1e-12, 0.0, 0.0]])
+    index, weight = reference.intra_neighbours(rows, replace(PAPER, k_intra=2))
+    assert index[0].tolist() == [1, 2]
+    assert weight[0].tolist() == [0.5, 0.5 + 1e-12]
+
+
 @pytest.mark.spec(id="CC-CROSS")
 @pytest.mark.usefixtures("reference_items")
 def test_selection_reads_weights_as_float32_and_stores_them_as_they_are() -> None:

@@ -1,6 +1,7 @@
 """S2: sentences, the merge pass, the split."""
 
 import itertools
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -139,14 +140,27 @@ def test_the_strength_must_exceed_tau_merge(stages: CrystalStages, tau_merge: fl
 
 
 @pytest.mark.spec(id="CC-MERGE")
-@pytest.mark.parametrize("copies", range(1, 26))
-def test_rounding_of_a_mean_cannot_decide(stages: CrystalStages, copies: int) -> None:
-    """A.Eq18.3: the comparison is sum(w) - tau k > 0, in the order of (a, b), at weights one step above tau."""
-    p = replace(PAPER, tau_merge=0.3, C=10)
-    cells = [(a, b) for a in range(5) for b in range(5, 10)][:copies]
-    intra = linked(10, *((a, b, float(np.nextafter(0.3, 1))) for a, b in cells))
-    total = sum([float(np.nextafter(0.3, 1))] * copies)
-    assert offsets(stages, intra, [4, 9], p) == ([0, 10] if total - 0.3 * copies > 0 else [0, 5, 10])
+@pytest.mark.parametrize(
+    ("tau_merge", "weights", "merged"),
+    [
+        (0.3, [0.3, 0.3, math.nextafter(0.3, 1)], True), (0.1, [math.nextafter(0.1, 0), 0.1, 0.1], False),
+        (0.3, [math.nextafter(0.3, 1)] * 9, True), (0.3, [math.nextafter(0.3, 1)] * 10, False),
+        (0.3, [0.25, 0.3, 0.35], True), (0.3, [0.35, 0.3, 0.25], False),
+    ],
+)
+def test_the_comparison_is_multiplied_out(
+    stages: CrystalStages, tau_merge: float, weights: list[float], merged: bool,
+) -> None:
+    """A.Eq18.3: sum(w) - tau k > 0 in the order of (a, b), which is not the order of E: neighbours stand by rank.
+
+    For the first two cases the mean says the contrary; the last two are one multiset in two orders.
+    """
+    cells = [(a, b) for a in range(5) for b in range(5, 10)]
+    E = [(a, b, w) for (a, b), w in zip(cells, weights, strict=False)]
+    intra = linked(10, *sorted(E, key=lambda edge: -edge[2]))
+    p = replace(PAPER, tau_merge=tau_merge)
+    assert s2.merges(weights, 5, 5, p) is merged
+    assert offsets(stages, intra, [4, 9], p) == ([0, 10] if merged else [0, 5, 10])
 
 
 @pytest.mark.spec(id="CC-MERGE")

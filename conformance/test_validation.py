@@ -2,9 +2,11 @@
 
 import math
 import pickle
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import jaxtyping
 import numpy as np
 import pytest
 from hypothesis import given
@@ -19,6 +21,15 @@ from spec.retention import Granularity, Retention
 from spec.validate import check_token_ids
 
 N = 6
+
+
+@pytest.fixture
+def unchecked() -> Iterator[None]:
+    """A user runs without the shape checks of a test session, which would refuse a wrong type first."""
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", before)
 
 
 def good() -> dict[str, Any]:
@@ -82,6 +93,7 @@ BAD: list[tuple[str, str, dict[str, Any]]] = [
 
 
 @pytest.mark.spec(id="CC-PREFILL")
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(("argument", "change"), [bad[::2] for bad in BAD], ids=[bad[1] for bad in BAD])
 def test_bad_input_is_refused_by_name(backend: Backend, argument: str, change: dict[str, Any]) -> None:
     """A SpecError MUST name the argument, what came and the bound; inputs stay as they were."""
@@ -96,6 +108,7 @@ def test_bad_input_is_refused_by_name(backend: Backend, argument: str, change: d
 
 
 @pytest.mark.spec(id="CC-COATTENTION")
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("argument", "change"),
     [("q", {"q": with_value(good()["q"], math.nan)}), ("k", {"k": with_value(good()["k"], math.inf)}),

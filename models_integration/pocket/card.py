@@ -62,7 +62,8 @@ writes this card.
 
 ## Limits
 
-- Layer 0 attends mostly by position. Policies that read attention there see little content in it.
+- Layer 0 looks mostly at the few tokens before, whatever stands there, so the salience that a policy reads from its
+  attention is nearly flat.
 - Subjects and sentence forms of the tasks occur in training; a subject that the tokenizer has to spell byte by byte is
   retrieved less reliably than a known word.
 - Values are four digits.

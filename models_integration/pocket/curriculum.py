@@ -42,17 +42,29 @@ _TWO_K = RowPlan(2048, (1, 24), 12, span=SPAN, topic_share=0.3)
 _TWO_K_SPARSE = RowPlan(2048, (1, 4), 4, filled=(0.7, 1.0), topic_share=0.5)
 _FOUR_K = RowPlan(4352, (1, 24), 12, filled=(0.5, 1.0), topic_share=0.3)
 
+_LONG_PLANS = (
+    (0.05, _TINY),
+    (0.1, _DENSE_JUMPS),
+    (0.1, _SHORT),
+    (0.1, _SPARSE),
+    (0.1, _HALF),
+    (0.15, _ONE_K),
+    (0.15, _TWO_K),
+    (0.15, _TWO_K_SPARSE),
+    (0.1, _FOUR_K),
+)
+
 STAGES: tuple[Stage, ...] = (
-    Stage("dense", 250, (3e-3, 3e-3), ((1.0, _DENSE),)),
+    Stage("dense", 200, (3e-3, 3e-3), ((1.0, _DENSE),)),
     Stage(
         "jumps",
-        600,
+        400,
         (3e-3, 3e-3),
         ((0.05, _TINY), (0.4, _DENSE_JUMPS), (0.35, _SHORT), (0.1, _SPARSE), (0.1, _HALF)),
     ),
     Stage(
         "mixed",
-        700,
+        350,
         (3e-3, 2e-3),
         (
             (0.05, _TINY),
@@ -65,23 +77,7 @@ STAGES: tuple[Stage, ...] = (
         ),
         tokens=8192,
     ),
-    Stage(
-        "long",
-        1500,
-        (2e-3, 1e-5),
-        (
-            (0.05, _TINY),
-            (0.1, _DENSE_JUMPS),
-            (0.1, _SHORT),
-            (0.1, _SPARSE),
-            (0.1, _HALF),
-            (0.15, _ONE_K),
-            (0.15, _TWO_K),
-            (0.15, _TWO_K_SPARSE),
-            (0.1, _FOUR_K),
-        ),
-        tokens=8704,
-    ),
+    Stage("long", 450, (2e-3, 1e-5), _LONG_PLANS, tokens=8704),
 )
 
 TOTAL_STEPS = sum(stage.steps for stage in STAGES)

@@ -22,6 +22,9 @@ _SLOWEST_FOR_OFFSETS = 0.03
 _FASTEST_FOR_CONTENT = 3e-3
 """Radians per position: channels above the first resolve single offsets, those below the second hardly turn."""
 
+_OWN_SHARE = 0.4
+"""How far the query heads of a group start apart; exactly equal ones would get equal gradients for ever."""
+
 _FAINT = 0.02
 """What remains of the random weights where a head starts as a function of position alone."""
 
@@ -91,7 +94,7 @@ def _look_back(model: LlamaForCausalLM, common: Tensor, peak: float) -> None:
 def _match_content(
     model: LlamaForCausalLM, common: Tensor, layer: int, gain: float, generator: torch.Generator
 ) -> None:
-    """Let the heads of ``layer`` compare content: queries and keys are one projection, and values are copied.
+    """Let the heads of ``layer`` compare content: queries and keys are nearly one projection, and values are copied.
 
     Only slowly turning channels carry the projection, so that a match counts alike at every distance.
     """
@@ -109,7 +112,8 @@ def _match_content(
         attention.v_proj.weight[_rows(head, heads.size)] = copied
         for query in range(head * group, (head + 1) * group):
             rows = _rows(query, heads.size)
-            attention.q_proj.weight[rows] = projection
+            own = torch.randn(heads.size, heads.width, generator=generator) * gain * channels[:, None]
+            attention.q_proj.weight[rows] = projection + _OWN_SHARE * own / math.sqrt(heads.width)
             attention.o_proj.weight[:, rows] = copied.T / math.sqrt(heads.queries)
 
 
