@@ -47,10 +47,12 @@ def demo(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def conformance(session: nox.Session) -> None:
-    """The suite: shape checks on, two workers."""
-    # The plugin has imported spec by then, and what is imported cannot be checked any more.
-    checks = ["--jaxtyping-packages=reference,beartype.beartype"]
-    run(session, "pytest", "-n", "2", *checks, *(session.posargs or ["conformance"]))
+    """The suite, for each backend in a process of its own; `-- --backend X` for one, or anybody's."""
+    if session.posargs:
+        run(session, "pytest", "-n", "2", *session.posargs)
+        return
+    run(session, "pytest", "-n", "2", "--jaxtyping-packages=reference,beartype.beartype")
+    run(session, "pytest", "-n", "2", "--backend", "numba")
 
 
 @nox.session(venv_backend="none")

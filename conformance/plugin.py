@@ -86,7 +86,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Refuse markers of unknown items; mark the exceptions."""
+    """Refuse markers of unknown items; leave out what says nothing about the backend; mark the exceptions."""
     known = known_items()
     for item in items:
         for mark in item.iter_markers("spec"):
@@ -94,8 +94,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 raise pytest.UsageError(f'{item.nodeid}: write @pytest.mark.spec(id="...")')
             if known and mark.kwargs["id"] not in known:
                 raise pytest.UsageError(f"{item.nodeid}: unknown item {mark.kwargs['id']!r}")
+    _leave_out(config, [item for item in items if not _judges(item, str(config.getoption("--backend")))], items)
     found = config.stash[_exceptions]
     exceptions.apply(found, items)
+
+
+def _judges(item: pytest.Item, backend: str) -> bool:
+    """Whether a test says anything about this backend; the reference is what all the others are about."""
+    fixtures = set(getattr(item, "fixturenames", ()))
+    mine = fixtures & {"backend", "stages"} and "reference_items" not in fixtures
+    return backend == "numpy" or bool(mine) or backend in item.path.parts
+
+
+def _leave_out(config: pytest.Config, others: list[pytest.Item], items: list[pytest.Item]) -> None:
+    if others:
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in others]
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -137,7 +151,5 @@ def precision(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="session")
-def reference_items(request: pytest.FixtureRequest) -> None:
+def reference_items() -> None:
     """For tests of the reference's own functions, item by item: they say nothing about another backend."""
-    if request.config.getoption("--backend") != "numpy":
-        pytest.skip("judges the reference's functions, and the backend is another")
