@@ -78,3 +78,10 @@ def layers(session: nox.Session) -> None:
 def trace(session: nox.Session) -> None:
     """Every item of the specification has a function and a test, and its text is the one that was read."""
     run(session, "conformance.trace", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def bench(session: nox.Session) -> None:
+    """How fast the stages are, as ratios inside one run; some minutes on a quiet machine."""
+    files = ["conformance/benchmarks/bench_s1.py", "conformance/benchmarks/bench_stages.py"]
+    run(session, "pytest", "-p", "no:xdist", "-s", *(session.posargs or files))
