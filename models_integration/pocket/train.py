@@ -119,6 +119,7 @@ def export(model: LlamaForCausalLM, folder: Path, progress: Progress) -> None:
     model.save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
     (folder / "training.json").write_text(json.dumps(asdict(progress), indent=1) + "\n")
+    (folder / "model.safetensors").chmod(0o644)  # it is written for its owner alone, and a package ships it
 
 
 class Trainer:
