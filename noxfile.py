@@ -35,8 +35,8 @@ def shared_python(session: nox.Session) -> str:
     return str(python)
 
 
-def run(session: nox.Session, *arguments: str) -> None:
-    session.run(shared_python(session), "-m", *arguments, external=True)
+def run(session: nox.Session, *arguments: str, **environment: str) -> None:
+    session.run(shared_python(session), "-m", *arguments, external=True, env=environment)
 
 
 @nox.session(venv_backend="none")
@@ -53,6 +53,7 @@ def conformance(session: nox.Session) -> None:
         return
     run(session, "pytest", "-n", "2", "--jaxtyping-packages=reference,beartype.beartype")
     run(session, "pytest", "-n", "2", "--backend", "numba")
+    run(session, "pytest", "-n", "2", "--backend", "numba", NUMBA_DISABLE_JIT="1")
 
 
 @nox.session(venv_backend="none")
@@ -78,6 +79,18 @@ def layers(session: nox.Session) -> None:
 def trace(session: nox.Session) -> None:
     """Every item of the specification has a function and a test, and its text is the one that was read."""
     run(session, "conformance.trace", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def prove(session: nox.Session) -> None:
+    """The integer decisions, proved over their source by z3, with false claims that must be refuted."""
+    run(session, "conformance.proofs")
+
+
+@nox.session(venv_backend="none")
+def vectors(session: nox.Session) -> None:
+    """The vectors of spec/vectors, made again by the oracles and compared; `-- --write` adds new ones."""
+    run(session, "conformance.vectors", *session.posargs)
 
 
 @nox.session(venv_backend="none")

@@ -219,3 +219,12 @@ def test_reference_D_of_given_degrees_equals_the_oracle(degree: Vector, p: Cryst
     for d in (0.7, 0.9, 0.99):
         share = 1 / (1 + (math.log(d / (1 - d)) / p.s) ** 2)
         assert (d + radius <= D).sum() <= len(degree) * share
+
+
+@pytest.mark.spec(id="CC-TRUNK-EDGES")
+@pytest.mark.parametrize("weights", [(0.1, 0.2, 0.3), (0.3, 0.2, 0.1)])
+def test_weights_are_added_in_the_order_of_E(stages: CrystalStages, weights: tuple[float, float, float]) -> None:
+    """Three owners, each with one edge to token 0: density 1, so that W is the mean, to the bit of its sum."""
+    found = record([1.0] * 4, [[], *([(0, w)] for w in weights)], [[] for _ in range(4)], 8, 4)
+    W = stages.graph(found, Trunks(np.array([0, 1, 4]), np.ones(2)), PAPER).weights
+    assert W.tolist() == [(weights[0] + weights[1] + weights[2]) / 3] * 2

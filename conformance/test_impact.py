@@ -141,3 +141,29 @@ def test_reference_counts_and_rarity_equal_the_oracle(ids: IntVector) -> None:
     c = reference.token_counts(ids)
     assert c.tolist() == s3.counts(ids.tolist())
     assert compare.close("CC-RARITY", reference.rarity(c), [s3.rarity(count) for count in c.tolist()])
+
+
+@pytest.mark.spec(id="CC-RARITY")
+@pytest.mark.parametrize("count", [1, 2, 10, 100, 1000])
+def test_impact_of_a_token_that_occurs_so_often(stages: CrystalStages, count: int) -> None:
+    """Eq. 21 at the counts that the paper prints, whose .295 for 10 is .294."""
+    S, ids = np.full(count, 1.0), np.zeros(count, dtype=np.int64)
+    assert not list(checks.impact(stages.impact(S, ids, PAPER), S, ids, PAPER))
+
+
+@pytest.mark.spec(id="CC-IMPACT")
+@pytest.mark.usefixtures("reference_items")
+@given(S=st.floats(PAPER.M_min, PAPER.M_max), U=st.floats(0.05, 0.6))
+def test_the_mixture_is_computed_in_its_stated_order(S: float, U: float) -> None:
+    """Eq. 22 on given S and U is exact: S / M_max, halves, sum, product, clip; .5 S + 10 U has other bits."""
+    M = PAPER.M_max * (0.5 * (S / PAPER.M_max) + 0.5 * U)
+    want = min(max(M, PAPER.M_min), PAPER.M_max)
+    assert reference.impact(np.array([S]), np.array([U]), PAPER).tolist() == [want]
+
+
+@pytest.mark.spec(id="CC-TRUNK-IMPACT")
+def test_the_best_three_are_added_from_the_largest_down(stages: CrystalStages) -> None:
+    """(.3 + .2) + .1 is .6; from the least up it is the next float."""
+    found = record([1.0] * 4, [[] for _ in range(4)], [[] for _ in range(4)], 8, 4)
+    M = np.array([0.1, 0.3, 0.05, 0.2])
+    assert stages.trunks(found, M, np.arange(4) == 3, PAPER).impact.tolist() == [0.6 / 3] != [(0.1 + 0.2 + 0.3) / 3]

@@ -244,3 +244,16 @@ def test_below_tau_intra_the_merge_threshold_is_idle_inside_a_chunk(
     a = run(stages, replace(text, coattention=inside, parameters=replace(p, tau_merge=p.tau_intra)))
     b = run(stages, replace(text, coattention=inside, parameters=replace(p, tau_merge=tau)))
     assert a.offsets.tolist() == b.offsets.tolist()
+
+
+@pytest.mark.spec(id="CC-TRUNKS")
+def test_the_pass_is_not_repeated(stages: CrystalStages) -> None:
+    """[0, 2) refuses [2, 3), which then takes [3, 5) in: only a second pass would see the edge (1, 3) at its side."""
+    assert offsets(stages, linked(5, (1, 3, 0.9), (2, 3, 0.9)), [1, 2, 4], PAPER) == [0, 2, 5]
+
+
+@pytest.mark.spec(id="CC-INTERFACE-EDGES")
+def test_weights_stand_by_first_endpoint_then_by_second(stages: CrystalStages) -> None:
+    """Added as .25, .3, .35 they exceed 3 * .3; by second endpoint first, as .25, .35, .3, they would not."""
+    E = linked(10, (0, 6, 0.3), (0, 5, 0.25), (1, 5, 0.35))
+    assert offsets(stages, E, [4, 9], PAPER) == [0, 10]

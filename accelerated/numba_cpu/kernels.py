@@ -1,10 +1,7 @@
 """Inner loops of S1, float32, without the interpreter lock. Logits come in base 2: p = 2 ** (s - lse)."""
 
-from typing import Any
-
 import numpy as np
-from numba import njit, types
-from numba.extending import intrinsic
+from numba import njit
 from numpy.typing import NDArray
 
 __all__ = [
@@ -28,16 +25,6 @@ C1, C2, C3 = f32(0.6931471805599453), f32(0.2402265069591007), f32(0.05550410866
 C4, C5, C6 = f32(0.0096181291076285), f32(0.0013333558146428), f32(0.0001540353039338)
 
 
-@intrinsic
-def float_of_bits(typing_context: Any, bits: Any) -> Any:
-    """The float32 whose bit pattern is an int32."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], context.get_value_type(types.float32))
-
-    return types.float32(types.int32), generate
-
-
 @njit(fastmath=FAST, inline="always")
 def exp2(x: np.float32) -> np.float32:
     """2 ** x for x <= 0 in float32, with 0 below the normal numbers; np.exp2 would not vectorise here."""
@@ -45,7 +32,8 @@ def exp2(x: np.float32) -> np.float32:
     whole = np.floor(safe + f32(0.5))
     f = safe - whole
     power = ((((C6 * f + C5) * f + C4) * f + C3) * f + C2) * f + C1
-    result: np.float32 = (power * f + f32(1.0)) * float_of_bits((np.int32(whole) + np.int32(127)) << np.int32(23))
+    scale = np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)  # 2 ** whole, by its bits
+    result: np.float32 = (power * f + f32(1.0)) * scale
     return result if x >= SMALLEST else f32(0.0)
 
 

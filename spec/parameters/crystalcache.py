@@ -13,6 +13,8 @@ GraphForm = Literal["degree", "zero"]
 
 _AT_LEAST_ONE = ("C", "T_max")
 _AT_LEAST_ZERO = ("k_intra", "k_cross", "k_heads", "N_sink", "W_recent", "N_min")
+# Sums of these with token counts stay inside int64 in every backend.
+_LARGEST = 2**31 - 1
 _NON_NEGATIVE = ("tau_intra", "tau_cross", "tau_merge", "tau_edge", "M_min", "alpha")
 _POSITIVE = ("M_max", "s", "epsilon")
 _FORMS = {"impact": ("mixture", "salience", "uniform"), "graph": ("degree", "zero")}
@@ -81,8 +83,8 @@ class CrystalCacheParameters:
                 raise SpecError(name, value, f"must be one of {', '.join(_FORMS[name])}")
         elif name in _AT_LEAST_ONE or name in _AT_LEAST_ZERO:
             low = int(name in _AT_LEAST_ONE)
-            if isinstance(value, bool) or not isinstance(value, int) or value < low:
-                raise SpecError(name, value, f"must be an int of at least {low}")
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= _LARGEST:
+                raise SpecError(name, value, f"must be an int from {low} to {_LARGEST}")
         elif isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             raise SpecError(name, value, "must be a finite number")
         elif name in _NON_NEGATIVE and value < 0:

@@ -1,0 +1,7 @@
+"""`python -m conformance.vectors`."""
+
+import sys
+
+from conformance.vectors.store import main
+
+sys.exit(main())

@@ -1,0 +1,96 @@
+"""Plain Python for the items that `conformance.oracles` reaches only inside a stage: counted out, one by one."""
+
+from collections.abc import Sequence
+from decimal import Decimal
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any
+
+from conformance.oracles.s1 import Edge
+from conformance.oracles.s4 import cross_weights
+
+__all__ = [
+    "compact", "cut", "dissolved_D", "edge_list", "kv_bytes", "pairs", "rows_of", "score", "tokens", "trunk_lists",
+]
+
+
+def kv_bytes(L: int, H_kv: int, d: int, n: int, batch: int, b: int) -> int:
+    """Eq. 4, counted layer by layer and head by head."""
+    return sum(b * d * n for _ in range(batch) for _ in range(L) for _ in range(H_kv) for _ in ("key", "value"))
+
+
+def tokens(budget: float | int | str, seen: int) -> int:
+    """CC-BUDGET-FORMS: the fewest tokens that are no less than the written share; a count as it is."""
+    text = repr(budget) if isinstance(budget, float) else str(budget)
+    if not isinstance(budget, float) and "." not in text and "%" not in text:
+        return int(text)
+    share = Fraction(Decimal(text.rstrip("%"))) / (100 if "%" in text else 1)
+    return next(kept for kept in range(seen + 1) if Fraction(kept) >= share * seen)
+
+
+def trunk_lists(offsets: Sequence[int]) -> list[list[int]]:
+    """Trunks as lists of positions."""
+    return [list(range(start, stop)) for start, stop in pairwise(offsets)]
+
+
+def edge_list(
+    start: int, intra: Sequence[Sequence[int]], intra_weight: Sequence[Sequence[float]],
+    cross: Sequence[Sequence[int]], cross_weight: Sequence[Sequence[float]],
+) -> list[Edge]:
+    """Eq. 15 from the padded arrays, in the order of CC-EDGES."""
+    E: list[Edge] = []
+    for i, row in enumerate(intra):
+        E += [(start + i, j, intra_weight[i][rank]) for rank, j in enumerate(row) if j >= 0]
+    for j, row in enumerate(cross):
+        E += [(i, start + j, cross_weight[j][rank]) for rank, i in enumerate(row) if i >= 0]
+    return E
+
+
+def cut(sizes: Sequence[int], protected: Sequence[bool], B: int) -> int:
+    """Eq. 31: evict unprotected tokens, one by one, while more than B are kept."""
+    T_alive = sum(size for size, shut in zip(sizes, protected, strict=True) if not shut)
+    kept, c_0 = sum(sizes), 0
+    while kept > B and c_0 < T_alive:
+        kept, c_0 = kept - 1, c_0 + 1
+    return c_0
+
+
+def pairs(E: Sequence[Edge], offsets: Sequence[int]) -> list[list[Any]]:
+    """Eq. 24: a, b, number and sum of the multiset of each pair that has an edge."""
+    trunks = trunk_lists(offsets)
+    rows: list[list[Any]] = []
+    for a, g_a in enumerate(trunks):
+        for b in range(a + 1, len(trunks)):
+            weights = cross_weights(E, g_a, trunks[b])
+            if weights:
+                total = 0.0
+                for w in weights:
+                    total += w
+                rows.append([a, b, len(weights), total])
+    return rows
+
+
+def rows_of(indptr: Sequence[int], weights: Sequence[float]) -> list[list[float]]:
+    """The rows of a CSR matrix, without their zeros."""
+    return [list(weights[start:stop]) for start, stop in pairwise(indptr)]
+
+
+def score(D: Sequence[float], M_tilde: Sequence[float], alpha: float) -> list[float]:
+    """Eq. 29; a trunk that is not scored stays NaN."""
+    return [m if m != m else (d if d > alpha * m else alpha * m) for d, m in zip(D, M_tilde, strict=True)]
+
+
+def dissolved_D(D: Sequence[float], r: Sequence[float]) -> list[float]:
+    """Eq. 34, its three cases."""
+    after = []
+    for D_g, r_g in zip(D, r, strict=True):
+        if r_g == 0:
+            after.append(0.0)
+        else:
+            after.append(D_g if r_g == 1 else r_g * D_g)
+    return after
+
+
+def compact(K: list[Any], V: list[Any], R: Sequence[int]) -> dict[str, list[Any]]:
+    """Eq. 35, head by head and position by position."""
+    return {name: [[head[at] for at in R] for head in cache] for name, cache in (("K", K), ("V", V))}

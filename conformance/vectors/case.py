@@ -1,0 +1,67 @@
+"""What a vector is made of, and how its values are written in JSON."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from spec.parameters import CrystalCacheParameters
+
+__all__ = ["Case", "Group", "Json", "decoded", "encoded", "parameters_of"]
+
+Json: TypeAlias = Any
+
+_FLOAT = re.compile(r"-?(0x[01]\.[0-9a-f]+p[+-]\d+|inf)|nan")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One vector without its expected values. `tcId` is its name for ever.
+
+    `refused` names the argument that a SpecError must name; `exact` the results that are exact on this input although
+    the operation is bounded, because all intermediate values are dyadic.
+    """
+
+    tcId: int  # noqa: N815
+    comment: str
+    flags: Sequence[str]
+    inputs: Mapping[str, Json]
+    exact: Sequence[str] = ()
+    refused: str | None = None
+    items: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cases of one operation, an item's id or a stage's name, at the same parameters (those that differ from PAPER)."""
+
+    operation: str
+    cases: Sequence[Case]
+    parameters: Mapping[str, Json] = field(default_factory=dict)
+
+
+def encoded(value: Json) -> Json:
+    """Floats as text, in every depth."""
+    if isinstance(value, float):
+        return value.hex()
+    if isinstance(value, Mapping):
+        return {name: encoded(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [encoded(inner) for inner in value]
+    return value
+
+
+def decoded(value: Json) -> Json:
+    """The inverse of `encoded`, tuples aside."""
+    if isinstance(value, str) and _FLOAT.fullmatch(value):
+        return float.fromhex(value)
+    if isinstance(value, dict):
+        return {name: decoded(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [decoded(inner) for inner in value]
+    return value
+
+
+def parameters_of(given: Mapping[str, Json]) -> CrystalCacheParameters:
+    """The paper's parameters, and what differs from them."""
+    return CrystalCacheParameters(**given)

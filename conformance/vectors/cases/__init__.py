@@ -1,0 +1,19 @@
+"""The cases, by stage: file of spec/vectors, and its groups."""
+
+from collections.abc import Sequence
+
+from conformance.vectors.case import Group
+from conformance.vectors.cases import budgets, coattention, dissolution, graph, impact, prefill, score, trunks
+
+__all__ = ["STAGES"]
+
+STAGES: dict[str, Sequence[Group]] = {
+    "budgets": budgets.GROUPS,
+    "coattention": coattention.GROUPS,
+    "trunks": trunks.GROUPS,
+    "impact": impact.GROUPS,
+    "graph": graph.GROUPS,
+    "score": score.GROUPS,
+    "dissolution": dissolution.GROUPS,
+    "prefill": prefill.GROUPS,
+}

@@ -1,0 +1,128 @@
+"""Whether results are the expected ones: the same bits, or inside the bounds of `conformance.compare`."""
+
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from conformance import checks, compare
+from conformance.vectors.case import Json
+from conformance.vectors.subject import attention_inputs, floats, integers, prompt, record
+from spec.parameters import CrystalCacheParameters
+from spec.records import CoAttention, TrunkGraph, Trunks
+
+__all__ = ["complaints"]
+
+Bounded = Callable[[Any, Any, Any, CrystalCacheParameters, str], Iterator[str]]
+
+
+def complaints(
+    found: Mapping[str, Any], test: Json, operation: str, p: CrystalCacheParameters, precision: str,
+) -> Iterator[str]:
+    """What is wrong with the results of one decoded test."""
+    bounded = test.get("bounded", [])
+    wrong = [
+        f"{name} is {plain(found[name])}, not {want}" for name, want in test["expected"].items()
+        if name not in bounded and not same(plain(found[name]), want)
+    ]
+    yield from wrong
+    if bounded and not wrong:
+        yield from BOUNDED[operation](found, test["expected"], test["inputs"], p, precision)
+
+
+def plain(value: Any) -> Any:
+    """Arrays and NumPy numbers as Python's."""
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    return [plain(x) for x in value] if isinstance(value, list | tuple) else value
+
+
+def same(got: Any, want: Any) -> bool:
+    """Equal in structure, in kind and to the bit; any NaN equals any other."""
+    if isinstance(want, list):
+        return isinstance(got, list) and len(got) == len(want) and all(map(same, got, want))
+    if isinstance(want, float) and isinstance(got, float):
+        return struct.pack("d", got) == struct.pack("d", want) or (got != got and want != want)
+    return type(got) is type(want) and bool(got == want)
+
+
+def within(name: str, got: Any, want: Any, radius: Any) -> Iterator[str]:
+    """No farther apart than the radius, element by element; NaN where NaN is wanted."""
+    a, b = floats(plain(got)), floats(want)
+    if a.shape != b.shape or ((np.abs(a - b) > radius) | (np.isnan(a) != np.isnan(b))).any():
+        yield f"{name} is {a.tolist()}, not {b.tolist()} within {np.max(radius)}"
+
+
+def attention(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
+    error = compare.attention_error(floats(i["q"]), floats(i["k"]), i["scaling"], i["softcap"], "float64")
+    A = floats(want["A"])
+    yield from within("A", found["A"], want["A"], A * error[:, None])
+
+
+def salience(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
+    radius = compare.salience_radius(i["own"], [0.0] * len(i["own"][0]), p.k_heads, p.M_min, "float64")
+    yield from within("S", found["S"], want["S"], floats(radius))
+
+
+def row_norm(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
+    error = 2 * compare.gamma(len(i["A"]) + 1 + 8, "float64")  # either side errs; one head
+    yield from within("rows", found["rows"], want["rows"], floats(want["rows"]) * error)
+
+
+def rarity(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
+    if not compare.close("CC-RARITY", found["U"], want["U"]):
+        yield f"U is {plain(found['U'])}, not {want['U']}"
+
+
+def impact(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
+    if not compare.close("CC-IMPACT", found["M"], want["M"]):
+        yield f"M is {plain(found['M'])}, not {want['M']}"
+
+
+def weights(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
+    if not compare.close("CC-TRUNK-WEIGHT", found["weights"], want["weights"]):
+        yield f"weights are {plain(found['weights'])}, not {want['weights']}"
+
+
+def crystallization(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
+    yield from within("D", found["D"], want["D"], compare.crystallization_radius(floats(i["degree"]), p.s, p.epsilon))
+
+
+def graph(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
+    """Weights by their bound, degrees from the weights that were found, D from the degrees that were found."""
+    yield from weights(found, want, i, p, precision)
+    offsets = integers(i["offsets"])
+    yield from checks.graph(TrunkGraph(**found), record(i), Trunks(offsets, np.ones(len(offsets) - 1)), p)
+
+
+def normalised(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
+    yield from within("M_tilde", found["M_tilde"], want["M_tilde"], _radius(i["M_bar"], i["protected"], p))
+
+
+def score(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
+    """D is exact where it wins; what impact gives is bounded."""
+    radius = p.alpha * _radius(i["impact"], i["protected"], p)
+    by_D = floats(want["score"]) == floats(i["D"])
+    yield from within("score", found["score"], want["score"], np.where(by_D, 0, radius))
+
+
+def _radius(M_bar: Any, protected: Any, p: CrystalCacheParameters) -> float:
+    alive = [M for M, shut in zip(M_bar, protected, strict=True) if not shut]
+    return compare.normalised_radius(alive, p.epsilon)
+
+
+def coattention(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
+    yield from checks.coattention(CoAttention(**found), attention_inputs(i, p), precision)
+
+
+def prefill(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
+    """Every record of the run, each judged from the one before it."""
+    yield from checks.retention(found["record"], prompt(i, p), precision)
+
+
+BOUNDED: dict[str, Bounded] = {
+    "CC-ATTENTION": attention, "CC-SALIENCE": salience, "CC-ROW-NORM": row_norm, "CC-RARITY": rarity,
+    "CC-TRUNK-WEIGHT": weights, "CC-CRYSTALLIZATION": crystallization, "CC-NORMALISED-IMPACT": normalised,
+    "impact": impact, "graph": graph, "score": score, "coattention": coattention, "prefill": prefill,
+}

@@ -1,0 +1,92 @@
+"""The flags of the vectors: each names a mistake that the vector catches."""
+
+__all__ = ["NOTES"]
+
+# Flag: kind of mistake, and what goes wrong.
+NOTES: dict[str, tuple[str, str]] = {
+    "Plain": ("BASIC", "A first case without a trap: the equation as it is written."),
+    "AblationForm": (
+        "PARAMETER", "An ablation of Table 10 is a parameter's value; it is ignored, or read as another rule.",
+    ),
+    "AdditiveMultiset": (
+        "READING", "A mutual pair of tokens counts twice in W_ab; a set or a maximum counts it once.",
+    ),
+    "BackwardEdge": (
+        "READING",
+        "Eq. 17 is literal: the first endpoint lies in the running trunk; either orientation merges too much.",
+    ),
+    "CausalByPosition": (
+        "MASK", "The mask compares positions, not slots; a mask aligned to a corner shows or hides keys.",
+    ),
+    "ChunkOfSegment": (
+        "READING", "Chunks of C count from the segment's first token, not from position 0 of the cache.",
+    ),
+    "ChunkOwnQueries": (
+        "READING", "Salience sums over the queries of the key's own chunk, not over all later queries.",
+    ),
+    "ClipAtBounds": ("NUMERIC", "Values are clipped to [M_min, M_max], after the sum."),
+    "CutEqualsTotal": ("BOUNDARY", "The cut is all that is unprotected: every trunk goes, and none is partial."),
+    "CutHeldToAlive": ("BOUNDARY", "Without the outer minimum of Eq. 31 the cut exceeds what Eq. 32 may remove."),
+    "DecimalFraction": (
+        "NUMERIC", "A fraction is the decimal that is written; binary products round up to one token more.",
+    ),
+    "DirectedTriples": (
+        "READING", "Edges are directed: intra (owner, neighbour), cross (source, owner), in a stated order.",
+    ),
+    "EmptyResult": ("BOUNDARY", "Nothing to choose from: an empty result, no error and no NaN."),
+    "EpsilonOutside": ("NUMERIC", "Epsilon is added to the norm, outside the root; a zero row stays zero."),
+    "Float32Tie": ("NUMERIC", "Weights that differ in float64 but not in float32 tie: the lower index comes first."),
+    "FloorOfBudget": ("READING", "B is at least N_sink + W_recent, for counts too, and may exceed n."),
+    "HalfToEven": ("NUMERIC", "round takes a half to the even neighbour: 4.5 tokens are 4, 5.5 are 6."),
+    "HeadSharing": ("LAYOUT", "Query head h reads KV head h // (H / H_kv); interleaving pairs the wrong ones."),
+    "InclusiveSize": ("BOUNDARY", "A merged trunk may hold exactly T_max tokens; a sentence may be longer by itself."),
+    "LaterSegment": ("LAYOUT", "Positions are absolute: offsets and neighbours of a later segment do not start at 0."),
+    "LiteralOrientation": ("READING", "The window is last five times first five, in this order."),
+    "LogOnePlus": (
+        "NUMERIC",
+        "The natural logarithm of 1 + c, or of 1 + Mbar; another base or log(c) orders alike but scores apart.",
+    ),
+    "MeanBeforeHeads": ("READING", "The three largest heads are summed, not averaged."),
+    "MultipliedOut": ("NUMERIC", "The merge decides sum(w) - tau k > 0; a rounded mean decides otherwise."),
+    "MutualPair": ("READING", "Two tokens that chose each other are two edges."),
+    "NothingUnprotected": (
+        "BOUNDARY", "Every trunk is protected: no minimum of an empty set, no score, everything stays.",
+    ),
+    "OneChunk": ("BOUNDARY", "With C >= n there is one chunk and no cross edge."),
+    "OneToken": ("FORMS", "An int or digits are tokens (1 is one token); a float is a fraction (1.0 is everything)."),
+    "OwnKeysFirst": ("READING", "Eq. 12 restricts to the chunk's own keys, then normalises."),
+    "PartialKeepsBest": ("READING", "A partial trunk keeps its largest M_i, listed in ascending position."),
+    "PopulationSigma": (
+        "READING", "sigma is the population standard deviation; the sample's differs, and fails for one trunk.",
+    ),
+    "ProtectedAboveBudget": ("BOUNDARY", "Protected trunks alone exceed B: all of them stay, everything else goes."),
+    "ProtectedNotRead": (
+        "READING", "A protected trunk's score is NaN and is never read; it takes no part in minimum and maximum.",
+    ),
+    "Refused": ("VALIDATION", "Input that is not admitted is refused by the name of its argument, before any work."),
+    "RemnantOne": ("BOUNDARY", "One token would remain: fewer than N_min, so the whole trunk goes, an overshoot."),
+    "RemnantTwo": ("BOUNDARY", "Two tokens would remain: fewer than N_min, so the whole trunk goes, an overshoot."),
+    "RemnantThree": ("BOUNDARY", "Exactly N_min tokens remain, which is enough: >= and not >."),
+    "RemnantZero": ("BOUNDARY", "N_min = 0 and N_min = 1 are one rule: no trunk keeps 0 tokens as a partial one."),
+    "SaturatedLogistic": ("NUMERIC", "The logistic must not overflow for large negative arguments."),
+    "SelfInTopK": ("READING", "A token is left out before its neighbours are chosen; else it takes a place."),
+    "SentenceRuns": (
+        "BOUNDARY", "Consecutive ends are sentences of one token; the rest after the last end is one too.",
+    ),
+    "SigmaFallback": ("READING", "Where sigma < epsilon, sigma = 1; max(sigma, epsilon) blows up rounding noise."),
+    "SoftCap": ("NUMERIC", "The soft cap is applied to the scaled logit, before the mask."),
+    "SplitLargerFirst": ("READING", "Pieces differ by at most one token, the larger ones first; none exceeds T_max."),
+    "StableOrder": ("TIE", "Positions and rows ascend; sorting by another key loses the order."),
+    "StrictThreshold": ("BOUNDARY", "A weight equal to its threshold is not above it."),
+    "SumOrder": ("NUMERIC", "Floats are added left to right in the stated order; another order has other bits."),
+    "TieAtBoundary": ("TIE", "Equal values at the cut: lower index first, for eviction the lower trunk first."),
+    "TokenIds": ("LAYOUT", "Ids are labels: large or unsorted ids count like any others."),
+    "TopThreeOfTrunk": (
+        "READING", "Trunk impact is the mean of the three largest members, or of all if there are fewer.",
+    ),
+    "TopThreeSum": ("READING", "Each token has its own three largest heads; three heads for all tokens are others."),
+    "WholeTrunkProtected": (
+        "READING", "A trunk that touches the sink or the window is protected as a whole; intervals are half open.",
+    ),
+    "WindowOfFive": ("BOUNDARY", "Five tokens on each side of an interface, fewer where a side is shorter."),
+}

@@ -1,0 +1,190 @@
+"""The same operations on what is judged: the reference's functions for items, a backend's stages for stages."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from conformance.strategies.attention import AttentionInputs
+from conformance.strategies.prompts import Prompt
+from conformance.vectors.case import Json
+from reference.crystalcache import coattention as s1
+from reference.crystalcache import compaction, dissolution, graph, impact, protection, score, sentences, trunks
+from reference.crystalcache import prefill as run_prefill
+from reference.crystalcache.crystallization import crystallization
+from reference.memory import kv_bytes
+from spec.backend import Backend
+from spec.budget import parse_budget
+from spec.parameters import CrystalCacheParameters
+from spec.records import CoAttention, Edges, TrunkGraph, Trunks
+
+__all__ = ["ITEMS", "STAGES", "attention_inputs", "floats", "integers", "prompt", "record"]
+
+Item = Callable[[Any, CrystalCacheParameters], Mapping[str, object]]
+Stage = Callable[[Backend, Any, CrystalCacheParameters], Mapping[str, object]]
+
+
+def floats(values: Json) -> Any:
+    return np.array(values, dtype=np.float64)
+
+
+def integers(values: Json) -> Any:
+    return np.array(values, dtype=np.int64)
+
+
+def flags(values: Json) -> Any:
+    return np.array(values, dtype=np.bool_)
+
+
+def named(names: Sequence[str], values: Sequence[object]) -> Mapping[str, object]:
+    return dict(zip(names, values, strict=True))
+
+
+def edges(triples: Json) -> Edges:
+    first, second, weight = zip(*triples, strict=True) if triples else ((), (), ())
+    return Edges(integers(first), integers(second), floats(weight))
+
+
+def record(i: Json) -> CoAttention:
+    """Neighbours as a CoAttention; salience is not read by what follows."""
+    return CoAttention(
+        i["start"], np.ones(len(i["intra"])), integers(i["intra"]), floats(i["intra_weight"]), integers(i["cross"]),
+        floats(i["cross_weight"]),
+    )
+
+
+def attention_inputs(i: Json, p: CrystalCacheParameters) -> AttentionInputs:
+    """q and k in float32, which holds every vector's values."""
+    q, k = (floats(i[name]).astype(np.float32) for name in ("q", "k"))
+    return AttentionInputs(q, k, integers(i["positions"]), p, i["scaling"], i["softcap"])
+
+
+def prompt(i: Json, p: CrystalCacheParameters) -> Prompt:
+    """A valid prefill's input, with its budget as the exact share of n that it asks for."""
+    n = len(i["token_ids"])
+    share = f"{parse_budget(i['budget']).tokens(n)}/{n}"
+    return Prompt(attention_inputs(i, p), integers(i["token_ids"]), frozenset(i["sentence_ends"]), share)
+
+
+def attention(i: Json, p: CrystalCacheParameters) -> Mapping[str, object]:
+    positions = integers(i["query_positions"]), integers(i["key_positions"])
+    return {"A": s1.attention(floats(i["q"]), floats(i["k"]), *positions, i["scaling"], i["softcap"])}
+
+
+def interface(i: Json, p: CrystalCacheParameters) -> Mapping[str, object]:
+    sides = trunks.interface(tuple(i["current"]), tuple(i["sentence"]))
+    return named(["last5", "first5"], [[side.start, side.stop] for side in sides])
+
+
+def interface_edges(i: Json, p: CrystalCacheParameters) -> Mapping[str, object]:
+    P = trunks.interface(tuple(i["current"]), tuple(i["sentence"]))
+    return {"weights": trunks.interface_weights({(a, b): w for a, b, w in i["edges"]}, P)}
+
+
+IMPACT = {"mixture": impact.impact, "salience": impact.impact_without_rarity, "uniform": impact.uniform_impact}
+
+
+def trunk_weights(i: Json, p: CrystalCacheParameters) -> Mapping[str, object]:
+    a, b, number, total = zip(*i["pairs"], strict=True)
+    pairs = graph.TrunkPairs(integers(a), integers(b), integers(number), floats(total))
+    return named(["weights", "kept"], graph.trunk_weights(pairs, integers(i["sizes"]), p.tau_edge))
+
+
+def crystallized(i: Json, p: CrystalCacheParameters) -> Mapping[str, object]:
+    D = crystallization(floats(i["degree"]), p.s, p.epsilon)
+    return {"D": D if p.graph == "degree" else np.zeros_like(D)}
+
+
+ITEMS: dict[str, Item] = {
+    "CC-MEMORY": lambda i, p: {"bytes": kv_bytes(**i)},
+    "CC-BUDGET-FORMS": lambda i, p: {"tokens": parse_budget(i["budget"]).tokens(i["seen"])},
+    "CC-BUDGET": lambda i, p: {
+        "B": protection.effective_budget(parse_budget(i["budget"]), i["n"], p.N_sink, p.W_recent)
+    },
+    "CC-ATTENTION": attention,
+    "CC-SALIENCE": lambda i, p: {"S": s1.salience(floats(i["own"]), p)},
+    "CC-ROW-NORM": lambda i, p: {"rows": s1.row_normalise(floats(i["A"]), p.epsilon)},
+    "CC-INTRA": lambda i, p: named(["index", "weight"], s1.intra_neighbours(floats(i["rows"]), p)),
+    "CC-CROSS": lambda i, p: named(["index", "weight"], s1.cross_neighbours(floats(i["earlier"]), p)),
+    "CC-EDGES": lambda i, p: {"edges": [list(edge) for edge in zip(*record(i).edges(), strict=True)]},
+    "CC-SENTENCES": lambda i, p: {"offsets": sentences.sentence_offsets(flags(i["ends"]))},
+    "CC-INTERFACE": interface,
+    "CC-INTERFACE-EDGES": interface_edges,
+    "CC-MERGE": lambda i, p: {"merges": trunks.merges(floats(i["weights"]), i["size"], i["next_size"], p)},
+    "CC-SPLIT": lambda i, p: {"sizes": trunks.split_sizes(i["size"], i["T_max"])},
+    "CC-COUNT": lambda i, p: {"c": impact.token_counts(integers(i["token_ids"]))},
+    "CC-RARITY": lambda i, p: {"U": impact.rarity(integers(i["c"]))},
+    "CC-IMPACT": lambda i, p: {"M": IMPACT[p.impact](floats(i["S"]), floats(i["U"]), p)},
+    "CC-TRUNK-IMPACT": lambda i, p: {"M_bar": impact.trunk_impact(floats(i["M"]), integers(i["offsets"]))},
+    "CC-TRUNK-EDGES": lambda i, p: {
+        "pairs": [list(row) for row in zip(*graph.trunk_pairs(edges(i["edges"]), integers(i["offsets"])), strict=True)]
+    },
+    "CC-TRUNK-WEIGHT": trunk_weights,
+    "CC-DEGREE": lambda i, p: {"degree": graph.degree(integers(i["indptr"]), floats(i["weights"]))},
+    "CC-CRYSTALLIZATION": crystallized,
+    "CC-NORMALISED-IMPACT": lambda i, p: {
+        "M_tilde": score.normalised_impact(floats(i["M_bar"]), flags(i["protected"]), p.epsilon)
+    },
+    "CC-SCORE": lambda i, p: {"score": score.score(floats(i["D"]), floats(i["M_tilde"]), p.alpha)},
+    "CC-PROTECTED": lambda i, p: {
+        "protected": protection.protected_trunks(integers(i["offsets"]), i["n"], p.N_sink, p.W_recent)
+    },
+    "CC-CUT": lambda i, p: {"c_0": protection.cut(integers(i["sizes"]), flags(i["protected"]), i["B"])},
+    "CC-ALLOCATE": lambda i, p: {"r": dissolution.allocate(integers(i["sizes"]), i["c_0"], p.N_min)},
+    "CC-KEEP-COUNT": lambda i, p: {"k": dissolution.keep_count(i["r"], i["size"], p.N_min)},
+    "CC-DISSOLVE-D": lambda i, p: {"D": dissolution.dissolved_D(floats(i["D"]), floats(i["r"]))},
+    "CC-COMPACT": lambda i, p: named(
+        ["K", "V"], compaction.compact(floats(i["K"]), floats(i["V"]), integers(i["R"]))
+    ),
+}
+
+
+def coattention(backend: Backend, i: Json, p: CrystalCacheParameters) -> Mapping[str, object]:
+    given = attention_inputs(i, p)
+    return vars(backend.require_crystal().coattention(
+        given.q, given.k, given.positions, p, given.scaling, given.softcap
+    ))
+
+
+def trunk_stage(backend: Backend, i: Json, p: CrystalCacheParameters) -> Mapping[str, object]:
+    return vars(backend.require_crystal().trunks(record(i), floats(i["impact"]), flags(i["ends"]), p))
+
+
+def graph_stage(backend: Backend, i: Json, p: CrystalCacheParameters) -> Mapping[str, object]:
+    offsets = integers(i["offsets"])
+    found: TrunkGraph = backend.require_crystal().graph(record(i), Trunks(offsets, np.ones(len(offsets) - 1)), p)
+    return vars(found)
+
+
+def dissolve_stage(backend: Backend, i: Json, p: CrystalCacheParameters) -> Mapping[str, object]:
+    offsets = integers(i["offsets"])
+    return vars(backend.require_crystal().dissolve(
+        floats(i["score"]), Trunks(offsets, np.ones(len(offsets) - 1)), floats(i["impact"]), floats(i["D"]),
+        flags(i["protected"]), i["B"], p,
+    ))
+
+
+def prefill(backend: Backend, i: Json, p: CrystalCacheParameters) -> Mapping[str, object]:
+    """Every record of the run; `record` is the run itself."""
+    q, k = (floats(i[name]).astype(np.float32) for name in ("q", "k"))
+    found = run_prefill(
+        q, k, integers(i["token_ids"]), frozenset(i["sentence_ends"]), i["budget"], p, backend,
+        scaling=i["scaling"], softcap=i["softcap"],
+    )
+    names = ("kept", "budget", "over_budget", "protected", "ratio", "scores", "D")
+    return {**{name: getattr(found, name) for name in names}, "offsets": found.trunks.offsets, "record": found}
+
+
+STAGES: dict[str, Stage] = {
+    "coattention": coattention,
+    "impact": lambda backend, i, p: {
+        "M": backend.require_crystal().impact(floats(i["salience"]), integers(i["token_ids"]), p)
+    },
+    "trunks": trunk_stage,
+    "graph": graph_stage,
+    "score": lambda backend, i, p: {
+        "score": backend.require_crystal().score(floats(i["D"]), floats(i["impact"]), flags(i["protected"]), p)
+    },
+    "dissolve": dissolve_stage,
+    "prefill": prefill,
+}
