@@ -30,7 +30,7 @@ def test_a_float_is_its_decimal(thousandths: int, n: int) -> None:
     [(0.28, 25, 7), (0.07, 100, 7), (0.3, 10, 3), (0.3, 50, 15), (0.1, 10, 1), (0.55, 100, 55), (0.5, 1001, 501)],
 )
 def test_binary_floating_point_does_not_leak(beta: float, n: int, tokens: int) -> None:
-    """A.Eq30.1: `ceil(beta * n)` in float64 gives 8 for the first."""
+    """`ceil(beta * n)` in float64 gives 8 for the first."""
     assert parse_budget(beta).tokens(n) == tokens
 
 

@@ -97,7 +97,7 @@ def test_uniform_attention_lies_in_the_certified_box(
 @pytest.mark.spec(id="CC-EDGES")
 @given(inputs=attention_inputs())
 def test_edges_are_a_set_of_directed_triples(stages: CrystalStages, inputs: AttentionInputs) -> None:
-    """I.6: no self edge, no ordered pair twice, at most k_intra n + k_cross max(0, n - C) edges, cross ones forward."""
+    """No self edge, no ordered pair twice, at most k_intra n + k_cross max(0, n - C) edges, cross ones forward."""
     p, n = inputs.parameters, len(inputs.positions)
     E = run(stages, inputs).edges()
     pairs = list(zip(E.first.tolist(), E.second.tolist(), strict=True))
@@ -120,7 +120,7 @@ def test_edges_are_ordered_by_owner_and_rank(stages: CrystalStages, inputs: Atte
 @pytest.mark.spec(id="CC-SALIENCE")
 @given(inputs=attention_inputs())
 def test_salience_is_clipped(stages: CrystalStages, inputs: AttentionInputs) -> None:
-    """I.11: M_min <= S_i <= M_max."""
+    """M_min <= S_i <= M_max."""
     S, p = run(stages, inputs).salience, inputs.parameters
     assert S.min() >= p.M_min
     assert S.max() <= p.M_max
@@ -131,7 +131,7 @@ def test_salience_is_clipped(stages: CrystalStages, inputs: AttentionInputs) -> 
 def test_salience_does_not_fall_when_a_head_is_added(
     stages: CrystalStages, inputs: AttentionInputs, data: st.DataObject,
 ) -> None:
-    """I.11: a further head can only raise a token's best k_heads."""
+    """A further head can only raise a token's best k_heads."""
     extra = data.draw(st.sampled_from(range(len(inputs.q))), label="head to mirror")
     more = replace(inputs, q=np.concatenate([inputs.q, inputs.q[extra : extra + 1]]))
     assert (run(stages, more).salience >= run(stages, inputs).salience).all()
@@ -141,7 +141,7 @@ def test_salience_does_not_fall_when_a_head_is_added(
 @pytest.mark.spec(id="CC-CROSS")
 @given(inputs=hot_sets(), data=st.data())
 def test_the_order_of_heads_says_nothing(stages: CrystalStages, inputs: AttentionInputs, data: st.DataObject) -> None:
-    """I.10: permuted heads give the same S1 (to the bit where attention is dyadic)."""
+    """Permuted heads give the same S1 (to the bit where attention is dyadic)."""
     order = data.draw(st.permutations(range(len(inputs.q))), label="order")
     a, b = run(stages, inputs), run(stages, replace(inputs, q=inputs.q[order]))
     assert a.salience.tolist() == b.salience.tolist()
@@ -151,14 +151,14 @@ def test_the_order_of_heads_says_nothing(stages: CrystalStages, inputs: Attentio
 
 @pytest.mark.spec(id="CC-SALIENCE")
 def test_salience_counts_queries_of_the_own_chunk_only(stages: CrystalStages) -> None:
-    """A.Eq11.1: with C = 2 and four queries on key 0, S_0 counts two of them."""
+    """With C = 2 and four queries on key 0, S_0 counts two of them."""
     p = replace(TINY, C=2, M_min=0.0)
     assert run(stages, one_head([[0], [0], [0], [0]], p)).salience.tolist() == [2, 0, 0, 0]
 
 
 @pytest.mark.spec(id="CC-SALIENCE")
 def test_each_token_has_its_own_best_heads(stages: CrystalStages) -> None:
-    """A.Eq11.3: top heads are chosen per token, and summed, not averaged."""
+    """Top heads are chosen per token, and summed, not averaged."""
     p = replace(TINY, k_heads=1, M_min=0.0)
     a, b = one_head([[0], [0], [0]], p), one_head([[0], [1], [1]], p)
     both = replace(a, q=np.concatenate([a.q, b.q]))
@@ -188,7 +188,7 @@ def test_k_cross_0_drops_the_cross_edges_and_nothing_else(stages: CrystalStages,
 
 @pytest.mark.spec(id="CC-INTRA")
 def test_a_threshold_is_strict_and_ties_go_to_the_lower_index(stages: CrystalStages) -> None:
-    """A.Eq13.3 and 13.4: of three equal cosines k = 1 takes the lowest other index; 1 > 1 is false."""
+    """Of three equal cosines k = 1 takes the lowest other index; 1 > 1 is false."""
     same = one_head([[0], [0], [0], [0]], replace(TINY, k_intra=1))
     assert run(stages, same).intra.tolist() == [[1], [0], [0], [0]]
     assert (run(stages, replace(same, parameters=replace(TINY, tau_intra=1.0))).intra == -1).all()
@@ -207,7 +207,7 @@ def test_a_cross_weight_equal_to_the_threshold_is_no_edge(stages: CrystalStages)
 
 @pytest.mark.spec(id="CC-ROW-NORM")
 def test_rows_are_restricted_before_they_are_normalised(stages: CrystalStages) -> None:
-    """A.Eq12.2: two rows that send most of their mass to an earlier chunk are still alike inside their own."""
+    """Two rows that send most of their mass to an earlier chunk are still alike inside their own."""
     p = replace(TINY, C=2, tau_intra=0.9)
     rows = [[0], [1], [0, 1, 2], [0, 1, 2]]
     assert run(stages, one_head(rows, p)).intra[2:, 0].tolist() == [3, 2]
@@ -215,7 +215,7 @@ def test_rows_are_restricted_before_they_are_normalised(stages: CrystalStages) -
 
 @pytest.mark.spec(id="CC-ROW-NORM")
 def test_a_row_without_mass_in_its_chunk_has_no_neighbour(stages: CrystalStages) -> None:
-    """A.G.3: epsilon keeps a zero row at zero; nothing becomes NaN."""
+    """Epsilon keeps a zero row at zero; nothing becomes NaN."""
     p = replace(TINY, C=2, tau_intra=0.0, M_min=0.0)
     found = run(stages, one_head([[0], [1], [0], [0]], p))
     assert (found.intra[2:] == -1).all()

@@ -111,7 +111,7 @@ def test_every_small_eviction_through_the_stage(stages: CrystalStages) -> None:
 @pytest.mark.spec(id="CC-CUT")
 @given(problem=evictions())
 def test_sizes_of_the_kept_set(stages: CrystalStages, problem: EvictionProblem) -> None:
-    """I.18, I.19: |R| = n at or below B, B_prot above it, else in [B - max(0, N_min - 1), B]."""
+    """|R| = n at or below B, B_prot above it, else in [B - max(0, N_min - 1), B]."""
     n, B = len(problem.impact), problem.budget
     B_prot = int(problem.trunks.sizes[problem.protected].sum())
     kept = len(run(stages, problem).kept)
@@ -126,7 +126,7 @@ def test_sizes_of_the_kept_set(stages: CrystalStages, problem: EvictionProblem) 
 @pytest.mark.spec(id="CC-DISSOLVE")
 @given(problem=evictions())
 def test_the_kept_set_is_ascending_and_holds_the_protected(stages: CrystalStages, problem: EvictionProblem) -> None:
-    """I.25, I.26: int64, strictly rising; protected and whole trunks entire; ratios count what is kept."""
+    """Int64, strictly rising; protected and whole trunks entire; ratios count what is kept."""
     found, trunks = run(stages, problem), problem.trunks
     kept = np.isin(np.arange(len(problem.impact)), found.kept)
     per_trunk = np.add.reduceat(kept, trunks.offsets[:-1])
@@ -141,7 +141,7 @@ def test_the_kept_set_is_ascending_and_holds_the_protected(stages: CrystalStages
 @pytest.mark.spec(id="CC-ALLOCATE")
 @given(problem=evictions())
 def test_at_most_one_trunk_is_partial(stages: CrystalStages, problem: EvictionProblem) -> None:
-    """I.22, H2: r is 0, then at most one fraction, then 1, along the eviction order."""
+    """H2: r is 0, then at most one fraction, then 1, along the eviction order."""
     alive = np.flatnonzero(~problem.protected)
     order = alive[np.lexsort((alive, problem.score[alive]))]
     r = run(stages, problem).ratio[order]
@@ -153,7 +153,7 @@ def test_at_most_one_trunk_is_partial(stages: CrystalStages, problem: EvictionPr
 @pytest.mark.spec(id="CC-DISSOLVE")
 @given(problem=evictions())
 def test_a_partial_trunk_keeps_its_strongest_tokens(stages: CrystalStages, problem: EvictionProblem) -> None:
-    """I.23, I.27: N_min <= k_g < |g|, the k_g highest M_i, lower position first."""
+    """N_min <= k_g < |g|, the k_g highest M_i, lower position first."""
     found = run(stages, problem)
     for g in np.flatnonzero((found.ratio > 0) & (found.ratio < 1)).tolist():
         members = problem.lists[g]
@@ -167,7 +167,7 @@ def test_a_partial_trunk_keeps_its_strongest_tokens(stages: CrystalStages, probl
 def test_N_min_0_equals_1_and_a_large_one_forbids_partial_trunks(
     stages: CrystalStages, problem: EvictionProblem,
 ) -> None:
-    """I.23: N_min in {0, 1} are one; N_min >= T_max is pure trunk eviction."""
+    """N_min in {0, 1} are one; N_min >= T_max is pure trunk eviction."""
     a, b, c = (
         run(stages, replace(problem, parameters=replace(problem.parameters, N_min=N_min))) for N_min in (0, 1, 9)
     )
@@ -179,7 +179,7 @@ def test_N_min_0_equals_1_and_a_large_one_forbids_partial_trunks(
 @pytest.mark.spec(id="CC-ALLOCATE")
 @given(n=st.integers(1, 12), B=st.integers(0, 14), N_min=st.integers(0, 5))
 def test_single_tokens_fill_the_budget(stages: CrystalStages, n: int, B: int, N_min: int) -> None:
-    """I.24: T_max = 1: no partial trunk, |R| = min(n, B), whatever N_min."""
+    """T_max = 1: no partial trunk, |R| = min(n, B), whatever N_min."""
     found = run(stages, bare([1] * n, B, N_min))
     assert found.kept.tolist() == list(range(max(0, n - B), n))
 
@@ -187,7 +187,7 @@ def test_single_tokens_fill_the_budget(stages: CrystalStages, n: int, B: int, N_
 @pytest.mark.spec(id="CC-DISSOLVE")
 @given(problem=evictions(), less=st.integers(0, 12))
 def test_a_smaller_budget_keeps_a_subset(stages: CrystalStages, problem: EvictionProblem, less: int) -> None:
-    """I.28, H7: budgets nest."""
+    """H7: budgets nest."""
     small = run(stages, replace(problem, budget=max(0, problem.budget - less)))
     assert set(small.kept.tolist()) <= set(run(stages, problem).kept.tolist())
 
@@ -195,7 +195,7 @@ def test_a_smaller_budget_keeps_a_subset(stages: CrystalStages, problem: Evictio
 @pytest.mark.spec(id="CC-DISSOLVE")
 @given(problem=evictions())
 def test_a_second_eviction_changes_nothing(stages: CrystalStages, problem: EvictionProblem) -> None:
-    """I.29: the same absolute B on what was kept is a no-op."""
+    """The same absolute B on what was kept is a no-op."""
     found = run(stages, problem)
     sizes = np.round(found.ratio * problem.trunks.sizes).astype(np.int64)
     alive = sizes > 0
@@ -214,7 +214,7 @@ def test_a_second_eviction_changes_nothing(stages: CrystalStages, problem: Evict
 def test_a_higher_score_never_costs_a_trunk(
     stages: CrystalStages, problem: EvictionProblem, data: st.DataObject,
 ) -> None:
-    """I.30: raising one trunk's score never lowers its r; raising one M_i never drops that token."""
+    """Raising one trunk's score never lowers its r; raising one M_i never drops that token."""
     g = data.draw(st.integers(0, len(problem.score) - 1), label="trunk")
     i = data.draw(st.integers(0, len(problem.impact) - 1), label="token")
     score, impact = problem.score.copy(), problem.impact.copy()
@@ -230,7 +230,7 @@ def test_a_higher_score_never_costs_a_trunk(
 def test_the_place_of_a_trunk_says_nothing_while_scores_differ(
     stages: CrystalStages, problem: EvictionProblem, data: st.DataObject,
 ) -> None:
-    """I.31: with distinct scores, permuted trunks have permuted ratios."""
+    """With distinct scores, permuted trunks have permuted ratios."""
     m = len(problem.score)
     distinct = np.array(data.draw(st.permutations(range(m)), label="ranks")) / 16
     order = np.array(data.draw(st.permutations(range(m)), label="places"))
@@ -245,7 +245,7 @@ def test_the_place_of_a_trunk_says_nothing_while_scores_differ(
 @pytest.mark.spec(id="CC-DISSOLVE-D")
 @given(problem=evictions())
 def test_D_weakens_with_its_trunk(stages: CrystalStages, problem: EvictionProblem) -> None:
-    """I.33: 0 <= D' <= D, D' = 0 iff D = 0 or r = 0, protected and whole trunks unchanged."""
+    """0 <= D' <= D, D' = 0 iff D = 0 or r = 0, protected and whole trunks unchanged."""
     found = run(stages, problem)
     assert ((found.D >= 0) & (found.D <= problem.D)).all()
     assert ((found.D == 0) == ((problem.D == 0) | (found.ratio == 0))).all()
@@ -262,14 +262,14 @@ def test_a_protected_score_is_never_read(stages: CrystalStages, problem: Evictio
 
 @pytest.mark.spec(id="CC-DISSOLVE")
 def test_equal_scores_evict_the_earlier_trunk_first(stages: CrystalStages) -> None:
-    """A.G.1: three trunks of four, equal scores, B = 8 keeps {4 .. 11}."""
+    """Three trunks of four, equal scores, B = 8 keeps {4 .. 11}."""
     even = replace(bare([4, 4, 4], 8), score=np.full(3, 0.5))
     assert run(stages, even).kept.tolist() == list(range(4, 12))
 
 
 @pytest.mark.spec(id="CC-DISSOLVE")
 def test_equal_impacts_keep_the_earlier_token(stages: CrystalStages) -> None:
-    """A.G.1: inside a partial trunk the lower position stays."""
+    """Inside a partial trunk the lower position stays."""
     assert run(stages, replace(bare([9], 5), impact=np.ones(9))).kept.tolist() == [0, 1, 2, 3, 4]
 
 
@@ -319,7 +319,7 @@ def windows(draw: st.DrawFn) -> tuple[Trunks, int, int]:
 @pytest.mark.spec(id="CC-PROTECTED")
 @given(case=windows())
 def test_protection_takes_whole_trunks(case: tuple[Trunks, int, int]) -> None:
-    """I.20: a trunk that touches the sink or the window MUST be protected, and no other; B_prot is bounded."""
+    """A trunk that touches the sink or the window MUST be protected, and no other; B_prot is bounded."""
     trunks, N_sink, W_recent = case
     n = int(trunks.offsets[-1])
     found = protection.protected_trunks(trunks.offsets, n, N_sink, W_recent)
@@ -349,7 +349,7 @@ def test_positions_are_absolute(stages: CrystalStages, problem: EvictionProblem)
 @pytest.mark.spec(id="CC-DISSOLVE")
 @given(problem=evictions(), data=st.data())
 def test_only_the_order_of_scores_matters(stages: CrystalStages, problem: EvictionProblem, data: st.DataObject) -> None:
-    """I.32: a positive factor on all scores changes nothing."""
+    """A positive factor on all scores changes nothing."""
     factor = data.draw(st.sampled_from([0.25, 0.5, 4.0]), label="factor")
     scaled: Vector = problem.score * factor
     assert run(stages, replace(problem, score=scaled)).kept.tolist() == run(stages, problem).kept.tolist()

@@ -1,4 +1,4 @@
-"""What does not hold: claims of the prose and tempting properties, each with its counterexample (audit, D.5).
+"""What does not hold: claims of the prose and tempting properties, each with its counterexample.
 
 None of these may become a property. A change that makes one of these tests fail has changed the method.
 """

@@ -65,7 +65,7 @@ def test_the_graph_equals_the_brute_force(stages: CrystalStages, case: tuple[Tex
 @pytest.mark.spec(id="CC-DEGREE")
 @given(case=graphs())
 def test_the_graph_is_symmetric_and_pruned(stages: CrystalStages, case: tuple[Text, Trunks]) -> None:
-    """I.7, I.8: W symmetric, zero diagonal, each weight in (tau_edge, sqrt 2]; 0 <= degree <= sqrt 2 (m - 1)."""
+    """W symmetric, zero diagonal, each weight in (tau_edge, sqrt 2]; 0 <= degree <= sqrt 2 (m - 1)."""
     found = run(stages, case)
     W = checks.dense(found)
     top = math.sqrt(2) * (1 + compare.gamma(8, "float64"))
@@ -79,7 +79,7 @@ def test_the_graph_is_symmetric_and_pruned(stages: CrystalStages, case: tuple[Te
 
 @pytest.mark.spec(id="CC-TRUNK-EDGES")
 def test_a_mutual_pair_counts_twice(stages: CrystalStages) -> None:
-    """A.Eq24.1: the multiset is additive, so a mutual pair of singletons has W = w sqrt 2."""
+    """The multiset is additive, so a mutual pair of singletons has W = w sqrt 2."""
     found = record([1.0, 1.0], [[(1, 0.5)], [(0, 0.5)]], [[], []], 1, 1)
     W = stages.graph(found, Trunks(np.arange(3), np.ones(2)), PAPER).weights
     assert compare.close("CC-TRUNK-WEIGHT", W, [0.5 * math.sqrt(2)] * 2)
@@ -87,7 +87,7 @@ def test_a_mutual_pair_counts_twice(stages: CrystalStages) -> None:
 
 @pytest.mark.spec(id="CC-TRUNK-EDGES")
 def test_equal_weights_of_different_pairs_both_count(stages: CrystalStages) -> None:
-    """A.Eq24.1: two edges of weight 1/2 between pairs of tokens: density 2/4, not 1/4; inner edges do not count."""
+    """Two edges of weight 1/2 between pairs of tokens: density 2/4, not 1/4; inner edges do not count."""
     intra = [[(1, 1.0), (2, 0.5)], [(3, 0.5)], [(3, 1.0)], []]
     found = record([1.0] * 4, intra, [[] for _ in range(4)], 2, 1)
     W = stages.graph(found, Trunks(np.array([0, 2, 4]), np.ones(2)), PAPER).weights
@@ -119,7 +119,7 @@ def test_no_edges_survive_above_the_largest_weight(stages: CrystalStages, case: 
 def test_D_lies_in_the_unit_interval_and_follows_the_degree(
     stages: CrystalStages, case: tuple[Text, Trunks],
 ) -> None:
-    """I.14: 0 <= D <= 1; a higher degree has no lower D, an equal one the same."""
+    """0 <= D <= 1; a higher degree has no lower D, an equal one the same."""
     found = run(stages, case)
     order = np.argsort(found.degree, kind="stable")
     assert (np.diff(found.D[order]) >= 0).all()
@@ -142,20 +142,20 @@ def test_the_ablation_without_D_has_the_same_graph(stages: CrystalStages, case: 
 
 @pytest.mark.spec(id="CC-CRYSTALLIZATION")
 def test_the_standard_deviation_is_the_population_one(stages: CrystalStages) -> None:
-    """A.Eq27.1: degrees (0, 1) have D (.0067, .9933), not (.0283, .9717)."""
+    """Degrees (0, 1) have D (.0067, .9933), not (.0283, .9717)."""
     assert np.round(D_of(stages, [0.0, 1.0]), 4).tolist() == [0.0067, 0.9933]
 
 
 @pytest.mark.spec(id="CC-CRYSTALLIZATION")
 def test_a_vanishing_deviation_falls_back_to_1(stages: CrystalStages) -> None:
-    """A.Eq27.2: degrees (0, 1e-9) give (.5, .5), not (.438, .562)."""
+    """Degrees (0, 1e-9) give (.5, .5), not (.438, .562)."""
     assert np.round(D_of(stages, [0.0, 1e-9]), 3).tolist() == [0.5, 0.5]
     assert D_of(stages, [0.0, 1e-7])[1] > 0.9
 
 
 @pytest.mark.spec(id="CC-CRYSTALLIZATION")
 def test_one_trunk_and_equal_degrees_have_D_of_a_half(stages: CrystalStages) -> None:
-    """I.14, exactly."""
+    """Exactly."""
     found = record([1.0, 1.0], [[(1, 1.0)], []], [[], []], 8, 4)
     assert stages.graph(found, Trunks(np.array([0, 2]), np.ones(1)), PAPER).D.tolist() == [0.5]
     assert D_of(stages, [0.75, 0.75, 0.75]).tolist() == [0.5] * 3
@@ -164,7 +164,7 @@ def test_one_trunk_and_equal_degrees_have_D_of_a_half(stages: CrystalStages) -> 
 @pytest.mark.spec(id="CC-CRYSTALLIZATION")
 @given(w=st.floats(0.05, 1), m=st.integers(1, 12))
 def test_equal_degrees_have_D_of_a_half(stages: CrystalStages, w: float, m: int) -> None:
-    """I.14: exactly for one trunk, else within the bound, because the mean of equal numbers may round."""
+    """Exactly for one trunk, else within the bound, because the mean of equal numbers may round."""
     slack = 0 if m == 1 else compare.crystallization_radius(np.full(m, w), PAPER.s, PAPER.epsilon)
     assert np.abs(D_of(stages, [w] * m) - 0.5).max() <= slack
 
@@ -172,7 +172,7 @@ def test_equal_degrees_have_D_of_a_half(stages: CrystalStages, w: float, m: int)
 @pytest.mark.spec(id="CC-CRYSTALLIZATION")
 @given(eighths=st.lists(st.integers(0, 8), min_size=2, max_size=9))
 def test_D_ignores_the_scale_of_degrees(stages: CrystalStages, eighths: list[int]) -> None:
-    """I.14: D(a deg) = D(deg) for a > 0; exact for a power of two."""
+    """D(a deg) = D(deg) for a > 0; exact for a power of two."""
     degree = [x / 8 for x in eighths]
     assert D_of(stages, degree).tolist() == D_of(stages, [x / 2 for x in degree]).tolist()
 
@@ -182,7 +182,7 @@ def test_D_ignores_the_scale_of_degrees(stages: CrystalStages, eighths: list[int
 def test_D_does_not_fall_with_its_own_degree(
     stages: CrystalStages, eighths: list[int], data: st.DataObject,
 ) -> None:
-    """I.14, the other degrees fixed (what it does to another trunk's D is free: FC8)."""
+    """The other degrees fixed (what it does to another trunk's D is free: FC8)."""
     at = data.draw(st.integers(0, len(eighths) - 1), label="trunk")
     raised = [x / 8 for x in eighths]
     raised[at] = data.draw(st.integers(eighths[at], 8), label="raised eighths") / 8
@@ -193,7 +193,7 @@ def test_D_does_not_fall_with_its_own_degree(
 
 @pytest.mark.spec(id="CC-CRYSTALLIZATION")
 def test_a_steep_logistic_does_not_overflow(stages: CrystalStages) -> None:
-    """A.Eq27.3: |s z| may reach hundreds."""
+    """|s z| may reach hundreds."""
     D = D_of(stages, [1.0, *[0.0] * 60], replace(PAPER, s=400.0))
     assert D[0] == 1
     assert (D[1:] < 1e-10).all()

@@ -49,7 +49,7 @@ def test_impact_equals_the_brute_force(
 @pytest.mark.spec(id="CC-COUNT")
 @given(tokens=salient_tokens(), data=st.data())
 def test_ids_are_names(stages: CrystalStages, tokens: tuple[Vector, IntVector], data: st.DataObject) -> None:
-    """I.9: any bijection of the ids MUST leave M unchanged, to the bit."""
+    """Any bijection of the ids MUST leave M unchanged, to the bit."""
     S, ids = tokens
     values = sorted(set(ids.tolist()))
     names = data.draw(st.lists(st.integers(0, 10**9), min_size=len(values), max_size=len(values), unique=True))
@@ -71,7 +71,7 @@ def test_order_of_tokens_says_nothing(
 @pytest.mark.spec(id="CC-RARITY")
 @given(count=st.integers(1, 200))
 def test_a_further_mention_lowers_the_impact(stages: CrystalStages, count: int) -> None:
-    """I.12: U strictly falls with c, and lies in (0, 1 / (1 + ln 2)] (6.406 = 1/2 + 10 U(1))."""
+    """U strictly falls with c, and lies in (0, 1 / (1 + ln 2)] (6.406 = 1/2 + 10 U(1))."""
     S = np.full(count + 1, 1.0)
     fewer = stages.impact(S[:-1], np.zeros(count, dtype=np.int64), PAPER)[0]
     more = stages.impact(S, np.zeros(count + 1, dtype=np.int64), PAPER)[0]
@@ -83,7 +83,7 @@ def test_a_further_mention_lowers_the_impact(stages: CrystalStages, count: int) 
 def test_impact_rises_with_salience_and_never_meets_the_clip(
     stages: CrystalStages, tokens: tuple[Vector, IntVector], data: st.DataObject,
 ) -> None:
-    """I.13, H5: M_i in [10 U_min + 0.05, 15.907], monotone in S."""
+    """H5: M_i in [10 U_min + 0.05, 15.907], monotone in S."""
     S, ids = tokens
     at = data.draw(st.integers(0, len(S) - 1), label="token")
     raised = S.copy()
@@ -116,7 +116,7 @@ def test_impact_is_clipped(stages: CrystalStages) -> None:
 def test_trunk_impact_is_the_mean_of_the_best_three(
     stages: CrystalStages, data: st.DataObject, M: Vector,
 ) -> None:
-    """I.13: it lies between the members' least and greatest, and rises with each of them; exact in quarters."""
+    """It lies between the members' least and greatest, and rises with each of them; exact in quarters."""
     offsets = data.draw(partitions(12), label="trunks").offsets
     ends = np.isin(np.arange(1, 13), offsets)
     found = record([1.0] * 12, [[] for _ in M], [[] for _ in M], 8, 4)

@@ -91,7 +91,7 @@ def test_strides_say_nothing(backend: Backend, precision: str, prompt: Prompt) -
 @pytest.mark.spec(id="CC-PREFILL")
 @given(prompt=prompts(), data=st.data())
 def test_ids_are_names(backend: Backend, prompt: Prompt, data: st.DataObject) -> None:
-    """I.9: a bijection of ids that takes the sentence ends along changes nothing."""
+    """A bijection of ids that takes the sentence ends along changes nothing."""
     values = sorted({*prompt.token_ids.tolist(), *prompt.sentence_ends})
     names = dict(zip(values, data.draw(st.permutations(range(5, 5 + len(values))), label="names"), strict=True))
     renamed = run(
@@ -104,7 +104,7 @@ def test_ids_are_names(backend: Backend, prompt: Prompt, data: st.DataObject) ->
 @pytest.mark.spec(id="CC-PREFILL")
 @given(prompt=prompts())
 def test_budget_1_keeps_everything(backend: Backend, prompt: Prompt) -> None:
-    """I.34: beta = 1 MUST keep [0, n), and D as it was."""
+    """Beta = 1 MUST keep [0, n), and D as it was."""
     found = run(backend, prompt, budget=1.0)
     assert found.kept.tolist() == list(range(len(prompt.token_ids)))
     assert found.D.tolist() == found.graph.D.tolist()
@@ -113,7 +113,7 @@ def test_budget_1_keeps_everything(backend: Backend, prompt: Prompt) -> None:
 @pytest.mark.spec(id="CC-PREFILL")
 @given(prompt=prompts(), less=st.integers(1, 99))
 def test_budgets_nest(backend: Backend, prompt: Prompt, less: int) -> None:
-    """I.28: a smaller beta keeps a subset."""
+    """A smaller beta keeps a subset."""
     small = run(backend, prompt, budget=f"{float(prompt.share) * less / 100 + 0.0001:.6f}")
     assert set(small.kept.tolist()) <= set(run(backend, prompt).kept.tolist())
 
@@ -122,7 +122,7 @@ def test_budgets_nest(backend: Backend, prompt: Prompt, less: int) -> None:
 @pytest.mark.spec(id="CC-PROTECTED")
 @given(prompt=prompts())
 def test_the_result_says_how_far_it_is_over_budget(backend: Backend, prompt: Prompt) -> None:
-    """I.19: B_prot <= |R| <= max(B, B_prot); over_budget is the excess; the sink and the window stay."""
+    """B_prot <= |R| <= max(B, B_prot); over_budget is the excess; the sink and the window stay."""
     found, p, n = run(backend, prompt), prompt.inputs.parameters, len(prompt.token_ids)
     B_prot = int(found.trunks.sizes[found.protected].sum())
     assert B_prot <= len(found.kept) <= max(found.budget, B_prot)
@@ -160,7 +160,7 @@ def test_no_von_restorff_changes_the_impact_alone(backend: Backend, prompt: Prom
 @pytest.mark.spec(id="CC-SCORE")
 @given(prompt=prompts(), alpha=st.sampled_from([0.25, 2.0]))
 def test_without_D_alpha_says_nothing(backend: Backend, prompt: Prompt, alpha: float) -> None:
-    """I.32, Table 10, M only: score = alpha M~, and R does not depend on alpha > 0."""
+    """Table 10, M only: score = alpha M~, and R does not depend on alpha > 0."""
     a, b = varied(backend, prompt, graph="zero", alpha=1.0), varied(backend, prompt, graph="zero", alpha=alpha)
     assert np.array_equal(a.scores * alpha, b.scores, equal_nan=True)
     assert a.kept.tolist() == b.kept.tolist()

@@ -52,7 +52,7 @@ def test_memory_is_linear_in_the_batch(batch: int) -> None:
     [(67, [23, 22, 22]), (95, [32, 32, 31]), (32, [32]), (33, [17, 16]), (64, [32, 32]), (65, [22, 22, 21])],
 )
 def test_split_sizes(size: int, sizes: list[int]) -> None:
-    """A.S2.3: larger pieces first, none above T_max = 32."""
+    """Larger pieces first, none above T_max = 32."""
     assert split_sizes(size, 32) == sizes
 
 
@@ -75,7 +75,7 @@ def test_a_trunk_weight_can_reach_the_root_of_2(stages: CrystalStages) -> None:
 
 @pytest.mark.spec(id="CC-PROTECTED")
 def test_150_tokens_can_all_be_protected(stages: CrystalStages) -> None:
-    """A.Eq31.1: B = 132 at beta = .5, c_0 = 18, and nothing may be evicted: all 150 stay, no error."""
+    """B = 132 at beta = .5, c_0 = 18, and nothing may be evicted: all 150 stay, no error."""
     offsets = np.array([0, 18, 50, 75, 100, 125, 150])
     protected = protected_trunks(offsets, 150, PAPER.N_sink, PAPER.W_recent)
     trunks = Trunks(offsets, np.ones(6))
@@ -89,7 +89,7 @@ def test_150_tokens_can_all_be_protected(stages: CrystalStages) -> None:
 
 @pytest.mark.spec(id="CC-PROTECTED")
 def test_protected_trunks_hold_at_most_194_tokens() -> None:
-    """I.20: N_sink + W_recent + 2 (T_max - 1), and the bound is attained."""
+    """N_sink + W_recent + 2 (T_max - 1), and the bound is attained."""
     n, T = 1000, PAPER.T_max
     last = n - PAPER.W_recent + 1
     sizes = np.diff([0, 3, 3 + T, last - T, last, n])

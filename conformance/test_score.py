@@ -55,7 +55,7 @@ def test_the_score_equals_the_brute_force(stages: CrystalStages, case: Case) -> 
 @pytest.mark.spec(id="CC-SCORE")
 @given(case=cases())
 def test_the_score_is_bounded_and_at_least_D(stages: CrystalStages, case: Case) -> None:
-    """I.16: D <= score <= max(1, alpha)."""
+    """D <= score <= max(1, alpha)."""
     alive = ~case.protected
     found = run(stages, case)[alive]
     assert (found >= case.D[alive]).all()
@@ -65,7 +65,7 @@ def test_the_score_is_bounded_and_at_least_D(stages: CrystalStages, case: Case) 
 @pytest.mark.spec(id="CC-SCORE")
 @given(case=cases())
 def test_alpha_0_leaves_D(stages: CrystalStages, case: Case) -> None:
-    """I.16, Table 10, D only: the score is D to the bit."""
+    """Table 10, D only: the score is D to the bit."""
     alive = ~case.protected
     found = run(stages, replace(case, parameters=replace(case.parameters, alpha=0.0)))
     assert found[alive].tolist() == case.D[alive].tolist()
@@ -83,7 +83,7 @@ def test_uniform_impact_equals_alpha_0(stages: CrystalStages, case: Case) -> Non
 @pytest.mark.spec(id="CC-NORMALISED-IMPACT")
 @given(case=cases())
 def test_normalised_impact_orders_trunks_as_impact_does(stages: CrystalStages, case: Case) -> None:
-    """I.15: M~ in [0, 1), the least exactly 0, order kept, equal impacts equal."""
+    """M~ in [0, 1), the least exactly 0, order kept, equal impacts equal."""
     p = replace(case.parameters, alpha=1.0)
     alive = ~case.protected
     found = run(stages, replace(case, D=np.zeros(len(case.D)), parameters=p))[alive]
@@ -99,7 +99,7 @@ def test_normalised_impact_orders_trunks_as_impact_does(stages: CrystalStages, c
 def test_raising_one_impact_never_raises_another_trunk(
     stages: CrystalStages, case: Case, data: st.DataObject,
 ) -> None:
-    """I.15, for a raise that float64 resolves."""
+    """For a raise that float64 resolves."""
     at = data.draw(st.integers(0, len(case.D) - 1), label="trunk")
     raised = case.impact.copy()
     raised[at] += data.draw(st.integers(1, 8), label="raise")
@@ -129,7 +129,7 @@ def test_protected_trunks_do_not_enter_the_range(
 @pytest.mark.spec(id="CC-SCORE")
 @pytest.mark.parametrize("protected", [True, False])
 def test_one_trunk(stages: CrystalStages, protected: bool) -> None:
-    """A.Eq28.1 and 28.2: nothing unprotected gives no score and no error; a single trunk has the score D."""
+    """Nothing unprotected gives no score and no error; a single trunk has the score D."""
     found = stages.score(np.array([0.25]), np.array([7.0]), np.array([protected]), PAPER)
     assert np.array_equal(found, [np.nan if protected else 0.25], equal_nan=True)
 

@@ -71,7 +71,7 @@ def test_a_later_segment_has_the_same_trunks_further_on(stages: CrystalStages, t
 @pytest.mark.spec(id="CC-TRUNKS")
 @given(text=texts())
 def test_trunks_partition_the_segment(stages: CrystalStages, text: Text) -> None:
-    """I.1 and I.2: trunks MUST be contiguous, cover [0, n) in order, and hold 1 to T_max tokens."""
+    """Trunks MUST be contiguous, cover [0, n) in order, and hold 1 to T_max tokens."""
     n, T = len(text.ends), text.parameters.T_max
     found = run(stages, text)
     assert found.offsets[[0, -1]].tolist() == [0, n]
@@ -84,7 +84,7 @@ def test_trunks_partition_the_segment(stages: CrystalStages, text: Text) -> None
 @pytest.mark.spec(id="CC-SPLIT")
 @given(text=texts())
 def test_a_boundary_is_a_sentence_end_or_splits_a_long_sentence(stages: CrystalStages, text: Text) -> None:
-    """I.3: Step 2 can never build a trunk above T_max, so only single sentences are split."""
+    """Step 2 can never build a trunk above T_max, so only single sentences are split."""
     inside = {i for sentence in s2.sentences(text.ends.tolist()) if len(sentence) > text.parameters.T_max
               for i in sentence[1:]}
     after_ends = set((np.flatnonzero(text.ends) + 1).tolist())
@@ -94,7 +94,7 @@ def test_a_boundary_is_a_sentence_end_or_splits_a_long_sentence(stages: CrystalS
 @pytest.mark.spec(id="CC-SPLIT")
 @given(text=texts())
 def test_T_max_1_makes_tokens_trunks(stages: CrystalStages, text: Text) -> None:
-    """I.4: for all edges, thresholds and sentence ends."""
+    """For all edges, thresholds and sentence ends."""
     found = run(stages, replace(text, parameters=replace(text.parameters, T_max=1)))
     assert found.offsets.tolist() == list(range(len(text.ends) + 1))
     assert found.impact.tolist() == text.impact.tolist()
@@ -103,7 +103,7 @@ def test_T_max_1_makes_tokens_trunks(stages: CrystalStages, text: Text) -> None:
 @pytest.mark.spec(id="CC-MERGE")
 @given(text=texts())
 def test_nothing_merges_at_tau_merge_1_or_without_edges(stages: CrystalStages, text: Text) -> None:
-    """I.5: weights are at most 1 and the comparison is strict; an empty interface has strength 0."""
+    """Weights are at most 1 and the comparison is strict; an empty interface has strength 0."""
     p, n = text.parameters, len(text.ends)
     strict = replace(text, parameters=replace(p, tau_merge=1.0))
     no_edges = record([1.0] * n, [[] for _ in range(n)], [[] for _ in range(n)], p.k_intra, p.k_cross)
@@ -117,7 +117,7 @@ def test_nothing_merges_at_tau_merge_1_or_without_edges(stages: CrystalStages, t
 
 @pytest.mark.spec(id="CC-INTERFACE-EDGES")
 def test_an_interface_is_read_in_its_literal_orientation(stages: CrystalStages) -> None:
-    """A.Eq17.1: (2, 1) does not join [0, 2) and [2, 4); (1, 2) does."""
+    """(2, 1) does not join [0, 2) and [2, 4); (1, 2) does."""
     assert offsets(stages, linked(4, (2, 1, 0.9)), [1, 3], PAPER) == [0, 2, 4]
     assert offsets(stages, linked(4, (1, 2, 0.9)), [1, 3], PAPER) == [0, 4]
 
@@ -125,7 +125,7 @@ def test_an_interface_is_read_in_its_literal_orientation(stages: CrystalStages) 
 @pytest.mark.spec(id="CC-INTERFACE-EDGES")
 @pytest.mark.spec(id="CC-MERGE")
 def test_a_backward_edge_does_not_enter_the_mean(stages: CrystalStages) -> None:
-    """A.Eq17.1, R2 against R3: (1, 2, .9), (0, 3, .31): mean .605; with the mirror edge it would be .703."""
+    """(1, 2, .9), (0, 3, .31): mean .605; with the mirror edge it would be .703."""
     intra = linked(4, (1, 2, 0.9), (2, 1, 0.9), (0, 3, 0.31))
     assert offsets(stages, intra, [1, 3], replace(PAPER, tau_merge=0.65)) == [0, 2, 4]
     assert offsets(stages, intra, [1, 3], replace(PAPER, tau_merge=0.6)) == [0, 4]
@@ -151,7 +151,7 @@ def test_the_strength_must_exceed_tau_merge(stages: CrystalStages, tau_merge: fl
 def test_the_comparison_is_multiplied_out(
     stages: CrystalStages, tau_merge: float, weights: list[float], merged: bool,
 ) -> None:
-    """A.Eq18.3: sum(w) - tau k > 0 in the order of (a, b), which is not the order of E: neighbours stand by rank.
+    """Sum(w) - tau k > 0 in the order of (a, b), which is not the order of E: neighbours stand by rank.
 
     For the first two cases the mean says the contrary; the last two are one multiset in two orders.
     """
@@ -191,7 +191,7 @@ def test_the_interface_is_five_tokens_on_each_side(stages: CrystalStages, a: int
     [([], [0, 5]), ([4], [0, 5]), ([0], [0, 1, 5]), ([1, 2], [0, 2, 3, 5]), (list(range(5)), [0, 1, 2, 3, 4, 5])],
 )
 def test_an_end_closes_its_sentence(stages: CrystalStages, ends: list[int], expected: list[int]) -> None:
-    """A.S2.2: consecutive ends are sentences of their own; what follows the last end is a sentence."""
+    """Consecutive ends are sentences of their own; what follows the last end is a sentence."""
     assert offsets(stages, linked(5), ends, PAPER) == expected
 
 
@@ -235,7 +235,7 @@ def test_no_token_is_no_sentence() -> None:
 def test_below_tau_intra_the_merge_threshold_is_idle_inside_a_chunk(
     stages: CrystalStages, text: Text, tau: float,
 ) -> None:
-    """I.5, H4: with one chunk every recorded weight exceeds tau_intra, hence so does each mean."""
+    """H4: with one chunk every recorded weight exceeds tau_intra, hence so does each mean."""
     p = replace(TINY, C=len(text.ends), tau_intra=0.3, k_cross=text.coattention.cross.shape[1])
     S1 = text.coattention
     strong = np.where(S1.intra_weight > p.tau_intra, S1.intra, -1)

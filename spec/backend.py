@@ -13,7 +13,11 @@ from spec.records import CoAttention, Dissolution, TrunkGraph, Trunks
 
 __all__ = ["BUILT_IN", "ENTRY_POINTS", "Backend", "CrystalStages", "resolve"]
 
-BUILT_IN = {"numpy": "reference.backend:BACKEND", "numba": "accelerated.numba_cpu.backend:BACKEND"}
+BUILT_IN = {
+    "numpy": "reference.backend:BACKEND",
+    "numba": "accelerated.numba_cpu.backend:BACKEND",
+    "triton": "accelerated.triton_gpu.backend:BACKEND",
+}
 ENTRY_POINTS = "kvspec.backends"
 
 
