@@ -141,7 +141,7 @@ def test_the_kept_set_is_ascending_and_holds_the_protected(stages: CrystalStages
 @pytest.mark.spec(id="CC-ALLOCATE")
 @given(problem=evictions())
 def test_at_most_one_trunk_is_partial(stages: CrystalStages, problem: EvictionProblem) -> None:
-    """H2: r is 0, then at most one fraction, then 1, along the eviction order."""
+    """r is 0, then at most one fraction, then 1, along the eviction order."""
     alive = np.flatnonzero(~problem.protected)
     order = alive[np.lexsort((alive, problem.score[alive]))]
     r = run(stages, problem).ratio[order]
@@ -187,7 +187,7 @@ def test_single_tokens_fill_the_budget(stages: CrystalStages, n: int, B: int, N_
 @pytest.mark.spec(id="CC-DISSOLVE")
 @given(problem=evictions(), less=st.integers(0, 12))
 def test_a_smaller_budget_keeps_a_subset(stages: CrystalStages, problem: EvictionProblem, less: int) -> None:
-    """H7: budgets nest."""
+    """Budgets nest."""
     small = run(stages, replace(problem, budget=max(0, problem.budget - less)))
     assert set(small.kept.tolist()) <= set(run(stages, problem).kept.tolist())
 
@@ -286,7 +286,7 @@ def test_the_branches_of_the_loop(stages: CrystalStages, size: int, c: int, N_mi
 @pytest.mark.usefixtures("reference_items")
 @pytest.mark.parametrize("size", [*range(2, 65), 1000, 2048])
 def test_the_keep_count_is_what_the_cut_leaves(size: int) -> None:
-    """H3: round(((g - c) / g) g) = g - c in float64."""
+    """`round(((g - c) / g) g)` = g - c in float64."""
     for c in range(1, size):
         assert reference.keep_count((size - c) / size, size, 0) == size - c
 
@@ -303,7 +303,7 @@ def test_the_keep_count_rounds_half_to_even(r: float, size: int, N_min: int, k: 
 @pytest.mark.usefixtures("reference_items")
 @given(problem=evictions())
 def test_the_cut_needs_no_sums(problem: EvictionProblem) -> None:
-    """H1: c_0 = max(0, n - B), held to T_alive, Eq. 32's precondition."""
+    """c_0 = max(0, n - B), held to T_alive, Eq. 32's precondition."""
     sizes = problem.trunks.sizes
     T_alive = int(sizes[~problem.protected].sum())
     found = protection.cut(sizes, problem.protected, problem.budget)

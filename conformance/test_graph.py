@@ -212,7 +212,7 @@ def test_degrees_add_the_surviving_weights(stages: CrystalStages) -> None:
 @pytest.mark.usefixtures("reference_items")
 @given(degree=degrees(), p=small_parameters())
 def test_reference_D_of_given_degrees_equals_the_oracle(degree: Vector, p: CrystalCacheParameters) -> None:
-    """Eq. 27 within its radius, and Cantelli's bound (I.14): few trunks can have a large D."""
+    """Eq. 27 within its radius, and Cantelli's bound: few trunks can have a large D."""
     D = crystallization(degree, p.s, p.epsilon)
     radius = compare.crystallization_radius(degree, p.s, p.epsilon)
     assert (np.abs(D - np.array(s4.crystallization(degree.tolist(), p))) <= radius).all()

@@ -83,7 +83,7 @@ def test_a_further_mention_lowers_the_impact(stages: CrystalStages, count: int) 
 def test_impact_rises_with_salience_and_never_meets_the_clip(
     stages: CrystalStages, tokens: tuple[Vector, IntVector], data: st.DataObject,
 ) -> None:
-    """H5: M_i in [10 U_min + 0.05, 15.907], monotone in S."""
+    """M_i in [10 U_min + 0.05, 15.907], monotone in S."""
     S, ids = tokens
     at = data.draw(st.integers(0, len(S) - 1), label="token")
     raised = S.copy()

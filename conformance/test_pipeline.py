@@ -275,7 +275,7 @@ def test_full_cache_keeps_everything(seen: int, B: int) -> None:
 @pytest.mark.spec(id="CC-COMPACT")
 @given(data=st.data(), n=st.integers(1, 9), H=st.integers(1, 3))
 def test_compaction_takes_the_same_rows_of_every_head(data: st.DataObject, n: int, H: int) -> None:
-    """Eq. 35: K[R] and V[R] in ascending order, bits unchanged; all of them at beta = 1 (I.34)."""
+    """Eq. 35: K[R] and V[R] in ascending order, bits unchanged; all of them at beta = 1."""
     R = np.array(sorted(data.draw(st.sets(st.integers(0, n - 1)), label="R")), dtype=np.int64)
     K = np.arange(H * n * 2, dtype=np.float32).reshape(H, n, 2)
     V = -np.arange(H * n * 3, dtype=np.float16).reshape(H, n, 3)

@@ -60,7 +60,7 @@ def test_split_sizes(size: int, sizes: list[int]) -> None:
 @pytest.mark.spec(id="CC-INTRA")
 @pytest.mark.usefixtures("reference_items")
 def test_a_trunk_weight_can_reach_the_root_of_2(stages: CrystalStages) -> None:
-    """H9: rows (1, 0, 0), (.5, .5, 0), (.5, .5, 0): the last two are mutual neighbours with cosine 1."""
+    """Rows (1, 0, 0), (.5, .5, 0), (.5, .5, 0): the last two are mutual neighbours with cosine 1."""
     rows = np.array([[1.0, 0.0, 0.0], [0.5, 0.5, 0.0], [0.5, 0.5, 0.0]])
     index, weight = intra_neighbours(row_normalise(rows, PAPER.epsilon), PAPER)
     intra = [[(j, w) for j, w in zip(*row, strict=True) if j >= 0]
@@ -112,7 +112,7 @@ def test_budgets_have_a_floor(beta: str, n: int, B: int) -> None:
 
 @pytest.mark.spec(id="CC-IMPACT")
 def test_a_token_that_occurs_once_has_an_impact_of_5_956_or_more(stages: CrystalStages) -> None:
-    """H5: [5.956, 15.906] for c = 1, between the least and the greatest salience."""
+    """[5.956, 15.906] for c = 1, between the least and the greatest salience."""
     M = stages.impact(np.array([PAPER.M_min, PAPER.M_max]), np.array([1, 2]), PAPER)
     assert np.round(M, 3).tolist() == [5.956, 15.906]
 

@@ -74,7 +74,7 @@ def test_alpha_0_leaves_D(stages: CrystalStages, case: Case) -> None:
 @pytest.mark.spec(id="CC-NORMALISED-IMPACT")
 @given(case=cases())
 def test_uniform_impact_equals_alpha_0(stages: CrystalStages, case: Case) -> None:
-    """H10: equal impacts give M~ = 0, so the scores are those of alpha = 0, to the bit."""
+    """Equal impacts give M~ = 0, so the scores are those of alpha = 0, to the bit."""
     uniform = replace(case, impact=np.ones(len(case.D)))
     no_M = replace(case, parameters=replace(case.parameters, alpha=0.0))
     assert np.array_equal(run(stages, uniform), run(stages, no_M), equal_nan=True)

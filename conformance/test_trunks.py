@@ -235,7 +235,7 @@ def test_no_token_is_no_sentence() -> None:
 def test_below_tau_intra_the_merge_threshold_is_idle_inside_a_chunk(
     stages: CrystalStages, text: Text, tau: float,
 ) -> None:
-    """H4: with one chunk every recorded weight exceeds tau_intra, hence so does each mean."""
+    """With one chunk every recorded weight exceeds tau_intra, hence so does each mean."""
     p = replace(TINY, C=len(text.ends), tau_intra=0.3, k_cross=text.coattention.cross.shape[1])
     S1 = text.coattention
     strong = np.where(S1.intra_weight > p.tau_intra, S1.intra, -1)
