@@ -94,6 +94,12 @@ def vectors(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def saboteurs(session: nox.Session) -> None:
+    """The reference with one item wrong, a hundred times over: each must die by a test of its item."""
+    run(session, "conformance.saboteurs", *session.posargs)
+
+
+@nox.session(venv_backend="none")
 def bench(session: nox.Session) -> None:
     """How fast the stages are, as ratios inside one run; some minutes on a quiet machine."""
     files = ["conformance/benchmarks/bench_s1.py", "conformance/benchmarks/bench_stages.py"]

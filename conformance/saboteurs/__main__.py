@@ -1,0 +1,90 @@
+"""`python -m conformance.saboteurs`: every saboteur against the tests of its item, and how subtle each is.
+
+Exit 1 unless each is killed by an assertion, and enough agree with the reference on half of random inputs.
+"""
+
+import argparse
+import multiprocessing
+import sys
+from collections.abc import Iterator
+from time import perf_counter
+
+from conformance.saboteurs import SABOTEURS
+from conformance.saboteurs.registry import Saboteur
+from conformance.saboteurs.subtlety import INPUTS, agreement, right_decisions
+from conformance.saboteurs.verdict import Verdict, items_by_module, judge
+
+__all__ = ["main"]
+
+SUBTLE_AT_LEAST = 40
+
+
+def selected(part: str | None, item: str | None) -> list[Saboteur]:
+    """The saboteurs whose name holds `part`, of the item."""
+    return [
+        saboteur for saboteur in SABOTEURS.values()
+        if (part or "").upper().replace("-", "_") in saboteur.name and item in (None, saboteur.item)
+    ]
+
+
+def trial(name: str) -> tuple[Verdict, int]:
+    """The agreement first: the trial patches this process for good."""
+    saboteur = SABOTEURS[name]
+    agrees = agreement(saboteur)
+    return judge(name, saboteur.item), agrees
+
+
+def trials(names: list[str], workers: int) -> Iterator[tuple[Verdict, int]]:
+    """Each in a process of its own, forked where nothing is patched and what all need is known."""
+    right_decisions()
+    items_by_module()
+    with multiprocessing.get_context("fork").Pool(workers, maxtasksperchild=1) as pool:
+        yield from pool.imap(trial, names, chunksize=1)
+
+
+def line(saboteur: Saboteur, verdict: Verdict, agrees: int) -> str:
+    """A row of the table."""
+    by = verdict.test if verdict.any_backend else f"{verdict.test} (reference)"
+    why = by if verdict.killed else saboteur.reading
+    return f"{saboteur.name:55} {agrees:4}/{INPUTS} {verdict.seconds:6.1f} s  {verdict.outcome:9} {why}"
+
+
+def summary(results: list[tuple[Verdict, int]], seconds: float) -> tuple[str, bool]:
+    """The score, and whether all were killed."""
+    killed = [verdict for verdict, _ in results if verdict.killed]
+    subtle = sum(agrees >= INPUTS / 2 for _, agrees in results)
+    by_stage = sum(verdict.any_backend for verdict in killed)
+    text = (
+        f"saboteurs: {len(killed)} of {len(results)} killed by an assertion of their item"
+        f" ({by_stage} by a test that judges any backend), {subtle} agree with the reference on half or more"
+        f" of {INPUTS} random inputs, {seconds:.0f} s"
+    )
+    return text, len(killed) == len(results)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Try the selected saboteurs; print a row for each and the score."""
+    parser = argparse.ArgumentParser(prog="conformance.saboteurs", description=__doc__)
+    parser.add_argument("-k", metavar="PART", help="those whose name holds PART")
+    parser.add_argument("--item", metavar="ID", help="those of one item")
+    parser.add_argument("--list", action="store_true", help="name them and what they get wrong")
+    parser.add_argument("--workers", type=int, default=2, help="processes at a time")
+    options = parser.parse_args(arguments)
+    chosen = selected(options.k, options.item)
+    if not chosen:
+        parser.error("no saboteur is selected")
+    if options.list:
+        print("\n".join(f"{saboteur.name:55} {saboteur.reading}" for saboteur in chosen))
+        return 0
+    start, results = perf_counter(), []
+    for saboteur, result in zip(chosen, trials([s.name for s in chosen], options.workers), strict=True):
+        results.append(result)
+        print(line(saboteur, *result), flush=True)
+    text, every = summary(results, perf_counter() - start)
+    print(text)
+    few = len(chosen) == len(SABOTEURS) and sum(a >= INPUTS / 2 for _, a in results) < SUBTLE_AT_LEAST
+    return int(few or not every)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""One saboteur before the tests of its item, in a process of its own."""
+
+import io
+import os
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from time import perf_counter
+
+import pytest
+
+from conformance import trace
+from conformance.saboteurs.plugin import judges_any_backend
+
+__all__ = ["Verdict", "items_by_module", "judge", "modules_of"]
+
+CONFORMANCE = Path(__file__).resolve().parent.parent
+EXAMPLES = CONFORMANCE / "test_examples.py"  # its markers are made from the pages, so no literal names them
+
+
+@dataclass
+class Verdict:
+    """What became of a saboteur (or, without one, of the reference)."""
+
+    name: str
+    outcome: str = "survived"
+    test: str = ""
+    any_backend: bool = False
+    ran: int = 0
+    seconds: float = 0.0
+
+    @property
+    def killed(self) -> bool:
+        return self.outcome == "killed"
+
+
+class _Jury:
+    """Stops at the first assertion that fails; remembers a crash, which proves nothing."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        self.verdict = verdict
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> None:
+        if call.when == "call":
+            self.verdict.ran += 1
+        if call.excinfo is None:
+            return
+        # Where nothing was raised, pytest.raises fails with pytest.fail.Exception: an assertion too.
+        asserted = call.when == "call" and call.excinfo.errisinstance((AssertionError, pytest.fail.Exception))
+        self.verdict.test = item.nodeid.rpartition("/")[2]
+        self.verdict.any_backend = judges_any_backend(item)
+        if asserted:
+            self.verdict.outcome = "killed"
+            item.session.shouldstop = "killed"
+        else:
+            self.verdict.outcome = f"crashed: {call.excinfo.exconly().splitlines()[0][:90]}"
+
+
+@cache
+def items_by_module() -> dict[Path, frozenset[str]]:
+    """Which items each module of the suite has literal markers of."""
+    modules = sorted(CONFORMANCE.glob("test_*.py"))
+    return {path: frozenset(dict(trace.markers(path.read_text(encoding="utf-8")))) for path in modules}
+
+
+def modules_of(item: str) -> list[str]:
+    """The modules of the suite that hold a test of the item."""
+    marked = [path for path, items in items_by_module().items() if item in items]
+    return [str(path) for path in dict.fromkeys([*marked, EXAMPLES])]
+
+
+def judge(name: str, item: str, options: Sequence[str] = ()) -> Verdict:
+    """Run the item's tests in this process, with the saboteur in it if it is given a name."""
+    verdict = Verdict(name)
+    who = ["--saboteur", name] if name else ["--saboteur-item", item]
+    start = perf_counter()
+    with redirect_stdout(io.StringIO()) as said, redirect_stderr(said):
+        code = pytest.main(
+            ["-o", "addopts=", "-p", "conformance.plugin", "-p", "conformance.saboteurs.plugin", "-p",
+             "no:cacheprovider", "--rootdir", os.fspath(CONFORMANCE.parent), "--strict-markers",
+             # Hypothesis is imported before pytest is configured.
+             "-W", "ignore::pytest.PytestAssertRewriteWarning",
+             "--kvspec-profile", "ci", *who, *options, *modules_of(item)],
+            plugins=[_Jury(verdict)],
+        )
+    verdict.seconds = perf_counter() - start
+    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED):
+        last = (said.getvalue().strip().splitlines() or [""])[-1]
+        verdict.outcome = f"not judged ({int(code)}): {last[:90]}"
+    return verdict
