@@ -12,6 +12,7 @@ from spec.budget import Budget, parse_budget
 from spec.errors import BackendUnavailable, SpecError
 from spec.parameters import PAPER, CrystalCacheParameters
 from spec.policy import Policy
+from spec.validate import check_sentence_ends
 
 __all__ = ["CrystalCache", "FullCache", "Method", "StreamingLLM"]
 
@@ -56,11 +57,11 @@ class CrystalCache(Method):
             raise SpecError(
                 "sentence_ends", None, "is needed; models_integration.sentence_ends(tokenizer) makes the set"
             )
+        ends = check_sentence_ends(sentence_ends)
         if not isinstance(parameters, CrystalCacheParameters):
             raise SpecError("parameters", parameters, "must be CrystalCacheParameters")
         chosen = _fastest() if backend == "auto" else resolve(backend)
-        # A set-like that is no frozenset is copied here, so that later changes to it do not reach the policy.
-        super().__init__(crystalcache(frozenset(sentence_ends), parameters, chosen), share, chosen.name)
+        super().__init__(crystalcache(ends, parameters, chosen), share, chosen.name)
 
 
 class StreamingLLM(Method):
