@@ -57,6 +57,13 @@ def conformance(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def triton(session: nox.Session) -> None:
+    """The suite on Triton's kernels, in its interpreter: no GPU needed; a quarter of an hour."""
+    files = session.posargs or ["conformance"]
+    run(session, "pytest", "-n", "2", "--backend", "triton", *files, TRITON_INTERPRET="1")
+
+
+@nox.session(venv_backend="none")
 def types(session: nox.Session) -> None:
     """mypy --strict over everything."""
     run(session, "mypy")

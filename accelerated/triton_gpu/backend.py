@@ -1,0 +1,76 @@
+"""Triton as a backend: `backend="triton"`."""
+
+import numpy as np
+
+from accelerated.numba_cpu.backend import BACKEND as NUMBA
+from accelerated.triton_gpu.coattention import coattention
+from accelerated.triton_gpu.crystallization import crystallization
+from accelerated.triton_gpu.device import require_device
+from accelerated.triton_gpu.dissolution import dissolve
+from accelerated.triton_gpu.graph import trunk_graph
+from accelerated.triton_gpu.impact import impact, trunk_impact
+from accelerated.triton_gpu.score import score
+from accelerated.triton_gpu.trunks import trunk_offsets
+from spec.arrays import BoolVector, IntVector, Vector
+from spec.backend import Backend
+from spec.parameters import CrystalCacheParameters
+from spec.policy import DeviceArray
+from spec.records import CoAttention, Dissolution, TrunkGraph, Trunks
+
+__all__ = ["BACKEND", "ON_DEVICE"]
+
+require_device()
+
+
+class _OnDevice:
+    """S1 to S6, each as Triton kernels."""
+
+    def coattention(
+        self, q: DeviceArray, k: DeviceArray, positions: IntVector, parameters: CrystalCacheParameters,
+        scaling: float, softcap: float | None, /,
+    ) -> CoAttention:
+        return coattention(q, k, positions, parameters, scaling, softcap)
+
+    def impact(self, salience: Vector, token_ids: IntVector, parameters: CrystalCacheParameters, /) -> Vector:
+        return impact(salience, token_ids, parameters)
+
+    def trunks(
+        self, coattention: CoAttention, impact: Vector, ends: BoolVector, parameters: CrystalCacheParameters,
+        /,
+    ) -> Trunks:
+        offsets = trunk_offsets(coattention, ends, parameters)
+        return Trunks(offsets, trunk_impact(impact, offsets - coattention.start))
+
+    def graph(
+        self, coattention: CoAttention, trunks: Trunks, parameters: CrystalCacheParameters, /,
+    ) -> TrunkGraph:
+        indptr, indices, weights, degree = trunk_graph(coattention, trunks.offsets, parameters.tau_edge)
+        if parameters.graph == "zero":
+            return TrunkGraph(indptr, indices, weights, degree, np.zeros_like(degree))
+        D = crystallization(degree, parameters.s, parameters.epsilon)
+        return TrunkGraph(indptr, indices, weights, degree, D)
+
+    def score(
+        self, D: Vector, impact: Vector, protected: BoolVector, parameters: CrystalCacheParameters, /,
+    ) -> Vector:
+        return score(D, impact, protected, parameters.alpha, parameters.epsilon)
+
+    def dissolve(
+        self, score: Vector, trunks: Trunks, impact: Vector, D: Vector, protected: BoolVector, budget: int,
+        parameters: CrystalCacheParameters, /,
+    ) -> Dissolution:
+        return Dissolution(*dissolve(score, trunks.offsets, impact, D, protected, budget, parameters.N_min))
+
+
+class _HostAfterAttention:
+    """S1 on the device; S2 to S6 on the host, hidden behind the layers that follow the observed one."""
+
+    def __init__(self) -> None:
+        device, host = _OnDevice(), NUMBA.require_crystal()
+        self.coattention = device.coattention
+        self.impact, self.trunks, self.graph = host.impact, host.trunks, host.graph
+        self.score, self.dissolve = host.score, host.dissolve
+
+
+BACKEND = Backend("triton", crystal=_HostAfterAttention())
+ON_DEVICE = Backend("triton-on-device", crystal=_OnDevice())

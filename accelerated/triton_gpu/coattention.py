@@ -1,0 +1,173 @@
+"""S1: what the observed layer's attention says of each token (Section 3.2), streamed.
+
+The two large buffers, the peaks of tiles and the attention inside chunks, are made for stripes of the
+segment, so that they stay small at any length; no (n, n) array exists. The host waits once, for the result.
+"""
+
+import math
+
+import numpy as np
+import torch
+import triton
+
+from accelerated.triton_gpu import kernels, launch
+from accelerated.triton_gpu.device import INTERPRETED, attention_tensors, download, upload
+from accelerated.triton_gpu.launch import FLOAT32, AttentionTiles, Shape
+from spec.arrays import IntVector
+from spec.errors import SpecError
+from spec.parameters import CrystalCacheParameters
+from spec.policy import DeviceArray
+from spec.records import CoAttention
+
+__all__ = ["coattention", "coattention_of"]
+
+Tensor = torch.Tensor
+LONGEST_LIST = 64
+
+
+class _Segment:
+    """One segment on the device: its inputs, what every launch is told of them, and its outputs."""
+
+    def __init__(
+        self, q: Tensor, k: Tensor, p: CrystalCacheParameters, scaling: float, softcap: float | None,
+        tiles: AttentionTiles,
+    ) -> None:
+        self.q, self.k, self.p, self.tiles = q, k, p, tiles
+        self.heads, self.n, self.d = q.shape
+        self.before = k.shape[1] - self.n
+        self.C = min(p.C, self.n)
+        self.group = self.heads // len(k)
+        self.key_tiles = triton.cdiv(self.before + (self.n - 1) // self.C * self.C, tiles.softmax.columns)
+        self.unit = (softcap or scaling) * math.log2(math.e)
+        self.attention = (scaling / softcap if softcap else 1.0, self.unit, *q.stride(), *k.stride())
+        self.widths = {"d": self.d, "D": max(16, triton.next_power_of_2(self.d)), "CAPPED": bool(softcap)}
+        self.top, self.log = self.empty(self.heads, self.n), self.empty(self.heads, self.n)
+        self.active = self.empty(triton.cdiv(self.n, tiles.cross.rows), self.key_tiles, dtype=torch.int32)
+        self.salience = self.empty(self.n)
+        self.intra, self.cross = self.lists(p.k_intra), self.lists(p.k_cross)
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.q.device)
+
+    def lists(self, k: int) -> tuple[Tensor, Tensor]:
+        """Neighbours and weights of every token: none yet."""
+        index = torch.full((self.n, k), -1, dtype=torch.int64, device=self.q.device)
+        return index, torch.zeros((self.n, k), device=self.q.device)
+
+    def stripes(self, unit: int, floats: int) -> list[tuple[int, int]]:
+        """First token and number of tokens of each stripe: whole units, `floats` scratch values a token."""
+        stripe = max(1, launch.SCRATCH // (4 * max(1, floats) * unit)) * unit
+        return [(first, min(stripe, self.n - first)) for first in range(0, self.n, stripe)]
+
+    def run(self) -> None:
+        """All kernels: each row's softmax, the sources in earlier chunks, then what chunks hold inside."""
+        for first, rows in self.stripes(self.tiles.cross.rows, self.heads * self.key_tiles):
+            self.attend(first, rows)
+        if self.key_tiles and self.p.k_cross:
+            self.link()
+        for first, rows in self.stripes(self.C, self.C):
+            self.compare(first, rows)
+
+    def attend(self, first: int, rows: int) -> None:
+        """Each row's softmax, and the tiles of earlier keys in which it may have an edge."""
+        shape, cross, p = self.tiles.softmax, self.tiles.cross, self.p
+        # Heads that share keys share a program, as many as a power of two allows: 7 heads stay alone.
+        pack = min(self.group & -self.group, shape.rows // 4)
+        each = shape.rows // pack
+        tiles = triton.cdiv(self.before + (first + rows - 1) // self.C * self.C, shape.columns)
+        peak = self.empty(self.heads, tiles, rows)
+        where = (first, rows, self.n, self.before, self.C, tiles)
+        kernels.row_softmax[triton.cdiv(rows, each), self.heads // pack](
+            self.q, self.k, self.top, self.log, peak, *where, *self.attention, GROUP=self.group, PACK=pack,
+            ROWS=each, KEYS=shape.columns, **self.widths, **_how(shape),
+        )
+        if tiles and p.k_cross:
+            bound = self.heads * float(np.float32(p.tau_cross)) * launch.SLACK
+            kernels.active_tiles[triton.cdiv(rows, cross.rows), tiles](
+                self.top, self.log, peak, self.active, *where, self.key_tiles, self.unit, bound, H=self.heads,
+                ROWS=cross.rows, KEYS=cross.columns, **FLOAT32,
+            )
+
+    def link(self) -> None:
+        """Sources in earlier chunks, from the active tiles."""
+        shape, k = self.tiles.cross, self.p.k_cross
+        kernels.cross_neighbours[triton.cdiv(self.n, shape.rows),](
+            self.q, self.k, self.top, self.log, self.active, *self.cross, self.n, self.before, self.C,
+            self.key_tiles, 1.0 / self.heads, float(np.float32(self.p.tau_cross)), *self.attention,
+            H=self.heads, GROUP=self.group, ROWS=shape.rows, KEYS=shape.columns,
+            PLACES=triton.next_power_of_2(k), TAKE=k, **self.widths, **_how(shape),
+        )
+
+    def compare(self, first: int, rows: int) -> None:
+        """Salience and intra neighbours of a stripe of whole chunks."""
+        shape, p, tokens = self.tiles.own, self.p, self.tiles.tokens
+        spans = triton.cdiv(min(self.C, rows) + shape.rows, shape.columns)
+        width = spans * shape.columns
+        tiles = triton.cdiv(rows, shape.rows)
+        A, column = self.empty(rows, self.C), self.empty(tiles, self.heads, width)
+        kernels.own_chunk[tiles, spans](
+            self.q, self.k, self.top, self.log, A, column, first, rows, self.n, self.before, self.C, width,
+            1.0 / self.heads, *self.attention, H=self.heads, GROUP=self.group, ROWS=shape.rows,
+            KEYS=shape.columns, **self.widths, **_how(shape),
+        )
+        kernels.salience[triton.cdiv(rows, tokens),](
+            column, self.salience, first, rows, self.C, width, float(p.M_min), float(p.M_max), H=self.heads,
+            HEADS=triton.next_power_of_2(self.heads), ROWS=shape.rows, TOKENS=tokens,
+            TAKE=min(p.k_heads, self.heads), **FLOAT32,
+        )
+        if p.k_intra:
+            self.choose(first, rows, A)
+
+    def choose(self, first: int, rows: int, A: Tensor) -> None:
+        """The intra neighbours."""
+        norm, shape, k = self.tiles.normalise, self.tiles.intra, self.p.k_intra
+        epsilon = float(self.p.epsilon)
+        kernels.row_normalise[triton.cdiv(rows, norm.rows),](
+            A, first, rows, self.C, epsilon, ROWS=norm.rows, KEYS=norm.columns, **FLOAT32
+        )
+        kernels.intra_neighbours[triton.cdiv(rows, shape.rows),](
+            A, *self.intra, first, rows, self.before, self.C, float(np.float32(self.p.tau_intra)),
+            ROWS=shape.rows, COLUMNS=shape.columns, DEPTH=self.tiles.depth, PLACES=triton.next_power_of_2(k),
+            TAKE=k, **_how(shape),
+        )
+
+
+def _how(shape: Shape) -> dict[str, int | bool]:
+    return {"num_warps": shape.warps, "num_stages": shape.stages, **FLOAT32}
+
+
+def coattention(
+    q: DeviceArray, k: DeviceArray, positions: IntVector, parameters: CrystalCacheParameters, scaling: float,
+    softcap: float | None,
+) -> CoAttention:
+    """S1 in float32 with the tiles of the launch table; the same bits on every run.
+
+    Implements: CC-ATTENTION, CC-SALIENCE, CC-ROW-NORM, CC-INTRA, CC-CROSS, CC-COATTENTION
+
+    Raises:
+        SpecError: for inputs that the kernels do not take, before any launch.
+    """
+    on_device = attention_tensors(q, k)
+    width = max(16, triton.next_power_of_2(on_device[0].shape[2]))
+    tiles = launch.attention_tiles(width, on_device[0].element_size(), INTERPRETED)
+    return coattention_of(*on_device, positions, parameters, scaling, softcap, tiles)
+
+
+def coattention_of(
+    q: Tensor, k: Tensor, positions: IntVector, p: CrystalCacheParameters, scaling: float,
+    softcap: float | None, tiles: AttentionTiles,
+) -> CoAttention:
+    """S1 of checked tensors with given tiles."""
+    for name in ("k_intra", "k_cross"):
+        if getattr(p, name) > LONGEST_LIST:
+            raise SpecError(name, getattr(p, name), f"this backend keeps at most {LONGEST_LIST} neighbours")
+    segment = _Segment(q, k, p, scaling, softcap, tiles)
+    with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
+        segment.run()
+        at = upload(positions, np.int64, q.device)
+        intra, cross = (torch.where(i >= 0, at[i], -1) for i, _ in (segment.intra, segment.cross))
+    return CoAttention(
+        int(positions[segment.before]), download(segment.salience, np.float64),
+        download(intra, np.int64), download(segment.intra[1], np.float64),
+        download(cross, np.int64), download(segment.cross[1], np.float64),
+    )

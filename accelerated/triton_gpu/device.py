@@ -1,0 +1,99 @@
+"""Where Triton runs in this process, and what may be handed to it."""
+
+import os
+from typing import Any
+
+import numpy as np
+import torch
+
+from spec.errors import BackendUnavailable, SpecError
+from spec.policy import DeviceArray
+
+__all__ = ["INTERPRETED", "attention_tensors", "default_device", "download", "require_device", "upload"]
+
+# Triton reads the variable when a kernel is decorated, so it holds for the whole process.
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "y", "yes")
+
+WIDEST_HEAD = 256
+Tensor = torch.Tensor
+
+
+def require_device() -> None:
+    """Refuse a process in which no kernel can run.
+
+    Raises:
+        BackendUnavailable: without CUDA and without the interpreter.
+    """
+    if not INTERPRETED and not torch.cuda.is_available():
+        raise BackendUnavailable(
+            "backend 'triton' needs a CUDA device, and torch sees none here. Run it on a machine with one, or"
+            " start the process with TRITON_INTERPRET=1 to run its kernels slowly on the CPU; 'numba' is the"
+            " fast CPU backend"
+        )
+
+
+def default_device() -> torch.device:
+    """Where NumPy arrays are copied to."""
+    return torch.device("cpu" if INTERPRETED else "cuda")
+
+
+def upload(array: np.ndarray[Any, Any], dtype: Any, device: torch.device | None = None) -> Tensor:
+    """A NumPy array on the device, contiguous; the array itself may be read-only."""
+    return torch.from_numpy(np.array(array, dtype=dtype, order="C")).to(device or default_device())
+
+
+def download(tensor: Tensor, dtype: Any) -> Any:
+    """A tensor as a NumPy array on the host."""
+    return tensor.cpu().numpy().astype(dtype, copy=False)
+
+
+def attention_tensors(q: DeviceArray, k: DeviceArray) -> tuple[Tensor, Tensor]:
+    """q (H, n, d) and k (H_kv, live, d) on one device, of one dtype; tensors are not copied.
+
+    Raises:
+        SpecError: for a type, shape, dtype, device or value that the kernels do not take.
+    """
+    if isinstance(q, torch.Tensor) != isinstance(k, torch.Tensor):
+        raise SpecError("k", type(k).__name__, f"must be of q's kind, {type(q).__name__}")
+    pair = (_checked("q", q), _checked("k", k))
+    _check_together(*pair)
+    for name, x in zip("qk", pair, strict=True):
+        if not bool(torch.isfinite(x).all()):
+            at = tuple(torch.nonzero(~torch.isfinite(x))[0].tolist())
+            raise SpecError(name, float(x[at]), f"must be finite, and is not at {at}")
+    return pair
+
+
+def _checked(name: str, x: DeviceArray) -> Tensor:
+    if not isinstance(x, np.ndarray | torch.Tensor) or x.ndim != 3:
+        raise SpecError(name, getattr(x, "shape", type(x).__name__), "must be an array (heads, tokens, d)")
+    if 0 in x.shape:
+        raise SpecError(name, tuple(x.shape), "no axis may be empty")
+    if x.shape[2] > WIDEST_HEAD:
+        raise SpecError(name, tuple(x.shape), f"this backend takes heads of at most {WIDEST_HEAD} channels")
+    if isinstance(x, np.ndarray):
+        if x.dtype.kind != "f":
+            raise SpecError(name, x.dtype, "must be floating point")
+        return upload(x, x.dtype if x.dtype in (np.float16, np.float32) else np.float32)
+    _check_tensor(name, x)
+    return x
+
+
+def _check_tensor(name: str, x: Tensor) -> None:
+    if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise SpecError(name, x.dtype, "a tensor must be float32, float16 or bfloat16 here")
+    if INTERPRETED and x.dtype == torch.bfloat16:
+        raise SpecError(name, x.dtype, "Triton's interpreter computes bfloat16 wrongly; take another type")
+    if x.device.type != default_device().type:
+        raise SpecError(name, str(x.device), f"a tensor must be on {default_device().type} here")
+
+
+def _check_together(q: Tensor, k: Tensor) -> None:
+    if q.dtype != k.dtype or q.device != k.device:
+        raise SpecError("k", (k.dtype, str(k.device)), f"must be as q is, {q.dtype} on {q.device}")
+    if q.shape[2] != k.shape[2]:
+        raise SpecError("k", tuple(k.shape), f"the head dimension must be q's, {q.shape[2]}")
+    if q.shape[0] % k.shape[0]:
+        raise SpecError("q", tuple(q.shape), f"the heads must be a multiple of k's {k.shape[0]}")
+    if q.shape[1] > k.shape[1]:
+        raise SpecError("q", tuple(q.shape), f"there are only {k.shape[1]} keys for {q.shape[1]} queries")

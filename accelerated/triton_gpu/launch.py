@@ -1,0 +1,70 @@
+"""How the kernels are launched: one literal table of tile sizes. No run-time tuning: other tiles, other bits.
+
+The compiled rows are for Hopper (sm_90), chosen by what the compiler says of them: no register spills
+(float32 at 256 channels excepted). Elements of four bytes go through full float32 products, without tensor
+cores, and need small tiles. The interpreter's tiles are small too, so that a few dozen keys cross several of
+them.
+"""
+
+from dataclasses import dataclass
+
+__all__ = [
+    "COMPILED", "FLOAT32", "FLOAT64", "GATHER", "INTERPRETED", "LANES", "SCAN", "SCRATCH", "SLACK",
+    "AttentionTiles", "Shape", "attention_tiles",
+]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One kernel's tile of rows and columns, and its launch."""
+
+    rows: int
+    columns: int
+    warps: int = 4
+    stages: int = 2
+
+
+@dataclass(frozen=True)
+class AttentionTiles:
+    """S1's kernels for one width of heads. `softmax` counts rows of all heads that share a program."""
+
+    softmax: Shape
+    cross: Shape
+    own: Shape
+    intra: Shape
+    depth: int = 32
+    """Columns of A that one step of a cosine takes."""
+    normalise: Shape = Shape(8, 256)
+    tokens: int = 32
+    """Tokens whose salience one program adds."""
+
+
+# By the padded head dimension, for elements of two bytes and of four.
+COMPILED: dict[tuple[int, int], AttentionTiles] = {
+    (64, 2): AttentionTiles(Shape(128, 128, 8, 3), Shape(64, 128, 8), Shape(64, 64, 8), Shape(64, 64, 8)),
+    (128, 2): AttentionTiles(Shape(128, 128, 8, 3), Shape(64, 128, 8), Shape(64, 64, 8), Shape(64, 64, 8)),
+    (256, 2): AttentionTiles(Shape(128, 64, 8), Shape(64, 64, 8), Shape(64, 64, 8), Shape(64, 64, 8)),
+    (64, 4): AttentionTiles(Shape(32, 16, 8), Shape(32, 16, 8), Shape(32, 32, 8), Shape(64, 64, 8)),
+    (128, 4): AttentionTiles(Shape(32, 16, 8), Shape(16, 16, 8), Shape(16, 16, 8), Shape(64, 64, 8)),
+    (256, 4): AttentionTiles(Shape(32, 16, 8), Shape(16, 16, 8), Shape(16, 16, 8), Shape(64, 64, 8)),
+}
+INTERPRETED = AttentionTiles(
+    Shape(32, 16), Shape(32, 16), Shape(32, 32), Shape(32, 32), depth=16, normalise=Shape(32, 32), tokens=32
+)
+
+SLACK = 1.0 - 1e-5  # rounding of the bound: a float32 sum over heads and exp2, below 1e-6 relative
+SCRATCH = 512 * 2**20  # bytes of each of S1's two large buffers, which cover as many whole chunks as fit
+
+LANES = 128  # items of one program in S2 to S6: boundaries, trunks, pairs or tokens
+GATHER = 16  # rows of the cache that one program moves
+SCAN = 1024  # items of one step where a single program walks over all of them
+
+# Contraction is pinned in both directions. In S1 it is part of the certified bound; in S2 to S6 results are
+# exact, and one fused multiply-add would be another number.
+FLOAT32 = {"enable_fp_fusion": True}
+FLOAT64 = {"enable_fp_fusion": False}
+
+
+def attention_tiles(width: int, bytes_each: int, interpreted: bool) -> AttentionTiles:
+    """S1's tiles for heads padded to `width`."""
+    return INTERPRETED if interpreted else COMPILED[max(width, 64), bytes_each]

@@ -1,0 +1,81 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""The k best of each row, kept while a kernel streams over the columns; and tiles of a strided matrix."""
+
+import triton
+import triton.language as tl
+
+__all__ = ["best_so_far", "load_tile", "no_best", "packed", "weight_of", "write_best"]
+
+# A candidate is one int64: the bits of its weight above, the complement of its index below. Bits of positive
+# floats order as the floats do, so the maximum is the largest weight and, on a tie, the lowest index; no two
+# keys are equal, hence "remove the maximum" is a comparison. tl.topk would do, but is a thousand times slower
+# in the interpreter.
+LAST: tl.constexpr = tl.constexpr(0x7FFFFFFF)
+REMOVED: tl.constexpr = tl.constexpr(-(2**62))
+
+
+@triton.jit
+def packed(weight, index):
+    """Keys of positive float32 weights and their indices."""
+    return (weight.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (index ^ LAST).to(tl.int64)
+
+
+@triton.jit
+def weight_of(key):
+    """The weight of a packed key."""
+    return (key >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def no_best(ROWS: tl.constexpr, PLACES: tl.constexpr):
+    """Empty lists (ROWS, PLACES). Free places are negative and differ, so that one of them is the worst."""
+    return tl.zeros([ROWS, PLACES], tl.int64) - 1 - tl.arange(0, PLACES)[None, :].to(tl.int64)
+
+
+@triton.jit
+def best_so_far(weight, index, admitted, best, TAKE: tl.constexpr):
+    """Merge a tile of weights (rows, columns) into the lists, where `admitted`."""
+    keys = tl.where(admitted, packed(weight, index), REMOVED)
+    if tl.max(tl.max(keys, 1), 0) > REMOVED:
+        best = merge_best(keys, best, TAKE)
+    return best
+
+
+@triton.jit
+def merge_best(keys, best, TAKE: tl.constexpr):
+    """Take the TAKE largest keys of each row, one by one, into the place of the row's worst."""
+    for _ in tl.static_range(TAKE):
+        top = tl.max(keys, 1)
+        keys = tl.where(keys == top[:, None], REMOVED, keys)
+        worst = tl.min(best, 1)
+        best = tl.where((best == worst[:, None]) & (top > worst)[:, None], top[:, None], best)
+    return best
+
+
+@triton.jit
+def write_best(best, INDEX, WEIGHT, row, live, TAKE: tl.constexpr):
+    """Store the lists, best first, as rows of INDEX and WEIGHT (rows, TAKE); free places hold -1 and 0."""
+    at = row.to(tl.int64) * TAKE
+    for rank in tl.static_range(TAKE):
+        top = tl.max(best, 1)
+        best = tl.where(best == top[:, None], REMOVED, best)
+        found = top >= 0
+        tl.store(INDEX + at + rank, tl.where(found, (top & LAST) ^ LAST, -1), mask=live)
+        tl.store(WEIGHT + at + rank, tl.where(found, weight_of(top), 0.0), mask=live)
+
+
+@triton.jit
+def load_tile(
+    X, row, live, row_stride, dim_stride, d: tl.constexpr, D: tl.constexpr,
+    GUARDED: tl.constexpr,
+):
+    """Rows of a strided matrix, padded with zeros from d to D; GUARDED where a row may not be live."""
+    dim = tl.arange(0, D)
+    at = X + row[:, None].to(tl.int64) * row_stride + dim[None, :].to(tl.int64) * dim_stride
+    if GUARDED:
+        tile = tl.load(at, mask=live[:, None] & (dim < d)[None, :], other=0.0)
+    elif d < D:
+        tile = tl.load(at, mask=(dim < d)[None, :], other=0.0)
+    else:
+        tile = tl.load(at)
+    return tile

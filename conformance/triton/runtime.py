@@ -1,0 +1,24 @@
+"""Where the kernels can run: tests ask before they import them, and are skipped with the reason otherwise."""
+
+import os
+from importlib.util import find_spec
+
+import pytest
+
+__all__ = ["require_packages", "require_runtime"]
+
+
+def require_packages() -> None:
+    """Skip the module where torch or triton is not installed."""
+    for name in ("torch", "triton"):
+        if find_spec(name) is None:
+            pytest.skip(f"{name} is not installed: pip install 'kvspec[triton]'", allow_module_level=True)
+
+
+def require_runtime() -> None:
+    """Skip the module where no kernel can run."""
+    require_packages()
+    import torch
+
+    if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
+        pytest.skip("neither a CUDA device nor TRITON_INTERPRET=1", allow_module_level=True)
