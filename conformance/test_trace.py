@@ -21,6 +21,12 @@ PAGE = """# A method
 """
 FUNCTION = 'def total() -> None:\n    """The sum.\n\n    Implements: AB-SUM\n    """\n'
 TEST = 'import pytest\n\n\n@pytest.mark.spec(id="AB-SUM")\ndef test_total() -> None: ...\n'
+VECTOR = '{"testGroups": [{"tests": [{"tcId": "T1", "items": ["AB-SUM"]}]}]}'
+SABOTEURS = '@instead_of(total, "AB-SUM")\ndef a(): ...\n\n\n@method_instead_of(Sum, "total", "AB-SUM")\ndef b(): ...\n'
+FILES = {
+    "spec/a.md": PAGE, "reference/a.py": FUNCTION, "conformance/test_a.py": TEST, "spec/vectors/a.json": VECTOR,
+    "conformance/saboteurs/a.py": SABOTEURS,
+}
 
 Edit = Callable[[Path], None]
 
@@ -28,8 +34,8 @@ Edit = Callable[[Path], None]
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """A complete project of one item."""
-    for name, text in (("spec/a.md", PAGE), ("reference/a.py", FUNCTION), ("conformance/test_a.py", TEST)):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_text(text, encoding="utf-8")
     accept(tmp_path, ["all"])
     return tmp_path
@@ -49,9 +55,13 @@ def moved_to_accelerated(root: Path) -> None:
     (root / "reference/a.py").rename(root / "accelerated/a.py")
 
 
+def with_a_backend(root: Path) -> None:
+    (root / "accelerated/numba_cpu").mkdir(parents=True)
+
+
 def test_a_complete_tree_passes(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([], tree) == 0
-    assert "1 items, all implemented, tested and read" in capsys.readouterr().out
+    assert "1 items, all implemented, tested, shown, sabotaged and read" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -78,10 +88,22 @@ def test_a_complete_tree_passes(tree: Path, capsys: pytest.CaptureFixture[str]) 
         ),
         (replaced("spec/items.lock", "AB-SUM", "AB-OLD 0\nAB-SUM"), ["AB-OLD: locked, but no item"]),
         (replaced("spec/a.md", "## Appendix", PAGE), ["AB-SUM: defined twice"]),
+        (with_a_backend, ["AB-SUM: no function in accelerated/numba_cpu"]),
+        (lambda root: (root / "spec/vectors/a.json").unlink(), ["AB-SUM: no vector"]),
+        (
+            replaced("spec/vectors/a.json", '["AB-SUM"]', '["AB-SUM", "AB-Y"]'),
+            ["AB-Y: unknown id, shown by a.json:T1"],
+        ),
+        (replaced("conformance/saboteurs/a.py", "@method", "@other_"), ["AB-SUM: fewer than 2 saboteurs"]),
+        (
+            replaced("conformance/saboteurs/a.py", "@method", '@instead_of(total, "AB-Z")\n@method'),
+            ["AB-Z: unknown id, sabotaged by conformance/saboteurs/a.py:5"],
+        ),
     ],
     ids=[
         "no function", "fast twin only", "no test", "unknown function id", "unknown test id", "stale", "not locked",
-        "locked only", "twice",
+        "locked only", "twice", "no backend function", "no vector", "unknown vector id", "one saboteur",
+        "unknown saboteur id",
     ],
 )
 def test_a_gap_is_named(tree: Path, edit: Edit, problems: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,3 +148,4 @@ def test_the_shipped_tree_has_no_unknown_id_and_no_stale_text() -> None:
     assert trace.items
     assert trace.lock == trace.items
     assert trace.functions.keys() | trace.tests.keys() <= trace.items.keys()
+    assert trace.vectors.keys() == trace.saboteurs.keys() == trace.items.keys()

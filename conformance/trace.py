@@ -2,12 +2,15 @@
 
 An item is a heading `### CC-NAME` in spec/*.md. Its normative text is everything up to `**Rationale**`; spec/items.lock
 holds a hash of it. A function names its items in its docstring (`Implements: CC-NAME`), a test in its marker
-(`@pytest.mark.spec(id="CC-NAME")`). `--accept CC-NAME` or `--accept all` takes over a text that was read again.
+(`@pytest.mark.spec(id="CC-NAME")`), a vector in its `items`, a saboteur in its decorator. An item needs a function in
+the reference and in each backend that is there (or a reason in NO_STAGE), a test, a vector and two saboteurs.
+`--accept CC-NAME` or `--accept all` takes over a text that was read again.
 """
 
 import argparse
 import ast
 import hashlib
+import json
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -18,7 +21,20 @@ __all__ = ["Trace", "accept", "implementations", "items_of", "main", "normative_
 
 IMPLEMENTING = ("spec", "reference", "accelerated")
 TRUSTED = ("spec", "reference")
+BACKENDS = ("accelerated/numba_cpu", "accelerated/triton_gpu")
 LOCK = Path("spec", "items.lock")
+SABOTEURS = 2  # of each item, at least
+
+# Items that no backend implements, because no stage of `spec.backend.CrystalStages` is about them.
+NO_STAGE = {
+    "CC-MEMORY": "arithmetic of reports; no stage computes it",
+    "CC-BUDGET-FORMS": "read once at the door, in spec/budget.py",
+    "CC-EDGES": "a view of spec/records.py, the same for every backend",
+    "CC-PROTECTED": "computed once by the pipeline; stages are given the mask",
+    "CC-BUDGET": "computed once by the pipeline; stages are given B",
+    "CC-COMPACT": "done in the cache, by models_integration/cache.py",
+    "CC-PREFILL": "the pipeline that composes a backend's stages",
+}
 
 _HEADING = re.compile(r"^### ([A-Z][A-Z0-9]*(?:-[A-Z0-9]+)+)[ \t]*$", re.MULTILINE)
 _NEXT_HEADING = re.compile(r"^#{1,3} ", re.MULTILINE)
@@ -35,6 +51,9 @@ class Trace:
     lock: dict[str, str]
     functions: Places
     tests: Places
+    vectors: Places
+    saboteurs: Places
+    backends: tuple[str, ...] = ()
     repeated: tuple[str, ...] = ()
 
     def problems(self) -> list[str]:
@@ -45,25 +64,44 @@ class Trace:
                 found.append(f"{name}: no reference function")
             if name not in self.tests:
                 found.append(f"{name}: no test")
+            found += [f"{name}: no function in {backend}" for backend in self.backends if self.lacks(name, backend)]
+            if name not in self.vectors:
+                found.append(f"{name}: no vector")
+            if len(self.saboteurs.get(name, [])) < SABOTEURS:
+                found.append(f"{name}: fewer than {SABOTEURS} saboteurs")
             if name not in self.lock:
                 found.append(f"{name}: not in {LOCK.as_posix()}; read it, then --accept {name}")
             elif self.lock[name] != digest:
                 found.append(f"{name}: text changed; read it again, then --accept {name}")
-        for kind, places in (("implemented", self.functions), ("tested", self.tests)):
+        named = (
+            ("implemented", self.functions), ("tested", self.tests), ("shown", self.vectors),
+            ("sabotaged", self.saboteurs),
+        )
+        for kind, places in named:
             for name in places.keys() - self.items.keys():
                 found.append(f"{name}: unknown id, {kind} by {', '.join(places[name])}")
         found += [f"{name}: locked, but no item" for name in self.lock.keys() - self.items.keys()]
         return sorted(found)
 
+    def lacks(self, name: str, backend: str) -> bool:
+        """Whether a backend has no function for an item that is a stage's."""
+        return name not in NO_STAGE and not any(place.startswith(backend) for place in self.functions.get(name, []))
+
     def matrix(self) -> str:
-        """A row per item: id, hash, its functions by package, number of tests."""
+        """A row per item: id, hash, then how many functions, tests, vectors and saboteurs it has."""
         width = max(map(len, self.items), default=4)
-        rows = [f"{'item':{width}}  hash          spec  reference  accelerated  tests"]
+        tops = (*TRUSTED, *self.backends)
+        columns = [Path(top).name for top in tops] + ["tests", "vectors", "saboteurs"]
+        rows = [f"{'item':{width}}  {'hash':12}  " + "  ".join(columns)]
         for name, digest in self.items.items():
             places = self.functions.get(name, [])
-            spec, reference, accelerated = (sum(p.startswith(top) for p in places) for top in IMPLEMENTING)
-            tests = len(self.tests.get(name, []))
-            rows.append(f"{name:{width}}  {digest}  {spec:4}  {reference:9}  {accelerated:11}  {tests:5}")
+            counts = [sum(place.startswith(top) for place in places) for top in tops]
+            counts += [len(where.get(name, [])) for where in (self.tests, self.vectors, self.saboteurs)]
+            cells = [
+                f"{'N/A' if top in self.backends and name in NO_STAGE else count:>{len(column)}}"
+                for top, column, count in zip([*tops, "", "", ""], columns, counts, strict=True)
+            ]
+            rows.append(f"{name:{width}}  {digest}  " + "  ".join(cells))
         return "\n".join(rows)
 
 
@@ -99,6 +137,23 @@ def markers(source: str) -> Iterator[tuple[str, int]]:
                     yield str(keyword.value.value), node.lineno
 
 
+def sabotaged(source: str) -> Iterator[tuple[str, int]]:
+    """Id and line of each `@instead_of(original, "ID")` or `@method_instead_of(...)`."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("instead_of", "method_instead_of"):
+            for argument in node.args:
+                if isinstance(argument, ast.Constant) and re.fullmatch(r"[A-Z]+(-[A-Z0-9]+)+", str(argument.value)):
+                    yield str(argument.value), node.lineno
+
+
+def vector_items(text: str) -> Iterator[tuple[str, str]]:
+    """Item and tcId of each vector of a file."""
+    for group in json.loads(text).get("testGroups", []):
+        for test in group["tests"]:
+            for name in test["items"]:
+                yield name, str(test["tcId"])
+
+
 def read_lock(text: str) -> dict[str, str]:
     """Hash by id; one `id hash` per line."""
     return dict(line.split() for line in text.splitlines() if line.strip())
@@ -111,18 +166,29 @@ def read_tree(root: Path) -> Trace:
     names = [name for name, _ in found]
     functions: Places = {}
     tests: Places = {}
+    vectors: Places = {}
+    saboteurs: Places = {}
     for path in _modules(root, IMPLEMENTING):
         for name, function in implementations(path.read_text(encoding="utf-8")):
             functions.setdefault(name, []).append(f"{path.relative_to(root).as_posix()}:{function}")
     for path in _modules(root, ["conformance"]):
         for name, line in markers(path.read_text(encoding="utf-8")):
             tests.setdefault(name, []).append(f"{path.relative_to(root).as_posix()}:{line}")
+    for path in _modules(root, ["conformance/saboteurs"]):
+        for name, line in sabotaged(path.read_text(encoding="utf-8")):
+            saboteurs.setdefault(name, []).append(f"{path.relative_to(root).as_posix()}:{line}")
+    for path in sorted((root / "spec" / "vectors").glob("*.json")):
+        for name, case in vector_items(path.read_text(encoding="utf-8")):
+            vectors.setdefault(name, []).append(f"{path.name}:{case}")
     lock = root / LOCK
     return Trace(
         {name: normative_hash(text) for name, text in found},
         read_lock(lock.read_text(encoding="ascii")) if lock.exists() else {},
         functions,
         tests,
+        vectors,
+        saboteurs,
+        tuple(backend for backend in BACKENDS if (root / backend).is_dir()),
         tuple(sorted({name for name in names if names.count(name) > 1})),
     )
 
@@ -170,7 +236,7 @@ def main(arguments: list[str] | None = None, root: Path | None = None) -> int:
     trace = read_tree(root)
     problems = trace.problems()
     print(trace.matrix())
-    print("\n".join(problems) or f"trace: {len(trace.items)} items, all implemented, tested and read")
+    print("\n".join(problems) or f"trace: {len(trace.items)} items, all implemented, tested, shown, sabotaged and read")
     return int(bool(problems))
 
 

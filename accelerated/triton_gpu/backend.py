@@ -63,7 +63,7 @@ class _OnDevice:
 
 
 class _HostAfterAttention:
-    """S1 on the device; S2 to S6 on the host, hidden behind the layers that follow the observed one."""
+    """S1 on the device, S2 to S6 on the host: there the data is small and the scans are sequential."""
 
     def __init__(self) -> None:
         device, host = _OnDevice(), NUMBA.require_crystal()
