@@ -3,16 +3,30 @@
 import numpy as np
 
 from reference.crystalcache.protection import effective_budget, protected_trunks
-from spec.arrays import Int64, IntVector
-from spec.backend import Backend, resolve
+from spec.arrays import Float64, Int64, IntVector, Vector
+from spec.backend import Backend, CrystalStages, resolve
 from spec.budget import Budget, parse_budget
 from spec.parameters import PAPER, CrystalCacheParameters
 from spec.policy import DeviceArray
-from spec.records import CrystalRetention
+from spec.records import CoAttention, CrystalRetention, TrunkGraph, Trunks
 from spec.retention import Retention
 from spec.validate import check_attention_inputs, check_scaling, check_sentence_ends, check_token_ids
 
-__all__ = ["prefill"]
+__all__ = ["observe", "prefill"]
+
+
+def observe(
+    stages: CrystalStages, q: DeviceArray, k: DeviceArray, ids: Int64[IntVector, " n"], ends: frozenset[int],
+    parameters: CrystalCacheParameters, scaling: float, softcap: float | None,
+) -> tuple[CoAttention, Float64[Vector, " n"], Trunks, TrunkGraph]:
+    """S1, S3, S2 and S4 of a prompt, in Algorithm 2's order: all that no budget and no protection enters.
+
+    Source: Algorithm 2, lines 1-52.
+    """
+    coattention = stages.coattention(q, k, np.arange(len(ids)), parameters, scaling, softcap)
+    M = stages.impact(coattention.salience, ids, parameters)
+    trunks = stages.trunks(coattention, M, np.isin(ids, sorted(ends)), parameters)
+    return coattention, M, trunks, stages.graph(coattention, trunks, parameters)
 
 
 def prefill(
@@ -47,15 +61,11 @@ def prefill(
     n = q.shape[1]
     ids = check_token_ids(token_ids, k.shape[1])
     check_token_ids(token_ids, n)
-    ends = np.isin(ids, sorted(check_sentence_ends(sentence_ends)))
-    check_scaling(q.shape[2] ** -0.5 if scaling is None else scaling, softcap)
+    ends = check_sentence_ends(sentence_ends)
+    factor = q.shape[2] ** -0.5 if scaling is None else scaling
+    check_scaling(factor, softcap)
 
-    coattention = stages.coattention(
-        q, k, np.arange(n), parameters, q.shape[2] ** -0.5 if scaling is None else scaling, softcap
-    )
-    M = stages.impact(coattention.salience, ids, parameters)
-    trunks = stages.trunks(coattention, M, ends, parameters)
-    graph = stages.graph(coattention, trunks, parameters)
+    coattention, M, trunks, graph = observe(stages, q, k, ids, ends, parameters, factor, softcap)
     protected = protected_trunks(trunks.offsets, n, parameters.N_sink, parameters.W_recent)
     score = stages.score(graph.D, trunks.impact, protected, parameters)
     B = effective_budget(share, n, parameters.N_sink, parameters.W_recent)

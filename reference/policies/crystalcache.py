@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from reference.crystalcache.dissolution import dissolved_D
+from reference.crystalcache.pipeline import observe
 from reference.policies.budgets import even
 from reference.policies.protections import SinkAndRecent
 from reference.policies.selectors import Dissolve, touched_units
@@ -43,14 +42,11 @@ class CrystalScorer:
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
         (view,) = observation.layers.values()
         ids = check_token_ids(observation.token_ids, observation.seen)
-        p, stages = self.parameters, self.stages
-        positions = np.arange(observation.seen)
-        coattention = stages.coattention(view.q, view.k, positions, p, view.scaling, view.softcap)
-        M = stages.impact(coattention.salience, ids, p)
-        trunks = stages.trunks(coattention, M, np.isin(ids, sorted(self.sentence_ends)), p)
-        graph = stages.graph(coattention, trunks, p)
+        coattention, M, trunks, graph = observe(
+            self.stages, view.q, view.k, ids, self.sentence_ends, self.parameters, view.scaling, view.softcap
+        )
         pinned = touched_units(protected, trunks.offsets)
-        scores = stages.score(graph.D, trunks.impact, pinned, p)
+        scores = self.stages.score(graph.D, trunks.impact, pinned, self.parameters)
         return Scores(scores[None], trunks.offsets, M, CrystalRecords(coattention, M, trunks, graph, scores, pinned))
 
 
