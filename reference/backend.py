@@ -6,8 +6,10 @@ from reference.crystalcache import coattention as s1
 from reference.crystalcache import graph as s4
 from reference.crystalcache import impact as s3
 from reference.crystalcache import score as s5
+from reference.crystalcache.coverage import backfill, coverage_reserve
 from reference.crystalcache.crystallization import crystallization
 from reference.crystalcache.dissolution import dissolve
+from reference.crystalcache.tiers import dissolve_in_tiers
 from reference.crystalcache.trunks import trunk_offsets
 from spec.arrays import BoolVector, IntVector, Vector
 from spec.backend import Backend
@@ -18,7 +20,11 @@ from spec.validate import check_attention_inputs
 
 __all__ = ["BACKEND"]
 
-_IMPACT = {"mixture": s3.impact, "salience": s3.impact_without_rarity, "uniform": s3.uniform_impact}
+_RARITY = {"logarithm": s3.rarity, "reciprocal": s3.reciprocal_rarity, "exponential": s3.exponential_rarity}
+_IMPACT = {
+    "mixture": s3.impact, "salience": s3.impact_without_rarity, "uniform": s3.uniform_impact, "unit": s3.unit_impact,
+}
+_DISSOLVE = {"cut": dissolve, "tiers": dissolve_in_tiers}
 
 
 class _CrystalStages:
@@ -32,13 +38,16 @@ class _CrystalStages:
         return s1.coattention(q, k, positions, parameters, scaling, softcap)
 
     def impact(self, salience: Vector, token_ids: IntVector, parameters: CrystalCacheParameters, /) -> Vector:
-        return _IMPACT[parameters.impact](salience, s3.rarity(s3.token_counts(token_ids)), parameters)
+        U = _RARITY[parameters.rarity](s3.token_counts(token_ids))
+        return _IMPACT[parameters.impact](salience, U, parameters)
 
     def trunks(
         self, coattention: CoAttention, impact: Vector, ends: BoolVector, parameters: CrystalCacheParameters, /,
     ) -> Trunks:
         offsets = trunk_offsets(ends, coattention.edges(), coattention.start, parameters)
-        return Trunks(offsets, s3.trunk_impact(impact, offsets - coattention.start))
+        M_bar = s3.trunk_impact(impact, offsets - coattention.start)
+        unit = parameters.trunk_impact == "unit"
+        return Trunks(offsets, s3.unit_trunk_impact(M_bar, parameters.epsilon) if unit else M_bar)
 
     def graph(self, coattention: CoAttention, trunks: Trunks, parameters: CrystalCacheParameters, /) -> TrunkGraph:
         pairs = s4.trunk_pairs(coattention.edges(), trunks.offsets)
@@ -57,7 +66,10 @@ class _CrystalStages:
         self, score: Vector, trunks: Trunks, impact: Vector, D: Vector, protected: BoolVector, budget: int,
         parameters: CrystalCacheParameters, /,
     ) -> Dissolution:
-        return dissolve(score, trunks.offsets, impact, D, protected, budget, parameters.N_min)
+        reserve = coverage_reserve(trunks.sizes, protected, budget, parameters.coverage)
+        run = _DISSOLVE[parameters.allocation]
+        found = run(score, trunks.offsets, impact, D, protected, budget - reserve, parameters.N_min)
+        return backfill(found, trunks.offsets, D, reserve)
 
 
 BACKEND = Backend("numpy", crystal=_CrystalStages())

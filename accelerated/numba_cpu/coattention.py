@@ -123,10 +123,11 @@ class _Chunk:
             kernels.lower_triangle_best(self.cosine, row, last, f32(self.p.tau_intra), *self.intra)
 
     def salience(self) -> Floats:
-        """Eq. 11, from the blocks' partial column sums in a fixed order."""
+        """Eq. 11 or the essay's mean, from the blocks' partial column sums in a fixed order."""
         h = self.column.sum(axis=0)
         top = np.sort(h, axis=0)[::-1][: self.p.k_heads]
-        S: Floats = np.clip(top.sum(axis=0), f32(self.p.M_min), f32(self.p.M_max))
+        share = f32(max(1, len(top)) if self.p.heads == "mean" else 1)
+        S: Floats = np.clip(top.sum(axis=0) / share, f32(self.p.M_min), f32(self.p.M_max))
         return S
 
 
@@ -140,7 +141,7 @@ def coattention(
 ) -> CoAttention:
     """S1 in float32; the same bits for any number of threads.
 
-    Implements: CC-ATTENTION, CC-SALIENCE, CC-ROW-NORM, CC-INTRA, CC-CROSS, CC-COATTENTION
+    Implements: CC-ATTENTION, CC-SALIENCE, CC-MEAN-SALIENCE, CC-ROW-NORM, CC-INTRA, CC-CROSS, CC-COATTENTION
     """
     n = q.shape[1]
     before = k.shape[1] - n

@@ -70,7 +70,9 @@ def interface(i: Json, p: CrystalCacheParameters) -> Results:
 def trunks(i: Json, p: CrystalCacheParameters) -> Results:
     found = s2.trunks(i["ends"], edges(i), p, i["start"])
     local = [[position - i["start"] for position in g] for g in found]
-    return {"offsets": offsets_of(found), "impact": [s3.trunk_impact(i["impact"], g) for g in local]}
+    return {"offsets": offsets_of(found), "impact": s3.unit_trunk_impact(
+        [s3.trunk_impact(i["impact"], g) for g in local], p
+    )}
 
 
 def trunk_weight(i: Json, p: CrystalCacheParameters) -> Results:
@@ -109,7 +111,7 @@ def dissolve(i: Json, p: CrystalCacheParameters) -> Results:
     first = i["offsets"][0]
     lists = [[position - first for position in g] for g in plain.trunk_lists(i["offsets"])]
     scores = {g: i["score"][g] for g in alive(i)}
-    found = s6.dissolve(lists, scores, i["impact"], i["D"], i["protected"], i["B"], p.N_min)
+    found = s6.evict(lists, scores, i["impact"], i["D"], i["protected"], i["B"], p)
     return {"kept": [first + at for at in found.kept], "ratio": [float(r) for r in found.ratio], "D": found.D}
 
 
