@@ -1,4 +1,4 @@
-"""Every worked example of spec/crystalcache.md holds for the reference, and every item has its six parts in order."""
+"""Every worked example of the CrystalCache pages holds for the reference, and every item has its six parts in order."""
 
 import json
 import re
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from conformance.examples_essay import ESSAY_ADAPTERS
 from conformance.trace import items_of
 from reference.crystalcache import coattention as s1
 from reference.crystalcache import compaction, dissolution, graph, impact, protection, score, sentences, trunks
@@ -20,8 +21,10 @@ from spec.errors import SpecError
 from spec.parameters import CrystalCacheParameters
 from spec.records import CoAttention, Edges
 
-PAGE = Path(__file__).resolve().parent.parent / "spec" / "crystalcache.md"
-ITEMS = dict(items_of(PAGE.read_text(encoding="utf-8")))
+SPEC = Path(__file__).resolve().parent.parent / "spec"
+PAGE = SPEC / "crystalcache.md"
+PAGES = (PAGE, SPEC / "crystalcache-essay.md")
+ITEMS = dict(item for page in PAGES for item in items_of(page.read_text(encoding="utf-8")))
 PARTS = ["Source", "Determinism", "Formula", "MUST", "Example", "Rationale"]
 FENCE = re.compile(r"```json\n(.*?)```", re.DOTALL)
 
@@ -191,6 +194,7 @@ ADAPTERS: dict[str, Adapter] = {
     "CC-DISSOLVE": lambda cases: [dissolve(case) for case in cases],
     "CC-COMPACT": compact,
     "CC-PREFILL": prefill,
+    **ESSAY_ADAPTERS,
 }
 
 
