@@ -25,7 +25,7 @@ __all__: list[str] = []
 def of_three_always(own: Array, parameters: CrystalCacheParameters) -> Array:
     """The sum of the best heads is divided by k_heads, however many heads there are."""
     total = np.sort(own.sum(axis=1), axis=0)[::-1][: parameters.k_heads].sum(axis=0)
-    return np.clip(total / max(1, parameters.k_heads), parameters.M_min, parameters.M_max)
+    return np.asarray(np.clip(total / max(1, parameters.k_heads), parameters.M_min, parameters.M_max))
 
 
 @instead_of(mean_salience, "CC-MEAN-SALIENCE")
