@@ -14,7 +14,7 @@ from spec.backend import Backend
 from spec.parameters import CrystalCacheParameters
 from spec.policy import DeviceArray
 from spec.records import CoAttention, Dissolution, TrunkGraph, Trunks
-from spec.validate import check_attention_inputs
+from spec.validate import check_attention_inputs, check_lse
 
 __all__ = ["BACKEND"]
 
@@ -26,9 +26,11 @@ class _CrystalStages:
 
     def coattention(
         self, q: DeviceArray, k: DeviceArray, positions: IntVector, parameters: CrystalCacheParameters,
-        scaling: float, softcap: float | None, /,
+        scaling: float, softcap: float | None, lse: DeviceArray | None = None, /,
     ) -> CoAttention:
+        """S1 by its definition, which sums over the keys itself: a given lse is only checked for its form."""
         check_attention_inputs(q, k)
+        check_lse(lse, q)
         return s1.coattention(q, k, positions, parameters, scaling, softcap)
 
     def impact(self, salience: Vector, token_ids: IntVector, parameters: CrystalCacheParameters, /) -> Vector:

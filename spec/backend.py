@@ -27,9 +27,18 @@ class CrystalStages(Protocol):
 
     def coattention(
         self, q: DeviceArray, k: DeviceArray, positions: IntVector, parameters: CrystalCacheParameters,
-        scaling: float, softcap: float | None, /,
+        scaling: float, softcap: float | None, lse: DeviceArray | None = None, /,
     ) -> CoAttention:
-        """S1. q (H, n, d) are the last n of the tokens whose keys are k (H_kv, live, d) at `positions` (live,)."""
+        """S1. q (H, n, d) are the last n of the tokens whose keys are k (H_kv, live, d) at `positions` (live,).
+
+        lse (H, n): the natural logarithm of the sum of exp(logit) over the keys that a query sees, the query's own
+        included and no other; logits scaled and soft-capped. It saves work and changes nothing: a backend may compute
+        it again instead. The caller answers for it. An lse that belongs to other q, k, scaling, softcap or
+        visibility scales every weight of a row by one wrong factor, which no check can tell from a right one.
+
+        Raises:
+            SpecError: for q, k or lse of a wrong shape, type or value.
+        """
         ...
 
     def impact(self, salience: Vector, token_ids: IntVector, parameters: CrystalCacheParameters, /) -> Vector:

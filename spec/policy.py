@@ -35,13 +35,17 @@ class Needs:
 
 @dataclass(frozen=True)
 class LayerView:
-    """One layer's attention inputs after RoPE: q (H, n_q, d), k (H_kv, n, d) and, if needed, v (H_kv, n, d)."""
+    """One layer's attention inputs after RoPE: q (H, n_q, d), k (H_kv, n, d) and, if needed, v (H_kv, n, d).
+
+    lse (H, n_q), where the forward's attention has it: see `spec.backend.CrystalStages.coattention`.
+    """
 
     q: DeviceArray
     k: DeviceArray
     v: DeviceArray | None
     scaling: float
     softcap: float | None
+    lse: DeviceArray | None = None
 
 
 @dataclass(frozen=True)
