@@ -24,6 +24,7 @@ __all__ = [
     "cosine_error",
     "crystallization_radius",
     "gamma",
+    "key_norm_error",
     "list_is_realisable",
     "normalised_radius",
     "salience_radius",
@@ -48,6 +49,19 @@ BOUNDS: dict[tuple[str, str], Bound] = {
     ("CC-TRUNK-IMPACT", "float64"): Bound(0, "three terms in a stated order and one division: the same bits"),
     ("CC-TRUNK-WEIGHT", "float64"): Bound(8, "sum in a stated order; a square root within 1 ulp; four roundings"),
     ("CC-DEGREE", "float64"): Bound(0, "a sum in a stated order of given weights: the same bits"),
+    ("CC-DECAY", "float64"): Bound(8, "an exponential within 4 ulp, scaled by beta_0 <= 1; four roundings"),
+    ("CC-TAIL-D", "float64"): Bound(
+        512, "the logistic of an exact product: |x| u + 8 u, |x| below 200 where D is not 0 or 1 to the last bit"
+    ),
+    ("CC-STEP", "float64"): Bound(
+        1024, "CC-DECAY, CC-TAIL-D and CC-IMPACT in one; pulses and Eq. 34 round D twice each"
+    ),
+    ("CC-SEGMENT-D", "float64"): Bound(
+        4096, "moments by another order of sums, gamma(2 m), times the slope s / 4 of the logistic and 1 / sigma"
+    ),
+    ("CC-SEGMENT", "float64"): Bound(
+        4096, "S1 exact by the choice of inputs; then CC-IMPACT, CC-TRUNK-WEIGHT and CC-SEGMENT-D"
+    ),
     ("CC-DISSOLVE-D", "float64"): Bound(0, "one quotient, correctly rounded, and one product: the same bits"),
 }
 
@@ -156,6 +170,14 @@ def list_is_realisable(
         if least > threshold and (len(chosen) < k or (least, -j) > (above, -index)):
             return False
     return True
+
+
+def key_norm_error(H_kv: int, d: int) -> float:
+    """Bound on the relative error of a mean inverse norm: a sum of d squares and its root, then a sum over heads.
+
+    float64 in every backend; the oracle's own error is the same.
+    """
+    return 2 * gamma(d + H_kv + 8, "float64")
 
 
 def crystallization_radius(degree: Vector, s: float, epsilon: float) -> float:
