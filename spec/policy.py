@@ -4,7 +4,7 @@ Every method of the field is one record of these parts at one granularity, so th
 any budgets, any selector over any scores. `reference.policies` holds the definitions.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
@@ -31,6 +31,8 @@ class Needs:
     """How many of the segment's last query rows; None means all of them."""
     values: bool = False
     token_ids: bool = False
+    takes: Callable[[DeviceArray], bool] | None = None
+    """Whether it reads a device's tensor as it is; None means that it reads NumPy arrays only."""
 
 
 @dataclass(frozen=True)
