@@ -2,7 +2,8 @@
 
     --backend NAME|module:ATTRIBUTE     whose code is judged; default numpy, the reference
     --kvspec-precision float64|float32  what its S1 computes in; default float64 for numpy, else float32
-    --kvspec-profile dev|ci|nightly     how many examples; default KVSPEC_PROFILE, ci where CI=true, else dev
+    --kvspec-profile few|dev|ci|nightly how many examples; default KVSPEC_PROFILE, ci where CI=true, else dev; few,
+                                        a dozen a property, is for Triton's interpreter, where one takes up to a second
     --kvspec-exceptions FILE.toml       known failures of a third party, each with a reason
 
 `spec` is imported inside functions: jaxtyping's checks must hook it before its first import, and this module is
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["known_items"]
 
-PROFILES = ("dev", "ci", "nightly")
-CI_EXAMPLES = 150
+PROFILES = ("few", "dev", "ci", "nightly")
+FEW_EXAMPLES, CI_EXAMPLES = 12, 150
 
 _exceptions = pytest.StashKey[list[exceptions.Exemption]]()
 
@@ -60,6 +61,8 @@ def _register_profiles() -> None:
         "ci", max_examples=CI_EXAMPLES, derandomize=True, database=None, deadline=None, print_blob=True,
         phases=(Phase.explicit, Phase.generate, Phase.shrink), suppress_health_check=[HealthCheck.too_slow],
     )
+    # The same, cut to what an interpreted kernel can afford.
+    settings.register_profile("few", settings.get_profile("ci"), max_examples=FEW_EXAMPLES)
     # Fresh cases, many of them; failures stay in the database.
     settings.register_profile(
         "nightly", max_examples=20_000, deadline=None, print_blob=True,
