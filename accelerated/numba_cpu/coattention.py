@@ -12,13 +12,18 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from threadpoolctl import threadpool_limits
 
 from accelerated.numba_cpu import kernels
 from spec.arrays import IntMatrix, IntVector
+from spec.errors import BackendUnavailable
 from spec.parameters import CrystalCacheParameters
 from spec.policy import DeviceArray
 from spec.records import CoAttention
+
+try:
+    from threadpoolctl import threadpool_limits
+except ModuleNotFoundError:  # S2 to S6 need it not, and the Triton backend takes them from this package
+    threadpool_limits = None
 
 __all__ = ["coattention"]
 
@@ -141,7 +146,12 @@ def coattention(
     """S1 in float32; the same bits for any number of threads.
 
     Implements: CC-ATTENTION, CC-SALIENCE, CC-ROW-NORM, CC-INTRA, CC-CROSS, CC-COATTENTION
+
+    Raises:
+        BackendUnavailable: without threadpoolctl, which keeps BLAS from starting threads inside ours.
     """
+    if threadpool_limits is None:
+        raise BackendUnavailable("S1 of backend 'numba' needs threadpoolctl: pip install 'kvspec[numba]'")
     n = q.shape[1]
     before = k.shape[1] - n
     logits = _Logits(q, np.asarray(k, dtype=f32), scaling, softcap)

@@ -56,7 +56,8 @@ def main(arguments: list[str] | None = None) -> int:
         os.environ["TRITON_INTERPRET"] = "1"
     from conformance.gpu.report import Report
 
-    report = Report(_header(chosen), chosen.dry_run, dict.fromkeys(LIMITS, "not run"))
+    words = sys.argv[1:] if arguments is None else arguments
+    report = Report(_header(words), chosen.dry_run, dict.fromkeys(LIMITS, "not run"))
     try:
         _run(report, chosen)
     except KeyboardInterrupt:
@@ -69,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0 if all(outcome == "done" for outcome in asked) else 1
 
 
-def _run(report: "Report", chosen: argparse.Namespace) -> None:  # type: ignore[name-defined]  # noqa: F821
+def _run(report: "Report", chosen: argparse.Namespace) -> None:  # type: ignore[name-defined]
     from conformance.gpu import measure, models, profile, speed
     from conformance.gpu.ceilings import ceilings
     from conformance.gpu.generation import generation
@@ -114,7 +115,7 @@ def _run(report: "Report", chosen: argparse.Namespace) -> None:  # type: ignore[
                 return
 
 
-def _header(chosen: argparse.Namespace) -> dict[str, str]:
+def _header(words: list[str]) -> dict[str, str]:
     import torch
 
     from spec import SPEC_VERSION
@@ -124,7 +125,7 @@ def _header(chosen: argparse.Namespace) -> dict[str, str]:
     return {
         "device": torch.cuda.get_device_name() if gpu else f"{platform.machine()} CPU, interpreter",
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-        "command": " ".join(["python -m conformance.gpu", *sys.argv[1:]]),
+        "command": " ".join(["python -m conformance.gpu", *words]),
         "spec": SPEC_VERSION,
         "commit": _commit(),
         "python": platform.python_version(),

@@ -1,4 +1,4 @@
-# mypy: allow-untyped-decorators, allow-untyped-defs, allow-untyped-calls
+# mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 """What this device can do at most: products, copies and exponentials. S1 consists of the first and the third."""
 
 import torch

@@ -59,7 +59,7 @@ def _milliseconds(run: Callable[[], object]) -> float:
         start = time.perf_counter()
         run()
         return 1000 * (time.perf_counter() - start)
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     first.record()
     run()
     last.record()

@@ -60,12 +60,13 @@ class TransformersModel:
         config = LlamaConfig(
             hidden_size=scale.hidden, intermediate_size=scale.inner, num_hidden_layers=scale.layers,
             num_attention_heads=scale.H, num_key_value_heads=scale.H_kv, head_dim=scale.d,
-            vocab_size=scale.vocabulary, max_position_embeddings=2**17, rope_theta=5e5, bos_token_id=0,
-            eos_token_id=None, pad_token_id=None,
+            vocab_size=scale.vocabulary, max_position_embeddings=2**17, bos_token_id=0,
+            eos_token_id=None, pad_token_id=None, rope_parameters={"rope_type": "default", "rope_theta": 5e5},
         )
         torch.manual_seed(0)
         with default_device():
-            model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, scale.dtype))
+            make: Any = AutoModelForCausalLM.from_config
+            model = make(config, dtype=getattr(torch, scale.dtype))
         return cls(model, f"random Llama, {scale.layers} layers, transformers", _every_eighteenth(scale), None)
 
     @classmethod
@@ -76,10 +77,10 @@ class TransformersModel:
         from models_integration import sentence_ends
 
         tokenizer = AutoTokenizer.from_pretrained(path)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, scale.dtype)).to(default_device())
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, scale.dtype))
         pages = "\n".join(page.read_text(encoding="utf-8") for page in sorted((ROOT / "spec").glob("*.md")))
         text = np.array(tokenizer(pages, add_special_tokens=False)["input_ids"], dtype=np.int64)
-        return cls(model, path, sentence_ends(tokenizer), text)
+        return cls(model.to(default_device()), path, sentence_ends(tokenizer), text)
 
     def prompt(self, n: int) -> IntVector:
         if self._text is not None:

@@ -2,7 +2,6 @@
 
 import statistics
 import time
-from collections import Counter
 
 from conformance.gpu.measure import median_ms, say, synchronize
 from conformance.gpu.models import Subject
@@ -26,13 +25,14 @@ PAPER = {
 
 def profile(report: Report, scale: Scale, subject: Subject) -> None:
     """Both tables. Ours has S_i and CoAttn in one pass, and no time that is in none of the columns."""
-    stages, totals = [], []
+    stages: list[tuple[str, ...]] = []
+    totals: list[tuple[str, ...]] = []
     for n in scale.profiled:
         say(f"time by stage, n = {n}")
         forward, took, whole = _measured(scale, subject, n)
         evict = took["score"] + took["dissolve"] + took["compaction"]
         columns = (took["coattention"], took["impact"], took["trunks"], took["graph"], evict)
-        overhead = sum(columns) + took["capture"]
+        overhead = sum(columns) + took.get("capture", 0.0)
         cells = (_s(forward), "in CoAttn", *(_s(x) for x in columns), _s(whole))
         shares = (f"{100 * overhead / (forward + overhead):.2f}", f"{100 * overhead / whole:.2f}")
         for whose, first, second in (
@@ -54,7 +54,7 @@ def profile(report: Report, scale: Scale, subject: Subject) -> None:
     )
 
 
-def _measured(scale: Scale, subject: Subject, n: int) -> tuple[float, Counter[str], float]:
+def _measured(scale: Scale, subject: Subject, n: int) -> tuple[float, dict[str, float], float]:
     """Seconds of the forward alone, of each stage, and of a whole generation."""
     ids = subject.prompt(n)
     forward = median_ms(lambda: subject.forward(ids), min(3, scale.rounds)) / 1000
@@ -62,8 +62,8 @@ def _measured(scale: Scale, subject: Subject, n: int) -> tuple[float, Counter[st
     for _ in range(min(3, scale.rounds) + 1):
         watch = Watch(resolve("triton"))
         _, beside = subject.generate(ids, watch.backend, scale, 0)
-        runs.append(watch.seconds + Counter(beside))
-    took = Counter({name: statistics.median(run[name] for run in runs[1:]) for name in runs[0]})
+        runs.append({**beside, **watch.seconds})
+    took = {name: statistics.median(run[name] for run in runs[1:]) for name in runs[0]}
     synchronize()
     start = time.perf_counter()
     subject.generate(ids, resolve("triton"), scale, scale.new_tokens)

@@ -32,7 +32,8 @@ class Figure:
     def line(self) -> str:
         """A row of the page."""
         sign = ">=" if self.at_least else "<="
-        goal = "" if self.goal is None else f"{sign} {self.goal:g}" + ("" if self.aim is None else f" (aim {self.aim:g})")
+        aim = "" if self.aim is None else f" (aim {self.aim:g})"
+        goal = "" if self.goal is None else f"{sign} {self.goal:g}{aim}"
         value = "not measured" if self.value is None else f"{self.value:.4g} {self.unit}"
         return f"| {self.what} | {value} | {goal} | {self.verdict} |"
 
@@ -82,7 +83,7 @@ class Report:
             lines += [*(figure.line() for figure in self.figures), ""]
         for table in self.tables:
             lines += table.lines()
-        return "\n".join([*lines, *self.notes, ""])
+        return "\n".join([*lines, *(f"- {note}" for note in self.notes), ""])
 
     def record(self) -> dict[str, Any]:
         """The same for programs."""

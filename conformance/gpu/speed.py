@@ -79,7 +79,8 @@ def routes(report: Report, scale: Scale) -> None:
         for route, backend in (("host", BACKEND), ("device", ON_DEVICE)):
             run = partial(bench_stages.stages, *arguments, backend)
             took[route, edges] = median_ms(run, scale.rounds)
-            report.add(f"S2 to S6 on the {route}, n = {scale.headline}, {edges} edges a token", took[route, edges], "ms")
+            what = f"S2 to S6 on the {route}, n = {scale.headline}, {edges} edges a token"
+            report.add(what, took[route, edges], "ms")
     host = all(took["host", edges] <= took["device", edges] for edges in EDGES)
     report.notes.append(
         f'`backend="triton"` runs S2 to S6 on the host. Measured here, the host is {"" if host else "not "}the faster'

@@ -42,7 +42,12 @@ def _followed(command: list[str], seconds: float) -> tuple[int, str]:
     running = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert running.stdout is not None
     late = threading.Event()
-    timer = threading.Timer(max(0.0, seconds), lambda: (late.set(), running.terminate()))
+
+    def end() -> None:
+        late.set()
+        running.terminate()
+
+    timer = threading.Timer(max(0.0, seconds), end)
     timer.start()
     last = "no output"
     try:

@@ -1,7 +1,7 @@
 """A backend whose stages are timed as they run, and that remembers what S1 was given and found."""
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
@@ -19,7 +19,7 @@ class Watch:
     def __init__(self, backend: Backend) -> None:
         self._stages = backend.require_crystal()
         self.backend = replace(backend, crystal=cast(CrystalStages, self))
-        self.seconds: Counter[str] = Counter()
+        self.seconds: dict[str, float] = defaultdict(float)
         self.given: tuple[Any, ...] = ()
         """The arguments of the last S1."""
         self.found: CoAttention | None = None
