@@ -38,9 +38,8 @@ def generation(report: Report, scale: Scale, subject: Subject) -> None:
     report.add(f"generation of {scale.new_tokens} tokens, compilation included", time.perf_counter() - start, "s")
     report.add("its peak memory, weights included", None if memory is None else memory[1] / 1e9, "GB")
     (found,) = results
-    q, k = watch.given[:2]
     report.notes.append(
-        f"Generation handed S1 q and k as {_kind(q)}. It kept {len(found.kept)} of {len(ids)} positions."
+        f"Generation handed S1 q and k as {_kind(watch.given[0])}. It kept {len(found.kept)} of {len(ids)} positions."
     )
     _check(report, scale, subject, ids, found, watch)
 

@@ -8,14 +8,16 @@ import time
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn.functional import embedding, linear, rms_norm, scaled_dot_product_attention, silu
 
 from accelerated.triton_gpu.device import default_device
 from conformance.gpu.measure import synchronize
 from conformance.gpu.scale import Scale
-from reference.crystalcache import prefill
+from reference.policies import crystalcache, retain
 from spec.arrays import IntVector
 from spec.backend import Backend
+from spec.budget import parse_budget
+from spec.policy import LayerView, Observation
 from spec.records import CrystalRetention
 
 __all__ = ["PlainLlama"]
@@ -70,7 +72,7 @@ class PlainLlama:
         for layer in self.layers:
             q, k, v = self._project(layer, x, 0)
             if retention is None:
-                retention = prefill(q, k, ids, self.sentence_ends, 0.5, scale.parameters, backend)
+                retention = self._decide(ids, q, k, backend, scale)
                 kept = torch.from_numpy(retention.kept).to(self.device)
             x = self._finish(layer, x, q, k, v)
             synchronize()
@@ -81,7 +83,7 @@ class PlainLlama:
         assert retention is not None
         token = self._logits(x).argmax()
         for step in range(new_tokens - 1):
-            x = F.embedding(token[None], self.embedding)
+            x = embedding(token[None], self.embedding)
             for at, layer in enumerate(self.layers):
                 q, k, v = self._project(layer, x, len(ids) + step)
                 keys, values = torch.cat([cache[at][0], k], 1), torch.cat([cache[at][1], v], 1)
@@ -90,19 +92,26 @@ class PlainLlama:
             token = self._logits(x).argmax()
         return retention, {"compaction": seconds}
 
+    def _decide(self, ids: IntVector, q: Tensor, k: Tensor, backend: Backend, scale: Scale) -> CrystalRetention:
+        policy = crystalcache(self.sentence_ends, scale.parameters, backend)
+        view = LayerView(q, k, None, scale.d**-0.5, None)
+        _, records = retain(policy, parse_budget(0.5), Observation(len(ids), 1, ids, {0: view}))
+        assert records is not None
+        return records
+
     def _embed(self, ids: IntVector) -> Tensor:
-        return F.embedding(torch.from_numpy(ids).to(self.device), self.embedding)
+        return embedding(torch.from_numpy(ids).to(self.device), self.embedding)
 
     def _logits(self, x: Tensor) -> Tensor:
-        return F.linear(self._normed(x[-1:]), self.head)
+        return linear(self._normed(x[-1:]), self.head)
 
     def _normed(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), eps=1e-5)
+        return rms_norm(x, (x.shape[-1],), eps=1e-5)
 
     def _project(self, layer: Layer, x: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
         """q (H, n, d), k and v (H_kv, n, d), q and k rotated."""
         normed = self._normed(x)
-        q, k, v = (F.linear(normed, layer[name]).view(len(x), -1, self.scale.d).transpose(0, 1) for name in "qkv")
+        q, k, v = (linear(normed, layer[name]).view(len(x), -1, self.scale.d).transpose(0, 1) for name in "qkv")
         return self._rotated(q, first), self._rotated(k, first), v
 
     def _rotated(self, x: Tensor, first: int) -> Tensor:
@@ -117,7 +126,7 @@ class PlainLlama:
         """Attention and the MLP. The heads are repeated: without a mask, every version of torch then has flash."""
         group = self.scale.H // self.scale.H_kv
         keys, values = k.repeat_interleave(group, 0)[None], v.repeat_interleave(group, 0)[None]
-        mixed = F.scaled_dot_product_attention(q[None], keys, values, is_causal=q.shape[1] > 1)[0]
-        x = x + F.linear(mixed.transpose(0, 1).reshape(len(x), -1), layer["o"])
+        mixed = scaled_dot_product_attention(q[None], keys, values, is_causal=q.shape[1] > 1)[0]
+        x = x + linear(mixed.transpose(0, 1).reshape(len(x), -1), layer["o"])
         normed = self._normed(x)
-        return x + F.linear(F.silu(F.linear(normed, layer["gate"])) * F.linear(normed, layer["up"]), layer["down"])
+        return x + linear(silu(linear(normed, layer["gate"])) * linear(normed, layer["up"]), layer["down"])

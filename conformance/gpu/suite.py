@@ -51,9 +51,10 @@ def _followed(command: list[str], seconds: float) -> tuple[int, str]:
     timer.start()
     last = "no output"
     try:
-        for line in running.stdout:
-            print(f"    {line}", end="", flush=True)
-            last = line.strip("= \n") or last
+        with running.stdout as output:
+            for line in output:
+                print(f"    {line}", end="", flush=True)
+                last = line.strip("= \n") or last
         code = running.wait()
     finally:
         timer.cancel()
