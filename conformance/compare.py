@@ -120,31 +120,29 @@ def attention_error(
 
 
 def salience_radius(
-    own: s1.Block, row_error: Sequence[float], k_heads: int, M_min: float, precision: str,
-) -> list[float]:
-    """Radius of Eq. 11 by token: a top-k sum moves by no more than the k largest moves of its terms.
+    own: Any, row_error: Sequence[float] | Vector, k_heads: int, M_min: float, precision: str,
+) -> Vector:
+    """Radius of Eq. 11 by token, from a block (H, Q, Q): a top-k sum moves by no more than the k largest moves.
 
     The clip moves nothing further, but its bounds are rounded to the precision too: M_min u.
     """
+    A, e = np.asarray(own, dtype=np.float64), np.asarray(row_error, dtype=np.float64)
+    terms = A.shape[1] + k_heads + 2
+    rounding = gamma(terms, precision) + gamma(terms, "float64")
+    moves = np.einsum("hij,i->hj", A, e + rounding * (1 + e))
     floor = SMALLEST[precision] + (0.0 if precision == "float64" else UNIT_ROUNDOFF[precision] * M_min)
-    radius = []
-    for i in range(len(own[0])):
-        rounding = gamma(len(own[0]) + k_heads + 2, precision) + gamma(len(own[0]) + k_heads + 2, "float64")
-        moves = [
-            sum(row[i] * (e + rounding * (1 + e)) for row, e in zip(head, row_error, strict=True)) for head in own
-        ]
-        radius.append(sum(sorted(moves, reverse=True)[:k_heads]) + floor)
+    radius: Vector = np.sort(moves, axis=0)[::-1][:k_heads].sum(axis=0) + floor
     return radius
 
 
-def cosine_error(e_i: float, e_j: float, Q: int, H: int, precision: str) -> float:
-    """Bound on the relative error of a cosine of non-negative rows whose entries err by e_i and e_j.
+def cosine_error(e_i: Any, e_j: Any, Q: int, H: int, precision: str) -> Any:
+    """Bound on the relative error of a cosine of non-negative rows whose entries err by e_i and e_j, broadcast.
 
     The inner product and both norms are monotone in the entries, so the entries' factors (1 + e) enter once above
     and once below; rounding adds gamma of the two sums' lengths.
     """
     rounding = gamma(3 * Q + 2 * H + 24, precision) + gamma(3 * Q + 2 * H + 24, "float64")
-    return math.expm1(2 * (math.log1p(e_i) + math.log1p(e_j)) + math.log1p(rounding)) * 1.01
+    return np.expm1(2 * (np.log1p(e_i) + np.log1p(e_j)) + math.log1p(rounding)) * 1.01
 
 
 def list_is_realisable(

@@ -172,7 +172,8 @@ def _load(name: str, target: str) -> Backend:
     try:
         found = getattr(import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise BackendUnavailable(f"backend {name!r} ({target}) cannot be loaded here: {error}") from error
+        remedy = f"; pip install 'kvspec[{name}]' brings what it needs" if name in BUILT_IN else ""
+        raise BackendUnavailable(f"backend {name!r} ({target}) cannot be loaded here: {error}{remedy}") from error
     if not isinstance(found, Backend):
         raise SpecError("backend", name, f"{target} is a {type(found).__name__}, not a spec.backend.Backend")
     return found
