@@ -124,7 +124,7 @@ class Protection(Protocol):
 class Cadence:
     """When a policy decides: at the end of each prompt and, where `every` is set, while tokens are decoded.
 
-    Implements: PO-CADENCE
+    Implements: PO-STEP
     """
 
     every: int | None = None

@@ -23,7 +23,7 @@ def wide(array: DeviceArray) -> Float64[Cube, "H n d"]:
 def observed_attention(view: LayerView, W: int) -> Float64[Cube, "H w n"]:
     """Softmax weights of the last w = min(W, n) queries on all n keys, causal inside the window.
 
-    Implements: PO-WINDOW-ATTENTION
+    Implements: PO-OBSERVED-ATTENTION
 
     Source: SnapKV, Section 4 (the observation window). The keys of the window stand in the denominator.
     """
@@ -37,7 +37,7 @@ def observed_attention(view: LayerView, W: int) -> Float64[Cube, "H w n"]:
 def accumulated_attention(view: LayerView) -> Float64[Matrix, "H n"]:
     """The sum over all queries that were shown of the attention on each key, per query head.
 
-    Implements: PO-ACCUMULATED-ATTENTION
+    Implements: PO-OBSERVED-ATTENTION
 
     Source: H2O, Section 4; CrystalCache, Eq. 5. An earlier key is seen by more queries, and nothing corrects that.
     """
@@ -61,7 +61,7 @@ def softmax(x: Float64[Matrix, "rows n"]) -> Float64[Matrix, "rows n"]:
 
 def group_sum(X: Float64[Matrix, "H n"], H_kv: int) -> Float64[Matrix, "H_kv n"]:
     """Query heads of one KV head, added."""
-    total: Matrix = X.reshape(H_kv, -1, X.shape[1]).sum(axis=1)
+    total: Matrix = X.reshape(H_kv, len(X) // H_kv, X.shape[1]).sum(axis=1)
     return total
 
 
@@ -72,7 +72,7 @@ def group_mean(X: Float64[Matrix, "H n"], H_kv: int) -> Float64[Matrix, "H_kv n"
 
 def group_maximum(X: Float64[Cube, "H w n"], H_kv: int) -> Float64[Cube, "H_kv w n"]:
     """Their largest."""
-    largest: Cube = X.reshape(H_kv, -1, *X.shape[1:]).max(axis=1)
+    largest: Cube = X.reshape(H_kv, len(X) // H_kv, *X.shape[1:]).max(axis=1)
     return largest
 
 
@@ -100,5 +100,5 @@ def average_pool(x: Float64[Matrix, "rows n"], kernel: int) -> Float64[Matrix, "
 
 def _around(x: Float64[Matrix, "rows n"], kernel: int, outside: float) -> Float64[Cube, "rows n kernel"]:
     padded = np.pad(x, ((0, 0), (kernel // 2, kernel // 2)), constant_values=outside)
-    view: Cube = np.lib.stride_tricks.sliding_window_view(padded, kernel, axis=1)
-    return view
+    around: Cube = np.stack([padded[:, at : at + x.shape[1]] for at in range(kernel)], axis=2)
+    return around

@@ -19,7 +19,7 @@ __all__ = [
 def even(total: int, scores: Scores, /) -> Int64[IntVector, " g"]:
     """The same share for every group; what does not divide goes to the lower groups, one token each.
 
-    Implements: PO-EVEN
+    Implements: PO-WHOLE-SHARES
     """
     groups = len(scores.values)
     share, rest = divmod(total, groups)
@@ -34,7 +34,7 @@ def everything(total: int, scores: Scores, /) -> Int64[IntVector, " g"]:
 def largest_remainder(targets: Sequence[Fraction]) -> Int64[IntVector, " g"]:
     """Whole tokens for exact targets whose sum is whole: floors, then one each by remainder, lower index first.
 
-    Implements: PO-LARGEST-REMAINDER
+    Implements: PO-WHOLE-SHARES
     """
     floors = np.array([math.floor(target) for target in targets], dtype=np.int64)
     missing = int(sum(targets)) - int(floors.sum())
@@ -46,7 +46,7 @@ def largest_remainder(targets: Sequence[Fraction]) -> Int64[IntVector, " g"]:
 def pyramid_targets(base: Fraction, past: int, L: int, beta: int) -> list[Fraction]:
     """Tokens beyond the window for each of L layers: linear, from the most in layer 0 to base / beta in the last.
 
-    Implements: PO-PYRAMID-TARGETS
+    Implements: PO-PYRAMID-BUDGET
 
     Source: PyramidKV, Section 3.2. Where layer 0 would exceed the `past` tokens that there are, it gets these, and the
     last layer what keeps the mean at base.
@@ -87,7 +87,7 @@ class Pyramid:
 def winners(values: Float64[Matrix, "h n"], k: int) -> Int64[IntVector, " h"]:
     """How many of the k highest scores of a layer each head has; lower head, then lower position first on a tie.
 
-    Implements: PO-WINNERS
+    Implements: PO-ADAPTIVE-BUDGET
 
     Source: Ada-KV, Algorithm 1. A token without a score takes no part.
     """
@@ -137,6 +137,7 @@ class Competition:
         for rows, share in _layers(total, scores):
             free, pinned = _open(rows, share)
             quota = max(0, math.floor(self.safeguard * (share // len(rows))) - pinned)
+            quota = min(quota, free // len(rows))
             rank = np.argsort(np.argsort(-rows, axis=1, kind="stable"), axis=1, kind="stable")
             wins = winners(np.where(rank < quota, np.nan, rows), free - quota * len(rows))
             shares.append(pinned + quota + wins)

@@ -20,7 +20,7 @@ def caote_error(alpha: Float64[Matrix, "H_kv n"], v: Float64[Cube, "H_kv n d"]) 
 
     Infinite where alpha_j is 1: without it nothing would be left.
 
-    Implements: PO-CAOTE-ERROR
+    Implements: PO-CAOTE
 
     Source: CAOTE, Theorem 3.2; CrystalCache, Eq. 7. alpha sums to 1.
     """

@@ -20,7 +20,7 @@ __all__ = ["Chunks", "chunk_offsets", "chunk_scores", "chunkkv", "chunkkv_descri
 def chunk_offsets(past: int, n: int, c: int) -> Int64[IntVector, " m_and_one"]:
     """Runs of c tokens from position 0; the last run before `past` may be shorter; what follows is one unit.
 
-    Implements: PO-CHUNKS
+    Implements: PO-CHUNKKV
     """
     return np.array([*range(0, past, c), *([past] if past < n else []), n], dtype=np.int64)
 
@@ -28,7 +28,7 @@ def chunk_offsets(past: int, n: int, c: int) -> Int64[IntVector, " m_and_one"]:
 def chunk_scores(members: Float64[Vector, " n"], offsets: Int64[IntVector, " m_and_one"]) -> Float64[Vector, " m"]:
     """The sum of a chunk's tokens.
 
-    Implements: PO-CHUNK-SCORE
+    Implements: PO-CHUNKKV
 
     Source: ChunkKV, Algorithm 1; CrystalCache, Eq. 6.
     """

@@ -24,7 +24,7 @@ COVERED = 0.9
 def defensive_maximum(A: Float64[Cube, "H w past"], kernel: int, H_kv: int) -> Float64[Matrix, "H_kv past"]:
     """Rows are pooled and brought back to their mass; the largest over group and queries; not below the head's mean.
 
-    Implements: PO-DEFENSIVE-MAXIMUM
+    Implements: PO-DEFENSIVEKV
 
     Source: DefensiveKV, Section 4 (worst-case estimate and adaptive prior).
     """
@@ -38,7 +38,7 @@ def defensive_maximum(A: Float64[Cube, "H w past"], kernel: int, H_kv: int) -> F
 def output_share(v: Float64[Cube, "H_kv n d"], W_o: Float64[Cube, "H d hidden"]) -> Float64[Matrix, "H_kv n"]:
     """||W_o v||_1, averaged over the group, over its sum over KV heads.
 
-    Implements: PO-OUTPUT-SHARE
+    Implements: PO-DEFENSIVEKV
 
     Source: DefensiveKV's official code. W_o is cut into the rows of each query head.
 
@@ -57,7 +57,7 @@ def output_share(v: Float64[Cube, "H_kv n d"], W_o: Float64[Cube, "H d hidden"])
 def first_stage(A: Float64[Cube, "H w past"], H_kv: int, W: int, most: int) -> list[IntVector]:
     """Per KV head the keys that cover 0.9 of the mean attention, less the mass on the last W keys; `most` at most.
 
-    Implements: PO-FIRST-STAGE
+    Implements: PO-DEFENSIVEKV
 
     Source: DefensiveKV's official code. The key that crosses the bound is left out. The mass is that of the W keys
     before the window, averaged over all heads and queries.

@@ -21,7 +21,7 @@ __all__ = ["ExpectedAttention", "expected_attention", "expected_logits", "query_
 def query_statistics(q: Float64[Cube, "H m d"]) -> tuple[Float64[Matrix, "H d"], Float64[Cube, "H d d"]]:
     """Mean and covariance of each head's queries before their rotation; the divisor is m.
 
-    Implements: PO-QUERY-STATISTICS
+    Implements: PO-EXPECTED-ATTENTION
 
     Source: Expected Attention, Section 3.1.
     """
@@ -36,7 +36,7 @@ def expected_logits(
 ) -> Float64[Matrix, "H n"]:
     """The logarithm of E exp(scaling q.k) for a Gaussian q.
 
-    Implements: PO-EXPECTED-LOGITS
+    Implements: PO-EXPECTED-ATTENTION
 
     Source: Expected Attention, Section 3.2.
     """

@@ -23,7 +23,7 @@ SIMILAR = 0.5
 def rkv_importance(view: LayerView, W: int, kernel: int) -> Float64[Matrix, "H_kv past"]:
     """The last W queries' logits, the largest of a group; softmax over the keys before the window; mean; pool.
 
-    Implements: PO-RKV-IMPORTANCE
+    Implements: PO-RKV
 
     Source: R-KV's official code: the window's keys are outside the softmax.
     """
@@ -43,7 +43,7 @@ def rkv_redundancy(k: Float64[Matrix, "n d"]) -> Float64[Matrix, "one n"]:
     The spared column is the last one whose cosine with the row exceeds 1/2, compared as float32; where there is none,
     it is column 0.
 
-    Implements: PO-RKV-REDUNDANCY
+    Implements: PO-RKV
 
     Source: R-KV's official code.
     """
@@ -90,7 +90,7 @@ class QueryCache:
     def step(self, records: object, observation: Observation, /) -> Scores:
         """The new query joins the last W - 1.
 
-        Implements: PO-RKV-STEP
+        Implements: PO-RKV
         """
         assert isinstance(records, tuple)
         views = observation.layers.values()

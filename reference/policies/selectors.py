@@ -54,7 +54,7 @@ def fill_units(scores: Scores, budgets: IntVector, protected: BoolVector, /) -> 
 def recent_half(scores: Scores, budgets: IntVector, protected: BoolVector, /) -> Selection:
     """Per group of tokens: the newest half of the budget, rounded down, then the best others.
 
-    Implements: PO-RECENT-HALF
+    Implements: PO-H2O
     """
     n = len(protected)
     groups = [
