@@ -10,9 +10,26 @@ from fractions import Fraction
 from typing import Any
 
 __all__ = [
-    "accumulated", "adaptive_shares", "caote", "chunk_selection", "chunk_totals", "competition_shares", "defensive",
-    "epicache", "expected_attention", "keydiff", "knorm", "pool", "pyramid_shares", "rkv", "snapkv", "adakv", "top",
-    "tova", "weights", "window",
+    "accumulated",
+    "adakv",
+    "adaptive_shares",
+    "caote",
+    "chunk_selection",
+    "chunk_totals",
+    "competition_shares",
+    "defensive",
+    "epicache",
+    "expected_attention",
+    "keydiff",
+    "knorm",
+    "pool",
+    "pyramid_shares",
+    "rkv",
+    "snapkv",
+    "top",
+    "tova",
+    "weights",
+    "window",
 ]
 
 Row = Sequence[float]
