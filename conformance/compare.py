@@ -28,6 +28,7 @@ __all__ = [
     "list_is_realisable",
     "normalised_radius",
     "salience_radius",
+    "scores_agree",
 ]
 
 UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24}
@@ -90,6 +91,21 @@ def close(item: str, got: Sequence[float] | Vector, want: Sequence[float] | Vect
     same = (a == b) | (np.isnan(a) & np.isnan(b))
     with np.errstate(invalid="ignore"):
         return bool((same | (np.abs(a - b) <= bound * np.maximum(np.abs(a), np.abs(b)))).all())
+
+
+# Policies are compared on small inputs: at most 64 keys of 16 channels, logits below 64 in size. A weight then errs by
+# expm1(4 e) with e = gamma(24) 64, about 6200 u, and by gamma(80) for its sums; a score is at most three such steps.
+# R-KV and Expected Attention subtract or weigh terms of the row's size, so the row's largest entry is the scale.
+SCORE_UNITS = 2.0**15
+
+
+def scores_agree(got: Sequence[float] | Vector, want: Sequence[float | None]) -> bool:
+    """Whether scores lie within the bound above of an oracle's; None is NaN, an unscored token."""
+    a, b = np.asarray(got, dtype=np.float64), np.array([np.nan if x is None else x for x in want], dtype=np.float64)
+    scale = np.abs(b[np.isfinite(b)]).max(initial=0.0)
+    with np.errstate(invalid="ignore"):
+        near = np.abs(a - b) <= SCORE_UNITS * UNIT_ROUNDOFF["float64"] * scale
+    return a.shape == b.shape and bool((near | (a == b) | (np.isnan(a) & np.isnan(b))).all())
 
 
 def gamma(terms: float, precision: str) -> float:
