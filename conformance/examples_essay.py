@@ -1,4 +1,4 @@
-"""How the worked examples of spec/crystalcache-essay.md are run."""
+"""How the worked examples of spec/crystalcache_essay.md are run."""
 
 from collections.abc import Callable
 from typing import Any

@@ -50,7 +50,7 @@ def test_the_profile_is_the_paper_but_for_what_the_essay_says() -> None:
     paper, essay = asdict(PAPER), asdict(ESSAY)
     wanted = {
         "C": 128, "k_cross": 0, "s": 2.0, "M_min": 0.0, "M_max": 128.0, "heads": "mean", "impact": "unit",
-        "trunk_impact": "unit", "allocation": "tiers", "renewal": 0.3,
+        "trunk_impact": "unit", "allocation": "tiers", "renewal": 0.3, "breath_protection": "sink+recent",
     }
     assert {name: value for name, value in essay.items() if value != paper[name]} == wanted
 

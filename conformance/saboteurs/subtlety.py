@@ -26,7 +26,7 @@ INPUTS = 200
 FORMS: tuple[CrystalCacheParameters, ...] = (
     TINY, replace(PAPER, C=16, T_max=8, N_sink=2, W_recent=6), replace(TINY, C=64, T_max=9, N_min=2),
 )
-# What only the forms of spec/crystalcache-essay.md call is compared where they are in use.
+# What only the forms of spec/crystalcache_essay.md call is compared where they are in use.
 ESSAY_ITEMS = (
     "CC-MEAN-SALIENCE", "CC-UNIT-IMPACT", "CC-UNIT-TRUNK-IMPACT", "CC-TIER-COUNT", "CC-TIERS", "CC-RARITY-FORMS",
     "CC-ADAPTIVE-MERGE", "CC-COVERAGE",
