@@ -6,7 +6,7 @@ from numba import njit
 from spec.arrays import IntVector, Vector
 from spec.parameters import CrystalCacheParameters
 
-__all__ = ["impact", "trunk_impact"]
+__all__ = ["impact", "impact_of_counts", "trunk_impact"]
 
 
 def impact(salience: Vector, token_ids: IntVector, parameters: CrystalCacheParameters) -> Vector:
@@ -25,6 +25,21 @@ def impact(salience: Vector, token_ids: IntVector, parameters: CrystalCacheParam
     counts = np.bincount(dense)
     U = 1.0 / (1.0 + np.log1p(counts.astype(np.float64)))
     M: Vector = mixture(salience, U, dense, float(parameters.M_min), float(parameters.M_max))
+    return M
+
+
+def impact_of_counts(salience: Vector, counts: IntVector, parameters: CrystalCacheParameters) -> Vector:
+    """M_i (n,) of tokens whose ids were seen `counts` (n,) times.
+
+    Implements: CC-RARITY, CC-IMPACT
+    """
+    if parameters.impact == "uniform":
+        return np.ones_like(salience)
+    if parameters.impact == "salience":
+        return salience.copy()
+    U = 1.0 / (1.0 + np.log1p(counts.astype(np.float64)))
+    each = np.arange(len(counts))
+    M: Vector = mixture(salience, U, each, float(parameters.M_min), float(parameters.M_max))
     return M
 
 
