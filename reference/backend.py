@@ -13,7 +13,7 @@ from reference.crystalcache.crystallization import crystallization
 from reference.crystalcache.dissolution import dissolve
 from reference.crystalcache.hebbian import hebbian, static_graph
 from reference.crystalcache.resonance import resonance
-from reference.crystalcache.segments import segment_graph
+from reference.crystalcache.segments import segment_crystallization, segment_graph
 from reference.crystalcache.tiers import dissolve_in_tiers
 from reference.crystalcache.trunks import trunk_offsets
 from spec.arrays import BoolVector, IntVector, Vector
@@ -110,6 +110,9 @@ class _BreathStages:
         parameters: CrystalCacheParameters, /,
     ) -> TrunkWeights:
         return segment_graph(coattention.edges(), bounds, sizes, W, parameters.tau_edge)
+
+    def segment_crystallization(self, degree: Vector, old: int, parameters: CrystalCacheParameters, /) -> Vector:
+        return segment_crystallization(degree, old, parameters)
 
 
 BACKEND = Backend("numpy", crystal=_CrystalStages(), breath=_BreathStages())

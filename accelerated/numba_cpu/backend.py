@@ -2,22 +2,28 @@
 
 import numpy as np
 
+from accelerated.numba_cpu.activation import active_trunks, inverse_key_norms
 from accelerated.numba_cpu.adaptive import adapted
+from accelerated.numba_cpu.breath import decay
 from accelerated.numba_cpu.coattention import coattention
 from accelerated.numba_cpu.coverage import backfill, coverage_reserve
 from accelerated.numba_cpu.crystallization import crystallization
 from accelerated.numba_cpu.dissolution import dissolve
 from accelerated.numba_cpu.graph import trunk_graph
-from accelerated.numba_cpu.impact import impact, trunk_impact, unit_trunk_impact
+from accelerated.numba_cpu.hebbian import hebbian
+from accelerated.numba_cpu.impact import impact, impact_of_counts, trunk_impact, unit_trunk_impact
+from accelerated.numba_cpu.resonance import resonance
 from accelerated.numba_cpu.score import score
+from accelerated.numba_cpu.segments import segment_crystallization, segment_graph
 from accelerated.numba_cpu.tiers import dissolve_in_tiers
 from accelerated.numba_cpu.trunks import trunk_offsets
 from spec.arrays import BoolVector, IntVector, Vector
 from spec.backend import Backend
+from spec.decode import LiveTrunks, TrunkWeights
 from spec.parameters import CrystalCacheParameters
 from spec.policy import DeviceArray
 from spec.records import CoAttention, Dissolution, TrunkGraph, Trunks
-from spec.validate import check_attention_inputs, check_lse
+from spec.validate import check_attention_inputs, check_keys, check_lse
 
 __all__ = ["BACKEND"]
 
@@ -72,4 +78,46 @@ class _CrystalStages:
         return Dissolution(kept, r, D_after)
 
 
-BACKEND = Backend("numba", crystal=_CrystalStages())
+class _BreathStages:
+    """Decode, each stage fused as its module says."""
+
+    def inverse_key_norms(self, k: DeviceArray, /) -> Vector:
+        check_keys(k)
+        return inverse_key_norms(k)
+
+    def impact(self, salience: Vector, counts: IntVector, parameters: CrystalCacheParameters, /) -> Vector:
+        return impact_of_counts(salience, counts, parameters)
+
+    def decay(self, D: Vector, trunk_impact: Vector, parameters: CrystalCacheParameters, /) -> Vector:
+        after: Vector = decay(D, trunk_impact, float(parameters.beta_0), float(parameters.D_c))
+        return after
+
+    def activation(self, live: LiveTrunks, parameters: CrystalCacheParameters, /) -> BoolVector:
+        return active_trunks(live, float(parameters.theta_act))
+
+    def resonance(
+        self, D: Vector, W: TrunkWeights, active: BoolVector, parameters: CrystalCacheParameters, /,
+    ) -> Vector:
+        p = parameters
+        after: Vector = resonance(
+            D, *W, active, p.max_hops, float(p.gamma_hop), float(p.tau_pulse), float(p.alpha_res)
+        )
+        return after
+
+    def hebbian(self, W: TrunkWeights, active: BoolVector, parameters: CrystalCacheParameters, /) -> TrunkWeights:
+        p = parameters
+        if p.hebb == "static":
+            return W
+        return TrunkWeights(*hebbian(*W, active, float(p.eta_Hebb), float(p.gamma_decay), float(p.tau_edge)))
+
+    def segment_graph(
+        self, coattention: CoAttention, bounds: IntVector, sizes: IntVector, W: TrunkWeights,
+        parameters: CrystalCacheParameters, /,
+    ) -> TrunkWeights:
+        return segment_graph(coattention, bounds, sizes, W, float(parameters.tau_edge))
+
+    def segment_crystallization(self, degree: Vector, old: int, parameters: CrystalCacheParameters, /) -> Vector:
+        return segment_crystallization(degree, old, parameters)
+
+
+BACKEND = Backend("numba", crystal=_CrystalStages(), breath=_BreathStages())

@@ -7,7 +7,7 @@ from spec.arrays import IntVector, Vector
 from spec.parameters import CrystalCacheParameters
 from spec.parameters.crystalcache import RarityForm
 
-__all__ = ["impact", "rarity", "trunk_impact", "unit_trunk_impact"]
+__all__ = ["impact", "impact_of_counts", "rarity", "trunk_impact", "unit_trunk_impact"]
 
 
 def rarity(counts: IntVector, form: RarityForm) -> Vector:
@@ -23,7 +23,7 @@ def rarity(counts: IntVector, form: RarityForm) -> Vector:
 def impact(salience: Vector, token_ids: IntVector, parameters: CrystalCacheParameters) -> Vector:
     """M_i (n,): counts, rarity and mixture in one pass.
 
-    Implements: CC-COUNT, CC-IMPACT, CC-UNIT-IMPACT
+    Implements: CC-COUNT
     """
     if parameters.impact == "uniform":
         return np.ones_like(salience)
@@ -33,11 +33,28 @@ def impact(salience: Vector, token_ids: IntVector, parameters: CrystalCacheParam
     span = int(token_ids.max()) - low + 1
     # Ids of a real vocabulary are dense enough to count in place; hashed ids are not.
     dense = token_ids - low if span <= 64 * len(token_ids) else np.unique(token_ids, return_inverse=True)[1]
-    U = rarity(np.bincount(dense), parameters.rarity)
+    return mixed(salience, np.bincount(dense), dense, parameters)
+
+
+def impact_of_counts(salience: Vector, counts: IntVector, parameters: CrystalCacheParameters) -> Vector:
+    """M_i (n,) of tokens whose ids were seen `counts` (n,) times."""
+    if parameters.impact == "uniform":
+        return np.ones_like(salience)
+    if parameters.impact == "salience":
+        return salience.copy()
+    return mixed(salience, counts, np.arange(len(counts)), parameters)
+
+
+def mixed(salience: Vector, counts: IntVector, token: IntVector, parameters: CrystalCacheParameters) -> Vector:
+    """Salience with the rarity of each token's count, in the mixture that is asked for.
+
+    Implements: CC-IMPACT, CC-UNIT-IMPACT
+    """
+    U = rarity(counts, parameters.rarity)
     if parameters.impact == "unit":
-        M: Vector = unit_mixture(salience, U, dense)
+        M: Vector = unit_mixture(salience, U, token)
     else:
-        M = mixture(salience, U, dense, float(parameters.M_min), float(parameters.M_max))
+        M = mixture(salience, U, token, float(parameters.M_min), float(parameters.M_max))
     return M
 
 

@@ -155,7 +155,7 @@ BOUNDED: dict[str, Bounded] = {
     "impact": impact, "graph": graph, "score": score, "coattention": coattention, "prefill": prefill,
     "inverse_key_norms": key_norms, "decay": relative("CC-DECAY", ["D"]),
     "segment_graph": relative("CC-TRUNK-WEIGHT", ["weights"]), "CC-TAIL-D": relative("CC-TAIL-D", ["D"]),
-    "CC-SEGMENT-D": relative("CC-SEGMENT-D", ["D", "mu", "sigma"]), "CC-START": relative("CC-SEGMENT", STATE_FLOATS),
+    "segment_crystallization": relative("CC-SEGMENT-D", ["D"]), "CC-START": relative("CC-SEGMENT", STATE_FLOATS),
     "CC-TAIL-TRUNKS": relative("CC-STEP", STATE_FLOATS), "CC-REEVICT": relative("CC-STEP", STATE_FLOATS),
     "CC-BREATH": relative("CC-STEP", STATE_FLOATS), "decode_step": relative("CC-STEP", STATE_FLOATS),
     "extend": relative("CC-SEGMENT", [*STATE_FLOATS, "inverse_norms"]),
