@@ -92,7 +92,7 @@ def sweep(
         "needle,delayed_association"
     ),
     length: Annotated[int, typer.Option(help="Context tokens.")] = 1024,
-    samples: Annotated[int, typer.Option(help="Samples per variant and task; the same ones for all variants.")] = 5,
+    samples: Annotated[int, typer.Option(help="Samples per variant and task; the same ones for all variants.")] = 10,
     seed: Annotated[int, typer.Option(help="Seed of the samples.")] = 42,
     model: Model = "pocket",
     backend: Backend = "auto",

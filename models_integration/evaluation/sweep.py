@@ -54,7 +54,7 @@ class SweepPlan:
     budget: str = "0.3"
     tasks: tuple[str, ...] = TASKS
     length: int = 1024
-    samples: int = 5
+    samples: int = 10
     seed: int = 42
 
     def __post_init__(self) -> None:

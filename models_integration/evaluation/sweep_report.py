@@ -21,12 +21,17 @@ def cells_of(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
         line, stored = [variant], []
         for row, (won, lost) in zip(rows, differences, strict=True):
             if row["variant"] == variant:
-                line.append(f"{row['accuracy']:.2f} [{row['low']:.2f}, {row['high']:.2f}]")
+                line.append(f"{row['accuracy']:.2f} [{short(row['low'])} {short(row['high'])}]")
                 line.append("" if variant == BASE else f"+{won} -{lost}")
                 stored.append(row["mean_cache"])
         lines.append([*line, f"{sum(stored) / len(stored):.0f}"])
     pairs = [(TITLES.get(task, task), "won, lost") for task in tasks]
     return ["variant", *(heading for pair in pairs for heading in pair), "cache"], lines
+
+
+def short(share: float) -> str:
+    """Two digits, without the zero that every share but 1 begins with."""
+    return f"{share:.2f}".removeprefix("0")
 
 
 def sweep_table(rows: Sequence[Row]) -> Table:
@@ -35,7 +40,7 @@ def sweep_table(rows: Sequence[Row]) -> Table:
     title = f"Exact match of {rows[0]['n']} samples, its 95 % interval; samples won and lost against {BASE}"
     table = Table(title=title, padding=0)
     for heading in headings:
-        table.add_column(heading, justify="left" if heading == "variant" else "right", no_wrap=heading == "variant")
+        table.add_column(heading.replace(" ", "\n"), justify="left" if heading == "variant" else "right", no_wrap=True)
     for line in lines:
         # A bracket would be read as a style.
         table.add_row(*(cell.replace("[", "\\[") for cell in line))
