@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from conformance import compare
-from conformance.checks import edges_of
+from conformance import checks, compare
 from conformance.oracles import decode, s6
 from conformance.oracles.decode import Model
 from conformance.vectors.arrays import plain
@@ -73,10 +72,15 @@ def size_bounds(
         yield f"{kept} tokens are kept of {n}, not {low} to {high}; B is {B}, {B_prot} are protected"
 
 
-def eviction(before: DecodeState, after: DecodeState, safe: list[bool], p: CrystalCacheParameters) -> Iterator[str]:
-    """What an eviction leaves of a given table."""
+def eviction(
+    before: DecodeState, after: DecodeState, safe: list[bool], p: CrystalCacheParameters, backend: Backend,
+) -> Iterator[str]:
+    """What an eviction leaves of a given table: its scores in their bound, and from these Algorithm 1."""
+    mask = np.array(safe, dtype=np.bool_)
+    found = backend.require_crystal().score(before.D, before.live.trunk_impact, mask, p)
+    yield from checks.score(found, before.D, before.live.trunk_impact, mask, p)
     want = model(before)
-    decode.evict(want, safe, p)
+    decode.evict_by(want, {g: x for g, x in enumerate(found.tolist()) if not safe[g]}, safe, p)
     yield from state(after, want)
     yield from size_bounds(before, after, safe, p)
 
@@ -97,7 +101,7 @@ def breath(
     D, W = stages.resonance(before.D, before.W, active, p), stages.hebbian(before.W, active, p)
     table = join_tail(replace(before, D=D, W=W), ends, p, backend)
     yield from state(table, decode.before_eviction(model(before), ends, p))
-    yield from eviction(table, after, decode.protected(model(table), p), p)
+    yield from eviction(table, after, decode.protected(model(table), p), p, backend)
 
 
 def segment(
@@ -107,7 +111,7 @@ def segment(
     """A segment whose S1 is given: the table from `before`, the eviction from the table."""
     table = add_segment(join_tail(before, ends, p, backend), found, ids, ends, norms, p, backend)
     want = model(before)
-    decode.add_segment(want, edges_of(found), found.salience.tolist(), ids.tolist(), norms.tolist(), ends, p)
+    decode.add_segment(want, checks.edges_of(found), found.salience.tolist(), ids.tolist(), norms.tolist(), ends, p)
     degree = np.array(decode.degrees(want))
     yield from state(table, want, compare.settled_radius(degree, p.s, p.epsilon))
-    yield from eviction(table, after, decode.in_windows(model(table), p), p)
+    yield from eviction(table, after, decode.in_windows(model(table), p), p, backend)

@@ -193,7 +193,7 @@ def test_an_eviction_of_live_trunks_is_algorithm_1(
     state, p = situation
     safe = data.draw(flags(len(state.D)), label="protected")
     after = breath.evict(state, safe, p, decoder)
-    assert not list(checks_decode.eviction(state, after, safe.tolist(), p))
+    assert not list(checks_decode.eviction(state, after, safe.tolist(), p, decoder))
     check_state(after)
 
 

@@ -121,7 +121,7 @@ class Life(RuleBasedStateMachine):
         m = len(before.D)
         safe = data.draw(st.lists(st.booleans(), min_size=m, max_size=m), label="protected")
         after = evict(before, np.array(safe, dtype=np.bool_), self.p, self.backend)
-        complaints = list(checks_decode.eviction(before, after, safe, self.p))
+        complaints = list(checks_decode.eviction(before, after, safe, self.p, self.backend))
         assert after.tail_positions.tolist() == before.tail_positions.tolist()
         self.become(replace(after, budget=self.state.budget), complaints)
 

@@ -217,11 +217,15 @@ def protected(now: Model, p: CrystalCacheParameters) -> list[bool]:
 
 
 def evict(now: Model, safe: Sequence[bool], p: CrystalCacheParameters) -> None:
-    """Algorithm 1 on what is left, Eq. 30 with n = tokens seen."""
-    order = sorted(i for g in now.trunks for i in g.members)
+    """S5, then Algorithm 1 on what is left."""
     alive = [g for g in range(len(now.trunks)) if not safe[g]]
+    evict_by(now, s5.score([g.D for g in now.trunks], [g.M_bar for g in now.trunks], alive, p), safe, p)
+
+
+def evict_by(now: Model, score: Mapping[int, float], safe: Sequence[bool], p: CrystalCacheParameters) -> None:
+    """Algorithm 1 from given scores, Eq. 30 with n = tokens seen."""
+    order = sorted(i for g in now.trunks for i in g.members)
     D = [g.D for g in now.trunks]
-    score = s5.score(D, [g.M_bar for g in now.trunks], alive, p)
     B = s6.effective_budget(now.budget, now.seen, p.N_sink, p.W_recent)
     slots = [[order.index(i) for i in g.members] for g in now.trunks]
     found = s6.dissolve(slots, score, [now.M[i] for i in order], D, safe, B, p.N_min)
