@@ -13,6 +13,7 @@ from conformance.oracles import decode
 from conformance.oracles.decode import Model, Trunk
 from conformance.strategies.decoding import decode_parameters, flags, graphs, inverse_norms, sixteenths
 from conformance.vectors.models import csr_of, pairs_of
+from conformance.vectors.subject_decode import weights_of
 from reference.crystalcache import activation
 from spec.arrays import BoolVector, Vector
 from spec.backend import BreathStages
@@ -240,11 +241,9 @@ def test_the_order_of_trunks_says_nothing(
     D, W, active = case
     m = len(D)
     places = data.draw(st.permutations(range(m)), label="places")
-    moved = csr_of({frozenset({places[a] for a in pair}): w for pair, w in pairs_of(rows(W), list(range(m))).items()},
-                   list(range(m)))
-    there = np.argsort(places)
-    csr = TrunkWeights(*(np.array(moved[name], dtype=t) for name, t in zip(
-        ("indptr", "indices", "weights"), (np.int64, np.int64, np.float64), strict=True)))
+    names = list(range(m))
+    pairs = {frozenset({places[a] for a in pair}): w for pair, w in pairs_of(rows(W), names).items()}
+    csr, there = weights_of(csr_of(pairs, names)), np.argsort(places)
     found = breath_stages.resonance(D[there], csr, active[there], p)
     assert compare.close("CC-STEP", found, breath_stages.resonance(*case, p)[there])
 

@@ -54,7 +54,7 @@ def inverse_norms(n: int) -> st.SearchStrategy[Vector]:
 def decode_parameters(draw: st.DrawFn) -> CrystalCacheParameters:
     """Small values of everything, with every constant of decode at its ends too."""
     p = draw(small_parameters(), label="parameters")
-    pick = {
+    pick: dict[str, list[Any]] = {
         "T_breath": [3, 1, 2, 5], "beta_0": [0.05, 0.0, 1.0], "D_c": [2.0, 0.5], "theta_act": [0.3, 0.0, 0.5, 1.0],
         "max_hops": [2, 0, 1, 4], "gamma_hop": [0.5, 1.0, 0.0], "tau_pulse": [0.01, 0.0, 0.125],
         "alpha_res": [0.15, 0.0, 1.0], "eta_Hebb": [0.05, 0.0, 0.25], "gamma_decay": [0.99, 0.5, 1.0],
