@@ -29,6 +29,7 @@ __all__ = [
     "normalised_radius",
     "salience_radius",
     "scores_agree",
+    "settled_radius",
 ]
 
 UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24}
@@ -212,6 +213,15 @@ def crystallization_radius(degree: Vector, s: float, epsilon: float) -> float:
     z = max(abs(x - mu) for x in degree.tolist()) / sigma
     move = (gamma(2 * m + 8, "float64") * wide * (1 + z) / sigma + gamma(m + 8, "float64") * z) * s
     return move / 4 + 8 * UNIT_ROUNDOFF["float64"]
+
+
+def settled_radius(degree: Vector, s: float, epsilon: float) -> float:
+    """Radius of D, mu and sigma after a segment: Eq. 27 from degrees that err by 8 u a weight themselves.
+
+    The weights' error moves degrees by gamma_8 of the largest, which `crystallization_radius` has room for twice.
+    """
+    wide = float(np.abs(degree).max())
+    return 4 * crystallization_radius(degree, s, epsilon) + gamma(2 * len(degree) + 24, "float64") * 2 * wide
 
 
 def normalised_radius(M_bar: Sequence[float], epsilon: float) -> float:

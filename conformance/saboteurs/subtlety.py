@@ -8,15 +8,21 @@ import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+import spec
 from conformance.saboteurs.install import private_reference
 from conformance.saboteurs.registry import Saboteur
 from conformance.strategies.prompts import random_prompt
+from conformance.trace import items_of
+from reference import crystalcache
 from reference.backend import BACKEND
 from reference.crystalcache import prefill
+from spec.backend import Backend
+from spec.budget import parse_budget
 from spec.parameters import PAPER, TINY, CrystalCacheParameters
 from spec.parameters.crystalcache import RarityForm
 
@@ -125,12 +131,50 @@ def prompts_of(item: str) -> list[Case]:
     return essay_prompts() if item in ESSAY_ITEMS else prompts()
 
 
+@cache
+def of_decode() -> frozenset[str]:
+    """The items of decode, which no prefill calls."""
+    page = Path(spec.__file__).with_name("crystalcache_decode.md").read_text(encoding="utf-8")
+    return frozenset(name for name, _ in items_of(page))
+
+
+def life(package: Any, backend: Backend, case: Case) -> list[Any]:
+    """The state after a prompt, nine tokens with three breaths, and a turn that reads it."""
+    p = replace(case["parameters"], T_breath=3, breath_protection="sink+recent" if len(case["q"][0]) % 2 else "none")
+    budget, n = parse_budget(case["budget"]), len(case["token_ids"])
+    norms = backend.require_breath().inverse_key_norms(case["k"])
+    found = package.prefill(**{**case, "parameters": p, "backend": backend})
+    state = package.start_state(found, case["token_ids"], norms, budget, p)
+    rng = np.random.default_rng(n)
+    keys = list(case["k"].transpose(1, 0, 2)) + list(rng.standard_normal((17, 2, 8)).astype(np.float32))
+    for token in rng.integers(0, 9, 9).tolist():
+        norm = float(backend.require_breath().inverse_key_norms(keys[state.seen][:, None])[0])
+        state = package.decode_step(state, token, norm, case["sentence_ends"], p, backend)
+    k = np.stack([keys[i] for i in [*state.stored.tolist(), *range(n + 9, n + 17)]], axis=1)
+    q = np.repeat(k[:, -8:], 2, axis=0)
+    state = package.extend(
+        state, q, k, rng.integers(0, 9, 8), case["sentence_ends"], p, backend, scaling=case["scaling"]
+    )
+    return [state.stored.tolist(), state.step, state.D.tolist(), state.W.weights.tolist(), state.counts.tolist()]
+
+
+@cache
+def right_lives() -> list[bytes]:
+    """What becomes of every prompt in the reference."""
+    return [outcome(lambda case: life(crystalcache, BACKEND, case), case) for case in prompts()]
+
+
 def agreement(saboteur: Saboteur) -> int:
     """On how many of the inputs the saboteur agrees with the reference."""
     if saboteur.item in OWN_INPUTS:
         cases = OWN_INPUTS[saboteur.item]()
         right = [outcome(lambda case: values(saboteur.original(**case)), case) for case in cases]
         wrong = [outcome(lambda case: values(saboteur.wrong(**case)), case) for case in cases]
+    elif saboteur.item in of_decode():
+        copy = private_reference(saboteur)
+        right = right_lives()
+        mine = copy.modules["reference.crystalcache"]
+        wrong = [outcome(lambda case: life(mine, copy.backend, case), case) for case in prompts()]
     else:
         copy = private_reference(saboteur)
         right = right_decisions(saboteur.item if saboteur.item in ESSAY_ITEMS else "")
