@@ -16,13 +16,18 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from threadpoolctl import ThreadpoolController
 
 from accelerated.numba_cpu import kernels
 from spec.arrays import IntMatrix, IntVector
+from spec.errors import BackendUnavailable
 from spec.parameters import CrystalCacheParameters
 from spec.policy import DeviceArray
 from spec.records import CoAttention
+
+try:
+    from threadpoolctl import ThreadpoolController
+except ModuleNotFoundError:  # S2 to S6 need it not, and the Triton backend takes them from this package
+    ThreadpoolController = None
 
 __all__ = ["coattention"]
 
@@ -34,7 +39,8 @@ BLOCK = (64, 256)  # fewest and most queries of a block
 KEYS = 256  # columns of a tile; ROWS x KEYS floats are half a second-level cache
 SQUARE = 128  # rows and columns of a block of cosines
 SLACK = 1.0 - 1e-5  # rounding of the bound: 32 float32 terms and exp2, below 1e-6 relative
-BLAS = ThreadpoolController()  # the blocks run side by side, so each product keeps to one thread
+# The blocks run side by side, so each product keeps to one thread.
+BLAS = ThreadpoolController and ThreadpoolController()
 
 
 def _plain(x: NDArray[np.floating]) -> Floats:
@@ -208,7 +214,12 @@ def coattention(
     """S1 in float32; the same bits for any number of threads.
 
     Implements: CC-ATTENTION, CC-SALIENCE, CC-ROW-NORM, CC-INTRA, CC-CROSS, CC-COATTENTION
+
+    Raises:
+        BackendUnavailable: without threadpoolctl, which keeps BLAS from starting threads inside ours.
     """
+    if BLAS is None:
+        raise BackendUnavailable("S1 of backend 'numba' needs threadpoolctl: pip install 'kvspec[numba]'")
     n = q.shape[1]
     before = k.shape[1] - n
     logits = _Logits(q, k, scaling, softcap)
