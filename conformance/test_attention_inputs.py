@@ -84,7 +84,8 @@ def test_a_left_padded_row_is_the_view_behind_its_padding(
     stages: CrystalStages, precision: str, inputs: AttentionInputs, pad: int,
 ) -> None:
     """S1 reads q[:, pad:] and k[:, pad:] and nothing before: padding of NaN MUST NOT show."""
-    q, k = (np.pad(x, ((0, 0), (pad, 0), (0, 0)), constant_values=np.nan)[:, pad:] for x in (inputs.q, inputs.k))
+    q = np.pad(inputs.q, ((0, 0), (pad, 0), (0, 0)), constant_values=np.nan)[:, pad:]
+    k = np.pad(inputs.k, ((0, 0), (pad, 0), (0, 0)), constant_values=np.nan)[:, pad:]
     lse = np.pad(lse_of(inputs).astype(precision), ((0, 0), (pad, 0)), constant_values=np.nan)[:, pad:]
     views = replace(inputs, q=q, k=k)
     for given_lse in (None, lse):
