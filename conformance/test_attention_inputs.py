@@ -123,6 +123,7 @@ def test_every_width_and_type(
 ) -> None:
     """Real widths of heads, in the types that models have; bfloat16 has no NumPy type."""
     rng = np.random.default_rng(d + group)
-    q, k = rng.standard_normal((group, 24, d)).astype(dtype), rng.standard_normal((1, 24, d)).astype(dtype)
+    q: Array = rng.standard_normal((group, 24, d)).astype(dtype)
+    k: Array = rng.standard_normal((1, 24, d)).astype(dtype)
     inputs = AttentionInputs(q, k, np.arange(24), replace(TINY, C=10), 1.5 * d**-0.5, softcap)
     assert not list(checks.coattention(run(stages, inputs, None), inputs, precision))
