@@ -39,7 +39,8 @@ BLOCK = (64, 256)  # fewest and most queries of a block
 KEYS = 256  # columns of a tile; ROWS x KEYS floats are half a second-level cache
 SQUARE = 128  # rows and columns of a block of cosines
 SLACK = 1.0 - 1e-5  # rounding of the bound: 32 float32 terms and exp2, below 1e-6 relative
-BLAS = ThreadpoolController and ThreadpoolController()  # the blocks run side by side, so each product keeps to one thread
+# The blocks run side by side, so each product keeps to one thread.
+BLAS = ThreadpoolController and ThreadpoolController()
 
 
 def _plain(x: NDArray[np.floating]) -> Floats:
