@@ -31,7 +31,7 @@ class _OnDevice:
         self, q: DeviceArray, k: DeviceArray, positions: IntVector, parameters: CrystalCacheParameters,
         scaling: float, softcap: float | None, lse: DeviceArray | None = None, /,
     ) -> CoAttention:
-        return coattention(q, k, positions, parameters, scaling, softcap)
+        return coattention(q, k, positions, parameters, scaling, softcap, lse)
 
     def impact(self, salience: Vector, token_ids: IntVector, parameters: CrystalCacheParameters, /) -> Vector:
         """Implements: CC-RARITY-FORMS, CC-UNIT-IMPACT
