@@ -63,7 +63,10 @@ def test_the_essay_lives_on_end_to_end(backend: Backend) -> None:
     """A prompt, 200 steps with breaths every 16, and a turn: the budget holds, sink and newest tokens stay."""
     rng = np.random.default_rng(11)
     p = replace(ESSAY, T_breath=16, N_sink=2, W_recent=8)
-    draw = lambda heads, n: rng.standard_normal((heads, n, 8)).astype(np.float32)  # noqa: E731
+
+    def draw(heads: int, n: int) -> Any:
+        return rng.standard_normal((heads, n, 8)).astype(np.float32)
+
     ids = rng.zipf(1.5, 340).clip(0, 40).astype(np.int64)
     now = extend(empty_state(Budget(count=60)), draw(4, 100), draw(2, 100), ids[:100], ENDS, p, backend)
     partial = 0
