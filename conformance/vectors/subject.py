@@ -8,6 +8,7 @@ import numpy as np
 from conformance.strategies.attention import AttentionInputs
 from conformance.strategies.prompts import Prompt
 from conformance.vectors.case import Json
+from conformance.vectors.policy_subject import POLICY_ITEMS
 from reference.crystalcache import coattention as s1
 from reference.crystalcache import compaction, dissolution, graph, impact, protection, score, sentences, trunks
 from reference.crystalcache import prefill as run_prefill
@@ -136,6 +137,7 @@ ITEMS: dict[str, Item] = {
     "CC-COMPACT": lambda i, p: named(
         ["K", "V"], compaction.compact(floats(i["K"]), floats(i["V"]), integers(i["R"]))
     ),
+    **{item: lambda i, p, run=run: run(i) for item, run in POLICY_ITEMS.items()},  # type: ignore[misc]
 }
 
 
