@@ -56,7 +56,7 @@ def only_the_last_query(scorer: Any, records: object, observation: Any) -> Score
 
 
 @method_instead_of(HeavyHitters, "keep", "PO-H2O")
-def sums_stay_in_their_slots(scorer: Any, records: object, slots: Array) -> Array:
+def sums_stay_in_their_slots(scorer: Any, records: object, slots: Array) -> Any:
     """Sums do not follow their tokens when others go."""
     return np.asarray(records)[:, : slots.shape[1]]
 
@@ -68,7 +68,7 @@ def heavy_hitters_alone(scores: Scores, budgets: Array, protected: Array) -> Sel
 
 
 @instead_of(h2o_score, "PO-H2O-DESCRIBED")
-def mean_over_queries(view: Any) -> Array:
+def mean_over_queries(view: Any) -> Any:
     """Each key's sum is divided by the number of queries that see it."""
     total = h2o_score(view)
     return total / np.arange(total.shape[1], 0, -1)
@@ -81,7 +81,7 @@ def half_recent(W: int = 128) -> Policy:
 
 
 @instead_of(snapkv_score, "PO-SNAPKV")
-def averages_instead_of_maxima(view: Any, W: int, kernel: int) -> Array:
+def averages_instead_of_maxima(view: Any, W: int, kernel: int) -> Any:
     """The pool is an average."""
     A = observed_attention(view, W)
     past = A[:, :, : A.shape[2] - A.shape[1]].sum(axis=1)
@@ -89,7 +89,7 @@ def averages_instead_of_maxima(view: Any, W: int, kernel: int) -> Array:
 
 
 @instead_of(snapkv_score, "PO-SNAPKV")
-def group_before_the_pool(view: Any, W: int, kernel: int) -> Array:
+def group_before_the_pool(view: Any, W: int, kernel: int) -> Any:
     """The group is averaged before the pool."""
     return adakv_score(view, W, kernel)
 
@@ -112,7 +112,7 @@ def steeper(W: int = 32, kernel: int = 7, beta: int = 20) -> Policy:
     return replace(pyramidkv(W, kernel, beta), budgets=_without_window)
 
 
-def _without_window(total: int, scores: Scores) -> Array:
+def _without_window(total: int, scores: Scores) -> Any:
     return np.maximum(Pyramid(0)(total, scores), int(np.isnan(scores.values[0]).sum()))
 
 
@@ -129,13 +129,13 @@ def cumulative_and_flat(W: int = 128, beta: int = 20) -> Policy:
 
 
 @instead_of(chunk_scores, "PO-CHUNKKV")
-def mean_of_a_chunk(members: Array, offsets: Array) -> Array:
+def mean_of_a_chunk(members: Array, offsets: Array) -> Any:
     """A chunk scores the mean of its tokens, so that a short one is not behind."""
     return chunk_scores(members, offsets) / np.diff(offsets)
 
 
 @instead_of(chunk_offsets, "PO-CHUNKKV")
-def short_chunk_first(past: int, n: int, c: int) -> Array:
+def short_chunk_first(past: int, n: int, c: int) -> Any:
     """Chunks are counted back from the window: the first one is the short one."""
     ends = sorted({0, *range(past, 0, -c), *([past] if past < n else []), n})
     return np.array(ends, dtype=np.int64)
@@ -160,7 +160,7 @@ def with_a_pinned_end(c: int = 10) -> Policy:
 
 
 @instead_of(tova_score, "PO-TOVA")
-def newest_is_safe(view: Any) -> Array:
+def newest_is_safe(view: Any) -> Any:
     """The last token cannot go."""
     scores = tova_score(view)
     scores[:, -1] = scores.max() + 1
@@ -168,13 +168,13 @@ def newest_is_safe(view: Any) -> Array:
 
 
 @instead_of(tova_score, "PO-TOVA")
-def largest_head(view: Any) -> Array:
+def largest_head(view: Any) -> Any:
     """A key's score is that of its best head."""
     return observed_attention(view, 1).max(axis=0)
 
 
 @instead_of(keydiff_score, "PO-KEYDIFF")
-def anchor_of_raw_keys(view: Any) -> Array:
+def anchor_of_raw_keys(view: Any) -> Any:
     """The anchor is the mean of the keys as they are."""
     unit = unit_keys(wide(view.k))
     anchor = wide(view.k).mean(axis=1, keepdims=True)
@@ -183,25 +183,25 @@ def anchor_of_raw_keys(view: Any) -> Array:
 
 
 @instead_of(keydiff_score, "PO-KEYDIFF")
-def like_keys_stay(view: Any) -> Array:
+def like_keys_stay(view: Any) -> Any:
     """Keys like the anchor are kept."""
     return -keydiff_score(view)
 
 
 @instead_of(knorm_score, "PO-KNORM")
-def large_keys_stay(view: Any) -> Array:
+def large_keys_stay(view: Any) -> Any:
     """Keys of large norm are kept."""
     return -knorm_score(view)
 
 
 @instead_of(knorm_score, "PO-KNORM")
-def sum_of_magnitudes(view: Any) -> Array:
+def sum_of_magnitudes(view: Any) -> Any:
     """The norm is the sum of magnitudes."""
     return -np.abs(wide(view.k)).sum(axis=2)
 
 
 @instead_of(expected_logits, "PO-EXPECTED-ATTENTION")
-def queries_without_spread(mean: Array, covariance: Array, k: Array, scaling: float) -> Array:
+def queries_without_spread(mean: Array, covariance: Array, k: Array, scaling: float) -> Any:
     """The covariance is left out."""
     return expected_logits(mean, np.zeros_like(covariance), k, scaling)
 
@@ -213,21 +213,21 @@ def second_moment(q: Array) -> tuple[Array, Array]:
 
 
 @instead_of(adakv_score, "PO-ADAKV")
-def pool_before_the_group(view: Any, W: int, kernel: int) -> Array:
+def pool_before_the_group(view: Any, W: int, kernel: int) -> Any:
     """Query heads are pooled one by one, then averaged."""
     return snapkv_score(view, W, kernel)
 
 
 @instead_of(adakv_score, "PO-ADAKV")
-def best_query_head(view: Any, W: int, kernel: int) -> Array:
+def best_query_head(view: Any, W: int, kernel: int) -> Any:
     """A group scores what its best query head does."""
     A = observed_attention(view, W)
-    past = A[:, :, : A.shape[2] - A.shape[1]].mean(axis=1)[:, None]
+    past: Any = A[:, :, : A.shape[2] - A.shape[1]].mean(axis=1)[:, None]
     return with_window(max_pool(group_maximum(past, len(view.k))[:, 0], kernel), A.shape[2])
 
 
 @instead_of(rkv_redundancy, "PO-RKV")
-def nothing_is_spared(k: Array) -> Array:
+def nothing_is_spared(k: Array) -> Any:
     """No column is spared: the newest of two like keys is as redundant as the older."""
     unit = k / (np.sqrt((k * k).sum(axis=1, keepdims=True)) + 1e-8)
     C = unit @ unit.T
@@ -237,33 +237,33 @@ def nothing_is_spared(k: Array) -> Array:
 
 
 @instead_of(rkv_redundancy, "PO-RKV")
-def oldest_is_spared(k: Array) -> Array:
+def oldest_is_spared(k: Array) -> Any:
     """Each row spares its first like key, not its last."""
     return rkv_redundancy(k[::-1])[:, ::-1]
 
 
 @instead_of(rkv_importance, "PO-RKV")
-def softmax_with_the_window(view: Any, W: int, kernel: int) -> Array:
+def softmax_with_the_window(view: Any, W: int, kernel: int) -> Any:
     """The window's keys are in the softmax."""
     return adakv_score(view, W, kernel)[:, : view.k.shape[1] - min(W, view.q.shape[1])]
 
 
 @instead_of(caote_error, "PO-CAOTE")
-def without_renormalising(alpha: Array, v: Array) -> Array:
+def without_renormalising(alpha: Array, v: Array) -> Any:
     """The others are not renormalised: alpha times the distance."""
     error = caote_error(alpha, v)
     return np.where(np.isinf(error), error, error * (1 - alpha))
 
 
 @instead_of(caote_error, "PO-CAOTE")
-def mean_value(alpha: Array, v: Array) -> Array:
+def mean_value(alpha: Array, v: Array) -> Any:
     """X is the mean of the values."""
     distance = np.sqrt(((v.mean(axis=1, keepdims=True) - v) ** 2).sum(axis=2))
     return alpha / np.maximum(1 - alpha, 1e-300) * distance
 
 
 @instead_of(defensive_maximum, "PO-DEFENSIVEKV")
-def without_the_prior(A: Array, kernel: int, H_kv: int) -> Array:
+def without_the_prior(A: Array, kernel: int, H_kv: int) -> Any:
     """Low scores are not held up."""
     pooled = average_pool(A.reshape(-1, A.shape[2]), kernel).reshape(A.shape)
     pooled *= A.sum(axis=2, keepdims=True) / pooled.sum(axis=2, keepdims=True)
@@ -271,7 +271,7 @@ def without_the_prior(A: Array, kernel: int, H_kv: int) -> Array:
 
 
 @instead_of(output_share, "PO-DEFENSIVEKV")
-def share_over_tokens(v: Array, W_o: Array) -> Array:
+def share_over_tokens(v: Array, W_o: Array) -> Any:
     """A value's output is divided by its head's sum over tokens."""
     size = group_mean(np.abs(np.matmul(np.repeat(v, len(W_o) // len(v), axis=0), W_o)).sum(axis=2), len(v))
     return size / size.sum(axis=1, keepdims=True)
@@ -284,7 +284,7 @@ def no_first_stage(A: Array, H_kv: int, W: int, most: int) -> list[Array]:
 
 
 @instead_of(epicache_score, "PO-EPICACHE")
-def mean_of_the_queries(view: Any) -> Array:
+def mean_of_the_queries(view: Any) -> Any:
     """A key scores the mean over the patched prompt."""
     rows = [replace(view, q=view.q[:, at : at + 1]) for at in range(view.q.shape[1])]
     mean: Array = np.mean([epicache_score(row) for row in rows], axis=0)
@@ -292,6 +292,6 @@ def mean_of_the_queries(view: Any) -> Array:
 
 
 @instead_of(epicache_score, "PO-EPICACHE")
-def causal_patched_prompt(view: Any) -> Array:
+def causal_patched_prompt(view: Any) -> Any:
     """The patched prompt is taken for the prompt itself: a query sees the keys up to its own place."""
     return group_maximum(observed_attention(view, view.q.shape[1]), len(view.k)).max(axis=1)
