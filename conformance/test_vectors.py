@@ -11,7 +11,7 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from conformance.plugin import known_items
+from conformance.trace import items_of
 from conformance.vectors import store
 from conformance.vectors.brute_force import score as plain_score
 from conformance.vectors.case import decoded, encoded, parameters_of
@@ -26,6 +26,10 @@ from spec.errors import SpecError
 from spec.parameters import CrystalCacheParameters
 
 SCHEMA = json.loads((store.HOME / "schema.json").read_text(encoding="utf-8"))
+PAGES = [
+    path.read_text(encoding="utf-8") for pattern in ("crystalcache*.md", "policies.md")
+    for path in store.HOME.parent.glob(pattern)
+]
 
 
 def published() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
@@ -118,7 +122,9 @@ def test_the_schema_refuses_what_it_forbids(validator: Any, path: list[str | int
 
 def test_every_item_has_a_vector_and_every_flag_a_use() -> None:
     tests = [test for _, _, test in published()]
-    assert {item for test in tests for item in test["items"]} == known_items()
+    assert {item for test in tests for item in test["items"]} == {
+        item for page in PAGES for item, _ in items_of(page)
+    }
     assert {flag for test in tests for flag in test["flags"]} == NOTES.keys()
     assert OPERATIONS.keys() == ITEMS.keys() | STAGE_RUNS.keys()
 

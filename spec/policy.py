@@ -4,7 +4,7 @@ Every method of the field is one record of these parts at one granularity, so th
 any budgets, any selector over any scores. `reference.policies` holds the definitions.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
@@ -31,6 +31,8 @@ class Needs:
     """How many of the segment's last query rows; None means all of them."""
     values: bool = False
     token_ids: bool = False
+    takes: Callable[[DeviceArray], bool] | None = None
+    """Whether it reads a device's tensor as it is; None means that it reads NumPy arrays only."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class LayerView:
     """One layer's attention inputs after RoPE: q (H, n_q, d), k (H_kv, n, d) and, if needed, v (H_kv, n, d).
 
     q holds the last n_q of the queries, in the order of their positions; k and v hold what is cached, in that order.
+    lse (H, n_q), where the forward's attention has it: see `spec.backend.CrystalStages.coattention`.
     """
 
     q: DeviceArray
@@ -45,6 +48,7 @@ class LayerView:
     v: DeviceArray | None
     scaling: float
     softcap: float | None
+    lse: DeviceArray | None = None
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ Array = np.ndarray[Any, Any]
 FLOORED = "floored budget"
 TRUNCATED = "truncated budget"
 AVERAGE = "average pool"
-SENTINEL = "sentinel ties"
+TIES = "ties of torch.topk"
 PINNED = "pinned last token"
 LINE = "line without a window"
 FLAT = "flat fallback"
@@ -47,8 +47,9 @@ READINGS: dict[str, str] = {
     FLOORED: "B is the floor of n (1 - r), at least 1; here it is the ceiling",
     TRUNCATED: "B is int(n * (1 - r)) in floating point, which can be one less than the floor; here it is exact",
     AVERAGE: "scores are smoothed by an average pool; here by a maximum",
-    SENTINEL: "protected tokens score the maximum plus one, and torch.topk chooses among equal ones where B is smaller"
-              " than their number; here B is raised to it",
+    TIES: "torch.topk chooses among equal scores, in no stated order; protected tokens all score the maximum plus one,"
+          " so it also chooses among them where B is smaller than their number; here the lower position stays, and B is"
+          " raised to what is protected",
     PINNED: "the last token cannot be evicted; here it competes",
     LINE: "the pyramid's line runs over all tokens of a layer, and each share is rounded by itself; here over those"
           " beyond the window, and the shares have their exact sum",
@@ -111,14 +112,14 @@ def snap_scores(inputs: Inputs, readings: Set[str]) -> Array:
 
 def snapkv(inputs: Inputs, readings: Set[str]) -> Kept:
     B = budget(inputs, readings)
-    if SENTINEL in readings and B < W:
+    if TIES in readings:
         return topk(raised(snap_scores(inputs, readings)), B)
     return run(snap_policy(policies.snapkv(W, KERNEL), readings), inputs, B)
 
 
 def streaming(inputs: Inputs, readings: Set[str]) -> Kept:
     B = budget(inputs, readings)
-    if SENTINEL in readings and B < SINK:
+    if TIES in readings and B < SINK:
         scores = np.ones((len(inputs.k), inputs.n))
         scores[:, SINK : SINK + inputs.n - int(inputs.n * (1 - float(inputs.ratio)))] = 0.0
         return topk(scores, B)
@@ -138,7 +139,7 @@ def tova(inputs: Inputs, readings: Set[str]) -> Kept:
 
 def expected(inputs: Inputs, readings: Set[str]) -> Kept:
     host, B = policies.expected_attention(inputs.inv_freq, 1.0, SINK, FUTURE), budget(inputs, readings)
-    if SENTINEL in readings and B < SINK:
+    if TIES in readings and B < SINK:
         seen = Observation(inputs.n, len(inputs.k), None, {0: inputs.view})
         return topk(raised(host.scorer(seen, host.protection(inputs.n)).values), B)
     return run(host, inputs, B)
@@ -161,7 +162,7 @@ def pyramidkv(inputs: Inputs, readings: Set[str]) -> Kept:
     if shares is None:
         return run(snap_policy(policies.pyramidkv(W, KERNEL), readings), inputs, budget(inputs, readings), L)
     B = shares[inputs.layer]
-    if SENTINEL in readings and B < W:
+    if TIES in readings:
         return topk(raised(snap_scores(inputs, readings)), B)
     return run(snap_policy(policies.snapkv(W, KERNEL), readings), inputs, B)
 
@@ -182,7 +183,7 @@ def adakv(inputs: Inputs, readings: Set[str]) -> Kept:
     B = budget(inputs, readings)
     if QUOTA in readings:
         host = replace(host, budgets=Competition(Fraction(1, 5)))
-    if SENTINEL in readings and B < W:
+    if TIES in readings and (QUOTA in readings or B < W):
         scores = torch.tensor(raised(snap_scores(inputs, readings)))
         scores.scatter_(-1, scores.topk(max(1, int(B * 0.2)), dim=-1).indices, torch.finfo(scores.dtype).max)
         gone = set(torch.topk(-scores.reshape(-1), len(scores) * (inputs.n - B)).indices.tolist())
@@ -205,14 +206,14 @@ def observed(inputs: Inputs, readings: Set[str]) -> Kept:
 
 # Ours, and the readings that explain the press.
 OURS: dict[str, tuple[Callable[[Inputs, Set[str]], Kept], tuple[str, ...]]] = {
-    "StreamingLLM": (streaming, (FLOORED, TRUNCATED, SENTINEL)),
-    "SnapKV": (snapkv, (FLOORED, TRUNCATED, AVERAGE, SENTINEL)),
-    "PyramidKV": (pyramidkv, (FLOORED, TRUNCATED, AVERAGE, SENTINEL, LINE, FLAT)),
+    "StreamingLLM": (streaming, (FLOORED, TRUNCATED, TIES)),
+    "SnapKV": (snapkv, (FLOORED, TRUNCATED, AVERAGE, TIES)),
+    "PyramidKV": (pyramidkv, (FLOORED, TRUNCATED, AVERAGE, TIES, LINE, FLAT)),
     "ChunkKV": (chunkkv, (FLOORED, TRUNCATED, INNER, IN_CHUNKS)),
     "TOVA": (tova, (FLOORED, TRUNCATED, PINNED)),
     "KeyDiff": (plain(policies.keydiff), (FLOORED, TRUNCATED)),
     "Knorm": (plain(policies.knorm), (FLOORED, TRUNCATED)),
-    "AdaKV": (adakv, (FLOORED, TRUNCATED, AVERAGE, SENTINEL, QUOTA)),
-    "ExpectedAttention": (expected, (FLOORED, TRUNCATED, SENTINEL)),
+    "AdaKV": (adakv, (FLOORED, TRUNCATED, AVERAGE, QUOTA, TIES)),
+    "ExpectedAttention": (expected, (FLOORED, TRUNCATED, TIES)),
     "ObservedAttention": (observed, (FLOORED, TRUNCATED, PER_QUERY, NO_RECENT)),
 }
