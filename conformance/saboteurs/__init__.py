@@ -10,6 +10,8 @@ from conformance.saboteurs import (
     activation,
     decode,
     essay,
+    policies,
+    policy_parts,
     s1,
     s1_selection,
     s2,
@@ -27,7 +29,9 @@ from spec.backend import Backend
 __all__ = ["SABOTEURS"]
 
 SABOTEURS = REGISTRY
-STAGES = (s1, s1_selection, s2, s3, s4, s5, s6, s6_protection, whole, activation, decode, essay)
+STAGES = (
+    s1, s1_selection, s2, s3, s4, s5, s6, s6_protection, whole, activation, decode, essay, policies, policy_parts,
+)
 
 
 def __getattr__(name: str) -> Backend:

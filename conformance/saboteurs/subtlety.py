@@ -7,6 +7,7 @@ calls is compared on random inputs of its own item.
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
+from fractions import Fraction
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,16 @@ from typing import Any
 import numpy as np
 
 import spec
-from conformance.saboteurs.install import private_reference
+from conformance.policies.cases import CASES, decided, drawn
+from conformance.policies.test_decoding import decoded, long
+from conformance.saboteurs.install import install, private_reference
 from conformance.saboteurs.registry import Saboteur
 from conformance.strategies.prompts import random_prompt
 from conformance.trace import items_of
 from reference import crystalcache
 from reference.backend import BACKEND
 from reference.crystalcache import prefill
+from reference.policies import h2o
 from spec.backend import Backend
 from spec.budget import parse_budget
 from spec.parameters import PAPER, TINY, CrystalCacheParameters
@@ -102,9 +106,42 @@ def compaction_inputs() -> list[Case]:
     return cases
 
 
+def pyramid_inputs() -> list[Case]:
+    """A quarter of the prompts are shorter than twice the capacity."""
+    rng = np.random.default_rng(2024)
+    return [
+        {"capacity": int(rng.integers(9, 300)), "W": 8, "L": int(rng.integers(2, 81)), "n": int(rng.integers(1, 1200))}
+        for _ in range(INPUTS)
+    ]
+
+
+def wins_inputs() -> list[Case]:
+    rng = np.random.default_rng(2024)
+    return [
+        {"wins": rng.integers(0, 40, size=int(rng.integers(1, 9))).tolist(), "base": int(rng.integers(1, 40)),
+         "safeguard": Fraction(int(rng.integers(0, 11)), 10)}
+        for _ in range(INPUTS)
+    ]
+
+
 OWN_INPUTS: dict[str, Callable[[], list[Case]]] = {
     "CC-MEMORY": memory_inputs, "CC-COMPACT": compaction_inputs, "CC-RENEWAL": renewal_inputs,
+    "PO-PYRAMID-OFFICIAL": pyramid_inputs, "PO-ADAKV-OFFICIAL": wins_inputs,
 }
+PARTS_IN_USE = ("snapkv", "pyramidkv", "chunkkv", "adakv", "h2o")
+
+
+def policy_decisions(item: str) -> list[bytes]:
+    """Kept sets of the item's policy, or of policies that use its part; H2O and steps are also decoded."""
+    names = [name for name, case in CASES.items() if case.item == item] or PARTS_IN_USE
+    steps = item in ("PO-H2O", "PO-STEP")
+
+    def run(case: Case) -> Any:
+        inputs = drawn(case["seed"])
+        kept = [decided(CASES[name].policy(inputs), inputs, case["B"]) for name in names]
+        return [kept, decoded(h2o(), long(case["seed"]), 5) if steps else None]
+
+    return [outcome(run, {"seed": seed, "B": 1 + seed % 25}) for seed in range(INPUTS)]
 
 
 def outcome(run: Callable[[Case], Any], case: Case) -> bytes:
@@ -165,7 +202,7 @@ def right_lives() -> list[bytes]:
 
 
 def agreement(saboteur: Saboteur) -> int:
-    """On how many of the inputs the saboteur agrees with the reference."""
+    """On how many of the inputs the saboteur agrees with the reference; a policy's stays in this process."""
     if saboteur.item in OWN_INPUTS:
         cases = OWN_INPUTS[saboteur.item]()
         right = [outcome(lambda case: values(saboteur.original(**case)), case) for case in cases]
@@ -175,6 +212,10 @@ def agreement(saboteur: Saboteur) -> int:
         right = right_lives()
         mine = copy.modules["reference.crystalcache"]
         wrong = [outcome(lambda case: life(mine, copy.backend, case), case) for case in prompts()]
+    elif saboteur.item.startswith("PO-"):
+        right = policy_decisions(saboteur.item)
+        install(saboteur)
+        wrong = policy_decisions(saboteur.item)
     else:
         copy = private_reference(saboteur)
         right = right_decisions(saboteur.item if saboteur.item in ESSAY_ITEMS else "")

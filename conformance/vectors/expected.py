@@ -9,6 +9,7 @@ from conformance.oracles import pipeline, s1, s2, s3, s4, s5, s6
 from conformance.vectors import brute_force as plain
 from conformance.vectors.case import Json, Operation, Results
 from conformance.vectors.expected_decode import DECODE_OPERATIONS
+from conformance.vectors.policy_oracles import RESULTS
 from spec.parameters import CrystalCacheParameters
 
 __all__ = ["OPERATIONS"]
@@ -266,4 +267,8 @@ OPERATIONS: dict[str, Operation] = {
     "CC-COMPACT": Operation(PLAIN + "compact", lambda i, p: plain.compact(**i)),
     "prefill": Operation(ORACLES + "pipeline.prefill", prefill, ("scores", "D"), ("CC-PREFILL",)),
     **DECODE_OPERATIONS,
+    **{
+        item: Operation("conformance.vectors.policy_oracles", lambda i, p, run=run: run(i))  # type: ignore[misc]
+        for item, run in RESULTS.items()
+    },
 }

@@ -11,6 +11,7 @@ from conformance.vectors.cases import (
     essay,
     graph,
     impact,
+    policies,
     prefill,
     score,
     trunks,
@@ -29,4 +30,5 @@ STAGES: dict[str, Sequence[Group]] = {
     "prefill": prefill.GROUPS,
     "essay": essay.GROUPS,
     "breath": breath.GROUPS,
+    "policies": policies.GROUPS,
 }
