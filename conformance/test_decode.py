@@ -37,7 +37,8 @@ def test_decay_is_equation_36(breath_stages: BreathStages, data: st.DataObject, 
     m = data.draw(st.integers(0, 8), label="m")
     D, M_bar = data.draw(sixteenths(m), label="D"), data.draw(sixteenths(m, 0, 320), label="Mbar")
     found = breath_stages.decay(D, M_bar, p)
-    assert compare.close("CC-DECAY", found, [decode.decay(x, y, p) for x, y in zip(D, M_bar, strict=True)])
+    want = np.array([decode.decay(x, y, p) for x, y in zip(D.tolist(), M_bar.tolist(), strict=True)])
+    assert (np.abs(found - want) <= compare.decay_radius(D)).all()
     assert ((found <= D) & (found >= 0)).all()
     if p.beta_0 < 1:
         assert ((found == 0) == (D == 0)).all()

@@ -12,8 +12,8 @@ from spec.errors import BackendUnavailable, SpecError
 from spec.policy import DeviceArray
 
 __all__ = [
-    "INTERPRETED", "attention_tensors", "default_device", "download", "lse_tensor", "require_device", "shared_memory",
-    "upload",
+    "INTERPRETED", "attention_tensors", "default_device", "download", "key_tensor", "lse_tensor", "require_device",
+    "shared_memory", "upload",
 ]
 
 # Triton reads the variable when a kernel is decorated, so it holds for the whole process.
@@ -99,6 +99,19 @@ def lse_tensor(lse: DeviceArray | None, q: Tensor) -> Tensor | None:
         raise SpecError("lse", (lse.dtype, str(lse.device)), f"must be {torch.float32} on {q.device}")
     _check_finite("lse", lse)
     return lse
+
+
+def key_tensor(k: DeviceArray) -> Tensor:
+    """k (H_kv, n, d) on a device, a float64 array in its own precision; a tensor is not copied.
+
+    Raises:
+        SpecError: as `attention_tensors`.
+    """
+    keys = _checked("k", k)
+    if isinstance(k, np.ndarray) and k.dtype == np.float64:
+        keys = upload(k, np.float64)
+    _check_finite("k", keys)
+    return keys
 
 
 def _check_finite(name: str, x: Tensor) -> None:

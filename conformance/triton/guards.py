@@ -74,5 +74,6 @@ def poisoned_allocations(modules: list[ModuleType]) -> Iterator[list[Field]]:
 
     with ExitStack() as patches:
         for module in modules:
-            patches.enter_context(patch.multiple(module, torch=Torch(), upload=guarded_upload))
+            uploads = {"upload": guarded_upload} if hasattr(module, "upload") else {}
+            patches.enter_context(patch.multiple(module, torch=Torch(), **uploads))
         yield fields
