@@ -28,7 +28,7 @@ class _CrystalStages:
     ) -> CoAttention:
         check_attention_inputs(q, k)
         check_lse(lse, q)
-        return coattention(q, k, positions, parameters, scaling, softcap)
+        return coattention(q, k, positions, parameters, scaling, softcap, lse)
 
     def impact(self, salience: Vector, token_ids: IntVector, parameters: CrystalCacheParameters, /) -> Vector:
         return impact(salience, token_ids, parameters)

@@ -9,7 +9,7 @@ import torch
 from spec.errors import BackendUnavailable, SpecError
 from spec.policy import DeviceArray
 
-__all__ = ["INTERPRETED", "attention_tensors", "default_device", "download", "require_device", "upload"]
+__all__ = ["INTERPRETED", "attention_tensors", "default_device", "download", "lse_tensor", "require_device", "upload"]
 
 # Triton reads the variable when a kernel is decorated, so it holds for the whole process.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "y", "yes")
@@ -58,10 +58,35 @@ def attention_tensors(q: DeviceArray, k: DeviceArray) -> tuple[Tensor, Tensor]:
     pair = (_checked("q", q), _checked("k", k))
     _check_together(*pair)
     for name, x in zip("qk", pair, strict=True):
-        if not bool(torch.isfinite(x).all()):
-            at = tuple(torch.nonzero(~torch.isfinite(x))[0].tolist())
-            raise SpecError(name, float(x[at]), f"must be finite, and is not at {at}")
+        _check_finite(name, x)
     return pair
+
+
+def lse_tensor(lse: DeviceArray | None, q: Tensor) -> Tensor | None:
+    """lse (H, n) of the queries q (H, n, d) in float32 on their device, if it is given; a tensor is not copied.
+
+    Raises:
+        SpecError: for a type, shape, dtype, device or value that the kernels do not take.
+    """
+    if lse is None:
+        return None
+    if not isinstance(lse, np.ndarray | torch.Tensor) or tuple(lse.shape) != tuple(q.shape[:2]):
+        shape = getattr(lse, "shape", type(lse).__name__)
+        raise SpecError("lse", shape, f"must be an array (heads, queries), {tuple(q.shape[:2])}")
+    if isinstance(lse, np.ndarray):
+        if lse.dtype.kind != "f":
+            raise SpecError("lse", lse.dtype, "must be floating point")
+        lse = upload(lse, np.float32, q.device)
+    if lse.dtype != torch.float32 or lse.device != q.device:
+        raise SpecError("lse", (lse.dtype, str(lse.device)), f"must be {torch.float32} on {q.device}")
+    _check_finite("lse", lse)
+    return lse
+
+
+def _check_finite(name: str, x: Tensor) -> None:
+    if not bool(torch.isfinite(x).all()):
+        at = tuple(torch.nonzero(~torch.isfinite(x))[0].tolist())
+        raise SpecError(name, float(x[at]), f"must be finite, and is not at {at}")
 
 
 def _checked(name: str, x: DeviceArray) -> Tensor:
