@@ -1,6 +1,7 @@
 """Engines: a frozen record of optional stage families, found by name, by `module:ATTRIBUTE`, or given as it is."""
 
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Protocol, runtime_checkable
@@ -19,6 +20,7 @@ BUILT_IN = {
     "triton": "accelerated.triton_gpu.backend:BACKEND",
 }
 ENTRY_POINTS = "kvspec.backends"
+FAMILIES = ("crystal",)
 
 
 @runtime_checkable
@@ -75,6 +77,8 @@ class Backend:
 
     name: str
     crystal: CrystalStages | None = None
+    takes: Callable[[DeviceArray], bool] | None = None
+    """Whether its device stages read this tensor where it is; None means that they read NumPy arrays only."""
 
     def require_crystal(self) -> CrystalStages:
         """The CrystalCache stages.
@@ -83,7 +87,7 @@ class Backend:
             BackendUnavailable: when this backend has none; the message names the families that it has.
         """
         if self.crystal is None:
-            has = [field.name for field in fields(self) if field.name != "name" and getattr(self, field.name)]
+            has = [family for family in FAMILIES if getattr(self, family) is not None]
             raise BackendUnavailable(f"backend {self.name!r} has no stage family 'crystal'; it has: {has or 'none'}")
         return self.crystal
 

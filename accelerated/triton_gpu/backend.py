@@ -5,7 +5,7 @@ import numpy as np
 from accelerated.numba_cpu.backend import BACKEND as NUMBA
 from accelerated.triton_gpu.coattention import coattention
 from accelerated.triton_gpu.crystallization import crystallization
-from accelerated.triton_gpu.device import require_device
+from accelerated.triton_gpu.device import require_device, takes
 from accelerated.triton_gpu.dissolution import dissolve
 from accelerated.triton_gpu.graph import trunk_graph
 from accelerated.triton_gpu.impact import impact, trunk_impact
@@ -72,5 +72,5 @@ class _HostAfterAttention:
         self.score, self.dissolve = host.score, host.dissolve
 
 
-BACKEND = Backend("triton", crystal=_HostAfterAttention())
-ON_DEVICE = Backend("triton-on-device", crystal=_OnDevice())
+BACKEND = Backend("triton", crystal=_HostAfterAttention(), takes=takes)
+ON_DEVICE = Backend("triton-on-device", crystal=_OnDevice(), takes=takes)
