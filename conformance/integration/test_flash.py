@@ -17,7 +17,6 @@ from conformance.integration.test_batches import batch, prompts
 from conformance.strategies.attention import AttentionInputs
 from conformance.strategies.prompts import Prompt
 from models_integration import CrystalCache, RetainedCache
-from models_integration import capture as capture_module
 from reference.policies import crystalcache, retain
 from spec.budget import parse_budget
 from spec.parameters import TINY
@@ -80,6 +79,7 @@ def test_each_row_of_a_batch_has_its_own() -> None:
         at_once(model, ids, RetainedCache(model.config))
     for observation in scorer.shown:
         (seen,) = observation.layers.values()
+        assert seen.lse is not None
         np.testing.assert_allclose(seen.lse, log_sum_exp(seen), atol=1e-5)
 
 
@@ -117,7 +117,7 @@ def test_the_kept_set_does_not_depend_on_it(backend: str, seed: int, monkeypatch
     for given in (True, False):
         with monkeypatch.context() as patch:
             if not given:
-                patch.setattr(capture_module, "flash_attention", lambda *_: None)
+                patch.setattr("models_integration.capture.flash_attention", lambda *_: None)
             with CrystalCache(0.5, ENDS, TINY, backend=backend)(model) as run:
                 at_once(model, ids, RetainedCache(model.config))
         assert isinstance(run.retention, CrystalRetention)

@@ -52,7 +52,8 @@ class Spy:
 
 def read(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> tuple[Session, Spy, list[Tensor], list[int]]:
     """A prompt under the spy; the queries that the model attended with; sizes of what was copied to the host."""
-    spy, model = Spy(), build("llama", dtype=dtype).to(default_device())  # type: ignore[arg-type]
+    spy, model = Spy(), build("llama", dtype=dtype)
+    model.to(default_device())  # type: ignore[arg-type]
     queries: list[Tensor] = []
     copied: list[int] = []
     record, cpu = capture_module.Recorder.record, Tensor.cpu
@@ -67,7 +68,7 @@ def read(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> tuple[Session, 
 
     monkeypatch.setattr(capture_module.Recorder, "record", recorded)
     monkeypatch.setattr(Tensor, "cpu", noted)
-    method = CrystalCache(0.5, ENDS, TINY, backend=Backend("spy", spy, takes))  # type: ignore[arg-type]
+    method = CrystalCache(0.5, ENDS, TINY, backend=Backend("spy", spy, takes))
     with method(model) as run:
         at_once(model, prompt(N).to(default_device()), RetainedCache(model.config))
     return run, spy, queries, copied
@@ -130,7 +131,7 @@ def test_tensors_are_refused_by_name() -> None:
     bad = q.clone()
     bad[0, 3, 1] = float("nan")
     for changed, message in (
-        ({"q": q, "k": k, "backend": "numpy"}, "q = 'Tensor': must be a NumPy array, or a tensor that the backend takes"),
+        ({"q": q, "k": k, "backend": "numpy"}, "q = 'Tensor': must be a NumPy array, or a tensor that the backend"),
         ({"q": given["q"], "k": k, "backend": "triton"}, "k = 'Tensor': must be a NumPy array"),
         ({"q": q, "k": given["k"], "backend": "triton"}, "k = 'ndarray': must be a tensor, as q is: Tensor"),
         ({"q": bad, "k": k, "backend": "triton"}, r"q = nan: must be finite, and is not at \(0, 3, 1\)"),
@@ -145,7 +146,8 @@ def test_tensors_are_refused_by_name() -> None:
 
 @pytest.mark.spec(id="CC-PREFILL")
 def test_a_host_scorer_sees_arrays_on_every_device() -> None:
-    model = build("llama").to(default_device())  # type: ignore[arg-type]
+    model = build("llama")
+    model.to(default_device())  # type: ignore[arg-type]
     scorer = Looking(Needs("observed", None))
     with method_of(scorer)(model):
         at_once(model, prompt(N).to(default_device()), RetainedCache(model.config))
