@@ -70,6 +70,11 @@ class Segment:
         return (self._architecture.observed,) if self.recorder.needs.layers == "observed" else ()
 
     @property
+    def rows(self) -> int:
+        """Rows of the batch."""
+        return len(self._ids[0])
+
+    @property
     def _columns(self) -> int:
         return sum(ids.shape[1] for ids in self._ids)
 
@@ -110,8 +115,7 @@ class Segment:
 
     def _decide(self) -> tuple[Kept, ...]:
         if self._kept is None:
-            rows = range(0, len(self._ids[0]), self.copies)
-            self._kept = tuple(self._decided(row) for row in rows)
+            self._kept = tuple(self._decided(row) for row in range(0, self.rows, self.copies))
             self.recorder.seen.clear()
         return self._kept
 

@@ -7,12 +7,13 @@ from importlib.metadata import entry_points
 from typing import Protocol, runtime_checkable
 
 from spec.arrays import BoolVector, IntVector, Vector
+from spec.decode import LiveTrunks, TrunkWeights
 from spec.errors import BackendUnavailable, SpecError
 from spec.parameters import CrystalCacheParameters
 from spec.policy import DeviceArray
 from spec.records import CoAttention, Dissolution, TrunkGraph, Trunks
 
-__all__ = ["BUILT_IN", "ENTRY_POINTS", "Backend", "CrystalStages", "resolve"]
+__all__ = ["BUILT_IN", "ENTRY_POINTS", "Backend", "BreathStages", "CrystalStages", "resolve"]
 
 BUILT_IN = {
     "numpy": "reference.backend:BACKEND",
@@ -20,7 +21,7 @@ BUILT_IN = {
     "triton": "accelerated.triton_gpu.backend:BACKEND",
 }
 ENTRY_POINTS = "kvspec.backends"
-FAMILIES = ("crystal",)
+FAMILIES = ("crystal", "breath")
 
 
 @runtime_checkable
@@ -71,12 +72,59 @@ class CrystalStages(Protocol):
         ...
 
 
+@runtime_checkable
+class BreathStages(Protocol):
+    """What decode and later segments need beside S1 to S6. Arrays in, arrays out; nothing is changed in place."""
+
+    def inverse_key_norms(self, k: DeviceArray, /) -> Vector:
+        """Mean over KV heads of 1 / ||k|| per token (n,), of k (H_kv, n, d); infinite where a key is zero."""
+        ...
+
+    def impact(self, salience: Vector, counts: IntVector, parameters: CrystalCacheParameters, /) -> Vector:
+        """S3 with given counts: M_i (n,) of tokens whose ids were seen `counts` (n,) times."""
+        ...
+
+    def decay(self, D: Vector, trunk_impact: Vector, parameters: CrystalCacheParameters, /) -> Vector:
+        """Eq. 36: D (m,) after one step."""
+        ...
+
+    def activation(self, live: LiveTrunks, parameters: CrystalCacheParameters, /) -> BoolVector:
+        """Section 3.8(a): which trunks (m,) are active."""
+        ...
+
+    def resonance(
+        self, D: Vector, W: TrunkWeights, active: BoolVector, parameters: CrystalCacheParameters, /,
+    ) -> Vector:
+        """Eq. 37 and 38: D (m,) after every active trunk has sent its pulse."""
+        ...
+
+    def hebbian(self, W: TrunkWeights, active: BoolVector, parameters: CrystalCacheParameters, /) -> TrunkWeights:
+        """Eq. 39 and 40: W after the update and its prune."""
+        ...
+
+    def segment_graph(
+        self, coattention: CoAttention, bounds: IntVector, sizes: IntVector, W: TrunkWeights,
+        parameters: CrystalCacheParameters, /,
+    ) -> TrunkWeights:
+        """S4 of a later segment: W, and behind its rows those of the segment's trunks.
+
+        `bounds` (m + 1,) holds the first live position of each trunk, older ones first, and the end; `sizes` (m,)
+        their live tokens.
+        """
+        ...
+
+    def segment_crystallization(self, degree: Vector, old: int, parameters: CrystalCacheParameters, /) -> Vector:
+        """Eq. 27 over the degrees of all trunks (m,): D of those behind the first `old` ones."""
+        ...
+
+
 @dataclass(frozen=True)
 class Backend:
     """An engine and the stage families that it has."""
 
     name: str
     crystal: CrystalStages | None = None
+    breath: BreathStages | None = None
     takes: Callable[[DeviceArray], bool] | None = None
     """Whether its device stages read this tensor where it is; None means that they read NumPy arrays only."""
 
@@ -87,9 +135,22 @@ class Backend:
             BackendUnavailable: when this backend has none; the message names the families that it has.
         """
         if self.crystal is None:
-            has = [family for family in FAMILIES if getattr(self, family) is not None]
-            raise BackendUnavailable(f"backend {self.name!r} has no stage family 'crystal'; it has: {has or 'none'}")
+            raise self._lacks("crystal")
         return self.crystal
+
+    def require_breath(self) -> BreathStages:
+        """The stages of decode and of later segments.
+
+        Raises:
+            BackendUnavailable: as `require_crystal`.
+        """
+        if self.breath is None:
+            raise self._lacks("breath")
+        return self.breath
+
+    def _lacks(self, family: str) -> BackendUnavailable:
+        has = [name for name in FAMILIES if getattr(self, name) is not None]
+        return BackendUnavailable(f"backend {self.name!r} has no stage family {family!r}; it has: {has or 'none'}")
 
 
 def resolve(backend: str | Backend) -> Backend:
@@ -119,7 +180,8 @@ def _load(name: str, target: str) -> Backend:
     try:
         found = getattr(import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise BackendUnavailable(f"backend {name!r} ({target}) cannot be loaded here: {error}") from error
+        remedy = f"; pip install 'kvspec[{name}]' brings what it needs" if name in BUILT_IN else ""
+        raise BackendUnavailable(f"backend {name!r} ({target}) cannot be loaded here: {error}{remedy}") from error
     if not isinstance(found, Backend):
         raise SpecError("backend", name, f"{target} is a {type(found).__name__}, not a spec.backend.Backend")
     return found

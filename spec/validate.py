@@ -10,8 +10,8 @@ from spec.arrays import IntVector
 from spec.errors import SpecError
 
 __all__ = [
-    "check_attention_inputs", "check_attention_tensors", "check_lse", "check_scaling", "check_sentence_ends",
-    "check_token_ids",
+    "check_attention_inputs", "check_attention_tensors", "check_keys", "check_lse", "check_scaling",
+    "check_sentence_ends", "check_token_ids",
 ]
 
 
@@ -51,6 +51,15 @@ def _check_together(q: Any, k: Any) -> None:
         raise SpecError("q", tuple(q.shape), f"the heads must be a multiple of k's {k.shape[0]}")
     if q.shape[1] > k.shape[1]:
         raise SpecError("q", tuple(q.shape), f"there are only {k.shape[1]} keys for {q.shape[1]} queries")
+
+
+def check_keys(k: np.ndarray[Any, Any]) -> None:
+    """k (H_kv, n, d): floating and finite.
+
+    Raises:
+        SpecError: otherwise.
+    """
+    _check_floats("k", k)
 
 
 def check_lse(lse: np.ndarray[Any, Any] | None, q: np.ndarray[Any, Any]) -> None:

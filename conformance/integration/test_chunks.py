@@ -265,6 +265,16 @@ def test_padding_that_changes_between_pieces_is_refused() -> None:
     assert sets(run)
 
 
+def test_pieces_of_another_number_of_rows_are_refused() -> None:
+    model = build("llama")
+    cache = RetainedCache(model.config)
+    with METHODS["crystalcache"]()(model) as run, run.prompt():
+        at_once(model, prompt(2 * N).view(2, N), cache)
+        with pytest.raises(SpecError, match="the prompt that is open has 2 rows"):
+            at_once(model, prompt(4), cache)
+    assert len(sets(run)) == 2
+
+
 def test_budgets_and_methods_read_chunks_too() -> None:
     model, ids = build("llama"), prompt(N)
     with CrystalCache(20, ENDS, TINY, backend="numpy")(model) as run, run.prompt():

@@ -68,7 +68,7 @@ def read(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> tuple[Session, 
 
     monkeypatch.setattr(capture_module.Recorder, "record", recorded)
     monkeypatch.setattr(Tensor, "cpu", noted)
-    method = CrystalCache(0.5, ENDS, TINY, backend=Backend("spy", spy, takes))
+    method = CrystalCache(0.5, ENDS, TINY, backend=Backend("spy", spy, takes=takes))
     with method(model) as run:
         at_once(model, prompt(N).to(default_device()), RetainedCache(model.config))
     return run, spy, queries, copied

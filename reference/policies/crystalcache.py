@@ -48,7 +48,8 @@ class CrystalScorer:
         )
         pinned = touched_units(protected, trunks.offsets)
         scores = self.stages.score(graph.D, trunks.impact, pinned, self.parameters)
-        return Scores(scores[None], trunks.offsets, M, CrystalRecords(coattention, M, trunks, graph, scores, pinned))
+        records = CrystalRecords(coattention, M, trunks, graph, scores, pinned)
+        return Scores(scores[None], trunks.offsets, M[None], records)
 
 
 def crystalcache(

@@ -1,31 +1,49 @@
 """Parameters of CrystalCache: Table 14 of the paper, under the paper's symbols."""
 
 import math
-from dataclasses import dataclass, fields
-from typing import Literal
+from dataclasses import dataclass, fields, replace
+from typing import Literal, get_args
 
 from spec.errors import SpecError
 
-__all__ = ["PAPER", "TINY", "CrystalCacheParameters", "GraphForm", "ImpactForm"]
+__all__ = [
+    "ESSAY", "PAPER", "TINY", "AllocationForm", "BreathProtection", "CrystalCacheParameters", "GraphForm",
+    "HeadsForm", "HebbForm", "ImpactForm", "MergeForm", "RarityForm", "TrunkImpactForm",
+]
 
-ImpactForm = Literal["mixture", "salience", "uniform"]
+HeadsForm = Literal["sum", "mean"]
+ImpactForm = Literal["mixture", "salience", "uniform", "unit"]
+RarityForm = Literal["logarithm", "reciprocal", "exponential"]
+TrunkImpactForm = Literal["mean", "unit"]
+MergeForm = Literal["fixed", "median"]
 GraphForm = Literal["degree", "zero"]
+AllocationForm = Literal["cut", "tiers"]
+HebbForm = Literal["additive", "static"]
+BreathProtection = Literal["none", "sink+recent"]
 
-_AT_LEAST_ONE = ("C", "T_max")
-_AT_LEAST_ZERO = ("k_intra", "k_cross", "k_heads", "N_sink", "W_recent", "N_min")
+_AT_LEAST_ONE = ("C", "T_max", "T_breath")
+_AT_LEAST_ZERO = ("k_intra", "k_cross", "k_heads", "N_sink", "W_recent", "N_min", "max_hops")
 # Sums of these with token counts stay inside int64 in every backend.
 _LARGEST = 2**31 - 1
-_NON_NEGATIVE = ("tau_intra", "tau_cross", "tau_merge", "tau_edge", "M_min", "alpha")
-_POSITIVE = ("M_max", "s", "epsilon")
-_FORMS = {"impact": ("mixture", "salience", "uniform"), "graph": ("degree", "zero")}
+_NON_NEGATIVE = ("tau_intra", "tau_cross", "tau_merge", "tau_edge", "M_min", "alpha", "theta_act", "tau_pulse")
+_POSITIVE = ("M_max", "s", "epsilon", "D_c")
+# Shares: above 1 a decay would grow, or overshoot what it moves towards.
+_AT_MOST_ONE = ("beta_0", "gamma_hop", "alpha_res", "eta_Hebb", "gamma_decay", "renewal", "coverage")
+_FORMS = {
+    "heads": get_args(HeadsForm), "impact": get_args(ImpactForm), "rarity": get_args(RarityForm),
+    "trunk_impact": get_args(TrunkImpactForm), "merge": get_args(MergeForm), "graph": get_args(GraphForm),
+    "allocation": get_args(AllocationForm), "hebb": get_args(HebbForm),
+    "breath_protection": get_args(BreathProtection),
+}
 
 
 @dataclass(frozen=True)
 class CrystalCacheParameters:
-    """Every constant of S1 to S6. Defaults are the paper's (Table 14).
+    """Every constant of S1 to S6 and of decode. Defaults are the paper's (Table 14).
 
     Table 10's ablations are values of these parameters: `impact="uniform"` (M_i = 1), `impact="salience"` (no Von
     Restorff: M_i = clip(S_i)), `alpha=0` (D only), `graph="zero"` (M only: D = 0) and `T_max=1` (token level).
+    `ESSAY` holds the author's essay; what goes beyond the paper is off by default (spec/crystalcache_essay.md).
 
     Raises:
         SpecError: when a value is of the wrong kind or out of its range.
@@ -66,9 +84,47 @@ class CrystalCacheParameters:
     N_min: int = 3
     """Fewest tokens that a partly dissolved trunk keeps, Eq. 32 and 33."""
     impact: ImpactForm = "mixture"
-    """Which M_i: Eq. 22, its ablation without rarity, or M_i = 1."""
+    """Which M_i: Eq. 22, its ablation without rarity, M_i = 1, or the essay's on [0, 1]."""
     graph: GraphForm = "degree"
     """Which D: Eq. 27, or the ablation D = 0."""
+    heads: HeadsForm = "sum"
+    """What becomes of a token's top heads: their sum (Eq. 11), or the essay's mean."""
+    trunk_impact: TrunkImpactForm = "mean"
+    """Eq. 23 as it is, or normalised to [0, 1] over the trunks as in the essay."""
+    allocation: AllocationForm = "cut"
+    """Stage 1: Eq. 32, or the essay's tiers."""
+    renewal: float = 0.0
+    """Share of 1 - D that an active trunk regains at a breath, in [0, 1]; the essay's 0.3."""
+    rarity: RarityForm = "logarithm"
+    """Which U_i: Eq. 21, or one of the two other forms of the paper's F5."""
+    merge: MergeForm = "fixed"
+    """What an interface must exceed: tau_merge, or the segment's median strength (F4)."""
+    coverage: float = 0.0
+    """Share of the unprotected budget for evenly spaced tokens of evicted trunks (F3), in [0, 1]."""
+    T_breath: int = 64
+    """Decode steps from one breath to the next, Section 3.8."""
+    beta_0: float = 0.05
+    """Largest share of D that a step takes, Eq. 36."""
+    D_c: float = 2.0
+    """Scale of D times impact in the exponent of Eq. 36."""
+    theta_act: float = 0.3
+    """Strict lower bound on a token's normalised inverse key norm, Section 3.8(a)."""
+    max_hops: int = 2
+    """Hops that a pulse travels from its source, Eq. 37."""
+    gamma_hop: float = 0.5
+    """Share of a pulse that survives a hop, Eq. 37."""
+    tau_pulse: float = 0.01
+    """A pulse below this ends, Eq. 37."""
+    alpha_res: float = 0.15
+    """Share of the missing D that a pulse of 1 restores, Eq. 38."""
+    eta_Hebb: float = 0.05
+    """What an edge between active trunks gains, Eq. 39."""
+    gamma_decay: float = 0.99
+    """What remains of every other edge at a breath, Eq. 40."""
+    hebb: HebbForm = "additive"
+    """Which W after a breath: Eq. 39 and 40, or the ablation that leaves it alone."""
+    breath_protection: BreathProtection = "none"
+    """Who is safe at a breath: nobody (the paper), or whole trunks that touch the sink or the recent window."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -91,9 +147,17 @@ class CrystalCacheParameters:
             raise SpecError(name, value, "must not be negative")
         elif name in _POSITIVE and value <= 0:
             raise SpecError(name, value, "must be positive")
+        elif name in _AT_MOST_ONE and not 0 <= value <= 1:
+            raise SpecError(name, value, "must lie in [0, 1]")
 
 
 PAPER = CrystalCacheParameters()
+
+# The author's essay. Its salience has no clip: a mean of column sums over C queries lies in [0, C].
+ESSAY = replace(
+    PAPER, C=128, k_cross=0, s=2.0, M_min=0.0, M_max=128.0, heads="mean", impact="unit", trunk_impact="unit",
+    allocation="tiers", renewal=0.3, breath_protection="sink+recent",
+)
 
 # Small enough that a few dozen tokens cross chunks, fill trunks and overflow the protected set.
 TINY = CrystalCacheParameters(C=8, k_intra=3, k_cross=2, T_max=5, N_sink=2, W_recent=3)
