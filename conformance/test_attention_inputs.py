@@ -1,6 +1,5 @@
 """S1 over what it may be given: the forward's log-sum-exp, views of any layout, real widths of heads."""
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance import checks
+from conformance.oracles import s1
 from conformance.strategies.attention import AttentionInputs, attention_inputs, later_segments
 from spec.arrays import Matrix
 from spec.backend import CrystalStages
@@ -21,21 +21,11 @@ Array = np.ndarray[Any, Any]
 
 
 def lse_of(inputs: AttentionInputs) -> Matrix:
-    """ln of the sum of exp(logit) over the keys that each query sees, (H, n), one by one."""
-    group = len(inputs.q) // len(inputs.k)
-    before = inputs.k.shape[1] - inputs.q.shape[1]
-    found = np.empty(inputs.q.shape[:2])
-    for h, head in enumerate(inputs.q.tolist()):
-        for i, query in enumerate(head):
-            logits = [
-                inputs.scaling * math.fsum(a * b for a, b in zip(query, key, strict=True))
-                for key in inputs.k[h // group, : before + i + 1].tolist()
-            ]
-            if inputs.softcap is not None:
-                logits = [inputs.softcap * math.tanh(x / inputs.softcap) for x in logits]
-            top = max(logits)
-            found[h, i] = top + math.log(math.fsum(math.exp(x - top) for x in logits))
-    return found
+    """The right lse of these inputs, (H, n)."""
+    at = inputs.positions.tolist()
+    return np.array(s1.log_sum_exp(
+        inputs.q.tolist(), inputs.k.tolist(), at[-inputs.q.shape[1] :], at, inputs.scaling, inputs.softcap
+    ))
 
 
 def run(stages: CrystalStages, inputs: AttentionInputs, lse: object) -> CoAttention:

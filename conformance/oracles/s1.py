@@ -10,7 +10,7 @@ from spec.parameters import CrystalCacheParameters
 
 __all__ = [
     "Block", "Edge", "Rows", "Segment", "attention", "coattention", "cosine", "edges", "float32", "head_mean",
-    "row_normalise", "salience", "strongest",
+    "log_sum_exp", "row_normalise", "salience", "strongest",
 ]
 
 Rows: TypeAlias = list[list[float]]
@@ -50,6 +50,23 @@ def attention(
         ]
         for h, head in enumerate(q)
     ]
+
+
+def log_sum_exp(
+    q: Block, k: Block, query_positions: Sequence[int], key_positions: Sequence[int], scaling: float,
+    softcap: float | None,
+) -> Rows:
+    """The natural logarithm of the denominator of Eq. 3, by head and query."""
+    group = len(q) // len(k)
+    found: Rows = []
+    for h, head in enumerate(q):
+        keys = list(zip(k[h // group], key_positions, strict=True))
+        found.append([])
+        for row, at in zip(head, query_positions, strict=True):
+            logits = [_logit(row, key, scaling, softcap) for key, key_at in keys if key_at <= at]
+            top = max(logits)
+            found[h].append(top + math.log(math.fsum(math.exp(x - top) for x in logits)))
+    return found
 
 
 def _logit(query: list[float], key: list[float], scaling: float, softcap: float | None) -> float:
