@@ -8,7 +8,7 @@ from accelerated.numba_cpu.impact import unit_trunk_impact
 from accelerated.triton_gpu.activation import inverse_key_norms
 from accelerated.triton_gpu.coattention import coattention
 from accelerated.triton_gpu.crystallization import crystallization
-from accelerated.triton_gpu.device import require_device
+from accelerated.triton_gpu.device import require_device, takes
 from accelerated.triton_gpu.dissolution import dissolve
 from accelerated.triton_gpu.graph import trunk_graph
 from accelerated.triton_gpu.impact import impact, trunk_impact
@@ -107,5 +107,5 @@ class _BreathOnHost:
         return inverse_key_norms(k)
 
 
-BACKEND = Backend("triton", crystal=_HostAfterAttention(), breath=_BreathOnHost())
-ON_DEVICE = Backend("triton-on-device", crystal=_OnDevice(), breath=_BreathOnHost())
+BACKEND = Backend("triton", crystal=_HostAfterAttention(), breath=_BreathOnHost(), takes=takes)
+ON_DEVICE = Backend("triton-on-device", crystal=_OnDevice(), breath=_BreathOnHost(), takes=takes)

@@ -13,7 +13,7 @@ from spec.policy import DeviceArray
 
 __all__ = [
     "INTERPRETED", "attention_tensors", "default_device", "download", "key_tensor", "lse_tensor", "require_device",
-    "shared_memory", "upload",
+    "shared_memory", "takes", "upload",
 ]
 
 # Triton reads the variable when a kernel is decorated, so it holds for the whole process.
@@ -63,6 +63,13 @@ def upload(array: np.ndarray[Any, Any], dtype: Any, device: torch.device | None 
 def download(tensor: Tensor, dtype: Any) -> Any:
     """A tensor as a NumPy array on the host."""
     return tensor.cpu().numpy().astype(dtype, copy=False)
+
+
+def takes(x: DeviceArray) -> bool:
+    """Whether the kernels read this tensor where it is."""
+    if not isinstance(x, torch.Tensor) or x.device.type != default_device().type:
+        return False
+    return x.dtype in (torch.float32, torch.float16) or (x.dtype == torch.bfloat16 and not INTERPRETED)
 
 
 def attention_tensors(q: DeviceArray, k: DeviceArray) -> tuple[Tensor, Tensor]:
