@@ -222,7 +222,7 @@ def pool_before_the_group(view: Any, W: int, kernel: int) -> Any:
 def best_query_head(view: Any, W: int, kernel: int) -> Any:
     """A group scores what its best query head does."""
     A = observed_attention(view, W)
-    past: Any = A[:, :, : A.shape[2] - A.shape[1]].mean(axis=1)[:, None]
+    past = np.expand_dims(A[:, :, : A.shape[2] - A.shape[1]].mean(axis=1), 1)
     return with_window(max_pool(group_maximum(past, len(view.k))[:, 0], kernel), A.shape[2])
 
 
