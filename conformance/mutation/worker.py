@@ -27,9 +27,8 @@ import pytest
 
 from conformance.mutation.items import Selection
 
-__all__ = ["PROFILES", "Survey", "Verdict", "in_a_fork", "preload", "survey", "trial"]
+__all__ = ["Survey", "Verdict", "in_a_fork", "preload", "survey", "trial"]
 
-PROFILES = ("dev", "ci")  # the cheap one first
 PROJECT = ("spec", "reference", "accelerated", "conformance", "models_integration")
 MEMORY = 16 << 30  # bytes of address space
 
@@ -206,13 +205,13 @@ def trial(
     code, said = _pytest(root, selection.backend, profile, files, [_Jury(selection, verdict)])
     used = resource.getrusage(resource.RUSAGE_SELF)
     verdict.seconds = used.ru_utime + used.ru_stime
-    fine = (pytest.ExitCode.NO_TESTS_COLLECTED, pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED)
-    if code not in fine and verdict.outcome == "survived":
-        lines = said.strip().splitlines() or [""]
-        if mutated and code in (pytest.ExitCode.INTERNAL_ERROR, pytest.ExitCode.USAGE_ERROR):
-            verdict.outcome, verdict.test, verdict.raised = "error", "start of the suite", lines[-1][:120]
+    broken = (pytest.ExitCode.INTERNAL_ERROR, pytest.ExitCode.USAGE_ERROR)
+    if code in broken and verdict.outcome == "survived":
+        last = (said.strip().splitlines() or [""])[-1][:120]
+        if mutated:
+            verdict.outcome, verdict.test, verdict.raised = "error", "start of the suite", last
         else:
-            verdict.trouble = f"pytest ended with {code}: {lines[-1][:120]}"
+            verdict.trouble = f"pytest ended with {code}: {last}"
     return verdict
 
 
