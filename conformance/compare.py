@@ -24,9 +24,11 @@ __all__ = [
     "cosine_error",
     "crystallization_radius",
     "gamma",
+    "key_norm_error",
     "list_is_realisable",
     "normalised_radius",
     "salience_radius",
+    "scores_agree",
 ]
 
 UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24}
@@ -48,6 +50,19 @@ BOUNDS: dict[tuple[str, str], Bound] = {
     ("CC-TRUNK-IMPACT", "float64"): Bound(0, "three terms in a stated order and one division: the same bits"),
     ("CC-TRUNK-WEIGHT", "float64"): Bound(8, "sum in a stated order; a square root within 1 ulp; four roundings"),
     ("CC-DEGREE", "float64"): Bound(0, "a sum in a stated order of given weights: the same bits"),
+    ("CC-DECAY", "float64"): Bound(8, "an exponential within 4 ulp, scaled by beta_0 <= 1; four roundings"),
+    ("CC-TAIL-D", "float64"): Bound(
+        512, "the logistic of an exact product: |x| u + 8 u, |x| below 200 where D is not 0 or 1 to the last bit"
+    ),
+    ("CC-STEP", "float64"): Bound(
+        1024, "CC-DECAY, CC-TAIL-D and CC-IMPACT in one; pulses and Eq. 34 round D twice each"
+    ),
+    ("CC-SEGMENT-D", "float64"): Bound(
+        4096, "moments by another order of sums, gamma(2 m), times the slope s / 4 of the logistic and 1 / sigma"
+    ),
+    ("CC-SEGMENT", "float64"): Bound(
+        4096, "S1 exact by the choice of inputs; then CC-IMPACT, CC-TRUNK-WEIGHT and CC-SEGMENT-D"
+    ),
     ("CC-DISSOLVE-D", "float64"): Bound(0, "one quotient, correctly rounded, and one product: the same bits"),
 }
 
@@ -78,6 +93,21 @@ def close(item: str, got: Sequence[float] | Vector, want: Sequence[float] | Vect
         return bool((same | (np.abs(a - b) <= bound * np.maximum(np.abs(a), np.abs(b)))).all())
 
 
+# Policies are compared on small inputs: at most 64 keys of 16 channels, logits below 64 in size. A weight then errs by
+# expm1(4 e) with e = gamma(24) 64, about 6200 u, and by gamma(80) for its sums; a score is at most three such steps.
+# R-KV and Expected Attention subtract or weigh terms of the row's size, so the row's largest entry is the scale.
+SCORE_UNITS = 2.0**15
+
+
+def scores_agree(got: Sequence[float] | Vector, want: Sequence[float | None]) -> bool:
+    """Whether scores lie within the bound above of an oracle's; None is NaN, an unscored token."""
+    a, b = np.asarray(got, dtype=np.float64), np.array([np.nan if x is None else x for x in want], dtype=np.float64)
+    scale = np.abs(b[np.isfinite(b)]).max(initial=0.0)
+    with np.errstate(invalid="ignore"):
+        near = np.abs(a - b) <= SCORE_UNITS * UNIT_ROUNDOFF["float64"] * scale
+    return a.shape == b.shape and bool((near | (a == b) | (np.isnan(a) & np.isnan(b))).all())
+
+
 def gamma(terms: float, precision: str) -> float:
     """Higham's gamma_n = n u / (1 - n u): the relative error of n roundings in any order, fused or not."""
     nu = terms * UNIT_ROUNDOFF[precision]
@@ -106,31 +136,29 @@ def attention_error(
 
 
 def salience_radius(
-    own: s1.Block, row_error: Sequence[float], k_heads: int, M_min: float, precision: str,
-) -> list[float]:
-    """Radius of Eq. 11 by token: a top-k sum moves by no more than the k largest moves of its terms.
+    own: Any, row_error: Sequence[float] | Vector, k_heads: int, M_min: float, precision: str,
+) -> Vector:
+    """Radius of Eq. 11 by token, from a block (H, Q, Q): a top-k sum moves by no more than the k largest moves.
 
     The clip moves nothing further, but its bounds are rounded to the precision too: M_min u.
     """
+    A, e = np.asarray(own, dtype=np.float64), np.asarray(row_error, dtype=np.float64)
+    terms = A.shape[1] + k_heads + 2
+    rounding = gamma(terms, precision) + gamma(terms, "float64")
+    moves = np.einsum("hij,i->hj", A, e + rounding * (1 + e))
     floor = SMALLEST[precision] + (0.0 if precision == "float64" else UNIT_ROUNDOFF[precision] * M_min)
-    radius = []
-    for i in range(len(own[0])):
-        rounding = gamma(len(own[0]) + k_heads + 2, precision) + gamma(len(own[0]) + k_heads + 2, "float64")
-        moves = [
-            sum(row[i] * (e + rounding * (1 + e)) for row, e in zip(head, row_error, strict=True)) for head in own
-        ]
-        radius.append(sum(sorted(moves, reverse=True)[:k_heads]) + floor)
+    radius: Vector = np.sort(moves, axis=0)[::-1][:k_heads].sum(axis=0) + floor
     return radius
 
 
-def cosine_error(e_i: float, e_j: float, Q: int, H: int, precision: str) -> float:
-    """Bound on the relative error of a cosine of non-negative rows whose entries err by e_i and e_j.
+def cosine_error(e_i: Any, e_j: Any, Q: int, H: int, precision: str) -> Any:
+    """Bound on the relative error of a cosine of non-negative rows whose entries err by e_i and e_j, broadcast.
 
     The inner product and both norms are monotone in the entries, so the entries' factors (1 + e) enter once above
     and once below; rounding adds gamma of the two sums' lengths.
     """
     rounding = gamma(3 * Q + 2 * H + 24, precision) + gamma(3 * Q + 2 * H + 24, "float64")
-    return math.expm1(2 * (math.log1p(e_i) + math.log1p(e_j)) + math.log1p(rounding)) * 1.01
+    return np.expm1(2 * (np.log1p(e_i) + np.log1p(e_j)) + math.log1p(rounding)) * 1.01
 
 
 def list_is_realisable(
@@ -156,6 +184,14 @@ def list_is_realisable(
         if least > threshold and (len(chosen) < k or (least, -j) > (above, -index)):
             return False
     return True
+
+
+def key_norm_error(H_kv: int, d: int) -> float:
+    """Bound on the relative error of a mean inverse norm: a sum of d squares and its root, then a sum over heads.
+
+    float64 in every backend; the oracle's own error is the same.
+    """
+    return 2 * gamma(d + H_kv + 8, "float64")
 
 
 def crystallization_radius(degree: Vector, s: float, epsilon: float) -> float:

@@ -26,7 +26,7 @@ from spec.errors import SpecError
 from spec.parameters import CrystalCacheParameters
 
 SCHEMA = json.loads((store.HOME / "schema.json").read_text(encoding="utf-8"))
-PAGE = (store.HOME.parent / "crystalcache.md").read_text(encoding="utf-8")
+PAGES = [path.read_text(encoding="utf-8") for path in store.HOME.parent.glob("crystalcache*.md")]
 
 
 def published() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
@@ -119,7 +119,9 @@ def test_the_schema_refuses_what_it_forbids(validator: Any, path: list[str | int
 
 def test_every_item_has_a_vector_and_every_flag_a_use() -> None:
     tests = [test for _, _, test in published()]
-    assert {item for test in tests for item in test["items"]} == dict(items_of(PAGE)).keys()
+    assert {item for test in tests for item in test["items"]} == {
+        item for page in PAGES for item, _ in items_of(page)
+    }
     assert {flag for test in tests for flag in test["flags"]} == NOTES.keys()
     assert OPERATIONS.keys() == ITEMS.keys() | STAGE_RUNS.keys()
 

@@ -34,7 +34,23 @@ NO_STAGE = {
     "CC-BUDGET": "computed once by the pipeline; stages are given B",
     "CC-COMPACT": "done in the cache, by models_integration/cache.py",
     "CC-PREFILL": "the pipeline that composes a backend's stages",
+    "CC-START": "a view of the prefill's records, made once",
+    "CC-LIVE": "gathers of NumPy, the same for every backend",
+    "CC-SEEN-COUNT": "integer bookkeeping, the same for every backend; stages are given the counts",
+    "CC-TAIL": "a token behind a tuple",
+    "CC-TAIL-D": "one number per breath",
+    "CC-TAIL-TRUNKS": "composes a backend's impact and trunks",
+    "CC-LIVE-PROTECTED": "computed once per eviction; stages are given the mask",
+    "CC-BREATH-PROTECTED": "computed once per breath; stages are given the mask",
+    "CC-REEVICT": "composes a backend's score and dissolve",
+    "CC-BREATH": "composes a backend's stages",
+    "CC-STEP": "composes a backend's stages",
+    "CC-SEGMENT-D": "one pass over the degrees, made once per segment",
+    "CC-SEGMENT": "the pipeline that composes a backend's stages",
 }
+# Items that a device backend takes from the host: its data is a few thousand trunks, and lives on the host.
+ON_HOST = {"CC-ETA", "CC-ACTIVATION", "CC-PULSE", "CC-RAISE", "CC-RESONANCE", "CC-HEBB", "CC-DECAY", "CC-SEGMENT-GRAPH"}
+DEVICES = ("accelerated/triton_gpu",)
 
 _HEADING = re.compile(r"^### ([A-Z][A-Z0-9]*(?:-[A-Z0-9]+)+)[ \t]*$", re.MULTILINE)
 _NEXT_HEADING = re.compile(r"^#{1,3} ", re.MULTILINE)
@@ -85,7 +101,9 @@ class Trace:
 
     def lacks(self, name: str, backend: str) -> bool:
         """Whether a backend has no function for an item that is a stage's."""
-        return name not in NO_STAGE and not any(place.startswith(backend) for place in self.functions.get(name, []))
+        if name in NO_STAGE or (name in ON_HOST and backend in DEVICES):
+            return False
+        return not any(place.startswith(backend) for place in self.functions.get(name, []))
 
     def matrix(self) -> str:
         """A row per item: id, hash, then how many functions, tests, vectors and saboteurs it has."""
@@ -98,7 +116,7 @@ class Trace:
             counts = [sum(place.startswith(top) for place in places) for top in tops]
             counts += [len(where.get(name, [])) for where in (self.tests, self.vectors, self.saboteurs)]
             cells = [
-                f"{'N/A' if top in self.backends and name in NO_STAGE else count:>{len(column)}}"
+                f"{'N/A' if not count and top in self.backends and not self.lacks(name, top) else count:>{len(column)}}"
                 for top, column, count in zip([*tops, "", "", ""], columns, counts, strict=True)
             ]
             rows.append(f"{name:{width}}  {digest}  " + "  ".join(cells))

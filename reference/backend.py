@@ -6,19 +6,26 @@ from reference.crystalcache import coattention as s1
 from reference.crystalcache import graph as s4
 from reference.crystalcache import impact as s3
 from reference.crystalcache import score as s5
+from reference.crystalcache.activation import active_trunks, inverse_key_norms
+from reference.crystalcache.breath import decay
 from reference.crystalcache.crystallization import crystallization
 from reference.crystalcache.dissolution import dissolve
+from reference.crystalcache.hebbian import hebbian, static_graph
+from reference.crystalcache.resonance import resonance
+from reference.crystalcache.segments import segment_graph
 from reference.crystalcache.trunks import trunk_offsets
 from spec.arrays import BoolVector, IntVector, Vector
 from spec.backend import Backend
+from spec.decode import LiveTrunks, TrunkWeights
 from spec.parameters import CrystalCacheParameters
 from spec.policy import DeviceArray
 from spec.records import CoAttention, Dissolution, TrunkGraph, Trunks
-from spec.validate import check_attention_inputs
+from spec.validate import check_attention_inputs, check_keys, check_lse
 
 __all__ = ["BACKEND"]
 
 _IMPACT = {"mixture": s3.impact, "salience": s3.impact_without_rarity, "uniform": s3.uniform_impact}
+_HEBB = {"additive": hebbian, "static": static_graph}
 
 
 class _CrystalStages:
@@ -26,9 +33,11 @@ class _CrystalStages:
 
     def coattention(
         self, q: DeviceArray, k: DeviceArray, positions: IntVector, parameters: CrystalCacheParameters,
-        scaling: float, softcap: float | None, /,
+        scaling: float, softcap: float | None, lse: DeviceArray | None = None, /,
     ) -> CoAttention:
+        """S1 by its definition, which sums over the keys itself: a given lse is only checked for its form."""
         check_attention_inputs(q, k)
+        check_lse(lse, q)
         return s1.coattention(q, k, positions, parameters, scaling, softcap)
 
     def impact(self, salience: Vector, token_ids: IntVector, parameters: CrystalCacheParameters, /) -> Vector:
@@ -60,4 +69,35 @@ class _CrystalStages:
         return dissolve(score, trunks.offsets, impact, D, protected, budget, parameters.N_min)
 
 
-BACKEND = Backend("numpy", crystal=_CrystalStages())
+class _BreathStages:
+    """Decode, each stage a composition of the functions of its items."""
+
+    def inverse_key_norms(self, k: DeviceArray, /) -> Vector:
+        check_keys(k)
+        return inverse_key_norms(k)
+
+    def impact(self, salience: Vector, counts: IntVector, parameters: CrystalCacheParameters, /) -> Vector:
+        return _IMPACT[parameters.impact](salience, s3.rarity(counts), parameters)
+
+    def decay(self, D: Vector, trunk_impact: Vector, parameters: CrystalCacheParameters, /) -> Vector:
+        return decay(D, trunk_impact, parameters)
+
+    def activation(self, live: LiveTrunks, parameters: CrystalCacheParameters, /) -> BoolVector:
+        return active_trunks(live, parameters.theta_act)
+
+    def resonance(
+        self, D: Vector, W: TrunkWeights, active: BoolVector, parameters: CrystalCacheParameters, /,
+    ) -> Vector:
+        return resonance(D, W, active, parameters)
+
+    def hebbian(self, W: TrunkWeights, active: BoolVector, parameters: CrystalCacheParameters, /) -> TrunkWeights:
+        return _HEBB[parameters.hebb](W, active, parameters)
+
+    def segment_graph(
+        self, coattention: CoAttention, bounds: IntVector, sizes: IntVector, W: TrunkWeights,
+        parameters: CrystalCacheParameters, /,
+    ) -> TrunkWeights:
+        return segment_graph(coattention.edges(), bounds, sizes, W, parameters.tau_edge)
+
+
+BACKEND = Backend("numpy", crystal=_CrystalStages(), breath=_BreathStages())

@@ -6,12 +6,13 @@ from importlib.metadata import entry_points
 from typing import Protocol, runtime_checkable
 
 from spec.arrays import BoolVector, IntVector, Vector
+from spec.decode import LiveTrunks, TrunkWeights
 from spec.errors import BackendUnavailable, SpecError
 from spec.parameters import CrystalCacheParameters
 from spec.policy import DeviceArray
 from spec.records import CoAttention, Dissolution, TrunkGraph, Trunks
 
-__all__ = ["BUILT_IN", "ENTRY_POINTS", "Backend", "CrystalStages", "resolve"]
+__all__ = ["BUILT_IN", "ENTRY_POINTS", "Backend", "BreathStages", "CrystalStages", "resolve"]
 
 BUILT_IN = {
     "numpy": "reference.backend:BACKEND",
@@ -27,9 +28,18 @@ class CrystalStages(Protocol):
 
     def coattention(
         self, q: DeviceArray, k: DeviceArray, positions: IntVector, parameters: CrystalCacheParameters,
-        scaling: float, softcap: float | None, /,
+        scaling: float, softcap: float | None, lse: DeviceArray | None = None, /,
     ) -> CoAttention:
-        """S1. q (H, n, d) are the last n of the tokens whose keys are k (H_kv, live, d) at `positions` (live,)."""
+        """S1. q (H, n, d) are the last n of the tokens whose keys are k (H_kv, live, d) at `positions` (live,).
+
+        lse (H, n): the natural logarithm of the sum of exp(logit) over the keys that a query sees, the query's own
+        included and no other; logits scaled and soft-capped. It saves work and changes nothing: a backend may compute
+        it again instead. The caller answers for it. An lse that belongs to other q, k, scaling, softcap or
+        visibility scales every weight of a row by one wrong factor, which no check can tell from a right one.
+
+        Raises:
+            SpecError: for q, k or lse of a wrong shape, type or value.
+        """
         ...
 
     def impact(self, salience: Vector, token_ids: IntVector, parameters: CrystalCacheParameters, /) -> Vector:
@@ -60,12 +70,55 @@ class CrystalStages(Protocol):
         ...
 
 
+@runtime_checkable
+class BreathStages(Protocol):
+    """What decode and later segments need beside S1 to S6. Arrays in, arrays out; nothing is changed in place."""
+
+    def inverse_key_norms(self, k: DeviceArray, /) -> Vector:
+        """Mean over KV heads of 1 / ||k|| per token (n,), of k (H_kv, n, d); infinite where a key is zero."""
+        ...
+
+    def impact(self, salience: Vector, counts: IntVector, parameters: CrystalCacheParameters, /) -> Vector:
+        """S3 with given counts: M_i (n,) of tokens whose ids were seen `counts` (n,) times."""
+        ...
+
+    def decay(self, D: Vector, trunk_impact: Vector, parameters: CrystalCacheParameters, /) -> Vector:
+        """Eq. 36: D (m,) after one step."""
+        ...
+
+    def activation(self, live: LiveTrunks, parameters: CrystalCacheParameters, /) -> BoolVector:
+        """Section 3.8(a): which trunks (m,) are active."""
+        ...
+
+    def resonance(
+        self, D: Vector, W: TrunkWeights, active: BoolVector, parameters: CrystalCacheParameters, /,
+    ) -> Vector:
+        """Eq. 37 and 38: D (m,) after every active trunk has sent its pulse."""
+        ...
+
+    def hebbian(self, W: TrunkWeights, active: BoolVector, parameters: CrystalCacheParameters, /) -> TrunkWeights:
+        """Eq. 39 and 40: W after the update and its prune."""
+        ...
+
+    def segment_graph(
+        self, coattention: CoAttention, bounds: IntVector, sizes: IntVector, W: TrunkWeights,
+        parameters: CrystalCacheParameters, /,
+    ) -> TrunkWeights:
+        """S4 of a later segment: W, and behind its rows those of the segment's trunks.
+
+        `bounds` (m + 1,) holds the first live position of each trunk, older ones first, and the end; `sizes` (m,)
+        their live tokens.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class Backend:
     """An engine and the stage families that it has."""
 
     name: str
     crystal: CrystalStages | None = None
+    breath: BreathStages | None = None
 
     def require_crystal(self) -> CrystalStages:
         """The CrystalCache stages.
@@ -74,9 +127,22 @@ class Backend:
             BackendUnavailable: when this backend has none; the message names the families that it has.
         """
         if self.crystal is None:
-            has = [field.name for field in fields(self) if field.name != "name" and getattr(self, field.name)]
-            raise BackendUnavailable(f"backend {self.name!r} has no stage family 'crystal'; it has: {has or 'none'}")
+            raise self._lacks("crystal")
         return self.crystal
+
+    def require_breath(self) -> BreathStages:
+        """The stages of decode and of later segments.
+
+        Raises:
+            BackendUnavailable: as `require_crystal`.
+        """
+        if self.breath is None:
+            raise self._lacks("breath")
+        return self.breath
+
+    def _lacks(self, family: str) -> BackendUnavailable:
+        has = [field.name for field in fields(self) if field.name != "name" and getattr(self, field.name)]
+        return BackendUnavailable(f"backend {self.name!r} has no stage family {family!r}; it has: {has or 'none'}")
 
 
 def resolve(backend: str | Backend) -> Backend:
@@ -106,7 +172,8 @@ def _load(name: str, target: str) -> Backend:
     try:
         found = getattr(import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise BackendUnavailable(f"backend {name!r} ({target}) cannot be loaded here: {error}") from error
+        remedy = f"; pip install 'kvspec[{name}]' brings what it needs" if name in BUILT_IN else ""
+        raise BackendUnavailable(f"backend {name!r} ({target}) cannot be loaded here: {error}{remedy}") from error
     if not isinstance(found, Backend):
         raise SpecError("backend", name, f"{target} is a {type(found).__name__}, not a spec.backend.Backend")
     return found

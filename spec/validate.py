@@ -9,7 +9,9 @@ import numpy as np
 from spec.arrays import IntVector
 from spec.errors import SpecError
 
-__all__ = ["check_attention_inputs", "check_scaling", "check_sentence_ends", "check_token_ids"]
+__all__ = [
+    "check_attention_inputs", "check_keys", "check_lse", "check_scaling", "check_sentence_ends", "check_token_ids",
+]
 
 
 def check_attention_inputs(q: np.ndarray[Any, Any], k: np.ndarray[Any, Any]) -> None:
@@ -28,9 +30,36 @@ def check_attention_inputs(q: np.ndarray[Any, Any], k: np.ndarray[Any, Any]) -> 
         raise SpecError("q", q.shape, f"there are only {k.shape[1]} keys for {q.shape[1]} queries")
 
 
+def check_keys(k: np.ndarray[Any, Any]) -> None:
+    """k (H_kv, n, d): floating and finite.
+
+    Raises:
+        SpecError: otherwise.
+    """
+    _check_floats("k", k)
+
+
+def check_lse(lse: np.ndarray[Any, Any] | None, q: np.ndarray[Any, Any]) -> None:
+    """lse (H, n) of the queries q (H, n, d), if it is given: floating and finite. Its values are the caller's word.
+
+    Raises:
+        SpecError: otherwise.
+    """
+    if lse is None:
+        return
+    if not isinstance(lse, np.ndarray) or lse.shape != q.shape[:2]:
+        shape = getattr(lse, "shape", type(lse).__name__)
+        raise SpecError("lse", shape, f"must be an array (heads, queries), {q.shape[:2]}")
+    _check_values("lse", lse)
+
+
 def _check_floats(name: str, array: np.ndarray[Any, Any]) -> None:
     if not isinstance(array, np.ndarray) or array.ndim != 3:
         raise SpecError(name, getattr(array, "shape", type(array).__name__), "must be an array (heads, tokens, d)")
+    _check_values(name, array)
+
+
+def _check_values(name: str, array: np.ndarray[Any, Any]) -> None:
     if array.dtype.kind != "f":
         raise SpecError(name, array.dtype, "must be floating point")
     if 0 in array.shape:

@@ -14,7 +14,7 @@ from spec.backend import Backend
 from spec.parameters import CrystalCacheParameters
 from spec.policy import DeviceArray
 from spec.records import CoAttention, Dissolution, TrunkGraph, Trunks
-from spec.validate import check_attention_inputs
+from spec.validate import check_attention_inputs, check_lse
 
 __all__ = ["BACKEND"]
 
@@ -24,10 +24,11 @@ class _CrystalStages:
 
     def coattention(
         self, q: DeviceArray, k: DeviceArray, positions: IntVector, parameters: CrystalCacheParameters,
-        scaling: float, softcap: float | None, /,
+        scaling: float, softcap: float | None, lse: DeviceArray | None = None, /,
     ) -> CoAttention:
         check_attention_inputs(q, k)
-        return coattention(q, k, positions, parameters, scaling, softcap)
+        check_lse(lse, q)
+        return coattention(q, k, positions, parameters, scaling, softcap, lse)
 
     def impact(self, salience: Vector, token_ids: IntVector, parameters: CrystalCacheParameters, /) -> Vector:
         return impact(salience, token_ids, parameters)

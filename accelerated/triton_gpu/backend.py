@@ -27,7 +27,7 @@ class _OnDevice:
 
     def coattention(
         self, q: DeviceArray, k: DeviceArray, positions: IntVector, parameters: CrystalCacheParameters,
-        scaling: float, softcap: float | None, /,
+        scaling: float, softcap: float | None, lse: DeviceArray | None = None, /,
     ) -> CoAttention:
         return coattention(q, k, positions, parameters, scaling, softcap)
 

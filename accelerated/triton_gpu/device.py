@@ -5,11 +5,15 @@ from typing import Any
 
 import numpy as np
 import torch
+import triton
 
+from accelerated.triton_gpu.launch import SHARED
 from spec.errors import BackendUnavailable, SpecError
 from spec.policy import DeviceArray
 
-__all__ = ["INTERPRETED", "attention_tensors", "default_device", "download", "require_device", "upload"]
+__all__ = [
+    "INTERPRETED", "attention_tensors", "default_device", "download", "require_device", "shared_memory", "upload",
+]
 
 # Triton reads the variable when a kernel is decorated, so it holds for the whole process.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "y", "yes")
@@ -22,14 +26,27 @@ def require_device() -> None:
     """Refuse a process in which no kernel can run.
 
     Raises:
-        BackendUnavailable: without CUDA and without the interpreter.
+        BackendUnavailable: without CUDA and without the interpreter, or on a device too small for the launch table.
     """
-    if not INTERPRETED and not torch.cuda.is_available():
+    if INTERPRETED:
+        return
+    if not torch.cuda.is_available():
         raise BackendUnavailable(
             "backend 'triton' needs a CUDA device, and torch sees none here. Run it on a machine with one, or"
             " start the process with TRITON_INTERPRET=1 to run its kernels slowly on the CPU; 'numba' is the"
             " fast CPU backend"
         )
+    if shared_memory() < SHARED:
+        raise BackendUnavailable(
+            f"backend 'triton' needs {SHARED} bytes of shared memory a program, as an A100, H100 or H200 has them;"
+            f" {torch.cuda.get_device_name()} has {shared_memory()}. Run it on one of these, or take 'numba'"
+        )
+
+
+def shared_memory() -> int:
+    """Bytes of shared memory that one program may take on the current device."""
+    utils = triton.runtime.driver.active.utils
+    return int(utils.get_device_properties(torch.cuda.current_device())["max_shared_mem"])
 
 
 def default_device() -> torch.device:

@@ -79,19 +79,20 @@ def last_layer_keeps_other_tokens(patch: Patch) -> None:
     """One layer holds as many tokens as it should, but its newest ones."""
     compact = RetainedCache.compact
 
-    def wrong(cache: RetainedCache, retention: Any) -> None:
+    def wrong(cache: RetainedCache, retentions: Any, padding: Any, layers: Any) -> None:
         last = cache.full_layers[-1]
         keys = last.keys
-        compact(cache, retention)
-        assert isinstance(keys, Tensor)
-        last.keys = keys[:, :, -last.stored_length :]
+        compact(cache, retentions, padding, layers)
+        if cache.layers.index(last) in layers:
+            assert isinstance(keys, Tensor)
+            last.keys = keys[:, :, -last.stored_length :]
 
     patch.setattr(RetainedCache, "compact", wrong)
 
 
 def nothing_evicted(patch: Patch) -> None:
     """The policy decides and the cache does not care: masking nothing equals evicting nothing."""
-    patch.setattr(RetainedCache, "compact", lambda cache, retention: None)
+    patch.setattr(RetainedCache, "compact", lambda *_: None)
 
 
 def everything_after_the_kept_set_forgotten(patch: Patch) -> None:
@@ -102,7 +103,7 @@ def everything_after_the_kept_set_forgotten(patch: Patch) -> None:
         fewer = type(retention).shared(retention.positions[:-1], retention.seen)
         return fewer, records
 
-    patch.setattr("models_integration.session.retain", wrong)
+    patch.setattr("models_integration.segments.retain", wrong)
 
 
 SABOTEURS: dict[Callable[[Patch], None], Callable[[Any, Any], None]] = {

@@ -16,19 +16,19 @@ require_runtime()
 
 import torch
 
-from accelerated.triton_gpu import launch
+from accelerated.triton_gpu import device, launch
 from accelerated.triton_gpu.coattention import coattention, coattention_of
 from accelerated.triton_gpu.device import INTERPRETED, attention_tensors, default_device
 from accelerated.triton_gpu.launch import AttentionTiles, Shape
 from conformance import checks
 from conformance.strategies.attention import GROUPS, AttentionInputs, attention_inputs, later_segments
 from conformance.strategies.prompts import random_prompt
-from spec.errors import SpecError
+from spec.errors import BackendUnavailable, SpecError
 from spec.parameters import TINY
 from spec.records import CoAttention
 
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="says what the interpreter refuses")
-compiled = pytest.mark.skipif(INTERPRETED, reason="needs CUDA: the interpreter computes bfloat16 wrongly")
+compiled = pytest.mark.skipif(INTERPRETED, reason="needs CUDA")
 
 
 def run(inputs: AttentionInputs, q: Any = None, k: Any = None) -> CoAttention:
@@ -69,6 +69,7 @@ def test_every_head_group(group: int) -> None:
 @compiled
 @pytest.mark.spec(id="CC-ATTENTION")
 def test_bfloat16_on_the_device() -> None:
+    """The interpreter computes it wrongly."""
     inputs = wide(128, 4)
     q, k = (torch.from_numpy(x).to(default_device(), torch.bfloat16) for x in (inputs.q, inputs.k))
     given_values = replace(inputs, q=q.float().cpu().numpy(), k=k.float().cpu().numpy())
@@ -202,3 +203,33 @@ def test_types_and_values_are_refused_by_name() -> None:
     elsewhere = "cpu" if default_device().type == "cuda" else "meta"
     with pytest.raises(SpecError, match=f"q = '{elsewhere}': a tensor must be on {default_device().type}"):
         coattention(x.to(elsewhere), x.to(elsewhere), at, TINY, 1.0, None)
+
+
+@pytest.mark.spec(id="CC-PREFILL")
+def test_a_device_with_too_little_shared_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is named, with what it has, what is needed and where that is, before any kernel is launched."""
+    monkeypatch.setattr(device, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA L4")
+    monkeypatch.setattr(device, "shared_memory", lambda: 101_376)
+    with pytest.raises(BackendUnavailable, match=f"needs {launch.SHARED} bytes .* NVIDIA L4 has 101376.*'numba'"):
+        device.require_device()
+    monkeypatch.setattr(device, "shared_memory", lambda: launch.SHARED)
+    device.require_device()
+
+
+@compiled
+@pytest.mark.spec(id="CC-PREFILL")
+def test_this_device_says_how_much_shared_memory_it_has() -> None:
+    assert device.shared_memory() >= launch.SHARED
+
+
+@pytest.mark.spec(id="CC-COATTENTION")
+@pytest.mark.parametrize("name", ["q", "k"])
+def test_a_tensor_elsewhere_is_refused_by_name(name: str) -> None:
+    """Whichever of the two it is: nothing is copied behind the caller's back."""
+    x = {"q": torch.zeros(1, 4, 8, device=default_device()), "k": torch.zeros(1, 4, 8, device=default_device())}
+    elsewhere = "cpu" if default_device().type == "cuda" else "meta"
+    with pytest.raises(SpecError, match=f"{name} = '{elsewhere}': a tensor must be on {default_device().type} here"):
+        coattention(**{**x, name: x[name].to(elsewhere)}, positions=np.arange(4), parameters=TINY, scaling=1.0,
+                    softcap=None)

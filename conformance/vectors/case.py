@@ -1,15 +1,16 @@
 """What a vector is made of, and how its values are written in JSON."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from spec.parameters import CrystalCacheParameters
 
-__all__ = ["Case", "Group", "Json", "decoded", "encoded", "parameters_of"]
+__all__ = ["Case", "Group", "Json", "Operation", "Results", "decoded", "encoded", "parameters_of"]
 
 Json: TypeAlias = Any
+Results: TypeAlias = Mapping[str, Json]
 
 _FLOAT = re.compile(r"-?(0x[01]\.[0-9a-f]+p[+-]\d+|inf)|nan")
 
@@ -38,6 +39,16 @@ class Group:
     operation: str
     cases: Sequence[Case]
     parameters: Mapping[str, Json] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An item's id, or a stage's name: its oracle, which results are bounded, and the items that a stage covers."""
+
+    oracle: str
+    results: Callable[[Any, CrystalCacheParameters], Results]
+    bounded: Sequence[str] = ()
+    items: Sequence[str] = ()
 
 
 def encoded(value: Json) -> Json:

@@ -1,30 +1,18 @@
 """What each operation must give, from the oracles; and which of its results are bounded."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import Any
 
 from conformance.oracles import pipeline, s1, s2, s3, s4, s5, s6
 from conformance.vectors import brute_force as plain
-from conformance.vectors.case import Json
+from conformance.vectors.case import Json, Operation, Results
+from conformance.vectors.expected_decode import DECODE_OPERATIONS
 from spec.parameters import CrystalCacheParameters
 
-__all__ = ["OPERATIONS", "Operation"]
+__all__ = ["OPERATIONS"]
 
-Results = Mapping[str, Json]
 NAN = math.nan
-
-
-@dataclass(frozen=True)
-class Operation:
-    """An item's id, or a stage's name: its oracle, and the items that a stage covers."""
-
-    oracle: str
-    results: Callable[[Any, CrystalCacheParameters], Results]
-    bounded: Sequence[str] = ()
-    items: Sequence[str] = ()
 
 
 def neighbours(rows: Sequence[Mapping[int, float]], k: int, tau: float) -> Results:
@@ -234,4 +222,5 @@ OPERATIONS: dict[str, Operation] = {
     ),
     "CC-COMPACT": Operation(PLAIN + "compact", lambda i, p: plain.compact(**i)),
     "prefill": Operation(ORACLES + "pipeline.prefill", prefill, ("scores", "D"), ("CC-PREFILL",)),
+    **DECODE_OPERATIONS,
 }

@@ -1,14 +1,15 @@
 """Whether results are the expected ones: the same bits, or inside the bounds of `conformance.compare`."""
 
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from conformance import checks, compare
+from conformance.vectors.arrays import floats, integers, plain
 from conformance.vectors.case import Json
-from conformance.vectors.subject import attention_inputs, floats, integers, prompt, record
+from conformance.vectors.subject import attention_inputs, prompt, record
 from spec.parameters import CrystalCacheParameters
 from spec.records import CoAttention, TrunkGraph, Trunks
 
@@ -29,13 +30,6 @@ def complaints(
     yield from wrong
     if bounded and not wrong:
         yield from BOUNDED[operation](found, test["expected"], test["inputs"], p, precision)
-
-
-def plain(value: Any) -> Any:
-    """Arrays and NumPy numbers as Python's."""
-    if isinstance(value, np.ndarray | np.generic):
-        return value.tolist()
-    return [plain(x) for x in value] if isinstance(value, list | tuple) else value
 
 
 def same(got: Any, want: Any) -> bool:
@@ -121,8 +115,37 @@ def prefill(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision:
     yield from checks.retention(found["record"], prompt(i, p), precision)
 
 
+def key_norms(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
+    got, expected = floats(plain(found["inverse_norms"])), floats(want["inverse_norms"])
+    finite = np.isfinite(expected)
+    if np.isfinite(got).tolist() != finite.tolist():
+        yield f"inverse_norms is {got.tolist()}, not {expected.tolist()}"
+    else:
+        radius = compare.key_norm_error(len(i["k"]), len(i["k"][0][0])) * expected[finite]
+        yield from within("inverse_norms", got[finite], expected[finite].tolist(), radius)
+
+
+def relative(item: str, names: Sequence[str]) -> Bounded:
+    """Each of these results within the item's bound of what is wanted."""
+    def judge(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
+        for name in names:
+            got, expected = (np.atleast_1d(floats(plain(side[name]))) for side in (found, want))
+            if not compare.close(item, got, expected):
+                yield f"{name} is {plain(found[name])}, not {want[name]}"
+
+    return judge
+
+
+STATE_FLOATS = ("impact", "trunk_impact", "D", "weights", "mu", "sigma")
+
 BOUNDED: dict[str, Bounded] = {
     "CC-ATTENTION": attention, "CC-SALIENCE": salience, "CC-ROW-NORM": row_norm, "CC-RARITY": rarity,
     "CC-TRUNK-WEIGHT": weights, "CC-CRYSTALLIZATION": crystallization, "CC-NORMALISED-IMPACT": normalised,
     "impact": impact, "graph": graph, "score": score, "coattention": coattention, "prefill": prefill,
+    "inverse_key_norms": key_norms, "decay": relative("CC-DECAY", ["D"]),
+    "segment_graph": relative("CC-TRUNK-WEIGHT", ["weights"]), "CC-TAIL-D": relative("CC-TAIL-D", ["D"]),
+    "CC-SEGMENT-D": relative("CC-SEGMENT-D", ["D", "mu", "sigma"]), "CC-START": relative("CC-SEGMENT", STATE_FLOATS),
+    "CC-TAIL-TRUNKS": relative("CC-STEP", STATE_FLOATS), "CC-REEVICT": relative("CC-STEP", STATE_FLOATS),
+    "CC-BREATH": relative("CC-STEP", STATE_FLOATS), "decode_step": relative("CC-STEP", STATE_FLOATS),
+    "extend": relative("CC-SEGMENT", [*STATE_FLOATS, "inverse_norms"]),
 }

@@ -5,6 +5,28 @@ __all__ = ["NOTES"]
 # Flag: kind of mistake, and what goes wrong.
 NOTES: dict[str, tuple[str, str]] = {
     "Plain": ("BASIC", "A first case without a trap: the equation as it is written."),
+    "BreathOrder": (
+        "READING", "Decay comes before the breath; in it activation, pulses, growth, new trunks, eviction.",
+    ),
+    "BudgetOfSeen": (
+        "READING", "Eq. 30 in decode takes a fraction of the tokens seen; of the cache it would shrink for ever.",
+    ),
+    "CapAtOne": ("BOUNDARY", "min(1, W + eta) lowers a weight above 1, which the additive multiset can make."),
+    "DeadTrunks": ("READING", "A trunk without a token leaves table and graph; numbers after it move up."),
+    "LiveMembers": ("READING", "What counts of a trunk are its live tokens, wherever it began and ended."),
+    "MeanOfInverses": ("READING", "The mean over heads is of inverses, not the inverse of a mean."),
+    "MoreThanHalf": ("BOUNDARY", "Active means more than half of the members, so one of two is not."),
+    "NoNewEdge": ("READING", "Eq. 39 strengthens edges; it makes none."),
+    "OncePerPulse": ("READING", "Eq. 38 is applied for each pulse that arrives, not for their sum or maximum."),
+    "ProtectionForm": ("PARAMETER", "At a breath nobody is protected, unless the parameter says so."),
+    "PruneAfterUpdate": ("READING", "Edges are pruned by their weight after the update, all of them."),
+    "SeenCounts": ("READING", "Rarity counts all tokens seen, evicted ones and later ones too."),
+    "SourceReceives": ("READING", "The active trunk itself receives a pulse of 1."),
+    "StrongestParent": ("READING", "Of several ways in at one hop the strongest counts, not the first or the sum."),
+    "TailFirst": ("READING", "A turn finds the tail as trunks: it can be read, linked and evicted."),
+    "TailSentences": ("READING", "The tail is segmented without edges, and the cut ends its last sentence."),
+    "VisitedSet": ("READING", "A search reaches a trunk once, at its first hop."),
+    "ZeroKey": ("NUMERIC", "A key of length 0 has no inverse norm: it is infinite, and eta is 1."),
     "AblationForm": (
         "PARAMETER", "An ablation of Table 10 is a parameter's value; it is ignored, or read as another rule.",
     ),

@@ -1,13 +1,14 @@
 """The same operations on what is judged: the reference's functions for items, a backend's stages for stages."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import numpy as np
 
 from conformance.strategies.attention import AttentionInputs
 from conformance.strategies.prompts import Prompt
+from conformance.vectors.arrays import Item, Stage, flags, floats, integers, named
 from conformance.vectors.case import Json
+from conformance.vectors.subject_decode import DECODE_ITEMS, DECODE_STAGES
 from reference.crystalcache import coattention as s1
 from reference.crystalcache import compaction, dissolution, graph, impact, protection, score, sentences, trunks
 from reference.crystalcache import prefill as run_prefill
@@ -18,27 +19,7 @@ from spec.budget import parse_budget
 from spec.parameters import CrystalCacheParameters
 from spec.records import CoAttention, Edges, TrunkGraph, Trunks
 
-__all__ = ["ITEMS", "STAGES", "attention_inputs", "floats", "integers", "prompt", "record"]
-
-Item = Callable[[Any, CrystalCacheParameters], Mapping[str, object]]
-Stage = Callable[[Backend, Any, CrystalCacheParameters], Mapping[str, object]]
-
-
-def floats(values: Json) -> Any:
-    return np.array(values, dtype=np.float64)
-
-
-def integers(values: Json) -> Any:
-    return np.array(values, dtype=np.int64)
-
-
-def flags(values: Json) -> Any:
-    return np.array(values, dtype=np.bool_)
-
-
-def named(names: Sequence[str], values: Sequence[object]) -> Mapping[str, object]:
-    return dict(zip(names, values, strict=True))
-
+__all__ = ["ITEMS", "STAGES", "attention_inputs", "prompt", "record"]
 
 def edges(triples: Json) -> Edges:
     first, second, weight = zip(*triples, strict=True) if triples else ((), (), ())
@@ -136,6 +117,7 @@ ITEMS: dict[str, Item] = {
     "CC-COMPACT": lambda i, p: named(
         ["K", "V"], compaction.compact(floats(i["K"]), floats(i["V"]), integers(i["R"]))
     ),
+    **DECODE_ITEMS,
 }
 
 
@@ -187,4 +169,5 @@ STAGES: dict[str, Stage] = {
     },
     "dissolve": dissolve_stage,
     "prefill": prefill,
+    **DECODE_STAGES,
 }

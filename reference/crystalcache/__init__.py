@@ -1,5 +1,12 @@
-"""CrystalCache, prefill: S1 co-attention, S2 trunks, S3 impact, S4 trunk graph, S5 score, S6 dissolution."""
+"""CrystalCache: S1 co-attention, S2 trunks, S3 impact, S4 trunk graph, S5 score, S6 dissolution; then decode.
 
+A prompt goes through `prefill`. A cache that lives on goes from `start_state` through `decode_step` for each
+generated token and `extend` for each later segment.
+"""
+
+from reference.crystalcache.breath import decode_step
+from reference.crystalcache.live import empty_state, start_state
 from reference.crystalcache.pipeline import prefill
+from reference.crystalcache.segments import extend
 
-__all__ = ["prefill"]
+__all__ = ["decode_step", "empty_state", "extend", "prefill", "start_state"]

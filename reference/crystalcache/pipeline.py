@@ -17,13 +17,15 @@ __all__ = ["observe", "prefill"]
 
 def observe(
     stages: CrystalStages, q: DeviceArray, k: DeviceArray, ids: Int64[IntVector, " n"], ends: frozenset[int],
-    parameters: CrystalCacheParameters, scaling: float, softcap: float | None,
+    parameters: CrystalCacheParameters, scaling: float, softcap: float | None, lse: DeviceArray | None = None,
 ) -> tuple[CoAttention, Float64[Vector, " n"], Trunks, TrunkGraph]:
     """S1, S3, S2 and S4 of a prompt, in Algorithm 2's order: all that no budget and no protection enters.
 
+    lse (H, n) is the forward's own, if it has it: see `spec.backend.CrystalStages.coattention`.
+
     Source: Algorithm 2, lines 1-52.
     """
-    coattention = stages.coattention(q, k, np.arange(len(ids)), parameters, scaling, softcap)
+    coattention = stages.coattention(q, k, np.arange(len(ids)), parameters, scaling, softcap, lse)
     M = stages.impact(coattention.salience, ids, parameters)
     trunks = stages.trunks(coattention, M, np.isin(ids, sorted(ends)), parameters)
     return coattention, M, trunks, stages.graph(coattention, trunks, parameters)

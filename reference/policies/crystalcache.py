@@ -43,11 +43,13 @@ class CrystalScorer:
         (view,) = observation.layers.values()
         ids = check_token_ids(observation.token_ids, observation.seen)
         coattention, M, trunks, graph = observe(
-            self.stages, view.q, view.k, ids, self.sentence_ends, self.parameters, view.scaling, view.softcap
+            self.stages, view.q, view.k, ids, self.sentence_ends, self.parameters, view.scaling, view.softcap,
+            view.lse,
         )
         pinned = touched_units(protected, trunks.offsets)
         scores = self.stages.score(graph.D, trunks.impact, pinned, self.parameters)
-        return Scores(scores[None], trunks.offsets, M, CrystalRecords(coattention, M, trunks, graph, scores, pinned))
+        records = CrystalRecords(coattention, M, trunks, graph, scores, pinned)
+        return Scores(scores[None], trunks.offsets, M[None], records)
 
 
 def crystalcache(

@@ -6,23 +6,32 @@ from typing import Literal
 
 from spec.errors import SpecError
 
-__all__ = ["PAPER", "TINY", "CrystalCacheParameters", "GraphForm", "ImpactForm"]
+__all__ = [
+    "PAPER", "TINY", "BreathProtection", "CrystalCacheParameters", "GraphForm", "HebbForm", "ImpactForm",
+]
 
 ImpactForm = Literal["mixture", "salience", "uniform"]
 GraphForm = Literal["degree", "zero"]
+HebbForm = Literal["additive", "static"]
+BreathProtection = Literal["none", "sink+recent"]
 
-_AT_LEAST_ONE = ("C", "T_max")
-_AT_LEAST_ZERO = ("k_intra", "k_cross", "k_heads", "N_sink", "W_recent", "N_min")
+_AT_LEAST_ONE = ("C", "T_max", "T_breath")
+_AT_LEAST_ZERO = ("k_intra", "k_cross", "k_heads", "N_sink", "W_recent", "N_min", "max_hops")
 # Sums of these with token counts stay inside int64 in every backend.
 _LARGEST = 2**31 - 1
-_NON_NEGATIVE = ("tau_intra", "tau_cross", "tau_merge", "tau_edge", "M_min", "alpha")
-_POSITIVE = ("M_max", "s", "epsilon")
-_FORMS = {"impact": ("mixture", "salience", "uniform"), "graph": ("degree", "zero")}
+_NON_NEGATIVE = ("tau_intra", "tau_cross", "tau_merge", "tau_edge", "M_min", "alpha", "theta_act", "tau_pulse")
+_POSITIVE = ("M_max", "s", "epsilon", "D_c")
+# Shares: above 1 a decay would grow, or overshoot what it moves towards.
+_AT_MOST_ONE = ("beta_0", "gamma_hop", "alpha_res", "eta_Hebb", "gamma_decay")
+_FORMS = {
+    "impact": ("mixture", "salience", "uniform"), "graph": ("degree", "zero"), "hebb": ("additive", "static"),
+    "breath_protection": ("none", "sink+recent"),
+}
 
 
 @dataclass(frozen=True)
 class CrystalCacheParameters:
-    """Every constant of S1 to S6. Defaults are the paper's (Table 14).
+    """Every constant of S1 to S6 and of decode. Defaults are the paper's (Table 14).
 
     Table 10's ablations are values of these parameters: `impact="uniform"` (M_i = 1), `impact="salience"` (no Von
     Restorff: M_i = clip(S_i)), `alpha=0` (D only), `graph="zero"` (M only: D = 0) and `T_max=1` (token level).
@@ -69,6 +78,30 @@ class CrystalCacheParameters:
     """Which M_i: Eq. 22, its ablation without rarity, or M_i = 1."""
     graph: GraphForm = "degree"
     """Which D: Eq. 27, or the ablation D = 0."""
+    T_breath: int = 64
+    """Decode steps from one breath to the next, Section 3.8."""
+    beta_0: float = 0.05
+    """Largest share of D that a step takes, Eq. 36."""
+    D_c: float = 2.0
+    """Scale of D times impact in the exponent of Eq. 36."""
+    theta_act: float = 0.3
+    """Strict lower bound on a token's normalised inverse key norm, Section 3.8(a)."""
+    max_hops: int = 2
+    """Hops that a pulse travels from its source, Eq. 37."""
+    gamma_hop: float = 0.5
+    """Share of a pulse that survives a hop, Eq. 37."""
+    tau_pulse: float = 0.01
+    """A pulse below this ends, Eq. 37."""
+    alpha_res: float = 0.15
+    """Share of the missing D that a pulse of 1 restores, Eq. 38."""
+    eta_Hebb: float = 0.05
+    """What an edge between active trunks gains, Eq. 39."""
+    gamma_decay: float = 0.99
+    """What remains of every other edge at a breath, Eq. 40."""
+    hebb: HebbForm = "additive"
+    """Which W after a breath: Eq. 39 and 40, or the ablation that leaves it alone."""
+    breath_protection: BreathProtection = "none"
+    """Who is safe at a breath: nobody (the paper), or whole trunks that touch the sink or the recent window."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -91,6 +124,8 @@ class CrystalCacheParameters:
             raise SpecError(name, value, "must not be negative")
         elif name in _POSITIVE and value <= 0:
             raise SpecError(name, value, "must be positive")
+        elif name in _AT_MOST_ONE and not 0 <= value <= 1:
+            raise SpecError(name, value, "must lie in [0, 1]")
 
 
 PAPER = CrystalCacheParameters()

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from conformance.vectors.case import Group
-from conformance.vectors.cases import budgets, coattention, dissolution, graph, impact, prefill, score, trunks
+from conformance.vectors.cases import breath, budgets, coattention, dissolution, graph, impact, prefill, score, trunks
 
 __all__ = ["STAGES"]
 
@@ -16,4 +16,5 @@ STAGES: dict[str, Sequence[Group]] = {
     "score": score.GROUPS,
     "dissolution": dissolution.GROUPS,
     "prefill": prefill.GROUPS,
+    "breath": breath.GROUPS,
 }

@@ -1,0 +1,247 @@
+"""Decode by brute force: one sequence between two forwards, as trunks that are objects and W that is a dict."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
+from copy import deepcopy
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from conformance.oracles import s2, s3, s4, s5, s6
+from conformance.oracles.s1 import Edge, Rows
+from spec.parameters import CrystalCacheParameters
+
+__all__ = [
+    "Model", "Pair", "Trunk", "active", "append", "breath", "decay", "decode_step", "degrees", "edgeless_D", "eta",
+    "evict", "extend", "hebb", "inverse_norm", "join_tail", "keep", "protected", "pulses", "raise_D", "resonance",
+    "settle",
+]
+
+Pair = frozenset[int]
+
+
+@dataclass
+class Trunk:
+    """A living trunk; its name is the first position that it ever held, so that it survives its members."""
+
+    name: int
+    members: list[int]
+    M_bar: float
+    D: float
+
+
+@dataclass
+class Model:
+    """What is known of one sequence; per-token values are keyed by position."""
+
+    budget: Fraction | int
+    seen: int = 0
+    step: int = 0
+    trunks: list[Trunk] = field(default_factory=list)
+    M: dict[int, float] = field(default_factory=dict)
+    norm: dict[int, float] = field(default_factory=dict)
+    W: dict[Pair, float] = field(default_factory=dict)
+    counts: Counter[int] = field(default_factory=Counter)
+    mu: float = 0.0
+    sigma: float = 1.0
+    tail: list[tuple[int, float]] = field(default_factory=list)
+
+
+def inverse_norm(keys: Rows) -> float:
+    """Of one token's keys, one per KV head: the mean of 1 / length; infinite if a key has none."""
+    lengths = [math.sqrt(math.fsum(x * x for x in key)) for key in keys]
+    return math.inf if 0.0 in lengths else math.fsum(1 / length for length in lengths) / len(keys)
+
+
+def eta(norms: Sequence[float]) -> list[float]:
+    """Inverse norms over the largest of the finite ones; 1 for an infinite one."""
+    finite = [x for x in norms if x < math.inf]
+    return [1.0 if x == math.inf else x / max(finite) for x in norms]
+
+
+def active(now: Model, p: CrystalCacheParameters) -> set[int]:
+    """Names of the trunks most of whose members lie above the threshold; half is not enough."""
+    positions = [i for g in now.trunks for i in g.members]
+    share = dict(zip(positions, eta([now.norm[i] for i in positions]), strict=True))
+    return {g.name for g in now.trunks if sum(share[i] > p.theta_act for i in g.members) > len(g.members) / 2}
+
+
+def pulses(source: int, W: Mapping[Pair, float], p: CrystalCacheParameters) -> dict[int, float]:
+    """Eq. 37 from one trunk: by name, what arrives; level by level, the strongest way in wins."""
+    arrived, level = {source: 1.0}, {source: 1.0}
+    for _ in range(p.max_hops):
+        following: dict[int, float] = {}
+        for pair, w in W.items():
+            for g in pair & level.keys():
+                (h,) = pair - {g}
+                sent = level[g] * w * p.gamma_hop
+                if h not in arrived and not sent < p.tau_pulse and sent >= following.get(h, 0.0):
+                    following[h] = sent
+        arrived |= following
+        level = following
+    return arrived
+
+
+def raise_D(D: float, pulse: float, p: CrystalCacheParameters) -> float:
+    """Eq. 38."""
+    return min(1.0, D + p.alpha_res * pulse * (1.0 - D))
+
+
+def resonance(now: Model, sources: Set[int], p: CrystalCacheParameters) -> None:
+    """Every source in turn, Eq. 38 once for each pulse that arrives."""
+    for source in sorted(sources):
+        arrived = pulses(source, now.W, p)
+        for g in now.trunks:
+            if g.name in arrived:
+                g.D = raise_D(g.D, arrived[g.name], p)
+
+
+def hebb(W: Mapping[Pair, float], together: Set[int], p: CrystalCacheParameters) -> dict[Pair, float]:
+    """Eq. 39 for an edge with both ends active, Eq. 40 for every other; then Eq. 25's prune."""
+    if p.hebb == "static":
+        return dict(W)
+    after = {
+        pair: min(1.0, w + p.eta_Hebb) if pair <= together else p.gamma_decay * w for pair, w in W.items()
+    }
+    return {pair: w for pair, w in after.items() if w > p.tau_edge}
+
+
+def decay(D: float, M_bar: float, p: CrystalCacheParameters) -> float:
+    """Eq. 36 with dt = 1."""
+    rho = p.beta_0 * math.exp(-D * M_bar / p.D_c)
+    return max(0.0, D - rho * D)
+
+
+def append(now: Model, token: int, norm: float) -> None:
+    """A generated token waits in the tail."""
+    now.tail.append((token, norm))
+    now.seen += 1
+    now.step += 1
+
+
+def join_tail(now: Model, ends: Set[int], p: CrystalCacheParameters) -> None:
+    """The tail becomes trunks: no edges, salience M_min, rarity over all tokens seen, Eq. 27 at degree 0."""
+    if not now.tail:
+        return
+    start = now.seen - len(now.tail)
+    ids = [token for token, _ in now.tail]
+    now.counts.update(ids)
+    for at, (token, norm) in enumerate(now.tail):
+        now.M[start + at] = s3.token_impact(p.M_min, s3.rarity(now.counts[token]), p)
+        now.norm[start + at] = norm
+    D = edgeless_D(now.mu, now.sigma, p)
+    for members in s2.trunks([token in ends for token in ids], [], p, start):
+        now.trunks.append(Trunk(members[0], members, s3.trunk_impact([now.M[i] for i in members], _all(members)), D))
+    now.tail = []
+
+
+def edgeless_D(mu: float, sigma: float, p: CrystalCacheParameters) -> float:
+    """Eq. 27 of a trunk at degree 0 under given moments."""
+    power = math.exp(-p.s * mu / sigma)
+    return 0.0 if p.graph == "zero" else power / (1 + power)
+
+
+def _all(members: Sequence[int]) -> list[int]:
+    return list(range(len(members)))
+
+
+def degrees(now: Model) -> list[float]:
+    """Eq. 26 of every trunk, neighbours in order."""
+    found = []
+    for g in now.trunks:
+        total = 0.0
+        for h in now.trunks:
+            total += now.W.get(frozenset({g.name, h.name}), 0.0) if g is not h else 0.0
+        found.append(total)
+    return found
+
+
+def extend(
+    now: Model, E: Sequence[Edge], salience: Sequence[float], ids: Sequence[int], norms: Sequence[float],
+    ends: Set[int], p: CrystalCacheParameters,
+) -> None:
+    """A segment whose S1 is given joins behind the tail; then S5 and S6 with sink and window protected."""
+    join_tail(now, ends, p)
+    start, n = now.seen, len(ids)
+    now.counts.update(ids)
+    for at in range(n):
+        now.M[start + at] = s3.token_impact(salience[at], s3.rarity(now.counts[ids[at]]), p)
+        now.norm[start + at] = norms[at]
+    new = [
+        Trunk(g[0], g, s3.trunk_impact([now.M[i] for i in g], _all(g)), 0.0)
+        for g in s2.trunks([token in ends for token in ids], E, p, start)
+    ]
+    everyone = now.trunks + new
+    for b, late in enumerate(everyone):
+        for early in everyone[:b]:
+            if late in new:
+                w = s4.trunk_weight(
+                    s4.cross_weights(E, early.members, late.members), len(early.members), len(late.members), p.tau_edge
+                )
+                if w:
+                    now.W[frozenset({early.name, late.name})] = w
+    now.trunks, now.seen = everyone, start + n
+    settle(now, degrees(now), new, p)
+    evict(now, s6.protected([g.members for g in now.trunks], now.seen, p.N_sink, p.W_recent), p)
+
+
+def settle(now: Model, deg: Sequence[float], new: Sequence[Trunk], p: CrystalCacheParameters) -> None:
+    """Eq. 27 over all trunks: its moments are kept, its D is the new trunks' alone."""
+    now.mu = math.fsum(deg) / len(deg)
+    now.sigma = math.sqrt(math.fsum((x - now.mu) ** 2 for x in deg) / len(deg))
+    if now.sigma < p.epsilon:
+        now.sigma = 1.0
+    for g, D in zip(now.trunks, s4.crystallization(deg, p), strict=True):
+        if g in new:
+            g.D = D
+
+
+def protected(now: Model, p: CrystalCacheParameters) -> list[bool]:
+    """Who is safe at a breath."""
+    if p.breath_protection == "none":
+        return [False] * len(now.trunks)
+    return s6.protected([g.members for g in now.trunks], now.seen, p.N_sink, p.W_recent)
+
+
+def evict(now: Model, safe: Sequence[bool], p: CrystalCacheParameters) -> None:
+    """Algorithm 1 on what is left, Eq. 30 with n = tokens seen."""
+    order = sorted(i for g in now.trunks for i in g.members)
+    alive = [g for g in range(len(now.trunks)) if not safe[g]]
+    D = [g.D for g in now.trunks]
+    score = s5.score(D, [g.M_bar for g in now.trunks], alive, p)
+    B = s6.effective_budget(now.budget, now.seen, p.N_sink, p.W_recent)
+    slots = [[order.index(i) for i in g.members] for g in now.trunks]
+    found = s6.dissolve(slots, score, [now.M[i] for i in order], D, safe, B, p.N_min)
+    keep(now, {order[slot] for slot in found.kept}, found.D)
+
+
+def keep(now: Model, left: Set[int], D: Sequence[float]) -> None:
+    """Only these positions are left; a trunk without one is gone, with its edges."""
+    for g, after in zip(now.trunks, D, strict=True):
+        g.members, g.D = [i for i in g.members if i in left], after
+    now.trunks = [g for g in now.trunks if g.members]
+    names = {g.name for g in now.trunks}
+    now.W = {pair: w for pair, w in now.W.items() if pair <= names}
+    now.M, now.norm = ({i: x for i, x in values.items() if i in left} for values in (now.M, now.norm))
+
+
+def breath(before: Model, ends: Set[int], p: CrystalCacheParameters) -> Model:
+    """Section 3.8 (a) to (d): who is active is settled first, W changes after the pulses."""
+    now = deepcopy(before)
+    together = active(now, p)
+    resonance(now, together, p)
+    now.W = hebb(now.W, together, p)
+    join_tail(now, ends, p)
+    evict(now, protected(now, p), p)
+    return now
+
+
+def decode_step(
+    before: Model, token: int, norm: float, ends: Set[int], p: CrystalCacheParameters,
+) -> Model:
+    """Append, decay, and a breath when the step's number is a multiple of T_breath."""
+    now = deepcopy(before)
+    append(now, token, norm)
+    for g in now.trunks:
+        g.D = decay(g.D, g.M_bar, p)
+    return now if now.step % p.T_breath else breath(now, ends, p)

@@ -1,0 +1,152 @@
+"""The operations of decode on what is judged."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from conformance.vectors.arrays import Item, Stage, flags, floats, integers, named
+from conformance.vectors.case import Json
+from conformance.vectors.models import STATE
+from reference.backend import BACKEND
+from reference.crystalcache import activation, breath, live, prefill, resonance, segments, tail
+from spec.backend import Backend
+from spec.budget import parse_budget
+from spec.decode import DecodeState, LiveTrunks, TrunkWeights
+from spec.parameters import CrystalCacheParameters
+from spec.records import CoAttention
+
+__all__ = ["DECODE_BY_ITEM", "DECODE_ITEMS", "DECODE_STAGES", "fields_of", "state_of", "weights_of"]
+
+
+def weights_of(i: Json) -> TrunkWeights:
+    return TrunkWeights(integers(i["indptr"]), integers(i["indices"]), floats(i["weights"]))
+
+
+def state_of(i: Json) -> DecodeState:
+    """The record of a flat state."""
+    table = LiveTrunks(
+        integers(i["positions"]), integers(i["offsets"]), floats(i["impact"]), floats(i["inverse_norms"]),
+        floats(i["trunk_impact"]),
+    )
+    return DecodeState(
+        parse_budget(i["budget"]), i["seen"], i["step"], table, floats(i["D"]), weights_of(i), integers(i["ids"]),
+        integers(i["counts"]), i["mu"], i["sigma"], tuple(i["tail_ids"]), tuple(i["tail_inverse_norms"]),
+    )
+
+
+def fields_of(state: DecodeState) -> Mapping[str, Any]:
+    """A state, flat; the budget is what it was."""
+    everything = {**vars(state), **vars(state.live), **state.W._asdict()}
+    return {name: everything[name] for name in STATE}
+
+
+def table_of(i: Json) -> LiveTrunks:
+    n, m = i["offsets"][-1], len(i["offsets"]) - 1
+    norms = floats(i.get("inverse_norms", [1.0] * n))
+    return LiveTrunks(integers(i.get("positions", range(n))), integers(i["offsets"]), np.ones(n), norms, np.ones(m))
+
+
+def start(i: Json, p: CrystalCacheParameters) -> Mapping[str, object]:
+    q, k, ids = floats(i["q"]), floats(i["k"]), integers(i["token_ids"])
+    found = prefill(q, k, ids, frozenset(i["sentence_ends"]), i["budget"], p, scaling=i["scaling"])
+    budget = parse_budget(i["budget"])
+    return fields_of(live.start_state(found, ids, activation.inverse_key_norms(k), budget, p))
+
+
+def ends_of(i: Json) -> frozenset[int]:
+    return frozenset(i["sentence_ends"])
+
+
+DECODE_ITEMS: dict[str, Item] = {
+    "CC-START": start,
+    "CC-LIVE": lambda i, p: fields_of(live.keep(state_of(i), integers(i["slots"]), floats(i["D_after"]))),
+    "CC-SEEN-COUNT": lambda i, p: named(
+        ["ids", "counts", "c"], live.count_seen(integers(i["ids"]), integers(i["counts"]), integers(i["new"]))
+    ),
+    "CC-TAIL": lambda i, p: fields_of(tail.append(state_of(i), i["token_id"], i["inverse_norm"])),
+    "CC-TAIL-D": lambda i, p: {"D": tail.edgeless_D(i["mu"], i["sigma"], p)},
+    "CC-TAIL-TRUNKS": lambda i, p: fields_of(tail.join_tail(state_of(i), ends_of(i), p, BACKEND)),
+    "CC-ETA": lambda i, p: {"eta": activation.normalised_inverse_norms(floats(i["inverse_norms"]))},
+    "CC-PULSE": lambda i, p: {"pulse": resonance.pulses(i["source"], weights_of(i), p)},
+    "CC-RAISE": lambda i, p: {"D": resonance.raised(floats(i["D"]), floats(i["pulse"]), p.alpha_res)},
+    "CC-LIVE-PROTECTED": lambda i, p: {
+        "protected": breath.protected_trunks_of(table_of(i), i["seen"], p.N_sink, p.W_recent)
+    },
+    "CC-BREATH-PROTECTED": lambda i, p: {"protected": breath.breath_protection(state_of(i), p)},
+    "CC-SEGMENT-D": lambda i, p: named(["D", "mu", "sigma"], segments.segment_D(floats(i["degree"]), i["old"], p)),
+    "CC-REEVICT": lambda i, p: fields_of(breath.evict(state_of(i), flags(i["protected"]), p, BACKEND)),
+    "CC-BREATH": lambda i, p: fields_of(breath.breath(state_of(i), ends_of(i), p, BACKEND)),
+}
+
+
+def as_record(triples: Json, start: int, n: int) -> CoAttention:
+    """Edges as neighbour lists: (source, owner) across if the first endpoint lies before the segment."""
+    intra: list[list[tuple[int, float]]] = [[] for _ in range(n)]
+    cross: list[list[tuple[int, float]]] = [[] for _ in range(n)]
+    for first, second, weight in triples:
+        if first < start:
+            cross[second - start].append((first, weight))
+        else:
+            intra[first - start].append((second, weight))
+
+    def padded(rows: list[list[tuple[int, float]]]) -> tuple[Any, Any]:
+        k = max(map(len, rows))
+        index, weight = np.full((n, k), -1, dtype=np.int64), np.zeros((n, k))
+        for at, row in enumerate(rows):
+            for rank, (j, w) in enumerate(row):
+                index[at, rank], weight[at, rank] = j, w
+        return index, weight
+
+    return CoAttention(start, np.ones(n), *padded(intra), *padded(cross))
+
+
+def segment_graph(backend: Backend, i: Json, p: CrystalCacheParameters) -> Mapping[str, object]:
+    bounds, old = i["bounds"], len(i["indptr"]) - 1
+    found = as_record(i["edges"], bounds[old], bounds[-1] - bounds[old])
+    return backend.require_breath().segment_graph(
+        found, integers(bounds), integers(i["sizes"]), weights_of(i), p
+    )._asdict()
+
+
+def decode_step(backend: Backend, i: Json, p: CrystalCacheParameters) -> Mapping[str, object]:
+    return fields_of(breath.decode_step(state_of(i), i["token_id"], i["inverse_norm"], ends_of(i), p, backend))
+
+
+def extend(backend: Backend, i: Json, p: CrystalCacheParameters) -> Mapping[str, object]:
+    q, k = (floats(i[name]).astype(np.float32) for name in ("q", "k"))
+    return fields_of(segments.extend(
+        state_of(i), q, k, integers(i["token_ids"]), ends_of(i), p, backend, scaling=i["scaling"]
+    ))
+
+
+DECODE_STAGES: dict[str, Stage] = {
+    "inverse_key_norms": lambda backend, i, p: {
+        "inverse_norms": backend.require_breath().inverse_key_norms(floats(i["k"]).astype(np.float32))
+    },
+    "decay": lambda backend, i, p: {
+        "D": backend.require_breath().decay(floats(i["D"]), floats(i["trunk_impact"]), p)
+    },
+    "activation": lambda backend, i, p: {"active": backend.require_breath().activation(table_of(i), p)},
+    "resonance": lambda backend, i, p: {
+        "D": backend.require_breath().resonance(floats(i["D"]), weights_of(i), flags(i["active"]), p)
+    },
+    "hebbian": lambda backend, i, p: backend.require_breath().hebbian(
+        weights_of(i), flags(i["active"]), p
+    )._asdict(),
+    "segment_graph": segment_graph,
+    "decode_step": decode_step,
+    "extend": extend,
+}
+
+_BY_STAGE = {
+    "CC-KEY-NORM": "inverse_key_norms", "CC-DECAY": "decay", "CC-ACTIVATION": "activation",
+    "CC-RESONANCE": "resonance", "CC-HEBB": "hebbian", "CC-SEGMENT-GRAPH": "segment_graph", "CC-STEP": "decode_step",
+    "CC-SEGMENT": "extend",
+}
+# Every item on the reference, those that are a stage's too.
+DECODE_BY_ITEM: dict[str, Item] = {
+    **DECODE_ITEMS,
+    **{item: partial(DECODE_STAGES[stage], BACKEND) for item, stage in _BY_STAGE.items()},
+}

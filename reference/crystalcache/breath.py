@@ -1,0 +1,104 @@
+"""Decode: decay at every step, and a breath every T_breath steps (Section 3.8)."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from reference.crystalcache.live import keep
+from reference.crystalcache.protection import effective_budget
+from reference.crystalcache.tail import append, join_tail
+from spec.arrays import Bool, BoolVector, Float64, Vector
+from spec.backend import Backend
+from spec.decode import DecodeState, LiveTrunks
+from spec.parameters import CrystalCacheParameters
+from spec.records import Trunks
+
+__all__ = ["breath", "breath_protection", "decay", "decode_step", "evict", "protected_trunks_of"]
+
+
+def decay(
+    D: Float64[Vector, " m"], trunk_impact: Float64[Vector, " m"], parameters: CrystalCacheParameters,
+) -> Float64[Vector, " m"]:
+    """D after one step: weak trunks fade fast, strong ones slowly.
+
+    Implements: CC-DECAY
+
+    Source: Eq. 36, dt = 1.
+    """
+    rho = parameters.beta_0 * np.exp(-(D * trunk_impact / parameters.D_c))
+    return np.maximum(0.0, D - rho * D)
+
+
+def protected_trunks_of(live: LiveTrunks, seen: int, N_sink: int, W_recent: int) -> Bool[BoolVector, " m"]:
+    """Whole trunks with a live token in the sink or among the last W_recent positions seen.
+
+    Implements: CC-LIVE-PROTECTED
+
+    Source: Section 3.7, on what is left of a trunk.
+    """
+    first, last = live.positions[live.offsets[:-1]], live.positions[live.offsets[1:] - 1]
+    protected: BoolVector = (first < N_sink) | (last >= seen - W_recent)
+    return protected
+
+
+def breath_protection(state: DecodeState, parameters: CrystalCacheParameters) -> Bool[BoolVector, " m"]:
+    """Who is safe at a breath: nobody, or the sink and the recent window.
+
+    Implements: CC-BREATH-PROTECTED
+
+    Source: Section 3.8(d), "the protected set is empty"; the essay's rule is the other form.
+    """
+    if parameters.breath_protection == "none":
+        return np.zeros(len(state.D), dtype=np.bool_)
+    return protected_trunks_of(state.live, state.seen, parameters.N_sink, parameters.W_recent)
+
+
+def evict(
+    state: DecodeState, protected: Bool[BoolVector, " m"], parameters: CrystalCacheParameters, backend: Backend,
+) -> DecodeState:
+    """S5 and S6 on the trunk table, under Eq. 30 with n = tokens seen.
+
+    Implements: CC-REEVICT
+
+    Source: Section 3.8(d), Algorithm 1.
+    """
+    live, stages = state.live, backend.require_crystal()
+    B = effective_budget(state.budget, state.seen, parameters.N_sink, parameters.W_recent)
+    score = stages.score(state.D, live.trunk_impact, protected, parameters)
+    trunks = Trunks(live.offsets, live.trunk_impact)
+    found = stages.dissolve(score, trunks, live.impact, state.D, protected, B, parameters)
+    return keep(state, found.kept, found.D)
+
+
+def breath(
+    state: DecodeState, sentence_ends: frozenset[int], parameters: CrystalCacheParameters, backend: Backend,
+) -> DecodeState:
+    """Activation, resonance, Hebbian update, new trunks, eviction; the cache then keeps `stored` of the result.
+
+    Implements: CC-BREATH
+
+    Source: Section 3.8(a) to (d).
+    """
+    stages = backend.require_breath()
+    active = stages.activation(state.live, parameters)
+    D = stages.resonance(state.D, state.W, active, parameters)
+    W = stages.hebbian(state.W, active, parameters)
+    trunked = join_tail(replace(state, D=D, W=W), sentence_ends, parameters, backend)
+    return evict(trunked, breath_protection(trunked, parameters), parameters, backend)
+
+
+def decode_step(
+    state: DecodeState, token_id: int, inverse_norm: float, sentence_ends: frozenset[int],
+    parameters: CrystalCacheParameters, backend: Backend,
+) -> DecodeState:
+    """After a forward of one token: it joins the tail, D decays, and every T_breath steps there is a breath.
+
+    Implements: CC-STEP
+
+    Source: Section 3.8.
+    """
+    longer = append(state, token_id, inverse_norm)
+    faded = replace(longer, D=backend.require_breath().decay(longer.D, longer.live.trunk_impact, parameters))
+    if faded.step % parameters.T_breath:
+        return faded
+    return breath(faded, sentence_ends, parameters, backend)

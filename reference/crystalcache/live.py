@@ -1,0 +1,114 @@
+"""Decode: the trunk table, as tokens join it and leave it (Section 3.8)."""
+
+import numpy as np
+
+from reference.crystalcache.crystallization import moments
+from spec.arrays import Bool, BoolVector, Float64, Int64, IntVector, Vector
+from spec.budget import Budget
+from spec.decode import DecodeState, LiveTrunks, TrunkWeights
+from spec.parameters import CrystalCacheParameters
+from spec.records import CrystalRetention
+
+__all__ = ["count_seen", "empty_state", "join", "keep", "live_weights", "start_state"]
+
+
+def empty_state(budget: Budget) -> DecodeState:
+    """No token seen yet: mu = 0 and sigma = 1, so that a trunk without an edge has D = 0.5."""
+    none, nothing = np.empty(0, dtype=np.int64), np.empty(0)
+    zero = np.zeros(1, dtype=np.int64)
+    live = LiveTrunks(none, zero, nothing, nothing, nothing)
+    return DecodeState(budget, 0, 0, live, nothing, TrunkWeights(zero, none, nothing), none, none, 0.0, 1.0)
+
+
+def start_state(
+    found: CrystalRetention, token_ids: Int64[IntVector, " n"], inverse_norms: Float64[Vector, " n"],
+    budget: Budget, parameters: CrystalCacheParameters,
+) -> DecodeState:
+    """The state after a prefill of n tokens: what it kept, and what it knows of all its tokens.
+
+    Implements: CC-START
+
+    Source: Algorithm 2's records, of which Section 3.8 goes on. `inverse_norms` are CC-KEY-NORM of the n keys.
+    """
+    graph, trunks = found.graph, found.trunks
+    ids, counts = np.unique(token_ids, return_counts=True)
+    live = LiveTrunks(np.arange(len(token_ids)), trunks.offsets, found.impact, inverse_norms, trunks.impact)
+    state = DecodeState(
+        budget, len(token_ids), 0, live, graph.D, TrunkWeights(graph.indptr, graph.indices, graph.weights),
+        ids, counts.astype(np.int64), *moments(graph.degree, parameters.epsilon),
+    )
+    return keep(state, found.kept, found.D)
+
+
+def keep(state: DecodeState, slots: Int64[IntVector, " kept"], D: Float64[Vector, " m"]) -> DecodeState:
+    """The state without the tokens that are not in `slots` (ascending), and without the trunks that lost all.
+
+    Implements: CC-LIVE
+
+    Source: Section 3.8(d); a dead trunk leaves the pool, the graph and every later minimum, maximum and mean.
+    """
+    live, m = state.live, len(D)
+    left = np.bincount(np.repeat(np.arange(m), live.sizes)[slots], minlength=m)
+    alive = left > 0
+    table = LiveTrunks(
+        live.positions[slots], np.concatenate([[0], np.cumsum(left[alive])]).astype(np.int64), live.impact[slots],
+        live.inverse_norms[slots], live.trunk_impact[alive],
+    )
+    W = live_weights(state.W, alive)
+    return DecodeState(
+        state.budget, state.seen, state.step, table, D[alive], W, state.ids, state.counts, state.mu, state.sigma,
+        state.tail_ids, state.tail_inverse_norms,
+    )
+
+
+def live_weights(W: TrunkWeights, alive: Bool[BoolVector, " m"]) -> TrunkWeights:
+    """W between the trunks that live on, renumbered."""
+    if alive.all():
+        return W
+    row = np.repeat(np.arange(len(alive)), np.diff(W.indptr))
+    stays = alive[row] & alive[W.indices]
+    number = np.cumsum(alive) - 1
+    m = int(alive.sum())
+    degree = np.bincount(number[row[stays]], minlength=m)
+    return TrunkWeights(
+        np.concatenate([[0], np.cumsum(degree)]).astype(np.int64), number[W.indices[stays]], W.weights[stays]
+    )
+
+
+def join(
+    state: DecodeState, ids: Int64[IntVector, " distinct"], counts: Int64[IntVector, " distinct"],
+    added: LiveTrunks, D: Float64[Vector, " added"], W: TrunkWeights,
+) -> DecodeState:
+    """The state with the tokens after its last trunk in trunks of their own; `W` covers old trunks and new."""
+    live = state.live
+    table = LiveTrunks(
+        np.concatenate([live.positions, added.positions]),
+        np.concatenate([live.offsets, live.offsets[-1] + added.offsets[1:]]),
+        np.concatenate([live.impact, added.impact]),
+        np.concatenate([live.inverse_norms, added.inverse_norms]),
+        np.concatenate([live.trunk_impact, added.trunk_impact]),
+    )
+    return DecodeState(
+        state.budget, int(added.positions[-1]) + 1, state.step, table, np.concatenate([state.D, D]), W, ids, counts,
+        state.mu, state.sigma,
+    )
+
+
+def count_seen(
+    ids: Int64[IntVector, " distinct"], counts: Int64[IntVector, " distinct"], new: Int64[IntVector, " n"],
+) -> tuple[IntVector, IntVector, IntVector]:
+    """All ids seen and how often, the new ones included, and that number for each new token.
+
+    Implements: CC-SEEN-COUNT
+
+    Source: Eq. 20 in decode: the context is all tokens seen, evicted ones too.
+    """
+    fresh, number = np.unique(new, return_counts=True)
+    at = np.searchsorted(ids, fresh)
+    known = np.isin(fresh, ids)
+    total = counts.copy()
+    total[at[known]] += number[known]
+    all_ids = np.insert(ids, at[~known], fresh[~known])
+    total = np.insert(total, at[~known], number[~known])
+    c: IntVector = total[np.searchsorted(all_ids, new)]
+    return all_ids, total, c

@@ -1,0 +1,118 @@
+"""A later segment: a turn, a chunk of a stream (Section 3.8; S1 to S6 on what is new)."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from reference.crystalcache.breath import evict, protected_trunks_of
+from reference.crystalcache.crystallization import logistic, moments
+from reference.crystalcache.graph import degree, symmetric_csr, trunk_pairs, trunk_weights
+from reference.crystalcache.live import count_seen, join
+from reference.crystalcache.tail import join_tail
+from spec.arrays import Float64, Int64, IntVector, Vector
+from spec.backend import Backend, resolve
+from spec.decode import DecodeState, LiveTrunks, TrunkWeights
+from spec.errors import SpecError
+from spec.parameters import PAPER, CrystalCacheParameters
+from spec.policy import DeviceArray
+from spec.records import CoAttention, Edges
+from spec.validate import check_scaling, check_sentence_ends, check_token_ids
+
+__all__ = ["add_segment", "extend", "segment_D", "segment_graph"]
+
+
+def segment_graph(
+    edges: Edges, bounds: Int64[IntVector, " m_and_one"], sizes: Int64[IntVector, " m"], W: TrunkWeights,
+    tau_edge: float,
+) -> TrunkWeights:
+    """W over old and new trunks: old pairs as they are, pairs with a new trunk from the segment's edges.
+
+    Implements: CC-SEGMENT-GRAPH
+
+    Source: Eq. 24 and 25 with live sizes. `bounds` are the first live positions of all trunks and the end: live
+    tokens lie between them, however many others are gone.
+    """
+    pairs = trunk_pairs(edges, bounds)
+    weights, kept = trunk_weights(pairs, sizes, tau_edge)
+    row = np.repeat(np.arange(len(W.indptr) - 1), np.diff(W.indptr))
+    once = row < W.indices
+    a = np.concatenate([row[once], pairs.a[kept]])
+    b = np.concatenate([W.indices[once], pairs.b[kept]])
+    return TrunkWeights(*symmetric_csr(a, b, np.concatenate([W.weights[once], weights]), len(sizes)))
+
+
+def segment_D(
+    deg: Float64[Vector, " m"], old: int, parameters: CrystalCacheParameters,
+) -> tuple[Float64[Vector, " new"], float, float]:
+    """D of the trunks behind the first `old` ones, with mu and sigma over all of them.
+
+    Implements: CC-SEGMENT-D
+
+    Source: Eq. 27; older trunks keep their D.
+    """
+    mu, sigma = moments(deg, parameters.epsilon)
+    D = logistic(parameters.s * ((deg[old:] - mu) / sigma))
+    return (D if parameters.graph == "degree" else np.zeros_like(D)), mu, sigma
+
+
+def add_segment(
+    state: DecodeState, found: CoAttention, ids: Int64[IntVector, " n"], ends: frozenset[int],
+    inverse_norms: Float64[Vector, " n"], parameters: CrystalCacheParameters, backend: Backend,
+) -> DecodeState:
+    """S2 to S4 of a segment behind a state without a tail; nothing is evicted."""
+    crystal, breath = backend.require_crystal(), backend.require_breath()
+    all_ids, counts, c = count_seen(state.ids, state.counts, ids)
+    M = breath.impact(found.salience, c, parameters)
+    trunks = crystal.trunks(found, M, np.isin(ids, sorted(ends)), parameters)
+    live = state.live
+    bounds = np.concatenate([live.positions[live.offsets[:-1]], trunks.offsets])
+    W = breath.segment_graph(found, bounds, np.concatenate([live.sizes, trunks.sizes]), state.W, parameters)
+    D, mu, sigma = segment_D(degree(W.indptr, W.weights), len(state.D), parameters)
+    added = LiveTrunks(
+        np.arange(state.seen, state.seen + len(ids)), trunks.offsets - state.seen, M, inverse_norms, trunks.impact
+    )
+    return replace(join(state, all_ids, counts, added, D, W), mu=mu, sigma=sigma)
+
+
+def extend(
+    state: DecodeState, q: DeviceArray, k: DeviceArray, token_ids: Int64[IntVector, " n"],
+    sentence_ends: frozenset[int], parameters: CrystalCacheParameters = PAPER, backend: str | Backend = "numpy", *,
+    scaling: float | None = None, softcap: float | None = None,
+) -> DecodeState:
+    """The state after a segment of n tokens: the tail is trunked, the segment joins, and S5 and S6 run on all.
+
+    Implements: CC-SEGMENT
+
+    Source: Section 3.8 and Algorithm 2. On `empty_state` this is the prefill.
+
+    Args:
+        state: what is live before the segment.
+        q: the segment's queries of the observed layer, (H, n, d).
+        k: that layer's keys of `state.stored` and, behind them, of the segment, (H_kv, stored + n, d).
+        token_ids: the segment, (n,), n at least 2: a single token is a step.
+        sentence_ends: ids of the tokens that end a sentence.
+        parameters: constants of the method.
+        backend: as for `prefill`; it needs the families crystal and breath.
+        scaling: that layer's factor on q.k; 1 / sqrt(d) when None.
+        softcap: that layer's soft cap on the logits, if it has one.
+
+    Raises:
+        SpecError: for an input that the specification does not admit; the state is never changed.
+        BackendUnavailable: when the backend cannot run here.
+    """
+    engine = resolve(backend)
+    breath = engine.require_breath()
+    n = q.shape[1]
+    ids, ends = check_token_ids(token_ids, n), check_sentence_ends(sentence_ends)
+    positions = np.concatenate([state.stored, np.arange(state.seen, state.seen + n)])
+    if k.shape[1] != len(positions):
+        raise SpecError("k", tuple(k.shape), f"must hold {len(state.stored)} stored keys and {n} of the segment")
+    factor = q.shape[2] ** -0.5 if scaling is None else scaling
+    check_scaling(factor, softcap)
+
+    found = engine.require_crystal().coattention(q, k, positions, parameters, factor, softcap)
+    norms = breath.inverse_key_norms(k[:, len(positions) - n :])
+    before = join_tail(state, ends, parameters, engine)
+    after = add_segment(before, found, ids, ends, norms, parameters, engine)
+    safe = protected_trunks_of(after.live, after.seen, parameters.N_sink, parameters.W_recent)
+    return evict(after, safe, parameters, engine)

@@ -1,0 +1,81 @@
+"""Decode: generated tokens wait in a tail, and become trunks at a breath (Section 3.8)."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from reference.crystalcache.crystallization import logistic
+from reference.crystalcache.live import count_seen, join
+from spec.arrays import Float64, Vector
+from spec.backend import Backend
+from spec.decode import DecodeState, LiveTrunks, TrunkWeights
+from spec.errors import SpecError
+from spec.parameters import CrystalCacheParameters
+from spec.records import CoAttention
+
+__all__ = ["append", "edgeless", "edgeless_D", "join_tail"]
+
+
+def append(state: DecodeState, token_id: int, inverse_norm: float) -> DecodeState:
+    """One generated token at the end of the tail; the step counter goes on.
+
+    Implements: CC-TAIL
+
+    Source: Section 3.8. `inverse_norm` is CC-KEY-NORM of its key.
+
+    Raises:
+        SpecError: for a negative id, or an inverse norm that is not positive.
+    """
+    if token_id < 0:
+        raise SpecError("token_id", token_id, "must be at least 0")
+    if not inverse_norm > 0:
+        raise SpecError("inverse_norm", inverse_norm, "must be positive, infinite for a zero key")
+    return replace(
+        state, seen=state.seen + 1, step=state.step + 1, tail_ids=(*state.tail_ids, int(token_id)),
+        tail_inverse_norms=(*state.tail_inverse_norms, float(inverse_norm)),
+    )
+
+
+def edgeless(start: int, salience: Float64[Vector, " n"]) -> CoAttention:
+    """Co-attention of tokens that no one observed: their salience, and no edge."""
+    n = len(salience)
+    index, weight = np.empty((n, 0), dtype=np.int64), np.empty((n, 0))
+    return CoAttention(start, salience, index, weight, index, weight)
+
+
+def edgeless_D(mu: float, sigma: float, parameters: CrystalCacheParameters) -> float:
+    """D of a trunk without an edge: Eq. 27 at degree 0, under the moments of the last segment.
+
+    Implements: CC-TAIL-D
+
+    Source: Eq. 27.
+    """
+    if parameters.graph == "zero":
+        return 0.0
+    return float(logistic(np.array([parameters.s * ((0.0 - mu) / sigma)]))[0])
+
+
+def join_tail(
+    state: DecodeState, sentence_ends: frozenset[int], parameters: CrystalCacheParameters, backend: Backend,
+) -> DecodeState:
+    """The state with its tail in the trunk table: S2 without edges, salience M_min, rarity over all tokens seen.
+
+    Implements: CC-TAIL-TRUNKS
+
+    Source: Section 3.3 for the trunks, Eq. 22 and 23 for their impact. The cut ends a sentence.
+    """
+    if not state.tail_ids:
+        return state
+    ids = np.array(state.tail_ids, dtype=np.int64)
+    all_ids, counts, c = count_seen(state.ids, state.counts, ids)
+    salience = np.full(len(ids), float(parameters.M_min))
+    M = backend.require_breath().impact(salience, c, parameters)
+    ends = np.array([token in sentence_ends for token in state.tail_ids])
+    start = state.seen - len(ids)
+    trunks = backend.require_crystal().trunks(edgeless(start, salience), M, ends, parameters)
+    added = LiveTrunks(
+        state.tail_positions, trunks.offsets - start, M, np.array(state.tail_inverse_norms), trunks.impact
+    )
+    D = np.full(len(trunks.impact), edgeless_D(state.mu, state.sigma, parameters))
+    indptr = np.concatenate([state.W.indptr, np.full(len(D), state.W.indptr[-1])])
+    return join(state, all_ids, counts, added, D, TrunkWeights(indptr, state.W.indices, state.W.weights))

@@ -1,0 +1,115 @@
+"""What decode carries from one token to the next: a frozen record, and nothing of a tensor cache."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from spec.arrays import Float64, Int64, IntVector, Vector
+from spec.budget import Budget
+from spec.errors import SpecError
+
+__all__ = ["DecodeState", "LiveTrunks", "TrunkWeights", "check_state"]
+
+
+class TrunkWeights(NamedTuple):
+    """W: the symmetric trunk graph in CSR form, columns ascending, no loop, every weight above tau_edge."""
+
+    indptr: IntVector
+    indices: IntVector
+    weights: Vector
+
+
+@dataclass(frozen=True)
+class LiveTrunks:
+    """The trunk table: trunk g holds `positions[offsets[g]:offsets[g + 1]]`, its live tokens; none is empty."""
+
+    positions: Int64[IntVector, " live"]
+    """Absolute, ascending."""
+    offsets: Int64[IntVector, " m_and_one"]
+    impact: Float64[Vector, " live"]
+    """M_i per token, as it was when the token joined."""
+    inverse_norms: Float64[Vector, " live"]
+    """Mean over KV heads of 1 / ||k|| in the observed layer; infinite where a key is zero."""
+    trunk_impact: Float64[Vector, " m"]
+    """Mbar, Eq. 23's constant."""
+
+    @property
+    def sizes(self) -> Int64[IntVector, " m"]:
+        """Live tokens of each trunk."""
+        return np.diff(self.offsets)
+
+
+@dataclass(frozen=True)
+class DecodeState:
+    """One sequence between two forwards. Every step, breath and segment is a pure function of it.
+
+    The tail holds the newest tokens, which are in no trunk yet: their positions are the last of `range(seen)`.
+    """
+
+    budget: Budget
+    seen: int
+    """Tokens seen, evicted ones and the tail included: the next token's position."""
+    step: int
+    """Decode steps done; segments do not count."""
+    live: LiveTrunks
+    D: Float64[Vector, " m"]
+    W: TrunkWeights
+    ids: Int64[IntVector, " distinct"]
+    """Ids of all tokens seen but the tail's, evicted ones included; ascending, each once."""
+    counts: Int64[IntVector, " distinct"]
+    """How often each of `ids` was seen."""
+    mu: float
+    """Mean of the degrees at the last segment, Eq. 27."""
+    sigma: float
+    """Their standard deviation, with the fallback of Eq. 27."""
+    tail_ids: tuple[int, ...] = ()
+    tail_inverse_norms: tuple[float, ...] = ()
+
+    @property
+    def tail_positions(self) -> Int64[IntVector, " tail"]:
+        """Absolute positions of the tail."""
+        return np.arange(self.seen - len(self.tail_ids), self.seen)
+
+    @property
+    def stored(self) -> Int64[IntVector, " stored"]:
+        """Every position that the cache holds, ascending: the trunks' and the tail's."""
+        return np.concatenate([self.live.positions, self.tail_positions])
+
+
+def check_state(state: DecodeState) -> None:
+    """Whether a state that came from outside is one that the functions of decode could have made.
+
+    Raises:
+        SpecError: at the first thing that does not hold.
+    """
+    live, m = state.live, len(state.D)
+    sizes_fit = len(live.offsets) == m + 1 and live.offsets[0] == 0 and live.offsets[-1] == len(live.positions)
+    if not sizes_fit or (np.diff(live.offsets) < 1).any():
+        raise SpecError("offsets", live.offsets.tolist(), f"must rise strictly from 0 to {len(live.positions)}")
+    stored = state.stored
+    if len(stored) and (stored[0] < 0 or (np.diff(stored) <= 0).any()):
+        raise SpecError("positions", live.positions.tolist(), f"must rise strictly inside range({state.seen})")
+    for name, array, length in (
+        ("impact", live.impact, len(live.positions)), ("inverse_norms", live.inverse_norms, len(live.positions)),
+        ("trunk_impact", live.trunk_impact, m), ("counts", state.counts, len(state.ids)),
+        ("tail_inverse_norms", state.tail_inverse_norms, len(state.tail_ids)),
+    ):
+        if len(array) != length:
+            raise SpecError(name, len(array), f"must have {length} values")
+    if not ((state.D >= 0) & (state.D <= 1)).all():
+        raise SpecError("D", state.D.tolist(), "must lie in [0, 1]")
+    if int(state.counts.sum()) + len(state.tail_ids) != state.seen:
+        raise SpecError("counts", int(state.counts.sum()), f"must add up to the {state.seen} tokens seen")
+    _check_weights(state.W, m)
+
+
+def _check_weights(W: TrunkWeights, m: int) -> None:
+    if len(W.indptr) != m + 1 or W.indptr[0] != 0 or W.indptr[-1] != len(W.indices) or (np.diff(W.indptr) < 0).any():
+        raise SpecError("W", W.indptr.tolist(), f"must have {m} rows over its {len(W.indices)} entries")
+    row = np.repeat(np.arange(m), np.diff(W.indptr))
+    there, back = np.lexsort((W.indices, row)), np.lexsort((row, W.indices))
+    ascends = (there == np.arange(len(row))).all()
+    mirrored = (row[there] == W.indices[back]).all() and (W.indices[there] == row[back]).all()
+    if not ascends or not mirrored or (row == W.indices).any() or (W.weights[there] != W.weights[back]).any():
+        raise SpecError("W", W.indices.tolist(), "must be symmetric, without loops, with ascending columns")
