@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -77,6 +78,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("tree")
     for folder in ("reference", "conformance", "spec"):
         (root / folder).mkdir()
+    (root / "spec" / "toy.md").write_text("### CC-MEMORY\n\n### CC-BUDGET\n\n### CC-CUT\n")
     (root / "reference" / "__init__.py").write_text("")
     (root / "reference" / "toy.py").write_text(SOURCE)
     (root / "conformance" / "test_toy.py").write_text(TESTS)
@@ -213,8 +215,15 @@ def test_judges_of_the_project() -> None:
     assert found["accelerated/numba_cpu/kernels.py", "exp2"].items >= {"CC-ATTENTION", "CC-SALIENCE"}
     assert found["accelerated/numba_cpu/kernels.py", "exp2"].backend == "numba"
     assert found["reference/backend.py", "_CrystalStages.score"].items == {"CC-SCORE", "CC-NORMALISED-IMPACT"}
-    assert "test_pipeline.py" in found["reference/policies/budgets.py", "even"].files
-    assert all(selection.items or selection.files for selection in found.values())
+    assert "conformance/test_pipeline.py" in found["reference/policies/budgets.py", "even"].files
+
+
+def test_what_no_item_and_no_test_stands_above_is_not_judged(tree: Path, tmp_path: Path) -> None:
+    shutil.copytree(tree, tmp_path / "tree")
+    (tmp_path / "tree" / "reference" / "new.py").write_text('def f(x):\n    """Implements: CC-NEW"""\n    return x + 1\n')
+    judges, mutants = read_code(tmp_path / "tree"), mutants_of_tree(tmp_path / "tree")
+    assert {judges.reach(mutant) for mutant in mutants if mutant.path.endswith("toy.py")} == {True}
+    assert {judges.reach(mutant) for mutant in mutants if mutant.path.endswith("new.py")} == {False}
 
 
 def test_killed_survived_and_timed_out_are_told_apart(verdicts: tuple[Path, dict[str, Result]]) -> None:
@@ -263,6 +272,7 @@ def test_a_verdict_holds_for_one_text_of_a_module(tree: Path, tmp_path: Path) ->
 def test_a_failing_suite_gives_no_verdicts(tree: Path, tmp_path: Path) -> None:
     for name in ("reference", "spec", "conformance"):
         (tmp_path / name).mkdir()
+    (tmp_path / "spec" / "toy.md").write_text("### CC-MEMORY\n\n### CC-BUDGET\n\n### CC-CUT\n")
     (tmp_path / "reference" / "__init__.py").write_text("")
     (tmp_path / "reference" / "toy.py").write_text(SOURCE)
     (tmp_path / "conformance" / "test_toy.py").write_text(TESTS.replace("[2, 2, 3]", "[2, 2, 4]"))

@@ -25,7 +25,7 @@ from typing import Any
 
 import pytest
 
-from conformance.mutation.items import Selection
+from conformance.mutation.items import Selection, test_modules
 
 __all__ = ["Survey", "Verdict", "in_a_fork", "preload", "survey", "trial"]
 
@@ -108,13 +108,13 @@ class _Jury:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         chosen = self.selection
-        items[:] = [item for item in items if chosen.takes(_marked(item), item.path.name)]
+        items[:] = [item for item in items if chosen.takes(_marked(item), _file(item))]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[Any]:
         start = process_time()
         done = yield
-        self.verdict.tests.append(Test(frozenset(_marked(item)), item.path.name, process_time() - start))
+        self.verdict.tests.append(Test(frozenset(_marked(item)), _file(item), process_time() - start))
         return done
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
@@ -144,6 +144,10 @@ def _marked(item: pytest.Item) -> set[str]:
     return {str(mark.kwargs.get("id")) for mark in item.iter_markers("spec")}
 
 
+def _file(item: pytest.Item) -> str:
+    return item.path.relative_to(item.config.rootpath).as_posix()
+
+
 def survey(root: Path) -> Survey:
     """Collect the whole suite here: for a fork, whose imports are lost with it."""
     found, before = Survey(), set(sys.modules)
@@ -153,9 +157,10 @@ def survey(root: Path) -> Survey:
         def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
             for item in items:
                 for name in _marked(item):
-                    found.files.setdefault(name, set()).add(item.path.name)
+                    found.files.setdefault(name, set()).add(_file(item))
 
-    _pytest(root, "numpy", "dev", [path.name for path in _test_modules(root)], [Collector()], "--collect-only")
+    files = [path.relative_to(root).as_posix() for path in test_modules(root)]
+    _pytest(root, "numpy", "dev", files, [Collector()], "--collect-only")
     importlib.import_module("accelerated.numba_cpu.backend")
     found.third_party = [
         name for name in sys.modules if name not in before and name.partition(".")[0] not in PROJECT
@@ -176,10 +181,6 @@ def preload(names: Sequence[str]) -> None:
                 continue
 
 
-def _test_modules(root: Path) -> list[Path]:
-    return sorted((root / "conformance").glob("test_*.py"))
-
-
 def _pytest(
     root: Path, backend: str, profile: str, files: Sequence[str], plugins: Sequence[object], *options: str,
 ) -> tuple[int, str]:
@@ -189,7 +190,7 @@ def _pytest(
              "-p", "no:benchmark", "--rootdir", os.fspath(root), "--strict-markers",
              # Hypothesis is imported before pytest is configured.
              "-W", "ignore::pytest.PytestAssertRewriteWarning", "--kvspec-profile", profile, "--backend", backend,
-             *options, *(os.fspath(root / "conformance" / name) for name in sorted(files))],
+             *options, *(os.fspath(root / name) for name in sorted(files))],
             plugins=[*plugins],
         )
     return int(code), said.getvalue()

@@ -1,4 +1,4 @@
-"""S1 in blocks of queries and tiles of keys. Their real sizes are beyond the common suite's prompts: one block holds all."""
+"""S1 in blocks of queries and tiles of keys. One block holds all of the common suite's prompts: here blocks are small."""
 
 import pytest
 from hypothesis import given
@@ -12,13 +12,14 @@ from conformance.oracles import s1
 from conformance.strategies.attention import AttentionInputs, attention_inputs, hot_sets, later_segments
 from spec.records import CoAttention
 
-SIZES = [(1, 1), (2, 3), (5, 2)]  # queries of a block, keys of a tile
+SIZES = [(1, 1, 2), (2, 3, 1), (5, 2, 3)]  # queries of a block, keys of a tile, side of a block of cosines
 
 
-def run(inputs: AttentionInputs, queries: int, keys: int) -> CoAttention:
+def run(inputs: AttentionInputs, queries: int, keys: int, side: int) -> CoAttention:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(s1_blocks, "QUERIES", queries)
+        patch.setattr(s1_blocks, "BLOCK", (queries, queries))
         patch.setattr(s1_blocks, "KEYS", keys)
+        patch.setattr(s1_blocks, "SQUARE", side)
         return s1_blocks.coattention(
             inputs.q, inputs.k, inputs.positions, inputs.parameters, inputs.scaling, inputs.softcap
         )
@@ -31,7 +32,7 @@ def run(inputs: AttentionInputs, queries: int, keys: int) -> CoAttention:
 @pytest.mark.spec(id="CC-CROSS")
 @pytest.mark.spec(id="CC-COATTENTION")
 @given(inputs=st.one_of(attention_inputs(), later_segments()), sizes=st.sampled_from(SIZES))
-def test_blocks_lie_in_the_certified_box(inputs: AttentionInputs, sizes: tuple[int, int]) -> None:
+def test_blocks_lie_in_the_certified_box(inputs: AttentionInputs, sizes: tuple[int, int, int]) -> None:
     """Where a block or a tile ends says nothing about the result."""
     assert not list(checks.coattention(run(inputs, *sizes), inputs, "float32"))
 
@@ -39,7 +40,7 @@ def test_blocks_lie_in_the_certified_box(inputs: AttentionInputs, sizes: tuple[i
 @pytest.mark.spec(id="CC-SALIENCE")
 @pytest.mark.spec(id="CC-CROSS")
 @given(inputs=hot_sets(), sizes=st.sampled_from(SIZES))
-def test_blocks_of_hot_sets_are_exact(inputs: AttentionInputs, sizes: tuple[int, int]) -> None:
+def test_blocks_of_hot_sets_are_exact(inputs: AttentionInputs, sizes: tuple[int, int, int]) -> None:
     """Ties between sources of different tiles go to the lower index, too."""
     found = run(inputs, *sizes)
     want = s1.coattention(
