@@ -21,26 +21,31 @@ TIMES = 8.0  # and how many times those of the unmutated code under the cheap pr
 
 
 class NotJudged(RuntimeError):
-    """The unmutated code fails its own tests: then no verdict means anything."""
+    """The suite could not be run: then no verdict means anything."""
 
 
 @dataclass
 class _Court:
-    """Knows the suite, and what it costs on the unmutated code."""
+    """Knows the suite, what it costs on the unmutated code, and which tests fail there: those judge nothing."""
 
     root: Path
     files: dict[str, set[str]]
     tests: dict[str, list[worker.Test]] = field(default_factory=dict)
+    failing: set[str] = field(default_factory=set)
 
     def control(self, selection: Selection, profile: str) -> list[worker.Test]:
-        """What the tests cost where nothing is mutated.
+        """Run the tests where nothing is mutated.
 
         Raises:
-            NotJudged: when one fails.
+            NotJudged: when they cannot be run.
         """
         verdict = self.trial(selection, profile, None, 3600.0)
-        if verdict.trouble or verdict.outcome != "survived":
+        if verdict.trouble or verdict.test.startswith("import of"):
             raise NotJudged(f"unmutated, {profile}: {verdict.test} {verdict.raised} {verdict.trouble}")
+        for test in verdict.tests:
+            if test.failed:
+                self.failing.add(test.name)
+                print(f"fails unmutated under {profile}, so it judges nothing: {test.name}", flush=True)
         return verdict.tests
 
     def measure(self, selections: list[Selection]) -> None:
@@ -58,7 +63,7 @@ class _Court:
         files = set().union(*(self.files.get(item, set()) for item in selection.items), selection.files)
         try:
             found: worker.Verdict = worker.in_a_fork(
-                lambda: worker.trial(self.root, selection, sorted(files), profile, mutated), seconds
+                lambda: worker.trial(self.root, selection, sorted(files), profile, mutated, self.failing), seconds
             )
         except TimeoutError:
             return worker.Verdict("timeout", seconds=seconds)
@@ -74,9 +79,12 @@ class _Court:
         verdict = self.trial(selection, profile, mutated, SPARE + TIMES * usual)
         if verdict.trouble:
             raise NotJudged(f"{mutated[0]}: {verdict.trouble}")
-        if profile != PROFILES[0] and verdict.outcome != "survived":
-            self.control(selection, profile)
-        return verdict
+        if profile == PROFILES[0] or verdict.outcome in ("survived", "timeout"):
+            return verdict
+        # Dead under the second profile alone: not where the tests fail unmutated under it.
+        before = len(self.failing)
+        self.control(selection, profile)
+        return verdict if len(self.failing) == before else self.judge(selection, profile, mutated)
 
 
 def run(root: Path, mutants: list[Mutant], folder: Path, again: bool) -> None:
@@ -85,7 +93,7 @@ def run(root: Path, mutants: list[Mutant], folder: Path, again: bool) -> None:
     All meet the cheap profile first; those that survive it then meet the other.
 
     Raises:
-        NotJudged: when the tests of an item fail on the unmutated code.
+        NotJudged: when the suite cannot be run.
     """
     done = results.read(root, folder)
     forgotten = {key for key, result in done.items() if again and not result.killed}

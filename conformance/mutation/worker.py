@@ -12,7 +12,7 @@ import resource
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec, SourceFileLoader
@@ -35,11 +35,13 @@ MEMORY = 16 << 30  # bytes of address space
 
 @dataclass(frozen=True)
 class Test:
-    """A test that was run: what selects it, and the processor seconds that it took."""
+    """A test that was run: what selects it, the processor seconds that it took, and whether it failed."""
 
+    name: str
     items: frozenset[str]
     file: str
     seconds: float
+    failed: bool
 
 
 @dataclass
@@ -90,10 +92,11 @@ class _Finder:
 
 
 class _Jury:
-    """Keeps the tests of the items; stops at the first assertion that fails."""
+    """Keeps the tests of the selection that pass unmutated; stops at the first assertion that fails."""
 
-    def __init__(self, selection: Selection, verdict: Verdict) -> None:
-        self.selection, self.verdict = selection, verdict
+    def __init__(self, selection: Selection, verdict: Verdict, without: Set[str], stops: bool) -> None:
+        self.selection, self.verdict, self.without, self.stops = selection, verdict, without, stops
+        self.failed: set[str] = set()
 
     @pytest.hookimpl(trylast=True)
     def pytest_configure(self, config: pytest.Config) -> None:
@@ -108,13 +111,17 @@ class _Jury:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         chosen = self.selection
-        items[:] = [item for item in items if chosen.takes(_marked(item), _file(item))]
+        items[:] = [
+            item for item in items
+            if item.nodeid not in self.without and chosen.takes(_marked(item), _file(item))
+        ]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[Any]:
         start = process_time()
         done = yield
-        self.verdict.tests.append(Test(frozenset(_marked(item)), _file(item), process_time() - start))
+        took, failed = process_time() - start, item.nodeid in self.failed
+        self.verdict.tests.append(Test(item.nodeid, frozenset(_marked(item)), _file(item), took, failed))
         return done
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
@@ -132,7 +139,8 @@ class _Jury:
         asserted = call.excinfo.errisinstance((AssertionError, pytest.fail.Exception))
         name = item.nodeid.rpartition("/")[2]
         self._note("assertion" if asserted else "error", name, call.excinfo.exconly().splitlines()[0])
-        if asserted:
+        self.failed.add(item.nodeid)
+        if asserted and self.stops:
             item.session.shouldstop = "killed"
 
     def _note(self, outcome: str, test: str, raised: str) -> None:
@@ -198,12 +206,13 @@ def _pytest(
 
 def trial(
     root: Path, selection: Selection, files: Sequence[str], profile: str, mutated: tuple[str, str, CodeType] | None,
+    without: Set[str],
 ) -> Verdict:
-    """Run the selection in this process with the mutated (module, path, code) in it, or with none."""
+    """Run the selection in this process with the mutated (module, path, code) in it; or, with none, all of it."""
     verdict = Verdict()
     if mutated:
         sys.meta_path.insert(0, _Finder(*mutated))  # type: ignore[arg-type]
-    code, said = _pytest(root, selection.backend, profile, files, [_Jury(selection, verdict)])
+    code, said = _pytest(root, selection.backend, profile, files, [_Jury(selection, verdict, without, mutated is not None)])
     used = resource.getrusage(resource.RUSAGE_SELF)
     verdict.seconds = used.ru_utime + used.ru_stime
     broken = (pytest.ExitCode.INTERNAL_ERROR, pytest.ExitCode.USAGE_ERROR)

@@ -1,4 +1,4 @@
-"""S1 in blocks of queries and tiles of keys. One block holds all of the common suite's prompts: here blocks are small."""
+"""S1 in small blocks of queries and tiles of keys: at their real sizes one holds any prompt of the common suite."""
 
 import pytest
 from hypothesis import given
