@@ -13,9 +13,11 @@ os.environ.update(NUMBA_DISABLE_JIT="1", OMP_NUM_THREADS="1", OPENBLAS_NUM_THREA
 
 import argparse
 import sys
+from collections import Counter
 from pathlib import Path
 
 from conformance.mutation import results
+from conformance.mutation.items import read_code
 from conformance.mutation.mutants import Mutant, mutants_of_tree
 from conformance.mutation.run import run
 from conformance.mutation.sample import sample
@@ -35,7 +37,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--survivors", action="store_true", help="run: try survivors again")
     parser.add_argument("-k", metavar="PART", default="", help="run: mutants whose key holds PART")
     options = parser.parse_args(arguments)
-    every = mutants_of_tree(ROOT)
+    judges, found = read_code(ROOT), mutants_of_tree(ROOT)
+    every = [mutant for mutant in found if judges.reach(mutant)]
+    for path, count in Counter(mutant.path for mutant in found if not judges.reach(mutant)).items():
+        print(f"mutation: {count} of {path} left out: no item of the specification and no test module above them")
     sampled = sample(every, options.size, options.seed)
     if options.command == "report":
         return _report(sampled, every, options.folder)

@@ -1,9 +1,9 @@
 """Which tests judge a mutant: those marked with the items of the function that it is in.
 
 A function's items are those of its docstring (`Implements:`); a backend's stages have those of the functions they
-name. One without any takes the items of the functions that name it, in its module and else in its package, and so on
-upwards. Where that ends nowhere (a policy's parts), the test modules judge it that import its module, or else those
-that import a module that does; and where there is none, all items of its package.
+name. One without any takes the items of the functions that name it, in its module and else in those that import it,
+and so on upwards. Where that ends nowhere (a policy's parts), the test modules judge it that import its module, or
+else those that import a module that does; and where there is none, all items of its module or folder.
 """
 
 import ast
@@ -12,11 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from conformance import trace
-from conformance.mutation.mutants import SUBJECTS, Mutant, module_name, source_files
+from conformance.mutation.mutants import Mutant, module_name, source_files
 
-__all__ = ["Judges", "Selection", "read_code"]
+__all__ = ["Judges", "Selection", "read_code", "test_modules"]
 
 MODULE = "<module>"
+OTHERS = {"benchmarks", "gpu", "integration", "meta", "triton"}
+# What may stand between a test module and the module that it judges.
+BETWEEN = ("conformance/strategies", "conformance/vectors", "conformance/policies", "conformance/injection")
 Function = tuple[str, str]  # path, qualified name
 
 
@@ -35,10 +38,11 @@ class Selection:
 
 @dataclass
 class _Code:
-    """Of a package: items of its functions, and what each names."""
+    """Items of functions, what each names, and who imports a module (or is a test module that does)."""
 
     items: dict[Function, set[str]] = field(default_factory=dict)
     names: dict[Function, set[str]] = field(default_factory=dict)
+    importers: dict[str, set[str]] = field(default_factory=dict)
 
     def above(self, at: Function, named: set[str]) -> set[str]:
         """Items of those who name it, the nearest first."""
@@ -53,13 +57,17 @@ class _Code:
         return set()
 
     def _namers(self, path: str, names: set[str]) -> set[Function]:
-        """Functions that name one of them: of the module, or if there is none, of the package."""
+        """Functions that name one of them: of the module, or if there is none, of those that import it."""
         found = {one for one, named in self.names.items() if named & names and _plain_name(one[1]) not in names}
-        return {one for one in found if one[0] == path} or found
+        own = {one for one in found if one[0] == path}
+        return own or {one for one in found if self._imports(one[0], path)}
+
+    def _imports(self, path: str, other: str) -> bool:
+        return module_name(path) in self.importers.get(module_name(other), set())
 
     def below(self, at: Function) -> set[str]:
         """Items of the functions that it names."""
-        named = (one for one in self.items if _plain_name(one[1]) in self.names[at] and one[0] != at[0])
+        named = (one for one in self.items if _plain_name(one[1]) in self.names[at] and self._imports(at[0], one[0]))
         return set().union(*(self.items[one] for one in named))
 
 
@@ -67,62 +75,73 @@ class _Code:
 class Judges:
     """Finds the selection of a mutant."""
 
-    packages: dict[str, _Code]
-    importers: dict[str, set[str]]  # of a module or test module's name, who imports it
+    code: _Code
 
     def of(self, mutant: Mutant) -> Selection:
         """The tests that must notice it."""
-        folder = next(folder for folder in SUBJECTS if mutant.path.startswith(f"{folder}/"))
-        code = self.packages[folder]
-        at = (mutant.path, _listed(mutant, code))
+        at = (mutant.path, _listed(mutant, self.code))
         named = _assigned(mutant) if at[1] == MODULE else {_plain_name(at[1])}
-        items = code.items[at] or code.above(at, named)
+        items = self.code.items[at] or self.code.above(at, named)
         files = set() if items else self._test_modules(mutant.module)
         if not items and not files:
-            items = set().union(*code.items.values())
+            module = set().union(*(found for (path, _), found in self.code.items.items() if path == mutant.path))
+            folder = mutant.path.rpartition("/")[0]
+            items = module or set().union(
+                *(found for (path, _), found in self.code.items.items() if path.startswith(f"{folder}/"))
+            )
         return Selection(mutant.backend, frozenset(items), frozenset(files))
+
+    def reach(self, mutant: Mutant) -> bool:
+        """Whether an item of the specification, or a test module, stands above it: else nothing could kill it."""
+        selection = self.of(mutant)
+        return bool(selection.items or selection.files)
 
     def _test_modules(self, module: str) -> set[str]:
         reached, seen = {module}, set[str]()
         while reached:
             seen |= reached
-            reached = set().union(*(self.importers.get(one, set()) for one in reached)) - seen
-            tests = {one for one in reached if one.startswith("test_")}
+            reached = set().union(*(self.code.importers.get(one, set()) for one in reached)) - seen
+            tests = {one for one in reached if one.endswith(".py")}
             if tests:
                 return tests
         return set()
 
 
 def read_code(root: Path) -> Judges:
-    """Read the mutated packages and who imports whom, up to the test modules."""
-    packages = {}
-    for folder in SUBJECTS:
-        code = packages[folder] = _Code()
-        paths = {path.relative_to(root).as_posix(): path for path in sorted((root / folder).rglob("*.py"))}
-        for name, path in paths.items():
-            _read_module(code, name, path.read_text(encoding="utf-8"))
-        for at in code.items:
-            if at[0].endswith("/backend.py"):
-                code.items[at] = code.items[at] or code.below(at)
-    importers: dict[str, set[str]] = {}
-    for path in [*source_files(root), *sorted((root / "conformance").glob("test_*.py"))]:
-        test = path.name.startswith("test_")
-        who = path.name if test else module_name(path.relative_to(root).as_posix())
+    """Read what is mutated, and who imports whom, up to the test modules."""
+    code, tests = _Code(), set(test_modules(root))
+    between = (path for folder in BETWEEN for path in sorted((root / folder).rglob("*.py")))
+    for path in {*source_files(root), *tests, *between}:
+        name = path.relative_to(root).as_posix()
+        who = name if path in tests else module_name(name)
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and node.module:
                 for module in (node.module, *(f"{node.module}.{alias.name}" for alias in node.names)):
-                    importers.setdefault(module, set()).add(who)
-    return Judges(packages, importers)
+                    code.importers.setdefault(module, set()).add(who)
+    pages = [path.read_text(encoding="utf-8") for path in sorted((root / "spec").glob("*.md"))]
+    known = {name for page in pages for name, _ in trace.items_of(page)}
+    for path in source_files(root):
+        _read_module(code, known, path.relative_to(root).as_posix(), path.read_text(encoding="utf-8"))
+    for at in code.items:
+        if at[0].endswith("/backend.py"):
+            code.items[at] = code.items[at] or code.below(at)
+    return Judges(code)
 
 
-def _read_module(code: _Code, path: str, source: str) -> None:
+def test_modules(root: Path) -> list[Path]:
+    """The test modules that judge mutants; not those that run models or another backend, nor tests of the tools."""
+    every = (root / "conformance").rglob("test_*.py")
+    return sorted(path for path in every if not OTHERS & set(path.relative_to(root).parts))
+
+
+def _read_module(code: _Code, known: set[str], path: str, source: str) -> None:
     tree = ast.parse(source)
     whole = {line for line in tree.body if not isinstance(line, ast.FunctionDef | ast.ClassDef)}
     code.items[path, MODULE] = set()
     code.names[path, MODULE] = {name for line in whole for name in _named(line)}
     for name, node in _functions(tree):
         found = trace.implementations(ast.unparse(node))
-        code.items[path, name] = {item for item, owner in found if owner == node.name}
+        code.items[path, name] = {item for item, owner in found if owner == node.name} & known
         code.names[path, name] = _names_of(node)
 
 

@@ -13,7 +13,10 @@ from types import CodeType
 
 from conformance.mutation.operators import Place, Signatures, changes, signatures
 
-__all__ = ["SUBJECTS", "Mutant", "compiled", "known_signatures", "module_name", "mutants_of", "mutants_of_tree", "source_files"]
+__all__ = [
+    "SUBJECTS", "Mutant", "compiled", "known_signatures", "module_name", "mutants_of", "mutants_of_tree",
+    "source_files",
+]
 
 # What is mutated, and the backend under whose name its tests run.
 SUBJECTS = {"reference": "numpy", "accelerated/numba_cpu": "numba"}

@@ -47,7 +47,7 @@ def problems(
     explained: Mapping[str, Explanation],
 ) -> list[str]:
     """Every reason to fail: untried mutants, survivors without a reason, reasons without a survivor."""
-    untried = [mutant for mutant in sampled if mutant.key not in results]
+    untried = [m for m in sampled if m.key not in results or results[m.key].undecided]
     found = [f"untried: {mutant.key}" for mutant in untried]
     found += [
         f"survived, unexplained: {mutant.key}\n    {mutant.id}" for mutant in sampled

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from conformance.mutation.mutants import source_files
 
-__all__ = ["Result", "append", "digest", "read"]
+__all__ = ["PROFILES", "Result", "append", "digest", "read"]
 
 FILE = "results.jsonl"
+PROFILES = ("dev", "ci")  # the cheap one first
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,11 @@ class Result:
     @property
     def killed(self) -> bool:
         return self.outcome != "survived"
+
+    @property
+    def undecided(self) -> bool:
+        """Whether it survived the cheap profile alone."""
+        return not self.killed and self.profile != PROFILES[-1]
 
 
 def digest(source: str) -> str:

@@ -12,7 +12,7 @@ import resource
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec, SourceFileLoader
@@ -25,22 +25,23 @@ from typing import Any
 
 import pytest
 
-from conformance.mutation.items import Selection
+from conformance.mutation.items import Selection, test_modules
 
-__all__ = ["PROFILES", "Survey", "Verdict", "in_a_fork", "preload", "survey", "trial"]
+__all__ = ["Survey", "Verdict", "in_a_fork", "preload", "survey", "trial"]
 
-PROFILES = ("dev", "ci")  # the cheap one first
 PROJECT = ("spec", "reference", "accelerated", "conformance", "models_integration")
 MEMORY = 16 << 30  # bytes of address space
 
 
 @dataclass(frozen=True)
 class Test:
-    """A test that was run: what selects it, and the processor seconds that it took."""
+    """A test that was run: what selects it, the processor seconds that it took, and whether it failed."""
 
+    name: str
     items: frozenset[str]
     file: str
     seconds: float
+    failed: bool
 
 
 @dataclass
@@ -91,10 +92,11 @@ class _Finder:
 
 
 class _Jury:
-    """Keeps the tests of the items; stops at the first assertion that fails."""
+    """Keeps the tests of the selection that pass unmutated; stops at the first assertion that fails."""
 
-    def __init__(self, selection: Selection, verdict: Verdict) -> None:
-        self.selection, self.verdict = selection, verdict
+    def __init__(self, selection: Selection, verdict: Verdict, without: Set[str], stops: bool) -> None:
+        self.selection, self.verdict, self.without, self.stops = selection, verdict, without, stops
+        self.failed: set[str] = set()
 
     @pytest.hookimpl(trylast=True)
     def pytest_configure(self, config: pytest.Config) -> None:
@@ -109,13 +111,17 @@ class _Jury:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         chosen = self.selection
-        items[:] = [item for item in items if chosen.takes(_marked(item), item.path.name)]
+        items[:] = [
+            item for item in items
+            if item.nodeid not in self.without and chosen.takes(_marked(item), _file(item))
+        ]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[Any]:
         start = process_time()
         done = yield
-        self.verdict.tests.append(Test(frozenset(_marked(item)), item.path.name, process_time() - start))
+        took, failed = process_time() - start, item.nodeid in self.failed
+        self.verdict.tests.append(Test(item.nodeid, frozenset(_marked(item)), _file(item), took, failed))
         return done
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
@@ -133,7 +139,8 @@ class _Jury:
         asserted = call.excinfo.errisinstance((AssertionError, pytest.fail.Exception))
         name = item.nodeid.rpartition("/")[2]
         self._note("assertion" if asserted else "error", name, call.excinfo.exconly().splitlines()[0])
-        if asserted:
+        self.failed.add(item.nodeid)
+        if asserted and self.stops:
             item.session.shouldstop = "killed"
 
     def _note(self, outcome: str, test: str, raised: str) -> None:
@@ -145,6 +152,10 @@ def _marked(item: pytest.Item) -> set[str]:
     return {str(mark.kwargs.get("id")) for mark in item.iter_markers("spec")}
 
 
+def _file(item: pytest.Item) -> str:
+    return item.path.relative_to(item.config.rootpath).as_posix()
+
+
 def survey(root: Path) -> Survey:
     """Collect the whole suite here: for a fork, whose imports are lost with it."""
     found, before = Survey(), set(sys.modules)
@@ -154,9 +165,10 @@ def survey(root: Path) -> Survey:
         def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
             for item in items:
                 for name in _marked(item):
-                    found.files.setdefault(name, set()).add(item.path.name)
+                    found.files.setdefault(name, set()).add(_file(item))
 
-    _pytest(root, "numpy", "dev", [path.name for path in _test_modules(root)], [Collector()], "--collect-only")
+    files = [path.relative_to(root).as_posix() for path in test_modules(root)]
+    _pytest(root, "numpy", "dev", files, [Collector()], "--collect-only")
     importlib.import_module("accelerated.numba_cpu.backend")
     found.third_party = [
         name for name in sys.modules if name not in before and name.partition(".")[0] not in PROJECT
@@ -177,10 +189,6 @@ def preload(names: Sequence[str]) -> None:
                 continue
 
 
-def _test_modules(root: Path) -> list[Path]:
-    return sorted((root / "conformance").glob("test_*.py"))
-
-
 def _pytest(
     root: Path, backend: str, profile: str, files: Sequence[str], plugins: Sequence[object], *options: str,
 ) -> tuple[int, str]:
@@ -190,7 +198,7 @@ def _pytest(
              "-p", "no:benchmark", "--rootdir", os.fspath(root), "--strict-markers",
              # Hypothesis is imported before pytest is configured.
              "-W", "ignore::pytest.PytestAssertRewriteWarning", "--kvspec-profile", profile, "--backend", backend,
-             *options, *(os.fspath(root / "conformance" / name) for name in sorted(files))],
+             *options, *(os.fspath(root / name) for name in sorted(files))],
             plugins=[*plugins],
         )
     return int(code), said.getvalue()
@@ -198,21 +206,22 @@ def _pytest(
 
 def trial(
     root: Path, selection: Selection, files: Sequence[str], profile: str, mutated: tuple[str, str, CodeType] | None,
+    without: Set[str],
 ) -> Verdict:
-    """Run the selection in this process with the mutated (module, path, code) in it, or with none."""
+    """Run the selection in this process with the mutated (module, path, code) in it; or, with none, all of it."""
     verdict = Verdict()
     if mutated:
         sys.meta_path.insert(0, _Finder(*mutated))  # type: ignore[arg-type]
-    code, said = _pytest(root, selection.backend, profile, files, [_Jury(selection, verdict)])
+    code, said = _pytest(root, selection.backend, profile, files, [_Jury(selection, verdict, without, mutated is not None)])
     used = resource.getrusage(resource.RUSAGE_SELF)
     verdict.seconds = used.ru_utime + used.ru_stime
-    fine = (pytest.ExitCode.NO_TESTS_COLLECTED, pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED)
-    if code not in fine and verdict.outcome == "survived":
-        lines = said.strip().splitlines() or [""]
-        if mutated and code in (pytest.ExitCode.INTERNAL_ERROR, pytest.ExitCode.USAGE_ERROR):
-            verdict.outcome, verdict.test, verdict.raised = "error", "start of the suite", lines[-1][:120]
+    broken = (pytest.ExitCode.INTERNAL_ERROR, pytest.ExitCode.USAGE_ERROR)
+    if code in broken and verdict.outcome == "survived":
+        last = (said.strip().splitlines() or [""])[-1][:120]
+        if mutated:
+            verdict.outcome, verdict.test, verdict.raised = "error", "start of the suite", last
         else:
-            verdict.trouble = f"pytest ended with {code}: {lines[-1][:120]}"
+            verdict.trouble = f"pytest ended with {code}: {last}"
     return verdict
 
 
