@@ -46,6 +46,7 @@ class Bound:
 # S2 to S6 are float64 in every backend, so one precision is enough for them; S1 has computed radii below.
 BOUNDS: dict[tuple[str, str], Bound] = {
     ("CC-RARITY", "float64"): Bound(16, "a logarithm within 4 ulp (8 u), two roundings; the oracle's own the same"),
+    ("CC-RARITY-FORMS", "float64"): Bound(16, "an exponential within 4 ulp (8 u); the oracle's own the same"),
     ("CC-IMPACT", "float64"): Bound(24, "rarity's 16 u; then at most four roundings of a moved term on either side"),
     ("CC-TRUNK-IMPACT", "float64"): Bound(0, "three terms in a stated order and one division: the same bits"),
     ("CC-TRUNK-WEIGHT", "float64"): Bound(8, "sum in a stated order; a square root within 1 ulp; four roundings"),
@@ -136,18 +137,20 @@ def attention_error(
 
 
 def salience_radius(
-    own: Any, row_error: Sequence[float] | Vector, k_heads: int, M_min: float, precision: str,
+    own: Any, row_error: Sequence[float] | Vector, k_heads: int, M_min: float, precision: str, heads: str = "sum",
 ) -> Vector:
     """Radius of Eq. 11 by token, from a block (H, Q, Q): a top-k sum moves by no more than the k largest moves.
 
-    The clip moves nothing further, but its bounds are rounded to the precision too: M_min u.
+    A mean of the heads moves by the mean of these. The clip moves nothing further, but its bounds are rounded to the
+    precision too, twice where they are scaled for a mean: 2 M_min u.
     """
     A, e = np.asarray(own, dtype=np.float64), np.asarray(row_error, dtype=np.float64)
     terms = A.shape[1] + k_heads + 2
     rounding = gamma(terms, precision) + gamma(terms, "float64")
     moves = np.einsum("hij,i->hj", A, e + rounding * (1 + e))
-    floor = SMALLEST[precision] + (0.0 if precision == "float64" else UNIT_ROUNDOFF[precision] * M_min)
-    radius: Vector = np.sort(moves, axis=0)[::-1][:k_heads].sum(axis=0) + floor
+    floor = SMALLEST[precision] + (0.0 if precision == "float64" else 2 * UNIT_ROUNDOFF[precision] * M_min)
+    share = max(1, min(k_heads, len(A))) if heads == "mean" else 1
+    radius: Vector = np.sort(moves, axis=0)[::-1][:k_heads].sum(axis=0) / share + floor
     return radius
 
 

@@ -17,6 +17,8 @@ from spec.errors import SpecError
 from spec.parameters import TINY
 from spec.records import CoAttention
 
+Array = np.ndarray[Any, Any]
+
 
 def lse_of(inputs: AttentionInputs) -> Matrix:
     """ln of the sum of exp(logit) over the keys that each query sees, (H, n), one by one."""
@@ -84,15 +86,15 @@ def test_a_left_padded_row_is_the_view_behind_its_padding(
     stages: CrystalStages, precision: str, inputs: AttentionInputs, pad: int,
 ) -> None:
     """S1 reads q[:, pad:] and k[:, pad:] and nothing before: padding of NaN MUST NOT show."""
-    q = np.pad(inputs.q, ((0, 0), (pad, 0), (0, 0)), constant_values=np.nan)[:, pad:]
-    k = np.pad(inputs.k, ((0, 0), (pad, 0), (0, 0)), constant_values=np.nan)[:, pad:]
+    q: Array = np.pad(inputs.q, ((0, 0), (pad, 0), (0, 0)), constant_values=np.nan)[:, pad:]
+    k: Array = np.pad(inputs.k, ((0, 0), (pad, 0), (0, 0)), constant_values=np.nan)[:, pad:]
     lse = np.pad(lse_of(inputs).astype(precision), ((0, 0), (pad, 0)), constant_values=np.nan)[:, pad:]
     views = replace(inputs, q=q, k=k)
     for given_lse in (None, lse):
         assert not list(checks.coattention(run(stages, views, given_lse), inputs, precision))
 
 
-def orders(x: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+def orders(x: Array) -> list[Array]:
     """The same (heads, tokens, d): of (tokens, heads, d), of every other row, channel, and of both in reverse."""
     return [
         np.ascontiguousarray(x.transpose(1, 0, 2)).transpose(1, 0, 2),
@@ -121,6 +123,7 @@ def test_every_width_and_type(
 ) -> None:
     """Real widths of heads, in the types that models have; bfloat16 has no NumPy type."""
     rng = np.random.default_rng(d + group)
-    q, k = rng.standard_normal((group, 24, d)).astype(dtype), rng.standard_normal((1, 24, d)).astype(dtype)
+    q: Array = rng.standard_normal((group, 24, d)).astype(dtype)
+    k: Array = rng.standard_normal((1, 24, d)).astype(dtype)
     inputs = AttentionInputs(q, k, np.arange(24), replace(TINY, C=10), 1.5 * d**-0.5, softcap)
     assert not list(checks.coattention(run(stages, inputs, None), inputs, precision))

@@ -33,6 +33,7 @@ NO_STAGE = {
     "CC-PROTECTED": "computed once by the pipeline; stages are given the mask",
     "CC-BUDGET": "computed once by the pipeline; stages are given B",
     "CC-COMPACT": "done in the cache, by models_integration/cache.py",
+    "CC-RENEWAL": "one line of a breath, on the host; the breath's stages get its result",
     "CC-PREFILL": "the pipeline that composes a backend's stages",
     "CC-START": "a view of the prefill's records, made once",
     "CC-LIVE": "gathers of NumPy, the same for every backend",
@@ -45,11 +46,13 @@ NO_STAGE = {
     "CC-REEVICT": "composes a backend's score and dissolve",
     "CC-BREATH": "composes a backend's stages",
     "CC-STEP": "composes a backend's stages",
-    "CC-SEGMENT-D": "one pass over the degrees, made once per segment",
     "CC-SEGMENT": "the pipeline that composes a backend's stages",
 }
 # Items that a device backend takes from the host: its data is a few thousand trunks, and lives on the host.
-ON_HOST = {"CC-ETA", "CC-ACTIVATION", "CC-PULSE", "CC-RAISE", "CC-RESONANCE", "CC-HEBB", "CC-DECAY", "CC-SEGMENT-GRAPH"}
+ON_HOST = {
+    "CC-ETA", "CC-ACTIVATION", "CC-PULSE", "CC-RAISE", "CC-RESONANCE", "CC-HEBB", "CC-DECAY", "CC-SEGMENT-GRAPH",
+    "CC-SEGMENT-D",
+}
 DEVICES = ("accelerated/triton_gpu",)
 
 _HEADING = re.compile(r"^### ([A-Z][A-Z0-9]*(?:-[A-Z0-9]+)+)[ \t]*$", re.MULTILINE)

@@ -111,6 +111,10 @@ class BreathStages(Protocol):
         """
         ...
 
+    def segment_crystallization(self, degree: Vector, old: int, parameters: CrystalCacheParameters, /) -> Vector:
+        """Eq. 27 over the degrees of all trunks (m,): D of those behind the first `old` ones."""
+        ...
+
 
 @dataclass(frozen=True)
 class Backend:

@@ -2,7 +2,9 @@
 
 import numpy as np
 
+from accelerated.numba_cpu.adaptive import adapted
 from accelerated.numba_cpu.backend import BACKEND as NUMBA
+from accelerated.numba_cpu.impact import unit_trunk_impact
 from accelerated.triton_gpu.coattention import coattention
 from accelerated.triton_gpu.crystallization import crystallization
 from accelerated.triton_gpu.device import require_device
@@ -23,7 +25,7 @@ require_device()
 
 
 class _OnDevice:
-    """S1 to S6, each as Triton kernels."""
+    """S1 to S6 as Triton kernels; the essay's forms and the extensions beyond the paper stay on the host."""
 
     def coattention(
         self, q: DeviceArray, k: DeviceArray, positions: IntVector, parameters: CrystalCacheParameters,
@@ -32,14 +34,26 @@ class _OnDevice:
         return coattention(q, k, positions, parameters, scaling, softcap, lse)
 
     def impact(self, salience: Vector, token_ids: IntVector, parameters: CrystalCacheParameters, /) -> Vector:
+        """Implements: CC-RARITY-FORMS, CC-UNIT-IMPACT
+
+        Both by the host's function.
+        """
+        if parameters.impact == "unit" or parameters.rarity != "logarithm":
+            return NUMBA.require_crystal().impact(salience, token_ids, parameters)
         return impact(salience, token_ids, parameters)
 
     def trunks(
         self, coattention: CoAttention, impact: Vector, ends: BoolVector, parameters: CrystalCacheParameters,
         /,
     ) -> Trunks:
-        offsets = trunk_offsets(coattention, ends, parameters)
-        return Trunks(offsets, trunk_impact(impact, offsets - coattention.start))
+        """Implements: CC-ADAPTIVE-MERGE, CC-UNIT-TRUNK-IMPACT
+
+        Both by the host's functions.
+        """
+        offsets = trunk_offsets(coattention, ends, adapted(coattention, ends, parameters))
+        M_bar = trunk_impact(impact, offsets - coattention.start)
+        unit = parameters.trunk_impact == "unit"
+        return Trunks(offsets, unit_trunk_impact(M_bar, float(parameters.epsilon)) if unit else M_bar)
 
     def graph(
         self, coattention: CoAttention, trunks: Trunks, parameters: CrystalCacheParameters, /,
@@ -59,6 +73,13 @@ class _OnDevice:
         self, score: Vector, trunks: Trunks, impact: Vector, D: Vector, protected: BoolVector, budget: int,
         parameters: CrystalCacheParameters, /,
     ) -> Dissolution:
+        """Implements: CC-TIER-COUNT, CC-TIERS, CC-COVERAGE
+
+        All by the host's functions.
+        """
+        if parameters.allocation == "tiers" or parameters.coverage:
+            host = NUMBA.require_crystal()
+            return host.dissolve(score, trunks, impact, D, protected, budget, parameters)
         return Dissolution(*dissolve(score, trunks.offsets, impact, D, protected, budget, parameters.N_min))
 
 

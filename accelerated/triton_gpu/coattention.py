@@ -115,11 +115,15 @@ class _Segment:
             1.0 / self.heads, *self.attention, H=self.heads, GROUP=self.group, ROWS=shape.rows,
             KEYS=shape.columns, **self.widths, **_how(shape),
         )
+        take = min(p.k_heads, self.heads)
+        summed = max(1, take) if p.heads == "mean" else 1
         kernels.salience[triton.cdiv(rows, tokens),](
-            column, self.salience, first, rows, self.C, width, float(p.M_min), float(p.M_max), H=self.heads,
-            HEADS=triton.next_power_of_2(self.heads), ROWS=shape.rows, TOKENS=tokens,
-            TAKE=min(p.k_heads, self.heads), **FLOAT32,
+            column, self.salience, first, rows, self.C, width, float(summed * p.M_min), float(summed * p.M_max),
+            H=self.heads, HEADS=triton.next_power_of_2(self.heads), ROWS=shape.rows, TOKENS=tokens, TAKE=take,
+            **FLOAT32,
         )
+        if summed > 1:
+            self.salience[first : first + rows] /= summed
         if p.k_intra:
             self.choose(first, rows, A)
 
@@ -147,7 +151,7 @@ def coattention(
 ) -> CoAttention:
     """S1 in float32 with the tiles of the launch table; the same bits on every run.
 
-    Implements: CC-ATTENTION, CC-SALIENCE, CC-ROW-NORM, CC-INTRA, CC-CROSS, CC-COATTENTION
+    Implements: CC-ATTENTION, CC-SALIENCE, CC-MEAN-SALIENCE, CC-ROW-NORM, CC-INTRA, CC-CROSS, CC-COATTENTION
 
     Raises:
         SpecError: for inputs that the kernels do not take, before any launch.

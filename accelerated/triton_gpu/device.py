@@ -12,8 +12,8 @@ from spec.errors import BackendUnavailable, SpecError
 from spec.policy import DeviceArray
 
 __all__ = [
-    "INTERPRETED", "attention_tensors", "default_device", "download", "lse_tensor", "require_device", "shared_memory",
-    "upload",
+    "INTERPRETED", "attention_tensors", "default_device", "download", "lse_tensor", "require_device",
+    "shared_memory", "upload",
 ]
 
 # Triton reads the variable when a kernel is decorated, so it holds for the whole process.

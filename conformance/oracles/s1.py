@@ -65,12 +65,16 @@ def _softmax(logits: list[float]) -> list[float]:
 
 
 def salience(own: Block, p: CrystalCacheParameters) -> list[float]:
-    """Eq. 11: per head the column sum over the chunk's queries; then the sum of each token's own best heads."""
+    """Eq. 11: per head the column sum over the chunk's queries; then the sum of each token's own best heads.
+
+    The essay takes their mean.
+    """
     S = []
     for i in range(len(own[0])):
         h = [math.fsum(row[i] for row in head) for head in own]
         top = sorted(h, reverse=True)[: p.k_heads]
-        S.append(min(max(math.fsum(top), p.M_min), p.M_max))
+        share = len(top) if p.heads == "mean" and top else 1
+        S.append(min(max(math.fsum(top) / share, p.M_min), p.M_max))
     return S
 
 

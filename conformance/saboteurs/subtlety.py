@@ -18,6 +18,7 @@ from conformance.strategies.prompts import random_prompt
 from reference.backend import BACKEND
 from reference.crystalcache import prefill
 from spec.parameters import PAPER, TINY, CrystalCacheParameters
+from spec.parameters.crystalcache import RarityForm
 
 __all__ = ["INPUTS", "agreement", "right_decisions"]
 
@@ -25,6 +26,12 @@ INPUTS = 200
 FORMS: tuple[CrystalCacheParameters, ...] = (
     TINY, replace(PAPER, C=16, T_max=8, N_sink=2, W_recent=6), replace(TINY, C=64, T_max=9, N_min=2),
 )
+# What only the forms of spec/crystalcache_essay.md call is compared where they are in use.
+ESSAY_ITEMS = (
+    "CC-MEAN-SALIENCE", "CC-UNIT-IMPACT", "CC-UNIT-TRUNK-IMPACT", "CC-TIER-COUNT", "CC-TIERS", "CC-RARITY-FORMS",
+    "CC-ADAPTIVE-MERGE", "CC-COVERAGE",
+)
+RARITIES: tuple[RarityForm, ...] = ("logarithm", "reciprocal", "exponential")
 BUDGETS: tuple[Any, ...] = (0.3, "50%", 0.28, 0.7, 0.55, 17)
 
 Case = dict[str, Any]
@@ -42,6 +49,25 @@ def prompts() -> list[Case]:
         cap, scaling = [(None, found["scaling"]), (5.0, found["scaling"]), (None, None)][int(rng.integers(3))]
         cases.append({**found, "budget": budget, "softcap": cap, "scaling": scaling})
     return cases
+
+
+@cache
+def essay_prompts() -> list[Case]:
+    """The same prompts in the essay's forms; each rarity in a third, an adaptive threshold and coverage in half."""
+    return [
+        {**case, "parameters": replace(
+            case["parameters"], heads="mean", impact="unit", trunk_impact="unit", allocation="tiers",
+            rarity=RARITIES[at % 3], merge="median" if at % 2 else "fixed", coverage=0.3 if at % 4 < 2 else 0.0,
+        )}
+        for at, case in enumerate(prompts())
+    ]
+
+
+def renewal_inputs() -> list[Case]:
+    rng = np.random.default_rng(2024)
+    return [
+        {"D": rng.random(5), "active": rng.random(5) < 0.8, "renewal": [0.3, 0.5, 0.0][at % 3]} for at in range(INPUTS)
+    ]
 
 
 def memory_inputs() -> list[Case]:
@@ -71,7 +97,7 @@ def compaction_inputs() -> list[Case]:
 
 
 OWN_INPUTS: dict[str, Callable[[], list[Case]]] = {
-    "CC-MEMORY": memory_inputs, "CC-COMPACT": compaction_inputs,
+    "CC-MEMORY": memory_inputs, "CC-COMPACT": compaction_inputs, "CC-RENEWAL": renewal_inputs,
 }
 
 
@@ -90,9 +116,13 @@ def decisions(found: Any) -> list[Any]:
 
 
 @cache
-def right_decisions() -> list[bytes]:
-    """What the reference decides on every prompt."""
-    return [outcome(lambda case: decisions(prefill(backend=BACKEND, **case)), case) for case in prompts()]
+def right_decisions(item: str = "") -> list[bytes]:
+    """What the reference decides on every prompt, in the forms that hold the item."""
+    return [outcome(lambda case: decisions(prefill(backend=BACKEND, **case)), case) for case in prompts_of(item)]
+
+
+def prompts_of(item: str) -> list[Case]:
+    return essay_prompts() if item in ESSAY_ITEMS else prompts()
 
 
 def agreement(saboteur: Saboteur) -> int:
@@ -103,11 +133,12 @@ def agreement(saboteur: Saboteur) -> int:
         wrong = [outcome(lambda case: values(saboteur.wrong(**case)), case) for case in cases]
     else:
         copy = private_reference(saboteur)
-        right = right_decisions()
+        right = right_decisions(saboteur.item if saboteur.item in ESSAY_ITEMS else "")
         run = partial(copy.prefill, backend=copy.backend)
-        wrong = [outcome(lambda case: decisions(run(**case)), case) for case in prompts()]
+        wrong = [outcome(lambda case: decisions(run(**case)), case) for case in prompts_of(saboteur.item)]
     return sum(a == b for a, b in zip(right, wrong, strict=True))
 
 
 def values(found: Any) -> Any:
-    return [(part.dtype.str, part.tolist()) for part in found] if isinstance(found, tuple) else found
+    parts = found if isinstance(found, tuple) else (found,)
+    return [(part.dtype.str, part.tolist()) if isinstance(part, np.ndarray) else part for part in parts]
