@@ -265,7 +265,7 @@ def mean_value(alpha: Array, v: Array) -> Any:
 @instead_of(defensive_maximum, "PO-DEFENSIVEKV")
 def without_the_prior(A: Array, kernel: int, H_kv: int) -> Any:
     """Low scores are not held up."""
-    pooled = average_pool(A.reshape(-1, A.shape[2]), kernel).reshape(A.shape)
+    pooled: Any = average_pool(A.reshape(-1, A.shape[2]), kernel).reshape(A.shape)
     pooled *= A.sum(axis=2, keepdims=True) / pooled.sum(axis=2, keepdims=True)
     return group_maximum(pooled, H_kv).max(axis=1)
 
