@@ -50,11 +50,11 @@ def state(found: DecodeState, want: Model, loose: Any = 0.0) -> Iterator[str]:
     for name in STATE:
         a, b = plain(got[name]), expected[name]
         if name in BOUNDED:
-            near = np.shape(a) == np.shape(b) and bool((np.abs(np.subtract(a, b)) <= loose).all()) and name == "D"
+            near = name == "D" and len(a) == len(b) and bool((np.abs(np.subtract(a, b)) <= loose).all())
             if not near and not compare.close("CC-STEP", a, b):
                 yield f"{name} is {a}, not {b}"
         elif name in ("mu", "sigma"):
-            if not compare.close("CC-SEGMENT-D", [a], [b]) and not abs(a - b) <= loose:
+            if not compare.close("CC-SEGMENT-D", [a], [b]) and not abs(a - b) <= np.max(loose, initial=0.0):
                 yield f"{name} is {a}, not {b}"
         elif list(np.atleast_1d(a)) != list(np.atleast_1d(b)):
             yield f"{name} is {a}, not {b}"
@@ -89,7 +89,8 @@ def forward(
     before: DecodeState, after: DecodeState, token: int, norm: float, p: CrystalCacheParameters,
 ) -> Iterator[str]:
     """One forward without a breath."""
-    yield from state(after, decode.after_forward(model(before), token, norm, p))
+    want = decode.after_forward(model(before), token, norm, p)
+    yield from state(after, want, compare.decay_radius(before.D))
 
 
 def breath(

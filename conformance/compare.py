@@ -23,6 +23,7 @@ __all__ = [
     "close",
     "cosine_error",
     "crystallization_radius",
+    "decay_radius",
     "gamma",
     "key_norm_error",
     "list_is_realisable",
@@ -50,7 +51,6 @@ BOUNDS: dict[tuple[str, str], Bound] = {
     ("CC-TRUNK-IMPACT", "float64"): Bound(0, "three terms in a stated order and one division: the same bits"),
     ("CC-TRUNK-WEIGHT", "float64"): Bound(8, "sum in a stated order; a square root within 1 ulp; four roundings"),
     ("CC-DEGREE", "float64"): Bound(0, "a sum in a stated order of given weights: the same bits"),
-    ("CC-DECAY", "float64"): Bound(8, "an exponential within 4 ulp, scaled by beta_0 <= 1; four roundings"),
     ("CC-TAIL-D", "float64"): Bound(
         512, "the logistic of an exact product: |x| u + 8 u, |x| below 200 where D is not 0 or 1 to the last bit"
     ),
@@ -171,6 +171,12 @@ def list_is_realisable(
         if least > threshold and (len(chosen) < k or (least, -j) > (above, -index)):
             return False
     return True
+
+
+def decay_radius(D: Vector) -> Vector:
+    """Radius of Eq. 36: rho is at most 1 and errs by 8 u, and the subtraction may leave little of D."""
+    radius: Vector = 12 * UNIT_ROUNDOFF["float64"] * D
+    return radius
 
 
 def key_norm_error(H_kv: int, d: int) -> float:

@@ -3,6 +3,7 @@
 import numpy as np
 
 from accelerated.numba_cpu.backend import BACKEND as NUMBA
+from accelerated.triton_gpu.activation import inverse_key_norms
 from accelerated.triton_gpu.coattention import coattention
 from accelerated.triton_gpu.crystallization import crystallization
 from accelerated.triton_gpu.device import require_device
@@ -72,5 +73,18 @@ class _HostAfterAttention:
         self.score, self.dissolve = host.score, host.dissolve
 
 
-BACKEND = Backend("triton", crystal=_HostAfterAttention())
-ON_DEVICE = Backend("triton-on-device", crystal=_OnDevice())
+class _BreathOnHost:
+    """Key norms on the device; all else is of a few thousand trunks, which live on the host."""
+
+    def __init__(self) -> None:
+        host = NUMBA.require_breath()
+        self.impact, self.decay, self.activation = host.impact, host.decay, host.activation
+        self.resonance, self.hebbian = host.resonance, host.hebbian
+        self.segment_graph, self.segment_crystallization = host.segment_graph, host.segment_crystallization
+
+    def inverse_key_norms(self, k: DeviceArray, /) -> Vector:
+        return inverse_key_norms(k)
+
+
+BACKEND = Backend("triton", crystal=_HostAfterAttention(), breath=_BreathOnHost())
+ON_DEVICE = Backend("triton-on-device", crystal=_OnDevice(), breath=_BreathOnHost())

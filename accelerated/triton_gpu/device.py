@@ -9,7 +9,7 @@ import torch
 from spec.errors import BackendUnavailable, SpecError
 from spec.policy import DeviceArray
 
-__all__ = ["INTERPRETED", "attention_tensors", "default_device", "download", "require_device", "upload"]
+__all__ = ["INTERPRETED", "attention_tensors", "default_device", "download", "key_tensor", "require_device", "upload"]
 
 # Triton reads the variable when a kernel is decorated, so it holds for the whole process.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "y", "yes")
@@ -58,10 +58,27 @@ def attention_tensors(q: DeviceArray, k: DeviceArray) -> tuple[Tensor, Tensor]:
     pair = (_checked("q", q), _checked("k", k))
     _check_together(*pair)
     for name, x in zip("qk", pair, strict=True):
-        if not bool(torch.isfinite(x).all()):
-            at = tuple(torch.nonzero(~torch.isfinite(x))[0].tolist())
-            raise SpecError(name, float(x[at]), f"must be finite, and is not at {at}")
+        _check_finite(name, x)
     return pair
+
+
+def key_tensor(k: DeviceArray) -> Tensor:
+    """k (H_kv, n, d) on a device, a float64 array in its own precision; a tensor is not copied.
+
+    Raises:
+        SpecError: as `attention_tensors`.
+    """
+    keys = _checked("k", k)
+    if isinstance(k, np.ndarray) and k.dtype == np.float64:
+        keys = upload(k, np.float64)
+    _check_finite("k", keys)
+    return keys
+
+
+def _check_finite(name: str, x: Tensor) -> None:
+    if not bool(torch.isfinite(x).all()):
+        at = tuple(torch.nonzero(~torch.isfinite(x))[0].tolist())
+        raise SpecError(name, float(x[at]), f"must be finite, and is not at {at}")
 
 
 def _checked(name: str, x: DeviceArray) -> Tensor:

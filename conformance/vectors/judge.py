@@ -125,6 +125,10 @@ def key_norms(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precisio
         yield from within("inverse_norms", got[finite], expected[finite].tolist(), radius)
 
 
+def decay(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
+    yield from within("D", found["D"], want["D"], compare.decay_radius(floats(i["D"])))
+
+
 def relative(item: str, names: Sequence[str]) -> Bounded:
     """Each of these results within the item's bound of what is wanted."""
     def judge(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
@@ -142,7 +146,7 @@ BOUNDED: dict[str, Bounded] = {
     "CC-ATTENTION": attention, "CC-SALIENCE": salience, "CC-ROW-NORM": row_norm, "CC-RARITY": rarity,
     "CC-TRUNK-WEIGHT": weights, "CC-CRYSTALLIZATION": crystallization, "CC-NORMALISED-IMPACT": normalised,
     "impact": impact, "graph": graph, "score": score, "coattention": coattention, "prefill": prefill,
-    "inverse_key_norms": key_norms, "decay": relative("CC-DECAY", ["D"]),
+    "inverse_key_norms": key_norms, "decay": decay,
     "segment_graph": relative("CC-TRUNK-WEIGHT", ["weights"]), "CC-TAIL-D": relative("CC-TAIL-D", ["D"]),
     "segment_crystallization": relative("CC-SEGMENT-D", ["D"]), "CC-START": relative("CC-SEGMENT", STATE_FLOATS),
     "CC-TAIL-TRUNKS": relative("CC-STEP", STATE_FLOATS), "CC-REEVICT": relative("CC-STEP", STATE_FLOATS),
