@@ -55,6 +55,16 @@ def test_impact_and_D_slow_the_decay(breath_stages: BreathStages) -> None:
     assert low < high
 
 
+@pytest.mark.spec(id="CC-DECAY")
+@pytest.mark.parametrize(("D", "M_bar", "steps"), [(0.9, 8.0, 214), (0.3, 1.0, 16)])
+def test_half_lives(breath_stages: BreathStages, D: float, M_bar: float, steps: int) -> None:
+    """The essay's two trunks (errata G1 and G2): how many steps until D has halved."""
+    now, taken = np.array([D]), 0
+    while now[0] > D / 2:
+        now, taken = breath_stages.decay(now, np.array([M_bar]), PAPER), taken + 1
+    assert taken == steps
+
+
 @pytest.mark.spec(id="CC-SEEN-COUNT")
 @pytest.mark.usefixtures("reference_items")
 @given(parts=st.lists(st.lists(st.integers(0, 12), min_size=1, max_size=6), max_size=5))

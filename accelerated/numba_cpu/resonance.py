@@ -17,32 +17,39 @@ def resonance(
 
     Implements: CC-PULSE, CC-RAISE, CC-RESONANCE
 
-    `queue` holds the reached trunks hop by hop; a trunk is visited in a search if `visit` names its source.
+    `queue` holds the reached trunks hop by hop. `reached` says in which search and at which hop a trunk was reached
+    last, as one rising number: below `first` it was in an earlier search.
     """
     m = len(D)
     after = D.copy()
-    pulse, visit, hops = np.zeros(m), np.full(m, -1, dtype=np.int64), np.zeros(m, dtype=np.int64)
+    pulse, reached = np.zeros(m), np.full(m, -1, dtype=np.int64)
     queue = np.empty(m, dtype=np.int64)
+    hops = min(max_hops, m)
     for source in range(m):
         if not active[source]:
             continue
-        queue[0], pulse[source], visit[source], hops[source] = source, 1.0, source, 0
+        first = source * (hops + 1)
+        queue[0], pulse[source], reached[source] = source, 1.0, first
         head, end = 0, 1
-        while head < end:
-            g = queue[head]
-            head += 1
-            # What is reached first is final here: the whole hop before it has been read.
+        for hop in range(first + 1, first + hops + 1):
+            level = end
+            while head < level:
+                g = queue[head]
+                head += 1
+                strength = pulse[g]
+                for e in range(indptr[g], indptr[g + 1]):
+                    h = indices[e]
+                    if first <= reached[h] < hop:
+                        continue
+                    sent = strength * weights[e] * gamma_hop
+                    if sent < tau_pulse:
+                        continue
+                    if reached[h] < first:
+                        queue[end], reached[h], pulse[h] = h, hop, sent
+                        end += 1
+                    elif sent > pulse[h]:
+                        pulse[h] = sent
+        for at in range(end):
+            g = queue[at]
             after[g] = min(1.0, after[g] + alpha_res * pulse[g] * (1.0 - after[g]))
-            if hops[g] == max_hops:
-                continue
-            for e in range(indptr[g], indptr[g + 1]):
-                h = indices[e]
-                sent = pulse[g] * weights[e] * gamma_hop
-                if sent < tau_pulse:
-                    continue
-                if visit[h] != source:
-                    queue[end], pulse[h], visit[h], hops[h] = h, sent, source, hops[g] + 1
-                    end += 1
-                elif hops[h] == hops[g] + 1:
-                    pulse[h] = max(pulse[h], sent)
     return after

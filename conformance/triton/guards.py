@@ -74,6 +74,7 @@ def poisoned_allocations(modules: list[ModuleType]) -> Iterator[list[Field]]:
 
     with ExitStack() as patches:
         for module in modules:
-            uploads = {"upload": guarded_upload} if hasattr(module, "upload") else {}
-            patches.enter_context(patch.multiple(module, torch=Torch(), **uploads))
+            patches.enter_context(patch.object(module, "torch", Torch()))
+            if hasattr(module, "upload"):
+                patches.enter_context(patch.object(module, "upload", guarded_upload))
         yield fields
