@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from models_integration.visibility import EMPTY, SlotOffset, StoredRows
+from models_integration.visibility import EMPTY, LayersDiffer, SlotOffset, StoredRows
 from spec.errors import SpecError
 from spec.retention import Granularity, Retention
 
@@ -47,6 +47,12 @@ class RetainedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # the base'
         self.evicted = 0
 
     @property
+    def heads(self) -> int:
+        """KV heads."""
+        assert self.keys is not None
+        return self.keys.shape[1]
+
+    @property
     def stored_length(self) -> int:
         """Slots in use."""
         return int(super().get_seq_length())
@@ -62,6 +68,12 @@ class RetainedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # the base'
     def stored_positions(self) -> Tensor:
         """Absolute positions behind the slots, ascending, (rows, stored)."""
         return self.rows.positions(self.stored_length)
+
+    def head_positions(self, row: int, head: int) -> Tensor:
+        """Absolute positions that one KV head of one row stores, ascending."""
+        rows = self.stored_positions()
+        own = rows[row if len(rows) > 1 else 0]
+        return own[own != EMPTY]
 
     @property
     def uniform(self) -> bool:
@@ -195,6 +207,7 @@ class RetainedCache(DynamicCache):
         self.layers = [RetainedLayer() if type(layer) is DynamicLayer else layer for layer in layers]
         self.layer_class_to_replicate = None
         self.failure: str | None = None
+        self.layers_differ = False
         self._in_context = False
 
     @property
@@ -213,10 +226,11 @@ class RetainedCache(DynamicCache):
         return self.full_layers[0].stored_length
 
     def stored_positions(self, row: int = 0) -> Tensor:
-        """Absolute positions that the full-attention layers store of one row, ascending, (stored,)."""
-        rows = self.full_layers[0].stored_positions()
-        positions = rows[0 if len(rows) == 1 else row]
-        return positions[positions != EMPTY]
+        """Absolute positions that the full-attention layers store of one row, ascending, (stored,).
+
+        Where layers or heads differ, those of the first; each layer's `head_positions` has its own.
+        """
+        return self.full_layers[0].head_positions(row, 0)
 
     def step_inputs(self, tokens: int, device: torch.device) -> dict[str, Tensor]:
         """What the next tokens of padded rows need, where their caller leaves it out: position ids and a 2D mask.
@@ -250,10 +264,13 @@ class RetainedCache(DynamicCache):
 
         Raises:
             SpecError: outside the context manager, where rows differ: a mask of transformers cannot tell them apart.
+                Where layers do, `update` refuses.
         """
         self.check_usable()
         if not self._in_context and not self.full_layers[0].uniform:
             raise SpecError("past_key_values", "rows that differ", "can be read inside the context manager only")
+        if self.layers_differ and isinstance(self.layers[layer_idx], RetainedLayer):
+            return self.get_seq_length() + query_length, LayersDiffer()
         sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
         return sizes
 
@@ -262,6 +279,8 @@ class RetainedCache(DynamicCache):
     ) -> tuple[Tensor, Tensor]:
         """Append keys and values of new tokens, and return all that are stored."""
         self.check_usable()
+        if self.layers_differ and not self._in_context:
+            raise SpecError("past_key_values", "layers that differ", "can be read inside the context manager only")
         stored: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return stored
 
@@ -299,6 +318,7 @@ class RetainedCache(DynamicCache):
         for layer in self.layers:
             layer.reset()
             _drop_tensors(layer)
+        self.layers_differ = False
 
     def fail(self, reason: str) -> None:
         """Drop everything and refuse any further use."""
