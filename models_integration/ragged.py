@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from models_integration.cache import RetainedCache, RetainedLayer, slots_of
+from models_integration.cache import RetainedCache, RetainedLayer
+from models_integration.slots import slots_of
 from models_integration.visibility import AttentionFunction, LayerMasks, StoredRows
 from spec.errors import SpecError
 from spec.retention import Granularity, Retention
@@ -244,7 +245,7 @@ def compact(
     Raises:
         SpecError: when one is about another number of tokens, or of layers and heads.
     """
-    if all(retention.granularity is Granularity.MODEL for retention in retentions):
+    if not cache.layers_differ and all(one.granularity is Granularity.MODEL for one in retentions):
         cache.compact(retentions, padding, layers)
         return
     full = [index for index, layer in enumerate(cache.layers) if isinstance(layer, RetainedLayer)]
