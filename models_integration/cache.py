@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
+from models_integration.running import Decoding
 from models_integration.slots import Plan, filled, gathered, slots_of
 from models_integration.states import RowStates
 from models_integration.visibility import EMPTY, LayersDiffer, SlotOffset, StoredRows
@@ -212,6 +213,8 @@ class RetainedCache(DynamicCache):
         """Whether layers, or their heads, store different positions."""
         self.states = RowStates()
         """What decode and later segments go on from, row by row."""
+        self.decoding: Decoding | None = None
+        """What a policy that decides in its steps goes on from."""
         self._in_context = False
 
     @property
@@ -327,16 +330,19 @@ class RetainedCache(DynamicCache):
         """Let row i go on as row beam_idx[i] was."""
         super().reorder_cache(cast(torch.LongTensor, beam_idx))
         self.states = self.states.select(beam_idx)
+        self.decoding = self.decoding and self.decoding.select(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row `repeats` times, one after the other."""
         super().batch_repeat_interleave(repeats)
         self.states = self.states.select(torch.arange(len(self.states.rows)).repeat_interleave(repeats))
+        self.decoding = self.decoding and self.decoding.repeat(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Only these rows."""
         super().batch_select_indices(indices)
         self.states = self.states.select(indices)
+        self.decoding = self.decoding and self.decoding.select(indices)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last tokens seen, stored or evicted: as many as -tokens_to_remove.
@@ -345,6 +351,7 @@ class RetainedCache(DynamicCache):
         """
         super().crop(tokens_to_remove)
         self.states = self.states.crop(-tokens_to_remove)
+        self.decoding = self.decoding if tokens_to_remove == 0 else None
 
     def reset(self) -> None:
         """Forget everything: ready for a new prompt."""
@@ -352,7 +359,7 @@ class RetainedCache(DynamicCache):
         for layer in self.layers:
             layer.reset()
             _drop_tensors(layer)
-        self.layers_differ = False
+        self.layers_differ, self.decoding = False, None
 
     def fail(self, reason: str) -> None:
         """Drop everything and refuse any further use."""

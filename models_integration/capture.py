@@ -31,7 +31,7 @@ __all__ = ["Attended", "Recorder", "Watcher", "observing"]
 
 @dataclass(frozen=True)
 class Attended:
-    """What one layer attended with: query (rows, H, n, d), key and value (rows, H_kv, live, d)."""
+    """What one layer attended with: query (rows, H, n, d), key and value (rows, H_kv, live, d), or a ragged layer's."""
 
     query: Tensor
     key: Tensor
@@ -179,7 +179,9 @@ def _observed(stock: str) -> AttentionFunction:
         if isinstance(layer, RaggedLayer):
             merged = ragged_attention(own, module, query, layer, attention_mask, options)
             if watcher is not None:
-                watcher.attended(module, Attended(query, *layer.even(), None, options))
+                assert layer.keys is not None
+                assert layer.values is not None
+                watcher.attended(module, Attended(query, layer.keys, layer.values, None, options))
             return merged, None
         if isinstance(attention_mask, LayerMasks):
             assert layer is not None

@@ -12,9 +12,12 @@ from models_integration.architecture import Architecture
 from models_integration.cache import RetainedCache, storage_bytes
 from models_integration.capture import Attended, Recorder
 from models_integration.inputs import check_tokens
+from models_integration.ragged import compact
+from models_integration.running import Decoding
+from models_integration.steps import groups_of
 from models_integration.stopwatch import Stopwatch
-from reference.policies import retain
-from spec.policy import Observation
+from reference.policies import retain, start
+from spec.policy import Observation, Running
 from spec.records import CrystalRetention
 from spec.retention import Retention
 
@@ -34,6 +37,8 @@ class Kept:
     retention: Retention
     records: CrystalRetention | None
     over_budget: int
+    running: Running | None = None
+    """What a policy that decides in its steps goes on from."""
 
 
 class Segment:
@@ -111,6 +116,8 @@ class Segment:
         check_tokens(self._columns, self.padding)
         kept = self._decide()
         self._compact(layer for layer in self._architecture.full_layers if layer not in self._compacted)
+        running = [one.running for one in kept for _ in range(self.copies) if one.running is not None]
+        self.cache.decoding = Decoding(self._method.policy.name, tuple(running)) if running else None
         return kept, self._watch.read()
 
     def _decide(self) -> tuple[Kept, ...]:
@@ -128,11 +135,16 @@ class Segment:
             ids = None
             if needs.token_ids:
                 ids = torch.cat([part[row] for part in self._ids])[padding:].to("cpu", torch.int64).numpy()
-            observation = Observation(seen, 1, ids, self.recorder.views(row, padding))
+            groups = groups_of(method, self._architecture, self.cache)
+            observation = Observation(seen, groups, ids, self.recorder.views(row, padding))
         with self._watch.stage("decision"):
-            retention, records = retain(method.policy, method.budget, observation)
+            running, records = None, None
+            if method.policy.cadence.every is None:
+                retention, records = retain(method.policy, method.budget, observation)
+            else:
+                retention, running = start(method.policy, method.budget, observation)
         B = max(method.policy.floor, method.budget.tokens(seen))
-        return Kept(retention, records, max(0, len(retention.positions) - B))
+        return Kept(retention, records, max(0, len(retention.positions) - B * groups), running)
 
     def _compact(self, layers: Iterable[int]) -> None:
         assert self._watch is not None
@@ -142,6 +154,6 @@ class Segment:
         before = storage_bytes(tensors)
         with self._watch.stage("compaction"):
             retentions = [kept.retention for kept in self._kept for _ in range(self.copies)]
-            self.cache.compact(retentions, self.padding, layers)
+            compact(self.cache, retentions, self.padding, layers)
         self.bytes_saved += before - storage_bytes(tensors)
         self._compacted.update(layers)

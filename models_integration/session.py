@@ -17,10 +17,11 @@ from models_integration.capture import observing
 from models_integration.generation import Call, guarded_generate
 from models_integration.inputs import check_forward, check_prompt, prompt_positions
 from models_integration.segments import ONE_FORWARD, OPEN, Segment
+from models_integration.steps import Step
 from spec.arrays import IntVector
 from spec.errors import SpecError
 from spec.records import CrystalRetention
-from spec.retention import Granularity, Retention
+from spec.retention import Retention
 
 if TYPE_CHECKING:
     from models_integration.methods import Method
@@ -47,8 +48,6 @@ class Session:
     """
 
     def __init__(self, method: "Method", model: PreTrainedModel) -> None:
-        if method.policy.granularity is not Granularity.MODEL:
-            raise SpecError("policy", method.policy.name, "one kept set for all layers and heads is served so far")
         self.backend = method.backend
         """The backend that decides."""
         self.retention: Kept | tuple[Kept, ...] | None = None
@@ -69,6 +68,7 @@ class Session:
         self._grouping = False
         self._cache: RetainedCache | None = None
         self._segment: Segment | None = None
+        self._step: Step | None = None
         self._undo: ExitStack | None = None
         self._exit: ExitStack | None = None
 
@@ -115,14 +115,17 @@ class Session:
         arguments = {**dict(zip(self._names, args, strict=False)), **kwargs}
         check_forward(arguments, getattr(self._architecture.config, "use_cache", True))
         cache = arguments.get("past_key_values")
+        self._step = None
         if self._segment is None and isinstance(cache, RetainedCache) and cache.get_seq_length() > 0:
             _check_step(arguments["input_ids"], cache)
             defaults = cache.step_inputs(1, arguments["input_ids"].device)
+            if self._method.policy.cadence.every is not None:
+                self._step = Step(self._method, self._architecture, cache, arguments["input_ids"].shape[1])
         else:
             cache, defaults = self._read(cache, arguments)
-        segment, self._cache, self._undo = self._segment, cache, ExitStack()
-        layers = () if segment is None else segment.layers
-        self._undo.enter_context(observing(self._architecture, cache, segment, layers))
+        watcher, self._cache, self._undo = self._segment or self._step, cache, ExitStack()
+        layers = () if watcher is None else watcher.layers
+        self._undo.enter_context(observing(self._architecture, cache, watcher, layers))
         given = {name: value for name, value in arguments.items() if value is not None}
         return (), {**arguments, **defaults, **given, "past_key_values": cache}
 
@@ -162,9 +165,19 @@ class Session:
             return
         self._undo.close()
         self._undo = None
+        if self._step is not None:
+            self._decide_step(self._step)
         segment = self._segment
         if segment is not None and segment.cache.get_seq_length() >= segment.until:
             self._finish(segment)
+
+    def _decide_step(self, step: Step) -> None:
+        assert self._cache is not None
+        try:
+            step.finish()
+        except BaseException:
+            self._cache.fail("a policy failed in a step")
+            raise
 
     def _abandon(self) -> None:
         """Close a forward that did not come to its end; some layers have its tokens and others do not."""
