@@ -42,6 +42,11 @@ class RetainedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # the base'
         """Slots in use."""
         return int(super().get_seq_length())
 
+    @property
+    def mean_length(self) -> float:
+        """Slots in use of a KV head, on average."""
+        return self.stored_length
+
     def get_seq_length(self) -> int:
         """Tokens seen: the position of the next query."""
         return self.stored_length + self.evicted
@@ -229,8 +234,13 @@ class RetainedCache(DynamicCache):
 
     @property
     def stored_length(self) -> int:
-        """Slots of a full-attention layer."""
+        """Slots of a full-attention layer; of the first, where they differ."""
         return self.full_layers[0].stored_length
+
+    @property
+    def mean_length(self) -> float:
+        """Slots of a full-attention layer and KV head, on average."""
+        return sum(layer.mean_length for layer in self.full_layers) / len(self.full_layers)
 
     def stored_positions(self, row: int = 0) -> Tensor:
         """Absolute positions that the full-attention layers store of one row, ascending, (stored,).

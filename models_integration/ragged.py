@@ -76,6 +76,11 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
         return max(self.lengths)
 
     @property
+    def mean_length(self) -> float:
+        """Slots in use of a KV head, on average."""
+        return sum(self.lengths) / len(self.kept)
+
+    @property
     def _starts(self) -> list[int]:
         return [0, *np.cumsum([length + self.spare for length in self.lengths])[:-1].tolist()]
 

@@ -25,6 +25,7 @@ from spec.retention import Retention
 
 if TYPE_CHECKING:
     from models_integration.methods import Method
+    from models_integration.published import Published
 
 __all__ = ["Prefilled", "Session", "prefill"]
 
@@ -257,7 +258,7 @@ class Prefilled(NamedTuple):
     run: Session
 
 
-def prefill(model: PreTrainedModel, method: "Method", input_ids: Tensor) -> Prefilled:
+def prefill(model: PreTrainedModel, method: "Method | Published", input_ids: Tensor) -> Prefilled:
     """Read a prompt under a policy, for those who run their own loop.
 
     Go on with `model(input_ids=next_token, past_key_values=cache)`: default position ids and masks are right. With
@@ -266,7 +267,8 @@ def prefill(model: PreTrainedModel, method: "Method", input_ids: Tensor) -> Pref
 
     Args:
         model: a causal language model.
-        method: such as CrystalCache(...).
+        method: such as CrystalCache(...). Where it keeps other tokens in other layers or heads, its cache can be read
+            inside the context manager only.
         input_ids: one prompt, (1, n).
 
     Raises:
