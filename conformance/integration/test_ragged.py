@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -55,7 +56,7 @@ def test_a_head_stores_its_own_tokens(name: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_decoding_under_h2o_equals_masking(family: str) -> None:
     stored = check_steps(build(family), "h2o")
-    for before, after in zip(stored, stored[1:], strict=False):
+    for before, after in pairwise(stored):
         for layer, sets in after.items():
             grown = [[*own, max(sets[0])] for own in before[layer]]
             assert all(set(own) <= set(more) for own, more in zip(sets, grown, strict=True))
@@ -246,7 +247,7 @@ def test_the_last_tokens_can_be_taken_back(taken_back: int) -> None:
 
 
 def test_rows_can_be_chosen_again() -> None:
-    cache, sets = ragged(rows=2)
+    cache, _ = ragged(rows=2)
     layer = cache.full_layers[0]
     assert isinstance(layer, RaggedLayer)
     layer.keep([[torch.tensor([0, 3]), torch.tensor([9])], [torch.tensor([60]), torch.tensor([1, 9])]])
