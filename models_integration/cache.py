@@ -221,6 +221,18 @@ class RetainedCache(DynamicCache):
         positions = rows[0 if len(rows) == 1 else row]
         return positions[positions != EMPTY]
 
+    @property
+    def observed_keys(self) -> Tensor:
+        """The observed layer's stored keys, (rows, H_kv, stored, d)."""
+        keys = self.full_layers[0].keys
+        assert isinstance(keys, Tensor)
+        return keys
+
+    @property
+    def padding(self) -> Tensor:
+        """Columns left of each row's first token, (rows,); one row where all rows agree."""
+        return self.get_seq_length() - self.full_layers[0].next_positions(1)[:, 0]
+
     def step_inputs(self, tokens: int, device: torch.device) -> dict[str, Tensor]:
         """What the next tokens of padded rows need, where their caller leaves it out: position ids and a 2D mask.
 
