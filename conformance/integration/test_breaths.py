@@ -3,7 +3,6 @@
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -126,21 +125,39 @@ def test_rows_of_a_batch_breathe_as_they_do_alone(family: str) -> None:
     assert len({len(cache.stored_positions(row)) for row in range(3)}) > 1
 
 
-def test_beams_keep_their_states() -> None:
-    """A beam that goes on as another was takes that one's state with it: each knows the tokens that it has read."""
-    model = build("llama")
+def test_beams_keep_their_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A beam that goes on as another was takes that one's state with it.
+
+    The first layer's values depend on nothing but the token: they say which tokens a row has read.
+    """
+    model: Any = build("llama")
+    first = model.model.layers[0]
+    with torch.no_grad():
+        values = first.self_attn.v_proj(first.input_layernorm(model.model.embed_tokens.weight))
+    changed: list[bool] = []
+    reorder = RetainedCache.reorder_cache
+
+    def watched(cache: RetainedCache, beam_idx: Tensor) -> None:
+        changed.append(beam_idx.tolist() != list(range(len(beam_idx))))
+        reorder(cache, beam_idx)
+
+    monkeypatch.setattr(RetainedCache, "reorder_cache", watched)
     with breathing()(model) as run:
-        chosen = model.generate(  # type: ignore[operator]
-            input_ids=prompt(N), max_new_tokens=T + 3, num_beams=3, num_return_sequences=3, do_sample=False
-        )
+        model.generate(input_ids=prompt(N), max_new_tokens=2 * T - 1, num_beams=3, do_sample=False)
+    assert any(changed[T:])
     assert run.cache is not None
-    known = []
+    stored = run.cache.full_layers[0].values
+    assert isinstance(stored, Tensor)
+    tails = set()
     for row, state in enumerate(run.cache.states.rows):
-        assert state.step == T + 2
+        assert state.step == 2 * T - 2
         assert run.cache.stored_positions(row).tolist() == state.stored.tolist()
-        known.append(sorted([*np.repeat(state.ids, state.counts).tolist(), *state.tail_ids]))
-    for ids in chosen[:, :-1]:
-        assert sorted(ids.tolist()) in known
+        n = len(state.tail_ids)
+        assert n == T - 2
+        read = stored[row, :, -n:].transpose(0, 1).reshape(n, -1)
+        assert relative(read, values[list(state.tail_ids)]) < 1e-5
+        tails.add(state.tail_ids)
+    assert len(tails) > 1
 
 
 @pytest.mark.parametrize("protection", ["sink+recent", "none"])
