@@ -38,6 +38,12 @@ class RetainedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # the base'
         return self.keys.shape[1]
 
     @property
+    def batch(self) -> int:
+        """Rows of the batch."""
+        assert self.keys is not None
+        return len(self.keys)
+
+    @property
     def stored_length(self) -> int:
         """Slots in use."""
         return int(super().get_seq_length())
@@ -248,6 +254,18 @@ class RetainedCache(DynamicCache):
         Where layers or heads differ, those of the first; each layer's `head_positions` has its own.
         """
         return self.full_layers[0].head_positions(row, 0)
+
+    @property
+    def observed_keys(self) -> Tensor:
+        """The observed layer's stored keys, (rows, H_kv, stored, d)."""
+        keys = self.full_layers[0].keys
+        assert isinstance(keys, Tensor)
+        return keys
+
+    @property
+    def padding(self) -> Tensor:
+        """Columns left of each row's first token, (rows,); one row where all rows agree."""
+        return self.get_seq_length() - self.full_layers[0].next_positions(1)[:, 0]
 
     def step_inputs(self, tokens: int, device: torch.device) -> dict[str, Tensor]:
         """What the next tokens of padded rows need, where their caller leaves it out: position ids and a 2D mask.

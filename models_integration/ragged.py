@@ -61,9 +61,14 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
         layer.grown = layer.spare = 0
 
     @property
+    def batch(self) -> int:
+        """Rows of the batch."""
+        return len(self.marks)
+
+    @property
     def heads(self) -> int:
         """KV heads of a row."""
-        return len(self.kept) // len(self.marks)
+        return len(self.kept) // self.batch
 
     @property
     def lengths(self) -> list[int]:
@@ -158,7 +163,7 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
         if len(set(self.lengths)) > 1:
             return None
         length = self.lengths[0]
-        shape = (len(self.marks), self.heads, length + self.spare, -1)
+        shape = (self.batch, self.heads, length + self.spare, -1)
         return self.keys.view(shape)[:, :, :length], self.values.view(shape)[:, :, :length]
 
     def row_of(self, row: int) -> tuple[Tensor, Tensor]:
@@ -194,7 +199,7 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
         Raises:
             SpecError: when a head does not store one; nothing has changed then.
         """
-        rows = kept * len(self.marks) if len(kept) == 1 else kept
+        rows = kept * self.batch if len(kept) == 1 else kept
         self.keep([[own] * self.heads for own in rows])
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -226,11 +231,11 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row `repeats` times, one after the other."""
-        self.reorder_cache(torch.arange(len(self.marks)).repeat_interleave(repeats))
+        self.reorder_cache(torch.arange(self.batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Only these rows."""
-        self.reorder_cache(torch.arange(len(self.marks))[indices.cpu()])
+        self.reorder_cache(torch.arange(self.batch)[indices.cpu()])
 
 
 def compact(
@@ -287,8 +292,7 @@ def _keep(layer: RetainedLayer, kept: list[list[Tensor]], padding: Tensor | None
     if isinstance(layer, RaggedLayer):
         layer.keep(kept)
         return
-    assert layer.keys is not None
-    rows = kept * len(layer.keys) if len(kept) == 1 else kept
+    rows = kept * layer.batch if len(kept) == 1 else kept
     if padding is not None:
         layer.pad(padding)
     if not all(map(_agree, rows)):

@@ -34,13 +34,11 @@ class Step:
     """One forward with one query, seen by a policy that may evict at its end.
 
     Raises:
-        SpecError: for more than one token at once, or a cache whose last tokens this policy has not seen.
+        SpecError: for a cache whose last tokens this policy has not seen.
     """
 
-    def __init__(self, method: "Method", architecture: Architecture, cache: RetainedCache, tokens: int) -> None:
+    def __init__(self, method: "Method", architecture: Architecture, cache: RetainedCache) -> None:
         decoding, name = cache.decoding, method.policy.name
-        if tokens != 1:
-            raise SpecError("input_ids", f"{tokens} tokens", f"{name} decides in every step: pass one token at a time")
         if decoding is None or decoding.policy != name:
             raise SpecError("past_key_values", "tokens without records", f"{name} goes on from its own prompt only")
         stored = [len(cache.full_layers[0].head_positions(row, 0)) for row in range(len(decoding.rows))]
