@@ -27,6 +27,7 @@ from models_integration.architecture import describe
 from models_integration.cache import RetainedCache, RetainedLayer, storage_bytes
 from models_integration.capture import observing
 from models_integration.ragged import RaggedLayer, compact
+from spec.budget import parse_budget
 from spec.retention import Granularity, Retention
 
 
@@ -56,9 +57,10 @@ def test_a_head_stores_its_own_tokens(name: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_decoding_under_h2o_equals_masking(family: str) -> None:
     stored = check_steps(build(family), "h2o")
-    for before, after in pairwise(stored):
+    for step, (before, after) in enumerate(pairwise(stored)):
         for layer, sets in after.items():
-            grown = [[*own, max(sets[0])] for own in before[layer]]
+            assert [len(own) for own in sets] == [parse_budget(0.3).tokens(PROMPT + 1 + step)] * len(sets)
+            grown = [[*own, PROMPT + step] for own in before[layer]]
             assert all(set(own) <= set(more) for own, more in zip(sets, grown, strict=True))
 
 
