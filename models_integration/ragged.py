@@ -11,6 +11,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward, use_gqa_in_sdpa
 
 from models_integration.cache import RetainedCache, RetainedLayer
 from models_integration.slots import slots_of
@@ -343,12 +344,29 @@ def ragged_attention(
     rectangle = layer.rectangle() if masks.plain and len(set(layer.marks.tolist())) == 1 else None
     if rectangle is not None:
         mask = masks.of(layer.head_rows(0), layer.lengths[0], layer.columns)
-        return own(module, query, *rectangle, mask, **options)[0]
+        return _attended(own, module, query, *rectangle, mask, options)
     G, outputs = query.shape[1] // layer.heads, []
     for segment, (keys, values) in enumerate(layer.segments()):
         row, head = divmod(segment, layer.heads)
         asked = query[row : row + 1, head * G : (head + 1) * G]
         mask = masks.of(layer.head_rows(segment), keys.shape[2], layer.columns, row)
-        outputs.append(own(module, asked, keys, values, mask, **options)[0])
+        outputs.append(_attended(own, module, asked, keys, values, mask, options))
     rows = [torch.cat(outputs[first : first + layer.heads], dim=2) for first in range(0, len(outputs), layer.heads)]
     return torch.cat(rows)
+
+
+def _attended(
+    own: AttentionFunction, module: nn.Module, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None,
+    options: Mapping[str, Any],
+) -> Tensor:
+    """The model's attention, (rows, q, H, d); one query of a group of heads goes in as that many rows of one head.
+
+    SDPA would otherwise repeat the keys for each head of the group: on a CPU that takes twice the time.
+    """
+    rows, H, q, d = query.shape
+    grouped = q == 1 and mask is None and keys.shape[1] < H and use_gqa_in_sdpa(None, keys, values)
+    if own is not sdpa_attention_forward or not grouped:
+        return own(module, query, keys, values, mask, **options)[0]
+    packed = query.reshape(rows, keys.shape[1], -1, d)
+    output = own(module, packed, keys, values, None, **{**options, "is_causal": False})[0]
+    return output.transpose(1, 2).reshape(rows, 1, H, -1)

@@ -3,7 +3,7 @@
 It shares no code with the storage under test: a mask for each query head is put before the attention of each layer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 __all__ = ["MaskedHeads", "Sets"]
 
-Sets = dict[int, Sequence[Sequence[int]]]
+Sets = Mapping[int, Sequence[Sequence[int]]]
 """Kept positions by layer index, one sequence per KV head."""
 
 

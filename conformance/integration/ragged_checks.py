@@ -1,7 +1,7 @@
 """What "eviction equals masking" says where layers and heads keep different tokens; saboteurs must fail these."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,23 +12,25 @@ from conformance.integration.heads import MaskedHeads, Sets
 from conformance.integration.oracle_checks import NEW, PROMPT, TOLERANCE, VISIBLE_EFFECT
 from models_integration import Method, RetainedCache, Session
 from models_integration.architecture import describe
+from models_integration.cache import RetainedLayer
 from models_integration.capture import observing
 from models_integration.ragged import RaggedLayer
 from reference.policies import adakv, chunkkv, h2o, pyramidkv, rkv, snapkv, tova
 from spec.budget import parse_budget
+from spec.policy import Policy
 
 __all__ = [
     "DECODING", "PUBLISHED", "check_continuation", "check_generation", "check_steps", "check_storage", "live_sets",
     "method", "read_prompt",
 ]
 
-PUBLISHED = {
+PUBLISHED: dict[str, Callable[[], Policy]] = {
     "snapkv": lambda: snapkv(W=8),
     "pyramidkv": lambda: pyramidkv(W=8),
     "adakv": lambda: adakv(W=8),
     "chunkkv": lambda: chunkkv(c=5, W=8),
 }
-DECODING = {"h2o": h2o, "tova": tova, "rkv": lambda: rkv(W=4, every=3)}
+DECODING: dict[str, Callable[[], Policy]] = {"h2o": h2o, "tova": tova, "rkv": lambda: rkv(W=4, every=3)}
 
 
 def method(name: str, budget: float | int = 0.3) -> Method:
@@ -106,9 +108,10 @@ def check_storage(model: PreTrainedModel, name: str) -> None:
     _, cache = read_prompt(model, method(name))
     kept = live_sets(cache)
     oracle = MaskedHeads(model, prompt(PROMPT), kept).cache
-    full: Sequence[tuple[Tensor, Tensor, object]] = list(oracle)  # type: ignore[call-overload]
+    full: Sequence[tuple[Tensor, Tensor, object]] = list(oracle)
     for index, sets in kept.items():
         layer = cache.layers[index]
+        assert isinstance(layer, RetainedLayer)
         assert layer.keys is not None
         assert layer.values is not None
         for head, own in enumerate(sets):

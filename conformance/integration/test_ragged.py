@@ -86,7 +86,7 @@ def test_tova_drops_the_least_attended_key_of_the_last_query() -> None:
             oracle.forget(layer, sets)
 
 
-def test_h2o_drops_the_key_of_the_smallest_sum_outside_the_newest_half() -> None:
+def test_h2o_drops_the_smallest_sum() -> None:
     model = build("llama", attention="eager")
     stored = check_steps(model, "h2o")
     with torch.no_grad():
@@ -138,7 +138,7 @@ def test_a_full_budget_is_the_model_itself_bit_for_bit(family: str, name: str) -
 
 
 @pytest.mark.parametrize("name", ["adakv", "snapkv", "pyramidkv", "chunkkv"])
-def test_a_quarter_of_the_budget_takes_a_quarter_of_the_bytes(name: str) -> None:
+def test_a_quarter_of_the_bytes(name: str) -> None:
     model, n = build("llama"), 512
     run, cache = read_prompt(model, method(name, 0.25), n)
     full = 2 * 3 * 2 * n * 12 * 4
