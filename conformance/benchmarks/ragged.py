@@ -28,8 +28,8 @@ class Heads:
         self.keys, self.values = (torch.randn(sum(self.lengths), D, generator=generator) for _ in range(2))
         self.query = torch.randn(1, H_KV * G, 1, D, generator=generator)
         self.views = list(zip(
-            (one[None, None] for one in self.keys.split(self.lengths)),
-            (one[None, None] for one in self.values.split(self.lengths)), strict=True,
+            (one[None, None] for one in torch.split(self.keys, self.lengths)),
+            (one[None, None] for one in torch.split(self.values, self.lengths)), strict=True,
         ))
 
 
