@@ -24,9 +24,11 @@ __all__ = [
     "cosine_error",
     "crystallization_radius",
     "gamma",
+    "interval_radius",
     "list_is_realisable",
     "normalised_radius",
     "salience_radius",
+    "turn_radius",
 ]
 
 UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24}
@@ -48,6 +50,7 @@ BOUNDS: dict[tuple[str, str], Bound] = {
     ("CC-TRUNK-IMPACT", "float64"): Bound(0, "three terms in a stated order and one division: the same bits"),
     ("CC-TRUNK-WEIGHT", "float64"): Bound(8, "sum in a stated order; a square root within 1 ulp; four roundings"),
     ("CC-DEGREE", "float64"): Bound(0, "a sum in a stated order of given weights: the same bits"),
+    ("IN-POWER", "float64"): Bound(2**20, "logarithms of factorials of a thousand lose ten bits, their sums as many"),
     ("CC-DISSOLVE-D", "float64"): Bound(0, "one quotient, correctly rounded, and one product: the same bits"),
 }
 
@@ -76,6 +79,20 @@ def close(item: str, got: Sequence[float] | Vector, want: Sequence[float] | Vect
     same = (a == b) | (np.isnan(a) & np.isnan(b))
     with np.errstate(invalid="ignore"):
         return bool((same | (np.abs(a - b) <= bound * np.maximum(np.abs(a), np.abs(b)))).all())
+
+
+def turn_radius(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Radius of a rotated channel: cosine and sine within 1 ulp, two products and a sum, on both sides; 16 u in all.
+
+    Relative to the token's norm, which is at least that of the pair.
+    """
+    radius: np.ndarray[Any, Any] = 16 * UNIT_ROUNDOFF["float64"] * np.sqrt((x * x).sum(-1, keepdims=True))
+    return radius
+
+
+def interval_radius(terms: int) -> float:
+    """Radius of an end of an interval inside [-1, 1]: sums of that many terms, a root and a quotient; both sides."""
+    return 2 * gamma(terms + 64, "float64")
 
 
 def gamma(terms: float, precision: str) -> float:

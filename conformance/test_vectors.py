@@ -26,7 +26,9 @@ from spec.errors import SpecError
 from spec.parameters import CrystalCacheParameters
 
 SCHEMA = json.loads((store.HOME / "schema.json").read_text(encoding="utf-8"))
-PAGE = (store.HOME.parent / "crystalcache.md").read_text(encoding="utf-8")
+PAGES = "".join(
+    (store.HOME.parent / f"{name}.md").read_text(encoding="utf-8") for name in ("crystalcache", "injection")
+)
 
 
 def published() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
@@ -119,12 +121,12 @@ def test_the_schema_refuses_what_it_forbids(validator: Any, path: list[str | int
 
 def test_every_item_has_a_vector_and_every_flag_a_use() -> None:
     tests = [test for _, _, test in published()]
-    assert {item for test in tests for item in test["items"]} == dict(items_of(PAGE)).keys()
+    assert {item for test in tests for item in test["items"]} == dict(items_of(PAGES)).keys()
     assert {flag for test in tests for flag in test["flags"]} == NOTES.keys()
     assert OPERATIONS.keys() == ITEMS.keys() | STAGE_RUNS.keys()
 
 
-@pytest.mark.parametrize("module", ["brute_force", "expected", "case"])
+@pytest.mark.parametrize("module", ["brute_force", "expected", "expected_injection", "case"])
 def test_expected_values_share_nothing_with_what_they_judge(module: str) -> None:
     text = (Path(store.__file__).with_name(f"{module}.py")).read_text(encoding="utf-8")
     imported = re.findall(r"^(?:from|import) ([a-z_]+)", text, re.MULTILINE)

@@ -4,10 +4,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 from conformance.oracles import pipeline, s1, s2, s3, s4, s5, s6
 from conformance.vectors import brute_force as plain
+from conformance.vectors import expected_injection
 from conformance.vectors.case import Json
 from spec.parameters import CrystalCacheParameters
 
@@ -235,3 +237,5 @@ OPERATIONS: dict[str, Operation] = {
     "CC-COMPACT": Operation(PLAIN + "compact", lambda i, p: plain.compact(**i)),
     "prefill": Operation(ORACLES + "pipeline.prefill", prefill, ("scores", "D"), ("CC-PREFILL",)),
 }
+for name, (oracle, of, bounded) in expected_injection.OPERATIONS.items():
+    OPERATIONS[name] = Operation(oracle, partial(lambda of, i, p: of(i), of), bounded)

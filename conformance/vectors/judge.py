@@ -121,8 +121,24 @@ def prefill(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision:
     yield from checks.retention(found["record"], prompt(i, p), precision)
 
 
+def turned(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
+    yield from within("turned", found["turned"], want["turned"], compare.turn_radius(floats(i["x"])))
+
+
+def interval(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
+    terms = len(i["drawn"][0]) * len(i["differences"]) if "drawn" in i else 1
+    yield from within("interval", found["interval"], want["interval"], compare.interval_radius(terms))
+
+
+def power(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
+    if not compare.close("IN-POWER", [found["power"]], [want["power"]]):
+        yield f"power is {found['power']}, not {want['power']}"
+
+
 BOUNDED: dict[str, Bounded] = {
     "CC-ATTENTION": attention, "CC-SALIENCE": salience, "CC-ROW-NORM": row_norm, "CC-RARITY": rarity,
     "CC-TRUNK-WEIGHT": weights, "CC-CRYSTALLIZATION": crystallization, "CC-NORMALISED-IMPACT": normalised,
     "impact": impact, "graph": graph, "score": score, "coattention": coattention, "prefill": prefill,
+    "IN-HALF-SPLIT": turned, "IN-INTERLEAVED": turned, "IN-WILSON": interval, "IN-BOOTSTRAP": interval,
+    "IN-CLUSTER-BOOTSTRAP": interval, "IN-POWER": power,
 }

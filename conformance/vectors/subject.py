@@ -1,12 +1,14 @@
 """The same operations on what is judged: the reference's functions for items, a backend's stages for stages."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from conformance.strategies.attention import AttentionInputs
 from conformance.strategies.prompts import Prompt
+from conformance.vectors import subject_injection
 from conformance.vectors.case import Json
 from reference.crystalcache import coattention as s1
 from reference.crystalcache import compaction, dissolution, graph, impact, protection, score, sentences, trunks
@@ -136,6 +138,7 @@ ITEMS: dict[str, Item] = {
     "CC-COMPACT": lambda i, p: named(
         ["K", "V"], compaction.compact(floats(i["K"]), floats(i["V"]), integers(i["R"]))
     ),
+    **{name: partial(lambda of, i, p: of(i), of) for name, of in subject_injection.ITEMS.items()},
 }
 
 

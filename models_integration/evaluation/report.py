@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from models_integration.evaluation.intervals import wilson
 from models_integration.evaluation.results import Row
 
 if TYPE_CHECKING:

@@ -3,7 +3,17 @@
 from collections.abc import Sequence
 
 from conformance.vectors.case import Group
-from conformance.vectors.cases import budgets, coattention, dissolution, graph, impact, prefill, score, trunks
+from conformance.vectors.cases import (
+    budgets,
+    coattention,
+    dissolution,
+    graph,
+    impact,
+    injection,
+    prefill,
+    score,
+    trunks,
+)
 
 __all__ = ["STAGES"]
 
@@ -16,4 +26,5 @@ STAGES: dict[str, Sequence[Group]] = {
     "score": score.GROUPS,
     "dissolution": dissolution.GROUPS,
     "prefill": prefill.GROUPS,
+    "injection": injection.GROUPS,
 }
