@@ -20,6 +20,7 @@ from models_integration.evaluation.results import append_row, find_row, load_row
 from models_integration.evaluation.runner import answer
 from models_integration.evaluation.subject import load_subject
 from models_integration.tasks import draw_sample, place, score
+from reference.statistics import wilson
 from spec.errors import SpecError
 from spec.tables import ResultTable, checked
 

@@ -36,12 +36,13 @@ def moved(x: Sequence[Matrix], angles: Matrix, interleaved: bool) -> list[list[l
 
 def scale_of(values: Sequence[float], bits: int) -> float:
     """Before rounding to float32."""
-    return max(max((abs(value) for value in values), default=0.0) / (2 ** (bits - 1) - 1), 2.0**-126)
+    largest = max((abs(value) for value in values), default=0.0)
+    return max(largest / int(2 ** (bits - 1) - 1), 2.0**-126)
 
 
 def code(value: float, step: float, bits: int) -> int:
     """The integer nearest to the quotient, as float64 has it; ties to even by exact arithmetic."""
-    highest = 2 ** (bits - 1) - 1
+    highest = int(2 ** (bits - 1) - 1)
     return max(-highest, min(highest, round(Fraction(value / step))))
 
 

@@ -90,7 +90,8 @@ def full_range(x: Array, axes: tuple[int, ...], bits: int) -> Array:
 def zero_for_a_group_of_zeros(x: Array, axes: tuple[int, ...], bits: int) -> Array:
     """The scale is not clamped."""
     step = scale(x, axes, bits)
-    return np.where(step == 2.0**-126, 0.0, step)
+    unclamped: Array = np.where(step == 2.0**-126, 0.0, step)
+    return unclamped
 
 
 @instead_of(scale, "IN-SCALE")

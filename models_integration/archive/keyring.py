@@ -34,7 +34,8 @@ class Cipher:
 
     def encrypt(self, nonce: bytes, data: bytes, header: bytes) -> bytes:
         """Ciphertext and tag; the header is authenticated, not encrypted."""
-        return self._aead.encrypt(nonce, data, header)
+        sealed: bytes = self._aead.encrypt(nonce, data, header)
+        return sealed
 
     def decrypt(self, nonce: str, data: Any, header: bytes) -> bytearray | None:
         """The plain bytes; None where key, nonce, header or data are not those of the encryption."""
@@ -66,7 +67,8 @@ class Keyring:
 
         def derived(salt: bytes, purpose: bytes) -> bytes:
             info = b"kvarc/1 " + purpose + b" " + tenant.encode()
-            return HKDF(algorithm=SHA256(), length=32, salt=salt, info=info).derive(self._master)
+            key: bytes = HKDF(algorithm=SHA256(), length=32, salt=salt, info=info).derive(self._master)
+            return key
 
         path = self._path(tenant)
         if create and not path.exists():

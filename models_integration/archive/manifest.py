@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from models_integration.archive.errors import OtherDtype, OtherFrequencies, WrongModel
 
-__all__ = ["Manifest", "ModelIdentity", "ids_digest", "weights_digest"]
+__all__ = ["Manifest", "ModelIdentity", "ids_digest", "raw_bytes", "weights_digest"]
 
 
 @dataclass(frozen=True)
@@ -104,9 +104,11 @@ def weights_digest(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
         digest.update(_canonical([name, str(parameter.dtype), list(parameter.shape)]).encode())
-        digest.update(_bytes(parameter.detach()))
+        digest.update(raw_bytes(parameter))
     return digest.hexdigest()
 
 
-def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy())
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor, shared with it where it is contiguous and on the CPU."""
+    array: Any = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    return memoryview(array)
