@@ -141,7 +141,7 @@ def test_a_foreign_version_is_refused_and_kept(tmp_path: Path, monkeypatch: pyte
     ("number", "error"),
     [(errno.ENOSPC, ArchiveFull), (errno.EDQUOT, ArchiveFull), (errno.EROFS, ArchiveReadOnly)],
 )
-@pytest.mark.parametrize("call", ["write", "fsync", "replace"])
+@pytest.mark.parametrize("call", ["writev", "fsync", "replace"])
 def test_a_failing_disk_is_named_and_nothing_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, error: type[Exception], call: str,
 ) -> None:

@@ -6,8 +6,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from models_integration.archive.errors import KeyUnavailable
 from models_integration.archive.files import erase, publish
+from models_integration.archive.manifest import raw_bytes
 from spec.errors import SpecError
 
 __all__ = ["Cipher", "Keyring"]
@@ -37,14 +41,18 @@ class Cipher:
         sealed: bytes = self._aead.encrypt(nonce, data, header)
         return sealed
 
-    def decrypt(self, nonce: str, data: Any, header: bytes) -> bytearray | None:
+    def decrypt(self, nonce: str, data: Any, header: bytes) -> Tensor | None:
         """The plain bytes; None where key, nonce, header or data are not those of the encryption."""
         from cryptography.exceptions import InvalidTag
 
+        if len(data) < TAG_BYTES:
+            return None
+        opened = torch.empty(len(data) - TAG_BYTES, dtype=torch.uint8)
         try:
-            return bytearray(self._aead.decrypt(bytes.fromhex(nonce), data, header))
+            self._aead.decrypt_into(bytes.fromhex(nonce), data, header, raw_bytes(opened))
         except (InvalidTag, ValueError):
             return None
+        return opened
 
 
 class Keyring:

@@ -67,7 +67,7 @@ class Manifest:
     @property
     def key(self) -> str:
         """sha256 of the identity: the same inputs give the same object."""
-        parts = asdict(self)
+        parts = {**vars(self), "model": vars(self.model)}
         del parts["created"]
         return hashlib.sha256(_canonical(parts).encode()).hexdigest()
 

@@ -8,7 +8,7 @@ bytes, the AES-256-GCM ciphertext of such a file; the header is authenticated wi
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from models_integration.archive.errors import ForeignVersion, KeyUnavailable
 from models_integration.archive.keyring import Cipher
 from models_integration.archive.manifest import Manifest, raw_bytes
 
-__all__ = ["FORMAT", "Corrupt", "is_encrypted", "pieces", "read_manifest", "read_object"]
+__all__ = ["FORMAT", "Corrupt", "pieces", "read_manifest", "read_object"]
 
 FORMAT = "kvarc/1"
 NAMES = {
@@ -95,15 +95,6 @@ def read_manifest(path: Path) -> Manifest:
     return _manifest(_head_of(path))
 
 
-def is_encrypted(path: Path) -> bool:
-    """Whether an object says that it is sealed; nothing is proved yet.
-
-    Raises:
-        Corrupt, OSError: as `read_manifest`.
-    """
-    return "nonce" in _head_of(path).metadata
-
-
 def _head_of(path: Path) -> _Head:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -112,8 +103,8 @@ def _head_of(path: Path) -> _Head:
         return _head(file.read(length), length)
 
 
-def read_object(path: Path, cipher: Cipher | None) -> tuple[Manifest, dict[str, Tensor]]:
-    """A proved object: tensors that share one buffer, which nobody else holds.
+def read_object(path: Path, key: Callable[[], Cipher | None]) -> tuple[Manifest, dict[str, Tensor]]:
+    """A proved object: tensors that share one buffer, which nobody else holds. `key` is asked if it is encrypted.
 
     Raises:
         Corrupt: when the bytes are not those that were written.
@@ -127,13 +118,14 @@ def read_object(path: Path, cipher: Cipher | None) -> tuple[Manifest, dict[str, 
         raise Corrupt(f"its header claims {length} bytes")
     head = _head(bytes(data[8 : 8 + length].numpy()), length)
     if "nonce" in head.metadata:
+        cipher = key()
         if cipher is None:
             raise KeyUnavailable("the object is encrypted, and no key is given")
         opened = cipher.decrypt(head.metadata["nonce"], data[8 + length :].numpy(), bytes(data[: 8 + length].numpy()))
         if opened is None:
             raise Corrupt("its tag does not fit")
         manifest = _manifest(head)
-        data = torch.frombuffer(opened, dtype=torch.uint8)
+        data = opened
         length = int.from_bytes(bytes(data[:8].numpy()), "little")
         head = _head(bytes(data[8 : 8 + length].numpy()), length)
     else:
