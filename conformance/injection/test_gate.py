@@ -11,6 +11,7 @@ from models_integration.archive import rope
 from models_integration.archive.errors import OtherDtype, OtherFrequencies, UnknownModel
 from models_integration.archive.manifest import ModelIdentity
 from models_integration.archive.rope import Rotary, frequencies_at, recognise
+from models_integration.archive.turn import STYLES, angles_between, turned
 from spec.errors import SpecError
 
 
@@ -46,7 +47,7 @@ def test_a_model_whose_frequencies_are_not_its_buffer_s_is_refused() -> None:
     """The gate believes prefills, not names: a buffer that the model does not rotate by is no explanation."""
     model = build("Llama")
     module = model.get_submodule("model.rotary_emb")
-    module.forward = lambda x, position_ids: _rotated_by(1.3, module, x, position_ids)  # type: ignore[assignment]
+    module.forward = lambda x, position_ids: _rotated_by(1.3, module, x, position_ids)
     with pytest.raises(UnknownModel, match="layer 0"):
         recognise(model)
 
@@ -127,10 +128,10 @@ def test_the_bound_of_the_probe_lies_far_from_both() -> None:
     theta = found.frequencies[name]
     errors = {
         style: rope._error(
-            rope.turned(before[0]["keys"], rope.angles_between(9, rope.PROBE_START, theta, theta), style),
+            turned(before[0]["keys"], angles_between(9, rope.PROBE_START, theta, theta), style),
             after[0]["keys"],
         )
-        for style in rope.STYLES
+        for style in STYLES
     }
     assert errors["half_split"] < rope.PROBE_BOUND[torch.float32] / 100
     assert errors["interleaved"] > rope.PROBE_BOUND[torch.float32] * 100

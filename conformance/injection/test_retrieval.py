@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
@@ -27,12 +28,13 @@ def saved(folder: Path, kind: type) -> Path:
     """A tiny model with its tokenizer."""
     config = BertConfig(
         vocab_size=len(WORDS), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
-        num_labels=1,
+        id2label={0: "relevant"},
     )
     kind(config).save_pretrained(folder)
     words = Tokenizer(WordLevel({word: at for at, word in enumerate(WORDS)}, unk_token="[UNK]"))
-    words.pre_tokenizer = Whitespace()  # type: ignore[assignment]
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]", pad_token="[PAD]").save_pretrained(folder)
+    words.pre_tokenizer = Whitespace()
+    make: Any = PreTrainedTokenizerFast
+    make(tokenizer_object=words, unk_token="[UNK]", pad_token="[PAD]").save_pretrained(folder)
     return folder
 
 

@@ -14,7 +14,7 @@ from conformance.injection.models import FAMILIES, ROTATIONS, VOCABULARY, build
 from conformance.integration.families import relative
 from models_integration.archive import splice
 from models_integration.archive.codec import decode, encode
-from models_integration.archive.rope import frequencies_at, prefilled, recognise
+from models_integration.archive.rope import frequencies_at, plain_layers, prefilled, recognise
 from models_integration.archive.splice import Chunk, computed, spliced
 from reference.injection.quantisers import ARMS, SCHEMES, codes, scale
 from spec.errors import SpecError
@@ -76,7 +76,7 @@ def injected(
     total = len(SYSTEM) + sum(len(chunk) - hidden for chunk, hidden in chunks) + len(QUERY)
     made = [change(computed(model, chunk, hidden, rotary)) for chunk, hidden in chunks]
     cache = spliced(prefilled(model, SYSTEM), made, frequencies_at(model, rotary, total))
-    past = cache.layers[0].keys.shape[-2]
+    past = plain_layers(cache)[0].keys.shape[-2]
     with torch.no_grad():
         logits = model(
             input_ids=torch.tensor([QUERY]), past_key_values=cache, use_cache=True,
@@ -91,7 +91,7 @@ def distance(model: PreTrainedModel, chunks: Chunks, change: Callable[[Chunk], C
     wanted, whole, visible = block_masked(model, chunks)
     logits, cache = injected(model, chunks, change)
     pairs = [(logits, wanted)]
-    for found, expected in zip(cache.layers, whole.layers, strict=True):
+    for found, expected in zip(plain_layers(cache), plain_layers(whole), strict=True):
         pairs += [(found.keys, expected.keys[:, :, visible]), (found.values, expected.values[:, :, visible])]
     return max(relative(a.float(), b.float()) for a, b in pairs)
 
@@ -123,9 +123,9 @@ def test_a_chunk_is_rebased_where_the_session_outgrows_the_first_range() -> None
     chunks = [(ids(60, 6), 0), (ids(40, 7), 0)]
     rotary = recognise(model)
     made = [computed(model, chunk, 0, rotary) for chunk, _ in chunks]
-    fresh = prefilled(model, SYSTEM + chunks[0][0] + chunks[1][0]).layers[0].keys  # the model is in its long range
+    fresh = plain_layers(prefilled(model, SYSTEM + chunks[0][0] + chunks[1][0]))[0].keys  # now in the long range
     distances = [
-        relative(spliced(prefilled(model, SYSTEM), made, live).layers[0].keys[:, :, 5:], fresh[:, :, 5:])
+        relative(plain_layers(spliced(prefilled(model, SYSTEM), made, live))[0].keys[:, :, 5:], fresh[:, :, 5:])
         for live in (frequencies_at(model, rotary, 105), rotary)
     ]
     assert distances[0] < BOUND
@@ -147,7 +147,7 @@ def wrong_start(chunk: Chunk) -> Chunk:
     n = chunk.visible
     return replace(chunk, layers={
         at: (layer.keys[0, :, 1 : n + chunk.hidden + 1], layer.values[0, :, 1 : n + chunk.hidden + 1])
-        for at, layer in enumerate(moved.layers)
+        for at, layer in enumerate(plain_layers(moved))
     })
 
 
@@ -189,11 +189,11 @@ def test_nothing_that_is_given_changes() -> None:
     model = build("Llama")
     rotary = recognise(model)
     system, chunk = prefilled(model, SYSTEM), computed(model, CHUNKS[0][0], 0, rotary)
-    before = [(layer.keys.clone(), layer.values.clone()) for layer in system.layers]
+    before = [(layer.keys.clone(), layer.values.clone()) for layer in plain_layers(system)]
     stored = {at: (keys.clone(), values.clone()) for at, (keys, values) in chunk.layers.items()}
     found = spliced(system, [chunk, chunk], rotary)
-    found.layers[0].keys.zero_()
-    assert all(torch.equal(layer.keys, keys) for layer, (keys, _) in zip(system.layers, before, strict=True))
+    plain_layers(found)[0].keys.zero_()
+    assert all(torch.equal(layer.keys, keys) for layer, (keys, _) in zip(plain_layers(system), before, strict=True))
     assert all(torch.equal(chunk.layers[at][0], stored[at][0]) for at in stored)
 
 

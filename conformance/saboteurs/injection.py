@@ -112,7 +112,8 @@ def halves_away_from_zero(x: Array, step: Array, bits: int) -> Array:
     """A half is rounded away from 0."""
     q = 2 ** (bits - 1) - 1
     quotient = x / step
-    return np.clip(np.sign(quotient) * np.floor(np.abs(quotient) + 0.5), -q, q).astype(np.int64)
+    rounded: Array = np.clip(np.sign(quotient) * np.floor(np.abs(quotient) + 0.5), -q, q).astype(np.int64)
+    return rounded
 
 
 @instead_of(quantised_region, "IN-ARMS")

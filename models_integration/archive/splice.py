@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from models_integration.archive.rope import Rotary, prefilled
+from models_integration.archive.rope import Rotary, plain_layers, prefilled
 from models_integration.archive.turn import angles_between, turned
 from spec.errors import SpecError
 
@@ -39,7 +39,7 @@ def computed(model: PreTrainedModel, ids: Sequence[int], hidden: int, rotary: Ro
     if not 0 <= hidden < len(ids):
         raise SpecError("hidden", hidden, f"must lie in [0, {len(ids)}), the tokens of the chunk")
     cache = prefilled(model, ids)
-    layers = {index: (layer.keys[0], layer.values[0]) for index, layer in enumerate(cache.layers)}
+    layers = {index: (layer.keys[0], layer.values[0]) for index, layer in enumerate(plain_layers(cache))}
     return Chunk(layers, hidden, rotary)
 
 
@@ -55,15 +55,16 @@ def spliced(cache: DynamicCache, chunks: Sequence[Chunk], live: Rotary) -> Dynam
     Raises:
         SpecError: for a cache of several rows, or a chunk without some layer of the cache.
     """
-    depth = len(cache.layers)
-    for layer in cache.layers:
+    layers = plain_layers(cache)
+    depth = len(layers)
+    for layer in layers:
         if layer.keys is None or layer.keys.shape[0] != 1:
             raise SpecError("cache", None if layer.keys is None else layer.keys.shape[0], "must hold one row")
     for at, chunk in enumerate(chunks):
         if sorted(chunk.layers) != list(range(depth)):
             raise SpecError(f"chunks[{at}]", sorted(chunk.layers), f"must hold the {depth} layers of the cache")
     found = DynamicCache()
-    for index, layer in enumerate(cache.layers):
+    for index, layer in enumerate(layers):
         keys, values = [layer.keys], [layer.values]
         start = layer.keys.shape[-2]
         for chunk in chunks:
