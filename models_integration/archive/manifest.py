@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -83,8 +83,8 @@ class Manifest:
             ValueError, TypeError, KeyError: for text that is no manifest.
         """
         found = json.loads(text)
-        if set(found) != {field.name for field in fields(cls)}:
-            raise ValueError(f"a manifest has {', '.join(field.name for field in fields(cls))}")
+        if found.keys() != cls.__dataclass_fields__.keys():
+            raise ValueError(f"a manifest has {', '.join(cls.__dataclass_fields__)}")
         for name in ("markers", "layers"):
             found[name] = tuple(found[name])
         return cls(**{**found, "model": ModelIdentity(**found["model"])})
