@@ -7,7 +7,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -37,19 +37,19 @@ def forked(work: Callable[[], None]) -> int:
     return child
 
 
-def write_slowly(descriptor: int, part: memoryview) -> None:
+def write_slowly(descriptor: int, parts: Sequence[memoryview]) -> None:
     """A disk of 8 MB a second, so that kills fall into writes."""
-    for at in range(0, len(part), 1 << 13):
-        os.write(descriptor, part[at : at + (1 << 13)])
-        time.sleep(0.001)
+    for part in parts:
+        for at in range(0, len(part), 1 << 13):
+            os.write(descriptor, part[at : at + (1 << 13)])
+            time.sleep(0.001)
 
 
 def publish_naively(path: Path, parts: list[memoryview], replace: bool = True) -> None:
     """What the archive must not do: write under the object's own name."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb", buffering=0) as file:
-        for part in parts:
-            write_slowly(file.fileno(), part)
+        write_slowly(file.fileno(), parts)
 
 
 def kill_writers(folder: Path, kills: int) -> int:
@@ -79,7 +79,7 @@ def kill_writers(folder: Path, kills: int) -> int:
     torn = 0
     for path in (folder / "objects").glob("*/[!.]*"):
         try:
-            read_object(path, None)
+            read_object(path, lambda: None)
         except Corrupt:
             torn += 1
     return torn

@@ -14,7 +14,6 @@ from safetensors import safe_open
 from torch import Tensor
 
 from conformance.injection.chunks import MODEL, chunk
-from models_integration.archive import files
 from models_integration.archive.errors import (
     ArchiveFull,
     ArchiveReadOnly,
@@ -142,7 +141,7 @@ def test_a_foreign_version_is_refused_and_kept(tmp_path: Path, monkeypatch: pyte
     ("number", "error"),
     [(errno.ENOSPC, ArchiveFull), (errno.EDQUOT, ArchiveFull), (errno.EROFS, ArchiveReadOnly)],
 )
-@pytest.mark.parametrize("call", ["write", "fsync", "replace"])
+@pytest.mark.parametrize("call", ["writev", "fsync", "replace"])
 def test_a_failing_disk_is_named_and_nothing_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, error: type[Exception], call: str,
 ) -> None:
@@ -152,7 +151,7 @@ def test_a_failing_disk_is_named_and_nothing_is_lost(
     with Archive(tmp_path) as archive:
         key = archive.put(*chunk(1))
         with monkeypatch.context() as patch:
-            patch.setattr(files.os, call, failing)
+            patch.setattr(os, call, failing)
             with pytest.raises(error):
                 archive.put(*chunk(2))
         assert [path.name for path in (tmp_path / "objects").glob("*/*")] == [f"{key}.safetensors"]

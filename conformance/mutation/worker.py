@@ -212,7 +212,8 @@ def trial(
     verdict = Verdict()
     if mutated:
         sys.meta_path.insert(0, _Finder(*mutated))  # type: ignore[arg-type]
-    code, said = _pytest(root, selection.backend, profile, files, [_Jury(selection, verdict, without, mutated is not None)])
+    jury = _Jury(selection, verdict, without, mutated is not None)
+    code, said = _pytest(root, selection.backend, profile, files, [jury])
     used = resource.getrusage(resource.RUSAGE_SELF)
     verdict.seconds = used.ru_utime + used.ru_stime
     broken = (pytest.ExitCode.INTERNAL_ERROR, pytest.ExitCode.USAGE_ERROR)

@@ -1,11 +1,13 @@
 """The same operations on what is judged: the reference's functions for items, a backend's stages for stages."""
 
 from collections.abc import Mapping
+from functools import partial
 
 import numpy as np
 
 from conformance.strategies.attention import AttentionInputs
 from conformance.strategies.prompts import Prompt
+from conformance.vectors import subject_injection
 from conformance.vectors.arrays import Item, Stage, flags, floats, integers, named
 from conformance.vectors.case import Json
 from conformance.vectors.policy_subject import POLICY_ITEMS
@@ -154,6 +156,7 @@ ITEMS: dict[str, Item] = {
     "CC-COVERAGE": covered,
     **DECODE_ITEMS,
     **{item: lambda i, p, run=run: run(i) for item, run in POLICY_ITEMS.items()},  # type: ignore[misc]
+    **{name: partial(lambda of, i, p: of(i), of) for name, of in subject_injection.ITEMS.items()},
 }
 
 
