@@ -14,6 +14,13 @@ ROOT = Path(__file__).resolve().parent
 # torch is most of a gigabyte, so the sessions share one environment, stamped by what it was made from.
 SHARED = ROOT / ".nox" / f"shared-{sys.version_info.major}.{sys.version_info.minor}"
 
+OLDER_TRITON = "3.6.0"
+
+# Triton's S1, with S2 to S6 as kernels too: in the pipeline they stand behind the host's, so their own tests are run.
+ON_DEVICE = "accelerated.triton_gpu.backend:ON_DEVICE"
+LATER = ("impact", "trunks", "graph", "score", "dissolution", "vectors")
+LATER_STAGES = [f"conformance/test_{name}.py" for name in LATER]
+
 
 def stamp() -> str:
     """A digest of the files that decide what the environment holds."""
@@ -45,22 +52,55 @@ def demo(session: nox.Session) -> None:
     run(session, "models_integration.cli", "demo", *session.posargs)
 
 
+def on_device_or_interpreted(session: nox.Session) -> dict[str, str]:
+    """What a process of Triton kernels needs in its environment: the interpreter, where there is no GPU."""
+    ask = "import torch; print(torch.cuda.is_available())"
+    found = str(session.run(shared_python(session), "-c", ask, external=True, silent=True))
+    return {} if found.strip() == "True" else {"TRITON_INTERPRET": "1"}
+
+
 @nox.session(venv_backend="none")
 def conformance(session: nox.Session) -> None:
     """The suite, for each backend in a process of its own; `-- --backend X` for one, or anybody's."""
     if session.posargs:
-        run(session, "pytest", "-n", "2", *session.posargs)
+        kernels = any("triton" in argument for argument in session.posargs)
+        environment = on_device_or_interpreted(session) if kernels else {}
+        run(session, "pytest", "-n", "2", *session.posargs, **environment)
         return
     run(session, "pytest", "-n", "2", "--jaxtyping-packages=reference,beartype.beartype")
     run(session, "pytest", "-n", "2", "--backend", "numba")
     run(session, "pytest", "-n", "2", "--backend", "numba", NUMBA_DISABLE_JIT="1")
+    environment = on_device_or_interpreted(session)
+    few = ["pytest", "-n", "2", "--kvspec-profile", "few"]
+    run(session, *few, "--backend", "triton", **environment)
+    run(session, *few, "--backend", ON_DEVICE, *LATER_STAGES, **environment)
 
 
 @nox.session(venv_backend="none")
 def triton(session: nox.Session) -> None:
-    """The suite on Triton's kernels, in its interpreter: no GPU needed; a quarter of an hour."""
-    files = session.posargs or ["conformance"]
-    run(session, "pytest", "-n", "2", "--backend", "triton", *files, TRITON_INTERPRET="1")
+    """The whole suite on Triton's kernels for S1 to S6; in the interpreter, an hour without a GPU."""
+    environment = on_device_or_interpreted(session)
+    run(session, "pytest", "-n", "2", "--backend", "triton", "conformance/triton", **environment)
+    run(session, "pytest", "-n", "2", "--backend", ON_DEVICE, *session.posargs, **environment)
+
+
+@nox.session(venv_backend="none")
+def gpu(session: nox.Session) -> None:
+    """On a GPU: conformance, generation, benchmarks; figures to docs/results. `-- --dry-run --out X` needs none."""
+    run(session, "conformance.gpu", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def aot36(session: nox.Session) -> None:
+    """The kernels compiled for sm_90 by Triton 3.6, which many machines with a GPU have; no GPU needed."""
+    python, beside = shared_python(session), ROOT / ".nox" / f"triton-{OLDER_TRITON}"
+    if not beside.exists():
+        wanted = ["--no-deps", "--target", str(beside), f"triton=={OLDER_TRITON}"]
+        session.run(python, "-m", "pip", "install", "--quiet", *wanted, external=True)
+    environment = {"PYTHONPATH": str(beside)}
+    check = f"import triton; assert triton.__version__ == {OLDER_TRITON!r}, triton.__version__"
+    session.run(python, "-c", check, external=True, env=environment)
+    run(session, "pytest", "conformance/triton/test_aot.py", **environment)
 
 
 @nox.session(venv_backend="none")

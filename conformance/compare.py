@@ -29,6 +29,7 @@ __all__ = [
     "list_is_realisable",
     "normalised_radius",
     "salience_radius",
+    "scores_agree",
     "settled_radius",
 ]
 
@@ -47,6 +48,7 @@ class Bound:
 # S2 to S6 are float64 in every backend, so one precision is enough for them; S1 has computed radii below.
 BOUNDS: dict[tuple[str, str], Bound] = {
     ("CC-RARITY", "float64"): Bound(16, "a logarithm within 4 ulp (8 u), two roundings; the oracle's own the same"),
+    ("CC-RARITY-FORMS", "float64"): Bound(16, "an exponential within 4 ulp (8 u); the oracle's own the same"),
     ("CC-IMPACT", "float64"): Bound(24, "rarity's 16 u; then at most four roundings of a moved term on either side"),
     ("CC-TRUNK-IMPACT", "float64"): Bound(0, "three terms in a stated order and one division: the same bits"),
     ("CC-TRUNK-WEIGHT", "float64"): Bound(8, "sum in a stated order; a square root within 1 ulp; four roundings"),
@@ -93,6 +95,21 @@ def close(item: str, got: Sequence[float] | Vector, want: Sequence[float] | Vect
         return bool((same | (np.abs(a - b) <= bound * np.maximum(np.abs(a), np.abs(b)))).all())
 
 
+# Policies are compared on small inputs: at most 64 keys of 16 channels, logits below 64 in size. A weight then errs by
+# expm1(4 e) with e = gamma(24) 64, about 6200 u, and by gamma(80) for its sums; a score is at most three such steps.
+# R-KV and Expected Attention subtract or weigh terms of the row's size, so the row's largest entry is the scale.
+SCORE_UNITS = 2.0**15
+
+
+def scores_agree(got: Sequence[float] | Vector, want: Sequence[float | None]) -> bool:
+    """Whether scores lie within the bound above of an oracle's; None is NaN, an unscored token."""
+    a, b = np.asarray(got, dtype=np.float64), np.array([np.nan if x is None else x for x in want], dtype=np.float64)
+    scale = np.abs(b[np.isfinite(b)]).max(initial=0.0)
+    with np.errstate(invalid="ignore"):
+        near = np.abs(a - b) <= SCORE_UNITS * UNIT_ROUNDOFF["float64"] * scale
+    return a.shape == b.shape and bool((near | (a == b) | (np.isnan(a) & np.isnan(b))).all())
+
+
 def gamma(terms: float, precision: str) -> float:
     """Higham's gamma_n = n u / (1 - n u): the relative error of n roundings in any order, fused or not."""
     nu = terms * UNIT_ROUNDOFF[precision]
@@ -121,31 +138,31 @@ def attention_error(
 
 
 def salience_radius(
-    own: s1.Block, row_error: Sequence[float], k_heads: int, M_min: float, precision: str,
-) -> list[float]:
-    """Radius of Eq. 11 by token: a top-k sum moves by no more than the k largest moves of its terms.
+    own: Any, row_error: Sequence[float] | Vector, k_heads: int, M_min: float, precision: str, heads: str = "sum",
+) -> Vector:
+    """Radius of Eq. 11 by token, from a block (H, Q, Q): a top-k sum moves by no more than the k largest moves.
 
-    The clip moves nothing further, but its bounds are rounded to the precision too: M_min u.
+    A mean of the heads moves by the mean of these. The clip moves nothing further, but its bounds are rounded to the
+    precision too, twice where they are scaled for a mean: 2 M_min u.
     """
-    floor = SMALLEST[precision] + (0.0 if precision == "float64" else UNIT_ROUNDOFF[precision] * M_min)
-    radius = []
-    for i in range(len(own[0])):
-        rounding = gamma(len(own[0]) + k_heads + 2, precision) + gamma(len(own[0]) + k_heads + 2, "float64")
-        moves = [
-            sum(row[i] * (e + rounding * (1 + e)) for row, e in zip(head, row_error, strict=True)) for head in own
-        ]
-        radius.append(sum(sorted(moves, reverse=True)[:k_heads]) + floor)
+    A, e = np.asarray(own, dtype=np.float64), np.asarray(row_error, dtype=np.float64)
+    terms = A.shape[1] + k_heads + 2
+    rounding = gamma(terms, precision) + gamma(terms, "float64")
+    moves = np.einsum("hij,i->hj", A, e + rounding * (1 + e))
+    floor = SMALLEST[precision] + (0.0 if precision == "float64" else 2 * UNIT_ROUNDOFF[precision] * M_min)
+    share = max(1, min(k_heads, len(A))) if heads == "mean" else 1
+    radius: Vector = np.sort(moves, axis=0)[::-1][:k_heads].sum(axis=0) / share + floor
     return radius
 
 
-def cosine_error(e_i: float, e_j: float, Q: int, H: int, precision: str) -> float:
-    """Bound on the relative error of a cosine of non-negative rows whose entries err by e_i and e_j.
+def cosine_error(e_i: Any, e_j: Any, Q: int, H: int, precision: str) -> Any:
+    """Bound on the relative error of a cosine of non-negative rows whose entries err by e_i and e_j, broadcast.
 
     The inner product and both norms are monotone in the entries, so the entries' factors (1 + e) enter once above
     and once below; rounding adds gamma of the two sums' lengths.
     """
     rounding = gamma(3 * Q + 2 * H + 24, precision) + gamma(3 * Q + 2 * H + 24, "float64")
-    return math.expm1(2 * (math.log1p(e_i) + math.log1p(e_j)) + math.log1p(rounding)) * 1.01
+    return np.expm1(2 * (np.log1p(e_i) + np.log1p(e_j)) + math.log1p(rounding)) * 1.01
 
 
 def list_is_realisable(

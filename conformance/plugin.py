@@ -2,7 +2,9 @@
 
     --backend NAME|module:ATTRIBUTE     whose code is judged; default numpy, the reference
     --kvspec-precision float64|float32  what its S1 computes in; default float64 for numpy, else float32
-    --kvspec-profile dev|ci|nightly     how many examples; default KVSPEC_PROFILE, ci where CI=true, else dev
+    --kvspec-profile few|dev|ci|nightly how many examples; default KVSPEC_PROFILE, ci where CI=true, else dev; few, a
+                                        dozen of a property's and every twentieth of a long loop's, is for kernels:
+                                        interpreted, a case takes up to a second, and compiled, each shape compiles
     --kvspec-exceptions FILE.toml       known failures of a third party, each with a reason
 
 `spec` is imported inside functions: jaxtyping's checks must hook it before its first import, and this module is
@@ -28,8 +30,9 @@ if TYPE_CHECKING:
 
 __all__ = ["known_items"]
 
-PROFILES = ("dev", "ci", "nightly")
-CI_EXAMPLES = 150
+PROFILES = ("few", "dev", "ci", "nightly")
+FEW_EXAMPLES, CI_EXAMPLES = 12, 150
+FEW_OF_A_LOOP = 20
 
 _exceptions = pytest.StashKey[list[exceptions.Exemption]]()
 
@@ -60,6 +63,8 @@ def _register_profiles() -> None:
         "ci", max_examples=CI_EXAMPLES, derandomize=True, database=None, deadline=None, print_blob=True,
         phases=(Phase.explicit, Phase.generate, Phase.shrink), suppress_health_check=[HealthCheck.too_slow],
     )
+    # The same, cut to what kernels can afford.
+    settings.register_profile("few", settings.get_profile("ci"), max_examples=FEW_EXAMPLES)
     # Fresh cases, many of them; failures stay in the database.
     settings.register_profile(
         "nightly", max_examples=20_000, deadline=None, print_blob=True,
@@ -116,9 +121,10 @@ def pytest_report_header(config: pytest.Config) -> str:
     from spec import SPEC_VERSION
 
     checks = "with" if find_spec("beartype") else "without"
+    cut = f", every {FEW_OF_A_LOOP}th case of long loops" if profile_of(config) == "few" else ""
     return (
         f"kvspec: backend {config.getoption('--backend')}, S1 in {precision_of(config)}, spec {SPEC_VERSION},"
-        f" profile {profile_of(config)} ({settings.default.max_examples if settings.default else 0} examples),"
+        f" profile {profile_of(config)} ({settings.default.max_examples if settings.default else 0} examples{cut}),"
         f" numpy {np.__version__}, hypothesis {hypothesis.__version__}, python {platform.python_version()},"
         f" {checks} beartype"
     )
@@ -162,6 +168,12 @@ def breath_stages(decoder: "Backend") -> "BreathStages":
 def precision(request: pytest.FixtureRequest) -> str:
     """What its S1 computes in."""
     return precision_of(request.config)
+
+
+@pytest.fixture(scope="session")
+def every(request: pytest.FixtureRequest) -> int:
+    """Which cases of a long loop run: each one, or with the profile "few" every twentieth."""
+    return FEW_OF_A_LOOP if profile_of(request.config) == "few" else 1
 
 
 @pytest.fixture(scope="session")

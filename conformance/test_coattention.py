@@ -200,9 +200,10 @@ def test_a_cross_weight_equal_to_the_threshold_is_no_edge(stages: CrystalStages)
     rows = [[0], [1], [0, 1], [0, 1]]
     p = replace(TINY, C=2, k_cross=1, tau_cross=0.5)
     assert (run(stages, one_head(rows, p)).cross == -1).all()
-    found = run(stages, one_head(rows, replace(p, tau_cross=0.25)))
-    assert found.cross.tolist() == [[-1], [-1], [0], [0]]
-    assert checks.edges_of(found)[-2:] == [(0, 2, 0.5), (0, 3, 0.5)]
+    for below in (0.25, float(np.nextafter(np.float32(0.5), np.float32(0)))):
+        found = run(stages, one_head(rows, replace(p, tau_cross=below)))
+        assert found.cross.tolist() == [[-1], [-1], [0], [0]]
+        assert checks.edges_of(found)[-2:] == [(0, 2, 0.5), (0, 3, 0.5)]
 
 
 @pytest.mark.spec(id="CC-ROW-NORM")

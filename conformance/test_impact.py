@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -100,6 +101,16 @@ def test_ablations_of_impact_are_exact(stages: CrystalStages, tokens: tuple[Vect
     S, ids = tokens
     assert stages.impact(S, ids, replace(PAPER, impact="uniform")).tolist() == [1.0] * len(S)
     assert stages.impact(S, ids, replace(PAPER, impact="salience")).tolist() == S.tolist()
+
+
+@pytest.mark.spec(id="CC-IMPACT")
+@pytest.mark.parametrize("form", ["mixture", "salience", "uniform"])
+def test_impact_is_an_array_of_its_own(stages: CrystalStages, form: Literal["mixture", "salience", "uniform"]) -> None:
+    """What later changes M must not change S."""
+    S = np.array([0.5, 1.0, 2.0])
+    found = stages.impact(S, np.array([3, 4, 3]), replace(PAPER, impact=form))
+    assert not np.shares_memory(found, S)
+    assert found.dtype == np.float64
 
 
 @pytest.mark.spec(id="CC-IMPACT")

@@ -3,11 +3,13 @@
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from reference.backend import BACKEND
 from spec.backend import BUILT_IN, ENTRY_POINTS, Backend, CrystalStages, resolve
 from spec.errors import BackendUnavailable, SpecError
+from spec.parameters import TINY
 
 MODULE = """
 from spec.backend import Backend
@@ -87,3 +89,25 @@ def test_what_is_no_backend_is_refused(wrong: object) -> None:
 def test_a_missing_family_names_those_that_are_there() -> None:
     with pytest.raises(BackendUnavailable, match=r"'mine'.*'crystal'.*none"):
         Backend("mine").require_crystal()
+
+
+@pytest.mark.spec(id="CC-PREFILL")
+@pytest.mark.parametrize(("name", "package"), [("numba", "numba"), ("triton", "triton"), ("triton", "torch")])
+def test_a_missing_package_is_named_with_what_brings_it(
+    name: str, package: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in [module for module in sys.modules if module.startswith("accelerated.")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(BackendUnavailable, match=rf"'{name}'.*{package}.*pip install 'kvspec\[{name}\]' brings"):
+        resolve(name)
+
+
+@pytest.mark.spec(id="CC-COATTENTION")
+def test_numba_without_threadpoolctl_says_so_where_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """S2 to S6 run without it; S1 would fight over the cores with BLAS."""
+    coattention = pytest.importorskip("accelerated.numba_cpu.coattention")
+    monkeypatch.setattr(coattention, "BLAS", None)
+    q = np.ones((1, 2, 2), dtype=np.float32)
+    with pytest.raises(BackendUnavailable, match=r"needs threadpoolctl: pip install 'kvspec\[numba\]'"):
+        resolve("numba").require_crystal().coattention(q, q, np.arange(2), TINY, 1.0, None)

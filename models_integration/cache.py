@@ -1,13 +1,15 @@
 """A cache that forgets: tensors and positions of the kept tokens, and the number of tokens seen."""
 
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from models_integration.visibility import SlotOffset, StoredRows
+from models_integration.visibility import EMPTY, SlotOffset, StoredRows
 from spec.errors import SpecError
 from spec.retention import Granularity, Retention
 
@@ -61,25 +63,40 @@ class RetainedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # the base'
         """Absolute positions behind the slots, ascending, (rows, stored)."""
         return self.rows.positions(self.stored_length)
 
-    def retain(self, kept: Tensor) -> None:
-        """Keep these positions (kept,) of every row, and free the others.
+    @property
+    def uniform(self) -> bool:
+        """Whether all rows store the same positions, and have no padding among what they have seen."""
+        return self.rows.shared and int(self.next_positions(1)[0, 0]) == self.stored_length + self.evicted
+
+    def next_positions(self, tokens: int) -> Tensor:
+        """Positions of the next tokens in each row, (rows, tokens); one row where all rows agree."""
+        grown = self.stored_length - self.rows.kept.shape[1]
+        return self.rows.marks[:, None] + grown + torch.arange(tokens)
+
+    def pad(self, padding: Tensor) -> None:
+        """Note, before the first compaction, how many columns (rows,) stand left of each row's first token."""
+        self.rows = StoredRows.padded(padding)
+
+    def retain(self, *kept: Tensor) -> None:
+        """Keep these positions (kept,) of each row, and free the others; one tensor may stand for all rows.
 
         Implements: CC-COMPACT
 
         Raises:
             SpecError: when one is not stored; nothing has changed then.
         """
-        assert self.rows.shared
         assert self.keys is not None
         assert self.values is not None
-        seen = self.get_seq_length()
-        slots = slots_of(self.stored_positions()[0], kept).to(self.keys.device)
-        if len(slots) < self.stored_length:
-            # Copies, not views: a view would keep the evicted tokens' memory alive.
-            keys, values = self.keys.index_select(2, slots), self.values.index_select(2, slots)
+        seen, stored, marks = self.get_seq_length(), self.stored_positions(), self.next_positions(1)[:, 0]
+        of = [0] * len(kept) if self.rows.shared else range(len(stored))
+        if len(kept) == 1:
+            kept = kept * len(of)
+        slots = [slots_of(stored[row], own).to(self.keys.device) for row, own in zip(of, kept, strict=True)]
+        if sum(map(len, slots)) < sum(int((stored[row] != EMPTY).sum()) for row in of):
+            keys, values = _gathered(self.keys, slots), _gathered(self.values, slots)
             self.keys, self.values = keys, values
-        self.rows = StoredRows(kept[None], torch.full((1,), seen, dtype=torch.int64))
-        self.evicted = seen - len(kept)
+        self.rows = StoredRows(_filled(kept, self.stored_length), marks.expand(len(kept)))
+        self.evicted = seen - self.stored_length
 
     def reset(self) -> None:
         """Forget everything: as new."""
@@ -98,21 +115,41 @@ class RetainedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # the base'
             raise SpecError("tokens_to_remove", tokens_to_remove, f"must lie in [-{self.get_seq_length()}, 0]")
         if tokens_to_remove == 0:
             return
-        assert self.rows.shared
         assert self.keys is not None
         assert self.values is not None
-        left = int((self.stored_positions() < remaining).sum())
+        if self.rows.shared:
+            left = int((self.stored_positions() < remaining).sum())
+            rows = StoredRows(self.rows.kept[:, :left], self.rows.marks.clamp(max=remaining))
+        else:
+            later = self.stored_length - self.rows.kept.shape[1]
+            if -tokens_to_remove > later:
+                raise SpecError("tokens_to_remove", tokens_to_remove, f"rows that differ can give back {later} so far")
+            left, rows = self.stored_length + tokens_to_remove, self.rows
         self.keys, self.values = self.keys[:, :, :left], self.values[:, :, :left]
-        kept = self.rows.kept[:, :left]
-        self.rows = StoredRows(kept, self.rows.marks.clamp(max=remaining))
-        self.evicted = remaining - left
+        self.rows, self.evicted = rows, remaining - left
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Let row i go on as row beam_idx[i] was."""
+        super().reorder_cache(cast(torch.LongTensor, beam_idx))
+        self.rows = self.rows.select(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row `repeats` times, one after the other."""
+        super().batch_repeat_interleave(repeats)
+        self.rows = self.rows.select(torch.arange(len(self.rows.kept)).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Only these rows."""
+        super().batch_select_indices(indices)
+        self.rows = self.rows.select(indices)
 
 
 class RetainedCache(DynamicCache):
     """A DynamicCache whose full-attention layers can be compacted. Sliding-window layers stay as they are.
 
     Outside the context manager it only grows: default position ids and masks continue right from the tokens seen.
-    2D attention masks count tokens seen, evicted ones included.
+    2D attention masks count tokens seen, evicted ones included. Rows that store different positions can be read inside
+    the context manager only.
 
     Args:
         config: the (text) config of the model.
@@ -158,20 +195,49 @@ class RetainedCache(DynamicCache):
         self.layers = [RetainedLayer() if type(layer) is DynamicLayer else layer for layer in layers]
         self.layer_class_to_replicate = None
         self.failure: str | None = None
+        self._in_context = False
 
     @property
     def full_layers(self) -> list[RetainedLayer]:
         """The layers that can be compacted."""
         return [layer for layer in self.layers if isinstance(layer, RetainedLayer)]
 
+    def _full_layer(self, index: int) -> RetainedLayer:
+        layer = self.layers[index]
+        assert isinstance(layer, RetainedLayer)
+        return layer
+
     @property
     def stored_length(self) -> int:
         """Slots of a full-attention layer."""
         return self.full_layers[0].stored_length
 
-    def stored_positions(self) -> Tensor:
-        """Absolute positions behind the slots of the full-attention layers, (stored,)."""
-        return self.full_layers[0].stored_positions()[0]
+    def stored_positions(self, row: int = 0) -> Tensor:
+        """Absolute positions that the full-attention layers store of one row, ascending, (stored,)."""
+        rows = self.full_layers[0].stored_positions()
+        positions = rows[0 if len(rows) == 1 else row]
+        return positions[positions != EMPTY]
+
+    def step_inputs(self, tokens: int, device: torch.device) -> dict[str, Tensor]:
+        """What the next tokens of padded rows need, where their caller leaves it out: position ids and a 2D mask.
+
+        Empty where the defaults of transformers are right.
+        """
+        first = self.full_layers[0]
+        if first.uniform:
+            return {}
+        positions, columns = first.next_positions(tokens), self.get_seq_length()
+        shown = torch.arange(columns + tokens) >= columns - positions[:, :1]
+        return {"position_ids": positions.to(device), "attention_mask": shown.to(device, torch.int64)}
+
+    @contextmanager
+    def in_context(self) -> Iterator[None]:
+        """The model reads this cache through our masks."""
+        self._in_context = True
+        try:
+            yield
+        finally:
+            self._in_context = False
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens seen, as a full-attention layer counts them."""
@@ -180,8 +246,14 @@ class RetainedCache(DynamicCache):
         return (layer if isinstance(layer, RetainedLayer) else self.full_layers[0]).get_seq_length()
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """See the layers."""
+        """See the layers.
+
+        Raises:
+            SpecError: outside the context manager, where rows differ: a mask of transformers cannot tell them apart.
+        """
         self.check_usable()
+        if not self._in_context and not self.full_layers[0].uniform:
+            raise SpecError("past_key_values", "rows that differ", "can be read inside the context manager only")
         sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
         return sizes
 
@@ -193,19 +265,34 @@ class RetainedCache(DynamicCache):
         stored: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return stored
 
-    def compact(self, retention: Retention) -> None:
-        """Keep what the retention says, in every full-attention layer.
+    def compact(
+        self, retentions: Sequence[Retention], padding: Tensor | None = None, layers: Iterable[int] | None = None,
+    ) -> None:
+        """Keep what the retentions say: one per row, or one for all rows.
+
+        Args:
+            retentions: what to keep.
+            padding: columns left of each row's first token, (rows,), where a first prompt is padded.
+            layers: indices of full-attention layers; None means all of them.
 
         Raises:
-            SpecError: when it is about another number of tokens, or not one kept set for the whole model.
+            SpecError: when one is about another number of tokens, or not one kept set for the whole model.
         """
-        if retention.granularity is not Granularity.MODEL:
-            raise SpecError("retention", retention.granularity, "only one kept set for all layers is served so far")
-        if retention.seen != self.get_seq_length():
-            raise SpecError("retention", f"{retention.seen} tokens", f"the cache has seen {self.get_seq_length()}")
-        kept = torch.tensor(retention.positions, dtype=torch.int64)
-        for layer in self.full_layers:
-            layer.retain(kept)
+        chosen = self.full_layers if layers is None else [self._full_layer(index) for index in layers]
+        kept = []
+        for row, retention in enumerate(retentions if chosen else ()):
+            seen = chosen[0].get_seq_length() - (0 if padding is None else int(padding[row]))
+            if retention.granularity is not Granularity.MODEL:
+                raise SpecError("retention", retention.granularity, "only one kept set for all layers is served so far")
+            if retention.seen != seen:
+                raise SpecError("retention", f"{retention.seen} tokens", f"the cache has seen {seen}")
+            kept.append(torch.tensor(retention.positions, dtype=torch.int64))
+        if padding is None and all(torch.equal(kept[0], other) for other in kept):
+            kept = kept[:1]
+        for layer in chosen:
+            if padding is not None:
+                layer.pad(padding)
+            layer.retain(*kept)
 
     def reset(self) -> None:
         """Forget everything: ready for a new prompt."""
@@ -228,16 +315,35 @@ class RetainedCache(DynamicCache):
             raise SpecError("past_key_values", "an unusable cache", f"{self.failure}; start again with a new one")
 
 
+def _gathered(tensor: Tensor, slots: Sequence[Tensor]) -> Tensor:
+    """Each row's slots, (rows, H_kv, longest, d), ends aligned; copies, as a view would keep evicted tokens alive."""
+    if len(slots) == 1:
+        return tensor.index_select(2, slots[0])
+    # Zeros, and not any memory: a masked NaN would still spoil the sum over values.
+    out = tensor.new_zeros(len(slots), tensor.shape[1], max(map(len, slots)), tensor.shape[3])
+    for row, own in enumerate(slots):
+        out[row, :, out.shape[2] - len(own) :] = tensor[row].index_select(1, own)
+    return out
+
+
+def _filled(kept: Sequence[Tensor], width: int) -> Tensor:
+    """Positions by slot, (rows, width), EMPTY on the left of shorter rows."""
+    rows = torch.full((len(kept), width), EMPTY)
+    for row, own in enumerate(kept):
+        rows[row, width - len(own) :] = own
+    return rows
+
+
 def _drop_tensors(layer: Any) -> None:
     # Layers of some releases zero their tensors on a reset, and keep their length.
     layer.keys = layer.values = None
     layer.is_initialized = False
 
 
-def storage_bytes(cache: DynamicCache) -> int:
-    """Bytes that the cache's tensors occupy, each memory block counted once."""
+def storage_bytes(layers: Iterable[Any]) -> int:
+    """Bytes that the tensors of these cache layers occupy, each memory block counted once."""
     blocks = {}
-    for layer in cache.layers:
+    for layer in layers:
         for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None)):
             if isinstance(tensor, Tensor):
                 block = tensor.untyped_storage()

@@ -1,14 +1,15 @@
 """What a policy is shown: q, k (and v) of chosen layers after RoPE, while the model attends as it always does.
 
-An attention function is registered under a name of its own. It notes what it is given, where it is asked to, and
-calls the model's own attention. For the time of one forward the config names it; then the config is as it was.
+An attention function is registered under a name of its own. It shows what it is given to whoever watches the layer,
+calls the model's own attention, and says when that is done. For the time of one forward the config names it; then the
+config is as it was.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,98 +19,139 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from models_integration.architecture import IMPLEMENTATIONS, Architecture
+from models_integration.cache import RetainedCache
+from models_integration.flash import flash_attention
 from models_integration.visibility import retained_mask
 from spec.errors import SpecError
 from spec.policy import LayerView, Needs
 
-__all__ = ["Recorder", "observing"]
+__all__ = ["Attended", "Recorder", "Watcher", "observing"]
 
 AttentionFunction: TypeAlias = Callable[..., tuple[Tensor, Tensor | None]]
+
+@dataclass(frozen=True)
+class Attended:
+    """What one layer attended with: query (rows, H, n, d), key and value (rows, H_kv, live, d)."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    lse: Tensor | None
+    """(rows, H, n), where it came with the output."""
+    options: Mapping[str, Any]
+
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Arguments of attention functions that change the weights in ways that S1 does not know.
 _UNKNOWN_TO_THE_SPEC = {"s_aux": "attention sinks inside the softmax", "position_bias": "a position bias"}
 
 
-@dataclass(frozen=True)
+class Watcher(Protocol):
+    """Is told of every attention of the layers that it watches."""
+
+    def wants_lse(self, layer: int) -> bool:
+        """Whether the attention's log-sum-exp would be of use."""
+        ...
+
+    def attended(self, module: nn.Module, seen: Attended) -> None:
+        """A layer has attended: nobody reads its keys and values again in this forward."""
+        ...
+
+
+@dataclass
 class _Seen:
     q: Tensor
     k: Tensor
     v: Tensor | None
     scaling: float
     softcap: float | None
+    lse: Tensor | None
 
 
 @dataclass
 class Recorder:
-    """Collects what `needs` asks for, from row 0 of one forward."""
+    """Collects what `needs` asks for, over the forwards of one segment."""
 
     needs: Needs
     seen: dict[int, _Seen] = field(default_factory=dict)
 
-    def record(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> None:
-        """Note one layer's inputs: query (rows, H, n, d), key and value (rows, H_kv, n, d).
+    def record(self, module: nn.Module, layer: Attended) -> None:
+        """Note one layer's inputs.
+
+        Queries of one layer's later forwards follow its earlier ones; its last keys and values hold all of them.
 
         Raises:
             SpecError: for a dtype or an attention that the specification does not cover.
         """
         for name, what in _UNKNOWN_TO_THE_SPEC.items():
-            if options.get(name) is not None:
+            if layer.options.get(name) is not None:
                 raise SpecError("model", type(module).__name__, f"{what} is not served")
-        if query.dtype not in _DTYPES:
-            raise SpecError("dtype", query.dtype, f"must be one of {', '.join(map(str, _DTYPES))}")
-        rows = self.needs.query_rows
-        # The last rows are copied, so that the others need not live until the decision.
-        q = query[0] if rows is None else query[0, :, query.shape[2] - min(rows, query.shape[2]) :].clone()
-        scaling = options.get("scaling")
-        self.seen[cast(int, module.layer_idx)] = _Seen(
-            q.detach(), key[0].detach(), value[0].detach() if self.needs.values else None,
-            query.shape[-1] ** -0.5 if scaling is None else float(scaling), options.get("softcap"),
+        q = layer.query.detach()
+        if q.dtype not in _DTYPES:
+            raise SpecError("dtype", q.dtype, f"must be one of {', '.join(map(str, _DTYPES))}")
+        index, scaling = cast(int, module.layer_idx), layer.options.get("scaling")
+        if index in self.seen:
+            q = torch.cat([self.seen[index].q, q], dim=2)
+        lse, rows = layer.lse, self.needs.query_rows
+        if rows is not None and rows < q.shape[2]:
+            # The last rows are copied, so that the others need not live until the decision.
+            q = q[:, :, q.shape[2] - rows :].clone()
+            lse = None if lse is None else lse[:, :, lse.shape[2] - rows :]
+        self.seen[index] = _Seen(
+            q, layer.key.detach(), layer.value.detach() if self.needs.values else None,
+            q.shape[-1] ** -0.5 if scaling is None else float(scaling), layer.options.get("softcap"),
+            None if lse is None else lse.detach(),
         )
 
-    def views(self) -> dict[int, LayerView]:
-        """What was seen, on the host: half precision as float32, which is exact."""
-        return {
-            layer: LayerView(_host(seen.q), _host(seen.k), None if seen.v is None else _host(seen.v), seen.scaling,
-                             seen.softcap)
-            for layer, seen in self.seen.items()
-        }
+    def views(self, row: int, padding: int) -> dict[int, LayerView]:
+        """What was seen of one row, without the columns left of its first token.
+
+        On the host, half precision as float32, which is exact; or as it is, where the scorer takes such tensors.
+        """
+        return {layer: self._view(seen, row, padding) for layer, seen in self.seen.items()}
+
+    def _view(self, seen: _Seen, row: int, padding: int) -> LayerView:
+        k = seen.k[row, :, padding:]
+        q = seen.q[row, :, max(0, seen.q.shape[2] - k.shape[1]) :]
+        v = None if seen.v is None else seen.v[row, :, padding:]
+        lse, takes = None if seen.lse is None else seen.lse[row], self.needs.takes
+        if takes is None or not all(takes(tensor) for tensor in (q, k, v) if tensor is not None):
+            q, k, v, lse = _host(q), _host(k), _host(v), _host(lse)
+        return LayerView(q, k, v, seen.scaling, seen.softcap, lse)
 
 
-def _host(tensor: Tensor) -> Any:
+def _host(tensor: Tensor | None) -> Any:
+    if tensor is None:
+        return None
     wide = tensor if tensor.dtype == torch.float64 else tensor.float()
     return wide.cpu().numpy()
 
 
 # Who watches which attention module, for the time of one forward.
-_RECORDERS: WeakKeyDictionary[nn.Module, Recorder] = WeakKeyDictionary()
-
-
-def _layers_to_watch(needs: Needs, architecture: Architecture) -> Sequence[int]:
-    if needs.layers == "none":
-        return ()
-    return (architecture.observed,) if needs.layers == "observed" else architecture.full_layers
+_WATCHERS: WeakKeyDictionary[nn.Module, Watcher] = WeakKeyDictionary()
 
 
 @contextmanager
-def observing(architecture: Architecture, recorder: Recorder | None) -> Iterator[None]:
-    """Route this model's attention and masks through ours, and layers that the recorder needs past the recorder."""
+def observing(
+    architecture: Architecture, cache: RetainedCache, watcher: Watcher | None = None, layers: Iterable[int] = (),
+) -> Iterator[None]:
+    """Route this model's attention and masks through ours, and these layers' attention past the watcher."""
     config = architecture.config
     stock = config._attn_implementation
     ours = _register(stock)
-    watched = () if recorder is None else _layers_to_watch(recorder.needs, architecture)
-    modules = [architecture.attention[layer] for layer in watched]
+    modules = [architecture.attention[layer] for layer in layers]
     # The public setter would also write to sub-configs.
     config._attn_implementation_internal = ours
     try:
         for module in modules:
-            assert recorder is not None
-            _RECORDERS[module] = recorder
-        yield
+            assert watcher is not None
+            _WATCHERS[module] = watcher
+        with cache.in_context():
+            yield
     finally:
         config._attn_implementation_internal = stock
         for module in modules:
-            _RECORDERS.pop(module, None)
+            _WATCHERS.pop(module, None)
 
 
 def _register(stock: str) -> str:
@@ -126,10 +168,18 @@ def _observed(stock: str) -> AttentionFunction:
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        recorder = _RECORDERS.get(module)
-        if recorder is not None:
-            recorder.record(module, query, key, value, options)
-        return _own_attention(stock, module)(module, query, key, value, attention_mask, **options)
+        own, watcher = _own_attention(stock, module), _WATCHERS.get(module)
+        if watcher is None:
+            return own(module, query, key, value, attention_mask, **options)
+        both = None
+        if stock == "sdpa" and attention_mask is None and watcher.wants_lse(cast(int, module.layer_idx)):
+            both = flash_attention(module, query, key, value, options)
+        if both is None:
+            output, lse = own(module, query, key, value, attention_mask, **options), None
+        else:
+            output, lse = (both[0], None), both[1]
+        watcher.attended(module, Attended(query, key, value, lse, options))
+        return output
 
     return attention
 

@@ -11,12 +11,11 @@ from transformers.cache_utils import Cache
 from models_integration.architecture import Architecture
 from spec.errors import SpecError
 
-__all__ = ["check_forward", "check_generate", "check_prompt"]
+__all__ = ["check_forward", "check_generate", "check_prompt", "check_tokens", "prompt_positions"]
 
 # Ways to generate that this part does not serve, by the argument that asks for them.
 _GENERATE = {
     "inputs_embeds": "pass input_ids: policies read the tokens",
-    "prefill_chunk_size": "a prompt must be one forward so far: chunked prefill is not served",
     "cache_implementation": "must be left alone: static, offloaded and quantised caches cannot be compacted",
     "assistant_model": "assisted decoding is not served: it takes tokens back from the cache",
     "prompt_lookup_num_tokens": "assisted decoding is not served: it takes tokens back from the cache",
@@ -24,8 +23,11 @@ _GENERATE = {
 }
 
 
-def check_generate(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
+def check_generate(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> int | None:
     """Refuse what generate would do with the cache in ways that are not served.
+
+    Returns:
+        The size of the chunks in which it will read the prompt, if it will.
 
     Raises:
         SpecError: that names the argument.
@@ -43,6 +45,10 @@ def check_generate(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
             raise SpecError(name, shown, reason)
     if effective("use_cache") is False:
         raise SpecError("use_cache", False, "must be on: there is no cache to compact")
+    chunk: int | None = effective("prefill_chunk_size")
+    if chunk is not None and effective("token_healing"):
+        raise SpecError("token_healing", True, "changes the prompt's length: not beside prefill_chunk_size")
+    return chunk
 
 
 def check_forward(arguments: Mapping[str, Any], default_use_cache: bool) -> None:
@@ -65,36 +71,77 @@ def check_forward(arguments: Mapping[str, Any], default_use_cache: bool) -> None
         raise SpecError("past_key_values", type(cache).__name__, "must be a DynamicCache, or left to the policy")
 
 
-def check_prompt(architecture: Architecture, arguments: Mapping[str, Any]) -> None:
-    """What holds for a prompt: one sequence of at least two tokens, from position 0, unpadded.
+def check_prompt(
+    architecture: Architecture, arguments: Mapping[str, Any], *, columns: int = 0, padding: Tensor | None = None,
+    whole: bool = True,
+) -> Tensor | None:
+    """What holds for a prompt, or for its next piece: tokens from position 0 on, in order, padded on the left only.
+
+    Args:
+        columns: tokens of each row before this piece, padding included.
+        padding: what this function gave for the piece before.
+        whole: the prompt ends with this piece.
+
+    Returns:
+        Columns left of each row's first token, (rows,); None where there are none.
 
     Raises:
         SpecError: otherwise, with the argument that differs.
     """
     ids: Tensor = arguments["input_ids"]
-    n = ids.shape[1]
-    if len(ids) == 0 or n == 0:
+    if len(ids) == 0 or ids.shape[1] == 0:
         raise SpecError("input_ids", tuple(ids.shape), "must not be empty")
-    if n == 1:
-        raise SpecError("input_ids", tuple(ids.shape), "one query is a decode step, not a segment")
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= architecture.vocabulary:
         raise SpecError("input_ids", low if low < 0 else high, f"must lie in [0, {architecture.vocabulary})")
-    _check_mask(arguments.get("attention_mask"), ids)
-    if not torch.equal(ids, ids[:1].expand_as(ids)):
-        raise SpecError("input_ids", tuple(ids.shape), "rows must be one prompt (beams): batches are not served yet")
-    positions = arguments.get("position_ids")
-    if positions is not None and not (
-        positions.ndim == 2 and bool((positions == torch.arange(n, device=positions.device)).all())
-    ):
-        raise SpecError("position_ids", tuple(positions.shape), f"must be 0 to {n - 1}: a prompt starts the sequence")
+    found = _left_padding(arguments.get("attention_mask"), ids, columns)
+    known = torch.zeros(len(ids), dtype=torch.int64) if padding is None else padding
+    if not torch.equal(found.clamp(max=columns), known):
+        raise SpecError("attention_mask", found.tolist(), f"the prompt's padding so far was {known.tolist()}")
+    if whole:
+        check_tokens(columns + ids.shape[1], found)
+    _check_positions(arguments.get("position_ids"), ids, prompt_positions(ids.shape[1], columns, found))
+    return found if bool(found.any()) else None
 
 
-def _check_mask(mask: object, ids: Tensor) -> None:
+def check_tokens(columns: int, padding: Tensor | None) -> None:
+    """A prompt has at least two tokens in each row.
+
+    Raises:
+        SpecError: otherwise.
+    """
+    fewest = columns - (0 if padding is None else int(padding.max()))
+    if fewest < 2:
+        raise SpecError("input_ids", f"{fewest} tokens", "one query is a decode step, not a segment")
+
+
+def prompt_positions(n: int, columns: int, padding: Tensor) -> Tensor:
+    """Positions of the next n columns, (rows, n); negative left of a row's first token."""
+    return columns + torch.arange(n) - padding[:, None]
+
+
+def _left_padding(mask: object, ids: Tensor, columns: int) -> Tensor:
+    rows, width = len(ids), columns + ids.shape[1]
     if mask is None:
+        return torch.zeros(rows, dtype=torch.int64)
+    if not isinstance(mask, Tensor) or mask.shape != (rows, width):
+        shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise SpecError("attention_mask", shape, f"must have a column for each token of the prompt, {(rows, width)}")
+    hidden, shown = (mask == 0).to("cpu"), (mask == 1).to("cpu")
+    if not bool((hidden | shown).all()):
+        raise SpecError("attention_mask", mask.dtype, "must hold zeros and ones only")
+    if bool((shown[:, :-1] & hidden[:, 1:]).any()):
+        reason = "must stand left of all ones: right padding and holes are not served"
+        raise SpecError("attention_mask", "zeros", reason)
+    return hidden.sum(dim=1)
+
+
+def _check_positions(positions: Tensor | None, ids: Tensor, expected: Tensor) -> None:
+    if positions is None:
         return
-    if not isinstance(mask, Tensor) or mask.shape != ids.shape:
-        shown = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        raise SpecError("attention_mask", shown, f"must have the shape of input_ids, {tuple(ids.shape)}")
-    if not bool((mask == 1).all()):
-        raise SpecError("attention_mask", "zeros", "padded prompts are not served yet")
+    fits = positions.ndim == 2 and len(positions) in (1, len(ids)) and positions.shape[1] == ids.shape[1]
+    if not fits or not bool(((positions.to("cpu") == expected) | (expected < 0)).all()):
+        first, last = int(expected.max(dim=1).values.min()) + 1 - ids.shape[1], int(expected.max())
+        raise SpecError(
+            "position_ids", tuple(positions.shape), f"must be {max(0, first)} to {last}: a prompt starts the sequence"
+        )

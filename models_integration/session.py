@@ -1,13 +1,10 @@
 """A policy at work on a model: the context manager, and the plain function for a loop of one's own."""
 
 import inspect
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import wraps
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from weakref import WeakSet
 
 import torch
@@ -15,13 +12,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from models_integration.architecture import describe
-from models_integration.cache import RetainedCache, storage_bytes
-from models_integration.capture import Recorder, observing
-from models_integration.inputs import check_forward, check_generate, check_prompt
-from reference.policies import retain
+from models_integration.cache import RetainedCache
+from models_integration.capture import observing
+from models_integration.generation import Call, guarded_generate
+from models_integration.inputs import check_forward, check_prompt, prompt_positions
+from models_integration.segments import ONE_FORWARD, OPEN, Segment
 from spec.arrays import IntVector
 from spec.errors import SpecError
-from spec.policy import Observation
 from spec.records import CrystalRetention
 from spec.retention import Granularity, Retention
 
@@ -30,16 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Prefilled", "Session", "prefill"]
 
-
-@dataclass
-class _Forward:
-    """One forward that is under way."""
-
-    cache: RetainedCache
-    undo: ExitStack
-    input_ids: Tensor
-    recorder: Recorder | None
-
+Kept: TypeAlias = CrystalRetention | Retention
+"""What was kept of one prompt; with all records if the policy is CrystalCache."""
 
 # Decoders inside a context: a second context on one of them would fight over its cache.
 _BUSY: WeakSet[nn.Module] = WeakSet()
@@ -49,8 +38,9 @@ class Session:
     """A method on a model, for the time of a `with` block; afterwards, what it did.
 
     Every prompt that the model reads inside the block is observed, decided and compacted; decode steps go on from
-    the compacted cache. The attributes are about the last prompt. A prompt is one forward: its end is where the
-    policy decides, so a loop of one's own must not cut it into pieces.
+    the compacted cache. The attributes are about the last prompt, or the last batch of them: rows of different lengths
+    are padded on their left, with the 2D mask that says so. A prompt is one forward, unless it is read inside
+    `with run.prompt():` or in generate's own chunks: its end is where the policy decides.
 
     Raises:
         SpecError: when made for a model that cannot be compacted.
@@ -61,26 +51,36 @@ class Session:
             raise SpecError("policy", method.policy.name, "one kept set for all layers and heads is served so far")
         self.backend = method.backend
         """The backend that decides."""
-        self.retention: CrystalRetention | Retention | None = None
-        """What was kept; with all records if the policy is CrystalCache. None before a prompt."""
+        self.retention: Kept | tuple[Kept, ...] | None = None
+        """What was kept; of a batch, a tuple with one for each prompt. None before a prompt."""
         self.cache: RetainedCache | None = None
         """The compacted cache; it lives on after the block."""
         self.timings: dict[str, float] = {}
         """Seconds of the stages capture, decision and compaction."""
         self.bytes_saved = 0
-        """Bytes of keys and values that compaction freed."""
+        """Bytes of keys and values that compaction freed, in all rows."""
         self.over_budget = 0
-        """Tokens kept beyond the budget, because protection alone exceeds it."""
+        """Tokens kept beyond the budget in all prompts, because protection alone exceeds it."""
         self._method = method
         self._model = model
         self._architecture = describe(model)
         self._names = tuple(inspect.signature(self._architecture.decoder.forward).parameters)
-        self._running: _Forward | None = None
+        self._call: Call | None = None
+        self._grouping = False
+        self._cache: RetainedCache | None = None
+        self._segment: Segment | None = None
+        self._undo: ExitStack | None = None
         self._exit: ExitStack | None = None
 
     @property
     def kept(self) -> IntVector | None:
-        """Kept absolute positions of the last prompt, ascending; None before a prompt."""
+        """Kept absolute positions of the last prompt, ascending; None before a prompt.
+
+        Raises:
+            SpecError: after a batch.
+        """
+        if isinstance(self.retention, tuple):
+            raise SpecError("kept", f"{len(self.retention)} prompts", "retention has one for each of them")
         retention = self.retention.retention if isinstance(self.retention, CrystalRetention) else self.retention
         return None if retention is None else retention.positions
 
@@ -95,7 +95,8 @@ class Session:
             undo.callback(_BUSY.discard, decoder)
             undo.callback(decoder.register_forward_pre_hook(self._before, with_kwargs=True).remove)
             undo.callback(decoder.register_forward_hook(self._after, always_call=True).remove)
-            undo.enter_context(_guarded_generate(self._model))
+            undo.enter_context(guarded_generate(self._model, self._generating))
+            undo.callback(self._drop, "its context ended inside a prompt")
             undo.callback(self._abandon)
             self._exit = undo.pop_all()
         return self
@@ -114,62 +115,115 @@ class Session:
         arguments = {**dict(zip(self._names, args, strict=False)), **kwargs}
         check_forward(arguments, getattr(self._architecture.config, "use_cache", True))
         cache = arguments.get("past_key_values")
-        recorder = None
-        if isinstance(cache, RetainedCache) and cache.get_seq_length() > 0:
+        if self._segment is None and isinstance(cache, RetainedCache) and cache.get_seq_length() > 0:
             _check_step(arguments["input_ids"], cache)
+            defaults = cache.step_inputs(1, arguments["input_ids"].device)
         else:
+            cache, defaults = self._read(cache, arguments)
+        segment, self._cache, self._undo = self._segment, cache, ExitStack()
+        layers = () if segment is None else segment.layers
+        self._undo.enter_context(observing(self._architecture, cache, segment, layers))
+        given = {name: value for name, value in arguments.items() if value is not None}
+        return (), {**arguments, **defaults, **given, "past_key_values": cache}
+
+    def _read(self, cache: Any, arguments: Mapping[str, Any]) -> tuple[RetainedCache, dict[str, Tensor]]:
+        """A prompt starts or goes on; nothing has changed if it is refused."""
+        segment, ids = self._segment, arguments["input_ids"]
+        if segment is None:
             if cache is not None:
                 RetainedCache.check_adoptable(cache)
-            check_prompt(self._architecture, arguments)
+            until = OPEN if self._grouping else ONE_FORWARD if self._call is None else self._call.until
+            columns, known = 0, None
+        else:
+            if cache is not segment.cache:
+                raise SpecError("past_key_values", type(cache).__name__, "must be the cache of the prompt that is open")
+            if len(ids) != segment.rows:
+                raise SpecError("input_ids", tuple(ids.shape), f"the prompt that is open has {segment.rows} rows")
+            until, columns, known = segment.until, cache.get_seq_length(), segment.padding
+        padding = check_prompt(
+            self._architecture, arguments, columns=columns, padding=known, whole=until == ONE_FORWARD
+        )
+        if segment is None:
             config = self._architecture.config
             cache = RetainedCache(config) if cache is None else RetainedCache.adopt(cache, config)
-            recorder = Recorder(self._method.policy.scorer.needs)
-        undo = ExitStack()
-        undo.enter_context(observing(self._architecture, recorder))
-        self._running = _Forward(cache, undo, arguments["input_ids"], recorder)
-        return (), {**arguments, "past_key_values": cache}
+            copies = 1 if self._call is None else max(1, len(ids) // self._call.rows)
+            segment = self._segment = Segment(self._method, self._architecture, cache, copies, until)
+        segment.read(ids, padding)
+        if padding is None:
+            return cache, {}
+        positions = prompt_positions(ids.shape[1], columns, padding).clamp(min=0)
+        return cache, {"position_ids": positions.to(ids.device)}
 
     def _after(self, decoder: nn.Module, args: tuple[Any, ...], output: object) -> None:
-        running, finished = self._running, output is not None
-        if running is None:
+        if self._undo is None:
             return
-        if not finished:
+        if output is None:
             self._abandon()
             return
-        self._running = None
-        running.undo.close()
-        if running.recorder is None:
-            return
-        try:
-            self._decide(running, running.recorder)
-        except BaseException:
-            running.cache.fail("a policy failed on its prompt")
-            raise
+        self._undo.close()
+        self._undo = None
+        segment = self._segment
+        if segment is not None and segment.cache.get_seq_length() >= segment.until:
+            self._finish(segment)
 
     def _abandon(self) -> None:
         """Close a forward that did not come to its end; some layers have its tokens and others do not."""
-        if self._running is not None:
-            running, self._running = self._running, None
-            running.undo.close()
-            running.cache.fail("a forward failed half way")
+        if self._undo is not None:
+            self._undo.close()
+            self._undo = self._segment = None
+            assert self._cache is not None
+            self._cache.fail("a forward failed half way")
 
-    def _decide(self, running: _Forward, recorder: Recorder) -> None:
-        method, cache, seen = self._method, running.cache, running.input_ids.shape[1]
-        timings: dict[str, float] = {}
-        with _timed(timings, "capture"):
-            ids = running.input_ids[0].to("cpu", torch.int64).numpy() if recorder.needs.token_ids else None
-            observation = Observation(seen, 1, ids, recorder.views())
-            recorder.seen.clear()
-        with _timed(timings, "decision"):
-            retention, records = retain(method.policy, method.budget, observation)
-        before = storage_bytes(cache)
-        with _timed(timings, "compaction"):
-            cache.compact(retention)
-            _wait_for_device(running.input_ids.device)
-        self.retention = retention if records is None else records
-        self.cache, self.timings, self.bytes_saved = cache, timings, before - storage_bytes(cache)
-        B = max(method.policy.floor, method.budget.tokens(seen))
-        self.over_budget = max(0, len(retention.positions) - B)
+    def _drop(self, reason: str) -> None:
+        """Give up a prompt that did not come to its end."""
+        self._abandon()
+        if self._segment is not None:
+            segment, self._segment = self._segment, None
+            segment.cache.fail(reason)
+
+    @contextmanager
+    def prompt(self) -> Iterator[None]:
+        """Group the forwards inside the block into one prompt: nothing is evicted until the block ends.
+
+        Raises:
+            SpecError: inside another such block, or outside the context.
+        """
+        if self._grouping or self._call is not None or self._exit is None or self._architecture.decoder not in _BUSY:
+            raise SpecError("prompt()", "a block", "belongs inside the context, and neither in another nor in generate")
+        self._grouping = True
+        try:
+            yield
+        except BaseException:
+            self._drop("a prompt was left half way")
+            raise
+        finally:
+            self._grouping = False
+        self._abandon()
+        if self._segment is not None:
+            self._finish(self._segment)
+
+    @contextmanager
+    def _generating(self, call: Call) -> Iterator[None]:
+        if self._grouping:
+            raise SpecError("prompt()", "generate", "reads a prompt of its own: not inside the block")
+        outer, self._call = self._call, call
+        try:
+            yield
+        finally:
+            self._call = outer
+            self._drop("a prompt was left half way")
+
+    def _finish(self, segment: Segment) -> None:
+        self._segment = None
+        try:
+            kept, timings = segment.finish()
+        except BaseException:
+            segment.cache.fail("a policy failed on its prompt")
+            raise
+        retentions = tuple(one.retention if one.records is None else one.records for one in kept)
+        self.retention = retentions if len(retentions) > 1 else retentions[0]
+        self.cache, self.timings, self.bytes_saved = segment.cache, timings, segment.bytes_saved
+        self.over_budget = sum(one.over_budget for one in kept)
 
 
 def _check_step(input_ids: Tensor, cache: RetainedCache) -> None:
@@ -179,43 +233,6 @@ def _check_step(input_ids: Tensor, cache: RetainedCache) -> None:
             f"a second segment on a cache that has seen {cache.get_seq_length()} tokens (a turn, a chunk of a prompt) "
             "is not served inside the context yet: only single decode steps are",
         )
-
-
-@contextmanager
-def _guarded_generate(model: PreTrainedModel) -> Iterator[None]:
-    """Let generate refuse, before it starts, what a single forward cannot know: such as a prompt cut in chunks."""
-    generate = getattr(model, "generate", None)
-    if generate is None:
-        yield
-        return
-    had = vars(model).get("generate")
-
-    @wraps(generate)
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        named = {**dict(zip(("inputs", "generation_config"), args, strict=False)), **kwargs}
-        check_generate(model, named)
-        return generate(*args, **kwargs)
-
-    vars(model)["generate"] = guarded
-    try:
-        yield
-    finally:
-        if had is None:
-            del vars(model)["generate"]
-        else:
-            vars(model)["generate"] = had
-
-
-@contextmanager
-def _timed(timings: dict[str, float], stage: str) -> Iterator[None]:
-    start = time.perf_counter()
-    yield
-    timings[stage] = time.perf_counter() - start
-
-
-def _wait_for_device(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 class Prefilled(NamedTuple):

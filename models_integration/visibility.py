@@ -46,10 +46,22 @@ class StoredRows:
         """Before any compaction: slots are positions."""
         return cls(torch.empty(1, 0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
 
+    @classmethod
+    def padded(cls, padding: Tensor) -> "StoredRows":
+        """Before any compaction, with `padding` (rows,) columns that hold no token left of each row's first."""
+        width = int(padding.max())
+        positions = torch.arange(width) - padding[:, None]
+        return cls(positions.clamp(min=EMPTY), width - padding)
+
     @property
     def shared(self) -> bool:
         """Whether all rows of the batch store the same positions."""
         return len(self.kept) == 1
+
+    def select(self, rows: Tensor) -> "StoredRows":
+        """The same for other rows of the batch, by index."""
+        chosen = rows.to(self.kept.device)
+        return self if self.shared else StoredRows(self.kept[chosen], self.marks[chosen])
 
     def positions(self, slots: int) -> Tensor:
         """Positions of the first `slots` slots, (rows, slots)."""

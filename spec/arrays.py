@@ -9,7 +9,8 @@ import numpy as np
 from jaxtyping import Bool, Float, Float64, Int64
 
 __all__ = [
-    "Bool", "BoolVector", "Cube", "Float", "Float64", "Int64", "IntMatrix", "IntVector", "Matrix", "RawCube", "Vector",
+    "Bool", "BoolVector", "Cube", "Float", "Float64", "Int64", "IntCube", "IntMatrix", "IntVector", "Matrix", "RawCube",
+    "Vector",
 ]
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     RawCube: TypeAlias = np.ndarray[tuple[int, int, int], np.dtype[np.floating[Any]]]
     IntVector: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int64]]
     IntMatrix: TypeAlias = np.ndarray[tuple[int, int], np.dtype[np.int64]]
+    IntCube: TypeAlias = np.ndarray[tuple[int, int, int], np.dtype[np.int64]]
     BoolVector: TypeAlias = np.ndarray[tuple[int], np.dtype[np.bool_]]
 else:
-    Vector = Matrix = Cube = RawCube = IntVector = IntMatrix = BoolVector = np.ndarray
+    Vector = Matrix = Cube = RawCube = IntVector = IntMatrix = IntCube = BoolVector = np.ndarray

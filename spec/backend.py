@@ -1,6 +1,7 @@
 """Engines: a frozen record of optional stage families, found by name, by `module:ATTRIBUTE`, or given as it is."""
 
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Protocol, runtime_checkable
@@ -20,6 +21,7 @@ BUILT_IN = {
     "triton": "accelerated.triton_gpu.backend:BACKEND",
 }
 ENTRY_POINTS = "kvspec.backends"
+FAMILIES = ("crystal", "breath")
 
 
 @runtime_checkable
@@ -28,9 +30,18 @@ class CrystalStages(Protocol):
 
     def coattention(
         self, q: DeviceArray, k: DeviceArray, positions: IntVector, parameters: CrystalCacheParameters,
-        scaling: float, softcap: float | None, /,
+        scaling: float, softcap: float | None, lse: DeviceArray | None = None, /,
     ) -> CoAttention:
-        """S1. q (H, n, d) are the last n of the tokens whose keys are k (H_kv, live, d) at `positions` (live,)."""
+        """S1. q (H, n, d) are the last n of the tokens whose keys are k (H_kv, live, d) at `positions` (live,).
+
+        lse (H, n): the natural logarithm of the sum of exp(logit) over the keys that a query sees, the query's own
+        included and no other; logits scaled and soft-capped. It saves work and changes nothing: a backend may compute
+        it again instead. The caller answers for it. An lse that belongs to other q, k, scaling, softcap or
+        visibility scales every weight of a row by one wrong factor, which no check can tell from a right one.
+
+        Raises:
+            SpecError: for q, k or lse of a wrong shape, type or value.
+        """
         ...
 
     def impact(self, salience: Vector, token_ids: IntVector, parameters: CrystalCacheParameters, /) -> Vector:
@@ -114,6 +125,8 @@ class Backend:
     name: str
     crystal: CrystalStages | None = None
     breath: BreathStages | None = None
+    takes: Callable[[DeviceArray], bool] | None = None
+    """Whether its device stages read this tensor where it is; None means that they read NumPy arrays only."""
 
     def require_crystal(self) -> CrystalStages:
         """The CrystalCache stages.
@@ -136,7 +149,7 @@ class Backend:
         return self.breath
 
     def _lacks(self, family: str) -> BackendUnavailable:
-        has = [field.name for field in fields(self) if field.name != "name" and getattr(self, field.name)]
+        has = [name for name in FAMILIES if getattr(self, name) is not None]
         return BackendUnavailable(f"backend {self.name!r} has no stage family {family!r}; it has: {has or 'none'}")
 
 
@@ -167,7 +180,8 @@ def _load(name: str, target: str) -> Backend:
     try:
         found = getattr(import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise BackendUnavailable(f"backend {name!r} ({target}) cannot be loaded here: {error}") from error
+        remedy = f"; pip install 'kvspec[{name}]' brings what it needs" if name in BUILT_IN else ""
+        raise BackendUnavailable(f"backend {name!r} ({target}) cannot be loaded here: {error}{remedy}") from error
     if not isinstance(found, Backend):
         raise SpecError("backend", name, f"{target} is a {type(found).__name__}, not a spec.backend.Backend")
     return found

@@ -4,17 +4,17 @@ Every method of the field is one record of these parts at one granularity, so th
 any budgets, any selector over any scores. `reference.policies` holds the definitions.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
-from spec.arrays import BoolVector, Float64, Int64, IntVector, Matrix, Vector
+from spec.arrays import BoolVector, Float64, Int64, IntMatrix, IntVector, Matrix
+from spec.errors import SpecError
 from spec.retention import Granularity
 
 __all__ = [
-    "Budgets", "Cadence", "DeviceArray", "LayerView", "Needs", "Observation", "Policy", "Protection", "Scorer",
-    "Scores", "Selection", "Selector",
+    "SEGMENT_END", "Budgets", "Cadence", "DeviceArray", "LayerView", "Needs", "Observation", "Policy", "Protection",
+    "Running", "RunningScorer", "Scorer", "Scores", "Selection", "Selector",
 ]
 
 # A NumPy array, or a tensor already on the backend's device.
@@ -31,22 +31,29 @@ class Needs:
     """How many of the segment's last query rows; None means all of them."""
     values: bool = False
     token_ids: bool = False
+    takes: Callable[[DeviceArray], bool] | None = None
+    """Whether it reads a device's tensor as it is; None means that it reads NumPy arrays only."""
 
 
 @dataclass(frozen=True)
 class LayerView:
-    """One layer's attention inputs after RoPE: q (H, n_q, d), k (H_kv, n, d) and, if needed, v (H_kv, n, d)."""
+    """One layer's attention inputs after RoPE: q (H, n_q, d), k (H_kv, n, d) and, if needed, v (H_kv, n, d).
+
+    q holds the last n_q of the queries, in the order of their positions; k and v hold what is cached, in that order.
+    lse (H, n_q), where the forward's attention has it: see `spec.backend.CrystalStages.coattention`.
+    """
 
     q: DeviceArray
     k: DeviceArray
     v: DeviceArray | None
     scaling: float
     softcap: float | None
+    lse: DeviceArray | None = None
 
 
 @dataclass(frozen=True)
 class Observation:
-    """One sequence at the end of a segment, as far as the scorer needs it."""
+    """One sequence at the end of a segment or of a step, as far as the scorer needs it."""
 
     seen: int
     """Tokens seen: absolute positions run over range(seen)."""
@@ -54,18 +61,26 @@ class Observation:
     """Kept sets to decide at the policy's granularity."""
     token_ids: Int64[IntVector, " n"] | None
     layers: Mapping[int, LayerView]
+    """In ascending order, which is the order of the groups."""
+    B: int | None = None
+    """Tokens that a group keeps on average, as `retain` knows them; for scores that depend on the budget."""
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Retention priorities over units: unit u holds positions offsets[u] to offsets[u + 1]. Higher is kept first."""
+    """Retention priorities over units: unit u holds positions offsets[u] to offsets[u + 1]. Higher is kept first.
+
+    NaN marks a unit without a score: it is protected, or else the last to be kept.
+    """
 
     values: Float64[Matrix, "g m"]
     offsets: Int64[IntVector, " m_and_one"]
-    members: Float64[Vector, " n"] | None = None
+    members: Float64[Matrix, "g n"] | None = None
     """Priorities of tokens inside one unit, for a selector that keeps units in part."""
     carry: object = None
     """The scorer's own records, handed on untouched."""
+    heads: int = 1
+    """Groups of one layer, side by side: the KV heads where each has its own kept set, else 1."""
 
 
 @dataclass(frozen=True)
@@ -109,10 +124,51 @@ class Protection(Protocol):
     def __call__(self, seen: int, /) -> BoolVector: ...
 
 
-class Cadence(Enum):
-    """When a policy decides."""
+@dataclass(frozen=True)
+class Cadence:
+    """When a policy decides: at the end of each prompt and, where `every` is set, while tokens are decoded.
 
-    SEGMENT_END = "at the end of each prompt"
+    Implements: PO-STEP
+    """
+
+    every: int | None = None
+    """A step can be due where the number of tokens seen is a multiple of this; None: no step ever is."""
+    excess: int = 1
+    """And where a group holds at least this many tokens above its budget."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("every", self.every), ("excess", self.excess)):
+            if value is not None and value < 1:
+                raise SpecError(name, value, "must be at least 1")
+
+    def due(self, seen: int, live: int, B: int) -> bool:
+        """Whether a step that leaves `live` tokens in a group, out of `seen`, ends in a decision."""
+        return self.every is not None and seen % self.every == 0 and live - B >= self.excess
+
+
+SEGMENT_END = Cadence()
+
+
+@dataclass(frozen=True)
+class Running:
+    """A policy between two steps: what is cached, and the scorer's records of it."""
+
+    live: Int64[IntMatrix, "g n"]
+    """Absolute positions, ascending; each group holds as many."""
+    records: object
+
+
+@runtime_checkable
+class RunningScorer(Scorer, Protocol):
+    """A scorer that goes on while tokens are decoded. Slots are columns of what is cached, the new token last."""
+
+    def step(self, records: object, observation: Observation, /) -> Scores:
+        """Scores over the slots; `carry` holds the records with the new token in them."""
+        ...
+
+    def keep(self, records: object, slots: IntMatrix, /) -> object:
+        """The records of the slots (g, kept) that stay."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -124,7 +180,7 @@ class Policy:
     budgets: Budgets
     selector: Selector
     protection: Protection
-    cadence: Cadence = Cadence.SEGMENT_END
+    cadence: Cadence = SEGMENT_END
     granularity: Granularity = Granularity.MODEL
     floor: int = 0
     """Tokens below which a budget is raised (Eq. 30: sink + recent)."""

@@ -3,16 +3,19 @@
 import numpy as np
 
 from accelerated.numba_cpu.activation import active_trunks, inverse_key_norms
+from accelerated.numba_cpu.adaptive import adapted
 from accelerated.numba_cpu.breath import decay
 from accelerated.numba_cpu.coattention import coattention
+from accelerated.numba_cpu.coverage import backfill, coverage_reserve
 from accelerated.numba_cpu.crystallization import crystallization
 from accelerated.numba_cpu.dissolution import dissolve
 from accelerated.numba_cpu.graph import trunk_graph
 from accelerated.numba_cpu.hebbian import hebbian
-from accelerated.numba_cpu.impact import impact, impact_of_counts, trunk_impact
+from accelerated.numba_cpu.impact import impact, impact_of_counts, trunk_impact, unit_trunk_impact
 from accelerated.numba_cpu.resonance import resonance
 from accelerated.numba_cpu.score import score
 from accelerated.numba_cpu.segments import segment_crystallization, segment_graph
+from accelerated.numba_cpu.tiers import dissolve_in_tiers
 from accelerated.numba_cpu.trunks import trunk_offsets
 from spec.arrays import BoolVector, IntVector, Vector
 from spec.backend import Backend
@@ -20,9 +23,11 @@ from spec.decode import LiveTrunks, TrunkWeights
 from spec.parameters import CrystalCacheParameters
 from spec.policy import DeviceArray
 from spec.records import CoAttention, Dissolution, TrunkGraph, Trunks
-from spec.validate import check_attention_inputs, check_keys
+from spec.validate import check_attention_inputs, check_keys, check_lse
 
 __all__ = ["BACKEND"]
+
+_DISSOLVE = {"cut": dissolve, "tiers": dissolve_in_tiers}
 
 
 class _CrystalStages:
@@ -30,10 +35,11 @@ class _CrystalStages:
 
     def coattention(
         self, q: DeviceArray, k: DeviceArray, positions: IntVector, parameters: CrystalCacheParameters,
-        scaling: float, softcap: float | None, /,
+        scaling: float, softcap: float | None, lse: DeviceArray | None = None, /,
     ) -> CoAttention:
         check_attention_inputs(q, k)
-        return coattention(q, k, positions, parameters, scaling, softcap)
+        check_lse(lse, q)
+        return coattention(q, k, positions, parameters, scaling, softcap, lse)
 
     def impact(self, salience: Vector, token_ids: IntVector, parameters: CrystalCacheParameters, /) -> Vector:
         return impact(salience, token_ids, parameters)
@@ -41,8 +47,10 @@ class _CrystalStages:
     def trunks(
         self, coattention: CoAttention, impact: Vector, ends: BoolVector, parameters: CrystalCacheParameters, /,
     ) -> Trunks:
-        offsets = trunk_offsets(coattention, ends, parameters)
+        offsets = trunk_offsets(coattention, ends, adapted(coattention, ends, parameters))
         M_bar: Vector = trunk_impact(impact, offsets - coattention.start)
+        if parameters.trunk_impact == "unit":
+            M_bar = unit_trunk_impact(M_bar, float(parameters.epsilon))
         return Trunks(offsets, M_bar)
 
     def graph(self, coattention: CoAttention, trunks: Trunks, parameters: CrystalCacheParameters, /) -> TrunkGraph:
@@ -62,7 +70,12 @@ class _CrystalStages:
         self, score: Vector, trunks: Trunks, impact: Vector, D: Vector, protected: BoolVector, budget: int,
         parameters: CrystalCacheParameters, /,
     ) -> Dissolution:
-        return Dissolution(*dissolve(score, trunks.offsets, impact, D, protected, budget, parameters.N_min))
+        reserve = coverage_reserve(trunks.offsets, protected, budget, parameters.coverage)
+        run = _DISSOLVE[parameters.allocation]
+        kept, r, D_after = run(score, trunks.offsets, impact, D, protected, budget - reserve, parameters.N_min)
+        if reserve:
+            kept, r, D_after = backfill(kept, r, trunks.offsets, D, reserve)
+        return Dissolution(kept, r, D_after)
 
 
 class _BreathStages:

@@ -2,131 +2,205 @@
 
 No (n, n) array exists. A block of queries meets its own chunk first and then the earlier keys in tiles: each product
 is one sgemm, folded at once into the rows' log-sum-exp and the tile's maxima. A tile is revisited only for rows where
-the bound of `mark_active_rows` leaves room for an edge; there are fewer than 1 / tau such tiles per row.
+the bound of `mark_active_rows` leaves room for an edge; there are fewer than 1 / tau such tiles per row. Where the
+forward's own log-sum-exp is given, only the maxima are left to find.
 """
 
+import itertools
 import math
 import os
+from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from threadpoolctl import threadpool_limits
 
 from accelerated.numba_cpu import kernels
 from spec.arrays import IntMatrix, IntVector
+from spec.errors import BackendUnavailable
 from spec.parameters import CrystalCacheParameters
 from spec.policy import DeviceArray
 from spec.records import CoAttention
+
+try:
+    from threadpoolctl import ThreadpoolController
+except ModuleNotFoundError:  # S2 to S6 need it not, and the Triton backend takes them from this package
+    ThreadpoolController = None
 
 __all__ = ["coattention"]
 
 Floats = NDArray[np.float32]
 f32 = np.float32
-QUERIES = 128  # rows of a block
-KEYS = 256  # columns of a tile
+LOG2_E = math.log2(math.e)
+ROWS = 512  # rows of a product: the queries of a block in all heads that share keys
+BLOCK = (64, 256)  # fewest and most queries of a block
+KEYS = 128  # columns of a tile; ROWS x KEYS floats are a quarter of a second-level cache
+SQUARE = 128  # rows and columns of a block of cosines
 SLACK = 1.0 - 1e-5  # rounding of the bound: 32 float32 terms and exp2, below 1e-6 relative
+# The blocks run side by side, so each product keeps to one thread.
+BLAS = ThreadpoolController and ThreadpoolController()
+
+
+def _plain(x: NDArray[np.floating]) -> Floats:
+    """Rows (keys, d) as BLAS takes them: a view where they are float32 with adjoining channels, else a copy."""
+    fits = x.dtype == f32 and x.strides[1] == x.itemsize and x.strides[0] >= x.shape[1] * x.itemsize
+    return x if fits else np.ascontiguousarray(x, dtype=f32)
+
+
+def _matrix(scratch: Floats, rows: int, columns: int) -> Floats:
+    """The start of `scratch` as a contiguous (rows, columns)."""
+    return scratch[: rows * columns].reshape(rows, columns)
 
 
 @dataclass(frozen=True)
 class _Logits:
-    """Base-2 logits of query rows against keys, by KV head."""
+    """Base-2 logits of query rows against keys, by KV head. q and k are read where they are, a block at a time."""
 
     q: NDArray[np.floating]
-    k: Floats
+    k: NDArray[np.floating]
     scaling: float
     softcap: float | None
 
     def queries(self, rows: slice) -> Floats:
         """Scaled queries (H_kv, G x rows, d), head major."""
+        factor = self.scaling / self.softcap if self.softcap else self.scaling * LOG2_E
         block = self.q[:, rows]
-        factor = self.scaling / self.softcap if self.softcap else self.scaling * math.log2(math.e)
-        scaled = (block * f32(factor)).astype(f32)
-        return scaled.reshape(self.k.shape[0], -1, self.k.shape[2])
+        scaled: Floats = np.multiply(block, f32(factor), out=np.empty(block.shape, f32), casting="same_kind")
+        return scaled.reshape(len(self.k), -1, block.shape[2])
 
-    def tile(self, queries: Floats, head: int, keys: slice) -> Floats:
-        """(G x rows, keys)."""
-        S: Floats = np.matmul(queries, self.k[head, keys].T)
+    def tile(self, queries: Floats, head: int, keys: slice, scratch: Floats) -> Floats:
+        """(G x rows, keys), in `scratch`."""
+        S = _matrix(scratch, len(queries), keys.stop - keys.start)
+        np.matmul(queries, _plain(self.k[head, keys]).T, out=S)
         if self.softcap:
             np.tanh(S, out=S)
-            S *= f32(self.softcap * math.log2(math.e))
+            S *= f32(self.softcap * LOG2_E)
         return S
 
 
 class _Chunk:
-    """One chunk of the segment: its blocks may run in any order, each writes rows of its own."""
+    """One chunk of the segment: the blocks of a step may run in any order, each writes rows of its own."""
 
-    def __init__(self, logits: _Logits, c: int, stop: int, before: int, parameters: CrystalCacheParameters) -> None:
-        self.logits, self.c, self.stop, self.p = logits, c, stop, parameters
-        self.own, self.before = before + c, before
-        self.heads = logits.q.shape[0]
+    def __init__(
+        self, logits: _Logits, lse: NDArray[np.floating] | None, c: int, before: int,
+        parameters: CrystalCacheParameters,
+    ) -> None:
+        self.logits, self.lse, self.c, self.p = logits, lse, c, parameters
+        self.heads, tokens = logits.q.shape[:2]
+        self.stop, self.own = min(c + parameters.C, tokens), before + c
+        self.group = self.heads // len(logits.k)
         self.share = f32(1.0 / self.heads)
-        n = stop - c
+        self.n = n = self.stop - c
         self.A = np.zeros((n, n), f32)
         self.cosine = np.empty((n, n), f32)
-        self.blocks = range(0, n, QUERIES)
-        self.column = np.zeros((len(self.blocks), self.heads, n), f32)
+        self.size = min(max(ROWS // self.group, BLOCK[0]), BLOCK[1])
+        self.tiles = range(0, self.own, KEYS)
+        self.column = np.zeros((-(-n // self.size), self.heads, n), f32)
         self.intra = _no_edges(n, parameters.k_intra)
         self.cross = _no_edges(n, parameters.k_cross)
 
+    def steps(self, pool: ThreadPoolExecutor) -> Iterator[bool]:
+        """Queue the blocks of each step, the longest first, when those of the step before are done."""
+        for step, size in ((self.attend, self.size), (self.compare, SQUARE), (self.choose, SQUARE)):
+            queued = [pool.submit(step, row) for row in reversed(range(0, self.n, size))]
+            yield True
+            for block in queued:
+                block.result()
+
     def attend(self, row: int) -> None:
         """Everything that one block of queries says: own columns, head mean, cross neighbours."""
-        n = min(QUERIES, self.stop - self.c - row)
+        n = min(self.size, self.n - row)
         Q = self.logits.queries(slice(self.c + row, self.c + row + n))
-        H_kv, group = len(Q), self.heads // len(Q)
-        tiles = range(0, self.own, KEYS)
-        lse = np.empty((self.heads, n), f32)
-        tile_peak = np.empty((len(tiles), self.heads, n), f32)
-        for head in range(H_kv):
-            mine = slice(head * group, (head + 1) * group)
-            S = self.logits.tile(Q[head], head, slice(self.own, self.own + row + n))
-            peak, total = np.full(group * n, kernels.LOWEST), np.zeros(group * n, f32)
-            kernels.running_lse(S, peak, total, np.empty(group * n, f32), row, n, 0, True)
-            for t, key in enumerate(tiles):
-                earlier = self.logits.tile(Q[head], head, slice(key, min(key + KEYS, self.own)))
-                kernels.running_lse(earlier, peak, total, tile_peak[t, mine].reshape(-1), 0, n, 0, False)
-            level = peak + np.log2(total)
-            lse[mine] = level.reshape(group, n)
-            kernels.own_chunk(S, level, self.column[row // QUERIES, mine], self.A[row : row + n], row, self.share)
+        level = np.empty((len(Q), self.group * n), f32)
+        tile_peak = np.empty((len(self.tiles), len(Q), self.group * n), f32)
+        scratch = np.empty(self.group * n * KEYS, f32)
+        own = np.empty(self.group * n * (row + n), f32)
+        reach = np.arange(row + 1, row + n + 1)
+        for head in range(len(Q)):
+            S = self.logits.tile(Q[head], head, slice(self.own, self.own + row + n), own)
+            if self.lse is None:
+                level[head] = self._level(Q[head], head, S, reach, tile_peak[:, head], scratch)
+            else:
+                level[head] = self._given_level(Q[head], head, row, tile_peak[:, head], scratch)
+            mine = slice(head * self.group, (head + 1) * self.group)
+            column = self.column[row // self.size, mine]
+            kernels.own_chunk(S, level[head], column, self.A[row : row + n], row, self.share)
         kernels.normalise_rows(self.A[row : row + n], f32(self.p.epsilon))
-        if len(tiles) and self.p.k_cross:
-            self._cross(row, n, Q, lse, tile_peak, tiles)
+        if len(self.tiles) and self.p.k_cross:
+            self._cross(row, n, Q, level, tile_peak, scratch)
 
-    def _cross(self, row: int, n: int, Q: Floats, lse: Floats, tile_peak: Floats, tiles: range) -> None:
-        active = np.empty((len(tiles), n), np.bool_)
+    def _level(
+        self, Q: Floats, head: int, S: Floats, reach: IntVector, tile_peak: Floats, scratch: Floats,
+    ) -> Floats:
+        """The base-2 logarithm of each row's sum: its own chunk's logits S, then tile by tile."""
+        peak, total = np.full(len(Q), kernels.LOWEST), np.zeros(len(Q), f32)
+        kernels.running_lse(S, peak, total, np.empty(len(Q), f32), reach)
+        whole = np.array([KEYS])
+        for t, key in enumerate(self.tiles):
+            earlier = self.logits.tile(Q, head, slice(key, min(key + KEYS, self.own)), scratch)
+            kernels.running_lse(earlier, peak, total, tile_peak[t], whole)
+        level: Floats = peak + np.log2(total)
+        return level
+
+    def _given_level(self, Q: Floats, head: int, row: int, tile_peak: Floats, scratch: Floats) -> Floats:
+        """The same from the given lse; no tile is read where no cross edge is asked for."""
+        assert self.lse is not None
+        if self.p.k_cross:
+            for t, key in enumerate(self.tiles):
+                earlier = self.logits.tile(Q, head, slice(key, min(key + KEYS, self.own)), scratch)
+                kernels.tile_peaks(earlier, tile_peak[t])
+        n = len(Q) // self.group
+        given = self.lse[head * self.group : (head + 1) * self.group, self.c + row : self.c + row + n]
+        level: Floats = (given * LOG2_E).astype(f32).reshape(-1)
+        return level
+
+    def _cross(self, row: int, n: int, Q: Floats, level: Floats, tile_peak: Floats, scratch: Floats) -> None:
+        """Cross neighbours, from the tiles in which a row may have one."""
+        lse = level.reshape(self.heads, n)
+        active = np.empty((len(self.tiles), n), np.bool_)
         bound = f32(self.heads * self.p.tau_cross * SLACK)
-        kernels.mark_active_rows(tile_peak, lse, bound, active)
-        group = self.heads // len(Q)
+        kernels.mark_active_rows(tile_peak.reshape(-1, self.heads, n), lse, bound, active)
         index, weight = self.cross[0][row : row + n], self.cross[1][row : row + n]
         for t in np.flatnonzero(active.any(axis=1)):
             rows = np.flatnonzero(active[t])
-            keys = slice(tiles[t], min(tiles[t] + KEYS, self.own))
+            keys = slice(self.tiles[t], min(self.tiles[t] + KEYS, self.own))
             W = np.zeros((len(rows), keys.stop - keys.start), f32)
             for head in range(len(Q)):
-                chosen = np.ascontiguousarray(Q[head].reshape(group, n, -1)[:, rows]).reshape(group * len(rows), -1)
-                S = self.logits.tile(chosen, head, keys)
-                kernels.accumulate_attention(S, rows, lse[head * group : (head + 1) * group], W)
-            kernels.insert_best(W, rows, self.share, f32(self.p.tau_cross), tiles[t], index, weight)
+                chosen = Q[head].reshape(self.group, n, -1).take(rows, axis=1).reshape(self.group * len(rows), -1)
+                S = self.logits.tile(chosen, head, keys, scratch)
+                kernels.accumulate_attention(S, rows, lse[head * self.group : (head + 1) * self.group], W)
+            kernels.insert_best(W, rows, self.share, f32(self.p.tau_cross), self.tiles[t], index, weight)
 
     def compare(self, row: int) -> None:
-        """Cosines of a block of rows with all earlier ones: A is lower triangular, so later columns are zero."""
-        last = min(row + QUERIES, len(self.A))
-        for other in range(0, last, QUERIES):
-            end = min(other + QUERIES, len(self.A))
-            np.matmul(self.A[row:last, :end], self.A[other:end, :end].T, out=self.cosine[row:last, other:end])
+        """Cosines of a block of rows with all earlier ones, on both sides of the diagonal.
+
+        A is lower triangular: the columns after the earlier row's own are zero there.
+        """
+        last = min(row + SQUARE, self.n)
+        for other in range(0, last, SQUARE):
+            end = min(other + SQUARE, self.n)
+            square = self.cosine[row:last, other:end]
+            np.matmul(self.A[row:last, :end], self.A[other:end, :end].T, out=square)
+            if other < row:
+                self.cosine[other:end, row:last] = square.T
+        np.fill_diagonal(self.cosine[row:last, row:last], -1.0)
 
     def choose(self, row: int) -> None:
         """The intra neighbours of a block of rows."""
         if self.p.k_intra:
-            last = min(row + QUERIES, len(self.A))
-            kernels.lower_triangle_best(self.cosine, row, last, f32(self.p.tau_intra), *self.intra)
+            last = min(row + SQUARE, self.n)
+            index, weight = self.intra[0][row:last], self.intra[1][row:last]
+            rows = np.arange(last - row)
+            kernels.insert_best(self.cosine[row:last], rows, f32(1.0), f32(self.p.tau_intra), 0, index, weight)
 
     def salience(self) -> Floats:
-        """Eq. 11, from the blocks' partial column sums in a fixed order."""
+        """Eq. 11 or the essay's mean, from the blocks' partial column sums in a fixed order."""
         h = self.column.sum(axis=0)
         top = np.sort(h, axis=0)[::-1][: self.p.k_heads]
-        S: Floats = np.clip(top.sum(axis=0), f32(self.p.M_min), f32(self.p.M_max))
+        share = f32(max(1, len(top)) if self.p.heads == "mean" else 1)
+        S: Floats = np.clip(top.sum(axis=0) / share, f32(self.p.M_min), f32(self.p.M_max))
         return S
 
 
@@ -136,29 +210,47 @@ def _no_edges(n: int, k: int) -> tuple[IntMatrix, Floats]:
 
 def coattention(
     q: DeviceArray, k: DeviceArray, positions: IntVector, parameters: CrystalCacheParameters, scaling: float,
-    softcap: float | None,
+    softcap: float | None, lse: DeviceArray | None = None,
 ) -> CoAttention:
     """S1 in float32; the same bits for any number of threads.
 
-    Implements: CC-ATTENTION, CC-SALIENCE, CC-ROW-NORM, CC-INTRA, CC-CROSS, CC-COATTENTION
+    Implements: CC-ATTENTION, CC-SALIENCE, CC-MEAN-SALIENCE, CC-ROW-NORM, CC-INTRA, CC-CROSS, CC-COATTENTION
+
+    Raises:
+        BackendUnavailable: without threadpoolctl, which keeps BLAS from starting threads inside ours.
     """
+    if BLAS is None:
+        raise BackendUnavailable("S1 of backend 'numba' needs threadpoolctl: pip install 'kvspec[numba]'")
     n = q.shape[1]
     before = k.shape[1] - n
-    logits = _Logits(q, np.asarray(k, dtype=f32), scaling, softcap)
+    logits = _Logits(q, k, scaling, softcap)
     S = np.empty(n)
     intra = [np.full((n, parameters.k_intra), -1, dtype=np.int64), np.zeros((n, parameters.k_intra))]
     cross = [np.full((n, parameters.k_cross), -1, dtype=np.int64), np.zeros((n, parameters.k_cross))]
-    with threadpool_limits(1, user_api="blas"), ThreadPoolExecutor(os.cpu_count()) as pool:
-        for c in range(0, n, parameters.C):
-            chunk = _Chunk(logits, c, min(c + parameters.C, n), before, parameters)
-            for step in (chunk.attend, chunk.compare, chunk.choose):
-                list(pool.map(step, reversed(chunk.blocks)))
-            rows = slice(c, chunk.stop)
+    # The last chunk has the most keys; the first one comes last, so that no thread ends on a long block.
+    starts = range(0, n, parameters.C)[::-1]
+    with BLAS.limit(limits=1, user_api="blas"), ThreadPoolExecutor(os.cpu_count()) as pool:
+        for chunk in _finished((_Chunk(logits, lse, c, before, parameters) for c in starts), pool):
+            rows = slice(chunk.c, chunk.stop)
             S[rows] = chunk.salience()
             intra[0][rows] = _positions_of(chunk.intra[0], positions[chunk.own :])
             cross[0][rows] = _positions_of(chunk.cross[0], positions)
             intra[1][rows], cross[1][rows] = chunk.intra[1], chunk.cross[1]
     return CoAttention(int(positions[before]), S, intra[0], intra[1], cross[0], cross[1])
+
+
+def _finished(chunks: Iterator[_Chunk], pool: ThreadPoolExecutor) -> Iterator[_Chunk]:
+    """Chunks as they are done. A chunk's next step is queued behind the following chunk's, so that no thread waits."""
+    under_way: deque[tuple[_Chunk, Iterator[bool]]] = deque()
+    for chunk in itertools.chain(chunks, itertools.repeat(None)):
+        if chunk is not None:
+            under_way.appendleft((chunk, chunk.steps(pool)))
+        elif not under_way:
+            return
+        done = [each for each, steps in list(under_way) if not next(steps, False)]
+        for _ in done:
+            under_way.pop()
+        yield from done
 
 
 def _positions_of(index: IntMatrix, positions: IntVector) -> IntMatrix:

@@ -5,8 +5,8 @@ from numba import njit
 from numpy.typing import NDArray
 
 __all__ = [
-    "accumulate_attention", "insert_best", "lower_triangle_best", "mark_active_rows", "normalise_rows", "own_chunk",
-    "running_lse",
+    "accumulate_attention", "insert_best", "mark_active_rows", "normalise_rows", "own_chunk", "running_lse",
+    "tile_peaks",
 ]
 
 Floats = NDArray[np.float32]
@@ -19,6 +19,7 @@ f32 = np.float32
 FAR_BELOW = f32(-40.0)  # 256 weights of 2 ** -40 vanish beside the row's sum in float32
 LOWEST = f32(-3e38)
 SMALLEST = f32(-126.0)
+GROUP = 16  # keys that are compared with a list's last place at once
 
 # 2 ** f on [-1/2, 1/2], the Taylor coefficients ln(2) ** i / i!; relative error below 2e-7.
 C1, C2, C3 = f32(0.6931471805599453), f32(0.2402265069591007), f32(0.0555041086648216)
@@ -37,20 +38,37 @@ def exp2(x: np.float32) -> np.float32:
     return result if x >= SMALLEST else f32(0.0)
 
 
-@njit(nogil=True, fastmath=FAST, cache=True)
-def running_lse(
-    S: Floats, peak: Floats, total: Floats, tile_peak: Floats, first_query: int, queries: int, first_key: int,
-    causal: bool,
-) -> None:
-    """Fold a tile of logits (rows, keys) into each row's running maximum and sum; note the tile's own maximum."""
+@njit(nogil=True, inline="always")
+def largest(bits: NDArray[np.int32], start: int, stop: int) -> np.float32:
+    """Largest of some floats of a row, given by their bits; a maximum of floats would not vectorise.
+
+    As integers, negative floats compare in reverse: flipping all of their bits but the sign puts that right.
+    """
+    top = np.int32(-(2**31))
+    for j in range(start, stop):
+        top = max(top, np.int32(bits[j] ^ ((bits[j] >> np.int32(31)) & np.int32(2**31 - 1))))
+    return np.int32(top ^ ((top >> np.int32(31)) & np.int32(2**31 - 1))).view(np.float32)
+
+
+@njit(nogil=True, cache=True)
+def tile_peaks(S: Floats, tile_peak: Floats) -> None:
+    """Each row's largest logit of a tile (rows, keys)."""
+    bits = S.view(np.int32)
     for r in range(S.shape[0]):
-        width = S.shape[1]
-        if causal:
-            width = min(width, first_query + r % queries - first_key + 1)
+        tile_peak[r] = largest(bits[r], 0, S.shape[1])
+
+
+@njit(nogil=True, fastmath=FAST, cache=True)
+def running_lse(S: Floats, peak: Floats, total: Floats, tile_peak: Floats, reach: Ints) -> None:
+    """Fold a tile of logits (rows, keys) into each row's running maximum and sum; note the tile's own maximum.
+
+    Row r sees the first reach[r % queries] keys, and at least one.
+    """
+    bits = S.view(np.int32)
+    for r in range(S.shape[0]):
+        width = min(S.shape[1], reach[r % len(reach)])
         s = S[r]
-        top = LOWEST
-        for j in range(width):
-            top = max(top, s[j])
+        top = largest(bits[r], 0, width)
         tile_peak[r] = top
         if top < peak[r] + FAR_BELOW:
             continue
@@ -105,12 +123,20 @@ def accumulate_attention(S: Floats, rows: Ints, lse: Floats, W: Floats) -> None:
 def insert_best(
     W: Floats, rows: Ints, share: np.float32, tau: np.float32, first_key: int, index: Ints, weight: Floats,
 ) -> None:
-    """Merge W * share (rows, keys) into the running best of each row; on a tie the key that came first stays."""
-    k = index.shape[1]
+    """Merge W * share (rows, keys) into the running best of each row; on a tie the key that came first stays.
+
+    Few keys reach the last place of a list: only rows, and groups in them, whose largest does are looked into.
+    """
+    k, bits = index.shape[1], W.view(np.int32)
     for a in range(len(rows)):
-        r = rows[a]
-        for j in range(W.shape[1]):
-            place(W[a, j] * share, first_key + j, tau, index[r], weight[r], k)
+        w, row, chosen, kept = W[a], bits[a], index[rows[a]], weight[rows[a]]
+        if largest(row, 0, len(w)) * share <= max(tau, kept[k - 1]):
+            continue
+        for start in range(0, len(w), GROUP):
+            stop = min(start + GROUP, len(w))
+            if largest(row, start, stop) * share > max(tau, kept[k - 1]):
+                for j in range(start, stop):
+                    place(w[j] * share, first_key + j, tau, chosen, kept, k)
 
 
 @njit(nogil=True, inline="always")
@@ -134,15 +160,3 @@ def normalise_rows(A: Floats, epsilon: np.float32) -> None:
         scale = f32(1.0) / (np.sqrt(square) + epsilon)
         for j in range(A.shape[1]):
             A[i, j] *= scale
-
-
-@njit(nogil=True, cache=True)
-def lower_triangle_best(
-    cosine: Floats, first_row: int, last_row: int, tau: np.float32, index: Ints, weight: Floats,
-) -> None:
-    """Each row's best columns of a symmetric matrix of which only the lower triangle is filled."""
-    k = index.shape[1]
-    for i in range(first_row, last_row):
-        for j in range(cosine.shape[0]):
-            if j != i:
-                place(cosine[max(i, j), min(i, j)], j, tau, index[i], weight[i], k)

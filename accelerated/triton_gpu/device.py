@@ -5,11 +5,16 @@ from typing import Any
 
 import numpy as np
 import torch
+import triton
 
+from accelerated.triton_gpu.launch import SHARED
 from spec.errors import BackendUnavailable, SpecError
 from spec.policy import DeviceArray
 
-__all__ = ["INTERPRETED", "attention_tensors", "default_device", "download", "key_tensor", "require_device", "upload"]
+__all__ = [
+    "INTERPRETED", "attention_tensors", "default_device", "download", "key_tensor", "lse_tensor", "require_device",
+    "shared_memory", "takes", "upload",
+]
 
 # Triton reads the variable when a kernel is decorated, so it holds for the whole process.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "y", "yes")
@@ -22,14 +27,27 @@ def require_device() -> None:
     """Refuse a process in which no kernel can run.
 
     Raises:
-        BackendUnavailable: without CUDA and without the interpreter.
+        BackendUnavailable: without CUDA and without the interpreter, or on a device too small for the launch table.
     """
-    if not INTERPRETED and not torch.cuda.is_available():
+    if INTERPRETED:
+        return
+    if not torch.cuda.is_available():
         raise BackendUnavailable(
             "backend 'triton' needs a CUDA device, and torch sees none here. Run it on a machine with one, or"
             " start the process with TRITON_INTERPRET=1 to run its kernels slowly on the CPU; 'numba' is the"
             " fast CPU backend"
         )
+    if shared_memory() < SHARED:
+        raise BackendUnavailable(
+            f"backend 'triton' needs {SHARED} bytes of shared memory a program, as an A100, H100 or H200 has them;"
+            f" {torch.cuda.get_device_name()} has {shared_memory()}. Run it on one of these, or take 'numba'"
+        )
+
+
+def shared_memory() -> int:
+    """Bytes of shared memory that one program may take on the current device."""
+    utils = triton.runtime.driver.active.utils
+    return int(utils.get_device_properties(torch.cuda.current_device())["max_shared_mem"])
 
 
 def default_device() -> torch.device:
@@ -47,6 +65,13 @@ def download(tensor: Tensor, dtype: Any) -> Any:
     return tensor.cpu().numpy().astype(dtype, copy=False)
 
 
+def takes(x: DeviceArray) -> bool:
+    """Whether the kernels read this tensor where it is."""
+    if not isinstance(x, torch.Tensor) or x.device.type != default_device().type:
+        return False
+    return x.dtype in (torch.float32, torch.float16) or (x.dtype == torch.bfloat16 and not INTERPRETED)
+
+
 def attention_tensors(q: DeviceArray, k: DeviceArray) -> tuple[Tensor, Tensor]:
     """q (H, n, d) and k (H_kv, live, d) on one device, of one dtype; tensors are not copied.
 
@@ -60,6 +85,27 @@ def attention_tensors(q: DeviceArray, k: DeviceArray) -> tuple[Tensor, Tensor]:
     for name, x in zip("qk", pair, strict=True):
         _check_finite(name, x)
     return pair
+
+
+def lse_tensor(lse: DeviceArray | None, q: Tensor) -> Tensor | None:
+    """lse (H, n) of the queries q (H, n, d) in float32 on their device, if it is given; a tensor is not copied.
+
+    Raises:
+        SpecError: for a type, shape, dtype, device or value that the kernels do not take.
+    """
+    if lse is None:
+        return None
+    if not isinstance(lse, np.ndarray | torch.Tensor) or tuple(lse.shape) != tuple(q.shape[:2]):
+        shape = getattr(lse, "shape", type(lse).__name__)
+        raise SpecError("lse", shape, f"must be an array (heads, queries), {tuple(q.shape[:2])}")
+    if isinstance(lse, np.ndarray):
+        if lse.dtype.kind != "f":
+            raise SpecError("lse", lse.dtype, "must be floating point")
+        lse = upload(lse, np.float32, q.device)
+    if lse.dtype != torch.float32 or lse.device != q.device:
+        raise SpecError("lse", (lse.dtype, str(lse.device)), f"must be {torch.float32} on {q.device}")
+    _check_finite("lse", lse)
+    return lse
 
 
 def key_tensor(k: DeviceArray) -> Tensor:

@@ -9,7 +9,7 @@ them.
 from dataclasses import dataclass
 
 __all__ = [
-    "COMPILED", "FLOAT32", "FLOAT64", "GATHER", "INTERPRETED", "LANES", "NORMS", "SCAN", "SCRATCH", "SLACK",
+    "COMPILED", "FLOAT32", "FLOAT64", "GATHER", "INTERPRETED", "LANES", "NORMS", "SCAN", "SCRATCH", "SHARED", "SLACK",
     "AttentionTiles", "Shape", "attention_tiles",
 ]
 
@@ -52,6 +52,7 @@ INTERPRETED = AttentionTiles(
     Shape(32, 16), Shape(32, 16), Shape(32, 32), Shape(32, 32), depth=16, normalise=Shape(32, 32), tokens=32
 )
 
+SHARED = 132_096  # bytes of shared memory that the hungriest row of the table takes a program
 SLACK = 1.0 - 1e-5  # rounding of the bound: a float32 sum over heads and exp2, below 1e-6 relative
 SCRATCH = 512 * 2**20  # bytes of each of S1's two large buffers, which cover as many whole chunks as fit
 

@@ -8,6 +8,7 @@ import pytest
 
 from accelerated.numba_cpu.backend import BACKEND
 from conformance.benchmarks.data import edges_like
+from spec.backend import Backend
 from spec.parameters import PAPER
 from spec.records import CoAttention
 
@@ -23,8 +24,8 @@ def inputs(n: int, edges: int) -> tuple[CoAttention, Any, Any]:
     return made, rng.zipf(1.2, n) % 50_000, rng.random(n) < 1 / 18
 
 
-def stages(made: CoAttention, ids: Any, ends: Any) -> Any:
-    crystal, n = BACKEND.require_crystal(), len(ids)
+def stages(made: CoAttention, ids: Any, ends: Any, backend: Backend) -> Any:
+    crystal, n = backend.require_crystal(), len(ids)
     M = crystal.impact(made.salience, ids, PAPER)
     trunks = crystal.trunks(made, M, ends, PAPER)
     graph = crystal.graph(made, trunks, PAPER)
@@ -36,7 +37,7 @@ def stages(made: CoAttention, ids: Any, ends: Any) -> Any:
 @pytest.mark.parametrize("edges", DENSITIES)
 @pytest.mark.parametrize("n", [32_768, 1_048_576])
 def test_s2_to_s6(benchmark: Any, n: int, edges: int) -> None:
-    arguments = inputs(n, edges)
+    arguments = (*inputs(n, edges), BACKEND)
     run: Callable[..., Any] = stages
     run(*arguments)
     benchmark.group = f"S2-S6 n={n}, {edges} edges a token"

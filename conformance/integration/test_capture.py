@@ -8,7 +8,7 @@ from transformers import DynamicCache, PreTrainedModel
 from conformance.integration.families import FAMILIES, SLIDING, VOCABULARY, at_once, build, greedy, prompt, relative
 from conformance.integration.probe import Looking, method_of
 from models_integration.architecture import describe
-from models_integration.capture import _RECORDERS
+from models_integration.capture import _WATCHERS
 from reference.crystalcache.coattention import attention
 from spec.policy import Needs, Observation
 
@@ -111,10 +111,10 @@ def test_float64_stays_float64() -> None:
     assert view.q.dtype == np.float64
 
 
-def test_no_recorder_outlives_its_forward() -> None:
+def test_no_watcher_outlives_its_forward() -> None:
     model = build("llama")
     shown(model, Needs("all", None))
-    assert not any(module in _RECORDERS for module in describe(model).attention.values())
+    assert not any(module in _WATCHERS for module in describe(model).attention.values())
 
 
 def test_the_vocabulary_is_that_of_the_embedding() -> None:

@@ -35,7 +35,7 @@ def test_a_cache_weighs_what_it_keeps(method: str, dtype: torch.dtype, width: in
     assert prefilled.run.kept is not None
     R = len(prefilled.run.kept)
     assert blocks(prefilled.cache.full_layers) == 2 * L * H_KV * D * R * width
-    assert storage_bytes(prefilled.cache) == 2 * L * H_KV * D * R * width
+    assert storage_bytes(prefilled.cache.layers) == 2 * L * H_KV * D * R * width
     assert prefilled.run.bytes_saved == 2 * L * H_KV * D * (N - R) * width
 
 
@@ -51,16 +51,15 @@ def test_only_full_layers_get_lighter(family: str) -> None:
 @pytest.mark.parametrize("method", ["crystalcache", "streamingllm"])
 def test_evicted_tensors_are_dead(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     evicted: list[weakref.ref[Tensor]] = []
-    compact = RetainedCache.compact
+    retain = RetainedLayer.retain
 
-    def watched(cache: RetainedCache, retention: Retention) -> None:
-        for layer in cache.full_layers:
-            assert layer.keys is not None
-            assert layer.values is not None
-            evicted.extend((weakref.ref(layer.keys), weakref.ref(layer.values)))
-        compact(cache, retention)
+    def watched(layer: RetainedLayer, *kept: Tensor) -> None:
+        assert layer.keys is not None
+        assert layer.values is not None
+        evicted.extend((weakref.ref(layer.keys), weakref.ref(layer.values)))
+        retain(layer, *kept)
 
-    monkeypatch.setattr(RetainedCache, "compact", watched)
+    monkeypatch.setattr(RetainedLayer, "retain", watched)
     model = build("llama")
     with METHODS[method]()(model) as run:
         greedy(model, prompt(N), 2)
@@ -170,5 +169,5 @@ def test_a_retention_about_something_else_is_refused() -> None:
     cache = prefill(build("llama"), FullCache(), prompt(N)).cache
     kept = torch.arange(4).numpy()
     with pytest.raises(SpecError, match="the cache has seen 64"):
-        cache.compact(Retention.shared(kept, 10))
+        cache.compact([Retention.shared(kept, 10)])
     assert cache.stored_length == N

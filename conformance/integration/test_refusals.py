@@ -100,15 +100,44 @@ FORWARDS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "ids without rows": ("must be an integer tensor", lambda: {"input_ids": prompt(N)[0]}),
     "embeddings": ("inputs_embeds = 'given'", lambda: {"inputs_embeds": torch.randn(1, N, 48)}),
     "no cache": ("use_cache = False: must be on", lambda: {"input_ids": prompt(N), "use_cache": False}),
-    "a batch": (
-        "batches are not served yet", lambda: {"input_ids": torch.cat([prompt(N, seed=1), prompt(N, seed=2)])},
+    "padding on the right": (
+        "attention_mask = 'zeros': must stand left of all ones: right padding and holes are not served",
+        lambda: {"input_ids": prompt(N), "attention_mask": (torch.arange(N) < N - 3).long()[None]},
     ),
-    "padding": (
-        "padded prompts are not served yet",
-        lambda: {"input_ids": prompt(N), "attention_mask": (torch.arange(N) > 3).long()[None]},
+    "a hole in the mask": (
+        "right padding and holes are not served",
+        lambda: {"input_ids": prompt(N), "attention_mask": (torch.arange(N) != 3).long()[None]},
+    ),
+    "a hole in one row's mask": (
+        "right padding and holes are not served",
+        lambda: {
+            "input_ids": prompt(2 * N).view(2, N),
+            "attention_mask": torch.stack([torch.ones(N), torch.arange(N) != 7]).long(),
+        },
+    ),
+    "a mask that is no mask": (
+        "attention_mask = .*: must hold zeros and ones only",
+        lambda: {"input_ids": prompt(N), "attention_mask": torch.arange(N)[None]},
+    ),
+    "a row of padding": (
+        "input_ids = '0 tokens': one query is a decode step",
+        lambda: {
+            "input_ids": prompt(2 * N).view(2, N), "attention_mask": torch.tensor([[1], [0]]).expand(2, N),
+        },
+    ),
+    "a padded row of one token": (
+        "input_ids = '1 tokens': one query is a decode step",
+        lambda: {"input_ids": prompt(N), "attention_mask": (torch.arange(N) == N - 1).long()[None]},
+    ),
+    "positions that count the padding": (
+        "position_ids",
+        lambda: {
+            "input_ids": prompt(N), "attention_mask": (torch.arange(N) > 3).long()[None],
+            "position_ids": torch.arange(N)[None],
+        },
     ),
     "a 4D mask": (
-        "must have the shape of input_ids",
+        "must have a column for each token of the prompt",
         lambda: {"input_ids": prompt(N), "attention_mask": torch.ones(1, 1, N, N, dtype=torch.bool)},
     ),
     "masks per layer type": (
@@ -140,8 +169,8 @@ def test_arguments_may_come_by_position() -> None:
         model.base_model(prompt(N))
         assert run.kept is not None
         assert run.kept.tolist() == expected.tolist()
-        with pytest.raises(SpecError, match="padded prompts"):
-            model.base_model(prompt(N), (torch.arange(N) > 3).long()[None])
+        with pytest.raises(SpecError, match="right padding"):
+            model.base_model(prompt(N), (torch.arange(N) < 3).long()[None])
 
 
 def other_cache(kind: str, model: PreTrainedModel) -> DynamicCache:
@@ -188,8 +217,7 @@ def test_a_filled_cache_is_refused_for_steps_too(token: int) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"prefill_chunk_size": 16}, "chunked prefill is not served"),
-        ({"prefill_chunk_size": 39}, "chunked prefill is not served"),
+        ({"prefill_chunk_size": 16, "token_healing": True}, "token_healing = True: changes the prompt's length"),
         ({"cache_implementation": "static"}, "cache_implementation = 'static'"),
         ({"cache_implementation": "offloaded"}, "cache_implementation = 'offloaded'"),
         ({"cache_implementation": "quantized"}, "cache_implementation = 'quantized'"),
@@ -212,8 +240,8 @@ def test_embeddings_are_refused_by_generate_too() -> None:
 def test_a_model_s_own_generation_settings_count() -> None:
     model = build("llama")
     assert model.generation_config is not None
-    model.generation_config.prefill_chunk_size = 16
-    with METHODS["crystalcache"]()(model), pytest.raises(SpecError, match="chunked prefill"):
+    model.generation_config.prompt_lookup_num_tokens = 3
+    with METHODS["crystalcache"]()(model), pytest.raises(SpecError, match="assisted decoding"):
         greedy(model, prompt(N), 2)
 
 
@@ -257,21 +285,23 @@ def test_a_model_whose_decoder_is_in_a_context_is_busy() -> None:
 
 
 def test_a_dtype_without_a_meaning_is_refused() -> None:
-    from models_integration.capture import Recorder
+    from models_integration.capture import Attended, Recorder
     from spec.policy import Needs
 
     attention = describe(build("llama")).attention[0]
     tensor = torch.zeros(1, 2, 3, 4, dtype=torch.complex64)
     with pytest.raises(SpecError, match=r"dtype = torch.complex64: must be one of"):
-        Recorder(Needs("observed", None)).record(attention, tensor, tensor, tensor, {})
+        Recorder(Needs("observed", None)).record(attention, Attended(tensor, tensor, tensor, None, {}))
 
 
 @pytest.mark.parametrize(("name", "words"), [("s_aux", "attention sinks"), ("position_bias", "a position bias")])
 def test_attention_beyond_q_and_k_is_refused(name: str, words: str) -> None:
-    from models_integration.capture import Recorder
+    from models_integration.capture import Attended, Recorder
     from spec.policy import Needs
 
     attention = describe(build("llama")).attention[0]
     tensor = torch.zeros(1, 2, 3, 4)
     with pytest.raises(SpecError, match=words):
-        Recorder(Needs("observed", None)).record(attention, tensor, tensor, tensor, {name: torch.zeros(2)})
+        Recorder(Needs("observed", None)).record(
+            attention, Attended(tensor, tensor, tensor, None, {name: torch.zeros(2)})
+        )

@@ -100,7 +100,7 @@ def test_rows_with_different_counts_equal_their_single_runs(attention: str, padd
 
 def test_a_2d_mask_that_covers_the_new_tokens_only_is_refused() -> None:
     rows = two_rows(build("llama"))
-    with observing(describe(rows.model), None), pytest.raises(SpecError, match="attention_mask"):
+    with observing(describe(rows.model), rows.cache), pytest.raises(SpecError, match="attention_mask"):
         at_once(rows.model, rows.following, rows.cache, attention_mask=torch.ones(2, 6, dtype=torch.int64))
 
 

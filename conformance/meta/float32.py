@@ -16,7 +16,7 @@ from spec.arrays import IntVector
 from spec.backend import Backend
 from spec.parameters import CrystalCacheParameters
 from spec.records import CoAttention
-from spec.validate import check_attention_inputs
+from spec.validate import check_attention_inputs, check_lse
 
 __all__ = ["BACKEND", "WRONG", "float32_backend"]
 
@@ -47,9 +47,10 @@ class _Float32Stages:
 
     def coattention(
         self, q: Array, k: Array, positions: IntVector, p: CrystalCacheParameters, scaling: float,
-        softcap: float | None, /,
+        softcap: float | None, lse: Array | None = None, /,
     ) -> CoAttention:
         check_attention_inputs(q, k)
+        check_lse(lse, q)
         q, k = self.distort(q.astype(np.float32), k.astype(np.float32))
         n, before = q.shape[1], k.shape[1] - q.shape[1]
         S: list[float] = []

@@ -52,11 +52,16 @@ def test_the_header_says_what_runs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "environment", "examples"),
     [([], {"CI": "true"}, 150), ([], {"KVSPEC_PROFILE": "nightly", "CI": "true"}, 20_000),
-     (["--kvspec-profile", "ci"], {"KVSPEC_PROFILE": "nightly"}, 150)],
+     (["--kvspec-profile", "ci"], {"KVSPEC_PROFILE": "nightly"}, 150), (["--kvspec-profile", "few"], {}, 12)],
 )
 def test_profiles(tmp_path: Path, arguments: list[str], environment: dict[str, str], examples: int) -> None:
     write(tmp_path, examples=examples)
     assert run(tmp_path, *arguments, **environment).returncode == 0
+
+
+def test_what_the_profile_few_leaves_out_is_said(tmp_path: Path) -> None:
+    write(tmp_path, examples=12)
+    assert "profile few (12 examples, every 20th case of long loops)" in run(tmp_path, KVSPEC_PROFILE="few").stdout
 
 
 def test_an_unknown_profile_is_refused(tmp_path: Path) -> None:

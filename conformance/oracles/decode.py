@@ -127,7 +127,7 @@ def join_tail(now: Model, ends: Set[int], p: CrystalCacheParameters) -> None:
     ids = [token for token, _ in now.tail]
     now.counts.update(ids)
     for at, (token, norm) in enumerate(now.tail):
-        now.M[start + at] = s3.token_impact(p.M_min, s3.rarity(now.counts[token]), p)
+        now.M[start + at] = s3.token_impact(p.M_min, s3.rarity_of(now.counts[token], p), p, p.M_min)
         now.norm[start + at] = norm
     D = edgeless_D(now.mu, now.sigma, p)
     for members in s2.trunks([token in ends for token in ids], [], p, start):
@@ -165,12 +165,11 @@ def add_segment(
     start, n = now.seen, len(ids)
     now.counts.update(ids)
     for at in range(n):
-        now.M[start + at] = s3.token_impact(salience[at], s3.rarity(now.counts[ids[at]]), p)
+        now.M[start + at] = s3.token_impact(salience[at], s3.rarity_of(now.counts[ids[at]], p), p, max(salience))
         now.norm[start + at] = norms[at]
-    new = [
-        Trunk(g[0], g, s3.trunk_impact([now.M[i] for i in g], _all(g)), 0.0)
-        for g in s2.trunks([token in ends for token in ids], E, p, start)
-    ]
+    lists = s2.trunks([token in ends for token in ids], E, p, start)
+    M_bar = s3.unit_trunk_impact([s3.trunk_impact([now.M[i] for i in g], _all(g)) for g in lists], p)
+    new = [Trunk(g[0], g, x, 0.0) for g, x in zip(lists, M_bar, strict=True)]
     everyone = now.trunks + new
     for b, late in enumerate(everyone):
         for early in everyone[:b]:
@@ -228,7 +227,7 @@ def evict_by(now: Model, score: Mapping[int, float], safe: Sequence[bool], p: Cr
     D = [g.D for g in now.trunks]
     B = s6.effective_budget(now.budget, now.seen, p.N_sink, p.W_recent)
     slots = [[order.index(i) for i in g.members] for g in now.trunks]
-    found = s6.dissolve(slots, score, [now.M[i] for i in order], D, safe, B, p.N_min)
+    found = s6.evict(slots, score, [now.M[i] for i in order], D, safe, B, p)
     keep(now, {order[slot] for slot in found.kept}, found.D)
 
 
@@ -246,6 +245,8 @@ def before_eviction(before: Model, ends: Set[int], p: CrystalCacheParameters) ->
     """Section 3.8 (a) to (c) and the new trunks: who is active is settled first, W changes after the pulses."""
     now = deepcopy(before)
     together = active(now, p)
+    for g in now.trunks:
+        g.D += p.renewal * (1 - g.D) if g.name in together else 0.0
     resonance(now, together, p)
     now.W = hebb(now.W, together, p)
     join_tail(now, ends, p)

@@ -1,5 +1,7 @@
 """Without a GPU: the kernels compile for sm_90, use tensor cores and spill nothing; S2 to S6 fuse nothing."""
 
+# ruff: noqa: E402 - the imports below need what is asked for first
+
 import json
 import os
 import subprocess
@@ -13,12 +15,14 @@ from conformance.triton.runtime import require_packages
 
 require_packages()
 
+from accelerated.triton_gpu.launch import SHARED
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 DOT_KERNELS = ("row_softmax", "cross_neighbours", "own_chunk")
 # Polynomials of a logarithm or an exponential are fused inside; everything around them is not.
 WITH_FUNCTIONS = ("mixture", "logistic", "two_paths")
-SHARED_MEMORY = 227 * 1024
 REGISTERS = 65536
+ON_SM_90 = 227 * 1024  # bytes of shared memory that one program may take there
 
 Row = dict[str, Any]
 
@@ -45,8 +49,9 @@ def test_every_kernel_compiles_without_spills(compiled: list[Row]) -> None:
     assert {row["d"] for row in compiled if row["kernel"] == "row_softmax"} == {64, 96, 128, 256}
     for row in compiled:
         assert row["stack"] == row["local"] == 0, row
-        assert row["shared"] <= SHARED_MEMORY, row
         assert row["registers"] * row["warps"] * 32 <= REGISTERS, row
+    # What a device is asked for before the first launch is what the hungriest kernel takes.
+    assert max(row["shared"] for row in compiled) == SHARED <= ON_SM_90
 
 
 @pytest.mark.spec(id="CC-ATTENTION")

@@ -10,20 +10,28 @@ from spec.parameters import PAPER, CrystalCacheParameters
 from spec.policy import DeviceArray
 from spec.records import CoAttention, CrystalRetention, TrunkGraph, Trunks
 from spec.retention import Retention
-from spec.validate import check_attention_inputs, check_scaling, check_sentence_ends, check_token_ids
+from spec.validate import (
+    check_attention_inputs,
+    check_attention_tensors,
+    check_scaling,
+    check_sentence_ends,
+    check_token_ids,
+)
 
 __all__ = ["observe", "prefill"]
 
 
 def observe(
     stages: CrystalStages, q: DeviceArray, k: DeviceArray, ids: Int64[IntVector, " n"], ends: frozenset[int],
-    parameters: CrystalCacheParameters, scaling: float, softcap: float | None,
+    parameters: CrystalCacheParameters, scaling: float, softcap: float | None, lse: DeviceArray | None = None,
 ) -> tuple[CoAttention, Float64[Vector, " n"], Trunks, TrunkGraph]:
     """S1, S3, S2 and S4 of a prompt, in Algorithm 2's order: all that no budget and no protection enters.
 
+    lse (H, n) is the forward's own, if it has it: see `spec.backend.CrystalStages.coattention`.
+
     Source: Algorithm 2, lines 1-52.
     """
-    coattention = stages.coattention(q, k, np.arange(len(ids)), parameters, scaling, softcap)
+    coattention = stages.coattention(q, k, np.arange(len(ids)), parameters, scaling, softcap, lse)
     M = stages.impact(coattention.salience, ids, parameters)
     trunks = stages.trunks(coattention, M, np.isin(ids, sorted(ends)), parameters)
     return coattention, M, trunks, stages.graph(coattention, trunks, parameters)
@@ -41,7 +49,7 @@ def prefill(
     Source: Algorithm 2.
 
     Args:
-        q: queries of the observed layer after RoPE, (H, n, d), floating.
+        q: queries of the observed layer after RoPE, (H, n, d), floating: NumPy, or tensors of the backend's device.
         k: keys of that layer after RoPE, (H_kv, n, d), H a multiple of H_kv.
         token_ids: the prompt, (n,), n at least 2.
         sentence_ends: ids of the tokens that end a sentence.
@@ -56,8 +64,10 @@ def prefill(
         BackendUnavailable: when the backend cannot run here.
     """
     share = parse_budget(budget)
-    stages = resolve(backend).require_crystal()
-    check_attention_inputs(q, k)
+    engine = resolve(backend)
+    stages = engine.require_crystal()
+    on_host = engine.takes is None or isinstance(q, np.ndarray)
+    (check_attention_inputs if on_host else check_attention_tensors)(q, k)
     n = q.shape[1]
     ids = check_token_ids(token_ids, k.shape[1])
     check_token_ids(token_ids, n)

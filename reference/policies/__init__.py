@@ -1,8 +1,26 @@
-"""The methods of the field, each a record of five parts; and `retain`, which runs one."""
+"""The methods of the field, each a record of five parts; `retain` runs one, `start` and `advance` while decoding."""
 
+from reference.policies.adakv import adakv, with_adaptive_budgets
+from reference.policies.cadences import advance, start
+from reference.policies.caote import caote
+from reference.policies.chunkkv import chunkkv, chunkkv_described
 from reference.policies.crystalcache import crystalcache
+from reference.policies.defensivekv import defensivekv
+from reference.policies.epicache import epicache
+from reference.policies.expected_attention import expected_attention
 from reference.policies.full_cache import full_cache
+from reference.policies.h2o import h2o, h2o_described
+from reference.policies.keydiff import keydiff
+from reference.policies.knorm import knorm
+from reference.policies.pyramidkv import pyramidkv, pyramidkv_described
 from reference.policies.retain import retain
+from reference.policies.rkv import rkv
+from reference.policies.snapkv import snapkv
 from reference.policies.streaming_llm import streaming_llm
+from reference.policies.tova import tova
 
-__all__ = ["crystalcache", "full_cache", "retain", "streaming_llm"]
+__all__ = [
+    "adakv", "advance", "caote", "chunkkv", "chunkkv_described", "crystalcache", "defensivekv", "epicache",
+    "expected_attention", "full_cache", "h2o", "h2o_described", "keydiff", "knorm", "pyramidkv",
+    "pyramidkv_described", "retain", "rkv", "snapkv", "start", "streaming_llm", "tova", "with_adaptive_budgets",
+]

@@ -1,12 +1,19 @@
 """Running a policy: five parts, one decision."""
 
+from dataclasses import replace
+
+import numpy as np
+
 from reference.policies.crystalcache import CrystalRecords, crystal_retention
+from reference.policies.selectors import touched_units
+from spec.arrays import BoolVector
 from spec.budget import Budget
-from spec.policy import Observation, Policy
+from spec.errors import SpecError
+from spec.policy import Observation, Policy, Scores, Selection
 from spec.records import CrystalRetention, Dissolution
 from spec.retention import Retention
 
-__all__ = ["retain"]
+__all__ = ["chosen", "retain", "tokens_of"]
 
 
 def retain(
@@ -14,14 +21,33 @@ def retain(
 ) -> tuple[Retention, CrystalRetention | None]:
     """What the policy keeps of one sequence, and CrystalCache's records where it is CrystalCache.
 
-    The total is the budget's tokens, raised to the policy's floor; the parts run in the order protection, scorer,
-    budgets, selector.
+    The parts run in the order protection, scorer, budgets, selector.
+
+    Implements: PO-RETAIN
+
+    Raises:
+        SpecError: when a group's share does not hold its protected tokens, or a part refuses its input.
     """
-    B = max(policy.floor, budget.tokens(observation.seen))
+    B = tokens_of(policy, budget, observation.seen)
     protected = policy.protection(observation.seen)
-    scores = policy.scorer(observation, protected)
-    chosen = policy.selector(scores, policy.budgets(B, scores), protected)
-    retention = Retention(chosen.positions, chosen.offsets, observation.seen, policy.granularity)
-    if isinstance(scores.carry, CrystalRecords) and isinstance(chosen.records, Dissolution):
-        return retention, crystal_retention(scores.carry, retention, chosen.records.ratio, B)
+    scores = policy.scorer(replace(observation, B=B), protected)
+    selection = chosen(policy, B, scores, protected)
+    retention = Retention(selection.positions, selection.offsets, observation.seen, policy.granularity)
+    if isinstance(scores.carry, CrystalRecords) and isinstance(selection.records, Dissolution):
+        return retention, crystal_retention(scores.carry, retention, selection.records.ratio, B)
     return retention, None
+
+
+def tokens_of(policy: Policy, budget: Budget, seen: int) -> int:
+    """B, tokens that a group keeps on average: the budget's, raised to the policy's floor."""
+    return max(policy.floor, budget.tokens(seen))
+
+
+def chosen(policy: Policy, B: int, scores: Scores, protected: BoolVector) -> Selection:
+    """The selection under a total of B tokens a group; a protected unit has no score."""
+    pinned = touched_units(protected, scores.offsets)
+    scores = replace(scores, values=np.where(pinned, np.nan, scores.values))
+    shares = policy.budgets(B * len(scores.values), scores)
+    if (shares < protected.sum()).any():
+        raise SpecError("budget", B, f"must hold the {int(protected.sum())} protected tokens of {policy.name}")
+    return policy.selector(scores, shares, protected)

@@ -6,11 +6,12 @@ import numpy as np
 
 from spec.arrays import Bool, BoolVector, Float64, Int64, IntVector, Vector
 from spec.backend import CrystalStages
+from spec.errors import SpecError
 from spec.parameters import CrystalCacheParameters
 from spec.policy import Scores, Selection
 from spec.records import Trunks
 
-__all__ = ["Dissolve", "top_units", "touched_units"]
+__all__ = ["Dissolve", "fill_units", "recent_half", "top_units", "touched_units"]
 
 
 def touched_units(
@@ -22,11 +23,49 @@ def touched_units(
 
 
 def top_units(scores: Scores, budgets: IntVector, protected: BoolVector, /) -> Selection:
-    """Per group: the protected units, then the best others as long as they fit; lower unit first on a tie."""
+    """Per group: the protected units, then the best others as long as they fit; lower unit first on a tie.
+
+    Implements: PO-TOP-UNITS
+    """
     pinned = touched_units(protected, scores.offsets)
     groups = [_fill(row, scores.offsets, int(B), pinned) for row, B in zip(scores.values, budgets, strict=True)]
-    offsets = np.cumsum([0, *map(len, groups)]).astype(np.int64)
-    return Selection(np.concatenate(groups), offsets)
+    return _selection(groups)
+
+
+def fill_units(scores: Scores, budgets: IntVector, protected: BoolVector, /) -> Selection:
+    """Per group: the protected tokens, then whole units by score, then the best members of the next unit.
+
+    Implements: PO-FILL-UNITS
+
+    Raises:
+        SpecError: when the scores say nothing of the members of a unit.
+    """
+    if scores.members is None:
+        raise SpecError("scores.members", None, "units can be kept in part only by scores of their tokens")
+    unit = np.repeat(np.arange(len(scores.offsets) - 1), np.diff(scores.offsets))
+    groups = []
+    for row, members, B in zip(scores.values, scores.members, budgets, strict=True):
+        rank = np.argsort(np.argsort(-row, kind="stable"), kind="stable")[unit]
+        order = np.lexsort((-members, rank, ~protected))
+        groups.append(scores.offsets[0] + np.sort(order[: max(int(B), int(protected.sum()))]))
+    return _selection(groups)
+
+
+def recent_half(scores: Scores, budgets: IntVector, protected: BoolVector, /) -> Selection:
+    """Per group of tokens: the newest half of the budget, rounded down, then the best others.
+
+    Implements: PO-H2O
+    """
+    n = len(protected)
+    groups = [
+        _fill(row, scores.offsets, int(B), protected | (np.arange(n) >= n - int(B) // 2))
+        for row, B in zip(scores.values, budgets, strict=True)
+    ]
+    return _selection(groups)
+
+
+def _selection(groups: list[Int64[IntVector, " kept"]]) -> Selection:
+    return Selection(np.concatenate(groups), np.cumsum([0, *map(len, groups)]).astype(np.int64))
 
 
 def _fill(
@@ -58,7 +97,7 @@ class Dissolve:
         units = Trunks(scores.offsets, scores.values[0])
         no_D = np.zeros(len(units.impact))
         result = self.stages.dissolve(
-            scores.values[0], units, scores.members, no_D, touched_units(protected, scores.offsets),
+            scores.values[0], units, scores.members[0], no_D, touched_units(protected, scores.offsets),
             int(budgets[0]), self.parameters,
         )
         return Selection(result.kept, np.array([0, len(result.kept)], dtype=np.int64), result)

@@ -16,6 +16,8 @@ def streaming_llm(N_sink: int = 4) -> Policy:
     The set is the published one. Positions stay absolute: the official code renumbers keys inside the cache, which is
     another model input and is not offered. Well-known implementations differ in what N_sink and the window add up to.
 
+    Implements: PO-STREAMINGLLM
+
     Raises:
         SpecError: when N_sink is negative.
     """

@@ -1,0 +1,81 @@
+"""Time and memory on the device, and progress: nothing takes long without saying so."""
+
+import signal
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import torch
+
+from accelerated.triton_gpu.device import default_device
+
+__all__ = ["PartTimeout", "limit", "median_ms", "peak_bytes", "say", "synchronize"]
+
+START = time.perf_counter()
+
+
+class PartTimeout(Exception):
+    """A part of the run took longer than it may."""
+
+
+def say(text: str) -> None:
+    """One line of progress, with the seconds since the start."""
+    print(f"[{time.perf_counter() - START:6.1f} s] {text}", flush=True)
+
+
+def synchronize() -> None:
+    """Wait for the device."""
+    if default_device().type == "cuda":
+        torch.cuda.synchronize()
+
+
+@contextmanager
+def limit(seconds: int) -> Iterator[None]:
+    """Raise PartTimeout inside the block once it has run so long (as soon as Python has its turn)."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise PartTimeout(f"stopped at its limit of {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def median_ms(run: Callable[[], object], rounds: int) -> float:
+    """Median milliseconds of a call, after one to warm up: by CUDA events, or by the clock where there is no GPU."""
+    run()
+    return statistics.median(_milliseconds(run) for _ in range(rounds))
+
+
+def _milliseconds(run: Callable[[], object]) -> float:
+    synchronize()
+    if default_device().type != "cuda":
+        start = time.perf_counter()
+        run()
+        return 1000 * (time.perf_counter() - start)
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    first.record()
+    run()
+    last.record()
+    synchronize()
+    return float(first.elapsed_time(last))
+
+
+def peak_bytes(run: Callable[[], object]) -> tuple[int, int] | None:
+    """Bytes in use before a call, and at its peak; None where there is no GPU."""
+    if default_device().type != "cuda":
+        run()
+        return None
+    synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    synchronize()
+    return before, torch.cuda.max_memory_allocated()

@@ -1,0 +1,1 @@
+"""Cross-session injection: its specification's items, and the archive."""

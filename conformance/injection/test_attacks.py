@@ -1,0 +1,206 @@
+"""The archive under attack: killed writers, flipped bits, writers and readers at once.
+
+`--kvspec-profile nightly` runs the writers and readers for a minute; otherwise it is a few seconds.
+"""
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from conformance.injection.chunks import chunk
+from conformance.plugin import profile_of
+from models_integration.archive import files
+from models_integration.archive.objects import Corrupt, read_object
+from models_integration.archive.store import Archive
+
+KILLS = 200
+OBJECT_FLIPS, CATALOGUE_FLIPS = 350, 300  # of header, payload and catalogue: 1000
+TOKENS = 400
+
+
+def forked(work: Callable[[], None]) -> int:
+    """The id of a child that does the work, over and over if it is written so, and then ends."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    return child
+
+
+def write_slowly(descriptor: int, part: memoryview) -> None:
+    """A disk of 8 MB a second, so that kills fall into writes."""
+    for at in range(0, len(part), 1 << 13):
+        os.write(descriptor, part[at : at + (1 << 13)])
+        time.sleep(0.001)
+
+
+def publish_naively(path: Path, parts: list[memoryview], replace: bool = True) -> None:
+    """What the archive must not do: write under the object's own name."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb", buffering=0) as file:
+        for part in parts:
+            write_slowly(file.fileno(), part)
+
+
+def kill_writers(folder: Path, kills: int) -> int:
+    """Writers killed at random moments of their work; how many visible objects are torn afterwards.
+
+    Every fourth is killed while it opens the archive, the others while they write.
+    """
+    rng = random.Random(1)
+    for at in range(kills):
+        ready, say = os.pipe()
+
+        def write(first: int = 1000 * at, say: int = say) -> None:
+            torch.set_num_threads(1)
+            with Archive(folder) as archive:
+                os.write(say, b"x")
+                for seed in range(first, first + 100):
+                    archive.put(*chunk(seed, tokens=TOKENS))
+
+        child = forked(write)
+        os.close(say)
+        if at % 4:
+            os.read(ready, 1)
+        time.sleep(rng.uniform(0.0, 0.03))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(ready)
+    torn = 0
+    for path in (folder / "objects").glob("*/[!.]*"):
+        try:
+            read_object(path, None)
+        except Corrupt:
+            torn += 1
+    return torn
+
+
+def test_no_killed_writer_leaves_a_torn_object(quick_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """200 SIGKILLs; what is visible is whole and listed, no lock is left, and the archive works on."""
+    monkeypatch.setattr(files, "_write", write_slowly)
+    assert kill_writers(quick_path, KILLS) == 0
+    assert list((quick_path / "objects").glob("*/.tmp-*"))
+    with Archive(quick_path) as archive:
+        assert archive.repaired.lost == []
+        entries = archive.entries()
+        assert entries
+        report = archive.verify()
+        assert report.clean
+        assert report.read == len(entries)
+        archive.put(*chunk(5_000_000))
+
+
+def test_a_naive_writer_does_leave_torn_objects(quick_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same kills see what they are about."""
+    monkeypatch.setattr("models_integration.archive.store.publish", publish_naively)
+    assert kill_writers(quick_path, KILLS // 4) > 0
+
+
+def flipped(data: bytes, bit: int) -> bytes:
+    changed = bytearray(data)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
+
+
+@pytest.mark.parametrize("part", ["header", "payload"])
+def test_every_flipped_bit_of_an_object_is_detected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str,
+) -> None:
+    """Of 350 flips, each gives a miss and a quarantined file; the file as it was is a hit again."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # only for time: nothing is killed here
+    rng = random.Random(part)
+    with Archive(tmp_path) as archive:
+        key = archive.put(*chunk(1))
+        (path,) = (tmp_path / "objects").glob("*/*")
+        data = path.read_bytes()
+        header = 8 + int.from_bytes(data[:8], "little")
+        low, high = (0, header) if part == "header" else (header, len(data))
+        for _ in range(OBJECT_FLIPS):
+            path.write_bytes(flipped(data, rng.randrange(8 * low, 8 * high)))
+            assert archive.get(key, "alice") is None
+            assert not path.exists()
+            (quarantined,) = (tmp_path / "quarantine").glob(f"*-{path.name}")
+            quarantined.unlink()
+            path.write_bytes(data)
+        assert archive.get(key, "alice") is not None
+
+
+def test_every_flipped_bit_of_the_catalogue_is_detected(quick_path: Path) -> None:
+    """Of 300 flips in the list or its seal, each is seen when the archive is opened, which makes the list again."""
+    with Archive(quick_path) as archive:
+        for seed in range(3):
+            archive.put(*chunk(seed))
+        listing = archive.entries()
+    rng = random.Random(2)
+    for _ in range(CATALOGUE_FLIPS):
+        path = quick_path / rng.choices(["catalogue.sqlite", "catalogue.seal"], [9, 1])[0]
+        data = path.read_bytes()
+        path.write_bytes(flipped(data, rng.randrange(8 * len(data))))
+        with Archive(quick_path) as archive:
+            assert not archive.repaired.catalogue_intact
+            assert archive.entries() == listing
+    with Archive(quick_path) as archive:
+        assert archive.repaired.clean
+
+
+def test_damage_while_the_archive_is_open_is_not_sealed(tmp_path: Path) -> None:
+    path = tmp_path / "catalogue.sqlite"
+    with Archive(tmp_path) as archive:
+        archive.put(*chunk(1))
+        listing = archive.entries()
+    with Archive(tmp_path) as archive:
+        path.write_bytes(flipped(path.read_bytes(), 8 * 5000))
+        assert not archive.verify().catalogue_intact
+    with Archive(tmp_path) as archive:
+        assert not archive.repaired.catalogue_intact
+        assert archive.entries() == listing
+
+
+def test_two_writers_and_four_readers_lose_nothing(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    """Every chunk that a writer was told is stored is read by anybody, whole, and listed."""
+    end = time.monotonic() + (60.0 if profile_of(pytestconfig) == "nightly" else 3.0)
+
+    def write(first: int) -> None:
+        torch.set_num_threads(1)
+        with Archive(tmp_path) as archive:
+            seed = first
+            while time.monotonic() < end:
+                manifest, tensors = chunk(seed, tokens=64)
+                archive.put(manifest, tensors)
+                files.publish(tmp_path / "told" / str(seed), [memoryview(manifest.key.encode())])
+                seed += 1
+
+    def read(seed: int) -> None:
+        torch.set_num_threads(1)
+        rng = random.Random(seed)
+        with Archive(tmp_path) as archive:
+            while time.monotonic() < end:
+                told = [path for path in (tmp_path / "told").glob("*") if not path.name.startswith(".")]
+                for path in rng.sample(told, min(20, len(told))):
+                    found = archive.get(path.read_text(), "alice")
+                    _, tensors = chunk(int(path.name), tokens=64)
+                    assert found is not None
+                    assert torch.equal(found.tensors["1.v"], tensors["1.v"])
+                archive.entries()
+
+    (tmp_path / "told").mkdir()
+    children = [forked(lambda at=at: write(1_000_000 * at)) for at in (1, 2)]  # type: ignore[misc]
+    children += [forked(lambda at=at: read(at)) for at in range(4)]  # type: ignore[misc]
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    assert codes == [0] * 6
+    told = {path.read_text() for path in (tmp_path / "told").glob("[0-9]*")}
+    with Archive(tmp_path) as archive:
+        assert archive.repaired.clean
+        assert {entry.key for entry in archive.entries()} == told
+        assert len(told) > 20
+        assert archive.verify().clean

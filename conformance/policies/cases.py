@@ -1,0 +1,241 @@
+"""Every published policy at small constants, with its brute-force answer; and random attention inputs for them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from conformance.oracles import policies as oracle
+from reference import policies
+from spec.budget import Budget
+from spec.policy import LayerView, Observation, Policy
+from spec.retention import Granularity, Retention
+
+__all__ = ["CASES", "Case", "Inputs", "decided", "drawn", "groups_of", "observation", "plain", "retained"]
+
+W, KERNEL, C_CHUNK, SINK, FUTURE = 3, 3, 4, 2, 5
+SAFEGUARD = Fraction(1, 5)
+Kept = list[list[int]]
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """q, k, v of each layer; the rotary frequencies and output projections that two policies need."""
+
+    layers: Sequence[LayerView]
+    inv_freq: Array
+    W_o: Sequence[Array]
+    factor: float = 1.0
+
+    @property
+    def n(self) -> int:
+        return int(self.layers[0].k.shape[1])
+
+    @property
+    def H_kv(self) -> int:
+        return len(self.layers[0].k)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A policy, and what it keeps of an input at B tokens, by brute force."""
+
+    item: str
+    policy: Callable[[Inputs], Policy]
+    expected: Callable[[Inputs, int], Kept]
+    floor: int = 0
+    guaranteed: Callable[[int, int], set[int]] = field(default=lambda n, B: set())
+    """Positions of n that every kept set of B tokens holds."""
+
+
+def drawn(seed: int, n: int | None = None, L: int | None = None, heads: tuple[int, int] | None = None) -> Inputs:
+    """Normal q, k and v, of 1 to 26 tokens, 1 to 3 layers, 1 to 3 KV heads of 1 or 2 query heads; some with a cap."""
+    rng = np.random.default_rng(seed)
+    n = n or int(rng.integers(1, 27))
+    L = L or int(rng.integers(1, 4))
+    H_kv, G = heads or (int(rng.integers(1, 4)), int(rng.integers(1, 3)))
+    d = 4
+    softcap = None if seed % 4 else 5.0
+
+    def normal(*shape: int) -> Array:
+        return rng.standard_normal(shape)
+
+    layers = [
+        LayerView(2 * normal(H_kv * G, n, d), normal(H_kv, n, d), normal(H_kv, n, d), d**-0.5, softcap)
+        for _ in range(L)
+    ]
+    return Inputs(layers, np.array([1.0, 0.25]), [normal(H_kv * G, d, 3) for _ in range(L)], 1.0 + (seed % 3) / 4)
+
+
+def plain(view: LayerView) -> dict[str, Any]:
+    """The layer as lists, for the oracles."""
+    return {
+        "q": view.q.tolist(), "k": view.k.tolist(), "v": None if view.v is None else view.v.tolist(),
+        "scaling": view.scaling, "softcap": view.softcap,
+    }
+
+
+def groups_of(policy: Policy, inputs: Inputs) -> int:
+    """Kept sets of the policy."""
+    L = len(inputs.layers)
+    return {Granularity.MODEL: 1, Granularity.LAYER: L, Granularity.HEAD: L * inputs.H_kv}[policy.granularity]
+
+
+def observation(policy: Policy, inputs: Inputs) -> Observation:
+    """As the session makes one: the query rows that the scorer asked for."""
+    rows = policy.scorer.needs.query_rows
+    first = 0 if rows is None else max(0, inputs.n - rows)
+    views = {
+        at: LayerView(view.q[:, first:], view.k, view.v, view.scaling, view.softcap)
+        for at, view in enumerate(inputs.layers)
+    }
+    return Observation(inputs.n, groups_of(policy, inputs), None, views)
+
+
+def retained(policy: Policy, inputs: Inputs, B: int) -> Retention:
+    """The decision at the end of the prompt."""
+    return policies.retain(policy, Budget(count=B), observation(policy, inputs))[0]
+
+
+def decided(policy: Policy, inputs: Inputs, B: int) -> Kept:
+    """Its kept sets."""
+    found = retained(policy, inputs, B)
+    return [found.group(g).tolist() for g in range(found.groups)]
+
+
+def by_layer(score: Callable[..., list[oracle.Score]], *constants: Any) -> Callable[[Inputs, int], Kept]:
+    """The best B tokens of every row of every layer."""
+    def expected(inputs: Inputs, B: int) -> Kept:
+        return [oracle.top(row, B) for view in inputs.layers for row in score(plain(view), *constants)]
+
+    return expected
+
+
+def pyramid(score: Callable[..., list[oracle.Score]], *constants: Any) -> Callable[[Inputs, int], Kept]:
+    def expected(inputs: Inputs, B: int) -> Kept:
+        shares = oracle.pyramid_shares(Fraction(B), min(W, inputs.n), len(inputs.layers), inputs.n, 20)
+        return [
+            oracle.top(row, share) for view, share in zip(inputs.layers, shares, strict=True)
+            for row in score(plain(view), *constants)
+        ]
+
+    return expected
+
+
+def shared(
+    score: Callable[..., list[oracle.Score]], shares: Callable[..., list[int]], safeguard: Fraction, *constants: Any,
+) -> Callable[[Inputs, int], Kept]:
+    """Heads of a layer share its budget."""
+    def expected(inputs: Inputs, B: int) -> Kept:
+        found = []
+        for view in inputs.layers:
+            rows = score(plain(view), *constants)
+            found += [oracle.top(row, b) for row, b in zip(rows, shares(rows, B, safeguard), strict=True)]
+        return found
+
+    return expected
+
+
+def h2o(inputs: Inputs, B: int) -> Kept:
+    rows = [row for view in inputs.layers for row in oracle.accumulated(plain(view))]
+    return [oracle.top([*row[: max(0, len(row) - B // 2)], *[None] * min(len(row), B // 2)], B) for row in rows]
+
+
+def h2o_described(layer: oracle.Layer) -> list[oracle.Score]:
+    past = oracle.window(layer, W)
+    return [[*row[:past], *[None] * (len(row) - past)] for row in oracle.accumulated(layer)]
+
+
+def chunks(N_reuse: int) -> Callable[[Inputs, int], Kept]:
+    def expected(inputs: Inputs, B: int) -> Kept:
+        found = []
+        for at in range(len(inputs.layers)):
+            layer = plain(inputs.layers[at - at % N_reuse])
+            past, rows = oracle.window(layer, W), oracle.last_rows(layer, W)
+            members: oracle.Score = [sum(q[i] for head in rows for q in head) for i in range(past)]
+            found.append(oracle.chunk_selection([*members, *[None] * (inputs.n - past)], C_CHUNK, B))
+        return found
+
+    return expected
+
+
+def chunks_described(inputs: Inputs, B: int) -> Kept:
+    rows = [oracle.accumulated(plain(view)) for view in inputs.layers]
+    members = [[sum(r for r in column if r is not None) for column in zip(*layer, strict=True)] for layer in rows]
+    return [oracle.chunk_selection(layer, C_CHUNK, B) for layer in members]
+
+
+def expected_attention(inputs: Inputs, B: int) -> Kept:
+    found = []
+    for view in inputs.layers:
+        rows = oracle.expected_attention(plain(view), inputs.inv_freq.tolist(), inputs.factor, SINK, FUTURE)
+        found += [oracle.top(row, B) for row in rows]
+    return found
+
+
+def defensivekv(inputs: Inputs, B: int) -> Kept:
+    found = []
+    for view, W_o in zip(inputs.layers, inputs.W_o, strict=True):
+        rows = oracle.defensive(plain(view), W_o.tolist(), W, KERNEL, B)
+        found += [oracle.top(r, b) for r, b in zip(rows, oracle.competition_shares(rows, B, Fraction(0)), strict=True)]
+    return found
+
+
+def window(n: int, B: int) -> set[int]:
+    return set(range(max(0, n - W), n))
+
+
+def sinks(n: int, B: int) -> set[int]:
+    return set(range(min(SINK, n)))
+
+
+def newest_half(n: int, B: int) -> set[int]:
+    return set(range(max(0, n - B // 2), n))
+
+
+CASES: dict[str, Case] = {
+    "streamingllm": Case(
+        "PO-STREAMINGLLM", lambda i: policies.streaming_llm(SINK),
+        lambda i, B: [sorted({*range(min(SINK, i.n)), *range(max(0, i.n - (B - SINK)), i.n)})], SINK, sinks,
+    ),
+    "h2o": Case("PO-H2O", lambda i: policies.h2o(), h2o, 0, newest_half),
+    "snapkv": Case(
+        "PO-SNAPKV", lambda i: policies.snapkv(W, KERNEL), by_layer(oracle.snapkv, W, KERNEL), W, window
+    ),
+    "pyramidkv": Case(
+        "PO-PYRAMIDKV", lambda i: policies.pyramidkv(W, KERNEL), pyramid(oracle.snapkv, W, KERNEL), W, window
+    ),
+    "chunkkv": Case("PO-CHUNKKV", lambda i: policies.chunkkv(C_CHUNK, W, 2), chunks(2), W, window),
+    "tova": Case("PO-TOVA", lambda i: policies.tova(), by_layer(oracle.tova)),
+    "keydiff": Case("PO-KEYDIFF", lambda i: policies.keydiff(), by_layer(oracle.keydiff)),
+    "knorm": Case("PO-KNORM", lambda i: policies.knorm(), by_layer(oracle.knorm)),
+    "expected-attention": Case(
+        "PO-EXPECTED-ATTENTION", lambda i: policies.expected_attention(i.inv_freq, i.factor, SINK, FUTURE),
+        expected_attention, SINK, sinks,
+    ),
+    "adakv": Case(
+        "PO-ADAKV", lambda i: policies.adakv(W, KERNEL, SAFEGUARD),
+        shared(oracle.adakv, oracle.adaptive_shares, SAFEGUARD, W, KERNEL), W, window,
+    ),
+    "rkv": Case("PO-RKV", lambda i: policies.rkv(W, KERNEL), by_layer(oracle.rkv, W, KERNEL, 0.1), W, window),
+    "caote": Case("PO-CAOTE", lambda i: policies.caote(), by_layer(oracle.caote)),
+    "defensivekv": Case(
+        "PO-DEFENSIVEKV", lambda i: policies.defensivekv(dict(enumerate(i.W_o)), W, KERNEL), defensivekv, W, window
+    ),
+    "epicache": Case(
+        "PO-EPICACHE", lambda i: policies.epicache(),
+        shared(oracle.epicache, oracle.competition_shares, Fraction(0)),
+    ),
+    "h2o-described": Case(
+        "PO-H2O-DESCRIBED", lambda i: policies.h2o_described(W), by_layer(h2o_described), W, window
+    ),
+    "pyramidkv-described": Case(
+        "PO-PYRAMIDKV-DESCRIBED", lambda i: policies.pyramidkv_described(W), pyramid(h2o_described), W, window
+    ),
+    "chunkkv-described": Case(
+        "PO-CHUNKKV-DESCRIBED", lambda i: policies.chunkkv_described(C_CHUNK), chunks_described
+    ),
+}

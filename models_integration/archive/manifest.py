@@ -1,0 +1,112 @@
+"""What an archived chunk is: its identity, and what else its object says about it."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from models_integration.archive.errors import OtherDtype, OtherFrequencies, WrongModel
+
+__all__ = ["Manifest", "ModelIdentity", "ids_digest", "weights_digest"]
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """Whose keys and values these are."""
+
+    weights: str
+    """sha256 of all parameters (`weights_digest`), or another name that changes when they do."""
+    rope: str
+    """`Rotary.fingerprint`: slots, styles, bytes and dtypes of the frequencies."""
+    rope_dtype: str
+    """`Rotary.dtype`."""
+    dtype: str
+    """Of the keys and values as they were computed."""
+
+    def check(self, other: "ModelIdentity") -> None:
+        """Refuse keys and values that this model cannot read.
+
+        Raises:
+            WrongModel, OtherDtype, OtherFrequencies: named by what differs first.
+        """
+        if self.weights != other.weights:
+            raise WrongModel(f"archived under weights {other.weights[:16]}, this model has {self.weights[:16]}")
+        if self.rope_dtype != other.rope_dtype:
+            raise OtherDtype(
+                f"archived with frequencies in {other.rope_dtype}, this model keeps them in {self.rope_dtype}:"
+                " load with dtype=..., since model.to(...) rounds the buffer"
+            )
+        if self.rope != other.rope:
+            raise OtherFrequencies(f"archived under rotation {other.rope[:16]}, this model has {self.rope[:16]}")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything that an object says in the clear; the token ids are a tensor beside the keys."""
+
+    tenant: str
+    ids: str
+    """`ids_digest` of the wrapped chunk's token ids."""
+    tokens: int
+    form: str
+    hidden: int
+    markers: tuple[int, ...]
+    start: int
+    stop: int
+    codec: str
+    layers: tuple[int, ...]
+    """Indices of the archived layers, ascending."""
+    model: ModelIdentity
+    created: float
+    """Seconds since the epoch; no part of the identity."""
+
+    @property
+    def key(self) -> str:
+        """sha256 of the identity: the same inputs give the same object."""
+        parts = asdict(self)
+        del parts["created"]
+        return hashlib.sha256(_canonical(parts).encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """Canonical JSON."""
+        return _canonical(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Manifest":
+        """The inverse of `to_json`.
+
+        Raises:
+            ValueError, TypeError, KeyError: for text that is no manifest.
+        """
+        found = json.loads(text)
+        if set(found) != {field.name for field in fields(cls)}:
+            raise ValueError(f"a manifest has {', '.join(field.name for field in fields(cls))}")
+        for name in ("markers", "layers"):
+            found[name] = tuple(found[name])
+        return cls(**{**found, "model": ModelIdentity(**found["model"])})
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def ids_digest(ids: Sequence[int]) -> str:
+    """sha256 of token ids as little-endian int64."""
+    return hashlib.sha256(torch.tensor(list(ids), dtype=torch.int64).numpy().astype("<i8").tobytes()).hexdigest()
+
+
+def weights_digest(model: nn.Module) -> str:
+    """sha256 of every parameter's name, dtype, shape and bytes; seconds per gigabyte."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        digest.update(_canonical([name, str(parameter.dtype), list(parameter.shape)]).encode())
+        digest.update(_bytes(parameter.detach()))
+    return digest.hexdigest()
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy())

@@ -1,0 +1,1 @@
+"""Cross-session injection: the arithmetic that is the same for every engine."""

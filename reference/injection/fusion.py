@@ -1,0 +1,24 @@
+"""Joining the rankings of several retrievers, in a total order."""
+
+from collections.abc import Sequence
+
+__all__ = ["fused", "recall"]
+
+
+def fused(rankings: Sequence[Sequence[str]], k: int = 60) -> list[tuple[str, float]]:
+    """Chunks with their scores, best first: the sum of 1 / (k + rank) over the rankings that hold the chunk.
+
+    Implements: IN-FUSE
+
+    Source: Appendix C ("RRF (k=60)").
+    """
+    scores: dict[str, float] = {}
+    for ranking in rankings:
+        for rank, chunk in enumerate(dict.fromkeys(ranking), start=1):
+            scores[chunk] = scores.get(chunk, 0.0) + 1 / (k + rank)
+    return sorted(scores.items(), key=lambda pair: (-round(pair[1], 12), pair[0]))
+
+
+def recall(ranking: Sequence[str], truth: str, k: int) -> bool:
+    """Whether the true chunk is among the first k: r@1, r@3, r@5. Source: Section 3.11."""
+    return truth in ranking[:k]

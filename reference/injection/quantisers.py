@@ -1,0 +1,97 @@
+"""Codecs of archived keys and values: symmetric integers with float32 scales, named by the shape of the scale."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from spec.arrays import Cube, Float64, Int64, IntCube
+from spec.errors import SpecError
+
+__all__ = ["ARMS", "SCHEMES", "Arm", "codes", "decoded", "quantised_region", "scale"]
+
+# The axes of (heads, tokens, channels) that share one scale, by scheme.
+SCHEMES: dict[str, tuple[int, ...]] = {
+    "per_tensor": (0, 1, 2),
+    "per_head": (1, 2),
+    "per_channel": (1,),
+    "per_token": (2,),
+}
+
+SMALLEST_SCALE = 2.0**-126
+"""The smallest normal float32: an all-zero group has a scale all the same."""
+
+
+def scale(x: Float64[Cube, "heads n d"], axes: tuple[int, ...], bits: int) -> Float64[Cube, "h t c"]:
+    """One step of the quantiser for each group, float32 values in float64; the grouped axes have length 1.
+
+    Implements: IN-SCALE
+
+    Source: Section 3.13 and Appendix E, without its division by zero.
+    """
+    largest = np.abs(x).max(axis=axes, keepdims=True, initial=0.0) / (2 ** (bits - 1) - 1)
+    step: Cube = np.maximum(largest, SMALLEST_SCALE).astype(np.float32).astype(np.float64)
+    return step
+
+
+def codes(x: Float64[Cube, "heads n d"], step: Float64[Cube, "h t c"], bits: int) -> Int64[IntCube, "heads n d"]:
+    """Integers nearest to x / step, half to even, held to the symmetric range.
+
+    Implements: IN-CODES
+
+    Source: Section 3.13 and Appendix E, with the range [-127, 127] for 8 bits.
+    """
+    highest = 2 ** (bits - 1) - 1
+    return np.clip(np.rint(x / step), -highest, highest).astype(np.int64)
+
+
+def decoded(code: Int64[IntCube, "heads n d"], step: Float64[Cube, "h t c"]) -> Float64[Cube, "heads n d"]:
+    """The values that integers stand for. Source: Appendix E, its last line."""
+    return code * step
+
+
+@dataclass(frozen=True)
+class Arm:
+    """Which tensors of which layers and tokens are integers; None is as they were.
+
+    `first` and `last` tokens stay as they were; `half` names the layers that are quantised: all, lower or upper.
+    """
+
+    keys: str | None
+    values: str | None
+    first: int = 0
+    last: int = 0
+    half: str = "all"
+
+
+# The paper's Table 10, by shape, and the arms that it lacks.
+ARMS: Mapping[str, Arm] = {
+    "none": Arm(None, None),
+    "per_tensor": Arm("per_tensor", "per_tensor"),
+    "per_head": Arm("per_head", "per_head"),
+    "per_channel": Arm("per_channel", "per_channel"),
+    "per_token": Arm("per_token", "per_token"),
+    "keys_per_head": Arm("per_head", None),
+    "values_per_head": Arm(None, "per_head"),
+    "kivi": Arm("per_channel", "per_token"),
+    "selective_per_head": Arm("per_head", "per_head", first=4, last=4),
+    "lower_half_per_head": Arm("per_head", "per_head", half="lower"),
+    "upper_half_per_head": Arm("per_head", "per_head", half="upper"),
+}
+
+
+def quantised_region(arm: Arm, layers: int, n: int) -> tuple[range, range]:
+    """Layers and tokens that become integers; an odd middle layer belongs to the upper half.
+
+    Implements: IN-ARMS
+
+    Source: Section 3.13, Table 10.
+
+    Raises:
+        SpecError: for a half other than all, lower and upper.
+    """
+    halves = {"all": range(layers), "lower": range(layers // 2), "upper": range(layers // 2, layers)}
+    if arm.half not in halves:
+        raise SpecError("half", arm.half, f"must be one of {', '.join(halves)}")
+    low = min(arm.first, n)
+    return halves[arm.half], range(low, max(low, n - arm.last))

@@ -1,0 +1,71 @@
+"""Moving archived keys to other positions: unit rotations by a model's own inverse frequencies."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from spec.arrays import Cube, Float64, Matrix, Vector
+
+__all__ = ["TURNS", "rebase_angles", "shift_angles", "turn_half_split", "turn_interleaved"]
+
+
+def shift_angles(n: int, start: int, inverse_frequencies: Float64[Vector, " pairs"]) -> Float64[Matrix, "n pairs"]:
+    """Angles in radians that move n tokens archived from position 0 to positions from `start` on.
+
+    Implements: IN-SHIFT-ANGLES
+
+    Source: Section 3.7 and Appendix B; every token turns by the same angle, so that no token index enters.
+    """
+    return np.tile(start * inverse_frequencies, (n, 1))
+
+
+def rebase_angles(
+    n: int, start: int, archived: Float64[Vector, " pairs"], live: Float64[Vector, " pairs"],
+) -> Float64[Matrix, "n pairs"]:
+    """Angles in radians that also exchange the frequencies of the archive for those of the live session.
+
+    Implements: IN-REBASE-ANGLES
+
+    Source: none in the paper; longrope and dynamic scaling change the frequencies with the session's length.
+    """
+    at = np.arange(n, dtype=np.float64)[:, None]
+    return (start + at) * live - at * archived
+
+
+def turn_half_split(x: Float64[Cube, "heads n d"], angles: Float64[Matrix, "n pairs"]) -> Float64[Cube, "heads n d"]:
+    """Turn the pairs of channels (i, pairs + i) of each token; channels from 2 pairs on stay.
+
+    Implements: IN-HALF-SPLIT
+
+    Source: Appendix B ("contiguous-half rotate_half").
+    """
+    pairs = angles.shape[1]
+    turned = x.copy()
+    turned[..., :pairs], turned[..., pairs : 2 * pairs] = _turned(x[..., :pairs], x[..., pairs : 2 * pairs], angles)
+    return turned
+
+
+def turn_interleaved(x: Float64[Cube, "heads n d"], angles: Float64[Matrix, "n pairs"]) -> Float64[Cube, "heads n d"]:
+    """Turn the pairs of channels (2i, 2i + 1) of each token; channels from 2 pairs on stay.
+
+    Implements: IN-INTERLEAVED
+
+    Source: none in the paper; GLM, Cohere and DeepSeek-V2 in transformers keep pairs side by side.
+    """
+    width = 2 * angles.shape[1]
+    turned = x.copy()
+    turned[..., 0:width:2], turned[..., 1:width:2] = _turned(x[..., 0:width:2], x[..., 1:width:2], angles)
+    return turned
+
+
+def _turned(
+    x: Float64[Cube, "heads n pairs"], y: Float64[Cube, "heads n pairs"], angles: Float64[Matrix, "n pairs"],
+) -> tuple[Float64[Cube, "heads n pairs"], Float64[Cube, "heads n pairs"]]:
+    """The plane rotation; an angle of 0 leaves the bits, also those of a negative zero."""
+    cos, sin, still = np.cos(angles), np.sin(angles), angles == 0
+    return np.where(still, x, x * cos - y * sin), np.where(still, y, x * sin + y * cos)
+
+
+Turn = Callable[[Float64[Cube, "heads n d"], Float64[Matrix, "n pairs"]], Float64[Cube, "heads n d"]]
+
+TURNS: dict[str, Turn] = {"half_split": turn_half_split, "interleaved": turn_interleaved}

@@ -1,0 +1,104 @@
+"""What attention says of keys: the parts that the scorers of this folder share."""
+
+import numpy as np
+
+from reference.crystalcache.coattention import attention
+from spec.arrays import Cube, Float64, Matrix
+from spec.policy import DeviceArray, LayerView
+
+__all__ = [
+    "accumulated_attention", "average_pool", "group_maximum", "group_mean", "group_sum", "max_pool",
+    "observed_attention", "softmax", "wide",
+]
+
+_ROWS = 256  # queries at a time, so that no (H, n, n) array is made
+
+
+def wide(array: DeviceArray) -> Float64[Cube, "H n d"]:
+    """Float64, whatever came."""
+    cube: Cube = np.asarray(array, dtype=np.float64)
+    return cube
+
+
+def observed_attention(view: LayerView, W: int) -> Float64[Cube, "H w n"]:
+    """Softmax weights of the last w = min(W, n) queries on all n keys, causal inside the window.
+
+    Implements: PO-OBSERVED-ATTENTION
+
+    Source: SnapKV, Section 4 (the observation window). The keys of the window stand in the denominator.
+    """
+    k = wide(view.k)
+    n = k.shape[1]
+    q = wide(view.q)[:, -min(W, n) :]
+    positions = np.arange(n)
+    return attention(q, k, positions[n - q.shape[1] :], positions, view.scaling, view.softcap)
+
+
+def accumulated_attention(view: LayerView) -> Float64[Matrix, "H n"]:
+    """The sum over all queries that were shown of the attention on each key, per query head.
+
+    Implements: PO-OBSERVED-ATTENTION
+
+    Source: H2O, Section 4; CrystalCache, Eq. 5. An earlier key is seen by more queries, and nothing corrects that.
+    """
+    q, k = wide(view.q), wide(view.k)
+    n = k.shape[1]
+    positions, before = np.arange(n), n - q.shape[1]
+    total = np.zeros((len(q), n))
+    for first in range(0, q.shape[1], _ROWS):
+        rows = q[:, first : first + _ROWS]
+        asked = positions[before + first :][: rows.shape[1]]
+        total += attention(rows, k, asked, positions, view.scaling, view.softcap).sum(axis=1)
+    return total
+
+
+def softmax(x: Float64[Matrix, "rows n"]) -> Float64[Matrix, "rows n"]:
+    """Along each row."""
+    powers = np.exp(x - x.max(axis=1, keepdims=True))
+    weights: Matrix = powers / powers.sum(axis=1, keepdims=True)
+    return weights
+
+
+def group_sum(X: Float64[Matrix, "H n"], H_kv: int) -> Float64[Matrix, "H_kv n"]:
+    """Query heads of one KV head, added."""
+    total: Matrix = X.reshape(H_kv, len(X) // H_kv, X.shape[1]).sum(axis=1)
+    return total
+
+
+def group_mean(X: Float64[Matrix, "H n"], H_kv: int) -> Float64[Matrix, "H_kv n"]:
+    """Their mean."""
+    return group_sum(X, H_kv) / (len(X) // H_kv)
+
+
+def group_maximum(X: Float64[Cube, "H w n"], H_kv: int) -> Float64[Cube, "H_kv w n"]:
+    """Their largest."""
+    largest: Cube = X.reshape(H_kv, len(X) // H_kv, *X.shape[1:]).max(axis=1)
+    return largest
+
+
+def max_pool(x: Float64[Matrix, "rows n"], kernel: int) -> Float64[Matrix, "rows n"]:
+    """The largest of the `kernel` entries around each; what lies outside is left out.
+
+    Implements: PO-POOL
+
+    Source: SnapKV, Section 4 (clustering by pooling). `kernel` is odd.
+    """
+    largest: Matrix = _around(x, kernel, -np.inf).max(axis=2)
+    return largest
+
+
+def average_pool(x: Float64[Matrix, "rows n"], kernel: int) -> Float64[Matrix, "rows n"]:
+    """The sum of the `kernel` entries around each, divided by `kernel` at the edges too.
+
+    Implements: PO-POOL
+
+    Source: SnapKV, Section 4. `kernel` is odd.
+    """
+    total: Matrix = _around(x, kernel, 0.0).sum(axis=2)
+    return total / kernel
+
+
+def _around(x: Float64[Matrix, "rows n"], kernel: int, outside: float) -> Float64[Cube, "rows n kernel"]:
+    padded = np.pad(x, ((0, 0), (kernel // 2, kernel // 2)), constant_values=outside)
+    around: Cube = np.stack([padded[:, at : at + x.shape[1]] for at in range(kernel)], axis=2)
+    return around

@@ -1,0 +1,73 @@
+"""Decoding under a policy: pure functions from one step to the next. The caller owns the cache and follows them."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from reference.policies.retain import chosen, tokens_of
+from spec.arrays import BoolVector, IntMatrix
+from spec.budget import Budget
+from spec.errors import SpecError
+from spec.policy import Observation, Policy, Running, RunningScorer, Selection
+from spec.retention import Retention
+
+__all__ = ["advance", "start"]
+
+
+def start(policy: Policy, budget: Budget, observation: Observation) -> tuple[Retention, Running]:
+    """The decision at the end of the prompt, as `retain` takes it, and what decoding goes on from.
+
+    Raises:
+        SpecError: as `retain`; or when the policy cannot go on, because its scorer has no steps or its groups keep
+            different numbers of tokens.
+    """
+    scorer = _running(policy)
+    protected = policy.protection(observation.seen)
+    B = tokens_of(policy, budget, observation.seen)
+    scores = scorer(replace(observation, B=B), protected)
+    slots = _rectangular(chosen(policy, B, scores, protected), policy)
+    return _retention(slots, observation.seen, policy), Running(slots, scorer.keep(scores.carry, slots))
+
+
+def advance(
+    policy: Policy, budget: Budget, running: Running, observation: Observation,
+) -> tuple[Retention | None, Running]:
+    """One step: the token at seen - 1 joins the cache, which `observation` shows; then, where it is due, a decision.
+
+    Implements: PO-STEP
+    """
+    scorer, seen = _running(policy), observation.seen
+    live = np.column_stack([running.live, np.full(len(running.live), seen - 1)])
+    B = tokens_of(policy, budget, seen)
+    scores = scorer.step(running.records, replace(observation, B=B))
+    if not policy.cadence.due(seen, live.shape[1], B):
+        return None, Running(live, scores.carry)
+    slots = _rectangular(chosen(policy, B, scores, _protected_slots(policy, seen, live)), policy)
+    kept = np.take_along_axis(live, slots, axis=1)
+    return _retention(kept, seen, policy), Running(kept, scorer.keep(scores.carry, slots))
+
+
+def _running(policy: Policy) -> RunningScorer:
+    if not isinstance(policy.scorer, RunningScorer):
+        raise SpecError("policy", policy.name, "decides at the end of a prompt only: its scorer has no steps")
+    return policy.scorer
+
+
+def _rectangular(selection: Selection, policy: Policy) -> IntMatrix:
+    sizes = np.diff(selection.offsets)
+    if (sizes != sizes[0]).any():
+        raise SpecError("policy", policy.name, "goes on while tokens are decoded only with equal shares")
+    return selection.positions.reshape(len(sizes), -1)
+
+
+def _protected_slots(policy: Policy, seen: int, live: IntMatrix) -> BoolVector:
+    marks = policy.protection(seen)[live]
+    if (marks != marks[0]).any():
+        raise SpecError("protection", policy.name, "must mark the same slots in every group")
+    slots: BoolVector = marks[0]
+    return slots
+
+
+def _retention(positions: IntMatrix, seen: int, policy: Policy) -> Retention:
+    groups, kept = positions.shape
+    return Retention(positions.ravel(), kept * np.arange(groups + 1), seen, policy.granularity)

@@ -1,0 +1,56 @@
+"""CAOTE: what evicting one token would change of the attention output."""
+
+import numpy as np
+
+from reference.policies.attention import group_mean, observed_attention, wide
+from reference.policies.budgets import even
+from reference.policies.protections import SinkAndRecent
+from reference.policies.scorers import LayerScorer
+from reference.policies.selectors import top_units
+from spec.arrays import Cube, Float64, Matrix
+from spec.errors import SpecError
+from spec.policy import Cadence, LayerView, Needs, Policy
+from spec.retention import Granularity
+
+__all__ = ["caote", "caote_error", "caote_score"]
+
+
+def caote_error(alpha: Float64[Matrix, "H_kv n"], v: Float64[Cube, "H_kv n d"]) -> Float64[Matrix, "H_kv n"]:
+    """alpha_j / (1 - alpha_j) ||X - v_j||, X the attention output: the change of X when j alone goes.
+
+    Infinite where alpha_j is 1: without it nothing would be left.
+
+    Implements: PO-CAOTE
+
+    Source: CAOTE, Theorem 3.2; CrystalCache, Eq. 7. alpha sums to 1.
+    """
+    X = (alpha[:, :, None] * v).sum(axis=1, keepdims=True)
+    distance = np.sqrt(((X - v) ** 2).sum(axis=2))
+    rest = 1.0 - alpha
+    error: Matrix = np.divide(alpha * distance, rest, out=np.full_like(alpha, np.inf), where=rest > 0)
+    return error
+
+
+def caote_score(view: LayerView) -> Float64[Matrix, "H_kv n"]:
+    """The error under the last query's attention, averaged over the group.
+
+    Implements: PO-CAOTE
+
+    Raises:
+        SpecError: when the values were not captured.
+    """
+    if view.v is None:
+        raise SpecError("v", None, "CAOTE scores by values")
+    return caote_error(group_mean(observed_attention(view, 1)[:, 0], len(view.k)), wide(view.v))
+
+
+def caote() -> Policy:
+    """Per KV head the B tokens whose loss would hurt most, in every step: CAOTE over TOVA's weights.
+
+    The paper puts the score on several hosts; with scores of H2O or SnapKV, alpha is the score over its sum. Its
+    FastCAOTE takes the mean value for X. Averaging alpha, not the error, over a group is chosen here.
+    """
+    return Policy(
+        "caote", LayerScorer(Needs("all", 1, values=True), caote_score), even, top_units, SinkAndRecent(0, 0),
+        Cadence(every=1), Granularity.HEAD,
+    )

@@ -1,0 +1,102 @@
+"""ChunkKV: whole runs of tokens are kept or evicted together."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from reference.policies.attention import accumulated_attention, observed_attention
+from reference.policies.budgets import even
+from reference.policies.protections import SinkAndRecent
+from reference.policies.scorers import check_positive, stacked, with_window
+from reference.policies.selectors import fill_units
+from spec.arrays import BoolVector, Float64, Int64, IntVector, Matrix, Vector
+from spec.policy import LayerView, Needs, Observation, Policy, Scores
+from spec.retention import Granularity
+
+__all__ = ["Chunks", "chunk_offsets", "chunk_scores", "chunkkv", "chunkkv_described"]
+
+
+def chunk_offsets(past: int, n: int, c: int) -> Int64[IntVector, " m_and_one"]:
+    """Runs of c tokens from position 0; the last run before `past` may be shorter; what follows is one unit.
+
+    Implements: PO-CHUNKKV
+    """
+    return np.array([*range(0, past, c), *([past] if past < n else []), n], dtype=np.int64)
+
+
+def chunk_scores(members: Float64[Vector, " n"], offsets: Int64[IntVector, " m_and_one"]) -> Float64[Vector, " m"]:
+    """The sum of a chunk's tokens.
+
+    Implements: PO-CHUNKKV
+
+    Source: ChunkKV, Algorithm 1; CrystalCache, Eq. 6.
+    """
+    total: Vector = np.add.reduceat(members, offsets[:-1])
+    return total
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Chunks as units, tokens as members; each run of N_reuse layers has the scores of its first."""
+
+    needs: Needs
+    members: Callable[[LayerView], Matrix]
+    c: int
+    W: int
+    N_reuse: int
+
+    def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
+        """Each layer's tokens, and their chunks.
+
+        Implements: PO-CHUNKKV
+        """
+        rows = [self.members(view) for view in observation.layers.values()]
+        members = stacked(observation, [rows[layer - layer % self.N_reuse] for layer in range(len(rows))]).values
+        n = members.shape[1]
+        offsets = chunk_offsets(max(0, n - self.W), n, self.c)
+        return Scores(np.array([chunk_scores(row, offsets) for row in members]), offsets, members)
+
+
+def window_members(view: LayerView, W: int) -> Float64[Matrix, "one n"]:
+    """The last W queries' attention, summed over queries and all heads of the layer."""
+    A = observed_attention(view, W)
+    return with_window(A[:, :, : A.shape[2] - A.shape[1]].sum(axis=(0, 1))[None], A.shape[2])
+
+
+def all_members(view: LayerView) -> Float64[Matrix, "one n"]:
+    """All queries' attention, summed over queries and all heads of the layer."""
+    total: Matrix = accumulated_attention(view).sum(axis=0, keepdims=True)
+    return total
+
+
+def chunkkv(c: int = 10, W: int = 32, N_reuse: int = 1) -> Policy:
+    """The last W tokens, and per layer the chunks with the largest sums; the last chunk in part, its best tokens.
+
+    The window is inside B, chunks begin at position 0 and end before the window, and a shorter last chunk is summed as
+    it is. The paper keeps whole chunks only; kvpress, contributed by its author, has c = 20, takes the mean of a
+    chunk, counts the budget in chunks, and has no reuse of indices; N_reuse above 1 is the paper's.
+
+    Raises:
+        SpecError: for a constant that is not positive.
+    """
+    check_positive("N_reuse", N_reuse)
+    W = check_positive("W", W)
+    scorer = Chunks(Needs("all", W), lambda view: window_members(view, W), check_positive("c", c), W, N_reuse)
+    return Policy(
+        "chunkkv", scorer, even, fill_units, SinkAndRecent(0, W), granularity=Granularity.LAYER, floor=W
+    )
+
+
+def chunkkv_described(c: int = 10) -> Policy:
+    """As CrystalCache describes it (Eq. 6): all queries, no window; heads are summed, the remainder is partial.
+
+    Implements: PO-CHUNKKV-DESCRIBED
+
+    Raises:
+        SpecError: when c is not positive.
+    """
+    scorer = Chunks(Needs("all", None), all_members, check_positive("c", c), 0, 1)
+    return replace(
+        chunkkv(c), name="chunkkv-described", scorer=scorer, protection=SinkAndRecent(0, 0), floor=0
+    )

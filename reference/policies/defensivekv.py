@@ -1,0 +1,125 @@
+"""DefensiveKV: the worst case over queries, held up by a prior, times what a value does to the output."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+
+from reference.policies.attention import average_pool, group_maximum, group_mean, observed_attention, wide
+from reference.policies.budgets import Competition
+from reference.policies.protections import SinkAndRecent
+from reference.policies.scorers import check_odd, check_positive, stacked, with_window
+from reference.policies.selectors import top_units
+from spec.arrays import BoolVector, Cube, Float64, IntVector, Matrix
+from spec.errors import SpecError
+from spec.policy import LayerView, Needs, Observation, Policy, Scores
+from spec.retention import Granularity
+
+__all__ = ["Defensive", "defensive_maximum", "defensivekv", "first_stage", "output_share"]
+
+COVERED = 0.9
+
+
+def defensive_maximum(A: Float64[Cube, "H w past"], kernel: int, H_kv: int) -> Float64[Matrix, "H_kv past"]:
+    """Rows are pooled and brought back to their mass; the largest over group and queries; not below the head's mean.
+
+    Implements: PO-DEFENSIVEKV
+
+    Source: DefensiveKV, Section 4 (worst-case estimate and adaptive prior).
+    """
+    pooled = average_pool(A.reshape(-1, A.shape[2]), kernel).reshape(A.shape)
+    pooled *= A.sum(axis=2, keepdims=True) / pooled.sum(axis=2, keepdims=True)
+    worst = group_maximum(pooled, H_kv).max(axis=1)
+    held: Matrix = np.maximum(worst, worst.mean(axis=1, keepdims=True))
+    return held
+
+
+def output_share(v: Float64[Cube, "H_kv n d"], W_o: Float64[Cube, "H d hidden"]) -> Float64[Matrix, "H_kv n"]:
+    """||W_o v||_1, averaged over the group, over its sum over KV heads.
+
+    Implements: PO-DEFENSIVEKV
+
+    Source: DefensiveKV's official code. W_o is cut into the rows of each query head.
+
+    Raises:
+        SpecError: where a token's values give no output in any head.
+    """
+    output = np.abs(np.matmul(np.repeat(v, len(W_o) // len(v), axis=0), W_o)).sum(axis=2)
+    size = group_mean(output, len(v))
+    total = size.sum(axis=0)
+    if (total == 0).any():
+        raise SpecError("v", 0.0, f"token {int(np.argmin(total))} has no output in any head, and so no share")
+    share: Matrix = size / total
+    return share
+
+
+def first_stage(A: Float64[Cube, "H w past"], H_kv: int, W: int, most: int) -> list[IntVector]:
+    """Per KV head the keys that cover 0.9 of the mean attention, less the mass on the last W keys; `most` at most.
+
+    Implements: PO-DEFENSIVEKV
+
+    Source: DefensiveKV's official code. The key that crosses the bound is left out. The mass is that of the W keys
+    before the window, averaged over all heads and queries.
+    """
+    mean = group_mean(A.mean(axis=1), H_kv)
+    share = mean / mean.sum(axis=1, keepdims=True)
+    bound = COVERED - A[:, :, -W:].sum(axis=2).mean()
+    order = np.argsort(-share, axis=1, kind="stable")
+    covered = np.cumsum(np.take_along_axis(share, order, axis=1), axis=1)
+    counts = np.minimum((covered < bound).sum(axis=1), max(0, most))
+    return [row[:count] for row, count in zip(order, counts, strict=True)]
+
+
+@dataclass(frozen=True)
+class Defensive:
+    """Needs each layer's output projection (H, d, hidden), under the layer's index."""
+
+    W_o: Mapping[int, Cube]
+    W: int
+    kernel: int
+
+    @property
+    def needs(self) -> Needs:
+        return Needs("all", self.W, values=True)
+
+    def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
+        assert observation.B is not None
+        return stacked(observation, [
+            self.score(view, wide(self.W_o[layer]), observation.B) for layer, view in observation.layers.items()
+        ])
+
+    def score(self, view: LayerView, W_o: Float64[Cube, "H d hidden"], B: int) -> Float64[Matrix, "H_kv n"]:
+        """The defensive maximum times the output share; the first stage's keys have the layer's largest score.
+
+        Implements: PO-DEFENSIVEKV
+        """
+        if view.v is None:
+            raise SpecError("v", None, "DefensiveKV weighs keys by their values")
+        A, H_kv = observed_attention(view, self.W), len(view.k)
+        n = A.shape[2]
+        past = n - A.shape[1]
+        if past == 0:
+            return np.full((H_kv, n), np.nan)
+        A = A[:, :, :past]
+        scores = defensive_maximum(A, self.kernel, H_kv) * output_share(wide(view.v)[:, :past], W_o)
+        largest = scores.max()
+        for row, first in zip(scores, first_stage(A, H_kv, self.W, B - self.W), strict=True):
+            row[first] = largest
+        return with_window(scores, n)
+
+
+def defensivekv(W_o: Mapping[int, Cube], W: int = 32, kernel: int = 5) -> Policy:
+    """The last W tokens, and the layer's best others, whichever KV head they are in.
+
+    The official code's layer-wise form lets layers compete too; with a budget below W it marks nearly every token.
+    CrystalCache's Eq. 8 subtracts a risk that it does not define, and cannot be built.
+
+    Raises:
+        SpecError: for a window that is not positive, or an even kernel.
+    """
+    scorer = Defensive(W_o, check_positive("W", W), check_odd(kernel))
+    return Policy(
+        "defensivekv", scorer, Competition(Fraction(0)), top_units, SinkAndRecent(0, W),
+        granularity=Granularity.HEAD, floor=W,
+    )

@@ -1,0 +1,107 @@
+"""Expected Attention: what queries of the future, if they are Gaussian, would attend to."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from reference.policies.attention import group_mean, softmax, wide
+from reference.policies.budgets import even
+from reference.policies.protections import SinkAndRecent
+from reference.policies.rotary import mean_rotation, unrotated
+from reference.policies.scorers import stacked
+from reference.policies.selectors import top_units
+from spec.arrays import BoolVector, Cube, Float64, Matrix, Vector
+from spec.errors import SpecError
+from spec.policy import LayerView, Needs, Observation, Policy, Scores
+from spec.retention import Granularity
+
+__all__ = ["ExpectedAttention", "expected_attention", "expected_logits", "query_statistics"]
+
+
+def query_statistics(q: Float64[Cube, "H m d"]) -> tuple[Float64[Matrix, "H d"], Float64[Cube, "H d d"]]:
+    """Mean and covariance of each head's queries before their rotation; the divisor is m.
+
+    Implements: PO-EXPECTED-ATTENTION
+
+    Source: Expected Attention, Section 3.1.
+    """
+    mean: Matrix = q.mean(axis=1)
+    centred = q - mean[:, None]
+    covariance: Cube = np.matmul(centred.transpose(0, 2, 1), centred) / q.shape[1]
+    return mean, covariance
+
+
+def expected_logits(
+    mean: Float64[Matrix, "H d"], covariance: Float64[Cube, "H d d"], k: Float64[Cube, "H n d"], scaling: float,
+) -> Float64[Matrix, "H n"]:
+    """The logarithm of E exp(scaling q.k) for a Gaussian q.
+
+    Implements: PO-EXPECTED-ATTENTION
+
+    Source: Expected Attention, Section 3.2.
+    """
+    linear = np.einsum("hd,hnd->hn", mean, k) * scaling
+    quadratic = np.einsum("hnd,hde,hne->hn", k, covariance, k) * scaling**2 / 2
+    logits: Matrix = linear + quadratic
+    return logits
+
+
+@dataclass(frozen=True)
+class ExpectedAttention:
+    """Needs the model's own rotary frequencies, to take the rotation off the queries and to look ahead."""
+
+    inv_freq: Vector
+    factor: float
+    N_sink: int
+    N_future: int
+    needs: Needs = Needs("all", None, values=True)
+
+    def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
+        return stacked(observation, [self.score(view) for view in observation.layers.values()])
+
+    def score(self, view: LayerView) -> Float64[Matrix, "H_kv n"]:
+        """Expected weight among the tokens after the sinks, averaged over the group, times the value's norm.
+
+        Implements: PO-EXPECTED-ATTENTION
+        """
+        if view.v is None:
+            raise SpecError("v", None, "Expected Attention weighs keys by the norm of their values")
+        k, v = wide(view.k), wide(view.v)
+        n, scores = k.shape[1], np.full(k.shape[:2], np.nan)
+        if n <= self.N_sink:
+            return scores
+        q = unrotated(wide(view.q), np.arange(n), self.inv_freq, self.factor)[:, self.N_sink :]
+        R = mean_rotation(np.arange(n, n + self.N_future), self.inv_freq, self.factor)
+        mean, covariance = query_statistics(q)
+        shared = np.repeat(k[:, self.N_sink :], len(q) // len(k), axis=0)
+        z = expected_logits(mean @ R.T, R @ covariance @ R.T, shared, view.scaling)
+        scores[:, self.N_sink :] = group_mean(softmax(z), len(k)) * np.sqrt((v * v).sum(axis=2))[:, self.N_sink :]
+        return scores
+
+
+def expected_attention(
+    inv_freq: Float64[Vector, " half"], factor: float = 1.0, N_sink: int = 4, N_future: int = 512,
+) -> Policy:
+    """The first N_sink tokens, and per KV head the best others.
+
+    kvpress is the authors' code; the paper's text weighs by the value after the output projection. The covariance of
+    the changing rotation is left out by both.
+
+    Args:
+        inv_freq: the model's rotary frequencies, one per pair.
+        factor: the attention factor inside the rotary tables (1 but for YaRN and its kind).
+        N_sink: tokens that are kept without a score, and left out of the statistics.
+        N_future: positions after the prompt that the rotation is averaged over.
+
+    Raises:
+        SpecError: for N_sink below 0, or N_future or factor that is not positive.
+    """
+    for name, value, least in (("N_sink", N_sink, 0), ("N_future", N_future, 1)):
+        if value < least:
+            raise SpecError(name, value, f"must be at least {least}")
+    if not factor > 0:
+        raise SpecError("factor", factor, "must be positive")
+    return Policy(
+        "expected-attention", ExpectedAttention(inv_freq, factor, N_sink, N_future), even, top_units,
+        SinkAndRecent(N_sink, 0), granularity=Granularity.HEAD, floor=N_sink,
+    )

@@ -1,0 +1,56 @@
+"""KeyDiff: keys that point away from the mean direction are kept."""
+
+import numpy as np
+
+from reference.policies.attention import wide
+from reference.policies.budgets import even
+from reference.policies.protections import SinkAndRecent
+from reference.policies.scorers import LayerScorer
+from reference.policies.selectors import top_units
+from spec.arrays import Cube, Float64, Matrix
+from spec.errors import SpecError
+from spec.policy import LayerView, Needs, Policy
+from spec.retention import Granularity
+
+__all__ = ["keydiff", "keydiff_score", "unit_keys"]
+
+
+def unit_keys(k: Float64[Cube, "H_kv n d"]) -> Float64[Cube, "H_kv n d"]:
+    """Each key at length 1.
+
+    Raises:
+        SpecError: for a zero key, which has no direction.
+    """
+    norm = np.sqrt((k * k).sum(axis=2, keepdims=True))
+    if (norm == 0).any():
+        head, token, _ = (int(i) for i in np.argwhere(norm == 0)[0])
+        raise SpecError("k", 0.0, f"a zero key has no direction: KV head {head}, token {token}")
+    unit: Cube = k / norm
+    return unit
+
+
+def keydiff_score(view: LayerView) -> Float64[Matrix, "H_kv n"]:
+    """Minus the cosine between each key and the mean of the unit keys; 0 where that mean is zero.
+
+    Implements: PO-KEYDIFF
+
+    Source: KeyDiff, Section 3.
+    """
+    unit = unit_keys(wide(view.k))
+    anchor = unit.mean(axis=1, keepdims=True)
+    length = np.sqrt((anchor * anchor).sum(axis=2))
+    dot = (unit * anchor).sum(axis=2)
+    cosine: Matrix = np.divide(dot, length, out=np.zeros_like(dot), where=length > 0)
+    return -cosine
+
+
+def keydiff() -> Policy:
+    """Per KV head the B keys least like the anchor, once, at the end of the prompt.
+
+    The paper reads a prompt in blocks of 128 and evicts after each; a prompt of several segments does the same here.
+    EpiCache's copy has one anchor for all heads; a runtime of Qualcomm's does not normalise the keys.
+    """
+    return Policy(
+        "keydiff", LayerScorer(Needs("all", 0), keydiff_score), even, top_units, SinkAndRecent(0, 0),
+        granularity=Granularity.HEAD,
+    )

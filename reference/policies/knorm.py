@@ -1,0 +1,38 @@
+"""Knorm: keys of small norm are kept."""
+
+import numpy as np
+
+from reference.policies.attention import wide
+from reference.policies.budgets import even
+from reference.policies.protections import SinkAndRecent
+from reference.policies.scorers import LayerScorer
+from reference.policies.selectors import top_units
+from spec.arrays import Float64, Matrix
+from spec.policy import LayerView, Needs, Policy
+from spec.retention import Granularity
+
+__all__ = ["knorm", "knorm_score"]
+
+
+def knorm_score(view: LayerView) -> Float64[Matrix, "H_kv n"]:
+    """Minus the Euclidean norm of each cached key.
+
+    Implements: PO-KNORM
+
+    Source: A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression, Section 4.
+    """
+    k = wide(view.k)
+    norm: Matrix = np.sqrt((k * k).sum(axis=2))
+    return -norm
+
+
+def knorm() -> Policy:
+    """Per KV head the B keys of smallest norm.
+
+    The official code leaves short prompts (2048 tokens) alone and its runs skip layers 0 and 1; kvpress truncates the
+    budget; cold-compress protects ten recent tokens.
+    """
+    return Policy(
+        "knorm", LayerScorer(Needs("all", 0), knorm_score), even, top_units, SinkAndRecent(0, 0),
+        granularity=Granularity.HEAD,
+    )

@@ -1,0 +1,126 @@
+"""R-KV: importance against redundancy, while tokens are decoded."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from reference.policies.attention import group_maximum, max_pool, softmax, wide
+from reference.policies.budgets import even
+from reference.policies.protections import SinkAndRecent
+from reference.policies.scorers import check_odd, check_positive, stacked, with_window
+from reference.policies.selectors import top_units
+from spec.arrays import BoolVector, Cube, Float64, Int64, IntMatrix, Matrix
+from spec.errors import SpecError
+from spec.policy import Cadence, LayerView, Needs, Observation, Policy, Scores
+from spec.retention import Granularity
+
+__all__ = ["QueryCache", "rkv", "rkv_importance", "rkv_redundancy", "rkv_score"]
+
+EPSILON = 1e-8
+SIMILAR = 0.5
+
+
+def rkv_importance(view: LayerView, W: int, kernel: int) -> Float64[Matrix, "H_kv past"]:
+    """The last W queries' logits, the largest of a group; softmax over the keys before the window; mean; pool.
+
+    Implements: PO-RKV
+
+    Source: R-KV's official code: the window's keys are outside the softmax.
+    """
+    q, k = wide(view.q)[:, -W:], wide(view.k)
+    past = k[:, : k.shape[1] - q.shape[1]]
+    logits = np.matmul(q, np.repeat(past, len(q) // len(k), axis=0).transpose(0, 2, 1)) * view.scaling
+    if view.softcap is not None:
+        logits = view.softcap * np.tanh(logits / view.softcap)
+    largest = group_maximum(logits, len(k))
+    A = softmax(largest.reshape(-1, past.shape[1])).reshape(largest.shape)
+    return max_pool(A.mean(axis=1), kernel)
+
+
+def rkv_redundancy(k: Float64[Matrix, "n d"]) -> Float64[Matrix, "one n"]:
+    """Softmax over the keys of their mean cosine; each row first spares one column.
+
+    The spared column is the last one whose cosine with the row exceeds 1/2, compared as float32; where there is none,
+    it is column 0.
+
+    Implements: PO-RKV
+
+    Source: R-KV's official code.
+    """
+    unit = k / (np.sqrt((k * k).sum(axis=1, keepdims=True)) + EPSILON)
+    C = np.matmul(unit, unit.T)
+    np.fill_diagonal(C, 0.0)
+    similar = C.astype(np.float32) > np.float32(SIMILAR)
+    columns = np.arange(len(k))
+    C[columns, np.where(similar, columns, 0).max(axis=1)] = 0.0
+    return softmax(C.mean(axis=0)[None])
+
+
+def rkv_score(view: LayerView, W: int, kernel: int, lam: float) -> Float64[Matrix, "H_kv n"]:
+    """lambda I - (1 - lambda) R of the keys before the window.
+
+    Implements: PO-RKV
+
+    Source: R-KV, Section 3.
+    """
+    k = wide(view.k)
+    n = k.shape[1]
+    past = n - min(W, wide(view.q).shape[1])
+    if past == 0:
+        return np.full((len(k), n), np.nan)
+    R = np.concatenate([rkv_redundancy(head) for head in k])[:, :past]
+    return with_window(lam * rkv_importance(view, W, kernel) - (1 - lam) * R, n)
+
+
+@dataclass(frozen=True)
+class QueryCache:
+    """The last W queries of each layer are kept beside the cache."""
+
+    W: int
+    kernel: int
+    lam: float
+
+    @property
+    def needs(self) -> Needs:
+        return Needs("all", self.W)
+
+    def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
+        return self._scores(observation, [wide(view.q)[:, -self.W :] for view in observation.layers.values()])
+
+    def step(self, records: object, observation: Observation, /) -> Scores:
+        """The new query joins the last W - 1.
+
+        Implements: PO-RKV
+        """
+        assert isinstance(records, tuple)
+        views = observation.layers.values()
+        return self._scores(observation, [
+            np.concatenate([old, wide(view.q)], axis=1)[:, -self.W :]
+            for old, view in zip(records, views, strict=True)
+        ])
+
+    def keep(self, records: object, slots: Int64[IntMatrix, "g kept"], /) -> object:
+        return records
+
+    def _scores(self, observation: Observation, queries: list[Cube]) -> Scores:
+        views = [replace(view, q=q) for view, q in zip(observation.layers.values(), queries, strict=True)]
+        rows = [rkv_score(view, self.W, self.kernel, self.lam) for view in views]
+        return stacked(observation, rows, tuple(queries))
+
+
+def rkv(W: int = 8, kernel: int = 7, lam: float = 0.1, every: int = 128) -> Policy:
+    """The last W tokens, and per KV head the best others, whenever the tokens seen are a multiple of `every`.
+
+    lambda is the paper's 0.1; the official class has 0.07. The official code decides in the forward after the
+    multiple, counts tokens across samples unless it is reset, and spares column 0 where no key is similar, which is
+    kept here.
+
+    Raises:
+        SpecError: for a constant that is not positive, an even kernel, or lambda outside [0, 1].
+    """
+    if not 0 <= lam <= 1:
+        raise SpecError("lam", lam, "must lie in [0, 1]")
+    return Policy(
+        "rkv", QueryCache(check_positive("W", W), check_odd(kernel), lam), even, top_units, SinkAndRecent(0, W),
+        Cadence(every=every), Granularity.HEAD, floor=W,
+    )

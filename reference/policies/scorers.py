@@ -1,0 +1,76 @@
+"""Scorers that look at one layer after the other, and how their rows become the groups of a policy."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from spec.arrays import BoolVector, Float64, Int64, IntMatrix, Matrix
+from spec.errors import SpecError
+from spec.policy import LayerView, Needs, Observation, Scores
+
+__all__ = ["LayerScorer", "Score", "check_odd", "check_positive", "stacked", "with_window"]
+
+Score = Callable[[LayerView], Matrix]
+
+
+@dataclass(frozen=True)
+class LayerScorer:
+    """Tokens as units. `score` gives a row per KV head, or one row for all heads of the layer.
+
+    It has no records, so that while tokens are decoded it scores what is cached anew.
+    """
+
+    needs: Needs
+    score: Score
+
+    def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
+        return stacked(observation, [self.score(view) for view in observation.layers.values()])
+
+    def step(self, records: object, observation: Observation, /) -> Scores:
+        return stacked(observation, [self.score(view) for view in observation.layers.values()])
+
+    def keep(self, records: object, slots: Int64[IntMatrix, "g kept"], /) -> None:
+        return None
+
+
+def stacked(observation: Observation, rows: list[Float64[Matrix, "h n"]], carry: object = None) -> Scores:
+    """The layers' rows, one below the other, as scores of single tokens.
+
+    Raises:
+        SpecError: when no layer was shown, or there are not as many rows as groups.
+    """
+    if not rows:
+        raise SpecError("layers", len(rows), "the policy needs the attention inputs of a layer")
+    values = np.concatenate(rows)
+    if len(values) != observation.groups:
+        raise SpecError("groups", observation.groups, f"the policy decides for {len(values)} groups")
+    return Scores(values, np.arange(values.shape[1] + 1), carry=carry, heads=len(rows[0]))
+
+
+def with_window(past: Float64[Matrix, "h past"], n: int) -> Float64[Matrix, "h n"]:
+    """Scores of the tokens before the window, and NaN for the window itself."""
+    padded: Matrix = np.pad(past, ((0, 0), (0, n - past.shape[1])), constant_values=np.nan)
+    return padded
+
+
+def check_odd(kernel: int) -> int:
+    """A pooling kernel.
+
+    Raises:
+        SpecError: when it is even or not positive: an even one has no middle.
+    """
+    if kernel < 1 or kernel % 2 == 0:
+        raise SpecError("kernel", kernel, "must be odd and positive")
+    return kernel
+
+
+def check_positive(name: str, value: int) -> int:
+    """A number of tokens.
+
+    Raises:
+        SpecError: when it is not positive.
+    """
+    if value < 1:
+        raise SpecError(name, value, "must be at least 1")
+    return value

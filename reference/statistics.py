@@ -1,0 +1,149 @@
+"""Paired comparisons of answers that are right or wrong: tests, intervals and power."""
+
+import math
+from fractions import Fraction
+from statistics import NormalDist
+from typing import NamedTuple
+
+import numpy as np
+
+from spec.arrays import Float64, Int64, IntMatrix, IntVector, Vector
+from spec.errors import SpecError
+
+__all__ = ["Interval", "bootstrap", "cluster_bootstrap", "draws", "mcnemar", "mcnemar_power", "wilson"]
+
+
+class Interval(NamedTuple):
+    """A percentile interval of a mean difference, and the share of resamples above 0."""
+
+    low: float
+    high: float
+    positive: float
+
+
+def mcnemar(b: int, c: int) -> float:
+    """Two-sided p of b losses against c wins, if each were as likely as the other.
+
+    Implements: IN-MCNEMAR
+
+    Source: Section 3.9, "binomial CDF, not chi-square approximation".
+
+    Raises:
+        SpecError: for a negative count.
+    """
+    for name, count in (("b", b), ("c", c)):
+        if count < 0:
+            raise SpecError(name, count, "must be a count of at least 0")
+    tail = sum(math.comb(b + c, k) for k in range(min(b, c) + 1))
+    return float(min(Fraction(1), Fraction(2 * tail, 2 ** (b + c))))
+
+
+def wilson(correct: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
+    """The Wilson score interval of a share: it stays inside [0, 1] and is wide where n is small.
+
+    Implements: IN-WILSON
+
+    Source: Table 4 ("Wilson 95%").
+
+    Raises:
+        SpecError: for n below 1, or a number of successes outside [0, n].
+    """
+    if n < 1:
+        raise SpecError("n", n, "must be at least 1")
+    if not 0 <= correct <= n:
+        raise SpecError("correct", correct, f"must lie in [0, {n}]")
+    z = NormalDist().inv_cdf(0.5 + confidence / 2)
+    share = correct / n
+    centre = (share + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    return centre - half, centre + half
+
+
+def draws(units: int, resamples: int, seed: int) -> Int64[IntMatrix, "resamples units"]:
+    """Indices of units, drawn with replacement by PCG64: the same for the same seed."""
+    return np.random.default_rng(seed).integers(units, size=(resamples, units), dtype=np.int64)
+
+
+def bootstrap(
+    differences: Float64[Vector, " n"], drawn: Int64[IntMatrix, "resamples n"], confidence: float = 0.95,
+) -> Interval:
+    """The paired bootstrap: each query's difference is drawn as one.
+
+    Implements: IN-BOOTSTRAP
+
+    Source: Section 3.9, "paired bootstrap 95% CI (10,000 resamples), Pr(delta > 0)".
+
+    Raises:
+        SpecError: where nothing is drawn.
+    """
+    return _percentiles(differences[drawn].mean(axis=1) if drawn.size else np.empty(0), confidence)
+
+
+def cluster_bootstrap(
+    differences: Float64[Vector, " n"], clusters: Int64[IntVector, " n"], drawn: Int64[IntMatrix, "resamples m"],
+    confidence: float = 0.95,
+) -> Interval:
+    """Whole clusters are drawn: queries of one conversation are not independent.
+
+    Implements: IN-CLUSTER-BOOTSTRAP
+
+    Source: none in the paper, whose benchmark has 10 conversations.
+
+    Raises:
+        SpecError: where nothing is drawn.
+    """
+    sums, sizes = np.bincount(clusters, weights=differences), np.bincount(clusters)
+    means = sums[drawn].sum(axis=1) / sizes[drawn].sum(axis=1) if drawn.size else np.empty(0)
+    return _percentiles(means, confidence)
+
+
+def _percentiles(means: Float64[Vector, " resamples"], confidence: float) -> Interval:
+    """The outermost resamples that leave out at most (1 - confidence) / 2 on each side."""
+    if not len(means):
+        raise SpecError("drawn", 0, "must hold at least one resample of one unit")
+    ordered = np.sort(means)
+    out = math.floor((1 - Fraction(str(confidence))) / 2 * len(means))
+    return Interval(float(ordered[out]), float(ordered[len(means) - 1 - out]), float((means > 0).mean()))
+
+
+def mcnemar_power(n: int, discordance: float, difference: float, alpha: float = 0.05) -> float:
+    """Probability that the exact test of n pairs gives p <= alpha.
+
+    A pair is discordant with probability `discordance`; wins exceed losses by `difference` of all pairs.
+
+    Implements: IN-POWER
+
+    Source: Section 7.1, whose 385 leaves the discordance out.
+
+    Raises:
+        SpecError: for a difference beyond the discordance, a discordance outside (0, 1], or alpha outside (0, 1).
+    """
+    if not 0 < alpha < 1:
+        raise SpecError("alpha", alpha, "must lie in (0, 1)")
+    if not 0 < discordance <= 1:
+        raise SpecError("discordance", discordance, "must lie in (0, 1]")
+    if abs(difference) > discordance:
+        raise SpecError("difference", difference, f"must not exceed the discordance, {discordance}")
+    win = (1 + difference / discordance) / 2
+    total = 0.0
+    for m in range(n + 1):
+        rejected = _rejecting(m, Fraction(str(alpha)))
+        sides = [_binomial(k, m, win) + _binomial(m - k, m, win) for k in range(rejected)]
+        total += _binomial(m, n, discordance) * sum(sides)
+    return total
+
+
+def _rejecting(m: int, alpha: Fraction) -> int:
+    """How many counts from 0 up, as the smaller of the two counts of m discordant pairs, give p <= alpha < 1."""
+    tail, k = 0, 0
+    while 2 * (tail := tail + math.comb(m, k)) <= alpha * 2**m:
+        k += 1
+    return k
+
+
+def _binomial(k: int, n: int, p: float) -> float:
+    """Probability of k successes of n, by logarithms; 0 ** 0 is 1."""
+    if p in (0.0, 1.0):
+        return float(k == n * p)
+    ways = math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
+    return math.exp(ways + k * math.log(p) + (n - k) * math.log1p(-p))
