@@ -199,7 +199,8 @@ def test_a_segment_that_cannot_be_is_refused() -> None:
     }
     assert extend(**good).seen == 3
     bad: list[tuple[str, dict[str, Any]]] = [
-        ("k", {"k": k[:, :2]}), ("token_ids", {"q": q[:, :1], "token_ids": np.array([1])}),
+        ("q", {"q": [1.0]}), ("k", {"k": k[0]}), ("k", {"k": k[:, :2]}),
+        ("token_ids", {"q": q[:, :1], "token_ids": np.array([1])}),
         ("token_ids", {"token_ids": np.array([1, -2])}), ("token_ids", {"token_ids": np.array([1, 2, 3])}),
         ("sentence_ends", {"sentence_ends": frozenset()}), ("scaling", {"scaling": 0.0}),
         ("k", {"k": np.full((1, 3, 2), np.inf)}),
