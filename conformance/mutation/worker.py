@@ -211,7 +211,7 @@ def trial(
     """Run the selection in this process with the mutated (module, path, code) in it; or, with none, all of it."""
     verdict = Verdict()
     if mutated:
-        sys.meta_path.insert(0, _Finder(*mutated))  # type: ignore[arg-type]
+        sys.meta_path.insert(0, _Finder(*mutated))
     jury = _Jury(selection, verdict, without, mutated is not None)
     code, said = _pytest(root, selection.backend, profile, files, [jury])
     used = resource.getrusage(resource.RUSAGE_SELF)
