@@ -20,6 +20,9 @@ OLDER_TRITON = "3.6.0"
 ON_DEVICE = "accelerated.triton_gpu.backend:ON_DEVICE"
 LATER = ("impact", "trunks", "graph", "score", "dissolution", "vectors")
 LATER_STAGES = [f"conformance/test_{name}.py" for name in LATER]
+# Decode on Triton is the key norms, which test_activation.py judges; the rest is Numba's, and slow beside interpreted S1.
+DECODE = ("decode", "decode_machine", "segments", "essay_decode")
+ON_HOST = [f"--ignore=conformance/test_{name}.py" for name in DECODE]
 
 
 def stamp() -> str:
@@ -72,7 +75,7 @@ def conformance(session: nox.Session) -> None:
     run(session, "pytest", "-n", "2", "--backend", "numba", NUMBA_DISABLE_JIT="1")
     environment = on_device_or_interpreted(session)
     few = ["pytest", "-n", "2", "--kvspec-profile", "few"]
-    run(session, *few, "--backend", "triton", **environment)
+    run(session, *few, "--backend", "triton", *ON_HOST, **environment)
     run(session, *few, "--backend", ON_DEVICE, *LATER_STAGES, **environment)
 
 
@@ -149,5 +152,17 @@ def saboteurs(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def bench(session: nox.Session) -> None:
     """How fast the stages are, as ratios inside one run; some minutes on a quiet machine."""
-    files = ["conformance/benchmarks/bench_s1.py", "conformance/benchmarks/bench_stages.py"]
+    files = [str(path) for path in sorted(Path("conformance/benchmarks").glob("bench_*.py"))]
     run(session, "pytest", "-p", "no:xdist", "-s", *(session.posargs or files))
+
+
+@nox.session(venv_backend="none")
+def peers(session: nox.Session) -> None:
+    """Our policies beside kvpress, which needs an older transformers: an environment of its own, a few minutes."""
+    home = ROOT / ".nox" / "peers"
+    python = str(home / ("Scripts" if sys.platform == "win32" else "bin") / "python")
+    if not home.exists():
+        session.run(sys.executable, "-m", "venv", str(home), external=True)
+        wanted = ["-c", "constraints.txt", "kvpress==0.5.*", "jaxtyping"]
+        session.run(python, "-m", "pip", "install", "--quiet", *wanted, external=True)
+    session.run(python, "-m", "conformance.peers", *session.posargs, external=True)
