@@ -20,7 +20,7 @@ OLDER_TRITON = "3.6.0"
 ON_DEVICE = "accelerated.triton_gpu.backend:ON_DEVICE"
 LATER = ("impact", "trunks", "graph", "score", "dissolution", "vectors")
 LATER_STAGES = [f"conformance/test_{name}.py" for name in LATER]
-# Decode on Triton is the key norms, which test_activation.py judges; the rest is Numba's, and slow beside interpreted S1.
+# Of decode, Triton has the key norms, which test_activation.py judges; the rest is Numba's.
 DECODE = ("decode", "decode_machine", "segments", "essay_decode")
 ON_HOST = [f"--ignore=conformance/test_{name}.py" for name in DECODE]
 
