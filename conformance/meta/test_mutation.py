@@ -101,7 +101,7 @@ def try_all(tree: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     code = (
         "import sys; from pathlib import Path; import conformance.mutation.run as tool\n"
         "from conformance.mutation.mutants import mutants_of_tree\n"
-        "root, folder = map(Path, sys.argv[1:]); tool.SPARE = 1.0\n"
+        "root, folder = map(Path, sys.argv[1:]); tool.LIMITS.update(dev=3.0, ci=3.0)\n"
         f"tool.run(root, [m for m in mutants_of_tree(root) if m.key.endswith({TRIED})], folder, False)\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tree), str(ROOT)]), "NUMBA_DISABLE_JIT": "1"}
