@@ -67,7 +67,7 @@ def coattention(found: CoAttention, inputs: AttentionInputs, precision: str) -> 
             inputs.scaling, inputs.softcap,
         )
         own = [[row[first:] for row in head] for head in A]
-        radius = compare.salience_radius(own, error[c:stop], p.k_heads, p.M_min, precision)
+        radius = compare.salience_radius(own, error[c:stop], p.k_heads, p.M_min, precision, p.heads)
         for i, (S, r) in enumerate(zip(s1.salience(own, p), radius, strict=True), c):
             if found.salience[i] not in Interval.around(S, r):
                 yield f"S1: salience of token {i} is {found.salience[i]}, not {S} within {r}"
@@ -128,7 +128,7 @@ def trunks(
     if trunk_lists(found) != want:
         yield f"S2: offsets are {found.offsets.tolist()}, not {[g[0] for g in want]}"
         return
-    M_bar = [s3.trunk_impact(M.tolist(), [i - given.start for i in g]) for g in want]
+    M_bar = s3.unit_trunk_impact([s3.trunk_impact(M.tolist(), [i - given.start for i in g]) for g in want], p)
     if not compare.close("CC-TRUNK-IMPACT", found.impact, M_bar):
         yield f"S2: trunk impact is {found.impact.tolist()}, not {M_bar}"
 
@@ -190,7 +190,7 @@ def dissolution(
     first = int(among.offsets[0])
     lists = [[i - first for i in g] for g in trunk_lists(among)]
     scores = {g: x for g, x in enumerate(given.tolist()) if not protected[g]}
-    want = s6.dissolve(lists, scores, M.tolist(), D.tolist(), protected.tolist(), B, p.N_min)
+    want = s6.evict(lists, scores, M.tolist(), D.tolist(), protected.tolist(), B, p)
     if found.kept.tolist() != [first + i for i in want.kept]:
         yield f"S6: kept {found.kept.tolist()}, not {want.kept}"
     if found.ratio.tolist() != [float(r) for r in want.ratio]:

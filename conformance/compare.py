@@ -23,12 +23,14 @@ __all__ = [
     "close",
     "cosine_error",
     "crystallization_radius",
+    "decay_radius",
     "gamma",
     "key_norm_error",
     "list_is_realisable",
     "normalised_radius",
     "salience_radius",
     "scores_agree",
+    "settled_radius",
 ]
 
 UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24}
@@ -46,11 +48,11 @@ class Bound:
 # S2 to S6 are float64 in every backend, so one precision is enough for them; S1 has computed radii below.
 BOUNDS: dict[tuple[str, str], Bound] = {
     ("CC-RARITY", "float64"): Bound(16, "a logarithm within 4 ulp (8 u), two roundings; the oracle's own the same"),
+    ("CC-RARITY-FORMS", "float64"): Bound(16, "an exponential within 4 ulp (8 u); the oracle's own the same"),
     ("CC-IMPACT", "float64"): Bound(24, "rarity's 16 u; then at most four roundings of a moved term on either side"),
     ("CC-TRUNK-IMPACT", "float64"): Bound(0, "three terms in a stated order and one division: the same bits"),
     ("CC-TRUNK-WEIGHT", "float64"): Bound(8, "sum in a stated order; a square root within 1 ulp; four roundings"),
     ("CC-DEGREE", "float64"): Bound(0, "a sum in a stated order of given weights: the same bits"),
-    ("CC-DECAY", "float64"): Bound(8, "an exponential within 4 ulp, scaled by beta_0 <= 1; four roundings"),
     ("CC-TAIL-D", "float64"): Bound(
         512, "the logistic of an exact product: |x| u + 8 u, |x| below 200 where D is not 0 or 1 to the last bit"
     ),
@@ -136,18 +138,20 @@ def attention_error(
 
 
 def salience_radius(
-    own: Any, row_error: Sequence[float] | Vector, k_heads: int, M_min: float, precision: str,
+    own: Any, row_error: Sequence[float] | Vector, k_heads: int, M_min: float, precision: str, heads: str = "sum",
 ) -> Vector:
     """Radius of Eq. 11 by token, from a block (H, Q, Q): a top-k sum moves by no more than the k largest moves.
 
-    The clip moves nothing further, but its bounds are rounded to the precision too: M_min u.
+    A mean of the heads moves by the mean of these. The clip moves nothing further, but its bounds are rounded to the
+    precision too, twice where they are scaled for a mean: 2 M_min u.
     """
     A, e = np.asarray(own, dtype=np.float64), np.asarray(row_error, dtype=np.float64)
     terms = A.shape[1] + k_heads + 2
     rounding = gamma(terms, precision) + gamma(terms, "float64")
     moves = np.einsum("hij,i->hj", A, e + rounding * (1 + e))
-    floor = SMALLEST[precision] + (0.0 if precision == "float64" else UNIT_ROUNDOFF[precision] * M_min)
-    radius: Vector = np.sort(moves, axis=0)[::-1][:k_heads].sum(axis=0) + floor
+    floor = SMALLEST[precision] + (0.0 if precision == "float64" else 2 * UNIT_ROUNDOFF[precision] * M_min)
+    share = max(1, min(k_heads, len(A))) if heads == "mean" else 1
+    radius: Vector = np.sort(moves, axis=0)[::-1][:k_heads].sum(axis=0) / share + floor
     return radius
 
 
@@ -186,6 +190,12 @@ def list_is_realisable(
     return True
 
 
+def decay_radius(D: Vector) -> Vector:
+    """Radius of Eq. 36: rho is at most 1 and errs by 8 u, and the subtraction may leave little of D."""
+    radius: Vector = 12 * UNIT_ROUNDOFF["float64"] * D
+    return radius
+
+
 def key_norm_error(H_kv: int, d: int) -> float:
     """Bound on the relative error of a mean inverse norm: a sum of d squares and its root, then a sum over heads.
 
@@ -209,6 +219,15 @@ def crystallization_radius(degree: Vector, s: float, epsilon: float) -> float:
     z = max(abs(x - mu) for x in degree.tolist()) / sigma
     move = (gamma(2 * m + 8, "float64") * wide * (1 + z) / sigma + gamma(m + 8, "float64") * z) * s
     return move / 4 + 8 * UNIT_ROUNDOFF["float64"]
+
+
+def settled_radius(degree: Vector, s: float, epsilon: float) -> float:
+    """Radius of D, mu and sigma after a segment: Eq. 27 from degrees that err by 8 u a weight themselves.
+
+    The weights' error moves degrees by gamma_8 of the largest, which `crystallization_radius` has room for twice.
+    """
+    wide = float(np.abs(degree).max())
+    return 4 * crystallization_radius(degree, s, epsilon) + gamma(2 * len(degree) + 24, "float64") * 2 * wide
 
 
 def normalised_radius(M_bar: Sequence[float], epsilon: float) -> float:

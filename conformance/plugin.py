@@ -26,7 +26,7 @@ from conformance import exceptions
 from conformance.trace import items_of
 
 if TYPE_CHECKING:
-    from spec.backend import Backend, CrystalStages
+    from spec.backend import Backend, BreathStages, CrystalStages
 
 __all__ = ["known_items"]
 
@@ -148,6 +148,20 @@ def backend(request: pytest.FixtureRequest) -> "Backend":
 def stages(backend: "Backend") -> "CrystalStages":
     """Its stages of CrystalCache."""
     return backend.require_crystal()
+
+
+@pytest.fixture(scope="session")
+def decoder(backend: "Backend") -> "Backend":
+    """The implementation that is judged, if it decodes: the family is optional."""
+    if backend.breath is None:
+        pytest.skip(f"backend {backend.name!r} has no stage family 'breath'")
+    return backend
+
+
+@pytest.fixture(scope="session")
+def breath_stages(decoder: "Backend") -> "BreathStages":
+    """Its stages of decode."""
+    return decoder.require_breath()
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from conformance.examples_essay import ESSAY_ADAPTERS
 from conformance.trace import items_of
 from conformance.vectors.arrays import plain
 from conformance.vectors.case import decoded, parameters_of
@@ -204,6 +205,7 @@ ADAPTERS: dict[str, Adapter] = {
     "CC-DISSOLVE": lambda cases: [dissolve(case) for case in cases],
     "CC-COMPACT": compact,
     "CC-PREFILL": prefill,
+    **ESSAY_ADAPTERS,
 }
 
 

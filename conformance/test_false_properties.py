@@ -11,8 +11,9 @@ import pytest
 from conformance.strategies.trunks import record
 from reference.crystalcache.crystallization import crystallization
 from reference.crystalcache.protection import effective_budget, protected_trunks
-from spec.backend import CrystalStages
+from spec.backend import BreathStages, CrystalStages
 from spec.budget import parse_budget
+from spec.decode import TrunkWeights
 from spec.parameters import PAPER, TINY, CrystalCacheParameters
 from spec.records import Dissolution, Trunks
 
@@ -166,3 +167,34 @@ def test_more_mentions_make_a_fact_less_rare(stages: CrystalStages) -> None:
     sparse = stages.impact(S, np.array([5, 5, 1, 2, 3, 4, 6]), PAPER)[0]
     dense = stages.impact(S, np.array([5, 5, 5, 5, 5, 5, 6]), PAPER)[0]
     assert np.round([sparse, dense], 2).tolist() == [5.27, 3.89]
+
+
+def after_breaths(stages: BreathStages, D: float, M_bar: float, breaths: int) -> float:
+    """D of an isolated trunk that is active at every breath: 64 decays, then its own pulse."""
+    alone = TrunkWeights(np.zeros(2, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0))
+    now, impact, active = np.array([D]), np.array([M_bar]), np.ones(1, dtype=np.bool_)
+    for _ in range(breaths):
+        for _ in range(PAPER.T_breath):
+            now = stages.decay(now, impact, PAPER)
+        now = stages.resonance(now, alone, active, PAPER)
+    return float(now[0])
+
+
+@pytest.mark.spec(id="CC-RESONANCE")
+@pytest.mark.spec(id="CC-DECAY")
+def test_resonance_does_not_hold_a_trunk_up(breath_stages: BreathStages) -> None:
+    """FC15: active at every breath, a trunk of impact 10.75 falls from D = 1 to 0.17; from 11 on it can stay up."""
+    assert 0.15 < after_breaths(breath_stages, 1.0, 4.0, 100) < 0.17
+    assert 0.15 < after_breaths(breath_stages, 1.0, 10.75, 300) < 0.175
+    assert after_breaths(breath_stages, 1.0, 11.0, 100) > 0.83
+    assert after_breaths(breath_stages, 0.5, 11.0, 100) < 0.2
+
+
+@pytest.mark.spec(id="CC-HEBB")
+def test_edges_between_active_trunks_may_weaken(breath_stages: BreathStages) -> None:
+    """FC19: the additive multiset makes weights above 1, and min(1, W + eta) takes them back to 1."""
+    W = TrunkWeights(np.array([0, 1, 2]), np.array([1, 0]), np.full(2, 2**0.5))
+    both = np.ones(2, dtype=np.bool_)
+    assert breath_stages.hebbian(W, both, PAPER).weights.tolist() == [1.0, 1.0]
+    still = replace(PAPER, eta_Hebb=0.0, gamma_decay=1.0)
+    assert breath_stages.hebbian(W, both, still).weights.tolist() != W.weights.tolist()

@@ -33,7 +33,26 @@ NO_STAGE = {
     "CC-PROTECTED": "computed once by the pipeline; stages are given the mask",
     "CC-BUDGET": "computed once by the pipeline; stages are given B",
     "CC-COMPACT": "done in the cache, by models_integration/cache.py",
+    "CC-RENEWAL": "one line of a breath, on the host; the breath's stages get its result",
     "CC-PREFILL": "the pipeline that composes a backend's stages",
+    **dict.fromkeys(
+        ("PO-OBSERVED-ATTENTION", "PO-POOL", "PO-H2O", "PO-H2O-DESCRIBED", "PO-SNAPKV", "PO-CHUNKKV",
+         "PO-CHUNKKV-DESCRIBED", "PO-TOVA", "PO-KEYDIFF", "PO-KNORM", "PO-EXPECTED-ATTENTION", "PO-ADAKV", "PO-RKV",
+         "PO-CAOTE", "PO-DEFENSIVEKV", "PO-EPICACHE"),
+        "a scorer in matrix products, which NumPy's BLAS does; no backend has a family of scorers",
+    ),
+    **dict.fromkeys(
+        ("PO-TOP-UNITS", "PO-FILL-UNITS", "PO-WHOLE-SHARES", "PO-PYRAMID-BUDGET", "PO-ADAPTIVE-BUDGET",
+         "PO-COMPETITION-BUDGET"),
+        "counts and sorts of scores on the host, the same for every backend",
+    ),
+    **dict.fromkeys(
+        ("PO-RETAIN", "PO-STEP", "PO-STREAMINGLLM", "PO-PYRAMIDKV", "PO-PYRAMIDKV-DESCRIBED"),
+        "a composition of parts; no stage computes it",
+    ),
+    **dict.fromkeys(
+        ("PO-PYRAMID-OFFICIAL", "PO-ADAKV-OFFICIAL"), "for comparison with published figures; no policy uses it",
+    ),
     "CC-START": "a view of the prefill's records, made once",
     "CC-LIVE": "gathers of NumPy, the same for every backend",
     "CC-SEEN-COUNT": "integer bookkeeping, the same for every backend; stages are given the counts",
@@ -45,11 +64,13 @@ NO_STAGE = {
     "CC-REEVICT": "composes a backend's score and dissolve",
     "CC-BREATH": "composes a backend's stages",
     "CC-STEP": "composes a backend's stages",
-    "CC-SEGMENT-D": "one pass over the degrees, made once per segment",
     "CC-SEGMENT": "the pipeline that composes a backend's stages",
 }
 # Items that a device backend takes from the host: its data is a few thousand trunks, and lives on the host.
-ON_HOST = {"CC-ETA", "CC-ACTIVATION", "CC-PULSE", "CC-RAISE", "CC-RESONANCE", "CC-HEBB", "CC-DECAY", "CC-SEGMENT-GRAPH"}
+ON_HOST = {
+    "CC-ETA", "CC-ACTIVATION", "CC-PULSE", "CC-RAISE", "CC-RESONANCE", "CC-HEBB", "CC-DECAY", "CC-SEGMENT-GRAPH",
+    "CC-SEGMENT-D",
+}
 DEVICES = ("accelerated/triton_gpu",)
 
 _HEADING = re.compile(r"^### ([A-Z][A-Z0-9]*(?:-[A-Z0-9]+)+)[ \t]*$", re.MULTILINE)

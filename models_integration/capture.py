@@ -6,7 +6,7 @@ config is as it was.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, cast
@@ -20,13 +20,26 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from models_integration.architecture import IMPLEMENTATIONS, Architecture
 from models_integration.cache import RetainedCache
+from models_integration.flash import flash_attention
 from models_integration.visibility import retained_mask
 from spec.errors import SpecError
 from spec.policy import LayerView, Needs
 
-__all__ = ["Recorder", "Watcher", "observing"]
+__all__ = ["Attended", "Recorder", "Watcher", "observing"]
 
 AttentionFunction: TypeAlias = Callable[..., tuple[Tensor, Tensor | None]]
+
+@dataclass(frozen=True)
+class Attended:
+    """What one layer attended with: query (rows, H, n, d), key and value (rows, H_kv, live, d)."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    lse: Tensor | None
+    """(rows, H, n), where it came with the output."""
+    options: Mapping[str, Any]
+
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Arguments of attention functions that change the weights in ways that S1 does not know.
@@ -36,12 +49,12 @@ _UNKNOWN_TO_THE_SPEC = {"s_aux": "attention sinks inside the softmax", "position
 class Watcher(Protocol):
     """Is told of every attention of the layers that it watches."""
 
-    def see(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> None:
-        """Before: query (rows, H, n, d), key and value (rows, H_kv, live, d)."""
+    def wants_lse(self, layer: int) -> bool:
+        """Whether the attention's log-sum-exp would be of use."""
         ...
 
-    def attended(self, layer: int) -> None:
-        """After: nobody reads this layer's keys and values again in this forward."""
+    def attended(self, module: nn.Module, seen: Attended) -> None:
+        """A layer has attended: nobody reads its keys and values again in this forward."""
         ...
 
 
@@ -52,6 +65,7 @@ class _Seen:
     v: Tensor | None
     scaling: float
     softcap: float | None
+    lse: Tensor | None
 
 
 @dataclass
@@ -61,8 +75,8 @@ class Recorder:
     needs: Needs
     seen: dict[int, _Seen] = field(default_factory=dict)
 
-    def record(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> None:
-        """Note one layer's inputs: query (rows, H, n, d), key and value (rows, H_kv, live, d).
+    def record(self, module: nn.Module, layer: Attended) -> None:
+        """Note one layer's inputs.
 
         Queries of one layer's later forwards follow its earlier ones; its last keys and values hold all of them.
 
@@ -70,21 +84,23 @@ class Recorder:
             SpecError: for a dtype or an attention that the specification does not cover.
         """
         for name, what in _UNKNOWN_TO_THE_SPEC.items():
-            if options.get(name) is not None:
+            if layer.options.get(name) is not None:
                 raise SpecError("model", type(module).__name__, f"{what} is not served")
-        if query.dtype not in _DTYPES:
-            raise SpecError("dtype", query.dtype, f"must be one of {', '.join(map(str, _DTYPES))}")
-        layer, scaling = cast(int, module.layer_idx), options.get("scaling")
-        q = query.detach()
-        if layer in self.seen:
-            q = torch.cat([self.seen[layer].q, q], dim=2)
-        rows = self.needs.query_rows
+        q = layer.query.detach()
+        if q.dtype not in _DTYPES:
+            raise SpecError("dtype", q.dtype, f"must be one of {', '.join(map(str, _DTYPES))}")
+        index, scaling = cast(int, module.layer_idx), layer.options.get("scaling")
+        if index in self.seen:
+            q = torch.cat([self.seen[index].q, q], dim=2)
+        lse, rows = layer.lse, self.needs.query_rows
         if rows is not None and rows < q.shape[2]:
             # The last rows are copied, so that the others need not live until the decision.
             q = q[:, :, q.shape[2] - rows :].clone()
-        self.seen[layer] = _Seen(
-            q, key.detach(), value.detach() if self.needs.values else None,
-            query.shape[-1] ** -0.5 if scaling is None else float(scaling), options.get("softcap"),
+            lse = None if lse is None else lse[:, :, lse.shape[2] - rows :]
+        self.seen[index] = _Seen(
+            q, layer.key.detach(), layer.value.detach() if self.needs.values else None,
+            q.shape[-1] ** -0.5 if scaling is None else float(scaling), layer.options.get("softcap"),
+            None if lse is None else lse.detach(),
         )
 
     def views(self, row: int, padding: int) -> dict[int, LayerView]:
@@ -98,13 +114,15 @@ class Recorder:
         k = seen.k[row, :, padding:]
         q = seen.q[row, :, max(0, seen.q.shape[2] - k.shape[1]) :]
         v = None if seen.v is None else seen.v[row, :, padding:]
-        takes = self.needs.takes
+        lse, takes = None if seen.lse is None else seen.lse[row], self.needs.takes
         if takes is None or not all(takes(tensor) for tensor in (q, k, v) if tensor is not None):
-            q, k, v = _host(q), _host(k), None if v is None else _host(v)
-        return LayerView(q, k, v, seen.scaling, seen.softcap)
+            q, k, v, lse = _host(q), _host(k), _host(v), _host(lse)
+        return LayerView(q, k, v, seen.scaling, seen.softcap, lse)
 
 
-def _host(tensor: Tensor) -> Any:
+def _host(tensor: Tensor | None) -> Any:
+    if tensor is None:
+        return None
     wide = tensor if tensor.dtype == torch.float64 else tensor.float()
     return wide.cpu().numpy()
 
@@ -153,9 +171,14 @@ def _observed(stock: str) -> AttentionFunction:
         own, watcher = _own_attention(stock, module), _WATCHERS.get(module)
         if watcher is None:
             return own(module, query, key, value, attention_mask, **options)
-        watcher.see(module, query, key, value, options)
-        output = own(module, query, key, value, attention_mask, **options)
-        watcher.attended(cast(int, module.layer_idx))
+        both = None
+        if stock == "sdpa" and attention_mask is None and watcher.wants_lse(cast(int, module.layer_idx)):
+            both = flash_attention(module, query, key, value, options)
+        if both is None:
+            output, lse = own(module, query, key, value, attention_mask, **options), None
+        else:
+            output, lse = (both[0], None), both[1]
+        watcher.attended(module, Attended(query, key, value, lse, options))
         return output
 
     return attention

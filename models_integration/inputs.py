@@ -96,7 +96,7 @@ def check_prompt(
         raise SpecError("input_ids", low if low < 0 else high, f"must lie in [0, {architecture.vocabulary})")
     found = _left_padding(arguments.get("attention_mask"), ids, columns)
     known = torch.zeros(len(ids), dtype=torch.int64) if padding is None else padding
-    if len(known) != len(ids) or not torch.equal(found.clamp(max=columns), known):
+    if not torch.equal(found.clamp(max=columns), known):
         raise SpecError("attention_mask", found.tolist(), f"the prompt's padding so far was {known.tolist()}")
     if whole:
         check_tokens(columns + ids.shape[1], found)

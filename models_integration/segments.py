@@ -3,14 +3,14 @@
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 
 from models_integration.architecture import Architecture
 from models_integration.cache import RetainedCache, storage_bytes
-from models_integration.capture import Recorder
+from models_integration.capture import Attended, Recorder
 from models_integration.inputs import check_tokens
 from models_integration.stopwatch import Stopwatch
 from reference.policies import retain
@@ -70,6 +70,11 @@ class Segment:
         return (self._architecture.observed,) if self.recorder.needs.layers == "observed" else ()
 
     @property
+    def rows(self) -> int:
+        """Rows of the batch."""
+        return len(self._ids[0])
+
+    @property
     def _columns(self) -> int:
         return sum(ids.shape[1] for ids in self._ids)
 
@@ -79,17 +84,22 @@ class Segment:
         self.padding = padding
         self._watch = self._watch or Stopwatch(input_ids.device)
 
-    def see(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> None:
-        """Before a layer attends."""
-        layer, needs = module.layer_idx, self.recorder.needs
-        if needs.layers == "all" or (needs.layers == "observed" and layer == self._architecture.observed):
-            self.recorder.record(module, query, key, value, options)
+    def wants_lse(self, layer: int) -> bool:
+        """Only where the forward's sum is over what a single run would see: one forward, no padding."""
+        return self._streams and self.padding is None and self._observes(layer)
 
-    def attended(self, layer: int) -> None:
+    def attended(self, module: nn.Module, seen: Attended) -> None:
         """After a layer has attended."""
+        layer = cast(int, module.layer_idx)
+        if self._observes(layer):
+            self.recorder.record(module, seen)
         if self._streams:
             self._decide()
             self._compact([layer])
+
+    def _observes(self, layer: int) -> bool:
+        layers = self.recorder.needs.layers
+        return layers == "all" or (layers == "observed" and layer == self._architecture.observed)
 
     def finish(self) -> tuple[tuple[Kept, ...], dict[str, float]]:
         """The end of the segment: what was kept of each prompt, and the seconds of each stage.
@@ -105,8 +115,7 @@ class Segment:
 
     def _decide(self) -> tuple[Kept, ...]:
         if self._kept is None:
-            rows = range(0, len(self._ids[0]), self.copies)
-            self._kept = tuple(self._decided(row) for row in rows)
+            self._kept = tuple(self._decided(row) for row in range(0, self.rows, self.copies))
             self.recorder.seen.clear()
         return self._kept
 

@@ -137,6 +137,8 @@ class Session:
         else:
             if cache is not segment.cache:
                 raise SpecError("past_key_values", type(cache).__name__, "must be the cache of the prompt that is open")
+            if len(ids) != segment.rows:
+                raise SpecError("input_ids", tuple(ids.shape), f"the prompt that is open has {segment.rows} rows")
             until, columns, known = segment.until, cache.get_seq_length(), segment.padding
         padding = check_prompt(
             self._architecture, arguments, columns=columns, padding=known, whole=until == ONE_FORWARD
@@ -186,7 +188,7 @@ class Session:
         Raises:
             SpecError: inside another such block, or outside the context.
         """
-        if self._grouping or self._call is not None or self._model_is_free():
+        if self._grouping or self._call is not None or self._exit is None or self._architecture.decoder not in _BUSY:
             raise SpecError("prompt()", "a block", "belongs inside the context, and neither in another nor in generate")
         self._grouping = True
         try:
@@ -210,9 +212,6 @@ class Session:
         finally:
             self._call = outer
             self._drop("a prompt was left half way")
-
-    def _model_is_free(self) -> bool:
-        return self._architecture.decoder not in _BUSY
 
     def _finish(self, segment: Segment) -> None:
         self._segment = None

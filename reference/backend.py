@@ -8,11 +8,13 @@ from reference.crystalcache import impact as s3
 from reference.crystalcache import score as s5
 from reference.crystalcache.activation import active_trunks, inverse_key_norms
 from reference.crystalcache.breath import decay
+from reference.crystalcache.coverage import backfill, coverage_reserve
 from reference.crystalcache.crystallization import crystallization
 from reference.crystalcache.dissolution import dissolve
 from reference.crystalcache.hebbian import hebbian, static_graph
 from reference.crystalcache.resonance import resonance
-from reference.crystalcache.segments import segment_graph
+from reference.crystalcache.segments import segment_crystallization, segment_graph
+from reference.crystalcache.tiers import dissolve_in_tiers
 from reference.crystalcache.trunks import trunk_offsets
 from spec.arrays import BoolVector, IntVector, Vector
 from spec.backend import Backend
@@ -24,7 +26,11 @@ from spec.validate import check_attention_inputs, check_keys, check_lse
 
 __all__ = ["BACKEND"]
 
-_IMPACT = {"mixture": s3.impact, "salience": s3.impact_without_rarity, "uniform": s3.uniform_impact}
+_RARITY = {"logarithm": s3.rarity, "reciprocal": s3.reciprocal_rarity, "exponential": s3.exponential_rarity}
+_IMPACT = {
+    "mixture": s3.impact, "salience": s3.impact_without_rarity, "uniform": s3.uniform_impact, "unit": s3.unit_impact,
+}
+_DISSOLVE = {"cut": dissolve, "tiers": dissolve_in_tiers}
 _HEBB = {"additive": hebbian, "static": static_graph}
 
 
@@ -41,13 +47,16 @@ class _CrystalStages:
         return s1.coattention(q, k, positions, parameters, scaling, softcap)
 
     def impact(self, salience: Vector, token_ids: IntVector, parameters: CrystalCacheParameters, /) -> Vector:
-        return _IMPACT[parameters.impact](salience, s3.rarity(s3.token_counts(token_ids)), parameters)
+        U = _RARITY[parameters.rarity](s3.token_counts(token_ids))
+        return _IMPACT[parameters.impact](salience, U, parameters)
 
     def trunks(
         self, coattention: CoAttention, impact: Vector, ends: BoolVector, parameters: CrystalCacheParameters, /,
     ) -> Trunks:
         offsets = trunk_offsets(ends, coattention.edges(), coattention.start, parameters)
-        return Trunks(offsets, s3.trunk_impact(impact, offsets - coattention.start))
+        M_bar = s3.trunk_impact(impact, offsets - coattention.start)
+        unit = parameters.trunk_impact == "unit"
+        return Trunks(offsets, s3.unit_trunk_impact(M_bar, parameters.epsilon) if unit else M_bar)
 
     def graph(self, coattention: CoAttention, trunks: Trunks, parameters: CrystalCacheParameters, /) -> TrunkGraph:
         pairs = s4.trunk_pairs(coattention.edges(), trunks.offsets)
@@ -66,7 +75,10 @@ class _CrystalStages:
         self, score: Vector, trunks: Trunks, impact: Vector, D: Vector, protected: BoolVector, budget: int,
         parameters: CrystalCacheParameters, /,
     ) -> Dissolution:
-        return dissolve(score, trunks.offsets, impact, D, protected, budget, parameters.N_min)
+        reserve = coverage_reserve(trunks.sizes, protected, budget, parameters.coverage)
+        run = _DISSOLVE[parameters.allocation]
+        found = run(score, trunks.offsets, impact, D, protected, budget - reserve, parameters.N_min)
+        return backfill(found, trunks.offsets, D, reserve)
 
 
 class _BreathStages:
@@ -77,7 +89,7 @@ class _BreathStages:
         return inverse_key_norms(k)
 
     def impact(self, salience: Vector, counts: IntVector, parameters: CrystalCacheParameters, /) -> Vector:
-        return _IMPACT[parameters.impact](salience, s3.rarity(counts), parameters)
+        return _IMPACT[parameters.impact](salience, _RARITY[parameters.rarity](counts), parameters)
 
     def decay(self, D: Vector, trunk_impact: Vector, parameters: CrystalCacheParameters, /) -> Vector:
         return decay(D, trunk_impact, parameters)
@@ -98,6 +110,9 @@ class _BreathStages:
         parameters: CrystalCacheParameters, /,
     ) -> TrunkWeights:
         return segment_graph(coattention.edges(), bounds, sizes, W, parameters.tau_edge)
+
+    def segment_crystallization(self, degree: Vector, old: int, parameters: CrystalCacheParameters, /) -> Vector:
+        return segment_crystallization(degree, old, parameters)
 
 
 BACKEND = Backend("numpy", crystal=_CrystalStages(), breath=_BreathStages())

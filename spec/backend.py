@@ -1,6 +1,7 @@
 """Engines: a frozen record of optional stage families, found by name, by `module:ATTRIBUTE`, or given as it is."""
 
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Protocol, runtime_checkable
@@ -20,6 +21,7 @@ BUILT_IN = {
     "triton": "accelerated.triton_gpu.backend:BACKEND",
 }
 ENTRY_POINTS = "kvspec.backends"
+FAMILIES = ("crystal", "breath")
 
 
 @runtime_checkable
@@ -111,6 +113,10 @@ class BreathStages(Protocol):
         """
         ...
 
+    def segment_crystallization(self, degree: Vector, old: int, parameters: CrystalCacheParameters, /) -> Vector:
+        """Eq. 27 over the degrees of all trunks (m,): D of those behind the first `old` ones."""
+        ...
+
 
 @dataclass(frozen=True)
 class Backend:
@@ -119,6 +125,8 @@ class Backend:
     name: str
     crystal: CrystalStages | None = None
     breath: BreathStages | None = None
+    takes: Callable[[DeviceArray], bool] | None = None
+    """Whether its device stages read this tensor where it is; None means that they read NumPy arrays only."""
 
     def require_crystal(self) -> CrystalStages:
         """The CrystalCache stages.
@@ -141,7 +149,7 @@ class Backend:
         return self.breath
 
     def _lacks(self, family: str) -> BackendUnavailable:
-        has = [field.name for field in fields(self) if field.name != "name" and getattr(self, field.name)]
+        has = [name for name in FAMILIES if getattr(self, name) is not None]
         return BackendUnavailable(f"backend {self.name!r} has no stage family {family!r}; it has: {has or 'none'}")
 
 

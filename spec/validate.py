@@ -10,7 +10,8 @@ from spec.arrays import IntVector
 from spec.errors import SpecError
 
 __all__ = [
-    "check_attention_inputs", "check_keys", "check_lse", "check_scaling", "check_sentence_ends", "check_token_ids",
+    "check_attention_inputs", "check_attention_tensors", "check_keys", "check_lse", "check_scaling",
+    "check_sentence_ends", "check_token_ids",
 ]
 
 
@@ -22,12 +23,34 @@ def check_attention_inputs(q: np.ndarray[Any, Any], k: np.ndarray[Any, Any]) -> 
     """
     for name, array in (("q", q), ("k", k)):
         _check_floats(name, array)
+    _check_together(q, k)
+
+
+def check_attention_tensors(q: Any, k: Any) -> None:
+    """The same of tensors on a backend's device. They are asked by their own methods, and never copied to the host.
+
+    Raises:
+        SpecError: at the first thing that does not hold.
+    """
+    for name, tensor in (("q", q), ("k", k)):
+        if not hasattr(tensor, "is_floating_point"):
+            raise SpecError(name, type(tensor).__name__, f"must be a tensor, as q is: {type(q).__name__}")
+        if tensor.ndim != 3:
+            raise SpecError(name, tuple(tensor.shape), "must be a tensor (heads, tokens, d)")
+        _check_kind(name, tensor, tensor.is_floating_point())
+        if not bool(tensor.isfinite().all()):
+            at = tuple((~tensor.isfinite()).nonzero()[0].tolist())
+            raise SpecError(name, float(tensor[at]), f"must be finite, and is not at {at}")
+    _check_together(q, k)
+
+
+def _check_together(q: Any, k: Any) -> None:
     if q.shape[2] != k.shape[2]:
-        raise SpecError("k", k.shape, f"the head dimension must be q's, {q.shape[2]}")
+        raise SpecError("k", tuple(k.shape), f"the head dimension must be q's, {q.shape[2]}")
     if q.shape[0] % k.shape[0]:
-        raise SpecError("q", q.shape, f"the heads must be a multiple of k's {k.shape[0]}")
+        raise SpecError("q", tuple(q.shape), f"the heads must be a multiple of k's {k.shape[0]}")
     if q.shape[1] > k.shape[1]:
-        raise SpecError("q", q.shape, f"there are only {k.shape[1]} keys for {q.shape[1]} queries")
+        raise SpecError("q", tuple(q.shape), f"there are only {k.shape[1]} keys for {q.shape[1]} queries")
 
 
 def check_keys(k: np.ndarray[Any, Any]) -> None:
@@ -54,20 +77,26 @@ def check_lse(lse: np.ndarray[Any, Any] | None, q: np.ndarray[Any, Any]) -> None
 
 
 def _check_floats(name: str, array: np.ndarray[Any, Any]) -> None:
-    if not isinstance(array, np.ndarray) or array.ndim != 3:
-        raise SpecError(name, getattr(array, "shape", type(array).__name__), "must be an array (heads, tokens, d)")
+    if not isinstance(array, np.ndarray):
+        raise SpecError(name, type(array).__name__, "must be a NumPy array, or a tensor that the backend takes")
+    if array.ndim != 3:
+        raise SpecError(name, array.shape, "must be an array (heads, tokens, d)")
     _check_values(name, array)
 
 
 def _check_values(name: str, array: np.ndarray[Any, Any]) -> None:
-    if array.dtype.kind != "f":
-        raise SpecError(name, array.dtype, "must be floating point")
-    if 0 in array.shape:
-        raise SpecError(name, array.shape, "no axis may be empty")
+    _check_kind(name, array, array.dtype.kind == "f")
     finite = np.isfinite(array)
     if not finite.all():
         at = tuple(int(i) for i in np.argwhere(~finite)[0])
         raise SpecError(name, array[at], f"must be finite, and is not at {at}")
+
+
+def _check_kind(name: str, array: Any, floating: bool) -> None:
+    if not floating:
+        raise SpecError(name, array.dtype, "must be floating point")
+    if 0 in array.shape:
+        raise SpecError(name, tuple(array.shape), "no axis may be empty")
 
 
 def check_token_ids(token_ids: object, tokens: int, vocabulary: int | None = None) -> IntVector:

@@ -2,21 +2,32 @@
 
 import numpy as np
 
+from accelerated.numba_cpu.activation import active_trunks, inverse_key_norms
+from accelerated.numba_cpu.adaptive import adapted
+from accelerated.numba_cpu.breath import decay
 from accelerated.numba_cpu.coattention import coattention
+from accelerated.numba_cpu.coverage import backfill, coverage_reserve
 from accelerated.numba_cpu.crystallization import crystallization
 from accelerated.numba_cpu.dissolution import dissolve
 from accelerated.numba_cpu.graph import trunk_graph
-from accelerated.numba_cpu.impact import impact, trunk_impact
+from accelerated.numba_cpu.hebbian import hebbian
+from accelerated.numba_cpu.impact import impact, impact_of_counts, trunk_impact, unit_trunk_impact
+from accelerated.numba_cpu.resonance import resonance
 from accelerated.numba_cpu.score import score
+from accelerated.numba_cpu.segments import segment_crystallization, segment_graph
+from accelerated.numba_cpu.tiers import dissolve_in_tiers
 from accelerated.numba_cpu.trunks import trunk_offsets
 from spec.arrays import BoolVector, IntVector, Vector
 from spec.backend import Backend
+from spec.decode import LiveTrunks, TrunkWeights
 from spec.parameters import CrystalCacheParameters
 from spec.policy import DeviceArray
 from spec.records import CoAttention, Dissolution, TrunkGraph, Trunks
-from spec.validate import check_attention_inputs, check_lse
+from spec.validate import check_attention_inputs, check_keys, check_lse
 
 __all__ = ["BACKEND"]
+
+_DISSOLVE = {"cut": dissolve, "tiers": dissolve_in_tiers}
 
 
 class _CrystalStages:
@@ -36,8 +47,10 @@ class _CrystalStages:
     def trunks(
         self, coattention: CoAttention, impact: Vector, ends: BoolVector, parameters: CrystalCacheParameters, /,
     ) -> Trunks:
-        offsets = trunk_offsets(coattention, ends, parameters)
+        offsets = trunk_offsets(coattention, ends, adapted(coattention, ends, parameters))
         M_bar: Vector = trunk_impact(impact, offsets - coattention.start)
+        if parameters.trunk_impact == "unit":
+            M_bar = unit_trunk_impact(M_bar, float(parameters.epsilon))
         return Trunks(offsets, M_bar)
 
     def graph(self, coattention: CoAttention, trunks: Trunks, parameters: CrystalCacheParameters, /) -> TrunkGraph:
@@ -57,7 +70,54 @@ class _CrystalStages:
         self, score: Vector, trunks: Trunks, impact: Vector, D: Vector, protected: BoolVector, budget: int,
         parameters: CrystalCacheParameters, /,
     ) -> Dissolution:
-        return Dissolution(*dissolve(score, trunks.offsets, impact, D, protected, budget, parameters.N_min))
+        reserve = coverage_reserve(trunks.offsets, protected, budget, parameters.coverage)
+        run = _DISSOLVE[parameters.allocation]
+        kept, r, D_after = run(score, trunks.offsets, impact, D, protected, budget - reserve, parameters.N_min)
+        if reserve:
+            kept, r, D_after = backfill(kept, r, trunks.offsets, D, reserve)
+        return Dissolution(kept, r, D_after)
 
 
-BACKEND = Backend("numba", crystal=_CrystalStages())
+class _BreathStages:
+    """Decode, each stage fused as its module says."""
+
+    def inverse_key_norms(self, k: DeviceArray, /) -> Vector:
+        check_keys(k)
+        return inverse_key_norms(k)
+
+    def impact(self, salience: Vector, counts: IntVector, parameters: CrystalCacheParameters, /) -> Vector:
+        return impact_of_counts(salience, counts, parameters)
+
+    def decay(self, D: Vector, trunk_impact: Vector, parameters: CrystalCacheParameters, /) -> Vector:
+        after: Vector = decay(D, trunk_impact, float(parameters.beta_0), float(parameters.D_c))
+        return after
+
+    def activation(self, live: LiveTrunks, parameters: CrystalCacheParameters, /) -> BoolVector:
+        return active_trunks(live, float(parameters.theta_act))
+
+    def resonance(
+        self, D: Vector, W: TrunkWeights, active: BoolVector, parameters: CrystalCacheParameters, /,
+    ) -> Vector:
+        p = parameters
+        after: Vector = resonance(
+            D, *W, active, p.max_hops, float(p.gamma_hop), float(p.tau_pulse), float(p.alpha_res)
+        )
+        return after
+
+    def hebbian(self, W: TrunkWeights, active: BoolVector, parameters: CrystalCacheParameters, /) -> TrunkWeights:
+        p = parameters
+        if p.hebb == "static":
+            return W
+        return TrunkWeights(*hebbian(*W, active, float(p.eta_Hebb), float(p.gamma_decay), float(p.tau_edge)))
+
+    def segment_graph(
+        self, coattention: CoAttention, bounds: IntVector, sizes: IntVector, W: TrunkWeights,
+        parameters: CrystalCacheParameters, /,
+    ) -> TrunkWeights:
+        return segment_graph(coattention, bounds, sizes, W, float(parameters.tau_edge))
+
+    def segment_crystallization(self, degree: Vector, old: int, parameters: CrystalCacheParameters, /) -> Vector:
+        return segment_crystallization(degree, old, parameters)
+
+
+BACKEND = Backend("numba", crystal=_CrystalStages(), breath=_BreathStages())

@@ -36,10 +36,11 @@ f32 = np.float32
 LOG2_E = math.log2(math.e)
 ROWS = 512  # rows of a product: the queries of a block in all heads that share keys
 BLOCK = (64, 256)  # fewest and most queries of a block
-KEYS = 256  # columns of a tile; ROWS x KEYS floats are half a second-level cache
+KEYS = 128  # columns of a tile; ROWS x KEYS floats are a quarter of a second-level cache
 SQUARE = 128  # rows and columns of a block of cosines
 SLACK = 1.0 - 1e-5  # rounding of the bound: 32 float32 terms and exp2, below 1e-6 relative
-BLAS = ThreadpoolController and ThreadpoolController()  # the blocks run side by side, so each product keeps to one thread
+# The blocks run side by side, so each product keeps to one thread.
+BLAS = ThreadpoolController and ThreadpoolController()
 
 
 def _plain(x: NDArray[np.floating]) -> Floats:
@@ -167,7 +168,7 @@ class _Chunk:
             keys = slice(self.tiles[t], min(self.tiles[t] + KEYS, self.own))
             W = np.zeros((len(rows), keys.stop - keys.start), f32)
             for head in range(len(Q)):
-                chosen = Q[head].reshape(self.group, n, -1)[:, rows].reshape(self.group * len(rows), -1)
+                chosen = Q[head].reshape(self.group, n, -1).take(rows, axis=1).reshape(self.group * len(rows), -1)
                 S = self.logits.tile(chosen, head, keys, scratch)
                 kernels.accumulate_attention(S, rows, lse[head * self.group : (head + 1) * self.group], W)
             kernels.insert_best(W, rows, self.share, f32(self.p.tau_cross), self.tiles[t], index, weight)
@@ -195,10 +196,11 @@ class _Chunk:
             kernels.insert_best(self.cosine[row:last], rows, f32(1.0), f32(self.p.tau_intra), 0, index, weight)
 
     def salience(self) -> Floats:
-        """Eq. 11, from the blocks' partial column sums in a fixed order."""
+        """Eq. 11 or the essay's mean, from the blocks' partial column sums in a fixed order."""
         h = self.column.sum(axis=0)
         top = np.sort(h, axis=0)[::-1][: self.p.k_heads]
-        S: Floats = np.clip(top.sum(axis=0), f32(self.p.M_min), f32(self.p.M_max))
+        share = f32(max(1, len(top)) if self.p.heads == "mean" else 1)
+        S: Floats = np.clip(top.sum(axis=0) / share, f32(self.p.M_min), f32(self.p.M_max))
         return S
 
 
@@ -212,7 +214,7 @@ def coattention(
 ) -> CoAttention:
     """S1 in float32; the same bits for any number of threads.
 
-    Implements: CC-ATTENTION, CC-SALIENCE, CC-ROW-NORM, CC-INTRA, CC-CROSS, CC-COATTENTION
+    Implements: CC-ATTENTION, CC-SALIENCE, CC-MEAN-SALIENCE, CC-ROW-NORM, CC-INTRA, CC-CROSS, CC-COATTENTION
 
     Raises:
         BackendUnavailable: without threadpoolctl, which keeps BLAS from starting threads inside ours.

@@ -5,14 +5,25 @@ from numba import njit
 
 from spec.arrays import IntVector, Vector
 from spec.parameters import CrystalCacheParameters
+from spec.parameters.crystalcache import RarityForm
 
-__all__ = ["impact", "trunk_impact"]
+__all__ = ["impact", "impact_of_counts", "rarity", "trunk_impact", "unit_trunk_impact"]
+
+
+def rarity(counts: IntVector, form: RarityForm) -> Vector:
+    """U of each count, in one of its three forms.
+
+    Implements: CC-RARITY, CC-RARITY-FORMS
+    """
+    c = counts.astype(np.float64)
+    U: Vector = np.exp(-c) if form == "exponential" else 1.0 / (1.0 + (np.log1p(c) if form == "logarithm" else c))
+    return U
 
 
 def impact(salience: Vector, token_ids: IntVector, parameters: CrystalCacheParameters) -> Vector:
     """M_i (n,): counts, rarity and mixture in one pass.
 
-    Implements: CC-COUNT, CC-RARITY, CC-IMPACT
+    Implements: CC-COUNT
     """
     if parameters.impact == "uniform":
         return np.ones_like(salience)
@@ -22,9 +33,28 @@ def impact(salience: Vector, token_ids: IntVector, parameters: CrystalCacheParam
     span = int(token_ids.max()) - low + 1
     # Ids of a real vocabulary are dense enough to count in place; hashed ids are not.
     dense = token_ids - low if span <= 64 * len(token_ids) else np.unique(token_ids, return_inverse=True)[1]
-    counts = np.bincount(dense)
-    U = 1.0 / (1.0 + np.log1p(counts.astype(np.float64)))
-    M: Vector = mixture(salience, U, dense, float(parameters.M_min), float(parameters.M_max))
+    return mixed(salience, np.bincount(dense), dense, parameters)
+
+
+def impact_of_counts(salience: Vector, counts: IntVector, parameters: CrystalCacheParameters) -> Vector:
+    """M_i (n,) of tokens whose ids were seen `counts` (n,) times."""
+    if parameters.impact == "uniform":
+        return np.ones_like(salience)
+    if parameters.impact == "salience":
+        return salience.copy()
+    return mixed(salience, counts, np.arange(len(counts)), parameters)
+
+
+def mixed(salience: Vector, counts: IntVector, token: IntVector, parameters: CrystalCacheParameters) -> Vector:
+    """Salience with the rarity of each token's count, in the mixture that is asked for.
+
+    Implements: CC-IMPACT, CC-UNIT-IMPACT
+    """
+    U = rarity(counts, parameters.rarity)
+    if parameters.impact == "unit":
+        M: Vector = unit_mixture(salience, U, token)
+    else:
+        M = mixture(salience, U, token, float(parameters.M_min), float(parameters.M_max))
     return M
 
 
@@ -34,6 +64,16 @@ def mixture(S: Vector, U: Vector, token: IntVector, M_min: float, M_max: float) 
     M = np.empty(len(S))
     for i in range(len(S)):
         M[i] = min(max(M_max * (0.5 * (S[i] / M_max) + 0.5 * U[token[i]]), M_min), M_max)
+    return M
+
+
+@njit(cache=True)
+def unit_mixture(S: Vector, U: Vector, token: IntVector) -> Vector:
+    """The essay's M_i: salience as a share of the largest."""
+    peak = S.max()
+    M = np.empty(len(S))
+    for i in range(len(S)):
+        M[i] = 0.5 * (S[i] / peak if peak > 0 else 0.0) + 0.5 * U[token[i]]
     return M
 
 
@@ -61,3 +101,14 @@ def trunk_impact(M: Vector, offsets: IntVector) -> Vector:
             total += third
         M_bar[g] = total / min(size, 3)
     return M_bar
+
+
+@njit(cache=True)
+def unit_trunk_impact(M_bar: Vector, epsilon: float) -> Vector:
+    """Mbar by the least and the greatest of all trunks.
+
+    Implements: CC-UNIT-TRUNK-IMPACT
+    """
+    low, high = M_bar.min(), M_bar.max()
+    share: Vector = (M_bar - low) / (high - low + epsilon)
+    return share

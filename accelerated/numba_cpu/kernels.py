@@ -19,7 +19,7 @@ f32 = np.float32
 FAR_BELOW = f32(-40.0)  # 256 weights of 2 ** -40 vanish beside the row's sum in float32
 LOWEST = f32(-3e38)
 SMALLEST = f32(-126.0)
-GROUP = 64  # keys that are compared with a list's last place at once
+GROUP = 16  # keys that are compared with a list's last place at once
 
 # 2 ** f on [-1/2, 1/2], the Taylor coefficients ln(2) ** i / i!; relative error below 2e-7.
 C1, C2, C3 = f32(0.6931471805599453), f32(0.2402265069591007), f32(0.0555041086648216)
@@ -39,13 +39,13 @@ def exp2(x: np.float32) -> np.float32:
 
 
 @njit(nogil=True, inline="always")
-def largest(bits: NDArray[np.int32], width: int) -> np.float32:
-    """Largest of the first `width` floats of a row, given by their bits; a maximum of floats would not vectorise.
+def largest(bits: NDArray[np.int32], start: int, stop: int) -> np.float32:
+    """Largest of some floats of a row, given by their bits; a maximum of floats would not vectorise.
 
     As integers, negative floats compare in reverse: flipping all of their bits but the sign puts that right.
     """
     top = np.int32(-(2**31))
-    for j in range(width):
+    for j in range(start, stop):
         top = max(top, np.int32(bits[j] ^ ((bits[j] >> np.int32(31)) & np.int32(2**31 - 1))))
     return np.int32(top ^ ((top >> np.int32(31)) & np.int32(2**31 - 1))).view(np.float32)
 
@@ -55,7 +55,7 @@ def tile_peaks(S: Floats, tile_peak: Floats) -> None:
     """Each row's largest logit of a tile (rows, keys)."""
     bits = S.view(np.int32)
     for r in range(S.shape[0]):
-        tile_peak[r] = largest(bits[r], S.shape[1])
+        tile_peak[r] = largest(bits[r], 0, S.shape[1])
 
 
 @njit(nogil=True, fastmath=FAST, cache=True)
@@ -68,7 +68,7 @@ def running_lse(S: Floats, peak: Floats, total: Floats, tile_peak: Floats, reach
     for r in range(S.shape[0]):
         width = min(S.shape[1], reach[r % len(reach)])
         s = S[r]
-        top = largest(bits[r], width)
+        top = largest(bits[r], 0, width)
         tile_peak[r] = top
         if top < peak[r] + FAR_BELOW:
             continue
@@ -125,20 +125,18 @@ def insert_best(
 ) -> None:
     """Merge W * share (rows, keys) into the running best of each row; on a tie the key that came first stays.
 
-    Few keys pass the last place of a list, so they are first counted a group at a time, which vectorises.
+    Few keys reach the last place of a list: only rows, and groups in them, whose largest does are looked into.
     """
-    k = index.shape[1]
+    k, bits = index.shape[1], W.view(np.int32)
     for a in range(len(rows)):
-        r, w = rows[a], W[a]
+        w, row, chosen, kept = W[a], bits[a], index[rows[a]], weight[rows[a]]
+        if largest(row, 0, len(w)) * share <= max(tau, kept[k - 1]):
+            continue
         for start in range(0, len(w), GROUP):
             stop = min(start + GROUP, len(w))
-            least = max(tau, weight[r, k - 1])
-            passing = np.int32(0)
-            for j in range(start, stop):
-                passing += np.int32(w[j] * share > least)
-            if passing > 0:
+            if largest(row, start, stop) * share > max(tau, kept[k - 1]):
                 for j in range(start, stop):
-                    place(w[j] * share, first_key + j, tau, index[r], weight[r], k)
+                    place(w[j] * share, first_key + j, tau, chosen, kept, k)
 
 
 @njit(nogil=True, inline="always")

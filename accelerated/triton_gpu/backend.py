@@ -2,10 +2,13 @@
 
 import numpy as np
 
+from accelerated.numba_cpu.adaptive import adapted
 from accelerated.numba_cpu.backend import BACKEND as NUMBA
+from accelerated.numba_cpu.impact import unit_trunk_impact
+from accelerated.triton_gpu.activation import inverse_key_norms
 from accelerated.triton_gpu.coattention import coattention
 from accelerated.triton_gpu.crystallization import crystallization
-from accelerated.triton_gpu.device import require_device
+from accelerated.triton_gpu.device import require_device, takes
 from accelerated.triton_gpu.dissolution import dissolve
 from accelerated.triton_gpu.graph import trunk_graph
 from accelerated.triton_gpu.impact import impact, trunk_impact
@@ -23,23 +26,35 @@ require_device()
 
 
 class _OnDevice:
-    """S1 to S6, each as Triton kernels."""
+    """S1 to S6 as Triton kernels; the essay's forms and the extensions beyond the paper stay on the host."""
 
     def coattention(
         self, q: DeviceArray, k: DeviceArray, positions: IntVector, parameters: CrystalCacheParameters,
         scaling: float, softcap: float | None, lse: DeviceArray | None = None, /,
     ) -> CoAttention:
-        return coattention(q, k, positions, parameters, scaling, softcap)
+        return coattention(q, k, positions, parameters, scaling, softcap, lse)
 
     def impact(self, salience: Vector, token_ids: IntVector, parameters: CrystalCacheParameters, /) -> Vector:
+        """Implements: CC-RARITY-FORMS, CC-UNIT-IMPACT
+
+        Both by the host's function.
+        """
+        if parameters.impact == "unit" or parameters.rarity != "logarithm":
+            return NUMBA.require_crystal().impact(salience, token_ids, parameters)
         return impact(salience, token_ids, parameters)
 
     def trunks(
         self, coattention: CoAttention, impact: Vector, ends: BoolVector, parameters: CrystalCacheParameters,
         /,
     ) -> Trunks:
-        offsets = trunk_offsets(coattention, ends, parameters)
-        return Trunks(offsets, trunk_impact(impact, offsets - coattention.start))
+        """Implements: CC-ADAPTIVE-MERGE, CC-UNIT-TRUNK-IMPACT
+
+        Both by the host's functions.
+        """
+        offsets = trunk_offsets(coattention, ends, adapted(coattention, ends, parameters))
+        M_bar = trunk_impact(impact, offsets - coattention.start)
+        unit = parameters.trunk_impact == "unit"
+        return Trunks(offsets, unit_trunk_impact(M_bar, float(parameters.epsilon)) if unit else M_bar)
 
     def graph(
         self, coattention: CoAttention, trunks: Trunks, parameters: CrystalCacheParameters, /,
@@ -59,11 +74,21 @@ class _OnDevice:
         self, score: Vector, trunks: Trunks, impact: Vector, D: Vector, protected: BoolVector, budget: int,
         parameters: CrystalCacheParameters, /,
     ) -> Dissolution:
+        """Implements: CC-TIER-COUNT, CC-TIERS, CC-COVERAGE
+
+        All by the host's functions.
+        """
+        if parameters.allocation == "tiers" or parameters.coverage:
+            host = NUMBA.require_crystal()
+            return host.dissolve(score, trunks, impact, D, protected, budget, parameters)
         return Dissolution(*dissolve(score, trunks.offsets, impact, D, protected, budget, parameters.N_min))
 
 
 class _HostAfterAttention:
-    """S1 on the device, S2 to S6 on the host: there the data is small and the scans are sequential."""
+    """S1 on the device, S2 to S6 on the host: there the data is small and the scans are sequential.
+
+    `python -m conformance.gpu` measures both routes, and says whether this one is the faster.
+    """
 
     def __init__(self) -> None:
         device, host = _OnDevice(), NUMBA.require_crystal()
@@ -72,5 +97,18 @@ class _HostAfterAttention:
         self.score, self.dissolve = host.score, host.dissolve
 
 
-BACKEND = Backend("triton", crystal=_HostAfterAttention())
-ON_DEVICE = Backend("triton-on-device", crystal=_OnDevice())
+class _BreathOnHost:
+    """Key norms on the device; all else is of a few thousand trunks, which live on the host."""
+
+    def __init__(self) -> None:
+        host = NUMBA.require_breath()
+        self.impact, self.decay, self.activation = host.impact, host.decay, host.activation
+        self.resonance, self.hebbian = host.resonance, host.hebbian
+        self.segment_graph, self.segment_crystallization = host.segment_graph, host.segment_crystallization
+
+    def inverse_key_norms(self, k: DeviceArray, /) -> Vector:
+        return inverse_key_norms(k)
+
+
+BACKEND = Backend("triton", crystal=_HostAfterAttention(), breath=_BreathOnHost(), takes=takes)
+ON_DEVICE = Backend("triton-on-device", crystal=_OnDevice(), breath=_BreathOnHost(), takes=takes)

@@ -11,7 +11,7 @@ import torch
 import triton
 
 from accelerated.triton_gpu import kernels, launch
-from accelerated.triton_gpu.device import INTERPRETED, attention_tensors, download, upload
+from accelerated.triton_gpu.device import INTERPRETED, attention_tensors, download, lse_tensor, upload
 from accelerated.triton_gpu.launch import FLOAT32, AttentionTiles, Shape
 from spec.arrays import IntVector
 from spec.errors import SpecError
@@ -30,9 +30,9 @@ class _Segment:
 
     def __init__(
         self, q: Tensor, k: Tensor, p: CrystalCacheParameters, scaling: float, softcap: float | None,
-        tiles: AttentionTiles,
+        tiles: AttentionTiles, lse: Tensor | None,
     ) -> None:
-        self.q, self.k, self.p, self.tiles = q, k, p, tiles
+        self.q, self.k, self.p, self.tiles, self.lse = q, k, p, tiles, lse
         self.heads, self.n, self.d = q.shape
         self.before = k.shape[1] - self.n
         self.C = min(p.C, self.n)
@@ -78,8 +78,9 @@ class _Segment:
         peak = self.empty(self.heads, tiles, rows)
         where = (first, rows, self.n, self.before, self.C, tiles)
         kernels.row_softmax[triton.cdiv(rows, each), self.heads // pack](
-            self.q, self.k, self.top, self.log, peak, *where, *self.attention, GROUP=self.group, PACK=pack,
-            ROWS=each, KEYS=shape.columns, **self.widths, **_how(shape),
+            self.q, self.k, *self.given(), self.top, self.log, peak, *where, *self.attention,
+            KNOWN=self.lse is not None, GROUP=self.group, PACK=pack, ROWS=each, KEYS=shape.columns,
+            **self.widths, **_how(shape),
         )
         if tiles and p.k_cross:
             bound = self.heads * float(np.float32(p.tau_cross)) * launch.SLACK
@@ -87,6 +88,10 @@ class _Segment:
                 self.top, self.log, peak, self.active, *where, self.key_tiles, self.unit, bound, H=self.heads,
                 ROWS=cross.rows, KEYS=cross.columns, **FLOAT32,
             )
+
+    def given(self) -> tuple[Tensor, int, int]:
+        """The given lse and its strides; where there is none, the kernel reads none."""
+        return (self.log, 0, 0) if self.lse is None else (self.lse, self.lse.stride(0), self.lse.stride(1))
 
     def link(self) -> None:
         """Sources in earlier chunks, from the active tiles."""
@@ -110,11 +115,15 @@ class _Segment:
             1.0 / self.heads, *self.attention, H=self.heads, GROUP=self.group, ROWS=shape.rows,
             KEYS=shape.columns, **self.widths, **_how(shape),
         )
+        take = min(p.k_heads, self.heads)
+        summed = max(1, take) if p.heads == "mean" else 1
         kernels.salience[triton.cdiv(rows, tokens),](
-            column, self.salience, first, rows, self.C, width, float(p.M_min), float(p.M_max), H=self.heads,
-            HEADS=triton.next_power_of_2(self.heads), ROWS=shape.rows, TOKENS=tokens,
-            TAKE=min(p.k_heads, self.heads), **FLOAT32,
+            column, self.salience, first, rows, self.C, width, float(summed * p.M_min), float(summed * p.M_max),
+            H=self.heads, HEADS=triton.next_power_of_2(self.heads), ROWS=shape.rows, TOKENS=tokens, TAKE=take,
+            **FLOAT32,
         )
+        if summed > 1:
+            self.salience[first : first + rows] /= summed
         if p.k_intra:
             self.choose(first, rows, A)
 
@@ -138,11 +147,11 @@ def _how(shape: Shape) -> dict[str, int | bool]:
 
 def coattention(
     q: DeviceArray, k: DeviceArray, positions: IntVector, parameters: CrystalCacheParameters, scaling: float,
-    softcap: float | None,
+    softcap: float | None, lse: DeviceArray | None = None,
 ) -> CoAttention:
     """S1 in float32 with the tiles of the launch table; the same bits on every run.
 
-    Implements: CC-ATTENTION, CC-SALIENCE, CC-ROW-NORM, CC-INTRA, CC-CROSS, CC-COATTENTION
+    Implements: CC-ATTENTION, CC-SALIENCE, CC-MEAN-SALIENCE, CC-ROW-NORM, CC-INTRA, CC-CROSS, CC-COATTENTION
 
     Raises:
         SpecError: for inputs that the kernels do not take, before any launch.
@@ -150,18 +159,19 @@ def coattention(
     on_device = attention_tensors(q, k)
     width = max(16, triton.next_power_of_2(on_device[0].shape[2]))
     tiles = launch.attention_tiles(width, on_device[0].element_size(), INTERPRETED)
-    return coattention_of(*on_device, positions, parameters, scaling, softcap, tiles)
+    given = lse_tensor(lse, on_device[0])
+    return coattention_of(*on_device, positions, parameters, scaling, softcap, tiles, given)
 
 
 def coattention_of(
     q: Tensor, k: Tensor, positions: IntVector, p: CrystalCacheParameters, scaling: float,
-    softcap: float | None, tiles: AttentionTiles,
+    softcap: float | None, tiles: AttentionTiles, lse: Tensor | None = None,
 ) -> CoAttention:
     """S1 of checked tensors with given tiles."""
     for name in ("k_intra", "k_cross"):
         if getattr(p, name) > LONGEST_LIST:
             raise SpecError(name, getattr(p, name), f"this backend keeps at most {LONGEST_LIST} neighbours")
-    segment = _Segment(q, k, p, scaling, softcap, tiles)
+    segment = _Segment(q, k, p, scaling, softcap, tiles, lse)
     with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
         segment.run()
         at = upload(positions, np.int64, q.device)

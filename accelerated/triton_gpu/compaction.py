@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from accelerated.triton_gpu.device import download, upload
+from accelerated.triton_gpu.device import default_device, download, upload
 from accelerated.triton_gpu.launch import GATHER, SCAN
 from spec.arrays import IntVector
 from spec.errors import SpecError
@@ -58,11 +58,13 @@ def compact(K: Tensor, V: Tensor, R: IntVector) -> tuple[Tensor, Tensor]:
     """Keys and values (H_kv, n, d) of the kept positions R, in new tensors; each keeps its bits and rotation.
 
     Raises:
-        SpecError: for tensors of another rank, or positions outside them.
+        SpecError: for tensors of another rank, elsewhere than the kernels run, or positions outside them.
     """
     for name, x in (("K", K), ("V", V)):
         if x.ndim != 3 or x.dtype.itemsize not in BITS:
-            raise SpecError(name, (tuple(x.shape), x.dtype), "must be a tensor (H_kv, n, d)")
+            raise SpecError(name, (tuple(x.shape), x.dtype), "must be a tensor (H_kv, n, d), 1 to 8 bytes an element")
+        if x.device.type != default_device().type:
+            raise SpecError(name, str(x.device), f"a tensor must be on {default_device().type} here")
         if len(R) and not 0 <= R.min() <= R.max() < x.shape[1]:
             raise SpecError("R", (int(R.min()), int(R.max())), f"must lie in [0, {x.shape[1]})")
     rows = upload(R, np.int64, K.device)

@@ -12,7 +12,8 @@ from spec.errors import BackendUnavailable, SpecError
 from spec.policy import DeviceArray
 
 __all__ = [
-    "INTERPRETED", "attention_tensors", "default_device", "download", "require_device", "shared_memory", "upload",
+    "INTERPRETED", "attention_tensors", "default_device", "download", "key_tensor", "lse_tensor", "require_device",
+    "shared_memory", "takes", "upload",
 ]
 
 # Triton reads the variable when a kernel is decorated, so it holds for the whole process.
@@ -64,6 +65,13 @@ def download(tensor: Tensor, dtype: Any) -> Any:
     return tensor.cpu().numpy().astype(dtype, copy=False)
 
 
+def takes(x: DeviceArray) -> bool:
+    """Whether the kernels read this tensor where it is."""
+    if not isinstance(x, torch.Tensor) or x.device.type != default_device().type:
+        return False
+    return x.dtype in (torch.float32, torch.float16) or (x.dtype == torch.bfloat16 and not INTERPRETED)
+
+
 def attention_tensors(q: DeviceArray, k: DeviceArray) -> tuple[Tensor, Tensor]:
     """q (H, n, d) and k (H_kv, live, d) on one device, of one dtype; tensors are not copied.
 
@@ -75,10 +83,48 @@ def attention_tensors(q: DeviceArray, k: DeviceArray) -> tuple[Tensor, Tensor]:
     pair = (_checked("q", q), _checked("k", k))
     _check_together(*pair)
     for name, x in zip("qk", pair, strict=True):
-        if not bool(torch.isfinite(x).all()):
-            at = tuple(torch.nonzero(~torch.isfinite(x))[0].tolist())
-            raise SpecError(name, float(x[at]), f"must be finite, and is not at {at}")
+        _check_finite(name, x)
     return pair
+
+
+def lse_tensor(lse: DeviceArray | None, q: Tensor) -> Tensor | None:
+    """lse (H, n) of the queries q (H, n, d) in float32 on their device, if it is given; a tensor is not copied.
+
+    Raises:
+        SpecError: for a type, shape, dtype, device or value that the kernels do not take.
+    """
+    if lse is None:
+        return None
+    if not isinstance(lse, np.ndarray | torch.Tensor) or tuple(lse.shape) != tuple(q.shape[:2]):
+        shape = getattr(lse, "shape", type(lse).__name__)
+        raise SpecError("lse", shape, f"must be an array (heads, queries), {tuple(q.shape[:2])}")
+    if isinstance(lse, np.ndarray):
+        if lse.dtype.kind != "f":
+            raise SpecError("lse", lse.dtype, "must be floating point")
+        lse = upload(lse, np.float32, q.device)
+    if lse.dtype != torch.float32 or lse.device != q.device:
+        raise SpecError("lse", (lse.dtype, str(lse.device)), f"must be {torch.float32} on {q.device}")
+    _check_finite("lse", lse)
+    return lse
+
+
+def key_tensor(k: DeviceArray) -> Tensor:
+    """k (H_kv, n, d) on a device, a float64 array in its own precision; a tensor is not copied.
+
+    Raises:
+        SpecError: as `attention_tensors`.
+    """
+    keys = _checked("k", k)
+    if isinstance(k, np.ndarray) and k.dtype == np.float64:
+        keys = upload(k, np.float64)
+    _check_finite("k", keys)
+    return keys
+
+
+def _check_finite(name: str, x: Tensor) -> None:
+    if not bool(torch.isfinite(x).all()):
+        at = tuple(torch.nonzero(~torch.isfinite(x))[0].tolist())
+        raise SpecError(name, float(x[at]), f"must be finite, and is not at {at}")
 
 
 def _checked(name: str, x: DeviceArray) -> Tensor:

@@ -19,6 +19,7 @@ __all__ = [
 ]
 
 LOWEST: tl.constexpr = tl.constexpr(-1.0e30)  # times any unit it is still finite
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 TWO_LOG2_E: tl.constexpr = tl.constexpr(2.8853900817779268)
 
 
@@ -49,15 +50,16 @@ def weights(q, k, TOP, LOG, row, live, visible, factor, unit, CAPPED: tl.constex
 
 @triton.jit(do_not_specialize=["first", "rows", "n", "before", "C"])
 def row_softmax(
-    Q, K, TOP, LOG, PEAK, first, rows, n, before, C, tiles, factor, unit, q_head, q_row, q_dim, k_head, k_row,
-    k_dim, GROUP: tl.constexpr, PACK: tl.constexpr, d: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, CAPPED: tl.constexpr,
+    Q, K, LSE, lse_head, lse_row, TOP, LOG, PEAK, first, rows, n, before, C, tiles, factor, unit, q_head, q_row,
+    q_dim, k_head, k_row, k_dim, KNOWN: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr, d: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CAPPED: tl.constexpr,
 ):
     """Each row's TOP and LOG (H, n), and its peak on each tile of earlier keys, PEAK (H, tiles, rows).
 
     Implements: CC-ATTENTION
 
-    PACK heads of one KV head share a program, and so each tile of keys that it loads.
+    PACK heads of one KV head share a program, and so each tile of keys that it loads. Where the natural logarithm
+    of a row's sum is KNOWN, as LSE (H, n), only maxima are left to find.
     """
     lane = tl.arange(0, PACK * ROWS)
     top_row = tl.program_id(0) * ROWS
@@ -82,7 +84,8 @@ def row_softmax(
         top = tl.max(s, 1)
         tl.store(peaks + (start // KEYS) * rows, top, mask=live)
         new = tl.maximum(peak, top)
-        total = total * tl.exp2((peak - new) * unit) + tl.sum(tl.exp2((s - new[:, None]) * unit), 1)
+        if not KNOWN:
+            total = total * tl.exp2((peak - new) * unit) + tl.sum(tl.exp2((s - new[:, None]) * unit), 1)
         peak = new
     for start in range(clear, before + first + last + 1, KEYS):
         key = start + tl.arange(0, KEYS)
@@ -93,10 +96,16 @@ def row_softmax(
             earlier = tl.where(key[None, :] < own[:, None], s, float("-inf"))
             tl.store(peaks + (start // KEYS) * rows, tl.max(earlier, 1), mask=live)
         new = tl.maximum(peak, tl.max(s, 1))
-        total = total * tl.exp2((peak - new) * unit) + tl.sum(tl.exp2((s - new[:, None]) * unit), 1)
+        if not KNOWN:
+            total = total * tl.exp2((peak - new) * unit) + tl.sum(tl.exp2((s - new[:, None]) * unit), 1)
         peak = new
+    if KNOWN:
+        at = h.to(tl.int64) * lse_head + (first + i).to(tl.int64) * lse_row
+        log = tl.load(LSE + at, mask=live, other=0.0) * LOG2_E - peak * unit
+    else:
+        log = tl.log2(total)
     tl.store(TOP + h * n + first + i, peak, mask=live)
-    tl.store(LOG + h * n + first + i, tl.log2(total), mask=live)
+    tl.store(LOG + h * n + first + i, log, mask=live)
 
 
 @triton.jit(do_not_specialize=["first", "rows", "n", "before", "C"])

@@ -9,8 +9,8 @@ them.
 from dataclasses import dataclass
 
 __all__ = [
-    "COMPILED", "FLOAT32", "FLOAT64", "GATHER", "INTERPRETED", "LANES", "SCAN", "SCRATCH", "SHARED",
-    "SLACK", "AttentionTiles", "Shape", "attention_tiles",
+    "COMPILED", "FLOAT32", "FLOAT64", "GATHER", "INTERPRETED", "LANES", "NORMS", "SCAN", "SCRATCH", "SHARED", "SLACK",
+    "AttentionTiles", "Shape", "attention_tiles",
 ]
 
 
@@ -58,6 +58,7 @@ SCRATCH = 512 * 2**20  # bytes of each of S1's two large buffers, which cover as
 
 LANES = 128  # items of one program in S2 to S6: boundaries, trunks, pairs or tokens
 GATHER = 16  # rows of the cache that one program moves
+NORMS = 16  # tokens whose keys one program measures
 SCAN = 1024  # items of one step where a single program walks over all of them
 
 # Contraction is pinned in both directions. In S1 it is part of the certified bound; in S2 to S6 results are

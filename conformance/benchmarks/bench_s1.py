@@ -1,7 +1,10 @@
 """S1 on the CPU: Numba against NumPy and eager PyTorch, and against the floor of its products and exponentials."""
 
+import math
+import os
 import tracemalloc
 from collections.abc import Callable
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -17,6 +20,9 @@ torch = pytest.importorskip("torch")
 SHAPES = [
     (4096, 8, 8, 64, "mixed"), (4096, 8, 2, 64, "peaky"), (4096, 32, 8, 128, "mixed"), (8192, 32, 8, 128, "mixed"),
 ]
+
+
+ROUNDS = 4
 
 
 def numba_s1(q: Any, k: Any) -> Any:
@@ -49,6 +55,22 @@ def test_s1(benchmark: Any, engine: str, shape: tuple[int, int, int, int, str]) 
     benchmark.group = "S1 n={} H={}/{} d={} {}".format(*shape)
     rounds = 3 if shape[0] * shape[1] <= 4096 * 8 else 2
     benchmark.pedantic(run, (q, k), rounds=rounds)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "n{}-H{}_{}-d{}-{}".format(*shape))
+def test_ratios(shape: tuple[int, int, int, int, str]) -> None:
+    """The engines in turn, the best of each: neighbours on the machine then slow all of them alike."""
+    q, k = first_layer(*shape)
+    best = dict.fromkeys(ENGINES, math.inf)
+    for _ in range(ROUNDS):
+        for engine, run in ENGINES.items():
+            start = perf_counter()
+            run(q, k)
+            best[engine] = min(best[engine], perf_counter() - start)
+    ratios = {engine: best[engine] / best["numba"] for engine in ("numpy", "torch")}
+    print("S1 n={} H={}/{} d={} {}:".format(*shape), {engine: f"{x:.1f}x" for engine, x in ratios.items()},
+          f"load {os.getloadavg()[0]:.1f}")
+    assert min(ratios.values()) > 1
 
 
 @pytest.mark.parametrize("shape", SHAPES[2:3], ids=["n4096-H32_8-d128"])

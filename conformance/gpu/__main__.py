@@ -4,6 +4,7 @@ import argparse
 import datetime
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,7 +20,7 @@ NO_DEVICE = (
     " in Triton's interpreter, with tiny sizes"
 )
 # Seconds that each part may take; together less than ten minutes.
-LIMITS = {"ceilings": 30, "conformance": 270, "generation": 75, "speed": 90, "profile": 75}
+LIMITS = {"ceilings": 20, "conformance": 250, "generation": 100, "speed": 110, "profile": 60}
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -63,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         report.notes.append("Interrupted: what is missing was not measured.")
     finally:
-        date, device = report.header["date"], "-".join(report.header["device"].lower().split())
+        date, device = report.header["date"], "-".join(re.findall(r"\w+", report.header["device"].lower()))
         page = report.write(chosen.out or ROOT / "docs" / "results", f"{date}-{device}")
         print(f"written: {page} and its JSON")
     asked = [report.parts[name] for name in chosen.parts]

@@ -35,12 +35,10 @@ def profile(report: Report, scale: Scale, subject: Subject) -> None:
         overhead = sum(columns) + took.get("capture", 0.0)
         cells = (_s(forward), "in CoAttn", *(_s(x) for x in columns), _s(whole))
         shares = (f"{100 * overhead / (forward + overhead):.2f}", f"{100 * overhead / whole:.2f}")
-        for whose, first, second in (
-            ("paper", *(tuple(text.split()) for text in PAPER.get(n, ("- " * 8, "- " * 4)))),
-            ("here", cells, (_s(overhead), _s(forward + overhead), *shares)),
-        ):
-            stages.append((str(n), whose, *first))
-            totals.append((str(n), whose, *second))
+        first, second = PAPER.get(n, ("- " * 8, "- " * 4))
+        stages += [(str(n), "paper", *first.split()), (str(n), "here", *cells)]
+        sums = (_s(overhead), _s(forward + overhead), *shares)
+        totals += [(str(n), "paper", *second.split()), (str(n), "here", *sums)]
     report.tables += [
         Table("Time by stage, seconds (the paper's Table 12)", COLUMNS, tuple(stages)),
         Table("Overhead, seconds (the paper's Table 12)", TOTALS, tuple(totals)),

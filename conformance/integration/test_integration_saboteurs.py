@@ -1,6 +1,7 @@
 """The oracle has teeth: each of these mistakes, made in the integration, fails an assertion."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,9 +16,17 @@ from conformance.integration.oracle_checks import (
     check_stored_tensors,
 )
 from conformance.integration.rows import two_rows
+from conformance.integration.test_batches import test_rows_equal_their_single_runs as check_batch
+from conformance.integration.test_batches import test_the_slots_of_a_row_hold_its_own_tokens as check_slots
+from conformance.integration.test_chunks import test_the_kept_set_is_that_of_one_forward as check_chunks
+from conformance.integration.test_flash import test_it_is_the_sum_over_what_each_query_sees as check_lse
+from conformance.integration.test_flash import test_the_model_s_numbers_keep_their_bits as check_bits
 from models_integration import cache as cache_module
+from models_integration import flash as flash_module
 from models_integration import visibility
 from models_integration.cache import RetainedCache, RetainedLayer
+from models_integration.capture import Recorder
+from models_integration.segments import Segment
 from models_integration.visibility import SlotOffset, StoredRows
 from reference.policies import retain
 
@@ -181,3 +190,128 @@ def test_a_saboteur_of_padded_rows_is_killed(sabotage: Callable[[Patch], None], 
     with Patch.context() as patch:
         sabotage(patch)
         assert relative(rows.together(rows.following, padding=padding), rows.alone) > 1e-2
+
+
+def padding_shown_to_the_policy(patch: Patch) -> None:
+    """Queries and keys of padding columns take part in S1, as the row's first tokens."""
+    views = Recorder.views
+    patch.setattr(Recorder, "views", lambda recorder, row, padding: {
+        layer: replace(view, q=view.q[:, : view.q.shape[1] - padding], k=view.k[:, : view.k.shape[1] - padding])
+        for layer, view in views(recorder, row, 0).items()
+    })
+
+
+def first_row_for_all(patch: Patch) -> None:
+    """Every row is decided on the first row's queries and keys."""
+    views = Recorder.views
+    patch.setattr(Recorder, "views", lambda recorder, row, padding: {
+        layer: replace(view, q=view.q[:, padding:], k=view.k[:, padding:])
+        for layer, view in views(recorder, 0, 0).items()
+    })
+
+
+def padding_counted_as_tokens(patch: Patch) -> None:
+    """A row's next position is the number of columns."""
+
+    def wrong(layer: RetainedLayer, tokens: int) -> Tensor:
+        return layer.get_seq_length() + torch.arange(tokens).expand(len(layer.rows.marks), tokens)
+
+    patch.setattr(RetainedLayer, "next_positions", wrong)
+
+
+def padding_forgotten_in_the_gather(patch: Patch) -> None:
+    """Positions are taken for columns, so that a padded row keeps other tokens' tensors."""
+
+    def wrong(padding: Tensor) -> StoredRows:
+        return StoredRows(torch.empty(len(padding), 0, dtype=torch.int64), 0 * padding)
+
+    patch.setattr(StoredRows, "padded", wrong)
+
+
+BATCHES: dict[Callable[[Patch], None], Callable[[], None]] = {
+    padding_shown_to_the_policy: lambda: check_batch("llama", "crystalcache"),
+    first_row_for_all: lambda: check_batch("llama", "crystalcache"),
+    padding_counted_as_tokens: check_slots,
+    padding_forgotten_in_the_gather: check_slots,
+}
+
+
+def decided_on_the_last_piece(patch: Patch) -> None:
+    """Queries of earlier pieces are forgotten: S1 has the last piece's alone, as often as it takes."""
+    record = Recorder.record
+
+    def wrong(recorder: Recorder, module: Any, layer: Any) -> None:
+        before = dict(recorder.seen)
+        recorder.seen.clear()
+        record(recorder, module, layer)
+        for index, seen in recorder.seen.items():
+            if index in before:
+                times = -(-layer.key.shape[2] // seen.q.shape[2])
+                seen.q = seen.q.repeat(1, 1, times, 1)[:, :, : layer.key.shape[2]]
+
+    patch.setattr(Recorder, "record", wrong)
+
+
+def pieces_in_the_wrong_order(patch: Patch) -> None:
+    """Later queries come before earlier ones."""
+    record = Recorder.record
+
+    def wrong(recorder: Recorder, module: Any, layer: Any) -> None:
+        n = layer.query.shape[2]
+        record(recorder, module, layer)
+        for seen in recorder.seen.values():
+            seen.q = seen.q.roll(n, dims=2) if seen.q.shape[2] > n else seen.q
+
+    patch.setattr(Recorder, "record", wrong)
+
+
+def evicted_before_the_end(patch: Patch) -> None:
+    """Of a piece of a prompt only half is kept."""
+    read = Segment.read
+
+    def wrong(segment: Segment, ids: Tensor, padding: Tensor | None) -> None:
+        read(segment, ids, padding)
+        for layer in segment.cache.full_layers if segment.cache.get_seq_length() else ():
+            layer.retain(torch.arange(layer.stored_length // 2))
+
+    patch.setattr(Segment, "read", wrong)
+
+
+def another_base(patch: Patch) -> None:
+    """A binary log-sum-exp."""
+    flash = flash_module.flash_attention
+
+    def wrong(*args: Any) -> Any:
+        both = flash(*args)
+        return None if both is None else (both[0], both[1] / 0.6931471805599453)
+
+    patch.setattr("models_integration.capture.flash_attention", wrong)
+
+
+def another_kernel(patch: Patch) -> None:
+    """The log-sum-exp comes with an output of its own, right but for its last bits."""
+    flash = flash_module.flash_attention
+
+    def wrong(*args: Any) -> Any:
+        both = flash(*args)
+        return None if both is None else (both[0] * (1 + 2**-23), both[1])
+
+    patch.setattr("models_integration.capture.flash_attention", wrong)
+
+
+PIECES_AND_CAPTURE: dict[Callable[[Patch], None], Callable[[], None]] = {
+    decided_on_the_last_piece: lambda: check_chunks("llama", (40, 24)),
+    pieces_in_the_wrong_order: lambda: check_chunks("llama", (40, 24)),
+    evicted_before_the_end: lambda: check_chunks("llama", (40, 24)),
+    another_base: lambda: check_lse("llama", torch.float64, 1e-14),
+    another_kernel: lambda: check_bits("llama", torch.float32),
+}
+
+
+@pytest.mark.parametrize("sabotage", [*BATCHES, *PIECES_AND_CAPTURE], ids=lambda sabotage: sabotage.__name__)
+def test_a_saboteur_of_batches_pieces_or_capture_is_killed(sabotage: Callable[[Patch], None]) -> None:
+    check = (BATCHES | PIECES_AND_CAPTURE)[sabotage]
+    check()
+    with Patch.context() as patch, pytest.raises(AssertionError):
+        sabotage(patch)
+        check()

@@ -5,6 +5,7 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import WordLevel
@@ -79,6 +80,14 @@ def test_auto_takes_the_fastest_backend_that_can_run(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(methods, "BUILT_IN", {})
     with pytest.raises(BackendUnavailable, match="none of the backends"):
         CrystalCache(0.5, ENDS)
+
+
+def test_auto_is_numba_where_there_is_no_cuda_and_the_reference_does_not_know_it() -> None:
+    if not torch.cuda.is_available():
+        assert CrystalCache(0.5, ENDS).backend == "numba"
+    q = np.ones((1, 4, 2))
+    with pytest.raises(SpecError, match="backend = 'auto': unknown"):
+        reference_prefill(q, q, np.arange(4), ENDS, backend="auto")
 
 
 def test_a_run_says_which_backend_decided() -> None:

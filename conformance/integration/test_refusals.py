@@ -285,21 +285,23 @@ def test_a_model_whose_decoder_is_in_a_context_is_busy() -> None:
 
 
 def test_a_dtype_without_a_meaning_is_refused() -> None:
-    from models_integration.capture import Recorder
+    from models_integration.capture import Attended, Recorder
     from spec.policy import Needs
 
     attention = describe(build("llama")).attention[0]
     tensor = torch.zeros(1, 2, 3, 4, dtype=torch.complex64)
     with pytest.raises(SpecError, match=r"dtype = torch.complex64: must be one of"):
-        Recorder(Needs("observed", None)).record(attention, tensor, tensor, tensor, {})
+        Recorder(Needs("observed", None)).record(attention, Attended(tensor, tensor, tensor, None, {}))
 
 
 @pytest.mark.parametrize(("name", "words"), [("s_aux", "attention sinks"), ("position_bias", "a position bias")])
 def test_attention_beyond_q_and_k_is_refused(name: str, words: str) -> None:
-    from models_integration.capture import Recorder
+    from models_integration.capture import Attended, Recorder
     from spec.policy import Needs
 
     attention = describe(build("llama")).attention[0]
     tensor = torch.zeros(1, 2, 3, 4)
     with pytest.raises(SpecError, match=words):
-        Recorder(Needs("observed", None)).record(attention, tensor, tensor, tensor, {name: torch.zeros(2)})
+        Recorder(Needs("observed", None)).record(
+            attention, Attended(tensor, tensor, tensor, None, {name: torch.zeros(2)})
+        )

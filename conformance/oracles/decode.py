@@ -12,9 +12,9 @@ from conformance.oracles.s1 import Edge, Rows
 from spec.parameters import CrystalCacheParameters
 
 __all__ = [
-    "Model", "Pair", "Trunk", "active", "append", "breath", "decay", "decode_step", "degrees", "edgeless_D", "eta",
-    "evict", "extend", "hebb", "inverse_norm", "join_tail", "keep", "protected", "pulses", "raise_D", "resonance",
-    "settle",
+    "Model", "Pair", "Trunk", "active", "add_segment", "after_forward", "append", "before_eviction", "breath",
+    "decay", "decode_step", "degrees", "edgeless_D", "eta", "evict", "extend", "hebb", "in_windows", "inverse_norm",
+    "join_tail", "keep", "protected", "pulses", "raise_D", "resonance", "settle",
 ]
 
 Pair = frozenset[int]
@@ -127,7 +127,7 @@ def join_tail(now: Model, ends: Set[int], p: CrystalCacheParameters) -> None:
     ids = [token for token, _ in now.tail]
     now.counts.update(ids)
     for at, (token, norm) in enumerate(now.tail):
-        now.M[start + at] = s3.token_impact(p.M_min, s3.rarity(now.counts[token]), p)
+        now.M[start + at] = s3.token_impact(p.M_min, s3.rarity_of(now.counts[token], p), p, p.M_min)
         now.norm[start + at] = norm
     D = edgeless_D(now.mu, now.sigma, p)
     for members in s2.trunks([token in ends for token in ids], [], p, start):
@@ -156,21 +156,20 @@ def degrees(now: Model) -> list[float]:
     return found
 
 
-def extend(
+def add_segment(
     now: Model, E: Sequence[Edge], salience: Sequence[float], ids: Sequence[int], norms: Sequence[float],
     ends: Set[int], p: CrystalCacheParameters,
 ) -> None:
-    """A segment whose S1 is given joins behind the tail; then S5 and S6 with sink and window protected."""
+    """A segment whose S1 is given joins behind the tail; nothing goes yet."""
     join_tail(now, ends, p)
     start, n = now.seen, len(ids)
     now.counts.update(ids)
     for at in range(n):
-        now.M[start + at] = s3.token_impact(salience[at], s3.rarity(now.counts[ids[at]]), p)
+        now.M[start + at] = s3.token_impact(salience[at], s3.rarity_of(now.counts[ids[at]], p), p, max(salience))
         now.norm[start + at] = norms[at]
-    new = [
-        Trunk(g[0], g, s3.trunk_impact([now.M[i] for i in g], _all(g)), 0.0)
-        for g in s2.trunks([token in ends for token in ids], E, p, start)
-    ]
+    lists = s2.trunks([token in ends for token in ids], E, p, start)
+    M_bar = s3.unit_trunk_impact([s3.trunk_impact([now.M[i] for i in g], _all(g)) for g in lists], p)
+    new = [Trunk(g[0], g, x, 0.0) for g, x in zip(lists, M_bar, strict=True)]
     everyone = now.trunks + new
     for b, late in enumerate(everyone):
         for early in everyone[:b]:
@@ -182,7 +181,20 @@ def extend(
                     now.W[frozenset({early.name, late.name})] = w
     now.trunks, now.seen = everyone, start + n
     settle(now, degrees(now), new, p)
-    evict(now, s6.protected([g.members for g in now.trunks], now.seen, p.N_sink, p.W_recent), p)
+
+
+def in_windows(now: Model, p: CrystalCacheParameters) -> list[bool]:
+    """Which trunks still hold a position of the sink or of the recent window."""
+    return s6.protected([g.members for g in now.trunks], now.seen, p.N_sink, p.W_recent)
+
+
+def extend(
+    now: Model, E: Sequence[Edge], salience: Sequence[float], ids: Sequence[int], norms: Sequence[float],
+    ends: Set[int], p: CrystalCacheParameters,
+) -> None:
+    """The segment joins; then S5 and S6 with sink and window protected."""
+    add_segment(now, E, salience, ids, norms, ends, p)
+    evict(now, in_windows(now, p), p)
 
 
 def settle(now: Model, deg: Sequence[float], new: Sequence[Trunk], p: CrystalCacheParameters) -> None:
@@ -200,18 +212,22 @@ def protected(now: Model, p: CrystalCacheParameters) -> list[bool]:
     """Who is safe at a breath."""
     if p.breath_protection == "none":
         return [False] * len(now.trunks)
-    return s6.protected([g.members for g in now.trunks], now.seen, p.N_sink, p.W_recent)
+    return in_windows(now, p)
 
 
 def evict(now: Model, safe: Sequence[bool], p: CrystalCacheParameters) -> None:
-    """Algorithm 1 on what is left, Eq. 30 with n = tokens seen."""
-    order = sorted(i for g in now.trunks for i in g.members)
+    """S5, then Algorithm 1 on what is left."""
     alive = [g for g in range(len(now.trunks)) if not safe[g]]
+    evict_by(now, s5.score([g.D for g in now.trunks], [g.M_bar for g in now.trunks], alive, p), safe, p)
+
+
+def evict_by(now: Model, score: Mapping[int, float], safe: Sequence[bool], p: CrystalCacheParameters) -> None:
+    """Algorithm 1 from given scores, Eq. 30 with n = tokens seen."""
+    order = sorted(i for g in now.trunks for i in g.members)
     D = [g.D for g in now.trunks]
-    score = s5.score(D, [g.M_bar for g in now.trunks], alive, p)
     B = s6.effective_budget(now.budget, now.seen, p.N_sink, p.W_recent)
     slots = [[order.index(i) for i in g.members] for g in now.trunks]
-    found = s6.dissolve(slots, score, [now.M[i] for i in order], D, safe, B, p.N_min)
+    found = s6.evict(slots, score, [now.M[i] for i in order], D, safe, B, p)
     keep(now, {order[slot] for slot in found.kept}, found.D)
 
 
@@ -225,14 +241,31 @@ def keep(now: Model, left: Set[int], D: Sequence[float]) -> None:
     now.M, now.norm = ({i: x for i, x in values.items() if i in left} for values in (now.M, now.norm))
 
 
-def breath(before: Model, ends: Set[int], p: CrystalCacheParameters) -> Model:
-    """Section 3.8 (a) to (d): who is active is settled first, W changes after the pulses."""
+def before_eviction(before: Model, ends: Set[int], p: CrystalCacheParameters) -> Model:
+    """Section 3.8 (a) to (c) and the new trunks: who is active is settled first, W changes after the pulses."""
     now = deepcopy(before)
     together = active(now, p)
+    for g in now.trunks:
+        g.D += p.renewal * (1 - g.D) if g.name in together else 0.0
     resonance(now, together, p)
     now.W = hebb(now.W, together, p)
     join_tail(now, ends, p)
+    return now
+
+
+def breath(before: Model, ends: Set[int], p: CrystalCacheParameters) -> Model:
+    """Section 3.8 (a) to (d)."""
+    now = before_eviction(before, ends, p)
     evict(now, protected(now, p), p)
+    return now
+
+
+def after_forward(before: Model, token: int, norm: float, p: CrystalCacheParameters) -> Model:
+    """Append, then decay."""
+    now = deepcopy(before)
+    append(now, token, norm)
+    for g in now.trunks:
+        g.D = decay(g.D, g.M_bar, p)
     return now
 
 
@@ -240,8 +273,5 @@ def decode_step(
     before: Model, token: int, norm: float, ends: Set[int], p: CrystalCacheParameters,
 ) -> Model:
     """Append, decay, and a breath when the step's number is a multiple of T_breath."""
-    now = deepcopy(before)
-    append(now, token, norm)
-    for g in now.trunks:
-        g.D = decay(g.D, g.M_bar, p)
+    now = after_forward(before, token, norm, p)
     return now if now.step % p.T_breath else breath(now, ends, p)

@@ -36,12 +36,12 @@ def prefill(
     E = s1.edges(segment)
     M = s3.impact(segment.salience, ids, p)
     trunks = s2.trunks([token in ends for token in ids], E, p)
-    M_bar = [s3.trunk_impact(M, g) for g in trunks]
+    M_bar = s3.unit_trunk_impact([s3.trunk_impact(M, g) for g in trunks], p)
     deg = s4.degree(s4.weight_matrix(E, trunks, p))
     D = s4.crystallization(deg, p)
     is_protected = s6.protected(trunks, n, p.N_sink, p.W_recent)
     alive = [g for g in range(len(trunks)) if not is_protected[g]]
     score = s5.score(D, M_bar, alive, p)
     B = s6.effective_budget(share, n, p.N_sink, p.W_recent)
-    eviction = s6.dissolve(trunks, score, M, D, is_protected, B, p.N_min)
+    eviction = s6.evict(trunks, score, M, D, is_protected, B, p)
     return Prefill(segment, M, trunks, M_bar, deg, D, is_protected, score, B, eviction)

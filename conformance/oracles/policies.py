@@ -112,7 +112,8 @@ def adakv(layer: Layer, W: int, kernel: int) -> list[Score]:
 
 def accumulated(layer: Layer) -> list[Score]:
     """Attention that each key got from all queries of its group."""
-    n, found = len(layer["k"][0]), []
+    n = len(layer["k"][0])
+    found: list[Score] = []
     for group in groups(layer):
         rows = [weights(layer, h, q, at + 1) for h in group for at, q in enumerate(layer["q"][h])]
         found.append([math.fsum(row[i] for row in rows) for i in range(n)])
@@ -129,7 +130,7 @@ def knorm(layer: Layer) -> list[Score]:
 
 
 def keydiff(layer: Layer) -> list[Score]:
-    found = []
+    found: list[Score] = []
     for head in layer["k"]:
         unit = [[x / math.sqrt(dot(key, key)) for x in key] for key in head]
         anchor = [math.fsum(column) / len(unit) for column in zip(*unit, strict=True)]

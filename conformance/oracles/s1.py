@@ -10,7 +10,7 @@ from spec.parameters import CrystalCacheParameters
 
 __all__ = [
     "Block", "Edge", "Rows", "Segment", "attention", "coattention", "cosine", "edges", "float32", "head_mean",
-    "row_normalise", "salience", "strongest",
+    "log_sum_exp", "row_normalise", "salience", "strongest",
 ]
 
 Rows: TypeAlias = list[list[float]]
@@ -52,6 +52,23 @@ def attention(
     ]
 
 
+def log_sum_exp(
+    q: Block, k: Block, query_positions: Sequence[int], key_positions: Sequence[int], scaling: float,
+    softcap: float | None,
+) -> Rows:
+    """The natural logarithm of the denominator of Eq. 3, by head and query."""
+    group = len(q) // len(k)
+    found: Rows = []
+    for h, head in enumerate(q):
+        keys = list(zip(k[h // group], key_positions, strict=True))
+        found.append([])
+        for row, at in zip(head, query_positions, strict=True):
+            logits = [_logit(row, key, scaling, softcap) for key, key_at in keys if key_at <= at]
+            top = max(logits)
+            found[h].append(top + math.log(math.fsum(math.exp(x - top) for x in logits)))
+    return found
+
+
 def _logit(query: list[float], key: list[float], scaling: float, softcap: float | None) -> float:
     x = scaling * math.fsum(a * b for a, b in zip(query, key, strict=True))
     return x if softcap is None else softcap * math.tanh(x / softcap)
@@ -65,12 +82,16 @@ def _softmax(logits: list[float]) -> list[float]:
 
 
 def salience(own: Block, p: CrystalCacheParameters) -> list[float]:
-    """Eq. 11: per head the column sum over the chunk's queries; then the sum of each token's own best heads."""
+    """Eq. 11: per head the column sum over the chunk's queries; then the sum of each token's own best heads.
+
+    The essay takes their mean.
+    """
     S = []
     for i in range(len(own[0])):
         h = [math.fsum(row[i] for row in head) for head in own]
         top = sorted(h, reverse=True)[: p.k_heads]
-        S.append(min(max(math.fsum(top), p.M_min), p.M_max))
+        share = len(top) if p.heads == "mean" and top else 1
+        S.append(min(max(math.fsum(top) / share, p.M_min), p.M_max))
     return S
 
 

@@ -1,11 +1,16 @@
 """S2 by brute force: sentences, the merge pass and the split (Section 3.3, Algorithm 2, lines 29-43)."""
 
+import itertools
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from conformance.oracles.s1 import Edge
 from spec.parameters import CrystalCacheParameters
 
-__all__ = ["Trunk", "first5", "interface_weights", "last5", "merges", "sentences", "split", "trunks"]
+__all__ = [
+    "Trunk", "first5", "interface_weights", "last5", "median_strength", "merges", "sentences", "split", "trunks",
+]
 
 # A sentence or a trunk is the list of its positions.
 Trunk = list[int]
@@ -60,9 +65,27 @@ def split(trunk: Trunk, T_max: int) -> list[Trunk]:
     return found
 
 
+def median_strength(pieces: Sequence[Trunk], E: Sequence[Edge], tau_merge: float) -> float:
+    """F4: at most half of the interfaces between sentences exceed it; it is one of their strengths."""
+    found = []
+    for left, right in itertools.pairwise(pieces):
+        weights = interface_weights(left, right, E)
+        total = 0.0
+        for w in weights:
+            total += w
+        mean = total / len(weights) if weights else 0.0
+        found.append(math.nextafter(mean, 9.0) if total > mean * len(weights) else mean)
+    for x in sorted(found):
+        if 2 * sum(y > x for y in found) <= len(found):
+            return x
+    return tau_merge
+
+
 def trunks(ends: Sequence[bool], E: Sequence[Edge], p: CrystalCacheParameters, start: int = 0) -> list[Trunk]:
     """Steps 1 to 3."""
     first, *rest = sentences(ends, start)
+    if p.merge == "median":
+        p = replace(p, tau_merge=median_strength([first, *rest], E, p.tau_merge))
     done, g_cur = [], first
     for s_i in rest:
         if merges(interface_weights(g_cur, s_i, E), len(g_cur), len(s_i), p):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from conformance.oracles.s2 import Trunk
 from spec.parameters import CrystalCacheParameters
 
-__all__ = ["counts", "impact", "rarity", "token_impact", "trunk_impact"]
+__all__ = ["counts", "impact", "rarity", "rarity_of", "token_impact", "trunk_impact", "unit_trunk_impact"]
 
 
 def counts(ids: Sequence[int]) -> list[int]:
@@ -19,8 +19,17 @@ def rarity(c: int) -> float:
     return 1 / (1 + math.log(1 + c))
 
 
-def token_impact(S: float, U: float, p: CrystalCacheParameters) -> float:
-    """Eq. 22, or the form of it that an ablation of Table 10 asks for."""
+def rarity_of(c: int, p: CrystalCacheParameters) -> float:
+    """Eq. 21, or one of the two other forms that F5 names."""
+    if p.rarity == "reciprocal":
+        return 1 / (1 + c)
+    return math.exp(-c) if p.rarity == "exponential" else rarity(c)
+
+
+def token_impact(S: float, U: float, p: CrystalCacheParameters, peak: float = 0.0) -> float:
+    """Eq. 22, or the form of it that an ablation of Table 10 or the essay asks for; `peak` is the largest S."""
+    if p.impact == "unit":
+        return 0.5 * (S / peak if peak else 0.0) + 0.5 * U
     if p.impact == "uniform":
         return 1.0
     if p.impact == "salience":
@@ -31,7 +40,7 @@ def token_impact(S: float, U: float, p: CrystalCacheParameters) -> float:
 
 def impact(S: Sequence[float], ids: Sequence[int], p: CrystalCacheParameters) -> list[float]:
     """M_i of every token."""
-    return [token_impact(S_i, rarity(c_i), p) for S_i, c_i in zip(S, counts(ids), strict=True)]
+    return [token_impact(S_i, rarity_of(c_i, p), p, max(S)) for S_i, c_i in zip(S, counts(ids), strict=True)]
 
 
 def trunk_impact(M: Sequence[float], g: Trunk) -> float:
@@ -41,3 +50,9 @@ def trunk_impact(M: Sequence[float], g: Trunk) -> float:
     for M_i in top:
         total += M_i
     return total / min(3, len(g))
+
+
+def unit_trunk_impact(M_bar: Sequence[float], p: CrystalCacheParameters) -> list[float]:
+    """The essay's: between the least and the greatest of all trunks; Eq. 23 as it is where the paper is followed."""
+    low, high = min(M_bar), max(M_bar)
+    return [(x - low) / (high - low + p.epsilon) for x in M_bar] if p.trunk_impact == "unit" else list(M_bar)

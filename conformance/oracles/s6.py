@@ -1,12 +1,17 @@
 """S6 by brute force: Algorithm 1, and the closed form of its loop as a second opinion (Section 3.7)."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
 from conformance.oracles.s2 import Trunk
+from spec.parameters import CrystalCacheParameters
 
-__all__ = ["Eviction", "allocate", "closed_form", "dissolve", "effective_budget", "keep_count", "protected"]
+__all__ = [
+    "Eviction", "allocate", "backfill", "closed_form", "dissolve", "effective_budget", "evict", "keep_count",
+    "protected", "reserve", "tier_allocate", "tier_counts",
+]
 
 
 @dataclass(frozen=True)
@@ -66,15 +71,16 @@ def keep_count(r: Fraction, size: int, N_min: int) -> int:
 
 def dissolve(
     trunks: Sequence[Trunk], score: Mapping[int, float], M: Sequence[float], D: Sequence[float],
-    is_protected: Sequence[bool], B: int, N_min: int,
+    is_protected: Sequence[bool], B: int, N_min: int, allocation: str = "cut",
 ) -> Eviction:
-    """Algorithm 1, line by line, from given scores."""
+    """Algorithm 1, line by line, from given scores; or with the essay's tiers as its Stage 1."""
     alive = [g for g in range(len(trunks)) if not is_protected[g]]
     B_prot = sum(len(trunks[g]) for g in range(len(trunks)) if is_protected[g])
     T_alive = sum(len(trunks[g]) for g in alive)
     c_0 = max(0, T_alive - (B - B_prot))
     order = sorted(alive, key=lambda g: (score[g], g))
-    in_order, c = allocate([len(trunks[g]) for g in order], c_0, N_min)
+    stage_1 = {"cut": allocate, "tiers": tier_allocate}[allocation]
+    in_order, c = stage_1([len(trunks[g]) for g in order], c_0, N_min)
     r = [Fraction(1)] * len(trunks)
     for g, r_g in zip(order, in_order, strict=True):
         r[g] = r_g
@@ -86,3 +92,72 @@ def dissolve(
             k_g = keep_count(r[g], len(members), N_min)
             R |= set(sorted(members, key=lambda i: (-M[i], i))[:k_g])
     return Eviction(sorted(R), r, [float(r_g) * D_g for r_g, D_g in zip(r, D, strict=True)], c)
+
+
+def tier_counts(sizes: Sequence[int], t: int, N_min: int) -> list[int]:
+    """The essay's tiers at shift t, best trunk first, in fractions as they are written."""
+    m = len(sizes)
+    a = min(max(math.floor(Fraction(3, 10) * m) + t, 0), m)
+    b = min(max(math.floor(Fraction(7, 10) * m) + t, a), m)
+    kept = []
+    for rank, size in enumerate(sizes):
+        if rank < a:
+            kept.append(size)
+        elif rank >= b:
+            kept.append(0)
+        else:
+            w, j = b - a, rank - a
+            ratio = Fraction(8, 10) - (Fraction(3, 10) * j / (w - 1) if w > 1 else 0)
+            kept.append(min(size, max(N_min, math.floor(ratio * size + Fraction(1, 2)))))
+    return kept
+
+
+def tier_allocate(sizes: Sequence[int], c_0: int, N_min: int) -> tuple[list[Fraction], int]:
+    """r from the lowest score up, and the c that is left: every shift is tried from below; the loop cuts the rest."""
+    B_avail = max(0, sum(sizes) - c_0)
+    best_first = list(reversed(sizes))
+    t = -len(sizes)
+    while sum(tier_counts(best_first, t, N_min)) < B_avail:
+        t += 1
+    kept = list(reversed(tier_counts(best_first, t, N_min)))
+    c = sum(kept) - B_avail
+    for g, k in enumerate(kept):
+        if c <= 0:
+            break
+        if k <= c:
+            kept[g], c = 0, c - k
+        elif k - c >= N_min:
+            kept[g], c = k - c, 0
+        else:
+            kept[g], c = 0, c - k
+    return [Fraction(k, size) for k, size in zip(kept, sizes, strict=True)], c
+
+
+def reserve(n: int, B: int, B_prot: int, share: Fraction) -> int:
+    """F3: the whole tokens in the share of what protected trunks leave of B; none where nothing is evicted."""
+    return 0 if n <= B else math.floor(share * max(0, B - B_prot))
+
+
+def backfill(found: Eviction, trunks: Sequence[Trunk], D: Sequence[float], k: int) -> Eviction:
+    """F3: the evicted trunks' tokens in k runs as equal as integers allow; of each run the middle token."""
+    gone = [i for g, members in enumerate(trunks) if found.ratio[g] == 0 for i in members]
+    k = min(k, len(gone))
+    middle = [Fraction((2 * i + 1) * len(gone), 2 * k) for i in range(k)]
+    added = {gone[math.floor(x)] for x in middle}
+    ratio = [
+        Fraction(len(added & set(members)), len(members)) if r == 0 else r
+        for r, members in zip(found.ratio, trunks, strict=True)
+    ]
+    D_after = [float(r) * D_g for r, D_g in zip(ratio, D, strict=True)]
+    return Eviction(sorted([*found.kept, *added]), ratio, D_after, found.c)
+
+
+def evict(
+    trunks: Sequence[Trunk], score: Mapping[int, float], M: Sequence[float], D: Sequence[float],
+    is_protected: Sequence[bool], B: int, p: CrystalCacheParameters,
+) -> Eviction:
+    """Algorithm 1 in the form that the parameters ask for, and the backfill."""
+    B_prot = sum(len(g) for g, shut in zip(trunks, is_protected, strict=True) if shut)
+    k = reserve(sum(map(len, trunks)), B, B_prot, Fraction(repr(float(p.coverage))))
+    found = dissolve(trunks, score, M, D, is_protected, B - k, p.N_min, p.allocation)
+    return backfill(found, trunks, D, k)

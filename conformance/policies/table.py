@@ -79,7 +79,7 @@ def permuted(case: Case, inputs: Inputs, B: int, seed: int) -> bool:
     order = np.random.default_rng(seed).permutation(inputs.H_kv)
     G = len(inputs.layers[0].q) // inputs.H_kv
     queries = (order[:, None] * G + np.arange(G)).ravel()
-    layers = [replace(x, q=x.q[queries], k=x.k[order], v=x.v[order]) for x in inputs.layers]
+    layers = [replace(x, q=x.q[queries], k=x.k[order], v=np.asarray(x.v)[order]) for x in inputs.layers]
     other = replace(inputs, layers=layers, W_o=[W_o[queries] for W_o in inputs.W_o])
     policy = case.policy(inputs)
     before, after = decided(policy, inputs, B), decided(case.policy(other), other, B)

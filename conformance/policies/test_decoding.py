@@ -27,7 +27,7 @@ def cached(view: LayerView, live: list[list[int]], seen: int, first: int) -> Lay
     """What a cache holds: the live keys of each KV head, and the queries from `first` on."""
     rows = [live[g % len(live)] for g in range(len(view.k))]
     k = np.stack([head[at] for head, at in zip(view.k, rows, strict=True)])
-    v = np.stack([head[at] for head, at in zip(view.v, rows, strict=True)])
+    v = np.stack([head[at] for head, at in zip(np.asarray(view.v), rows, strict=True)])
     return LayerView(view.q[:, first:seen], k, v, view.scaling, view.softcap)
 
 

@@ -1,6 +1,8 @@
 """Each policy against brute force: its scores within their bound, its kept sets exactly."""
 
+from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -137,7 +139,8 @@ def test_chunkkv_as_described(seed: int, B: int) -> None:
     agrees("chunkkv-described", seed, B)
 
 
-SCORES = {
+Score = Callable[[Any, Inputs], Any]
+SCORES: dict[str, tuple[Score, Score]] = {
     "snapkv": (lambda v, i: snapkv_score(v, W, KERNEL), lambda x, i: oracle.snapkv(x, W, KERNEL)),
     "adakv": (lambda v, i: adakv_score(v, W, KERNEL), lambda x, i: oracle.adakv(x, W, KERNEL)),
     "h2o": (lambda v, i: h2o_score(v), lambda x, i: oracle.accumulated(x)),

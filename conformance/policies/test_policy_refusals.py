@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -97,7 +98,7 @@ def test_heads_that_cannot_hold_what_is_theirs_are_refused(budgets: Adaptive | C
 def test_values_that_were_not_captured_are_missed(name: str) -> None:
     """A policy that weighs by values MUST be shown them."""
     inputs = drawn(9, n=12, L=1, heads=(1, 1))
-    arguments = {"expected_attention": [INV_FREQ], "defensivekv": [{0: inputs.W_o[0]}, 3]}.get(name, [])
+    arguments: Any = {"expected_attention": [INV_FREQ], "defensivekv": [{0: inputs.W_o[0]}, 3]}.get(name, [])
     policy = vars(policies)[name](*arguments)
     seen = observation(policy, inputs)
     blind = {at: LayerView(x.q, x.k, None, x.scaling, x.softcap) for at, x in seen.layers.items()}
@@ -108,7 +109,7 @@ def test_values_that_were_not_captured_are_missed(name: str) -> None:
 @pytest.mark.spec(id="PO-DEFENSIVEKV")
 def test_a_token_without_output_has_no_share() -> None:
     inputs = drawn(9, n=12, L=1, heads=(2, 1))
-    inputs.layers[0].v[:, 4] = 0.0
+    np.asarray(inputs.layers[0].v)[:, 4] = 0.0
     policy = policies.defensivekv({0: inputs.W_o[0]}, 3)
     with pytest.raises(SpecError, match="token 4"):
         policies.retain(policy, Budget(count=6), observation(policy, inputs))

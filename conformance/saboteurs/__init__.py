@@ -6,7 +6,22 @@ forms, protection, memory, compaction, the pipeline) leave a backend's stages as
 `-p conformance.saboteurs.plugin --saboteur NAME` puts any of them into the process where the suite runs.
 """
 
-from conformance.saboteurs import s1, s1_selection, s2, s3, s4, s5, s6, s6_protection, whole
+from conformance.saboteurs import (
+    activation,
+    decode,
+    essay,
+    policies,
+    policy_parts,
+    s1,
+    s1_selection,
+    s2,
+    s3,
+    s4,
+    s5,
+    s6,
+    s6_protection,
+    whole,
+)
 from conformance.saboteurs.install import private_reference
 from conformance.saboteurs.registry import REGISTRY
 from spec.backend import Backend
@@ -14,7 +29,9 @@ from spec.backend import Backend
 __all__ = ["SABOTEURS"]
 
 SABOTEURS = REGISTRY
-STAGES = (s1, s1_selection, s2, s3, s4, s5, s6, s6_protection, whole)
+STAGES = (
+    s1, s1_selection, s2, s3, s4, s5, s6, s6_protection, whole, activation, decode, essay, policies, policy_parts,
+)
 
 
 def __getattr__(name: str) -> Backend:

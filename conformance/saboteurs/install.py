@@ -7,7 +7,7 @@ reference item by item too. The private copy is for a process that needs the rea
 
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
 from types import ModuleType
@@ -52,9 +52,9 @@ def private_reference(saboteur: Saboteur) -> PrivateReference:
         sys.modules.update(real)
     origin = copies.get(saboteur.original.__module__)
     rebind(getattr(origin, saboteur.original.__name__, saboteur.original), saboteur.wrong, copies.values())
-    stages = vars(copies["reference.backend"])["BACKEND"].crystal
+    real_copy = vars(copies["reference.backend"])["BACKEND"]
     prefill = vars(copies["reference.crystalcache.pipeline"])["prefill"]
-    return PrivateReference(Backend(saboteur.name, crystal=stages), prefill, copies)
+    return PrivateReference(replace(real_copy, name=saboteur.name), prefill, copies)
 
 
 def rebind(original: object, wrong: object, modules: Iterable[ModuleType]) -> None:

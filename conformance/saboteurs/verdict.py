@@ -62,7 +62,7 @@ class _Jury:
 @cache
 def items_by_module() -> dict[Path, frozenset[str]]:
     """Which items each module of the suite has literal markers of."""
-    modules = sorted(CONFORMANCE.glob("test_*.py"))
+    modules = sorted([*CONFORMANCE.glob("test_*.py"), *CONFORMANCE.glob("policies/test_*.py")])
     return {path: frozenset(dict(trace.markers(path.read_text(encoding="utf-8")))) for path in modules}
 
 

@@ -41,9 +41,9 @@ class EvictionProblem:
     def expected(self) -> s6.Eviction:
         """What Algorithm 1 makes of it."""
         scores = {g: x for g, x in enumerate(self.score.tolist()) if not self.protected[g]}
-        return s6.dissolve(
+        return s6.evict(
             self.lists, scores, self.impact.tolist(), self.D.tolist(), self.protected.tolist(), self.budget,
-            self.parameters.N_min,
+            self.parameters,
         )
 
 

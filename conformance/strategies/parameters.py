@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from spec.parameters import PAPER, TINY, CrystalCacheParameters
 
-__all__ = ["ablations", "parameters", "small_parameters"]
+__all__ = ["ablations", "forms", "parameters", "small_parameters"]
 
 
 @st.composite
@@ -37,6 +37,22 @@ def ablations(draw: st.DrawFn) -> CrystalCacheParameters:
         p,
         impact=draw(st.sampled_from(["mixture", "salience", "uniform"]), label="impact"),
         graph=draw(st.sampled_from(["degree", "zero"]), label="graph"),
+    )
+
+
+@st.composite
+def forms(draw: st.DrawFn) -> CrystalCacheParameters:
+    """The essay's forms and the extensions in any combination, on small parameters."""
+    p = draw(small_parameters(), label="parameters")
+    return replace(
+        p,
+        heads=draw(st.sampled_from(["mean", "sum"]), label="heads"),
+        impact=draw(st.sampled_from(["unit", "mixture"]), label="impact"),
+        rarity=draw(st.sampled_from(["logarithm", "reciprocal", "exponential"]), label="rarity"),
+        trunk_impact=draw(st.sampled_from(["unit", "mean"]), label="trunk impact"),
+        merge=draw(st.sampled_from(["median", "fixed"]), label="merge"),
+        allocation=draw(st.sampled_from(["tiers", "cut"]), label="allocation"),
+        coverage=draw(st.sampled_from([0.0, 0.1, 0.25, 0.29, 1.0]), label="coverage"),
     )
 
 

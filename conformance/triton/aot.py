@@ -20,6 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from accelerated.triton_gpu import (
+    activation,
     compaction,
     crystallization,
     dissolution,
@@ -36,9 +37,9 @@ __all__ = ["Compiled", "Job", "compile_job", "jobs", "main"]
 
 FLOATS = {"factor", "unit", "share", "tau", "bound", "low", "high", "epsilon"}
 _TYPES = {
-    "*fp32": "TOP LOG PEAK WEIGHT A COLUMN SALIENCE",
+    "*fp32": "LSE TOP LOG PEAK WEIGHT A COLUMN SALIENCE",
     "*fp64": "S BOUNDS M M_BAR INTRA_WEIGHT CROSS_WEIGHT TAU VALUE TOTAL W DEGREE EPSILON MOMENTS STEEPNESS D"
-             " NUMBERS SCORE RATIO D_AFTER",
+             " NUMBERS SCORE RATIO D_AFTER NORM",
     "*i64": "INDEX TOKEN COUNT OFFSETS PLACES SENTENCES INTRA CROSS TRUNK KEY ORDER START SIZE KEPT R",
     "*i32": "ACTIVE MASK STRONG SURVIVES PROTECTED KEEP",
     "*i16": "X OUT",
@@ -92,7 +93,8 @@ def jobs(d: int, element: str) -> Iterator[Job]:
         return Job(kernels, kernel, element, shape, constants, launch.FLOAT32)
 
     packed = {**widths, **sized(tiles.softmax), "PACK": GROUP, "ROWS": tiles.softmax.rows // GROUP}
-    yield job("row_softmax", tiles.softmax, packed)
+    yield job("row_softmax", tiles.softmax, {**packed, "KNOWN": False})
+    yield job("row_softmax", tiles.softmax, {**packed, "KNOWN": True})
     plain = Shape(tiles.cross.rows, tiles.cross.columns)
     yield job("active_tiles", plain, {"H": HEADS, **sized(tiles.cross)})
     best = {"PLACES": triton.next_power_of_2(K_CROSS), "TAKE": K_CROSS}
@@ -119,6 +121,7 @@ def later_jobs() -> Iterator[Job]:
         (dissolution, "allocate", scan), (dissolution, "keep_members", lanes), (dissolution, "weaken", lanes),
         (compaction, "place_marks", scan),
         (compaction, "gather_rows", {"GATHER": launch.GATHER, "WIDTH": 128}),
+        (activation, "mean_inverse_norms", {"NORMS": launch.NORMS, "WIDTH": 128}),
     ):
         yield Job(module, kernel, "fp64", Shape(launch.LANES, 1), constants, launch.FLOAT64)
 

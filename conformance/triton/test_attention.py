@@ -2,6 +2,7 @@
 
 # ruff: noqa: E402 - the imports below need what is asked for first
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from accelerated.triton_gpu.coattention import coattention, coattention_of
 from accelerated.triton_gpu.device import INTERPRETED, attention_tensors, default_device
 from accelerated.triton_gpu.launch import AttentionTiles, Shape
 from conformance import checks
+from conformance.oracles import s1
 from conformance.strategies.attention import GROUPS, AttentionInputs, attention_inputs, later_segments
 from conformance.strategies.prompts import random_prompt
 from spec.errors import BackendUnavailable, SpecError
@@ -31,10 +33,10 @@ interpreted = pytest.mark.skipif(not INTERPRETED, reason="says what the interpre
 compiled = pytest.mark.skipif(INTERPRETED, reason="needs CUDA")
 
 
-def run(inputs: AttentionInputs, q: Any = None, k: Any = None) -> CoAttention:
+def run(inputs: AttentionInputs, q: Any = None, k: Any = None, lse: Any = None) -> CoAttention:
     return coattention(
         inputs.q if q is None else q, inputs.k if k is None else k, inputs.positions, inputs.parameters,
-        inputs.scaling, inputs.softcap,
+        inputs.scaling, inputs.softcap, lse,
     )
 
 
@@ -90,6 +92,42 @@ def test_strides_are_read_as_they_are(inputs: AttentionInputs) -> None:
         taken = attention_tensors(view_q, view_k)
         assert (taken[0].data_ptr(), taken[1].data_ptr()) == (view_q.data_ptr(), view_k.data_ptr())
         assert same_edges(run(inputs, view_q, view_k), plain)
+
+
+def right_lse(inputs: AttentionInputs) -> torch.Tensor:
+    """What a right attention kernel returns beside its output, (H, n) in float32."""
+    at = inputs.positions.tolist()
+    rows = s1.log_sum_exp(
+        inputs.q.tolist(), inputs.k.tolist(), at[-inputs.q.shape[1] :], at, inputs.scaling, inputs.softcap
+    )
+    return torch.tensor(rows, device=default_device())
+
+
+@pytest.mark.spec(id="CC-ATTENTION")
+def test_a_given_lse_is_read_where_it_is() -> None:
+    """A view behind padding of NaN gives the same bits; an lse that is too large by ln 2 shows in the weights."""
+    inputs = wide(16, 2, n=24)
+    lse = right_lse(inputs)
+    padded = torch.nn.functional.pad(lse, (3, 0), value=float("nan"))[:, 3:]
+    found = run(inputs, lse=lse)
+    assert not list(checks.coattention(found, inputs, "float32"))
+    assert same_edges(run(inputs, lse=padded), found)
+    assert list(checks.coattention(run(inputs, lse=lse + math.log(2)), inputs, "float32"))
+
+
+@pytest.mark.spec(id="CC-COATTENTION")
+def test_a_bad_lse_tensor_is_refused_by_name() -> None:
+    inputs = wide(16, 1, n=4)
+    good = torch.zeros(2, 4, device=default_device())
+    elsewhere = "cpu" if default_device().type == "cuda" else "meta"
+    for lse, message in (
+        (good[:, 1:], r"lse = .*: must be an array \(heads, queries\), \(2, 4\)"),
+        (good.double(), "lse = .*float64.*: must be torch.float32 on"),
+        (good.to(elsewhere), f"lse = .*{elsewhere}.*: must be torch.float32 on"),
+        (good - float("inf"), r"lse = -inf: must be finite, and is not at \(0, 0\)"),
+    ):
+        with pytest.raises(SpecError, match=message):
+            run(inputs, lse=lse)
 
 
 def shapes() -> st.SearchStrategy[Shape]:

@@ -55,3 +55,18 @@ def test_another_rank_is_refused() -> None:
     K = torch.zeros(4, 2, device=default_device())
     with pytest.raises(SpecError, match=r"must be a tensor \(H_kv, n, d\)"):
         compact(K, K, np.array([0]))
+
+
+@pytest.mark.spec(id="CC-COMPACT")
+def test_tensors_elsewhere_are_refused_by_name() -> None:
+    here, there = default_device().type, "cpu" if default_device().type == "cuda" else "meta"
+    K = torch.zeros(1, 4, 2, device=here)
+    with pytest.raises(SpecError, match=f"V = '{there}': a tensor must be on {here} here"):
+        compact(K, K.to(there), np.array([0]))
+
+
+@pytest.mark.spec(id="CC-COMPACT")
+def test_an_element_type_that_is_no_power_of_two_bytes_wide_up_to_eight_is_refused() -> None:
+    K = torch.zeros(1, 4, 2, dtype=torch.complex128, device=default_device())
+    with pytest.raises(SpecError, match=r"K = .*complex128.*must be a tensor \(H_kv, n, d\)"):
+        compact(K, K, np.array([0]))

@@ -46,20 +46,24 @@ def same(a: Any, b: Any) -> bool:
     return a.dtype == b.dtype and np.array_equal(a, b, equal_nan=True)
 
 
-def run(inputs: AttentionInputs, q: Any, k: Any) -> CoAttention:
-    return STAGES.coattention(q, k, inputs.positions, inputs.parameters, inputs.scaling, inputs.softcap)
+def run(inputs: AttentionInputs, q: Any, k: Any, lse: Any = None) -> CoAttention:
+    return STAGES.coattention(q, k, inputs.positions, inputs.parameters, inputs.scaling, inputs.softcap, lse)
 
 
 @pytest.mark.spec(id="CC-COATTENTION")
-@given(inputs=st.one_of(attention_inputs(), later_segments()))
-def test_attention_stays_inside_its_arrays(inputs: AttentionInputs) -> None:
+@given(inputs=st.one_of(attention_inputs(), later_segments()), with_lse=st.booleans())
+def test_attention_stays_inside_its_arrays(inputs: AttentionInputs, with_lse: bool) -> None:
     """S1: every input, buffer and output between bands; the same bits as without them."""
     q, k = device.attention_tensors(inputs.q, inputs.k)
+    # Any numbers do: what is asked is where they are read.
+    lse = torch.linspace(0, 9, q.shape[0] * q.shape[1], device=q.device).view(q.shape[:2]) if with_lse else None
     with poisoned_allocations(MODULES) as fields:
-        found = run(inputs, guarded(q, fields), guarded(k, fields))
+        found = run(
+            inputs, guarded(q, fields), guarded(k, fields), None if lse is None else guarded(lse, fields)
+        )
     assert len(fields) >= 6
     assert all(field.is_whole() for field in fields)
-    assert same(found, run(inputs, q, k))
+    assert same(found, run(inputs, q, k, lse))
 
 
 @pytest.mark.spec(id="CC-TRUNKS")

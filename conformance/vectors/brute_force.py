@@ -10,7 +10,8 @@ from conformance.oracles.s1 import Edge
 from conformance.oracles.s4 import cross_weights
 
 __all__ = [
-    "compact", "cut", "dissolved_D", "edge_list", "kv_bytes", "pairs", "rows_of", "score", "tokens", "trunk_lists",
+    "compact", "cut", "dissolved_D", "edge_list", "kv_bytes", "pairs", "renewed_D", "rows_of", "score", "tokens",
+    "trunk_lists",
 ]
 
 
@@ -94,3 +95,8 @@ def dissolved_D(D: Sequence[float], r: Sequence[float]) -> list[float]:
 def compact(K: list[Any], V: list[Any], R: Sequence[int]) -> dict[str, list[Any]]:
     """Eq. 35, head by head and position by position."""
     return {name: [[head[at] for at in R] for head in cache] for name, cache in (("K", K), ("V", V))}
+
+
+def renewed_D(D: Sequence[float], active: Sequence[bool], renewal: float) -> list[float]:
+    """The essay's direct renewal."""
+    return [d + renewal * (1 - d) if on else d for d, on in zip(D, active, strict=True)]

@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
 
 from conformance.oracles import pipeline, s1, s2, s3, s4, s5, s6
 from conformance.vectors import brute_force as plain
 from conformance.vectors.case import Json, Operation, Results
 from conformance.vectors.expected_decode import DECODE_OPERATIONS
+from conformance.vectors.policy_oracles import RESULTS
 from spec.parameters import CrystalCacheParameters
 
 __all__ = ["OPERATIONS"]
@@ -58,7 +60,9 @@ def interface(i: Json, p: CrystalCacheParameters) -> Results:
 def trunks(i: Json, p: CrystalCacheParameters) -> Results:
     found = s2.trunks(i["ends"], edges(i), p, i["start"])
     local = [[position - i["start"] for position in g] for g in found]
-    return {"offsets": offsets_of(found), "impact": [s3.trunk_impact(i["impact"], g) for g in local]}
+    return {"offsets": offsets_of(found), "impact": s3.unit_trunk_impact(
+        [s3.trunk_impact(i["impact"], g) for g in local], p
+    )}
 
 
 def trunk_weight(i: Json, p: CrystalCacheParameters) -> Results:
@@ -97,7 +101,7 @@ def dissolve(i: Json, p: CrystalCacheParameters) -> Results:
     first = i["offsets"][0]
     lists = [[position - first for position in g] for g in plain.trunk_lists(i["offsets"])]
     scores = {g: i["score"][g] for g in alive(i)}
-    found = s6.dissolve(lists, scores, i["impact"], i["D"], i["protected"], i["B"], p.N_min)
+    found = s6.evict(lists, scores, i["impact"], i["D"], i["protected"], i["B"], p)
     return {"kept": [first + at for at in found.kept], "ratio": [float(r) for r in found.ratio], "D": found.D}
 
 
@@ -122,6 +126,22 @@ def prefill(i: Json, p: CrystalCacheParameters) -> Results:
 
 def csr_degree(i: Json, p: CrystalCacheParameters) -> Results:
     return {"degree": s4.degree(plain.rows_of(i["indptr"], i["weights"]))}
+
+
+def covered(i: Json, p: CrystalCacheParameters) -> Results:
+    first = i["offsets"][0]
+    lists = [[position - first for position in g] for g in plain.trunk_lists(i["offsets"])]
+    B_prot = sum(len(g) for g, shut in zip(lists, i["protected"], strict=True) if shut)
+    k = s6.reserve(sum(map(len, lists)), i["B"], B_prot, Fraction(repr(p.coverage)))
+    before = s6.Eviction([at - first for at in i["kept"]], [Fraction(r) for r in i["ratio"]], [], 0)
+    found = s6.backfill(before, lists, i["D"], k)
+    return {"reserve": k, "kept": [first + at for at in found.kept], "ratio": [float(r) for r in found.ratio],
+            "D": found.D}
+
+
+def merge_threshold(i: Json, p: CrystalCacheParameters) -> Results:
+    pieces = plain.trunk_lists(i["sentences"])
+    return {"tau": s2.median_strength(pieces, [tuple(edge) for edge in i["edges"]], p.tau_merge)}
 
 
 ORACLES = "conformance.oracles."
@@ -220,7 +240,35 @@ OPERATIONS: dict[str, Operation] = {
         ORACLES + "s6.dissolve", dissolve,
         items=("CC-DISSOLVE", "CC-CUT", "CC-ALLOCATE", "CC-KEEP-COUNT", "CC-DISSOLVE-D"),
     ),
+    "CC-MEAN-SALIENCE": Operation(
+        ORACLES + "s1.salience", lambda i, p: {"S": s1.salience(i["own"], replace(p, heads="mean"))}, bounded=("S",)
+    ),
+    "CC-UNIT-IMPACT": Operation(
+        ORACLES + "s3.token_impact",
+        lambda i, p: {"M": [s3.token_impact(S, U, p, max(i["S"])) for S, U in zip(i["S"], i["U"], strict=True)]},
+    ),
+    "CC-UNIT-TRUNK-IMPACT": Operation(
+        ORACLES + "s3.unit_trunk_impact",
+        lambda i, p: {"M_bar": s3.unit_trunk_impact(i["M_bar"], replace(p, trunk_impact="unit"))},
+    ),
+    "CC-TIER-COUNT": Operation(
+        ORACLES + "s6.tier_counts", lambda i, p: {"kept": s6.tier_counts(i["sizes"], i["t"], p.N_min)}
+    ),
+    "CC-TIERS": Operation(
+        ORACLES + "s6.tier_allocate",
+        lambda i, p: {"r": [float(r) for r in s6.tier_allocate(i["sizes"], i["c_0"], p.N_min)[0]]},
+    ),
+    "CC-RENEWAL": Operation(PLAIN + "renewed_D", lambda i, p: {"D": plain.renewed_D(**i)}),
+    "CC-RARITY-FORMS": Operation(
+        ORACLES + "s3.rarity_of", lambda i, p: {"U": [s3.rarity_of(c, p) for c in i["c"]]}, ("U",)
+    ),
+    "CC-ADAPTIVE-MERGE": Operation(ORACLES + "s2.median_strength", merge_threshold),
+    "CC-COVERAGE": Operation(ORACLES + "s6.backfill", covered),
     "CC-COMPACT": Operation(PLAIN + "compact", lambda i, p: plain.compact(**i)),
     "prefill": Operation(ORACLES + "pipeline.prefill", prefill, ("scores", "D"), ("CC-PREFILL",)),
     **DECODE_OPERATIONS,
+    **{
+        item: Operation("conformance.vectors.policy_oracles", lambda i, p, run=run: run(i))  # type: ignore[misc]
+        for item, run in RESULTS.items()
+    },
 }

@@ -62,10 +62,10 @@ def segment_graph(i: Json, p: CrystalCacheParameters) -> Results:
     return csr_of(W, list(range(m)))
 
 
-def segment_D(i: Json, p: CrystalCacheParameters) -> Results:
+def segment_crystallization(i: Json, p: CrystalCacheParameters) -> Results:
     now = Model(0, trunks=[Trunk(g, [g], 1.0, 0.0) for g in range(len(i["degree"]))])
     decode.settle(now, i["degree"], now.trunks[i["old"] :], p)
-    return {"D": [g.D for g in now.trunks[i["old"] :]], "mu": now.mu, "sigma": now.sigma}
+    return {"D": [g.D for g in now.trunks[i["old"] :]]}
 
 
 def tail(i: Json, p: CrystalCacheParameters) -> Results:
@@ -162,7 +162,6 @@ DECODE_OPERATIONS: dict[str, Operation] = {
     ),
     "CC-LIVE-PROTECTED": Operation("conformance.oracles.s6.protected", live_protected),
     "CC-BREATH-PROTECTED": Operation(ORACLE + "protected", breath_protected),
-    "CC-SEGMENT-D": Operation(ORACLE + "settle", segment_D, ("D", "mu", "sigma")),
     "CC-REEVICT": Operation(ORACLE + "evict", reevict, FLOATS),
     "CC-BREATH": Operation(
         ORACLE + "breath", lambda i, p: results_of(decode.breath(model_of(i), set(i["sentence_ends"]), p)), FLOATS
@@ -179,6 +178,7 @@ DECODE_OPERATIONS: dict[str, Operation] = {
     "segment_graph": Operation(
         "conformance.oracles.s4.trunk_weight", segment_graph, ("weights",), ("CC-SEGMENT-GRAPH",)
     ),
+    "segment_crystallization": Operation(ORACLE + "settle", segment_crystallization, ("D",), ("CC-SEGMENT-D",)),
     "decode_step": Operation(ORACLE + "decode_step", step, FLOATS, ("CC-STEP",)),
     "extend": Operation(ORACLE + "extend", segment, (*FLOATS, "inverse_norms"), ("CC-SEGMENT",)),
 }

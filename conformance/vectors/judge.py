@@ -59,6 +59,16 @@ def salience(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision
     yield from within("S", found["S"], want["S"], floats(radius))
 
 
+def mean_salience(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
+    radius = compare.salience_radius(i["own"], [0.0] * len(i["own"][0]), p.k_heads, p.M_min, "float64", "mean")
+    yield from within("S", found["S"], want["S"], floats(radius))
+
+
+def rarity_forms(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
+    if not compare.close("CC-RARITY-FORMS", found["U"], want["U"]):
+        yield f"U is {plain(found['U'])}, not {want['U']}"
+
+
 def row_norm(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
     error = 2 * compare.gamma(len(i["A"]) + 1 + 8, "float64")  # either side errs; one head
     yield from within("rows", found["rows"], want["rows"], floats(want["rows"]) * error)
@@ -125,6 +135,10 @@ def key_norms(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precisio
         yield from within("inverse_norms", got[finite], expected[finite].tolist(), radius)
 
 
+def decay(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
+    yield from within("D", found["D"], want["D"], compare.decay_radius(floats(i["D"])))
+
+
 def relative(item: str, names: Sequence[str]) -> Bounded:
     """Each of these results within the item's bound of what is wanted."""
     def judge(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
@@ -139,12 +153,13 @@ def relative(item: str, names: Sequence[str]) -> Bounded:
 STATE_FLOATS = ("impact", "trunk_impact", "D", "weights", "mu", "sigma")
 
 BOUNDED: dict[str, Bounded] = {
-    "CC-ATTENTION": attention, "CC-SALIENCE": salience, "CC-ROW-NORM": row_norm, "CC-RARITY": rarity,
+    "CC-ATTENTION": attention, "CC-SALIENCE": salience, "CC-MEAN-SALIENCE": mean_salience,
+    "CC-RARITY-FORMS": rarity_forms, "CC-ROW-NORM": row_norm, "CC-RARITY": rarity,
     "CC-TRUNK-WEIGHT": weights, "CC-CRYSTALLIZATION": crystallization, "CC-NORMALISED-IMPACT": normalised,
     "impact": impact, "graph": graph, "score": score, "coattention": coattention, "prefill": prefill,
-    "inverse_key_norms": key_norms, "decay": relative("CC-DECAY", ["D"]),
+    "inverse_key_norms": key_norms, "decay": decay,
     "segment_graph": relative("CC-TRUNK-WEIGHT", ["weights"]), "CC-TAIL-D": relative("CC-TAIL-D", ["D"]),
-    "CC-SEGMENT-D": relative("CC-SEGMENT-D", ["D", "mu", "sigma"]), "CC-START": relative("CC-SEGMENT", STATE_FLOATS),
+    "segment_crystallization": relative("CC-SEGMENT-D", ["D"]), "CC-START": relative("CC-SEGMENT", STATE_FLOATS),
     "CC-TAIL-TRUNKS": relative("CC-STEP", STATE_FLOATS), "CC-REEVICT": relative("CC-STEP", STATE_FLOATS),
     "CC-BREATH": relative("CC-STEP", STATE_FLOATS), "decode_step": relative("CC-STEP", STATE_FLOATS),
     "extend": relative("CC-SEGMENT", [*STATE_FLOATS, "inverse_norms"]),

@@ -30,6 +30,9 @@ NOTES: dict[str, tuple[str, str]] = {
     "AblationForm": (
         "PARAMETER", "An ablation of Table 10 is a parameter's value; it is ignored, or read as another rule.",
     ),
+    "ActiveOnly": (
+        "READING", "Direct renewal adds a share of 1 - D, to active trunks alone; a share of D starves the weak.",
+    ),
     "AdditiveMultiset": (
         "READING", "A mutual pair of tokens counts twice in W_ab; a set or a maximum counts it once.",
     ),
@@ -57,9 +60,15 @@ NOTES: dict[str, tuple[str, str]] = {
     ),
     "EmptyResult": ("BOUNDARY", "Nothing to choose from: an empty result, no error and no NaN."),
     "EpsilonOutside": ("NUMERIC", "Epsilon is added to the norm, outside the root; a zero row stays zero."),
+    "EvenlySpaced": (
+        "READING", "Coverage tokens stand in the middle of equal parts of the evicted tokens, counted by rank.",
+    ),
     "Float32Tie": ("NUMERIC", "Weights that differ in float64 but not in float32 tie: the lower index comes first."),
     "FloorOfBudget": ("READING", "B is at least N_sink + W_recent, for counts too, and may exceed n."),
     "HalfToEven": ("NUMERIC", "round takes a half to the even neighbour: 4.5 tokens are 4, 5.5 are 6."),
+    "HalfUp": (
+        "NUMERIC", "A tier's half token is rounded up, on exact rationals: 5 of 9 at ratio 1/2, where Eq. 33 gives 4.",
+    ),
     "HeadSharing": ("LAYOUT", "Query head h reads KV head h // (H / H_kv); interleaving pairs the wrong ones."),
     "InclusiveSize": ("BOUNDARY", "A merged trunk may hold exactly T_max tokens; a sentence may be longer by itself."),
     "LaterSegment": ("LAYOUT", "Positions are absolute: offsets and neighbours of a later segment do not start at 0."),
@@ -68,7 +77,13 @@ NOTES: dict[str, tuple[str, str]] = {
         "NUMERIC",
         "The natural logarithm of 1 + c, or of 1 + Mbar; another base or log(c) orders alike but scores apart.",
     ),
+    "LowerMedian": (
+        "READING", "The adaptive threshold is the lower median over all neighbouring sentences, edgeless ones too.",
+    ),
     "MeanBeforeHeads": ("READING", "The three largest heads are summed, not averaged."),
+    "MeanOfHeads": (
+        "READING", "The essay averages a token's own best heads: over three, or over all where there are fewer.",
+    ),
     "MultipliedOut": ("NUMERIC", "The merge decides sum(w) - tau k > 0; a rounded mean decides otherwise."),
     "MutualPair": ("READING", "Two tokens that chose each other are two edges."),
     "NothingUnprotected": (
@@ -95,18 +110,33 @@ NOTES: dict[str, tuple[str, str]] = {
     "SentenceRuns": (
         "BOUNDARY", "Consecutive ends are sentences of one token; the rest after the last end is one too.",
     ),
+    "ShareOfLargest": (
+        "READING", "Unit impact divides salience by the segment's largest, not by M_max and not from the least.",
+    ),
     "SigmaFallback": ("READING", "Where sigma < epsilon, sigma = 1; max(sigma, epsilon) blows up rounding noise."),
+    "RarityShape": (
+        "PARAMETER", "A rarity form stands wherever U_i does; the logarithm is the default.",
+    ),
     "SoftCap": ("NUMERIC", "The soft cap is applied to the scaled logit, before the mask."),
     "SplitLargerFirst": ("READING", "Pieces differ by at most one token, the larger ones first; none exceeds T_max."),
     "StableOrder": ("TIE", "Positions and rows ascend; sorting by another key loses the order."),
     "StrictThreshold": ("BOUNDARY", "A weight equal to its threshold is not above it."),
     "SumOrder": ("NUMERIC", "Floats are added left to right in the stated order; another order has other bits."),
     "TieAtBoundary": ("TIE", "Equal values at the cut: lower index first, for eviction the lower trunk first."),
+    "TierAtEnd": (
+        "BOUNDARY", "Tier boundaries are clipped to the trunks; one middle trunk alone keeps 0.8.",
+    ),
+    "TierShift": (
+        "READING", "Both boundaries move by the least t that keeps the budget; the excess goes from the worst up.",
+    ),
     "TokenIds": ("LAYOUT", "Ids are labels: large or unsorted ids count like any others."),
     "TopThreeOfTrunk": (
         "READING", "Trunk impact is the mean of the three largest members, or of all if there are fewer.",
     ),
     "TopThreeSum": ("READING", "Each token has its own three largest heads; three heads for all tokens are others."),
+    "UnitInterval": (
+        "READING", "Trunk impact is normalised by the least and the greatest of all trunks, not by the greatest alone.",
+    ),
     "WholeTrunkProtected": (
         "READING", "A trunk that touches the sink or the window is protected as a whole; intervals are half open.",
     ),

@@ -8,16 +8,29 @@ from conformance.strategies.attention import AttentionInputs
 from conformance.strategies.prompts import Prompt
 from conformance.vectors.arrays import Item, Stage, flags, floats, integers, named
 from conformance.vectors.case import Json
+from conformance.vectors.policy_subject import POLICY_ITEMS
 from conformance.vectors.subject_decode import DECODE_ITEMS, DECODE_STAGES
 from reference.crystalcache import coattention as s1
-from reference.crystalcache import compaction, dissolution, graph, impact, protection, score, sentences, trunks
+from reference.crystalcache import (
+    compaction,
+    coverage,
+    dissolution,
+    graph,
+    impact,
+    protection,
+    renewal,
+    score,
+    sentences,
+    tiers,
+    trunks,
+)
 from reference.crystalcache import prefill as run_prefill
 from reference.crystalcache.crystallization import crystallization
 from reference.memory import kv_bytes
 from spec.backend import Backend
 from spec.budget import parse_budget
 from spec.parameters import CrystalCacheParameters
-from spec.records import CoAttention, Edges, TrunkGraph, Trunks
+from spec.records import CoAttention, Dissolution, Edges, TrunkGraph, Trunks
 
 __all__ = ["ITEMS", "STAGES", "attention_inputs", "prompt", "record"]
 
@@ -62,6 +75,19 @@ def interface_edges(i: Json, p: CrystalCacheParameters) -> Mapping[str, object]:
     return {"weights": trunks.interface_weights({(a, b): w for a, b, w in i["edges"]}, P)}
 
 
+def covered(i: Json, p: CrystalCacheParameters) -> Mapping[str, object]:
+    offsets, ratio, D = integers(i["offsets"]), floats(i["ratio"]), floats(i["D"])
+    reserve = coverage.coverage_reserve(np.diff(offsets), flags(i["protected"]), i["B"], p.coverage)
+    found = coverage.backfill(Dissolution(integers(i["kept"]), ratio, ratio * D), offsets, D, reserve)
+    return {"reserve": reserve, **vars(found)}
+
+
+def merge_threshold(i: Json, p: CrystalCacheParameters) -> Mapping[str, object]:
+    by_pair = {(a, b): w for a, b, w in i["edges"]}
+    return {"tau": trunks.median_strength(integers(i["sentences"]), by_pair, p.tau_merge)}
+
+
+RARITY = {"reciprocal": impact.reciprocal_rarity, "exponential": impact.exponential_rarity}
 IMPACT = {"mixture": impact.impact, "salience": impact.impact_without_rarity, "uniform": impact.uniform_impact}
 
 
@@ -117,7 +143,17 @@ ITEMS: dict[str, Item] = {
     "CC-COMPACT": lambda i, p: named(
         ["K", "V"], compaction.compact(floats(i["K"]), floats(i["V"]), integers(i["R"]))
     ),
+    "CC-MEAN-SALIENCE": lambda i, p: {"S": s1.mean_salience(floats(i["own"]), p)},
+    "CC-UNIT-IMPACT": lambda i, p: {"M": impact.unit_impact(floats(i["S"]), floats(i["U"]), p)},
+    "CC-UNIT-TRUNK-IMPACT": lambda i, p: {"M_bar": impact.unit_trunk_impact(floats(i["M_bar"]), p.epsilon)},
+    "CC-TIER-COUNT": lambda i, p: {"kept": tiers.tier_counts(integers(i["sizes"]), i["t"], p.N_min)},
+    "CC-TIERS": lambda i, p: {"r": tiers.tier_allocate(integers(i["sizes"]), i["c_0"], p.N_min)},
+    "CC-RENEWAL": lambda i, p: {"D": renewal.renewed_D(floats(i["D"]), flags(i["active"]), i["renewal"])},
+    "CC-RARITY-FORMS": lambda i, p: {"U": RARITY[p.rarity](integers(i["c"]))},
+    "CC-ADAPTIVE-MERGE": merge_threshold,
+    "CC-COVERAGE": covered,
     **DECODE_ITEMS,
+    **{item: lambda i, p, run=run: run(i) for item, run in POLICY_ITEMS.items()},  # type: ignore[misc]
 }
 
 

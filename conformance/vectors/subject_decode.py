@@ -75,7 +75,6 @@ DECODE_ITEMS: dict[str, Item] = {
         "protected": breath.protected_trunks_of(table_of(i), i["seen"], p.N_sink, p.W_recent)
     },
     "CC-BREATH-PROTECTED": lambda i, p: {"protected": breath.breath_protection(state_of(i), p)},
-    "CC-SEGMENT-D": lambda i, p: named(["D", "mu", "sigma"], segments.segment_D(floats(i["degree"]), i["old"], p)),
     "CC-REEVICT": lambda i, p: fields_of(breath.evict(state_of(i), flags(i["protected"]), p, BACKEND)),
     "CC-BREATH": lambda i, p: fields_of(breath.breath(state_of(i), ends_of(i), p, BACKEND)),
 }
@@ -136,14 +135,17 @@ DECODE_STAGES: dict[str, Stage] = {
         weights_of(i), flags(i["active"]), p
     )._asdict(),
     "segment_graph": segment_graph,
+    "segment_crystallization": lambda backend, i, p: {
+        "D": backend.require_breath().segment_crystallization(floats(i["degree"]), i["old"], p)
+    },
     "decode_step": decode_step,
     "extend": extend,
 }
 
 _BY_STAGE = {
     "CC-KEY-NORM": "inverse_key_norms", "CC-DECAY": "decay", "CC-ACTIVATION": "activation",
-    "CC-RESONANCE": "resonance", "CC-HEBB": "hebbian", "CC-SEGMENT-GRAPH": "segment_graph", "CC-STEP": "decode_step",
-    "CC-SEGMENT": "extend",
+    "CC-RESONANCE": "resonance", "CC-HEBB": "hebbian", "CC-SEGMENT-GRAPH": "segment_graph",
+    "CC-SEGMENT-D": "segment_crystallization", "CC-STEP": "decode_step", "CC-SEGMENT": "extend",
 }
 # Every item on the reference, those that are a stage's too.
 DECODE_BY_ITEM: dict[str, Item] = {

@@ -6,6 +6,7 @@ import numpy as np
 
 from reference.crystalcache.live import keep
 from reference.crystalcache.protection import effective_budget
+from reference.crystalcache.renewal import renewed_D
 from reference.crystalcache.tail import append, join_tail
 from spec.arrays import Bool, BoolVector, Float64, Vector
 from spec.backend import Backend
@@ -81,7 +82,8 @@ def breath(
     """
     stages = backend.require_breath()
     active = stages.activation(state.live, parameters)
-    D = stages.resonance(state.D, state.W, active, parameters)
+    renewed = renewed_D(state.D, active, parameters.renewal)
+    D = stages.resonance(renewed, state.W, active, parameters)
     W = stages.hebbian(state.W, active, parameters)
     trunked = join_tail(replace(state, D=D, W=W), sentence_ends, parameters, backend)
     return evict(trunked, breath_protection(trunked, parameters), parameters, backend)

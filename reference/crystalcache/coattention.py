@@ -10,7 +10,10 @@ from spec.arrays import Cube, Float, Float64, Int64, IntMatrix, IntVector, Matri
 from spec.parameters import CrystalCacheParameters
 from spec.records import CoAttention
 
-__all__ = ["attention", "coattention", "cross_neighbours", "intra_neighbours", "row_normalise", "salience", "strongest"]
+__all__ = [
+    "attention", "coattention", "cross_neighbours", "intra_neighbours", "mean_salience", "row_normalise", "salience",
+    "strongest",
+]
 
 
 def attention(
@@ -44,6 +47,22 @@ def salience(own: Float64[Cube, "H Q Q"], parameters: CrystalCacheParameters) ->
     top = np.sort(h, axis=0)[::-1][: parameters.k_heads]
     S: Vector = np.clip(top.sum(axis=0), parameters.M_min, parameters.M_max)
     return S
+
+
+def mean_salience(own: Float64[Cube, "H Q Q"], parameters: CrystalCacheParameters) -> Float64[Vector, " Q"]:
+    """S_i of the essay: the mean, not the sum, of what token i receives from its own top 3 heads.
+
+    Implements: CC-MEAN-SALIENCE
+
+    Source: the essay, section 3. With fewer heads than three, the mean of all; with none asked for, 0.
+    """
+    h: Matrix = own.sum(axis=1)
+    top = np.sort(h, axis=0)[::-1][: parameters.k_heads]
+    S: Vector = np.clip(top.sum(axis=0) / max(1, len(top)), parameters.M_min, parameters.M_max)
+    return S
+
+
+_SALIENCE = {"sum": salience, "mean": mean_salience}
 
 
 def row_normalise(A: Float64[Matrix, "Q Q"], epsilon: float) -> Float64[Matrix, "Q Q"]:
@@ -121,7 +140,7 @@ def coattention(
         A = attention(
             wide_q[:, chunk], wide_k[:, :last], positions[first:last], positions[:last], scaling, softcap
         )
-        S[chunk] = salience(A[:, :, first:], parameters)
+        S[chunk] = _SALIENCE[parameters.heads](A[:, :, first:], parameters)
         A_mean: Matrix = A.mean(axis=0)
         index, intra[1][chunk] = intra_neighbours(row_normalise(A_mean[:, first:], parameters.epsilon), parameters)
         intra[0][chunk] = _positions_of(index, positions[first:last])

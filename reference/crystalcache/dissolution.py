@@ -1,12 +1,16 @@
 """S6: branch dissolution (Section 3.7, Algorithm 1)."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 from reference.crystalcache.protection import cut
 from spec.arrays import Bool, BoolVector, Float64, Int64, IntVector, Vector
 from spec.records import Dissolution
 
-__all__ = ["allocate", "allocate_step", "dissolve", "dissolved_D", "keep_count", "strongest_members"]
+__all__ = ["allocate", "allocate_step", "carried_out", "dissolve", "dissolved_D", "keep_count", "strongest_members"]
+
+Allocation = Callable[[Int64[IntVector, " alive"], int, int], Float64[Vector, " alive"]]
 
 
 def allocate_step(size: int, c: int, N_min: int) -> tuple[int, int]:
@@ -76,11 +80,19 @@ def dissolve(
     Source: Algorithm 1. `score` is read only where a trunk is not protected; of equal scores the earlier trunk goes
     first.
     """
+    return carried_out(allocate, score, offsets, M, D, protected, B, N_min)
+
+
+def carried_out(
+    allocation: Allocation, score: Float64[Vector, " m"], offsets: Int64[IntVector, " m_and_one"],
+    M: Float64[Vector, " n"], D: Float64[Vector, " m"], protected: Bool[BoolVector, " m"], B: int, N_min: int,
+) -> Dissolution:
+    """Order, cut and Stage 2 of Algorithm 1 around an allocation, which is Stage 1."""
     sizes = np.diff(offsets)
     alive = np.flatnonzero(~protected)
     order = alive[np.argsort(score[alive], kind="stable")]
     r = np.ones(len(sizes))
-    r[order] = allocate(sizes[order], cut(sizes, protected, B), N_min)
+    r[order] = allocation(sizes[order], cut(sizes, protected, B), N_min)
     kept = []
     for g in np.flatnonzero(r > 0):
         start, size = int(offsets[g]), int(sizes[g])

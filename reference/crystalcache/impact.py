@@ -6,7 +6,10 @@ from reference.ordered import left_to_right_sum
 from spec.arrays import Float64, Int64, IntVector, Vector
 from spec.parameters import CrystalCacheParameters
 
-__all__ = ["impact", "impact_without_rarity", "rarity", "token_counts", "trunk_impact", "uniform_impact"]
+__all__ = [
+    "exponential_rarity", "impact", "impact_without_rarity", "rarity", "reciprocal_rarity", "token_counts",
+    "trunk_impact", "uniform_impact", "unit_impact", "unit_trunk_impact",
+]
 
 K_MEMBERS = 3  # Eq. 23 fixes it
 
@@ -31,6 +34,28 @@ def rarity(c: Int64[IntVector, " n"]) -> Float64[Vector, " n"]:
     Source: Eq. 10 and 21.
     """
     U: Vector = 1.0 / (1.0 + np.log1p(c.astype(np.float64)))
+    return U
+
+
+def reciprocal_rarity(c: Int64[IntVector, " n"]) -> Float64[Vector, " n"]:
+    """U_i = 1 / (1 + c_i): falls faster than the logarithm's.
+
+    Implements: CC-RARITY-FORMS
+
+    Source: the paper's F5.
+    """
+    U: Vector = 1.0 / (1.0 + c.astype(np.float64))
+    return U
+
+
+def exponential_rarity(c: Int64[IntVector, " n"]) -> Float64[Vector, " n"]:
+    """U_i = exp(-c_i): all but gone after a few mentions.
+
+    Implements: CC-RARITY-FORMS
+
+    Source: the paper's F5.
+    """
+    U: Vector = np.exp(-c.astype(np.float64))
     return U
 
 
@@ -68,6 +93,20 @@ def uniform_impact(
     return np.ones_like(S)
 
 
+def unit_impact(
+    S: Float64[Vector, " n"], U: Float64[Vector, " n"], parameters: CrystalCacheParameters,
+) -> Float64[Vector, " n"]:
+    """M_i of the essay: salience as a share of the segment's largest, and rarity, in equal parts.
+
+    Implements: CC-UNIT-IMPACT
+
+    Source: the essay, section 3. Where no token has salience, rarity is all there is.
+    """
+    peak = float(S.max())
+    share: Vector = S / peak if peak > 0 else np.zeros_like(S)
+    return 0.5 * share + 0.5 * U
+
+
 def trunk_impact(M: Float64[Vector, " n"], offsets: Int64[IntVector, " m_and_one"]) -> Float64[Vector, " m"]:
     """Mean of each trunk's three largest M_i (of all, if it has fewer), summed from the largest down.
 
@@ -80,3 +119,14 @@ def trunk_impact(M: Float64[Vector, " n"], offsets: Int64[IntVector, " m_and_one
         top = np.sort(M[offsets[g] : offsets[g + 1]])[::-1][:K_MEMBERS]
         M_bar[g] = left_to_right_sum(top) / len(top)
     return M_bar
+
+
+def unit_trunk_impact(M_bar: Float64[Vector, " m"], epsilon: float) -> Float64[Vector, " m"]:
+    """Mbar, normalised to [0, 1) by the least and the greatest of all trunks, protected ones included.
+
+    Implements: CC-UNIT-TRUNK-IMPACT
+
+    Source: the essay, section 3. All equal gives 0.
+    """
+    low, high = float(M_bar.min()), float(M_bar.max())
+    return (M_bar - low) / (high - low + epsilon)

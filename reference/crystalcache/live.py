@@ -105,7 +105,7 @@ def count_seen(
     """
     fresh, number = np.unique(new, return_counts=True)
     at = np.searchsorted(ids, fresh)
-    known = np.isin(fresh, ids)
+    known = np.append(ids, -1)[at] == fresh
     total = counts.copy()
     total[at[known]] += number[known]
     all_ids = np.insert(ids, at[~known], fresh[~known])

@@ -10,7 +10,13 @@ from spec.parameters import PAPER, CrystalCacheParameters
 from spec.policy import DeviceArray
 from spec.records import CoAttention, CrystalRetention, TrunkGraph, Trunks
 from spec.retention import Retention
-from spec.validate import check_attention_inputs, check_scaling, check_sentence_ends, check_token_ids
+from spec.validate import (
+    check_attention_inputs,
+    check_attention_tensors,
+    check_scaling,
+    check_sentence_ends,
+    check_token_ids,
+)
 
 __all__ = ["observe", "prefill"]
 
@@ -43,7 +49,7 @@ def prefill(
     Source: Algorithm 2.
 
     Args:
-        q: queries of the observed layer after RoPE, (H, n, d), floating.
+        q: queries of the observed layer after RoPE, (H, n, d), floating: NumPy, or tensors of the backend's device.
         k: keys of that layer after RoPE, (H_kv, n, d), H a multiple of H_kv.
         token_ids: the prompt, (n,), n at least 2.
         sentence_ends: ids of the tokens that end a sentence.
@@ -58,8 +64,10 @@ def prefill(
         BackendUnavailable: when the backend cannot run here.
     """
     share = parse_budget(budget)
-    stages = resolve(backend).require_crystal()
-    check_attention_inputs(q, k)
+    engine = resolve(backend)
+    stages = engine.require_crystal()
+    on_host = engine.takes is None or isinstance(q, np.ndarray)
+    (check_attention_inputs if on_host else check_attention_tensors)(q, k)
     n = q.shape[1]
     ids = check_token_ids(token_ids, k.shape[1])
     check_token_ids(token_ids, n)

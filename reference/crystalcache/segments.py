@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from reference.crystalcache.breath import evict, protected_trunks_of
-from reference.crystalcache.crystallization import logistic, moments
+from reference.crystalcache.crystallization import crystallization, moments
 from reference.crystalcache.graph import degree, symmetric_csr, trunk_pairs, trunk_weights
 from reference.crystalcache.live import count_seen, join
 from reference.crystalcache.tail import join_tail
@@ -18,7 +18,7 @@ from spec.policy import DeviceArray
 from spec.records import CoAttention, Edges
 from spec.validate import check_scaling, check_sentence_ends, check_token_ids
 
-__all__ = ["add_segment", "extend", "segment_D", "segment_graph"]
+__all__ = ["add_segment", "extend", "segment_crystallization", "segment_graph"]
 
 
 def segment_graph(
@@ -41,18 +41,17 @@ def segment_graph(
     return TrunkWeights(*symmetric_csr(a, b, np.concatenate([W.weights[once], weights]), len(sizes)))
 
 
-def segment_D(
+def segment_crystallization(
     deg: Float64[Vector, " m"], old: int, parameters: CrystalCacheParameters,
-) -> tuple[Float64[Vector, " new"], float, float]:
+) -> Float64[Vector, " new"]:
     """D of the trunks behind the first `old` ones, with mu and sigma over all of them.
 
     Implements: CC-SEGMENT-D
 
     Source: Eq. 27; older trunks keep their D.
     """
-    mu, sigma = moments(deg, parameters.epsilon)
-    D = logistic(parameters.s * ((deg[old:] - mu) / sigma))
-    return (D if parameters.graph == "degree" else np.zeros_like(D)), mu, sigma
+    D = crystallization(deg, parameters.s, parameters.epsilon)[old:]
+    return D if parameters.graph == "degree" else np.zeros_like(D)
 
 
 def add_segment(
@@ -67,10 +66,12 @@ def add_segment(
     live = state.live
     bounds = np.concatenate([live.positions[live.offsets[:-1]], trunks.offsets])
     W = breath.segment_graph(found, bounds, np.concatenate([live.sizes, trunks.sizes]), state.W, parameters)
-    D, mu, sigma = segment_D(degree(W.indptr, W.weights), len(state.D), parameters)
+    deg = degree(W.indptr, W.weights)
+    mu, sigma = moments(deg, parameters.epsilon)
     added = LiveTrunks(
         np.arange(state.seen, state.seen + len(ids)), trunks.offsets - state.seen, M, inverse_norms, trunks.impact
     )
+    D = breath.segment_crystallization(deg, len(state.D), parameters)
     return replace(join(state, all_ids, counts, added, D, W), mu=mu, sigma=sigma)
 
 

@@ -72,7 +72,9 @@ def join_tail(
     M = backend.require_breath().impact(salience, c, parameters)
     ends = np.array([token in sentence_ends for token in state.tail_ids])
     start = state.seen - len(ids)
-    trunks = backend.require_crystal().trunks(edgeless(start, salience), M, ends, parameters)
+    # A tail is no segment: its few trunks are not normalised among themselves.
+    as_it_is = replace(parameters, trunk_impact="mean")
+    trunks = backend.require_crystal().trunks(edgeless(start, salience), M, ends, as_it_is)
     added = LiveTrunks(
         state.tail_positions, trunks.offsets - start, M, np.array(state.tail_inverse_norms), trunks.impact
     )

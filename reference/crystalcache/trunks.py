@@ -1,6 +1,8 @@
 """S2: trunks, the contiguous units of eviction (Section 3.3)."""
 
 import itertools
+import math
+from dataclasses import replace
 
 import numpy as np
 
@@ -10,7 +12,9 @@ from spec.arrays import Bool, BoolVector, Float64, Int64, IntVector, Vector
 from spec.parameters import CrystalCacheParameters
 from spec.records import Edges
 
-__all__ = ["interface", "interface_weights", "merge_sentences", "merges", "split_sizes", "trunk_offsets"]
+__all__ = [
+    "interface", "interface_weights", "median_strength", "merge_sentences", "merges", "split_sizes", "trunk_offsets",
+]
 
 WINDOW = 5  # Eq. 16 fixes it
 
@@ -80,6 +84,26 @@ def merge_sentences(
     return [*sizes, stop - start]
 
 
+def median_strength(
+    sentences: Int64[IntVector, " M_and_one"], edges: dict[tuple[int, int], float], tau_merge: float,
+) -> float:
+    """The threshold in place of tau_merge: the lower median of the strengths between neighbouring sentences.
+
+    Implements: CC-ADAPTIVE-MERGE
+
+    Source: the paper's F4. An interface without an edge has strength 0. A quotient that CC-MERGE's products would put
+    above itself is taken as the next float. One sentence alone has no interface: tau_merge.
+    """
+    bounds = sentences.tolist()
+    strengths = []
+    for start, stop, next_stop in zip(bounds, bounds[1:], bounds[2:], strict=False):
+        weights = interface_weights(edges, interface((start, stop), (stop, next_stop)))
+        total, k = left_to_right_sum(weights), max(1, len(weights))
+        strength = total / k
+        strengths.append(strength if total - strength * k <= 0 else math.nextafter(strength, math.inf))
+    return sorted(strengths)[(len(strengths) - 1) // 2] if strengths else tau_merge
+
+
 def trunk_offsets(
     ends: Bool[BoolVector, " n"], edges: Edges, start: int, parameters: CrystalCacheParameters,
 ) -> Int64[IntVector, " m_and_one"]:
@@ -91,6 +115,9 @@ def trunk_offsets(
     """
     pairs = zip(edges.first.tolist(), edges.second.tolist(), strict=True)
     by_pair = dict(zip(pairs, edges.weight.tolist(), strict=True))
-    merged = merge_sentences(sentence_offsets(ends) + start, by_pair, parameters)
+    sentences = sentence_offsets(ends) + start
+    if parameters.merge == "median":
+        parameters = replace(parameters, tau_merge=median_strength(sentences, by_pair, parameters.tau_merge))
+    merged = merge_sentences(sentences, by_pair, parameters)
     sizes = [piece for size in merged for piece in split_sizes(size, parameters.T_max)]
     return np.cumsum([start, *sizes]).astype(np.int64)

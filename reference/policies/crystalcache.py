@@ -37,7 +37,7 @@ class CrystalScorer:
     stages: CrystalStages
     sentence_ends: frozenset[int]
     parameters: CrystalCacheParameters
-    needs: Needs = Needs(layers="observed", query_rows=None, token_ids=True)
+    needs: Needs
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
         (view,) = observation.layers.values()
@@ -61,10 +61,12 @@ def crystalcache(
         SpecError: when the sentence ends are empty or the backend is unknown.
         BackendUnavailable: when the backend cannot run here.
     """
-    stages = resolve(backend).require_crystal()
+    engine = resolve(backend)
+    stages = engine.require_crystal()
+    needs = Needs(layers="observed", query_rows=None, token_ids=True, takes=engine.takes)
     return Policy(
         "crystalcache",
-        CrystalScorer(stages, check_sentence_ends(sentence_ends), parameters),
+        CrystalScorer(stages, check_sentence_ends(sentence_ends), parameters, needs),
         even,
         Dissolve(stages, parameters),
         SinkAndRecent(parameters.N_sink, parameters.W_recent),

@@ -1,5 +1,5 @@
 """Parameters of the methods, validated when they are made, with their presets."""
 
-from spec.parameters.crystalcache import PAPER, TINY, CrystalCacheParameters
+from spec.parameters.crystalcache import ESSAY, PAPER, TINY, CrystalCacheParameters
 
-__all__ = ["PAPER", "TINY", "CrystalCacheParameters"]
+__all__ = ["ESSAY", "PAPER", "TINY", "CrystalCacheParameters"]

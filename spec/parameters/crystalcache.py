@@ -1,17 +1,23 @@
 """Parameters of CrystalCache: Table 14 of the paper, under the paper's symbols."""
 
 import math
-from dataclasses import dataclass, fields
-from typing import Literal
+from dataclasses import dataclass, fields, replace
+from typing import Literal, get_args
 
 from spec.errors import SpecError
 
 __all__ = [
-    "PAPER", "TINY", "BreathProtection", "CrystalCacheParameters", "GraphForm", "HebbForm", "ImpactForm",
+    "ESSAY", "PAPER", "TINY", "AllocationForm", "BreathProtection", "CrystalCacheParameters", "GraphForm",
+    "HeadsForm", "HebbForm", "ImpactForm", "MergeForm", "RarityForm", "TrunkImpactForm",
 ]
 
-ImpactForm = Literal["mixture", "salience", "uniform"]
+HeadsForm = Literal["sum", "mean"]
+ImpactForm = Literal["mixture", "salience", "uniform", "unit"]
+RarityForm = Literal["logarithm", "reciprocal", "exponential"]
+TrunkImpactForm = Literal["mean", "unit"]
+MergeForm = Literal["fixed", "median"]
 GraphForm = Literal["degree", "zero"]
+AllocationForm = Literal["cut", "tiers"]
 HebbForm = Literal["additive", "static"]
 BreathProtection = Literal["none", "sink+recent"]
 
@@ -22,10 +28,12 @@ _LARGEST = 2**31 - 1
 _NON_NEGATIVE = ("tau_intra", "tau_cross", "tau_merge", "tau_edge", "M_min", "alpha", "theta_act", "tau_pulse")
 _POSITIVE = ("M_max", "s", "epsilon", "D_c")
 # Shares: above 1 a decay would grow, or overshoot what it moves towards.
-_AT_MOST_ONE = ("beta_0", "gamma_hop", "alpha_res", "eta_Hebb", "gamma_decay")
+_AT_MOST_ONE = ("beta_0", "gamma_hop", "alpha_res", "eta_Hebb", "gamma_decay", "renewal", "coverage")
 _FORMS = {
-    "impact": ("mixture", "salience", "uniform"), "graph": ("degree", "zero"), "hebb": ("additive", "static"),
-    "breath_protection": ("none", "sink+recent"),
+    "heads": get_args(HeadsForm), "impact": get_args(ImpactForm), "rarity": get_args(RarityForm),
+    "trunk_impact": get_args(TrunkImpactForm), "merge": get_args(MergeForm), "graph": get_args(GraphForm),
+    "allocation": get_args(AllocationForm), "hebb": get_args(HebbForm),
+    "breath_protection": get_args(BreathProtection),
 }
 
 
@@ -35,6 +43,7 @@ class CrystalCacheParameters:
 
     Table 10's ablations are values of these parameters: `impact="uniform"` (M_i = 1), `impact="salience"` (no Von
     Restorff: M_i = clip(S_i)), `alpha=0` (D only), `graph="zero"` (M only: D = 0) and `T_max=1` (token level).
+    `ESSAY` holds the author's essay; what goes beyond the paper is off by default (spec/crystalcache_essay.md).
 
     Raises:
         SpecError: when a value is of the wrong kind or out of its range.
@@ -75,9 +84,23 @@ class CrystalCacheParameters:
     N_min: int = 3
     """Fewest tokens that a partly dissolved trunk keeps, Eq. 32 and 33."""
     impact: ImpactForm = "mixture"
-    """Which M_i: Eq. 22, its ablation without rarity, or M_i = 1."""
+    """Which M_i: Eq. 22, its ablation without rarity, M_i = 1, or the essay's on [0, 1]."""
     graph: GraphForm = "degree"
     """Which D: Eq. 27, or the ablation D = 0."""
+    heads: HeadsForm = "sum"
+    """What becomes of a token's top heads: their sum (Eq. 11), or the essay's mean."""
+    trunk_impact: TrunkImpactForm = "mean"
+    """Eq. 23 as it is, or normalised to [0, 1] over the trunks as in the essay."""
+    allocation: AllocationForm = "cut"
+    """Stage 1: Eq. 32, or the essay's tiers."""
+    renewal: float = 0.0
+    """Share of 1 - D that an active trunk regains at a breath, in [0, 1]; the essay's 0.3."""
+    rarity: RarityForm = "logarithm"
+    """Which U_i: Eq. 21, or one of the two other forms of the paper's F5."""
+    merge: MergeForm = "fixed"
+    """What an interface must exceed: tau_merge, or the segment's median strength (F4)."""
+    coverage: float = 0.0
+    """Share of the unprotected budget for evenly spaced tokens of evicted trunks (F3), in [0, 1]."""
     T_breath: int = 64
     """Decode steps from one breath to the next, Section 3.8."""
     beta_0: float = 0.05
@@ -129,6 +152,12 @@ class CrystalCacheParameters:
 
 
 PAPER = CrystalCacheParameters()
+
+# The author's essay. Its salience has no clip: a mean of column sums over C queries lies in [0, C].
+ESSAY = replace(
+    PAPER, C=128, k_cross=0, s=2.0, M_min=0.0, M_max=128.0, heads="mean", impact="unit", trunk_impact="unit",
+    allocation="tiers", renewal=0.3, breath_protection="sink+recent",
+)
 
 # Small enough that a few dozen tokens cross chunks, fill trunks and overflow the protected set.
 TINY = CrystalCacheParameters(C=8, k_intra=3, k_cross=2, T_max=5, N_sink=2, W_recent=3)

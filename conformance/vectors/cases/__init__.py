@@ -3,7 +3,19 @@
 from collections.abc import Sequence
 
 from conformance.vectors.case import Group
-from conformance.vectors.cases import breath, budgets, coattention, dissolution, graph, impact, prefill, score, trunks
+from conformance.vectors.cases import (
+    breath,
+    budgets,
+    coattention,
+    dissolution,
+    essay,
+    graph,
+    impact,
+    policies,
+    prefill,
+    score,
+    trunks,
+)
 
 __all__ = ["STAGES"]
 
@@ -16,5 +28,7 @@ STAGES: dict[str, Sequence[Group]] = {
     "score": score.GROUPS,
     "dissolution": dissolution.GROUPS,
     "prefill": prefill.GROUPS,
+    "essay": essay.GROUPS,
     "breath": breath.GROUPS,
+    "policies": policies.GROUPS,
 }

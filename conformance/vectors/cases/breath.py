@@ -196,8 +196,8 @@ GROUPS = [
              {"bounds": [0, 1, 3], "sizes": [1, 2], "indptr": [0], "indices": [], "weights": [],
               "edges": [[0, 1, 0.5]]}),
     ]),
-    Group("CC-SEGMENT-D", [
-        Case(180, "moments of all, D of the new", ["LaterSegment"], {"degree": [0.0, 1.0, 2.0], "old": 2}),
+    Group("segment_crystallization", [
+        Case(180, "mu and sigma of all, D of the new", ["LaterSegment"], {"degree": [0.0, 1.0, 2.0], "old": 2}),
         Case(181, "equal degrees", ["Plain"], {"degree": [1.0, 1.0], "old": 1}),
     ]),
     Group("extend", [
@@ -206,5 +206,5 @@ GROUPS = [
         Case(191, "a turn that reads the tail: it is trunked first", ["TailFirst"],
              turn(state(budget=17, **WAITING), [8, 9, 13, 13], [3, 7, 5, 5])),
         Case(192, "the first segment is a prefill", ["Plain"], turn(new(), [0, 0, 2, 2], [3, 7, 5, 5])),
-    ], {"C": 2, "N_sink": 1, "W_recent": 2, "N_min": 1}),
+    ], {"C": 2, "M_min": 0.125, "N_sink": 1, "W_recent": 2, "N_min": 1}),
 ]

@@ -1,0 +1,58 @@
+"""Decode: which trunks are active, by the norms of their keys (Section 3.8(a))."""
+
+import numpy as np
+from numba import njit
+
+from spec.arrays import BoolVector, Cube, IntVector, Vector
+from spec.decode import LiveTrunks
+from spec.policy import DeviceArray
+
+__all__ = ["active_trunks", "inverse_key_norms"]
+
+
+def inverse_key_norms(k: DeviceArray) -> Vector:
+    """Mean over KV heads of 1 / ||k|| (n,), float64 from keys of any floating type.
+
+    Implements: CC-KEY-NORM
+    """
+    mean: Vector = mean_inverse(k.astype(np.float64))
+    return mean
+
+
+@njit(cache=True)
+def mean_inverse(k: Cube) -> Vector:
+    """Head by head; infinite where a key is zero."""
+    total = np.zeros(k.shape[1])
+    for h in range(k.shape[0]):
+        for i in range(k.shape[1]):
+            square = 0.0
+            for c in range(k.shape[2]):
+                square += k[h, i, c] * k[h, i, c]
+            total[i] += 1.0 / np.sqrt(square) if square > 0 else np.inf
+    return total / k.shape[0]
+
+
+def active_trunks(live: LiveTrunks, theta_act: float) -> BoolVector:
+    """Trunks of which more than half of the live tokens have eta above theta_act.
+
+    Implements: CC-ETA, CC-ACTIVATION
+    """
+    active: BoolVector = majority(live.inverse_norms, live.offsets, theta_act)
+    return active
+
+
+@njit(cache=True)
+def majority(inverse_norms: Vector, offsets: IntVector, theta_act: float) -> BoolVector:
+    """One pass for the largest finite value, one for the counts."""
+    largest = 0.0
+    for x in inverse_norms:
+        if x < np.inf:
+            largest = max(largest, x)
+    active = np.zeros(len(offsets) - 1, dtype=np.bool_)
+    for g in range(len(active)):
+        number = 0
+        for i in range(offsets[g], offsets[g + 1]):
+            eta = inverse_norms[i] / largest if inverse_norms[i] < np.inf else 1.0
+            number += eta > theta_act
+        active[g] = 2 * number > offsets[g + 1] - offsets[g]
+    return active

@@ -1,0 +1,75 @@
+"""S2: the merge threshold of a segment, from the strengths between its neighbouring sentences (the paper's F4)."""
+
+from dataclasses import replace
+
+import numpy as np
+from numba import njit
+
+from accelerated.numba_cpu.trunks import WINDOW
+from spec.arrays import BoolVector, IntMatrix, Matrix
+from spec.parameters import CrystalCacheParameters
+from spec.records import CoAttention
+
+__all__ = ["adapted"]
+
+
+def adapted(
+    coattention: CoAttention, ends: BoolVector, parameters: CrystalCacheParameters,
+) -> CrystalCacheParameters:
+    """The parameters with the tau_merge that holds for this segment.
+
+    Implements: CC-ADAPTIVE-MERGE
+    """
+    if parameters.merge == "fixed":
+        return parameters
+    return replace(parameters, tau_merge=float(median_strength(
+        ends, coattention.intra - coattention.start, coattention.intra_weight,
+        coattention.cross - coattention.start, coattention.cross_weight, float(parameters.tau_merge),
+    )))
+
+
+@njit(cache=True)
+def median_strength(
+    ends: BoolVector, intra: IntMatrix, intra_weight: Matrix, cross: IntMatrix, cross_weight: Matrix,
+    tau_merge: float,
+) -> float:
+    """The lower median over neighbouring sentences; tau_merge where there is one sentence only."""
+    n = len(ends)
+    strengths = np.empty(n)
+    number = 0
+    start = stop = 0
+    for i in range(n):
+        if not (ends[i] or i == n - 1):
+            continue
+        if stop > start:
+            strengths[number] = strength(start, stop, i + 1, intra, intra_weight, cross, cross_weight)
+            number += 1
+            start = stop
+        stop = i + 1
+    if number == 0:
+        return tau_merge
+    return np.sort(strengths[:number])[(number - 1) // 2]  # type: ignore[no-any-return]
+
+
+@njit(cache=True)
+def strength(
+    start: int, stop: int, next_stop: int, intra: IntMatrix, intra_weight: Matrix, cross: IntMatrix,
+    cross_weight: Matrix,
+) -> float:
+    """Mean weight of an interface, or the next float where the products of CC-MERGE would put it above itself."""
+    total = 0.0
+    k = 0
+    for a in range(max(start, stop - WINDOW), stop):
+        for b in range(stop, min(next_stop, stop + WINDOW)):
+            for rank in range(intra.shape[1]):
+                if intra[a, rank] == b:
+                    total += intra_weight[a, rank]
+                    k += 1
+            for rank in range(cross.shape[1]):
+                if cross[b, rank] == a:
+                    total += cross_weight[b, rank]
+                    k += 1
+    if k == 0:
+        return 0.0
+    mean = total / k
+    return mean if total - mean * k <= 0 else float(np.nextafter(mean, np.inf))

@@ -1,0 +1,23 @@
+"""Decode: decay at every step (Section 3.8)."""
+
+import math
+
+import numpy as np
+from numba import njit
+
+from spec.arrays import Vector
+
+__all__ = ["decay"]
+
+
+@njit(cache=True)
+def decay(D: Vector, trunk_impact: Vector, beta_0: float, D_c: float) -> Vector:
+    """D after one step.
+
+    Implements: CC-DECAY
+    """
+    after = np.empty_like(D)
+    for g in range(len(D)):
+        rho = beta_0 * math.exp(-(D[g] * trunk_impact[g] / D_c))
+        after[g] = max(0.0, D[g] - rho * D[g])
+    return after

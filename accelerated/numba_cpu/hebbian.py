@@ -1,0 +1,32 @@
+"""Decode: edges between trunks that are active together grow, all others fade (Section 3.8(c))."""
+
+import numpy as np
+from numba import njit
+
+from spec.arrays import BoolVector, IntVector, Vector
+
+__all__ = ["hebbian"]
+
+
+@njit(cache=True)
+def hebbian(
+    indptr: IntVector, indices: IntVector, weights: Vector, active: BoolVector, eta_Hebb: float, gamma_decay: float,
+    tau_edge: float,
+) -> tuple[IntVector, IntVector, Vector]:
+    """W with existing edges updated, then pruned.
+
+    Implements: CC-HEBB
+    """
+    m = len(active)
+    rows = np.zeros(m + 1, dtype=np.int64)
+    columns, after = np.empty_like(indices), np.empty_like(weights)
+    found = 0
+    for g in range(m):
+        for e in range(indptr[g], indptr[g + 1]):
+            together = active[g] and active[indices[e]]
+            w = min(1.0, weights[e] + eta_Hebb) if together else gamma_decay * weights[e]
+            if w > tau_edge:
+                columns[found], after[found] = indices[e], w
+                found += 1
+        rows[g + 1] = found
+    return rows, columns[:found].copy(), after[:found].copy()

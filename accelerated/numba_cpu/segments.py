@@ -1,0 +1,72 @@
+"""S4 of a later segment, whose edges reach older trunks."""
+
+import numpy as np
+from numba import njit
+
+from accelerated.numba_cpu.crystallization import crystallization
+from accelerated.numba_cpu.graph import surviving_pairs, symmetric_csr
+from spec.arrays import IntMatrix, IntVector, Matrix, Vector
+from spec.decode import TrunkWeights
+from spec.parameters import CrystalCacheParameters
+from spec.records import CoAttention
+
+__all__ = ["segment_crystallization", "segment_graph"]
+
+
+def segment_graph(
+    coattention: CoAttention, bounds: IntVector, sizes: IntVector, W: TrunkWeights, tau_edge: float,
+) -> TrunkWeights:
+    """W over old and new trunks: old pairs as they are, pairs with a new trunk from the segment's edges.
+
+    Implements: CC-SEGMENT-GRAPH
+
+    S4's kernel runs on nodes: each old trunk is one, and after them each token of the segment.
+    """
+    old = len(W.indptr) - 1
+    node_trunk = np.concatenate([np.arange(old), old + np.repeat(np.arange(len(sizes) - old), np.diff(bounds[old:]))])
+    nodes = [to_nodes(neighbours, bounds, old) for neighbours in (coattention.intra, coattention.cross)]
+    new_a, new_b, new_W = surviving_pairs(
+        node_trunk, sizes, nodes[0], without_owner(coattention.intra_weight, old), nodes[1],
+        without_owner(coattention.cross_weight, old), tau_edge,
+    )
+    row = np.repeat(np.arange(old), np.diff(W.indptr))
+    once = row < W.indices
+    indptr, indices, weights, _ = symmetric_csr(
+        np.concatenate([row[once], new_a]), np.concatenate([W.indices[once], new_b]),
+        np.concatenate([W.weights[once], new_W]), len(sizes),
+    )
+    return TrunkWeights(indptr, indices, weights)
+
+
+def segment_crystallization(degree: Vector, old: int, parameters: CrystalCacheParameters) -> Vector:
+    """D of the trunks behind the first `old` ones, with mu and sigma over all of them.
+
+    Implements: CC-SEGMENT-D
+    """
+    if parameters.graph == "zero":
+        return np.zeros(len(degree) - old)
+    D: Vector = crystallization(degree, float(parameters.s), float(parameters.epsilon))
+    return D[old:]
+
+
+@njit(cache=True)
+def to_nodes(neighbours: IntMatrix, bounds: IntVector, old: int) -> IntMatrix:
+    """Absolute positions as nodes; the first `old` rows, of old trunks, have no neighbour of their own."""
+    n, k = neighbours.shape
+    nodes = np.full((old + n, k), -1, dtype=np.int64)
+    start = bounds[old]
+    for i in range(n):
+        for rank in range(k):
+            j = neighbours[i, rank]
+            if j >= start:
+                nodes[old + i, rank] = old + j - start
+            elif j >= 0:
+                nodes[old + i, rank] = np.searchsorted(bounds, j, side="right") - 1
+    return nodes
+
+
+def without_owner(weights: Matrix, old: int) -> Matrix:
+    """Weights (n, k) behind `old` rows that stand for old trunks."""
+    padded: Matrix = np.zeros((old + weights.shape[0], weights.shape[1]))
+    padded[old:] = weights
+    return padded

@@ -1,0 +1,127 @@
+"""The same operations on the reference's policies."""
+
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from conformance.vectors.case import Json
+from reference import policies
+from reference.policies.attention import accumulated_attention, average_pool, max_pool, observed_attention
+from reference.policies.budgets import Adaptive, Competition, Pyramid, even, largest_remainder
+from reference.policies.official import adakv_official, pyramidkv_official
+from reference.policies.selectors import fill_units, top_units
+from spec.budget import Budget
+from spec.policy import Cadence, LayerView, Observation, Policy, Scores, Selection
+from spec.retention import Granularity
+
+__all__ = ["POLICY_ITEMS"]
+
+Result = Mapping[str, object]
+
+
+def floats(values: Json) -> Any:
+    return np.array(values, dtype=np.float64)
+
+
+def views(i: Json) -> dict[int, LayerView]:
+    return {
+        at: LayerView(floats(q), floats(k), floats(v), i["scaling"], None)
+        for at, (q, k, v) in enumerate(zip(i["q"], i["k"], i["v"], strict=True))
+    }
+
+
+def kept(i: Json, policy: Policy) -> Result:
+    """What the policy keeps of the inputs at B tokens."""
+    layers = views(i)
+    n, H_kv = len(layers[0].k[0]), len(layers[0].k)
+    groups = {Granularity.LAYER: len(layers), Granularity.HEAD: len(layers) * H_kv}[policy.granularity]
+    found, _ = policies.retain(policy, Budget(count=i["B"]), Observation(n, groups, None, layers))
+    return {"kept": [found.group(g).tolist() for g in range(found.groups)]}
+
+
+def streamed(i: Json) -> Result:
+    observation = Observation(i["n"], 1, None, {})
+    found, _ = policies.retain(policies.streaming_llm(i["N_sink"]), Budget(count=i["B"]), observation)
+    return {"kept": [found.group(0).tolist()]}
+
+
+def scores(i: Json) -> tuple[Scores, Any]:
+    """Heads of one layer; NaN where a token is protected."""
+    protected = np.array(i["protected"], dtype=np.bool_)
+    values = np.where(protected, np.nan, floats(i["values"]))
+    return Scores(values, np.arange(values.shape[1] + 1), heads=len(values)), protected
+
+
+def lists(found: Selection) -> Result:
+    return {"kept": [part.tolist() for part in np.split(found.positions, found.offsets[1:-1])]}
+
+
+def topped(i: Json) -> Result:
+    given, protected = scores(i)
+    return lists(top_units(given, even(i["B"] * len(given.values), given), protected))
+
+
+def filled(i: Json) -> Result:
+    given, protected = scores(i)
+    n = len(protected)
+    past = n - int(protected.sum())
+    offsets = np.array([*range(0, past, i["c"]), *([past] if past < n else []), n])
+    totals = np.add.reduceat(given.values, offsets[:-1], axis=1)
+    return lists(fill_units(Scores(totals, offsets, given.values), even(i["B"] * len(totals), given), protected))
+
+
+def shared(i: Json, budgets: Adaptive | Competition) -> Result:
+    given, _ = scores(i)
+    return {"shares": budgets(i["B"] * len(given.values), given)}
+
+
+def pyramid(i: Json) -> Result:
+    given = Scores(np.zeros((i["L"], i["n"])), np.arange(i["n"] + 1))
+    return {"shares": Pyramid(i["W"], i["beta"])(i["B"] * i["L"], given)}
+
+
+def observed(i: Json) -> Result:
+    (view,) = views(i).values()
+    return {"window": observed_attention(view, i["W"]), "accumulated": accumulated_attention(view)}
+
+
+POLICY_ITEMS: Mapping[str, Callable[[Any], Result]] = {
+    "PO-RETAIN": lambda i: kept(i, policies.knorm()),
+    "PO-OBSERVED-ATTENTION": observed,
+    "PO-POOL": lambda i: {
+        "max": max_pool(floats([i["row"]]), i["kernel"])[0],
+        "average": average_pool(floats([i["row"]]), i["kernel"])[0],
+    },
+    "PO-TOP-UNITS": topped,
+    "PO-FILL-UNITS": filled,
+    "PO-WHOLE-SHARES": lambda i: {"shares": largest_remainder([Fraction(target) for target in i["targets"]])},
+    "PO-PYRAMID-BUDGET": pyramid,
+    "PO-ADAPTIVE-BUDGET": lambda i: shared(i, Adaptive(Fraction(i["safeguard"]))),
+    "PO-COMPETITION-BUDGET": lambda i: shared(i, Competition(Fraction(i["safeguard"]))),
+    "PO-PYRAMID-OFFICIAL": lambda i: {
+        "shares": pyramidkv_official(i["capacity"], i["W"], i["L"], i["n"], i["beta"])
+    },
+    "PO-ADAKV-OFFICIAL": lambda i: {"shares": adakv_official(i["wins"], i["base"], Fraction(i["safeguard"]))},
+    "PO-STEP": lambda i: {"due": [Cadence(*step[:2]).due(*step[2:]) for step in i["steps"]]},
+    "PO-STREAMINGLLM": streamed,
+    "PO-H2O": lambda i: kept(i, policies.h2o()),
+    "PO-H2O-DESCRIBED": lambda i: kept(i, policies.h2o_described(i["W"])),
+    "PO-SNAPKV": lambda i: kept(i, policies.snapkv(i["W"], i["kernel"])),
+    "PO-PYRAMIDKV": lambda i: kept(i, policies.pyramidkv(i["W"], i["kernel"], i["beta"])),
+    "PO-PYRAMIDKV-DESCRIBED": lambda i: kept(i, policies.pyramidkv_described(i["W"], i["beta"])),
+    "PO-CHUNKKV": lambda i: kept(i, policies.chunkkv(i["c"], i["W"])),
+    "PO-CHUNKKV-DESCRIBED": lambda i: kept(i, policies.chunkkv_described(i["c"])),
+    "PO-TOVA": lambda i: kept(i, policies.tova()),
+    "PO-KEYDIFF": lambda i: kept(i, policies.keydiff()),
+    "PO-KNORM": lambda i: kept(i, policies.knorm()),
+    "PO-EXPECTED-ATTENTION": lambda i: kept(
+        i, policies.expected_attention(floats(i["inv_freq"]), 1.0, i["N_sink"], i["N_future"])
+    ),
+    "PO-ADAKV": lambda i: kept(i, policies.adakv(i["W"], i["kernel"], Fraction(i["safeguard"]))),
+    "PO-RKV": lambda i: kept(i, policies.rkv(i["W"], i["kernel"], i["lam"])),
+    "PO-CAOTE": lambda i: kept(i, policies.caote()),
+    "PO-DEFENSIVEKV": lambda i: kept(i, policies.defensivekv({0: floats(i["W_o"])}, i["W"], i["kernel"])),
+    "PO-EPICACHE": lambda i: kept(i, policies.epicache()),
+}
