@@ -16,7 +16,7 @@ from conformance.mutation.results import PROFILES, Result, digest
 
 __all__ = ["NotJudged", "run"]
 
-# Processor seconds for a mutant: the unmutated code takes a tenth of them at most, and survivors of it show that.
+# Processor seconds for a mutant; its survivors need about a tenth of them.
 LIMITS = {"dev": 120.0, "ci": 360.0}
 
 
@@ -103,11 +103,12 @@ def run(root: Path, mutants: list[Mutant], folder: Path, again: bool) -> None:
     worker.preload(found.third_party)
     gc.freeze()
     court = _Court(root, found.files)
+    sources = {mutant.path: (root / mutant.path).read_text(encoding="utf-8") for mutant in left}
     for profile in PROFILES:
         todo = [mutant for mutant in left if not _judged(done.get(mutant.key), profile)]
         with _progress(f"mutants, {profile}", len(todo)) as shown:
             for mutant in todo:
-                source = (root / mutant.path).read_text(encoding="utf-8")
+                source = sources[mutant.path]
                 mutated = (mutant.module, str(root / mutant.path), compiled(mutant, source, known))
                 verdict = court.judge(judges.of(mutant), profile, mutated)
                 result = Result(
