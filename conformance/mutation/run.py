@@ -16,7 +16,7 @@ from conformance.mutation.results import PROFILES, Result, digest
 
 __all__ = ["NotJudged", "run"]
 
-# Processor seconds for a mutant; its survivors need about a tenth of them.
+# Processor seconds for a mutant; the widest selection needs a third of them.
 LIMITS = {"dev": 120.0, "ci": 360.0}
 
 
