@@ -3,7 +3,7 @@
 A function's items are those of its docstring (`Implements:`); a backend's stages have those of the functions they
 name. One without any takes the items of the functions that name it, in its module and else in those that import it,
 and so on upwards. Where that ends nowhere (a policy's parts), the test modules judge it that import its module, or
-else those that import a module that does; and where there is none, all items of its module or folder.
+else those that import a module that does; and where there is none, all items of its module.
 """
 
 import ast
@@ -84,11 +84,7 @@ class Judges:
         items = self.code.items[at] or self.code.above(at, named)
         files = set() if items else self._test_modules(mutant.module)
         if not items and not files:
-            module = set().union(*(found for (path, _), found in self.code.items.items() if path == mutant.path))
-            folder = mutant.path.rpartition("/")[0]
-            items = module or set().union(
-                *(found for (path, _), found in self.code.items.items() if path.startswith(f"{folder}/"))
-            )
+            items = set().union(*(found for (path, _), found in self.code.items.items() if path == mutant.path))
         return Selection(mutant.backend, frozenset(items), frozenset(files))
 
     def reach(self, mutant: Mutant) -> bool:

@@ -16,8 +16,9 @@ from conformance.mutation.results import PROFILES, Result, digest
 
 __all__ = ["NotJudged", "run"]
 
-# Processor seconds for a mutant; the widest selection needs a third of them.
-LIMITS = {"dev": 120.0, "ci": 360.0}
+# Processor seconds that a test may spend: several times what the longest needs unmutated.
+LIMITS = {"dev": 30.0, "ci": 90.0}
+WHOLE = 20.0  # times as long for all tests together
 
 
 class NotJudged(RuntimeError):
@@ -42,13 +43,16 @@ class _Court:
             NotJudged: when pytest did not get as far as tests, and no mutant is to blame.
         """
         files = set().union(*(self.files.get(item, set()) for item in selection.items), selection.files)
+        limit = LIMITS[profile]
         try:
             found: worker.Verdict = worker.in_a_fork(
-                lambda: worker.trial(self.root, selection, sorted(files), profile, mutated, self.failing, only),
-                LIMITS[profile],
+                lambda: worker.trial(
+                    self.root, selection, sorted(files), profile, mutated, self.failing, limit, only
+                ),
+                WHOLE * limit,
             )
         except TimeoutError:
-            return worker.Verdict("timeout", seconds=LIMITS[profile])
+            return worker.Verdict("timeout", seconds=WHOLE * limit)
         if found.trouble:
             raise NotJudged(found.trouble)
         return found
@@ -62,7 +66,7 @@ class _Court:
         asked = (selection.backend, profile, test or str(sorted(selection.items | selection.files)))
         if asked not in self.sound:
             verdict = self.trial(selection, profile, None, test or None)
-            if verdict.outcome == "timeout" or verdict.test.startswith(worker.IMPORT):
+            if verdict.test.startswith(worker.IMPORT) or (verdict.outcome == "timeout" and not verdict.test):
                 raise NotJudged(f"unmutated, {profile}: {verdict.outcome} {verdict.test} {verdict.raised}")
             self.sound[asked] = verdict.outcome == "survived"
             if test and not self.sound[asked]:
@@ -75,7 +79,7 @@ class _Court:
         verdict = self.trial(selection, profile, mutated)
         if verdict.outcome == "survived":
             return verdict
-        by_a_test = verdict.outcome != "timeout" and not verdict.test.startswith(worker.IMPORT)
+        by_a_test = bool(verdict.test) and not verdict.test.startswith(worker.IMPORT)
         if self.passes(verdict.test if by_a_test else "", selection, profile) or not by_a_test:
             return verdict
         return self.judge(selection, profile, mutated)

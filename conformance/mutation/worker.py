@@ -12,7 +12,7 @@ import resource
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec, SourceFileLoader
@@ -26,6 +26,7 @@ from typing import Any
 import pytest
 
 from conformance.mutation.items import Selection, test_modules
+from conformance.mutation.mutants import SUBJECTS
 
 __all__ = ["IMPORT", "Survey", "Verdict", "in_a_fork", "preload", "survey", "trial"]
 
@@ -85,8 +86,11 @@ class _Finder:
 class _Jury:
     """Keeps the tests of the selection; stops at the first assertion that fails."""
 
-    def __init__(self, selection: Selection, verdict: Verdict, without: Set[str], only: str | None) -> None:
+    def __init__(
+        self, selection: Selection, verdict: Verdict, without: Set[str], only: str | None, seconds: float,
+    ) -> None:
         self.selection, self.verdict, self.without, self.only = selection, verdict, without, only
+        self.seconds = seconds
         self.errors = 0
 
     @pytest.hookimpl(trylast=True)
@@ -107,6 +111,18 @@ class _Jury:
             if item.nodeid not in self.without and self.only in (None, item.nodeid)
             and chosen.takes(_marked(item), _file(item))
         ]
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[Any]:
+        def too_long(*_: object) -> None:
+            # At once: what loops may do so in a thread that nothing else stops.
+            _answer(Verdict("timeout", item.nodeid, "", self.verdict.ran, self.seconds))
+
+        signal.signal(signal.SIGPROF, too_long)
+        signal.setitimer(signal.ITIMER_PROF, self.seconds)
+        done = yield
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        return done
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
@@ -152,7 +168,9 @@ def survey(root: Path) -> Survey:
 
     files = [path.relative_to(root).as_posix() for path in test_modules(root)]
     _pytest(root, "numpy", "dev", files, [Collector()], "--collect-only")
-    importlib.import_module("accelerated.numba_cpu.backend")
+    for folder, backend in SUBJECTS.items():
+        if backend != "numpy" and (root / folder).is_dir():
+            importlib.import_module(f"{folder.replace('/', '.')}.backend")
     found.third_party = [
         name for name in sys.modules if name not in before and name.partition(".")[0] not in PROJECT
     ]
@@ -189,13 +207,16 @@ def _pytest(
 
 def trial(
     root: Path, selection: Selection, files: Sequence[str], profile: str, mutated: tuple[str, str, CodeType] | None,
-    without: Set[str], only: str | None = None,
+    without: Set[str], seconds: float, only: str | None = None,
 ) -> Verdict:
-    """Run the selection, or one test of it, in this process with the mutated (module, path, code) in it, or none."""
+    """Run the selection, or one test of it, in this process with the mutated (module, path, code) in it, or none.
+
+    A test may spend so many seconds of the processor; more ends the process with the verdict "timeout".
+    """
     verdict = Verdict()
     if mutated:
         sys.meta_path.insert(0, _Finder(*mutated))  # type: ignore[arg-type]
-    code, said = _pytest(root, selection.backend, profile, files, [_Jury(selection, verdict, without, only)])
+    code, said = _pytest(root, selection.backend, profile, files, [_Jury(selection, verdict, without, only, seconds)])
     used = resource.getrusage(resource.RUSAGE_SELF)
     verdict.seconds = used.ru_utime + used.ru_stime
     broken = (pytest.ExitCode.INTERNAL_ERROR, pytest.ExitCode.USAGE_ERROR)
@@ -246,9 +267,17 @@ def _processor_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+_pipe: list[Connection] = []  # of a fork: where its answer goes
+
+
 def _send(work: Callable[[], Any], to: Connection, seconds: float) -> None:
+    _pipe.append(to)
     resource.setrlimit(resource.RLIMIT_CPU, (int(seconds) + 1, int(seconds) + 3))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    to.send(work())
-    to.close()
+    _answer(work())
+
+
+def _answer(found: Any) -> None:
+    _pipe[0].send(found)
+    _pipe[0].close()
     os._exit(0)
