@@ -2,8 +2,8 @@
 
 A function's items are those of its docstring (`Implements:`); a backend's stages have those of the functions they
 name. One without any takes the items of the functions that name it, in its module and else in those that import it,
-and so on upwards. Where that ends nowhere (a policy's parts), the test modules judge it that import its module, or
-else those that import a module that does; and where there is none, all items of its module.
+and so on upwards. Where that ends nowhere (a policy's parts), the test modules judge it that import its module or
+one that does; and where there is none, all items of its module.
 """
 
 import ast
@@ -97,10 +97,7 @@ class Judges:
         while reached:
             seen |= reached
             reached = set().union(*(self.code.importers.get(one, set()) for one in reached)) - seen
-            tests = {one for one in reached if one.endswith(".py")}
-            if tests:
-                return tests
-        return set()
+        return {one for one in seen if one.endswith(".py")}
 
 
 def read_code(root: Path) -> Judges:
