@@ -215,7 +215,7 @@ def trial(
     """
     verdict = Verdict()
     if mutated:
-        sys.meta_path.insert(0, _Finder(*mutated))  # type: ignore[arg-type]
+        sys.meta_path.insert(0, _Finder(*mutated))
     code, said = _pytest(root, selection.backend, profile, files, [_Jury(selection, verdict, without, only, seconds)])
     used = resource.getrusage(resource.RUSAGE_SELF)
     verdict.seconds = used.ru_utime + used.ru_stime
