@@ -86,7 +86,7 @@ class _Court:
 
 
 def run(root: Path, mutants: list[Mutant], folder: Path, again: bool) -> None:
-    """Try those without a verdict on their module's present text; with `again`, survivors too.
+    """Try those without a verdict on their module's present text; with `again`, only those that survived.
 
     All meet the cheap profile first; those that survive it then meet the other.
 
@@ -94,8 +94,9 @@ def run(root: Path, mutants: list[Mutant], folder: Path, again: bool) -> None:
         NotJudged: when the suite cannot be run.
     """
     done = results.read(root, folder)
-    forgotten = {key for key, result in done.items() if again and not result.killed}
-    done = {key: result for key, result in done.items() if key not in forgotten}
+    if again:
+        mutants = [mutant for mutant in mutants if mutant.key in done and not done[mutant.key].killed]
+        done = {}
     left = [mutant for mutant in mutants if not _judged(done.get(mutant.key), PROFILES[-1])]
     print(f"mutation: {len(mutants)} mutants, {len(mutants) - len(left)} tried before, {len(left)} to try", flush=True)
     if not left:
