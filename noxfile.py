@@ -150,6 +150,14 @@ def saboteurs(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def mutation(session: nox.Session) -> None:
+    """Small changes to the reference and Numba's code: each must die by its item's tests. Some hours; goes on later."""
+    run(session, "conformance.mutation", *(session.posargs or ["run"]))
+    if not session.posargs:
+        run(session, "conformance.mutation", "report")
+
+
+@nox.session(venv_backend="none")
 def bench(session: nox.Session) -> None:
     """How fast the stages are, as ratios inside one run; some minutes on a quiet machine."""
     files = [str(path) for path in sorted(Path("conformance/benchmarks").glob("bench_*.py"))]
