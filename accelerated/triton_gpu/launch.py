@@ -83,4 +83,4 @@ def nested_rows(width: int, W: int) -> int:
 
 def searched_row(interpreted: bool) -> Shape:
     """Items of one step where a program of NestedKV goes over a row again and again."""
-    return Shape(1, 64) if interpreted else Shape(1, 8192, 16)
+    return Shape(1, 64) if interpreted else Shape(1, 4096, 16)

@@ -98,12 +98,12 @@ def cosine(unit, memory, terms):
 
 @triton.jit
 def anomalies(
-    K, INVERSE, BLOCK, STABLE, ANOMALY, n, d, b, blocks, W, heads, k_head, k_row, k_dim, ROWS: tl.constexpr,
+    K, INVERSE, BLOCK, STABLE, ANOMALY, n, d, b, blocks, width, heads, k_head, k_row, k_dim, ROWS: tl.constexpr,
     D: tl.constexpr,
 ):
     """ANOMALY (3, H, n): minus the cosines with the three memories, ROWS tokens of a head a program.
 
-    A window's sum is that of the W keys before the tile, and what the tile adds to it less what leaves it.
+    A window's sum is that of the `width` keys before the tile, and what the tile adds to it less what leaves it.
 
     Implements: NK-CURRENT, NK-ANOMALY
     """
@@ -122,13 +122,13 @@ def anomalies(
     episodic = tl.load(at, mask=live[:, None] & (channel < d)[None, :], other=0.0)
     tl.store(out + scale, -cosine(unit, episodic, tl.minimum(b, tl.maximum(n - block * b, 1))), mask=live)
     before = tl.zeros([D], tl.float32)
-    for start in range(0, W, ROWS):
-        j = first - W + start + lane
+    for start in range(0, width, ROWS):
+        j = first - width + start + lane
         earlier = unit_rows(K, INVERSE, head, j, (j >= 0) & (j < first), n, k_head, k_row, k_dim, d, D)
         before += tl.sum(earlier, 0)
-    leaving = unit_rows(K, INVERSE, head, i - W, live & (i >= W), n, k_head, k_row, k_dim, d, D)
+    leaving = unit_rows(K, INVERSE, head, i - width, live & (i >= width), n, k_head, k_row, k_dim, d, D)
     window = before[None, :] + tl.cumsum(unit - leaving, 0)
-    tl.store(out + 2 * scale, -cosine(unit, window, tl.minimum(i + 1, W)), mask=live)
+    tl.store(out + 2 * scale, -cosine(unit, window, tl.minimum(i + 1, width)), mask=live)
 
 
 @triton.jit
