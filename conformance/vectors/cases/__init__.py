@@ -11,6 +11,7 @@ from conformance.vectors.cases import (
     essay,
     graph,
     impact,
+    nestedkv,
     policies,
     prefill,
     score,
@@ -31,4 +32,5 @@ STAGES: dict[str, Sequence[Group]] = {
     "essay": essay.GROUPS,
     "breath": breath.GROUPS,
     "policies": policies.GROUPS,
+    "nestedkv": nestedkv.GROUPS,
 }
