@@ -36,6 +36,7 @@ __all__ = [
 ]
 
 UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24}
+NEGLIGIBLE = 2.0**-16  # of NestedKV's ranges and memories
 SMALLEST = {"float64": 2.0**-1022, "float32": 2.0**-126}
 
 
@@ -243,18 +244,19 @@ def nestedkv_radius(head: Sequence[Sequence[float]], p: NestedKVParameters, prec
     """Radius of a* of one head's keys: cosines in `precision`, the rest in float64; 1 where nothing is certain.
 
     A unit key errs by gamma_(d+8). A memory adds gamma of its terms: of n in float64 (running sums over the prompt,
-    n / W times the window); of a block, and of at most 5 W keys for a window of W, elsewhere. A cosine divides that
+    n / W times the window); in float32 of a block, and for a window of three sums of W unit keys. A cosine divides that
     by the memory's length, a normalised value by the range; the oracle's own error is added in float64.
     """
     n, d = len(head), len(head[0])
     found = nestedkv.traced(head, p)
+    b = min(max(n // p.blocks, p.b_min), p.b_max)
     e = 0.0
     for raw, shortest, scale in zip(found.raw, found.shortest, range(3), strict=True):
         cosine = 0.0
         for kind in (precision, "float64"):
-            terms, share = (p.b_max + 16, 1.0) if kind == "float32" else (n + 16, 1.0)
+            terms, share = (min(b, n) + 8 if kind == "float32" else n + 16), 1.0
             if scale == 2:
-                terms, share = (5 * p.W, 5.0) if kind == "float32" else (n + 16, max(1.0, 2 * n / p.W))
+                terms, share = (p.W + 8, 3.0) if kind == "float32" else (n + 16, max(1.0, 2 * n / p.W))
             memory = gamma(d + 8, kind) + gamma(terms, kind) * share
             cosine += 2 * (gamma(2 * d + 16, kind) + memory / max(shortest - memory, SMALLEST["float32"]))
             if shortest <= NEGLIGIBLE + memory:
@@ -264,9 +266,6 @@ def nestedkv_radius(head: Sequence[Sequence[float]], p: NestedKVParameters, prec
     blend = e + math.expm1(2 * p.beta * 2 * (e + gamma(n + 8, "float64"))) + 16 * u
     surprise = 2 * _normalised_error(found.deviation, e + 8 * u) + gamma(n + 8, "float64")
     return min(1.0, blend + p.kappa / 4 * surprise + e + 32 * u)
-
-
-NEGLIGIBLE = 2.0**-16
 
 
 def _normalised_error(row: Sequence[float], error: float) -> float:

@@ -74,9 +74,9 @@ def attention_tiles(width: int, bytes_each: int, interpreted: bool) -> Attention
 
 
 def nested_rows(width: int, W: int) -> int:
-    """Tokens of one tile of NestedKV's cosines: at most twice the window, so that sums stay of its order."""
+    """Tokens of one tile of NestedKV's cosines: at most a window's, so that no sum is much longer than a window."""
     rows = max(1, NESTED // max(width, 64))
-    while rows >= 2 * W and rows > 1:
+    while rows > W:
         rows //= 2
     return rows
 

@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """NestedKV: two readings of the keys where they lie, one for their mean and one for all else; then a* per token.
 
-Cosines are float32; a window is a difference of sums over at most W + 2 ROWS keys, never of sums over the prompt.
+Cosines are float32; a window is a difference of sums over at most three windows, never over the prompt.
 What follows the cosines is float64, and reads 12 bytes a token and head.
 """
 

@@ -19,7 +19,7 @@ __all__ = ["CASES", "Case", "Inputs", "decided", "drawn", "groups_of", "observat
 
 W, KERNEL, C_CHUNK, SINK, FUTURE = 3, 3, 4, 2, 5
 SAFEGUARD = Fraction(1, 5)
-NESTED = NestedKVParameters(blocks=4, b_min=3, b_max=6, W=4, N_sink=SINK, alpha_s=Fraction(1, 2))
+NESTED = NestedKVParameters(blocks=4, b_min=3, b_max=6, W=4, N_sink=SINK, alpha_s=Fraction(4, 5))
 Kept = list[list[int]]
 Array = np.ndarray[Any, Any]
 
