@@ -53,6 +53,8 @@ NO_STAGE = {
     **dict.fromkeys(
         ("PO-PYRAMID-OFFICIAL", "PO-ADAKV-OFFICIAL"), "for comparison with published figures; no policy uses it",
     ),
+    **dict.fromkeys(("NK-NESTEDKV", "NK-ABLATIONS"), "a composition of parts; no stage computes it"),
+    "NK-TOKENS": "one exact number on the host",
     "CC-START": "a view of the prefill's records, made once",
     "CC-LIVE": "gathers of NumPy, the same for every backend",
     "CC-SEEN-COUNT": "integer bookkeeping, the same for every backend; stages are given the counts",

@@ -11,6 +11,7 @@ from conformance.saboteurs import (
     decode,
     essay,
     injection,
+    nestedkv,
     policies,
     policy_parts,
     s1,
@@ -33,7 +34,7 @@ __all__ = ["SABOTEURS"]
 SABOTEURS = REGISTRY
 STAGES = (
     s1, s1_selection, s2, s3, s4, s5, s6, s6_protection, whole, activation, decode, essay, policies, policy_parts,
-    injection, statistics,
+    injection, statistics, nestedkv,
 )
 
 

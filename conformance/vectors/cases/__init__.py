@@ -12,6 +12,7 @@ from conformance.vectors.cases import (
     graph,
     impact,
     injection,
+    nestedkv,
     policies,
     prefill,
     score,
@@ -33,4 +34,5 @@ STAGES: dict[str, Sequence[Group]] = {
     "essay": essay.GROUPS,
     "injection": injection.GROUPS,
     "policies": policies.GROUPS,
+    "nestedkv": nestedkv.GROUPS,
 }
