@@ -49,7 +49,7 @@ def block_masked(
 
     Args:
         lower: layers that see no chunk.
-        window: of the model's sliding layers, which see no chunk either.
+        window: of the model's sliding layers, which see no chunk either, and evict nothing.
     """
     tokens, positions, owner, hidden = [*session], [*range(len(session))], [SESSION] * len(session), []
     hidden += [False] * len(session)
@@ -72,7 +72,7 @@ def block_masked(
         for column in range(row + 1):
             same = owner[row] == owner[column]
             full[row, column] = same or (owner[row] == QUERY and not gone[column])
-            apart[row, column] = same or (owner[row] == QUERY and owner[column] == SESSION and not gone[column])
+            apart[row, column] = same or (owner[row] == QUERY and owner[column] == SESSION)
     distance = torch.tensor(positions)[:, None] - torch.tensor(positions)
     near = torch.ones_like(full) if window is None else distance < window
     shaped: Any = full[None, None]
