@@ -1,99 +1,64 @@
-"""The splice oracle: chunks spliced equal one forward in which a mask keeps them apart, in every layer and logit."""
+"""The splice oracle: chunks in a RetainedCache equal one forward in which masks keep them apart, in every layer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache
 
-from conformance.injection.models import FAMILIES, ROTATIONS, VOCABULARY, build
+from conformance.injection.block_mask import Chunks, Oracle, block_masked, ids
+from conformance.injection.models import FAMILIES, ROTATIONS, build
 from conformance.integration.families import relative
-from models_integration.archive import splice
-from models_integration.archive.codec import decode, encode
-from models_integration.archive.rope import frequencies_at, plain_layers, prefilled, recognise
-from models_integration.archive.splice import Chunk, computed, spliced
-from reference.injection.quantisers import ARMS, SCHEMES, codes, scale
+from models_integration.archive import splice as module
+from models_integration.archive.rope import Rotary, frequencies_at, plain_layers, prefilled, recognise
+from models_integration.archive.splice import Chunk, computed, splice
+from models_integration.archive.turn import angles_between
+from models_integration.cache import RetainedCache
 from spec.errors import SpecError
 
 BOUND, BOUND_BF16 = 1e-5, 5e-2
-
-
-def ids(n: int, seed: int) -> list[int]:
-    drawn: list[int] = torch.randint(3, VOCABULARY, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
-    return drawn
-
-
 SYSTEM, QUERY = ids(5, 1), ids(4, 2)
 CHUNKS = [(ids(7, 3), 0), (ids(9, 4), 3), (ids(6, 5), 0)]  # the second has a hidden preamble
-
-
-Chunks = Sequence[tuple[list[int], int]]
+WINDOW = 64
 
 
 def as_it_is(chunk: Chunk) -> Chunk:
     return chunk
 
 
-def block_masked(model: PreTrainedModel, chunks: Chunks) -> tuple[Tensor, DynamicCache, Tensor]:
-    """Logits of the query and the cache of one forward over everything, and which of its slots are visible."""
-    tokens, positions, owner, hidden = [*SYSTEM], [*range(len(SYSTEM))], [0] * len(SYSTEM), [False] * len(SYSTEM)
-    at = len(SYSTEM)
-    for number, (chunk, preamble) in enumerate(chunks, 1):
-        tokens += chunk
-        positions += range(at - preamble, at - preamble + len(chunk))
-        owner += [number] * len(chunk)
-        hidden += [place < preamble for place in range(len(chunk))]
-        at += len(chunk) - preamble
-    tokens += QUERY
-    positions += range(at, at + len(QUERY))
-    owner += [-1] * len(QUERY)
-    hidden += [False] * len(QUERY)
-    n = len(tokens)
-    mask = torch.zeros(n, n, dtype=torch.bool)
-    for row in range(n):
-        for column in range(row + 1):
-            mask[row, column] = owner[row] == owner[column] or (owner[row] == -1 and not hidden[column])
-    shaped: Any = mask[None, None]
-    if getattr(model.config, "layer_types", None) is not None and "sliding_attention" in model.config.layer_types:
-        shaped = {"full_attention": shaped, "sliding_attention": shaped}
-    cache = DynamicCache()
+def read(model: PreTrainedModel, tokens: list[int], cache: RetainedCache | None = None) -> tuple[Tensor, RetainedCache]:
+    """One forward with the defaults of transformers: no positions, no mask."""
+    cache = RetainedCache(model.config.get_text_config(decoder=True)) if cache is None else cache
     with torch.no_grad():
-        logits = model(
-            input_ids=torch.tensor([tokens]), position_ids=torch.tensor([positions]), attention_mask=shaped,
-            past_key_values=cache, use_cache=True,
-        ).logits
-    return logits[:, -len(QUERY) :], cache, ~torch.tensor(hidden)
+        return model(input_ids=torch.tensor([tokens]), past_key_values=cache, use_cache=True).logits, cache
 
 
 def injected(
     model: PreTrainedModel, chunks: Chunks, change: Callable[[Chunk], Chunk] = as_it_is,
-) -> tuple[Tensor, DynamicCache]:
+) -> tuple[Tensor, RetainedCache]:
     rotary = recognise(model)
     total = len(SYSTEM) + sum(len(chunk) - hidden for chunk, hidden in chunks) + len(QUERY)
-    made = [change(computed(model, chunk, hidden, rotary)) for chunk, hidden in chunks]
-    cache = spliced(prefilled(model, SYSTEM), made, frequencies_at(model, rotary, total))
-    past = plain_layers(cache)[0].keys.shape[-2]
-    with torch.no_grad():
-        logits = model(
-            input_ids=torch.tensor([QUERY]), past_key_values=cache, use_cache=True,
-            position_ids=torch.arange(past, past + len(QUERY))[None],
-            attention_mask=torch.ones(1, past + len(QUERY), dtype=torch.long),
-        ).logits
-    return logits, cache
+    made = [change(computed(model, chunk, rotary, hidden)) for chunk, hidden in chunks]
+    _, cache = read(model, SYSTEM)
+    splice(cache, made, frequencies_at(model, rotary, total))
+    assert cache.get_seq_length() == total - len(QUERY)
+    return read(model, QUERY, cache)
+
+
+def gap(logits: Tensor, cache: RetainedCache, oracle: Oracle) -> float:
+    """The largest relative difference over the logits and every layer's keys and values."""
+    pairs = [(logits, oracle.logits)]
+    for found, expected in zip(cache.layers, plain_layers(oracle.cache), strict=True):
+        slots = oracle.own if found.is_sliding else oracle.visible  # the window is longer than the session
+        pairs += [(found.keys, expected.keys[:, :, slots]), (found.values, expected.values[:, :, slots])]
+    return max(relative(a.float(), b.float()) for a, b in pairs)
 
 
 def distance(model: PreTrainedModel, chunks: Chunks, change: Callable[[Chunk], Chunk] = as_it_is) -> float:
-    """The largest relative difference over the logits and every layer's keys and values."""
-    wanted, whole, visible = block_masked(model, chunks)
-    logits, cache = injected(model, chunks, change)
-    pairs = [(logits, wanted)]
-    for found, expected in zip(plain_layers(cache), plain_layers(whole), strict=True):
-        pairs += [(found.keys, expected.keys[:, :, visible]), (found.values, expected.values[:, :, visible])]
-    return max(relative(a.float(), b.float()) for a, b in pairs)
+    window = WINDOW if "sliding_attention" in (getattr(model.config, "layer_types", None) or ()) else None
+    return gap(*injected(model, chunks, change), block_masked(model, SYSTEM, chunks, QUERY, window=window))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -118,44 +83,37 @@ def test_every_rotation_equals_the_block_mask(family: str, rotation: str) -> Non
 
 
 def test_a_chunk_is_rebased_where_the_session_outgrows_the_first_range() -> None:
-    """longrope: the chunk is archived under the short frequencies, the session of 70 tokens reads the long ones."""
+    """longrope: the chunk is archived under the short frequencies, the session of 105 tokens reads the long ones."""
     model = build("Llama", rope_parameters=dict(ROTATIONS["longrope"]))
-    chunks = [(ids(60, 6), 0), (ids(40, 7), 0)]
+    chunks = [ids(60, 6), ids(40, 7)]
     rotary = recognise(model)
-    made = [computed(model, chunk, 0, rotary) for chunk, _ in chunks]
-    fresh = plain_layers(prefilled(model, SYSTEM + chunks[0][0] + chunks[1][0]))[0].keys  # now in the long range
-    distances = [
-        relative(plain_layers(spliced(prefilled(model, SYSTEM), made, live))[0].keys[:, :, 5:], fresh[:, :, 5:])
-        for live in (frequencies_at(model, rotary, 105), rotary)
-    ]
-    assert distances[0] < BOUND
-    assert distances[1] > 0.1
+    made = [computed(model, chunk, rotary) for chunk in chunks]
+    fresh = plain_layers(prefilled(model, SYSTEM + chunks[0] + chunks[1]))[0].keys  # now in the long range
+
+    def error(live: Rotary) -> float:
+        _, cache = read(model, SYSTEM)
+        splice(cache, made, live)
+        keys = cache.layers[0].keys
+        assert keys is not None
+        return relative(keys[:, :, 5:], fresh[:, :, 5:])
+
+    assert error(frequencies_at(model, rotary, 105)) < BOUND
+    assert error(rotary) > 0.1
 
 
-def test_bfloat16_stays_within_its_bound() -> None:
-    model = build("Llama", dtype=torch.bfloat16)
-    sharp = dict(build("Llama").named_buffers())["model.rotary_emb.inv_freq"]
-    model.get_submodule("model.rotary_emb").register_buffer("inv_freq", sharp, persistent=False)  # as from_pretrained
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "DeepseekV3"])
+def test_bfloat16_stays_within_its_bound(family: str) -> None:
+    model, sharp = build(family, dtype=torch.bfloat16), dict(build(family).named_buffers())
+    for name in [name for name in sharp if name.endswith("inv_freq")]:  # as from_pretrained keeps them
+        path, _, attribute = name.rpartition(".")
+        model.get_submodule(path).register_buffer(attribute, sharp[name], persistent=False)
     assert distance(model, CHUNKS) < BOUND_BF16
-    wanted, _, _ = block_masked(model, CHUNKS)
+    wanted = block_masked(model, SYSTEM, CHUNKS, QUERY).logits
     assert torch.equal(injected(model, CHUNKS)[0].argmax(-1), wanted.argmax(-1))
 
 
-def wrong_start(chunk: Chunk) -> Chunk:
-    """A shift of one token too many: the chunk's keys stand one position on already."""
-    moved = spliced(_single(chunk), [replace(chunk)], chunk.rotary)
-    n = chunk.visible
-    return replace(chunk, layers={
-        at: (layer.keys[0, :, 1 : n + chunk.hidden + 1], layer.values[0, :, 1 : n + chunk.hidden + 1])
-        for at, layer in enumerate(plain_layers(moved))
-    })
-
-
-def _single(chunk: Chunk) -> DynamicCache:
-    cache = DynamicCache()
-    for at, (keys, values) in chunk.layers.items():
-        cache.update(keys[None, :, :1], values[None, :, :1], at)
-    return cache
+def one_too_far(n: int, start: int, before: Tensor, after: Tensor) -> Tensor:
+    return angles_between(n, start + 1, before, after)
 
 
 def other_style(chunk: Chunk) -> Chunk:
@@ -166,11 +124,11 @@ def other_style(chunk: Chunk) -> Chunk:
 
 
 @pytest.mark.parametrize("family", ["Llama", "Glm", "DeepseekV2", "DeepseekV3"])
-@pytest.mark.parametrize("change", [wrong_start, other_style])
-def test_a_wrong_shift_or_style_fails_the_oracle(family: str, change: Callable[[Chunk], Chunk]) -> None:
-    chunks = [(ids(7, 3), 0), (ids(6, 5), 0)]
-    assert distance(build(family), chunks) < BOUND
-    assert distance(build(family), chunks, change) > 1000 * BOUND
+def test_a_wrong_shift_or_style_fails_the_oracle(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(family)
+    assert distance(model, CHUNKS, other_style) > 1000 * BOUND
+    monkeypatch.setattr(module, "angles_between", one_too_far)
+    assert distance(model, CHUNKS) > 1000 * BOUND
 
 
 @pytest.mark.parametrize("rotation", ["linear", "yarn", "llama3", "longrope"])
@@ -179,57 +137,53 @@ def test_frequencies_from_theta_alone_fail_the_oracle(rotation: str, monkeypatch
     plain = recognise(build("Llama", rope_parameters=dict(ROTATIONS["default"])))
     (name,) = plain.used()
     monkeypatch.setattr(
-        splice, "angles_between",
+        module, "angles_between",
         lambda n, start, before, after: (start * plain.frequencies[name].double()).expand(n, -1),
     )
     assert distance(model, CHUNKS) > 100 * BOUND
 
 
-def test_nothing_that_is_given_changes() -> None:
+def test_chunks_stay_as_they_are() -> None:
     model = build("Llama")
     rotary = recognise(model)
-    system, chunk = prefilled(model, SYSTEM), computed(model, CHUNKS[0][0], 0, rotary)
-    before = [(layer.keys.clone(), layer.values.clone()) for layer in plain_layers(system)]
+    chunk = computed(model, CHUNKS[0][0], rotary)
     stored = {at: (keys.clone(), values.clone()) for at, (keys, values) in chunk.layers.items()}
-    found = spliced(system, [chunk, chunk], rotary)
-    plain_layers(found)[0].keys.zero_()
-    assert all(torch.equal(layer.keys, keys) for layer, (keys, _) in zip(plain_layers(system), before, strict=True))
+    _, cache = read(model, SYSTEM)
+    splice(cache, [chunk, chunk], rotary)
+    for layer in cache.layers:
+        assert layer.keys is not None
+        layer.keys.zero_()
     assert all(torch.equal(chunk.layers[at][0], stored[at][0]) for at in stored)
 
 
-def test_a_chunk_of_other_layers_is_refused() -> None:
+def test_a_refused_splice_changes_nothing() -> None:
+    model = build("Gemma3Text")
+    rotary = recognise(model)
+    chunk = computed(model, CHUNKS[0][0], rotary)
+    assert sorted(chunk.layers) == [1]
+    local = replace(chunk, layers={0: chunk.layers[1]})
+    _, cache = read(model, SYSTEM)
+    before = [layer.keys for layer in cache.layers]
+    for wrong in (local, replace(chunk, layers={})):
+        with pytest.raises(SpecError, match=r"chunks\[1\] .* must hold layers among \[1\]"):
+            splice(cache, [chunk, wrong], rotary)
+    assert cache.get_seq_length() == len(SYSTEM)
+    assert all(layer.keys is keys for layer, keys in zip(cache.layers, before, strict=True))
+    with pytest.raises(SpecError, match="hidden"):
+        computed(model, [5, 6], rotary, 2)
+
+
+def test_several_rows_are_refused() -> None:
     model = build("Llama")
     rotary = recognise(model)
-    chunk = computed(model, CHUNKS[0][0], 0, rotary)
-    upper = replace(chunk, layers={1: chunk.layers[1]})
-    with pytest.raises(SpecError, match="must hold the 2 layers"):
-        spliced(prefilled(model, SYSTEM), [chunk, upper], rotary)
-    with pytest.raises(SpecError, match="hidden"):
-        computed(model, [5, 6], 2, rotary)
+    cache = RetainedCache(model.config)
+    with torch.no_grad():
+        model(input_ids=torch.tensor([SYSTEM, SYSTEM]), past_key_values=cache)
+    with pytest.raises(SpecError, match="must hold one row"):
+        splice(cache, [computed(model, CHUNKS[0][0], rotary)], rotary)
 
 
-@pytest.mark.parametrize("arm", ARMS)
-def test_a_codec_on_tensors_is_the_reference_s(arm: str) -> None:
-    generator = torch.Generator().manual_seed(4)
-    layers = {
-        at: (torch.randn(2, 12, 4, generator=generator), torch.randn(2, 12, 6, generator=generator)) for at in range(4)
-    }
-    layers[2][0][1] = 0.0
-    tensors = encode(layers, arm, 4)
-    for at, given in layers.items():
-        for name, x, found, scheme in zip(
-            "kv", given, decode(tensors, at, torch.float32), (ARMS[arm].keys, ARMS[arm].values), strict=True
-        ):
-            if f"{at}.{name}" in tensors:
-                assert torch.equal(found, x)
-                continue
-            part = x[:, ARMS[arm].first : 12 - ARMS[arm].last].double().numpy()
-            step = scale(part, SCHEMES[str(scheme)], 8)
-            assert tensors[f"{at}.{name}.q"].tolist() == codes(part, step, 8).tolist()
-            assert tensors[f"{at}.{name}.s"].double().numpy().tolist() == step.tolist()
-            assert (found - x).abs().max() <= 0.51 * step.max()
-
-
-def test_an_unknown_arm_is_refused() -> None:
-    with pytest.raises(SpecError, match="codec = 'int8'"):
-        encode({}, "int8", 1)
+def test_a_model_that_only_slides_is_refused() -> None:
+    model = build("Mistral", sliding_window=16)
+    with pytest.raises(SpecError, match="no full-attention layer"):
+        computed(model, SYSTEM, recognise(model))
