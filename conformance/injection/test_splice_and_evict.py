@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from conformance.injection.block_mask import Oracle, block_masked, ids
 from conformance.injection.models import build
-from conformance.injection.test_splice import BOUND, CHUNKS, QUERY, SYSTEM, read
+from conformance.injection.test_splice import BOUND, CHUNKS, QUERY, read
 from conformance.integration.families import relative
 from models_integration.archive.gaps import layer_masks
 from models_integration.archive.rope import plain_layers, recognise
