@@ -148,8 +148,9 @@ def _read_module(code: _Code, known: set[str], path: str, source: str) -> None:
 
 
 def _exported(line: ast.stmt) -> list[str]:
-    listed = isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "__all__"
-    return list(ast.literal_eval(line.value)) if listed else []
+    if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "__all__":
+        return list(ast.literal_eval(line.value))
+    return []
 
 
 def _functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef | ast.ClassDef]]:
