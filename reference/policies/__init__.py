@@ -12,6 +12,13 @@ from reference.policies.full_cache import full_cache
 from reference.policies.h2o import h2o, h2o_described
 from reference.policies.keydiff import keydiff
 from reference.policies.knorm import knorm
+from reference.policies.nestedkv import (
+    eviction_budget,
+    nestedkv,
+    nestedkv_without_adaptive,
+    nestedkv_without_both,
+    nestedkv_without_continuum,
+)
 from reference.policies.pyramidkv import pyramidkv, pyramidkv_described
 from reference.policies.retain import retain
 from reference.policies.rkv import rkv
@@ -21,6 +28,7 @@ from reference.policies.tova import tova
 
 __all__ = [
     "adakv", "advance", "caote", "chunkkv", "chunkkv_described", "crystalcache", "defensivekv", "epicache",
-    "expected_attention", "full_cache", "h2o", "h2o_described", "keydiff", "knorm", "pyramidkv",
+    "eviction_budget", "expected_attention", "full_cache", "h2o", "h2o_described", "keydiff", "knorm", "nestedkv",
+    "nestedkv_without_adaptive", "nestedkv_without_both", "nestedkv_without_continuum", "pyramidkv",
     "pyramidkv_described", "retain", "rkv", "snapkv", "start", "streaming_llm", "tova", "with_adaptive_budgets",
 ]
