@@ -15,7 +15,7 @@ from models_integration.architecture import describe
 from models_integration.cache import RetainedLayer
 from models_integration.capture import observing
 from models_integration.ragged import RaggedLayer
-from reference.policies import adakv, chunkkv, h2o, pyramidkv, rkv, snapkv, tova
+from reference.policies import adakv, chunkkv, h2o, nestedkv, pyramidkv, rkv, snapkv, tova
 from spec.budget import parse_budget
 from spec.policy import Policy
 
@@ -29,6 +29,7 @@ PUBLISHED: dict[str, Callable[[], Policy]] = {
     "pyramidkv": lambda: pyramidkv(W=8),
     "adakv": lambda: adakv(W=8),
     "chunkkv": lambda: chunkkv(c=5, W=8),
+    "nestedkv": nestedkv,
 }
 DECODING: dict[str, Callable[[], Policy]] = {"h2o": h2o, "tova": tova, "rkv": lambda: rkv(W=4, every=3)}
 

@@ -137,7 +137,7 @@ def test_a_full_budget_is_the_model_itself_bit_for_bit(family: str, name: str) -
     assert run.bytes_saved == 0
 
 
-@pytest.mark.parametrize("name", ["adakv", "snapkv", "pyramidkv", "chunkkv"])
+@pytest.mark.parametrize("name", ["nestedkv", "adakv", "snapkv", "pyramidkv", "chunkkv"])
 def test_a_quarter_of_the_bytes(name: str) -> None:
     model, n = build("llama"), 512
     run, cache = read_prompt(model, method(name, 0.25), n)

@@ -1,6 +1,7 @@
 """Bad input where layers and heads keep different tokens: named errors, before anything changes."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from models_integration import FullCache, Method, RetainedCache, prefill
 from models_integration.architecture import describe
 from models_integration.capture import observing
 from models_integration.ragged import compact
+from models_integration.snapshot import save_cache
 from reference.policies import h2o, with_adaptive_budgets
 from spec.budget import parse_budget
 from spec.errors import SpecError
@@ -122,6 +124,15 @@ def test_a_window_above_the_prompt_or_a_budget_below_it() -> None:
         model(input_ids=prompt(5))
     assert session.cache is not None
     assert session.cache.mean_length == 5
+
+
+@pytest.mark.parametrize("name", ["adakv", "chunkkv", "h2o"])
+def test_such_a_cache_is_not_saved(name: str, tmp_path: Path) -> None:
+    model = build("llama")
+    _, cache = read_prompt(model, method(name))
+    with pytest.raises(SpecError, match="one kept set for the model can"):
+        save_cache(cache, model, tmp_path / "saved")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("tokens", [1, -70])

@@ -25,7 +25,8 @@ Backend = Annotated[str, typer.Option(help="auto, numpy, numba, or 'module:ATTRI
 # Written out, as the table of policies would load torch before any help is shown.
 _POLICIES = (
     "crystalcache, streamingllm, fullcache, adakv, caote, chunkkv, chunkkv-described, defensivekv, expected-attention,"
-    " h2o, h2o-described, keydiff, knorm, pyramidkv, pyramidkv-described, rkv, snapkv, tova"
+    " h2o, h2o-described, keydiff, knorm, nestedkv, nestedkv-without-adaptive, nestedkv-without-continuum, pyramidkv,"
+    " pyramidkv-described, rkv, snapkv, tova"
 )
 
 
