@@ -1,7 +1,7 @@
 """Attention of one query over heads of different lengths on a CPU: which route is fastest.
 
 `python -m conformance.benchmarks.ragged` prints, for each shape, the time of every route over that of the first, the
-median over rounds in which the routes take turns.
+median over rounds in which the routes take turns; then what the pocket model's cache takes at a budget of 0.25.
 """
 
 import time
@@ -12,7 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-__all__ = ["ROUTES", "Heads", "compared"]
+from models_integration import Published
+from models_integration.cache import storage_bytes
+from models_integration.pocket import load_pocket
+from models_integration.tasks import draw_sample
+
+__all__ = ["ROUTES", "Heads", "compared", "stored"]
 
 H_KV, G, D = 8, 4, 128
 ROUNDS = 40
@@ -97,7 +102,22 @@ def compared(mean: int) -> dict[str, tuple[float, float]]:
     return {name: (median(times[name]) * 1000, ratios[name]) for name in ROUTES}
 
 
+def stored(name: str, n: int = 1024) -> tuple[float, float]:
+    """Bytes over a quarter of the full cache's, and what they would be if all heads had room for the fullest."""
+    model, tokenizer = load_pocket()
+    ids = draw_sample("needle", tokenizer, n, 0, 42).context_ids
+    with Published(name, 0.25)(model) as run, torch.no_grad():
+        model(input_ids=torch.tensor([ids]))
+    assert run.cache is not None
+    found = storage_bytes(run.cache.layers)
+    fullest = sum(layer.stored_length for layer in run.cache.full_layers) / len(run.cache.full_layers)
+    quarter = (found + run.bytes_saved) / 4
+    return found / quarter, found / quarter * fullest / run.cache.mean_length
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     for mean in (128, 512, 2048, 8192):
         print(mean, {name: f"{ms:.2f} ms, {ratio:.2f}" for name, (ms, ratio) in compared(mean).items()})
+    for name in ("nestedkv", "adakv", "snapkv", "pyramidkv"):
+        print(name, "{:.4f} of a quarter, {:.4f} padded".format(*stored(name)))
