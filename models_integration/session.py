@@ -19,12 +19,12 @@ from models_integration.decoding import Life
 from models_integration.generation import Call, guarded_generate
 from models_integration.inputs import check_forward, check_prompt, prompt_positions
 from models_integration.segments import ONE_FORWARD, OPEN, Segment
-from models_integration.steps import Step
+from models_integration.steps import Step, check_turn
 from models_integration.streams import Stream
 from spec.arrays import IntVector
 from spec.errors import SpecError
 from spec.records import CrystalRetention
-from spec.retention import Granularity, Retention
+from spec.retention import Retention
 
 if TYPE_CHECKING:
     from models_integration.methods import Method
@@ -159,6 +159,8 @@ class Session:
                 raise SpecError("past_key_values", type(cache).__name__, "must be the cache of the stream that is open")
             self._finish(segment)
         if life is not None and life.decode:
+            _check_known(cache)
+        if life is not None and cache.states.waiting and cache.states.steps != life.decode:
             _settle(cache, life)
         if self._method.policy.cadence.every is not None:
             self._decider = Step(self._method, self._architecture, cache)
@@ -182,7 +184,7 @@ class Session:
         later = filled if segment is None else segment.later
         defaults, known = {}, None if segment is None else segment.padding
         if later:
-            _check_turn(self._method, ids)
+            check_turn(self._method, ids)
             _check_rows(cache, ids)
             defaults, known = cache.step_inputs(ids.shape[1], ids.device), cache.padding.expand(len(ids))
         until = self._until(columns) if segment is None else segment.until
@@ -233,23 +235,17 @@ class Session:
         return None if self._stream is None else self._stream.joined(output)
 
     def _after_step(self, cache: RetainedCache, ids: Tensor) -> None:
-        """A token has been decoded: it waits, or it counts at once, and a breath or a decision may be due."""
+        """A token has been decoded: it waits, until a breath is due; a policy that decides in its steps does so now."""
         life, decider = self._method.life, self._decider
-        if life is not None and not life.decode:
-            cache.states = cache.states.wait(ids.detach().clone())
-        if decider is None and (life is None or not life.decode):
-            return
+        if life is not None:
+            cache.states = cache.states.wait(ids.detach().clone(), steps=life.decode)
         try:
             if decider is not None:
                 decider.finish()
-                return
-            assert life is not None
-            states = life.stepped(cache.states, ids, cache.observed_keys)
-            if not all(state.tail_ids for state in states.rows):
-                cache.compact([Retention.shared(state.stored, state.seen) for state in states.rows])
-            cache.states = states
+            if life is not None and life.due(cache.states):
+                _settle(cache, life)
         except BaseException:
-            cache.fail("a decode step failed")
+            cache.fail("a breath failed" if decider is None else "a policy failed in a step")
             raise
 
     def _abandon(self) -> None:
@@ -319,7 +315,7 @@ class Session:
             # One query is a decode step: its token waits.
             if life is not None and not segment.later:
                 cache.states = life.empty(segment.rows)
-            cache.states = cache.states.wait(segment.ids)
+            self._after_step(cache, segment.ids)
             return
         try:
             kept, timings = segment.finish()
@@ -349,25 +345,26 @@ def _check_rows(cache: RetainedCache, ids: Tensor) -> None:
         raise SpecError("input_ids", tuple(ids.shape), f"the cache has {rows} rows")
 
 
-def _settle(cache: RetainedCache, life: Life) -> None:
-    """The states know all that the cache has seen.
-
-    Raises:
-        SpecError: when they cannot.
-    """
+def _check_known(cache: RetainedCache) -> None:
     seen = cache.get_seq_length()
     if not cache.states.know(seen):
         raise SpecError(
             "past_key_values", f"{seen} tokens", "its states do not know all of them: some were read outside the "
             "context, under another policy, or under a backend without decode"
         )
-    cache.states = life.settled(cache.states, cache.observed_keys)
 
 
-def _check_turn(method: "Method", ids: Tensor) -> None:
-    if method.policy.granularity is not Granularity.MODEL:
-        reason = "keeps sets per layer or head, and reads a turn one token at a time only"
-        raise SpecError("input_ids", tuple(ids.shape), f"{method.policy.name} {reason}")
+def _settle(cache: RetainedCache, life: Life) -> None:
+    """The states know all that the cache has seen, and the cache stores what they do: a breath may have evicted.
+
+    Raises:
+        SpecError: when they cannot; nothing has changed.
+    """
+    _check_known(cache)
+    before, after = cache.states.rows, life.settled(cache.states, cache.observed_keys)
+    if any(new.live is not old.live for new, old in zip(after.rows, before, strict=True)):
+        cache.compact([Retention.shared(state.stored, state.seen) for state in after.rows])
+    cache.states = after
 
 
 class Prefilled(NamedTuple):

@@ -68,6 +68,7 @@ def save_cache(cache: RetainedCache, model: PreTrainedModel, path: Path) -> None
         tensors["waiting"] = torch.cat(cache.states.waiting, dim=1)
     manifest = {
         **_identity(model), "spec": SPEC_VERSION, "layers": layers, "states": states, "columns": cache.states.columns,
+        "steps": cache.states.steps,
     }
     publish(path, parts(manifest, tensors))
 
@@ -96,7 +97,7 @@ def load_cache(path: Path, model: PreTrainedModel) -> RetainedCache:
             layer.cumulative_length = numbers["seen"]
     rows = tuple(unpacked(numbers, _row(row, tensors)) for row, numbers in enumerate(manifest["states"]))
     waiting = (tensors["waiting"].to(model.device),) if "waiting" in tensors else ()
-    cache.states = RowStates(rows, manifest["columns"], waiting)
+    cache.states = RowStates(rows, manifest["columns"], waiting, manifest["steps"])
     return cache
 
 

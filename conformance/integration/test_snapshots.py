@@ -65,7 +65,7 @@ def same(a: RetainedCache, b: RetainedCache) -> None:
     for one, other in zip(a.full_layers, b.full_layers, strict=True):
         assert torch.equal(one.stored_positions(), other.stored_positions())
     assert all(same_bits(x, y) for x, y in zip(a.states.rows, b.states.rows, strict=True))
-    assert a.states.columns == b.states.columns
+    assert (a.states.columns, a.states.steps) == (b.states.columns, b.states.steps)
     assert a.states.ids() == b.states.ids()
 
 
@@ -109,7 +109,8 @@ def test_padded_rows_and_waiting_tokens_are_saved_too(decode: bool, tmp_path: Pa
         for token in torch.split(tokens(3, rows=3), 1, dim=1):
             at_once(model, token, cache)
     assert bool((cache.full_layers[0].stored_positions() == EMPTY).any())
-    assert cache.states.waiting_tokens == (0 if decode else 3)
+    assert cache.states.waiting_tokens == 3
+    assert cache.states.steps == decode
     save_cache(cache, model, tmp_path / "cache")
     again = load_cache(tmp_path / "cache", model)
     same(again, cache)
