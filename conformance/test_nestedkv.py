@@ -380,7 +380,8 @@ def test_a_backend_without_the_family_is_named() -> None:
 
 @pytest.mark.usefixtures("reference_items")
 def test_a_policy_takes_its_score_from_a_backend() -> None:
-    """Numba's kept sets are those of its own scores; it says so by name."""
+    """Numba's kept sets are those of its own scores."""
+    pytest.importorskip("numba", reason="pip install 'kvspec[numba]'")
     inputs = drawn(3, 40, L=1, heads=(2, 1))
     view = inputs.layers[0]
     rows = resolve("numba").require_nestedkv().anomaly_score(view.k, NESTEDKV)
