@@ -26,6 +26,7 @@ __all__ = [
     "crystallization_radius",
     "decay_radius",
     "gamma",
+    "interval_radius",
     "key_norm_error",
     "list_is_realisable",
     "nestedkv_radius",
@@ -33,6 +34,7 @@ __all__ = [
     "salience_radius",
     "scores_agree",
     "settled_radius",
+    "turn_radius",
 ]
 
 UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24}
@@ -68,6 +70,7 @@ BOUNDS: dict[tuple[str, str], Bound] = {
     ("CC-SEGMENT", "float64"): Bound(
         4096, "S1 exact by the choice of inputs; then CC-IMPACT, CC-TRUNK-WEIGHT and CC-SEGMENT-D"
     ),
+    ("IN-POWER", "float64"): Bound(2**20, "logarithms of factorials of a thousand lose ten bits, their sums as many"),
     ("CC-DISSOLVE-D", "float64"): Bound(0, "one quotient, correctly rounded, and one product: the same bits"),
 }
 
@@ -111,6 +114,20 @@ def scores_agree(got: Sequence[float] | Vector, want: Sequence[float | None]) ->
     with np.errstate(invalid="ignore"):
         near = np.abs(a - b) <= SCORE_UNITS * UNIT_ROUNDOFF["float64"] * scale
     return a.shape == b.shape and bool((near | (a == b) | (np.isnan(a) & np.isnan(b))).all())
+
+
+def turn_radius(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Radius of a rotated channel: cosine and sine within 1 ulp, two products and a sum, on both sides; 16 u in all.
+
+    Relative to the token's norm, which is at least that of the pair.
+    """
+    radius: np.ndarray[Any, Any] = 16 * UNIT_ROUNDOFF["float64"] * np.sqrt((x * x).sum(-1, keepdims=True))
+    return radius
+
+
+def interval_radius(terms: int) -> float:
+    """Radius of an end of an interval inside [-1, 1]: sums of that many terms, a root and a quotient; both sides."""
+    return 2 * gamma(terms + 64, "float64")
 
 
 def gamma(terms: float, precision: str) -> float:

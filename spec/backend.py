@@ -55,7 +55,7 @@ class CrystalStages(Protocol):
         ...
 
     def graph(self, coattention: CoAttention, trunks: Trunks, parameters: CrystalCacheParameters, /) -> TrunkGraph:
-        """S4."""
+        """S4 of a prompt: every edge lies inside the trunks. A later segment's goes through `BreathStages`."""
         ...
 
     def score(

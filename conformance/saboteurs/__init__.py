@@ -10,6 +10,7 @@ from conformance.saboteurs import (
     activation,
     decode,
     essay,
+    injection,
     nestedkv,
     policies,
     policy_parts,
@@ -21,6 +22,7 @@ from conformance.saboteurs import (
     s5,
     s6,
     s6_protection,
+    statistics,
     whole,
 )
 from conformance.saboteurs.install import private_reference
@@ -31,8 +33,8 @@ __all__ = ["SABOTEURS"]
 
 SABOTEURS = REGISTRY
 STAGES = (
-    s1, s1_selection, s2, s3, s4, s5, s6, s6_protection, whole, activation, decode, essay, nestedkv, policies,
-    policy_parts,
+    s1, s1_selection, s2, s3, s4, s5, s6, s6_protection, whole, activation, decode, essay, policies, policy_parts,
+    injection, statistics, nestedkv,
 )
 
 

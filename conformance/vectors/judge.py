@@ -167,6 +167,19 @@ def relative(item: str, names: Sequence[str]) -> Bounded:
 
 
 STATE_FLOATS = ("impact", "trunk_impact", "D", "weights", "mu", "sigma")
+def turned(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
+    yield from within("turned", found["turned"], want["turned"], compare.turn_radius(floats(i["x"])))
+
+
+def interval(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
+    terms = len(i["drawn"][0]) * len(i["differences"]) if "drawn" in i else 1
+    yield from within("interval", found["interval"], want["interval"], compare.interval_radius(terms))
+
+
+def power(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
+    if not compare.close("IN-POWER", [found["power"]], [want["power"]]):
+        yield f"power is {found['power']}, not {want['power']}"
+
 
 BOUNDED: dict[str, Bounded] = {
     "CC-ATTENTION": attention, "CC-SALIENCE": salience, "CC-MEAN-SALIENCE": mean_salience,
@@ -180,4 +193,6 @@ BOUNDED: dict[str, Bounded] = {
     "CC-TAIL-TRUNKS": relative("CC-STEP", STATE_FLOATS), "CC-REEVICT": relative("CC-STEP", STATE_FLOATS),
     "CC-BREATH": relative("CC-STEP", STATE_FLOATS), "decode_step": relative("CC-STEP", STATE_FLOATS),
     "extend": relative("CC-SEGMENT", [*STATE_FLOATS, "inverse_norms"]),
+    "IN-HALF-SPLIT": turned, "IN-INTERLEAVED": turned, "IN-WILSON": interval, "IN-BOOTSTRAP": interval,
+    "IN-CLUSTER-BOOTSTRAP": interval, "IN-POWER": power,
 }

@@ -1,11 +1,13 @@
 """The same operations on what is judged: the reference's functions for items, a backend's stages for stages."""
 
 from collections.abc import Mapping
+from functools import partial
 
 import numpy as np
 
 from conformance.strategies.attention import AttentionInputs
 from conformance.strategies.prompts import Prompt
+from conformance.vectors import subject_injection
 from conformance.vectors.arrays import Item, Stage, flags, floats, integers, named
 from conformance.vectors.case import Json
 from conformance.vectors.nestedkv_subject import NESTEDKV_ITEMS, NESTEDKV_STAGES
@@ -155,8 +157,8 @@ ITEMS: dict[str, Item] = {
     "CC-COVERAGE": covered,
     **DECODE_ITEMS,
     **{
-        item: lambda i, p, run=run: run(i)  # type: ignore[misc]
-        for item, run in {**POLICY_ITEMS, **NESTEDKV_ITEMS}.items()
+        name: partial(lambda of, i, p: of(i), of)
+        for name, of in {**POLICY_ITEMS, **NESTEDKV_ITEMS, **subject_injection.ITEMS}.items()
     },
 }
 

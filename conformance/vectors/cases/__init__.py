@@ -11,6 +11,7 @@ from conformance.vectors.cases import (
     essay,
     graph,
     impact,
+    injection,
     nestedkv,
     policies,
     prefill,
@@ -29,8 +30,9 @@ STAGES: dict[str, Sequence[Group]] = {
     "score": score.GROUPS,
     "dissolution": dissolution.GROUPS,
     "prefill": prefill.GROUPS,
-    "essay": essay.GROUPS,
     "breath": breath.GROUPS,
+    "essay": essay.GROUPS,
+    "injection": injection.GROUPS,
     "policies": policies.GROUPS,
     "nestedkv": nestedkv.GROUPS,
 }
