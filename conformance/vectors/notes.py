@@ -167,5 +167,5 @@ NOTES: dict[str, tuple[str, str]] = {
         "READING", "A trunk that touches the sink or the window is protected as a whole; intervals are half open.",
     ),
     "WindowOfFive": ("BOUNDARY", "Five tokens on each side of an interface, fewer where a side is shorter."),
-    "ZeroRange": ("BOUNDARY", "Values without range, or a mean without direction, give zeros, no enlarged rounding."),
+    "ZeroRange": ("BOUNDARY", "Values without range, or a mean without direction, give zeros, not enlarged noise."),
 }
