@@ -50,7 +50,8 @@ class RetainedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # the base'
     @property
     def uniform(self) -> bool:
         """Whether all rows store the same positions, and have no padding among what they have seen."""
-        return self.rows.shared and int(self.next_positions(1)[0, 0]) == self.stored_length + self.evicted
+        rows = self.rows
+        return rows.shared and int(rows.marks[0]) - rows.kept.shape[1] == self.evicted
 
     def next_positions(self, tokens: int) -> Tensor:
         """Positions of the next tokens in each row, (rows, tokens); one row where all rows agree."""

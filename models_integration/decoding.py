@@ -56,8 +56,14 @@ class Life:
             scaling=view.scaling, softcap=view.softcap,
         )
 
+    def due(self, states: RowStates) -> bool:
+        """Whether the newest of the tokens that wait is a step that ends in a breath."""
+        return self.decode and (states.rows[0].step + states.waiting_tokens) % self.parameters.T_breath == 0
+
     def settled(self, states: RowStates, keys: Tensor) -> RowStates:
-        """No token waits any more: all are in the tails. They were read without decode, so nothing has decayed.
+        """No token waits any more: each has joined its row's tail, by a decode step if it was read as one.
+
+        Until a breath or a segment is due nobody asks for a state, and keys stay on their device.
 
         Args:
             states: what is known.
@@ -68,21 +74,14 @@ class Life:
             return states
         rows = []
         for row, (state, ids) in enumerate(zip(states.rows, states.ids(), strict=True)):
+            state = replace(state, budget=self.budget)
             for token, norm in zip(ids, self._norms(keys[row, :, -n:]).tolist(), strict=True):
-                state = append(state, token, norm)
+                if states.steps:
+                    state = decode_step(state, token, norm, self.sentence_ends, self.parameters, self.engine)
+                else:
+                    state = append(state, token, norm)
             rows.append(state)
         return RowStates(tuple(rows), states.columns + n)
-
-    def stepped(self, states: RowStates, ids: Tensor, keys: Tensor) -> RowStates:
-        """After a forward of one token in each row, ids (rows, 1), whose keys are the last."""
-        rows = tuple(
-            decode_step(
-                replace(state, budget=self.budget) if state.budget != self.budget else state, token,
-                float(self._norms(keys[row, :, -1:])[0]), self.sentence_ends, self.parameters, self.engine,
-            )
-            for row, (state, token) in enumerate(zip(states.rows, ids[:, 0].tolist(), strict=True))
-        )
-        return RowStates(rows, states.columns + 1)
 
     def _norms(self, keys: Tensor) -> Float64[Vector, " n"]:
         takes = self.engine.takes

@@ -158,6 +158,8 @@ class Session:
                 raise SpecError("past_key_values", type(cache).__name__, "must be the cache of the stream that is open")
             self._finish(segment)
         if life is not None and life.decode:
+            _check_known(cache)
+        if life is not None and cache.states.waiting and cache.states.steps != life.decode:
             _settle(cache, life)
         self._step = ids
 
@@ -228,21 +230,17 @@ class Session:
         return None if self._stream is None else self._stream.joined(output)
 
     def _after_step(self, cache: RetainedCache, ids: Tensor) -> None:
-        """A token has been decoded: it waits, or it counts at once, and a breath may be due."""
+        """A token has been decoded: it waits, until a breath is due."""
         life = self._method.life
         if life is None:
             return
-        if not life.decode:
-            cache.states = cache.states.wait(ids.detach().clone())
-            return
-        try:
-            states = life.stepped(cache.states, ids, cache.observed_keys)
-            if not all(state.tail_ids for state in states.rows):
-                cache.compact([Retention.shared(state.stored, state.seen) for state in states.rows])
-            cache.states = states
-        except BaseException:
-            cache.fail("a decode step failed")
-            raise
+        cache.states = cache.states.wait(ids.detach().clone(), steps=life.decode)
+        if life.due(cache.states):
+            try:
+                _settle(cache, life)
+            except BaseException:
+                cache.fail("a breath failed")
+                raise
 
     def _abandon(self) -> None:
         """Close a forward that did not come to its end; some layers have its tokens and others do not."""
@@ -311,7 +309,7 @@ class Session:
             # One query is a decode step: its token waits.
             if life is not None and not segment.later:
                 cache.states = life.empty(segment.rows)
-            cache.states = cache.states.wait(segment.ids)
+            self._after_step(cache, segment.ids)
             return
         try:
             kept, timings = segment.finish()
@@ -341,19 +339,26 @@ def _check_rows(cache: RetainedCache, ids: Tensor) -> None:
         raise SpecError("input_ids", tuple(ids.shape), f"the cache has {rows} rows")
 
 
-def _settle(cache: RetainedCache, life: Life) -> None:
-    """The states know all that the cache has seen.
-
-    Raises:
-        SpecError: when they cannot.
-    """
+def _check_known(cache: RetainedCache) -> None:
     seen = cache.get_seq_length()
     if not cache.states.know(seen):
         raise SpecError(
             "past_key_values", f"{seen} tokens", "its states do not know all of them: some were read outside the "
             "context, under another policy, or under a backend without decode"
         )
-    cache.states = life.settled(cache.states, cache.observed_keys)
+
+
+def _settle(cache: RetainedCache, life: Life) -> None:
+    """The states know all that the cache has seen, and the cache stores what they do: a breath may have evicted.
+
+    Raises:
+        SpecError: when they cannot; nothing has changed.
+    """
+    _check_known(cache)
+    before, after = cache.states.rows, life.settled(cache.states, cache.observed_keys)
+    if any(new.live is not old.live for new, old in zip(after.rows, before, strict=True)):
+        cache.compact([Retention.shared(state.stored, state.seen) for state in after.rows])
+    cache.states = after
 
 
 class Prefilled(NamedTuple):

@@ -18,11 +18,13 @@ class RowStates:
         rows: one state per row; none where no policy has made any.
         columns: columns that the cache had seen by then, padding included.
         waiting: ids (rows, n) of the tokens read since, in order: they join the tails when a state is asked for.
+        steps: whether each of them is a step of decode, after which D decays.
     """
 
     rows: tuple[DecodeState, ...] = ()
     columns: int = 0
     waiting: tuple[Tensor, ...] = ()
+    steps: bool = False
 
     @property
     def waiting_tokens(self) -> int:
@@ -33,16 +35,16 @@ class RowStates:
         """Whether these states are about all `columns` that a cache has seen."""
         return bool(self.rows) and self.columns + self.waiting_tokens == columns
 
-    def wait(self, ids: Tensor) -> "RowStates":
+    def wait(self, ids: Tensor, *, steps: bool) -> "RowStates":
         """These tokens (rows, n) have been read, and nobody has looked at them yet."""
-        return replace(self, waiting=(*self.waiting, ids)) if self.rows else self
+        return RowStates(self.rows, self.columns, (*self.waiting, ids), steps) if self.rows else self
 
     def select(self, indices: Tensor) -> "RowStates":
         """The same for other rows of the batch, by index."""
         if not self.rows:
             return self
         waiting = tuple(ids[indices.to(ids.device)] for ids in self._joined())
-        return RowStates(tuple(self.rows[row] for row in indices.tolist()), self.columns, waiting)
+        return RowStates(tuple(self.rows[row] for row in indices.tolist()), self.columns, waiting, self.steps)
 
     def crop(self, tokens: int) -> "RowStates":
         """Without the last tokens: nothing is known where a state has gone beyond them already."""

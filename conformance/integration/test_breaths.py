@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,8 +16,10 @@ from conformance.integration.test_turns import same_state
 from models_integration import CrystalCache, RetainedCache
 from reference.crystalcache import decode_step, empty_state, extend
 from reference.crystalcache.activation import inverse_key_norms
+from reference.crystalcache.breath import decay
 from spec.backend import Backend, resolve
 from spec.budget import parse_budget
+from spec.decode import DecodeState
 from spec.errors import BackendUnavailable, SpecError
 from spec.parameters import TINY
 
@@ -27,6 +30,14 @@ families = pytest.mark.parametrize("family", FAMILIES)
 
 def breathing(budget: float | int = 0.5, **options: Any) -> CrystalCache:
     return CrystalCache(budget, ENDS, SHORT, backend="numpy", **{"decode": True, **options})
+
+
+def now(cache: RetainedCache) -> tuple[DecodeState, ...]:
+    """The states, with the tokens that still wait."""
+    life = breathing().life
+    assert life is not None
+    settled = life.settled(cache.states, cache.observed_keys).rows
+    return tuple(replace(new, budget=old.budget) for new, old in zip(settled, cache.states.rows, strict=True))
 
 
 def tokens(n: int, rows: int = 1) -> Tensor:
@@ -69,7 +80,7 @@ def test_the_states_are_those_of_the_reference() -> None:
             else:
                 k = observed.stored(expected.stored, seen)
                 expected = extend(expected, seen.q, k, numbers, ENDS, SHORT)
-            (state,) = cache.states.rows
+            (state,) = now(cache)
             same_state(state, expected)
             assert cache.stored_positions().tolist() == expected.stored.tolist()
     assert expected.step == 3 * T + 3
@@ -120,8 +131,8 @@ def test_rows_of_a_batch_breathe_as_they_do_alone(family: str) -> None:
             ], dim=1)
         assert cache.stored_positions(row).tolist() == single.stored_positions().tolist()
         assert relative(found[row], expected[0]) < 1e-5
-        (alone,) = single.states.rows
-        assert cache.states.rows[row].stored.tolist() == alone.stored.tolist()
+        (alone,) = now(single)
+        assert now(cache)[row].stored.tolist() == alone.stored.tolist()
     assert len({len(cache.stored_positions(row)) for row in range(3)}) > 1
 
 
@@ -149,7 +160,7 @@ def test_beams_keep_their_states(monkeypatch: pytest.MonkeyPatch) -> None:
     stored = run.cache.full_layers[0].values
     assert isinstance(stored, Tensor)
     tails = set()
-    for row, state in enumerate(run.cache.states.rows):
+    for row, state in enumerate(now(run.cache)):
         assert state.step == 2 * T - 2
         assert run.cache.stored_positions(row).tolist() == state.stored.tolist()
         n = len(state.tail_ids)
@@ -188,26 +199,45 @@ def test_a_cache_that_grew_outside_the_context_is_refused_by_name() -> None:
     assert cache.get_seq_length() == N + 4
 
 
-def test_tokens_can_be_taken_back_while_they_wait() -> None:
-    """Without decode, steps wait: a state goes on from what is left. With decode, it has gone beyond them."""
-    model = build("llama")
-    for decode in (False, True):
-        caches = []
-        for extra in (0, 3):
-            cache = RetainedCache(model.config)
-            with breathing(decode=decode)(model):
-                at_once(model, prompt(N), cache)
-                for token in torch.split(tokens(2 + extra), 1, dim=1):
-                    at_once(model, token, cache)
-                if extra:
-                    cache.crop(-extra)
-                if decode and extra:
-                    with pytest.raises(SpecError, match="do not know all of them"):
-                        at_once(model, prompt(5, seed=1), cache)
-                    continue
-                at_once(model, prompt(5, seed=1), cache)
+@pytest.mark.parametrize("decode", [False, True])
+def test_tokens_can_be_taken_back_until_a_breath(decode: bool) -> None:
+    """A state goes on from what is left; once it has gone beyond a token, it is forgotten with it."""
+    model, caches = build("llama"), []
+    for extra in (0, 3):
+        cache = RetainedCache(model.config)
+        with breathing(decode=decode)(model):
+            at_once(model, prompt(N), cache)
+            for token in torch.split(tokens(2 + extra), 1, dim=1):
+                at_once(model, token, cache)
+            cache.crop(-extra)
+            at_once(model, prompt(5, seed=1), cache)
             caches.append(cache.stored_positions().tolist())
-        assert decode or caches[0] == caches[1]
+            at_once(model, tokens(1), cache)
+            cache.crop(-2)
+            with pytest.raises(SpecError, match="do not know all of them"):
+                at_once(model, prompt(5, seed=1), cache)
+    assert caches[0] == caches[1]
+
+
+def test_steps_read_without_decode_do_not_fade() -> None:
+    """One cache, one session without decode and one with it: D decays for the tokens of the second alone."""
+    model, cache = build("llama"), RetainedCache(build("llama").config)
+    with breathing(decode=False)(model):
+        at_once(model, prompt(N), cache)
+        (start,) = cache.states.rows
+        for token in torch.split(tokens(2), 1, dim=1):
+            at_once(model, token, cache)
+        assert np.array_equal(now(cache)[0].D, start.D)
+    with breathing()(model):
+        at_once(model, tokens(1), cache)
+    expected = decay(start.D, start.live.trunk_impact, SHORT)
+    assert np.array_equal(now(cache)[0].D, expected)
+    assert now(cache)[0].step == 3
+    with breathing()(model):
+        for token in torch.split(tokens(T - 3), 1, dim=1):
+            at_once(model, token, cache)
+    assert cache.states.rows[0].step == T
+    assert cache.states.rows[0].tail_ids == ()
 
 
 def test_a_backend_without_decode_is_refused_when_it_is_asked_for() -> None:
@@ -222,7 +252,7 @@ def test_a_backend_without_decode_is_refused_when_it_is_asked_for() -> None:
             at_once(model, tokens(5), cache)
 
 
-def test_a_step_that_fails_leaves_no_usable_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_breath_that_fails_leaves_no_usable_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     model, cache = build("llama"), RetainedCache(build("llama").config)
 
     def fail(*_: object) -> None:
@@ -230,8 +260,10 @@ def test_a_step_that_fails_leaves_no_usable_cache(monkeypatch: pytest.MonkeyPatc
 
     with breathing()(model):
         at_once(model, prompt(N), cache)
+        for token in torch.split(tokens(T - 1), 1, dim=1):
+            at_once(model, token, cache)
         monkeypatch.setattr("models_integration.decoding.decode_step", fail)
         with pytest.raises(MemoryError):
             at_once(model, tokens(1), cache)
-    with pytest.raises(SpecError, match="a decode step failed"):
+    with pytest.raises(SpecError, match="a breath failed"):
         cache.get_seq_length()

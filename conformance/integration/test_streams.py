@@ -11,6 +11,7 @@ from conformance.benchmarks.stream import streamed
 from conformance.integration.families import ENDS, FAMILIES, at_once, build, greedy, prompt, relative
 from conformance.integration.lives import Beside
 from conformance.integration.observed import Observed
+from conformance.integration.test_breaths import now
 from conformance.integration.test_turns import same_state
 from models_integration import CrystalCache, RetainedCache
 from reference.crystalcache import empty_state, extend
@@ -117,7 +118,7 @@ def test_generated_tokens_are_steps_where_decode_is_on() -> None:
     model, cache = build("llama"), RetainedCache(build("llama").config)
     with streaming(decode=True)(model):
         greedy(model, prompt(N), 20, past_key_values=cache)
-    (state,) = cache.states.rows
+    (state,) = now(cache)
     assert (state.seen, state.step, len(state.tail_ids)) == (N + 19, 19, 3)
     assert cache.stored_length <= BUDGET + 3
     assert cache.stored_positions().tolist() == state.stored.tolist()
@@ -128,7 +129,7 @@ def test_a_first_token_alone_may_be_followed_by_steps() -> None:
     with streaming(decode=True)(model):
         for token in torch.split(prompt(12), 1, dim=1):
             at_once(model, token, cache)
-    (state,) = cache.states.rows
+    (state,) = now(cache)
     assert (state.seen, state.step, len(state.tail_ids)) == (12, 12, 4)
 
 
