@@ -28,7 +28,8 @@ from spec.parameters import CrystalCacheParameters
 
 SCHEMA = json.loads((store.HOME / "schema.json").read_text(encoding="utf-8"))
 PAGES = [
-    path.read_text(encoding="utf-8") for pattern in ("crystalcache*.md", "policies.md")
+    path.read_text(encoding="utf-8")
+    for pattern in ("crystalcache*.md", "policies.md", "diversity.md", "triattention.md")
     for path in store.HOME.parent.glob(pattern)
 ]
 
@@ -132,7 +133,7 @@ def test_every_item_has_a_vector_and_every_flag_a_use() -> None:
     assert OPERATIONS.keys() == ITEMS.keys() | STAGE_RUNS.keys()
 
 
-@pytest.mark.parametrize("module", ["brute_force", "expected", "case", "policy_oracles"])
+@pytest.mark.parametrize("module", ["brute_force", "expected", "case", "policy_oracles", "diversity_oracles"])
 def test_expected_values_share_nothing_with_what_they_judge(module: str) -> None:
     text = (Path(store.__file__).with_name(f"{module}.py")).read_text(encoding="utf-8")
     imported = re.findall(r"^(?:from|import) ([a-z_]+)", text, re.MULTILINE)

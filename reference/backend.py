@@ -16,7 +16,8 @@ from reference.crystalcache.resonance import resonance
 from reference.crystalcache.segments import segment_crystallization, segment_graph
 from reference.crystalcache.tiers import dissolve_in_tiers
 from reference.crystalcache.trunks import trunk_offsets
-from spec.arrays import BoolVector, IntVector, Vector
+from reference.diversity import diverse
+from spec.arrays import BoolVector, IntVector, Matrix, Vector
 from spec.backend import Backend
 from spec.decode import LiveTrunks, TrunkWeights
 from spec.parameters import CrystalCacheParameters
@@ -115,4 +116,11 @@ class _BreathStages:
         return segment_crystallization(degree, old, parameters)
 
 
-BACKEND = Backend("numpy", crystal=_CrystalStages(), breath=_BreathStages())
+class _DiversityStages:
+    """Algorithm 1 by its definition."""
+
+    def diverse(self, s: Vector, V: Matrix, retained: BoolVector, k: int, lam: float, /) -> IntVector:
+        return diverse(s, V, retained, k, lam)
+
+
+BACKEND = Backend("numpy", crystal=_CrystalStages(), breath=_BreathStages(), diversity=_DiversityStages())

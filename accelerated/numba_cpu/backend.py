@@ -9,6 +9,7 @@ from accelerated.numba_cpu.coattention import coattention
 from accelerated.numba_cpu.coverage import backfill, coverage_reserve
 from accelerated.numba_cpu.crystallization import crystallization
 from accelerated.numba_cpu.dissolution import dissolve
+from accelerated.numba_cpu.diversity import diverse
 from accelerated.numba_cpu.graph import trunk_graph
 from accelerated.numba_cpu.hebbian import hebbian
 from accelerated.numba_cpu.impact import impact, impact_of_counts, trunk_impact, unit_trunk_impact
@@ -17,13 +18,13 @@ from accelerated.numba_cpu.score import score
 from accelerated.numba_cpu.segments import segment_crystallization, segment_graph
 from accelerated.numba_cpu.tiers import dissolve_in_tiers
 from accelerated.numba_cpu.trunks import trunk_offsets
-from spec.arrays import BoolVector, IntVector, Vector
+from spec.arrays import BoolVector, IntVector, Matrix, Vector
 from spec.backend import Backend
 from spec.decode import LiveTrunks, TrunkWeights
 from spec.parameters import CrystalCacheParameters
 from spec.policy import DeviceArray
 from spec.records import CoAttention, Dissolution, TrunkGraph, Trunks
-from spec.validate import check_attention_inputs, check_keys, check_lse
+from spec.validate import check_attention_inputs, check_diversity, check_keys, check_lse
 
 __all__ = ["BACKEND"]
 
@@ -120,4 +121,12 @@ class _BreathStages:
         return segment_crystallization(degree, old, parameters)
 
 
-BACKEND = Backend("numba", crystal=_CrystalStages(), breath=_BreathStages())
+class _DiversityStages:
+    """Lazy greedy."""
+
+    def diverse(self, s: Vector, V: Matrix, retained: BoolVector, k: int, lam: float, /) -> IntVector:
+        check_diversity(s, V, retained, k, lam)
+        return diverse(s, V, retained, k, float(lam))
+
+
+BACKEND = Backend("numba", crystal=_CrystalStages(), breath=_BreathStages(), diversity=_DiversityStages())

@@ -110,5 +110,13 @@ class _BreathOnHost:
         return inverse_key_norms(k)
 
 
-BACKEND = Backend("triton", crystal=_HostAfterAttention(), breath=_BreathOnHost(), takes=takes)
-ON_DEVICE = Backend("triton-on-device", crystal=_OnDevice(), breath=_BreathOnHost(), takes=takes)
+# Set-conditioned selection is on the host: each pick depends on all before it, so that a device would wait for a launch
+# and a reduction over all tokens k times, where lazy greedy looks at a few tokens a pick. What it reads is the
+# signatures, one vector a token for the whole cache, and scorers give their scores on the host anyway.
+_DIVERSITY = NUMBA.require_diversity()
+BACKEND = Backend(
+    "triton", crystal=_HostAfterAttention(), breath=_BreathOnHost(), diversity=_DIVERSITY, takes=takes
+)
+ON_DEVICE = Backend(
+    "triton-on-device", crystal=_OnDevice(), breath=_BreathOnHost(), diversity=_DIVERSITY, takes=takes
+)

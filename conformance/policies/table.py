@@ -118,6 +118,7 @@ REASONS: Mapping[str, str] = {
     "safeguard": "a part of every head's share is even, so a weak head keeps tokens that score less",
     "ties": "heads that tie are served in order, the lower one first",
     "none": "no token is protected",
+    "set": "a token like one that is kept loses to another that scores less",
     "positions": "it looks at positions alone",
     "keys": "it looks at keys alone",
 }
@@ -133,6 +134,11 @@ _OTHERWISE: Mapping[str, Mapping[str, str]] = {
     "epicache": {"protection holds": "N/A: none"},
     "defensivekv": {"head permutation": "no: ties"},
     "adakv": {"higher score never loses": "no: safeguard", "head permutation": "no: ties"},
+    "triattention": {"protection holds": "N/A: none"},
+    "triattention-by-head": {"protection holds": "N/A: none"},
+    "triattention-by-layer-and-head": {"protection holds": "N/A: none"},
+    "diversity": {"protection holds": "N/A: none", "higher score never loses": "no: set"},
+    "diversity-in-adakv": {"higher score never loses": "no: set", "head permutation": "no: ties"},
 }
 
 TABLE: Mapping[str, Mapping[str, str]] = {

@@ -212,7 +212,7 @@ def agreement(saboteur: Saboteur) -> int:
         right = right_lives()
         mine = copy.modules["reference.crystalcache"]
         wrong = [outcome(lambda case: life(mine, copy.backend, case), case) for case in prompts()]
-    elif saboteur.item.startswith("PO-"):
+    elif saboteur.item.startswith(("PO-", "DV-", "TA-")):
         right = policy_decisions(saboteur.item)
         install(saboteur)
         wrong = policy_decisions(saboteur.item)

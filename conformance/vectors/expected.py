@@ -7,6 +7,7 @@ from fractions import Fraction
 
 from conformance.oracles import pipeline, s1, s2, s3, s4, s5, s6
 from conformance.vectors import brute_force as plain
+from conformance.vectors import diversity_oracles as diversity
 from conformance.vectors.case import Json, Operation, Results
 from conformance.vectors.expected_decode import DECODE_OPERATIONS
 from conformance.vectors.policy_oracles import RESULTS
@@ -270,5 +271,12 @@ OPERATIONS: dict[str, Operation] = {
     **{
         item: Operation("conformance.vectors.policy_oracles", lambda i, p, run=run: run(i))  # type: ignore[misc]
         for item, run in RESULTS.items()
+    },
+    **{
+        item: Operation(
+            "conformance.vectors.diversity_oracles", lambda i, p, run=run: run(i),  # type: ignore[misc]
+            diversity.BOUNDED.get(item, ()),
+        )
+        for item, run in diversity.RESULTS.items()
     },
 }

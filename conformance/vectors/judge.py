@@ -150,6 +150,12 @@ def relative(item: str, names: Sequence[str]) -> Bounded:
     return judge
 
 
+def scored(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
+    for got, expected in zip(plain(found["score"]), want["score"], strict=True):
+        if not compare.scores_agree(got, expected):
+            yield f"score is {got}, not {expected}"
+
+
 STATE_FLOATS = ("impact", "trunk_impact", "D", "weights", "mu", "sigma")
 
 BOUNDED: dict[str, Bounded] = {
@@ -157,7 +163,7 @@ BOUNDED: dict[str, Bounded] = {
     "CC-RARITY-FORMS": rarity_forms, "CC-ROW-NORM": row_norm, "CC-RARITY": rarity,
     "CC-TRUNK-WEIGHT": weights, "CC-CRYSTALLIZATION": crystallization, "CC-NORMALISED-IMPACT": normalised,
     "impact": impact, "graph": graph, "score": score, "coattention": coattention, "prefill": prefill,
-    "inverse_key_norms": key_norms, "decay": decay,
+    "inverse_key_norms": key_norms, "TA-SCORE": scored, "decay": decay,
     "segment_graph": relative("CC-TRUNK-WEIGHT", ["weights"]), "CC-TAIL-D": relative("CC-TAIL-D", ["D"]),
     "segment_crystallization": relative("CC-SEGMENT-D", ["D"]), "CC-START": relative("CC-SEGMENT", STATE_FLOATS),
     "CC-TAIL-TRUNKS": relative("CC-STEP", STATE_FLOATS), "CC-REEVICT": relative("CC-STEP", STATE_FLOATS),

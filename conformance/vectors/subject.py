@@ -8,6 +8,7 @@ from conformance.strategies.attention import AttentionInputs
 from conformance.strategies.prompts import Prompt
 from conformance.vectors.arrays import Item, Stage, flags, floats, integers, named
 from conformance.vectors.case import Json
+from conformance.vectors.diversity_subject import DIVERSITY_ITEMS
 from conformance.vectors.policy_subject import POLICY_ITEMS
 from conformance.vectors.subject_decode import DECODE_ITEMS, DECODE_STAGES
 from reference.crystalcache import coattention as s1
@@ -153,7 +154,10 @@ ITEMS: dict[str, Item] = {
     "CC-ADAPTIVE-MERGE": merge_threshold,
     "CC-COVERAGE": covered,
     **DECODE_ITEMS,
-    **{item: lambda i, p, run=run: run(i) for item, run in POLICY_ITEMS.items()},  # type: ignore[misc]
+    **{
+        item: lambda i, p, run=run: run(i)  # type: ignore[misc]
+        for item, run in {**POLICY_ITEMS, **DIVERSITY_ITEMS}.items()
+    },
 }
 
 

@@ -8,12 +8,14 @@ from conformance.vectors.cases import (
     budgets,
     coattention,
     dissolution,
+    diversity,
     essay,
     graph,
     impact,
     policies,
     prefill,
     score,
+    triattention,
     trunks,
 )
 
@@ -31,4 +33,6 @@ STAGES: dict[str, Sequence[Group]] = {
     "essay": essay.GROUPS,
     "breath": breath.GROUPS,
     "policies": policies.GROUPS,
+    "diversity": diversity.GROUPS,
+    "triattention": triattention.GROUPS,
 }
