@@ -222,7 +222,9 @@ def run_numpy(operation: str, given: Any, p: CrystalCacheParameters) -> Mapping[
 
 
 def spoiled(value: Any) -> Any:
-    """The value with its first number moved; None where it has no number."""
+    """The value with its first number moved, or a longer text; None where it has no number."""
+    if isinstance(value, str):
+        return value + "0"
     if isinstance(value, list) and value and isinstance(value[0], list):
         first = spoiled(value[0])
         return None if first is None else [np.asarray(first).tolist(), *value[1:]]

@@ -86,7 +86,7 @@ def joined(best: Float64[Cube, "L H_kv n"], mode: Mode) -> Float64[Matrix, "g n"
     L, H_kv, n = best.shape
     rows: Matrix = best.reshape(L * H_kv, n)
     if mode == "global":
-        return rows.max(axis=0, keepdims=True)
+        rows = rows.max(axis=0, keepdims=True)
     if mode == "head":
-        return np.tile(best.mean(axis=0), (L, 1))
+        rows = np.tile(best.mean(axis=0), (L, 1))
     return rows

@@ -246,7 +246,7 @@ def diversity(inputs: Inputs, B: int) -> Kept:
 
 
 def diversity_heads(inputs: Inputs, B: int) -> Kept:
-    V, found = alpha_oracle.signatures(plain_values(inputs), "head"), []
+    V, found = alpha_oracle.signatures(plain_values(inputs), "head"), list[list[int]]()
     for view in inputs.layers:
         rows = oracle.snapkv(plain(view), W, KERNEL)
         for row, b in zip(rows, oracle.adaptive_shares(rows, B, SAFEGUARD), strict=True):

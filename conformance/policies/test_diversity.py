@@ -29,10 +29,12 @@ from conformance.policies.cases import (
 from conformance.policies.test_decoding import PROMPT, STEPS, decoded, long, shown
 from reference import diversity, policies
 from reference.policies.diversity import Diverse
+from reference.policies.knorm import knorm_score
+from reference.policies.scorers import LayerScorer
 from spec.backend import Backend, DiversityStages
 from spec.budget import Budget
 from spec.errors import BackendUnavailable, SpecError
-from spec.policy import Cadence, Policy, Scores
+from spec.policy import Cadence, Needs, Policy, Scores
 
 seeds = st.integers(0, 2**32 - 1)
 reference_items = pytest.mark.usefixtures("reference_items")
@@ -157,6 +159,22 @@ def test_without_penalty_the_hosts_set_stays(name: str, seed: int, B: int) -> No
 
 @reference_items
 @pytest.mark.spec(id="DV-POLICY")
+@pytest.mark.parametrize("lam", [0.0, LAM])
+def test_a_host_sees_what_it_sees_alone(lam: float) -> None:
+    """Signatures need every layer's values; a host that scores by one layer MUST still be shown that one."""
+    inputs = drawn(21, n=20, L=3, heads=(2, 1))
+    scorer = LayerScorer(Needs("observed", 0), lambda view: knorm_score(view).mean(axis=0, keepdims=True))
+    knorm = policies.knorm()
+    host = Policy("first-layer", scorer, knorm.budgets, knorm.selector, knorm.protection)
+    rows = [oracle.knorm(plain(view)) for view in inputs.layers]
+    first = [sum(x or 0.0 for x in column) / 2 for column in zip(*rows[0], strict=True)]
+    (V,) = brute.signatures(plain_values(inputs), "flat")
+    want = alpha_kept(list(first), V, 7, lam) if lam else oracle.top(first, 7)
+    assert decided(policies.diverse(host, lam), inputs, 7) == [want]
+
+
+@reference_items
+@pytest.mark.spec(id="DV-POLICY")
 @settings(max_examples=25)
 @given(seed=seeds, B=st.integers(3, 20), mode=st.sampled_from(["flat", "layer", "head"]))
 def test_alpha_inside_a_pyramid_is_one_line(seed: int, B: int, mode: diversity.Signature) -> None:
@@ -164,7 +182,7 @@ def test_alpha_inside_a_pyramid_is_one_line(seed: int, B: int, mode: diversity.S
     inputs = drawn(seed, n=4 + seed % 20)
     kept = decided(policies.diverse(policies.pyramidkv(W, KERNEL), 2.0, mode), inputs, B)
     shares = oracle.pyramid_shares(Fraction(B), min(W, inputs.n), len(inputs.layers), inputs.n, 20)
-    V, found = brute.signatures(plain_values(inputs), mode), []
+    V, found = brute.signatures(plain_values(inputs), mode), list[list[int]]()
     per = len(inputs.layers) * inputs.H_kv // len(V)
     for view, share in zip(inputs.layers, shares, strict=True):
         for row in oracle.snapkv(plain(view), W, KERNEL):

@@ -59,7 +59,9 @@ def statistics(i: Json) -> Result:
 
 def rope(i: Json) -> Result:
     """The calibration's fingerprint, once it was accepted here."""
-    taken, here = (Identity(x["model"], floats(x["inv_freq"]), x["factor"]) for x in (i, i["served"]))
+    taken, here = (
+        Identity(i[of + "model"], floats(i[of + "inv_freq"]), i[of + "factor"]) for of in ("", "served_")
+    )
     half = len(taken.inv_freq)
     Calibration(taken, (0,), np.zeros((1, 1, 2 * half)), np.zeros((1, 1, half))).check(here)
     return {"rope": taken.rope}

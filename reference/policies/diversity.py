@@ -170,8 +170,9 @@ def _signed(host: Policy, mode: Signature, name: str, selector: Selector) -> Pol
         raise SpecError("host", host.name, "must keep single tokens, by their scores alone")
     if host.granularity not in GRANULARITIES.get(mode, ()):
         raise SpecError("mode", mode, f"no signature for a kept set per {host.granularity.value}")
-    wrapped = RunningSigned if isinstance(host.scorer, RunningScorer) else Signed
-    return replace(host, name=f"{name}({host.name})", scorer=wrapped(host.scorer, mode), selector=selector)
+    old = host.scorer
+    scorer = RunningSigned(old, mode) if isinstance(old, RunningScorer) else Signed(old, mode)
+    return replace(host, name=f"{name}({host.name})", scorer=scorer, selector=selector)
 
 
 def scheduled(B: int, rounds: int, tilt: int) -> Int64[IntVector, " rounds"]:

@@ -6,6 +6,7 @@ from conformance.vectors.cases.policies import numbers
 __all__ = ["GROUPS"]
 
 MINE = {"model": "a", "inv_freq": [1.0, 0.5], "factor": 1.0}
+HERE = {"served_model": "a", "served_inv_freq": [1.0, 0.5], "served_factor": 1.0}
 ROWS = {"X": [[[[-3.0, -1.0, 1.0, 3.0], [3.0, 1.0, -1.0, -3.0]]], [[[0.0, 0.0, 4.0, 4.0], [1.0, 1.0, 1.0, 1.0]]]],
         "pinned": [False] * 4}
 KEYS = {
@@ -19,11 +20,11 @@ GROUPS = [
              {"q": [[[3.0, 5.0, 4.0, 12.0], [-3.0, 5.0, 4.0, -12.0]]]}),
     ]),
     Group("TA-CALIBRATION", [
-        Case(10, "the model and the rotation that it was taken from", ["Plain"], {**MINE, "served": MINE}),
-        Case(11, "another model", ["Refused"], {**MINE, "served": {**MINE, "model": "b"}}, refused="calibration"),
-        Case(12, "another frequency", ["Refused"], {**MINE, "served": {**MINE, "inv_freq": [1.0, 0.25]}},
+        Case(10, "the model and the rotation that it was taken from", ["Plain"], {**MINE, **HERE}),
+        Case(11, "another model", ["Refused"], {**MINE, **HERE, "served_model": "b"}, refused="calibration"),
+        Case(12, "another frequency", ["Refused"], {**MINE, **HERE, "served_inv_freq": [1.0, 0.25]},
              refused="calibration"),
-        Case(13, "another factor", ["Refused"], {**MINE, "served": {**MINE, "factor": 1.25}}, refused="calibration"),
+        Case(13, "another factor", ["Refused"], {**MINE, **HERE, "served_factor": 1.25}, refused="calibration"),
     ]),
     Group("TA-SCORE", [
         Case(20, "without rotation: 2 x 3 x 1, and (4 - 2) x 3", ["Plain"],
