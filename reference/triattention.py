@@ -4,7 +4,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from spec.arrays import Bool, BoolVector, Cube, Float64, Int64, IntVector, Matrix, Vector
+from spec.arrays import Bool, BoolVector, Cube, Float64, Matrix, Vector
 from spec.errors import SpecError
 
 __all__ = ["OFFSETS", "STD_MIN", "Mode", "band_statistics", "distance_score", "joined", "z_scores"]
@@ -35,26 +35,25 @@ def band_statistics(q: Float64[Cube, "H m d"]) -> tuple[Float64[Matrix, "H d"], 
 
 
 def distance_score(
-    k: Float64[Matrix, "n d"], positions: Int64[IntVector, " n"], t: int, mean: Float64[Matrix, "G d"],
-    magnitude: Float64[Matrix, "G half"], inv_freq: Float64[Vector, " half"], factor: float,
+    c: Float64[Matrix, "n d"], t: int, mean: Float64[Matrix, "G d"], magnitude: Float64[Matrix, "G half"],
+    inv_freq: Float64[Vector, " half"], factor: float,
 ) -> Float64[Matrix, "G n"]:
-    """Each query head's score of the cached keys of its KV head, averaged over queries at t + 1, t + 2, t + 4, ...
+    """Each query head's score of the cached keys c of its KV head, averaged over queries at t + 1, t + 2, t + 4, ...
 
-    The mean over offsets is taken of the unit turns, once for all keys: the score is linear in them.
+    A key's own position cancels: what turns it back by p is undone by the distance t - p. The score is linear in the
+    turns of the offsets, so that their mean is taken once for all keys.
 
     Implements: TA-SCORE
 
     Source: TriAttention, Section 4; its official code.
     """
     half = len(inv_freq)
-    key = (k[:, :half] + 1j * k[:, half:]) * np.exp(-1j * inv_freq * positions[:, None]) / factor
-    query = mean[:, :half] + 1j * mean[:, half:]
-    turn = np.exp(1j * inv_freq * np.array(OFFSETS)[:, None]).mean(axis=0)
-    reach = np.exp(1j * inv_freq * (t - positions)[:, None]) * np.conj(key)
+    key, query = c[:, :half] - 1j * c[:, half:], mean[:, :half] + 1j * mean[:, half:]
+    turn = np.exp(1j * inv_freq * t) * np.exp(1j * inv_freq * np.array(OFFSETS)[:, None]).mean(axis=0)
     # A product for each head: one for all of them would round a head's scores by how many there are.
-    trigonometric = np.stack([(reach @ (turn * q)).real for q in query])
+    trigonometric = np.stack([(key @ (turn * q)).real for q in query])
     rest = np.stack([np.abs(key) @ (size - np.abs(q)) for q, size in zip(query, magnitude, strict=True)])
-    score: Matrix = factor**2 * (trigonometric + rest)
+    score: Matrix = factor * (trigonometric + rest)
     return score
 
 

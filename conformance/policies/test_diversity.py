@@ -73,6 +73,26 @@ def test_the_sets_are_those_of_algorithm_1(selector: DiversityStages, given_: tu
     assert found.tolist() == brute.alpha(s.tolist(), V.tolist(), np.flatnonzero(retained).tolist(), k, lam)
 
 
+UP, RIGHT, LEFT = [0.0, 1.0], [1.0, 0.0], [-1.0, 0.0]
+
+
+@pytest.mark.spec(id="DV-GREEDY")
+@pytest.mark.parametrize(
+    ("s", "V", "lam", "kept"),
+    [
+        ([1.0, 0.9, 0.8], [RIGHT, RIGHT, UP], 0.5, [0, 2]), ([1.0, 0.9, 0.8], [RIGHT, RIGHT, UP], 0.0, [0, 1]),
+        ([1.0, 0.875, 0.75], [RIGHT, RIGHT, UP], 0.125, [0, 1]), ([1.0, 0.5, 0.5], [RIGHT, UP, LEFT], 0.5, [0, 1]),
+        ([0.5, 1.0, 0.5], [LEFT, RIGHT, UP], 0.5, [0, 1]), ([1.0, 0.5, 0.25], [RIGHT, UP, LEFT], 4.0, [0, 1]),
+    ],
+)
+def test_two_of_three(
+    selector: DiversityStages, s: list[float], V: list[list[float]], lam: float, kept: list[int],
+) -> None:
+    """A copy gives way; a tie goes to the lower position; an opposite direction MUST NOT earn a bonus."""
+    found = selector.diverse(np.array(s), np.array(V), np.zeros(3, dtype=np.bool_), 2, lam)
+    assert found.tolist() == kept
+
+
 @pytest.mark.spec(id="DV-COSINE")
 @pytest.mark.spec(id="DV-GREEDY")
 def test_larger_sets_are_those_of_algorithm_1(selector: DiversityStages) -> None:

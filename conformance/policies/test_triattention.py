@@ -62,16 +62,16 @@ def test_queries_that_have_no_statistics_are_refused(shape: tuple[int, int, int]
 @pytest.mark.spec(id="TA-SCORE")
 @given(seed=seeds, later=st.integers(0, 50))
 def test_scores_are_those_of_the_equations(seed: int, later: int) -> None:
-    """Key by key, band by band, offset by offset; positions need not be contiguous, and t is not the last one's."""
+    """Key by key, band by band, offset by offset, each key turned back by its own position, which then cancels."""
     inputs = drawn(seed, n=6)
-    view, positions = inputs.layers[0], np.array([0, 1, 5, 6, 9, 30])
+    view, positions = inputs.layers[0], [0, 1, 5, 6, 9, 30]
     mean, magnitude = band_statistics(view.q)
     t = 31 + later
-    found = distance_score(view.k[0], positions, t, mean, magnitude, inputs.inv_freq, inputs.factor)
+    found = distance_score(view.k[0], t, mean, magnitude, inputs.inv_freq, inputs.factor)
     for row, q_mean, sizes in zip(found, mean.tolist(), magnitude.tolist(), strict=True):
         want = [
             brute.score(k, p, t, q_mean, sizes, inputs.inv_freq.tolist(), inputs.factor, OFFSETS)
-            for k, p in zip(view.k[0].tolist(), positions.tolist(), strict=True)
+            for k, p in zip(view.k[0].tolist(), positions, strict=True)
         ]
         assert scores_agree(row, want)
 
@@ -82,7 +82,7 @@ def test_one_query_gives_its_rotary_product() -> None:
     rng = np.random.default_rng(3)
     q, k, inv_freq = rng.standard_normal(4), rng.standard_normal(4), np.array([1.0, 0.01])
     mean, magnitude = band_statistics(q[None, None])
-    (found,) = distance_score(turned(k, 7, inv_freq)[None], np.array([7]), 9, mean, magnitude, inv_freq, 1.0)
+    (found,) = distance_score(turned(k, 7, inv_freq)[None], 9, mean, magnitude, inv_freq, 1.0)
     logits = [float(turned(q, 9 + delta, inv_freq) @ turned(k, 7, inv_freq)) for delta in OFFSETS]
     assert scores_agree(found, [sum(logits) / 17])
 
@@ -134,7 +134,7 @@ def test_kept_sets_are_those_of_brute_force(name: str, seed: int, B: int) -> Non
 @settings(max_examples=10)
 @given(seed=seeds, B=st.integers(4, 8), slack=st.integers(1, 4), pinned=st.sampled_from([0, 2]))
 def test_steps_fire_at_the_budget_and_the_slack(mode: Mode, seed: int, B: int, slack: int, pinned: int) -> None:
-    """MUST keep B when B + slack tokens are there. Keys turn back by their own positions; t is the tokens seen."""
+    """MUST keep B when B + slack tokens are there; t is the tokens seen, those that are gone included."""
     inputs = long(seed)
     policy = triattention(inputs, mode, pinned, slack)
     groups = 1 if mode == "global" else len(inputs.layers) * inputs.H_kv

@@ -1,5 +1,6 @@
 """Set-conditioned diversity: wrong readings."""
 
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -8,8 +9,9 @@ import numpy as np
 from conformance.saboteurs.registry import Array, instead_of, method_instead_of
 from reference.diversity import EPSILON, cosines, diverse, dots, signatures, toward_mean, unit_rows
 from reference.policies import scheduled
-from reference.policies.diversity import Diverse, RunningSigned, Signed, SignedRecords
+from reference.policies.diversity import Diverse, RunningSigned, SignedRecords
 from spec.policy import Scores, Selection
+from spec.validate import check_diversity, check_penalty
 
 __all__: list[str] = []
 
@@ -41,6 +43,7 @@ def the_last_layer_alone(values: Any, mode: Any) -> Array:
 
 
 def _grown(s: Array, V: Array, retained: Array, k: int, redundancy: Any, last: bool = False) -> Array:
+    check_diversity(s, V, retained, k, 0.0)
     worth, sims, S = np.where(np.isnan(s), -np.inf, s), cosines(V), retained.copy()
     for _ in range(k - int(S.sum())):
         left = np.flatnonzero(~S)
@@ -50,6 +53,7 @@ def _grown(s: Array, V: Array, retained: Array, k: int, redundancy: Any, last: b
 
 
 def _largest(lam: float, floor: float = 0.0) -> Any:
+    check_penalty(lam)
     return lambda sims, S: lam * (sims[S].max(axis=0, initial=floor) if S.any() else np.zeros(len(S)))
 
 
@@ -62,6 +66,7 @@ def a_bonus_for_opposites(s: Array, V: Array, retained: Array, k: int, lam: floa
 @instead_of(diverse, "DV-GREEDY")
 def mean_similarity(s: Array, V: Array, retained: Array, k: int, lam: float) -> Array:
     """Redundancy is the mean cosine with what is kept."""
+    check_penalty(lam)
     return _grown(
         s, V, retained, k, lambda sims, S: lam * np.maximum(0.0, sims[S].mean(axis=0)) if S.any() else np.zeros(len(S))
     )
@@ -104,10 +109,11 @@ def penalty_doubled_below_one(selector: Any, scores: Scores, budgets: Array, pro
     return Diverse(selector.stages, 2 * selector.lam)(scores, budgets, protected)
 
 
-@method_instead_of(Signed, "shown", "DV-POLICY")
-def every_layer_to_every_host(scorer: Any, observation: Any) -> Any:
-    """A host that looks at no layer is shown all of them, and one set becomes the first layer's."""
-    return observation
+@method_instead_of(RunningSigned, "shown", "DV-POLICY")
+def another_layer_observed(scorer: Any, observation: Any) -> Any:
+    """A host that looks at the first layer is shown the last one."""
+    layers = dict(observation.layers)
+    return replace(observation, layers=layers if scorer.host.needs.layers == "all" else dict([layers.popitem()]))
 
 
 @method_instead_of(RunningSigned, "step", "DV-POLICY")

@@ -55,36 +55,28 @@ def in_single_precision(path: Any) -> Calibration:
 
 
 @instead_of(distance_score, "TA-SCORE")
-def slots_for_positions(
-    k: Array, positions: Array, t: int, mean: Array, magnitude: Array, inv_freq: Array, factor: float,
-) -> Array:
-    """A key is turned back by its slot in the cache."""
-    return distance_score(k, np.arange(len(positions)), t, mean, magnitude, inv_freq, factor)
-
-
-@instead_of(distance_score, "TA-SCORE")
 def from_the_last_token(
-    k: Array, positions: Array, t: int, mean: Array, magnitude: Array, inv_freq: Array, factor: float,
+    c: Array, t: int, mean: Array, magnitude: Array, inv_freq: Array, factor: float,
 ) -> Array:
     """Offsets count from the last token's position, one less than the tokens seen."""
-    return distance_score(k, positions, t - 1, mean, magnitude, inv_freq, factor)
+    return distance_score(c, t - 1, mean, magnitude, inv_freq, factor)
 
 
 @instead_of(distance_score, "TA-SCORE")
 def without_the_norm_term(
-    k: Array, positions: Array, t: int, mean: Array, magnitude: Array, inv_freq: Array, factor: float,
+    c: Array, t: int, mean: Array, magnitude: Array, inv_freq: Array, factor: float,
 ) -> Array:
     """What the mean query does not explain is left out."""
     first, second = np.split(mean, 2, axis=1)
-    return distance_score(k, positions, t, mean, np.hypot(first, second), inv_freq, factor)
+    return distance_score(c, t, mean, np.hypot(first, second), inv_freq, factor)
 
 
 @instead_of(distance_score, "TA-SCORE")
 def factor_left_in_the_keys(
-    k: Array, positions: Array, t: int, mean: Array, magnitude: Array, inv_freq: Array, factor: float,
+    c: Array, t: int, mean: Array, magnitude: Array, inv_freq: Array, factor: float,
 ) -> Array:
     """Keys keep the attention factor when they are turned back."""
-    return distance_score(k * factor, positions, t, mean, magnitude, inv_freq, factor)
+    return distance_score(c * factor, t, mean, magnitude, inv_freq, factor)
 
 
 @instead_of(z_scores, "TA-RANKING")
@@ -122,12 +114,6 @@ def mean_of_all_heads(best: Array, mode: Any) -> Array:
 def largest_layer_of_a_head(best: Array, mode: Any) -> Array:
     """A head index takes its largest layer, not their mean."""
     return np.tile(best.max(axis=0), (len(best), 1)) if mode == "head" else joined(best, mode)
-
-
-@method_instead_of(TriAttention, "keep", "TA-POLICY")
-def positions_stay_in_their_slots(scorer: Any, records: object, slots: Array) -> Array:
-    """Positions do not follow their tokens when others go."""
-    return np.asarray(records)[:, : slots.shape[1]]
 
 
 @instead_of(triattention, "TA-POLICY")

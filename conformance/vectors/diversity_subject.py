@@ -69,8 +69,7 @@ def rope(i: Json) -> Result:
 
 def score(i: Json) -> Result:
     return {"score": distance_score(
-        floats(i["k"]), np.array(i["positions"]), i["t"], floats(i["mean"]), floats(i["magnitude"]),
-        floats(i["inv_freq"]), i["factor"],
+        floats(i["k"]), i["t"], floats(i["mean"]), floats(i["magnitude"]), floats(i["inv_freq"]), i["factor"],
     )}
 
 

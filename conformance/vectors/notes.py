@@ -8,7 +8,7 @@ NOTES: dict[str, tuple[str, str]] = {
     "BandHalves": ("LAYOUT", "A rotary band is channels f and f + d / 2; neighbouring channels are other bands."),
     "Modular": ("READING", "A prior for a fixed direction looks at no kept token, so that copies stay together."),
     "NoBonus": ("READING", "Redundancy is at least 0: an opposite direction earns no bonus."),
-    "OwnPositions": ("READING", "A cached key is turned back by the position it had, not by its slot."),
+    "PositionCancels": ("READING", "A key turned back by its position, then probed from there, is the cached key."),
     "RetainedCounts": ("READING", "Tokens that are kept anyway are in the set before the first pick."),
     "BreathOrder": (
         "READING", "Decay comes before the breath; in it activation, pulses, growth, new trunks, eviction.",

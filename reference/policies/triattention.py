@@ -25,7 +25,7 @@ GRANULARITY: Mapping[Mode, Granularity] = {
 
 @dataclass(frozen=True)
 class TriAttention:
-    """Scores by calibrated queries. Its records are the positions of the slots, which keys are turned back by."""
+    """Scores by calibrated queries. It has no records: a cached key tells all that its score depends on."""
 
     calibration: Calibration
     mode: Mode
@@ -36,40 +36,35 @@ class TriAttention:
         """Implements: TA-POLICY"""
         if observation.B is not None and self.pin_prompt > observation.B:
             raise SpecError("pin_prompt", self.pin_prompt, f"the pinned prompt exceeds the budget of {observation.B}")
-        return self.scores(observation, np.tile(np.arange(observation.seen), (observation.groups, 1)))
+        return self.step(None, observation)
 
     def step(self, records: object, observation: Observation, /) -> Scores:
-        """Implements: TA-POLICY"""
-        old = np.asarray(records)
-        return self.scores(observation, np.column_stack([old, np.full(len(old), observation.seen - 1)]))
+        """Largest z-scores of each KV head's query heads, joined as the mode says; pinned tokens are the first slots.
 
-    def keep(self, records: object, slots: Int64[IntMatrix, "g kept"], /) -> Int64[IntMatrix, "g kept"]:
-        kept: IntMatrix = np.take_along_axis(np.asarray(records), slots, axis=1)
-        return kept
-
-    def scores(self, observation: Observation, positions: Int64[IntMatrix, "g n"]) -> Scores:
-        """Largest z-scores of each KV head's query heads, joined as the mode says."""
+        Implements: TA-POLICY
+        """
         views = observation.layers
         if tuple(views) != self.calibration.layers:
             raise SpecError("calibration", self.calibration.layers, f"was taken in other layers than {tuple(views)}")
-        best = np.stack([self.layer(at, view, positions, observation.seen) for at, view in enumerate(views.values())])
+        best = np.stack([self.layer(at, view, observation.seen) for at, view in enumerate(views.values())])
         values = joined(best, self.mode)
         heads = 1 if self.mode == "global" else best.shape[1]
-        return Scores(values, np.arange(values.shape[1] + 1), carry=positions, heads=heads)
+        return Scores(values, np.arange(values.shape[1] + 1), heads=heads)
 
-    def layer(
-        self, at: int, view: LayerView, positions: Int64[IntMatrix, "g n"], t: int,
-    ) -> Float64[Matrix, "H_kv n"]:
+    def keep(self, records: object, slots: Int64[IntMatrix, "g kept"], /) -> None:
+        return None
+
+    def layer(self, at: int, view: LayerView, t: int) -> Float64[Matrix, "H_kv n"]:
         """Of one layer, over the tokens that are not pinned."""
         k, found, rope = wide(view.k), self.calibration, self.calibration.identity
         if found.mean.shape[1] % len(k) or found.mean.shape[2] != k.shape[2]:
             raise SpecError("calibration", found.mean.shape, f"does not fit keys of shape {k.shape}")
-        own = positions if self.mode == "global" else positions[at * len(k) : (at + 1) * len(k)]
+        candidates = np.arange(k.shape[1]) >= self.pin_prompt
         best = np.empty(k.shape[:2])
-        for g, row in enumerate(np.broadcast_to(own, best.shape)):
+        for g, keys in enumerate(k):
             mean, magnitude = (np.split(x[at], len(k))[g] for x in (found.mean, found.magnitude))
-            score = distance_score(k[g], row, t, mean, magnitude, rope.inv_freq, rope.factor)
-            best[g] = z_scores(score, row >= self.pin_prompt).max(axis=0)
+            score = distance_score(keys, t, mean, magnitude, rope.inv_freq, rope.factor)
+            best[g] = z_scores(score, candidates).max(axis=0)
         return best
 
 

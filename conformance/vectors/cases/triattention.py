@@ -30,7 +30,7 @@ GROUPS = [
         Case(20, "without rotation: 2 x 3 x 1, and (4 - 2) x 3", ["Plain"],
              {"k": [[3.0, 0.0]], "positions": [5], "t": 9, "mean": [[2.0, 0.0]], "magnitude": [[4.0]],
               "inv_freq": [0.0], "factor": 1.0}),
-        Case(21, "two bands, three positions with gaps, a factor", ["OwnPositions"],
+        Case(21, "two bands, three positions with gaps, a factor", ["PositionCancels"],
              {"k": numbers(9, 3, 4), "positions": [0, 3, 11], "t": 12, "mean": numbers(10, 2, 4),
               "magnitude": [[3.0, 2.5], [2.75, 3.0]], "inv_freq": [1.0, 0.0625], "factor": 1.25}),
     ]),
