@@ -1,14 +1,14 @@
 """Set-conditioned selection by lazy greedy: gains only fall, so one that is still the best when renewed wins.
 
-A token's gain is renewed when it comes first, and then only against what was kept since its last time. No (n, n)
-array is made; each inner product is taken once at most, and most never. Kept signatures stand in panels, channel by
-channel: many products run side by side, while each adds its channels in their order.
+A token's gain is renewed when it comes first, against one panel of kept tokens at a time, and only panels that are new
+to it. No (n, n) array is made, and most inner products are never taken. In a panel signatures stand channel by channel:
+its products run side by side, while each adds its channels in their order.
 """
 
 import numpy as np
 from numba import njit
 
-from spec.arrays import Bool, BoolVector, Cube, Float64, Int64, IntVector, Matrix, Vector
+from spec.arrays import Bool, BoolVector, Float64, Int64, IntVector, Matrix, Vector
 
 __all__ = ["diverse"]
 
@@ -36,17 +36,15 @@ def sink(heap: IntVector, size: int, gain: Vector, at: int) -> None:
 
 
 @njit(cache=True)
-def redundancy(v: Vector, panels: Cube, first: int, stop: int, most: float, total: Vector) -> float:
-    """The largest of `most` and the cosines of v with the panels first to stop - 1; an empty lane gives 0."""
-    for p in range(first, stop):
-        total[:] = 0.0
-        for c in range(len(v)):
-            x, row = v[c], panels[p, c]
-            # The length is not a constant on purpose: an unrolled loop would not become vector instructions.
-            for lane in range(len(total)):
-                total[lane] += row[lane] * x
-        most = max(most, total.max())
-    return most
+def redundancy(v: Vector, panel: Matrix, most: float, total: Vector) -> float:
+    """The largest of `most` and the cosines of v with a panel (d, LANES); an empty lane gives 0."""
+    total[:] = 0.0
+    for c in range(len(v)):
+        x, row = v[c], panel[c]
+        # The length is not a constant on purpose: an unrolled loop would not become vector instructions.
+        for lane in range(len(total)):
+            total[lane] += row[lane] * x
+    return max(most, total.max())
 
 
 @njit(cache=True, nogil=True)
@@ -67,8 +65,9 @@ def greedy(worth: Vector, V: Matrix, retained: BoolVector, k: int, lam: float) -
     while t < k:
         i = heap[0]
         if known[i] < t:
-            m[i] = redundancy(V[i], panels, known[i] // LANES, (t + LANES - 1) // LANES, m[i], total)
-            known[i], gain[i] = t, worth[i] - lam * m[i]
+            p = known[i] // LANES
+            m[i] = redundancy(V[i], panels[p], m[i], total)
+            known[i], gain[i] = min(t, (p + 1) * LANES), worth[i] - lam * m[i]
         else:
             S[i] = True
             panels[t // LANES, :, t % LANES] = V[i]
