@@ -50,14 +50,14 @@ def selector(backend: Backend) -> DiversityStages:
 
 @st.composite
 def selections(draw: st.DrawFn) -> tuple[Any, Any, Any, int, float]:
-    """Few directions and few scores, so that copies and ties are common; unit signatures or round numbers."""
+    """Few directions and few scores, so that copies and ties are common; some without a score, or infinite."""
     seed, n, d = draw(seeds), draw(st.integers(1, 24)), draw(st.integers(1, 6))
     rng = np.random.default_rng(seed)
     kinds = rng.standard_normal((draw(st.integers(1, 4)), d)) if draw(st.booleans()) else rng.integers(-1, 2, (4, d))
     V = kinds[rng.integers(0, len(kinds), n)].astype(np.float64)
     V = diversity.unit_rows(V) if draw(st.booleans()) else V
     s = rng.integers(0, 4, n) / 4 if draw(st.booleans()) else rng.standard_normal(n)
-    s = np.where(rng.random(n) < draw(st.sampled_from([0.0, 0.2])), np.nan, s)
+    s = np.where(rng.random(n) < draw(st.sampled_from([0.0, 0.2])), draw(st.sampled_from([np.nan, np.inf])), s)
     retained = rng.random(n) < draw(st.sampled_from([0.0, 0.3]))
     k = draw(st.integers(int(retained.sum()), n))
     return s, V, retained, k, draw(st.sampled_from([0.0, 0.1, 0.25, 0.5, 1.0, 3.0]))
