@@ -26,7 +26,7 @@ from conformance import exceptions
 from conformance.trace import items_of
 
 if TYPE_CHECKING:
-    from spec.backend import Backend, BreathStages, CrystalStages
+    from spec.backend import Backend, BreathStages, CrystalStages, NestedKVStages
 
 __all__ = ["known_items"]
 
@@ -162,6 +162,14 @@ def decoder(backend: "Backend") -> "Backend":
 def breath_stages(decoder: "Backend") -> "BreathStages":
     """Its stages of decode."""
     return decoder.require_breath()
+
+
+@pytest.fixture(scope="session")
+def nestedkv_stages(backend: "Backend") -> "NestedKVStages":
+    """Its score of NestedKV: the family is optional."""
+    if backend.nestedkv is None:
+        pytest.skip(f"backend {backend.name!r} has no stage family 'nestedkv'")
+    return backend.nestedkv
 
 
 @pytest.fixture(scope="session")

@@ -9,29 +9,13 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
+from models_integration.slots import Plan, filled, gathered, slots_of
+from models_integration.states import RowStates
 from models_integration.visibility import EMPTY, SlotOffset, StoredRows
 from spec.errors import SpecError
 from spec.retention import Granularity, Retention
 
 __all__ = ["RetainedCache", "RetainedLayer", "slots_of", "storage_bytes"]
-
-
-def slots_of(stored: Tensor, wanted: Tensor) -> Tensor:
-    """Slots that hold the `wanted` positions; the only place where a position becomes a slot.
-
-    Args:
-        stored: the positions behind the slots, ascending, (stored,).
-        wanted: positions, ascending, (kept,).
-
-    Raises:
-        SpecError: when a wanted position is not stored.
-    """
-    slots = torch.searchsorted(stored, wanted)
-    found = slots < len(stored)
-    found &= stored[slots.clamp(max=len(stored) - 1)] == wanted
-    if not found.all():
-        raise SpecError("positions", wanted[~found].tolist(), f"must be among the {len(stored)} stored positions")
-    return slots
 
 
 class RetainedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # the base's __init_subclass__ is untyped
@@ -85,17 +69,34 @@ class RetainedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # the base'
         Raises:
             SpecError: when one is not stored; nothing has changed then.
         """
-        assert self.keys is not None
-        assert self.values is not None
-        seen, stored, marks = self.get_seq_length(), self.stored_positions(), self.next_positions(1)[:, 0]
+        self.follow(self.plan(*kept))
+
+    def plan(self, *kept: Tensor) -> Plan:
+        """What `retain` will do; other layers that store the same positions may follow the same plan.
+
+        Raises:
+            SpecError: when a position is not stored.
+        """
+        stored, marks = self.stored_positions(), self.next_positions(1)[:, 0]
         of = [0] * len(kept) if self.rows.shared else range(len(stored))
         if len(kept) == 1:
             kept = kept * len(of)
-        slots = [slots_of(stored[row], own).to(self.keys.device) for row, own in zip(of, kept, strict=True)]
-        if sum(map(len, slots)) < sum(int((stored[row] != EMPTY).sum()) for row in of):
-            keys, values = _gathered(self.keys, slots), _gathered(self.values, slots)
+        slots = [slots_of(stored[row], own) for row, own in zip(of, kept, strict=True)]
+        frees = sum(map(len, slots)) < sum(int((stored[row] != EMPTY).sum()) for row in of)
+        width = max(map(len, slots)) if frees else self.stored_length
+        after = StoredRows(filled(kept, width), marks.expand(len(kept)))
+        return Plan(self.rows, self.stored_length, tuple(slots) if frees else (), after)
+
+    def follow(self, plan: Plan) -> None:
+        """Gather the slots of a plan, if it frees any."""
+        assert self.keys is not None
+        assert self.values is not None
+        seen = self.get_seq_length()
+        if plan.slots:
+            slots = [own.to(self.keys.device) for own in plan.slots]
+            keys, values = gathered(self.keys, slots), gathered(self.values, slots)
             self.keys, self.values = keys, values
-        self.rows = StoredRows(_filled(kept, self.stored_length), marks.expand(len(kept)))
+        self.rows = plan.after
         self.evicted = seen - self.stored_length
 
     def reset(self) -> None:
@@ -195,6 +196,8 @@ class RetainedCache(DynamicCache):
         self.layers = [RetainedLayer() if type(layer) is DynamicLayer else layer for layer in layers]
         self.layer_class_to_replicate = None
         self.failure: str | None = None
+        self.states = RowStates()
+        """What decode and later segments go on from, row by row."""
         self._in_context = False
 
     @property
@@ -217,6 +220,18 @@ class RetainedCache(DynamicCache):
         rows = self.full_layers[0].stored_positions()
         positions = rows[0 if len(rows) == 1 else row]
         return positions[positions != EMPTY]
+
+    @property
+    def observed_keys(self) -> Tensor:
+        """The observed layer's stored keys, (rows, H_kv, stored, d)."""
+        keys = self.full_layers[0].keys
+        assert isinstance(keys, Tensor)
+        return keys
+
+    @property
+    def padding(self) -> Tensor:
+        """Columns left of each row's first token, (rows,); one row where all rows agree."""
+        return self.get_seq_length() - self.full_layers[0].next_positions(1)[:, 0]
 
     def step_inputs(self, tokens: int, device: torch.device) -> dict[str, Tensor]:
         """What the next tokens of padded rows need, where their caller leaves it out: position ids and a 2D mask.
@@ -279,9 +294,12 @@ class RetainedCache(DynamicCache):
             SpecError: when one is about another number of tokens, or not one kept set for the whole model.
         """
         chosen = self.full_layers if layers is None else [self._full_layer(index) for index in layers]
+        if not chosen:
+            return
+        first = chosen[0]
+        tokens = first.next_positions(1)[:, 0] if padding is None else first.get_seq_length() - padding
         kept = []
-        for row, retention in enumerate(retentions if chosen else ()):
-            seen = chosen[0].get_seq_length() - (0 if padding is None else int(padding[row]))
+        for retention, seen in zip(retentions, tokens.expand(len(retentions)).tolist(), strict=True):
             if retention.granularity is not Granularity.MODEL:
                 raise SpecError("retention", retention.granularity, "only one kept set for all layers is served so far")
             if retention.seen != seen:
@@ -289,13 +307,40 @@ class RetainedCache(DynamicCache):
             kept.append(torch.tensor(retention.positions, dtype=torch.int64))
         if padding is None and all(torch.equal(kept[0], other) for other in kept):
             kept = kept[:1]
+        plan: Plan | None = None
         for layer in chosen:
             if padding is not None:
                 layer.pad(padding)
-            layer.retain(*kept)
+            if plan is None or not plan.fits(layer.rows, layer.stored_length):
+                plan = layer.plan(*kept)
+            layer.follow(plan)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Let row i go on as row beam_idx[i] was."""
+        super().reorder_cache(cast(torch.LongTensor, beam_idx))
+        self.states = self.states.select(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row `repeats` times, one after the other."""
+        super().batch_repeat_interleave(repeats)
+        self.states = self.states.select(torch.arange(len(self.states.rows)).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Only these rows."""
+        super().batch_select_indices(indices)
+        self.states = self.states.select(indices)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last tokens seen, stored or evicted: as many as -tokens_to_remove.
+
+        The rows' states are forgotten where they know one of these tokens: the cache then grows on without them.
+        """
+        super().crop(tokens_to_remove)
+        self.states = self.states.crop(-tokens_to_remove)
 
     def reset(self) -> None:
         """Forget everything: ready for a new prompt."""
+        self.states = RowStates()
         for layer in self.layers:
             layer.reset()
             _drop_tensors(layer)
@@ -313,25 +358,6 @@ class RetainedCache(DynamicCache):
         """
         if self.failure is not None:
             raise SpecError("past_key_values", "an unusable cache", f"{self.failure}; start again with a new one")
-
-
-def _gathered(tensor: Tensor, slots: Sequence[Tensor]) -> Tensor:
-    """Each row's slots, (rows, H_kv, longest, d), ends aligned; copies, as a view would keep evicted tokens alive."""
-    if len(slots) == 1:
-        return tensor.index_select(2, slots[0])
-    # Zeros, and not any memory: a masked NaN would still spoil the sum over values.
-    out = tensor.new_zeros(len(slots), tensor.shape[1], max(map(len, slots)), tensor.shape[3])
-    for row, own in enumerate(slots):
-        out[row, :, out.shape[2] - len(own) :] = tensor[row].index_select(1, own)
-    return out
-
-
-def _filled(kept: Sequence[Tensor], width: int) -> Tensor:
-    """Positions by slot, (rows, width), EMPTY on the left of shorter rows."""
-    rows = torch.full((len(kept), width), EMPTY)
-    for row, own in enumerate(kept):
-        rows[row, width - len(own) :] = own
-    return rows
 
 
 def _drop_tensors(layer: Any) -> None:

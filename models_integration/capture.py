@@ -25,7 +25,7 @@ from models_integration.visibility import retained_mask
 from spec.errors import SpecError
 from spec.policy import LayerView, Needs
 
-__all__ = ["Attended", "Recorder", "Watcher", "observing"]
+__all__ = ["Attended", "Recorder", "Watcher", "observing", "on_host"]
 
 AttentionFunction: TypeAlias = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -103,24 +103,25 @@ class Recorder:
             None if lse is None else lse.detach(),
         )
 
-    def views(self, row: int, padding: int) -> dict[int, LayerView]:
-        """What was seen of one row, without the columns left of its first token.
+    def views(self, row: int, skipped: int) -> dict[int, LayerView]:
+        """What was seen of one row, without the first slots, which hold no token of it.
 
         On the host, half precision as float32, which is exact; or as it is, where the scorer takes such tensors.
         """
-        return {layer: self._view(seen, row, padding) for layer, seen in self.seen.items()}
+        return {layer: self._view(seen, row, skipped) for layer, seen in self.seen.items()}
 
-    def _view(self, seen: _Seen, row: int, padding: int) -> LayerView:
-        k = seen.k[row, :, padding:]
+    def _view(self, seen: _Seen, row: int, skipped: int) -> LayerView:
+        k = seen.k[row, :, skipped:]
         q = seen.q[row, :, max(0, seen.q.shape[2] - k.shape[1]) :]
-        v = None if seen.v is None else seen.v[row, :, padding:]
+        v = None if seen.v is None else seen.v[row, :, skipped:]
         lse, takes = None if seen.lse is None else seen.lse[row], self.needs.takes
         if takes is None or not all(takes(tensor) for tensor in (q, k, v) if tensor is not None):
-            q, k, v, lse = _host(q), _host(k), _host(v), _host(lse)
+            q, k, v, lse = on_host(q), on_host(k), on_host(v), on_host(lse)
         return LayerView(q, k, v, seen.scaling, seen.softcap, lse)
 
 
-def _host(tensor: Tensor | None) -> Any:
+def on_host(tensor: Tensor | None) -> Any:
+    """As a NumPy array; half precision as float32, which is exact."""
     if tensor is None:
         return None
     wide = tensor if tensor.dtype == torch.float64 else tensor.float()

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from weakref import WeakSet
@@ -14,9 +15,11 @@ from transformers import PreTrainedModel
 from models_integration.architecture import describe
 from models_integration.cache import RetainedCache
 from models_integration.capture import observing
+from models_integration.decoding import Life
 from models_integration.generation import Call, guarded_generate
 from models_integration.inputs import check_forward, check_prompt, prompt_positions
 from models_integration.segments import ONE_FORWARD, OPEN, Segment
+from models_integration.streams import Stream
 from spec.arrays import IntVector
 from spec.errors import SpecError
 from spec.records import CrystalRetention
@@ -37,10 +40,11 @@ _BUSY: WeakSet[nn.Module] = WeakSet()
 class Session:
     """A method on a model, for the time of a `with` block; afterwards, what it did.
 
-    Every prompt that the model reads inside the block is observed, decided and compacted; decode steps go on from
-    the compacted cache. The attributes are about the last prompt, or the last batch of them: rows of different lengths
-    are padded on their left, with the 2D mask that says so. A prompt is one forward, unless it is read inside
-    `with run.prompt():` or in generate's own chunks: its end is where the policy decides.
+    Every segment that the model reads inside the block, a prompt or a later turn, is observed, decided and compacted;
+    decode steps go on from the compacted cache. The attributes are about the last segment, or the last batch of them:
+    rows of different lengths are padded on the left of their first prompt, with the 2D mask that says so. A segment is
+    one forward of more than one token, unless it is read inside `with run.prompt():` or in generate's own chunks: its
+    end is where the policy decides. In a stream, segments end every C tokens, wherever the forwards end.
 
     Raises:
         SpecError: when made for a model that cannot be compacted.
@@ -52,7 +56,7 @@ class Session:
         self.backend = method.backend
         """The backend that decides."""
         self.retention: Kept | tuple[Kept, ...] | None = None
-        """What was kept; of a batch, a tuple with one for each prompt. None before a prompt."""
+        """What was kept, with all records of a first prompt; of a batch, a tuple with one for each. None before."""
         self.cache: RetainedCache | None = None
         """The compacted cache; it lives on after the block."""
         self.timings: dict[str, float] = {}
@@ -67,6 +71,8 @@ class Session:
         self._names = tuple(inspect.signature(self._architecture.decoder.forward).parameters)
         self._call: Call | None = None
         self._grouping = False
+        self._stream = Stream(method.life.parameters.C) if method.life is not None and method.life.stream else None
+        self._step: Tensor | None = None
         self._cache: RetainedCache | None = None
         self._segment: Segment | None = None
         self._undo: ExitStack | None = None
@@ -96,7 +102,7 @@ class Session:
             undo.callback(decoder.register_forward_pre_hook(self._before, with_kwargs=True).remove)
             undo.callback(decoder.register_forward_hook(self._after, always_call=True).remove)
             undo.enter_context(guarded_generate(self._model, self._generating))
-            undo.callback(self._drop, "its context ended inside a prompt")
+            undo.callback(self._close, "its context ended inside a prompt")
             undo.callback(self._abandon)
             self._exit = undo.pop_all()
         return self
@@ -112,67 +118,146 @@ class Session:
     ) -> tuple[tuple[()], dict[str, Any]]:
         # A forward that was interrupted, by Ctrl-C for one, has not passed `_after`.
         self._abandon()
+        if self._stream is not None:
+            self._stream.begin()
         arguments = {**dict(zip(self._names, args, strict=False)), **kwargs}
         check_forward(arguments, getattr(self._architecture.config, "use_cache", True))
-        cache = arguments.get("past_key_values")
-        if self._segment is None and isinstance(cache, RetainedCache) and cache.get_seq_length() > 0:
-            _check_step(arguments["input_ids"], cache)
-            defaults = cache.step_inputs(1, arguments["input_ids"].device)
+        arguments = {name: value for name, value in arguments.items() if value is not None}
+        cache, ids = arguments.get("past_key_values"), arguments["input_ids"]
+        if isinstance(cache, RetainedCache) and self._is_step(cache, ids):
+            self._before_step(cache, ids)
+            defaults = cache.step_inputs(1, ids.device)
         else:
-            cache, defaults = self._read(cache, arguments)
+            place = self._place(cache, arguments)
+            if self._stream is not None and ids.shape[1] > place.until - place.columns:
+                arguments = self._stream.ahead(decoder, arguments, place.until - place.columns)
+                cache = arguments["past_key_values"]
+                place = self._place(cache, arguments)
+            cache, defaults = self._read(cache, arguments["input_ids"], place), place.defaults
         segment, self._cache, self._undo = self._segment, cache, ExitStack()
         layers = () if segment is None else segment.layers
         self._undo.enter_context(observing(self._architecture, cache, segment, layers))
-        given = {name: value for name, value in arguments.items() if value is not None}
-        return (), {**arguments, **defaults, **given, "past_key_values": cache}
+        return (), {**defaults, **arguments, "past_key_values": cache}
 
-    def _read(self, cache: Any, arguments: Mapping[str, Any]) -> tuple[RetainedCache, dict[str, Tensor]]:
-        """A prompt starts or goes on; nothing has changed if it is refused."""
+    def _is_step(self, cache: RetainedCache, ids: Tensor) -> bool:
+        """One query on a filled cache is a decode step, unless it is a piece of a segment."""
+        seen, life = cache.get_seq_length(), self._method.life
+        if ids.shape[1] != 1 or seen == 0 or self._grouping:
+            return False
+        if self._stream is not None:
+            return life is not None and life.decode and not self._stream.cutting
+        if self._segment is not None:
+            return False
+        return self._call is None or seen + 1 >= self._call.until
+
+    def _before_step(self, cache: RetainedCache, ids: Tensor) -> None:
+        _check_rows(cache, ids)
+        life, segment = self._method.life, self._segment
+        if segment is not None:
+            if segment.cache is not cache:
+                raise SpecError("past_key_values", type(cache).__name__, "must be the cache of the stream that is open")
+            self._finish(segment)
+        if life is not None and life.decode:
+            _settle(cache, life)
+        self._step = ids
+
+    def _place(self, cache: Any, arguments: Mapping[str, Any]) -> "_Place":
+        """Where a segment starts or goes on.
+
+        Raises:
+            SpecError: for tokens that cannot follow; nothing has changed.
+        """
         segment, ids = self._segment, arguments["input_ids"]
-        if segment is None:
-            if cache is not None:
-                RetainedCache.check_adoptable(cache)
-            until = OPEN if self._grouping else ONE_FORWARD if self._call is None else self._call.until
-            columns, known = 0, None
-        else:
-            if cache is not segment.cache:
-                raise SpecError("past_key_values", type(cache).__name__, "must be the cache of the prompt that is open")
-            if len(ids) != segment.rows:
-                raise SpecError("input_ids", tuple(ids.shape), f"the prompt that is open has {segment.rows} rows")
-            until, columns, known = segment.until, cache.get_seq_length(), segment.padding
+        if segment is not None and cache is not segment.cache:
+            raise SpecError("past_key_values", type(cache).__name__, "must be the cache of the prompt that is open")
+        if segment is not None and len(ids) != segment.rows:
+            raise SpecError("input_ids", tuple(ids.shape), f"the prompt that is open has {segment.rows} rows")
+        filled = isinstance(cache, RetainedCache) and cache.get_seq_length() > 0
+        if cache is not None and not filled:
+            RetainedCache.check_adoptable(cache)
+        columns: int = cache.get_seq_length() if filled else 0
+        later = filled if segment is None else segment.later
+        defaults, known = {}, None if segment is None else segment.padding
+        if later:
+            _check_rows(cache, ids)
+            defaults, known = cache.step_inputs(ids.shape[1], ids.device), cache.padding.expand(len(ids))
+        until = self._until(columns) if segment is None else segment.until
         padding = check_prompt(
-            self._architecture, arguments, columns=columns, padding=known, whole=until == ONE_FORWARD
+            self._architecture, {**defaults, **arguments}, columns=columns, padding=known,
+            whole=until == ONE_FORWARD and not later,
         )
-        if segment is None:
-            config = self._architecture.config
-            cache = RetainedCache(config) if cache is None else RetainedCache.adopt(cache, config)
-            copies = 1 if self._call is None else max(1, len(ids) // self._call.rows)
-            segment = self._segment = Segment(self._method, self._architecture, cache, copies, until)
-        segment.read(ids, padding)
-        if padding is None:
-            return cache, {}
-        positions = prompt_positions(ids.shape[1], columns, padding).clamp(min=0)
-        return cache, {"position_ids": positions.to(ids.device)}
+        if padding is not None and self._stream is not None:
+            raise SpecError("attention_mask", padding.tolist(), "the rows of a stream start together: no padding")
+        if segment is None and later and self._method.life is not None:
+            _settle(cache, self._method.life)
+        if padding is not None and not later:
+            positions = prompt_positions(ids.shape[1], columns, padding).clamp(min=0)
+            defaults = {"position_ids": positions.to(ids.device)}
+        return _Place(columns, until, padding, defaults)
 
-    def _after(self, decoder: nn.Module, args: tuple[Any, ...], output: object) -> None:
+    def _until(self, columns: int) -> int:
+        if self._stream is not None:
+            return columns + self._stream.C
+        return OPEN if self._grouping else ONE_FORWARD if self._call is None else self._call.until
+
+    def _read(self, cache: Any, ids: Tensor, place: "_Place") -> RetainedCache:
+        if self._segment is None:
+            config, first = self._architecture.config, place.columns == 0
+            if first:
+                cache = RetainedCache(config) if cache is None else RetainedCache.adopt(cache, config)
+            copies = max(1, len(ids) // self._call.rows) if first and self._call is not None else 1
+            self._segment = Segment(self._method, self._architecture, cache, copies, place.until)
+        self._segment.read(ids, place.padding)
+        return self._segment.cache
+
+    def _after(self, decoder: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if self._undo is None:
-            return
+            return None
         if output is None:
             self._abandon()
-            return
+            return None
         self._undo.close()
-        self._undo = None
+        step, self._undo, self._step = self._step, None, None
+        if step is not None:
+            assert self._cache is not None
+            self._after_step(self._cache, step)
+            return None
         segment = self._segment
         if segment is not None and segment.cache.get_seq_length() >= segment.until:
             self._finish(segment)
+        return None if self._stream is None else self._stream.joined(output)
+
+    def _after_step(self, cache: RetainedCache, ids: Tensor) -> None:
+        """A token has been decoded: it waits, or it counts at once, and a breath may be due."""
+        life = self._method.life
+        if life is None:
+            return
+        if not life.decode:
+            cache.states = cache.states.wait(ids.detach().clone())
+            return
+        try:
+            states = life.stepped(cache.states, ids, cache.observed_keys)
+            if not all(state.tail_ids for state in states.rows):
+                cache.compact([Retention.shared(state.stored, state.seen) for state in states.rows])
+            cache.states = states
+        except BaseException:
+            cache.fail("a decode step failed")
+            raise
 
     def _abandon(self) -> None:
         """Close a forward that did not come to its end; some layers have its tokens and others do not."""
         if self._undo is not None:
             self._undo.close()
-            self._undo = self._segment = None
+            self._undo = self._segment = self._step = None
             assert self._cache is not None
             self._cache.fail("a forward failed half way")
+
+    def _close(self, reason: str) -> None:
+        """The context ends: what a stream has read so far is its last segment, any other is given up."""
+        self._abandon()
+        if self._stream is not None and self._segment is not None:
+            self._finish(self._segment)
+        self._drop(reason)
 
     def _drop(self, reason: str) -> None:
         """Give up a prompt that did not come to its end."""
@@ -190,6 +275,8 @@ class Session:
         """
         if self._grouping or self._call is not None or self._exit is None or self._architecture.decoder not in _BUSY:
             raise SpecError("prompt()", "a block", "belongs inside the context, and neither in another nor in generate")
+        if self._stream is not None:
+            raise SpecError("prompt()", "a block", "a stream's segments end every C tokens: no block can hold one open")
         self._grouping = True
         try:
             yield
@@ -206,33 +293,67 @@ class Session:
     def _generating(self, call: Call) -> Iterator[None]:
         if self._grouping:
             raise SpecError("prompt()", "generate", "reads a prompt of its own: not inside the block")
+        if self._stream is not None and call.beams > 1:
+            raise SpecError("num_beams", call.beams, "beams would change places inside a stream's segment")
         outer, self._call = self._call, call
         try:
             yield
         finally:
             self._call = outer
-            self._drop("a prompt was left half way")
+            self._abandon()
+            if self._stream is None:
+                self._drop("a prompt was left half way")
 
     def _finish(self, segment: Segment) -> None:
         self._segment = None
+        life, cache = self._method.life, segment.cache
+        if segment.columns == 1 and (segment.later or self._stream is not None):
+            # One query is a decode step: its token waits.
+            if life is not None and not segment.later:
+                cache.states = life.empty(segment.rows)
+            cache.states = cache.states.wait(segment.ids)
+            return
         try:
             kept, timings = segment.finish()
         except BaseException:
-            segment.cache.fail("a policy failed on its prompt")
+            cache.fail("a policy failed on its prompt")
             raise
         retentions = tuple(one.retention if one.records is None else one.records for one in kept)
         self.retention = retentions if len(retentions) > 1 else retentions[0]
-        self.cache, self.timings, self.bytes_saved = segment.cache, timings, segment.bytes_saved
+        self.cache, self.timings, self.bytes_saved = cache, timings, segment.bytes_saved
         self.over_budget = sum(one.over_budget for one in kept)
 
 
-def _check_step(input_ids: Tensor, cache: RetainedCache) -> None:
-    if input_ids.shape[1] != 1:
+@dataclass(frozen=True)
+class _Place:
+    """Where the tokens of a forward stand: after `columns` others, in a segment that ends `until`."""
+
+    columns: int
+    until: int
+    padding: Tensor | None
+    defaults: dict[str, Tensor]
+    """Inputs that the forward needs, where its caller leaves them out."""
+
+
+def _check_rows(cache: RetainedCache, ids: Tensor) -> None:
+    rows = len(cache.observed_keys)
+    if len(ids) != rows:
+        raise SpecError("input_ids", tuple(ids.shape), f"the cache has {rows} rows")
+
+
+def _settle(cache: RetainedCache, life: Life) -> None:
+    """The states know all that the cache has seen.
+
+    Raises:
+        SpecError: when they cannot.
+    """
+    seen = cache.get_seq_length()
+    if not cache.states.know(seen):
         raise SpecError(
-            "input_ids", tuple(input_ids.shape),
-            f"a second segment on a cache that has seen {cache.get_seq_length()} tokens (a turn, a chunk of a prompt) "
-            "is not served inside the context yet: only single decode steps are",
+            "past_key_values", f"{seen} tokens", "its states do not know all of them: some were read outside the "
+            "context, under another policy, or under a backend without decode"
         )
+    cache.states = life.settled(cache.states, cache.observed_keys)
 
 
 class Prefilled(NamedTuple):

@@ -9,11 +9,14 @@ from typing import Protocol, runtime_checkable
 from spec.arrays import BoolVector, IntVector, Matrix, Vector
 from spec.decode import LiveTrunks, TrunkWeights
 from spec.errors import BackendUnavailable, SpecError
-from spec.parameters import CrystalCacheParameters
+from spec.parameters import CrystalCacheParameters, NestedKVParameters
 from spec.policy import DeviceArray
 from spec.records import CoAttention, Dissolution, TrunkGraph, Trunks
 
-__all__ = ["BUILT_IN", "ENTRY_POINTS", "Backend", "BreathStages", "CrystalStages", "DiversityStages", "resolve"]
+__all__ = [
+    "BUILT_IN", "ENTRY_POINTS", "Backend", "BreathStages", "CrystalStages", "DiversityStages", "NestedKVStages",
+    "resolve",
+]
 
 BUILT_IN = {
     "numpy": "reference.backend:BACKEND",
@@ -21,7 +24,7 @@ BUILT_IN = {
     "triton": "accelerated.triton_gpu.backend:BACKEND",
 }
 ENTRY_POINTS = "kvspec.backends"
-FAMILIES = ("crystal", "breath", "diversity")
+FAMILIES = ("crystal", "breath", "diversity", "nestedkv")
 
 
 @runtime_checkable
@@ -55,7 +58,7 @@ class CrystalStages(Protocol):
         ...
 
     def graph(self, coattention: CoAttention, trunks: Trunks, parameters: CrystalCacheParameters, /) -> TrunkGraph:
-        """S4."""
+        """S4 of a prompt: every edge lies inside the trunks. A later segment's goes through `BreathStages`."""
         ...
 
     def score(
@@ -132,6 +135,19 @@ class DiversityStages(Protocol):
         ...
 
 
+@runtime_checkable
+class NestedKVStages(Protocol):
+    """NestedKV's score. Keys in, scores out; nothing is changed in place."""
+
+    def anomaly_score(self, k: DeviceArray, parameters: NestedKVParameters, /) -> Matrix:
+        """Eq. 3 to 15 and Appendix A: a* (H_kv, n), in [0, 1], of one layer's keys k (H_kv, n, d). No sink is pinned.
+
+        Raises:
+            SpecError: for keys of a wrong shape, type or value, and for a zero key.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class Backend:
     """An engine and the stage families that it has."""
@@ -140,6 +156,7 @@ class Backend:
     crystal: CrystalStages | None = None
     breath: BreathStages | None = None
     diversity: DiversityStages | None = None
+    nestedkv: NestedKVStages | None = None
     takes: Callable[[DeviceArray], bool] | None = None
     """Whether its device stages read this tensor where it is; None means that they read NumPy arrays only."""
 
@@ -172,6 +189,16 @@ class Backend:
         if self.diversity is None:
             raise self._lacks("diversity")
         return self.diversity
+
+    def require_nestedkv(self) -> NestedKVStages:
+        """NestedKV's score.
+
+        Raises:
+            BackendUnavailable: as `require_crystal`.
+        """
+        if self.nestedkv is None:
+            raise self._lacks("nestedkv")
+        return self.nestedkv
 
     def _lacks(self, family: str) -> BackendUnavailable:
         has = [name for name in FAMILIES if getattr(self, name) is not None]

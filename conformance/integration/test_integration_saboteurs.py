@@ -27,6 +27,7 @@ from models_integration import visibility
 from models_integration.cache import RetainedCache, RetainedLayer
 from models_integration.capture import Recorder
 from models_integration.segments import Segment
+from models_integration.slots import Plan
 from models_integration.visibility import SlotOffset, StoredRows
 from reference.policies import retain
 
@@ -73,15 +74,15 @@ def newest_slots_instead_of_kept_ones(patch: Patch) -> None:
 
 def values_not_gathered_with_keys(patch: Patch) -> None:
     """Keys of the kept tokens beside the first values."""
-    retain = RetainedLayer.retain
+    follow = RetainedLayer.follow
 
-    def wrong(layer: RetainedLayer, kept: Tensor) -> None:
+    def wrong(layer: RetainedLayer, plan: Plan) -> None:
         assert isinstance(layer.values, Tensor)
-        values = layer.values[:, :, : len(kept)].clone()
-        retain(layer, kept)
+        values = layer.values[:, :, : plan.after.kept.shape[1]].clone()
+        follow(layer, plan)
         layer.values = values
 
-    patch.setattr(RetainedLayer, "retain", wrong)
+    patch.setattr(RetainedLayer, "follow", wrong)
 
 
 def last_layer_keeps_other_tokens(patch: Patch) -> None:

@@ -245,22 +245,6 @@ def test_a_model_s_own_generation_settings_count() -> None:
         greedy(model, prompt(N), 2)
 
 
-def test_a_second_turn_inside_the_context_is_refused_and_the_cache_lives_on() -> None:
-    model = build("llama")
-    with METHODS["crystalcache"]()(model) as run:
-        at_once(model, prompt(N), DynamicCache())
-        cache = run.cache
-        assert cache is not None
-        stored = cache.stored_length
-        with pytest.raises(SpecError, match="a second segment on a cache that has seen 40 tokens"):
-            at_once(model, prompt(5), cache)
-        with pytest.raises(SpecError, match="a second segment"):
-            greedy(model, torch.cat([prompt(N), prompt(5)], dim=1), 2, past_key_values=cache)
-        assert (cache.get_seq_length(), cache.stored_length) == (N, stored)
-        at_once(model, prompt(1), cache)
-        assert (cache.get_seq_length(), cache.stored_length) == (N + 1, stored + 1)
-
-
 def test_contexts_do_not_nest() -> None:
     model = build("llama")
     method = METHODS["crystalcache"]()

@@ -1,19 +1,21 @@
 """Every published policy at small constants, with its brute-force answer; and random attention inputs for them."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
 from conformance.oracles import diversity as alpha_oracle
+from conformance.oracles import nestedkv
 from conformance.oracles import policies as oracle
 from conformance.oracles import triattention as tri_oracle
 from reference import policies
 from reference.calibration import Calibration, Identity
 from reference.triattention import OFFSETS, Mode, band_statistics
 from spec.budget import Budget
+from spec.parameters import NestedKVParameters
 from spec.policy import LayerView, Observation, Policy
 from spec.retention import Granularity, Retention
 
@@ -25,6 +27,7 @@ __all__ = [
 W, KERNEL, C_CHUNK, SINK, FUTURE = 3, 3, 4, 2, 5
 LAM = 0.5
 SAFEGUARD = Fraction(1, 5)
+NESTED = NestedKVParameters(blocks=4, b_min=3, b_max=6, W=4, N_sink=SINK, alpha_s=Fraction(4, 5))
 Kept = list[list[int]]
 Array = np.ndarray[Any, Any]
 
@@ -254,6 +257,20 @@ def diversity_heads(inputs: Inputs, B: int) -> Kept:
     return found
 
 
+def nested(adaptive: bool) -> Callable[[Inputs, int], Kept]:
+    def expected(inputs: Inputs, B: int) -> Kept:
+        found = []
+        for view in inputs.layers:
+            rows = [nestedkv.scores(head, NESTED) for head in view.k.tolist()]
+            if adaptive:
+                found += nestedkv.kept(rows, B, NESTED)
+            else:
+                found += [oracle.top([*[None] * SINK, *row[SINK:]][: len(row)], B) for row in rows]
+        return found
+
+    return expected
+
+
 def window(n: int, B: int) -> set[int]:
     return set(range(max(0, n - W), n))
 
@@ -318,5 +335,20 @@ CASES: dict[str, Case] = {
         "DV-POLICY",
         lambda i: policies.diverse(policies.with_adaptive_budgets(policies.snapkv(W, KERNEL), SAFEGUARD), LAM, "head"),
         diversity_heads, W, window,
+    ),
+    # NestedKV refuses a budget below its sinks; here each B is raised to them, so that any B can be drawn.
+    "nestedkv": Case(
+        "NK-NESTEDKV", lambda i: replace(policies.nestedkv(NESTED), floor=SINK), nested(True), SINK, sinks
+    ),
+    "nestedkv-without-continuum": Case(
+        "NK-ABLATIONS", lambda i: policies.nestedkv_without_continuum(NESTED),
+        shared(oracle.keydiff, oracle.competition_shares, NESTED.alpha_s),
+    ),
+    "nestedkv-without-adaptive": Case(
+        "NK-ABLATIONS", lambda i: replace(policies.nestedkv_without_adaptive(NESTED), floor=SINK), nested(False),
+        SINK, sinks,
+    ),
+    "nestedkv-without-both": Case(
+        "NK-ABLATIONS", lambda i: policies.nestedkv_without_both(), by_layer(oracle.keydiff)
     ),
 }

@@ -11,6 +11,8 @@ from conformance.saboteurs import (
     decode,
     diversity,
     essay,
+    injection,
+    nestedkv,
     policies,
     policy_parts,
     s1,
@@ -21,6 +23,7 @@ from conformance.saboteurs import (
     s5,
     s6,
     s6_protection,
+    statistics,
     triattention,
     whole,
 )
@@ -33,7 +36,7 @@ __all__ = ["SABOTEURS"]
 SABOTEURS = REGISTRY
 STAGES = (
     s1, s1_selection, s2, s3, s4, s5, s6, s6_protection, whole, activation, decode, essay, policies, policy_parts,
-    diversity, triattention,
+    injection, statistics, nestedkv, diversity, triattention,
 )
 
 

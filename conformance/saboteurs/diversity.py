@@ -26,7 +26,8 @@ def in_any_order(V: Array, x: Array) -> Array:
 @instead_of(unit_rows, "DV-COSINE")
 def epsilon_in_the_root(u: Array) -> Array:
     """Epsilon is added to the sum of squares."""
-    return u / np.sqrt((u * u).sum(axis=1) + EPSILON)[:, None]
+    unit: Array = u / np.sqrt((u * u).sum(axis=1) + EPSILON)[:, None]
+    return unit
 
 
 @instead_of(signatures, "DV-SIGNATURE")

@@ -204,6 +204,8 @@ def right_lives() -> list[bytes]:
 
 def agreement(saboteur: Saboteur) -> int:
     """On how many of the inputs the saboteur agrees with the reference; a policy's stays in this process."""
+    if saboteur.item.startswith("IN-"):
+        return 0  # no prefill calls it, and its inputs are not drawn
     if saboteur.item in OWN_INPUTS:
         cases = OWN_INPUTS[saboteur.item]()
         right = [outcome(lambda case: values(saboteur.original(**case)), case) for case in cases]

@@ -83,7 +83,8 @@ def factor_left_in_the_keys(
 def sample_deviation(X: Array, candidates: Array) -> Array:
     """The divisor of the variance is one less than the tokens."""
     m = max(2, int(candidates.sum()))
-    return z_scores(X, candidates) * np.sqrt((m - 1) / m)
+    narrow: Array = z_scores(X, candidates) * np.sqrt((m - 1) / m)
+    return narrow
 
 
 @instead_of(z_scores, "TA-RANKING")
