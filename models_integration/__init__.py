@@ -16,17 +16,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from models_integration.cache import RetainedCache
     from models_integration.methods import CrystalCache, FullCache, Method, StreamingLLM
+    from models_integration.published import Published
     from models_integration.sentence_ends import sentence_ends
     from models_integration.session import Prefilled, Session, prefill
 
 __all__ = [
-    "CrystalCache", "FullCache", "Method", "Prefilled", "RetainedCache", "Session", "StreamingLLM", "prefill",
-    "sentence_ends",
+    "CrystalCache", "FullCache", "Method", "Prefilled", "Published", "RetainedCache", "Session", "StreamingLLM",
+    "prefill", "sentence_ends",
 ]
 
 _HOME = {
     "CrystalCache": "methods", "FullCache": "methods", "Method": "methods", "StreamingLLM": "methods",
     "Prefilled": "session", "Session": "session", "prefill": "session",
+    "Published": "published",
     "RetainedCache": "cache", "sentence_ends": "sentence_ends",
 }
 

@@ -9,9 +9,10 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
+from models_integration.running import Decoding
 from models_integration.slots import Plan, filled, gathered, slots_of
 from models_integration.states import RowStates
-from models_integration.visibility import EMPTY, SlotOffset, StoredRows
+from models_integration.visibility import EMPTY, LayersDiffer, SlotOffset, StoredRows
 from spec.errors import SpecError
 from spec.retention import Granularity, Retention
 
@@ -31,9 +32,26 @@ class RetainedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # the base'
         self.evicted = 0
 
     @property
+    def heads(self) -> int:
+        """KV heads."""
+        assert self.keys is not None
+        return self.keys.shape[1]
+
+    @property
+    def batch(self) -> int:
+        """Rows of the batch."""
+        assert self.keys is not None
+        return len(self.keys)
+
+    @property
     def stored_length(self) -> int:
         """Slots in use."""
         return int(super().get_seq_length())
+
+    @property
+    def mean_length(self) -> float:
+        """Slots in use of a KV head, on average."""
+        return self.stored_length
 
     def get_seq_length(self) -> int:
         """Tokens seen: the position of the next query."""
@@ -46,6 +64,12 @@ class RetainedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # the base'
     def stored_positions(self) -> Tensor:
         """Absolute positions behind the slots, ascending, (rows, stored)."""
         return self.rows.positions(self.stored_length)
+
+    def head_positions(self, row: int, head: int) -> Tensor:
+        """Absolute positions that one KV head of one row stores, ascending."""
+        rows = self.stored_positions()
+        own = rows[row if len(rows) > 1 else 0]
+        return own[own != EMPTY]
 
     @property
     def uniform(self) -> bool:
@@ -197,8 +221,12 @@ class RetainedCache(DynamicCache):
         self.layers = [RetainedLayer() if type(layer) is DynamicLayer else layer for layer in layers]
         self.layer_class_to_replicate = None
         self.failure: str | None = None
+        self.layers_differ = False
+        """Whether layers, or their heads, store different positions."""
         self.states = RowStates()
         """What decode and later segments go on from, row by row."""
+        self.decoding: Decoding | None = None
+        """What a policy that decides in its steps goes on from."""
         self._in_context = False
 
     @property
@@ -213,14 +241,20 @@ class RetainedCache(DynamicCache):
 
     @property
     def stored_length(self) -> int:
-        """Slots of a full-attention layer."""
+        """Slots of a full-attention layer; of the first, where they differ."""
         return self.full_layers[0].stored_length
 
+    @property
+    def mean_length(self) -> float:
+        """Slots of a full-attention layer and KV head, on average."""
+        return sum(layer.mean_length for layer in self.full_layers) / len(self.full_layers)
+
     def stored_positions(self, row: int = 0) -> Tensor:
-        """Absolute positions that the full-attention layers store of one row, ascending, (stored,)."""
-        rows = self.full_layers[0].stored_positions()
-        positions = rows[0 if len(rows) == 1 else row]
-        return positions[positions != EMPTY]
+        """Absolute positions that the full-attention layers store of one row, ascending, (stored,).
+
+        Where layers or heads differ, those of the first; each layer's `head_positions` has its own.
+        """
+        return self.full_layers[0].head_positions(row, 0)
 
     @property
     def observed_keys(self) -> Tensor:
@@ -266,10 +300,13 @@ class RetainedCache(DynamicCache):
 
         Raises:
             SpecError: outside the context manager, where rows differ: a mask of transformers cannot tell them apart.
+                Where layers do, `update` refuses.
         """
         self.check_usable()
         if not self._in_context and not self.full_layers[0].uniform:
             raise SpecError("past_key_values", "rows that differ", "can be read inside the context manager only")
+        if self.layers_differ and isinstance(self.layers[layer_idx], RetainedLayer):
+            return self.get_seq_length() + query_length, LayersDiffer()
         sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
         return sizes
 
@@ -278,6 +315,8 @@ class RetainedCache(DynamicCache):
     ) -> tuple[Tensor, Tensor]:
         """Append keys and values of new tokens, and return all that are stored."""
         self.check_usable()
+        if self.layers_differ and not self._in_context:
+            raise SpecError("past_key_values", "layers that differ", "can be read inside the context manager only")
         stored: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return stored
 
@@ -320,16 +359,19 @@ class RetainedCache(DynamicCache):
         """Let row i go on as row beam_idx[i] was."""
         super().reorder_cache(cast(torch.LongTensor, beam_idx))
         self.states = self.states.select(beam_idx)
+        self.decoding = self.decoding and self.decoding.select(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row `repeats` times, one after the other."""
         super().batch_repeat_interleave(repeats)
         self.states = self.states.select(torch.arange(len(self.states.rows)).repeat_interleave(repeats))
+        self.decoding = self.decoding and self.decoding.repeat(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Only these rows."""
         super().batch_select_indices(indices)
         self.states = self.states.select(indices)
+        self.decoding = self.decoding and self.decoding.select(indices)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last tokens seen, stored or evicted: as many as -tokens_to_remove.
@@ -338,6 +380,7 @@ class RetainedCache(DynamicCache):
         """
         super().crop(tokens_to_remove)
         self.states = self.states.crop(-tokens_to_remove)
+        self.decoding = self.decoding if tokens_to_remove == 0 else None
 
     def reset(self) -> None:
         """Forget everything: ready for a new prompt."""
@@ -345,6 +388,7 @@ class RetainedCache(DynamicCache):
         for layer in self.layers:
             layer.reset()
             _drop_tensors(layer)
+        self.layers_differ, self.decoding = False, None
 
     def fail(self, reason: str) -> None:
         """Drop everything and refuse any further use."""

@@ -265,5 +265,5 @@ def test_a_breath_that_fails_leaves_no_usable_cache(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr("models_integration.decoding.decode_step", fail)
         with pytest.raises(MemoryError):
             at_once(model, tokens(1), cache)
-    with pytest.raises(SpecError, match="a breath failed"):
+    with pytest.raises(SpecError, match="a decode step failed"):
         cache.get_seq_length()

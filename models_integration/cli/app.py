@@ -22,6 +22,14 @@ Model = Annotated[
 Backend = Annotated[str, typer.Option(help="auto, numpy, numba, or 'module:ATTRIBUTE'.")]
 
 
+# Written out, as the table of policies would load torch before any help is shown.
+_POLICIES = (
+    "crystalcache, streamingllm, fullcache, adakv, caote, chunkkv, chunkkv-described, defensivekv, expected-attention,"
+    " h2o, h2o-described, keydiff, knorm, nestedkv, nestedkv-without-adaptive, nestedkv-without-continuum, pyramidkv,"
+    " pyramidkv-described, rkv, snapkv, tova"
+)
+
+
 def _version(value: bool) -> None:
     if value:
         print(f"kvspec {SPEC_VERSION}")
@@ -41,7 +49,9 @@ def _names(text: str) -> tuple[str, ...]:
 
 @app.command()
 def compare(
-    policies: Annotated[str, typer.Option(help="Comma-separated.")] = "crystalcache,streamingllm,fullcache",
+    policies: Annotated[str, typer.Option(help=f"Comma-separated: {_POLICIES}.")] = (
+        "crystalcache,streamingllm,fullcache"
+    ),
     budgets: Annotated[str, typer.Option(help="Comma-separated: 0.3 or 30% is a fraction, 512 is tokens.")] = "0.3,0.5",
     tasks: Annotated[str, typer.Option(help="Comma-separated: needle, delayed_association.")] = (
         "needle,delayed_association"
