@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from models_integration.archive.gaps import GappedSlidingLayer
-from models_integration.archive.rope import Rotary, plain_layers, prefilled
+from models_integration.archive.rope import Rotary, frequencies_at, plain_layers, prefilled
 from models_integration.archive.turn import angles_between, turned
 from models_integration.cache import RetainedCache, RetainedLayer
 from models_integration.visibility import StoredRows
@@ -45,6 +45,9 @@ def computed(
 
     Of a model that slides, only the full-attention layers are kept: a window that has moved on sees no chunk.
 
+    Args:
+        rotary: of the model, as `recognise` gives it.
+
     Raises:
         SpecError: when every token is hidden, or no layer of the model attends to all that it has read.
     """
@@ -55,7 +58,7 @@ def computed(
         index: (layer.keys[0], layer.values[0]) for index, layer in enumerate(plain_layers(prefilled(model, ids)))
         if index in kept
     }
-    return Chunk(tuple(ids), layers, hidden, tuple(markers), rotary)
+    return Chunk(tuple(ids), layers, hidden, tuple(markers), frequencies_at(model, rotary, len(ids)))
 
 
 def full_attention(model: PreTrainedModel) -> list[int]:
