@@ -13,7 +13,7 @@ from conformance.integration.families import relative
 from models_integration.archive import baselines
 from models_integration.archive.baselines import ARMS, Case, cacheblend, legolink
 from models_integration.archive.recompute import recompute
-from models_integration.archive.rope import recognise
+from models_integration.archive.rope import plain_layers, recognise
 from models_integration.archive.splice import computed
 from models_integration.cache import RetainedCache
 from spec.errors import SpecError
@@ -35,12 +35,7 @@ def case_of(family: str = "Llama", **changes: Any) -> Case:
 
 
 def tensors(cache: RetainedCache) -> list[Tensor]:
-    found = []
-    for layer in cache.layers:
-        assert layer.keys is not None
-        assert layer.values is not None
-        found += [layer.keys.float(), layer.values.float()]
-    return found
+    return [tensor.float() for layer in plain_layers(cache) for tensor in (layer.keys, layer.values)]
 
 
 def distance(a: RetainedCache, b: RetainedCache) -> float:
@@ -93,9 +88,7 @@ def test_cacheblend_takes_the_tokens_that_deviate_most(monkeypatch: pytest.Monke
     chosen: list[int] = []
     monkeypatch.setattr(baselines, "recompute", lambda model, cache, tokens, positions: chosen.extend(positions))
     cacheblend(case, 0.25)
-    spliced, fresh = ARMS["inject"](case).layers[1].keys, ARMS["text_wrapped"](case).layers[1].keys
-    assert spliced is not None
-    assert fresh is not None
+    spliced, fresh = (plain_layers(ARMS[name](case))[1].keys for name in ("inject", "text_wrapped"))
     apart = [float(((spliced - fresh)[0, :, at] ** 2).sum()) for at in range(len(SYSTEM), len(SYSTEM + WRAPPED))]
     best = sorted(range(len(apart)), key=lambda at: -apart[at])[: len(apart) // 4]
     assert chosen == [at + len(SYSTEM) for at in sorted(best)]
@@ -106,9 +99,7 @@ def test_values_of_an_unshifted_splice_are_right_and_its_keys_are_not() -> None:
     still, moved = ARMS["no_shift"](case), ARMS["inject"](case)
     for index, (a, b) in enumerate(zip(tensors(still), tensors(moved), strict=True)):
         assert (relative(a, b) == 0) == (index % 2 == 1)
-    keys = still.layers[0].keys
-    assert keys is not None
-    assert torch.equal(keys[0, :, 5:15], case.wrapped[0].layers[0][0])
+    assert torch.equal(plain_layers(still)[0].keys[0, :, 5:15], case.wrapped[0].layers[0][0])
 
 
 def test_the_paper_s_prefix_arms_hold_what_they_say() -> None:
@@ -120,9 +111,7 @@ def test_the_paper_s_prefix_arms_hold_what_they_say() -> None:
     for a, b, c in zip(tensors(found), tensors(session), tensors(sink), strict=True):
         assert relative(a[:, :, :at], b) == 0
         assert relative(c[:, :, :4], b[:, :, :4]) < BOUND
-    values = [found.layers[1].values, sink.layers[1].values]
-    assert values[0] is not None
-    assert values[1] is not None
+    values = [plain_layers(cache)[1].values for cache in (found, sink)]
     assert torch.equal(values[0][:, :, at:], values[1][:, :, 4:])
     assert torch.equal(values[0][0, :, at : at + 7], case.raw[0].layers[1][1])
 

@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from models_integration.archive.recompute import recompute
-from models_integration.archive.rope import LayerRotary, Rotary, frequencies_at
+from models_integration.archive.rope import LayerRotary, Rotary, frequencies_at, plain_layers
 from models_integration.archive.splice import Chunk, splice
 from models_integration.cache import RetainedCache
 from spec.errors import SpecError
@@ -122,8 +121,8 @@ def cacheblend(case: Case, r: float) -> RetainedCache:
     cache, fresh = inject(case), text_wrapped(case)
     layer = min(CHECKED_LAYER, len(cache.layers) - 1)
     slot = case.rotary.layers[layer].slot or "keys"
-    spliced, wanted = (_tensor(one.layers[layer], slot)[0, :, len(case.session) :].double() for one in (cache, fresh))
-    deviation = (spliced - wanted).pow(2).sum((0, 2))
+    spliced, wanted = (getattr(plain_layers(one)[layer], slot)[0, :, len(case.session) :] for one in (cache, fresh))
+    deviation = (spliced.double() - wanted.double()).pow(2).sum((0, 2))
     order = torch.sort(deviation, descending=True, stable=True).indices[: int(len(deviation) * r)]
     return _renewed(case, cache, sorted((order + len(case.session)).tolist()))
 
@@ -161,9 +160,3 @@ def _renewed(case: Case, cache: RetainedCache, positions: Sequence[int]) -> Reta
     ids = _wrapped_ids(case)
     recompute(case.model, cache, [ids[position] for position in positions], positions)
     return cache
-
-
-def _tensor(layer: object, slot: str) -> Tensor:
-    tensor = getattr(layer, slot)
-    assert isinstance(tensor, Tensor)
-    return tensor

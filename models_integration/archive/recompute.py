@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from models_integration.archive.gaps import additive
+from models_integration.archive.rope import plain_layers
 from models_integration.cache import RetainedCache, RetainedLayer
 from spec.errors import SpecError
 
@@ -22,7 +23,7 @@ class _Overwritten(DynamicLayer):  # type: ignore[no-untyped-call]  # the base's
         super().__init__()  # type: ignore[no-untyped-call]
         assert layer.keys is not None
         assert layer.values is not None
-        self.lazy_initialization(layer.keys, layer.values)  # type: ignore[no-untyped-call]
+        self.lazy_initialization(layer.keys, layer.values)
         self.keys, self.values, self._slots = layer.keys, layer.values, slots
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -68,5 +69,5 @@ def recompute(model: PreTrainedModel, cache: RetainedCache, tokens: Sequence[int
             attention_mask=additive((stored <= places[:, None]).to(device), model.dtype),
             past_key_values=working, use_cache=True,
         )
-    for layer, fresh in zip(cache.full_layers, working.layers, strict=True):
+    for layer, fresh in zip(cache.full_layers, plain_layers(working), strict=True):
         layer.keys, layer.values = fresh.keys, fresh.values
