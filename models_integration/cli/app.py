@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from models_integration.cli.archive import archive
+from models_integration.cli.options import Model
 from spec import SPEC_VERSION
 
 __all__ = ["app"]
@@ -16,9 +18,8 @@ app = typer.Typer(
     help="The executable specification of KV-cache retention: which cached keys and values a language model keeps.",
 )
 
-Model = Annotated[
-    str, typer.Option(help="'pocket' (shipped with kvspec), or a transformers causal model by path or hub name.")
-]
+app.add_typer(archive, name="archive")
+
 Backend = Annotated[str, typer.Option(help="auto, numpy, numba, or 'module:ATTRIBUTE'.")]
 
 
