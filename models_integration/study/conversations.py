@@ -49,11 +49,12 @@ def draw_conversation(tokenizer: TaskTokenizer, index: int, tokens: int) -> Conv
     Raises:
         SpecError: for a stream without room for its facts, or a negative index.
     """
-    if tokens < 4 * _RECENT:
-        raise SpecError("tokens", tokens, f"must be at least {4 * _RECENT}, to hold the facts of the stream apart")
+    if tokens < 6 * _RECENT:
+        raise SpecError("tokens", tokens, f"must be at least {6 * _RECENT}, to hold the facts of the stream apart")
     rng = generator((2026, index))
     subjects = [(template, key) for template in NEEDLE_TEMPLATES for key in (template.key, *template.other_keys)]
-    anchors, questions, used = [], [], []
+    anchors, questions = [], []
+    used: list[int] = []
     for stratum, which in zip(STRATA, rng.permutation(len(subjects)), strict=False):
         template, key = subjects[int(which)]
         used.append(draw_value(rng, HELD_OUT_VALUES, used))

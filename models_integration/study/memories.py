@@ -149,6 +149,8 @@ def _setting(name: str, budget: int) -> dict[str, Arm]:
 
 
 # The budgets give equal mean caches over 2 048 steps: 1 217 slots wide, 352 tight.
-ARMS: Mapping[str, Arm] = {FULL: Arm(FULL), "wide: off": Arm("off", 192), **_setting("wide", 1384), **_setting("tight", 320)}
+ARMS: Mapping[str, Arm] = {
+    FULL: Arm(FULL), "wide: off": Arm("off", 192), **_setting("wide", 1384), **_setting("tight", 320),
+}
 BASES: Mapping[str, str] = {name: f"{name.partition(':')[0]}: on" for name in ARMS if name != FULL}
 """What each arm is compared with."""

@@ -7,7 +7,7 @@ import numpy as np
 from models_integration.study.conversations import PROMPT
 from models_integration.study.memories import Reading
 from reference.crystalcache import prefill, start_state
-from reference.crystalcache.breath import decay, protected_trunks_of
+from reference.crystalcache.breath import breath_protection, decay
 from reference.crystalcache.graph import trunk_pairs, trunk_weights
 from reference.crystalcache.resonance import raised
 from spec.arrays import BoolVector, Float64, IntVector, Vector
@@ -44,15 +44,15 @@ def changed_flags(before: Flags, after: Flags) -> tuple[int, int]:
 def trunk_summary(state: DecodeState, parameters: CrystalCacheParameters, backend: Backend) -> dict[str, Any]:
     """Trunks at the end: how many are active, where D decides the score, and the prompt's with impact and D."""
     active = backend.require_breath().activation(state.live, parameters)
-    safe = protected_trunks_of(state.live, state.seen, parameters.N_sink, parameters.W_recent)
+    safe = breath_protection(state, parameters)
     score = backend.require_crystal().score
     without = score(np.zeros_like(state.D), state.live.trunk_impact, safe, parameters)
     old = state.live.positions[state.live.offsets[:-1]] < PROMPT
     return {
         "live": len(state.D), "active": int(active.sum()), "edges": len(state.W.indices) // 2,
-        "free": int((~safe).sum()), "D_decides": int((state.D > without)[~safe].sum()),
+        "free": int((~safe).sum()), "D_decides": int((without < state.D)[~safe].sum()),
         "prompt_impact": np.round(state.live.trunk_impact[old], 3).tolist(),
-        "prompt_D": np.round(state.D[old], 4).tolist(),
+        "prompt_active": active[old].astype(int).tolist(), "prompt_D": np.round(state.D[old], 4).tolist(),
     }
 
 

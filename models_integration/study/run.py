@@ -4,9 +4,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from models_integration.architecture import describe
@@ -18,6 +20,7 @@ from models_integration.study.conversations import PROMPT, Conversation, Questio
 from models_integration.study.memories import ARMS, T_BREATH, Breathing, Memory, Reading
 from models_integration.study.probes import changed_flags, flags_of, trunk_summary
 from spec import SPEC_VERSION
+from spec.arrays import Vector
 from spec.backend import resolve
 from spec.errors import SpecError
 from spec.policy import Needs
@@ -76,7 +79,7 @@ def read_prompt(subject: Subject, ids: tuple[int, ...]) -> tuple[Reading, Callab
     with observing(architecture, cache, observer, (architecture.observed,)):
         subject.model(input_ids=torch.tensor([ids]), past_key_values=cache, logits_to_keep=1)
     view = observer.recorder.views(0, 0)[architecture.observed]
-    tensors = [(layer.keys, layer.values) for layer in cache.full_layers]
+    tensors = [(cast(Tensor, layer.keys), cast(Tensor, layer.values)) for layer in cache.full_layers]
 
     def filled() -> RetainedCache:
         fresh = RetainedCache(architecture.config)
@@ -87,10 +90,10 @@ def read_prompt(subject: Subject, ids: tuple[int, ...]) -> tuple[Reading, Callab
     return Reading(np.array(ids), view, subject.sentence_ends, resolve(subject.backend)), filled
 
 
-def read_block(model: PreTrainedModel, cache: RetainedCache, ids: tuple[int, ...], reading: Reading) -> np.ndarray:
+def read_block(model: PreTrainedModel, cache: RetainedCache, ids: tuple[int, ...], reading: Reading) -> Vector:
     """Read tokens through the cache, and return the inverse norms of their keys in the observed layer."""
     model(input_ids=torch.tensor([ids]), past_key_values=cache, logits_to_keep=1)
-    keys = cache.full_layers[0].keys[0, :, -len(ids) :]
+    keys = cast(Tensor, cache.full_layers[0].keys)[0, :, -len(ids) :]
     return np.asarray(reading.engine.require_breath().inverse_key_norms(keys.numpy()))
 
 
@@ -105,7 +108,8 @@ def is_right(model: PreTrainedModel, cache: RetainedCache, question: Question) -
     ids, n = (*question.ids, *question.answer_ids[:-1]), len(question.answer_ids)
     logits = model(input_ids=torch.tensor([ids]), past_key_values=cache, logits_to_keep=n).logits
     cache.crop(-len(ids))
-    return logits[0].argmax(dim=1).tolist() == list(question.answer_ids)
+    best: list[int] = logits[0].argmax(dim=1).tolist()
+    return best == list(question.answer_ids)
 
 
 def run_arm(subject: Subject, conversation: Conversation, reading: Reading, cache: RetainedCache, name: str) -> Row:
