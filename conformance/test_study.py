@@ -64,7 +64,7 @@ def test_a_plan_that_cannot_be_run_is_refused(change: dict[str, object], argumen
 
 
 def test_every_arm_differs_from_its_base_in_one_mechanism() -> None:
-    for setting in ("wide", "tight"):
+    for setting in ("wide", "middle", "tight"):
         base = ARMS[f"{setting}: on"]
         for name, field in (
             ("static graph", "hebb"), ("no resonance", "alpha_res"), ("no decay", "beta_0"),

@@ -148,9 +148,10 @@ def _setting(name: str, budget: int) -> dict[str, Arm]:
     return {**breathing, f"{name}: window": Arm("window", budget)}
 
 
-# The budgets give equal mean caches over 2 048 steps: 1 217 slots wide, 352 tight.
+# The budgets give equal mean caches over 2 048 steps: 1 217 slots wide, 667 middle, 352 tight.
 ARMS: Mapping[str, Arm] = {
-    FULL: Arm(FULL), "wide: off": Arm("off", 192), **_setting("wide", 1384), **_setting("tight", 320),
+    FULL: Arm(FULL), "wide: off": Arm("off", 192), **_setting("wide", 1384), **_setting("middle", 640),
+    **_setting("tight", 320),
 }
 BASES: Mapping[str, str] = {name: f"{name.partition(':')[0]}: on" for name in ARMS if name != FULL}
 """What each arm is compared with."""
