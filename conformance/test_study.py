@@ -1,19 +1,24 @@
 """The decode study: its conversations, its cache under each arm, its probes and its tables."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch", reason="the study drives a model")
 pytest.importorskip("transformers", reason="the study drives a model")
 
+import torch
+from typer.testing import CliRunner
+
+from models_integration.cli.app import app
 from models_integration.evaluation.compare import Subject
 from models_integration.evaluation.results import load_rows
 from models_integration.evaluation.subject import load_subject
 from models_integration.study.conversations import CONTROL, PROMPT, STRATA, draw_conversation
 from models_integration.study.memories import ARMS, BASES, T_BREATH
+from models_integration.study.predictions import query_changes
 from models_integration.study.probes import Flags, changed_flags, fixed_points, held_up, surviving_pairs
 from models_integration.study.report import differences, holm, markdown, scores
 from models_integration.study.run import StudyPlan, hold, read_block, read_prompt, run_study
@@ -35,13 +40,16 @@ def test_a_conversation_has_its_facts_where_its_strata_are(subject: Subject) -> 
     """Each value stands once in the text, in its stratum's range; the same index gives the same conversation."""
     conversation = draw_conversation(subject.tokenizer, 3, 2048)
     assert len(conversation.ids) == PROMPT + 2048
-    assert conversation == draw_conversation(subject.tokenizer, 3, 2048) != draw_conversation(subject.tokenizer, 4, 2048)
+    assert conversation == draw_conversation(subject.tokenizer, 3, 2048)
+    assert conversation != draw_conversation(subject.tokenizer, 4, 2048)
     assert tuple(question.stratum for question in conversation.questions) == STRATA
     ranges = {"prompt": (0, PROMPT - 128), CONTROL: (PROMPT + 2048 - 128, PROMPT + 2048)}
     ranges |= {f"quarter {i}": (PROMPT + (i - 1) * 512 - 24, PROMPT + i * 512) for i in (1, 2, 3, 4)}
+    ids = conversation.ids
     for question in conversation.questions:
-        n = len(question.answer_ids)
-        starts = [i for i in range(len(conversation.ids) - n) if conversation.ids[i + 1 : i + n] == question.answer_ids[1:]]
+        # A sentence that opens the text has no space before it.
+        rest, n = question.answer_ids[1:], len(question.answer_ids)
+        starts = [i for i in range(len(ids) - n) if ids[i + 1 : i + n] == rest]
         assert len(starts) == 1
         low, high = ranges.get(question.stratum, ranges["prompt"])
         assert low <= starts[0] <= starts[0] + n <= high
@@ -86,11 +94,10 @@ def test_a_block_is_its_decode_steps(subject: Subject) -> None:
     found = []
     for size in (T_BREATH, 1):
         cache, memory = filled(), ARMS["tight: on"].start(reading)
-        hold(cache, memory, PROMPT)
+        hold(cache, memory)
         for start in range(PROMPT, PROMPT + 2 * T_BREATH, size):
             block = ids[start : start + size]
-            memory = memory.after(np.array(block), read_block(subject.model, cache, block, reading))
-            hold(cache, memory, start + size)
+            memory = read_block(subject.model, cache, memory, block, reading.engine)
         assert cache.stored_positions().tolist() == memory.held.tolist()
         logits = subject.model(input_ids=torch.tensor([ids[:4]]), past_key_values=cache).logits
         found.append((memory.held, logits))
@@ -111,7 +118,7 @@ def test_a_second_run_reads_what_is_stored(subject: Subject, tmp_path: Path) -> 
     assert len(rows) == 2
     for row in rows:
         full, on, window = (row["found"][name] for name in SMALL.arms)
-        assert (full["mean"], full["peak"], full["end"]) == (PROMPT + (TOKENS + 1) / 2, PROMPT + TOKENS, PROMPT + TOKENS)
+        assert (full["mean"], full["end"]) == (PROMPT + (TOKENS + 1) / 2, PROMPT + TOKENS)
         assert (window["mean"], window["peak"], window["end"]) == (320 + (T_BREATH + 1) / 2, 320 + T_BREATH, 320)
         assert abs(on["mean"] - window["mean"]) <= 2
         assert all(full["right"].values())
@@ -144,7 +151,7 @@ def test_trunks_fall_with_their_own_graph_too(subject: Subject) -> None:
     for impact in (8.0, 20.0):
         D = held_up(state, impact, PAPER, reading.engine, 20)
         assert len(D) > 0
-        assert (D >= fixed_points(impact, PAPER)[1] - 1e-6).all()
+        assert (fixed_points(impact, PAPER)[1] - 1e-6 <= D).all()
 
 
 def test_pairs_across_chunks_are_told_from_pairs_inside(subject: Subject) -> None:
@@ -155,7 +162,7 @@ def test_pairs_across_chunks_are_told_from_pairs_inside(subject: Subject) -> Non
     _, across = surviving_pairs(reading, PAPER, 1)
     assert across == (0, 0, 0)
     for pairs in surviving_pairs(reading, replace(PAPER, C=64), 4):
-        assert 0 < pairs.joined
+        assert pairs.joined > 0
         assert pairs.later <= pairs.above <= pairs.joined
 
 
@@ -175,3 +182,20 @@ def test_differences_are_paired_and_leave_the_control_out() -> None:
 
 def test_holm_by_hand() -> None:
     assert holm({"a": 0.04, "b": 0.01, "c": 0.03}) == pytest.approx({"b": 0.03, "c": 0.06, "a": 0.06})
+
+
+def test_predictions_count_every_question(subject: Subject) -> None:
+    """Seven questions are compared with the first, on old positions that both still hold."""
+    with torch.no_grad():
+        (changed, common), (_, later) = query_changes(subject, 0, "tight: on", TOKENS)
+    assert 0 <= changed < common
+    assert 0 < later <= common <= 7 * 320
+
+
+def test_the_command_writes_tables_and_rows(tmp_path: Path) -> None:
+    arguments = ["study", "--samples", "1", "--tokens", str(TOKENS), "--arms", "full,tight: on,tight: window"]
+    result = CliRunner().invoke(app, [*arguments, "--contexts", "0", "--backend", "numpy", "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "study.md").read_text(encoding="utf-8").startswith("| arm | right |")
+    assert len(load_rows(tmp_path / "study.jsonl")) == 1
+    assert "fixed points" in json.loads((tmp_path / "study-predictions.json").read_text(encoding="utf-8"))

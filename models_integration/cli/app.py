@@ -115,8 +115,11 @@ def study(
     samples: Annotated[int, typer.Option(help="Conversations; every arm sees the same ones.")] = 100,
     tokens: Annotated[int, typer.Option(help="Streamed tokens after the prompt of 512, a multiple of 64.")] = 2048,
     arms: Annotated[str, typer.Option(help="Comma-separated: 'full,tight: on,tight: window'; all if empty.")] = "",
+    contexts: Annotated[int, typer.Option(help="Conversations for the audit's three predictions; 0 for none.")] = 10,
     backend: Backend = "auto",
-    out: Annotated[Path, typer.Option(help="Folder of study.jsonl and study.md.")] = Path("results"),
+    out: Annotated[Path, typer.Option(help="Folder of study.jsonl, study.md and study-predictions.json.")] = Path(
+        "results"
+    ),
 ) -> None:
     """What decode does to facts that are asked for late: breaths on, off, and each of their parts off.
 
@@ -127,7 +130,7 @@ def study(
     from models_integration.study.memories import ARMS
     from models_integration.study.run import StudyPlan
 
-    run(StudyPlan(samples, tokens, _names(arms) or tuple(ARMS)), backend, out)
+    run(StudyPlan(samples, tokens, _names(arms) or tuple(ARMS)), contexts, backend, out)
 
 
 @app.command()

@@ -20,13 +20,12 @@ from models_integration.study.conversations import PROMPT, Conversation, Questio
 from models_integration.study.memories import ARMS, T_BREATH, Breathing, Memory, Reading
 from models_integration.study.probes import changed_flags, flags_of, trunk_summary
 from spec import SPEC_VERSION
-from spec.arrays import Vector
-from spec.backend import resolve
+from spec.backend import Backend, resolve
 from spec.errors import SpecError
 from spec.policy import Needs
 from spec.retention import Retention
 
-__all__ = ["StudyPlan", "read_block", "read_prompt", "run_arm", "run_study"]
+__all__ = ["StudyPlan", "blocks", "hold", "is_right", "read_block", "read_prompt", "run_arm", "run_study"]
 
 
 @dataclass(frozen=True)
@@ -90,17 +89,26 @@ def read_prompt(subject: Subject, ids: tuple[int, ...]) -> tuple[Reading, Callab
     return Reading(np.array(ids), view, subject.sentence_ends, resolve(subject.backend)), filled
 
 
-def read_block(model: PreTrainedModel, cache: RetainedCache, ids: tuple[int, ...], reading: Reading) -> Vector:
-    """Read tokens through the cache, and return the inverse norms of their keys in the observed layer."""
+def read_block(
+    model: PreTrainedModel, cache: RetainedCache, memory: Memory, ids: tuple[int, ...], engine: Backend,
+) -> Memory:
+    """Read tokens through the cache, and evict what the memory, which is returned, does not hold afterwards."""
     model(input_ids=torch.tensor([ids]), past_key_values=cache, logits_to_keep=1)
     keys = cast(Tensor, cache.full_layers[0].keys)[0, :, -len(ids) :]
-    return np.asarray(reading.engine.require_breath().inverse_key_norms(keys.numpy()))
+    after = memory.after(np.array(ids), np.asarray(engine.require_breath().inverse_key_norms(keys.numpy())))
+    hold(cache, after)
+    return after
 
 
-def hold(cache: RetainedCache, memory: Memory, seen: int) -> None:
+def blocks(ids: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """What is read between two breaths."""
+    return [ids[start : start + T_BREATH] for start in range(0, len(ids), T_BREATH)]
+
+
+def hold(cache: RetainedCache, memory: Memory) -> None:
     """Evict what the memory does not hold."""
     if len(memory.held) < cache.stored_length:
-        cache.compact([Retention.shared(memory.held, seen)])
+        cache.compact([Retention.shared(memory.held, cache.get_seq_length())])
 
 
 def is_right(model: PreTrainedModel, cache: RetainedCache, question: Question) -> bool:
@@ -115,14 +123,12 @@ def is_right(model: PreTrainedModel, cache: RetainedCache, question: Question) -
 def run_arm(subject: Subject, conversation: Conversation, reading: Reading, cache: RetainedCache, name: str) -> Row:
     """One conversation under one arm: which strata were right, what was stored, and what the breaths did."""
     memory = ARMS[name].start(reading)
-    hold(cache, memory, PROMPT)
+    hold(cache, memory)
     sizes: list[int] = []
     flags = [flags_of(memory.state, memory.parameters, memory.engine)] if isinstance(memory, Breathing) else []
-    for start in range(PROMPT, len(conversation.ids), T_BREATH):
-        block = conversation.ids[start : start + T_BREATH]
+    for block in blocks(conversation.ids[PROMPT:]):
         sizes += range(cache.stored_length + 1, cache.stored_length + len(block) + 1)
-        memory = memory.after(np.array(block), read_block(subject.model, cache, block, reading))
-        hold(cache, memory, start + len(block))
+        memory = read_block(subject.model, cache, memory, block, reading.engine)
         if isinstance(memory, Breathing):
             flags.append(flags_of(memory.state, memory.parameters, memory.engine))
     end = cache.stored_length
