@@ -122,6 +122,29 @@ def sweep(
 
 
 @app.command()
+def study(
+    samples: Annotated[int, typer.Option(help="Conversations; every arm sees the same ones.")] = 100,
+    tokens: Annotated[int, typer.Option(help="Streamed tokens after the prompt of 512, a multiple of 64.")] = 2048,
+    arms: Annotated[str, typer.Option(help="Comma-separated: 'full,tight: on,tight: window'; all if empty.")] = "",
+    contexts: Annotated[int, typer.Option(help="Conversations for the audit's three predictions; 0 for none.")] = 10,
+    backend: Backend = "auto",
+    out: Annotated[Path, typer.Option(help="Folder of study.jsonl, study.md and study-predictions.json.")] = Path(
+        "results"
+    ),
+) -> None:
+    """What decode does to facts that are asked for late: breaths on, off, and each of their parts off.
+
+    On the pocket model, at matched mean caches; docs/results holds the rules. About a quarter of an hour with the
+    defaults on two CPU cores. A second run goes on from what is stored.
+    """
+    from models_integration.cli.study import run
+    from models_integration.study.memories import ARMS
+    from models_integration.study.run import StudyPlan
+
+    run(StudyPlan(samples, tokens, _names(arms) or tuple(ARMS)), contexts, backend, out)
+
+
+@app.command()
 def compress(
     prompt: Annotated[Path, typer.Argument(metavar="PROMPT", help="A text file.")],
     budget: Annotated[str, typer.Option(help="0.3 or 30% is a fraction of the prompt, 512 is tokens.")] = "0.5",
