@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.compare import nestedkv_radius, scores_agree
@@ -150,11 +150,12 @@ def test_anomalies_are_negative_cosines(seed: int, n: int) -> None:
 @pytest.mark.spec(id="NK-MIN-MAX")
 @given(seed=seeds, n=lengths, width=st.sampled_from([0.0, 2.0**-40, 2.0**-16, 2.0**-15, 1.0]))
 def test_values_are_moved_to_the_unit_interval(seed: int, n: int, width: float) -> None:
-    row = np.random.default_rng(seed).integers(-4, 5, n) / 4 * width
-    got = nk.min_max(row[None])[0]
-    assert scores_agree(got, oracle.min_max(row.tolist()))
-    spread = row.max() - row.min()
-    assert (got.min(), got.max()) == ((0.0, 1.0) if spread > 2.0**-16 else (0.0, 0.0))
+    """Each head by its own range."""
+    rows = np.random.default_rng(seed).integers(-4, 5, (2, n)) / 4 * np.array([[width], [3.0]])
+    for row, got in zip(rows, nk.min_max(rows), strict=True):
+        assert scores_agree(got, oracle.min_max(row.tolist()))
+        spread = row.max() - row.min()
+        assert (got.min(), got.max()) == ((0.0, 1.0) if spread > 2.0**-16 else (0.0, 0.0))
 
 
 @pytest.mark.usefixtures("reference_items")
@@ -224,13 +225,14 @@ def inside(found: Any, k: Any, p: NestedKVParameters, precision: str) -> None:
 
 
 @pytest.mark.spec(id="NK-SCORE")
-@given(seed=seeds, H_kv=st.integers(1, 3), n=lengths, W=st.integers(1, 9))
+@given(seed=seeds, H_kv=st.integers(1, 2), n=lengths, W=st.integers(1, 9))
 def test_a_score_lies_within_its_radius(
     nestedkv_stages: NestedKVStages, precision: str, seed: int, H_kv: int, n: int, W: int,
 ) -> None:
     k, p = keys(seed, H_kv, n), replace(NESTED, W=W)
     found = nestedkv_stages.anomaly_score(k, p)
-    assert (found.dtype, found.shape) == (np.float64, (H_kv, n))
+    assert found.dtype == np.float64
+    assert found.shape == (H_kv, n)
     inside(found, k, p, precision)
 
 
@@ -282,11 +284,10 @@ def test_half_precision_is_read_exactly(nestedkv_stages: NestedKVStages) -> None
 
 
 @pytest.mark.spec(id="NK-SCORE")
-@given(seed=seeds, n=lengths, scale=st.sampled_from([2.0**-60, 2.0**-8, 2.0**60]))
-@settings(max_examples=10)
-def test_lengths_of_keys_say_nothing(nestedkv_stages: NestedKVStages, seed: int, n: int, scale: float) -> None:
+@pytest.mark.parametrize("scale", [2.0**-90, 2.0**-8, 2.0**90])
+def test_lengths_of_keys_say_nothing(nestedkv_stages: NestedKVStages, scale: float) -> None:
     """A power of two changes no bit, where squares would overflow or vanish in float32 too."""
-    k = keys(seed, 1, n)
+    k = keys(11, 1, 25)
     longer = (k * np.float32(scale)).astype(np.float32)
     assert np.array_equal(nestedkv_stages.anomaly_score(longer, NESTED), nestedkv_stages.anomaly_score(k, NESTED))
 
@@ -302,9 +303,10 @@ def test_nestedkv(seed: int, B: int) -> None:
 @pytest.mark.usefixtures("reference_items")
 @pytest.mark.spec(id="NK-ABLATIONS")
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("nestedkv-")])
-@given(seed=seeds, B=st.integers(1, 30))
-def test_ablations(name: str, seed: int, B: int) -> None:
-    case, inputs = CASES[name], drawn(seed)
+@given(seed=seeds, n=st.integers(3, 26), B=st.integers(1, 30))
+def test_ablations(name: str, seed: int, n: int, B: int) -> None:
+    """Three tokens or more: two are as far from their mean as each other, and rounding decides."""
+    case, inputs = CASES[name], drawn(seed, n)
     assert decided(case.policy(inputs), inputs, B) == case.expected(inputs, max(B, case.floor))
 
 
@@ -323,7 +325,6 @@ def test_a_budget_below_the_sinks_is_refused() -> None:
 
 @pytest.mark.usefixtures("reference_items")
 @pytest.mark.spec(id="NK-NESTEDKV")
-@settings(max_examples=20)
 @given(seed=seeds, r=st.sampled_from(["0.25", "0.5", "0.75", "0.8", "0.9"]), n=st.integers(60, 90))
 def test_a_layer_keeps_its_budget_exactly_and_every_head_its_quota(seed: int, r: str, n: int) -> None:
     inputs = drawn(seed, n, L=2, heads=(3, 1))
@@ -379,7 +380,8 @@ def test_a_backend_without_the_family_is_named() -> None:
 
 @pytest.mark.usefixtures("reference_items")
 def test_a_policy_takes_its_score_from_a_backend() -> None:
-    """Numba's kept sets are those of its own scores; it says so by name."""
+    """Numba's kept sets are those of its own scores."""
+    pytest.importorskip("numba", reason="pip install 'kvspec[numba]'")
     inputs = drawn(3, 40, L=1, heads=(2, 1))
     view = inputs.layers[0]
     rows = resolve("numba").require_nestedkv().anomaly_score(view.k, NESTEDKV)

@@ -29,7 +29,10 @@ from spec.parameters import CrystalCacheParameters
 
 SCHEMA = json.loads((store.HOME / "schema.json").read_text(encoding="utf-8"))
 PAGES = [
-    path.read_text(encoding="utf-8") for pattern in ("crystalcache*.md", "policies.md", "injection.md", "nestedkv.md")
+    path.read_text(encoding="utf-8")
+    for pattern in (
+        "crystalcache*.md", "policies.md", "injection.md", "nestedkv.md", "diversity.md", "triattention.md"
+    )
     for path in store.HOME.parent.glob(pattern)
 ]
 
@@ -136,7 +139,11 @@ def test_every_item_has_a_vector_and_every_flag_a_use() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["brute_force", "expected", "expected_injection", "case", "policy_oracles", "nestedkv_oracles"]
+    "module",
+    [
+        "brute_force", "expected", "expected_injection", "case", "policy_oracles", "nestedkv_oracles",
+        "diversity_oracles",
+    ],
 )
 def test_expected_values_share_nothing_with_what_they_judge(module: str) -> None:
     text = (Path(store.__file__).with_name(f"{module}.py")).read_text(encoding="utf-8")
@@ -226,7 +233,9 @@ def run_numpy(operation: str, given: Any, p: CrystalCacheParameters) -> Mapping[
 
 
 def spoiled(value: Any) -> Any:
-    """The value with its first number moved; None where it has no number."""
+    """The value with its first number moved, or a longer text; None where it has no number."""
+    if isinstance(value, str):
+        return value + "0"
     if isinstance(value, list) and value and isinstance(value[0], list):
         first = spoiled(value[0])
         return None if first is None else [np.asarray(first).tolist(), *value[1:]]

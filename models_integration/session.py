@@ -235,17 +235,17 @@ class Session:
         return None if self._stream is None else self._stream.joined(output)
 
     def _after_step(self, cache: RetainedCache, ids: Tensor) -> None:
-        """A token has been decoded: it waits, until a breath is due; a policy that decides in its steps does so now."""
+        """A token has been decoded: it waits until a breath is due, or the policy decides at once."""
         life, decider = self._method.life, self._decider
-        if life is not None:
-            cache.states = cache.states.wait(ids.detach().clone(), steps=life.decode)
         try:
             if decider is not None:
                 decider.finish()
-            if life is not None and life.due(cache.states):
-                _settle(cache, life)
+            elif life is not None:
+                cache.states = cache.states.wait(ids.detach().clone(), steps=life.decode)
+                if life.due(cache.states):
+                    _settle(cache, life)
         except BaseException:
-            cache.fail("a breath failed" if decider is None else "a policy failed in a step")
+            cache.fail("a decode step failed")
             raise
 
     def _abandon(self) -> None:

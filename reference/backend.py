@@ -16,6 +16,7 @@ from reference.crystalcache.resonance import resonance
 from reference.crystalcache.segments import segment_crystallization, segment_graph
 from reference.crystalcache.tiers import dissolve_in_tiers
 from reference.crystalcache.trunks import trunk_offsets
+from reference.diversity import diverse
 from reference.nestedkv import anomaly_score
 from spec.arrays import BoolVector, IntVector, Matrix, Vector
 from spec.backend import Backend
@@ -116,6 +117,13 @@ class _BreathStages:
         return segment_crystallization(degree, old, parameters)
 
 
+class _DiversityStages:
+    """Algorithm 1 by its definition."""
+
+    def diverse(self, s: Vector, V: Matrix, retained: BoolVector, k: int, lam: float, /) -> IntVector:
+        return diverse(s, V, retained, k, lam)
+
+
 class _NestedKVStages:
     """NestedKV's score, item by item."""
 
@@ -124,4 +132,7 @@ class _NestedKVStages:
         return anomaly_score(k, parameters)
 
 
-BACKEND = Backend("numpy", crystal=_CrystalStages(), breath=_BreathStages(), nestedkv=_NestedKVStages())
+BACKEND = Backend(
+    "numpy", crystal=_CrystalStages(), breath=_BreathStages(), diversity=_DiversityStages(),
+    nestedkv=_NestedKVStages(),
+)

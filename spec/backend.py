@@ -13,7 +13,10 @@ from spec.parameters import CrystalCacheParameters, NestedKVParameters
 from spec.policy import DeviceArray
 from spec.records import CoAttention, Dissolution, TrunkGraph, Trunks
 
-__all__ = ["BUILT_IN", "ENTRY_POINTS", "Backend", "BreathStages", "CrystalStages", "NestedKVStages", "resolve"]
+__all__ = [
+    "BUILT_IN", "ENTRY_POINTS", "Backend", "BreathStages", "CrystalStages", "DiversityStages", "NestedKVStages",
+    "resolve",
+]
 
 BUILT_IN = {
     "numpy": "reference.backend:BACKEND",
@@ -21,7 +24,7 @@ BUILT_IN = {
     "triton": "accelerated.triton_gpu.backend:BACKEND",
 }
 ENTRY_POINTS = "kvspec.backends"
-FAMILIES = ("crystal", "breath", "nestedkv")
+FAMILIES = ("crystal", "breath", "diversity", "nestedkv")
 
 
 @runtime_checkable
@@ -119,6 +122,20 @@ class BreathStages(Protocol):
 
 
 @runtime_checkable
+class DiversityStages(Protocol):
+    """Set-conditioned selection. Arrays in, arrays out; nothing is changed in place."""
+
+    def diverse(self, s: Vector, V: Matrix, retained: BoolVector, k: int, lam: float, /) -> IntVector:
+        """Algorithm 1: k tokens (k,), ascending, the `retained` (n,) among them, by scores s (n,), signatures V (n, d).
+
+        Raises:
+            SpecError: for lam below 0 or not finite, k above n or below the number retained, shapes that do not fit,
+                or a signature that is not finite.
+        """
+        ...
+
+
+@runtime_checkable
 class NestedKVStages(Protocol):
     """NestedKV's score. Keys in, scores out; nothing is changed in place."""
 
@@ -138,6 +155,7 @@ class Backend:
     name: str
     crystal: CrystalStages | None = None
     breath: BreathStages | None = None
+    diversity: DiversityStages | None = None
     nestedkv: NestedKVStages | None = None
     takes: Callable[[DeviceArray], bool] | None = None
     """Whether its device stages read this tensor where it is; None means that they read NumPy arrays only."""
@@ -161,6 +179,16 @@ class Backend:
         if self.breath is None:
             raise self._lacks("breath")
         return self.breath
+
+    def require_diversity(self) -> DiversityStages:
+        """The stage of set-conditioned selection.
+
+        Raises:
+            BackendUnavailable: as `require_crystal`.
+        """
+        if self.diversity is None:
+            raise self._lacks("diversity")
+        return self.diversity
 
     def require_nestedkv(self) -> NestedKVStages:
         """NestedKV's score.

@@ -50,9 +50,9 @@ def anomaly_score(k: NDArray[np.floating], parameters: NestedKVParameters) -> Ma
 
 @njit(nogil=True, fastmath=FAST, cache=True)
 def measured(k: Floats, b: int) -> tuple[Floats, Floats, Floats]:
-    """Inverse norms (n,), 0 for a zero key; the sums of unit keys of each block (blocks, d); the direction of mu_s (d,).
+    """Inverse norms (n,), 0 for a zero key; sums of unit keys by block (blocks, d); the direction of mu_s (d,).
 
-    A direction is at length 1; it is zero where the mean is negligible. Blocks are added in float64.
+    A direction has length 1, or is zero where the mean is negligible. Blocks are added in float64.
 
     Implements: NK-UNIT-KEYS, NK-STABLE, NK-EPISODIC
     """

@@ -120,7 +120,11 @@ class _NestedKVOnDevice:
         return anomaly_score(k, parameters)
 
 
+# Set-conditioned selection is on the host: each pick depends on all before it, so that a device would wait for a launch
+# and a reduction over all tokens k times, where lazy greedy looks at a few tokens a pick. What it reads is the
+# signatures, one vector a token for the whole cache, and scorers give their scores on the host anyway.
 BACKEND = Backend(
-    "triton", crystal=_HostAfterAttention(), breath=_BreathOnHost(), nestedkv=_NestedKVOnDevice(), takes=takes
+    "triton", crystal=_HostAfterAttention(), breath=_BreathOnHost(), diversity=NUMBA.require_diversity(),
+    nestedkv=_NestedKVOnDevice(), takes=takes,
 )
 ON_DEVICE = replace(BACKEND, name="triton-on-device", crystal=_OnDevice())

@@ -1,8 +1,8 @@
 """What decode=True costs beside a model, as the difference against the policy off: 32K tokens seen, 1 024 live trunks.
 
 `python -m conformance.benchmarks.bench_session`. Two caches of a tiny model hold the same 16 384 slots; one is read
-inside the context, the other by the bare model, T_breath steps in turn. The best of many steps are compared. A breath's
-gather grows with the model and is timed beside it: what is left is bookkeeping. Asked for: 0.1 ms a step, 5 ms a breath.
+inside the context, the other by the bare model, T_breath steps in turn. The best of many are compared. A breath's
+gather grows with the model and is timed beside it: what is left is bookkeeping. Asked for: 0.1 ms a step, 5 a breath.
 """
 
 import time
@@ -56,7 +56,7 @@ def measured() -> dict[str, float]:
             spent.append(1e3 * (time.process_time() - began))
         return spent
 
-    RetainedLayer.follow = timed  # type: ignore[method-assign]
+    RetainedLayer.follow = timed  # type: ignore[method-assign, assignment]
     times: dict[str, list[float]] = {"on": [], "off": [], "breath": []}
     try:
         with torch.no_grad():

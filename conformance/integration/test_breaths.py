@@ -100,9 +100,11 @@ def test_fewer_tokens_than_a_breath_equal_no_decode(family: str) -> None:
 
 
 def test_hundreds_of_generated_tokens_stay_at_the_budget() -> None:
-    model, sizes = build("llama"), []
-    handle = model.register_forward_hook(lambda *_: sizes.append(0 if run.cache is None else run.cache.stored_length))
+    model, sizes = build("llama"), list[int]()
     with breathing(32)(model) as run:
+        handle = model.register_forward_hook(
+            lambda *_: sizes.append(0 if run.cache is None else run.cache.stored_length)
+        )
         chosen = greedy(model, prompt(N), 400)
     handle.remove()
     assert run.cache is not None
@@ -265,5 +267,5 @@ def test_a_breath_that_fails_leaves_no_usable_cache(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr("models_integration.decoding.decode_step", fail)
         with pytest.raises(MemoryError):
             at_once(model, tokens(1), cache)
-    with pytest.raises(SpecError, match="a breath failed"):
+    with pytest.raises(SpecError, match="a decode step failed"):
         cache.get_seq_length()

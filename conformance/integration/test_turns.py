@@ -18,7 +18,6 @@ from spec.decode import DecodeState, check_state
 from spec.parameters import TINY
 
 N, TURN, NEW = 64, 12, 5
-BREATHS = {"T_breath": 4}
 
 families = pytest.mark.parametrize("family", FAMILIES)
 methods = pytest.mark.parametrize("method", METHODS)

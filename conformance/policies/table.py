@@ -116,6 +116,7 @@ REASONS: Mapping[str, str] = {
     "safeguard": "a part of every head's share is its own, so a weak head keeps tokens that score less",
     "ties": "heads that tie are served in order, the lower one first",
     "none": "no token is protected",
+    "set": "a token like one that is kept loses to another that scores less",
     "positions": "it looks at positions alone",
     "keys": "it looks at keys alone",
 }
@@ -137,6 +138,11 @@ _OTHERWISE: Mapping[str, Mapping[str, str]] = {
     "nestedkv-without-adaptive": {"GQA": "N/A: keys"},
     "nestedkv-without-both": {"protection holds": "N/A: none", "GQA": "N/A: keys"},
     "adakv": {"higher score never loses": "no: safeguard", "head permutation": "no: ties"},
+    "triattention": {"protection holds": "N/A: none"},
+    "triattention-by-head": {"protection holds": "N/A: none"},
+    "triattention-by-layer-and-head": {"protection holds": "N/A: none"},
+    "diversity": {"protection holds": "N/A: none", "higher score never loses": "no: set"},
+    "diversity-in-adakv": {"higher score never loses": "no: set", "head permutation": "no: ties"},
 }
 
 TABLE: Mapping[str, Mapping[str, str]] = {

@@ -5,10 +5,11 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from conformance.oracles import policies as oracle
+from conformance.plugin import sparingly
 from conformance.policies.cases import CASES, decided, drawn
 from reference.policies import adakv, keydiff, retain, snapkv, tova, with_adaptive_budgets
 from reference.policies.budgets import Adaptive, Competition, Pyramid, even, largest_remainder
@@ -208,7 +209,7 @@ def test_the_official_rounding_misses(wins: list[int], base: int, share: Fractio
 
 @pytest.mark.spec(id="PO-RETAIN")
 @pytest.mark.parametrize("name", CASES)
-@settings(max_examples=20)
+@sparingly
 @given(seed=st.integers(0, 2**32 - 1), B=st.integers(1, 30))
 def test_every_policy_keeps_its_total_at_its_granularity(name: str, seed: int, B: int) -> None:
     """MUST keep B tokens, or the floor, or all, times the number of kept sets."""

@@ -9,6 +9,7 @@ forms, protection, memory, compaction, the pipeline) leave a backend's stages as
 from conformance.saboteurs import (
     activation,
     decode,
+    diversity,
     essay,
     injection,
     nestedkv,
@@ -23,6 +24,7 @@ from conformance.saboteurs import (
     s6,
     s6_protection,
     statistics,
+    triattention,
     whole,
 )
 from conformance.saboteurs.install import private_reference
@@ -34,7 +36,7 @@ __all__ = ["SABOTEURS"]
 SABOTEURS = REGISTRY
 STAGES = (
     s1, s1_selection, s2, s3, s4, s5, s6, s6_protection, whole, activation, decode, essay, policies, policy_parts,
-    injection, statistics, nestedkv,
+    injection, statistics, nestedkv, diversity, triattention,
 )
 
 

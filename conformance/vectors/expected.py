@@ -8,6 +8,7 @@ from functools import partial
 
 from conformance.oracles import pipeline, s1, s2, s3, s4, s5, s6
 from conformance.vectors import brute_force as plain
+from conformance.vectors import diversity_oracles as diversity
 from conformance.vectors import expected_injection
 from conformance.vectors.case import Json, Operation, Results
 from conformance.vectors.expected_decode import DECODE_OPERATIONS
@@ -274,6 +275,13 @@ OPERATIONS: dict[str, Operation] = {
     **{
         item: Operation("conformance.vectors.policy_oracles", lambda i, p, run=run: run(i))  # type: ignore[misc]
         for item, run in RESULTS.items()
+    },
+    **{
+        item: Operation(
+            "conformance.vectors.diversity_oracles", lambda i, p, run=run: run(i),  # type: ignore[misc]
+            diversity.BOUNDED.get(item, ()),
+        )
+        for item, run in diversity.RESULTS.items()
     },
     **{
         item: Operation(

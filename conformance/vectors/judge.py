@@ -166,7 +166,12 @@ def relative(item: str, names: Sequence[str]) -> Bounded:
     return judge
 
 
-STATE_FLOATS = ("impact", "trunk_impact", "D", "weights", "mu", "sigma")
+def scored(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
+    for got, expected in zip(plain(found["score"]), want["score"], strict=True):
+        if not compare.scores_agree(got, expected):
+            yield f"score is {got}, not {expected}"
+
+
 def turned(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
     yield from within("turned", found["turned"], want["turned"], compare.turn_radius(floats(i["x"])))
 
@@ -181,13 +186,15 @@ def power(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: s
         yield f"power is {found['power']}, not {want['power']}"
 
 
+STATE_FLOATS = ("impact", "trunk_impact", "D", "weights", "mu", "sigma")
+
 BOUNDED: dict[str, Bounded] = {
     "CC-ATTENTION": attention, "CC-SALIENCE": salience, "CC-MEAN-SALIENCE": mean_salience,
     "CC-RARITY-FORMS": rarity_forms, "CC-ROW-NORM": row_norm, "CC-RARITY": rarity,
     "CC-TRUNK-WEIGHT": weights, "CC-CRYSTALLIZATION": crystallization, "CC-NORMALISED-IMPACT": normalised,
     "impact": impact, "graph": graph, "score": score, "coattention": coattention, "prefill": prefill,
     **{item: nestedkv_item(name) for item, name in BOUNDED_RESULTS.items()}, "anomaly_score": anomaly_score,
-    "inverse_key_norms": key_norms, "decay": decay,
+    "inverse_key_norms": key_norms, "TA-SCORE": scored, "decay": decay,
     "segment_graph": relative("CC-TRUNK-WEIGHT", ["weights"]), "CC-TAIL-D": relative("CC-TAIL-D", ["D"]),
     "segment_crystallization": relative("CC-SEGMENT-D", ["D"]), "CC-START": relative("CC-SEGMENT", STATE_FLOATS),
     "CC-TAIL-TRUNKS": relative("CC-STEP", STATE_FLOATS), "CC-REEVICT": relative("CC-STEP", STATE_FLOATS),

@@ -5,6 +5,11 @@ __all__ = ["NOTES"]
 # Flag: kind of mistake, and what goes wrong.
 NOTES: dict[str, tuple[str, str]] = {
     "Plain": ("BASIC", "A first case without a trap: the equation as it is written."),
+    "BandHalves": ("LAYOUT", "A rotary band is channels f and f + d / 2; neighbouring channels are other bands."),
+    "Modular": ("READING", "A prior for a fixed direction looks at no kept token, so that copies stay together."),
+    "NoBonus": ("READING", "Redundancy is at least 0: an opposite direction earns no bonus."),
+    "PositionCancels": ("READING", "A key turned back by its position, then probed from there, is the cached key."),
+    "RetainedCounts": ("READING", "Tokens that are kept anyway are in the set before the first pick."),
     "BreathOrder": (
         "READING", "Decay comes before the breath; in it activation, pulses, growth, new trunks, eviction.",
     ),
@@ -167,5 +172,5 @@ NOTES: dict[str, tuple[str, str]] = {
         "READING", "A trunk that touches the sink or the window is protected as a whole; intervals are half open.",
     ),
     "WindowOfFive": ("BOUNDARY", "Five tokens on each side of an interface, fewer where a side is shorter."),
-    "ZeroRange": ("BOUNDARY", "Values without range, or a mean without direction, give zeros, no enlarged rounding."),
+    "ZeroRange": ("BOUNDARY", "Values without range, or a mean without direction, give zeros, not enlarged noise."),
 }

@@ -10,6 +10,7 @@ from conformance.strategies.prompts import Prompt
 from conformance.vectors import subject_injection
 from conformance.vectors.arrays import Item, Stage, flags, floats, integers, named
 from conformance.vectors.case import Json
+from conformance.vectors.diversity_subject import DIVERSITY_ITEMS
 from conformance.vectors.nestedkv_subject import NESTEDKV_ITEMS, NESTEDKV_STAGES
 from conformance.vectors.policy_subject import POLICY_ITEMS
 from conformance.vectors.subject_decode import DECODE_ITEMS, DECODE_STAGES
@@ -158,7 +159,7 @@ ITEMS: dict[str, Item] = {
     **DECODE_ITEMS,
     **{
         name: partial(lambda of, i, p: of(i), of)
-        for name, of in {**POLICY_ITEMS, **NESTEDKV_ITEMS, **subject_injection.ITEMS}.items()
+        for name, of in {**POLICY_ITEMS, **NESTEDKV_ITEMS, **DIVERSITY_ITEMS, **subject_injection.ITEMS}.items()
     },
 }
 

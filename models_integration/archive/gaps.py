@@ -29,16 +29,16 @@ class GappedSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-
     @classmethod
     def after(cls, layer: DynamicSlidingWindowLayer, seen: int) -> "GappedSlidingLayer":
         """The same layer once `seen` tokens are behind the session, of which it has read no more than it had."""
-        made = cls(sliding_window=layer.sliding_window)  # type: ignore[no-untyped-call]
-        stored = layer.keys.shape[-2] if layer.is_initialized and layer.keys is not None else 0
-        before = int(layer.get_seq_length())  # type: ignore[no-untyped-call]
+        made = cls(sliding_window=layer.sliding_window)
+        stored = 0 if layer.keys is None else layer.keys.shape[-2]
+        before = int(layer.get_seq_length())
         if isinstance(layer, GappedSlidingLayer):
             made.positions = layer.positions
         else:
             made.positions = torch.arange(before - stored, before)
         made.cumulative_length = seen
-        if layer.is_initialized:
-            made.lazy_initialization(layer.keys, layer.values)  # type: ignore[no-untyped-call]
+        if layer.keys is not None and layer.values is not None:
+            made.lazy_initialization(layer.keys, layer.values)
             made.keys, made.values = layer.keys, layer.values
             made._drop_unseen()
         return made
@@ -48,7 +48,9 @@ class GappedSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-
     ) -> tuple[Tensor, Tensor]:
         """Append keys and values of new tokens; all that some of them may see."""
         if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)  # type: ignore[no-untyped-call]
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None
+        assert self.values is not None
         tokens = key_states.shape[-2]
         keys, values = torch.cat([self.keys, key_states], -2), torch.cat([self.values, value_states], -2)
         later = torch.arange(self.cumulative_length, self.cumulative_length + tokens)
@@ -74,7 +76,7 @@ class GappedSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-
 
     def reset(self) -> None:
         """Forget everything: as new."""
-        super().reset()  # type: ignore[no-untyped-call]
+        super().reset()
         self.positions = torch.empty(0, dtype=torch.int64)
 
 

@@ -136,7 +136,7 @@ def prefilled(model: PreTrainedModel, ids: Sequence[int], start: int = 0) -> Dyn
 
 
 def plain_layers(cache: DynamicCache) -> list[Any]:
-    """The layers of a cache that `prefilled` made: keys and values (rows, heads, tokens, d) each."""
+    """The layers of a cache that keeps tokens: keys and values (rows, heads, stored, d) each."""
     return list(cache.layers)
 
 

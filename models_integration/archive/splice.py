@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from models_integration.archive.gaps import GappedSlidingLayer
-from models_integration.archive.rope import Rotary, plain_layers, prefilled
+from models_integration.archive.rope import Rotary, frequencies_at, plain_layers, prefilled
 from models_integration.archive.turn import angles_between, turned
 from models_integration.cache import RetainedCache, RetainedLayer
 from models_integration.visibility import StoredRows
@@ -45,6 +44,9 @@ def computed(
 
     Of a model that slides, only the full-attention layers are kept: a window that has moved on sees no chunk.
 
+    Args:
+        rotary: of the model, as `recognise` gives it.
+
     Raises:
         SpecError: when every token is hidden, or no layer of the model attends to all that it has read.
     """
@@ -55,7 +57,7 @@ def computed(
         index: (layer.keys[0], layer.values[0]) for index, layer in enumerate(plain_layers(prefilled(model, ids)))
         if index in kept
     }
-    return Chunk(tuple(ids), layers, hidden, tuple(markers), rotary)
+    return Chunk(tuple(ids), layers, hidden, tuple(markers), frequencies_at(model, rotary, len(ids)))
 
 
 def full_attention(model: PreTrainedModel) -> list[int]:
@@ -92,22 +94,22 @@ def splice(cache: RetainedCache, chunks: Sequence[Chunk], live: Rotary) -> Tenso
         SpecError: for a cache of several rows, or a chunk with a layer that cannot take it; nothing has changed then.
     """
     cache.check_usable()
-    full = [index for index, layer in enumerate(cache.layers) if isinstance(layer, RetainedLayer)]
-    for layer in cache.layers:
-        if layer.is_initialized and _tensor(layer.keys).shape[0] != 1:
-            raise SpecError("cache", f"{_tensor(layer.keys).shape[0]} rows", "must hold one row")
+    layers = plain_layers(cache)
+    full = [index for index, layer in enumerate(layers) if isinstance(layer, RetainedLayer)]
+    for layer in layers:
+        if layer.is_initialized and layer.keys.shape[0] != 1:
+            raise SpecError("cache", f"{layer.keys.shape[0]} rows", "must hold one row")
     for at, chunk in enumerate(chunks):
         if not chunk.layers or not set(chunk.layers) <= set(full):
             raise SpecError(f"chunks[{at}]", sorted(chunk.layers), f"must hold layers among {full}, of full attention")
     seen = cache.get_seq_length()
     starts = [seen + sum(len(chunk.visible) for chunk in chunks[:at]) for at in range(len(chunks))]
     total = seen + sum(len(chunk.visible) for chunk in chunks)
-    grown = {index: _grown(cache.layers[index], index, chunks, starts, live) for index in full}
-    for index, layer in enumerate(cache.layers):
-        if isinstance(layer, RetainedLayer):
+    grown = {index: _grown(layers[index], index, chunks, starts, live) for index in full}
+    for index, layer in enumerate(layers):
+        if index in grown:
             _take(layer, *grown[index], total)
         else:
-            assert isinstance(layer, DynamicSlidingWindowLayer)
             cache.layers[index] = GappedSlidingLayer.after(layer, total)
     marked = [
         start + place - chunk.hidden for start, chunk in zip(starts, chunks, strict=True) for place in chunk.markers
@@ -153,8 +155,3 @@ def _moved(chunk: Chunk, index: int, start: int, live: Rotary) -> tuple[Tensor, 
     angles = angles_between(pair[rule.slot].shape[1], start, before, after)
     pair[rule.slot] = turned(pair[rule.slot], angles, rule.style)
     return pair["keys"], pair["values"]
-
-
-def _tensor(keys: Tensor | None) -> Tensor:
-    assert keys is not None
-    return keys

@@ -8,6 +8,7 @@ from conformance.vectors.cases import (
     budgets,
     coattention,
     dissolution,
+    diversity,
     essay,
     graph,
     impact,
@@ -16,6 +17,7 @@ from conformance.vectors.cases import (
     policies,
     prefill,
     score,
+    triattention,
     trunks,
 )
 
@@ -35,4 +37,6 @@ STAGES: dict[str, Sequence[Group]] = {
     "injection": injection.GROUPS,
     "policies": policies.GROUPS,
     "nestedkv": nestedkv.GROUPS,
+    "diversity": diversity.GROUPS,
+    "triattention": triattention.GROUPS,
 }
