@@ -100,10 +100,11 @@ def test_fewer_tokens_than_a_breath_equal_no_decode(family: str) -> None:
 
 
 def test_hundreds_of_generated_tokens_stay_at_the_budget() -> None:
-    model, sizes = build("llama"), []
-    handle = model.register_forward_hook(lambda *_: sizes.append(0 if run.cache is None else run.cache.stored_length))
+    model, cache = build("llama"), RetainedCache(build("llama").config)
+    sizes: list[int] = []
+    handle = model.register_forward_hook(lambda *_: sizes.append(cache.stored_length))
     with breathing(32)(model) as run:
-        chosen = greedy(model, prompt(N), 400)
+        chosen = greedy(model, prompt(N), 400, past_key_values=cache)
     handle.remove()
     assert run.cache is not None
     assert run.cache.get_seq_length() == N + 399
