@@ -15,11 +15,15 @@ ROOT = Path(__file__).resolve().parent
 SHARED = ROOT / ".nox" / f"shared-{sys.version_info.major}.{sys.version_info.minor}"
 
 OLDER_TRITON = "3.6.0"
+WORKERS = ["-n", "2", "--dist", "worksteal"]
 
 # Triton's S1, with S2 to S6 as kernels too: in the pipeline they stand behind the host's, so their own tests are run.
 ON_DEVICE = "accelerated.triton_gpu.backend:ON_DEVICE"
 LATER = ("impact", "trunks", "graph", "score", "dissolution", "vectors")
 LATER_STAGES = [f"conformance/test_{name}.py" for name in LATER]
+# Of decode, Triton has the key norms, which test_activation.py judges; the rest is Numba's.
+DECODE = ("decode", "decode_machine", "segments", "essay_decode")
+ON_HOST = [f"--ignore=conformance/test_{name}.py" for name in DECODE]
 
 
 def stamp() -> str:
@@ -65,14 +69,14 @@ def conformance(session: nox.Session) -> None:
     if session.posargs:
         kernels = any("triton" in argument for argument in session.posargs)
         environment = on_device_or_interpreted(session) if kernels else {}
-        run(session, "pytest", "-n", "2", *session.posargs, **environment)
+        run(session, "pytest", *WORKERS, *session.posargs, **environment)
         return
-    run(session, "pytest", "-n", "2", "--jaxtyping-packages=reference,beartype.beartype")
-    run(session, "pytest", "-n", "2", "--backend", "numba")
-    run(session, "pytest", "-n", "2", "--backend", "numba", NUMBA_DISABLE_JIT="1")
+    run(session, "pytest", *WORKERS, "--jaxtyping-packages=reference,beartype.beartype")
+    run(session, "pytest", *WORKERS, "--backend", "numba")
+    run(session, "pytest", *WORKERS, "--backend", "numba", NUMBA_DISABLE_JIT="1")
     environment = on_device_or_interpreted(session)
-    few = ["pytest", "-n", "2", "--kvspec-profile", "few"]
-    run(session, *few, "--backend", "triton", **environment)
+    few = ["pytest", *WORKERS, "--kvspec-profile", "few"]
+    run(session, *few, "--backend", "triton", *ON_HOST, **environment)
     run(session, *few, "--backend", ON_DEVICE, *LATER_STAGES, **environment)
 
 
@@ -80,8 +84,8 @@ def conformance(session: nox.Session) -> None:
 def triton(session: nox.Session) -> None:
     """The whole suite on Triton's kernels for S1 to S6; in the interpreter, an hour without a GPU."""
     environment = on_device_or_interpreted(session)
-    run(session, "pytest", "-n", "2", "--backend", "triton", "conformance/triton", **environment)
-    run(session, "pytest", "-n", "2", "--backend", ON_DEVICE, *session.posargs, **environment)
+    run(session, "pytest", *WORKERS, "--backend", "triton", "conformance/triton", **environment)
+    run(session, "pytest", *WORKERS, "--backend", ON_DEVICE, *session.posargs, **environment)
 
 
 @nox.session(venv_backend="none")
@@ -147,7 +151,27 @@ def saboteurs(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def mutation(session: nox.Session) -> None:
+    """Small changes to the reference and Numba's code: each must die by its item's tests. Some hours; goes on later."""
+    run(session, "conformance.mutation", *(session.posargs or ["run"]))
+    if not session.posargs:
+        run(session, "conformance.mutation", "report")
+
+
+@nox.session(venv_backend="none")
 def bench(session: nox.Session) -> None:
     """How fast the stages are, as ratios inside one run; some minutes on a quiet machine."""
-    files = ["conformance/benchmarks/bench_s1.py", "conformance/benchmarks/bench_stages.py"]
+    files = [str(path) for path in sorted(Path("conformance/benchmarks").glob("bench_*.py"))]
     run(session, "pytest", "-p", "no:xdist", "-s", *(session.posargs or files))
+
+
+@nox.session(venv_backend="none")
+def peers(session: nox.Session) -> None:
+    """Our policies beside kvpress, which needs an older transformers: an environment of its own, a few minutes."""
+    home = ROOT / ".nox" / "peers"
+    python = str(home / ("Scripts" if sys.platform == "win32" else "bin") / "python")
+    if not home.exists():
+        session.run(sys.executable, "-m", "venv", str(home), external=True)
+        wanted = ["-c", "constraints.txt", "kvpress==0.5.*", "jaxtyping"]
+        session.run(python, "-m", "pip", "install", "--quiet", *wanted, external=True)
+    session.run(python, "-m", "conformance.peers", *session.posargs, external=True)

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from conformance.oracles import s1
+from conformance.oracles import nestedkv, s1
 from spec.arrays import Vector
+from spec.parameters import NestedKVParameters
 
 __all__ = [
     "BOUNDS",
@@ -25,15 +26,19 @@ __all__ = [
     "crystallization_radius",
     "decay_radius",
     "gamma",
+    "interval_radius",
     "key_norm_error",
     "list_is_realisable",
+    "nestedkv_radius",
     "normalised_radius",
     "salience_radius",
     "scores_agree",
     "settled_radius",
+    "turn_radius",
 ]
 
 UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24}
+NEGLIGIBLE = 2.0**-16  # of NestedKV's ranges and memories
 SMALLEST = {"float64": 2.0**-1022, "float32": 2.0**-126}
 
 
@@ -65,6 +70,7 @@ BOUNDS: dict[tuple[str, str], Bound] = {
     ("CC-SEGMENT", "float64"): Bound(
         4096, "S1 exact by the choice of inputs; then CC-IMPACT, CC-TRUNK-WEIGHT and CC-SEGMENT-D"
     ),
+    ("IN-POWER", "float64"): Bound(2**20, "logarithms of factorials of a thousand lose ten bits, their sums as many"),
     ("CC-DISSOLVE-D", "float64"): Bound(0, "one quotient, correctly rounded, and one product: the same bits"),
 }
 
@@ -108,6 +114,20 @@ def scores_agree(got: Sequence[float] | Vector, want: Sequence[float | None]) ->
     with np.errstate(invalid="ignore"):
         near = np.abs(a - b) <= SCORE_UNITS * UNIT_ROUNDOFF["float64"] * scale
     return a.shape == b.shape and bool((near | (a == b) | (np.isnan(a) & np.isnan(b))).all())
+
+
+def turn_radius(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Radius of a rotated channel: cosine and sine within 1 ulp, two products and a sum, on both sides; 16 u in all.
+
+    Relative to the token's norm, which is at least that of the pair.
+    """
+    radius: np.ndarray[Any, Any] = 16 * UNIT_ROUNDOFF["float64"] * np.sqrt((x * x).sum(-1, keepdims=True))
+    return radius
+
+
+def interval_radius(terms: int) -> float:
+    """Radius of an end of an interval inside [-1, 1]: sums of that many terms, a root and a quotient; both sides."""
+    return 2 * gamma(terms + 64, "float64")
 
 
 def gamma(terms: float, precision: str) -> float:
@@ -235,3 +255,41 @@ def normalised_radius(M_bar: Sequence[float], epsilon: float) -> float:
     ell = [math.log1p(x) for x in M_bar]
     u = UNIT_ROUNDOFF["float64"]
     return 64 * u * max(ell) / (max(ell) - min(ell) + epsilon) + 8 * u
+
+
+def nestedkv_radius(head: Sequence[Sequence[float]], p: NestedKVParameters, precision: str) -> float:
+    """Radius of a* of one head's keys: cosines in `precision`, the rest in float64; 1 where nothing is certain.
+
+    A unit key errs by gamma_(d+8). A memory adds gamma of its terms: of n in float64 (running sums over the prompt,
+    n / W times the window); in float32 of a block, and for a window of three sums of W unit keys. A cosine divides that
+    by the memory's length, a normalised value by the range; the oracle's own error is added in float64.
+    """
+    n, d = len(head), len(head[0])
+    found = nestedkv.traced(head, p)
+    b = min(max(n // p.blocks, p.b_min), p.b_max)
+    e = 0.0
+    for raw, shortest, scale in zip(found.raw, found.shortest, range(3), strict=True):
+        cosine = 0.0
+        for kind in (precision, "float64"):
+            terms, share = (min(b, n) + 8 if kind == "float32" else n + 16), 1.0
+            if scale == 2:
+                terms, share = (p.W + 8, 3.0) if kind == "float32" else (n + 16, max(1.0, 2 * n / p.W))
+            memory = gamma(d + 8, kind) + gamma(terms, kind) * share
+            cosine += 2 * (gamma(2 * d + 16, kind) + memory / max(shortest - memory, SMALLEST["float32"]))
+            if shortest <= NEGLIGIBLE + memory:
+                return 1.0
+        e = max(e, _normalised_error(raw, cosine))
+    u = UNIT_ROUNDOFF["float64"]
+    blend = e + math.expm1(2 * p.beta * 2 * (e + gamma(n + 8, "float64"))) + 16 * u
+    surprise = 2 * _normalised_error(found.deviation, e + 8 * u) + gamma(n + 8, "float64")
+    return min(1.0, blend + p.kappa / 4 * surprise + e + 32 * u)
+
+
+def _normalised_error(row: Sequence[float], error: float) -> float:
+    """Of values that err by `error` and are moved to [0, 1]; 1 where the range may or may not count as zero."""
+    spread = max(row) - min(row)
+    if spread + 2 * error <= NEGLIGIBLE:
+        return 0.0
+    if spread - 2 * error <= NEGLIGIBLE:
+        return 1.0
+    return 4 * error / (spread - 2 * error) + 4 * UNIT_ROUNDOFF["float64"]

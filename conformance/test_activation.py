@@ -290,6 +290,14 @@ def test_two_active_trunks_without_an_edge_stay_apart(breath_stages: BreathStage
 
 
 @pytest.mark.spec(id="CC-HEBB")
+def test_an_edge_that_decays_to_tau_is_pruned(breath_stages: BreathStages) -> None:
+    """Strict, as Eq. 25: 0.5 * 0.25 is 0.125."""
+    W = TrunkWeights(np.array([0, 1, 2]), np.array([1, 0]), np.full(2, 0.25))
+    p = replace(PAPER, gamma_decay=0.5, tau_edge=0.125)
+    assert not len(breath_stages.hebbian(W, np.array([False, True]), p).weights)
+
+
+@pytest.mark.spec(id="CC-HEBB")
 def test_an_idle_edge_dies_in_299_breaths(breath_stages: BreathStages) -> None:
     """0.99 ^ 299 is the first power below 0.05."""
     W = TrunkWeights(np.array([0, 1, 2]), np.array([1, 0]), np.ones(2))

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from conformance import checks_decode, compare
 from conformance.oracles import decode
-from conformance.strategies.decoding import decode_parameters, ends, flags, sixteenths, states
+from conformance.strategies.decoding import decode_parameters, ends, flags, random_state, sixteenths, states
 from reference.crystalcache import breath, live, tail
 from spec.backend import Backend, BreathStages
 from spec.budget import Budget, parse_budget
 from spec.decode import DecodeState, LiveTrunks, TrunkWeights, check_state
 from spec.errors import SpecError
-from spec.parameters import PAPER, CrystalCacheParameters
+from spec.parameters import PAPER, TINY, CrystalCacheParameters
 
 ENDS = ends()
 
@@ -230,6 +230,22 @@ def test_a_breath_is_its_substeps_in_order(decoder: Backend, situation: Situatio
     assert after.tail_ids == ()
     assert set(after.stored.tolist()) <= set(state.stored.tolist())
     assert (after.seen, after.step, after.mu, after.sigma) == (state.seen, state.step, state.mu, state.sigma)
+
+
+@pytest.mark.spec(id="CC-BREATH")
+@pytest.mark.spec(id="CC-STEP")
+def test_two_hundred_breaths_in_which_everything_happens(decoder: Backend) -> None:
+    """Edges, active trunks, a tail and a budget that binds; every breath follows a decay."""
+    rng = np.random.default_rng(2026)
+    p = replace(TINY, N_sink=1, W_recent=1, T_breath=1)
+    for trial in range(200):
+        p = replace(p, breath_protection=("none", "sink+recent")[trial % 2], N_min=1 + trial % 3)
+        state = random_state(rng, p)
+        after = breath.decode_step(state, 2, 0.5, ENDS, p, decoder)
+        faded = replace(
+            tail.append(state, 2, 0.5), D=decoder.require_breath().decay(state.D, state.live.trunk_impact, p)
+        )
+        assert not list(checks_decode.breath(faded, after, ENDS, p, decoder))
 
 
 @pytest.mark.spec(id="CC-BREATH")

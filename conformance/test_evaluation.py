@@ -15,12 +15,12 @@ from models_integration import CrystalCache, FullCache, StreamingLLM
 from models_integration.cli.app import app
 from models_integration.evaluation.cells import CONTROLS, Cell, Plan, cells
 from models_integration.evaluation.compare import Subject, run_cell, run_cells, verdict
-from models_integration.evaluation.intervals import wilson
 from models_integration.evaluation.report import comparison_table, control_table, draw
 from models_integration.evaluation.results import append_row, find_row, load_rows
 from models_integration.evaluation.runner import answer
 from models_integration.evaluation.subject import load_subject
 from models_integration.tasks import draw_sample, place, score
+from reference.statistics import wilson
 from spec.errors import SpecError
 from spec.tables import ResultTable, checked
 

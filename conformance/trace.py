@@ -53,6 +53,15 @@ NO_STAGE = {
     **dict.fromkeys(
         ("PO-PYRAMID-OFFICIAL", "PO-ADAKV-OFFICIAL"), "for comparison with published figures; no policy uses it",
     ),
+    **dict.fromkeys(("NK-NESTEDKV", "NK-ABLATIONS"), "a composition of parts; no stage computes it"),
+    "NK-TOKENS": "one exact number on the host",
+    **dict.fromkeys(
+        ("DV-SIGNATURE", "DV-VARIANT-B", "TA-STATISTICS", "TA-SCORE", "TA-RANKING"),
+        "means and matrix products, which NumPy does at the speed of memory; no backend has a family of scorers",
+    ),
+    **dict.fromkeys(
+        ("DV-POLICY", "DV-SCHEDULE", "TA-POLICY", "TA-CALIBRATION"), "a composition of parts; no stage computes it",
+    ),
     "CC-START": "a view of the prefill's records, made once",
     "CC-LIVE": "gathers of NumPy, the same for every backend",
     "CC-SEEN-COUNT": "integer bookkeeping, the same for every backend; stages are given the counts",
@@ -65,11 +74,29 @@ NO_STAGE = {
     "CC-BREATH": "composes a backend's stages",
     "CC-STEP": "composes a backend's stages",
     "CC-SEGMENT": "the pipeline that composes a backend's stages",
+    "IN-SHIFT-ANGLES": "arithmetic at the splice, once a chunk; on tensors in models_integration/archive/turn.py",
+    "IN-REBASE-ANGLES": "arithmetic at the splice, once a chunk; on tensors in models_integration/archive/turn.py",
+    "IN-HALF-SPLIT": "done at the splice, on tensors in models_integration/archive/turn.py",
+    "IN-INTERLEAVED": "done at the splice, on tensors in models_integration/archive/turn.py",
+    "IN-SCALE": "done in the archive, on tensors in models_integration/archive/codec.py",
+    "IN-CODES": "done in the archive, on tensors in models_integration/archive/codec.py",
+    "IN-ARMS": "a table, read by models_integration/archive/codec.py",
+    "IN-MARKER": "token ids, before any model runs",
+    "IN-WRAP": "token ids, before any model runs",
+    "IN-SLICES": "token ids, before any model runs",
+    "IN-FUSE": "retrieval; no stage computes it",
+    "IN-MCNEMAR": "arithmetic of reports; no stage computes it",
+    "IN-WILSON": "arithmetic of reports; no stage computes it",
+    "IN-BOOTSTRAP": "arithmetic of reports; no stage computes it",
+    "IN-CLUSTER-BOOTSTRAP": "arithmetic of reports; no stage computes it",
+    "IN-POWER": "arithmetic of reports; no stage computes it",
 }
-# Items that a device backend takes from the host: its data is a few thousand trunks, and lives on the host.
+# Items that a device backend takes from the host: its data is a few thousand trunks or tokens, and lives on the host.
 ON_HOST = {
     "CC-ETA", "CC-ACTIVATION", "CC-PULSE", "CC-RAISE", "CC-RESONANCE", "CC-HEBB", "CC-DECAY", "CC-SEGMENT-GRAPH",
     "CC-SEGMENT-D",
+    # Each pick depends on all before it; see accelerated/triton_gpu/backend.py.
+    "DV-COSINE", "DV-GREEDY",
 }
 DEVICES = ("accelerated/triton_gpu",)
 

@@ -11,7 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from spec.errors import SpecError
 
-__all__ = ["Architecture", "describe"]
+__all__ = ["Architecture", "attention_modules", "describe"]
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 IMPLEMENTATIONS = ("sdpa", "eager")
@@ -47,7 +47,7 @@ def describe(model: PreTrainedModel) -> Architecture:
         raise SpecError("model", type(model).__name__, "must be a transformers PreTrainedModel")
     config = model.config.get_text_config(decoder=True)
     decoder: nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
-    attention = {cast(int, module.layer_idx): module for module in decoder.modules() if _is_attention(module)}
+    attention = attention_modules(decoder)
     types = _layer_types(config)
     reason = (
         _refuse_config(config) or _refuse_layers(types) or _refuse_attention(config, decoder, attention)
@@ -57,6 +57,11 @@ def describe(model: PreTrainedModel) -> Architecture:
         raise SpecError("model", type(model).__name__, reason)
     full = tuple(index for index, kind in enumerate(types) if kind == FULL)
     return Architecture(decoder, config, attention, full, cast(Tensor, model.get_input_embeddings().weight).shape[0])
+
+
+def attention_modules(decoder: nn.Module) -> dict[int, nn.Module]:
+    """A decoder's attention modules by layer index."""
+    return {cast(int, module.layer_idx): module for module in decoder.modules() if _is_attention(module)}
 
 
 def _is_attention(module: nn.Module) -> bool:

@@ -12,16 +12,19 @@ from models_integration.architecture import Architecture
 from models_integration.cache import RetainedCache, storage_bytes
 from models_integration.capture import Attended, Recorder
 from models_integration.inputs import check_tokens
+from models_integration.ragged import compact
+from models_integration.running import Decoding
 from models_integration.states import RowStates
+from models_integration.steps import groups_of
 from models_integration.stopwatch import Stopwatch
 from models_integration.visibility import EMPTY
-from reference.policies import retain
+from reference.policies import retain, start
 from reference.policies.retain import chosen, tokens_of
 from spec.arrays import IntVector
 from spec.budget import Budget
 from spec.decode import DecodeState
 from spec.errors import SpecError
-from spec.policy import LayerView, Observation, Policy
+from spec.policy import LayerView, Observation, Policy, Running
 from spec.records import CrystalRetention
 from spec.retention import Retention
 
@@ -42,6 +45,8 @@ class Kept:
     records: CrystalRetention | None
     over_budget: int
     state: DecodeState | None
+    running: Running | None = None
+    """What a policy that decides in its steps goes on from."""
 
 
 class Segment:
@@ -128,6 +133,8 @@ class Segment:
             check_tokens(self.columns, self.padding)
         kept = self._decide()
         self._compact(layer for layer in self._architecture.full_layers if layer not in self._compacted)
+        running = [one.running for one in kept for _ in range(self.copies) if one.running is not None]
+        self.cache.decoding = Decoding(self._method.policy.name, tuple(running)) if running else None
         return kept, self._watch.read()
 
     @property
@@ -151,8 +158,12 @@ class Segment:
         seen = self.columns - padding
         with self._watch.stage("capture"):
             ids = self._row_ids(row)[padding:] if needs.token_ids else None
-            observation = Observation(seen, 1, ids, self.recorder.views(row, padding))
+            groups = groups_of(method, self._architecture, self.cache)
+            observation = Observation(seen, groups, ids, self.recorder.views(row, padding))
         with self._watch.stage("decision"):
+            if method.policy.cadence.every is not None:
+                retention, running = start(method.policy, method.budget, observation)
+                return self._kept_of(retention, None, None, running)
             retention, records = retain(method.policy, method.budget, observation)
             state = None
             if method.life is not None and records is not None and ids is not None:
@@ -181,9 +192,12 @@ class Segment:
         ids: IntVector = torch.cat([part[row] for part in self._ids]).to("cpu", torch.int64).numpy()
         return ids
 
-    def _kept_of(self, retention: Retention, records: CrystalRetention | None, state: DecodeState | None) -> Kept:
-        B = tokens_of(self._method.policy, self._method.budget, retention.seen)
-        return Kept(retention, records, max(0, len(retention.positions) - B), state)
+    def _kept_of(
+        self, retention: Retention, records: CrystalRetention | None, state: DecodeState | None,
+        running: Running | None = None,
+    ) -> Kept:
+        total = tokens_of(self._method.policy, self._method.budget, retention.seen) * retention.groups
+        return Kept(retention, records, max(0, len(retention.positions) - total), state, running)
 
     def _compact(self, layers: Iterable[int]) -> None:
         assert self._watch is not None
@@ -193,7 +207,7 @@ class Segment:
         before = storage_bytes(tensors)
         with self._watch.stage("compaction"):
             retentions = [kept.retention for kept in self._kept for _ in range(self.copies)]
-            self.cache.compact(retentions, None if self.later else self.padding, layers)
+            compact(self.cache, retentions, None if self.later else self.padding, layers)
         self.bytes_saved += before - storage_bytes(tensors)
         self._compacted.update(layers)
 

@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from weakref import WeakSet
@@ -18,15 +17,18 @@ from models_integration.capture import observing
 from models_integration.decoding import Life
 from models_integration.generation import Call, guarded_generate
 from models_integration.inputs import check_forward, check_prompt, prompt_positions
+from models_integration.places import Place, check_known, check_rows, check_turn
 from models_integration.segments import ONE_FORWARD, OPEN, Segment
+from models_integration.steps import Step
 from models_integration.streams import Stream
 from spec.arrays import IntVector
 from spec.errors import SpecError
 from spec.records import CrystalRetention
-from spec.retention import Granularity, Retention
+from spec.retention import Retention
 
 if TYPE_CHECKING:
     from models_integration.methods import Method
+    from models_integration.published import Published
 
 __all__ = ["Prefilled", "Session", "prefill"]
 
@@ -51,8 +53,6 @@ class Session:
     """
 
     def __init__(self, method: "Method", model: PreTrainedModel) -> None:
-        if method.policy.granularity is not Granularity.MODEL:
-            raise SpecError("policy", method.policy.name, "one kept set for all layers and heads is served so far")
         self.backend = method.backend
         """The backend that decides."""
         self.retention: Kept | tuple[Kept, ...] | None = None
@@ -75,6 +75,7 @@ class Session:
         self._step: Tensor | None = None
         self._cache: RetainedCache | None = None
         self._segment: Segment | None = None
+        self._decider: Step | None = None
         self._undo: ExitStack | None = None
         self._exit: ExitStack | None = None
 
@@ -134,9 +135,9 @@ class Session:
                 cache = arguments["past_key_values"]
                 place = self._place(cache, arguments)
             cache, defaults = self._read(cache, arguments["input_ids"], place), place.defaults
-        segment, self._cache, self._undo = self._segment, cache, ExitStack()
-        layers = () if segment is None else segment.layers
-        self._undo.enter_context(observing(self._architecture, cache, segment, layers))
+        watcher, self._cache, self._undo = self._segment or self._decider, cache, ExitStack()
+        layers = () if watcher is None else watcher.layers
+        self._undo.enter_context(observing(self._architecture, cache, watcher, layers))
         return (), {**defaults, **arguments, "past_key_values": cache}
 
     def _is_step(self, cache: RetainedCache, ids: Tensor) -> bool:
@@ -151,19 +152,21 @@ class Session:
         return self._call is None or seen + 1 >= self._call.until
 
     def _before_step(self, cache: RetainedCache, ids: Tensor) -> None:
-        _check_rows(cache, ids)
+        check_rows(cache, ids)
         life, segment = self._method.life, self._segment
         if segment is not None:
             if segment.cache is not cache:
                 raise SpecError("past_key_values", type(cache).__name__, "must be the cache of the stream that is open")
             self._finish(segment)
         if life is not None and life.decode:
-            _check_known(cache)
+            check_known(cache)
         if life is not None and cache.states.waiting and cache.states.steps != life.decode:
             _settle(cache, life)
+        if self._method.policy.cadence.every is not None:
+            self._decider = Step(self._method, self._architecture, cache)
         self._step = ids
 
-    def _place(self, cache: Any, arguments: Mapping[str, Any]) -> "_Place":
+    def _place(self, cache: Any, arguments: Mapping[str, Any]) -> Place:
         """Where a segment starts or goes on.
 
         Raises:
@@ -181,7 +184,8 @@ class Session:
         later = filled if segment is None else segment.later
         defaults, known = {}, None if segment is None else segment.padding
         if later:
-            _check_rows(cache, ids)
+            check_turn(self._method.policy, cache, ids)
+            check_rows(cache, ids)
             defaults, known = cache.step_inputs(ids.shape[1], ids.device), cache.padding.expand(len(ids))
         until = self._until(columns) if segment is None else segment.until
         padding = check_prompt(
@@ -195,14 +199,14 @@ class Session:
         if padding is not None and not later:
             positions = prompt_positions(ids.shape[1], columns, padding).clamp(min=0)
             defaults = {"position_ids": positions.to(ids.device)}
-        return _Place(columns, until, padding, defaults)
+        return Place(columns, until, padding, defaults)
 
     def _until(self, columns: int) -> int:
         if self._stream is not None:
             return columns + self._stream.C
         return OPEN if self._grouping else ONE_FORWARD if self._call is None else self._call.until
 
-    def _read(self, cache: Any, ids: Tensor, place: "_Place") -> RetainedCache:
+    def _read(self, cache: Any, ids: Tensor, place: Place) -> RetainedCache:
         if self._segment is None:
             config, first = self._architecture.config, place.columns == 0
             if first:
@@ -223,6 +227,7 @@ class Session:
         if step is not None:
             assert self._cache is not None
             self._after_step(self._cache, step)
+            self._decider = None
             return None
         segment = self._segment
         if segment is not None and segment.cache.get_seq_length() >= segment.until:
@@ -230,23 +235,24 @@ class Session:
         return None if self._stream is None else self._stream.joined(output)
 
     def _after_step(self, cache: RetainedCache, ids: Tensor) -> None:
-        """A token has been decoded: it waits, until a breath is due."""
-        life = self._method.life
-        if life is None:
-            return
-        cache.states = cache.states.wait(ids.detach().clone(), steps=life.decode)
-        if life.due(cache.states):
-            try:
-                _settle(cache, life)
-            except BaseException:
-                cache.fail("a breath failed")
-                raise
+        """A token has been decoded: it waits until a breath is due, or the policy decides at once."""
+        life, decider = self._method.life, self._decider
+        try:
+            if decider is not None:
+                decider.finish()
+            elif life is not None:
+                cache.states = cache.states.wait(ids.detach().clone(), steps=life.decode)
+                if life.due(cache.states):
+                    _settle(cache, life)
+        except BaseException:
+            cache.fail("a decode step failed")
+            raise
 
     def _abandon(self) -> None:
         """Close a forward that did not come to its end; some layers have its tokens and others do not."""
         if self._undo is not None:
             self._undo.close()
-            self._undo = self._segment = self._step = None
+            self._undo = self._segment = self._step = self._decider = None
             assert self._cache is not None
             self._cache.fail("a forward failed half way")
 
@@ -322,39 +328,13 @@ class Session:
         self.over_budget = sum(one.over_budget for one in kept)
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where the tokens of a forward stand: after `columns` others, in a segment that ends `until`."""
-
-    columns: int
-    until: int
-    padding: Tensor | None
-    defaults: dict[str, Tensor]
-    """Inputs that the forward needs, where its caller leaves them out."""
-
-
-def _check_rows(cache: RetainedCache, ids: Tensor) -> None:
-    rows = len(cache.observed_keys)
-    if len(ids) != rows:
-        raise SpecError("input_ids", tuple(ids.shape), f"the cache has {rows} rows")
-
-
-def _check_known(cache: RetainedCache) -> None:
-    seen = cache.get_seq_length()
-    if not cache.states.know(seen):
-        raise SpecError(
-            "past_key_values", f"{seen} tokens", "its states do not know all of them: some were read outside the "
-            "context, under another policy, or under a backend without decode"
-        )
-
-
 def _settle(cache: RetainedCache, life: Life) -> None:
     """The states know all that the cache has seen, and the cache stores what they do: a breath may have evicted.
 
     Raises:
         SpecError: when they cannot; nothing has changed.
     """
-    _check_known(cache)
+    check_known(cache)
     before, after = cache.states.rows, life.settled(cache.states, cache.observed_keys)
     if any(new.live is not old.live for new, old in zip(after.rows, before, strict=True)):
         cache.compact([Retention.shared(state.stored, state.seen) for state in after.rows])
@@ -370,7 +350,7 @@ class Prefilled(NamedTuple):
     run: Session
 
 
-def prefill(model: PreTrainedModel, method: "Method", input_ids: Tensor) -> Prefilled:
+def prefill(model: PreTrainedModel, method: "Method | Published", input_ids: Tensor) -> Prefilled:
     """Read a prompt under a policy, for those who run their own loop.
 
     Go on with `model(input_ids=next_token, past_key_values=cache)`: default position ids and masks are right. With
@@ -379,7 +359,8 @@ def prefill(model: PreTrainedModel, method: "Method", input_ids: Tensor) -> Pref
 
     Args:
         model: a causal language model.
-        method: such as CrystalCache(...).
+        method: such as CrystalCache(...). Where it keeps other tokens in other layers or heads, its cache can be read
+            inside the context manager only.
         input_ids: one prompt, (1, n).
 
     Raises:

@@ -42,12 +42,14 @@ def save_cache(cache: RetainedCache, model: PreTrainedModel, path: Path) -> None
         path: replaced if it is there.
 
     Raises:
-        SpecError: for a cache that is empty or unusable.
+        SpecError: for a cache that is empty or unusable, or whose layers or heads keep different tokens.
         OSError: from the file system; nothing has changed.
     """
     seen = cache.get_seq_length()
     if seen == 0:
         raise SpecError("cache", "0 tokens", "there is nothing to save")
+    if cache.layers_differ or cache.decoding is not None:
+        raise SpecError("cache", "kept sets of layers or heads", "cannot be saved: one kept set for the model can")
     tensors: dict[str, Tensor] = {}
     layers = []
     for index, layer in enumerate(cast(list[Any], cache.layers)):

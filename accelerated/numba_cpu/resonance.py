@@ -17,39 +17,33 @@ def resonance(
 
     Implements: CC-PULSE, CC-RAISE, CC-RESONANCE
 
-    `queue` holds the reached trunks hop by hop. `reached` says in which search and at which hop a trunk was reached
-    last, as one rising number: below `first` it was in an earlier search.
+    `queue` holds the reached trunks hop by hop, `search` the search that reached a trunk last. A hop is read without
+    a branch: `best` takes the strongest pulse of every trunk that it touches, and the rest is decided per trunk.
     """
     m = len(D)
     after = D.copy()
-    pulse, reached = np.zeros(m), np.full(m, -1, dtype=np.int64)
-    queue = np.empty(m, dtype=np.int64)
-    hops = min(max_hops, m)
+    pulse, best, search = np.zeros(m), np.full(m, -1.0), np.full(m, -1, dtype=np.int64)
+    queue, touched = np.empty(m, dtype=np.int64), np.empty(m + 1, dtype=np.int64)
     for source in range(m):
         if not active[source]:
             continue
-        first = source * (hops + 1)
-        queue[0], pulse[source], reached[source] = source, 1.0, first
+        queue[0], pulse[source], search[source] = source, 1.0, source
         head, end = 0, 1
-        for hop in range(first + 1, first + hops + 1):
-            level = end
-            while head < level:
-                g = queue[head]
-                head += 1
-                strength = pulse[g]
+        for _ in range(min(max_hops, m)):
+            level, number = end, 0
+            for at in range(head, level):
+                g = queue[at]
                 for e in range(indptr[g], indptr[g + 1]):
                     h = indices[e]
-                    if first <= reached[h] < hop:
-                        continue
-                    sent = strength * weights[e] * gamma_hop
-                    if sent < tau_pulse:
-                        continue
-                    if reached[h] < first:
-                        queue[end], reached[h], pulse[h] = h, hop, sent
-                        end += 1
-                    elif sent > pulse[h]:
-                        pulse[h] = sent
-        for at in range(end):
-            g = queue[at]
+                    touched[number] = h
+                    number += best[h] < 0.0
+                    best[h] = max(best[h], pulse[g] * weights[e] * gamma_hop)
+            head = level
+            for h in touched[:number]:
+                if search[h] != source and best[h] >= tau_pulse:
+                    queue[end], pulse[h], search[h] = h, best[h], source
+                    end += 1
+                best[h] = -1.0
+        for g in queue[:end]:
             after[g] = min(1.0, after[g] + alpha_res * pulse[g] * (1.0 - after[g]))
     return after

@@ -13,8 +13,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from conformance.injection.attackers import fill_the_disk, started
 from conformance.injection.chunks import MODEL, chunk
-from models_integration.archive import files
 from models_integration.archive.errors import (
     ArchiveFull,
     ArchiveReadOnly,
@@ -142,7 +142,7 @@ def test_a_foreign_version_is_refused_and_kept(tmp_path: Path, monkeypatch: pyte
     ("number", "error"),
     [(errno.ENOSPC, ArchiveFull), (errno.EDQUOT, ArchiveFull), (errno.EROFS, ArchiveReadOnly)],
 )
-@pytest.mark.parametrize("call", ["write", "fsync", "replace"])
+@pytest.mark.parametrize("call", ["writev", "fsync", "replace"])
 def test_a_failing_disk_is_named_and_nothing_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, error: type[Exception], call: str,
 ) -> None:
@@ -152,7 +152,7 @@ def test_a_failing_disk_is_named_and_nothing_is_lost(
     with Archive(tmp_path) as archive:
         key = archive.put(*chunk(1))
         with monkeypatch.context() as patch:
-            patch.setattr(files.os, call, failing)
+            patch.setattr(os, call, failing)
             with pytest.raises(error):
                 archive.put(*chunk(2))
         assert [path.name for path in (tmp_path / "objects").glob("*/*")] == [f"{key}.safetensors"]
@@ -165,23 +165,9 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
     """A real refusal by the kernel: no file may grow beyond 64 KiB in a child process."""
     with Archive(tmp_path) as archive:
         archive.put(*chunk(1))
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            import resource
-            import signal
-
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            with Archive(tmp_path) as archive:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
-                try:
-                    archive.put(*chunk(2, tokens=4096))
-                except ArchiveFull:
-                    code = 0
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    child = started(fill_the_disk, tmp_path)
+    child.join()
+    assert child.exitcode == 0
     with Archive(tmp_path) as archive:
         assert archive.verify().clean
         assert len(archive.entries()) == 1

@@ -28,7 +28,6 @@ from conformance.integration.families import (
 )
 from conformance.integration.foreign_models import REFUSED
 from conformance.integration.oracle_checks import check_decoding
-from conformance.integration.probe import per_layer
 from conformance.integration.snapshots import same_weights, snapshot
 from models_integration import prefill
 from models_integration.architecture import describe
@@ -60,11 +59,6 @@ def test_a_window_that_is_set_counts_only_where_it_is_used(options: dict[str, An
     model = prepare(Qwen2ForCausalLM(Qwen2Config(**_GQA, **options)))
     assert describe(model).full_layers == full
     check_decoding(model, METHODS["crystalcache"]())
-
-
-def test_a_granularity_that_is_not_served_is_named() -> None:
-    with pytest.raises(SpecError, match="one kept set for all layers and heads is served so far"):
-        per_layer()(build("llama"))
 
 
 def refused(words: str, run: Callable[[PreTrainedModel], object], model: PreTrainedModel | None = None) -> None:

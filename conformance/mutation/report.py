@@ -8,7 +8,7 @@ from pathlib import Path
 
 from conformance.mutation.mutants import Mutant
 from conformance.mutation.results import Result
-from models_integration.evaluation.intervals import wilson
+from reference.statistics import wilson
 
 __all__ = ["LIST", "Explanation", "explanations", "problems", "table"]
 

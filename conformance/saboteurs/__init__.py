@@ -9,7 +9,10 @@ forms, protection, memory, compaction, the pipeline) leave a backend's stages as
 from conformance.saboteurs import (
     activation,
     decode,
+    diversity,
     essay,
+    injection,
+    nestedkv,
     policies,
     policy_parts,
     s1,
@@ -20,6 +23,8 @@ from conformance.saboteurs import (
     s5,
     s6,
     s6_protection,
+    statistics,
+    triattention,
     whole,
 )
 from conformance.saboteurs.install import private_reference
@@ -31,6 +36,7 @@ __all__ = ["SABOTEURS"]
 SABOTEURS = REGISTRY
 STAGES = (
     s1, s1_selection, s2, s3, s4, s5, s6, s6_protection, whole, activation, decode, essay, policies, policy_parts,
+    injection, statistics, nestedkv, diversity, triattention,
 )
 
 

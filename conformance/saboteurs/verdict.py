@@ -17,7 +17,8 @@ from conformance.saboteurs.plugin import judges_any_backend
 __all__ = ["Verdict", "items_by_module", "judge", "modules_of"]
 
 CONFORMANCE = Path(__file__).resolve().parent.parent
-EXAMPLES = CONFORMANCE / "test_examples.py"  # its markers are made from the pages, so no literal names them
+# Their markers are made from the pages, so no literal names them.
+EXAMPLES = (CONFORMANCE / "test_examples.py", CONFORMANCE / "injection" / "test_examples.py")
 
 
 @dataclass
@@ -62,14 +63,14 @@ class _Jury:
 @cache
 def items_by_module() -> dict[Path, frozenset[str]]:
     """Which items each module of the suite has literal markers of."""
-    modules = sorted([*CONFORMANCE.glob("test_*.py"), *CONFORMANCE.glob("policies/test_*.py")])
+    modules = sorted(CONFORMANCE.rglob("test_*.py"))
     return {path: frozenset(dict(trace.markers(path.read_text(encoding="utf-8")))) for path in modules}
 
 
 def modules_of(item: str) -> list[str]:
     """The modules of the suite that hold a test of the item."""
     marked = [path for path, items in items_by_module().items() if item in items]
-    return [str(path) for path in dict.fromkeys([*marked, EXAMPLES])]
+    return [str(path) for path in dict.fromkeys([*marked, *EXAMPLES])]
 
 
 def judge(name: str, item: str, options: Sequence[str] = ()) -> Verdict:

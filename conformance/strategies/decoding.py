@@ -12,7 +12,8 @@ from spec.budget import Budget, parse_budget
 from spec.decode import DecodeState, LiveTrunks, TrunkWeights
 from spec.parameters import CrystalCacheParameters
 
-__all__ = ["decode_parameters", "ends", "flags", "frozen_state", "graphs", "inverse_norms", "sixteenths", "states"]
+__all__ = [
+    "decode_parameters", "ends", "flags", "frozen_state", "graphs", "inverse_norms", "sixteenths", "states"]
 
 ENDS = frozenset({2, 7})
 
@@ -91,6 +92,28 @@ def states(draw: st.DrawFn, p: CrystalCacheParameters, max_m: int = 6, tail: boo
         draw(graphs(m, p.tau_edge), label="W"), np.flatnonzero(numbers), numbers[numbers > 0],
         draw(st.sampled_from([0.0, 0.5, 2.0]), label="mu"), draw(st.sampled_from([1.0, 0.25]), label="sigma"),
         tuple(waiting), tuple(norms.tolist()),
+    ))
+
+
+def random_state(rng: np.random.Generator, p: CrystalCacheParameters) -> DecodeState:
+    """A state from a seed in which everything is there: edges, active trunks, a tail, and a budget that binds."""
+    sizes = rng.integers(1, 5, int(rng.integers(3, 9)))
+    n, m = int(sizes.sum()), len(sizes)
+    positions = np.cumsum(rng.integers(1, 3, n))
+    W = np.triu(rng.random((m, m)) < 0.5, 1) * rng.uniform(p.tau_edge + 0.001, 1.4, (m, m))
+    W = W + W.T
+    row, column = np.nonzero(W)
+    indptr = np.concatenate([[0], np.cumsum((W > 0).sum(axis=1))]).astype(np.int64)
+    seen, waiting = int(positions[-1]) + 1, rng.integers(0, 9, int(rng.integers(1, 7)))
+    ids, counts = np.unique(rng.integers(0, 9, seen), return_counts=True)
+    table = LiveTrunks(
+        positions, np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64), rng.uniform(0.1, 15, n),
+        rng.uniform(0.2, 1, n), rng.uniform(0.1, 15, m),
+    )
+    return frozen_state(DecodeState(
+        Budget(count=int(rng.integers(n // 2, n + len(waiting) + 1))), seen + len(waiting), int(rng.integers(0, 9)),
+        table, rng.random(m), TrunkWeights(indptr, column, W[row, column]), ids, counts, 0.5, 0.5,
+        tuple(waiting.tolist()), tuple(rng.uniform(0.2, 1, len(waiting)).tolist()),
     ))
 
 

@@ -5,6 +5,11 @@ __all__ = ["NOTES"]
 # Flag: kind of mistake, and what goes wrong.
 NOTES: dict[str, tuple[str, str]] = {
     "Plain": ("BASIC", "A first case without a trap: the equation as it is written."),
+    "BandHalves": ("LAYOUT", "A rotary band is channels f and f + d / 2; neighbouring channels are other bands."),
+    "Modular": ("READING", "A prior for a fixed direction looks at no kept token, so that copies stay together."),
+    "NoBonus": ("READING", "Redundancy is at least 0: an opposite direction earns no bonus."),
+    "PositionCancels": ("READING", "A key turned back by its position, then probed from there, is the cached key."),
+    "RetainedCounts": ("READING", "Tokens that are kept anyway are in the set before the first pick."),
     "BreathOrder": (
         "READING", "Decay comes before the breath; in it activation, pulses, growth, new trunks, eviction.",
     ),
@@ -36,6 +41,7 @@ NOTES: dict[str, tuple[str, str]] = {
     "AdditiveMultiset": (
         "READING", "A mutual pair of tokens counts twice in W_ab; a set or a maximum counts it once.",
     ),
+    "AtLeastOne": ("BOUNDARY", "A share of the tokens is floored, but never none: ten percent of five tokens is one."),
     "BackwardEdge": (
         "READING",
         "Eq. 17 is literal: the first endpoint lies in the running trunk; either orientation merges too much.",
@@ -101,6 +107,9 @@ NOTES: dict[str, tuple[str, str]] = {
         "READING", "A protected trunk's score is NaN and is never read; it takes no part in minimum and maximum.",
     ),
     "Refused": ("VALIDATION", "Input that is not admitted is refused by the name of its argument, before any work."),
+    "RectifiedSurprise": (
+        "READING", "Surprise is normalised, then centred and cut at 0; as Eq. 13 has it, the gate never opens.",
+    ),
     "RemnantOne": ("BOUNDARY", "One token would remain: fewer than N_min, so the whole trunk goes, an overshoot."),
     "RemnantTwo": ("BOUNDARY", "Two tokens would remain: fewer than N_min, so the whole trunk goes, an overshoot."),
     "RemnantThree": ("BOUNDARY", "Exactly N_min tokens remain, which is enough: >= and not >."),
@@ -113,9 +122,13 @@ NOTES: dict[str, tuple[str, str]] = {
     "ShareOfLargest": (
         "READING", "Unit impact divides salience by the segment's largest, not by M_max and not from the least.",
     ),
+    "ShortBlock": ("BOUNDARY", "What is left at the end is a block of its own; it joins no other."),
     "SigmaFallback": ("READING", "Where sigma < epsilon, sigma = 1; max(sigma, epsilon) blows up rounding noise."),
     "RarityShape": (
         "PARAMETER", "A rarity form stands wherever U_i does; the logarithm is the default.",
+    ),
+    "SinksInside": (
+        "READING", "Sinks take part in the statistics; then they are pinned, inside the budget and inside the quota.",
     ),
     "SoftCap": ("NUMERIC", "The soft cap is applied to the scaled logit, before the mask."),
     "SplitLargerFirst": ("READING", "Pieces differ by at most one token, the larger ones first; none exceeds T_max."),
@@ -137,8 +150,27 @@ NOTES: dict[str, tuple[str, str]] = {
     "UnitInterval": (
         "READING", "Trunk impact is normalised by the least and the greatest of all trunks, not by the greatest alone.",
     ),
+    "ExactTwoSided": ("NUMERIC", "The exact binomial p of both sides, at most 1; not mid-p, not chi-square."),
+    "HalfOpenRegion": ("BOUNDARY", "Layers and tokens are half-open ranges; an odd middle layer is upper."),
+    "LastEndThatFits": ("READING", "A chunk ends after the last sentence end that fits, and the rest stays whole."),
+    "NegativeStart": ("BOUNDARY", "A hidden preamble may stand before position 0: the shift is negative."),
+    "NoPairs": ("BOUNDARY", "A layer without positions has no pairs of channels, and nothing turns."),
+    "OneMarkerId": ("VALIDATION", "A marker is one id that decodes to its text; the unknown token is none."),
+    "OutermostResamples": ("BOUNDARY", "floor of the share is left out on each side; a mean of 0 is not above 0."),
+    "PairsOfDrawnClusters": ("READING", "The mean runs over the pairs of the drawn clusters, not over the clusters."),
+    "PairsOfTheRotatedPart": ("LAYOUT", "Pairs lie inside the rotated channels; the others keep their bits."),
+    "PartsEncodedAlone": ("LAYOUT", "Each part is encoded alone, and the chunk's own ids are never encoded again."),
+    "RanksFromOne": ("READING", "The first rank is 1; repeats of a name are removed before ranks are counted."),
+    "SameTurn": ("READING", "Every token of a chunk turns by the same angle; its own index is in its key already."),
+    "ShapeOfTheScale": ("LAYOUT", "The scheme names the shape of the scale: per head is not per channel."),
+    "StaysInside": ("BOUNDARY", "The interval lies in [0, 1] and has a width where every answer is the same."),
+    "SymmetricRange": ("READING", "Codes reach from -q to q; -q - 1 is not used."),
+    "TotalOrder": ("TIE", "Equal scores, up to rounding, are ordered by name."),
+    "ZeroGroup": ("NUMERIC", "A group of zeros has the smallest scale, no division by zero."),
+    "ZeroShift": ("NUMERIC", "An angle of 0 keeps every bit, that of a negative zero too."),
     "WholeTrunkProtected": (
         "READING", "A trunk that touches the sink or the window is protected as a whole; intervals are half open.",
     ),
     "WindowOfFive": ("BOUNDARY", "Five tokens on each side of an interface, fewer where a side is shorter."),
+    "ZeroRange": ("BOUNDARY", "Values without range, or a mean without direction, give zeros, not enlarged noise."),
 }

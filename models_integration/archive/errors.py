@@ -1,7 +1,7 @@
 """What an archive can fail with, by name. None of these changes what is stored."""
 
 __all__ = [
-    "ArchiveError", "ArchiveFull", "ArchiveReadOnly", "ForeignVersion", "KeyUnavailable", "OtherDtype",
+    "ArchiveError", "ArchiveFull", "ArchiveReadOnly", "ForeignVersion", "KeyUnavailable", "NoSuchChunk", "OtherDtype",
     "OtherFrequencies", "OtherPins", "UnknownModel", "WrongModel",
 ]
 
@@ -24,6 +24,10 @@ class ForeignVersion(ArchiveError):
 
 class KeyUnavailable(ArchiveError):
     """The object is encrypted, and the tenant's key is another one, or was forgotten."""
+
+
+class NoSuchChunk(ArchiveError):
+    """There is no chunk of that key, or its bytes are not those that were written."""
 
 
 class OtherDtype(ArchiveError):

@@ -6,8 +6,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from models_integration.archive.errors import KeyUnavailable
 from models_integration.archive.files import erase, publish
+from models_integration.archive.manifest import raw_bytes
 from spec.errors import SpecError
 
 __all__ = ["Cipher", "Keyring"]
@@ -34,16 +38,21 @@ class Cipher:
 
     def encrypt(self, nonce: bytes, data: bytes, header: bytes) -> bytes:
         """Ciphertext and tag; the header is authenticated, not encrypted."""
-        return self._aead.encrypt(nonce, data, header)
+        sealed: bytes = self._aead.encrypt(nonce, data, header)
+        return sealed
 
-    def decrypt(self, nonce: str, data: Any, header: bytes) -> bytearray | None:
+    def decrypt(self, nonce: str, data: Any, header: bytes) -> Tensor | None:
         """The plain bytes; None where key, nonce, header or data are not those of the encryption."""
         from cryptography.exceptions import InvalidTag
 
+        if len(data) < TAG_BYTES:
+            return None
+        opened = torch.empty(len(data) - TAG_BYTES, dtype=torch.uint8)
         try:
-            return bytearray(self._aead.decrypt(bytes.fromhex(nonce), data, header))
+            self._aead.decrypt_into(bytes.fromhex(nonce), data, header, raw_bytes(opened))
         except (InvalidTag, ValueError):
             return None
+        return opened
 
 
 class Keyring:
@@ -66,7 +75,8 @@ class Keyring:
 
         def derived(salt: bytes, purpose: bytes) -> bytes:
             info = b"kvarc/1 " + purpose + b" " + tenant.encode()
-            return HKDF(algorithm=SHA256(), length=32, salt=salt, info=info).derive(self._master)
+            key: bytes = HKDF(algorithm=SHA256(), length=32, salt=salt, info=info).derive(self._master)
+            return key
 
         path = self._path(tenant)
         if create and not path.exists():

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from models_integration.archive.errors import OtherDtype, OtherFrequencies, WrongModel
 
-__all__ = ["Manifest", "ModelIdentity", "ids_digest", "weights_digest"]
+__all__ = ["Manifest", "ModelIdentity", "ids_digest", "raw_bytes", "weights_digest"]
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Manifest:
     @property
     def key(self) -> str:
         """sha256 of the identity: the same inputs give the same object."""
-        parts = asdict(self)
+        parts = {**vars(self), "model": vars(self.model)}
         del parts["created"]
         return hashlib.sha256(_canonical(parts).encode()).hexdigest()
 
@@ -83,8 +83,8 @@ class Manifest:
             ValueError, TypeError, KeyError: for text that is no manifest.
         """
         found = json.loads(text)
-        if set(found) != {field.name for field in fields(cls)}:
-            raise ValueError(f"a manifest has {', '.join(field.name for field in fields(cls))}")
+        if found.keys() != cls.__dataclass_fields__.keys():
+            raise ValueError(f"a manifest has {', '.join(cls.__dataclass_fields__)}")
         for name in ("markers", "layers"):
             found[name] = tuple(found[name])
         return cls(**{**found, "model": ModelIdentity(**found["model"])})
@@ -104,9 +104,11 @@ def weights_digest(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
         digest.update(_canonical([name, str(parameter.dtype), list(parameter.shape)]).encode())
-        digest.update(_bytes(parameter.detach()))
+        digest.update(raw_bytes(parameter))
     return digest.hexdigest()
 
 
-def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy())
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor, shared with it where it is contiguous and on the CPU."""
+    array: Any = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    return memoryview(array)

@@ -8,18 +8,19 @@ bytes, the AES-256-GCM ciphertext of such a file; the header is authenticated wi
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from models_integration.archive.errors import ForeignVersion, KeyUnavailable
 from models_integration.archive.keyring import Cipher
-from models_integration.archive.manifest import Manifest
+from models_integration.archive.manifest import Manifest, raw_bytes
 
-__all__ = ["FORMAT", "Corrupt", "is_encrypted", "pieces", "read_manifest", "read_object"]
+__all__ = ["FORMAT", "Corrupt", "pieces", "read_manifest", "read_object"]
 
 FORMAT = "kvarc/1"
 NAMES = {
@@ -41,7 +42,7 @@ class Corrupt(Exception):
 @dataclass(frozen=True)
 class _Head:
     metadata: dict[str, str]
-    tensors: dict[str, dict[str, object]]
+    tensors: dict[str, dict[str, Any]]
     size: int
 
 
@@ -68,8 +69,7 @@ def _plain(manifest: Manifest, tensors: Mapping[str, Tensor]) -> list[memoryview
     entries: dict[str, dict[str, object]] = {}
     parts, at = [], 0
     for name in order:
-        tensor = tensors[name].detach().cpu().contiguous()
-        view = memoryview(tensor.flatten().view(torch.uint8).numpy())
+        tensor, view = tensors[name], raw_bytes(tensors[name])
         end = at + len(view)
         entries[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
         parts.append(view)
@@ -95,15 +95,6 @@ def read_manifest(path: Path) -> Manifest:
     return _manifest(_head_of(path))
 
 
-def is_encrypted(path: Path) -> bool:
-    """Whether an object says that it is sealed; nothing is proved yet.
-
-    Raises:
-        Corrupt, OSError: as `read_manifest`.
-    """
-    return "nonce" in _head_of(path).metadata
-
-
 def _head_of(path: Path) -> _Head:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -112,8 +103,8 @@ def _head_of(path: Path) -> _Head:
         return _head(file.read(length), length)
 
 
-def read_object(path: Path, cipher: Cipher | None) -> tuple[Manifest, dict[str, Tensor]]:
-    """A proved object: tensors that share one buffer, which nobody else holds.
+def read_object(path: Path, key: Callable[[], Cipher | None]) -> tuple[Manifest, dict[str, Tensor]]:
+    """A proved object: tensors that share one buffer, which nobody else holds. `key` is asked if it is encrypted.
 
     Raises:
         Corrupt: when the bytes are not those that were written.
@@ -127,13 +118,14 @@ def read_object(path: Path, cipher: Cipher | None) -> tuple[Manifest, dict[str, 
         raise Corrupt(f"its header claims {length} bytes")
     head = _head(bytes(data[8 : 8 + length].numpy()), length)
     if "nonce" in head.metadata:
+        cipher = key()
         if cipher is None:
             raise KeyUnavailable("the object is encrypted, and no key is given")
         opened = cipher.decrypt(head.metadata["nonce"], data[8 + length :].numpy(), bytes(data[: 8 + length].numpy()))
         if opened is None:
             raise Corrupt("its tag does not fit")
         manifest = _manifest(head)
-        data = torch.frombuffer(opened, dtype=torch.uint8)
+        data = opened
         length = int.from_bytes(bytes(data[:8].numpy()), "little")
         head = _head(bytes(data[8 : 8 + length].numpy()), length)
     else:
@@ -147,7 +139,7 @@ def _read(path: Path) -> Tensor:
         size = file.seek(0, 2)
         file.seek(0)
         data = torch.empty(max(size, 8), dtype=torch.uint8)
-        view, at = memoryview(data.numpy()), 0
+        view, at = raw_bytes(data), 0
         while at < size and (got := file.readinto(view[at:size])):
             at += got
     if at != size or size < DIGEST_AT + 64:
@@ -156,7 +148,7 @@ def _read(path: Path) -> Tensor:
 
 
 def _prove(data: Tensor) -> None:
-    view = memoryview(data.numpy())
+    view = raw_bytes(data)
     digest = hashlib.sha256(view[:DIGEST_AT])
     digest.update(ZEROS)
     digest.update(view[DIGEST_AT + 64 :])
@@ -187,15 +179,10 @@ def _manifest(head: _Head) -> Manifest:
 def _tensors(head: _Head, data: Tensor) -> dict[str, Tensor]:
     found = {}
     for name, entry in head.tensors.items():
-        low, high = _offsets(entry["data_offsets"])
-        shape: Sequence[int] = entry["shape"]  # type: ignore[assignment]  # proved: as it was written
+        low, high = entry["data_offsets"]
+        shape = entry["shape"]
         dtype = DTYPES[str(entry["dtype"])]
         if high - low != math.prod(shape) * dtype.itemsize:
             raise Corrupt(f"tensor {name} does not fit its place")
         found[name] = data[low:high].view(dtype).reshape(tuple(shape))
     return found
-
-
-def _offsets(value: object) -> tuple[int, int]:
-    low, high = value  # type: ignore[misc]
-    return int(low), int(high)

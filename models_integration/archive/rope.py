@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from models_integration.archive.errors import UnknownModel
 from models_integration.archive.turn import STYLES, angles_between, turned
 from spec.errors import SpecError
 
-__all__ = ["LayerRotary", "Rotary", "frequencies_at", "prefilled", "recognise"]
+__all__ = ["LayerRotary", "Rotary", "frequencies_at", "plain_layers", "prefilled", "recognise"]
 
 ATTENTION = ("full_attention", "sliding_attention")
 PROBE_TOKENS, PROBE_START = 9, 37
@@ -135,15 +135,20 @@ def prefilled(model: PreTrainedModel, ids: Sequence[int], start: int = 0) -> Dyn
     return cache
 
 
+def plain_layers(cache: DynamicCache) -> list[Any]:
+    """The layers of a cache that keeps tokens: keys and values (rows, heads, stored, d) each."""
+    return list(cache.layers)
+
+
 def _probe(model: PreTrainedModel, start: int) -> list[Mapping[str, Tensor]]:
-    vocabulary = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[union-attr,arg-type]
+    vocabulary = cast(Tensor, model.get_input_embeddings().weight).shape[0]
     ids = [(7 + 31 * at) % vocabulary for at in range(PROBE_TOKENS)]
     try:
         cache = prefilled(model, ids, start)
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError) as error:
         raise UnknownModel(f"{type(model).__name__}: its prefill of {PROBE_TOKENS} tokens failed: {error}") from error
-    layers = []
-    for index, layer in enumerate(cache.layers):
+    layers: list[Mapping[str, Tensor]] = []
+    for index, layer in enumerate(plain_layers(cache)):
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         extra = [part for part in ("indexer_keys", "conv_states") if getattr(layer, part, None) is not None]
         if keys is None or values is None or extra:

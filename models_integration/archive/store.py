@@ -14,10 +14,10 @@ from torch import Tensor
 
 from models_integration.archive.catalogue import Catalogue, Entry
 from models_integration.archive.errors import ForeignVersion, KeyUnavailable
-from models_integration.archive.files import TEMPORARY, erase, named_errors, publish
+from models_integration.archive.files import TEMPORARY, erase, named_errors, publish, sync
 from models_integration.archive.keyring import Cipher, Keyring
 from models_integration.archive.manifest import Manifest, ModelIdentity
-from models_integration.archive.objects import Corrupt, is_encrypted, pieces, read_manifest, read_object
+from models_integration.archive.objects import Corrupt, pieces, read_manifest, read_object
 from spec.errors import SpecError
 
 __all__ = ["Archive", "Report", "Stored"]
@@ -68,7 +68,10 @@ class Archive:
             raise SpecError("limit", limit, "must be at least 1 byte")
         self.folder, self._keyring, self._limit = folder, keyring, limit
         with named_errors(folder):
-            (folder / "objects").mkdir(parents=True, exist_ok=True, mode=0o700)
+            if not (folder / "objects").is_dir():
+                for shard in range(256):  # now, or each first object of a shard would wait for two more folders
+                    (folder / "objects" / f"{shard:02x}").mkdir(parents=True, exist_ok=True, mode=0o700)
+                sync(folder / "objects")
         self._catalogue = Catalogue(folder)
         self.repaired = self._reconcile()
         self.repaired.catalogue_intact = not self._catalogue.damaged
@@ -119,16 +122,21 @@ class Archive:
             KeyUnavailable: for an encrypted object of a tenant without a key.
         """
         path = self._path(key)
-        if not path.exists() or self._is_of_another(key, tenant):
-            return None
         try:
-            stored = Stored(*read_object(path, self._cipher_of(path, tenant)))
+            stored = Stored(*read_object(path, lambda: self._cipher(tenant)))
             if stored.manifest.key != key:
                 raise Corrupt("it is another chunk")
         except FileNotFoundError:
             return None
         except Corrupt:
-            self._quarantine(key)
+            if not self._is_of_another(key, tenant):
+                self._quarantine(key)
+            return None
+        except KeyUnavailable:
+            if self._is_of_another(key, tenant):
+                return None
+            raise
+        if stored.manifest.tenant != tenant:
             return None
         _touch(path)
         if model is not None:
@@ -238,9 +246,6 @@ class Archive:
 
     def _tenant(self, key: str) -> str | None:
         return _claimed_tenant(self._path(key))
-
-    def _cipher_of(self, path: Path, tenant: str) -> Cipher | None:
-        return self._cipher(tenant) if self._keyring is not None and is_encrypted(path) else None
 
     def _cipher(self, tenant: str, create: bool = False) -> Cipher | None:
         return None if self._keyring is None else self._keyring.cipher(tenant, create)

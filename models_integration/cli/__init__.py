@@ -2,6 +2,7 @@
 
 import sys
 
+from models_integration.archive.errors import ArchiveError
 from models_integration.cli.app import app
 from spec.errors import BackendUnavailable, SpecError
 
@@ -9,9 +10,9 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Run the command; an input that the specification refuses is one line on stderr and exit code 2."""
+    """Run the command; an input that the specification or an archive refuses is one line on stderr and exit code 2."""
     try:
         app()
-    except (SpecError, BackendUnavailable) as error:
+    except (SpecError, BackendUnavailable, ArchiveError) as error:
         print(f"kvspec: {error}", file=sys.stderr)
         sys.exit(2)

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from models_integration.evaluation.intervals import wilson
 from models_integration.evaluation.results import Row
+from reference.statistics import wilson
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from models_integration.evaluation.compare import Subject
-from models_integration.evaluation.intervals import wilson
 from models_integration.evaluation.results import Row, append_row, find_row, load_rows
 from models_integration.evaluation.runner import answer
 from models_integration.methods import CrystalCache
 from models_integration.tasks import MAX_NEW_TOKENS, TASKS, draw_sample, place, score
 from reference.crystalcache.protection import effective_budget
+from reference.statistics import wilson
 from spec import SPEC_VERSION
 from spec.budget import parse_budget
 from spec.errors import SpecError

@@ -103,10 +103,10 @@ def extend(
     """
     engine = resolve(backend)
     breath = engine.require_breath()
-    n = q.shape[1]
+    n = _tokens("q", q)
     ids, ends = check_token_ids(token_ids, n), check_sentence_ends(sentence_ends)
     positions = np.concatenate([state.stored, np.arange(state.seen, state.seen + n)])
-    if k.shape[1] != len(positions):
+    if _tokens("k", k) != len(positions):
         raise SpecError("k", tuple(k.shape), f"must hold {len(state.stored)} stored keys and {n} of the segment")
     factor = q.shape[2] ** -0.5 if scaling is None else scaling
     check_scaling(factor, softcap)
@@ -117,3 +117,11 @@ def extend(
     after = add_segment(before, found, ids, ends, norms, parameters, engine)
     safe = protected_trunks_of(after.live, after.seen, parameters.N_sink, parameters.W_recent)
     return evict(after, safe, parameters, engine)
+
+
+def _tokens(name: str, x: DeviceArray) -> int:
+    """Tokens of an array (heads, tokens, d); what else it must be, the backend says."""
+    shape = tuple(getattr(x, "shape", ()))
+    if len(shape) != 3:
+        raise SpecError(name, shape or type(x).__name__, "must be an array (heads, tokens, d)")
+    return int(shape[1])

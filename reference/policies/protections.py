@@ -1,12 +1,14 @@
 """Protection: which tokens are never evicted."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from spec.arrays import Bool, BoolVector
+from spec.policy import Policy, Protection
 
-__all__ = ["SinkAndRecent"]
+__all__ = ["Places", "SinkAndRecent", "protecting"]
 
 
 @dataclass(frozen=True)
@@ -20,3 +22,22 @@ class SinkAndRecent:
         position = np.arange(seen)
         protected: BoolVector = (position < self.sink) | (position >= seen - self.recent)
         return protected
+
+
+@dataclass(frozen=True)
+class Places:
+    """What another protection marks, and the tokens at these positions: markers of spliced chunks, for one."""
+
+    other: Protection
+    positions: tuple[int, ...]
+
+    def __call__(self, seen: int, /) -> Bool[BoolVector, " n"]:
+        protected: BoolVector = self.other(seen).copy()
+        protected[[position for position in self.positions if position < seen]] = True
+        return protected
+
+
+def protecting(policy: Policy, positions: Sequence[int]) -> Policy:
+    """The same policy that also keeps these absolute positions; its budget holds at least them and its own floor."""
+    places = tuple(sorted({int(position) for position in positions}))
+    return replace(policy, protection=Places(policy.protection, places), floor=policy.floor + len(places))

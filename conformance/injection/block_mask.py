@@ -1,0 +1,103 @@
+"""The oracle of a splice: one forward over everything on a plain cache, in which masks keep apart what was apart.
+
+It shares no code with the splice: no rotation is ever moved, since every token is computed at its own position.
+"""
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+from conformance.injection.models import VOCABULARY
+
+__all__ = ["Chunks", "Oracle", "block_masked", "ids"]
+
+Chunks = Sequence[tuple[list[int], int]]
+"""Ids of each chunk, and how many of them are hidden."""
+
+SESSION, QUERY = 0, -1
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """Logits (1, queries, vocabulary) of the query; keys and values of every layer; and what each slot is."""
+
+    logits: Tensor
+    cache: DynamicCache
+    visible: Tensor
+    """Slots that a splice has: all but hidden preambles, and what was evicted."""
+    own: Tensor
+    """Slots of the session and the query."""
+    positions: Tensor
+
+
+def ids(n: int, seed: int) -> list[int]:
+    """Token ids drawn once for all."""
+    drawn: list[int] = torch.randint(3, VOCABULARY, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return drawn
+
+
+def block_masked(
+    model: PreTrainedModel, session: list[int], chunks: Chunks, query: list[int], *, evicted: Set[int] = frozenset(),
+    lower: Set[int] = frozenset(), window: int | None = None,
+) -> Oracle:
+    """One forward. Chunks see themselves alone, the query sees what is visible and not `evicted` (positions).
+
+    Args:
+        lower: layers that see no chunk.
+        window: of the model's sliding layers, which see no chunk either, and evict nothing.
+    """
+    tokens, positions, owner, hidden = [*session], [*range(len(session))], [SESSION] * len(session), []
+    hidden += [False] * len(session)
+    at = len(session)
+    for number, (chunk, preamble) in enumerate(chunks, 1):
+        tokens += chunk
+        positions += range(at - preamble, at - preamble + len(chunk))
+        owner += [number] * len(chunk)
+        hidden += [place < preamble for place in range(len(chunk))]
+        at += len(chunk) - preamble
+    tokens += query
+    positions += range(at, at + len(query))
+    owner += [QUERY] * len(query)
+    hidden += [False] * len(query)
+    gone = [hide or (own != QUERY and place in evicted)
+            for hide, own, place in zip(hidden, owner, positions, strict=True)]
+    n = len(tokens)
+    full, apart = torch.zeros(n, n, dtype=torch.bool), torch.zeros(n, n, dtype=torch.bool)
+    for row in range(n):
+        for column in range(row + 1):
+            same = owner[row] == owner[column]
+            full[row, column] = same or (owner[row] == QUERY and not gone[column])
+            apart[row, column] = same or (owner[row] == QUERY and owner[column] == SESSION)
+    distance = torch.tensor(positions)[:, None] - torch.tensor(positions)
+    near = torch.ones_like(full) if window is None else distance < window
+    shaped: Any = full[None, None]
+    if window is not None:
+        shaped = {"full_attention": shaped, "sliding_attention": (apart & near)[None, None]}
+    cache = DynamicCache()
+    removals = _masks_of(model, lower, apart)
+    try:
+        with torch.no_grad():
+            logits = model(
+                input_ids=torch.tensor([tokens]), position_ids=torch.tensor([positions]), attention_mask=shaped,
+                past_key_values=cache, use_cache=True,
+            ).logits
+    finally:
+        for removal in removals:
+            removal.remove()
+    mine = torch.tensor([own in (SESSION, QUERY) for own in owner])
+    return Oracle(logits[:, -len(query) :], cache, ~torch.tensor(gone), mine, torch.tensor(positions))
+
+
+def _masks_of(model: PreTrainedModel, layers: Set[int], mask: Tensor) -> list[Any]:
+    def swap(module: Any, args: Any, options: dict[str, Any]) -> Any:
+        return args, {**options, "attention_mask": mask[None, None]}
+
+    return [
+        module.register_forward_pre_hook(swap, with_kwargs=True) for name, module in model.named_modules()
+        if name.endswith("self_attn") and module.layer_idx in layers
+    ]

@@ -1,0 +1,105 @@
+"""`kvspec archive` on the pocket model: a fact that is archived is answered in another session."""
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from models_integration.archive.errors import ArchiveError, KeyUnavailable, NoSuchChunk
+from models_integration.cli.app import app
+from spec.errors import SpecError
+
+FACTS = (" The secret code for Project Aurora is 7492.", " The secret code for Project Falcon is 3058.")
+QUESTION = " Question: What is the secret code for Project Aurora? Answer:"
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["archive", *arguments])
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result.output
+
+
+def refused(*arguments: str) -> Exception:
+    result = CliRunner().invoke(app, ["archive", *arguments])
+    assert isinstance(result.exception, SpecError | ArchiveError), result.exception
+    return result.exception
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> list[str]:
+    found = []
+    for at, fact in enumerate(FACTS):
+        (tmp_path / f"{at}.txt").write_text(fact, encoding="utf-8")
+        found.append(run("put", str(tmp_path / f"{at}.txt"), "--archive", str(tmp_path / "a")).strip())
+    return found
+
+
+def test_a_fact_is_put_listed_got_and_answered(keys: list[str], tmp_path: Path) -> None:
+    here = ("--archive", str(tmp_path / "a"))
+    assert all(re.fullmatch("[0-9a-f]{64}", key) for key in keys)
+    assert [line.split()[0] for line in run("list", *here).splitlines()] == keys
+    assert "whole\n The secret code for Project Aurora is 7492." in run("get", keys[0], *here)
+    session = "The following report summarizes recent activity."
+    asked = ("--ask", QUESTION, "--session", session)
+    assert run("inject", *keys, *here, *asked) == f"{FACTS[0].strip()}\n"
+    assert run("inject", *reversed(keys), *here, *asked) == f"{FACTS[0].strip()}\n"
+    assert "7492" not in run("inject", keys[1], *here, *asked)
+    assert run("verify", *here) == "2 objects read\n"
+    removed = run("gc", "--limit", "20000", *here)
+    assert removed.split() == [keys[0], "removed"] or removed.split() == [keys[1], "removed"]
+    assert run("forget", "default", "--yes", *here) == "1 objects of default erased\n"
+    assert run("list", *here) == ""
+    assert not list((tmp_path / "a").glob("objects/*/*"))
+
+
+def test_damage_is_said(keys: list[str], tmp_path: Path) -> None:
+    here = ("--archive", str(tmp_path / "a"))
+    (path,) = (tmp_path / "a").glob(f"objects/*/{keys[0]}.safetensors")
+    data = bytearray(path.read_bytes())
+    data[-9] ^= 4
+    path.write_bytes(bytes(data))
+    result = CliRunner().invoke(app, ["archive", "verify", *here])
+    assert result.exit_code == 1
+    assert f"{keys[0]}  damaged, now in quarantine" in result.output
+    assert isinstance(refused("inject", keys[0], *here, "--ask", "x"), NoSuchChunk)
+    assert isinstance(refused("get", keys[0], *here), NoSuchChunk)
+
+
+def test_an_encrypted_chunk_needs_its_key(tmp_path: Path) -> None:
+    pytest.importorskip("cryptography")
+    (tmp_path / "note.txt").write_text(FACTS[0], encoding="utf-8")
+    (tmp_path / "master").write_bytes(bytes(range(32)))
+    here = ("--archive", str(tmp_path / "a"))
+    locked = (*here, "--master-key", str(tmp_path / "master"))
+    key = run("put", str(tmp_path / "note.txt"), "--wrapper", "raw", "--codec", "kivi", "--upper", *locked).strip()
+    assert run("inject", key, *locked, "--ask", QUESTION, "--new-tokens", "2")
+    assert isinstance(refused("get", key, *here), KeyUnavailable)
+    run("forget", "default", "--yes", *locked)
+    assert isinstance(refused("get", key, *locked), KeyUnavailable | NoSuchChunk)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("put", "nowhere.txt"), "TEXT = 'nowhere.txt'"),
+        (("list",), "is no archive"),
+        (("inject", "0" * 64, "--ask", "x", "--new-tokens", "0"), "new_tokens = 0"),
+        (("get", "0" * 64, "--model", "/nowhere"), "model = '/nowhere'"),
+    ],
+)
+def test_bad_input_is_named(arguments: tuple[str, ...], words: str, tmp_path: Path) -> None:
+    assert words in str(refused(*arguments, "--archive", str(tmp_path / "none")))
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_wrapper_of_another_family_is_named(tmp_path: Path) -> None:
+    (tmp_path / "note.txt").write_text(FACTS[0], encoding="utf-8")
+    error = refused("put", str(tmp_path / "note.txt"), "--wrapper", "markers", "--archive", str(tmp_path / "a"))
+    assert "must be one token id" in str(error)
+
+
+def test_forgetting_asks_first(keys: list[str], tmp_path: Path) -> None:
+    here = ("--archive", str(tmp_path / "a"))
+    assert CliRunner().invoke(app, ["archive", "forget", "default", *here], input="n\n").exit_code == 1
+    assert len(run("list", *here).splitlines()) == len(keys)

@@ -1,0 +1,125 @@
+"""Codecs: the items against plain arithmetic, their error bounds, and what the shapes of scales are."""
+
+import struct
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance.oracles import injection as oracle
+from reference.injection.quantisers import ARMS, SCHEMES, Arm, codes, decoded, quantised_region, scale
+from spec.arrays import Cube
+from spec.errors import SpecError
+
+pytestmark = pytest.mark.usefixtures("reference_items")
+
+SHAPES = {
+    "per_tensor": (1, 1, 1), "per_head": (3, 1, 1), "per_channel": (3, 1, 4), "per_token": (3, 5, 1),
+}
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> Cube:
+    """(3, 5, 4) with an outlier channel, halves of a step, and sometimes a head of zeros."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1), label="seed"))
+    x = rng.standard_normal((3, 5, 4))
+    x[:, :, 2] *= draw(st.sampled_from([1.0, 50.0, 1000.0]), label="outlier")
+    x = draw(st.sampled_from([x, np.rint(4 * x) / 2]), label="halves")
+    if draw(st.booleans(), label="zero head"):
+        x[1] = 0.0
+    return x
+
+
+def single(value: float) -> float:
+    rounded: float = struct.unpack("f", struct.pack("f", value))[0]
+    return rounded
+
+
+@pytest.mark.spec(id="IN-SCALE")
+@pytest.mark.parametrize("scheme", SCHEMES)
+@given(x=tensors(), bits=st.sampled_from([2, 4, 8]))
+def test_scales_equal_the_brute_force(scheme: str, x: Cube, bits: int) -> None:
+    step = scale(x, SCHEMES[scheme], bits)
+    assert step.shape == SHAPES[scheme]
+    whole = np.broadcast_to(step, x.shape)
+    for at in np.ndindex(*step.shape):
+        group = tuple(slice(None) if step.shape[axis] == 1 else at[axis] for axis in range(3))
+        assert (whole[group] == single(oracle.scale_of(x[group].ravel().tolist(), bits))).all()
+
+
+@pytest.mark.spec(id="IN-CODES")
+@given(x=tensors(), scheme=st.sampled_from(sorted(SCHEMES)), bits=st.sampled_from([2, 4, 8]))
+def test_codes_equal_the_brute_force(x: Cube, scheme: str, bits: int) -> None:
+    step = np.broadcast_to(scale(x, SCHEMES[scheme], bits), x.shape)
+    wanted = [oracle.code(*pair, bits) for pair in zip(x.ravel().tolist(), step.ravel().tolist(), strict=True)]
+    assert codes(x, step, bits).ravel().tolist() == wanted
+
+
+@pytest.mark.spec(id="IN-CODES")
+def test_halves_go_to_even_and_the_range_is_symmetric() -> None:
+    x = np.array([[[-3.0, -1.0, 1.0, 3.0, 5.0, -255.0, -256.0, 300.0]]])
+    assert codes(x, np.full((1, 1, 1), 2.0), 8).tolist() == [[[-2, 0, 0, 2, 2, -127, -127, 127]]]
+
+
+@pytest.mark.spec(id="IN-SCALE")
+@pytest.mark.spec(id="IN-CODES")
+@given(x=tensors(), scheme=st.sampled_from(sorted(SCHEMES)), bits=st.sampled_from([2, 3, 4, 6, 8]))
+def test_an_error_is_at_most_half_a_step(x: Cube, scheme: str, bits: int) -> None:
+    """The step is rounded to float32, so the largest value may lie q 2^-24 steps outside the range."""
+    step = scale(x, SCHEMES[scheme], bits)
+    found = codes(x, step, bits)
+    assert np.abs(found).max() <= 2 ** (bits - 1) - 1
+    assert (np.abs(decoded(found, step) - x) <= step * (0.5 + 2.0**bits * 2.0**-24)).all()
+    assert np.isfinite(decoded(found, step)).all()
+    assert (decoded(found, step)[x == 0] == 0).all()
+
+
+@pytest.mark.spec(id="IN-SCALE")
+@given(x=tensors(), scheme=st.sampled_from(sorted(SCHEMES)))
+def test_more_bits_give_smaller_steps(x: Cube, scheme: str) -> None:
+    """The bound on the error falls with every bit; the error itself is under it."""
+    steps = [scale(x, SCHEMES[scheme], bits) for bits in range(2, 9)]
+    assert all((fine <= coarse).all() for coarse, fine in pairwise(steps))
+    worst = [float(np.abs(decoded(codes(x, step, bits), step) - x).max()) for bits, step in enumerate(steps, 2)]
+    assert worst[-1] <= worst[0]
+
+
+@pytest.mark.spec(id="IN-SCALE")
+def test_per_head_is_not_per_channel() -> None:
+    """An outlier channel: per head errs as per tensor does, per channel does not (facts of the paper's Table 10)."""
+    x = np.random.default_rng(0).standard_normal((2, 64, 16))
+    x[:, :, 3] *= 60
+    quiet = np.delete(np.arange(16), 3)
+
+    def error(scheme: str) -> float:
+        step = scale(x, SCHEMES[scheme], 8)
+        return float(np.abs(decoded(codes(x, step, 8), step) - x)[..., quiet].max())
+
+    assert error("per_head") > 20 * error("per_channel")
+    assert error("per_tensor") < 2 * error("per_head")
+
+
+@pytest.mark.spec(id="IN-ARMS")
+@pytest.mark.parametrize("name", ARMS)
+@given(layers=st.integers(1, 9), n=st.integers(0, 20))
+def test_regions_equal_the_brute_force(name: str, layers: int, n: int) -> None:
+    arm = ARMS[name]
+    found = [[run.start, run.stop] for run in quantised_region(arm, layers, n)]
+    wanted = oracle.quantised_region(arm.half, arm.first, arm.last, layers, n)
+    assert found[1] == wanted[1]
+    assert list(range(*found[0])) == list(range(*wanted[0]))
+
+
+@pytest.mark.spec(id="IN-ARMS")
+@given(layers=st.integers(1, 64))
+def test_the_halves_of_the_layers_are_all_of_them(layers: int) -> None:
+    lower, upper = (quantised_region(ARMS[f"{half}_half_per_head"], layers, 1)[0] for half in ("lower", "upper"))
+    assert [*lower, *upper] == list(range(layers))
+    assert len(upper) - len(lower) == layers % 2
+
+
+def test_an_unknown_half_is_refused() -> None:
+    with pytest.raises(SpecError, match="must be one of all, lower, upper"):
+        quantised_region(Arm("per_head", "per_head", half="middle"), 4, 4)

@@ -1,0 +1,116 @@
+"""Retrieval: rankings in a total order, weights that must be whole, and selections that are pinned."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import BertConfig, BertForSequenceClassification, BertModel, PreTrainedTokenizerFast
+
+from models_integration.archive.errors import ForeignVersion, OtherPins
+from models_integration.archive.pins import Pins, corpus_digest, same_pins
+from models_integration.archive.retrieval import dense, lexical, measured, reranked, retrieved
+from spec.errors import SpecError
+
+CORPUS = {
+    "a": "The lighthouse keeper painted the door green.", "b": "Our train to Lisbon leaves at noon.",
+    "c": "The green door of the lighthouse is locked.", "d": "Nobody knows the password.",
+}
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *sorted({word for text in CORPUS.values() for word in text.split()})]
+
+
+def saved(folder: Path, kind: type) -> Path:
+    """A tiny model with its tokenizer."""
+    config = BertConfig(
+        vocab_size=len(WORDS), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        id2label={0: "relevant"},
+    )
+    kind(config).save_pretrained(folder)
+    words = Tokenizer(WordLevel({word: at for at, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    words.pre_tokenizer = Whitespace()
+    make: Any = PreTrainedTokenizerFast
+    make(tokenizer_object=words, unk_token="[UNK]", pad_token="[PAD]").save_pretrained(folder)
+    return folder
+
+
+def test_bm25_finds_the_words() -> None:
+    pytest.importorskip("bm25s")
+    rank = lexical(CORPUS)
+    assert rank("When does the train to Lisbon leave?")[0] == "b"
+    assert set(rank("green lighthouse door")[:2]) == {"a", "c"}
+    assert rank("nothing of this") == rank("nothing of this")
+    assert sorted(rank("zzz")) == rank("zzz") == sorted(CORPUS)
+
+
+def test_an_encoder_ranks_every_chunk(tmp_path: Path) -> None:
+    rank = dense(CORPUS, saved(tmp_path, BertModel))
+    assert all(rank(text)[0] == name for name, text in CORPUS.items())
+    assert sorted(rank("password")) == sorted(CORPUS)
+
+
+def test_a_cross_encoder_orders_what_it_is_given(tmp_path: Path) -> None:
+    order = reranked(CORPUS, saved(tmp_path, BertForSequenceClassification))
+    assert sorted(order("password", ["c", "a"])) == ["a", "c"]
+    assert order("password", ["c", "a"]) == order("password", ["a", "c"])
+
+
+def test_a_head_that_was_never_trained_is_refused(tmp_path: Path) -> None:
+    """A bare encoder as a cross-encoder would get a random head, and another order in each run."""
+    with pytest.raises(SpecError, match="classifier"):
+        reranked(CORPUS, saved(tmp_path, BertModel))
+    with pytest.raises(SpecError, match="must be a folder"):
+        dense(CORPUS, tmp_path / "nowhere")
+
+
+def test_rankings_are_joined() -> None:
+    assert retrieved("q", [lambda q: ["b", "a", "c"], lambda q: ["a", "b", "d"]], 3) == ["a", "b", "c"]
+
+
+def test_measures_count_before_and_after_reranking() -> None:
+    truth = {"q": "a", "r": "b"}
+    before = measured({"q": ["c", "d", "a"], "r": ["b", "a", "c"]}, truth)
+    after = measured({"q": ["a", "c", "d"], "r": ["b", "a", "c"]}, truth)
+    assert before == {"r@1": 0.5, "r@3": 1.0, "r@5": 1.0, "gt_in_top3": 1.0}
+    assert after["r@1"] == 1.0
+    assert after["gt_in_top3"] == before["gt_in_top3"]
+
+
+def pins(**changes: tuple[str, ...]) -> Pins:
+    return Pins("corpus", {"bm25s": "0.3"}, {"q": ("a", "b", "c"), "r": ("b",), **changes})
+
+
+def test_pins_survive_their_file_and_have_one_digest(tmp_path: Path) -> None:
+    """In another process and in another order too."""
+    path = tmp_path / "pins.json"
+    pins().save(path)
+    assert Pins.load(path, "corpus") == pins()
+    code = (
+        "from models_integration.archive.pins import Pins;"
+        "print(Pins('corpus', {'bm25s': '0.3'}, {'r': ('b',), 'q': ('a', 'b', 'c')}).digest)"
+    )
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    assert other == pins().digest == Pins.load(path, "corpus").digest
+    assert pins(r=("c",)).digest != pins().digest
+
+
+def test_pins_of_other_chunks_or_of_another_schema_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "pins.json"
+    pins().save(path)
+    with pytest.raises(OtherPins, match="pins chunks of corpus"):
+        Pins.load(path, corpus_digest({"a": [1, 2]}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "schema": 2}))
+    with pytest.raises(ForeignVersion):
+        Pins.load(path, "corpus")
+
+
+def test_results_under_other_pins_are_not_compared() -> None:
+    assert same_pins([pins().digest] * 3) == pins().digest
+    with pytest.raises(OtherPins, match="2 pin files"):
+        same_pins([pins().digest, pins(r=("c",)).digest])
+    assert corpus_digest({"a": [1], "b": [2]}) == corpus_digest({"b": [2], "a": [1]})
+    assert corpus_digest({"a": [1], "b": [2]}) != corpus_digest({"a": [1], "b": [3]})

@@ -1,0 +1,80 @@
+"""The operations of injection on the reference."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from conformance.vectors.case import Json
+from reference import statistics
+from reference.injection import fusion, quantisers, rotation, wrappers
+from reference.statistics import Interval
+
+__all__ = ["ITEMS", "vocabulary"]
+
+
+def floats(values: Json) -> Any:
+    return np.array(values, dtype=np.float64)
+
+
+def integers(values: Json) -> Any:
+    return np.array(values, dtype=np.int64)
+
+
+def vocabulary(words: Mapping[str, Sequence[int]]) -> wrappers.Vocabulary:
+    """A tokenizer that knows whole texts; id 0 is its unknown token."""
+    texts = {tuple(ids): text for text, ids in words.items() if 0 not in ids}
+    return wrappers.Vocabulary(lambda text: words[text], lambda ids: texts.get(tuple(ids), "<unk>"))
+
+
+def words(i: Json) -> wrappers.Vocabulary:
+    return vocabulary(dict(zip(i["texts"], i["ids"], strict=True)))
+
+
+def wrapped(i: Json) -> Mapping[str, object]:
+    found = wrappers.wrap(wrappers.FORMS[i["form"]], i["chunk"], words(i))
+    return {**vars(found), "ids": list(found.ids), "markers": list(found.markers)}
+
+
+def region(i: Json) -> Mapping[str, object]:
+    found = quantisers.quantised_region(quantisers.ARMS[i["arm"]], i["layers"], i["tokens"])
+    return {name: [run.start, run.stop] for name, run in zip(("layers", "tokens"), found, strict=True)}
+
+
+def fused(i: Json) -> Mapping[str, object]:
+    order = fusion.fused([[str(name) for name in ranking] for ranking in i["rankings"]], i["k"])
+    return {"order": [int(name) for name, _ in order], "scores": [score for _, score in order]}
+
+
+def resampled(found: Interval) -> Mapping[str, object]:
+    return {"interval": [found.low, found.high], "positive": found.positive}
+
+
+ITEMS: dict[str, Callable[[Json], Mapping[str, object]]] = {
+    "IN-SHIFT-ANGLES": lambda i: {
+        "angles": rotation.shift_angles(i["n"], i["start"], floats(i["inverse_frequencies"]))
+    },
+    "IN-REBASE-ANGLES": lambda i: {
+        "angles": rotation.rebase_angles(i["n"], i["start"], floats(i["archived"]), floats(i["live"]))
+    },
+    "IN-HALF-SPLIT": lambda i: {"turned": rotation.turn_half_split(floats(i["x"]), floats(i["angles"]))},
+    "IN-INTERLEAVED": lambda i: {"turned": rotation.turn_interleaved(floats(i["x"]), floats(i["angles"]))},
+    "IN-SCALE": lambda i: {"step": quantisers.scale(floats(i["x"]), quantisers.SCHEMES[i["scheme"]], i["bits"])},
+    "IN-CODES": lambda i: {"codes": quantisers.codes(floats(i["x"]), floats(i["step"]), i["bits"])},
+    "IN-ARMS": region,
+    "IN-MARKER": lambda i: {"id": wrappers.marker_id(wrappers.Marker(i["marker"]), words(i))},
+    "IN-WRAP": wrapped,
+    "IN-SLICES": lambda i: {
+        "chunks": [list(chunk) for chunk in wrappers.slices(i["ids"], frozenset(i["ends"]), i["size"])]
+    },
+    "IN-FUSE": fused,
+    "IN-MCNEMAR": lambda i: {"p": statistics.mcnemar(i["b"], i["c"])},
+    "IN-WILSON": lambda i: {"interval": list(statistics.wilson(i["correct"], i["n"], i["confidence"]))},
+    "IN-BOOTSTRAP": lambda i: resampled(
+        statistics.bootstrap(floats(i["differences"]), integers(i["drawn"]), i["confidence"])
+    ),
+    "IN-CLUSTER-BOOTSTRAP": lambda i: resampled(statistics.cluster_bootstrap(
+        floats(i["differences"]), integers(i["clusters"]), integers(i["drawn"]), i["confidence"]
+    )),
+    "IN-POWER": lambda i: {"power": statistics.mcnemar_power(**i)},
+}

@@ -1,0 +1,132 @@
+"""An archive as one model and one tenant use it: a chunk goes in, comes out, and goes into a session."""
+
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from models_integration.archive.codec import decode, encode
+from models_integration.archive.errors import NoSuchChunk
+from models_integration.archive.manifest import Manifest, ModelIdentity, ids_digest, weights_digest
+from models_integration.archive.rope import frequencies_at, recognise
+from models_integration.archive.splice import Chunk, computed, splice, upper_half
+from models_integration.archive.store import Archive
+from models_integration.cache import RetainedCache
+from reference.injection.wrappers import FORMS, Vocabulary, wrap
+from spec.errors import SpecError
+
+__all__ = ["Injected", "Library", "vocabulary_of"]
+
+IDS = "token_ids"
+
+
+class Injected(NamedTuple):
+    """A session that goes on behind the chunks."""
+
+    cache: RetainedCache
+    markers: Tensor
+    """Absolute positions of the chunks' markers, (markers,), for `reference.policies.protections.protecting`."""
+
+
+def vocabulary_of(tokenizer: Any) -> Vocabulary:
+    """A transformers tokenizer without its habits."""
+    return Vocabulary(
+        lambda text: tokenizer(text, add_special_tokens=False).input_ids,
+        lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False),
+    )
+
+
+class Library:
+    """Chunks of one tenant for one model.
+
+    Making it hashes the weights and runs two tiny prefills.
+
+    Args:
+        archive: where the objects are.
+        model: a causal language model.
+        vocabulary: of its tokenizer, for the markers of wrappers; see `vocabulary_of`.
+        tenant: whose chunks these are.
+
+    Raises:
+        UnknownModel: when the model's rotation is not recognised.
+    """
+
+    def __init__(self, archive: Archive, model: PreTrainedModel, vocabulary: Vocabulary, tenant: str) -> None:
+        self.rotary = recognise(model)
+        dtype = str(model.dtype).removeprefix("torch.")
+        self.identity = ModelIdentity(weights_digest(model), self.rotary.fingerprint, self.rotary.dtype, dtype)
+        self._archive, self._model, self._vocabulary, self._tenant = archive, model, vocabulary, tenant
+
+    def put(self, ids: Sequence[int], form: str = "raw", codec: str = "none", upper: bool = False) -> str:
+        """Compute a chunk in its wrapper, and store it; its key. A chunk that is stored already is not written again.
+
+        Args:
+            ids: of the chunk, without special tokens.
+            form: a name of `FORMS`.
+            codec: a name of `ARMS`.
+            upper: only the upper half of the layers.
+
+        Raises:
+            SpecError: for an unknown name, an empty chunk, or a marker that is not one token id.
+            ArchiveError: as `Archive.put`.
+        """
+        if form not in FORMS:
+            raise SpecError("form", form, f"must be one of {', '.join(FORMS)}")
+        wrapped = wrap(FORMS[form], ids, self._vocabulary)
+        chunk = computed(self._model, wrapped.ids, self.rotary, wrapped.hidden, wrapped.markers)
+        depth = len(self.rotary.layers)
+        layers = upper_half(chunk.layers, depth) if upper else chunk.layers
+        if not layers:
+            raise SpecError("upper", upper, "the upper half of this model has no full-attention layer")
+        manifest = Manifest(
+            self._tenant, ids_digest(wrapped.ids), len(wrapped.ids), form, wrapped.hidden, wrapped.markers,
+            wrapped.start, wrapped.stop, codec, tuple(sorted(layers)), self.identity, time.time(),
+        )
+        tensors = {IDS: torch.tensor(wrapped.ids, dtype=torch.int64), **encode(layers, codec, depth)}
+        return self._archive.put(manifest, tensors)
+
+    def get(self, key: str) -> Chunk | None:
+        """A chunk as it was computed, up to its codec; None where there is none, or where its bytes are damaged.
+
+        Raises:
+            ArchiveError: as `Archive.get`; named when another model made the chunk.
+        """
+        stored = self._archive.get(key, self._tenant, self.identity)
+        if stored is None:
+            return None
+        manifest, tensors = stored
+        device, dtype = self._model.device, getattr(torch, manifest.model.dtype)
+        layers = {
+            index: (keys.to(device), values.to(device))
+            for index in manifest.layers for keys, values in [decode(tensors, index, dtype)]
+        }
+        rotary = frequencies_at(self._model, self.rotary, manifest.tokens)
+        return Chunk(tuple(tensors[IDS].tolist()), layers, manifest.hidden, manifest.markers, rotary)
+
+    def inject(self, cache: RetainedCache | None, keys: Sequence[str], room: int = 0) -> Injected:
+        """Splice stored chunks behind what a session has read, in this order; between two turns.
+
+        The session's own first tokens stay its attention sinks. Nothing has changed if anything is refused.
+
+        Args:
+            cache: of the session; None starts a new one.
+            keys: of chunks.
+            room: tokens that the session will still read and write; some rotations depend on its full length.
+
+        Raises:
+            NoSuchChunk: for a key without a chunk, or whose object was damaged.
+            ArchiveError, SpecError: as `get` and `splice`.
+        """
+        chunks = []
+        for key in keys:
+            chunk = self.get(key)
+            if chunk is None:
+                raise NoSuchChunk(f"no chunk {key} of tenant {self._tenant!r} is here whole")
+            chunks.append(chunk)
+        if cache is None:
+            cache = RetainedCache(self._model.config.get_text_config(decoder=True))
+        length = cache.get_seq_length() + sum(len(chunk.visible) for chunk in chunks) + room
+        return Injected(cache, splice(cache, chunks, frequencies_at(self._model, self.rotary, length)))

@@ -1,0 +1,130 @@
+"""The commands of `kvspec archive`; the work is in a module of its own, imported when a command runs."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from models_integration.cli.options import Model
+
+__all__ = ["archive"]
+
+archive = typer.Typer(
+    no_args_is_help=True,
+    help="Archive the keys and values of a text, and go on from them in another session without reading it again.\n\n"
+    "Try: echo 'The secret code for Project Aurora is 7492.' > note.txt;"
+    " kvspec archive put note.txt;"
+    " kvspec archive inject KEY --ask ' Question: What is the secret code for Project Aurora? Answer:'",
+)
+
+Folder = Annotated[Path, typer.Option("--archive", help="Folder of the archive; made when something is put.")]
+Tenant = Annotated[str, typer.Option(help="Whose chunks. Nobody reads another tenant's.")]
+MasterKey = Annotated[
+    Path | None,
+    typer.Option(help="File of 32 random bytes, kept outside the archive: objects are encrypted per tenant."),
+]
+FOLDER = Path("archive")
+
+
+@archive.command()
+def put(
+    text: Annotated[Path, typer.Argument(metavar="TEXT", help="A text file: the chunk.")],
+    wrapper: Annotated[
+        str,
+        typer.Option(help="What stands around it: raw, markers, full, full_hidden_preamble, opening, closing, role,"
+                     " full_phi3, markers_phi3, markers_deepseek. Every marker must be one token of the model."),
+    ] = "raw",
+    codec: Annotated[
+        str,
+        typer.Option(help="none, kivi, per_channel, per_token, per_head, per_tensor, keys_per_head, values_per_head,"
+                     " selective_per_head, lower_half_per_head, upper_half_per_head: 8-bit integers, by the shape of"
+                     " the scale."),
+    ] = "none",
+    upper: Annotated[bool, typer.Option("--upper", help="Only the upper half of the layers.")] = False,
+    model: Model = "pocket", tenant: Tenant = "default", folder: Folder = FOLDER, master_key: MasterKey = None,
+) -> None:
+    """Compute a text's keys and values at positions from 0, and store them; prints the key.
+
+    The key is a hash of tokens, wrapper, weights, rotation, codec and tenant: putting it twice stores it once.
+    """
+    from models_integration.cli.archive_runs import run_put
+
+    run_put(text, wrapper, codec, upper, model, tenant, folder, master_key)
+
+
+@archive.command()
+def get(
+    key: Annotated[str, typer.Argument(metavar="KEY", help="As put and list print it.")],
+    model: Model = "pocket", tenant: Tenant = "default", folder: Folder = FOLDER, master_key: MasterKey = None,
+) -> None:
+    """Read a chunk and prove its bytes; prints what it is, and its text.
+
+    A damaged object is put into quarantine and counts as missing; another model's is refused by name.
+    """
+    from models_integration.cli.archive_runs import run_get
+
+    run_get(key, model, tenant, folder, master_key)
+
+
+@archive.command(name="list")
+def list_chunks(
+    tenant: Annotated[str | None, typer.Option(help="Only this tenant's; all of them if left out.")] = None,
+    folder: Folder = FOLDER,
+) -> None:
+    """List the chunks: key, tokens, bytes, tenant."""
+    from models_integration.cli.archive_runs import run_list
+
+    run_list(tenant, folder)
+
+
+@archive.command()
+def inject(
+    keys: Annotated[list[str], typer.Argument(metavar="KEY...", help="Chunks, in the order of the splice.")],
+    ask: Annotated[str, typer.Option(help="The text that is read behind the chunks.")],
+    session: Annotated[str, typer.Option(help="The text that the session has read before them.")] = "",
+    new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most, greedily.")] = 24,
+    model: Model = "pocket", tenant: Tenant = "default", folder: Folder = FOLDER, master_key: MasterKey = None,
+) -> None:
+    """Splice chunks behind a session at the turn boundary, ask, and print what the model goes on with.
+
+    The chunks' tokens are not read again: their keys are turned to where they now stand.
+    """
+    from models_integration.cli.archive_runs import run_inject
+
+    run_inject(keys, ask, session, new_tokens, model, tenant, folder, master_key)
+
+
+@archive.command()
+def verify(folder: Folder = FOLDER, master_key: MasterKey = None) -> None:
+    """Read and prove every object, and compare the list with the folder. Exit code 1 if anything is amiss.
+
+    Damaged objects go to the folder's quarantine.
+    """
+    from models_integration.cli.archive_runs import run_verify
+
+    run_verify(folder, master_key)
+
+
+@archive.command()
+def gc(
+    limit: Annotated[int, typer.Option(help="Bytes that all objects may have; the least recently used go first.")],
+    folder: Folder = FOLDER,
+) -> None:
+    """Remove what writers left unfinished an hour ago, and the least recently used chunks beyond a size."""
+    from models_integration.cli.archive_runs import run_gc
+
+    run_gc(limit, folder)
+
+
+@archive.command()
+def forget(
+    tenant: Annotated[str, typer.Argument(metavar="TENANT")],
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    folder: Folder = FOLDER, master_key: MasterKey = None,
+) -> None:
+    """Destroy a tenant's key and overwrite every byte of its objects. Nothing brings them back."""
+    from models_integration.cli.archive_runs import run_forget
+
+    if not yes:
+        typer.confirm(f"Destroy everything of tenant {tenant!r} in {folder}?", abort=True)
+    run_forget(tenant, folder, master_key)

@@ -1,0 +1,154 @@
+"""What the commands of `kvspec archive` do."""
+
+from pathlib import Path
+
+import torch
+import typer
+from transformers.utils.logging import disable_progress_bar
+
+from models_integration.archive.errors import NoSuchChunk
+from models_integration.archive.gaps import layer_masks
+from models_integration.archive.keyring import Keyring
+from models_integration.archive.library import Library, vocabulary_of
+from models_integration.archive.store import Archive
+from models_integration.cache import RetainedCache
+from models_integration.evaluation.compare import Subject
+from models_integration.evaluation.subject import load_subject
+from spec.errors import SpecError
+
+__all__ = ["run_forget", "run_gc", "run_get", "run_inject", "run_list", "run_put", "run_verify"]
+
+
+def run_put(
+    text: Path, wrapper: str, codec: str, upper: bool, model: str, tenant: str, folder: Path, master_key: Path | None,
+) -> None:
+    """Store one text file."""
+    try:
+        chunk = text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError("TEXT", str(text), f"must be a readable text file: {error}") from error
+    subject = _subject(model)
+    with Archive(folder, _keyring(folder, master_key)) as archive:
+        library = _library(archive, subject, tenant)
+        print(library.put(_plain_ids(subject, chunk), wrapper, codec, upper))
+
+
+def run_get(key: str, model: str, tenant: str, folder: Path, master_key: Path | None) -> None:
+    """Prove one chunk and say what it is."""
+    subject = _subject(model)
+    with _existing(folder, master_key) as archive:
+        library = _library(archive, subject, tenant)
+        chunk, stored = library.get(key), archive.get(key, tenant)
+    if chunk is None or stored is None:
+        raise NoSuchChunk(f"no chunk {key} of tenant {tenant!r} is here whole")
+    about = stored.manifest
+    print(
+        f"{about.tokens} tokens ({about.hidden} hidden), wrapper {about.form}, codec {about.codec},"
+        f" layers {', '.join(map(str, about.layers))}, whole"
+    )
+    print(subject.tokenizer.decode(list(chunk.ids[about.start : about.stop])))
+
+
+def run_list(tenant: str | None, folder: Path) -> None:
+    """Print the list."""
+    with _existing(folder) as archive:
+        for entry in archive.entries(tenant):
+            print(f"{entry.key}  {entry.tokens} tokens  {entry.bytes} bytes  {entry.tenant}")
+
+
+def run_inject(
+    keys: list[str], ask: str, session: str, new_tokens: int, model: str, tenant: str, folder: Path,
+    master_key: Path | None,
+) -> None:
+    """Answer behind spliced chunks."""
+    if new_tokens < 1:
+        raise SpecError("new_tokens", new_tokens, "must be at least 1")
+    subject = _subject(model)
+    before, after = subject.tokenizer(session).input_ids, _plain_ids(subject, ask)
+    if not after:
+        raise SpecError("ask", ask, "must hold at least one token")
+    cache = RetainedCache(subject.model.config.get_text_config(decoder=True))
+    with _existing(folder, master_key) as archive:
+        if before:
+            _next_token(subject, cache, before)
+        library = _library(archive, subject, tenant)
+        library.inject(cache, keys, room=len(after) + new_tokens)
+    answer: list[int] = []
+    with layer_masks(subject.model, cache):
+        token = _next_token(subject, cache, after)
+        while token not in subject.stop_ids:
+            answer.append(token)
+            if len(answer) == new_tokens:
+                break
+            token = _next_token(subject, cache, [token])
+    print(str(subject.tokenizer.decode(answer)).strip())
+
+
+def run_verify(folder: Path, master_key: Path | None) -> None:
+    """Print what a check of everything found."""
+    with _existing(folder, master_key) as archive:
+        report = archive.verify()
+    print(f"{report.read} objects read")
+    findings = {
+        "damaged, now in quarantine": report.quarantined, "of another version": report.foreign,
+        "not in the list": report.unlisted, "listed, but gone": report.lost, "encrypted, and no key": report.closed,
+    }
+    for what, found in findings.items():
+        for key in found:
+            print(f"{key}  {what}")
+    if not report.catalogue_intact:
+        print("the list itself was damaged; it is made again from the objects when the archive is next opened")
+    if not report.clean:
+        raise typer.Exit(1)
+
+
+def run_gc(limit: int, folder: Path) -> None:
+    """Print what was removed."""
+    with _existing(folder, limit=limit) as archive:
+        gone = archive.gc()
+    print("".join(f"{key}  removed\n" for key in gone), end="")
+
+
+def run_forget(tenant: str, folder: Path, master_key: Path | None) -> None:
+    """Print how much was erased."""
+    with _existing(folder, master_key) as archive:
+        print(f"{archive.forget(tenant)} objects of {tenant} erased")
+
+
+def _subject(model: str) -> Subject:
+    disable_progress_bar()  # type: ignore[no-untyped-call]  # it says nothing of ours
+    try:
+        return load_subject(model, "numpy")
+    except OSError as error:
+        raise SpecError("model", model, f"cannot be loaded: {error}") from error
+
+
+def _library(archive: Archive, subject: Subject, tenant: str) -> Library:
+    return Library(archive, subject.model, vocabulary_of(subject.tokenizer), tenant)
+
+
+def _plain_ids(subject: Subject, text: str) -> list[int]:
+    """No BOS: it stands once, where the session starts."""
+    ids: list[int] = subject.tokenizer(text, add_special_tokens=False).input_ids
+    return ids
+
+
+def _next_token(subject: Subject, cache: RetainedCache, ids: list[int]) -> int:
+    with torch.no_grad():
+        logits = subject.model(input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=True).logits
+    return int(logits[0, -1].argmax())
+
+
+def _existing(folder: Path, master_key: Path | None = None, limit: int | None = None) -> Archive:
+    if not (folder / "objects").is_dir():
+        raise SpecError("archive", str(folder), "is no archive; `kvspec archive put` makes one")
+    return Archive(folder, _keyring(folder, master_key), limit)
+
+
+def _keyring(folder: Path, master_key: Path | None) -> Keyring | None:
+    if master_key is None:
+        return None
+    try:
+        return Keyring(folder / "keys", master_key.read_bytes())
+    except OSError as error:
+        raise SpecError("master_key", str(master_key), f"must be a readable file: {error}") from error

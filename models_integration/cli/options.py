@@ -1,0 +1,11 @@
+"""Options that several commands have."""
+
+from typing import Annotated
+
+import typer
+
+__all__ = ["Model"]
+
+Model = Annotated[
+    str, typer.Option(help="'pocket' (shipped with kvspec), or a transformers causal model by path or hub name.")
+]
