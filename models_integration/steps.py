@@ -19,7 +19,7 @@ from spec.retention import Granularity, Retention
 if TYPE_CHECKING:
     from models_integration.methods import Method
 
-__all__ = ["Step", "check_turn", "groups_of"]
+__all__ = ["Step", "groups_of"]
 
 
 def groups_of(method: "Method", architecture: Architecture, cache: RetainedCache) -> int:
@@ -28,17 +28,6 @@ def groups_of(method: "Method", architecture: Architecture, cache: RetainedCache
         return 1
     heads = cache.full_layers[0].heads if method.policy.granularity is Granularity.HEAD else 1
     return len(architecture.full_layers) * heads
-
-
-def check_turn(method: "Method", ids: Tensor) -> None:
-    """A turn on a cache whose layers or heads may keep different tokens is read in steps.
-
-    Raises:
-        SpecError: when it is not.
-    """
-    if method.policy.granularity is not Granularity.MODEL:
-        reason = "keeps sets per layer or head, and reads a turn one token at a time only"
-        raise SpecError("input_ids", tuple(ids.shape), f"{method.policy.name} {reason}")
 
 
 class Step:
