@@ -1,4 +1,6 @@
-"""The archive against the disk, as ratios inside one run: best of several, the sides taken in turns.
+"""The archive against the disk, as ratios inside one run: the median over rounds, in each of which both sides run.
+
+Not the best of each side: on a shared machine the page cache has lucky rounds, which the two sides do not share.
 
 put: against writing the same bytes to a new file and its fsync. get: against reading the file, its sha256 and, where it
 is encrypted, its decryption. `python -m pytest conformance/benchmarks/bench_archive.py -p no:xdist -s`.
@@ -8,6 +10,7 @@ import hashlib
 import json
 import os
 from pathlib import Path
+from statistics import median
 from time import perf_counter
 
 import pytest
@@ -16,7 +19,7 @@ from conformance.injection.chunks import chunk
 from models_integration.archive.store import Archive
 
 TOKENS, LAYERS = 8192, 28  # of two heads of 8 channels: 14 MiB in bfloat16, a turn of 256 tokens of a 7B model
-ROUNDS = 7
+ROUNDS = 11
 PUT_AT_LEAST, GET_AT_LEAST = 0.5, 0.8
 
 
@@ -50,10 +53,9 @@ def test_put_and_get_keep_up_with_the_disk(tmp_path: Path) -> None:
                 start = perf_counter()
                 assert archive.get(key, "alice") is not None
                 get.append(perf_counter() - start)
-    report("put", min(write) / min(put), path.stat().st_size / min(put))
-    report("get", min(read) / min(get), path.stat().st_size / min(get))
-    assert min(write) / min(put) >= PUT_AT_LEAST
-    assert min(read) / min(get) >= GET_AT_LEAST
+    size = path.stat().st_size
+    assert report("put", write, put, size) >= PUT_AT_LEAST
+    assert report("get", read, get, size) >= GET_AT_LEAST
 
 
 def test_an_encrypted_get_keeps_up_with_decryption(tmp_path: Path) -> None:
@@ -65,19 +67,18 @@ def test_an_encrypted_get_keeps_up_with_decryption(tmp_path: Path) -> None:
     with Archive(tmp_path, ring) as archive:
         key = archive.put(*chunk(0, tokens=TOKENS, layers=LAYERS))
         path = tmp_path / "objects" / key[:2] / f"{key}.safetensors"
-        cipher, data = ring.cipher("alice"), path.read_bytes()
+        aead, data = ring.cipher("alice")._aead, path.read_bytes()
         header = data[: 8 + int.from_bytes(data[:8], "little")]
         nonce = read_nonce(header)
         for _ in range(3 * ROUNDS):
             start = perf_counter()
             again = path.read_bytes()
-            assert cipher.decrypt(nonce, memoryview(again)[len(header) :], header) is not None
+            assert aead.decrypt(bytes.fromhex(nonce), memoryview(again)[len(header) :], header)
             read.append(perf_counter() - start)
             start = perf_counter()
             assert archive.get(key, "alice") is not None
             get.append(perf_counter() - start)
-    report("encrypted get", min(read) / min(get), path.stat().st_size / min(get))
-    assert min(read) / min(get) >= GET_AT_LEAST
+    assert report("encrypted get", read, get, path.stat().st_size) >= GET_AT_LEAST
 
 
 def read_nonce(header: bytes) -> str:
@@ -85,5 +86,11 @@ def read_nonce(header: bytes) -> str:
     return nonce
 
 
-def report(what: str, ratio: float, speed: float) -> None:
-    print(f"\n{what}: {ratio:.2f} of the plain way, {speed / 1e6:.0f} MB/s")
+def report(what: str, plain: list[float], ours: list[float], size: int) -> float:
+    ratios = sorted(a / b for a, b in zip(plain, ours, strict=True))
+    ratio, best = median(ratios), min(plain) / min(ours)
+    print(
+        f"\n{what}: {ratio:.2f} of the plain way (quartiles {ratios[len(ratios) // 4]:.2f} and"
+        f" {ratios[3 * len(ratios) // 4]:.2f}; best against best {best:.2f}), {size / median(ours) / 1e6:.0f} MB/s"
+    )
+    return ratio

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from conformance.injection.block_mask import Chunks, Oracle, block_masked, ids
 from conformance.injection.models import FAMILIES, ROTATIONS, build
 from conformance.integration.families import relative
+from conformance.plugin import profile_of
 from models_integration.archive import splice as module
 from models_integration.archive.rope import Rotary, frequencies_at, plain_layers, prefilled, recognise
 from models_integration.archive.splice import Chunk, computed, splice
@@ -80,6 +81,26 @@ def test_every_rotation_equals_the_block_mask(family: str, rotation: str) -> Non
             parameters |= {name: parameters[name][:2]} if name in parameters else {}
     model = build("Phi3" if (family, rotation) == ("Llama", "partial") else family, rope_parameters=parameters)
     assert distance(model, CHUNKS) < BOUND
+
+
+def test_every_family_with_every_rotation_in_the_nightly_profile(pytestconfig: pytest.Config) -> None:
+    """Those that the tests above leave out; two of them in every profile."""
+    rest = [
+        (family, rotation) for family in FAMILIES if family not in ("Llama", "Glm", "DeepseekV3")
+        for rotation in ROTATIONS if rotation not in ("default", "partial")
+        if family != "Phi3" or rotation == "longrope"  # the only one that its config admits
+    ]
+    if profile_of(pytestconfig) != "nightly":
+        rest = [("Gemma3Text", "yarn"), ("GPTNeoX", "longrope")]
+    for family, rotation in rest:
+        parameters = dict(ROTATIONS[rotation])
+        if family == "GPTNeoX":
+            parameters["partial_rotary_factor"] = 0.5
+            for name in ("short_factor", "long_factor"):
+                parameters |= {name: parameters[name][:2]} if name in parameters else {}
+        if family == "Gemma3Text":
+            parameters = {"full_attention": parameters, "sliding_attention": dict(ROTATIONS["default"])}
+        assert distance(build(family, rope_parameters=parameters), CHUNKS) < BOUND, (family, rotation)
 
 
 def test_a_chunk_is_rebased_where_the_session_outgrows_the_first_range() -> None:

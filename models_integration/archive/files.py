@@ -3,17 +3,20 @@
 import errno
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from models_integration.archive.errors import ArchiveFull, ArchiveReadOnly
 
-__all__ = ["TEMPORARY", "erase", "named_errors", "publish", "sync"]
+__all__ = ["TEMPORARY", "Late", "erase", "named_errors", "publish", "sync"]
 
 TEMPORARY = ".tmp-"
 PARTS_MOST = 512
 """Of one call; Linux takes 1024."""
+PAGE = 4096
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NO_RIGHT = (errno.EROFS, errno.EACCES, errno.EPERM)
 
@@ -31,7 +34,15 @@ def named_errors(path: Path) -> Iterator[None]:
         raise
 
 
-def publish(path: Path, parts: Sequence[memoryview], replace: bool = True) -> None:
+@dataclass(frozen=True)
+class Late:
+    """Bytes inside a file's first page that are computed while the rest is on its way to the disk: its digest."""
+
+    offset: int
+    compute: Callable[[], bytes]
+
+
+def publish(path: Path, parts: Sequence[memoryview], replace: bool = True, late: Late | None = None) -> None:
     """Write a file durably: a temporary one, fsync, rename, fsync of the folder. A reader sees all of it or nothing.
 
     Without `replace`, a file of that name stays as it is.
@@ -48,7 +59,10 @@ def publish(path: Path, parts: Sequence[memoryview], replace: bool = True) -> No
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             try:
-                _write(descriptor, parts)
+                if late is None:
+                    _write(descriptor, parts)
+                else:
+                    _write_both(descriptor, parts, late)
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
@@ -66,6 +80,15 @@ def _link(temporary: Path, path: Path) -> None:
     with suppress(FileExistsError):
         os.link(temporary, path)
     temporary.unlink()
+
+
+def _write_both(descriptor: int, parts: Sequence[memoryview], late: Late) -> None:
+    with ThreadPoolExecutor(1) as beside:
+        computed = beside.submit(late.compute)
+        _write(descriptor, parts)
+        # Linux starts to write what is dirty when it is told that nobody needs it cached.
+        os.posix_fadvise(descriptor, PAGE, 0, os.POSIX_FADV_DONTNEED)
+        os.pwrite(descriptor, computed.result(), late.offset)
 
 
 def _write(descriptor: int, parts: Sequence[memoryview]) -> None:

@@ -4,9 +4,7 @@ import hashlib
 import hmac
 import os
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from models_integration.archive.errors import KeyUnavailable
@@ -41,15 +39,18 @@ class Cipher:
         sealed: bytes = self._aead.encrypt(nonce, data, header)
         return sealed
 
-    def decrypt(self, nonce: str, data: Any, header: bytes) -> Tensor | None:
-        """The plain bytes; None where key, nonce, header or data are not those of the encryption."""
+    def decrypt(self, nonce: str, data: Tensor, header: bytes) -> Tensor | None:
+        """The plain bytes in the place of `data`; None where key, nonce, header or data are not the encryption's.
+
+        A second buffer would cost more than the decryption: its pages are new.
+        """
         from cryptography.exceptions import InvalidTag
 
         if len(data) < TAG_BYTES:
             return None
-        opened = torch.empty(len(data) - TAG_BYTES, dtype=torch.uint8)
+        opened = data[: len(data) - TAG_BYTES]
         try:
-            self._aead.decrypt_into(bytes.fromhex(nonce), data, header, raw_bytes(opened))
+            self._aead.decrypt_into(bytes.fromhex(nonce), raw_bytes(data), header, raw_bytes(opened))
         except (InvalidTag, ValueError):
             return None
         return opened

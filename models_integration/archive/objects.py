@@ -8,7 +8,7 @@ bytes, the AES-256-GCM ciphertext of such a file; the header is authenticated wi
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from models_integration.archive.errors import ForeignVersion, KeyUnavailable
+from models_integration.archive.files import Late
 from models_integration.archive.keyring import Cipher
 from models_integration.archive.manifest import Manifest, raw_bytes
 
@@ -46,21 +47,28 @@ class _Head:
     size: int
 
 
-def pieces(manifest: Manifest, tensors: Mapping[str, Tensor], cipher: Cipher | None) -> list[memoryview]:
-    """The file, in parts that are written one after the other; the tensors are not copied unless encrypted."""
+def pieces(
+    manifest: Manifest, tensors: Mapping[str, Tensor], cipher: Cipher | None,
+) -> tuple[list[memoryview], Late | None]:
+    """The file, in parts that are written one after the other, and the digest, where it is not encrypted.
+
+    The tensors are not copied unless encrypted. The digest's place holds zeros in the parts.
+    """
     plain = _plain(manifest, tensors)
     if cipher is None:
-        digest = hashlib.sha256()
-        for part in plain:
-            digest.update(part)
-        head = bytearray(plain[0])
-        head[DIGEST_AT : DIGEST_AT + 64] = digest.hexdigest().encode()
-        return [memoryview(head), *plain[1:]]
+        return plain, Late(DIGEST_AT, lambda: _digest(plain))
     nonce = cipher.fresh_nonce()
     size = sum(len(part) for part in plain) + cipher.overhead
     metadata = {"digest": "", "format": FORMAT, "manifest": manifest.to_json(), "nonce": nonce.hex()}
     header = _header(metadata, {"sealed": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}})
-    return [memoryview(header), memoryview(cipher.encrypt(nonce, b"".join(plain), header))]
+    return [memoryview(header), memoryview(cipher.encrypt(nonce, b"".join(plain), header))], None
+
+
+def _digest(parts: Iterable[memoryview | bytes]) -> bytes:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest().encode()
 
 
 def _plain(manifest: Manifest, tensors: Mapping[str, Tensor]) -> list[memoryview]:
@@ -121,7 +129,7 @@ def read_object(path: Path, key: Callable[[], Cipher | None]) -> tuple[Manifest,
         cipher = key()
         if cipher is None:
             raise KeyUnavailable("the object is encrypted, and no key is given")
-        opened = cipher.decrypt(head.metadata["nonce"], data[8 + length :].numpy(), bytes(data[: 8 + length].numpy()))
+        opened = cipher.decrypt(head.metadata["nonce"], data[8 + length :], bytes(data[: 8 + length].numpy()))
         if opened is None:
             raise Corrupt("its tag does not fit")
         manifest = _manifest(head)
@@ -149,10 +157,7 @@ def _read(path: Path) -> Tensor:
 
 def _prove(data: Tensor) -> None:
     view = raw_bytes(data)
-    digest = hashlib.sha256(view[:DIGEST_AT])
-    digest.update(ZEROS)
-    digest.update(view[DIGEST_AT + 64 :])
-    if bytes(view[DIGEST_AT : DIGEST_AT + 64]) != digest.hexdigest().encode():
+    if bytes(view[DIGEST_AT : DIGEST_AT + 64]) != _digest([view[:DIGEST_AT], ZEROS, view[DIGEST_AT + 64 :]]):
         raise Corrupt("its digest does not fit")
 
 

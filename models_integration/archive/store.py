@@ -101,11 +101,11 @@ class Archive:
         if path.exists():
             _touch(path)
             return key
-        parts = pieces(manifest, tensors, self._cipher(manifest.tenant, create=True))
+        parts, digest = pieces(manifest, tensors, self._cipher(manifest.tenant, create=True))
         size = sum(map(len, parts))
         if self._limit is not None and size > self._limit:
             raise SpecError("tensors", size, f"must fit the archive's limit of {self._limit} bytes")
-        publish(path, parts)
+        publish(path, parts, late=digest)
         self._catalogue.add([Entry.of(manifest, size)])
         if self._limit is not None:
             self.gc()
