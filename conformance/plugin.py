@@ -75,7 +75,9 @@ def _register_profiles() -> None:
 
 def sparingly(test: Callable[..., None]) -> Callable[..., None]:
     """A quarter of the profile's examples: for a property that is drawn for each of many policies."""
-    return settings(max_examples=max(1, settings.default.max_examples // 4))(test)
+    profile = settings.default
+    assert profile is not None
+    return settings(max_examples=max(1, profile.max_examples // 4))(test)
 
 
 def known_items() -> frozenset[str]:

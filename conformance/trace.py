@@ -32,7 +32,7 @@ NO_STAGE = {
     "CC-EDGES": "a view of spec/records.py, the same for every backend",
     "CC-PROTECTED": "computed once by the pipeline; stages are given the mask",
     "CC-BUDGET": "computed once by the pipeline; stages are given B",
-    "CC-COMPACT": "done in the cache, by models_integration/cache.py",
+    "CC-COMPACT": "done in the cache, by models_integration/layers.py",
     "CC-RENEWAL": "one line of a breath, on the host; the breath's stages get its result",
     "CC-PREFILL": "the pipeline that composes a backend's stages",
     **dict.fromkeys(

@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from weakref import WeakSet
@@ -18,13 +17,14 @@ from models_integration.capture import observing
 from models_integration.decoding import Life
 from models_integration.generation import Call, guarded_generate
 from models_integration.inputs import check_forward, check_prompt, prompt_positions
+from models_integration.places import Place, check_known, check_rows, check_turn
 from models_integration.segments import ONE_FORWARD, OPEN, Segment
 from models_integration.steps import Step
 from models_integration.streams import Stream
 from spec.arrays import IntVector
 from spec.errors import SpecError
 from spec.records import CrystalRetention
-from spec.retention import Granularity, Retention
+from spec.retention import Retention
 
 if TYPE_CHECKING:
     from models_integration.methods import Method
@@ -152,21 +152,21 @@ class Session:
         return self._call is None or seen + 1 >= self._call.until
 
     def _before_step(self, cache: RetainedCache, ids: Tensor) -> None:
-        _check_rows(cache, ids)
+        check_rows(cache, ids)
         life, segment = self._method.life, self._segment
         if segment is not None:
             if segment.cache is not cache:
                 raise SpecError("past_key_values", type(cache).__name__, "must be the cache of the stream that is open")
             self._finish(segment)
         if life is not None and life.decode:
-            _check_known(cache)
+            check_known(cache)
         if life is not None and cache.states.waiting and cache.states.steps != life.decode:
             _settle(cache, life)
         if self._method.policy.cadence.every is not None:
             self._decider = Step(self._method, self._architecture, cache)
         self._step = ids
 
-    def _place(self, cache: Any, arguments: Mapping[str, Any]) -> "_Place":
+    def _place(self, cache: Any, arguments: Mapping[str, Any]) -> Place:
         """Where a segment starts or goes on.
 
         Raises:
@@ -184,8 +184,8 @@ class Session:
         later = filled if segment is None else segment.later
         defaults, known = {}, None if segment is None else segment.padding
         if later:
-            _check_turn(self._method, ids)
-            _check_rows(cache, ids)
+            check_turn(self._method.policy, cache, ids)
+            check_rows(cache, ids)
             defaults, known = cache.step_inputs(ids.shape[1], ids.device), cache.padding.expand(len(ids))
         until = self._until(columns) if segment is None else segment.until
         padding = check_prompt(
@@ -199,14 +199,14 @@ class Session:
         if padding is not None and not later:
             positions = prompt_positions(ids.shape[1], columns, padding).clamp(min=0)
             defaults = {"position_ids": positions.to(ids.device)}
-        return _Place(columns, until, padding, defaults)
+        return Place(columns, until, padding, defaults)
 
     def _until(self, columns: int) -> int:
         if self._stream is not None:
             return columns + self._stream.C
         return OPEN if self._grouping else ONE_FORWARD if self._call is None else self._call.until
 
-    def _read(self, cache: Any, ids: Tensor, place: "_Place") -> RetainedCache:
+    def _read(self, cache: Any, ids: Tensor, place: Place) -> RetainedCache:
         if self._segment is None:
             config, first = self._architecture.config, place.columns == 0
             if first:
@@ -328,49 +328,17 @@ class Session:
         self.over_budget = sum(one.over_budget for one in kept)
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where the tokens of a forward stand: after `columns` others, in a segment that ends `until`."""
-
-    columns: int
-    until: int
-    padding: Tensor | None
-    defaults: dict[str, Tensor]
-    """Inputs that the forward needs, where its caller leaves them out."""
-
-
-def _check_rows(cache: RetainedCache, ids: Tensor) -> None:
-    rows = cache.full_layers[0].batch
-    if len(ids) != rows:
-        raise SpecError("input_ids", tuple(ids.shape), f"the cache has {rows} rows")
-
-
-def _check_known(cache: RetainedCache) -> None:
-    seen = cache.get_seq_length()
-    if not cache.states.know(seen):
-        raise SpecError(
-            "past_key_values", f"{seen} tokens", "its states do not know all of them: some were read outside the "
-            "context, under another policy, or under a backend without decode"
-        )
-
-
 def _settle(cache: RetainedCache, life: Life) -> None:
     """The states know all that the cache has seen, and the cache stores what they do: a breath may have evicted.
 
     Raises:
         SpecError: when they cannot; nothing has changed.
     """
-    _check_known(cache)
+    check_known(cache)
     before, after = cache.states.rows, life.settled(cache.states, cache.observed_keys)
     if any(new.live is not old.live for new, old in zip(after.rows, before, strict=True)):
         cache.compact([Retention.shared(state.stored, state.seen) for state in after.rows])
     cache.states = after
-
-
-def _check_turn(method: "Method", ids: Tensor) -> None:
-    if method.policy.granularity is not Granularity.MODEL:
-        reason = "keeps sets per layer or head, and reads a turn one token at a time only"
-        raise SpecError("input_ids", tuple(ids.shape), f"{method.policy.name} {reason}")
 
 
 class Prefilled(NamedTuple):

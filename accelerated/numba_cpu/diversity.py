@@ -44,7 +44,8 @@ def redundancy(v: Vector, panel: Matrix, most: float, total: Vector) -> float:
         # The length is not a constant on purpose: an unrolled loop would not become vector instructions.
         for lane in range(len(total)):
             total[lane] += row[lane] * x
-    return max(most, total.max())
+    largest: float = max(most, total.max())
+    return largest
 
 
 @njit(cache=True, nogil=True)

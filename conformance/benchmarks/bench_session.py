@@ -56,7 +56,7 @@ def measured() -> dict[str, float]:
             spent.append(1e3 * (time.process_time() - began))
         return spent
 
-    RetainedLayer.follow = timed  # type: ignore[method-assign]
+    RetainedLayer.follow = timed  # type: ignore[method-assign, assignment]
     times: dict[str, list[float]] = {"on": [], "off": [], "breath": []}
     try:
         with torch.no_grad():

@@ -46,7 +46,8 @@ def first_layer_keys(model: LlamaForCausalLM, ids: Tensor, positions: Tensor) ->
         hidden = layer.input_layernorm(model.model.embed_tokens(ids))[None]
         k = layer.self_attn.k_proj(hidden).view(1, len(ids), -1, layer.self_attn.head_dim).transpose(1, 2)
         cos, sin = model.model.rotary_emb(hidden, positions[None])
-        return apply_rotary_pos_emb(k, k, cos, sin)[1][0]
+        turned: Tensor = apply_rotary_pos_emb(k, k, cos, sin)[1][0]
+        return turned
 
 
 def streamed(n: int, piece: int, backend: str) -> Iterator[Row]:

@@ -100,9 +100,11 @@ def test_fewer_tokens_than_a_breath_equal_no_decode(family: str) -> None:
 
 
 def test_hundreds_of_generated_tokens_stay_at_the_budget() -> None:
-    model, sizes = build("llama"), []
-    handle = model.register_forward_hook(lambda *_: sizes.append(0 if run.cache is None else run.cache.stored_length))
+    model, sizes = build("llama"), list[int]()
     with breathing(32)(model) as run:
+        handle = model.register_forward_hook(
+            lambda *_: sizes.append(0 if run.cache is None else run.cache.stored_length)
+        )
         chosen = greedy(model, prompt(N), 400)
     handle.remove()
     assert run.cache is not None
@@ -132,7 +134,7 @@ def test_rows_of_a_batch_breathe_as_they_do_alone(family: str) -> None:
         assert cache.stored_positions(row).tolist() == single.stored_positions().tolist()
         assert relative(found[row], expected[0]) < 1e-5
         (alone,) = now(single)
-        assert now(cache)[row].stored.tolist() == alone.stored.tolist()
+        same_state(now(cache)[row], alone, rtol=1e-4)
     assert len({len(cache.stored_positions(row)) for row in range(3)}) > 1
 
 

@@ -10,8 +10,8 @@ from transformers import DynamicCache
 
 from conformance.integration.families import METHODS, WINDOW, Masked, at_once, build, greedy, prompt, relative
 from models_integration import FullCache, RetainedCache, prefill
-from models_integration.cache import RetainedLayer, slots_of, storage_bytes
-from models_integration.slots import Plan
+from models_integration.cache import RetainedLayer, storage_bytes
+from models_integration.slots import Plan, slots_of
 from spec.errors import SpecError
 from spec.retention import Retention
 

@@ -154,8 +154,8 @@ def test_a_flipped_byte_is_refused_wherever_it_is(tmp_path: Path) -> None:
             path.write_bytes(data)
             with pytest.raises(SpecError, match="its bytes are not those that were saved"):
                 load_cache(path, model)
-    for data in (b"", whole[:50], whole[:-1], whole + b" ", whole[: head + 3]):
-        path.write_bytes(data)
+    for torn in (b"", whole[:50], whole[:-1], whole + b" ", whole[: head + 3]):
+        path.write_bytes(torn)
         with pytest.raises(SpecError, match="its bytes are not those that were saved"):
             load_cache(path, model)
     path.write_bytes(whole)

@@ -82,8 +82,7 @@ def test_the_kept_sets_are_those_of_the_reference(budget: float | int) -> None:
             assert cache.stored_positions().tolist() == expected.stored.tolist()
 
 
-def same_state(found: DecodeState, expected: DecodeState) -> None:
-    check_state(found)
+def same_state(found: DecodeState, expected: DecodeState, rtol: float = 1e-9) -> None:
     assert found.stored.tolist() == expected.stored.tolist()
     assert (found.seen, found.step, found.tail_ids) == (expected.seen, expected.step, expected.tail_ids)
     np.testing.assert_array_equal(found.live.offsets, expected.live.offsets)
@@ -94,4 +93,5 @@ def same_state(found: DecodeState, expected: DecodeState) -> None:
         (found.D, expected.D), (found.live.impact, expected.live.impact), (found.W.weights, expected.W.weights),
         (found.live.trunk_impact, expected.live.trunk_impact), (found.live.inverse_norms, expected.live.inverse_norms),
     ):
-        np.testing.assert_allclose(a, b, rtol=1e-9)
+        np.testing.assert_allclose(a, b, rtol=rtol)
+    check_state(found)

@@ -79,7 +79,7 @@ def list_chunks(
 
 @archive.command()
 def inject(
-    keys: Annotated[list[str], typer.Argument(metavar="KEY...", help="Chunks, in the order in which they are spliced.")],
+    keys: Annotated[list[str], typer.Argument(metavar="KEY...", help="Chunks, in the order of the splice.")],
     ask: Annotated[str, typer.Option(help="The text that is read behind the chunks.")],
     session: Annotated[str, typer.Option(help="The text that the session has read before them.")] = "",
     new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most, greedily.")] = 24,

@@ -81,7 +81,7 @@ def run_inject(
             if len(answer) == new_tokens:
                 break
             token = _next_token(subject, cache, [token])
-    print(subject.tokenizer.decode(answer).strip())
+    print(str(subject.tokenizer.decode(answer)).strip())
 
 
 def run_verify(folder: Path, master_key: Path | None) -> None:
