@@ -1,6 +1,7 @@
 """The decode study: its conversations, its cache under each arm, its probes and its tables."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,12 +17,13 @@ from models_integration.cli.app import app
 from models_integration.evaluation.compare import Subject
 from models_integration.evaluation.results import load_rows
 from models_integration.evaluation.subject import load_subject
+from models_integration.methods import CrystalCache
 from models_integration.study.conversations import CONTROL, PROMPT, STRATA, draw_conversation
 from models_integration.study.memories import ARMS, BASES, T_BREATH
 from models_integration.study.predictions import query_changes
 from models_integration.study.probes import Flags, changed_flags, fixed_points, held_up, surviving_pairs
 from models_integration.study.report import differences, holm, markdown, scores
-from models_integration.study.run import StudyPlan, hold, read_block, read_prompt, run_study
+from models_integration.study.run import StudyPlan, blocks, hold, read_block, read_prompt, run_study
 from reference.crystalcache import empty_state, extend
 from spec.budget import parse_budget
 from spec.errors import SpecError
@@ -32,8 +34,12 @@ SMALL = StudyPlan(samples=2, tokens=TOKENS, arms=("full", "tight: on", "tight: w
 
 
 @pytest.fixture(scope="module")
-def subject() -> Subject:
-    return load_subject("pocket", "numpy")
+def subject() -> Iterator[Subject]:
+    # Forwards of a few tokens gain nothing from threads, and lose much where the machine is busy.
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield load_subject("pocket", "numpy")
+    torch.set_num_threads(before)
 
 
 def test_a_conversation_has_its_facts_where_its_strata_are(subject: Subject) -> None:
@@ -87,23 +93,26 @@ def test_every_arm_differs_from_its_base_in_one_mechanism() -> None:
 
 
 @torch.no_grad()
-def test_a_block_is_its_decode_steps(subject: Subject) -> None:
-    """Read in blocks or token by token, the same positions are held, and the next token's logits agree."""
+def test_a_block_is_what_decode_does_step_by_step(subject: Subject) -> None:
+    """The study's blocks and `decode=True`, one token at a time, hold the same positions and say the same next."""
     ids = draw_conversation(subject.tokenizer, 5, TOKENS).ids
+    end, model = PROMPT + 2 * T_BREATH, subject.model
     reading, filled = read_prompt(subject, ids[:PROMPT])
-    found = []
-    for size in (T_BREATH, 1):
-        cache, memory = filled(), ARMS["tight: on"].start(reading)
-        hold(cache, memory)
-        for start in range(PROMPT, PROMPT + 2 * T_BREATH, size):
-            block = ids[start : start + size]
-            memory = read_block(subject.model, cache, memory, block, reading.engine)
-        assert cache.stored_positions().tolist() == memory.held.tolist()
-        logits = subject.model(input_ids=torch.tensor([ids[:4]]), past_key_values=cache).logits
-        found.append((memory.held, logits))
-    assert (found[0][0] == found[1][0]).all()
-    assert len(found[0][0]) <= 320
-    assert found[0][1].argmax(dim=-1).tolist() == found[1][1].argmax(dim=-1).tolist()
+    cache, memory = filled(), ARMS["tight: on"].start(reading)
+    hold(cache, memory)
+    for block in blocks(ids[PROMPT:end]):
+        memory = read_block(model, cache, memory, block, reading.engine)
+    with CrystalCache(320, subject.sentence_ends, backend="numpy", decode=True)(model) as run:
+        model(input_ids=torch.tensor([ids[:PROMPT]]))
+        assert run.cache is not None
+        for token in ids[PROMPT:end]:
+            model(input_ids=torch.tensor([[token]]), past_key_values=run.cache)
+        said = [model(input_ids=torch.tensor([[ids[end]]]), past_key_values=run.cache).logits]
+    held = run.cache.stored_positions()[:-1]
+    said.append(model(input_ids=torch.tensor([[ids[end]]]), past_key_values=cache).logits)
+    assert held.tolist() == memory.held.tolist()
+    assert len(held) <= 320
+    assert said[0].argmax() == said[1].argmax()
 
 
 def test_a_second_run_reads_what_is_stored(subject: Subject, tmp_path: Path) -> None:
@@ -192,8 +201,8 @@ def test_predictions_count_every_question(subject: Subject) -> None:
     assert 0 < later <= common <= 7 * 320
 
 
-def test_the_command_writes_tables_and_rows(tmp_path: Path) -> None:
-    arguments = ["study", "--samples", "1", "--tokens", str(TOKENS), "--arms", "full,tight: on,tight: window"]
+def test_the_command_writes_tables_and_rows(subject: Subject, tmp_path: Path) -> None:
+    arguments = ["study", "--samples", "1", "--tokens", str(TOKENS), "--arms", "tight: on,tight: window"]
     result = CliRunner().invoke(app, [*arguments, "--contexts", "0", "--backend", "numpy", "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
     assert (tmp_path / "study.md").read_text(encoding="utf-8").startswith("| arm | right |")

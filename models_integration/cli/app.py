@@ -134,8 +134,8 @@ def study(
 ) -> None:
     """What decode does to facts that are asked for late: breaths on, off, and each of their parts off.
 
-    On the pocket model, at matched mean caches; docs/results holds the rules. About a quarter of an hour with the
-    defaults on two CPU cores. A second run goes on from what is stored.
+    On the pocket model, at matched mean caches; docs/results holds the rules. About a quarter of an hour of one CPU
+    core with the defaults. A second run goes on from what is stored.
     """
     from models_integration.cli.study import run
     from models_integration.study.memories import ARMS

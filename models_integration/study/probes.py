@@ -22,6 +22,10 @@ __all__ = [
 ]
 
 
+_SETTLED = 200
+"""Breaths after which D moves no more."""
+
+
 class Flags(NamedTuple):
     """Live positions, ascending, and whether each one's trunk is active."""
 
@@ -59,7 +63,7 @@ def trunk_summary(state: DecodeState, parameters: CrystalCacheParameters, backen
 def fixed_points(impact: float, parameters: CrystalCacheParameters) -> tuple[float, float]:
     """Where D ends up after many breaths with a pulse of 1 in each, from D = 0 and from D = 1."""
     D, constant = np.array([0.0, 1.0]), np.full(2, impact)
-    for _ in range(1000):
+    for _ in range(_SETTLED):
         for _ in range(parameters.T_breath):
             D = decay(D, constant, parameters)
         D = raised(D, np.ones(2), parameters.alpha_res)

@@ -1,4 +1,4 @@
-"""The study's tables: shares with intervals, differences with exact tests, and what was stored."""
+"""The study's tables: shares with intervals, differences with exact tests, what was stored, what breaths did."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -58,8 +58,9 @@ def holm(p: Mapping[str, float]) -> dict[str, float]:
 
 
 def markdown(rows: Sequence[Row], arms: Sequence[str]) -> str:
-    """Three tables: answers, strata and stored slots."""
-    return "\n\n".join((_answers(rows, arms), _strata(rows, arms), _stored(rows, arms)))
+    """Four tables: answers, strata, stored slots and breaths."""
+    tables = (_answers, _strata, _stored, _breaths)
+    return "\n\n".join(table(rows, arms) for table in tables)
 
 
 def _answers(rows: Sequence[Row], arms: Sequence[str]) -> str:
@@ -98,3 +99,25 @@ def _stored(rows: Sequence[Row], arms: Sequence[str]) -> str:
             f"{max(each['peak'] for each in found)} | {np.mean([each['end'] for each in found]):.1f} |"
         )
     return "\n".join(lines)
+
+
+def _breaths(rows: Sequence[Row], arms: Sequence[str]) -> str:
+    headings = ("arm", "flags changed", "active", "D decides", "prompt's trunks", "their impact", "their D")
+    lines = [f"| {' | '.join(headings)} |", "|" + " --- |" * len(headings)]
+    for arm in arms:
+        found = [row["found"][arm] for row in rows if "trunks" in row["found"][arm]]
+        if found:
+            trunks = [each["trunks"] for each in found]
+            changed, common = (sum(each["changed"][i] for each in found) for i in (0, 1))
+            of = {name: sum(each[name] for each in trunks) for name in ("live", "active", "free", "D_decides")}
+            impact = np.concatenate([each["prompt_impact"] for each in trunks])
+            D = np.concatenate([each["prompt_D"] for each in trunks])
+            cells = [arm, f"{changed / common:.4f}", f"{of['active'] / of['live']:.2f}"]
+            cells += [f"{of['D_decides'] / max(1, of['free']):.2f}", f"{len(D) / len(found):.1f}"]
+            lines.append("| " + " | ".join([*cells, _spread(impact), _spread(D)]) + " |")
+    return "\n".join(lines)
+
+
+def _spread(values: Float64[Vector, " n"]) -> str:
+    """Median and most."""
+    return f"{np.median(values):.2f}, {values.max():.2f}" if len(values) else ""
