@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parent
 SHARED = ROOT / ".nox" / f"shared-{sys.version_info.major}.{sys.version_info.minor}"
 
 OLDER_TRITON = "3.6.0"
+WORKERS = ["-n", "2", "--dist", "worksteal"]
 
 # Triton's S1, with S2 to S6 as kernels too: in the pipeline they stand behind the host's, so their own tests are run.
 ON_DEVICE = "accelerated.triton_gpu.backend:ON_DEVICE"
@@ -68,13 +69,13 @@ def conformance(session: nox.Session) -> None:
     if session.posargs:
         kernels = any("triton" in argument for argument in session.posargs)
         environment = on_device_or_interpreted(session) if kernels else {}
-        run(session, "pytest", "-n", "2", *session.posargs, **environment)
+        run(session, "pytest", *WORKERS, *session.posargs, **environment)
         return
-    run(session, "pytest", "-n", "2", "--jaxtyping-packages=reference,beartype.beartype")
-    run(session, "pytest", "-n", "2", "--backend", "numba")
-    run(session, "pytest", "-n", "2", "--backend", "numba", NUMBA_DISABLE_JIT="1")
+    run(session, "pytest", *WORKERS, "--jaxtyping-packages=reference,beartype.beartype")
+    run(session, "pytest", *WORKERS, "--backend", "numba")
+    run(session, "pytest", *WORKERS, "--backend", "numba", NUMBA_DISABLE_JIT="1")
     environment = on_device_or_interpreted(session)
-    few = ["pytest", "-n", "2", "--kvspec-profile", "few"]
+    few = ["pytest", *WORKERS, "--kvspec-profile", "few"]
     run(session, *few, "--backend", "triton", *ON_HOST, **environment)
     run(session, *few, "--backend", ON_DEVICE, *LATER_STAGES, **environment)
 
@@ -83,8 +84,8 @@ def conformance(session: nox.Session) -> None:
 def triton(session: nox.Session) -> None:
     """The whole suite on Triton's kernels for S1 to S6; in the interpreter, an hour without a GPU."""
     environment = on_device_or_interpreted(session)
-    run(session, "pytest", "-n", "2", "--backend", "triton", "conformance/triton", **environment)
-    run(session, "pytest", "-n", "2", "--backend", ON_DEVICE, *session.posargs, **environment)
+    run(session, "pytest", *WORKERS, "--backend", "triton", "conformance/triton", **environment)
+    run(session, "pytest", *WORKERS, "--backend", ON_DEVICE, *session.posargs, **environment)
 
 
 @nox.session(venv_backend="none")
@@ -147,6 +148,14 @@ def vectors(session: nox.Session) -> None:
 def saboteurs(session: nox.Session) -> None:
     """The reference with one item wrong, a hundred times over: each must die by a test of its item."""
     run(session, "conformance.saboteurs", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def mutation(session: nox.Session) -> None:
+    """Small changes to the reference and Numba's code: each must die by its item's tests. Some hours; goes on later."""
+    run(session, "conformance.mutation", *(session.posargs or ["run"]))
+    if not session.posargs:
+        run(session, "conformance.mutation", "report")
 
 
 @nox.session(venv_backend="none")

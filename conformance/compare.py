@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from conformance.oracles import s1
+from conformance.oracles import nestedkv, s1
 from spec.arrays import Vector
+from spec.parameters import NestedKVParameters
 
 __all__ = [
     "BOUNDS",
@@ -28,6 +29,7 @@ __all__ = [
     "interval_radius",
     "key_norm_error",
     "list_is_realisable",
+    "nestedkv_radius",
     "normalised_radius",
     "salience_radius",
     "scores_agree",
@@ -36,6 +38,7 @@ __all__ = [
 ]
 
 UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24}
+NEGLIGIBLE = 2.0**-16  # of NestedKV's ranges and memories
 SMALLEST = {"float64": 2.0**-1022, "float32": 2.0**-126}
 
 
@@ -252,3 +255,41 @@ def normalised_radius(M_bar: Sequence[float], epsilon: float) -> float:
     ell = [math.log1p(x) for x in M_bar]
     u = UNIT_ROUNDOFF["float64"]
     return 64 * u * max(ell) / (max(ell) - min(ell) + epsilon) + 8 * u
+
+
+def nestedkv_radius(head: Sequence[Sequence[float]], p: NestedKVParameters, precision: str) -> float:
+    """Radius of a* of one head's keys: cosines in `precision`, the rest in float64; 1 where nothing is certain.
+
+    A unit key errs by gamma_(d+8). A memory adds gamma of its terms: of n in float64 (running sums over the prompt,
+    n / W times the window); in float32 of a block, and for a window of three sums of W unit keys. A cosine divides that
+    by the memory's length, a normalised value by the range; the oracle's own error is added in float64.
+    """
+    n, d = len(head), len(head[0])
+    found = nestedkv.traced(head, p)
+    b = min(max(n // p.blocks, p.b_min), p.b_max)
+    e = 0.0
+    for raw, shortest, scale in zip(found.raw, found.shortest, range(3), strict=True):
+        cosine = 0.0
+        for kind in (precision, "float64"):
+            terms, share = (min(b, n) + 8 if kind == "float32" else n + 16), 1.0
+            if scale == 2:
+                terms, share = (p.W + 8, 3.0) if kind == "float32" else (n + 16, max(1.0, 2 * n / p.W))
+            memory = gamma(d + 8, kind) + gamma(terms, kind) * share
+            cosine += 2 * (gamma(2 * d + 16, kind) + memory / max(shortest - memory, SMALLEST["float32"]))
+            if shortest <= NEGLIGIBLE + memory:
+                return 1.0
+        e = max(e, _normalised_error(raw, cosine))
+    u = UNIT_ROUNDOFF["float64"]
+    blend = e + math.expm1(2 * p.beta * 2 * (e + gamma(n + 8, "float64"))) + 16 * u
+    surprise = 2 * _normalised_error(found.deviation, e + 8 * u) + gamma(n + 8, "float64")
+    return min(1.0, blend + p.kappa / 4 * surprise + e + 32 * u)
+
+
+def _normalised_error(row: Sequence[float], error: float) -> float:
+    """Of values that err by `error` and are moved to [0, 1]; 1 where the range may or may not count as zero."""
+    spread = max(row) - min(row)
+    if spread + 2 * error <= NEGLIGIBLE:
+        return 0.0
+    if spread - 2 * error <= NEGLIGIBLE:
+        return 1.0
+    return 4 * error / (spread - 2 * error) + 4 * UNIT_ROUNDOFF["float64"]

@@ -13,6 +13,7 @@ loaded earlier than that.
 
 import os
 import platform
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,9 +27,9 @@ from conformance import exceptions
 from conformance.trace import items_of
 
 if TYPE_CHECKING:
-    from spec.backend import Backend, BreathStages, CrystalStages
+    from spec.backend import Backend, BreathStages, CrystalStages, NestedKVStages
 
-__all__ = ["known_items"]
+__all__ = ["known_items", "sparingly"]
 
 PROFILES = ("few", "dev", "ci", "nightly")
 FEW_EXAMPLES, CI_EXAMPLES = 12, 150
@@ -70,6 +71,13 @@ def _register_profiles() -> None:
         "nightly", max_examples=20_000, deadline=None, print_blob=True,
         suppress_health_check=[HealthCheck.too_slow],
     )
+
+
+def sparingly(test: Callable[..., None]) -> Callable[..., None]:
+    """A quarter of the profile's examples: for a property that is drawn for each of many policies."""
+    profile = settings.default
+    assert profile is not None
+    return settings(max_examples=max(1, profile.max_examples // 4))(test)
 
 
 def known_items() -> frozenset[str]:
@@ -162,6 +170,14 @@ def decoder(backend: "Backend") -> "Backend":
 def breath_stages(decoder: "Backend") -> "BreathStages":
     """Its stages of decode."""
     return decoder.require_breath()
+
+
+@pytest.fixture(scope="session")
+def nestedkv_stages(backend: "Backend") -> "NestedKVStages":
+    """Its score of NestedKV: the family is optional."""
+    if backend.nestedkv is None:
+        pytest.skip(f"backend {backend.name!r} has no stage family 'nestedkv'")
+    return backend.nestedkv
 
 
 @pytest.fixture(scope="session")

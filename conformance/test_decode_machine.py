@@ -4,6 +4,9 @@ import pickle
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -31,6 +34,7 @@ from spec.decode import DecodeState, check_state
 from spec.parameters import TINY, CrystalCacheParameters
 
 ENDS = ends()
+HAS_MODELS = find_spec("torch") is not None and find_spec("transformers") is not None
 BUDGETS = ("0.5", "0.3", "1.0", 6, 12)
 
 
@@ -128,8 +132,23 @@ class Life(RuleBasedStateMachine):
 
     @rule()
     def copy(self) -> None:
-        """Written and read again, it is the same state and goes on as such."""
+        """Copied, it is the same state and goes on as such."""
         again = pickle.loads(pickle.dumps(self.state))
+        assert checks_decode.same_bits(again, self.state)
+        self.state = frozen_state(again)
+
+    @precondition(lambda self: HAS_MODELS)
+    @rule()
+    def save_and_load(self) -> None:
+        """Written to a file and read again, as a cache's states are, it is the same state and goes on as such."""
+        from models_integration.proved import parts, read
+        from models_integration.snapshot import packed, unpacked
+
+        numbers, arrays = packed(self.state)
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / "state"
+            path.write_bytes(b"".join(parts(numbers, arrays)))
+            again = unpacked(*read(path))
         assert checks_decode.same_bits(again, self.state)
         self.state = frozen_state(again)
 

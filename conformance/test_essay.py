@@ -302,7 +302,7 @@ def test_the_paper_has_no_forms(backend: Backend, prompt: Prompt) -> None:
     """Named default values change nothing."""
     p = replace(
         TINY, heads="sum", impact="mixture", trunk_impact="mean", allocation="cut", renewal=0.3, rarity="logarithm",
-        merge="fixed", coverage=0,
+        merge="fixed", coverage=0.0,
     )
     plain = replace(prompt, inputs=replace(prompt.inputs, parameters=TINY))
     named = replace(prompt, inputs=replace(prompt.inputs, parameters=p))

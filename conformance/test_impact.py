@@ -16,7 +16,7 @@ from conformance.strategies.text import token_ids
 from conformance.strategies.trunks import dyadic_impacts, partitions, record
 from reference.crystalcache import impact as reference
 from spec.arrays import IntVector, Vector
-from spec.backend import CrystalStages
+from spec.backend import BreathStages, CrystalStages
 from spec.parameters import PAPER, CrystalCacheParameters
 
 
@@ -103,6 +103,18 @@ def test_ablations_of_impact_are_exact(stages: CrystalStages, tokens: tuple[Vect
     assert stages.impact(S, ids, replace(PAPER, impact="salience")).tolist() == S.tolist()
 
 
+@pytest.mark.spec(id="CC-IMPACT")
+@given(case=cases())
+def test_given_counts_are_as_good_as_ids(
+    breath_stages: BreathStages, case: tuple[Vector, IntVector, CrystalCacheParameters],
+) -> None:
+    """A breath knows how often each id was seen: M_i MUST be Eq. 22 of that, too."""
+    S, ids, p = case
+    counts = np.array([ids.tolist().count(i) for i in ids.tolist()])
+    assert not list(checks.impact(breath_stages.impact(S, counts, p), S, ids, p))
+
+
+@pytest.mark.spec(id="CC-COUNT")
 @pytest.mark.spec(id="CC-IMPACT")
 @pytest.mark.parametrize("form", ["mixture", "salience", "uniform"])
 def test_impact_is_an_array_of_its_own(stages: CrystalStages, form: Literal["mixture", "salience", "uniform"]) -> None:

@@ -240,6 +240,7 @@ def observation(prompt: Prompt, groups: int = 1) -> Observation:
 
 
 @pytest.mark.spec(id="CC-PREFILL")
+@pytest.mark.spec(id="PO-RETAIN")
 @given(prompt=prompts())
 def test_five_parts_compose_to_the_prefill(backend: Backend, prompt: Prompt) -> None:
     """The policy's scorer, budgets, selector and protection MUST give the prefill to the bit."""

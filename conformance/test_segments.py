@@ -131,6 +131,21 @@ def test_a_segment_changes_nothing_in_place(decoder: Backend, turn: Turn) -> Non
 
 
 @pytest.mark.spec(id="CC-SEGMENT")
+@pytest.mark.spec(id="CC-START")
+@pytest.mark.usefixtures("reference_items")
+def test_before_the_first_token_there_is_nothing() -> None:
+    """No token, no trunk, no pair; mu = 0 and sigma = 1, so that a trunk without an edge has D = 0.5."""
+    state = empty_state(Budget(count=3))
+    live = state.live
+    for array in (live.positions, live.impact, live.inverse_norms, live.trunk_impact, state.D, state.W.indices,
+                  state.W.weights, state.ids, state.counts, state.stored):
+        assert array.tolist() == []
+    assert live.offsets.tolist() == state.W.indptr.tolist() == [0]
+    assert (state.budget, state.seen, state.step, state.mu, state.sigma) == (Budget(count=3), 0, 0, 0.0, 1.0)
+    assert {array.dtype for array in (live.positions, live.offsets, state.ids, state.counts)} == {np.dtype(np.int64)}
+
+
+@pytest.mark.spec(id="CC-SEGMENT")
 def test_a_tail_token_can_be_read_and_linked(decoder: Backend) -> None:
     """Two tokens wait; a turn whose queries look at them alone has an edge to their trunk."""
     state = replace(

@@ -18,6 +18,7 @@ from conformance.vectors.case import decoded, encoded, parameters_of
 from conformance.vectors.cases import STAGES
 from conformance.vectors.expected import OPERATIONS
 from conformance.vectors.judge import complaints
+from conformance.vectors.nestedkv_subject import NESTEDKV_STAGES
 from conformance.vectors.notes import NOTES
 from conformance.vectors.subject import ITEMS
 from conformance.vectors.subject import STAGES as STAGE_RUNS
@@ -28,7 +29,10 @@ from spec.parameters import CrystalCacheParameters
 
 SCHEMA = json.loads((store.HOME / "schema.json").read_text(encoding="utf-8"))
 PAGES = [
-    path.read_text(encoding="utf-8") for pattern in ("crystalcache*.md", "policies.md", "injection.md")
+    path.read_text(encoding="utf-8")
+    for pattern in (
+        "crystalcache*.md", "policies.md", "injection.md", "nestedkv.md", "diversity.md", "triattention.md"
+    )
     for path in store.HOME.parent.glob(pattern)
 ]
 
@@ -80,6 +84,8 @@ def test_the_reference_holds_a_vector_of_an_item(group: Any, test: Any) -> None:
 def test_the_backend_holds_a_vector_of_a_stage(backend: Backend, precision: str, group: Any, test: Any) -> None:
     if group["operation"] in DECODE_STAGES and backend.breath is None:
         pytest.skip(f"backend {backend.name!r} has no stage family 'breath'")
+    if group["operation"] in NESTEDKV_STAGES and backend.nestedkv is None:
+        pytest.skip(f"backend {backend.name!r} has no stage family 'nestedkv'")
     judged(group, test, lambda i, p: STAGE_RUNS[group["operation"]](backend, i, p), precision)
 
 
@@ -132,7 +138,13 @@ def test_every_item_has_a_vector_and_every_flag_a_use() -> None:
     assert OPERATIONS.keys() == ITEMS.keys() | STAGE_RUNS.keys()
 
 
-@pytest.mark.parametrize("module", ["brute_force", "expected", "expected_injection", "case", "policy_oracles"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "brute_force", "expected", "expected_injection", "case", "policy_oracles", "nestedkv_oracles",
+        "diversity_oracles",
+    ],
+)
 def test_expected_values_share_nothing_with_what_they_judge(module: str) -> None:
     text = (Path(store.__file__).with_name(f"{module}.py")).read_text(encoding="utf-8")
     imported = re.findall(r"^(?:from|import) ([a-z_]+)", text, re.MULTILINE)
@@ -221,7 +233,9 @@ def run_numpy(operation: str, given: Any, p: CrystalCacheParameters) -> Mapping[
 
 
 def spoiled(value: Any) -> Any:
-    """The value with its first number moved; None where it has no number."""
+    """The value with its first number moved, or a longer text; None where it has no number."""
+    if isinstance(value, str):
+        return value + "0"
     if isinstance(value, list) and value and isinstance(value[0], list):
         first = spoiled(value[0])
         return None if first is None else [np.asarray(first).tolist(), *value[1:]]

@@ -32,7 +32,7 @@ NO_STAGE = {
     "CC-EDGES": "a view of spec/records.py, the same for every backend",
     "CC-PROTECTED": "computed once by the pipeline; stages are given the mask",
     "CC-BUDGET": "computed once by the pipeline; stages are given B",
-    "CC-COMPACT": "done in the cache, by models_integration/cache.py",
+    "CC-COMPACT": "done in the cache, by models_integration/layers.py",
     "CC-RENEWAL": "one line of a breath, on the host; the breath's stages get its result",
     "CC-PREFILL": "the pipeline that composes a backend's stages",
     **dict.fromkeys(
@@ -52,6 +52,15 @@ NO_STAGE = {
     ),
     **dict.fromkeys(
         ("PO-PYRAMID-OFFICIAL", "PO-ADAKV-OFFICIAL"), "for comparison with published figures; no policy uses it",
+    ),
+    **dict.fromkeys(("NK-NESTEDKV", "NK-ABLATIONS"), "a composition of parts; no stage computes it"),
+    "NK-TOKENS": "one exact number on the host",
+    **dict.fromkeys(
+        ("DV-SIGNATURE", "DV-VARIANT-B", "TA-STATISTICS", "TA-SCORE", "TA-RANKING"),
+        "means and matrix products, which NumPy does at the speed of memory; no backend has a family of scorers",
+    ),
+    **dict.fromkeys(
+        ("DV-POLICY", "DV-SCHEDULE", "TA-POLICY", "TA-CALIBRATION"), "a composition of parts; no stage computes it",
     ),
     "CC-START": "a view of the prefill's records, made once",
     "CC-LIVE": "gathers of NumPy, the same for every backend",
@@ -82,10 +91,12 @@ NO_STAGE = {
     "IN-CLUSTER-BOOTSTRAP": "arithmetic of reports; no stage computes it",
     "IN-POWER": "arithmetic of reports; no stage computes it",
 }
-# Items that a device backend takes from the host: its data is a few thousand trunks, and lives on the host.
+# Items that a device backend takes from the host: its data is a few thousand trunks or tokens, and lives on the host.
 ON_HOST = {
     "CC-ETA", "CC-ACTIVATION", "CC-PULSE", "CC-RAISE", "CC-RESONANCE", "CC-HEBB", "CC-DECAY", "CC-SEGMENT-GRAPH",
     "CC-SEGMENT-D",
+    # Each pick depends on all before it; see accelerated/triton_gpu/backend.py.
+    "DV-COSINE", "DV-GREEDY",
 }
 DEVICES = ("accelerated/triton_gpu",)
 

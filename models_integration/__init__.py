@@ -16,17 +16,20 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from models_integration.cache import RetainedCache
     from models_integration.methods import CrystalCache, FullCache, Method, StreamingLLM
+    from models_integration.published import Published
     from models_integration.sentence_ends import sentence_ends
     from models_integration.session import Prefilled, Session, prefill
+    from models_integration.snapshot import load_cache, save_cache
 
 __all__ = [
-    "CrystalCache", "FullCache", "Method", "Prefilled", "RetainedCache", "Session", "StreamingLLM", "prefill",
-    "sentence_ends",
+    "CrystalCache", "FullCache", "Method", "Prefilled", "Published", "RetainedCache", "Session", "StreamingLLM",
+    "load_cache", "prefill", "save_cache", "sentence_ends",
 ]
 
 _HOME = {
     "CrystalCache": "methods", "FullCache": "methods", "Method": "methods", "StreamingLLM": "methods",
     "Prefilled": "session", "Session": "session", "prefill": "session",
+    "Published": "published", "load_cache": "snapshot", "save_cache": "snapshot",
     "RetainedCache": "cache", "sentence_ends": "sentence_ends",
 }
 

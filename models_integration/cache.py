@@ -9,139 +9,15 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from models_integration.visibility import EMPTY, SlotOffset, StoredRows
+from models_integration.layers import RetainedLayer, drop_tensors
+from models_integration.running import Decoding
+from models_integration.slots import Plan
+from models_integration.states import RowStates
+from models_integration.visibility import LayersDiffer
 from spec.errors import SpecError
 from spec.retention import Granularity, Retention
 
-__all__ = ["RetainedCache", "RetainedLayer", "slots_of", "storage_bytes"]
-
-
-def slots_of(stored: Tensor, wanted: Tensor) -> Tensor:
-    """Slots that hold the `wanted` positions; the only place where a position becomes a slot.
-
-    Args:
-        stored: the positions behind the slots, ascending, (stored,).
-        wanted: positions, ascending, (kept,).
-
-    Raises:
-        SpecError: when a wanted position is not stored.
-    """
-    slots = torch.searchsorted(stored, wanted)
-    found = slots < len(stored)
-    found &= stored[slots.clamp(max=len(stored) - 1)] == wanted
-    if not found.all():
-        raise SpecError("positions", wanted[~found].tolist(), f"must be among the {len(stored)} stored positions")
-    return slots
-
-
-class RetainedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # the base's __init_subclass__ is untyped
-    """One full-attention layer: keys and values (rows, H_kv, stored, d) of the kept positions, in ascending order.
-
-    Keys keep the rotation of their own position. The logical length counts tokens seen; the stored length counts
-    slots. New tokens are appended, so only compaction opens gaps.
-    """
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)  # type: ignore[no-untyped-call]
-        self.rows = StoredRows.none()
-        self.evicted = 0
-
-    @property
-    def stored_length(self) -> int:
-        """Slots in use."""
-        return int(super().get_seq_length())
-
-    def get_seq_length(self) -> int:
-        """Tokens seen: the position of the next query."""
-        return self.stored_length + self.evicted
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Slots after `query_length` more tokens, and the offset that leads to their positions."""
-        return self.stored_length + query_length, SlotOffset(self.evicted, self.rows)
-
-    def stored_positions(self) -> Tensor:
-        """Absolute positions behind the slots, ascending, (rows, stored)."""
-        return self.rows.positions(self.stored_length)
-
-    @property
-    def uniform(self) -> bool:
-        """Whether all rows store the same positions, and have no padding among what they have seen."""
-        return self.rows.shared and int(self.next_positions(1)[0, 0]) == self.stored_length + self.evicted
-
-    def next_positions(self, tokens: int) -> Tensor:
-        """Positions of the next tokens in each row, (rows, tokens); one row where all rows agree."""
-        grown = self.stored_length - self.rows.kept.shape[1]
-        return self.rows.marks[:, None] + grown + torch.arange(tokens)
-
-    def pad(self, padding: Tensor) -> None:
-        """Note, before the first compaction, how many columns (rows,) stand left of each row's first token."""
-        self.rows = StoredRows.padded(padding)
-
-    def retain(self, *kept: Tensor) -> None:
-        """Keep these positions (kept,) of each row, and free the others; one tensor may stand for all rows.
-
-        Implements: CC-COMPACT
-
-        Raises:
-            SpecError: when one is not stored; nothing has changed then.
-        """
-        assert self.keys is not None
-        assert self.values is not None
-        seen, stored, marks = self.get_seq_length(), self.stored_positions(), self.next_positions(1)[:, 0]
-        of = [0] * len(kept) if self.rows.shared else range(len(stored))
-        if len(kept) == 1:
-            kept = kept * len(of)
-        slots = [slots_of(stored[row], own).to(self.keys.device) for row, own in zip(of, kept, strict=True)]
-        if sum(map(len, slots)) < sum(int((stored[row] != EMPTY).sum()) for row in of):
-            keys, values = _gathered(self.keys, slots), _gathered(self.values, slots)
-            self.keys, self.values = keys, values
-        self.rows = StoredRows(_filled(kept, self.stored_length), marks.expand(len(kept)))
-        self.evicted = seen - self.stored_length
-
-    def reset(self) -> None:
-        """Forget everything: as new."""
-        _drop_tensors(self)
-        self.rows = StoredRows.none()
-        self.evicted = 0
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last tokens seen, stored or evicted: as many as -tokens_to_remove.
-
-        Raises:
-            SpecError: when that is not a number from 0 down to minus the tokens seen.
-        """
-        remaining = self.get_seq_length() + tokens_to_remove
-        if tokens_to_remove > 0 or remaining < 0:
-            raise SpecError("tokens_to_remove", tokens_to_remove, f"must lie in [-{self.get_seq_length()}, 0]")
-        if tokens_to_remove == 0:
-            return
-        assert self.keys is not None
-        assert self.values is not None
-        if self.rows.shared:
-            left = int((self.stored_positions() < remaining).sum())
-            rows = StoredRows(self.rows.kept[:, :left], self.rows.marks.clamp(max=remaining))
-        else:
-            later = self.stored_length - self.rows.kept.shape[1]
-            if -tokens_to_remove > later:
-                raise SpecError("tokens_to_remove", tokens_to_remove, f"rows that differ can give back {later} so far")
-            left, rows = self.stored_length + tokens_to_remove, self.rows
-        self.keys, self.values = self.keys[:, :, :left], self.values[:, :, :left]
-        self.rows, self.evicted = rows, remaining - left
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Let row i go on as row beam_idx[i] was."""
-        super().reorder_cache(cast(torch.LongTensor, beam_idx))
-        self.rows = self.rows.select(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row `repeats` times, one after the other."""
-        super().batch_repeat_interleave(repeats)
-        self.rows = self.rows.select(torch.arange(len(self.rows.kept)).repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Only these rows."""
-        super().batch_select_indices(indices)
-        self.rows = self.rows.select(indices)
+__all__ = ["RetainedCache", "RetainedLayer", "storage_bytes"]
 
 
 class RetainedCache(DynamicCache):
@@ -195,6 +71,12 @@ class RetainedCache(DynamicCache):
         self.layers = [RetainedLayer() if type(layer) is DynamicLayer else layer for layer in layers]
         self.layer_class_to_replicate = None
         self.failure: str | None = None
+        self.layers_differ = False
+        """Whether layers, or their heads, store different positions."""
+        self.states = RowStates()
+        """What decode and later segments go on from, row by row."""
+        self.decoding: Decoding | None = None
+        """What a policy that decides in its steps goes on from."""
         self._in_context = False
 
     @property
@@ -209,14 +91,32 @@ class RetainedCache(DynamicCache):
 
     @property
     def stored_length(self) -> int:
-        """Slots of a full-attention layer."""
+        """Slots of a full-attention layer; of the first, where they differ."""
         return self.full_layers[0].stored_length
 
+    @property
+    def mean_length(self) -> float:
+        """Slots of a full-attention layer and KV head, on average."""
+        return sum(layer.mean_length for layer in self.full_layers) / len(self.full_layers)
+
     def stored_positions(self, row: int = 0) -> Tensor:
-        """Absolute positions that the full-attention layers store of one row, ascending, (stored,)."""
-        rows = self.full_layers[0].stored_positions()
-        positions = rows[0 if len(rows) == 1 else row]
-        return positions[positions != EMPTY]
+        """Absolute positions that the full-attention layers store of one row, ascending, (stored,).
+
+        Where layers or heads differ, those of the first; each layer's `head_positions` has its own.
+        """
+        return self.full_layers[0].head_positions(row, 0)
+
+    @property
+    def observed_keys(self) -> Tensor:
+        """The observed layer's stored keys, (rows, H_kv, stored, d)."""
+        keys = self.full_layers[0].keys
+        assert isinstance(keys, Tensor)
+        return keys
+
+    @property
+    def padding(self) -> Tensor:
+        """Columns left of each row's first token, (rows,); one row where all rows agree."""
+        return self.get_seq_length() - self.full_layers[0].next_positions(1)[:, 0]
 
     def step_inputs(self, tokens: int, device: torch.device) -> dict[str, Tensor]:
         """What the next tokens of padded rows need, where their caller leaves it out: position ids and a 2D mask.
@@ -250,10 +150,13 @@ class RetainedCache(DynamicCache):
 
         Raises:
             SpecError: outside the context manager, where rows differ: a mask of transformers cannot tell them apart.
+                Where layers do, `update` refuses.
         """
         self.check_usable()
         if not self._in_context and not self.full_layers[0].uniform:
             raise SpecError("past_key_values", "rows that differ", "can be read inside the context manager only")
+        if self.layers_differ and isinstance(self.layers[layer_idx], RetainedLayer):
+            return self.get_seq_length() + query_length, LayersDiffer()
         sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
         return sizes
 
@@ -262,6 +165,8 @@ class RetainedCache(DynamicCache):
     ) -> tuple[Tensor, Tensor]:
         """Append keys and values of new tokens, and return all that are stored."""
         self.check_usable()
+        if self.layers_differ and not self._in_context:
+            raise SpecError("past_key_values", "layers that differ", "can be read inside the context manager only")
         stored: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return stored
 
@@ -279,9 +184,12 @@ class RetainedCache(DynamicCache):
             SpecError: when one is about another number of tokens, or not one kept set for the whole model.
         """
         chosen = self.full_layers if layers is None else [self._full_layer(index) for index in layers]
+        if not chosen:
+            return
+        first = chosen[0]
+        tokens = first.next_positions(1)[:, 0] if padding is None else first.get_seq_length() - padding
         kept = []
-        for row, retention in enumerate(retentions if chosen else ()):
-            seen = chosen[0].get_seq_length() - (0 if padding is None else int(padding[row]))
+        for retention, seen in zip(retentions, tokens.expand(len(retentions)).tolist(), strict=True):
             if retention.granularity is not Granularity.MODEL:
                 raise SpecError("retention", retention.granularity, "only one kept set for all layers is served so far")
             if retention.seen != seen:
@@ -289,16 +197,48 @@ class RetainedCache(DynamicCache):
             kept.append(torch.tensor(retention.positions, dtype=torch.int64))
         if padding is None and all(torch.equal(kept[0], other) for other in kept):
             kept = kept[:1]
+        plan: Plan | None = None
         for layer in chosen:
             if padding is not None:
                 layer.pad(padding)
-            layer.retain(*kept)
+            if plan is None or not plan.fits(layer.rows, layer.stored_length):
+                plan = layer.plan(*kept)
+            layer.follow(plan)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Let row i go on as row beam_idx[i] was."""
+        super().reorder_cache(cast(torch.LongTensor, beam_idx))
+        self.states = self.states.select(beam_idx)
+        self.decoding = self.decoding and self.decoding.select(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row `repeats` times, one after the other."""
+        super().batch_repeat_interleave(repeats)
+        self.states = self.states.select(torch.arange(len(self.states.rows)).repeat_interleave(repeats))
+        self.decoding = self.decoding and self.decoding.repeat(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Only these rows."""
+        super().batch_select_indices(indices)
+        self.states = self.states.select(indices)
+        self.decoding = self.decoding and self.decoding.select(indices)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last tokens seen, stored or evicted: as many as -tokens_to_remove.
+
+        The rows' states are forgotten where they know one of these tokens: the cache then grows on without them.
+        """
+        super().crop(tokens_to_remove)
+        self.states = self.states.crop(-tokens_to_remove)
+        self.decoding = self.decoding if tokens_to_remove == 0 else None
 
     def reset(self) -> None:
         """Forget everything: ready for a new prompt."""
+        self.states = RowStates()
         for layer in self.layers:
             layer.reset()
-            _drop_tensors(layer)
+            drop_tensors(layer)
+        self.layers_differ, self.decoding = False, None
 
     def fail(self, reason: str) -> None:
         """Drop everything and refuse any further use."""
@@ -313,31 +253,6 @@ class RetainedCache(DynamicCache):
         """
         if self.failure is not None:
             raise SpecError("past_key_values", "an unusable cache", f"{self.failure}; start again with a new one")
-
-
-def _gathered(tensor: Tensor, slots: Sequence[Tensor]) -> Tensor:
-    """Each row's slots, (rows, H_kv, longest, d), ends aligned; copies, as a view would keep evicted tokens alive."""
-    if len(slots) == 1:
-        return tensor.index_select(2, slots[0])
-    # Zeros, and not any memory: a masked NaN would still spoil the sum over values.
-    out = tensor.new_zeros(len(slots), tensor.shape[1], max(map(len, slots)), tensor.shape[3])
-    for row, own in enumerate(slots):
-        out[row, :, out.shape[2] - len(own) :] = tensor[row].index_select(1, own)
-    return out
-
-
-def _filled(kept: Sequence[Tensor], width: int) -> Tensor:
-    """Positions by slot, (rows, width), EMPTY on the left of shorter rows."""
-    rows = torch.full((len(kept), width), EMPTY)
-    for row, own in enumerate(kept):
-        rows[row, width - len(own) :] = own
-    return rows
-
-
-def _drop_tensors(layer: Any) -> None:
-    # Layers of some releases zero their tensors on a reset, and keep their length.
-    layer.keys = layer.values = None
-    layer.is_initialized = False
 
 
 def storage_bytes(layers: Iterable[Any]) -> int:

@@ -6,10 +6,10 @@ config is as it was.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,19 +19,19 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from models_integration.architecture import IMPLEMENTATIONS, Architecture
-from models_integration.cache import RetainedCache
+from models_integration.cache import RetainedCache, RetainedLayer
 from models_integration.flash import flash_attention
-from models_integration.visibility import retained_mask
+from models_integration.ragged import RaggedLayer, ragged_attention
+from models_integration.visibility import AttentionFunction, LayerMasks, retained_mask
 from spec.errors import SpecError
 from spec.policy import LayerView, Needs
 
-__all__ = ["Attended", "Recorder", "Watcher", "observing"]
+__all__ = ["Attended", "Recorder", "Watcher", "observing", "on_host"]
 
-AttentionFunction: TypeAlias = Callable[..., tuple[Tensor, Tensor | None]]
 
 @dataclass(frozen=True)
 class Attended:
-    """What one layer attended with: query (rows, H, n, d), key and value (rows, H_kv, live, d)."""
+    """What one layer attended with: query (rows, H, n, d), key and value (rows, H_kv, live, d), or a ragged layer's."""
 
     query: Tensor
     key: Tensor
@@ -103,24 +103,25 @@ class Recorder:
             None if lse is None else lse.detach(),
         )
 
-    def views(self, row: int, padding: int) -> dict[int, LayerView]:
-        """What was seen of one row, without the columns left of its first token.
+    def views(self, row: int, skipped: int) -> dict[int, LayerView]:
+        """What was seen of one row, without the first slots, which hold no token of it.
 
         On the host, half precision as float32, which is exact; or as it is, where the scorer takes such tensors.
         """
-        return {layer: self._view(seen, row, padding) for layer, seen in self.seen.items()}
+        return {layer: self._view(seen, row, skipped) for layer, seen in self.seen.items()}
 
-    def _view(self, seen: _Seen, row: int, padding: int) -> LayerView:
-        k = seen.k[row, :, padding:]
+    def _view(self, seen: _Seen, row: int, skipped: int) -> LayerView:
+        k = seen.k[row, :, skipped:]
         q = seen.q[row, :, max(0, seen.q.shape[2] - k.shape[1]) :]
-        v = None if seen.v is None else seen.v[row, :, padding:]
+        v = None if seen.v is None else seen.v[row, :, skipped:]
         lse, takes = None if seen.lse is None else seen.lse[row], self.needs.takes
         if takes is None or not all(takes(tensor) for tensor in (q, k, v) if tensor is not None):
-            q, k, v, lse = _host(q), _host(k), _host(v), _host(lse)
+            q, k, v, lse = on_host(q), on_host(k), on_host(v), on_host(lse)
         return LayerView(q, k, v, seen.scaling, seen.softcap, lse)
 
 
-def _host(tensor: Tensor | None) -> Any:
+def on_host(tensor: Tensor | None) -> Any:
+    """As a NumPy array; half precision as float32, which is exact."""
     if tensor is None:
         return None
     wide = tensor if tensor.dtype == torch.float64 else tensor.float()
@@ -129,6 +130,8 @@ def _host(tensor: Tensor | None) -> Any:
 
 # Who watches which attention module, for the time of one forward.
 _WATCHERS: WeakKeyDictionary[nn.Module, Watcher] = WeakKeyDictionary()
+# The layer of a cache that a full-attention module reads, for the time of one forward.
+_READS: WeakKeyDictionary[nn.Module, RetainedLayer] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -146,12 +149,17 @@ def observing(
         for module in modules:
             assert watcher is not None
             _WATCHERS[module] = watcher
+        for index in architecture.full_layers:
+            layer = cache.layers[index]
+            assert isinstance(layer, RetainedLayer)
+            _READS[architecture.attention[index]] = layer
         with cache.in_context():
             yield
     finally:
         config._attn_implementation_internal = stock
-        for module in modules:
+        for module in architecture.attention.values():
             _WATCHERS.pop(module, None)
+            _READS.pop(module, None)
 
 
 def _register(stock: str) -> str:
@@ -168,7 +176,17 @@ def _observed(stock: str) -> AttentionFunction:
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        own, watcher = _own_attention(stock, module), _WATCHERS.get(module)
+        own, watcher, layer = _own_attention(stock, module), _WATCHERS.get(module), _READS.get(module)
+        if isinstance(layer, RaggedLayer):
+            merged = ragged_attention(own, module, query, layer, attention_mask, options)
+            if watcher is not None:
+                assert layer.keys is not None
+                assert layer.values is not None
+                watcher.attended(module, Attended(query, layer.keys, layer.values, None, options))
+            return merged, None
+        if isinstance(attention_mask, LayerMasks):
+            assert layer is not None
+            attention_mask = attention_mask.of(layer.rows, layer.stored_length, layer.get_seq_length())
         if watcher is None:
             return own(module, query, key, value, attention_mask, **options)
         both = None

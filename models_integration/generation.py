@@ -22,7 +22,8 @@ class Call:
     rows: int
     """Prompts that it was given: generate repeats each for beams and returned sequences."""
     until: int
-    """Columns of a prompt that is read in chunks, or ONE_FORWARD."""
+    """Columns that the cache has seen when a prompt that is read in chunks is over, or ONE_FORWARD."""
+    beams: int = 1
 
 
 @contextmanager
@@ -39,7 +40,7 @@ def guarded_generate(
     @wraps(generate)
     def guarded(*args: Any, **kwargs: Any) -> Any:
         named = {**dict(zip(("inputs", "generation_config"), args, strict=False)), **kwargs}
-        with during(_call(named, check_generate(model, named))):
+        with during(_call(named, *check_generate(model, named))):
             return generate(*args, **kwargs)
 
     vars(model)["generate"] = guarded
@@ -52,9 +53,12 @@ def guarded_generate(
             vars(model)["generate"] = had
 
 
-def _call(named: dict[str, Any], chunk: int | None) -> Call:
+def _call(named: dict[str, Any], chunk: int | None, beams: int) -> Call:
     ids = next((ids for name in ("inputs", "input_ids") if isinstance(ids := named.get(name), Tensor)), None)
     if ids is None or ids.ndim != 2:
-        return Call(1, ONE_FORWARD)
+        return Call(1, ONE_FORWARD, beams)
     rows, columns = ids.shape
-    return Call(rows, ONE_FORWARD if chunk is None or columns <= chunk else columns)
+    # Of a sequence that goes on, the ids may be the new ones alone; the mask is about all.
+    mask = named.get("attention_mask")
+    columns = mask.shape[1] if isinstance(mask, Tensor) and mask.ndim == 2 else columns
+    return Call(rows, ONE_FORWARD if chunk is None or columns <= chunk else columns, beams)

@@ -23,11 +23,11 @@ _GENERATE = {
 }
 
 
-def check_generate(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> int | None:
+def check_generate(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> tuple[int | None, int]:
     """Refuse what generate would do with the cache in ways that are not served.
 
     Returns:
-        The size of the chunks in which it will read the prompt, if it will.
+        The size of the chunks in which it will read the prompt, if it will; and the number of its beams.
 
     Raises:
         SpecError: that names the argument.
@@ -48,7 +48,7 @@ def check_generate(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> int | N
     chunk: int | None = effective("prefill_chunk_size")
     if chunk is not None and effective("token_healing"):
         raise SpecError("token_healing", True, "changes the prompt's length: not beside prefill_chunk_size")
-    return chunk
+    return chunk, effective("num_beams") or 1
 
 
 def check_forward(arguments: Mapping[str, Any], default_use_cache: bool) -> None:
@@ -75,11 +75,11 @@ def check_prompt(
     architecture: Architecture, arguments: Mapping[str, Any], *, columns: int = 0, padding: Tensor | None = None,
     whole: bool = True,
 ) -> Tensor | None:
-    """What holds for a prompt, or for its next piece: tokens from position 0 on, in order, padded on the left only.
+    """What holds for a prompt, for its next piece, or for a turn: tokens in order, padding left of the first only.
 
     Args:
         columns: tokens of each row before this piece, padding included.
-        padding: what this function gave for the piece before.
+        padding: what this function gave for the piece before, or what the cache knows.
         whole: the prompt ends with this piece.
 
     Returns:
@@ -143,5 +143,5 @@ def _check_positions(positions: Tensor | None, ids: Tensor, expected: Tensor) ->
     if not fits or not bool(((positions.to("cpu") == expected) | (expected < 0)).all()):
         first, last = int(expected.max(dim=1).values.min()) + 1 - ids.shape[1], int(expected.max())
         raise SpecError(
-            "position_ids", tuple(positions.shape), f"must be {max(0, first)} to {last}: a prompt starts the sequence"
+            "position_ids", tuple(positions.shape), f"must be {max(0, first)} to {last}: they follow what was seen"
         )

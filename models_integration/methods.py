@@ -1,16 +1,18 @@
 """The methods under the names that users know: a policy of five parts, a budget, and the backend that decides."""
 
 from collections.abc import Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from transformers import PreTrainedModel
 
+from models_integration.decoding import Life
 from models_integration.session import Session
 from reference.policies import crystalcache, full_cache, streaming_llm
 from spec.backend import BUILT_IN, Backend, resolve
 from spec.budget import Budget, parse_budget
 from spec.errors import BackendUnavailable, SpecError
 from spec.parameters import PAPER, CrystalCacheParameters
+from spec.parameters.crystalcache import BreathProtection
 from spec.policy import Policy
 from spec.validate import check_sentence_ends
 
@@ -27,6 +29,8 @@ class Method:
     budget: Budget
     backend: str = "numpy"
     """The name of the backend that the policy's parts use."""
+    life: Life | None = None
+    """How CrystalCache's states go on after a prompt; other policies have none, and decide anew at each segment."""
 
     def __call__(self, model: PreTrainedModel) -> Session:
         """`with method(model) as run: ...`."""
@@ -42,15 +46,22 @@ class CrystalCache(Method):
         parameters: constants of the method.
         backend: "auto" (triton where CUDA is, else numba, else numpy: `run.backend` says which), another name,
             "module:ATTRIBUTE" or a Backend.
+        decode: the cache is held at its budget while tokens are generated, by a breath every T_breath steps. Without
+            it only segments (the prompt, later turns) evict.
+        stream: all that the model reads is one endless segment, cut every C tokens; needs an integer budget.
+        breath_protection: what is safe at a breath, in place of the parameters' value: "sink+recent", or "none" as
+            in the paper, where the newest tokens can be the first to go.
 
     Raises:
-        SpecError: for a budget, ends, parameters or a backend that the specification does not admit.
+        SpecError: for a budget, ends, parameters or a backend that the specification does not admit, or a stream
+            without an integer budget.
         BackendUnavailable: when the backend cannot run here.
     """
 
     def __init__(
         self, budget: float | int | str | Budget = 0.5, sentence_ends: Set[int] | None = None,
-        parameters: CrystalCacheParameters = PAPER, backend: str | Backend = "auto",
+        parameters: CrystalCacheParameters = PAPER, backend: str | Backend = "auto", *, decode: bool = False,
+        stream: bool = False, breath_protection: BreathProtection = "sink+recent",
     ) -> None:
         share = parse_budget(budget)
         if sentence_ends is None:
@@ -60,8 +71,14 @@ class CrystalCache(Method):
         ends = check_sentence_ends(sentence_ends)
         if not isinstance(parameters, CrystalCacheParameters):
             raise SpecError("parameters", parameters, "must be CrystalCacheParameters")
+        if stream and share.count is None:
+            raise SpecError("budget", str(share), "a stream needs a number of tokens: a fraction of it has no end")
+        parameters = replace(parameters, breath_protection=breath_protection)
         chosen = _fastest() if backend == "auto" else resolve(backend)
-        super().__init__(crystalcache(ends, parameters, chosen), share, chosen.name)
+        if decode or stream:
+            chosen.require_breath()
+        life = Life(ends, parameters, chosen, share, decode, stream)
+        super().__init__(crystalcache(ends, parameters, chosen), share, chosen.name, life)
 
 
 class StreamingLLM(Method):

@@ -1,7 +1,7 @@
 """A segment: what a model reads between two decisions, and what a policy makes of it."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -12,16 +12,26 @@ from models_integration.architecture import Architecture
 from models_integration.cache import RetainedCache, storage_bytes
 from models_integration.capture import Attended, Recorder
 from models_integration.inputs import check_tokens
+from models_integration.ragged import compact
+from models_integration.running import Decoding
+from models_integration.states import RowStates
+from models_integration.steps import groups_of
 from models_integration.stopwatch import Stopwatch
-from reference.policies import retain
-from spec.policy import Observation
+from models_integration.visibility import EMPTY
+from reference.policies import retain, start
+from reference.policies.retain import chosen, tokens_of
+from spec.arrays import IntVector
+from spec.budget import Budget
+from spec.decode import DecodeState
+from spec.errors import SpecError
+from spec.policy import LayerView, Observation, Policy, Running
 from spec.records import CrystalRetention
 from spec.retention import Retention
 
 if TYPE_CHECKING:
     from models_integration.methods import Method
 
-__all__ = ["ONE_FORWARD", "OPEN", "Kept", "Segment"]
+__all__ = ["ONE_FORWARD", "OPEN", "Kept", "Segment", "retain_stored"]
 
 # Columns after which a segment ends: with its first forward, or when it is told to.
 ONE_FORWARD, OPEN = 0, sys.maxsize
@@ -29,15 +39,18 @@ ONE_FORWARD, OPEN = 0, sys.maxsize
 
 @dataclass(frozen=True)
 class Kept:
-    """What a policy decided about one prompt."""
+    """What a policy decided about one row: of a prompt with all records, if the policy is CrystalCache."""
 
     retention: Retention
     records: CrystalRetention | None
     over_budget: int
+    state: DecodeState | None
+    running: Running | None = None
+    """What a policy that decides in its steps goes on from."""
 
 
 class Segment:
-    """One forward with more than one query, or the forwards of one prompt that is read in pieces.
+    """One forward with more than one query, or the forwards of a prompt, a turn or a stream that come in pieces.
 
     It watches the model's attention. A segment of one forward, whose scorer asks for no more than the observed layer,
     is decided as soon as that layer has attended, and each layer is compacted as soon as it has: the full cache never
@@ -46,6 +59,9 @@ class Segment:
     Args:
         copies: rows of the batch that stand for one prompt: beams, or returned sequences.
         until: columns that the cache has seen when the segment is over.
+
+    Raises:
+        SpecError: for a later segment under a policy that asks for the ids of all stored tokens, and has no states.
     """
 
     def __init__(
@@ -55,6 +71,10 @@ class Segment:
         self.recorder = Recorder(method.policy.scorer.needs)
         self.padding: Tensor | None = None
         self.bytes_saved = 0
+        self.later = cache.get_seq_length() > 0
+        """Whether it goes on from what earlier segments left."""
+        if self.later and method.life is None and self.recorder.needs.token_ids:
+            raise SpecError("policy", method.policy.name, "reads token ids: it serves one segment of a cache")
         self._method, self._architecture = method, architecture
         self._ids: list[Tensor] = []
         self._kept: tuple[Kept, ...] | None = None
@@ -75,7 +95,8 @@ class Segment:
         return len(self._ids[0])
 
     @property
-    def _columns(self) -> int:
+    def columns(self) -> int:
+        """Columns read so far."""
         return sum(ids.shape[1] for ids in self._ids)
 
     def read(self, input_ids: Tensor, padding: Tensor | None) -> None:
@@ -86,7 +107,7 @@ class Segment:
 
     def wants_lse(self, layer: int) -> bool:
         """Only where the forward's sum is over what a single run would see: one forward, no padding."""
-        return self._streams and self.padding is None and self._observes(layer)
+        return self._streams and not self.later and self.padding is None and self._observes(layer)
 
     def attended(self, module: nn.Module, seen: Attended) -> None:
         """After a layer has attended."""
@@ -108,31 +129,75 @@ class Segment:
             SpecError: when a row has fewer than two tokens.
         """
         assert self._watch is not None
-        check_tokens(self._columns, self.padding)
+        if not self.later:
+            check_tokens(self.columns, self.padding)
         kept = self._decide()
         self._compact(layer for layer in self._architecture.full_layers if layer not in self._compacted)
+        running = [one.running for one in kept for _ in range(self.copies) if one.running is not None]
+        self.cache.decoding = Decoding(self._method.policy.name, tuple(running)) if running else None
         return kept, self._watch.read()
+
+    @property
+    def ids(self) -> Tensor:
+        """The tokens read so far, (rows, columns)."""
+        return torch.cat(self._ids, dim=1)
 
     def _decide(self) -> tuple[Kept, ...]:
         if self._kept is None:
-            self._kept = tuple(self._decided(row) for row in range(0, self.rows, self.copies))
+            decide = self._continued if self.later else self._decided
+            self._kept = tuple(decide(row) for row in range(0, self.rows, self.copies))
             self.recorder.seen.clear()
+            states = tuple(kept.state for kept in self._kept for _ in range(self.copies) if kept.state is not None)
+            self.cache.states = RowStates(states, self.cache.get_seq_length())
         return self._kept
 
     def _decided(self, row: int) -> Kept:
         assert self._watch is not None
         method, needs = self._method, self.recorder.needs
         padding = 0 if self.padding is None else int(self.padding[row])
-        seen = self._columns - padding
+        seen = self.columns - padding
         with self._watch.stage("capture"):
-            ids = None
-            if needs.token_ids:
-                ids = torch.cat([part[row] for part in self._ids])[padding:].to("cpu", torch.int64).numpy()
-            observation = Observation(seen, 1, ids, self.recorder.views(row, padding))
+            ids = self._row_ids(row)[padding:] if needs.token_ids else None
+            groups = groups_of(method, self._architecture, self.cache)
+            observation = Observation(seen, groups, ids, self.recorder.views(row, padding))
         with self._watch.stage("decision"):
+            if method.policy.cadence.every is not None:
+                retention, running = start(method.policy, method.budget, observation)
+                return self._kept_of(retention, None, None, running)
             retention, records = retain(method.policy, method.budget, observation)
-        B = max(method.policy.floor, method.budget.tokens(seen))
-        return Kept(retention, records, max(0, len(retention.positions) - B))
+            state = None
+            if method.life is not None and records is not None and ids is not None:
+                (view,) = observation.layers.values()
+                state = method.life.started(records, view, ids)
+        return self._kept_of(retention, records, state)
+
+    def _continued(self, row: int) -> Kept:
+        """A later segment: CrystalCache's state takes it up; other policies decide anew on all that is stored."""
+        assert self._watch is not None
+        method, layer = self._method, self.cache.full_layers[0]
+        shared = 0 if layer.rows.shared else row
+        stored = layer.stored_positions()[shared]
+        seen, skipped = int(layer.next_positions(1)[shared, 0]), int((stored == EMPTY).sum())
+        with self._watch.stage("capture"):
+            views = self.recorder.views(row, skipped)
+        with self._watch.stage("decision"):
+            if method.life is None:
+                kept = retain_stored(method.policy, method.budget, stored[skipped:].numpy(), seen, views)
+                return self._kept_of(Retention.shared(kept, seen), None, None)
+            (view,) = views.values()
+            state = method.life.extended(self.cache.states.rows[row], view, self._row_ids(row))
+        return self._kept_of(Retention.shared(state.stored, seen), None, state)
+
+    def _row_ids(self, row: int) -> IntVector:
+        ids: IntVector = torch.cat([part[row] for part in self._ids]).to("cpu", torch.int64).numpy()
+        return ids
+
+    def _kept_of(
+        self, retention: Retention, records: CrystalRetention | None, state: DecodeState | None,
+        running: Running | None = None,
+    ) -> Kept:
+        total = tokens_of(self._method.policy, self._method.budget, retention.seen) * retention.groups
+        return Kept(retention, records, max(0, len(retention.positions) - total), state, running)
 
     def _compact(self, layers: Iterable[int]) -> None:
         assert self._watch is not None
@@ -142,6 +207,20 @@ class Segment:
         before = storage_bytes(tensors)
         with self._watch.stage("compaction"):
             retentions = [kept.retention for kept in self._kept for _ in range(self.copies)]
-            self.cache.compact(retentions, self.padding, layers)
+            compact(self.cache, retentions, None if self.later else self.padding, layers)
         self.bytes_saved += before - storage_bytes(tensors)
         self._compacted.update(layers)
+
+
+def retain_stored(
+    policy: Policy, budget: Budget, stored: IntVector, seen: int, views: Mapping[int, LayerView],
+) -> IntVector:
+    """What a policy without states keeps at the end of a later segment: positions out of `stored`, ascending.
+
+    Its scorer sees the slots as a sequence: all stored keys, and the segment's queries, which are the last of them.
+    Protection and budget are about all tokens seen.
+    """
+    B, protected = tokens_of(policy, budget, seen), policy.protection(seen)[stored]
+    scores = policy.scorer(Observation(len(stored), 1, None, views, B), protected)
+    kept: IntVector = stored[chosen(policy, B, scores, protected).positions]
+    return kept

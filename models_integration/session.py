@@ -14,16 +14,21 @@ from transformers import PreTrainedModel
 from models_integration.architecture import describe
 from models_integration.cache import RetainedCache
 from models_integration.capture import observing
+from models_integration.decoding import Life
 from models_integration.generation import Call, guarded_generate
 from models_integration.inputs import check_forward, check_prompt, prompt_positions
+from models_integration.places import Place, check_known, check_rows, check_turn
 from models_integration.segments import ONE_FORWARD, OPEN, Segment
+from models_integration.steps import Step
+from models_integration.streams import Stream
 from spec.arrays import IntVector
 from spec.errors import SpecError
 from spec.records import CrystalRetention
-from spec.retention import Granularity, Retention
+from spec.retention import Retention
 
 if TYPE_CHECKING:
     from models_integration.methods import Method
+    from models_integration.published import Published
 
 __all__ = ["Prefilled", "Session", "prefill"]
 
@@ -37,22 +42,21 @@ _BUSY: WeakSet[nn.Module] = WeakSet()
 class Session:
     """A method on a model, for the time of a `with` block; afterwards, what it did.
 
-    Every prompt that the model reads inside the block is observed, decided and compacted; decode steps go on from
-    the compacted cache. The attributes are about the last prompt, or the last batch of them: rows of different lengths
-    are padded on their left, with the 2D mask that says so. A prompt is one forward, unless it is read inside
-    `with run.prompt():` or in generate's own chunks: its end is where the policy decides.
+    Every segment that the model reads inside the block, a prompt or a later turn, is observed, decided and compacted;
+    decode steps go on from the compacted cache. The attributes are about the last segment, or the last batch of them:
+    rows of different lengths are padded on the left of their first prompt, with the 2D mask that says so. A segment is
+    one forward of more than one token, unless it is read inside `with run.prompt():` or in generate's own chunks: its
+    end is where the policy decides. In a stream, segments end every C tokens, wherever the forwards end.
 
     Raises:
         SpecError: when made for a model that cannot be compacted.
     """
 
     def __init__(self, method: "Method", model: PreTrainedModel) -> None:
-        if method.policy.granularity is not Granularity.MODEL:
-            raise SpecError("policy", method.policy.name, "one kept set for all layers and heads is served so far")
         self.backend = method.backend
         """The backend that decides."""
         self.retention: Kept | tuple[Kept, ...] | None = None
-        """What was kept; of a batch, a tuple with one for each prompt. None before a prompt."""
+        """What was kept, with all records of a first prompt; of a batch, a tuple with one for each. None before."""
         self.cache: RetainedCache | None = None
         """The compacted cache; it lives on after the block."""
         self.timings: dict[str, float] = {}
@@ -67,8 +71,11 @@ class Session:
         self._names = tuple(inspect.signature(self._architecture.decoder.forward).parameters)
         self._call: Call | None = None
         self._grouping = False
+        self._stream = Stream(method.life.parameters.C) if method.life is not None and method.life.stream else None
+        self._step: Tensor | None = None
         self._cache: RetainedCache | None = None
         self._segment: Segment | None = None
+        self._decider: Step | None = None
         self._undo: ExitStack | None = None
         self._exit: ExitStack | None = None
 
@@ -96,7 +103,7 @@ class Session:
             undo.callback(decoder.register_forward_pre_hook(self._before, with_kwargs=True).remove)
             undo.callback(decoder.register_forward_hook(self._after, always_call=True).remove)
             undo.enter_context(guarded_generate(self._model, self._generating))
-            undo.callback(self._drop, "its context ended inside a prompt")
+            undo.callback(self._close, "its context ended inside a prompt")
             undo.callback(self._abandon)
             self._exit = undo.pop_all()
         return self
@@ -112,67 +119,149 @@ class Session:
     ) -> tuple[tuple[()], dict[str, Any]]:
         # A forward that was interrupted, by Ctrl-C for one, has not passed `_after`.
         self._abandon()
+        if self._stream is not None:
+            self._stream.begin()
         arguments = {**dict(zip(self._names, args, strict=False)), **kwargs}
         check_forward(arguments, getattr(self._architecture.config, "use_cache", True))
-        cache = arguments.get("past_key_values")
-        if self._segment is None and isinstance(cache, RetainedCache) and cache.get_seq_length() > 0:
-            _check_step(arguments["input_ids"], cache)
-            defaults = cache.step_inputs(1, arguments["input_ids"].device)
+        arguments = {name: value for name, value in arguments.items() if value is not None}
+        cache, ids = arguments.get("past_key_values"), arguments["input_ids"]
+        if isinstance(cache, RetainedCache) and self._is_step(cache, ids):
+            self._before_step(cache, ids)
+            defaults = cache.step_inputs(1, ids.device)
         else:
-            cache, defaults = self._read(cache, arguments)
-        segment, self._cache, self._undo = self._segment, cache, ExitStack()
-        layers = () if segment is None else segment.layers
-        self._undo.enter_context(observing(self._architecture, cache, segment, layers))
-        given = {name: value for name, value in arguments.items() if value is not None}
-        return (), {**arguments, **defaults, **given, "past_key_values": cache}
+            place = self._place(cache, arguments)
+            if self._stream is not None and ids.shape[1] > place.until - place.columns:
+                arguments = self._stream.ahead(decoder, arguments, place.until - place.columns)
+                cache = arguments["past_key_values"]
+                place = self._place(cache, arguments)
+            cache, defaults = self._read(cache, arguments["input_ids"], place), place.defaults
+        watcher, self._cache, self._undo = self._segment or self._decider, cache, ExitStack()
+        layers = () if watcher is None else watcher.layers
+        self._undo.enter_context(observing(self._architecture, cache, watcher, layers))
+        return (), {**defaults, **arguments, "past_key_values": cache}
 
-    def _read(self, cache: Any, arguments: Mapping[str, Any]) -> tuple[RetainedCache, dict[str, Tensor]]:
-        """A prompt starts or goes on; nothing has changed if it is refused."""
+    def _is_step(self, cache: RetainedCache, ids: Tensor) -> bool:
+        """One query on a filled cache is a decode step, unless it is a piece of a segment."""
+        seen, life = cache.get_seq_length(), self._method.life
+        if ids.shape[1] != 1 or seen == 0 or self._grouping:
+            return False
+        if self._stream is not None:
+            return life is not None and life.decode and not self._stream.cutting
+        if self._segment is not None:
+            return False
+        return self._call is None or seen + 1 >= self._call.until
+
+    def _before_step(self, cache: RetainedCache, ids: Tensor) -> None:
+        check_rows(cache, ids)
+        life, segment = self._method.life, self._segment
+        if segment is not None:
+            if segment.cache is not cache:
+                raise SpecError("past_key_values", type(cache).__name__, "must be the cache of the stream that is open")
+            self._finish(segment)
+        if life is not None and life.decode:
+            check_known(cache)
+        if life is not None and cache.states.waiting and cache.states.steps != life.decode:
+            _settle(cache, life)
+        if self._method.policy.cadence.every is not None:
+            self._decider = Step(self._method, self._architecture, cache)
+        self._step = ids
+
+    def _place(self, cache: Any, arguments: Mapping[str, Any]) -> Place:
+        """Where a segment starts or goes on.
+
+        Raises:
+            SpecError: for tokens that cannot follow; nothing has changed.
+        """
         segment, ids = self._segment, arguments["input_ids"]
-        if segment is None:
-            if cache is not None:
-                RetainedCache.check_adoptable(cache)
-            until = OPEN if self._grouping else ONE_FORWARD if self._call is None else self._call.until
-            columns, known = 0, None
-        else:
-            if cache is not segment.cache:
-                raise SpecError("past_key_values", type(cache).__name__, "must be the cache of the prompt that is open")
-            if len(ids) != segment.rows:
-                raise SpecError("input_ids", tuple(ids.shape), f"the prompt that is open has {segment.rows} rows")
-            until, columns, known = segment.until, cache.get_seq_length(), segment.padding
+        if segment is not None and cache is not segment.cache:
+            raise SpecError("past_key_values", type(cache).__name__, "must be the cache of the prompt that is open")
+        if segment is not None and len(ids) != segment.rows:
+            raise SpecError("input_ids", tuple(ids.shape), f"the prompt that is open has {segment.rows} rows")
+        filled = isinstance(cache, RetainedCache) and cache.get_seq_length() > 0
+        if cache is not None and not filled:
+            RetainedCache.check_adoptable(cache)
+        columns: int = cache.get_seq_length() if filled else 0
+        later = filled if segment is None else segment.later
+        defaults, known = {}, None if segment is None else segment.padding
+        if later:
+            check_turn(self._method.policy, cache, ids)
+            check_rows(cache, ids)
+            defaults, known = cache.step_inputs(ids.shape[1], ids.device), cache.padding.expand(len(ids))
+        until = self._until(columns) if segment is None else segment.until
         padding = check_prompt(
-            self._architecture, arguments, columns=columns, padding=known, whole=until == ONE_FORWARD
+            self._architecture, {**defaults, **arguments}, columns=columns, padding=known,
+            whole=until == ONE_FORWARD and not later,
         )
-        if segment is None:
-            config = self._architecture.config
-            cache = RetainedCache(config) if cache is None else RetainedCache.adopt(cache, config)
-            copies = 1 if self._call is None else max(1, len(ids) // self._call.rows)
-            segment = self._segment = Segment(self._method, self._architecture, cache, copies, until)
-        segment.read(ids, padding)
-        if padding is None:
-            return cache, {}
-        positions = prompt_positions(ids.shape[1], columns, padding).clamp(min=0)
-        return cache, {"position_ids": positions.to(ids.device)}
+        if padding is not None and self._stream is not None:
+            raise SpecError("attention_mask", padding.tolist(), "the rows of a stream start together: no padding")
+        if segment is None and later and self._method.life is not None:
+            _settle(cache, self._method.life)
+        if padding is not None and not later:
+            positions = prompt_positions(ids.shape[1], columns, padding).clamp(min=0)
+            defaults = {"position_ids": positions.to(ids.device)}
+        return Place(columns, until, padding, defaults)
 
-    def _after(self, decoder: nn.Module, args: tuple[Any, ...], output: object) -> None:
+    def _until(self, columns: int) -> int:
+        if self._stream is not None:
+            return columns + self._stream.C
+        return OPEN if self._grouping else ONE_FORWARD if self._call is None else self._call.until
+
+    def _read(self, cache: Any, ids: Tensor, place: Place) -> RetainedCache:
+        if self._segment is None:
+            config, first = self._architecture.config, place.columns == 0
+            if first:
+                cache = RetainedCache(config) if cache is None else RetainedCache.adopt(cache, config)
+            copies = max(1, len(ids) // self._call.rows) if first and self._call is not None else 1
+            self._segment = Segment(self._method, self._architecture, cache, copies, place.until)
+        self._segment.read(ids, place.padding)
+        return self._segment.cache
+
+    def _after(self, decoder: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if self._undo is None:
-            return
+            return None
         if output is None:
             self._abandon()
-            return
+            return None
         self._undo.close()
-        self._undo = None
+        step, self._undo, self._step = self._step, None, None
+        if step is not None:
+            assert self._cache is not None
+            self._after_step(self._cache, step)
+            self._decider = None
+            return None
         segment = self._segment
         if segment is not None and segment.cache.get_seq_length() >= segment.until:
             self._finish(segment)
+        return None if self._stream is None else self._stream.joined(output)
+
+    def _after_step(self, cache: RetainedCache, ids: Tensor) -> None:
+        """A token has been decoded: it waits until a breath is due, or the policy decides at once."""
+        life, decider = self._method.life, self._decider
+        try:
+            if decider is not None:
+                decider.finish()
+            elif life is not None:
+                cache.states = cache.states.wait(ids.detach().clone(), steps=life.decode)
+                if life.due(cache.states):
+                    _settle(cache, life)
+        except BaseException:
+            cache.fail("a decode step failed")
+            raise
 
     def _abandon(self) -> None:
         """Close a forward that did not come to its end; some layers have its tokens and others do not."""
         if self._undo is not None:
             self._undo.close()
-            self._undo = self._segment = None
+            self._undo = self._segment = self._step = self._decider = None
             assert self._cache is not None
             self._cache.fail("a forward failed half way")
+
+    def _close(self, reason: str) -> None:
+        """The context ends: what a stream has read so far is its last segment, any other is given up."""
+        self._abandon()
+        if self._stream is not None and self._segment is not None:
+            self._finish(self._segment)
+        self._drop(reason)
 
     def _drop(self, reason: str) -> None:
         """Give up a prompt that did not come to its end."""
@@ -190,6 +279,8 @@ class Session:
         """
         if self._grouping or self._call is not None or self._exit is None or self._architecture.decoder not in _BUSY:
             raise SpecError("prompt()", "a block", "belongs inside the context, and neither in another nor in generate")
+        if self._stream is not None:
+            raise SpecError("prompt()", "a block", "a stream's segments end every C tokens: no block can hold one open")
         self._grouping = True
         try:
             yield
@@ -206,33 +297,48 @@ class Session:
     def _generating(self, call: Call) -> Iterator[None]:
         if self._grouping:
             raise SpecError("prompt()", "generate", "reads a prompt of its own: not inside the block")
+        if self._stream is not None and call.beams > 1:
+            raise SpecError("num_beams", call.beams, "beams would change places inside a stream's segment")
         outer, self._call = self._call, call
         try:
             yield
         finally:
             self._call = outer
-            self._drop("a prompt was left half way")
+            self._abandon()
+            if self._stream is None:
+                self._drop("a prompt was left half way")
 
     def _finish(self, segment: Segment) -> None:
         self._segment = None
+        life, cache = self._method.life, segment.cache
+        if segment.columns == 1 and (segment.later or self._stream is not None):
+            # One query is a decode step: its token waits.
+            if life is not None and not segment.later:
+                cache.states = life.empty(segment.rows)
+            self._after_step(cache, segment.ids)
+            return
         try:
             kept, timings = segment.finish()
         except BaseException:
-            segment.cache.fail("a policy failed on its prompt")
+            cache.fail("a policy failed on its prompt")
             raise
         retentions = tuple(one.retention if one.records is None else one.records for one in kept)
         self.retention = retentions if len(retentions) > 1 else retentions[0]
-        self.cache, self.timings, self.bytes_saved = segment.cache, timings, segment.bytes_saved
+        self.cache, self.timings, self.bytes_saved = cache, timings, segment.bytes_saved
         self.over_budget = sum(one.over_budget for one in kept)
 
 
-def _check_step(input_ids: Tensor, cache: RetainedCache) -> None:
-    if input_ids.shape[1] != 1:
-        raise SpecError(
-            "input_ids", tuple(input_ids.shape),
-            f"a second segment on a cache that has seen {cache.get_seq_length()} tokens (a turn, a chunk of a prompt) "
-            "is not served inside the context yet: only single decode steps are",
-        )
+def _settle(cache: RetainedCache, life: Life) -> None:
+    """The states know all that the cache has seen, and the cache stores what they do: a breath may have evicted.
+
+    Raises:
+        SpecError: when they cannot; nothing has changed.
+    """
+    check_known(cache)
+    before, after = cache.states.rows, life.settled(cache.states, cache.observed_keys)
+    if any(new.live is not old.live for new, old in zip(after.rows, before, strict=True)):
+        cache.compact([Retention.shared(state.stored, state.seen) for state in after.rows])
+    cache.states = after
 
 
 class Prefilled(NamedTuple):
@@ -244,7 +350,7 @@ class Prefilled(NamedTuple):
     run: Session
 
 
-def prefill(model: PreTrainedModel, method: "Method", input_ids: Tensor) -> Prefilled:
+def prefill(model: PreTrainedModel, method: "Method | Published", input_ids: Tensor) -> Prefilled:
     """Read a prompt under a policy, for those who run their own loop.
 
     Go on with `model(input_ids=next_token, past_key_values=cache)`: default position ids and masks are right. With
@@ -253,7 +359,8 @@ def prefill(model: PreTrainedModel, method: "Method", input_ids: Tensor) -> Pref
 
     Args:
         model: a causal language model.
-        method: such as CrystalCache(...).
+        method: such as CrystalCache(...). Where it keeps other tokens in other layers or heads, its cache can be read
+            inside the context manager only.
         input_ids: one prompt, (1, n).
 
     Raises:

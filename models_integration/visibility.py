@@ -5,7 +5,7 @@ for position s + kv_offset. A compacted layer has gaps, so its `kv_offset` is a 
 stored slots in every new query's past, and the stored rows for those who need the positions themselves.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
@@ -15,12 +15,18 @@ from transformers import masking_utils
 
 from spec.errors import SpecError
 
-__all__ = ["EMPTY", "MaskFunction", "Pattern", "SlotOffset", "StoredRows", "by_position", "retained_mask"]
+__all__ = [
+    "EMPTY", "AttentionFunction", "LayerMasks", "LayersDiffer", "MaskFunction", "Pattern", "SlotOffset", "StoredRows",
+    "by_position", "retained_mask",
+]
 
 Pattern: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(row, head, query, key) to visible, over broadcast index tensors: causal, sliding window, ..."""
 MaskFunction: TypeAlias = Callable[..., Tensor | None]
 """What `AttentionMaskInterface` holds: builds one attention mask from sizes, offsets and a pattern."""
+
+AttentionFunction: TypeAlias = Callable[..., tuple[Tensor, Tensor | None]]
+"""What `AttentionInterface` holds."""
 
 _CAUSAL = cast(Pattern, masking_utils.causal_mask_function)
 
@@ -98,6 +104,46 @@ class SlotOffset(int):
         return positions.to(slots.device)
 
 
+class LayersDiffer(int):
+    """The `kv_offset` of a cache whose layers store different positions: each gets its mask when it attends."""
+
+
+@dataclass(frozen=True)
+class LayerMasks:
+    """Stands where a forward's one attention mask would, and makes the mask of each layer, or of one of its heads."""
+
+    mask: MaskFunction
+    sizes: Mapping[str, int]
+    """batch_size, q_length and q_offset."""
+    pattern: Pattern
+    padding: Tensor | None
+    options: Mapping[str, Any]
+
+    @property
+    def plain(self) -> bool:
+        """Whether a query sees all that is stored before it."""
+        return self.pattern is _CAUSAL and (self.padding is None or bool(self.padding.all()))
+
+    def of(self, rows: StoredRows, slots: int, seen: int, row: int | None = None) -> Tensor | None:
+        """The mask over `slots` slots of these rows; None where all of them are visible.
+
+        Args:
+            rows: positions behind the slots.
+            slots: how many there are, the queries' own included.
+            seen: columns, the queries' own included.
+            row: the row of the batch that `rows` is about; None where it is about all.
+        """
+        if self.sizes["q_length"] == 1 and rows.shared and self.plain:
+            return None
+        sizes, padding = dict(self.sizes), self.padding
+        if row is not None:
+            sizes["batch_size"], padding = 1, None if padding is None else padding[row : row + 1]
+        return self.mask(
+            **sizes, kv_length=slots, kv_offset=SlotOffset(seen - slots, rows), mask_function=self.pattern,
+            attention_mask=padding, **self.options,
+        )
+
+
 def by_position(
     pattern: Pattern, rows: StoredRows, seen: int, q_length: int, kv_length: int, padding: Tensor | None, device: Any,
 ) -> Pattern:
@@ -143,7 +189,10 @@ def retained_mask(stock: MaskFunction) -> MaskFunction:
     def mask(
         batch_size: int, q_length: int, kv_length: int, q_offset: int = 0, kv_offset: int = 0,
         mask_function: Pattern = _CAUSAL, attention_mask: Tensor | None = None, **options: Any,
-    ) -> Tensor | None:
+    ) -> Any:
+        if isinstance(kv_offset, LayersDiffer):
+            forward = {"batch_size": batch_size, "q_length": q_length, "q_offset": q_offset}
+            return LayerMasks(mask, forward, mask_function, attention_mask, options)
         sizes = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
         if not isinstance(kv_offset, SlotOffset) or _stock_is_right(
             kv_offset, q_length, mask_function, attention_mask

@@ -16,10 +16,12 @@ from reference.crystalcache.resonance import resonance
 from reference.crystalcache.segments import segment_crystallization, segment_graph
 from reference.crystalcache.tiers import dissolve_in_tiers
 from reference.crystalcache.trunks import trunk_offsets
-from spec.arrays import BoolVector, IntVector, Vector
+from reference.diversity import diverse
+from reference.nestedkv import anomaly_score
+from spec.arrays import BoolVector, IntVector, Matrix, Vector
 from spec.backend import Backend
 from spec.decode import LiveTrunks, TrunkWeights
-from spec.parameters import CrystalCacheParameters
+from spec.parameters import CrystalCacheParameters, NestedKVParameters
 from spec.policy import DeviceArray
 from spec.records import CoAttention, Dissolution, TrunkGraph, Trunks
 from spec.validate import check_attention_inputs, check_keys, check_lse
@@ -115,4 +117,22 @@ class _BreathStages:
         return segment_crystallization(degree, old, parameters)
 
 
-BACKEND = Backend("numpy", crystal=_CrystalStages(), breath=_BreathStages())
+class _DiversityStages:
+    """Algorithm 1 by its definition."""
+
+    def diverse(self, s: Vector, V: Matrix, retained: BoolVector, k: int, lam: float, /) -> IntVector:
+        return diverse(s, V, retained, k, lam)
+
+
+class _NestedKVStages:
+    """NestedKV's score, item by item."""
+
+    def anomaly_score(self, k: DeviceArray, parameters: NestedKVParameters, /) -> Matrix:
+        check_keys(k)
+        return anomaly_score(k, parameters)
+
+
+BACKEND = Backend(
+    "numpy", crystal=_CrystalStages(), breath=_BreathStages(), diversity=_DiversityStages(),
+    nestedkv=_NestedKVStages(),
+)

@@ -6,14 +6,17 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Protocol, runtime_checkable
 
-from spec.arrays import BoolVector, IntVector, Vector
+from spec.arrays import BoolVector, IntVector, Matrix, Vector
 from spec.decode import LiveTrunks, TrunkWeights
 from spec.errors import BackendUnavailable, SpecError
-from spec.parameters import CrystalCacheParameters
+from spec.parameters import CrystalCacheParameters, NestedKVParameters
 from spec.policy import DeviceArray
 from spec.records import CoAttention, Dissolution, TrunkGraph, Trunks
 
-__all__ = ["BUILT_IN", "ENTRY_POINTS", "Backend", "BreathStages", "CrystalStages", "resolve"]
+__all__ = [
+    "BUILT_IN", "ENTRY_POINTS", "Backend", "BreathStages", "CrystalStages", "DiversityStages", "NestedKVStages",
+    "resolve",
+]
 
 BUILT_IN = {
     "numpy": "reference.backend:BACKEND",
@@ -21,7 +24,7 @@ BUILT_IN = {
     "triton": "accelerated.triton_gpu.backend:BACKEND",
 }
 ENTRY_POINTS = "kvspec.backends"
-FAMILIES = ("crystal", "breath")
+FAMILIES = ("crystal", "breath", "diversity", "nestedkv")
 
 
 @runtime_checkable
@@ -118,6 +121,33 @@ class BreathStages(Protocol):
         ...
 
 
+@runtime_checkable
+class DiversityStages(Protocol):
+    """Set-conditioned selection. Arrays in, arrays out; nothing is changed in place."""
+
+    def diverse(self, s: Vector, V: Matrix, retained: BoolVector, k: int, lam: float, /) -> IntVector:
+        """Algorithm 1: k tokens (k,), ascending, the `retained` (n,) among them, by scores s (n,), signatures V (n, d).
+
+        Raises:
+            SpecError: for lam below 0 or not finite, k above n or below the number retained, shapes that do not fit,
+                or a signature that is not finite.
+        """
+        ...
+
+
+@runtime_checkable
+class NestedKVStages(Protocol):
+    """NestedKV's score. Keys in, scores out; nothing is changed in place."""
+
+    def anomaly_score(self, k: DeviceArray, parameters: NestedKVParameters, /) -> Matrix:
+        """Eq. 3 to 15 and Appendix A: a* (H_kv, n), in [0, 1], of one layer's keys k (H_kv, n, d). No sink is pinned.
+
+        Raises:
+            SpecError: for keys of a wrong shape, type or value, and for a zero key.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class Backend:
     """An engine and the stage families that it has."""
@@ -125,6 +155,8 @@ class Backend:
     name: str
     crystal: CrystalStages | None = None
     breath: BreathStages | None = None
+    diversity: DiversityStages | None = None
+    nestedkv: NestedKVStages | None = None
     takes: Callable[[DeviceArray], bool] | None = None
     """Whether its device stages read this tensor where it is; None means that they read NumPy arrays only."""
 
@@ -147,6 +179,26 @@ class Backend:
         if self.breath is None:
             raise self._lacks("breath")
         return self.breath
+
+    def require_diversity(self) -> DiversityStages:
+        """The stage of set-conditioned selection.
+
+        Raises:
+            BackendUnavailable: as `require_crystal`.
+        """
+        if self.diversity is None:
+            raise self._lacks("diversity")
+        return self.diversity
+
+    def require_nestedkv(self) -> NestedKVStages:
+        """NestedKV's score.
+
+        Raises:
+            BackendUnavailable: as `require_crystal`.
+        """
+        if self.nestedkv is None:
+            raise self._lacks("nestedkv")
+        return self.nestedkv
 
     def _lacks(self, family: str) -> BackendUnavailable:
         has = [name for name in FAMILIES if getattr(self, name) is not None]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
-from spec.arrays import BoolVector, Float64, Int64, IntMatrix, IntVector, Matrix
+from spec.arrays import BoolVector, Cube, Float64, Int64, IntMatrix, IntVector, Matrix
 from spec.errors import SpecError
 from spec.retention import Granularity
 
@@ -81,6 +81,8 @@ class Scores:
     """The scorer's own records, handed on untouched."""
     heads: int = 1
     """Groups of one layer, side by side: the KV heads where each has its own kept set, else 1."""
+    signatures: Float64[Cube, "s n d"] | None = None
+    """Directions of the tokens, for a selector that compares them: one for all groups, or one for each s-th part."""
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from spec.arrays import IntVector
+from spec.arrays import BoolVector, IntVector, Matrix, Vector
 from spec.errors import SpecError
 
 __all__ = [
-    "check_attention_inputs", "check_attention_tensors", "check_keys", "check_lse", "check_scaling",
-    "check_sentence_ends", "check_token_ids",
+    "check_attention_inputs", "check_attention_tensors", "check_diversity", "check_keys", "check_lse",
+    "check_penalty", "check_scaling", "check_sentence_ends", "check_token_ids",
 ]
 
 
@@ -150,3 +150,31 @@ def check_scaling(scaling: float, softcap: float | None) -> None:
     for name, value in (("scaling", scaling), ("softcap", softcap)):
         if value is not None and not (math.isfinite(value) and value > 0):
             raise SpecError(name, value, "must be positive and finite")
+
+
+def check_penalty(lam: float) -> None:
+    """The weight of the redundancy penalty: finite and not negative.
+
+    Raises:
+        SpecError: otherwise.
+    """
+    if not (math.isfinite(lam) and lam >= 0):
+        raise SpecError("lam", lam, "must be finite and not negative")
+
+
+def check_diversity(s: Vector, V: Matrix, retained: BoolVector, k: int, lam: float) -> None:
+    """What set-conditioned selection admits: s (n,), V (n, d) finite, retained (n,), at most n tokens to keep.
+
+    Raises:
+        SpecError: at the first thing that does not hold.
+    """
+    check_penalty(lam)
+    n, held = len(s), int(np.count_nonzero(retained))
+    if V.ndim != 2 or len(V) != n:
+        raise SpecError("V", V.shape, f"must have a row for each of {n} scores")
+    if not np.isfinite(V).all():
+        raise SpecError("V", "NaN or infinity", "signatures must be finite")
+    if k > n:
+        raise SpecError("k", k, f"must not exceed the {n} tokens")
+    if k < held:
+        raise SpecError("k", k, f"must hold the {held} tokens that are retained already")

@@ -9,21 +9,23 @@ from accelerated.numba_cpu.coattention import coattention
 from accelerated.numba_cpu.coverage import backfill, coverage_reserve
 from accelerated.numba_cpu.crystallization import crystallization
 from accelerated.numba_cpu.dissolution import dissolve
+from accelerated.numba_cpu.diversity import diverse
 from accelerated.numba_cpu.graph import trunk_graph
 from accelerated.numba_cpu.hebbian import hebbian
 from accelerated.numba_cpu.impact import impact, impact_of_counts, trunk_impact, unit_trunk_impact
+from accelerated.numba_cpu.nestedkv import anomaly_score
 from accelerated.numba_cpu.resonance import resonance
 from accelerated.numba_cpu.score import score
 from accelerated.numba_cpu.segments import segment_crystallization, segment_graph
 from accelerated.numba_cpu.tiers import dissolve_in_tiers
 from accelerated.numba_cpu.trunks import trunk_offsets
-from spec.arrays import BoolVector, IntVector, Vector
+from spec.arrays import BoolVector, IntVector, Matrix, Vector
 from spec.backend import Backend
 from spec.decode import LiveTrunks, TrunkWeights
-from spec.parameters import CrystalCacheParameters
+from spec.parameters import CrystalCacheParameters, NestedKVParameters
 from spec.policy import DeviceArray
 from spec.records import CoAttention, Dissolution, TrunkGraph, Trunks
-from spec.validate import check_attention_inputs, check_keys, check_lse
+from spec.validate import check_attention_inputs, check_diversity, check_keys, check_lse
 
 __all__ = ["BACKEND"]
 
@@ -120,4 +122,23 @@ class _BreathStages:
         return segment_crystallization(degree, old, parameters)
 
 
-BACKEND = Backend("numba", crystal=_CrystalStages(), breath=_BreathStages())
+class _DiversityStages:
+    """Lazy greedy."""
+
+    def diverse(self, s: Vector, V: Matrix, retained: BoolVector, k: int, lam: float, /) -> IntVector:
+        check_diversity(s, V, retained, k, lam)
+        return diverse(s, V, retained, k, float(lam))
+
+
+class _NestedKVStages:
+    """NestedKV's score, fused as its module says."""
+
+    def anomaly_score(self, k: DeviceArray, parameters: NestedKVParameters, /) -> Matrix:
+        check_keys(k)
+        return anomaly_score(k, parameters)
+
+
+BACKEND = Backend(
+    "numba", crystal=_CrystalStages(), breath=_BreathStages(), diversity=_DiversityStages(),
+    nestedkv=_NestedKVStages(),
+)

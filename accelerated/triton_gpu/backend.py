@@ -1,5 +1,7 @@
 """Triton as a backend: `backend="triton"`."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from accelerated.numba_cpu.adaptive import adapted
@@ -12,11 +14,12 @@ from accelerated.triton_gpu.device import require_device, takes
 from accelerated.triton_gpu.dissolution import dissolve
 from accelerated.triton_gpu.graph import trunk_graph
 from accelerated.triton_gpu.impact import impact, trunk_impact
+from accelerated.triton_gpu.nestedkv import anomaly_score
 from accelerated.triton_gpu.score import score
 from accelerated.triton_gpu.trunks import trunk_offsets
-from spec.arrays import BoolVector, IntVector, Vector
+from spec.arrays import BoolVector, IntVector, Matrix, Vector
 from spec.backend import Backend
-from spec.parameters import CrystalCacheParameters
+from spec.parameters import CrystalCacheParameters, NestedKVParameters
 from spec.policy import DeviceArray
 from spec.records import CoAttention, Dissolution, TrunkGraph, Trunks
 
@@ -110,5 +113,18 @@ class _BreathOnHost:
         return inverse_key_norms(k)
 
 
-BACKEND = Backend("triton", crystal=_HostAfterAttention(), breath=_BreathOnHost(), takes=takes)
-ON_DEVICE = Backend("triton-on-device", crystal=_OnDevice(), breath=_BreathOnHost(), takes=takes)
+class _NestedKVOnDevice:
+    """NestedKV's score, on the device to the last sum."""
+
+    def anomaly_score(self, k: DeviceArray, parameters: NestedKVParameters, /) -> Matrix:
+        return anomaly_score(k, parameters)
+
+
+# Set-conditioned selection is on the host: each pick depends on all before it, so that a device would wait for a launch
+# and a reduction over all tokens k times, where lazy greedy looks at a few tokens a pick. What it reads is the
+# signatures, one vector a token for the whole cache, and scorers give their scores on the host anyway.
+BACKEND = Backend(
+    "triton", crystal=_HostAfterAttention(), breath=_BreathOnHost(), diversity=NUMBA.require_diversity(),
+    nestedkv=_NestedKVOnDevice(), takes=takes,
+)
+ON_DEVICE = replace(BACKEND, name="triton-on-device", crystal=_OnDevice())

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 __all__ = [
     "COMPILED", "FLOAT32", "FLOAT64", "GATHER", "INTERPRETED", "LANES", "NORMS", "SCAN", "SCRATCH", "SHARED", "SLACK",
-    "AttentionTiles", "Shape", "attention_tiles",
+    "AttentionTiles", "Shape", "attention_tiles", "nested_rows", "searched_row",
 ]
 
 
@@ -59,6 +59,7 @@ SCRATCH = 512 * 2**20  # bytes of each of S1's two large buffers, which cover as
 LANES = 128  # items of one program in S2 to S6: boundaries, trunks, pairs or tokens
 GATHER = 16  # rows of the cache that one program moves
 NORMS = 16  # tokens whose keys one program measures
+NESTED = 8192  # channels of keys that one program of NestedKV holds
 SCAN = 1024  # items of one step where a single program walks over all of them
 
 # Contraction is pinned in both directions. In S1 it is part of the certified bound; in S2 to S6 results are
@@ -70,3 +71,16 @@ FLOAT64 = {"enable_fp_fusion": False}
 def attention_tiles(width: int, bytes_each: int, interpreted: bool) -> AttentionTiles:
     """S1's tiles for heads padded to `width`."""
     return INTERPRETED if interpreted else COMPILED[max(width, 64), bytes_each]
+
+
+def nested_rows(width: int, W: int) -> int:
+    """Tokens of one tile of NestedKV's cosines: at most a window's, so that no sum is much longer than a window."""
+    rows = max(1, NESTED // max(width, 64))
+    while rows > W:
+        rows //= 2
+    return rows
+
+
+def searched_row(interpreted: bool) -> Shape:
+    """Items of one step where a program of NestedKV goes over a row again and again."""
+    return Shape(1, 64) if interpreted else Shape(1, 4096, 16)

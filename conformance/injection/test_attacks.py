@@ -3,85 +3,40 @@
 `--kvspec-profile nightly` runs the writers and readers for a minute; otherwise it is a few seconds.
 """
 
+import multiprocessing
 import os
 import random
-import signal
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-import torch
 
+from conformance.injection.attackers import read_until, started, write_until, write_until_killed
 from conformance.injection.chunks import chunk
 from conformance.plugin import profile_of
-from models_integration.archive import files
 from models_integration.archive.objects import Corrupt, read_object
 from models_integration.archive.store import Archive
 
 KILLS = 200
 OBJECT_FLIPS, CATALOGUE_FLIPS = 350, 300  # of header, payload and catalogue: 1000
-TOKENS = 400
 
 
-def forked(work: Callable[[], None]) -> int:
-    """The id of a child that does the work, over and over if it is written so, and then ends."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            work()
-            code = 0
-        finally:
-            os._exit(code)
-    return child
-
-
-def write_slowly(descriptor: int, parts: Sequence[memoryview]) -> None:
-    """A disk of 8 MB a second, so that kills fall into writes."""
-    for part in parts:
-        for at in range(0, len(part), 1 << 13):
-            os.write(descriptor, part[at : at + (1 << 13)])
-            time.sleep(0.001)
-
-
-def publish_naively(
-    path: Path, parts: list[memoryview], replace: bool = True, late: files.Late | None = None,
-) -> None:
-    """What the archive must not do: write under the object's own name."""
-    if late is not None:
-        head = bytearray(parts[0])
-        head[late.offset : late.offset + 64] = late.compute()
-        parts = [memoryview(head), *parts[1:]]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb", buffering=0) as file:
-        write_slowly(file.fileno(), parts)
-
-
-def kill_writers(folder: Path, kills: int) -> int:
+def kill_writers(folder: Path, kills: int, naive: bool) -> int:
     """Writers killed at random moments of their work; how many visible objects are torn afterwards.
 
     Every fourth is killed while it opens the archive, the others while they write.
     """
     rng = random.Random(1)
     for at in range(kills):
-        ready, say = os.pipe()
-
-        def write(first: int = 1000 * at, say: int = say) -> None:
-            torch.set_num_threads(1)
-            with Archive(folder) as archive:
-                os.write(say, b"x")
-                for seed in range(first, first + 100):
-                    archive.put(*chunk(seed, tokens=TOKENS))
-
-        child = forked(write)
-        os.close(say)
+        ready, say = multiprocessing.Pipe(duplex=False)
+        child = started(write_until_killed, folder, 1000 * at, say, naive)
         if at % 4:
-            os.read(ready, 1)
+            ready.recv_bytes()
         time.sleep(rng.uniform(0.0, 0.03))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        os.close(ready)
+        child.kill()
+        child.join()
+        say.close()
+        ready.close()
     torn = 0
     for path in (folder / "objects").glob("*/[!.]*"):
         try:
@@ -91,10 +46,9 @@ def kill_writers(folder: Path, kills: int) -> int:
     return torn
 
 
-def test_no_killed_writer_leaves_a_torn_object(quick_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_killed_writer_leaves_a_torn_object(quick_path: Path) -> None:
     """200 SIGKILLs; what is visible is whole and listed, no lock is left, and the archive works on."""
-    monkeypatch.setattr(files, "_write", write_slowly)
-    assert kill_writers(quick_path, KILLS) == 0
+    assert kill_writers(quick_path, KILLS, naive=False) == 0
     assert list((quick_path / "objects").glob("*/.tmp-*"))
     with Archive(quick_path) as archive:
         assert archive.repaired.lost == []
@@ -106,10 +60,9 @@ def test_no_killed_writer_leaves_a_torn_object(quick_path: Path, monkeypatch: py
         archive.put(*chunk(5_000_000))
 
 
-def test_a_naive_writer_does_leave_torn_objects(quick_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_naive_writer_does_leave_torn_objects(quick_path: Path) -> None:
     """The same kills see what they are about."""
-    monkeypatch.setattr("models_integration.archive.store.publish", publish_naively)
-    assert kill_writers(quick_path, KILLS // 4) > 0
+    assert kill_writers(quick_path, KILLS // 4, naive=True) > 0
 
 
 def flipped(data: bytes, bit: int) -> bytes:
@@ -176,33 +129,12 @@ def test_two_writers_and_four_readers_lose_nothing(tmp_path: Path, pytestconfig:
     """Every chunk that a writer was told is stored is read by anybody, whole, and listed."""
     end = time.monotonic() + (60.0 if profile_of(pytestconfig) == "nightly" else 3.0)
 
-    def write(first: int) -> None:
-        torch.set_num_threads(1)
-        with Archive(tmp_path) as archive:
-            seed = first
-            while time.monotonic() < end:
-                manifest, tensors = chunk(seed, tokens=64)
-                archive.put(manifest, tensors)
-                files.publish(tmp_path / "told" / str(seed), [memoryview(manifest.key.encode())])
-                seed += 1
-
-    def read(seed: int) -> None:
-        torch.set_num_threads(1)
-        rng = random.Random(seed)
-        with Archive(tmp_path) as archive:
-            while time.monotonic() < end:
-                told = [path for path in (tmp_path / "told").glob("*") if not path.name.startswith(".")]
-                for path in rng.sample(told, min(20, len(told))):
-                    found = archive.get(path.read_text(), "alice")
-                    _, tensors = chunk(int(path.name), tokens=64)
-                    assert found is not None
-                    assert torch.equal(found.tensors["1.v"], tensors["1.v"])
-                archive.entries()
-
     (tmp_path / "told").mkdir()
-    children = [forked(lambda at=at: write(1_000_000 * at)) for at in (1, 2)]  # type: ignore[misc]
-    children += [forked(lambda at=at: read(at)) for at in range(4)]  # type: ignore[misc]
-    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    children = [started(write_until, tmp_path, 1_000_000 * at, end) for at in (1, 2)]
+    children += [started(read_until, tmp_path, at, end) for at in range(4)]
+    for child in children:
+        child.join()
+    codes = [child.exitcode for child in children]
     assert codes == [0] * 6
     told = {path.read_text() for path in (tmp_path / "told").glob("[0-9]*")}
     with Archive(tmp_path) as archive:

@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from conformance.injection.attackers import fill_the_disk, started
 from conformance.injection.chunks import MODEL, chunk
 from models_integration.archive.errors import (
     ArchiveFull,
@@ -164,23 +165,9 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
     """A real refusal by the kernel: no file may grow beyond 64 KiB in a child process."""
     with Archive(tmp_path) as archive:
         archive.put(*chunk(1))
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            import resource
-            import signal
-
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            with Archive(tmp_path) as archive:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
-                try:
-                    archive.put(*chunk(2, tokens=4096))
-                except ArchiveFull:
-                    code = 0
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    child = started(fill_the_disk, tmp_path)
+    child.join()
+    assert child.exitcode == 0
     with Archive(tmp_path) as archive:
         assert archive.verify().clean
         assert len(archive.entries()) == 1

@@ -9,9 +9,8 @@ from reference.policies import full_cache
 from spec.arrays import BoolVector
 from spec.budget import parse_budget
 from spec.policy import Needs, Observation, Policy, Scores
-from spec.retention import Granularity
 
-__all__ = ["Failing", "Looking", "method_of", "per_layer"]
+__all__ = ["Failing", "Looking", "method_of"]
 
 
 @dataclass
@@ -41,13 +40,4 @@ def method_of(scorer: Looking | Failing) -> Method:
     """Nothing is evicted; the scorer runs."""
     full = full_cache()
     policy = Policy("probe", scorer, full.budgets, full.selector, full.protection)
-    return Method(policy, parse_budget(1.0))
-
-
-def per_layer() -> Method:
-    """A granularity that is not served."""
-    full = full_cache()
-    policy = Policy(
-        "probe", full.scorer, full.budgets, full.selector, full.protection, granularity=Granularity.LAYER
-    )
     return Method(policy, parse_budget(1.0))

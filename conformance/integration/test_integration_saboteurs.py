@@ -21,12 +21,12 @@ from conformance.integration.test_batches import test_the_slots_of_a_row_hold_it
 from conformance.integration.test_chunks import test_the_kept_set_is_that_of_one_forward as check_chunks
 from conformance.integration.test_flash import test_it_is_the_sum_over_what_each_query_sees as check_lse
 from conformance.integration.test_flash import test_the_model_s_numbers_keep_their_bits as check_bits
-from models_integration import cache as cache_module
 from models_integration import flash as flash_module
-from models_integration import visibility
+from models_integration import layers, visibility
 from models_integration.cache import RetainedCache, RetainedLayer
 from models_integration.capture import Recorder
 from models_integration.segments import Segment
+from models_integration.slots import Plan
 from models_integration.visibility import SlotOffset, StoredRows
 from reference.policies import retain
 
@@ -63,25 +63,25 @@ def offset_forgotten(patch: Patch) -> None:
 
 def score_order(patch: Patch) -> None:
     """Tensors gathered best first, positions noted in ascending order."""
-    patch.setattr(cache_module, "slots_of", lambda stored, wanted: torch.searchsorted(stored, wanted).flip(0))
+    patch.setattr(layers, "slots_of", lambda stored, wanted: torch.searchsorted(stored, wanted).flip(0))
 
 
 def newest_slots_instead_of_kept_ones(patch: Patch) -> None:
     """The right number of tokens, the wrong tokens."""
-    patch.setattr(cache_module, "slots_of", lambda stored, wanted: torch.arange(len(stored) - len(wanted), len(stored)))
+    patch.setattr(layers, "slots_of", lambda stored, wanted: torch.arange(len(stored) - len(wanted), len(stored)))
 
 
 def values_not_gathered_with_keys(patch: Patch) -> None:
     """Keys of the kept tokens beside the first values."""
-    retain = RetainedLayer.retain
+    follow = RetainedLayer.follow
 
-    def wrong(layer: RetainedLayer, kept: Tensor) -> None:
+    def wrong(layer: RetainedLayer, plan: Plan) -> None:
         assert isinstance(layer.values, Tensor)
-        values = layer.values[:, :, : len(kept)].clone()
-        retain(layer, kept)
+        values = layer.values[:, :, : plan.after.kept.shape[1]].clone()
+        follow(layer, plan)
         layer.values = values
 
-    patch.setattr(RetainedLayer, "retain", wrong)
+    patch.setattr(RetainedLayer, "follow", wrong)
 
 
 def last_layer_keeps_other_tokens(patch: Patch) -> None:

@@ -10,7 +10,8 @@ from transformers import DynamicCache
 
 from conformance.integration.families import METHODS, WINDOW, Masked, at_once, build, greedy, prompt, relative
 from models_integration import FullCache, RetainedCache, prefill
-from models_integration.cache import RetainedLayer, slots_of, storage_bytes
+from models_integration.cache import RetainedLayer, storage_bytes
+from models_integration.slots import Plan, slots_of
 from spec.errors import SpecError
 from spec.retention import Retention
 
@@ -51,15 +52,15 @@ def test_only_full_layers_get_lighter(family: str) -> None:
 @pytest.mark.parametrize("method", ["crystalcache", "streamingllm"])
 def test_evicted_tensors_are_dead(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     evicted: list[weakref.ref[Tensor]] = []
-    retain = RetainedLayer.retain
+    follow = RetainedLayer.follow
 
-    def watched(layer: RetainedLayer, *kept: Tensor) -> None:
+    def watched(layer: RetainedLayer, plan: Plan) -> None:
         assert layer.keys is not None
         assert layer.values is not None
         evicted.extend((weakref.ref(layer.keys), weakref.ref(layer.values)))
-        retain(layer, *kept)
+        follow(layer, plan)
 
-    monkeypatch.setattr(RetainedLayer, "retain", watched)
+    monkeypatch.setattr(RetainedLayer, "follow", watched)
     model = build("llama")
     with METHODS[method]()(model) as run:
         greedy(model, prompt(N), 2)

@@ -21,6 +21,7 @@ from conformance.integration.families import (
 from conformance.integration.probe import Failing, method_of
 from conformance.integration.snapshots import same_weights, snapshot
 from models_integration import CrystalCache, FullCache, Method, prefill
+from models_integration.slots import Plan
 from spec.errors import SpecError
 from spec.parameters import TINY
 from spec.records import CrystalRetention
@@ -132,15 +133,15 @@ def test_a_compaction_that_fails_half_way_leaves_nothing_half_evicted(monkeypatc
 
     model, ids, cache = build("llama"), prompt(40), DynamicCache()
     calls: list[int] = []
-    retain = RetainedLayer.retain
+    follow = RetainedLayer.follow
 
-    def second_fails(layer: RetainedLayer, kept: torch.Tensor) -> None:
+    def second_fails(layer: RetainedLayer, plan: Plan) -> None:
         calls.append(1)
         if len(calls) == 2:
             raise MemoryError
-        retain(layer, kept)
+        follow(layer, plan)
 
-    monkeypatch.setattr(RetainedLayer, "retain", second_fails)
+    monkeypatch.setattr(RetainedLayer, "follow", second_fails)
     with METHODS["crystalcache"]()(model) as run, pytest.raises(MemoryError):
         at_once(model, ids, cache)
     assert run.retention is None

@@ -28,7 +28,6 @@ from conformance.integration.families import (
 )
 from conformance.integration.foreign_models import REFUSED
 from conformance.integration.oracle_checks import check_decoding
-from conformance.integration.probe import per_layer
 from conformance.integration.snapshots import same_weights, snapshot
 from models_integration import prefill
 from models_integration.architecture import describe
@@ -60,11 +59,6 @@ def test_a_window_that_is_set_counts_only_where_it_is_used(options: dict[str, An
     model = prepare(Qwen2ForCausalLM(Qwen2Config(**_GQA, **options)))
     assert describe(model).full_layers == full
     check_decoding(model, METHODS["crystalcache"]())
-
-
-def test_a_granularity_that_is_not_served_is_named() -> None:
-    with pytest.raises(SpecError, match="one kept set for all layers and heads is served so far"):
-        per_layer()(build("llama"))
 
 
 def refused(words: str, run: Callable[[PreTrainedModel], object], model: PreTrainedModel | None = None) -> None:
@@ -243,22 +237,6 @@ def test_a_model_s_own_generation_settings_count() -> None:
     model.generation_config.prompt_lookup_num_tokens = 3
     with METHODS["crystalcache"]()(model), pytest.raises(SpecError, match="assisted decoding"):
         greedy(model, prompt(N), 2)
-
-
-def test_a_second_turn_inside_the_context_is_refused_and_the_cache_lives_on() -> None:
-    model = build("llama")
-    with METHODS["crystalcache"]()(model) as run:
-        at_once(model, prompt(N), DynamicCache())
-        cache = run.cache
-        assert cache is not None
-        stored = cache.stored_length
-        with pytest.raises(SpecError, match="a second segment on a cache that has seen 40 tokens"):
-            at_once(model, prompt(5), cache)
-        with pytest.raises(SpecError, match="a second segment"):
-            greedy(model, torch.cat([prompt(N), prompt(5)], dim=1), 2, past_key_values=cache)
-        assert (cache.get_seq_length(), cache.stored_length) == (N, stored)
-        at_once(model, prompt(1), cache)
-        assert (cache.get_seq_length(), cache.stored_length) == (N + 1, stored + 1)
 
 
 def test_contexts_do_not_nest() -> None:

@@ -1,7 +1,7 @@
 """`python -m conformance.mutation run`: try the sample, or what is left of it; `report`: the score, and what survives.
 
 `--size 400 --seed 1` choose the sample and `--folder .mutation` has the verdicts. `run --survivors` tries again those
-that survived before, after a test was added; `run -k PART` only mutants whose key holds PART. `report` prints Markdown
+that survived before, and no others; `run -k PART` only mutants whose key holds PART. `report` prints Markdown
 for docs/results and exits 1 where mutants are untried, a survivor has no reason in survivors.toml, or a reason has
 no survivor.
 """
@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--size", type=int, default=400, help="mutants in the sample, at least")
     parser.add_argument("--seed", type=int, default=1, help="which sample")
     parser.add_argument("--folder", type=Path, default=ROOT / ".mutation", help="where the verdicts are")
-    parser.add_argument("--survivors", action="store_true", help="run: try survivors again")
+    parser.add_argument("--survivors", action="store_true", help="run: only those that survived before, again")
     parser.add_argument("-k", metavar="PART", default="", help="run: mutants whose key holds PART")
     options = parser.parse_args(arguments)
     judges, found = read_code(ROOT), mutants_of_tree(ROOT)

@@ -2,8 +2,8 @@
 
 A function's items are those of its docstring (`Implements:`); a backend's stages have those of the functions they
 name. One without any takes the items of the functions that name it, in its module and else in those that import it,
-and so on upwards. Where that ends nowhere (a policy's parts), the test modules judge it that import its module, or
-else those that import a module that does; and where there is none, all items of its module or folder.
+and so on upwards. Where that ends nowhere (a policy's parts), the test modules judge it that import its module or
+one that does. What is exported, or has none of all these, is judged by all items of its module, too.
 """
 
 import ast
@@ -42,13 +42,14 @@ class _Code:
 
     items: dict[Function, set[str]] = field(default_factory=dict)
     names: dict[Function, set[str]] = field(default_factory=dict)
+    exported: set[Function] = field(default_factory=set)
     importers: dict[str, set[str]] = field(default_factory=dict)
 
     def above(self, at: Function, named: set[str]) -> set[str]:
         """Items of those who name it, the nearest first."""
         reached, seen = self._namers(at[0], named), {at}
         while reached:
-            items = set().union(*(self.items[one] for one in reached))
+            items = set().union(*(self.items[one] or self.of_module(one) for one in reached))
             if items:
                 return items
             seen |= reached
@@ -64,6 +65,11 @@ class _Code:
 
     def _imports(self, path: str, other: str) -> bool:
         return module_name(path) in self.importers.get(module_name(other), set())
+
+    def of_module(self, at: Function) -> set[str]:
+        """For what a module exports without an item of its own: all items of the module."""
+        mine = (items for (path, _), items in self.items.items() if path == at[0] and at in self.exported)
+        return set().union(*mine)
 
     def below(self, at: Function) -> set[str]:
         """Items of the functions that it names."""
@@ -83,12 +89,10 @@ class Judges:
         named = _assigned(mutant) if at[1] == MODULE else {_plain_name(at[1])}
         items = self.code.items[at] or self.code.above(at, named)
         files = set() if items else self._test_modules(mutant.module)
+        if not self.code.items[at]:
+            items = items | self.code.of_module(at)
         if not items and not files:
-            module = set().union(*(found for (path, _), found in self.code.items.items() if path == mutant.path))
-            folder = mutant.path.rpartition("/")[0]
-            items = module or set().union(
-                *(found for (path, _), found in self.code.items.items() if path.startswith(f"{folder}/"))
-            )
+            items = set().union(*(found for (path, _), found in self.code.items.items() if path == mutant.path))
         return Selection(mutant.backend, frozenset(items), frozenset(files))
 
     def reach(self, mutant: Mutant) -> bool:
@@ -101,10 +105,7 @@ class Judges:
         while reached:
             seen |= reached
             reached = set().union(*(self.code.importers.get(one, set()) for one in reached)) - seen
-            tests = {one for one in reached if one.endswith(".py")}
-            if tests:
-                return tests
-        return set()
+        return {one for one in seen if one.endswith(".py")}
 
 
 def read_code(root: Path) -> Judges:
@@ -137,12 +138,19 @@ def test_modules(root: Path) -> list[Path]:
 def _read_module(code: _Code, known: set[str], path: str, source: str) -> None:
     tree = ast.parse(source)
     whole = {line for line in tree.body if not isinstance(line, ast.FunctionDef | ast.ClassDef)}
+    code.exported |= {(path, name) for line in whole for name in _exported(line)}
     code.items[path, MODULE] = set()
     code.names[path, MODULE] = {name for line in whole for name in _named(line)}
     for name, node in _functions(tree):
         found = trace.implementations(ast.unparse(node))
         code.items[path, name] = {item for item, owner in found if owner == node.name} & known
         code.names[path, name] = _names_of(node)
+
+
+def _exported(line: ast.stmt) -> list[str]:
+    if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "__all__":
+        return list(ast.literal_eval(line.value))
+    return []
 
 
 def _functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef | ast.ClassDef]]:

@@ -49,6 +49,11 @@ class Mutant:
         return f"{self.path}::{self.function}: {self.source} [{self.operator}: {self.before} -> {self.after}]{again}"
 
     @property
+    def change(self) -> tuple[int, str, str, str]:
+        """What tells it from the others of its module."""
+        return self.number, self.operator, self.before, self.after
+
+    @property
     def backend(self) -> str:
         """Whose tests run."""
         return next(name for folder, name in SUBJECTS.items() if self.path.startswith(f"{folder}/"))
@@ -125,8 +130,8 @@ def mutants_of_tree(root: Path) -> list[Mutant]:
 def compiled(mutant: Mutant, source: str, known: Signatures) -> CodeType:
     """The module's code with the change in it."""
     tree = ast.parse(source)
-    for number, (site, _, node) in enumerate(_numbered(tree, known)):
-        if number == mutant.number:
+    for number, (site, operator, node) in enumerate(_numbered(tree, known)):
+        if (number, operator, _text(site.node), _text(node)) == mutant.change:
             site.put(ast.copy_location(node, site.node) if hasattr(site.node, "lineno") else node)
             return compile(ast.fix_missing_locations(tree), mutant.path, "exec")
     raise LookupError(f"{mutant.id} is not in the source any more")

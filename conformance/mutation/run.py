@@ -16,8 +16,9 @@ from conformance.mutation.results import PROFILES, Result, digest
 
 __all__ = ["NotJudged", "run"]
 
-SPARE = 20.0  # processor seconds that any mutant has
-TIMES = 8.0  # and how many times those of the unmutated code under the cheap profile; the other has 3 times its cases
+# Processor seconds that a test may spend: several times what the longest needs unmutated.
+LIMITS = {"dev": 30.0, "ci": 90.0}
+WHOLE = 20.0  # times as long for all tests together
 
 
 class NotJudged(RuntimeError):
@@ -26,69 +27,66 @@ class NotJudged(RuntimeError):
 
 @dataclass
 class _Court:
-    """Knows the suite, what it costs on the unmutated code, and which tests fail there: those judge nothing."""
+    """Knows the suite. No test kills that has not passed on the unmutated code, under the same profile."""
 
     root: Path
     files: dict[str, set[str]]
-    tests: dict[str, list[worker.Test]] = field(default_factory=dict)
+    sound: dict[tuple[str, str, str], bool] = field(default_factory=dict)  # backend, profile, test
     failing: set[str] = field(default_factory=set)
 
-    def control(self, selection: Selection, profile: str) -> list[worker.Test]:
-        """Run the tests where nothing is mutated.
+    def trial(
+        self, selection: Selection, profile: str, mutated: tuple[str, str, CodeType] | None, only: str | None = None,
+    ) -> worker.Verdict:
+        """One fork.
 
         Raises:
-            NotJudged: when they cannot be run.
+            NotJudged: when pytest did not get as far as tests, and no mutant is to blame.
         """
-        verdict = self.trial(selection, profile, None, 3600.0)
-        if verdict.trouble or verdict.test.startswith("import of"):
-            raise NotJudged(f"unmutated, {profile}: {verdict.test} {verdict.raised} {verdict.trouble}")
-        for test in verdict.tests:
-            if test.failed:
-                self.failing.add(test.name)
-                print(f"fails unmutated under {profile}, so it judges nothing: {test.name}", flush=True)
-        return verdict.tests
-
-    def measure(self, selections: list[Selection]) -> None:
-        """Run all that will be needed once, under the cheap profile."""
-        for backend in sorted({selection.backend for selection in selections}):
-            mine = [selection for selection in selections if selection.backend == backend]
-            items = frozenset[str]().union(*(selection.items for selection in mine))
-            files = frozenset[str]().union(*(selection.files for selection in mine))
-            self.tests[backend] = self.control(Selection(backend, items, files), PROFILES[0])
-
-    def trial(
-        self, selection: Selection, profile: str, mutated: tuple[str, str, CodeType] | None, seconds: float,
-    ) -> worker.Verdict:
-        """One fork."""
         files = set().union(*(self.files.get(item, set()) for item in selection.items), selection.files)
+        limit = LIMITS[profile]
         try:
             found: worker.Verdict = worker.in_a_fork(
-                lambda: worker.trial(self.root, selection, sorted(files), profile, mutated, self.failing), seconds
+                lambda: worker.trial(
+                    self.root, selection, sorted(files), profile, mutated, self.failing, limit, only
+                ),
+                WHOLE * limit,
             )
         except TimeoutError:
-            return worker.Verdict("timeout", seconds=seconds)
+            return worker.Verdict("timeout", seconds=WHOLE * limit)
+        if found.trouble:
+            raise NotJudged(found.trouble)
         return found
 
-    def judge(self, selection: Selection, profile: str, mutated: tuple[str, str, CodeType]) -> worker.Verdict:
-        """The verdict on one mutant.
+    def passes(self, test: str, selection: Selection, profile: str) -> bool:
+        """Whether a test (with "", all of the selection) passes where nothing is mutated.
 
         Raises:
-            NotJudged: when the suite could not be run.
+            NotJudged: when the suite cannot be imported, or takes too long, unmutated.
         """
-        usual = sum(t.seconds for t in self.tests[selection.backend] if selection.takes(t.items, t.file))
-        verdict = self.trial(selection, profile, mutated, SPARE + TIMES * usual)
-        if verdict.trouble:
-            raise NotJudged(f"{mutated[0]}: {verdict.trouble}")
-        if profile == PROFILES[0] or verdict.outcome in ("survived", "timeout"):
+        asked = (selection.backend, profile, test or str(sorted(selection.items | selection.files)))
+        if asked not in self.sound:
+            verdict = self.trial(selection, profile, None, test or None)
+            if verdict.test.startswith(worker.IMPORT) or (verdict.outcome == "timeout" and not verdict.test):
+                raise NotJudged(f"unmutated, {profile}: {verdict.outcome} {verdict.test} {verdict.raised}")
+            self.sound[asked] = verdict.outcome == "survived"
+            if test and not self.sound[asked]:
+                self.failing.add(test)
+                print(f"fails unmutated under {profile}, so it judges nothing: {test}", flush=True)
+        return self.sound[asked]
+
+    def judge(self, selection: Selection, profile: str, mutated: tuple[str, str, CodeType]) -> worker.Verdict:
+        """The verdict on one mutant, by tests that pass without it."""
+        verdict = self.trial(selection, profile, mutated)
+        if verdict.outcome == "survived":
             return verdict
-        # Dead under the second profile alone: not where the tests fail unmutated under it.
-        before = len(self.failing)
-        self.control(selection, profile)
-        return verdict if len(self.failing) == before else self.judge(selection, profile, mutated)
+        by_a_test = bool(verdict.test) and not verdict.test.startswith(worker.IMPORT)
+        if self.passes(verdict.test if by_a_test else "", selection, profile) or not by_a_test:
+            return verdict
+        return self.judge(selection, profile, mutated)
 
 
 def run(root: Path, mutants: list[Mutant], folder: Path, again: bool) -> None:
-    """Try those without a verdict on their module's present text; with `again`, survivors too.
+    """Try those without a verdict on their module's present text; with `again`, only those that survived.
 
     All meet the cheap profile first; those that survive it then meet the other.
 
@@ -96,8 +94,9 @@ def run(root: Path, mutants: list[Mutant], folder: Path, again: bool) -> None:
         NotJudged: when the suite cannot be run.
     """
     done = results.read(root, folder)
-    forgotten = {key for key, result in done.items() if again and not result.killed}
-    done = {key: result for key, result in done.items() if key not in forgotten}
+    if again:
+        mutants = [mutant for mutant in mutants if mutant.key in done and not done[mutant.key].killed]
+        done = {}
     left = [mutant for mutant in mutants if not _judged(done.get(mutant.key), PROFILES[-1])]
     print(f"mutation: {len(mutants)} mutants, {len(mutants) - len(left)} tried before, {len(left)} to try", flush=True)
     if not left:
@@ -109,12 +108,12 @@ def run(root: Path, mutants: list[Mutant], folder: Path, again: bool) -> None:
     worker.preload(found.third_party)
     gc.freeze()
     court = _Court(root, found.files)
-    court.measure([judges.of(mutant) for mutant in left])
+    sources = {mutant.path: (root / mutant.path).read_text(encoding="utf-8") for mutant in left}
     for profile in PROFILES:
         todo = [mutant for mutant in left if not _judged(done.get(mutant.key), profile)]
         with _progress(f"mutants, {profile}", len(todo)) as shown:
             for mutant in todo:
-                source = (root / mutant.path).read_text(encoding="utf-8")
+                source = sources[mutant.path]
                 mutated = (mutant.module, str(root / mutant.path), compiled(mutant, source, known))
                 verdict = court.judge(judges.of(mutant), profile, mutated)
                 result = Result(

@@ -19,29 +19,22 @@ from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import spec_from_loader
 from multiprocessing.connection import Connection
 from pathlib import Path
-from time import process_time
+from time import perf_counter
 from types import CodeType, ModuleType
 from typing import Any
 
 import pytest
 
 from conformance.mutation.items import Selection, test_modules
+from conformance.mutation.mutants import SUBJECTS
 
-__all__ = ["Survey", "Verdict", "in_a_fork", "preload", "survey", "trial"]
+__all__ = ["IMPORT", "Survey", "Verdict", "in_a_fork", "preload", "survey", "trial"]
 
 PROJECT = ("spec", "reference", "accelerated", "conformance", "models_integration")
 MEMORY = 16 << 30  # bytes of address space
-
-
-@dataclass(frozen=True)
-class Test:
-    """A test that was run: what selects it, the processor seconds that it took, and whether it failed."""
-
-    name: str
-    items: frozenset[str]
-    file: str
-    seconds: float
-    failed: bool
+PAUSE, IDLE = 2.0, 60.0  # seconds between looks at a fork, and without any processor time before it counts as hung
+AFTER_AN_ERROR = 20  # tests that may still find an assertion to fail
+IMPORT = "import of "
 
 
 @dataclass
@@ -54,7 +47,6 @@ class Verdict:
     ran: int = 0
     seconds: float = 0.0  # of the processor
     trouble: str = ""  # why this is no verdict at all
-    tests: list["Test"] = field(default_factory=list)
 
 
 @dataclass
@@ -92,11 +84,14 @@ class _Finder:
 
 
 class _Jury:
-    """Keeps the tests of the selection that pass unmutated; stops at the first assertion that fails."""
+    """Keeps the tests of the selection; stops at the first assertion that fails."""
 
-    def __init__(self, selection: Selection, verdict: Verdict, without: Set[str], stops: bool) -> None:
-        self.selection, self.verdict, self.without, self.stops = selection, verdict, without, stops
-        self.failed: set[str] = set()
+    def __init__(
+        self, selection: Selection, verdict: Verdict, without: Set[str], only: str | None, seconds: float,
+    ) -> None:
+        self.selection, self.verdict, self.without, self.only = selection, verdict, without, only
+        self.seconds = seconds
+        self.errors = 0
 
     @pytest.hookimpl(trylast=True)
     def pytest_configure(self, config: pytest.Config) -> None:
@@ -113,21 +108,26 @@ class _Jury:
         chosen = self.selection
         items[:] = [
             item for item in items
-            if item.nodeid not in self.without and chosen.takes(_marked(item), _file(item))
+            if item.nodeid not in self.without and self.only in (None, item.nodeid)
+            and chosen.takes(_marked(item), _file(item))
         ]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[Any]:
-        start = process_time()
+        def too_long(*_: object) -> None:
+            # At once: what loops may do so in a thread that nothing else stops.
+            _answer(Verdict("timeout", item.nodeid, "", self.verdict.ran, self.seconds))
+
+        signal.signal(signal.SIGPROF, too_long)
+        signal.setitimer(signal.ITIMER_PROF, self.seconds)
         done = yield
-        took, failed = process_time() - start, item.nodeid in self.failed
-        self.verdict.tests.append(Test(item.nodeid, frozenset(_marked(item)), _file(item), took, failed))
+        signal.setitimer(signal.ITIMER_PROF, 0)
         return done
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
             last = str(report.longrepr).strip().splitlines()[-1]
-            self._note("error", f"import of {report.nodeid}", last.removeprefix("E").strip())
+            self._note("error", f"{IMPORT}{report.nodeid}", last.removeprefix("E").strip())
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> None:
@@ -137,10 +137,9 @@ class _Jury:
             return
         # Where nothing was raised, pytest.raises fails with pytest.fail.Exception: an assertion too.
         asserted = call.excinfo.errisinstance((AssertionError, pytest.fail.Exception))
-        name = item.nodeid.rpartition("/")[2]
-        self._note("assertion" if asserted else "error", name, call.excinfo.exconly().splitlines()[0])
-        self.failed.add(item.nodeid)
-        if asserted and self.stops:
+        self._note("assertion" if asserted else "error", item.nodeid, call.excinfo.exconly().splitlines()[0])
+        self.errors += 1
+        if asserted or self.errors > AFTER_AN_ERROR:
             item.session.shouldstop = "killed"
 
     def _note(self, outcome: str, test: str, raised: str) -> None:
@@ -169,7 +168,9 @@ def survey(root: Path) -> Survey:
 
     files = [path.relative_to(root).as_posix() for path in test_modules(root)]
     _pytest(root, "numpy", "dev", files, [Collector()], "--collect-only")
-    importlib.import_module("accelerated.numba_cpu.backend")
+    for folder, backend in SUBJECTS.items():
+        if backend != "numpy" and (root / folder).is_dir():
+            importlib.import_module(f"{folder.replace('/', '.')}.backend")
     found.third_party = [
         name for name in sys.modules if name not in before and name.partition(".")[0] not in PROJECT
     ]
@@ -206,14 +207,16 @@ def _pytest(
 
 def trial(
     root: Path, selection: Selection, files: Sequence[str], profile: str, mutated: tuple[str, str, CodeType] | None,
-    without: Set[str],
+    without: Set[str], seconds: float, only: str | None = None,
 ) -> Verdict:
-    """Run the selection in this process with the mutated (module, path, code) in it; or, with none, all of it."""
+    """Run the selection, or one test of it, in this process with the mutated (module, path, code) in it, or none.
+
+    A test may spend so many seconds of the processor; more ends the process with the verdict "timeout".
+    """
     verdict = Verdict()
     if mutated:
         sys.meta_path.insert(0, _Finder(*mutated))
-    jury = _Jury(selection, verdict, without, mutated is not None)
-    code, said = _pytest(root, selection.backend, profile, files, [jury])
+    code, said = _pytest(root, selection.backend, profile, files, [_Jury(selection, verdict, without, only, seconds)])
     used = resource.getrusage(resource.RUSAGE_SELF)
     verdict.seconds = used.ru_utime + used.ru_stime
     broken = (pytest.ExitCode.INTERNAL_ERROR, pytest.ExitCode.USAGE_ERROR)
@@ -234,28 +237,47 @@ def in_a_fork(work: Callable[[], Any], seconds: float) -> Any:
     process.start()
     theirs.close()
     try:
-        # A shared machine may take long over few seconds; what waits for ever without working ends here.
-        return ours.recv() if ours.poll(60 + 20 * seconds) else _timeout(process)
+        return _received(ours, process.pid or 0)
     except EOFError:
         process.join()
         if process.exitcode in (-signal.SIGXCPU, -signal.SIGKILL):
             raise TimeoutError from None
         return Verdict("error", "", f"process ended with {process.exitcode}")
     finally:
-        process.join(5)
-        if process.is_alive():
-            process.kill()
-            process.join()
+        process.kill()
+        process.join()
 
 
-def _timeout(process: Any) -> None:
-    process.kill()
-    raise TimeoutError
+def _received(ours: Connection, pid: int) -> Any:
+    """What the fork sends. On a busy machine it may take long over few seconds; one that does nothing never ends."""
+    used, idle = -1.0, 0
+    while not ours.poll(PAUSE):
+        now = _processor_seconds(pid)
+        used, idle = now, idle + 1 if now == used else 0
+        if idle > IDLE / PAUSE:
+            raise TimeoutError
+    return ours.recv()
+
+
+def _processor_seconds(pid: int) -> float:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    except OSError:
+        return perf_counter()  # no such file system: only the limit on processor time holds
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+_pipe: list[Connection] = []  # of a fork: where its answer goes
 
 
 def _send(work: Callable[[], Any], to: Connection, seconds: float) -> None:
+    _pipe.append(to)
     resource.setrlimit(resource.RLIMIT_CPU, (int(seconds) + 1, int(seconds) + 3))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    to.send(work())
-    to.close()
+    _answer(work())
+
+
+def _answer(found: Any) -> None:
+    _pipe[0].send(found)
+    _pipe[0].close()
     os._exit(0)

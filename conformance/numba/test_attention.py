@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("numba", reason="pip install 'kvspec[numba]'")
@@ -16,6 +16,7 @@ from accelerated.numba_cpu import coattention as s1
 from accelerated.numba_cpu import kernels
 from conformance import checks
 from conformance.benchmarks.data import first_layer
+from conformance.plugin import sparingly
 from conformance.strategies.attention import AttentionInputs, attention_inputs, later_segments
 from spec.parameters import PAPER
 from spec.records import CoAttention
@@ -42,16 +43,16 @@ def same(a: CoAttention, b: CoAttention) -> bool:
     inputs=st.one_of(attention_inputs(), later_segments()), rows=st.sampled_from([1, 16, 64]),
     least=st.integers(1, 5), most=st.integers(5, 9), keys=st.integers(1, 9), square=st.integers(1, 9),
 )
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_block_size_lies_in_the_certified_box(
-    monkeypatch: pytest.MonkeyPatch, inputs: AttentionInputs, rows: int, least: int, most: int, keys: int, square: int,
+    inputs: AttentionInputs, rows: int, least: int, most: int, keys: int, square: int,
 ) -> None:
     """Sizes that divide neither the chunk nor one another, so that few tokens cross several blocks and tiles."""
-    for name, value in (("ROWS", rows), ("BLOCK", (least, most)), ("KEYS", keys), ("SQUARE", square)):
-        monkeypatch.setattr(s1, name, value)
-    found = s1.coattention(
-        inputs.q, inputs.k, inputs.positions, inputs.parameters, inputs.scaling, inputs.softcap
-    )
+    with pytest.MonkeyPatch.context() as sizes:
+        for name, value in (("ROWS", rows), ("BLOCK", (least, most)), ("KEYS", keys), ("SQUARE", square)):
+            sizes.setattr(s1, name, value)
+        found = s1.coattention(
+            inputs.q, inputs.k, inputs.positions, inputs.parameters, inputs.scaling, inputs.softcap
+        )
     assert not list(checks.coattention(found, inputs, "float32"))
 
 
@@ -141,7 +142,7 @@ def test_the_bound_skips_no_edge(monkeypatch: pytest.MonkeyPatch) -> None:
     weights=st.lists(st.lists(st.integers(0, 6), min_size=150, max_size=150), min_size=1, max_size=2),
     k=st.integers(1, 6), tau=st.sampled_from([0.0, 0.25]), split=st.integers(1, 149),
 )
-@settings(max_examples=20)
+@sparingly
 def test_lists_are_the_strongest_of_all_tiles(weights: list[list[int]], k: int, tau: float, split: int) -> None:
     """Two tiles one after the other, many ties: the largest first, on a tie the lower key; strictly above tau."""
     W = np.array(weights, np.float32) / 8

@@ -1,22 +1,33 @@
 """Every published policy at small constants, with its brute-force answer; and random attention inputs for them."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
+from conformance.oracles import diversity as alpha_oracle
+from conformance.oracles import nestedkv
 from conformance.oracles import policies as oracle
+from conformance.oracles import triattention as tri_oracle
 from reference import policies
+from reference.calibration import Calibration, Identity
+from reference.triattention import OFFSETS, Mode, band_statistics
 from spec.budget import Budget
+from spec.parameters import NestedKVParameters
 from spec.policy import LayerView, Observation, Policy
 from spec.retention import Granularity, Retention
 
-__all__ = ["CASES", "Case", "Inputs", "decided", "drawn", "groups_of", "observation", "plain", "retained"]
+__all__ = [
+    "CASES", "LAM", "Case", "Inputs", "alpha_kept", "calibrated", "decided", "drawn", "groups_of", "identity",
+    "observation", "plain", "plain_values", "retained", "tri_rows", "triattention",
+]
 
 W, KERNEL, C_CHUNK, SINK, FUTURE = 3, 3, 4, 2, 5
+LAM = 0.5
 SAFEGUARD = Fraction(1, 5)
+NESTED = NestedKVParameters(blocks=4, b_min=3, b_max=6, W=4, N_sink=SINK, alpha_s=Fraction(4, 5))
 Kept = list[list[int]]
 Array = np.ndarray[Any, Any]
 
@@ -184,6 +195,82 @@ def defensivekv(inputs: Inputs, B: int) -> Kept:
     return found
 
 
+def identity(inputs: Inputs) -> Identity:
+    return Identity("drawn", inputs.inv_freq, inputs.factor)
+
+
+def calibrated(inputs: Inputs) -> Calibration:
+    """As if the queries at hand were those of a calibration text, before their rotation."""
+    found = [band_statistics(view.q) for view in inputs.layers]
+    mean, magnitude = (np.stack([pair[at] for pair in found]) for at in (0, 1))
+    return Calibration(identity(inputs), tuple(range(len(inputs.layers))), mean, magnitude)
+
+
+def triattention(inputs: Inputs, mode: Mode, pin_prompt: int = 0, slack: int = 128) -> Policy:
+    return policies.triattention(calibrated(inputs), identity(inputs), mode, pin_prompt, slack)
+
+
+def tri_rows(
+    inputs: Inputs, mode: str, live: Callable[[int], Sequence[int]], t: int, pinned: int,
+) -> list[oracle.Score]:
+    """A row per kept set over its live positions; `live` by layer and KV head."""
+    H_kv, Z = inputs.H_kv, []
+    for at, view in enumerate(inputs.layers):
+        q, k, G = view.q.tolist(), view.k.tolist(), len(view.q) // H_kv
+        means = [tri_oracle.statistics(head) for head in q]
+        Z.append([[
+            tri_oracle.z_score(
+                [tri_oracle.score(k[g][p], p, t, *means[g * G + h], inputs.inv_freq.tolist(), inputs.factor, OFFSETS)
+                 for p in live(at * H_kv + g)],
+                [p < pinned for p in live(at * H_kv + g)],
+            ) for h in range(G)
+        ] for g in range(H_kv)])
+    return tri_oracle.joined(Z, mode)
+
+
+def tri_expected(mode: str) -> Callable[[Inputs, int], Kept]:
+    return lambda i, B: [oracle.top(row, B) for row in tri_rows(i, mode, lambda g: range(i.n), i.n, 0)]
+
+
+def plain_values(inputs: Inputs) -> Any:
+    return [np.asarray(view.v).tolist() for view in inputs.layers]
+
+
+def alpha_kept(row: oracle.Score, V: Any, B: int, lam: float) -> list[int]:
+    """The tokens without a score are kept already."""
+    retained = [i for i, x in enumerate(row) if x is None]
+    return alpha_oracle.alpha([0.0 if x is None else x for x in row], V, retained, min(B, len(row)), lam)
+
+
+def diversity(inputs: Inputs, B: int) -> Kept:
+    (row,) = tri_rows(inputs, "global", lambda g: range(inputs.n), inputs.n, 0)
+    (V,) = alpha_oracle.signatures(plain_values(inputs), "flat")
+    return [alpha_kept(row, V, B, LAM)]
+
+
+def diversity_heads(inputs: Inputs, B: int) -> Kept:
+    V, found = alpha_oracle.signatures(plain_values(inputs), "head"), list[list[int]]()
+    for view in inputs.layers:
+        rows = oracle.snapkv(plain(view), W, KERNEL)
+        for row, b in zip(rows, oracle.adaptive_shares(rows, B, SAFEGUARD), strict=True):
+            found.append(alpha_kept(row, V[len(found)], b, LAM))
+    return found
+
+
+def nested(adaptive: bool) -> Callable[[Inputs, int], Kept]:
+    def expected(inputs: Inputs, B: int) -> Kept:
+        found = []
+        for view in inputs.layers:
+            rows = [nestedkv.scores(head, NESTED) for head in view.k.tolist()]
+            if adaptive:
+                found += nestedkv.kept(rows, B, NESTED)
+            else:
+                found += [oracle.top([*[None] * SINK, *row[SINK:]][: len(row)], B) for row in rows]
+        return found
+
+    return expected
+
+
 def window(n: int, B: int) -> set[int]:
     return set(range(max(0, n - W), n))
 
@@ -237,5 +324,31 @@ CASES: dict[str, Case] = {
     ),
     "chunkkv-described": Case(
         "PO-CHUNKKV-DESCRIBED", lambda i: policies.chunkkv_described(C_CHUNK), chunks_described
+    ),
+    "triattention": Case("TA-POLICY", lambda i: triattention(i, "global"), tri_expected("global")),
+    "triattention-by-head": Case("TA-POLICY", lambda i: triattention(i, "head"), tri_expected("head")),
+    "triattention-by-layer-and-head": Case(
+        "TA-POLICY", lambda i: triattention(i, "layer and head"), tri_expected("layer and head")
+    ),
+    "diversity": Case("DV-POLICY", lambda i: policies.diverse(triattention(i, "global"), LAM), diversity),
+    "diversity-in-adakv": Case(
+        "DV-POLICY",
+        lambda i: policies.diverse(policies.with_adaptive_budgets(policies.snapkv(W, KERNEL), SAFEGUARD), LAM, "head"),
+        diversity_heads, W, window,
+    ),
+    # NestedKV refuses a budget below its sinks; here each B is raised to them, so that any B can be drawn.
+    "nestedkv": Case(
+        "NK-NESTEDKV", lambda i: replace(policies.nestedkv(NESTED), floor=SINK), nested(True), SINK, sinks
+    ),
+    "nestedkv-without-continuum": Case(
+        "NK-ABLATIONS", lambda i: policies.nestedkv_without_continuum(NESTED),
+        shared(oracle.keydiff, oracle.competition_shares, NESTED.alpha_s),
+    ),
+    "nestedkv-without-adaptive": Case(
+        "NK-ABLATIONS", lambda i: replace(policies.nestedkv_without_adaptive(NESTED), floor=SINK), nested(False),
+        SINK, sinks,
+    ),
+    "nestedkv-without-both": Case(
+        "NK-ABLATIONS", lambda i: policies.nestedkv_without_both(), by_layer(oracle.keydiff)
     ),
 }

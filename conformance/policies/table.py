@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from conformance.policies.cases import CASES, Case, Inputs, decided, drawn, observation
+from reference.policies.budgets import Adaptive, Competition
 from spec.arrays import Matrix
 from spec.policy import LayerView, Observation, Policy
 from spec.retention import Granularity
@@ -52,7 +53,7 @@ def monotone(case: Case, inputs: Inputs, B: int, seed: int) -> bool:
     held = case.guaranteed(inputs.n, max(B, case.floor))
     free = [i for i in range(inputs.n) if i not in held]
     rows = token_scores(policy, inputs, B)
-    pool = inputs.H_kv if case.item in COMPETING else 1
+    pool = inputs.H_kv if isinstance(policy.budgets, Adaptive | Competition) else 1
     for first in range(0, len(rows), pool):
         mine = [(row[i], i in group) for row, group in zip(rows[first:][:pool], kept[first:][:pool], strict=True)
                 for i in free]
@@ -60,9 +61,6 @@ def monotone(case: Case, inputs: Inputs, B: int, seed: int) -> bool:
         if any(s < best_lost for s, stays in mine if stays):
             return False
     return True
-
-
-COMPETING = {"PO-ADAKV", "PO-DEFENSIVEKV", "PO-EPICACHE"}
 
 
 def independent(case: Case, inputs: Inputs, B: int, seed: int) -> bool:
@@ -115,9 +113,10 @@ PROPERTIES: Mapping[str, Promise] = {
 
 REASONS: Mapping[str, str] = {
     "chunks": "a chunk's tokens stand or fall together, so a good token in a weak chunk loses",
-    "safeguard": "a part of every head's share is even, so a weak head keeps tokens that score less",
+    "safeguard": "a part of every head's share is its own, so a weak head keeps tokens that score less",
     "ties": "heads that tie are served in order, the lower one first",
     "none": "no token is protected",
+    "set": "a token like one that is kept loses to another that scores less",
     "positions": "it looks at positions alone",
     "keys": "it looks at keys alone",
 }
@@ -132,7 +131,18 @@ _OTHERWISE: Mapping[str, Mapping[str, str]] = {
     "caote": {"protection holds": "N/A: none"},
     "epicache": {"protection holds": "N/A: none"},
     "defensivekv": {"head permutation": "no: ties"},
+    "nestedkv": {"higher score never loses": "no: safeguard", "GQA": "N/A: keys"},
+    "nestedkv-without-continuum": {
+        "protection holds": "N/A: none", "higher score never loses": "no: safeguard", "GQA": "N/A: keys",
+    },
+    "nestedkv-without-adaptive": {"GQA": "N/A: keys"},
+    "nestedkv-without-both": {"protection holds": "N/A: none", "GQA": "N/A: keys"},
     "adakv": {"higher score never loses": "no: safeguard", "head permutation": "no: ties"},
+    "triattention": {"protection holds": "N/A: none"},
+    "triattention-by-head": {"protection holds": "N/A: none"},
+    "triattention-by-layer-and-head": {"protection holds": "N/A: none"},
+    "diversity": {"protection holds": "N/A: none", "higher score never loses": "no: set"},
+    "diversity-in-adakv": {"higher score never loses": "no: set", "head permutation": "no: ties"},
 }
 
 TABLE: Mapping[str, Mapping[str, str]] = {

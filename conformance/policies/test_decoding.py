@@ -35,7 +35,7 @@ def shown(policy: Policy, inputs: Inputs, live: Any, seen: int, first: int) -> O
     groups = groups_of(policy, inputs)
     heads = groups // len(inputs.layers)
     views = {
-        at: cached(view, [[int(p) for p in row] for row in live[at * heads : (at + 1) * heads]], seen, first)
+        at: cached(view, [[int(p) for p in row] for row in live[at * heads :][: heads or 1]], seen, first)
         for at, view in enumerate(inputs.layers)
     }
     return Observation(seen, groups, None, views)

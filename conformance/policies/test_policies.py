@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.compare import scores_agree
 from conformance.oracles import policies as oracle
+from conformance.plugin import sparingly
 from conformance.policies.cases import CASES, FUTURE, KERNEL, SINK, Inputs, W, decided, drawn, plain
 from reference.policies import attention
 from reference.policies.adakv import adakv_score
@@ -158,7 +159,7 @@ SCORES: dict[str, tuple[Score, Score]] = {
 
 
 @pytest.mark.parametrize("name", SCORES)
-@settings(max_examples=20)
+@sparingly
 @given(seed=st.integers(0, 2**32 - 1))
 def test_a_score_lies_within_its_bound(name: str, seed: int) -> None:
     score, brute = SCORES[name]

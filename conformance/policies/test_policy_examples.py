@@ -1,4 +1,4 @@
-"""Every worked example of spec/policies.md holds for the reference, and every item has its six parts in order."""
+"""Every worked example of the policies' pages holds for the reference; every item has its six parts in order."""
 
 import json
 import re
@@ -9,21 +9,24 @@ import pytest
 from conformance.policies.test_table import PAGE
 from conformance.test_examples import FENCE, PARTS
 from conformance.trace import items_of
+from conformance.vectors.diversity_subject import DIVERSITY_ITEMS
 from conformance.vectors.policy_subject import POLICY_ITEMS
 
-ITEMS = dict(items_of(PAGE.read_text(encoding="utf-8")))
+PAGES = (PAGE, PAGE.with_name("diversity.md"), PAGE.with_name("triattention.md"))
+ITEMS = {name: text for page in PAGES for name, text in items_of(page.read_text(encoding="utf-8"))}
+ADAPTERS = {**POLICY_ITEMS, **DIVERSITY_ITEMS}
 
 
 def test_every_item_has_an_adapter() -> None:
-    assert POLICY_ITEMS.keys() == ITEMS.keys()
+    assert ADAPTERS.keys() == ITEMS.keys()
 
 
 @pytest.mark.usefixtures("reference_items")
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.spec(id=name)) for name in POLICY_ITEMS])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.spec(id=name)) for name in ADAPTERS])
 def test_the_example_holds(name: str) -> None:
     (block,) = FENCE.findall(ITEMS[name])
     given = json.loads(block)
-    found = POLICY_ITEMS[name](given["inputs"])
+    found = ADAPTERS[name](given["inputs"])
     plain = {key: value.tolist() if isinstance(value, np.ndarray) else value for key, value in found.items()}
     assert given["item"] == name
     assert plain == given["expected"]

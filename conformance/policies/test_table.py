@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from conformance.plugin import sparingly
 from conformance.policies.cases import CASES, drawn
 from conformance.policies.table import PROPERTIES, REASONS, TABLE, rendered
 
@@ -24,7 +25,7 @@ def cells(answer: str) -> list[object]:
 
 @pytest.mark.usefixtures("reference_items")
 @pytest.mark.parametrize(("name", "promise"), cells("yes"))
-@settings(max_examples=20)
+@sparingly
 @given(seed=st.integers(0, 2**32 - 2), B=st.integers(1, 30))
 def test_a_promise_holds(name: str, promise: str, seed: int, B: int) -> None:
     assert PROPERTIES[promise].holds(CASES[name], drawn(seed), B, seed)

@@ -9,8 +9,10 @@ forms, protection, memory, compaction, the pipeline) leave a backend's stages as
 from conformance.saboteurs import (
     activation,
     decode,
+    diversity,
     essay,
     injection,
+    nestedkv,
     policies,
     policy_parts,
     s1,
@@ -22,6 +24,7 @@ from conformance.saboteurs import (
     s6,
     s6_protection,
     statistics,
+    triattention,
     whole,
 )
 from conformance.saboteurs.install import private_reference
@@ -33,7 +36,7 @@ __all__ = ["SABOTEURS"]
 SABOTEURS = REGISTRY
 STAGES = (
     s1, s1_selection, s2, s3, s4, s5, s6, s6_protection, whole, activation, decode, essay, policies, policy_parts,
-    injection, statistics,
+    injection, statistics, nestedkv, diversity, triattention,
 )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from conformance.saboteurs.registry import Array, instead_of, method_instead_of
+from reference.directions import unit_keys
 from reference.policies import (
     chunkkv,
     chunkkv_described,
@@ -24,7 +25,7 @@ from reference.policies.defensivekv import defensive_maximum, first_stage, outpu
 from reference.policies.epicache import epicache_score
 from reference.policies.expected_attention import expected_logits, query_statistics
 from reference.policies.h2o import HeavyHitters, h2o_score
-from reference.policies.keydiff import keydiff_score, unit_keys
+from reference.policies.keydiff import keydiff_score
 from reference.policies.knorm import knorm_score
 from reference.policies.protections import SinkAndRecent
 from reference.policies.rkv import rkv_importance, rkv_redundancy

@@ -133,7 +133,8 @@ PARTS_IN_USE = ("snapkv", "pyramidkv", "chunkkv", "adakv", "h2o")
 
 def policy_decisions(item: str) -> list[bytes]:
     """Kept sets of the item's policy, or of policies that use its part; H2O and steps are also decoded."""
-    names = [name for name, case in CASES.items() if case.item == item] or PARTS_IN_USE
+    whole = {"DV": "DV-POLICY", "TA": "TA-POLICY"}.get(item[:2], item)
+    names = [name for name, case in CASES.items() if case.item == whole] or PARTS_IN_USE
     steps = item in ("PO-H2O", "PO-STEP")
 
     def run(case: Case) -> Any:
@@ -214,7 +215,7 @@ def agreement(saboteur: Saboteur) -> int:
         right = right_lives()
         mine = copy.modules["reference.crystalcache"]
         wrong = [outcome(lambda case: life(mine, copy.backend, case), case) for case in prompts()]
-    elif saboteur.item.startswith("PO-"):
+    elif saboteur.item.startswith(("PO-", "DV-", "TA-")):
         right = policy_decisions(saboteur.item)
         install(saboteur)
         wrong = policy_decisions(saboteur.item)

@@ -28,18 +28,20 @@ from accelerated.triton_gpu import (
     impact,
     kernels,
     launch,
+    nestedkv,
     score,
     trunks,
 )
 from accelerated.triton_gpu.launch import AttentionTiles, Shape
+from spec.parameters import NESTEDKV
 
 __all__ = ["Compiled", "Job", "compile_job", "jobs", "main"]
 
 FLOATS = {"factor", "unit", "share", "tau", "bound", "low", "high", "epsilon"}
 _TYPES = {
-    "*fp32": "LSE TOP LOG PEAK WEIGHT A COLUMN SALIENCE",
+    "*fp32": "LSE TOP LOG PEAK WEIGHT A COLUMN SALIENCE INVERSE BLOCK STABLE ANOMALY",
     "*fp64": "S BOUNDS M M_BAR INTRA_WEIGHT CROSS_WEIGHT TAU VALUE TOTAL W DEGREE EPSILON MOMENTS STEEPNESS D"
-             " NUMBERS SCORE RATIO D_AFTER NORM",
+             " NUMBERS SCORE RATIO D_AFTER NORM RANGES SURPRISE",
     "*i64": "INDEX TOKEN COUNT OFFSETS PLACES SENTENCES INTRA CROSS TRUNK KEY ORDER START SIZE KEPT R",
     "*i32": "ACTIVE MASK STRONG SURVIVES PROTECTED KEEP",
     "*i16": "X OUT",
@@ -106,10 +108,13 @@ def jobs(d: int, element: str) -> Iterator[Job]:
     best = {"PLACES": triton.next_power_of_2(K_INTRA), "TAKE": K_INTRA}
     chosen = {"ROWS": tiles.intra.rows, "COLUMNS": tiles.intra.columns, "DEPTH": tiles.depth}
     yield job("intra_neighbours", tiles.intra, {**chosen, **best})
+    rows = launch.nested_rows(D, NESTEDKV.W)
+    for kernel in ("measured", "anomalies"):
+        yield Job(nestedkv, kernel, element, Shape(rows, D, 8), {"d": d, "ROWS": rows, "D": D}, launch.FLOAT32)
 
 
 def later_jobs() -> Iterator[Job]:
-    """S2 to S6 and the gather."""
+    """S2 to S6, the gather, and NestedKV after its cosines."""
     lanes, scan = {"LANES": launch.LANES}, {"SCAN": launch.SCAN}
     lists = {"K_INTRA": triton.next_power_of_2(K_INTRA), "K_CROSS": triton.next_power_of_2(K_CROSS)}
     for module, kernel, constants in (
@@ -124,6 +129,12 @@ def later_jobs() -> Iterator[Job]:
         (activation, "mean_inverse_norms", {"NORMS": launch.NORMS, "WIDTH": 128}),
     ):
         yield Job(module, kernel, "fp64", Shape(launch.LANES, 1), constants, launch.FLOAT64)
+    row = launch.searched_row(False)
+    for kernel, shape, constants in (
+        ("stable_direction", Shape(128, 1), {"D": 128}), ("extremes", row, {"SCAN": row.columns}),
+        ("surprises", row, {"SCAN": row.columns}), ("routed", Shape(launch.LANES, 1), lanes),
+    ):
+        yield Job(nestedkv, kernel, "fp64", shape, constants, launch.FLOAT64)
 
 
 def _type_of(argument: str, job: Job) -> str:

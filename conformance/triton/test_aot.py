@@ -20,7 +20,7 @@ from accelerated.triton_gpu.launch import SHARED
 ROOT = Path(__file__).resolve().parent.parent.parent
 DOT_KERNELS = ("row_softmax", "cross_neighbours", "own_chunk")
 # Polynomials of a logarithm or an exponential are fused inside; everything around them is not.
-WITH_FUNCTIONS = ("mixture", "logistic", "two_paths")
+WITH_FUNCTIONS = ("mixture", "logistic", "two_paths", "routed")
 REGISTERS = 65536
 ON_SM_90 = 227 * 1024  # bytes of shared memory that one program may take there
 

@@ -8,9 +8,12 @@ from functools import partial
 
 from conformance.oracles import pipeline, s1, s2, s3, s4, s5, s6
 from conformance.vectors import brute_force as plain
+from conformance.vectors import diversity_oracles as diversity
 from conformance.vectors import expected_injection
 from conformance.vectors.case import Json, Operation, Results
 from conformance.vectors.expected_decode import DECODE_OPERATIONS
+from conformance.vectors.nestedkv_oracles import BOUNDED_RESULTS
+from conformance.vectors.nestedkv_oracles import RESULTS as NESTEDKV_RESULTS
 from conformance.vectors.policy_oracles import RESULTS
 from spec.parameters import CrystalCacheParameters
 
@@ -273,6 +276,23 @@ OPERATIONS: dict[str, Operation] = {
         item: Operation("conformance.vectors.policy_oracles", lambda i, p, run=run: run(i))  # type: ignore[misc]
         for item, run in RESULTS.items()
     },
+    **{
+        item: Operation(
+            "conformance.vectors.diversity_oracles", lambda i, p, run=run: run(i),  # type: ignore[misc]
+            diversity.BOUNDED.get(item, ()),
+        )
+        for item, run in diversity.RESULTS.items()
+    },
+    **{
+        item: Operation(
+            "conformance.vectors.nestedkv_oracles", lambda i, p, run=run: run(i),  # type: ignore[misc]
+            [BOUNDED_RESULTS[item]] if item in BOUNDED_RESULTS else [],
+        )
+        for item, run in NESTEDKV_RESULTS.items()
+    },
+    "anomaly_score": Operation(
+        ORACLES + "nestedkv.scores", lambda i, p: NESTEDKV_RESULTS["NK-SCORE"](i), ("score",), ("NK-SCORE",),
+    ),
 }
 for name, (oracle, of, bounded) in expected_injection.OPERATIONS.items():
     OPERATIONS[name] = Operation(oracle, partial(lambda of, i, p: of(i), of), bounded)

@@ -9,6 +9,7 @@ import numpy as np
 from conformance import checks, compare
 from conformance.vectors.arrays import floats, integers, plain
 from conformance.vectors.case import Json
+from conformance.vectors.nestedkv_oracles import BOUNDED_RESULTS, parameters_in
 from conformance.vectors.subject import attention_inputs, prompt, record
 from spec.parameters import CrystalCacheParameters
 from spec.records import CoAttention, TrunkGraph, Trunks
@@ -139,6 +140,21 @@ def decay(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: s
     yield from within("D", found["D"], want["D"], compare.decay_radius(floats(i["D"])))
 
 
+def nestedkv_item(name: str) -> Bounded:
+    """An item's result, at the scale of its largest entry."""
+    def judge(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
+        if not compare.scores_agree(floats(plain(found[name])).ravel(), floats(want[name]).ravel().tolist()):
+            yield f"{name} is {plain(found[name])}, not {want[name]}"
+
+    return judge
+
+
+def anomaly_score(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
+    for h, head in enumerate(i["k"]):
+        radius = compare.nestedkv_radius(head, parameters_in(i), precision)
+        yield from within(f"score of head {h}", found["score"][h], want["score"][h], radius)
+
+
 def relative(item: str, names: Sequence[str]) -> Bounded:
     """Each of these results within the item's bound of what is wanted."""
     def judge(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
@@ -150,7 +166,12 @@ def relative(item: str, names: Sequence[str]) -> Bounded:
     return judge
 
 
-STATE_FLOATS = ("impact", "trunk_impact", "D", "weights", "mu", "sigma")
+def scored(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
+    for got, expected in zip(plain(found["score"]), want["score"], strict=True):
+        if not compare.scores_agree(got, expected):
+            yield f"score is {got}, not {expected}"
+
+
 def turned(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
     yield from within("turned", found["turned"], want["turned"], compare.turn_radius(floats(i["x"])))
 
@@ -165,12 +186,15 @@ def power(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: s
         yield f"power is {found['power']}, not {want['power']}"
 
 
+STATE_FLOATS = ("impact", "trunk_impact", "D", "weights", "mu", "sigma")
+
 BOUNDED: dict[str, Bounded] = {
     "CC-ATTENTION": attention, "CC-SALIENCE": salience, "CC-MEAN-SALIENCE": mean_salience,
     "CC-RARITY-FORMS": rarity_forms, "CC-ROW-NORM": row_norm, "CC-RARITY": rarity,
     "CC-TRUNK-WEIGHT": weights, "CC-CRYSTALLIZATION": crystallization, "CC-NORMALISED-IMPACT": normalised,
     "impact": impact, "graph": graph, "score": score, "coattention": coattention, "prefill": prefill,
-    "inverse_key_norms": key_norms, "decay": decay,
+    **{item: nestedkv_item(name) for item, name in BOUNDED_RESULTS.items()}, "anomaly_score": anomaly_score,
+    "inverse_key_norms": key_norms, "TA-SCORE": scored, "decay": decay,
     "segment_graph": relative("CC-TRUNK-WEIGHT", ["weights"]), "CC-TAIL-D": relative("CC-TAIL-D", ["D"]),
     "segment_crystallization": relative("CC-SEGMENT-D", ["D"]), "CC-START": relative("CC-SEGMENT", STATE_FLOATS),
     "CC-TAIL-TRUNKS": relative("CC-STEP", STATE_FLOATS), "CC-REEVICT": relative("CC-STEP", STATE_FLOATS),

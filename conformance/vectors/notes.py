@@ -5,6 +5,11 @@ __all__ = ["NOTES"]
 # Flag: kind of mistake, and what goes wrong.
 NOTES: dict[str, tuple[str, str]] = {
     "Plain": ("BASIC", "A first case without a trap: the equation as it is written."),
+    "BandHalves": ("LAYOUT", "A rotary band is channels f and f + d / 2; neighbouring channels are other bands."),
+    "Modular": ("READING", "A prior for a fixed direction looks at no kept token, so that copies stay together."),
+    "NoBonus": ("READING", "Redundancy is at least 0: an opposite direction earns no bonus."),
+    "PositionCancels": ("READING", "A key turned back by its position, then probed from there, is the cached key."),
+    "RetainedCounts": ("READING", "Tokens that are kept anyway are in the set before the first pick."),
     "BreathOrder": (
         "READING", "Decay comes before the breath; in it activation, pulses, growth, new trunks, eviction.",
     ),
@@ -36,6 +41,7 @@ NOTES: dict[str, tuple[str, str]] = {
     "AdditiveMultiset": (
         "READING", "A mutual pair of tokens counts twice in W_ab; a set or a maximum counts it once.",
     ),
+    "AtLeastOne": ("BOUNDARY", "A share of the tokens is floored, but never none: ten percent of five tokens is one."),
     "BackwardEdge": (
         "READING",
         "Eq. 17 is literal: the first endpoint lies in the running trunk; either orientation merges too much.",
@@ -101,6 +107,9 @@ NOTES: dict[str, tuple[str, str]] = {
         "READING", "A protected trunk's score is NaN and is never read; it takes no part in minimum and maximum.",
     ),
     "Refused": ("VALIDATION", "Input that is not admitted is refused by the name of its argument, before any work."),
+    "RectifiedSurprise": (
+        "READING", "Surprise is normalised, then centred and cut at 0; as Eq. 13 has it, the gate never opens.",
+    ),
     "RemnantOne": ("BOUNDARY", "One token would remain: fewer than N_min, so the whole trunk goes, an overshoot."),
     "RemnantTwo": ("BOUNDARY", "Two tokens would remain: fewer than N_min, so the whole trunk goes, an overshoot."),
     "RemnantThree": ("BOUNDARY", "Exactly N_min tokens remain, which is enough: >= and not >."),
@@ -113,9 +122,13 @@ NOTES: dict[str, tuple[str, str]] = {
     "ShareOfLargest": (
         "READING", "Unit impact divides salience by the segment's largest, not by M_max and not from the least.",
     ),
+    "ShortBlock": ("BOUNDARY", "What is left at the end is a block of its own; it joins no other."),
     "SigmaFallback": ("READING", "Where sigma < epsilon, sigma = 1; max(sigma, epsilon) blows up rounding noise."),
     "RarityShape": (
         "PARAMETER", "A rarity form stands wherever U_i does; the logarithm is the default.",
+    ),
+    "SinksInside": (
+        "READING", "Sinks take part in the statistics; then they are pinned, inside the budget and inside the quota.",
     ),
     "SoftCap": ("NUMERIC", "The soft cap is applied to the scaled logit, before the mask."),
     "SplitLargerFirst": ("READING", "Pieces differ by at most one token, the larger ones first; none exceeds T_max."),
@@ -159,4 +172,5 @@ NOTES: dict[str, tuple[str, str]] = {
         "READING", "A trunk that touches the sink or the window is protected as a whole; intervals are half open.",
     ),
     "WindowOfFive": ("BOUNDARY", "Five tokens on each side of an interface, fewer where a side is shorter."),
+    "ZeroRange": ("BOUNDARY", "Values without range, or a mean without direction, give zeros, not enlarged noise."),
 }

@@ -10,6 +10,8 @@ from conformance.strategies.prompts import Prompt
 from conformance.vectors import subject_injection
 from conformance.vectors.arrays import Item, Stage, flags, floats, integers, named
 from conformance.vectors.case import Json
+from conformance.vectors.diversity_subject import DIVERSITY_ITEMS
+from conformance.vectors.nestedkv_subject import NESTEDKV_ITEMS, NESTEDKV_STAGES
 from conformance.vectors.policy_subject import POLICY_ITEMS
 from conformance.vectors.subject_decode import DECODE_ITEMS, DECODE_STAGES
 from reference.crystalcache import coattention as s1
@@ -155,8 +157,10 @@ ITEMS: dict[str, Item] = {
     "CC-ADAPTIVE-MERGE": merge_threshold,
     "CC-COVERAGE": covered,
     **DECODE_ITEMS,
-    **{item: lambda i, p, run=run: run(i) for item, run in POLICY_ITEMS.items()},  # type: ignore[misc]
-    **{name: partial(lambda of, i, p: of(i), of) for name, of in subject_injection.ITEMS.items()},
+    **{
+        name: partial(lambda of, i, p: of(i), of)
+        for name, of in {**POLICY_ITEMS, **NESTEDKV_ITEMS, **DIVERSITY_ITEMS, **subject_injection.ITEMS}.items()
+    },
 }
 
 
@@ -209,4 +213,5 @@ STAGES: dict[str, Stage] = {
     "dissolve": dissolve_stage,
     "prefill": prefill,
     **DECODE_STAGES,
+    **NESTEDKV_STAGES,
 }

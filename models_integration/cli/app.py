@@ -23,6 +23,14 @@ app.add_typer(archive, name="archive")
 Backend = Annotated[str, typer.Option(help="auto, numpy, numba, or 'module:ATTRIBUTE'.")]
 
 
+# Written out, as the table of policies would load torch before any help is shown.
+_POLICIES = (
+    "crystalcache, streamingllm, fullcache, adakv, caote, chunkkv, chunkkv-described, defensivekv, expected-attention,"
+    " h2o, h2o-described, keydiff, knorm, nestedkv, nestedkv-without-adaptive, nestedkv-without-continuum, pyramidkv,"
+    " pyramidkv-described, rkv, snapkv, tova"
+)
+
+
 def _version(value: bool) -> None:
     if value:
         print(f"kvspec {SPEC_VERSION}")
@@ -42,7 +50,9 @@ def _names(text: str) -> tuple[str, ...]:
 
 @app.command()
 def compare(
-    policies: Annotated[str, typer.Option(help="Comma-separated.")] = "crystalcache,streamingllm,fullcache",
+    policies: Annotated[str, typer.Option(help=f"Comma-separated: {_POLICIES}.")] = (
+        "crystalcache,streamingllm,fullcache"
+    ),
     budgets: Annotated[str, typer.Option(help="Comma-separated: 0.3 or 30% is a fraction, 512 is tokens.")] = "0.3,0.5",
     tasks: Annotated[str, typer.Option(help="Comma-separated: needle, delayed_association.")] = (
         "needle,delayed_association"
@@ -109,6 +119,29 @@ def sweep(
     from models_integration.evaluation.sweep import SweepPlan
 
     run(SweepPlan(grid, budget, _names(tasks), length, samples, seed), model, backend, out)
+
+
+@app.command()
+def study(
+    samples: Annotated[int, typer.Option(help="Conversations; every arm sees the same ones.")] = 100,
+    tokens: Annotated[int, typer.Option(help="Streamed tokens after the prompt of 512, a multiple of 64.")] = 2048,
+    arms: Annotated[str, typer.Option(help="Comma-separated: 'full,tight: on,tight: window'; all if empty.")] = "",
+    contexts: Annotated[int, typer.Option(help="Conversations for the audit's three predictions; 0 for none.")] = 10,
+    backend: Backend = "auto",
+    out: Annotated[Path, typer.Option(help="Folder of study.jsonl, study.md and study-predictions.json.")] = Path(
+        "results"
+    ),
+) -> None:
+    """What decode does to facts that are asked for late: breaths on, off, and each of their parts off.
+
+    On the pocket model, at matched mean caches; docs/results holds the rules. About a quarter of an hour with the
+    defaults on two CPU cores. A second run goes on from what is stored.
+    """
+    from models_integration.cli.study import run
+    from models_integration.study.memories import ARMS
+    from models_integration.study.run import StudyPlan
+
+    run(StudyPlan(samples, tokens, _names(arms) or tuple(ARMS)), contexts, backend, out)
 
 
 @app.command()

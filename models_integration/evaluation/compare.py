@@ -12,6 +12,7 @@ from models_integration.evaluation.controls import only_needle, without_needle
 from models_integration.evaluation.results import Row, append_row, find_row, load_rows
 from models_integration.evaluation.runner import Answer, answer
 from models_integration.methods import CrystalCache, FullCache, Method, StreamingLLM
+from models_integration.published import PUBLISHED, Published
 from models_integration.tasks import MAX_NEW_TOKENS, Sample, draw_sample, needle_sample, place, score
 from spec.budget import parse_budget
 from spec.tables import ResultTable, checked
@@ -94,12 +95,14 @@ def _sample(subject: Subject, cell: Cell, index: int) -> Sample:
     return draw_sample(cell.task, subject.tokenizer, cell.length, index, cell.seed)
 
 
-def _method(subject: Subject, cell: Cell, sample: Sample) -> Method:
+def _method(subject: Subject, cell: Cell, sample: Sample) -> Method | Published:
     start, stop = sample.needle
     if cell.policy == "crystalcache":
         return CrystalCache(cell.budget, sentence_ends=subject.sentence_ends, backend=subject.backend)
     if cell.policy == "streamingllm" or cell.policy.startswith("window"):
         return StreamingLLM(cell.budget)
+    if cell.policy in PUBLISHED:
+        return Published(cell.policy, cell.budget)
     if cell.policy == "without needle":
         return Method(without_needle(start, stop), parse_budget(cell.budget))
     if cell.policy == "only needle":

@@ -1,11 +1,15 @@
 """One sample under one policy: compact, ask, answer greedily, and count what the cache stored meanwhile."""
 
 from dataclasses import dataclass
+from math import ceil
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from models_integration.cache import RetainedCache
 from models_integration.methods import Method
+from models_integration.published import Published
 from models_integration.session import prefill
 from models_integration.tasks import Placement
 
@@ -27,18 +31,34 @@ class Answer:
 
 @torch.no_grad()
 def answer(
-    model: PreTrainedModel, method: Method, placement: Placement, max_new_tokens: int, stop_ids: frozenset[int],
+    model: PreTrainedModel, method: Method | Published, placement: Placement, max_new_tokens: int,
+    stop_ids: frozenset[int],
 ) -> Answer:
-    """Present one sample in its placement and decode greedily until a stop id or `max_new_tokens`."""
+    """Present one sample in its placement and decode greedily until a stop id or `max_new_tokens`.
+
+    A published policy reads token by token inside its context, so that one that decides in its steps does.
+    """
     prompt = torch.tensor([placement.prompt_ids], device=model.device)
-    logits, cache, _ = prefill(model, method, prompt)
-    kept, stored = cache.stored_length, []
+    if not isinstance(method, Published):
+        logits, cache, _ = prefill(model, method, prompt)
+        return _answered(model, logits, cache, placement, max_new_tokens, stop_ids, len(placement.fed_ids))
+    with method(model) as run:
+        logits = model(input_ids=prompt).logits[:, -1:]
+        assert run.cache is not None
+        return _answered(model, logits, run.cache, placement, max_new_tokens, stop_ids, 1)
+
+
+def _answered(
+    model: PreTrainedModel, logits: Tensor, cache: RetainedCache, placement: Placement, max_new_tokens: int,
+    stop_ids: frozenset[int], at_once: int,
+) -> Answer:
+    kept, stored = ceil(cache.mean_length), []
     if placement.dropped_slots:
         cache.crop(-placement.dropped_slots)
-    if placement.fed_ids:
-        fed = torch.tensor([placement.fed_ids], device=model.device)
+    for first in range(0, len(placement.fed_ids), at_once or 1):
+        fed = torch.tensor([placement.fed_ids[first : first + at_once]], device=model.device)
         logits = model(input_ids=fed, past_key_values=cache).logits
-        stored.append(cache.stored_length)
+        stored.append(cache.mean_length)
     ids: list[int] = []
     while len(ids) < max_new_tokens:
         token = int(logits[0, -1].argmax())
@@ -46,5 +66,5 @@ def answer(
         if token in stop_ids:
             break
         logits = model(input_ids=torch.tensor([[token]], device=model.device), past_key_values=cache).logits
-        stored.append(cache.stored_length)
-    return Answer(ids, kept, sum(stored) / len(stored), max(len(placement.prompt_ids), *stored))
+        stored.append(cache.mean_length)
+    return Answer(ids, kept, sum(stored) / len(stored), max(len(placement.prompt_ids), *map(ceil, stored)))

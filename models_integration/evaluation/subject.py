@@ -11,7 +11,7 @@ from models_integration.methods import CrystalCache
 from models_integration.pocket import load_pocket
 from models_integration.sentence_ends import sentence_ends
 
-__all__ = ["load_subject"]
+__all__ = ["fingerprint", "load_subject"]
 
 
 def load_subject(model: str, backend: str) -> Subject:

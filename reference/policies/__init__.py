@@ -6,21 +6,32 @@ from reference.policies.caote import caote
 from reference.policies.chunkkv import chunkkv, chunkkv_described
 from reference.policies.crystalcache import crystalcache
 from reference.policies.defensivekv import defensivekv
+from reference.policies.diversity import diverse, scheduled, toward_mean_values
 from reference.policies.epicache import epicache
 from reference.policies.expected_attention import expected_attention
 from reference.policies.full_cache import full_cache
 from reference.policies.h2o import h2o, h2o_described
 from reference.policies.keydiff import keydiff
 from reference.policies.knorm import knorm
+from reference.policies.nestedkv import (
+    eviction_budget,
+    nestedkv,
+    nestedkv_without_adaptive,
+    nestedkv_without_both,
+    nestedkv_without_continuum,
+)
 from reference.policies.pyramidkv import pyramidkv, pyramidkv_described
 from reference.policies.retain import retain
 from reference.policies.rkv import rkv
 from reference.policies.snapkv import snapkv
 from reference.policies.streaming_llm import streaming_llm
 from reference.policies.tova import tova
+from reference.policies.triattention import triattention
 
 __all__ = [
-    "adakv", "advance", "caote", "chunkkv", "chunkkv_described", "crystalcache", "defensivekv", "epicache",
-    "expected_attention", "full_cache", "h2o", "h2o_described", "keydiff", "knorm", "pyramidkv",
-    "pyramidkv_described", "retain", "rkv", "snapkv", "start", "streaming_llm", "tova", "with_adaptive_budgets",
+    "adakv", "advance", "caote", "chunkkv", "chunkkv_described", "crystalcache", "defensivekv", "diverse", "epicache",
+    "eviction_budget", "expected_attention", "full_cache", "h2o", "h2o_described", "keydiff", "knorm", "nestedkv",
+    "nestedkv_without_adaptive", "nestedkv_without_both", "nestedkv_without_continuum", "pyramidkv",
+    "pyramidkv_described", "retain", "rkv", "scheduled", "snapkv", "start", "streaming_llm", "tova",
+    "toward_mean_values", "triattention", "with_adaptive_budgets",
 ]

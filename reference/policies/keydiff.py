@@ -2,31 +2,17 @@
 
 import numpy as np
 
+from reference.directions import unit_keys
 from reference.policies.attention import wide
 from reference.policies.budgets import even
 from reference.policies.protections import SinkAndRecent
 from reference.policies.scorers import LayerScorer
 from reference.policies.selectors import top_units
-from spec.arrays import Cube, Float64, Matrix
-from spec.errors import SpecError
+from spec.arrays import Float64, Matrix
 from spec.policy import LayerView, Needs, Policy
 from spec.retention import Granularity
 
-__all__ = ["keydiff", "keydiff_score", "unit_keys"]
-
-
-def unit_keys(k: Float64[Cube, "H_kv n d"]) -> Float64[Cube, "H_kv n d"]:
-    """Each key at length 1.
-
-    Raises:
-        SpecError: for a zero key, which has no direction.
-    """
-    norm = np.sqrt((k * k).sum(axis=2, keepdims=True))
-    if (norm == 0).any():
-        head, token, _ = (int(i) for i in np.argwhere(norm == 0)[0])
-        raise SpecError("k", 0.0, f"a zero key has no direction: KV head {head}, token {token}")
-    unit: Cube = k / norm
-    return unit
+__all__ = ["keydiff", "keydiff_score"]
 
 
 def keydiff_score(view: LayerView) -> Float64[Matrix, "H_kv n"]:

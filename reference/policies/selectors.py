@@ -64,7 +64,7 @@ def recent_half(scores: Scores, budgets: IntVector, protected: BoolVector, /) ->
     return _selection(groups)
 
 
-def _selection(groups: list[Int64[IntVector, " kept"]]) -> Selection:
+def _selection(groups: list[Int64[IntVector, " _"]]) -> Selection:
     return Selection(np.concatenate(groups), np.cumsum([0, *map(len, groups)]).astype(np.int64))
 
 

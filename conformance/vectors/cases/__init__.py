@@ -8,13 +8,16 @@ from conformance.vectors.cases import (
     budgets,
     coattention,
     dissolution,
+    diversity,
     essay,
     graph,
     impact,
     injection,
+    nestedkv,
     policies,
     prefill,
     score,
+    triattention,
     trunks,
 )
 
@@ -33,4 +36,7 @@ STAGES: dict[str, Sequence[Group]] = {
     "essay": essay.GROUPS,
     "injection": injection.GROUPS,
     "policies": policies.GROUPS,
+    "nestedkv": nestedkv.GROUPS,
+    "diversity": diversity.GROUPS,
+    "triattention": triattention.GROUPS,
 }

@@ -1,0 +1,91 @@
+"""Set-conditioned selection by lazy greedy: gains only fall, so one that is still the best when renewed wins.
+
+A token's gain is renewed when it comes first, against one panel of kept tokens at a time, and only panels that are new
+to it. No (n, n) array is made, and most inner products are never taken. In a panel signatures stand channel by channel:
+its products run side by side, while each adds its channels in their order.
+"""
+
+import numpy as np
+from numba import njit
+
+from spec.arrays import Bool, BoolVector, Float64, Int64, IntVector, Matrix, Vector
+
+__all__ = ["diverse"]
+
+LANES = 64  # tokens of a panel
+
+
+@njit(inline="always")
+def before(gain: Vector, a: int, b: int) -> bool:
+    """Whether token a comes before b: higher gain, then lower position."""
+    return bool(gain[a] > gain[b] or (gain[a] == gain[b] and a < b))
+
+
+@njit(cache=True)
+def sink(heap: IntVector, size: int, gain: Vector, at: int) -> None:
+    """Let the token at a place of the heap fall to where it belongs."""
+    token = heap[at]
+    while 2 * at + 1 < size:
+        child = 2 * at + 1
+        if child + 1 < size and before(gain, heap[child + 1], heap[child]):
+            child += 1
+        if not before(gain, heap[child], token):
+            break
+        heap[at], at = heap[child], child
+    heap[at] = token
+
+
+@njit(cache=True)
+def redundancy(v: Vector, panel: Matrix, most: float, total: Vector) -> float:
+    """The largest of `most` and the cosines of v with a panel (d, LANES); an empty lane gives 0."""
+    total[:] = 0.0
+    for c in range(len(v)):
+        x, row = v[c], panel[c]
+        # The length is not a constant on purpose: an unrolled loop would not become vector instructions.
+        for lane in range(len(total)):
+            total[lane] += row[lane] * x
+    largest: float = max(most, total.max())
+    return largest
+
+
+@njit(cache=True, nogil=True)
+def greedy(worth: Vector, V: Matrix, retained: BoolVector, k: int, lam: float) -> BoolVector:
+    """Marks of the k tokens."""
+    n, d = V.shape
+    panels, total = np.zeros(((k + LANES - 1) // LANES, d, LANES)), np.empty(LANES)
+    S, t = np.zeros(n, dtype=np.bool_), 0
+    for i in np.flatnonzero(retained):
+        S[i] = True
+        panels[t // LANES, :, t % LANES] = V[i]
+        t += 1
+    heap = np.flatnonzero(~retained)
+    gain, m, known = worth.copy(), np.zeros(n), np.zeros(n, dtype=np.int64)
+    size = len(heap)
+    for at in range(size // 2 - 1, -1, -1):
+        sink(heap, size, gain, at)
+    while t < k:
+        i = heap[0]
+        if known[i] < t:
+            p = known[i] // LANES
+            m[i] = redundancy(V[i], panels[p], m[i], total)
+            known[i], gain[i] = min(t, (p + 1) * LANES), worth[i] - lam * m[i]
+        else:
+            S[i] = True
+            panels[t // LANES, :, t % LANES] = V[i]
+            t += 1
+            size -= 1
+            heap[0] = heap[size]
+        sink(heap, size, gain, 0)
+    return S
+
+
+def diverse(
+    s: Float64[Vector, " n"], V: Float64[Matrix, "n d"], retained: Bool[BoolVector, " n"], k: int, lam: float,
+) -> Int64[IntVector, " k"]:
+    """The same tokens as the literal form keeps.
+
+    Implements: DV-COSINE, DV-GREEDY
+    """
+    worth = np.where(np.isnan(s), -np.inf, s)
+    kept: IntVector = np.flatnonzero(greedy(worth, np.ascontiguousarray(V), retained, k, lam))
+    return kept

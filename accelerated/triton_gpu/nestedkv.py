@@ -1,0 +1,324 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""NestedKV: two readings of the keys where they lie, one for their mean and one for all else; then a* per token.
+
+Cosines are float32; a window is a difference of sums over at most three windows, never over the prompt.
+What follows the cosines is float64, and reads 12 bytes a token and head.
+"""
+
+import math
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from accelerated.triton_gpu.device import INTERPRETED, download, key_tensor, upload
+from accelerated.triton_gpu.launch import FLOAT32, FLOAT64, LANES, nested_rows, searched_row
+from spec.arrays import Matrix
+from spec.errors import SpecError
+from spec.parameters import NestedKVParameters
+from spec.policy import DeviceArray
+
+__all__ = ["anomaly_score"]
+
+NEGLIGIBLE: tl.constexpr = tl.constexpr(2.0**-16)
+SMALLEST: tl.constexpr = tl.constexpr(2.0**-126)
+LOW: tl.constexpr = tl.constexpr(0)
+HIGH: tl.constexpr = tl.constexpr(1)
+GAP: tl.constexpr = tl.constexpr(2)
+
+
+@triton.jit
+def keys_of(K, head, i, live, k_head, k_row, k_dim, d, D: tl.constexpr):
+    """Keys (ROWS, D) of a head in float32; zeros where not live."""
+    channel = tl.arange(0, D)
+    at = K + head.to(tl.int64) * k_head + i[:, None].to(tl.int64) * k_row + channel[None, :] * k_dim
+    return tl.load(at, mask=live[:, None] & (channel < d)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def unit_rows(K, INVERSE, head, i, live, n, k_head, k_row, k_dim, d, D: tl.constexpr):
+    """Unit keys (ROWS, D); zeros where not live."""
+    inverse = tl.load(INVERSE + head.to(tl.int64) * n + i, mask=live, other=0.0)
+    return keys_of(K, head, i, live, k_head, k_row, k_dim, d, D) * inverse[:, None]
+
+
+@triton.jit
+def measured(
+    K, INVERSE, BLOCK, n, d, b, blocks, k_head, k_row, k_dim, ROWS: tl.constexpr, D: tl.constexpr,
+):
+    """INVERSE (H, n): inverse norms, 0 for a zero key; BLOCK (H, blocks, d): sums of unit keys. A program a block.
+
+    Implements: NK-UNIT-KEYS, NK-EPISODIC
+    """
+    block, head = tl.program_id(0), tl.program_id(1)
+    channel = tl.arange(0, D)
+    total = tl.zeros([D], tl.float32)
+    last = tl.minimum((block + 1) * b, n)
+    for start in range(block * b, last, ROWS):
+        i = start + tl.arange(0, ROWS)
+        live = i < last
+        k = keys_of(K, head, i, live, k_head, k_row, k_dim, d, D)
+        # Squares of the key over its largest channel neither overflow nor vanish.
+        most = tl.max(tl.abs(k), 1)
+        present = most >= SMALLEST
+        scaled = k / tl.where(present, most, 1.0)[:, None]
+        length = tl.sqrt(tl.sum(scaled * scaled, 1))
+        inverse = tl.where(present, 1.0 / (tl.where(present, length, 1.0) * tl.where(present, most, 1.0)), 0.0)
+        tl.store(INVERSE + head.to(tl.int64) * n + i, inverse, mask=live)
+        total += tl.sum(k * inverse[:, None], 0)
+    tl.store(BLOCK + (head * blocks + block).to(tl.int64) * d + channel, total, mask=channel < d)
+
+
+@triton.jit
+def stable_direction(BLOCK, STABLE, n, d, blocks, D: tl.constexpr):
+    """STABLE (H, d): mu_s at length 1, from the blocks' sums, in float64; zeros where it is negligible.
+
+    Implements: NK-STABLE
+    """
+    head = tl.program_id(0)
+    channel = tl.arange(0, D)
+    total = tl.zeros([D], tl.float64)
+    for block in range(blocks):
+        at = BLOCK + (head * blocks + block).to(tl.int64) * d + channel
+        total += tl.load(at, mask=channel < d, other=0.0).to(tl.float64)
+    length = tl.sqrt(tl.sum(total * total, 0))
+    present = length > NEGLIGIBLE * n.to(tl.float64)
+    scaled = tl.where(present, total / tl.where(present, length, 1.0), 0.0)
+    tl.store(STABLE + head * d + channel, scaled.to(tl.float32), mask=channel < d)
+
+
+@triton.jit
+def cosine(unit, memory, terms):
+    """Of rows and the sums of `terms` unit keys; 0 where such a mean is negligible."""
+    length = tl.sqrt(tl.sum(memory * memory, 1))
+    present = length > NEGLIGIBLE * terms.to(tl.float32)
+    return tl.where(present, tl.sum(unit * memory, 1) / tl.where(present, length, 1.0), 0.0)
+
+
+@triton.jit
+def anomalies(
+    K, INVERSE, BLOCK, STABLE, ANOMALY, n, d, b, blocks, width, heads, k_head, k_row, k_dim, ROWS: tl.constexpr,
+    D: tl.constexpr,
+):
+    """ANOMALY (3, H, n): minus the cosines with the three memories, ROWS tokens of a head a program.
+
+    A window's sum is that of the `width` keys before the tile, and what the tile adds to it less what leaves it.
+
+    Implements: NK-CURRENT, NK-ANOMALY
+    """
+    first, head = tl.program_id(0) * ROWS, tl.program_id(1)
+    channel = tl.arange(0, D)
+    lane = tl.arange(0, ROWS)
+    i = first + lane
+    live = i < n
+    unit = unit_rows(K, INVERSE, head, i, live, n, k_head, k_row, k_dim, d, D)
+    out = ANOMALY + head.to(tl.int64) * n + i
+    scale = heads.to(tl.int64) * n
+    stable = tl.load(STABLE + head * d + channel, mask=channel < d, other=0.0)
+    tl.store(out, -tl.sum(unit * stable[None, :], 1), mask=live)
+    block = i // b
+    at = BLOCK + (head * blocks + block)[:, None].to(tl.int64) * d + channel[None, :]
+    episodic = tl.load(at, mask=live[:, None] & (channel < d)[None, :], other=0.0)
+    tl.store(out + scale, -cosine(unit, episodic, tl.minimum(b, tl.maximum(n - block * b, 1))), mask=live)
+    before = tl.zeros([D], tl.float32)
+    for start in range(0, width, ROWS):
+        j = first - width + start + lane
+        earlier = unit_rows(K, INVERSE, head, j, (j >= 0) & (j < first), n, k_head, k_row, k_dim, d, D)
+        before += tl.sum(earlier, 0)
+    leaving = unit_rows(K, INVERSE, head, i - width, live & (i >= width), n, k_head, k_row, k_dim, d, D)
+    window = before[None, :] + tl.cumsum(unit - leaving, 0)
+    tl.store(out + 2 * scale, -cosine(unit, window, tl.minimum(i + 1, width)), mask=live)
+
+
+@triton.jit
+def ordered(x):
+    """int32 keys that order as the floats do."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def value_of(key):
+    """The float of a key."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def reaching(ANOMALY, row, n, key_a, key_b, SCAN: tl.constexpr):
+    """How many values of a row have at least the one key, and how many the other."""
+    a, b = row * 0, row * 0
+    for start in range(0, n, SCAN):
+        i = start + tl.arange(0, SCAN)
+        x = tl.load(ANOMALY + row.to(tl.int64) * n + i, mask=i < n, other=0.0)
+        key = ordered(x)
+        a += tl.sum(((key >= key_a) & (i < n)).to(tl.int32), 0)
+        b += tl.sum(((key >= key_b) & (i < n)).to(tl.int32), 0)
+    return a, b
+
+
+@triton.jit
+def at_ranks(ANOMALY, row, n, rank_a, rank_b, SCAN: tl.constexpr):
+    """Keys of the rank_a-th and the rank_b-th largest value, both found bit by bit from the sign down."""
+    a, b = reaching(ANOMALY, row, n, row * 0, row * 0, SCAN)
+    key_a = tl.where(a >= rank_a, 0, -2147483648)
+    key_b = tl.where(b >= rank_b, 0, -2147483648)
+    for place in range(31):
+        higher_a, higher_b = key_a | (1 << (30 - place)), key_b | (1 << (30 - place))
+        a, b = reaching(ANOMALY, row, n, higher_a, higher_b, SCAN)
+        key_a = tl.where(a >= rank_a, higher_a, key_a)
+        key_b = tl.where(b >= rank_b, higher_b, key_b)
+    return key_a, key_b
+
+
+@triton.jit
+def extremes(ANOMALY, RANGES, n, m, SCAN: tl.constexpr):
+    """RANGES (3 H, 3): lowest, highest and Delta of each row of (3 H, n), a program a row; Delta 0 without range.
+
+    Implements: NK-GAP
+    """
+    row = tl.program_id(0)
+    top, bottom = at_ranks(ANOMALY, row, n, m, n - m + 1, SCAN)
+    low = tl.zeros([], tl.float64) + float("inf")
+    high = -low
+    over, under = row * 0, row * 0
+    above, below = tl.zeros([], tl.float64), tl.zeros([], tl.float64)
+    for start in range(0, n, SCAN):
+        i = start + tl.arange(0, SCAN)
+        live = i < n
+        x = tl.load(ANOMALY + row.to(tl.int64) * n + i, mask=live, other=0.0)
+        key, wide = ordered(x), x.to(tl.float64)
+        low = tl.minimum(low, tl.min(tl.where(live, wide, float("inf")), 0))
+        high = tl.maximum(high, tl.max(tl.where(live, wide, float("-inf")), 0))
+        above += tl.sum(tl.where(live & (key > top), wide, 0.0), 0)
+        below += tl.sum(tl.where(live & (key < bottom), wide, 0.0), 0)
+        over += tl.sum((live & (key > top)).to(tl.int32), 0)
+        under += tl.sum((live & (key < bottom)).to(tl.int32), 0)
+    above += (m - over).to(tl.float64) * value_of(top).to(tl.float64)
+    below += (m - under).to(tl.float64) * value_of(bottom).to(tl.float64)
+    spread = high - low
+    present = spread > NEGLIGIBLE
+    delta = (above - below) / m.to(tl.float64) / tl.where(present, spread, 1.0)
+    tl.store(RANGES + row * 3 + LOW, low)
+    tl.store(RANGES + row * 3 + HIGH, high)
+    tl.store(RANGES + row * 3 + GAP, tl.where(present, delta, 0.0))
+
+
+@triton.jit
+def normalised(x, low, high):
+    """Values moved to [0, 1]; zeros where the range is negligible.
+
+    Implements: NK-MIN-MAX
+    """
+    spread = high - low
+    present = spread > NEGLIGIBLE
+    return tl.where(present, (x - low) / tl.where(present, spread, 1.0), 0.0)
+
+
+@triton.jit
+def reading(ANOMALY, RANGES, row, i, live, n):
+    """One scale's normalised anomalies of some tokens."""
+    x = tl.load(ANOMALY + row.to(tl.int64) * n + i, mask=live, other=0.0).to(tl.float64)
+    return normalised(x, tl.load(RANGES + row * 3 + LOW), tl.load(RANGES + row * 3 + HIGH))
+
+
+@triton.jit
+def deviation(a, b, c):
+    """The population deviation of three readings."""
+    mean = (a + b + c) / 3.0
+    return tl.sqrt(((a - mean) * (a - mean) + (b - mean) * (b - mean) + (c - mean) * (c - mean)) / 3.0)
+
+
+@triton.jit
+def surprises(ANOMALY, RANGES, SURPRISE, n, heads, SCAN: tl.constexpr):
+    """SURPRISE (H, 3): lowest, highest and mean deviation of a head, a program a head.
+
+    Implements: NK-SURPRISE
+    """
+    head = tl.program_id(0)
+    low = tl.zeros([], tl.float64) + float("inf")
+    high = -low
+    total = tl.zeros([], tl.float64)
+    for start in range(0, n, SCAN):
+        i = start + tl.arange(0, SCAN)
+        live = i < n
+        s = deviation(
+            reading(ANOMALY, RANGES, head, i, live, n), reading(ANOMALY, RANGES, heads + head, i, live, n),
+            reading(ANOMALY, RANGES, 2 * heads + head, i, live, n),
+        )
+        low = tl.minimum(low, tl.min(tl.where(live, s, float("inf")), 0))
+        high = tl.maximum(high, tl.max(tl.where(live, s, float("-inf")), 0))
+        total += tl.sum(tl.where(live, s, 0.0), 0)
+    tl.store(SURPRISE + head * 3 + LOW, low)
+    tl.store(SURPRISE + head * 3 + HIGH, high)
+    tl.store(SURPRISE + head * 3 + GAP, total / n.to(tl.float64))
+
+
+@triton.jit
+def routed(ANOMALY, RANGES, SURPRISE, NUMBERS, SCORE, n, heads, LANES: tl.constexpr):
+    """SCORE (H, n): a*. NUMBERS holds the three prior weights, beta, tau and kappa.
+
+    Implements: NK-BLEND, NK-ROUTE, NK-SCORE
+    """
+    i, head = tl.program_id(0) * LANES + tl.arange(0, LANES), tl.program_id(1)
+    live = i < n
+    a = reading(ANOMALY, RANGES, head, i, live, n)
+    b = reading(ANOMALY, RANGES, heads + head, i, live, n)
+    c = reading(ANOMALY, RANGES, 2 * heads + head, i, live, n)
+    beta, tau, kappa = tl.load(NUMBERS + 3), tl.load(NUMBERS + 4), tl.load(NUMBERS + 5)
+    w_a = tl.load(NUMBERS) * tl.exp(beta * tl.load(RANGES + head * 3 + GAP))
+    w_b = tl.load(NUMBERS + 1) * tl.exp(beta * tl.load(RANGES + (heads + head) * 3 + GAP))
+    w_c = tl.load(NUMBERS + 2) * tl.exp(beta * tl.load(RANGES + (2 * heads + head) * 3 + GAP))
+    blended = (w_a * a + w_b * b + w_c * c) / (w_a + w_b + w_c)
+    low, high = tl.load(SURPRISE + head * 3 + LOW), tl.load(SURPRISE + head * 3 + HIGH)
+    s = normalised(deviation(a, b, c), low, high)
+    s = tl.maximum(s - normalised(tl.load(SURPRISE + head * 3 + GAP), low, high), 0.0)
+    alpha = 1.0 / (1.0 + tl.exp(-kappa * (s - tau)))
+    best = (1.0 - alpha) * blended + alpha * tl.maximum(tl.maximum(a, b), c)
+    tl.store(SCORE + head.to(tl.int64) * n + i, best, mask=live)
+
+
+def anomaly_score(k: DeviceArray, parameters: NestedKVParameters) -> Matrix:
+    """a* (H_kv, n) of keys (H_kv, n, d), which are read where they lie.
+
+    Raises:
+        SpecError: for a type, shape, dtype, device or value that the kernels do not take, and for a zero key.
+    """
+    p, keys = parameters, key_tensor(k).to(torch.float32) if _is_double(k) else key_tensor(k)
+    H, n, d = keys.shape
+    b = min(max(n // p.blocks, p.b_min), p.b_max)
+    D, blocks = triton.next_power_of_2(d), triton.cdiv(n, b)
+    shape = {"ROWS": nested_rows(D, p.W), "D": D, "num_warps": 8, **FLOAT32}
+    inverse = torch.empty(H, n, dtype=torch.float32, device=keys.device)
+    sums = torch.empty(H, blocks, d, dtype=torch.float32, device=keys.device)
+    stable = torch.empty(H, d, dtype=torch.float32, device=keys.device)
+    found = torch.empty(3, H, n, dtype=torch.float32, device=keys.device)
+    ranges = torch.empty(3 * H, 3, dtype=torch.float64, device=keys.device)
+    surprise = torch.empty(H, 3, dtype=torch.float64, device=keys.device)
+    score = torch.empty(H, n, dtype=torch.float64, device=keys.device)
+    numbers = upload(np.array([*p.w0, p.beta, p.tau, p.kappa]), np.float64, keys.device)
+    m = max(1, math.floor(p.p * n))
+    with torch.cuda.device_of(keys):
+        measured[(blocks, H)](keys, inverse, sums, n, d, b, blocks, *keys.stride(), **shape)
+        _refuse_zero(inverse)
+        stable_direction[(H,)](sums, stable, n, d, blocks, D=D, **FLOAT64)
+        anomalies[(triton.cdiv(n, shape["ROWS"]), H)](
+            keys, inverse, sums, stable, found, n, d, b, blocks, p.W, H, *keys.stride(), **shape
+        )
+        row = searched_row(INTERPRETED)
+        scan = {"SCAN": row.columns, "num_warps": row.warps, **FLOAT64}
+        extremes[(3 * H,)](found, ranges, n, m, **scan)
+        surprises[(H,)](found, ranges, surprise, n, H, **scan)
+        routed[(triton.cdiv(n, LANES), H)](found, ranges, surprise, numbers, score, n, H, LANES=LANES, **FLOAT64)
+    best: Matrix = download(score, np.float64)
+    return best
+
+
+def _is_double(k: DeviceArray) -> bool:
+    return isinstance(k, np.ndarray) and k.dtype == np.float64
+
+
+def _refuse_zero(inverse: torch.Tensor) -> None:
+    if not bool(inverse.all()):
+        head, token = (int(x) for x in torch.nonzero(inverse == 0)[0])
+        raise SpecError("k", 0.0, f"a zero key has no direction: KV head {head}, token {token}")

@@ -1,0 +1,110 @@
+"""What the processes do that attack an archive; they are forked from a server that has started no thread.
+
+A worker of the test run has threads of its own (BLAS, Numba, xdist), and a fork of it may wait for a lock for ever.
+"""
+
+import multiprocessing
+import os
+import random
+import resource
+import signal
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from conformance.injection.chunks import chunk
+from models_integration.archive import files, store
+from models_integration.archive.errors import ArchiveFull
+from models_integration.archive.store import Archive
+
+__all__ = ["fill_the_disk", "read_until", "started", "write_until", "write_until_killed"]
+
+TOKENS = 400
+
+
+def started(work: Callable[..., None], *arguments: Any) -> ForkServerProcess:
+    """A process that does the work; its exit code is 0 when that ended well."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    process = context.Process(target=work, args=arguments)
+    process.start()
+    return process
+
+
+def write_slowly(descriptor: int, parts: Sequence[memoryview]) -> None:
+    """A disk of 8 MB a second, so that kills fall into writes."""
+    for part in parts:
+        for at in range(0, len(part), 1 << 13):
+            os.write(descriptor, part[at : at + (1 << 13)])
+            time.sleep(0.001)
+
+
+def publish_naively(
+    path: Path, parts: list[memoryview], replace: bool = True, late: files.Late | None = None,
+) -> None:
+    """What the archive must not do: write under the object's own name."""
+    if late is not None:
+        head = bytearray(parts[0])
+        head[late.offset : late.offset + 64] = late.compute()
+        parts = [memoryview(head), *parts[1:]]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb", buffering=0) as file:
+        write_slowly(file.fileno(), parts)
+
+
+def write_until_killed(folder: Path, first: int, ready: Connection, naive: bool) -> None:
+    """Put a hundred chunks, slowly; `ready` gets a byte when the archive is open."""
+    torch.set_num_threads(1)
+    if naive:
+        vars(store)["publish"] = publish_naively
+    else:
+        vars(files)["_write"] = write_slowly
+    with Archive(folder) as archive:
+        ready.send_bytes(b"x")
+        for seed in range(first, first + 100):
+            archive.put(*chunk(seed, tokens=TOKENS))
+
+
+def write_until(folder: Path, first: int, end: float) -> None:
+    """Put chunks until the clock says `end`; tell of each under `told` when it is stored."""
+    torch.set_num_threads(1)
+    with Archive(folder) as archive:
+        seed = first
+        while time.monotonic() < end:
+            manifest, tensors = chunk(seed, tokens=64)
+            archive.put(manifest, tensors)
+            files.publish(folder / "told" / str(seed), [memoryview(manifest.key.encode())])
+            seed += 1
+
+
+def read_until(folder: Path, seed: int, end: float) -> None:
+    """Get chunks that were told of, and compare them, until the clock says `end`."""
+    torch.set_num_threads(1)
+    rng = random.Random(seed)
+    with Archive(folder) as archive:
+        while time.monotonic() < end:
+            told = [path for path in (folder / "told").glob("*") if not path.name.startswith(".")]
+            for path in rng.sample(told, min(20, len(told))):
+                found = archive.get(path.read_text(), "alice")
+                _, tensors = chunk(int(path.name), tokens=64)
+                assert found is not None
+                assert torch.equal(found.tensors["1.v"], tensors["1.v"])
+            archive.entries()
+
+
+def fill_the_disk(folder: Path) -> None:
+    """Put a chunk where no file may grow beyond 64 KiB; anything but the named error is raised."""
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    with Archive(folder) as archive:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
+        try:
+            archive.put(*chunk(2, tokens=4096))
+        except ArchiveFull:
+            return
+        raise AssertionError("a full disk went unnoticed")

@@ -1,0 +1,108 @@
+"""Calibration of tiny random models: the queries before their rotation, by hooks of our own; and the policy at work."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from conformance.integration.families import build, greedy, prompt
+from models_integration import Method
+from models_integration.calibration import calibrate, identify
+from reference.calibration import load_calibration, save_calibration
+from reference.policies import diverse, triattention
+from spec.budget import parse_budget
+from spec.errors import SpecError
+
+N = 60
+# The capture holds float32 queries after RoPE; turning them back errs by a few of its 6e-8.
+BOUND = 2e-6
+
+
+def hooked(model: Any, ids: Tensor) -> list[Tensor]:
+    """Each layer's queries (H, n, d) as they enter the rotation: q_proj's output, or its norm's where there is one."""
+    found: list[Tensor] = []
+
+    def note(module: Any, given: Any, output: Tensor) -> None:
+        found.append(output.view(1, N, -1, 12)[0].transpose(0, 1))
+
+    handles = []
+    for layer in model.model.layers:
+        attention: Any = layer.self_attn
+        handles.append(getattr(attention, "q_norm", attention.q_proj).register_forward_hook(note))
+    with torch.no_grad():
+        model(input_ids=ids)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+@pytest.mark.spec(id="TA-STATISTICS")
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_statistics_are_those_of_queries_before_their_rotation(family: str) -> None:
+    """MUST be taken after a norm of queries, where the model has one."""
+    model, ids = build(family), prompt(N)
+    found = calibrate(model, ids)
+    for at, q in enumerate(hooked(model, ids)):
+        bands = torch.complex(q[:, :, :6].double(), q[:, :, 6:].double())
+        assert np.abs(found.mean[at] - q.double().mean(dim=1).numpy()).max() < BOUND * float(q.abs().max())
+        assert np.abs(found.magnitude[at] - bands.abs().mean(dim=1).numpy()).max() < BOUND * float(q.abs().max())
+
+
+@pytest.mark.spec(id="TA-CALIBRATION")
+def test_another_models_calibration_is_refused(tmp_path: Path) -> None:
+    """Also one of the same family and shape with other weights; the file brings back the one that fits."""
+    model, other, ids = build("llama"), build("llama"), prompt(N)
+    with torch.no_grad():
+        next(other.parameters())[:] += 1.0
+    save_calibration(calibrate(model, ids), tmp_path / "mine.npz")
+    found = load_calibration(tmp_path / "mine.npz")
+    triattention(found, identify(model))
+    for wrong in (other, build("qwen2")):
+        with pytest.raises(SpecError, match="is another model's") as caught:
+            triattention(found, identify(wrong))
+        assert caught.value.argument == "calibration"
+
+
+@pytest.mark.spec(id="TA-POLICY")
+@pytest.mark.spec(id="DV-POLICY")
+def test_the_papers_policy_compacts_a_models_cache() -> None:
+    """TriAttention's global mode under alpha: B tokens are stored, others than TriAttention alone keeps."""
+    model, ids = build("llama"), prompt(N)
+    host = triattention(calibrate(model, prompt(N, seed=9)), identify(model))
+    kept = []
+    for policy in (host, diverse(host, 0.0), diverse(host, 4.0)):
+        with Method(policy, parse_budget(20))(model) as run:
+            output = greedy(model, ids, 4)
+        assert run.kept is not None
+        assert output.shape[-1] == 4
+        kept.append(run.kept.tolist())
+    assert [len(tokens) for tokens in kept] == [20, 20, 20]
+    assert kept[0] == kept[1] != kept[2]
+
+
+@pytest.mark.spec(id="TA-STATISTICS")
+def test_another_text_is_another_calibration_of_the_same_model() -> None:
+    """The paper's rejected Q_stats: other statistics, the same identity, another kept set."""
+    model = build("llama")
+    first, second = (calibrate(model, prompt(N, seed=seed)) for seed in (4, 5))
+    assert first.identity.model == second.identity.model
+    assert not np.array_equal(first.mean, second.mean)
+
+
+@pytest.mark.spec(id="TA-STATISTICS")
+@pytest.mark.parametrize("shape", [(2, 5), (1, 0), (5,)])
+def test_ids_that_are_not_one_text_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(SpecError) as caught:
+        calibrate(build("llama"), torch.ones(shape, dtype=torch.int64))
+    assert caught.value.argument == "input_ids"
+
+
+@pytest.mark.spec(id="TA-CALIBRATION")
+@pytest.mark.parametrize("family", ["gpt_neox"])
+def test_heads_that_are_rotated_in_part_are_refused(family: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        calibrate(build(family), prompt(N))
+    assert caught.value.argument == "model"

@@ -1,0 +1,143 @@
+"""Bad input where layers and heads keep different tokens: named errors, before anything changes."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conformance.integration.families import build, prompt
+from conformance.integration.oracle_checks import NEW, PROMPT
+from conformance.integration.ragged_checks import live_sets, method, read_prompt
+from conformance.integration.test_ragged import ragged
+from models_integration import FullCache, Method, RetainedCache, prefill
+from models_integration.architecture import describe
+from models_integration.capture import observing
+from models_integration.ragged import compact
+from models_integration.snapshot import save_cache
+from reference.policies import h2o, with_adaptive_budgets
+from spec.budget import parse_budget
+from spec.errors import SpecError
+from spec.retention import Granularity, Retention
+
+
+def heads(groups: int, seen: int = PROMPT, at: int = 3) -> Retention:
+    """Each group keeps one position."""
+    return Retention(
+        torch.full((groups,), at).numpy(), torch.arange(groups + 1).numpy(), seen, Granularity.HEAD
+    )
+
+
+@pytest.mark.parametrize(
+    ("retention", "words"),
+    [
+        (heads(5), "5 groups"),
+        (heads(3), "3 groups"),
+        (heads(6, seen=40), "the cache has seen 64"),
+        (heads(6, at=50), "must be among the"),
+        (Retention(torch.arange(4).numpy(), torch.tensor([0, 2, 4]).numpy(), PROMPT, Granularity.LAYER), "2 groups"),
+    ],
+)
+@pytest.mark.parametrize("split", [False, True])
+def test_a_retention_about_something_else_is_refused(retention: Retention, words: str, split: bool) -> None:
+    if split:
+        cache, _ = ragged()
+    else:
+        cache = prefill(build("llama"), FullCache(), prompt(PROMPT)).cache
+        if "among" in words:
+            cache.full_layers[0].retain(torch.arange(10))
+    before = live_sets(cache)
+    with pytest.raises(SpecError, match=words):
+        compact(cache, [retention])
+    assert live_sets(cache) == before
+
+
+@pytest.mark.parametrize("name", ["adakv", "chunkkv", "pyramidkv"])
+def test_it_can_be_read_inside_the_context_only(name: str) -> None:
+    model = build("llama")
+    _, cache = read_prompt(model, method(name))
+    before = live_sets(cache)
+    for ids in (prompt(1), prompt(NEW)):
+        with torch.no_grad(), pytest.raises(SpecError, match="can be read inside the context manager only"):
+            model(input_ids=ids, past_key_values=cache)
+    assert live_sets(cache) == before
+    assert cache.get_seq_length() == PROMPT
+
+
+def test_a_4d_mask_knows_nothing_of_heads() -> None:
+    model = build("llama")
+    _, cache = read_prompt(model, method("adakv"))
+    mask = torch.ones(1, 1, NEW, 27, dtype=torch.bool)
+    with observing(describe(model), cache), torch.no_grad(), pytest.raises(SpecError, match="attention_mask"):
+        model(input_ids=prompt(NEW), past_key_values=cache, attention_mask=mask)
+
+
+@pytest.mark.parametrize("name", ["adakv", "chunkkv", "h2o"])
+def test_a_turn_is_read_token_by_token(name: str) -> None:
+    model = build("llama")
+    with method(name)(model) as run, torch.no_grad():
+        model(input_ids=prompt(PROMPT))
+        assert run.cache is not None
+        with pytest.raises(SpecError, match="one token at a time"):
+            model(input_ids=prompt(NEW), past_key_values=run.cache)
+        model(input_ids=prompt(1), past_key_values=run.cache)
+    assert run.cache.get_seq_length() == PROMPT + 1
+
+
+def of_another_policy(cache: RetainedCache) -> RetainedCache:
+    return read_prompt(build("llama"), method("tova"))[1]
+
+
+def grown_elsewhere(cache: RetainedCache) -> RetainedCache:
+    model = build("llama")
+    with observing(describe(model), cache), torch.no_grad():
+        model(input_ids=prompt(1), past_key_values=cache)
+    return cache
+
+
+def cropped(cache: RetainedCache) -> RetainedCache:
+    cache.crop(-1)
+    return cache
+
+
+@pytest.mark.parametrize("spoil", [of_another_policy, grown_elsewhere, cropped])
+def test_a_policy_goes_on_from_its_own_records_only(spoil: Callable[[RetainedCache], RetainedCache]) -> None:
+    model = build("llama")
+    cache = spoil(read_prompt(model, method("h2o"))[1])
+    with method("h2o")(model), torch.no_grad(), pytest.raises(SpecError, match="tokens without records"):
+        model(input_ids=prompt(1), past_key_values=cache)
+
+
+def test_steps_need_equal_shares() -> None:
+    chosen = Method(with_adaptive_budgets(h2o()), parse_budget(0.3))
+    with chosen(build("llama")) as run, torch.no_grad(), pytest.raises(SpecError, match="only with equal shares"):
+        run._model(input_ids=prompt(PROMPT))
+
+
+def test_a_window_above_the_prompt_or_a_budget_below_it() -> None:
+    model = build("llama")
+    run, cache = read_prompt(model, method("snapkv", 3))
+    assert cache.mean_length == 8
+    assert run.over_budget == 0
+    with method("snapkv", 1.0)(model) as session, torch.no_grad():
+        model(input_ids=prompt(5))
+    assert session.cache is not None
+    assert session.cache.mean_length == 5
+
+
+@pytest.mark.parametrize("name", ["adakv", "chunkkv", "h2o"])
+def test_such_a_cache_is_not_saved(name: str, tmp_path: Path) -> None:
+    model = build("llama")
+    _, cache = read_prompt(model, method(name))
+    with pytest.raises(SpecError, match="one kept set for the model can"):
+        save_cache(cache, model, tmp_path / "saved")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("tokens", [1, -70])
+def test_no_more_can_be_taken_back_than_was_seen(tokens: Any) -> None:
+    cache, _ = ragged()
+    with pytest.raises(SpecError, match=r"tokens_to_remove"):
+        cache.full_layers[0].crop(tokens)
+    assert cache.get_seq_length() == PROMPT

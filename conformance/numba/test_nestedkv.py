@@ -1,0 +1,30 @@
+"""NestedKV's windows know nothing of the prompt before them: no sum runs over it."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("numba", reason="pip install 'kvspec[numba]'")
+
+from accelerated.numba_cpu.nestedkv import anomalies, measured
+
+W, B = 64, 128
+
+
+def current(k: Any) -> Any:
+    """a_c (n,) of one head's keys."""
+    inverse, blocks, stable = measured(k, B)
+    return anomalies(k, inverse, blocks, stable, B, W)[2]
+
+
+@pytest.mark.spec(id="NK-CURRENT")
+@pytest.mark.parametrize("n", [3 * W, 20_000])
+def test_a_window_has_the_same_bits_after_any_prompt(n: int) -> None:
+    """The last tokens behind a prompt of another direction, and alone: after their first window nothing differs."""
+    rng = np.random.default_rng(4)
+    before = (rng.standard_normal((n - n % W, 16)) + 5).astype(np.float32)
+    tail = (rng.standard_normal((3 * W + 7, 16)) - 5).astype(np.float32)
+    alone, behind = current(tail), current(np.concatenate([before, tail]))[-len(tail) :]
+    assert np.array_equal(behind[W - 1 :], alone[W - 1 :])
+    assert not np.array_equal(behind[: W - 1], alone[: W - 1])

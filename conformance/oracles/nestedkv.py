@@ -1,0 +1,143 @@
+"""NestedKV by brute force: plain lists, from the paper's text and Appendix A; nothing is shared with the reference.
+
+A head is a list of keys. Parameters are read by the paper's names from any object that has them.
+"""
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+__all__ = [
+    "Trace", "anomaly", "blended", "block_of", "deltas", "gate", "kept", "mean", "memories", "min_max", "rectified",
+    "routed", "scores", "surprise", "tokens", "traced", "unit",
+]
+
+Row = Sequence[float]
+TINY = Fraction(1, 2**16)
+
+
+def dot(a: Row, b: Row) -> float:
+    return math.fsum(x * y for x, y in zip(a, b, strict=True))
+
+
+def unit(keys: Sequence[Row]) -> list[list[float]]:
+    """Directions."""
+    return [[x / math.sqrt(dot(key, key)) for x in key] for key in keys]
+
+
+def mean(rows: Sequence[Row]) -> list[float]:
+    return [math.fsum(column) / len(rows) for column in zip(*rows, strict=True)]
+
+
+def block_of(i: int, N: int, p: Any) -> range:
+    """The block of token i, counted from 0."""
+    b = sorted((p.b_min, N // p.blocks, p.b_max))[1]
+    return range(i - i % b, min(i - i % b + b, N))
+
+
+def memories(directions: Sequence[Row], i: int, p: Any) -> tuple[list[float], list[float], list[float]]:
+    """mu_s, mu_e(i), mu_c(i)."""
+    N = len(directions)
+    return (
+        mean(directions), mean([directions[j] for j in block_of(i, N, p)]),
+        mean([directions[j] for j in range(max(0, i - p.W + 1), i + 1)]),
+    )
+
+
+def anomaly(direction: Row, memory: Row) -> float:
+    """Minus the cosine; 0 where the memory points nowhere."""
+    length = math.sqrt(dot(memory, memory))
+    return -dot(direction, memory) / length if length > TINY else 0.0
+
+
+def min_max(row: Row) -> list[float]:
+    low, high = min(row), max(row)
+    return [(x - low) / (high - low) for x in row] if high - low > TINY else [0.0] * len(row)
+
+
+def deltas(scales: Sequence[Row], p: Any) -> list[float]:
+    """Top mean less bottom mean of each scale."""
+    number = max(1, int(p.p * len(scales[0]) // 1))
+    best = [sorted(scale, reverse=True) for scale in scales]
+    return [math.fsum(row[:number]) / number - math.fsum(row[-number:]) / number for row in best]
+
+
+def blended(scales: Sequence[Row], gaps: Row, p: Any) -> list[float]:
+    logits = [math.log(w) + p.beta * gap for w, gap in zip(p.w0, gaps, strict=True)]
+    powers = [math.exp(x - max(logits)) for x in logits]
+    w = [power / math.fsum(powers) for power in powers]
+    return [dot(w, column) for column in zip(*scales, strict=True)]
+
+
+def surprise(scales: Sequence[Row]) -> list[float]:
+    """The population deviation of each token's three readings."""
+    found = []
+    for column in zip(*scales, strict=True):
+        centre = math.fsum(column) / 3
+        found.append(math.sqrt(math.fsum((x - centre) ** 2 for x in column) / 3))
+    return found
+
+
+def rectified(s: Row) -> list[float]:
+    normalised = min_max(s)
+    centre = math.fsum(normalised) / len(s)
+    return [max(0.0, x - centre) for x in normalised]
+
+
+def gate(s: float, p: Any) -> float:
+    return 1 / (1 + math.exp(-p.kappa * (s - p.tau)))
+
+
+def routed(scales: Sequence[Row], blend: Row, s: Row, p: Any) -> list[float]:
+    found = []
+    for column, mixed, x in zip(zip(*scales, strict=True), blend, s, strict=True):
+        alpha = gate(x, p)
+        found.append((1 - alpha) * mixed + alpha * max(column))
+    return found
+
+
+class Trace(NamedTuple):
+    """One head's score, and what its error depends on."""
+
+    score: list[float]
+    raw: list[list[float]]
+    """The three anomalies before they are normalised."""
+    shortest: list[float]
+    """The shortest memory of each scale."""
+    deviation: list[float]
+
+
+def traced(keys: Sequence[Row], p: Any) -> Trace:
+    directions = unit(keys)
+    everything = [memories(directions, i, p) for i in range(len(keys))]
+    raw = [[anomaly(k, m[scale]) for k, m in zip(directions, everything, strict=True)] for scale in range(3)]
+    shortest = [min(math.sqrt(dot(m[scale], m[scale])) for m in everything) for scale in range(3)]
+    scales = [min_max(row) for row in raw]
+    deviation = surprise(scales)
+    return Trace(
+        routed(scales, blended(scales, deltas(scales, p), p), rectified(deviation), p), raw, shortest, deviation
+    )
+
+
+def scores(head: Sequence[Row], p: Any) -> list[float]:
+    """a* of every token of a head."""
+    return traced(head, p).score
+
+
+def tokens(r: str, N: int) -> int:
+    """Tokens that stay where the decimal share r goes, counted up from nothing."""
+    kept = 0
+    while Fraction(kept + 1) <= (1 - Fraction(r)) * N:
+        kept += 1
+    return kept
+
+
+def kept(rows: Sequence[Row], B: int, p: Any) -> list[list[int]]:
+    """A layer's kept sets: sinks at infinity, each head's quota of its own best, then the best pairs of the layer."""
+    pinned = [[math.inf if i < p.N_sink else x for i, x in enumerate(row)] for row in rows]
+    order = [sorted(range(len(row)), key=lambda i, row=row: (-row[i], i)) for row in pinned]  # type: ignore[misc]
+    chosen = {(h, i) for h, best in enumerate(order) for i in best[: int(p.alpha_s * B // 1)]}
+    pairs = sorted((-x, h, i) for h, row in enumerate(pinned) for i, x in enumerate(row) if (h, i) not in chosen)
+    chosen |= {(h, i) for _, h, i in pairs[: len(rows) * min(B, len(rows[0])) - len(chosen)]}
+    return [sorted(i for g, i in chosen if g == h) for h in range(len(rows))]

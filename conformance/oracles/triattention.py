@@ -1,0 +1,68 @@
+"""TriAttention by brute force: one key, one band and one offset at a time; nothing is shared with the reference."""
+
+import cmath
+import math
+from collections.abc import Sequence
+
+__all__ = ["joined", "score", "statistics", "z_score"]
+
+Row = Sequence[float]
+
+
+def band(x: Row, f: int) -> complex:
+    """Channels f and f + d / 2 as a complex number."""
+    return complex(x[f], x[f + len(x) // 2])
+
+
+def statistics(queries: Sequence[Row]) -> tuple[list[float], list[float]]:
+    """Mean of the channels, and mean modulus of the bands."""
+    m, d = len(queries), len(queries[0])
+    mean = [math.fsum(q[c] for q in queries) / m for c in range(d)]
+    return mean, [math.fsum(abs(band(q, f)) for q in queries) / m for f in range(d // 2)]
+
+
+def score(
+    k: Row, position: int, t: int, mean: Row, magnitude: Row, inv_freq: Row, factor: float, offsets: Sequence[int],
+) -> float:
+    """The mean over the offsets of S_delta, as the equations have it: amplitudes, phases and distances."""
+    per_offset = []
+    for delta in offsets:
+        terms = []
+        for f, omega in enumerate(inv_freq):
+            k_f = band(k, f) * cmath.exp(complex(0, -omega * position)) / factor
+            q_f = band(mean, f)
+            phi = cmath.phase(q_f * k_f.conjugate())
+            distance = t - position + delta
+            terms.append(factor**2 * abs(q_f) * abs(k_f) * math.cos(omega * distance + phi))
+            terms.append(factor**2 * (magnitude[f] - abs(q_f)) * abs(k_f))
+        per_offset.append(math.fsum(terms))
+    return math.fsum(per_offset) / len(offsets)
+
+
+def z_score(row: Row, pinned: Sequence[bool]) -> list[float | None]:
+    """Over what is not pinned; a deviation below 1e-6 is 1e-6."""
+    free = [x for x, shut in zip(row, pinned, strict=True) if not shut]
+    if not free:
+        return [None] * len(row)
+    mu = math.fsum(free) / len(free)
+    sigma = max(math.sqrt(math.fsum((x - mu) ** 2 for x in free) / len(free)), 1e-6)
+    return [None if shut else (x - mu) / sigma for x, shut in zip(row, pinned, strict=True)]
+
+
+def joined(Z: Sequence[Sequence[Sequence[Sequence[float | None]]]], mode: str) -> list[list[float | None]]:
+    """From Z[layer][KV head][query head of its group][token] to a row per kept set."""
+    tokens = range(len(Z[0][0][0]))
+
+    def most(rows: Sequence[Sequence[float | None]], i: int) -> float | None:
+        return None if rows[0][i] is None else max(x for x in (row[i] for row in rows) if x is not None)
+
+    best = [[[most(group, i) for i in tokens] for group in layer] for layer in Z]
+    if mode == "global":
+        return [[most([row for layer in best for row in layer], i) for i in tokens]]
+    if mode == "layer and head":
+        return [row for layer in best for row in layer]
+    by_head: list[list[float | None]] = []
+    for g in range(len(Z[0])):
+        column = [[layer[g][i] for layer in best] for i in tokens]
+        by_head.append([None if c[0] is None else math.fsum(x for x in c if x is not None) / len(c) for c in column])
+    return [list(by_head[g]) for _ in Z for g in range(len(Z[0]))]

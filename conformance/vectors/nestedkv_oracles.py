@@ -1,0 +1,75 @@
+"""What NestedKV's operations must give, from the oracle."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from fractions import Fraction
+from typing import Any
+
+from conformance.oracles import nestedkv as oracle
+from conformance.oracles import policies
+from conformance.vectors.case import Json
+from spec.parameters import NestedKVParameters
+
+__all__ = ["BOUNDED_RESULTS", "RESULTS", "parameters_in"]
+
+
+def parameters_in(i: Json) -> NestedKVParameters:
+    """The paper's parameters, and what the inputs say of them; shares are text."""
+    given = {field.name: i[field.name] for field in fields(NestedKVParameters) if field.name in i}
+    for name in given.keys() & {"p", "alpha_s"}:
+        given[name] = Fraction(given[name])
+    return NestedKVParameters(**given)
+
+
+def memories(i: Json, which: int) -> Json:
+    p = parameters_in(i)
+    return [list(oracle.memories(i["unit"], at, p)[which]) for at in range(len(i["unit"]))]
+
+
+def scores(i: Json) -> Json:
+    return [oracle.scores(head, parameters_in(i)) for head in i["k"]]
+
+
+def kept(i: Json) -> Json:
+    p = parameters_in(i)
+    return [group for layer in i["k"] for group in oracle.kept([oracle.scores(head, p) for head in layer], i["B"], p)]
+
+
+def ablations(i: Json) -> Json:
+    p, B = parameters_in(i), i["B"]
+    without: dict[str, list[list[int]]] = {"continuum": [], "adaptive": [], "both": []}
+    for layer in i["k"]:
+        distinct = policies.keydiff({"k": layer})
+        shares = policies.competition_shares(distinct, B, p.alpha_s)
+        without["continuum"] += [policies.top(row, b) for row, b in zip(distinct, shares, strict=True)]
+        without["both"] += [policies.top(row, B) for row in distinct]
+        rows = [oracle.scores(head, p) for head in layer]
+        without["adaptive"] += [
+            policies.top([None if at < p.N_sink else x for at, x in enumerate(row)], B) for row in rows
+        ]
+    return without
+
+
+RESULTS: Mapping[str, Callable[[Any], Json]] = {
+    "NK-UNIT-KEYS": lambda i: {"unit": oracle.unit(i["k"])},
+    "NK-STABLE": lambda i: {"mu": oracle.mean(i["unit"])},
+    "NK-EPISODIC": lambda i: {
+        "b": [len(oracle.block_of(0, N, parameters_in(i))) for N in i["N"]], "mu": memories(i, 1),
+    },
+    "NK-CURRENT": lambda i: {"mu": memories(i, 2)},
+    "NK-ANOMALY": lambda i: {"a": [oracle.anomaly(key, mu) for key, mu in zip(i["unit"], i["mu"], strict=True)]},
+    "NK-MIN-MAX": lambda i: {"a": oracle.min_max(i["a"])},
+    "NK-GAP": lambda i: {"delta": oracle.deltas(i["a"], parameters_in(i))},
+    "NK-BLEND": lambda i: {"blend": oracle.blended(i["a"], i["delta"], parameters_in(i))},
+    "NK-SURPRISE": lambda i: {"s": oracle.rectified(oracle.surprise(i["a"]))},
+    "NK-ROUTE": lambda i: {"score": oracle.routed(i["a"], i["blend"], i["s"], parameters_in(i))},
+    "NK-SCORE": lambda i: {"score": scores(i)},
+    "NK-NESTEDKV": lambda i: {"kept": kept(i)},
+    "NK-TOKENS": lambda i: {"tokens": oracle.tokens(i["r"], i["N"])},
+    "NK-ABLATIONS": ablations,
+}
+BOUNDED_RESULTS: Mapping[str, str] = {
+    "NK-UNIT-KEYS": "unit", "NK-STABLE": "mu", "NK-EPISODIC": "mu", "NK-CURRENT": "mu", "NK-ANOMALY": "a",
+    "NK-MIN-MAX": "a", "NK-GAP": "delta", "NK-BLEND": "blend", "NK-SURPRISE": "s", "NK-ROUTE": "score",
+    "NK-SCORE": "score",
+}

@@ -1,0 +1,107 @@
+"""TriAttention's calibration: what the queries of one model are like on average, in a file of its own."""
+
+import hashlib
+import json
+import zipfile
+from dataclasses import dataclass
+from os import PathLike
+
+import numpy as np
+
+from spec.arrays import Cube, Float64, Vector
+from spec.errors import SpecError
+
+__all__ = ["Calibration", "Identity", "load_calibration", "save_calibration"]
+
+FORMAT = "kvspec.triattention/1"
+ARRAYS = ("mean", "magnitude", "inv_freq")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """The model and the rotation that a calibration belongs to."""
+
+    model: str
+    """A name that a model with other weights does not have."""
+    inv_freq: Float64[Vector, " half"]
+    factor: float = 1.0
+    """The factor inside the rotary tables (1 but for YaRN and its kind)."""
+
+    @property
+    def rope(self) -> str:
+        """16 hex digits over the frequencies and the factor, as float64."""
+        numbers = np.append(np.asarray(self.inv_freq, dtype="<f8"), self.factor)
+        return hashlib.sha256(numbers.tobytes()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Per full-attention layer and query head: the mean query before its rotation, and the mean size of each band."""
+
+    identity: Identity
+    layers: tuple[int, ...]
+    mean: Float64[Cube, "L H d"]
+    magnitude: Float64[Cube, "L H half"]
+
+    def __post_init__(self) -> None:
+        L, H, half = len(self.layers), self.mean.shape[1], len(self.identity.inv_freq)
+        for name, shape in (("mean", (L, H, 2 * half)), ("magnitude", (L, H, half))):
+            array = getattr(self, name)
+            if array.shape != shape:
+                raise SpecError(f"calibration.{name}", array.shape, f"must have the shape {shape}")
+            if not np.isfinite(array).all():
+                raise SpecError(f"calibration.{name}", "NaN or infinity", "must be finite")
+
+    def check(self, served: Identity) -> None:
+        """Whether it may score this model's keys.
+
+        Implements: TA-CALIBRATION
+
+        Raises:
+            SpecError: when it is another model's, or was taken under another rotation; both are named.
+        """
+        if self.identity.model != served.model:
+            raise SpecError("calibration", self.identity.model, f"is another model's; this one is {served.model!r}")
+        if self.identity.rope != served.rope:
+            raise SpecError(
+                "calibration", self.identity.rope, f"was taken under other rotary frequencies; here {served.rope}"
+            )
+
+
+def save_calibration(calibration: Calibration, path: str | PathLike[str]) -> None:
+    """Write an .npz archive: the arrays as float64, and a header in JSON.
+
+    Implements: TA-CALIBRATION
+    """
+    header = {
+        "format": FORMAT, "model": calibration.identity.model, "rope": calibration.identity.rope,
+        "factor": calibration.identity.factor, "layers": list(calibration.layers),
+    }
+    with open(path, "wb") as file:
+        np.savez(
+            file, header=np.array(json.dumps(header)), mean=calibration.mean, magnitude=calibration.magnitude,
+            inv_freq=calibration.identity.inv_freq,
+        )
+
+
+def load_calibration(path: str | PathLike[str]) -> Calibration:
+    """Read what `save_calibration` wrote. Nothing in the file is run.
+
+    Implements: TA-CALIBRATION
+
+    Raises:
+        SpecError: for a file of another kind, or one whose frequencies are not those that its header names.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            header = json.loads(str(archive["header"]))
+            mean, magnitude, inv_freq = (np.asarray(archive[name], dtype=np.float64) for name in ARRAYS)
+        form, rope, layers = header["format"], header["rope"], tuple(header["layers"])
+        identity = Identity(header["model"], inv_freq, header["factor"])
+    except (KeyError, TypeError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise SpecError("path", str(path), f"is not a calibration: {error}") from error
+    if form != FORMAT:
+        raise SpecError("path", str(path), f"has the format {form!r}, not {FORMAT!r}")
+    if identity.rope != rope:
+        raise SpecError("path", str(path), f"is damaged: its frequencies are {identity.rope}, its header says {rope}")
+    return Calibration(identity, layers, mean, magnitude)

@@ -1,0 +1,26 @@
+"""Directions of keys, which the key-only methods compare."""
+
+import numpy as np
+
+from spec.arrays import Cube, Float64
+from spec.errors import SpecError
+
+__all__ = ["unit_keys"]
+
+
+def unit_keys(k: Float64[Cube, "H_kv n d"]) -> Float64[Cube, "H_kv n d"]:
+    """Each key at length 1.
+
+    Implements: NK-UNIT-KEYS
+
+    Source: NestedKV, Section 2.1 (below Eq. 3); KeyDiff, Section 3.
+
+    Raises:
+        SpecError: for a zero key, which has no direction.
+    """
+    norm = np.sqrt((k * k).sum(axis=2, keepdims=True))
+    if (norm == 0).any():
+        head, token, _ = (int(i) for i in np.argwhere(norm == 0)[0])
+        raise SpecError("k", 0.0, f"a zero key has no direction: KV head {head}, token {token}")
+    unit: Cube = k / norm
+    return unit

@@ -1,0 +1,114 @@
+"""Set-conditioned diversity: the alpha selector. A token's worth falls as tokens like it are kept."""
+
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from spec.arrays import Bool, BoolVector, Cube, Float64, Int64, IntVector, Matrix, Vector
+from spec.validate import check_diversity
+
+__all__ = ["EPSILON", "Signature", "cosines", "diverse", "dots", "signatures", "toward_mean", "unit_rows"]
+
+EPSILON = 1e-8
+Signature: TypeAlias = Literal["flat", "layer", "head"]
+
+
+def dots(V: Float64[Matrix, "n d"], x: Float64[Vector, " d"]) -> Float64[Vector, " n"]:
+    """Inner products of the rows of V with x, each summed over the channels in their order.
+
+    Implements: DV-COSINE
+    """
+    total: Vector = np.zeros(len(V))
+    for c in range(V.shape[1]):
+        total = total + V[:, c] * x[c]
+    return total
+
+
+def unit_rows(u: Float64[Matrix, "n d"]) -> Float64[Matrix, "n d"]:
+    """Each row divided by its length plus epsilon; squares are summed over the channels in their order.
+
+    Implements: DV-COSINE
+
+    Source: Set-Conditioned Diversity, Eq. 1.
+    """
+    square = np.zeros(len(u))
+    for c in range(u.shape[1]):
+        square = square + u[:, c] * u[:, c]
+    unit: Matrix = u / (np.sqrt(square) + EPSILON)[:, None]
+    return unit
+
+
+def signatures(values: Sequence[Cube], mode: Signature) -> Float64[Cube, "s n d"]:
+    """V-signatures of n tokens from each layer's values (H_kv, n, d): of the whole cache, by layer, or by KV head.
+
+    Means add layers, and heads inside them, in ascending order.
+
+    Implements: DV-SIGNATURE
+
+    Source: Set-Conditioned Diversity, Eq. 1.
+    """
+    heads = [[np.asarray(head, dtype=np.float64) for head in layer] for layer in values]
+    groups = {
+        "flat": [[head for layer in heads for head in layer]],
+        "layer": heads,
+        "head": [[head] for layer in heads for head in layer],
+    }[mode]
+    found: Cube = np.stack([unit_rows(_mean(group)) for group in groups])
+    return found
+
+
+def _mean(parts: Sequence[Matrix]) -> Float64[Matrix, "n d"]:
+    total = np.zeros_like(parts[0])
+    for part in parts:
+        total = total + part
+    mean: Matrix = total / len(parts)
+    return mean
+
+
+def cosines(V: Float64[Matrix, "n d"]) -> Float64[Matrix, "n n"]:
+    """All inner products of signatures, which are their cosines.
+
+    Implements: DV-COSINE
+
+    Source: Set-Conditioned Diversity, Algorithm 1, line 4.
+    """
+    return np.stack([dots(V, v) for v in V]) if len(V) else np.zeros((0, 0))
+
+
+def diverse(
+    s: Float64[Vector, " n"], V: Float64[Matrix, "n d"], retained: Bool[BoolVector, " n"], k: int, lam: float,
+) -> Int64[IntVector, " k"]:
+    """k tokens, ascending: those retained already, then greedily the best by score less redundancy.
+
+    Implements: DV-GREEDY
+
+    Source: Set-Conditioned Diversity, Eq. 2 and 3, Algorithm 1.
+
+    Raises:
+        SpecError: as `spec.backend.DiversityStages.diverse`.
+    """
+    check_diversity(s, V, retained, k, lam)
+    worth, sims, S = np.where(np.isnan(s), -np.inf, s), cosines(V), retained.copy()
+    m = sims[S].max(axis=0, initial=0.0)
+    for _ in range(k - int(S.sum())):
+        open_ = np.flatnonzero(~S)
+        i = open_[np.argmax((worth - lam * m)[open_])]
+        S[i] = True
+        m = np.maximum(m, sims[i])
+    kept: IntVector = np.flatnonzero(S)
+    return kept
+
+
+def toward_mean(V: Float64[Matrix, "n d"]) -> Float64[Vector, " n"]:
+    """Cosine of each signature with the direction of their mean: the fixed direction of the rejected `variant_b`.
+
+    Implements: DV-VARIANT-B
+
+    Source: Set-Conditioned Diversity, Table 1, which leaves the direction open.
+    """
+    total = np.zeros(V.shape[1])
+    for row in V:
+        total = total + row
+    (direction,) = unit_rows((total / len(V))[None])
+    return dots(V, direction)

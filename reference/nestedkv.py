@@ -1,0 +1,174 @@
+"""NestedKV's score: how little of a key three memories of the prompt explain (Eq. 3 to 15 and Appendix A).
+
+Keys are as cached: after RoPE and after any norm of keys. Scales stand in the order stable, episodic, current.
+"""
+
+import math
+from fractions import Fraction
+
+import numpy as np
+
+from reference.directions import unit_keys
+from spec.arrays import Cube, Float64, Matrix
+from spec.parameters import NestedKVParameters
+from spec.policy import DeviceArray
+
+__all__ = [
+    "anomalies", "anomaly_score", "blend", "block_size", "current_memory", "episodic_memory", "gap", "min_max",
+    "rectified_surprise", "routed_score", "stable_memory",
+]
+
+NEGLIGIBLE = 2.0**-16
+"""A range or a mean direction of at most this is zero: float32 cannot tell it from rounding."""
+
+
+def stable_memory(unit: Float64[Cube, "H_kv n d"]) -> Float64[Cube, "H_kv 1 d"]:
+    """mu_s: the mean of all unit keys of a head.
+
+    Implements: NK-STABLE
+
+    Source: Eq. 5.
+    """
+    mean: Cube = unit.mean(axis=1, keepdims=True)
+    return mean
+
+
+def block_size(N: int, parameters: NestedKVParameters) -> int:
+    """b = clip(floor(N / 32), 128, 256).
+
+    Implements: NK-EPISODIC
+
+    Source: Eq. 6.
+    """
+    return min(max(N // parameters.blocks, parameters.b_min), parameters.b_max)
+
+
+def episodic_memory(unit: Float64[Cube, "H_kv n d"], b: int) -> Float64[Cube, "H_kv n d"]:
+    """mu_e(i): the mean of the unit keys of token i's block of b; the last block may be short.
+
+    Implements: NK-EPISODIC
+
+    Source: Eq. 7.
+    """
+    starts = np.arange(0, unit.shape[1], b)
+    sizes = np.diff(starts, append=unit.shape[1])
+    means = np.add.reduceat(unit, starts, axis=1) / sizes[:, None]
+    memory: Cube = np.repeat(means, sizes, axis=1)
+    return memory
+
+
+def current_memory(unit: Float64[Cube, "H_kv n d"], W: int) -> Float64[Cube, "H_kv n d"]:
+    """mu_c(i): the mean of the last W unit keys up to token i, itself among them; of fewer at the start.
+
+    Differences of running sums, which float64 affords and float32 would not (32K tokens: 1e-4).
+
+    Implements: NK-CURRENT
+
+    Source: Eq. 8.
+    """
+    running = np.cumsum(unit, axis=1)
+    window = running.copy()
+    window[:, W:] -= running[:, :-W]
+    mean: Cube = window / np.minimum(np.arange(1, unit.shape[1] + 1), W)[:, None]
+    return mean
+
+
+def anomalies(unit: Float64[Cube, "H_kv n d"], memory: Float64[Cube, "H_kv m d"]) -> Float64[Matrix, "H_kv n"]:
+    """-cos of each unit key and its memory, one of all (m = 1) or one each; 0 where the memory has no direction.
+
+    Implements: NK-ANOMALY
+
+    Source: Eq. 9.
+    """
+    dot = (unit * memory).sum(axis=2)
+    length = np.broadcast_to(np.sqrt((memory * memory).sum(axis=2)), dot.shape)
+    cosine: Matrix = np.divide(dot, length, out=np.zeros_like(dot), where=length > NEGLIGIBLE)
+    return -cosine
+
+
+def min_max(a: Float64[Matrix, "H_kv n"]) -> Float64[Matrix, "H_kv n"]:
+    """Each head's values moved to [0, 1]; zeros where the head's range is zero.
+
+    Implements: NK-MIN-MAX
+
+    Source: Section 2.3, below Eq. 9.
+    """
+    above = a - a.min(axis=1, keepdims=True)
+    spread = np.broadcast_to(above.max(axis=1, keepdims=True), a.shape)
+    normalised: Matrix = np.divide(above, spread, out=np.zeros_like(a), where=spread > NEGLIGIBLE)
+    return normalised
+
+
+def gap(a: Float64[Cube, "3 H_kv n"], p: Fraction) -> Float64[Matrix, "3 H_kv"]:
+    """Delta: per scale and head, the mean of the top share p of the values less that of the bottom share.
+
+    Implements: NK-GAP
+
+    Source: Eq. 10.
+    """
+    m = max(1, math.floor(p * a.shape[2]))
+    ordered = np.sort(a, axis=2)
+    delta: Matrix = ordered[:, :, -m:].mean(axis=2) - ordered[:, :, :m].mean(axis=2)
+    return delta
+
+
+def blend(
+    a: Float64[Cube, "3 H_kv n"], delta: Float64[Matrix, "3 H_kv"], parameters: NestedKVParameters,
+) -> Float64[Matrix, "H_kv n"]:
+    """a_blend: the scales under the weights w0 exp(beta Delta), normalised per head.
+
+    Implements: NK-BLEND
+
+    Source: Eq. 11 and 12.
+    """
+    w = np.array(parameters.w0)[:, None] * np.exp(parameters.beta * delta)
+    w = w / w.sum(axis=0)
+    blended: Matrix = (w[:, :, None] * a).sum(axis=0)
+    return blended
+
+
+def rectified_surprise(a: Float64[Cube, "3 H_kv n"]) -> Float64[Matrix, "H_kv n"]:
+    """s: the population deviation over the scales, moved to [0, 1] per head; what exceeds the head's mean of that.
+
+    Implements: NK-SURPRISE
+
+    Source: Eq. 13; Appendix A, Hyperparameters.
+    """
+    s = min_max(a.std(axis=0))
+    rectified: Matrix = np.maximum(0.0, s - s.mean(axis=1, keepdims=True))
+    return rectified
+
+
+def routed_score(
+    a: Float64[Cube, "3 H_kv n"], blended: Float64[Matrix, "H_kv n"], s: Float64[Matrix, "H_kv n"],
+    parameters: NestedKVParameters,
+) -> Float64[Matrix, "H_kv n"]:
+    """a*: from the blend towards the strongest scale, as far as the gate alpha = sigma(kappa (s - tau)) is open.
+
+    Implements: NK-ROUTE
+
+    Source: Eq. 14 and 15.
+    """
+    alpha = 1.0 / (1.0 + np.exp(-parameters.kappa * (s - parameters.tau)))
+    routed: Matrix = (1.0 - alpha) * blended + alpha * a.max(axis=0)
+    return routed
+
+
+def anomaly_score(k: DeviceArray, parameters: NestedKVParameters) -> Float64[Matrix, "H_kv n"]:
+    """a* of one layer's keys k (H_kv, n, d).
+
+    Implements: NK-SCORE
+
+    Source: Eq. 3 to 15.
+
+    Raises:
+        SpecError: for a zero key.
+    """
+    unit = unit_keys(np.asarray(k, dtype=np.float64))
+    memories = (
+        stable_memory(unit), episodic_memory(unit, block_size(unit.shape[1], parameters)),
+        current_memory(unit, parameters.W),
+    )
+    a = np.stack([min_max(anomalies(unit, memory)) for memory in memories])
+    blended = blend(a, gap(a, parameters.p), parameters)
+    return routed_score(a, blended, rectified_surprise(a), parameters)

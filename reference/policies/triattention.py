@@ -1,0 +1,102 @@
+"""TriAttention: a calibrated scorer, and a decision each time 128 tokens have gathered above the budget."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from reference.calibration import Calibration, Identity
+from reference.policies.attention import wide
+from reference.policies.budgets import even
+from reference.policies.protections import SinkAndRecent
+from reference.policies.selectors import top_units
+from reference.triattention import Mode, distance_score, joined, z_scores
+from spec.arrays import BoolVector, Float64, Int64, IntMatrix, Matrix
+from spec.errors import SpecError
+from spec.policy import Cadence, LayerView, Needs, Observation, Policy, Scores
+from spec.retention import Granularity
+
+__all__ = ["TriAttention", "triattention"]
+
+GRANULARITY: Mapping[Mode, Granularity] = {
+    "global": Granularity.MODEL, "head": Granularity.HEAD, "layer and head": Granularity.HEAD,
+}
+
+
+@dataclass(frozen=True)
+class TriAttention:
+    """Scores by calibrated queries. It has no records: a cached key tells all that its score depends on."""
+
+    calibration: Calibration
+    mode: Mode
+    pin_prompt: int
+    needs: Needs = Needs("all", 0)
+
+    def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
+        """Implements: TA-POLICY"""
+        if observation.B is not None and self.pin_prompt > observation.B:
+            raise SpecError("pin_prompt", self.pin_prompt, f"the pinned prompt exceeds the budget of {observation.B}")
+        return self.step(None, observation)
+
+    def step(self, records: object, observation: Observation, /) -> Scores:
+        """Largest z-scores of each KV head's query heads, joined as the mode says; pinned tokens are the first slots.
+
+        Implements: TA-POLICY
+        """
+        views = observation.layers
+        if tuple(views) != self.calibration.layers:
+            raise SpecError("calibration", self.calibration.layers, f"was taken in other layers than {tuple(views)}")
+        best = np.stack([self.layer(at, view, observation.seen) for at, view in enumerate(views.values())])
+        values = joined(best, self.mode)
+        heads = 1 if self.mode == "global" else best.shape[1]
+        return Scores(values, np.arange(values.shape[1] + 1), heads=heads)
+
+    def keep(self, records: object, slots: Int64[IntMatrix, "g kept"], /) -> None:
+        return None
+
+    def layer(self, at: int, view: LayerView, t: int) -> Float64[Matrix, "H_kv n"]:
+        """Of one layer, over the tokens that are not pinned."""
+        k, found, rope = wide(view.k), self.calibration, self.calibration.identity
+        if found.mean.shape[1] % len(k) or found.mean.shape[2] != k.shape[2]:
+            raise SpecError("calibration", found.mean.shape, f"does not fit keys of shape {k.shape}")
+        candidates = np.arange(k.shape[1]) >= self.pin_prompt
+        best = np.empty(k.shape[:2])
+        for g, keys in enumerate(k):
+            mean, magnitude = (np.split(x[at], len(k))[g] for x in (found.mean, found.magnitude))
+            score = distance_score(keys, t, mean, magnitude, rope.inv_freq, rope.factor)
+            best[g] = z_scores(score, candidates).max(axis=0)
+        return best
+
+
+def triattention(
+    calibration: Calibration, served: Identity, mode: Mode = "global", pin_prompt: int = 0, slack: int = 128,
+) -> Policy:
+    """B tokens of each kept set at the end of the prompt, and again when `slack` more have gathered.
+
+    `mode="global"` is the diversity paper's 1d. The official code's default is "head"; it adds noise of up to 1e-6 to
+    break ties, where the lower position stays here, and never decides at the end of a prompt. Other ports protect the
+    last 128 tokens, or divide by the sample deviation.
+
+    Implements: TA-POLICY
+
+    Args:
+        calibration: of the model that is served.
+        served: that model and its rotation.
+        mode: what shares a kept set: the whole cache; all layers of a KV-head index; a KV head of a layer.
+        pin_prompt: the first tokens that are never evicted and count in B: the prompt's length pins it, 0 nothing.
+        slack: tokens above B at which a step ends in a decision.
+
+    Raises:
+        SpecError: for a calibration of another model or rotation, an unknown mode, or pin_prompt or slack out of range.
+    """
+    calibration.check(served)
+    if mode not in GRANULARITY:
+        raise SpecError("mode", mode, f"must be one of {', '.join(GRANULARITY)}")
+    if pin_prompt < 0:
+        raise SpecError("pin_prompt", pin_prompt, "must not be negative")
+    if slack < 1:
+        raise SpecError("slack", slack, "must be at least 1")
+    return Policy(
+        "triattention", TriAttention(calibration, mode, pin_prompt), even, top_units, SinkAndRecent(pin_prompt, 0),
+        Cadence(every=1, excess=slack), GRANULARITY[mode],
+    )

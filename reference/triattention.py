@@ -1,0 +1,91 @@
+"""TriAttention: keys scored by what queries of the future would give them, if these are as the calibration's."""
+
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from spec.arrays import Bool, BoolVector, Cube, Float64, Matrix, Vector
+from spec.errors import SpecError
+
+__all__ = ["OFFSETS", "STD_MIN", "Mode", "band_statistics", "distance_score", "joined", "z_scores"]
+
+OFFSETS = tuple(2**e for e in range(17))
+STD_MIN = 1e-6
+Mode: TypeAlias = Literal["global", "head", "layer and head"]
+
+
+def band_statistics(q: Float64[Cube, "H m d"]) -> tuple[Float64[Matrix, "H d"], Float64[Matrix, "H half"]]:
+    """Mean of each head's queries before their rotation, and mean size of each band (channels f and f + d / 2).
+
+    Implements: TA-STATISTICS
+
+    Source: TriAttention, Section 4; its official calibration.
+
+    Raises:
+        SpecError: for no query, or an odd d.
+    """
+    if q.shape[1] == 0:
+        raise SpecError("q", q.shape, "a calibration needs a query")
+    if q.shape[2] % 2:
+        raise SpecError("q", q.shape, "rotary channels come in pairs")
+    first, second = np.split(q, 2, axis=2)
+    mean: Matrix = q.mean(axis=1)
+    magnitude: Matrix = np.hypot(first, second).mean(axis=1)
+    return mean, magnitude
+
+
+def distance_score(
+    c: Float64[Matrix, "n d"], t: int, mean: Float64[Matrix, "G d"], magnitude: Float64[Matrix, "G half"],
+    inv_freq: Float64[Vector, " half"], factor: float,
+) -> Float64[Matrix, "G n"]:
+    """Each query head's score of the cached keys c of its KV head, averaged over queries at t + 1, t + 2, t + 4, ...
+
+    A key's own position cancels: what turns it back by p is undone by the distance t - p. The score is linear in the
+    turns of the offsets, so that their mean is taken once for all keys.
+
+    Implements: TA-SCORE
+
+    Source: TriAttention, Section 4; its official code.
+    """
+    half = len(inv_freq)
+    key, query = c[:, :half] - 1j * c[:, half:], mean[:, :half] + 1j * mean[:, half:]
+    turn = np.exp(1j * inv_freq * t) * np.exp(1j * inv_freq * np.array(OFFSETS)[:, None]).mean(axis=0)
+    # A product for each head: one for all of them would round a head's scores by how many there are.
+    trigonometric = np.stack([(key @ (turn * q)).real for q in query])
+    rest = np.stack([np.abs(key) @ (size - np.abs(q)) for q, size in zip(query, magnitude, strict=True)])
+    score: Matrix = factor * (trigonometric + rest)
+    return score
+
+
+def z_scores(X: Float64[Matrix, "rows n"], candidates: Bool[BoolVector, " n"]) -> Float64[Matrix, "rows n"]:
+    """Each row less its mean, over its deviation (divisor n, at least 1e-6), of the candidates; NaN for the others.
+
+    Implements: TA-RANKING
+
+    Source: TriAttention's official code.
+    """
+    z = np.full(X.shape, np.nan)
+    if candidates.any():
+        x = X[:, candidates]
+        centred = x - x.mean(axis=1, keepdims=True)
+        z[:, candidates] = centred / np.maximum(np.sqrt((centred * centred).mean(axis=1, keepdims=True)), STD_MIN)
+    return z
+
+
+def joined(best: Float64[Cube, "L H_kv n"], mode: Mode) -> Float64[Matrix, "g n"]:
+    """From the largest z-score of each group of query heads to a row per kept set.
+
+    "global": the largest of all. "head": by KV-head index, the mean over layers, the same in every layer. "layer and
+    head": each as it is.
+
+    Implements: TA-RANKING
+
+    Source: TriAttention's official code, its three modes.
+    """
+    L, H_kv, n = best.shape
+    rows: Matrix = best.reshape(L * H_kv, n)
+    if mode == "global":
+        rows = rows.max(axis=0, keepdims=True)
+    if mode == "head":
+        rows = np.tile(best.mean(axis=0), (L, 1))
+    return rows

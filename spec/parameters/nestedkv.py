@@ -1,0 +1,67 @@
+"""Parameters of NestedKV: Appendix A of the paper, under the paper's symbols."""
+
+import math
+from dataclasses import dataclass, fields
+from fractions import Fraction
+
+from spec.errors import SpecError
+
+__all__ = ["NESTEDKV", "NestedKVParameters"]
+
+
+@dataclass(frozen=True)
+class NestedKVParameters:
+    """Every constant of NestedKV. Defaults are the paper's, the same for all models and ratios.
+
+    Raises:
+        SpecError: when a value is of the wrong kind or out of its range.
+    """
+
+    w0: tuple[float, float, float] = (0.4, 0.4, 0.2)
+    """Prior weights of the stable, the episodic and the current scale, Eq. 11; positive."""
+    blocks: int = 32
+    """Blocks that a prompt is cut into where the clip of Eq. 6 leaves it free."""
+    b_min: int = 128
+    """Fewest tokens of a block, Eq. 6."""
+    b_max: int = 256
+    """Most tokens of a block, Eq. 6."""
+    W: int = 64
+    """Tokens of the current window, Eq. 8."""
+    p: Fraction = Fraction(1, 10)
+    """Share of the tokens that stand for a ranking's top and bottom, Eq. 10; in (0, 1]."""
+    beta: float = 3.0
+    """Inverse temperature of the blend weights, Eq. 11."""
+    tau: float = 0.6
+    """Surprise at which the gate is half open, Eq. 15."""
+    kappa: float = 10.0
+    """Sharpness of the gate, Eq. 15."""
+    N_sink: int = 4
+    """First tokens that are pinned, Section 2.3."""
+    alpha_s: Fraction = Fraction(1, 5)
+    """Share of its even budget that a head keeps of its own, Appendix A; in [0, 1]."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in ("blocks", "b_min", "b_max", "W"):
+                _check_count(field.name, value, 1)
+            elif field.name == "N_sink":
+                _check_count(field.name, value, 0)
+            elif field.name in ("beta", "tau", "kappa") and not (math.isfinite(value) and value >= 0):
+                raise SpecError(field.name, value, "must be finite and not negative")
+        if len(self.w0) != 3 or not all(math.isfinite(w) and w > 0 for w in self.w0):
+            raise SpecError("w0", self.w0, "must be three positive numbers")
+        if self.b_max < self.b_min:
+            raise SpecError("b_max", self.b_max, f"must be at least b_min, {self.b_min}")
+        if not 0 < self.p <= 1:
+            raise SpecError("p", self.p, "must lie in (0, 1]")
+        if not 0 <= self.alpha_s <= 1:
+            raise SpecError("alpha_s", self.alpha_s, "must lie in [0, 1]")
+
+
+def _check_count(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise SpecError(name, value, f"must be an int of at least {least}")
+
+
+NESTEDKV = NestedKVParameters()
