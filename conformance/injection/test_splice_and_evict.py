@@ -152,6 +152,8 @@ def test_an_archive_of_the_upper_half(family: str, attention: str) -> None:
     _, cache = read(model, SESSION)
     splice(cache, chunks, recognise(model))
     assert [layer.get_seq_length() for layer in plain_layers(cache)] == [len(SESSION) + VISIBLE] * 2
+    with pytest.raises(SpecError, match="layers that differ"):
+        read(model, QUERY[:1], cache)
     with layer_masks(model, cache):
         logits = torch.cat([read(model, part, cache)[0] for part in (QUERY[:3], QUERY[3:])], 1)
     model.set_attn_implementation("sdpa")

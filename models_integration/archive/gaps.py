@@ -111,6 +111,7 @@ def layer_masks(model: PreTrainedModel, cache: RetainedCache) -> Iterator[None]:
         return args, {**options, "attention_mask": mask}
 
     with ExitStack() as undo:
+        undo.enter_context(cache.in_context())
         for module in attention_modules(model).values():
             undo.callback(module.register_forward_pre_hook(own_mask, with_kwargs=True).remove)
         yield

@@ -12,6 +12,7 @@ from models_integration.archive.gaps import GappedSlidingLayer
 from models_integration.archive.rope import Rotary, frequencies_at, plain_layers, prefilled
 from models_integration.archive.turn import angles_between, turned
 from models_integration.cache import RetainedCache, RetainedLayer
+from models_integration.states import RowStates
 from models_integration.visibility import StoredRows
 from spec.errors import SpecError
 
@@ -85,7 +86,8 @@ def splice(cache: RetainedCache, chunks: Sequence[Chunk], live: Rotary) -> Tenso
     is the number of tokens seen. Call it between two turns. `live` holds the frequencies of the session at its full
     length (`frequencies_at`); chunks archived under others are re-based. The chunks stay as they are.
 
-    Where some chunk lacks a layer, layers store different positions: read such a cache inside `layer_masks`.
+    Where some chunk lacks a layer, layers store different positions: such a cache is read inside `layer_masks`, and
+    refuses to be read elsewhere. A policy's records of the rows are forgotten: it starts anew with what is stored.
 
     Args:
         cache: of one row; it may be new, or compacted.
@@ -111,6 +113,9 @@ def splice(cache: RetainedCache, chunks: Sequence[Chunk], live: Rotary) -> Tenso
             _take(layer, *grown[index], total)
         else:
             cache.layers[index] = GappedSlidingLayer.after(layer, total)
+    cache.layers_differ |= any(set(chunk.layers) != set(full) for chunk in chunks)
+    # What a policy knew of the rows does not know these tokens.
+    cache.states, cache.decoding = RowStates(), None
     marked = [
         start + place - chunk.hidden for start, chunk in zip(starts, chunks, strict=True) for place in chunk.markers
         if place >= chunk.hidden
