@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from conformance.oracles import diversity as brute
 from conformance.oracles import policies as oracle
+from conformance.plugin import sparingly
 from conformance.policies.cases import (
     CASES,
     KERNEL,
@@ -137,7 +138,7 @@ def test_sums_go_from_the_first_channel_to_the_last(seed: int, d: int) -> None:
 @reference_items
 @pytest.mark.spec(id="DV-SIGNATURE")
 @pytest.mark.parametrize("mode", ["flat", "layer", "head"])
-@settings(max_examples=25)
+@sparingly
 @given(seed=seeds)
 def test_signatures_have_the_bits_of_brute_force(mode: diversity.Signature, seed: int) -> None:
     inputs = drawn(seed)
@@ -148,7 +149,7 @@ def test_signatures_have_the_bits_of_brute_force(mode: diversity.Signature, seed
 @reference_items
 @pytest.mark.spec(id="DV-POLICY")
 @pytest.mark.parametrize("name", ["diversity", "diversity-in-adakv"])
-@settings(max_examples=25)
+@sparingly
 @given(seed=seeds, B=st.integers(1, 24))
 def test_kept_sets_are_those_of_brute_force(name: str, seed: int, B: int) -> None:
     case, inputs = CASES[name], drawn(seed, n=3 + seed % 20)
@@ -168,7 +169,7 @@ HOSTS: dict[str, Host] = {
 @reference_items
 @pytest.mark.spec(id="DV-POLICY")
 @pytest.mark.parametrize("name", HOSTS)
-@settings(max_examples=15)
+@sparingly
 @given(seed=seeds, B=st.integers(1, 24))
 def test_without_penalty_the_hosts_set_stays(name: str, seed: int, B: int) -> None:
     """At lambda = 0 MUST be the host's own set, ties and protection included."""
@@ -195,7 +196,7 @@ def test_a_host_sees_what_it_sees_alone(lam: float) -> None:
 
 @reference_items
 @pytest.mark.spec(id="DV-POLICY")
-@settings(max_examples=25)
+@sparingly
 @given(seed=seeds, B=st.integers(3, 20), mode=st.sampled_from(["flat", "layer", "head"]))
 def test_alpha_inside_a_pyramid_is_one_line(seed: int, B: int, mode: diversity.Signature) -> None:
     """Which the paper leaves untested: budgets are the pyramid's, choices alpha's, in each signature mode."""
@@ -225,7 +226,7 @@ def test_alpha_inside_ada_kv_is_one_line() -> None:
 
 @reference_items
 @pytest.mark.spec(id="DV-POLICY")
-@settings(max_examples=15)
+@sparingly
 @example(seed=3, B=5)
 @given(seed=seeds, B=st.integers(4, 8))
 def test_alpha_goes_on_while_tokens_are_decoded(seed: int, B: int) -> None:
@@ -244,7 +245,7 @@ def test_alpha_goes_on_while_tokens_are_decoded(seed: int, B: int) -> None:
 
 @reference_items
 @pytest.mark.spec(id="DV-POLICY")
-@settings(max_examples=10)
+@sparingly
 @given(seed=seeds, B=st.integers(2, 7), mode=st.sampled_from(["flat", "layer", "head"]))
 def test_a_signature_outlives_its_tokens_in_other_heads(seed: int, B: int, mode: diversity.Signature) -> None:
     """Each head drops tokens of its own; a signature of the whole cache is still the one of its first day."""
@@ -317,7 +318,7 @@ def test_a_backend_without_the_stage_says_so() -> None:
 
 @reference_items
 @pytest.mark.spec(id="DV-VARIANT-B")
-@settings(max_examples=25)
+@sparingly
 @given(seed=seeds, B=st.integers(1, 20), lam=st.sampled_from([0.0, 0.5, 2.0]))
 def test_variant_b_adds_a_cosine_to_the_score(seed: int, B: int, lam: float) -> None:
     inputs = drawn(seed)

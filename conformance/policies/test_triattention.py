@@ -4,12 +4,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.compare import scores_agree
 from conformance.oracles import policies as oracle
 from conformance.oracles import triattention as brute
+from conformance.plugin import sparingly
 from conformance.policies.cases import CASES, calibrated, decided, drawn, identity, observation, tri_rows, triattention
 from conformance.policies.test_decoding import PROMPT, decoded, long
 from reference import policies
@@ -122,7 +123,7 @@ def test_three_modes_of_two_layers() -> None:
 @pytest.mark.spec(id="TA-RANKING")
 @pytest.mark.spec(id="TA-POLICY")
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=25)
+@sparingly
 @given(seed=seeds, B=st.integers(1, 24))
 def test_kept_sets_are_those_of_brute_force(name: str, seed: int, B: int) -> None:
     case, inputs = CASES[name], drawn(seed, n=three_or_more(seed))
@@ -131,7 +132,7 @@ def test_kept_sets_are_those_of_brute_force(name: str, seed: int, B: int) -> Non
 
 @pytest.mark.spec(id="TA-POLICY")
 @pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=10)
+@sparingly
 @given(seed=seeds, B=st.integers(4, 8), slack=st.integers(1, 4), pinned=st.sampled_from([0, 2]))
 def test_steps_fire_at_the_budget_and_the_slack(mode: Mode, seed: int, B: int, slack: int, pinned: int) -> None:
     """MUST keep B when B + slack tokens are there; t is the tokens seen, those that are gone included."""
