@@ -40,8 +40,10 @@ class Calibration:
 
     identity: Identity
     layers: tuple[int, ...]
-    mean: Float64[Cube, "L H d"]
-    magnitude: Float64[Cube, "L H half"]
+    mean: Float64[Cube, "_ _ _"]
+    """(L, H, d)."""
+    magnitude: Float64[Cube, "_ _ _"]
+    """(L, H, d / 2)."""
 
     def __post_init__(self) -> None:
         L, H, half = len(self.layers), self.mean.shape[1], len(self.identity.inv_freq)

@@ -279,7 +279,7 @@ def test_a_signature_outlives_its_tokens_in_other_heads(seed: int, B: int, mode:
         (lambda: policies.diverse(policies.diverse(policies.knorm())), "host"),
         (lambda: policies.diverse(policies.tova(), mode="head"), "mode"),
         (lambda: policies.diverse(policies.streaming_llm(), mode="layer"), "mode"),
-        (lambda: policies.diverse(policies.knorm(), mode="learned"), "mode"),  # type: ignore[arg-type]
+        (lambda: policies.diverse(policies.knorm(), mode="learned"), "mode"),
         (lambda: Diverse(policies.diverse(policies.knorm()).selector.stages, -1.0), "lam"),  # type: ignore[attr-defined]
     ],
 )

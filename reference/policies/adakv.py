@@ -28,7 +28,7 @@ def adakv_score(view: LayerView, W: int, kernel: int) -> Float64[Matrix, "H_kv n
     return with_window(max_pool(past, kernel), A.shape[2])
 
 
-def adakv(W: int = 32, kernel: int = 7, safeguard: Fraction = Fraction(1, 5)) -> Policy:
+def adakv(W: int = 32, kernel: int = 7, safeguard: Fraction | int = Fraction(1, 5)) -> Policy:
     """SnapKV's window under adaptive budgets; a fifth of each head's share is even.
 
     The official code rounds each head by itself and so misses the sum (`official.adakv_official`), and keeps a set per
@@ -43,7 +43,7 @@ def adakv(W: int = 32, kernel: int = 7, safeguard: Fraction = Fraction(1, 5)) ->
     return replace(host, budgets=Adaptive(safeguard))
 
 
-def with_adaptive_budgets(host: Policy, safeguard: Fraction = Fraction(1, 5)) -> Policy:
+def with_adaptive_budgets(host: Policy, safeguard: Fraction | int = Fraction(1, 5)) -> Policy:
     """Any policy whose heads have scores of their own, under Ada-KV's budgets.
 
     Raises:

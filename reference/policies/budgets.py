@@ -99,7 +99,7 @@ def winners(values: Float64[Matrix, "h n"], k: int) -> Int64[IntVector, " h"]:
 class Adaptive:
     """Ada-KV: heads share a layer's tokens by how many of its best scores they have; a part is shared evenly."""
 
-    safeguard: Fraction
+    safeguard: Fraction | int
 
     def __post_init__(self) -> None:
         _check_share(self.safeguard)
@@ -123,7 +123,7 @@ class Adaptive:
 class Competition:
     """The best scores of a layer win, whichever head they are in, once each head has a quota of its own best."""
 
-    safeguard: Fraction
+    safeguard: Fraction | int
 
     def __post_init__(self) -> None:
         _check_share(self.safeguard)
@@ -144,7 +144,7 @@ class Competition:
         return np.concatenate(shares)
 
 
-def _check_share(share: Fraction) -> None:
+def _check_share(share: Fraction | int) -> None:
     if not 0 <= share <= 1:
         raise SpecError("safeguard", share, "must lie in [0, 1]")
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import cast
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from spec.validate import check_penalty
 
 __all__ = ["Diverse", "Signed", "diverse", "scheduled", "toward_mean_values"]
 
-GRANULARITIES: Mapping[Signature, tuple[Granularity, ...]] = {
+GRANULARITIES: Mapping[str, tuple[Granularity, ...]] = {
     "flat": tuple(Granularity), "layer": (Granularity.LAYER, Granularity.HEAD), "head": (Granularity.HEAD,),
 }
 
@@ -137,7 +138,7 @@ class TowardMean:
 
 
 def diverse(
-    host: Policy, lam: float = 0.5, mode: Signature = "flat", backend: str | Backend = "numpy",
+    host: Policy, lam: float = 0.5, mode: str = "flat", backend: str | Backend = "numpy",
 ) -> Policy:
     """The host, whose selection of the best tokens is set-conditioned; its scores, budgets and cadence stay.
 
@@ -154,7 +155,7 @@ def diverse(
     return _signed(host, mode, "diverse", Diverse(resolve(backend).require_diversity(), lam))
 
 
-def toward_mean_values(host: Policy, lam: float = 0.5, mode: Signature = "flat") -> Policy:
+def toward_mean_values(host: Policy, lam: float = 0.5, mode: str = "flat") -> Policy:
     """`variant_b`, which the paper rejected: a prior for tokens whose value points where the mean value points.
 
     Implements: DV-VARIANT-B
@@ -165,13 +166,13 @@ def toward_mean_values(host: Policy, lam: float = 0.5, mode: Signature = "flat")
     return _signed(host, mode, "toward-mean", TowardMean(lam))
 
 
-def _signed(host: Policy, mode: Signature, name: str, selector: Selector) -> Policy:
+def _signed(host: Policy, mode: str, name: str, selector: Selector) -> Policy:
     if host.selector is not top_units:
         raise SpecError("host", host.name, "must keep single tokens, by their scores alone")
     if host.granularity not in GRANULARITIES.get(mode, ()):
         raise SpecError("mode", mode, f"no signature for a kept set per {host.granularity.value}")
-    old = host.scorer
-    scorer = RunningSigned(old, mode) if isinstance(old, RunningScorer) else Signed(old, mode)
+    old, form = host.scorer, cast(Signature, mode)
+    scorer = RunningSigned(old, form) if isinstance(old, RunningScorer) else Signed(old, form)
     return replace(host, name=f"{name}({host.name})", scorer=scorer, selector=selector)
 
 

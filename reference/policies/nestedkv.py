@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 
-def eviction_budget(r: float | str | Fraction, N: int) -> int:
+def eviction_budget(r: float | int | str | Fraction, N: int) -> int:
     """Tokens that each head keeps on average where a share r is evicted: floor((1 - r) N), exactly.
 
     A float is read as its decimal: of 10 tokens at r = 0.8, 2 stay, where floats truncate to 1.

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
@@ -69,7 +70,7 @@ class TriAttention:
 
 
 def triattention(
-    calibration: Calibration, served: Identity, mode: Mode = "global", pin_prompt: int = 0, slack: int = 128,
+    calibration: Calibration, served: Identity, mode: str = "global", pin_prompt: int = 0, slack: int = 128,
 ) -> Policy:
     """B tokens of each kept set at the end of the prompt, and again when `slack` more have gathered.
 
@@ -96,7 +97,8 @@ def triattention(
         raise SpecError("pin_prompt", pin_prompt, "must not be negative")
     if slack < 1:
         raise SpecError("slack", slack, "must be at least 1")
+    form = cast(Mode, mode)
     return Policy(
-        "triattention", TriAttention(calibration, mode, pin_prompt), even, top_units, SinkAndRecent(pin_prompt, 0),
-        Cadence(every=1, excess=slack), GRANULARITY[mode],
+        "triattention", TriAttention(calibration, form, pin_prompt), even, top_units, SinkAndRecent(pin_prompt, 0),
+        Cadence(every=1, excess=slack), GRANULARITY[form],
     )
