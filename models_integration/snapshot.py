@@ -33,7 +33,7 @@ _CONFIG = (
 )
 
 
-def save_cache(cache: RetainedCache, model: PreTrainedModel, path: Path) -> None:
+def save_cache(cache: RetainedCache, model: PreTrainedModel, path: str | Path) -> None:
     """Write a cache and its rows' states; a reader of the path sees the file of before, or all of this one.
 
     Args:
@@ -70,16 +70,17 @@ def save_cache(cache: RetainedCache, model: PreTrainedModel, path: Path) -> None
         **_identity(model), "spec": SPEC_VERSION, "layers": layers, "states": states, "columns": cache.states.columns,
         "steps": cache.states.steps,
     }
-    publish(path, parts(manifest, tensors))
+    publish(Path(path), parts(manifest, tensors))
 
 
-def load_cache(path: Path, model: PreTrainedModel) -> RetainedCache:
+def load_cache(path: str | Path, model: PreTrainedModel) -> RetainedCache:
     """A saved cache on the model's device, as it was: steps, turns and further saves go on from it.
 
     Raises:
         SpecError: when the bytes are not those that were saved, or belong to another model, specification or rotation.
         OSError: from the file system.
     """
+    path = Path(path)
     manifest, tensors = read(path)
     for name, own in {"spec": SPEC_VERSION, **_identity(model)}.items():
         if manifest[name] != own:

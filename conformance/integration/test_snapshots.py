@@ -40,7 +40,7 @@ model = build(sys.argv[1])
 cache = load_cache(Path(sys.argv[2]), model)
 with breathing()(model):
     logits = [at_once(model, token, cache) for token in torch.split(tokens(2 * T), 1, dim=1)]
-save_cache(cache, model, Path(sys.argv[2]))
+save_cache(cache, model, sys.argv[2])
 torch.save(torch.cat(logits, dim=1), sys.argv[3])
 """
 
