@@ -24,7 +24,7 @@ from spec.decode import LiveTrunks, TrunkWeights
 from spec.parameters import CrystalCacheParameters, NestedKVParameters
 from spec.policy import DeviceArray
 from spec.records import CoAttention, Dissolution, TrunkGraph, Trunks
-from spec.validate import check_attention_inputs, check_diversity, check_keys, check_lse
+from spec.validate import check_attention_inputs, check_keys, check_lse
 
 __all__ = ["BACKEND"]
 
@@ -121,7 +121,6 @@ class _DiversityStages:
     """Algorithm 1 by its definition."""
 
     def diverse(self, s: Vector, V: Matrix, retained: BoolVector, k: int, lam: float, /) -> IntVector:
-        check_diversity(s, V, retained, k, lam)
         return diverse(s, V, retained, k, lam)
 
 

@@ -6,6 +6,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from spec.arrays import Bool, BoolVector, Cube, Float64, Int64, IntVector, Matrix, Vector
+from spec.validate import check_diversity
 
 __all__ = ["EPSILON", "Signature", "cosines", "diverse", "dots", "signatures", "toward_mean", "unit_rows"]
 
@@ -76,14 +77,18 @@ def cosines(V: Float64[Matrix, "n d"]) -> Float64[Matrix, "n n"]:
 
 
 def diverse(
-    s: Float64[Vector, " n"], V: Float64[Matrix, "n d"], retained: Bool[BoolVector, " n"], k: int, lam: float,
+    s: Float64[Vector, " n"], V: Float64[Matrix, "_ d"], retained: Bool[BoolVector, " _"], k: int, lam: float,
 ) -> Int64[IntVector, " k"]:
     """k tokens, ascending: those retained already, then greedily the best by score less redundancy.
 
     Implements: DV-GREEDY
 
     Source: Set-Conditioned Diversity, Eq. 2 and 3, Algorithm 1.
+
+    Raises:
+        SpecError: as `spec.backend.DiversityStages.diverse`.
     """
+    check_diversity(s, V, retained, k, lam)
     worth, sims, S = np.where(np.isnan(s), -np.inf, s), cosines(V), retained.copy()
     m = sims[S].max(axis=0, initial=0.0)
     for _ in range(k - int(S.sum())):
