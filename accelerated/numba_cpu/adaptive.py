@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 from numba import njit
 
-from accelerated.numba_cpu.trunks import WINDOW
+from accelerated.numba_cpu.trunks import interface_sum
 from spec.arrays import BoolVector, IntMatrix, Matrix
 from spec.parameters import CrystalCacheParameters
 from spec.records import CoAttention
@@ -57,18 +57,7 @@ def strength(
     cross_weight: Matrix,
 ) -> float:
     """Mean weight of an interface, or the next float where the products of CC-MERGE would put it above itself."""
-    total = 0.0
-    k = 0
-    for a in range(max(start, stop - WINDOW), stop):
-        for b in range(stop, min(next_stop, stop + WINDOW)):
-            for rank in range(intra.shape[1]):
-                if intra[a, rank] == b:
-                    total += intra_weight[a, rank]
-                    k += 1
-            for rank in range(cross.shape[1]):
-                if cross[b, rank] == a:
-                    total += cross_weight[b, rank]
-                    k += 1
+    total, k = interface_sum(start, stop, next_stop, intra, intra_weight, cross, cross_weight)
     if k == 0:
         return 0.0
     mean = total / k

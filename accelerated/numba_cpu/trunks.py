@@ -7,7 +7,7 @@ from spec.arrays import BoolVector, IntMatrix, IntVector, Matrix
 from spec.parameters import CrystalCacheParameters
 from spec.records import CoAttention
 
-__all__ = ["trunk_offsets"]
+__all__ = ["interface_sum", "trunk_offsets"]
 
 WINDOW = 5  # Eq. 16 fixes it
 
@@ -52,11 +52,11 @@ def build(
 
 
 @njit(cache=True)
-def strong(
+def interface_sum(
     start: int, stop: int, next_stop: int, intra: IntMatrix, intra_weight: Matrix, cross: IntMatrix,
-    cross_weight: Matrix, tau_merge: float,
-) -> bool:
-    """Whether sum(w) - tau k > 0 over the interface, summed by first endpoint and then by second."""
+    cross_weight: Matrix,
+) -> tuple[float, int]:
+    """Sum and number of the weights across `stop`, by first endpoint and then by second."""
     total = 0.0
     k = 0
     for a in range(max(start, stop - WINDOW), stop):
@@ -69,7 +69,18 @@ def strong(
                 if cross[b, rank] == a:
                     total += cross_weight[b, rank]
                     k += 1
-    return total - tau_merge * k > 0
+    return total, k
+
+
+@njit(cache=True)
+def strong(
+    start: int, stop: int, next_stop: int, intra: IntMatrix, intra_weight: Matrix, cross: IntMatrix,
+    cross_weight: Matrix, tau_merge: float,
+) -> bool:
+    """Whether sum(w) - tau k > 0 over the interface."""
+    total, k = interface_sum(start, stop, next_stop, intra, intra_weight, cross, cross_weight)
+    joined: bool = total - tau_merge * k > 0
+    return joined
 
 
 @njit(cache=True)
