@@ -17,7 +17,7 @@ INTERFACE = "reference/crystalcache/trunks.py:interface"
 MERGES = "reference/crystalcache/trunks.py:merges"
 SPLIT = "reference/crystalcache/trunks.py:split_sizes"
 BYTES = "reference/memory.py:kv_bytes"
-NUMBA_STRONG = "accelerated/numba_cpu/trunks.py:strong"
+NUMBA_INTERFACE = "accelerated/numba_cpu/trunks.py:interface_sum"
 NUMBA_BUILD = "accelerated/numba_cpu/trunks.py:build"
 NUMBA_SPLIT = "accelerated/numba_cpu/trunks.py:split"
 TRITON_SPLIT = "accelerated/triton_gpu/trunks.py:split"
@@ -122,8 +122,8 @@ def windows(code: Code) -> Iterator[Claim]:
     yield Claim(item, "each side holds min(5, size) tokens",
                 Implies(sides, And(left[1] - left[0] == least(5, stop - start),
                                    right[1] - right[0] == least(5, end - stop))))
-    rows = code.part(NUMBA_STRONG, "for a", start=start, stop=stop)
-    columns = code.part(NUMBA_STRONG, "for b", stop=stop, next_stop=end)
+    rows = code.part(NUMBA_INTERFACE, "for a", start=start, stop=stop)
+    columns = code.part(NUMBA_INTERFACE, "for b", stop=stop, next_stop=end)
     yield Claim(item, "numba walks over the same window",
                 And(*(x == y for x, y in zip(rows + columns, left + right, strict=True))))
     yield Claim(item, "a side holds 5 tokens", Implies(sides, left[1] - left[0] == 5), true=False)
