@@ -224,6 +224,16 @@ def inside(found: Any, k: Any, p: NestedKVParameters, precision: str) -> None:
         assert (got <= 1 + radius).all()
 
 
+@pytest.mark.spec(id="NK-UNIT-KEYS")
+@pytest.mark.spec(id="NK-STABLE")
+@pytest.mark.spec(id="NK-EPISODIC")
+@pytest.mark.spec(id="NK-CURRENT")
+@pytest.mark.spec(id="NK-ANOMALY")
+@pytest.mark.spec(id="NK-MIN-MAX")
+@pytest.mark.spec(id="NK-GAP")
+@pytest.mark.spec(id="NK-BLEND")
+@pytest.mark.spec(id="NK-SURPRISE")
+@pytest.mark.spec(id="NK-ROUTE")
 @pytest.mark.spec(id="NK-SCORE")
 @given(seed=seeds, H_kv=st.integers(1, 2), n=lengths, W=st.integers(1, 9))
 def test_a_score_lies_within_its_radius(
@@ -236,6 +246,16 @@ def test_a_score_lies_within_its_radius(
     inside(found, k, p, precision)
 
 
+@pytest.mark.spec(id="NK-UNIT-KEYS")
+@pytest.mark.spec(id="NK-STABLE")
+@pytest.mark.spec(id="NK-EPISODIC")
+@pytest.mark.spec(id="NK-CURRENT")
+@pytest.mark.spec(id="NK-ANOMALY")
+@pytest.mark.spec(id="NK-MIN-MAX")
+@pytest.mark.spec(id="NK-GAP")
+@pytest.mark.spec(id="NK-BLEND")
+@pytest.mark.spec(id="NK-SURPRISE")
+@pytest.mark.spec(id="NK-ROUTE")
 @pytest.mark.spec(id="NK-SCORE")
 def test_the_papers_constants_across_blocks_and_windows(nestedkv_stages: NestedKVStages, precision: str) -> None:
     """300 tokens: blocks of 128 and a short one; windows that begin and end inside them. The radius says something."""
