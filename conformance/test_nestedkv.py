@@ -273,8 +273,11 @@ def test_equal_keys_score_zero(nestedkv_stages: NestedKVStages) -> None:
     assert (nestedkv_stages.anomaly_score(k, NESTEDKV) == 0).all()
 
 
-@pytest.mark.spec(id="NK-SCORE")
+@pytest.mark.spec(id="NK-STABLE")
+@pytest.mark.spec(id="NK-EPISODIC")
+@pytest.mark.spec(id="NK-CURRENT")
 @pytest.mark.spec(id="NK-ANOMALY")
+@pytest.mark.spec(id="NK-SCORE")
 def test_opposite_keys_have_no_mean(nestedkv_stages: NestedKVStages) -> None:
     """k, -k, k, -k: only the windows of odd length point anywhere."""
     k = np.array([[[1.0, 2.0], [-1.0, -2.0]] * 3], np.float32)
@@ -303,6 +306,7 @@ def test_half_precision_is_read_exactly(nestedkv_stages: NestedKVStages) -> None
     assert np.array_equal(nestedkv_stages.anomaly_score(half, NESTED), wide)
 
 
+@pytest.mark.spec(id="NK-UNIT-KEYS")
 @pytest.mark.spec(id="NK-SCORE")
 @pytest.mark.parametrize("scale", [2.0**-90, 2.0**-8, 2.0**90])
 def test_lengths_of_keys_say_nothing(nestedkv_stages: NestedKVStages, scale: float) -> None:
