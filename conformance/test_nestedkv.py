@@ -316,6 +316,15 @@ def test_lengths_of_keys_say_nothing(nestedkv_stages: NestedKVStages, scale: flo
     assert np.array_equal(nestedkv_stages.anomaly_score(longer, NESTED), nestedkv_stages.anomaly_score(k, NESTED))
 
 
+@pytest.mark.spec(id="NK-UNIT-KEYS")
+@pytest.mark.spec(id="NK-SCORE")
+def test_a_key_of_2_to_the_minus_126_is_a_key(nestedkv_stages: NestedKVStages) -> None:
+    """No backend may count it as zero: only what is shorter."""
+    k = np.array([[[1.0, 0.0], [0.0, -1.0], [-1.0, 0.0], [0.0, 1.0], [1.0, 0.0]]], np.float32)
+    tiny = k * np.float32(2.0**-126)
+    assert np.array_equal(nestedkv_stages.anomaly_score(tiny, NESTED), nestedkv_stages.anomaly_score(k, NESTED))
+
+
 @pytest.mark.usefixtures("reference_items")
 @pytest.mark.spec(id="NK-NESTEDKV")
 @given(seed=seeds, B=st.integers(1, 30))
