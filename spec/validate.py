@@ -157,14 +157,14 @@ def check_scaling(scaling: float, softcap: float | None) -> None:
             raise SpecError(name, value, "must be positive and finite")
 
 
-def check_penalty(lam: float) -> None:
-    """The weight of the redundancy penalty: finite and not negative.
+def check_penalty(lam: float, name: str = "lam") -> None:
+    """The weight of the redundancy penalty, under the name that its caller gave it: finite and not negative.
 
     Raises:
         SpecError: otherwise.
     """
     if not (math.isfinite(lam) and lam >= 0):
-        raise SpecError("lam", lam, "must be finite and not negative")
+        raise SpecError(name, lam, "must be finite and not negative")
 
 
 def check_diversity(s: Vector, V: Matrix, retained: BoolVector, k: int, lam: float) -> None:
