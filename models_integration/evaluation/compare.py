@@ -17,7 +17,7 @@ from models_integration.tasks import MAX_NEW_TOKENS, Sample, draw_sample, needle
 from spec.budget import parse_budget
 from spec.tables import ResultTable, checked
 
-__all__ = ["CONTROL_BOUNDS", "Subject", "run_cell", "run_cells", "verdict"]
+__all__ = ["CONTROL_BOUNDS", "Subject", "named_method", "run_cell", "run_cells", "verdict"]
 
 CONTROL_BOUNDS: dict[str, tuple[str, float]] = {
     "without needle": ("<=", 0.05),
@@ -95,14 +95,23 @@ def _sample(subject: Subject, cell: Cell, index: int) -> Sample:
     return draw_sample(cell.task, subject.tokenizer, cell.length, index, cell.seed)
 
 
+def named_method(subject: Subject, policy: str, budget: int | str) -> Method | Published:
+    """CrystalCache, or a published policy, by name.
+
+    Raises:
+        SpecError: for an unknown name or budget.
+    """
+    if policy == "crystalcache":
+        return CrystalCache(budget, sentence_ends=subject.sentence_ends, backend=subject.backend)
+    return Published(policy, budget)
+
+
 def _method(subject: Subject, cell: Cell, sample: Sample) -> Method | Published:
     start, stop = sample.needle
-    if cell.policy == "crystalcache":
-        return CrystalCache(cell.budget, sentence_ends=subject.sentence_ends, backend=subject.backend)
     if cell.policy == "streamingllm" or cell.policy.startswith("window"):
         return StreamingLLM(cell.budget)
-    if cell.policy in PUBLISHED:
-        return Published(cell.policy, cell.budget)
+    if cell.policy == "crystalcache" or cell.policy in PUBLISHED:
+        return named_method(subject, cell.policy, cell.budget)
     if cell.policy == "without needle":
         return Method(without_needle(start, stop), parse_budget(cell.budget))
     if cell.policy == "only needle":
