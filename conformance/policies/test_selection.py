@@ -172,13 +172,15 @@ def test_competition_shares(given_: tuple[Rows, int, int, int], twentieths: int)
     assert (shares.reshape(-1, H).sum(axis=1) == H * min(B, len(rows[0]))).all()
 
 
+@pytest.mark.spec(id="PO-ADAPTIVE-BUDGET")
 @pytest.mark.spec(id="PO-COMPETITION-BUDGET")
 def test_the_two_safeguards_differ() -> None:
-    """The same scores: a quota gives [7, 1], a blend [6, 2]; kvpress reads the safeguard as a quota."""
+    """The same scores: a quota gives [7, 1], a blend [6, 2]; kvpress reads the safeguard as a quota. 1 is even."""
     rows = [[9.0, 8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0], [1.0] + [0.0] * 7]
     scores, _ = scores_of(rows, 2, 0)
     assert Competition(Fraction(1, 4))(8, scores).tolist() == [7, 1]
     assert Adaptive(Fraction(1, 2))(8, scores).tolist() == [6, 2]
+    assert Competition(1)(8, scores).tolist() == Adaptive(1)(8, scores).tolist() == [4, 4]
 
 
 @pytest.mark.spec(id="PO-PYRAMID-OFFICIAL")
