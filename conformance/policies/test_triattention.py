@@ -227,7 +227,9 @@ def test_a_file_brings_back_every_bit(tmp_path: Path) -> None:
 def test_a_digest_is_of_the_statistics_alone() -> None:
     """8 digits, the same under another name; another bit of either statistic gives others."""
     found = a_calibration()
-    renamed = Calibration(Identity("other", found.identity.inv_freq), found.layers, found.mean, found.magnitude)
+    plain = Identity("other", found.identity.inv_freq)
+    assert plain.rope == replace(plain, factor=1.0).rope
+    renamed = Calibration(plain, found.layers, found.mean, found.magnitude)
     assert re.fullmatch("[0-9a-f]{8}", found.digest)
     assert renamed.digest == found.digest
     for name in ("mean", "magnitude"):
