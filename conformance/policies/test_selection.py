@@ -260,7 +260,7 @@ def test_one_share_below_the_protected_tokens_is_refused() -> None:
     for shares in ([5, 7, 6, 6], [6, 6, 7, 5]):
         policy = replace(
             keydiff(), protection=SinkAndRecent(2, 4),
-            budgets=lambda total, scores, shares=shares: np.array(shares),  # type: ignore[misc]
+            budgets=lambda total, scores, shares=shares: np.array(shares),
         )
         with pytest.raises(SpecError, match="must hold the 6 protected tokens of keydiff"):
             decided(policy, inputs, 6)
