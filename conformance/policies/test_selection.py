@@ -13,7 +13,7 @@ from conformance.oracles import policies as oracle
 from conformance.plugin import sparingly
 from conformance.policies.cases import CASES, decided, drawn
 from reference.policies import adakv, keydiff, retain, snapkv, tova, with_adaptive_budgets
-from reference.policies.budgets import Adaptive, Competition, Pyramid, even, largest_remainder
+from reference.policies.budgets import Adaptive, Competition, Pyramid, even, largest_remainder, winners
 from reference.policies.official import adakv_official, pyramidkv_official
 from reference.policies.protections import SinkAndRecent
 from reference.policies.selectors import fill_units, top_units
@@ -157,6 +157,15 @@ def test_adaptive_shares(given_: tuple[Rows, int, int, int], twentieths: int) ->
     brute = [oracle.adaptive_shares(masked[at : at + H], B, a) for at in range(0, len(rows), H)]
     assert shares.reshape(-1, H).tolist() == brute
     assert (shares.reshape(-1, H).sum(axis=1) == H * min(B, len(rows[0]))).all()
+
+
+@pytest.mark.spec(id="PO-ADAPTIVE-BUDGET")
+@pytest.mark.spec(id="PO-COMPETITION-BUDGET")
+def test_the_lower_head_and_position_wins_a_tie() -> None:
+    """Four scores of 1 compete for two places below a 2; a token without a score has none."""
+    found = winners(np.array([[1.0, 1.0], [2.0, 1.0], [np.nan, 1.0]]), 3)
+    assert (found.tolist(), found.dtype) == ([2, 1, 0], np.int64)
+    assert winners(np.array([[np.nan, 1.0], [np.nan, 0.0]]), 2).tolist() == [1, 1]
 
 
 @pytest.mark.spec(id="PO-COMPETITION-BUDGET")
