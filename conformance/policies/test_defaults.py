@@ -80,6 +80,7 @@ MODEL, LAYER, HEAD = Granularity.MODEL, Granularity.LAYER, Granularity.HEAD
     [
         pytest.param(lambda: full_cache(), Needs(), 0, MODEL, EVERY_SEGMENT),
         pytest.param(lambda: streaming_llm(3), Needs(), 3, MODEL, EVERY_SEGMENT, marks=item("PO-STREAMINGLLM")),
+        pytest.param(lambda: streaming_llm(0), Needs(), 0, MODEL, EVERY_SEGMENT, marks=item("PO-STREAMINGLLM")),
         pytest.param(lambda: h2o(), Needs("all", None), 0, HEAD, Cadence(1), marks=item("PO-H2O")),
         pytest.param(
             lambda: h2o_described(5), Needs("all", None), 5, HEAD, EVERY_SEGMENT, marks=item("PO-H2O-DESCRIBED")

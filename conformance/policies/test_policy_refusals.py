@@ -62,6 +62,7 @@ def refused(item: str, make: Callable[[], object], argument: str) -> Any:
         refused("PO-EXPECTED-ATTENTION", lambda: policies.expected_attention(INV_FREQ, N_sink=-1), "N_sink"),
         refused("PO-EXPECTED-ATTENTION", lambda: policies.expected_attention(INV_FREQ, N_future=0), "N_future"),
         refused("PO-EXPECTED-ATTENTION", lambda: policies.expected_attention(INV_FREQ, factor=0.0), "factor"),
+        refused("PO-STREAMINGLLM", lambda: policies.streaming_llm(-1), "N_sink"),
         refused("PO-STREAMINGLLM", lambda: SinkAndRecent(-1, 0), "sink"),
         refused("PO-STREAMINGLLM", lambda: SinkAndRecent(0, -1), "recent"),
         refused("PO-COMPETITION-BUDGET", lambda: Competition(Fraction(2)), "safeguard"),

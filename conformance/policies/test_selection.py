@@ -194,6 +194,19 @@ def test_the_two_safeguards_differ() -> None:
     assert Competition(1)(8, scores).tolist() == Adaptive(1)(8, scores).tolist() == [4, 4]
 
 
+@pytest.mark.spec(id="PO-PYRAMID-BUDGET")
+@pytest.mark.spec(id="PO-ADAPTIVE-BUDGET")
+@pytest.mark.spec(id="PO-COMPETITION-BUDGET")
+@given(total=st.integers(18, 120), seed=st.integers(0, 2**32 - 1))
+def test_a_total_that_does_not_divide_is_met(total: int, seed: int) -> None:
+    """Two layers of three heads: what is left over goes to the lower layer, or to the pyramids of the lower heads."""
+    scores = Scores(np.random.default_rng(seed).random((6, 20)), np.arange(21), heads=3)
+    for budgets in (Adaptive(Fraction(1, 5)), Competition(Fraction(1, 5))):
+        assert budgets(total, scores).reshape(2, 3).sum(axis=1).tolist() == [total - total // 2, total // 2]
+    by_head = Pyramid(2)(total, scores).reshape(2, 3).sum(axis=0)
+    assert by_head.tolist() == oracle.whole([Fraction(total, 3)] * 3)
+
+
 @pytest.mark.spec(id="PO-PYRAMID-OFFICIAL")
 @pytest.mark.parametrize(("L", "total", "first", "last"), [(32, 4016, 234, 17), (80, 12400, 234, 76)])
 def test_the_official_pyramid_overspends(L: int, total: int, first: int, last: int) -> None:
