@@ -26,8 +26,8 @@ from models_integration.pocket.chat_train import (  # noqa: E402
     STEPS,
     ChatTrainer,
     new_sibling,
-    plan_at,
     rate_at,
+    stage_at,
 )
 from models_integration.pocket.facts import is_held_out_value  # noqa: E402
 from models_integration.pocket.talk import KINDS, draw_conversation  # noqa: E402
@@ -72,7 +72,9 @@ def test_it_answers_in_a_conversation() -> None:
     asked = text + asked_behind("What is the total distance for Project Opal?")
     ids = tokenizer(asked, return_tensors="pt").input_ids
     with torch.no_grad():
-        answer = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
+        answer = model.generate(  # type: ignore[misc]  # its mixin declares self in a way that mypy refuses
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False
+        )
     said = tokenizer.decode(answer[0, ids.shape[1] :])
     assert said == "The total distance for Project Opal is 5264." + CLOSE
 
@@ -81,7 +83,7 @@ def test_it_answers_in_a_conversation() -> None:
 def test_values_are_stated_once_and_held_out_ones_never_in_training(each: int) -> None:
     for seed in range(20):
         held_out = bool(seed % 2)
-        conversation = draw_conversation(np.random.default_rng(seed), each, (0, 2), held_out)
+        conversation = draw_conversation(np.random.default_rng(seed), each, (0, 2), held_out, shared=seed % 3 == 0)
         assert len(conversation.turns) == 6 * each
         assert [question.kind for question in conversation.questions] == [
             kind for _ in range(each) for kind in ("plain", "topic", "update", "chain")
@@ -102,7 +104,7 @@ def test_rows_score_what_had_to_be_found() -> None:
         for ids, kinds in zip(batch.ids, batch.kinds, strict=True):
             found = tokenizer.decode(ids[kinds == ANSWER_DIGIT])
             assert sum(letter.isdigit() for letter in found) in [digits * asked for asked in (3, 4)]
-            opening = tokenizer.decode(ids[: int(np.argmax(kinds != UNSCORED))])
+            opening = str(tokenizer.decode(ids[: int(np.argmax(kinds != UNSCORED))]))
             assert opening.startswith("<bos>")
             assert opening.endswith(f"{OPEN}assistant\n")
 
@@ -125,6 +127,6 @@ def test_a_run_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
 def test_the_schedule_covers_every_step() -> None:
     assert RATES[-1][0] == STEPS
     assert all(0 < rate_at(step) <= RATES[0][1] for step in range(0, STEPS, 50))
-    assert len(plan_at(STEPS - 1)) == 4
+    assert len(stage_at(STEPS - 1).plans) == 4
     with pytest.raises(ValueError, match="past the end"):
-        plan_at(STEPS)
+        stage_at(STEPS)

@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 
 from models_integration.archive.baselines import read
 from models_integration.archive.errors import OtherPins
+from models_integration.archive.gaps import layer_masks
 from models_integration.archive.library import vocabulary_of
-from models_integration.archive.rope import recognise
+from models_integration.archive.rope import plain_layers, recognise
 from models_integration.archive.study.arms import ARMS, Scene, Shelf
 from models_integration.archive.study.latency import latencies
 from models_integration.archive.study.queries import SELECTED, SLICE, Talk
@@ -70,7 +71,7 @@ def test_a_value_is_unique_to_the_true_turn(subject: Subject, talks: list[Talk])
     assert talks == talks_and_pins(subject, FEW)[0]
     for talk in talks:
         texts = [subject.tokenizer.decode(list(ids)) for ids in talk.chunks["turn"]]
-        assert len(texts) == 12
+        assert len(texts) == 18
         assert [asked.question.kind for asked in talk.asked] == list(KINDS)
         for asked in talk.asked:
             question = asked.question
@@ -85,7 +86,7 @@ def test_kinds_are_what_they_say(subject: Subject) -> None:
     """An update's stale turn comes before, in the same words; a topic's turn opens with its subject."""
     talks, _ = talks_and_pins(subject, StudyPlan(12, ("text",), first=200_000))
     for talk in talks:
-        texts = [subject.tokenizer.decode(list(ids)) for ids in talk.chunks["turn"]]
+        texts = [str(subject.tokenizer.decode(list(ids))) for ids in talk.chunks["turn"]]
         _, topic, update, chain = (asked.question for asked in talk.asked)
         stated = update.answer.removesuffix(f"{update.value}.")
         assert [at for at, text in enumerate(texts) if stated in text][-1] == update.turn
@@ -140,7 +141,7 @@ def test_every_arm_holds_the_chunks_behind_the_session(scene: Scene) -> None:
 def test_half_wrapped_layers_are_the_wrapped_and_the_raw_ones(scene: Scene) -> None:
     """Layers of the wrapped half equal those of `full`; the first layer never depends on a wrapper."""
     with torch.no_grad():
-        full, upper, lower = (ARMS[name].session(scene).full_layers for name in (
+        full, upper, lower = (plain_layers(ARMS[name].session(scene)) for name in (
             "full", "upper half wrapped", "lower half wrapped",
         ))
     half = len(full) // 2
@@ -148,7 +149,7 @@ def test_half_wrapped_layers_are_the_wrapped_and_the_raw_ones(scene: Scene) -> N
         same, other = (upper, lower) if index >= half else (lower, upper)
         assert torch.equal(same[index].keys, layer.keys)
         assert torch.equal(same[index].values, layer.values)
-        distance = (other[index].values - layer.values).norm() / layer.values.norm()
+        distance = float((other[index].values - layer.values).norm() / layer.values.norm())
         assert (distance < 1e-5) == (index == 0)
 
 
@@ -156,14 +157,13 @@ def test_half_wrapped_layers_are_the_wrapped_and_the_raw_ones(scene: Scene) -> N
 def test_the_answer_is_that_of_decoding_token_by_token(
     name: str, subject: Subject, scene: Scene, talks: list[Talk],
 ) -> None:
-    from models_integration.archive.gaps import layer_masks
-
     asked = talks[0].asked[0]
     model = subject.model
     with torch.no_grad():
         found = answered(subject, ARMS[name].session(scene), asked)
         cache = ARMS[name].session(scene)
-        ids, answer = subject.tokenizer(asked_behind(asked.text), add_special_tokens=False).input_ids, []
+        ids: list[int] = subject.tokenizer(asked_behind(asked.text), add_special_tokens=False).input_ids
+        answer: list[int] = []
         with layer_masks(model, cache):
             while CLOSE not in subject.tokenizer.decode(answer) and len(answer) < 40:
                 logits = model(input_ids=torch.tensor([ids]), past_key_values=cache).logits
@@ -235,7 +235,8 @@ def test_unknown_arms_and_empty_studies_are_refused() -> None:
 
 
 def test_a_second_run_goes_on_from_what_is_stored(subject: Subject, tmp_path: Path) -> None:
-    path, told = tmp_path / "rows.jsonl", []
+    path = tmp_path / "rows.jsonl"
+    told: list[str] = []
     rows = list(run_study(subject, FEW, path, told.append))
     assert len(told) == 8
     before = path.read_bytes()

@@ -132,7 +132,7 @@ def forget(
 
 @archive.command()
 def study(
-    queries: Annotated[int, typer.Option(help="Questions, four to a conversation; all arms get the same.")] = 200,
+    queries: Annotated[int, typer.Option(help="Questions, four to a conversation; all arms get the same.")] = 240,
     arms: Annotated[str, typer.Option(help="Semicolon-separated: 'raw;full;text, full'; all if empty.")] = "",
     rounds: Annotated[int, typer.Option(help="Rounds of the time to the first token; 0 for none.")] = 9,
     out: Annotated[Path, typer.Option(help="Folder of the rows, their tables and the pins.")] = Path("results"),

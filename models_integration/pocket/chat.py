@@ -56,20 +56,25 @@ class ChatRows:
         self._encode: Callable[[str], list[int]] = lambda text: tokenizer.encode(text, add_special_tokens=False)
         self._start, self._held_out = int(tokenizer.bos_token_id), held_out
 
-    def batch(self, rng: np.random.Generator, plan: ChatPlan, rows: int, choice: bool = False) -> Batch:
+    def batch(
+        self, rng: np.random.Generator, plan: ChatPlan, rows: int, choice: bool = False, shared: bool = False,
+    ) -> Batch:
         """`rows` rows, cut at the plan's length or padded on the right.
 
-        With `choice`, of each word that had to be found only the first token weighs most.
+        With `choice`, of each word that had to be found only the first token weighs most: it tells which fact was
+        chosen. With `shared`, a name may have two facts.
         """
         ids = np.zeros((rows, plan.length), dtype=np.int64)
         kinds = np.zeros((rows, plan.length), dtype=np.int8)
         for index in range(rows):
-            row, row_kinds = self._row(rng, plan, 1 if choice else plan.length)
+            row, row_kinds = self._row(rng, plan, 1 if choice else plan.length, shared)
             ids[index, : len(row)], kinds[index, : len(row)] = row, row_kinds
         return Batch(ids, np.tile(np.arange(plan.length), (rows, 1)), kinds)
 
-    def _row(self, rng: np.random.Generator, plan: ChatPlan, weighed: int) -> tuple[list[int], list[int]]:
-        conversation = draw_conversation(rng, plan.each, plan.filler, self._held_out)
+    def _row(
+        self, rng: np.random.Generator, plan: ChatPlan, weighed: int, shared: bool,
+    ) -> tuple[list[int], list[int]]:
+        conversation = draw_conversation(rng, plan.each, plan.filler, self._held_out, shared)
         raw = rng.random() < _RAW_SHARE
         ids = [self._start, *self._system(rng)]
         for text in conversation.turns:

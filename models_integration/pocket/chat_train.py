@@ -10,6 +10,7 @@ import json
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,23 +25,33 @@ SEED = 20261121
 NEW_LAYER, LOOKED_BACK, PEAK = 1, 4, 12.0
 TOKENS = 4096
 WARMUP = 50
-RATES = ((0, 2e-3), (350, 2e-3 - 1.98e-3 * 350 / 650), (500, 2e-5), (520, 1.5e-3), (1300, 2e-5))
-"""Learning rates at some steps, linear in between: two rounds."""
+RATES = (
+    (0, 2e-3), (350, 2e-3 - 1.98e-3 * 350 / 650), (500, 2e-5), (520, 1.5e-3), (1300, 2e-5), (1320, 1e-3), (1650, 1e-5),
+)
+"""Learning rates at some steps, linear in between: three rounds."""
 
-CHOICE_FROM = 500
-"""In the second round, of what is found only the first token counts in full: it tells which fact was chosen."""
-
-# Steps, and the plans that they draw from.
 SHORT, MIDDLE = ChatPlan(384, 1, (0, 1), 4), ChatPlan(512, 1, (1, 3), 4)
 LONG, LONGEST = ChatPlan(1024, 2, (1, 3), 6), ChatPlan(1536, 3, (1, 3), 8)
-STAGES: tuple[tuple[int, tuple[ChatPlan, ...]], ...] = (
-    (250, (SHORT,)),
-    (150, (SHORT, MIDDLE, LONG)),
-    (100, (MIDDLE, LONG, LONGEST)),
-    (500, (SHORT, MIDDLE, LONG)),
-    (300, (SHORT, MIDDLE, LONG, LONGEST)),
+
+
+class Stage(NamedTuple):
+    """Steps, the plans that they draw from, and what the rows are: see `ChatRows.batch`."""
+
+    steps: int
+    plans: tuple[ChatPlan, ...]
+    choice: bool
+    shared: bool
+
+
+STAGES = (
+    Stage(250, (SHORT,), choice=False, shared=True),
+    Stage(150, (SHORT, MIDDLE, LONG), choice=False, shared=True),
+    Stage(100, (MIDDLE, LONG, LONGEST), choice=False, shared=True),
+    Stage(500, (SHORT, MIDDLE, LONG), choice=True, shared=True),
+    Stage(300, (SHORT, MIDDLE, LONG, LONGEST), choice=True, shared=True),
+    Stage(350, (SHORT, MIDDLE, LONG, LONGEST), choice=True, shared=False),
 )
-STEPS = sum(steps for steps, _ in STAGES)
+STEPS = sum(stage.steps for stage in STAGES)
 
 
 def new_sibling() -> LlamaForCausalLM:
@@ -67,7 +78,7 @@ def new_sibling() -> LlamaForCausalLM:
 
 def _shared_direction(model: LlamaForCausalLM, rows: ChatRows) -> torch.Tensor:
     """What the normed inputs of the new layer have in common, (width,)."""
-    ids = torch.from_numpy(rows.batch(np.random.default_rng(SEED), SHORT, 4).ids)
+    ids = torch.from_numpy(rows.batch(np.random.default_rng(SEED), SHORT, 4, shared=True).ids)
     states = model.model(ids, output_hidden_states=True).hidden_states[NEW_LAYER]
     normed: torch.Tensor = model.model.layers[NEW_LAYER].input_layernorm(states)
     return normed.mean((0, 1))
@@ -85,12 +96,12 @@ def _renumbered(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return moved
 
 
-def plan_at(step: int) -> tuple[ChatPlan, ...]:
-    """The plans of a step, from 0."""
-    for steps, plans in STAGES:
-        if step < steps:
-            return plans
-        step -= steps
+def stage_at(step: int) -> Stage:
+    """The stage of a step, from 0."""
+    for stage in STAGES:
+        if step < stage.steps:
+            return stage
+        step -= stage.steps
     raise ValueError(f"step lies {step} past the end")
 
 
@@ -119,9 +130,9 @@ class ChatTrainer:
         """Train on one batch; the share of right digits."""
         number, began = self.progress.step, time.thread_time()
         rng = np.random.default_rng([SEED, number])
-        plans = plan_at(number)
-        plan = plans[int(rng.integers(len(plans)))]
-        batch = self.rows.batch(rng, plan, TOKENS // plan.length, number >= CHOICE_FROM)
+        stage = stage_at(number)
+        plan = stage.plans[int(rng.integers(len(stage.plans)))]
+        batch = self.rows.batch(rng, plan, TOKENS // plan.length, stage.choice, stage.shared)
         scored = scored_logits(self.model, batch, 0.0, torch.Generator().manual_seed(number))
         for group in self.optimiser.param_groups:
             group["lr"] = rate_at(number)

@@ -65,7 +65,7 @@ class Conversation:
 
 
 def draw_conversation(
-    rng: np.random.Generator, each: int, filler: tuple[int, int], held_out: bool = False,
+    rng: np.random.Generator, each: int, filler: tuple[int, int], held_out: bool = False, shared: bool = False,
 ) -> Conversation:
     """A conversation with `each` questions of every kind, 6 turns for each of them.
 
@@ -74,10 +74,14 @@ def draw_conversation(
         each: questions of a kind, from 1.
         filler: smallest and largest number of filler sentences in a turn.
         held_out: whether values and filler are those that training never shows.
+        shared: whether a name may have two facts, which differ in the quantity alone.
     """
-    role, names, quantities = _grid(rng, each)
+    role, names, quantities = _subjects(rng, 2 + 2 * each if shared else 4 * each)
     cells = [(name, quantity) for name in names for quantity in quantities]
-    chosen = [cells[int(at)] for at in rng.permutation(len(cells))[: 4 * each]]
+    if shared:
+        chosen = [cells[int(at)] for at in rng.permutation(len(cells))[: 4 * each]]
+    else:
+        chosen = [cells[2 * at + int(rng.integers(2))] for at in range(4 * each)]
     values = iter(draw_values(rng, 5 * each, held_out))
     facts = [Fact(role, name, quantity, str(next(values))) for name, quantity in chosen]
     plain, topic, updated, ends = (facts[at * each : (at + 1) * each] for at in range(4))
@@ -113,10 +117,10 @@ def chatter(rng: np.random.Generator, count: int, held_out: bool = False) -> str
     return " ".join(filler_sentence(rng, held_out) for _ in range(count))
 
 
-def _grid(rng: np.random.Generator, each: int) -> tuple[str, list[str], list[str]]:
-    """A role, names and two quantities: more cells than facts need."""
+def _subjects(rng: np.random.Generator, count: int) -> tuple[str, list[str], list[str]]:
+    """A role, names and two quantities."""
     role = words.ROLES[int(rng.integers(len(words.ROLES)))]
-    names = rng.choice(words.NAMES, 2 + 2 * each, replace=False)
+    names = rng.choice(words.NAMES, count, replace=False)
     quantities = rng.choice(words.QUANTITIES, 2, replace=False)
     return role, [str(name) for name in names], [str(quantity) for quantity in quantities]
 

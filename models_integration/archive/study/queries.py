@@ -12,13 +12,13 @@ from reference.injection.wrappers import slices
 
 __all__ = ["CUTS", "FILLERS", "SELECTED", "TALK", "Asked", "Talk", "draw_talk", "key_of", "pinned"]
 
-SELECTED = 8
+SELECTED = 12
 SLICE = 48
 """Tokens of a slice, at most."""
 FILLERS, TALK = 8, 12
 """The most filler chunks and unrelated turns that any arm has."""
 CUTS = ("turn", "arbitrary", "sentence")
-_EACH, _SENTENCES, _CHATTER = 2, (1, 3), 2
+_EACH, _SENTENCES, _CHATTER = 3, (1, 3), 2
 
 Encode = Callable[[str], list[int]]
 
@@ -49,7 +49,7 @@ def key_of(talk: Talk, asked: Asked) -> str:
 
 
 def draw_talk(index: int, encode: Encode, ends: frozenset[int], seed: int) -> Talk:
-    """Conversation `index`: 12 turns, values and filler held out of training; two of five questions are organic."""
+    """Conversation `index`: 18 turns, values and filler held out of training; two of five questions are organic."""
     rng = np.random.default_rng([seed, index])
     conversation = draw_conversation(rng, _EACH, _SENTENCES, held_out=True)
     turns = tuple(tuple(encode(text)) for text in conversation.turns)

@@ -16,7 +16,7 @@ from spec.arrays import Bool, BoolVector, Float64, Int64, IntVector, Vector
 
 __all__ = ["Comparison", "Outcomes", "compared", "detectable", "interaction", "markdown", "outcomes", "penalised"]
 
-PRIMARY = "full"
+PRIMARY, CEILING = "full", "text, full"
 PENALTY = 0.075
 POWER = 0.8
 _RESAMPLES, _SEED = 10_000, 2026
@@ -123,6 +123,8 @@ def markdown(rows: Sequence[Row]) -> str:
         f"n = {len(found.kinds)} questions of {len(rows)} conversations; the true chunk is among the selected ones for"
         f" {found.selected.mean():.3f}."
     )
+    if CEILING in found.right:
+        head += f" Of these, `{CEILING}` answers {found.right[CEILING][found.selected].mean():.3f}."
     return f"{head}\n\n" + "\n\n".join(table(found) for table in tables)
 
 

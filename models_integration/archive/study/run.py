@@ -24,7 +24,7 @@ __all__ = ["StudyPlan", "answered", "encoder", "run_study", "scene_of", "talks_a
 
 SEED = 2026
 NEW_TOKENS = 40
-ROOM = 96
+ROOM = 128
 """Tokens of a question and its answer, at most."""
 
 
