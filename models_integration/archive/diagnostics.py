@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from models_integration.archive.rope import Rotary, frequencies_at
-from models_integration.archive.splice import Chunk, computed, splice
+from models_integration.archive.splice import Chunk, computed, splice, taken
 from models_integration.archive.turn import turned
 from models_integration.cache import RetainedCache
 from spec.errors import SpecError
@@ -54,12 +54,15 @@ def sink_mass(weights: Tensor, slots: Sequence[int] = range(SINKS)) -> Tensor:
 
 
 def unrotated(keys: Tensor, rotary: Rotary, layer: int, positions: Tensor) -> Tensor:
-    """Keys (heads, n, d) that were computed at these positions (n,), as if every token stood at position 0."""
+    """Keys (heads, n, d) that were computed at these positions (sets, n), as if every token stood at position 0.
+
+    One set of positions, or one for each head.
+    """
     rule = rotary.layers[layer]
     if rule.buffer is None or rule.style is None:
         return keys
     theta = rotary.frequencies[rule.buffer]
-    at = positions.to(theta.device, torch.float32)[:, None]
+    at = positions.to(theta.device, torch.float32)[..., None]
     return turned(keys, -(at * theta.float()).double(), rule.style)
 
 
@@ -67,6 +70,7 @@ def unrotated(keys: Tensor, rotary: Rotary, layer: int, positions: Tensor) -> Te
 class CosineProbe:
     """Cosines of archived and fresh keys of one layer, (heads, n): as they are, and with both rotations taken off.
 
+    0 where a head of a compacted chunk stores fewer tokens than another.
     Low raw and high unrotated: the rotation differs. Low in both: the context does.
     """
 
@@ -82,7 +86,7 @@ def key_cosine(model: PreTrainedModel, chunk: Chunk, before: Sequence[int]) -> d
         slot = chunk.rotary.layers[index].slot
         at = 1 if slot == "values" else 0
         places = chunk.places(index)
-        archived, now = pair[at], fresh.layers[index][at][:, places + len(before)]
+        archived, now = pair[at], taken(fresh.layers[index][at][:, len(before) :], places)
         behind = unrotated(now, fresh.rotary, index, places + len(before))
         still = unrotated(archived, chunk.rotary, index, places), behind
         found[index] = CosineProbe(_cosine(archived, now), _cosine(*still))

@@ -105,7 +105,7 @@ def ids_digest(ids: Sequence[int]) -> str:
 
 
 def kept_digest(kept: Mapping[int, Tensor] | None, layers: Sequence[int]) -> str:
-    """sha256 of the places of the tokens that each of these layers stores; ALL where nothing was evicted."""
+    """sha256 of the places of the tokens that these layers and their heads store; ALL where nothing was evicted."""
     if kept is None:
         return ALL
     return hashlib.sha256(_canonical([[layer, kept[layer].tolist()] for layer in layers]).encode()).hexdigest()

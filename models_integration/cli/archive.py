@@ -43,8 +43,8 @@ def put(
     upper: Annotated[bool, typer.Option("--upper", help="Only the upper half of the layers.")] = False,
     policy: Annotated[
         str | None,
-        typer.Option(help="Store what this policy keeps: crystalcache, or a name of `kvspec compare --policies`. It"
-                     " keeps one set for all heads of a layer. Markers always stay."),
+        typer.Option(help="Store what this policy keeps: crystalcache, or a name of `kvspec compare --policies`."
+                     " Markers always stay."),
     ] = None,
     budget: Annotated[str, typer.Option(help="Of the policy: a fraction (0.5, 50%) or a number of tokens.")] = "0.5",
     model: Model = "pocket", tenant: Tenant = "default", folder: Folder = FOLDER, master_key: MasterKey = None,
