@@ -67,7 +67,7 @@ def test_damage_is_said(keys: list[str], tmp_path: Path) -> None:
 
 
 def test_what_a_policy_keeps_is_put_and_answered(keys: list[str], tmp_path: Path) -> None:
-    """Half of the tokens under another key, and the answer all the same; no name, no file."""
+    """Under a key of its own; an unknown name or budget puts nothing."""
     here = ("--archive", str(tmp_path / "a"))
     kept = run("put", str(tmp_path / "0.txt"), "--policy", "snapkv", "--budget", "0.9", *here).strip()
     assert kept not in keys
