@@ -213,8 +213,9 @@ class RetainedCache(DynamicCache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row `repeats` times, one after the other."""
+        rows = torch.arange(self.full_layers[0].batch)
         super().batch_repeat_interleave(repeats)
-        self.states = self.states.select(torch.arange(len(self.states.rows)).repeat_interleave(repeats))
+        self.states = self.states.select(rows.repeat_interleave(repeats))
         self.decoding = self.decoding and self.decoding.repeat(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:

@@ -30,13 +30,23 @@ if TYPE_CHECKING:
     from models_integration.methods import Method
     from models_integration.published import Published
 
-__all__ = ["Prefilled", "Session", "prefill"]
+__all__ = ["Prefilled", "Session", "check_free", "prefill"]
 
 Kept: TypeAlias = CrystalRetention | Retention
 """What was kept of one prompt; with all records if the policy is CrystalCache."""
 
 # Decoders inside a context: a second context on one of them would fight over its cache.
 _BUSY: WeakSet[nn.Module] = WeakSet()
+
+
+def check_free(model: PreTrainedModel) -> None:
+    """No context is open on the model.
+
+    Raises:
+        SpecError: otherwise: what it reads would be that policy's.
+    """
+    if model.get_decoder() in _BUSY:  # type: ignore[no-untyped-call]
+        raise SpecError("model", type(model).__name__, "is inside a context already: contexts do not nest")
 
 
 class Session:
@@ -95,8 +105,7 @@ class Session:
         decoder = self._architecture.decoder
         if self._exit is not None:
             raise SpecError("policy", self._method.policy.name, "a session runs once; call the policy again")
-        if decoder in _BUSY:
-            raise SpecError("model", type(self._model).__name__, "is inside a context already: contexts do not nest")
+        check_free(self._model)
         with ExitStack() as undo:
             _BUSY.add(decoder)
             undo.callback(_BUSY.discard, decoder)
@@ -160,7 +169,8 @@ class Session:
             self._finish(segment)
         if life is not None and life.decode:
             check_known(cache)
-        if life is not None and cache.states.waiting and cache.states.steps != life.decode:
+        states = cache.states
+        if life is not None and (states.waiting or states.spliced) and states.steps != life.decode:
             _settle(cache, life)
         if self._method.policy.cadence.every is not None:
             self._decider = Step(self._method, self._architecture, cache)
@@ -335,8 +345,8 @@ def _settle(cache: RetainedCache, life: Life) -> None:
         SpecError: when they cannot; nothing has changed.
     """
     check_known(cache)
-    before, after = cache.states.rows, life.settled(cache.states, cache.observed_keys)
-    if any(new.live is not old.live for new, old in zip(after.rows, before, strict=True)):
+    before, after = cache.states, life.settled(cache.states, cache.observed_keys)
+    if before.spliced or any(new.live is not old.live for new, old in zip(after.rows, before.rows, strict=True)):
         cache.compact([Retention.shared(state.stored, state.seen) for state in after.rows])
     cache.states = after
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -136,8 +137,8 @@ def splice(cache: RetainedCache, chunks: Sequence[Chunk], live: Rotary) -> Tenso
     they are.
 
     Where some chunk lacks a layer, or keeps other tokens in other layers, layers store different positions: such a
-    cache is read inside `layer_masks`, and refuses to be read elsewhere. A policy's records of the rows are forgotten:
-    it starts anew with what is stored.
+    cache is read inside `layer_masks`, and refuses to be read elsewhere. Elsewhere CrystalCache's states go on behind
+    the chunks, which join their trunks; what other policies keep of single tokens is forgotten.
 
     Args:
         cache: of one row; it may be new, or compacted.
@@ -164,8 +165,9 @@ def splice(cache: RetainedCache, chunks: Sequence[Chunk], live: Rotary) -> Tenso
         else:
             cache.layers[index] = GappedSlidingLayer.after(layer, total)
     cache.layers_differ |= _differ(cache.full_layers)
-    # What a policy knew of the rows does not know these tokens.
-    cache.states, cache.decoding = RowStates(), None
+    cache.states = _noted(cache, chunks, seen)
+    # Records that a policy keeps of each stored token know none of these.
+    cache.decoding = None
     marked = [
         start + place - chunk.hidden for start, chunk in zip(starts, chunks, strict=True) for place in chunk.markers
         if place >= chunk.hidden
@@ -206,6 +208,17 @@ def _grow(layer: RetainedLayer, added: Sequence[Added], seen: int) -> None:
             setattr(layer, name, torch.cat([stored, *parts] if held else parts, -2))
     layer.rows = StoredRows(positions[None], torch.tensor([seen]))
     layer.evicted = seen - len(positions)
+
+
+def _noted(cache: RetainedCache, chunks: Sequence[Chunk], seen: int) -> RowStates:
+    """The states with the chunks behind `seen` tokens; none where they did not know those, or layers differ now."""
+    states = cache.states if seen else RowStates()
+    if cache.layers_differ or (seen and not states.know(seen)):
+        return RowStates()
+    for chunk in chunks:
+        places = chunk.places(min(chunk.layers))[0] - chunk.hidden
+        states = states.splice(np.array(chunk.visible, dtype=np.int64), places[places >= 0].numpy())
+    return states
 
 
 def _differ(layers: Sequence[RetainedLayer]) -> bool:
