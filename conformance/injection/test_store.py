@@ -23,8 +23,9 @@ from models_integration.archive.errors import (
     OtherFrequencies,
     WrongModel,
 )
-from models_integration.archive.manifest import Manifest, weights_digest
+from models_integration.archive.manifest import Manifest, meaning, weights_digest
 from models_integration.archive.store import Archive
+from spec import SPEC_VERSION
 from spec.errors import SpecError
 
 
@@ -137,6 +138,24 @@ def test_a_foreign_version_is_refused_and_kept(tmp_path: Path, monkeypatch: pyte
             archive.get(key, "alice")
         assert archive.verify().foreign == [key]
     assert path.exists()
+
+
+def test_another_specification_is_refused_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another meaning has another key, too: a chunk put again is stored beside it. A clarification is no other."""
+    home = "models_integration.archive"
+    keys = []
+    for version in ("0.99.0", f"{meaning(SPEC_VERSION)}.77"):
+        with monkeypatch.context() as patch, Archive(tmp_path) as archive:
+            patch.setattr(f"{home}.objects.SPEC_VERSION", version)
+            patch.setattr(f"{home}.manifest.SPEC_VERSION", version)
+            keys.append(archive.put(*chunk(1)))
+    with Archive(tmp_path) as archive:
+        with pytest.raises(ForeignVersion, match=r"specification 0\.99\.0"):
+            archive.get(keys[0], "alice")
+        assert archive.get(keys[1], "alice", MODEL) is not None
+        assert archive.put(*chunk(1)) == keys[1] != keys[0]
+        assert archive.verify().foreign == [keys[0]]
+    assert len(objects(tmp_path)) == 2
 
 
 @pytest.mark.parametrize(
