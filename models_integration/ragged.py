@@ -167,17 +167,6 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
         shape = (self.batch, self.heads, length + self.spare, -1)
         return self.keys.view(shape)[:, :, :length], self.values.view(shape)[:, :, :length]
 
-    def row_of(self, row: int) -> tuple[Tensor, Tensor]:
-        """Keys and values (1, H_kv, stored, d) of one row: copies.
-
-        Raises:
-            SpecError: where its heads store different numbers of tokens.
-        """
-        parts = self.segments()[row * self.heads : (row + 1) * self.heads]
-        if len({keys.shape[2] for keys, _ in parts}) > 1:
-            raise SpecError("policy", "heads of different lengths", "a step is decided over equal shares only")
-        return torch.cat([keys for keys, _ in parts], dim=1), torch.cat([values for _, values in parts], dim=1)
-
     def keep(self, kept: Sequence[Sequence[Tensor]]) -> None:
         """Of row r and head h keep kept[r][h], and free the rest.
 
