@@ -84,12 +84,13 @@ UP, RIGHT, LEFT = [0.0, 1.0], [1.0, 0.0], [-1.0, 0.0]
         ([1.0, 0.9, 0.8], [RIGHT, RIGHT, UP], 0.5, [0, 2]), ([1.0, 0.9, 0.8], [RIGHT, RIGHT, UP], 0.0, [0, 1]),
         ([1.0, 0.875, 0.75], [RIGHT, RIGHT, UP], 0.125, [0, 1]), ([1.0, 0.5, 0.5], [RIGHT, UP, LEFT], 0.5, [0, 1]),
         ([0.5, 1.0, 0.5], [LEFT, RIGHT, UP], 0.5, [0, 1]), ([1.0, 0.5, 0.25], [RIGHT, UP, LEFT], 4.0, [0, 1]),
+        ([float("nan"), 0.5, 0.25], [RIGHT, UP, LEFT], 0.5, [1, 2]),
     ],
 )
 def test_two_of_three(
     selector: DiversityStages, s: list[float], V: list[list[float]], lam: float, kept: list[int],
 ) -> None:
-    """A copy gives way; a tie goes to the lower position; an opposite direction MUST NOT earn a bonus."""
+    """A copy gives way; a tie goes to the lower position; an opposite direction MUST NOT earn a bonus; NaN is last."""
     found = selector.diverse(np.array(s), np.array(V), np.zeros(3, dtype=np.bool_), 2, lam)
     assert found.tolist() == kept
 

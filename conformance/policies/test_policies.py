@@ -158,7 +158,9 @@ SCORES: dict[str, tuple[Score, Score]] = {
 }
 
 
-@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=pytest.mark.spec(id=f"PO-{name.upper().replace(' ', '-')}")) for name in SCORES
+])
 @sparingly
 @given(seed=st.integers(0, 2**32 - 1))
 def test_a_score_lies_within_its_bound(name: str, seed: int) -> None:

@@ -55,6 +55,25 @@ def test_top_units_keeps_the_protected_then_the_highest(given_: tuple[Rows, int,
     assert kept == [oracle.top(row, B) for row in padded(rows, pinned)]
 
 
+@pytest.mark.spec(id="PO-TOP-UNITS")
+@given(
+    units=st.lists(st.tuples(st.integers(1, 4), st.booleans(), st.integers(0, 5)), min_size=1, max_size=8),
+    B=st.integers(0, 20),
+)
+def test_units_of_several_sizes_stay_whole(units: list[tuple[int, bool, int]], B: int) -> None:
+    """One by one from the highest score; the first that does not fit MUST end it, though a smaller one might fit."""
+    sizes, pinned, marks = zip(*units, strict=True)
+    offsets = np.cumsum([0, *sizes])
+    values = np.where(pinned, np.nan, marks)[None].astype(np.float64)
+    found = top_units(Scores(values, offsets), np.array([B]), np.repeat(pinned, sizes))
+    kept = [u for u in range(len(units)) if pinned[u]]
+    for u in sorted(set(range(len(units))) - set(kept), key=lambda u: (-marks[u], u)):
+        if sum(sizes[i] for i in [*kept, u]) > B:
+            break
+        kept.append(u)
+    assert found.positions.tolist() == [i for u in sorted(kept) for i in range(offsets[u], offsets[u + 1])]
+
+
 @pytest.mark.spec(id="PO-FILL-UNITS")
 @given(given_=layers(), c=st.integers(1, 5))
 def test_fill_units_takes_the_last_unit_in_part(given_: tuple[Rows, int, int, int], c: int) -> None:

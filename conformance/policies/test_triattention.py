@@ -151,7 +151,8 @@ def test_steps_fire_at_the_budget_and_the_slack(mode: Mode, seed: int, B: int, s
 
 @pytest.mark.spec(id="TA-POLICY")
 def test_the_default_slack_is_128() -> None:
-    cadence = triattention(drawn(1), "global").cadence
+    inputs = drawn(1)
+    cadence = policies.triattention(calibrated(inputs), identity(inputs)).cadence
     assert [cadence.due(999, B + more, B) for B in (1, 64) for more in (127, 128)] == [False, True, False, True]
 
 
