@@ -135,6 +135,8 @@ def test_draws_are_the_same_for_the_same_seed() -> None:
     assert set(np.unique(draws(5, 200, 1))) == set(range(5))
 
 
+@pytest.mark.spec(id="IN-BOOTSTRAP")
+@pytest.mark.spec(id="IN-CLUSTER-BOOTSTRAP")
 @pytest.mark.parametrize("run", [bootstrap, lambda d, i: cluster_bootstrap(d, np.zeros(1, dtype=np.int64), i)])
 def test_no_resample_is_refused(run: object) -> None:
     with pytest.raises(SpecError, match="at least one resample"):

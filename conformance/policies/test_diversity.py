@@ -1,6 +1,7 @@
 """Set-conditioned selection: Algorithm 1 to the last tie, over any host, and what the paper rejected."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -123,6 +124,12 @@ def test_a_selection_that_is_not_admitted_is_refused(
     with pytest.raises(SpecError) as caught:
         selector.diverse(*{**given_, **change}.values())
     assert caught.value.argument == argument
+
+
+@reference_items
+@pytest.mark.spec(id="DV-COSINE")
+def test_no_token_has_no_cosine() -> None:
+    assert diversity.cosines(np.empty((0, 3))).shape == (0, 0)
 
 
 @reference_items
@@ -269,6 +276,7 @@ def test_a_signature_outlives_its_tokens_in_other_heads(seed: int, B: int, mode:
 
 @reference_items
 @pytest.mark.spec(id="DV-POLICY")
+@pytest.mark.spec(id="DV-VARIANT-B")
 @pytest.mark.parametrize(
     ("make", "argument"),
     [
@@ -301,12 +309,13 @@ def test_scores_without_signatures_are_refused() -> None:
 
 @reference_items
 @pytest.mark.spec(id="DV-POLICY")
-def test_values_that_were_not_captured_are_missed() -> None:
-    inputs = drawn(9, n=12, L=1, heads=(1, 1))
+@pytest.mark.parametrize("blind_layers", [{0, 1}, {1}])
+def test_values_that_were_not_captured_are_missed(blind_layers: set[int]) -> None:
+    inputs = drawn(9, n=12, L=2, heads=(1, 1))
     policy = policies.diverse(policies.knorm())
     assert policy.scorer.needs.values
     seen = observation(policy, inputs)
-    blind = {at: type(x)(x.q, x.k, None, x.scaling, x.softcap) for at, x in seen.layers.items()}
+    blind = {at: replace(x, v=None if at in blind_layers else x.v) for at, x in seen.layers.items()}
     with pytest.raises(SpecError, match="v = None"):
         policies.retain(policy, Budget(count=6), type(seen)(seen.seen, seen.groups, None, blind))
 
@@ -335,6 +344,7 @@ def test_variant_b_adds_a_cosine_to_the_score(seed: int, B: int, lam: float) -> 
 @pytest.mark.spec(id="DV-VARIANT-B")
 def test_variant_b_keeps_copies_where_alpha_keeps_one() -> None:
     """What the paper blames: no kept token takes part."""
+    assert policies.toward_mean_values(policies.knorm()).name == "toward-mean(knorm)"
     inputs = drawn(6, n=10, L=1, heads=(1, 1))
     view = inputs.layers[0]
     for array in (view.k, np.asarray(view.v)):
