@@ -95,6 +95,11 @@ class RetainedCache(DynamicCache):
         return self.full_layers[0].stored_length
 
     @property
+    def uniform(self) -> bool:
+        """Whether all rows and layers store the same positions, without padding: then it can be read anywhere."""
+        return not self.layers_differ and self.full_layers[0].uniform
+
+    @property
     def mean_length(self) -> float:
         """Slots of a full-attention layer and KV head, on average."""
         return sum(layer.mean_length for layer in self.full_layers) / len(self.full_layers)
@@ -196,7 +201,7 @@ class RetainedCache(DynamicCache):
             if retention.seen != seen:
                 raise SpecError("retention", f"{retention.seen} tokens", f"the cache has seen {seen}")
             kept.append(torch.tensor(retention.positions, dtype=torch.int64))
-        if padding is None and all(torch.equal(kept[0], other) for other in kept):
+        if padding is None and all(torch.equal(kept[0], other) for other in kept[1:]):
             kept = kept[:1]
         plans: list[Plan] = []
         with undone(chosen):

@@ -157,7 +157,8 @@ def observing(
         for module in modules:
             assert watcher is not None
             _WATCHERS[module] = watcher
-        for index in architecture.full_layers:
+        # Layers that agree share the forward's one mask: none of them need be asked.
+        for index in architecture.full_layers if cache.layers_differ else ():
             layer = cache.layers[index]
             assert isinstance(layer, RetainedLayer)
             _READS[architecture.attention[index]] = layer

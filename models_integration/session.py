@@ -136,8 +136,10 @@ class Session:
                 place = self._place(cache, arguments)
             cache, defaults = self._read(cache, arguments["input_ids"], place), place.defaults
         watcher, self._cache, self._undo = self._segment or self._decider, cache, ExitStack()
-        layers = () if watcher is None else watcher.layers
-        self._undo.enter_context(observing(self._architecture, cache, watcher, layers))
+        if watcher is not None:
+            self._undo.enter_context(observing(self._architecture, cache, watcher, watcher.layers))
+        elif not cache.uniform:
+            self._undo.enter_context(observing(self._architecture, cache))
         return (), {**defaults, **arguments, "past_key_values": cache}
 
     def _is_step(self, cache: RetainedCache, ids: Tensor) -> bool:

@@ -97,8 +97,9 @@ def load_cache(path: str | Path, model: PreTrainedModel) -> RetainedCache:
         else:
             layer.cumulative_length = numbers["seen"]
     rows = tuple(unpacked(numbers, _row(row, tensors)) for row, numbers in enumerate(manifest["states"]))
-    waiting = (tensors["waiting"].to(model.device),) if "waiting" in tensors else ()
-    cache.states = RowStates(rows, manifest["columns"], waiting, manifest["steps"])
+    cache.states = RowStates(rows, manifest["columns"])
+    if "waiting" in tensors:
+        cache.states = cache.states.wait(tensors["waiting"].to(model.device), steps=manifest["steps"])
     return cache
 
 

@@ -18,18 +18,15 @@ class RowStates:
         rows: one state per row; none where no policy has made any.
         columns: columns that the cache had seen by then, padding included.
         waiting: ids (rows, n) of the tokens read since, in order: they join the tails when a state is asked for.
+        waiting_tokens: columns that wait.
         steps: whether each of them is a step of decode, after which D decays.
     """
 
     rows: tuple[DecodeState, ...] = ()
     columns: int = 0
     waiting: tuple[Tensor, ...] = ()
+    waiting_tokens: int = 0
     steps: bool = False
-
-    @property
-    def waiting_tokens(self) -> int:
-        """Columns that wait."""
-        return sum(ids.shape[1] for ids in self.waiting)
 
     def know(self, columns: int) -> bool:
         """Whether these states are about all `columns` that a cache has seen."""
@@ -37,21 +34,24 @@ class RowStates:
 
     def wait(self, ids: Tensor, *, steps: bool) -> "RowStates":
         """These tokens (rows, n) have been read, and nobody has looked at them yet."""
-        return RowStates(self.rows, self.columns, (*self.waiting, ids), steps) if self.rows else self
+        if not self.rows:
+            return self
+        return RowStates(self.rows, self.columns, (*self.waiting, ids), self.waiting_tokens + ids.shape[1], steps)
 
     def select(self, indices: Tensor) -> "RowStates":
         """The same for other rows of the batch, by index."""
         if not self.rows:
             return self
         waiting = tuple(ids[indices.to(ids.device)] for ids in self._joined())
-        return RowStates(tuple(self.rows[row] for row in indices.tolist()), self.columns, waiting, self.steps)
+        return replace(self, rows=tuple(self.rows[row] for row in indices.tolist()), waiting=waiting)
 
     def crop(self, tokens: int) -> "RowStates":
         """Without the last tokens: nothing is known where a state has gone beyond them already."""
         left = self.waiting_tokens - tokens
         if left < 0:
             return RowStates()
-        return replace(self, waiting=tuple(ids[:, :left] for ids in self._joined()) if left else ())
+        waiting = tuple(ids[:, :left] for ids in self._joined()) if left else ()
+        return replace(self, waiting=waiting, waiting_tokens=left)
 
     def ids(self) -> list[list[int]]:
         """What waits, row by row."""

@@ -3,7 +3,7 @@
 It shares no code with the splice: no rotation is ever moved, since every token is computed at its own position.
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,13 +43,14 @@ def ids(n: int, seed: int) -> list[int]:
 
 def block_masked(
     model: PreTrainedModel, session: list[int], chunks: Chunks, query: list[int], *, evicted: Set[int] = frozenset(),
-    lower: Set[int] = frozenset(), window: int | None = None,
+    lower: Set[int] = frozenset(), window: int | None = None, evicted_in: Mapping[int, Set[int]] | None = None,
 ) -> Oracle:
     """One forward. Chunks see themselves alone, the query sees what is visible and not `evicted` (positions).
 
     Args:
         lower: layers that see no chunk.
         window: of the model's sliding layers, which see no chunk either, and evict nothing.
+        evicted_in: positions that some layers have evicted beside those.
     """
     tokens, positions, owner, hidden = [*session], [*range(len(session))], [SESSION] * len(session), []
     hidden += [False] * len(session)
@@ -80,6 +81,12 @@ def block_masked(
         shaped = {"full_attention": shaped, "sliding_attention": (apart & near)[None, None]}
     cache = DynamicCache()
     removals = _masks_of(model, lower, apart)
+    for layer, gaps in (evicted_in or {}).items():
+        seen = full.clone()
+        for row in range(n):
+            for column in range(row + 1):
+                seen[row, column] &= owner[row] != QUERY or owner[column] == QUERY or positions[column] not in gaps
+        removals += _masks_of(model, {layer}, seen)
     try:
         with torch.no_grad():
             logits = model(

@@ -64,10 +64,11 @@ def test_unrotated_keys_stand_at_no_position(family: str) -> None:
     rotary = recognise(model)
     slot = rotary.layers[0].slot or "keys"
     near, far = (getattr(plain_layers(prefilled(model, CHUNK, at))[0], slot)[0] for at in (0, 41))
-    assert relative(unrotated(near, rotary, 0, 0), unrotated(far, rotary, 0, 41)) < BOUND
+    at = torch.arange(len(CHUNK))
+    assert relative(unrotated(near, rotary, 0, at), unrotated(far, rotary, 0, at + 41)) < BOUND
     assert relative(near, far) > 0.1
     repeated = getattr(plain_layers(prefilled(model, [7] * 5))[0], slot)[0]
-    still = unrotated(repeated, rotary, 0, 0)
+    still = unrotated(repeated, rotary, 0, torch.arange(5))
     assert relative(still, still[:, :1].expand_as(still)) < BOUND
 
 

@@ -82,6 +82,7 @@ def test_any_safetensors_reader_opens_an_object(tmp_path: Path) -> None:
     "change",
     [
         {"ids": "0" * 64}, {"form": "markers"}, {"hidden": 1}, {"codec": "kivi"}, {"tenant": "bob"}, {"layers": (1,)},
+        {"kept": "0" * 64},
         {"model": replace(MODEL, weights="w")}, {"model": replace(MODEL, rope="r")},
         {"model": replace(MODEL, rope_dtype="bfloat16")}, {"model": replace(MODEL, dtype="float32")},
     ],
@@ -127,12 +128,12 @@ def test_a_chunk_that_is_not_there_is_a_miss(tmp_path: Path) -> None:
 
 def test_a_foreign_version_is_refused_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("models_integration.archive.objects.FORMAT", "kvarc/2")
+        patch.setattr("models_integration.archive.objects.FORMAT", "kvarc/3")
         with Archive(tmp_path) as archive:
             key = archive.put(*chunk(1))
     (path,) = objects(tmp_path)
     with Archive(tmp_path) as archive:
-        with pytest.raises(ForeignVersion, match="kvarc/2"):
+        with pytest.raises(ForeignVersion, match="kvarc/3"):
             archive.get(key, "alice")
         assert archive.verify().foreign == [key]
     assert path.exists()

@@ -203,6 +203,14 @@ def quota_as_a_blend(competition: Any, total: int, scores: Scores) -> Array:
     return Adaptive(competition.safeguard)(total, scores)
 
 
+@method_instead_of(Competition, "__call__", "PO-COMPETITION-BUDGET")
+def quota_rounded_up(competition: Any, total: int, scores: Scores) -> Array:
+    """The quota is not floored."""
+    even_share = total // len(scores.values)
+    quota = Fraction(math.ceil(competition.safeguard * even_share), max(1, even_share))
+    return Competition(quota)(total, scores)
+
+
 @instead_of(pyramidkv_official, "PO-PYRAMID-OFFICIAL")
 def exact_steps(capacity: int, W: int, L: int, n: int, beta: int = 20) -> Array:
     """The steps are not floored: the sum is exact."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from conformance.vectors.arrays import floats
 from conformance.vectors.case import Json
 from reference import policies
 from reference.policies.attention import accumulated_attention, average_pool, max_pool, observed_attention
@@ -21,10 +22,6 @@ from spec.retention import Granularity
 __all__ = ["POLICY_ITEMS"]
 
 Result = Mapping[str, object]
-
-
-def floats(values: Json) -> Any:
-    return np.array(values, dtype=np.float64)
 
 
 def views(i: Json) -> dict[int, LayerView]:

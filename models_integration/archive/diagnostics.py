@@ -53,13 +53,13 @@ def sink_mass(weights: Tensor, slots: Sequence[int] = range(SINKS)) -> Tensor:
     return weights.double()[..., list(slots)].sum(-1)
 
 
-def unrotated(keys: Tensor, rotary: Rotary, layer: int, start: int) -> Tensor:
-    """Keys (heads, n, d) that were computed at positions from `start`, as if every token stood at position 0."""
+def unrotated(keys: Tensor, rotary: Rotary, layer: int, positions: Tensor) -> Tensor:
+    """Keys (heads, n, d) that were computed at these positions (n,), as if every token stood at position 0."""
     rule = rotary.layers[layer]
     if rule.buffer is None or rule.style is None:
         return keys
     theta = rotary.frequencies[rule.buffer]
-    at = torch.arange(start, start + keys.shape[1], device=theta.device, dtype=torch.float32)[:, None]
+    at = positions.to(theta.device, torch.float32)[:, None]
     return turned(keys, -(at * theta.float()).double(), rule.style)
 
 
@@ -81,8 +81,10 @@ def key_cosine(model: PreTrainedModel, chunk: Chunk, before: Sequence[int]) -> d
     for index, pair in chunk.layers.items():
         slot = chunk.rotary.layers[index].slot
         at = 1 if slot == "values" else 0
-        archived, now = pair[at], fresh.layers[index][at][:, len(before) :]
-        still = unrotated(archived, chunk.rotary, index, 0), unrotated(now, fresh.rotary, index, len(before))
+        places = chunk.places(index)
+        archived, now = pair[at], fresh.layers[index][at][:, places + len(before)]
+        behind = unrotated(now, fresh.rotary, index, places + len(before))
+        still = unrotated(archived, chunk.rotary, index, places), behind
         found[index] = CosineProbe(_cosine(archived, now), _cosine(*still))
     return found
 

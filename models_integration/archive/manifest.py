@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,7 +11,10 @@ from torch import Tensor, nn
 
 from models_integration.archive.errors import OtherDtype, OtherFrequencies, WrongModel
 
-__all__ = ["Manifest", "ModelIdentity", "ids_digest", "raw_bytes", "weights_digest"]
+__all__ = ["ALL", "Manifest", "ModelIdentity", "ids_digest", "kept_digest", "raw_bytes", "weights_digest"]
+
+ALL = "all"
+"""What a chunk of which nothing was evicted says in the place of a digest of its kept tokens."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,8 @@ class Manifest:
     codec: str
     layers: tuple[int, ...]
     """Indices of the archived layers, ascending."""
+    kept: str
+    """`kept_digest` of a compacted chunk, so that it is never taken for the full one; ALL of that."""
     model: ModelIdentity
     created: float
     """Seconds since the epoch; no part of the identity."""
@@ -97,6 +102,13 @@ def _canonical(value: Any) -> str:
 def ids_digest(ids: Sequence[int]) -> str:
     """sha256 of token ids as little-endian int64."""
     return hashlib.sha256(torch.tensor(list(ids), dtype=torch.int64).numpy().astype("<i8").tobytes()).hexdigest()
+
+
+def kept_digest(kept: Mapping[int, Tensor] | None, layers: Sequence[int]) -> str:
+    """sha256 of the places of the tokens that each of these layers stores; ALL where nothing was evicted."""
+    if kept is None:
+        return ALL
+    return hashlib.sha256(_canonical([[layer, kept[layer].tolist()] for layer in layers]).encode()).hexdigest()
 
 
 def weights_digest(model: nn.Module) -> str:

@@ -23,7 +23,7 @@ from models_integration.archive.manifest import Manifest, raw_bytes
 
 __all__ = ["FORMAT", "Corrupt", "pieces", "read_manifest", "read_object"]
 
-FORMAT = "kvarc/1"
+FORMAT = "kvarc/2"
 NAMES = {
     torch.float64: "F64", torch.int64: "I64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
     torch.int8: "I8", torch.uint8: "U8",

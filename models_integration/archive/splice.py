@@ -1,7 +1,7 @@
 """Chunks computed alone, put one after the other behind what a session has read."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,16 +12,18 @@ from models_integration.archive.gaps import GappedSlidingLayer
 from models_integration.archive.rope import Rotary, frequencies_at, plain_layers, prefilled
 from models_integration.archive.turn import angles_between, turned
 from models_integration.cache import RetainedCache, RetainedLayer
+from models_integration.ragged import RaggedLayer
 from models_integration.states import RowStates
 from models_integration.visibility import StoredRows
 from spec.errors import SpecError
+from spec.retention import Granularity, Retention
 
-__all__ = ["Chunk", "computed", "splice", "upper_half"]
+__all__ = ["Chunk", "compacted", "computed", "splice", "upper_half"]
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Keys and values (heads, n, d) by layer of a wrapped chunk computed at positions 0 to n - 1.
+    """Keys and values (heads, stored, d) by layer of a wrapped chunk computed at positions 0 to n - 1.
 
     The first `hidden` tokens are not spliced; `markers` are places in `ids`. Layers that it lacks do not see it.
     """
@@ -31,11 +33,17 @@ class Chunk:
     hidden: int
     markers: tuple[int, ...]
     rotary: Rotary
+    kept: Mapping[int, Tensor] | None = None
+    """Of a compacted chunk, the places in `ids` of the tokens that each layer stores, ascending; None: all of them."""
 
     @property
     def visible(self) -> tuple[int, ...]:
-        """The ids that a splice adds."""
+        """The ids that a splice counts as seen, evicted ones too."""
         return self.ids[self.hidden :]
+
+    def places(self, layer: int) -> Tensor:
+        """Places in `ids` of the tokens that a layer stores, (stored,)."""
+        return torch.arange(len(self.ids)) if self.kept is None else self.kept[layer]
 
 
 def computed(
@@ -79,26 +87,63 @@ def upper_half(layers: Mapping[int, tuple[Tensor, Tensor]], depth: int) -> dict[
     return {index: pair for index, pair in layers.items() if index >= depth // 2}
 
 
+def compacted(chunk: Chunk, retention: Retention) -> Chunk:
+    """The same chunk without the tokens that a policy evicted from it: positions, and the room it takes, stay.
+
+    Args:
+        chunk: of all its full-attention layers, uncompacted.
+        retention: about the chunk's own ids, hidden ones included; one kept set for all layers, or one for each.
+
+    Raises:
+        SpecError: for kept sets of heads, or about another number of tokens or layers, or that lack a visible marker.
+    """
+    if retention.granularity is Granularity.HEAD or retention.groups not in (1, len(chunk.layers)):
+        raise SpecError(
+            "retention", f"{retention.groups} groups by {retention.granularity.value}",
+            f"must keep one set, or one for each of {len(chunk.layers)} layers",
+        )
+    if chunk.kept is not None or retention.seen != len(chunk.ids):
+        raise SpecError("retention", f"{retention.seen} tokens", f"must be about {len(chunk.ids)} tokens, uncompacted")
+    kept = {
+        index: torch.tensor(retention.group(at if retention.groups > 1 else 0), dtype=torch.int64)
+        for at, index in enumerate(sorted(chunk.layers))
+    }
+    visible = {marker for marker in chunk.markers if marker >= chunk.hidden}
+    lost = sorted(visible - set.intersection(*(set(places.tolist()) for places in kept.values())))
+    if lost:
+        raise SpecError("retention", f"without markers {lost}", "must keep the markers: `protecting` does")
+    layers = {
+        index: (keys[:, kept[index].to(keys.device)], values[:, kept[index].to(values.device)])
+        for index, (keys, values) in chunk.layers.items()
+    }
+    return replace(chunk, layers=layers, kept=kept)
+
+
 def splice(cache: RetainedCache, chunks: Sequence[Chunk], live: Rotary) -> Tensor:
     """Put the visible tokens of each chunk behind what the cache has seen; absolute positions of their markers.
 
-    The cache grows as by a forward over these tokens; evicted positions stay evicted, and the next token's position
-    is the number of tokens seen. Call it between two turns. `live` holds the frequencies of the session at its full
-    length (`frequencies_at`); chunks archived under others are re-based. The chunks stay as they are.
+    The cache grows as by a forward over these tokens; evicted positions stay evicted, those of a compacted chunk too,
+    and the next token's position is the number of tokens seen. Call it between two turns. `live` holds the frequencies
+    of the session at its full length (`frequencies_at`); chunks archived under others are re-based. The chunks stay as
+    they are.
 
-    Where some chunk lacks a layer, layers store different positions: such a cache is read inside `layer_masks`, and
-    refuses to be read elsewhere. A policy's records of the rows are forgotten: it starts anew with what is stored.
+    Where some chunk lacks a layer, or keeps other tokens in other layers, layers store different positions: such a
+    cache is read inside `layer_masks`, and refuses to be read elsewhere. A policy's records of the rows are forgotten:
+    it starts anew with what is stored.
 
     Args:
         cache: of one row; it may be new, or compacted.
 
     Raises:
-        SpecError: for a cache of several rows, or a chunk with a layer that cannot take it; nothing has changed then.
+        SpecError: for a cache of several rows, or whose heads differ, or a chunk with a layer that cannot take it;
+            nothing has changed then.
     """
     cache.check_usable()
     layers = plain_layers(cache)
     full = [index for index, layer in enumerate(layers) if isinstance(layer, RetainedLayer)]
     for layer in layers:
+        if isinstance(layer, RaggedLayer):
+            raise SpecError("cache", "heads that differ", "must store the same positions in all heads of a layer")
         if layer.is_initialized and layer.keys.shape[0] != 1:
             raise SpecError("cache", f"{layer.keys.shape[0]} rows", "must hold one row")
     for at, chunk in enumerate(chunks):
@@ -113,7 +158,7 @@ def splice(cache: RetainedCache, chunks: Sequence[Chunk], live: Rotary) -> Tenso
             _take(layer, *grown[index], total)
         else:
             cache.layers[index] = GappedSlidingLayer.after(layer, total)
-    cache.layers_differ |= any(set(chunk.layers) != set(full) for chunk in chunks)
+    cache.layers_differ |= any(not torch.equal(places, grown[full[0]][2]) for _, _, places in grown.values())
     # What a policy knew of the rows does not know these tokens.
     cache.states, cache.decoding = RowStates(), None
     marked = [
@@ -132,10 +177,11 @@ def _grown(
     positions = [layer.stored_positions()[0]] if held else []
     for chunk, start in zip(chunks, starts, strict=True):
         if index in chunk.layers:
-            moved = _moved(chunk, index, start - chunk.hidden, live)
+            moved, places = _moved(chunk, index, start - chunk.hidden, live), chunk.places(index)
+            first = int((places < chunk.hidden).sum())
             for parts, part in zip((keys, values), moved, strict=True):
-                parts.append(part[None, :, chunk.hidden :].to(parts[0] if parts else part))
-            positions.append(torch.arange(start, start + len(chunk.visible)))
+                parts.append(part[None, :, first:].to(parts[0] if parts else part))
+            positions.append(places[first:] + (start - chunk.hidden))
     if not keys:
         return None, None, torch.empty(0, dtype=torch.int64)
     return torch.cat(keys, -2), torch.cat(values, -2), torch.cat(positions)
@@ -157,6 +203,6 @@ def _moved(chunk: Chunk, index: int, start: int, live: Rotary) -> tuple[Tensor, 
         return chunk.layers[index]
     pair = dict(zip(("keys", "values"), chunk.layers[index], strict=True))
     before, after = chunk.rotary.frequencies[rule.buffer], live.frequencies[rule.buffer]
-    angles = angles_between(pair[rule.slot].shape[1], start, before, after)
+    angles = angles_between(len(chunk.ids), start, before, after)[chunk.places(index).to(before.device)]
     pair[rule.slot] = turned(pair[rule.slot], angles, rule.style)
     return pair["keys"], pair["values"]

@@ -18,7 +18,7 @@ from reference.calibration import Calibration
 from spec.budget import parse_budget
 from spec.tables import ResultTable, checked
 
-__all__ = ["CONTROL_BOUNDS", "Subject", "run_cell", "run_cells", "verdict"]
+__all__ = ["CONTROL_BOUNDS", "Subject", "named_method", "run_cell", "run_cells", "verdict"]
 
 CONTROL_BOUNDS: dict[str, tuple[str, float]] = {
     "without needle": ("<=", 0.05),
@@ -110,16 +110,24 @@ def _sample(subject: Subject, cell: Cell, index: int) -> Sample:
     return draw_sample(cell.task, subject.tokenizer, cell.length, index, cell.seed)
 
 
+def named_method(subject: Subject, policy: str, budget: int | str) -> Method | Published:
+    """CrystalCache, or a published policy, by name.
+
+    Raises:
+        SpecError: for an unknown name or budget.
+    """
+    if policy == "crystalcache":
+        return CrystalCache(budget, sentence_ends=subject.sentence_ends, backend=subject.backend)
+    offered = {"backend": subject.backend, "calibration": subject.calibration}
+    return Published(policy, budget, **{name: value for name, value in offered.items() if _wants(policy, name)})
+
+
 def _method(subject: Subject, cell: Cell, sample: Sample) -> Method | Published:
     start, stop = sample.needle
-    if cell.policy == "crystalcache":
-        return CrystalCache(cell.budget, sentence_ends=subject.sentence_ends, backend=subject.backend)
     if cell.policy == "streamingllm" or cell.policy.startswith("window"):
         return StreamingLLM(cell.budget)
-    if cell.policy in NAMES:
-        offered = {"backend": subject.backend, "calibration": subject.calibration}
-        given = {name: value for name, value in offered.items() if _wants(cell.policy, name)}
-        return Published(cell.policy, cell.budget, **given)
+    if cell.policy == "crystalcache" or cell.policy in NAMES:
+        return named_method(subject, cell.policy, cell.budget)
     if cell.policy == "without needle":
         return Method(without_needle(start, stop), parse_budget(cell.budget))
     if cell.policy == "only needle":
