@@ -143,6 +143,16 @@ def test_the_tail_becomes_trunks(decoder: Backend, situation: Situation) -> None
 
 
 @pytest.mark.spec(id="CC-TAIL-TRUNKS")
+@pytest.mark.usefixtures("reference_items")
+def test_a_tail_has_no_room_for_an_edge() -> None:
+    """No neighbour and no weight for any of its tokens, where its segment begins, and their salience as given."""
+    found = tail.edgeless(7, np.array([1.0, 2.0, 3.0]))
+    assert (found.start, found.salience.tolist()) == (7, [1.0, 2.0, 3.0])
+    neighbours = (found.intra, found.intra_weight, found.cross, found.cross_weight)
+    assert [array.shape for array in neighbours] == [(3, 0)] * 4
+
+
+@pytest.mark.spec(id="CC-TAIL-TRUNKS")
 def test_rarity_counts_the_whole_tail_and_the_evicted(decoder: Backend) -> None:
     """Id 5 was seen once, is evicted, and comes twice: 1 / (1 + ln 4) each time, on half of M_max."""
     state = replace(

@@ -145,8 +145,10 @@ class Session:
                 place = self._place(cache, arguments)
             cache, defaults = self._read(cache, arguments["input_ids"], place), place.defaults
         watcher, self._cache, self._undo = self._segment or self._decider, cache, ExitStack()
-        layers = () if watcher is None else watcher.layers
-        self._undo.enter_context(observing(self._architecture, cache, watcher, layers))
+        if watcher is not None:
+            self._undo.enter_context(observing(self._architecture, cache, watcher, watcher.layers))
+        elif not cache.uniform:
+            self._undo.enter_context(observing(self._architecture, cache))
         return (), {**defaults, **arguments, "past_key_values": cache}
 
     def _is_step(self, cache: RetainedCache, ids: Tensor) -> bool:
@@ -194,8 +196,9 @@ class Session:
         later = filled if segment is None else segment.later
         defaults, known = {}, None if segment is None else segment.padding
         if later:
-            check_turn(self._method.policy, cache, ids)
             check_rows(cache, ids)
+            if segment is None:
+                check_turn(self._method.policy, cache)
             defaults, known = cache.step_inputs(ids.shape[1], ids.device), cache.padding.expand(len(ids))
         until = self._until(columns) if segment is None else segment.until
         padding = check_prompt(
@@ -321,7 +324,8 @@ class Session:
     def _finish(self, segment: Segment) -> None:
         self._segment = None
         life, cache = self._method.life, segment.cache
-        if segment.columns == 1 and (segment.later or self._stream is not None):
+        every = self._method.policy.cadence.every
+        if segment.columns == 1 and (segment.later or self._stream is not None) and every is None:
             # One query is a decode step: its token waits.
             if life is not None and not segment.later:
                 cache.states = life.empty(segment.rows)

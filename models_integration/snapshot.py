@@ -99,12 +99,13 @@ def load_cache(path: str | Path, model: PreTrainedModel) -> RetainedCache:
         else:
             layer.cumulative_length = numbers["seen"]
     rows = tuple(unpacked(numbers, _row(row, tensors)) for row, numbers in enumerate(manifest["states"]))
-    waiting = (tensors["waiting"].to(model.device),) if "waiting" in tensors else ()
     spliced = tuple(
         Spliced(after, tensors[f"chunk {at}.ids"].numpy(), tensors[f"chunk {at}.kept"].numpy())
         for at, after in enumerate(manifest["chunks"])
     )
-    cache.states = RowStates(rows, manifest["columns"], waiting, manifest["steps"], spliced)
+    cache.states = RowStates(rows, manifest["columns"], spliced=spliced)
+    if "waiting" in tensors:
+        cache.states = cache.states.wait(tensors["waiting"].to(model.device), steps=manifest["steps"])
     return cache
 
 

@@ -30,6 +30,7 @@ class RowStates:
         rows: one state per row; none where no policy has made any.
         columns: columns that the cache had seen by then, padding included.
         waiting: ids (rows, n) of the tokens read since, in order: they join the tails when a state is asked for.
+        waiting_tokens: columns that wait, chunks aside.
         steps: whether each of them is a step of decode, after which D decays.
         spliced: chunks put between them, in order, the same in every row. They need no state before them: a session
             may begin with a chunk.
@@ -38,13 +39,9 @@ class RowStates:
     rows: tuple[DecodeState, ...] = ()
     columns: int = 0
     waiting: tuple[Tensor, ...] = ()
+    waiting_tokens: int = 0
     steps: bool = False
     spliced: tuple[Spliced, ...] = ()
-
-    @property
-    def waiting_tokens(self) -> int:
-        """Columns that wait, chunks aside."""
-        return sum(ids.shape[1] for ids in self.waiting)
 
     @property
     def seen(self) -> int:
@@ -59,7 +56,8 @@ class RowStates:
         """These tokens (rows, n) have been read, and nobody has looked at them yet."""
         if not self.rows and not self.spliced:
             return self
-        return replace(self, waiting=(*self.waiting, ids), steps=steps)
+        waiting, tokens = (*self.waiting, ids), self.waiting_tokens + ids.shape[1]
+        return RowStates(self.rows, self.columns, waiting, tokens, steps, self.spliced)
 
     def splice(self, token_ids: Int64[IntVector, " n"], kept: Int64[IntVector, " k"]) -> "RowStates":
         """A chunk has been put behind all that."""
@@ -75,7 +73,8 @@ class RowStates:
         left = self.waiting_tokens - tokens
         if left < max((chunk.after for chunk in self.spliced), default=0):
             return RowStates()
-        return replace(self, waiting=tuple(ids[:, :left] for ids in self._joined()) if left else ())
+        waiting = tuple(ids[:, :left] for ids in self._joined()) if left else ()
+        return replace(self, waiting=waiting, waiting_tokens=left)
 
     def ids(self) -> list[list[int]]:
         """What waits, row by row."""

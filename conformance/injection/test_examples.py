@@ -5,11 +5,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from conformance.test_examples import FENCE, PARTS, agree
 from conformance.trace import items_of
+from conformance.vectors.arrays import floats, integers
 from conformance.vectors.subject_injection import cosines, vocabulary
 from reference import statistics
 from reference.injection import diagnostics, fusion, quantisers, rotation, splicing, wrappers
@@ -17,14 +17,6 @@ from spec.errors import SpecError
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "spec" / "injection.md"
 ITEMS = dict(items_of(PAGE.read_text(encoding="utf-8")))
-
-
-def floats(values: Any) -> Any:
-    return np.array(values, dtype=np.float64)
-
-
-def integers(values: Any) -> Any:
-    return np.array(values, dtype=np.int64)
 
 
 def markers(i: Any) -> object:

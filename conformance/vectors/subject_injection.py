@@ -1,25 +1,14 @@
 """The operations of injection on the reference."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
-import numpy as np
-
-from conformance.vectors.arrays import named
+from conformance.vectors.arrays import floats, integers, named
 from conformance.vectors.case import Json
 from reference import statistics
 from reference.injection import diagnostics, fusion, quantisers, rotation, splicing, wrappers
 from reference.statistics import Interval
 
 __all__ = ["ITEMS", "cosines", "vocabulary"]
-
-
-def floats(values: Json) -> Any:
-    return np.array(values, dtype=np.float64)
-
-
-def integers(values: Json) -> Any:
-    return np.array(values, dtype=np.int64)
 
 
 def vocabulary(words: Mapping[str, Sequence[int]]) -> wrappers.Vocabulary:
