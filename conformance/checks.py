@@ -59,6 +59,10 @@ def coattention(found: CoAttention, inputs: AttentionInputs, precision: str) -> 
     error = compare.attention_error(inputs.q, inputs.k, inputs.scaling, inputs.softcap, precision).tolist()
     if found.start != positions[before]:
         yield f"S1: start is {found.start}, not {positions[before]}"
+    for name in ("salience", "intra", "intra_weight", "cross", "cross_weight"):
+        want, kind = np.int64 if name in ("intra", "cross") else np.float64, getattr(found, name).dtype
+        if kind != want:
+            yield f"S1: {name} is of {kind}"
     for c in range(0, n, p.C):
         stop = min(c + p.C, n)
         first, last = before + c, before + stop

@@ -3,8 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
+from conformance.vectors.arrays import flags, floats, integers
 from reference.crystalcache import coverage, impact, renewal, tiers, trunks
 from reference.crystalcache.coattention import mean_salience
 from spec.parameters import CrystalCacheParameters
@@ -13,18 +12,6 @@ from spec.records import Dissolution
 __all__ = ["ESSAY_ADAPTERS"]
 
 Json = Any
-
-
-def floats(values: Json) -> Any:
-    return np.array(values, dtype=np.float64)
-
-
-def integers(values: Json) -> Any:
-    return np.array(values, dtype=np.int64)
-
-
-def flags(values: Json) -> Any:
-    return np.array(values, dtype=np.bool_)
 
 
 def merge_thresholds(cases: Json) -> object:

@@ -77,6 +77,20 @@ def test_hot_sets_are_exact(stages: CrystalStages, inputs: AttentionInputs) -> N
     assert [[w for w in row if w] for row in found.cross_weight.tolist()] == [[w for _, w in row] for row in want.cross]
 
 
+@pytest.mark.spec(id="CC-ATTENTION")
+@pytest.mark.spec(id="CC-SALIENCE")
+@pytest.mark.spec(id="CC-CROSS")
+def test_a_later_key_says_nothing(stages: CrystalStages) -> None:
+    """Queries that look for the last key above all, which is not there yet: the same bits as if they did not."""
+    inputs = one_head([[0], [0, 1], [1, 2], [0, 3]], TINY)
+    blind = run(stages, inputs)
+    inputs.q[0, :3, 3] = 8 * HOT
+    eager = run(stages, inputs)
+    assert eager.salience.tolist() == blind.salience.tolist() == brute_force(inputs).salience
+    assert chosen(eager.intra) == chosen(blind.intra)
+    assert eager.cross_weight.tolist() == blind.cross_weight.tolist()
+
+
 @pytest.mark.spec(id="CC-INTRA")
 @given(inputs=hot_sets(widths=(1,), heads=(1,)))
 def test_one_hot_rows_have_exact_neighbours(stages: CrystalStages, inputs: AttentionInputs) -> None:

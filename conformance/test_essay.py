@@ -67,6 +67,7 @@ def test_a_form_that_is_not_there_is_refused(change: dict[str, Any]) -> None:
 
 
 @pytest.mark.spec(id="CC-MEAN-SALIENCE")
+@pytest.mark.spec(id="CC-COATTENTION")
 @given(inputs=attention_inputs())
 def test_mean_salience_equals_the_brute_force(stages: CrystalStages, inputs: AttentionInputs, precision: str) -> None:
     """S1 with `heads="mean"`, inside the certified box."""

@@ -11,7 +11,7 @@ import pytest
 
 from conformance.examples_essay import ESSAY_ADAPTERS
 from conformance.trace import items_of
-from conformance.vectors.arrays import plain
+from conformance.vectors.arrays import flags, floats, integers, plain
 from conformance.vectors.case import decoded, parameters_of
 from conformance.vectors.subject_decode import DECODE_BY_ITEM
 from reference.crystalcache import coattention as s1
@@ -35,19 +35,6 @@ FENCE = re.compile(r"```json\n(.*?)```", re.DOTALL)
 
 Json = Any
 Adapter = Callable[[Json], object]
-
-
-def floats(values: Json) -> Any:
-    """A float64 array in which null is NaN."""
-    return np.array(values, dtype=np.float64)
-
-
-def integers(values: Json) -> Any:
-    return np.array(values, dtype=np.int64)
-
-
-def flags(values: Json) -> Any:
-    return np.array(values, dtype=np.bool_)
 
 
 def parameters(inputs: Json) -> CrystalCacheParameters:

@@ -13,7 +13,7 @@ from conformance import checks, compare
 from conformance.oracles import s2, s3
 from conformance.strategies.eviction import EvictionProblem, evictions
 from conformance.strategies.text import token_ids
-from conformance.strategies.trunks import Text, texts
+from conformance.strategies.trunks import Text, record, texts
 from reference.crystalcache import coverage, impact
 from reference.crystalcache.trunks import median_strength
 from spec.arrays import IntVector
@@ -111,6 +111,17 @@ def test_without_an_edge_nothing_merges_at_any_threshold(stages: CrystalStages, 
     assert a.offsets.tolist() == b.offsets.tolist()
 
 
+@pytest.mark.spec(id="CC-ADAPTIVE-MERGE")
+def test_an_interface_does_not_exceed_its_own_strength(stages: CrystalStages) -> None:
+    """0.1 + 0.2 + 0.6 is 0.9 in floats, and three times its third is less: tau MUST be the next float."""
+    assert (0.1 + 0.2 + 0.6) / 3 * 3 < 0.1 + 0.2 + 0.6
+    S1 = record([1.0] * 6, [[(3, 0.1)], [(3, 0.2)], [(3, 0.6)], [], [], []], [[]] * 6, 1, 0)
+    text = Text(S1, np.ones(6), np.arange(6) == 2, PAPER)
+    assert trunks_of(stages, text, "median").offsets.tolist() == [0, 3, 6]
+    assert PAPER.tau_merge == (0.1 + 0.2 + 0.6) / 3
+    assert trunks_of(stages, text, "fixed").offsets.tolist() == [0, 6]
+
+
 @pytest.mark.spec(id="CC-COVERAGE")
 @given(problem=evictions(), share=COVERAGES, allocation=st.sampled_from(["cut", "tiers"]))
 def test_coverage_equals_the_brute_force(
@@ -187,4 +198,4 @@ def test_the_reserve_is_an_exact_share_of_what_is_not_protected() -> None:
     assert coverage.coverage_reserve(np.array([40, 90]), free, 100, 0.29) == 29
     assert coverage.coverage_reserve(np.array([40, 90]), shut, 100, 0.5) == 30
     assert coverage.coverage_reserve(np.array([40, 60]), free, 100, 0.5) == 0
-    assert coverage.coverage_reserve(np.array([140, 60]), shut, 100, 0.5) == 0
+    assert coverage.coverage_reserve(np.array([140, 60]), shut, 100, 1.0) == 0

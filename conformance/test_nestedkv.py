@@ -224,6 +224,16 @@ def inside(found: Any, k: Any, p: NestedKVParameters, precision: str) -> None:
         assert (got <= 1 + radius).all()
 
 
+@pytest.mark.spec(id="NK-UNIT-KEYS")
+@pytest.mark.spec(id="NK-STABLE")
+@pytest.mark.spec(id="NK-EPISODIC")
+@pytest.mark.spec(id="NK-CURRENT")
+@pytest.mark.spec(id="NK-ANOMALY")
+@pytest.mark.spec(id="NK-MIN-MAX")
+@pytest.mark.spec(id="NK-GAP")
+@pytest.mark.spec(id="NK-BLEND")
+@pytest.mark.spec(id="NK-SURPRISE")
+@pytest.mark.spec(id="NK-ROUTE")
 @pytest.mark.spec(id="NK-SCORE")
 @given(seed=seeds, H_kv=st.integers(1, 2), n=lengths, W=st.integers(1, 9))
 def test_a_score_lies_within_its_radius(
@@ -236,6 +246,16 @@ def test_a_score_lies_within_its_radius(
     inside(found, k, p, precision)
 
 
+@pytest.mark.spec(id="NK-UNIT-KEYS")
+@pytest.mark.spec(id="NK-STABLE")
+@pytest.mark.spec(id="NK-EPISODIC")
+@pytest.mark.spec(id="NK-CURRENT")
+@pytest.mark.spec(id="NK-ANOMALY")
+@pytest.mark.spec(id="NK-MIN-MAX")
+@pytest.mark.spec(id="NK-GAP")
+@pytest.mark.spec(id="NK-BLEND")
+@pytest.mark.spec(id="NK-SURPRISE")
+@pytest.mark.spec(id="NK-ROUTE")
 @pytest.mark.spec(id="NK-SCORE")
 def test_the_papers_constants_across_blocks_and_windows(nestedkv_stages: NestedKVStages, precision: str) -> None:
     """300 tokens: blocks of 128 and a short one; windows that begin and end inside them. The radius says something."""
@@ -253,8 +273,11 @@ def test_equal_keys_score_zero(nestedkv_stages: NestedKVStages) -> None:
     assert (nestedkv_stages.anomaly_score(k, NESTEDKV) == 0).all()
 
 
-@pytest.mark.spec(id="NK-SCORE")
+@pytest.mark.spec(id="NK-STABLE")
+@pytest.mark.spec(id="NK-EPISODIC")
+@pytest.mark.spec(id="NK-CURRENT")
 @pytest.mark.spec(id="NK-ANOMALY")
+@pytest.mark.spec(id="NK-SCORE")
 def test_opposite_keys_have_no_mean(nestedkv_stages: NestedKVStages) -> None:
     """k, -k, k, -k: only the windows of odd length point anywhere."""
     k = np.array([[[1.0, 2.0], [-1.0, -2.0]] * 3], np.float32)
@@ -283,6 +306,7 @@ def test_half_precision_is_read_exactly(nestedkv_stages: NestedKVStages) -> None
     assert np.array_equal(nestedkv_stages.anomaly_score(half, NESTED), wide)
 
 
+@pytest.mark.spec(id="NK-UNIT-KEYS")
 @pytest.mark.spec(id="NK-SCORE")
 @pytest.mark.parametrize("scale", [2.0**-90, 2.0**-8, 2.0**90])
 def test_lengths_of_keys_say_nothing(nestedkv_stages: NestedKVStages, scale: float) -> None:
@@ -290,6 +314,15 @@ def test_lengths_of_keys_say_nothing(nestedkv_stages: NestedKVStages, scale: flo
     k = keys(11, 1, 25)
     longer = (k * np.float32(scale)).astype(np.float32)
     assert np.array_equal(nestedkv_stages.anomaly_score(longer, NESTED), nestedkv_stages.anomaly_score(k, NESTED))
+
+
+@pytest.mark.spec(id="NK-UNIT-KEYS")
+@pytest.mark.spec(id="NK-SCORE")
+def test_a_key_of_2_to_the_minus_126_is_a_key(nestedkv_stages: NestedKVStages) -> None:
+    """No backend may count it as zero: only what is shorter."""
+    k = np.array([[[1.0, 0.0], [0.0, -1.0], [-1.0, 0.0], [0.0, 1.0], [1.0, 0.0]]], np.float32)
+    tiny = k * np.float32(2.0**-126)
+    assert np.array_equal(nestedkv_stages.anomaly_score(tiny, NESTED), nestedkv_stages.anomaly_score(k, NESTED))
 
 
 @pytest.mark.usefixtures("reference_items")

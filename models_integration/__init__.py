@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from models_integration.cache import RetainedCache
+    from models_integration.calibration import calibrate
     from models_integration.methods import CrystalCache, FullCache, Method, StreamingLLM
     from models_integration.published import Published
     from models_integration.sentence_ends import sentence_ends
@@ -23,14 +24,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CrystalCache", "FullCache", "Method", "Prefilled", "Published", "RetainedCache", "Session", "StreamingLLM",
-    "load_cache", "prefill", "save_cache", "sentence_ends",
+    "calibrate", "load_cache", "prefill", "save_cache", "sentence_ends",
 ]
 
 _HOME = {
     "CrystalCache": "methods", "FullCache": "methods", "Method": "methods", "StreamingLLM": "methods",
     "Prefilled": "session", "Session": "session", "prefill": "session",
     "Published": "published", "load_cache": "snapshot", "save_cache": "snapshot",
-    "RetainedCache": "cache", "sentence_ends": "sentence_ends",
+    "RetainedCache": "cache", "calibrate": "calibration", "sentence_ends": "sentence_ends",
 }
 
 

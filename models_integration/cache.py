@@ -17,7 +17,7 @@ from models_integration.visibility import LayersDiffer
 from spec.errors import SpecError
 from spec.retention import Granularity, Retention
 
-__all__ = ["RetainedCache", "RetainedLayer", "storage_bytes"]
+__all__ = ["RetainedCache", "RetainedLayer", "storage_bytes", "undone"]
 
 
 class RetainedCache(DynamicCache):
@@ -93,6 +93,11 @@ class RetainedCache(DynamicCache):
     def stored_length(self) -> int:
         """Slots of a full-attention layer; of the first, where they differ."""
         return self.full_layers[0].stored_length
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all rows and layers store the same positions, without padding: then it can be read anywhere."""
+        return not self.layers_differ and self.full_layers[0].uniform
 
     @property
     def mean_length(self) -> float:
@@ -181,7 +186,8 @@ class RetainedCache(DynamicCache):
             layers: indices of full-attention layers; None means all of them.
 
         Raises:
-            SpecError: when one is about another number of tokens, or not one kept set for the whole model.
+            SpecError: when one is about another number of tokens, or not one kept set for the whole model, or names a
+                token that is not stored; nothing has changed then.
         """
         chosen = self.full_layers if layers is None else [self._full_layer(index) for index in layers]
         if not chosen:
@@ -195,15 +201,27 @@ class RetainedCache(DynamicCache):
             if retention.seen != seen:
                 raise SpecError("retention", f"{retention.seen} tokens", f"the cache has seen {seen}")
             kept.append(torch.tensor(retention.positions, dtype=torch.int64))
-        if padding is None and all(torch.equal(kept[0], other) for other in kept):
+        if padding is None and all(torch.equal(kept[0], other) for other in kept[1:]):
             kept = kept[:1]
-        plan: Plan | None = None
-        for layer in chosen:
-            if padding is not None:
-                layer.pad(padding)
-            if plan is None or not plan.fits(layer.rows, layer.stored_length):
-                plan = layer.plan(*kept)
-            layer.follow(plan)
+        plans: list[Plan] = []
+        with undone(chosen):
+            for layer in chosen:
+                if padding is not None:
+                    layer.pad(padding)
+                fits = plans and plans[-1].fits(layer.rows, layer.stored_length)
+                plans.append(plans[-1] if fits else layer.plan(*kept))
+        with self.whole():
+            for layer, plan in zip(chosen, plans, strict=True):
+                layer.follow(plan)
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """What fails in here leaves some layers changed and others not: the cache drops everything, and says so."""
+        try:
+            yield
+        except BaseException:
+            self.fail("a compaction failed half way")
+            raise
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let row i go on as row beam_idx[i] was."""
@@ -213,8 +231,9 @@ class RetainedCache(DynamicCache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row `repeats` times, one after the other."""
+        rows = torch.arange(self.full_layers[0].batch)
         super().batch_repeat_interleave(repeats)
-        self.states = self.states.select(torch.arange(len(self.states.rows)).repeat_interleave(repeats))
+        self.states = self.states.select(rows.repeat_interleave(repeats))
         self.decoding = self.decoding and self.decoding.repeat(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -253,6 +272,18 @@ class RetainedCache(DynamicCache):
         """
         if self.failure is not None:
             raise SpecError("past_key_values", "an unusable cache", f"{self.failure}; start again with a new one")
+
+
+@contextmanager
+def undone(layers: Iterable[RetainedLayer]) -> Iterator[None]:
+    """What fails in here leaves the rows of these layers as they were; tensors are not touched."""
+    before = [(layer, layer.rows) for layer in layers]
+    try:
+        yield
+    except BaseException:
+        for layer, rows in before:
+            layer.rows = rows
+        raise
 
 
 def storage_bytes(layers: Iterable[Any]) -> int:

@@ -12,7 +12,7 @@ from models_integration.architecture import Architecture, describe
 from models_integration.archive.rope import LayerRotary, recognise
 from models_integration.cache import RetainedCache
 from models_integration.capture import Attended, observing
-from models_integration.evaluation.subject import fingerprint
+from models_integration.weights import fingerprint
 from reference.calibration import Calibration, Identity
 from reference.policies.rotary import unrotated
 from reference.triattention import band_statistics
@@ -42,6 +42,7 @@ def calibrate(model: PreTrainedModel, input_ids: Tensor) -> Calibration:
     """Statistics of the queries of a text (1, n), before their rotation and after any norm of queries.
 
     Any text of the model's language serves; the paper's rejected `Q_stats` is this over another text.
+    `reference.calibration.save_calibration(found, path)` writes it, as `kvspec calibrate` does.
 
     Raises:
         SpecError: as `identify`; for ids that are not one row of a token or more, or heads that are rotated in part.

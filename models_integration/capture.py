@@ -114,7 +114,15 @@ class Recorder:
         k = seen.k[row, :, skipped:]
         q = seen.q[row, :, max(0, seen.q.shape[2] - k.shape[1]) :]
         v = None if seen.v is None else seen.v[row, :, skipped:]
-        lse, takes = None if seen.lse is None else seen.lse[row], self.needs.takes
+        return self._shown(seen, q, k, v, None if seen.lse is None else seen.lse[row])
+
+    def view(self, layer: int, row: int, heads: slice, k: Tensor, v: Tensor) -> LayerView:
+        """What these query heads of one row asked, beside keys and values (H_kv, n, d) that are now cached."""
+        seen = self.seen[layer]
+        return self._shown(seen, seen.q[row, heads], k, v if self.needs.values else None, None)
+
+    def _shown(self, seen: _Seen, q: Tensor, k: Tensor, v: Tensor | None, lse: Tensor | None) -> LayerView:
+        takes = self.needs.takes
         if takes is None or not all(takes(tensor) for tensor in (q, k, v) if tensor is not None):
             q, k, v, lse = on_host(q), on_host(k), on_host(v), on_host(lse)
         return LayerView(q, k, v, seen.scaling, seen.softcap, lse)
@@ -149,7 +157,8 @@ def observing(
         for module in modules:
             assert watcher is not None
             _WATCHERS[module] = watcher
-        for index in architecture.full_layers:
+        # Layers that agree share the forward's one mask: none of them need be asked.
+        for index in architecture.full_layers if cache.layers_differ else ():
             layer = cache.layers[index]
             assert isinstance(layer, RetainedLayer)
             _READS[architecture.attention[index]] = layer

@@ -112,8 +112,7 @@ class RetainedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # the base'
         assert self.values is not None
         seen = self.get_seq_length()
         if plan.slots:
-            slots = [own.to(self.keys.device) for own in plan.slots]
-            keys, values = gathered(self.keys, slots), gathered(self.values, slots)
+            keys, values = gathered(self.keys, plan.slots), gathered(self.values, plan.slots)
             self.keys, self.values = keys, values
         self.rows = plan.after
         self.evicted = seen - self.stored_length

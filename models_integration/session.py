@@ -30,13 +30,23 @@ if TYPE_CHECKING:
     from models_integration.methods import Method
     from models_integration.published import Published
 
-__all__ = ["Prefilled", "Session", "prefill"]
+__all__ = ["Prefilled", "Session", "check_free", "prefill"]
 
 Kept: TypeAlias = CrystalRetention | Retention
 """What was kept of one prompt; with all records if the policy is CrystalCache."""
 
 # Decoders inside a context: a second context on one of them would fight over its cache.
 _BUSY: WeakSet[nn.Module] = WeakSet()
+
+
+def check_free(model: PreTrainedModel) -> None:
+    """No context is open on the model.
+
+    Raises:
+        SpecError: otherwise: what it reads would be that policy's.
+    """
+    if model.get_decoder() in _BUSY:  # type: ignore[no-untyped-call]
+        raise SpecError("model", type(model).__name__, "is inside a context already: contexts do not nest")
 
 
 class Session:
@@ -95,8 +105,7 @@ class Session:
         decoder = self._architecture.decoder
         if self._exit is not None:
             raise SpecError("policy", self._method.policy.name, "a session runs once; call the policy again")
-        if decoder in _BUSY:
-            raise SpecError("model", type(self._model).__name__, "is inside a context already: contexts do not nest")
+        check_free(self._model)
         with ExitStack() as undo:
             _BUSY.add(decoder)
             undo.callback(_BUSY.discard, decoder)
@@ -136,8 +145,10 @@ class Session:
                 place = self._place(cache, arguments)
             cache, defaults = self._read(cache, arguments["input_ids"], place), place.defaults
         watcher, self._cache, self._undo = self._segment or self._decider, cache, ExitStack()
-        layers = () if watcher is None else watcher.layers
-        self._undo.enter_context(observing(self._architecture, cache, watcher, layers))
+        if watcher is not None:
+            self._undo.enter_context(observing(self._architecture, cache, watcher, watcher.layers))
+        elif not cache.uniform:
+            self._undo.enter_context(observing(self._architecture, cache))
         return (), {**defaults, **arguments, "past_key_values": cache}
 
     def _is_step(self, cache: RetainedCache, ids: Tensor) -> bool:
@@ -160,7 +171,8 @@ class Session:
             self._finish(segment)
         if life is not None and life.decode:
             check_known(cache)
-        if life is not None and cache.states.waiting and cache.states.steps != life.decode:
+        states = cache.states
+        if life is not None and (states.waiting or states.spliced) and states.steps != life.decode:
             _settle(cache, life)
         if self._method.policy.cadence.every is not None:
             self._decider = Step(self._method, self._architecture, cache)
@@ -184,8 +196,9 @@ class Session:
         later = filled if segment is None else segment.later
         defaults, known = {}, None if segment is None else segment.padding
         if later:
-            check_turn(self._method.policy, cache, ids)
             check_rows(cache, ids)
+            if segment is None:
+                check_turn(self._method.policy, cache)
             defaults, known = cache.step_inputs(ids.shape[1], ids.device), cache.padding.expand(len(ids))
         until = self._until(columns) if segment is None else segment.until
         padding = check_prompt(
@@ -311,7 +324,8 @@ class Session:
     def _finish(self, segment: Segment) -> None:
         self._segment = None
         life, cache = self._method.life, segment.cache
-        if segment.columns == 1 and (segment.later or self._stream is not None):
+        every = self._method.policy.cadence.every
+        if segment.columns == 1 and (segment.later or self._stream is not None) and every is None:
             # One query is a decode step: its token waits.
             if life is not None and not segment.later:
                 cache.states = life.empty(segment.rows)
@@ -335,8 +349,8 @@ def _settle(cache: RetainedCache, life: Life) -> None:
         SpecError: when they cannot; nothing has changed.
     """
     check_known(cache)
-    before, after = cache.states.rows, life.settled(cache.states, cache.observed_keys)
-    if any(new.live is not old.live for new, old in zip(after.rows, before, strict=True)):
+    before, after = cache.states, life.settled(cache.states, cache.observed_keys)
+    if before.spliced or any(new.live is not old.live for new, old in zip(after.rows, before.rows, strict=True)):
         cache.compact([Retention.shared(state.stored, state.seen) for state in after.rows])
     cache.states = after
 

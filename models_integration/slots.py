@@ -12,6 +12,9 @@ from spec.errors import SpecError
 
 __all__ = ["Plan", "filled", "gathered", "slots_of"]
 
+# Slots of an average run from which on copies of runs are quicker than a gather slot by slot.
+_LONG = 64
+
 
 def slots_of(stored: Tensor, wanted: Tensor) -> Tensor:
     """Slots that hold the `wanted` positions; the only place where a position becomes a slot.
@@ -24,12 +27,13 @@ def slots_of(stored: Tensor, wanted: Tensor) -> Tensor:
         SpecError: when a wanted position is not stored.
     """
     # NumPy's search is quicker where what is wanted ascends.
-    slots = torch.from_numpy(np.searchsorted(stored.numpy(), wanted.numpy()))
-    found = slots < len(stored)
-    found &= stored[slots.clamp(max=len(stored) - 1)] == wanted
+    own, sought = stored.numpy(), wanted.numpy()
+    slots = np.searchsorted(own, sought)
+    found = slots < len(own)
+    found &= own.take(slots, mode="clip") == sought
     if not found.all():
-        raise SpecError("positions", wanted[~found].tolist(), f"must be among the {len(stored)} stored positions")
-    return slots
+        raise SpecError("positions", sought[~found].tolist(), f"must be among the {len(own)} stored positions")
+    return torch.from_numpy(slots)
 
 
 @dataclass(frozen=True)
@@ -50,19 +54,33 @@ class Plan:
 
     def fits(self, rows: StoredRows, length: int) -> bool:
         """Whether a layer with these rows and slots stores what the plan is about."""
-        same = torch.equal(rows.kept, self.before.kept) and torch.equal(rows.marks, self.before.marks)
-        return same and length == self.length
+        if length != self.length:
+            return False
+        # Layers that followed one plan before hold the very rows of it.
+        before = self.before
+        return rows is before or (torch.equal(rows.kept, before.kept) and torch.equal(rows.marks, before.marks))
 
 
 def gathered(tensor: Tensor, slots: Sequence[Tensor]) -> Tensor:
     """Each row's slots, (rows, H_kv, longest, d), ends aligned; copies, as a view would keep evicted tokens alive."""
     if len(slots) == 1:
-        return tensor.index_select(2, slots[0])
+        return _taken(tensor, slots[0])
     # Zeros, and not any memory: a masked NaN would still spoil the sum over values.
     out = tensor.new_zeros(len(slots), tensor.shape[1], max(map(len, slots)), tensor.shape[3])
     for row, own in enumerate(slots):
-        out[row, :, out.shape[2] - len(own) :] = tensor[row].index_select(1, own)
+        out[row, :, out.shape[2] - len(own) :] = _taken(tensor[row], own)
     return out
+
+
+def _taken(tensor: Tensor, slots: Tensor) -> Tensor:
+    """These slots of (..., stored, d): a breath leaves long runs, which are copied whole."""
+    ends = np.flatnonzero(np.diff(slots.numpy()) != 1) + 1
+    if len(slots) < _LONG * (len(ends) + 1):
+        return tensor.index_select(-2, slots.to(tensor.device))
+    cuts = [0, *ends.tolist(), len(slots)]
+    firsts = slots[cuts[:-1]].tolist()
+    runs = zip(firsts, np.diff(cuts).tolist(), strict=True)
+    return torch.cat([tensor.narrow(-2, first, length) for first, length in runs], dim=-2)
 
 
 def filled(kept: Sequence[Tensor], width: int) -> Tensor:

@@ -17,7 +17,7 @@ from models_integration.archive.files import publish
 from models_integration.archive.manifest import weights_digest
 from models_integration.cache import RetainedCache, RetainedLayer
 from models_integration.proved import parts, read
-from models_integration.states import RowStates
+from models_integration.states import RowStates, Spliced
 from models_integration.visibility import StoredRows
 from spec import SPEC_VERSION
 from spec.budget import Budget
@@ -66,9 +66,11 @@ def save_cache(cache: RetainedCache, model: PreTrainedModel, path: str | Path) -
         states.append(numbers)
     if cache.states.waiting:
         tensors["waiting"] = torch.cat(cache.states.waiting, dim=1)
+    for at, chunk in enumerate(cache.states.spliced):
+        tensors |= {f"chunk {at}.ids": torch.tensor(chunk.token_ids), f"chunk {at}.kept": torch.tensor(chunk.kept)}
     manifest = {
         **_identity(model), "spec": SPEC_VERSION, "layers": layers, "states": states, "columns": cache.states.columns,
-        "steps": cache.states.steps,
+        "steps": cache.states.steps, "chunks": [chunk.after for chunk in cache.states.spliced],
     }
     publish(Path(path), parts(manifest, tensors))
 
@@ -97,8 +99,13 @@ def load_cache(path: str | Path, model: PreTrainedModel) -> RetainedCache:
         else:
             layer.cumulative_length = numbers["seen"]
     rows = tuple(unpacked(numbers, _row(row, tensors)) for row, numbers in enumerate(manifest["states"]))
-    waiting = (tensors["waiting"].to(model.device),) if "waiting" in tensors else ()
-    cache.states = RowStates(rows, manifest["columns"], waiting, manifest["steps"])
+    spliced = tuple(
+        Spliced(after, tensors[f"chunk {at}.ids"].numpy(), tensors[f"chunk {at}.kept"].numpy())
+        for at, after in enumerate(manifest["chunks"])
+    )
+    cache.states = RowStates(rows, manifest["columns"], spliced=spliced)
+    if "waiting" in tensors:
+        cache.states = cache.states.wait(tensors["waiting"].to(model.device), steps=manifest["steps"])
     return cache
 
 

@@ -1,5 +1,6 @@
-"""What a few policies must know of a model beside its attention inputs: output projections and rotary frequencies."""
+"""What a few policies must know of a model beside its attention inputs: output projections, frequencies, its name."""
 
+import hashlib
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -7,12 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from models_integration.architecture import FULL, Architecture
 from spec.arrays import Cube
 from spec.errors import SpecError
 
-__all__ = ["output_projections", "rotary"]
+__all__ = ["fingerprint", "output_projections", "rotary"]
 
 _PROJECTIONS = ("o_proj", "dense", "out_proj", "wo")
 # Frequencies that change with the length of what is read.
@@ -57,6 +59,15 @@ def rotary(architecture: Architecture) -> dict[str, Any]:
         _check_pairs(architecture, architecture.attention[layer], len(inv_freq))
     factor = float(getattr(embedding, f"{prefix}attention_scaling"))
     return {"inv_freq": inv_freq.detach().to("cpu", torch.float64).numpy(), "factor": factor}
+
+
+def fingerprint(model: PreTrainedModel) -> str:
+    """Eight hex digits over names, shapes and a sample of the weights: a retrained model is another model."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        sample = parameter.detach().flatten()[:64].float().cpu().numpy()
+        digest.update(name.encode() + str(tuple(parameter.shape)).encode() + sample.tobytes())
+    return digest.hexdigest()[:8]
 
 
 def _check_pairs(architecture: Architecture, module: nn.Module, pairs: int) -> None:

@@ -54,6 +54,12 @@ class Calibration:
             if not np.isfinite(array).all():
                 raise SpecError(f"calibration.{name}", "NaN or infinity", "must be finite")
 
+    @property
+    def digest(self) -> str:
+        """8 hex digits over the statistics: another text gives others."""
+        parts = (np.ascontiguousarray(x, dtype="<f8").tobytes() for x in (self.mean, self.magnitude))
+        return hashlib.sha256(b"".join(parts)).hexdigest()[:8]
+
     def check(self, served: Identity) -> None:
         """Whether it may score this model's keys.
 
@@ -92,7 +98,7 @@ def load_calibration(path: str | PathLike[str]) -> Calibration:
     Implements: TA-CALIBRATION
 
     Raises:
-        SpecError: for a file of another kind, or one whose frequencies are not those that its header names.
+        SpecError: for no file, one of another kind, or one whose frequencies are not those that its header names.
     """
     try:
         with np.load(path, allow_pickle=False) as archive:
@@ -100,7 +106,7 @@ def load_calibration(path: str | PathLike[str]) -> Calibration:
             mean, magnitude, inv_freq = (np.asarray(archive[name], dtype=np.float64) for name in ARRAYS)
         form, rope, layers = header["format"], header["rope"], tuple(header["layers"])
         identity = Identity(header["model"], inv_freq, header["factor"])
-    except (KeyError, TypeError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, KeyError, TypeError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise SpecError("path", str(path), f"is not a calibration: {error}") from error
     if form != FORMAT:
         raise SpecError("path", str(path), f"has the format {form!r}, not {FORMAT!r}")

@@ -11,7 +11,7 @@ from spec.errors import SpecError
 
 __all__ = [
     "check_attention_inputs", "check_attention_tensors", "check_diversity", "check_keys", "check_lse",
-    "check_penalty", "check_scaling", "check_sentence_ends", "check_token_ids",
+    "check_penalty", "check_scaling", "check_sentence_ends", "check_shapes", "check_token_ids",
 ]
 
 
@@ -23,7 +23,7 @@ def check_attention_inputs(q: np.ndarray[Any, Any], k: np.ndarray[Any, Any]) -> 
     """
     for name, array in (("q", q), ("k", k)):
         _check_floats(name, array)
-    _check_together(q, k)
+    check_shapes(q, k)
 
 
 def check_attention_tensors(q: Any, k: Any) -> None:
@@ -41,10 +41,15 @@ def check_attention_tensors(q: Any, k: Any) -> None:
         if not bool(tensor.isfinite().all()):
             at = tuple((~tensor.isfinite()).nonzero()[0].tolist())
             raise SpecError(name, float(tensor[at]), f"must be finite, and is not at {at}")
-    _check_together(q, k)
+    check_shapes(q, k)
 
 
-def _check_together(q: Any, k: Any) -> None:
+def check_shapes(q: Any, k: Any) -> None:
+    """q (H, n, d) and k (H_kv, live, d), arrays or tensors: equal d, H a multiple of H_kv, n <= live.
+
+    Raises:
+        SpecError: at the first thing that does not hold.
+    """
     if q.shape[2] != k.shape[2]:
         raise SpecError("k", tuple(k.shape), f"the head dimension must be q's, {q.shape[2]}")
     if q.shape[0] % k.shape[0]:
@@ -152,14 +157,14 @@ def check_scaling(scaling: float, softcap: float | None) -> None:
             raise SpecError(name, value, "must be positive and finite")
 
 
-def check_penalty(lam: float) -> None:
-    """The weight of the redundancy penalty: finite and not negative.
+def check_penalty(lam: float, name: str = "lam") -> None:
+    """The weight of the redundancy penalty, under the name that its caller gave it: finite and not negative.
 
     Raises:
         SpecError: otherwise.
     """
     if not (math.isfinite(lam) and lam >= 0):
-        raise SpecError("lam", lam, "must be finite and not negative")
+        raise SpecError(name, lam, "must be finite and not negative")
 
 
 def check_diversity(s: Vector, V: Matrix, retained: BoolVector, k: int, lam: float) -> None:

@@ -19,5 +19,5 @@ def decay(D: Vector, trunk_impact: Vector, beta_0: float, D_c: float) -> Vector:
     after = np.empty_like(D)
     for g in range(len(D)):
         rho = beta_0 * math.exp(-(D[g] * trunk_impact[g] / D_c))
-        after[g] = max(0.0, D[g] - rho * D[g])
+        after[g] = D[g] - rho * D[g]  # never below 0: rho is at most beta_0, and that at most 1
     return after

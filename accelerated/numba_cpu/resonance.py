@@ -18,32 +18,43 @@ def resonance(
     Implements: CC-PULSE, CC-RAISE, CC-RESONANCE
 
     `queue` holds the reached trunks hop by hop, `search` the search that reached a trunk last. A hop is read without
-    a branch: `best` takes the strongest pulse of every trunk that it touches, and the rest is decided per trunk.
+    a branch: `best` takes the strongest pulse of every trunk that it touches, and the rest is decided per trunk, which
+    one search raises once. Trunk numbers are unsigned: a signed one could count from an array's end, which is checked.
     """
     m = len(D)
     after = D.copy()
+    columns = indices.astype(np.uint32)
     pulse, best, search = np.zeros(m), np.full(m, -1.0), np.full(m, -1, dtype=np.int64)
-    queue, touched = np.empty(m, dtype=np.int64), np.empty(m + 1, dtype=np.int64)
+    queue, touched = np.empty(m, dtype=np.uint32), np.empty(m + 1, dtype=np.uint32)
     for source in range(m):
         if not active[source]:
             continue
         queue[0], pulse[source], search[source] = source, 1.0, source
+        after[source] = raised(after[source], 1.0, alpha_res)
         head, end = 0, 1
         for _ in range(min(max_hops, m)):
-            level, number = end, 0
+            level, number = end, np.uint64(0)
             for at in range(head, level):
                 g = queue[at]
-                for e in range(indptr[g], indptr[g + 1]):
-                    h = indices[e]
+                held = pulse[g]
+                for e in range(np.uint64(indptr[g]), np.uint64(indptr[g + 1])):
+                    h, sent = columns[e], held * weights[e] * gamma_hop
+                    strongest = best[h]
                     touched[number] = h
-                    number += best[h] < 0.0
-                    best[h] = max(best[h], pulse[g] * weights[e] * gamma_hop)
+                    number += np.uint64(strongest < 0.0)
+                    best[h] = sent if sent > strongest else strongest
             head = level
             for h in touched[:number]:
                 if search[h] != source and best[h] >= tau_pulse:
                     queue[end], pulse[h], search[h] = h, best[h], source
+                    after[h] = raised(after[h], best[h], alpha_res)
                     end += 1
                 best[h] = -1.0
-        for g in queue[:end]:
-            after[g] = min(1.0, after[g] + alpha_res * pulse[g] * (1.0 - after[g]))
     return after
+
+
+@njit(inline="always")
+def raised(D: float, pulse: float, alpha_res: float) -> float:
+    """D of one trunk after one pulse."""
+    after = D + alpha_res * pulse * (1.0 - D)
+    return after if after < 1.0 else 1.0

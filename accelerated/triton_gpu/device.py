@@ -10,6 +10,7 @@ import triton
 from accelerated.triton_gpu.launch import SHARED
 from spec.errors import BackendUnavailable, SpecError
 from spec.policy import DeviceArray
+from spec.validate import check_shapes
 
 __all__ = [
     "INTERPRETED", "attention_tensors", "default_device", "download", "key_tensor", "lse_tensor", "require_device",
@@ -154,9 +155,4 @@ def _check_tensor(name: str, x: Tensor) -> None:
 def _check_together(q: Tensor, k: Tensor) -> None:
     if q.dtype != k.dtype or q.device != k.device:
         raise SpecError("k", (k.dtype, str(k.device)), f"must be as q is, {q.dtype} on {q.device}")
-    if q.shape[2] != k.shape[2]:
-        raise SpecError("k", tuple(k.shape), f"the head dimension must be q's, {q.shape[2]}")
-    if q.shape[0] % k.shape[0]:
-        raise SpecError("q", tuple(q.shape), f"the heads must be a multiple of k's {k.shape[0]}")
-    if q.shape[1] > k.shape[1]:
-        raise SpecError("q", tuple(q.shape), f"there are only {k.shape[1]} keys for {q.shape[1]} queries")
+    check_shapes(q, k)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from models_integration.archive.manifest import Manifest, ModelIdentity, ids_digest
+from models_integration.archive.manifest import ALL, Manifest, ModelIdentity, ids_digest
 
 __all__ = ["MODEL", "chunk"]
 
@@ -22,7 +22,7 @@ def chunk(
             values = torch.randn((2, tokens, 8), generator=generator)
             tensors[f"{layer}.{name}"] = values.to(torch.bfloat16)
     manifest = Manifest(
-        tenant, ids_digest([seed, *ids.tolist()]), tokens, "raw", 0, (), 0, tokens, "none", tuple(range(layers)), model,
-        float(seed),
+        tenant, ids_digest([seed, *ids.tolist()]), tokens, "raw", 0, (), 0, tokens, "none", tuple(range(layers)), ALL,
+        model, float(seed),
     )
     return manifest, tensors

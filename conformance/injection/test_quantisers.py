@@ -120,6 +120,19 @@ def test_the_halves_of_the_layers_are_all_of_them(layers: int) -> None:
     assert len(upper) - len(lower) == layers % 2
 
 
+@pytest.mark.spec(id="IN-ARMS")
+@pytest.mark.parametrize("name", ARMS)
+def test_an_arm_is_what_its_name_says(name: str) -> None:
+    """A scheme of both, or of keys or values alone; KIVI has a scale per channel of keys, and per token of values."""
+    arm, scheme = ARMS[name], name[name.rfind("per_") :]
+    both = {"none": (None, None), "kivi": ("per_channel", "per_token")}.get(name, (scheme, scheme))
+    assert arm.keys == (None if name.startswith("values") else both[0])
+    assert arm.values == (None if name.startswith("keys") else both[1])
+    assert arm.half == next((half for half in ("lower", "upper") if name.startswith(half)), "all")
+    assert arm.first == arm.last == (4 if name.startswith("selective") else 0)
+
+
+@pytest.mark.spec(id="IN-ARMS")
 def test_an_unknown_half_is_refused() -> None:
     with pytest.raises(SpecError, match="must be one of all, lower, upper"):
         quantised_region(Arm("per_head", "per_head", half="middle"), 4, 4)

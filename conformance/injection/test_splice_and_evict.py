@@ -16,7 +16,7 @@ from models_integration.archive.rope import plain_layers, recognise
 from models_integration.archive.splice import Chunk, computed, splice, upper_half
 from models_integration.cache import RetainedCache
 from reference.policies import retain
-from reference.policies.protections import protecting
+from reference.policies.protections import Places, protecting
 from reference.policies.streaming_llm import streaming_llm
 from spec.budget import parse_budget
 from spec.errors import SpecError
@@ -91,6 +91,13 @@ def test_protection_alone_may_exceed_the_budget() -> None:
     policy = protecting(streaming_llm(2), [5, 7, 9])
     kept, _ = retain(policy, parse_budget(1), Observation(20, 1, None, {}))
     assert {0, 1, 5, 7, 9} <= set(kept.positions.tolist())
+
+
+def test_places_are_marked_in_a_copy() -> None:
+    """Positions that are not there yet are left out; another protection's own marks stay as they were."""
+    marks = np.array([True, False, False])
+    assert Places(lambda seen: marks, (2, 5))(3).tolist() == [True, False, True]
+    assert marks.tolist() == [True, False, False]
 
 
 @pytest.mark.parametrize("window", [6, 20, 34, 64])

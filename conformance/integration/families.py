@@ -114,7 +114,26 @@ def greedy(model: PreTrainedModel, input_ids: Tensor, new: int, **options: Any) 
     return output[:, input_ids.shape[1] :]
 
 
-class Masked:
+class MaskedReader:
+    """What every oracle by masks does once it can read."""
+
+    prompt_logits: Tensor
+
+    def read(self, input_ids: Tensor) -> Tensor:
+        """Logits of the next tokens, (1, q, vocabulary), which then belong to the past."""
+        raise NotImplementedError
+
+    def greedy(self, new: int) -> list[int]:
+        """The first token from the uncompacted prompt, the others through the mask."""
+        token = self.prompt_logits[:, -1:].argmax(-1)
+        chosen = [int(token)]
+        while len(chosen) < new:
+            token = self.read(token)[:, -1:].argmax(-1)
+            chosen.append(int(token))
+        return chosen
+
+
+class Masked(MaskedReader):
     """The oracle: the full cache after a prompt, and decoding from it with minus infinity on evicted positions."""
 
     def __init__(self, model: PreTrainedModel, input_ids: Tensor, kept: Sequence[int]) -> None:
@@ -140,15 +159,6 @@ class Masked:
             ).logits
         assert isinstance(logits, Tensor)
         return logits
-
-    def greedy(self, new: int) -> list[int]:
-        """The first token from the uncompacted prompt, the others through the mask."""
-        token = self.prompt_logits[:, -1:].argmax(-1)
-        chosen = [int(token)]
-        while len(chosen) < new:
-            token = self.read(token)[:, -1:].argmax(-1)
-            chosen.append(int(token))
-        return chosen
 
     def _masks(self, full: Tensor, window: Tensor) -> Any:
         shaped = [mask[None, None] for mask in (full, window)]

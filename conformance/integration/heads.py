@@ -10,13 +10,15 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
+from conformance.integration.families import MaskedReader
+
 __all__ = ["MaskedHeads", "Sets"]
 
 Sets = Mapping[int, Sequence[Sequence[int]]]
 """Kept positions by layer index, one sequence per KV head."""
 
 
-class MaskedHeads:
+class MaskedHeads(MaskedReader):
     """One prompt on a full, plain cache; `kept` says what the heads of the full-attention layers still see of it."""
 
     def __init__(self, model: PreTrainedModel, input_ids: Tensor, kept: Sets) -> None:
@@ -61,15 +63,6 @@ class MaskedHeads:
                 hook.remove()
         assert isinstance(logits, Tensor)
         return logits
-
-    def greedy(self, new: int) -> list[int]:
-        """The first token from the uncompacted prompt, the others through the masks."""
-        token = self.prompt_logits[:, -1:].argmax(-1)
-        chosen = [int(token)]
-        while len(chosen) < new:
-            token = self.read(token)[:, -1:].argmax(-1)
-            chosen.append(int(token))
-        return chosen
 
     def _before(self, causal: Tensor) -> Any:
         eager = self.model.config._attn_implementation == "eager"

@@ -185,7 +185,9 @@ def test_scorers_without_states_see_all_stored_keys_and_the_segment_s_queries() 
     with observed.forward() as seen, method_of(scorer)(model):
         at_once(model, turn(1), cache)
     (observation,) = scorer.shown
-    assert observation.seen == len(stored) + TURN
+    assert observation.seen == N + TURN
+    assert observation.positions is not None
+    assert observation.positions.tolist() == [*stored.tolist(), *range(N, N + TURN)]
     (view,) = observation.layers.values()
     np.testing.assert_allclose(view.q, seen.q, atol=1e-6)
     np.testing.assert_allclose(view.k, observed.stored(stored, seen), atol=1e-6)

@@ -184,7 +184,7 @@ def waiting_tokens_are_not_saved(patch: Patch) -> None:
 
     def wrong(path: Path, model: Any) -> RetainedCache:
         cache = load(path, model)
-        cache.states = replace(cache.states, waiting=())
+        cache.states = replace(cache.states, waiting=(), waiting_tokens=0)
         return cache
 
     patch.setattr("conformance.integration.test_life_saboteurs.load_cache", wrong)

@@ -46,16 +46,17 @@ class _Code:
     importers: dict[str, set[str]] = field(default_factory=dict)
 
     def above(self, at: Function, named: set[str]) -> set[str]:
-        """Items of those who name it, the nearest first."""
-        reached, seen = self._namers(at[0], named), {at}
+        """Items of those who name it, the nearest first; and what judges those on the way that have none."""
+        reached, seen, on_the_way = self._namers(at[0], named), {at}, set[str]()
         while reached:
-            items = set().union(*(self.items[one] or self.of_module(one) for one in reached))
+            items = set().union(*(self.items[one] for one in reached))
+            on_the_way |= set().union(*(self.of_module(one) for one in reached if not self.items[one]))
             if items:
-                return items
+                return items | on_the_way
             seen |= reached
             above = (self._namers(path, {_plain_name(name)}) for path, name in reached if name != MODULE)
             reached = set().union(*above) - seen
-        return set()
+        return on_the_way
 
     def _namers(self, path: str, names: set[str]) -> set[Function]:
         """Functions that name one of them: of the module, or if there is none, of those that import it."""

@@ -28,3 +28,13 @@ def test_a_window_has_the_same_bits_after_any_prompt(n: int) -> None:
     alone, behind = current(tail), current(np.concatenate([before, tail]))[-len(tail) :]
     assert np.array_equal(behind[W - 1 :], alone[W - 1 :])
     assert not np.array_equal(behind[: W - 1], alone[: W - 1])
+
+
+@pytest.mark.spec(id="NK-EPISODIC")
+@pytest.mark.spec(id="NK-ANOMALY")
+@pytest.mark.parametrize(("rise", "directed"), [(2.0**-16, False), (2.0**-14, True)])
+def test_a_block_whose_keys_cancel_has_no_direction(rise: float, directed: bool) -> None:
+    """Unit keys (1, 0) and (-1, rise): the mean of the two, half of rise, MUST exceed 2^-16, not their sum."""
+    k = np.array([[1.0, 0.0], [-1.0, rise]], np.float32)
+    episodic = anomalies(k, *measured(k, 2), 2, 2)[1]
+    assert (episodic[1] == -k[1, 1]) == directed == bool(episodic.any())

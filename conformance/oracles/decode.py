@@ -14,7 +14,7 @@ from spec.parameters import CrystalCacheParameters
 __all__ = [
     "Model", "Pair", "Trunk", "active", "add_segment", "after_forward", "append", "before_eviction", "breath",
     "decay", "decode_step", "degrees", "edgeless_D", "eta", "evict", "extend", "hebb", "in_windows", "inverse_norm",
-    "join_tail", "keep", "protected", "pulses", "raise_D", "resonance", "settle",
+    "join_chunk", "join_tail", "keep", "protected", "pulses", "raise_D", "resonance", "settle",
 ]
 
 Pair = frozenset[int]
@@ -275,3 +275,18 @@ def decode_step(
     """Append, decay, and a breath when the step's number is a multiple of T_breath."""
     now = after_forward(before, token, norm, p)
     return now if now.step % p.T_breath else breath(now, ends, p)
+
+
+def join_chunk(
+    now: Model, ids: Sequence[int], kept: Sequence[int], norms: Sequence[float], ends: Set[int],
+    p: CrystalCacheParameters,
+) -> None:
+    """A spliced chunk: the tail is cut off, then the chunk is one, whose missing tokens go at once."""
+    join_tail(now, ends, p)
+    start = now.seen
+    given = dict(zip(kept, norms, strict=True))
+    now.tail = [(token, given.get(at, math.inf)) for at, token in enumerate(ids)]
+    now.seen += len(ids)
+    join_tail(now, ends, p)
+    missing = {start + at for at in range(len(ids))} - {start + at for at in kept}
+    keep(now, {i for g in now.trunks for i in g.members} - missing, [g.D for g in now.trunks])

@@ -2,27 +2,34 @@
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import pytest
 
+from conformance.policies.cases import drawn
+from conformance.policies.cases import triattention as calibrated_triattention
 from reference.policies.adakv import adakv, with_adaptive_budgets
 from reference.policies.caote import caote
 from reference.policies.chunkkv import chunkkv, chunkkv_described
 from reference.policies.defensivekv import defensivekv
+from reference.policies.diversity import diverse, toward_mean_values
 from reference.policies.epicache import epicache
 from reference.policies.expected_attention import expected_attention
 from reference.policies.full_cache import full_cache
 from reference.policies.h2o import h2o, h2o_described
 from reference.policies.keydiff import keydiff
 from reference.policies.knorm import knorm
+from reference.policies.nestedkv import nestedkv, nestedkv_without_both
 from reference.policies.pyramidkv import pyramidkv, pyramidkv_described
 from reference.policies.rkv import rkv
 from reference.policies.snapkv import snapkv
 from reference.policies.streaming_llm import streaming_llm
 from reference.policies.tova import tova
+from reference.policies.triattention import triattention
+from spec.parameters import NESTEDKV
 from spec.policy import Cadence, Needs, Policy
 from spec.retention import Granularity
 
@@ -50,6 +57,10 @@ def item(name: str) -> pytest.MarkDecorator:
         ),
         pytest.param(defensivekv, {"W": 32, "kernel": 5}, marks=item("PO-DEFENSIVEKV")),
         pytest.param(rkv, {"W": 8, "kernel": 7, "lam": 0.1, "every": 128}, marks=item("PO-RKV")),
+        pytest.param(triattention, {"mode": "global", "pin_prompt": 0, "slack": 128}, marks=item("TA-POLICY")),
+        pytest.param(diverse, {"lam": 0.5, "mode": "flat", "backend": "numpy"}, marks=item("DV-POLICY")),
+        pytest.param(toward_mean_values, {"lam": 0.5, "mode": "flat"}, marks=item("DV-VARIANT-B")),
+        pytest.param(nestedkv, {"parameters": NESTEDKV, "backend": "numpy"}, marks=item("NK-NESTEDKV")),
     ],
 )
 def test_the_constants_are_the_published_ones(policy: Callable[..., Any], constants: dict[str, Any]) -> None:
@@ -96,6 +107,17 @@ MODEL, LAYER, HEAD = Granularity.MODEL, Granularity.LAYER, Granularity.HEAD
             marks=item("PO-DEFENSIVEKV"),
         ),
         pytest.param(lambda: rkv(6, 5, every=9), Needs("all", 6), 6, HEAD, Cadence(9), marks=item("PO-RKV")),
+        pytest.param(
+            lambda: calibrated_triattention(drawn(1), "global", slack=9), Needs("all", 0), 0, MODEL, Cadence(1, 9),
+            marks=item("TA-POLICY"),
+        ),
+        pytest.param(
+            lambda: nestedkv(replace(NESTEDKV, N_sink=0)), Needs("all", 0), 0, HEAD, EVERY_SEGMENT,
+            marks=item("NK-NESTEDKV"),
+        ),
+        pytest.param(
+            lambda: nestedkv_without_both(), Needs("all", 0), 0, HEAD, EVERY_SEGMENT, marks=item("NK-ABLATIONS")
+        ),
     ],
 )
 def test_a_policy_says_what_it_needs_and_when_it_decides(

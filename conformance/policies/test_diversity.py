@@ -1,6 +1,7 @@
 """Set-conditioned selection: Algorithm 1 to the last tie, over any host, and what the paper rejected."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -84,12 +85,13 @@ UP, RIGHT, LEFT = [0.0, 1.0], [1.0, 0.0], [-1.0, 0.0]
         ([1.0, 0.9, 0.8], [RIGHT, RIGHT, UP], 0.5, [0, 2]), ([1.0, 0.9, 0.8], [RIGHT, RIGHT, UP], 0.0, [0, 1]),
         ([1.0, 0.875, 0.75], [RIGHT, RIGHT, UP], 0.125, [0, 1]), ([1.0, 0.5, 0.5], [RIGHT, UP, LEFT], 0.5, [0, 1]),
         ([0.5, 1.0, 0.5], [LEFT, RIGHT, UP], 0.5, [0, 1]), ([1.0, 0.5, 0.25], [RIGHT, UP, LEFT], 4.0, [0, 1]),
+        ([float("nan"), 0.5, 0.25], [RIGHT, UP, LEFT], 0.5, [1, 2]),
     ],
 )
 def test_two_of_three(
     selector: DiversityStages, s: list[float], V: list[list[float]], lam: float, kept: list[int],
 ) -> None:
-    """A copy gives way; a tie goes to the lower position; an opposite direction MUST NOT earn a bonus."""
+    """A copy gives way; a tie goes to the lower position; an opposite direction MUST NOT earn a bonus; NaN is last."""
     found = selector.diverse(np.array(s), np.array(V), np.zeros(3, dtype=np.bool_), 2, lam)
     assert found.tolist() == kept
 
@@ -122,6 +124,12 @@ def test_a_selection_that_is_not_admitted_is_refused(
     with pytest.raises(SpecError) as caught:
         selector.diverse(*{**given_, **change}.values())
     assert caught.value.argument == argument
+
+
+@reference_items
+@pytest.mark.spec(id="DV-COSINE")
+def test_no_token_has_no_cosine() -> None:
+    assert diversity.cosines(np.empty((0, 3))).shape == (0, 0)
 
 
 @reference_items
@@ -268,6 +276,7 @@ def test_a_signature_outlives_its_tokens_in_other_heads(seed: int, B: int, mode:
 
 @reference_items
 @pytest.mark.spec(id="DV-POLICY")
+@pytest.mark.spec(id="DV-VARIANT-B")
 @pytest.mark.parametrize(
     ("make", "argument"),
     [
@@ -300,12 +309,13 @@ def test_scores_without_signatures_are_refused() -> None:
 
 @reference_items
 @pytest.mark.spec(id="DV-POLICY")
-def test_values_that_were_not_captured_are_missed() -> None:
-    inputs = drawn(9, n=12, L=1, heads=(1, 1))
+@pytest.mark.parametrize("blind_layers", [{0, 1}, {1}])
+def test_values_that_were_not_captured_are_missed(blind_layers: set[int]) -> None:
+    inputs = drawn(9, n=12, L=2, heads=(1, 1))
     policy = policies.diverse(policies.knorm())
     assert policy.scorer.needs.values
     seen = observation(policy, inputs)
-    blind = {at: type(x)(x.q, x.k, None, x.scaling, x.softcap) for at, x in seen.layers.items()}
+    blind = {at: replace(x, v=None if at in blind_layers else x.v) for at, x in seen.layers.items()}
     with pytest.raises(SpecError, match="v = None"):
         policies.retain(policy, Budget(count=6), type(seen)(seen.seen, seen.groups, None, blind))
 
@@ -334,6 +344,7 @@ def test_variant_b_adds_a_cosine_to_the_score(seed: int, B: int, lam: float) -> 
 @pytest.mark.spec(id="DV-VARIANT-B")
 def test_variant_b_keeps_copies_where_alpha_keeps_one() -> None:
     """What the paper blames: no kept token takes part."""
+    assert policies.toward_mean_values(policies.knorm()).name == "toward-mean(knorm)"
     inputs = drawn(6, n=10, L=1, heads=(1, 1))
     view = inputs.layers[0]
     for array in (view.k, np.asarray(view.v)):

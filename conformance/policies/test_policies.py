@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from conformance.compare import scores_agree
@@ -77,6 +77,8 @@ def test_tova(seed: int, B: int) -> None:
 @pytest.mark.spec(id="PO-KEYDIFF")
 @inputs_and_budgets
 def test_keydiff(seed: int, B: int) -> None:
+    """Two tokens alone are as far from their mean as each other, and rounding decides."""
+    assume(drawn(seed).n != 2)
     agrees("keydiff", seed, B)
 
 
@@ -158,7 +160,9 @@ SCORES: dict[str, tuple[Score, Score]] = {
 }
 
 
-@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=pytest.mark.spec(id=f"PO-{name.upper().replace(' ', '-')}")) for name in SCORES
+])
 @sparingly
 @given(seed=st.integers(0, 2**32 - 1))
 def test_a_score_lies_within_its_bound(name: str, seed: int) -> None:

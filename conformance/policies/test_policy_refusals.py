@@ -28,26 +28,43 @@ def scores(H: int, n: int, pinned: int) -> Scores:
     return Scores(values, np.arange(n + 1), heads=H)
 
 
+def refused(item: str, make: Callable[[], object], argument: str) -> Any:
+    return pytest.param(make, argument, marks=pytest.mark.spec(id=item))
+
+
 @pytest.mark.parametrize(
     ("make", "argument"),
     [
-        (lambda: policies.snapkv(0), "W"), (lambda: policies.snapkv(8, 4), "kernel"),
-        (lambda: policies.snapkv(8, -1), "kernel"), (lambda: policies.pyramidkv(8, 7, 0), "beta"),
-        (lambda: policies.pyramidkv_described(8, 0), "beta"), (lambda: policies.pyramidkv_described(0), "W"),
-        (lambda: policies.chunkkv(0), "c"), (lambda: policies.chunkkv(10, 0), "W"),
-        (lambda: policies.chunkkv(10, 8, 0), "N_reuse"), (lambda: policies.chunkkv_described(0), "c"),
-        (lambda: policies.h2o_described(0), "W"), (lambda: policies.rkv(0), "W"),
-        (lambda: policies.rkv(8, 2), "kernel"), (lambda: policies.rkv(lam=1.5), "lam"),
-        (lambda: policies.rkv(lam=float("nan")), "lam"), (lambda: policies.rkv(lam=-0.5), "lam"),
-        (lambda: policies.rkv(every=0), "every"),
-        (lambda: policies.adakv(safeguard=Fraction(3, 2)), "safeguard"), (lambda: policies.adakv(8, 4), "kernel"),
-        (lambda: policies.with_adaptive_budgets(policies.knorm(), Fraction(-1)), "safeguard"),
-        (lambda: policies.defensivekv({}, 0), "W"), (lambda: policies.defensivekv({}, 8, 4), "kernel"),
-        (lambda: policies.expected_attention(INV_FREQ, N_sink=-1), "N_sink"),
-        (lambda: policies.expected_attention(INV_FREQ, N_future=0), "N_future"),
-        (lambda: policies.expected_attention(INV_FREQ, factor=0.0), "factor"),
-        (lambda: Competition(Fraction(2)), "safeguard"), (lambda: pyramidkv_official(128, 8, 1, 4096), "L"),
-        (lambda: pyramidkv_official(8, 8, 4, 4096), "capacity"),
+        refused("PO-SNAPKV", lambda: policies.snapkv(0), "W"),
+        refused("PO-SNAPKV", lambda: policies.snapkv(8, 4), "kernel"),
+        refused("PO-SNAPKV", lambda: policies.snapkv(8, -1), "kernel"),
+        refused("PO-PYRAMIDKV", lambda: policies.pyramidkv(8, 7, 0), "beta"),
+        refused("PO-PYRAMIDKV-DESCRIBED", lambda: policies.pyramidkv_described(8, 0), "beta"),
+        refused("PO-PYRAMIDKV-DESCRIBED", lambda: policies.pyramidkv_described(0), "W"),
+        refused("PO-CHUNKKV", lambda: policies.chunkkv(0), "c"),
+        refused("PO-CHUNKKV", lambda: policies.chunkkv(10, 0), "W"),
+        refused("PO-CHUNKKV", lambda: policies.chunkkv(10, 8, 0), "N_reuse"),
+        refused("PO-CHUNKKV-DESCRIBED", lambda: policies.chunkkv_described(0), "c"),
+        refused("PO-H2O-DESCRIBED", lambda: policies.h2o_described(0), "W"),
+        refused("PO-RKV", lambda: policies.rkv(0), "W"),
+        refused("PO-RKV", lambda: policies.rkv(8, 2), "kernel"),
+        refused("PO-RKV", lambda: policies.rkv(lam=1.5), "lam"),
+        refused("PO-RKV", lambda: policies.rkv(lam=float("nan")), "lam"),
+        refused("PO-RKV", lambda: policies.rkv(lam=-0.5), "lam"),
+        refused("PO-RKV", lambda: policies.rkv(every=0), "every"),
+        refused("PO-ADAKV", lambda: policies.adakv(safeguard=Fraction(3, 2)), "safeguard"),
+        refused("PO-ADAKV", lambda: policies.adakv(8, 4), "kernel"),
+        refused(
+            "PO-ADAPTIVE-BUDGET", lambda: policies.with_adaptive_budgets(policies.knorm(), Fraction(-1)), "safeguard"
+        ),
+        refused("PO-DEFENSIVEKV", lambda: policies.defensivekv({}, 0), "W"),
+        refused("PO-DEFENSIVEKV", lambda: policies.defensivekv({}, 8, 4), "kernel"),
+        refused("PO-EXPECTED-ATTENTION", lambda: policies.expected_attention(INV_FREQ, N_sink=-1), "N_sink"),
+        refused("PO-EXPECTED-ATTENTION", lambda: policies.expected_attention(INV_FREQ, N_future=0), "N_future"),
+        refused("PO-EXPECTED-ATTENTION", lambda: policies.expected_attention(INV_FREQ, factor=0.0), "factor"),
+        refused("PO-COMPETITION-BUDGET", lambda: Competition(Fraction(2)), "safeguard"),
+        refused("PO-PYRAMID-OFFICIAL", lambda: pyramidkv_official(128, 8, 1, 4096), "L"),
+        refused("PO-PYRAMID-OFFICIAL", lambda: pyramidkv_official(8, 8, 4, 4096), "capacity"),
     ],
 )
 def test_a_constant_out_of_range_is_refused(make: Callable[[], object], argument: str) -> None:
@@ -87,6 +104,9 @@ def test_a_pinned_prompt_above_the_budget_is_refused(name: str) -> None:
     assert len(policies.retain(pinned, Budget(count=6), observation(pinned, inputs))[0].group(0)) == 6
 
 
+@pytest.mark.spec(id="PO-ADAPTIVE-BUDGET")
+@pytest.mark.spec(id="PO-COMPETITION-BUDGET")
+@pytest.mark.spec(id="PO-PYRAMID-BUDGET")
 @pytest.mark.parametrize("budgets", [Adaptive(Fraction(1, 5)), Competition(Fraction(1, 5)), Pyramid(4)])
 def test_heads_that_cannot_hold_what_is_theirs_are_refused(budgets: Adaptive | Competition | Pyramid) -> None:
     """Two heads with 4 protected tokens each do not fit 7."""
@@ -95,7 +115,11 @@ def test_heads_that_cannot_hold_what_is_theirs_are_refused(budgets: Adaptive | C
     assert caught.value.argument == "budget"
 
 
-@pytest.mark.parametrize("name", ["caote", "expected_attention", "defensivekv"])
+@pytest.mark.parametrize("name", [
+    pytest.param("caote", marks=pytest.mark.spec(id="PO-CAOTE")),
+    pytest.param("expected_attention", marks=pytest.mark.spec(id="PO-EXPECTED-ATTENTION")),
+    pytest.param("defensivekv", marks=pytest.mark.spec(id="PO-DEFENSIVEKV")),
+])
 def test_values_that_were_not_captured_are_missed(name: str) -> None:
     """A policy that weighs by values MUST be shown them."""
     inputs = drawn(9, n=12, L=1, heads=(1, 1))

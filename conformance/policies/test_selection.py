@@ -1,5 +1,6 @@
 """Budgets and selectors on given scores: exact totals, published misses, ties."""
 
+from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 
@@ -14,6 +15,7 @@ from conformance.policies.cases import CASES, decided, drawn
 from reference.policies import adakv, keydiff, retain, snapkv, tova, with_adaptive_budgets
 from reference.policies.budgets import Adaptive, Competition, Pyramid, even, largest_remainder
 from reference.policies.official import adakv_official, pyramidkv_official
+from reference.policies.protections import SinkAndRecent
 from reference.policies.selectors import fill_units, top_units
 from spec.budget import Budget
 from spec.errors import SpecError
@@ -53,6 +55,25 @@ def test_top_units_keeps_the_protected_then_the_highest(given_: tuple[Rows, int,
     found = top_units(scores, even(B * len(rows), scores), protected)
     kept = [found.positions[a:b].tolist() for a, b in pairwise(found.offsets)]
     assert kept == [oracle.top(row, B) for row in padded(rows, pinned)]
+
+
+@pytest.mark.spec(id="PO-TOP-UNITS")
+@given(
+    units=st.lists(st.tuples(st.integers(1, 4), st.booleans(), st.integers(0, 5)), min_size=1, max_size=8),
+    B=st.integers(0, 20),
+)
+def test_units_of_several_sizes_stay_whole(units: list[tuple[int, bool, int]], B: int) -> None:
+    """One by one from the highest score; the first that does not fit MUST end it, though a smaller one might fit."""
+    sizes, pinned, marks = zip(*units, strict=True)
+    offsets = np.cumsum([0, *sizes])
+    values = np.where(pinned, np.nan, marks)[None].astype(np.float64)
+    found = top_units(Scores(values, offsets), np.array([B]), np.repeat(pinned, sizes))
+    kept = [u for u in range(len(units)) if pinned[u]]
+    for u in sorted(set(range(len(units))) - set(kept), key=lambda u: (-marks[u], u)):
+        if sum(sizes[i] for i in [*kept, u]) > B:
+            break
+        kept.append(u)
+    assert found.positions.tolist() == [i for u in sorted(kept) for i in range(offsets[u], offsets[u + 1])]
 
 
 @pytest.mark.spec(id="PO-FILL-UNITS")
@@ -153,13 +174,15 @@ def test_competition_shares(given_: tuple[Rows, int, int, int], twentieths: int)
     assert (shares.reshape(-1, H).sum(axis=1) == H * min(B, len(rows[0]))).all()
 
 
+@pytest.mark.spec(id="PO-ADAPTIVE-BUDGET")
 @pytest.mark.spec(id="PO-COMPETITION-BUDGET")
 def test_the_two_safeguards_differ() -> None:
-    """The same scores: a quota gives [7, 1], a blend [6, 2]; kvpress reads the safeguard as a quota."""
+    """The same scores: a quota gives [7, 1], a blend [6, 2]; kvpress reads the safeguard as a quota. 1 is even."""
     rows = [[9.0, 8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0], [1.0] + [0.0] * 7]
     scores, _ = scores_of(rows, 2, 0)
     assert Competition(Fraction(1, 4))(8, scores).tolist() == [7, 1]
     assert Adaptive(Fraction(1, 2))(8, scores).tolist() == [6, 2]
+    assert Competition(1)(8, scores).tolist() == Adaptive(1)(8, scores).tolist() == [4, 4]
 
 
 @pytest.mark.spec(id="PO-PYRAMID-OFFICIAL")
@@ -228,6 +251,19 @@ def test_ada_kv_stands_over_any_scorer_with_heads() -> None:
     assert len({len(group) for group in kept}) > 1
     with pytest.raises(SpecError, match="host"):
         with_adaptive_budgets(tova())
+
+
+@pytest.mark.spec(id="PO-RETAIN")
+def test_one_share_below_the_protected_tokens_is_refused() -> None:
+    """Four groups of 6 protected tokens: one of them is given 5, and another 7."""
+    inputs = drawn(5, n=20, L=2, heads=(2, 1))
+    for shares in ([5, 7, 6, 6], [6, 6, 7, 5]):
+        policy = replace(
+            keydiff(), protection=SinkAndRecent(2, 4),
+            budgets=lambda total, scores, shares=shares: np.array(shares),  # type: ignore[misc]
+        )
+        with pytest.raises(SpecError, match="must hold the 6 protected tokens of keydiff"):
+            decided(policy, inputs, 6)
 
 
 @pytest.mark.spec(id="PO-RETAIN")

@@ -12,6 +12,10 @@ from conformance.policies.table import PROPERTIES, REASONS, TABLE, rendered
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "spec" / "policies.md"
 SEARCHED = 300
+OTHER_NAMES = {
+    "triattention-by-head": "triattention", "triattention-by-layer-and-head": "triattention",
+    "diversity": "diverse(triattention)", "diversity-in-adakv": "diverse(adakv(snapkv))",
+}
 
 
 def cells(answer: str) -> list[object]:
@@ -37,6 +41,13 @@ def test_what_is_not_promised_has_a_counterexample(name: str, promise: str) -> N
     assert any(
         not PROPERTIES[promise].holds(CASES[name], drawn(seed), 1 + seed % 20, seed) for seed in range(SEARCHED)
     )
+
+
+@pytest.mark.usefixtures("reference_items")
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.spec(id=CASES[name].item)) for name in TABLE])
+def test_a_policy_bears_the_name_of_its_row(name: str) -> None:
+    """Results of runs are filed under it; a mode has no name of its own, and a composition names its host."""
+    assert CASES[name].policy(drawn(1)).name == OTHER_NAMES.get(name, name)
 
 
 def test_the_page_shows_this_table() -> None:

@@ -1,5 +1,7 @@
 """TriAttention: its equations, modes, cadence and pinned prompt against brute force; its calibration file."""
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -131,6 +133,7 @@ def test_kept_sets_are_those_of_brute_force(name: str, seed: int, B: int) -> Non
 
 
 @pytest.mark.spec(id="TA-POLICY")
+@pytest.mark.spec(id="PO-STEP")
 @pytest.mark.parametrize("mode", MODES)
 @sparingly
 @given(seed=seeds, B=st.integers(4, 8), slack=st.integers(1, 4), pinned=st.sampled_from([0, 2]))
@@ -150,8 +153,21 @@ def test_steps_fire_at_the_budget_and_the_slack(mode: Mode, seed: int, B: int, s
 
 
 @pytest.mark.spec(id="TA-POLICY")
+def test_scores_say_how_many_rows_a_layer_has() -> None:
+    """One for the whole cache, or one for each KV head."""
+    inputs = drawn(5, n=8, L=2, heads=(3, 1))
+    found = []
+    for mode in MODES:
+        policy = triattention(inputs, mode)
+        scores = policy.scorer(observation(policy, inputs), policy.protection(inputs.n))
+        found.append((scores.heads, len(scores.values)))
+    assert found == [(1, 1), (3, 6), (3, 6)]
+
+
+@pytest.mark.spec(id="TA-POLICY")
 def test_the_default_slack_is_128() -> None:
-    cadence = triattention(drawn(1), "global").cadence
+    inputs = drawn(1)
+    cadence = policies.triattention(calibrated(inputs), identity(inputs)).cadence
     assert [cadence.due(999, B + more, B) for B in (1, 64) for more in (127, 128)] == [False, True, False, True]
 
 
@@ -205,6 +221,20 @@ def test_a_file_brings_back_every_bit(tmp_path: Path) -> None:
     for name in ("mean", "magnitude"):
         assert getattr(after, name).tobytes() == getattr(before, name).tobytes()
     assert after.identity.inv_freq.tobytes() == before.identity.inv_freq.tobytes()
+
+
+@pytest.mark.spec(id="TA-CALIBRATION")
+def test_a_digest_is_of_the_statistics_alone() -> None:
+    """8 digits, the same under another name; another bit of either statistic gives others."""
+    found = a_calibration()
+    plain = Identity("other", found.identity.inv_freq)
+    assert plain.rope == replace(plain, factor=1.0).rope
+    renamed = Calibration(plain, found.layers, found.mean, found.magnitude)
+    assert re.fullmatch("[0-9a-f]{8}", found.digest)
+    assert renamed.digest == found.digest
+    for name in ("mean", "magnitude"):
+        changed = replace(found, **{name: np.nextafter(getattr(found, name), np.inf)})
+        assert changed.digest != found.digest
 
 
 @pytest.mark.spec(id="TA-CALIBRATION")

@@ -11,7 +11,7 @@ from reference.crystalcache.breath import breath, breath_protection, decay, deco
 from reference.crystalcache.crystallization import crystallization
 from reference.crystalcache.live import count_seen, keep, start_state
 from reference.crystalcache.segments import add_segment, extend, segment_crystallization, segment_graph
-from reference.crystalcache.tail import append, edgeless_D, join_tail
+from reference.crystalcache.tail import append, edgeless_D, join_chunk, join_tail
 from spec.backend import Backend
 from spec.budget import Budget
 from spec.decode import DecodeState, LiveTrunks, TrunkWeights
@@ -153,6 +153,37 @@ def an_open_sentence_waits(
     if not set(state.tail_ids) & sentence_ends:
         return state
     return join_tail(state, sentence_ends, parameters, backend)
+
+
+@instead_of(join_chunk, "CC-CHUNK-TRUNKS")
+def only_stored_tokens_were_seen(
+    state: DecodeState, token_ids: Array, kept: Array, norms: Array, ends: Ends, p: Parameters, backend: Backend,
+) -> DecodeState:
+    """The chunk has the room of its stored tokens, and rarity counts no others."""
+    return join_chunk(state, token_ids[kept], np.arange(len(kept)), norms, ends, p, backend)
+
+
+@instead_of(join_chunk, "CC-CHUNK-TRUNKS")
+def a_chunk_goes_on_with_the_tail(
+    state: DecodeState, token_ids: Array, kept: Array, norms: Array, ends: Ends, p: Parameters, backend: Backend,
+) -> DecodeState:
+    """No cut stands between the session's tail and the chunk."""
+    tail = len(state.tail_ids)
+    joined = replace(
+        state, seen=state.seen - tail, tail_ids=(), tail_inverse_norms=(),
+    )
+    everything = np.concatenate([np.array(state.tail_ids, dtype=np.int64), token_ids])
+    own = np.concatenate([np.arange(tail), tail + kept])
+    return join_chunk(joined, everything, own, np.concatenate([state.tail_inverse_norms, norms]), ends, p, backend)
+
+
+@instead_of(join_chunk, "CC-CHUNK-TRUNKS")
+def tokens_of_a_chunk_are_steps(
+    state: DecodeState, token_ids: Array, kept: Array, norms: Array, ends: Ends, p: Parameters, backend: Backend,
+) -> DecodeState:
+    """The step counter goes on."""
+    found = join_chunk(state, token_ids, kept, norms, ends, p, backend)
+    return replace(found, step=found.step + len(token_ids))
 
 
 @instead_of(decay, "CC-DECAY")

@@ -16,6 +16,7 @@ Stage = Callable[[Backend, Any, CrystalCacheParameters], Mapping[str, object]]
 
 
 def floats(values: Json) -> Any:
+    """A float64 array in which null is NaN."""
     return np.array(values, dtype=np.float64)
 
 

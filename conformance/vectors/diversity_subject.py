@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from conformance.vectors.arrays import floats
 from conformance.vectors.case import Json
 from reference import diversity, policies
 from reference.calibration import Calibration, Identity
@@ -17,10 +18,6 @@ from spec.retention import Granularity
 __all__ = ["DIVERSITY_ITEMS"]
 
 Result = Mapping[str, object]
-
-
-def floats(values: Json) -> Any:
-    return np.array(values, dtype=np.float64)
 
 
 def kept(i: Json, policy: Policy) -> Result:

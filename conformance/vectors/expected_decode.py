@@ -84,6 +84,12 @@ def tail_trunks(i: Json, p: CrystalCacheParameters) -> Results:
     return results_of(now)
 
 
+def chunk_trunks(i: Json, p: CrystalCacheParameters) -> Results:
+    now = model_of(i)
+    decode.join_chunk(now, i["token_ids"], i["kept"], i["chunk_inverse_norms"], set(i["sentence_ends"]), p)
+    return results_of(now)
+
+
 def seen_count(i: Json, p: CrystalCacheParameters) -> Results:
     everything = [token for token, number in zip(i["ids"], i["counts"], strict=True) for _ in range(number)] + i["new"]
     ids = sorted(set(everything))
@@ -153,6 +159,7 @@ DECODE_OPERATIONS: dict[str, Operation] = {
     "CC-SEEN-COUNT": Operation(__name__ + ".seen_count", seen_count),
     "CC-TAIL": Operation(ORACLE + "append", tail),
     "CC-TAIL-D": Operation(ORACLE + "edgeless_D", tail_D, ("D",)),
+    "CC-CHUNK-TRUNKS": Operation(ORACLE + "join_chunk", chunk_trunks, FLOATS),
     "CC-TAIL-TRUNKS": Operation(ORACLE + "join_tail", tail_trunks, FLOATS),
     "CC-ETA": Operation(ORACLE + "eta", lambda i, p: {"eta": decode.eta(i["inverse_norms"])}),
     "CC-PULSE": Operation(ORACLE + "pulses", pulses),

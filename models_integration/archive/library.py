@@ -10,17 +10,23 @@ from transformers import PreTrainedModel
 
 from models_integration.archive.codec import decode, encode
 from models_integration.archive.errors import NoSuchChunk
-from models_integration.archive.manifest import Manifest, ModelIdentity, ids_digest, weights_digest
+from models_integration.archive.manifest import ALL, Manifest, ModelIdentity, ids_digest, kept_digest, weights_digest
 from models_integration.archive.rope import frequencies_at, recognise
-from models_integration.archive.splice import Chunk, computed, splice, upper_half
+from models_integration.archive.splice import Chunk, compacted, computed, splice, upper_half
 from models_integration.archive.store import Archive
 from models_integration.cache import RetainedCache
+from models_integration.methods import Method
+from models_integration.published import Published
+from models_integration.session import prefill
 from reference.injection.wrappers import FORMS, Vocabulary, wrap
+from reference.policies.protections import protecting
 from spec.errors import SpecError
+from spec.records import CrystalRetention
+from spec.retention import Retention
 
-__all__ = ["Injected", "Library", "vocabulary_of"]
+__all__ = ["Injected", "Library", "retained", "vocabulary_of"]
 
-IDS = "token_ids"
+IDS, KEPT = "token_ids", "kept"
 
 
 class Injected(NamedTuple):
@@ -37,6 +43,21 @@ def vocabulary_of(tokenizer: Any) -> Vocabulary:
         lambda text: tokenizer(text, add_special_tokens=False).input_ids,
         lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False),
     )
+
+
+def retained(
+    model: PreTrainedModel, method: Method | Published, ids: Sequence[int], markers: Sequence[int],
+) -> Retention:
+    """What a policy keeps of a chunk that it reads alone, beside the markers: no query is known yet.
+
+    Raises:
+        SpecError: for a model or ids that the policy does not serve.
+    """
+    method = method.on(model) if isinstance(method, Published) else method
+    protected = Method(protecting(method.policy, markers), method.budget, method.backend)
+    found = prefill(model, protected, torch.tensor([list(ids)], device=model.device)).run.retention
+    assert isinstance(found, CrystalRetention | Retention)
+    return found.retention if isinstance(found, CrystalRetention) else found
 
 
 class Library:
@@ -60,7 +81,10 @@ class Library:
         self.identity = ModelIdentity(weights_digest(model), self.rotary.fingerprint, self.rotary.dtype, dtype)
         self._archive, self._model, self._vocabulary, self._tenant = archive, model, vocabulary, tenant
 
-    def put(self, ids: Sequence[int], form: str = "raw", codec: str = "none", upper: bool = False) -> str:
+    def put(
+        self, ids: Sequence[int], form: str = "raw", codec: str = "none", upper: bool = False,
+        method: Method | Published | None = None,
+    ) -> str:
         """Compute a chunk in its wrapper, and store it; its key. A chunk that is stored already is not written again.
 
         Args:
@@ -68,24 +92,33 @@ class Library:
             form: a name of `FORMS`.
             codec: a name of `ARMS`.
             upper: only the upper half of the layers.
+            method: of which tokens are stored, out of the wrapped chunk; markers that are spliced always are, also
+                beyond its budget. None stores all of them.
 
         Raises:
-            SpecError: for an unknown name, an empty chunk, or a marker that is not one token id.
+            SpecError: for an unknown name, an empty chunk, a marker that is not one token id, or a budget that does not
+                hold the markers in every head.
             ArchiveError: as `Archive.put`.
         """
         if form not in FORMS:
             raise SpecError("form", form, f"must be one of {', '.join(FORMS)}")
         wrapped = wrap(FORMS[form], ids, self._vocabulary)
         chunk = computed(self._model, wrapped.ids, self.rotary, wrapped.hidden, wrapped.markers)
+        if method is not None:
+            markers = [marker for marker in wrapped.markers if marker >= wrapped.hidden]
+            chunk = compacted(chunk, retained(self._model, method, wrapped.ids, markers))
         depth = len(self.rotary.layers)
         layers = upper_half(chunk.layers, depth) if upper else chunk.layers
         if not layers:
             raise SpecError("upper", upper, "the upper half of this model has no full-attention layer")
+        stored = tuple(sorted(layers))
         manifest = Manifest(
             self._tenant, ids_digest(wrapped.ids), len(wrapped.ids), form, wrapped.hidden, wrapped.markers,
-            wrapped.start, wrapped.stop, codec, tuple(sorted(layers)), self.identity, time.time(),
+            wrapped.start, wrapped.stop, codec, stored, kept_digest(chunk.kept, stored), self.identity, time.time(),
         )
         tensors = {IDS: torch.tensor(wrapped.ids, dtype=torch.int64), **encode(layers, codec, depth)}
+        if chunk.kept is not None:
+            tensors |= {f"{index}.{KEPT}": chunk.kept[index] for index in stored}
         return self._archive.put(manifest, tensors)
 
     def get(self, key: str) -> Chunk | None:
@@ -104,7 +137,8 @@ class Library:
             for index in manifest.layers for keys, values in [decode(tensors, index, dtype)]
         }
         rotary = frequencies_at(self._model, self.rotary, manifest.tokens)
-        return Chunk(tuple(tensors[IDS].tolist()), layers, manifest.hidden, manifest.markers, rotary)
+        kept = None if manifest.kept == ALL else {index: tensors[f"{index}.{KEPT}"] for index in manifest.layers}
+        return Chunk(tuple(tensors[IDS].tolist()), layers, manifest.hidden, manifest.markers, rotary, kept)
 
     def inject(self, cache: RetainedCache | None, keys: Sequence[str], room: int = 0) -> Injected:
         """Splice stored chunks behind what a session has read, in this order; between two turns.

@@ -26,9 +26,11 @@ Backend = Annotated[str, typer.Option(help="auto, numpy, numba, or 'module:ATTRI
 # Written out, as the table of policies would load torch before any help is shown.
 _POLICIES = (
     "crystalcache, streamingllm, fullcache, adakv, caote, chunkkv, chunkkv-described, defensivekv, expected-attention,"
-    " h2o, h2o-described, keydiff, knorm, nestedkv, nestedkv-without-adaptive, nestedkv-without-continuum, pyramidkv,"
-    " pyramidkv-described, rkv, snapkv, tova"
+    " h2o, h2o-described, keydiff, knorm, nestedkv, nestedkv-without-adaptive, nestedkv-without-both,"
+    " nestedkv-without-continuum, pyramidkv, pyramidkv-described, rkv, snapkv, tova, triattention,"
+    " triattention-by-head, triattention-by-layer-and-head"
 )
+_DIVERSE = "diverse-NAME is NAME with set-conditioned selection, where it keeps single tokens"
 
 
 def _version(value: bool) -> None:
@@ -50,7 +52,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 @app.command()
 def compare(
-    policies: Annotated[str, typer.Option(help=f"Comma-separated: {_POLICIES}.")] = (
+    policies: Annotated[str, typer.Option(help=f"Comma-separated: {_POLICIES}. {_DIVERSE}.")] = (
         "crystalcache,streamingllm,fullcache"
     ),
     budgets: Annotated[str, typer.Option(help="Comma-separated: 0.3 or 30% is a fraction, 512 is tokens.")] = "0.3,0.5",
@@ -64,6 +66,9 @@ def compare(
         str, typer.Option(help="Where the question stands: after (the compaction), in_prompt, or paper.")
     ] = "after",
     controls: Annotated[bool, typer.Option(help="Also run the controls, which show that the harness measures.")] = True,
+    calibration: Annotated[
+        Path | None, typer.Option(help="TriAttention's file about this model; kvspec calibrate writes it.")
+    ] = None,
     model: Model = "pocket",
     backend: Backend = "auto",
     out: Annotated[Path, typer.Option(help="Folder of results.jsonl and comparison.png.")] = Path("results"),
@@ -76,7 +81,7 @@ def compare(
     from models_integration.evaluation.cells import Plan
 
     plan = Plan(_names(policies), _names(budgets), _names(tasks), length, samples, seed, placement, controls)
-    run(plan, model, backend, out)
+    run(plan, model, backend, out, calibration)
 
 
 @app.command()
@@ -142,6 +147,23 @@ def study(
     from models_integration.study.run import StudyPlan
 
     run(StudyPlan(samples, tokens, _names(arms) or tuple(ARMS)), contexts, backend, out)
+
+
+@app.command()
+def calibrate(
+    text: Annotated[Path, typer.Argument(metavar="TEXT", help="A text file of the model's language; any will do.")],
+    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("calibration.npz"),
+    tokens: Annotated[int, typer.Option(help="Tokens of the text to read, at most.")] = 4096,
+    model: Model = "pocket",
+) -> None:
+    """Make TriAttention's calibration: what a model's queries are like on average. One forward over a text.
+
+    The file carries a fingerprint of the model and of its rotation, and serves no other.
+    Then: kvspec compare --policies triattention --calibration calibration.npz
+    """
+    from models_integration.cli.calibrate import run
+
+    run(text, out, tokens, model)
 
 
 @app.command()

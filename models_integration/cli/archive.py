@@ -41,15 +41,22 @@ def put(
                      " the scale."),
     ] = "none",
     upper: Annotated[bool, typer.Option("--upper", help="Only the upper half of the layers.")] = False,
+    policy: Annotated[
+        str | None,
+        typer.Option(help="Store what this policy keeps: crystalcache, or a name of `kvspec compare --policies`."
+                     " Markers always stay."),
+    ] = None,
+    budget: Annotated[str, typer.Option(help="Of the policy: a fraction (0.5, 50%) or a number of tokens.")] = "0.5",
     model: Model = "pocket", tenant: Tenant = "default", folder: Folder = FOLDER, master_key: MasterKey = None,
 ) -> None:
     """Compute a text's keys and values at positions from 0, and store them; prints the key.
 
-    The key is a hash of tokens, wrapper, weights, rotation, codec and tenant: putting it twice stores it once.
+    The key is a hash of tokens, wrapper, weights, rotation, codec, tenant and what was evicted: putting it twice stores
+    it once, and a compacted chunk is never the full one.
     """
     from models_integration.cli.archive_runs import run_put
 
-    run_put(text, wrapper, codec, upper, model, tenant, folder, master_key)
+    run_put(text, wrapper, codec, upper, policy, budget, model, tenant, folder, master_key)
 
 
 @archive.command()

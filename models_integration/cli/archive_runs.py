@@ -12,7 +12,7 @@ from models_integration.archive.keyring import Keyring
 from models_integration.archive.library import Library, vocabulary_of
 from models_integration.archive.store import Archive
 from models_integration.cache import RetainedCache
-from models_integration.evaluation.compare import Subject
+from models_integration.evaluation.compare import Subject, named_method
 from models_integration.evaluation.subject import load_subject
 from spec.errors import SpecError
 
@@ -20,7 +20,8 @@ __all__ = ["run_forget", "run_gc", "run_get", "run_inject", "run_list", "run_put
 
 
 def run_put(
-    text: Path, wrapper: str, codec: str, upper: bool, model: str, tenant: str, folder: Path, master_key: Path | None,
+    text: Path, wrapper: str, codec: str, upper: bool, policy: str | None, budget: str, model: str, tenant: str,
+    folder: Path, master_key: Path | None,
 ) -> None:
     """Store one text file."""
     try:
@@ -28,9 +29,10 @@ def run_put(
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError("TEXT", str(text), f"must be a readable text file: {error}") from error
     subject = _subject(model)
+    method = None if policy is None else named_method(subject, policy, budget)
     with Archive(folder, _keyring(folder, master_key)) as archive:
         library = _library(archive, subject, tenant)
-        print(library.put(_plain_ids(subject, chunk), wrapper, codec, upper))
+        print(library.put(_plain_ids(subject, chunk), wrapper, codec, upper, method))
 
 
 def run_get(key: str, model: str, tenant: str, folder: Path, master_key: Path | None) -> None:
@@ -42,8 +44,10 @@ def run_get(key: str, model: str, tenant: str, folder: Path, master_key: Path | 
     if chunk is None or stored is None:
         raise NoSuchChunk(f"no chunk {key} of tenant {tenant!r} is here whole")
     about = stored.manifest
+    lengths = {int((own >= 0).sum()) for layer in chunk.layers for own in chunk.places(layer)}
+    kept = "" if chunk.kept is None else f", {' to '.join(map(str, sorted({min(lengths), max(lengths)})))} of them kept"
     print(
-        f"{about.tokens} tokens ({about.hidden} hidden), wrapper {about.form}, codec {about.codec},"
+        f"{about.tokens} tokens ({about.hidden} hidden){kept}, wrapper {about.form}, codec {about.codec},"
         f" layers {', '.join(map(str, about.layers))}, whole"
     )
     print(subject.tokenizer.decode(list(chunk.ids[about.start : about.stop])))

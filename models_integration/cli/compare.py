@@ -1,5 +1,6 @@
 """`kvspec compare` and `kvspec demo`."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -11,15 +12,17 @@ from models_integration.evaluation.compare import Subject, run_cells, verdict
 from models_integration.evaluation.report import comparison_table, control_table, draw
 from models_integration.evaluation.results import Row
 from models_integration.evaluation.subject import load_subject
+from reference.calibration import load_calibration
 
 __all__ = ["run"]
 
 
-def run(plan: Plan, model: str, backend: str, out: Path) -> None:
+def run(plan: Plan, model: str, backend: str, out: Path, calibration: Path | None = None) -> None:
     """Run the plan's cells, then print and draw what they say."""
     console = Console()
     disable_progress_bar()  # type: ignore[no-untyped-call]  # its bar would tear ours
-    subject = load_subject(model, backend)
+    statistics = None if calibration is None else load_calibration(calibration)
+    subject = replace(load_subject(model, backend), calibration=statistics)
     console.print(
         f"model {subject.name}, backend {subject.backend}, {plan.length} tokens, {plan.samples} samples a cell,"
         f" question placed '{plan.placement}'"

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import product
 
-from models_integration.published import PUBLISHED
+from models_integration.published import NAMES
 from models_integration.tasks import PLACEMENTS, TASKS
 from reference.crystalcache.protection import effective_budget
 from spec import SPEC_VERSION
@@ -37,7 +37,7 @@ class Plan:
     controls: bool = True
 
     def __post_init__(self) -> None:
-        known = (("policy", self.policies, (*POLICIES, *PUBLISHED)), ("task", self.tasks, TASKS))
+        known = (("policy", self.policies, (*POLICIES, *NAMES)), ("task", self.tasks, TASKS))
         for argument, given, allowed in (*known, ("placement", (self.placement,), PLACEMENTS)):
             for name in given:
                 if name not in allowed:

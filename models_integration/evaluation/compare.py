@@ -12,12 +12,13 @@ from models_integration.evaluation.controls import only_needle, without_needle
 from models_integration.evaluation.results import Row, append_row, find_row, load_rows
 from models_integration.evaluation.runner import Answer, answer
 from models_integration.methods import CrystalCache, FullCache, Method, StreamingLLM
-from models_integration.published import PUBLISHED, Published
+from models_integration.published import NAMES, Published, constants_of
 from models_integration.tasks import MAX_NEW_TOKENS, Sample, draw_sample, needle_sample, place, score
+from reference.calibration import Calibration
 from spec.budget import parse_budget
 from spec.tables import ResultTable, checked
 
-__all__ = ["CONTROL_BOUNDS", "Subject", "run_cell", "run_cells", "verdict"]
+__all__ = ["CONTROL_BOUNDS", "Subject", "named_method", "run_cell", "run_cells", "verdict"]
 
 CONTROL_BOUNDS: dict[str, tuple[str, float]] = {
     "without needle": ("<=", 0.05),
@@ -37,6 +38,8 @@ class Subject:
     sentence_ends: frozenset[int]
     backend: str
     stop_ids: frozenset[int]
+    calibration: Calibration | None = None
+    """TriAttention's statistics of this model."""
 
 
 def verdict(row: Row) -> str:
@@ -51,7 +54,7 @@ def run_cells(
 ) -> Iterator[Row]:
     """Each cell's row, from the results file where it is there already; `progress` is told of every sample."""
     for cell in cells:
-        row = find_row(load_rows(path), cell.identity(subject.name, subject.backend))
+        row = find_row(load_rows(path), _identity(subject, cell))
         if row is None:
             row = run_cell(subject, cell, progress)
             checked(ResultTable, pd.DataFrame([row]))
@@ -73,11 +76,23 @@ def run_cell(subject: Subject, cell: Cell, progress: Callable[[str], None]) -> R
         answers.append(given)
         progress(f"{cell.policy}, {cell.task}")
     return {
-        **cell.identity(subject.name, subject.backend),
+        **_identity(subject, cell),
         "correct": correct,
         "accuracy": correct / cell.n,
         **_storage(answers, cell.budget),
     }
+
+
+def _identity(subject: Subject, cell: Cell) -> dict[str, str | int | bool]:
+    """What a stored row must share; a policy that goes by statistics is named with their digest."""
+    found = cell.identity(subject.name, subject.backend)
+    if subject.calibration is not None and _wants(cell.policy, "calibration"):
+        found["policy"] = f"{cell.policy}@{subject.calibration.digest}"
+    return found
+
+
+def _wants(policy: str, constant: str) -> bool:
+    return policy in NAMES and constant in constants_of(policy)
 
 
 def _storage(answers: Sequence[Answer], B: int) -> dict[str, float]:
@@ -95,14 +110,24 @@ def _sample(subject: Subject, cell: Cell, index: int) -> Sample:
     return draw_sample(cell.task, subject.tokenizer, cell.length, index, cell.seed)
 
 
+def named_method(subject: Subject, policy: str, budget: int | str) -> Method | Published:
+    """CrystalCache, or a published policy, by name.
+
+    Raises:
+        SpecError: for an unknown name or budget.
+    """
+    if policy == "crystalcache":
+        return CrystalCache(budget, sentence_ends=subject.sentence_ends, backend=subject.backend)
+    offered = {"backend": subject.backend, "calibration": subject.calibration}
+    return Published(policy, budget, **{name: value for name, value in offered.items() if _wants(policy, name)})
+
+
 def _method(subject: Subject, cell: Cell, sample: Sample) -> Method | Published:
     start, stop = sample.needle
-    if cell.policy == "crystalcache":
-        return CrystalCache(cell.budget, sentence_ends=subject.sentence_ends, backend=subject.backend)
     if cell.policy == "streamingllm" or cell.policy.startswith("window"):
         return StreamingLLM(cell.budget)
-    if cell.policy in PUBLISHED:
-        return Published(cell.policy, cell.budget)
+    if cell.policy == "crystalcache" or cell.policy in NAMES:
+        return named_method(subject, cell.policy, cell.budget)
     if cell.policy == "without needle":
         return Method(without_needle(start, stop), parse_budget(cell.budget))
     if cell.policy == "only needle":

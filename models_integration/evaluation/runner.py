@@ -1,6 +1,6 @@
 """One sample under one policy: compact, ask, answer greedily, and count what the cache stored meanwhile."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 import torch
@@ -36,13 +36,18 @@ def answer(
 ) -> Answer:
     """Present one sample in its placement and decode greedily until a stop id or `max_new_tokens`.
 
-    A published policy reads token by token inside its context, so that one that decides in its steps does.
+    A published policy reads token by token inside its context, so that one that decides in its steps does. What is
+    dropped and read again leaves no records behind, so such a policy's prompt ends before it.
     """
     prompt = torch.tensor([placement.prompt_ids], device=model.device)
     if not isinstance(method, Published):
         logits, cache, _ = prefill(model, method, prompt)
         return _answered(model, logits, cache, placement, max_new_tokens, stop_ids, len(placement.fed_ids))
-    with method(model) as run:
+    found = method.on(model)
+    if found.policy.cadence.every is not None and placement.dropped_slots:
+        prompt = prompt[:, : -placement.dropped_slots]
+        placement = replace(placement, prompt_ids=placement.prompt_ids[: -placement.dropped_slots], dropped_slots=0)
+    with found(model) as run:
         logits = model(input_ids=prompt).logits[:, -1:]
         assert run.cache is not None
         return _answered(model, logits, run.cache, placement, max_new_tokens, stop_ids, 1)

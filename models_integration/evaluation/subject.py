@@ -1,17 +1,17 @@
 """Loading a model to test: a shipped one, or any transformers causal model."""
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from models_integration.evaluation.compare import Subject
 from models_integration.methods import CrystalCache
 from models_integration.pocket import ASSETS, CHAT_ASSETS, load_pocket
 from models_integration.sentence_ends import sentence_ends
+from models_integration.weights import fingerprint
 
-__all__ = ["fingerprint", "load_subject"]
+__all__ = ["load_subject"]
 
 
 SHIPPED = {"pocket": ASSETS, "chat": CHAT_ASSETS}
@@ -32,12 +32,3 @@ def load_subject(model: str, backend: str) -> Subject:
     sentences = sentence_ends(tokenizer)
     chosen = CrystalCache(sentence_ends=sentences, backend=backend).backend
     return Subject(name, loaded, tokenizer, sentences, chosen, frozenset(stop))
-
-
-def fingerprint(model: PreTrainedModel) -> str:
-    """Eight hex digits over names, shapes and a sample of the weights: a retrained model is another model."""
-    digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
-        sample = parameter.detach().flatten()[:64].float().cpu().numpy()
-        digest.update(name.encode() + str(tuple(parameter.shape)).encode() + sample.tobytes())
-    return digest.hexdigest()[:8]

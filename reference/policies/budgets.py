@@ -138,7 +138,7 @@ class Competition:
             free, pinned = _open(rows, share)
             quota = max(0, math.floor(self.safeguard * (share // len(rows))) - pinned)
             quota = min(quota, free // len(rows))
-            rank = np.argsort(np.argsort(-rows, axis=1, kind="stable"), axis=1, kind="stable")
+            rank = np.argsort(np.argsort(-rows, axis=1, kind="stable"), axis=1)
             wins = winners(np.where(rank < quota, np.nan, rows), free - quota * len(rows))
             shares.append(pinned + quota + wins)
         return np.concatenate(shares)

@@ -45,7 +45,7 @@ def fill_units(scores: Scores, budgets: IntVector, protected: BoolVector, /) -> 
     unit = np.repeat(np.arange(len(scores.offsets) - 1), np.diff(scores.offsets))
     groups = []
     for row, members, B in zip(scores.values, scores.members, budgets, strict=True):
-        rank = np.argsort(np.argsort(-row, kind="stable"), kind="stable")[unit]
+        rank = np.argsort(np.argsort(-row, kind="stable"))[unit]
         order = np.lexsort((-members, rank, ~protected))
         groups.append(scores.offsets[0] + np.sort(order[: max(int(B), int(protected.sum()))]))
     return _selection(groups)

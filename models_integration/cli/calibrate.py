@@ -1,0 +1,33 @@
+"""`kvspec calibrate`."""
+
+from pathlib import Path
+
+from rich.console import Console
+from transformers.utils.logging import disable_progress_bar
+
+from models_integration.calibration import calibrate
+from models_integration.evaluation.subject import load_subject
+from reference.calibration import save_calibration
+from spec.errors import SpecError
+
+__all__ = ["run"]
+
+
+def run(text: Path, out: Path, tokens: int, model: str) -> None:
+    """Read a text with a model, and write what its queries are like."""
+    try:
+        read = text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError("TEXT", str(text), f"must be a readable text file: {error}") from error
+    if tokens < 1:
+        raise SpecError("tokens", tokens, "must be at least 1")
+    disable_progress_bar()  # type: ignore[no-untyped-call]  # it says nothing of ours
+    subject = load_subject(model, "numpy")
+    ids = subject.tokenizer(read, return_tensors="pt").input_ids[:, :tokens].to(subject.model.device)
+    found = calibrate(subject.model, ids)
+    save_calibration(found, out)
+    layers, heads, d = found.mean.shape
+    Console().print(
+        f"{out}: {found.digest}, {ids.shape[1]} tokens, {layers} layers of {heads} heads of {d} channels;"
+        f" model {found.identity.model}, rotation {found.identity.rope}"
+    )
