@@ -130,3 +130,13 @@ def test_the_schedule_covers_every_step() -> None:
     assert len(stage_at(STEPS - 1).plans) == 4
     with pytest.raises(ValueError, match="past the end"):
         stage_at(STEPS)
+
+
+def test_the_card_has_the_figures_of_the_files() -> None:
+    card = (CHAT_ASSETS / "MODEL_CARD.md").read_text(encoding="utf-8")
+    cost = json.loads((CHAT_ASSETS / "training.json").read_text())
+    model, _ = load_pocket(CHAT_ASSETS)
+    assert f"{sum(weights.numel() for weights in model.parameters()):,} parameters" in card
+    minutes = f"{cost['seconds'] / 60:.0f} CPU minutes"
+    assert f"{cost['step']} steps, {cost['tokens'] / 1e6:.1f} million tokens, {minutes}" in card
+    assert f"ends at {cost['probes'][-1][1]:.2f}" in card
