@@ -44,7 +44,7 @@ def edgeless(start: int, salience: Float64[Vector, " n"]) -> CoAttention:
 
 
 def edgeless_D(mu: float, sigma: float, parameters: CrystalCacheParameters) -> float:
-    """D of a trunk without an edge: Eq. 27 at degree 0, under the moments of the last segment.
+    """D of a trunk without an edge: Eq. 27 at degree 0, under the moments of the prefill.
 
     Implements: CC-TAIL-D
 
