@@ -9,7 +9,7 @@ from spec.errors import SpecError
 from spec.policy import Policy
 from spec.retention import Granularity
 
-__all__ = ["Place", "check_known", "check_rows", "check_turn"]
+__all__ = ["Place", "check_hidden", "check_known", "check_rows", "check_turn"]
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,8 @@ class Place:
 
     columns: int
     until: int
-    padding: Tensor | None
+    shown: Tensor
+    """Which columns of the forward hold a token, (rows, n)."""
     defaults: dict[str, Tensor]
     """Inputs that the forward needs, where its caller leaves them out."""
 
@@ -45,6 +46,19 @@ def check_known(cache: RetainedCache) -> None:
         raise SpecError(
             "past_key_values", f"{seen} tokens", "its states do not know all of them: some were read outside the "
             "context, under another policy, or under a backend without decode"
+        )
+
+
+def check_hidden(cache: RetainedCache) -> None:
+    """A turn of which a mask hides columns needs a cache without sliding windows, which would count them.
+
+    Raises:
+        SpecError: otherwise.
+    """
+    if len(cache.full_layers) < len(cache.layers):
+        raise SpecError(
+            "attention_mask", "zeros", "a padded turn is not served beside sliding-window layers: their windows would "
+            "count the padding"
         )
 
 

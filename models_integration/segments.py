@@ -69,7 +69,6 @@ class Segment:
     ) -> None:
         self.cache, self.copies, self.until = cache, copies, until
         self.recorder = Recorder(method.policy.scorer.needs)
-        self.padding: Tensor | None = None
         self.bytes_saved = 0
         self.later = cache.get_seq_length() > 0
         """Whether it goes on from what earlier segments left."""
@@ -77,6 +76,7 @@ class Segment:
             raise SpecError("policy", method.policy.name, "reads token ids: it serves one segment of a cache")
         self._method, self._architecture = method, architecture
         self._ids: list[Tensor] = []
+        self._shown: list[Tensor] = []
         self._kept: tuple[Kept, ...] | None = None
         self._compacted: set[int] = set()
         self._streams = until == ONE_FORWARD and self.recorder.needs.layers != "all"
@@ -99,10 +99,23 @@ class Segment:
         """Columns read so far."""
         return sum(ids.shape[1] for ids in self._ids)
 
-    def read(self, input_ids: Tensor, padding: Tensor | None) -> None:
-        """These tokens (rows, n) come next; `padding` (rows,) columns are left of each row's first token so far."""
+    @property
+    def shown(self) -> Tensor:
+        """Which of these columns hold a token, (rows, columns)."""
+        return torch.cat(self._shown, dim=1)
+
+    @property
+    def padding(self) -> Tensor | None:
+        """Columns without a token, (rows,); None where there are none."""
+        shown = self.shown
+        return None if bool(shown.all()) else (~shown).sum(dim=1)
+
+    def read(self, input_ids: Tensor, shown: Tensor) -> None:
+        """These columns (rows, n) come next; those `shown` hold a token of their row."""
         self._ids.append(input_ids)
-        self.padding = padding
+        self._shown.append(shown)
+        if self.later:
+            self.recorder.hidden = int((~self.shown).sum(dim=1).max())
         self._watch = self._watch or Stopwatch(input_ids.device)
 
     def wants_lse(self, layer: int) -> bool:
@@ -126,11 +139,10 @@ class Segment:
         """The end of the segment: what was kept of each prompt, and the seconds of each stage.
 
         Raises:
-            SpecError: when a row has fewer than two tokens.
+            SpecError: when a row has fewer than two tokens, or ends without one.
         """
         assert self._watch is not None
-        if not self.later:
-            check_tokens(self.columns, self.padding)
+        check_tokens(self.shown)
         kept = self._decide()
         self._compact(layer for layer in self._architecture.full_layers if layer not in self._compacted)
         running = [one.running for one in kept for _ in range(self.copies) if one.running is not None]
@@ -154,12 +166,12 @@ class Segment:
     def _decided(self, row: int) -> Kept:
         assert self._watch is not None
         method, needs = self._method, self.recorder.needs
-        padding = 0 if self.padding is None else int(self.padding[row])
-        seen = self.columns - padding
+        shown = self.shown[row]
+        seen = int(shown.sum())
         with self._watch.stage("capture"):
-            ids = self._row_ids(row)[padding:] if needs.token_ids else None
+            ids = self._row_ids(row) if needs.token_ids else None
             groups = groups_of(method, self._architecture, self.cache)
-            observation = Observation(seen, groups, ids, self.recorder.views(row, padding))
+            observation = Observation(seen, groups, ids, self.recorder.views(row, shown, shown))
         with self._watch.stage("decision"):
             if method.policy.cadence.every is not None:
                 retention, running = start(method.policy, method.budget, observation)
@@ -177,20 +189,21 @@ class Segment:
         method, layer = self._method, self.cache.full_layers[0]
         shared = 0 if layer.rows.shared else row
         stored = layer.stored_positions()[shared]
-        seen, skipped = int(layer.next_positions(1)[shared, 0]), int((stored == EMPTY).sum())
+        seen, slots = int(layer.next_positions(1)[shared, 0]), stored != EMPTY
         with self._watch.stage("capture"):
-            views = self.recorder.views(row, skipped)
+            views = self.recorder.views(row, slots, self.shown[row])
         with self._watch.stage("decision"):
             if method.life is None:
-                kept = retain_stored(method.policy, method.budget, stored[skipped:].numpy(), seen, views)
+                kept = retain_stored(method.policy, method.budget, stored[slots].numpy(), seen, views)
                 return self._kept_of(Retention.shared(kept, seen), None, None)
             (view,) = views.values()
             state = method.life.extended(self.cache.states.rows[row], view, self._row_ids(row))
         return self._kept_of(Retention.shared(state.stored, seen), None, state)
 
     def _row_ids(self, row: int) -> IntVector:
-        ids: IntVector = torch.cat([part[row] for part in self._ids]).to("cpu", torch.int64).numpy()
-        return ids
+        ids = torch.cat([part[row] for part in self._ids]).to("cpu", torch.int64)
+        tokens: IntVector = ids[self.shown[row]].numpy()
+        return tokens
 
     def _kept_of(
         self, retention: Retention, records: CrystalRetention | None, state: DecodeState | None,

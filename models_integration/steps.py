@@ -66,7 +66,7 @@ class Step:
         cache, retentions, after, due = self._cache, [], [], []
         seen = cache.full_layers[0].next_positions(1)[:, 0].expand(len(self._recorders)).tolist()
         for recorder, running, tokens in zip(self._recorders, self._decoding.rows, seen, strict=True):
-            observation = Observation(tokens, self._groups, None, recorder.views(0, 0))
+            observation = Observation(tokens, self._groups, None, recorder.views(0))
             retention, now = advance(self._method.policy, self._method.budget, running, observation)
             retentions.append(self._all_live(now, tokens) if retention is None else retention)
             after.append(now)
