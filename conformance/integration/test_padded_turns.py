@@ -180,6 +180,7 @@ def test_padding_is_not_stored() -> None:
     model = build("llama")
     rows = [[prompt(N, seed=row), turn(row, (12, 5)[row])] for row in (0, 1)]
     cache, _ = together(model, METHODS["fullcache"](), rows)
+    assert cache.stored_positions(1).tolist() == list(range(N + 5))
     assert cache.full_layers[0].stored_positions()[1].tolist() == [EMPTY] * 7 + list(range(N + 5))
     assert cache.shown[1].tolist() == [True] * N + [False] * 7 + [True] * 5
 
