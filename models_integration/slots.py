@@ -26,15 +26,12 @@ def slots_of(stored: Tensor, wanted: Tensor) -> Tensor:
     Raises:
         SpecError: when a wanted position is not stored.
     """
-    # NumPy's search is quicker where what is wanted ascends.
-    tokens = np.flatnonzero(stored.numpy() != EMPTY)
-    own, sought = stored.numpy()[tokens], wanted.numpy()
-    at = np.searchsorted(own, sought)
-    found = at < len(own)
-    found &= own.take(at, mode="clip") == sought if len(own) else False
-    if not found.all():
-        raise SpecError("positions", sought[~found].tolist(), f"must be among the {len(own)} stored positions")
-    return torch.from_numpy(tokens[at])
+    own, sought = stored.numpy(), wanted.numpy()
+    slots = np.flatnonzero(np.isin(own, sought))
+    if len(slots) != len(sought):
+        missing = sought[~np.isin(sought, own)].tolist()
+        raise SpecError("positions", missing, f"must be among the {len(own)} stored positions")
+    return torch.from_numpy(slots)
 
 
 @dataclass(frozen=True)
