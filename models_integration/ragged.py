@@ -77,7 +77,7 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
             layer.lazy_initialization(keys, values)
             layer.keys, layer.values = keys, values
         if not isinstance(layer, cls):
-            cls.split(layer, [[layer.stored_positions()[0]] * layer.heads])
+            cls.splitting(layer, [[layer.stored_positions()[0]] * layer.heads])()
         assert isinstance(layer, cls)
         flat: tuple[list[Tensor], list[Tensor]] = ([], [])
         kept = []
