@@ -197,6 +197,8 @@ def test_a_steep_logistic_does_not_overflow(stages: CrystalStages) -> None:
     D = D_of(stages, [1.0, *[0.0] * 60], replace(PAPER, s=400.0))
     assert D[0] == 1
     assert (D[1:] < 1e-10).all()
+    far_below = D_of(stages, [0.0, *[1.0] * 60], replace(PAPER, s=93.0))[:2]
+    assert (far_below > 0).all(), "exp(720) is infinite, exp(-720) is not 0"
 
 
 @pytest.mark.spec(id="CC-DEGREE")

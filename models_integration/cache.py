@@ -17,7 +17,7 @@ from models_integration.visibility import LayersDiffer
 from spec.errors import SpecError
 from spec.retention import Granularity, Retention
 
-__all__ = ["RetainedCache", "RetainedLayer", "storage_bytes"]
+__all__ = ["RetainedCache", "RetainedLayer", "storage_bytes", "undone"]
 
 
 class RetainedCache(DynamicCache):
@@ -119,9 +119,19 @@ class RetainedCache(DynamicCache):
         return keys
 
     @property
-    def padding(self) -> Tensor:
-        """Columns left of each row's first token, (rows,); one row where all rows agree."""
-        return self.get_seq_length() - self.full_layers[0].next_positions(1)[:, 0]
+    def tokens(self) -> Tensor:
+        """Tokens that each row has seen, (rows,); one row where all rows agree."""
+        return self.full_layers[0].next_positions(1)[:, 0]
+
+    @property
+    def shown(self) -> Tensor:
+        """Which of the columns seen hold a token, (rows, columns); one row where all rows agree."""
+        return self.full_layers[0].rows.shown(self.get_seq_length(), self.tokens)
+
+    def expect(self, shown: Tensor) -> None:
+        """Note, before columns of a turn are read, which of them (rows, n) hold a token of their row."""
+        for layer in self.full_layers:
+            layer.expect(shown)
 
     def step_inputs(self, tokens: int, device: torch.device) -> dict[str, Tensor]:
         """What the next tokens of padded rows need, where their caller leaves it out: position ids and a 2D mask.
@@ -131,8 +141,8 @@ class RetainedCache(DynamicCache):
         first = self.full_layers[0]
         if first.uniform:
             return {}
-        positions, columns = first.next_positions(tokens), self.get_seq_length()
-        shown = torch.arange(columns + tokens) >= columns - positions[:, :1]
+        shown = torch.nn.functional.pad(self.shown, (0, tokens), value=True)
+        positions = first.next_positions(tokens)
         return {"position_ids": positions.to(device), "attention_mask": shown.to(device, torch.int64)}
 
     @contextmanager
@@ -186,7 +196,8 @@ class RetainedCache(DynamicCache):
             layers: indices of full-attention layers; None means all of them.
 
         Raises:
-            SpecError: when one is about another number of tokens, or not one kept set for the whole model.
+            SpecError: when one is about another number of tokens, or not one kept set for the whole model, or names a
+                token that is not stored; nothing has changed then.
         """
         chosen = self.full_layers if layers is None else [self._full_layer(index) for index in layers]
         if not chosen:
@@ -202,13 +213,25 @@ class RetainedCache(DynamicCache):
             kept.append(torch.tensor(retention.positions, dtype=torch.int64))
         if padding is None and all(torch.equal(kept[0], other) for other in kept[1:]):
             kept = kept[:1]
-        plan: Plan | None = None
-        for layer in chosen:
-            if padding is not None:
-                layer.pad(padding)
-            if plan is None or not plan.fits(layer.rows, layer.stored_length):
-                plan = layer.plan(*kept)
-            layer.follow(plan)
+        plans: list[Plan] = []
+        with undone(chosen):
+            for layer in chosen:
+                if padding is not None:
+                    layer.pad(padding)
+                fits = plans and plans[-1].fits(layer.rows, layer.stored_length)
+                plans.append(plans[-1] if fits else layer.plan(*kept))
+        with self.whole():
+            for layer, plan in zip(chosen, plans, strict=True):
+                layer.follow(plan)
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """What fails in here leaves some layers changed and others not: the cache drops everything, and says so."""
+        try:
+            yield
+        except BaseException:
+            self.fail("a compaction failed half way")
+            raise
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let row i go on as row beam_idx[i] was."""
@@ -218,8 +241,9 @@ class RetainedCache(DynamicCache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row `repeats` times, one after the other."""
+        rows = torch.arange(self.full_layers[0].batch)
         super().batch_repeat_interleave(repeats)
-        self.states = self.states.select(torch.arange(len(self.states.rows)).repeat_interleave(repeats))
+        self.states = self.states.select(rows.repeat_interleave(repeats))
         self.decoding = self.decoding and self.decoding.repeat(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -258,6 +282,18 @@ class RetainedCache(DynamicCache):
         """
         if self.failure is not None:
             raise SpecError("past_key_values", "an unusable cache", f"{self.failure}; start again with a new one")
+
+
+@contextmanager
+def undone(layers: Iterable[RetainedLayer]) -> Iterator[None]:
+    """What fails in here leaves the rows of these layers as they were; tensors are not touched."""
+    before = [(layer, layer.rows) for layer in layers]
+    try:
+        yield
+    except BaseException:
+        for layer, rows in before:
+            layer.rows = rows
+        raise
 
 
 def storage_bytes(layers: Iterable[Any]) -> int:

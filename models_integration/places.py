@@ -4,12 +4,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from models_integration.cache import RetainedCache
+from models_integration.cache import RetainedCache, RetainedLayer
+from models_integration.ragged import RaggedLayer
+from models_integration.running import Decoding
 from spec.errors import SpecError
-from spec.policy import Policy
+from spec.policy import Policy, SeparableScorer
 from spec.retention import Granularity
 
-__all__ = ["Place", "check_known", "check_rows", "check_turn"]
+__all__ = ["Place", "check_hidden", "check_known", "check_records", "check_rows", "check_turn"]
 
 
 @dataclass(frozen=True)
@@ -18,7 +20,8 @@ class Place:
 
     columns: int
     until: int
-    padding: Tensor | None
+    shown: Tensor
+    """Which columns of the forward hold a token, (rows, n)."""
     defaults: dict[str, Tensor]
     """Inputs that the forward needs, where its caller leaves them out."""
 
@@ -48,14 +51,59 @@ def check_known(cache: RetainedCache) -> None:
         )
 
 
-def check_turn(policy: Policy, cache: RetainedCache, ids: Tensor) -> None:
-    """A later segment keeps one set for the whole model, of a cache that does.
+def check_hidden(policy: Policy, cache: RetainedCache) -> None:
+    """A turn of which a mask hides columns needs one kept set for the whole model, and no sliding windows.
 
     Raises:
         SpecError: otherwise.
     """
-    if policy.granularity is not Granularity.MODEL:
-        reason = "keeps sets per layer or head, and reads a turn one token at a time only"
-        raise SpecError("input_ids", tuple(ids.shape), f"{policy.name} {reason}")
-    if cache.layers_differ:
-        raise SpecError("past_key_values", "layers that differ", "take a turn one token at a time only")
+    if len(cache.full_layers) < len(cache.layers):
+        raise SpecError(
+            "attention_mask", "zeros", "a padded turn is not served beside sliding-window layers: their windows would "
+            "count the padding"
+        )
+    if policy.granularity is not Granularity.MODEL or policy.cadence.every is not None or cache.layers_differ:
+        raise SpecError(
+            "attention_mask", "zeros", "a padded turn is served where the policy keeps one set for the whole model, and"
+            " decides at the ends of segments"
+        )
+
+
+def check_records(policy: Policy, cache: RetainedCache) -> Decoding:
+    """The records are this policy's, and about all that the cache stores.
+
+    Raises:
+        SpecError: otherwise.
+    """
+    decoding, name = cache.decoding, policy.name
+    if decoding is None or decoding.policy != name:
+        raise SpecError("past_key_values", "tokens without records", f"{name} goes on from its own prompt only")
+    stored = [len(cache.full_layers[0].head_positions(row, 0)) for row in range(len(decoding.rows))]
+    if stored != [running.live.shape[1] for running in decoding.rows]:
+        raise SpecError("past_key_values", "tokens without records", f"{name} has not seen the last tokens of it")
+    return decoding
+
+
+def check_turn(policy: Policy, cache: RetainedCache) -> None:
+    """A later segment can be decided over what the kept sets store.
+
+    Raises:
+        SpecError: where layers or heads store other tokens than the policy's kept sets, or its scores compare tokens
+            that no longer stand side by side.
+    """
+    if policy.cadence.every is not None:
+        check_records(policy, cache)
+    elif cache.layers_differ:
+        scorer = policy.scorer
+        if policy.granularity is Granularity.MODEL:
+            raise SpecError("past_key_values", "layers that differ", f"{policy.name} keeps one set for the whole model")
+        if policy.granularity is Granularity.LAYER and any(map(_heads_differ, cache.full_layers)):
+            raise SpecError("past_key_values", "heads that differ", f"{policy.name} keeps one set for a whole layer")
+        if not (isinstance(scorer, SeparableScorer) and scorer.separable):
+            reason = "compares layers or heads token by token, which store other tokens by now: it serves one segment"
+            raise SpecError("policy", policy.name, reason)
+
+
+def _heads_differ(layer: RetainedLayer) -> bool:
+    sets = [[layer.head_positions(row, head).tolist() for head in range(layer.heads)] for row in range(layer.batch)]
+    return isinstance(layer, RaggedLayer) and any(own != heads[0] for heads in sets for own in heads)

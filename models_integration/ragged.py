@@ -5,7 +5,8 @@ head by head. Attention then runs once for each head, over views of that storage
 many tokens, it runs once for all of them.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -13,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward, use_gqa_in_sdpa
 
-from models_integration.cache import RetainedCache, RetainedLayer
+from models_integration.cache import RetainedCache, RetainedLayer, undone
 from models_integration.slots import slots_of
-from models_integration.visibility import AttentionFunction, LayerMasks, StoredRows
+from models_integration.visibility import EMPTY, AttentionFunction, LayerMasks, StoredRows
 from spec.errors import SpecError
 from spec.retention import Granularity, Retention
 
@@ -29,7 +30,7 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
     """A full-attention layer of which each KV head of each row stores its own positions.
 
     Keys and values are flat, (slots, d): the heads of a row side by side, row after row, each with the same few spare
-    slots behind it. It is made of a RetainedLayer by `split`. Keys and values that grow are not differentiated.
+    slots behind it. It is made of a RetainedLayer by `splitting`. Keys and values that grow are not differentiated.
     """
 
     kept: tuple[Tensor, ...]
@@ -44,21 +45,51 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
     """Slots behind each head that no token has taken."""
 
     @classmethod
-    def split(cls, layer: RetainedLayer, kept: Sequence[Sequence[Tensor]]) -> None:
-        """Make this layer one whose row r and head h keep kept[r][h], and free the rest.
+    def splitting(cls, layer: RetainedLayer, kept: Sequence[Sequence[Tensor]]) -> Callable[[], None]:
+        """What makes this layer one whose row r and head h keep kept[r][h], and frees the rest.
 
         Raises:
-            SpecError: when one of these is not stored; nothing has changed then.
+            SpecError: at once, when one of these is not stored.
         """
-        assert layer.keys is not None
-        assert layer.values is not None
         columns, stored, marks = layer.get_seq_length(), layer.stored_positions(), layer.next_positions(1)[:, 0]
         slots = [[slots_of(stored[min(row, len(stored) - 1)], own) for own in heads] for row, heads in enumerate(kept)]
-        flat = [_flattened(tensor, slots) for tensor in (layer.keys, layer.values)]
-        layer.__class__ = cls
+
+        def split() -> None:
+            assert layer.keys is not None
+            assert layer.values is not None
+            flat = [_flattened(tensor, slots) for tensor in (layer.keys, layer.values)]
+            layer.__class__ = cls
+            assert isinstance(layer, cls)
+            layer.keys, layer.values = flat
+            layer.kept, layer.marks, layer.columns = _in_a_row(kept), marks.expand(len(kept)), columns
+            layer.grown = layer.spare = 0
+
+        return split
+
+    @classmethod
+    def grow(cls, layer: RetainedLayer, added: Sequence[tuple[Tensor, Tensor, Tensor]], seen: int) -> None:
+        """Put tokens behind what the heads of a layer of one row store; it has then `seen` tokens behind it.
+
+        `added` has keys and values (H_kv, n, d), and positions (1, n) or (H_kv, n), EMPTY where a head has no token.
+        """
+        if not layer.is_initialized:
+            keys, values = (part[None, :, :0] for part in added[0][:2])
+            layer.lazy_initialization(keys, values)
+            layer.keys, layer.values = keys, values
+        if not isinstance(layer, cls):
+            cls.splitting(layer, [[layer.stored_positions()[0]] * layer.heads])()
         assert isinstance(layer, cls)
-        layer.keys, layer.values = flat
-        layer.kept, layer.marks, layer.columns = _in_a_row(kept), marks.expand(len(kept)), columns
+        flat: tuple[list[Tensor], list[Tensor]] = ([], [])
+        kept = []
+        for head, stored in enumerate(layer.segments()):
+            own = [positions[head % len(positions)] for _, _, positions in added]
+            shown = [at != EMPTY for at in own]
+            for which, parts in enumerate(flat):
+                new = (part[which][head][at.to(part[which].device)] for part, at in zip(added, shown, strict=True))
+                parts += [stored[which][0, 0], *(part.to(stored[which]) for part in new)]
+            kept.append(torch.cat([layer.head_positions(0, head), *(at[at != EMPTY] for at in own)]))
+        layer.keys, layer.values = (torch.cat(parts).detach() for parts in flat)
+        layer.kept, layer.marks, layer.columns = tuple(kept), torch.tensor([seen]), seen
         layer.grown = layer.spare = 0
 
     @property
@@ -167,32 +198,34 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
         shape = (self.batch, self.heads, length + self.spare, -1)
         return self.keys.view(shape)[:, :, :length], self.values.view(shape)[:, :, :length]
 
-    def row_of(self, row: int) -> tuple[Tensor, Tensor]:
-        """Keys and values (1, H_kv, stored, d) of one row: copies.
-
-        Raises:
-            SpecError: where its heads store different numbers of tokens.
-        """
-        parts = self.segments()[row * self.heads : (row + 1) * self.heads]
-        if len({keys.shape[2] for keys, _ in parts}) > 1:
-            raise SpecError("policy", "heads of different lengths", "a step is decided over equal shares only")
-        return torch.cat([keys for keys, _ in parts], dim=1), torch.cat([values for _, values in parts], dim=1)
-
     def keep(self, kept: Sequence[Sequence[Tensor]]) -> None:
         """Of row r and head h keep kept[r][h], and free the rest.
 
         Raises:
             SpecError: when one of these is not stored; nothing has changed then.
         """
-        assert self.keys is not None
-        assert self.values is not None
+        self.keeping(kept)()
+
+    def keeping(self, kept: Sequence[Sequence[Tensor]]) -> Callable[[], None]:
+        """What does so.
+
+        Raises:
+            SpecError: at once, when one of these is not stored.
+        """
         chosen = _in_a_row(kept)
         slots = torch.cat([
             start + slots_of(self.head_rows(segment).positions(length)[0], own)
             for segment, (start, length, own) in enumerate(zip(self._starts, self.lengths, chosen, strict=True))
-        ]).to(self.keys.device)
-        self.keys, self.values = self.keys.index_select(0, slots), self.values.index_select(0, slots)
-        self.kept, self.marks, self.grown, self.spare = chosen, self.next_positions(1)[:, 0], 0, 0
+        ])
+
+        def keep() -> None:
+            assert self.keys is not None
+            assert self.values is not None
+            at = slots.to(self.keys.device)
+            self.keys, self.values = self.keys.index_select(0, at), self.values.index_select(0, at)
+            self.kept, self.marks, self.grown, self.spare = chosen, self.next_positions(1)[:, 0], 0, 0
+
+        return keep
 
     def retain(self, *kept: Tensor) -> None:
         """Keep these positions (kept,) of all heads of each row; one tensor may stand for all rows.
@@ -254,19 +287,21 @@ def compact(
         layers: indices of full-attention layers; None means all of them.
 
     Raises:
-        SpecError: when one is about another number of tokens, or of layers and heads.
+        SpecError: when one is about another number of tokens, or of layers and heads, or names a token that is not
+            stored; nothing has changed then.
     """
     if not cache.layers_differ and all(one.granularity is Granularity.MODEL for one in retentions):
         cache.compact(retentions, padding, layers)
         return
     full = [index for index, layer in enumerate(cache.layers) if isinstance(layer, RetainedLayer)]
     kept = [_by_layer(retention, cache, full, row, padding) for row, retention in enumerate(retentions)]
+    chosen = [(at, layer) for at, layer in zip(full, cache.full_layers, strict=True) if layers is None or at in layers]
+    with undone(layer for _, layer in chosen):
+        todo = [_keeping(layer, [sets[full.index(at)] for sets in kept], padding) for at, layer in chosen]
+    with cache.whole():
+        for apply in todo:
+            apply()
     cache.layers_differ |= any(not _agree(own for heads in sets for own in heads) for sets in kept)
-    for ordinal, index in enumerate(full):
-        if layers is None or index in layers:
-            layer = cache.layers[index]
-            assert isinstance(layer, RetainedLayer)
-            _keep(layer, [sets[ordinal] for sets in kept], padding)
 
 
 def _by_layer(
@@ -288,20 +323,17 @@ def _by_layer(
     return [sets[heads * ordinal : heads * (ordinal + 1)] for ordinal in range(len(full))]
 
 
-def _keep(layer: RetainedLayer, kept: list[list[Tensor]], padding: Tensor | None) -> None:
-    """Row r and head h keep kept[r][h]; a layer of which no two heads of a row differ stays one rectangle."""
+def _keeping(layer: RetainedLayer, kept: list[list[Tensor]], padding: Tensor | None) -> Callable[[], None]:
+    """What lets row r and head h keep kept[r][h]; a layer of which no two heads of a row differ stays one rectangle."""
     if isinstance(layer, RaggedLayer):
-        layer.keep(kept)
-        return
+        return layer.keeping(kept)
     rows = kept * layer.batch if len(kept) == 1 else kept
     if padding is not None:
         layer.pad(padding)
     if not all(map(_agree, rows)):
-        RaggedLayer.split(layer, rows)
-    elif padding is None and layer.rows.shared and _agree(heads[0] for heads in rows):
-        layer.retain(rows[0][0])
-    else:
-        layer.retain(*(heads[0] for heads in rows))
+        return RaggedLayer.splitting(layer, rows)
+    one = padding is None and layer.rows.shared and _agree(heads[0] for heads in rows)
+    return partial(layer.follow, layer.plan(*(heads[0] for heads in (rows[:1] if one else rows))))
 
 
 def _agree(sets: Iterable[Tensor]) -> bool:

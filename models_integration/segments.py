@@ -1,7 +1,7 @@
 """A segment: what a model reads between two decisions, and what a policy makes of it."""
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -12,26 +12,25 @@ from models_integration.architecture import Architecture
 from models_integration.cache import RetainedCache, storage_bytes
 from models_integration.capture import Attended, Recorder
 from models_integration.inputs import check_tokens
+from models_integration.later import of_all_sets, of_each_set
 from models_integration.ragged import compact
 from models_integration.running import Decoding
 from models_integration.states import RowStates
 from models_integration.steps import groups_of
 from models_integration.stopwatch import Stopwatch
-from models_integration.visibility import EMPTY
-from reference.policies import retain, start
-from reference.policies.retain import chosen, tokens_of
+from reference.policies import advance_turn, retain, retain_turn, start
+from reference.policies.retain import tokens_of
 from spec.arrays import IntVector
-from spec.budget import Budget
 from spec.decode import DecodeState
 from spec.errors import SpecError
-from spec.policy import LayerView, Observation, Policy, Running
+from spec.policy import Observation, Running
 from spec.records import CrystalRetention
 from spec.retention import Retention
 
 if TYPE_CHECKING:
     from models_integration.methods import Method
 
-__all__ = ["ONE_FORWARD", "OPEN", "Kept", "Segment", "retain_stored"]
+__all__ = ["ONE_FORWARD", "OPEN", "Kept", "Segment"]
 
 # Columns after which a segment ends: with its first forward, or when it is told to.
 ONE_FORWARD, OPEN = 0, sys.maxsize
@@ -69,7 +68,6 @@ class Segment:
     ) -> None:
         self.cache, self.copies, self.until = cache, copies, until
         self.recorder = Recorder(method.policy.scorer.needs)
-        self.padding: Tensor | None = None
         self.bytes_saved = 0
         self.later = cache.get_seq_length() > 0
         """Whether it goes on from what earlier segments left."""
@@ -77,6 +75,7 @@ class Segment:
             raise SpecError("policy", method.policy.name, "reads token ids: it serves one segment of a cache")
         self._method, self._architecture = method, architecture
         self._ids: list[Tensor] = []
+        self._shown: list[Tensor] = []
         self._kept: tuple[Kept, ...] | None = None
         self._compacted: set[int] = set()
         self._streams = until == ONE_FORWARD and self.recorder.needs.layers != "all"
@@ -99,10 +98,23 @@ class Segment:
         """Columns read so far."""
         return sum(ids.shape[1] for ids in self._ids)
 
-    def read(self, input_ids: Tensor, padding: Tensor | None) -> None:
-        """These tokens (rows, n) come next; `padding` (rows,) columns are left of each row's first token so far."""
+    @property
+    def shown(self) -> Tensor:
+        """Which of these columns hold a token, (rows, columns)."""
+        return torch.cat(self._shown, dim=1)
+
+    @property
+    def padding(self) -> Tensor | None:
+        """Columns without a token, (rows,); None where there are none."""
+        shown = self.shown
+        return None if bool(shown.all()) else (~shown).sum(dim=1)
+
+    def read(self, input_ids: Tensor, shown: Tensor) -> None:
+        """These columns (rows, n) come next; those `shown` hold a token of their row."""
         self._ids.append(input_ids)
-        self.padding = padding
+        self._shown.append(shown)
+        if self.later:
+            self.recorder.hidden = int((~self.shown).sum(dim=1).max())
         self._watch = self._watch or Stopwatch(input_ids.device)
 
     def wants_lse(self, layer: int) -> bool:
@@ -126,11 +138,10 @@ class Segment:
         """The end of the segment: what was kept of each prompt, and the seconds of each stage.
 
         Raises:
-            SpecError: when a row has fewer than two tokens.
+            SpecError: when a row has fewer than two tokens, or ends without one.
         """
         assert self._watch is not None
-        if not self.later:
-            check_tokens(self.columns, self.padding)
+        check_tokens(self.shown)
         kept = self._decide()
         self._compact(layer for layer in self._architecture.full_layers if layer not in self._compacted)
         running = [one.running for one in kept for _ in range(self.copies) if one.running is not None]
@@ -154,12 +165,12 @@ class Segment:
     def _decided(self, row: int) -> Kept:
         assert self._watch is not None
         method, needs = self._method, self.recorder.needs
-        padding = 0 if self.padding is None else int(self.padding[row])
-        seen = self.columns - padding
+        shown = self.shown[row]
+        seen = int(shown.sum())
         with self._watch.stage("capture"):
-            ids = self._row_ids(row)[padding:] if needs.token_ids else None
+            ids = self._row_ids(row) if needs.token_ids else None
             groups = groups_of(method, self._architecture, self.cache)
-            observation = Observation(seen, groups, ids, self.recorder.views(row, padding))
+            observation = Observation(seen, groups, ids, self.recorder.views(row, shown, shown))
         with self._watch.stage("decision"):
             if method.policy.cadence.every is not None:
                 retention, running = start(method.policy, method.budget, observation)
@@ -172,25 +183,36 @@ class Segment:
         return self._kept_of(retention, records, state)
 
     def _continued(self, row: int) -> Kept:
-        """A later segment: CrystalCache's state takes it up; other policies decide anew on all that is stored."""
+        """A later segment: states or records take it up; other policies decide anew on all that is stored."""
         assert self._watch is not None
-        method, layer = self._method, self.cache.full_layers[0]
-        shared = 0 if layer.rows.shared else row
-        stored = layer.stored_positions()[shared]
-        seen, skipped = int(layer.next_positions(1)[shared, 0]), int((stored == EMPTY).sum())
-        with self._watch.stage("capture"):
-            views = self.recorder.views(row, skipped)
-        with self._watch.stage("decision"):
-            if method.life is None:
-                kept = retain_stored(method.policy, method.budget, stored[skipped:].numpy(), seen, views)
-                return self._kept_of(Retention.shared(kept, seen), None, None)
-            (view,) = views.values()
-            state = method.life.extended(self.cache.states.rows[row], view, self._row_ids(row))
-        return self._kept_of(Retention.shared(state.stored, seen), None, state)
+        method, watch = self._method, self._watch
+        policy, budget = method.policy, method.budget
+        what = (self.cache, self.recorder, self._architecture)
+        apart = self.cache.layers_differ and policy.cadence.every is None
+        with watch.stage("capture"):
+            groups = groups_of(method, self._architecture, self.cache)
+            if apart:
+                live, shown = of_each_set(*what, policy.granularity, row)
+            else:
+                shown = [of_all_sets(*what, groups, row, self.shown[row])]
+                live = [self.cache.stored_positions(row).numpy()] * groups
+        with watch.stage("decision"):
+            if method.life is not None:
+                (view,) = shown[0].layers.values()
+                state = method.life.extended(self.cache.states.rows[row], view, self._row_ids(row))
+                return self._kept_of(Retention.shared(state.stored, shown[0].seen), None, state)
+            if policy.cadence.every is None:
+                heads = groups // len(self._architecture.full_layers)
+                return self._kept_of(retain_turn(policy, budget, live, shown, max(1, heads)), None, None)
+            assert self.cache.decoding is not None
+            running = self.cache.decoding.rows[row]
+            retention, running = advance_turn(policy, budget, running, shown[0], self.columns)
+            return self._kept_of(retention, None, None, running)
 
     def _row_ids(self, row: int) -> IntVector:
-        ids: IntVector = torch.cat([part[row] for part in self._ids]).to("cpu", torch.int64).numpy()
-        return ids
+        ids = torch.cat([part[row] for part in self._ids]).to("cpu", torch.int64)
+        tokens: IntVector = ids[self.shown[row]].numpy()
+        return tokens
 
     def _kept_of(
         self, retention: Retention, records: CrystalRetention | None, state: DecodeState | None,
@@ -210,17 +232,3 @@ class Segment:
             compact(self.cache, retentions, None if self.later else self.padding, layers)
         self.bytes_saved += before - storage_bytes(tensors)
         self._compacted.update(layers)
-
-
-def retain_stored(
-    policy: Policy, budget: Budget, stored: IntVector, seen: int, views: Mapping[int, LayerView],
-) -> IntVector:
-    """What a policy without states keeps at the end of a later segment: positions out of `stored`, ascending.
-
-    Its scorer sees the slots as a sequence: all stored keys, and the segment's queries, which are the last of them.
-    Protection and budget are about all tokens seen.
-    """
-    B, protected = tokens_of(policy, budget, seen), policy.protection(seen)[stored]
-    scores = policy.scorer(Observation(len(stored), 1, None, views, B), protected)
-    kept: IntVector = stored[chosen(policy, B, scores, protected).positions]
-    return kept

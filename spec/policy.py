@@ -14,7 +14,7 @@ from spec.retention import Granularity
 
 __all__ = [
     "SEGMENT_END", "Budgets", "Cadence", "DeviceArray", "LayerView", "Needs", "Observation", "Policy", "Protection",
-    "Running", "RunningScorer", "Scorer", "Scores", "Selection", "Selector",
+    "Running", "RunningScorer", "Scorer", "Scores", "Selection", "Selector", "SeparableScorer",
 ]
 
 # A NumPy array, or a tensor already on the backend's device.
@@ -64,6 +64,8 @@ class Observation:
     """In ascending order, which is the order of the groups."""
     B: int | None = None
     """Tokens that a group keeps on average, as `retain` knows them; for scores that depend on the budget."""
+    positions: Int64[IntVector, " n"] | None = None
+    """Absolute positions of the n cached tokens, where some were evicted before; None: n is `seen`."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,16 @@ class Scorer(Protocol):
     def needs(self) -> Needs: ...
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores: ...
+
+
+@runtime_checkable
+class SeparableScorer(Scorer, Protocol):
+    """A scorer that may give each kept set its scores from that set's own queries, keys and values alone."""
+
+    @property
+    def separable(self) -> bool:
+        """Whether it does: then it goes on where other sets have dropped other tokens."""
+        ...
 
 
 @runtime_checkable

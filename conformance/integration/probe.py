@@ -22,7 +22,8 @@ class Looking:
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
         self.shown.append(observation)
-        return Scores(np.zeros((observation.groups, observation.seen)), np.arange(observation.seen + 1))
+        n = observation.seen if observation.positions is None else len(observation.positions)
+        return Scores(np.zeros((observation.groups, n)), np.arange(n + 1))
 
 
 @dataclass

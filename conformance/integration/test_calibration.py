@@ -7,10 +7,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from typer.testing import CliRunner
 
 from conformance.integration.families import build, greedy, prompt
-from models_integration import Method
+from models_integration import Method, Published
 from models_integration.calibration import calibrate, identify
+from models_integration.cli.app import app
+from models_integration.evaluation.results import load_rows
 from reference.calibration import load_calibration, save_calibration
 from reference.policies import diverse, triattention
 from spec.budget import parse_budget
@@ -64,6 +67,42 @@ def test_another_models_calibration_is_refused(tmp_path: Path) -> None:
         with pytest.raises(SpecError, match="is another model's") as caught:
             triattention(found, identify(wrong))
         assert caught.value.argument == "calibration"
+
+
+@pytest.mark.spec(id="TA-CALIBRATION")
+@pytest.mark.parametrize("name", ["triattention", "triattention-by-layer-and-head", "diverse-triattention-by-head"])
+def test_a_file_serves_its_own_model_and_rotation_only(name: str, tmp_path: Path) -> None:
+    """In a session by name: refused before anything is read, also for the same weights under another rotation."""
+    model, other, turned = build("llama"), build("qwen2"), build("llama")
+    save_calibration(calibrate(model, prompt(N)), tmp_path / "mine.npz")
+    turned.model.rotary_emb.inv_freq[1] *= 1.5
+    chosen = Published(name, 20, calibration=tmp_path / "mine.npz")
+    with chosen(model) as run:
+        greedy(model, prompt(N), 4)
+    assert run.cache is not None
+    for wrong, words in ((other, "is another model's"), (turned, "taken under other rotary frequencies")):
+        with pytest.raises(SpecError, match=words) as caught:
+            chosen(wrong)
+        assert caught.value.argument == "calibration"
+
+
+@pytest.mark.spec(id="TA-CALIBRATION")
+def test_the_command_makes_a_file_that_compare_takes(tmp_path: Path) -> None:
+    text, file, out = tmp_path / "text.txt", tmp_path / "mine.npz", tmp_path / "results"
+    text.write_text("The chair thanked the members. The special magic number is 1516.", encoding="utf-8")
+    runner = CliRunner()
+    made = runner.invoke(app, ["calibrate", str(text), "--out", str(file)])
+    assert made.exit_code == 0, made.output
+    digest = load_calibration(file).digest
+    assert digest in made.output
+    policies = "triattention,diverse-triattention-by-head"
+    asked = ["--policies", policies, "--budgets", "160", "--tasks", "needle", "--samples", "1", "--length", "400"]
+    found = runner.invoke(app, ["compare", *asked, "--no-controls", "--calibration", str(file), "--out", str(out)])
+    assert found.exit_code == 0, found.output
+    rows = [row["policy"] for row in load_rows(out / "results.jsonl")]
+    assert rows == [f"{name}@{digest}" for name in policies.split(",")]
+    missing = runner.invoke(app, ["compare", *asked, "--no-controls", "--out", str(out)])
+    assert "`kvspec calibrate`" in str(missing.exception)
 
 
 @pytest.mark.spec(id="TA-POLICY")

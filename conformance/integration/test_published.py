@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 from conformance.integration.families import FAMILIES, build, greedy, prompt, relative
 from conformance.integration.oracle_checks import PROMPT
 from conformance.integration.ragged_checks import live_sets, read_prompt
-from models_integration import Published, prefill
+from models_integration import Published, calibrate, prefill
 from models_integration.architecture import describe
 from models_integration.cli.app import app
 from models_integration.evaluation.cells import POLICIES, Plan
-from models_integration.published import PUBLISHED
+from models_integration.published import DIVERSE, NAMES, PUBLISHED
 from models_integration.weights import output_projections, rotary
 from reference import policies
 from reference.policies.rotary import unrotated
@@ -33,7 +33,9 @@ SMALL: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_each_evicts_at_its_own_granularity(name: str) -> None:
-    model, published = build("llama"), Published(name, 0.3, **SMALL.get(name, {}))
+    model = build("llama")
+    calibration = {"calibration": calibrate(model, prompt(PROMPT, seed=9))} if "triattention" in name else {}
+    published = Published(name, 0.3, **SMALL.get(name, {}), **calibration)
     with published(model) as run:
         greedy(model, prompt(PROMPT), 4)
     assert run.cache is not None
@@ -41,8 +43,9 @@ def test_each_evicts_at_its_own_granularity(name: str) -> None:
     sets = [own for heads in live_sets(run.cache).values() for own in heads]
     granularity = published.on(model).policy.granularity
     distinct = {Granularity.MODEL: 1, Granularity.LAYER: 3, Granularity.HEAD: 6}[granularity]
-    # Sums over all queries prefer the first chunks, here in every layer.
-    assert len(set(map(tuple, sets))) == (1 if name == "chunkkv-described" else distinct)
+    # Sums over all queries prefer the first chunks, here in every layer; a KV-head index is one set in all layers.
+    fewer = {"chunkkv-described": 1, "triattention-by-head": 2}
+    assert len(set(map(tuple, sets))) == fewer.get(name, distinct)
     prompt_only = [[at for at in own if at < PROMPT] for own in sets]
     assert sum(map(len, prompt_only)) <= 6 * parse_budget(0.3).tokens(PROMPT)
 
@@ -51,7 +54,19 @@ def test_the_help_lists_every_name() -> None:
     text = CliRunner().invoke(app, ["compare", "--help"], env={"COLUMNS": "400", "TERM": "dumb"}).output
     listed = text.split("Comma-separated: ")[1].split(".")[0].replace("\n", " ").replace("│", " ")
     assert set(map(str.strip, listed.split(","))) == {*POLICIES, *PUBLISHED}
-    assert Plan(policies=tuple(PUBLISHED)).policies == tuple(PUBLISHED)
+    assert "diverse-NAME" in text
+    assert Plan(policies=NAMES).policies == NAMES
+
+
+def test_every_name_but_chunks_and_h2o_takes_a_diverse_form() -> None:
+    """What has no such form says so: it does not keep the best single tokens."""
+    for name in PUBLISHED:
+        if "triattention" not in name and name not in ("defensivekv", "expected-attention"):
+            if DIVERSE + name in NAMES:
+                Published(DIVERSE + name, 0.3)
+            else:
+                with pytest.raises(SpecError, match="must keep single tokens"):
+                    policies.diverse(PUBLISHED[name]())
 
 
 def test_constants_reach_the_policy() -> None:
@@ -74,6 +89,17 @@ def test_constants_reach_the_policy() -> None:
         (("expected-attention",), {"inv_freq": [1.0]}, "inv_freq"),
         (("defensivekv",), {"W_o": {}}, "W_o"),
         (("rkv",), {"lam": 2.0}, "lam = 2.0"),
+        (("diverse-h2o",), {}, "name = 'diverse-h2o'"),
+        (("keydiff",), {"diversity": 0.5}, "keydiff has the constants none"),
+        (("diverse-keydiff",), {"diversity": -1.0}, r"diversity = -1\.0"),
+        (("diverse-keydiff",), {"diversity": float("nan")}, "diversity = nan"),
+        (("diverse-expected-attention",), {"diversity": -1.0}, r"diversity = -1\.0"),
+        (("diverse-streamingllm",), {"signature": "head"}, "mode = 'head'"),
+        (("triattention",), {}, "calibration = None"),
+        (("diverse-triattention",), {}, "calibration = None"),
+        (("triattention",), {"calibration": "nowhere.npz"}, "path = 'nowhere.npz'"),
+        (("triattention",), {"served": None}, "served"),
+        (("triattention",), {"mode": "head"}, "mode"),
     ],
 )
 def test_bad_arguments_are_named_at_once(arguments: Any, constants: dict[str, Any], words: str) -> None:

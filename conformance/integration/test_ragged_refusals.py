@@ -1,22 +1,26 @@
 """Bad input where layers and heads keep different tokens: named errors, before anything changes."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from conformance.integration.families import build, prompt
 from conformance.integration.oracle_checks import NEW, PROMPT
 from conformance.integration.ragged_checks import live_sets, method, read_prompt
 from conformance.integration.test_ragged import ragged
-from models_integration import FullCache, Method, RetainedCache, prefill
+from models_integration import FullCache, Method, Published, RetainedCache, StreamingLLM, prefill
 from models_integration.architecture import describe
 from models_integration.capture import observing
 from models_integration.ragged import compact
 from models_integration.snapshot import save_cache
-from reference.policies import h2o, with_adaptive_budgets
+from reference.policies import chunkkv, diverse, h2o, snapkv, with_adaptive_budgets
 from spec.budget import parse_budget
 from spec.errors import SpecError
 from spec.retention import Granularity, Retention
@@ -53,6 +57,56 @@ def test_a_retention_about_something_else_is_refused(retention: Retention, words
     assert live_sets(cache) == before
 
 
+def one_layer_lacks_it(cache: RetainedCache) -> Retention:
+    """All layers but the last store position 3."""
+    cache.full_layers[-1].retain(torch.arange(10, 60))
+    return heads(6)
+
+
+@pytest.mark.parametrize("model_wide", [False, True])
+def test_a_compaction_that_fails_in_the_last_layer_has_changed_no_layer(model_wide: bool) -> None:
+    cache = prefill(build("llama"), FullCache(), prompt(PROMPT)).cache
+    retention = one_layer_lacks_it(cache)
+    if model_wide:
+        retention = Retention.shared(retention.positions[:1], PROMPT)
+    before, tensors = live_sets(cache), [layer.keys for layer in cache.full_layers]
+    with pytest.raises(SpecError, match="must be among the"):
+        compact(cache, [retention])
+    assert live_sets(cache) == before
+    assert all(layer.keys is own for layer, own in zip(cache.full_layers, tensors, strict=True))
+
+
+def one_each(sets: list[list[int]]) -> Retention:
+    return replace(heads(6), positions=np.array([own[0] for own in sets]))
+
+
+@pytest.mark.parametrize("form", ["one set", "first split", "split before"])
+def test_memory_that_runs_out_between_two_layers_makes_the_cache_unusable(
+    form: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Some layers have lost tokens, others have not: nothing may be read from that."""
+    cache, sets = ragged()
+    retention = one_each(sets)
+    if form != "split before":
+        cache = prefill(build("llama"), FullCache(), prompt(PROMPT)).cache
+    if form == "one set":
+        retention = Retention.shared(np.arange(9), PROMPT)
+    gather, calls = torch.Tensor.index_select, []
+
+    def full(tensor: Tensor, *rest: Any) -> Tensor:
+        calls.append(1)
+        if len(calls) > (9 if form == "first split" else 3):
+            raise torch.OutOfMemoryError("no memory left")
+        return gather(tensor, *rest)
+
+    monkeypatch.setattr(torch.Tensor, "index_select", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        compact(cache, [retention])
+    monkeypatch.undo()
+    with pytest.raises(SpecError, match="a compaction failed half way; start again with a new one"):
+        cache.get_seq_length()
+
+
 @pytest.mark.parametrize("name", ["adakv", "chunkkv", "pyramidkv"])
 def test_it_can_be_read_inside_the_context_only(name: str) -> None:
     model = build("llama")
@@ -73,16 +127,34 @@ def test_a_4d_mask_knows_nothing_of_heads() -> None:
         model(input_ids=prompt(NEW), past_key_values=cache, attention_mask=mask)
 
 
-@pytest.mark.parametrize("name", ["adakv", "chunkkv", "h2o"])
-def test_a_turn_is_read_token_by_token(name: str) -> None:
+REFUSED_TURNS: dict[str, tuple[str, Callable[[PreTrainedModel], Method], str]] = {
+    "one set for the model": ("adakv", lambda model: StreamingLLM(20), "keeps one set for the whole model"),
+    "one set for a layer": ("adakv", lambda model: method("chunkkv"), "keeps one set for a whole layer"),
+    "a share of each token": (
+        "adakv", lambda model: Published("defensivekv", 0.3, W=8).on(model), "compares layers or heads token by token",
+    ),
+    "signatures of all heads": (
+        "snapkv", lambda model: Method(diverse(snapkv(W=8)), parse_budget(0.3)), "layers or heads token by token",
+    ),
+    "scores of another layer": (
+        "chunkkv", lambda model: Method(chunkkv(W=8, N_reuse=2), parse_budget(0.3)), "layers or heads token by token",
+    ),
+    "sums of another policy": ("tova", lambda model: method("h2o"), "goes on from its own prompt only"),
+    "no sums at all": ("adakv", lambda model: method("h2o"), "goes on from its own prompt only"),
+}
+
+
+@pytest.mark.spec(id="PO-TURN")
+@pytest.mark.parametrize("name", REFUSED_TURNS)
+def test_a_turn_that_cannot_be_decided_is_named_and_changes_nothing(name: str) -> None:
+    before, after, words = REFUSED_TURNS[name]
     model = build("llama")
-    with method(name)(model) as run, torch.no_grad():
-        model(input_ids=prompt(PROMPT))
-        assert run.cache is not None
-        with pytest.raises(SpecError, match="one token at a time"):
-            model(input_ids=prompt(NEW), past_key_values=run.cache)
-        model(input_ids=prompt(1), past_key_values=run.cache)
-    assert run.cache.get_seq_length() == PROMPT + 1
+    _, cache = read_prompt(model, method(before))
+    kept = live_sets(cache)
+    with after(model)(model), torch.no_grad(), pytest.raises(SpecError, match=words):
+        model(input_ids=prompt(NEW), past_key_values=cache)
+    assert live_sets(cache) == kept
+    assert cache.get_seq_length() == PROMPT
 
 
 def of_another_policy(cache: RetainedCache) -> RetainedCache:

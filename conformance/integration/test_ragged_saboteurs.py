@@ -15,8 +15,9 @@ from conformance.integration.test_ragged import test_a_quarter_of_the_bytes as c
 from conformance.integration.test_ragged import test_h2o_drops_the_smallest_sum as check_h2o
 from conformance.integration.test_ragged import test_rows_of_a_padded_batch_equal_their_single_runs as check_batch
 from conformance.integration.test_ragged import test_tova_drops_the_least_attended_key_of_the_last_query as check_tova
+from conformance.integration.test_ragged_turns import check_small_keys_stay
+from models_integration import later, segments
 from models_integration import ragged as ragged_module
-from models_integration import segments
 from models_integration.cache import RetainedCache
 from models_integration.ragged import RaggedLayer
 from models_integration.steps import Step
@@ -52,14 +53,19 @@ def heads_change_places(patch: Patch) -> None:
 
 def all_heads_keep_the_first_one_s_tokens(patch: Patch) -> None:
     """The right number of tokens in a layer, one kept set."""
-    split = RaggedLayer.split.__func__  # type: ignore[attr-defined]
+    splitting = RaggedLayer.splitting.__func__  # type: ignore[attr-defined]
 
-    def wrong(cls: Any, layer: Any, kept: Any) -> None:
+    def wrong(cls: Any, layer: Any, kept: Any) -> Callable[[], None]:
         shifted = [[own if head == 0 else heads[0][: len(own)] for head, own in enumerate(heads)] for heads in kept]
-        split(cls, layer, shifted)
-        layer.kept = tuple(own for heads in kept for own in heads)
+        split = splitting(cls, layer, shifted)
 
-    patch.setattr(RaggedLayer, "split", classmethod(wrong))
+        def apply() -> None:
+            split()
+            layer.kept = tuple(own for heads in kept for own in heads)
+
+        return apply
+
+    patch.setattr(RaggedLayer, "splitting", classmethod(wrong))
 
 
 def new_tokens_go_to_one_head(patch: Patch) -> None:
@@ -161,6 +167,18 @@ def hidden_tokens_are_read_by_slot(patch: Patch) -> None:
     patch.setattr(LayerMasks, "of", wrong)
 
 
+def turns_are_decided_by_another_head(patch: Patch) -> None:
+    """A kept set is scored by the keys of the next head, as far as they go."""
+    keys_of = later.keys_of
+
+    def wrong(layer: Any, row: int, heads: slice) -> tuple[Tensor, Tensor]:
+        own, other = keys_of(layer, row, heads), keys_of(layer, row, slice(1 - heads.start, 2 - heads.start))
+        n = min(own[0].shape[1], other[0].shape[1])
+        return torch.cat([other[0][:, :n], own[0][:, n:]], dim=1), own[1]
+
+    patch.setattr(later, "keys_of", wrong)
+
+
 SABOTEURS: dict[Callable[[Patch], None], tuple[Callable[..., object], tuple[str, ...]]] = {
     one_mask_for_all_layers: (check_continuation, ("adakv",)),
     new_tokens_see_each_other: (check_continuation, ("chunkkv",)),
@@ -174,6 +192,7 @@ SABOTEURS: dict[Callable[[Patch], None], tuple[Callable[..., object], tuple[str,
     steps_decide_by_the_first_head_s_query: (check_tova, ()),
     padding_counts_as_tokens: (check_batch, ("adakv",)),
     hidden_tokens_are_read_by_slot: (check_hidden, ("adakv",)),
+    turns_are_decided_by_another_head: (check_small_keys_stay, ()),
 }
 _ON_A_MODEL = (check_continuation, check_generation, check_storage)
 

@@ -8,6 +8,7 @@ forms, protection, memory, compaction, the pipeline) leave a backend's stages as
 
 from conformance.saboteurs import (
     activation,
+    breaths,
     decode,
     diversity,
     essay,
@@ -35,8 +36,8 @@ __all__ = ["SABOTEURS"]
 
 SABOTEURS = REGISTRY
 STAGES = (
-    s1, s1_selection, s2, s3, s4, s5, s6, s6_protection, whole, activation, decode, essay, policies, policy_parts,
-    injection, statistics, nestedkv, diversity, triattention,
+    s1, s1_selection, s2, s3, s4, s5, s6, s6_protection, whole, activation, decode, breaths, essay, policies,
+    policy_parts, injection, statistics, nestedkv, diversity, triattention,
 )
 
 

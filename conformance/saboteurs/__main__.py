@@ -4,15 +4,17 @@ Exit 1 unless each is killed by an assertion, and enough agree with the referenc
 """
 
 import argparse
+import gc
 import multiprocessing
+import os
 import sys
 from collections.abc import Iterator
 from time import perf_counter
 
 from conformance.saboteurs import SABOTEURS
 from conformance.saboteurs.registry import Saboteur
-from conformance.saboteurs.subtlety import INPUTS, agreement, right_decisions
-from conformance.saboteurs.verdict import Verdict, items_by_module, judge
+from conformance.saboteurs.subtlety import INPUTS, agreement, outcomes, subject_of
+from conformance.saboteurs.verdict import Verdict, judge, warm
 
 __all__ = ["main"]
 
@@ -27,19 +29,36 @@ def selected(part: str | None, item: str | None) -> list[Saboteur]:
     ]
 
 
+# What the reference does, by the name of a subject; filled before trials are forked.
+_right: dict[str, list[str]] = {}
+
+
+def right(item: str) -> tuple[str, list[str]]:
+    """What the reference does on the inputs of the item's subject."""
+    subject = subject_of(item)
+    return subject.name, outcomes(subject)
+
+
 def trial(name: str) -> tuple[Verdict, int]:
-    """The agreement first: the trial patches this process for good."""
+    """The agreement first, then the tests; the saboteur stays in this process."""
     saboteur = SABOTEURS[name]
-    agrees = agreement(saboteur)
-    return judge(name, saboteur.item), agrees
+    agrees = agreement(saboteur, _right[subject_of(saboteur.item).name])
+    verdict = judge(name, saboteur.item)
+    # What this process and those that its tests started have used.
+    verdict.seconds = sum(os.times()[:4])
+    return verdict, agrees
 
 
 def trials(names: list[str], workers: int) -> Iterator[tuple[Verdict, int]]:
     """Each in a process of its own, forked where nothing is patched and what all need is known."""
-    right_decisions()
-    items_by_module()
-    with multiprocessing.get_context("fork").Pool(workers, maxtasksperchild=1) as pool:
+    warm()
+    items = {subject_of(SABOTEURS[name].item).name: SABOTEURS[name].item for name in names}
+    fork = multiprocessing.get_context("fork")
+    with fork.Pool(workers) as pool:
+        _right.update(pool.imap_unordered(right, items.values()))
+    with fork.Pool(workers, maxtasksperchild=1) as pool:
         yield from pool.imap(trial, names, chunksize=1)
+    gc.unfreeze()  # torch's libraries count what is left at the end
 
 
 def line(saboteur: Saboteur, verdict: Verdict, agrees: int) -> str:
@@ -49,15 +68,16 @@ def line(saboteur: Saboteur, verdict: Verdict, agrees: int) -> str:
     return f"{saboteur.name:55} {agrees:4}/{INPUTS} {verdict.seconds:6.1f} s  {verdict.outcome:9} {why}"
 
 
-def summary(results: list[tuple[Verdict, int]], seconds: float) -> tuple[str, bool]:
+def summary(results: list[tuple[Verdict, int]], wall: float) -> tuple[str, bool]:
     """The score, and whether all were killed."""
     killed = [verdict for verdict, _ in results if verdict.killed]
     subtle = sum(agrees >= INPUTS / 2 for _, agrees in results)
     by_stage = sum(verdict.any_backend for verdict in killed)
+    used = sum(os.times()[:4])
     text = (
         f"saboteurs: {len(killed)} of {len(results)} killed by an assertion of their item"
         f" ({by_stage} by a test that judges any backend), {subtle} agree with the reference on half or more"
-        f" of {INPUTS} random inputs, {seconds:.0f} s"
+        f" of {INPUTS} random inputs, {wall:.0f} s in which {used:.0f} s of processor time were used"
     )
     return text, len(killed) == len(results)
 

@@ -123,6 +123,37 @@ def the_source_receives_nothing(source: int, W: TrunkWeights, parameters: Crysta
     return received
 
 
+@instead_of(pulses, "CC-PULSE")
+def a_weak_pulse_marks_its_trunk(source: int, W: TrunkWeights, parameters: CrystalCacheParameters) -> Array:
+    """Whom a pulse below tau_pulse was meant for counts as visited."""
+    received, frontier, visited = one_at(source, W), {source: 1.0}, {source}
+    for _ in range(parameters.max_hops):
+        met = hop(frontier, visited, W, replace(parameters, tau_pulse=0.0))
+        frontier = hop(frontier, visited, W, parameters)
+        visited.update(met)
+        received[list(frontier)] = list(frontier.values())
+    return received
+
+
+@instead_of(pulses, "CC-PULSE")
+def a_weak_pulse_arrives(source: int, W: TrunkWeights, parameters: CrystalCacheParameters) -> Array:
+    """A pulse below tau_pulse is delivered, and only goes no further."""
+    received, frontier, visited = one_at(source, W), {source: 1.0}, {source}
+    for _ in range(parameters.max_hops):
+        met = hop(frontier, visited, W, replace(parameters, tau_pulse=0.0))
+        frontier = hop(frontier, visited, W, parameters)
+        visited.update(frontier)
+        for h, pulse in met.items():
+            received[h] = max(pulse, received[h])
+    return received
+
+
+def one_at(source: int, W: TrunkWeights) -> Array:
+    received = np.zeros(len(W.indptr) - 1)
+    received[source] = 1.0
+    return received
+
+
 @instead_of(raised, "CC-RAISE")
 def without_diminishing_returns(D: Array, pulse: Array, alpha_res: float) -> Array:
     """D rises by alpha_res p, whatever is missing."""
@@ -186,3 +217,23 @@ def an_edge_at_tau_stays(W: TrunkWeights, active: Array, parameters: CrystalCach
     """Only what falls below tau_edge is pruned."""
     low = max(0.0, float(np.nextafter(parameters.tau_edge, -1.0)))
     return hebbian(W, active, replace(parameters, tau_edge=low))
+
+
+@instead_of(hebbian, "CC-HEBB")
+def an_edge_is_made(W: TrunkWeights, active: Array, parameters: CrystalCacheParameters) -> TrunkWeights:
+    """Trunks that are active together are joined by a new edge of weight eta_Hebb."""
+    m = len(active)
+    dense = np.zeros((m, m))
+    dense[np.repeat(np.arange(m), np.diff(W.indptr)), W.indices] = W.weights
+    new = (dense == 0) & active[:, None] & active[None, :] & ~np.eye(m, dtype=np.bool_)
+    if parameters.eta_Hebb == 0 or not new.any():
+        return hebbian(W, active, parameters)
+    row, column = np.nonzero((dense > 0) | new)
+    indptr = np.concatenate([[0], np.cumsum(np.bincount(row, minlength=m))]).astype(np.int64)
+    return hebbian(TrunkWeights(indptr, column, dense[row, column]), active, parameters)
+
+
+@instead_of(hebbian, "CC-HEBB")
+def once_for_each_direction(W: TrunkWeights, active: Array, parameters: CrystalCacheParameters) -> TrunkWeights:
+    """An edge is updated twice, from either end."""
+    return hebbian(hebbian(W, active, replace(parameters, tau_edge=0.0)), active, parameters)

@@ -229,6 +229,16 @@ def sinks_are_not_pinned(parameters: NestedKVParameters = NESTEDKV, backend: Any
     return replace(nestedkv(parameters, backend), protection=SinkAndRecent(0, 0))
 
 
+@instead_of(nestedkv, "NK-NESTEDKV")
+def sinks_beside_the_quota(parameters: NestedKVParameters = NESTEDKV, backend: Any = "numpy") -> Policy:
+    """Each head has its sinks, and then the whole of its quota."""
+    def shares(total: int, scores: Any) -> Any:
+        n = scores.values.shape[1]
+        return np.minimum(Competition(parameters.alpha_s)(total, scores) + np.isnan(scores.values).sum(axis=1), n)
+
+    return replace(nestedkv(parameters, backend), budgets=shares)
+
+
 @instead_of(nestedkv_score, "NK-NESTEDKV")
 def renormalised_before_competing(view: Any, stages: Any, parameters: Any) -> Any:
     """a* is moved to [0, 1] again in each head before heads compete."""

@@ -11,10 +11,14 @@ import numpy as np
 from conformance.saboteurs.registry import Array, instead_of, method_instead_of
 from reference.policies.attention import accumulated_attention, average_pool, max_pool, observed_attention
 from reference.policies.budgets import Adaptive, Competition, Pyramid, even, largest_remainder, pyramid_targets, winners
+from reference.policies.cadences import advance_turn
 from reference.policies.official import adakv_official, pyramidkv_official
 from reference.policies.retain import chosen, tokens_of
 from reference.policies.selectors import fill_units, top_units
+from reference.policies.turns import retain_turn
+from spec.budget import Budget
 from spec.policy import Cadence, Scores, Selection
+from spec.retention import Retention
 
 __all__: list[str] = []
 
@@ -47,6 +51,32 @@ def one_step_late(cadence: Any, seen: int, live: int, B: int) -> bool:
 def slack_is_exceeded(cadence: Any, seen: int, live: int, B: int) -> bool:
     """More than the excess must be above the budget."""
     return cadence.every is not None and seen % cadence.every == 0 and live - B > cadence.excess
+
+
+@instead_of(retain_turn, "PO-TURN")
+def budget_of_what_is_stored(policy: Any, budget: Any, live: Any, shown: Any, heads: int = 1) -> Any:
+    """B is counted from the tokens that the fullest set stores."""
+    return retain_turn(policy, Budget(count=budget.tokens(max(map(len, live)))), live, shown, heads)
+
+
+@instead_of(retain_turn, "PO-TURN")
+def protection_by_slot(policy: Any, budget: Any, live: Any, shown: Any, heads: int = 1) -> Any:
+    """The first slots are taken for the first tokens."""
+    most = max(map(len, live))
+    slots = [np.arange(most - len(own), most) for own in live]
+    moved = [replace(one, seen=most) for one in shown]
+    counted = Budget(count=tokens_of(policy, budget, shown[0].seen))
+    found = retain_turn(policy, counted, slots, moved, heads)
+    kept = [own[found.group(g) - (most - len(own))] for g, own in enumerate(live)]
+    return Retention(np.concatenate(kept), found.offsets, shown[0].seen, policy.granularity)
+
+
+@instead_of(advance_turn, "PO-TURN")
+def a_turn_waits_for_the_cadence(policy: Any, budget: Any, running: Any, observation: Any, tokens: int) -> Any:
+    """Nothing is evicted at the end of a turn unless a step would be due."""
+    seen = observation.seen
+    due = policy.cadence.due(seen, running.live.shape[1] + tokens, tokens_of(policy, budget, seen))
+    return advance_turn(policy, budget if due else Budget(count=seen), running, observation, tokens)
 
 
 @instead_of(observed_attention, "PO-OBSERVED-ATTENTION")
@@ -171,6 +201,14 @@ def without_the_quota(competition: Any, total: int, scores: Scores) -> Array:
 def quota_as_a_blend(competition: Any, total: int, scores: Scores) -> Array:
     """The quota moves every head, as Ada-KV's safeguard does."""
     return Adaptive(competition.safeguard)(total, scores)
+
+
+@method_instead_of(Competition, "__call__", "PO-COMPETITION-BUDGET")
+def quota_rounded_up(competition: Any, total: int, scores: Scores) -> Array:
+    """The quota is not floored."""
+    even_share = total // len(scores.values)
+    quota = Fraction(math.ceil(competition.safeguard * even_share), max(1, even_share))
+    return Competition(quota)(total, scores)
 
 
 @instead_of(pyramidkv_official, "PO-PYRAMID-OFFICIAL")

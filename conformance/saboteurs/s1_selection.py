@@ -159,6 +159,14 @@ def cross_edges_by_owner(self: CoAttention) -> Edges:
 
 
 @method_instead_of(CoAttention, "edges", "CC-EDGES")
+def intra_edges_by_position(self: CoAttention) -> Edges:
+    """An intra edge is stored (earlier, later), as a cross edge is."""
+    intra, cross = columns(self)
+    low, high = np.minimum(intra.first, intra.second), np.maximum(intra.first, intra.second)
+    return joined(Edges(low, high, intra.weight), cross)
+
+
+@method_instead_of(CoAttention, "edges", "CC-EDGES")
 def cross_edges_first(self: CoAttention) -> Edges:
     """Cross edges stand before intra edges."""
     intra, cross = columns(self)

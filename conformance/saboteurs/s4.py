@@ -158,3 +158,10 @@ def essay_steepness(deg: Array, s: float, epsilon: float) -> Array:
 def centred_on_the_median(deg: Array, s: float, epsilon: float) -> Array:
     """Degrees are centred on their median."""
     return logistic(s * ((deg - np.median(deg)) / moments(deg, epsilon)[1]))
+
+
+@instead_of(logistic, "CC-CRYSTALLIZATION")
+def exponential_that_overflows(x: Array) -> Array:
+    """The logistic as Eq. 27 prints it, whose exponential overflows far below the mean."""
+    with np.errstate(over="ignore"):
+        return 1.0 / (1.0 + np.exp(-x))

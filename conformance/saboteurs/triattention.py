@@ -79,6 +79,19 @@ def factor_left_in_the_keys(
     return distance_score(c * factor, t, mean, magnitude, inv_freq, factor)
 
 
+@instead_of(distance_score, "TA-SCORE")
+def the_next_query_alone(
+    c: Array, t: int, mean: Array, magnitude: Array, inv_freq: Array, factor: float,
+) -> Array:
+    """No mean over later queries: the score at t + 1."""
+    half = len(inv_freq)
+    key, query = c[:, :half] - 1j * c[:, half:], mean[:, :half] + 1j * mean[:, half:]
+    turn = np.exp(1j * inv_freq * (t + 1))
+    rest = np.abs(key) @ (magnitude - np.abs(query)).T
+    score: Array = factor * ((key @ (turn * query).T).real + rest).T
+    return score
+
+
 @instead_of(z_scores, "TA-RANKING")
 def sample_deviation(X: Array, candidates: Array) -> Array:
     """The divisor of the variance is one less than the tokens."""

@@ -1,24 +1,28 @@
 """One saboteur before the tests of its item, in a process of its own."""
 
+import gc
 import io
 import os
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
-from time import perf_counter
 
 import pytest
 
 from conformance import trace
 from conformance.saboteurs.plugin import judges_any_backend
 
-__all__ = ["Verdict", "items_by_module", "judge", "modules_of"]
+__all__ = ["Verdict", "items_by_module", "judge", "modules_of", "warm"]
 
 CONFORMANCE = Path(__file__).resolve().parent.parent
 # Their markers are made from the pages, so no literal names them.
 EXAMPLES = (CONFORMANCE / "test_examples.py", CONFORMANCE / "injection" / "test_examples.py")
+# What tests import, by far the slowest part of a trial where each has to load it.
+SLOW_TO_LOAD = ("hypothesis", "numba", "torch", "transformers.models.llama.modeling_llama")
 
 
 @dataclass
@@ -55,7 +59,7 @@ class _Jury:
         self.verdict.any_backend = judges_any_backend(item)
         if asserted:
             self.verdict.outcome = "killed"
-            item.session.shouldstop = "killed"
+            item.session.shouldfail = "killed"
         else:
             self.verdict.outcome = f"crashed: {call.excinfo.exconly().splitlines()[0][:90]}"
 
@@ -67,9 +71,19 @@ def items_by_module() -> dict[Path, frozenset[str]]:
     return {path: frozenset(dict(trace.markers(path.read_text(encoding="utf-8")))) for path in modules}
 
 
+def warm() -> None:
+    """Load here what each trial would load for itself, and let no trial's collector walk over it."""
+    for name in SLOW_TO_LOAD:
+        if find_spec(name.partition(".")[0]):
+            import_module(name)
+    items_by_module()
+    gc.collect()
+    gc.freeze()
+
+
 def modules_of(item: str) -> list[str]:
-    """The modules of the suite that hold a test of the item."""
-    marked = [path for path, items in items_by_module().items() if item in items]
+    """The modules of the suite that hold a test of the item; Triton's kernels are no part of the reference."""
+    marked = [path for path, items in items_by_module().items() if item in items and "triton" not in path.parts]
     return [str(path) for path in dict.fromkeys([*marked, *EXAMPLES])]
 
 
@@ -77,18 +91,18 @@ def judge(name: str, item: str, options: Sequence[str] = ()) -> Verdict:
     """Run the item's tests in this process, with the saboteur in it if it is given a name."""
     verdict = Verdict(name)
     who = ["--saboteur", name] if name else ["--saboteur-item", item]
-    start = perf_counter()
+    # Entry points of other packages take longer to load than most trials last.
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     with redirect_stdout(io.StringIO()) as said, redirect_stderr(said):
         code = pytest.main(
             ["-o", "addopts=", "-p", "conformance.plugin", "-p", "conformance.saboteurs.plugin", "-p",
              "no:cacheprovider", "--rootdir", os.fspath(CONFORMANCE.parent), "--strict-markers",
-             # Hypothesis is imported before pytest is configured.
-             "-W", "ignore::pytest.PytestAssertRewriteWarning",
+             # An assertion that is not explained is cheaper, and kills as well.
+             "--assert=plain", "--tb=native",
              "--kvspec-profile", "ci", *who, *options, *modules_of(item)],
             plugins=[_Jury(verdict)],
         )
-    verdict.seconds = perf_counter() - start
-    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED):
+    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         last = (said.getvalue().strip().splitlines() or [""])[-1]
         verdict.outcome = f"not judged ({int(code)}): {last[:90]}"
     return verdict

@@ -8,11 +8,14 @@ import numpy as np
 
 from conformance.saboteurs.registry import Array, instead_of
 from reference.crystalcache.compaction import compact
+from reference.crystalcache.crystallization import crystallization
+from reference.crystalcache.graph import degree
 from reference.crystalcache.pipeline import prefill
+from reference.crystalcache.protection import protected_trunks
 from reference.memory import kv_bytes
 from spec.backend import Backend, CrystalStages, resolve
 from spec.parameters import CrystalCacheParameters
-from spec.records import CoAttention, CrystalRetention, Trunks
+from spec.records import CoAttention, CrystalRetention, TrunkGraph, Trunks
 from spec.validate import check_scaling, check_token_ids
 
 __all__: list[str] = []
@@ -73,13 +76,32 @@ def no_stages_below_the_budget(*given: Any, **more: Any) -> CrystalRetention:
     return replace(found, scores=nothing, graph=replace(found.graph, D=np.zeros_like(nothing)))
 
 
+@instead_of(prefill, "CC-PREFILL")
+def nothing_is_over_budget(*given: Any, **more: Any) -> CrystalRetention:
+    """Where protected trunks exceed B, B is raised to what they hold."""
+    found = prefill(*given, **more)
+    return replace(found, budget=max(found.budget, len(found.kept)))
+
+
 @dataclass(frozen=True)
-class _TrunksBeforeImpact:
+class _Stages:
     stages: CrystalStages
 
     def __getattr__(self, stage: str) -> Any:
         return getattr(self.stages, stage)
 
+
+def on(stages: type[_Stages], *given: Any, **more: Any) -> CrystalRetention:
+    """A prefill on these stages, made of those asked for."""
+    call = signature(prefill).bind(*given, **more)
+    call.apply_defaults()
+    real = resolve(call.arguments["backend"])
+    wrong: Any = stages(real.require_crystal())
+    call.arguments["backend"] = Backend(real.name, crystal=wrong)
+    return prefill(*call.args, **call.kwargs)
+
+
+class _TrunksBeforeImpact(_Stages):
     def trunks(
         self, coattention: CoAttention, impact: Array, ends: Array, parameters: CrystalCacheParameters, /,
     ) -> Trunks:
@@ -89,12 +111,35 @@ class _TrunksBeforeImpact:
 @instead_of(prefill, "CC-PREFILL")
 def trunks_before_impact(*given: Any, **more: Any) -> CrystalRetention:
     """S2 runs before S3, as they are numbered: a trunk's impact is made of salience."""
-    call = signature(prefill).bind(*given, **more)
-    call.apply_defaults()
-    real = resolve(call.arguments["backend"])
-    stages: Any = _TrunksBeforeImpact(real.require_crystal())
-    call.arguments["backend"] = Backend(real.name, crystal=stages)
-    return prefill(*call.args, **call.kwargs)
+    return on(_TrunksBeforeImpact, *given, **more)
+
+
+class _ProtectedTrunksLeftOut(_Stages):
+    def graph(self, coattention: CoAttention, trunks: Trunks, parameters: CrystalCacheParameters, /) -> TrunkGraph:
+        found = self.stages.graph(coattention, trunks, parameters)
+        sink, recent = parameters.N_sink, parameters.W_recent
+        safe = protected_trunks(trunks.offsets, int(trunks.offsets[-1]), sink, recent)
+        deg = degree(found.indptr, np.where(safe[found.indices], 0.0, found.weights))
+        D = crystallization(deg, parameters.s, parameters.epsilon)
+        return replace(found, degree=deg, D=D if parameters.graph == "degree" else found.D)
+
+
+@instead_of(prefill, "CC-PREFILL")
+def edges_to_protected_trunks_left_out(*given: Any, **more: Any) -> CrystalRetention:
+    """A degree runs over unprotected neighbours only."""
+    return on(_ProtectedTrunksLeftOut, *given, **more)
+
+
+class _GraphWithoutEdges(_Stages):
+    def graph(self, coattention: CoAttention, trunks: Trunks, parameters: CrystalCacheParameters, /) -> TrunkGraph:
+        found = self.stages.graph(coattention, trunks, parameters)
+        return found if parameters.graph == "degree" else replace(found, D=np.full_like(found.D, 0.5))
+
+
+@instead_of(prefill, "CC-PREFILL")
+def impact_alone_at_one_half(*given: Any, **more: Any) -> CrystalRetention:
+    """M-only: D is 0.5, as in a graph without an edge, not 0."""
+    return on(_GraphWithoutEdges, *given, **more)
 
 
 @instead_of(check_token_ids, "CC-PREFILL")

@@ -99,6 +99,16 @@ def observed(i: Json) -> Json:
     }
 
 
+def turned(i: Json) -> Json:
+    """Small keys stay; what is protected is so by its position."""
+    found = []
+    for keys, positions in zip(i["k"], i["positions"], strict=True):
+        pinned = [p for p in positions if p < i["sink"] or p >= i["seen"] - i["recent"]]
+        others = [(sum(x * x for x in k), p) for k, p in zip(keys, positions, strict=True) if p not in pinned]
+        found.append(sorted([*pinned, *(p for _, p in sorted(others)[: i["B"] - len(pinned)])]))
+    return {"kept": found}
+
+
 RESULTS: Mapping[str, Callable[[Any], Json]] = {
     "PO-RETAIN": lambda i: kept(i, oracle.knorm),
     "PO-OBSERVED-ATTENTION": observed,
@@ -116,6 +126,7 @@ RESULTS: Mapping[str, Callable[[Any], Json]] = {
     "PO-PYRAMID-OFFICIAL": official_pyramid,
     "PO-ADAKV-OFFICIAL": official_adakv,
     "PO-STEP": due,
+    "PO-TURN": turned,
     "PO-STREAMINGLLM": lambda i: {"kept": [
         sorted({*range(min(i["N_sink"], i["n"])), *range(max(0, i["n"] - (i["B"] - i["N_sink"])), i["n"])})
     ]},

@@ -1,6 +1,7 @@
 """The same operations on the reference's policies."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -12,6 +13,7 @@ from reference import policies
 from reference.policies.attention import accumulated_attention, average_pool, max_pool, observed_attention
 from reference.policies.budgets import Adaptive, Competition, Pyramid, even, largest_remainder
 from reference.policies.official import adakv_official, pyramidkv_official
+from reference.policies.protections import SinkAndRecent
 from reference.policies.selectors import fill_units, top_units
 from spec.budget import Budget
 from spec.policy import Cadence, LayerView, Observation, Policy, Scores, Selection
@@ -84,6 +86,18 @@ def observed(i: Json) -> Result:
     return {"window": observed_attention(view, i["W"]), "accumulated": accumulated_attention(view)}
 
 
+def turned(i: Json) -> Result:
+    """Knorm in one layer, after a turn; each head stores tokens of its own."""
+    policy = replace(policies.knorm(), protection=SinkAndRecent(i["sink"], i["recent"]))
+    shown = [
+        Observation(i["seen"], 1, None, {0: LayerView(np.zeros((1, 1, 1)), floats([k]), None, 1.0, None)})
+        for k in i["k"]
+    ]
+    live = [np.array(own, dtype=np.int64) for own in i["positions"]]
+    found = policies.retain_turn(policy, Budget(count=i["B"]), live, shown, len(live))
+    return {"kept": [found.group(g).tolist() for g in range(found.groups)]}
+
+
 POLICY_ITEMS: Mapping[str, Callable[[Any], Result]] = {
     "PO-RETAIN": lambda i: kept(i, policies.knorm()),
     "PO-OBSERVED-ATTENTION": observed,
@@ -102,6 +116,7 @@ POLICY_ITEMS: Mapping[str, Callable[[Any], Result]] = {
     },
     "PO-ADAKV-OFFICIAL": lambda i: {"shares": adakv_official(i["wins"], i["base"], Fraction(i["safeguard"]))},
     "PO-STEP": lambda i: {"due": [Cadence(*step[:2]).due(*step[2:]) for step in i["steps"]]},
+    "PO-TURN": turned,
     "PO-STREAMINGLLM": streamed,
     "PO-H2O": lambda i: kept(i, policies.h2o()),
     "PO-H2O-DESCRIBED": lambda i: kept(i, policies.h2o_described(i["W"])),

@@ -1,7 +1,7 @@
 """The methods of the field, each a record of five parts; `retain` runs one, `start` and `advance` while decoding."""
 
 from reference.policies.adakv import adakv, with_adaptive_budgets
-from reference.policies.cadences import advance, start
+from reference.policies.cadences import advance, advance_turn, start
 from reference.policies.caote import caote
 from reference.policies.chunkkv import chunkkv, chunkkv_described
 from reference.policies.crystalcache import crystalcache
@@ -27,11 +27,13 @@ from reference.policies.snapkv import snapkv
 from reference.policies.streaming_llm import streaming_llm
 from reference.policies.tova import tova
 from reference.policies.triattention import triattention
+from reference.policies.turns import retain_turn
 
 __all__ = [
-    "adakv", "advance", "caote", "chunkkv", "chunkkv_described", "crystalcache", "defensivekv", "diverse", "epicache",
-    "eviction_budget", "expected_attention", "full_cache", "h2o", "h2o_described", "keydiff", "knorm", "nestedkv",
+    "adakv", "advance", "advance_turn", "caote", "chunkkv", "chunkkv_described", "crystalcache", "defensivekv",
+    "diverse", "epicache", "eviction_budget", "expected_attention", "full_cache", "h2o", "h2o_described", "keydiff",
+    "knorm", "nestedkv",
     "nestedkv_without_adaptive", "nestedkv_without_both", "nestedkv_without_continuum", "pyramidkv",
-    "pyramidkv_described", "retain", "rkv", "scheduled", "snapkv", "start", "streaming_llm", "tova",
+    "pyramidkv_described", "retain", "retain_turn", "rkv", "scheduled", "snapkv", "start", "streaming_llm", "tova",
     "toward_mean_values", "triattention", "with_adaptive_budgets",
 ]

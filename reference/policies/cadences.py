@@ -8,10 +8,10 @@ from reference.policies.retain import chosen, tokens_of
 from spec.arrays import BoolVector, IntMatrix
 from spec.budget import Budget
 from spec.errors import SpecError
-from spec.policy import Observation, Policy, Running, RunningScorer, Selection
+from spec.policy import Observation, Policy, Running, RunningScorer, Scores, Selection
 from spec.retention import Retention
 
-__all__ = ["advance", "start"]
+__all__ = ["advance", "advance_turn", "start"]
 
 
 def start(policy: Policy, budget: Budget, observation: Observation) -> tuple[Retention, Running]:
@@ -36,15 +36,37 @@ def advance(
 
     Implements: PO-STEP
     """
-    scorer, seen = _running(policy), observation.seen
-    live = np.column_stack([running.live, np.full(len(running.live), seen - 1)])
-    B = tokens_of(policy, budget, seen)
-    scores = scorer.step(running.records, replace(observation, B=B))
-    if not policy.cadence.due(seen, live.shape[1], B):
+    live, scores, B = _grown(policy, budget, running, observation, 1)
+    if not policy.cadence.due(observation.seen, live.shape[1], B):
         return None, Running(live, scores.carry)
+    return _cut(policy, B, live, scores, observation.seen)
+
+
+def advance_turn(
+    policy: Policy, budget: Budget, running: Running, observation: Observation, tokens: int,
+) -> tuple[Retention, Running]:
+    """A later segment: its last `tokens` of the tokens seen join the cache, each as in a step; then a decision.
+
+    Implements: PO-TURN
+    """
+    live, scores, B = _grown(policy, budget, running, observation, tokens)
+    return _cut(policy, B, live, scores, observation.seen)
+
+
+def _grown(
+    policy: Policy, budget: Budget, running: Running, observation: Observation, tokens: int,
+) -> tuple[IntMatrix, Scores, int]:
+    """What is live with the new tokens, its scores, and the budget."""
+    seen, groups = observation.seen, len(running.live)
+    live = np.column_stack([running.live, np.tile(np.arange(seen - tokens, seen), (groups, 1))])
+    B = tokens_of(policy, budget, seen)
+    return live, _running(policy).step(running.records, replace(observation, B=B)), B
+
+
+def _cut(policy: Policy, B: int, live: IntMatrix, scores: Scores, seen: int) -> tuple[Retention, Running]:
     slots = _rectangular(chosen(policy, B, scores, _protected_slots(policy, seen, live)), policy)
     kept = np.take_along_axis(live, slots, axis=1)
-    return _retention(kept, seen, policy), Running(kept, scorer.keep(scores.carry, slots))
+    return _retention(kept, seen, policy), Running(kept, _running(policy).keep(scores.carry, slots))
 
 
 def _running(policy: Policy) -> RunningScorer:

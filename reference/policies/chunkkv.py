@@ -46,6 +46,11 @@ class Chunks:
     W: int
     N_reuse: int
 
+    @property
+    def separable(self) -> bool:
+        """Layers whose scores are another layer's are not."""
+        return self.N_reuse == 1
+
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
         """Each layer's tokens, and their chunks.
 

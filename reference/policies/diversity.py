@@ -13,7 +13,18 @@ from reference.policies.selectors import top_units
 from spec.arrays import BoolVector, Cube, Float64, Int64, IntMatrix, IntVector
 from spec.backend import Backend, DiversityStages, resolve
 from spec.errors import SpecError
-from spec.policy import LayerView, Needs, Observation, Policy, RunningScorer, Scorer, Scores, Selection, Selector
+from spec.policy import (
+    LayerView,
+    Needs,
+    Observation,
+    Policy,
+    RunningScorer,
+    Scorer,
+    Scores,
+    Selection,
+    Selector,
+    SeparableScorer,
+)
 from spec.retention import Granularity
 from spec.validate import check_penalty
 
@@ -43,6 +54,11 @@ class Signed:
     def needs(self) -> Needs:
         return replace(self.host.needs, layers="all", values=True)
 
+    @property
+    def separable(self) -> bool:
+        """A head's own signatures are its own; others are means over heads that have dropped other tokens."""
+        return self.mode == "head" and isinstance(self.host, SeparableScorer) and self.host.separable
+
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
         """Implements: DV-POLICY"""
         scores = self.host(self.shown(observation), protected)
@@ -66,13 +82,14 @@ class RunningSigned(Signed):
         return replace(scores, carry=SignedRecords(scores.carry, _signatures(scores)))
 
     def step(self, records: object, observation: Observation, /) -> Scores:
-        """The new token is the last slot of every layer and head.
+        """The new tokens are the last slots of every layer and head.
 
         Implements: DV-POLICY
         """
         assert isinstance(records, SignedRecords)
         scores = self.host.step(records.host, self.shown(observation))
-        new = signatures([v[:, -1:] for v in _values(observation.layers)], self.mode)
+        old = records.signatures.shape[1]
+        new = signatures([v[:, old:] for v in _values(observation.layers)], self.mode)
         new = np.repeat(new, len(records.signatures) // len(new), axis=0)
         found = np.concatenate([records.signatures, new], axis=1)
         return replace(scores, carry=SignedRecords(scores.carry, found), signatures=found)

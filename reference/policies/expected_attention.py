@@ -55,12 +55,15 @@ class ExpectedAttention:
     N_sink: int
     N_future: int
     needs: Needs = Needs("all", None, values=True)
+    separable: bool = True
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
-        return stacked(observation, [self.score(view) for view in observation.layers.values()])
+        return stacked(observation, [self.score(view, observation.seen) for view in observation.layers.values()])
 
-    def score(self, view: LayerView) -> Float64[Matrix, "H_kv n"]:
+    def score(self, view: LayerView, seen: int) -> Float64[Matrix, "H_kv n"]:
         """Expected weight among the tokens after the sinks, averaged over the group, times the value's norm.
+
+        The queries are the last of the `seen` tokens; those of sinks are left out.
 
         Implements: PO-EXPECTED-ATTENTION
         """
@@ -70,9 +73,10 @@ class ExpectedAttention:
         n, scores = k.shape[1], np.full(k.shape[:2], np.nan)
         if n <= self.N_sink:
             return scores
-        q = unrotated(wide(view.q), np.arange(n), self.inv_freq, self.factor)[:, self.N_sink :]
-        R = mean_rotation(np.arange(n, n + self.N_future), self.inv_freq, self.factor)
-        mean, covariance = query_statistics(q)
+        at = np.arange(seen - view.q.shape[1], seen)
+        q = unrotated(wide(view.q), at, self.inv_freq, self.factor)
+        R = mean_rotation(np.arange(seen, seen + self.N_future), self.inv_freq, self.factor)
+        mean, covariance = query_statistics(q[:, at >= self.N_sink])
         shared = np.repeat(k[:, self.N_sink :], len(q) // len(k), axis=0)
         z = expected_logits(mean @ R.T, R @ covariance @ R.T, shared, view.scaling)
         scores[:, self.N_sink :] = group_mean(softmax(z), len(k)) * np.sqrt((v * v).sum(axis=2))[:, self.N_sink :]

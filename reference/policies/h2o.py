@@ -1,10 +1,10 @@
 """H2O: heavy hitters, the keys that have received most attention so far, and the newest half."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from reference.policies.attention import accumulated_attention, group_sum, observed_attention
+from reference.policies.attention import accumulated_attention, group_sum
 from reference.policies.budgets import even
 from reference.policies.protections import SinkAndRecent
 from reference.policies.scorers import LayerScorer, check_positive, stacked
@@ -37,14 +37,14 @@ class HeavyHitters:
         return Scores(scores.values, scores.offsets, carry=scores.values, heads=scores.heads)
 
     def step(self, records: object, observation: Observation, /) -> Scores:
-        """One query more: what it gives to each cached key is added; its own key starts at what it gives itself.
+        """What new queries give to each cached key is added; their own keys start at what these give them.
 
         Implements: PO-H2O
         """
-        sums: Matrix = np.pad(np.asarray(records), ((0, 0), (0, 1)))
-        rows = [group_sum(observed_attention(view, 1)[:, 0], len(view.k)) for view in observation.layers.values()]
-        new = stacked(observation, rows)
-        return Scores(sums + new.values, new.offsets, carry=sums + new.values, heads=new.heads)
+        new = stacked(observation, [h2o_score(view) for view in observation.layers.values()])
+        old = np.asarray(records)
+        sums: Matrix = np.pad(old, ((0, 0), (0, new.values.shape[1] - old.shape[1]))) + new.values
+        return replace(new, values=sums, carry=sums)
 
     def keep(self, records: object, slots: Int64[IntMatrix, "g kept"], /) -> Float64[Matrix, "g kept"]:
         kept: Matrix = np.take_along_axis(np.asarray(records), slots, axis=1)

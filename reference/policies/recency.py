@@ -15,8 +15,8 @@ class _Recency:
     needs: Needs = Needs()
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
-        positions = np.arange(observation.seen, dtype=np.float64)
-        return Scores(np.tile(positions, (observation.groups, 1)), np.arange(observation.seen + 1))
+        cached = np.arange(observation.seen) if observation.positions is None else observation.positions
+        return Scores(np.tile(cached.astype(np.float64), (observation.groups, 1)), np.arange(len(cached) + 1))
 
 
 recency = _Recency()

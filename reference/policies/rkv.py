@@ -88,7 +88,7 @@ class QueryCache:
         return self._scores(observation, [wide(view.q)[:, -self.W :] for view in observation.layers.values()])
 
     def step(self, records: object, observation: Observation, /) -> Scores:
-        """The new query joins the last W - 1.
+        """New queries join the last ones.
 
         Implements: PO-RKV
         """

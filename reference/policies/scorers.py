@@ -23,6 +23,7 @@ class LayerScorer:
 
     needs: Needs
     score: Score
+    separable: bool = True
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
         return stacked(observation, [self.score(view) for view in observation.layers.values()])

@@ -90,6 +90,14 @@ GROUPS = [
              {"steps": [[1, 1, 9, 4, 4], [1, 1, 9, 5, 4], [4, 1, 8, 5, 4], [4, 1, 9, 9, 4], [1, 3, 9, 6, 4],
                         [1, 3, 9, 7, 4], [None, 1, 9, 9, 4]]}),
     ]),
+    Group("PO-TURN", [
+        Case(115, "the second head has dropped two tokens; the last is protected", ["Plain"],
+             {"k": [[[2.0], [1.0], [4.0], [3.0], [5.0]], [[1.0], [2.0], [9.0]]],
+              "positions": [[0, 1, 2, 3, 4], [0, 3, 4]], "seen": 5, "B": 2, "sink": 0, "recent": 1}),
+        Case(116, "a share above what is stored, and no sink left", ["NothingUnprotected"],
+             {"k": [[[2.0], [1.0], [4.0], [3.0], [5.0]], [[7.0], [2.0], [9.0]]],
+              "positions": [[1, 2, 3, 5, 6], [4, 5, 6]], "seen": 7, "B": 4, "sink": 1, "recent": 1}),
+    ]),
     Group("PO-STREAMINGLLM", [
         Case(120, "two sinks and the last three", ["Plain"], {"n": 10, "N_sink": 2, "B": 5}),
     ]),

@@ -1,0 +1,170 @@
+"""Later segments: each kept set is decided over what it still stores, against scores made anew from positions."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conformance.oracles import policies as oracle
+from conformance.policies.cases import Inputs, drawn, groups_of, plain
+from conformance.policies.test_decoding import one_head, shown
+from reference import policies
+from reference.policies.protections import SinkAndRecent
+from spec.budget import Budget, parse_budget
+from spec.errors import SpecError
+from spec.policy import Cadence, LayerView, Observation, Policy
+from spec.retention import Retention
+
+pytestmark = pytest.mark.usefixtures("reference_items")
+
+N, TURN, W, KERNEL = 9, 5, 3, 3
+SEEN = N + TURN
+sequences = given(seed=st.integers(0, 2**32 - 1), B=st.integers(W, SEEN))
+few = settings(max_examples=30)
+Live = list[list[int]]
+
+
+def stored(seed: int, groups: int) -> Live:
+    """Each set has some of the prompt, all of its last W tokens, and the turn; some sets have nothing else."""
+    rng = np.random.default_rng(seed)
+    return [
+        sorted({*np.flatnonzero(rng.random(N) < rng.choice([0.0, 0.4, 0.8])).tolist(), *range(N - W, SEEN)})
+        for _ in range(groups)
+    ]
+
+
+def turned(policy: Policy, inputs: Inputs, live: Live, budget: Budget) -> Retention:
+    """The decision, from views of each set's own head."""
+    G, observations = len(inputs.layers[0].q) // inputs.H_kv, []
+    for g, own in enumerate(live):
+        at, head = divmod(g, inputs.H_kv)
+        view = inputs.layers[at]
+        k, v = (x[head : head + 1, own] for x in (view.k, np.asarray(view.v)))
+        q = view.q[head * G : (head + 1) * G, N:SEEN]
+        rows = policy.scorer.needs.query_rows
+        q = q if rows is None else q[:, max(0, TURN - rows) :]
+        observations.append(Observation(SEEN, 1, None, {at: LayerView(q, k, v, view.scaling, view.softcap)}))
+    return policies.retain_turn(policy, budget, [np.array(own) for own in live], observations, inputs.H_kv)
+
+
+def sets(found: Retention) -> Live:
+    return [found.group(g).tolist() for g in range(found.groups)]
+
+
+def rows_of(inputs: Inputs, live: Live, score: Callable[[oracle.Layer], oracle.Score]) -> list[oracle.Score]:
+    found = []
+    for g, own in enumerate(live):
+        at, head = divmod(g, inputs.H_kv)
+        found.append(score(one_head(plain(inputs.layers[at]), head, own, SEEN)))
+    return found
+
+
+SCORES: dict[str, tuple[Policy, Callable[[oracle.Layer], oracle.Score]]] = {
+    "snapkv": (policies.snapkv(W, KERNEL), lambda layer: oracle.snapkv(layer, W, KERNEL)[0]),
+    "keydiff": (policies.keydiff(), lambda layer: oracle.keydiff(layer)[0]),
+    "knorm": (policies.knorm(), lambda layer: oracle.knorm(layer)[0]),
+    "adakv": (policies.adakv(W, KERNEL), lambda layer: oracle.adakv(layer, W, KERNEL)[0]),
+}
+
+
+@pytest.mark.spec(id="PO-TURN")
+@pytest.mark.parametrize("name", SCORES)
+@few
+@sequences
+def test_each_set_is_decided_over_what_it_stores(name: str, seed: int, B: int) -> None:
+    """A set that stores fewer tokens than its share keeps all, and nobody gets the rest."""
+    inputs, (policy, score) = drawn(seed, n=SEEN, L=2, heads=(2, 2)), SCORES[name]
+    live = stored(seed, 4)
+    rows, shares = rows_of(inputs, live, score), [B] * 4
+    if name == "adakv":
+        longest = max(map(len, rows))
+        filled = [[*[-np.inf] * (longest - len(row)), *row] for row in rows]
+        shares = [
+            share for layer in (filled[:2], filled[2:]) for share in oracle.adaptive_shares(layer, B, Fraction(1, 5))
+        ]
+    expected = [
+        [own[at] for at in oracle.top(row, min(share, len(own)))]
+        for own, row, share in zip(live, rows, shares, strict=True)
+    ]
+    assert sets(turned(policy, inputs, live, Budget(count=B))) == expected
+
+
+@pytest.mark.spec(id="PO-TURN")
+def test_the_budget_counts_all_tokens_seen() -> None:
+    """Half of 14 is 7, and not half of the 8 that are stored."""
+    inputs = drawn(1, n=SEEN, L=1, heads=(2, 1))
+    live = [list(range(N - W, SEEN))] * 2
+    assert [len(own) for own in sets(turned(policies.knorm(), inputs, live, parse_budget(0.5)))] == [7, 7]
+
+
+@pytest.mark.spec(id="PO-TURN")
+def test_protection_is_about_positions() -> None:
+    """The sink went long ago: the first token that is left is none."""
+    inputs = drawn(2, n=SEEN, L=1, heads=(1, 1))
+    k = inputs.layers[0].k.copy()
+    k[:, 4] = 9.0
+    inputs = replace(inputs, layers=[replace(inputs.layers[0], k=k)])
+    policy = replace(policies.knorm(), protection=SinkAndRecent(1, 0))
+    assert 4 not in sets(turned(policy, inputs, [[4, *range(6, SEEN)]], Budget(count=5)))[0]
+
+
+@pytest.mark.spec(id="PO-TURN")
+def test_sets_with_other_numbers_of_protected_tokens_are_refused() -> None:
+    inputs = drawn(3, n=SEEN, L=1, heads=(2, 1))
+    policy = replace(policies.knorm(), protection=SinkAndRecent(1, 0))
+    with pytest.raises(SpecError, match=r"protection = \[0, 1\]"):
+        turned(policy, inputs, [[0, *range(6, SEEN)], list(range(4, SEEN))], Budget(count=5))
+
+
+@pytest.mark.spec(id="PO-TURN")
+def test_one_observation_stands_for_sets_that_store_the_same() -> None:
+    inputs = drawn(4, n=SEEN, L=2, heads=(2, 2))
+    (own,) = stored(4, 1)
+    policy = policies.snapkv(W, KERNEL)
+    view = shown(policy, inputs, [own] * 4, SEEN, SEEN - W)
+    together = policies.retain_turn(policy, Budget(count=6), [np.array(own)] * 4, [view])
+    assert sets(together) == sets(turned(policy, inputs, [own] * 4, Budget(count=6)))
+
+
+@pytest.mark.spec(id="PO-TURN")
+@pytest.mark.spec(id="PO-H2O")
+@few
+@sequences
+def test_h2o_adds_what_every_query_of_the_turn_attends_to(seed: int, B: int) -> None:
+    """Sums live with their tokens; the decision comes after the last query."""
+    inputs, policy, budget = drawn(seed, n=SEEN, L=1, heads=(2, 2)), policies.h2o(), Budget(count=B)
+    groups = groups_of(policy, inputs)
+    _, running = policies.start(policy, budget, shown(policy, inputs, [list(range(N))] * groups, N, 0))
+    before = running.live.tolist()
+    live = np.column_stack([running.live, np.tile(np.arange(N, SEEN), (groups, 1))])
+    view = shown(policy, inputs, live, SEEN, N)
+    found, after = policies.advance_turn(policy, budget, running, view, TURN)
+    assert after.live.tolist() == sets(found) == [summed(plain(inputs.layers[0]), g, before[g], B) for g in range(2)]
+
+
+def summed(layer: oracle.Layer, g: int, kept: list[int], B: int) -> list[int]:
+    sums: dict[int, float] = {}
+    for seen in range(1, SEEN + 1):
+        live = list(range(seen)) if seen <= N else [*kept, *range(N, seen)]
+        head = one_head(layer, g, live, seen)
+        for q in head["q"]:
+            for p, w in zip(live, oracle.weights({**head, "q": [q]}, 0, q[seen - 1], len(live)), strict=True):
+                sums[p] = sums.get(p, 0.0) + w
+    live = [*kept, *range(N, SEEN)]
+    newest = live[max(0, len(live) - B // 2) :]
+    heavy = sorted((p for p in live if p not in newest), key=lambda p: (-sums[p], p))
+    return sorted([*newest, *heavy[: B - len(newest)]])
+
+
+@pytest.mark.spec(id="PO-TURN")
+def test_a_turn_ends_in_a_decision_whatever_the_cadence() -> None:
+    policy = replace(policies.knorm(), cadence=Cadence(every=100, excess=100))
+    inputs, budget = drawn(5, n=SEEN, L=1, heads=(1, 1)), Budget(count=4)
+    _, running = policies.start(policy, budget, shown(policy, inputs, [list(range(N))], N, N))
+    live = np.column_stack([running.live, np.arange(N, SEEN)[None]])
+    found, after = policies.advance_turn(policy, budget, running, shown(policy, inputs, live, SEEN, SEEN), TURN)
+    assert len(found.positions) == after.live.shape[1] == 4
