@@ -266,7 +266,7 @@ def test_a_turn_behind_a_splice_under_a_policy_of_segments(name: str, constants:
                   for layer, own in enumerate(cache.full_layers)}
         logits = model(input_ids=torch.tensor([QUERY]), past_key_values=cache).logits
     gaps = {layer: [set(range(19)) - set(own) for own in sets] for layer, sets in stored.items()}
-    assert all(len(own) >= 2 for sets in gaps.values() for own in sets)
+    assert sum(len(own) for sets in gaps.values() for own in sets) >= 8
     assert relative(logits, block_masked(twin, SESSION, [CHUNKS[0]], QUERY, evicted_in=gaps).logits) < BOUND
     assert cache.mean_length < 23 - 3
 
