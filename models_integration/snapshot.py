@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import fields
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, cast
@@ -26,6 +27,8 @@ from spec.errors import SpecError
 
 __all__ = ["load_cache", "packed", "save_cache", "unpacked"]
 
+# What a layer knows of the positions behind its slots.
+_ROWS = tuple(field.name for field in fields(StoredRows))
 # What of a config decides how keys and values are read, and is in neither the weights nor the rotation.
 _CONFIG = (
     "model_type", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "layer_types",
@@ -55,7 +58,7 @@ def save_cache(cache: RetainedCache, model: PreTrainedModel, path: str | Path) -
     for index, layer in enumerate(cast(list[Any], cache.layers)):
         tensors |= {f"{index}.keys": layer.keys, f"{index}.values": layer.values}
         if isinstance(layer, RetainedLayer):
-            tensors |= {f"{index}.kept": layer.rows.kept, f"{index}.marks": layer.rows.marks}
+            tensors |= {f"{index}.{name}": getattr(layer.rows, name).contiguous() for name in _ROWS}
             layers.append({"evicted": layer.evicted})
         else:
             layers.append({"seen": layer.get_seq_length()})
@@ -94,7 +97,7 @@ def load_cache(path: str | Path, model: PreTrainedModel) -> RetainedCache:
         layer.lazy_initialization(keys, values)
         layer.keys, layer.values = keys, values
         if isinstance(layer, RetainedLayer):
-            layer.rows = StoredRows(tensors[f"{index}.kept"], tensors[f"{index}.marks"])
+            layer.rows = StoredRows(*(tensors[f"{index}.{name}"] for name in _ROWS))
             layer.evicted = numbers["evicted"]
         else:
             layer.cumulative_length = numbers["seen"]

@@ -8,7 +8,8 @@ import numpy as np
 from conformance.saboteurs.registry import Array, instead_of
 from reference.crystalcache import activation, hebbian, resonance
 from reference.crystalcache.breath import breath, breath_protection, decay, decode_step, evict, protected_trunks_of
-from reference.crystalcache.crystallization import crystallization
+from reference.crystalcache.crystallization import crystallization, moments
+from reference.crystalcache.graph import degree
 from reference.crystalcache.live import count_seen, keep, start_state
 from reference.crystalcache.segments import add_segment, extend, segment_crystallization, segment_graph
 from reference.crystalcache.tail import append, edgeless_D, join_chunk, join_tail
@@ -352,3 +353,14 @@ def rarity_of_the_segment(
     after = add_segment(fresh, found, ids, ends, inverse_norms, parameters, backend)
     all_ids, counts, _ = count_seen(state.ids, state.counts, ids)
     return replace(after, ids=all_ids, counts=counts)
+
+
+@instead_of(add_segment, "CC-SEGMENT")
+def scale_of_the_last_segment(
+    state: DecodeState, found: Any, ids: Array, ends: Ends, inverse_norms: Array, parameters: Parameters,
+    backend: Backend,
+) -> DecodeState:
+    """Each segment leaves its own mu and sigma."""
+    after = add_segment(state, found, ids, ends, inverse_norms, parameters, backend)
+    mu, sigma = moments(degree(after.W.indptr, after.W.weights), parameters.epsilon)
+    return replace(after, mu=mu, sigma=sigma)

@@ -63,9 +63,9 @@ def segment_graph(i: Json, p: CrystalCacheParameters) -> Results:
 
 
 def segment_crystallization(i: Json, p: CrystalCacheParameters) -> Results:
-    now = Model(0, trunks=[Trunk(g, [g], 1.0, 0.0) for g in range(len(i["degree"]))])
-    decode.settle(now, i["degree"], now.trunks[i["old"] :], p)
-    return {"D": [g.D for g in now.trunks[i["old"] :]]}
+    trunks = [Trunk(g, [g], 1.0, 0.0) for g in range(len(i["degree"]))]
+    decode.settle(i["degree"], trunks, trunks[i["old"] :], p)
+    return {"D": [g.D for g in trunks[i["old"] :]]}
 
 
 def tail(i: Json, p: CrystalCacheParameters) -> Results:

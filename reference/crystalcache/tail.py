@@ -30,9 +30,9 @@ def append(state: DecodeState, token_id: int, inverse_norm: float) -> DecodeStat
         raise SpecError("token_id", token_id, "must be at least 0")
     if not inverse_norm > 0:
         raise SpecError("inverse_norm", inverse_norm, "must be positive, infinite for a zero key")
-    return replace(
-        state, seen=state.seen + 1, step=state.step + 1, tail_ids=(*state.tail_ids, int(token_id)),
-        tail_inverse_norms=(*state.tail_inverse_norms, float(inverse_norm)),
+    return DecodeState(
+        state.budget, state.seen + 1, state.step + 1, state.live, state.D, state.W, state.ids, state.counts, state.mu,
+        state.sigma, (*state.tail_ids, int(token_id)), (*state.tail_inverse_norms, float(inverse_norm)),
     )
 
 
@@ -44,7 +44,7 @@ def edgeless(start: int, salience: Float64[Vector, " n"]) -> CoAttention:
 
 
 def edgeless_D(mu: float, sigma: float, parameters: CrystalCacheParameters) -> float:
-    """D of a trunk without an edge: Eq. 27 at degree 0, under the moments of the last segment.
+    """D of a trunk without an edge: Eq. 27 at degree 0, under the moments of the prefill.
 
     Implements: CC-TAIL-D
 
