@@ -27,6 +27,7 @@ __all__ = [
     "decay_radius",
     "gamma",
     "interval_radius",
+    "key_cosine_error",
     "key_norm_error",
     "list_is_realisable",
     "nestedkv_radius",
@@ -71,6 +72,10 @@ BOUNDS: dict[tuple[str, str], Bound] = {
         4096, "S1 exact by the choice of inputs; then CC-IMPACT, CC-TRUNK-WEIGHT and CC-SEGMENT-D"
     ),
     ("IN-POWER", "float64"): Bound(2**20, "logarithms of factorials of a thousand lose ten bits, their sums as many"),
+    ("IN-ENTROPY", "float64"): Bound(
+        256, "terms of one sign: a logarithm within 4 ulp, a product, and as many roundings as slots, of both sides"
+    ),
+    ("IN-SINK-MASS", "float64"): Bound(0, "at most a few sums in a stated order: the same bits"),
     ("CC-DISSOLVE-D", "float64"): Bound(0, "one quotient, correctly rounded, and one product: the same bits"),
 }
 
@@ -248,6 +253,11 @@ def settled_radius(degree: Vector, s: float, epsilon: float) -> float:
     """
     wide = float(np.abs(degree).max())
     return 4 * crystallization_radius(degree, s, epsilon) + gamma(2 * len(degree) + 24, "float64") * 2 * wide
+
+
+def key_cosine_error(d: int) -> float:
+    """Radius of IN-KEY-COSINE: the rotation's 8 u of each pair on both keys, three sums of d products, both sides."""
+    return 64 * d * UNIT_ROUNDOFF["float64"]
 
 
 def normalised_radius(M_bar: Sequence[float], epsilon: float) -> float:

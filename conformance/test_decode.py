@@ -163,6 +163,25 @@ def test_rarity_counts_the_whole_tail_and_the_evicted(decoder: Backend) -> None:
     assert M.round(9).tolist() == [round(0.05 + 10 / (1 + np.log(4)), 9)] * 2
 
 
+@pytest.mark.spec(id="CC-CHUNK-TRUNKS")
+@given(situation=situations(), data=st.data())
+def test_a_spliced_chunk_becomes_trunks(decoder: Backend, situation: Situation, data: st.DataObject) -> None:
+    """A text of its own behind the cut tail; tokens that are not stored are counted, and gone."""
+    before, p = situation
+    ids = np.array(data.draw(st.lists(st.integers(0, 12), min_size=1, max_size=9), label="ids"))
+    kept = np.flatnonzero(data.draw(flags(len(ids)), label="kept"))
+    norms = np.array(data.draw(st.lists(
+        st.sampled_from([0.25, 1.0, 3.0, np.inf]), min_size=len(kept), max_size=len(kept)), label="norms"))
+    after = tail.join_chunk(before, ids, kept, norms, ENDS, p, decoder)
+    want = checks_decode.model(before)
+    decode.join_chunk(want, ids.tolist(), kept.tolist(), norms.tolist(), ENDS, p)
+    assert not list(checks_decode.state(after, want))
+    check_state(after)
+    assert after.stored.tolist() == [*before.stored.tolist(), *(before.seen + kept).tolist()]
+    assert (after.seen, after.step, after.tail_ids) == (before.seen + len(ids), before.step, ())
+    assert after.live.inverse_norms[len(after.live.positions) - len(kept) :].tolist() == norms.tolist()
+
+
 @pytest.mark.spec(id="CC-LIVE")
 @pytest.mark.usefixtures("reference_items")
 @given(situation=situations(), data=st.data())

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from conformance import checks, checks_decode, compare
 from conformance.oracles import decode, s4
-from conformance.oracles.decode import Model, Trunk
+from conformance.oracles.decode import Trunk
 from conformance.strategies.attention import AttentionInputs
 from conformance.strategies.decoding import decode_parameters, ends, states
 from conformance.strategies.prompts import prompts
@@ -88,9 +88,10 @@ def test_a_segment_is_its_stages_in_order(
 @pytest.mark.spec(id="CC-SEGMENT")
 @given(turn=turns())
 def test_a_segment_leaves_older_values_alone(decoder: Backend, turn: Turn) -> None:
-    """No decay, no step; M_i and Mbar of what lives on, and W between older trunks, are as they were."""
+    """No decay, no step; M_i and Mbar of what lives on, W between older trunks, mu and sigma are as they were."""
     before, after = turn.state, turn.run(decoder)
     assert (after.step, after.seen) == (before.step, before.seen + len(turn.ids))
+    assert before.seen == 0 or (after.mu, after.sigma) == (before.mu, before.sigma)
     assert after.tail_ids == ()
     M = dict(zip(before.live.positions.tolist(), before.live.impact.tolist(), strict=True))
     still = [at for at, i in enumerate(after.live.positions.tolist()) if i in M]
@@ -294,9 +295,9 @@ def test_new_trunks_stand_on_the_scale_of_all(
     """D of Eq. 27 over old and new degrees, given for the new."""
     old = data.draw(st.integers(0, len(degree) - 1), label="old")
     found = breath_stages.segment_crystallization(degree, old, p)
-    now = Model(0, trunks=[Trunk(g, [g], 1.0, 0.0) for g in range(len(degree))])
-    decode.settle(now, degree.tolist(), now.trunks[old:], p)
-    want = np.array([g.D for g in now.trunks[old:]])
+    trunks = [Trunk(g, [g], 1.0, 0.0) for g in range(len(degree))]
+    decode.settle(degree.tolist(), trunks, trunks[old:], p)
+    want = np.array([g.D for g in trunks[old:]])
     radius = 0.0 if p.graph == "zero" else compare.crystallization_radius(degree, p.s, p.epsilon)
     assert found.shape == want.shape
     assert (np.abs(found - want) <= radius).all()

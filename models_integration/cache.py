@@ -119,9 +119,19 @@ class RetainedCache(DynamicCache):
         return keys
 
     @property
-    def padding(self) -> Tensor:
-        """Columns left of each row's first token, (rows,); one row where all rows agree."""
-        return self.get_seq_length() - self.full_layers[0].next_positions(1)[:, 0]
+    def tokens(self) -> Tensor:
+        """Tokens that each row has seen, (rows,); one row where all rows agree."""
+        return self.full_layers[0].next_positions(1)[:, 0]
+
+    @property
+    def shown(self) -> Tensor:
+        """Which of the columns seen hold a token, (rows, columns); one row where all rows agree."""
+        return self.full_layers[0].rows.shown(self.get_seq_length(), self.tokens)
+
+    def expect(self, shown: Tensor) -> None:
+        """Note, before columns of a turn are read, which of them (rows, n) hold a token of their row."""
+        for layer in self.full_layers:
+            layer.expect(shown)
 
     def step_inputs(self, tokens: int, device: torch.device) -> dict[str, Tensor]:
         """What the next tokens of padded rows need, where their caller leaves it out: position ids and a 2D mask.
@@ -131,8 +141,8 @@ class RetainedCache(DynamicCache):
         first = self.full_layers[0]
         if first.uniform:
             return {}
-        positions, columns = first.next_positions(tokens), self.get_seq_length()
-        shown = torch.arange(columns + tokens) >= columns - positions[:, :1]
+        shown = torch.nn.functional.pad(self.shown, (0, tokens), value=True)
+        positions = first.next_positions(tokens)
         return {"position_ids": positions.to(device), "attention_mask": shown.to(device, torch.int64)}
 
     @contextmanager
@@ -231,8 +241,9 @@ class RetainedCache(DynamicCache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row `repeats` times, one after the other."""
+        rows = torch.arange(self.full_layers[0].batch)
         super().batch_repeat_interleave(repeats)
-        self.states = self.states.select(torch.arange(len(self.states.rows)).repeat_interleave(repeats))
+        self.states = self.states.select(rows.repeat_interleave(repeats))
         self.decoding = self.decoding and self.decoding.repeat(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:

@@ -26,7 +26,7 @@ from models_integration.visibility import AttentionFunction, LayerMasks, retaine
 from spec.errors import SpecError
 from spec.policy import LayerView, Needs
 
-__all__ = ["Attended", "Recorder", "Watcher", "observing", "on_host"]
+__all__ = ["Attended", "Recorder", "Watcher", "observing", "on_host", "shown_columns"]
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,8 @@ class Recorder:
 
     needs: Needs
     seen: dict[int, _Seen] = field(default_factory=dict)
+    hidden: int = 0
+    """Columns of the segment, at most, that hold no token of a row: so many queries more are noted."""
 
     def record(self, module: nn.Module, layer: Attended) -> None:
         """Note one layer's inputs.
@@ -93,6 +95,7 @@ class Recorder:
         if index in self.seen:
             q = torch.cat([self.seen[index].q, q], dim=2)
         lse, rows = layer.lse, self.needs.query_rows
+        rows = None if rows is None else rows + self.hidden
         if rows is not None and rows < q.shape[2]:
             # The last rows are copied, so that the others need not live until the decision.
             q = q[:, :, q.shape[2] - rows :].clone()
@@ -103,29 +106,53 @@ class Recorder:
             None if lse is None else lse.detach(),
         )
 
-    def views(self, row: int, skipped: int) -> dict[int, LayerView]:
-        """What was seen of one row, without the first slots, which hold no token of it.
+    def views(self, row: int, slots: Tensor | None = None, queries: Tensor | None = None) -> dict[int, LayerView]:
+        """What was seen of one row.
 
         On the host, half precision as float32, which is exact; or as it is, where the scorer takes such tensors.
+
+        Args:
+            row: which.
+            slots: those that hold a token of it, (stored,); all where None.
+            queries: the segment's columns that do, (n,); all where None.
         """
-        return {layer: self._view(seen, row, skipped) for layer, seen in self.seen.items()}
+        return {layer: self._view(seen, row, slots, queries) for layer, seen in self.seen.items()}
 
-    def _view(self, seen: _Seen, row: int, skipped: int) -> LayerView:
-        k = seen.k[row, :, skipped:]
-        q = seen.q[row, :, max(0, seen.q.shape[2] - k.shape[1]) :]
-        v = None if seen.v is None else seen.v[row, :, skipped:]
-        return self._shown(seen, q, k, v, None if seen.lse is None else seen.lse[row])
+    def _view(self, seen: _Seen, row: int, slots: Tensor | None, queries: Tensor | None) -> LayerView:
+        v = None if seen.v is None else shown_columns(seen.v[row], slots)
+        lse = None if seen.lse is None else seen.lse[row]
+        return self._shown(seen, self._asked(seen.q[row], queries), shown_columns(seen.k[row], slots), v, lse)
 
-    def view(self, layer: int, row: int, heads: slice, k: Tensor, v: Tensor) -> LayerView:
+    def view(
+        self, layer: int, row: int, heads: slice, k: Tensor, v: Tensor, queries: Tensor | None = None,
+    ) -> LayerView:
         """What these query heads of one row asked, beside keys and values (H_kv, n, d) that are now cached."""
         seen = self.seen[layer]
-        return self._shown(seen, seen.q[row, heads], k, v if self.needs.values else None, None)
+        asked = self._asked(seen.q[row, heads], queries)
+        return self._shown(seen, asked, k, v if self.needs.values else None, None)
+
+    def _asked(self, q: Tensor, queries: Tensor | None) -> Tensor:
+        """The queries (H, n, d) that are a token's, and no more than asked for."""
+        noted = q.shape[1]
+        q = shown_columns(q, None if queries is None else queries[len(queries) - noted :])
+        return q[:, max(0, q.shape[1] - (noted if self.needs.query_rows is None else self.needs.query_rows)) :]
 
     def _shown(self, seen: _Seen, q: Tensor, k: Tensor, v: Tensor | None, lse: Tensor | None) -> LayerView:
         takes = self.needs.takes
         if takes is None or not all(takes(tensor) for tensor in (q, k, v) if tensor is not None):
             q, k, v, lse = on_host(q), on_host(k), on_host(v), on_host(lse)
         return LayerView(q, k, v, seen.scaling, seen.softcap, lse)
+
+
+def shown_columns(tensor: Tensor, shown: Tensor | None) -> Tensor:
+    """What (heads, columns, d) holds where `shown`; a view where that is all from one column on."""
+    if shown is None:
+        return tensor
+    at = torch.nonzero(shown)[:, 0]
+    first = tensor.shape[1] - len(at)
+    if len(at) and int(at[0]) == first:
+        return tensor[:, first:]
+    return tensor.index_select(1, at.to(tensor.device))
 
 
 def on_host(tensor: Tensor | None) -> Any:

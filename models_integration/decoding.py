@@ -1,5 +1,6 @@
 """CrystalCache on a cache that lives on: each row's state, from the prompt to decode steps and later segments."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -8,7 +9,7 @@ from torch import Tensor
 from models_integration.capture import on_host
 from models_integration.states import RowStates
 from reference.crystalcache import decode_step, empty_state, extend, start_state
-from reference.crystalcache.tail import append
+from reference.crystalcache.tail import append, join_chunk
 from spec.arrays import Float64, Int64, IntVector, Vector
 from spec.backend import Backend
 from spec.budget import Budget
@@ -58,30 +59,44 @@ class Life:
 
     def due(self, states: RowStates) -> bool:
         """Whether the newest of the tokens that wait is a step that ends in a breath."""
-        return self.decode and (states.rows[0].step + states.waiting_tokens) % self.parameters.T_breath == 0
+        before = states.rows[0].step if states.rows else 0
+        return self.decode and (before + states.waiting_tokens) % self.parameters.T_breath == 0
 
     def settled(self, states: RowStates, keys: Tensor) -> RowStates:
         """No token waits any more: each has joined its row's tail, by a decode step if it was read as one.
 
-        Until a breath or a segment is due nobody asks for a state, and keys stay on their device.
+        A chunk has joined the trunks. Until a breath or a segment is due nobody asks for a state, and keys stay on
+        their device.
 
         Args:
             states: what is known.
             keys: the observed layer's, (rows, H_kv, stored, d); those of the waiting tokens are the last.
         """
-        n = states.waiting_tokens
-        if not n:
+        stored = states.waiting_tokens + sum(len(chunk.kept) for chunk in states.spliced)
+        if not states.waiting and not states.spliced:
             return states
-        rows = []
-        for row, (state, ids) in enumerate(zip(states.rows, states.ids(), strict=True)):
-            state = replace(state, budget=self.budget)
-            for token, norm in zip(ids, self._norms(keys[row, :, -n:]).tolist(), strict=True):
-                if states.steps:
-                    state = decode_step(state, token, norm, self.sentence_ends, self.parameters, self.engine)
-                else:
-                    state = append(state, token, norm)
-            rows.append(state)
-        return RowStates(tuple(rows), states.columns + n)
+        rows, started = [], states.rows or self.empty(len(keys)).rows
+        ids = states.ids() or [[] for _ in started]
+        for row, (state, own) in enumerate(zip(started, ids, strict=True)):
+            norms = self._norms(keys[row, :, keys.shape[2] - stored :])
+            rows.append(self._followed(replace(state, budget=self.budget), own, norms, states))
+        return RowStates(tuple(rows), states.seen)
+
+    def _followed(
+        self, state: DecodeState, ids: Sequence[int], norms: Float64[Vector, " stored"], states: RowStates,
+    ) -> DecodeState:
+        """One row's state after its tokens and the chunks between them, whose stored keys have these inverse norms."""
+        constants, chunks, at = (self.sentence_ends, self.parameters, self.engine), list(states.spliced), 0
+        for place in range(len(ids) + 1):
+            while chunks and chunks[0].after == place:
+                chunk = chunks.pop(0)
+                own = norms[at : at + len(chunk.kept)]
+                state, at = join_chunk(state, chunk.token_ids, chunk.kept, own, *constants), at + len(own)
+            if place < len(ids):
+                token, norm = ids[place], float(norms[at])
+                state = decode_step(state, token, norm, *constants) if states.steps else append(state, token, norm)
+                at += 1
+        return state
 
     def _norms(self, keys: Tensor) -> Float64[Vector, " n"]:
         takes = self.engine.takes

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 from models_integration.architecture import Architecture
 from spec.errors import SpecError
 
-__all__ = ["check_forward", "check_generate", "check_prompt", "check_tokens", "prompt_positions"]
+__all__ = ["check_forward", "check_generate", "check_prompt", "check_tokens"]
 
 # Ways to generate that this part does not serve, by the argument that asks for them.
 _GENERATE = {
@@ -72,18 +72,18 @@ def check_forward(arguments: Mapping[str, Any], default_use_cache: bool) -> None
 
 
 def check_prompt(
-    architecture: Architecture, arguments: Mapping[str, Any], *, columns: int = 0, padding: Tensor | None = None,
-    whole: bool = True,
-) -> Tensor | None:
-    """What holds for a prompt, for its next piece, or for a turn: tokens in order, padding left of the first only.
+    architecture: Architecture, arguments: Mapping[str, Any], past: Tensor, tokens: Tensor, *, turn: bool, whole: bool,
+) -> tuple[Tensor, Tensor]:
+    """What holds for a prompt, for a turn, or for its next piece: tokens in order, and what the mask may hide.
 
     Args:
-        columns: tokens of each row before this piece, padding included.
-        padding: what this function gave for the piece before, or what the cache knows.
-        whole: the prompt ends with this piece.
+        past: which columns before this piece hold a token, (rows, seen); no columns, where there is no mask to agree.
+        tokens: those that each row has seen before it, (rows,).
+        turn: it goes on from what was read before; of a prompt, the mask may hide what is left of a row's first token.
+        whole: the prompt or turn ends with this piece.
 
     Returns:
-        Columns left of each row's first token, (rows,); None where there are none.
+        Which columns of this piece hold a token, (rows, n), and the positions of all, (rows, n).
 
     Raises:
         SpecError: otherwise, with the argument that differs.
@@ -94,53 +94,55 @@ def check_prompt(
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= architecture.vocabulary:
         raise SpecError("input_ids", low if low < 0 else high, f"must lie in [0, {architecture.vocabulary})")
-    found = _left_padding(arguments.get("attention_mask"), ids, columns)
-    known = torch.zeros(len(ids), dtype=torch.int64) if padding is None else padding
-    if not torch.equal(found.clamp(max=columns), known):
-        raise SpecError("attention_mask", found.tolist(), f"the prompt's padding so far was {known.tolist()}")
+    shown = _shown(arguments.get("attention_mask"), ids, past)
+    if not turn and bool((torch.cat([past, shown], dim=1).int().diff(dim=1) < 0).any()):
+        reason = "must stand left of all ones: right padding and holes are not served"
+        raise SpecError("attention_mask", "zeros", reason)
     if whole:
-        check_tokens(columns + ids.shape[1], found)
-    _check_positions(arguments.get("position_ids"), ids, prompt_positions(ids.shape[1], columns, found))
-    return found if bool(found.any()) else None
+        check_tokens(shown if turn else torch.cat([past, shown], dim=1))
+    positions = tokens[:, None] + shown.cumsum(dim=1) - 1
+    _check_positions(arguments.get("position_ids"), ids, positions, shown)
+    return shown, positions.clamp(min=0)
 
 
-def check_tokens(columns: int, padding: Tensor | None) -> None:
-    """A prompt has at least two tokens in each row.
+def check_tokens(shown: Tensor) -> None:
+    """A prompt, or a turn, has at least two tokens in each row, and ends with one.
+
+    Args:
+        shown: which of its columns hold a token, (rows, n).
 
     Raises:
         SpecError: otherwise.
     """
-    fewest = columns - (0 if padding is None else int(padding.max()))
+    fewest = int(shown.sum(dim=1).min())
     if fewest < 2:
         raise SpecError("input_ids", f"{fewest} tokens", "one query is a decode step, not a segment")
+    if not bool(shown[:, -1].all()):
+        raise SpecError("attention_mask", "zeros", "right padding is not served: the last column decides what follows")
 
 
-def prompt_positions(n: int, columns: int, padding: Tensor) -> Tensor:
-    """Positions of the next n columns, (rows, n); negative left of a row's first token."""
-    return columns + torch.arange(n) - padding[:, None]
-
-
-def _left_padding(mask: object, ids: Tensor, columns: int) -> Tensor:
-    rows, width = len(ids), columns + ids.shape[1]
+def _shown(mask: object, ids: Tensor, past: Tensor) -> Tensor:
+    rows, columns = past.shape
+    width = columns + ids.shape[1]
     if mask is None:
-        return torch.zeros(rows, dtype=torch.int64)
+        mask = torch.ones(rows, width)
     if not isinstance(mask, Tensor) or mask.shape != (rows, width):
         shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise SpecError("attention_mask", shape, f"must have a column for each token of the prompt, {(rows, width)}")
     hidden, shown = (mask == 0).to("cpu"), (mask == 1).to("cpu")
     if not bool((hidden | shown).all()):
         raise SpecError("attention_mask", mask.dtype, "must hold zeros and ones only")
-    if bool((shown[:, :-1] & hidden[:, 1:]).any()):
-        reason = "must stand left of all ones: right padding and holes are not served"
-        raise SpecError("attention_mask", "zeros", reason)
-    return hidden.sum(dim=1)
+    if not torch.equal(shown[:, :columns], past):
+        reason = f"the prompt's padding so far was {(~past).sum(dim=1).tolist()}"
+        raise SpecError("attention_mask", hidden[:, :columns].sum(dim=1).tolist(), reason)
+    return shown[:, columns:]
 
 
-def _check_positions(positions: Tensor | None, ids: Tensor, expected: Tensor) -> None:
+def _check_positions(positions: Tensor | None, ids: Tensor, expected: Tensor, shown: Tensor) -> None:
     if positions is None:
         return
     fits = positions.ndim == 2 and len(positions) in (1, len(ids)) and positions.shape[1] == ids.shape[1]
-    if not fits or not bool(((positions.to("cpu") == expected) | (expected < 0)).all()):
+    if not fits or not bool(((positions.to("cpu") == expected) | ~shown).all()):
         first, last = int(expected.max(dim=1).values.min()) + 1 - ids.shape[1], int(expected.max())
         raise SpecError(
             "position_ids", tuple(positions.shape), f"must be {max(0, first)} to {last}: they follow what was seen"

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from models_integration.architecture import Architecture
 from models_integration.cache import RetainedCache, RetainedLayer
-from models_integration.capture import Recorder
+from models_integration.capture import Recorder, shown_columns
 from models_integration.ragged import RaggedLayer
 from models_integration.visibility import EMPTY
 from spec.arrays import IntVector
@@ -23,16 +23,18 @@ def keys_of(layer: RetainedLayer, row: int, heads: slice) -> tuple[Tensor, Tenso
     assert layer.keys is not None
     assert layer.values is not None
     stored = layer.stored_positions()
-    skipped = int((stored[row if len(stored) > 1 else 0] == EMPTY).sum())
-    return layer.keys[row, heads, skipped:], layer.values[row, heads, skipped:]
+    shown = stored[row if len(stored) > 1 else 0] != EMPTY
+    return shown_columns(layer.keys[row, heads], shown), shown_columns(layer.values[row, heads], shown)
 
 
 def of_all_sets(
     cache: RetainedCache, recorder: Recorder, architecture: Architecture, groups: int, row: int,
+    queries: Tensor | None = None,
 ) -> Observation:
-    """One row, where the heads of a layer store as many tokens."""
+    """One row, where the heads of a layer store as many tokens; `queries` are the columns (n,) that are its tokens'."""
     layers = architecture.full_layers if recorder.needs.layers == "all" else tuple(recorder.seen)
-    views = {at: recorder.view(at, row, slice(None), *keys_of(_layer(cache, at), row, slice(None))) for at in layers}
+    every = slice(None)
+    views = {at: recorder.view(at, row, every, *keys_of(_layer(cache, at), row, every), queries) for at in layers}
     return Observation(_seen(cache, row), groups, None, views)
 
 

@@ -76,6 +76,10 @@ class RetainedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # the base'
         grown = self.stored_length - self.rows.kept.shape[1]
         return self.rows.marks[:, None] + grown + torch.arange(tokens)
 
+    def expect(self, shown: Tensor) -> None:
+        """Note, before columns are read, which of them (rows, n) hold a token of their row."""
+        self.rows = self.rows.grown(self.stored_length, shown)
+
     def pad(self, padding: Tensor) -> None:
         """Note, before the first compaction, how many columns (rows,) stand left of each row's first token."""
         self.rows = StoredRows.padded(padding)
@@ -101,10 +105,11 @@ class RetainedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # the base'
         if len(kept) == 1:
             kept = kept * len(of)
         slots = [slots_of(stored[row], own) for row, own in zip(of, kept, strict=True)]
-        frees = sum(map(len, slots)) < sum(int((stored[row] != EMPTY).sum()) for row in of)
-        width = max(map(len, slots)) if frees else self.stored_length
-        after = StoredRows(filled(kept, width), marks.expand(len(kept)))
-        return Plan(self.rows, self.stored_length, tuple(slots) if frees else (), after)
+        # Empty slots left of a row's tokens may stay; those of a turn stand among them, and go.
+        stays = torch.equal(filled(kept, self.stored_length), stored.expand(len(kept), -1))
+        width = self.stored_length if stays else max(map(len, slots))
+        after = self.rows.compacted(filled(kept, width), marks)
+        return Plan(self.rows, self.stored_length, () if stays else tuple(slots), after)
 
     def follow(self, plan: Plan) -> None:
         """Gather the slots of a plan, if it frees any."""
@@ -136,7 +141,7 @@ class RetainedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # the base'
             return
         assert self.keys is not None
         assert self.values is not None
-        if self.rows.shared:
+        if self.uniform:
             left = int((self.stored_positions() < remaining).sum())
             rows = StoredRows(self.rows.kept[:, :left], self.rows.marks.clamp(max=remaining))
         else:

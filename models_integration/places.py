@@ -11,7 +11,7 @@ from spec.errors import SpecError
 from spec.policy import Policy, SeparableScorer
 from spec.retention import Granularity
 
-__all__ = ["Place", "check_known", "check_records", "check_rows", "check_turn"]
+__all__ = ["Place", "check_hidden", "check_known", "check_records", "check_rows", "check_turn"]
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,8 @@ class Place:
 
     columns: int
     until: int
-    padding: Tensor | None
+    shown: Tensor
+    """Which columns of the forward hold a token, (rows, n)."""
     defaults: dict[str, Tensor]
     """Inputs that the forward needs, where its caller leaves them out."""
 
@@ -47,6 +48,24 @@ def check_known(cache: RetainedCache) -> None:
         raise SpecError(
             "past_key_values", f"{seen} tokens", "its states do not know all of them: some were read outside the "
             "context, under another policy, or under a backend without decode"
+        )
+
+
+def check_hidden(policy: Policy, cache: RetainedCache) -> None:
+    """A turn of which a mask hides columns needs one kept set for the whole model, and no sliding windows.
+
+    Raises:
+        SpecError: otherwise.
+    """
+    if len(cache.full_layers) < len(cache.layers):
+        raise SpecError(
+            "attention_mask", "zeros", "a padded turn is not served beside sliding-window layers: their windows would "
+            "count the padding"
+        )
+    if policy.granularity is not Granularity.MODEL or policy.cadence.every is not None or cache.layers_differ:
+        raise SpecError(
+            "attention_mask", "zeros", "a padded turn is served where the policy keeps one set for the whole model, and"
+            " decides at the ends of segments"
         )
 
 

@@ -144,8 +144,9 @@ class Published:
                 of another model or rotation.
         """
         describe(model)
-        learn = _FROM_MODEL.get(self.name.removeprefix(DIVERSE), lambda model: {})
-        policy = _made(self.name, {**learn(model), **self.constants})
+        learn = _FROM_MODEL.get(self.name.removeprefix(DIVERSE))
+        learned = {} if learn is None else learn(model)
+        policy = _made(self.name, {**learned, **self.constants})
         return Method(policy, self.budget, resolve(self.constants.get("backend", "numpy")).name)
 
     def __call__(self, model: PreTrainedModel) -> Session:

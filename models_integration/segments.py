@@ -68,7 +68,6 @@ class Segment:
     ) -> None:
         self.cache, self.copies, self.until = cache, copies, until
         self.recorder = Recorder(method.policy.scorer.needs)
-        self.padding: Tensor | None = None
         self.bytes_saved = 0
         self.later = cache.get_seq_length() > 0
         """Whether it goes on from what earlier segments left."""
@@ -76,6 +75,7 @@ class Segment:
             raise SpecError("policy", method.policy.name, "reads token ids: it serves one segment of a cache")
         self._method, self._architecture = method, architecture
         self._ids: list[Tensor] = []
+        self._shown: list[Tensor] = []
         self._kept: tuple[Kept, ...] | None = None
         self._compacted: set[int] = set()
         self._streams = until == ONE_FORWARD and self.recorder.needs.layers != "all"
@@ -98,10 +98,23 @@ class Segment:
         """Columns read so far."""
         return sum(ids.shape[1] for ids in self._ids)
 
-    def read(self, input_ids: Tensor, padding: Tensor | None) -> None:
-        """These tokens (rows, n) come next; `padding` (rows,) columns are left of each row's first token so far."""
+    @property
+    def shown(self) -> Tensor:
+        """Which of these columns hold a token, (rows, columns)."""
+        return torch.cat(self._shown, dim=1)
+
+    @property
+    def padding(self) -> Tensor | None:
+        """Columns without a token, (rows,); None where there are none."""
+        shown = self.shown
+        return None if bool(shown.all()) else (~shown).sum(dim=1)
+
+    def read(self, input_ids: Tensor, shown: Tensor) -> None:
+        """These columns (rows, n) come next; those `shown` hold a token of their row."""
         self._ids.append(input_ids)
-        self.padding = padding
+        self._shown.append(shown)
+        if self.later:
+            self.recorder.hidden = int((~self.shown).sum(dim=1).max())
         self._watch = self._watch or Stopwatch(input_ids.device)
 
     def wants_lse(self, layer: int) -> bool:
@@ -125,11 +138,10 @@ class Segment:
         """The end of the segment: what was kept of each prompt, and the seconds of each stage.
 
         Raises:
-            SpecError: when a row has fewer than two tokens.
+            SpecError: when a row has fewer than two tokens, or ends without one.
         """
         assert self._watch is not None
-        if not self.later:
-            check_tokens(self.columns, self.padding)
+        check_tokens(self.shown)
         kept = self._decide()
         self._compact(layer for layer in self._architecture.full_layers if layer not in self._compacted)
         running = [one.running for one in kept for _ in range(self.copies) if one.running is not None]
@@ -153,12 +165,12 @@ class Segment:
     def _decided(self, row: int) -> Kept:
         assert self._watch is not None
         method, needs = self._method, self.recorder.needs
-        padding = 0 if self.padding is None else int(self.padding[row])
-        seen = self.columns - padding
+        shown = self.shown[row]
+        seen = int(shown.sum())
         with self._watch.stage("capture"):
-            ids = self._row_ids(row)[padding:] if needs.token_ids else None
+            ids = self._row_ids(row) if needs.token_ids else None
             groups = groups_of(method, self._architecture, self.cache)
-            observation = Observation(seen, groups, ids, self.recorder.views(row, padding))
+            observation = Observation(seen, groups, ids, self.recorder.views(row, shown, shown))
         with self._watch.stage("decision"):
             if method.policy.cadence.every is not None:
                 retention, running = start(method.policy, method.budget, observation)
@@ -182,7 +194,7 @@ class Segment:
             if apart:
                 live, shown = of_each_set(*what, policy.granularity, row)
             else:
-                shown = [of_all_sets(*what, groups, row)]
+                shown = [of_all_sets(*what, groups, row, self.shown[row])]
                 live = [self.cache.stored_positions(row).numpy()] * groups
         with watch.stage("decision"):
             if method.life is not None:
@@ -198,8 +210,9 @@ class Segment:
             return self._kept_of(retention, None, None, running)
 
     def _row_ids(self, row: int) -> IntVector:
-        ids: IntVector = torch.cat([part[row] for part in self._ids]).to("cpu", torch.int64).numpy()
-        return ids
+        ids = torch.cat([part[row] for part in self._ids]).to("cpu", torch.int64)
+        tokens: IntVector = ids[self.shown[row]].numpy()
+        return tokens
 
     def _kept_of(
         self, retention: Retention, records: CrystalRetention | None, state: DecodeState | None,

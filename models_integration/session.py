@@ -16,8 +16,8 @@ from models_integration.cache import RetainedCache
 from models_integration.capture import observing
 from models_integration.decoding import Life
 from models_integration.generation import Call, guarded_generate
-from models_integration.inputs import check_forward, check_prompt, prompt_positions
-from models_integration.places import Place, check_known, check_rows, check_turn
+from models_integration.inputs import check_forward, check_prompt
+from models_integration.places import Place, check_hidden, check_known, check_rows, check_turn
 from models_integration.segments import ONE_FORWARD, OPEN, Segment
 from models_integration.steps import Step
 from models_integration.streams import Stream
@@ -30,13 +30,23 @@ if TYPE_CHECKING:
     from models_integration.methods import Method
     from models_integration.published import Published
 
-__all__ = ["Prefilled", "Session", "prefill"]
+__all__ = ["Prefilled", "Session", "check_free", "prefill"]
 
 Kept: TypeAlias = CrystalRetention | Retention
 """What was kept of one prompt; with all records if the policy is CrystalCache."""
 
 # Decoders inside a context: a second context on one of them would fight over its cache.
 _BUSY: WeakSet[nn.Module] = WeakSet()
+
+
+def check_free(model: PreTrainedModel) -> None:
+    """No context is open on the model.
+
+    Raises:
+        SpecError: otherwise: what it reads would be that policy's.
+    """
+    if model.get_decoder() in _BUSY:  # type: ignore[no-untyped-call]
+        raise SpecError("model", type(model).__name__, "is inside a context already: contexts do not nest")
 
 
 class Session:
@@ -95,8 +105,7 @@ class Session:
         decoder = self._architecture.decoder
         if self._exit is not None:
             raise SpecError("policy", self._method.policy.name, "a session runs once; call the policy again")
-        if decoder in _BUSY:
-            raise SpecError("model", type(self._model).__name__, "is inside a context already: contexts do not nest")
+        check_free(self._model)
         with ExitStack() as undo:
             _BUSY.add(decoder)
             undo.callback(_BUSY.discard, decoder)
@@ -162,7 +171,8 @@ class Session:
             self._finish(segment)
         if life is not None and life.decode:
             check_known(cache)
-        if life is not None and cache.states.waiting and cache.states.steps != life.decode:
+        states = cache.states
+        if life is not None and (states.waiting or states.spliced) and states.steps != life.decode:
             _settle(cache, life)
         if self._method.policy.cadence.every is not None:
             self._decider = Step(self._method, self._architecture, cache)
@@ -184,25 +194,33 @@ class Session:
             RetainedCache.check_adoptable(cache)
         columns: int = cache.get_seq_length() if filled else 0
         later = filled if segment is None else segment.later
-        defaults, known = {}, None if segment is None else segment.padding
+        defaults, past = {}, torch.ones(len(ids), 0, dtype=torch.bool)
         if later:
             check_rows(cache, ids)
             if segment is None:
                 check_turn(self._method.policy, cache)
-            defaults, known = cache.step_inputs(ids.shape[1], ids.device), cache.padding.expand(len(ids))
+            defaults, tokens = cache.step_inputs(ids.shape[1], ids.device), cache.tokens.expand(len(ids))
+            if "attention_mask" in {**defaults, **arguments}:
+                past = cache.shown.expand(len(ids), -1)
+        else:
+            past = past if segment is None else segment.shown
+            tokens = past.sum(dim=1)
         until = self._until(columns) if segment is None else segment.until
-        padding = check_prompt(
-            self._architecture, {**defaults, **arguments}, columns=columns, padding=known,
-            whole=until == ONE_FORWARD and not later,
+        mask = arguments.get("attention_mask", defaults.get("attention_mask"))
+        shown, positions = check_prompt(
+            self._architecture, {**arguments, "attention_mask": mask}, past, tokens, turn=later,
+            whole=until == ONE_FORWARD,
         )
-        if padding is not None and self._stream is not None:
-            raise SpecError("attention_mask", padding.tolist(), "the rows of a stream start together: no padding")
+        if not bool(shown.all()):
+            if self._stream is not None:
+                raise SpecError("attention_mask", "zeros", "the rows of a stream start together: no padding")
+            if later:
+                check_hidden(self._method.policy, cache)
         if segment is None and later and self._method.life is not None:
             _settle(cache, self._method.life)
-        if padding is not None and not later:
-            positions = prompt_positions(ids.shape[1], columns, padding).clamp(min=0)
-            defaults = {"position_ids": positions.to(ids.device)}
-        return Place(columns, until, padding, defaults)
+        if not bool(past.all() and shown.all()):
+            defaults["position_ids"] = positions.to(ids.device)
+        return Place(columns, until, shown, defaults)
 
     def _until(self, columns: int) -> int:
         if self._stream is not None:
@@ -216,7 +234,9 @@ class Session:
                 cache = RetainedCache(config) if cache is None else RetainedCache.adopt(cache, config)
             copies = max(1, len(ids) // self._call.rows) if first and self._call is not None else 1
             self._segment = Segment(self._method, self._architecture, cache, copies, place.until)
-        self._segment.read(ids, place.padding)
+        self._segment.read(ids, place.shown)
+        if self._segment.later and not bool(place.shown.all()):
+            cache.expect(place.shown)
         return self._segment.cache
 
     def _after(self, decoder: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -314,8 +334,8 @@ class Session:
     def _finish(self, segment: Segment) -> None:
         self._segment = None
         life, cache = self._method.life, segment.cache
-        every = self._method.policy.cadence.every
-        if segment.columns == 1 and (segment.later or self._stream is not None) and every is None:
+        one, every = segment.columns == 1 and bool(segment.shown.all()), self._method.policy.cadence.every
+        if one and (segment.later or self._stream is not None) and every is None:
             # One query is a decode step: its token waits.
             if life is not None and not segment.later:
                 cache.states = life.empty(segment.rows)
@@ -339,8 +359,8 @@ def _settle(cache: RetainedCache, life: Life) -> None:
         SpecError: when they cannot; nothing has changed.
     """
     check_known(cache)
-    before, after = cache.states.rows, life.settled(cache.states, cache.observed_keys)
-    if any(new.live is not old.live for new, old in zip(after.rows, before, strict=True)):
+    before, after = cache.states, life.settled(cache.states, cache.observed_keys)
+    if before.spliced or any(new.live is not old.live for new, old in zip(after.rows, before.rows, strict=True)):
         cache.compact([Retention.shared(state.stored, state.seen) for state in after.rows])
     cache.states = after
 

@@ -20,19 +20,17 @@ def slots_of(stored: Tensor, wanted: Tensor) -> Tensor:
     """Slots that hold the `wanted` positions; the only place where a position becomes a slot.
 
     Args:
-        stored: the positions behind the slots, ascending, (stored,).
+        stored: the positions behind the slots, ascending but for empty ones, (stored,).
         wanted: positions, ascending, (kept,).
 
     Raises:
         SpecError: when a wanted position is not stored.
     """
-    # NumPy's search is quicker where what is wanted ascends.
     own, sought = stored.numpy(), wanted.numpy()
-    slots = np.searchsorted(own, sought)
-    found = slots < len(own)
-    found &= own.take(slots, mode="clip") == sought
-    if not found.all():
-        raise SpecError("positions", sought[~found].tolist(), f"must be among the {len(own)} stored positions")
+    slots = np.flatnonzero(np.isin(own, sought))
+    if len(slots) != len(sought):
+        missing = sought[~np.isin(sought, own)].tolist()
+        raise SpecError("positions", missing, f"must be among the {len(own)} stored positions")
     return torch.from_numpy(slots)
 
 

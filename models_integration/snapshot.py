@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import fields
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, cast
@@ -17,7 +18,7 @@ from models_integration.archive.files import publish
 from models_integration.archive.manifest import weights_digest
 from models_integration.cache import RetainedCache, RetainedLayer
 from models_integration.proved import parts, read
-from models_integration.states import RowStates
+from models_integration.states import RowStates, Spliced
 from models_integration.visibility import StoredRows
 from spec import SPEC_VERSION
 from spec.budget import Budget
@@ -26,6 +27,8 @@ from spec.errors import SpecError
 
 __all__ = ["load_cache", "packed", "save_cache", "unpacked"]
 
+# What a layer knows of the positions behind its slots.
+_ROWS = tuple(field.name for field in fields(StoredRows))
 # What of a config decides how keys and values are read, and is in neither the weights nor the rotation.
 _CONFIG = (
     "model_type", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "layer_types",
@@ -55,7 +58,7 @@ def save_cache(cache: RetainedCache, model: PreTrainedModel, path: str | Path) -
     for index, layer in enumerate(cast(list[Any], cache.layers)):
         tensors |= {f"{index}.keys": layer.keys, f"{index}.values": layer.values}
         if isinstance(layer, RetainedLayer):
-            tensors |= {f"{index}.kept": layer.rows.kept, f"{index}.marks": layer.rows.marks}
+            tensors |= {f"{index}.{name}": getattr(layer.rows, name).contiguous() for name in _ROWS}
             layers.append({"evicted": layer.evicted})
         else:
             layers.append({"seen": layer.get_seq_length()})
@@ -66,9 +69,11 @@ def save_cache(cache: RetainedCache, model: PreTrainedModel, path: str | Path) -
         states.append(numbers)
     if cache.states.waiting:
         tensors["waiting"] = torch.cat(cache.states.waiting, dim=1)
+    for at, chunk in enumerate(cache.states.spliced):
+        tensors |= {f"chunk {at}.ids": torch.tensor(chunk.token_ids), f"chunk {at}.kept": torch.tensor(chunk.kept)}
     manifest = {
         **_identity(model), "spec": SPEC_VERSION, "layers": layers, "states": states, "columns": cache.states.columns,
-        "steps": cache.states.steps,
+        "steps": cache.states.steps, "chunks": [chunk.after for chunk in cache.states.spliced],
     }
     publish(Path(path), parts(manifest, tensors))
 
@@ -92,12 +97,16 @@ def load_cache(path: str | Path, model: PreTrainedModel) -> RetainedCache:
         layer.lazy_initialization(keys, values)
         layer.keys, layer.values = keys, values
         if isinstance(layer, RetainedLayer):
-            layer.rows = StoredRows(tensors[f"{index}.kept"], tensors[f"{index}.marks"])
+            layer.rows = StoredRows(*(tensors[f"{index}.{name}"] for name in _ROWS))
             layer.evicted = numbers["evicted"]
         else:
             layer.cumulative_length = numbers["seen"]
     rows = tuple(unpacked(numbers, _row(row, tensors)) for row, numbers in enumerate(manifest["states"]))
-    cache.states = RowStates(rows, manifest["columns"])
+    spliced = tuple(
+        Spliced(after, tensors[f"chunk {at}.ids"].numpy(), tensors[f"chunk {at}.kept"].numpy())
+        for at, after in enumerate(manifest["chunks"])
+    )
+    cache.states = RowStates(rows, manifest["columns"], spliced=spliced)
     if "waiting" in tensors:
         cache.states = cache.states.wait(tensors["waiting"].to(model.device), steps=manifest["steps"])
     return cache

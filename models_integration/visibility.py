@@ -32,6 +32,8 @@ _CAUSAL = cast(Pattern, masking_utils.causal_mask_function)
 
 EMPTY = -1
 """The position of a slot that holds no token of its row."""
+NO_HOLE = 2**62
+"""Where a row has fewer holes than another."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +44,13 @@ class StoredRows:
         kept: positions that compaction kept, by slot, ascending in each row, (rows, k); EMPTY fills shorter rows on
             their left. One row may stand for all rows of the batch.
         marks: tokens that each row had seen by then, (rows,): the j-th slot after the kept ones holds marks + j.
+        holes: columns of later segments that hold no token of a row, (rows, h), one row for all where there are none:
+            each by the position of the row's next token, ascending, NO_HOLE behind those of rows with fewer.
     """
 
     kept: Tensor
     marks: Tensor
+    holes: Tensor = torch.empty(1, 0, dtype=torch.int64)
 
     @classmethod
     def none(cls) -> "StoredRows":
@@ -67,12 +72,44 @@ class StoredRows:
     def select(self, rows: Tensor) -> "StoredRows":
         """The same for other rows of the batch, by index."""
         chosen = rows.to(self.kept.device)
-        return self if self.shared else StoredRows(self.kept[chosen], self.marks[chosen])
+        if self.shared:
+            return self
+        return StoredRows(self.kept[chosen], self.marks[chosen], self.holes.expand(len(self.kept), -1)[chosen])
+
+    def compacted(self, kept: Tensor, marks: Tensor) -> "StoredRows":
+        """The same rows when they keep these positions (rows, k), and have seen `marks` (rows,) tokens."""
+        return StoredRows(kept, marks.expand(len(kept)), self.holes.expand(len(kept), -1))
+
+    def grown(self, slots: int, shown: Tensor) -> "StoredRows":
+        """The same rows when columns of which `shown` (rows, n) hold a token of theirs are to follow `slots` slots."""
+        rows = len(shown)
+        seen = (self.marks + slots - self.kept.shape[1]).expand(rows)
+        following = seen[:, None] + shown.cumsum(dim=1)
+        kept = torch.cat([self.positions(slots).expand(rows, -1), torch.where(shown, following - 1, EMPTY)], dim=1)
+        holes = torch.cat([self.holes.expand(rows, -1), torch.where(shown, NO_HOLE, following)], dim=1).sort(dim=1)
+        most = int((holes.values != NO_HOLE).sum(dim=1).max())
+        return StoredRows(kept, following[:, -1], holes.values[:, :most].contiguous())
 
     def positions(self, slots: int) -> Tensor:
         """Positions of the first `slots` slots, (rows, slots)."""
         later = torch.arange(slots - self.kept.shape[1], device=self.kept.device)
         return torch.cat([self.kept, self.marks[:, None] + later], dim=1)
+
+    def columns(self, positions: Tensor, seen: int, tokens: Tensor) -> Tensor:
+        """The columns of these positions (rows, k), of `seen` columns that hold `tokens` (rows,) tokens of each row."""
+        if self.holes.shape[1] == 0:
+            return positions + (seen - tokens)[:, None]
+        before = torch.searchsorted(self.holes, positions, right=True)
+        return positions + before + (seen - tokens - (self.holes != NO_HOLE).sum(dim=1))[:, None]
+
+    def shown(self, seen: int, tokens: Tensor) -> Tensor:
+        """Which of the `seen` columns hold one of the `tokens` (rows,) that each row has seen, (rows, seen)."""
+        holes = self.holes.expand(len(tokens), -1) != NO_HOLE
+        first = (seen - tokens - holes.sum(dim=1))[:, None]
+        shown = torch.arange(seen) >= first
+        row, at = torch.nonzero(holes, as_tuple=True)
+        shown[row, self.holes.expand(len(tokens), -1)[row, at] + at + first[row, 0]] = False
+        return shown
 
 
 class SlotOffset(int):
@@ -163,18 +200,21 @@ def by_position(
     """
     if padding is not None and padding.shape[1] != seen + q_length:
         raise SpecError("attention_mask", tuple(padding.shape), f"must cover the {seen + q_length} tokens seen so far")
-    stored = rows.positions(kv_length).to(device)
-    first_query = stored[:, kv_length - q_length]
-    padded_columns = seen - first_query
+    stored = rows.positions(kv_length)
+    tokens = rows.marks + kv_length - rows.kept.shape[1]
+    own = stored[:, kv_length - q_length :] != EMPTY
+    # A query in a column without a token has no position, and no reader; it stands where the row's last token does.
+    at = tokens[:, None] - own.sum(dim=1, keepdim=True) + own.cumsum(dim=1) - 1
+    columns = rows.columns(stored, seen + q_length, tokens).clamp(min=0)
+    stored, at, columns = stored.to(device), at.to(device), columns.to(device)
 
     def visible(row: Tensor, head: Tensor, query: Tensor, slot: Tensor) -> Tensor:
         of = torch.zeros_like(row) if rows.shared else row
         key = stored[of, slot]
-        seen_by = pattern(row, head, first_query[of] + query, key) & (key != EMPTY)
+        seen_by = pattern(row, head, at[of, query], key) & (key != EMPTY)
         if padding is None:
             return seen_by
-        column = (key + padded_columns[of]).clamp(min=0)
-        return seen_by & padding[row, column]
+        return seen_by & padding[row, columns[of, slot]]
 
     return visible
 

@@ -60,9 +60,9 @@ class DecodeState:
     counts: Int64[IntVector, " distinct"]
     """How often each of `ids` was seen."""
     mu: float
-    """Mean of the degrees at the last segment, Eq. 27."""
+    """Mean of the degrees at the prefill, Eq. 27; 0 where there was none."""
     sigma: float
-    """Their standard deviation, with the fallback of Eq. 27."""
+    """Their standard deviation, with the fallback of Eq. 27; 1 where there was none."""
     tail_ids: tuple[int, ...] = ()
     tail_inverse_norms: tuple[float, ...] = ()
 

@@ -19,12 +19,14 @@ def resonance(
 
     `queue` holds the reached trunks hop by hop, `search` the search that reached a trunk last. A hop is read without
     a branch: `best` takes the strongest pulse of every trunk that it touches, and the rest is decided per trunk, which
-    one search raises once. Trunk numbers are unsigned: a signed one could count from an array's end, which is checked.
+    one search raises once; nobody is reached from the last hop. Trunk numbers are unsigned: a signed one could count
+    from an array's end, which is checked.
     """
     m = len(D)
     after = D.copy()
     columns = indices.astype(np.uint32)
     pulse, best, search = np.zeros(m), np.full(m, -1.0), np.full(m, -1, dtype=np.int64)
+    hops = min(max_hops, m)
     queue, touched = np.empty(m, dtype=np.uint32), np.empty(m + 1, dtype=np.uint32)
     for source in range(m):
         if not active[source]:
@@ -32,7 +34,7 @@ def resonance(
         queue[0], pulse[source], search[source] = source, 1.0, source
         after[source] = raised(after[source], 1.0, alpha_res)
         head, end = 0, 1
-        for _ in range(min(max_hops, m)):
+        for hop in range(hops):
             level, number = end, np.uint64(0)
             for at in range(head, level):
                 g = queue[at]
@@ -45,9 +47,10 @@ def resonance(
                     best[h] = sent if sent > strongest else strongest
             head = level
             for h in touched[:number]:
-                if search[h] != source and best[h] >= tau_pulse:
+                arrives = search[h] != source and best[h] >= tau_pulse
+                after[h] = raised(after[h], best[h] if arrives else 0.0, alpha_res)
+                if arrives and hop + 1 < hops:
                     queue[end], pulse[h], search[h] = h, best[h], source
-                    after[h] = raised(after[h], best[h], alpha_res)
                     end += 1
                 best[h] = -1.0
     return after

@@ -19,12 +19,13 @@ import torch
 
 from conformance.injection.chunks import chunk
 from models_integration.archive import files, store
-from models_integration.archive.errors import ArchiveFull
+from models_integration.archive.errors import ArchiveFull, ArchiveReadOnly
 from models_integration.archive.store import Archive
 
-__all__ = ["fill_the_disk", "read_until", "started", "write_until", "write_until_killed"]
+__all__ = ["fill_the_disk", "lose_the_right_to_write", "read_until", "started", "write_until", "write_until_killed"]
 
 TOKENS = 400
+NOBODY = 65534
 
 
 def started(work: Callable[..., None], *arguments: Any) -> ForkServerProcess:
@@ -108,3 +109,32 @@ def fill_the_disk(folder: Path) -> None:
         except ArchiveFull:
             return
         raise AssertionError("a full disk went unnoticed")
+
+
+def lose_the_right_to_write(folder: Path) -> None:
+    """Put, get and open where no folder can be written, as a user who is not root; any other end is raised."""
+    torch.set_num_threads(1)
+    if os.geteuid() == 0:
+        os.chown(folder, NOBODY, NOBODY)
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+    home = folder / "archive"
+    with Archive(home) as archive:
+        key = archive.put(*chunk(1))
+        folders = [home, *(path for path in home.rglob("*") if path.is_dir())]
+        for path in folders:
+            path.chmod(0o500)
+        try:
+            for refused in (lambda: archive.put(*chunk(2)), lambda: Archive(home / "new")):
+                try:
+                    refused()
+                except ArchiveReadOnly:
+                    continue
+                raise AssertionError("a read-only folder went unnoticed")
+            assert archive.get(key, "alice") is not None
+        finally:
+            for path in folders:
+                path.chmod(0o700)
+        assert archive.verify().clean
+        archive.put(*chunk(2))
+        assert len(archive.entries()) == 2

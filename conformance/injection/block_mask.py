@@ -43,14 +43,15 @@ def ids(n: int, seed: int) -> list[int]:
 
 def block_masked(
     model: PreTrainedModel, session: list[int], chunks: Chunks, query: list[int], *, evicted: Set[int] = frozenset(),
-    lower: Set[int] = frozenset(), window: int | None = None, evicted_in: Mapping[int, Set[int]] | None = None,
+    lower: Set[int] = frozenset(), window: int | None = None,
+    evicted_in: Mapping[int, Sequence[Set[int]]] | None = None,
 ) -> Oracle:
     """One forward. Chunks see themselves alone, the query sees what is visible and not `evicted` (positions).
 
     Args:
         lower: layers that see no chunk.
         window: of the model's sliding layers, which see no chunk either, and evict nothing.
-        evicted_in: positions that some layers have evicted beside those.
+        evicted_in: positions that some layers have evicted beside those, from all heads or from each KV head.
     """
     tokens, positions, owner, hidden = [*session], [*range(len(session))], [SESSION] * len(session), []
     hidden += [False] * len(session)
@@ -82,11 +83,13 @@ def block_masked(
     cache = DynamicCache()
     removals = _masks_of(model, lower, apart)
     for layer, gaps in (evicted_in or {}).items():
-        seen = full.clone()
-        for row in range(n):
-            for column in range(row + 1):
-                seen[row, column] &= owner[row] != QUERY or owner[column] == QUERY or positions[column] not in gaps
-        removals += _masks_of(model, {layer}, seen)
+        own_masks = []
+        for lost in gaps:
+            stays = torch.tensor([own == QUERY or at not in lost for own, at in zip(owner, positions, strict=True)])
+            asks = torch.tensor([own == QUERY for own in owner])
+            own_masks.append(full & (stays | ~asks[:, None]))
+        queries = model.config.num_attention_heads // len(gaps) if len(gaps) > 1 else 1
+        removals += _masks_of(model, {layer}, torch.stack(own_masks).repeat_interleave(queries, 0))
     try:
         with torch.no_grad():
             logits = model(
@@ -102,7 +105,7 @@ def block_masked(
 
 def _masks_of(model: PreTrainedModel, layers: Set[int], mask: Tensor) -> list[Any]:
     def swap(module: Any, args: Any, options: dict[str, Any]) -> Any:
-        return args, {**options, "attention_mask": mask[None, None]}
+        return args, {**options, "attention_mask": mask[None] if mask.dim() == 3 else mask[None, None]}
 
     return [
         module.register_forward_pre_hook(swap, with_kwargs=True) for name, module in model.named_modules()

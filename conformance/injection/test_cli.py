@@ -66,6 +66,20 @@ def test_damage_is_said(keys: list[str], tmp_path: Path) -> None:
     assert isinstance(refused("get", keys[0], *here), NoSuchChunk)
 
 
+def test_what_a_policy_keeps_is_put_and_answered(keys: list[str], tmp_path: Path) -> None:
+    """Under a key of its own; an unknown name or budget puts nothing."""
+    here = ("--archive", str(tmp_path / "a"))
+    kept = run("put", str(tmp_path / "0.txt"), "--policy", "snapkv", "--budget", "0.9", *here).strip()
+    assert kept not in keys
+    assert re.search(r"^(\d+) tokens \(0 hidden\), (\d+) of them kept, wrapper raw", run("get", kept, *here))
+    assert run("inject", kept, *here, "--ask", QUESTION, "--new-tokens", "2")
+    assert run("verify", *here) == "3 objects read\n"
+    error = refused("put", str(tmp_path / "0.txt"), "--policy", "nobody", *here)
+    assert "name = 'nobody'" in str(error)
+    error = refused("put", str(tmp_path / "0.txt"), "--policy", "snapkv", "--budget", "1.5", *here)
+    assert "budget" in str(error)
+
+
 def test_an_encrypted_chunk_needs_its_key(tmp_path: Path) -> None:
     pytest.importorskip("cryptography")
     (tmp_path / "note.txt").write_text(FACTS[0], encoding="utf-8")

@@ -21,6 +21,7 @@ from models_integration.archive.library import Library
 from models_integration.archive.rope import Rotary, frequencies_at, plain_layers, recognise
 from models_integration.archive.splice import Chunk, compacted, computed, splice
 from models_integration.archive.store import Archive
+from models_integration.cache import RetainedCache
 from models_integration.methods import CrystalCache, Method, StreamingLLM
 from models_integration.published import Published
 from reference.injection.wrappers import FORMS, wrap
@@ -83,7 +84,8 @@ def test_closed_gaps_fail_the_oracle() -> None:
     for close, low, high in ((False, 0.0, BOUND), (True, 100 * BOUND, 9.0)):
         chunks = with_gaps(model, rotary)
         if close:
-            chunks[0] = replace(chunks[0], kept=None, ids=tuple(chunks[0].ids[at] for at in chunks[0].places(0)))
+            left = chunks[0].places(0)[0].tolist()
+            chunks[0] = replace(chunks[0], kept=None, ids=tuple(chunks[0].ids[at] for at in left))
         _, cache = read(model, SESSION)
         splice(cache, chunks, rotary)
         assert low <= relative(read(model, QUERY, cache)[0], oracle.logits) < high
@@ -120,7 +122,7 @@ def test_layers_that_keep_other_tokens(family: str) -> None:
         read(model, QUERY[:1], cache)
     with layer_masks(model, cache):
         logits = torch.cat([read(model, part, cache)[0] for part in (QUERY[:3], QUERY[3:])], 1)
-    gaps = {layer: {12 + at for at in range(7) if at not in own} for layer, own in enumerate(kept)}
+    gaps = {layer: [{12 + at for at in range(7) if at not in own}] for layer, own in enumerate(kept)}
     oracle = block_masked(model, SESSION, [(tokens, 0)], QUERY, evicted_in=gaps)
     assert relative(logits, oracle.logits) < BOUND
 
@@ -134,9 +136,10 @@ def test_what_no_chunk_can_keep_is_refused() -> None:
         compacted(chunk, retention(8, {1}))
     with pytest.raises(SpecError, match="must be about 7 tokens"):
         compacted(compacted(chunk, retention(7, {1})), retention(7, {2}))
-    heads = Retention(np.array([0, 6] * 4), np.arange(0, 10, 2), 7, Granularity.HEAD)
-    with pytest.raises(SpecError, match="one set, or one for each of 2 layers"):
-        compacted(chunk, heads)
+    for granularity in (Granularity.LAYER, Granularity.HEAD):
+        sets = Retention(np.array([0, 6] * 3), np.arange(0, 8, 2), 7, granularity)
+        with pytest.raises(SpecError, match=r"'3 groups': must have (2|4), by the layers"):
+            compacted(chunk, sets)
 
 
 def test_cosines_are_of_the_tokens_that_are_left() -> None:
@@ -158,14 +161,15 @@ def archive(quick_path: Path) -> Iterator[Archive]:
 METHODS: dict[str, Method | Published] = {
     "streamingllm": StreamingLLM(0.4, N_sink=2), "snapkv": Published("snapkv", 9, W=4),
     "crystalcache": CrystalCache(0.4, frozenset(range(3, 131, 5)), TINY, backend="numpy"),
-    "pyramidkv": Published("pyramidkv", 10, W=4),
+    "chunkkv": Published("chunkkv", 12, W=4, c=5), "adakv": Published("adakv", 13, W=4),
 }
 
 
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("form", ["markers", "full_hidden_preamble"])
+@pytest.mark.parametrize(
+    ("name", "form"), [*((name, "markers") for name in METHODS), ("adakv", "full_hidden_preamble")],
+)
 def test_an_archive_of_what_a_policy_keeps(archive: Archive, name: str, form: str) -> None:
-    """Put, got, proved and spliced: the markers are there, and the logits are those of the mask."""
+    """One kept set, one for each layer, or for each head: put, got, proved and spliced, as the mask has it."""
     model, wrapped = build("Llama"), wrap(FORMS[form], PART, VOCABULARY)
     library = Library(archive, model, VOCABULARY, "alice")
     key = library.put(PART, form, method=METHODS[name])
@@ -176,15 +180,17 @@ def test_an_archive_of_what_a_policy_keeps(archive: Archive, name: str, form: st
     assert chunk.kept is not None
     n, hidden = len(wrapped.ids), wrapped.hidden
     gaps = {
-        layer: {len(SESSION) + at - hidden for at in range(hidden, n) if at not in places.tolist()}
+        layer: [{len(SESSION) + at - hidden for at in range(hidden, n) if at not in own.tolist()} for own in places]
         for layer, places in chunk.kept.items()
     }
-    assert all(gaps.values())
-    assert all({at for at in wrapped.markers if at >= hidden} <= set(places.tolist()) for places in chunk.kept.values())
+    assert {len(own) for own in gaps.values()} == {2 if name in ("snapkv", "adakv") else 1}
+    assert all(all(own) for own in gaps.values())
+    pinned = {at for at in wrapped.markers if at >= hidden}
+    assert all(pinned <= set(own.tolist()) for places in chunk.kept.values() for own in places)
     cache, markers = library.inject(read(model, SESSION)[1], [key], room=len(QUERY))
     assert markers.tolist() == [len(SESSION) + at - hidden for at in wrapped.markers if at >= hidden]
     with layer_masks(model, cache):
-        logits, _ = read(model, QUERY, cache)
+        logits = torch.cat([read(model, part, cache)[0] for part in (QUERY[:3], QUERY[3:])], 1)
     oracle = block_masked(model, SESSION, [(list(wrapped.ids), hidden)], QUERY, evicted_in=gaps)
     assert relative(logits, oracle.logits) < BOUND
 
@@ -205,11 +211,44 @@ def test_a_compacted_chunk_is_never_the_full_one(archive: Archive) -> None:
         assert chunk is not None
         assert found is not None
         assert (found.manifest.tokens, chunk.ids) == (24, tuple(PART))
-        assert all(len(chunk.places(layer)) == keys_of.shape[1] == stored for layer, (keys_of, _) in
-                   chunk.layers.items())
-    with pytest.raises(SpecError, match="one set, or one for each"):
-        library.put(PART, method=Published("adakv", 9))
+        assert all(tuple(chunk.places(layer).shape) == (1, keys_of.shape[1]) == (1, stored)
+                   for layer, (keys_of, _) in chunk.layers.items())
     assert len(archive.entries()) == 6
+
+
+def test_chunks_behind_a_session_whose_heads_differ() -> None:
+    """A policy that evicted from each head by itself, then a whole chunk and one with gaps of its own, then a turn."""
+    model = build("Llama")
+    rotary = recognise(model)
+    with Published("snapkv", 7, W=4)(model) as run, torch.no_grad():
+        model(input_ids=torch.tensor([SESSION]))
+    cache = run.cache
+    assert cache is not None
+    left = {layer: [own.head_positions(0, head).tolist() for head in (0, 1)]
+            for layer, own in enumerate(cache.full_layers)}
+    whole, gapped = (computed(model, CHUNKS[at][0], rotary) for at in (0, 2))
+    heads = Retention(np.array([0, 2, 5, 1, 3, 5, 0, 1, 2, 5]), np.array([0, 3, 4, 6, 10]), 6, Granularity.HEAD)
+    assert [set(heads.group(at).tolist()) for at in range(4)] == [{0, 2, 5}, {1}, {3, 5}, {0, 1, 2, 5}]
+    splice(cache, [whole, compacted(gapped, heads)], rotary)
+    gaps = {
+        layer: [
+            {at for at in range(12) if at not in left[layer][head]}
+            | {19 + at for at in range(6) if at not in heads.group(2 * layer + head)} for head in (0, 1)
+        ] for layer in (0, 1)
+    }
+    oracle = block_masked(model, SESSION, [CHUNKS[0], CHUNKS[2]], QUERY, evicted_in=gaps)
+    with pytest.raises(SpecError, match="layers that differ"):
+        read(model, QUERY[:1], cache)
+    with layer_masks(model, cache):
+        logits = torch.cat([read(model, part, cache)[0] for part in (QUERY[:2], QUERY[2:])], 1)
+    assert relative(logits, oracle.logits) < BOUND
+    assert cache.get_seq_length() == 12 + 7 + 6 + 4
+    empty = RetainedCache(model.config)
+    splice(empty, [compacted(gapped, heads)], rotary)
+    with layer_masks(model, empty):
+        logits, _ = read(model, QUERY, empty)
+    alone = {layer: [{at - 19 for at in own if at >= 19} for own in sets] for layer, sets in gaps.items()}
+    assert relative(logits, block_masked(model, [], [CHUNKS[2]], QUERY, evicted_in=alone).logits) < BOUND
 
 
 def test_a_flipped_position_is_a_miss(archive: Archive) -> None:

@@ -33,8 +33,10 @@ def test_entropy_and_mass_by_hand() -> None:
     weights = torch.tensor([[1.0, 0.0, 0.0, 0.0, 0.0], [0.5, 0.25, 0.25, 0.0, 0.0], [0.125, 0.125, 0.25, 0.25, 0.25]])
     wanted = [0.0, 0.5 * math.log(2) + 0.5 * math.log(4), 0.25 * math.log(8) + 0.75 * math.log(4)]
     assert (attention_entropy(weights) - torch.tensor(wanted, dtype=torch.float64)).abs().max() < 1e-7
-    assert sink_mass(weights).tolist() == [1.0, 1.0, 0.75]
-    assert sink_mass(weights, [4]).tolist() == [0.0, 0.0, 0.25]
+    assert sink_mass(weights, torch.arange(5)).tolist() == [1.0, 1.0, 0.75]
+    gaps = torch.tensor([0, 2, 3, 9, 11])  # positions 1 and 4 to 8 are evicted: slots are not positions
+    assert sink_mass(weights, gaps).tolist() == [1.0, 1.0, 0.5]
+    assert sink_mass(weights, gaps, 10).tolist() == [1.0, 1.0, 0.75]
 
 
 def test_attention_over_a_splice_is_that_of_the_model() -> None:
@@ -64,11 +66,11 @@ def test_unrotated_keys_stand_at_no_position(family: str) -> None:
     rotary = recognise(model)
     slot = rotary.layers[0].slot or "keys"
     near, far = (getattr(plain_layers(prefilled(model, CHUNK, at))[0], slot)[0] for at in (0, 41))
-    at = torch.arange(len(CHUNK))
+    at = torch.arange(len(CHUNK))[None]
     assert relative(unrotated(near, rotary, 0, at), unrotated(far, rotary, 0, at + 41)) < BOUND
     assert relative(near, far) > 0.1
     repeated = getattr(plain_layers(prefilled(model, [7] * 5))[0], slot)[0]
-    still = unrotated(repeated, rotary, 0, torch.arange(5))
+    still = unrotated(repeated, rotary, 0, torch.arange(5)[None])
     assert relative(still, still[:, :1].expand_as(still)) < BOUND
 
 

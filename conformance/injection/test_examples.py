@@ -10,9 +10,9 @@ import pytest
 from conformance.test_examples import FENCE, PARTS, agree
 from conformance.trace import items_of
 from conformance.vectors.arrays import floats, integers
-from conformance.vectors.subject_injection import vocabulary
+from conformance.vectors.subject_injection import cosines, vocabulary
 from reference import statistics
-from reference.injection import fusion, quantisers, rotation, wrappers
+from reference.injection import diagnostics, fusion, quantisers, rotation, splicing, wrappers
 from spec.errors import SpecError
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "spec" / "injection.md"
@@ -59,6 +59,17 @@ ADAPTERS: dict[str, Any] = {
     "IN-CLUSTER-BOOTSTRAP": lambda i: statistics.cluster_bootstrap(
         floats(i["differences"]), integers(i["clusters"]), integers(i["drawn"]), i["confidence"]
     ),
+    "IN-PLACES": lambda cases: [splicing.placed(n, hidden, start, integers(kept)) for n, hidden, start, kept in cases],
+    "IN-BASELINES": lambda i: [vars(splicing.held(arm, i["session"], i["prefix"], i["raw"], i["wrapped"]))
+                               for arm in i["arms"]],
+    "IN-LEGOLINK": lambda cases: [splicing.first_tokens(*case) for case in cases],
+    "IN-CACHEBLEND": lambda cases: [
+        splicing.most_deviating(floats(spliced), floats(fresh), start, r) for spliced, fresh, start, r in cases
+    ],
+    "IN-ENTROPY": lambda i: diagnostics.entropy(floats(i["weights"])),
+    "IN-SINK-MASS": lambda i: diagnostics.sink_mass(floats(i["weights"]), integers(i["positions"]), i["sinks"]),
+    "IN-KEY-COSINE": cosines,
+    "IN-BANDS": lambda depths: [diagnostics.bands(depth) for depth in depths],
     "IN-POWER": lambda cases: [statistics.mcnemar_power(*case) for case in cases],
 }
 

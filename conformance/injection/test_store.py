@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from conformance.injection.attackers import fill_the_disk, started
+from conformance.injection.attackers import fill_the_disk, lose_the_right_to_write, started
 from conformance.injection.chunks import MODEL, chunk
 from models_integration.archive.errors import (
     ArchiveFull,
@@ -23,8 +23,9 @@ from models_integration.archive.errors import (
     OtherFrequencies,
     WrongModel,
 )
-from models_integration.archive.manifest import Manifest, weights_digest
+from models_integration.archive.manifest import Manifest, meaning, weights_digest
 from models_integration.archive.store import Archive
+from spec import SPEC_VERSION
 from spec.errors import SpecError
 
 
@@ -139,6 +140,24 @@ def test_a_foreign_version_is_refused_and_kept(tmp_path: Path, monkeypatch: pyte
     assert path.exists()
 
 
+def test_another_specification_is_refused_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another meaning has another key, too: a chunk put again is stored beside it. A clarification is no other."""
+    home = "models_integration.archive"
+    keys = []
+    for version in ("0.99.0", f"{meaning(SPEC_VERSION)}.77"):
+        with monkeypatch.context() as patch, Archive(tmp_path) as archive:
+            patch.setattr(f"{home}.objects.SPEC_VERSION", version)
+            patch.setattr(f"{home}.manifest.SPEC_VERSION", version)
+            keys.append(archive.put(*chunk(1)))
+    with Archive(tmp_path) as archive:
+        with pytest.raises(ForeignVersion, match=r"specification 0\.99\.0"):
+            archive.get(keys[0], "alice")
+        assert archive.get(keys[1], "alice", MODEL) is not None
+        assert archive.put(*chunk(1)) == keys[1] != keys[0]
+        assert archive.verify().foreign == [keys[0]]
+    assert len(objects(tmp_path)) == 2
+
+
 @pytest.mark.parametrize(
     ("number", "error"),
     [(errno.ENOSPC, ArchiveFull), (errno.EDQUOT, ArchiveFull), (errno.EROFS, ArchiveReadOnly)],
@@ -174,16 +193,11 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
         assert len(archive.entries()) == 1
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root writes read-only folders")
-def test_a_read_only_folder_is_named(tmp_path: Path) -> None:
-    with Archive(tmp_path) as archive:
-        archive.put(*chunk(1))
-    tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
-    try:
-        with pytest.raises(ArchiveReadOnly):
-            Archive(tmp_path / "new")
-    finally:
-        tmp_path.chmod(stat.S_IRWXU)
+def test_a_read_only_folder_is_named(quick_path: Path) -> None:
+    """A real refusal by the kernel, also where root runs the tests: a child process gives up its rights."""
+    child = started(lose_the_right_to_write, quick_path)
+    child.join()
+    assert child.exitcode == 0
 
 
 def test_the_catalogue_is_made_again(tmp_path: Path) -> None:

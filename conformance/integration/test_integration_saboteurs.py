@@ -195,19 +195,16 @@ def test_a_saboteur_of_padded_rows_is_killed(sabotage: Callable[[Patch], None], 
 def padding_shown_to_the_policy(patch: Patch) -> None:
     """Queries and keys of padding columns take part in S1, as the row's first tokens."""
     views = Recorder.views
-    patch.setattr(Recorder, "views", lambda recorder, row, padding: {
-        layer: replace(view, q=view.q[:, : view.q.shape[1] - padding], k=view.k[:, : view.k.shape[1] - padding])
-        for layer, view in views(recorder, row, 0).items()
+    patch.setattr(Recorder, "views", lambda recorder, row, slots, queries: {
+        layer: replace(view, q=view.q[:, : int(queries.sum())], k=view.k[:, : int(slots.sum())])
+        for layer, view in views(recorder, row).items()
     })
 
 
 def first_row_for_all(patch: Patch) -> None:
     """Every row is decided on the first row's queries and keys."""
     views = Recorder.views
-    patch.setattr(Recorder, "views", lambda recorder, row, padding: {
-        layer: replace(view, q=view.q[:, padding:], k=view.k[:, padding:])
-        for layer, view in views(recorder, 0, 0).items()
-    })
+    patch.setattr(Recorder, "views", lambda recorder, row, slots, queries: views(recorder, 0, slots, queries))
 
 
 def padding_counted_as_tokens(patch: Patch) -> None:
@@ -269,8 +266,8 @@ def evicted_before_the_end(patch: Patch) -> None:
     """Of a piece of a prompt only half is kept."""
     read = Segment.read
 
-    def wrong(segment: Segment, ids: Tensor, padding: Tensor | None) -> None:
-        read(segment, ids, padding)
+    def wrong(segment: Segment, ids: Tensor, shown: Tensor) -> None:
+        read(segment, ids, shown)
         for layer in segment.cache.full_layers if segment.cache.get_seq_length() else ():
             layer.retain(torch.arange(layer.stored_length // 2))
 

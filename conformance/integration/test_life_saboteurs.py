@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from conformance.integration import test_breaths, test_conversations, test_streams, test_turns
+from conformance.integration import test_breaths, test_conversations, test_padded_turns, test_streams, test_turns
 from conformance.integration.test_snapshots import lived, same
 from models_integration.cache import RetainedCache, RetainedLayer
 from models_integration.capture import Recorder
@@ -117,11 +117,36 @@ def a_turn_s_padding_is_taken_for_tokens(patch: Patch) -> None:
     """Empty slots of shorter rows are shown to S1, in place of the last stored keys."""
     views = Recorder.views
 
-    def wrong(recorder: Recorder, row: int, skipped: int) -> dict[int, LayerView]:
-        shown = views(recorder, row, skipped)
-        return {layer: replace(view, k=np.roll(view.k, skipped, axis=1)) for layer, view in shown.items()}
+    def wrong(recorder: Recorder, row: int, slots: Any, queries: Any) -> dict[int, LayerView]:
+        shown = views(recorder, row, slots, queries)
+        first = 0 if slots is None else int(torch.nonzero(slots)[0, 0])
+        return {layer: replace(view, k=np.roll(view.k, first, axis=1)) for layer, view in shown.items()}
 
     patch.setattr(Recorder, "views", wrong)
+
+
+def hidden_columns_of_a_turn_are_tokens(patch: Patch) -> None:
+    """A padded turn's first columns take positions, and are attended."""
+    patch.setattr(RetainedCache, "expect", lambda cache, shown: None)
+
+
+def hidden_queries_of_a_turn_are_counted(patch: Patch) -> None:
+    """S1 sums over the queries of columns that hold no token, in place of the row's first."""
+    views = Recorder.views
+
+    def wrong(recorder: Recorder, row: int, slots: Any, queries: Any) -> dict[int, LayerView]:
+        first = queries.sort(descending=True).values
+        return views(recorder, row, slots, first if int(queries.sum()) < len(queries) else queries)
+
+    patch.setattr(Recorder, "views", wrong)
+
+
+def hidden_columns_of_a_turn_stand_elsewhere(patch: Patch) -> None:
+    """A 2D mask is looked up as if a row's tokens stood in columns without a gap."""
+    columns = StoredRows.columns
+    patch.setattr(StoredRows, "columns", lambda rows, positions, seen, tokens: columns(
+        StoredRows(rows.kept, rows.marks), positions, seen, tokens
+    ))
 
 
 def a_turn_in_pieces_forgets_its_ids(patch: Patch) -> None:
@@ -216,6 +241,10 @@ def check_pieces() -> None:
     test_conversations.test_a_turn_in_pieces_is_the_turn_in_one_forward("llama", (5, 1, 6))
 
 
+def check_padded_turn() -> None:
+    test_padded_turns.test_each_row_equals_its_single_run("llama", "crystalcache")
+
+
 def check_stream() -> None:
     test_streams.test_it_does_not_matter_where_the_forwards_end("llama", "odd")
 
@@ -241,6 +270,9 @@ SABOTEURS: dict[Callable[[Patch], None], Callable[[], None]] = {
     a_turn_s_padding_is_taken_for_tokens: lambda: test_conversations.test_turns_of_padded_rows_equal_their_single_runs(
         "llama", "crystalcache"
     ),
+    hidden_columns_of_a_turn_are_tokens: test_padded_turns.test_padding_is_not_stored,
+    hidden_queries_of_a_turn_are_counted: check_padded_turn,
+    hidden_columns_of_a_turn_stand_elsewhere: check_padded_turn,
     a_turn_in_pieces_forgets_its_ids: check_pieces,
     a_stream_s_segments_end_with_its_forwards: check_stream,
     the_paper_s_protection_for_all: (

@@ -14,7 +14,7 @@ from spec.parameters import CrystalCacheParameters
 __all__ = [
     "Model", "Pair", "Trunk", "active", "add_segment", "after_forward", "append", "before_eviction", "breath",
     "decay", "decode_step", "degrees", "edgeless_D", "eta", "evict", "extend", "hebb", "in_windows", "inverse_norm",
-    "join_tail", "keep", "protected", "pulses", "raise_D", "resonance", "settle",
+    "join_chunk", "join_tail", "keep", "protected", "pulses", "raise_D", "resonance", "settle",
 ]
 
 Pair = frozenset[int]
@@ -180,7 +180,9 @@ def add_segment(
                 if w:
                     now.W[frozenset({early.name, late.name})] = w
     now.trunks, now.seen = everyone, start + n
-    settle(now, degrees(now), new, p)
+    settle(degrees(now), everyone, new, p)
+    if start == 0:
+        now.mu, now.sigma = scale(degrees(now), p)
 
 
 def in_windows(now: Model, p: CrystalCacheParameters) -> list[bool]:
@@ -197,15 +199,20 @@ def extend(
     evict(now, in_windows(now, p), p)
 
 
-def settle(now: Model, deg: Sequence[float], new: Sequence[Trunk], p: CrystalCacheParameters) -> None:
-    """Eq. 27 over all trunks: its moments are kept, its D is the new trunks' alone."""
-    now.mu = math.fsum(deg) / len(deg)
-    now.sigma = math.sqrt(math.fsum((x - now.mu) ** 2 for x in deg) / len(deg))
-    if now.sigma < p.epsilon:
-        now.sigma = 1.0
-    for g, D in zip(now.trunks, s4.crystallization(deg, p), strict=True):
+def settle(
+    deg: Sequence[float], trunks: Sequence[Trunk], new: Sequence[Trunk], p: CrystalCacheParameters,
+) -> None:
+    """Eq. 27 over all trunks: its D is the new trunks' alone."""
+    for g, D in zip(trunks, s4.crystallization(deg, p), strict=True):
         if g in new:
             g.D = D
+
+
+def scale(deg: Sequence[float], p: CrystalCacheParameters) -> tuple[float, float]:
+    """mu and sigma of Eq. 27, which the prefill leaves behind."""
+    mu = math.fsum(deg) / len(deg)
+    sigma = math.sqrt(math.fsum((x - mu) ** 2 for x in deg) / len(deg))
+    return mu, sigma if sigma >= p.epsilon else 1.0
 
 
 def protected(now: Model, p: CrystalCacheParameters) -> list[bool]:
@@ -275,3 +282,18 @@ def decode_step(
     """Append, decay, and a breath when the step's number is a multiple of T_breath."""
     now = after_forward(before, token, norm, p)
     return now if now.step % p.T_breath else breath(now, ends, p)
+
+
+def join_chunk(
+    now: Model, ids: Sequence[int], kept: Sequence[int], norms: Sequence[float], ends: Set[int],
+    p: CrystalCacheParameters,
+) -> None:
+    """A spliced chunk: the tail is cut off, then the chunk is one, whose missing tokens go at once."""
+    join_tail(now, ends, p)
+    start = now.seen
+    given = dict(zip(kept, norms, strict=True))
+    now.tail = [(token, given.get(at, math.inf)) for at, token in enumerate(ids)]
+    now.seen += len(ids)
+    join_tail(now, ends, p)
+    missing = {start + at for at in range(len(ids))} - {start + at for at in kept}
+    keep(now, {i for g in now.trunks for i in g.members} - missing, [g.D for g in now.trunks])

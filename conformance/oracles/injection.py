@@ -1,12 +1,14 @@
 """Injection by brute force: rotations as complex numbers, codecs and wrappers item by item."""
 
 import cmath
+import math
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from fractions import Fraction
 
 __all__ = [
-    "code", "cuts", "fused", "moved", "quantised_region", "rebase_angles", "scale_of", "shift_angles", "turned",
-    "wrapped",
+    "bands", "code", "cosines", "cuts", "entropy", "first_tokens", "fused", "held", "most_deviating", "moved", "placed",
+    "quantised_region", "rebase_angles", "scale_of", "shift_angles", "sink_mass", "turned", "wrapped",
 ]
 
 Matrix = Sequence[Sequence[float]]
@@ -111,3 +113,96 @@ def fused(rankings: Sequence[Sequence[str]], k: int) -> list[tuple[str, float]]:
         names.remove(first)
         order.append((first, scores[first]))
     return order
+
+
+def placed(n: int, hidden: int, start: int, kept: Sequence[int]) -> tuple[list[int], int]:
+    """The chunk token by token: each visible one takes a place, whether it is stored or not."""
+    found, at = [], start
+    for token in range(n):
+        if token >= hidden:
+            if token in kept:
+                found.append(at)
+            at += 1
+    return found, at
+
+
+def held(
+    arm: str, session: Sequence[int], prefix: Sequence[int], raw: Sequence[Sequence[int]],
+    wrapped: Sequence[Sequence[int]],
+) -> dict[str, object]:
+    """Token by token, from what the paper says of each arm."""
+    ids = [token for at, token in enumerate(session) if arm != "global_sink" or at < 4]
+    if arm == "prefix":
+        ids.extend(prefix)
+    live, rotations = len(ids), list(range(len(ids)))
+    for chunk in wrapped if arm in ("inject", "no_shift", "full_recompute", "text_wrapped") else raw:
+        for place, token in enumerate(chunk):
+            rotations.append(place if arm == "no_shift" else len(ids))
+            ids.append(token)
+            if arm in ("text", "text_wrapped", "full_recompute"):
+                live += 1
+    return {"ids": ids, "live": live, "rotations": rotations}
+
+
+def first_tokens(start: int, lengths: Sequence[int], k: int) -> list[int]:
+    found, at = [], start
+    for length in lengths:
+        for place in range(length):
+            if place < k:
+                found.append(at)
+            at += 1
+    return found
+
+
+def most_deviating(spliced: Sequence[Matrix], fresh: Sequence[Matrix], start: int, r: float) -> list[int]:
+    """One after the other: the token that deviates most of those not taken yet."""
+    n = len(spliced[0])
+    left = {}
+    for token in range(n):
+        differences = [
+            (x - y) ** 2 for one, other in zip(spliced, fresh, strict=True)
+            for x, y in zip(one[token], other[token], strict=True)
+        ]
+        left[token] = math.fsum(differences)
+    taken: list[int] = []
+    while (len(taken) + 1) <= Decimal(str(r)) * n:
+        worst = max(left.values())
+        token = min(token for token, value in left.items() if value == worst)
+        taken.append(token)
+        del left[token]
+    return sorted(start + token for token in taken)
+
+
+def entropy(weights: Sequence[float]) -> float:
+    """Of one query of one head."""
+    return math.fsum(-a * math.log(a) for a in weights if a > 0)
+
+
+def sink_mass(weights: Sequence[float], positions: Sequence[int], sinks: int) -> float:
+    total = 0.0
+    for a, position in zip(weights, positions, strict=True):
+        if position < sinks:
+            total += a
+    return total
+
+
+def cosines(
+    a: Sequence[float], b: Sequence[float], at: tuple[int, int], theta: Sequence[float], interleaved: bool,
+) -> tuple[float, float]:
+    """Of one token of one head: as the keys are, and both turned back to position 0."""
+    back = [turned(x, [-p * value for value in theta], interleaved) for x, p in zip((a, b), at, strict=True)]
+    return _cosine(a, b), _cosine(back[0], back[1])
+
+
+def _cosine(a: Sequence[float], b: Sequence[float]) -> float:
+    lengths = math.hypot(*a) * math.hypot(*b)
+    return math.fsum(x * y for x, y in zip(a, b, strict=True)) / lengths if lengths else 0.0
+
+
+def bands(depth: int) -> dict[str, list[int]]:
+    """Layer by layer of the paper's 40: a layer of ours belongs to a band from the band's first to its last."""
+    found = {}
+    for name, (low, high) in {"early": (0, 6), "mid": (10, 16), "upper": (20, 33), "all": (0, 40)}.items():
+        first = math.floor(Fraction(low * depth, 40))
+        found[name] = [first, max(first + 1, math.floor(Fraction(high * depth, 40)))]
+    return found

@@ -8,10 +8,11 @@ import numpy as np
 from conformance.saboteurs.registry import Array, instead_of
 from reference.crystalcache import activation, hebbian, resonance
 from reference.crystalcache.breath import breath, breath_protection, decay, decode_step, evict, protected_trunks_of
-from reference.crystalcache.crystallization import crystallization
+from reference.crystalcache.crystallization import crystallization, moments
+from reference.crystalcache.graph import degree
 from reference.crystalcache.live import count_seen, keep, start_state
 from reference.crystalcache.segments import add_segment, extend, segment_crystallization, segment_graph
-from reference.crystalcache.tail import append, edgeless_D, join_tail
+from reference.crystalcache.tail import append, edgeless_D, join_chunk, join_tail
 from spec.backend import Backend
 from spec.budget import Budget
 from spec.decode import DecodeState, LiveTrunks, TrunkWeights
@@ -153,6 +154,37 @@ def an_open_sentence_waits(
     if not set(state.tail_ids) & sentence_ends:
         return state
     return join_tail(state, sentence_ends, parameters, backend)
+
+
+@instead_of(join_chunk, "CC-CHUNK-TRUNKS")
+def only_stored_tokens_were_seen(
+    state: DecodeState, token_ids: Array, kept: Array, norms: Array, ends: Ends, p: Parameters, backend: Backend,
+) -> DecodeState:
+    """The chunk has the room of its stored tokens, and rarity counts no others."""
+    return join_chunk(state, token_ids[kept], np.arange(len(kept)), norms, ends, p, backend)
+
+
+@instead_of(join_chunk, "CC-CHUNK-TRUNKS")
+def a_chunk_goes_on_with_the_tail(
+    state: DecodeState, token_ids: Array, kept: Array, norms: Array, ends: Ends, p: Parameters, backend: Backend,
+) -> DecodeState:
+    """No cut stands between the session's tail and the chunk."""
+    tail = len(state.tail_ids)
+    joined = replace(
+        state, seen=state.seen - tail, tail_ids=(), tail_inverse_norms=(),
+    )
+    everything = np.concatenate([np.array(state.tail_ids, dtype=np.int64), token_ids])
+    own = np.concatenate([np.arange(tail), tail + kept])
+    return join_chunk(joined, everything, own, np.concatenate([state.tail_inverse_norms, norms]), ends, p, backend)
+
+
+@instead_of(join_chunk, "CC-CHUNK-TRUNKS")
+def tokens_of_a_chunk_are_steps(
+    state: DecodeState, token_ids: Array, kept: Array, norms: Array, ends: Ends, p: Parameters, backend: Backend,
+) -> DecodeState:
+    """The step counter goes on."""
+    found = join_chunk(state, token_ids, kept, norms, ends, p, backend)
+    return replace(found, step=found.step + len(token_ids))
 
 
 @instead_of(decay, "CC-DECAY")
@@ -321,3 +353,14 @@ def rarity_of_the_segment(
     after = add_segment(fresh, found, ids, ends, inverse_norms, parameters, backend)
     all_ids, counts, _ = count_seen(state.ids, state.counts, ids)
     return replace(after, ids=all_ids, counts=counts)
+
+
+@instead_of(add_segment, "CC-SEGMENT")
+def scale_of_the_last_segment(
+    state: DecodeState, found: Any, ids: Array, ends: Ends, inverse_norms: Array, parameters: Parameters,
+    backend: Backend,
+) -> DecodeState:
+    """Each segment leaves its own mu and sigma."""
+    after = add_segment(state, found, ids, ends, inverse_norms, parameters, backend)
+    mu, sigma = moments(degree(after.W.indptr, after.W.weights), parameters.epsilon)
+    return replace(after, mu=mu, sigma=sigma)

@@ -5,9 +5,11 @@ from typing import Any
 import numpy as np
 
 from conformance.saboteurs.registry import Array, instead_of
+from reference.injection.diagnostics import bands, entropy, key_cosine, sink_mass
 from reference.injection.fusion import fused
 from reference.injection.quantisers import codes, quantised_region, scale
 from reference.injection.rotation import rebase_angles, shift_angles, turn_half_split, turn_interleaved
+from reference.injection.splicing import Held, first_tokens, held, most_deviating, placed
 from reference.injection.wrappers import Wrapped, marker_id, slices, wrap
 
 __all__: list[str] = []
@@ -191,3 +193,131 @@ def ties_as_they_come(rankings: Any, k: int = 60) -> Any:
     """Equal scores stay in the order in which they were first named."""
     first = list(dict.fromkeys(name for ranking in rankings for name in ranking))
     return sorted(fused(rankings, k), key=lambda pair: (-round(pair[1], 12), first.index(pair[0])))
+
+
+@instead_of(placed, "IN-PLACES")
+def gaps_are_closed(n: int, hidden: int, start: int, kept: Array) -> Any:
+    """Stored tokens stand side by side, and what follows right behind them."""
+    shown = int((kept >= hidden).sum())
+    placed(n, hidden, start, kept)
+    return start + np.arange(shown), start + shown
+
+
+@instead_of(placed, "IN-PLACES")
+def a_hidden_preamble_has_room(n: int, hidden: int, start: int, kept: Array) -> Any:
+    """Visible tokens stand behind the hidden ones."""
+    found, following = placed(n, hidden, start, kept)
+    return found + hidden, following + hidden
+
+
+@instead_of(held, "IN-BASELINES")
+def a_still_chunk_shifts_the_next(arm: str, session: Any, prefix: Any, raw: Any, wrapped: Any) -> Held:
+    """Without a shift, chunks follow each other from position 0."""
+    found = held(arm, session, prefix, raw, wrapped)
+    if arm != "no_shift":
+        return found
+    n = len(found.ids)
+    return Held(found.ids, found.live, (*range(found.live), *range(n - found.live)))
+
+
+@instead_of(held, "IN-BASELINES")
+def the_prefix_before_every_chunk(arm: str, session: Any, prefix: Any, raw: Any, wrapped: Any) -> Held:
+    """The prefix arm repeats the wrapper's prefix."""
+    if arm != "prefix":
+        return held(arm, session, prefix, raw, wrapped)
+    return held("inject", session, prefix, raw, [[*prefix, *chunk] for chunk in raw])
+
+
+@instead_of(held, "IN-BASELINES")
+def five_sinks(arm: str, session: Any, prefix: Any, raw: Any, wrapped: Any) -> Held:
+    """BOS, and four positions behind it."""
+    if arm != "global_sink":
+        return held(arm, session, prefix, raw, wrapped)
+    return held("inject_raw", session[:5], prefix, raw, wrapped)
+
+
+@instead_of(first_tokens, "IN-LEGOLINK")
+def of_the_first_chunk(start: int, lengths: Any, k: int) -> list[int]:
+    """Only the first chunk's tokens are computed again."""
+    return first_tokens(start, lengths[:1], k)
+
+
+@instead_of(first_tokens, "IN-LEGOLINK")
+def beyond_a_short_chunk(start: int, lengths: Any, k: int) -> list[int]:
+    """k tokens from the start of each chunk, also where it is shorter."""
+    first_tokens(start, lengths, k)
+    starts = [start + sum(lengths[:at]) for at in range(len(lengths))]
+    return sorted({own + at for own in starts for at in range(k)})
+
+
+@instead_of(most_deviating, "IN-CACHEBLEND")
+def the_later_of_equal_ones(spliced: Array, fresh: Array, start: int, r: float) -> list[int]:
+    """Of equal deviations the later token is taken."""
+    n = spliced.shape[1]
+    found = most_deviating(spliced[:, ::-1], fresh[:, ::-1], 0, r)
+    return sorted(start + n - 1 - at for at in found)
+
+
+@instead_of(most_deviating, "IN-CACHEBLEND")
+def a_rounded_product(spliced: Array, fresh: Array, start: int, r: float) -> list[int]:
+    """r n is a product in float64."""
+    n = spliced.shape[1]
+    return most_deviating(spliced, fresh, start, int(r * n) / n if 0 <= r <= 1 else r)
+
+
+@instead_of(most_deviating, "IN-CACHEBLEND")
+def the_first_head_alone(spliced: Array, fresh: Array, start: int, r: float) -> list[int]:
+    """Other heads do not count."""
+    return most_deviating(spliced[:1], fresh[:1], start, r)
+
+
+@instead_of(entropy, "IN-ENTROPY")
+def in_bits(weights: Array) -> Array:
+    """The logarithm is to base 2."""
+    found: Array = entropy(weights) / np.log(2)
+    return found
+
+
+@instead_of(entropy, "IN-ENTROPY")
+def a_small_number_in_the_logarithm(weights: Array) -> Array:
+    """log(a + 1e-9), so that no weight is 0."""
+    found: Array = -(weights * np.log(weights + 1e-9)).sum(-1)
+    return found
+
+
+@instead_of(sink_mass, "IN-SINK-MASS")
+def the_first_slots(weights: Array, positions: Array, sinks: int = 4) -> Array:
+    """Slots are taken for positions."""
+    return sink_mass(weights, np.arange(len(positions)), sinks)
+
+
+@instead_of(sink_mass, "IN-SINK-MASS")
+def one_sink_too_many(weights: Array, positions: Array, sinks: int = 4) -> Array:
+    """Position 4 is a sink."""
+    return sink_mass(weights, positions, sinks + 1)
+
+
+@instead_of(key_cosine, "IN-KEY-COSINE")
+def turned_on(archived: Array, fresh: Array, positions: Any, theta: Array, style: str) -> Any:
+    """The rotation is put on again, not taken off."""
+    return key_cosine(archived, fresh, tuple(-at for at in positions), theta, style)
+
+
+@instead_of(key_cosine, "IN-KEY-COSINE")
+def by_the_archive_s_positions(archived: Array, fresh: Array, positions: Any, theta: Array, style: str) -> Any:
+    """Both keys are turned back as if they had been computed where the archive was."""
+    return key_cosine(archived, fresh, (positions[0], positions[0]), theta, style)
+
+
+@instead_of(bands, "IN-BANDS")
+def the_paper_s_own_layers(depth: int) -> Any:
+    """Bands are not scaled."""
+    return {name: (min(low, depth), min(high, depth)) for name, (low, high) in bands(40).items()} if depth else bands(0)
+
+
+@instead_of(bands, "IN-BANDS")
+def bands_may_be_empty(depth: int) -> Any:
+    """A band that scales to nothing has no layer."""
+    low_and_high = {"early": (0, 6), "mid": (10, 16), "upper": (20, 33), "all": (0, 40)}
+    bands(depth)
+    return {name: (low * depth // 40, high * depth // 40) for name, (low, high) in low_and_high.items()}

@@ -63,9 +63,9 @@ def segment_graph(i: Json, p: CrystalCacheParameters) -> Results:
 
 
 def segment_crystallization(i: Json, p: CrystalCacheParameters) -> Results:
-    now = Model(0, trunks=[Trunk(g, [g], 1.0, 0.0) for g in range(len(i["degree"]))])
-    decode.settle(now, i["degree"], now.trunks[i["old"] :], p)
-    return {"D": [g.D for g in now.trunks[i["old"] :]]}
+    trunks = [Trunk(g, [g], 1.0, 0.0) for g in range(len(i["degree"]))]
+    decode.settle(i["degree"], trunks, trunks[i["old"] :], p)
+    return {"D": [g.D for g in trunks[i["old"] :]]}
 
 
 def tail(i: Json, p: CrystalCacheParameters) -> Results:
@@ -81,6 +81,12 @@ def tail_D(i: Json, p: CrystalCacheParameters) -> Results:
 def tail_trunks(i: Json, p: CrystalCacheParameters) -> Results:
     now = model_of(i)
     decode.join_tail(now, set(i["sentence_ends"]), p)
+    return results_of(now)
+
+
+def chunk_trunks(i: Json, p: CrystalCacheParameters) -> Results:
+    now = model_of(i)
+    decode.join_chunk(now, i["token_ids"], i["kept"], i["chunk_inverse_norms"], set(i["sentence_ends"]), p)
     return results_of(now)
 
 
@@ -153,6 +159,7 @@ DECODE_OPERATIONS: dict[str, Operation] = {
     "CC-SEEN-COUNT": Operation(__name__ + ".seen_count", seen_count),
     "CC-TAIL": Operation(ORACLE + "append", tail),
     "CC-TAIL-D": Operation(ORACLE + "edgeless_D", tail_D, ("D",)),
+    "CC-CHUNK-TRUNKS": Operation(ORACLE + "join_chunk", chunk_trunks, FLOATS),
     "CC-TAIL-TRUNKS": Operation(ORACLE + "join_tail", tail_trunks, FLOATS),
     "CC-ETA": Operation(ORACLE + "eta", lambda i, p: {"eta": decode.eta(i["inverse_norms"])}),
     "CC-PULSE": Operation(ORACLE + "pulses", pulses),

@@ -77,6 +77,15 @@ def resampled(found: list[float]) -> Json:
     return {"interval": found[:2], "positive": found[2]}
 
 
+def cosines(i: Json) -> Json:
+    pairs = [
+        [injection.cosines(a, b, (p, q), i["inverse_frequencies"], i["style"] == "interleaved")
+         for a, b, p, q in zip(one, other, *i["positions"], strict=True)]
+        for one, other in zip(i["archived"], i["fresh"], strict=True)
+    ]
+    return {name: [[pair[which] for pair in head] for head in pairs] for which, name in enumerate(["raw", "unrotated"])}
+
+
 def fractions(i: Json) -> Json:
     return {"n": i["n"], **{name: Fraction(i[name]) for name in ("discordance", "difference", "alpha")}}
 
@@ -116,5 +125,26 @@ OPERATIONS = {
     "IN-CLUSTER-BOOTSTRAP": (
         COUNTED + "cluster_bootstrap", lambda i: resampled(statistics.cluster_bootstrap(**i)), ("interval",),
     ),
+    "IN-PLACES": (
+        HERE + "placed",
+        lambda i: dict(zip(["positions", "following"], injection.placed(
+            i["n"], i["hidden"], i["start"], i["kept"]
+        ), strict=True)), (),
+    ),
+    "IN-BASELINES": (HERE + "held", lambda i: injection.held(**i), ()),
+    "IN-LEGOLINK": (HERE + "first_tokens", lambda i: {"positions": injection.first_tokens(**i)}, ()),
+    "IN-CACHEBLEND": (HERE + "most_deviating", lambda i: {"positions": injection.most_deviating(**i)}, ()),
+    "IN-ENTROPY": (
+        HERE + "entropy",
+        lambda i: {"entropy": [[injection.entropy(query) for query in head] for head in i["weights"]]}, ("entropy",),
+    ),
+    "IN-SINK-MASS": (
+        HERE + "sink_mass",
+        lambda i: {"mass": [
+            [injection.sink_mass(query, i["positions"], i["sinks"]) for query in head] for head in i["weights"]
+        ]}, (),
+    ),
+    "IN-KEY-COSINE": (HERE + "cosines", cosines, ("raw", "unrotated")),
+    "IN-BANDS": (HERE + "bands", lambda i: injection.bands(i["depth"]), ()),
     "IN-POWER": (COUNTED + "power", lambda i: {"power": float(statistics.power(**fractions(i)))}, ("power",)),
 }

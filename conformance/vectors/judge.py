@@ -176,6 +176,12 @@ def turned(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: 
     yield from within("turned", found["turned"], want["turned"], compare.turn_radius(floats(i["x"])))
 
 
+def cosines(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
+    radius = compare.key_cosine_error(len(i["fresh"][0][0]))
+    for name in ("raw", "unrotated"):
+        yield from within(name, floats(plain(found[name])).ravel(), floats(want[name]).ravel().tolist(), radius)
+
+
 def interval(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
     terms = len(i["drawn"][0]) * len(i["differences"]) if "drawn" in i else 1
     yield from within("interval", found["interval"], want["interval"], compare.interval_radius(terms))
@@ -201,5 +207,6 @@ BOUNDED: dict[str, Bounded] = {
     "CC-BREATH": relative("CC-STEP", STATE_FLOATS), "decode_step": relative("CC-STEP", STATE_FLOATS),
     "extend": relative("CC-SEGMENT", [*STATE_FLOATS, "inverse_norms"]),
     "IN-HALF-SPLIT": turned, "IN-INTERLEAVED": turned, "IN-WILSON": interval, "IN-BOOTSTRAP": interval,
-    "IN-CLUSTER-BOOTSTRAP": interval, "IN-POWER": power,
+    "IN-CLUSTER-BOOTSTRAP": interval, "IN-POWER": power, "IN-ENTROPY": relative("IN-ENTROPY", ["entropy"]),
+    "IN-KEY-COSINE": cosines, "CC-CHUNK-TRUNKS": relative("CC-STEP", STATE_FLOATS),
 }

@@ -171,6 +171,16 @@ NOTES: dict[str, tuple[str, str]] = {
     "WholeTrunkProtected": (
         "READING", "A trunk that touches the sink or the window is protected as a whole; intervals are half open.",
     ),
+    "ArmsAsTold": ("READING", "What a session reads, holds and moves defines its arm; another is another arm."),
+    "DecimalShare": ("NUMERIC", "A share is the decimal as it is written: its product with n has no rounding."),
+    "EarlierOfEqual": ("READING", "Of equal deviations the earlier token is computed again."),
+    "EveryChunk": ("READING", "The first tokens of every chunk are computed again, not of the first chunk alone."),
+    "GapsStay": ("READING", "Evicted tokens of a chunk keep their room; hidden ones have none."),
+    "NoEmptyBand": ("BOUNDARY", "A band has a layer in every model, however shallow."),
+    "PositionsNotSlots": ("READING", "Sinks are the first positions, also where the slots begin later."),
+    "RotationOff": ("READING", "Each key is turned back by the position at which it was computed."),
+    "ZeroVector": ("BOUNDARY", "A cosine with a zero vector is 0, not NaN."),
+    "ZeroWeight": ("BOUNDARY", "A weight of 0 adds nothing: 0 log 0 is 0."),
     "WindowOfFive": ("BOUNDARY", "Five tokens on each side of an interface, fewer where a side is shorter."),
     "ZeroRange": ("BOUNDARY", "Values without range, or a mean without direction, give zeros, not enlarged noise."),
 }

@@ -68,6 +68,10 @@ DECODE_ITEMS: dict[str, Item] = {
     "CC-TAIL": lambda i, p: fields_of(tail.append(state_of(i), i["token_id"], i["inverse_norm"])),
     "CC-TAIL-D": lambda i, p: {"D": tail.edgeless_D(i["mu"], i["sigma"], p)},
     "CC-TAIL-TRUNKS": lambda i, p: fields_of(tail.join_tail(state_of(i), ends_of(i), p, BACKEND)),
+    "CC-CHUNK-TRUNKS": lambda i, p: fields_of(tail.join_chunk(
+        state_of(i), integers(i["token_ids"]), integers(i["kept"]), floats(i["chunk_inverse_norms"]), ends_of(i), p,
+        BACKEND,
+    )),
     "CC-ETA": lambda i, p: {"eta": activation.normalised_inverse_norms(floats(i["inverse_norms"]))},
     "CC-PULSE": lambda i, p: {"pulse": resonance.pulses(i["source"], weights_of(i), p)},
     "CC-RAISE": lambda i, p: {"D": resonance.raised(floats(i["D"]), floats(i["pulse"]), p.alpha_res)},

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from conformance.vectors.arrays import floats, integers
+from conformance.vectors.arrays import floats, integers, named
 from conformance.vectors.case import Json
 from reference import statistics
-from reference.injection import fusion, quantisers, rotation, wrappers
+from reference.injection import diagnostics, fusion, quantisers, rotation, splicing, wrappers
 from reference.statistics import Interval
 
-__all__ = ["ITEMS", "vocabulary"]
+__all__ = ["ITEMS", "cosines", "vocabulary"]
 
 
 def vocabulary(words: Mapping[str, Sequence[int]]) -> wrappers.Vocabulary:
@@ -34,6 +34,12 @@ def region(i: Json) -> Mapping[str, object]:
 def fused(i: Json) -> Mapping[str, object]:
     order = fusion.fused([[str(name) for name in ranking] for ranking in i["rankings"]], i["k"])
     return {"order": [int(name) for name, _ in order], "scores": [score for _, score in order]}
+
+
+def cosines(i: Json) -> tuple[Any, Any]:
+    at = (integers(i["positions"][0]), integers(i["positions"][1]))
+    theta = floats(i["inverse_frequencies"])
+    return diagnostics.key_cosine(floats(i["archived"]), floats(i["fresh"]), at, theta, i["style"])
 
 
 def resampled(found: Interval) -> Mapping[str, object]:
@@ -66,5 +72,21 @@ ITEMS: dict[str, Callable[[Json], Mapping[str, object]]] = {
     "IN-CLUSTER-BOOTSTRAP": lambda i: resampled(statistics.cluster_bootstrap(
         floats(i["differences"]), integers(i["clusters"]), integers(i["drawn"]), i["confidence"]
     )),
+    "IN-PLACES": lambda i: named(
+        ["positions", "following"], splicing.placed(i["n"], i["hidden"], i["start"], integers(i["kept"]))
+    ),
+    "IN-BASELINES": lambda i: {
+        name: list(value) if isinstance(value, tuple) else value for name, value in vars(splicing.held(**i)).items()
+    },
+    "IN-LEGOLINK": lambda i: {"positions": splicing.first_tokens(**i)},
+    "IN-CACHEBLEND": lambda i: {
+        "positions": splicing.most_deviating(floats(i["spliced"]), floats(i["fresh"]), i["start"], i["r"])
+    },
+    "IN-ENTROPY": lambda i: {"entropy": diagnostics.entropy(floats(i["weights"]))},
+    "IN-SINK-MASS": lambda i: {
+        "mass": diagnostics.sink_mass(floats(i["weights"]), integers(i["positions"]), i["sinks"])
+    },
+    "IN-KEY-COSINE": lambda i: named(["raw", "unrotated"], cosines(i)),
+    "IN-BANDS": lambda i: {name: list(band) for name, band in diagnostics.bands(i["depth"]).items()},
     "IN-POWER": lambda i: {"power": statistics.mcnemar_power(**i)},
 }

@@ -15,11 +15,11 @@ from models_integration.archive.recompute import recompute
 from models_integration.archive.rope import LayerRotary, Rotary, frequencies_at, plain_layers
 from models_integration.archive.splice import Chunk, splice
 from models_integration.cache import RetainedCache
+from reference.injection.splicing import SINKS, first_tokens, most_deviating
 from spec.errors import SpecError
 
 __all__ = ["ARMS", "Case", "cacheblend", "inject", "legolink"]
 
-SINKS = 4
 CHECKED_LAYER = 1
 
 
@@ -94,37 +94,31 @@ def legolink(case: Case, k: int) -> RetainedCache:
     """The wrapped chunks, the first k tokens of each computed again: they stop being sinks of their own.
 
     Raises:
-        SpecError: for a negative k.
+        SpecError: for a negative k, or such a token that a compacted chunk does not store.
     """
-    if k < 0:
-        raise SpecError("k", k, "must be at least 0")
-    chosen: list[int] = []
-    start = len(case.session)
-    for chunk in case.wrapped:
-        chosen += range(start, start + min(k, len(chunk.visible)))
-        start += len(chunk.visible)
+    chosen = first_tokens(len(case.session), [len(chunk.visible) for chunk in case.wrapped], k)
     return _renewed(case, inject(case), chosen)
 
 
 def cacheblend(case: Case, r: float) -> RetainedCache:
     """The wrapped chunks, a share r of their tokens computed again: those whose keys in layer 1 deviate most.
 
-    The deviation is the squared distance of the spliced keys from the full prefill's; of equal ones the earlier
-    position is taken. The tokens that are chosen are computed again in every layer. The deviation is read off a full
-    prefill, so that the time of this arm says nothing about CacheBlend's.
+    The tokens that are chosen are computed again in every layer. The deviation is read off a full prefill, so that the
+    time of this arm says nothing about CacheBlend's.
 
     Raises:
-        SpecError: for a share outside [0, 1].
+        SpecError: for a share outside [0, 1], or compacted chunks.
     """
-    if not 0 <= r <= 1:
-        raise SpecError("r", r, "must lie in [0, 1]")
+    if any(chunk.kept is not None for chunk in case.wrapped):
+        raise SpecError("wrapped", "compacted chunks", "must store all of their tokens: their deviation is compared")
     cache, fresh = inject(case), text_wrapped(case)
     layer = min(CHECKED_LAYER, len(cache.layers) - 1)
     slot = case.rotary.layers[layer].slot or "keys"
-    spliced, wanted = (getattr(plain_layers(one)[layer], slot)[0, :, len(case.session) :] for one in (cache, fresh))
-    deviation = (spliced.double() - wanted.double()).pow(2).sum((0, 2))
-    order = torch.sort(deviation, descending=True, stable=True).indices[: int(len(deviation) * r)]
-    return _renewed(case, cache, sorted((order + len(case.session)).tolist()))
+    spliced, wanted = (
+        getattr(plain_layers(one)[layer], slot)[0, :, len(case.session) :].double().cpu().numpy()
+        for one in (cache, fresh)
+    )
+    return _renewed(case, cache, most_deviating(spliced, wanted, len(case.session), r))
 
 
 def full_recompute(case: Case) -> RetainedCache:

@@ -11,17 +11,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from models_integration.archive.rope import Rotary, frequencies_at
-from models_integration.archive.splice import Chunk, computed, splice
+from models_integration.archive.splice import Chunk, computed, splice, taken
 from models_integration.archive.turn import turned
 from models_integration.cache import RetainedCache
+from reference.injection.diagnostics import SINKS
+from reference.injection.diagnostics import bands as scaled_bands
 from spec.errors import SpecError
 
 __all__ = [
     "CosineProbe", "attention_entropy", "attention_weights", "bands", "contamination", "key_cosine", "noise",
     "patched", "residuals", "sink_mass", "unrotated",
 ]
-
-SINKS = 4
 
 
 def attention_weights(model: PreTrainedModel, ids: Sequence[int], cache: RetainedCache) -> list[Tensor]:
@@ -48,18 +48,21 @@ def attention_entropy(weights: Tensor) -> Tensor:
     return entropy
 
 
-def sink_mass(weights: Tensor, slots: Sequence[int] = range(SINKS)) -> Tensor:
-    """The attention on some slots, the first four in the paper, (..., queries)."""
-    return weights.double()[..., list(slots)].sum(-1)
+def sink_mass(weights: Tensor, positions: Tensor, sinks: int = SINKS) -> Tensor:
+    """The attention on positions below `sinks`, (..., queries); `positions` (slots,) are those behind the slots."""
+    return weights.double()[..., positions < sinks].sum(-1)
 
 
 def unrotated(keys: Tensor, rotary: Rotary, layer: int, positions: Tensor) -> Tensor:
-    """Keys (heads, n, d) that were computed at these positions (n,), as if every token stood at position 0."""
+    """Keys (heads, n, d) that were computed at these positions (sets, n), as if every token stood at position 0.
+
+    One set of positions, or one for each head.
+    """
     rule = rotary.layers[layer]
     if rule.buffer is None or rule.style is None:
         return keys
     theta = rotary.frequencies[rule.buffer]
-    at = positions.to(theta.device, torch.float32)[:, None]
+    at = positions.to(theta.device, torch.float32)[..., None]
     return turned(keys, -(at * theta.float()).double(), rule.style)
 
 
@@ -67,6 +70,7 @@ def unrotated(keys: Tensor, rotary: Rotary, layer: int, positions: Tensor) -> Te
 class CosineProbe:
     """Cosines of archived and fresh keys of one layer, (heads, n): as they are, and with both rotations taken off.
 
+    0 where a head of a compacted chunk stores fewer tokens than another.
     Low raw and high unrotated: the rotation differs. Low in both: the context does.
     """
 
@@ -82,7 +86,7 @@ def key_cosine(model: PreTrainedModel, chunk: Chunk, before: Sequence[int]) -> d
         slot = chunk.rotary.layers[index].slot
         at = 1 if slot == "values" else 0
         places = chunk.places(index)
-        archived, now = pair[at], fresh.layers[index][at][:, places + len(before)]
+        archived, now = pair[at], taken(fresh.layers[index][at][:, len(before) :], places)
         behind = unrotated(now, fresh.rotary, index, places + len(before))
         still = unrotated(archived, chunk.rotary, index, places), behind
         found[index] = CosineProbe(_cosine(archived, now), _cosine(*still))
@@ -173,19 +177,10 @@ def patched(
 
 
 def bands(depth: int, seed: int) -> Mapping[str, tuple[int, ...]]:
-    """The bands of layers that the paper patches in the 40 layers of Phi-3-medium, scaled to `depth`.
-
-    `random` has as many layers as `upper`, drawn once by the seed.
-    """
-    def share(low: int, high: int) -> tuple[int, ...]:
-        return tuple(range(low * depth // 40, max(low * depth // 40 + 1, high * depth // 40)))
-
-    upper = share(20, 33)
-    drawn = np.random.default_rng(seed).choice(depth, len(upper), replace=False)
-    return {
-        "early": share(0, 6), "mid": share(10, 16), "upper": upper, "all": tuple(range(depth)),
-        "random": tuple(sorted(int(layer) for layer in drawn)),
-    }
+    """The layers of each band that the paper patches; `random` has as many as `upper`, drawn once by the seed."""
+    found = {name: tuple(range(low, high)) for name, (low, high) in scaled_bands(depth).items()}
+    drawn = np.random.default_rng(seed).choice(depth, len(found["upper"]), replace=False)
+    return {**found, "random": tuple(sorted(int(layer) for layer in drawn))}
 
 
 def noise(states: Sequence[Tensor], seed: int) -> list[Tensor]:

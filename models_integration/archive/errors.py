@@ -19,7 +19,7 @@ class ArchiveReadOnly(ArchiveError):
 
 
 class ForeignVersion(ArchiveError):
-    """The object was written under another version of the format."""
+    """The object was written under another version of the format, or of the specification."""
 
 
 class KeyUnavailable(ArchiveError):

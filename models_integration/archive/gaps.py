@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from models_integration.architecture import attention_modules
+from models_integration.architecture import attention_modules, describe
 from models_integration.cache import RetainedCache, RetainedLayer
+from models_integration.capture import observing
+from models_integration.ragged import RaggedLayer
 from models_integration.visibility import SlotOffset, StoredRows
 from spec.errors import SpecError
 
@@ -90,11 +92,16 @@ def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
 def layer_masks(model: PreTrainedModel, cache: RetainedCache) -> Iterator[None]:
     """Read a cache whose full-attention layers store different positions: each layer gets a mask of its own.
 
-    transformers makes one mask for all full-attention layers, from the first of them.
+    transformers makes one mask for all full-attention layers, from the first of them. Where heads differ, each head
+    attends alone.
 
     Raises:
-        SpecError: for attention that is neither sdpa nor eager.
+        SpecError: for attention that is neither sdpa nor eager, and for a model that no policy serves, if heads differ.
     """
+    if any(isinstance(layer, RaggedLayer) for layer in cache.layers):
+        with observing(describe(model), cache):
+            yield
+        return
     if model.config._attn_implementation not in ("sdpa", "eager"):
         raise SpecError("attn_implementation", model.config._attn_implementation, "must be sdpa or eager")
 

@@ -96,8 +96,8 @@ class Library:
                 beyond its budget. None stores all of them.
 
         Raises:
-            SpecError: for an unknown name, an empty chunk, a marker that is not one token id, or a policy that keeps
-                other tokens in other heads.
+            SpecError: for an unknown name, an empty chunk, a marker that is not one token id, or a budget that does not
+                hold the markers in every head.
             ArchiveError: as `Archive.put`.
         """
         if form not in FORMS:

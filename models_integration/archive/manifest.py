@@ -10,8 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from models_integration.archive.errors import OtherDtype, OtherFrequencies, WrongModel
+from spec import SPEC_VERSION
 
-__all__ = ["ALL", "Manifest", "ModelIdentity", "ids_digest", "kept_digest", "raw_bytes", "weights_digest"]
+__all__ = [
+    "ALL", "Manifest", "ModelIdentity", "ids_digest", "kept_digest", "meaning", "raw_bytes", "weights_digest",
+]
 
 ALL = "all"
 """What a chunk of which nothing was evicted says in the place of a digest of its kept tokens."""
@@ -71,8 +74,9 @@ class Manifest:
 
     @property
     def key(self) -> str:
-        """sha256 of the identity: the same inputs give the same object."""
-        parts = {**vars(self), "model": vars(self.model)}
+        """sha256 of the identity: the same inputs, under the same meaning of the specification, give the same object.
+        """
+        parts = {**vars(self), "model": vars(self.model), "spec": meaning(SPEC_VERSION)}
         del parts["created"]
         return hashlib.sha256(_canonical(parts).encode()).hexdigest()
 
@@ -104,8 +108,13 @@ def ids_digest(ids: Sequence[int]) -> str:
     return hashlib.sha256(torch.tensor(list(ids), dtype=torch.int64).numpy().astype("<i8").tobytes()).hexdigest()
 
 
+def meaning(version: str) -> str:
+    """Of a version of the specification, what changes when some result does: all but the last number."""
+    return version.rpartition(".")[0]
+
+
 def kept_digest(kept: Mapping[int, Tensor] | None, layers: Sequence[int]) -> str:
-    """sha256 of the places of the tokens that each of these layers stores; ALL where nothing was evicted."""
+    """sha256 of the places of the tokens that these layers and their heads store; ALL where nothing was evicted."""
     if kept is None:
         return ALL
     return hashlib.sha256(_canonical([[layer, kept[layer].tolist()] for layer in layers]).encode()).hexdigest()

@@ -19,7 +19,8 @@ from torch import Tensor
 from models_integration.archive.errors import ForeignVersion, KeyUnavailable
 from models_integration.archive.files import Late
 from models_integration.archive.keyring import Cipher
-from models_integration.archive.manifest import Manifest, raw_bytes
+from models_integration.archive.manifest import Manifest, meaning, raw_bytes
+from spec import SPEC_VERSION
 
 __all__ = ["FORMAT", "Corrupt", "pieces", "read_manifest", "read_object"]
 
@@ -59,7 +60,9 @@ def pieces(
         return plain, Late(DIGEST_AT, lambda: _digest(plain))
     nonce = cipher.fresh_nonce()
     size = sum(len(part) for part in plain) + cipher.overhead
-    metadata = {"digest": "", "format": FORMAT, "manifest": manifest.to_json(), "nonce": nonce.hex()}
+    metadata = {
+        "digest": "", "format": FORMAT, "spec": SPEC_VERSION, "manifest": manifest.to_json(), "nonce": nonce.hex(),
+    }
     header = _header(metadata, {"sealed": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}})
     return [memoryview(header), memoryview(cipher.encrypt(nonce, b"".join(plain), header))], None
 
@@ -82,7 +85,7 @@ def _plain(manifest: Manifest, tensors: Mapping[str, Tensor]) -> list[memoryview
         entries[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
         parts.append(view)
         at = end
-    metadata = {"digest": ZEROS.decode(), "format": FORMAT, "manifest": manifest.to_json()}
+    metadata = {"digest": ZEROS.decode(), "format": FORMAT, "spec": SPEC_VERSION, "manifest": manifest.to_json()}
     return [memoryview(_header(metadata, entries)), *parts]
 
 
@@ -97,7 +100,7 @@ def read_manifest(path: Path) -> Manifest:
 
     Raises:
         Corrupt: when the header cannot be read.
-        ForeignVersion: when another format's version is stated.
+        ForeignVersion: when another version of the format, or of the specification's meaning, is stated.
         OSError: from the file system.
     """
     return _manifest(_head_of(path))
@@ -116,7 +119,8 @@ def read_object(path: Path, key: Callable[[], Cipher | None]) -> tuple[Manifest,
 
     Raises:
         Corrupt: when the bytes are not those that were written.
-        ForeignVersion: when another format's version is stated, and the bytes are as they were written.
+        ForeignVersion: when another version of the format, or of the specification's meaning, is stated, and the bytes
+            are as they were written.
         KeyUnavailable: for an encrypted object without a cipher.
         OSError: from the file system.
     """
@@ -175,6 +179,8 @@ def _head(text: bytes, size: int) -> _Head:
 def _manifest(head: _Head) -> Manifest:
     if head.metadata["format"] != FORMAT:
         raise ForeignVersion(f"it was written as {head.metadata['format']!r}; this is {FORMAT}")
+    if meaning(head.metadata.get("spec", "")) != meaning(SPEC_VERSION):
+        raise ForeignVersion(f"it was written under specification {head.metadata.get('spec')}; this is {SPEC_VERSION}")
     try:
         return Manifest.from_json(head.metadata["manifest"])
     except (ValueError, KeyError, TypeError) as error:

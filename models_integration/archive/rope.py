@@ -14,6 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from models_integration.archive.errors import UnknownModel
 from models_integration.archive.turn import STYLES, angles_between, turned
+from models_integration.session import check_free
 from spec.errors import SpecError
 
 __all__ = ["LayerRotary", "Rotary", "frequencies_at", "plain_layers", "prefilled", "recognise"]
@@ -122,7 +123,12 @@ def frequencies_at(model: PreTrainedModel, rotary: Rotary, length: int) -> Rotar
 
 
 def prefilled(model: PreTrainedModel, ids: Sequence[int], start: int = 0) -> DynamicCache:
-    """A plain cache of one forward over the ids: every layer full, also where the model slides."""
+    """A plain cache of one forward over the ids: every layer full, also where the model slides.
+
+    Raises:
+        SpecError: for a model inside a policy's context, which would evict from it.
+    """
+    check_free(model)
     device = next(model.parameters()).device
     tokens = torch.tensor([list(ids)], device=device)
     positions = torch.arange(start, start + len(ids), device=device)[None]

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -13,12 +13,13 @@ from models_integration.archive.rope import Rotary, frequencies_at, plain_layers
 from models_integration.archive.turn import angles_between, turned
 from models_integration.cache import RetainedCache, RetainedLayer
 from models_integration.ragged import RaggedLayer
+from models_integration.slots import filled
 from models_integration.states import RowStates
-from models_integration.visibility import StoredRows
+from models_integration.visibility import EMPTY, StoredRows
 from spec.errors import SpecError
 from spec.retention import Granularity, Retention
 
-__all__ = ["Chunk", "compacted", "computed", "splice", "upper_half"]
+__all__ = ["Chunk", "compacted", "computed", "splice", "taken", "upper_half"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,10 @@ class Chunk:
     markers: tuple[int, ...]
     rotary: Rotary
     kept: Mapping[int, Tensor] | None = None
-    """Of a compacted chunk, the places in `ids` of the tokens that each layer stores, ascending; None: all of them."""
+    """Of a compacted chunk, the places in `ids` of the tokens that each layer stores, (sets, stored); None: all.
+
+    One set, or one for each KV head: each ascending, EMPTY on the left of shorter ones, where keys and values are 0.
+    """
 
     @property
     def visible(self) -> tuple[int, ...]:
@@ -42,8 +46,8 @@ class Chunk:
         return self.ids[self.hidden :]
 
     def places(self, layer: int) -> Tensor:
-        """Places in `ids` of the tokens that a layer stores, (stored,)."""
-        return torch.arange(len(self.ids)) if self.kept is None else self.kept[layer]
+        """Places in `ids` of the tokens that a layer stores, (sets, stored), as `kept`."""
+        return torch.arange(len(self.ids))[None] if self.kept is None else self.kept[layer]
 
 
 def computed(
@@ -92,31 +96,36 @@ def compacted(chunk: Chunk, retention: Retention) -> Chunk:
 
     Args:
         chunk: of all its full-attention layers, uncompacted.
-        retention: about the chunk's own ids, hidden ones included; one kept set for all layers, or one for each.
+        retention: about the chunk's own ids, hidden ones included.
 
     Raises:
-        SpecError: for kept sets of heads, or about another number of tokens or layers, or that lack a visible marker.
+        SpecError: for kept sets of other layers or heads, or tokens, or that lack a marker which a splice would add.
     """
-    if retention.granularity is Granularity.HEAD or retention.groups not in (1, len(chunk.layers)):
-        raise SpecError(
-            "retention", f"{retention.groups} groups by {retention.granularity.value}",
-            f"must keep one set, or one for each of {len(chunk.layers)} layers",
-        )
+    heads = next(iter(chunk.layers.values()))[0].shape[0] if retention.granularity is Granularity.HEAD else 1
+    groups = 1 if retention.granularity is Granularity.MODEL else len(chunk.layers) * heads
+    if retention.groups != groups:
+        raise SpecError("retention", f"{retention.groups} groups", f"must have {groups}, by the layers and heads")
     if chunk.kept is not None or retention.seen != len(chunk.ids):
         raise SpecError("retention", f"{retention.seen} tokens", f"must be about {len(chunk.ids)} tokens, uncompacted")
-    kept = {
-        index: torch.tensor(retention.group(at if retention.groups > 1 else 0), dtype=torch.int64)
-        for at, index in enumerate(sorted(chunk.layers))
-    }
+    sets = [torch.tensor(retention.group(group), dtype=torch.int64) for group in range(groups)]
+    kept = {}
+    for at, index in enumerate(sorted(chunk.layers)):
+        own = sets if groups == 1 else sets[heads * at : heads * (at + 1)]
+        kept[index] = filled(own, max(map(len, own)))
     visible = {marker for marker in chunk.markers if marker >= chunk.hidden}
-    lost = sorted(visible - set.intersection(*(set(places.tolist()) for places in kept.values())))
+    lost = sorted(visible - set.intersection(*(set(own.tolist()) for own in sets)))
     if lost:
         raise SpecError("retention", f"without markers {lost}", "must keep the markers: `protecting` does")
     layers = {
-        index: (keys[:, kept[index].to(keys.device)], values[:, kept[index].to(values.device)])
-        for index, (keys, values) in chunk.layers.items()
+        index: (taken(keys, kept[index]), taken(values, kept[index])) for index, (keys, values) in chunk.layers.items()
     }
     return replace(chunk, layers=layers, kept=kept)
+
+
+def taken(x: Tensor, places: Tensor) -> Tensor:
+    """Of x (heads, n, d), the tokens at these places (sets, stored): (heads, stored, d), 0 where a place is EMPTY."""
+    whose = places.to(x.device).expand(len(x), -1)[..., None]
+    return x.gather(1, whose.clamp(min=0).expand(-1, -1, x.shape[2])).masked_fill(whose == EMPTY, 0)
 
 
 def splice(cache: RetainedCache, chunks: Sequence[Chunk], live: Rotary) -> Tensor:
@@ -128,39 +137,37 @@ def splice(cache: RetainedCache, chunks: Sequence[Chunk], live: Rotary) -> Tenso
     they are.
 
     Where some chunk lacks a layer, or keeps other tokens in other layers, layers store different positions: such a
-    cache is read inside `layer_masks`, and refuses to be read elsewhere. A policy's records of the rows are forgotten:
-    it starts anew with what is stored.
+    cache is read inside `layer_masks`, and refuses to be read elsewhere. Elsewhere CrystalCache's states go on behind
+    the chunks, which join their trunks; what other policies keep of single tokens is forgotten.
 
     Args:
         cache: of one row; it may be new, or compacted.
 
     Raises:
-        SpecError: for a cache of several rows, or whose heads differ, or a chunk with a layer that cannot take it;
-            nothing has changed then.
+        SpecError: for a cache of several rows, or a chunk with a layer that cannot take it; nothing has changed then.
     """
     cache.check_usable()
     layers = plain_layers(cache)
     full = [index for index, layer in enumerate(layers) if isinstance(layer, RetainedLayer)]
     for layer in layers:
-        if isinstance(layer, RaggedLayer):
-            raise SpecError("cache", "heads that differ", "must store the same positions in all heads of a layer")
-        if layer.is_initialized and layer.keys.shape[0] != 1:
-            raise SpecError("cache", f"{layer.keys.shape[0]} rows", "must hold one row")
+        if layer.is_initialized and (rows := layer.batch if layer in cache.full_layers else len(layer.keys)) != 1:
+            raise SpecError("cache", f"{rows} rows", "must hold one row")
     for at, chunk in enumerate(chunks):
         if not chunk.layers or not set(chunk.layers) <= set(full):
             raise SpecError(f"chunks[{at}]", sorted(chunk.layers), f"must hold layers among {full}, of full attention")
     seen = cache.get_seq_length()
     starts = [seen + sum(len(chunk.visible) for chunk in chunks[:at]) for at in range(len(chunks))]
     total = seen + sum(len(chunk.visible) for chunk in chunks)
-    grown = {index: _grown(layers[index], index, chunks, starts, live) for index in full}
+    added = {index: _added(index, chunks, starts, live) for index in full}
     for index, layer in enumerate(layers):
-        if index in grown:
-            _take(layer, *grown[index], total)
+        if index in added:
+            _grow(layer, added[index], total)
         else:
             cache.layers[index] = GappedSlidingLayer.after(layer, total)
-    cache.layers_differ |= any(not torch.equal(places, grown[full[0]][2]) for _, _, places in grown.values())
-    # What a policy knew of the rows does not know these tokens.
-    cache.states, cache.decoding = RowStates(), None
+    cache.layers_differ |= _differ(cache.full_layers)
+    cache.states = _noted(cache, chunks, seen)
+    # Records that a policy keeps of each stored token know none of these.
+    cache.decoding = None
     marked = [
         start + place - chunk.hidden for start, chunk in zip(starts, chunks, strict=True) for place in chunk.markers
         if place >= chunk.hidden
@@ -168,32 +175,58 @@ def splice(cache: RetainedCache, chunks: Sequence[Chunk], live: Rotary) -> Tenso
     return torch.tensor(marked, dtype=torch.int64)
 
 
-def _grown(
-    layer: Any, index: int, chunks: Sequence[Chunk], starts: Sequence[int], live: Rotary,
-) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """Keys, values and positions of one layer with the chunks behind them; no tensors where it holds none at all."""
-    held = layer.is_initialized
-    keys, values = ([layer.keys], [layer.values]) if held else ([], [])
-    positions = [layer.stored_positions()[0]] if held else []
+Added = tuple[Tensor, Tensor, Tensor]
+"""Keys and values (heads, n, d) as they are spliced, and their positions (sets, n), EMPTY where there is none."""
+
+
+def _added(index: int, chunks: Sequence[Chunk], starts: Sequence[int], live: Rotary) -> list[Added]:
+    """What one layer gets of each chunk that has it."""
+    found = []
     for chunk, start in zip(chunks, starts, strict=True):
         if index in chunk.layers:
-            moved, places = _moved(chunk, index, start - chunk.hidden, live), chunk.places(index)
-            first = int((places < chunk.hidden).sum())
-            for parts, part in zip((keys, values), moved, strict=True):
-                parts.append(part[None, :, first:].to(parts[0] if parts else part))
-            positions.append(places[first:] + (start - chunk.hidden))
-    if not keys:
-        return None, None, torch.empty(0, dtype=torch.int64)
-    return torch.cat(keys, -2), torch.cat(values, -2), torch.cat(positions)
+            (keys, values), places = _moved(chunk, index, start - chunk.hidden, live), chunk.places(index)
+            seen = places >= chunk.hidden
+            first = int((~seen.any(0)).sum())  # what no set shows stands on the left
+            positions = torch.where(seen, places + (start - chunk.hidden), EMPTY)[:, first:]
+            found.append((keys[:, first:], values[:, first:], positions))
+    return found
 
 
-def _take(layer: RetainedLayer, keys: Tensor | None, values: Tensor | None, positions: Tensor, seen: int) -> None:
-    if keys is not None and values is not None:
-        if not layer.is_initialized:
-            layer.lazy_initialization(keys, values)
-        layer.keys, layer.values = keys, values
+def _grow(layer: RetainedLayer, added: Sequence[Added], seen: int) -> None:
+    """Put these behind what the layer stores; `seen` tokens are then behind the session."""
+    if isinstance(layer, RaggedLayer) or any(len(positions) > 1 for _, _, positions in added):
+        RaggedLayer.grow(layer, added, seen)
+        return
+    held = layer.is_initialized
+    positions = torch.cat([layer.stored_positions()[0], *(own[0] for _, _, own in added)])
+    if added and not held:
+        layer.lazy_initialization(added[0][0][None], added[0][1][None])
+    if added:
+        for name, which in (("keys", 0), ("values", 1)):
+            stored = getattr(layer, name)
+            parts = [part[which][None].to(stored) for part in added]
+            setattr(layer, name, torch.cat([stored, *parts] if held else parts, -2))
     layer.rows = StoredRows(positions[None], torch.tensor([seen]))
     layer.evicted = seen - len(positions)
+
+
+def _noted(cache: RetainedCache, chunks: Sequence[Chunk], seen: int) -> RowStates:
+    """The states with the chunks behind `seen` tokens; none where they did not know those, or layers differ now."""
+    states = cache.states if seen else RowStates()
+    if cache.layers_differ or (seen and not states.know(seen)):
+        return RowStates()
+    for chunk in chunks:
+        places = chunk.places(min(chunk.layers))[0] - chunk.hidden
+        states = states.splice(np.array(chunk.visible, dtype=np.int64), places[places >= 0].numpy())
+    return states
+
+
+def _differ(layers: Sequence[RetainedLayer]) -> bool:
+    """Whether layers, or their heads, store different positions."""
+    if any(isinstance(layer, RaggedLayer) for layer in layers):
+        return True
+    first, *others = (layer.stored_positions() for layer in layers)
+    return any(not torch.equal(first, other) for other in others)
 
 
 def _moved(chunk: Chunk, index: int, start: int, live: Rotary) -> tuple[Tensor, Tensor]:

@@ -118,7 +118,7 @@ class Archive:
 
         Raises:
             WrongModel, OtherDtype, OtherFrequencies: for a chunk that `model` cannot read.
-            ForeignVersion: for an object of another version of the format.
+            ForeignVersion: for an object of another version of the format or the specification.
             KeyUnavailable: for an encrypted object of a tenant without a key.
         """
         path = self._path(key)

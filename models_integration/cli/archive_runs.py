@@ -43,7 +43,8 @@ def run_get(key: str, model: str, tenant: str, folder: Path, master_key: Path | 
         chunk, stored = library.get(key), archive.get(key, tenant)
     if chunk is None or stored is None:
         raise NoSuchChunk(f"no chunk {key} of tenant {tenant!r} is here whole")
-    about, lengths = stored.manifest, {len(chunk.places(layer)) for layer in chunk.layers}
+    about = stored.manifest
+    lengths = {int((own >= 0).sum()) for layer in chunk.layers for own in chunk.places(layer)}
     kept = "" if chunk.kept is None else f", {' to '.join(map(str, sorted({min(lengths), max(lengths)})))} of them kept"
     print(
         f"{about.tokens} tokens ({about.hidden} hidden){kept}, wrapper {about.form}, codec {about.codec},"

@@ -7,5 +7,6 @@ import typer
 __all__ = ["Model"]
 
 Model = Annotated[
-    str, typer.Option(help="'pocket' (shipped with kvspec), or a transformers causal model by path or hub name.")
+    str,
+    typer.Option(help="'pocket' or 'chat' (shipped with kvspec), or a transformers causal model by path or hub name."),
 ]

@@ -1,4 +1,4 @@
-"""Loading a model to test: the shipped pocket model, or any transformers causal model."""
+"""Loading a model to test: a shipped one, or any transformers causal model."""
 
 from pathlib import Path
 from typing import Any
@@ -7,19 +7,22 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from models_integration.evaluation.compare import Subject
 from models_integration.methods import CrystalCache
-from models_integration.pocket import load_pocket
+from models_integration.pocket import ASSETS, CHAT_ASSETS, load_pocket
 from models_integration.sentence_ends import sentence_ends
 from models_integration.weights import fingerprint
 
 __all__ = ["load_subject"]
 
 
+SHIPPED = {"pocket": ASSETS, "chat": CHAT_ASSETS}
+
+
 def load_subject(model: str, backend: str) -> Subject:
     """The model by name or path, with its tokenizer and what a comparison must know of both."""
     loaded: Any
     tokenizer: Any
-    if model == "pocket":
-        loaded, tokenizer = load_pocket()
+    if model in SHIPPED:
+        loaded, tokenizer = load_pocket(SHIPPED[model])
     else:
         loaded, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
     loaded.eval()

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from models_integration.pocket.assets_folder import ASSETS
+from models_integration.pocket.assets_folder import ASSETS, CHAT_ASSETS
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-__all__ = ["ASSETS", "load_pocket", "load_pocket_tokenizer"]
+__all__ = ["ASSETS", "CHAT_ASSETS", "load_pocket", "load_pocket_tokenizer"]
 
 
 def load_pocket_tokenizer(folder: Path = ASSETS) -> PreTrainedTokenizerFast:

@@ -68,17 +68,23 @@ def _share_a_direction(model: LlamaForCausalLM, generator: torch.Generator) -> T
     return common
 
 
-def _look_back(model: LlamaForCausalLM, common: Tensor, peak: float) -> None:
-    """Let query head h of layer 0 attend to the token h + 1 before, whatever it is.
+def look_back(
+    model: LlamaForCausalLM, common: Tensor, peak: float, layer: int = 0, first: int = 1, seen: float | None = None,
+) -> None:
+    """Let query head h of a layer attend to the token h + first before, whatever it is.
+
+    `seen` is the length of what all normed inputs of the layer share, in the direction `common`; for layer 0 it follows
+    from the embeddings.
 
     The shared direction gives every query and key one constant vector, which the rotary embedding turns
     into a function of distance alone: a sum of cosines that is largest, at ``peak``, at the wanted offset.
     """
     heads = _heads_of(model)
-    attention = model.model.layers[0].self_attn
+    attention = model.model.layers[layer].self_attn
     used = (heads.angles > _SLOWEST_FOR_OFFSETS).float()
     # The size of the shared direction after the layer norm, which scales a token to sqrt(width).
-    seen = _COMMON_SHARE * math.sqrt(heads.width) / math.sqrt(1 + _COMMON_SHARE**2)
+    if seen is None:
+        seen = _COMMON_SHARE * math.sqrt(heads.width) / math.sqrt(1 + _COMMON_SHARE**2)
     size = math.sqrt(peak * math.sqrt(heads.size) / float(used.sum())) / seen
     key = torch.cat([used * size, torch.zeros_like(used)])
     for head in range(heads.keys):
@@ -86,7 +92,7 @@ def _look_back(model: LlamaForCausalLM, common: Tensor, peak: float) -> None:
         attention.k_proj.weight[rows] = _FAINT * attention.k_proj.weight[rows] + torch.outer(key, common)
     for head in range(heads.queries):
         rows = _rows(head, heads.size)
-        turn = (head + 1) * heads.angles
+        turn = (head + first) * heads.angles
         query = torch.cat([used * size * turn.cos(), -used * size * turn.sin()])
         attention.q_proj.weight[rows] = _FAINT * attention.q_proj.weight[rows] + torch.outer(query, common)
 
@@ -122,6 +128,6 @@ def prepare(model: LlamaForCausalLM, seed: int, peak: float = 12.0, gain: float 
     """Set the structured initial weights described above; the rest of the model keeps its random ones."""
     generator = torch.Generator().manual_seed(seed)
     common = _share_a_direction(model, generator)
-    _look_back(model, common, peak)
+    look_back(model, common, peak)
     for layer in range(1, len(model.model.layers)):
         _match_content(model, common, layer, gain, generator)

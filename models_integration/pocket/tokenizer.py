@@ -7,7 +7,7 @@ text cut at a space is tokenized piece by piece exactly as it is as a whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -56,16 +56,23 @@ def _word_pieces() -> list[str]:
     return sorted({piece for text in texts for piece, _ in splitter.pre_tokenize_str(text)})
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Build the tokenizer from the word lists; the same lists always give the same ids."""
+def build_tokenizer(more: Sequence[str] = (), markers: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """Build the tokenizer from the word lists; the same lists always give the same ids.
+
+    Args:
+        more: phrases whose words get ids behind those of the word lists, where they have none.
+        markers: special tokens behind all others.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     pieces = [piece for piece in _word_pieces() if piece not in set(alphabet)]
+    later = {piece for text in more for piece, _ in _pre_tokenizer().pre_tokenize_str(text)}
+    pieces += sorted(later - set(pieces) - set(alphabet))
     vocabulary = [(token, 0.0) for token in (PAD, BOS, EOS)]
     vocabulary += [(letter, _BYTE_SCORE) for letter in alphabet] + [(piece, _WORD_SCORE) for piece in pieces]
     tokenizer = Tokenizer(models.Unigram(vocabulary, unk_id=0, byte_fallback=False))
     tokenizer.pre_tokenizer = _pre_tokenizer()
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([PAD, BOS, EOS])
+    tokenizer.add_special_tokens([PAD, BOS, EOS, *markers])
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, 1)]
     )

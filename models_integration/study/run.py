@@ -77,7 +77,7 @@ def read_prompt(subject: Subject, ids: tuple[int, ...]) -> tuple[Reading, Callab
     cache = RetainedCache(architecture.config)
     with observing(architecture, cache, observer, (architecture.observed,)):
         subject.model(input_ids=torch.tensor([ids]), past_key_values=cache, logits_to_keep=1)
-    view = observer.recorder.views(0, 0)[architecture.observed]
+    view = observer.recorder.views(0)[architecture.observed]
     tensors = [(cast(Tensor, layer.keys), cast(Tensor, layer.values)) for layer in cache.full_layers]
 
     def filled() -> RetainedCache:

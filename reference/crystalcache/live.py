@@ -65,14 +65,12 @@ def live_weights(W: TrunkWeights, alive: Bool[BoolVector, " m"]) -> TrunkWeights
     """W between the trunks that live on, renumbered."""
     if alive.all():
         return W
-    row = np.repeat(np.arange(len(alive)), np.diff(W.indptr))
-    stays = alive[row] & alive[W.indices]
+    stays = np.repeat(alive, np.diff(W.indptr)) & alive[W.indices]
     number = np.cumsum(alive) - 1
-    m = int(alive.sum())
-    degree = np.bincount(number[row[stays]], minlength=m)
-    return TrunkWeights(
-        np.concatenate([[0], np.cumsum(degree)]).astype(np.int64), number[W.indices[stays]], W.weights[stays]
-    )
+    # A dead trunk's row is empty now, so that the rows of the others follow one another.
+    before = np.concatenate([[0], np.cumsum(stays)])[W.indptr]
+    indptr = np.append(before[:-1][alive], before[-1])
+    return TrunkWeights(indptr, number[W.indices[stays]], W.weights[stays])
 
 
 def join(

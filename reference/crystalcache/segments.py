@@ -67,7 +67,7 @@ def add_segment(
     bounds = np.concatenate([live.positions[live.offsets[:-1]], trunks.offsets])
     W = breath.segment_graph(found, bounds, np.concatenate([live.sizes, trunks.sizes]), state.W, parameters)
     deg = degree(W.indptr, W.weights)
-    mu, sigma = moments(deg, parameters.epsilon)
+    mu, sigma = moments(deg, parameters.epsilon) if state.seen == 0 else (state.mu, state.sigma)
     added = LiveTrunks(
         np.arange(state.seen, state.seen + len(ids)), trunks.offsets - state.seen, M, inverse_norms, trunks.impact
     )

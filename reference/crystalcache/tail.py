@@ -5,15 +5,15 @@ from dataclasses import replace
 import numpy as np
 
 from reference.crystalcache.crystallization import logistic
-from reference.crystalcache.live import count_seen, join
-from spec.arrays import Float64, Vector
+from reference.crystalcache.live import count_seen, join, keep
+from spec.arrays import Float64, Int64, IntVector, Vector
 from spec.backend import Backend
 from spec.decode import DecodeState, LiveTrunks, TrunkWeights
 from spec.errors import SpecError
 from spec.parameters import CrystalCacheParameters
 from spec.records import CoAttention
 
-__all__ = ["append", "edgeless", "edgeless_D", "join_tail"]
+__all__ = ["append", "edgeless", "edgeless_D", "join_chunk", "join_tail"]
 
 
 def append(state: DecodeState, token_id: int, inverse_norm: float) -> DecodeState:
@@ -30,9 +30,9 @@ def append(state: DecodeState, token_id: int, inverse_norm: float) -> DecodeStat
         raise SpecError("token_id", token_id, "must be at least 0")
     if not inverse_norm > 0:
         raise SpecError("inverse_norm", inverse_norm, "must be positive, infinite for a zero key")
-    return replace(
-        state, seen=state.seen + 1, step=state.step + 1, tail_ids=(*state.tail_ids, int(token_id)),
-        tail_inverse_norms=(*state.tail_inverse_norms, float(inverse_norm)),
+    return DecodeState(
+        state.budget, state.seen + 1, state.step + 1, state.live, state.D, state.W, state.ids, state.counts, state.mu,
+        state.sigma, (*state.tail_ids, int(token_id)), (*state.tail_inverse_norms, float(inverse_norm)),
     )
 
 
@@ -44,7 +44,7 @@ def edgeless(start: int, salience: Float64[Vector, " n"]) -> CoAttention:
 
 
 def edgeless_D(mu: float, sigma: float, parameters: CrystalCacheParameters) -> float:
-    """D of a trunk without an edge: Eq. 27 at degree 0, under the moments of the last segment.
+    """D of a trunk without an edge: Eq. 27 at degree 0, under the moments of the prefill.
 
     Implements: CC-TAIL-D
 
@@ -81,3 +81,25 @@ def join_tail(
     D = np.full(len(trunks.impact), edgeless_D(state.mu, state.sigma, parameters))
     indptr = np.concatenate([state.W.indptr, np.full(len(D), state.W.indptr[-1])])
     return join(state, all_ids, counts, added, D, TrunkWeights(indptr, state.W.indices, state.W.weights))
+
+
+def join_chunk(
+    state: DecodeState, token_ids: Int64[IntVector, " n"], kept: Int64[IntVector, " k"],
+    inverse_norms: Float64[Vector, " k"], sentence_ends: frozenset[int], parameters: CrystalCacheParameters,
+    backend: Backend,
+) -> DecodeState:
+    """The state after a splice: the tail is trunked, then the chunk as a tail of its own, without what it lacks.
+
+    Implements: CC-CHUNK-TRUNKS
+
+    Source: none; Section 3.8's tail, of a chunk that no query of this session has seen. `kept` are its stored tokens,
+    ascending, and `inverse_norms` CC-KEY-NORM of their keys.
+    """
+    before, n = join_tail(state, sentence_ends, parameters, backend), len(token_ids)
+    norms = np.full(n, np.inf)
+    norms[kept] = inverse_norms
+    read = replace(
+        before, seen=before.seen + n, tail_ids=tuple(token_ids.tolist()), tail_inverse_norms=tuple(norms.tolist())
+    )
+    after, old = join_tail(read, sentence_ends, parameters, backend), len(before.live.positions)
+    return keep(after, np.concatenate([np.arange(old), old + kept]), after.D)

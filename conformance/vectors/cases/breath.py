@@ -147,6 +147,16 @@ GROUPS = [
         Case(103, "a tail longer than T_max is split, larger pieces first", ["TailSentences"],
              {**state(**WAITING), "sentence_ends": [7]}),
     ], {"T_max": 2}),
+    Group("CC-CHUNK-TRUNKS", [
+        Case(104, "a tail, then a chunk of which a token in the middle is gone", ["TailSentences", "SeenCounts"],
+             {**state(tail_ids=[3], tail_inverse_norms=[0.5], seen=12, step=1), "token_ids": [5, 5, 2, 3],
+              "kept": [0, 2, 3], "chunk_inverse_norms": [0.25, 1.0, INF], "sentence_ends": [2]}),
+        Case(105, "a session begins with a chunk", ["EmptyResult"],
+             {**new(), "token_ids": [4, 2, 4], "kept": [0, 1, 2], "chunk_inverse_norms": [1.0, 0.5, 0.25],
+              "sentence_ends": [2]}),
+        Case(106, "a sentence of which nothing is stored is no trunk", ["DeadTrunks"],
+             {**state(), "token_ids": [4, 2, 3, 3], "kept": [2], "chunk_inverse_norms": [1.0], "sentence_ends": [2]}),
+    ]),
     Group("CC-START", [
         Case(110, "twelve tokens, uniform attention: what lives, and counts of all", ["SeenCounts", "DeadTrunks"],
              {"q": [[[0.0]] * 12], "k": [[[float(i + 1)] for i in range(12)]],

@@ -116,6 +116,66 @@ GROUPS = [
              {"differences": [-1.0, -1.0, 1.0, -1.0], "clusters": [0, 0, 1, 0], "confidence": 0.5,
               "drawn": [[0, 0], [0, 1], [1, 0], [1, 1]]}),
     ]),
+    Group("IN-PLACES", [
+        Case(200, "gaps, and a hidden preamble", ["GapsStay"],
+             {"n": 9, "hidden": 2, "start": 100, "kept": [1, 3, 4, 8]}),
+        Case(201, "a whole chunk", ["Plain"], {"n": 3, "hidden": 0, "start": 7, "kept": [0, 1, 2]}),
+        Case(202, "nothing visible is stored", ["GapsStay"], {"n": 5, "hidden": 2, "start": 0, "kept": [1]}),
+        Case(203, "everything is hidden", ["Refused"], {"n": 3, "hidden": 3, "start": 7, "kept": [0]},
+             refused="hidden"),
+        Case(204, "a place twice", ["Refused"], {"n": 3, "hidden": 0, "start": 7, "kept": [1, 1]}, refused="kept"),
+    ]),
+    Group("IN-BASELINES", [
+        Case(210 + at, f"the arm {arm}", ["ArmsAsTold"],
+             {"arm": arm, "session": [1, 2, 3, 4, 5, 6], "prefix": [7, 9], "raw": [[50], [60, 61]],
+              "wrapped": [[7, 50, 8], [7, 60, 61, 8]]})
+        for at, arm in enumerate(["inject", "inject_raw", "no_shift", "prefix", "global_sink", "full_recompute", "text",
+                                  "text_wrapped"])
+    ] + [
+        Case(220, "an unknown arm", ["Refused"],
+             {"arm": "cond2", "session": [1], "prefix": [], "raw": [], "wrapped": []}, refused="arm"),
+    ]),
+    Group("IN-LEGOLINK", [
+        Case(230, "the first of every chunk; a chunk may be shorter", ["EveryChunk"],
+             {"start": 10, "lengths": [5, 2, 4], "k": 3}),
+        Case(231, "none", ["EmptyResult"], {"start": 10, "lengths": [5, 2], "k": 0}),
+        Case(232, "a negative number", ["Refused"], {"start": 10, "lengths": [5], "k": -1}, refused="k"),
+    ]),
+    Group("IN-CACHEBLEND", [
+        Case(240, "of equal deviations the earlier token", ["EarlierOfEqual"],
+             {"spliced": [[[2.0, 0.0], [0.0, 1.0], [2.0, 1.0], [0.0, -2.0]]], "fresh": [[[0.0, 0.0]] * 4], "start": 20,
+              "r": 0.5}),
+        Case(241, "heads add up", ["EarlierOfEqual"],
+             {"spliced": [[[1.0], [2.0], [0.0]], [[2.0], [0.0], [0.0]]], "fresh": [[[0.0], [0.0], [0.0]]] * 2,
+              "start": 0, "r": 0.4}),
+        Case(242, "a share of 0.29 of 100 tokens is 29", ["DecimalShare"],
+             {"spliced": [[[float(at)] for at in range(100)]], "fresh": [[[0.0]] * 100], "start": 0, "r": 0.29}),
+        Case(243, "more than all", ["Refused"], {"spliced": [[[1.0]]], "fresh": [[[0.0]]], "start": 0, "r": 1.5},
+             refused="r"),
+    ]),
+    Group("IN-ENTROPY", [
+        Case(250, "certain attention, halves, and no weight at all", ["ZeroWeight"],
+             {"weights": [[[1.0, 0.0, 0.0, 0.0], [0.5, 0.25, 0.0, 0.25], [0.25, 0.25, 0.25, 0.25]]]}),
+    ]),
+    Group("IN-SINK-MASS", [
+        Case(260, "positions, not slots", ["PositionsNotSlots"],
+             {"weights": [[[0.5, 0.125, 0.125, 0.25]]], "positions": [0, 2, 3, 9], "sinks": 4}),
+        Case(261, "in the order of the slots", ["Plain"],
+             {"weights": [[[0.1, 0.2, 0.3, 0.4]]], "positions": [0, 1, 2, 3], "sinks": 4}),
+        Case(262, "no sink is left", ["EmptyResult"],
+             {"weights": [[[0.5, 0.5]]], "positions": [7, 9], "sinks": 4}),
+    ]),
+    Group("IN-KEY-COSINE", [
+        Case(270 + at, f"{style}: a shift alone, another key, a zero key", ["RotationOff", "ZeroVector"],
+             {"archived": [[[1.0, 2.0, 3.0, 4.0, 5.0], [1.0, 0.0, 0.0, 1.0, 0.0], [0.0] * 5]],
+              "fresh": [[[2.0, -1.0, 4.0, -3.0, 5.0], [0.0, 1.0, 1.0, 0.0, 2.0], [1.0] * 5]],
+              "positions": [[0, 1, 2], [40, 41, 42]], "inverse_frequencies": [1.0, 0.25], "style": style})
+        for at, style in enumerate(["half_split", "interleaved"])
+    ]),
+    Group("IN-BANDS", [
+        Case(280 + at, f"{depth} layers", ["NoEmptyBand"], {"depth": depth})
+        for at, depth in enumerate([40, 32, 28, 4, 1])
+    ] + [Case(290, "no layer", ["Refused"], {"depth": 0}, refused="depth")]),
     Group("IN-POWER", [
         Case(170, "eight pairs", ["Plain"], {"n": 8, "discordance": 0.75, "difference": 0.5, "alpha": 0.25}),
         Case(171, "every pair is discordant and won", ["Plain"],

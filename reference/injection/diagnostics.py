@@ -1,0 +1,92 @@
+"""The paper's instruments, where they are arithmetic: attention weights, keys, and bands of layers."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from reference.injection.rotation import TURNS
+from spec.arrays import Cube, Float64, Int64, IntVector, Matrix, Vector
+from spec.errors import SpecError
+
+__all__ = ["SINKS", "bands", "entropy", "key_cosine", "sink_mass"]
+
+SINKS = 4
+PAPER_DEPTH = 40
+# Layers [low, high) of the 40 of Phi-3-medium.
+PAPER_BANDS = {"early": (0, 6), "mid": (10, 16), "upper": (20, 33), "all": (0, 40)}
+
+
+def entropy(weights: Float64[Cube, "heads q n"]) -> Float64[Matrix, "heads q"]:
+    """H = -sum_i a_i log a_i in nats over what a query attends to; 0 log 0 is 0.
+
+    Implements: IN-ENTROPY
+
+    Source: Section 3.10.
+    """
+    terms = weights * np.log(np.where(weights > 0, weights, 1.0))
+    found: Matrix = 0.0 - terms.sum(axis=-1)
+    return found
+
+
+def sink_mass(
+    weights: Float64[Cube, "heads q n"], positions: Int64[IntVector, " n"], sinks: int = SINKS,
+) -> Float64[Matrix, "heads q"]:
+    """The attention that falls on positions below `sinks`, added in the order of the positions.
+
+    Implements: IN-SINK-MASS
+
+    Source: Section 3.10 ("attention mass on first 4 positions").
+    """
+    total = np.zeros(weights.shape[:2])
+    for slot in np.flatnonzero(positions < sinks):
+        total = total + weights[..., slot]
+    return total
+
+
+def key_cosine(
+    archived: Float64[Cube, "heads n d"], fresh: Float64[Cube, "heads n d"],
+    positions: tuple[Int64[IntVector, " n"], Int64[IntVector, " n"]], inverse_frequencies: Float64[Vector, " pairs"],
+    style: str,
+) -> tuple[Float64[Matrix, "heads n"], Float64[Matrix, "heads n"]]:
+    """Cosines of archived and fresh keys of the same tokens: as they are, and with both rotations taken off.
+
+    Implements: IN-KEY-COSINE
+
+    Source: Section 3.10. `positions` are those at which archived and fresh keys were computed.
+
+    Raises:
+        SpecError: for an unknown style.
+    """
+    if style not in TURNS:
+        raise SpecError("style", style, f"must be one of {', '.join(TURNS)}")
+    still = [
+        TURNS[style](keys, -at[:, None] * inverse_frequencies)
+        for keys, at in zip((archived, fresh), positions, strict=True)
+    ]
+    return _cosine(archived, fresh), _cosine(still[0], still[1])
+
+
+def _cosine(a: Float64[Cube, "heads n d"], b: Float64[Cube, "heads n d"]) -> Float64[Matrix, "heads n"]:
+    """0 where one of them is a zero vector."""
+    lengths = np.sqrt((a * a).sum(-1) * (b * b).sum(-1))
+    found: Matrix = np.where(lengths > 0, (a * b).sum(-1) / np.where(lengths > 0, lengths, 1.0), 0.0)
+    return found
+
+
+def bands(depth: int) -> Mapping[str, tuple[int, int]]:
+    """The bands of layers [low, high) in which residuals are patched, scaled from the paper's 40 layers.
+
+    Implements: IN-BANDS
+
+    Source: Section 4.6, Table 13.
+
+    Raises:
+        SpecError: for a depth below 1.
+    """
+    if depth < 1:
+        raise SpecError("depth", depth, "must be at least 1 layer")
+    found = {}
+    for name, (low, high) in PAPER_BANDS.items():
+        first = low * depth // PAPER_DEPTH
+        found[name] = (first, max(first + 1, high * depth // PAPER_DEPTH))
+    return found

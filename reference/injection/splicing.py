@@ -1,0 +1,118 @@
+"""Splices: where archived tokens stand in a session, and what the arms that injection is compared with hold."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import floor
+
+import numpy as np
+
+from spec.arrays import Cube, Float64, Int64, IntVector
+from spec.errors import SpecError
+
+__all__ = ["ARMS", "SINKS", "Held", "first_tokens", "held", "most_deviating", "placed"]
+
+SINKS = 4
+
+
+def placed(n: int, hidden: int, start: int, kept: Int64[IntVector, " k"]) -> tuple[Int64[IntVector, " v"], int]:
+    """Absolute positions of the stored tokens that a splice adds, and the position of what follows.
+
+    Implements: IN-PLACES
+
+    Source: Sections 3.5 and 3.7 for a whole chunk; none in the paper for one with gaps.
+
+    Raises:
+        SpecError: for `hidden` outside [0, n), or places that do not rise strictly inside range(n).
+    """
+    if not 0 <= hidden < n:
+        raise SpecError("hidden", hidden, f"must lie in [0, {n})")
+    if len(kept) and (kept[0] < 0 or kept[-1] >= n or (np.diff(kept) <= 0).any()):
+        raise SpecError("kept", kept.tolist(), f"must rise strictly inside range({n})")
+    return start - hidden + kept[kept >= hidden], start + n - hidden
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a session holds: the id at each position, how many of the first it reads itself, and each key's rotation."""
+
+    ids: tuple[int, ...]
+    live: int
+    rotations: tuple[int, ...]
+
+
+# Arm: what the session reads before the chunks, the chunks' form (None: they are read too), and whether keys are moved.
+ARMS: Mapping[str, tuple[str, str, str]] = {
+    "inject": ("session", "wrapped", "moved"),
+    "inject_raw": ("session", "raw", "moved"),
+    "no_shift": ("session", "wrapped", "still"),
+    "prefix": ("session and prefix", "raw", "moved"),
+    "global_sink": ("sinks", "raw", "moved"),
+    "full_recompute": ("session", "wrapped", "read"),
+    "text": ("session", "raw", "read"),
+    "text_wrapped": ("session", "wrapped", "read"),
+}
+"""LegoLink and CacheBlend hold what `inject` does, but for the tokens that IN-LEGOLINK and IN-CACHEBLEND name."""
+
+
+def held(
+    arm: str, session: Sequence[int], prefix: Sequence[int], raw: Sequence[Sequence[int]],
+    wrapped: Sequence[Sequence[int]],
+) -> Held:
+    """What the session of an arm holds when the query comes.
+
+    Implements: IN-BASELINES
+
+    Source: Sections 3.4, 3.5 and 3.12; full recomputation is the limit of CacheBlend (arXiv 2405.16444).
+
+    Raises:
+        SpecError: for an unknown arm.
+    """
+    if arm not in ARMS:
+        raise SpecError("arm", arm, f"must be one of {', '.join(ARMS)}")
+    before, form, keys = ARMS[arm]
+    own = {"session": [*session], "session and prefix": [*session, *prefix], "sinks": [*session[:SINKS]]}[before]
+    chunks = raw if form == "raw" else wrapped
+    ids = [*own, *(token for chunk in chunks for token in chunk)]
+    rotations = [*range(len(ids))]
+    if keys == "still":
+        rotations = [*range(len(own)), *(at for chunk in chunks for at in range(len(chunk)))]
+    return Held(tuple(ids), len(ids) if keys == "read" else len(own), tuple(rotations))
+
+
+def first_tokens(start: int, lengths: Sequence[int], k: int) -> list[int]:
+    """Positions that LegoLink computes again: the first k tokens of each chunk, of chunks of these lengths.
+
+    Implements: IN-LEGOLINK
+
+    Source: none in the paper; EPIC (arXiv 2410.15332).
+
+    Raises:
+        SpecError: for a negative k.
+    """
+    if k < 0:
+        raise SpecError("k", k, "must be at least 0")
+    starts = start + np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    return [
+        int(first) + at for first, length in zip(starts[:-1], lengths, strict=True) for at in range(min(k, length))
+    ]
+
+
+def most_deviating(
+    spliced: Float64[Cube, "heads n d"], fresh: Float64[Cube, "heads n d"], start: int, r: float,
+) -> list[int]:
+    """Positions that CacheBlend computes again: the share r whose keys deviate most, ascending.
+
+    Implements: IN-CACHEBLEND
+
+    Source: none in the paper; CacheBlend (arXiv 2405.16444), Section 4.
+
+    Raises:
+        SpecError: for a share outside [0, 1].
+    """
+    if not 0 <= r <= 1:
+        raise SpecError("r", r, "must lie in [0, 1]")
+    deviation = ((spliced - fresh) ** 2).sum(axis=(0, 2))
+    taken = floor(Fraction(str(r)) * len(deviation))
+    order = np.argsort(-deviation, kind="stable")[:taken]
+    return [start + int(at) for at in np.sort(order)]
