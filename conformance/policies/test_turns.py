@@ -55,6 +55,10 @@ def sets(found: Retention) -> Live:
     return [found.group(g).tolist() for g in range(found.groups)]
 
 
+def kept_of(policy: Policy, inputs: Inputs, live: Live, budget: Budget) -> Live:
+    return sets(turned(policy, inputs, live, budget))
+
+
 def rows_of(inputs: Inputs, live: Live, score: Callable[[oracle.Layer], oracle.Score]) -> list[oracle.Score]:
     found = []
     for g, own in enumerate(live):
@@ -136,14 +140,18 @@ def test_one_observation_stands_for_sets_that_store_the_same() -> None:
 @sequences
 def test_h2o_adds_what_every_query_of_the_turn_attends_to(seed: int, B: int) -> None:
     """Sums live with their tokens; the decision comes after the last query."""
-    inputs, policy, budget = drawn(seed, n=SEEN, L=1, heads=(2, 2)), policies.h2o(), Budget(count=B)
+    inputs = drawn(seed, n=SEEN, L=1, heads=(2, 2))
+    before, found, after = after_records(policies.h2o(), inputs, Budget(count=B))
+    assert after == found == [summed(plain(inputs.layers[0]), g, before[g], B) for g in range(2)]
+
+
+def after_records(policy: Policy, inputs: Inputs, budget: Budget) -> tuple[Live, Live, Live]:
+    """Live positions after a prompt; after a turn, as the retention and as the records have them."""
     groups = groups_of(policy, inputs)
     _, running = policies.start(policy, budget, shown(policy, inputs, [list(range(N))] * groups, N, 0))
-    before = running.live.tolist()
     live = np.column_stack([running.live, np.tile(np.arange(N, SEEN), (groups, 1))])
-    view = shown(policy, inputs, live, SEEN, N)
-    found, after = policies.advance_turn(policy, budget, running, view, TURN)
-    assert after.live.tolist() == sets(found) == [summed(plain(inputs.layers[0]), g, before[g], B) for g in range(2)]
+    found, after = policies.advance_turn(policy, budget, running, shown(policy, inputs, live, SEEN, N), TURN)
+    return running.live.tolist(), sets(found), after.live.tolist()
 
 
 def summed(layer: oracle.Layer, g: int, kept: list[int], B: int) -> list[int]:
