@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from conformance.policies import cases as by_policy
-from conformance.policies import test_decoding as by_step
+from conformance.policies import steps as by_step
 from conformance.saboteurs.drawn_inputs import drawn_inputs
 from conformance.strategies.prompts import random_prompt
 from conformance.vectors import subject
