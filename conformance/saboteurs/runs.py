@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from conformance.policies import cases as by_policy
-from conformance.policies import test_decoding as by_step
-from conformance.policies import test_turns as by_turn
+from conformance.policies import steps as by_step
+from conformance.policies import turns as by_turn
 from conformance.saboteurs.drawn_inputs import drawn_inputs
 from conformance.strategies.prompts import random_prompt
 from conformance.vectors import subject
@@ -131,7 +131,7 @@ def turn_kept(case: Case) -> Any:
     inputs, share = by_policy.drawn(case["seed"], n=by_turn.SEEN, L=2, heads=(2, 2)), parse_budget(f"{case['B']}0%")
     live, late = by_turn.stored(case["seed"], 4), replace(policies.h2o(), cadence=Cadence(every=3))
     sink = replace(policies.knorm(), protection=SinkAndRecent(1, 0))
-    chosen = [sink, *(policy for policy, _ in by_turn.SCORES.values())]
+    chosen = [sink, *by_turn.POLICIES.values()]
     return [
         *(attempt(by_turn.kept_of, policy, inputs, live, share) for policy in chosen),
         attempt(by_turn.after_records, late, inputs, Budget(count=6)),
