@@ -34,9 +34,9 @@ __all__ = ["coattention"]
 Floats = NDArray[np.float32]
 f32 = np.float32
 LOG2_E = math.log2(math.e)
-ROWS = 512  # rows of a product: the queries of a block in all heads that share keys
+ROWS = 1024  # rows of a product: the queries of a block in all heads that share keys
 BLOCK = (64, 256)  # fewest and most queries of a block
-KEYS = 128  # columns of a tile; ROWS x KEYS floats are a quarter of a second-level cache
+KEYS = 128  # columns of a tile; ROWS x KEYS floats are half of a second-level cache
 SQUARE = 128  # rows and columns of a block of cosines
 SLACK = 1.0 - 1e-5  # rounding of the bound: 32 float32 terms and exp2, below 1e-6 relative
 # The blocks run side by side, so each product keeps to one thread.

@@ -77,7 +77,7 @@ def test_drawn_inputs_are_what_the_item_takes(item: str) -> None:
     """The reference has an answer or a refusal for each, and not one for all."""
     found = outcomes(subject_of(item))
     assert len(found) == INPUTS
-    assert len(set(found)) >= 10
+    assert len(set(found)) > 1
     assert not [text for text in found if text.isidentifier()], "an exception that is no refusal"
 
 
