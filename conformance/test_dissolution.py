@@ -269,6 +269,13 @@ def test_equal_scores_evict_the_earlier_trunk_first(stages: CrystalStages) -> No
 
 
 @pytest.mark.spec(id="CC-DISSOLVE")
+@pytest.mark.usefixtures("reference_items")
+def test_members_come_in_the_order_of_the_text() -> None:
+    """Not in that of their impact."""
+    assert reference.strongest_members(np.array([1.0, 2.0, 9.0, 3.0]), 3).tolist() == [1, 2, 3]
+
+
+@pytest.mark.spec(id="CC-DISSOLVE")
 def test_equal_impacts_keep_the_earlier_token(stages: CrystalStages) -> None:
     """Inside a partial trunk the lower position stays."""
     assert run(stages, replace(bare([9], 5), impact=np.ones(9))).kept.tolist() == [0, 1, 2, 3, 4]

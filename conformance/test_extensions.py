@@ -73,6 +73,19 @@ def test_the_adaptive_merge_equals_the_brute_force(stages: CrystalStages, text: 
 
 
 @pytest.mark.spec(id="CC-ADAPTIVE-MERGE")
+@given(text=texts(), start=st.integers(1, 99))
+def test_where_a_segment_begins_says_nothing(stages: CrystalStages, text: Text, start: int) -> None:
+    """The same edges at later positions: the same trunks, as much later."""
+    S1 = text.coattention
+    later = replace(
+        S1, start=start, intra=np.where(S1.intra < 0, -1, S1.intra + start),
+        cross=np.where(S1.cross < 0, -1, S1.cross + start),
+    )
+    a, b = trunks_of(stages, text, "median"), trunks_of(stages, text, "median", later)
+    assert (a.offsets + start).tolist() == b.offsets.tolist()
+
+
+@pytest.mark.spec(id="CC-ADAPTIVE-MERGE")
 @given(text=texts())
 def test_the_scale_of_the_weights_says_nothing(stages: CrystalStages, text: Text) -> None:
     """All weights at a quarter: the same trunks, where a fixed threshold would merge none of 0.3."""

@@ -235,11 +235,14 @@ def inside(found: Any, k: Any, p: NestedKVParameters, precision: str) -> None:
 @pytest.mark.spec(id="NK-SURPRISE")
 @pytest.mark.spec(id="NK-ROUTE")
 @pytest.mark.spec(id="NK-SCORE")
-@given(seed=seeds, H_kv=st.integers(1, 2), n=lengths, W=st.integers(1, 9))
+@given(
+    seed=seeds, H_kv=st.integers(1, 2), n=lengths, W=st.integers(1, 9), tau=st.sampled_from([NESTED.tau, 0.0]),
+)
 def test_a_score_lies_within_its_radius(
-    nestedkv_stages: NestedKVStages, precision: str, seed: int, H_kv: int, n: int, W: int,
+    nestedkv_stages: NestedKVStages, precision: str, seed: int, H_kv: int, n: int, W: int, tau: float,
 ) -> None:
-    k, p = keys(seed, H_kv, n), replace(NESTED, W=W)
+    """At tau = 0 the gate stands half open where nothing surprises: what is rectified there can be seen."""
+    k, p = keys(seed, H_kv, n), replace(NESTED, W=W, tau=tau)
     found = nestedkv_stages.anomaly_score(k, p)
     assert found.dtype == np.float64
     assert found.shape == (H_kv, n)

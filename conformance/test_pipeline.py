@@ -17,7 +17,7 @@ from reference.policies import crystalcache, full_cache, retain, streaming_llm
 from spec.backend import Backend
 from spec.budget import Budget, parse_budget
 from spec.parameters import PAPER, TINY
-from spec.policy import LayerView, Observation
+from spec.policy import LayerView, Needs, Observation
 from spec.records import CrystalRetention
 
 
@@ -245,6 +245,7 @@ def observation(prompt: Prompt, groups: int = 1) -> Observation:
 def test_five_parts_compose_to_the_prefill(backend: Backend, prompt: Prompt) -> None:
     """The policy's scorer, budgets, selector and protection MUST give the prefill to the bit."""
     policy = crystalcache(prompt.sentence_ends, prompt.inputs.parameters, backend)
+    assert policy.scorer.needs == Needs("observed", None, token_ids=True, takes=backend.takes)
     retention, records = retain(policy, parse_budget(prompt.budget), observation(prompt))
     assert records is not None
     assert records.retention is retention

@@ -98,6 +98,7 @@ def test_places_are_marked_in_a_copy() -> None:
     marks = np.array([True, False, False])
     assert Places(lambda seen: marks, (2, 5))(3).tolist() == [True, False, True]
     assert marks.tolist() == [True, False, False]
+    assert protecting(streaming_llm(2), [0, 8]) == protecting(streaming_llm(2), [8, 0, 8])
 
 
 @pytest.mark.parametrize("window", [6, 20, 34, 64])

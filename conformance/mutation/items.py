@@ -68,9 +68,9 @@ class _Code:
         return module_name(path) in self.importers.get(module_name(other), set())
 
     def of_module(self, at: Function) -> set[str]:
-        """For what a module exports without an item of its own: all items of the module."""
-        mine = (items for (path, _), items in self.items.items() if path == at[0] and at in self.exported)
-        return set().union(*mine)
+        """For what a module exports without an item of its own, and its methods: all items of the module."""
+        exported = (at[0], at[1].partition(".")[0]) in self.exported
+        return set().union(*(items for (path, _), items in self.items.items() if path == at[0] and exported))
 
     def below(self, at: Function) -> set[str]:
         """Items of the functions that it names."""

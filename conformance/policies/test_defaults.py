@@ -12,6 +12,7 @@ import pytest
 from conformance.policies.cases import drawn
 from conformance.policies.cases import triattention as calibrated_triattention
 from reference.policies.adakv import adakv, with_adaptive_budgets
+from reference.policies.budgets import Pyramid
 from reference.policies.caote import caote
 from reference.policies.chunkkv import chunkkv, chunkkv_described
 from reference.policies.defensivekv import defensivekv
@@ -47,6 +48,7 @@ def item(name: str) -> pytest.MarkDecorator:
         pytest.param(snapkv, {"W": 32, "kernel": 7}, marks=item("PO-SNAPKV")),
         pytest.param(pyramidkv, {"W": 32, "kernel": 7, "beta": 20}, marks=item("PO-PYRAMIDKV")),
         pytest.param(pyramidkv_described, {"W": 128, "beta": 20}, marks=item("PO-PYRAMIDKV-DESCRIBED")),
+        pytest.param(Pyramid, {"beta": 20}, marks=item("PO-PYRAMID-BUDGET")),
         pytest.param(adakv, {"W": 32, "kernel": 7, "safeguard": Fraction(1, 5)}, marks=item("PO-ADAKV")),
         pytest.param(with_adaptive_budgets, {"safeguard": Fraction(1, 5)}, marks=item("PO-ADAPTIVE-BUDGET")),
         pytest.param(chunkkv, {"c": 10, "W": 32, "N_reuse": 1}, marks=item("PO-CHUNKKV")),
@@ -78,6 +80,7 @@ MODEL, LAYER, HEAD = Granularity.MODEL, Granularity.LAYER, Granularity.HEAD
     [
         pytest.param(lambda: full_cache(), Needs(), 0, MODEL, EVERY_SEGMENT),
         pytest.param(lambda: streaming_llm(3), Needs(), 3, MODEL, EVERY_SEGMENT, marks=item("PO-STREAMINGLLM")),
+        pytest.param(lambda: streaming_llm(0), Needs(), 0, MODEL, EVERY_SEGMENT, marks=item("PO-STREAMINGLLM")),
         pytest.param(lambda: h2o(), Needs("all", None), 0, HEAD, Cadence(1), marks=item("PO-H2O")),
         pytest.param(
             lambda: h2o_described(5), Needs("all", None), 5, HEAD, EVERY_SEGMENT, marks=item("PO-H2O-DESCRIBED")

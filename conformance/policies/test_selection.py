@@ -13,7 +13,7 @@ from conformance.oracles import policies as oracle
 from conformance.plugin import sparingly
 from conformance.policies.cases import CASES, decided, drawn
 from reference.policies import adakv, keydiff, retain, snapkv, tova, with_adaptive_budgets
-from reference.policies.budgets import Adaptive, Competition, Pyramid, even, largest_remainder
+from reference.policies.budgets import Adaptive, Competition, Pyramid, even, largest_remainder, winners
 from reference.policies.official import adakv_official, pyramidkv_official
 from reference.policies.protections import SinkAndRecent
 from reference.policies.selectors import fill_units, top_units
@@ -159,6 +159,16 @@ def test_adaptive_shares(given_: tuple[Rows, int, int, int], twentieths: int) ->
     assert (shares.reshape(-1, H).sum(axis=1) == H * min(B, len(rows[0]))).all()
 
 
+@pytest.mark.spec(id="PO-ADAPTIVE-BUDGET")
+@pytest.mark.spec(id="PO-COMPETITION-BUDGET")
+def test_the_lower_head_and_position_wins_a_tie() -> None:
+    """Four scores of 1 compete for two places below a 2; a token without a score has none."""
+    found = winners(np.array([[1.0, 1.0], [2.0, 1.0], [np.nan, 1.0]]), 3)
+    assert found.tolist() == [2, 1, 0]
+    assert found.dtype == np.int64
+    assert winners(np.array([[np.nan, 1.0], [np.nan, 0.0]]), 2).tolist() == [1, 1]
+
+
 @pytest.mark.spec(id="PO-COMPETITION-BUDGET")
 @given(given_=layers(), twentieths=st.integers(0, 20))
 def test_competition_shares(given_: tuple[Rows, int, int, int], twentieths: int) -> None:
@@ -183,6 +193,19 @@ def test_the_two_safeguards_differ() -> None:
     assert Competition(Fraction(1, 4))(8, scores).tolist() == [7, 1]
     assert Adaptive(Fraction(1, 2))(8, scores).tolist() == [6, 2]
     assert Competition(1)(8, scores).tolist() == Adaptive(1)(8, scores).tolist() == [4, 4]
+
+
+@pytest.mark.spec(id="PO-PYRAMID-BUDGET")
+@pytest.mark.spec(id="PO-ADAPTIVE-BUDGET")
+@pytest.mark.spec(id="PO-COMPETITION-BUDGET")
+@given(total=st.integers(18, 120), seed=st.integers(0, 2**32 - 1))
+def test_a_total_that_does_not_divide_is_met(total: int, seed: int) -> None:
+    """Two layers of three heads: what is left over goes to the lower layer, or to the pyramids of the lower heads."""
+    scores = Scores(np.random.default_rng(seed).random((6, 20)), np.arange(21), heads=3)
+    for budgets in (Adaptive(Fraction(1, 5)), Competition(Fraction(1, 5))):
+        assert budgets(total, scores).reshape(2, 3).sum(axis=1).tolist() == [total - total // 2, total // 2]
+    by_head = Pyramid(2)(total, scores).reshape(2, 3).sum(axis=0)
+    assert by_head.tolist() == oracle.whole([Fraction(total, 3)] * 3)
 
 
 @pytest.mark.spec(id="PO-PYRAMID-OFFICIAL")
@@ -260,7 +283,7 @@ def test_one_share_below_the_protected_tokens_is_refused() -> None:
     for shares in ([5, 7, 6, 6], [6, 6, 7, 5]):
         policy = replace(
             keydiff(), protection=SinkAndRecent(2, 4),
-            budgets=lambda total, scores, shares=shares: np.array(shares),  # type: ignore[misc]
+            budgets=lambda total, scores, shares=shares: np.array(shares),
         )
         with pytest.raises(SpecError, match="must hold the 6 protected tokens of keydiff"):
             decided(policy, inputs, 6)

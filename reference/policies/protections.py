@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from spec.arrays import Bool, BoolVector
+from spec.errors import SpecError
 from spec.policy import Policy, Protection
 
 __all__ = ["Places", "SinkAndRecent", "protecting"]
@@ -17,6 +18,11 @@ class SinkAndRecent:
 
     sink: int
     recent: int
+
+    def __post_init__(self) -> None:
+        for name, value in (("sink", self.sink), ("recent", self.recent)):
+            if value < 0:
+                raise SpecError(name, value, "must not be negative")
 
     def __call__(self, seen: int, /) -> Bool[BoolVector, " n"]:
         position = np.arange(seen)
