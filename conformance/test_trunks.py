@@ -126,7 +126,7 @@ def test_an_interface_is_read_in_its_literal_orientation(stages: CrystalStages) 
 @pytest.mark.spec(id="CC-MERGE")
 def test_weights_are_compared_as_they_are_given(stages: CrystalStages) -> None:
     """0.3 is not above tau_merge = 0.3; in float32 it would be."""
-    assert np.float32(0.3) > PAPER.tau_merge == 0.3
+    assert float(np.float32(0.3)) > PAPER.tau_merge == 0.3
     assert offsets(stages, linked(4, (1, 2, 0.3)), [1, 3], PAPER) == [0, 2, 4]
 
 
