@@ -124,6 +124,14 @@ def test_an_interface_is_read_in_its_literal_orientation(stages: CrystalStages) 
 
 @pytest.mark.spec(id="CC-INTERFACE-EDGES")
 @pytest.mark.spec(id="CC-MERGE")
+def test_weights_are_compared_as_they_are_given(stages: CrystalStages) -> None:
+    """0.3 is not above tau_merge = 0.3; in float32 it would be."""
+    assert float(np.float32(0.3)) > PAPER.tau_merge == 0.3
+    assert offsets(stages, linked(4, (1, 2, 0.3)), [1, 3], PAPER) == [0, 2, 4]
+
+
+@pytest.mark.spec(id="CC-INTERFACE-EDGES")
+@pytest.mark.spec(id="CC-MERGE")
 def test_a_backward_edge_does_not_enter_the_mean(stages: CrystalStages) -> None:
     """(1, 2, .9), (0, 3, .31): mean .605; with the mirror edge it would be .703."""
     intra = linked(4, (1, 2, 0.9), (2, 1, 0.9), (0, 3, 0.31))

@@ -130,6 +130,7 @@ def test_dependent_pairs_widen_the_interval() -> None:
 
 
 def test_draws_are_the_same_for_the_same_seed() -> None:
+    assert draws(5, 20, 1).dtype == np.int64
     assert (draws(5, 20, 1) == draws(5, 20, 1)).all()
     assert (draws(5, 20, 1) != draws(5, 20, 2)).any()
     assert set(np.unique(draws(5, 200, 1))) == set(range(5))

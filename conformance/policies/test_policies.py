@@ -212,6 +212,7 @@ def test_pools(row: list[float], half: int) -> None:
 @given(n=st.integers(1, 40), window=st.integers(0, 40), c=st.integers(1, 12))
 def test_chunks_cover_the_tokens_before_the_window(n: int, window: int, c: int) -> None:
     past = max(0, n - window)
+    assert chunk_offsets(past, n, c).dtype == np.int64
     offsets = chunk_offsets(past, n, c).tolist()
     runs = [list(range(a, b)) for a, b in pairwise(offsets)]
     assert [at for run in runs for at in run] == list(range(n))
