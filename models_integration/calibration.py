@@ -12,7 +12,7 @@ from models_integration.architecture import Architecture, describe
 from models_integration.archive.rope import LayerRotary, recognise
 from models_integration.cache import RetainedCache
 from models_integration.capture import Attended, observing
-from models_integration.weights import fingerprint
+from models_integration.weights import check_fixed, fingerprint
 from reference.calibration import Calibration, Identity
 from reference.policies.rotary import unrotated
 from reference.triattention import band_statistics
@@ -26,10 +26,13 @@ def identify(model: PreTrainedModel) -> Identity:
     """The model's name with a digest of its weights, and the rotation of its full-attention layers.
 
     Raises:
-        SpecError: for a model that is not served, or whose full-attention layers do not share one rotation in halves.
+        SpecError: for a model that is not served, whose full-attention layers do not share one rotation in halves, or
+            whose frequencies change with the length.
         UnknownModel: for a rotation that is not recognised.
     """
-    architecture, rotary, name = describe(model), recognise(model), type(model).__name__
+    architecture, name = describe(model), type(model).__name__
+    check_fixed(architecture)
+    rotary = recognise(model)
     kinds = {rotary.layers[layer] for layer in architecture.full_layers}
     kind = kinds.pop() if len(kinds) == 1 else LayerRotary()
     if kind.buffer is None or kind.style != "half_split":

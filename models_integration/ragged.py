@@ -16,7 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward, use
 
 from models_integration.cache import RetainedCache, RetainedLayer, undone
 from models_integration.slots import slots_of
-from models_integration.visibility import EMPTY, AttentionFunction, LayerMasks, StoredRows
+from models_integration.visibility import AttentionFunction, LayerMasks, StoredRows
 from spec.errors import SpecError
 from spec.retention import Granularity, Retention
 
@@ -65,32 +65,6 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
             layer.grown = layer.spare = 0
 
         return split
-
-    @classmethod
-    def grow(cls, layer: RetainedLayer, added: Sequence[tuple[Tensor, Tensor, Tensor]], seen: int) -> None:
-        """Put tokens behind what the heads of a layer of one row store; it has then `seen` tokens behind it.
-
-        `added` has keys and values (H_kv, n, d), and positions (1, n) or (H_kv, n), EMPTY where a head has no token.
-        """
-        if not layer.is_initialized:
-            keys, values = (part[None, :, :0] for part in added[0][:2])
-            layer.lazy_initialization(keys, values)
-            layer.keys, layer.values = keys, values
-        if not isinstance(layer, cls):
-            cls.splitting(layer, [[layer.stored_positions()[0]] * layer.heads])()
-        assert isinstance(layer, cls)
-        flat: tuple[list[Tensor], list[Tensor]] = ([], [])
-        kept = []
-        for head, stored in enumerate(layer.segments()):
-            own = [positions[head % len(positions)] for _, _, positions in added]
-            shown = [at != EMPTY for at in own]
-            for which, parts in enumerate(flat):
-                new = (part[which][head][at.to(part[which].device)] for part, at in zip(added, shown, strict=True))
-                parts += [stored[which][0, 0], *(part.to(stored[which]) for part in new)]
-            kept.append(torch.cat([layer.head_positions(0, head), *(at[at != EMPTY] for at in own)]))
-        layer.keys, layer.values = (torch.cat(parts).detach() for parts in flat)
-        layer.kept, layer.marks, layer.columns = tuple(kept), torch.tensor([seen]), seen
-        layer.grown = layer.spare = 0
 
     @property
     def batch(self) -> int:

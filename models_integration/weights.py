@@ -14,7 +14,7 @@ from models_integration.architecture import FULL, Architecture
 from spec.arrays import Cube
 from spec.errors import SpecError
 
-__all__ = ["fingerprint", "output_projections", "rotary"]
+__all__ = ["check_fixed", "fingerprint", "output_projections", "rotary"]
 
 _PROJECTIONS = ("o_proj", "dense", "out_proj", "wo")
 # Frequencies that change with the length of what is read.
@@ -39,17 +39,27 @@ def output_projections(architecture: Architecture) -> Mapping[int, Cube]:
     return found
 
 
+def check_fixed(architecture: Architecture) -> None:
+    """The rotary frequencies are the same at every length: cached keys and queries to come are turned alike.
+
+    Raises:
+        SpecError: otherwise.
+    """
+    stated: Any = getattr(architecture.config, "rope_parameters", None) or {}
+    kind = stated.get(FULL, stated).get("rope_type", "default")
+    if kind in _CHANGING:
+        name = type(architecture.decoder).__name__
+        raise SpecError("model", name, f"its rotary frequencies change with the length ({kind})")
+
+
 def rotary(architecture: Architecture) -> dict[str, Any]:
     """The rotary frequencies `inv_freq` of the full-attention layers, and the `factor` inside the tables.
 
     Raises:
         SpecError: for an embedding that is partial, interleaved, changes with the length, or spares a layer.
     """
-    name, config = type(architecture.decoder).__name__, architecture.config
-    stated: Any = getattr(config, "rope_parameters", None) or {}
-    kind = stated.get(FULL, stated).get("rope_type", "default")
-    if kind in _CHANGING:
-        raise SpecError("model", name, f"its rotary frequencies change with the length ({kind})")
+    name = type(architecture.decoder).__name__
+    check_fixed(architecture)
     embedding: Any = getattr(architecture.decoder, "rotary_emb", None)
     prefix = f"{FULL}_" if hasattr(embedding, f"{FULL}_inv_freq") else ""
     inv_freq = getattr(embedding, f"{prefix}inv_freq", None)

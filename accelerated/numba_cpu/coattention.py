@@ -2,8 +2,8 @@
 
 No (n, n) array exists. A block of queries meets its own chunk first and then the earlier keys in tiles: each product
 is one sgemm, folded at once into the rows' log-sum-exp and the tile's maxima. A tile is revisited only for rows where
-the bound of `mark_active_rows` leaves room for an edge; there are fewer than 1 / tau such tiles per row. Where the
-forward's own log-sum-exp is given, only the maxima are left to find.
+the bound of `bound_weights` leaves room for an edge that the row's list would take. Where the forward's own log-sum-exp
+is given, only the maxima are left to find.
 """
 
 import itertools
@@ -34,9 +34,9 @@ __all__ = ["coattention"]
 Floats = NDArray[np.float32]
 f32 = np.float32
 LOG2_E = math.log2(math.e)
-ROWS = 512  # rows of a product: the queries of a block in all heads that share keys
+ROWS = 1024  # rows of a product: the queries of a block in all heads that share keys
 BLOCK = (64, 256)  # fewest and most queries of a block
-KEYS = 128  # columns of a tile; ROWS x KEYS floats are a quarter of a second-level cache
+KEYS = 128  # columns of a tile; ROWS x KEYS floats are half of a second-level cache
 SQUARE = 128  # rows and columns of a block of cosines
 SLACK = 1.0 - 1e-5  # rounding of the bound: 32 float32 terms and exp2, below 1e-6 relative
 # The blocks run side by side, so each product keeps to one thread.
@@ -159,19 +159,22 @@ class _Chunk:
     def _cross(self, row: int, n: int, Q: Floats, level: Floats, tile_peak: Floats, scratch: Floats) -> None:
         """Cross neighbours, from the tiles in which a row may have one."""
         lse = level.reshape(self.heads, n)
-        active = np.empty((len(self.tiles), n), np.bool_)
-        bound = f32(self.heads * self.p.tau_cross * SLACK)
-        kernels.mark_active_rows(tile_peak.reshape(-1, self.heads, n), lse, bound, active)
+        bound = np.empty((len(self.tiles), n), f32)
+        kernels.bound_weights(tile_peak.reshape(-1, self.heads, n), lse, bound)
         index, weight = self.cross[0][row : row + n], self.cross[1][row : row + n]
-        for t in np.flatnonzero(active.any(axis=1)):
-            rows = np.flatnonzero(active[t])
-            keys = slice(self.tiles[t], min(self.tiles[t] + KEYS, self.own))
+        for t, key in enumerate(self.tiles):
+            # A key must exceed tau, and the last of a full list.
+            least = np.maximum(weight[:, -1], f32(self.p.tau_cross)) * f32(self.heads * SLACK)
+            rows = np.flatnonzero(bound[t] > least)
+            if len(rows) == 0:
+                continue
+            keys = slice(key, min(key + KEYS, self.own))
             W = np.zeros((len(rows), keys.stop - keys.start), f32)
             for head in range(len(Q)):
                 chosen = Q[head].reshape(self.group, n, -1).take(rows, axis=1).reshape(self.group * len(rows), -1)
                 S = self.logits.tile(chosen, head, keys, scratch)
                 kernels.accumulate_attention(S, rows, lse[head * self.group : (head + 1) * self.group], W)
-            kernels.insert_best(W, rows, self.share, f32(self.p.tau_cross), self.tiles[t], index, weight)
+            kernels.insert_best(W, rows, self.share, f32(self.p.tau_cross), key, index, weight)
 
     def compare(self, row: int) -> None:
         """Cosines of a block of rows with all earlier ones, on both sides of the diagonal.

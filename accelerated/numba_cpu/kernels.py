@@ -5,8 +5,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 __all__ = [
-    "accumulate_attention", "insert_best", "mark_active_rows", "normalise_rows", "own_chunk", "running_lse",
-    "tile_peaks",
+    "accumulate_attention", "bound_weights", "insert_best", "normalise_rows", "own_chunk", "running_lse", "tile_peaks",
 ]
 
 Floats = NDArray[np.float32]
@@ -95,10 +94,10 @@ def own_chunk(S: Floats, lse: Floats, column: Floats, A: Floats, first_query: in
 
 
 @njit(nogil=True, fastmath=FAST, cache=True)
-def mark_active_rows(tile_peak: Floats, lse: Floats, bound: np.float32, active: NDArray[np.bool_]) -> None:
-    """active[t, i]: whether row i can have a head-mean weight above tau in tile t.
+def bound_weights(tile_peak: Floats, lse: Floats, bound: Floats) -> None:
+    """bound[t, i]: no weight of row i in tile t, summed over the heads, exceeds it.
 
-    No weight of the tile exceeds the head mean of 2 ** (tile peak - lse), so a row at or below the bound has none.
+    No head's weight exceeds 2 ** (its peak in the tile - lse).
     """
     tiles, heads, queries = tile_peak.shape
     for t in range(tiles):
@@ -106,7 +105,7 @@ def mark_active_rows(tile_peak: Floats, lse: Floats, bound: np.float32, active: 
             most = f32(0.0)
             for h in range(heads):
                 most += exp2(min(tile_peak[t, h, i] - lse[h, i], f32(0.0)))
-            active[t, i] = most > bound
+            bound[t, i] = most
 
 
 @njit(nogil=True, fastmath=FAST, cache=True)

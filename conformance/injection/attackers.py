@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,11 @@ from models_integration.archive import files, store
 from models_integration.archive.errors import ArchiveFull, ArchiveReadOnly
 from models_integration.archive.store import Archive
 
-__all__ = ["fill_the_disk", "lose_the_right_to_write", "read_until", "started", "write_until", "write_until_killed"]
+__all__ = ["fill_the_disk", "lose_the_right_to_write", "read_for", "started", "write_for", "write_until_killed"]
 
 TOKENS = 400
 NOBODY = 65534
+PUTS_LEAST = 12
 
 
 def started(work: Callable[..., None], *arguments: Any) -> ForkServerProcess:
@@ -71,23 +73,29 @@ def write_until_killed(folder: Path, first: int, ready: Connection, naive: bool)
             archive.put(*chunk(seed, tokens=TOKENS))
 
 
-def write_until(folder: Path, first: int, end: float) -> None:
-    """Put chunks until the clock says `end`; tell of each under `told` when it is stored."""
+def write_for(seconds: float, folder: Path, first: int, together: Barrier) -> None:
+    """Put chunks for some seconds, and some on any machine, once all others are ready.
+
+    Of each it tells under `told` when it is stored.
+    """
     torch.set_num_threads(1)
     with Archive(folder) as archive:
-        seed = first
-        while time.monotonic() < end:
+        together.wait()
+        seed, end = first, time.monotonic() + seconds
+        while seed < first + PUTS_LEAST or time.monotonic() < end:
             manifest, tensors = chunk(seed, tokens=64)
             archive.put(manifest, tensors)
             files.publish(folder / "told" / str(seed), [memoryview(manifest.key.encode())])
             seed += 1
 
 
-def read_until(folder: Path, seed: int, end: float) -> None:
-    """Get chunks that were told of, and compare them, until the clock says `end`."""
+def read_for(seconds: float, folder: Path, seed: int, together: Barrier) -> None:
+    """Get chunks that were told of, and compare them, for some seconds, once all others are ready."""
     torch.set_num_threads(1)
     rng = random.Random(seed)
     with Archive(folder) as archive:
+        together.wait()
+        end = time.monotonic() + seconds
         while time.monotonic() < end:
             told = [path for path in (folder / "told").glob("*") if not path.name.startswith(".")]
             for path in rng.sample(told, min(20, len(told))):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from conformance.injection.attackers import read_until, started, write_until, write_until_killed
+from conformance.injection.attackers import read_for, started, write_for, write_until_killed
 from conformance.injection.chunks import chunk
 from conformance.plugin import profile_of
 from models_integration.archive.objects import Corrupt, read_object
@@ -127,11 +127,11 @@ def test_damage_while_the_archive_is_open_is_not_sealed(tmp_path: Path) -> None:
 
 def test_two_writers_and_four_readers_lose_nothing(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """Every chunk that a writer was told is stored is read by anybody, whole, and listed."""
-    end = time.monotonic() + (60.0 if profile_of(pytestconfig) == "nightly" else 3.0)
-
+    seconds = 60.0 if profile_of(pytestconfig) == "nightly" else 3.0
     (tmp_path / "told").mkdir()
-    children = [started(write_until, tmp_path, 1_000_000 * at, end) for at in (1, 2)]
-    children += [started(read_until, tmp_path, at, end) for at in range(4)]
+    together = multiprocessing.get_context("forkserver").Barrier(6)
+    children = [started(write_for, seconds, tmp_path, 1_000_000 * at, together) for at in (1, 2)]
+    children += [started(read_for, seconds, tmp_path, at, together) for at in range(4)]
     for child in children:
         child.join()
     codes = [child.exitcode for child in children]

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
+from conformance.injection.models import ROTATIONS
+from conformance.injection.models import build as rotated
 from conformance.integration.families import build, greedy, prompt
 from models_integration import Method, Published
 from models_integration.calibration import calibrate, identify
@@ -137,6 +139,37 @@ def test_ids_that_are_not_one_text_are_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(SpecError) as caught:
         calibrate(build("llama"), torch.ones(shape, dtype=torch.int64))
     assert caught.value.argument == "input_ids"
+
+
+@pytest.mark.spec(id="TA-CALIBRATION")
+@pytest.mark.parametrize("kind", ["default", "linear", "llama3", "yarn"])
+def test_rotations_of_fixed_frequencies_are_served(kind: str) -> None:
+    """By both policies that take a rotation off; with YaRN's factor."""
+    model, ids = rotated("Llama", rope_parameters=dict(ROTATIONS[kind])), prompt(N)
+    found = calibrate(model, ids)
+    assert (found.identity.factor != 1) == (kind == "yarn")
+    attention: Any = model.model.layers[1].self_attn
+    queries: list[Tensor] = []
+    handle = attention.q_proj.register_forward_hook(lambda module, given, output: queries.append(output))
+    with torch.no_grad():
+        model(input_ids=ids)
+    handle.remove()
+    expected = queries[0].view(N, 4, -1).double().mean(dim=0).numpy()
+    assert np.abs(found.mean[1] - expected).max() < BOUND * float(queries[0].abs().max())
+    for name, constants in (("triattention", {"calibration": found}), ("expected-attention", {})):
+        with Published(name, 20, **constants)(model) as run:
+            greedy(model, ids, 2)
+        assert run.cache is not None
+
+
+@pytest.mark.spec(id="TA-CALIBRATION")
+@pytest.mark.spec(id="PO-EXPECTED-ATTENTION")
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_frequencies_that_change_with_the_length_are_refused(kind: str) -> None:
+    model = rotated("Llama", rope_parameters=dict(ROTATIONS[kind]))
+    for refused in (lambda: calibrate(model, prompt(N)), lambda: Published("expected-attention", 20)(model)):
+        with pytest.raises(SpecError, match=rf"change with the length \({kind}\)"):
+            refused()
 
 
 @pytest.mark.spec(id="TA-CALIBRATION")

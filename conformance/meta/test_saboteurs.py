@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from conformance import saboteurs
-from conformance.plugin import known_items
+from conformance.plugin import CI_EXAMPLES, known_items
+from conformance.saboteurs.drawn_inputs import DRAWN
 from conformance.saboteurs.install import private_reference
 from conformance.saboteurs.registry import REGISTRY, instead_of
+from conformance.saboteurs.subtlety import INPUTS, outcomes, subject_of
 from conformance.saboteurs.verdict import modules_of
 from reference.crystalcache import impact
 from spec.backend import resolve
@@ -70,6 +72,26 @@ def test_every_item_has_tests_beside_its_example() -> None:
     assert all(len(modules_of(saboteur.item)) > 2 for saboteur in REGISTRY.values())
 
 
+@pytest.mark.parametrize("item", DRAWN)
+def test_drawn_inputs_are_what_the_item_takes(item: str) -> None:
+    """The reference has an answer or a refusal for each, and not one for all."""
+    found = outcomes(subject_of(item))
+    assert len(found) == INPUTS
+    assert len(set(found)) > 1
+    assert not [text for text in found if text.isidentifier()], "an exception that is no refusal"
+
+
+def test_trials_begin_before_any_test_is_imported() -> None:
+    """Settings of a test are made when its module is imported: from then on no profile could change them."""
+    code = """
+import sys
+from conformance.saboteurs import __main__, verdict
+verdict.warm()
+print([name for name in sys.modules if name.startswith("conformance.") and ".test_" in name])
+"""
+    assert run("-c", code).stdout.strip() == "[]"
+
+
 def test_a_saboteur_is_killed_by_its_item() -> None:
     result = run("-m", "conformance.saboteurs", "-k", "CC_MEMORY_ONE_SEQUENCE", "--workers", "1")
     assert result.returncode == 0, result.stdout + result.stderr
@@ -78,8 +100,16 @@ def test_a_saboteur_is_killed_by_its_item() -> None:
 
 
 def test_the_reference_survives_the_same_tests() -> None:
-    code = "from conformance.saboteurs.verdict import judge; print(judge('', 'CC-MEMORY'))"
-    assert "outcome='survived'" in run("-c", code).stdout
+    """Under the profile ci."""
+    code = """
+from hypothesis import settings
+from conformance.saboteurs.verdict import judge
+print(judge("", "CC-MEMORY"))
+print(settings.default.max_examples, "examples, the same each time:", settings.default.derandomize)
+"""
+    said = run("-c", code).stdout
+    assert "outcome='survived'" in said
+    assert f"{CI_EXAMPLES} examples, the same each time: True" in said
 
 
 def test_an_unknown_saboteur_is_refused() -> None:

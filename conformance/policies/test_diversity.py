@@ -28,7 +28,7 @@ from conformance.policies.cases import (
     tri_rows,
     triattention,
 )
-from conformance.policies.test_decoding import PROMPT, STEPS, decoded, long, shown
+from conformance.policies.steps import PROMPT, STEPS, decoded, long, shown
 from reference import diversity, policies
 from reference.policies.diversity import Diverse
 from reference.policies.knorm import knorm_score

@@ -164,7 +164,8 @@ def test_adaptive_shares(given_: tuple[Rows, int, int, int], twentieths: int) ->
 def test_the_lower_head_and_position_wins_a_tie() -> None:
     """Four scores of 1 compete for two places below a 2; a token without a score has none."""
     found = winners(np.array([[1.0, 1.0], [2.0, 1.0], [np.nan, 1.0]]), 3)
-    assert (found.tolist(), found.dtype) == ([2, 1, 0], np.int64)
+    assert found.tolist() == [2, 1, 0]
+    assert found.dtype == np.int64
     assert winners(np.array([[np.nan, 1.0], [np.nan, 0.0]]), 2).tolist() == [1, 1]
 
 

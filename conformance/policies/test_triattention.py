@@ -14,7 +14,7 @@ from conformance.oracles import policies as oracle
 from conformance.oracles import triattention as brute
 from conformance.plugin import sparingly
 from conformance.policies.cases import CASES, calibrated, decided, drawn, identity, observation, tri_rows, triattention
-from conformance.policies.test_decoding import PROMPT, decoded, long
+from conformance.policies.steps import PROMPT, decoded, long
 from reference import policies
 from reference.calibration import Calibration, Identity, load_calibration, save_calibration
 from reference.triattention import OFFSETS, Mode, band_statistics, distance_score, joined, z_scores

@@ -10,49 +10,32 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conformance.oracles import policies as oracle
-from conformance.policies.cases import Inputs, drawn, groups_of, plain
-from conformance.policies.test_decoding import one_head, shown
+from conformance.policies.cases import Inputs, drawn, plain
+from conformance.policies.steps import shown
+from conformance.policies.test_decoding import one_head
+from conformance.policies.turns import (
+    KERNEL,
+    POLICIES,
+    SEEN,
+    TURN,
+    Live,
+    N,
+    W,
+    after_records,
+    sets,
+    stored,
+    turned,
+)
 from reference import policies
 from reference.policies.protections import SinkAndRecent
 from spec.budget import Budget, parse_budget
 from spec.errors import SpecError
-from spec.policy import Cadence, LayerView, Observation, Policy
-from spec.retention import Retention
+from spec.policy import Cadence
 
 pytestmark = pytest.mark.usefixtures("reference_items")
 
-N, TURN, W, KERNEL = 9, 5, 3, 3
-SEEN = N + TURN
 sequences = given(seed=st.integers(0, 2**32 - 1), B=st.integers(W, SEEN))
 few = settings(max_examples=30)
-Live = list[list[int]]
-
-
-def stored(seed: int, groups: int) -> Live:
-    """Each set has some of the prompt, all of its last W tokens, and the turn; some sets have nothing else."""
-    rng = np.random.default_rng(seed)
-    return [
-        sorted({*np.flatnonzero(rng.random(N) < rng.choice([0.0, 0.4, 0.8])).tolist(), *range(N - W, SEEN)})
-        for _ in range(groups)
-    ]
-
-
-def turned(policy: Policy, inputs: Inputs, live: Live, budget: Budget) -> Retention:
-    """The decision, from views of each set's own head."""
-    G, observations = len(inputs.layers[0].q) // inputs.H_kv, []
-    for g, own in enumerate(live):
-        at, head = divmod(g, inputs.H_kv)
-        view = inputs.layers[at]
-        k, v = (x[head : head + 1, own] for x in (view.k, np.asarray(view.v)))
-        q = view.q[head * G : (head + 1) * G, N:SEEN]
-        rows = policy.scorer.needs.query_rows
-        q = q if rows is None else q[:, max(0, TURN - rows) :]
-        observations.append(Observation(SEEN, 1, None, {at: LayerView(q, k, v, view.scaling, view.softcap)}))
-    return policies.retain_turn(policy, budget, [np.array(own) for own in live], observations, inputs.H_kv)
-
-
-def sets(found: Retention) -> Live:
-    return [found.group(g).tolist() for g in range(found.groups)]
 
 
 def rows_of(inputs: Inputs, live: Live, score: Callable[[oracle.Layer], oracle.Score]) -> list[oracle.Score]:
@@ -63,21 +46,21 @@ def rows_of(inputs: Inputs, live: Live, score: Callable[[oracle.Layer], oracle.S
     return found
 
 
-SCORES: dict[str, tuple[Policy, Callable[[oracle.Layer], oracle.Score]]] = {
-    "snapkv": (policies.snapkv(W, KERNEL), lambda layer: oracle.snapkv(layer, W, KERNEL)[0]),
-    "keydiff": (policies.keydiff(), lambda layer: oracle.keydiff(layer)[0]),
-    "knorm": (policies.knorm(), lambda layer: oracle.knorm(layer)[0]),
-    "adakv": (policies.adakv(W, KERNEL), lambda layer: oracle.adakv(layer, W, KERNEL)[0]),
+SCORES: dict[str, Callable[[oracle.Layer], oracle.Score]] = {
+    "snapkv": lambda layer: oracle.snapkv(layer, W, KERNEL)[0],
+    "keydiff": lambda layer: oracle.keydiff(layer)[0],
+    "knorm": lambda layer: oracle.knorm(layer)[0],
+    "adakv": lambda layer: oracle.adakv(layer, W, KERNEL)[0],
 }
 
 
 @pytest.mark.spec(id="PO-TURN")
-@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize("name", POLICIES)
 @few
 @sequences
 def test_each_set_is_decided_over_what_it_stores(name: str, seed: int, B: int) -> None:
     """A set that stores fewer tokens than its share keeps all, and nobody gets the rest."""
-    inputs, (policy, score) = drawn(seed, n=SEEN, L=2, heads=(2, 2)), SCORES[name]
+    inputs, policy, score = drawn(seed, n=SEEN, L=2, heads=(2, 2)), POLICIES[name], SCORES[name]
     live = stored(seed, 4)
     rows, shares = rows_of(inputs, live, score), [B] * 4
     if name == "adakv":
@@ -136,14 +119,9 @@ def test_one_observation_stands_for_sets_that_store_the_same() -> None:
 @sequences
 def test_h2o_adds_what_every_query_of_the_turn_attends_to(seed: int, B: int) -> None:
     """Sums live with their tokens; the decision comes after the last query."""
-    inputs, policy, budget = drawn(seed, n=SEEN, L=1, heads=(2, 2)), policies.h2o(), Budget(count=B)
-    groups = groups_of(policy, inputs)
-    _, running = policies.start(policy, budget, shown(policy, inputs, [list(range(N))] * groups, N, 0))
-    before = running.live.tolist()
-    live = np.column_stack([running.live, np.tile(np.arange(N, SEEN), (groups, 1))])
-    view = shown(policy, inputs, live, SEEN, N)
-    found, after = policies.advance_turn(policy, budget, running, view, TURN)
-    assert after.live.tolist() == sets(found) == [summed(plain(inputs.layers[0]), g, before[g], B) for g in range(2)]
+    inputs = drawn(seed, n=SEEN, L=1, heads=(2, 2))
+    before, found, after = after_records(policies.h2o(), inputs, Budget(count=B))
+    assert after == found == [summed(plain(inputs.layers[0]), g, before[g], B) for g in range(2)]
 
 
 def summed(layer: oracle.Layer, g: int, kept: list[int], B: int) -> list[int]:

@@ -9,12 +9,17 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Iterator
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from platform import python_version
 from time import perf_counter
 
 from conformance.saboteurs import SABOTEURS
 from conformance.saboteurs.registry import Saboteur
 from conformance.saboteurs.subtlety import INPUTS, agreement, outcomes, subject_of
 from conformance.saboteurs.verdict import Verdict, judge, warm
+from spec import SPEC_VERSION
 
 __all__ = ["main"]
 
@@ -82,6 +87,27 @@ def summary(results: list[tuple[Verdict, int]], wall: float) -> tuple[str, bool]
     return text, len(killed) == len(results)
 
 
+def report(rows: list[str], score: str) -> str:
+    """The page of a whole run."""
+    versions = ", ".join(f"{name} {version(name)}" for name in ("numpy", "hypothesis", "pytest"))
+    return f"""# Saboteurs: how strong the suite is
+
+`nox -s saboteurs -- --report docs/results/saboteurs.md`, {date.today()}, spec {SPEC_VERSION}, profile ci,
+Python {python_version()}, {versions}, {os.cpu_count()} CPU cores.
+
+{score}.
+
+Each is the reference with one item wrong. Columns: name; of {INPUTS} random inputs of its item's kind, on how many it
+has the reference's result to the bit (prefills end to end, lives of a cache, kept sets of policies, or the item alone:
+conformance/saboteurs/subtlety.py); processor seconds; verdict; the test that killed it, "(reference)" where that test
+judges the reference alone. 200 of {INPUTS} means that no random input tells them apart: a chosen one does.
+
+```
+{chr(10).join(rows)}
+```
+"""
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Try the selected saboteurs; print a row for each and the score."""
     parser = argparse.ArgumentParser(prog="conformance.saboteurs", description=__doc__)
@@ -89,6 +115,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--item", metavar="ID", help="those of one item")
     parser.add_argument("--list", action="store_true", help="name them and what they get wrong")
     parser.add_argument("--workers", type=int, default=2, help="processes at a time")
+    parser.add_argument("--report", metavar="FILE.md", type=Path, help="write the table of a whole run")
     options = parser.parse_args(arguments)
     chosen = selected(options.k, options.item)
     if not chosen:
@@ -96,13 +123,19 @@ def main(arguments: list[str] | None = None) -> int:
     if options.list:
         print("\n".join(f"{saboteur.name:55} {saboteur.reading}" for saboteur in chosen))
         return 0
-    start, results = perf_counter(), []
+    whole = len(chosen) == len(SABOTEURS)
+    if options.report and not whole:
+        parser.error("--report is for a run of all")
+    start, results, rows = perf_counter(), list[tuple[Verdict, int]](), list[str]()
     for saboteur, result in zip(chosen, trials([s.name for s in chosen], options.workers), strict=True):
         results.append(result)
-        print(line(saboteur, *result), flush=True)
+        rows.append(line(saboteur, *result))
+        print(rows[-1], flush=True)
     text, every = summary(results, perf_counter() - start)
     print(text)
-    few = len(chosen) == len(SABOTEURS) and sum(a >= INPUTS / 2 for _, a in results) < SUBTLE_AT_LEAST
+    if options.report:
+        options.report.write_text(report(rows, text), encoding="utf-8")
+    few = whole and sum(a >= INPUTS / 2 for _, a in results) < SUBTLE_AT_LEAST
     return int(few or not every)
 
 

@@ -182,7 +182,7 @@ def a_chunk_goes_on_with_the_tail(
 def tokens_of_a_chunk_are_steps(
     state: DecodeState, token_ids: Array, kept: Array, norms: Array, ends: Ends, p: Parameters, backend: Backend,
 ) -> DecodeState:
-    """The step counter goes on."""
+    """Each token of a spliced chunk counts as a step."""
     found = join_chunk(state, token_ids, kept, norms, ends, p, backend)
     return replace(found, step=found.step + len(token_ids))
 

@@ -12,14 +12,16 @@ from typing import Any
 import numpy as np
 
 from conformance.policies import cases as by_policy
-from conformance.policies import test_decoding as by_step
+from conformance.policies import steps as by_step
+from conformance.policies import turns as by_turn
 from conformance.saboteurs.drawn_inputs import drawn_inputs
 from conformance.strategies.prompts import random_prompt
 from conformance.vectors import subject
 from reference import calibration, crystalcache, policies
 from reference.backend import BACKEND
 from reference.crystalcache import compaction
-from spec.budget import parse_budget
+from reference.policies.protections import SinkAndRecent
+from spec.budget import Budget, parse_budget
 from spec.errors import SpecError
 from spec.parameters import PAPER, TINY, CrystalCacheParameters
 from spec.parameters.crystalcache import RarityForm
@@ -27,7 +29,7 @@ from spec.policy import Cadence, Policy
 
 __all__ = [
     "Case", "alone", "caches", "calibration_read", "compacted", "essay_prompts", "identities", "life", "policy_kept",
-    "prefilled", "prompts", "seeds",
+    "prefilled", "prompts", "seeds", "turn_kept", "turn_seeds",
 ]
 
 FORMS: tuple[CrystalCacheParameters, ...] = (
@@ -122,6 +124,23 @@ def policy_kept(names: Sequence[str], steps: Sequence[str], case: Case) -> Any:
         *(attempt(by_policy.decided, by_policy.CASES[name].policy(inputs), inputs, case["B"]) for name in names),
         *(attempt(by_step.decoded, RUNNING[name](longer, case["seed"]), longer, 5) for name in steps),
     ]
+
+
+def turn_kept(case: Case) -> Any:
+    """Kept sets after a later turn: of policies without records at a share of the tokens, and of H2O in its steps."""
+    inputs, share = by_policy.drawn(case["seed"], n=by_turn.SEEN, L=2, heads=(2, 2)), parse_budget(f"{case['B']}0%")
+    live, late = by_turn.stored(case["seed"], 4), replace(policies.h2o(), cadence=Cadence(every=3))
+    sink = replace(policies.knorm(), protection=SinkAndRecent(1, 0))
+    chosen = [sink, *by_turn.POLICIES.values()]
+    return [
+        *(attempt(by_turn.kept_of, policy, inputs, live, share) for policy in chosen),
+        attempt(by_turn.after_records, late, inputs, Budget(count=6)),
+    ]
+
+
+def turn_seeds(number: int) -> list[Case]:
+    """Shares from a tenth to nine tenths."""
+    return [{"seed": seed, "B": 1 + seed % 9} for seed in range(number)]
 
 
 # Policies whose decisions go on while tokens are decoded.

@@ -53,6 +53,7 @@ PREFILL = Subject("prefill", runs.prompts, runs.prefilled)
 ESSAY = Subject("essay", runs.essay_prompts, runs.prefilled)
 OWN: Mapping[str, Subject] = {
     **{item: Subject(item, partial(drawn_inputs, item), partial(runs.alone, item)) for item in DRAWN},
+    "PO-TURN": Subject("PO-TURN", runs.turn_seeds, runs.turn_kept),
     "CC-COMPACT": Subject("CC-COMPACT", runs.caches, runs.compacted),
     "TA-CALIBRATION": Subject("TA-CALIBRATION", runs.identities, runs.calibration_read),
 }

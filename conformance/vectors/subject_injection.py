@@ -1,6 +1,7 @@
 """The operations of injection on the reference."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from conformance.vectors.arrays import floats, integers, named
 from conformance.vectors.case import Json

@@ -195,7 +195,7 @@ def _added(index: int, chunks: Sequence[Chunk], starts: Sequence[int], live: Rot
 def _grow(layer: RetainedLayer, added: Sequence[Added], seen: int) -> None:
     """Put these behind what the layer stores; `seen` tokens are then behind the session."""
     if isinstance(layer, RaggedLayer) or any(len(positions) > 1 for _, _, positions in added):
-        RaggedLayer.grow(layer, added, seen)
+        _grow_heads(layer, added, seen)
         return
     held = layer.is_initialized
     positions = torch.cat([layer.stored_positions()[0], *(own[0] for _, _, own in added)])
@@ -208,6 +208,29 @@ def _grow(layer: RetainedLayer, added: Sequence[Added], seen: int) -> None:
             setattr(layer, name, torch.cat([stored, *parts] if held else parts, -2))
     layer.rows = StoredRows(positions[None], torch.tensor([seen]))
     layer.evicted = seen - len(positions)
+
+
+def _grow_heads(layer: RetainedLayer, added: Sequence[Added], seen: int) -> None:
+    """The same for a layer whose heads store positions of their own, or do from now on."""
+    if not layer.is_initialized:
+        keys, values = (part[None, :, :0] for part in added[0][:2])
+        layer.lazy_initialization(keys, values)
+        layer.keys, layer.values = keys, values
+    if not isinstance(layer, RaggedLayer):
+        RaggedLayer.splitting(layer, [[layer.stored_positions()[0]] * layer.heads])()
+    assert isinstance(layer, RaggedLayer)
+    flat: tuple[list[Tensor], list[Tensor]] = ([], [])
+    kept = []
+    for head, stored in enumerate(layer.segments()):
+        own = [positions[head % len(positions)] for _, _, positions in added]
+        shown = [at != EMPTY for at in own]
+        for which, parts in enumerate(flat):
+            new = (part[which][head][at.to(part[which].device)] for part, at in zip(added, shown, strict=True))
+            parts += [stored[which][0, 0], *(part.to(stored[which]) for part in new)]
+        kept.append(torch.cat([layer.head_positions(0, head), *(at[at != EMPTY] for at in own)]))
+    layer.keys, layer.values = (torch.cat(parts).detach() for parts in flat)
+    layer.kept, layer.marks, layer.columns = tuple(kept), torch.tensor([seen]), seen
+    layer.grown = layer.spare = 0
 
 
 def _noted(cache: RetainedCache, chunks: Sequence[Chunk], seen: int) -> RowStates:

@@ -48,7 +48,7 @@ def retain_turn(
     else:
         shares = _shares(policy, B, parts, marks, heads)
         slots = [
-            chosen(replace(policy, budgets=_given(share)), B, part, mark).positions
+            chosen(replace(policy, budgets=_given(int(share))), B, part, mark).positions
             for share, part, mark in zip(shares, parts, marks, strict=True)
         ]
     kept = [own[at] for own, at in zip(live, slots, strict=True)]
