@@ -98,9 +98,11 @@ def gpu(session: nox.Session) -> None:
 def aot36(session: nox.Session) -> None:
     """The kernels compiled for sm_90 by Triton 3.6, which many machines with a GPU have; no GPU needed."""
     python, beside = shared_python(session), ROOT / ".nox" / f"triton-{OLDER_TRITON}"
-    if not beside.exists():
+    if not (beside / "complete").exists():
+        shutil.rmtree(beside, ignore_errors=True)
         wanted = ["--no-deps", "--target", str(beside), f"triton=={OLDER_TRITON}"]
         session.run(python, "-m", "pip", "install", "--quiet", *wanted, external=True)
+        (beside / "complete").touch()
     environment = {"PYTHONPATH": str(beside)}
     check = f"import triton; assert triton.__version__ == {OLDER_TRITON!r}, triton.__version__"
     session.run(python, "-c", check, external=True, env=environment)
@@ -170,8 +172,10 @@ def peers(session: nox.Session) -> None:
     """Our policies beside kvpress, which needs an older transformers: an environment of its own, a few minutes."""
     home = ROOT / ".nox" / "peers"
     python = str(home / ("Scripts" if sys.platform == "win32" else "bin") / "python")
-    if not home.exists():
+    if not (home / "complete").exists():
+        shutil.rmtree(home, ignore_errors=True)
         session.run(sys.executable, "-m", "venv", str(home), external=True)
         wanted = ["-c", "constraints.txt", "kvpress==0.5.*", "jaxtyping"]
         session.run(python, "-m", "pip", "install", "--quiet", *wanted, external=True)
+        (home / "complete").touch()
     session.run(python, "-m", "conformance.peers", *session.posargs, external=True)
