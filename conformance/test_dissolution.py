@@ -276,6 +276,15 @@ def test_members_come_in_the_order_of_the_text() -> None:
 
 
 @pytest.mark.spec(id="CC-DISSOLVE")
+@pytest.mark.usefixtures("reference_items")
+def test_protected_trunks_stand_where_the_text_has_them() -> None:
+    """Before any backfill sorts: Algorithm 1 itself MUST list positions in ascending order."""
+    ones, protected = np.ones(2), np.array([False, True])
+    found = reference.dissolve(ones, np.array([0, 2, 4]), np.ones(4), ones, protected, 4, 1)
+    assert found.kept.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.spec(id="CC-DISSOLVE")
 def test_equal_impacts_keep_the_earlier_token(stages: CrystalStages) -> None:
     """Inside a partial trunk the lower position stays."""
     assert run(stages, replace(bare([9], 5), impact=np.ones(9))).kept.tolist() == [0, 1, 2, 3, 4]

@@ -72,6 +72,10 @@ def test_every_item_has_tests_beside_its_example() -> None:
     assert all(len(modules_of(saboteur.item)) > 2 for saboteur in REGISTRY.values())
 
 
+def test_every_item_has_inputs_that_show_its_work() -> None:
+    assert all(subject_of(saboteur.item).name for saboteur in REGISTRY.values())
+
+
 @pytest.mark.parametrize("item", DRAWN)
 def test_drawn_inputs_are_what_the_item_takes(item: str) -> None:
     """The reference has an answer or a refusal for each, and not one for all."""

@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from reference.injection.quantisers import ARMS, SCHEMES
+from reference.injection.splicing import ARMS as BASELINE_ARMS
 from reference.injection.wrappers import FORMS, Marker
 
 __all__ = ["DRAWN", "drawn_inputs"]
@@ -197,6 +198,63 @@ def power(rng: np.random.Generator) -> Inputs:
     }
 
 
+def places(rng: np.random.Generator) -> Inputs:
+    """Some archived with gaps, some behind a hidden preamble."""
+    n = between(rng, 1, 9)
+    kept = range(n) if rng.random() < 0.5 else sorted(rng.permutation(n)[: between(rng, 1, n)].tolist())
+    hidden = between(rng, 0, n - 1) if rng.random() < 0.5 else 0
+    return {"n": n, "hidden": hidden, "start": between(rng, 0, 50), "kept": list(kept)}
+
+
+def baselines(rng: np.random.Generator) -> Inputs:
+    raw = [rng.integers(50, 99, between(rng, 1, 4)).tolist() for _ in range(between(rng, 1, 3))]
+    prefix = rng.integers(7, 10, between(rng, 0, 2)).tolist()
+    return {
+        "arm": str(rng.choice(list(BASELINE_ARMS))), "session": rng.integers(0, 9, between(rng, 1, 8)).tolist(),
+        "prefix": prefix, "raw": raw, "wrapped": [[*prefix, *chunk, 8] for chunk in raw],
+    }
+
+
+def first_of_chunks(rng: np.random.Generator) -> Inputs:
+    lengths = rng.integers(1, 7, between(rng, 1, 3)).tolist()
+    return {"start": between(rng, 0, 50), "lengths": lengths, "k": between(rng, 0, 6)}
+
+
+def deviating(rng: np.random.Generator) -> Inputs:
+    """Small whole numbers, so that tokens deviate alike."""
+    heads, n = between(rng, 1, 2), between(rng, 1, 20)
+    spliced, fresh = (rng.integers(-2, 3, (heads, n, 2)).astype(np.float64).tolist() for _ in range(2))
+    return {"spliced": spliced, "fresh": fresh, "start": between(rng, 0, 50), "r": between(rng, 0, 100) / 100}
+
+
+def attention_rows(rng: np.random.Generator) -> Inputs:
+    """Rows of eighths, many of them certain of one key."""
+    weights = rng.multinomial(8 if rng.random() < 0.5 else 1, [0.25] * 4, (1, 3)).astype(np.float64)
+    return {"weights": (weights / weights.sum(axis=2, keepdims=True)).tolist()}
+
+
+def sinks(rng: np.random.Generator) -> Inputs:
+    """Half of the caches begin at position 0 without a gap."""
+    n = between(rng, 1, 9)
+    gaps = rng.integers(1, 4, n) if rng.random() < 0.5 else np.ones(n, dtype=np.int64)
+    weights = rng.random((1, 2, n))
+    return {"weights": weights.tolist(), "positions": (np.cumsum(gaps) - 1).tolist(), "sinks": between(rng, 1, 4)}
+
+
+def keys_twice(rng: np.random.Generator) -> Inputs:
+    """Half were computed where they are archived."""
+    n, start = between(rng, 1, 4), between(rng, 1, 50) * (rng.random() < 0.5)
+    archived, fresh = (rng.standard_normal((1, n, 5)).tolist() for _ in range(2))
+    return {
+        "archived": archived, "fresh": fresh, "positions": [list(range(n)), [int(start) + at for at in range(n)]],
+        "inverse_frequencies": THETA[:2], "style": str(rng.choice(["half_split", "interleaved"])),
+    }
+
+
+def depths(rng: np.random.Generator) -> Inputs:
+    return {"depth": between(rng, 1, 60)}
+
+
 DRAWN: Mapping[str, Draw] = {
     "CC-MEMORY": memory, "CC-RENEWAL": renewal, "PO-PYRAMID-OFFICIAL": pyramid, "PO-ADAKV-OFFICIAL": wins,
     "PO-WHOLE-SHARES": targets, "PO-STEP": cadences, "NK-TOKENS": kept_share, "DV-VARIANT-B": toward_mean,
@@ -204,6 +262,8 @@ DRAWN: Mapping[str, Draw] = {
     "IN-HALF-SPLIT": turn, "IN-INTERLEAVED": turn, "IN-SCALE": steps, "IN-CODES": coded, "IN-ARMS": region,
     "IN-MARKER": marker, "IN-WRAP": wrapped, "IN-SLICES": cut, "IN-FUSE": rankings, "IN-MCNEMAR": discordant,
     "IN-WILSON": share, "IN-BOOTSTRAP": resamples, "IN-CLUSTER-BOOTSTRAP": clusters, "IN-POWER": power,
+    "IN-PLACES": places, "IN-BASELINES": baselines, "IN-LEGOLINK": first_of_chunks, "IN-CACHEBLEND": deviating,
+    "IN-ENTROPY": attention_rows, "IN-SINK-MASS": sinks, "IN-KEY-COSINE": keys_twice, "IN-BANDS": depths,
 }
 
 
