@@ -148,7 +148,7 @@ def vectors(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def saboteurs(session: nox.Session) -> None:
-    """The reference with one item wrong, a hundred times over: each must die by a test of its item."""
+    """The reference with one item wrong, some hundred times over: each must die by a test of its item."""
     run(session, "conformance.saboteurs", *session.posargs)
 
 

@@ -15,10 +15,11 @@ import torch
 
 from accelerated.triton_gpu.device import upload
 
-__all__ = ["Field", "guarded", "poisoned_allocations"]
+__all__ = ["POISON", "Field", "guarded", "poisoned_allocations"]
 
 # A NaN of our own: a kernel that writes NaN outside its array leaves a mark, too.
 POISON = {
+    torch.bfloat16: (torch.int16, 0x7FDE),
     torch.float16: (torch.int16, 0x7E2D),
     torch.float32: (torch.int32, 0x7FC0DEAD),
     torch.float64: (torch.int64, 0x7FF8DEADDEADDEAD),

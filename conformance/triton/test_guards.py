@@ -30,7 +30,7 @@ from accelerated.triton_gpu.backend import ON_DEVICE
 from conformance.strategies.attention import AttentionInputs, attention_inputs, later_segments
 from conformance.strategies.eviction import EvictionProblem, evictions
 from conformance.strategies.trunks import Text, partitions, texts
-from conformance.triton.guards import guarded, poisoned_allocations
+from conformance.triton.guards import POISON, guarded, poisoned_allocations
 from spec.records import CoAttention, Trunks
 
 MODULES = [coattention, compaction, crystallization, dissolution, graph, impact, score, trunks]
@@ -118,10 +118,10 @@ def test_impact_score_and_eviction_stay_inside_their_arrays(problem: EvictionPro
 
 
 @pytest.mark.spec(id="CC-COMPACT")
-@given(n=st.integers(1, 40), width=st.integers(1, 20), data=st.data())
-def test_the_gather_stays_inside_its_arrays(n: int, width: int, data: st.DataObject) -> None:
+@given(n=st.integers(1, 40), width=st.integers(1, 20), dtype=st.sampled_from(list(POISON)), data=st.data())
+def test_the_gather_stays_inside_its_arrays(n: int, width: int, dtype: torch.dtype, data: st.DataObject) -> None:
     R = np.array(sorted(data.draw(st.sets(st.integers(0, n - 1)), label="R")), dtype=np.int64)
-    K = torch.randn(2, n, width, device=device.default_device())
+    K = torch.randn(2, n, width, device=device.default_device()).to(dtype)
     with poisoned_allocations(MODULES) as fields:
         K_R, V_R = compaction.compact(guarded(K, fields), guarded(-K, fields), R)
     assert all(field.is_whole() for field in fields)
