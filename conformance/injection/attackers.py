@@ -1,20 +1,14 @@
-"""What the processes do that attack an archive; they are forked from a server that has started no thread.
+"""What the processes do that attack an archive."""
 
-A worker of the test run has threads of its own (BLAS, Numba, xdist), and a fork of it may wait for a lock for ever.
-"""
-
-import multiprocessing
 import os
 import random
 import resource
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerProcess
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,20 +17,11 @@ from models_integration.archive import files, store
 from models_integration.archive.errors import ArchiveFull, ArchiveReadOnly
 from models_integration.archive.store import Archive
 
-__all__ = ["fill_the_disk", "lose_the_right_to_write", "read_for", "started", "write_for", "write_until_killed"]
+__all__ = ["fill_the_disk", "lose_the_right_to_write", "read_for", "write_for", "write_until_killed"]
 
 TOKENS = 400
 NOBODY = 65534
 PUTS_LEAST = 12
-
-
-def started(work: Callable[..., None], *arguments: Any) -> ForkServerProcess:
-    """A process that does the work; its exit code is 0 when that ended well."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    process = context.Process(target=work, args=arguments)
-    process.start()
-    return process
 
 
 def write_slowly(descriptor: int, parts: Sequence[memoryview]) -> None:

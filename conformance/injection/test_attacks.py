@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from conformance.injection.attackers import read_for, started, write_for, write_until_killed
+from conformance.injection.attackers import read_for, write_for, write_until_killed
 from conformance.injection.chunks import chunk
 from conformance.plugin import profile_of
+from conformance.processes import started
 from models_integration.archive.objects import Corrupt, read_object
 from models_integration.archive.store import Archive
 

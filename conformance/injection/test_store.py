@@ -13,8 +13,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from conformance.injection.attackers import fill_the_disk, lose_the_right_to_write, started
+from conformance.injection.attackers import fill_the_disk, lose_the_right_to_write
 from conformance.injection.chunks import MODEL, chunk
+from conformance.processes import started
 from models_integration.archive.errors import (
     ArchiveFull,
     ArchiveReadOnly,

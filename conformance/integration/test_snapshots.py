@@ -2,11 +2,11 @@
 
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from conformance.checks_decode import same_bits
 from conformance.integration.families import _GQA, FAMILIES, METHODS, at_once, build, prepare, prompt
+from conformance.integration.savers import save_until_killed
 from conformance.integration.test_batches import batch, prompts
 from conformance.integration.test_breaths import T, breathing, tokens
+from conformance.processes import started
 from models_integration import RetainedCache
 from models_integration import proved as files
 from models_integration import snapshot as snapshot_module
@@ -235,22 +237,23 @@ def test_killed_while_saving_it_leaves_the_old_file_or_the_new_one(tmp_path: Pat
     """A hundred times, at any moment."""
     model, first = lived("llama", steps=1)
     _, second = lived("llama", steps=T + 3)
-    path, rng = tmp_path / "cache", random.Random(0)
+    path, others, rng = tmp_path / "cache", (tmp_path / "second", tmp_path / "first"), random.Random(0)
+    for cache, other in zip((second, first), others, strict=True):
+        save_cache(cache, model, other)
     began = time.perf_counter()
     save_cache(first, model, path)
     once = time.perf_counter() - began
     found = []
     for _ in range(100):
-        child = os.fork()
-        if child == 0:
-            while True:
-                save_cache(second, model, path)
-                save_cache(first, model, path)
+        ready, theirs = Pipe(duplex=False)
+        child = started(save_until_killed, "llama", path, others, theirs)
+        theirs.close()
+        assert ready.recv_bytes() == b"x"
         time.sleep(rng.uniform(0, 3 * once))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        child.kill()
+        child.join()
         cache = load_cache(path, model)
         found.append(cache.get_seq_length())
         same(cache, {N + 1: first, N + T + 3: second}[found[-1]])
     assert len(set(found)) == 2
-    assert any(child.name.startswith(".tmp-") for child in tmp_path.iterdir())
+    assert any(left.name.startswith(".tmp-") for left in tmp_path.iterdir())
