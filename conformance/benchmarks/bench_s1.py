@@ -20,9 +20,8 @@ torch = pytest.importorskip("torch")
 SHAPES = [
     (4096, 8, 8, 64, "mixed"), (4096, 8, 2, 64, "peaky"), (4096, 32, 8, 128, "mixed"), (8192, 32, 8, 128, "mixed"),
 ]
-
-
-ROUNDS = 4
+# Of a shape that takes Numba a tenth of a second, and of one that takes a second.
+MANY, FEW = 25, 4
 
 
 def numba_s1(q: Any, k: Any) -> Any:
@@ -62,14 +61,14 @@ def test_ratios(shape: tuple[int, int, int, int, str]) -> None:
     """The engines in turn, the best of each: neighbours on the machine then slow all of them alike."""
     q, k = first_layer(*shape)
     best = dict.fromkeys(ENGINES, math.inf)
-    for _ in range(ROUNDS):
+    for _ in range(MANY if shape[0] * shape[1] <= 4096 * 8 else FEW):
         for engine, run in ENGINES.items():
             start = perf_counter()
             run(q, k)
             best[engine] = min(best[engine], perf_counter() - start)
     ratios = {engine: best[engine] / best["numba"] for engine in ("numpy", "torch")}
-    print("S1 n={} H={}/{} d={} {}:".format(*shape), {engine: f"{x:.1f}x" for engine, x in ratios.items()},
-          f"load {os.getloadavg()[0]:.1f}")
+    print("S1 n={} H={}/{} d={} {}:".format(*shape), {engine: f"{x:.2f}x" for engine, x in ratios.items()},
+          {engine: f"{1e3 * x:.0f} ms" for engine, x in best.items()}, f"load {os.getloadavg()[0]:.1f}")
     assert min(ratios.values()) > 1
 
 
