@@ -1,6 +1,7 @@
 """How a backend is found, and what is said when it is not."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -91,13 +92,30 @@ def test_a_missing_family_names_those_that_are_there() -> None:
         Backend("mine").require_crystal()
 
 
+def engines() -> list[str]:
+    """Imported modules of `accelerated`."""
+    return [name for name in sys.modules if name.startswith("accelerated.")]
+
+
+@pytest.fixture
+def no_engines() -> Iterator[None]:
+    """As if none had been imported; afterwards each stands where it stood, and no second copy of any is left."""
+    before = {name: sys.modules.pop(name) for name in engines()}
+    yield
+    for name in engines():
+        del sys.modules[name]
+    sys.modules.update(before)
+    for name, module in before.items():
+        parent, _, child = name.rpartition(".")
+        setattr(sys.modules[parent], child, module)
+
+
 @pytest.mark.spec(id="CC-PREFILL")
+@pytest.mark.usefixtures("no_engines")
 @pytest.mark.parametrize(("name", "package"), [("numba", "numba"), ("triton", "triton"), ("triton", "torch")])
 def test_a_missing_package_is_named_with_what_brings_it(
     name: str, package: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in [module for module in sys.modules if module.startswith("accelerated.")]:
-        monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(BackendUnavailable, match=rf"'{name}'.*{package}.*pip install 'kvspec\[{name}\]' brings"):
         resolve(name)
