@@ -1,6 +1,7 @@
 """Where the tokens of a forward stand, and what a cache must be like for them to follow."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -11,7 +12,10 @@ from spec.errors import SpecError
 from spec.policy import Policy, SeparableScorer
 from spec.retention import Granularity
 
-__all__ = ["Place", "check_hidden", "check_known", "check_records", "check_rows", "check_turn"]
+if TYPE_CHECKING:
+    from models_integration.segments import Segment
+
+__all__ = ["Place", "check_goes_on", "check_hidden", "check_known", "check_records", "check_rows", "check_turn"]
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,18 @@ class Place:
     """Which columns of the forward hold a token, (rows, n)."""
     defaults: dict[str, Tensor]
     """Inputs that the forward needs, where its caller leaves them out."""
+
+
+def check_goes_on(segment: "Segment", cache: Any, ids: Tensor) -> None:
+    """The next piece of a segment that is open.
+
+    Raises:
+        SpecError: for another cache, or another number of rows.
+    """
+    if cache is not segment.cache:
+        raise SpecError("past_key_values", type(cache).__name__, "must be the cache of the prompt that is open")
+    if len(ids) != segment.rows:
+        raise SpecError("input_ids", tuple(ids.shape), f"the prompt that is open has {segment.rows} rows")
 
 
 def check_rows(cache: RetainedCache, ids: Tensor) -> None:

@@ -17,7 +17,7 @@ from models_integration.capture import observing
 from models_integration.decoding import Life
 from models_integration.generation import Call, guarded_generate
 from models_integration.inputs import check_forward, check_prompt
-from models_integration.places import Place, check_hidden, check_known, check_rows, check_turn
+from models_integration.places import Place, check_goes_on, check_hidden, check_known, check_rows, check_turn
 from models_integration.segments import ONE_FORWARD, OPEN, Segment
 from models_integration.steps import Step
 from models_integration.streams import Stream
@@ -185,10 +185,8 @@ class Session:
             SpecError: for tokens that cannot follow; nothing has changed.
         """
         segment, ids = self._segment, arguments["input_ids"]
-        if segment is not None and cache is not segment.cache:
-            raise SpecError("past_key_values", type(cache).__name__, "must be the cache of the prompt that is open")
-        if segment is not None and len(ids) != segment.rows:
-            raise SpecError("input_ids", tuple(ids.shape), f"the prompt that is open has {segment.rows} rows")
+        if segment is not None:
+            check_goes_on(segment, cache, ids)
         filled = isinstance(cache, RetainedCache) and cache.get_seq_length() > 0
         if cache is not None and not filled:
             RetainedCache.check_adoptable(cache)

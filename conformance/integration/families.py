@@ -4,6 +4,7 @@ The oracle shares no code with the cache under test: it runs the model on a full
 explicit masks per layer type over true positions, and minus infinity on what was evicted.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -114,14 +115,14 @@ def greedy(model: PreTrainedModel, input_ids: Tensor, new: int, **options: Any) 
     return output[:, input_ids.shape[1] :]
 
 
-class MaskedReader:
+class MaskedReader(ABC):
     """What every oracle by masks does once it can read."""
 
     prompt_logits: Tensor
 
+    @abstractmethod
     def read(self, input_ids: Tensor) -> Tensor:
         """Logits of the next tokens, (1, q, vocabulary), which then belong to the past."""
-        raise NotImplementedError
 
     def greedy(self, new: int) -> list[int]:
         """The first token from the uncompacted prompt, the others through the mask."""

@@ -149,12 +149,7 @@ def splice(cache: RetainedCache, chunks: Sequence[Chunk], live: Rotary) -> Tenso
     cache.check_usable()
     layers = plain_layers(cache)
     full = [index for index, layer in enumerate(layers) if isinstance(layer, RetainedLayer)]
-    for layer in layers:
-        if layer.is_initialized and (rows := layer.batch if layer in cache.full_layers else len(layer.keys)) != 1:
-            raise SpecError("cache", f"{rows} rows", "must hold one row")
-    for at, chunk in enumerate(chunks):
-        if not chunk.layers or not set(chunk.layers) <= set(full):
-            raise SpecError(f"chunks[{at}]", sorted(chunk.layers), f"must hold layers among {full}, of full attention")
+    _check_takes(cache, chunks, full)
     seen = cache.get_seq_length()
     starts = [seen + sum(len(chunk.visible) for chunk in chunks[:at]) for at in range(len(chunks))]
     total = seen + sum(len(chunk.visible) for chunk in chunks)
@@ -173,6 +168,15 @@ def splice(cache: RetainedCache, chunks: Sequence[Chunk], live: Rotary) -> Tenso
         if place >= chunk.hidden
     ]
     return torch.tensor(marked, dtype=torch.int64)
+
+
+def _check_takes(cache: RetainedCache, chunks: Sequence[Chunk], full: Sequence[int]) -> None:
+    for layer in plain_layers(cache):
+        if layer.is_initialized and (rows := layer.batch if layer in cache.full_layers else len(layer.keys)) != 1:
+            raise SpecError("cache", f"{rows} rows", "must hold one row")
+    for at, chunk in enumerate(chunks):
+        if not chunk.layers or not set(chunk.layers) <= set(full):
+            raise SpecError(f"chunks[{at}]", sorted(chunk.layers), f"must hold layers among {full}, of full attention")
 
 
 Added = tuple[Tensor, Tensor, Tensor]
