@@ -70,31 +70,39 @@ def coattention(found: CoAttention, inputs: AttentionInputs, precision: str) -> 
             [head[c:stop] for head in q], [head[:last] for head in k], positions[first:last], positions[:last],
             inputs.scaling, inputs.softcap,
         )
-        own = [[row[first:] for row in head] for head in A]
-        radius = compare.salience_radius(own, error[c:stop], p.k_heads, p.M_min, precision, p.heads)
-        for i, (S, r) in enumerate(zip(s1.salience(own, p), radius, strict=True), c):
-            if found.salience[i] not in Interval.around(S, r):
-                yield f"S1: salience of token {i} is {found.salience[i]}, not {S} within {r}"
-        mean = s1.head_mean(A)
-        rows = s1.row_normalise([row[first:] for row in mean], p.epsilon)
-        for i in range(c, stop):
-            cosines = {
-                positions[first + j]: _around(
-                    s1.cosine(rows, i - c, j),
-                    compare.cosine_error(error[i], error[c + j], stop - c, len(q), precision),
-                )
-                for j in range(stop - c) if j != i - c
-            }
-            yield from _neighbours(
-                f"S1: neighbours of token {i} inside its chunk", found.intra[i], found.intra_weight[i], cosines,
-                p.tau_intra,
+        yield from _chunk(found, A, range(c, stop), positions, before, error, p, precision)
+
+
+def _chunk(
+    found: CoAttention, A: list[list[list[float]]], tokens: range, positions: list[int], before: int,
+    error: list[float], p: CrystalCacheParameters, precision: str,
+) -> Iterator[str]:
+    c, stop, first = tokens.start, tokens.stop, before + tokens.start
+    own = [[row[first:] for row in head] for head in A]
+    radius = compare.salience_radius(own, error[c:stop], p.k_heads, p.M_min, precision, p.heads)
+    for i, (S, r) in zip(tokens, zip(s1.salience(own, p), radius, strict=True), strict=True):
+        if found.salience[i] not in Interval.around(S, r):
+            yield f"S1: salience of token {i} is {found.salience[i]}, not {S} within {r}"
+    mean = s1.head_mean(A)
+    rows = s1.row_normalise([row[first:] for row in mean], p.epsilon)
+    for i in tokens:
+        cosines = {
+            positions[first + j]: _around(
+                s1.cosine(rows, i - c, j),
+                compare.cosine_error(error[i], error[c + j], stop - c, len(A), precision),
             )
-            share = error[i] + compare.gamma(len(q) + 2, precision) + compare.gamma(len(q) + 2, "float64")
-            sources = {positions[j]: _around(mean[i - c][j], share) for j in range(first)}
-            yield from _neighbours(
-                f"S1: sources of token {i} in earlier chunks", found.cross[i], found.cross_weight[i], sources,
-                p.tau_cross,
-            )
+            for j in range(stop - c) if j != i - c
+        }
+        yield from _neighbours(
+            f"S1: neighbours of token {i} inside its chunk", found.intra[i], found.intra_weight[i], cosines,
+            p.tau_intra,
+        )
+        share = error[i] + compare.gamma(len(A) + 2, precision) + compare.gamma(len(A) + 2, "float64")
+        sources = {positions[j]: _around(mean[i - c][j], share) for j in range(first)}
+        yield from _neighbours(
+            f"S1: sources of token {i} in earlier chunks", found.cross[i], found.cross_weight[i], sources,
+            p.tau_cross,
+        )
 
 
 def _around(weight: float, relative: float) -> Interval:

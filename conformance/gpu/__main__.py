@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -72,34 +72,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(report: "Report", chosen: argparse.Namespace) -> None:  # type: ignore[name-defined]
-    from conformance.gpu import measure, models, profile, speed
-    from conformance.gpu.ceilings import ceilings
-    from conformance.gpu.generation import generation
-    from conformance.gpu.scale import DRY, FULL
-    from conformance.gpu.suite import conformance
+    from conformance.gpu import measure
 
-    scale = DRY if chosen.dry_run else FULL
-    made: list[models.Subject] = []
-
-    def subject() -> models.Subject:
-        if not made:
-            measure.say("making the model")
-            made.append(models.subject(scale, chosen.model))
-        return made[0]
-
-    def speeds() -> None:
-        speed.s1(report, scale)
-        speed.routes(report, scale)
-        speed.whole_prefill(report, scale, subject())
-
-    parts: dict[str, Callable[[], None]] = {
-        "ceilings": partial(ceilings, report, scale),
-        "conformance": partial(conformance, report, scale, LIMITS["conformance"]),
-        "generation": lambda: generation(report, scale, subject()),
-        "speed": speeds,
-        "profile": lambda: profile.profile(report, scale, subject()),
-    }
-    for name, part in parts.items():
+    for name, part in _parts(report, chosen).items():
         if name not in chosen.parts:
             continue
         measure.say(f"{name}, at most {LIMITS[name]} s")
@@ -114,6 +89,34 @@ def _run(report: "Report", chosen: argparse.Namespace) -> None:  # type: ignore[
             if name == "conformance":
                 report.notes.append("Conformance is not green, so nothing was measured after it.")
                 return
+
+
+def _parts(report: "Report", chosen: argparse.Namespace) -> dict[str, Callable[[], None]]:  # type: ignore[name-defined]
+    from conformance.gpu import measure, models, profile, speed
+    from conformance.gpu.ceilings import ceilings
+    from conformance.gpu.generation import generation
+    from conformance.gpu.scale import DRY, FULL
+    from conformance.gpu.suite import conformance
+
+    scale = DRY if chosen.dry_run else FULL
+
+    @cache
+    def subject() -> models.Subject:
+        measure.say("making the model")
+        return models.subject(scale, chosen.model)
+
+    def speeds() -> None:
+        speed.s1(report, scale)
+        speed.routes(report, scale)
+        speed.whole_prefill(report, scale, subject())
+
+    return {
+        "ceilings": partial(ceilings, report, scale),
+        "conformance": partial(conformance, report, scale, LIMITS["conformance"]),
+        "generation": lambda: generation(report, scale, subject()),
+        "speed": speeds,
+        "profile": lambda: profile.profile(report, scale, subject()),
+    }
 
 
 def _header(words: list[str]) -> dict[str, str]:

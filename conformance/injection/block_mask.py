@@ -4,7 +4,7 @@ It shares no code with the splice: no rotation is ever moved, since every token 
 """
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -53,54 +53,75 @@ def block_masked(
         window: of the model's sliding layers, which see no chunk either, and evict nothing.
         evicted_in: positions that some layers have evicted beside those, from all heads or from each KV head.
     """
-    tokens, positions, owner, hidden = [*session], [*range(len(session))], [SESSION] * len(session), []
-    hidden += [False] * len(session)
+    slots = _slots(session, chunks, query)
+    asks = torch.tensor([own == QUERY for own in slots.owner])
+    gone = [hide or (own != QUERY and place in evicted)
+            for hide, own, place in zip(slots.hidden, slots.owner, slots.positions, strict=True)]
+    full, apart = _masks(slots.owner, gone)
+    positions = torch.tensor(slots.positions)
+    shaped: Any = full[None, None]
+    if window is not None:
+        near = positions[:, None] - positions < window
+        shaped = {"full_attention": shaped, "sliding_attention": (apart & near)[None, None]}
+    removals = _masks_of(model, lower, apart)
+    for layer, gaps in (evicted_in or {}).items():
+        own_masks = []
+        for lost in gaps:
+            stays = torch.tensor([at not in lost for at in slots.positions]) | asks
+            own_masks.append(full & (stays | ~asks[:, None]))
+        queries = model.config.num_attention_heads // len(gaps) if len(gaps) > 1 else 1
+        removals += _masks_of(model, {layer}, torch.stack(own_masks).repeat_interleave(queries, 0))
+    cache = DynamicCache()
+    try:
+        with torch.no_grad():
+            logits = model(
+                input_ids=torch.tensor([slots.tokens]), position_ids=positions[None], attention_mask=shaped,
+                past_key_values=cache, use_cache=True,
+            ).logits
+    finally:
+        for removal in removals:
+            removal.remove()
+    mine = torch.tensor([own in (SESSION, QUERY) for own in slots.owner])
+    return Oracle(logits[:, -len(query) :], cache, ~torch.tensor(gone), mine, positions)
+
+
+@dataclass
+class _Slots:
+    """Every token of the one forward: its id, its position, the chunk that owns it, and whether a splice hides it."""
+
+    tokens: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    owner: list[int] = field(default_factory=list)
+    hidden: list[bool] = field(default_factory=list)
+
+    def add(self, tokens: list[int], start: int, owner: int, preamble: int = 0) -> None:
+        self.tokens += tokens
+        self.positions += range(start, start + len(tokens))
+        self.owner += [owner] * len(tokens)
+        self.hidden += [place < preamble for place in range(len(tokens))]
+
+
+def _slots(session: list[int], chunks: Chunks, query: list[int]) -> _Slots:
+    slots = _Slots()
+    slots.add(session, 0, SESSION)
     at = len(session)
     for number, (chunk, preamble) in enumerate(chunks, 1):
-        tokens += chunk
-        positions += range(at - preamble, at - preamble + len(chunk))
-        owner += [number] * len(chunk)
-        hidden += [place < preamble for place in range(len(chunk))]
+        slots.add(chunk, at - preamble, number, preamble)
         at += len(chunk) - preamble
-    tokens += query
-    positions += range(at, at + len(query))
-    owner += [QUERY] * len(query)
-    hidden += [False] * len(query)
-    gone = [hide or (own != QUERY and place in evicted)
-            for hide, own, place in zip(hidden, owner, positions, strict=True)]
-    n = len(tokens)
+    slots.add(query, at, QUERY)
+    return slots
+
+
+def _masks(owner: list[int], gone: list[bool]) -> tuple[Tensor, Tensor]:
+    """Who sees whom, (tokens, tokens), where the query sees the chunks, and where it does not."""
+    n = len(owner)
     full, apart = torch.zeros(n, n, dtype=torch.bool), torch.zeros(n, n, dtype=torch.bool)
     for row in range(n):
         for column in range(row + 1):
             same = owner[row] == owner[column]
             full[row, column] = same or (owner[row] == QUERY and not gone[column])
             apart[row, column] = same or (owner[row] == QUERY and owner[column] == SESSION)
-    distance = torch.tensor(positions)[:, None] - torch.tensor(positions)
-    near = torch.ones_like(full) if window is None else distance < window
-    shaped: Any = full[None, None]
-    if window is not None:
-        shaped = {"full_attention": shaped, "sliding_attention": (apart & near)[None, None]}
-    cache = DynamicCache()
-    removals = _masks_of(model, lower, apart)
-    for layer, gaps in (evicted_in or {}).items():
-        own_masks = []
-        for lost in gaps:
-            stays = torch.tensor([own == QUERY or at not in lost for own, at in zip(owner, positions, strict=True)])
-            asks = torch.tensor([own == QUERY for own in owner])
-            own_masks.append(full & (stays | ~asks[:, None]))
-        queries = model.config.num_attention_heads // len(gaps) if len(gaps) > 1 else 1
-        removals += _masks_of(model, {layer}, torch.stack(own_masks).repeat_interleave(queries, 0))
-    try:
-        with torch.no_grad():
-            logits = model(
-                input_ids=torch.tensor([tokens]), position_ids=torch.tensor([positions]), attention_mask=shaped,
-                past_key_values=cache, use_cache=True,
-            ).logits
-    finally:
-        for removal in removals:
-            removal.remove()
-    mine = torch.tensor([own in (SESSION, QUERY) for own in owner])
-    return Oracle(logits[:, -len(query) :], cache, ~torch.tensor(gone), mine, torch.tensor(positions))
+    return full, apart
 
 
 def _masks_of(model: PreTrainedModel, layers: Set[int], mask: Tensor) -> list[Any]:
