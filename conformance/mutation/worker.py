@@ -20,7 +20,7 @@ from importlib.util import spec_from_loader
 from multiprocessing.connection import Connection
 from pathlib import Path
 from time import perf_counter
-from types import CodeType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import pytest
@@ -64,6 +64,23 @@ class _Loader(SourceFileLoader):
 
     def get_code(self, fullname: str) -> CodeType:
         return self.code
+
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        if module.__name__.partition(".")[0] == "reference":
+            _check_arrays(module)
+
+
+def _check_arrays(module: ModuleType) -> None:
+    """Hold its functions to their annotations, as `nox -s conformance` does in all of the reference."""
+    from beartype import beartype
+    from jaxtyping import jaxtyped
+
+    owners = [module, *(value for value in vars(module).values() if isinstance(value, type))]
+    for owner in owners:
+        for name, value in list(vars(owner).items()):
+            if isinstance(value, FunctionType) and value.__module__ == module.__name__:
+                setattr(owner, name, jaxtyped(value, typechecker=beartype))
 
 
 @dataclass(frozen=True)
