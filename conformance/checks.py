@@ -63,6 +63,9 @@ def coattention(found: CoAttention, inputs: AttentionInputs, precision: str) -> 
         want, kind = np.int64 if name in ("intra", "cross") else np.float64, getattr(found, name).dtype
         if kind != want:
             yield f"S1: {name} is of {kind}"
+    for name in ("intra", "cross"):
+        if (getattr(found, name) < -1).any():
+            yield f"S1: {name} marks an empty place by another number than -1"
     for c in range(0, n, p.C):
         stop = min(c + p.C, n)
         first, last = before + c, before + stop

@@ -14,6 +14,7 @@ from conformance.strategies.prompts import Prompt, prompts, random_prompt
 from reference.crystalcache import prefill
 from reference.crystalcache.compaction import compact
 from reference.policies import crystalcache, full_cache, retain, streaming_llm
+from reference.policies.selectors import fill_units
 from spec.backend import Backend
 from spec.budget import Budget, parse_budget
 from spec.parameters import PAPER, TINY
@@ -250,6 +251,17 @@ def test_five_parts_compose_to_the_prefill(backend: Backend, prompt: Prompt) -> 
     assert records is not None
     assert records.retention is retention
     assert same_records(records, run(backend, prompt))
+
+
+@pytest.mark.spec(id="PO-RETAIN")
+@given(prompt=prompts())
+def test_its_scores_serve_another_selector(backend: Backend, prompt: Prompt) -> None:
+    """Whole trunks by score instead of the dissolution: B tokens and no records, which are the dissolution's."""
+    policy = crystalcache(prompt.sentence_ends, prompt.inputs.parameters, backend)
+    budget, shown = parse_budget(prompt.budget), observation(prompt)
+    retention, records = retain(replace(policy, selector=fill_units), budget, shown)
+    assert records is None
+    assert len(retention.positions) == min(shown.seen, max(policy.floor, budget.tokens(shown.seen)))
 
 
 def blank(seen: int, groups: int = 1) -> Observation:

@@ -48,6 +48,14 @@ def test_numpy_is_the_reference() -> None:
 
 
 @pytest.mark.spec(id="CC-PREFILL")
+@pytest.mark.parametrize("name", ["numpy", "numba"])
+def test_a_backend_says_its_own_name(name: str) -> None:
+    """It stands in reports and in errors."""
+    pytest.importorskip(name)
+    assert resolve(name).name == name
+
+
+@pytest.mark.spec(id="CC-PREFILL")
 @pytest.mark.usefixtures("elsewhere")
 @pytest.mark.parametrize("name", ["third_party_engine:MINE", "mine"])
 def test_a_third_party_is_found_by_attribute_or_entry_point(name: str) -> None:

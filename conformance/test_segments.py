@@ -222,7 +222,7 @@ def test_a_segment_that_cannot_be_is_refused() -> None:
         ("k", {"k": np.full((1, 3, 2), np.inf)}),
     ]
     for name, changes in bad:
-        with pytest.raises(SpecError, match=f"^{name}"):
+        with pytest.raises(SpecError, match=f"^{name} = "):
             extend(**{**good, **changes})
 
 

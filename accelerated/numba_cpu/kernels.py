@@ -5,7 +5,8 @@ from numba import njit
 from numpy.typing import NDArray
 
 __all__ = [
-    "accumulate_attention", "bound_weights", "insert_best", "normalise_rows", "own_chunk", "running_lse", "tile_peaks",
+    "FAST", "accumulate_attention", "bound_weights", "insert_best", "normalise_rows", "own_chunk", "running_lse",
+    "tile_peaks",
 ]
 
 Floats = NDArray[np.float32]

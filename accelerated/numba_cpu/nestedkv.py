@@ -10,6 +10,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from accelerated.numba_cpu.kernels import FAST
 from spec.arrays import Matrix, Vector
 from spec.errors import SpecError
 from spec.parameters import NestedKVParameters
@@ -17,7 +18,6 @@ from spec.parameters import NestedKVParameters
 __all__ = ["anomaly_score"]
 
 Floats = NDArray[np.float32]
-FAST = {"reassoc", "contract", "nsz"}
 f32 = np.float32
 NEGLIGIBLE = 2.0**-16
 SMALLEST = 2.0**-126  # a shorter key has no inverse norm in float32, and counts as zero

@@ -52,6 +52,15 @@ def test_baselines_equal_the_brute_force(
 
 
 @reference
+@pytest.mark.spec(id="IN-BASELINES")
+def test_arms_are_said_in_eight_words() -> None:
+    """Those that read the table tell its words apart; a word that nobody knows would pass for another."""
+    before, forms, keys = (set(words) for words in zip(*ARMS.values(), strict=True))
+    assert before == {"session", "session and prefix", "sinks"}
+    assert (forms, keys) == ({"raw", "wrapped"}, {"moved", "still", "read"})
+
+
+@reference
 @pytest.mark.spec(id="IN-LEGOLINK")
 @given(start=st.integers(0, 20), lengths=st.lists(st.integers(1, 6), max_size=4), k=st.integers(0, 7))
 def test_legolink_equals_the_brute_force(start: int, lengths: list[int], k: int) -> None:

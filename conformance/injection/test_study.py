@@ -228,9 +228,9 @@ def test_a_detectable_difference_has_the_power() -> None:
 
 
 def test_unknown_arms_and_empty_studies_are_refused() -> None:
-    with pytest.raises(SpecError, match="arm"):
+    with pytest.raises(SpecError, match=r"^arm = "):
         StudyPlan(1, ("nobody",))
-    with pytest.raises(SpecError, match="conversations"):
+    with pytest.raises(SpecError, match=r"^conversations = "):
         StudyPlan(0)
 
 

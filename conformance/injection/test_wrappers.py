@@ -104,6 +104,7 @@ def test_slices_equal_the_brute_force(ids: list[int], ends: frozenset[int], size
 
 @pytest.mark.spec(id="IN-SLICES")
 def test_the_four_cells_cross_boundary_and_markers() -> None:
-    assert sorted(CELLS.values()) == [(False, "full"), (False, "raw"), (True, "full"), (True, "raw")]
+    """B adds the wrapper alone, C the sentence ends alone, D both."""
+    assert CELLS == {"A": (False, "raw"), "B": (False, "full"), "C": (True, "raw"), "D": (True, "full")}
     with pytest.raises(SpecError, match="at least 1 token"):
         slices([1, 2], frozenset(), 0)

@@ -56,6 +56,12 @@ def test_every_block_size_lies_in_the_certified_box(
     assert not list(checks.coattention(found, inputs, "float32"))
 
 
+@pytest.mark.spec(id="CC-COATTENTION")
+def test_fast_math_reorders_sums_and_assumes_nothing() -> None:
+    """Numba hands each word to LLVM; those left out would let it take every number for finite, or guess functions."""
+    assert {"reassoc", "contract", "nsz"} >= kernels.FAST
+
+
 @compiled
 @pytest.mark.spec(id="CC-COATTENTION")
 @pytest.mark.parametrize("kind", ["mixed", "peaky"])

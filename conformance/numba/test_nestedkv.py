@@ -38,3 +38,14 @@ def test_a_block_whose_keys_cancel_has_no_direction(rise: float, directed: bool)
     k = np.array([[1.0, 0.0], [-1.0, rise]], np.float32)
     episodic = anomalies(k, *measured(k, 2), 2, 2)[1]
     assert (episodic[1] == -k[1, 1]) == directed == bool(episodic.any())
+
+
+@pytest.mark.spec(id="NK-CURRENT")
+@pytest.mark.spec(id="NK-ANOMALY")
+@pytest.mark.parametrize(("rise", "directed"), [(2.0**-16, False), (2.0**-14, True)])
+@pytest.mark.parametrize(("n", "window"), [(40, 2), (2, 64)])
+def test_a_window_whose_keys_cancel_has_no_direction(rise: float, directed: bool, n: int, window: int) -> None:
+    """The last two keys again; their mean decides wherever the window ends, and while it is not full."""
+    k = np.tile(np.array([[1.0, 0.0], [-1.0, rise]], np.float32), (n // 2, 1))
+    found = anomalies(k, *measured(k, 2), 2, window)[2]
+    assert (found[-1] == -k[1, 1]) == directed == bool(found[-1])

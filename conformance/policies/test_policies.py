@@ -12,11 +12,24 @@ from hypothesis import strategies as st
 from conformance.compare import scores_agree
 from conformance.oracles import policies as oracle
 from conformance.plugin import sparingly
-from conformance.policies.cases import CASES, FUTURE, KERNEL, SINK, Inputs, W, decided, drawn, plain
+from conformance.policies.cases import (
+    C_CHUNK,
+    CASES,
+    FUTURE,
+    KERNEL,
+    SINK,
+    Inputs,
+    W,
+    decided,
+    drawn,
+    observation,
+    plain,
+)
+from reference import policies
 from reference.policies import attention
 from reference.policies.adakv import adakv_score
 from reference.policies.caote import caote_error, caote_score
-from reference.policies.chunkkv import chunk_offsets, chunk_scores
+from reference.policies.chunkkv import chunk_offsets, chunk_scores, window_members
 from reference.policies.epicache import epicache_score
 from reference.policies.expected_attention import ExpectedAttention, expected_logits
 from reference.policies.h2o import h2o_score
@@ -238,6 +251,24 @@ def test_redundancy_spares_the_last_similar_key() -> None:
     equal = rkv_redundancy(np.array([[1.0, 0.0]] * 3))[0]
     assert equal[0] > equal[1] > equal[2]
     assert rkv_redundancy(np.eye(4))[0].tolist() == [0.25] * 4
+
+
+@pytest.mark.spec(id="PO-RKV")
+def test_similar_is_a_question_of_float32() -> None:
+    """A cosine of 1/2 and a billionth is 1/2 in float32, so no column is spared but 0, and column 1 keeps it."""
+    c = 0.5 + 1e-9
+    barely = rkv_redundancy(1e4 * np.array([[1.0, 0.0], [c, np.sqrt(1 - c * c)]]))[0]
+    assert barely[1] > barely[0]
+
+
+@pytest.mark.spec(id="PO-CHUNKKV")
+@given(seed=st.integers(0, 2**32 - 1))
+def test_tokens_of_the_window_have_no_score(seed: int) -> None:
+    inputs = drawn(seed)
+    members = window_members(observation(policies.chunkkv(C_CHUNK, W), inputs).layers[0], W)[0]
+    scored = max(0, inputs.n - W)
+    assert np.isfinite(members[:scored]).all()
+    assert np.isnan(members[scored:]).all()
 
 
 @pytest.mark.spec(id="PO-EXPECTED-ATTENTION")

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from conformance import compare
 from conformance.oracles import policies as oracle
-from conformance.policies.cases import Inputs, drawn, plain
+from conformance.policies.cases import CASES, Inputs, drawn, observation, plain
 from conformance.policies.steps import shown
 from conformance.policies.test_decoding import one_head
 from conformance.policies.turns import (
@@ -30,7 +31,8 @@ from reference import policies
 from reference.policies.protections import SinkAndRecent
 from spec.budget import Budget, parse_budget
 from spec.errors import SpecError
-from spec.policy import Cadence
+from spec.policy import Cadence, LayerView, Observation, Policy, RunningScorer, SeparableScorer
+from spec.retention import Granularity
 
 pytestmark = pytest.mark.usefixtures("reference_items")
 
@@ -146,3 +148,56 @@ def test_a_turn_ends_in_a_decision_whatever_the_cadence() -> None:
     live = np.column_stack([running.live, np.arange(N, SEEN)[None]])
     found, after = policies.advance_turn(policy, budget, running, shown(policy, inputs, live, SEEN, SEEN), TURN)
     assert len(found.positions) == after.live.shape[1] == 4
+
+
+def own_view(policy: Policy, inputs: Inputs, g: int) -> Observation:
+    """What the g-th kept set's own layer, or own KV head, would show if there were no other."""
+    seen = observation(policy, inputs)
+    by_head = policy.granularity is Granularity.HEAD
+    at, head = divmod(g, inputs.H_kv if by_head else 1)
+    view = seen.layers[at]
+    if by_head:
+        G, own = len(view.q) // len(view.k), slice(head, head + 1)
+        q, k, v = view.q[head * G : (head + 1) * G], view.k[own], np.asarray(view.v)[own]
+        view = LayerView(q, k, v, view.scaling, view.softcap)
+    return Observation(seen.seen, 1, None, {at: view})
+
+
+def scores_itself(policy: Policy, inputs: Inputs) -> bool:
+    """Whether every kept set gets the scores, and the signatures, that it would get alone."""
+    protected = policy.protection(inputs.n)
+    together = policy.scorer(replace(observation(policy, inputs), B=6), protected)
+    for g, row in enumerate(together.values):
+        try:
+            alone = policy.scorer(replace(own_view(policy, inputs, g), B=6), protected)
+        except SpecError:
+            return False
+        if not compare.scores_agree(alone.values[0], row.tolist()):
+            return False
+        if together.signatures is not None and alone.signatures is not None:
+            own = together.signatures[g // (len(together.values) // len(together.signatures))]
+            if not compare.scores_agree(alone.signatures[0].ravel(), own.ravel().tolist()):
+                return False
+    return True
+
+
+HOST = policies.snapkv(W, KERNEL)
+SCORED: dict[str, Callable[[Inputs], Policy]] = {
+    **{name: case.policy for name, case in CASES.items()},
+    "chunkkv-of-one-layer": lambda i: policies.chunkkv(2, W, 1),
+    "diverse-flat": lambda i: policies.diverse(HOST, 0.5, "flat"),
+    "diverse-layer": lambda i: policies.diverse(HOST, 0.5, "layer"),
+    "diverse-head": lambda i: policies.diverse(HOST, 0.5, "head"),
+    "diverse-head-of-all": lambda i: policies.diverse(CASES["defensivekv"].policy(i), 0.5, "head"),
+}
+
+
+@pytest.mark.spec(id="PO-TURN")
+@pytest.mark.parametrize("name", SCORED)
+def test_a_scorer_is_separable_where_each_set_scores_itself(name: str) -> None:
+    """Those with records of their own go on from these instead, and promise nothing."""
+    inputs = [drawn(seed, n=12, L=3, heads=(2, 2)) for seed in range(4)]
+    scorer, by_model = SCORED[name](inputs[0]).scorer, SCORED[name](inputs[0]).granularity is Granularity.MODEL
+    promised = isinstance(scorer, SeparableScorer) and scorer.separable
+    held = not by_model and all(scores_itself(SCORED[name](one), one) for one in inputs)
+    assert promised == held or (isinstance(scorer, RunningScorer) and not promised)

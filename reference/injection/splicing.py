@@ -72,7 +72,7 @@ def held(
         raise SpecError("arm", arm, f"must be one of {', '.join(ARMS)}")
     before, form, keys = ARMS[arm]
     own = {"session": [*session], "session and prefix": [*session, *prefix], "sinks": [*session[:SINKS]]}[before]
-    chunks = raw if form == "raw" else wrapped
+    chunks = {"raw": raw, "wrapped": wrapped}[form]
     ids = [*own, *(token for chunk in chunks for token in chunk)]
     rotations = [*range(len(ids))]
     if keys == "still":
