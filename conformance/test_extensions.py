@@ -63,6 +63,7 @@ def test_all_forms_order_alike(stages: CrystalStages, ids: IntVector, S: float) 
         assert (M[np.argsort(-c, kind="stable")] == np.sort(M)).all()
 
 
+@pytest.mark.spec(id="CC-TRUNKS")
 @pytest.mark.spec(id="CC-ADAPTIVE-MERGE")
 @given(text=texts())
 def test_the_adaptive_merge_equals_the_brute_force(stages: CrystalStages, text: Text) -> None:

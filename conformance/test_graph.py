@@ -154,6 +154,15 @@ def test_a_vanishing_deviation_falls_back_to_1(stages: CrystalStages) -> None:
 
 
 @pytest.mark.spec(id="CC-CRYSTALLIZATION")
+def test_a_deviation_of_epsilon_stays(stages: CrystalStages) -> None:
+    """Degrees (0, 1) deviate by 1/2: below an epsilon of 1/2 they do not, below the next float they do."""
+    kept = replace(PAPER, epsilon=0.5)
+    assert D_of(stages, [0.0, 1.0], kept).tolist() == D_of(stages, [0.0, 1.0]).tolist()
+    fallen = replace(PAPER, epsilon=float(np.nextafter(0.5, 1)))
+    assert np.round(D_of(stages, [0.0, 1.0], fallen), 4).tolist() == [0.0759, 0.9241]
+
+
+@pytest.mark.spec(id="CC-CRYSTALLIZATION")
 def test_one_trunk_and_equal_degrees_have_D_of_a_half(stages: CrystalStages) -> None:
     """Exactly."""
     found = record([1.0, 1.0], [[(1, 1.0)], []], [[], []], 8, 4)

@@ -87,6 +87,16 @@ def test_more_bits_give_smaller_steps(x: Cube, scheme: str) -> None:
 
 
 @pytest.mark.spec(id="IN-SCALE")
+@pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "per_token"])
+def test_a_region_without_tokens_has_a_scale(scheme: str) -> None:
+    """A short chunk of `selective_per_head` has nothing between its first and its last tokens."""
+    x = np.empty((2, 0, 3))
+    step = scale(x, SCHEMES[scheme], 8)
+    assert (step > 0).all()
+    assert decoded(codes(x, step, 8), step).shape == x.shape
+
+
+@pytest.mark.spec(id="IN-SCALE")
 def test_per_head_is_not_per_channel() -> None:
     """An outlier channel: per head errs as per tensor does, per channel does not (facts of the paper's Table 10)."""
     x = np.random.default_rng(0).standard_normal((2, 64, 16))

@@ -81,6 +81,18 @@ def test_cacheblend_equals_the_brute_force(n: int, heads: int, r: float, seed: i
 
 
 @reference
+@pytest.mark.spec(id="IN-CACHEBLEND")
+def test_of_many_equal_deviations_the_first_are_computed_again() -> None:
+    """As many as an unstable sort would mix."""
+    rng = np.random.default_rng(0)
+    spliced = rng.integers(0, 2, (1, 400, 1)).astype(np.float64)
+    ones = np.flatnonzero(spliced[0, :, 0])
+    found = most_deviating(spliced, np.zeros_like(spliced), 7, 0.25)
+    assert len(ones) > 100
+    assert found == (7 + ones[:100]).tolist()
+
+
+@reference
 @pytest.mark.spec(id="IN-LEGOLINK")
 @pytest.mark.spec(id="IN-CACHEBLEND")
 def test_what_no_share_is_is_refused() -> None:

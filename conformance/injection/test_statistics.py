@@ -175,7 +175,8 @@ def test_power_equals_scipy() -> None:
 @pytest.mark.spec(id="IN-POWER")
 @pytest.mark.parametrize(
     ("arguments", "name"),
-    [((5, 0.0, 0.0), "discordance"), ((5, 0.2, -0.3), "difference"), ((5, 0.5, 0.1, 1.0), "alpha")],
+    [((5, 0.0, 0.0), "discordance"), ((5, 0.2, -0.3), "difference"), ((5, 0.5, 0.1, 1.0), "alpha"),
+     ((5, 0.5, 0.1, 0.0), "alpha"), ((5, 1.5, 0.1), "discordance")],
 )
 def test_impossible_designs_are_refused(arguments: tuple[float, ...], name: str) -> None:
     with pytest.raises(SpecError, match=rf"^{name} = "):
