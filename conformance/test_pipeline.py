@@ -241,6 +241,13 @@ def observation(prompt: Prompt, groups: int = 1) -> Observation:
 
 
 @pytest.mark.spec(id="CC-PREFILL")
+@given(prompt=prompts())
+def test_the_default_is_half_of_the_tokens(backend: Backend, prompt: Prompt) -> None:
+    asked = {name: value for name, value in prompt.arguments.items() if name != "budget"}
+    assert same_records(prefill(**asked, backend=backend), run(backend, prompt, budget=0.5))
+
+
+@pytest.mark.spec(id="CC-PREFILL")
 @pytest.mark.spec(id="PO-RETAIN")
 @given(prompt=prompts())
 def test_five_parts_compose_to_the_prefill(backend: Backend, prompt: Prompt) -> None:

@@ -181,6 +181,14 @@ def test_on_nothing_a_segment_is_the_prefill(decoder: Backend, prompt: Any, form
     assert start.stored.tolist() == found.kept.tolist()
 
 
+@pytest.mark.spec(id="CC-SEGMENT")
+@given(prompt=prompts())
+def test_the_default_scaling_of_a_segment_is_one_over_the_root_of_d(decoder: Backend, prompt: Any) -> None:
+    given, empty = prompt.arguments, empty_state(Budget(count=7))
+    parts = (given["q"], given["k"], given["token_ids"], given["sentence_ends"], given["parameters"], decoder)
+    assert checks_decode.same_bits(extend(empty, *parts), extend(empty, *parts, scaling=given["q"].shape[2] ** -0.5))
+
+
 @pytest.mark.spec(id="CC-START")
 @given(prompt=prompts())
 def test_the_state_after_a_prompt_knows_all_its_tokens(decoder: Backend, prompt: Any) -> None:

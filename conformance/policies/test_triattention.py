@@ -1,5 +1,6 @@
 """TriAttention: its equations, modes, cadence and pinned prompt against brute force; its calibration file."""
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -48,9 +49,9 @@ def test_statistics_are_means_of_queries_and_of_their_bands(seed: int) -> None:
 
 @pytest.mark.spec(id="TA-STATISTICS")
 def test_bands_pair_the_two_halves_of_a_head() -> None:
-    """Channels (3, 0, 4, 0): the first band is 3 + 4i, of size 5."""
-    _, magnitude = band_statistics(np.array([[[3.0, 0.0, 4.0, 0.0]]]))
-    assert magnitude.tolist() == [[5.0, 0.0]]
+    """Channels (3, 0, 4, 0): the first band is 3 + 4i, of size 5. Three bands make six channels."""
+    for q, sizes in (([3.0, 0.0, 4.0, 0.0], [5.0, 0.0]), ([3.0, 0.0, 0.0, 4.0, 0.0, 1.0], [5.0, 0.0, 1.0])):
+        assert band_statistics(np.array([[q]]))[1].tolist() == [sizes]
 
 
 @pytest.mark.spec(id="TA-STATISTICS")
@@ -221,6 +222,8 @@ def test_a_file_brings_back_every_bit(tmp_path: Path) -> None:
     for name in ("mean", "magnitude"):
         assert getattr(after, name).tobytes() == getattr(before, name).tobytes()
     assert after.identity.inv_freq.tobytes() == before.identity.inv_freq.tobytes()
+    with np.load(tmp_path / "mine.npz") as archive:
+        assert json.loads(str(archive["header"]))["format"] == "kvspec.triattention/1"
 
 
 @pytest.mark.spec(id="TA-CALIBRATION")
