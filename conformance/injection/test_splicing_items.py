@@ -28,7 +28,8 @@ def test_places_equal_the_brute_force(n: int, data: st.DataObject) -> None:
 @reference
 @pytest.mark.spec(id="IN-PLACES")
 @pytest.mark.parametrize(
-    ("hidden", "kept", "argument"), [(3, [0], "hidden"), (-1, [0], "hidden"), (0, [1, 1], "kept"), (0, [0, 3], "kept")],
+    ("hidden", "kept", "argument"),
+    [(3, [0], "hidden"), (-1, [0], "hidden"), (0, [1, 1], "kept"), (0, [0, 3], "kept"), (0, [-1, 0], "kept")],
 )
 def test_places_that_cannot_be_are_refused(hidden: int, kept: list[int], argument: str) -> None:
     with pytest.raises(SpecError, match=rf"^{argument} = "):

@@ -62,6 +62,8 @@ def selections(draw: st.DrawFn) -> tuple[Any, Any, Any, int, float]:
     s = np.where(rng.random(n) < draw(st.sampled_from([0.0, 0.2])), draw(st.sampled_from([np.nan, np.inf])), s)
     retained = rng.random(n) < draw(st.sampled_from([0.0, 0.3]))
     k = draw(st.integers(int(retained.sum()), n))
+    for x in (s, V, retained):
+        x.setflags(write=False)
     return s, V, retained, k, draw(st.sampled_from([0.0, 0.1, 0.25, 0.5, 1.0, 3.0]))
 
 
