@@ -126,6 +126,17 @@ def test_without_an_edge_nothing_merges_at_any_threshold(stages: CrystalStages, 
 
 
 @pytest.mark.spec(id="CC-ADAPTIVE-MERGE")
+def test_the_next_float_exceeds_the_median(stages: CrystalStages) -> None:
+    """Three interfaces of one edge each, 1/2, 1/2 and the float above: tau is 1/2 itself, and the last one merges."""
+    heavier = float(np.nextafter(0.5, 1))
+    rows: list[list[tuple[int, float]]] = [[] for _ in range(12)]
+    rows[2], rows[5], rows[8] = [(3, 0.5)], [(6, 0.5)], [(9, heavier)]
+    S1 = record([1.0] * 12, rows, [[]] * 12, 1, 0)
+    text = Text(S1, np.ones(12), np.arange(12) % 3 == 2, PAPER)
+    assert trunks_of(stages, text, "median").offsets.tolist() == [0, 3, 6, 12]
+
+
+@pytest.mark.spec(id="CC-ADAPTIVE-MERGE")
 def test_an_interface_does_not_exceed_its_own_strength(stages: CrystalStages) -> None:
     """0.1 + 0.2 + 0.6 is 0.9 in floats, and three times its third is less: tau MUST be the next float."""
     assert (0.1 + 0.2 + 0.6) / 3 * 3 < 0.1 + 0.2 + 0.6

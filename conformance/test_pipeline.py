@@ -253,6 +253,7 @@ def test_the_default_is_half_of_the_tokens(backend: Backend, prompt: Prompt) -> 
 def test_five_parts_compose_to_the_prefill(backend: Backend, prompt: Prompt) -> None:
     """The policy's scorer, budgets, selector and protection MUST give the prefill to the bit."""
     policy = crystalcache(prompt.sentence_ends, prompt.inputs.parameters, backend)
+    assert policy.name == "crystalcache"
     assert policy.scorer.needs == Needs("observed", None, token_ids=True, takes=backend.takes)
     retention, records = retain(policy, parse_budget(prompt.budget), observation(prompt))
     assert records is not None

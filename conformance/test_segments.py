@@ -199,6 +199,7 @@ def test_the_state_after_a_prompt_knows_all_its_tokens(decoder: Backend, prompt:
     state = start_state(found, given["token_ids"], norms, parse_budget(given["budget"]), given["parameters"])
     ids = given["token_ids"].tolist()
     assert dict(zip(state.ids.tolist(), state.counts.tolist(), strict=True)) == {i: ids.count(i) for i in ids}
+    assert {state.ids.dtype, state.counts.dtype} == {np.dtype(np.int64)}
     assert state.live.impact.tolist() == found.impact[found.kept].tolist()
     assert state.live.inverse_norms.tolist() == norms[found.kept].tolist()
     alive = found.ratio > 0

@@ -62,6 +62,15 @@ def test_fast_math_reorders_sums_and_assumes_nothing() -> None:
     assert {"reassoc", "contract", "nsz"} >= kernels.FAST
 
 
+@pytest.mark.spec(id="CC-COATTENTION")
+def test_a_tile_is_bounded_by_its_peaks() -> None:
+    """2 ** (peak - lse) summed over the heads, and no head above 1: a looser bound would skip nothing."""
+    peak = np.array([[[-1.0, 2.0], [0.0, 3.0]], [[-9.0, 1.0], [-2.0, 5.0]]], np.float32)
+    lse, bound = np.ones((2, 2), np.float32), np.empty((2, 2), np.float32)
+    kernels.bound_weights(peak, lse, bound)
+    assert bound.tolist() == [[0.75, 2.0], [2.0**-10 + 0.125, 2.0]]
+
+
 @compiled
 @pytest.mark.spec(id="CC-COATTENTION")
 @pytest.mark.parametrize("kind", ["mixed", "peaky"])

@@ -32,7 +32,7 @@ def test_a_window_has_the_same_bits_after_any_prompt(n: int) -> None:
 
 @pytest.mark.spec(id="NK-EPISODIC")
 @pytest.mark.spec(id="NK-ANOMALY")
-@pytest.mark.parametrize(("rise", "directed"), [(2.0**-16, False), (2.0**-14, True)])
+@pytest.mark.parametrize(("rise", "directed"), [(1.5 * 2.0**-16, False), (1.25 * 2.0**-15, True)])
 def test_a_block_whose_keys_cancel_has_no_direction(rise: float, directed: bool) -> None:
     """Unit keys (1, 0) and (-1, rise): the mean of the two, half of rise, MUST exceed 2^-16, not their sum."""
     k = np.array([[1.0, 0.0], [-1.0, rise]], np.float32)
@@ -42,7 +42,7 @@ def test_a_block_whose_keys_cancel_has_no_direction(rise: float, directed: bool)
 
 @pytest.mark.spec(id="NK-CURRENT")
 @pytest.mark.spec(id="NK-ANOMALY")
-@pytest.mark.parametrize(("rise", "directed"), [(2.0**-16, False), (2.0**-14, True)])
+@pytest.mark.parametrize(("rise", "directed"), [(1.5 * 2.0**-16, False), (1.25 * 2.0**-15, True)])
 @pytest.mark.parametrize(("n", "window"), [(40, 2), (2, 64)])
 def test_a_window_whose_keys_cancel_has_no_direction(rise: float, directed: bool, n: int, window: int) -> None:
     """The last two keys again; their mean decides wherever the window ends, and while it is not full."""

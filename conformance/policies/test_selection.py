@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from conformance.oracles import policies as oracle
 from conformance.plugin import sparingly
-from conformance.policies.cases import CASES, decided, drawn
+from conformance.policies.cases import CASES, decided, drawn, observation, retained
 from reference.policies import adakv, keydiff, retain, snapkv, tova, with_adaptive_budgets
 from reference.policies.budgets import Adaptive, Competition, Pyramid, even, largest_remainder, winners
 from reference.policies.official import adakv_official, pyramidkv_official
-from reference.policies.protections import SinkAndRecent
+from reference.policies.protections import Places, SinkAndRecent
 from reference.policies.selectors import fill_units, top_units
 from spec.budget import Budget
 from spec.errors import SpecError
@@ -167,6 +167,7 @@ def test_the_lower_head_and_position_wins_a_tie() -> None:
     assert found.tolist() == [2, 1, 0]
     assert found.dtype == np.int64
     assert winners(np.array([[np.nan, 1.0], [np.nan, 0.0]]), 2).tolist() == [1, 1]
+    assert winners(np.tile([0.0, 1.0], (3, 200)), 450).tolist() == [200, 200, 50]
 
 
 @pytest.mark.spec(id="PO-COMPETITION-BUDGET")
@@ -263,6 +264,27 @@ def test_every_policy_keeps_its_total_at_its_granularity(name: str, seed: int, B
     kept = decided(CASES[name].policy(inputs), inputs, B)
     assert len(kept) in (1, 2, 4)
     assert sum(map(len, kept)) == len(kept) * min(inputs.n, max(B, CASES[name].floor))
+
+
+@pytest.mark.spec(id="PO-RETAIN")
+@pytest.mark.parametrize("name", CASES)
+def test_positions_are_int64_and_scores_float64(name: str) -> None:
+    """float32 counts to 2^24 only, and int32 is not what a caller was promised."""
+    inputs = drawn(7, n=12, L=2, heads=(2, 1))
+    policy = CASES[name].policy(inputs)
+    found = retained(policy, inputs, 6)
+    assert {found.positions.dtype, found.offsets.dtype} == {np.dtype(np.int64)}
+    scores = policy.scorer(replace(observation(policy, inputs), B=6), policy.protection(inputs.n))
+    assert scores.values.dtype == np.float64
+    assert scores.offsets.dtype == np.int64
+
+
+@pytest.mark.spec(id="CC-PROTECTED")
+def test_places_join_what_another_protection_marks() -> None:
+    """Those that have been seen; the other protection's own array stays as it was."""
+    alone = SinkAndRecent(1, 1)
+    assert Places(alone, (2, 5, 7))(5).tolist() == [True, False, True, False, True]
+    assert Places(alone, (2, 5))(6).tolist() == [True, False, True, False, False, True]
 
 
 @pytest.mark.spec(id="PO-RETAIN")
