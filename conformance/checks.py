@@ -64,8 +64,9 @@ def coattention(found: CoAttention, inputs: AttentionInputs, precision: str) -> 
         if kind != want:
             yield f"S1: {name} is of {kind}"
     for name in ("intra", "cross"):
-        if (getattr(found, name) < -1).any():
-            yield f"S1: {name} marks an empty place by another number than -1"
+        index, weight = getattr(found, name), getattr(found, f"{name}_weight")
+        if (index < -1).any() or weight[index < 0].any():
+            yield f"S1: an empty place of {name} is not -1 with weight 0"
     for c in range(0, n, p.C):
         stop = min(c + p.C, n)
         first, last = before + c, before + stop

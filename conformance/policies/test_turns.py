@@ -75,7 +75,9 @@ def test_each_set_is_decided_over_what_it_stores(name: str, seed: int, B: int) -
         [own[at] for at in oracle.top(row, min(share, len(own)))]
         for own, row, share in zip(live, rows, shares, strict=True)
     ]
-    assert sets(turned(policy, inputs, live, Budget(count=B))) == expected
+    found = turned(policy, inputs, live, Budget(count=B))
+    assert sets(found) == expected
+    assert {found.positions.dtype, found.offsets.dtype} == {np.dtype(np.int64)}
 
 
 @pytest.mark.spec(id="PO-TURN")
@@ -193,7 +195,9 @@ SCORED: dict[str, Callable[[Inputs], Policy]] = {
 
 
 @pytest.mark.spec(id="PO-TURN")
-@pytest.mark.parametrize("name", SCORED)
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=pytest.mark.spec(id=CASES[name].item)) if name in CASES else name for name in SCORED
+])
 def test_a_scorer_is_separable_where_each_set_scores_itself(name: str) -> None:
     """Those with records of their own go on from these instead, and promise nothing."""
     inputs = [drawn(seed, n=12, L=3, heads=(2, 2)) for seed in range(4)]
