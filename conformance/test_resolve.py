@@ -48,7 +48,7 @@ def test_numpy_is_the_reference() -> None:
 
 
 @pytest.mark.spec(id="CC-PREFILL")
-@pytest.mark.spec(id="CC-COATTENTION")
+@pytest.mark.spec(id="CC-DISSOLVE")
 @pytest.mark.parametrize("name", ["numpy", "numba"])
 def test_a_backend_says_its_own_name(name: str) -> None:
     """It stands in reports and in errors."""

@@ -267,6 +267,8 @@ def test_every_policy_keeps_its_total_at_its_granularity(name: str, seed: int, B
 
 
 @pytest.mark.spec(id="PO-RETAIN")
+@pytest.mark.spec(id="PO-TOP-UNITS")
+@pytest.mark.spec(id="PO-FILL-UNITS")
 @pytest.mark.parametrize("name", CASES)
 def test_positions_are_int64_and_scores_float64(name: str) -> None:
     """float32 counts to 2^24 only, and int32 is not what a caller was promised."""

@@ -31,7 +31,7 @@ from reference import policies
 from reference.policies.protections import SinkAndRecent
 from spec.budget import Budget, parse_budget
 from spec.errors import SpecError
-from spec.policy import Cadence, LayerView, Observation, Policy, RunningScorer, SeparableScorer
+from spec.policy import Cadence, LayerView, Observation, Policy, SeparableScorer
 from spec.retention import Granularity
 
 pytestmark = pytest.mark.usefixtures("reference_items")
@@ -199,9 +199,10 @@ SCORED: dict[str, Callable[[Inputs], Policy]] = {
     pytest.param(name, marks=pytest.mark.spec(id=CASES[name].item)) if name in CASES else name for name in SCORED
 ])
 def test_a_scorer_is_separable_where_each_set_scores_itself(name: str) -> None:
-    """Those with records of their own go on from these instead, and promise nothing."""
+    """Those that decide while tokens are decoded have records, go on from these instead, and need not promise it."""
     inputs = [drawn(seed, n=12, L=3, heads=(2, 2)) for seed in range(4)]
-    scorer, by_model = SCORED[name](inputs[0]).scorer, SCORED[name](inputs[0]).granularity is Granularity.MODEL
-    promised = isinstance(scorer, SeparableScorer) and scorer.separable
+    policy = SCORED[name](inputs[0])
+    promised = isinstance(policy.scorer, SeparableScorer) and policy.scorer.separable
+    by_model = policy.granularity is Granularity.MODEL
     held = not by_model and all(scores_itself(SCORED[name](one), one) for one in inputs)
-    assert promised == held or (isinstance(scorer, RunningScorer) and not promised)
+    assert promised == held or (policy.cadence.every is not None and not promised)
