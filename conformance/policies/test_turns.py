@@ -56,28 +56,40 @@ SCORES: dict[str, Callable[[oracle.Layer], oracle.Score]] = {
 }
 
 
-@pytest.mark.spec(id="PO-TURN")
-@pytest.mark.parametrize("name", POLICIES)
-@few
-@sequences
-def test_each_set_is_decided_over_what_it_stores(name: str, seed: int, B: int) -> None:
-    """A set that stores fewer tokens than its share keeps all, and nobody gets the rest."""
-    inputs, policy, score = drawn(seed, n=SEEN, L=2, heads=(2, 2)), POLICIES[name], SCORES[name]
-    live = stored(seed, 4)
-    rows, shares = rows_of(inputs, live, score), [B] * 4
+def brute_force(name: str, inputs: Inputs, live: Live, B: int) -> Live:
+    """Each of four sets' best tokens; Ada-KV's shares are of rows filled up in front to the longest."""
+    rows, shares = rows_of(inputs, live, SCORES[name]), [B] * 4
     if name == "adakv":
         longest = max(map(len, rows))
         filled = [[*[-np.inf] * (longest - len(row)), *row] for row in rows]
         shares = [
             share for layer in (filled[:2], filled[2:]) for share in oracle.adaptive_shares(layer, B, Fraction(1, 5))
         ]
-    expected = [
+    return [
         [own[at] for at in oracle.top(row, min(share, len(own)))]
         for own, row, share in zip(live, rows, shares, strict=True)
     ]
-    found = turned(policy, inputs, live, Budget(count=B))
-    assert sets(found) == expected
+
+
+@pytest.mark.spec(id="PO-TURN")
+@pytest.mark.parametrize("name", POLICIES)
+@few
+@sequences
+def test_each_set_is_decided_over_what_it_stores(name: str, seed: int, B: int) -> None:
+    """A set that stores fewer tokens than its share keeps all, and nobody gets the rest."""
+    inputs, live = drawn(seed, n=SEEN, L=2, heads=(2, 2)), stored(seed, 4)
+    found = turned(POLICIES[name], inputs, live, Budget(count=B))
+    assert sets(found) == brute_force(name, inputs, live, B)
     assert {found.positions.dtype, found.offsets.dtype} == {np.dtype(np.int64)}
+
+
+@pytest.mark.spec(id="PO-TURN")
+def test_a_place_that_is_not_stored_is_won_by_its_own_head() -> None:
+    """One head has all 14 tokens, the other the turn's 5, fewer than 2 B = 22: wins of 14 and 8, shares of 13 and 9."""
+    inputs, live = drawn(3, n=SEEN, L=2, heads=(2, 2)), [[*range(SEEN)], [*range(N, SEEN)]] * 2
+    found = sets(turned(POLICIES["adakv"], inputs, live, Budget(count=11)))
+    assert found == brute_force("adakv", inputs, live, 11)
+    assert [*map(len, found)] == [13, 5] * 2
 
 
 @pytest.mark.spec(id="PO-TURN")
