@@ -1,7 +1,6 @@
 """The decode study: its conversations, its cache under each arm, its probes and its tables."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,12 +33,8 @@ SMALL = StudyPlan(samples=2, tokens=TOKENS, arms=("full", "tight: on", "tight: w
 
 
 @pytest.fixture(scope="module")
-def subject() -> Iterator[Subject]:
-    # Forwards of a few tokens gain nothing from threads, and lose much where the machine is busy.
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield load_subject("pocket", "numpy")
-    torch.set_num_threads(before)
+def subject(one_thread: None) -> Subject:
+    return load_subject("pocket", "numpy")
 
 
 def test_a_conversation_has_its_facts_where_its_strata_are(subject: Subject) -> None:

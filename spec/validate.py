@@ -1,7 +1,7 @@
 """Checks at the public doors. Each names the argument, its value and the bound, and runs before any work."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import numpy as np
@@ -10,9 +10,20 @@ from spec.arrays import BoolVector, IntVector, Matrix, Vector
 from spec.errors import SpecError
 
 __all__ = [
-    "check_attention_inputs", "check_attention_tensors", "check_diversity", "check_keys", "check_lse",
+    "check_attention_inputs", "check_attention_tensors", "check_choices", "check_diversity", "check_keys", "check_lse",
     "check_penalty", "check_scaling", "check_sentence_ends", "check_shapes", "check_token_ids",
 ]
+
+
+def check_choices(argument: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Names that were given, among those that there are.
+
+    Raises:
+        SpecError: for the first that is not known; the known ones are listed.
+    """
+    for name in given:
+        if name not in known:
+            raise SpecError(argument, name, f"must be one of {', '.join(known)}")
 
 
 def check_attention_inputs(q: np.ndarray[Any, Any], k: np.ndarray[Any, Any]) -> None:

@@ -1,6 +1,5 @@
 """The study of archived chunks: its questions, its arms, its answers, and tables that count right."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -43,12 +42,8 @@ FEW = StudyPlan(2, ("text", "text, full", "raw", "full", "A", "B", "C", "D"), fi
 
 
 @pytest.fixture(scope="module")
-def subject() -> Iterator[Subject]:
-    # Forwards of a few tokens gain nothing from threads, and lose much where the machine is busy.
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield load_subject("chat", "numpy")
-    torch.set_num_threads(before)
+def subject(one_thread: None) -> Subject:
+    return load_subject("chat", "numpy")
 
 
 @pytest.fixture(scope="module")

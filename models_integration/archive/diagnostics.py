@@ -14,8 +14,8 @@ from models_integration.archive.rope import Rotary, frequencies_at
 from models_integration.archive.splice import Chunk, computed, splice, taken
 from models_integration.archive.turn import turned
 from models_integration.cache import RetainedCache
-from reference.injection.diagnostics import SINKS
 from reference.injection.diagnostics import bands as scaled_bands
+from reference.injection.splicing import SINKS
 from spec.errors import SpecError
 
 __all__ = [

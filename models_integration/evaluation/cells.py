@@ -11,6 +11,7 @@ from spec import SPEC_VERSION
 from spec.budget import parse_budget
 from spec.errors import SpecError
 from spec.parameters import PAPER
+from spec.validate import check_choices
 
 __all__ = ["CONTROLS", "FULL", "POLICIES", "Cell", "Plan", "cells"]
 
@@ -37,11 +38,9 @@ class Plan:
     controls: bool = True
 
     def __post_init__(self) -> None:
-        known = (("policy", self.policies, (*POLICIES, *NAMES)), ("task", self.tasks, TASKS))
-        for argument, given, allowed in (*known, ("placement", (self.placement,), PLACEMENTS)):
-            for name in given:
-                if name not in allowed:
-                    raise SpecError(argument, name, f"must be one of {', '.join(allowed)}")
+        check_choices("policy", self.policies, (*POLICIES, *NAMES))
+        check_choices("task", self.tasks, TASKS)
+        check_choices("placement", (self.placement,), PLACEMENTS)
         for budget in self.budgets:
             parse_budget(budget)
         if self.samples < 1:

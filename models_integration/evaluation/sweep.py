@@ -15,6 +15,7 @@ from spec import SPEC_VERSION
 from spec.budget import parse_budget
 from spec.errors import SpecError
 from spec.parameters import ESSAY, PAPER, CrystalCacheParameters
+from spec.validate import check_choices
 
 __all__ = ["BASE", "GRIDS", "SweepPlan", "against_base", "run_sweep", "run_variant"]
 
@@ -58,11 +59,8 @@ class SweepPlan:
     seed: int = 42
 
     def __post_init__(self) -> None:
-        known = (("grid", (self.grid,), tuple(GRIDS)), ("task", self.tasks, TASKS))
-        for argument, given, allowed in known:
-            for name in given:
-                if name not in allowed:
-                    raise SpecError(argument, name, f"must be one of {', '.join(allowed)}")
+        check_choices("grid", (self.grid,), GRIDS)
+        check_choices("task", self.tasks, TASKS)
         parse_budget(self.budget)
         if self.samples < 1:
             raise SpecError("samples", self.samples, "must be at least 1")

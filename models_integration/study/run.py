@@ -24,6 +24,7 @@ from spec.backend import Backend, resolve
 from spec.errors import SpecError
 from spec.policy import Needs
 from spec.retention import Retention
+from spec.validate import check_choices
 
 __all__ = ["StudyPlan", "blocks", "hold", "is_right", "read_block", "read_prompt", "run_arm", "run_study"]
 
@@ -42,9 +43,7 @@ class StudyPlan:
     first: int = 0
 
     def __post_init__(self) -> None:
-        for name in self.arms:
-            if name not in ARMS:
-                raise SpecError("arm", name, f"must be one of {', '.join(ARMS)}")
+        check_choices("arm", self.arms, ARMS)
         if self.samples < 1:
             raise SpecError("samples", self.samples, "must be at least 1")
         if self.tokens % T_BREATH:

@@ -5,12 +5,12 @@ from collections.abc import Mapping
 import numpy as np
 
 from reference.injection.rotation import TURNS
+from reference.injection.splicing import SINKS
 from spec.arrays import Cube, Float64, Int64, IntVector, Matrix, Vector
 from spec.errors import SpecError
 
-__all__ = ["SINKS", "bands", "entropy", "key_cosine", "sink_mass"]
+__all__ = ["bands", "entropy", "key_cosine", "sink_mass"]
 
-SINKS = 4
 PAPER_DEPTH = 40
 # Layers [low, high) of the 40 of Phi-3-medium.
 PAPER_BANDS = {"early": (0, 6), "mid": (10, 16), "upper": (20, 33), "all": (0, 40)}

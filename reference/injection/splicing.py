@@ -41,7 +41,8 @@ class Held:
     rotations: tuple[int, ...]
 
 
-# Arm: what the session reads before the chunks, the chunks' form (None: they are read too), and whether keys are moved.
+# Arm: what the session holds before the chunks, the chunks' form, and whether they are injected with their keys moved,
+# with their keys as they are, or read by the session itself.
 ARMS: Mapping[str, tuple[str, str, str]] = {
     "inject": ("session", "wrapped", "moved"),
     "inject_raw": ("session", "raw", "moved"),

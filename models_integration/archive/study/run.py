@@ -19,6 +19,7 @@ from models_integration.evaluation.results import Row, append_row, find_row, loa
 from models_integration.pocket.chat import CLOSE, asked_behind, turn
 from spec import SPEC_VERSION
 from spec.errors import SpecError
+from spec.validate import check_choices
 
 __all__ = ["StudyPlan", "answered", "encoder", "run_study", "scene_of", "talks_and_pins"]
 
@@ -41,9 +42,7 @@ class StudyPlan:
     first: int = 0
 
     def __post_init__(self) -> None:
-        for name in self.arms:
-            if name not in ARMS:
-                raise SpecError("arm", name, f"must be one of {', '.join(ARMS)}")
+        check_choices("arm", self.arms, ARMS)
         if self.conversations < 1:
             raise SpecError("conversations", self.conversations, "must be at least 1")
 
