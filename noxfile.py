@@ -20,10 +20,10 @@ WORKERS = ["-n", "2", "--dist", "worksteal"]
 # Triton's S1, with S2 to S6 as kernels too: in the pipeline they stand behind the host's, so their own tests are run.
 ON_DEVICE = "accelerated.triton_gpu.backend:ON_DEVICE"
 LATER = ("impact", "trunks", "graph", "score", "dissolution", "vectors")
-LATER_STAGES = [f"conformance/test_{name}.py" for name in LATER]
+LATER_STAGES = [f"conformance/suite/test_{name}.py" for name in LATER]
 # Of decode, Triton has the key norms, which test_activation.py judges; the rest is Numba's.
 DECODE = ("decode", "decode_machine", "segments", "essay_decode")
-ON_HOST = [f"--ignore=conformance/test_{name}.py" for name in DECODE]
+ON_HOST = [f"--ignore=conformance/suite/test_{name}.py" for name in DECODE]
 
 
 def stamp() -> str:
@@ -84,14 +84,14 @@ def conformance(session: nox.Session) -> None:
 def triton(session: nox.Session) -> None:
     """The whole suite on Triton's kernels for S1 to S6; in the interpreter, an hour without a GPU."""
     environment = on_device_or_interpreted(session)
-    run(session, "pytest", *WORKERS, "--backend", "triton", "conformance/triton", **environment)
+    run(session, "pytest", *WORKERS, "--backend", "triton", "conformance/own/accelerated/triton", **environment)
     run(session, "pytest", *WORKERS, "--backend", ON_DEVICE, *session.posargs, **environment)
 
 
 @nox.session(venv_backend="none")
 def gpu(session: nox.Session) -> None:
     """On a GPU: conformance, generation, benchmarks; figures to docs/results. `-- --dry-run --out X` needs none."""
-    run(session, "conformance.gpu", *session.posargs)
+    run(session, "conformance.measure.gpu", *session.posargs)
 
 
 @nox.session(venv_backend="none")
@@ -106,7 +106,7 @@ def aot36(session: nox.Session) -> None:
     environment = {"PYTHONPATH": str(beside)}
     check = f"import triton; assert triton.__version__ == {OLDER_TRITON!r}, triton.__version__"
     session.run(python, "-c", check, external=True, env=environment)
-    run(session, "pytest", "conformance/triton/test_aot.py", **environment)
+    run(session, "pytest", "conformance/own/accelerated/triton/test_aot.py", **environment)
 
 
 @nox.session(venv_backend="none")
@@ -125,19 +125,19 @@ def lint(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def layers(session: nox.Session) -> None:
     """Who imports whom."""
-    run(session, "conformance.layers")
+    run(session, "conformance.assurance.layers")
 
 
 @nox.session(venv_backend="none")
 def trace(session: nox.Session) -> None:
     """Every item of the specification has a function and a test, and its text is the one that was read."""
-    run(session, "conformance.trace", *session.posargs)
+    run(session, "conformance.assurance.trace", *session.posargs)
 
 
 @nox.session(venv_backend="none")
 def prove(session: nox.Session) -> None:
     """The integer decisions, proved over their source by z3, with false claims that must be refuted."""
-    run(session, "conformance.proofs")
+    run(session, "conformance.assurance.proofs")
 
 
 @nox.session(venv_backend="none")
@@ -149,21 +149,21 @@ def vectors(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def saboteurs(session: nox.Session) -> None:
     """The reference with one item wrong, some hundred times over: each must die by a test of its item."""
-    run(session, "conformance.saboteurs", *session.posargs)
+    run(session, "conformance.assurance.saboteurs", *session.posargs)
 
 
 @nox.session(venv_backend="none")
 def mutation(session: nox.Session) -> None:
     """Small changes to the reference and Numba's code: each must die by its item's tests. Some hours; goes on later."""
-    run(session, "conformance.mutation", *(session.posargs or ["run"]))
+    run(session, "conformance.assurance.mutation", *(session.posargs or ["run"]))
     if not session.posargs:
-        run(session, "conformance.mutation", "report")
+        run(session, "conformance.assurance.mutation", "report")
 
 
 @nox.session(venv_backend="none")
 def bench(session: nox.Session) -> None:
     """How fast the stages are, as ratios inside one run; some minutes on a quiet machine."""
-    files = [str(path) for path in sorted(Path("conformance/benchmarks").glob("bench_*.py"))]
+    files = [str(path) for path in sorted(Path("conformance/measure/benchmarks").glob("bench_*.py"))]
     run(session, "pytest", "-p", "no:xdist", "-s", *(session.posargs or files))
 
 
@@ -178,4 +178,4 @@ def peers(session: nox.Session) -> None:
         wanted = ["-c", "constraints.txt", "kvpress==0.5.*", "jaxtyping"]
         session.run(python, "-m", "pip", "install", "--quiet", *wanted, external=True)
         (home / "complete").touch()
-    session.run(python, "-m", "conformance.peers", *session.posargs, external=True)
+    session.run(python, "-m", "conformance.measure.peers", *session.posargs, external=True)

@@ -24,12 +24,12 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 from conformance import exceptions
-from conformance.trace import items_of
+from conformance.items import known_items
 
 if TYPE_CHECKING:
     from spec.backend import Backend, BreathStages, CrystalStages, NestedKVStages
 
-__all__ = ["known_items", "sparingly"]
+__all__ = ["sparingly"]
 
 PROFILES = ("few", "dev", "ci", "nightly")
 FEW_EXAMPLES, CI_EXAMPLES = 12, 150
@@ -78,14 +78,6 @@ def sparingly(test: Callable[..., None]) -> Callable[..., None]:
     profile = settings.default
     assert profile is not None
     return settings(max_examples=max(1, profile.max_examples // 4))(test)
-
-
-def known_items() -> frozenset[str]:
-    """Ids of the items in the specification's pages; empty where the pages are not shipped."""
-    import spec
-
-    pages = Path(spec.__file__).parent.glob("*.md")
-    return frozenset(name for page in pages for name, _ in items_of(page.read_text(encoding="utf-8")))
 
 
 def pytest_configure(config: pytest.Config) -> None:

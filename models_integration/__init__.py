@@ -8,19 +8,18 @@
 Names are loaded when they are first used, so that importing this package imports neither torch nor transformers.
 """
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from models_integration.cache import RetainedCache
-    from models_integration.calibration import calibrate
-    from models_integration.methods import CrystalCache, FullCache, Method, StreamingLLM
-    from models_integration.published import Published
-    from models_integration.sentence_ends import sentence_ends
-    from models_integration.session import Prefilled, Session, prefill
-    from models_integration.snapshot import load_cache, save_cache
+    from models_integration.cache.retained_cache import RetainedCache
+    from models_integration.cache.snapshot import load_cache, save_cache
+    from models_integration.model.sentence_ends import sentence_ends
+    from models_integration.policies.calibration import calibrate
+    from models_integration.policies.methods import CrystalCache, FullCache, Method, StreamingLLM
+    from models_integration.policies.prefill import Prefilled, prefill
+    from models_integration.policies.published import Published
+    from models_integration.session.session import Session
 
 __all__ = [
     "CrystalCache", "FullCache", "Method", "Prefilled", "Published", "RetainedCache", "Session", "StreamingLLM",
@@ -28,10 +27,11 @@ __all__ = [
 ]
 
 _HOME = {
-    "CrystalCache": "methods", "FullCache": "methods", "Method": "methods", "StreamingLLM": "methods",
-    "Prefilled": "session", "Session": "session", "prefill": "session",
-    "Published": "published", "load_cache": "snapshot", "save_cache": "snapshot",
-    "RetainedCache": "cache", "calibrate": "calibration", "sentence_ends": "sentence_ends",
+    "CrystalCache": "policies.methods", "FullCache": "policies.methods", "Method": "policies.methods",
+    "StreamingLLM": "policies.methods", "Prefilled": "policies.prefill", "prefill": "policies.prefill",
+    "Published": "policies.published", "calibrate": "policies.calibration", "Session": "session.session",
+    "RetainedCache": "cache.retained_cache", "load_cache": "cache.snapshot", "save_cache": "cache.snapshot",
+    "sentence_ends": "model.sentence_ends",
 }
 
 
@@ -45,15 +45,3 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
-
-
-class _Package(ModuleType):
-    """Keeps `sentence_ends` the function: importing the submodule of that name would bind the submodule over it."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name in _HOME and isinstance(value, ModuleType):
-            value = getattr(value, name)
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

@@ -90,7 +90,7 @@ class _OnDevice:
 class _HostAfterAttention:
     """S1 on the device, S2 to S6 on the host: there the data is small and the scans are sequential.
 
-    `python -m conformance.gpu` measures both routes, and says whether this one is the faster.
+    `python -m conformance.measure.gpu` measures both routes, and says whether this one is the faster.
     """
 
     def __init__(self) -> None:

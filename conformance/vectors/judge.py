@@ -1,4 +1,4 @@
-"""Whether results are the expected ones: the same bits, or inside the bounds of `conformance.compare`."""
+"""Whether results are the expected ones: the same bits, or inside the bounds of `conformance.tolerances`."""
 
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from conformance import checks, compare
+from conformance import tolerances as compare
+from conformance.checks import stages as checks
 from conformance.vectors.arrays import floats, integers, plain
 from conformance.vectors.case import Json
 from conformance.vectors.nestedkv_oracles import BOUNDED_RESULTS, parameters_in

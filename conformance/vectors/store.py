@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from conformance.paths import SPEC
 from conformance.vectors.case import Case, Group, Json, encoded, parameters_of
 from conformance.vectors.cases import STAGES
 from conformance.vectors.expected import OPERATIONS
@@ -15,7 +16,7 @@ from spec import SPEC_VERSION
 
 __all__ = ["HOME", "built", "differences", "main", "stored", "text_of", "written"]
 
-HOME = Path(__file__).resolve().parent.parent.parent / "spec" / "vectors"
+HOME = SPEC / "vectors"
 WIDTH = 118
 HEADER = [
     "A float is text: float.hex of an IEEE 754 double, nan, inf or -inf. Every other number is an integer.",

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from models_integration.archive.files import named_errors, publish
 from models_integration.archive.manifest import Manifest
+from models_integration.cache.atomic_file import named_errors, publish
 
 __all__ = ["Catalogue", "Entry"]
 

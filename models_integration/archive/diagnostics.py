@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from models_integration.archive.rope import Rotary, frequencies_at
 from models_integration.archive.splice import Chunk, computed, splice, taken
-from models_integration.archive.turn import turned
-from models_integration.cache import RetainedCache
+from models_integration.cache.retained_cache import RetainedCache
+from models_integration.model.rotary_gate import Rotary, frequencies_at
+from models_integration.model.rotation import turned
 from reference.injection.diagnostics import bands as scaled_bands
 from reference.injection.splicing import SINKS
 from spec.errors import SpecError

@@ -2,7 +2,7 @@
 
 __all__ = [
     "ArchiveError", "ArchiveFull", "ArchiveReadOnly", "ForeignVersion", "KeyUnavailable", "NoSuchChunk", "OtherDtype",
-    "OtherFrequencies", "OtherPins", "UnknownModel", "WrongModel",
+    "OtherFrequencies", "OtherPins", "WrongModel",
 ]
 
 
@@ -40,10 +40,6 @@ class OtherFrequencies(ArchiveError):
 
 class OtherPins(ArchiveError):
     """Results under different pinned selections are not comparable."""
-
-
-class UnknownModel(ArchiveError):
-    """The self-calibration did not recognise how the model rotates its keys."""
 
 
 class WrongModel(ArchiveError):

@@ -8,8 +8,8 @@ from pathlib import Path
 from torch import Tensor
 
 from models_integration.archive.errors import KeyUnavailable
-from models_integration.archive.files import erase, publish
 from models_integration.archive.manifest import raw_bytes
+from models_integration.cache.atomic_file import erase, publish
 from spec.errors import SpecError
 
 __all__ = ["Cipher", "Keyring"]

@@ -11,13 +11,13 @@ from transformers import PreTrainedModel
 from models_integration.archive.codec import decode, encode
 from models_integration.archive.errors import NoSuchChunk
 from models_integration.archive.manifest import ALL, Manifest, ModelIdentity, ids_digest, kept_digest, weights_digest
-from models_integration.archive.rope import frequencies_at, recognise
 from models_integration.archive.splice import Chunk, compacted, computed, splice, upper_half
 from models_integration.archive.store import Archive
-from models_integration.cache import RetainedCache
-from models_integration.methods import Method
-from models_integration.published import Published
-from models_integration.session import prefill
+from models_integration.cache.retained_cache import RetainedCache
+from models_integration.model.rotary_gate import frequencies_at, recognise
+from models_integration.policies.methods import Method
+from models_integration.policies.prefill import prefill
+from models_integration.policies.published import Published
 from reference.injection.wrappers import FORMS, Vocabulary, wrap
 from reference.policies.protections import protecting
 from spec.errors import SpecError

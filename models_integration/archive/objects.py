@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from models_integration.archive.errors import ForeignVersion, KeyUnavailable
-from models_integration.archive.files import Late
 from models_integration.archive.keyring import Cipher
 from models_integration.archive.manifest import Manifest, meaning, raw_bytes
+from models_integration.cache.atomic_file import Late
 from spec import SPEC_VERSION
 
 __all__ = ["FORMAT", "Corrupt", "pieces", "read_manifest", "read_object"]

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from models_integration.archive.errors import ForeignVersion, OtherPins
-from models_integration.archive.files import publish
+from models_integration.cache.atomic_file import publish
 
 __all__ = ["Pins", "corpus_digest", "same_pins"]
 

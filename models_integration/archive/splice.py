@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from models_integration.archive.gaps import GappedSlidingLayer
-from models_integration.archive.rope import Rotary, frequencies_at, plain_layers, prefilled
-from models_integration.archive.turn import angles_between, turned
-from models_integration.cache import RetainedCache, RetainedLayer
-from models_integration.ragged import RaggedLayer
-from models_integration.slots import filled
-from models_integration.states import RowStates
-from models_integration.visibility import EMPTY, StoredRows
+from models_integration.cache.dense_layer import RetainedLayer
+from models_integration.cache.positions import EMPTY, StoredRows
+from models_integration.cache.ragged_layer import RaggedLayer
+from models_integration.cache.retained_cache import RetainedCache
+from models_integration.cache.row_states import RowStates
+from models_integration.cache.sliding_layer import GappedSlidingLayer
+from models_integration.cache.slots import filled
+from models_integration.model.rotary_gate import Rotary, frequencies_at, plain_layers, prefilled
+from models_integration.model.rotation import angles_between, turned
 from spec.errors import SpecError
 from spec.retention import Granularity, Retention
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from models_integration.archive.catalogue import Catalogue, Entry
 from models_integration.archive.errors import ForeignVersion, KeyUnavailable
-from models_integration.archive.files import TEMPORARY, erase, named_errors, publish, sync
 from models_integration.archive.keyring import Cipher, Keyring
 from models_integration.archive.manifest import Manifest, ModelIdentity
 from models_integration.archive.objects import Corrupt, pieces, read_manifest, read_object
+from models_integration.cache.atomic_file import TEMPORARY, erase, named_errors, publish, sync
 from spec.errors import SpecError
 
 __all__ = ["Archive", "Report", "Stored"]

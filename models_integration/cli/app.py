@@ -78,7 +78,7 @@ def compare(
     Every policy gets the same number of tokens (Eq. 30 over the context), and the answer is graded by exact match.
     """
     from models_integration.cli.compare import run
-    from models_integration.evaluation.cells import Plan
+    from models_integration.studies.cells import Plan
 
     plan = Plan(_names(policies), _names(budgets), _names(tasks), length, samples, seed, placement, controls)
     run(plan, model, backend, out, calibration)
@@ -93,7 +93,7 @@ def demo(
     The same as `kvspec compare` without options; a few minutes on two CPU cores, nothing is downloaded.
     """
     from models_integration.cli.compare import run
-    from models_integration.evaluation.cells import Plan
+    from models_integration.studies.cells import Plan
 
     run(Plan(), "pocket", "auto", out)
 
@@ -121,7 +121,7 @@ def sweep(
     About a minute with the defaults on two CPU cores. A second run skips what is stored.
     """
     from models_integration.cli.sweep import run
-    from models_integration.evaluation.sweep import SweepPlan
+    from models_integration.studies.sweep.sweep import SweepPlan
 
     run(SweepPlan(grid, budget, _names(tasks), length, samples, seed), model, backend, out)
 
@@ -143,8 +143,8 @@ def study(
     core with the defaults. A second run goes on from what is stored.
     """
     from models_integration.cli.study import run
-    from models_integration.study.memories import ARMS
-    from models_integration.study.run import StudyPlan
+    from models_integration.studies.decode.memories import ARMS
+    from models_integration.studies.decode.run import StudyPlan
 
     run(StudyPlan(samples, tokens, _names(arms) or tuple(ARMS)), contexts, backend, out)
 

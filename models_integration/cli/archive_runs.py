@@ -7,13 +7,13 @@ import typer
 from transformers.utils.logging import disable_progress_bar
 
 from models_integration.archive.errors import NoSuchChunk
-from models_integration.archive.gaps import layer_masks
 from models_integration.archive.keyring import Keyring
 from models_integration.archive.library import Library, vocabulary_of
 from models_integration.archive.store import Archive
-from models_integration.cache import RetainedCache
-from models_integration.evaluation.compare import Subject, named_method
-from models_integration.evaluation.subject import load_subject
+from models_integration.attention.layer_masks import layer_masks
+from models_integration.cache.retained_cache import RetainedCache
+from models_integration.studies.compare.compare import Subject, named_method
+from models_integration.studies.subject import load_subject
 from spec.errors import SpecError
 
 __all__ = ["run_forget", "run_gc", "run_get", "run_inject", "run_list", "run_put", "run_verify"]

@@ -7,12 +7,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers.utils.logging import disable_progress_bar
 
-from models_integration.archive.study.arms import ARMS
-from models_integration.archive.study.latency import COUNTS, latencies
-from models_integration.archive.study.report import markdown
-from models_integration.archive.study.run import StudyPlan, run_study, talks_and_pins
-from models_integration.evaluation.subject import load_subject
 from models_integration.pocket.talk import KINDS
+from models_integration.studies.archive.arms import ARMS
+from models_integration.studies.archive.latency import COUNTS, latencies
+from models_integration.studies.archive.report import markdown
+from models_integration.studies.archive.run import StudyPlan, run_study, talks_and_pins
+from models_integration.studies.subject import load_subject
 from spec.errors import SpecError
 
 __all__ = ["run"]

@@ -5,8 +5,8 @@ from pathlib import Path
 from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
-from models_integration.calibration import calibrate
-from models_integration.evaluation.subject import load_subject
+from models_integration.policies.calibration import calibrate
+from models_integration.studies.subject import load_subject
 from reference.calibration import save_calibration
 from spec.errors import SpecError
 

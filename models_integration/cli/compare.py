@@ -7,11 +7,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers.utils.logging import disable_progress_bar
 
-from models_integration.evaluation.cells import Cell, Plan, cells
-from models_integration.evaluation.compare import Subject, run_cells, verdict
-from models_integration.evaluation.report import comparison_table, control_table, draw
-from models_integration.evaluation.results import Row
-from models_integration.evaluation.subject import load_subject
+from models_integration.studies.cells import Cell, Plan, cells
+from models_integration.studies.compare.compare import Subject, run_cells, verdict
+from models_integration.studies.compare.report import comparison_table, control_table, draw
+from models_integration.studies.results import Row
+from models_integration.studies.subject import load_subject
 from reference.calibration import load_calibration
 
 __all__ = ["run"]

@@ -6,10 +6,10 @@ import torch
 from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
-from models_integration.evaluation.subject import load_subject
-from models_integration.explain import explain_html
-from models_integration.methods import CrystalCache
-from models_integration.session import prefill
+from models_integration.cli.explain import explain_html
+from models_integration.policies.methods import CrystalCache
+from models_integration.policies.prefill import prefill
+from models_integration.studies.subject import load_subject
 from spec.errors import SpecError
 from spec.records import CrystalRetention
 

@@ -7,11 +7,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers.utils.logging import disable_progress_bar
 
-from models_integration.evaluation.results import Row
-from models_integration.evaluation.subject import load_subject
-from models_integration.study.predictions import STEPS, predictions
-from models_integration.study.report import markdown
-from models_integration.study.run import StudyPlan, run_study
+from models_integration.studies.decode.predictions import STEPS, predictions
+from models_integration.studies.decode.report import markdown
+from models_integration.studies.decode.run import StudyPlan, run_study
+from models_integration.studies.results import Row
+from models_integration.studies.subject import load_subject
 
 __all__ = ["run"]
 

@@ -7,10 +7,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers.utils.logging import disable_progress_bar
 
-from models_integration.evaluation.results import Row
-from models_integration.evaluation.subject import load_subject
-from models_integration.evaluation.sweep import GRIDS, SweepPlan, run_sweep
-from models_integration.evaluation.sweep_report import draw_sweep, markdown, sweep_table
+from models_integration.studies.results import Row
+from models_integration.studies.subject import load_subject
+from models_integration.studies.sweep.report import draw_sweep, markdown, sweep_table
+from models_integration.studies.sweep.sweep import GRIDS, SweepPlan, run_sweep
 
 __all__ = ["run"]
 

@@ -18,15 +18,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from models_integration.pocket.assets_folder import ASSETS
-from models_integration.pocket.batches import (
-    ANSWER_DIGIT,
-    ANSWER_WORD,
-    FILLER_POOL,
-    TEXT,
-    Batch,
-    RowMaker,
-    RowPlan,
-)
+from models_integration.pocket.batches import ANSWER_DIGIT, ANSWER_WORD, FILLER_POOL, TEXT, Batch, RowMaker, RowPlan
 from models_integration.pocket.curriculum import SPAN, TOTAL_STEPS, draw_plan, rate_at, stage_at
 from models_integration.pocket.initialisation import prepare
 from models_integration.pocket.tokenizer import MAXIMUM_LENGTH, build_tokenizer

@@ -1,0 +1,1 @@
+"""What watches the suite and the text: layers, trace, saboteurs, mutation, proofs."""

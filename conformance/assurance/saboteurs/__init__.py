@@ -1,0 +1,47 @@
+"""Saboteurs: the reference with one item wrong, one for each reading that the specification rejects.
+
+`python -m conformance.assurance.saboteurs` runs each against the tests of its item, which must kill it by an assertion.
+`--backend conformance.assurance.saboteurs:NAME` judges one as anybody's backend. Items that no stage holds (a budget's
+forms, protection, memory, compaction, the pipeline) leave a backend's stages as they are:
+`-p conformance.assurance.saboteurs.plugin --saboteur NAME` puts any of them into the process where the suite runs.
+"""
+
+from conformance.assurance.saboteurs import (
+    activation,
+    breaths,
+    decode,
+    diversity,
+    essay,
+    injection,
+    nestedkv,
+    policies,
+    policy_parts,
+    s1,
+    s1_selection,
+    s2,
+    s3,
+    s4,
+    s5,
+    s6,
+    s6_protection,
+    statistics,
+    triattention,
+    whole,
+)
+from conformance.assurance.saboteurs.install import private_reference
+from conformance.assurance.saboteurs.registry import REGISTRY
+from spec.backend import Backend
+
+__all__ = ["SABOTEURS"]
+
+SABOTEURS = REGISTRY
+STAGES = (
+    s1, s1_selection, s2, s3, s4, s5, s6, s6_protection, whole, activation, decode, breaths, essay, policies,
+    policy_parts, injection, statistics, nestedkv, diversity, triattention,
+)
+
+
+def __getattr__(name: str) -> Backend:
+    if name not in SABOTEURS:
+        raise AttributeError(f"module {__name__!r} has no saboteur {name!r}")
+    return private_reference(SABOTEURS[name]).backend

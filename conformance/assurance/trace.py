@@ -1,0 +1,312 @@
+"""Items, functions and tests, held together: `python -m conformance.assurance.trace` prints the matrix, fails on a gap.
+
+An item is a heading `### CC-NAME` in spec/*.md. Its normative text is everything up to `**Rationale**`; spec/items.lock
+holds a hash of it. A function names its items in its docstring (`Implements: CC-NAME`), a test in its marker
+(`@pytest.mark.spec(id="CC-NAME")`), a vector in its `items`, a saboteur in its decorator. An item needs a function in
+the reference and in each backend that is there (or a reason in NO_STAGE), a test, a vector and two saboteurs.
+`--accept CC-NAME` or `--accept all` takes over a text that was read again.
+"""
+
+import argparse
+import ast
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from conformance.items import items_of
+from conformance.paths import ROOT
+
+__all__ = ["Trace", "accept", "implementations", "main", "normative_hash", "read_lock", "read_tree"]
+
+IMPLEMENTING = ("spec", "reference", "accelerated")
+TRUSTED = ("spec", "reference")
+BACKENDS = ("accelerated/numba_cpu", "accelerated/triton_gpu")
+LOCK = Path("spec", "items.lock")
+SABOTEURS = 2  # of each item, at least
+
+# Items that no backend implements, because no stage of `spec.backend.CrystalStages` is about them.
+NO_STAGE = {
+    "CC-MEMORY": "arithmetic of reports; no stage computes it",
+    "CC-BUDGET-FORMS": "read once at the door, in spec/budget.py",
+    "CC-EDGES": "a view of spec/records.py, the same for every backend",
+    "CC-PROTECTED": "computed once by the pipeline; stages are given the mask",
+    "CC-BUDGET": "computed once by the pipeline; stages are given B",
+    "CC-COMPACT": "done in the cache, by models_integration/cache/dense_layer.py",
+    "CC-RENEWAL": "one line of a breath, on the host; the breath's stages get its result",
+    "CC-PREFILL": "the pipeline that composes a backend's stages",
+    **dict.fromkeys(
+        ("PO-OBSERVED-ATTENTION", "PO-POOL", "PO-H2O", "PO-H2O-DESCRIBED", "PO-SNAPKV", "PO-CHUNKKV",
+         "PO-CHUNKKV-DESCRIBED", "PO-TOVA", "PO-KEYDIFF", "PO-KNORM", "PO-EXPECTED-ATTENTION", "PO-ADAKV", "PO-RKV",
+         "PO-CAOTE", "PO-DEFENSIVEKV", "PO-EPICACHE"),
+        "a scorer in matrix products, which NumPy's BLAS does; no backend has a family of scorers",
+    ),
+    **dict.fromkeys(
+        ("PO-TOP-UNITS", "PO-FILL-UNITS", "PO-WHOLE-SHARES", "PO-PYRAMID-BUDGET", "PO-ADAPTIVE-BUDGET",
+         "PO-COMPETITION-BUDGET"),
+        "counts and sorts of scores on the host, the same for every backend",
+    ),
+    **dict.fromkeys(
+        ("PO-RETAIN", "PO-STEP", "PO-TURN", "PO-STREAMINGLLM", "PO-PYRAMIDKV", "PO-PYRAMIDKV-DESCRIBED"),
+        "a composition of parts; no stage computes it",
+    ),
+    **dict.fromkeys(
+        ("PO-PYRAMID-OFFICIAL", "PO-ADAKV-OFFICIAL"), "for comparison with published figures; no policy uses it",
+    ),
+    **dict.fromkeys(("NK-NESTEDKV", "NK-ABLATIONS"), "a composition of parts; no stage computes it"),
+    "NK-TOKENS": "one exact number on the host",
+    **dict.fromkeys(
+        ("DV-SIGNATURE", "DV-VARIANT-B", "TA-STATISTICS", "TA-SCORE", "TA-RANKING"),
+        "means and matrix products, which NumPy does at the speed of memory; no backend has a family of scorers",
+    ),
+    **dict.fromkeys(
+        ("DV-POLICY", "DV-SCHEDULE", "TA-POLICY", "TA-CALIBRATION"), "a composition of parts; no stage computes it",
+    ),
+    "CC-START": "a view of the prefill's records, made once",
+    "CC-LIVE": "gathers of NumPy, the same for every backend",
+    "CC-SEEN-COUNT": "integer bookkeeping, the same for every backend; stages are given the counts",
+    "CC-TAIL": "a token behind a tuple",
+    "CC-TAIL-D": "one number per breath",
+    "CC-TAIL-TRUNKS": "composes a backend's impact and trunks",
+    "CC-LIVE-PROTECTED": "computed once per eviction; stages are given the mask",
+    "CC-BREATH-PROTECTED": "computed once per breath; stages are given the mask",
+    "CC-REEVICT": "composes a backend's score and dissolve",
+    "CC-BREATH": "composes a backend's stages",
+    "CC-STEP": "composes a backend's stages",
+    "CC-SEGMENT": "the pipeline that composes a backend's stages",
+    "CC-CHUNK-TRUNKS": "composes a backend's impact and trunks",
+    "IN-PLACES": "integers at the splice, in models_integration/archive/splice.py",
+    "IN-BASELINES": "a table, for models_integration/archive/baselines.py",
+    "IN-LEGOLINK": "integers at the splice, the same for every engine",
+    "IN-CACHEBLEND": "a sum and a sort once a splice, for comparison; no stage computes it",
+    "IN-ENTROPY": "an instrument, on tensors in models_integration/archive/diagnostics.py",
+    "IN-SINK-MASS": "an instrument, on tensors in models_integration/archive/diagnostics.py",
+    "IN-KEY-COSINE": "an instrument, on tensors in models_integration/archive/diagnostics.py",
+    "IN-BANDS": "a table, read by models_integration/archive/diagnostics.py",
+    "IN-SHIFT-ANGLES": "arithmetic at the splice, once a chunk; on tensors in models_integration/model/rotation.py",
+    "IN-REBASE-ANGLES": "arithmetic at the splice, once a chunk; on tensors in models_integration/model/rotation.py",
+    "IN-HALF-SPLIT": "done at the splice, on tensors in models_integration/model/rotation.py",
+    "IN-INTERLEAVED": "done at the splice, on tensors in models_integration/model/rotation.py",
+    "IN-SCALE": "done in the archive, on tensors in models_integration/archive/codec.py",
+    "IN-CODES": "done in the archive, on tensors in models_integration/archive/codec.py",
+    "IN-ARMS": "a table, read by models_integration/archive/codec.py",
+    "IN-MARKER": "token ids, before any model runs",
+    "IN-WRAP": "token ids, before any model runs",
+    "IN-SLICES": "token ids, before any model runs",
+    "IN-FUSE": "retrieval; no stage computes it",
+    "IN-MCNEMAR": "arithmetic of reports; no stage computes it",
+    "IN-WILSON": "arithmetic of reports; no stage computes it",
+    "IN-BOOTSTRAP": "arithmetic of reports; no stage computes it",
+    "IN-CLUSTER-BOOTSTRAP": "arithmetic of reports; no stage computes it",
+    "IN-POWER": "arithmetic of reports; no stage computes it",
+}
+# Items that a device backend takes from the host: its data is a few thousand trunks or tokens, and lives on the host.
+ON_HOST = {
+    "CC-ETA", "CC-ACTIVATION", "CC-PULSE", "CC-RAISE", "CC-RESONANCE", "CC-HEBB", "CC-DECAY", "CC-SEGMENT-GRAPH",
+    "CC-SEGMENT-D",
+    # Each pick depends on all before it; see accelerated/triton_gpu/backend.py.
+    "DV-COSINE", "DV-GREEDY",
+}
+DEVICES = ("accelerated/triton_gpu",)
+
+_IMPLEMENTS = re.compile(r"^[ \t]*Implements: (.+)$", re.MULTILINE)
+
+Places = dict[str, list[str]]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One reading of a tree: item hashes, the lock, and where each id is implemented and tested."""
+
+    items: dict[str, str]
+    lock: dict[str, str]
+    functions: Places
+    tests: Places
+    vectors: Places
+    saboteurs: Places
+    backends: tuple[str, ...] = ()
+    repeated: tuple[str, ...] = ()
+
+    def problems(self) -> list[str]:
+        """Every reason to fail, one line each, by id."""
+        found = [f"{name}: defined twice" for name in self.repeated]
+        for name, digest in self.items.items():
+            if not any(place.startswith(TRUSTED) for place in self.functions.get(name, [])):
+                found.append(f"{name}: no reference function")
+            if name not in self.tests:
+                found.append(f"{name}: no test")
+            found += [f"{name}: no function in {backend}" for backend in self.backends if self.lacks(name, backend)]
+            if name not in self.vectors:
+                found.append(f"{name}: no vector")
+            if len(self.saboteurs.get(name, [])) < SABOTEURS:
+                found.append(f"{name}: fewer than {SABOTEURS} saboteurs")
+            if name not in self.lock:
+                found.append(f"{name}: not in {LOCK.as_posix()}; read it, then --accept {name}")
+            elif self.lock[name] != digest:
+                found.append(f"{name}: text changed; read it again, then --accept {name}")
+        named = (
+            ("implemented", self.functions), ("tested", self.tests), ("shown", self.vectors),
+            ("sabotaged", self.saboteurs),
+        )
+        for kind, places in named:
+            for name in places.keys() - self.items.keys():
+                found.append(f"{name}: unknown id, {kind} by {', '.join(places[name])}")
+        found += [f"{name}: locked, but no item" for name in self.lock.keys() - self.items.keys()]
+        return sorted(found)
+
+    def lacks(self, name: str, backend: str) -> bool:
+        """Whether a backend has no function for an item that is a stage's."""
+        if name in NO_STAGE or (name in ON_HOST and backend in DEVICES):
+            return False
+        return not any(place.startswith(backend) for place in self.functions.get(name, []))
+
+    def matrix(self) -> str:
+        """A row per item: id, hash, then how many functions, tests, vectors and saboteurs it has."""
+        width = max(map(len, self.items), default=4)
+        tops = (*TRUSTED, *self.backends)
+        columns = [Path(top).name for top in tops] + ["tests", "vectors", "saboteurs"]
+        rows = [f"{'item':{width}}  {'hash':12}  " + "  ".join(columns)]
+        for name, digest in self.items.items():
+            places = self.functions.get(name, [])
+            counts = [sum(place.startswith(top) for place in places) for top in tops]
+            counts += [len(where.get(name, [])) for where in (self.tests, self.vectors, self.saboteurs)]
+            cells = [
+                f"{'N/A' if not count and top in self.backends and not self.lacks(name, top) else count:>{len(column)}}"
+                for top, column, count in zip([*tops, "", "", ""], columns, counts, strict=True)
+            ]
+            rows.append(f"{name:{width}}  {digest}  " + "  ".join(cells))
+        return "\n".join(rows)
+
+
+def normative_hash(text: str) -> str:
+    """12 hex digits of the sha256 of the text before `**Rationale**`, with every run of whitespace as one space."""
+    normative = " ".join(text.partition("**Rationale**")[0].split())
+    return hashlib.sha256(normative.encode()).hexdigest()[:12]
+
+
+def implementations(source: str) -> Iterator[tuple[str, str]]:
+    """Id and function (or class, or module) name of each `Implements:` line in a docstring."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
+            for line in _IMPLEMENTS.findall(ast.get_docstring(node) or ""):
+                for name in line.split(","):
+                    yield name.strip(), getattr(node, "name", "<module>")
+
+
+def markers(source: str) -> Iterator[tuple[str, int]]:
+    """Id and line of each `pytest.mark.spec(id="...")` with a literal id."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.spec":
+            for keyword in node.keywords:
+                if keyword.arg == "id" and isinstance(keyword.value, ast.Constant):
+                    yield str(keyword.value.value), node.lineno
+
+
+def sabotaged(source: str) -> Iterator[tuple[str, int]]:
+    """Id and line of each `@instead_of(original, "ID")` or `@method_instead_of(...)`."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("instead_of", "method_instead_of"):
+            for argument in node.args:
+                if isinstance(argument, ast.Constant) and re.fullmatch(r"[A-Z]+(-[A-Z0-9]+)+", str(argument.value)):
+                    yield str(argument.value), node.lineno
+
+
+def vector_items(text: str) -> Iterator[tuple[str, str]]:
+    """Item and tcId of each vector of a file."""
+    for group in json.loads(text).get("testGroups", []):
+        for test in group["tests"]:
+            for name in test["items"]:
+                yield name, str(test["tcId"])
+
+
+def read_lock(text: str) -> dict[str, str]:
+    """Hash by id; one `id hash` per line."""
+    return dict(line.split() for line in text.splitlines() if line.strip())
+
+
+def read_tree(root: Path) -> Trace:
+    """Read the specification, the code and the tests under `root`."""
+    pages = [path.read_text(encoding="utf-8") for path in sorted((root / "spec").glob("*.md"))]
+    found = [item for page in pages for item in items_of(page)]
+    names = [name for name, _ in found]
+    functions: Places = {}
+    tests: Places = {}
+    vectors: Places = {}
+    saboteurs: Places = {}
+    for path in _modules(root, IMPLEMENTING):
+        for name, function in implementations(path.read_text(encoding="utf-8")):
+            functions.setdefault(name, []).append(f"{path.relative_to(root).as_posix()}:{function}")
+    for path in _modules(root, ["conformance"]):
+        for name, line in markers(path.read_text(encoding="utf-8")):
+            tests.setdefault(name, []).append(f"{path.relative_to(root).as_posix()}:{line}")
+    for path in _modules(root, ["conformance/assurance/saboteurs"]):
+        for name, line in sabotaged(path.read_text(encoding="utf-8")):
+            saboteurs.setdefault(name, []).append(f"{path.relative_to(root).as_posix()}:{line}")
+    for path in sorted((root / "spec" / "vectors").glob("*.json")):
+        for name, case in vector_items(path.read_text(encoding="utf-8")):
+            vectors.setdefault(name, []).append(f"{path.name}:{case}")
+    lock = root / LOCK
+    return Trace(
+        {name: normative_hash(text) for name, text in found},
+        read_lock(lock.read_text(encoding="ascii")) if lock.exists() else {},
+        functions,
+        tests,
+        vectors,
+        saboteurs,
+        tuple(backend for backend in BACKENDS if (root / backend).is_dir()),
+        tuple(sorted({name for name in names if names.count(name) > 1})),
+    )
+
+
+def _modules(root: Path, packages: Iterable[str]) -> Iterator[Path]:
+    for package in packages:
+        yield from sorted((root / package).rglob("*.py"))
+
+
+def accept(root: Path, wanted: list[str]) -> list[str]:
+    """Take over the present text of the wanted ids ("all": of every id) into the lock; say what changed.
+
+    Raises:
+        KeyError: for an id that is neither an item nor in the lock.
+    """
+    trace = read_tree(root)
+    known = trace.items.keys() | trace.lock.keys()
+    names = known if wanted == ["all"] else set(wanted)
+    if names - known:
+        raise KeyError(", ".join(sorted(names - known)))
+    lock, changes = dict(trace.lock), []
+    for name in sorted(names):
+        old, new = lock.pop(name, None), trace.items.get(name)
+        if new:
+            lock[name] = new
+        if old != new:
+            changes.append(f"{name}: {old or 'new'} -> {new or 'removed'}")
+    text = "".join(f"{name} {digest}\n" for name, digest in sorted(lock.items()))
+    (root / LOCK).write_text(text, encoding="ascii")
+    return changes
+
+
+def main(arguments: list[str] | None = None, root: Path | None = None) -> int:
+    """Print the matrix and the problems (exit 1 if there is one), or accept texts."""
+    parser = argparse.ArgumentParser(prog="conformance.assurance.trace", description=__doc__)
+    parser.add_argument("--accept", nargs="+", metavar="ID", help="ids whose new text was read, or 'all'")
+    wanted = parser.parse_args(arguments).accept
+    root = root or ROOT
+    if wanted:
+        try:
+            print("\n".join(accept(root, wanted)) or "trace: nothing has changed")
+        except KeyError as unknown:
+            parser.error(f"unknown id: {unknown.args[0]}")
+        return 0
+    trace = read_tree(root)
+    problems = trace.problems()
+    print(trace.matrix())
+    print("\n".join(problems) or f"trace: {len(trace.items)} items, all implemented, tested, shown, sabotaged and read")
+    return int(bool(problems))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

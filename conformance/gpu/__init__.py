@@ -1,5 +1,0 @@
-"""One command for a machine with a GPU: `python -m conformance.gpu`, or `nox -s gpu`.
-
-It proves the kernels compiled on the device, and only then measures them; the figures go to docs/results. It needs
-numpy, torch, triton, numba, hypothesis, pytest and jaxtyping. `--dry-run` walks the same path on a CPU.
-"""

@@ -1,0 +1,1 @@
+"""Benchmarks, GPU runs and comparisons with other libraries."""

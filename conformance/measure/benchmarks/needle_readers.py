@@ -1,0 +1,88 @@
+"""Which queries of the pocket model read a needle: `python -m conformance.measure.benchmarks.needle_readers`.
+
+Prints two tables: the attention on the needle's tokens of the question's queries and of the answer's, and how often
+policies answer when the answer's opening, whose last query reads the value, stands in the prompt.
+"""
+
+from collections.abc import Iterator
+from typing import cast
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from models_integration import FullCache, Published
+from models_integration.pocket import load_pocket
+from models_integration.studies.compare.runner import answer
+from models_integration.tasks import MAX_NEW_TOKENS, Placement, Sample, draw_sample, place, score
+
+__all__ = ["answers_of", "main", "masses", "opened"]
+
+LENGTH, SEED, SAMPLES, B = 1024, 42, 20, 308
+POLICIES = ("snapkv", "adakv", "pyramidkv", "chunkkv", "rkv", "caote", "tova", "h2o")
+
+
+def opened(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Placement:
+    """Context, question and the answer's opening, "The special magic number is": what comes next is the value."""
+    start, stop = sample.needle
+    words = [str(tokenizer.decode([token])).strip() for token in sample.context_ids[start:stop]]
+    (first,) = tokenizer.encode(" The", add_special_tokens=False)
+    opening = (first, *sample.context_ids[start + 1 : start + words.index("is") + 1])
+    ids = (*sample.context_ids, *sample.question_ids, *opening)
+    return Placement("paper", ids, 0, 0, (), True, "the answer's opening stood in the prompt")
+
+
+@torch.no_grad()
+def masses(model: PreTrainedModel, sample: Sample, stop_ids: frozenset[int]) -> tuple[list[float], list[float]]:
+    """Per layer the largest attention that a head's query gives to the needle: of the question's, of the answer's."""
+    placement = place(sample, "in_prompt")
+    given = answer(model, FullCache(), placement, MAX_NEW_TOKENS, stop_ids).token_ids
+    model.set_attn_implementation("eager")
+    ids = torch.tensor([[*placement.prompt_ids, *given]])
+    layers = model(input_ids=ids, output_attentions=True).attentions
+    model.set_attn_implementation("sdpa")
+    n, asked = len(placement.prompt_ids), len(sample.question_ids)
+    on_needle = [A[0, :, :, slice(*sample.needle)].sum(dim=-1) for A in layers]
+    question = [float(A[:, n - asked : n].max()) for A in on_needle]
+    return question, [float(A[:, n : n + len(given) - 1].max()) for A in on_needle]
+
+
+def answers_of(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, samples: int, stop_ids: frozenset[int],
+) -> int:
+    """Samples that a policy answers with the opening in its prompt, at B tokens."""
+    right = 0
+    for index in range(samples):
+        sample = draw_sample("needle", tokenizer, LENGTH, index, SEED)
+        found = answer(model, Published(name, B), opened(sample, tokenizer), MAX_NEW_TOKENS, stop_ids)
+        right += score(tokenizer, found.token_ids, sample)
+    return right
+
+
+def lines() -> Iterator[str]:
+    model, tokenizer = load_pocket()
+    stop = frozenset([cast(int, model.generation_config.eos_token_id)])
+    found = [masses(model, draw_sample("needle", tokenizer, LENGTH, at, SEED), stop) for at in range(SAMPLES)]
+    yield "| layer | question's queries | answer's queries |"
+    yield "| --- | --- | --- |"
+    for layer in range(len(found[0][0])):
+        question, written = (sorted(one[part][layer] for one in found) for part in (0, 1))
+        yield f"| {layer} | {_range(question)} | {_range(written)} |"
+    yield ""
+    yield f"| policy | right of {SAMPLES}, the answer's opening in the prompt, B = {B} |"
+    yield "| --- | --- |"
+    for name in POLICIES:
+        yield f"| {name} | {answers_of(model, tokenizer, name, SAMPLES, stop)} |"
+
+
+def _range(values: list[float]) -> str:
+    return f"{values[len(values) // 2]:.2f} ({values[0]:.2f} to {values[-1]:.2f})"
+
+
+def main() -> None:
+    """Print the tables; some minutes."""
+    for line in lines():
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""`python -m conformance.measure.gpu`: see the package. Under ten minutes on an H100."""
+
+import argparse
+import datetime
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache, partial
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from conformance.paths import ROOT
+
+PACKAGES = ("torch", "triton", "numba", "numpy", "transformers")
+NO_DEVICE = (
+    "no CUDA device: torch sees none here. Run this on a machine with one; `--dry-run` walks the same path on the CPU,"
+    " in Triton's interpreter, with tiny sizes"
+)
+# Seconds that each part may take; together less than ten minutes.
+LIMITS = {"ceilings": 20, "conformance": 250, "generation": 100, "speed": 110, "profile": 60}
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m conformance.measure.gpu", description=__doc__)
+    parser.add_argument("--model", help="a transformers model by path or name; default: random weights, 8B shape")
+    parser.add_argument("--out", type=Path, help="folder of the page and the JSON; default docs/results")
+    parser.add_argument("--dry-run", action="store_true", help="tiny sizes, no figures; needs no GPU, and needs --out")
+    parser.add_argument("--parts", default=",".join(LIMITS), help="only these, separated by commas: %(default)s")
+    chosen = parser.parse_args(arguments)
+    chosen.parts = chosen.parts.split(",")
+    unknown = set(chosen.parts) - set(LIMITS)
+    if unknown:
+        parser.error(f"unknown parts {', '.join(sorted(unknown))}; known: {', '.join(LIMITS)}")
+    if chosen.dry_run and chosen.out is None:
+        parser.error("a dry run says nothing about speed and stays out of docs/results: give --out")
+    return chosen
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the parts in their order, and write what was measured, whatever happens."""
+    chosen = parse(arguments)
+    missing = [name for name in ("torch", "triton", "numba") if find_spec(name) is None]
+    if missing:
+        print(f"not installed: {', '.join(missing)}", file=sys.stderr)
+        return 2
+    import torch
+
+    if not torch.cuda.is_available():
+        if not chosen.dry_run:
+            print(NO_DEVICE, file=sys.stderr)
+            return 2
+        # Triton reads it when kernels are defined, so before they are imported.
+        os.environ["TRITON_INTERPRET"] = "1"
+    from conformance.measure.gpu.report import Report
+
+    words = sys.argv[1:] if arguments is None else arguments
+    report = Report(_header(words), chosen.dry_run, dict.fromkeys(LIMITS, "not run"))
+    try:
+        _run(report, chosen)
+    except KeyboardInterrupt:
+        report.notes.append("Interrupted: what is missing was not measured.")
+    finally:
+        date, device = report.header["date"], "-".join(re.findall(r"\w+", report.header["device"].lower()))
+        page = report.write(chosen.out or ROOT / "docs" / "results", f"{date}-{device}")
+        print(f"written: {page} and its JSON")
+    asked = [report.parts[name] for name in chosen.parts]
+    return 0 if all(outcome == "done" for outcome in asked) else 1
+
+
+def _run(report: "Report", chosen: argparse.Namespace) -> None:  # type: ignore[name-defined]
+    from conformance.measure.gpu import measure
+
+    for name, part in _parts(report, chosen).items():
+        if name not in chosen.parts:
+            continue
+        measure.say(f"{name}, at most {LIMITS[name]} s")
+        report.parts[name] = "interrupted"
+        try:
+            with measure.limit(LIMITS[name]):
+                part()
+            report.parts[name] = "done"
+        except Exception as error:
+            report.parts[name] = f"failed: {type(error).__name__}: {error}".splitlines()[0]
+            measure.say(report.parts[name])
+            if name == "conformance":
+                report.notes.append("Conformance is not green, so nothing was measured after it.")
+                return
+
+
+def _parts(report: "Report", chosen: argparse.Namespace) -> dict[str, Callable[[], None]]:  # type: ignore[name-defined]
+    from conformance.measure.gpu import measure, models, profile, speed
+    from conformance.measure.gpu.ceilings import ceilings
+    from conformance.measure.gpu.generation import generation
+    from conformance.measure.gpu.scale import DRY, FULL
+    from conformance.measure.gpu.suite import conformance
+
+    scale = DRY if chosen.dry_run else FULL
+
+    @cache
+    def subject() -> models.Subject:
+        measure.say("making the model")
+        return models.subject(scale, chosen.model)
+
+    def speeds() -> None:
+        speed.s1(report, scale)
+        speed.routes(report, scale)
+        speed.whole_prefill(report, scale, subject())
+
+    return {
+        "ceilings": partial(ceilings, report, scale),
+        "conformance": partial(conformance, report, scale, LIMITS["conformance"]),
+        "generation": lambda: generation(report, scale, subject()),
+        "speed": speeds,
+        "profile": lambda: profile.profile(report, scale, subject()),
+    }
+
+
+def _header(words: list[str]) -> dict[str, str]:
+    import torch
+
+    from spec import SPEC_VERSION
+
+    gpu = torch.cuda.is_available()
+    versions = {name: _version(name) for name in PACKAGES}
+    return {
+        "device": torch.cuda.get_device_name() if gpu else f"{platform.machine()} CPU, interpreter",
+        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+        "command": " ".join(["python -m conformance.measure.gpu", *words]),
+        "spec": SPEC_VERSION,
+        "commit": _commit(),
+        "python": platform.python_version(),
+        **versions,
+        **({"memory": f"{torch.cuda.get_device_properties(0).total_memory / 1e9:.0f} GB", "driver": _driver(),
+            "cuda": str(torch.version.cuda)} if gpu else {}),
+    }
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _said(*command: str) -> str:
+    try:
+        found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=20)
+    except OSError:
+        return "unknown"
+    return found.stdout.strip() or "unknown"
+
+
+def _driver() -> str:
+    return _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+
+
+def _commit() -> str:
+    return _said("git", "rev-parse", "--short", "HEAD")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""S1 on the device against its goals, and the two routes that S2 to S6 can take."""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from accelerated.triton_gpu import kernels
+from accelerated.triton_gpu.backend import BACKEND, ON_DEVICE
+from accelerated.triton_gpu.device import default_device
+from conformance.measure.benchmarks import bench_stages
+from conformance.measure.benchmarks.baselines import torch_s1
+from conformance.measure.gpu.data import first_layer
+from conformance.measure.gpu.measure import median_ms, peak_bytes, say
+from conformance.measure.gpu.models import Subject
+from conformance.measure.gpu.report import Report, Table
+from conformance.measure.gpu.scale import Scale
+from conformance.measure.gpu.watch import Watch
+
+__all__ = ["routes", "s1", "whole_prefill"]
+
+# Milliseconds by length: what is asked, and what is aimed at.
+GOALS = {4096: (1.0, 0.4), 8192: (2.0, 1.0), 16384: (5.0, 3.0), 32768: (15.0, 10.0), 131072: (220.0, 150.0)}
+EDGES = (4, 11)
+
+
+def run_s1(scale: Scale, q: Any, k: Any, lse: Any = None) -> Any:
+    """The stage as it is called: checks, kernels, and the records on the host."""
+    S1 = ON_DEVICE.require_crystal().coattention
+    return S1(q, k, np.arange(q.shape[1]), scale.parameters, scale.d**-0.5, None, lse)
+
+
+def log_sum_exp(q: Any, k: Any) -> Any:
+    """What the forward's attention knows of each row, (H, n)."""
+    H, n, d = q.shape
+    lse = torch.empty(H, n, device=q.device)
+    for h in range(H):
+        for first in range(0, n, 1024):
+            rows = slice(first, min(n, first + 1024))
+            S = q[h, rows].float() @ k[h // (H // len(k)), : rows.stop].float().T * d**-0.5
+            later = torch.ones_like(S, dtype=torch.bool).triu(first + 1)
+            lse[h, rows] = torch.logsumexp(S.masked_fill_(later, -torch.inf), 1)
+    return lse
+
+
+def s1(report: Report, scale: Scale) -> None:
+    """Medians by length on both data sets; at the headline the workspace, the kernels, and eager torch."""
+    for n in scale.lengths:
+        for kind in ("mixed", "peaky"):
+            say(f"S1, {kind}, n = {n}")
+            run = partial(run_s1, scale, *first_layer(scale, n, kind))
+            goal, aim = GOALS.get(n, (None, None)) if kind == "mixed" else (None, None)
+            took = median_ms(run, scale.rounds if n <= scale.headline else 3)
+            report.add(f"S1, {scale.dtype}, n = {n}, {kind}", took, "ms", goal, aim)
+            if n == scale.headline:
+                lse = log_sum_exp(*run.args[1:])
+                took_less = median_ms(partial(run, lse), scale.rounds)
+                report.add(f"the same with the forward's log-sum-exp, n = {n}, {kind}", took_less, "ms")
+                _workspace(report, n, kind, run)
+                _kernels(report, n, kind, run)
+                _against_eager(report, scale, n, kind, took, run)
+
+
+def _workspace(report: Report, n: int, kind: str, run: Any) -> None:
+    memory = peak_bytes(run)
+    used = None if memory is None else (memory[1] - memory[0]) / 1e9
+    report.add(f"workspace of S1, n = {n}, {kind}", used, "GB", 1.0)
+
+
+def _kernels(report: Report, n: int, kind: str, run: Any) -> None:
+    """Where the time goes; empty where no device runs the kernels."""
+    activity = torch.profiler.ProfilerActivity
+    on = [activity.CUDA] if default_device().type == "cuda" else [activity.CPU]
+    with torch.profiler.profile(activities=on) as profile:
+        run()
+    took = {event.key: event.device_time_total / 1000 for event in profile.key_averages()}
+    rows = tuple((name, f"{took[name]:.3f}") for name in kernels.__all__ if name in took)
+    report.tables.append(Table(f"Kernels of S1, n = {n}, {kind}", ("kernel", "ms"), rows))
+
+
+def _against_eager(report: Report, scale: Scale, n: int, kind: str, took: float, run: Any) -> None:
+    say(f"eager torch, {kind}, n = {n}")
+    q, k = run.args[1:]
+    eager = median_ms(lambda: torch_s1(q, k), min(3, scale.rounds))
+    report.add(f"S1 in eager torch, n = {n}, {kind}", eager, "ms")
+    goal = 8.0 if kind == "mixed" else None
+    report.add(f"S1 against eager torch, n = {n}, {kind}", eager / took, "times", goal, at_least=True)
+
+
+def routes(report: Report, scale: Scale) -> None:
+    """S2 to S6 on the host or on the device: the faster one should be what `backend="triton"` does."""
+    took = {}
+    for edges in EDGES:
+        arguments = bench_stages.inputs(scale.headline, edges)
+        for route, backend in (("host", BACKEND), ("device", ON_DEVICE)):
+            run = partial(bench_stages.stages, *arguments, backend)
+            took[route, edges] = median_ms(run, scale.rounds)
+            what = f"S2 to S6 on the {route}, n = {scale.headline}, {edges} edges a token"
+            report.add(what, took[route, edges], "ms")
+    host = all(took["host", edges] <= took["device", edges] for edges in EDGES)
+    report.notes.append(
+        f'`backend="triton"` runs S2 to S6 on the host. Measured here, the host is {"" if host else "not "}the faster'
+        " route."
+    )
+
+
+def whole_prefill(report: Report, scale: Scale, subject: Subject) -> None:
+    """What S1 is of a prefill of the whole model, and what that prefill takes in memory."""
+    ids, watch = subject.prompt(scale.headline), Watch(BACKEND)
+
+    def run() -> None:
+        subject.generate(ids, watch.backend, scale, 0)
+
+    say(f"a whole prefill, n = {len(ids)}")
+    took = median_ms(run, min(3, scale.rounds))
+    watch.seconds.clear()
+    memory = peak_bytes(run)
+    report.add(f"prefill with CrystalCache, n = {len(ids)}", took, "ms")
+    report.add("share of S1 in it", 100_000 * watch.seconds["coattention"] / took, "%", 1.5)
+    report.add("its peak memory, weights included", None if memory is None else memory[1] / 1e9, "GB", 28.0)

@@ -1,0 +1,144 @@
+"""`python -m conformance.measure.peers`: every press on 200 inputs; exit 1 where a difference has no reading."""
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from itertools import combinations
+
+from conformance.measure.peers.inputs import Inputs, drawn
+from conformance.measure.peers.presses import FUTURE, KERNEL, PRESSES, SINK, VERSION, C, W, kept_by_press
+from conformance.measure.peers.readings import OURS, READINGS
+from conformance.paths import DOCS
+
+__all__ = ["main"]
+
+INPUTS = 200
+PAGE = DOCS / "peers.md"
+MOST = {"PyramidKV": 120}
+
+
+@dataclass(frozen=True)
+class Example:
+    """An input that needs a reading, with the others that it needs, and both sides' first kept set that differs."""
+
+    inputs: Inputs
+    others: tuple[str, ...]
+    ours: list[int]
+    theirs: list[int]
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        return len(self.others), self.inputs.n, self.inputs.seed
+
+
+@dataclass
+class Report:
+    """One press: how many inputs agree as they are, which readings the others need, and what nothing explains."""
+
+    press: str
+    equal: int = 0
+    unexplained: list[Inputs] = field(default_factory=list)
+    smallest: dict[str, Example] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
+
+
+def needed(press: str, inputs: Inputs, theirs: list[list[int]]) -> tuple[str, ...] | None:
+    """The fewest readings under which ours are theirs; None where all together do not do it."""
+    ours, readings = OURS[press]
+    for number in range(len(readings) + 1):
+        for some in combinations(readings, number):
+            if ours(inputs, frozenset(some)) == theirs:
+                return some
+    return None
+
+
+def compared(press: str, number: int) -> Report:
+    report = Report(press)
+    make, eager = PRESSES[press]
+    ours, readings = OURS[press]
+    for seed in range(number):
+        inputs = drawn(seed, MOST.get(press, 40))
+        theirs = kept_by_press(make, inputs, eager)
+        some = needed(press, inputs, theirs)
+        if some is None or ours(inputs, frozenset(readings)) != theirs:
+            report.unexplained.append(inputs)
+            continue
+        report.equal += not some
+        report.counts.update(some)
+        for reading in some:
+            others = tuple(other for other in some if other != reading)
+            without = ours(inputs, frozenset(others))
+            head = next(h for h, (a, b) in enumerate(zip(without, theirs, strict=True)) if a != b)
+            found = Example(inputs, others, without[head], theirs[head])
+            report.smallest[reading] = min(report.smallest.get(reading, found), found, key=lambda e: e.size)
+    return report
+
+
+def lines(report: Report, number: int) -> Iterator[str]:
+    """The press's section of docs/peers.md."""
+    yield f"## {report.press}"
+    yield ""
+    yield f"{report.equal} of {number} inputs agree as they are; {len(report.unexplained)} differences are unexplained."
+    if report.counts:
+        yield ""
+        yield "| Reading | Inputs that need it | Smallest input | Here | kvpress |"
+        yield "| --- | --- | --- | --- | --- |"
+    for reading, count in sorted(report.counts.items()):
+        e = report.smallest[reading]
+        also = f", with {' and '.join(e.others)}" if e.others else ""
+        where = f"seed {e.inputs.seed}, n = {e.inputs.n}, r = {e.inputs.ratio}{also}"
+        yield f"| {reading} | {count} | {where} | {runs(e.ours)} | {runs(e.theirs)} |"
+    for inputs in report.unexplained[:3]:
+        yield f"- unexplained: seed {inputs.seed}, n = {inputs.n}, r = {inputs.ratio}"
+    yield ""
+
+
+def runs(kept: list[int]) -> str:
+    """0-3, 7 for 0, 1, 2, 3, 7."""
+    parts: list[list[int]] = []
+    for at in kept:
+        if parts and parts[-1][-1] == at - 1:
+            parts[-1].append(at)
+        else:
+            parts.append([at])
+    return ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else f"{part[0]}" for part in parts)
+
+
+def page(reports: list[Report], number: int) -> str:
+    """docs/peers.md."""
+    head = [
+        "# kvpress, side by side", "",
+        f"Written by `python -m conformance.measure.peers --write` with kvpress {VERSION}, transformers"
+        f" {version('transformers')} and torch {version('torch')}, each press on {number} inputs: both sides get the"
+        " same queries, keys and values in float64, 6 to 40 tokens (120 for PyramidKV), 1 to 3 KV heads of 1 or 2 query"
+        f" heads, and a ratio r that is removed. Constants: window {W}, pool {KERNEL}, chunk {C}, sinks {SINK}, future"
+        f" {FUTURE}.", "",
+        "A *reading* is a named difference. The table of a press counts the inputs that need it, with the fewest"
+        " readings that make the sets equal. The smallest input shows one kept set with all other readings it needs"
+        " applied. With all readings of a press applied its sets are equal on every input.", "",
+        *(f"- **{name}**: {text}." for name, text in READINGS.items()), "",
+    ]
+    return "\n".join([*head, *(line for report in reports for line in lines(report, number))])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Compare all presses, or one."""
+    parser = argparse.ArgumentParser(prog="conformance.measure.peers", description=__doc__)
+    parser.add_argument("--press", choices=PRESSES, help="one press only")
+    parser.add_argument("--inputs", type=int, default=INPUTS)
+    parser.add_argument("--write", action="store_true", help="write docs/peers.md")
+    options = parser.parse_args(arguments)
+    reports = []
+    for press in [options.press] if options.press else PRESSES:
+        reports.append(compared(press, options.inputs))
+        print("\n".join(lines(reports[-1], options.inputs)), flush=True)
+    if options.write:
+        PAGE.write_text(page(reports, options.inputs), encoding="utf-8")
+    return int(any(report.unexplained for report in reports))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

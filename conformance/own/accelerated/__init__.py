@@ -1,0 +1,1 @@
+"""Tests of the fast backends that say nothing about another backend."""

@@ -1,0 +1,145 @@
+"""The plugin from outside the tree: another directory, another backend, exceptions with reasons."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conformance import exceptions
+from conformance.paths import ROOT
+
+TESTS = """
+import pytest
+from hypothesis import settings
+
+@pytest.mark.spec(id="{item}")
+def test_sum(backend, stages, precision):
+    assert (backend.name, precision) == {expected!r}
+
+def test_profile():
+    assert settings.default.max_examples == {examples}
+"""
+
+
+def run(directory: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if name not in ("CI", "KVSPEC_PROFILE")}
+    clean = {name: value for name, value in clean.items() if not name.startswith("PYTEST")}
+    paths = os.pathsep.join([str(ROOT), str(directory)])
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "conformance.plugin", "-p", "no:cacheprovider", "-rA", *arguments],
+        cwd=directory, env={**clean, "PYTHONPATH": paths, **environment}, capture_output=True, text=True, check=False,
+    )
+
+
+def write(
+    directory: Path, item: str = "CC-SCORE", expected: tuple[str, str] = ("numpy", "float64"), examples: int = 50,
+) -> None:
+    text = TESTS.format(item=item, expected=expected, examples=examples)
+    (directory / "test_outside.py").write_text(text, encoding="utf-8")
+
+
+def test_the_header_says_what_runs(tmp_path: Path) -> None:
+    write(tmp_path)
+    result = run(tmp_path)
+    assert result.returncode == 0, result.stdout
+    assert "kvspec: backend numpy, S1 in float64, spec " in result.stdout
+    assert all(word in result.stdout for word in ("numpy ", "hypothesis ", "python ", "profile dev (50 examples)"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "examples"),
+    [([], {"CI": "true"}, 150), ([], {"KVSPEC_PROFILE": "nightly", "CI": "true"}, 20_000),
+     (["--kvspec-profile", "ci"], {"KVSPEC_PROFILE": "nightly"}, 150), (["--kvspec-profile", "few"], {}, 12)],
+)
+def test_profiles(tmp_path: Path, arguments: list[str], environment: dict[str, str], examples: int) -> None:
+    write(tmp_path, examples=examples)
+    assert run(tmp_path, *arguments, **environment).returncode == 0
+
+
+def test_what_the_profile_few_leaves_out_is_said(tmp_path: Path) -> None:
+    write(tmp_path, examples=12)
+    assert "profile few (12 examples, every 20th case of long loops)" in run(tmp_path, KVSPEC_PROFILE="few").stdout
+
+
+def test_an_unknown_profile_is_refused(tmp_path: Path) -> None:
+    write(tmp_path)
+    assert "KVSPEC_PROFILE = 'weekly'" in run(tmp_path, KVSPEC_PROFILE="weekly").stderr
+
+
+def test_anybody_s_backend_is_judged(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from spec.backend import Backend\nfrom reference.backend import BACKEND as B\n"
+        "MINE = Backend('mine', B.crystal)\nEMPTY = Backend('empty')\n", encoding="utf-8",
+    )
+    write(tmp_path, expected=("mine", "float32"))
+    assert run(tmp_path, "--backend", "mine:MINE").returncode == 0
+    assert "BackendUnavailable" in run(tmp_path, "--backend", "mine:EMPTY").stdout
+
+
+def test_the_suite_runs_from_outside_the_tree(tmp_path: Path) -> None:
+    result = run(tmp_path, "--pyargs", "conformance.suite.test_score", "--backend", "reference.backend:BACKEND")
+    assert result.returncode == 0, result.stdout
+    assert "passed" in result.stdout
+
+
+def test_a_marker_of_an_unknown_item_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, item="CC-NO-SUCH-ITEM")
+    result = run(tmp_path)
+    assert result.returncode != 0
+    assert "unknown item 'CC-NO-SUCH-ITEM'" in result.stderr + result.stdout
+
+
+@pytest.mark.parametrize(
+    ("entry", "outcome"),
+    [
+        ('item = "CC-SCORE"\nkind = "xfail"\nreason = "known"', "XFAIL"),
+        ('item = "CC-SCORE"\nkind = "skip"\nreason = "known"', "SKIPPED"),
+        ('test = "test_outside.py::test_sum"\nkind = "xfail"\nreason = "known"', "XFAIL"),
+    ],
+)
+def test_an_exception_covers_its_tests(tmp_path: Path, entry: str, outcome: str) -> None:
+    write(tmp_path, expected=("another", "float64"))
+    (tmp_path / "known.toml").write_text(f"[[exception]]\n{entry}\n", encoding="utf-8")
+    result = run(tmp_path, "--kvspec-exceptions", "known.toml")
+    assert result.returncode == 0, result.stdout
+    assert f"{outcome} " in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("entry", "complaint"),
+    [
+        ('item = "CC-SCORE"\nkind = "xfail"', "needs a reason"),
+        ('item = "CC-SCORE"\nkind = "xfail"\nreason = " "', "needs a reason"),
+        ('item = "CC-SCORE"\nkind = "ignore"\nreason = "known"', "kind must be"),
+        ('item = "CC-NONE"\nkind = "skip"\nreason = "known"', "unknown item 'CC-NONE'"),
+        ('kind = "skip"\nreason = "known"', "either an item or a test"),
+        ('item = "CC-SCORE"\ntest = "a.py::b"\nkind = "skip"\nreason = "known"', "either an item or a test"),
+        ('item = "CC-SCORE"\nkind = "skip"\nreason = "known"\nuntil = "2030"', "unknown keys until"),
+        ("item = ", "known.toml"),
+    ],
+)
+def test_a_careless_exception_is_refused(tmp_path: Path, entry: str, complaint: str) -> None:
+    file = tmp_path / "known.toml"
+    file.write_text(f"[[exception]]\n{entry}\n", encoding="utf-8")
+    with pytest.raises(pytest.UsageError, match=complaint):
+        exceptions.read(file, frozenset({"CC-SCORE"}))
+
+
+def test_an_exception_for_a_test_that_is_gone_fails_the_run(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "known.toml").write_text(
+        '[[exception]]\ntest = "test_outside.py::test_gone"\nkind = "skip"\nreason = "known"\n', encoding="utf-8"
+    )
+    result = run(tmp_path, "--kvspec-exceptions", "known.toml")
+    assert result.returncode != 0
+    assert "unknown test" in result.stderr + result.stdout
+
+
+def test_an_exception_that_passes_fails_the_run(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "known.toml").write_text(
+        '[[exception]]\nitem = "CC-SCORE"\nkind = "xfail"\nreason = "was true once"\n', encoding="utf-8"
+    )
+    assert "XPASS(strict)" in run(tmp_path, "--kvspec-exceptions", "known.toml").stdout

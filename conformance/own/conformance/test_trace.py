@@ -1,0 +1,150 @@
+"""The trace names each kind of gap, and the shipped tree has no unknown id and no stale text."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from conformance.assurance.trace import accept, main, read_lock, read_tree
+from conformance.paths import ROOT
+
+PAGE = """# A method
+
+### AB-SUM
+
+**MUST** be the sum.
+
+**Rationale** None.
+
+## Appendix
+"""
+FUNCTION = 'def total() -> None:\n    """The sum.\n\n    Implements: AB-SUM\n    """\n'
+TEST = 'import pytest\n\n\n@pytest.mark.spec(id="AB-SUM")\ndef test_total() -> None: ...\n'
+VECTOR = '{"testGroups": [{"tests": [{"tcId": "T1", "items": ["AB-SUM"]}]}]}'
+SABOTEURS = '@instead_of(total, "AB-SUM")\ndef a(): ...\n\n\n@method_instead_of(Sum, "total", "AB-SUM")\ndef b(): ...\n'
+FILES = {
+    "spec/a.md": PAGE, "reference/a.py": FUNCTION, "conformance/test_a.py": TEST, "spec/vectors/a.json": VECTOR,
+    "conformance/assurance/saboteurs/a.py": SABOTEURS,
+}
+
+Edit = Callable[[Path], None]
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A complete project of one item."""
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    accept(tmp_path, ["all"])
+    return tmp_path
+
+
+def replaced(name: str, old: str, new: str) -> Edit:
+    def edit(root: Path) -> None:
+        text = (root / name).read_text(encoding="utf-8")
+        assert old in text
+        (root / name).write_text(text.replace(old, new), encoding="utf-8")
+
+    return edit
+
+
+def moved_to_accelerated(root: Path) -> None:
+    (root / "accelerated").mkdir()
+    (root / "reference/a.py").rename(root / "accelerated/a.py")
+
+
+def with_a_backend(root: Path) -> None:
+    (root / "accelerated/numba_cpu").mkdir(parents=True)
+
+
+def test_a_complete_tree_passes(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([], tree) == 0
+    assert "1 items, all implemented, tested, shown, sabotaged and read" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("edit", "problems"),
+    [
+        (replaced("reference/a.py", "Implements", "See"), ["AB-SUM: no reference function"]),
+        (moved_to_accelerated, ["AB-SUM: no reference function"]),
+        (replaced("conformance/test_a.py", "mark.spec", "mark.other"), ["AB-SUM: no test"]),
+        (
+            replaced("reference/a.py", "AB-SUM", "AB-SUM, AB-PRODUCT"),
+            ["AB-PRODUCT: unknown id, implemented by reference/a.py:total"],
+        ),
+        (
+            replaced("conformance/test_a.py", "def", '@pytest.mark.spec(id="AB-X")\ndef'),
+            ["AB-X: unknown id, tested by conformance/test_a.py:5"],
+        ),
+        (
+            replaced("spec/a.md", "be the sum", "be a sum"),
+            ["AB-SUM: text changed; read it again, then --accept AB-SUM"],
+        ),
+        (
+            lambda root: (root / "spec/items.lock").unlink(),
+            ["AB-SUM: not in spec/items.lock; read it, then --accept AB-SUM"],
+        ),
+        (replaced("spec/items.lock", "AB-SUM", "AB-OLD 0\nAB-SUM"), ["AB-OLD: locked, but no item"]),
+        (replaced("spec/a.md", "## Appendix", PAGE), ["AB-SUM: defined twice"]),
+        (with_a_backend, ["AB-SUM: no function in accelerated/numba_cpu"]),
+        (lambda root: (root / "spec/vectors/a.json").unlink(), ["AB-SUM: no vector"]),
+        (
+            replaced("spec/vectors/a.json", '["AB-SUM"]', '["AB-SUM", "AB-Y"]'),
+            ["AB-Y: unknown id, shown by a.json:T1"],
+        ),
+        (replaced("conformance/assurance/saboteurs/a.py", "@method", "@other_"), ["AB-SUM: fewer than 2 saboteurs"]),
+        (
+            replaced("conformance/assurance/saboteurs/a.py", "@method", '@instead_of(total, "AB-Z")\n@method'),
+            ["AB-Z: unknown id, sabotaged by conformance/assurance/saboteurs/a.py:5"],
+        ),
+    ],
+    ids=[
+        "no function", "fast twin only", "no test", "unknown function id", "unknown test id", "stale", "not locked",
+        "locked only", "twice", "no backend function", "no vector", "unknown vector id", "one saboteur",
+        "unknown saboteur id",
+    ],
+)
+def test_a_gap_is_named(tree: Path, edit: Edit, problems: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    edit(tree)
+    assert read_tree(tree).problems() == problems
+    assert main([], tree) == 1
+    assert problems[0] in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [replaced("spec/a.md", "None.", "Another one."), replaced("spec/a.md", "be the sum", "be\nthe  sum")],
+    ids=["rationale", "whitespace"],
+)
+def test_what_is_not_normative_leaves_the_hash(tree: Path, edit: Edit) -> None:
+    edit(tree)
+    assert read_tree(tree).problems() == []
+
+
+def test_accept_shows_both_hashes_and_writes_the_lock(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = read_tree(tree).lock["AB-SUM"]
+    replaced("spec/a.md", "be the sum", "be a sum")(tree)
+    assert main(["--accept", "AB-SUM"], tree) == 0
+    new = read_lock((tree / "spec/items.lock").read_text(encoding="ascii"))["AB-SUM"]
+    assert capsys.readouterr().out == f"AB-SUM: {old} -> {new}\n"
+    assert read_tree(tree).problems() == []
+
+
+def test_accept_removes_what_is_no_item_any_more(tree: Path) -> None:
+    replaced("spec/items.lock", "AB-SUM", "AB-OLD 0\nAB-SUM")(tree)
+    assert accept(tree, ["AB-OLD"]) == ["AB-OLD: 0 -> removed"]
+    assert read_tree(tree).problems() == []
+
+
+def test_accept_refuses_an_unknown_id(tree: Path) -> None:
+    with pytest.raises(SystemExit):
+        main(["--accept", "AB-NONE"], tree)
+
+
+def test_the_shipped_tree_has_no_unknown_id_and_no_stale_text() -> None:
+    trace = read_tree(ROOT)
+    assert trace.items
+    assert trace.lock == trace.items
+    assert trace.functions.keys() | trace.tests.keys() <= trace.items.keys()
+    assert trace.vectors.keys() == trace.saboteurs.keys() == trace.items.keys()

@@ -1,0 +1,1 @@
+"""Tests of the integration with `transformers`, by room."""

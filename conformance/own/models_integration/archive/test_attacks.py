@@ -1,0 +1,145 @@
+"""The archive under attack: killed writers, flipped bits, writers and readers at once.
+
+`--kvspec-profile nightly` runs the writers and readers for a minute; otherwise it is a few seconds.
+"""
+
+import multiprocessing
+import os
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from conformance.own.models_integration.archive.attackers import read_for, write_for, write_until_killed
+from conformance.own.models_integration.archive.chunks import chunk
+from conformance.own.processes import started
+from conformance.plugin import profile_of
+from models_integration.archive.objects import Corrupt, read_object
+from models_integration.archive.store import Archive
+
+KILLS = 200
+OBJECT_FLIPS, CATALOGUE_FLIPS = 350, 300  # of header, payload and catalogue: 1000
+
+
+def kill_writers(folder: Path, kills: int, naive: bool) -> int:
+    """Writers killed at random moments of their work; how many visible objects are torn afterwards.
+
+    Every fourth is killed while it opens the archive, the others while they write.
+    """
+    rng = random.Random(1)
+    for at in range(kills):
+        ready, say = multiprocessing.Pipe(duplex=False)
+        child = started(write_until_killed, folder, 1000 * at, say, naive)
+        if at % 4:
+            ready.recv_bytes()
+        time.sleep(rng.uniform(0.0, 0.03))
+        child.kill()
+        child.join()
+        say.close()
+        ready.close()
+    torn = 0
+    for path in (folder / "objects").glob("*/[!.]*"):
+        try:
+            read_object(path, lambda: None)
+        except Corrupt:
+            torn += 1
+    return torn
+
+
+def test_no_killed_writer_leaves_a_torn_object(quick_path: Path) -> None:
+    """200 SIGKILLs; what is visible is whole and listed, no lock is left, and the archive works on."""
+    assert kill_writers(quick_path, KILLS, naive=False) == 0
+    assert list((quick_path / "objects").glob("*/.tmp-*"))
+    with Archive(quick_path) as archive:
+        assert archive.repaired.lost == []
+        entries = archive.entries()
+        assert entries
+        report = archive.verify()
+        assert report.clean
+        assert report.read == len(entries)
+        archive.put(*chunk(5_000_000))
+
+
+def test_a_naive_writer_does_leave_torn_objects(quick_path: Path) -> None:
+    """The same kills see what they are about."""
+    assert kill_writers(quick_path, KILLS // 4, naive=True) > 0
+
+
+def flipped(data: bytes, bit: int) -> bytes:
+    changed = bytearray(data)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
+
+
+@pytest.mark.parametrize("part", ["header", "payload"])
+def test_every_flipped_bit_of_an_object_is_detected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str,
+) -> None:
+    """Of 350 flips, each gives a miss and a quarantined file; the file as it was is a hit again."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # only for time: nothing is killed here
+    rng = random.Random(part)
+    with Archive(tmp_path) as archive:
+        key = archive.put(*chunk(1))
+        (path,) = (tmp_path / "objects").glob("*/*")
+        data = path.read_bytes()
+        header = 8 + int.from_bytes(data[:8], "little")
+        low, high = (0, header) if part == "header" else (header, len(data))
+        for _ in range(OBJECT_FLIPS):
+            path.write_bytes(flipped(data, rng.randrange(8 * low, 8 * high)))
+            assert archive.get(key, "alice") is None
+            assert not path.exists()
+            (quarantined,) = (tmp_path / "quarantine").glob(f"*-{path.name}")
+            quarantined.unlink()
+            path.write_bytes(data)
+        assert archive.get(key, "alice") is not None
+
+
+def test_every_flipped_bit_of_the_catalogue_is_detected(quick_path: Path) -> None:
+    """Of 300 flips in the list or its seal, each is seen when the archive is opened, which makes the list again."""
+    with Archive(quick_path) as archive:
+        for seed in range(3):
+            archive.put(*chunk(seed))
+        listing = archive.entries()
+    rng = random.Random(2)
+    for _ in range(CATALOGUE_FLIPS):
+        path = quick_path / rng.choices(["catalogue.sqlite", "catalogue.seal"], [9, 1])[0]
+        data = path.read_bytes()
+        path.write_bytes(flipped(data, rng.randrange(8 * len(data))))
+        with Archive(quick_path) as archive:
+            assert not archive.repaired.catalogue_intact
+            assert archive.entries() == listing
+    with Archive(quick_path) as archive:
+        assert archive.repaired.clean
+
+
+def test_damage_while_the_archive_is_open_is_not_sealed(tmp_path: Path) -> None:
+    path = tmp_path / "catalogue.sqlite"
+    with Archive(tmp_path) as archive:
+        archive.put(*chunk(1))
+        listing = archive.entries()
+    with Archive(tmp_path) as archive:
+        path.write_bytes(flipped(path.read_bytes(), 8 * 5000))
+        assert not archive.verify().catalogue_intact
+    with Archive(tmp_path) as archive:
+        assert not archive.repaired.catalogue_intact
+        assert archive.entries() == listing
+
+
+def test_two_writers_and_four_readers_lose_nothing(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    """Every chunk that a writer was told is stored is read by anybody, whole, and listed."""
+    seconds = 60.0 if profile_of(pytestconfig) == "nightly" else 3.0
+    (tmp_path / "told").mkdir()
+    together = multiprocessing.get_context("forkserver").Barrier(6)
+    children = [started(write_for, seconds, tmp_path, 1_000_000 * at, together) for at in (1, 2)]
+    children += [started(read_for, seconds, tmp_path, at, together) for at in range(4)]
+    for child in children:
+        child.join()
+    codes = [child.exitcode for child in children]
+    assert codes == [0] * 6
+    told = {path.read_text() for path in (tmp_path / "told").glob("[0-9]*")}
+    with Archive(tmp_path) as archive:
+        assert archive.repaired.clean
+        assert {entry.key for entry in archive.entries()} == told
+        assert len(told) > 20
+        assert archive.verify().clean

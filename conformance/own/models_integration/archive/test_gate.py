@@ -1,0 +1,138 @@
+"""The self-calibration: which models are recognised, as what, and which are refused by name."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+
+from conformance.own.models_integration.archive.models import FAMILIES, REFUSED, ROTATIONS, build
+from models_integration.archive.errors import OtherDtype, OtherFrequencies
+from models_integration.archive.manifest import ModelIdentity
+from models_integration.model import rotary_gate as rope
+from models_integration.model.errors import UnknownModel
+from models_integration.model.rotary_gate import Rotary, frequencies_at, recognise
+from models_integration.model.rotation import STYLES, angles_between, turned
+from spec.errors import SpecError
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_is_recognised(family: str) -> None:
+    """Slot and style of every layer: latents turn in the values' slot, layers without positions not at all."""
+    found = recognise(build(family))
+    assert [(layer.slot, layer.style) for layer in found.layers] == FAMILIES[family][0]
+    assert found.dtype == "float32"
+
+
+@pytest.mark.parametrize("rotation", ROTATIONS)
+def test_a_rotation_is_recognised(rotation: str) -> None:
+    found = recognise(build("Llama" if rotation != "partial" else "Phi3", rope_parameters=dict(ROTATIONS[rotation])))
+    pairs = 2 if rotation == "partial" else 4
+    assert [len(found.frequencies[name]) for name in found.used()] == [pairs]
+
+
+def test_local_and_global_layers_have_their_own_frequencies() -> None:
+    found = recognise(build("Gemma3Text"))
+    assert [layer.buffer.rpartition(".")[2] for layer in found.layers if layer.buffer] == [
+        "sliding_attention_inv_freq", "full_attention_inv_freq",
+    ]
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_a_model_that_is_not_recognised_is_refused_by_name(family: str) -> None:
+    with pytest.raises(UnknownModel, match=family):
+        recognise(build(family))
+
+
+def test_a_model_whose_frequencies_are_not_its_buffer_s_is_refused() -> None:
+    """The gate believes prefills, not names: a buffer that the model does not rotate by is no explanation."""
+    model = build("Llama")
+    module = model.get_submodule("model.rotary_emb")
+    module.forward = lambda x, position_ids: _rotated_by(1.3, module, x, position_ids)
+    with pytest.raises(UnknownModel, match="layer 0"):
+        recognise(model)
+
+
+def _rotated_by(
+    factor: float, module: torch.nn.Module, x: torch.Tensor, position_ids: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    angles = position_ids[..., None].float() * module.inv_freq * factor  # type: ignore[operator]
+    double = torch.cat([angles, angles], -1)
+    return double.cos(), double.sin()
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = build("Llama")
+    before = copy.deepcopy({**dict(model.named_parameters()), **dict(model.named_buffers())})
+    recognise(model)
+    after = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("rotation", [name for name in ROTATIONS if name not in ("default", "partial")])
+def test_another_rotation_is_another_fingerprint(rotation: str) -> None:
+    """dynamic is the default inside its range."""
+    base = recognise(build("Llama", rope_parameters=dict(ROTATIONS["default"]))).fingerprint
+    other = recognise(build("Llama", rope_parameters=dict(ROTATIONS[rotation]))).fingerprint
+    assert (other == base) == (rotation == "dynamic")
+
+
+def identity(rotary: Rotary) -> ModelIdentity:
+    return ModelIdentity("w", rotary.fingerprint, rotary.dtype, "float32")
+
+
+def test_a_rounded_buffer_is_named() -> None:
+    """`.to(bfloat16)` rounds the frequencies: the model still agrees with itself, not with the archive."""
+    sharp = recognise(build("Llama"))
+    rounded = recognise(build("Llama", dtype=torch.bfloat16))
+    assert rounded.dtype == "bfloat16"
+    with pytest.raises(OtherDtype, match="rounds the buffer"):
+        identity(rounded).check(identity(sharp))
+    other = recognise(build("Llama", rope_parameters={"rope_type": "default", "rope_theta": 500.0}))
+    with pytest.raises(OtherFrequencies):
+        identity(other).check(identity(sharp))
+    identity(sharp).check(identity(recognise(build("Llama"))))
+
+
+def test_one_bit_of_a_frequency_changes_the_fingerprint() -> None:
+    found = recognise(build("Llama"))
+    (name,) = found.used()
+    moved = found.frequencies[name].clone()
+    moved[0] = torch.nextafter(moved[0], torch.tensor(2.0))
+    assert replace(found, frequencies={name: moved}).fingerprint != found.fingerprint
+
+
+def test_longrope_has_its_long_frequencies_in_a_long_session() -> None:
+    model = build("Llama", rope_parameters=dict(ROTATIONS["longrope"]))
+    found = recognise(model)
+    (name,) = found.used()
+    assert frequencies_at(model, found, 64).fingerprint == found.fingerprint
+    ratio = found.frequencies[name] / frequencies_at(model, found, 65).frequencies[name]
+    assert (ratio - torch.tensor([2.0, 3 / 1.1, 5 / 1.2, 8 / 1.3])).abs().max() < 1e-5
+
+
+def test_dynamic_frequencies_are_refused_beyond_their_range() -> None:
+    model = build("Llama", rope_parameters=dict(ROTATIONS["dynamic"]))
+    found = recognise(model)
+    assert frequencies_at(model, found, 256).fingerprint == found.fingerprint
+    with pytest.raises(SpecError, match="max_position_embeddings, 256"):
+        frequencies_at(model, found, 257)
+
+
+def test_the_bound_of_the_probe_lies_far_from_both() -> None:
+    """Right hypotheses err by less than a hundredth of the bound, wrong ones by a hundred times it."""
+    model = build("Llama")
+    before, after = (rope._probe(model, start) for start in (0, rope.PROBE_START))
+    found = recognise(model)
+    (name,) = found.used()
+    theta = found.frequencies[name]
+    errors = {
+        style: rope._error(
+            turned(before[0]["keys"], angles_between(9, rope.PROBE_START, theta, theta), style),
+            after[0]["keys"],
+        )
+        for style in STYLES
+    }
+    assert errors["half_split"] < rope.PROBE_BOUND[torch.float32] / 100
+    assert errors["interleaved"] > rope.PROBE_BOUND[torch.float32] * 100

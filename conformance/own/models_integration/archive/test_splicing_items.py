@@ -1,0 +1,180 @@
+"""Places, baselines and instruments: the items against brute force."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance import tolerances as compare
+from conformance.oracles import injection as oracle
+from reference.injection.diagnostics import bands, entropy, key_cosine, sink_mass
+from reference.injection.splicing import ARMS, first_tokens, held, most_deviating, placed
+from spec.arrays import Cube
+from spec.errors import SpecError
+
+reference = pytest.mark.usefixtures("reference_items")
+
+
+@reference
+@pytest.mark.spec(id="IN-PLACES")
+@given(n=st.integers(1, 12), data=st.data())
+def test_places_equal_the_brute_force(n: int, data: st.DataObject) -> None:
+    hidden, start = data.draw(st.integers(0, n - 1)), data.draw(st.integers(0, 99))
+    kept = sorted(data.draw(st.sets(st.integers(0, n - 1))))
+    found, following = placed(n, hidden, start, np.array(kept, dtype=np.int64))
+    assert (found.tolist(), following) == oracle.placed(n, hidden, start, kept)
+
+
+@reference
+@pytest.mark.spec(id="IN-PLACES")
+@pytest.mark.parametrize(
+    ("hidden", "kept", "argument"),
+    [(3, [0], "hidden"), (-1, [0], "hidden"), (0, [1, 1], "kept"), (0, [0, 3], "kept"), (0, [-1, 0], "kept")],
+)
+def test_places_that_cannot_be_are_refused(hidden: int, kept: list[int], argument: str) -> None:
+    with pytest.raises(SpecError, match=rf"^{argument} = "):
+        placed(3, hidden, 0, np.array(kept, dtype=np.int64))
+
+
+lists = st.lists(st.integers(0, 9), max_size=6)
+
+
+@reference
+@pytest.mark.spec(id="IN-BASELINES")
+@pytest.mark.parametrize("arm", ARMS)
+@given(session=lists, prefix=lists, raw=st.lists(lists, max_size=3), wrapped=st.lists(lists, max_size=3))
+def test_baselines_equal_the_brute_force(
+    arm: str, session: list[int], prefix: list[int], raw: list[list[int]], wrapped: list[list[int]],
+) -> None:
+    found = held(arm, session, prefix, raw, wrapped)
+    assert {name: list(value) if isinstance(value, tuple) else value for name, value in vars(found).items()} == (
+        oracle.held(arm, session, prefix, raw, wrapped)
+    )
+
+
+@reference
+@pytest.mark.spec(id="IN-BASELINES")
+def test_arms_are_said_in_eight_words() -> None:
+    """Those that read the table tell its words apart; a word that nobody knows would pass for another."""
+    before, forms, keys = (set(words) for words in zip(*ARMS.values(), strict=True))
+    assert before == {"session", "session and prefix", "sinks"}
+    assert (forms, keys) == ({"raw", "wrapped"}, {"moved", "still", "read"})
+
+
+@reference
+@pytest.mark.spec(id="IN-LEGOLINK")
+@given(start=st.integers(0, 20), lengths=st.lists(st.integers(1, 6), max_size=4), k=st.integers(0, 7))
+def test_legolink_equals_the_brute_force(start: int, lengths: list[int], k: int) -> None:
+    assert first_tokens(start, lengths, k) == oracle.first_tokens(start, lengths, k)
+
+
+@reference
+@pytest.mark.spec(id="IN-CACHEBLEND")
+@given(
+    n=st.integers(1, 9), heads=st.integers(1, 2), seed=st.integers(0, 99),
+    r=st.sampled_from([0.0, 0.1, 0.25, 0.3, 0.5, 0.7, 1.0]),
+)
+def test_cacheblend_equals_the_brute_force(n: int, heads: int, r: float, seed: int) -> None:
+    """Small integers: deviations are exact, and many are equal."""
+    rng = np.random.default_rng(seed)
+    spliced, fresh = (rng.integers(-2, 3, (heads, n, 2)).astype(np.float64) for _ in range(2))
+    assert most_deviating(spliced, fresh, 7, r) == oracle.most_deviating(spliced.tolist(), fresh.tolist(), 7, r)
+
+
+@reference
+@pytest.mark.spec(id="IN-CACHEBLEND")
+def test_of_many_equal_deviations_the_first_are_computed_again() -> None:
+    """As many as an unstable sort would mix."""
+    rng = np.random.default_rng(0)
+    spliced = rng.integers(0, 2, (1, 400, 1)).astype(np.float64)
+    ones = np.flatnonzero(spliced[0, :, 0])
+    found = most_deviating(spliced, np.zeros_like(spliced), 7, 0.25)
+    assert len(ones) > 100
+    assert found == (7 + ones[:100]).tolist()
+
+
+@reference
+@pytest.mark.spec(id="IN-LEGOLINK")
+@pytest.mark.spec(id="IN-CACHEBLEND")
+def test_what_no_share_is_is_refused() -> None:
+    with pytest.raises(SpecError, match=r"^k = "):
+        first_tokens(0, [3], -1)
+    for r in (-0.1, 1.1):
+        with pytest.raises(SpecError, match=r"^r = "):
+            most_deviating(np.ones((1, 2, 2)), np.ones((1, 2, 2)), 0, r)
+
+
+@st.composite
+def attentions(draw: st.DrawFn) -> Cube:
+    """(2, 3, n) with rows that sum to 1, zeros and certain rows among them."""
+    rng, n = np.random.default_rng(draw(st.integers(0, 2**32 - 1))), draw(st.integers(1, 8))
+    raw = rng.exponential(size=(2, 3, n)) * (rng.random((2, 3, n)) < 0.7)
+    raw[..., 0] += 0.1
+    raw[0, 0] = np.eye(n)[0]
+    weights: Cube = raw / raw.sum(-1, keepdims=True)
+    return weights
+
+
+@reference
+@pytest.mark.spec(id="IN-ENTROPY")
+@given(weights=attentions())
+def test_entropy_equals_the_brute_force(weights: Cube) -> None:
+    found = entropy(weights)
+    want = [oracle.entropy(row) for head in weights.tolist() for row in head]
+    assert compare.close("IN-ENTROPY", found.ravel(), want)
+    assert found[0, 0] == 0
+    assert (found <= np.log(weights.shape[2]) + 1e-12).all()
+
+
+@reference
+@pytest.mark.spec(id="IN-SINK-MASS")
+@given(weights=attentions(), data=st.data())
+def test_sink_mass_equals_the_brute_force(weights: Cube, data: st.DataObject) -> None:
+    n = weights.shape[2]
+    at = np.array(sorted(data.draw(st.sets(st.integers(0, 12), min_size=n, max_size=n))), dtype=np.int64)
+    found = sink_mass(weights, at)
+    want = [oracle.sink_mass(row, at.tolist(), 4) for head in weights.tolist() for row in head]
+    assert compare.close("IN-SINK-MASS", found.ravel(), want)
+
+
+@reference
+@pytest.mark.spec(id="IN-KEY-COSINE")
+@pytest.mark.parametrize("style", ["half_split", "interleaved"])
+@given(seed=st.integers(0, 2**32 - 1), d=st.integers(4, 6), start=st.integers(0, 3000))
+def test_cosines_equal_the_brute_force(style: str, seed: int, d: int, start: int) -> None:
+    """A token that is the same but for its rotation has the cosine 1 once both are taken off."""
+    rng = np.random.default_rng(seed)
+    a, b, theta = rng.standard_normal((2, 3, d)), rng.standard_normal((2, 3, d)), np.array([1.0, 0.01])
+    at, later = np.arange(3), start + np.arange(3)
+    b[0, 1] = oracle.turned(a[0, 1].tolist(), (start * theta).tolist(), style == "interleaved")
+    b[1, 2] = 0.0
+    found = key_cosine(a, b, (at, later), theta, style)
+    want = [
+        oracle.cosines(x, y, (p, q), theta.tolist(), style == "interleaved")
+        for one, other in zip(a.tolist(), b.tolist(), strict=True)
+        for x, y, p, q in zip(one, other, at.tolist(), later.tolist(), strict=True)
+    ]
+    for which in (0, 1):
+        assert np.abs(found[which].ravel() - [pair[which] for pair in want]).max() <= compare.key_cosine_error(d)
+    assert abs(found[1][0, 1] - 1) <= compare.key_cosine_error(d)
+    assert (found[0][1, 2], found[1][1, 2]) == (0, 0)
+
+
+@reference
+@pytest.mark.spec(id="IN-BANDS")
+@given(depth=st.integers(1, 130))
+def test_bands_equal_the_brute_force(depth: int) -> None:
+    assert {name: list(band) for name, band in bands(depth).items()} == oracle.bands(depth)
+
+
+@reference
+@pytest.mark.spec(id="IN-BANDS")
+@pytest.mark.spec(id="IN-BASELINES")
+@pytest.mark.spec(id="IN-KEY-COSINE")
+def test_what_nobody_knows_is_refused() -> None:
+    with pytest.raises(SpecError, match=r"^depth = 0"):
+        bands(0)
+    with pytest.raises(SpecError, match=r"^arm = 'cond2'"):
+        held("cond2", [1], [], [], [])
+    with pytest.raises(SpecError, match=r"^style = 'neox'"):
+        key_cosine(np.ones((1, 1, 2)), np.ones((1, 1, 2)), (np.arange(1), np.arange(1)), np.ones(1), "neox")

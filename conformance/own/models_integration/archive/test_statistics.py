@@ -1,0 +1,208 @@
+"""Statistics: against enumeration, scipy where it is installed, and the paper's own tables."""
+
+import math
+from fractions import Fraction
+from statistics import NormalDist
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance import tolerances as compare
+from conformance.oracles import injection as fusion_oracle
+from conformance.oracles import statistics as oracle
+from reference.injection.fusion import fused, recall
+from reference.statistics import bootstrap, cluster_bootstrap, draws, mcnemar, mcnemar_power, wilson
+from spec.errors import SpecError
+
+pytestmark = pytest.mark.usefixtures("reference_items")
+
+DIFFERENCES = st.lists(st.sampled_from([-1.0, 0.0, 1.0]), min_size=1, max_size=6)
+
+
+@pytest.mark.spec(id="IN-MCNEMAR")
+@pytest.mark.parametrize(
+    ("b", "c", "published"),
+    [(35, 61, 0.0103), (14, 25, 0.108), (21, 36, 0.063), (11, 6, 0.332), (7, 7, 1.0), (5, 6, 1.0)],
+)
+def test_the_paper_s_tables(b: int, c: int, published: float) -> None:
+    digits = len(str(published).partition(".")[2])
+    assert round(mcnemar(b, c), digits) == published
+
+
+@pytest.mark.spec(id="IN-MCNEMAR")
+@given(b=st.integers(0, 40), c=st.integers(0, 40))
+def test_mcnemar_equals_the_enumeration(b: int, c: int) -> None:
+    assert mcnemar(b, c) == float(oracle.mcnemar(b, c)) == mcnemar(c, b)
+
+
+@pytest.mark.spec(id="IN-MCNEMAR")
+def test_mcnemar_equals_scipy() -> None:
+    binomtest = pytest.importorskip("scipy.stats").binomtest
+    for b, c in [(35, 61), (0, 1), (3, 9), (100, 140), (350, 300)]:
+        assert math.isclose(mcnemar(b, c), binomtest(b, b + c, 0.5).pvalue, rel_tol=1e-9)
+
+
+@pytest.mark.spec(id="IN-MCNEMAR")
+def test_negative_counts_are_refused() -> None:
+    for name, counts in (("b", (-1, 2)), ("c", (2, -1))):
+        with pytest.raises(SpecError, match=rf"^{name} = -1: must be a count"):
+            mcnemar(*counts)
+
+
+@pytest.mark.spec(id="IN-WILSON")
+@given(n=st.integers(1, 500), data=st.data(), confidence=st.sampled_from([0.5, 0.9, 0.95, 0.99]))
+def test_wilson_equals_the_bisection(n: int, data: st.DataObject, confidence: float) -> None:
+    correct = data.draw(st.integers(0, n))
+    found = wilson(correct, n, confidence)
+    wanted = oracle.wilson(correct, n, NormalDist().inv_cdf(0.5 + confidence / 2))
+    assert np.abs(np.subtract(found, wanted)).max() <= compare.interval_radius(1)
+    assert found[0] <= correct / n + compare.interval_radius(1)
+    assert found[1] >= correct / n - compare.interval_radius(1)
+
+
+@pytest.mark.spec(id="IN-WILSON")
+def test_wilson_equals_scipy() -> None:
+    binomtest = pytest.importorskip("scipy.stats").binomtest
+    for correct, n in [(16, 20), (0, 20), (20, 20), (227, 467)]:
+        found = binomtest(correct, n).proportion_ci(0.95, method="wilson")
+        assert np.abs(np.subtract(wilson(correct, n), (found.low, found.high))).max() <= compare.interval_radius(1)
+
+
+@pytest.mark.spec(id="IN-BOOTSTRAP")
+@given(differences=DIFFERENCES, confidence=st.sampled_from([0.5, 0.8, 0.9, 0.95]), seed=st.integers(0, 99))
+def test_the_bootstrap_equals_the_brute_force(differences: list[float], confidence: float, seed: int) -> None:
+    drawn = draws(len(differences), 50, seed)
+    found = bootstrap(np.array(differences), drawn, confidence)
+    wanted = oracle.bootstrap(differences, drawn.tolist(), confidence)
+    assert np.abs(np.subtract(found, wanted)).max() <= compare.interval_radius(len(differences))
+
+
+@pytest.mark.spec(id="IN-BOOTSTRAP")
+def test_all_resamples_of_three_give_the_exact_distribution() -> None:
+    """27 equally likely resamples of (1, 0, -1): 10 have a mean above 0."""
+    every = np.array(np.meshgrid(*[range(3)] * 3)).reshape(3, -1).T
+    found = bootstrap(np.array([1.0, 0.0, -1.0]), every, 0.95)
+    assert found == (-1.0, 1.0, 10 / 27)
+    assert bootstrap(np.array([1.0, 0.0, -1.0]), every, 0.8)[:2] == (-2 / 3, 2 / 3)
+
+
+@pytest.mark.spec(id="IN-BOOTSTRAP")
+def test_the_merged_pool_has_the_paper_s_lower_end() -> None:
+    """35 losses and 61 wins of 467: [0.015, 0.096]; the paper prints 0.105 for the upper end."""
+    differences = np.repeat([-1.0, 1.0, 0.0], [35, 61, 371])
+    found = bootstrap(differences, draws(467, 10_000, 0))
+    assert round(found.low, 3) == 0.015
+    assert round(found.high, 2) == 0.1
+    assert found.positive > 0.99
+
+
+@pytest.mark.spec(id="IN-CLUSTER-BOOTSTRAP")
+@given(data=st.data(), differences=DIFFERENCES, confidence=st.sampled_from([0.5, 0.9]), seed=st.integers(0, 99))
+def test_the_cluster_bootstrap_equals_the_brute_force(
+    data: st.DataObject, differences: list[float], confidence: float, seed: int,
+) -> None:
+    m = data.draw(st.integers(1, len(differences)), label="clusters")
+    rest = st.lists(st.integers(0, m - 1), min_size=len(differences) - m, max_size=len(differences) - m)
+    clusters = [*range(m), *data.draw(rest, label="of the others")]
+    drawn = draws(m, 40, seed)
+    found = cluster_bootstrap(np.array(differences), np.array(clusters), drawn, confidence)
+    wanted = oracle.cluster_bootstrap(differences, clusters, drawn.tolist(), confidence)
+    assert np.abs(np.subtract(found, wanted)).max() <= compare.interval_radius(40)
+
+
+@pytest.mark.spec(id="IN-CLUSTER-BOOTSTRAP")
+@given(differences=DIFFERENCES, seed=st.integers(0, 99))
+def test_clusters_of_one_are_the_paired_bootstrap(differences: list[float], seed: int) -> None:
+    n, values = len(differences), np.array(differences)
+    drawn = draws(n, 30, seed)
+    assert cluster_bootstrap(values, np.arange(n), drawn) == bootstrap(values, drawn)
+
+
+@pytest.mark.spec(id="IN-CLUSTER-BOOTSTRAP")
+def test_dependent_pairs_widen_the_interval() -> None:
+    """Ten conversations whose questions all share one outcome: n is ten, not four hundred."""
+    clusters = np.repeat(np.arange(10), 40)
+    differences = np.where(clusters < 6, 1.0, -1.0)
+    alone = bootstrap(differences, draws(400, 2000, 0))
+    together = cluster_bootstrap(differences, clusters, draws(10, 2000, 0))
+    assert together.high - together.low > 4 * (alone.high - alone.low)
+
+
+def test_draws_are_the_same_for_the_same_seed() -> None:
+    assert draws(5, 20, 1).dtype == np.int64
+    assert (draws(5, 20, 1) == draws(5, 20, 1)).all()
+    assert (draws(5, 20, 1) != draws(5, 20, 2)).any()
+    assert set(np.unique(draws(5, 200, 1))) == set(range(5))
+
+
+@pytest.mark.spec(id="IN-BOOTSTRAP")
+@pytest.mark.spec(id="IN-CLUSTER-BOOTSTRAP")
+@pytest.mark.parametrize("run", [bootstrap, lambda d, i: cluster_bootstrap(d, np.zeros(1, dtype=np.int64), i)])
+def test_no_resample_is_refused(run: object) -> None:
+    with pytest.raises(SpecError, match="at least one resample"):
+        run(np.array([1.0]), np.empty((0, 1), dtype=np.int64))  # type: ignore[operator]
+
+
+@pytest.mark.spec(id="IN-POWER")
+@given(
+    n=st.integers(0, 7), halves=st.integers(1, 4), wins=st.integers(-4, 4),
+    alpha=st.sampled_from([0.05, 0.25, 0.125, 0.5]),
+)
+def test_power_equals_the_enumeration(n: int, halves: int, wins: int, alpha: float) -> None:
+    discordance = Fraction(halves, 4)
+    difference = discordance * wins / 4
+    found = mcnemar_power(n, float(discordance), float(difference), alpha)
+    wanted = float(oracle.power(n, discordance, difference, Fraction(str(alpha))))
+    assert compare.close("IN-POWER", [found], [wanted])
+
+
+@pytest.mark.spec(id="IN-POWER")
+def test_power_equals_scipy() -> None:
+    """The paper's discordance: 385 pairs have 64 %, not 80 %."""
+    binom = pytest.importorskip("scipy.stats").binom
+    m = np.arange(386)
+    rejecting = binom.ppf(0.025, m, 0.5)  # P(X <= k) >= 0.025: one below it, unless it is met exactly
+    k = np.where(binom.cdf(rejecting, m, 0.5) <= 0.025, rejecting, rejecting - 1)
+    win = (1 + 26 / 96) / 2
+    sides = binom.cdf(k, m, win) + binom.sf(m - k - 1, m, win)
+    wanted = float((binom.pmf(m, 385, 96 / 467) * sides).sum())
+    assert compare.close("IN-POWER", [mcnemar_power(385, 96 / 467, 26 / 467)], [wanted])
+    assert round(wanted, 2) == 0.64
+
+
+@pytest.mark.spec(id="IN-POWER")
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [((5, 0.0, 0.0), "discordance"), ((5, 0.2, -0.3), "difference"), ((5, 0.5, 0.1, 1.0), "alpha"),
+     ((5, 0.5, 0.1, 0.0), "alpha"), ((5, 1.5, 0.1), "discordance")],
+)
+def test_impossible_designs_are_refused(arguments: tuple[float, ...], name: str) -> None:
+    with pytest.raises(SpecError, match=rf"^{name} = "):
+        mcnemar_power(*arguments)  # type: ignore[arg-type]
+
+
+RANKINGS = st.lists(st.lists(st.sampled_from("abcdef"), max_size=6), min_size=1, max_size=3)
+
+
+@pytest.mark.spec(id="IN-FUSE")
+@given(rankings=RANKINGS, k=st.sampled_from([0, 1, 60, 10**6, 3 * 10**6]))
+def test_fusion_equals_the_brute_force(rankings: list[list[str]], k: int) -> None:
+    """At a million neighbouring ranks differ in the twelfth decimal, at three millions in the thirteenth."""
+    assert fused(rankings, k) == fusion_oracle.fused(rankings, k)
+
+
+@pytest.mark.spec(id="IN-FUSE")
+def test_the_constant_of_fusion_is_sixty() -> None:
+    assert fused([["a"]]) == [("a", 1 / 61)]
+
+
+@pytest.mark.spec(id="IN-FUSE")
+@given(rankings=RANKINGS)
+def test_the_order_of_the_rankings_does_not_matter(rankings: list[list[str]]) -> None:
+    assert [name for name, _ in fused(rankings)] == [name for name, _ in fused(rankings[::-1])]
+
+
+def test_recall_counts_the_first_k() -> None:
+    assert [recall(["b", "a", "c"], "a", k) for k in (1, 2, 3)] == [False, True, True]

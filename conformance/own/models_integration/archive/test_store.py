@@ -1,0 +1,283 @@
+"""The archive: what is put is got, by its own tenant and for its own model, or refused by name."""
+
+import errno
+import json
+import os
+import stat
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from conformance.own.models_integration.archive.attackers import fill_the_disk, lose_the_right_to_write
+from conformance.own.models_integration.archive.chunks import MODEL, chunk
+from conformance.own.processes import started
+from models_integration.archive.errors import (
+    ArchiveFull,
+    ArchiveReadOnly,
+    ForeignVersion,
+    OtherDtype,
+    OtherFrequencies,
+    WrongModel,
+)
+from models_integration.archive.manifest import Manifest, meaning, weights_digest
+from models_integration.archive.store import Archive
+from spec import SPEC_VERSION
+from spec.errors import SpecError
+
+
+def same(found: dict[str, Tensor], given: dict[str, Tensor]) -> bool:
+    return found.keys() == given.keys() and all(
+        found[name].dtype == given[name].dtype and torch.equal(found[name], given[name]) for name in given
+    )
+
+
+def objects(folder: Path) -> list[Path]:
+    return sorted((folder / "objects").glob("*/*"))
+
+
+def test_what_is_put_is_got(tmp_path: Path) -> None:
+    """Bits and dtypes, in another process's instance too; putting again changes nothing."""
+    manifest, tensors = chunk(1)
+    with Archive(tmp_path) as archive:
+        key = archive.put(manifest, tensors)
+        (path,) = objects(tmp_path)
+        before = path.read_bytes()
+        assert archive.put(replace(manifest, created=99.0), tensors) == key
+    with Archive(tmp_path) as archive:
+        found = archive.get(key, "alice", MODEL)
+        assert found is not None
+        assert found.manifest == manifest
+        assert same(found.tensors, tensors)
+        assert [entry.key for entry in archive.entries()] == [key]
+        assert archive.verify().clean
+    assert path.read_bytes() == before
+
+
+def test_the_tensors_of_two_reads_are_not_shared(tmp_path: Path) -> None:
+    manifest, tensors = chunk(1)
+    with Archive(tmp_path) as archive:
+        key = archive.put(manifest, tensors)
+        first = archive.get(key, "alice")
+        assert first is not None
+        first.tensors["0.k"].zero_()
+        second = archive.get(key, "alice")
+        assert second is not None
+        assert same(second.tensors, tensors)
+
+
+def test_any_safetensors_reader_opens_an_object(tmp_path: Path) -> None:
+    manifest, tensors = chunk(2)
+    with Archive(tmp_path) as archive:
+        archive.put(manifest, tensors)
+    with safe_open(objects(tmp_path)[0], framework="pt") as file:
+        assert set(file.keys()) == set(tensors)
+        assert torch.equal(file.get_tensor("1.v"), tensors["1.v"])
+        assert json.loads(file.metadata()["manifest"])["ids"] == manifest.ids
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ids": "0" * 64}, {"form": "markers"}, {"hidden": 1}, {"codec": "kivi"}, {"tenant": "bob"}, {"layers": (1,)},
+        {"kept": "0" * 64},
+        {"model": replace(MODEL, weights="w")}, {"model": replace(MODEL, rope="r")},
+        {"model": replace(MODEL, rope_dtype="bfloat16")}, {"model": replace(MODEL, dtype="float32")},
+    ],
+)
+def test_each_part_of_the_identity_makes_another_key(change: dict[str, Any]) -> None:
+    manifest, _ = chunk(1)
+    assert replace(manifest, **change).key != manifest.key
+    assert Manifest.from_json(replace(manifest, **change).to_json()) == replace(manifest, **change)
+
+
+def test_the_time_is_no_part_of_the_identity() -> None:
+    manifest, _ = chunk(1)
+    assert replace(manifest, created=5.0).key == manifest.key
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"weights": "other"}, WrongModel), ({"rope": "other"}, OtherFrequencies),
+        ({"rope_dtype": "bfloat16", "rope": "other"}, OtherDtype),
+    ],
+)
+def test_another_model_is_refused_by_name(tmp_path: Path, change: dict[str, str], error: type[Exception]) -> None:
+    with Archive(tmp_path) as archive:
+        key = archive.put(*chunk(1))
+        with pytest.raises(error):
+            archive.get(key, "alice", replace(MODEL, **change))
+        assert archive.get(key, "alice", MODEL) is not None
+
+
+def test_another_tenant_finds_nothing(tmp_path: Path) -> None:
+    with Archive(tmp_path) as archive:
+        key = archive.put(*chunk(1))
+        assert archive.get(key, "bob") is None
+        assert archive.get(key, "alice") is not None
+        assert archive.entries("bob") == []
+
+
+def test_a_chunk_that_is_not_there_is_a_miss(tmp_path: Path) -> None:
+    with Archive(tmp_path) as archive:
+        assert archive.get("ab" * 32, "alice") is None
+
+
+def test_a_foreign_version_is_refused_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("models_integration.archive.objects.FORMAT", "kvarc/3")
+        with Archive(tmp_path) as archive:
+            key = archive.put(*chunk(1))
+    (path,) = objects(tmp_path)
+    with Archive(tmp_path) as archive:
+        with pytest.raises(ForeignVersion, match="kvarc/3"):
+            archive.get(key, "alice")
+        assert archive.verify().foreign == [key]
+    assert path.exists()
+
+
+def test_another_specification_is_refused_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another meaning has another key, too: a chunk put again is stored beside it. A clarification is no other."""
+    home = "models_integration.archive"
+    keys = []
+    for version in ("0.99.0", f"{meaning(SPEC_VERSION)}.77"):
+        with monkeypatch.context() as patch, Archive(tmp_path) as archive:
+            patch.setattr(f"{home}.objects.SPEC_VERSION", version)
+            patch.setattr(f"{home}.manifest.SPEC_VERSION", version)
+            keys.append(archive.put(*chunk(1)))
+    with Archive(tmp_path) as archive:
+        with pytest.raises(ForeignVersion, match=r"specification 0\.99\.0"):
+            archive.get(keys[0], "alice")
+        assert archive.get(keys[1], "alice", MODEL) is not None
+        assert archive.put(*chunk(1)) == keys[1] != keys[0]
+        assert archive.verify().foreign == [keys[0]]
+    assert len(objects(tmp_path)) == 2
+
+
+@pytest.mark.parametrize(
+    ("number", "error"),
+    [(errno.ENOSPC, ArchiveFull), (errno.EDQUOT, ArchiveFull), (errno.EROFS, ArchiveReadOnly)],
+)
+@pytest.mark.parametrize("call", ["writev", "fsync", "replace"])
+def test_a_failing_disk_is_named_and_nothing_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, error: type[Exception], call: str,
+) -> None:
+    def failing(*arguments: Any, **options: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with Archive(tmp_path) as archive:
+        key = archive.put(*chunk(1))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, failing)
+            with pytest.raises(error):
+                archive.put(*chunk(2))
+        assert [path.name for path in (tmp_path / "objects").glob("*/*")] == [f"{key}.safetensors"]
+        assert archive.verify().clean
+        archive.put(*chunk(2))
+        assert len(archive.entries()) == 2
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    """A real refusal by the kernel: no file may grow beyond 64 KiB in a child process."""
+    with Archive(tmp_path) as archive:
+        archive.put(*chunk(1))
+    child = started(fill_the_disk, tmp_path)
+    child.join()
+    assert child.exitcode == 0
+    with Archive(tmp_path) as archive:
+        assert archive.verify().clean
+        assert len(archive.entries()) == 1
+
+
+def test_a_read_only_folder_is_named(quick_path: Path) -> None:
+    """A real refusal by the kernel, also where root runs the tests: a child process gives up its rights."""
+    child = started(lose_the_right_to_write, quick_path)
+    child.join()
+    assert child.exitcode == 0
+
+
+def test_the_catalogue_is_made_again(tmp_path: Path) -> None:
+    """Deleted or of other bytes, its listing is the same."""
+    with Archive(tmp_path) as archive:
+        for seed in range(5):
+            archive.put(*chunk(seed, tenant="ab"[seed % 2]))
+        listing = archive.entries()
+    for path in tmp_path.glob("catalogue*"):
+        path.unlink()
+    with Archive(tmp_path) as archive:
+        assert archive.entries() == listing
+        assert len(archive.repaired.unlisted) == 5
+    (tmp_path / "catalogue.sqlite").write_bytes(b"no database")
+    with Archive(tmp_path) as archive:
+        assert not archive.repaired.catalogue_intact
+        assert archive.entries() == listing
+    with Archive(tmp_path) as archive:
+        assert archive.repaired.clean
+
+
+def test_what_is_gone_is_named(tmp_path: Path) -> None:
+    with Archive(tmp_path) as archive:
+        key = archive.put(*chunk(1))
+        objects(tmp_path)[0].unlink()
+        assert archive.verify().lost == [key]
+    with Archive(tmp_path) as archive:
+        assert archive.repaired.lost == [key]
+        assert archive.entries() == []
+
+
+def test_the_least_recently_used_goes_first(tmp_path: Path) -> None:
+    with Archive(tmp_path) as archive:
+        size = archive.entries()[0].bytes if archive.put(*chunk(0)) and archive.entries() else 0
+    with Archive(tmp_path, limit=3 * size + size // 2) as archive:
+        keys = [archive.put(*chunk(seed)) for seed in range(3)]
+        for at, key in enumerate(keys):
+            os.utime(tmp_path / "objects" / key[:2] / f"{key}.safetensors", (at + 1, at + 1))
+        assert archive.get(keys[0], "alice") is not None
+        keys.append(archive.put(*chunk(3)))
+        assert {entry.key for entry in archive.entries()} == {keys[0], keys[2], keys[3]}
+        assert archive.get(keys[1], "alice") is None
+        assert sum(path.stat().st_size for path in objects(tmp_path)) <= 3 * size + size // 2
+
+
+def test_a_chunk_above_the_limit_is_refused(tmp_path: Path) -> None:
+    with Archive(tmp_path, limit=4000) as archive:
+        key = archive.put(*chunk(0))
+        with pytest.raises(SpecError, match="limit of 4000 bytes"):
+            archive.put(*chunk(1, tokens=100))
+        assert archive.get(key, "alice") is not None
+    with pytest.raises(SpecError, match="at least 1 byte"):
+        Archive(tmp_path, limit=0)
+
+
+def test_files_of_killed_writers_are_removed_when_they_are_old(tmp_path: Path) -> None:
+    with Archive(tmp_path) as archive:
+        archive.put(*chunk(0))
+        old, new = (objects(tmp_path)[0].parent / f".tmp-{name}" for name in ("old", "new"))
+        for path in (old, new):
+            path.write_bytes(b"half")
+        os.utime(old, (1, 1))
+        archive.gc()
+        assert (old.exists(), new.exists()) == (False, True)
+        assert archive.verify().clean
+
+
+def test_folders_and_files_are_the_owners_alone(tmp_path: Path) -> None:
+    with Archive(tmp_path / "archive") as archive:
+        archive.put(*chunk(0))
+    (path,) = objects(tmp_path / "archive")
+    for place in (path, path.parent, tmp_path / "archive" / "catalogue.sqlite"):
+        assert stat.S_IMODE(place.stat().st_mode) & 0o077 == 0
+
+
+def test_one_weight_changes_the_digest() -> None:
+    model = torch.nn.Linear(3, 2)
+    before = weights_digest(model)
+    assert weights_digest(model) == before
+    with torch.no_grad():
+        model.weight[1, 2] += 1e-6
+    assert weights_digest(model) != before

@@ -1,0 +1,180 @@
+"""Calibration of tiny random models: the queries before their rotation, by hooks of our own; and the policy at work."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+from conformance.own.models_integration.archive.models import ROTATIONS
+from conformance.own.models_integration.archive.models import build as rotated
+from conformance.own.models_integration.session.families import build, greedy, prompt
+from models_integration import Method, Published
+from models_integration.cli.app import app
+from models_integration.policies.calibration import calibrate, identify
+from models_integration.studies.results import load_rows
+from reference.calibration import load_calibration, save_calibration
+from reference.policies import diverse, triattention
+from spec.budget import parse_budget
+from spec.errors import SpecError
+
+N = 60
+# The capture holds float32 queries after RoPE; turning them back errs by a few of its 6e-8.
+BOUND = 2e-6
+
+
+def hooked(model: Any, ids: Tensor) -> list[Tensor]:
+    """Each layer's queries (H, n, d) as they enter the rotation: q_proj's output, or its norm's where there is one."""
+    found: list[Tensor] = []
+
+    def note(module: Any, given: Any, output: Tensor) -> None:
+        found.append(output.view(1, N, -1, 12)[0].transpose(0, 1))
+
+    handles = []
+    for layer in model.model.layers:
+        attention: Any = layer.self_attn
+        handles.append(getattr(attention, "q_norm", attention.q_proj).register_forward_hook(note))
+    with torch.no_grad():
+        model(input_ids=ids)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+@pytest.mark.spec(id="TA-STATISTICS")
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_statistics_are_those_of_queries_before_their_rotation(family: str) -> None:
+    """MUST be taken after a norm of queries, where the model has one."""
+    model, ids = build(family), prompt(N)
+    found = calibrate(model, ids)
+    for at, q in enumerate(hooked(model, ids)):
+        bands = torch.complex(q[:, :, :6].double(), q[:, :, 6:].double())
+        assert np.abs(found.mean[at] - q.double().mean(dim=1).numpy()).max() < BOUND * float(q.abs().max())
+        assert np.abs(found.magnitude[at] - bands.abs().mean(dim=1).numpy()).max() < BOUND * float(q.abs().max())
+
+
+@pytest.mark.spec(id="TA-CALIBRATION")
+def test_another_models_calibration_is_refused(tmp_path: Path) -> None:
+    """Also one of the same family and shape with other weights; the file brings back the one that fits."""
+    model, other, ids = build("llama"), build("llama"), prompt(N)
+    with torch.no_grad():
+        next(other.parameters())[:] += 1.0
+    save_calibration(calibrate(model, ids), tmp_path / "mine.npz")
+    found = load_calibration(tmp_path / "mine.npz")
+    triattention(found, identify(model))
+    for wrong in (other, build("qwen2")):
+        with pytest.raises(SpecError, match="is another model's") as caught:
+            triattention(found, identify(wrong))
+        assert caught.value.argument == "calibration"
+
+
+@pytest.mark.spec(id="TA-CALIBRATION")
+@pytest.mark.parametrize("name", ["triattention", "triattention-by-layer-and-head", "diverse-triattention-by-head"])
+def test_a_file_serves_its_own_model_and_rotation_only(name: str, tmp_path: Path) -> None:
+    """In a session by name: refused before anything is read, also for the same weights under another rotation."""
+    model, other, turned = build("llama"), build("qwen2"), build("llama")
+    save_calibration(calibrate(model, prompt(N)), tmp_path / "mine.npz")
+    turned.model.rotary_emb.inv_freq[1] *= 1.5
+    chosen = Published(name, 20, calibration=tmp_path / "mine.npz")
+    with chosen(model) as run:
+        greedy(model, prompt(N), 4)
+    assert run.cache is not None
+    for wrong, words in ((other, "is another model's"), (turned, "taken under other rotary frequencies")):
+        with pytest.raises(SpecError, match=words) as caught:
+            chosen(wrong)
+        assert caught.value.argument == "calibration"
+
+
+@pytest.mark.spec(id="TA-CALIBRATION")
+def test_the_command_makes_a_file_that_compare_takes(tmp_path: Path) -> None:
+    text, file, out = tmp_path / "text.txt", tmp_path / "mine.npz", tmp_path / "results"
+    text.write_text("The chair thanked the members. The special magic number is 1516.", encoding="utf-8")
+    runner = CliRunner()
+    made = runner.invoke(app, ["calibrate", str(text), "--out", str(file)])
+    assert made.exit_code == 0, made.output
+    digest = load_calibration(file).digest
+    assert digest in made.output
+    policies = "triattention,diverse-triattention-by-head"
+    asked = ["--policies", policies, "--budgets", "160", "--tasks", "needle", "--samples", "1", "--length", "400"]
+    found = runner.invoke(app, ["compare", *asked, "--no-controls", "--calibration", str(file), "--out", str(out)])
+    assert found.exit_code == 0, found.output
+    rows = [row["policy"] for row in load_rows(out / "results.jsonl")]
+    assert rows == [f"{name}@{digest}" for name in policies.split(",")]
+    missing = runner.invoke(app, ["compare", *asked, "--no-controls", "--out", str(out)])
+    assert "`kvspec calibrate`" in str(missing.exception)
+
+
+@pytest.mark.spec(id="TA-POLICY")
+@pytest.mark.spec(id="DV-POLICY")
+def test_the_papers_policy_compacts_a_models_cache() -> None:
+    """TriAttention's global mode under alpha: B tokens are stored, others than TriAttention alone keeps."""
+    model, ids = build("llama"), prompt(N)
+    host = triattention(calibrate(model, prompt(N, seed=9)), identify(model))
+    kept = []
+    for policy in (host, diverse(host, 0.0), diverse(host, 4.0)):
+        with Method(policy, parse_budget(20))(model) as run:
+            output = greedy(model, ids, 4)
+        assert run.kept is not None
+        assert output.shape[-1] == 4
+        kept.append(run.kept.tolist())
+    assert [len(tokens) for tokens in kept] == [20, 20, 20]
+    assert kept[0] == kept[1] != kept[2]
+
+
+@pytest.mark.spec(id="TA-STATISTICS")
+def test_another_text_is_another_calibration_of_the_same_model() -> None:
+    """The paper's rejected Q_stats: other statistics, the same identity, another kept set."""
+    model = build("llama")
+    first, second = (calibrate(model, prompt(N, seed=seed)) for seed in (4, 5))
+    assert first.identity.model == second.identity.model
+    assert not np.array_equal(first.mean, second.mean)
+
+
+@pytest.mark.spec(id="TA-STATISTICS")
+@pytest.mark.parametrize("shape", [(2, 5), (1, 0), (5,)])
+def test_ids_that_are_not_one_text_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(SpecError) as caught:
+        calibrate(build("llama"), torch.ones(shape, dtype=torch.int64))
+    assert caught.value.argument == "input_ids"
+
+
+@pytest.mark.spec(id="TA-CALIBRATION")
+@pytest.mark.parametrize("kind", ["default", "linear", "llama3", "yarn"])
+def test_rotations_of_fixed_frequencies_are_served(kind: str) -> None:
+    """By both policies that take a rotation off; with YaRN's factor."""
+    model, ids = rotated("Llama", rope_parameters=dict(ROTATIONS[kind])), prompt(N)
+    found = calibrate(model, ids)
+    assert (found.identity.factor != 1) == (kind == "yarn")
+    attention: Any = model.model.layers[1].self_attn
+    queries: list[Tensor] = []
+    handle = attention.q_proj.register_forward_hook(lambda module, given, output: queries.append(output))
+    with torch.no_grad():
+        model(input_ids=ids)
+    handle.remove()
+    expected = queries[0].view(N, 4, -1).double().mean(dim=0).numpy()
+    assert np.abs(found.mean[1] - expected).max() < BOUND * float(queries[0].abs().max())
+    for name, constants in (("triattention", {"calibration": found}), ("expected-attention", {})):
+        with Published(name, 20, **constants)(model) as run:
+            greedy(model, ids, 2)
+        assert run.cache is not None
+
+
+@pytest.mark.spec(id="TA-CALIBRATION")
+@pytest.mark.spec(id="PO-EXPECTED-ATTENTION")
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_frequencies_that_change_with_the_length_are_refused(kind: str) -> None:
+    model = rotated("Llama", rope_parameters=dict(ROTATIONS[kind]))
+    for refused in (lambda: calibrate(model, prompt(N)), lambda: Published("expected-attention", 20)(model)):
+        with pytest.raises(SpecError, match=rf"change with the length \({kind}\)"):
+            refused()
+
+
+@pytest.mark.spec(id="TA-CALIBRATION")
+@pytest.mark.parametrize("family", ["gpt_neox"])
+def test_heads_that_are_rotated_in_part_are_refused(family: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        calibrate(build(family), prompt(N))
+    assert caught.value.argument == "model"

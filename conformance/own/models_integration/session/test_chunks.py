@@ -1,0 +1,296 @@
+"""A prompt in pieces: nothing is evicted before its end, and the kept set is that of one forward."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from conformance.checks import stages as checks
+from conformance.own.models_integration.session.families import (
+    ENDS,
+    FAMILIES,
+    METHODS,
+    Masked,
+    at_once,
+    build,
+    greedy,
+    prompt,
+    relative,
+)
+from conformance.own.models_integration.session.probe import Failing, Looking, method_of
+from conformance.own.models_integration.session.test_batches import batch, prompts, sets
+from conformance.strategies.attention import AttentionInputs
+from conformance.strategies.prompts import Prompt
+from models_integration import CrystalCache, RetainedCache, Session
+from spec.errors import SpecError
+from spec.parameters import TINY
+from spec.policy import Needs
+from spec.records import CrystalRetention
+
+N, NEW = 64, 6
+
+families = pytest.mark.parametrize("family", FAMILIES)
+cuts = pytest.mark.parametrize("cut", [(16, 16, 16, 16), (1, 62, 1), (40, 24), (7, 1, 1, 55)], ids=str)
+
+
+def in_pieces(model: PreTrainedModel, method: str, ids: Tensor, cut: tuple[int, ...]) -> tuple[Session, Tensor]:
+    """The run, and the logits of all tokens."""
+    cache = RetainedCache(model.config)
+    with METHODS[method]()(model) as run, run.prompt():
+        logits = [at_once(model, piece, cache) for piece in torch.split(ids, list(cut), dim=1)]
+        assert run.cache is None
+        assert cache.stored_length == ids.shape[1]
+    return run, torch.cat(logits, dim=1)
+
+
+@families
+@cuts
+def test_the_kept_set_is_that_of_one_forward(family: str, cut: tuple[int, ...]) -> None:
+    """In float64, where the last bits of q and k decide nothing; Gemma2's attention takes its softmax in float32."""
+    model, ids = build(family, dtype=torch.float64), prompt(N)
+    with METHODS["crystalcache"]()(model) as whole:
+        expected = at_once(model, ids, RetainedCache(model.config))
+    run, logits = in_pieces(model, "crystalcache", ids, cut)
+    np.testing.assert_array_equal(run.kept, whole.kept)
+    assert relative(logits, expected) < (1e-5 if family == "gemma2" else 1e-10)
+    assert run.bytes_saved == whole.bytes_saved
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3"])
+@cuts
+@pytest.mark.parametrize("seed", range(3))
+def test_in_float32_the_comparator_accepts_the_kept_set(family: str, cut: tuple[int, ...], seed: int) -> None:
+    """Against q and k of one forward: equal, or a near tie inside the certified box."""
+    model, ids = build(family), prompt(N, seed=60 + seed)
+    scorer = Looking(Needs("observed", None))
+    with method_of(scorer)(model):
+        at_once(model, ids, DynamicCache())
+    (view,) = scorer.shown[0].layers.values()
+    q, k = view.q.astype(np.float64), view.k.astype(np.float64)
+    inputs = AttentionInputs(q, k, np.arange(N), TINY, view.scaling, view.softcap)
+    judged = Prompt(inputs, ids[0].numpy(), ENDS, "0.5")
+    run, _ = in_pieces(model, "crystalcache", ids, cut)
+    assert isinstance(run.retention, CrystalRetention)
+    assert not list(checks.retention(run.retention, judged, "float32"))
+
+
+@families
+@pytest.mark.parametrize("chunk", [16, 63, 1])
+def test_generate_may_read_its_prompt_in_chunks(family: str, chunk: int) -> None:
+    model, ids = build(family), prompt(N)
+    with METHODS["crystalcache"]()(model) as run:
+        chosen = greedy(model, ids, NEW, prefill_chunk_size=chunk)
+    assert run.kept is not None
+    assert len(run.kept) < N
+    assert chosen[0].tolist() == Masked(model, ids, run.kept.tolist()).greedy(NEW)
+
+
+@pytest.mark.parametrize("chunk", [16, 40, 64, 100])
+def test_a_model_s_own_chunk_size_counts(chunk: int) -> None:
+    model, ids = build("llama"), prompt(N)
+    expected = greedy(model, ids, NEW)
+    assert model.generation_config is not None
+    model.generation_config.prefill_chunk_size = chunk
+    with METHODS["fullcache"]()(model) as run:
+        assert torch.equal(greedy(model, ids, NEW), expected)
+    assert run.kept is not None
+    assert len(run.kept) == N
+
+
+@pytest.mark.parametrize("chunk", [8, 16])
+def test_chunks_of_padded_rows(chunk: int) -> None:
+    """Some rows are all padding in the first chunk."""
+    model = build("llama", dtype=torch.float64)
+    ids, mask = batch(prompts())
+    with METHODS["crystalcache"]()(model) as whole:
+        expected = greedy(model, ids, NEW, attention_mask=mask)
+    with METHODS["crystalcache"]()(model) as run:
+        found = greedy(model, ids, NEW, attention_mask=mask, prefill_chunk_size=chunk)
+    assert sets(run) == sets(whole)
+    assert torch.equal(found, expected)
+    cache = RetainedCache(model.config)
+    with METHODS["crystalcache"]()(model) as run, run.prompt():
+        for start, stop in pairwise([0, 5, 21, 22, ids.shape[1]]):
+            at_once(model, ids[:, start:stop], cache, attention_mask=mask[:, :stop])
+    assert sets(run) == sets(whole)
+
+
+def test_decoding_from_chunks_equals_masking() -> None:
+    model, ids, following = build("gemma3"), prompt(N), prompt(NEW, seed=9)
+    run, _ = in_pieces(model, "crystalcache", ids, (20, 20, 24))
+    assert run.kept is not None
+    assert run.cache is not None
+    expected = Masked(model, ids, run.kept.tolist()).read(following)
+    assert relative(at_once(model, following, run.cache), expected) < 1e-5
+
+
+def test_scorers_see_the_queries_of_all_pieces() -> None:
+    """All of them, the last of them, values, and every layer."""
+    model, ids = build("llama", dtype=torch.float64), prompt(N)
+    for needs in (Needs("observed", None, token_ids=True), Needs("all", 20, values=True), Needs("observed", 3)):
+        shown = []
+        for cut in ((N,), (30, 33, 1), (1, 2, 61)):
+            scorer, cache = Looking(needs), RetainedCache(model.config)
+            with method_of(scorer)(model) as run, run.prompt():
+                for piece in torch.split(ids, list(cut), dim=1):
+                    at_once(model, piece, cache)
+            (observation,) = scorer.shown
+            shown.append(observation)
+        for other in shown[1:]:
+            assert other.seen == N
+            np.testing.assert_array_equal(other.token_ids, shown[0].token_ids)
+            assert other.layers.keys() == shown[0].layers.keys()
+            for layer, view in shown[0].layers.items():
+                for name in "qkv" if needs.values else "qk":
+                    np.testing.assert_allclose(
+                        getattr(other.layers[layer], name), getattr(view, name), atol=1e-12, rtol=0
+                    )
+
+
+def test_the_cache_may_be_left_to_the_session() -> None:
+    model, ids = build("llama"), prompt(N)
+    with METHODS["crystalcache"]()(model) as run:
+        with run.prompt(), torch.no_grad():
+            cache: RetainedCache = model(input_ids=ids[:, :30]).past_key_values
+            with pytest.raises(SpecError, match="must be the cache of the prompt that is open"):
+                model(input_ids=ids[:, 30:])
+            with pytest.raises(SpecError, match="must be the cache of the prompt that is open"):
+                model(input_ids=ids[:, 30:], past_key_values=DynamicCache())
+            model(input_ids=ids[:, 30:], past_key_values=cache)
+        assert id(run.cache) == id(cache)
+        assert run.kept is not None
+        kept = len(run.kept)
+        at_once(model, prompt(1), cache)
+        assert cache.stored_length == kept + 1
+
+
+def test_an_empty_block_changes_nothing() -> None:
+    with METHODS["crystalcache"]()(build("llama")) as run:
+        with run.prompt():
+            pass
+        assert run.cache is None
+
+
+def test_a_block_belongs_inside_its_context_and_stands_alone() -> None:
+    model = build("llama")
+    run = METHODS["crystalcache"]()(model)
+    with pytest.raises(SpecError, match="belongs inside the context"), run.prompt():
+        raise AssertionError
+    with run:
+        with run.prompt():
+            with pytest.raises(SpecError, match="belongs inside the context"), run.prompt():
+                raise AssertionError
+            with pytest.raises(SpecError, match="reads a prompt of its own"):
+                greedy(model, prompt(N), 2)
+        greedy(model, prompt(N), 2)
+        assert run.kept is not None
+    with pytest.raises(SpecError, match="belongs inside the context"), run.prompt():
+        raise AssertionError
+
+
+def test_a_prompt_of_one_token_is_no_segment() -> None:
+    model, cache = build("llama"), RetainedCache(build("llama").config)
+    with METHODS["crystalcache"]()(model) as run:
+        with pytest.raises(SpecError, match="one query is a decode step"), run.prompt():
+            at_once(model, prompt(1), cache)
+        with pytest.raises(SpecError, match="unusable cache"):
+            at_once(model, prompt(5), cache)
+
+
+@pytest.mark.parametrize("where", ["block", "policy", "piece"])
+@pytest.mark.parametrize("error", [RuntimeError("boom"), KeyboardInterrupt()])
+def test_a_prompt_that_is_left_half_way_leaves_no_usable_cache(where: str, error: BaseException) -> None:
+    model, cache = build("llama"), RetainedCache(build("llama").config)
+    method = method_of(Failing(error)) if where == "policy" else METHODS["crystalcache"]()
+
+    def fail(*_: object) -> None:
+        raise error
+
+    with method(model) as run:
+        with pytest.raises(type(error)), run.prompt():
+            at_once(model, prompt(N), cache)
+            if where == "block":
+                raise error
+            if where == "piece":
+                handle = model.get_submodule("model.layers.1.mlp").register_forward_pre_hook(fail)
+                try:
+                    at_once(model, prompt(5), cache)
+                finally:
+                    handle.remove()
+        assert run.retention is None
+        with pytest.raises(SpecError, match="unusable cache"):
+            at_once(model, prompt(5), cache)
+        if where != "policy":
+            greedy(model, prompt(N), 2)
+            assert run.kept is not None
+
+
+def test_a_context_that_ends_inside_a_block_leaves_no_usable_cache() -> None:
+    model, cache = build("llama"), RetainedCache(build("llama").config)
+    run = METHODS["crystalcache"]()(model)
+    run.__enter__()
+    block = run.prompt()
+    block.__enter__()
+    at_once(model, prompt(N), cache)
+    run.__exit__(None, None, None)
+    with pytest.raises(SpecError, match="its context ended inside a prompt"):
+        cache.get_seq_length()
+
+
+def test_a_generate_that_fails_between_its_chunks_leaves_no_usable_cache() -> None:
+    model, cache = build("llama"), DynamicCache()
+    calls: list[int] = []
+
+    def second(*_: object) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("boom")
+
+    handle = model.register_forward_pre_hook(second)
+    with METHODS["crystalcache"]()(model) as run:
+        with pytest.raises(RuntimeError, match="boom"):
+            greedy(model, prompt(N), 2, prefill_chunk_size=16, past_key_values=cache)
+        handle.remove()
+        with pytest.raises(SpecError, match="a prompt was left half way"):
+            at_once(model, prompt(5), cache)
+        greedy(model, prompt(N), 2, prefill_chunk_size=16)
+        assert run.kept is not None
+
+
+def test_padding_that_changes_between_pieces_is_refused() -> None:
+    model = build("llama")
+    ids, mask = batch(prompts())
+    cache = RetainedCache(model.config)
+    other = mask.clone()
+    other[0, :3] = 0
+    with METHODS["crystalcache"]()(model) as run, run.prompt():
+        at_once(model, ids[:, :30], cache, attention_mask=mask[:, :30])
+        for wrong in (None, other, mask[:, 30:]):
+            with pytest.raises(SpecError, match="attention_mask"):
+                at_once(model, ids[:, 30:], cache, attention_mask=wrong)
+        at_once(model, ids[:, 30:], cache, attention_mask=mask)
+    assert sets(run)
+
+
+def test_pieces_of_another_number_of_rows_are_refused() -> None:
+    model = build("llama")
+    cache = RetainedCache(model.config)
+    with METHODS["crystalcache"]()(model) as run, run.prompt():
+        at_once(model, prompt(2 * N).view(2, N), cache)
+        with pytest.raises(SpecError, match="the prompt that is open has 2 rows"):
+            at_once(model, prompt(4), cache)
+    assert len(sets(run)) == 2
+
+
+def test_budgets_and_methods_read_chunks_too() -> None:
+    model, ids = build("llama"), prompt(N)
+    with CrystalCache(20, ENDS, TINY, backend="numpy")(model) as run, run.prompt():
+        cache = RetainedCache(model.config)
+        for piece in torch.split(ids, 10, dim=1):
+            at_once(model, piece, cache)
+    assert run.kept is not None
+    assert cache.stored_length == len(run.kept)
+    assert set(run.timings) == {"capture", "decision", "compaction"}

@@ -1,0 +1,195 @@
+"""Nothing is left behind: a full budget changes no bit, and the model is as it was, also after an error."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from transformers import DynamicCache
+
+from conformance.own.models_integration.session.families import (
+    ENDS,
+    FAMILIES,
+    METHODS,
+    at_once,
+    build,
+    greedy,
+    prompt,
+    relative,
+    step_by_step,
+)
+from conformance.own.models_integration.session.probe import Failing, method_of
+from conformance.own.models_integration.session.snapshots import same_weights, snapshot
+from models_integration import CrystalCache, FullCache, Method, prefill
+from models_integration.cache.slots import Plan
+from spec.errors import SpecError
+from spec.parameters import TINY
+from spec.records import CrystalRetention
+
+
+def whole() -> Method:
+    return CrystalCache(1.0, ENDS, TINY, backend="numpy")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("method", [whole, FullCache])
+def test_a_full_budget_changes_no_bit(family: str, method: Callable[[], Method]) -> None:
+    model, ids, following = build(family), prompt(50), prompt(6, seed=9)
+    cache = DynamicCache(config=model.config)
+    plain = torch.cat([at_once(model, ids, cache), step_by_step(model, following, cache)], dim=1)
+    tokens = greedy(model, ids, 10)
+    with method()(model) as run:
+        assert torch.equal(greedy(model, ids, 10), tokens)
+        cache = DynamicCache(config=model.config)
+        assert torch.equal(torch.cat([at_once(model, ids, cache), step_by_step(model, following, cache)], dim=1), plain)
+    assert run.kept is not None
+    np.testing.assert_array_equal(run.kept, np.arange(50))
+    assert run.bytes_saved == 0
+    assert run.over_budget == 0
+
+
+def test_a_full_budget_still_runs_every_stage() -> None:
+    model = build("llama")
+    with whole()(model) as run:
+        greedy(model, prompt(50), 2)
+    assert isinstance(run.retention, CrystalRetention)
+    assert len(run.retention.coattention.salience) == 50
+    assert len(run.retention.trunks.sizes) > 1
+    assert set(run.timings) == {"capture", "decision", "compaction"}
+    assert all(seconds > 0 for seconds in run.timings.values())
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "gpt_neox"])
+def test_the_model_is_as_it_was(family: str) -> None:
+    model = build(family)
+    greedy(model, prompt(20), 2)
+    before = snapshot(model)
+    with METHODS["crystalcache"]()(model):
+        greedy(model, prompt(40), 4)
+        assert "generate" in vars(model)
+    after = snapshot(model)
+    assert same_weights(before, model)
+    assert {key: before[key] for key in before if key != "weights"} == {
+        key: after[key] for key in after if key != "weights"
+    }
+
+
+class Boom(Exception):
+    pass
+
+
+def failing_at(model: torch.nn.Module, layer: int, error: BaseException) -> torch.utils.hooks.RemovableHandle:
+    def fail(*_: object) -> None:
+        raise error
+
+    mlp = model.get_submodule(f"model.layers.{layer}.mlp")
+    return mlp.register_forward_pre_hook(fail)
+
+
+@pytest.mark.parametrize("error", [Boom(), KeyboardInterrupt()])
+@pytest.mark.parametrize("where", ["layer", "policy", "caller"])
+def test_the_model_is_as_it_was_after_an_error(error: BaseException, where: str) -> None:
+    model = build("llama")
+    before = snapshot(model)
+    method = method_of(Failing(error)) if where == "policy" else METHODS["crystalcache"]()
+    handle = failing_at(model, 1, error) if where == "layer" else None
+    with pytest.raises(type(error)), method(model):
+        greedy(model, prompt(40), 4)
+        raise error
+    if handle is not None:
+        handle.remove()
+    after = snapshot(model)
+    assert same_weights(before, model)
+    assert {key: before[key] for key in before if key != "weights"} == {
+        key: after[key] for key in after if key != "weights"
+    }
+
+
+@pytest.mark.parametrize("error", [Boom(), KeyboardInterrupt()])
+@pytest.mark.parametrize("where", ["layer", "policy"])
+def test_an_error_in_a_prompt_leaves_the_cache_empty_and_unusable(error: BaseException, where: str) -> None:
+    model, ids, cache = build("llama"), prompt(40), DynamicCache()
+    method = method_of(Failing(error)) if where == "policy" else METHODS["crystalcache"]()
+    handle = failing_at(model, 1, error) if where == "layer" else None
+    with method(model) as run:
+        with pytest.raises(type(error)):
+            at_once(model, ids, cache)
+        if handle is not None:
+            handle.remove()
+            # The interrupted forward is over as soon as the next one starts: a new prompt is welcome.
+            greedy(model, ids, 2)
+            assert run.kept is not None
+    assert all(layer.keys is None for layer in cache.layers)  # type: ignore[union-attr]
+    with pytest.raises(SpecError, match="unusable cache"):
+        at_once(model, ids, cache)
+    with pytest.raises(SpecError, match="unusable cache"):
+        cache.get_seq_length()
+    with METHODS["fullcache"]()(model), pytest.raises(SpecError, match="unusable cache"):
+        at_once(model, ids, cache)
+
+
+def test_a_compaction_that_fails_half_way_leaves_nothing_half_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    from models_integration.cache.dense_layer import RetainedLayer
+
+    model, ids, cache = build("llama"), prompt(40), DynamicCache()
+    calls: list[int] = []
+    follow = RetainedLayer.follow
+
+    def second_fails(layer: RetainedLayer, plan: Plan) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise MemoryError
+        follow(layer, plan)
+
+    monkeypatch.setattr(RetainedLayer, "follow", second_fails)
+    with METHODS["crystalcache"]()(model) as run, pytest.raises(MemoryError):
+        at_once(model, ids, cache)
+    assert run.retention is None
+    with pytest.raises(SpecError, match="unusable cache"):
+        at_once(model, ids, cache)
+
+
+def test_nan_in_the_observed_layer_is_named() -> None:
+    model, ids, cache = build("llama"), prompt(40), DynamicCache()
+    model.get_parameter("model.layers.0.self_attn.q_proj.weight").data[0, 0] = float("nan")
+    with METHODS["crystalcache"]()(model), pytest.raises(SpecError, match=r"^q = .*nan.*: must be finite"):
+        at_once(model, ids, cache)
+    with pytest.raises(SpecError, match="unusable cache"):
+        cache.get_seq_length()
+
+
+def test_two_caches_on_one_model_do_not_interact() -> None:
+    model, following = build("llama"), prompt(6, seed=9)
+    prompts = [prompt(40, seed=4), prompt(55, seed=5)]
+    alone = [step_by_step(model, following, prefill(model, METHODS["crystalcache"](), ids).cache) for ids in prompts]
+    caches = [prefill(model, METHODS["crystalcache"](), ids).cache for ids in prompts]
+    turns = [[at_once(model, token, cache) for cache in caches] for token in torch.split(following, 1, dim=1)]
+    for row, expected in enumerate(alone):
+        assert torch.equal(torch.cat([turn[row] for turn in turns], dim=1), expected)
+
+
+def test_several_prompts_and_steps_interleave_inside_one_context() -> None:
+    model, following = build("llama"), prompt(3, seed=9)
+    prompts = [prompt(40, seed=4), prompt(55, seed=5)]
+    alone = [step_by_step(model, following, prefill(model, METHODS["crystalcache"](), ids).cache) for ids in prompts]
+    with METHODS["crystalcache"]()(model):
+        caches = [DynamicCache(), DynamicCache(config=model.config)]
+        for ids, cache in zip(prompts, caches, strict=True):
+            at_once(model, ids, cache)
+        turns = [[at_once(model, token, cache) for cache in caches] for token in torch.split(following, 1, dim=1)]
+    for row, expected in enumerate(alone):
+        assert relative(torch.cat([turn[row] for turn in turns], dim=1), expected) < 1e-6
+
+
+def test_contexts_of_two_models_do_not_interact() -> None:
+    llama, gemma, ids = build("llama"), build("gemma3"), prompt(50)
+    alone = []
+    for model in (llama, gemma):
+        with METHODS["crystalcache"]()(model):
+            alone.append(greedy(model, ids, 6))
+    with METHODS["crystalcache"]()(llama) as first, METHODS["crystalcache"]()(gemma) as second:
+        assert torch.equal(greedy(gemma, ids, 6), alone[1])
+        assert first.kept is None
+        assert torch.equal(greedy(llama, ids, 6), alone[0])
+        assert second.kept is not None
+        assert first.kept is not None

@@ -1,0 +1,178 @@
+"""The published policies by name: what the table holds, what it takes from a model, and what it refuses."""
+
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+from conformance.own.models_integration.session.families import FAMILIES, build, greedy, prompt, relative
+from conformance.own.models_integration.session.oracle_checks import PROMPT
+from conformance.own.models_integration.session.ragged_checks import live_sets, read_prompt
+from models_integration import Published, calibrate, prefill
+from models_integration.cli.app import app
+from models_integration.model.architecture import describe
+from models_integration.model.weights import output_projections, rotary
+from models_integration.policies.published import DIVERSE, NAMES, PUBLISHED
+from models_integration.studies.cells import POLICIES, Plan
+from reference import policies
+from reference.policies.rotary import unrotated
+from spec.budget import parse_budget
+from spec.errors import SpecError
+from spec.policy import Observation
+from spec.retention import Granularity
+
+SMALL: dict[str, dict[str, Any]] = {
+    "adakv": {"W": 8}, "chunkkv": {"W": 8}, "defensivekv": {"W": 8}, "h2o-described": {"W": 8},
+    "pyramidkv": {"W": 8}, "pyramidkv-described": {"W": 8}, "snapkv": {"W": 8},
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_each_evicts_at_its_own_granularity(name: str) -> None:
+    model = build("llama")
+    calibration = {"calibration": calibrate(model, prompt(PROMPT, seed=9))} if "triattention" in name else {}
+    published = Published(name, 0.3, **SMALL.get(name, {}), **calibration)
+    with published(model) as run:
+        greedy(model, prompt(PROMPT), 4)
+    assert run.cache is not None
+    assert run.over_budget == 0
+    sets = [own for heads in live_sets(run.cache).values() for own in heads]
+    granularity = published.on(model).policy.granularity
+    distinct = {Granularity.MODEL: 1, Granularity.LAYER: 3, Granularity.HEAD: 6}[granularity]
+    # Sums over all queries prefer the first chunks, here in every layer; a KV-head index is one set in all layers.
+    fewer = {"chunkkv-described": 1, "triattention-by-head": 2}
+    assert len(set(map(tuple, sets))) == fewer.get(name, distinct)
+    prompt_only = [[at for at in own if at < PROMPT] for own in sets]
+    assert sum(map(len, prompt_only)) <= 6 * parse_budget(0.3).tokens(PROMPT)
+
+
+def test_the_help_lists_every_name() -> None:
+    text = CliRunner().invoke(app, ["compare", "--help"], env={"COLUMNS": "400", "TERM": "dumb"}).output
+    listed = text.split("Comma-separated: ")[1].split(".")[0].replace("\n", " ").replace("│", " ")
+    assert set(map(str.strip, listed.split(","))) == {*POLICIES, *PUBLISHED}
+    assert "diverse-NAME" in text
+    assert Plan(policies=NAMES).policies == NAMES
+
+
+def test_every_name_but_chunks_and_h2o_takes_a_diverse_form() -> None:
+    """What has no such form says so: it does not keep the best single tokens."""
+    for name in PUBLISHED:
+        if "triattention" not in name and name not in ("defensivekv", "expected-attention"):
+            if DIVERSE + name in NAMES:
+                Published(DIVERSE + name, 0.3)
+            else:
+                with pytest.raises(SpecError, match="must keep single tokens"):
+                    policies.diverse(PUBLISHED[name]())
+
+
+def test_constants_reach_the_policy() -> None:
+    model = build("llama")
+    wide, narrow = (Published("snapkv", 20, W=W).on(model).policy for W in (16, 4))
+    assert (wide.floor, narrow.floor) == (16, 4)
+    assert Published("snapkv", "30%").budget == parse_budget(0.3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "constants", "words"),
+    [
+        (("epicache",), {}, "name = 'epicache'"),
+        (("scissorhands",), {}, "name = 'scissorhands'"),
+        (("snapkv",), {"window": 8}, "snapkv has the constants W, kernel"),
+        (("snapkv",), {"W": 0}, "W = 0"),
+        (("snapkv",), {"kernel": 4}, "kernel = 4"),
+        (("snapkv", 1.5), {}, "budget"),
+        (("adakv",), {"safeguard": 2}, "safeguard = 2"),
+        (("expected-attention",), {"inv_freq": [1.0]}, "inv_freq"),
+        (("defensivekv",), {"W_o": {}}, "W_o"),
+        (("rkv",), {"lam": 2.0}, "lam = 2.0"),
+        (("diverse-h2o",), {}, "name = 'diverse-h2o'"),
+        (("keydiff",), {"diversity": 0.5}, "keydiff has the constants none"),
+        (("diverse-keydiff",), {"diversity": -1.0}, r"diversity = -1\.0"),
+        (("diverse-keydiff",), {"diversity": float("nan")}, "diversity = nan"),
+        (("diverse-expected-attention",), {"diversity": -1.0}, r"diversity = -1\.0"),
+        (("diverse-streamingllm",), {"signature": "head"}, "mode = 'head'"),
+        (("triattention",), {}, "calibration = None"),
+        (("diverse-triattention",), {}, "calibration = None"),
+        (("triattention",), {"calibration": "nowhere.npz"}, "path = 'nowhere.npz'"),
+        (("triattention",), {"served": None}, "served"),
+        (("triattention",), {"mode": "head"}, "mode"),
+    ],
+)
+def test_bad_arguments_are_named_at_once(arguments: Any, constants: dict[str, Any], words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        Published(*arguments, **constants)
+
+
+def test_a_model_without_what_a_policy_needs_is_named() -> None:
+    with pytest.raises(SpecError, match="turns 6 of a head's 12 channels"):
+        Published("expected-attention", 0.3)(build("gpt_neox"))
+    model = build("llama")
+    model.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    with pytest.raises(SpecError, match="change with the length"):
+        Published("expected-attention", 0.3)(model)
+    model = build("llama")
+    attention = describe(model).attention[1]
+    attention.o_proj = torch.nn.Sequential(attention.o_proj)  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match="has no output projection"):
+        Published("defensivekv", 0.3)(model)
+
+
+def test_interleaved_pairs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama")
+    module = sys.modules[type(describe(model).attention[0]).__module__]
+    monkeypatch.setattr(module, "rotate_half", lambda x: torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2))
+    with pytest.raises(SpecError, match="does not turn the two halves"):
+        Published("expected-attention", 0.3)(model)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_output_projection_is_cut_into_heads(family: str) -> None:
+    model = build(family)
+    architecture = describe(model)
+    for layer, W_o in output_projections(architecture).items():
+        linear = next(
+            part for name, part in architecture.attention[layer].named_children() if name in ("o_proj", "dense")
+        )
+        x = torch.randn(4, W_o.shape[1], generator=torch.Generator().manual_seed(layer))
+        with torch.no_grad():
+            whole = linear(x.flatten()) - (0 if linear.bias is None else linear.bias)
+        parts = sum(head @ W for head, W in zip(x.double().numpy(), W_o, strict=True))
+        assert relative(torch.from_numpy(parts), whole.double()) < 1e-5
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "gemma3"])
+def test_the_frequencies_take_the_rotation_off_the_model_s_queries(family: str) -> None:
+    model = build(family, attention="eager")
+    architecture = describe(model)
+    layer = architecture.full_layers[-1]
+    module: Any = architecture.attention[layer]
+    before: list[Tensor] = []
+    last = module.q_norm if hasattr(module, "q_norm") else module.q_proj
+    hook = last.register_forward_hook(lambda part, args, output: before.append(output.detach()))
+    shown: list[Any] = []
+    expected = policies.expected_attention(**rotary(architecture))
+    scorer: Any = expected.scorer
+
+    def watched(self: Any, observation: Observation, protected: Any) -> Any:
+        shown.append(observation.layers[layer])
+        return call(self, observation, protected)
+
+    call = type(scorer).__call__
+    patch = pytest.MonkeyPatch()
+    patch.setattr(type(scorer), "__call__", watched)
+    read_prompt(model, Published("expected-attention", 0.3).on(model))
+    patch.undo()
+    hook.remove()
+    own = before[0].reshape(PROMPT, 4, -1) if last is module.q_proj else before[0][0]
+    queries = own.transpose(0, 1) if own.shape[0] == PROMPT else own
+    found = unrotated(np.asarray(shown[0].q, np.float64), np.arange(PROMPT), **rotary(architecture))
+    assert relative(torch.from_numpy(found), queries.double()) < 1e-4
+
+
+def test_prefill_takes_one_too() -> None:
+    prefilled = prefill(build("llama"), Published("snapkv", 0.3, W=8), prompt(PROMPT))
+    assert prefilled.cache.mean_length == parse_budget(0.3).tokens(PROMPT)

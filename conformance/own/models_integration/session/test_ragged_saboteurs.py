@@ -1,0 +1,215 @@
+"""The oracle per layer and head has teeth: each of these mistakes in the storage fails an assertion."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from conformance.own.models_integration.session.families import build
+from conformance.own.models_integration.session.ragged_checks import check_continuation, check_generation, check_storage
+from conformance.own.models_integration.session.test_ragged import (
+    test_a_2d_mask_hides_positions_in_every_head as check_hidden,
+)
+from conformance.own.models_integration.session.test_ragged import test_a_quarter_of_the_bytes as check_bytes
+from conformance.own.models_integration.session.test_ragged import test_h2o_drops_the_smallest_sum as check_h2o
+from conformance.own.models_integration.session.test_ragged import (
+    test_rows_of_a_padded_batch_equal_their_single_runs as check_batch,
+)
+from conformance.own.models_integration.session.test_ragged import (
+    test_tova_drops_the_least_attended_key_of_the_last_query as check_tova,
+)
+from conformance.own.models_integration.session.test_ragged_turns import check_small_keys_stay
+from models_integration.attention.masks import LayerMasks
+from models_integration.cache import ragged_layer as ragged_module
+from models_integration.cache.positions import StoredRows
+from models_integration.cache.ragged_layer import RaggedLayer
+from models_integration.cache.retained_cache import RetainedCache
+from models_integration.session import observations as later
+from models_integration.session import segment as segments
+from models_integration.session.decode_step import Step
+
+Patch = pytest.MonkeyPatch
+
+
+def one_mask_for_all_layers(patch: Patch) -> None:
+    """Every layer gets the mask of as many slots as it has, but of positions that start at 0."""
+    of = LayerMasks.of
+
+    def wrong(masks: LayerMasks, rows: StoredRows, slots: int, seen: int, row: int | None = None) -> Tensor | None:
+        return of(masks, StoredRows.none(), slots, slots, row)
+
+    patch.setattr(LayerMasks, "of", wrong)
+
+
+def new_tokens_see_each_other(patch: Patch) -> None:
+    """No mask where the layers differ: a token of a turn sees those after it."""
+
+    def wrong(masks: LayerMasks, rows: StoredRows, slots: int, seen: int, row: int | None = None) -> Tensor:
+        return torch.ones(1, 1, masks.sizes["q_length"], slots, dtype=torch.bool)
+
+    patch.setattr(LayerMasks, "of", wrong)
+
+
+def heads_change_places(patch: Patch) -> None:
+    """The first KV head answers the second group's queries."""
+    segments_of = RaggedLayer.segments
+    patch.setattr(RaggedLayer, "segments", lambda layer: segments_of(layer)[::-1])
+
+
+def all_heads_keep_the_first_one_s_tokens(patch: Patch) -> None:
+    """The right number of tokens in a layer, one kept set."""
+    splitting = RaggedLayer.splitting.__func__  # type: ignore[attr-defined]
+
+    def wrong(cls: Any, layer: Any, kept: Any) -> Callable[[], None]:
+        shifted = [[own if head == 0 else heads[0][: len(own)] for head, own in enumerate(heads)] for heads in kept]
+        split = splitting(cls, layer, shifted)
+
+        def apply() -> None:
+            split()
+            layer.kept = tuple(own for heads in kept for own in heads)
+
+        return apply
+
+    patch.setattr(RaggedLayer, "splitting", classmethod(wrong))
+
+
+def new_tokens_go_to_one_head(patch: Patch) -> None:
+    """The spare slots of the wrong head are written."""
+    update = RaggedLayer.update
+
+    def wrong(layer: RaggedLayer, keys: Tensor, values: Tensor, *rest: Any) -> Any:
+        return update(layer, keys.flip(1), values.flip(1), *rest)
+
+    patch.setattr(RaggedLayer, "update", wrong)
+
+
+def spare_slots_are_attended_to(patch: Patch) -> None:
+    """A head's storage up to the next head's."""
+
+    def wrong(layer: RaggedLayer) -> Any:
+        assert layer.keys is not None
+        assert layer.values is not None
+        ends = [*layer._starts[1:], len(layer.keys)]
+        return [
+            (layer.keys[None, None, start:end], layer.values[None, None, start:end])
+            for start, end in zip(layer._starts, ends, strict=True)
+        ]
+
+    patch.setattr(ragged_module, "_SPARE", 1)
+    patch.setattr(RaggedLayer, "segments", wrong)
+    patch.setattr(RaggedLayer, "rectangle", lambda layer: None)
+
+
+def padded_storage(patch: Patch) -> None:
+    """Every head has room for as many tokens as the fullest one."""
+    compact = ragged_module.compact
+
+    def wrong(cache: RetainedCache, *rest: Any) -> None:
+        compact(cache, *rest)
+        for layer in cache.full_layers:
+            if isinstance(layer, RaggedLayer):
+                layer._lay_out(max(layer.lengths) - min(layer.lengths))
+
+    patch.setattr(segments, "compact", wrong)
+
+
+def views_of_the_full_cache(patch: Patch) -> None:
+    """The kept slots are views: what was evicted stays alive."""
+    flattened = ragged_module._flattened
+
+    def wrong(tensor: Tensor, slots: Any) -> Tensor:
+        flat = flattened(tensor, slots)
+        return torch.cat([flat, tensor.reshape(-1, tensor.shape[3])])[: len(flat)]
+
+    patch.setattr(ragged_module, "_flattened", wrong)
+
+
+def steps_forget_the_scaling(patch: Patch) -> None:
+    """A step's attention is computed anew, with another scale than the model's."""
+    attended = Step.attended
+
+    def wrong(step: Step, module: Any, seen: Any) -> None:
+        attended(step, module, replace(seen, options={**seen.options, "scaling": 1.0}))
+
+    patch.setattr(Step, "attended", wrong)
+
+
+def steps_decide_by_the_first_head_s_query(patch: Patch) -> None:
+    """What a step is shown is the attention of one group only."""
+    attended = Step.attended
+
+    def wrong(step: Step, module: Any, seen: Any) -> None:
+        attended(step, module, replace(seen, query=seen.query[:, :1].expand_as(seen.query)))
+
+    patch.setattr(Step, "attended", wrong)
+
+
+def padding_counts_as_tokens(patch: Patch) -> None:
+    """The kept sets of a padded row are counted from the padding's first column."""
+    by_layer = ragged_module._by_layer
+
+    def wrong(retention: Any, cache: Any, full: Any, row: int, padding: Any) -> Any:
+        sets = by_layer(retention, cache, full, row, padding)
+        if padding is None or not int(padding[row]):
+            return sets
+        return [[torch.unique((own - 1).clamp(min=0)) for own in heads] for heads in sets]
+
+    patch.setattr(ragged_module, "_by_layer", wrong)
+
+
+def hidden_tokens_are_read_by_slot(patch: Patch) -> None:
+    """A 2D mask counts slots of each head."""
+    of = LayerMasks.of
+
+    def wrong(masks: LayerMasks, rows: StoredRows, slots: int, seen: int, row: int | None = None) -> Tensor | None:
+        assert masks.padding is not None
+        shown = masks.padding.clone()
+        hidden = int((~shown.bool()).nonzero()[0, 1])
+        shown[:] = True
+        shown[0, int(rows.kept[0, min(hidden, rows.kept.shape[1] - 1)])] = False
+        return of(replace(masks, padding=shown), rows, slots, seen, row)
+
+    patch.setattr(LayerMasks, "of", wrong)
+
+
+def turns_are_decided_by_another_head(patch: Patch) -> None:
+    """A kept set is scored by the keys of the next head, as far as they go."""
+    keys_of = later.keys_of
+
+    def wrong(layer: Any, row: int, heads: slice) -> tuple[Tensor, Tensor]:
+        own, other = keys_of(layer, row, heads), keys_of(layer, row, slice(1 - heads.start, 2 - heads.start))
+        n = min(own[0].shape[1], other[0].shape[1])
+        return torch.cat([other[0][:, :n], own[0][:, n:]], dim=1), own[1]
+
+    patch.setattr(later, "keys_of", wrong)
+
+
+SABOTEURS: dict[Callable[[Patch], None], tuple[Callable[..., object], tuple[str, ...]]] = {
+    one_mask_for_all_layers: (check_continuation, ("adakv",)),
+    new_tokens_see_each_other: (check_continuation, ("chunkkv",)),
+    heads_change_places: (check_continuation, ("adakv",)),
+    all_heads_keep_the_first_one_s_tokens: (check_storage, ("snapkv",)),
+    new_tokens_go_to_one_head: (check_generation, ("adakv",)),
+    spare_slots_are_attended_to: (check_generation, ("adakv",)),
+    padded_storage: (check_bytes, ("adakv",)),
+    views_of_the_full_cache: (check_bytes, ("pyramidkv",)),
+    steps_forget_the_scaling: (check_h2o, ()),
+    steps_decide_by_the_first_head_s_query: (check_tova, ()),
+    padding_counts_as_tokens: (check_batch, ("adakv",)),
+    hidden_tokens_are_read_by_slot: (check_hidden, ("adakv",)),
+    turns_are_decided_by_another_head: (check_small_keys_stay, ()),
+}
+_ON_A_MODEL = (check_continuation, check_generation, check_storage)
+
+
+@pytest.mark.parametrize("saboteur", SABOTEURS, ids=lambda saboteur: saboteur.__name__)
+def test_each_mistake_fails_an_assertion(saboteur: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    check, arguments = SABOTEURS[saboteur]
+    given = (build("llama"), *arguments) if check in _ON_A_MODEL else arguments
+    check(*given)
+    saboteur(monkeypatch)
+    with pytest.raises(AssertionError):
+        check(*given)

@@ -1,0 +1,259 @@
+"""A cache with its states in one file: another process goes on from it, and a file that does not fit is refused."""
+
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from conformance.checks.decode import same_bits
+from conformance.own.models_integration.session.families import _GQA, FAMILIES, METHODS, at_once, build, prepare, prompt
+from conformance.own.models_integration.session.savers import save_until_killed
+from conformance.own.models_integration.session.test_batches import batch, prompts
+from conformance.own.models_integration.session.test_breaths import T, breathing, tokens
+from conformance.own.processes import started
+from models_integration import RetainedCache
+from models_integration.cache import snapshot as snapshot_module
+from models_integration.cache import tensor_file as files
+from models_integration.cache.positions import EMPTY
+from models_integration.cache.snapshot import load_cache, save_cache
+from spec.errors import SpecError
+
+N = 64
+
+GO_ON = """
+import sys
+from pathlib import Path
+import torch
+from conformance.own.models_integration.session.families import at_once, build
+from conformance.own.models_integration.session.test_breaths import breathing, tokens, T
+from models_integration.cache.snapshot import load_cache, save_cache
+
+model = build(sys.argv[1])
+cache = load_cache(Path(sys.argv[2]), model)
+with breathing()(model):
+    logits = [at_once(model, token, cache) for token in torch.split(tokens(2 * T), 1, dim=1)]
+save_cache(cache, model, sys.argv[2])
+torch.save(torch.cat(logits, dim=1), sys.argv[3])
+"""
+
+
+def lived(family: str, steps: int = T + 3) -> tuple[PreTrainedModel, RetainedCache]:
+    """A cache that has breathed, and has a tail."""
+    model = build(family)
+    cache = RetainedCache(model.config)
+    with breathing()(model):
+        at_once(model, prompt(N), cache)
+        for token in torch.split(tokens(steps), 1, dim=1):
+            at_once(model, token, cache)
+    return model, cache
+
+
+def same(a: RetainedCache, b: RetainedCache) -> None:
+    assert a.get_seq_length() == b.get_seq_length()
+    for one, other in zip(a.layers, b.layers, strict=True):
+        assert torch.equal(one.keys, other.keys)  # type: ignore[union-attr, arg-type]
+        assert torch.equal(one.values, other.values)  # type: ignore[union-attr, arg-type]
+        assert one.get_seq_length() == other.get_seq_length()  # type: ignore[union-attr]
+    for one, other in zip(a.full_layers, b.full_layers, strict=True):
+        assert torch.equal(one.stored_positions(), other.stored_positions())
+    assert all(same_bits(x, y) for x, y in zip(a.states.rows, b.states.rows, strict=True))
+    assert (a.states.columns, a.states.steps) == (b.states.columns, b.states.steps)
+    assert a.states.ids() == b.states.ids()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_loaded_cache_is_the_saved_one_and_goes_on_as_it_does(family: str, tmp_path: Path) -> None:
+    model, cache = lived(family)
+    path = tmp_path / "cache.safetensors"
+    save_cache(cache, model, path)
+    again = load_cache(path, model)
+    same(again, cache)
+    logits = []
+    for one in (cache, again):
+        with breathing()(model):
+            steps = [at_once(model, ids, one) for ids in (*torch.split(tokens(T), 1, dim=1), prompt(9, seed=5))]
+        logits.append(torch.cat(steps, dim=1))
+    assert torch.equal(*logits)
+    same(again, cache)
+
+
+@pytest.mark.parametrize("family", ["gemma3"])
+def test_prefill_and_decode_in_different_processes(family: str, tmp_path: Path) -> None:
+    model, cache = lived(family)
+    path, out = tmp_path / "cache.safetensors", tmp_path / "logits"
+    save_cache(cache, model, path)
+    # As many threads as here: another number gives other last bits.
+    threads = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    subprocess.run([sys.executable, "-c", GO_ON, family, str(path), str(out)], check=True, timeout=300, env=threads)
+    with breathing()(model):
+        expected = [at_once(model, token, cache) for token in torch.split(tokens(2 * T), 1, dim=1)]
+    assert torch.equal(torch.load(out), torch.cat(expected, dim=1))
+    same(load_cache(path, model), cache)
+
+
+@pytest.mark.parametrize("decode", [True, False])
+def test_padded_rows_and_waiting_tokens_are_saved_too(decode: bool, tmp_path: Path) -> None:
+    model = build("llama", dtype=torch.bfloat16)
+    ids, mask = batch(prompts())
+    cache = RetainedCache(model.config)
+    with breathing(decode=decode)(model):
+        at_once(model, ids, cache, attention_mask=mask)
+        for token in torch.split(tokens(3, rows=3), 1, dim=1):
+            at_once(model, token, cache)
+    assert bool((cache.full_layers[0].stored_positions() == EMPTY).any())
+    assert cache.states.waiting_tokens == 3
+    assert cache.states.steps == decode
+    save_cache(cache, model, tmp_path / "cache")
+    again = load_cache(tmp_path / "cache", model)
+    same(again, cache)
+    for one in (cache, again):
+        with breathing(decode=decode)(model):
+            at_once(model, torch.cat([prompt(7, seed=row) for row in range(3)]), one)
+    same(again, cache)
+
+
+@pytest.mark.parametrize("method", ["streamingllm", "fullcache"])
+def test_a_cache_without_states_is_saved_as_well(method: str, tmp_path: Path) -> None:
+    model = build("llama")
+    cache = RetainedCache(model.config)
+    with METHODS[method]()(model):
+        at_once(model, prompt(N), cache)
+    save_cache(cache, model, tmp_path / "cache")
+    again = load_cache(tmp_path / "cache", model)
+    same(again, cache)
+    assert torch.equal(at_once(model, tokens(3), again), at_once(model, tokens(3), cache))
+
+
+def test_any_safetensors_reader_opens_it(tmp_path: Path) -> None:
+    model, cache = lived("llama")
+    save_cache(cache, model, tmp_path / "cache")
+    with safe_open(tmp_path / "cache", framework="pt") as file:
+        assert torch.equal(file.get_tensor("2.keys"), cache.full_layers[2].keys)  # type: ignore[arg-type]
+        assert set(file.metadata()) == {"digest", "format", "manifest"}
+
+
+def test_a_flipped_byte_is_refused_wherever_it_is(tmp_path: Path) -> None:
+    model, cache = lived("llama", steps=1)
+    path = tmp_path / "cache"
+    save_cache(cache, model, path)
+    whole = path.read_bytes()
+    head = 8 + int.from_bytes(whole[:8], "little")
+    at = [*range(120), *range(head - 9, head + 9), *random.Random(0).sample(range(len(whole)), 60), len(whole) - 1]
+    for place in at:
+        for flip in (1, 0x80):
+            data = bytearray(whole)
+            data[place] ^= flip
+            path.write_bytes(data)
+            with pytest.raises(SpecError, match="its bytes are not those that were saved"):
+                load_cache(path, model)
+    for torn in (b"", whole[:50], whole[:-1], whole + b" ", whole[: head + 3]):
+        path.write_bytes(torn)
+        with pytest.raises(SpecError, match="its bytes are not those that were saved"):
+            load_cache(path, model)
+    path.write_bytes(whole)
+    same(load_cache(path, model), cache)
+
+
+def other_weights() -> PreTrainedModel:
+    model = build("llama")
+    with torch.no_grad():
+        model.get_parameter("model.layers.2.mlp.up_proj.weight")[0, 0] += 1
+    return model
+
+
+def other_rotation(**rope: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return prepare(LlamaForCausalLM(LlamaConfig(**_GQA, rope_parameters=rope)))
+
+
+def other_heads() -> PreTrainedModel:
+    """The same weights, read as other heads."""
+    model = build("llama")
+    model.config.num_key_value_heads = 4
+    return model
+
+
+OTHERS: dict[str, tuple[str, Callable[[], PreTrainedModel]]] = {
+    "weights": ("was saved under weights", other_weights),
+    "family": ("was saved under weights", lambda: build("qwen2")),
+    "dtype": ("was saved under weights", lambda: build("llama", dtype=torch.bfloat16)),
+    "config": ("was saved under config", other_heads),
+    "base": ("was saved under rotation", lambda: other_rotation(rope_type="default", rope_theta=5e5)),
+    "scaling": ("was saved under rotation", lambda: other_rotation(
+        rope_type="linear", factor=2.0, rope_theta=1e4,
+    )),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_file_of_another_model_or_rotation_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    words, make = OTHERS[name]
+    model, cache = lived("llama")
+    save_cache(cache, model, tmp_path / "cache")
+    with pytest.raises(SpecError, match=words):
+        load_cache(tmp_path / "cache", make())
+
+
+def test_a_file_of_another_specification_or_format_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, cache = lived("llama")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(snapshot_module, "SPEC_VERSION", "0.0.9")
+        save_cache(cache, model, tmp_path / "cache")
+    with pytest.raises(SpecError, match=r"was saved under spec 0\.0\.9, this is"):
+        load_cache(tmp_path / "cache", model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "FORMAT", "kvspec-cache/0")
+        save_cache(cache, model, tmp_path / "cache")
+    with pytest.raises(SpecError, match="is of format kvspec-cache/0"):
+        load_cache(tmp_path / "cache", model)
+
+
+def test_nothing_is_not_saved(tmp_path: Path) -> None:
+    model = build("llama")
+    cache = RetainedCache(model.config)
+    with pytest.raises(SpecError, match="there is nothing to save"):
+        save_cache(cache, model, tmp_path / "cache")
+    at_once(model, prompt(5), cache)
+    cache.fail("gone")
+    with pytest.raises(SpecError, match="gone"):
+        save_cache(cache, model, tmp_path / "cache")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_killed_while_saving_it_leaves_the_old_file_or_the_new_one(tmp_path: Path) -> None:
+    """A hundred times, at any moment."""
+    model, first = lived("llama", steps=1)
+    _, second = lived("llama", steps=T + 3)
+    path, others, rng = tmp_path / "cache", (tmp_path / "second", tmp_path / "first"), random.Random(0)
+    for cache, other in zip((second, first), others, strict=True):
+        save_cache(cache, model, other)
+    began = time.perf_counter()
+    save_cache(first, model, path)
+    once = time.perf_counter() - began
+    found = []
+    for _ in range(100):
+        ready, theirs = Pipe(duplex=False)
+        child = started(save_until_killed, "llama", path, others, theirs)
+        theirs.close()
+        assert ready.recv_bytes() == b"x"
+        time.sleep(rng.uniform(0, 3 * once))
+        child.kill()
+        child.join()
+        cache = load_cache(path, model)
+        found.append(cache.get_seq_length())
+        same(cache, {N + 1: first, N + T + 3: second}[found[-1]])
+    assert len(set(found)) == 2
+    assert any(left.name.startswith(".tmp-") for left in tmp_path.iterdir())

@@ -1,0 +1,97 @@
+"""Turns: later segments on a compacted cache, in one context or in several."""
+
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from conformance.own.models_integration.session.families import ENDS, FAMILIES, METHODS, at_once, build, prompt
+from conformance.own.models_integration.session.lives import Beside
+from conformance.own.models_integration.session.observed import Observed
+from models_integration import CrystalCache, RetainedCache
+from reference.crystalcache import empty_state, extend
+from reference.crystalcache.activation import inverse_key_norms
+from reference.crystalcache.tail import append
+from spec.budget import parse_budget
+from spec.decode import DecodeState, check_state
+from spec.parameters import TINY
+
+N, TURN, NEW = 64, 12, 5
+
+families = pytest.mark.parametrize("family", FAMILIES)
+methods = pytest.mark.parametrize("method", METHODS)
+
+
+def turn(number: int, n: int = TURN) -> Tensor:
+    return prompt(n, seed=100 + number)
+
+
+@families
+@methods
+def test_eviction_equals_masking_after_every_turn(family: str, method: str) -> None:
+    """Three turns, with a few decode steps after each."""
+    model = build(family)
+    with METHODS[method]()(model) as run:
+        life = Beside(model, build(family), RetainedCache(model.config), prompt(N))
+        for number in range(3):
+            life.read(turn(number))
+            assert run.kept is not None
+            assert life.cache.stored_positions().tolist() == run.kept.tolist()
+            life.steps(turn(50 + number, NEW))
+    assert life.masked > (0 if method == "fullcache" else 40) or method == "fullcache"
+    assert life.cache.get_seq_length() == N + 3 * (TURN + NEW)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_ten_turns_in_ten_contexts(method: str) -> None:
+    """The states live in the cache, so that every turn may have its own context."""
+    model, cache = build("llama"), RetainedCache(build("llama").config)
+    with METHODS[method]()(model):
+        life = Beside(model, build("llama"), cache, prompt(N))
+    for number in range(10):
+        with METHODS[method]()(model):
+            life.read(turn(number))
+            life.steps(turn(50 + number, 3))
+    assert cache.get_seq_length() == N + 10 * (TURN + 3)
+    if method == "fullcache":
+        assert life.masked == 0
+    else:
+        share = 0.5 if method == "crystalcache" else 0.4
+        assert len(cache.stored_positions()) <= share * cache.get_seq_length() + 3 + 1
+
+
+@pytest.mark.parametrize("budget", [0.5, 30])
+def test_the_kept_sets_are_those_of_the_reference(budget: float | int) -> None:
+    """Prompt, steps, turn, steps, turn: the states equal those that the reference gives on the same q and k."""
+    model = build("llama", dtype=torch.float64)
+    observed, expected = Observed(model), empty_state(parse_budget(budget))
+    with CrystalCache(budget, ENDS, TINY, backend="numpy")(model):
+        cache = RetainedCache(model.config)
+        for ids in (prompt(N), turn(1, 1), turn(2, 1), turn(3), turn(4, 1), turn(5, 7)):
+            with observed.forward() as seen:
+                at_once(model, ids, cache)
+            numbers = ids[0].numpy()
+            if len(numbers) == 1:
+                expected = append(expected, int(numbers[0]), float(inverse_key_norms(seen.new_k)[0]))
+            else:
+                k = observed.stored(expected.stored, seen)
+                expected = extend(expected, seen.q, k, numbers, ENDS, TINY)
+                (state,) = cache.states.rows
+                same_state(state, expected)
+            assert cache.stored_positions().tolist() == expected.stored.tolist()
+
+
+def same_state(found: DecodeState, expected: DecodeState, rtol: float = 1e-9) -> None:
+    assert found.stored.tolist() == expected.stored.tolist()
+    assert (found.seen, found.step, found.tail_ids) == (expected.seen, expected.step, expected.tail_ids)
+    np.testing.assert_array_equal(found.live.offsets, expected.live.offsets)
+    np.testing.assert_array_equal(found.ids, expected.ids)
+    np.testing.assert_array_equal(found.counts, expected.counts)
+    np.testing.assert_array_equal(found.W.indices, expected.W.indices)
+    for a, b in (
+        (found.D, expected.D), (found.live.impact, expected.live.impact), (found.W.weights, expected.W.weights),
+        (found.live.trunk_impact, expected.live.trunk_impact), (found.live.inverse_norms, expected.live.inverse_norms),
+    ):
+        np.testing.assert_allclose(a, b, rtol=rtol)
+    check_state(found)

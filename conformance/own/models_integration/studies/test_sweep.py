@@ -1,0 +1,88 @@
+"""The sweep: its grids, its rows, what it stores and what it draws."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers", reason="the sweep drives transformers models")
+
+from typer.testing import CliRunner
+
+from models_integration.cli.app import app
+from models_integration.studies.compare.compare import Subject
+from models_integration.studies.subject import load_subject
+from models_integration.studies.sweep.report import markdown
+from models_integration.studies.sweep.sweep import BASE, GRIDS, SweepPlan, against_base, run_sweep
+from spec.errors import SpecError
+from spec.parameters import ESSAY, PAPER
+
+SMALL = SweepPlan(grid="extensions", budget="0.9", tasks=("needle",), length=200, samples=1)
+
+
+@pytest.fixture(scope="module")
+def subject() -> Subject:
+    return load_subject("pocket", "numpy")
+
+
+def test_the_grid_of_appendix_a_holds_its_values_one_at_a_time() -> None:
+    """T_max in {16, 24, 32, 48}, s in {2, 5, 10}, alpha in {0.5, 1, 2} and beyond; each differs in one value."""
+    grid = GRIDS["appendix-a"]
+    swept = {name: {getattr(p, name) for p in grid.values()} for name in ("T_max", "s", "alpha")}
+    assert swept["T_max"] == {16, 24, 32, 48}
+    assert swept["s"] == {2.0, 5.0, 10.0}
+    assert swept["alpha"] > {0.5, 1.0, 2.0}
+    for name, p in grid.items():
+        changed = [field for field in vars(p) if getattr(p, field) != getattr(PAPER, field)]
+        assert len(changed) == int(name != BASE)
+
+
+def test_the_other_grid_holds_every_extension() -> None:
+    grid = GRIDS["extensions"]
+    assert grid["ESSAY"] == ESSAY
+    for field in ("allocation", "coverage", "merge", "rarity"):
+        assert any(getattr(p, field) != getattr(PAPER, field) for name, p in grid.items() if name != "ESSAY")
+
+
+@pytest.mark.parametrize(
+    ("change", "argument"),
+    [
+        ({"grid": "b"}, "grid"), ({"tasks": ("hay",)}, "task"), ({"budget": "2.0"}, "budget"),
+        ({"samples": 0}, "samples"),
+    ],
+)
+def test_a_plan_of_unknown_parts_is_refused(change: dict[str, object], argument: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        SweepPlan(**change)  # type: ignore[arg-type]
+    assert caught.value.argument == argument
+
+
+def test_a_second_run_reads_what_is_stored(subject: Subject, tmp_path: Path) -> None:
+    """Each variant once, on the same budget; nothing kept beyond it but protected trunks; then from the file."""
+    told: list[str] = []
+    rows = list(run_sweep(subject, SMALL, tmp_path / "sweep.jsonl", told.append))
+    assert [row["variant"] for row in rows] == list(GRIDS["extensions"])
+    assert all(row["most_kept"] <= row["budget"] == 180 for row in rows)
+    assert all(row["low"] <= row["accuracy"] <= row["high"] for row in rows)
+    again = list(run_sweep(subject, SMALL, tmp_path / "sweep.jsonl", told.append))
+    assert again == rows
+    assert sum("(stored)" in what for what in told) == len(rows) == len(told) / 2
+    assert len(markdown(rows).splitlines()) == 2 + len(rows)
+
+
+def test_won_and_lost_samples_are_counted_one_by_one() -> None:
+    rows = [
+        {"variant": BASE, "task": "needle", "outcomes": [1, 0, 1, 0]},
+        {"variant": "x", "task": "needle", "outcomes": [0, 1, 1, 1]},
+    ]
+    assert against_base(rows) == [(0, 0), (2, 1)]
+
+
+def test_the_command_writes_a_table_a_picture_and_json(tmp_path: Path) -> None:
+    arguments = ["sweep", "--length", "160", "--budget", "0.95", "--samples", "1", "--tasks", "needle"]
+    result = CliRunner().invoke(app, [*arguments, "--backend", "numpy", "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "sweep-appendix-a.json").read_text(encoding="utf-8"))
+    assert [row["variant"] for row in rows] == list(GRIDS["appendix-a"])
+    assert (tmp_path / "sweep-appendix-a.md").read_text(encoding="utf-8").startswith("| variant | Needle |")
+    assert (tmp_path / "sweep-appendix-a.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,1 @@
+"""Tests of the reference's policies: oracles, refusals, defaults."""

@@ -1,0 +1,188 @@
+"""Policies while tokens are decoded, against a simulation that keeps sets of positions and scores them anew."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conformance.oracles import policies as oracle
+from conformance.strategies.policy_cases import Inputs, drawn, groups_of, plain
+from conformance.strategies.policy_steps import PROMPT, STEPS, decoded, long, shown
+from reference import policies
+from spec.budget import Budget
+from spec.errors import SpecError
+from spec.policy import Cadence, LayerView, Observation, Running
+from spec.retention import Granularity
+
+pytestmark = pytest.mark.usefixtures("reference_items")
+
+def one_head(layer: oracle.Layer, g: int, live: list[int], seen: int) -> oracle.Layer:
+    """A KV head with its group of queries, and its live keys."""
+    G = len(layer["q"]) // len(layer["k"])
+    return {
+        **layer, "q": [q[:seen] for q in layer["q"][g * G : (g + 1) * G]],
+        "k": [[layer["k"][g][p] for p in live]], "v": [[layer["v"][g][p] for p in live]],
+    }
+
+
+Simulate = Callable[[oracle.Layer, int, int], list[list[int]]]
+
+
+def h2o(layer: oracle.Layer, g: int, B: int) -> list[list[int]]:
+    """Sums in a table by position; the newest half of B stays."""
+    sums: dict[int, float] = {}
+    live: list[int] = []
+    history = []
+    for seen in range(1, PROMPT + STEPS + 1):
+        live = [*live, seen - 1]
+        head = one_head(layer, g, live, seen)
+        for q in head["q"]:
+            for p, w in zip(live, oracle.weights({**head, "q": [q]}, 0, q[seen - 1], len(live)), strict=True):
+                sums[p] = sums.get(p, 0.0) + w
+        if seen >= PROMPT:
+            newest = live[max(0, len(live) - B // 2) :]
+            heavy = sorted((p for p in live if p not in newest), key=lambda p: (-sums[p], p))
+            live = sorted([*newest, *heavy[: B - len(newest)]])
+            history.append(live)
+    return history
+
+
+def memoryless(score: Callable[[oracle.Layer], oracle.Score], W: int, every: int) -> Simulate:
+    def simulate(layer: oracle.Layer, g: int, B: int) -> list[list[int]]:
+        live, history = list(range(PROMPT)), []
+        for seen in range(PROMPT, PROMPT + STEPS + 1):
+            live = live if seen == PROMPT else [*live, seen - 1]
+            if seen == PROMPT or (seen % every == 0 and len(live) > B):
+                kept = oracle.top(score(one_head(layer, g, live, seen)), B)
+                live = [live[at] for at in kept]
+            history.append(live)
+        return history
+
+    return simulate
+
+
+def by_head(inputs: Inputs, B: int, simulate: Simulate) -> list[list[list[int]]]:
+    runs = [simulate(plain(view), g, B) for view in inputs.layers for g in range(inputs.H_kv)]
+    return [list(step) for step in zip(*runs, strict=True)]
+
+
+sequences = given(seed=st.integers(0, 2**32 - 1), B=st.integers(2, 12))
+few = settings(max_examples=20)
+
+
+@pytest.mark.spec(id="PO-H2O")
+@few
+@sequences
+def test_h2o_drops_one_token_a_step(seed: int, B: int) -> None:
+    """Sums live with their tokens, the newest half stays, and each step adds what its query attends to."""
+    assert decoded(policies.h2o(), long(seed), B) == by_head(long(seed), B, h2o)
+
+
+@pytest.mark.spec(id="PO-CAOTE")
+@few
+@sequences
+def test_caote_scores_every_step_anew(seed: int, B: int) -> None:
+    expected = by_head(long(seed), B, memoryless(lambda x: oracle.caote(x)[0], 0, 1))
+    assert decoded(policies.caote(), long(seed), B) == expected
+
+
+@pytest.mark.spec(id="PO-RKV")
+@few
+@sequences
+def test_rkv_decides_at_multiples_of_the_tokens_seen(seed: int, B: int) -> None:
+    """The last queries are kept beside the cache; between two multiples the cache grows."""
+    B = max(3, B)
+    expected = by_head(long(seed), B, memoryless(lambda x: oracle.rkv(x, 3, 3, 0.1)[0], 3, 4))
+    assert decoded(policies.rkv(3, 3, every=4), long(seed), B) == expected
+
+
+@pytest.mark.spec(id="PO-TOVA")
+@few
+@sequences
+def test_tova_may_evict_the_newest(seed: int, B: int) -> None:
+    """One set for all heads of a layer."""
+    inputs = long(seed)
+
+    def one_layer(layer: oracle.Layer) -> list[list[int]]:
+        live, history = list(range(PROMPT)), []
+        for seen in range(PROMPT, PROMPT + STEPS + 1):
+            live = live if seen == PROMPT else [*live, seen - 1]
+            now = {**layer, "q": [q[:seen] for q in layer["q"]], "k": [[k[p] for p in live] for k in layer["k"]]}
+            live = [live[at] for at in oracle.top(oracle.tova(now)[0], B)]
+            history.append(live)
+        return history
+
+    runs = [one_layer(plain(view)) for view in inputs.layers]
+    assert decoded(policies.tova(), inputs, B) == [list(step) for step in zip(*runs, strict=True)]
+
+
+@pytest.mark.spec(id="PO-TOVA")
+def test_tova_evicts_the_newest_where_it_weighs_least() -> None:
+    """Key 1, the newest, has the least weight of the last query."""
+    view = LayerView(np.ones((1, 2, 1)), np.array([[[1.0], [0.0]]]), None, 1.0, None)
+    kept, _ = policies.retain(policies.tova(), Budget(count=1), Observation(2, 1, None, {0: view}))
+    assert kept.positions.tolist() == [0]
+
+
+@pytest.mark.spec(id="PO-STEP")
+@given(
+    every=st.none() | st.integers(1, 6), excess=st.integers(1, 6), seen=st.integers(1, 40), live=st.integers(1, 40),
+    B=st.integers(1, 40),
+)
+def test_when_a_step_is_due(every: int | None, excess: int, seen: int, live: int, B: int) -> None:
+    due = Cadence(every, excess).due(seen, live, B)
+    assert due == (every is not None and seen in range(0, 41, every) and live >= B + excess)
+
+
+@pytest.mark.spec(id="PO-STEP")
+@pytest.mark.parametrize(("every", "excess", "argument"), [(0, 1, "every"), (-3, 1, "every"), (1, 0, "excess")])
+def test_a_cadence_that_never_ends_is_refused(every: int, excess: int, argument: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        Cadence(every, excess)
+    assert caught.value.argument == argument
+
+
+@pytest.mark.spec(id="PO-STEP")
+def test_slack_lets_the_cache_grow_and_then_cuts_to_the_budget() -> None:
+    """At budget + slack: the sizes climb from 4 to 6 and fall back."""
+    policy = replace(policies.knorm(), cadence=Cadence(every=1, excess=3))
+    sizes = [len(step[0]) for step in decoded(policy, long(3), 4)]
+    assert sizes == [4, 5, 6, 4, 5, 6, 4, 5, 6, 4]
+
+
+@pytest.mark.spec(id="PO-STEP")
+def test_a_step_that_is_not_due_changes_nothing_but_the_new_token() -> None:
+    history = decoded(policies.snapkv(3, 3), long(4), 5)
+    for at, (before, after) in enumerate(pairwise(history)):
+        assert after == [[*row, PROMPT + at] for row in before]
+
+
+@pytest.mark.spec(id="PO-STEP")
+def test_what_cannot_go_on_is_refused() -> None:
+    """A scorer without steps; heads of different lengths."""
+    inputs = drawn(5, n=PROMPT + STEPS, L=2, heads=(3, 1))
+    nothing = [list(range(PROMPT))] * 6
+    with pytest.raises(SpecError, match="no steps"):
+        policies.start(policies.streaming_llm(), Budget(count=5), Observation(PROMPT, 1, None, {}))
+    ada = policies.adakv(3, 3)
+    with pytest.raises(SpecError, match="equal shares"):
+        policies.start(ada, Budget(count=5), shown(ada, inputs, nothing, PROMPT, PROMPT - 3))
+
+
+@pytest.mark.spec(id="PO-STEP")
+def test_records_do_not_change_under_a_step() -> None:
+    """The same step twice gives the same result: nothing is written in place."""
+    inputs, policy, budget = long(6), policies.h2o(), Budget(count=5)
+    groups = groups_of(policy, inputs)
+    assert policy.granularity is Granularity.HEAD
+    _, running = policies.start(policy, budget, shown(policy, inputs, [list(range(PROMPT))] * groups, PROMPT, 0))
+    before = Running(running.live.copy(), np.array(running.records))
+    live = np.column_stack([running.live, np.full(groups, PROMPT)])
+    view = shown(policy, inputs, live, PROMPT + 1, PROMPT)
+    once, twice = (policies.advance(policy, budget, running, view)[1] for _ in range(2))
+    assert once.live.tolist() == twice.live.tolist()
+    assert np.array_equal(np.asarray(running.records), np.asarray(before.records))

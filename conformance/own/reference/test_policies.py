@@ -1,0 +1,297 @@
+"""Each policy against brute force: its scores within their bound, its kept sets exactly."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from conformance.oracles import policies as oracle
+from conformance.plugin import sparingly
+from conformance.strategies.policy_cases import (
+    C_CHUNK,
+    CASES,
+    FUTURE,
+    KERNEL,
+    SINK,
+    Inputs,
+    W,
+    decided,
+    drawn,
+    observation,
+    plain,
+)
+from conformance.tolerances import scores_agree
+from reference import policies
+from reference.policies import attention
+from reference.policies.adakv import adakv_score
+from reference.policies.caote import caote_error, caote_score
+from reference.policies.chunkkv import chunk_offsets, chunk_scores, window_members
+from reference.policies.epicache import epicache_score
+from reference.policies.expected_attention import ExpectedAttention, expected_logits
+from reference.policies.h2o import h2o_score
+from reference.policies.keydiff import keydiff_score
+from reference.policies.knorm import knorm_score
+from reference.policies.rkv import rkv_redundancy, rkv_score
+from reference.policies.rotary import mean_rotation, unrotated
+from reference.policies.snapkv import snapkv_score
+from reference.policies.tova import tova_score
+
+pytestmark = pytest.mark.usefixtures("reference_items")
+
+inputs_and_budgets = given(seed=st.integers(0, 2**32 - 1), B=st.integers(1, 30))
+
+
+def agrees(name: str, seed: int, B: int) -> None:
+    """The kept sets are those of brute force."""
+    case, inputs = CASES[name], drawn(seed)
+    assert decided(case.policy(inputs), inputs, B) == case.expected(inputs, max(B, case.floor))
+
+
+@pytest.mark.spec(id="PO-STREAMINGLLM")
+@inputs_and_budgets
+def test_streamingllm(seed: int, B: int) -> None:
+    agrees("streamingllm", seed, B)
+
+
+@pytest.mark.spec(id="PO-H2O")
+@inputs_and_budgets
+def test_h2o(seed: int, B: int) -> None:
+    agrees("h2o", seed, B)
+
+
+@pytest.mark.spec(id="PO-SNAPKV")
+@inputs_and_budgets
+def test_snapkv(seed: int, B: int) -> None:
+    agrees("snapkv", seed, B)
+
+
+@pytest.mark.spec(id="PO-PYRAMIDKV")
+@inputs_and_budgets
+def test_pyramidkv(seed: int, B: int) -> None:
+    agrees("pyramidkv", seed, B)
+
+
+@pytest.mark.spec(id="PO-CHUNKKV")
+@inputs_and_budgets
+def test_chunkkv(seed: int, B: int) -> None:
+    agrees("chunkkv", seed, B)
+
+
+@pytest.mark.spec(id="PO-TOVA")
+@inputs_and_budgets
+def test_tova(seed: int, B: int) -> None:
+    agrees("tova", seed, B)
+
+
+@pytest.mark.spec(id="PO-KEYDIFF")
+@inputs_and_budgets
+def test_keydiff(seed: int, B: int) -> None:
+    """Two tokens alone are as far from their mean as each other, and rounding decides."""
+    assume(drawn(seed).n != 2)
+    agrees("keydiff", seed, B)
+
+
+@pytest.mark.spec(id="PO-KNORM")
+@inputs_and_budgets
+def test_knorm(seed: int, B: int) -> None:
+    agrees("knorm", seed, B)
+
+
+@pytest.mark.spec(id="PO-EXPECTED-ATTENTION")
+@inputs_and_budgets
+def test_expected_attention(seed: int, B: int) -> None:
+    agrees("expected-attention", seed, B)
+
+
+@pytest.mark.spec(id="PO-ADAKV")
+@inputs_and_budgets
+def test_adakv(seed: int, B: int) -> None:
+    agrees("adakv", seed, B)
+
+
+@pytest.mark.spec(id="PO-RKV")
+@inputs_and_budgets
+def test_rkv(seed: int, B: int) -> None:
+    agrees("rkv", seed, B)
+
+
+@pytest.mark.spec(id="PO-CAOTE")
+@inputs_and_budgets
+def test_caote(seed: int, B: int) -> None:
+    agrees("caote", seed, B)
+
+
+@pytest.mark.spec(id="PO-DEFENSIVEKV")
+@inputs_and_budgets
+def test_defensivekv(seed: int, B: int) -> None:
+    agrees("defensivekv", seed, B)
+
+
+@pytest.mark.spec(id="PO-EPICACHE")
+@inputs_and_budgets
+def test_epicache(seed: int, B: int) -> None:
+    agrees("epicache", seed, B)
+
+
+@pytest.mark.spec(id="PO-H2O-DESCRIBED")
+@inputs_and_budgets
+def test_h2o_as_described(seed: int, B: int) -> None:
+    agrees("h2o-described", seed, B)
+
+
+@pytest.mark.spec(id="PO-PYRAMIDKV-DESCRIBED")
+@inputs_and_budgets
+def test_pyramidkv_as_described(seed: int, B: int) -> None:
+    agrees("pyramidkv-described", seed, B)
+
+
+@pytest.mark.spec(id="PO-CHUNKKV-DESCRIBED")
+@inputs_and_budgets
+def test_chunkkv_as_described(seed: int, B: int) -> None:
+    agrees("chunkkv-described", seed, B)
+
+
+Score = Callable[[Any, Inputs], Any]
+SCORES: dict[str, tuple[Score, Score]] = {
+    "snapkv": (lambda v, i: snapkv_score(v, W, KERNEL), lambda x, i: oracle.snapkv(x, W, KERNEL)),
+    "adakv": (lambda v, i: adakv_score(v, W, KERNEL), lambda x, i: oracle.adakv(x, W, KERNEL)),
+    "h2o": (lambda v, i: h2o_score(v), lambda x, i: oracle.accumulated(x)),
+    "tova": (lambda v, i: tova_score(v), lambda x, i: oracle.tova(x)),
+    "keydiff": (lambda v, i: keydiff_score(v), lambda x, i: oracle.keydiff(x)),
+    "knorm": (lambda v, i: knorm_score(v), lambda x, i: oracle.knorm(x)),
+    "caote": (lambda v, i: caote_score(v), lambda x, i: oracle.caote(x)),
+    "epicache": (lambda v, i: epicache_score(v), lambda x, i: oracle.epicache(x)),
+    "rkv": (lambda v, i: rkv_score(v, W, KERNEL, 0.1), lambda x, i: oracle.rkv(x, W, KERNEL, 0.1)),
+    "expected attention": (
+        lambda v, i: ExpectedAttention(i.inv_freq, i.factor, SINK, FUTURE).score(v, i.n),
+        lambda x, i: oracle.expected_attention(x, i.inv_freq.tolist(), i.factor, SINK, FUTURE),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=pytest.mark.spec(id=f"PO-{name.upper().replace(' ', '-')}")) for name in SCORES
+])
+@sparingly
+@given(seed=st.integers(0, 2**32 - 1))
+def test_a_score_lies_within_its_bound(name: str, seed: int) -> None:
+    score, brute = SCORES[name]
+    inputs: Inputs = drawn(seed)
+    for view in inputs.layers:
+        rows = score(view, inputs)
+        assert all(scores_agree(a, b) for a, b in zip(rows, brute(plain(view), inputs), strict=True))
+
+
+@pytest.mark.spec(id="PO-OBSERVED-ATTENTION")
+@given(seed=st.integers(0, 2**32 - 1), window=st.integers(1, 30))
+def test_observed_attention_is_the_last_rows_of_the_softmax(seed: int, window: int) -> None:
+    """MUST count the window's own keys, MUST be causal inside it; all rows together MUST give the accumulated sum."""
+    inputs = drawn(seed)
+    view = inputs.layers[0]
+    brute = oracle.last_rows(plain(view), window)
+    A = attention.observed_attention(view, window)
+    assert A.shape == (len(view.q), min(window, inputs.n), inputs.n)
+    assert all(scores_agree(a, b) for head, rows in zip(A, brute, strict=True) for a, b in zip(head, rows, strict=True))
+    total = attention.accumulated_attention(view)
+    whole = oracle.last_rows(plain(view), inputs.n)
+    for row, head in zip(total, whole, strict=True):
+        assert scores_agree(row, [float(sum(column)) for column in zip(*head, strict=True)])
+
+
+@pytest.mark.spec(id="PO-OBSERVED-ATTENTION")
+def test_many_queries_are_read_in_blocks() -> None:
+    """Longer than a block of queries: each key's sum over queries, and all sums together are the queries."""
+    view = drawn(3, n=600, L=1, heads=(1, 1)).layers[0]
+    total = attention.accumulated_attention(view)[0]
+    by_rows = attention.observed_attention(view, 600)[0].sum(axis=0)
+    assert scores_agree(total, by_rows.tolist())
+    assert scores_agree([float(total.sum())], [600.0])
+
+
+@pytest.mark.spec(id="PO-POOL")
+@given(row=st.lists(st.integers(-8, 8).map(float), max_size=12), half=st.integers(0, 4))
+def test_pools(row: list[float], half: int) -> None:
+    """A maximum leaves out what lies outside; an average divides by the kernel at the edges too."""
+    x, kernel = np.array([row]), 2 * half + 1
+    assert attention.max_pool(x, kernel)[0].tolist() == oracle.pool(row, kernel, "max")
+    assert scores_agree(attention.average_pool(x, kernel)[0], oracle.pool(row, kernel, "average"))
+
+
+@pytest.mark.spec(id="PO-CHUNKKV")
+@given(n=st.integers(1, 40), window=st.integers(0, 40), c=st.integers(1, 12))
+def test_chunks_cover_the_tokens_before_the_window(n: int, window: int, c: int) -> None:
+    past = max(0, n - window)
+    assert chunk_offsets(past, n, c).dtype == np.int64
+    offsets = chunk_offsets(past, n, c).tolist()
+    runs = [list(range(a, b)) for a, b in pairwise(offsets)]
+    assert [at for run in runs for at in run] == list(range(n))
+    assert [run for run in runs if run[0] < past] == [list(range(a, min(a + c, past))) for a in range(0, past, c)]
+    members = np.arange(n, dtype=np.float64)
+    assert chunk_scores(members, np.array(offsets)).tolist() == [float(sum(run)) for run in runs]
+
+
+@pytest.mark.spec(id="PO-CAOTE")
+def test_the_error_of_caote_is_the_change_of_the_output() -> None:
+    """Two keys of weight 1/2 are alike; a key with all the weight cannot go."""
+    v = np.array([[[0.0, 0.0], [3.0, 4.0]]])
+    assert caote_error(np.array([[0.5, 0.5]]), v).tolist() == [[2.5, 2.5]]
+    assert caote_error(np.array([[1.0, 0.0]]), v).tolist() == [[np.inf, 0.0]]
+
+
+@pytest.mark.spec(id="PO-RKV")
+def test_redundancy_spares_the_last_similar_key() -> None:
+    """Three equal keys: rows 0 and 1 spare column 2, row 2 spares column 1, so column 0 is the most redundant.
+
+    Orthogonal keys: nothing but zeros, so all are alike.
+    """
+    equal = rkv_redundancy(np.array([[1.0, 0.0]] * 3))[0]
+    assert equal[0] > equal[1] > equal[2]
+    assert rkv_redundancy(np.eye(4))[0].tolist() == [0.25] * 4
+
+
+@pytest.mark.spec(id="PO-RKV")
+def test_similar_is_a_question_of_float32() -> None:
+    """A cosine of 1/2 and a billionth is 1/2 in float32, so no column is spared but 0, and column 1 keeps it."""
+    c = 0.5 + 1e-9
+    barely = rkv_redundancy(1e4 * np.array([[1.0, 0.0], [c, np.sqrt(1 - c * c)]]))[0]
+    assert barely[1] > barely[0]
+
+
+@pytest.mark.spec(id="PO-CHUNKKV")
+@given(seed=st.integers(0, 2**32 - 1))
+def test_tokens_of_the_window_have_no_score(seed: int) -> None:
+    inputs = drawn(seed)
+    members = window_members(observation(policies.chunkkv(C_CHUNK, W), inputs).layers[0], W)[0]
+    scored = max(0, inputs.n - W)
+    assert np.isfinite(members[:scored]).all()
+    assert np.isnan(members[scored:]).all()
+
+
+@pytest.mark.spec(id="PO-EXPECTED-ATTENTION")
+@given(seed=st.integers(0, 2**32 - 1))
+def test_a_rotation_is_taken_off_and_averaged(seed: int) -> None:
+    """What was rotated at its position comes back; the mean of one position is its rotation."""
+    rng = np.random.default_rng(seed)
+    x, inv_freq, factor = rng.standard_normal((1, 5, 4)), rng.random(2), 1.5
+    turned = [[oracle.rotate(row, at, inv_freq.tolist(), factor) for at, row in enumerate(x[0].tolist())]]
+    back = unrotated(np.array(turned), np.arange(5), inv_freq, factor)
+    assert scores_agree(back.ravel(), x.ravel().tolist())
+    R = mean_rotation(np.array([3]), inv_freq, factor)
+    assert scores_agree(R @ x[0, 3], turned[0][3])
+
+
+@pytest.mark.spec(id="PO-EXPECTED-ATTENTION")
+def test_expected_logits_are_the_moment_generating_function() -> None:
+    """E exp(q.k) of a Gaussian by quadrature on one channel."""
+    mean, variance, k = 0.3, 0.5, 0.8
+    nodes, weights = np.polynomial.hermite.hermgauss(40)
+    q = mean + np.sqrt(2 * variance) * nodes
+    expected = float((weights * np.exp(q * k)).sum() / np.sqrt(np.pi))
+    z = expected_logits(
+        np.array([[mean]]), np.array([[[variance]]]), np.array([[[k]]]), 1.0
+    )
+    assert scores_agree([float(np.exp(z[0, 0]))], [expected])

@@ -1,0 +1,304 @@
+"""TriAttention: its equations, modes, cadence and pinned prompt against brute force; its calibration file."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance.oracles import policies as oracle
+from conformance.oracles import triattention as brute
+from conformance.plugin import sparingly
+from conformance.strategies.policy_cases import (
+    CASES,
+    calibrated,
+    decided,
+    drawn,
+    identity,
+    observation,
+    tri_rows,
+    triattention,
+)
+from conformance.strategies.policy_steps import PROMPT, decoded, long
+from conformance.tolerances import scores_agree
+from reference import policies
+from reference.calibration import Calibration, Identity, load_calibration, save_calibration
+from reference.triattention import OFFSETS, Mode, band_statistics, distance_score, joined, z_scores
+from spec.budget import Budget
+from spec.errors import SpecError
+
+pytestmark = pytest.mark.usefixtures("reference_items")
+
+MODES: tuple[Mode, ...] = ("global", "head", "layer and head")
+NAMES = ("triattention", "triattention-by-head", "triattention-by-layer-and-head")
+seeds = st.integers(0, 2**32 - 1)
+
+
+def three_or_more(seed: int) -> int:
+    """Of two tokens every row's z-scores are 1 and -1: whether two rows tie is then a matter of rounding."""
+    return 3 + seed % 20
+
+
+@pytest.mark.spec(id="TA-STATISTICS")
+@given(seed=seeds)
+def test_statistics_are_means_of_queries_and_of_their_bands(seed: int) -> None:
+    q = drawn(seed).layers[0].q
+    mean, magnitude = band_statistics(q)
+    for head, found, sizes in zip(q.tolist(), mean, magnitude, strict=True):
+        want, want_sizes = brute.statistics(head)
+        assert scores_agree(found, want)
+        assert scores_agree(sizes, want_sizes)
+    half = mean.shape[1] // 2
+    assert (np.hypot(mean[:, :half], mean[:, half:]) <= magnitude * (1 + 1e-12)).all()
+
+
+@pytest.mark.spec(id="TA-STATISTICS")
+def test_bands_pair_the_two_halves_of_a_head() -> None:
+    """Channels (3, 0, 4, 0): the first band is 3 + 4i, of size 5. Three bands make six channels."""
+    for q, sizes in (([3.0, 0.0, 4.0, 0.0], [5.0, 0.0]), ([3.0, 0.0, 0.0, 4.0, 0.0, 1.0], [5.0, 0.0, 1.0])):
+        assert band_statistics(np.array([[q]]))[1].tolist() == [sizes]
+
+
+@pytest.mark.spec(id="TA-STATISTICS")
+@pytest.mark.parametrize("shape", [(1, 0, 4), (1, 3, 5)])
+def test_queries_that_have_no_statistics_are_refused(shape: tuple[int, int, int]) -> None:
+    """No query, or channels that do not come in pairs."""
+    with pytest.raises(SpecError) as caught:
+        band_statistics(np.zeros(shape))
+    assert caught.value.argument == "q"
+
+
+@pytest.mark.spec(id="TA-SCORE")
+@given(seed=seeds, later=st.integers(0, 50))
+def test_scores_are_those_of_the_equations(seed: int, later: int) -> None:
+    """Key by key, band by band, offset by offset, each key turned back by its own position, which then cancels."""
+    inputs = drawn(seed, n=6)
+    view, positions = inputs.layers[0], [0, 1, 5, 6, 9, 30]
+    mean, magnitude = band_statistics(view.q)
+    t = 31 + later
+    found = distance_score(view.k[0], t, mean, magnitude, inputs.inv_freq, inputs.factor)
+    for row, q_mean, sizes in zip(found, mean.tolist(), magnitude.tolist(), strict=True):
+        want = [
+            brute.score(k, p, t, q_mean, sizes, inputs.inv_freq.tolist(), inputs.factor, OFFSETS)
+            for k, p in zip(view.k[0].tolist(), positions, strict=True)
+        ]
+        assert scores_agree(row, want)
+
+
+@pytest.mark.spec(id="TA-SCORE")
+def test_one_query_gives_its_rotary_product() -> None:
+    """A calibration of a single query: the mean over t + 1, t + 2, ... of its logits there, without the scaling."""
+    rng = np.random.default_rng(3)
+    q, k, inv_freq = rng.standard_normal(4), rng.standard_normal(4), np.array([1.0, 0.01])
+    mean, magnitude = band_statistics(q[None, None])
+    (found,) = distance_score(turned(k, 7, inv_freq)[None], 9, mean, magnitude, inv_freq, 1.0)
+    logits = [float(turned(q, 9 + delta, inv_freq) @ turned(k, 7, inv_freq)) for delta in OFFSETS]
+    assert scores_agree(found, [sum(logits) / 17])
+
+
+def turned(x: np.ndarray, position: int, inv_freq: np.ndarray) -> np.ndarray:
+    half, (cos, sin) = len(x) // 2, (f(position * inv_freq) for f in (np.cos, np.sin))
+    return np.concatenate([x[:half] * cos - x[half:] * sin, x[half:] * cos + x[:half] * sin])
+
+
+@pytest.mark.spec(id="TA-RANKING")
+@given(seed=seeds, pinned=st.integers(0, 6))
+def test_rows_are_z_scored_over_what_is_not_pinned(seed: int, pinned: int) -> None:
+    X = np.random.default_rng(seed).standard_normal((3, 6))
+    X[1] = 2.0
+    found = z_scores(X, np.arange(6) >= pinned)
+    assert found[1, pinned:].tolist() == [0.0] * (6 - pinned)
+    for row, want in zip(found, X.tolist(), strict=True):
+        assert scores_agree(row, brute.z_score(want, [p < pinned for p in range(6)]))
+
+
+@pytest.mark.spec(id="TA-RANKING")
+def test_a_small_deviation_counts_as_a_millionth() -> None:
+    """Rows that differ by 1e-9 alone MUST stay near 0."""
+    z = z_scores(np.array([[0.0, 1e-9]]), np.ones(2, dtype=np.bool_))
+    assert z.tolist() == [[-5e-4, 5e-4]]
+
+
+@pytest.mark.spec(id="TA-RANKING")
+def test_three_modes_of_two_layers() -> None:
+    """Two layers of two KV heads; one token."""
+    best = np.array([[[1.0], [4.0]], [[3.0], [0.5]]])
+    assert [joined(best, mode).tolist() for mode in MODES] == [
+        [[4.0]], [[2.0], [2.25], [2.0], [2.25]], [[1.0], [4.0], [3.0], [0.5]],
+    ]
+
+
+@pytest.mark.spec(id="TA-RANKING")
+@pytest.mark.spec(id="TA-POLICY")
+@pytest.mark.parametrize("name", NAMES)
+@sparingly
+@given(seed=seeds, B=st.integers(1, 24))
+def test_kept_sets_are_those_of_brute_force(name: str, seed: int, B: int) -> None:
+    case, inputs = CASES[name], drawn(seed, n=three_or_more(seed))
+    assert decided(case.policy(inputs), inputs, B) == case.expected(inputs, B)
+
+
+@pytest.mark.spec(id="TA-POLICY")
+@pytest.mark.spec(id="PO-STEP")
+@pytest.mark.parametrize("mode", MODES)
+@sparingly
+@given(seed=seeds, B=st.integers(4, 8), slack=st.integers(1, 4), pinned=st.sampled_from([0, 2]))
+def test_steps_fire_at_the_budget_and_the_slack(mode: Mode, seed: int, B: int, slack: int, pinned: int) -> None:
+    """MUST keep B when B + slack tokens are there; t is the tokens seen, those that are gone included."""
+    inputs = long(seed)
+    policy = triattention(inputs, mode, pinned, slack)
+    groups = 1 if mode == "global" else len(inputs.layers) * inputs.H_kv
+    live = [list(range(PROMPT))] * groups
+    for seen, found in enumerate(decoded(policy, inputs, B), PROMPT):
+        live = live if seen == PROMPT else [[*row, seen - 1] for row in live]
+        if seen == PROMPT or len(live[0]) >= B + slack:
+            at = live
+            rows = tri_rows(inputs, mode, lambda g, at=at: at[g % groups], seen, pinned)  # type: ignore[misc]
+            live = [[row[i] for i in oracle.top(s, B)] for s, row in zip(rows, live, strict=True)]
+        assert found == live
+
+
+@pytest.mark.spec(id="TA-POLICY")
+def test_scores_say_how_many_rows_a_layer_has() -> None:
+    """One for the whole cache, or one for each KV head."""
+    inputs = drawn(5, n=8, L=2, heads=(3, 1))
+    found = []
+    for mode in MODES:
+        policy = triattention(inputs, mode)
+        scores = policy.scorer(observation(policy, inputs), policy.protection(inputs.n))
+        found.append((scores.heads, len(scores.values)))
+    assert found == [(1, 1), (3, 6), (3, 6)]
+
+
+@pytest.mark.spec(id="TA-POLICY")
+def test_the_default_slack_is_128() -> None:
+    inputs = drawn(1)
+    cadence = policies.triattention(calibrated(inputs), identity(inputs)).cadence
+    assert [cadence.due(999, B + more, B) for B in (1, 64) for more in (127, 128)] == [False, True, False, True]
+
+
+@pytest.mark.spec(id="TA-POLICY")
+def test_a_pinned_prompt_that_does_not_fit_is_an_error_that_says_so() -> None:
+    inputs = drawn(2, n=12)
+    policy = triattention(inputs, "global", pin_prompt=6)
+    with pytest.raises(SpecError, match="pinned prompt exceeds the budget of 5") as caught:
+        policies.retain(policy, Budget(count=5), observation(policy, inputs))
+    assert (caught.value.argument, caught.value.value) == ("pin_prompt", 6)
+    assert decided(policy, inputs, 6) == [list(range(6))]
+    assert set(range(6)) < set(decided(policy, inputs, 9)[0])
+
+
+@pytest.mark.spec(id="TA-POLICY")
+def test_other_layers_or_heads_than_the_calibrations_are_refused() -> None:
+    inputs, other = drawn(5, n=8, L=2, heads=(2, 2)), drawn(5, n=8, L=1, heads=(2, 2))
+    three = drawn(5, n=8, L=2, heads=(3, 1))
+    for shown in (other, three):
+        policy = triattention(inputs, "layer and head")
+        with pytest.raises(SpecError) as caught:
+            policies.retain(policy, Budget(count=5), observation(policy, shown))
+        assert caught.value.argument == "calibration"
+
+
+@pytest.mark.spec(id="TA-POLICY")
+def test_constants_out_of_range_are_refused() -> None:
+    inputs = drawn(1)
+    found, mine = calibrated(inputs), identity(inputs)
+    wrong: list[tuple[str, dict[str, object]]] = [
+        ("mode", {"mode": "per_head"}), ("pin_prompt", {"pin_prompt": -1}), ("slack", {"slack": 0}),
+    ]
+    for argument, options in wrong:
+        with pytest.raises(SpecError) as caught:
+            policies.triattention(found, mine, **options)  # type: ignore[arg-type]
+        assert caught.value.argument == argument
+
+
+def a_calibration() -> Calibration:
+    return calibrated(drawn(11, n=9, L=2, heads=(2, 2)))
+
+
+@pytest.mark.spec(id="TA-CALIBRATION")
+def test_a_file_brings_back_every_bit(tmp_path: Path) -> None:
+    before = a_calibration()
+    save_calibration(before, tmp_path / "mine.npz")
+    after = load_calibration(tmp_path / "mine.npz")
+    assert (after.layers, after.identity.model, after.identity.factor) == (
+        before.layers, before.identity.model, before.identity.factor
+    )
+    for name in ("mean", "magnitude"):
+        assert getattr(after, name).tobytes() == getattr(before, name).tobytes()
+    assert after.identity.inv_freq.tobytes() == before.identity.inv_freq.tobytes()
+    with np.load(tmp_path / "mine.npz") as archive:
+        assert json.loads(str(archive["header"]))["format"] == "kvspec.triattention/1"
+
+
+@pytest.mark.spec(id="TA-CALIBRATION")
+def test_a_digest_is_of_the_statistics_alone() -> None:
+    """8 digits, the same under another name; another bit of either statistic gives others."""
+    found = a_calibration()
+    plain = Identity("other", found.identity.inv_freq)
+    assert plain.rope == replace(plain, factor=1.0).rope
+    renamed = Calibration(plain, found.layers, found.mean, found.magnitude)
+    assert re.fullmatch("[0-9a-f]{8}", found.digest)
+    assert renamed.digest == found.digest
+    for name in ("mean", "magnitude"):
+        changed = replace(found, **{name: np.nextafter(getattr(found, name), np.inf)})
+        assert changed.digest != found.digest
+
+
+@pytest.mark.spec(id="TA-CALIBRATION")
+def test_another_models_calibration_is_refused_by_name() -> None:
+    found = a_calibration()
+    here = Identity("llama@1", found.identity.inv_freq, found.identity.factor)
+    with pytest.raises(SpecError, match=r"calibration = 'drawn': is another model's; this one is 'llama@1'"):
+        policies.triattention(found, here)
+
+
+@pytest.mark.spec(id="TA-CALIBRATION")
+@pytest.mark.parametrize("change", ["frequency", "factor", "fewer"])
+def test_another_rotation_is_refused_by_name(change: str) -> None:
+    """The last bit of one frequency, the factor, or their number."""
+    mine = a_calibration().identity
+    frequencies = mine.inv_freq.copy()
+    if change == "frequency":
+        frequencies[1] = np.nextafter(frequencies[1], 1.0)
+    factor = mine.factor + (0.5 if change == "factor" else 0.0)
+    here = Identity("drawn", frequencies[:1] if change == "fewer" else frequencies, factor)
+    with pytest.raises(SpecError, match="other rotary frequencies") as caught:
+        policies.triattention(a_calibration(), here)
+    assert caught.value.argument == "calibration"
+
+
+@pytest.mark.spec(id="TA-CALIBRATION")
+@pytest.mark.parametrize("kind", ["text", "empty", "archive", "format", "frequencies", "scores"])
+def test_a_file_that_is_no_calibration_is_refused(kind: str, tmp_path: Path) -> None:
+    """By the name of the argument, whatever is wrong with it."""
+    path = tmp_path / "mine.npz"
+    save_calibration(a_calibration(), path)
+    with np.load(path) as archive:
+        parts = dict(archive)
+    if kind in ("text", "empty"):
+        path.write_text("{}" if kind == "text" else "", encoding="ascii")
+    else:
+        if kind == "archive":
+            del parts["mean"]
+        if kind == "format":
+            parts["header"] = np.array(str(parts["header"]).replace("triattention/1", "triattention/2"))
+        if kind == "frequencies":
+            parts["inv_freq"] = parts["inv_freq"] * 2
+        if kind == "scores":
+            parts["mean"][0, 0, -1] = np.nan
+        np.savez(path, **parts)
+    with pytest.raises(SpecError) as caught:
+        load_calibration(path)
+    assert caught.value.argument == ("calibration.mean" if kind == "scores" else "path")
+
+
+@pytest.mark.spec(id="TA-CALIBRATION")
+def test_statistics_of_a_wrong_shape_are_refused() -> None:
+    found = a_calibration()
+    with pytest.raises(SpecError, match=r"calibration\.magnitude"):
+        Calibration(found.identity, found.layers, found.mean, found.magnitude[:, :1])

@@ -1,0 +1,220 @@
+"""Later segments: each kept set is decided over what it still stores, against scores made anew from positions."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conformance import tolerances as compare
+from conformance.oracles import policies as oracle
+from conformance.own.reference.test_decoding import one_head
+from conformance.strategies.policy_cases import CASES, Inputs, drawn, observation, plain
+from conformance.strategies.policy_segments import (
+    KERNEL,
+    POLICIES,
+    SEEN,
+    TURN,
+    Live,
+    N,
+    W,
+    after_records,
+    sets,
+    stored,
+    turned,
+)
+from conformance.strategies.policy_steps import shown
+from reference import policies
+from reference.policies.protections import SinkAndRecent
+from spec.budget import Budget, parse_budget
+from spec.errors import SpecError
+from spec.policy import Cadence, LayerView, Observation, Policy, SeparableScorer
+from spec.retention import Granularity
+
+pytestmark = pytest.mark.usefixtures("reference_items")
+
+sequences = given(seed=st.integers(0, 2**32 - 1), B=st.integers(W, SEEN))
+few = settings(max_examples=30)
+
+
+def rows_of(inputs: Inputs, live: Live, score: Callable[[oracle.Layer], oracle.Score]) -> list[oracle.Score]:
+    found = []
+    for g, own in enumerate(live):
+        at, head = divmod(g, inputs.H_kv)
+        found.append(score(one_head(plain(inputs.layers[at]), head, own, SEEN)))
+    return found
+
+
+SCORES: dict[str, Callable[[oracle.Layer], oracle.Score]] = {
+    "snapkv": lambda layer: oracle.snapkv(layer, W, KERNEL)[0],
+    "keydiff": lambda layer: oracle.keydiff(layer)[0],
+    "knorm": lambda layer: oracle.knorm(layer)[0],
+    "adakv": lambda layer: oracle.adakv(layer, W, KERNEL)[0],
+}
+
+
+def brute_force(name: str, inputs: Inputs, live: Live, B: int) -> Live:
+    """Each of four sets' best tokens; Ada-KV's shares are of rows filled up in front to the longest."""
+    rows, shares = rows_of(inputs, live, SCORES[name]), [B] * 4
+    if name == "adakv":
+        longest = max(map(len, rows))
+        filled = [[*[-np.inf] * (longest - len(row)), *row] for row in rows]
+        shares = [
+            share for layer in (filled[:2], filled[2:]) for share in oracle.adaptive_shares(layer, B, Fraction(1, 5))
+        ]
+    return [
+        [own[at] for at in oracle.top(row, min(share, len(own)))]
+        for own, row, share in zip(live, rows, shares, strict=True)
+    ]
+
+
+@pytest.mark.spec(id="PO-TURN")
+@pytest.mark.parametrize("name", POLICIES)
+@few
+@sequences
+def test_each_set_is_decided_over_what_it_stores(name: str, seed: int, B: int) -> None:
+    """A set that stores fewer tokens than its share keeps all, and nobody gets the rest."""
+    inputs, live = drawn(seed, n=SEEN, L=2, heads=(2, 2)), stored(seed, 4)
+    found = turned(POLICIES[name], inputs, live, Budget(count=B))
+    assert sets(found) == brute_force(name, inputs, live, B)
+    assert {found.positions.dtype, found.offsets.dtype} == {np.dtype(np.int64)}
+
+
+@pytest.mark.spec(id="PO-TURN")
+def test_a_place_that_is_not_stored_is_won_by_its_own_head() -> None:
+    """One head has all 14 tokens, the other the turn's 5, fewer than 2 B = 22: wins of 14 and 8, shares of 13 and 9."""
+    inputs, live = drawn(3, n=SEEN, L=2, heads=(2, 2)), [[*range(SEEN)], [*range(N, SEEN)]] * 2
+    found = sets(turned(POLICIES["adakv"], inputs, live, Budget(count=11)))
+    assert found == brute_force("adakv", inputs, live, 11)
+    assert [*map(len, found)] == [13, 5] * 2
+
+
+@pytest.mark.spec(id="PO-TURN")
+def test_the_budget_counts_all_tokens_seen() -> None:
+    """Half of 14 is 7, and not half of the 8 that are stored."""
+    inputs = drawn(1, n=SEEN, L=1, heads=(2, 1))
+    live = [list(range(N - W, SEEN))] * 2
+    assert [len(own) for own in sets(turned(policies.knorm(), inputs, live, parse_budget(0.5)))] == [7, 7]
+
+
+@pytest.mark.spec(id="PO-TURN")
+def test_protection_is_about_positions() -> None:
+    """The sink went long ago: the first token that is left is none."""
+    inputs = drawn(2, n=SEEN, L=1, heads=(1, 1))
+    k = inputs.layers[0].k.copy()
+    k[:, 4] = 9.0
+    inputs = replace(inputs, layers=[replace(inputs.layers[0], k=k)])
+    policy = replace(policies.knorm(), protection=SinkAndRecent(1, 0))
+    assert 4 not in sets(turned(policy, inputs, [[4, *range(6, SEEN)]], Budget(count=5)))[0]
+
+
+@pytest.mark.spec(id="PO-TURN")
+def test_sets_with_other_numbers_of_protected_tokens_are_refused() -> None:
+    inputs = drawn(3, n=SEEN, L=1, heads=(2, 1))
+    policy = replace(policies.knorm(), protection=SinkAndRecent(1, 0))
+    with pytest.raises(SpecError, match=r"protection = \[0, 1\]"):
+        turned(policy, inputs, [[0, *range(6, SEEN)], list(range(4, SEEN))], Budget(count=5))
+
+
+@pytest.mark.spec(id="PO-TURN")
+def test_one_observation_stands_for_sets_that_store_the_same() -> None:
+    inputs = drawn(4, n=SEEN, L=2, heads=(2, 2))
+    (own,) = stored(4, 1)
+    policy = policies.snapkv(W, KERNEL)
+    view = shown(policy, inputs, [own] * 4, SEEN, SEEN - W)
+    together = policies.retain_turn(policy, Budget(count=6), [np.array(own)] * 4, [view])
+    assert sets(together) == sets(turned(policy, inputs, [own] * 4, Budget(count=6)))
+
+
+@pytest.mark.spec(id="PO-TURN")
+@pytest.mark.spec(id="PO-H2O")
+@few
+@sequences
+def test_h2o_adds_what_every_query_of_the_turn_attends_to(seed: int, B: int) -> None:
+    """Sums live with their tokens; the decision comes after the last query."""
+    inputs = drawn(seed, n=SEEN, L=1, heads=(2, 2))
+    before, found, after = after_records(policies.h2o(), inputs, Budget(count=B))
+    assert after == found == [summed(plain(inputs.layers[0]), g, before[g], B) for g in range(2)]
+
+
+def summed(layer: oracle.Layer, g: int, kept: list[int], B: int) -> list[int]:
+    sums: dict[int, float] = {}
+    for seen in range(1, SEEN + 1):
+        live = list(range(seen)) if seen <= N else [*kept, *range(N, seen)]
+        head = one_head(layer, g, live, seen)
+        for q in head["q"]:
+            for p, w in zip(live, oracle.weights({**head, "q": [q]}, 0, q[seen - 1], len(live)), strict=True):
+                sums[p] = sums.get(p, 0.0) + w
+    live = [*kept, *range(N, SEEN)]
+    newest = live[max(0, len(live) - B // 2) :]
+    heavy = sorted((p for p in live if p not in newest), key=lambda p: (-sums[p], p))
+    return sorted([*newest, *heavy[: B - len(newest)]])
+
+
+@pytest.mark.spec(id="PO-TURN")
+def test_a_turn_ends_in_a_decision_whatever_the_cadence() -> None:
+    policy = replace(policies.knorm(), cadence=Cadence(every=100, excess=100))
+    inputs, budget = drawn(5, n=SEEN, L=1, heads=(1, 1)), Budget(count=4)
+    _, running = policies.start(policy, budget, shown(policy, inputs, [list(range(N))], N, N))
+    live = np.column_stack([running.live, np.arange(N, SEEN)[None]])
+    found, after = policies.advance_turn(policy, budget, running, shown(policy, inputs, live, SEEN, SEEN), TURN)
+    assert len(found.positions) == after.live.shape[1] == 4
+
+
+def own_view(policy: Policy, inputs: Inputs, g: int) -> Observation:
+    """What the g-th kept set's own layer, or own KV head, would show if there were no other."""
+    seen = observation(policy, inputs)
+    by_head = policy.granularity is Granularity.HEAD
+    at, head = divmod(g, inputs.H_kv if by_head else 1)
+    view = seen.layers[at]
+    if by_head:
+        G, own = len(view.q) // len(view.k), slice(head, head + 1)
+        q, k, v = view.q[head * G : (head + 1) * G], view.k[own], np.asarray(view.v)[own]
+        view = LayerView(q, k, v, view.scaling, view.softcap)
+    return Observation(seen.seen, 1, None, {at: view})
+
+
+def scores_itself(policy: Policy, inputs: Inputs) -> bool:
+    """Whether every kept set gets the scores, and the signatures, that it would get alone."""
+    protected = policy.protection(inputs.n)
+    together = policy.scorer(replace(observation(policy, inputs), B=6), protected)
+    for g, row in enumerate(together.values):
+        try:
+            alone = policy.scorer(replace(own_view(policy, inputs, g), B=6), protected)
+        except SpecError:
+            return False
+        if not compare.scores_agree(alone.values[0], row.tolist()):
+            return False
+        if together.signatures is not None and alone.signatures is not None:
+            own = together.signatures[g // (len(together.values) // len(together.signatures))]
+            if not compare.scores_agree(alone.signatures[0].ravel(), own.ravel().tolist()):
+                return False
+    return True
+
+
+HOST = policies.snapkv(W, KERNEL)
+SCORED: dict[str, Callable[[Inputs], Policy]] = {
+    **{name: case.policy for name, case in CASES.items()},
+    "chunkkv-of-one-layer": lambda i: policies.chunkkv(2, W, 1),
+    "diverse-flat": lambda i: policies.diverse(HOST, 0.5, "flat"),
+    "diverse-layer": lambda i: policies.diverse(HOST, 0.5, "layer"),
+    "diverse-head": lambda i: policies.diverse(HOST, 0.5, "head"),
+    "diverse-head-of-all": lambda i: policies.diverse(CASES["defensivekv"].policy(i), 0.5, "head"),
+}
+
+
+@pytest.mark.spec(id="PO-TURN")
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=pytest.mark.spec(id=CASES[name].item)) if name in CASES else name for name in SCORED
+])
+def test_a_scorer_is_separable_where_each_set_scores_itself(name: str) -> None:
+    """Those that decide while tokens are decoded have records, go on from these instead, and need not promise it."""
+    inputs = [drawn(seed, n=12, L=3, heads=(2, 2)) for seed in range(4)]
+    policy = SCORED[name](inputs[0])
+    promised = isinstance(policy.scorer, SeparableScorer) and policy.scorer.separable
+    by_model = policy.granularity is Granularity.MODEL
+    held = not by_model and all(scores_itself(SCORED[name](one), one) for one in inputs)
+    assert promised == held or (policy.cadence.every is not None and not promised)

@@ -1,0 +1,1 @@
+"""Tests of the specification's records, doors and pages."""

@@ -1,0 +1,249 @@
+"""Every worked example of spec/crystalcache*.md holds for the reference, and every item has its six parts in order."""
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from conformance.checks.essay_examples import ESSAY_ADAPTERS
+from conformance.items import items_of
+from conformance.paths import SPEC
+from conformance.vectors.arrays import flags, floats, integers, plain
+from conformance.vectors.case import decoded, parameters_of
+from conformance.vectors.subject_decode import DECODE_BY_ITEM
+from reference.crystalcache import coattention as s1
+from reference.crystalcache import compaction, dissolution, graph, impact, protection, score, sentences, trunks
+from reference.crystalcache import prefill as run_prefill
+from reference.crystalcache.crystallization import crystallization
+from reference.memory import kv_bytes
+from spec.budget import parse_budget
+from spec.errors import SpecError
+from spec.parameters import CrystalCacheParameters
+from spec.records import CoAttention, Edges
+
+PAGE = SPEC / "crystalcache.md"
+ITEMS = {
+    name: text for path in sorted(SPEC.glob("crystalcache*.md"))
+    for name, text in items_of(path.read_text(encoding="utf-8"))
+}
+PARTS = ["Source", "Determinism", "Formula", "MUST", "Example", "Rationale"]
+FENCE = re.compile(r"```json\n(.*?)```", re.DOTALL)
+
+Json = Any
+Adapter = Callable[[Json], object]
+
+
+def parameters(inputs: Json) -> CrystalCacheParameters:
+    return CrystalCacheParameters(**inputs["parameters"])
+
+
+def edges(triples: Json) -> Edges:
+    columns: list[Json] = list(zip(*triples, strict=True)) or [[], [], []]
+    return Edges(integers(columns[0]), integers(columns[1]), floats(columns[2]))
+
+
+def budget_forms(inputs: Json) -> object:
+    for refused in inputs["refused"]:
+        with pytest.raises(SpecError):
+            parse_budget(refused)
+    return [parse_budget(budget).tokens(seen) for budget, seen in inputs["asked"]]
+
+
+def attention(inputs: Json) -> object:
+    positions = integers(inputs["query_positions"]), integers(inputs["key_positions"])
+    return s1.attention(floats(inputs["q"]), floats(inputs["k"]), *positions, inputs["scaling"], inputs["softcap"])
+
+
+def edge_view(inputs: Json) -> object:
+    n = len(inputs["intra"])
+    view = CoAttention(
+        inputs["start"], np.zeros(n), integers(inputs["intra"]), floats(inputs["intra_weight"]),
+        integers(inputs["cross"]), floats(inputs["cross_weight"]),
+    ).edges()
+    return list(zip(*(column.tolist() for column in view), strict=True))
+
+
+def coattention(inputs: Json) -> object:
+    return vars(
+        s1.coattention(
+            floats(inputs["q"]), floats(inputs["k"]), integers(inputs["positions"]), parameters(inputs),
+            inputs["scaling"], inputs["softcap"],
+        )
+    )
+
+
+def interface(case: Json) -> object:
+    current, sentence = case
+    return [(side.start, side.stop) for side in trunks.interface((current[0], current[1]), (sentence[0], sentence[1]))]
+
+
+def interface_edges(inputs: Json) -> object:
+    by_pair = {(a, b): w for a, b, w in inputs["edges"]}
+    return trunks.interface_weights(by_pair, trunks.interface(tuple(inputs["current"]), tuple(inputs["sentence"])))
+
+
+def merges(inputs: Json) -> object:
+    return [trunks.merges(floats(w), size, following, parameters(inputs)) for w, size, following in inputs["cases"]]
+
+
+def trunk_offsets(inputs: Json) -> object:
+    return [
+        trunks.trunk_offsets(flags(case["ends"]), edges(case["edges"]), case["start"], parameters(inputs))
+        for case in inputs["cases"]
+    ]
+
+
+def impacts(inputs: Json) -> object:
+    S, U = floats(inputs["S"]), floats(inputs["U"])
+    forms = {
+        "mixture": impact.impact, "salience": impact.impact_without_rarity, "uniform": impact.uniform_impact,
+    }
+    return {name: form(S, U, parameters(inputs)) for name, form in forms.items()}
+
+
+def trunk_pairs(inputs: Json) -> object:
+    pairs = graph.trunk_pairs(edges(inputs["edges"]), integers(inputs["offsets"]))
+    return list(zip(*(column.tolist() for column in pairs), strict=True))
+
+
+def trunk_weights(inputs: Json) -> object:
+    a, b, number, total = zip(*inputs["pairs"], strict=True)
+    pairs = graph.TrunkPairs(integers(a), integers(b), integers(number), floats(total))
+    W, kept = graph.trunk_weights(pairs, integers(inputs["sizes"]), inputs["tau_edge"])
+    return {"weights": W, "kept": kept}
+
+
+def crystallizations(inputs: Json) -> object:
+    p = parameters(inputs)
+    return [crystallization(floats(degree), p.s, p.epsilon) for degree in inputs["cases"]]
+
+
+def budgets(cases: Json) -> object:
+    return [protection.effective_budget(parse_budget(budget), *rest) for budget, *rest in cases]
+
+
+def dissolve(inputs: Json) -> object:
+    return vars(
+        dissolution.dissolve(
+            floats(inputs["score"]), integers(inputs["offsets"]), floats(inputs["M"]), floats(inputs["D"]),
+            flags(inputs["protected"]), inputs["B"], inputs["N_min"],
+        )
+    )
+
+
+def compact(inputs: Json) -> object:
+    K, V = compaction.compact(floats(inputs["K"]), floats(inputs["V"]), integers(inputs["R"]))
+    return {"K": K, "V": V}
+
+
+def prefill(inputs: Json) -> object:
+    zeros = np.zeros((1, inputs["n"], 1))
+    ends = frozenset(inputs["sentence_ends"])
+    result = run_prefill(zeros, zeros, integers(inputs["token_ids"]), ends, inputs["budget"], parameters(inputs))
+    return {name: getattr(result, name) for name in ("kept", "budget", "over_budget", "ratio", "scores", "D")}
+
+
+def of_decode(name: str, given: Json) -> object:
+    """The page's examples of decode are written as the vectors are."""
+    found = DECODE_BY_ITEM[name](decoded(given["inputs"]), parameters_of(given["parameters"]))
+    return {field: plain(value) for field, value in found.items()}
+
+
+ADAPTERS: dict[str, Adapter] = {
+    "CC-MEMORY": lambda cases: [kv_bytes(*case) for case in cases],
+    "CC-BUDGET-FORMS": budget_forms,
+    "CC-ATTENTION": attention,
+    "CC-SALIENCE": lambda i: s1.salience(floats(i["own"]), parameters(i)),
+    "CC-ROW-NORM": lambda i: s1.row_normalise(floats(i["A"]), i["epsilon"]),
+    "CC-INTRA": lambda i: s1.intra_neighbours(floats(i["rows"]), parameters(i)),
+    "CC-CROSS": lambda i: s1.cross_neighbours(floats(i["earlier"]), parameters(i)),
+    "CC-EDGES": edge_view,
+    "CC-COATTENTION": coattention,
+    "CC-SENTENCES": lambda cases: [sentences.sentence_offsets(flags(case)) for case in cases],
+    "CC-INTERFACE": lambda cases: [interface(case) for case in cases],
+    "CC-INTERFACE-EDGES": interface_edges,
+    "CC-MERGE": merges,
+    "CC-SPLIT": lambda cases: [trunks.split_sizes(*case) for case in cases],
+    "CC-TRUNKS": trunk_offsets,
+    "CC-COUNT": lambda ids: impact.token_counts(integers(ids)),
+    "CC-RARITY": lambda c: impact.rarity(integers(c)),
+    "CC-IMPACT": impacts,
+    "CC-TRUNK-IMPACT": lambda i: impact.trunk_impact(floats(i["M"]), integers(i["offsets"])),
+    "CC-TRUNK-EDGES": trunk_pairs,
+    "CC-TRUNK-WEIGHT": trunk_weights,
+    "CC-DEGREE": lambda i: graph.degree(integers(i["indptr"]), floats(i["weights"])),
+    "CC-CRYSTALLIZATION": crystallizations,
+    "CC-NORMALISED-IMPACT": lambda i: score.normalised_impact(
+        floats(i["M_bar"]), flags(i["protected"]), i["epsilon"]
+    ),
+    "CC-SCORE": lambda i: score.score(floats(i["D"]), floats(i["M_tilde"]), i["alpha"]),
+    "CC-PROTECTED": lambda i: [
+        protection.protected_trunks(integers(offsets), i["n"], *rest) for offsets, *rest in i["cases"]
+    ],
+    "CC-BUDGET": budgets,
+    "CC-CUT": lambda cases: [protection.cut(integers(sizes), flags(shut), B) for sizes, shut, B in cases],
+    "CC-ALLOCATE": lambda cases: [dissolution.allocate(integers(sizes), c, N) for sizes, c, N in cases],
+    "CC-KEEP-COUNT": lambda cases: [dissolution.keep_count(*case) for case in cases],
+    "CC-DISSOLVE-D": lambda i: dissolution.dissolved_D(floats(i["D"]), floats(i["r"])),
+    "CC-DISSOLVE": lambda cases: [dissolve(case) for case in cases],
+    "CC-COMPACT": compact,
+    "CC-PREFILL": prefill,
+    **ESSAY_ADAPTERS,
+}
+
+
+def example(name: str) -> Json:
+    (block,) = FENCE.findall(ITEMS[name])
+    return json.loads(block)
+
+
+def agree(actual: Any, expected: Json, bound: float) -> None:
+    """Same structure; numbers within the bound, and equal where it is 0; null for NaN."""
+    if isinstance(expected, dict):
+        assert actual.keys() == expected.keys()
+        for key in expected:
+            agree(actual[key], expected[key], bound)
+    elif isinstance(expected, list):
+        assert len(actual) == len(expected)
+        for one, other in zip(actual, expected, strict=True):
+            agree(one, other, bound)
+    elif expected is None:
+        assert np.isnan(actual)
+    elif isinstance(expected, float) and bound and np.isfinite(expected):
+        assert abs(actual - expected) <= bound
+    else:
+        assert actual == expected
+
+
+def test_every_item_has_an_adapter() -> None:
+    assert ADAPTERS.keys() | DECODE_BY_ITEM.keys() == ITEMS.keys()
+
+
+@pytest.mark.usefixtures("reference_items")
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.spec(id=name)) for name in ITEMS])
+def test_the_example_holds(name: str) -> None:
+    given = example(name)
+    assert given["item"] == name
+    found = of_decode(name, given) if name in DECODE_BY_ITEM else ADAPTERS[name](given["inputs"])
+    agree(found, decoded(given["expected"]), given.get("bound", 0.0))
+
+
+@pytest.mark.parametrize("name", ITEMS)
+def test_an_item_has_its_parts_in_order(name: str) -> None:
+    parts = re.findall(r"^\*\*(\w+)\*\*\s", ITEMS[name], re.MULTILINE)
+    assert list(dict.fromkeys(parts)) == PARTS
+    assert parts == sorted(parts, key=PARTS.index)
+    kind = re.search(r"^\*\*Determinism\*\* (exact|bounded: \S)", ITEMS[name], re.MULTILINE)
+    assert kind
+
+
+def test_each_equation_of_the_paper_has_its_row() -> None:
+    rows = re.findall(r"^\| (\d+) \|[^|]*\| (.+) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert [int(number) for number, _ in rows] == list(range(1, 44))
+    for _, text in rows:
+        named = re.findall(r"\bCC(?:-[A-Z]+)+", text)
+        assert named or text.startswith("N/A")
+        assert set(named) <= ITEMS.keys()

@@ -1,0 +1,61 @@
+"""A test for each cell of the table: a yes is a property, a no has a counterexample; the page shows the same table."""
+
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance.assurance.policy_table import PROPERTIES, REASONS, TABLE, rendered
+from conformance.paths import SPEC
+from conformance.plugin import sparingly
+from conformance.strategies.policy_cases import CASES, drawn
+
+PAGE = SPEC / "policies.md"
+SEARCHED = 300
+OTHER_NAMES = {
+    "triattention-by-head": "triattention", "triattention-by-layer-and-head": "triattention",
+    "diversity": "diverse(triattention)", "diversity-in-adakv": "diverse(adakv(snapkv))",
+}
+
+
+def cells(answer: str) -> list[object]:
+    """Policy and property, under the mark of the policy's item."""
+    return [
+        pytest.param(name, promise, id=f"{name}-{promise.replace(' ', '-')}",
+                     marks=pytest.mark.spec(id=CASES[name].item))
+        for name, row in TABLE.items() for promise, cell in row.items() if cell.partition(":")[0] == answer
+    ]
+
+
+@pytest.mark.usefixtures("reference_items")
+@pytest.mark.parametrize(("name", "promise"), cells("yes"))
+@sparingly
+@given(seed=st.integers(0, 2**32 - 2), B=st.integers(1, 30))
+def test_a_promise_holds(name: str, promise: str, seed: int, B: int) -> None:
+    assert PROPERTIES[promise].holds(CASES[name], drawn(seed), B, seed)
+
+
+@pytest.mark.usefixtures("reference_items")
+@pytest.mark.parametrize(("name", "promise"), cells("no"))
+def test_what_is_not_promised_has_a_counterexample(name: str, promise: str) -> None:
+    assert any(
+        not PROPERTIES[promise].holds(CASES[name], drawn(seed), 1 + seed % 20, seed) for seed in range(SEARCHED)
+    )
+
+
+@pytest.mark.usefixtures("reference_items")
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.spec(id=CASES[name].item)) for name in TABLE])
+def test_a_policy_bears_the_name_of_its_row(name: str) -> None:
+    """Results of runs are filed under it; a mode has no name of its own, and a composition names its host."""
+    assert CASES[name].policy(drawn(1)).name == OTHER_NAMES.get(name, name)
+
+
+def test_the_page_shows_this_table() -> None:
+    assert rendered() in PAGE.read_text(encoding="utf-8")
+
+
+def test_every_cell_has_a_known_answer_and_every_reason_a_use() -> None:
+    found = [cell.partition(": ") for row in TABLE.values() for cell in row.values()]
+    assert {answer for answer, _, _ in found} == {"yes", "no", "N/A"}
+    assert {reason for answer, _, reason in found if answer != "yes"} == REASONS.keys()
+    assert all(not reason for answer, _, reason in found if answer == "yes")

@@ -1,0 +1,8 @@
+"""Where things lie in a checkout; of an installed suite, where the packages do."""
+
+from pathlib import Path
+
+__all__ = ["DOCS", "ROOT", "SPEC"]
+
+ROOT = Path(__file__).resolve().parent.parent
+SPEC, DOCS = ROOT / "spec", ROOT / "docs"

@@ -1,5 +1,0 @@
-"""kvpress beside this project: `python -m conformance.peers`, in an environment of its own (kvpress 0.5 and jaxtyping).
-
-Both get the same keys, values and queries; their kept sets are compared. Where they differ, a named reading explains
-it: with the press's readings applied, the sets are equal on every input, or the command fails.
-"""

@@ -1,0 +1,63 @@
+"""A turn on kept sets that store other tokens each: what their scorers are shown, and what is kept."""
+
+import numpy as np
+
+from conformance.strategies.policy_cases import Inputs, groups_of
+from conformance.strategies.policy_steps import shown
+from reference import policies
+from spec.budget import Budget
+from spec.policy import LayerView, Observation, Policy
+from spec.retention import Retention
+
+__all__ = [
+    "KERNEL", "POLICIES", "SEEN", "TURN", "Live", "N", "W", "after_records", "kept_of", "sets", "stored", "turned",
+]
+
+N, TURN, W, KERNEL = 9, 5, 3, 3
+SEEN = N + TURN
+Live = list[list[int]]
+
+POLICIES: dict[str, Policy] = {
+    "snapkv": policies.snapkv(W, KERNEL), "keydiff": policies.keydiff(), "knorm": policies.knorm(),
+    "adakv": policies.adakv(W, KERNEL),
+}
+
+
+def stored(seed: int, groups: int) -> Live:
+    """Each set has some of the prompt, all of its last W tokens, and the turn; some sets have nothing else."""
+    rng = np.random.default_rng(seed)
+    return [
+        sorted({*np.flatnonzero(rng.random(N) < rng.choice([0.0, 0.4, 0.8])).tolist(), *range(N - W, SEEN)})
+        for _ in range(groups)
+    ]
+
+
+def turned(policy: Policy, inputs: Inputs, live: Live, budget: Budget) -> Retention:
+    """The decision, from views of each set's own head."""
+    G, observations = len(inputs.layers[0].q) // inputs.H_kv, []
+    for g, own in enumerate(live):
+        at, head = divmod(g, inputs.H_kv)
+        view = inputs.layers[at]
+        k, v = (x[head : head + 1, own] for x in (view.k, np.asarray(view.v)))
+        q = view.q[head * G : (head + 1) * G, N:SEEN]
+        rows = policy.scorer.needs.query_rows
+        q = q if rows is None else q[:, max(0, TURN - rows) :]
+        observations.append(Observation(SEEN, 1, None, {at: LayerView(q, k, v, view.scaling, view.softcap)}))
+    return policies.retain_turn(policy, budget, [np.array(own) for own in live], observations, inputs.H_kv)
+
+
+def sets(found: Retention) -> Live:
+    return [found.group(g).tolist() for g in range(found.groups)]
+
+
+def kept_of(policy: Policy, inputs: Inputs, live: Live, budget: Budget) -> Live:
+    return sets(turned(policy, inputs, live, budget))
+
+
+def after_records(policy: Policy, inputs: Inputs, budget: Budget) -> tuple[Live, Live, Live]:
+    """Live positions after a prompt; after a turn, as the retention and as the records have them."""
+    groups = groups_of(policy, inputs)
+    _, running = policies.start(policy, budget, shown(policy, inputs, [list(range(N))] * groups, N, 0))
+    live = np.column_stack([running.live, np.tile(np.arange(N, SEEN), (groups, 1))])
+    found, after = policies.advance_turn(policy, budget, running, shown(policy, inputs, live, SEEN, N), TURN)
+    return running.live.tolist(), sets(found), after.live.tolist()

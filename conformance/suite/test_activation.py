@@ -1,0 +1,308 @@
+"""Decode: key norms, activation, pulses and the Hebbian update."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance import tolerances as compare
+from conformance.oracles import decode
+from conformance.oracles.decode import Model, Trunk
+from conformance.strategies.decoding import decode_parameters, flags, graphs, inverse_norms, sixteenths
+from conformance.vectors.models import csr_of, pairs_of
+from conformance.vectors.subject_decode import weights_of
+from reference.crystalcache import activation
+from spec.arrays import BoolVector, Vector
+from spec.backend import BreathStages
+from spec.decode import LiveTrunks, TrunkWeights
+from spec.errors import SpecError
+from spec.parameters import PAPER, CrystalCacheParameters
+
+
+@st.composite
+def keys(draw: st.DrawFn) -> Any:
+    """Keys of any floating type, some of them zero in one head or in all."""
+    H, n, d = (draw(st.integers(1, most), label=name) for name, most in (("H_kv", 3), ("n", 6), ("d", 5)))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1), label="seed"))
+    k = rng.standard_normal((H, n, d)) * draw(st.sampled_from([1.0, 1e-4, 100.0]), label="length")
+    for i in draw(st.lists(st.integers(0, n - 1), max_size=2), label="zero tokens"):
+        k[: draw(st.integers(1, H), label="zero heads"), i] = 0
+    return k.astype(draw(st.sampled_from([np.float32, np.float64, np.float16]), label="type"))
+
+
+def table(sizes: list[int], norms: Vector) -> LiveTrunks:
+    offsets, n = np.cumsum([0, *sizes]).astype(np.int64), sum(sizes)
+    return LiveTrunks(np.arange(n), offsets, np.ones(n), norms, np.ones(len(sizes)))
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> LiveTrunks:
+    sizes = draw(st.lists(st.integers(1, 4), max_size=6), label="sizes")
+    return table(sizes, draw(inverse_norms(sum(sizes)), label="norms"))
+
+
+def active_by_force(live: LiveTrunks, p: CrystalCacheParameters) -> list[bool]:
+    groups = np.split(np.arange(len(live.positions)), live.offsets[1:-1]) if len(live.sizes) else []
+    trunks = [Trunk(at, g.tolist(), 1.0, 0.0) for at, g in enumerate(groups)]
+    names = decode.active(Model(0, trunks=trunks, norm=dict(enumerate(live.inverse_norms.tolist()))), p)
+    return [g.name in names for g in trunks]
+
+
+@pytest.mark.spec(id="CC-KEY-NORM")
+@given(k=keys())
+def test_inverse_norms_lie_in_their_bound(breath_stages: BreathStages, k: Any) -> None:
+    """The mean over heads of 1 / ||k||, in float64 whatever the keys' type; infinite for a zero key."""
+    found = breath_stages.inverse_key_norms(k)
+    want = np.array([decode.inverse_norm(list(token)) for token in k.astype(np.float64).transpose(1, 0, 2).tolist()])
+    assert found.dtype == np.float64
+    assert np.isinf(found).tolist() == np.isinf(want).tolist()
+    finite = np.isfinite(want)
+    radius = compare.key_norm_error(len(k), k.shape[2]) * want[finite]
+    assert (np.abs(found[finite] - want[finite]) <= radius).all()
+
+
+@pytest.mark.spec(id="CC-KEY-NORM")
+@pytest.mark.parametrize(
+    "k", [np.ones((2, 3)), np.ones((1, 0, 2)), np.full((1, 1, 2), np.nan), np.ones((1, 1, 2), dtype=np.int64)]
+)
+def test_keys_that_are_none_are_refused(breath_stages: BreathStages, k: Any) -> None:
+    with pytest.raises(SpecError, match=r"^k = "):
+        breath_stages.inverse_key_norms(k)
+
+
+@pytest.mark.spec(id="CC-KEY-NORM")
+def test_the_mean_is_of_inverses(breath_stages: BreathStages) -> None:
+    """Heads of norms (1, 9) are above heads of norms (3, 3)."""
+    k = np.array([[[1.0], [3.0]], [[9.0], [3.0]]])
+    assert breath_stages.inverse_key_norms(k).round(3).tolist() == [0.556, 0.333]
+
+
+@pytest.mark.spec(id="CC-ETA")
+@pytest.mark.usefixtures("reference_items")
+@given(norms=st.integers(0, 8).flatmap(inverse_norms))
+def test_eta_is_a_share_of_the_largest_finite_norm(norms: Vector) -> None:
+    """In (0, 1], 1 at the maximum and for zero keys."""
+    assert activation.normalised_inverse_norms(norms).tolist() == decode.eta(norms.tolist())
+
+
+@pytest.mark.spec(id="CC-ETA")
+@pytest.mark.spec(id="CC-ACTIVATION")
+@given(live=tables(), p=decode_parameters())
+def test_active_means_more_than_half(breath_stages: BreathStages, live: LiveTrunks, p: CrystalCacheParameters) -> None:
+    assert breath_stages.activation(live, p).tolist() == active_by_force(live, p)
+
+
+@pytest.mark.spec(id="CC-ETA")
+def test_a_zero_key_is_no_maximum(breath_stages: BreathStages) -> None:
+    """It is above the threshold itself, and leaves the others' eta alone."""
+    norms = np.array([np.inf, 1.0, 0.25])
+    assert breath_stages.activation(table([1, 1, 1], norms), PAPER).tolist() == [True, True, False]
+
+
+@pytest.mark.spec(id="CC-ACTIVATION")
+def test_the_reading_per_trunk_is_rejected(breath_stages: BreathStages) -> None:
+    """eta = (0.2, 0.5) is one of two; its mean of 0.35 would be active. The third token sets the maximum."""
+    live = table([2, 1], np.array([0.2, 0.5, 1.0]))
+    assert breath_stages.activation(live, PAPER).tolist() == [False, True]
+
+
+@pytest.mark.spec(id="CC-ACTIVATION")
+@given(live=tables())
+def test_nothing_is_active_at_theta_1(breath_stages: BreathStages, live: LiveTrunks) -> None:
+    assert not breath_stages.activation(live, replace(PAPER, theta_act=1.0)).any()
+
+
+@st.composite
+def networks(draw: st.DrawFn) -> tuple[Vector, TrunkWeights, BoolVector]:
+    m = draw(st.integers(0, 7), label="m")
+    return draw(sixteenths(m), label="D"), draw(graphs(m), label="W"), draw(flags(m), label="active")
+
+
+Network = tuple[Vector, TrunkWeights, BoolVector]
+
+
+def by_force(case: Network, p: CrystalCacheParameters) -> list[float]:
+    D, W, active = case
+    names = list(range(len(D)))
+    now = Model(0, trunks=[Trunk(g, [g], 1.0, x) for g, x in enumerate(D.tolist())], W=pairs_of(rows(W), names))
+    decode.resonance(now, set(np.flatnonzero(active).tolist()), p)
+    return [g.D for g in now.trunks]
+
+
+def rows(W: TrunkWeights) -> dict[str, Any]:
+    return {name: array.tolist() for name, array in W._asdict().items()}
+
+
+@pytest.mark.spec(id="CC-PULSE")
+@pytest.mark.spec(id="CC-RAISE")
+@pytest.mark.spec(id="CC-RESONANCE")
+@given(case=networks(), p=decode_parameters())
+def test_resonance_is_the_searches_one_by_one(
+    breath_stages: BreathStages, case: Network, p: CrystalCacheParameters,
+) -> None:
+    """To the bit, by ascending source."""
+    assert breath_stages.resonance(*case, p).tolist() == by_force(case, p)
+
+
+@pytest.mark.spec(id="CC-PULSE")
+@given(case=networks(), p=decode_parameters(), data=st.data())
+def test_a_pulse_can_be_read_from_D(
+    breath_stages: BreathStages, case: Network, p: CrystalCacheParameters, data: st.DataObject,
+) -> None:
+    """From D = 0 at alpha_res = 1, D is the pulse: 1 at the source, bounded, 0 or at least tau_pulse elsewhere."""
+    D, W, _ = case
+    if not len(D):
+        return
+    source = data.draw(st.integers(0, len(D) - 1), label="source")
+    only = np.arange(len(D)) == source
+    found = breath_stages.resonance(np.zeros(len(D)), W, only, replace(p, alpha_res=1.0))
+    arrived = decode.pulses(source, pairs_of(rows(W), list(range(len(D)))), p)
+    assert found.tolist() == [min(1.0, arrived.get(g, 0.0)) for g in range(len(D))]
+    assert found[source] == 1
+    elsewhere = found[~only]
+    assert ((elsewhere == 0) | (elsewhere >= p.tau_pulse)).all()
+    assert (elsewhere <= max(1.0, W.weights.max(initial=0.0) * p.gamma_hop) ** max(1, p.max_hops)).all()
+
+
+@pytest.mark.spec(id="CC-PULSE")
+def test_a_pulse_goes_no_further_than_max_hops(breath_stages: BreathStages) -> None:
+    """A chain of five at weight 1: two hops at the default."""
+    W = TrunkWeights(np.array([0, 1, 3, 5, 7, 8]), np.array([1, 0, 2, 1, 3, 2, 4, 3]), np.ones(8))
+    first = np.arange(5) == 0
+    p = replace(PAPER, alpha_res=1.0)
+    assert breath_stages.resonance(np.zeros(5), W, first, p).tolist() == [1.0, 0.5, 0.25, 0.0, 0.0]
+    assert breath_stages.resonance(np.zeros(5), W, first, replace(p, max_hops=0)).tolist() == [1.0, 0, 0, 0, 0]
+
+
+@pytest.mark.spec(id="CC-PULSE")
+def test_an_isolated_source_is_renewed(breath_stages: BreathStages) -> None:
+    """D = 0.2 becomes 0.32."""
+    alone = TrunkWeights(np.array([0, 0]), np.empty(0, dtype=np.int64), np.empty(0))
+    assert breath_stages.resonance(np.array([0.2]), alone, np.array([True]), PAPER).round(12).tolist() == [0.32]
+
+
+@pytest.mark.spec(id="CC-PULSE")
+def test_the_strongest_way_in_counts(breath_stages: BreathStages) -> None:
+    """s-a 0.8, a-t 0.5; s-b 0.4, b-t 0.9: t receives 0.10, not 0.09 and not 0.19; whichever is found first."""
+    for a, b in ((1, 2), (2, 1)):
+        W = np.zeros((4, 4))
+        for x, y, w in ((0, a, 0.8), (a, 3, 0.5), (0, b, 0.4), (b, 3, 0.9)):
+            W[x, y] = W[y, x] = w
+        row, column = np.nonzero(W)
+        csr = TrunkWeights(np.concatenate([[0], np.cumsum((W > 0).sum(axis=1))]), column, W[row, column])
+        found = breath_stages.resonance(np.zeros(4), csr, np.arange(4) == 0, replace(PAPER, alpha_res=1.0))
+        assert round(float(found[3]), 12) == 0.1
+
+
+@pytest.mark.spec(id="CC-PULSE")
+def test_a_pulse_below_tau_marks_nobody(breath_stages: BreathStages) -> None:
+    """The direct edge is too weak, so the way round arrives a hop later."""
+    W = np.array([[0.0, 1.0, 0.125], [1.0, 0.0, 1.0], [0.125, 1.0, 0.0]])
+    row, column = np.nonzero(W)
+    csr = TrunkWeights(np.array([0, 2, 4, 6]), column, W[row, column])
+    p = replace(PAPER, alpha_res=1.0, tau_pulse=0.125)
+    assert breath_stages.resonance(np.zeros(3), csr, np.arange(3) == 0, p).tolist() == [1.0, 0.5, 0.25]
+
+
+@pytest.mark.spec(id="CC-RAISE")
+@given(D=st.integers(1, 8).flatmap(sixteenths), p=decode_parameters())
+def test_without_edges_a_pulse_is_a_share_of_what_is_missing(
+    breath_stages: BreathStages, D: Vector, p: CrystalCacheParameters,
+) -> None:
+    """D + alpha_res (1 - D), for every active trunk."""
+    m = len(D)
+    alone = TrunkWeights(np.zeros(m + 1, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0))
+    found = breath_stages.resonance(D, alone, np.ones(m, dtype=np.bool_), p)
+    assert found.tolist() == [decode.raise_D(x, 1.0, p) for x in D.tolist()]
+
+
+@pytest.mark.spec(id="CC-RAISE")
+@given(case=networks(), p=decode_parameters())
+def test_D_rises_and_stays_below_one(
+    breath_stages: BreathStages, case: Network, p: CrystalCacheParameters,
+) -> None:
+    """D <= D' <= 1; the input is not changed; alpha_res = 0 changes nothing."""
+    before = case[0].copy()
+    found = breath_stages.resonance(*case, p)
+    assert ((found >= before) & (found <= 1)).all()
+    assert case[0].tolist() == before.tolist()
+    assert breath_stages.resonance(*case, replace(p, alpha_res=0.0)).tolist() == before.tolist()
+
+
+@pytest.mark.spec(id="CC-RESONANCE")
+@given(case=networks(), p=decode_parameters(), data=st.data())
+def test_the_order_of_trunks_says_nothing(
+    breath_stages: BreathStages, case: Network, p: CrystalCacheParameters, data: st.DataObject,
+) -> None:
+    """Permuted trunks have the permuted D, up to the rounding of Eq. 38 in another order."""
+    D, W, active = case
+    m = len(D)
+    places = data.draw(st.permutations(range(m)), label="places")
+    names = list(range(m))
+    pairs = {frozenset({places[a] for a in pair}): w for pair, w in pairs_of(rows(W), names).items()}
+    csr, there = weights_of(csr_of(pairs, names)), np.argsort(places)
+    found = breath_stages.resonance(D[there], csr, active[there], p)
+    assert compare.close("CC-STEP", found, breath_stages.resonance(*case, p)[there])
+
+
+@pytest.mark.spec(id="CC-RESONANCE")
+def test_each_pulse_counts(breath_stages: BreathStages) -> None:
+    """Two sources of p = 0.5 raise D = 0 to 0.1444, the strongest alone would give 0.075."""
+    W = TrunkWeights(np.array([0, 1, 3, 4]), np.array([1, 0, 2, 1]), np.ones(4))
+    found = breath_stages.resonance(np.zeros(3), W, np.array([True, False, True]), replace(PAPER, max_hops=1))
+    assert found.round(6).tolist() == [0.15, 0.144375, 0.15]
+
+
+@pytest.mark.spec(id="CC-HEBB")
+@given(case=networks(), p=decode_parameters())
+def test_edges_grow_together_and_fade_apart(
+    breath_stages: BreathStages, case: Network, p: CrystalCacheParameters,
+) -> None:
+    """To the bit; W stays symmetric, above tau_edge, without new edges, and the input is not changed."""
+    _, W, active = case
+    names = list(range(len(active)))
+    before = rows(W)
+    found = breath_stages.hebbian(W, active, p)
+    together = set(np.flatnonzero(active).tolist())
+    assert rows(found) == csr_of(decode.hebb(pairs_of(before, names), together, p), names)
+    assert rows(W) == before
+    assert (found.weights > p.tau_edge).all() or p.hebb == "static"
+
+
+@pytest.mark.spec(id="CC-HEBB")
+@given(case=networks())
+def test_no_growth_and_no_decay_is_the_static_graph(breath_stages: BreathStages, case: Network) -> None:
+    """While no weight exceeds 1; and the static graph is W itself."""
+    _, W, active = case
+    low = W._replace(weights=np.minimum(W.weights, 1.0))
+    still = replace(PAPER, eta_Hebb=0.0, gamma_decay=1.0)
+    assert rows(breath_stages.hebbian(low, active, still)) == rows(low)
+    assert rows(breath_stages.hebbian(W, active, replace(PAPER, hebb="static"))) == rows(W)
+
+
+@pytest.mark.spec(id="CC-HEBB")
+def test_two_active_trunks_without_an_edge_stay_apart(breath_stages: BreathStages) -> None:
+    alone = TrunkWeights(np.zeros(3, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0))
+    assert not len(breath_stages.hebbian(alone, np.ones(2, dtype=np.bool_), PAPER).weights)
+
+
+@pytest.mark.spec(id="CC-HEBB")
+def test_an_edge_that_decays_to_tau_is_pruned(breath_stages: BreathStages) -> None:
+    """Strict, as Eq. 25: 0.5 * 0.25 is 0.125."""
+    W = TrunkWeights(np.array([0, 1, 2]), np.array([1, 0]), np.full(2, 0.25))
+    p = replace(PAPER, gamma_decay=0.5, tau_edge=0.125)
+    assert not len(breath_stages.hebbian(W, np.array([False, True]), p).weights)
+
+
+@pytest.mark.spec(id="CC-HEBB")
+def test_an_idle_edge_dies_in_299_breaths(breath_stages: BreathStages) -> None:
+    """0.99 ^ 299 is the first power below 0.05."""
+    W = TrunkWeights(np.array([0, 1, 2]), np.array([1, 0]), np.ones(2))
+    idle = np.zeros(2, dtype=np.bool_)
+    for _ in range(298):
+        W = breath_stages.hebbian(W, idle, PAPER)
+    assert len(W.weights) == 2
+    assert not len(breath_stages.hebbian(W, idle, PAPER).weights)

@@ -1,0 +1,119 @@
+"""S1 over what it may be given: the forward's log-sum-exp, views of any layout, real widths of heads."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance.checks import stages as checks
+from conformance.oracles import s1
+from conformance.strategies.attention import AttentionInputs, attention_inputs, later_segments
+from spec.arrays import Matrix
+from spec.backend import CrystalStages
+from spec.errors import SpecError
+from spec.parameters import TINY
+from spec.records import CoAttention
+
+Array = np.ndarray[Any, Any]
+
+
+def lse_of(inputs: AttentionInputs) -> Matrix:
+    """The right lse of these inputs, (H, n)."""
+    at = inputs.positions.tolist()
+    return np.array(s1.log_sum_exp(
+        inputs.q.tolist(), inputs.k.tolist(), at[-inputs.q.shape[1] :], at, inputs.scaling, inputs.softcap
+    ))
+
+
+def run(stages: CrystalStages, inputs: AttentionInputs, lse: object) -> CoAttention:
+    return stages.coattention(
+        inputs.q, inputs.k, inputs.positions, inputs.parameters, inputs.scaling, inputs.softcap, lse
+    )
+
+
+@pytest.mark.spec(id="CC-ATTENTION")
+@pytest.mark.spec(id="CC-COATTENTION")
+@given(inputs=st.one_of(attention_inputs(), later_segments()), k_cross=st.sampled_from([None, 0]))
+def test_with_the_right_lse_s1_lies_in_the_certified_box(
+    stages: CrystalStages, precision: str, inputs: AttentionInputs, k_cross: int | None,
+) -> None:
+    """A given lse, in the backend's own precision, MUST change nothing beyond rounding."""
+    p = inputs.parameters
+    inputs = replace(inputs, parameters=p if k_cross is None else replace(p, k_cross=k_cross))
+    lse = lse_of(inputs).astype(precision)
+    assert not list(checks.coattention(run(stages, inputs, lse), inputs, precision))
+
+
+def plain(H: int, n: int) -> AttentionInputs:
+    rng = np.random.default_rng(0)
+    q, k = rng.standard_normal((H, n, 8)), rng.standard_normal((1, n, 8))
+    return AttentionInputs(q.astype(np.float32), k.astype(np.float32), np.arange(n), TINY, 0.5, None)
+
+
+@pytest.mark.spec(id="CC-COATTENTION")
+@pytest.mark.parametrize(
+    ("lse", "message"),
+    [
+        (np.zeros((2, 5), np.float32), r"lse = .*: must be an array \(heads, queries\), \(2, 4\)"),
+        (np.zeros((1, 2, 4), np.float32), r"lse = .*: must be an array \(heads, queries\), \(2, 4\)"),
+        ([[0.0] * 4] * 2, r"lse = 'list': must be an array"),
+        (np.zeros((2, 4), np.int64), r"lse = .*: must be floating point"),
+        (np.full((2, 4), -np.inf, np.float32), r"lse = .*: must be finite, and is not at \(0, 0\)"),
+    ],
+)
+def test_a_bad_lse_is_refused_by_name(stages: CrystalStages, lse: object, message: str) -> None:
+    inputs = plain(2, 4)
+    with pytest.raises(SpecError, match=message):
+        run(stages, inputs, lse)
+
+
+@pytest.mark.spec(id="CC-COATTENTION")
+@given(inputs=attention_inputs(), pad=st.integers(1, 5))
+def test_a_left_padded_row_is_the_view_behind_its_padding(
+    stages: CrystalStages, precision: str, inputs: AttentionInputs, pad: int,
+) -> None:
+    """S1 reads q[:, pad:] and k[:, pad:] and nothing before: padding of NaN MUST NOT show."""
+    q: Array = np.pad(inputs.q, ((0, 0), (pad, 0), (0, 0)), constant_values=np.nan)[:, pad:]
+    k: Array = np.pad(inputs.k, ((0, 0), (pad, 0), (0, 0)), constant_values=np.nan)[:, pad:]
+    lse = np.pad(lse_of(inputs).astype(precision), ((0, 0), (pad, 0)), constant_values=np.nan)[:, pad:]
+    views = replace(inputs, q=q, k=k)
+    for given_lse in (None, lse):
+        assert not list(checks.coattention(run(stages, views, given_lse), inputs, precision))
+
+
+def orders(x: Array) -> list[Array]:
+    """The same (heads, tokens, d): of (tokens, heads, d), of every other row, channel, and of both in reverse."""
+    return [
+        np.ascontiguousarray(x.transpose(1, 0, 2)).transpose(1, 0, 2),
+        np.repeat(x, 2, axis=1)[:, ::2], np.repeat(x, 2, axis=2)[:, :, ::2],
+        np.ascontiguousarray(x[:, ::-1, ::-1])[:, ::-1, ::-1],
+    ]
+
+
+@pytest.mark.spec(id="CC-COATTENTION")
+@given(inputs=later_segments(), order=st.integers(0, 3))
+def test_any_order_in_memory_is_read(
+    stages: CrystalStages, precision: str, inputs: AttentionInputs, order: int,
+) -> None:
+    """Views of other layouts lie in the same certified box."""
+    views = replace(inputs, q=orders(inputs.q)[order], k=orders(inputs.k)[order])
+    assert not views.k.flags.c_contiguous or min(inputs.k.shape) == 1
+    assert not list(checks.coattention(run(stages, views, None), inputs, precision))
+
+
+@pytest.mark.spec(id="CC-ATTENTION")
+@pytest.mark.parametrize("d", [64, 96, 128, 256])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+@pytest.mark.parametrize(("group", "softcap"), [(1, None), (7, 20.0), (8, None)])
+def test_every_width_and_type(
+    stages: CrystalStages, precision: str, d: int, dtype: type, group: int, softcap: float | None,
+) -> None:
+    """Real widths of heads, in the types that models have; bfloat16 has no NumPy type."""
+    rng = np.random.default_rng(d + group)
+    q: Array = rng.standard_normal((group, 24, d)).astype(dtype)
+    k: Array = rng.standard_normal((1, 24, d)).astype(dtype)
+    inputs = AttentionInputs(q, k, np.arange(24), replace(TINY, C=10), 1.5 * d**-0.5, softcap)
+    assert not list(checks.coattention(run(stages, inputs, None), inputs, precision))

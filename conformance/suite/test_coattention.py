@@ -1,0 +1,316 @@
+"""S1: attention, salience and co-attention edges."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance.checks import stages as checks
+from conformance.oracles import s1
+from conformance.strategies.attention import HOT, AttentionInputs, attention_inputs, hot_sets, later_segments
+from conformance.tolerances import gamma
+from reference.crystalcache import coattention as reference
+from spec.arrays import IntMatrix, Vector
+from spec.backend import CrystalStages
+from spec.parameters import PAPER, TINY, CrystalCacheParameters
+from spec.records import CoAttention
+
+
+def run(stages: CrystalStages, inputs: AttentionInputs) -> CoAttention:
+    return stages.coattention(
+        inputs.q, inputs.k, inputs.positions, inputs.parameters, inputs.scaling, inputs.softcap
+    )
+
+
+def brute_force(inputs: AttentionInputs) -> s1.Segment:
+    return s1.coattention(
+        inputs.q.tolist(), inputs.k.tolist(), inputs.positions.tolist(), inputs.parameters, inputs.scaling,
+        inputs.softcap,
+    )
+
+
+def one_head(rows: list[list[int]], p: CrystalCacheParameters) -> AttentionInputs:
+    """Query i of a single head attends the keys rows[i], all alike."""
+    n = len(rows)
+    q = np.zeros((1, n, n), dtype=np.float32)
+    for i, keys in enumerate(rows):
+        q[0, i, keys] = HOT
+    return AttentionInputs(q, np.eye(n, dtype=np.float32)[None], np.arange(n), p, 1.0, None)
+
+
+@pytest.mark.spec(id="CC-ATTENTION")
+@pytest.mark.spec(id="CC-SALIENCE")
+@pytest.mark.spec(id="CC-ROW-NORM")
+@pytest.mark.spec(id="CC-INTRA")
+@pytest.mark.spec(id="CC-CROSS")
+@pytest.mark.spec(id="CC-COATTENTION")
+@given(inputs=attention_inputs())
+def test_a_prompt_lies_in_the_certified_box(stages: CrystalStages, precision: str, inputs: AttentionInputs) -> None:
+    """S1 MUST give the salience and the neighbours of Eq. 11 to 14."""
+    assert not list(checks.coattention(run(stages, inputs), inputs, precision))
+
+
+@pytest.mark.spec(id="CC-ATTENTION")
+@pytest.mark.spec(id="CC-COATTENTION")
+@given(inputs=later_segments())
+def test_a_later_segment_lies_in_the_certified_box(
+    stages: CrystalStages, precision: str, inputs: AttentionInputs,
+) -> None:
+    """C MUST count from the segment's first token, and cross edges MUST reach any live earlier key."""
+    assert not list(checks.coattention(run(stages, inputs), inputs, precision))
+
+
+def chosen(index: IntMatrix) -> list[list[int]]:
+    return [[j for j in row if j >= 0] for row in index.tolist()]
+
+
+@pytest.mark.spec(id="CC-SALIENCE")
+@pytest.mark.spec(id="CC-CROSS")
+@given(inputs=hot_sets())
+def test_hot_sets_are_exact(stages: CrystalStages, inputs: AttentionInputs) -> None:
+    """Where attention is dyadic, salience, chosen sources (ties too) and their weights MUST be equal to the bit."""
+    found, want = run(stages, inputs), brute_force(inputs)
+    assert found.salience.tolist() == want.salience
+    assert chosen(found.cross) == [[j for j, _ in row] for row in want.cross]
+    assert [[w for w in row if w] for row in found.cross_weight.tolist()] == [[w for _, w in row] for row in want.cross]
+
+
+@pytest.mark.spec(id="CC-ATTENTION")
+@pytest.mark.spec(id="CC-SALIENCE")
+@pytest.mark.spec(id="CC-CROSS")
+def test_a_later_key_says_nothing(stages: CrystalStages) -> None:
+    """Queries that look for the last key above all, which is not there yet: the same bits as if they did not."""
+    inputs = one_head([[0], [0, 1], [1, 2], [0, 3]], TINY)
+    blind = run(stages, inputs)
+    inputs.q[0, :3, 3] = 8 * HOT
+    eager = run(stages, inputs)
+    assert eager.salience.tolist() == blind.salience.tolist() == brute_force(inputs).salience
+    assert chosen(eager.intra) == chosen(blind.intra)
+    assert eager.cross_weight.tolist() == blind.cross_weight.tolist()
+
+
+@pytest.mark.spec(id="CC-INTRA")
+@given(inputs=hot_sets(widths=(1,), heads=(1,)))
+def test_one_hot_rows_have_exact_neighbours(stages: CrystalStages, inputs: AttentionInputs) -> None:
+    """Where each query attends one key, cosines are 0 or 1 and all neighbours tie: the lower index MUST come first."""
+    assert chosen(run(stages, inputs).intra) == [[j for j, _ in row] for row in brute_force(inputs).intra]
+
+
+@pytest.mark.spec(id="CC-INTRA")
+@given(n=st.integers(2, 12), p=st.sampled_from([TINY, replace(TINY, k_intra=1), replace(TINY, C=3)]))
+def test_uniform_attention_lies_in_the_certified_box(
+    stages: CrystalStages, precision: str, n: int, p: CrystalCacheParameters,
+) -> None:
+    """Where every query attends its past evenly, many cosines tie in the reals."""
+    inputs = AttentionInputs(np.zeros((2, n, 4)), np.ones((1, n, 4)), np.arange(n), p, 0.5, None)
+    assert not list(checks.coattention(run(stages, inputs), inputs, precision))
+
+
+@pytest.mark.spec(id="CC-EDGES")
+@given(inputs=attention_inputs())
+def test_edges_are_a_set_of_directed_triples(stages: CrystalStages, inputs: AttentionInputs) -> None:
+    """No self edge, no ordered pair twice, at most k_intra n + k_cross max(0, n - C) edges, cross ones forward."""
+    p, n = inputs.parameters, len(inputs.positions)
+    E = run(stages, inputs).edges()
+    pairs = list(zip(E.first.tolist(), E.second.tolist(), strict=True))
+    assert len(set(pairs)) == len(pairs) <= p.k_intra * n + p.k_cross * max(0, n - p.C)
+    for (i, j), w in zip(pairs, E.weight.tolist(), strict=True):
+        assert i != j
+        assert i // p.C == j // p.C or i < j
+        assert (p.tau_intra if i // p.C == j // p.C else p.tau_cross) < w <= 1 + gamma(n + 8, "float32")
+
+
+@pytest.mark.spec(id="CC-EDGES")
+@given(inputs=attention_inputs())
+def test_edges_are_ordered_by_owner_and_rank(stages: CrystalStages, inputs: AttentionInputs) -> None:
+    """E MUST list intra edges as (owner, neighbour), then cross edges as (source, owner), by owner and rank."""
+    found = run(stages, inputs)
+    triples = zip(*(column.tolist() for column in found.edges()), strict=True)
+    assert list(triples) == checks.edges_of(found)
+
+
+@pytest.mark.spec(id="CC-SALIENCE")
+@given(inputs=attention_inputs())
+def test_salience_is_clipped(stages: CrystalStages, inputs: AttentionInputs) -> None:
+    """M_min <= S_i <= M_max."""
+    S, p = run(stages, inputs).salience, inputs.parameters
+    assert S.min() >= p.M_min
+    assert S.max() <= p.M_max
+
+
+@pytest.mark.spec(id="CC-SALIENCE")
+@given(inputs=hot_sets(), data=st.data())
+def test_salience_does_not_fall_when_a_head_is_added(
+    stages: CrystalStages, inputs: AttentionInputs, data: st.DataObject,
+) -> None:
+    """A further head can only raise a token's best k_heads."""
+    extra = data.draw(st.sampled_from(range(len(inputs.q))), label="head to mirror")
+    more = replace(inputs, q=np.concatenate([inputs.q, inputs.q[extra : extra + 1]]))
+    assert (run(stages, more).salience >= run(stages, inputs).salience).all()
+
+
+@pytest.mark.spec(id="CC-SALIENCE")
+@pytest.mark.spec(id="CC-CROSS")
+@given(inputs=hot_sets(), data=st.data())
+def test_the_order_of_heads_says_nothing(stages: CrystalStages, inputs: AttentionInputs, data: st.DataObject) -> None:
+    """Permuted heads give the same S1 (to the bit where attention is dyadic)."""
+    order = data.draw(st.permutations(range(len(inputs.q))), label="order")
+    a, b = run(stages, inputs), run(stages, replace(inputs, q=inputs.q[order]))
+    assert a.salience.tolist() == b.salience.tolist()
+    assert a.cross.tolist() == b.cross.tolist()
+    assert a.cross_weight.tolist() == b.cross_weight.tolist()
+
+
+@pytest.mark.spec(id="CC-SALIENCE")
+def test_salience_counts_queries_of_the_own_chunk_only(stages: CrystalStages) -> None:
+    """With C = 2 and four queries on key 0, S_0 counts two of them."""
+    p = replace(TINY, C=2, M_min=0.0)
+    assert run(stages, one_head([[0], [0], [0], [0]], p)).salience.tolist() == [2, 0, 0, 0]
+
+
+@pytest.mark.spec(id="CC-SALIENCE")
+def test_each_token_has_its_own_best_heads(stages: CrystalStages) -> None:
+    """Top heads are chosen per token, and summed, not averaged."""
+    p = replace(TINY, k_heads=1, M_min=0.0)
+    a, b = one_head([[0], [0], [0]], p), one_head([[0], [1], [1]], p)
+    both = replace(a, q=np.concatenate([a.q, b.q]))
+    assert run(stages, both).salience.tolist() == [3, 2, 0]
+    assert run(stages, replace(both, parameters=replace(p, k_heads=3))).salience.tolist() == [4, 2, 0]
+
+
+@pytest.mark.spec(id="CC-COATTENTION")
+@given(inputs=attention_inputs())
+def test_one_chunk_has_no_cross_edge(stages: CrystalStages, inputs: AttentionInputs) -> None:
+    """C >= n: E_cross is empty."""
+    wide = replace(inputs, parameters=replace(inputs.parameters, C=len(inputs.positions)))
+    assert (run(stages, wide).cross == -1).all()
+
+
+@pytest.mark.spec(id="CC-CROSS")
+@given(inputs=attention_inputs())
+def test_k_cross_0_drops_the_cross_edges_and_nothing_else(stages: CrystalStages, inputs: AttentionInputs) -> None:
+    """k_cross = 0 MUST equal dropping E_cross."""
+    a = run(stages, inputs)
+    b = run(stages, replace(inputs, parameters=replace(inputs.parameters, k_cross=0)))
+    assert b.cross.shape == (len(a.salience), 0)
+    assert (a.salience == b.salience).all()
+    assert (a.intra == b.intra).all()
+    assert (a.intra_weight == b.intra_weight).all()
+
+
+@pytest.mark.spec(id="CC-INTRA")
+def test_a_threshold_is_strict_and_ties_go_to_the_lower_index(stages: CrystalStages) -> None:
+    """Of three equal cosines k = 1 takes the lowest other index; 1 > 1 is false."""
+    same = one_head([[0], [0], [0], [0]], replace(TINY, k_intra=1))
+    assert run(stages, same).intra.tolist() == [[1], [0], [0], [0]]
+    assert (run(stages, replace(same, parameters=replace(TINY, tau_intra=1.0))).intra == -1).all()
+
+
+@pytest.mark.spec(id="CC-CROSS")
+def test_a_cross_weight_equal_to_the_threshold_is_no_edge(stages: CrystalStages) -> None:
+    """Eq. 14 is strict; equal sources tie towards the earlier one; the edge is (earlier, later)."""
+    rows = [[0], [1], [0, 1], [0, 1]]
+    p = replace(TINY, C=2, k_cross=1, tau_cross=0.5)
+    assert (run(stages, one_head(rows, p)).cross == -1).all()
+    for below in (0.25, float(np.nextafter(np.float32(0.5), np.float32(0)))):
+        found = run(stages, one_head(rows, replace(p, tau_cross=below)))
+        assert found.cross.tolist() == [[-1], [-1], [0], [0]]
+        assert checks.edges_of(found)[-2:] == [(0, 2, 0.5), (0, 3, 0.5)]
+
+
+@pytest.mark.spec(id="CC-ROW-NORM")
+def test_rows_are_restricted_before_they_are_normalised(stages: CrystalStages) -> None:
+    """Two rows that send most of their mass to an earlier chunk are still alike inside their own."""
+    p = replace(TINY, C=2, tau_intra=0.9)
+    rows = [[0], [1], [0, 1, 2], [0, 1, 2]]
+    assert run(stages, one_head(rows, p)).intra[2:, 0].tolist() == [3, 2]
+
+
+@pytest.mark.spec(id="CC-ROW-NORM")
+def test_a_row_without_mass_in_its_chunk_has_no_neighbour(stages: CrystalStages) -> None:
+    """Epsilon keeps a zero row at zero; nothing becomes NaN."""
+    p = replace(TINY, C=2, tau_intra=0.0, M_min=0.0)
+    found = run(stages, one_head([[0], [1], [0], [0]], p))
+    assert (found.intra[2:] == -1).all()
+    assert found.salience.tolist() == [1, 1, 0, 0]
+
+
+def weights_in_eighths(rows: int, columns: int) -> st.SearchStrategy[list[list[float]]]:
+    row = st.lists(st.integers(0, 8).map(lambda eighths: eighths / 8), min_size=columns, max_size=columns)
+    return st.lists(row, min_size=rows, max_size=rows)
+
+
+@pytest.mark.spec(id="CC-CROSS")
+@pytest.mark.usefixtures("reference_items")
+@given(weights=weights_in_eighths(3, 6), k=st.integers(0, 7), tau=st.sampled_from([0.0, 0.25, 0.3]))
+def test_selection_on_given_weights_is_exact(weights: list[list[float]], k: int, tau: float) -> None:
+    """Higher weight first, then lower index; strictly above tau."""
+    index, weight = reference.cross_neighbours(np.array(weights), replace(PAPER, k_cross=k, tau_cross=tau))
+    for row, chosen, kept in zip(weights, index.tolist(), weight.tolist(), strict=True):
+        want = s1.strongest(dict(enumerate(row)), k, tau)
+        assert list(zip(chosen, kept, strict=True)) == want + [(-1, 0.0)] * (k - len(want))
+
+
+@pytest.mark.spec(id="CC-INTRA")
+@pytest.mark.usefixtures("reference_items")
+def test_cosines_are_compared_as_float32_and_stored_as_they_are() -> None:
+    """Cosines .5 and .5 + 1e-12 tie, and the lower index wins."""
+    rows = np.array([[1.0, 0.0, 0.0], [0.5, 0.0, 0.0], [0.5 + 1e-12, 0.0, 0.0]])
+    index, weight = reference.intra_neighbours(rows, replace(PAPER, k_intra=2))
+    assert index[0].tolist() == [1, 2]
+    assert weight[0].tolist() == [0.5, 0.5 + 1e-12]
+
+
+@pytest.mark.spec(id="CC-CROSS")
+@pytest.mark.usefixtures("reference_items")
+def test_selection_reads_weights_as_float32_and_stores_them_as_they_are() -> None:
+    """Two weights that are one float32 tie; float32(0.3) is not above 0.3."""
+    earlier = np.array([[0.5, 0.5 + 1e-12, float(np.float32(0.3))]])
+    index, weight = reference.cross_neighbours(earlier, replace(PAPER, tau_cross=0.3))
+    assert index.tolist() == [[0, 1, -1, -1]]
+    assert weight.tolist() == [[0.5, 0.5 + 1e-12, 0, 0]]
+
+
+@pytest.mark.spec(id="CC-ATTENTION")
+@pytest.mark.usefixtures("reference_items")
+@given(inputs=attention_inputs())
+def test_attention_is_causal_and_stochastic(inputs: AttentionInputs) -> None:
+    """A query MUST see the keys at its own position and before, and its weights sum to 1."""
+    at = inputs.positions
+    A = reference.attention(
+        inputs.q.astype(np.float64), inputs.k.astype(np.float64), at, at, inputs.scaling, inputs.softcap
+    )
+    rows: Vector = np.abs(A.sum(axis=2) - 1)
+    assert rows.max() <= gamma(len(at) + 8, "float64")
+    assert not np.triu(A, 1).any()
+    assert A.min() >= 0
+
+
+@pytest.mark.spec(id="CC-ROW-NORM")
+@pytest.mark.usefixtures("reference_items")
+@given(rows=weights_in_eighths(4, 4), epsilon=st.sampled_from([1e-8, 1.0]))
+def test_epsilon_stands_outside_the_norm(rows: list[list[float]], epsilon: float) -> None:
+    """Eq. 12: a row's length after it is |a| / (|a| + epsilon), below 1."""
+    found = reference.row_normalise(np.array(rows), epsilon)
+    norm = np.linalg.norm(np.array(rows), axis=1)
+    want = norm / (norm + epsilon)
+    assert (np.abs(np.linalg.norm(found, axis=1) - want) <= gamma(24, "float64")).all()
+    assert (found[norm == 0] == 0).all()
+
+
+@pytest.mark.spec(id="CC-ATTENTION")
+def test_query_heads_share_keys_by_consecutive_groups(stages: CrystalStages) -> None:
+    """Query head h MUST read KV head h // (H / H_kv), not h modulo H_kv."""
+    p = replace(TINY, k_heads=1, M_min=0.0, C=2)
+    k = np.zeros((2, 2, 2), dtype=np.float32)
+    k[0], k[1] = np.eye(2), np.eye(2)[::-1]
+    q = np.zeros((4, 2, 2), dtype=np.float32)
+    q[0, 1], q[1, 1], q[2, 1], q[3, 1] = [HOT, 0], [HOT, 0], [HOT, 0], [HOT, 0]
+    own = AttentionInputs(q, k, np.arange(2), replace(p, k_heads=4), 1.0, None)
+    assert run(stages, own).salience.tolist() == [6, 2]
+    q[1, 1] = [0, HOT]
+    assert run(stages, own).salience.tolist() == [5, 3]
+    q[2, 1] = [0, HOT]
+    assert run(stages, own).salience.tolist() == [6, 2]

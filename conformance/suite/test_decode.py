@@ -1,0 +1,370 @@
+"""Decode: the state, the tail, decay, breaths; each transition from the state before it."""
+
+import pickle
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance import tolerances as compare
+from conformance.checks import decode as checks_decode
+from conformance.oracles import decode
+from conformance.strategies.decoding import decode_parameters, ends, flags, random_state, sixteenths, states
+from reference.crystalcache import breath, live, tail
+from spec.backend import Backend, BreathStages
+from spec.budget import Budget, parse_budget
+from spec.decode import DecodeState, LiveTrunks, TrunkWeights, check_state
+from spec.errors import SpecError
+from spec.parameters import PAPER, TINY, CrystalCacheParameters
+
+ENDS = ends()
+
+
+@st.composite
+def situations(draw: st.DrawFn) -> tuple[DecodeState, CrystalCacheParameters]:
+    p = draw(decode_parameters(), label="parameters")
+    return draw(states(p), label="state"), p
+
+
+Situation = tuple[DecodeState, CrystalCacheParameters]
+
+
+@pytest.mark.spec(id="CC-DECAY")
+@given(data=st.data(), p=decode_parameters())
+def test_decay_is_equation_36(breath_stages: BreathStages, data: st.DataObject, p: CrystalCacheParameters) -> None:
+    """(1 - beta_0) D <= D' <= D, and 0 exactly where D is 0 (or beta_0 takes all)."""
+    m = data.draw(st.integers(0, 8), label="m")
+    D, M_bar = data.draw(sixteenths(m), label="D"), data.draw(sixteenths(m, 0, 320), label="Mbar")
+    found = breath_stages.decay(D, M_bar, p)
+    want = np.array([decode.decay(x, y, p) for x, y in zip(D.tolist(), M_bar.tolist(), strict=True)])
+    assert (np.abs(found - want) <= compare.decay_radius(D)).all()
+    assert ((found <= D) & (found >= 0)).all()
+    if p.beta_0 < 1:
+        assert ((found == 0) == (D == 0)).all()
+    assert breath_stages.decay(D, M_bar, replace(p, beta_0=0.0)).tolist() == D.tolist()
+
+
+@pytest.mark.spec(id="CC-DECAY")
+def test_impact_and_D_slow_the_decay(breath_stages: BreathStages) -> None:
+    """At beta_0 = 0.05 a trunk without impact loses a twentieth; D' rises with Mbar and with D."""
+    found = breath_stages.decay(np.array([0.5, 0.5, 0.5]), np.array([0.0, 4.0, 20.0]), PAPER)
+    assert found[0] == 0.475
+    assert (np.diff(found) > 0).all()
+    low, high = breath_stages.decay(np.array([0.5, 0.75]), np.array([4.0, 4.0]), PAPER)
+    assert low < high
+
+
+@pytest.mark.spec(id="CC-DECAY")
+@pytest.mark.parametrize(("D", "M_bar", "steps"), [(0.9, 8.0, 214), (0.3, 1.0, 16)])
+def test_half_lives(breath_stages: BreathStages, D: float, M_bar: float, steps: int) -> None:
+    """The essay's two trunks (errata G1 and G2): how many steps until D has halved."""
+    now, taken = np.array([D]), 0
+    while now[0] > D / 2:
+        now, taken = breath_stages.decay(now, np.array([M_bar]), PAPER), taken + 1
+    assert taken == steps
+
+
+@pytest.mark.spec(id="CC-SEEN-COUNT")
+@pytest.mark.usefixtures("reference_items")
+@given(parts=st.lists(st.lists(st.integers(0, 12), min_size=1, max_size=6), max_size=5))
+def test_counts_run_over_all_tokens_seen(parts: list[list[int]]) -> None:
+    """Part by part they are the counts of everything; a new token's count has the other new ones in it."""
+    ids = counts = np.empty(0, dtype=np.int64)
+    everything: list[int] = []
+    for part in parts:
+        old = ids.tolist(), counts.tolist()
+        everything += part
+        new_ids, new_counts, c = live.count_seen(ids, counts, np.array(part, dtype=np.int64))
+        assert (ids.tolist(), counts.tolist()) == old
+        ids, counts = new_ids, new_counts
+        assert ids.tolist() == sorted(set(everything))
+        assert counts.tolist() == [everything.count(token) for token in ids.tolist()]
+        assert c.tolist() == [everything.count(token) for token in part]
+
+
+@pytest.mark.spec(id="CC-TAIL")
+@pytest.mark.usefixtures("reference_items")
+@given(situation=situations(), token=st.integers(0, 8), norm=st.sampled_from([0.5, float("inf")]))
+def test_a_token_waits_in_the_tail(situation: Situation, token: int, norm: float) -> None:
+    """It is stored behind everything, counts as seen and as a step, and changes no trunk."""
+    before, _ = situation
+    after = tail.append(before, token, norm)
+    assert after.stored.tolist() == [*before.stored.tolist(), before.seen]
+    assert (after.seen, after.step) == (before.seen + 1, before.step + 1)
+    assert after.tail_ids[-1:] == (token,)
+    assert after.tail_inverse_norms[-1:] == (norm,)
+    assert after.live is before.live
+    assert after.W is before.W
+    assert after.ids is before.ids
+    check_state(after)
+
+
+@pytest.mark.spec(id="CC-TAIL")
+@pytest.mark.usefixtures("reference_items")
+@pytest.mark.parametrize(
+    ("token", "norm", "argument"),
+    [(-1, 1.0, "token_id"), (1, 0.0, "inverse_norm"), (1, -2.0, "inverse_norm"), (1, float("nan"), "inverse_norm")],
+)
+def test_what_is_no_token_is_refused(token: int, norm: float, argument: str) -> None:
+    with pytest.raises(SpecError, match=f"^{argument} = "):
+        tail.append(live.empty_state(Budget(count=8)), token, norm)
+
+
+@pytest.mark.spec(id="CC-TAIL-D")
+@pytest.mark.usefixtures("reference_items")
+@given(mu=st.integers(0, 40), sigma=st.integers(1, 40), p=decode_parameters())
+def test_a_trunk_without_an_edge_has_D_of_degree_0(mu: int, sigma: int, p: CrystalCacheParameters) -> None:
+    """At most 0.5, and 0.5 where the mean degree is 0."""
+    found = tail.edgeless_D(mu / 8, sigma / 8, p)
+    assert compare.close("CC-TAIL-D", [found], [decode.edgeless_D(mu / 8, sigma / 8, p)])
+    assert found <= 0.5
+    if p.graph == "degree" and mu == 0:
+        assert found == 0.5
+
+
+@pytest.mark.spec(id="CC-TAIL-TRUNKS")
+@given(situation=situations())
+def test_the_tail_becomes_trunks(decoder: Backend, situation: Situation) -> None:
+    """Behind the table, without edges, every token in one trunk of at most T_max; older tokens keep everything."""
+    before, p = situation
+    after = tail.join_tail(before, ENDS, p, decoder)
+    want = checks_decode.model(before)
+    decode.join_tail(want, ENDS, p)
+    assert not list(checks_decode.state(after, want))
+    check_state(after)
+    assert after.tail_ids == ()
+    assert after.stored.tolist() == before.stored.tolist()
+    m, n = len(before.D), len(before.live.positions)
+    assert after.D[:m].tolist() == before.D.tolist()
+    assert after.live.impact[:n].tolist() == before.live.impact.tolist()
+    assert (after.live.sizes[m:] <= p.T_max).all()
+    assert len(after.W.weights) == len(before.W.weights)
+
+
+@pytest.mark.spec(id="CC-TAIL-TRUNKS")
+@pytest.mark.usefixtures("reference_items")
+def test_a_tail_has_no_room_for_an_edge() -> None:
+    """No neighbour and no weight for any of its tokens, where its segment begins, and their salience as given."""
+    found = tail.edgeless(7, np.array([1.0, 2.0, 3.0]))
+    assert (found.start, found.salience.tolist()) == (7, [1.0, 2.0, 3.0])
+    neighbours = (found.intra, found.intra_weight, found.cross, found.cross_weight)
+    assert [array.shape for array in neighbours] == [(3, 0)] * 4
+
+
+@pytest.mark.spec(id="CC-TAIL-TRUNKS")
+def test_rarity_counts_the_whole_tail_and_the_evicted(decoder: Backend) -> None:
+    """Id 5 was seen once, is evicted, and comes twice: 1 / (1 + ln 4) each time, on half of M_max."""
+    state = replace(
+        live.empty_state(Budget(count=8)), seen=3, ids=np.array([5]), counts=np.array([1]), tail_ids=(5, 5),
+        tail_inverse_norms=(1.0, 1.0),
+    )
+    M = tail.join_tail(state, ENDS, PAPER, decoder).live.impact
+    assert M.round(9).tolist() == [round(0.05 + 10 / (1 + np.log(4)), 9)] * 2
+
+
+@pytest.mark.spec(id="CC-CHUNK-TRUNKS")
+@given(situation=situations(), data=st.data())
+def test_a_spliced_chunk_becomes_trunks(decoder: Backend, situation: Situation, data: st.DataObject) -> None:
+    """A text of its own behind the cut tail; tokens that are not stored are counted, and gone."""
+    before, p = situation
+    ids = np.array(data.draw(st.lists(st.integers(0, 12), min_size=1, max_size=9), label="ids"))
+    kept = np.flatnonzero(data.draw(flags(len(ids)), label="kept"))
+    norms = np.array(data.draw(st.lists(
+        st.sampled_from([0.25, 1.0, 3.0, np.inf]), min_size=len(kept), max_size=len(kept)), label="norms"))
+    after = tail.join_chunk(before, ids, kept, norms, ENDS, p, decoder)
+    want = checks_decode.model(before)
+    decode.join_chunk(want, ids.tolist(), kept.tolist(), norms.tolist(), ENDS, p)
+    assert not list(checks_decode.state(after, want))
+    check_state(after)
+    assert after.stored.tolist() == [*before.stored.tolist(), *(before.seen + kept).tolist()]
+    assert (after.seen, after.step, after.tail_ids) == (before.seen + len(ids), before.step, ())
+    assert after.live.inverse_norms[len(after.live.positions) - len(kept) :].tolist() == norms.tolist()
+
+
+@pytest.mark.spec(id="CC-LIVE")
+@pytest.mark.usefixtures("reference_items")
+@given(situation=situations(), data=st.data())
+def test_what_is_kept_lives_and_the_rest_is_forgotten(situation: Situation, data: st.DataObject) -> None:
+    """Any tokens may go; dead trunks take their edges along, live ones keep their numbers' order."""
+    before, _ = situation
+    n, m = len(before.live.positions), len(before.D)
+    kept = np.flatnonzero(data.draw(flags(n), label="kept"))
+    D = data.draw(sixteenths(m), label="D")
+    after = live.keep(before, kept, D)
+    want = checks_decode.model(before)
+    decode.keep(want, set(before.live.positions[kept].tolist()), D.tolist())
+    assert not list(checks_decode.state(after, want))
+    check_state(after)
+    if len(kept) == n:
+        assert checks_decode.same_bits(after, replace(before, D=D))
+
+
+@pytest.mark.spec(id="CC-LIVE-PROTECTED")
+@pytest.mark.usefixtures("reference_items")
+@given(situation=situations())
+def test_live_tokens_protect_their_trunk(situation: Situation) -> None:
+    """A trunk is safe iff one of its live positions lies in the sink or the window."""
+    state, p = situation
+    found = breath.protected_trunks_of(state.live, state.seen, p.N_sink, p.W_recent)
+    assert found.tolist() == decode.in_windows(checks_decode.model(state), p)
+
+
+@pytest.mark.spec(id="CC-BREATH-PROTECTED")
+@pytest.mark.usefixtures("reference_items")
+@given(situation=situations())
+def test_who_is_safe_at_a_breath(situation: Situation) -> None:
+    """Nobody in the paper's form; without sink and window nobody in the other either."""
+    state, p = situation
+    for form in ("none", "sink+recent"):
+        q = replace(p, breath_protection=form)
+        found = breath.breath_protection(state, q).tolist()
+        assert found == decode.protected(checks_decode.model(state), q)
+    bare = replace(p, breath_protection="sink+recent", N_sink=0, W_recent=0)
+    assert not breath.breath_protection(state, bare).any()
+
+
+@pytest.mark.spec(id="CC-REEVICT")
+@given(situation=situations(), data=st.data())
+def test_an_eviction_of_live_trunks_is_algorithm_1(
+    decoder: Backend, situation: Situation, data: st.DataObject,
+) -> None:
+    """Kept tokens, D and sizes under I.19, with Eq. 30 of all tokens seen."""
+    state, p = situation
+    safe = data.draw(flags(len(state.D)), label="protected")
+    after = breath.evict(state, safe, p, decoder)
+    assert not list(checks_decode.eviction(state, after, safe.tolist(), p, decoder))
+    check_state(after)
+
+
+@pytest.mark.spec(id="CC-REEVICT")
+@given(situation=situations())
+def test_a_second_eviction_changes_nothing(decoder: Backend, situation: Situation) -> None:
+    """The same tokens seen, nobody protected: the budget is met already."""
+    state, p = situation
+    nobody = np.zeros(len(state.D), dtype=np.bool_)
+    once = breath.evict(state, nobody, p, decoder)
+    again = breath.evict(once, nobody[: len(once.D)], p, decoder)
+    assert checks_decode.same_bits(once, again)
+
+
+@pytest.mark.spec(id="CC-BREATH")
+@given(situation=situations())
+def test_a_breath_is_its_substeps_in_order(decoder: Backend, situation: Situation) -> None:
+    """Activation, resonance, Hebbian update, new trunks, eviction; afterwards every live token has a trunk."""
+    state, p = situation
+    after = breath.breath(state, ENDS, p, decoder)
+    assert not list(checks_decode.breath(state, after, ENDS, p, decoder))
+    check_state(after)
+    assert after.tail_ids == ()
+    assert set(after.stored.tolist()) <= set(state.stored.tolist())
+    assert (after.seen, after.step, after.mu, after.sigma) == (state.seen, state.step, state.mu, state.sigma)
+
+
+@pytest.mark.spec(id="CC-BREATH")
+@pytest.mark.spec(id="CC-STEP")
+def test_two_hundred_breaths_in_which_everything_happens(decoder: Backend) -> None:
+    """Edges, active trunks, a tail and a budget that binds; every breath follows a decay."""
+    rng = np.random.default_rng(2026)
+    p = replace(TINY, N_sink=1, W_recent=1, T_breath=1)
+    for trial in range(200):
+        p = replace(p, breath_protection=("none", "sink+recent")[trial % 2], N_min=1 + trial % 3)
+        state = random_state(rng, p)
+        after = breath.decode_step(state, 2, 0.5, ENDS, p, decoder)
+        faded = replace(
+            tail.append(state, 2, 0.5), D=decoder.require_breath().decay(state.D, state.live.trunk_impact, p)
+        )
+        assert not list(checks_decode.breath(faded, after, ENDS, p, decoder))
+
+
+@pytest.mark.spec(id="CC-BREATH")
+@given(situation=situations())
+def test_a_full_budget_evicts_nothing(decoder: Backend, situation: Situation) -> None:
+    state, p = situation
+    after = breath.breath(replace(state, budget=parse_budget(1.0)), ENDS, p, decoder)
+    assert after.stored.tolist() == state.stored.tolist()
+
+
+@pytest.mark.spec(id="CC-STEP")
+@given(situation=situations(), token=st.integers(0, 8), norm=st.sampled_from([0.25, 1.0, float("inf")]))
+def test_a_step_appends_decays_and_breathes_in_time(
+    decoder: Backend, situation: Situation, token: int, norm: float,
+) -> None:
+    """Between breaths only D changes; a breath starts from the decayed state."""
+    state, p = situation
+    after = breath.decode_step(state, token, norm, ENDS, p, decoder)
+    assert after.step == state.step + 1
+    faded = replace(
+        tail.append(state, token, norm), D=decoder.require_breath().decay(state.D, state.live.trunk_impact, p)
+    )
+    assert not list(checks_decode.forward(state, faded, token, norm, p))
+    if after.step % p.T_breath:
+        assert checks_decode.same_bits(after, faded)
+        assert after.live is state.live
+        assert after.W is state.W
+    else:
+        assert not list(checks_decode.breath(faded, after, ENDS, p, decoder))
+
+
+@pytest.mark.spec(id="CC-STEP")
+@given(situation=situations(), data=st.data())
+def test_before_the_first_breath_nothing_is_evicted(
+    decoder: Backend, situation: Situation, data: st.DataObject,
+) -> None:
+    """T_breath above the number of steps is prefill only: stored tokens grow, W and the table stay."""
+    first, p = situation
+    state, p = replace(first, step=0), replace(p, T_breath=100)
+    for token in data.draw(st.lists(st.integers(0, 8), max_size=9), label="tokens"):
+        state = breath.decode_step(state, token, 1.0, ENDS, p, decoder)
+    assert state.stored.tolist() == [*first.stored.tolist(), *range(first.seen, state.seen)]
+    assert state.W is first.W
+    assert state.live is first.live
+
+
+@pytest.mark.spec(id="CC-STEP")
+def test_decay_comes_before_the_breath(decoder: Backend) -> None:
+    """D = 0.5, Mbar = 0, its own pulse: 0.55375, where the other order gives 0.54625."""
+    state = one_trunk(D=0.5, M_bar=0.0)
+    p = replace(PAPER, T_breath=1, N_sink=0, W_recent=0)
+    after = breath.decode_step(state, 3, 1.0, ENDS, p, decoder)
+    assert round(float(after.D[0]), 12) == 0.55375
+
+
+def one_trunk(D: float, M_bar: float) -> DecodeState:
+    """Four live tokens of four, one trunk, a large budget."""
+    table = LiveTrunks(np.arange(4), np.array([0, 4]), np.ones(4), np.ones(4), np.array([M_bar]))
+    none = np.empty(0, dtype=np.int64)
+    return DecodeState(
+        Budget(count=100), 4, 0, table, np.array([D]), TrunkWeights(np.zeros(2, dtype=np.int64), none, np.empty(0)),
+        np.array([1]), np.array([4]), 0.0, 1.0,
+    )
+
+
+@pytest.mark.usefixtures("reference_items")
+@given(situation=situations())
+def test_a_state_survives_a_copy(situation: Situation) -> None:
+    again = pickle.loads(pickle.dumps(situation[0]))
+    check_state(again)
+    assert checks_decode.same_bits(again, situation[0])
+
+
+@pytest.mark.usefixtures("reference_items")
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("D", {"D": np.array([1.5])}), ("offsets", {"D": np.array([0.5, 0.5])}), ("counts", {"seen": 9}),
+        ("positions", {"live": {"positions": np.array([0, 1, 1, 2])}}),
+        ("positions", {"live": {"positions": np.array([0, 1, 2, 9])}, "tail_ids": (1,), "tail_inverse_norms": (1.0,)}),
+        ("impact", {"live": {"impact": np.ones(3)}}), ("tail_inverse_norms", {"tail_inverse_norms": (1.0,)}),
+        ("offsets", {"live": {"offsets": np.array([0, 0, 4])}, "D": np.array([0.5, 0.5])}),
+        ("W", {"W": TrunkWeights(np.array([0, 1]), np.array([0]), np.array([0.5]))}),
+        ("W", {"W": TrunkWeights(np.array([0, 2]), np.array([0]), np.array([0.5]))}),
+    ],
+)
+def test_a_state_that_cannot_be_is_refused(name: str, change: dict[str, object]) -> None:
+    """A loader asks `check_state`, which names the field."""
+    state = one_trunk(0.5, 1.0)
+    parts = {key: replace(state.live, **value) if isinstance(value, dict) else value for key, value in change.items()}
+    with pytest.raises(SpecError, match=f"^{name} = "):
+        check_state(replace(state, **parts))  # type: ignore[arg-type]

@@ -1,0 +1,372 @@
+"""S6: which trunks go, which one goes in part, and what stays."""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import event, given
+from hypothesis import strategies as st
+
+from conformance.checks import stages as checks
+from conformance.oracles import s6
+from conformance.strategies.eviction import CORNERS, EvictionProblem, corners, evictions, random_evictions
+from conformance.strategies.trunks import partitions
+from reference.crystalcache import dissolution as reference
+from reference.crystalcache import protection
+from spec.arrays import Vector
+from spec.backend import CrystalStages
+from spec.budget import Budget, parse_budget
+from spec.parameters import PAPER
+from spec.records import Dissolution, Trunks
+
+RANDOM_EVICTIONS = 10_000
+
+
+def run(stages: CrystalStages, problem: EvictionProblem) -> Dissolution:
+    p = problem
+    return stages.dissolve(p.score, p.trunks, p.impact, p.D, p.protected, p.budget, p.parameters)
+
+
+def complaints(stages: CrystalStages, p: EvictionProblem) -> list[str]:
+    found = run(stages, p)
+    return list(checks.dissolution(
+        found, p.score, p.trunks, p.impact, p.D, p.protected, p.budget, p.parameters
+    ))
+
+
+def partitions_of(total: int) -> Iterator[list[int]]:
+    """Every ordered way to write `total` as sizes of at least 1."""
+    for cuts in itertools.product([False, True], repeat=total - 1):
+        sizes = [1]
+        for cut in cuts:
+            if cut:
+                sizes.append(1)
+            else:
+                sizes[-1] += 1
+        yield sizes
+
+
+def bare(sizes: list[int], budget: int, N_min: int = 3) -> EvictionProblem:
+    """Trunks that are evicted from the left, nothing protected, M falling with position."""
+    m, n = len(sizes), sum(sizes)
+    return EvictionProblem(
+        np.arange(m) / 16, Trunks(np.cumsum([0, *sizes]), np.ones(m)), -np.arange(n, dtype=np.float64), np.ones(m),
+        np.zeros(m, dtype=np.bool_), budget, replace(PAPER, N_min=N_min),
+    )
+
+
+@pytest.mark.spec(id="CC-CUT")
+@pytest.mark.spec(id="CC-ALLOCATE")
+@pytest.mark.spec(id="CC-KEEP-COUNT")
+@pytest.mark.spec(id="CC-DISSOLVE-D")
+@pytest.mark.spec(id="CC-DISSOLVE")
+@given(problem=evictions())
+def test_dissolution_equals_algorithm_1(stages: CrystalStages, problem: EvictionProblem) -> None:
+    """Kept positions and r MUST be equal, ties included, to those of Algorithm 1."""
+    for corner in corners(problem, problem.expected()):
+        event(corner)
+    assert not complaints(stages, problem)
+
+
+@pytest.mark.spec(id="CC-ALLOCATE")
+@pytest.mark.spec(id="CC-DISSOLVE")
+def test_ten_thousand_evictions_equal_algorithm_1_and_reach_every_corner(stages: CrystalStages, every: int) -> None:
+    """Each corner makes at least 1 % of the cases, so that no rule goes unseen."""
+    seen: Counter[str] = Counter()
+    number = RANDOM_EVICTIONS // every
+    for problem in random_evictions(20260, number):
+        assert not complaints(stages, problem)
+        seen.update(corners(problem, problem.expected()))
+    assert {corner: seen[corner] for corner in CORNERS if seen[corner] < number / 100} == {}
+
+
+@pytest.mark.spec(id="CC-ALLOCATE")
+@pytest.mark.usefixtures("reference_items")
+@pytest.mark.parametrize("N_min", [0, 1, 2, 3, 4, 12])
+def test_every_small_allocation(N_min: int) -> None:
+    """Eq. 32 for all partitions of totals up to 11 and all cuts: the loop, the oracle and the prefix sum agree."""
+    for total in range(1, 12):
+        for sizes, c_0 in itertools.product(partitions_of(total), range(total + 1)):
+            r = reference.allocate(np.array(sizes), c_0, N_min)
+            want, c = s6.allocate(sizes, c_0, N_min)
+            assert r.tolist() == [float(x) for x in want]
+            assert [x * g for x, g in zip(want, sizes, strict=True)] == s6.closed_form(sizes, c_0, N_min)
+            assert -max(0, N_min - 1) <= c <= 0
+
+
+@pytest.mark.spec(id="CC-ALLOCATE")
+@pytest.mark.spec(id="CC-CUT")
+def test_every_small_eviction_through_the_stage(stages: CrystalStages, every: int) -> None:
+    """All partitions of totals up to 8 and all budgets: what is kept is the prefix sum's closed form."""
+    cases = [case for total in range(1, 9) for case in itertools.product(partitions_of(total), range(total + 1))]
+    for sizes, B in cases[::every]:
+        found = run(stages, bare(sizes, B))
+        kept = s6.closed_form(sizes, sum(sizes) - B, 3)
+        starts = np.cumsum([0, *sizes[:-1]]).tolist()
+        assert found.kept.tolist() == [i for a, k in zip(starts, kept, strict=True) for i in range(a, a + k)]
+
+
+@pytest.mark.spec(id="CC-CUT")
+@given(problem=evictions())
+def test_sizes_of_the_kept_set(stages: CrystalStages, problem: EvictionProblem) -> None:
+    """|R| = n at or below B, B_prot above it, else in [B - max(0, N_min - 1), B]."""
+    n, B = len(problem.impact), problem.budget
+    B_prot = int(problem.trunks.sizes[problem.protected].sum())
+    kept = len(run(stages, problem).kept)
+    if n <= B:
+        assert kept == n
+    elif B_prot > B:
+        assert kept == B_prot
+    else:
+        assert B - max(0, problem.parameters.N_min - 1) <= kept <= B
+
+
+@pytest.mark.spec(id="CC-DISSOLVE")
+@given(problem=evictions())
+def test_the_kept_set_is_ascending_and_holds_the_protected(stages: CrystalStages, problem: EvictionProblem) -> None:
+    """Int64, strictly rising; protected and whole trunks entire; ratios count what is kept."""
+    found, trunks = run(stages, problem), problem.trunks
+    kept = np.isin(np.arange(len(problem.impact)), found.kept)
+    per_trunk = np.add.reduceat(kept, trunks.offsets[:-1])
+    assert found.kept.dtype == np.int64
+    assert (np.diff(found.kept) > 0).all()
+    assert per_trunk.sum() == len(found.kept)
+    assert (per_trunk[problem.protected] == trunks.sizes[problem.protected]).all()
+    assert (np.round(found.ratio * trunks.sizes) == per_trunk).all()
+    assert (found.ratio[problem.protected] == 1).all()
+
+
+@pytest.mark.spec(id="CC-ALLOCATE")
+@given(problem=evictions())
+def test_at_most_one_trunk_is_partial(stages: CrystalStages, problem: EvictionProblem) -> None:
+    """r is 0, then at most one fraction, then 1, along the eviction order."""
+    alive = np.flatnonzero(~problem.protected)
+    order = alive[np.lexsort((alive, problem.score[alive]))]
+    r = run(stages, problem).ratio[order]
+    assert (np.diff(r) >= 0).all()
+    assert ((r > 0) & (r < 1)).sum() <= 1
+
+
+@pytest.mark.spec(id="CC-KEEP-COUNT")
+@pytest.mark.spec(id="CC-DISSOLVE")
+@given(problem=evictions())
+def test_a_partial_trunk_keeps_its_strongest_tokens(stages: CrystalStages, problem: EvictionProblem) -> None:
+    """N_min <= k_g < |g|, the k_g highest M_i, lower position first."""
+    found = run(stages, problem)
+    for g in np.flatnonzero((found.ratio > 0) & (found.ratio < 1)).tolist():
+        members = problem.lists[g]
+        kept = sorted(set(members) & set(found.kept.tolist()))
+        assert max(1, problem.parameters.N_min) <= len(kept) < len(members)
+        assert kept == sorted(sorted(members, key=lambda i: (-problem.impact[i], i))[: len(kept)])
+
+
+@pytest.mark.spec(id="CC-ALLOCATE")
+@given(problem=evictions())
+def test_N_min_0_equals_1_and_a_large_one_forbids_partial_trunks(
+    stages: CrystalStages, problem: EvictionProblem,
+) -> None:
+    """N_min in {0, 1} are one; N_min >= T_max is pure trunk eviction."""
+    a, b, c = (
+        run(stages, replace(problem, parameters=replace(problem.parameters, N_min=N_min))) for N_min in (0, 1, 9)
+    )
+    assert a.kept.tolist() == b.kept.tolist()
+    assert a.ratio.tolist() == b.ratio.tolist()
+    assert set(c.ratio.tolist()) <= {0.0, 1.0}
+
+
+@pytest.mark.spec(id="CC-ALLOCATE")
+@given(n=st.integers(1, 12), B=st.integers(0, 14), N_min=st.integers(0, 5))
+def test_single_tokens_fill_the_budget(stages: CrystalStages, n: int, B: int, N_min: int) -> None:
+    """T_max = 1: no partial trunk, |R| = min(n, B), whatever N_min."""
+    found = run(stages, bare([1] * n, B, N_min))
+    assert found.kept.tolist() == list(range(max(0, n - B), n))
+
+
+@pytest.mark.spec(id="CC-DISSOLVE")
+@given(problem=evictions(), less=st.integers(0, 12))
+def test_a_smaller_budget_keeps_a_subset(stages: CrystalStages, problem: EvictionProblem, less: int) -> None:
+    """Budgets nest."""
+    small = run(stages, replace(problem, budget=max(0, problem.budget - less)))
+    assert set(small.kept.tolist()) <= set(run(stages, problem).kept.tolist())
+
+
+@pytest.mark.spec(id="CC-DISSOLVE")
+@given(problem=evictions())
+def test_a_second_eviction_changes_nothing(stages: CrystalStages, problem: EvictionProblem) -> None:
+    """The same absolute B on what was kept is a no-op."""
+    found = run(stages, problem)
+    sizes = np.round(found.ratio * problem.trunks.sizes).astype(np.int64)
+    alive = sizes > 0
+    if alive.any():
+        trunks = Trunks(np.cumsum([0, *sizes[alive].tolist()]), problem.trunks.impact[alive])
+        again = run(stages, replace(
+            problem, score=problem.score[alive], trunks=trunks, impact=problem.impact[found.kept],
+            D=found.D[alive], protected=problem.protected[alive],
+        ))
+        assert again.kept.tolist() == list(range(len(found.kept)))
+        assert again.D.tolist() == found.D[alive].tolist()
+
+
+@pytest.mark.spec(id="CC-DISSOLVE")
+@given(problem=evictions(), data=st.data())
+def test_a_higher_score_never_costs_a_trunk(
+    stages: CrystalStages, problem: EvictionProblem, data: st.DataObject,
+) -> None:
+    """Raising one trunk's score never lowers its r; raising one M_i never drops that token."""
+    g = data.draw(st.integers(0, len(problem.score) - 1), label="trunk")
+    i = data.draw(st.integers(0, len(problem.impact) - 1), label="token")
+    score, impact = problem.score.copy(), problem.impact.copy()
+    score[g] += data.draw(st.integers(1, 6), label="raise") / 6
+    impact[i] += 1
+    before = run(stages, problem)
+    assert run(stages, replace(problem, score=score)).ratio[g] >= before.ratio[g]
+    assert i not in before.kept or i in run(stages, replace(problem, impact=impact)).kept
+
+
+@pytest.mark.spec(id="CC-DISSOLVE")
+@given(problem=evictions(), data=st.data())
+def test_the_place_of_a_trunk_says_nothing_while_scores_differ(
+    stages: CrystalStages, problem: EvictionProblem, data: st.DataObject,
+) -> None:
+    """With distinct scores, permuted trunks have permuted ratios."""
+    m = len(problem.score)
+    distinct = np.array(data.draw(st.permutations(range(m)), label="ranks")) / 16
+    order = np.array(data.draw(st.permutations(range(m)), label="places"))
+    moved = replace(
+        problem, score=distinct[order], protected=problem.protected[order], D=problem.D[order],
+        trunks=Trunks(np.cumsum([0, *problem.trunks.sizes[order].tolist()]), problem.trunks.impact[order]),
+    )
+    a = run(stages, replace(problem, score=distinct))
+    assert run(stages, moved).ratio.tolist() == a.ratio[order].tolist()
+
+
+@pytest.mark.spec(id="CC-DISSOLVE-D")
+@given(problem=evictions())
+def test_D_weakens_with_its_trunk(stages: CrystalStages, problem: EvictionProblem) -> None:
+    """0 <= D' <= D, D' = 0 iff D = 0 or r = 0, protected and whole trunks unchanged."""
+    found = run(stages, problem)
+    assert ((found.D >= 0) & (found.D <= problem.D)).all()
+    assert ((found.D == 0) == ((problem.D == 0) | (found.ratio == 0))).all()
+    assert (found.D == problem.D)[found.ratio == 1].all()
+
+
+@pytest.mark.spec(id="CC-DISSOLVE")
+@given(problem=evictions())
+def test_a_protected_score_is_never_read(stages: CrystalStages, problem: EvictionProblem) -> None:
+    """Protection is a mask of its own, never a sentinel score."""
+    a, b = (run(stages, replace(problem, score=np.where(problem.protected, x, problem.score))) for x in (-9.0, 9.0))
+    assert a.kept.tolist() == b.kept.tolist() == run(stages, problem).kept.tolist()
+
+
+@pytest.mark.spec(id="CC-DISSOLVE")
+def test_equal_scores_evict_the_earlier_trunk_first(stages: CrystalStages) -> None:
+    """Three trunks of four, equal scores, B = 8 keeps {4 .. 11}."""
+    even = replace(bare([4, 4, 4], 8), score=np.full(3, 0.5))
+    assert run(stages, even).kept.tolist() == list(range(4, 12))
+
+
+@pytest.mark.spec(id="CC-DISSOLVE")
+@pytest.mark.usefixtures("reference_items")
+def test_members_come_in_the_order_of_the_text() -> None:
+    """Not in that of their impact."""
+    assert reference.strongest_members(np.array([1.0, 2.0, 9.0, 3.0]), 3).tolist() == [1, 2, 3]
+
+
+@pytest.mark.spec(id="CC-DISSOLVE")
+@pytest.mark.usefixtures("reference_items")
+def test_protected_trunks_stand_where_the_text_has_them() -> None:
+    """Before any backfill sorts: Algorithm 1 itself MUST list positions in ascending order."""
+    ones, protected = np.ones(2), np.array([False, True])
+    found = reference.dissolve(ones, np.array([0, 2, 4]), np.ones(4), ones, protected, 4, 1)
+    assert found.kept.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.spec(id="CC-DISSOLVE")
+def test_equal_impacts_keep_the_earlier_token(stages: CrystalStages) -> None:
+    """Inside a partial trunk the lower position stays."""
+    assert run(stages, replace(bare([9], 5), impact=np.ones(9))).kept.tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.spec(id="CC-ALLOCATE")
+@pytest.mark.parametrize(
+    ("size", "c", "N_min", "kept"), [(5, 5, 3, 0), (5, 2, 3, 3), (4, 2, 3, 0), (4, 1, 3, 3), (3, 1, 3, 0), (2, 1, 0, 1)]
+)
+def test_the_branches_of_the_loop(stages: CrystalStages, size: int, c: int, N_min: int, kept: int) -> None:
+    """Eq. 32 at its boundaries: |g| = c, |g| - c = N_min, N_min - 1 and N_min - 2."""
+    assert len(run(stages, bare([size], size - c, N_min)).kept) == kept
+
+
+@pytest.mark.spec(id="CC-KEEP-COUNT")
+@pytest.mark.usefixtures("reference_items")
+@pytest.mark.parametrize("size", [*range(2, 65), 1000, 2048])
+def test_the_keep_count_is_what_the_cut_leaves(size: int) -> None:
+    """`round(((g - c) / g) g)` = g - c in float64."""
+    for c in range(1, size):
+        assert reference.keep_count((size - c) / size, size, 0) == size - c
+
+
+@pytest.mark.spec(id="CC-KEEP-COUNT")
+@pytest.mark.usefixtures("reference_items")
+@pytest.mark.parametrize(("r", "size", "N_min", "k"), [(0.5, 9, 3, 4), (0.5, 11, 3, 6), (0.1, 9, 3, 3), (0.9, 2, 3, 2)])
+def test_the_keep_count_rounds_half_to_even(r: float, size: int, N_min: int, k: int) -> None:
+    """Eq. 33: 4.5 rounds to 4 and 5.5 to 6; never below N_min, never above |g|."""
+    assert reference.keep_count(r, size, N_min) == k
+
+
+@pytest.mark.spec(id="CC-CUT")
+@pytest.mark.usefixtures("reference_items")
+@given(problem=evictions())
+def test_the_cut_needs_no_sums(problem: EvictionProblem) -> None:
+    """c_0 = max(0, n - B), held to T_alive, Eq. 32's precondition."""
+    sizes = problem.trunks.sizes
+    T_alive = int(sizes[~problem.protected].sum())
+    found = protection.cut(sizes, problem.protected, problem.budget)
+    assert found == min(max(0, int(sizes.sum()) - problem.budget), T_alive)
+
+
+@st.composite
+def windows(draw: st.DrawFn) -> tuple[Trunks, int, int]:
+    n = draw(st.integers(1, 20), label="n")
+    return draw(partitions(n)), draw(st.integers(0, 24), label="N_sink"), draw(st.integers(0, 24), label="W_recent")
+
+
+@pytest.mark.spec(id="CC-PROTECTED")
+@given(case=windows())
+def test_protection_takes_whole_trunks(case: tuple[Trunks, int, int]) -> None:
+    """A trunk that touches the sink or the window MUST be protected, and no other; B_prot is bounded."""
+    trunks, N_sink, W_recent = case
+    n = int(trunks.offsets[-1])
+    found = protection.protected_trunks(trunks.offsets, n, N_sink, W_recent)
+    assert found.tolist() == s6.protected(checks.trunk_lists(trunks), n, N_sink, W_recent)
+    B_prot = int(trunks.sizes[found].sum())
+    assert min(n, max(N_sink, W_recent)) <= B_prot <= N_sink + W_recent + 2 * (int(trunks.sizes.max()) - 1)
+
+
+@pytest.mark.spec(id="CC-BUDGET")
+@given(n=st.integers(1, 200_000), percent=st.integers(1, 100), N_sink=st.integers(0, 9), W=st.integers(0, 200))
+def test_the_budget_is_an_exact_ceiling_with_a_floor(n: int, percent: int, N_sink: int, W: int) -> None:
+    """Eq. 30 with beta as its exact decimal; the floor binds for counts too."""
+    assert protection.effective_budget(parse_budget(percent / 100), n, N_sink, W) == max(
+        N_sink + W, (percent * n + 99) // 100
+    )
+    assert protection.effective_budget(Budget(count=n), n, N_sink, W) == max(N_sink + W, n)
+
+
+@pytest.mark.spec(id="CC-DISSOLVE")
+@given(problem=evictions())
+def test_positions_are_absolute(stages: CrystalStages, problem: EvictionProblem) -> None:
+    """Trunks that begin at position 7 keep the same tokens, seven further on."""
+    later = replace(problem, trunks=Trunks(problem.trunks.offsets + 7, problem.trunks.impact))
+    assert run(stages, later).kept.tolist() == (run(stages, problem).kept + 7).tolist()
+
+
+@pytest.mark.spec(id="CC-DISSOLVE")
+@given(problem=evictions(), data=st.data())
+def test_only_the_order_of_scores_matters(stages: CrystalStages, problem: EvictionProblem, data: st.DataObject) -> None:
+    """A positive factor on all scores changes nothing."""
+    factor = data.draw(st.sampled_from([0.25, 0.5, 4.0]), label="factor")
+    scaled: Vector = problem.score * factor
+    assert run(stages, replace(problem, score=scaled)).kept.tolist() == run(stages, problem).kept.tolist()

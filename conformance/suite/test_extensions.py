@@ -1,0 +1,227 @@
+"""What the paper leaves as future work: rarity forms, the adaptive merge threshold, coverage."""
+
+import itertools
+from dataclasses import replace
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from conformance import tolerances as compare
+from conformance.checks import stages as checks
+from conformance.oracles import s2, s3
+from conformance.strategies.eviction import EvictionProblem, evictions
+from conformance.strategies.text import token_ids
+from conformance.strategies.trunks import Text, record, texts
+from reference.crystalcache import coverage, impact
+from reference.crystalcache.trunks import median_strength
+from spec.arrays import IntVector
+from spec.backend import CrystalStages
+from spec.parameters import PAPER
+from spec.records import CoAttention, Dissolution, Trunks
+
+RARITIES = {"reciprocal": impact.reciprocal_rarity, "exponential": impact.exponential_rarity}
+COVERAGES = st.sampled_from([0.1, 0.25, 0.29, 0.5, 1.0])
+
+
+def run(stages: CrystalStages, p: EvictionProblem, share: float = 0.0, allocation: str = "cut") -> Dissolution:
+    parameters = replace(p.parameters, coverage=share, allocation=allocation)  # type: ignore[arg-type]
+    return stages.dissolve(p.score, p.trunks, p.impact, p.D, p.protected, p.budget, parameters)
+
+
+def trunks_of(stages: CrystalStages, text: Text, merge: str, S1: CoAttention | None = None) -> Trunks:
+    p = replace(text.parameters, merge=merge)  # type: ignore[arg-type]
+    return stages.trunks(S1 or text.coattention, text.impact, text.ends, p)
+
+
+@pytest.mark.spec(id="CC-RARITY-FORMS")
+@pytest.mark.usefixtures("reference_items")
+@pytest.mark.parametrize("form", RARITIES)
+@given(ids=st.integers(1, 30).flatmap(token_ids))
+def test_a_rarity_form_equals_its_formula(form: str, ids: IntVector) -> None:
+    """U_i within the bound, and in (0, 1/2]."""
+    c = impact.token_counts(ids)
+    p = replace(PAPER, rarity=form)  # type: ignore[arg-type]
+    U = RARITIES[form](c)
+    assert compare.close("CC-RARITY-FORMS", U, [s3.rarity_of(x, p) for x in c.tolist()])
+    assert ((U > 0) & (U <= 0.5)).all()
+
+
+@pytest.mark.spec(id="CC-RARITY-FORMS")
+@given(ids=st.integers(1, 20).flatmap(token_ids), S=st.floats(0.1, 20))
+def test_all_forms_order_alike(stages: CrystalStages, ids: IntVector, S: float) -> None:
+    """On equal salience the three forms differ in spacing alone, and a token of fewer mentions never weighs less."""
+    salience, c = np.full(len(ids), S), impact.token_counts(ids)
+    found = {
+        form: stages.impact(salience, ids, replace(PAPER, rarity=form))  # type: ignore[arg-type]
+        for form in ("logarithm", *RARITIES)
+    }
+    for form, M in found.items():
+        p = replace(PAPER, rarity=form)  # type: ignore[arg-type]
+        assert not list(checks.impact(M, salience, ids, p))
+        assert (M[np.argsort(-c, kind="stable")] == np.sort(M)).all()
+
+
+@pytest.mark.spec(id="CC-TRUNKS")
+@pytest.mark.spec(id="CC-ADAPTIVE-MERGE")
+@given(text=texts())
+def test_the_adaptive_merge_equals_the_brute_force(stages: CrystalStages, text: Text) -> None:
+    """S2 with the segment's own threshold, exactly."""
+    p = replace(text.parameters, merge="median")
+    found = trunks_of(stages, text, "median")
+    assert not list(checks.trunks(found, text.coattention, text.impact, text.ends, p))
+
+
+@pytest.mark.spec(id="CC-ADAPTIVE-MERGE")
+@given(text=texts(), start=st.integers(1, 99))
+def test_where_a_segment_begins_says_nothing(stages: CrystalStages, text: Text, start: int) -> None:
+    """The same edges at later positions: the same trunks, as much later."""
+    S1 = text.coattention
+    later = replace(
+        S1, start=start, intra=np.where(S1.intra < 0, -1, S1.intra + start),
+        cross=np.where(S1.cross < 0, -1, S1.cross + start),
+    )
+    a, b = trunks_of(stages, text, "median"), trunks_of(stages, text, "median", later)
+    assert (a.offsets + start).tolist() == b.offsets.tolist()
+
+
+@pytest.mark.spec(id="CC-ADAPTIVE-MERGE")
+@given(text=texts())
+def test_the_scale_of_the_weights_says_nothing(stages: CrystalStages, text: Text) -> None:
+    """All weights at a quarter: the same trunks, where a fixed threshold would merge none of 0.3."""
+    S1 = text.coattention
+    weak = replace(S1, intra_weight=S1.intra_weight / 4, cross_weight=S1.cross_weight / 4)
+    a, b = trunks_of(stages, text, "median"), trunks_of(stages, text, "median", weak)
+    assert a.offsets.tolist() == b.offsets.tolist()
+
+
+@pytest.mark.spec(id="CC-ADAPTIVE-MERGE")
+@pytest.mark.usefixtures("reference_items")
+@given(text=texts())
+def test_at_most_half_of_the_interfaces_exceed_the_median(text: Text) -> None:
+    """Among the sentences' interfaces, as CC-MERGE decides; and the threshold is one of their strengths."""
+    pieces = s2.sentences(text.ends.tolist())
+    E = checks.edges_of(text.coattention)
+    weights = [s2.interface_weights(a, b, E) for a, b in itertools.pairwise(pieces)]
+    bounds = np.array([piece[0] for piece in pieces] + [len(text.ends)])
+    tau = median_strength(bounds, {(a, b): w for a, b, w in E}, 0.3)
+    p = replace(PAPER, tau_merge=tau)
+    assert sum(s2.merges(w, 1, 1, p) for w in weights) <= len(weights) // 2
+    if weights:
+        strengths = [sum(w) / len(w) if w else 0.0 for w in weights]
+        assert min(strengths) <= tau <= np.nextafter(max(strengths), 2)
+    else:
+        assert tau == 0.3
+
+
+@pytest.mark.spec(id="CC-ADAPTIVE-MERGE")
+@given(text=texts())
+def test_without_an_edge_nothing_merges_at_any_threshold(stages: CrystalStages, text: Text) -> None:
+    """tau is 0 then, and CC-MERGE is strict."""
+    S1 = text.coattention
+    bare = replace(S1, intra=np.full_like(S1.intra, -1), cross=np.full_like(S1.cross, -1))
+    a, b = trunks_of(stages, text, "median", bare), trunks_of(stages, text, "fixed", bare)
+    assert a.offsets.tolist() == b.offsets.tolist()
+
+
+@pytest.mark.spec(id="CC-ADAPTIVE-MERGE")
+def test_the_next_float_exceeds_the_median(stages: CrystalStages) -> None:
+    """Three interfaces of one edge each, 1/2, 1/2 and the float above: tau is 1/2 itself, and the last one merges."""
+    heavier = float(np.nextafter(0.5, 1))
+    rows: list[list[tuple[int, float]]] = [[] for _ in range(12)]
+    rows[2], rows[5], rows[8] = [(3, 0.5)], [(6, 0.5)], [(9, heavier)]
+    S1 = record([1.0] * 12, rows, [[]] * 12, 1, 0)
+    text = Text(S1, np.ones(12), np.arange(12) % 3 == 2, PAPER)
+    assert trunks_of(stages, text, "median").offsets.tolist() == [0, 3, 6, 12]
+
+
+@pytest.mark.spec(id="CC-ADAPTIVE-MERGE")
+def test_an_interface_does_not_exceed_its_own_strength(stages: CrystalStages) -> None:
+    """0.1 + 0.2 + 0.6 is 0.9 in floats, and three times its third is less: tau MUST be the next float."""
+    assert (0.1 + 0.2 + 0.6) / 3 * 3 < 0.1 + 0.2 + 0.6
+    S1 = record([1.0] * 6, [[(3, 0.1)], [(3, 0.2)], [(3, 0.6)], [], [], []], [[]] * 6, 1, 0)
+    text = Text(S1, np.ones(6), np.arange(6) == 2, PAPER)
+    assert trunks_of(stages, text, "median").offsets.tolist() == [0, 3, 6]
+    assert PAPER.tau_merge == (0.1 + 0.2 + 0.6) / 3
+    assert trunks_of(stages, text, "fixed").offsets.tolist() == [0, 6]
+
+
+@pytest.mark.spec(id="CC-COVERAGE")
+@given(problem=evictions(), share=COVERAGES, allocation=st.sampled_from(["cut", "tiers"]))
+def test_coverage_equals_the_brute_force(
+    stages: CrystalStages, problem: EvictionProblem, share: float, allocation: str,
+) -> None:
+    """Kept positions, r and D MUST be equal, with either allocation."""
+    found = run(stages, problem, share, allocation)
+    parameters = replace(problem.parameters, coverage=share, allocation=allocation)  # type: ignore[arg-type]
+    assert not list(checks.dissolution(
+        found, problem.score, problem.trunks, problem.impact, problem.D, problem.protected, problem.budget, parameters
+    ))
+
+
+@pytest.mark.spec(id="CC-COVERAGE")
+@given(problem=evictions(), share=COVERAGES, allocation=st.sampled_from(["cut", "tiers"]))
+def test_the_budget_stays_exact(
+    stages: CrystalStages, problem: EvictionProblem, share: float, allocation: str,
+) -> None:
+    """Never more than max(B, B_prot); everything where it fits; r says what is kept of each trunk; D = r D."""
+    found = run(stages, problem, share, allocation)
+    n, sizes = len(problem.impact), problem.trunks.sizes
+    B_prot = int(sizes[problem.protected].sum())
+    assert len(found.kept) == len(set(found.kept.tolist())) <= max(problem.budget, B_prot)
+    assert n > problem.budget or len(found.kept) == n
+    counts = np.diff(np.searchsorted(found.kept, problem.trunks.offsets))
+    assert found.ratio.tolist() == (counts / sizes).tolist()
+    assert found.D.tolist() == (found.ratio * problem.D).tolist()
+    assert (found.ratio[problem.protected] == 1).all()
+
+
+@pytest.mark.spec(id="CC-COVERAGE")
+@given(problem=evictions(), share=COVERAGES)
+def test_only_evicted_trunks_are_covered(stages: CrystalStages, problem: EvictionProblem, share: float) -> None:
+    """It is dissolution at B less the reserve, and at most the reserve beside it, all from trunks at r = 0."""
+    B_prot = int(problem.trunks.sizes[problem.protected].sum())
+    assume(len(problem.impact) > problem.budget)
+    k = int(Fraction(repr(share)) * max(0, problem.budget - B_prot))
+    before = run(stages, replace(problem, budget=problem.budget - k))
+    found = run(stages, problem, share)
+    gone = np.flatnonzero(np.repeat(before.ratio == 0, problem.trunks.sizes))
+    added = np.setdiff1d(found.kept, before.kept)
+    assert np.setdiff1d(before.kept, found.kept).size == 0
+    assert np.isin(added, gone).all()
+    assert len(added) == min(k, len(gone))
+    if len(added) > 1:
+        gaps = np.diff(np.searchsorted(gone, added))
+        assert gaps.max() - gaps.min() <= 1
+
+
+@pytest.mark.spec(id="CC-COVERAGE")
+@given(problem=evictions())
+def test_no_share_is_no_change(stages: CrystalStages, problem: EvictionProblem) -> None:
+    """coverage = 0 MUST be a no-op to the bit, where dissolution overshoots too."""
+    found, want = run(stages, problem, 0.0), problem.expected()
+    assert (found.kept.tolist(), found.D.tolist()) == (want.kept, want.D)
+
+
+@pytest.mark.spec(id="CC-COVERAGE")
+@pytest.mark.usefixtures("reference_items")
+@given(e=st.integers(0, 60), k=st.integers(0, 60))
+def test_evenly_spaced_tokens_stand_in_the_middle(e: int, k: int) -> None:
+    """min(e, k) distinct ones, mirrored about the middle up to one token."""
+    found = coverage.evenly_spaced(np.arange(e), k)
+    assert len(set(found.tolist())) == len(found) == min(e, k)
+    if 0 < k < e:
+        assert (np.abs(found + found[::-1] - (e - 1)) <= 1).all()
+
+
+@pytest.mark.spec(id="CC-COVERAGE")
+@pytest.mark.usefixtures("reference_items")
+def test_the_reserve_is_an_exact_share_of_what_is_not_protected() -> None:
+    """0.29 of 100 are 29 (28 in binary); half of 100 less 40; nothing where all fits or nothing is left."""
+    free, shut = np.array([False, False]), np.array([True, False])
+    assert coverage.coverage_reserve(np.array([40, 90]), free, 100, 0.29) == 29
+    assert coverage.coverage_reserve(np.array([40, 90]), shut, 100, 0.5) == 30
+    assert coverage.coverage_reserve(np.array([40, 60]), free, 100, 0.5) == 0
+    assert coverage.coverage_reserve(np.array([140, 60]), shut, 100, 1.0) == 0

@@ -1,0 +1,242 @@
+"""S4: the trunk graph, degrees and D."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance import tolerances as compare
+from conformance.checks import stages as checks
+from conformance.oracles import s4
+from conformance.strategies.parameters import small_parameters
+from conformance.strategies.trunks import Text, degrees, partitions, record, texts
+from reference.crystalcache.crystallization import crystallization
+from spec.arrays import Vector
+from spec.backend import CrystalStages
+from spec.parameters import PAPER, CrystalCacheParameters
+from spec.records import TrunkGraph, Trunks
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> tuple[Text, Trunks]:
+    """Edges and any partition, whether S2 would have built it or not."""
+    text = draw(texts(), label="text")
+    return text, draw(partitions(len(text.ends)), label="trunks")
+
+
+def star(*weights: float) -> tuple[Text, Trunks]:
+    """Single-token trunks; trunk i + 1 owns one edge to trunk 0."""
+    n = len(weights) + 1
+    intra: list[list[tuple[int, float]]] = [[], *([(0, w)] if w else [] for w in weights)]
+    found = record([1.0] * n, intra, [[] for _ in range(n)], 8, 4)
+    text = Text(found, np.ones(n), np.ones(n, dtype=np.bool_), replace(PAPER, tau_edge=0.0))
+    return text, Trunks(np.arange(n + 1), np.ones(n))
+
+
+def run(stages: CrystalStages, case: tuple[Text, Trunks]) -> TrunkGraph:
+    text, trunks = case
+    return stages.graph(text.coattention, trunks, text.parameters)
+
+
+def D_of(stages: CrystalStages, degree: list[float], p: CrystalCacheParameters = PAPER) -> Vector:
+    """D of the given degrees (at most 1), made by pairs of trunks with one edge each."""
+    intra: list[list[tuple[int, float]]] = []
+    for g, w in enumerate(degree):
+        intra += [[(2 * g + 1, w)] if w else [], []]
+    found = record([1.0] * len(intra), intra, [[] for _ in intra], 8, 4)
+    trunks = Trunks(np.arange(len(intra) + 1), np.ones(len(intra)))
+    return stages.graph(found, trunks, replace(p, tau_edge=0.0)).D[::2]
+
+
+@pytest.mark.spec(id="CC-TRUNK-EDGES")
+@pytest.mark.spec(id="CC-TRUNK-WEIGHT")
+@pytest.mark.spec(id="CC-DEGREE")
+@pytest.mark.spec(id="CC-CRYSTALLIZATION")
+@given(case=graphs())
+def test_the_graph_equals_the_brute_force(stages: CrystalStages, case: tuple[Text, Trunks]) -> None:
+    """S4 MUST give Eq. 24 to 27 from given edges and trunks."""
+    text, trunks = case
+    assert not list(checks.graph(run(stages, case), text.coattention, trunks, text.parameters))
+
+
+@pytest.mark.spec(id="CC-TRUNK-WEIGHT")
+@pytest.mark.spec(id="CC-DEGREE")
+@given(case=graphs())
+def test_the_graph_is_symmetric_and_pruned(stages: CrystalStages, case: tuple[Text, Trunks]) -> None:
+    """W symmetric, zero diagonal, each weight in (tau_edge, sqrt 2]; 0 <= degree <= sqrt 2 (m - 1)."""
+    found = run(stages, case)
+    W = checks.dense(found)
+    top = math.sqrt(2) * (1 + compare.gamma(8, "float64"))
+    assert (W == W.T).all()
+    assert not W.diagonal().any()
+    assert (found.weights > case[0].parameters.tau_edge).all()
+    assert (found.weights <= top).all()
+    assert found.degree.min() >= 0
+    assert found.degree.max() <= top * (len(W) - 1)
+
+
+@pytest.mark.spec(id="CC-TRUNK-EDGES")
+def test_a_mutual_pair_counts_twice(stages: CrystalStages) -> None:
+    """The multiset is additive, so a mutual pair of singletons has W = w sqrt 2."""
+    found = record([1.0, 1.0], [[(1, 0.5)], [(0, 0.5)]], [[], []], 1, 1)
+    W = stages.graph(found, Trunks(np.arange(3), np.ones(2)), PAPER).weights
+    assert compare.close("CC-TRUNK-WEIGHT", W, [0.5 * math.sqrt(2)] * 2)
+
+
+@pytest.mark.spec(id="CC-TRUNK-EDGES")
+def test_equal_weights_of_different_pairs_both_count(stages: CrystalStages) -> None:
+    """Two edges of weight 1/2 between pairs of tokens: density 2/4, not 1/4; inner edges do not count."""
+    intra = [[(1, 1.0), (2, 0.5)], [(3, 0.5)], [(3, 1.0)], []]
+    found = record([1.0] * 4, intra, [[] for _ in range(4)], 2, 1)
+    W = stages.graph(found, Trunks(np.array([0, 2, 4]), np.ones(2)), PAPER).weights
+    assert compare.close("CC-TRUNK-WEIGHT", W, [0.5 * math.sqrt(0.5)] * 2)
+
+
+@pytest.mark.spec(id="CC-TRUNK-WEIGHT")
+@pytest.mark.parametrize(("tau_edge", "edges"), [(0.25, 0), (0.125, 2)])
+def test_a_weight_must_exceed_tau_edge(stages: CrystalStages, tau_edge: float, edges: int) -> None:
+    """Eq. 25 is strict: W = tau_edge is pruned (one edge of 1/2 between pairs of trunks of two tokens: W = 1/4)."""
+    found = record([1.0] * 4, [[(2, 0.5)], [], [], []], [[] for _ in range(4)], 2, 1)
+    graph = stages.graph(found, Trunks(np.array([0, 2, 4]), np.ones(2)), replace(PAPER, tau_edge=tau_edge))
+    assert len(graph.weights) == edges
+
+
+@pytest.mark.spec(id="CC-TRUNK-WEIGHT")
+@given(case=graphs())
+def test_no_edges_survive_above_the_largest_weight(stages: CrystalStages, case: tuple[Text, Trunks]) -> None:
+    """tau_edge >= sqrt 2: every degree is 0 and every D is 1/2."""
+    text, trunks = case
+    found = run(stages, (replace(text, parameters=replace(text.parameters, tau_edge=1.5)), trunks))
+    assert found.indptr.tolist() == [0] * (len(trunks.sizes) + 1)
+    assert found.degree.tolist() == [0.0] * len(trunks.sizes)
+    assert found.D.tolist() == [0.5] * len(trunks.sizes)
+
+
+@pytest.mark.spec(id="CC-CRYSTALLIZATION")
+@given(case=graphs())
+def test_D_lies_in_the_unit_interval_and_follows_the_degree(
+    stages: CrystalStages, case: tuple[Text, Trunks],
+) -> None:
+    """0 <= D <= 1; a higher degree has no lower D, an equal one the same."""
+    found = run(stages, case)
+    order = np.argsort(found.degree, kind="stable")
+    assert (np.diff(found.D[order]) >= 0).all()
+    assert found.D.min() >= 0
+    assert found.D.max() <= 1
+
+
+@pytest.mark.spec(id="CC-CRYSTALLIZATION")
+@given(case=graphs())
+def test_the_ablation_without_D_has_the_same_graph(stages: CrystalStages, case: tuple[Text, Trunks]) -> None:
+    """Table 10, M only: D = 0 after Eq. 27, edges and degrees to the bit as before."""
+    text, trunks = case
+    a = run(stages, case)
+    b = run(stages, (replace(text, parameters=replace(text.parameters, graph="zero")), trunks))
+    assert b.D.tolist() == [0.0] * len(trunks.sizes)
+    assert (a.indptr.tolist(), a.indices.tolist(), a.weights.tolist(), a.degree.tolist()) == (
+        b.indptr.tolist(), b.indices.tolist(), b.weights.tolist(), b.degree.tolist()
+    )
+
+
+@pytest.mark.spec(id="CC-CRYSTALLIZATION")
+def test_the_standard_deviation_is_the_population_one(stages: CrystalStages) -> None:
+    """Degrees (0, 1) have D (.0067, .9933), not (.0283, .9717)."""
+    assert np.round(D_of(stages, [0.0, 1.0]), 4).tolist() == [0.0067, 0.9933]
+
+
+@pytest.mark.spec(id="CC-CRYSTALLIZATION")
+def test_a_vanishing_deviation_falls_back_to_1(stages: CrystalStages) -> None:
+    """Degrees (0, 1e-9) give (.5, .5), not (.438, .562)."""
+    assert np.round(D_of(stages, [0.0, 1e-9]), 3).tolist() == [0.5, 0.5]
+    assert D_of(stages, [0.0, 1e-7])[1] > 0.9
+
+
+@pytest.mark.spec(id="CC-CRYSTALLIZATION")
+def test_a_deviation_of_epsilon_stays(stages: CrystalStages) -> None:
+    """Degrees (0, 1) deviate by 1/2: below an epsilon of 1/2 they do not, below the next float they do."""
+    kept = replace(PAPER, epsilon=0.5)
+    assert D_of(stages, [0.0, 1.0], kept).tolist() == D_of(stages, [0.0, 1.0]).tolist()
+    fallen = replace(PAPER, epsilon=float(np.nextafter(0.5, 1)))
+    assert np.round(D_of(stages, [0.0, 1.0], fallen), 4).tolist() == [0.0759, 0.9241]
+
+
+@pytest.mark.spec(id="CC-CRYSTALLIZATION")
+def test_one_trunk_and_equal_degrees_have_D_of_a_half(stages: CrystalStages) -> None:
+    """Exactly."""
+    found = record([1.0, 1.0], [[(1, 1.0)], []], [[], []], 8, 4)
+    assert stages.graph(found, Trunks(np.array([0, 2]), np.ones(1)), PAPER).D.tolist() == [0.5]
+    assert D_of(stages, [0.75, 0.75, 0.75]).tolist() == [0.5] * 3
+
+
+@pytest.mark.spec(id="CC-CRYSTALLIZATION")
+@given(w=st.floats(0.05, 1), m=st.integers(1, 12))
+def test_equal_degrees_have_D_of_a_half(stages: CrystalStages, w: float, m: int) -> None:
+    """Exactly for one trunk, else within the bound, because the mean of equal numbers may round."""
+    slack = 0 if m == 1 else compare.crystallization_radius(np.full(m, w), PAPER.s, PAPER.epsilon)
+    assert np.abs(D_of(stages, [w] * m) - 0.5).max() <= slack
+
+
+@pytest.mark.spec(id="CC-CRYSTALLIZATION")
+@given(eighths=st.lists(st.integers(0, 8), min_size=2, max_size=9))
+def test_D_ignores_the_scale_of_degrees(stages: CrystalStages, eighths: list[int]) -> None:
+    """D(a deg) = D(deg) for a > 0; exact for a power of two."""
+    degree = [x / 8 for x in eighths]
+    assert D_of(stages, degree).tolist() == D_of(stages, [x / 2 for x in degree]).tolist()
+
+
+@pytest.mark.spec(id="CC-CRYSTALLIZATION")
+@given(eighths=st.lists(st.integers(0, 8), min_size=1, max_size=9), data=st.data())
+def test_D_does_not_fall_with_its_own_degree(
+    stages: CrystalStages, eighths: list[int], data: st.DataObject,
+) -> None:
+    """The other degrees fixed (what it does to another trunk's D is free: FC8)."""
+    at = data.draw(st.integers(0, len(eighths) - 1), label="trunk")
+    raised = [x / 8 for x in eighths]
+    raised[at] = data.draw(st.integers(eighths[at], 8), label="raised eighths") / 8
+    pairs = np.repeat(np.array(raised), 2)
+    slack = compare.crystallization_radius(pairs, PAPER.s, PAPER.epsilon) * 2
+    assert D_of(stages, raised)[at] >= D_of(stages, [x / 8 for x in eighths])[at] - slack
+
+
+@pytest.mark.spec(id="CC-CRYSTALLIZATION")
+def test_a_steep_logistic_does_not_overflow(stages: CrystalStages) -> None:
+    """|s z| may reach hundreds."""
+    D = D_of(stages, [1.0, *[0.0] * 60], replace(PAPER, s=400.0))
+    assert D[0] == 1
+    assert (D[1:] < 1e-10).all()
+    far_below = D_of(stages, [0.0, *[1.0] * 60], replace(PAPER, s=93.0))[:2]
+    assert (far_below > 0).all(), "exp(720) is infinite, exp(-720) is not 0"
+
+
+@pytest.mark.spec(id="CC-DEGREE")
+def test_degrees_add_the_surviving_weights(stages: CrystalStages) -> None:
+    """Eq. 26 over a star of single tokens: exact."""
+    found = run(stages, star(0.5, 0.25, 0.0, 1.0))
+    assert found.degree.tolist() == [1.75, 0.5, 0.25, 0.0, 1.0]
+    assert found.indices.tolist() == [1, 2, 4, 0, 0, 0]
+    assert found.indptr.tolist() == [0, 3, 4, 5, 5, 6]
+
+
+@pytest.mark.spec(id="CC-CRYSTALLIZATION")
+@pytest.mark.usefixtures("reference_items")
+@given(degree=degrees(), p=small_parameters())
+def test_reference_D_of_given_degrees_equals_the_oracle(degree: Vector, p: CrystalCacheParameters) -> None:
+    """Eq. 27 within its radius, and Cantelli's bound: few trunks can have a large D."""
+    D = crystallization(degree, p.s, p.epsilon)
+    radius = compare.crystallization_radius(degree, p.s, p.epsilon)
+    assert (np.abs(D - np.array(s4.crystallization(degree.tolist(), p))) <= radius).all()
+    for d in (0.7, 0.9, 0.99):
+        share = 1 / (1 + (math.log(d / (1 - d)) / p.s) ** 2)
+        assert (d + radius <= D).sum() <= len(degree) * share
+
+
+@pytest.mark.spec(id="CC-TRUNK-EDGES")
+@pytest.mark.parametrize("weights", [(0.1, 0.2, 0.3), (0.3, 0.2, 0.1)])
+def test_weights_are_added_in_the_order_of_E(stages: CrystalStages, weights: tuple[float, float, float]) -> None:
+    """Three owners, each with one edge to token 0: density 1, so that W is the mean, to the bit of its sum."""
+    found = record([1.0] * 4, [[], *([(0, w)] for w in weights)], [[] for _ in range(4)], 8, 4)
+    W = stages.graph(found, Trunks(np.array([0, 1, 4]), np.ones(2)), PAPER).weights
+    assert W.tolist() == [(weights[0] + weights[1] + weights[2]) / 3] * 2

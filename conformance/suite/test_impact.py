@@ -1,0 +1,193 @@
+"""S3: counts, rarity, impact, trunk impact."""
+
+import itertools
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance import tolerances as compare
+from conformance.checks import stages as checks
+from conformance.oracles import s3
+from conformance.strategies.parameters import ablations
+from conformance.strategies.text import token_ids
+from conformance.strategies.trunks import dyadic_impacts, partitions, record
+from reference.crystalcache import impact as reference
+from spec.arrays import IntVector, Vector
+from spec.backend import BreathStages, CrystalStages
+from spec.parameters import PAPER, CrystalCacheParameters
+
+
+@st.composite
+def salient_tokens(draw: st.DrawFn, p: CrystalCacheParameters = PAPER) -> tuple[Vector, IntVector]:
+    """Salience inside its clip, the bounds included, with ids."""
+    n = draw(st.integers(1, 20), label="n")
+    inside = st.one_of(st.sampled_from([p.M_min, p.M_max]), st.floats(p.M_min, p.M_max))
+    S = draw(st.lists(inside, min_size=n, max_size=n), label="salience")
+    return np.array(S), draw(token_ids(n), label="ids")
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Vector, IntVector, CrystalCacheParameters]:
+    p = draw(ablations(), label="parameters")
+    return *draw(salient_tokens(p), label="tokens"), p
+
+
+@pytest.mark.spec(id="CC-COUNT")
+@pytest.mark.spec(id="CC-RARITY")
+@pytest.mark.spec(id="CC-IMPACT")
+@given(case=cases())
+def test_impact_equals_the_brute_force(
+    stages: CrystalStages, case: tuple[Vector, IntVector, CrystalCacheParameters],
+) -> None:
+    """M_i MUST be Eq. 22 of salience and rarity, or its ablation."""
+    S, ids, p = case
+    assert not list(checks.impact(stages.impact(S, ids, p), S, ids, p))
+
+
+@pytest.mark.spec(id="CC-COUNT")
+@given(tokens=salient_tokens(), data=st.data())
+def test_ids_are_names(stages: CrystalStages, tokens: tuple[Vector, IntVector], data: st.DataObject) -> None:
+    """Any bijection of the ids MUST leave M unchanged, to the bit."""
+    S, ids = tokens
+    values = sorted(set(ids.tolist()))
+    names = data.draw(st.lists(st.integers(0, 10**9), min_size=len(values), max_size=len(values), unique=True))
+    renamed = np.array([dict(zip(values, names, strict=True))[i] for i in ids.tolist()])
+    assert stages.impact(S, ids, PAPER).tolist() == stages.impact(S, renamed, PAPER).tolist()
+
+
+@pytest.mark.spec(id="CC-COUNT")
+@given(tokens=salient_tokens(), data=st.data())
+def test_order_of_tokens_says_nothing(
+    stages: CrystalStages, tokens: tuple[Vector, IntVector], data: st.DataObject,
+) -> None:
+    """Eq. 20 counts over the whole context: a permuted context permutes M."""
+    S, ids = tokens
+    order = np.array(data.draw(st.permutations(range(len(S))), label="order"))
+    assert stages.impact(S, ids, PAPER)[order].tolist() == stages.impact(S[order], ids[order], PAPER).tolist()
+
+
+@pytest.mark.spec(id="CC-RARITY")
+@given(count=st.integers(1, 200))
+def test_a_further_mention_lowers_the_impact(stages: CrystalStages, count: int) -> None:
+    """U strictly falls with c, and lies in (0, 1 / (1 + ln 2)] (6.406 = 1/2 + 10 U(1))."""
+    S = np.full(count + 1, 1.0)
+    fewer = stages.impact(S[:-1], np.zeros(count, dtype=np.int64), PAPER)[0]
+    more = stages.impact(S, np.zeros(count + 1, dtype=np.int64), PAPER)[0]
+    assert 0.5 < more < fewer < 6.4062
+
+
+@pytest.mark.spec(id="CC-IMPACT")
+@given(tokens=salient_tokens(), data=st.data())
+def test_impact_rises_with_salience_and_never_meets_the_clip(
+    stages: CrystalStages, tokens: tuple[Vector, IntVector], data: st.DataObject,
+) -> None:
+    """M_i in [10 U_min + 0.05, 15.907], monotone in S."""
+    S, ids = tokens
+    at = data.draw(st.integers(0, len(S) - 1), label="token")
+    raised = S.copy()
+    raised[at] = data.draw(st.floats(float(S[at]), PAPER.M_max), label="raised salience")
+    low, high = stages.impact(S, ids, PAPER), stages.impact(raised, ids, PAPER)
+    assert (high >= low).all()
+    assert 10 * s3.rarity(len(S)) + 0.05 <= low.min() <= high.max() <= 15.907
+
+
+@pytest.mark.spec(id="CC-IMPACT")
+@given(tokens=salient_tokens())
+def test_ablations_of_impact_are_exact(stages: CrystalStages, tokens: tuple[Vector, IntVector]) -> None:
+    """Table 10: uniform M is 1, no Von Restorff is M_i = clip(S_i), both to the bit."""
+    S, ids = tokens
+    assert stages.impact(S, ids, replace(PAPER, impact="uniform")).tolist() == [1.0] * len(S)
+    assert stages.impact(S, ids, replace(PAPER, impact="salience")).tolist() == S.tolist()
+
+
+@pytest.mark.spec(id="CC-IMPACT")
+@given(case=cases())
+def test_given_counts_are_as_good_as_ids(
+    breath_stages: BreathStages, case: tuple[Vector, IntVector, CrystalCacheParameters],
+) -> None:
+    """A breath knows how often each id was seen: M_i MUST be Eq. 22 of that, too."""
+    S, ids, p = case
+    counts = np.array([ids.tolist().count(i) for i in ids.tolist()])
+    assert not list(checks.impact(breath_stages.impact(S, counts, p), S, ids, p))
+
+
+@pytest.mark.spec(id="CC-COUNT")
+@pytest.mark.spec(id="CC-IMPACT")
+@pytest.mark.parametrize("form", ["mixture", "salience", "uniform"])
+def test_impact_is_an_array_of_its_own(stages: CrystalStages, form: Literal["mixture", "salience", "uniform"]) -> None:
+    """What later changes M must not change S."""
+    S = np.array([0.5, 1.0, 2.0])
+    found = stages.impact(S, np.array([3, 4, 3]), replace(PAPER, impact=form))
+    assert not np.shares_memory(found, S)
+    assert found.dtype == np.float64
+
+
+@pytest.mark.spec(id="CC-IMPACT")
+def test_impact_is_clipped(stages: CrystalStages) -> None:
+    """Eq. 22's clip, where parameters make it bind."""
+    p = replace(PAPER, M_min=0.9, M_max=1.0)
+    assert stages.impact(np.array([0.9, 1.0]), np.array([3, 3]), p).tolist() == [0.9, 0.9]
+    wide = replace(PAPER, M_min=0.0, M_max=0.5)
+    assert stages.impact(np.array([0.5]), np.array([3]), wide).max() <= 0.5
+
+
+@pytest.mark.spec(id="CC-TRUNK-IMPACT")
+@given(data=st.data(), M=dyadic_impacts(12))
+def test_trunk_impact_is_the_mean_of_the_best_three(
+    stages: CrystalStages, data: st.DataObject, M: Vector,
+) -> None:
+    """It lies between the members' least and greatest, and rises with each of them; exact in quarters."""
+    offsets = data.draw(partitions(12), label="trunks").offsets
+    ends = np.isin(np.arange(1, 13), offsets)
+    found = record([1.0] * 12, [[] for _ in M], [[] for _ in M], 8, 4)
+    trunks = stages.trunks(found, M, ends, PAPER)
+    at = data.draw(st.integers(0, 11), label="token")
+    raised = M.copy()
+    raised[at] += data.draw(st.integers(0, 8), label="raise") / 4
+    higher = stages.trunks(found, raised, ends, PAPER).impact
+    assert trunks.offsets.tolist() == offsets.tolist()
+    for g, (start, stop) in enumerate(itertools.pairwise(offsets)):
+        best = sorted(M[start:stop].tolist(), reverse=True)[:3]
+        assert trunks.impact[g] == sum(best) / len(best)
+    assert (higher >= trunks.impact).all()
+
+
+@pytest.mark.spec(id="CC-COUNT")
+@pytest.mark.spec(id="CC-RARITY")
+@pytest.mark.usefixtures("reference_items")
+@given(ids=st.integers(0, 20).flatmap(token_ids))
+def test_reference_counts_and_rarity_equal_the_oracle(ids: IntVector) -> None:
+    """Item by item: c_i exactly, U_i within the bound of its logarithm."""
+    c = reference.token_counts(ids)
+    assert c.tolist() == s3.counts(ids.tolist())
+    assert compare.close("CC-RARITY", reference.rarity(c), [s3.rarity(count) for count in c.tolist()])
+
+
+@pytest.mark.spec(id="CC-RARITY")
+@pytest.mark.parametrize("count", [1, 2, 10, 100, 1000])
+def test_impact_of_a_token_that_occurs_so_often(stages: CrystalStages, count: int) -> None:
+    """Eq. 21 at the counts that the paper prints, whose .295 for 10 is .294."""
+    S, ids = np.full(count, 1.0), np.zeros(count, dtype=np.int64)
+    assert not list(checks.impact(stages.impact(S, ids, PAPER), S, ids, PAPER))
+
+
+@pytest.mark.spec(id="CC-IMPACT")
+@pytest.mark.usefixtures("reference_items")
+@given(S=st.floats(PAPER.M_min, PAPER.M_max), U=st.floats(0.05, 0.6))
+def test_the_mixture_is_computed_in_its_stated_order(S: float, U: float) -> None:
+    """Eq. 22 on given S and U is exact: S / M_max, halves, sum, product, clip; .5 S + 10 U has other bits."""
+    M = PAPER.M_max * (0.5 * (S / PAPER.M_max) + 0.5 * U)
+    want = min(max(M, PAPER.M_min), PAPER.M_max)
+    assert reference.impact(np.array([S]), np.array([U]), PAPER).tolist() == [want]
+
+
+@pytest.mark.spec(id="CC-TRUNK-IMPACT")
+def test_the_best_three_are_added_from_the_largest_down(stages: CrystalStages) -> None:
+    """(.3 + .2) + .1 is .6; from the least up it is the next float."""
+    found = record([1.0] * 4, [[] for _ in range(4)], [[] for _ in range(4)], 8, 4)
+    M = np.array([0.1, 0.3, 0.05, 0.2])
+    assert stages.trunks(found, M, np.arange(4) == 3, PAPER).impact.tolist() == [0.6 / 3] != [(0.1 + 0.2 + 0.3) / 3]

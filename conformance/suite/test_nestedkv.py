@@ -1,0 +1,325 @@
+"""NestedKV: each item against brute force, any backend's score inside its certified radius, and what must hold."""
+
+import json
+import re
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance.items import items_of
+from conformance.oracles import nestedkv as oracle
+from conformance.own.spec.test_examples import FENCE, PARTS
+from conformance.paths import SPEC
+from conformance.strategies.policy_cases import NESTED
+from conformance.tolerances import nestedkv_radius, scores_agree
+from conformance.vectors.nestedkv_oracles import BOUNDED_RESULTS
+from conformance.vectors.nestedkv_subject import NESTEDKV_ITEMS
+from reference import nestedkv as nk
+from reference.directions import unit_keys
+from spec.backend import NestedKVStages
+from spec.errors import SpecError
+from spec.parameters import NESTEDKV, NestedKVParameters
+
+PAGE = SPEC / "nestedkv.md"
+ITEMS = dict(items_of(PAGE.read_text(encoding="utf-8")))
+
+seeds = st.integers(0, 2**32 - 1)
+lengths = st.integers(1, 40)
+
+
+def keys(seed: int, H_kv: int, n: int, d: int = 4) -> Any:
+    """float32 keys around a direction of their own, so that no memory is short."""
+    rng = np.random.default_rng(seed)
+    return (rng.standard_normal((H_kv, n, d)) + rng.standard_normal((H_kv, 1, d))).astype(np.float32)
+
+
+def scales_of(seed: int, n: int) -> Any:
+    """Three normalised readings (3, 1, n), with ties."""
+    a = np.random.default_rng(seed).integers(0, 9, (3, 1, n)) / 8
+    return np.stack([nk.min_max(scale) for scale in a])
+
+
+def test_every_item_has_an_adapter() -> None:
+    assert NESTEDKV_ITEMS.keys() == ITEMS.keys()
+
+
+@pytest.mark.usefixtures("reference_items")
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.spec(id=name)) for name in NESTEDKV_ITEMS])
+def test_the_example_holds(name: str) -> None:
+    (block,) = FENCE.findall(ITEMS[name])
+    given = json.loads(block)
+    assert given["item"] == name
+    for key, found in NESTEDKV_ITEMS[name](given["inputs"]).items():
+        want = given["expected"][key]
+        if BOUNDED_RESULTS.get(name) == key:
+            assert scores_agree(np.ravel(np.asarray(found)), np.ravel(want).tolist())
+        else:
+            assert found == want
+
+
+@pytest.mark.parametrize("name", ITEMS)
+def test_an_item_has_its_parts_in_order(name: str) -> None:
+    parts = re.findall(r"^\*\*(\w+)\*\*\s", ITEMS[name], re.MULTILINE)
+    assert list(dict.fromkeys(parts)) == PARTS
+    assert parts == sorted(parts, key=PARTS.index)
+    assert re.search(r"^\*\*Determinism\*\* (exact|bounded: \S)", ITEMS[name], re.MULTILINE)
+
+
+def test_each_equation_of_the_paper_has_its_row() -> None:
+    rows = re.findall(r"^\| ([\d, to]+) \| (.+) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    named = {int(number) for numbers, _ in rows for number in re.findall(r"\d+", numbers)}
+    assert named == set(range(1, 19)) - {17}
+    assert ("16 to 18", "NK-NESTEDKV") in rows
+
+
+@pytest.mark.usefixtures("reference_items")
+@pytest.mark.spec(id="NK-UNIT-KEYS")
+@given(seed=seeds, n=lengths)
+def test_keys_become_directions(seed: int, n: int) -> None:
+    """Length 1, the same direction; a negative key is no other."""
+    k = keys(seed, 1, n).astype(np.float64)
+    unit = unit_keys(k)
+    assert scores_agree(unit[0].ravel(), [x for row in oracle.unit(k[0].tolist()) for x in row])
+    assert np.array_equal(unit_keys(-k), -unit)
+
+
+@pytest.mark.spec(id="NK-UNIT-KEYS")
+@pytest.mark.spec(id="NK-SCORE")
+def test_a_zero_key_is_refused_by_name(nestedkv_stages: NestedKVStages) -> None:
+    k = keys(0, 3, 9)
+    k[1, 7] = 0
+    with pytest.raises(SpecError, match="KV head 1, token 7") as caught:
+        nestedkv_stages.anomaly_score(k, NESTED)
+    assert caught.value.argument == "k"
+
+
+@pytest.mark.spec(id="NK-SCORE")
+@pytest.mark.parametrize("k", [np.zeros((2, 3)), np.full((1, 2, 2), np.nan), np.ones((1, 2, 2), int), "k"])
+def test_keys_of_a_wrong_kind_are_refused(nestedkv_stages: NestedKVStages, k: Any) -> None:
+    with pytest.raises(SpecError) as caught:
+        nestedkv_stages.anomaly_score(k, NESTED)
+    assert caught.value.argument == "k"
+
+
+@pytest.mark.usefixtures("reference_items")
+@pytest.mark.spec(id="NK-STABLE")
+@pytest.mark.spec(id="NK-EPISODIC")
+@pytest.mark.spec(id="NK-CURRENT")
+@given(seed=seeds, n=lengths, W=st.integers(1, 9), b=st.integers(1, 9))
+def test_the_three_memories(seed: int, n: int, W: int, b: int) -> None:
+    unit = unit_keys(keys(seed, 1, n).astype(np.float64))
+    p = replace(NESTED, W=W, b_min=b, b_max=b + 2)
+    stable, episodic, current = zip(*(oracle.memories(unit[0].tolist(), i, p) for i in range(n)), strict=True)
+    assert scores_agree(nk.stable_memory(unit)[0, 0], stable[0])
+    found = nk.episodic_memory(unit, nk.block_size(n, p))[0], nk.current_memory(unit, W)[0]
+    for got, want in zip(found, (episodic, current), strict=True):
+        assert scores_agree(got.ravel(), [x for row in want for x in row])
+
+
+@pytest.mark.usefixtures("reference_items")
+@pytest.mark.spec(id="NK-EPISODIC")
+def test_blocks_of_the_papers_lengths() -> None:
+    sizes = {1: 128, 4127: 128, 4128: 129, 6400: 200, 8191: 255, 8192: 256, 32768: 256}
+    assert {N: nk.block_size(N, NESTEDKV) for N in sizes} == sizes
+
+
+@pytest.mark.usefixtures("reference_items")
+@pytest.mark.spec(id="NK-ANOMALY")
+@given(seed=seeds, n=lengths)
+def test_anomalies_are_negative_cosines(seed: int, n: int) -> None:
+    """A memory longer than 2^-16 has a direction, one of 2^-16 has none."""
+    unit = unit_keys(keys(seed, 1, n).astype(np.float64))
+    memory = keys(seed + 1, 1, n).astype(np.float64)
+    memory[0, 0] = 0.0
+    memory[0, 0, 1] = 2.0**-16 * (1 + seed % 2)
+    got = nk.anomalies(unit, memory)[0]
+    assert (got[0] == 0) == (seed % 2 == 0 or unit[0, 0, 1] == 0)
+    pairs = zip(unit[0].tolist(), memory[0].tolist(), strict=True)
+    assert scores_agree(got, [oracle.anomaly(key, mu) for key, mu in pairs])
+
+
+@pytest.mark.usefixtures("reference_items")
+@pytest.mark.spec(id="NK-MIN-MAX")
+@given(seed=seeds, n=lengths, width=st.sampled_from([0.0, 2.0**-40, 2.0**-16, 2.0**-15, 1.0]))
+def test_values_are_moved_to_the_unit_interval(seed: int, n: int, width: float) -> None:
+    """Each head by its own range."""
+    rows = np.random.default_rng(seed).integers(-4, 5, (2, n)) / 4 * np.array([[width], [3.0]])
+    for row, got in zip(rows, nk.min_max(rows), strict=True):
+        assert scores_agree(got, oracle.min_max(row.tolist()))
+        spread = row.max() - row.min()
+        assert (got.min(), got.max()) == ((0.0, 1.0) if spread > 2.0**-16 else (0.0, 0.0))
+
+
+@pytest.mark.usefixtures("reference_items")
+@pytest.mark.spec(id="NK-GAP")
+@given(seed=seeds, n=lengths, p=st.fractions(Fraction(1, 20), 1))
+def test_gaps_are_means_of_the_ends(seed: int, n: int, p: Fraction) -> None:
+    a = scales_of(seed, n)
+    assert scores_agree(nk.gap(a, p)[:, 0], oracle.deltas(a[:, 0].tolist(), replace(NESTED, p=p)))
+
+
+@pytest.mark.usefixtures("reference_items")
+@pytest.mark.spec(id="NK-BLEND")
+@given(seed=seeds, n=lengths)
+def test_the_blend_is_a_softmax_over_its_prior(seed: int, n: int) -> None:
+    """Equal gaps leave the prior; the weights sum to 1."""
+    a = scales_of(seed, n)
+    delta = np.random.default_rng(seed).random((3, 1))
+    want = oracle.blended(a[:, 0].tolist(), delta[:, 0].tolist(), NESTED)
+    assert scores_agree(nk.blend(a, delta, NESTED)[0], want)
+    level = nk.blend(a, np.full((3, 1), 0.5), NESTED)[0]
+    assert scores_agree(level, (np.array(NESTED.w0) @ a[:, 0]).tolist())
+    assert scores_agree(nk.blend(np.ones_like(a), delta, NESTED)[0], [1.0] * n)
+
+
+@pytest.mark.usefixtures("reference_items")
+@pytest.mark.spec(id="NK-SURPRISE")
+@given(seed=seeds, n=lengths)
+def test_surprise_is_normalised_then_rectified(seed: int, n: int) -> None:
+    a = scales_of(seed, n)
+    found = nk.rectified_surprise(a)[0]
+    assert scores_agree(found, oracle.rectified(oracle.surprise(a[:, 0].tolist())))
+    assert (found >= 0).all()
+    assert (found < 1).all()
+
+
+@pytest.mark.spec(id="NK-SURPRISE")
+@given(readings=st.lists(st.floats(0, 1), min_size=3, max_size=3))
+def test_without_appendix_a_the_gate_never_opens(readings: list[float]) -> None:
+    """Population deviation of three numbers of [0, 1]: at most sqrt(2)/3, reached at (0, 0, 1), below tau."""
+    (s,) = oracle.surprise([[x] for x in readings])
+    (most,) = oracle.surprise([[0.0], [0.0], [1.0]])
+    assert s <= most < NESTEDKV.tau
+    assert oracle.gate(s, NESTEDKV) <= oracle.gate(most, NESTEDKV) < 0.217
+    assert oracle.gate(most * 1.5**0.5, NESTEDKV) < 0.445
+
+
+@pytest.mark.usefixtures("reference_items")
+@pytest.mark.spec(id="NK-ROUTE")
+@given(seed=seeds, n=lengths)
+def test_the_route_runs_from_the_blend_to_the_strongest(seed: int, n: int) -> None:
+    rng = np.random.default_rng(seed)
+    a, s = scales_of(seed, n), rng.random((1, n))
+    blended = nk.blend(a, rng.random((3, 1)), NESTED)
+    found = nk.routed_score(a, blended, s, NESTED)
+    assert scores_agree(found[0], oracle.routed(a[:, 0].tolist(), blended[0].tolist(), s[0].tolist(), NESTED))
+    assert (found >= blended - 1e-15).all()
+    assert (found <= a.max(axis=0) + 1e-15).all()
+
+
+def inside(found: Any, k: Any, p: NestedKVParameters, precision: str) -> None:
+    """Each head's scores within their radius of brute force."""
+    for head, got in zip(k, found, strict=True):
+        radius = nestedkv_radius(head.tolist(), p, precision)
+        assert (np.abs(got - np.array(oracle.scores(head.tolist(), p))) <= radius).all()
+        assert (got >= -radius).all()
+        assert (got <= 1 + radius).all()
+
+
+@pytest.mark.spec(id="NK-UNIT-KEYS")
+@pytest.mark.spec(id="NK-STABLE")
+@pytest.mark.spec(id="NK-EPISODIC")
+@pytest.mark.spec(id="NK-CURRENT")
+@pytest.mark.spec(id="NK-ANOMALY")
+@pytest.mark.spec(id="NK-MIN-MAX")
+@pytest.mark.spec(id="NK-GAP")
+@pytest.mark.spec(id="NK-BLEND")
+@pytest.mark.spec(id="NK-SURPRISE")
+@pytest.mark.spec(id="NK-ROUTE")
+@pytest.mark.spec(id="NK-SCORE")
+@given(
+    seed=seeds, H_kv=st.integers(1, 2), n=lengths, W=st.integers(1, 9), tau=st.sampled_from([NESTED.tau, 0.0]),
+)
+def test_a_score_lies_within_its_radius(
+    nestedkv_stages: NestedKVStages, precision: str, seed: int, H_kv: int, n: int, W: int, tau: float,
+) -> None:
+    """At tau = 0 the gate stands half open where nothing surprises: what is rectified there can be seen."""
+    k, p = keys(seed, H_kv, n), replace(NESTED, W=W, tau=tau)
+    found = nestedkv_stages.anomaly_score(k, p)
+    assert found.dtype == np.float64
+    assert found.shape == (H_kv, n)
+    inside(found, k, p, precision)
+
+
+@pytest.mark.spec(id="NK-UNIT-KEYS")
+@pytest.mark.spec(id="NK-STABLE")
+@pytest.mark.spec(id="NK-EPISODIC")
+@pytest.mark.spec(id="NK-CURRENT")
+@pytest.mark.spec(id="NK-ANOMALY")
+@pytest.mark.spec(id="NK-MIN-MAX")
+@pytest.mark.spec(id="NK-GAP")
+@pytest.mark.spec(id="NK-BLEND")
+@pytest.mark.spec(id="NK-SURPRISE")
+@pytest.mark.spec(id="NK-ROUTE")
+@pytest.mark.spec(id="NK-SCORE")
+def test_the_papers_constants_across_blocks_and_windows(nestedkv_stages: NestedKVStages, precision: str) -> None:
+    """300 tokens: blocks of 128 and a short one; windows that begin and end inside them. The radius says something."""
+    k = keys(5, 1, 300, 8)
+    assert nestedkv_radius(k[0].tolist(), NESTEDKV, precision) < 0.05
+    inside(nestedkv_stages.anomaly_score(k, NESTEDKV), k, NESTEDKV, precision)
+
+
+@pytest.mark.spec(id="NK-SCORE")
+@pytest.mark.spec(id="NK-MIN-MAX")
+def test_equal_keys_score_zero(nestedkv_stages: NestedKVStages) -> None:
+    """Also keys of one direction and several lengths: nothing is an anomaly, to the bit."""
+    k = np.tile(np.array([0.1, 0.7, -0.3], np.float32), (2, 200, 1))
+    k[:, ::3] *= 4
+    assert (nestedkv_stages.anomaly_score(k, NESTEDKV) == 0).all()
+
+
+@pytest.mark.spec(id="NK-STABLE")
+@pytest.mark.spec(id="NK-EPISODIC")
+@pytest.mark.spec(id="NK-CURRENT")
+@pytest.mark.spec(id="NK-ANOMALY")
+@pytest.mark.spec(id="NK-SCORE")
+def test_opposite_keys_have_no_mean(nestedkv_stages: NestedKVStages) -> None:
+    """k, -k, k, -k: only the windows of odd length point anywhere."""
+    k = np.array([[[1.0, 2.0], [-1.0, -2.0]] * 3], np.float32)
+    p = replace(NESTED, b_min=6, b_max=6, W=2)
+    found = nestedkv_stages.anomaly_score(k, p)
+    assert scores_agree(found[0], oracle.scores(k[0].tolist(), p)) or found[0, 0] < found[0, 1:].min()
+
+
+@pytest.mark.spec(id="NK-SCORE")
+@pytest.mark.parametrize("make", [
+    lambda k: k.astype(np.float64), lambda k: k[:, ::-1][:, ::-1], lambda k: np.asfortranarray(k),
+    lambda k: np.repeat(k, 2, axis=1)[:, ::2], lambda k: np.ascontiguousarray(k.transpose(1, 0, 2)).transpose(1, 0, 2),
+])
+def test_keys_are_read_where_they_lie(nestedkv_stages: NestedKVStages, make: Any) -> None:
+    """Any strides, float64 of the same values: the same bits; the keys stay as they were."""
+    k = keys(8, 2, 21)
+    given = make(k)
+    assert np.array_equal(nestedkv_stages.anomaly_score(given, NESTED), nestedkv_stages.anomaly_score(k, NESTED))
+    assert np.array_equal(given, k)
+
+
+@pytest.mark.spec(id="NK-SCORE")
+def test_half_precision_is_read_exactly(nestedkv_stages: NestedKVStages) -> None:
+    half = keys(9, 1, 17).astype(np.float16)
+    wide = nestedkv_stages.anomaly_score(half.astype(np.float32), NESTED)
+    assert np.array_equal(nestedkv_stages.anomaly_score(half, NESTED), wide)
+
+
+@pytest.mark.spec(id="NK-UNIT-KEYS")
+@pytest.mark.spec(id="NK-SCORE")
+@pytest.mark.parametrize("scale", [2.0**-90, 2.0**-8, 2.0**90])
+def test_lengths_of_keys_say_nothing(nestedkv_stages: NestedKVStages, scale: float) -> None:
+    """A power of two changes no bit, where squares would overflow or vanish in float32 too."""
+    k = keys(11, 1, 25)
+    longer = (k * np.float32(scale)).astype(np.float32)
+    assert np.array_equal(nestedkv_stages.anomaly_score(longer, NESTED), nestedkv_stages.anomaly_score(k, NESTED))
+
+
+@pytest.mark.spec(id="NK-UNIT-KEYS")
+@pytest.mark.spec(id="NK-SCORE")
+def test_a_key_of_2_to_the_minus_126_is_a_key(nestedkv_stages: NestedKVStages) -> None:
+    """No backend may count it as zero: only what is shorter."""
+    k = np.array([[[1.0, 0.0], [0.0, -1.0], [-1.0, 0.0], [0.0, 1.0], [1.0, 0.0]]], np.float32)
+    tiny = k * np.float32(2.0**-126)
+    assert np.array_equal(nestedkv_stages.anomaly_score(tiny, NESTED), nestedkv_stages.anomaly_score(k, NESTED))

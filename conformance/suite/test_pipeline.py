@@ -1,0 +1,318 @@
+"""The whole prefill: end to end against the brute force, no-ops and ablations, policies that compose to it."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import event, given
+from hypothesis import strategies as st
+
+from conformance.checks import stages as checks
+from conformance.oracles import pipeline
+from conformance.strategies.prompts import Prompt, prompts, random_prompt
+from reference.crystalcache import prefill
+from reference.crystalcache.compaction import compact
+from reference.policies import crystalcache, full_cache, retain, streaming_llm
+from reference.policies.selectors import fill_units
+from spec.backend import Backend
+from spec.budget import Budget, parse_budget
+from spec.parameters import PAPER, TINY
+from spec.policy import LayerView, Needs, Observation
+from spec.records import CrystalRetention
+
+
+def run(backend: Backend, prompt: Prompt, **changes: Any) -> CrystalRetention:
+    return prefill(**{**prompt.arguments, "backend": backend, **changes})
+
+
+def varied(backend: Backend, prompt: Prompt, **parameters: Any) -> CrystalRetention:
+    return run(backend, prompt, parameters=replace(prompt.inputs.parameters, **parameters))
+
+
+def brute_force(prompt: Prompt) -> pipeline.Prefill:
+    inputs = prompt.inputs
+    return pipeline.prefill(
+        inputs.q.tolist(), inputs.k.tolist(), prompt.token_ids.tolist(), prompt.sentence_ends, prompt.share,
+        inputs.parameters, inputs.scaling, inputs.softcap,
+    )
+
+
+def same_records(a: CrystalRetention, b: CrystalRetention) -> bool:
+    """Equal to the bit, record by record."""
+    def arrays(found: CrystalRetention) -> list[np.ndarray[Any, Any]]:
+        S1, S4 = found.coattention, found.graph
+        return [
+            found.kept, found.retention.offsets, found.ratio, found.scores, found.D, found.protected, found.impact,
+            S1.salience, S1.intra, S1.intra_weight, S1.cross, S1.cross_weight, found.trunks.offsets,
+            found.trunks.impact, S4.indptr, S4.indices, S4.weights, S4.degree, S4.D,
+        ]
+
+    return (a.budget, a.over_budget) == (b.budget, b.over_budget) and all(
+        x.dtype == y.dtype and np.array_equal(x, y, equal_nan=x.dtype.kind == "f")
+        for x, y in zip(arrays(a), arrays(b), strict=True)
+    )
+
+
+@pytest.mark.spec(id="CC-PREFILL")
+@given(prompt=prompts())
+def test_a_prefill_equals_algorithm_2(backend: Backend, precision: str, prompt: Prompt) -> None:
+    """Kept positions MUST be those of Algorithm 2, unless S1 outputs inside the certified box lead elsewhere."""
+    found, want = run(backend, prompt), brute_force(prompt)
+    same = found.kept.tolist() == want.eviction.kept
+    event("kept as the brute force" if same else "kept as a near tie allows")
+    assert not list(checks.retention(found, prompt, precision))
+
+
+@pytest.mark.spec(id="CC-PREFILL")
+@given(prompt=prompts())
+def test_a_prefill_is_a_function_of_its_arguments(backend: Backend, prompt: Prompt) -> None:
+    """The same arguments MUST give the same bits; read-only inputs are accepted, and none is changed."""
+    ids = prompt.token_ids.copy()
+    ids.flags.writeable = False
+    before = [prompt.inputs.q.copy(), prompt.inputs.k.copy(), ids.copy()]
+    a, b = run(backend, prompt, token_ids=ids), run(backend, prompt, token_ids=ids)
+    assert same_records(a, b)
+    for array, copy in zip([prompt.inputs.q, prompt.inputs.k, ids], before, strict=True):
+        assert np.array_equal(array, copy)
+
+
+@pytest.mark.spec(id="CC-PREFILL")
+@given(prompt=prompts())
+def test_strides_say_nothing(backend: Backend, precision: str, prompt: Prompt) -> None:
+    """Views with other strides are read as what they hold."""
+    q, k = prompt.inputs.q, prompt.inputs.k
+    strided = run(
+        backend, prompt, q=np.asfortranarray(q), k=np.repeat(k, 2, axis=1)[:, ::2],
+        token_ids=np.repeat(prompt.token_ids, 2)[::2],
+    )
+    assert not list(checks.retention(strided, prompt, precision))
+
+
+@pytest.mark.spec(id="CC-PREFILL")
+@given(prompt=prompts(), data=st.data())
+def test_ids_are_names(backend: Backend, prompt: Prompt, data: st.DataObject) -> None:
+    """A bijection of ids that takes the sentence ends along changes nothing."""
+    values = sorted({*prompt.token_ids.tolist(), *prompt.sentence_ends})
+    names = dict(zip(values, data.draw(st.permutations(range(5, 5 + len(values))), label="names"), strict=True))
+    renamed = run(
+        backend, prompt, token_ids=np.array([names[i] for i in prompt.token_ids.tolist()]),
+        sentence_ends=frozenset(names[i] for i in prompt.sentence_ends),
+    )
+    assert same_records(renamed, run(backend, prompt))
+
+
+@pytest.mark.spec(id="CC-PREFILL")
+@given(prompt=prompts())
+def test_budget_1_keeps_everything(backend: Backend, prompt: Prompt) -> None:
+    """Beta = 1 MUST keep [0, n), and D as it was."""
+    found = run(backend, prompt, budget=1.0)
+    assert found.kept.tolist() == list(range(len(prompt.token_ids)))
+    assert found.D.tolist() == found.graph.D.tolist()
+
+
+@pytest.mark.spec(id="CC-PREFILL")
+@given(prompt=prompts(), less=st.integers(1, 99))
+def test_budgets_nest(backend: Backend, prompt: Prompt, less: int) -> None:
+    """A smaller beta keeps a subset."""
+    small = run(backend, prompt, budget=f"{float(prompt.share) * less / 100 + 0.0001:.6f}")
+    assert set(small.kept.tolist()) <= set(run(backend, prompt).kept.tolist())
+
+
+@pytest.mark.spec(id="CC-BUDGET")
+@pytest.mark.spec(id="CC-PROTECTED")
+@given(prompt=prompts())
+def test_the_result_says_how_far_it_is_over_budget(backend: Backend, prompt: Prompt) -> None:
+    """B_prot <= |R| <= max(B, B_prot); over_budget is the excess; the sink and the window stay."""
+    found, p, n = run(backend, prompt), prompt.inputs.parameters, len(prompt.token_ids)
+    B_prot = int(found.trunks.sizes[found.protected].sum())
+    assert B_prot <= len(found.kept) <= max(found.budget, B_prot)
+    assert found.over_budget == max(0, len(found.kept) - found.budget) == max(0, min(B_prot, n) - found.budget)
+    assert {*range(min(n, p.N_sink)), *range(max(0, n - p.W_recent), n)} <= set(found.kept.tolist())
+
+
+@pytest.mark.spec(id="CC-IMPACT")
+@pytest.mark.spec(id="CC-NORMALISED-IMPACT")
+@given(prompt=prompts())
+def test_uniform_impact_equals_alpha_0(backend: Backend, prompt: Prompt) -> None:
+    """Table 10: scores and r to the bit, R up to the single partial trunk; S1, trunks and graph as by default."""
+    uniform, D_only = varied(backend, prompt, impact="uniform"), varied(backend, prompt, alpha=0.0)
+    assert np.array_equal(uniform.scores, D_only.scores, equal_nan=True)
+    assert uniform.ratio.tolist() == D_only.ratio.tolist()
+    for g, members in enumerate(checks.trunk_lists(uniform.trunks)):
+        a, b = (np.intersect1d(members, found.kept).tolist() for found in (uniform, D_only))
+        partial = 0 < uniform.ratio[g] < 1
+        assert a == (members[: len(b)] if partial else b)
+    assert uniform.trunks.offsets.tolist() == D_only.trunks.offsets.tolist()
+    assert uniform.graph.weights.tolist() == D_only.graph.weights.tolist()
+
+
+@pytest.mark.spec(id="CC-IMPACT")
+@given(prompt=prompts())
+def test_no_von_restorff_changes_the_impact_alone(backend: Backend, prompt: Prompt) -> None:
+    """Table 10: M_i = clip(S_i); edges, trunks, W and D are the default's to the bit."""
+    a, b = varied(backend, prompt, impact="mixture"), varied(backend, prompt, impact="salience")
+    assert b.impact.tolist() == b.coattention.salience.tolist() == a.coattention.salience.tolist()
+    assert a.trunks.offsets.tolist() == b.trunks.offsets.tolist()
+    assert a.graph.D.tolist() == b.graph.D.tolist()
+
+
+@pytest.mark.spec(id="CC-CRYSTALLIZATION")
+@pytest.mark.spec(id="CC-SCORE")
+@given(prompt=prompts(), alpha=st.sampled_from([0.25, 2.0]))
+def test_without_D_alpha_says_nothing(backend: Backend, prompt: Prompt, alpha: float) -> None:
+    """Table 10, M only: score = alpha M~, and R does not depend on alpha > 0."""
+    a, b = varied(backend, prompt, graph="zero", alpha=1.0), varied(backend, prompt, graph="zero", alpha=alpha)
+    assert np.array_equal(a.scores * alpha, b.scores, equal_nan=True)
+    assert a.kept.tolist() == b.kept.tolist()
+
+
+@pytest.mark.spec(id="CC-SPLIT")
+@given(prompt=prompts(), tau_merge=st.sampled_from([0.0, 1.0]), N_min=st.integers(0, 5))
+def test_token_level_ignores_sentences_merging_and_N_min(
+    backend: Backend, prompt: Prompt, tau_merge: float, N_min: int,
+) -> None:
+    """Table 10, T_max = 1: trunks are tokens, M-bar is M, |R| = min(n, B)."""
+    a = varied(backend, prompt, T_max=1)
+    p = replace(prompt.inputs.parameters, T_max=1, tau_merge=tau_merge, N_min=N_min)
+    b = run(backend, prompt, parameters=p, sentence_ends=frozenset({3}))
+    n = len(prompt.token_ids)
+    assert a.trunks.offsets.tolist() == list(range(n + 1))
+    assert a.trunks.impact.tolist() == a.impact.tolist()
+    assert a.kept.tolist() == b.kept.tolist()
+    assert len(a.kept) == min(n, a.budget)
+
+
+@pytest.mark.spec(id="CC-SCORE")
+@given(prompt=prompts())
+def test_without_edges_D_is_a_half(backend: Backend, prompt: Prompt) -> None:
+    """E empty, or tau_edge >= sqrt 2: D = 1/2, so score = max(1/2, alpha M~)."""
+    bare = varied(backend, prompt, k_intra=0, k_cross=0, graph="degree")
+    pruned = varied(backend, prompt, tau_edge=1.5, graph="degree")
+    for found in (bare, pruned):
+        assert found.graph.D.tolist() == [0.5] * len(found.trunks.sizes)
+        assert (found.scores[~found.protected] >= 0.5).all()
+
+
+@pytest.mark.spec(id="CC-PROTECTED")
+@given(prompt=prompts())
+def test_no_sink_and_no_window_protect_nothing(backend: Backend, prompt: Prompt) -> None:
+    """N_sink = W_recent = 0: Protected is empty and B is the ceiling alone."""
+    found = varied(backend, prompt, N_sink=0, W_recent=0)
+    assert not found.protected.any()
+    assert found.budget == -(-prompt.share.numerator * len(prompt.token_ids) // prompt.share.denominator)
+
+
+@pytest.mark.spec(id="CC-PREFILL")
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("group", [1, 2, 4, 7, 8])
+def test_two_tokens_and_every_head_group(backend: Backend, dtype: type, group: int) -> None:
+    """The shortest segment, in each floating type."""
+    found = prefill(
+        np.ones((group, 2, 3), dtype), np.ones((1, 2, 3), dtype), np.array([1, 2]), frozenset({2}), 0.5, TINY, backend
+    )
+    assert found.kept.tolist() == [0, 1]
+    assert found.kept.dtype == np.int64
+
+
+@pytest.mark.spec(id="CC-PREFILL")
+@pytest.mark.spec(id="CC-ATTENTION")
+@given(prompt=prompts())
+def test_the_default_scaling_is_one_over_the_root_of_d(backend: Backend, prompt: Prompt) -> None:
+    d = prompt.inputs.q.shape[2]
+    assert same_records(run(backend, prompt, scaling=None), run(backend, prompt, scaling=d**-0.5))
+
+
+@pytest.mark.spec(id="CC-BUDGET-FORMS")
+@given(prompt=prompts(), tokens=st.integers(1, 30))
+def test_every_form_of_a_budget(backend: Backend, prompt: Prompt, tokens: int) -> None:
+    """A float, a decimal, a percentage and a Budget are one; an int is tokens."""
+    forms = [float(prompt.budget), prompt.budget, f"{float(prompt.share) * 100:g}%", parse_budget(prompt.budget)]
+    found = [run(backend, prompt, budget=form) for form in forms]
+    assert all(same_records(found[0], other) for other in found[1:])
+    p = prompt.inputs.parameters
+    assert run(backend, prompt, budget=tokens).budget == max(p.N_sink + p.W_recent, tokens)
+
+
+def observation(prompt: Prompt, groups: int = 1) -> Observation:
+    inputs = prompt.inputs
+    view = LayerView(inputs.q, inputs.k, None, inputs.scaling, inputs.softcap)
+    return Observation(len(prompt.token_ids), groups, prompt.token_ids, {0: view})
+
+
+@pytest.mark.spec(id="CC-PREFILL")
+@given(prompt=prompts())
+def test_the_default_is_half_of_the_tokens(backend: Backend, prompt: Prompt) -> None:
+    asked = {name: value for name, value in prompt.arguments.items() if name != "budget"}
+    assert same_records(prefill(**asked, backend=backend), run(backend, prompt, budget=0.5))
+
+
+@pytest.mark.spec(id="CC-PREFILL")
+@pytest.mark.spec(id="PO-RETAIN")
+@given(prompt=prompts())
+def test_five_parts_compose_to_the_prefill(backend: Backend, prompt: Prompt) -> None:
+    """The policy's scorer, budgets, selector and protection MUST give the prefill to the bit."""
+    policy = crystalcache(prompt.sentence_ends, prompt.inputs.parameters, backend)
+    assert policy.name == "crystalcache"
+    assert policy.scorer.needs == Needs("observed", None, token_ids=True, takes=backend.takes)
+    retention, records = retain(policy, parse_budget(prompt.budget), observation(prompt))
+    assert records is not None
+    assert records.retention is retention
+    assert same_records(records, run(backend, prompt))
+
+
+@pytest.mark.spec(id="PO-RETAIN")
+@given(prompt=prompts())
+def test_its_scores_serve_another_selector(backend: Backend, prompt: Prompt) -> None:
+    """Whole trunks by score instead of the dissolution: B tokens and no records, which are the dissolution's."""
+    policy = crystalcache(prompt.sentence_ends, prompt.inputs.parameters, backend)
+    budget, shown = parse_budget(prompt.budget), observation(prompt)
+    retention, records = retain(replace(policy, selector=fill_units), budget, shown)
+    assert records is None
+    assert len(retention.positions) == min(shown.seen, max(policy.floor, budget.tokens(shown.seen)))
+
+
+def blank(seen: int, groups: int = 1) -> Observation:
+    return Observation(seen, groups, None, {})
+
+
+@pytest.mark.spec(id="CC-PROTECTED")
+@given(seen=st.integers(2, 60), B=st.integers(1, 70), N_sink=st.integers(0, 6))
+def test_streaming_llm_keeps_the_sink_and_the_last_tokens(seen: int, B: int, N_sink: int) -> None:
+    """The first N_sink tokens and the last B - N_sink, at absolute positions."""
+    retention, records = retain(streaming_llm(N_sink), Budget(count=B), blank(seen))
+    total = max(B, N_sink)
+    last = range(max(0, seen - (total - N_sink)), seen)
+    assert records is None
+    assert retention.positions.tolist() == sorted({*range(min(N_sink, seen)), *last})
+
+
+@pytest.mark.spec(id="CC-BUDGET")
+@given(seen=st.integers(2, 60), B=st.integers(1, 70))
+def test_full_cache_keeps_everything(seen: int, B: int) -> None:
+    """Whatever the budget."""
+    assert retain(full_cache(), Budget(count=B), blank(seen))[0].positions.tolist() == list(range(seen))
+
+
+@pytest.mark.spec(id="CC-COMPACT")
+@given(data=st.data(), n=st.integers(1, 9), H=st.integers(1, 3))
+def test_compaction_takes_the_same_rows_of_every_head(data: st.DataObject, n: int, H: int) -> None:
+    """Eq. 35: K[R] and V[R] in ascending order, bits unchanged; all of them at beta = 1."""
+    R = np.array(sorted(data.draw(st.sets(st.integers(0, n - 1)), label="R")), dtype=np.int64)
+    K = np.arange(H * n * 2, dtype=np.float32).reshape(H, n, 2)
+    V = -np.arange(H * n * 3, dtype=np.float16).reshape(H, n, 3)
+    K_R, V_R = compact(K, V, R)
+    assert K_R.tolist() == [[K[h, i].tolist() for i in R] for h in range(H)]
+    assert V_R.tolist() == [[V[h, i].tolist() for i in R] for h in range(H)]
+    assert (K_R.dtype, V_R.dtype) == (K.dtype, V.dtype)
+    assert not np.shares_memory(K_R, K)
+
+
+@pytest.mark.spec(id="CC-PREFILL")
+def test_paper_parameters_on_a_prompt_longer_than_the_floor(backend: Backend, precision: str) -> None:
+    """PAPER: 240 tokens, B = max(132, 168): something is evicted, and the chain holds."""
+    prompt = replace(random_prompt(np.random.default_rng(7), PAPER, 240), budget="0.7")
+    found = run(backend, prompt)
+    assert found.budget == 168
+    assert 166 <= len(found.kept) <= 168
+    assert not list(checks.retention(found, prompt, precision))

@@ -1,0 +1,144 @@
+"""S5: the two-path score."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance.checks import stages as checks
+from conformance.oracles import s5
+from conformance.strategies.parameters import small_parameters
+from conformance.tolerances import normalised_radius
+from spec.arrays import BoolVector, Vector
+from spec.backend import CrystalStages
+from spec.parameters import PAPER, CrystalCacheParameters
+
+
+@dataclass(frozen=True)
+class Case:
+    D: Vector
+    impact: Vector
+    protected: BoolVector
+    parameters: CrystalCacheParameters
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """D and trunk impacts with ties, any protected set (all of it too)."""
+    m = draw(st.integers(1, 9), label="m")
+    def vector(values: st.SearchStrategy[float], label: str) -> list[float]:
+        return draw(st.lists(values, min_size=m, max_size=m), label=label)
+
+    return Case(
+        np.array(vector(st.one_of(st.sampled_from([0.0, 0.5, 1.0]), st.floats(0, 1)), "D")),
+        np.array(vector(st.one_of(st.integers(0, 5).map(float), st.floats(0.05, 20)), "trunk impact")),
+        np.array(draw(st.lists(st.booleans(), min_size=m, max_size=m), label="protected")),
+        draw(small_parameters(), label="parameters"),
+    )
+
+
+def run(stages: CrystalStages, case: Case) -> Vector:
+    return stages.score(case.D, case.impact, case.protected, case.parameters)
+
+
+@pytest.mark.spec(id="CC-NORMALISED-IMPACT")
+@pytest.mark.spec(id="CC-SCORE")
+@given(case=cases())
+def test_the_score_equals_the_brute_force(stages: CrystalStages, case: Case) -> None:
+    """S5 MUST give Eq. 28 and 29 over the unprotected trunks, NaN elsewhere."""
+    found = run(stages, case)
+    assert not list(checks.score(found, case.D, case.impact, case.protected, case.parameters))
+
+
+@pytest.mark.spec(id="CC-SCORE")
+@given(case=cases())
+def test_the_score_is_bounded_and_at_least_D(stages: CrystalStages, case: Case) -> None:
+    """D <= score <= max(1, alpha)."""
+    alive = ~case.protected
+    found = run(stages, case)[alive]
+    assert (found >= case.D[alive]).all()
+    assert (found <= max(1, case.parameters.alpha)).all()
+
+
+@pytest.mark.spec(id="CC-SCORE")
+@given(case=cases())
+def test_alpha_0_leaves_D(stages: CrystalStages, case: Case) -> None:
+    """Table 10, D only: the score is D to the bit."""
+    alive = ~case.protected
+    found = run(stages, replace(case, parameters=replace(case.parameters, alpha=0.0)))
+    assert found[alive].tolist() == case.D[alive].tolist()
+
+
+@pytest.mark.spec(id="CC-NORMALISED-IMPACT")
+@given(case=cases())
+def test_uniform_impact_equals_alpha_0(stages: CrystalStages, case: Case) -> None:
+    """Equal impacts give M~ = 0, so the scores are those of alpha = 0, to the bit."""
+    uniform = replace(case, impact=np.ones(len(case.D)))
+    no_M = replace(case, parameters=replace(case.parameters, alpha=0.0))
+    assert np.array_equal(run(stages, uniform), run(stages, no_M), equal_nan=True)
+
+
+@pytest.mark.spec(id="CC-NORMALISED-IMPACT")
+@given(case=cases())
+def test_normalised_impact_orders_trunks_as_impact_does(stages: CrystalStages, case: Case) -> None:
+    """M~ in [0, 1), the least exactly 0, order kept, equal impacts equal."""
+    p = replace(case.parameters, alpha=1.0)
+    alive = ~case.protected
+    found = run(stages, replace(case, D=np.zeros(len(case.D)), parameters=p))[alive]
+    order = np.argsort(case.impact[alive], kind="stable")
+    assert (np.diff(found[order]) >= 0).all()
+    assert found.min(initial=0.0) == 0
+    assert found.max(initial=0.0) <= 1
+    assert not alive.any() or found[order[0]] == 0
+
+
+@pytest.mark.spec(id="CC-NORMALISED-IMPACT")
+@given(case=cases(), data=st.data())
+def test_raising_one_impact_never_raises_another_trunk(
+    stages: CrystalStages, case: Case, data: st.DataObject,
+) -> None:
+    """For a raise that float64 resolves."""
+    at = data.draw(st.integers(0, len(case.D) - 1), label="trunk")
+    raised = case.impact.copy()
+    raised[at] += data.draw(st.integers(1, 8), label="raise")
+    a, b = run(stages, case), run(stages, replace(case, impact=raised))
+    alive = ~case.protected
+    others = alive & (np.arange(len(case.D)) != at)
+    slack = case.parameters.alpha * radius(case, raised)
+    assert (b[others] <= a[others] + slack).all()
+
+
+def radius(case: Case, raised: Vector) -> float:
+    alive = np.flatnonzero(~case.protected)
+    return max((normalised_radius(M[alive].tolist(), case.parameters.epsilon) for M in (case.impact, raised)
+                if len(alive)), default=0.0)
+
+
+@pytest.mark.spec(id="CC-NORMALISED-IMPACT")
+@given(case=cases(), data=st.data())
+def test_protected_trunks_do_not_enter_the_range(
+    stages: CrystalStages, case: Case, data: st.DataObject,
+) -> None:
+    """Eq. 28 runs over the unprotected trunks: what is protected may weigh anything."""
+    other = np.where(case.protected, data.draw(st.floats(0, 1000), label="protected impact"), case.impact)
+    assert np.array_equal(run(stages, case), run(stages, replace(case, impact=other)), equal_nan=True)
+
+
+@pytest.mark.spec(id="CC-SCORE")
+@pytest.mark.parametrize("protected", [True, False])
+def test_one_trunk(stages: CrystalStages, protected: bool) -> None:
+    """Nothing unprotected gives no score and no error; a single trunk has the score D."""
+    found = stages.score(np.array([0.25]), np.array([7.0]), np.array([protected]), PAPER)
+    assert np.array_equal(found, [np.nan if protected else 0.25], equal_nan=True)
+
+
+@pytest.mark.spec(id="CC-NORMALISED-IMPACT")
+def test_the_logarithm_comes_before_the_range(stages: CrystalStages) -> None:
+    """Eq. 28 on impacts 0, 1, 3 (ln 1, ln 2, ln 4): 0, 1/2, 1, up to epsilon."""
+    found = stages.score(np.zeros(3), np.array([0.0, 1.0, 3.0]), np.zeros(3, dtype=np.bool_), PAPER)
+    want = s5.normalised_impact([0.0, 1.0, 3.0], range(3), PAPER.epsilon)
+    assert np.round(found, 7).tolist() == [0, 0.5, 1]
+    assert found[2] < 1
+    assert round(want[1], 7) == 0.5

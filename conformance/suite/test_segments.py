@@ -1,0 +1,321 @@
+"""Decode: later segments on a cache that is not empty."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance import tolerances as compare
+from conformance.checks import decode as checks_decode
+from conformance.checks import stages as checks
+from conformance.oracles import decode, s4
+from conformance.oracles.decode import Trunk
+from conformance.strategies.attention import AttentionInputs
+from conformance.strategies.decoding import decode_parameters, ends, states
+from conformance.strategies.prompts import prompts
+from conformance.strategies.text import token_ids
+from conformance.strategies.trunks import degrees, record, texts
+from conformance.vectors.models import csr_of, pairs_of
+from reference.crystalcache import empty_state, extend, prefill, start_state
+from spec.arrays import IntVector, Vector
+from spec.backend import Backend, BreathStages, CrystalStages
+from spec.budget import Budget, parse_budget
+from spec.decode import DecodeState, TrunkWeights, check_state
+from spec.errors import SpecError
+from spec.parameters import PAPER, TINY, CrystalCacheParameters
+from spec.records import Trunks
+
+ENDS = ends()
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A state, and a segment behind it."""
+
+    state: DecodeState
+    q: Any
+    k: Any
+    ids: IntVector
+    parameters: CrystalCacheParameters
+
+    @property
+    def positions(self) -> IntVector:
+        n = len(self.ids)
+        return np.concatenate([self.state.stored, np.arange(self.state.seen, self.state.seen + n)])
+
+    def run(self, backend: Backend, **changes: Any) -> DecodeState:
+        given: dict[str, Any] = {
+            "state": self.state, "q": self.q, "k": self.k, "token_ids": self.ids, "sentence_ends": ENDS,
+            "parameters": self.parameters, "backend": backend, **changes,
+        }
+        return extend(**given)
+
+
+@st.composite
+def turns(draw: st.DrawFn, parameters: st.SearchStrategy[CrystalCacheParameters] | None = None) -> Turn:
+    """One chunk or several, on states with gaps, with a tail or none, or on nothing at all."""
+    p = draw(decode_parameters() if parameters is None else parameters, label="parameters")
+    state = draw(states(p, max_m=4), label="state")
+    n = draw(st.integers(2, 9), label="n")
+    stored = len(state.stored)
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1), label="seed"))
+    scale = draw(st.sampled_from([1.0, 3.0]), label="peakedness")
+    k = rng.standard_normal((2, stored + n, 4)).astype(np.float32)
+    q = (scale * rng.standard_normal((4, n, 4))).astype(np.float32)
+    # Queries that look for a stored token: edges across the segment's border.
+    for row in draw(st.lists(st.integers(0, n - 1), max_size=4), label="readers"):
+        q[:, row] = 3 * np.repeat(k[:, draw(st.integers(0, stored + n - 1), label="read")], 2, axis=0)
+    return Turn(state, q, k, draw(token_ids(n), label="ids"), p)
+
+
+@pytest.mark.spec(id="CC-SEGMENT")
+@given(turn=turns())
+def test_a_segment_is_its_stages_in_order(
+    decoder: Backend, precision: str, turn: Turn,
+) -> None:
+    """S1 over what is stored, in its box; then the table, then the eviction, each from what came before it."""
+    p, positions = turn.parameters, turn.positions
+    crystal, breath = decoder.require_crystal(), decoder.require_breath()
+    found = crystal.coattention(turn.q, turn.k, positions, p, 0.5, None)
+    assert not list(checks.coattention(found, AttentionInputs(turn.q, turn.k, positions, p, 0.5, None), precision))
+    norms = breath.inverse_key_norms(turn.k[:, len(turn.state.stored) :])
+    after = turn.run(decoder)
+    assert not list(checks_decode.segment(turn.state, after, found, turn.ids, norms, ENDS, p, decoder))
+    check_state(after)
+
+
+@pytest.mark.spec(id="CC-SEGMENT")
+@given(turn=turns())
+def test_a_segment_leaves_older_values_alone(decoder: Backend, turn: Turn) -> None:
+    """No decay, no step; M_i and Mbar of what lives on, W between older trunks, mu and sigma are as they were."""
+    before, after = turn.state, turn.run(decoder)
+    assert (after.step, after.seen) == (before.step, before.seen + len(turn.ids))
+    assert before.seen == 0 or (after.mu, after.sigma) == (before.mu, before.sigma)
+    assert after.tail_ids == ()
+    M = dict(zip(before.live.positions.tolist(), before.live.impact.tolist(), strict=True))
+    still = [at for at, i in enumerate(after.live.positions.tolist()) if i in M]
+    assert [after.live.impact[at] for at in still] == [M[int(after.live.positions[at])] for at in still]
+    old, new = checks_decode.model(before), checks_decode.model(after)
+    owner = {i: g for g in old.trunks for i in g.members}
+    pairs = [(g, owner[g.members[0]]) for g in new.trunks if g.members[0] in owner]
+    for g, was in pairs:
+        assert g.M_bar == was.M_bar
+        assert g.D <= was.D
+        for h, was_too in pairs:
+            if g is not h:
+                now = new.W.get(frozenset({g.name, h.name}))
+                assert now == old.W.get(frozenset({was.name, was_too.name}))
+
+
+@pytest.mark.spec(id="CC-SEGMENT")
+@given(turn=turns())
+def test_a_segment_protects_sink_and_window(decoder: Backend, turn: Turn) -> None:
+    """Whatever `breath_protection` says: the last W_recent tokens seen are stored, and the sink's live ones."""
+    p = turn.parameters
+    after = turn.run(decoder)
+    recent = set(range(max(0, after.seen - p.W_recent), after.seen)) & set(turn.positions.tolist())
+    sink = set(range(p.N_sink)) & set(turn.positions.tolist())
+    assert recent | sink <= set(after.stored.tolist())
+    again = turn.run(decoder, parameters=replace(p, breath_protection="none"))
+    once_more = turn.run(decoder, parameters=replace(p, breath_protection="sink+recent"))
+    assert checks_decode.same_bits(again, once_more)
+
+
+@pytest.mark.spec(id="CC-SEGMENT")
+@given(turn=turns())
+def test_a_segment_changes_nothing_in_place(decoder: Backend, turn: Turn) -> None:
+    """Read-only arrays are accepted, and the same arguments give the same bits."""
+    for array in (turn.q, turn.k, turn.ids):
+        array.flags.writeable = False
+    assert checks_decode.same_bits(turn.run(decoder), turn.run(decoder))
+
+
+@pytest.mark.spec(id="CC-SEGMENT")
+@pytest.mark.spec(id="CC-START")
+@pytest.mark.usefixtures("reference_items")
+def test_before_the_first_token_there_is_nothing() -> None:
+    """No token, no trunk, no pair; mu = 0 and sigma = 1, so that a trunk without an edge has D = 0.5."""
+    state = empty_state(Budget(count=3))
+    live = state.live
+    for array in (live.positions, live.impact, live.inverse_norms, live.trunk_impact, state.D, state.W.indices,
+                  state.W.weights, state.ids, state.counts, state.stored):
+        assert array.tolist() == []
+    assert live.offsets.tolist() == state.W.indptr.tolist() == [0]
+    assert (state.budget, state.seen, state.step, state.mu, state.sigma) == (Budget(count=3), 0, 0, 0.0, 1.0)
+    assert {array.dtype for array in (live.positions, live.offsets, state.ids, state.counts)} == {np.dtype(np.int64)}
+
+
+@pytest.mark.spec(id="CC-SEGMENT")
+def test_a_tail_token_can_be_read_and_linked(decoder: Backend) -> None:
+    """Two tokens wait; a turn whose queries look at them alone has an edge to their trunk."""
+    state = replace(
+        empty_state(Budget(count=100)), seen=2, step=2, tail_ids=(3, 3), tail_inverse_norms=(1.0, 1.0)
+    )
+    k = 64 * np.eye(4, dtype=np.float32)[None]
+    q = np.zeros((1, 2, 4), dtype=np.float32)
+    q[:, :, 1] = 64
+    after = extend(state, q, k, np.array([4, 5]), ENDS, replace(TINY, C=2), decoder)
+    assert after.live.offsets.tolist() == [0, 2, 4]
+    assert after.W.indices.tolist() == [1, 0]
+    assert after.W.weights.round(12).tolist() == [round(0.5**0.5, 12)] * 2
+
+
+@pytest.mark.spec(id="CC-SEGMENT")
+@pytest.mark.spec(id="CC-START")
+@given(prompt=prompts(), form=st.sampled_from(["exact", "count"]))
+def test_on_nothing_a_segment_is_the_prefill(decoder: Backend, prompt: Any, form: str) -> None:
+    """To the bit: the state after the prompt, made of its records or in one go."""
+    given = prompt.arguments
+    given["budget"] = prompt.budget if form == "exact" else 7
+    found = prefill(**given, backend=decoder)
+    budget, p = parse_budget(given["budget"]), given["parameters"]
+    norms = decoder.require_breath().inverse_key_norms(given["k"])
+    start = start_state(found, given["token_ids"], norms, budget, p)
+    again = extend(
+        empty_state(budget), given["q"], given["k"], given["token_ids"], given["sentence_ends"], p, decoder,
+        scaling=given["scaling"], softcap=given["softcap"],
+    )
+    assert checks_decode.same_bits(start, again)
+    check_state(start)
+    assert start.stored.tolist() == found.kept.tolist()
+
+
+@pytest.mark.spec(id="CC-SEGMENT")
+@given(prompt=prompts())
+def test_the_default_scaling_of_a_segment_is_one_over_the_root_of_d(decoder: Backend, prompt: Any) -> None:
+    given, empty = prompt.arguments, empty_state(Budget(count=7))
+    parts = (given["q"], given["k"], given["token_ids"], given["sentence_ends"], given["parameters"], decoder)
+    assert checks_decode.same_bits(extend(empty, *parts), extend(empty, *parts, scaling=given["q"].shape[2] ** -0.5))
+
+
+@pytest.mark.spec(id="CC-START")
+@given(prompt=prompts())
+def test_the_state_after_a_prompt_knows_all_its_tokens(decoder: Backend, prompt: Any) -> None:
+    """Counts of every id; D, M and norms of what lives; mu and sigma of every trunk, dead ones included."""
+    given = prompt.arguments
+    found = prefill(**given, backend=decoder)
+    norms = decoder.require_breath().inverse_key_norms(given["k"])
+    state = start_state(found, given["token_ids"], norms, parse_budget(given["budget"]), given["parameters"])
+    ids = given["token_ids"].tolist()
+    assert dict(zip(state.ids.tolist(), state.counts.tolist(), strict=True)) == {i: ids.count(i) for i in ids}
+    assert {state.ids.dtype, state.counts.dtype} == {np.dtype(np.int64)}
+    assert state.live.impact.tolist() == found.impact[found.kept].tolist()
+    assert state.live.inverse_norms.tolist() == norms[found.kept].tolist()
+    alive = found.ratio > 0
+    assert state.D.tolist() == found.D[alive].tolist()
+    assert state.live.trunk_impact.tolist() == found.trunks.impact[alive].tolist()
+    degree = found.graph.degree.tolist()
+    mean = sum(degree) / len(degree)
+    assert compare.close("CC-SEGMENT-D", [state.mu], [mean])
+    spread = (sum((x - mean) ** 2 for x in degree) / len(degree)) ** 0.5
+    assert compare.close("CC-SEGMENT", [state.sigma], [1.0 if spread < given["parameters"].epsilon else spread])
+    assert (state.seen, state.step, state.tail_ids) == (len(ids), 0, ())
+
+
+@pytest.mark.spec(id="CC-SEGMENT")
+@pytest.mark.usefixtures("reference_items")
+def test_a_segment_that_cannot_be_is_refused() -> None:
+    """Before anything changes: one token is a step; keys must be those stored and those of the segment."""
+    state = replace(empty_state(Budget(count=8)), seen=1, step=1, tail_ids=(3,), tail_inverse_norms=(1.0,))
+    q, k = np.ones((1, 2, 2)), np.ones((1, 3, 2))
+    good: dict[str, Any] = {
+        "state": state, "q": q, "k": k, "token_ids": np.array([1, 2]), "sentence_ends": ENDS, "parameters": TINY,
+    }
+    assert extend(**good).seen == 3
+    bad: list[tuple[str, dict[str, Any]]] = [
+        ("q", {"q": [1.0]}), ("k", {"k": k[0]}), ("k", {"k": k[:, :2]}),
+        ("token_ids", {"q": q[:, :1], "token_ids": np.array([1])}),
+        ("token_ids", {"token_ids": np.array([1, -2])}), ("token_ids", {"token_ids": np.array([1, 2, 3])}),
+        ("sentence_ends", {"sentence_ends": frozenset()}), ("scaling", {"scaling": 0.0}),
+        ("k", {"k": np.full((1, 3, 2), np.inf)}),
+    ]
+    for name, changes in bad:
+        with pytest.raises(SpecError, match=f"^{name} = "):
+            extend(**{**good, **changes})
+
+
+@st.composite
+def reaching(draw: st.DrawFn) -> tuple[Any, IntVector, IntVector, TrunkWeights, CrystalCacheParameters]:
+    """A state's table, and a segment's edges that reach any of its live tokens."""
+    p = draw(decode_parameters(), label="parameters")
+    state = draw(states(p, tail=False), label="state")
+    text = draw(texts(8), label="text")
+    n, start = len(text.ends), state.seen
+    found = text.coattention
+    near = np.where(found.intra >= 0, found.intra + start, -1)
+    cross = []
+    for at in range(n):
+        before = [*state.live.positions.tolist(), *range(start, start + at)]
+        chosen = draw(st.lists(st.sampled_from(before), unique=True, max_size=3), label="sources") if before else []
+        cross.append([(j, draw(st.integers(1, 16), label="sixteenths") / 16) for j in chosen])
+    late = record([1.0] * n, [[] for _ in range(n)], cross, 0, 3, start)
+    edges = replace(found, start=start, intra=near, cross=late.cross, cross_weight=late.cross_weight)
+    inner = draw(st.sets(st.integers(1, n - 1)), label="boundaries")
+    offsets = start + np.array([0, *sorted(inner), n], dtype=np.int64)
+    bounds = np.concatenate([state.live.positions[state.live.offsets[:-1]], offsets])
+    return edges, bounds, np.concatenate([state.live.sizes, np.diff(offsets)]), state.W, p
+
+
+@pytest.mark.spec(id="CC-SEGMENT-GRAPH")
+@given(case=reaching())
+def test_the_graph_of_a_segment_reaches_older_trunks(breath_stages: BreathStages, case: Any) -> None:
+    """Old pairs to the bit; new ones by Eq. 25 on live sizes, pruned; symmetric, columns ascending."""
+    found, bounds, sizes, W, p = case
+    got = breath_stages.segment_graph(found, bounds, sizes, W, p)
+    old, m = len(W.indptr) - 1, len(sizes)
+    names = list(range(m))
+    before = {name: array.tolist() for name, array in W._asdict().items()}
+    want = pairs_of(before, list(range(old)))
+    spans = checks.trunk_lists(Trunks(bounds, np.ones(m)))
+    E = checks.edges_of(found)
+    for b in range(old, m):
+        for a in range(b):
+            w = s4.trunk_weight(s4.cross_weights(E, spans[a], spans[b]), int(sizes[a]), int(sizes[b]), p.tau_edge)
+            if w:
+                want[frozenset({a, b})] = w
+    right = csr_of(want, names)
+    assert got.indptr.tolist() == right["indptr"]
+    assert got.indices.tolist() == right["indices"]
+    assert compare.close("CC-TRUNK-WEIGHT", got.weights, right["weights"])
+    by_pair = pairs_of({name: array.tolist() for name, array in got._asdict().items()}, names)
+    assert all(by_pair[pair] == w for pair, w in pairs_of(before, list(range(old))).items())
+
+
+@pytest.mark.spec(id="CC-SEGMENT-GRAPH")
+@given(text=texts())
+def test_without_older_trunks_it_is_the_graph_stage(
+    breath_stages: BreathStages, stages: CrystalStages, text: Any,
+) -> None:
+    """To the bit."""
+    trunks = stages.trunks(text.coattention, text.impact, text.ends, text.parameters)
+    right = stages.graph(text.coattention, trunks, text.parameters)
+    nothing = TrunkWeights(np.zeros(1, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0))
+    got = breath_stages.segment_graph(text.coattention, trunks.offsets, trunks.sizes, nothing, text.parameters)
+    for name in ("indptr", "indices", "weights"):
+        assert getattr(got, name).tolist() == getattr(right, name).tolist()
+
+
+@pytest.mark.spec(id="CC-SEGMENT-D")
+@given(degree=degrees(), data=st.data(), p=decode_parameters())
+def test_new_trunks_stand_on_the_scale_of_all(
+    breath_stages: BreathStages, degree: Vector, data: st.DataObject, p: CrystalCacheParameters,
+) -> None:
+    """D of Eq. 27 over old and new degrees, given for the new."""
+    old = data.draw(st.integers(0, len(degree) - 1), label="old")
+    found = breath_stages.segment_crystallization(degree, old, p)
+    trunks = [Trunk(g, [g], 1.0, 0.0) for g in range(len(degree))]
+    decode.settle(degree.tolist(), trunks, trunks[old:], p)
+    want = np.array([g.D for g in trunks[old:]])
+    radius = 0.0 if p.graph == "zero" else compare.crystallization_radius(degree, p.s, p.epsilon)
+    assert found.shape == want.shape
+    assert (np.abs(found - want) <= radius).all()
+
+
+@pytest.mark.spec(id="CC-SEGMENT-D")
+def test_the_scale_of_the_new_alone_is_rejected(breath_stages: BreathStages) -> None:
+    """One new trunk of degree 2 above older ones of 0 and 1 is strong; alone it would be 0.5."""
+    found = breath_stages.segment_crystallization(np.array([0.0, 1.0, 2.0]), 2, PAPER)
+    assert found.round(3).tolist() == [0.998]

@@ -1,0 +1,267 @@
+"""S2: sentences, the merge pass, the split."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance.checks import stages as checks
+from conformance.oracles import s2
+from conformance.strategies.parameters import small_parameters
+from conformance.strategies.text import end_masks
+from conformance.strategies.trunks import Text, record, texts
+from reference.crystalcache import trunks as reference
+from reference.crystalcache.sentences import sentence_offsets
+from spec.arrays import BoolVector, IntMatrix
+from spec.backend import CrystalStages
+from spec.parameters import PAPER, TINY, CrystalCacheParameters
+from spec.records import Trunks
+
+Intra = list[list[tuple[int, float]]]
+
+
+def run(stages: CrystalStages, text: Text) -> Trunks:
+    return stages.trunks(text.coattention, text.impact, text.ends, text.parameters)
+
+
+def offsets(stages: CrystalStages, intra: Intra, ends: list[int], p: CrystalCacheParameters) -> list[int]:
+    """Trunks of a text whose tokens at `ends` end a sentence."""
+    n = len(intra)
+    found = record([1.0] * n, intra, [[] for _ in range(n)], 8, 4)
+    mask = np.isin(np.arange(n), ends)
+    return stages.trunks(found, np.ones(n), mask, p).offsets.tolist()
+
+
+def linked(n: int, *edges: tuple[int, int, float]) -> Intra:
+    return [[(j, w) for i, j, w in edges if i == owner] for owner in range(n)]
+
+
+@pytest.mark.spec(id="CC-SENTENCES")
+@pytest.mark.spec(id="CC-INTERFACE")
+@pytest.mark.spec(id="CC-INTERFACE-EDGES")
+@pytest.mark.spec(id="CC-MERGE")
+@pytest.mark.spec(id="CC-SPLIT")
+@pytest.mark.spec(id="CC-TRUNKS")
+@pytest.mark.spec(id="CC-TRUNK-IMPACT")
+@given(text=texts())
+def test_trunks_equal_the_brute_force(stages: CrystalStages, text: Text) -> None:
+    """S2 MUST give the trunks of Section 3.3 from given edges, exactly."""
+    found = run(stages, text)
+    assert not list(checks.trunks(found, text.coattention, text.impact, text.ends, text.parameters))
+
+
+@pytest.mark.spec(id="CC-TRUNKS")
+@given(text=texts(), start=st.integers(1, 50))
+def test_a_later_segment_has_the_same_trunks_further_on(stages: CrystalStages, text: Text, start: int) -> None:
+    """S2 runs on the segment alone: positions shift, sizes and impacts do not."""
+    def moved(index: IntMatrix) -> IntMatrix:
+        return np.where(index >= 0, index + start, -1)
+
+    S1 = text.coattention
+    later = replace(S1, start=start, intra=moved(S1.intra), cross=moved(S1.cross))
+    a, b = run(stages, text), run(stages, replace(text, coattention=later))
+    assert (a.offsets + start).tolist() == b.offsets.tolist()
+    assert a.impact.tolist() == b.impact.tolist()
+
+
+@pytest.mark.spec(id="CC-TRUNKS")
+@given(text=texts())
+def test_trunks_partition_the_segment(stages: CrystalStages, text: Text) -> None:
+    """Trunks MUST be contiguous, cover [0, n) in order, and hold 1 to T_max tokens."""
+    n, T = len(text.ends), text.parameters.T_max
+    found = run(stages, text)
+    assert found.offsets[[0, -1]].tolist() == [0, n]
+    assert found.offsets.dtype == np.int64
+    assert 1 <= found.sizes.min() <= found.sizes.max() <= T
+    assert -(-n // T) <= len(found.sizes) <= n
+
+
+@pytest.mark.spec(id="CC-SENTENCES")
+@pytest.mark.spec(id="CC-SPLIT")
+@given(text=texts())
+def test_a_boundary_is_a_sentence_end_or_splits_a_long_sentence(stages: CrystalStages, text: Text) -> None:
+    """Step 2 can never build a trunk above T_max, so only single sentences are split."""
+    inside = {i for sentence in s2.sentences(text.ends.tolist()) if len(sentence) > text.parameters.T_max
+              for i in sentence[1:]}
+    after_ends = set((np.flatnonzero(text.ends) + 1).tolist())
+    assert set(run(stages, text).offsets.tolist()) <= {0, len(text.ends)} | after_ends | inside
+
+
+@pytest.mark.spec(id="CC-SPLIT")
+@given(text=texts())
+def test_T_max_1_makes_tokens_trunks(stages: CrystalStages, text: Text) -> None:
+    """For all edges, thresholds and sentence ends."""
+    found = run(stages, replace(text, parameters=replace(text.parameters, T_max=1)))
+    assert found.offsets.tolist() == list(range(len(text.ends) + 1))
+    assert found.impact.tolist() == text.impact.tolist()
+
+
+@pytest.mark.spec(id="CC-MERGE")
+@given(text=texts())
+def test_nothing_merges_at_tau_merge_1_or_without_edges(stages: CrystalStages, text: Text) -> None:
+    """Weights are at most 1 and the comparison is strict; an empty interface has strength 0."""
+    p, n = text.parameters, len(text.ends)
+    strict = replace(text, parameters=replace(p, tau_merge=1.0))
+    no_edges = record([1.0] * n, [[] for _ in range(n)], [[] for _ in range(n)], p.k_intra, p.k_cross)
+    bare = replace(text, coattention=no_edges, parameters=replace(p, tau_merge=0.0))
+    alone = [
+        len(piece) for sentence in s2.sentences(text.ends.tolist()) for piece in s2.split(sentence, p.T_max)
+    ]
+    assert run(stages, strict).sizes.tolist() == alone
+    assert run(stages, bare).sizes.tolist() == alone
+
+
+@pytest.mark.spec(id="CC-INTERFACE-EDGES")
+def test_an_interface_is_read_in_its_literal_orientation(stages: CrystalStages) -> None:
+    """(2, 1) does not join [0, 2) and [2, 4); (1, 2) does."""
+    assert offsets(stages, linked(4, (2, 1, 0.9)), [1, 3], PAPER) == [0, 2, 4]
+    assert offsets(stages, linked(4, (1, 2, 0.9)), [1, 3], PAPER) == [0, 4]
+
+
+@pytest.mark.spec(id="CC-INTERFACE-EDGES")
+@pytest.mark.spec(id="CC-MERGE")
+def test_weights_are_compared_as_they_are_given(stages: CrystalStages) -> None:
+    """0.3 is not above tau_merge = 0.3; in float32 it would be."""
+    assert float(np.float32(0.3)) > PAPER.tau_merge == 0.3
+    assert offsets(stages, linked(4, (1, 2, 0.3)), [1, 3], PAPER) == [0, 2, 4]
+
+
+@pytest.mark.spec(id="CC-INTERFACE-EDGES")
+@pytest.mark.spec(id="CC-MERGE")
+def test_a_backward_edge_does_not_enter_the_mean(stages: CrystalStages) -> None:
+    """(1, 2, .9), (0, 3, .31): mean .605; with the mirror edge it would be .703."""
+    intra = linked(4, (1, 2, 0.9), (2, 1, 0.9), (0, 3, 0.31))
+    assert offsets(stages, intra, [1, 3], replace(PAPER, tau_merge=0.65)) == [0, 2, 4]
+    assert offsets(stages, intra, [1, 3], replace(PAPER, tau_merge=0.6)) == [0, 4]
+
+
+@pytest.mark.spec(id="CC-MERGE")
+@pytest.mark.parametrize(("tau_merge", "merged"), [(0.25, True), (0.5, False)])
+def test_the_strength_must_exceed_tau_merge(stages: CrystalStages, tau_merge: float, merged: bool) -> None:
+    """Eq. 19 is strict: a mean equal to tau_merge does not merge."""
+    found = offsets(stages, linked(2, (0, 1, 0.5)), [0, 1], replace(PAPER, tau_merge=tau_merge))
+    assert found == ([0, 2] if merged else [0, 1, 2])
+
+
+@pytest.mark.spec(id="CC-MERGE")
+@pytest.mark.parametrize(
+    ("tau_merge", "weights", "merged"),
+    [
+        (0.3, [0.3, 0.3, math.nextafter(0.3, 1)], True), (0.1, [math.nextafter(0.1, 0), 0.1, 0.1], False),
+        (0.3, [math.nextafter(0.3, 1)] * 9, True), (0.3, [math.nextafter(0.3, 1)] * 10, False),
+        (0.3, [0.25, 0.3, 0.35], True), (0.3, [0.35, 0.3, 0.25], False),
+    ],
+)
+def test_the_comparison_is_multiplied_out(
+    stages: CrystalStages, tau_merge: float, weights: list[float], merged: bool,
+) -> None:
+    """Sum(w) - tau k > 0 in the order of (a, b), which is not the order of E: neighbours stand by rank.
+
+    For the first two cases the mean says the contrary; the last two are one multiset in two orders.
+    """
+    cells = [(a, b) for a in range(5) for b in range(5, 10)]
+    E = [(a, b, w) for (a, b), w in zip(cells, weights, strict=False)]
+    intra = linked(10, *sorted(E, key=lambda edge: -edge[2]))
+    p = replace(PAPER, tau_merge=tau_merge)
+    assert s2.merges(weights, 5, 5, p) is merged
+    assert offsets(stages, intra, [4, 9], p) == ([0, 10] if merged else [0, 5, 10])
+
+
+@pytest.mark.spec(id="CC-MERGE")
+@pytest.mark.parametrize(("T_max", "merged"), [(5, True), (4, False)])
+def test_a_trunk_may_reach_T_max(stages: CrystalStages, T_max: int, merged: bool) -> None:
+    """Eq. 19: |g| + |s| <= T_max, inclusive."""
+    found = offsets(stages, linked(5, (1, 2, 1.0)), [1, 4], replace(PAPER, T_max=T_max))
+    assert found == ([0, 5] if merged else [0, 2, 5])
+
+
+@pytest.mark.spec(id="CC-TRUNKS")
+def test_the_running_trunk_grows_and_restarts(stages: CrystalStages) -> None:
+    """A refused sentence becomes the running trunk; the pass is single, from left to right."""
+    chain = linked(6, (0, 1, 1.0), (1, 2, 1.0), (2, 3, 1.0), (3, 4, 1.0), (4, 5, 1.0))
+    assert offsets(stages, chain, list(range(6)), replace(PAPER, T_max=4)) == [0, 4, 6]
+
+
+@pytest.mark.spec(id="CC-INTERFACE")
+@pytest.mark.parametrize(("a", "b", "merged"), [(1, 6, True), (0, 6, False), (5, 10, True), (5, 11, False)])
+def test_the_interface_is_five_tokens_on_each_side(stages: CrystalStages, a: int, b: int, merged: bool) -> None:
+    """Eq. 16: sentences [0, 6) and [6, 12); token 0 and token 11 stand outside the window."""
+    assert offsets(stages, linked(12, (a, b, 1.0)), [5, 11], PAPER) == ([0, 12] if merged else [0, 6, 12])
+
+
+@pytest.mark.spec(id="CC-SENTENCES")
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [([], [0, 5]), ([4], [0, 5]), ([0], [0, 1, 5]), ([1, 2], [0, 2, 3, 5]), (list(range(5)), [0, 1, 2, 3, 4, 5])],
+)
+def test_an_end_closes_its_sentence(stages: CrystalStages, ends: list[int], expected: list[int]) -> None:
+    """Consecutive ends are sentences of their own; what follows the last end is a sentence."""
+    assert offsets(stages, linked(5), ends, PAPER) == expected
+
+
+@pytest.mark.spec(id="CC-SPLIT")
+@given(n=st.integers(1, 150), T_max=st.integers(1, 40))
+def test_split_sizes_are_as_equal_as_can_be(stages: CrystalStages, n: int, T_max: int) -> None:
+    """Step 3: ceil(n / T_max) pieces, larger first, differing by at most 1, none below (T_max + 1) // 2 if split."""
+    found = offsets(stages, linked(n), [], replace(PAPER, T_max=T_max))
+    sizes = np.diff(found).tolist()
+    assert sizes == [len(piece) for piece in np.array_split(np.arange(n), -(-n // T_max))]
+    assert len(sizes) == 1 or min(sizes) >= (T_max + 1) // 2
+
+
+@pytest.mark.spec(id="CC-INTERFACE")
+@pytest.mark.spec(id="CC-SENTENCES")
+@pytest.mark.usefixtures("reference_items")
+@given(ends=st.integers(2, 14).flatmap(end_masks), p=small_parameters())
+def test_the_reference_reads_sentences_and_windows_as_the_oracle(
+    ends: BoolVector, p: CrystalCacheParameters,
+) -> None:
+    """Item by item: sentence bounds, windows, split sizes."""
+    expected = s2.sentences(ends.tolist())
+    bounds = sentence_offsets(ends).tolist()
+    assert [list(range(a, b)) for a, b in itertools.pairwise(bounds)] == expected
+    for left, right in itertools.pairwise(expected):
+        P = reference.interface((left[0], left[-1] + 1), (right[0], right[-1] + 1))
+        assert [list(side) for side in P] == [s2.last5(left), s2.first5(right)]
+    for sentence in expected:
+        assert reference.split_sizes(len(sentence), p.T_max) == [len(g) for g in s2.split(sentence, p.T_max)]
+
+
+@pytest.mark.spec(id="CC-SENTENCES")
+@pytest.mark.usefixtures("reference_items")
+def test_no_token_is_no_sentence() -> None:
+    assert sentence_offsets(np.zeros(0, dtype=np.bool_)).tolist() == [0]
+
+
+@pytest.mark.spec(id="CC-TRUNKS")
+@pytest.mark.spec(id="CC-MERGE")
+@given(text=texts(), tau=st.sampled_from([0.0, 0.1, 0.25]))
+def test_below_tau_intra_the_merge_threshold_is_idle_inside_a_chunk(
+    stages: CrystalStages, text: Text, tau: float,
+) -> None:
+    """With one chunk every recorded weight exceeds tau_intra, hence so does each mean."""
+    p = replace(TINY, C=len(text.ends), tau_intra=0.3, k_cross=text.coattention.cross.shape[1])
+    S1 = text.coattention
+    strong = np.where(S1.intra_weight > p.tau_intra, S1.intra, -1)
+    inside = replace(S1, intra=strong, intra_weight=np.where(strong >= 0, S1.intra_weight, 0),
+                     cross=np.full_like(S1.cross, -1), cross_weight=np.zeros_like(S1.cross_weight))
+    a = run(stages, replace(text, coattention=inside, parameters=replace(p, tau_merge=p.tau_intra)))
+    b = run(stages, replace(text, coattention=inside, parameters=replace(p, tau_merge=tau)))
+    assert a.offsets.tolist() == b.offsets.tolist()
+
+
+@pytest.mark.spec(id="CC-TRUNKS")
+def test_the_pass_is_not_repeated(stages: CrystalStages) -> None:
+    """[0, 2) refuses [2, 3), which then takes [3, 5) in: only a second pass would see the edge (1, 3) at its side."""
+    assert offsets(stages, linked(5, (1, 3, 0.9), (2, 3, 0.9)), [1, 2, 4], PAPER) == [0, 2, 5]
+
+
+@pytest.mark.spec(id="CC-INTERFACE-EDGES")
+def test_weights_stand_by_first_endpoint_then_by_second(stages: CrystalStages) -> None:
+    """Added as .25, .3, .35 they exceed 3 * .3; by second endpoint first, as .25, .35, .3, they would not."""
+    E = linked(10, (0, 6, 0.3), (0, 5, 0.25), (1, 5, 0.35))
+    assert offsets(stages, E, [4, 9], PAPER) == [0, 10]

@@ -1,0 +1,1 @@
+"""The model's attention, observed and masked by position."""

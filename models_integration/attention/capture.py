@@ -1,0 +1,247 @@
+"""What a policy is shown: q, k (and v) of chosen layers after RoPE, while the model attends as it always does.
+
+An attention function is registered under a name of its own. It shows what it is given to whoever watches the layer,
+calls the model's own attention, and says when that is done. For the time of one forward the config names it; then the
+config is as it was.
+"""
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from models_integration.attention.flash_lse import flash_attention
+from models_integration.attention.masks import AttentionFunction, LayerMasks, retained_mask
+from models_integration.attention.ragged_attention import ragged_attention
+from models_integration.cache.dense_layer import RetainedLayer
+from models_integration.cache.ragged_layer import RaggedLayer
+from models_integration.cache.retained_cache import RetainedCache
+from models_integration.model.architecture import IMPLEMENTATIONS, Architecture
+from spec.errors import SpecError
+from spec.policy import LayerView, Needs
+
+__all__ = ["Attended", "Recorder", "Watcher", "observing", "on_host", "shown_columns"]
+
+
+@dataclass(frozen=True)
+class Attended:
+    """What one layer attended with: query (rows, H, n, d), key and value (rows, H_kv, live, d), or a ragged layer's."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    lse: Tensor | None
+    """(rows, H, n), where it came with the output."""
+    options: Mapping[str, Any]
+
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# Arguments of attention functions that change the weights in ways that S1 does not know.
+_UNKNOWN_TO_THE_SPEC = {"s_aux": "attention sinks inside the softmax", "position_bias": "a position bias"}
+
+
+class Watcher(Protocol):
+    """Is told of every attention of the layers that it watches."""
+
+    def wants_lse(self, layer: int) -> bool:
+        """Whether the attention's log-sum-exp would be of use."""
+        ...
+
+    def attended(self, module: nn.Module, seen: Attended) -> None:
+        """A layer has attended: nobody reads its keys and values again in this forward."""
+        ...
+
+
+@dataclass
+class _Seen:
+    q: Tensor
+    k: Tensor
+    v: Tensor | None
+    scaling: float
+    softcap: float | None
+    lse: Tensor | None
+
+
+@dataclass
+class Recorder:
+    """Collects what `needs` asks for, over the forwards of one segment."""
+
+    needs: Needs
+    seen: dict[int, _Seen] = field(default_factory=dict)
+    hidden: int = 0
+    """Columns of the segment, at most, that hold no token of a row: so many queries more are noted."""
+
+    def record(self, module: nn.Module, layer: Attended) -> None:
+        """Note one layer's inputs.
+
+        Queries of one layer's later forwards follow its earlier ones; its last keys and values hold all of them.
+
+        Raises:
+            SpecError: for a dtype or an attention that the specification does not cover.
+        """
+        for name, what in _UNKNOWN_TO_THE_SPEC.items():
+            if layer.options.get(name) is not None:
+                raise SpecError("model", type(module).__name__, f"{what} is not served")
+        q = layer.query.detach()
+        if q.dtype not in _DTYPES:
+            raise SpecError("dtype", q.dtype, f"must be one of {', '.join(map(str, _DTYPES))}")
+        index, scaling = cast(int, module.layer_idx), layer.options.get("scaling")
+        if index in self.seen:
+            q = torch.cat([self.seen[index].q, q], dim=2)
+        lse, rows = layer.lse, self.needs.query_rows
+        rows = None if rows is None else rows + self.hidden
+        if rows is not None and rows < q.shape[2]:
+            # The last rows are copied, so that the others need not live until the decision.
+            q = q[:, :, q.shape[2] - rows :].clone()
+            lse = None if lse is None else lse[:, :, lse.shape[2] - rows :]
+        self.seen[index] = _Seen(
+            q, layer.key.detach(), layer.value.detach() if self.needs.values else None,
+            q.shape[-1] ** -0.5 if scaling is None else float(scaling), layer.options.get("softcap"),
+            None if lse is None else lse.detach(),
+        )
+
+    def views(self, row: int, slots: Tensor | None = None, queries: Tensor | None = None) -> dict[int, LayerView]:
+        """What was seen of one row.
+
+        On the host, half precision as float32, which is exact; or as it is, where the scorer takes such tensors.
+
+        Args:
+            row: which.
+            slots: those that hold a token of it, (stored,); all where None.
+            queries: the segment's columns that do, (n,); all where None.
+        """
+        return {layer: self._view(seen, row, slots, queries) for layer, seen in self.seen.items()}
+
+    def _view(self, seen: _Seen, row: int, slots: Tensor | None, queries: Tensor | None) -> LayerView:
+        v = None if seen.v is None else shown_columns(seen.v[row], slots)
+        lse = None if seen.lse is None else seen.lse[row]
+        return self._shown(seen, self._asked(seen.q[row], queries), shown_columns(seen.k[row], slots), v, lse)
+
+    def view(
+        self, layer: int, row: int, heads: slice, k: Tensor, v: Tensor, queries: Tensor | None = None,
+    ) -> LayerView:
+        """What these query heads of one row asked, beside keys and values (H_kv, n, d) that are now cached."""
+        seen = self.seen[layer]
+        asked = self._asked(seen.q[row, heads], queries)
+        return self._shown(seen, asked, k, v if self.needs.values else None, None)
+
+    def _asked(self, q: Tensor, queries: Tensor | None) -> Tensor:
+        """The queries (H, n, d) that are a token's, and no more than asked for."""
+        noted = q.shape[1]
+        q = shown_columns(q, None if queries is None else queries[len(queries) - noted :])
+        return q[:, max(0, q.shape[1] - (noted if self.needs.query_rows is None else self.needs.query_rows)) :]
+
+    def _shown(self, seen: _Seen, q: Tensor, k: Tensor, v: Tensor | None, lse: Tensor | None) -> LayerView:
+        takes = self.needs.takes
+        if takes is None or not all(takes(tensor) for tensor in (q, k, v) if tensor is not None):
+            q, k, v, lse = on_host(q), on_host(k), on_host(v), on_host(lse)
+        return LayerView(q, k, v, seen.scaling, seen.softcap, lse)
+
+
+def shown_columns(tensor: Tensor, shown: Tensor | None) -> Tensor:
+    """What (heads, columns, d) holds where `shown`; a view where that is all from one column on."""
+    if shown is None:
+        return tensor
+    at = torch.nonzero(shown)[:, 0]
+    first = tensor.shape[1] - len(at)
+    if len(at) and int(at[0]) == first:
+        return tensor[:, first:]
+    return tensor.index_select(1, at.to(tensor.device))
+
+
+def on_host(tensor: Tensor | None) -> Any:
+    """As a NumPy array; half precision as float32, which is exact."""
+    if tensor is None:
+        return None
+    wide = tensor if tensor.dtype == torch.float64 else tensor.float()
+    return wide.cpu().numpy()
+
+
+# Who watches which attention module, for the time of one forward.
+_WATCHERS: WeakKeyDictionary[nn.Module, Watcher] = WeakKeyDictionary()
+# The layer of a cache that a full-attention module reads, for the time of one forward.
+_READS: WeakKeyDictionary[nn.Module, RetainedLayer] = WeakKeyDictionary()
+
+
+@contextmanager
+def observing(
+    architecture: Architecture, cache: RetainedCache, watcher: Watcher | None = None, layers: Iterable[int] = (),
+) -> Iterator[None]:
+    """Route this model's attention and masks through ours, and these layers' attention past the watcher."""
+    config = architecture.config
+    stock = config._attn_implementation
+    ours = _register(stock)
+    modules = [architecture.attention[layer] for layer in layers]
+    # The public setter would also write to sub-configs.
+    config._attn_implementation_internal = ours
+    try:
+        for module in modules:
+            assert watcher is not None
+            _WATCHERS[module] = watcher
+        # Layers that agree share the forward's one mask: none of them need be asked.
+        for index in architecture.full_layers if cache.layers_differ else ():
+            layer = cache.layers[index]
+            assert isinstance(layer, RetainedLayer)
+            _READS[architecture.attention[index]] = layer
+        with cache.in_context():
+            yield
+    finally:
+        config._attn_implementation_internal = stock
+        for module in architecture.attention.values():
+            _WATCHERS.pop(module, None)
+            _READS.pop(module, None)
+
+
+def _register(stock: str) -> str:
+    assert stock in IMPLEMENTATIONS
+    ours = f"kvspec_{stock}"
+    if ours not in ALL_ATTENTION_FUNCTIONS:
+        AttentionInterface.register(ours, _observed(stock))
+        # Without its own mask function, an attention name gets no mask at all: cached continuation would be wrong.
+        AttentionMaskInterface.register(ours, retained_mask(ALL_MASK_ATTENTION_FUNCTIONS[stock]))
+    return ours
+
+
+def _observed(stock: str) -> AttentionFunction:
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        own, watcher, layer = _own_attention(stock, module), _WATCHERS.get(module), _READS.get(module)
+        if isinstance(layer, RaggedLayer):
+            merged = ragged_attention(own, module, query, layer, attention_mask, options)
+            if watcher is not None:
+                assert layer.keys is not None
+                assert layer.values is not None
+                watcher.attended(module, Attended(query, layer.keys, layer.values, None, options))
+            return merged, None
+        if isinstance(attention_mask, LayerMasks):
+            assert layer is not None
+            attention_mask = attention_mask.of(layer.rows, layer.stored_length, layer.get_seq_length())
+        if watcher is None:
+            return own(module, query, key, value, attention_mask, **options)
+        both = None
+        if stock == "sdpa" and attention_mask is None and watcher.wants_lse(cast(int, module.layer_idx)):
+            both = flash_attention(module, query, key, value, options)
+        if both is None:
+            output, lse = own(module, query, key, value, attention_mask, **options), None
+        else:
+            output, lse = (both[0], None), both[1]
+        watcher.attended(module, Attended(query, key, value, lse, options))
+        return output
+
+    return attention
+
+
+def _own_attention(stock: str, module: nn.Module) -> AttentionFunction:
+    # Eager attention belongs to each modelling file: it is where a model's own softcap lives.
+    own: AttentionFunction = sys.modules[type(module).__module__].__dict__["eager_attention_forward"]
+    function: AttentionFunction = ALL_ATTENTION_FUNCTIONS.get_interface(stock, own)
+    return function

@@ -1,0 +1,68 @@
+"""Attention over layers whose heads store different tokens.
+
+It runs once for each head, over views of the storage; where all heads of the batch keep as many tokens, it runs once
+for all of them.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward, use_gqa_in_sdpa
+
+from models_integration.attention.masks import AttentionFunction, LayerMasks
+from models_integration.cache.ragged_layer import RaggedLayer
+from spec.errors import SpecError
+
+__all__ = ["ragged_attention"]
+
+
+def ragged_attention(
+    own: AttentionFunction, module: nn.Module, query: Tensor, layer: RaggedLayer, masks: object,
+    options: Mapping[str, Any],
+) -> Tensor:
+    """The model's own attention over a ragged layer, (rows, q, H, d), without weights.
+
+    Args:
+        own: the model's attention function, eager or SDPA.
+        module: the attention module.
+        query: (rows, H, q, d), after RoPE; the last q tokens of the layer are its own.
+        layer: keys and values, those of this forward included.
+        masks: what our mask function made of this forward.
+        options: what the module passed on.
+
+    Raises:
+        SpecError: for a mask of the caller's own, which knows nothing of heads.
+    """
+    if not isinstance(masks, LayerMasks):
+        raise SpecError("attention_mask", type(masks).__name__, "must be 2D, or left out: heads store different tokens")
+    rectangle = layer.rectangle() if masks.plain and len(set(layer.marks.tolist())) == 1 else None
+    if rectangle is not None:
+        mask = masks.of(layer.head_rows(0), layer.lengths[0], layer.columns)
+        return _attended(own, module, query, *rectangle, mask, options)
+    G, outputs = query.shape[1] // layer.heads, []
+    for segment, (keys, values) in enumerate(layer.segments()):
+        row, head = divmod(segment, layer.heads)
+        asked = query[row : row + 1, head * G : (head + 1) * G]
+        mask = masks.of(layer.head_rows(segment), keys.shape[2], layer.columns, row)
+        outputs.append(_attended(own, module, asked, keys, values, mask, options))
+    rows = [torch.cat(outputs[first : first + layer.heads], dim=2) for first in range(0, len(outputs), layer.heads)]
+    return torch.cat(rows)
+
+
+def _attended(
+    own: AttentionFunction, module: nn.Module, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None,
+    options: Mapping[str, Any],
+) -> Tensor:
+    """The model's attention, (rows, q, H, d); one query of a group of heads goes in as that many rows of one head.
+
+    SDPA would otherwise repeat the keys for each head of the group: on a CPU that takes twice the time.
+    """
+    rows, H, q, d = query.shape
+    grouped = q == 1 and mask is None and keys.shape[1] < H and use_gqa_in_sdpa(None, keys, values)
+    if own is not sdpa_attention_forward or not grouped:
+        return own(module, query, keys, values, mask, **options)[0]
+    packed = query.reshape(rows, keys.shape[1], -1, d)
+    output = own(module, packed, keys, values, None, **{**options, "is_causal": False})[0]
+    return output.transpose(1, 2).reshape(rows, 1, H, -1)

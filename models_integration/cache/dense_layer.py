@@ -1,0 +1,175 @@
+"""One full-attention layer of a cache that forgets: its tensors, and the positions behind its slots."""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer
+
+from models_integration.cache.positions import EMPTY, SlotOffset, StoredRows
+from models_integration.cache.slots import Plan, filled, gathered, slots_of
+from spec.errors import SpecError
+
+__all__ = ["RetainedLayer", "drop_tensors"]
+
+
+class RetainedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # the base's __init_subclass__ is untyped
+    """One full-attention layer: keys and values (rows, H_kv, stored, d) of the kept positions, in ascending order.
+
+    Keys keep the rotation of their own position. The logical length counts tokens seen; the stored length counts
+    slots. New tokens are appended, so only compaction opens gaps.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)  # type: ignore[no-untyped-call]
+        self.rows = StoredRows.none()
+        self.evicted = 0
+
+    @property
+    def heads(self) -> int:
+        """KV heads."""
+        assert self.keys is not None
+        return self.keys.shape[1]
+
+    @property
+    def batch(self) -> int:
+        """Rows of the batch."""
+        assert self.keys is not None
+        return len(self.keys)
+
+    @property
+    def stored_length(self) -> int:
+        """Slots in use."""
+        return int(super().get_seq_length())
+
+    @property
+    def mean_length(self) -> float:
+        """Slots in use of a KV head, on average."""
+        return self.stored_length
+
+    def get_seq_length(self) -> int:
+        """Tokens seen: the position of the next query."""
+        return self.stored_length + self.evicted
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Slots after `query_length` more tokens, and the offset that leads to their positions."""
+        return self.stored_length + query_length, SlotOffset(self.evicted, self.rows)
+
+    def stored_positions(self) -> Tensor:
+        """Absolute positions behind the slots, ascending, (rows, stored)."""
+        return self.rows.positions(self.stored_length)
+
+    def head_positions(self, row: int, head: int) -> Tensor:
+        """Absolute positions that one KV head of one row stores, ascending."""
+        rows = self.stored_positions()
+        own = rows[row if len(rows) > 1 else 0]
+        return own[own != EMPTY]
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all rows store the same positions, and have no padding among what they have seen."""
+        rows = self.rows
+        return rows.shared and int(rows.marks[0]) - rows.kept.shape[1] == self.evicted
+
+    def next_positions(self, tokens: int) -> Tensor:
+        """Positions of the next tokens in each row, (rows, tokens); one row where all rows agree."""
+        grown = self.stored_length - self.rows.kept.shape[1]
+        return self.rows.marks[:, None] + grown + torch.arange(tokens)
+
+    def expect(self, shown: Tensor) -> None:
+        """Note, before columns are read, which of them (rows, n) hold a token of their row."""
+        self.rows = self.rows.grown(self.stored_length, shown)
+
+    def pad(self, padding: Tensor) -> None:
+        """Note, before the first compaction, how many columns (rows,) stand left of each row's first token."""
+        self.rows = StoredRows.padded(padding)
+
+    def retain(self, *kept: Tensor) -> None:
+        """Keep these positions (kept,) of each row, and free the others; one tensor may stand for all rows.
+
+        Implements: CC-COMPACT
+
+        Raises:
+            SpecError: when one is not stored; nothing has changed then.
+        """
+        self.follow(self.plan(*kept))
+
+    def plan(self, *kept: Tensor) -> Plan:
+        """What `retain` will do; other layers that store the same positions may follow the same plan.
+
+        Raises:
+            SpecError: when a position is not stored.
+        """
+        stored, marks = self.stored_positions(), self.next_positions(1)[:, 0]
+        of = [0] * len(kept) if self.rows.shared else range(len(stored))
+        if len(kept) == 1:
+            kept = kept * len(of)
+        slots = [slots_of(stored[row], own) for row, own in zip(of, kept, strict=True)]
+        # Empty slots left of a row's tokens may stay; those of a turn stand among them, and go.
+        stays = torch.equal(filled(kept, self.stored_length), stored.expand(len(kept), -1))
+        width = self.stored_length if stays else max(map(len, slots))
+        after = self.rows.compacted(filled(kept, width), marks)
+        return Plan(self.rows, self.stored_length, () if stays else tuple(slots), after)
+
+    def follow(self, plan: Plan) -> None:
+        """Gather the slots of a plan, if it frees any."""
+        assert self.keys is not None
+        assert self.values is not None
+        seen = self.get_seq_length()
+        if plan.slots:
+            keys, values = gathered(self.keys, plan.slots), gathered(self.values, plan.slots)
+            self.keys, self.values = keys, values
+        self.rows = plan.after
+        self.evicted = seen - self.stored_length
+
+    def reset(self) -> None:
+        """Forget everything: as new."""
+        drop_tensors(self)
+        self.rows = StoredRows.none()
+        self.evicted = 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last tokens seen, stored or evicted: as many as -tokens_to_remove.
+
+        Raises:
+            SpecError: when that is not a number from 0 down to minus the tokens seen.
+        """
+        remaining = self.get_seq_length() + tokens_to_remove
+        if tokens_to_remove > 0 or remaining < 0:
+            raise SpecError("tokens_to_remove", tokens_to_remove, f"must lie in [-{self.get_seq_length()}, 0]")
+        if tokens_to_remove == 0:
+            return
+        assert self.keys is not None
+        assert self.values is not None
+        if self.uniform:
+            left = int((self.stored_positions() < remaining).sum())
+            rows = StoredRows(self.rows.kept[:, :left], self.rows.marks.clamp(max=remaining))
+        else:
+            later = self.stored_length - self.rows.kept.shape[1]
+            if -tokens_to_remove > later:
+                raise SpecError("tokens_to_remove", tokens_to_remove, f"rows that differ can give back {later} so far")
+            left, rows = self.stored_length + tokens_to_remove, self.rows
+        self.keys, self.values = self.keys[:, :, :left], self.values[:, :, :left]
+        self.rows, self.evicted = rows, remaining - left
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Let row i go on as row beam_idx[i] was."""
+        super().reorder_cache(cast(torch.LongTensor, beam_idx))
+        self.rows = self.rows.select(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row `repeats` times, one after the other."""
+        super().batch_repeat_interleave(repeats)
+        self.rows = self.rows.select(torch.arange(len(self.rows.kept)).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Only these rows."""
+        super().batch_select_indices(indices)
+        self.rows = self.rows.select(indices)
+
+
+def drop_tensors(layer: Any) -> None:
+    """Forget a layer's keys and values, and that it had any."""
+    # Layers of some releases zero their tensors on a reset, and keep their length.
+    layer.keys = layer.values = None
+    layer.is_initialized = False

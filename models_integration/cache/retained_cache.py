@@ -1,0 +1,307 @@
+"""A cache that forgets: tensors and positions of the kept tokens, and the number of tokens seen."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+
+from models_integration.cache.dense_layer import RetainedLayer, drop_tensors
+from models_integration.cache.positions import LayersDiffer
+from models_integration.cache.row_states import RowStates
+from models_integration.cache.scorer_records import Decoding
+from models_integration.cache.slots import Plan
+from spec.errors import SpecError
+from spec.retention import Granularity, Retention
+
+__all__ = ["RetainedCache", "RetainedLayer", "storage_bytes", "undone"]
+
+
+class RetainedCache(DynamicCache):
+    """A DynamicCache whose full-attention layers can be compacted. Sliding-window layers stay as they are.
+
+    Outside the context manager it only grows: default position ids and masks continue right from the tokens seen.
+    2D attention masks count tokens seen, evicted ones included. Rows that store different positions can be read inside
+    the context manager only.
+
+    Args:
+        config: the (text) config of the model.
+    """
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__(config=config)
+        self._take_over(config)
+
+    @staticmethod
+    def check_adoptable(cache: Cache) -> None:
+        """Refuse a cache that cannot take a prompt.
+
+        Raises:
+            SpecError: unless it is an empty DynamicCache that stays on its device.
+        """
+        if isinstance(cache, RetainedCache):
+            cache.check_usable()
+        elif type(cache) is not DynamicCache:
+            raise SpecError("past_key_values", type(cache).__name__, "must be a DynamicCache, or left to the policy")
+        if cache.offloading:
+            raise SpecError("past_key_values", "offloading=True", "an offloaded cache cannot be compacted")
+        if cache.get_seq_length() > 0:
+            raise SpecError("past_key_values", f"{cache.get_seq_length()} tokens", "must be empty before a prompt")
+
+    @classmethod
+    def adopt(cls, cache: Cache, config: PretrainedConfig) -> "RetainedCache":
+        """Make this very object, which generate or the caller holds, a RetainedCache.
+
+        Raises:
+            SpecError: as `check_adoptable`.
+        """
+        cls.check_adoptable(cache)
+        if not isinstance(cache, RetainedCache):
+            cache.__class__ = cls
+            assert isinstance(cache, RetainedCache)
+            cache._take_over(config)
+        return cache
+
+    def _take_over(self, config: PretrainedConfig) -> None:
+        # A cache made without a config grows plain layers for all; the config says which of them slide.
+        layers = DynamicCache(config=config).layers
+        self.layers = [RetainedLayer() if type(layer) is DynamicLayer else layer for layer in layers]
+        self.layer_class_to_replicate = None
+        self.failure: str | None = None
+        self.layers_differ = False
+        """Whether layers, or their heads, store different positions."""
+        self.states = RowStates()
+        """What decode and later segments go on from, row by row."""
+        self.decoding: Decoding | None = None
+        """What a policy that decides in its steps goes on from."""
+        self._in_context = False
+
+    @property
+    def full_layers(self) -> list[RetainedLayer]:
+        """The layers that can be compacted."""
+        return [layer for layer in self.layers if isinstance(layer, RetainedLayer)]
+
+    def _full_layer(self, index: int) -> RetainedLayer:
+        layer = self.layers[index]
+        assert isinstance(layer, RetainedLayer)
+        return layer
+
+    @property
+    def stored_length(self) -> int:
+        """Slots of a full-attention layer; of the first, where they differ."""
+        return self.full_layers[0].stored_length
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all rows and layers store the same positions, without padding: then it can be read anywhere."""
+        return not self.layers_differ and self.full_layers[0].uniform
+
+    @property
+    def mean_length(self) -> float:
+        """Slots of a full-attention layer and KV head, on average."""
+        return sum(layer.mean_length for layer in self.full_layers) / len(self.full_layers)
+
+    def stored_positions(self, row: int = 0) -> Tensor:
+        """Absolute positions that the full-attention layers store of one row, ascending, (stored,).
+
+        Where layers or heads differ, those of the first; each layer's `head_positions` has its own.
+        """
+        return self.full_layers[0].head_positions(row, 0)
+
+    @property
+    def observed_keys(self) -> Tensor:
+        """The observed layer's stored keys, (rows, H_kv, stored, d)."""
+        keys = self.full_layers[0].keys
+        assert isinstance(keys, Tensor)
+        return keys
+
+    @property
+    def tokens(self) -> Tensor:
+        """Tokens that each row has seen, (rows,); one row where all rows agree."""
+        return self.full_layers[0].next_positions(1)[:, 0]
+
+    @property
+    def shown(self) -> Tensor:
+        """Which of the columns seen hold a token, (rows, columns); one row where all rows agree."""
+        return self.full_layers[0].rows.shown(self.get_seq_length(), self.tokens)
+
+    def expect(self, shown: Tensor) -> None:
+        """Note, before columns of a turn are read, which of them (rows, n) hold a token of their row."""
+        for layer in self.full_layers:
+            layer.expect(shown)
+
+    def step_inputs(self, tokens: int, device: torch.device) -> dict[str, Tensor]:
+        """What the next tokens of padded rows need, where their caller leaves it out: position ids and a 2D mask.
+
+        Empty where the defaults of transformers are right.
+        """
+        first = self.full_layers[0]
+        if first.uniform:
+            return {}
+        shown = torch.nn.functional.pad(self.shown, (0, tokens), value=True)
+        positions = first.next_positions(tokens)
+        return {"position_ids": positions.to(device), "attention_mask": shown.to(device, torch.int64)}
+
+    @contextmanager
+    def in_context(self) -> Iterator[None]:
+        """The model reads this cache through our masks."""
+        self._in_context = True
+        try:
+            yield
+        finally:
+            self._in_context = False
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens seen, as a full-attention layer counts them."""
+        self.check_usable()
+        layer = self.layers[layer_idx]
+        return (layer if isinstance(layer, RetainedLayer) else self.full_layers[0]).get_seq_length()
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """See the layers.
+
+        Raises:
+            SpecError: outside the context manager, where rows differ: a mask of transformers cannot tell them apart.
+                Where layers do, `update` refuses.
+        """
+        self.check_usable()
+        if not self._in_context and not self.full_layers[0].uniform:
+            raise SpecError("past_key_values", "rows that differ", "can be read inside the context manager only")
+        if self.layers_differ and isinstance(self.layers[layer_idx], RetainedLayer):
+            return self.get_seq_length() + query_length, LayersDiffer()
+        sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
+        return sizes
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """Append keys and values of new tokens, and return all that are stored."""
+        self.check_usable()
+        if self.layers_differ and not self._in_context:
+            raise SpecError("past_key_values", "layers that differ", "can be read inside the context manager only")
+        stored: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return stored
+
+    def compact(
+        self, retentions: Sequence[Retention], padding: Tensor | None = None, layers: Iterable[int] | None = None,
+    ) -> None:
+        """Keep what the retentions say: one per row, or one for all rows.
+
+        Args:
+            retentions: what to keep.
+            padding: columns left of each row's first token, (rows,), where a first prompt is padded.
+            layers: indices of full-attention layers; None means all of them.
+
+        Raises:
+            SpecError: when one is about another number of tokens, or not one kept set for the whole model, or names a
+                token that is not stored; nothing has changed then.
+        """
+        chosen = self.full_layers if layers is None else [self._full_layer(index) for index in layers]
+        if not chosen:
+            return
+        first = chosen[0]
+        tokens = first.next_positions(1)[:, 0] if padding is None else first.get_seq_length() - padding
+        kept = []
+        for retention, seen in zip(retentions, tokens.expand(len(retentions)).tolist(), strict=True):
+            if retention.granularity is not Granularity.MODEL:
+                raise SpecError("retention", retention.granularity, "only one kept set for all layers is served so far")
+            if retention.seen != seen:
+                raise SpecError("retention", f"{retention.seen} tokens", f"the cache has seen {seen}")
+            kept.append(torch.tensor(retention.positions, dtype=torch.int64))
+        if padding is None and all(torch.equal(kept[0], other) for other in kept[1:]):
+            kept = kept[:1]
+        plans: list[Plan] = []
+        with undone(chosen):
+            for layer in chosen:
+                if padding is not None:
+                    layer.pad(padding)
+                fits = plans and plans[-1].fits(layer.rows, layer.stored_length)
+                plans.append(plans[-1] if fits else layer.plan(*kept))
+        with self.whole():
+            for layer, plan in zip(chosen, plans, strict=True):
+                layer.follow(plan)
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """What fails in here leaves some layers changed and others not: the cache drops everything, and says so."""
+        try:
+            yield
+        except BaseException:
+            self.fail("a compaction failed half way")
+            raise
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Let row i go on as row beam_idx[i] was."""
+        super().reorder_cache(cast(torch.LongTensor, beam_idx))
+        self.states = self.states.select(beam_idx)
+        self.decoding = self.decoding and self.decoding.select(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row `repeats` times, one after the other."""
+        rows = torch.arange(self.full_layers[0].batch)
+        super().batch_repeat_interleave(repeats)
+        self.states = self.states.select(rows.repeat_interleave(repeats))
+        self.decoding = self.decoding and self.decoding.repeat(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Only these rows."""
+        super().batch_select_indices(indices)
+        self.states = self.states.select(indices)
+        self.decoding = self.decoding and self.decoding.select(indices)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last tokens seen, stored or evicted: as many as -tokens_to_remove.
+
+        The rows' states are forgotten where they know one of these tokens: the cache then grows on without them.
+        """
+        super().crop(tokens_to_remove)
+        self.states = self.states.crop(-tokens_to_remove)
+        self.decoding = self.decoding if tokens_to_remove == 0 else None
+
+    def reset(self) -> None:
+        """Forget everything: ready for a new prompt."""
+        self.states = RowStates()
+        for layer in self.layers:
+            layer.reset()
+            drop_tensors(layer)
+        self.layers_differ, self.decoding = False, None
+
+    def fail(self, reason: str) -> None:
+        """Drop everything and refuse any further use."""
+        self.reset()
+        self.failure = reason
+
+    def check_usable(self) -> None:
+        """Refuse a cache that a failure has emptied.
+
+        Raises:
+            SpecError: when it has.
+        """
+        if self.failure is not None:
+            raise SpecError("past_key_values", "an unusable cache", f"{self.failure}; start again with a new one")
+
+
+@contextmanager
+def undone(layers: Iterable[RetainedLayer]) -> Iterator[None]:
+    """What fails in here leaves the rows of these layers as they were; tensors are not touched."""
+    before = [(layer, layer.rows) for layer in layers]
+    try:
+        yield
+    except BaseException:
+        for layer, rows in before:
+            layer.rows = rows
+        raise
+
+
+def storage_bytes(layers: Iterable[Any]) -> int:
+    """Bytes that the tensors of these cache layers occupy, each memory block counted once."""
+    blocks = {}
+    for layer in layers:
+        for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None)):
+            if isinstance(tensor, Tensor):
+                block = tensor.untyped_storage()
+                blocks[block.data_ptr()] = block.nbytes()
+    return sum(blocks.values())

@@ -1,0 +1,94 @@
+"""What a few policies must know of a model beside its attention inputs: output projections, frequencies, its name."""
+
+import hashlib
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from models_integration.model.architecture import FULL, Architecture
+from spec.arrays import Cube
+from spec.errors import SpecError
+
+__all__ = ["check_fixed", "fingerprint", "output_projections", "rotary"]
+
+_PROJECTIONS = ("o_proj", "dense", "out_proj", "wo")
+# Frequencies that change with the length of what is read.
+_CHANGING = ("dynamic", "longrope")
+
+
+def output_projections(architecture: Architecture) -> Mapping[int, Cube]:
+    """W_o (H, d, hidden) of each full-attention layer: the rows of each query head.
+
+    Raises:
+        SpecError: for a model whose output projection is not a linear layer of a known name.
+    """
+    found = {}
+    for layer in architecture.full_layers:
+        module = architecture.attention[layer]
+        linear = next((part for name, part in module.named_children() if name in _PROJECTIONS), None)
+        if not isinstance(linear, nn.Linear):
+            raise SpecError("model", type(module).__name__, f"has no output projection {' or '.join(_PROJECTIONS)}")
+        H = architecture.config.num_attention_heads
+        weight = linear.weight.detach().to("cpu", torch.float64)
+        found[layer] = weight.T.reshape(H, -1, weight.shape[0]).numpy()
+    return found
+
+
+def check_fixed(architecture: Architecture) -> None:
+    """The rotary frequencies are the same at every length: cached keys and queries to come are turned alike.
+
+    Raises:
+        SpecError: otherwise.
+    """
+    stated: Any = getattr(architecture.config, "rope_parameters", None) or {}
+    kind = stated.get(FULL, stated).get("rope_type", "default")
+    if kind in _CHANGING:
+        name = type(architecture.decoder).__name__
+        raise SpecError("model", name, f"its rotary frequencies change with the length ({kind})")
+
+
+def rotary(architecture: Architecture) -> dict[str, Any]:
+    """The rotary frequencies `inv_freq` of the full-attention layers, and the `factor` inside the tables.
+
+    Raises:
+        SpecError: for an embedding that is partial, interleaved, changes with the length, or spares a layer.
+    """
+    name = type(architecture.decoder).__name__
+    check_fixed(architecture)
+    embedding: Any = getattr(architecture.decoder, "rotary_emb", None)
+    prefix = f"{FULL}_" if hasattr(embedding, f"{FULL}_inv_freq") else ""
+    inv_freq = getattr(embedding, f"{prefix}inv_freq", None)
+    if not isinstance(inv_freq, Tensor):
+        raise SpecError("model", name, "has no rotary_emb with frequencies")
+    for layer in architecture.full_layers:
+        _check_pairs(architecture, architecture.attention[layer], len(inv_freq))
+    factor = float(getattr(embedding, f"{prefix}attention_scaling"))
+    return {"inv_freq": inv_freq.detach().to("cpu", torch.float64).numpy(), "factor": factor}
+
+
+def fingerprint(model: PreTrainedModel) -> str:
+    """Eight hex digits over names, shapes and a sample of the weights: a retrained model is another model."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        sample = parameter.detach().flatten()[:64].float().cpu().numpy()
+        digest.update(name.encode() + str(tuple(parameter.shape)).encode() + sample.tobytes())
+    return digest.hexdigest()[:8]
+
+
+def _check_pairs(architecture: Architecture, module: nn.Module, pairs: int) -> None:
+    """The embedding turns all of a head, in pairs of its two halves."""
+    config: Any = architecture.config
+    d = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if 2 * pairs != d:
+        raise SpecError("model", type(module).__name__, f"turns {2 * pairs} of a head's {d} channels")
+    halves = getattr(sys.modules[type(module).__module__], "rotate_half", None)
+    expected = np.concatenate([-np.arange(pairs, d), np.arange(pairs)])
+    if halves is None or halves(torch.arange(d)[None])[0].tolist() != expected.tolist():
+        raise SpecError("model", type(module).__name__, "does not turn the two halves of a head against each other")
+    if not getattr(module, "use_rope", True):
+        raise SpecError("model", type(module).__name__, "has a layer without positions")

@@ -1,0 +1,1 @@
+"""The methods that users call, by class and by name."""

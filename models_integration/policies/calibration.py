@@ -1,0 +1,90 @@
+"""TriAttention's calibration of a model: one forward over a text, in which each layer's queries become statistics."""
+
+from dataclasses import dataclass, field
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from models_integration.attention.capture import Attended, observing
+from models_integration.cache.retained_cache import RetainedCache
+from models_integration.model.architecture import Architecture, describe
+from models_integration.model.rotary_gate import LayerRotary, recognise
+from models_integration.model.weights import check_fixed, fingerprint
+from reference.calibration import Calibration, Identity
+from reference.policies.rotary import unrotated
+from reference.triattention import band_statistics
+from spec.arrays import Float64, Matrix
+from spec.errors import SpecError
+
+__all__ = ["calibrate", "identify"]
+
+
+def identify(model: PreTrainedModel) -> Identity:
+    """The model's name with a digest of its weights, and the rotation of its full-attention layers.
+
+    Raises:
+        SpecError: for a model that is not served, whose full-attention layers do not share one rotation in halves, or
+            whose frequencies change with the length.
+        UnknownModel: for a rotation that is not recognised.
+    """
+    architecture, name = describe(model), type(model).__name__
+    check_fixed(architecture)
+    rotary = recognise(model)
+    kinds = {rotary.layers[layer] for layer in architecture.full_layers}
+    kind = kinds.pop() if len(kinds) == 1 else LayerRotary()
+    if kind.buffer is None or kind.style != "half_split":
+        raise SpecError("model", name, "its full-attention layers must share one rotation, in halves")
+    inv_freq = rotary.frequencies[kind.buffer].double().cpu().numpy()
+    return Identity(f"{name}@{fingerprint(model)}", inv_freq, rotary.scaling[kind.buffer])
+
+
+def calibrate(model: PreTrainedModel, input_ids: Tensor) -> Calibration:
+    """Statistics of the queries of a text (1, n), before their rotation and after any norm of queries.
+
+    Any text of the model's language serves; the paper's rejected `Q_stats` is this over another text.
+    `reference.calibration.save_calibration(found, path)` writes it, as `kvspec calibrate` does.
+
+    Raises:
+        SpecError: as `identify`; for ids that are not one row of a token or more, or heads that are rotated in part.
+        UnknownModel: as `identify`.
+    """
+    if input_ids.ndim != 2 or len(input_ids) != 1 or input_ids.shape[1] < 1:
+        raise SpecError("input_ids", tuple(input_ids.shape), "must be one row of at least one token")
+    architecture, identity = describe(model), identify(model)
+    found = _Statistics(identity)
+    cache = RetainedCache(architecture.config)
+    with torch.no_grad(), observing(architecture, cache, found, architecture.full_layers):
+        architecture.decoder(input_ids=input_ids, past_key_values=cache, use_cache=True)
+    return found.calibration(architecture)
+
+
+@dataclass
+class _Statistics:
+    """Watches attention; of each layer only means are kept."""
+
+    identity: Identity
+    layers: dict[int, list[tuple[Matrix, Matrix]]] = field(default_factory=dict)
+
+    def wants_lse(self, layer: int) -> bool:
+        return False
+
+    def attended(self, module: nn.Module, seen: Attended) -> None:
+        q = seen.query[0]
+        if q.shape[2] != 2 * len(self.identity.inv_freq):
+            raise SpecError("model", type(module).__name__, f"rotates a part of its heads' {q.shape[2]} channels")
+        self.layers[cast(int, module.layer_idx)] = [self.head(one) for one in q]
+
+    def head(self, q: Tensor) -> tuple[Float64[Matrix, "1 d"], Float64[Matrix, "1 half"]]:
+        wide = q.detach().double().cpu().numpy()[None]
+        bare = unrotated(wide, np.arange(wide.shape[1]), self.identity.inv_freq, self.identity.factor)
+        return band_statistics(bare)
+
+    def calibration(self, architecture: Architecture) -> Calibration:
+        mean, magnitude = (
+            np.stack([np.concatenate([head[part] for head in self.layers[at]]) for at in architecture.full_layers])
+            for part in (0, 1)
+        )
+        return Calibration(self.identity, architecture.full_layers, mean, magnitude)

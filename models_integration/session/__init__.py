@@ -1,0 +1,1 @@
+"""A policy at work on a model: observe, decide, compact, go on."""

@@ -1,0 +1,1 @@
+"""Many tasks, depths and budgets, with intervals."""
