@@ -3,8 +3,8 @@
 `python -m conformance.measure.benchmarks.bench_session`. Two caches of a tiny model hold the same 16 384 slots;
 T_breath steps on the one inside the context and on the other by the bare model take turns, one by one, on one thread.
 Processor time, the first rounds left out: they load compiled code. A breath is compared with the step of the bare model
-beside it. Its gather of keys and values grows with the model and is timed by itself: what is left is bookkeeping, the decay
-of the steps that have waited included. Asked for: 0.1 ms a step, 5 ms a breath.
+beside it. Its gather of keys and values grows with the model and is timed by itself: what is left is bookkeeping, the
+decay of the steps that have waited included. Asked for: 0.1 ms a step, 5 ms a breath.
 """
 
 import time
