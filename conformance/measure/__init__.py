@@ -1,0 +1,1 @@
+"""What is measured and not judged. Not collected with the suite."""
