@@ -92,7 +92,7 @@ def report(rows: list[str], score: str) -> str:
     versions = ", ".join(f"{name} {version(name)}" for name in ("numpy", "hypothesis", "pytest"))
     return f"""# Saboteurs: how strong the suite is
 
-`nox -s saboteurs -- --report docs/results/saboteurs.md`, {date.today()}, spec {SPEC_VERSION}, profile ci,
+`nox -s saboteurs -- --report results/saboteurs.md`, {date.today()}, spec {SPEC_VERSION}, profile ci,
 Python {python_version()}, {versions}, {os.cpu_count()} CPU cores.
 
 {score}.
@@ -134,6 +134,7 @@ def main(arguments: list[str] | None = None) -> int:
     text, every = summary(results, perf_counter() - start)
     print(text)
     if options.report:
+        options.report.parent.mkdir(parents=True, exist_ok=True)
         options.report.write_text(report(rows, text), encoding="utf-8")
     few = whole and sum(a >= INPUTS / 2 for _, a in results) < SUBTLE_AT_LEAST
     return int(few or not every)
