@@ -22,7 +22,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from conformance.checks import decode as checks_decode
+from conformance.checks import decode_checks
 from conformance.oracles import decode
 from conformance.strategies.decoding import decode_parameters, ends, frozen_state
 from reference.crystalcache import decode_step, empty_state, extend
@@ -85,15 +85,15 @@ class Life(RuleBasedStateMachine):
         before, after = self.state, decode_step(self.state, token, norm, ENDS, self.p, self.backend)
         self.remember([token], key[:, None])
         if after.step % self.p.T_breath:
-            self.become(after, list(checks_decode.forward(before, after, token, norm, self.p)))
+            self.become(after, list(decode_checks.forward(before, after, token, norm, self.p)))
             assert after.live is before.live
             assert after.W is before.W
         else:
             longer = waiting.append(before, token, norm)
             D = self.backend.require_breath().decay(before.D, before.live.trunk_impact, self.p)
             faded = replace(longer, D=D)
-            complaints = list(checks_decode.forward(before, faded, token, norm, self.p))
-            self.become(after, complaints + list(checks_decode.breath(faded, after, ENDS, self.p, self.backend)))
+            complaints = list(decode_checks.forward(before, faded, token, norm, self.p))
+            self.become(after, complaints + list(decode_checks.breath(faded, after, ENDS, self.p, self.backend)))
             assert after.tail_ids == ()
 
     @rule(n=st.integers(2, 7), pieces=st.integers(1, 3), seed=st.integers(0, 999))
@@ -109,7 +109,7 @@ class Life(RuleBasedStateMachine):
             q, k, np.concatenate([before.stored, np.arange(before.seen, after.seen)]), self.p, 0.5, None
         )
         norms = np.array(self.norms[before.seen :])
-        complaints = list(checks_decode.segment(before, after, found, ids, norms, ENDS, self.p, self.backend))
+        complaints = list(decode_checks.segment(before, after, found, ids, norms, ENDS, self.p, self.backend))
         self.become(after, complaints)
         assert after.step == before.step
 
@@ -126,7 +126,7 @@ class Life(RuleBasedStateMachine):
         m = len(before.D)
         safe = data.draw(st.lists(st.booleans(), min_size=m, max_size=m), label="protected")
         after = evict(before, np.array(safe, dtype=np.bool_), self.p, self.backend)
-        complaints = list(checks_decode.eviction(before, after, safe, self.p, self.backend))
+        complaints = list(decode_checks.eviction(before, after, safe, self.p, self.backend))
         assert after.tail_positions.tolist() == before.tail_positions.tolist()
         self.become(replace(after, budget=self.state.budget), complaints)
 
@@ -134,7 +134,7 @@ class Life(RuleBasedStateMachine):
     def copy(self) -> None:
         """Copied, it is the same state and goes on as such."""
         again = pickle.loads(pickle.dumps(self.state))
-        assert checks_decode.same_bits(again, self.state)
+        assert decode_checks.same_bits(again, self.state)
         self.state = frozen_state(again)
 
     @precondition(lambda self: HAS_MODELS)
@@ -149,7 +149,7 @@ class Life(RuleBasedStateMachine):
             path = Path(folder) / "state"
             path.write_bytes(b"".join(parts(numbers, arrays)))
             again = unpacked(*read(path))
-        assert checks_decode.same_bits(again, self.state)
+        assert decode_checks.same_bits(again, self.state)
         self.state = frozen_state(again)
 
     @invariant()
@@ -191,7 +191,7 @@ class Life(RuleBasedStateMachine):
     @invariant()
     def pulses_are_bounded(self) -> None:
         """From each trunk: 1 at the source, (gamma max W) ^ h at most elsewhere, none below tau_pulse."""
-        now = checks_decode.model(self.state)
+        now = decode_checks.model(self.state)
         top = max(now.W.values(), default=0.0) * self.p.gamma_hop
         for g in now.trunks:
             arrived = decode.pulses(g.name, now.W, self.p)

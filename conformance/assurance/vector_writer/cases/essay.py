@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from conformance.vectors.case import Case, Group
-from conformance.vectors.cases.coattention import attending
-from conformance.vectors.cases.dissolution import eviction, sizes
-from conformance.vectors.cases.prefill import EVEN, IDS, even, prompt
-from conformance.vectors.cases.trunks import linked, text
+from conformance.assurance.vector_writer.case import Case, Group
+from conformance.assurance.vector_writer.cases.coattention import attending
+from conformance.assurance.vector_writer.cases.dissolution import eviction, sizes
+from conformance.assurance.vector_writer.cases.prefill import EVEN, IDS, even, prompt
+from conformance.assurance.vector_writer.cases.trunks import linked, text
 
 __all__ = ["GROUPS"]
 

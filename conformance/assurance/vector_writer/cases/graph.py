@@ -1,7 +1,8 @@
 """S4: the trunk graph and D."""
 
-from conformance.vectors.case import Case, Group, Json
-from conformance.vectors.cases.trunks import linked
+from conformance.assurance.vector_writer.case import Case, Group
+from conformance.assurance.vector_writer.cases.trunks import linked
+from conformance.vectors.json_values import Json
 
 __all__ = ["GROUPS"]
 

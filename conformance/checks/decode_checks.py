@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from conformance import tolerances as compare
-from conformance.checks import stages as checks
+from conformance import tolerances
+from conformance.checks import stage_checks
 from conformance.oracles import decode, s6
 from conformance.oracles.decode import Model
 from conformance.vectors.arrays import plain
@@ -52,10 +52,10 @@ def state(found: DecodeState, want: Model, loose: Any = 0.0) -> Iterator[str]:
         a, b = plain(got[name]), expected[name]
         if name in BOUNDED:
             near = name == "D" and len(a) == len(b) and bool((np.abs(np.subtract(a, b)) <= loose).all())
-            if not near and not compare.close("CC-STEP", a, b):
+            if not near and not tolerances.close("CC-STEP", a, b):
                 yield f"{name} is {a}, not {b}"
         elif name in ("mu", "sigma"):
-            if not compare.close("CC-SEGMENT-D", [a], [b]) and not abs(a - b) <= np.max(loose, initial=0.0):
+            if not tolerances.close("CC-SEGMENT-D", [a], [b]) and not abs(a - b) <= np.max(loose, initial=0.0):
                 yield f"{name} is {a}, not {b}"
         elif list(np.atleast_1d(a)) != list(np.atleast_1d(b)):
             yield f"{name} is {a}, not {b}"
@@ -79,7 +79,7 @@ def eviction(
     """What an eviction leaves of a given table: its scores in their bound, and from these Algorithm 1."""
     mask = np.array(safe, dtype=np.bool_)
     found = backend.require_crystal().score(before.D, before.live.trunk_impact, mask, p)
-    yield from checks.score(found, before.D, before.live.trunk_impact, mask, p)
+    yield from stage_checks.score(found, before.D, before.live.trunk_impact, mask, p)
     want = model(before)
     decode.evict_by(want, {g: x for g, x in enumerate(found.tolist()) if not safe[g]}, safe, p)
     yield from state(after, want)
@@ -91,7 +91,7 @@ def forward(
 ) -> Iterator[str]:
     """One forward without a breath."""
     want = decode.after_forward(model(before), token, norm, p)
-    yield from state(after, want, compare.decay_radius(before.D))
+    yield from state(after, want, tolerances.decay_radius(before.D))
 
 
 def breath(
@@ -113,7 +113,8 @@ def segment(
     """A segment whose S1 is given: the table from `before`, the eviction from the table."""
     table = add_segment(join_tail(before, ends, p, backend), found, ids, ends, norms, p, backend)
     want = model(before)
-    decode.add_segment(want, checks.edges_of(found), found.salience.tolist(), ids.tolist(), norms.tolist(), ends, p)
+    edges = stage_checks.edges_of(found)
+    decode.add_segment(want, edges, found.salience.tolist(), ids.tolist(), norms.tolist(), ends, p)
     degree = np.array(decode.degrees(want))
-    yield from state(table, want, compare.settled_radius(degree, p.s, p.epsilon))
+    yield from state(table, want, tolerances.settled_radius(degree, p.s, p.epsilon))
     yield from eviction(table, after, decode.in_windows(model(table), p), p, backend)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from conformance import tolerances as compare
+from conformance import tolerances
 from conformance.oracles import s1, s2, s3, s4, s5, s6
 from conformance.strategies.attention import AttentionInputs
 from conformance.strategies.prompts import Prompt
@@ -56,7 +56,7 @@ def coattention(found: CoAttention, inputs: AttentionInputs, precision: str) -> 
     positions = inputs.positions.tolist()
     n = len(q[0])
     before = len(positions) - n
-    error = compare.attention_error(inputs.q, inputs.k, inputs.scaling, inputs.softcap, precision).tolist()
+    error = tolerances.attention_error(inputs.q, inputs.k, inputs.scaling, inputs.softcap, precision).tolist()
     if found.start != positions[before]:
         yield f"S1: start is {found.start}, not {positions[before]}"
     for name in ("salience", "intra", "intra_weight", "cross", "cross_weight"):
@@ -83,7 +83,7 @@ def _chunk(
 ) -> Iterator[str]:
     c, stop, first = tokens.start, tokens.stop, before + tokens.start
     own = [[row[first:] for row in head] for head in A]
-    radius = compare.salience_radius(own, error[c:stop], p.k_heads, p.M_min, precision, p.heads)
+    radius = tolerances.salience_radius(own, error[c:stop], p.k_heads, p.M_min, precision, p.heads)
     for i, (S, r) in zip(tokens, zip(s1.salience(own, p), radius, strict=True), strict=True):
         if found.salience[i] not in Interval.around(S, r):
             yield f"S1: salience of token {i} is {found.salience[i]}, not {S} within {r}"
@@ -93,7 +93,7 @@ def _chunk(
         cosines = {
             positions[first + j]: _around(
                 s1.cosine(rows, i - c, j),
-                compare.cosine_error(error[i], error[c + j], stop - c, len(A), precision),
+                tolerances.cosine_error(error[i], error[c + j], stop - c, len(A), precision),
             )
             for j in range(stop - c) if j != i - c
         }
@@ -101,7 +101,7 @@ def _chunk(
             f"S1: neighbours of token {i} inside its chunk", found.intra[i], found.intra_weight[i], cosines,
             p.tau_intra,
         )
-        share = error[i] + compare.gamma(len(A) + 2, precision) + compare.gamma(len(A) + 2, "float64")
+        share = error[i] + tolerances.gamma(len(A) + 2, precision) + tolerances.gamma(len(A) + 2, "float64")
         sources = {positions[j]: _around(mean[i - c][j], share) for j in range(first)}
         yield from _neighbours(
             f"S1: sources of token {i} in earlier chunks", found.cross[i], found.cross_weight[i], sources,
@@ -110,7 +110,7 @@ def _chunk(
 
 
 def _around(weight: float, relative: float) -> Interval:
-    return Interval.around(weight, weight * relative + compare.SMALLEST["float32"])
+    return Interval.around(weight, weight * relative + tolerances.SMALLEST["float32"])
 
 
 def _neighbours(
@@ -119,7 +119,7 @@ def _neighbours(
     chosen = [j for j in index.tolist() if j >= 0]
     if index.tolist() != chosen + [-1] * (len(index) - len(chosen)) or weight[len(chosen) :].any():
         yield f"{what}: {index.tolist()} {weight.tolist()} is not padded at the end with -1 and 0"
-    elif not compare.list_is_realisable(chosen, boxes, len(index), tau):
+    elif not tolerances.list_is_realisable(chosen, boxes, len(index), tau):
         yield f"{what}: {chosen} out of {boxes}"
     elif any(w not in boxes[j] for j, w in zip(chosen, weight.tolist(), strict=False)):
         yield f"{what}: weights {weight.tolist()} of {chosen} out of {boxes}"
@@ -132,7 +132,7 @@ def _neighbours(
 def impact(found: Vector, salience: Vector, ids: IntVector, p: CrystalCacheParameters) -> Iterator[str]:
     """S3 from given salience."""
     want = s3.impact(salience.tolist(), ids.tolist(), p)
-    if not compare.close("CC-IMPACT", found, want):
+    if not tolerances.close("CC-IMPACT", found, want):
         yield f"S3: M is {found.tolist()}, not {want}"
 
 
@@ -145,7 +145,7 @@ def trunks(
         yield f"S2: offsets are {found.offsets.tolist()}, not {[g[0] for g in want]}"
         return
     M_bar = s3.unit_trunk_impact([s3.trunk_impact(M.tolist(), [i - given.start for i in g]) for g in want], p)
-    if not compare.close("CC-TRUNK-IMPACT", found.impact, M_bar):
+    if not tolerances.close("CC-TRUNK-IMPACT", found.impact, M_bar):
         yield f"S2: trunk impact is {found.impact.tolist()}, not {M_bar}"
 
 
@@ -161,16 +161,16 @@ def graph(found: TrunkGraph, given: CoAttention, among: Trunks, p: CrystalCacheP
     for a, g_a in enumerate(lists):
         for b, g_b in enumerate(lists):
             free = 0.0 if a == b else s4.unpruned_weight(s4.cross_weights(E, g_a, g_b), len(g_a), len(g_b))
-            near_tie = compare.close("CC-TRUNK-WEIGHT", [free], [p.tau_edge])
+            near_tie = tolerances.close("CC-TRUNK-WEIGHT", [free], [p.tau_edge])
             want = free if free > p.tau_edge else 0.0
-            if not compare.close("CC-TRUNK-WEIGHT", [W[a, b]], [want]) and not (
-                near_tie and (W[a, b] == 0 or compare.close("CC-TRUNK-WEIGHT", [W[a, b]], [free]))
+            if not tolerances.close("CC-TRUNK-WEIGHT", [W[a, b]], [want]) and not (
+                near_tie and (W[a, b] == 0 or tolerances.close("CC-TRUNK-WEIGHT", [W[a, b]], [free]))
             ):
                 yield f"S4: W({a}, {b}) is {W[a, b]}, not {want}"
     if (W != W.T).any():
         yield f"S4: W is not symmetric: {W.tolist()}"
     deg = s4.degree(W.tolist())
-    if not compare.close("CC-DEGREE", found.degree, deg):
+    if not tolerances.close("CC-DEGREE", found.degree, deg):
         yield f"S4: degrees are {found.degree.tolist()}, not {deg}"
     D = np.array(s4.crystallization(found.degree.tolist(), p))
     if (np.abs(found.D - D) > _D_radius(found.degree, p)).any():
@@ -178,7 +178,7 @@ def graph(found: TrunkGraph, given: CoAttention, among: Trunks, p: CrystalCacheP
 
 
 def _D_radius(degree: Vector, p: CrystalCacheParameters) -> float:
-    return 0.0 if p.graph == "zero" else compare.crystallization_radius(degree, p.s, p.epsilon)
+    return 0.0 if p.graph == "zero" else tolerances.crystallization_radius(degree, p.s, p.epsilon)
 
 
 def score(
@@ -191,7 +191,7 @@ def score(
     want = s5.score(D.tolist(), M_bar.tolist(), alive, p)
     if not alive:
         return
-    radius = p.alpha * compare.normalised_radius([M_bar[g] for g in alive], p.epsilon)
+    radius = p.alpha * tolerances.normalised_radius([M_bar[g] for g in alive], p.epsilon)
     for g in alive:
         by_D = want[g] == D[g] and found[g] == D[g]
         if not by_D and not abs(found[g] - want[g]) <= radius:
@@ -211,7 +211,7 @@ def dissolution(
         yield f"S6: kept {found.kept.tolist()}, not {want.kept}"
     if found.ratio.tolist() != [float(r) for r in want.ratio]:
         yield f"S6: r is {found.ratio.tolist()}, not {[float(r) for r in want.ratio]}"
-    if not compare.close("CC-DISSOLVE-D", found.D, want.D):
+    if not tolerances.close("CC-DISSOLVE-D", found.D, want.D):
         yield f"S6: D is {found.D.tolist()}, not {want.D}"
 
 

@@ -3,7 +3,8 @@
 import math
 from collections.abc import Sequence
 
-from conformance.vectors.case import Case, Group, Json
+from conformance.assurance.vector_writer.case import Case, Group
+from conformance.vectors.json_values import Json
 
 __all__ = ["GROUPS"]
 

@@ -6,12 +6,13 @@ from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 
+from conformance.assurance.vector_writer import expected_injection
+from conformance.assurance.vector_writer.case import Operation
+from conformance.assurance.vector_writer.expected_decode import DECODE_OPERATIONS
 from conformance.oracles import pipeline, s1, s2, s3, s4, s5, s6
 from conformance.vectors import brute_force as plain
 from conformance.vectors import diversity_oracles as diversity
-from conformance.vectors import expected_injection
-from conformance.vectors.case import Json, Operation, Results
-from conformance.vectors.expected_decode import DECODE_OPERATIONS
+from conformance.vectors.json_values import Json, Results
 from conformance.vectors.nestedkv_oracles import BOUNDED_RESULTS
 from conformance.vectors.nestedkv_oracles import RESULTS as NESTEDKV_RESULTS
 from conformance.vectors.policy_oracles import RESULTS

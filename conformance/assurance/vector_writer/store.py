@@ -1,22 +1,21 @@
-"""spec/vectors: made from the cases and the oracles, written as JSON, and compared."""
+"""Vectors made from the cases and the oracles, written as JSON, and compared with what is published."""
 
 import argparse
 import json
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
-from conformance.paths import SPEC
-from conformance.vectors.case import Case, Group, Json, encoded, parameters_of
-from conformance.vectors.cases import STAGES
-from conformance.vectors.expected import OPERATIONS
-from conformance.vectors.notes import NOTES
+from conformance.assurance.vector_writer.case import Case, Group
+from conformance.assurance.vector_writer.cases import STAGES
+from conformance.assurance.vector_writer.expected import OPERATIONS
+from conformance.assurance.vector_writer.flags import FLAGS
+from conformance.vectors import files
+from conformance.vectors.json_values import Json, encoded, parameters_of
 from spec import SPEC_VERSION
 
-__all__ = ["HOME", "built", "differences", "main", "stored", "text_of", "written"]
+__all__ = ["built", "differences", "main", "repeated", "text_of", "written"]
 
-HOME = SPEC / "vectors"
 WIDTH = 118
 HEADER = [
     "A float is text: float.hex of an IEEE 754 double, nan, inf or -inf. Every other number is an integer.",
@@ -33,9 +32,10 @@ def built(stage: str) -> Json:
     tests = [test for group in groups for test in group["tests"]]
     flags = sorted({flag for test in tests for flag in test["flags"]})
     return {
-        "stage": stage, "specVersion": SPEC_VERSION, "schema": "schema.json", "generator": "conformance.vectors",
+        "stage": stage, "specVersion": SPEC_VERSION, "schema": "schema.json",
+        "generator": "conformance.assurance.vector_writer",
         "numberOfTests": len(tests), "header": HEADER,
-        "notes": {flag: dict(zip(("bugType", "description"), NOTES[flag], strict=True)) for flag in flags},
+        "notes": {flag: dict(zip(("bugType", "description"), FLAGS[flag], strict=True)) for flag in flags},
         "testGroups": groups,
     }
 
@@ -76,16 +76,6 @@ def text_of(value: Json, indent: int = 0, column: int = 0) -> str:
     return "[" + pad + pad.join(lines) + pad[:-1] + "]"
 
 
-def path_of(stage: str) -> Path:
-    return HOME / f"{stage}.json"
-
-
-def stored(stage: str) -> Json:
-    """The published file; None where there is none yet."""
-    path = path_of(stage)
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-
-
 def tests_of(file: Json) -> dict[int, Json]:
     """Each test by its tcId, with its group's operation and parameters."""
     return {
@@ -114,14 +104,14 @@ def repeated(file: Json) -> list[str]:
 
 def written(stages: Mapping[str, Sequence[Group]] = STAGES) -> list[str]:
     """Add new tests to the published files; what stands in the way, if anything does: then nothing is written."""
-    files = {stage: built(stage) for stage in stages}
+    made = {stage: built(stage) for stage in stages}
     problems = [
-        f"{stage}: {problem}" for stage, file in files.items()
-        for problem in [*repeated(file), *differences(stored(stage), file)]
+        f"{stage}: {problem}" for stage, file in made.items()
+        for problem in [*repeated(file), *differences(files.stored(stage), file)]
     ]
     if not problems:
-        for stage, file in files.items():
-            path_of(stage).write_text(text_of(file) + "\n", encoding="utf-8")
+        for stage, file in made.items():
+            files.path_of(stage).write_text(text_of(file) + "\n", encoding="utf-8")
     return problems
 
 
@@ -129,20 +119,20 @@ def checked() -> list[str]:
     """How the published files differ from what the cases and oracles give."""
     problems = []
     for stage in STAGES:
-        old, new = stored(stage), built(stage)
+        old, new = files.stored(stage), built(stage)
         missing = sorted(tests_of(new).keys() - tests_of(old).keys())
         found = [*repeated(new), *differences(old, new)]
         found += [f"tcId {tcId}: not published; --write adds it" for tcId in missing]
         if not found and old != new:
             found.append("header or notes are stale; --write renews them")
         problems += [f"{stage}: {problem}" for problem in found]
-    strangers = {path.stem for path in HOME.glob("*.json")} - STAGES.keys() - {"schema"}
-    return problems + [f"{name}: a file that no stage makes" for name in sorted(strangers)]
+    strangers = [stage for stage in files.stages() if stage not in STAGES]
+    return problems + [f"{name}: a file that no stage makes" for name in strangers]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check spec/vectors, or write new tests; 1 where something is wrong."""
-    parser = argparse.ArgumentParser(prog="conformance.vectors", description=__doc__)
+    parser = argparse.ArgumentParser(prog="conformance.assurance.vector_writer", description=__doc__)
     parser.add_argument("--write", action="store_true", help="add new tests; a published one never changes")
     problems = written() if parser.parse_args(arguments).write else checked()
     number = sum(len(group.cases) for groups in STAGES.values() for group in groups)

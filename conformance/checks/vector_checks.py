@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from conformance import tolerances as compare
-from conformance.checks import stages as checks
+from conformance import tolerances
+from conformance.checks import stage_checks
 from conformance.vectors.arrays import floats, integers, plain
-from conformance.vectors.case import Json
+from conformance.vectors.json_values import Json
 from conformance.vectors.nestedkv_oracles import BOUNDED_RESULTS, parameters_in
 from conformance.vectors.subject import attention_inputs, prompt, record
 from spec.parameters import CrystalCacheParameters
@@ -51,55 +51,56 @@ def within(name: str, got: Any, want: Any, radius: Any) -> Iterator[str]:
 
 
 def attention(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
-    error = compare.attention_error(floats(i["q"]), floats(i["k"]), i["scaling"], i["softcap"], "float64")
+    error = tolerances.attention_error(floats(i["q"]), floats(i["k"]), i["scaling"], i["softcap"], "float64")
     A = floats(want["A"])
     yield from within("A", found["A"], want["A"], A * error[:, None])
 
 
 def salience(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
-    radius = compare.salience_radius(i["own"], [0.0] * len(i["own"][0]), p.k_heads, p.M_min, "float64")
+    radius = tolerances.salience_radius(i["own"], [0.0] * len(i["own"][0]), p.k_heads, p.M_min, "float64")
     yield from within("S", found["S"], want["S"], floats(radius))
 
 
 def mean_salience(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
-    radius = compare.salience_radius(i["own"], [0.0] * len(i["own"][0]), p.k_heads, p.M_min, "float64", "mean")
+    radius = tolerances.salience_radius(i["own"], [0.0] * len(i["own"][0]), p.k_heads, p.M_min, "float64", "mean")
     yield from within("S", found["S"], want["S"], floats(radius))
 
 
 def rarity_forms(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
-    if not compare.close("CC-RARITY-FORMS", found["U"], want["U"]):
+    if not tolerances.close("CC-RARITY-FORMS", found["U"], want["U"]):
         yield f"U is {plain(found['U'])}, not {want['U']}"
 
 
 def row_norm(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
-    error = 2 * compare.gamma(len(i["A"]) + 1 + 8, "float64")  # either side errs; one head
+    error = 2 * tolerances.gamma(len(i["A"]) + 1 + 8, "float64")  # either side errs; one head
     yield from within("rows", found["rows"], want["rows"], floats(want["rows"]) * error)
 
 
 def rarity(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
-    if not compare.close("CC-RARITY", found["U"], want["U"]):
+    if not tolerances.close("CC-RARITY", found["U"], want["U"]):
         yield f"U is {plain(found['U'])}, not {want['U']}"
 
 
 def impact(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
-    if not compare.close("CC-IMPACT", found["M"], want["M"]):
+    if not tolerances.close("CC-IMPACT", found["M"], want["M"]):
         yield f"M is {plain(found['M'])}, not {want['M']}"
 
 
 def weights(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
-    if not compare.close("CC-TRUNK-WEIGHT", found["weights"], want["weights"]):
+    if not tolerances.close("CC-TRUNK-WEIGHT", found["weights"], want["weights"]):
         yield f"weights are {plain(found['weights'])}, not {want['weights']}"
 
 
 def crystallization(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
-    yield from within("D", found["D"], want["D"], compare.crystallization_radius(floats(i["degree"]), p.s, p.epsilon))
+    radius = tolerances.crystallization_radius(floats(i["degree"]), p.s, p.epsilon)
+    yield from within("D", found["D"], want["D"], radius)
 
 
 def graph(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
     """Weights by their bound, degrees from the weights that were found, D from the degrees that were found."""
     yield from weights(found, want, i, p, precision)
     offsets = integers(i["offsets"])
-    yield from checks.graph(TrunkGraph(**found), record(i), Trunks(offsets, np.ones(len(offsets) - 1)), p)
+    yield from stage_checks.graph(TrunkGraph(**found), record(i), Trunks(offsets, np.ones(len(offsets) - 1)), p)
 
 
 def normalised(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
@@ -115,16 +116,16 @@ def score(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: s
 
 def _radius(M_bar: Any, protected: Any, p: CrystalCacheParameters) -> float:
     alive = [M for M, shut in zip(M_bar, protected, strict=True) if not shut]
-    return compare.normalised_radius(alive, p.epsilon)
+    return tolerances.normalised_radius(alive, p.epsilon)
 
 
 def coattention(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
-    yield from checks.coattention(CoAttention(**found), attention_inputs(i, p), precision)
+    yield from stage_checks.coattention(CoAttention(**found), attention_inputs(i, p), precision)
 
 
 def prefill(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
     """Every record of the run, each judged from the one before it."""
-    yield from checks.retention(found["record"], prompt(i, p), precision)
+    yield from stage_checks.retention(found["record"], prompt(i, p), precision)
 
 
 def key_norms(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
@@ -133,18 +134,18 @@ def key_norms(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precisio
     if np.isfinite(got).tolist() != finite.tolist():
         yield f"inverse_norms is {got.tolist()}, not {expected.tolist()}"
     else:
-        radius = compare.key_norm_error(len(i["k"]), len(i["k"][0][0])) * expected[finite]
+        radius = tolerances.key_norm_error(len(i["k"]), len(i["k"][0][0])) * expected[finite]
         yield from within("inverse_norms", got[finite], expected[finite].tolist(), radius)
 
 
 def decay(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
-    yield from within("D", found["D"], want["D"], compare.decay_radius(floats(i["D"])))
+    yield from within("D", found["D"], want["D"], tolerances.decay_radius(floats(i["D"])))
 
 
 def nestedkv_item(name: str) -> Bounded:
     """An item's result, at the scale of its largest entry."""
     def judge(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
-        if not compare.scores_agree(floats(plain(found[name])).ravel(), floats(want[name]).ravel().tolist()):
+        if not tolerances.scores_agree(floats(plain(found[name])).ravel(), floats(want[name]).ravel().tolist()):
             yield f"{name} is {plain(found[name])}, not {want[name]}"
 
     return judge
@@ -152,7 +153,7 @@ def nestedkv_item(name: str) -> Bounded:
 
 def anomaly_score(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
     for h, head in enumerate(i["k"]):
-        radius = compare.nestedkv_radius(head, parameters_in(i), precision)
+        radius = tolerances.nestedkv_radius(head, parameters_in(i), precision)
         yield from within(f"score of head {h}", found["score"][h], want["score"][h], radius)
 
 
@@ -161,7 +162,7 @@ def relative(item: str, names: Sequence[str]) -> Bounded:
     def judge(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
         for name in names:
             got, expected = (np.atleast_1d(floats(plain(side[name]))) for side in (found, want))
-            if not compare.close(item, got, expected):
+            if not tolerances.close(item, got, expected):
                 yield f"{name} is {plain(found[name])}, not {want[name]}"
 
     return judge
@@ -169,27 +170,27 @@ def relative(item: str, names: Sequence[str]) -> Bounded:
 
 def scored(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
     for got, expected in zip(plain(found["score"]), want["score"], strict=True):
-        if not compare.scores_agree(got, expected):
+        if not tolerances.scores_agree(got, expected):
             yield f"score is {got}, not {expected}"
 
 
 def turned(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
-    yield from within("turned", found["turned"], want["turned"], compare.turn_radius(floats(i["x"])))
+    yield from within("turned", found["turned"], want["turned"], tolerances.turn_radius(floats(i["x"])))
 
 
 def cosines(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
-    radius = compare.key_cosine_error(len(i["fresh"][0][0]))
+    radius = tolerances.key_cosine_error(len(i["fresh"][0][0]))
     for name in ("raw", "unrotated"):
         yield from within(name, floats(plain(found[name])).ravel(), floats(want[name]).ravel().tolist(), radius)
 
 
 def interval(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
     terms = len(i["drawn"][0]) * len(i["differences"]) if "drawn" in i else 1
-    yield from within("interval", found["interval"], want["interval"], compare.interval_radius(terms))
+    yield from within("interval", found["interval"], want["interval"], tolerances.interval_radius(terms))
 
 
 def power(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
-    if not compare.close("IN-POWER", [found["power"]], [want["power"]]):
+    if not tolerances.close("IN-POWER", [found["power"]], [want["power"]]):
         yield f"power is {found['power']}, not {want['power']}"
 
 

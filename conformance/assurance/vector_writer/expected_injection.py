@@ -5,7 +5,7 @@ from fractions import Fraction
 from statistics import NormalDist
 
 from conformance.oracles import injection, statistics
-from conformance.vectors.case import Json
+from conformance.vectors.json_values import Json
 
 __all__ = ["OPERATIONS"]
 

@@ -1,6 +1,6 @@
 """Injection: rotation, codecs, wrappers, fusion and statistics."""
 
-from conformance.vectors.case import Case, Group
+from conformance.assurance.vector_writer.case import Case, Group
 
 __all__ = ["GROUPS"]
 

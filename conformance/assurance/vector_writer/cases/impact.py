@@ -1,6 +1,6 @@
 """S3: counts, rarity and encoding impact."""
 
-from conformance.vectors.case import Case, Group
+from conformance.assurance.vector_writer.case import Case, Group
 
 __all__ = ["GROUPS"]
 

@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from conformance.vectors.case import Case, Group, Json
-from conformance.vectors.cases.coattention import attending
+from conformance.assurance.vector_writer.case import Case, Group
+from conformance.assurance.vector_writer.cases.coattention import attending
+from conformance.vectors.json_values import Json
 
 __all__ = ["GROUPS"]
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from conformance.vectors.case import Group
-from conformance.vectors.cases import (
+from conformance.assurance.vector_writer.case import Group
+from conformance.assurance.vector_writer.cases import (
     breath,
     budgets,
     coattention,

@@ -1,6 +1,7 @@
 """The published policies and their parts."""
 
-from conformance.vectors.case import Case, Group, Json
+from conformance.assurance.vector_writer.case import Case, Group
+from conformance.vectors.json_values import Json
 
 __all__ = ["GROUPS"]
 

@@ -1,9 +1,9 @@
-"""The flags of the vectors: each names a mistake that the vector catches."""
+"""The flags of the vectors: each names a mistake that a vector catches."""
 
-__all__ = ["NOTES"]
+__all__ = ["FLAGS"]
 
 # Flag: kind of mistake, and what goes wrong.
-NOTES: dict[str, tuple[str, str]] = {
+FLAGS: dict[str, tuple[str, str]] = {
     "Plain": ("BASIC", "A first case without a trap: the equation as it is written."),
     "BandHalves": ("LAYOUT", "A rotary band is channels f and f + d / 2; neighbouring channels are other bands."),
     "Modular": ("READING", "A prior for a fixed direction looks at no kept token, so that copies stay together."),

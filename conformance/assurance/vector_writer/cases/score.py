@@ -2,7 +2,7 @@
 
 import math
 
-from conformance.vectors.case import Case, Group
+from conformance.assurance.vector_writer.case import Case, Group
 
 __all__ = ["GROUPS"]
 

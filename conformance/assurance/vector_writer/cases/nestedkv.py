@@ -1,7 +1,8 @@
 """NestedKV."""
 
-from conformance.vectors.case import Case, Group, Json
-from conformance.vectors.cases.policies import numbers
+from conformance.assurance.vector_writer.case import Case, Group
+from conformance.assurance.vector_writer.cases.policies import numbers
+from conformance.vectors.json_values import Json
 
 __all__ = ["GROUPS"]
 
