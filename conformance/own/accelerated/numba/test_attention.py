@@ -21,6 +21,8 @@ from conformance.strategies.attention import AttentionInputs, attention_inputs, 
 from spec.parameters import PAPER
 from spec.records import CoAttention
 
+pytestmark = pytest.mark.judges("numba")
+
 Array = np.ndarray[Any, Any]
 compiled = pytest.mark.skipif(
     os.environ.get("NUMBA_DISABLE_JIT") == "1", reason="takes minutes where the loops are not compiled"

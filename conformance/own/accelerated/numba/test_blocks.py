@@ -12,6 +12,8 @@ from conformance.oracles import s1
 from conformance.strategies.attention import AttentionInputs, attention_inputs, hot_sets, later_segments
 from spec.records import CoAttention
 
+pytestmark = pytest.mark.judges("numba")
+
 SIZES = [(1, 1, 2), (2, 3, 1), (5, 2, 3)]  # queries of a block, keys of a tile, side of a block of cosines
 
 

@@ -29,6 +29,8 @@ from spec.errors import BackendUnavailable, SpecError
 from spec.parameters import TINY
 from spec.records import CoAttention
 
+pytestmark = pytest.mark.judges("triton")
+
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="says what the interpreter refuses")
 compiled = pytest.mark.skipif(INTERPRETED, reason="needs CUDA")
 

@@ -20,6 +20,9 @@ from conformance import tolerances
 from conformance.own.accelerated.triton.guards import guarded, poisoned_allocations
 from reference.backend import BACKEND as REFERENCE
 
+pytestmark = pytest.mark.judges("triton")
+
+
 STAGES, RIGHT = BACKEND.require_breath(), REFERENCE.require_breath()
 
 

@@ -33,6 +33,8 @@ from spec.parameters import TINY
 from spec.policy import Needs
 from spec.records import CrystalRetention
 
+pytestmark = pytest.mark.judges("triton")
+
 N = 40
 
 

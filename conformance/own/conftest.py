@@ -1,11 +1,11 @@
-"""Folders that need what is not installed are not collected: the rest of the suite needs NumPy alone."""
+"""Folders that need what is not installed are not collected: the rest needs NumPy alone."""
 
 from collections.abc import Iterator
 from importlib.util import find_spec
 
 import pytest
 
-collect_ignore = [] if find_spec("torch") and find_spec("transformers") else ["own/models_integration/session"]
+collect_ignore = [] if find_spec("torch") and find_spec("transformers") else ["models_integration/session"]
 
 
 @pytest.fixture(scope="module")
