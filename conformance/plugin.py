@@ -1,4 +1,4 @@
-"""All options, profiles and fixtures of the suite: `python -m pytest -p conformance.plugin --pyargs conformance`.
+"""All options, profiles and fixtures of the suite: `python -m pytest -p conformance.plugin --pyargs conformance.suite`.
 
     --backend NAME|module:ATTRIBUTE     whose code is judged; default numpy, the reference
     --kvspec-precision float64|float32  what its S1 computes in; default float64 for numpy, else float32
