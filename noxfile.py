@@ -143,7 +143,7 @@ def prove(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def vectors(session: nox.Session) -> None:
     """The vectors of spec/vectors, made again by the oracles and compared; `-- --write` adds new ones."""
-    run(session, "conformance.vectors", *session.posargs)
+    run(session, "conformance.assurance.vector_writer", *session.posargs)
 
 
 @nox.session(venv_backend="none")

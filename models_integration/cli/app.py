@@ -186,5 +186,5 @@ def verify(
     backend: Annotated[str, typer.Option(help="Your engine: 'module:ATTRIBUTE' of a spec.backend.Backend.")],
 ) -> None:
     """Run the conformance suite on your own backend. More options go to pytest, e.g. -k dissolve -x."""
-    command = [sys.executable, "-m", "pytest", "-p", "conformance.plugin", "--pyargs", "conformance"]
+    command = [sys.executable, "-m", "pytest", "-p", "conformance.plugin", "--pyargs", "conformance.suite"]
     raise typer.Exit(subprocess.call([*command, "--backend", backend, *context.args]))

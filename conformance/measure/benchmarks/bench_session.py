@@ -14,7 +14,7 @@ from statistics import median
 import torch
 
 from conformance.measure.benchmarks.bench_breath import ENDS, SEEN, state
-from conformance.own.models_integration.session.families import build
+from conformance.measure.tiny_llama import tiny_llama
 from models_integration import CrystalCache, RetainedCache
 from models_integration.cache.dense_layer import RetainedLayer
 from models_integration.cache.positions import StoredRows
@@ -42,7 +42,7 @@ def filled(cache: RetainedCache) -> RetainedCache:
 def measured() -> dict[str, list[float]]:
     """Milliseconds: of the bare model's steps, of steps and breaths inside the context, and of gathers."""
     torch.set_num_threads(1)
-    model, method = build("llama"), CrystalCache(0.5, ENDS, PAPER, "numba", decode=True)
+    model, method = tiny_llama(), CrystalCache(0.5, ENDS, PAPER, "numba", decode=True)
     on, off = filled(RetainedCache(model.config)), filled(RetainedCache(model.config))
     times: dict[str, list[float]] = {name: [] for name in ("off", "step", "breath", "gather")}
     follow, gathers = RetainedLayer.follow, list[float]()

@@ -23,6 +23,7 @@ from conformance.own.models_integration.session.test_ragged import (
 )
 from conformance.own.models_integration.session.test_ragged_turns import check_small_keys_stay
 from models_integration.attention.masks import LayerMasks
+from models_integration.cache import compaction
 from models_integration.cache import ragged_layer as ragged_module
 from models_integration.cache.positions import StoredRows
 from models_integration.cache.ragged_layer import RaggedLayer
@@ -105,7 +106,7 @@ def spare_slots_are_attended_to(patch: Patch) -> None:
 
 def padded_storage(patch: Patch) -> None:
     """Every head has room for as many tokens as the fullest one."""
-    compact = ragged_module.compact
+    compact = compaction.compact
 
     def wrong(cache: RetainedCache, *rest: Any) -> None:
         compact(cache, *rest)
@@ -149,7 +150,7 @@ def steps_decide_by_the_first_head_s_query(patch: Patch) -> None:
 
 def padding_counts_as_tokens(patch: Patch) -> None:
     """The kept sets of a padded row are counted from the padding's first column."""
-    by_layer = ragged_module._by_layer
+    by_layer = compaction._by_layer
 
     def wrong(retention: Any, cache: Any, full: Any, row: int, padding: Any) -> Any:
         sets = by_layer(retention, cache, full, row, padding)
@@ -157,7 +158,7 @@ def padding_counts_as_tokens(patch: Patch) -> None:
             return sets
         return [[torch.unique((own - 1).clamp(min=0)) for own in heads] for heads in sets]
 
-    patch.setattr(ragged_module, "_by_layer", wrong)
+    patch.setattr(compaction, "_by_layer", wrong)
 
 
 def hidden_tokens_are_read_by_slot(patch: Patch) -> None:
