@@ -1,5 +1,6 @@
 """A sequence lives: prompts, steps, breaths, turns, chunks, evictions and copies in any order."""
 
+import json
 import pickle
 from collections import Counter
 from dataclasses import replace
@@ -142,13 +143,14 @@ class Life(RuleBasedStateMachine):
     def save_and_load(self) -> None:
         """Written to a file and read again, as a cache's states are, it is the same state and goes on as such."""
         from models_integration.cache.snapshot import packed, unpacked
-        from models_integration.cache.tensor_file import parts, read
+        from models_integration.cache.tensor_file import read, write
 
         numbers, arrays = packed(self.state)
         with TemporaryDirectory() as folder:
             path = Path(folder) / "state"
-            path.write_bytes(b"".join(parts(numbers, arrays)))
-            again = unpacked(*read(path))
+            write(path, {"format": "state", "manifest": json.dumps(numbers)}, arrays)
+            said, arrays = read(path)
+            again = unpacked(json.loads(said["manifest"]), arrays)
         assert checks_decode.same_bits(again, self.state)
         self.state = frozen_state(again)
 
