@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import pandas as pd
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from models_integration.model.identity import ModelIdentity, identify
@@ -19,7 +18,7 @@ from models_integration.studies.results import Row, append_row, find_row, load_r
 from models_integration.tasks import MAX_NEW_TOKENS, Sample, draw_sample, needle_sample, place, score
 from reference.calibration import Calibration, Identity
 from spec.budget import parse_budget
-from spec.tables import ResultTable, checked
+from spec.tables import result_table
 
 __all__ = ["CONTROL_BOUNDS", "Subject", "named_method", "run_cell", "run_cells", "verdict"]
 
@@ -75,7 +74,7 @@ def run_cells(
         row = find_row(load_rows(path), _identity(subject, cell))
         if row is None:
             row = run_cell(subject, cell, progress)
-            checked(ResultTable, pd.DataFrame([row]))
+            result_table([row])
             append_row(path, row)
         else:
             for _ in range(cell.n):

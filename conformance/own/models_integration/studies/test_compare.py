@@ -22,7 +22,7 @@ from models_integration.studies.subject import load_subject
 from models_integration.tasks import draw_sample, place, score
 from reference.statistics import wilson
 from spec.errors import SpecError
-from spec.tables import ResultTable, checked
+from spec.tables import result_table
 
 SMALL = Plan(budgets=("0.9",), tasks=("needle",), length=200, samples=2)
 
@@ -87,10 +87,8 @@ def test_a_second_run_skips_what_is_stored(subject: Subject, tmp_path: Path) -> 
 
 
 def test_rows_pass_the_result_table(subject: Subject, tmp_path: Path) -> None:
-    import pandas as pd
-
     rows = rows_of(subject, SMALL, tmp_path / "results.jsonl")
-    checked(ResultTable, pd.DataFrame(rows))
+    result_table(rows)
     for row in rows:
         assert row["mean_cache"] <= row["peak_cache"]  # type: ignore[operator]
 
