@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["TEMPORARY", "Late", "erase", "publish", "publish_text", "sync"]
+__all__ = ["TEMPORARY", "Late", "erase", "publish", "publish_readable", "sync"]
 
 TEMPORARY = ".tmp-"
 PARTS_MOST = 512
@@ -58,13 +58,18 @@ def publish(
     sync(path.parent)
 
 
-def publish_text(path: Path, text: str) -> None:
-    """Write a page or a table that others may read: `publish`, with the rights that new files have.
+def publish_readable(path: Path, data: bytes) -> None:
+    """Write a page, a table or statistics: `publish`, with the rights that new files have. Links are followed.
+
+    What is no file, such as /dev/stdout, is written to as it is.
 
     Raises:
         OSError: as `publish`.
     """
-    publish(path, [memoryview(text.encode())], mode=0o666)
+    if path.exists() and not path.is_file():
+        path.write_bytes(data)
+    else:
+        publish(path.resolve(), [memoryview(data)], mode=0o666)
 
 
 def _link(temporary: Path, path: Path) -> None:

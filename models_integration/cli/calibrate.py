@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
-from models_integration.cache.atomic_file import publish
+from models_integration.cache.atomic_file import publish_readable
 from models_integration.policies.calibration import calibrate
 from models_integration.studies.subject import load_subject
 from reference.calibration import save_calibration
@@ -29,7 +29,7 @@ def run(text: Path, out: Path, tokens: int, model: str) -> None:
     found = calibrate(subject.model, ids)
     file = BytesIO()
     save_calibration(found, file)
-    publish(out, [file.getbuffer()], mode=0o666)
+    publish_readable(out, file.getvalue())
     layers, heads, d = found.mean.shape
     Console().print(
         f"{out}: {found.digest}, {ids.shape[1]} tokens, {layers} layers of {heads} heads of {d} channels;"
