@@ -128,7 +128,7 @@ def _subject(model: str) -> Subject:
 
 
 def _library(archive: Archive, subject: Subject, tenant: str) -> Library:
-    return Library(archive, subject.model, vocabulary_of(subject.tokenizer), tenant)
+    return Library(archive, subject.model, vocabulary_of(subject.tokenizer), tenant, subject.identity)
 
 
 def _plain_ids(subject: Subject, text: str) -> list[int]:

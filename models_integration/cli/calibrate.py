@@ -1,10 +1,12 @@
 """`kvspec calibrate`."""
 
+from io import BytesIO
 from pathlib import Path
 
 from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
+from models_integration.cache.atomic_file import publish_readable
 from models_integration.policies.calibration import calibrate
 from models_integration.studies.subject import load_subject
 from reference.calibration import save_calibration
@@ -25,7 +27,9 @@ def run(text: Path, out: Path, tokens: int, model: str) -> None:
     subject = load_subject(model, "numpy")
     ids = subject.tokenizer(read, return_tensors="pt").input_ids[:, :tokens].to(subject.model.device)
     found = calibrate(subject.model, ids)
-    save_calibration(found, out)
+    file = BytesIO()
+    save_calibration(found, file)
+    publish_readable(out, file.getvalue())
     layers, heads, d = found.mean.shape
     Console().print(
         f"{out}: {found.digest}, {ids.shape[1]} tokens, {layers} layers of {heads} heads of {d} channels;"

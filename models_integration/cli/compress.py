@@ -6,6 +6,7 @@ import torch
 from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
+from models_integration.cache.atomic_file import publish_readable
 from models_integration.cli.explain import explain_html
 from models_integration.policies.methods import CrystalCache
 from models_integration.policies.prefill import prefill
@@ -38,5 +39,5 @@ def run(prompt: Path, budget: str, model: str, backend: str, explain: Path | Non
     )
     if explain is not None:
         tokens = [str(subject.tokenizer.decode([token])) for token in ids[0].tolist()]
-        explain.write_text(explain_html(result, tokens, prompt.name), encoding="utf-8")
+        publish_readable(explain, explain_html(result, tokens, prompt.name).encode())
         console.print(f"{explain}")

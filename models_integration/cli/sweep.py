@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers.utils.logging import disable_progress_bar
 
+from models_integration.cache.atomic_file import publish_readable
 from models_integration.studies.results import Row
 from models_integration.studies.subject import load_subject
 from models_integration.studies.sweep.report import draw_sweep, markdown, sweep_table
@@ -30,7 +31,7 @@ def run(plan: SweepPlan, model: str, backend: str, out: Path) -> None:
         ))
     console.print(sweep_table(rows))
     stem = out / f"sweep-{plan.grid}"
-    stem.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    stem.with_suffix(".md").write_text(markdown(rows), encoding="utf-8")
+    publish_readable(stem.with_suffix(".json"), (json.dumps(rows, indent=1) + "\n").encode())
+    publish_readable(stem.with_suffix(".md"), markdown(rows).encode())
     draw_sweep(rows, stem.with_suffix(".png"), f"{plan.grid}: {about}")
     console.print("  ".join(str(stem.with_suffix(suffix)) for suffix in (".json", ".md", ".png")))

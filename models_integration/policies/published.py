@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from models_integration.model.architecture import describe
 from models_integration.model.weights import output_projections, rotary
-from models_integration.policies.calibration import identify
+from models_integration.policies.calibration import served_by
 from models_integration.policies.methods import Method
 from models_integration.session.session import Session
 from reference import policies
@@ -77,10 +77,10 @@ _FROM_MODEL: Mapping[str, Callable[[PreTrainedModel], Mapping[str, Any]]] = {
     "defensivekv": lambda model: {"W_o": output_projections(describe(model))},
     "expected-attention": lambda model: rotary(describe(model)),
     **dict.fromkeys(
-        (name for name in PUBLISHED if name.startswith("triattention")), lambda model: {"served": identify(model)}
+        (name for name in PUBLISHED if name.startswith("triattention")), lambda model: {"served": served_by(model)}
     ),
 }
-_NOT_THE_CALLERS = {"W_o", "inv_freq", "factor", "served", "mode"}
+_NOT_THE_CALLERS = {"W_o", "inv_freq", "factor", "mode"}
 
 
 def check_name(name: str) -> str:
@@ -105,8 +105,9 @@ class Published:
     """A published policy with its budget; calling it on a model gives the context manager, as every method does.
 
     `Published("triattention", 0.3, calibration="statistics.npz")`: the file that `kvspec calibrate` writes, or a
-    Calibration. `Published("diverse-adakv", 0.3, diversity=0.5, signature="head")`: any policy that keeps single
-    tokens by their scores, under its own budgets, with set-conditioned selection; diversity is the paper's lambda.
+    Calibration; `served=served_by(model)`, made once, spares reading all parameters for each context.
+    `Published("diverse-adakv", 0.3, diversity=0.5, signature="head")`: any policy that keeps single tokens by their
+    scores, under its own budgets, with set-conditioned selection; diversity is the paper's lambda.
 
     Args:
         name: one of NAMES.
@@ -145,7 +146,7 @@ class Published:
         """
         describe(model)
         learn = _FROM_MODEL.get(self.name.removeprefix(DIVERSE))
-        learned = {} if learn is None else learn(model)
+        learned = {} if learn is None or "served" in self.constants else learn(model)
         policy = _made(self.name, {**learned, **self.constants})
         return Method(policy, self.budget, resolve(self.constants.get("backend", "numpy")).name)
 

@@ -6,7 +6,6 @@ from typing import Any
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from models_integration.model.sentence_ends import sentence_ends
-from models_integration.model.weights import fingerprint
 from models_integration.pocket import ASSETS, CHAT_ASSETS, load_pocket
 from models_integration.policies.methods import CrystalCache
 from models_integration.studies.compare.compare import Subject
@@ -28,7 +27,6 @@ def load_subject(model: str, backend: str) -> Subject:
     loaded.eval()
     ends = loaded.generation_config.eos_token_id
     stop = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    name = f"{Path(model).name}@{fingerprint(loaded)}"
     sentences = sentence_ends(tokenizer)
     chosen = CrystalCache(sentence_ends=sentences, backend=backend).backend
-    return Subject(name, loaded, tokenizer, sentences, chosen, frozenset(stop))
+    return Subject(Path(model).name, loaded, tokenizer, sentences, chosen, frozenset(stop))

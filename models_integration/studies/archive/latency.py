@@ -44,7 +44,7 @@ def latencies(
         "| chunks | tokens | memory, ms | disk, ms | text, ms | text / memory | text / disk |", "|" + " --- |" * 7,
     ]
     with TemporaryDirectory() as folder, Archive(Path(folder)) as archive:
-        library = Library(archive, subject.model, vocabulary, TENANT)
+        library = Library(archive, subject.model, vocabulary, TENANT, subject.identity)
         for count in counts:
             chosen = tuple(chunks[at % len(chunks)] for at in range(count))
             keys = [library.put(list(ids), FORM) for ids in chosen]

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
-import pandas as pd
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from models_integration.model.identity import ModelIdentity, identify
+from models_integration.policies.calibration import served_by
 from models_integration.policies.methods import CrystalCache, FullCache, Method, StreamingLLM
 from models_integration.policies.published import NAMES, Published, constants_of
 from models_integration.studies.cells import Cell
@@ -14,9 +16,9 @@ from models_integration.studies.compare.controls import only_needle, without_nee
 from models_integration.studies.compare.runner import Answer, answer
 from models_integration.studies.results import Row, append_row, find_row, load_rows
 from models_integration.tasks import MAX_NEW_TOKENS, Sample, draw_sample, needle_sample, place, score
-from reference.calibration import Calibration
+from reference.calibration import Calibration, Identity
 from spec.budget import parse_budget
-from spec.tables import ResultTable, checked
+from spec.tables import result_table
 
 __all__ = ["CONTROL_BOUNDS", "Subject", "named_method", "run_cell", "run_cells", "verdict"]
 
@@ -32,7 +34,7 @@ CONTROL_BOUNDS: dict[str, tuple[str, float]] = {
 class Subject:
     """A model under test."""
 
-    name: str
+    label: str
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     sentence_ends: frozenset[int]
@@ -40,6 +42,21 @@ class Subject:
     stop_ids: frozenset[int]
     calibration: Calibration | None = None
     """TriAttention's statistics of this model."""
+
+    @cached_property
+    def identity(self) -> ModelIdentity:
+        """Made when a row or a file first needs it: it reads all parameters."""
+        return identify(self.model)
+
+    @property
+    def name(self) -> str:
+        """What rows of results call it."""
+        return self.identity.named(self.label)
+
+    @cached_property
+    def served(self) -> Identity:
+        """What a calibration must be of."""
+        return served_by(self.model, self.identity)
 
 
 def verdict(row: Row) -> str:
@@ -57,7 +74,7 @@ def run_cells(
         row = find_row(load_rows(path), _identity(subject, cell))
         if row is None:
             row = run_cell(subject, cell, progress)
-            checked(ResultTable, pd.DataFrame([row]))
+            result_table([row])
             append_row(path, row)
         else:
             for _ in range(cell.n):
@@ -118,8 +135,8 @@ def named_method(subject: Subject, policy: str, budget: int | str) -> Method | P
     """
     if policy == "crystalcache":
         return CrystalCache(budget, sentence_ends=subject.sentence_ends, backend=subject.backend)
-    offered = {"backend": subject.backend, "calibration": subject.calibration}
-    return Published(policy, budget, **{name: value for name, value in offered.items() if _wants(policy, name)})
+    wanted = [name for name in ("backend", "calibration", "served") if _wants(policy, name)]
+    return Published(policy, budget, **{name: getattr(subject, name) for name in wanted})
 
 
 def _method(subject: Subject, cell: Cell, sample: Sample) -> Method | Published:

@@ -26,7 +26,7 @@ from models_integration.cache.retained_cache import RetainedCache
 from models_integration.cache.row_states import RowStates
 from models_integration.cache.slots import Plan
 from models_integration.cache.snapshot import load_cache, save_cache
-from models_integration.cache.tensor_file import _DIGEST_AT, read
+from models_integration.cache.tensor_file import DIGEST_AT, read
 from models_integration.session.crystal_decode import Life
 from models_integration.session.segment import Segment
 from models_integration.session.stream import Stream
@@ -200,8 +200,8 @@ def no_digest(patch: Patch) -> None:
         import hashlib
 
         data = bytearray(path.read_bytes())
-        data[_DIGEST_AT : _DIGEST_AT + 64] = b"0" * 64
-        data[_DIGEST_AT : _DIGEST_AT + 64] = hashlib.sha256(data).hexdigest().encode()
+        data[DIGEST_AT : DIGEST_AT + 64] = b"0" * 64
+        data[DIGEST_AT : DIGEST_AT + 64] = hashlib.sha256(data).hexdigest().encode()
         with TemporaryDirectory() as folder:
             other = Path(folder) / path.name
             other.write_bytes(data)
