@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from rich.console import Console
-from transformers.utils.logging import disable_progress_bar
 
 from models_integration.policies.calibration import calibrate
 from models_integration.studies.subject import load_subject
@@ -21,7 +20,6 @@ def run(text: Path, out: Path, tokens: int, model: str) -> None:
         raise SpecError("TEXT", str(text), f"must be a readable text file: {error}") from error
     if tokens < 1:
         raise SpecError("tokens", tokens, "must be at least 1")
-    disable_progress_bar()  # type: ignore[no-untyped-call]  # it says nothing of ours
     subject = load_subject(model, "numpy")
     ids = subject.tokenizer(read, return_tensors="pt").input_ids[:, :tokens].to(subject.model.device)
     found = calibrate(subject.model, ids)
