@@ -42,7 +42,7 @@ def run_get(key: str, model: str, tenant: str, folder: Path, master_key: Path | 
     if chunk is None or stored is None:
         raise NoSuchChunk(f"no chunk {key} of tenant {tenant!r} is here whole")
     about = stored.manifest
-    lengths = {int((own >= 0).sum()) for layer in chunk.layers for own in chunk.places(layer)}
+    lengths = {int((places >= 0).sum()) for layer in chunk.layers for places in chunk.places(layer)}
     kept = "" if chunk.kept is None else f", {' to '.join(map(str, sorted({min(lengths), max(lengths)})))} of them kept"
     print(
         f"{about.tokens} tokens ({about.hidden} hidden){kept}, wrapper {about.form}, codec {about.codec},"
@@ -95,8 +95,8 @@ def run_verify(folder: Path, master_key: Path | None) -> None:
         "damaged, now in quarantine": report.quarantined, "of another version": report.foreign,
         "not in the list": report.unlisted, "listed, but gone": report.lost, "encrypted, and no key": report.closed,
     }
-    for what, found in findings.items():
-        for key in found:
+    for what, keys in findings.items():
+        for key in keys:
             print(f"{key}  {what}")
     if not report.catalogue_intact:
         print("the list itself was damaged; it is made again from the objects when the archive is next opened")

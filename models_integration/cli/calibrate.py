@@ -22,10 +22,10 @@ def run(text: Path, out: Path, tokens: int, model: str) -> None:
         raise SpecError("tokens", tokens, "must be at least 1")
     subject = load_subject(model, "numpy")
     ids = subject.tokenizer(read, return_tensors="pt").input_ids[:, :tokens].to(subject.model.device)
-    found = calibrate(subject.model, ids)
-    save_calibration(found, out)
-    layers, heads, d = found.mean.shape
+    calibration = calibrate(subject.model, ids)
+    save_calibration(calibration, out)
+    layers, heads, d = calibration.mean.shape
     Console().print(
-        f"{out}: {found.digest}, {ids.shape[1]} tokens, {layers} layers of {heads} heads of {d} channels;"
-        f" model {found.identity.model}, rotation {found.identity.rope}"
+        f"{out}: {calibration.digest}, {ids.shape[1]} tokens, {layers} layers of {heads} heads of {d} channels;"
+        f" model {calibration.identity.model}, rotation {calibration.identity.rope}"
     )

@@ -84,8 +84,8 @@ class ChatRows:
         kinds = [UNSCORED] * len(ids)
         # Outside of turns nothing says where one begins.
         fair = [question for question in conversation.questions if not (raw and question.kind == "topic")]
-        for at in rng.permutation(len(fair))[: plan.questions]:
-            asked, answered, scored = self._question(rng, fair[int(at)], weighed)
+        for chosen in rng.permutation(len(fair))[: plan.questions]:
+            asked, answered, scored = self._question(rng, fair[int(chosen)], weighed)
             if len(ids) + len(asked) + len(answered) > plan.length:
                 break
             ids += asked + answered

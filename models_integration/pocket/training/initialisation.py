@@ -62,9 +62,9 @@ def _share_a_direction(model: LlamaForCausalLM, generator: torch.Generator) -> T
     width = weight.shape[1]
     common = torch.randn(width, generator=generator)
     common /= common.norm()
-    own = torch.randn(weight.shape, generator=generator) / math.sqrt(width)
-    own -= torch.outer(own @ common, common)
-    weight.copy_(own + _COMMON_SHARE * common)
+    apart = torch.randn(weight.shape, generator=generator) / math.sqrt(width)
+    apart -= torch.outer(apart @ common, common)
+    weight.copy_(apart + _COMMON_SHARE * common)
     return common
 
 
@@ -118,8 +118,8 @@ def _match_content(
         attention.v_proj.weight[_rows(head, heads.size)] = copied
         for query in range(head * group, (head + 1) * group):
             rows = _rows(query, heads.size)
-            own = torch.randn(heads.size, heads.width, generator=generator) * gain * channels[:, None]
-            attention.q_proj.weight[rows] = projection + _OWN_SHARE * own / math.sqrt(heads.width)
+            apart = torch.randn(heads.size, heads.width, generator=generator) * gain * channels[:, None]
+            attention.q_proj.weight[rows] = projection + _OWN_SHARE * apart / math.sqrt(heads.width)
             attention.o_proj.weight[:, rows] = copied.T / math.sqrt(heads.queries)
 
 

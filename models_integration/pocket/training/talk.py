@@ -79,36 +79,37 @@ def draw_conversation(
     role, names, quantities = _subjects(rng, 2 + 2 * each if shared else 4 * each)
     cells = [(name, quantity) for name in names for quantity in quantities]
     if shared:
-        chosen = [cells[int(at)] for at in rng.permutation(len(cells))[: 4 * each]]
+        chosen = [cells[int(cell)] for cell in rng.permutation(len(cells))[: 4 * each]]
     else:
-        chosen = [cells[2 * at + int(rng.integers(2))] for at in range(4 * each)]
+        chosen = [cells[2 * pair + int(rng.integers(2))] for pair in range(4 * each)]
     values = iter(draw_values(rng, 5 * each, held_out))
     facts = [Fact(role, name, quantity, str(next(values))) for name, quantity in chosen]
-    plain, topic, updated, ends = (facts[at * each : (at + 1) * each] for at in range(4))
+    plain, topic, updated, ends = (facts[part * each : (part + 1) * each] for part in range(4))
     stale = [Fact(role, fact.name, fact.quantity, str(next(values))) for fact in updated]
     firsts = rng.choice([name for name in names if name not in {end.name for end in ends}], each, replace=False)
 
     # Turns get a random order; of two turns about one fact, the later states the value that holds.
     order = [int(place) for place in rng.permutation(6 * each)]
-    at = {what: order[index * each : (index + 1) * each] for index, what in enumerate((*KINDS, "stale", "partner"))}
+    stated = (*KINDS, "stale", "partner")
+    turn_of = {what: order[index * each : (index + 1) * each] for index, what in enumerate(stated)}
     for index in range(each):
-        at["stale"][index], at["update"][index] = sorted((at["stale"][index], at["update"][index]))
+        turn_of["stale"][index], turn_of["update"][index] = sorted((turn_of["stale"][index], turn_of["update"][index]))
     turns = [""] * (6 * each)
     questions = []
     for index in range(each):
         for kind, fact in (("plain", plain[index]), ("update", updated[index]), ("chain", ends[index])):
-            turns[at[kind][index]] = _turn(rng, [fact.statement], role, names, filler, held_out)
-        turns[at["stale"][index]] = _turn(rng, [stale[index].statement], role, names, filler, held_out)
-        turns[at["topic"][index]] = _topic_turn(rng, topic[index], names, filler, held_out)
+            turns[turn_of[kind][index]] = _turn(rng, [fact.statement], role, names, filler, held_out)
+        turns[turn_of["stale"][index]] = _turn(rng, [stale[index].statement], role, names, filler, held_out)
+        turns[turn_of["topic"][index]] = _topic_turn(rng, topic[index], names, filler, held_out)
         first = str(firsts[index])
         partner = f"The partner of {role} {first} is {role} {ends[index].name}."
-        turns[at["partner"][index]] = _turn(rng, [partner], role, names, filler, held_out)
+        turns[turn_of["partner"][index]] = _turn(rng, [partner], role, names, filler, held_out)
         for kind, fact in (("plain", plain[index]), ("topic", topic[index]), ("update", updated[index])):
-            questions.append(_direct(kind, fact, at[kind][index]))
+            questions.append(_direct(kind, fact, turn_of[kind][index]))
         end = ends[index]
         asked = f"What is the {end.quantity} for the partner of {role} {first}?"
-        found = (end.name, end.value)
-        questions.append(Question("chain", asked, f"{partner} {end.statement}", found, at["chain"][index]))
+        answer, retrieved = f"{partner} {end.statement}", (end.name, end.value)
+        questions.append(Question("chain", asked, answer, retrieved, turn_of["chain"][index]))
     return Conversation(tuple(turns), tuple(questions))
 
 

@@ -70,11 +70,11 @@ def _panel(panel: Axes, rows: Sequence[Row]) -> None:
     width = 0.8 / max(1, len(policies))
     for i, policy in enumerate(policies):
         mine = [row for row in limited if row["policy"] == policy]
-        at = [budgets.index(row["budget_requested"]) + (i - (len(policies) - 1) / 2) * width for row in mine]
+        centres = [budgets.index(row["budget_requested"]) + (i - (len(policies) - 1) / 2) * width for row in mine]
         low, high = zip(*(wilson(row["correct"], row["n"]) for row in mine), strict=True)
         share = [row["accuracy"] for row in mine]
         error = [[s - a for s, a in zip(share, low, strict=True)], [b - s for s, b in zip(share, high, strict=True)]]
-        bars = panel.bar(at, share, width * 0.92, yerr=error, label=policy, capsize=3, error_kw={"lw": 1})
+        bars = panel.bar(centres, share, width * 0.92, yerr=error, label=policy, capsize=3, error_kw={"lw": 1})
         panel.bar_label(bars, [f"{s:.2f}" for s in share], padding=2, fontsize=8)
     for row in rows:
         if row["budget"] >= row["length"]:

@@ -15,7 +15,7 @@ from spec.arrays import BoolVector, IntVector
 from spec.budget import parse_budget
 from spec.policy import Policy, Scores, Selection
 
-__all__ = ["CONTROL_BOUNDS", "control_method", "only_needle", "sample_of", "verdict", "without_needle"]
+__all__ = ["CONTROL_BOUNDS", "control_method", "control_sample", "only_needle", "verdict", "without_needle"]
 
 CONTROL_BOUNDS: dict[str, tuple[str, float]] = {
     "without needle": ("<=", 0.05),
@@ -33,8 +33,8 @@ def verdict(row: Row) -> str:
     return f"{relation} {bound}; {'holds' if holds else 'FAILS'}"
 
 
-def sample_of(tokenizer: TaskTokenizer, cell: Cell, index: int) -> Sample:
-    """A cell's sample; the controls of a window put the needle inside it or outside."""
+def control_sample(tokenizer: TaskTokenizer, cell: Cell, index: int) -> Sample:
+    """A control's sample; those of a window put the needle inside it or outside."""
     if cell.policy.startswith("window") and cell.task == "needle":
         depth = 1.0 if cell.policy == "window holds needle" else 0.25
         return needle_sample(tokenizer, cell.length, depth, (cell.seed, cell.length, index))

@@ -15,10 +15,10 @@ from models_integration.policies.methods import Method
 from models_integration.policies.prefill import prefill
 from models_integration.policies.published import Published, constants_of
 from models_integration.studies.compare.plan import Cell, Plan, cells
-from models_integration.studies.compare.rules import control_method, sample_of
+from models_integration.studies.compare.rules import control_method, control_sample
 from models_integration.studies.results import Row, append_row, find_row, load_rows
 from models_integration.studies.subject import Subject
-from models_integration.tasks import MAX_NEW_TOKENS, Placement, place, score
+from models_integration.tasks import MAX_NEW_TOKENS, Placement, Sample, draw_sample, place, score
 from spec.tables import ResultTable, checked
 
 __all__ = ["Answer", "answer", "run_cell", "run_plan"]
@@ -55,8 +55,7 @@ def run_cell(subject: Subject, cell: Cell, progress: Callable[[str], None]) -> R
     """All samples of one cell."""
     correct, answers = 0, []
     for index in range(cell.n):
-        sample = sample_of(subject.tokenizer, cell, index)
-        method = control_method(cell, sample) if cell.control else subject.policy(cell.policy, cell.budget)
+        sample, method = _drawn(subject, cell, index)
         given = answer(subject.model, method, place(sample, cell.placement), MAX_NEW_TOKENS, subject.stop_ids)
         correct += score(subject.tokenizer, given.token_ids, sample)
         answers.append(given)
@@ -69,6 +68,15 @@ def run_cell(subject: Subject, cell: Cell, progress: Callable[[str], None]) -> R
         "peak_cache": max(given.peak_cache for given in answers),
         "over_budget": max(0, *(given.kept - cell.budget for given in answers)),
     }
+
+
+def _drawn(subject: Subject, cell: Cell, index: int) -> tuple[Sample, Method | Published]:
+    """A sample of a cell, and the policy or control that reads it."""
+    if cell.control:
+        sample = control_sample(subject.tokenizer, cell, index)
+        return sample, control_method(cell, sample)
+    sample = draw_sample(cell.task, subject.tokenizer, cell.length, index, cell.seed)
+    return sample, subject.policy(cell.policy, cell.budget)
 
 
 def _identity(subject: Subject, cell: Cell) -> dict[str, str | int | bool]:

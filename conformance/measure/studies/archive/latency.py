@@ -46,7 +46,7 @@ def latencies(
     with TemporaryDirectory() as folder, Archive(Path(folder)) as archive:
         library = Library(archive, subject.model, vocabulary, TENANT)
         for count in counts:
-            chosen = tuple(chunks[at % len(chunks)] for at in range(count))
+            chosen = tuple(chunks[number % len(chunks)] for number in range(count))
             keys = [library.put(list(ids), FORM) for ids in chosen]
             case = Scene(shelf, {"turn": chosen}, (), (), ROOM).case(FORM)
             makers = (partial(inject, case), partial(_from_disk, case, library, keys), partial(text_wrapped, case))

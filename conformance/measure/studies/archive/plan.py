@@ -64,13 +64,13 @@ def draw_talk(index: int, encode: Encode, ends: frozenset[int], seed: int) -> Ta
     turns = tuple(tuple(encode(text)) for text in conversation.turns)
     stream = [token for turn in turns for token in turn]
     cut = {
-        name: tuple(tuple(stream[start:stop]) for start, stop in slices(stream, at, SLICE))
-        for name, at in (("arbitrary", frozenset[int]()), ("sentence", ends))
+        name: tuple(tuple(stream[start:stop]) for start, stop in slices(stream, cuts_at, SLICE))
+        for name, cuts_at in (("arbitrary", frozenset[int]()), ("sentence", ends))
     }
     asked = []
-    for at, kind in enumerate(KINDS):
-        question = next(one for one in conversation.questions if one.kind == kind)
-        organic = (index + at) % 5 < 2
+    for order, kind in enumerate(KINDS):
+        question = next(question for question in conversation.questions if question.kind == kind)
+        organic = (index + order) % 5 < 2
         before = chatter(rng, _CHATTER, held_out=True) + " " if organic else ""
         asked.append(Asked(question, before + question.text, organic))
     fillers = tuple(chatter(rng, _CHATTER + 1, held_out=True) for _ in range(FILLERS))
@@ -80,10 +80,10 @@ def draw_talk(index: int, encode: Encode, ends: frozenset[int], seed: int) -> Ta
 
 def pinned(talks: Sequence[Talk], decode: Callable[[Sequence[int]], str], cut: str) -> Pins:
     """BM25's first chunks of each question among those of its conversation: chosen once, for all arms of a cut."""
-    corpus = {f"{talk.index}.{at:02}": ids for talk in talks for at, ids in enumerate(talk.chunks[cut])}
+    corpus = {f"{talk.index}.{order:02}": ids for talk in talks for order, ids in enumerate(talk.chunks[cut])}
     chosen = {}
     for talk in talks:
-        ranked = lexical({f"{talk.index}.{at:02}": decode(ids) for at, ids in enumerate(talk.chunks[cut])})
+        ranked = lexical({f"{talk.index}.{order:02}": decode(ids) for order, ids in enumerate(talk.chunks[cut])})
         for asked in talk.asked:
             chosen[key_of(talk, asked)] = tuple(ranked(asked.text)[:SELECTED])
     return Pins(corpus_digest(corpus), {"ranker": "bm25s", "selected": str(SELECTED), "cut": cut}, chosen)

@@ -63,11 +63,11 @@ class Scene:
         """The session has read a system prompt; behind it come the chunks, then fillers archived as they are."""
         chosen = (*self.chunks[cut], *self.fillers[:fillers])
         wrapped = [self.shelf.chunk(ids, form) for ids in chosen]
-        at = wrapped[0][0]
+        first = wrapped[0][0]
         return Case(
             self.shelf.model, self.shelf.rotary, self.ids(BOS + turn("system", prompt)),
             tuple(self.shelf.chunk(ids, "raw")[1] for ids in chosen), tuple(chunk for _, chunk in wrapped),
-            at.ids[: at.start], self.room,
+            first.ids[: first.start], self.room,
         )
 
 
@@ -84,7 +84,7 @@ class Arm:
     def session(self, scene: Scene) -> RetainedCache:
         """The session before the question; call it without gradients."""
         cache = self.make(scene)
-        ids = [token for one in scene.talk[: self.talk] for token in one]
+        ids = [token for turn_ids in scene.talk[: self.talk] for token in turn_ids]
         if ids:
             with layer_masks(scene.shelf.model, cache):
                 scene.shelf.model(input_ids=torch.tensor([ids]), past_key_values=cache, logits_to_keep=1)
@@ -145,10 +145,10 @@ def half_wrapped(scene: Scene, half: str) -> RetainedCache:
     case = scene.case()
     depth, mixed = len(case.rotary.layers), []
     for ids in scene.chunks["turn"]:
-        (at, wrapped), (_, raw) = scene.shelf.chunk(ids, "full"), scene.shelf.chunk(ids, "raw")
+        (form, wrapped), (_, raw) = scene.shelf.chunk(ids, "full"), scene.shelf.chunk(ids, "raw")
         kept = _half(wrapped.layers, depth, half)
         layers = {
-            index: pair if index in kept else _with_raw(wrapped, raw, at.start, index)
+            index: pair if index in kept else _with_raw(wrapped, raw, form.start, index)
             for index, pair in wrapped.layers.items()
         }
         mixed.append(replace(wrapped, layers=layers))
@@ -170,7 +170,7 @@ def _with_raw(wrapped: Chunk, raw: Chunk, start: int, index: int) -> tuple[Tenso
 
 
 def _arms() -> dict[str, Arm]:
-    found = {
+    arms = {
         "text": Arm("text", "raw", _of("text")),
         "text, full": Arm("text", "text", _of("text_wrapped")),
         "raw": Arm("wrapper", "", _of("inject_raw")),
@@ -179,23 +179,23 @@ def _arms() -> dict[str, Arm]:
     }
     for bits, names in ((8, [name for name in CODECS if name != "none"]), (5, FEW_BITS), (4, FEW_BITS)):
         for name in names:
-            found[f"{name}, {bits} bits"] = Arm("codec", "full", partial(coded, codec=name, bits=bits))
+            arms[f"{name}, {bits} bits"] = Arm("codec", "full", partial(coded, codec=name, bits=bits))
     for half in ("upper", "lower"):
-        found[f"{half} half wrapped"] = Arm("layers", "raw", partial(half_wrapped, half=half))
-        found[f"{half} half alone"] = Arm("layers", "full", partial(only_half, half=half))
+        arms[f"{half} half wrapped"] = Arm("layers", "raw", partial(half_wrapped, half=half))
+        arms[f"{half} half alone"] = Arm("layers", "full", partial(only_half, half=half))
     for cell, (sentence, form) in CELLS.items():
         cut = "sentence" if sentence else "arbitrary"
-        found[cell] = Arm("2 x 2", "" if cell == "A" else "A", _of("inject", form, cut), cut=cut)
+        arms[cell] = Arm("2 x 2", "" if cell == "A" else "A", _of("inject", form, cut), cut=cut)
     for cut in ("arbitrary", "sentence"):
-        found[f"text, {cut}"] = Arm("2 x 2", "A" if cut == "arbitrary" else "C", _of("text", cut=cut), cut=cut)
+        arms[f"text, {cut}"] = Arm("2 x 2", "A" if cut == "arbitrary" else "C", _of("text", cut=cut), cut=cut)
     forms = (("raw", "inject", "raw"), ("full", "inject", "full"), ("text, full", "text_wrapped", "full"))
     for name, kind, form in forms:
         for count in (1, 2, 8):
-            found[f"{count} fillers: {name}"] = Arm("fillers", name, _of(kind, form, fillers=count))
-        found[f"coding prompt: {name}"] = Arm("drift", name, _of(kind, form, prompt=PROMPTS[1]))
+            arms[f"{count} fillers: {name}"] = Arm("fillers", name, _of(kind, form, fillers=count))
+        arms[f"coding prompt: {name}"] = Arm("drift", name, _of(kind, form, prompt=PROMPTS[1]))
         for count in (4, 12):
-            found[f"{count} turns: {name}"] = Arm("drift", name, _of(kind, form), talk=count)
-    return found
+            arms[f"{count} turns: {name}"] = Arm("drift", name, _of(kind, form), talk=count)
+    return arms
 
 
 ARMS: Mapping[str, Arm] = _arms()

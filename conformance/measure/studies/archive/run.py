@@ -52,7 +52,7 @@ def answered(subject: Subject, cache: RetainedCache, asked: Asked) -> str:
         ids = [*question, *draft]
         logits = model(input_ids=torch.tensor([ids]), past_key_values=cache, logits_to_keep=len(draft) + 1).logits
         best = logits[0].argmax(-1).tolist()
-        taken = next((at for at, token in enumerate(draft) if best[at] != token), len(draft))
+        taken = next((count for count, token in enumerate(draft) if best[count] != token), len(draft))
         answer = draft[:taken]
         if taken < len(draft):
             cache.crop(taken - len(draft))

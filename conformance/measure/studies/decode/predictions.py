@@ -80,11 +80,11 @@ def impact_sweep(subject: Subject, index: int) -> dict[float, list[float]]:
     )
     active = reading.engine.require_breath().activation(state.live, PAPER)
     linked = (np.diff(state.W.indptr) > 0)[active]
-    found = {}
+    medians = {}
     for impact in IMPACTS:
         D = held_up(state, impact, PAPER, reading.engine, BREATHS)
-        found[impact] = [float(np.median(of)) for of in (D, D[linked]) if len(of)]
-    return found
+        medians[impact] = [float(np.median(of)) for of in (D, D[linked]) if len(of)]
+    return medians
 
 
 def chunk_pairs(subject: Subject, index: int, tokens: int, C: int) -> list[list[int]]:
@@ -97,14 +97,14 @@ def chunk_pairs(subject: Subject, index: int, tokens: int, C: int) -> list[list[
 @torch.no_grad()
 def predictions(subject: Subject, contexts: int, tokens: int, progress: Callable[[str], None]) -> dict[str, Any]:
     """All three, on that many conversations from number 0."""
-    found: dict[str, Any] = {"fixed points": {impact: fixed_points(impact, PAPER) for impact in IMPACTS}}
+    measured: dict[str, Any] = {"fixed points": {impact: fixed_points(impact, PAPER) for impact in IMPACTS}}
     for index in range(contexts):
         for arm in ARMS_ASKED:
-            found.setdefault(f"queries, {arm}", []).append(query_changes(subject, index, arm, tokens))
+            measured.setdefault(f"queries, {arm}", []).append(query_changes(subject, index, arm, tokens))
             progress(f"queries, {arm}")
-        found.setdefault("impacts", []).append(impact_sweep(subject, index))
+        measured.setdefault("impacts", []).append(impact_sweep(subject, index))
         progress("impacts")
         for length, C in CHUNKS:
-            found.setdefault(f"pairs, {length} tokens, C = {C}", []).append(chunk_pairs(subject, index, length, C))
+            measured.setdefault(f"pairs, {length} tokens, C = {C}", []).append(chunk_pairs(subject, index, length, C))
             progress(f"pairs, C = {C}")
-    return found
+    return measured

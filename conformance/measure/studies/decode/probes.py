@@ -84,8 +84,8 @@ def held_up(
         for _ in range(parameters.T_breath):
             D = stages.decay(D, constant, parameters)
         D, W = stages.resonance(D, W, active, parameters), stages.hebbian(W, active, parameters)
-    found: Vector = D[active]
-    return found
+    of_active: Vector = D[active]
+    return of_active
 
 
 class Survivors(NamedTuple):
@@ -103,21 +103,21 @@ def surviving_pairs(
 ) -> tuple[Survivors, Survivors]:
     """Pairs that an edge inside a chunk joins, and pairs that edges across chunks alone join."""
     view, ids, backend = reading.view, reading.ids, reading.engine
-    found = prefill(
+    crystal = prefill(
         view.q, view.k, ids, reading.sentence_ends, "100%", parameters, backend, scaling=view.scaling,
         softcap=view.softcap,
     )
-    edges, offsets, m = found.coattention.edges(), found.trunks.offsets, len(found.trunks.impact)
+    edges, offsets, m = crystal.coattention.edges(), crystal.trunks.offsets, len(crystal.trunks.impact)
     pairs = trunk_pairs(edges, offsets)
-    inside = int((found.coattention.intra >= 0).sum())
+    inside = int((crystal.coattention.intra >= 0).sum())
     near = trunk_pairs(Edges(edges.first[:inside], edges.second[:inside], edges.weight[:inside]), offsets)
     local = np.isin(pairs.a * m + pairs.b, near.a * m + near.b)
-    _, kept = trunk_weights(pairs, found.trunks.sizes, parameters.tau_edge)
+    _, kept = trunk_weights(pairs, crystal.trunks.sizes, parameters.tau_edge)
     above = np.zeros(len(local), dtype=np.bool_)
     above[kept] = True
 
     stages = backend.require_breath()
-    state = start_state(found, ids, stages.inverse_key_norms(view.k), parse_budget("100%"), parameters)
+    state = start_state(crystal, ids, stages.inverse_key_norms(view.k), parse_budget("100%"), parameters)
     active, W = stages.activation(state.live, parameters), state.W
     for _ in range(breaths):
         W = stages.hebbian(W, active, parameters)

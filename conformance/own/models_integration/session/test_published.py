@@ -84,7 +84,7 @@ def test_a_name_gives_what_its_class_gives() -> None:
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_policy_with_a_class_of_its_own_has_no_second_one(name: str) -> None:
-    with pytest.raises(SpecError, match=f"name = '{name}' has a class of its own; policy_from_name takes every name"):
+    with pytest.raises(SpecError, match=f"name = '{name}': has a class of its own; policy_from_name takes every name"):
         Published(name)
 
 
