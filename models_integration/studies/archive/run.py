@@ -11,7 +11,7 @@ from models_integration.archive.library import vocabulary_of
 from models_integration.archive.pins import Pins
 from models_integration.attention.layer_masks import layer_masks
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.model.rotary_gate import recognise
+from models_integration.model.rotation import recognise
 from models_integration.pocket.chat import CLOSE, asked_behind, turn
 from models_integration.studies.archive.arms import ARMS, Scene, Shelf
 from models_integration.studies.archive.queries import CUTS, Asked, Talk, draw_talk, key_of, pinned
