@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from models_integration.archive.codec import decode, encode
 from models_integration.archive.errors import NoSuchChunk
-from models_integration.archive.objects import ALL, Manifest, ids_digest, kept_digest
+from models_integration.archive.objects import ALL, Manifest, decode, encode, ids_digest, kept_digest
 from models_integration.archive.splice import Chunk, compacted, computed, splice, upper_half
 from models_integration.archive.store import Archive
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.identity import ModelIdentity, identify
-from models_integration.model.rotary_gate import frequencies_at, recognise
+from models_integration.model.rotation import frequencies_at, recognise
 from models_integration.policies.methods import Method
 from models_integration.policies.prefill import prefill
 from models_integration.policies.published import Published

@@ -14,8 +14,7 @@ from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.cache.row_states import RowStates
 from models_integration.cache.sliding_layer import GappedSlidingLayer
-from models_integration.model.rotary_gate import Rotary, frequencies_at, plain_layers, prefilled
-from models_integration.model.rotation import angles_between, turned
+from models_integration.model.rotation import Rotary, angles_between, frequencies_at, plain_layers, prefilled, turned
 from spec.errors import SpecError
 from spec.retention import Granularity, Retention
 

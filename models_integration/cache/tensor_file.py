@@ -170,8 +170,7 @@ def raw_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a tensor, shared with it where it is contiguous and on the CPU."""
     flat = tensor.detach().cpu().contiguous().flatten()
     # Of no or one element, any stride is contiguous; a view as bytes wants 1.
-    array: Any = flat.as_strided((flat.numel(),), (1,)).view(torch.uint8).numpy()
-    return memoryview(array)
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def _digest(parts: Iterable[memoryview | bytes]) -> bytes:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from models_integration.model.rotary_gate import rotary_buffers, rotary_module, scaling_of
+from models_integration.model.rotation import rotary_buffers, rotary_module, scaling_of
 from models_integration.model.weights import CHANGING
 from spec.errors import SpecError
 
@@ -102,9 +102,9 @@ def _described(name: str, tensor: Tensor) -> Iterator[bytes | memoryview]:
         raise SpecError("model", name, "has no values: it must be loaded, not on the device meta")
     yield json.dumps([name, _plain(tensor.dtype), list(tensor.shape)]).encode()
     flat = tensor.detach().flatten()
-    for part in flat.split(CHUNK_BYTES // flat.element_size()):
+    for part in torch.split(flat, CHUNK_BYTES // flat.element_size()):
         # Of no or one element, any stride is contiguous; a view as bytes wants 1.
-        yield memoryview(part.cpu().as_strided((part.numel(),), (1,)).view(torch.uint8).numpy())
+        yield part.cpu().as_strided((part.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def _plain(dtype: torch.dtype) -> str:

@@ -27,7 +27,7 @@ from models_integration.archive.baselines import read
 from models_integration.archive.errors import OtherPins
 from models_integration.archive.library import vocabulary_of
 from models_integration.attention.layer_masks import layer_masks
-from models_integration.model.rotary_gate import plain_layers, recognise
+from models_integration.model.rotation import plain_layers, recognise
 from models_integration.pocket.training.chat import CLOSE, asked_behind
 from models_integration.pocket.training.facts import is_held_out_value
 from models_integration.pocket.training.talk import KINDS

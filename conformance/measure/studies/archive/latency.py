@@ -17,7 +17,7 @@ from models_integration.archive.baselines import Case, inject, read, text_wrappe
 from models_integration.archive.library import Library, vocabulary_of
 from models_integration.archive.store import Archive
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.model.rotary_gate import recognise
+from models_integration.model.rotation import recognise
 from models_integration.pocket.training.chat import asked_behind
 from models_integration.studies.subject import Subject
 

@@ -12,7 +12,7 @@ from models_integration.archive.library import vocabulary_of
 from models_integration.archive.pins import Pins
 from models_integration.attention.layer_masks import layer_masks
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.model.rotary_gate import recognise
+from models_integration.model.rotation import recognise
 from models_integration.pocket.training.chat import CLOSE, asked_behind, turn
 from models_integration.studies.results import Row, append_row, find_row, load_rows
 from models_integration.studies.subject import Subject

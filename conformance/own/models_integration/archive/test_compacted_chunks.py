@@ -21,7 +21,7 @@ from models_integration.archive.splice import Chunk, compacted, computed, splice
 from models_integration.archive.store import Archive
 from models_integration.attention.layer_masks import layer_masks
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.model.rotary_gate import Rotary, frequencies_at, plain_layers, recognise
+from models_integration.model.rotation import Rotary, frequencies_at, plain_layers, recognise
 from models_integration.policies.methods import CrystalCache, Method, StreamingLLM
 from models_integration.policies.published import Published, policy_from_name
 from reference.injection.wrappers import FORMS, wrap
