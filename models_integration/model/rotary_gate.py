@@ -1,4 +1,7 @@
-"""How a model rotates its keys: read from two tiny prefills, or refused by name."""
+"""How a model rotates its keys: read from two tiny prefills, or refused by name.
+
+Cached keys are turned on their device, by the twins of reference/injection/rotation.py on tensors.
+"""
 
 import hashlib
 import json
@@ -14,11 +17,14 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from models_integration.model.errors import UnknownModel
 from models_integration.model.occupancy import check_free
-from models_integration.model.rotation import STYLES, angles_between, turned
 from spec.errors import SpecError
 
-__all__ = ["LayerRotary", "Rotary", "frequencies_at", "plain_layers", "prefilled", "recognise"]
+__all__ = [
+    "STYLES", "LayerRotary", "Rotary", "angles_between", "frequencies_at", "plain_layers", "prefilled", "recognise",
+    "turned",
+]
 
+STYLES = ("half_split", "interleaved")
 ATTENTION = ("full_attention", "sliding_attention")
 PROBE_TOKENS, PROBE_START = 9, 37
 # A wrong style, slot or frequency is off by 0.9 and more; rounding by less than 1e-5 in float32, 1e-2 in bfloat16.
@@ -120,6 +126,30 @@ def frequencies_at(model: PreTrainedModel, rotary: Rotary, length: int) -> Rotar
             fresh, _ = ROPE_INIT_FUNCTIONS[kind](module.config, live[name].device, seq_len=length, **options)
             live[name] = fresh.to(live[name].dtype)
     return replace(rotary, frequencies=live)
+
+
+def angles_between(tokens: int, start: int, archived: Tensor, live: Tensor) -> Tensor:
+    """Angles (tokens, pairs) in float64 from positions 0, 1, ... to start, start + 1, ...
+
+    Each product is rounded to float32, as the model's own angle is, so that the result is what the model would have
+    computed at the new position and not the geometrically better value (they differ by start * 2^-24).
+    """
+    positions = torch.arange(tokens, device=live.device, dtype=torch.float32)[:, None]
+    to, back = (positions + start) * live.float(), positions * archived.float()
+    return to.double() - back.double()
+
+
+def turned(x: Tensor, angles: Tensor, style: str) -> Tensor:
+    """x (..., tokens, d) with its first 2 * pairs channels turned; computed in float64, rounded once."""
+    pairs = angles.shape[-1]
+    width = 2 * pairs
+    wide = x[..., :width].double()
+    halves = (wide[..., :pairs], wide[..., pairs:]) if style == "half_split" else (wide[..., 0::2], wide[..., 1::2])
+    cos, sin, still = angles.cos(), angles.sin(), angles == 0
+    first = torch.where(still, halves[0], halves[0] * cos - halves[1] * sin)
+    second = torch.where(still, halves[1], halves[0] * sin + halves[1] * cos)
+    joined = torch.cat([first, second], -1) if style == "half_split" else torch.stack([first, second], -1).flatten(-2)
+    return torch.cat([joined.to(x.dtype), x[..., width:]], -1)
 
 
 def prefilled(model: PreTrainedModel, ids: Sequence[int], start: int = 0) -> DynamicCache:

@@ -14,8 +14,7 @@ from models_integration.archive.baselines import Case
 from models_integration.archive.splice import Chunk, computed, upper_half
 from models_integration.attention.layer_masks import layer_masks
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.model.rotary_gate import Rotary
-from models_integration.model.rotation import angles_between, turned
+from models_integration.model.rotary_gate import Rotary, angles_between, turned
 from models_integration.pocket.chat import PROMPTS, turn
 from models_integration.pocket.tokenizer import BOS
 from reference.injection.quantisers import ARMS as CODECS

@@ -11,8 +11,7 @@ from models_integration.archive.errors import OtherDtype, OtherFrequencies
 from models_integration.archive.manifest import ModelIdentity
 from models_integration.model import rotary_gate as rope
 from models_integration.model.errors import UnknownModel
-from models_integration.model.rotary_gate import Rotary, frequencies_at, recognise
-from models_integration.model.rotation import STYLES, angles_between, turned
+from models_integration.model.rotary_gate import STYLES, Rotary, angles_between, frequencies_at, recognise, turned
 from spec.errors import SpecError
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from conformance import tolerances as compare
 from conformance.oracles import injection as oracle
-from models_integration.model.rotation import angles_between, turned
+from models_integration.model.rotary_gate import angles_between, turned
 from reference.injection.rotation import TURNS, rebase_angles, shift_angles
 from spec.arrays import Cube, Matrix, Vector
 
