@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -79,10 +80,10 @@ def full_attention(model: PreTrainedModel) -> list[int]:
         SpecError: when there is none.
     """
     layers = RetainedCache(model.config.get_text_config(decoder=True)).layers
-    found = [index for index, layer in enumerate(layers) if isinstance(layer, RetainedLayer)]
-    if not found:
+    full = [index for index, layer in enumerate(layers) if isinstance(layer, RetainedLayer)]
+    if not full:
         raise SpecError("model", type(model).__name__, "has no full-attention layer: nothing can be spliced")
-    return found
+    return full
 
 
 def upper_half(layers: Mapping[int, tuple[Tensor, Tensor]], depth: int) -> dict[int, tuple[Tensor, Tensor]]:
@@ -108,11 +109,11 @@ def compacted(chunk: Chunk, retention: Retention) -> Chunk:
         raise SpecError("retention", f"{retention.seen} tokens", f"must be about {len(chunk.ids)} tokens, uncompacted")
     sets = [torch.tensor(retention.group(group), dtype=torch.int64) for group in range(groups)]
     kept = {}
-    for at, index in enumerate(sorted(chunk.layers)):
-        own = sets if groups == 1 else sets[heads * at : heads * (at + 1)]
-        kept[index] = filled(own, max(map(len, own)))
+    for ordinal, index in enumerate(sorted(chunk.layers)):
+        layer_sets = sets if groups == 1 else sets[heads * ordinal : heads * (ordinal + 1)]
+        kept[index] = filled(layer_sets, max(map(len, layer_sets)))
     visible = {marker for marker in chunk.markers if marker >= chunk.hidden}
-    lost = sorted(visible - set.intersection(*(set(own.tolist()) for own in sets)))
+    lost = sorted(visible - set.intersection(*(set(places.tolist()) for places in sets)))
     if lost:
         raise SpecError("retention", f"without markers {lost}", "must keep the markers: `protecting` does")
     layers = {
@@ -150,8 +151,7 @@ def splice(cache: RetainedCache, chunks: Sequence[Chunk], live: Rotary) -> Tenso
     full = [index for index, layer in enumerate(layers) if isinstance(layer, RetainedLayer)]
     _check_takes(cache, chunks, full)
     seen = cache.get_seq_length()
-    starts = [seen + sum(len(chunk.visible) for chunk in chunks[:at]) for at in range(len(chunks))]
-    total = seen + sum(len(chunk.visible) for chunk in chunks)
+    *starts, total = accumulate((len(chunk.visible) for chunk in chunks), initial=seen)
     added = {index: _added(index, chunks, starts, live) for index in full}
     for index, layer in enumerate(layers):
         if index in added:
@@ -173,9 +173,10 @@ def _check_takes(cache: RetainedCache, chunks: Sequence[Chunk], full: Sequence[i
     for layer in plain_layers(cache):
         if layer.is_initialized and (rows := layer.batch if layer in cache.full_layers else len(layer.keys)) != 1:
             raise SpecError("cache", f"{rows} rows", "must hold one row")
-    for at, chunk in enumerate(chunks):
+    for ordinal, chunk in enumerate(chunks):
         if not chunk.layers or not set(chunk.layers) <= set(full):
-            raise SpecError(f"chunks[{at}]", sorted(chunk.layers), f"must hold layers among {full}, of full attention")
+            name = f"chunks[{ordinal}]"
+            raise SpecError(name, sorted(chunk.layers), f"must hold layers among {full}, of full attention")
 
 
 def _added(index: int, chunks: Sequence[Chunk], starts: Sequence[int], live: Rotary) -> list[SplicedTokens]:
