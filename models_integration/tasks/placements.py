@@ -4,8 +4,8 @@ Every placement reads the same tokens: the prompt without its dropped slots, fol
 always the context followed by the question.
 
 - `after`: the context is compacted, then the question is read uncompressed beside the budget.
-- `in_prompt`: the question stands in the prompt, in the protected window, and its earlier tokens have read evicted keys;
-  only the last one is read again through the compacted cache.
+- `in_prompt`: the question stands in the prompt, in the protected window, and its earlier tokens have read evicted
+  keys; only the last one is read again through the compacted cache.
 - `paper`: the question stands in the prompt, and the first answer token comes from the uncompacted prefill.
 """
 
