@@ -21,7 +21,7 @@ app = typer.Typer(
 
 app.add_typer(archive, name="archive")
 
-Backend = Annotated[str, typer.Option(help="auto, numpy, numba, or 'module:ATTRIBUTE'.")]
+Backend = Annotated[str, typer.Option(help="Whose code decides: auto, numpy, numba, triton, or 'module:ATTRIBUTE'.")]
 
 
 def _version(value: bool) -> None:
@@ -32,7 +32,7 @@ def _version(value: bool) -> None:
 
 @app.callback()
 def _common(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="The version.")] = False,
 ) -> None:
     pass
 
@@ -56,11 +56,13 @@ def compare(
     samples: Annotated[int, typer.Option(help="Samples per cell.")] = 20,
     seed: Annotated[int, typer.Option(help="Seed of the samples.")] = 42,
     placement: Annotated[
-        str, typer.Option(help="Where the question stands: after (the compaction), in_prompt, or paper.")
+        str,
+        typer.Option(help="When the question is read: 'after' the compaction; 'in_prompt', in the prompt, whose last"
+                     " token is then read again; 'paper', in the prompt, which gives the answer's first token."),
     ] = "after",
-    controls: Annotated[bool, typer.Option(help="Also run the controls, which show that the harness measures.")] = True,
+    controls: Annotated[bool, typer.Option(help="Also run controls: kept sets that must answer, or must not.")] = True,
     calibration: Annotated[
-        Path | None, typer.Option(help="TriAttention's file about this model; kvspec calibrate writes it.")
+        Path | None, typer.Option(help="TriAttention's statistics of this model; kvspec calibrate writes them.")
     ] = None,
     model: Model = "pocket",
     backend: Backend = "auto",
@@ -94,7 +96,7 @@ def demo(
 @app.command()
 def sweep(
     grid: Annotated[
-        str, typer.Option(help="appendix-a (T_max, s, alpha), or extensions (the essay's profile, F3, F4, F5).")
+        str, typer.Option(help="appendix-a (T_max, s, alpha), or extensions (the essay's, tiers, coverage, ...).")
     ] = "appendix-a",
     budget: Annotated[str, typer.Option(help="0.3 or 30% is a fraction, 512 is tokens.")] = "0.3",
     tasks: Annotated[str, typer.Option(help="Comma-separated: needle, delayed_association.")] = (

@@ -1,7 +1,12 @@
-"""Where the question stands relative to the compaction, as data; `kvspec compare` carries it out.
+"""When the question is read, before the compaction or after it, as data; `kvspec compare` carries it out.
 
 Every placement reads the same tokens: the prompt without its dropped slots, followed by the fed tokens, is
 always the context followed by the question.
+
+- `after`: the context is compacted, then the question is read uncompressed beside the budget.
+- `in_prompt`: the question stands in the prompt, in the protected window, and its earlier tokens have read evicted
+  keys; only the last one is read again through the compacted cache.
+- `paper`: the question stands in the prompt, and the first answer token comes from the uncompacted prefill.
 """
 
 from dataclasses import dataclass
@@ -19,58 +24,27 @@ class Placement:
     Attributes:
         name: `after`, `in_prompt` or `paper`.
         prompt_ids: tokens of the forward that is compacted.
-        protected: tokens at the end of the prompt that belong to the recent window whatever its size.
         dropped_slots: slots removed from the end of the compacted cache before anything is fed.
-        fed_ids: tokens then read through the compacted cache; the answer starts after the last of them.
-        first_token_from_prefill: the first answer token is read from the prompt's own forward, before
-            compaction, instead of from the fed tokens.
-        statement: what a result in this placement must say.
+        fed_ids: tokens then read through the compacted cache; the answer starts after the last of them. Where there are
+            none, its first token is read from the prompt's own forward.
     """
 
     name: str
     prompt_ids: tuple[int, ...]
-    protected: int
     dropped_slots: int
     fed_ids: tuple[int, ...]
-    first_token_from_prefill: bool
-    statement: str
 
 
 def _after(sample: Sample) -> Placement:
-    return Placement(
-        name="after",
-        prompt_ids=sample.context_ids,
-        protected=0,
-        dropped_slots=0,
-        fed_ids=sample.question_ids,
-        first_token_from_prefill=False,
-        statement="the context was compacted, then the question was read uncompressed beside the budget",
-    )
+    return Placement("after", sample.context_ids, 0, sample.question_ids)
 
 
 def _in_prompt(sample: Sample) -> Placement:
-    return Placement(
-        name="in_prompt",
-        prompt_ids=sample.context_ids + sample.question_ids,
-        protected=len(sample.question_ids),
-        dropped_slots=1,
-        fed_ids=sample.question_ids[-1:],
-        first_token_from_prefill=False,
-        statement="the question stood in the protected window and its earlier tokens have read evicted keys; "
-        "only the last one was read again through the compacted cache",
-    )
+    return Placement("in_prompt", sample.context_ids + sample.question_ids, 1, sample.question_ids[-1:])
 
 
 def _paper(sample: Sample) -> Placement:
-    return Placement(
-        name="paper",
-        prompt_ids=sample.context_ids + sample.question_ids,
-        protected=len(sample.question_ids),
-        dropped_slots=0,
-        fed_ids=(),
-        first_token_from_prefill=True,
-        statement="the first answer token came from the uncompacted prefill",
-    )
+    return Placement("paper", sample.context_ids + sample.question_ids, 0, ())
 
 
 _MAKERS = {"after": _after, "in_prompt": _in_prompt, "paper": _paper}

@@ -28,7 +28,7 @@ def opened(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Placement:
     (first,) = tokenizer.encode(" The", add_special_tokens=False)
     opening = (first, *sample.context_ids[start + 1 : start + words.index("is") + 1])
     ids = (*sample.context_ids, *sample.question_ids, *opening)
-    return Placement("paper", ids, 0, 0, (), True, "the answer's opening stood in the prompt")
+    return Placement("paper", ids, 0, ())
 
 
 @torch.no_grad()
