@@ -10,7 +10,7 @@ from models_integration.cache.positions import EMPTY, SlotOffset, StoredRows
 from models_integration.cache.slots import Plan, filled, gathered, slots_of
 from spec.errors import SpecError
 
-__all__ = ["RetainedLayer", "drop_tensors"]
+__all__ = ["RetainedLayer", "drop_tensors", "on_host"]
 
 
 class RetainedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # the base's __init_subclass__ is untyped
@@ -166,6 +166,14 @@ class RetainedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # the base'
         """Only these rows."""
         super().batch_select_indices(indices)
         self.rows = self.rows.select(indices)
+
+
+def on_host(tensor: Tensor | None) -> Any:
+    """As a NumPy array; half precision as float32, which is exact."""
+    if tensor is None:
+        return None
+    wide = tensor if tensor.dtype == torch.float64 else tensor.float()
+    return wide.cpu().numpy()
 
 
 def drop_tensors(layer: Any) -> None:

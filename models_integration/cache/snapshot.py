@@ -15,10 +15,12 @@ from transformers import PreTrainedModel
 
 from models_integration.archive.manifest import weights_digest
 from models_integration.cache.atomic_file import publish
+from models_integration.cache.continuation import Nothing
+from models_integration.cache.crystal_states import CrystalStates, Pending, Spliced
 from models_integration.cache.dense_layer import RetainedLayer
 from models_integration.cache.positions import StoredRows
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.cache.row_states import RowStates, Spliced
+from models_integration.cache.scorer_records import ScorerRecords
 from models_integration.cache.tensor_file import parts, read
 from models_integration.model.architecture import describe
 from spec import SPEC_VERSION
@@ -52,7 +54,7 @@ def save_cache(cache: RetainedCache, model: PreTrainedModel, path: str | Path) -
     seen = cache.get_seq_length()
     if seen == 0:
         raise SpecError("cache", "0 tokens", "there is nothing to save")
-    if cache.layers_differ or cache.decoding is not None:
+    if cache.layers_differ or isinstance(cache.continuation, ScorerRecords):
         raise SpecError("cache", "kept sets of layers or heads", "cannot be saved: one kept set for the model can")
     tensors: dict[str, Tensor] = {}
     layers = []
@@ -63,18 +65,19 @@ def save_cache(cache: RetainedCache, model: PreTrainedModel, path: str | Path) -
             layers.append({"evicted": layer.evicted})
         else:
             layers.append({"seen": layer.get_seq_length()})
+    known = cache.continuation if isinstance(cache.continuation, CrystalStates) else CrystalStates()
     states = []
-    for row, state in enumerate(cache.states.rows):
+    for row, state in enumerate(known.rows):
         numbers, arrays = packed(state)
         tensors |= {f"row {row}.{name}": array for name, array in arrays.items()}
         states.append(numbers)
-    if cache.states.waiting:
-        tensors["waiting"] = torch.cat(cache.states.waiting, dim=1)
-    for at, chunk in enumerate(cache.states.spliced):
+    if known.pending:
+        tensors["pending"] = torch.cat(known.pending, dim=1)
+    for at, chunk in enumerate(known.spliced):
         tensors |= {f"chunk {at}.ids": torch.tensor(chunk.token_ids), f"chunk {at}.kept": torch.tensor(chunk.kept)}
     manifest = {
-        **_identity(model), "spec": SPEC_VERSION, "layers": layers, "states": states, "columns": cache.states.columns,
-        "steps": cache.states.steps, "chunks": [chunk.after for chunk in cache.states.spliced],
+        **_identity(model), "spec": SPEC_VERSION, "layers": layers, "states": states, "columns": known.columns,
+        "pending": known.kind.value, "chunks": [chunk.after for chunk in known.spliced],
     }
     publish(Path(path), parts(manifest, tensors))
 
@@ -107,9 +110,10 @@ def load_cache(path: str | Path, model: PreTrainedModel) -> RetainedCache:
         Spliced(after, tensors[f"chunk {at}.ids"].numpy(), tensors[f"chunk {at}.kept"].numpy())
         for at, after in enumerate(manifest["chunks"])
     )
-    cache.states = RowStates(rows, manifest["columns"], spliced=spliced)
-    if "waiting" in tensors:
-        cache.states = cache.states.wait(tensors["waiting"].to(model.device), steps=manifest["steps"])
+    known = CrystalStates(rows, manifest["columns"], spliced=spliced)
+    if "pending" in tensors:
+        known = known.read(tensors["pending"].to(model.device), Pending(manifest["pending"]))
+    cache.continuation = known if rows or spliced else Nothing()
     return cache
 
 

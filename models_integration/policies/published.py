@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from models_integration.model.architecture import describe
 from models_integration.model.weights import output_projections, rotary
 from models_integration.policies.calibration import identify
-from models_integration.policies.methods import Method
-from models_integration.session.session import Session
+from models_integration.policies.methods import RetentionPolicy, method_of
+from models_integration.session.method import Method
 from reference import policies
 from reference.calibration import Calibration, Identity, load_calibration
 from spec.backend import Backend, resolve
@@ -101,7 +101,7 @@ def constants_of(name: str) -> set[str]:
 
 
 @dataclass(frozen=True, init=False)
-class Published:
+class Published(RetentionPolicy):
     """A published policy with its budget; calling it on a model gives the context manager, as every method does.
 
     `Published("triattention", 0.3, calibration="statistics.npz")`: the file that `kvspec calibrate` writes, or a
@@ -137,7 +137,7 @@ class Published:
             object.__setattr__(self, field, given)
 
     def on(self, model: PreTrainedModel) -> Method:
-        """The same as a method, with what the policy must know of this model.
+        """What it does on this model, with what the policy must know of it.
 
         Raises:
             SpecError: for a model that cannot be compacted, or that lacks what the policy needs; for a calibration
@@ -147,11 +147,7 @@ class Published:
         learn = _FROM_MODEL.get(self.name.removeprefix(DIVERSE))
         learned = {} if learn is None else learn(model)
         policy = _made(self.name, {**learned, **self.constants})
-        return Method(policy, self.budget, resolve(self.constants.get("backend", "numpy")).name)
-
-    def __call__(self, model: PreTrainedModel) -> Session:
-        """`with published(model) as run: ...`."""
-        return self.on(model)(model)
+        return method_of(policy, self.budget, resolve(self.constants.get("backend", "numpy")).name)
 
 
 def _made(name: str, constants: Mapping[str, Any]) -> Policy:
