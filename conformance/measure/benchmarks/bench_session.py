@@ -16,9 +16,9 @@ import torch
 from conformance.measure.benchmarks.bench_breath import ENDS, SEEN, state
 from conformance.own.models_integration.session.families import build
 from models_integration import CrystalCache, RetainedCache
+from models_integration.cache.crystal_states import CrystalStates
 from models_integration.cache.dense_layer import RetainedLayer
 from models_integration.cache.positions import StoredRows
-from models_integration.cache.row_states import RowStates
 from models_integration.cache.slots import Plan
 from spec.parameters import PAPER
 
@@ -35,7 +35,7 @@ def filled(cache: RetainedCache) -> RetainedCache:
         tensor = torch.randn(1, 2, kept.shape[1], 12)
         layer.update(tensor, tensor.clone())
         layer.rows, layer.evicted = StoredRows(kept, torch.tensor([SEEN])), SEEN - kept.shape[1]
-    cache.states = RowStates((replace(known, step=0),), SEEN)
+    cache.continuation = CrystalStates((replace(known, step=0),), SEEN)
     return cache
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from models_integration.policies.methods import CrystalCache, FullCache, Method, StreamingLLM
+from models_integration.policies.methods import CrystalCache, CustomPolicy, FullCache, RetentionPolicy, StreamingLLM
 from models_integration.policies.published import NAMES, Published, constants_of
 from models_integration.studies.cells import Cell
 from models_integration.studies.compare.controls import only_needle, without_needle
@@ -15,7 +15,6 @@ from models_integration.studies.compare.runner import Answer, answer
 from models_integration.studies.results import Row, append_row, find_row, load_rows
 from models_integration.tasks import MAX_NEW_TOKENS, Sample, draw_sample, needle_sample, place, score
 from reference.calibration import Calibration
-from spec.budget import parse_budget
 from spec.tables import ResultTable, checked
 
 __all__ = ["CONTROL_BOUNDS", "Subject", "named_method", "run_cell", "run_cells", "verdict"]
@@ -110,7 +109,7 @@ def _sample(subject: Subject, cell: Cell, index: int) -> Sample:
     return draw_sample(cell.task, subject.tokenizer, cell.length, index, cell.seed)
 
 
-def named_method(subject: Subject, policy: str, budget: int | str) -> Method | Published:
+def named_method(subject: Subject, policy: str, budget: int | str) -> RetentionPolicy:
     """CrystalCache, or a published policy, by name.
 
     Raises:
@@ -122,14 +121,14 @@ def named_method(subject: Subject, policy: str, budget: int | str) -> Method | P
     return Published(policy, budget, **{name: value for name, value in offered.items() if _wants(policy, name)})
 
 
-def _method(subject: Subject, cell: Cell, sample: Sample) -> Method | Published:
+def _method(subject: Subject, cell: Cell, sample: Sample) -> RetentionPolicy:
     start, stop = sample.needle
     if cell.policy == "streamingllm" or cell.policy.startswith("window"):
         return StreamingLLM(cell.budget)
     if cell.policy == "crystalcache" or cell.policy in NAMES:
         return named_method(subject, cell.policy, cell.budget)
     if cell.policy == "without needle":
-        return Method(without_needle(start, stop), parse_budget(cell.budget))
+        return CustomPolicy(without_needle(start, stop), cell.budget)
     if cell.policy == "only needle":
-        return Method(only_needle(start, stop), parse_budget(cell.budget))
+        return CustomPolicy(only_needle(start, stop), cell.budget)
     return FullCache()

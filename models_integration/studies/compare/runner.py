@@ -8,9 +8,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.policies.methods import Method
+from models_integration.policies.methods import RetentionPolicy
 from models_integration.policies.prefill import prefill
 from models_integration.policies.published import Published
+from models_integration.session.session import Session
 from models_integration.tasks import Placement
 
 __all__ = ["Answer", "answer"]
@@ -31,7 +32,7 @@ class Answer:
 
 @torch.no_grad()
 def answer(
-    model: PreTrainedModel, method: Method | Published, placement: Placement, max_new_tokens: int,
+    model: PreTrainedModel, method: RetentionPolicy, placement: Placement, max_new_tokens: int,
     stop_ids: frozenset[int],
 ) -> Answer:
     """Present one sample in its placement and decode greedily until a stop id or `max_new_tokens`.
@@ -47,7 +48,7 @@ def answer(
     if found.policy.cadence.every is not None and placement.dropped_slots:
         prompt = prompt[:, : -placement.dropped_slots]
         placement = replace(placement, prompt_ids=placement.prompt_ids[: -placement.dropped_slots], dropped_slots=0)
-    with found(model) as run:
+    with Session(found, model) as run:
         logits = model(input_ids=prompt).logits[:, -1:]
         assert run.cache is not None
         return _answered(model, logits, run.cache, placement, max_new_tokens, stop_ids, 1)

@@ -23,13 +23,13 @@ from conformance.own.models_integration.session.test_ragged import (
 )
 from conformance.own.models_integration.session.test_ragged_turns import check_small_keys_stay
 from models_integration.attention.masks import LayerMasks
+from models_integration.cache import compaction
 from models_integration.cache import ragged_layer as ragged_module
 from models_integration.cache.positions import StoredRows
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.session import observations as later
 from models_integration.session import segment as segments
-from models_integration.session.decode_step import Step
+from models_integration.session.segment import ObservedSegment
 
 Patch = pytest.MonkeyPatch
 
@@ -105,7 +105,7 @@ def spare_slots_are_attended_to(patch: Patch) -> None:
 
 def padded_storage(patch: Patch) -> None:
     """Every head has room for as many tokens as the fullest one."""
-    compact = ragged_module.compact
+    compact = compaction.compact
 
     def wrong(cache: RetainedCache, *rest: Any) -> None:
         compact(cache, *rest)
@@ -129,27 +129,29 @@ def views_of_the_full_cache(patch: Patch) -> None:
 
 def steps_forget_the_scaling(patch: Patch) -> None:
     """A step's attention is computed anew, with another scale than the model's."""
-    attended = Step.attended
+    attended = ObservedSegment.attended
 
-    def wrong(step: Step, module: Any, seen: Any) -> None:
-        attended(step, module, replace(seen, options={**seen.options, "scaling": 1.0}))
+    def wrong(observed: ObservedSegment, module: Any, seen: Any) -> None:
+        step = observed.later and observed.columns == 1
+        attended(observed, module, replace(seen, options={**seen.options, "scaling": 1.0}) if step else seen)
 
-    patch.setattr(Step, "attended", wrong)
+    patch.setattr(ObservedSegment, "attended", wrong)
 
 
 def steps_decide_by_the_first_head_s_query(patch: Patch) -> None:
     """What a step is shown is the attention of one group only."""
-    attended = Step.attended
+    attended = ObservedSegment.attended
 
-    def wrong(step: Step, module: Any, seen: Any) -> None:
-        attended(step, module, replace(seen, query=seen.query[:, :1].expand_as(seen.query)))
+    def wrong(observed: ObservedSegment, module: Any, seen: Any) -> None:
+        step = observed.later and observed.columns == 1
+        attended(observed, module, replace(seen, query=seen.query[:, :1].expand_as(seen.query)) if step else seen)
 
-    patch.setattr(Step, "attended", wrong)
+    patch.setattr(ObservedSegment, "attended", wrong)
 
 
 def padding_counts_as_tokens(patch: Patch) -> None:
     """The kept sets of a padded row are counted from the padding's first column."""
-    by_layer = ragged_module._by_layer
+    by_layer = compaction._by_layer
 
     def wrong(retention: Any, cache: Any, full: Any, row: int, padding: Any) -> Any:
         sets = by_layer(retention, cache, full, row, padding)
@@ -157,7 +159,7 @@ def padding_counts_as_tokens(patch: Patch) -> None:
             return sets
         return [[torch.unique((own - 1).clamp(min=0)) for own in heads] for heads in sets]
 
-    patch.setattr(ragged_module, "_by_layer", wrong)
+    patch.setattr(compaction, "_by_layer", wrong)
 
 
 def hidden_tokens_are_read_by_slot(patch: Patch) -> None:
@@ -177,14 +179,14 @@ def hidden_tokens_are_read_by_slot(patch: Patch) -> None:
 
 def turns_are_decided_by_another_head(patch: Patch) -> None:
     """A kept set is scored by the keys of the next head, as far as they go."""
-    keys_of = later.keys_of
+    keys_of = segments.keys_of
 
     def wrong(layer: Any, row: int, heads: slice) -> tuple[Tensor, Tensor]:
         own, other = keys_of(layer, row, heads), keys_of(layer, row, slice(1 - heads.start, 2 - heads.start))
         n = min(own[0].shape[1], other[0].shape[1])
         return torch.cat([other[0][:, :n], own[0][:, n:]], dim=1), own[1]
 
-    patch.setattr(later, "keys_of", wrong)
+    patch.setattr(segments, "keys_of", wrong)
 
 
 SABOTEURS: dict[Callable[[Patch], None], tuple[Callable[..., object], tuple[str, ...]]] = {
