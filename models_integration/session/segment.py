@@ -365,8 +365,10 @@ class Segment:
         check_tokens(self.observed.text.is_token)
         decision = self._decided()
         self._compact(self._full, decision)
-        each = torch.arange(len(decision.retentions)).repeat_interleave(self.observed.rows_per_prompt)
-        self.cache.continuation = decision.continuation.select(each)
+        self.cache.continuation, copies = decision.continuation, self.observed.rows_per_prompt
+        if copies > 1:
+            each = torch.arange(len(decision.retentions)).repeat_interleave(copies)
+            self.cache.continuation = decision.continuation.select(each)
         return decision
 
     def _decided(self) -> Decision:
