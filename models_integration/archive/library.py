@@ -15,9 +15,8 @@ from models_integration.archive.store import Archive
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.identity import ModelIdentity, identify
 from models_integration.model.rotation import frequencies_at, recognise
-from models_integration.policies.methods import Method
+from models_integration.policies.methods import CustomPolicy, RetentionPolicy
 from models_integration.policies.prefill import prefill
-from models_integration.policies.published import Published
 from reference.injection.wrappers import FORMS, Vocabulary, wrap
 from reference.policies.protections import protecting
 from spec.errors import SpecError
@@ -46,15 +45,15 @@ def vocabulary_of(tokenizer: Any) -> Vocabulary:
 
 
 def retained(
-    model: PreTrainedModel, method: Method | Published, ids: Sequence[int], markers: Sequence[int],
+    model: PreTrainedModel, method: RetentionPolicy, ids: Sequence[int], markers: Sequence[int],
 ) -> Retention:
     """What a policy keeps of a chunk that it reads alone, beside the markers: no query is known yet.
 
     Raises:
         SpecError: for a model or ids that the policy does not serve.
     """
-    method = method.on(model) if isinstance(method, Published) else method
-    protected = Method(protecting(method.policy, markers), method.budget, method.backend)
+    own = method.on(model)
+    protected = CustomPolicy(protecting(own.policy, markers), own.budget, own.backend)
     found = prefill(model, protected, torch.tensor([list(ids)], device=model.device)).run.retention
     assert isinstance(found, CrystalRetention | Retention)
     return found.retention if isinstance(found, CrystalRetention) else found
@@ -86,7 +85,7 @@ class Library:
 
     def put(
         self, ids: Sequence[int], form: str = "raw", codec: str = "none", upper: bool = False,
-        method: Method | Published | None = None,
+        method: RetentionPolicy | None = None,
     ) -> str:
         """Compute a chunk in its wrapper, and store it; its key. A chunk that is stored already is not written again.
 

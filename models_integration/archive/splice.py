@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from models_integration.cache.continuation import Continuation, Nothing
+from models_integration.cache.crystal_states import CrystalStates
 from models_integration.cache.dense_layer import DenseLayer, RetainedLayer, SplicedTokens
 from models_integration.cache.positions import EMPTY, StoredRows, filled
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.cache.row_states import RowStates
 from models_integration.cache.sliding_layer import GappedSlidingLayer
 from models_integration.model.rotation import Rotary, angles_between, frequencies_at, plain_layers, prefilled, turned
 from spec.errors import SpecError
@@ -159,9 +160,7 @@ def splice(cache: RetainedCache, chunks: Sequence[Chunk], live: Rotary) -> Tenso
         else:
             cache.layers[index] = GappedSlidingLayer.after(layer, total)
     cache.layers_differ |= _differ(cache.full_layers)
-    cache.states = _noted(cache, chunks, seen)
-    # Records that a policy keeps of each stored token know none of these.
-    cache.decoding = None
+    cache.continuation = _noted(cache, chunks, seen)
     marked = [
         start + place - chunk.hidden for start, chunk in zip(starts, chunks, strict=True) for place in chunk.markers
         if place >= chunk.hidden
@@ -203,11 +202,14 @@ def _grown(layer: RetainedLayer, added: Sequence[SplicedTokens], seen: int) -> R
     return layer
 
 
-def _noted(cache: RetainedCache, chunks: Sequence[Chunk], seen: int) -> RowStates:
-    """The states with the chunks behind `seen` tokens; none where they did not know those, or layers differ now."""
-    states = cache.states if seen else RowStates()
-    if cache.layers_differ or (seen and not states.know(seen)):
-        return RowStates()
+def _noted(cache: RetainedCache, chunks: Sequence[Chunk], seen: int) -> Continuation:
+    """CrystalCache's states with the chunks behind `seen` tokens; nothing where they did not know those.
+
+    Layers that differ now have no states, and the records that other policies keep of each stored token know no chunk.
+    """
+    states = cache.continuation if seen else CrystalStates()
+    if cache.layers_differ or not isinstance(states, CrystalStates) or (seen and not states.covers(seen)):
+        return Nothing()
     for chunk in chunks:
         places = chunk.places(min(chunk.layers))[0] - chunk.hidden
         states = states.splice(np.array(chunk.visible, dtype=np.int64), places[places >= 0].numpy())

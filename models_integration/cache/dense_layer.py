@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicLayer
 from models_integration.cache.positions import EMPTY, Plan, SlotOffset, StoredRows, filled, gathered, slots_of
 from spec.errors import SpecError
 
-__all__ = ["DenseLayer", "RetainedLayer", "SplicedTokens", "drop_tensors"]
+__all__ = ["DenseLayer", "RetainedLayer", "SplicedTokens", "drop_tensors", "on_host"]
 
 
 class SplicedTokens(NamedTuple):
@@ -258,6 +258,14 @@ class DenseLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's 
         """Only these rows."""
         super().batch_select_indices(indices)
         self.rows = self.rows.select(indices)
+
+
+def on_host(tensor: Tensor | None) -> Any:
+    """As a NumPy array; half precision as float32, which is exact."""
+    if tensor is None:
+        return None
+    wide = tensor if tensor.dtype == torch.float64 else tensor.float()
+    return wide.cpu().numpy()
 
 
 def drop_tensors(layer: Any) -> None:

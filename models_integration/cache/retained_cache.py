@@ -10,11 +10,10 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
+from models_integration.cache.continuation import Continuation, Nothing
 from models_integration.cache.dense_layer import DenseLayer, RetainedLayer, drop_tensors
 from models_integration.cache.positions import LayersDiffer, Plan
 from models_integration.cache.ragged_layer import RaggedLayer
-from models_integration.cache.row_states import RowStates
-from models_integration.cache.scorer_records import Decoding
 from spec.errors import SpecError
 from spec.retention import Granularity, Retention
 
@@ -41,10 +40,8 @@ class RetainedCache(DynamicCache):
         self.failure: str | None = None
         self.layers_differ = False
         """Whether layers, or their heads, store different positions."""
-        self.states = RowStates()
+        self.continuation: Continuation = Nothing()
         """What decode and later segments go on from, row by row."""
-        self.decoding: Decoding | None = None
-        """What a policy that decides in its steps goes on from."""
         self._in_context = False
 
     @staticmethod
@@ -203,40 +200,36 @@ class RetainedCache(DynamicCache):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let row i go on as row beam_idx[i] was."""
         super().reorder_cache(cast(torch.LongTensor, beam_idx))
-        self.states = self.states.select(beam_idx)
-        self.decoding = self.decoding and self.decoding.select(beam_idx)
+        self.continuation = self.continuation.select(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row `repeats` times, one after the other."""
         rows = torch.arange(self.full_layers[0].batch)
         super().batch_repeat_interleave(repeats)
-        self.states = self.states.select(rows.repeat_interleave(repeats))
-        self.decoding = self.decoding and self.decoding.repeat(repeats)
+        self.continuation = self.continuation.select(rows.repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Only these rows."""
         super().batch_select_indices(indices)
-        self.states = self.states.select(indices)
-        self.decoding = self.decoding and self.decoding.select(indices)
+        self.continuation = self.continuation.select(indices)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last tokens seen, stored or evicted: as many as -tokens_to_remove.
 
-        The rows' states are forgotten where they know one of these tokens: the cache then grows on without them.
+        What it goes on from is forgotten where it knows one of these tokens: the cache then grows on without it.
         """
         super().crop(tokens_to_remove)
-        self.states = self.states.crop(-tokens_to_remove)
-        self.decoding = self.decoding if tokens_to_remove == 0 else None
+        self.continuation = self.continuation.crop(-tokens_to_remove)
 
     def reset(self) -> None:
         """Forget everything: ready for a new prompt."""
-        self.states = RowStates()
         for index, layer in enumerate(self.layers):
-            layer.reset()
+            # First of all, because other caches may share its tensors, and some releases zero those on a reset.
             drop_tensors(layer)
+            layer.reset()
             if isinstance(layer, RaggedLayer):
                 self.layers[index] = DenseLayer()
-        self.layers_differ, self.decoding = False, None
+        self.layers_differ, self.continuation = False, Nothing()
 
     def fail(self, reason: str) -> None:
         """Drop everything and refuse any further use."""

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from models_integration.cache.continuation import Nothing
+from models_integration.cache.crystal_states import CrystalStates, Pending, Spliced
 from models_integration.cache.dense_layer import DenseLayer
 from models_integration.cache.positions import StoredRows
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.cache.row_states import RowStates, Spliced
+from models_integration.cache.scorer_records import ScorerRecords
 from models_integration.cache.tensor_file import Damaged, read, write
 from models_integration.model.architecture import describe
 from models_integration.model.identity import ModelIdentity, identify
@@ -48,7 +50,7 @@ def save_cache(
     seen = cache.get_seq_length()
     if seen == 0:
         raise SpecError("cache", "0 tokens", "there is nothing to save")
-    if cache.layers_differ or cache.decoding is not None:
+    if cache.layers_differ or isinstance(cache.continuation, ScorerRecords):
         raise SpecError("cache", "kept sets of layers or heads", "cannot be saved: one kept set for the model can")
     tensors: dict[str, Tensor] = {}
     layers = []
@@ -59,18 +61,19 @@ def save_cache(
             layers.append({"evicted": layer.evicted})
         else:
             layers.append({"seen": layer.get_seq_length()})
+    known = cache.continuation if isinstance(cache.continuation, CrystalStates) else CrystalStates()
     states = []
-    for row, state in enumerate(cache.states.rows):
+    for row, state in enumerate(known.rows):
         numbers, arrays = packed(state)
         tensors |= {f"row {row}.{name}": array for name, array in arrays.items()}
         states.append(numbers)
-    if cache.states.waiting:
-        tensors["waiting"] = torch.cat(cache.states.waiting, dim=1)
-    for at, chunk in enumerate(cache.states.spliced):
+    if known.pending:
+        tensors["pending"] = torch.cat(known.pending, dim=1)
+    for at, chunk in enumerate(known.spliced):
         tensors |= {f"chunk {at}.ids": torch.tensor(chunk.token_ids), f"chunk {at}.kept": torch.tensor(chunk.kept)}
     manifest = {
-        **_belongs(model, identity), "layers": layers, "states": states, "columns": cache.states.columns,
-        "steps": cache.states.steps, "chunks": [chunk.after for chunk in cache.states.spliced],
+        **_belongs(model, identity), "layers": layers, "states": states, "columns": known.columns,
+        "pending": known.kind.value, "chunks": [chunk.after for chunk in known.spliced],
     }
     write(Path(path), {"format": FORMAT, "manifest": json.dumps(manifest)}, tensors)
 
@@ -105,9 +108,10 @@ def load_cache(path: str | Path, model: PreTrainedModel, identity: ModelIdentity
         Spliced(after, tensors[f"chunk {at}.ids"].numpy(), tensors[f"chunk {at}.kept"].numpy())
         for at, after in enumerate(manifest["chunks"])
     )
-    cache.states = RowStates(states, manifest["columns"], spliced=spliced)
-    if "waiting" in tensors:
-        cache.states = cache.states.wait(tensors["waiting"].to(model.device), steps=manifest["steps"])
+    known = CrystalStates(states, manifest["columns"], spliced=spliced)
+    if "pending" in tensors:
+        known = known.read(tensors["pending"].to(model.device), Pending(manifest["pending"]))
+    cache.continuation = known if states or spliced else Nothing()
     return cache
 
 

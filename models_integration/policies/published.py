@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from models_integration.model.architecture import describe
 from models_integration.model.weights import output_projections, rotary
 from models_integration.policies.calibration import served_by
-from models_integration.policies.methods import CrystalCache, FullCache, Method, StreamingLLM
-from models_integration.session.session import Session
+from models_integration.policies.methods import CrystalCache, FullCache, RetentionPolicy, StreamingLLM, method_of
+from models_integration.session.method import Method
 from reference.calibration import Calibration, load_calibration
 from reference.policies import names
 from spec.backend import resolve
@@ -22,7 +22,7 @@ from spec.validate import check_penalty
 
 __all__ = ["Published", "constants_of", "policy_from_name"]
 
-_CLASSES: Mapping[str, Callable[..., Method]] = {
+_CLASSES: Mapping[str, Callable[..., RetentionPolicy]] = {
     "crystalcache": CrystalCache,
     "streamingllm": StreamingLLM,
     "fullcache": lambda budget: FullCache(),
@@ -31,7 +31,7 @@ _CLASSES: Mapping[str, Callable[..., Method]] = {
 
 
 @dataclass(frozen=True, init=False)
-class Published:
+class Published(RetentionPolicy):
     """A published policy with its budget; calling it on a model gives the context manager, as every method does.
 
     `Published("triattention", 0.3, calibration="statistics.npz")`: the file that `kvspec calibrate` writes, or a
@@ -68,21 +68,17 @@ class Published:
             object.__setattr__(self, field, given)
 
     def on(self, model: PreTrainedModel) -> Method:
-        """The same as a method, with what the policy must know of this model.
+        """What it does on this model, with what the policy must know of it.
 
         Raises:
             SpecError: for a model that cannot be compacted, or that lacks what the policy needs; for a calibration
                 of another model or rotation.
         """
         policy = names.make_policy(self.name, {**_learned(self.name, model, self.constants), **self.constants})
-        return Method(policy, self.budget, resolve(self.constants.get("backend", "numpy")).name)
-
-    def __call__(self, model: PreTrainedModel) -> Session:
-        """`with published(model) as run: ...`."""
-        return self.on(model)(model)
+        return method_of(policy, self.budget, resolve(self.constants.get("backend", "numpy")).name)
 
 
-def policy_from_name(name: str, budget: float | int | str | Budget = 0.5, **constants: Any) -> Method | Published:
+def policy_from_name(name: str, budget: float | int | str | Budget = 0.5, **constants: Any) -> RetentionPolicy:
     """The policy of a name: CrystalCache, StreamingLLM or FullCache, or a Published one.
 
     `policy_from_name("crystalcache", 0.3, sentence_ends=ends)` equals `CrystalCache(0.3, ends)`.

@@ -12,8 +12,8 @@ from models_integration.model.identity import ModelIdentity, identify
 from models_integration.model.sentence_ends import sentence_ends
 from models_integration.pocket import ASSETS, CHAT_ASSETS, load_pocket
 from models_integration.policies.calibration import served_by
-from models_integration.policies.methods import CrystalCache, Method
-from models_integration.policies.published import Published, constants_of, policy_from_name
+from models_integration.policies.methods import CrystalCache, RetentionPolicy
+from models_integration.policies.published import constants_of, policy_from_name
 from reference.calibration import Calibration, Identity
 
 __all__ = ["Subject", "load_subject"]
@@ -50,7 +50,7 @@ class Subject:
         """What a calibration must be of."""
         return served_by(self.model, self.identity)
 
-    def policy(self, name: str, budget: int | str) -> Method | Published:
+    def policy(self, name: str, budget: int | str) -> RetentionPolicy:
         """A policy by name, with those of this model's sentence ends, backend and calibration that it takes.
 
         Raises:

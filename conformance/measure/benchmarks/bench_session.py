@@ -16,9 +16,9 @@ import torch
 from conformance.measure.benchmarks.bench_breath import ENDS, SEEN, state
 from conformance.measure.tiny_llama import tiny_llama
 from models_integration import CrystalCache, RetainedCache
+from models_integration.cache.crystal_states import CrystalStates
 from models_integration.cache.dense_layer import DenseLayer
 from models_integration.cache.positions import Plan, StoredRows
-from models_integration.cache.row_states import RowStates
 from spec.parameters import PAPER
 
 __all__ = ["measured"]
@@ -34,7 +34,7 @@ def filled(cache: RetainedCache) -> RetainedCache:
         tensor = torch.randn(1, 2, kept.shape[1], 12)
         assert isinstance(layer, DenseLayer)
         layer.restore(tensor, tensor.clone(), StoredRows(kept, torch.tensor([SEEN])), SEEN - kept.shape[1])
-    cache.states = RowStates((replace(known, step=0),), SEEN)
+    cache.continuation = CrystalStates((replace(known, step=0),), SEEN)
     return cache
 
 

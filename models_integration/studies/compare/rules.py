@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from models_integration.policies.methods import Method, StreamingLLM
+from models_integration.policies.methods import CustomPolicy, RetentionPolicy, StreamingLLM
 from models_integration.studies.compare.plan import Cell
 from models_integration.studies.results import Row
 from models_integration.tasks import Sample, TaskTokenizer, draw_sample, needle_sample
@@ -12,7 +12,6 @@ from reference.policies.budgets import everything
 from reference.policies.protections import SinkAndRecent
 from reference.policies.recency import recency
 from spec.arrays import BoolVector, IntVector
-from spec.budget import parse_budget
 from spec.policy import Policy, Scores, Selection
 
 __all__ = ["CONTROL_BOUNDS", "control_method", "control_sample", "only_needle", "verdict", "without_needle"]
@@ -41,12 +40,12 @@ def control_sample(tokenizer: TaskTokenizer, cell: Cell, index: int) -> Sample:
     return draw_sample(cell.task, tokenizer, cell.length, index, cell.seed)
 
 
-def control_method(cell: Cell, sample: Sample) -> Method:
+def control_method(cell: Cell, sample: Sample) -> RetentionPolicy:
     """What a control keeps of a sample."""
     if cell.policy.startswith("window"):
         return StreamingLLM(cell.budget)
     keep = without_needle if cell.policy == "without needle" else only_needle
-    return Method(keep(*sample.needle), parse_budget(cell.budget))
+    return CustomPolicy(keep(*sample.needle), cell.budget)
 
 
 @dataclass(frozen=True)

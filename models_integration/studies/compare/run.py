@@ -10,9 +10,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.policies.methods import Method
+from models_integration.policies.methods import RetentionPolicy
 from models_integration.policies.prefill import prefill
 from models_integration.policies.published import Published, constants_of
+from models_integration.session.session import Session
 from models_integration.studies.compare.plan import Cell, Plan, cells
 from models_integration.studies.compare.rules import control_method, control_sample
 from models_integration.studies.results import Row, append_row, find_row, load_rows
@@ -69,7 +70,7 @@ def run_cell(subject: Subject, cell: Cell, progress: Callable[[str], None]) -> R
     }
 
 
-def _drawn(subject: Subject, cell: Cell, index: int) -> tuple[Sample, Method | Published]:
+def _drawn(subject: Subject, cell: Cell, index: int) -> tuple[Sample, RetentionPolicy]:
     """A sample of a cell, and the policy or control that reads it."""
     if cell.control:
         sample = control_sample(subject.tokenizer, cell, index)
@@ -88,7 +89,7 @@ def _identity(subject: Subject, cell: Cell) -> dict[str, str | int | bool]:
 
 @torch.no_grad()
 def answer(
-    model: PreTrainedModel, method: Method | Published, placement: Placement, max_new_tokens: int,
+    model: PreTrainedModel, method: RetentionPolicy, placement: Placement, max_new_tokens: int,
     stop_ids: frozenset[int],
 ) -> Answer:
     """Present one sample in its placement and decode greedily until a stop id or `max_new_tokens`.
@@ -104,7 +105,7 @@ def answer(
     if on_model.policy.cadence.every is not None and placement.dropped_slots:
         prompt = prompt[:, : -placement.dropped_slots]
         placement = replace(placement, prompt_ids=placement.prompt_ids[: -placement.dropped_slots], dropped_slots=0)
-    with on_model(model) as run:
+    with Session(on_model, model) as run:
         logits = model(input_ids=prompt).logits[:, -1:]
         assert run.cache is not None
         return _answered(model, logits, run.cache, placement, max_new_tokens, stop_ids, 1)

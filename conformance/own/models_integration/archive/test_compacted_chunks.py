@@ -22,7 +22,7 @@ from models_integration.archive.store import Archive
 from models_integration.attention.layer_masks import layer_masks
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.rotation import Rotary, frequencies_at, plain_layers, recognise
-from models_integration.policies.methods import CrystalCache, Method, StreamingLLM
+from models_integration.policies.methods import CrystalCache, RetentionPolicy, StreamingLLM
 from models_integration.policies.published import Published, policy_from_name
 from reference.injection.wrappers import FORMS, wrap
 from spec.errors import SpecError
@@ -158,7 +158,7 @@ def archive(quick_path: Path) -> Iterator[Archive]:
         yield opened
 
 
-METHODS: dict[str, Method | Published] = {
+METHODS: dict[str, RetentionPolicy] = {
     "streamingllm": StreamingLLM(0.4, N_sink=2), "snapkv": Published("snapkv", 9, W=4),
     "crystalcache": CrystalCache(0.4, frozenset(range(3, 131, 5)), TINY, backend="numpy"),
     "chunkkv": Published("chunkkv", 12, W=4, c=5), "adakv": Published("adakv", 13, W=4),

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from conformance.own.models_integration.archive.models import ROTATIONS
 from conformance.own.models_integration.archive.models import build as rotated
 from conformance.own.models_integration.session.families import build, greedy, prompt
-from models_integration import Method, Published
+from models_integration import CustomPolicy, Published
 from models_integration.cli.app import app
 from models_integration.policies.calibration import calibrate, served_by
 from models_integration.studies.results import load_rows
@@ -115,7 +115,7 @@ def test_the_papers_policy_compacts_a_models_cache() -> None:
     host = triattention(calibrate(model, prompt(N, seed=9)), served_by(model))
     kept = []
     for policy in (host, diverse(host, 0.0), diverse(host, 4.0)):
-        with Method(policy, parse_budget(20))(model) as run:
+        with CustomPolicy(policy, parse_budget(20))(model) as run:
             output = greedy(model, ids, 4)
         assert run.kept is not None
         assert output.shape[-1] == 4

@@ -27,7 +27,7 @@ from conformance.own.models_integration.session.test_flash import (
     test_it_is_the_sum_over_what_each_query_sees as check_lse,
 )
 from conformance.own.models_integration.session.test_flash import test_the_model_s_numbers_keep_their_bits as check_bits
-from models_integration.attention import flash_lse as flash_module
+from models_integration.attention import capture as capture_module
 from models_integration.attention import masks as visibility
 from models_integration.attention.capture import Recorder
 from models_integration.cache import dense_layer as layers
@@ -119,7 +119,8 @@ def everything_after_the_kept_set_forgotten(patch: Patch) -> None:
         fewer = type(retention).shared(retention.positions[:-1], retention.seen)
         return fewer, records
 
-    patch.setattr("models_integration.session.segment.retain", wrong)
+    for rule in ("crystal_states", "decide_anew"):
+        patch.setattr(f"models_integration.cache.{rule}.retain", wrong)
 
 
 SABOTEURS: dict[Callable[[Patch], None], Callable[[Any, Any], None]] = {
@@ -283,7 +284,7 @@ def evicted_before_the_end(patch: Patch) -> None:
 
 def another_base(patch: Patch) -> None:
     """A binary log-sum-exp."""
-    flash = flash_module.flash_attention
+    flash = capture_module.flash_attention
 
     def wrong(*args: Any) -> Any:
         both = flash(*args)
@@ -294,7 +295,7 @@ def another_base(patch: Patch) -> None:
 
 def another_kernel(patch: Patch) -> None:
     """The log-sum-exp comes with an output of its own, right but for its last bits."""
-    flash = flash_module.flash_attention
+    flash = capture_module.flash_attention
 
     def wrong(*args: Any) -> Any:
         both = flash(*args)

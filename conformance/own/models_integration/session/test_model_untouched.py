@@ -20,20 +20,20 @@ from conformance.own.models_integration.session.families import (
 )
 from conformance.own.models_integration.session.probe import Failing, method_of
 from conformance.own.models_integration.session.snapshots import same_weights, snapshot
-from models_integration import CrystalCache, FullCache, Method, prefill
+from models_integration import CrystalCache, FullCache, RetentionPolicy, prefill
 from models_integration.cache.positions import Plan
 from spec.errors import SpecError
 from spec.parameters import TINY
 from spec.records import CrystalRetention
 
 
-def whole() -> Method:
+def whole() -> RetentionPolicy:
     return CrystalCache(1.0, ENDS, TINY, backend="numpy")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("method", [whole, FullCache])
-def test_a_full_budget_changes_no_bit(family: str, method: Callable[[], Method]) -> None:
+def test_a_full_budget_changes_no_bit(family: str, method: Callable[[], RetentionPolicy]) -> None:
     model, ids, following = build(family), prompt(50), prompt(6, seed=9)
     cache = DynamicCache(config=model.config)
     plain = torch.cat([at_once(model, ids, cache), step_by_step(model, following, cache)], dim=1)

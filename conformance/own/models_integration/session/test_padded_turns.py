@@ -24,11 +24,11 @@ from conformance.own.models_integration.session.test_breaths import T, breathing
 from conformance.own.models_integration.session.test_turns import TURN, N, turn
 from models_integration import RetainedCache, load_cache, save_cache
 from models_integration.cache.positions import EMPTY
-from models_integration.policies.methods import Method
+from models_integration.policies.methods import RetentionPolicy
 from spec.errors import SpecError
 
 FULL = [family for family in FAMILIES if family not in SLIDING]
-LIVES: dict[str, Callable[[], Method]] = {**METHODS, "breathing": breathing}
+LIVES: dict[str, Callable[[], RetentionPolicy]] = {**METHODS, "breathing": breathing}
 # What three rows read, one list each: a prompt, then forwards of their own lengths, or of one token.
 LENGTHS = ((61, 1, 12, 1, 1, 5, 1, 1), (44, 1, 5, 1, 1, 9, 1, 1), (52, 1, 9, 1, 1, 2, 1, 1))
 
@@ -38,7 +38,8 @@ def pieces(row: int) -> list[Tensor]:
 
 
 def together(
-    model: PreTrainedModel, method: Method, rows: Sequence[Sequence[Tensor]], *, masks: bool = True, known: Any = None,
+    model: PreTrainedModel, method: RetentionPolicy, rows: Sequence[Sequence[Tensor]], *, masks: bool = True,
+    known: Any = None,
 ) -> tuple[RetainedCache, list[list[Tensor]]]:
     """The cache, and each row's logits at its own tokens, forward by forward."""
     cache = RetainedCache(model.config) if known is None else known[0]
@@ -55,13 +56,15 @@ def together(
     return cache, found
 
 
-def alone(model: PreTrainedModel, method: Method, row: Sequence[Tensor]) -> tuple[RetainedCache, list[Tensor]]:
+def alone(model: PreTrainedModel, method: RetentionPolicy, row: Sequence[Tensor]) -> tuple[RetainedCache, list[Tensor]]:
     cache = RetainedCache(model.config)
     with method(model):
         return cache, [at_once(model, ids, cache)[0] for ids in row]
 
 
-def agree(model: PreTrainedModel, method: Callable[[], Method], rows: Sequence[Sequence[Tensor]], **given: Any) -> None:
+def agree(
+    model: PreTrainedModel, method: Callable[[], RetentionPolicy], rows: Sequence[Sequence[Tensor]], **given: Any,
+) -> None:
     """Kept positions, states and logits of each row are those of its single run; no slot holds padding for ever."""
     bound = 1e-10 if model.dtype == torch.float64 else 1e-5
     cache, found = together(model, method(), rows, **given)

@@ -197,7 +197,7 @@ def test_the_frequencies_take_the_rotation_off_the_model_s_queries(family: str) 
     call = type(scorer).__call__
     patch = pytest.MonkeyPatch()
     patch.setattr(type(scorer), "__call__", watched)
-    read_prompt(model, Published("expected-attention", 0.3).on(model))
+    read_prompt(model, Published("expected-attention", 0.3))
     patch.undo()
     hook.remove()
     own = before[0].reshape(PROMPT, 4, -1) if last is module.q_proj else before[0][0]

@@ -28,8 +28,8 @@ from models_integration.cache import retained_cache as retained_module
 from models_integration.cache.positions import StoredRows
 from models_integration.cache.ragged_layer import HeadLayout, RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.session import observations as later
-from models_integration.session.decode_step import Step
+from models_integration.session import segment as segments
+from models_integration.session.segment import ObservedSegment
 
 Patch = pytest.MonkeyPatch
 
@@ -137,22 +137,24 @@ def views_of_the_full_cache(patch: Patch) -> None:
 
 def steps_forget_the_scaling(patch: Patch) -> None:
     """A step's attention is computed anew, with another scale than the model's."""
-    attended = Step.attended
+    attended = ObservedSegment.attended
 
-    def wrong(step: Step, module: Any, seen: Any) -> None:
-        attended(step, module, replace(seen, options={**seen.options, "scaling": 1.0}))
+    def wrong(observed: ObservedSegment, module: Any, seen: Any) -> None:
+        step = observed.later and observed.columns == 1
+        attended(observed, module, replace(seen, options={**seen.options, "scaling": 1.0}) if step else seen)
 
-    patch.setattr(Step, "attended", wrong)
+    patch.setattr(ObservedSegment, "attended", wrong)
 
 
 def steps_decide_by_the_first_head_s_query(patch: Patch) -> None:
     """What a step is shown is the attention of one group only."""
-    attended = Step.attended
+    attended = ObservedSegment.attended
 
-    def wrong(step: Step, module: Any, seen: Any) -> None:
-        attended(step, module, replace(seen, query=seen.query[:, :1].expand_as(seen.query)))
+    def wrong(observed: ObservedSegment, module: Any, seen: Any) -> None:
+        step = observed.later and observed.columns == 1
+        attended(observed, module, replace(seen, query=seen.query[:, :1].expand_as(seen.query)) if step else seen)
 
-    patch.setattr(Step, "attended", wrong)
+    patch.setattr(ObservedSegment, "attended", wrong)
 
 
 def padding_counts_as_tokens(patch: Patch) -> None:
@@ -187,14 +189,14 @@ def hidden_tokens_are_read_by_slot(patch: Patch) -> None:
 
 def turns_are_decided_by_another_head(patch: Patch) -> None:
     """A kept set is scored by the keys of the next head, as far as they go."""
-    keys_of = later.keys_of
+    keys_of = segments.keys_of
 
     def wrong(layer: Any, row: int, heads: slice) -> tuple[Tensor, Tensor]:
         own, other = keys_of(layer, row, heads), keys_of(layer, row, slice(1 - heads.start, 2 - heads.start))
         n = min(own[0].shape[1], other[0].shape[1])
         return torch.cat([other[0][:, :n], own[0][:, n:]], dim=1), own[1]
 
-    patch.setattr(later, "keys_of", wrong)
+    patch.setattr(segments, "keys_of", wrong)
 
 
 SABOTEURS: dict[Callable[[Patch], None], tuple[Callable[..., object], tuple[str, ...]]] = {

@@ -22,7 +22,7 @@ from conformance.own.models_integration.session.families import (
     step_by_step,
 )
 from conformance.own.models_integration.session.probe import Looking, method_of
-from models_integration import Method, RetainedCache, Session, StreamingLLM
+from models_integration import RetainedCache, RetentionPolicy, Session, StreamingLLM
 from models_integration.cache.dense_layer import DenseLayer
 from models_integration.model.architecture import describe
 from spec.policy import Needs
@@ -33,7 +33,7 @@ N = 64
 families = pytest.mark.parametrize("family", FAMILIES)
 
 
-def read(model: PreTrainedModel, method: Method, ids: Tensor, *, streamed: bool) -> tuple[Session, Tensor]:
+def read(model: PreTrainedModel, method: RetentionPolicy, ids: Tensor, *, streamed: bool) -> tuple[Session, Tensor]:
     """A prompt in one forward; inside `run.prompt()` it is decided and compacted when the forward is over."""
     cache = RetainedCache(model.config)
     with method(model) as run:
