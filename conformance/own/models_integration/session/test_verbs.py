@@ -78,8 +78,8 @@ def same(found: object, expected: object) -> bool:
         return len(found) == len(expected) and all(map(same, found, expected))
     if isinstance(found, Tensor) and isinstance(expected, Tensor):
         return torch.equal(found, expected)
-    if isinstance(found, np.ndarray):
-        return found.dtype == getattr(expected, "dtype", None) and np.array_equal(found, expected, equal_nan=True)
+    if isinstance(found, np.ndarray) and isinstance(expected, np.ndarray):
+        return found.dtype == expected.dtype and np.array_equal(found, expected, equal_nan=True)
     return found == expected
 
 
