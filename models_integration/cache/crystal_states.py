@@ -134,16 +134,17 @@ class DecodeRule:
 
     def decide_prompt(self, policy: Policy, budget: Budget, observed: ObservedRows) -> Decision:
         """First prompts: S1 to S6, and the states that they leave."""
-        decided = []
+        retentions, all_records, states = [], [], []
         for row in observed.prompts:
             observation = observed.prompt(row, policy.granularity)
             retention, records = retain(policy, budget, observation)
             assert records is not None
-            decided.append((retention, records, self.started(records, observation)))
-        retentions, records, states = zip(*decided, strict=True)
-        known = tuple(state for state in states if state is not None)
-        columns = observed.columns
-        return Decision(retentions, CrystalStates(known, columns) if known else Nothing(), records)
+            state = self.started(records, observation)
+            retentions.append(retention)
+            all_records.append(records)
+            states += [] if state is None else [state]
+        known = CrystalStates(tuple(states), observed.columns) if states else Nothing()
+        return Decision(tuple(retentions), known, tuple(all_records))
 
     def started(self, records: CrystalRetention, observation: Observation) -> DecodeState | None:
         """The state after a first prompt; None where the backend knows no decode."""

@@ -76,6 +76,11 @@ class CustomPolicy(RetentionPolicy):
     def _be(self, method: Method) -> None:
         object.__setattr__(self, "method", method)
 
+    @property
+    def backend(self) -> str:
+        """The name of the backend that decides."""
+        return self.method.backend
+
     def on(self, model: PreTrainedModel) -> Method:
         """The same on every model."""
         return self.method

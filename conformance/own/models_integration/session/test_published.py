@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from conformance.own.models_integration.session.families import FAMILIES, build, greedy, prompt, relative
 from conformance.own.models_integration.session.oracle_checks import PROMPT
 from conformance.own.models_integration.session.ragged_checks import live_sets, read_prompt
-from models_integration import CrystalCache, FullCache, Method, Published, StreamingLLM, calibrate, prefill
+from models_integration import CrystalCache, FullCache, Published, StreamingLLM, calibrate, prefill
 from models_integration.cli.app import app
 from models_integration.model.architecture import describe
 from models_integration.model.weights import output_projections, rotary
@@ -44,7 +44,7 @@ def test_each_evicts_at_its_own_granularity(name: str) -> None:
     assert run.cache is not None
     assert run.over_budget == 0
     sets = [own for heads in live_sets(run.cache).values() for own in heads]
-    granularity = (policy if isinstance(policy, Method) else policy.on(model)).policy.granularity
+    granularity = policy.on(model).policy.granularity
     distinct = {Granularity.MODEL: 1, Granularity.LAYER: 3, Granularity.HEAD: 6}[granularity]
     # Sums over all queries prefer the first chunks, here in every layer; a KV-head index is one set in all layers.
     fewer = {"chunkkv-described": 1, "triattention-by-head": 2}

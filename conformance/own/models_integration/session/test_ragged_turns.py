@@ -11,7 +11,7 @@ from conformance.own.models_integration.session.heads import MaskedHeads
 from conformance.own.models_integration.session.oracle_checks import PROMPT, TOLERANCE
 from conformance.own.models_integration.session.ragged_checks import live_sets
 from conformance.own.models_integration.session.test_published import PUBLISHED, SMALL
-from models_integration import Method, Published, RetainedCache, calibrate
+from models_integration import Published, RetainedCache, calibrate
 from models_integration.policies.published import policy_from_name
 from reference.policies.names import DIVERSE, NAMES
 from spec.budget import parse_budget
@@ -22,15 +22,14 @@ TURNS = ((1, 11), (12, 12), (1, 13), (5, 14), (1, 15))
 ONE_SEGMENT = ("defensivekv",)
 
 
-def published(name: str, model: Any, budget: float = 0.3) -> Method | Published:
+def published(name: str, model: Any, budget: float = 0.3) -> RetentionPolicy:
     """With constants that fit a prompt of 64 tokens; signatures are a head's own, where kept sets are."""
     host = name.removeprefix(DIVERSE)
     constants: dict[str, Any] = dict(SMALL.get(host, {}))
     if "triattention" in host:
         constants["calibration"] = calibrate(model, prompt(40, seed=9))
     policy = policy_from_name(host, budget, **constants)
-    on_model = policy if isinstance(policy, Method) else policy.on(model)
-    if name.startswith(DIVERSE) and on_model.policy.granularity is Granularity.HEAD:
+    if name.startswith(DIVERSE) and policy.on(model).policy.granularity is Granularity.HEAD:
         constants["signature"] = "head"
     return policy_from_name(name, budget, **constants)
 

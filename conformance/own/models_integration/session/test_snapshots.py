@@ -32,6 +32,7 @@ from conformance.own.models_integration.session.test_breaths import T, breathing
 from conformance.own.processes import started
 from models_integration import RetainedCache
 from models_integration.cache import snapshot as snapshot_module
+from models_integration.cache.continuation import Nothing
 from models_integration.cache.crystal_states import Pending
 from models_integration.cache.positions import EMPTY
 from models_integration.cache.snapshot import load_cache, save_cache
@@ -75,6 +76,9 @@ def same(a: RetainedCache, b: RetainedCache) -> None:
         assert one.get_seq_length() == other.get_seq_length()  # type: ignore[union-attr]
     for one, other in zip(a.full_layers, b.full_layers, strict=True):
         assert torch.equal(one.stored_positions(), other.stored_positions())
+    assert type(a.continuation) is type(b.continuation)
+    if isinstance(a.continuation, Nothing):
+        return
     assert all(same_bits(x, y) for x, y in zip(states_of(a).rows, states_of(b).rows, strict=True))
     assert (states_of(a).columns, states_of(a).kind) == (states_of(b).columns, states_of(b).kind)
     assert states_of(a).ids() == states_of(b).ids()

@@ -27,8 +27,8 @@ from models_integration import (
     decide,
     observe,
 )
-from models_integration.policies.published import DIVERSE, NAMES
 from reference.policies import snapkv
+from reference.policies.names import DIVERSE, NAMES
 from spec.errors import SpecError
 from spec.parameters import TINY
 from spec.policy import Needs
@@ -78,8 +78,8 @@ def same(found: object, expected: object) -> bool:
         return len(found) == len(expected) and all(map(same, found, expected))
     if isinstance(found, Tensor) and isinstance(expected, Tensor):
         return torch.equal(found, expected)
-    if isinstance(found, np.ndarray):
-        return found.dtype == getattr(expected, "dtype", None) and np.array_equal(found, expected, equal_nan=True)
+    if isinstance(found, np.ndarray) and isinstance(expected, np.ndarray):
+        return found.dtype == expected.dtype and np.array_equal(found, expected, equal_nan=True)
     return found == expected
 
 
