@@ -56,7 +56,7 @@ class RetainedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # the base'
     @property
     @abstractmethod
     def uniform(self) -> bool:
-        """Whether a plain causal mask is right: no row has padding among what it has seen, and all agree."""
+        """Whether transformers places the next tokens right by default: no row has padding, or tokens of its own."""
 
     @abstractmethod
     def next_positions(self, tokens: int) -> Tensor:
