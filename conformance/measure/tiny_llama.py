@@ -25,4 +25,5 @@ def tiny_llama() -> LlamaForCausalLM:
             parameter.data.copy_(noise * (1.2 / parameter.shape[1] ** 0.5))
     assert model.generation_config is not None
     model.generation_config.eos_token_id = None
-    return model.eval()
+    model.train(False)
+    return model
