@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from models_integration.policies.calibration import calibrate
     from models_integration.policies.methods import CrystalCache, CustomPolicy, FullCache, RetentionPolicy, StreamingLLM
     from models_integration.policies.prefill import Prefilled, prefill
-    from models_integration.policies.published import Published
+    from models_integration.policies.published import Published, policy_from_name
     from models_integration.session.segment import ObservedSegment, decide
     from models_integration.session.session import Session
     from models_integration.session.verbs import compact, observe
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CrystalCache", "CustomPolicy", "Decision", "FullCache", "ObservedSegment", "Prefilled", "Published",
     "RetainedCache", "RetentionPolicy", "Session", "StreamingLLM", "calibrate", "compact", "decide", "load_cache",
-    "observe", "prefill", "save_cache", "sentence_ends",
+    "observe", "policy_from_name", "prefill", "save_cache", "sentence_ends",
 ]
 
 _HOME = {
@@ -35,7 +35,8 @@ _HOME = {
     "RetentionPolicy": "policies.methods", "StreamingLLM": "policies.methods", "Decision": "cache.continuation",
     "ObservedSegment": "session.segment", "decide": "session.segment", "compact": "session.verbs",
     "observe": "session.verbs", "Prefilled": "policies.prefill", "prefill": "policies.prefill",
-    "Published": "policies.published", "calibrate": "policies.calibration", "Session": "session.session",
+    "Published": "policies.published", "policy_from_name": "policies.published",
+    "calibrate": "policies.calibration", "Session": "session.session",
     "RetainedCache": "cache.retained_cache", "load_cache": "cache.snapshot", "save_cache": "cache.snapshot",
     "sentence_ends": "model.sentence_ends",
 }

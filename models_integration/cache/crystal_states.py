@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models_integration.cache.compaction import compact
 from models_integration.cache.continuation import Decision, Nothing, ObservedRows
 from models_integration.cache.dense_layer import on_host
 from models_integration.cache.retained_cache import RetainedCache
@@ -236,7 +235,7 @@ class DecodeRule:
         before = _covering(cache)
         after = self.flushed(before, cache.observed_keys)
         if before.spliced or any(new.live is not old.live for new, old in zip(after.rows, before.rows, strict=True)):
-            compact(cache, [Retention.shared(state.stored, state.seen) for state in after.rows])
+            cache.compact([Retention.shared(state.stored, state.seen) for state in after.rows])
         cache.continuation = after
 
     def flushed(self, states: CrystalStates, keys: Tensor) -> CrystalStates:

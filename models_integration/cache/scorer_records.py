@@ -7,7 +7,6 @@ from typing import ClassVar
 import numpy as np
 from torch import Tensor
 
-from models_integration.cache.compaction import compact
 from models_integration.cache.continuation import Decision, Nothing, ObservedRows
 from models_integration.cache.retained_cache import RetainedCache
 from reference.policies import advance, advance_turn, start
@@ -108,7 +107,7 @@ class DecideInSteps:
             after.append(now)
             due.append(retention is not None)
         if any(due):
-            compact(cache, retentions)
+            cache.compact(retentions)
         cache.continuation = ScorerRecords(policy.name, tuple(after))
 
     def before_reading(self, policy: Policy, cache: RetainedCache) -> None:

@@ -136,7 +136,7 @@ def later_span(
     defaults = cache.step_inputs(ids.shape[1], ids.device)
     mask = arguments.get("attention_mask", defaults.get("attention_mask"))
     rows = len(ids)
-    before = torch.ones(rows, 0, dtype=torch.bool) if mask is None else cache.shown.expand(rows, -1)
+    before = torch.ones(rows, 0, dtype=torch.bool) if mask is None else cache.is_token.expand(rows, -1)
     _check_ids(architecture, ids)
     is_token = _tokens_of_mask(mask, ids, before)
     if segment_end == ONE_FORWARD:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from models_integration.attention.capture import Attended, Recorder, shown_columns
-from models_integration.cache.compaction import compact
 from models_integration.cache.continuation import Continuation, Decision
 from models_integration.cache.dense_layer import RetainedLayer
 from models_integration.cache.positions import EMPTY
@@ -378,10 +377,9 @@ class Segment:
         return self._decision
 
     def _compact(self, layers: Sequence[int], decision: Decision) -> None:
-        tensors = [self.cache.layers[layer] for layer in layers]
-        before = storage_bytes(tensors)
+        before = storage_bytes(self.cache.layers[layer] for layer in layers)
         with self.observed.watch.stage("compaction"):
             retentions = [one for one in decision.retentions for _ in range(self.observed.rows_per_prompt)]
-            compact(self.cache, retentions, decision.padding, list(layers))
-        self.bytes_saved += before - storage_bytes(tensors)
+            self.cache.compact(retentions, decision.padding, layers)
+        self.bytes_saved += before - storage_bytes(self.cache.layers[layer] for layer in layers)
         self._full = [layer for layer in self._full if layer not in layers]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from models_integration.attention.capture import observing
-from models_integration.cache.retained_cache import RetainedCache
+from models_integration.cache.retained_cache import RetainedCache, check_adoptable
 from models_integration.model.architecture import Architecture, describe
 from models_integration.model.occupancy import BUSY, check_free
 from models_integration.session.generate import NO_CALL, Call, guarded_generate
@@ -179,7 +179,7 @@ class Session:
             if later:
                 method.continuation.check_turn(method.policy, cache)
             elif cache is not None:
-                RetainedCache.check_adoptable(cache)
+                check_adoptable(cache)
         if later:
             span = later_span(self._architecture, arguments, cache, segment_end)
         else:

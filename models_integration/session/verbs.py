@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from models_integration.attention.capture import observing
-from models_integration.cache import compaction
 from models_integration.cache.continuation import Decision
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import describe
@@ -83,6 +82,6 @@ def compact(cache: RetainedCache, decision: Decision) -> RetainedCache:
         raise SpecError("decision", f"{len(decision.retentions)} prompts", f"the cache has {rows} rows")
     compacted = copy.copy(cache)
     compacted.layers = [copy.copy(layer) for layer in cache.layers]
-    compaction.compact(compacted, decision.retentions, decision.padding)
+    compacted.compact(decision.retentions, decision.padding)
     compacted.continuation = decision.continuation
     return compacted

@@ -27,10 +27,10 @@ from conformance.own.models_integration.session.oracle_checks import PROMPT, TOL
 from conformance.own.models_integration.session.ragged_checks import live_sets
 from conformance.own.models_integration.session.test_batches import batch, prompts
 from conformance.own.models_integration.session.test_breaths import SHORT, T, breathing, now, tokens
+from conformance.own.models_integration.session.test_published import PUBLISHED
 from conformance.own.models_integration.session.test_ragged_turns import ONE_SEGMENT, published
 from models_integration import CrystalCache, CustomPolicy, RetainedCache, RetentionPolicy, Session
 from models_integration.cache.crystal_states import Pending
-from models_integration.policies.published import PUBLISHED
 from reference.policies import h2o, rkv, tova
 from spec.errors import SpecError
 from spec.parameters import TINY

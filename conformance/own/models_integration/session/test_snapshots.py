@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from conformance.checks.decode import same_bits
+from conformance.checks.decode_checks import same_bits
 from conformance.own.models_integration.session.families import (
     _GQA,
     FAMILIES,
@@ -32,7 +32,6 @@ from conformance.own.models_integration.session.test_breaths import T, breathing
 from conformance.own.processes import started
 from models_integration import RetainedCache
 from models_integration.cache import snapshot as snapshot_module
-from models_integration.cache import tensor_file as files
 from models_integration.cache.continuation import Nothing
 from models_integration.cache.crystal_states import Pending
 from models_integration.cache.positions import EMPTY
@@ -228,9 +227,9 @@ def test_a_file_of_another_specification_or_format_is_refused_by_name(
     with pytest.raises(SpecError, match=r"was saved under spec 0\.0\.9, this is"):
         load_cache(tmp_path / "cache", model)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "FORMAT", "kvspec-cache/0")
+        patch.setattr(snapshot_module, "FORMAT", "kvspec-cache/1")
         save_cache(cache, model, tmp_path / "cache")
-    with pytest.raises(SpecError, match="is of format kvspec-cache/0"):
+    with pytest.raises(SpecError, match="is of format kvspec-cache/1, this is kvspec-cache/2"):
         load_cache(tmp_path / "cache", model)
 
 
