@@ -163,8 +163,8 @@ class Recorder:
         return q[:, max(0, q.shape[1] - (noted if self.needs.query_rows is None else self.needs.query_rows)) :]
 
     def _shown(self, seen: _Seen, q: Tensor, k: Tensor, v: Tensor | None, lse: Tensor | None) -> LayerView:
-        takes = self.needs.takes
-        if takes is None or not all(takes(tensor) for tensor in (q, k, v) if tensor is not None):
+        accepts_tensor = self.needs.takes
+        if accepts_tensor is None or not all(accepts_tensor(tensor) for tensor in (q, k, v) if tensor is not None):
             q, k, v, lse = on_host(q), on_host(k), on_host(v), on_host(lse)
         return LayerView(q, k, v, seen.scaling, seen.softcap, lse)
 

@@ -254,37 +254,39 @@ class DecodeRule:
         rows, started = [], states.rows or (empty_state(self.budget),) * len(keys)
         ids = states.ids() or [[] for _ in started]
         for row, (state, own) in enumerate(zip(started, ids, strict=True)):
-            norms = self._norms(keys[row, :, keys.shape[2] - stored :])
-            rows.append(self._followed(replace(state, budget=self.budget), own, norms, states))
+            norms = _inverse_norms(self.engine, keys[row, :, keys.shape[2] - stored :])
+            rows.append(_followed(self, replace(state, budget=self.budget), own, norms, states))
         return CrystalStates(tuple(rows), states.seen)
 
-    def _followed(
-        self, state: DecodeState, ids: Sequence[int], norms: Float64[Vector, " stored"], states: CrystalStates,
-    ) -> DecodeState:
-        """One row's state after its tokens and the chunks between them, whose stored keys have these inverse norms."""
-        constants, chunks, at = (self.sentence_ends, self.parameters, self.engine), list(states.spliced), 0
-        for place in range(len(ids) + 1):
-            while chunks and chunks[0].after == place:
-                chunk = chunks.pop(0)
-                own = norms[at : at + len(chunk.kept)]
-                state, at = join_chunk(state, chunk.token_ids, chunk.kept, own, *constants), at + len(own)
-            if place < len(ids):
-                state = self._joined_by(state, ids[place], float(norms[at]), states.kind)
-                at += 1
-        return state
 
-    def _joined_by(self, state: DecodeState, token: int, norm: float, kind: Pending) -> DecodeState:
-        """The state after one token that was read in this way."""
-        if kind is Pending.DECODED:
-            return decode_step(state, token, norm, self.sentence_ends, self.parameters, self.engine)
-        after = append(state, token, norm)
-        return replace(after, step=state.step) if kind is Pending.READ else after
+def _followed(
+    rule: DecodeRule, state: DecodeState, ids: Sequence[int], norms: Float64[Vector, " stored"], states: CrystalStates,
+) -> DecodeState:
+    """One row's state after its tokens and the chunks between them, whose stored keys have these inverse norms."""
+    constants, chunks, at = (rule.sentence_ends, rule.parameters, rule.engine), list(states.spliced), 0
+    for place in range(len(ids) + 1):
+        while chunks and chunks[0].after == place:
+            chunk = chunks.pop(0)
+            own = norms[at : at + len(chunk.kept)]
+            state, at = join_chunk(state, chunk.token_ids, chunk.kept, own, *constants), at + len(own)
+        if place < len(ids):
+            state, at = _joined_by(rule, state, ids[place], float(norms[at]), states.kind), at + 1
+    return state
 
-    def _norms(self, keys: Tensor) -> Float64[Vector, " n"]:
-        accepts_tensor = self.engine.takes
-        on_device = accepts_tensor is not None and accepts_tensor(keys)
-        norms: Vector = self.engine.require_breath().inverse_key_norms(keys if on_device else on_host(keys))
-        return np.asarray(norms)
+
+def _joined_by(rule: DecodeRule, state: DecodeState, token: int, norm: float, kind: Pending) -> DecodeState:
+    """The state after one token that was read in this way."""
+    if kind is Pending.DECODED:
+        return decode_step(state, token, norm, rule.sentence_ends, rule.parameters, rule.engine)
+    after = append(state, token, norm)
+    return replace(after, step=state.step) if kind is Pending.READ else after
+
+
+def _inverse_norms(engine: Backend, keys: Tensor) -> Float64[Vector, " n"]:
+    accepts_tensor = engine.takes
+    on_device = accepts_tensor is not None and accepts_tensor(keys)
+    norms: Vector = engine.require_breath().inverse_key_norms(keys if on_device else on_host(keys))
+    return np.asarray(norms)
 
 
 def _covering(cache: RetainedCache) -> CrystalStates:

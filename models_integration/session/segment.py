@@ -377,10 +377,9 @@ class Segment:
         return self._decision
 
     def _compact(self, layers: Sequence[int], decision: Decision) -> None:
-        tensors = [self.cache.layers[layer] for layer in layers]
-        before = storage_bytes(tensors)
+        before = storage_bytes(self.cache.layers[layer] for layer in layers)
         with self.observed.watch.stage("compaction"):
             retentions = [one for one in decision.retentions for _ in range(self.observed.rows_per_prompt)]
-            self.cache.compact(retentions, decision.padding, list(layers))
-        self.bytes_saved += before - storage_bytes(tensors)
+            self.cache.compact(retentions, decision.padding, layers)
+        self.bytes_saved += before - storage_bytes(self.cache.layers[layer] for layer in layers)
         self._full = [layer for layer in self._full if layer not in layers]
