@@ -10,6 +10,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from models_integration.model.architecture import describe
+from models_integration.model.identity import ModelIdentity
 from models_integration.model.weights import output_projections, rotary
 from models_integration.policies.calibration import served_by
 from models_integration.policies.methods import Method
@@ -73,14 +74,15 @@ NAMES = (*PUBLISHED, *(DIVERSE + name for name in PUBLISHED if name not in ("chu
 """All names. Chunks have no signature; H2O's newest half is not protection, `diverse-h2o-described` has its sums."""
 
 # Constants that are the model's, and not the caller's.
-_FROM_MODEL: Mapping[str, Callable[[PreTrainedModel], Mapping[str, Any]]] = {
-    "defensivekv": lambda model: {"W_o": output_projections(describe(model))},
-    "expected-attention": lambda model: rotary(describe(model)),
+_FROM_MODEL: Mapping[str, Callable[[PreTrainedModel, ModelIdentity | None], Mapping[str, Any]]] = {
+    "defensivekv": lambda model, identity: {"W_o": output_projections(describe(model))},
+    "expected-attention": lambda model, identity: rotary(describe(model)),
     **dict.fromkeys(
-        (name for name in PUBLISHED if name.startswith("triattention")), lambda model: {"served": served_by(model)}
+        (name for name in PUBLISHED if name.startswith("triattention")),
+        lambda model, identity: {"served": served_by(model, identity)},
     ),
 }
-_NOT_THE_CALLERS = {"W_o", "inv_freq", "factor", "mode"}
+_NOT_THE_CALLERS = {"W_o", "inv_freq", "factor", "served", "mode"}
 
 
 def check_name(name: str) -> str:
@@ -105,13 +107,14 @@ class Published:
     """A published policy with its budget; calling it on a model gives the context manager, as every method does.
 
     `Published("triattention", 0.3, calibration="statistics.npz")`: the file that `kvspec calibrate` writes, or a
-    Calibration; `served=served_by(model)`, made once, spares reading all parameters for each context.
-    `Published("diverse-adakv", 0.3, diversity=0.5, signature="head")`: any policy that keeps single tokens by their
-    scores, under its own budgets, with set-conditioned selection; diversity is the paper's lambda.
+    Calibration. `Published("diverse-adakv", 0.3, diversity=0.5, signature="head")`: any policy that keeps single
+    tokens by their scores, under its own budgets, with set-conditioned selection; diversity is the paper's lambda.
 
     Args:
         name: one of NAMES.
         budget: a float or text with "." or "%" is a fraction of the prompt in (0, 1]; an int is tokens.
+        identity: of the model, where it is known already: a calibration is checked without reading all parameters
+            at each context.
         constants: the policy's own, by the names that reference.policies gives them: `Published("snapkv", 0.25, W=16)`.
 
     Raises:
@@ -123,8 +126,12 @@ class Published:
     name: str
     budget: Budget
     constants: Mapping[str, Any]
+    identity: ModelIdentity | None
 
-    def __init__(self, name: str, budget: float | int | str | Budget = 0.5, **constants: Any) -> None:
+    def __init__(
+        self, name: str, budget: float | int | str | Budget = 0.5, *, identity: ModelIdentity | None = None,
+        **constants: Any,
+    ) -> None:
         known = constants_of(check_name(name))
         for constant, value in constants.items():
             if constant not in known:
@@ -134,7 +141,8 @@ class Published:
         check_penalty(constants.get("diversity", 0.0), "diversity")
         if name.removeprefix(DIVERSE) not in _FROM_MODEL:
             _made(name, constants)
-        for field, given in (("name", name), ("budget", parse_budget(budget)), ("constants", constants)):
+        fields = {"name": name, "budget": parse_budget(budget), "constants": constants, "identity": identity}
+        for field, given in fields.items():
             object.__setattr__(self, field, given)
 
     def on(self, model: PreTrainedModel) -> Method:
@@ -146,7 +154,7 @@ class Published:
         """
         describe(model)
         learn = _FROM_MODEL.get(self.name.removeprefix(DIVERSE))
-        learned = {} if learn is None or "served" in self.constants else learn(model)
+        learned = {} if learn is None else learn(model, self.identity)
         policy = _made(self.name, {**learned, **self.constants})
         return Method(policy, self.budget, resolve(self.constants.get("backend", "numpy")).name)
 

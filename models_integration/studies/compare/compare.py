@@ -8,7 +8,6 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from models_integration.model.identity import ModelIdentity, identify
-from models_integration.policies.calibration import served_by
 from models_integration.policies.methods import CrystalCache, FullCache, Method, StreamingLLM
 from models_integration.policies.published import NAMES, Published, constants_of
 from models_integration.studies.cells import Cell
@@ -16,7 +15,7 @@ from models_integration.studies.compare.controls import only_needle, without_nee
 from models_integration.studies.compare.runner import Answer, answer
 from models_integration.studies.results import Row, append_row, find_row, load_rows
 from models_integration.tasks import MAX_NEW_TOKENS, Sample, draw_sample, needle_sample, place, score
-from reference.calibration import Calibration, Identity
+from reference.calibration import Calibration
 from spec.budget import parse_budget
 from spec.tables import result_table
 
@@ -52,11 +51,6 @@ class Subject:
     def name(self) -> str:
         """What rows of results call it."""
         return self.identity.named(self.label)
-
-    @cached_property
-    def served(self) -> Identity:
-        """What a calibration must be of."""
-        return served_by(self.model, self.identity)
 
 
 def verdict(row: Row) -> str:
@@ -135,8 +129,9 @@ def named_method(subject: Subject, policy: str, budget: int | str) -> Method | P
     """
     if policy == "crystalcache":
         return CrystalCache(budget, sentence_ends=subject.sentence_ends, backend=subject.backend)
-    wanted = [name for name in ("backend", "calibration", "served") if _wants(policy, name)]
-    return Published(policy, budget, **{name: getattr(subject, name) for name in wanted})
+    offered = {"backend": subject.backend, "calibration": subject.calibration}
+    constants = {name: value for name, value in offered.items() if _wants(policy, name)}
+    return Published(policy, budget, identity=subject.identity if "calibration" in constants else None, **constants)
 
 
 def _method(subject: Subject, cell: Cell, sample: Sample) -> Method | Published:
