@@ -143,7 +143,7 @@ def prove(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def vectors(session: nox.Session) -> None:
     """The vectors of spec/vectors, made again by the oracles and compared; `-- --write` adds new ones."""
-    run(session, "conformance.vectors", *session.posargs)
+    run(session, "conformance.assurance.vector_writer", *session.posargs)
 
 
 @nox.session(venv_backend="none")
@@ -165,6 +165,13 @@ def bench(session: nox.Session) -> None:
     """How fast the stages are, as ratios inside one run; some minutes on a quiet machine."""
     files = [str(path) for path in sorted(Path("conformance/measure/benchmarks").glob("bench_*.py"))]
     run(session, "pytest", "-p", "no:xdist", "-s", *(session.posargs or files))
+
+
+@nox.session(venv_backend="none")
+def study(session: nox.Session) -> None:
+    """Our own studies, `-- decode` or `-- archive`, with their options; figures to results/. A second run goes on."""
+    name, *options = session.posargs or ["decode"]
+    run(session, f"conformance.measure.studies.{name}", *options)
 
 
 @nox.session(venv_backend="none")

@@ -14,7 +14,7 @@ from models_integration.archive.splice import Chunk, compacted, computed, splice
 from models_integration.archive.store import Archive
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.identity import ModelIdentity, identify
-from models_integration.model.rotation import frequencies_at, recognise
+from models_integration.model.rotary_gate import frequencies_at, recognise
 from models_integration.policies.methods import Method
 from models_integration.policies.prefill import prefill
 from models_integration.policies.published import Published

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from models_integration.cache.dense_layer import RetainedLayer
+from models_integration.cache.dense_layer import DenseLayer
 from models_integration.cache.positions import StoredRows
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.cache.row_states import RowStates, Spliced
@@ -54,7 +54,7 @@ def save_cache(
     layers = []
     for index, layer in enumerate(cast(list[Any], cache.layers)):
         tensors |= {f"{index}.keys": layer.keys, f"{index}.values": layer.values}
-        if isinstance(layer, RetainedLayer):
+        if isinstance(layer, DenseLayer):
             tensors |= {f"{index}.{name}": getattr(layer.rows, name).contiguous() for name in _ROWS}
             layers.append({"evicted": layer.evicted})
         else:
@@ -94,19 +94,18 @@ def load_cache(path: str | Path, model: PreTrainedModel, identity: ModelIdentity
     made: list[Any] = cache.layers
     for index, (layer, numbers) in enumerate(zip(made, manifest["layers"], strict=True)):
         keys, values = (tensors[f"{index}.{name}"].to(model.device) for name in ("keys", "values"))
-        layer.lazy_initialization(keys, values)
-        layer.keys, layer.values = keys, values
-        if isinstance(layer, RetainedLayer):
-            layer.rows = StoredRows(*(tensors[f"{index}.{name}"] for name in _ROWS))
-            layer.evicted = numbers["evicted"]
+        if isinstance(layer, DenseLayer):
+            rows = StoredRows(*(tensors[f"{index}.{name}"] for name in _ROWS))
+            layer.restore(keys, values, rows, numbers["evicted"])
         else:
-            layer.cumulative_length = numbers["seen"]
-    rows = tuple(unpacked(numbers, _row(row, tensors)) for row, numbers in enumerate(manifest["states"]))
+            layer.lazy_initialization(keys, values)
+            layer.keys, layer.values, layer.cumulative_length = keys, values, numbers["seen"]
+    states = tuple(unpacked(numbers, _row(row, tensors)) for row, numbers in enumerate(manifest["states"]))
     spliced = tuple(
         Spliced(after, tensors[f"chunk {at}.ids"].numpy(), tensors[f"chunk {at}.kept"].numpy())
         for at, after in enumerate(manifest["chunks"])
     )
-    cache.states = RowStates(rows, manifest["columns"], spliced=spliced)
+    cache.states = RowStates(states, manifest["columns"], spliced=spliced)
     if "waiting" in tensors:
         cache.states = cache.states.wait(tensors["waiting"].to(model.device), steps=manifest["steps"])
     return cache

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from transformers.utils.logging import disable_progress_bar
 
 from models_integration.cache.atomic_file import publish_readable
 from models_integration.cli.explain import explain_html
@@ -23,7 +22,6 @@ def run(prompt: Path, budget: str, model: str, backend: str, explain: Path | Non
         text = prompt.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError("PROMPT", str(prompt), f"must be a readable text file: {error}") from error
-    disable_progress_bar()  # type: ignore[no-untyped-call]  # it says nothing of ours
     subject = load_subject(model, backend)
     method = CrystalCache(budget, sentence_ends=subject.sentence_ends, backend=backend)
     ids = subject.tokenizer(text, return_tensors="pt").input_ids

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from models_integration.model.rotation import rotary_buffers, rotary_module, scaling_of
+from models_integration.model.rotary_gate import rotary_buffers, rotary_module, scaling_of
 from models_integration.model.weights import CHANGING
 from spec.errors import SpecError
 

@@ -12,7 +12,7 @@ from models_integration.attention.capture import Attended, observing
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import Architecture, describe
 from models_integration.model.identity import ModelIdentity, identify
-from models_integration.model.rotation import LayerRotary, recognise
+from models_integration.model.rotary_gate import LayerRotary, recognise
 from models_integration.model.weights import check_fixed
 from reference.calibration import Calibration, Identity
 from reference.policies.rotary import unrotated

@@ -78,6 +78,15 @@ def test_anybody_s_backend_is_judged(tmp_path: Path) -> None:
     assert "BackendUnavailable" in run(tmp_path, "--backend", "mine:EMPTY").stdout
 
 
+@pytest.mark.parametrize(
+    ("backend", "outcome"), [("numpy", "1 passed"), ("mine", "1 passed"), ("other", "1 deselected")],
+)
+def test_a_test_of_one_backend_s_code_runs_for_that_backend(tmp_path: Path, backend: str, outcome: str) -> None:
+    text = "import pytest\n\n@pytest.mark.judges('mine')\ndef test_of_mine():\n    pass\n"
+    (tmp_path / "test_mine.py").write_text(text, encoding="utf-8")
+    assert outcome in run(tmp_path, "--backend", backend, "--strict-markers").stdout
+
+
 def test_the_suite_runs_from_outside_the_tree(tmp_path: Path) -> None:
     result = run(tmp_path, "--pyargs", "conformance.suite.test_score", "--backend", "reference.backend:BACKEND")
     assert result.returncode == 0, result.stdout

@@ -14,7 +14,7 @@ from conformance.vectors.subject_injection import vocabulary
 from models_integration.archive.errors import NoSuchChunk, OtherDtype, OtherFrequencies, WrongModel
 from models_integration.archive.library import Library
 from models_integration.archive.store import Archive
-from models_integration.model.rotation import plain_layers, prefilled
+from models_integration.model.rotary_gate import plain_layers, prefilled
 from reference.injection.quantisers import ARMS
 from reference.injection.wrappers import FORMS, wrap
 from spec.errors import SpecError

@@ -21,7 +21,7 @@ from models_integration import CrystalCache, RetainedCache
 from models_integration.archive.splice import Chunk, compacted, computed, splice, upper_half
 from models_integration.cache.row_states import RowStates
 from models_integration.cache.snapshot import load_cache, save_cache
-from models_integration.model.rotation import recognise
+from models_integration.model.rotary_gate import recognise
 from reference.crystalcache.activation import inverse_key_norms
 from reference.crystalcache.tail import join_chunk
 from spec.decode import check_state

@@ -13,7 +13,7 @@ from conformance.own.models_integration.archive.test_splice import BOUND, SYSTEM
 from conformance.own.models_integration.session.families import relative
 from models_integration.archive import baselines, diagnostics
 from models_integration.archive.splice import computed
-from models_integration.model.rotation import plain_layers, prefilled, recognise
+from models_integration.model.rotary_gate import plain_layers, prefilled, recognise
 from reference.injection.diagnostics import entropy, key_cosine, sink_mass
 from reference.injection.splicing import ARMS, held
 

@@ -180,7 +180,7 @@ def test_a_policy_with_statistics_takes_what_was_made_once(made: list[PreTrained
     model, ids = build("Llama"), prompt(40) % 131
     identity = identify(model)
     statistics = calibrate(model, ids, identity)
-    chosen = Published("triattention", 20, calibration=statistics, identity=identity)
+    chosen = Published("triattention", 20, calibration=statistics).knowing(identity)
     for _ in range(3):
         with chosen(model) as run:
             at_once(model, ids, RetainedCache(model.config))

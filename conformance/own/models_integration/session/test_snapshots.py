@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from conformance.checks.decode import same_bits
+from conformance.checks.decode_checks import same_bits
 from conformance.own.models_integration.session.families import _GQA, FAMILIES, METHODS, at_once, build, prepare, prompt
 from conformance.own.models_integration.session.savers import save_until_killed
 from conformance.own.models_integration.session.test_batches import batch, prompts

@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 
 from models_integration import CrystalCache, FullCache, StreamingLLM
 from models_integration.cli.app import app
-from models_integration.studies.cells import CONTROLS, Cell, Plan, cells
-from models_integration.studies.compare.compare import Subject, run_cell, run_cells, verdict
+from models_integration.studies.compare.plan import CONTROLS, Cell, Plan, cells
 from models_integration.studies.compare.report import comparison_table, control_table, draw
-from models_integration.studies.compare.runner import answer
+from models_integration.studies.compare.rules import verdict
+from models_integration.studies.compare.run import answer, run_cell, run_plan
 from models_integration.studies.results import find_row, load_rows
-from models_integration.studies.subject import load_subject
+from models_integration.studies.subject import Subject, load_subject
 from models_integration.tasks import draw_sample, place, score
 from reference.statistics import wilson
 from spec.errors import SpecError
@@ -37,7 +37,7 @@ def silent(what: str) -> None:
 
 
 def rows_of(subject: Subject, plan: Plan, path: Path) -> list[dict[str, object]]:
-    return list(run_cells(subject, list(cells(plan)), path, silent))
+    return list(run_plan(subject, plan, path, silent))
 
 
 def test_a_plan_is_the_product_of_its_parts_with_one_full_cache_and_the_controls() -> None:
@@ -133,7 +133,7 @@ def test_tables_and_picture_are_drawn(subject: Subject, tmp_path: Path) -> None:
     measured = [row for row in rows if not row["control"]]
     controls = [row for row in rows if row["control"]]
     assert comparison_table(measured).row_count == len(measured) == 3
-    assert control_table(controls, [verdict(row) for row in controls]).row_count == len(controls) == 4
+    assert control_table(controls).row_count == len(controls) == 4
     draw(measured, tmp_path / "picture.png", "small")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 

@@ -1,0 +1,218 @@
+"""What this project keeps, and what it would keep under a press's readings: each is one named difference."""
+
+import math
+from collections.abc import Callable, Set
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import torch
+
+from conformance.measure.peers.inputs import Inputs, L
+from conformance.measure.peers.presses import FUTURE, KERNEL, SINK, C, W
+from reference import policies
+from reference.policies.attention import (
+    accumulated_attention,
+    average_pool,
+    group_mean,
+    observed_attention,
+)
+from reference.policies.budgets import Competition
+from reference.policies.scorers import LayerScorer, with_window
+from reference.policies.selectors import top_units
+from spec.budget import Budget
+from spec.policy import LayerView, Needs, Observation, Policy
+from spec.retention import Granularity
+
+__all__ = ["OURS", "READINGS"]
+
+Kept = list[list[int]]
+Array = np.ndarray[Any, Any]
+
+FLOORED = "floored budget"
+TRUNCATED = "truncated budget"
+AVERAGE = "average pool"
+TIES = "ties of torch.topk"
+PINNED = "pinned last token"
+LINE = "line without a window"
+FLAT = "flat fallback"
+INNER = "scores of the inner press"
+IN_CHUNKS = "budget in chunks"
+QUOTA = "safeguard as a quota"
+PER_QUERY = "mean over the queries that see a key"
+NO_RECENT = "no recent half"
+
+READINGS: dict[str, str] = {
+    FLOORED: "B is the floor of n (1 - r), at least 1; here it is the ceiling",
+    TRUNCATED: "B is int(n * (1 - r)) in floating point, which can be one less than the floor; here it is exact",
+    AVERAGE: "scores are smoothed by an average pool; here by a maximum",
+    TIES: "torch.topk chooses among equal scores in no stated order, also among protected tokens where B is smaller"
+          " than their number; here the lower position stays, and B is raised to what is protected",
+    PINNED: "the last token cannot be evicted; here it competes",
+    LINE: "the pyramid's line runs over all tokens of a layer, and each share is rounded by itself; here over those"
+          " beyond the window, and the shares have their exact sum",
+    FLAT: "every layer has round(n (1 - r)) tokens unless the last one's share holds the window; here there is no"
+          " fallback",
+    INNER: "tokens score what SnapKV's press gives them, pooled, window included; here plain sums before the window",
+    IN_CHUNKS: "the mean of a chunk decides, and max(1, int(chunks (1 - r))) whole chunks stay; here the sum, and B"
+               " tokens",
+    QUOTA: "each head keeps its best fifth, the rest goes to the layer's best; here a fifth is shared evenly",
+    PER_QUERY: "sums are divided by the number of queries that see the key; here they are sums",
+    NO_RECENT: "no token is kept for being recent; here the newest half of B",
+}
+
+
+def budget(inputs: Inputs, readings: Set[str]) -> int:
+    if TRUNCATED in readings:
+        return max(1, int(inputs.n * (1 - float(inputs.ratio))))
+    exact = inputs.kept * inputs.n
+    return max(1, math.floor(exact)) if FLOORED in readings else math.ceil(exact)
+
+
+def run(policy: Policy, inputs: Inputs, B: int, layers: int = 1) -> Kept:
+    """Kept sets of the KV heads of the input's layer."""
+    H_kv = len(inputs.k)
+    groups = {Granularity.MODEL: 1, Granularity.LAYER: layers, Granularity.HEAD: layers * H_kv}[policy.granularity]
+    views = dict.fromkeys(range(layers), inputs.view)
+    found, _ = policies.retain(policy, Budget(count=B), Observation(inputs.n, groups, None, views))
+    sets = [found.group(g).tolist() for g in range(found.groups)]
+    if policy.granularity is Granularity.HEAD:
+        return sets[inputs.layer * H_kv :][:H_kv] if layers > 1 else sets
+    return sets * H_kv
+
+
+def topk(scores: Array, B: int) -> Kept:
+    """torch.topk per row, whatever it does with equal scores."""
+    return [sorted(row) for row in torch.tensor(scores).topk(B, dim=-1).indices.tolist()]
+
+
+def raised(scores: Array) -> Array:
+    """NaN, a token without a score, as the maximum plus one."""
+    return np.where(np.isnan(scores), np.nanmax(scores) + 1, scores)
+
+
+def averaged(view: LayerView) -> Array:
+    """SnapKV's scores with an average pool and the mean over the window."""
+    A = observed_attention(view, W)
+    past = A[:, :, : A.shape[2] - A.shape[1]].mean(axis=1)
+    return with_window(group_mean(average_pool(past, KERNEL), len(view.k)), A.shape[2])
+
+
+def snap_policy(host: Policy, readings: Set[str]) -> Policy:
+    return replace(host, scorer=LayerScorer(Needs("all", W), averaged)) if AVERAGE in readings else host
+
+
+def snap_scores(inputs: Inputs, readings: Set[str]) -> Array:
+    host = snap_policy(policies.snapkv(W, KERNEL), readings)
+    seen = Observation(inputs.n, len(inputs.k), None, {0: inputs.view})
+    return host.scorer(seen, host.protection(inputs.n)).values
+
+
+def snapkv(inputs: Inputs, readings: Set[str]) -> Kept:
+    B = budget(inputs, readings)
+    if TIES in readings:
+        return topk(raised(snap_scores(inputs, readings)), B)
+    return run(snap_policy(policies.snapkv(W, KERNEL), readings), inputs, B)
+
+
+def streaming(inputs: Inputs, readings: Set[str]) -> Kept:
+    B = budget(inputs, readings)
+    if TIES in readings and B < SINK:
+        scores = np.ones((len(inputs.k), inputs.n))
+        scores[:, SINK : SINK + inputs.n - int(inputs.n * (1 - float(inputs.ratio)))] = 0.0
+        return topk(scores, B)
+    return run(policies.streaming_llm(SINK), inputs, B)
+
+
+def plain(make: Callable[[], Policy]) -> Callable[[Inputs, Set[str]], Kept]:
+    return lambda inputs, readings: run(make(), inputs, budget(inputs, readings))
+
+
+def tova(inputs: Inputs, readings: Set[str]) -> Kept:
+    host, B = policies.tova(), budget(inputs, readings)
+    if PINNED in readings:
+        return run(replace(host, protection=policies.snapkv(1, 1).protection), inputs, B)
+    return run(host, inputs, B)
+
+
+def expected(inputs: Inputs, readings: Set[str]) -> Kept:
+    host, B = policies.expected_attention(inputs.inv_freq, 1.0, SINK, FUTURE), budget(inputs, readings)
+    if TIES in readings and B < SINK:
+        seen = Observation(inputs.n, len(inputs.k), None, {0: inputs.view})
+        return topk(raised(host.scorer(seen, host.protection(inputs.n)).values), B)
+    return run(host, inputs, B)
+
+
+def layer_shares(inputs: Inputs, readings: Set[str]) -> list[int] | None:
+    """PyramidKV's shares under the press's readings; None where ours stand."""
+    base = inputs.n * (1 - float(inputs.ratio)) if TRUNCATED in readings else float(inputs.kept * inputs.n)
+    least = base / 20
+    most = base * 2 - least
+    if most >= inputs.n - W:
+        most, least = inputs.n - W, base * 2 - (inputs.n - W)
+    if FLAT in readings and not inputs.n >= most >= least >= W:
+        return [max(1, round(base))] * L
+    return [round(most - layer * (most - least) / (L - 1)) for layer in range(L)] if LINE in readings else None
+
+
+def pyramidkv(inputs: Inputs, readings: Set[str]) -> Kept:
+    shares = layer_shares(inputs, readings)
+    if shares is None:
+        return run(snap_policy(policies.pyramidkv(W, KERNEL), readings), inputs, budget(inputs, readings), L)
+    B = shares[inputs.layer]
+    if TIES in readings:
+        return topk(raised(snap_scores(inputs, readings)), B)
+    return run(snap_policy(policies.snapkv(W, KERNEL), readings), inputs, B)
+
+
+def chunkkv(inputs: Inputs, readings: Set[str]) -> Kept:
+    if IN_CHUNKS not in readings:
+        return run(policies.chunkkv(C, W), inputs, budget(inputs, readings))
+    members = raised(averaged(inputs.view)) if INNER in readings else np.nan_to_num(snap_scores(inputs, readings))
+    offsets = np.array([*range(0, inputs.n, C), inputs.n])
+    totals = np.add.reduceat(members.sum(axis=0), offsets[:-1]) / np.diff(offsets)
+    chunks = max(1, int(len(totals) * (1 - float(inputs.ratio))))
+    stay = sorted(np.argsort(-totals, kind="stable")[:chunks].tolist())
+    return [[i for u in stay for i in range(offsets[u], offsets[u + 1])]] * len(inputs.k)
+
+
+def adakv(inputs: Inputs, readings: Set[str]) -> Kept:
+    host = snap_policy(policies.adakv(W, KERNEL), readings)
+    B = budget(inputs, readings)
+    if QUOTA in readings:
+        host = replace(host, budgets=Competition(Fraction(1, 5)))
+    if TIES in readings and (QUOTA in readings or B < W):
+        scores = torch.tensor(raised(snap_scores(inputs, readings)))
+        scores.scatter_(-1, scores.topk(max(1, int(B * 0.2)), dim=-1).indices, torch.finfo(scores.dtype).max)
+        gone = set(torch.topk(-scores.reshape(-1), len(scores) * (inputs.n - B)).indices.tolist())
+        return [[i for i in range(inputs.n) if h * inputs.n + i not in gone] for h in range(len(scores))]
+    return run(host, inputs, B)
+
+
+def observed(inputs: Inputs, readings: Set[str]) -> Kept:
+    host = policies.h2o()
+
+    def score(view: LayerView) -> Array:
+        total = group_mean(accumulated_attention(view), len(view.k))
+        return total / np.arange(inputs.n, 0, -1) if PER_QUERY in readings else total
+
+    host = replace(host, scorer=LayerScorer(host.scorer.needs, score))
+    if NO_RECENT in readings:
+        host = replace(host, selector=top_units)
+    return run(host, inputs, budget(inputs, readings))
+
+
+# Ours, and the readings that explain the press.
+OURS: dict[str, tuple[Callable[[Inputs, Set[str]], Kept], tuple[str, ...]]] = {
+    "StreamingLLM": (streaming, (FLOORED, TRUNCATED, TIES)),
+    "SnapKV": (snapkv, (FLOORED, TRUNCATED, AVERAGE, TIES)),
+    "PyramidKV": (pyramidkv, (FLOORED, TRUNCATED, AVERAGE, TIES, LINE, FLAT)),
+    "ChunkKV": (chunkkv, (FLOORED, TRUNCATED, INNER, IN_CHUNKS)),
+    "TOVA": (tova, (FLOORED, TRUNCATED, PINNED)),
+    "KeyDiff": (plain(policies.keydiff), (FLOORED, TRUNCATED)),
+    "Knorm": (plain(policies.knorm), (FLOORED, TRUNCATED)),
+    "AdaKV": (adakv, (FLOORED, TRUNCATED, AVERAGE, QUOTA, TIES)),
+    "ExpectedAttention": (expected, (FLOORED, TRUNCATED, TIES)),
+    "ObservedAttention": (observed, (FLOORED, TRUNCATED, PER_QUERY, NO_RECENT)),
+}
