@@ -130,7 +130,7 @@ def calibrate(
 ) -> None:
     """Make TriAttention's calibration: what a model's queries are like on average. One forward over a text.
 
-    The file carries a fingerprint of the model and of its rotation, and serves no other.
+    The file names the model, by a digest, and its rotation, and serves no other.
     Then: kvspec compare --policies triattention --calibration calibration.npz
     """
     from models_integration.cli.calibrate import run

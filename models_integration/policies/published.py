@@ -1,6 +1,7 @@
 """Policies by name: `policy_from_name` takes every name, and gives what the class of that name gives."""
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass
 from inspect import signature
 from os import PathLike
@@ -9,6 +10,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from models_integration.model.architecture import describe
+from models_integration.model.identity import ModelIdentity
 from models_integration.model.weights import output_projections, rotary
 from models_integration.policies.calibration import served_by
 from models_integration.policies.methods import CrystalCache, FullCache, RetentionPolicy, StreamingLLM, method_of
@@ -35,9 +37,8 @@ class Published(RetentionPolicy):
     """A published policy with its budget; calling it on a model gives the context manager, as every method does.
 
     `Published("triattention", 0.3, calibration="statistics.npz")`: the file that `kvspec calibrate` writes, or a
-    Calibration; `served=served_by(model)`, made once, spares reading all parameters for each context.
-    `Published("diverse-adakv", 0.3, diversity=0.5, signature="head")`: any policy that keeps single tokens by their
-    scores, under its own budgets, with set-conditioned selection; diversity is the paper's lambda.
+    Calibration. `Published("diverse-adakv", 0.3, diversity=0.5, signature="head")`: any policy that keeps single
+    tokens by their scores, under its own budgets, with set-conditioned selection; diversity is the paper's lambda.
 
     Args:
         name: one of `reference.policies.names.NAMES`; CrystalCache, StreamingLLM and FullCache are made by their
@@ -54,6 +55,8 @@ class Published(RetentionPolicy):
     name: str
     budget: Budget
     constants: Mapping[str, Any]
+    identity: ModelIdentity | None = None
+    """Of the model that it is for, once `knowing` has told it."""
 
     def __init__(self, name: str, budget: float | int | str | Budget = 0.5, **constants: Any) -> None:
         if name in _CLASSES:
@@ -67,6 +70,12 @@ class Published(RetentionPolicy):
         for field, given in (("name", name), ("budget", parse_budget(budget)), ("constants", constants)):
             object.__setattr__(self, field, given)
 
+    def knowing(self, identity: ModelIdentity) -> "Published":
+        """The same for a model of this identity: a calibration is checked without reading all parameters once more."""
+        told = copy(self)
+        object.__setattr__(told, "identity", identity)
+        return told
+
     def on(self, model: PreTrainedModel) -> Method:
         """What it does on this model, with what the policy must know of it.
 
@@ -74,7 +83,7 @@ class Published(RetentionPolicy):
             SpecError: for a model that cannot be compacted, or that lacks what the policy needs; for a calibration
                 of another model or rotation.
         """
-        policy = names.make_policy(self.name, {**_learned(self.name, model, self.constants), **self.constants})
+        policy = names.make_policy(self.name, {**_learned(self.name, model, self.identity), **self.constants})
         return method_of(policy, self.budget, resolve(self.constants.get("backend", "numpy")).name)
 
 
@@ -107,8 +116,7 @@ def constants_of(name: str) -> frozenset[str]:
     """
     if name in _CLASSES:
         return frozenset(signature(_CLASSES[name]).parameters) - {"budget"}
-    # Who runs many contexts reads the model's identity once, and gives it.
-    return names.constants_of(name) | (names.constants_of_model(name) & {"served"})
+    return names.constants_of(name)
 
 
 def _check_constants(name: str, constants: Mapping[str, Any]) -> None:
@@ -124,14 +132,14 @@ def _calibration(given: Calibration | str | PathLike[str] | None) -> Calibration
     return given if isinstance(given, Calibration) else load_calibration(given)
 
 
-def _learned(name: str, model: PreTrainedModel, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The constants that the model decides, but what is given already."""
+def _learned(name: str, model: PreTrainedModel, identity: ModelIdentity | None) -> dict[str, Any]:
+    """The constants that the model decides."""
     architecture, wanted = describe(model), names.constants_of_model(name)
     learned: dict[str, Any] = {}
     if "W_o" in wanted:
         learned["W_o"] = output_projections(architecture)
     if "inv_freq" in wanted:
         learned |= rotary(architecture)
-    if "served" in wanted and "served" not in given:
-        learned["served"] = served_by(model)
+    if "served" in wanted:
+        learned["served"] = served_by(model, identity)
     return learned

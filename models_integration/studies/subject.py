@@ -11,10 +11,9 @@ from transformers.utils.logging import disable_progress_bar
 from models_integration.model.identity import ModelIdentity, identify
 from models_integration.model.sentence_ends import sentence_ends
 from models_integration.pocket import ASSETS, CHAT_ASSETS, load_pocket
-from models_integration.policies.calibration import served_by
 from models_integration.policies.methods import CrystalCache, RetentionPolicy
-from models_integration.policies.published import constants_of, policy_from_name
-from reference.calibration import Calibration, Identity
+from models_integration.policies.published import Published, constants_of, policy_from_name
+from reference.calibration import Calibration
 
 __all__ = ["Subject", "load_subject"]
 
@@ -45,11 +44,6 @@ class Subject:
         """What rows of results call it."""
         return self.identity.named(self.label)
 
-    @cached_property
-    def served(self) -> Identity:
-        """What a calibration must be of."""
-        return served_by(self.model, self.identity)
-
     def policy(self, name: str, budget: int | str) -> RetentionPolicy:
         """A policy by name, with those of this model's sentence ends, backend and calibration that it takes.
 
@@ -57,8 +51,11 @@ class Subject:
             SpecError: for an unknown name or budget, or a calibration that is needed and not there.
         """
         known = constants_of(name)
-        offered = ("sentence_ends", "backend", "calibration", "served")
-        return policy_from_name(name, budget, **{key: getattr(self, key) for key in offered if key in known})
+        offered = {
+            "sentence_ends": self.sentence_ends, "backend": self.backend, "calibration": self.calibration,
+        }
+        policy = policy_from_name(name, budget, **{key: value for key, value in offered.items() if key in known})
+        return policy.knowing(self.identity) if isinstance(policy, Published) and "calibration" in known else policy
 
 
 def load_subject(model: str, backend: str) -> Subject:

@@ -21,7 +21,7 @@ from models_integration.cli.app import app
 from models_integration.model import identity as home
 from models_integration.model.identity import CHUNK_BYTES, identify
 from models_integration.pocket import load_pocket
-from models_integration.policies.calibration import calibrate, served_by
+from models_integration.policies.calibration import calibrate
 from models_integration.studies.results import load_rows
 from models_integration.studies.subject import load_subject
 from reference.calibration import save_calibration
@@ -180,7 +180,7 @@ def test_a_policy_with_statistics_takes_what_was_made_once(made: list[PreTrained
     model, ids = build("Llama"), prompt(40) % 131
     identity = identify(model)
     statistics = calibrate(model, ids, identity)
-    chosen = Published("triattention", 20, calibration=statistics, served=served_by(model, identity))
+    chosen = Published("triattention", 20, calibration=statistics).knowing(identity)
     for _ in range(3):
         with chosen(model) as run:
             at_once(model, ids, RetainedCache(model.config))
