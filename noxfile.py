@@ -182,6 +182,13 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def study(session: nox.Session) -> None:
+    """Our own studies, `-- decode` or `-- archive`, with their options; figures to results/. A second run goes on."""
+    name, *options = session.posargs or ["decode"]
+    run(session, f"conformance.measure.studies.{name}", *options)
+
+
+@nox.session(venv_backend="none")
 def peers(session: nox.Session) -> None:
     """Our policies beside kvpress, in an environment with the older transformers that it needs; some minutes."""
     home = ROOT / ".nox" / "peers"

@@ -18,18 +18,19 @@ if TYPE_CHECKING:
     from models_integration.policies.calibration import calibrate
     from models_integration.policies.methods import CrystalCache, FullCache, Method, StreamingLLM
     from models_integration.policies.prefill import Prefilled, prefill
-    from models_integration.policies.published import Published
+    from models_integration.policies.published import Published, policy_from_name
     from models_integration.session.session import Session
 
 __all__ = [
     "CrystalCache", "FullCache", "Method", "Prefilled", "Published", "RetainedCache", "Session", "StreamingLLM",
-    "calibrate", "load_cache", "prefill", "save_cache", "sentence_ends",
+    "calibrate", "load_cache", "policy_from_name", "prefill", "save_cache", "sentence_ends",
 ]
 
 _HOME = {
     "CrystalCache": "policies.methods", "FullCache": "policies.methods", "Method": "policies.methods",
     "StreamingLLM": "policies.methods", "Prefilled": "policies.prefill", "prefill": "policies.prefill",
-    "Published": "policies.published", "calibrate": "policies.calibration", "Session": "session.session",
+    "Published": "policies.published", "policy_from_name": "policies.published",
+    "calibrate": "policies.calibration", "Session": "session.session",
     "RetainedCache": "cache.retained_cache", "load_cache": "cache.snapshot", "save_cache": "cache.snapshot",
     "sentence_ends": "model.sentence_ends",
 }

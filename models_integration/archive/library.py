@@ -10,10 +10,11 @@ from transformers import PreTrainedModel
 
 from models_integration.archive.codec import decode, encode
 from models_integration.archive.errors import NoSuchChunk
-from models_integration.archive.manifest import ALL, Manifest, ModelIdentity, ids_digest, kept_digest, weights_digest
+from models_integration.archive.objects import ALL, Manifest, ids_digest, kept_digest
 from models_integration.archive.splice import Chunk, compacted, computed, splice, upper_half
 from models_integration.archive.store import Archive
 from models_integration.cache.retained_cache import RetainedCache
+from models_integration.model.identity import ModelIdentity, identify
 from models_integration.model.rotary_gate import frequencies_at, recognise
 from models_integration.policies.methods import Method
 from models_integration.policies.prefill import prefill
@@ -63,22 +64,25 @@ def retained(
 class Library:
     """Chunks of one tenant for one model.
 
-    Making it hashes the weights and runs two tiny prefills.
+    Making it identifies the model, which reads all parameters, and runs two tiny prefills.
 
     Args:
         archive: where the objects are.
         model: a causal language model.
         vocabulary: of its tokenizer, for the markers of wrappers; see `vocabulary_of`.
         tenant: whose chunks these are.
+        identity: of the model, where it is known already.
 
     Raises:
         UnknownModel: when the model's rotation is not recognised.
     """
 
-    def __init__(self, archive: Archive, model: PreTrainedModel, vocabulary: Vocabulary, tenant: str) -> None:
+    def __init__(
+        self, archive: Archive, model: PreTrainedModel, vocabulary: Vocabulary, tenant: str,
+        identity: ModelIdentity | None = None,
+    ) -> None:
         self.rotary = recognise(model)
-        dtype = str(model.dtype).removeprefix("torch.")
-        self.identity = ModelIdentity(weights_digest(model), self.rotary.fingerprint, self.rotary.dtype, dtype)
+        self.identity = identify(model) if identity is None else identity
         self._archive, self._model, self._vocabulary, self._tenant = archive, model, vocabulary, tenant
 
     def put(

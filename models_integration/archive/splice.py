@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from models_integration.cache.dense_layer import RetainedLayer
-from models_integration.cache.positions import EMPTY, StoredRows
+from models_integration.cache.dense_layer import DenseLayer, RetainedLayer, SplicedTokens
+from models_integration.cache.positions import EMPTY, StoredRows, filled
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.cache.row_states import RowStates
 from models_integration.cache.sliding_layer import GappedSlidingLayer
-from models_integration.cache.slots import filled
 from models_integration.model.rotary_gate import Rotary, frequencies_at, plain_layers, prefilled
 from models_integration.model.rotation import angles_between, turned
 from spec.errors import SpecError
@@ -157,7 +156,7 @@ def splice(cache: RetainedCache, chunks: Sequence[Chunk], live: Rotary) -> Tenso
     added = {index: _added(index, chunks, starts, live) for index in full}
     for index, layer in enumerate(layers):
         if index in added:
-            _grow(layer, added[index], total)
+            cache.layers[index] = _grown(layer, added[index], total)
         else:
             cache.layers[index] = GappedSlidingLayer.after(layer, total)
     cache.layers_differ |= _differ(cache.full_layers)
@@ -180,62 +179,28 @@ def _check_takes(cache: RetainedCache, chunks: Sequence[Chunk], full: Sequence[i
             raise SpecError(f"chunks[{at}]", sorted(chunk.layers), f"must hold layers among {full}, of full attention")
 
 
-Added = tuple[Tensor, Tensor, Tensor]
-"""Keys and values (heads, n, d) as they are spliced, and their positions (sets, n), EMPTY where there is none."""
-
-
-def _added(index: int, chunks: Sequence[Chunk], starts: Sequence[int], live: Rotary) -> list[Added]:
+def _added(index: int, chunks: Sequence[Chunk], starts: Sequence[int], live: Rotary) -> list[SplicedTokens]:
     """What one layer gets of each chunk that has it."""
-    found = []
+    added = []
     for chunk, start in zip(chunks, starts, strict=True):
         if index in chunk.layers:
             (keys, values), places = _moved(chunk, index, start - chunk.hidden, live), chunk.places(index)
-            seen = places >= chunk.hidden
-            first = int((~seen.any(0)).sum())  # what no set shows stands on the left
-            positions = torch.where(seen, places + (start - chunk.hidden), EMPTY)[:, first:]
-            found.append((keys[:, first:], values[:, first:], positions))
-    return found
+            visible = places >= chunk.hidden
+            first = int((~visible.any(0)).sum())  # what no set shows stands on the left
+            positions = torch.where(visible, places + (start - chunk.hidden), EMPTY)[:, first:]
+            added.append(SplicedTokens(keys[:, first:], values[:, first:], positions))
+    return added
 
 
-def _grow(layer: RetainedLayer, added: Sequence[Added], seen: int) -> None:
-    """Put these behind what the layer stores; `seen` tokens are then behind the session."""
-    if isinstance(layer, RaggedLayer) or any(len(positions) > 1 for _, _, positions in added):
-        _grow_heads(layer, added, seen)
-        return
-    held = layer.is_initialized
-    positions = torch.cat([layer.stored_positions()[0], *(own[0] for _, _, own in added)])
-    if added and not held:
-        layer.lazy_initialization(added[0][0][None], added[0][1][None])
-    if added:
-        for name, which in (("keys", 0), ("values", 1)):
-            stored = getattr(layer, name)
-            parts = [part[which][None].to(stored) for part in added]
-            setattr(layer, name, torch.cat([stored, *parts] if held else parts, -2))
-    layer.rows = StoredRows(positions[None], torch.tensor([seen]))
-    layer.evicted = seen - len(positions)
-
-
-def _grow_heads(layer: RetainedLayer, added: Sequence[Added], seen: int) -> None:
-    """The same for a layer whose heads store positions of their own, or do from now on."""
-    if not layer.is_initialized:
-        keys, values = (part[None, :, :0] for part in added[0][:2])
-        layer.lazy_initialization(keys, values)
-        layer.keys, layer.values = keys, values
-    if not isinstance(layer, RaggedLayer):
-        RaggedLayer.splitting(layer, [[layer.stored_positions()[0]] * layer.heads])()
-    assert isinstance(layer, RaggedLayer)
-    flat: tuple[list[Tensor], list[Tensor]] = ([], [])
-    kept = []
-    for head, stored in enumerate(layer.segments()):
-        own = [positions[head % len(positions)] for _, _, positions in added]
-        shown = [at != EMPTY for at in own]
-        for which, parts in enumerate(flat):
-            new = (part[which][head][at.to(part[which].device)] for part, at in zip(added, shown, strict=True))
-            parts += [stored[which][0, 0], *(part.to(stored[which]) for part in new)]
-        kept.append(torch.cat([layer.head_positions(0, head), *(at[at != EMPTY] for at in own)]))
-    layer.keys, layer.values = (torch.cat(parts).detach() for parts in flat)
-    layer.kept, layer.marks, layer.columns = tuple(kept), torch.tensor([seen]), seen
-    layer.grown = layer.spare = 0
+def _grown(layer: RetainedLayer, added: Sequence[SplicedTokens], seen: int) -> RetainedLayer:
+    """The layer with these behind what it stores; a ragged one in its place, if its heads differ from now on."""
+    if isinstance(layer, DenseLayer) and any(len(chunk.positions) > 1 for chunk in added):
+        if not layer.is_initialized:
+            keys, values = (tensor[None, :, :0] for tensor in added[0][:2])
+            layer.restore(keys, values, StoredRows.none(), 0)
+        layer = RaggedLayer.plan_split(layer, [[layer.stored_positions()[0]] * layer.heads])()
+    layer.splice(added, seen)
+    return layer
 
 
 def _noted(cache: RetainedCache, chunks: Sequence[Chunk], seen: int) -> RowStates:

@@ -37,15 +37,15 @@ def ragged_attention(
     """
     if not isinstance(masks, LayerMasks):
         raise SpecError("attention_mask", type(masks).__name__, "must be 2D, or left out: heads store different tokens")
-    rectangle = layer.rectangle() if masks.plain and len(set(layer.marks.tolist())) == 1 else None
+    rectangle = layer.rectangle() if masks.plain and len(set(layer.rows.seen_at_compaction.tolist())) == 1 else None
     if rectangle is not None:
-        mask = masks.of(layer.head_rows(0), layer.lengths[0], layer.columns)
+        mask = masks.of(layer.head_rows(0), layer.layout.lengths[0], layer.padded_seen)
         return _attended(own, module, query, *rectangle, mask, options)
     G, outputs = query.shape[1] // layer.heads, []
     for segment, (keys, values) in enumerate(layer.segments()):
         row, head = divmod(segment, layer.heads)
         asked = query[row : row + 1, head * G : (head + 1) * G]
-        mask = masks.of(layer.head_rows(segment), keys.shape[2], layer.columns, row)
+        mask = masks.of(layer.head_rows(segment), keys.shape[2], layer.padded_seen, row)
         outputs.append(_attended(own, module, asked, keys, values, mask, options))
     rows = [torch.cat(outputs[first : first + layer.heads], dim=2) for first in range(0, len(outputs), layer.heads)]
     return torch.cat(rows)

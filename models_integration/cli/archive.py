@@ -135,20 +135,3 @@ def forget(
     if not yes:
         typer.confirm(f"Destroy everything of tenant {tenant!r} in {folder}?", abort=True)
     run_forget(tenant, folder, master_key)
-
-
-@archive.command()
-def study(
-    queries: Annotated[int, typer.Option(help="Questions, four to a conversation; all arms get the same.")] = 240,
-    arms: Annotated[str, typer.Option(help="Semicolon-separated: 'raw;full;text, full'; all if empty.")] = "",
-    rounds: Annotated[int, typer.Option(help="Rounds of the time to the first token; 0 for none.")] = 9,
-    out: Annotated[Path, typer.Option(help="Folder of the rows, their tables and the pins.")] = Path("results"),
-) -> None:
-    """Which arm answers from archived chunks: wrappers, baselines, codecs, layers, cuts, fillers and drift.
-
-    On the pocket model's sibling that has seen conversations; docs/results holds the rules. A second run goes on from
-    what is stored.
-    """
-    from models_integration.cli.archive_study import run
-
-    run(queries, tuple(name.strip() for name in arms.split(";") if name.strip()), rounds, out)

@@ -1,7 +1,5 @@
 """How a model rotates its keys: read from two tiny prefills, or refused by name."""
 
-import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -17,7 +15,10 @@ from models_integration.model.occupancy import check_free
 from models_integration.model.rotation import STYLES, angles_between, turned
 from spec.errors import SpecError
 
-__all__ = ["LayerRotary", "Rotary", "frequencies_at", "plain_layers", "prefilled", "recognise"]
+__all__ = [
+    "LayerRotary", "Rotary", "frequencies_at", "plain_layers", "prefilled", "recognise", "rotary_buffers",
+    "rotary_module", "scaling_of",
+]
 
 ATTENTION = ("full_attention", "sliding_attention")
 PROBE_TOKENS, PROBE_START = 9, 37
@@ -48,23 +49,6 @@ class Rotary:
     scaling: Mapping[str, float]
     """The factor on cosine and sine by buffer. A unit rotation does not need it; other factors are another model."""
 
-    @property
-    def dtype(self) -> str:
-        """The dtypes of the frequencies in use, which `.to(bfloat16)` changes with the values."""
-        return ",".join(sorted({str(self.frequencies[name].dtype).removeprefix("torch.") for name in self.used()}))
-
-    @property
-    def fingerprint(self) -> str:
-        """sha256 of each layer's slot and style, and of its frequencies' bytes and dtype."""
-        digest = hashlib.sha256()
-        for layer in self.layers:
-            digest.update(json.dumps([layer.slot, layer.style]).encode())
-            if layer.buffer is not None:
-                values = self.frequencies[layer.buffer].detach().cpu().contiguous()
-                head = [str(values.dtype), list(values.shape), self.scaling[layer.buffer]]
-                digest.update(json.dumps(head).encode() + values.view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()
-
     def used(self) -> list[str]:
         """The buffers that some layer turns by."""
         return sorted({layer.buffer for layer in self.layers if layer.buffer is not None})
@@ -84,7 +68,7 @@ def recognise(model: PreTrainedModel) -> Rotary:
     if getattr(config, "num_kv_shared_layers", 0):
         raise UnknownModel(f"{name}: layers that share one cache are not served")
     at_zero, later = (_probe(model, start) for start in (0, PROBE_START))
-    frequencies = {key: buffer.detach().clone() for key, buffer in _buffers(model)}
+    frequencies = {key: buffer.detach().clone() for key, buffer in rotary_buffers(model)}
     layers = []
     for index, (before, after) in enumerate(zip(at_zero, later, strict=True)):
         found = _explained(before, after, frequencies)
@@ -94,7 +78,7 @@ def recognise(model: PreTrainedModel) -> Rotary:
                 f" keys prefilled at {PROBE_START}"
             )
         layers.append(found)
-    scaling = {key: _scaling(model, key) for key in frequencies}
+    scaling = {key: scaling_of(model, key) for key in frequencies}
     return Rotary(tuple(layers), frequencies, scaling)
 
 
@@ -108,8 +92,7 @@ def frequencies_at(model: PreTrainedModel, rotary: Rotary, length: int) -> Rotar
     """
     live = dict(rotary.frequencies)
     for name in rotary.used():
-        module, prefix = _home(model, name)
-        kind = module.rope_type[prefix.removesuffix("_")] if prefix else getattr(module, "rope_type", "default")
+        module, prefix, kind = rotary_module(model, name)
         if "dynamic" in kind and length > module.config.max_position_embeddings:
             raise SpecError(
                 "length", length, f"must not exceed max_position_embeddings, {module.config.max_position_embeddings}:"
@@ -191,18 +174,22 @@ def _error(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().max() / b.abs().max().clamp_min(1e-30))
 
 
-def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def rotary_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Names and inverse frequencies (pairs,) as the model holds them now."""
     for name, buffer in model.named_buffers():
         if name.endswith("inv_freq") and "original" not in name and buffer.dim() == 1:
             yield name, buffer
 
 
-def _home(model: nn.Module, name: str) -> tuple[Any, str]:
-    """The rotary module of a buffer, and the layer type in front of the buffer's own name."""
+def rotary_module(model: nn.Module, name: str) -> tuple[Any, str, str]:
+    """The rotary module of a buffer, the layer type in front of the buffer's own name, and the kind of its rotation."""
     path, _, attribute = name.rpartition(".")
-    return model.get_submodule(path), attribute.removesuffix("inv_freq")
+    module: Any = model.get_submodule(path)
+    prefix, kinds = attribute.removesuffix("inv_freq"), getattr(module, "rope_type", "default")
+    return module, prefix, kinds[prefix.removesuffix("_")] if isinstance(kinds, dict) else kinds
 
 
-def _scaling(model: nn.Module, name: str) -> float:
-    module, prefix = _home(model, name)
+def scaling_of(model: nn.Module, name: str) -> float:
+    """The factor on cosine and sine that goes with a buffer."""
+    module, prefix, _ = rotary_module(model, name)
     return float(getattr(module, f"{prefix}attention_scaling", 1.0))

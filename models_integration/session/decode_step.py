@@ -6,7 +6,6 @@ import numpy as np
 from torch import nn
 
 from models_integration.attention.capture import Attended, Recorder
-from models_integration.cache.compaction import compact
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.cache.scorer_records import Decoding
 from models_integration.model.architecture import Architecture
@@ -62,7 +61,7 @@ class Step:
             after.append(now)
             due.append(retention is not None)
         if any(due):
-            compact(cache, retentions)
+            cache.compact(retentions)
         cache.decoding = Decoding(self._decoding.policy, tuple(after))
 
     def _all_live(self, running: Running, seen: int) -> Retention:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from models_integration.attention.capture import Attended, Recorder
-from models_integration.cache.compaction import compact
 from models_integration.cache.retained_cache import RetainedCache, storage_bytes
 from models_integration.cache.row_states import RowStates
 from models_integration.cache.scorer_records import Decoding
@@ -225,10 +224,9 @@ class Segment:
         assert self._watch is not None
         assert self._kept is not None
         layers = list(layers)
-        tensors = [self.cache.layers[layer] for layer in layers]
-        before = storage_bytes(tensors)
+        before = storage_bytes(self.cache.layers[layer] for layer in layers)
         with self._watch.stage("compaction"):
             retentions = [kept.retention for kept in self._kept for _ in range(self.copies)]
-            compact(self.cache, retentions, None if self.later else self.padding, layers)
-        self.bytes_saved += before - storage_bytes(tensors)
+            self.cache.compact(retentions, None if self.later else self.padding, layers)
+        self.bytes_saved += before - storage_bytes(self.cache.layers[layer] for layer in layers)
         self._compacted.update(layers)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from models_integration.attention.capture import observing
-from models_integration.cache.retained_cache import RetainedCache
+from models_integration.cache.retained_cache import RetainedCache, check_adoptable
 from models_integration.model.architecture import describe
 from models_integration.model.occupancy import BUSY, check_free
 from models_integration.session.crystal_decode import Life
@@ -182,7 +182,7 @@ class Session:
             check_goes_on(segment, cache, ids)
         filled = isinstance(cache, RetainedCache) and cache.get_seq_length() > 0
         if cache is not None and not filled:
-            RetainedCache.check_adoptable(cache)
+            check_adoptable(cache)
         columns: int = cache.get_seq_length() if filled else 0
         later = filled if segment is None else segment.later
         defaults, past = {}, torch.ones(len(ids), 0, dtype=torch.bool)
@@ -192,7 +192,7 @@ class Session:
                 check_turn(self._method.policy, cache)
             defaults, tokens = cache.step_inputs(ids.shape[1], ids.device), cache.tokens.expand(len(ids))
             if "attention_mask" in {**defaults, **arguments}:
-                past = cache.shown.expand(len(ids), -1)
+                past = cache.is_token.expand(len(ids), -1)
         else:
             past = past if segment is None else segment.shown
             tokens = past.sum(dim=1)

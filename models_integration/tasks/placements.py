@@ -1,30 +1,30 @@
-"""Where the question stands relative to the compaction, as data; a runner carries it out.
+"""Where the question stands relative to the compaction, as data; `kvspec compare` carries it out.
 
 Every placement reads the same tokens: the prompt without its dropped slots, followed by the fed tokens, is
 always the context followed by the question.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
-from models_integration.tasks.sample import Sample
+from models_integration.tasks.samples import Sample
 from spec.errors import SpecError
 
+__all__ = ["DEFAULT_PLACEMENT", "PLACEMENTS", "Placement", "place"]
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True)
 class Placement:
     """How a sample is presented to a model whose cache is compacted once.
 
     Attributes:
-        name: ``after``, ``in_prompt`` or ``paper``.
-        prompt_ids: Tokens of the forward that is compacted.
-        protected: Tokens at the end of the prompt that belong to the recent window whatever its size.
-        dropped_slots: Slots removed from the end of the compacted cache before anything is fed.
-        fed_ids: Tokens then read through the compacted cache; the answer starts after the last of them.
-        first_token_from_prefill: The first answer token is read from the prompt's own forward, before
+        name: `after`, `in_prompt` or `paper`.
+        prompt_ids: tokens of the forward that is compacted.
+        protected: tokens at the end of the prompt that belong to the recent window whatever its size.
+        dropped_slots: slots removed from the end of the compacted cache before anything is fed.
+        fed_ids: tokens then read through the compacted cache; the answer starts after the last of them.
+        first_token_from_prefill: the first answer token is read from the prompt's own forward, before
             compaction, instead of from the fed tokens.
-        statement: What a result in this placement must say.
+        statement: what a result in this placement must say.
     """
 
     name: str
@@ -79,7 +79,11 @@ DEFAULT_PLACEMENT = "after"
 
 
 def place(sample: Sample, name: str = DEFAULT_PLACEMENT) -> Placement:
-    """Describe ``sample`` in the placement ``name``; raises :class:`SpecError` for an unknown one."""
+    """The sample in the placement of that name.
+
+    Raises:
+        SpecError: for an unknown name.
+    """
     if name not in _MAKERS:
         raise SpecError("placement", name, f"must be one of {', '.join(PLACEMENTS)}")
     return _MAKERS[name](sample)

@@ -78,7 +78,7 @@ def compared(press: str, number: int) -> Report:
 
 
 def lines(report: Report, number: int) -> Iterator[str]:
-    """The press's section of docs/peers.md."""
+    """What is printed of a press, with the smallest input that needs each reading."""
     yield f"## {report.press}"
     yield ""
     yield f"{report.equal} of {number} inputs agree as they are; {len(report.unexplained)} differences are unexplained."
@@ -107,21 +107,26 @@ def runs(kept: list[int]) -> str:
     return ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else f"{part[0]}" for part in parts)
 
 
+def row(report: Report) -> str:
+    """The press's line of docs/peers.md."""
+    needed_by = ", ".join(f"{reading} {count}" for reading, count in sorted(report.counts.items()))
+    return f"| {report.press} | {report.equal} | {needed_by} | {len(report.unexplained)} |"
+
+
 def page(reports: list[Report], number: int) -> str:
     """docs/peers.md."""
-    head = [
+    return "\n".join([
         "# kvpress, side by side", "",
         f"Written by `python -m conformance.measure.peers --write` with kvpress {VERSION}, transformers"
-        f" {version('transformers')} and torch {version('torch')}, each press on {number} inputs: both sides get the"
-        " same queries, keys and values in float64, 6 to 40 tokens (120 for PyramidKV), 1 to 3 KV heads of 1 or 2 query"
+        f" {version('transformers')} and torch {version('torch')}, each press on {number} inputs: the same queries,"
+        " keys and values in float64 on both sides, 6 to 40 tokens (120 for PyramidKV), 1 to 3 KV heads of 1 or 2 query"
         f" heads, and a ratio r that is removed. Constants: window {W}, pool {KERNEL}, chunk {C}, sinks {SINK}, future"
-        f" {FUTURE}.", "",
-        "A *reading* is a named difference. The table of a press counts the inputs that need it, with the fewest"
-        " readings that make the sets equal. The smallest input shows one kept set with all other readings it needs"
-        " applied. With all readings of a press applied its sets are equal on every input.", "",
-        *(f"- **{name}**: {text}." for name, text in READINGS.items()), "",
-    ]
-    return "\n".join([*head, *(line for report in reports for line in lines(report, number))])
+        f" {FUTURE}. The command prints the smallest input that needs each reading.", "",
+        "A *reading* is a named difference. The table counts inputs whose kept sets are equal as they are, those that"
+        " need a reading (with the fewest that make the sets equal), and those that no readings make equal.", "",
+        "| Press | Equal as they are | Need a reading | Unexplained |", "|---|---|---|---|",
+        *map(row, reports), "", *(f"- **{name}**: {text}." for name, text in READINGS.items()), "",
+    ])
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -47,9 +47,8 @@ READINGS: dict[str, str] = {
     FLOORED: "B is the floor of n (1 - r), at least 1; here it is the ceiling",
     TRUNCATED: "B is int(n * (1 - r)) in floating point, which can be one less than the floor; here it is exact",
     AVERAGE: "scores are smoothed by an average pool; here by a maximum",
-    TIES: "torch.topk chooses among equal scores, in no stated order; protected tokens all score the maximum plus one,"
-          " so it also chooses among them where B is smaller than their number; here the lower position stays, and B is"
-          " raised to what is protected",
+    TIES: "torch.topk chooses among equal scores in no stated order, also among protected tokens where B is smaller"
+          " than their number; here the lower position stays, and B is raised to what is protected",
     PINNED: "the last token cannot be evicted; here it competes",
     LINE: "the pyramid's line runs over all tokens of a layer, and each share is rounded by itself; here over those"
           " beyond the window, and the shares have their exact sum",

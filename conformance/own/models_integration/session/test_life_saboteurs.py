@@ -20,13 +20,12 @@ from conformance.own.models_integration.session import (
 )
 from conformance.own.models_integration.session.test_snapshots import lived, same
 from models_integration.attention.capture import Recorder
-from models_integration.cache.dense_layer import RetainedLayer
-from models_integration.cache.positions import StoredRows
+from models_integration.cache.dense_layer import DenseLayer
+from models_integration.cache.positions import Plan, StoredRows
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.cache.row_states import RowStates
-from models_integration.cache.slots import Plan
 from models_integration.cache.snapshot import load_cache, save_cache
-from models_integration.cache.tensor_file import _DIGEST_AT, read
+from models_integration.cache.tensor_file import DIGEST_AT, read
 from models_integration.session.crystal_decode import Life
 from models_integration.session.segment import Segment
 from models_integration.session.stream import Stream
@@ -48,27 +47,28 @@ def a_breath_compacts_the_observed_layer_alone(patch: Patch) -> None:
 
 def a_breath_keeps_other_tokens(patch: Patch) -> None:
     """As many as it should, but the newest."""
-    follow = RetainedLayer.follow
+    follow = DenseLayer.follow
 
-    def wrong(layer: RetainedLayer, plan: Plan) -> None:
+    def wrong(layer: DenseLayer, plan: Plan) -> None:
         newest = torch.arange(plan.length - len(plan.slots[0]), plan.length) if plan.slots else None
         later = plan.before.kept.shape[1] > 0 and newest is not None
         follow(layer, replace(plan, slots=(newest,)) if later else plan)  # type: ignore[arg-type]
 
-    patch.setattr(RetainedLayer, "follow", wrong)
+    patch.setattr(DenseLayer, "follow", wrong)
 
 
 def stale_positions_after_a_breath(patch: Patch) -> None:
     """The slots of a breath hold what they held before it, as far as the cache knows."""
-    follow = RetainedLayer.follow
+    follow = DenseLayer.follow
 
-    def wrong(layer: RetainedLayer, plan: Plan) -> None:
+    def wrong(layer: DenseLayer, plan: Plan) -> None:
         before = layer.rows
         follow(layer, plan)
         if before.kept.shape[1]:
-            layer.rows = StoredRows(before.positions(plan.length)[:, : layer.stored_length], layer.rows.marks)
+            stale = before.positions(plan.length)[:, : layer.stored_length]
+            layer.rows = StoredRows(stale, layer.rows.seen_at_compaction)
 
-    patch.setattr(RetainedLayer, "follow", wrong)
+    patch.setattr(DenseLayer, "follow", wrong)
 
 
 def the_first_row_s_tokens_for_all(patch: Patch) -> None:
@@ -134,7 +134,7 @@ def a_turn_s_padding_is_taken_for_tokens(patch: Patch) -> None:
 
 def hidden_columns_of_a_turn_are_tokens(patch: Patch) -> None:
     """A padded turn's first columns take positions, and are attended."""
-    patch.setattr(RetainedCache, "expect", lambda cache, shown: None)
+    patch.setattr(RetainedCache, "expect", lambda cache, is_token: None)
 
 
 def hidden_queries_of_a_turn_are_counted(patch: Patch) -> None:
@@ -152,7 +152,7 @@ def hidden_columns_of_a_turn_stand_elsewhere(patch: Patch) -> None:
     """A 2D mask is looked up as if a row's tokens stood in columns without a gap."""
     columns = StoredRows.columns
     patch.setattr(StoredRows, "columns", lambda rows, positions, seen, tokens: columns(
-        StoredRows(rows.kept, rows.marks), positions, seen, tokens
+        StoredRows(rows.kept, rows.seen_at_compaction), positions, seen, tokens
     ))
 
 
@@ -200,8 +200,8 @@ def no_digest(patch: Patch) -> None:
         import hashlib
 
         data = bytearray(path.read_bytes())
-        data[_DIGEST_AT : _DIGEST_AT + 64] = b"0" * 64
-        data[_DIGEST_AT : _DIGEST_AT + 64] = hashlib.sha256(data).hexdigest().encode()
+        data[DIGEST_AT : DIGEST_AT + 64] = b"0" * 64
+        data[DIGEST_AT : DIGEST_AT + 64] = hashlib.sha256(data).hexdigest().encode()
         with TemporaryDirectory() as folder:
             other = Path(folder) / path.name
             other.write_bytes(data)

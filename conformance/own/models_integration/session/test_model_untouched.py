@@ -21,7 +21,7 @@ from conformance.own.models_integration.session.families import (
 from conformance.own.models_integration.session.probe import Failing, method_of
 from conformance.own.models_integration.session.snapshots import same_weights, snapshot
 from models_integration import CrystalCache, FullCache, Method, prefill
-from models_integration.cache.slots import Plan
+from models_integration.cache.positions import Plan
 from spec.errors import SpecError
 from spec.parameters import TINY
 from spec.records import CrystalRetention
@@ -129,19 +129,19 @@ def test_an_error_in_a_prompt_leaves_the_cache_empty_and_unusable(error: BaseExc
 
 
 def test_a_compaction_that_fails_half_way_leaves_nothing_half_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    from models_integration.cache.dense_layer import RetainedLayer
+    from models_integration.cache.dense_layer import DenseLayer
 
     model, ids, cache = build("llama"), prompt(40), DynamicCache()
     calls: list[int] = []
-    follow = RetainedLayer.follow
+    follow = DenseLayer.follow
 
-    def second_fails(layer: RetainedLayer, plan: Plan) -> None:
+    def second_fails(layer: DenseLayer, plan: Plan) -> None:
         calls.append(1)
         if len(calls) == 2:
             raise MemoryError
         follow(layer, plan)
 
-    monkeypatch.setattr(RetainedLayer, "follow", second_fails)
+    monkeypatch.setattr(DenseLayer, "follow", second_fails)
     with METHODS["crystalcache"]()(model) as run, pytest.raises(MemoryError):
         at_once(model, ids, cache)
     assert run.retention is None

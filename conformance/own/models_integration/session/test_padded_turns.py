@@ -170,12 +170,12 @@ def test_rows_can_be_chosen_saved_and_taken_back_afterwards(tmp_path: Path) -> N
     cache, _ = together(model, breathing(), [row[:5] for row in rows])
     save_cache(cache, model, tmp_path / "cache")
     loaded = load_cache(tmp_path / "cache", model)
-    assert torch.equal(loaded.shown, cache.shown)
+    assert torch.equal(loaded.is_token, cache.is_token)
     loaded.batch_select_indices(torch.tensor([2, 0]))
     loaded.crop(-1)
     order = [2, 0]
     _, found = together(
-        model, breathing(), [rows[row][4:] for row in order], known=(loaded, loaded.shown.long()),
+        model, breathing(), [rows[row][4:] for row in order], known=(loaded, loaded.is_token.long()),
     )
     for at, row in enumerate(order):
         single, expected = alone(model, breathing(), rows[row])
@@ -191,7 +191,7 @@ def test_padding_is_not_stored() -> None:
     cache, _ = together(model, METHODS["fullcache"](), rows)
     assert cache.stored_positions(1).tolist() == list(range(N + 5))
     assert cache.full_layers[0].stored_positions()[1].tolist() == [EMPTY] * 7 + list(range(N + 5))
-    assert cache.shown[1].tolist() == [True] * N + [False] * 7 + [True] * 5
+    assert cache.is_token[1].tolist() == [True] * N + [False] * 7 + [True] * 5
 
 
 # What a mask hides of the second row: from a column up to another, of N + TURN.
@@ -226,7 +226,7 @@ def test_an_earlier_turn_s_padding_stays_hidden() -> None:
     """A mask that shows it, or hides as much elsewhere, is about another sequence."""
     model = build("llama")
     cache, _ = together(model, breathing(), [pieces(row)[:4] for row in range(3)])
-    for wrong in (torch.ones_like(cache.shown), cache.shown.sort(dim=1).values):
+    for wrong in (torch.ones_like(cache.is_token), cache.is_token.sort(dim=1).values):
         mask = torch.nn.functional.pad(wrong.long(), (0, TURN), value=1)
         with breathing()(model), pytest.raises(SpecError, match="padding so far was"):
             at_once(model, torch.cat([turn(row) for row in range(3)]), cache, attention_mask=mask)

@@ -17,7 +17,6 @@ from conformance.own.models_integration.session.ragged_checks import live_sets, 
 from conformance.own.models_integration.session.test_ragged import ragged
 from models_integration import FullCache, Method, Published, RetainedCache, StreamingLLM, prefill
 from models_integration.attention.capture import observing
-from models_integration.cache.compaction import compact
 from models_integration.cache.snapshot import save_cache
 from models_integration.model.architecture import describe
 from reference.policies import chunkkv, diverse, h2o, snapkv, with_adaptive_budgets
@@ -53,7 +52,7 @@ def test_a_retention_about_something_else_is_refused(retention: Retention, words
             cache.full_layers[0].retain(torch.arange(10))
     before = live_sets(cache)
     with pytest.raises(SpecError, match=words):
-        compact(cache, [retention])
+        cache.compact([retention])
     assert live_sets(cache) == before
 
 
@@ -71,7 +70,7 @@ def test_a_compaction_that_fails_in_the_last_layer_has_changed_no_layer(model_wi
         retention = Retention.shared(retention.positions[:1], PROMPT)
     before, tensors = live_sets(cache), [layer.keys for layer in cache.full_layers]
     with pytest.raises(SpecError, match="must be among the"):
-        compact(cache, [retention])
+        cache.compact([retention])
     assert live_sets(cache) == before
     assert all(layer.keys is own for layer, own in zip(cache.full_layers, tensors, strict=True))
 
@@ -101,7 +100,7 @@ def test_memory_that_runs_out_between_two_layers_makes_the_cache_unusable(
 
     monkeypatch.setattr(torch.Tensor, "index_select", full)
     with pytest.raises(torch.OutOfMemoryError):
-        compact(cache, [retention])
+        cache.compact([retention])
     monkeypatch.undo()
     with pytest.raises(SpecError, match="a compaction failed half way; start again with a new one"):
         cache.get_seq_length()

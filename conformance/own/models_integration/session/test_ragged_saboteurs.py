@@ -23,13 +23,12 @@ from conformance.own.models_integration.session.test_ragged import (
 )
 from conformance.own.models_integration.session.test_ragged_turns import check_small_keys_stay
 from models_integration.attention.masks import LayerMasks
-from models_integration.cache import compaction
 from models_integration.cache import ragged_layer as ragged_module
+from models_integration.cache import retained_cache as retained_module
 from models_integration.cache.positions import StoredRows
-from models_integration.cache.ragged_layer import RaggedLayer
+from models_integration.cache.ragged_layer import HeadLayout, RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.session import observations as later
-from models_integration.session import segment as segments
 from models_integration.session.decode_step import Step
 
 Patch = pytest.MonkeyPatch
@@ -62,19 +61,20 @@ def heads_change_places(patch: Patch) -> None:
 
 def all_heads_keep_the_first_one_s_tokens(patch: Patch) -> None:
     """The right number of tokens in a layer, one kept set."""
-    splitting = RaggedLayer.splitting.__func__  # type: ignore[attr-defined]
+    plan_split = RaggedLayer.plan_split.__func__  # type: ignore[attr-defined]
 
-    def wrong(cls: Any, layer: Any, kept: Any) -> Callable[[], None]:
+    def wrong(cls: Any, layer: Any, kept: Any, padding: Any) -> Callable[[], RaggedLayer]:
         shifted = [[own if head == 0 else heads[0][: len(own)] for head, own in enumerate(heads)] for heads in kept]
-        split = splitting(cls, layer, shifted)
+        split = plan_split(cls, layer, shifted, padding)
 
-        def apply() -> None:
-            split()
-            layer.kept = tuple(own for heads in kept for own in heads)
+        def apply() -> RaggedLayer:
+            made: RaggedLayer = split()
+            made.layout = HeadLayout(tuple(own for heads in kept for own in heads))
+            return made
 
         return apply
 
-    patch.setattr(RaggedLayer, "splitting", classmethod(wrong))
+    patch.setattr(RaggedLayer, "plan_split", classmethod(wrong))
 
 
 def new_tokens_go_to_one_head(patch: Patch) -> None:
@@ -93,10 +93,10 @@ def spare_slots_are_attended_to(patch: Patch) -> None:
     def wrong(layer: RaggedLayer) -> Any:
         assert layer.keys is not None
         assert layer.values is not None
-        ends = [*layer._starts[1:], len(layer.keys)]
+        ends = [*layer.layout.starts[1:], len(layer.keys)]
         return [
             (layer.keys[None, None, start:end], layer.values[None, None, start:end])
-            for start, end in zip(layer._starts, ends, strict=True)
+            for start, end in zip(layer.layout.starts, ends, strict=True)
         ]
 
     patch.setattr(ragged_module, "_SPARE", 1)
@@ -106,15 +106,22 @@ def spare_slots_are_attended_to(patch: Patch) -> None:
 
 def padded_storage(patch: Patch) -> None:
     """Every head has room for as many tokens as the fullest one."""
-    compact = compaction.compact
+    compact = RetainedCache.compact
 
     def wrong(cache: RetainedCache, *rest: Any) -> None:
         compact(cache, *rest)
         for layer in cache.full_layers:
             if isinstance(layer, RaggedLayer):
-                layer._lay_out(max(layer.lengths) - min(layer.lengths))
+                assert layer.keys is not None
+                assert layer.values is not None
+                lengths = layer.layout.lengths
+                padded = replace(layer.layout, spare=max(lengths) - min(lengths))
+                layer.keys, layer.values = (
+                    ragged_module._moved(tensor, layer.layout, padded) for tensor in (layer.keys, layer.values)
+                )
+                layer.layout = padded
 
-    patch.setattr(segments, "compact", wrong)
+    patch.setattr(RetainedCache, "compact", wrong)
 
 
 def views_of_the_full_cache(patch: Patch) -> None:
@@ -150,15 +157,17 @@ def steps_decide_by_the_first_head_s_query(patch: Patch) -> None:
 
 def padding_counts_as_tokens(patch: Patch) -> None:
     """The kept sets of a padded row are counted from the padding's first column."""
-    by_layer = compaction._by_layer
+    change = retained_module._change
 
-    def wrong(retention: Any, cache: Any, full: Any, row: int, padding: Any) -> Any:
-        sets = by_layer(retention, cache, full, row, padding)
-        if padding is None or not int(padding[row]):
-            return sets
-        return [[torch.unique((own - 1).clamp(min=0)) for own in heads] for heads in sets]
+    def wrong(layer: Any, kept: Any, padding: Any) -> Any:
+        if padding is not None:
+            kept = [
+                [torch.unique((own - 1).clamp(min=0)) for own in heads] if int(columns) else heads
+                for heads, columns in zip(kept, padding, strict=True)
+            ]
+        return change(layer, kept, padding)
 
-    patch.setattr(compaction, "_by_layer", wrong)
+    patch.setattr(retained_module, "_change", wrong)
 
 
 def hidden_tokens_are_read_by_slot(patch: Patch) -> None:

@@ -1,5 +1,6 @@
 """A sequence lives on from a file: the state machine of the suite, whose states are also saved and loaded."""
 
+import json
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,7 +12,7 @@ from conformance.checks import decode_checks
 from conformance.checks.decode_life import Life
 from conformance.strategies.decoding import frozen_state
 from models_integration.cache.snapshot import packed, unpacked
-from models_integration.cache.tensor_file import parts, read
+from models_integration.cache.tensor_file import read, write
 from spec.backend import Backend
 
 
@@ -24,8 +25,9 @@ class SavedLife(Life):
         numbers, arrays = packed(self.state)
         with TemporaryDirectory() as folder:
             path = Path(folder) / "state"
-            path.write_bytes(b"".join(parts(numbers, arrays)))
-            again = unpacked(*read(path))
+            write(path, {"format": "state", "manifest": json.dumps(numbers)}, arrays)
+            said, arrays = read(path)
+            again = unpacked(json.loads(said["manifest"]), arrays)
         assert decode_checks.same_bits(again, self.state)
         self.state = frozen_state(again)
 

@@ -23,7 +23,6 @@ from conformance.own.models_integration.session.test_breaths import T, breathing
 from conformance.own.processes import started
 from models_integration import RetainedCache
 from models_integration.cache import snapshot as snapshot_module
-from models_integration.cache import tensor_file as files
 from models_integration.cache.positions import EMPTY
 from models_integration.cache.snapshot import load_cache, save_cache
 from spec.errors import SpecError
@@ -214,9 +213,9 @@ def test_a_file_of_another_specification_or_format_is_refused_by_name(
     with pytest.raises(SpecError, match=r"was saved under spec 0\.0\.9, this is"):
         load_cache(tmp_path / "cache", model)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "FORMAT", "kvspec-cache/0")
+        patch.setattr(snapshot_module, "FORMAT", "kvspec-cache/1")
         save_cache(cache, model, tmp_path / "cache")
-    with pytest.raises(SpecError, match="is of format kvspec-cache/0"):
+    with pytest.raises(SpecError, match="is of format kvspec-cache/1, this is kvspec-cache/2"):
         load_cache(tmp_path / "cache", model)
 
 

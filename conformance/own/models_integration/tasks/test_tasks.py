@@ -20,9 +20,13 @@ from models_integration.tasks import (
     score,
 )
 from models_integration.tasks.assembly import joiner, opening_ids
-from models_integration.tasks.delayed_association import mentions_of
-from models_integration.tasks.filler import DEFAULT_FILLER, ORGANISATIONAL_PARAGRAPHS
-from models_integration.tasks.templates import NEEDLE_TEMPLATES, TOPIC_TEMPLATES
+from models_integration.tasks.samples import mentions_of
+from models_integration.tasks.sentences import (
+    DEFAULT_FILLER,
+    NEEDLE_TEMPLATES,
+    ORGANISATIONAL_PARAGRAPHS,
+    TOPIC_TEMPLATES,
+)
 from spec.errors import SpecError
 
 tokenizers = pytest.importorskip("tokenizers")
