@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache
 
-from conformance import tolerances as compare
+from conformance import tolerances
 from conformance.own.models_integration.archive.block_mask import ids
 from conformance.own.models_integration.archive.models import build
 from conformance.own.models_integration.archive.test_baselines import PARTS, PREFIX, case_of
@@ -64,6 +64,6 @@ def test_instruments_on_tensors_are_the_items() -> None:
     weights = weights / weights.sum(-1, keepdim=True)
     at = torch.tensor([0, 2, 3, 5, 6, 7, 11, 12, 20])
     found = diagnostics.attention_entropy(weights).flatten().numpy()
-    assert compare.close("IN-ENTROPY", found, entropy(weights.numpy()).ravel())
+    assert tolerances.close("IN-ENTROPY", found, entropy(weights.numpy()).ravel())
     mass = diagnostics.sink_mass(weights, at).numpy()
     assert np.abs(mass - sink_mass(weights.numpy(), at.numpy())).max() < 1e-15
