@@ -1,17 +1,20 @@
 """Retrieval tasks: needle and delayed association, token-exact and seeded, for any tokenizer."""
 
 from models_integration.tasks.assembly import TaskTokenizer
-from models_integration.tasks.placements import DEFAULT_PLACEMENT, PLACEMENTS, Placement, place
 from models_integration.tasks.samples import (
+    DEFAULT_PLACEMENT,
     DENSITIES,
     DEPTHS,
     MAX_NEW_TOKENS,
+    PLACEMENTS,
     TASKS,
+    Placement,
     Sample,
     delayed_association_sample,
     draw_sample,
     is_exact_match,
     needle_sample,
+    place,
     score,
 )
 from models_integration.tasks.sentences import DEFAULT_FILLER, Filler

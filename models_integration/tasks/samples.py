@@ -1,4 +1,4 @@
-"""Samples of the two retrieval tasks, seeded and token-exact, and the exact match that grades their answers.
+"""Samples of the two retrieval tasks, seeded and token-exact; when their question is read; what answers it.
 
 - `needle`, needle-in-a-haystack as in Section 4.2: one critical fact at a controlled depth of a long filler passage.
 - `delayed_association` (Appendix B): a fact at the beginning, then filler that keeps mentioning its topic.
@@ -24,9 +24,9 @@ from models_integration.tasks.sentences import (
 from spec.errors import SpecError
 
 __all__ = [
-    "DELAYED_ASSOCIATION", "DENSITIES", "DEPTHS", "MAX_NEW_TOKENS", "NEEDLE", "TASKS", "Sample",
-    "delayed_association_sample", "distractor_anchors", "draw_sample", "draw_value", "generator", "is_exact_match",
-    "mentions_of", "needle_sample", "score",
+    "DEFAULT_PLACEMENT", "DELAYED_ASSOCIATION", "DENSITIES", "DEPTHS", "MAX_NEW_TOKENS", "NEEDLE", "PLACEMENTS",
+    "TASKS", "Placement", "Sample", "delayed_association_sample", "distractor_anchors", "draw_sample", "draw_value",
+    "generator", "is_exact_match", "mentions_of", "needle_sample", "place", "score",
 ]
 
 NEEDLE, DELAYED_ASSOCIATION = "needle", "delayed_association"
@@ -226,6 +226,59 @@ def draw_sample(
             tokenizer, length, density, key, filler=filler, distractors=distractors, values=values
         )
     raise SpecError("task", task, f"must be one of {', '.join(TASKS)}")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """When the question is read, before the compaction or after it, as data; `kvspec compare` carries it out.
+
+    The prompt without its dropped slots, followed by the fed tokens, is always the context followed by the question.
+
+    - `after`: the context is compacted, then the question is read uncompressed beside the budget.
+    - `in_prompt`: the question stands in the prompt, in the protected window, and its earlier tokens have read evicted
+      keys; only the last one is read again through the compacted cache.
+    - `paper`: the question stands in the prompt, and the first answer token comes from the uncompacted prefill.
+
+    Attributes:
+        name: `after`, `in_prompt` or `paper`.
+        prompt_ids: tokens of the forward that is compacted.
+        dropped_slots: slots removed from the end of the compacted cache before anything is fed.
+        fed_ids: tokens then read through the compacted cache; the answer starts after the last of them. Where there are
+            none, its first token is read from the prompt's own forward.
+    """
+
+    name: str
+    prompt_ids: tuple[int, ...]
+    dropped_slots: int
+    fed_ids: tuple[int, ...]
+
+
+def _after(sample: Sample) -> Placement:
+    return Placement("after", sample.context_ids, 0, sample.question_ids)
+
+
+def _in_prompt(sample: Sample) -> Placement:
+    return Placement("in_prompt", sample.context_ids + sample.question_ids, 1, sample.question_ids[-1:])
+
+
+def _paper(sample: Sample) -> Placement:
+    return Placement("paper", sample.context_ids + sample.question_ids, 0, ())
+
+
+_MAKERS = {"after": _after, "in_prompt": _in_prompt, "paper": _paper}
+PLACEMENTS = tuple(_MAKERS)
+DEFAULT_PLACEMENT = "after"
+
+
+def place(sample: Sample, name: str = DEFAULT_PLACEMENT) -> Placement:
+    """The sample in the placement of that name.
+
+    Raises:
+        SpecError: for an unknown name.
+    """
+    if name not in _MAKERS:
+        raise SpecError("placement", name, f"must be one of {', '.join(PLACEMENTS)}")
+    return _MAKERS[name](sample)
 
 
 def is_exact_match(answer: str, expected: str) -> bool:

@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.policies.methods import RetentionPolicy
-from models_integration.policies.prefill import prefill
 from models_integration.policies.published import Published, constants_of
 from models_integration.session.session import Session
 from models_integration.studies.compare.plan import Cell, Plan, cells
@@ -97,18 +96,17 @@ def answer(
     A published policy reads token by token inside its context, so that one that decides in its steps does. What is
     dropped and read again leaves no records behind, so such a policy's prompt ends before it.
     """
-    prompt = torch.tensor([placement.prompt_ids], device=model.device)
-    if not isinstance(method, Published):
-        logits, cache, _ = prefill(model, method, prompt)
-        return _answered(model, logits, cache, placement, max_new_tokens, stop_ids, len(placement.fed_ids))
     on_model = method.on(model)
-    if on_model.policy.cadence.every is not None and placement.dropped_slots:
-        prompt = prompt[:, : -placement.dropped_slots]
+    if isinstance(method, Published) and on_model.policy.cadence.every is not None and placement.dropped_slots:
         placement = replace(placement, prompt_ids=placement.prompt_ids[: -placement.dropped_slots], dropped_slots=0)
     with Session(on_model, model) as run:
-        logits = model(input_ids=prompt).logits[:, -1:]
-        assert run.cache is not None
-        return _answered(model, logits, run.cache, placement, max_new_tokens, stop_ids, 1)
+        prompt = torch.tensor([placement.prompt_ids], device=model.device)
+        logits = model(input_ids=prompt, use_cache=True).logits[:, -1:]
+        cache = run.cache
+        assert cache is not None
+        if isinstance(method, Published):
+            return _answered(model, logits, cache, placement, max_new_tokens, stop_ids, 1)
+    return _answered(model, logits, cache, placement, max_new_tokens, stop_ids, len(placement.fed_ids))
 
 
 def _answered(
