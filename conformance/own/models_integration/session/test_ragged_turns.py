@@ -170,8 +170,8 @@ def test_no_diversity_is_the_policy_itself_bit_for_bit(name: str) -> None:
     """lambda = 0 in a session: kept sets, logits and stored tensors, at each policy's own granularity."""
     model, found = build("llama"), []
     base = published(name.removeprefix(DIVERSE), model)
-    assert isinstance(base, Published)
-    for chosen in (base, Published(name, 0.3, **base.constants, diversity=0.0)):
+    constants = base.constants if isinstance(base, Published) else {}
+    for chosen in (base, Published(name, 0.3, **constants, diversity=0.0)):
         with chosen(model) as run, torch.no_grad():
             model(input_ids=prompt(PROMPT))
             assert run.cache is not None
