@@ -17,8 +17,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from models_integration.archive.manifest import ALL, Manifest, ModelIdentity, ids_digest
+from models_integration.archive.objects import ALL, Manifest, ids_digest
 from models_integration.archive.store import Archive
+from models_integration.model.identity import ModelIdentity
 
 TOKENS, LAYERS = 8192, 28  # of two heads of 8 channels: 14 MiB in bfloat16, a turn of 256 tokens of a 7B model
 ROUNDS = 11
@@ -35,7 +36,7 @@ def chunk(seed: int) -> tuple[Manifest, dict[str, Tensor]]:
     }
     manifest = Manifest(
         "alice", ids_digest(ids.tolist()), TOKENS, "raw", 0, (), 0, TOKENS, "none", tuple(range(LAYERS)), ALL,
-        ModelIdentity("weights", "rope", "float32", "bfloat16"), float(seed),
+        ModelIdentity("weights", "float32", "rotation", "config", "bfloat16"), float(seed),
     )
     return manifest, {"token_ids": ids, **tensors}
 
