@@ -42,14 +42,6 @@ seeds = st.integers(0, 2**32 - 1)
 reference_items = pytest.mark.usefixtures("reference_items")
 
 
-@pytest.fixture(scope="module")
-def selector(backend: Backend) -> DiversityStages:
-    """The judged backend's, if it has the family: it is optional."""
-    if backend.diversity is None:
-        pytest.skip(f"backend {backend.name!r} has no stage family 'diversity'")
-    return backend.require_diversity()
-
-
 @st.composite
 def selections(draw: st.DrawFn) -> tuple[Any, Any, Any, int, float]:
     """Few directions and few scores, so that copies and ties are common; some without a score, or infinite."""

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from conformance.items import items_of
+from conformance.plugin import skip_without
 from conformance.vectors import store
 from conformance.vectors.brute_force import score as plain_score
 from conformance.vectors.case import decoded, encoded, parameters_of
@@ -64,7 +65,16 @@ def unchecked() -> Iterator[None]:
     jaxtyping.config.update("jaxtyping_disable", before)
 
 
-def judged(group: Any, test: Any, run: Any, precision: str) -> None:
+def families_of(operation: str) -> tuple[str, ...]:
+    """The stage families that an operation runs."""
+    if operation in NESTEDKV_STAGES:
+        return ("nestedkv",)
+    if operation in ("decode_step", "extend"):
+        return ("crystal", "breath")
+    return ("breath",) if operation in DECODE_STAGES else ("crystal",)
+
+
+def holds(group: Any, test: Any, run: Any, precision: str) -> None:
     p, inputs = parameters_of(decoded(group["parameters"])), decoded(test["inputs"])
     if test["result"] == "invalid":
         with unchecked(), pytest.raises(SpecError) as caught:
@@ -77,16 +87,13 @@ def judged(group: Any, test: Any, run: Any, precision: str) -> None:
 @pytest.mark.usefixtures("reference_items")
 @pytest.mark.parametrize(("group", "test"), cases(of_stages=False))
 def test_the_reference_holds_a_vector_of_an_item(group: Any, test: Any) -> None:
-    judged(group, test, ITEMS[group["operation"]], "float64")
+    holds(group, test, ITEMS[group["operation"]], "float64")
 
 
 @pytest.mark.parametrize(("group", "test"), cases(of_stages=True))
-def test_the_backend_holds_a_vector_of_a_stage(backend: Backend, precision: str, group: Any, test: Any) -> None:
-    if group["operation"] in DECODE_STAGES and backend.breath is None:
-        pytest.skip(f"backend {backend.name!r} has no stage family 'breath'")
-    if group["operation"] in NESTEDKV_STAGES and backend.nestedkv is None:
-        pytest.skip(f"backend {backend.name!r} has no stage family 'nestedkv'")
-    judged(group, test, lambda i, p: STAGE_RUNS[group["operation"]](backend, i, p), precision)
+def test_the_backend_holds_a_vector_of_a_stage(judged: Backend, precision: str, group: Any, test: Any) -> None:
+    skip_without(judged, *families_of(group["operation"]))
+    holds(group, test, lambda i, p: STAGE_RUNS[group["operation"]](judged, i, p), precision)
 
 
 @pytest.mark.parametrize("stage", STAGES)
