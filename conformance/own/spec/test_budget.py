@@ -49,8 +49,8 @@ def test_a_float32_is_read_as_its_own_decimal() -> None:
         (1, Budget(count=1)), ("1", Budget(count=1)), (512, Budget(count=512)), (" 512 ", Budget(count=512)),
         (1.0, Budget(fraction=Fraction(1))), ("1.0", Budget(fraction=Fraction(1))),
         ("100%", Budget(fraction=Fraction(1))), ("30%", Budget(fraction=Fraction(3, 10))),
-        (".5", Budget(fraction=Fraction(1, 2))), ("1.", Budget(fraction=Fraction(1))), ("0.5%", Budget(fraction=Fraction(1, 200))),
-        (Budget(count=3), Budget(count=3)),
+        (".5", Budget(fraction=Fraction(1, 2))), ("1.", Budget(fraction=Fraction(1))),
+        ("0.5%", Budget(fraction=Fraction(1, 200))), (Budget(count=3), Budget(count=3)),
     ],
 )
 def test_forms(form: object, expected: Budget) -> None:
