@@ -27,9 +27,8 @@ def refused(argument: str, given: object = ...) -> Iterator[pytest.ExceptionInfo
 def tells(value: object, given: object) -> bool:
     """Whether a value stands for what came: that itself, its kind, shape, type or length, or an element of it."""
     known: list[Any] = [given, type(given), type(given).__name__]
-    if hasattr(given, "shape") and hasattr(given, "dtype"):
-        known += [given.shape, list(given.shape), given.dtype, str(given.dtype), np.ravel(given).tolist()]
-        known += np.ravel(given).tolist()
+    if isinstance(given, np.ndarray):
+        known += [given.shape, list(given.shape), given.dtype, str(given.dtype), *given.ravel().tolist()]
     elif isinstance(given, list | tuple | set | frozenset):
         known += [list(given), *given]
     if isinstance(given, Sized):

@@ -115,8 +115,8 @@ def test_larger_sets_are_those_of_algorithm_1(selector: DiversityStages) -> None
 def test_a_selection_that_is_not_admitted_is_refused(
     selector: DiversityStages, change: dict[str, Any], argument: str,
 ) -> None:
-    given_ = {"s": np.arange(3.0), "V": np.eye(3, 2), "retained": np.zeros(3, dtype=np.bool_), "k": 2, "lam": 0.5}
-    given_ |= change
+    good = {"s": np.arange(3.0), "V": np.eye(3, 2), "retained": np.zeros(3, dtype=np.bool_), "k": 2, "lam": 0.5}
+    given_: dict[str, Any] = {**good, **change}
     with refused(argument, given_[argument]):
         selector.diverse(*given_.values())
 
