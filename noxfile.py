@@ -3,6 +3,7 @@
 import hashlib
 import shutil
 import sys
+import zipfile
 from pathlib import Path
 
 import nox
@@ -23,7 +24,10 @@ LATER = ("impact", "trunks", "graph", "score", "dissolution", "vectors")
 LATER_STAGES = [f"conformance/suite/test_{name}.py" for name in LATER]
 # Of decode, Triton has the key norms, which test_activation.py judges; the rest is Numba's.
 DECODE = ("decode", "decode_machine", "segments", "essay_decode")
-ON_HOST = [f"--ignore=conformance/suite/test_{name}.py" for name in DECODE]
+ON_HOST = [
+    *(f"--ignore=conformance/suite/test_{name}.py" for name in DECODE),
+    "--ignore=conformance/own/models_integration/session/test_saved_lives.py",
+]
 
 
 def stamp() -> str:
@@ -32,16 +36,26 @@ def stamp() -> str:
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()
 
 
+def interpreter_of(home: Path) -> Path:
+    """Where an environment has its Python."""
+    return home / ("Scripts" if sys.platform == "win32" else "bin") / "python"
+
+
+def new_environment(session: nox.Session, home: Path, *wanted: str) -> str:
+    """The interpreter of an environment made anew, with what is wanted in it."""
+    python = str(interpreter_of(home))
+    shutil.rmtree(home, ignore_errors=True)
+    session.run(sys.executable, "-m", "venv", str(home), external=True)
+    session.run(python, "-m", "pip", "install", "--quiet", "-c", "constraints.txt", *wanted, external=True)
+    return python
+
+
 def shared_python(session: nox.Session) -> str:
     """The interpreter of the shared environment, made on first use and remade when the stamp changes."""
-    python = SHARED / ("Scripts" if sys.platform == "win32" else "bin") / "python"
+    python = interpreter_of(SHARED)
     mark = SHARED / "stamp"
     if not (python.exists() and mark.exists() and mark.read_text(encoding="ascii") == stamp()):
-        shutil.rmtree(SHARED, ignore_errors=True)
-        session.run(sys.executable, "-m", "venv", str(SHARED), external=True)
-        session.run(
-            str(python), "-m", "pip", "install", "--quiet", "-c", "constraints.txt", "-e", ".[dev]", external=True
-        )
+        new_environment(session, SHARED, "-e", ".[dev]")
         mark.write_text(stamp(), encoding="ascii")
     return str(python)
 
@@ -65,7 +79,7 @@ def on_device_or_interpreted(session: nox.Session) -> dict[str, str]:
 
 @nox.session(venv_backend="none")
 def conformance(session: nox.Session) -> None:
-    """The suite, for each backend in a process of its own; `-- --backend X` for one, or anybody's."""
+    """The suite and our own tests, for each backend in a process; `-- --backend X` for one, or anybody's."""
     if session.posargs:
         kernels = any("triton" in argument for argument in session.posargs)
         environment = on_device_or_interpreted(session) if kernels else {}
@@ -82,7 +96,7 @@ def conformance(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def triton(session: nox.Session) -> None:
-    """The whole suite on Triton's kernels for S1 to S6; in the interpreter, an hour without a GPU."""
+    """The suite on Triton's kernels for S1 to S6; an hour in the interpreter, where there is no GPU."""
     environment = on_device_or_interpreted(session)
     run(session, "pytest", *WORKERS, "--backend", "triton", "conformance/own/accelerated/triton", **environment)
     run(session, "pytest", *WORKERS, "--backend", ON_DEVICE, *session.posargs, **environment)
@@ -90,13 +104,13 @@ def triton(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def gpu(session: nox.Session) -> None:
-    """On a GPU: conformance, generation, benchmarks; figures to docs/results. `-- --dry-run --out X` needs none."""
+    """Conformance, generation and benchmarks on a GPU, for docs/results; `-- --dry-run --out X` needs none."""
     run(session, "conformance.measure.gpu", *session.posargs)
 
 
 @nox.session(venv_backend="none")
 def aot36(session: nox.Session) -> None:
-    """The kernels compiled for sm_90 by Triton 3.6, which many machines with a GPU have; no GPU needed."""
+    """The kernels compile for sm_90 with the older Triton that many machines have; no GPU is needed."""
     python, beside = shared_python(session), ROOT / ".nox" / f"triton-{OLDER_TRITON}"
     if not (beside / "complete").exists():
         shutil.rmtree(beside, ignore_errors=True)
@@ -124,37 +138,37 @@ def lint(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def layers(session: nox.Session) -> None:
-    """Who imports whom."""
+    """Packages and rooms import only what stands below them, and nothing in a circle."""
     run(session, "conformance.assurance.layers")
 
 
 @nox.session(venv_backend="none")
 def trace(session: nox.Session) -> None:
-    """Every item of the specification has a function and a test, and its text is the one that was read."""
+    """Every item of the specification has code, a test, a vector, saboteurs and a text that was accepted."""
     run(session, "conformance.assurance.trace", *session.posargs)
 
 
 @nox.session(venv_backend="none")
 def prove(session: nox.Session) -> None:
-    """The integer decisions, proved over their source by z3, with false claims that must be refuted."""
+    """Proofs by z3 over the source of the integer decisions, beside false claims that must be refuted."""
     run(session, "conformance.assurance.proofs")
 
 
 @nox.session(venv_backend="none")
 def vectors(session: nox.Session) -> None:
-    """The vectors of spec/vectors, made again by the oracles and compared; `-- --write` adds new ones."""
-    run(session, "conformance.vectors", *session.posargs)
+    """The vectors of spec/vectors are made again by the oracles and compared; `-- --write` adds new ones."""
+    run(session, "conformance.assurance.vector_writer", *session.posargs)
 
 
 @nox.session(venv_backend="none")
 def saboteurs(session: nox.Session) -> None:
-    """The reference with one item wrong, some hundred times over: each must die by a test of its item."""
+    """The reference with one item wrong, some hundred times: a test of the item must fail; results/saboteurs.md."""
     run(session, "conformance.assurance.saboteurs", *session.posargs)
 
 
 @nox.session(venv_backend="none")
 def mutation(session: nox.Session) -> None:
-    """Small changes to the reference and Numba's code: each must die by its item's tests. Some hours; goes on later."""
+    """Small changes to the reference and Numba's code, which their items' tests must notice; hours, goes on later."""
     run(session, "conformance.assurance.mutation", *(session.posargs or ["run"]))
     if not session.posargs:
         run(session, "conformance.assurance.mutation", "report")
@@ -168,14 +182,62 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def study(session: nox.Session) -> None:
+    """Our own studies, `-- decode` or `-- archive`, with their options; figures to results/. A second run goes on."""
+    name, *options = session.posargs or ["decode"]
+    run(session, f"conformance.measure.studies.{name}", *options)
+
+
+@nox.session(venv_backend="none")
 def peers(session: nox.Session) -> None:
-    """Our policies beside kvpress, which needs an older transformers: an environment of its own, a few minutes."""
+    """Our policies beside kvpress, in an environment with the older transformers that it needs; some minutes."""
     home = ROOT / ".nox" / "peers"
-    python = str(home / ("Scripts" if sys.platform == "win32" else "bin") / "python")
     if not (home / "complete").exists():
-        shutil.rmtree(home, ignore_errors=True)
-        session.run(sys.executable, "-m", "venv", str(home), external=True)
-        wanted = ["-c", "constraints.txt", "kvpress==0.5.*", "jaxtyping"]
-        session.run(python, "-m", "pip", "install", "--quiet", *wanted, external=True)
+        new_environment(session, home, "kvpress==0.5.*", "jaxtyping")
         (home / "complete").touch()
-    session.run(python, "-m", "conformance.measure.peers", *session.posargs, external=True)
+    session.run(str(interpreter_of(home)), "-m", "conformance.measure.peers", *session.posargs, external=True)
+
+
+@nox.session(venv_backend="none")
+def house(session: nox.Session) -> None:
+    """Figures of the house: files that a prompt enters, circles, sizes of classes, branches, words, lines."""
+    run(session, "conformance.measure.house", *session.posargs)
+
+
+def built_wheel(session: nox.Session, home: Path) -> Path:
+    """The wheel of this checkout, with its lines of Python said."""
+    shutil.rmtree(home, ignore_errors=True)
+    build = ["-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(home), "."]
+    session.run(sys.executable, *build, external=True)
+    (wheel,) = home.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        files = [archive.read(name) for name in archive.namelist() if name.endswith(".py")]
+    session.log(f"{wheel.name}: {len(files)} modules, {sum(file.count(10) for file in files)} lines of Python")
+    return wheel
+
+
+def collected(session: nox.Session, python: str) -> set[str]:
+    """The tests that the installed suite has for the reference."""
+    arguments = ["verify", "--backend", "numpy", "--collect-only", "-q"]
+    listed = str(session.run(python, "-m", "models_integration.cli", *arguments, external=True, silent=True))
+    return {line.rpartition("conformance/")[2] for line in listed.splitlines() if "::" in line}
+
+
+@nox.session(venv_backend="none")
+def package(session: nox.Session) -> None:
+    """The wheel judges the reference without torch by the same tests as beside it, and shows the demo."""
+    home = ROOT / ".nox" / "package"
+    wheel = built_wheel(session, home).as_uri()
+    light = new_environment(session, home / "conformance", f"kvspec[conformance] @ {wheel}")
+    heavy = new_environment(session, home / "models", f"kvspec[models] @ {wheel}")
+    elsewhere = home / "elsewhere"
+    elsewhere.mkdir()
+    with session.chdir(elsewhere):
+        session.run(heavy, "-m", "models_integration.cli", "demo", external=True)
+        session.run(light, "-m", "models_integration.cli", "verify", "--backend", "numpy", "-q", external=True)
+        alone = collected(session, light)
+    session.run(heavy, "-m", "pip", "install", "--quiet", f"kvspec[conformance] @ {wheel}", external=True)
+    with session.chdir(elsewhere):
+        if not alone or alone != collected(session, heavy):
+            session.error(f"without torch {len(alone)} tests are collected, beside it others")
+    session.log(f"{len(alone)} tests judge the reference, without torch and beside it")

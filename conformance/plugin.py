@@ -1,4 +1,4 @@
-"""All options, profiles and fixtures of the suite: `python -m pytest -p conformance.plugin --pyargs conformance`.
+"""All options, profiles and fixtures of the suite: `python -m pytest -p conformance.plugin --pyargs conformance.suite`.
 
     --backend NAME|module:ATTRIBUTE     whose code is judged; default numpy, the reference
     --kvspec-precision float64|float32  what its S1 computes in; default float64 for numpy, else float32
@@ -82,6 +82,7 @@ def sparingly(test: Callable[..., None]) -> Callable[..., None]:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "spec(id): the item of the specification that the test checks")
+    config.addinivalue_line("markers", "judges(backend): the test is about this backend's own code")
     _register_profiles()
     settings.load_profile(profile_of(config))
     file = config.getoption("--kvspec-exceptions")
@@ -108,7 +109,8 @@ def _judges(item: pytest.Item, backend: str) -> bool:
     """Whether a test says anything about this backend; the reference is what all the others are about."""
     fixtures = set(getattr(item, "fixturenames", ()))
     mine = "judged" in fixtures and "reference_items" not in fixtures
-    return backend == "numpy" or mine or backend in item.path.parts
+    named = {name for mark in item.iter_markers("judges") for name in mark.args}
+    return backend == "numpy" or mine or backend in named
 
 
 def _leave_out(config: pytest.Config, others: list[pytest.Item], items: list[pytest.Item]) -> None:

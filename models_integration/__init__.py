@@ -12,24 +12,31 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from models_integration.cache.continuation import Decision
     from models_integration.cache.retained_cache import RetainedCache
     from models_integration.cache.snapshot import load_cache, save_cache
     from models_integration.model.sentence_ends import sentence_ends
     from models_integration.policies.calibration import calibrate
-    from models_integration.policies.methods import CrystalCache, FullCache, Method, StreamingLLM
+    from models_integration.policies.methods import CrystalCache, CustomPolicy, FullCache, RetentionPolicy, StreamingLLM
     from models_integration.policies.prefill import Prefilled, prefill
-    from models_integration.policies.published import Published
+    from models_integration.policies.published import Published, policy_from_name
+    from models_integration.session.segment import ObservedSegment, decide
     from models_integration.session.session import Session
+    from models_integration.session.verbs import compact, observe
 
 __all__ = [
-    "CrystalCache", "FullCache", "Method", "Prefilled", "Published", "RetainedCache", "Session", "StreamingLLM",
-    "calibrate", "load_cache", "prefill", "save_cache", "sentence_ends",
+    "CrystalCache", "CustomPolicy", "Decision", "FullCache", "ObservedSegment", "Prefilled", "Published",
+    "RetainedCache", "RetentionPolicy", "Session", "StreamingLLM", "calibrate", "compact", "decide", "load_cache",
+    "observe", "policy_from_name", "prefill", "save_cache", "sentence_ends",
 ]
 
 _HOME = {
-    "CrystalCache": "policies.methods", "FullCache": "policies.methods", "Method": "policies.methods",
-    "StreamingLLM": "policies.methods", "Prefilled": "policies.prefill", "prefill": "policies.prefill",
-    "Published": "policies.published", "calibrate": "policies.calibration", "Session": "session.session",
+    "CrystalCache": "policies.methods", "CustomPolicy": "policies.methods", "FullCache": "policies.methods",
+    "RetentionPolicy": "policies.methods", "StreamingLLM": "policies.methods", "Decision": "cache.continuation",
+    "ObservedSegment": "session.segment", "decide": "session.segment", "compact": "session.verbs",
+    "observe": "session.verbs", "Prefilled": "policies.prefill", "prefill": "policies.prefill",
+    "Published": "policies.published", "policy_from_name": "policies.published",
+    "calibrate": "policies.calibration", "Session": "session.session",
     "RetainedCache": "cache.retained_cache", "load_cache": "cache.snapshot", "save_cache": "cache.snapshot",
     "sentence_ends": "model.sentence_ends",
 }

@@ -3,8 +3,10 @@
 import hashlib
 import json
 import zipfile
+from contextlib import nullcontext
 from dataclasses import dataclass
 from os import PathLike
+from typing import BinaryIO
 
 import numpy as np
 
@@ -13,7 +15,7 @@ from spec.errors import SpecError
 
 __all__ = ["Calibration", "Identity", "load_calibration", "save_calibration"]
 
-FORMAT = "kvspec.triattention/1"
+FORMAT = "kvspec.triattention/2"
 ARRAYS = ("mean", "magnitude", "inv_freq")
 
 
@@ -78,8 +80,10 @@ class Calibration:
             )
 
 
-def save_calibration(calibration: Calibration, path: str | PathLike[str]) -> None:
+def save_calibration(calibration: Calibration, file: str | PathLike[str] | BinaryIO) -> None:
     """Write an .npz archive: the arrays as float64, and a header in JSON.
+
+    A path is written in place; who replaces a file that others read gives an open one, such as a BytesIO.
 
     Implements: TA-CALIBRATION
     """
@@ -87,9 +91,9 @@ def save_calibration(calibration: Calibration, path: str | PathLike[str]) -> Non
         "format": FORMAT, "model": calibration.identity.model, "rope": calibration.identity.rope,
         "factor": calibration.identity.factor, "layers": list(calibration.layers),
     }
-    with open(path, "wb") as file:
+    with open(file, "wb") if isinstance(file, str | PathLike) else nullcontext(file) as target:
         np.savez(
-            file, header=np.array(json.dumps(header)), mean=calibration.mean, magnitude=calibration.magnitude,
+            target, header=np.array(json.dumps(header)), mean=calibration.mean, magnitude=calibration.magnitude,
             inv_freq=calibration.identity.inv_freq,
         )
 

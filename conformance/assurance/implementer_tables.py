@@ -13,8 +13,7 @@ from typing import Any
 
 from conformance.paths import SPEC
 from conformance.tolerances import BOUNDS, SCORE_UNITS
-from conformance.vectors import store
-from conformance.vectors.cases import STAGES
+from conformance.vectors import files
 from conformance.vectors.models import STATE
 from conformance.vectors.nestedkv_oracles import BOUNDED_RESULTS
 from spec.errors import SpecError
@@ -151,9 +150,8 @@ def bounds() -> str:
 def operations() -> Mapping[str, Sequence[Any]]:
     """The published tests of each operation."""
     found: dict[str, list[Any]] = {}
-    for stage in STAGES:
-        for group in store.stored(stage)["testGroups"]:
-            found.setdefault(group["operation"], []).extend(group["tests"])
+    for _, group, test in files.published():
+        found.setdefault(group["operation"], []).append(test)
     return found
 
 

@@ -1,12 +1,19 @@
-"""Who may import whom: `python -m conformance.assurance.layers` reads every import and fails on a forbidden one."""
+"""Who may import whom: `python -m conformance.assurance.layers` reads every import and fails on a forbidden one.
+
+Packages import as `ALLOWED` says, rooms inside a package only what stands below them in `ROOMS`, and nothing imports
+in a circle. An import that stands for annotations alone counts as any other.
+"""
 
 import ast
 import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 from conformance.paths import ROOT
 
-__all__ = ["ALLOWED", "forbidden_imports", "main"]
+__all__ = ["ALLOWED", "ROOMS", "SUITE", "forbidden_imports", "main"]
 
 PACKAGES = ("spec", "reference", "accelerated", "conformance", "models_integration")
 
@@ -23,42 +30,144 @@ ALLOWED: dict[str, set[str]] = {
 LIGHT = {"spec": {"numpy", "jaxtyping"}, "reference": {"numpy", "jaxtyping"}}
 EXEMPT = {"spec/tables.py"}
 
+# What judges anybody's backend, bottom to top; above it stands what only the repository has.
+SUITE = (
+    "paths", "items", "exceptions", "oracles", "tolerances", "strategies", "vectors", "checks", "plugin", "suite",
+)
+SUITE_NEEDS = {"spec", "reference", "numpy", "pytest", "hypothesis", "jaxtyping"}
 
-def imported_modules(source: str) -> list[tuple[int, str]]:
-    """Line and dotted name of every absolute import in a module."""
-    found = []
+# The rooms of a package, bottom to top: each imports only what stands before it.
+ROOMS: dict[str, tuple[str, ...]] = {
+    "models_integration": (
+        "tasks", "model", "pocket", "cache", "attention", "session", "policies", "archive", "studies", "cli",
+    ),
+    "conformance": (*SUITE, "assurance", "measure", "own"),
+}
+# Their names are the users' and are loaded on first use; inside the package nothing may use them.
+DOORS = {"models_integration"}
+
+
+@dataclass(frozen=True)
+class Module:
+    """A module and the dotted names that it imports, each with its line."""
+
+    name: str
+    source: str
+    imports: tuple[tuple[int, str], ...]
+
+    @property
+    def package(self) -> str:
+        """The package that it belongs to."""
+        return self.name.partition(".")[0]
+
+
+def imported_names(source: str) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of everything that a module imports; a relative import begins with its dots."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            found += [(node.lineno, alias.name) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            found.append((node.lineno, node.module))
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            home = "." * node.level + (node.module or "")
+            yield from ((node.lineno, f"{home}.{alias.name}") for alias in node.names)
+
+
+def read_modules(root: Path) -> dict[str, Module]:
+    """Every module of the packages under `root`, by its dotted name."""
+    found = {}
+    for package in PACKAGES:
+        for path in sorted((root / package).rglob("*.py")):
+            source = path.relative_to(root)
+            parts = source.with_suffix("").parts
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            found[name] = Module(name, source.as_posix(), tuple(imported_names(path.read_text(encoding="utf-8"))))
     return found
 
 
-def refusal(package: str, name: str, source: str) -> str | None:
-    """Why `package` may not import `name` from the file `source`; None where it may."""
-    top = name.partition(".")[0]
+def room_of(name: str) -> str:
+    """The part of its package that a module stands in: a folder, or a file at the top."""
+    return name.partition(".")[2].partition(".")[0]
+
+
+def module_of(name: str, modules: Mapping[str, Module]) -> str | None:
+    """The module of the tree that an imported name is, or stands in."""
+    while name and name not in modules:
+        name = name.rpartition(".")[0]
+    return name or None
+
+
+def package_refusal(module: Module, name: str) -> str | None:
+    """Why the package of `module` may not import `name` from there; None where it may."""
+    package, top = module.package, name.partition(".")[0]
+    if not top:
+        return "an import names its module in full"
     if top in PACKAGES:
         if top != package and top not in ALLOWED[package]:
             return f"{package} must not import {top}"
-        if name.startswith("accelerated.triton_gpu") and "numba_cpu" in source:
+        if name.startswith("accelerated.triton_gpu") and "numba_cpu" in module.source:
             return "numba_cpu must not import triton_gpu"
-    elif package in LIGHT and source not in EXEMPT and top not in sys.stdlib_module_names | LIGHT[package]:
+    elif package in LIGHT and module.source not in EXEMPT and top not in sys.stdlib_module_names | LIGHT[package]:
         return f"{package} needs NumPy and jaxtyping alone, not {top}"
     return None
 
 
+def room_refusal(module: Module, name: str, target: str | None) -> str | None:
+    """Why the room of `module` may not import `name`, which is in the module `target` of the tree, if in any."""
+    package, room, top = module.package, room_of(module.name), name.partition(".")[0]
+    if package == "conformance" and room in SUITE and top != package:
+        return None if top in SUITE_NEEDS | sys.stdlib_module_names else f"the suite must not import {top}"
+    if target is None or top != package or package not in ROOMS or module.name in DOORS:
+        return None
+    if target in DOORS:
+        return f"{package} is the users' door: inside, name the module"
+    order, other = ROOMS[package], room_of(target)
+    if room in order and other in order and order.index(room) < order.index(other):
+        return f"{package}.{room} stands below {other} and must not import it"
+    return None
+
+
+def circles(graph: Mapping[str, set[str]]) -> Iterator[str]:
+    """Circles of a graph as `a -> b -> a`; of several that end with the same import, one."""
+    left = {name: set(targets) for name, targets in graph.items()}
+    while True:
+        try:
+            TopologicalSorter({name: sorted(left[name]) for name in sorted(left)}).prepare()
+        except CycleError as error:
+            circle = error.args[1][::-1]
+            yield " -> ".join(circle)
+            left[circle[-2]].discard(circle[-1])
+        else:
+            return
+
+
+def circle_problems(modules: Mapping[str, Module]) -> Iterator[str]:
+    """Circles of modules, and of the rooms of packages that have no order."""
+    graph: dict[str, set[str]] = {}
+    rooms: dict[str, set[str]] = {}
+    for module in modules.values():
+        targets = {module_of(name, modules) for _, name in module.imports} - {None, module.name}
+        graph[module.name] = set() if module.name in DOORS else {target for target in targets if target}
+        here = f"{module.package}.{room_of(module.name)}"
+        for target in graph[module.name]:
+            there = f"{modules[target].package}.{room_of(target)}"
+            if module.package == modules[target].package not in ROOMS and here != there:
+                rooms.setdefault(here, set()).add(there)
+    yield from (f"circle of modules: {circle}" for circle in circles(graph))
+    yield from (f"circle of rooms: {circle}" for circle in circles(rooms))
+
+
 def forbidden_imports(root: Path) -> list[str]:
-    """One line per import that breaks the layering, as `file:line: reason`."""
+    """One line per import that breaks the layering, as `file:line: reason`; then the circles."""
+    modules = read_modules(root)
     problems = []
-    for package in PACKAGES:
-        for path in sorted((root / package).rglob("*.py")):
-            source = path.relative_to(root).as_posix()
-            for line, name in imported_modules(path.read_text(encoding="utf-8")):
-                reason = refusal(package, name, source)
-                if reason:
-                    problems.append(f"{source}:{line}: {reason}")
-    return problems
+    for module in modules.values():
+        room = room_of(module.name)
+        if room and module.package in ROOMS and room not in ROOMS[module.package]:
+            problems.append(f"{module.source}:1: {room} is no room of {module.package}")
+        for line, name in module.imports:
+            reason = package_refusal(module, name) or room_refusal(module, name, module_of(name, modules))
+            if reason:
+                problems.append(f"{module.source}:{line}: {reason}")
+    return [*dict.fromkeys(problems), *circle_problems(modules)]
 
 
 def main() -> int:

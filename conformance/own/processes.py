@@ -11,7 +11,9 @@ from typing import Any
 __all__ = ["started"]
 
 # Loaded once, by the server: what the processes do.
-WORK = ["conformance.own.models_integration.archive.attackers", "conformance.own.models_integration.session.savers"]
+WORK = [
+    f"conformance.own.models_integration.{room}" for room in ("archive.attackers", "session.savers", "studies.writers")
+]
 
 
 def started(work: Callable[..., None], *arguments: Any) -> ForkServerProcess:

@@ -1,1 +1,1 @@
-"""What tests are drawn from, under the specification's nouns. `meta/test_reach.py` shows what each one reaches."""
+"""What tests are drawn from, under the specification's nouns; own/conformance/test_reach.py shows what each reaches."""

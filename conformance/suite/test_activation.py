@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance import tolerances as compare
+from conformance import tolerances
 from conformance.checks.refusals import refused
 from conformance.oracles import decode
 from conformance.oracles.decode import Model, Trunk
@@ -60,7 +60,7 @@ def test_inverse_norms_lie_in_their_bound(breath_stages: BreathStages, k: Any) -
     assert found.dtype == np.float64
     assert np.isinf(found).tolist() == np.isinf(want).tolist()
     finite = np.isfinite(want)
-    radius = compare.key_norm_error(len(k), k.shape[2]) * want[finite]
+    radius = tolerances.key_norm_error(len(k), k.shape[2]) * want[finite]
     assert (np.abs(found[finite] - want[finite]) <= radius).all()
 
 
@@ -245,7 +245,7 @@ def test_the_order_of_trunks_says_nothing(
     pairs = {frozenset({places[a] for a in pair}): w for pair, w in pairs_of(rows(W), names).items()}
     csr, there = weights_of(csr_of(pairs, names)), np.argsort(places)
     found = breath_stages.resonance(D[there], csr, active[there], p)
-    assert compare.close("CC-STEP", found, breath_stages.resonance(*case, p)[there])
+    assert tolerances.close("CC-STEP", found, breath_stages.resonance(*case, p)[there])
 
 
 @pytest.mark.spec(id="CC-RESONANCE")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.checks import stages as checks
+from conformance.checks import stage_checks
 from conformance.checks.refusals import refused
 from conformance.oracles import s1
 from conformance.strategies.attention import AttentionInputs, attention_inputs, later_segments
@@ -44,7 +44,7 @@ def test_with_the_right_lse_s1_lies_in_the_certified_box(
     p = inputs.parameters
     inputs = replace(inputs, parameters=p if k_cross is None else replace(p, k_cross=k_cross))
     lse = lse_of(inputs).astype(precision)
-    assert not list(checks.coattention(run(stages, inputs, lse), inputs, precision))
+    assert not list(stage_checks.coattention(run(stages, inputs, lse), inputs, precision))
 
 
 def plain(H: int, n: int) -> AttentionInputs:
@@ -78,7 +78,7 @@ def test_a_left_padded_row_is_the_view_behind_its_padding(
     lse = np.pad(lse_of(inputs).astype(precision), ((0, 0), (pad, 0)), constant_values=np.nan)[:, pad:]
     views = replace(inputs, q=q, k=k)
     for given_lse in (None, lse):
-        assert not list(checks.coattention(run(stages, views, given_lse), inputs, precision))
+        assert not list(stage_checks.coattention(run(stages, views, given_lse), inputs, precision))
 
 
 def orders(x: Array) -> list[Array]:
@@ -98,7 +98,7 @@ def test_any_order_in_memory_is_read(
     """Views of other layouts lie in the same certified box."""
     views = replace(inputs, q=orders(inputs.q)[order], k=orders(inputs.k)[order])
     assert not views.k.flags.c_contiguous or min(inputs.k.shape) == 1
-    assert not list(checks.coattention(run(stages, views, None), inputs, precision))
+    assert not list(stage_checks.coattention(run(stages, views, None), inputs, precision))
 
 
 @pytest.mark.spec(id="CC-ATTENTION")
@@ -113,4 +113,4 @@ def test_every_width_and_type(
     q: Array = rng.standard_normal((group, 24, d)).astype(dtype)
     k: Array = rng.standard_normal((1, 24, d)).astype(dtype)
     inputs = AttentionInputs(q, k, np.arange(24), replace(TINY, C=10), 1.5 * d**-0.5, softcap)
-    assert not list(checks.coattention(run(stages, inputs, None), inputs, precision))
+    assert not list(stage_checks.coattention(run(stages, inputs, None), inputs, precision))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.checks import stages as checks
+from conformance.checks import stage_checks
 from conformance.oracles import s1
 from conformance.strategies.attention import HOT, AttentionInputs, attention_inputs, hot_sets, later_segments
 from conformance.tolerances import gamma
@@ -49,7 +49,7 @@ def one_head(rows: list[list[int]], p: CrystalCacheParameters) -> AttentionInput
 @given(inputs=attention_inputs())
 def test_a_prompt_lies_in_the_certified_box(stages: CrystalStages, precision: str, inputs: AttentionInputs) -> None:
     """S1 MUST give the salience and the neighbours of Eq. 11 to 14."""
-    assert not list(checks.coattention(run(stages, inputs), inputs, precision))
+    assert not list(stage_checks.coattention(run(stages, inputs), inputs, precision))
 
 
 @pytest.mark.spec(id="CC-ATTENTION")
@@ -59,7 +59,7 @@ def test_a_later_segment_lies_in_the_certified_box(
     stages: CrystalStages, precision: str, inputs: AttentionInputs,
 ) -> None:
     """C MUST count from the segment's first token, and cross edges MUST reach any live earlier key."""
-    assert not list(checks.coattention(run(stages, inputs), inputs, precision))
+    assert not list(stage_checks.coattention(run(stages, inputs), inputs, precision))
 
 
 def chosen(index: IntMatrix) -> list[list[int]]:
@@ -105,7 +105,7 @@ def test_uniform_attention_lies_in_the_certified_box(
 ) -> None:
     """Where every query attends its past evenly, many cosines tie in the reals."""
     inputs = AttentionInputs(np.zeros((2, n, 4)), np.ones((1, n, 4)), np.arange(n), p, 0.5, None)
-    assert not list(checks.coattention(run(stages, inputs), inputs, precision))
+    assert not list(stage_checks.coattention(run(stages, inputs), inputs, precision))
 
 
 @pytest.mark.spec(id="CC-COATTENTION")
@@ -118,7 +118,7 @@ def test_one_token_lies_in_the_certified_box(
     one = replace(inputs, q=inputs.q[:, -1:], k=inputs.k[:, first:], positions=inputs.positions[first:])
     found = run(stages, one)
     assert (found.intra == -1).all()
-    assert not list(checks.coattention(found, one, precision))
+    assert not list(stage_checks.coattention(found, one, precision))
 
 
 @pytest.mark.spec(id="CC-EDGES")
@@ -141,7 +141,7 @@ def test_edges_are_ordered_by_owner_and_rank(stages: CrystalStages, inputs: Atte
     """E MUST list intra edges as (owner, neighbour), then cross edges as (source, owner), by owner and rank."""
     found = run(stages, inputs)
     triples = zip(*(column.tolist() for column in found.edges()), strict=True)
-    assert list(triples) == checks.edges_of(found)
+    assert list(triples) == stage_checks.edges_of(found)
 
 
 @pytest.mark.spec(id="CC-SALIENCE")
@@ -230,7 +230,7 @@ def test_a_cross_weight_equal_to_the_threshold_is_no_edge(stages: CrystalStages)
     for below in (0.25, float(np.nextafter(np.float32(0.5), np.float32(0)))):
         found = run(stages, one_head(rows, replace(p, tau_cross=below)))
         assert found.cross.tolist() == [[-1], [-1], [0], [0]]
-        assert checks.edges_of(found)[-2:] == [(0, 2, 0.5), (0, 3, 0.5)]
+        assert stage_checks.edges_of(found)[-2:] == [(0, 2, 0.5), (0, 3, 0.5)]
 
 
 @pytest.mark.spec(id="CC-ROW-NORM")

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance import tolerances as compare
-from conformance.checks import decode as checks_decode
+from conformance import tolerances
+from conformance.checks import decode_checks
 from conformance.checks.refusals import refused
 from conformance.oracles import decode
 from conformance.strategies.decoding import decode_parameters, ends, flags, random_state, sixteenths, states
@@ -40,7 +40,7 @@ def test_decay_is_equation_36(breath_stages: BreathStages, data: st.DataObject, 
     D, M_bar = data.draw(sixteenths(m), label="D"), data.draw(sixteenths(m, 0, 320), label="Mbar")
     found = breath_stages.decay(D, M_bar, p)
     want = np.array([decode.decay(x, y, p) for x, y in zip(D.tolist(), M_bar.tolist(), strict=True)])
-    assert (np.abs(found - want) <= compare.decay_radius(D)).all()
+    assert (np.abs(found - want) <= tolerances.decay_radius(D)).all()
     assert ((found <= D) & (found >= 0)).all()
     if p.beta_0 < 1:
         assert ((found == 0) == (D == 0)).all()
@@ -119,7 +119,7 @@ def test_what_is_no_token_is_refused(token: int, norm: float, argument: str) -> 
 def test_a_trunk_without_an_edge_has_D_of_degree_0(mu: int, sigma: int, p: CrystalCacheParameters) -> None:
     """At most 0.5, and 0.5 where the mean degree is 0."""
     found = tail.edgeless_D(mu / 8, sigma / 8, p)
-    assert compare.close("CC-TAIL-D", [found], [decode.edgeless_D(mu / 8, sigma / 8, p)])
+    assert tolerances.close("CC-TAIL-D", [found], [decode.edgeless_D(mu / 8, sigma / 8, p)])
     assert found <= 0.5
     if p.graph == "degree" and mu == 0:
         assert found == 0.5
@@ -131,9 +131,9 @@ def test_the_tail_becomes_trunks(decoder: Backend, situation: Situation) -> None
     """Behind the table, without edges, every token in one trunk of at most T_max; older tokens keep everything."""
     before, p = situation
     after = tail.join_tail(before, ENDS, p, decoder)
-    want = checks_decode.model(before)
+    want = decode_checks.model(before)
     decode.join_tail(want, ENDS, p)
-    assert not list(checks_decode.state(after, want))
+    assert not list(decode_checks.state(after, want))
     check_state(after)
     assert after.tail_ids == ()
     assert after.stored.tolist() == before.stored.tolist()
@@ -175,9 +175,9 @@ def test_a_spliced_chunk_becomes_trunks(decoder: Backend, situation: Situation, 
     norms = np.array(data.draw(st.lists(
         st.sampled_from([0.25, 1.0, 3.0, np.inf]), min_size=len(kept), max_size=len(kept)), label="norms"))
     after = tail.join_chunk(before, ids, kept, norms, ENDS, p, decoder)
-    want = checks_decode.model(before)
+    want = decode_checks.model(before)
     decode.join_chunk(want, ids.tolist(), kept.tolist(), norms.tolist(), ENDS, p)
-    assert not list(checks_decode.state(after, want))
+    assert not list(decode_checks.state(after, want))
     check_state(after)
     assert after.stored.tolist() == [*before.stored.tolist(), *(before.seen + kept).tolist()]
     assert (after.seen, after.step, after.tail_ids) == (before.seen + len(ids), before.step, ())
@@ -194,12 +194,12 @@ def test_what_is_kept_lives_and_the_rest_is_forgotten(situation: Situation, data
     kept = np.flatnonzero(data.draw(flags(n), label="kept"))
     D = data.draw(sixteenths(m), label="D")
     after = live.keep(before, kept, D)
-    want = checks_decode.model(before)
+    want = decode_checks.model(before)
     decode.keep(want, set(before.live.positions[kept].tolist()), D.tolist())
-    assert not list(checks_decode.state(after, want))
+    assert not list(decode_checks.state(after, want))
     check_state(after)
     if len(kept) == n:
-        assert checks_decode.same_bits(after, replace(before, D=D))
+        assert decode_checks.same_bits(after, replace(before, D=D))
 
 
 @pytest.mark.spec(id="CC-LIVE-PROTECTED")
@@ -209,7 +209,7 @@ def test_live_tokens_protect_their_trunk(situation: Situation) -> None:
     """A trunk is safe iff one of its live positions lies in the sink or the window."""
     state, p = situation
     found = breath.protected_trunks_of(state.live, state.seen, p.N_sink, p.W_recent)
-    assert found.tolist() == decode.in_windows(checks_decode.model(state), p)
+    assert found.tolist() == decode.in_windows(decode_checks.model(state), p)
 
 
 @pytest.mark.spec(id="CC-BREATH-PROTECTED")
@@ -221,7 +221,7 @@ def test_who_is_safe_at_a_breath(situation: Situation) -> None:
     for form in ("none", "sink+recent"):
         q = replace(p, breath_protection=form)
         found = breath.breath_protection(state, q).tolist()
-        assert found == decode.protected(checks_decode.model(state), q)
+        assert found == decode.protected(decode_checks.model(state), q)
     bare = replace(p, breath_protection="sink+recent", N_sink=0, W_recent=0)
     assert not breath.breath_protection(state, bare).any()
 
@@ -235,7 +235,7 @@ def test_an_eviction_of_live_trunks_is_algorithm_1(
     state, p = situation
     safe = data.draw(flags(len(state.D)), label="protected")
     after = breath.evict(state, safe, p, decoder)
-    assert not list(checks_decode.eviction(state, after, safe.tolist(), p, decoder))
+    assert not list(decode_checks.eviction(state, after, safe.tolist(), p, decoder))
     check_state(after)
 
 
@@ -247,7 +247,7 @@ def test_a_second_eviction_changes_nothing(decoder: Backend, situation: Situatio
     nobody = np.zeros(len(state.D), dtype=np.bool_)
     once = breath.evict(state, nobody, p, decoder)
     again = breath.evict(once, nobody[: len(once.D)], p, decoder)
-    assert checks_decode.same_bits(once, again)
+    assert decode_checks.same_bits(once, again)
 
 
 @pytest.mark.spec(id="CC-BREATH")
@@ -256,7 +256,7 @@ def test_a_breath_is_its_substeps_in_order(decoder: Backend, situation: Situatio
     """Activation, resonance, Hebbian update, new trunks, eviction; afterwards every live token has a trunk."""
     state, p = situation
     after = breath.breath(state, ENDS, p, decoder)
-    assert not list(checks_decode.breath(state, after, ENDS, p, decoder))
+    assert not list(decode_checks.breath(state, after, ENDS, p, decoder))
     check_state(after)
     assert after.tail_ids == ()
     assert set(after.stored.tolist()) <= set(state.stored.tolist())
@@ -276,7 +276,7 @@ def test_two_hundred_breaths_in_which_everything_happens(decoder: Backend) -> No
         faded = replace(
             tail.append(state, 2, 0.5), D=decoder.require_breath().decay(state.D, state.live.trunk_impact, p)
         )
-        assert not list(checks_decode.breath(faded, after, ENDS, p, decoder))
+        assert not list(decode_checks.breath(faded, after, ENDS, p, decoder))
 
 
 @pytest.mark.spec(id="CC-BREATH")
@@ -299,13 +299,13 @@ def test_a_step_appends_decays_and_breathes_in_time(
     faded = replace(
         tail.append(state, token, norm), D=decoder.require_breath().decay(state.D, state.live.trunk_impact, p)
     )
-    assert not list(checks_decode.forward(state, faded, token, norm, p))
+    assert not list(decode_checks.forward(state, faded, token, norm, p))
     if after.step % p.T_breath:
-        assert checks_decode.same_bits(after, faded)
+        assert decode_checks.same_bits(after, faded)
         assert after.live is state.live
         assert after.W is state.W
     else:
-        assert not list(checks_decode.breath(faded, after, ENDS, p, decoder))
+        assert not list(decode_checks.breath(faded, after, ENDS, p, decoder))
 
 
 @pytest.mark.spec(id="CC-STEP")
@@ -347,7 +347,7 @@ def one_trunk(D: float, M_bar: float) -> DecodeState:
 def test_a_state_survives_a_copy(situation: Situation) -> None:
     again = pickle.loads(pickle.dumps(situation[0]))
     check_state(again)
-    assert checks_decode.same_bits(again, situation[0])
+    assert decode_checks.same_bits(again, situation[0])
 
 
 @pytest.mark.usefixtures("reference_items")

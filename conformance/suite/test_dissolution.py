@@ -10,7 +10,7 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from conformance.checks import stages as checks
+from conformance.checks import stage_checks
 from conformance.oracles import s6
 from conformance.strategies.eviction import CORNERS, EvictionProblem, corners, evictions, random_evictions
 from conformance.strategies.trunks import partitions
@@ -32,7 +32,7 @@ def run(stages: CrystalStages, problem: EvictionProblem) -> Dissolution:
 
 def complaints(stages: CrystalStages, p: EvictionProblem) -> list[str]:
     found = run(stages, p)
-    return list(checks.dissolution(
+    return list(stage_checks.dissolution(
         found, p.score, p.trunks, p.impact, p.D, p.protected, p.budget, p.parameters
     ))
 
@@ -340,7 +340,7 @@ def test_protection_takes_whole_trunks(case: tuple[Trunks, int, int]) -> None:
     trunks, N_sink, W_recent = case
     n = int(trunks.offsets[-1])
     found = protection.protected_trunks(trunks.offsets, n, N_sink, W_recent)
-    assert found.tolist() == s6.protected(checks.trunk_lists(trunks), n, N_sink, W_recent)
+    assert found.tolist() == s6.protected(stage_checks.trunk_lists(trunks), n, N_sink, W_recent)
     B_prot = int(trunks.sizes[found].sum())
     assert min(n, max(N_sink, W_recent)) <= B_prot <= N_sink + W_recent + 2 * (int(trunks.sizes.max()) - 1)
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.checks import stages as checks
+from conformance.checks import stage_checks
 from conformance.checks.refusals import refused
 from conformance.oracles import s1, s6
 from conformance.strategies.attention import AttentionInputs, attention_inputs, hot_sets
@@ -73,7 +73,7 @@ def test_mean_salience_equals_the_brute_force(stages: CrystalStages, inputs: Att
     """S1 with `heads="mean"`, inside the certified box."""
     mean = replace(inputs, parameters=replace(inputs.parameters, heads="mean"))
     found = stages.coattention(mean.q, mean.k, mean.positions, mean.parameters, mean.scaling, mean.softcap)
-    assert not list(checks.coattention(found, mean, precision))
+    assert not list(stage_checks.coattention(found, mean, precision))
 
 
 @pytest.mark.spec(id="CC-MEAN-SALIENCE")
@@ -103,7 +103,7 @@ def test_unit_impact_equals_the_brute_force(
     """M_i MUST be half the share of the largest salience and half the rarity; it lies in [0, 0.8)."""
     p = replace(PAPER, impact="unit", rarity=rarity)  # type: ignore[arg-type]
     M = stages.impact(*tokens, p)
-    assert not list(checks.impact(M, *tokens, p))
+    assert not list(stage_checks.impact(M, *tokens, p))
     assert ((M >= 0) & (M < 0.8)).all()
 
 
@@ -134,7 +134,7 @@ def test_unit_trunk_impact_equals_the_brute_force(stages: CrystalStages, text: T
     """The trunks are those of the paper; their impact lies in [0, 1), the least at 0."""
     p = replace(text.parameters, trunk_impact="unit")
     found = stages.trunks(text.coattention, text.impact, text.ends, p)
-    assert not list(checks.trunks(found, text.coattention, text.impact, text.ends, p))
+    assert not list(stage_checks.trunks(found, text.coattention, text.impact, text.ends, p))
     assert found.impact.min() == 0
     assert found.impact.max() < 1
 
@@ -206,7 +206,7 @@ def test_dissolution_in_tiers_equals_the_brute_force(stages: CrystalStages, prob
     """Kept positions, r and D MUST be equal, ties included."""
     p = in_tiers(problem)
     found = run(stages, p)
-    assert not list(checks.dissolution(
+    assert not list(stage_checks.dissolution(
         found, p.score, p.trunks, p.impact, p.D, p.protected, p.budget, p.parameters
     ))
 
@@ -279,7 +279,7 @@ def test_a_prefill_in_any_form_equals_its_chain(backend: Backend, prompt: Prompt
     """End to end, every stage judged from the one before it."""
     formed = replace(prompt, inputs=replace(prompt.inputs, parameters=p))
     found = prefill(backend=backend, **formed.arguments)
-    assert not list(checks.retention(found, formed, precision))
+    assert not list(stage_checks.retention(found, formed, precision))
 
 
 @pytest.mark.spec(id="CC-TIERS")

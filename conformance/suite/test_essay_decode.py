@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from conformance.oracles import decode as oracle
 from conformance.vectors.arrays import plain
-from conformance.vectors.cases.breath import WAITING, state
+from conformance.vectors.example_state import WAITING, state
 from conformance.vectors.models import model_of, results_of
 from conformance.vectors.subject_decode import fields_of, state_of
 from reference.crystalcache import decode_step, empty_state, extend

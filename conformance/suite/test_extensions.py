@@ -9,8 +9,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from conformance import tolerances as compare
-from conformance.checks import stages as checks
+from conformance import tolerances
+from conformance.checks import stage_checks
 from conformance.oracles import s2, s3
 from conformance.strategies.eviction import EvictionProblem, evictions
 from conformance.strategies.text import token_ids
@@ -45,7 +45,7 @@ def test_a_rarity_form_equals_its_formula(form: str, ids: IntVector) -> None:
     c = impact.token_counts(ids)
     p = replace(PAPER, rarity=form)  # type: ignore[arg-type]
     U = RARITIES[form](c)
-    assert compare.close("CC-RARITY-FORMS", U, [s3.rarity_of(x, p) for x in c.tolist()])
+    assert tolerances.close("CC-RARITY-FORMS", U, [s3.rarity_of(x, p) for x in c.tolist()])
     assert ((U > 0) & (U <= 0.5)).all()
 
 
@@ -60,7 +60,7 @@ def test_all_forms_order_alike(stages: CrystalStages, ids: IntVector, S: float) 
     }
     for form, M in found.items():
         p = replace(PAPER, rarity=form)  # type: ignore[arg-type]
-        assert not list(checks.impact(M, salience, ids, p))
+        assert not list(stage_checks.impact(M, salience, ids, p))
         assert (M[np.argsort(-c, kind="stable")] == np.sort(M)).all()
 
 
@@ -71,7 +71,7 @@ def test_the_adaptive_merge_equals_the_brute_force(stages: CrystalStages, text: 
     """S2 with the segment's own threshold, exactly."""
     p = replace(text.parameters, merge="median")
     found = trunks_of(stages, text, "median")
-    assert not list(checks.trunks(found, text.coattention, text.impact, text.ends, p))
+    assert not list(stage_checks.trunks(found, text.coattention, text.impact, text.ends, p))
 
 
 @pytest.mark.spec(id="CC-ADAPTIVE-MERGE")
@@ -103,7 +103,7 @@ def test_the_scale_of_the_weights_says_nothing(stages: CrystalStages, text: Text
 def test_at_most_half_of_the_interfaces_exceed_the_median(text: Text) -> None:
     """Among the sentences' interfaces, as CC-MERGE decides; and the threshold is one of their strengths."""
     pieces = s2.sentences(text.ends.tolist())
-    E = checks.edges_of(text.coattention)
+    E = stage_checks.edges_of(text.coattention)
     weights = [s2.interface_weights(a, b, E) for a, b in itertools.pairwise(pieces)]
     bounds = np.array([piece[0] for piece in pieces] + [len(text.ends)])
     tau = median_strength(bounds, {(a, b): w for a, b, w in E}, 0.3)
@@ -156,7 +156,7 @@ def test_coverage_equals_the_brute_force(
     """Kept positions, r and D MUST be equal, with either allocation."""
     found = run(stages, problem, share, allocation)
     parameters = replace(problem.parameters, coverage=share, allocation=allocation)  # type: ignore[arg-type]
-    assert not list(checks.dissolution(
+    assert not list(stage_checks.dissolution(
         found, problem.score, problem.trunks, problem.impact, problem.D, problem.protected, problem.budget, parameters
     ))
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance import tolerances as compare
-from conformance.checks import stages as checks
+from conformance import tolerances
+from conformance.checks import stage_checks
 from conformance.oracles import s4
 from conformance.strategies.parameters import small_parameters
 from conformance.strategies.trunks import Text, degrees, partitions, record, texts
@@ -59,7 +59,7 @@ def D_of(stages: CrystalStages, degree: list[float], p: CrystalCacheParameters =
 def test_the_graph_equals_the_brute_force(stages: CrystalStages, case: tuple[Text, Trunks]) -> None:
     """S4 MUST give Eq. 24 to 27 from given edges and trunks."""
     text, trunks = case
-    assert not list(checks.graph(run(stages, case), text.coattention, trunks, text.parameters))
+    assert not list(stage_checks.graph(run(stages, case), text.coattention, trunks, text.parameters))
 
 
 @pytest.mark.spec(id="CC-TRUNK-WEIGHT")
@@ -68,8 +68,8 @@ def test_the_graph_equals_the_brute_force(stages: CrystalStages, case: tuple[Tex
 def test_the_graph_is_symmetric_and_pruned(stages: CrystalStages, case: tuple[Text, Trunks]) -> None:
     """W symmetric, zero diagonal, each weight in (tau_edge, sqrt 2]; 0 <= degree <= sqrt 2 (m - 1)."""
     found = run(stages, case)
-    W = checks.dense(found)
-    top = math.sqrt(2) * (1 + compare.gamma(8, "float64"))
+    W = stage_checks.dense(found)
+    top = math.sqrt(2) * (1 + tolerances.gamma(8, "float64"))
     assert (W == W.T).all()
     assert not W.diagonal().any()
     assert (found.weights > case[0].parameters.tau_edge).all()
@@ -83,7 +83,7 @@ def test_a_mutual_pair_counts_twice(stages: CrystalStages) -> None:
     """The multiset is additive, so a mutual pair of singletons has W = w sqrt 2."""
     found = record([1.0, 1.0], [[(1, 0.5)], [(0, 0.5)]], [[], []], 1, 1)
     W = stages.graph(found, Trunks(np.arange(3), np.ones(2)), PAPER).weights
-    assert compare.close("CC-TRUNK-WEIGHT", W, [0.5 * math.sqrt(2)] * 2)
+    assert tolerances.close("CC-TRUNK-WEIGHT", W, [0.5 * math.sqrt(2)] * 2)
 
 
 @pytest.mark.spec(id="CC-TRUNK-EDGES")
@@ -92,7 +92,7 @@ def test_equal_weights_of_different_pairs_both_count(stages: CrystalStages) -> N
     intra = [[(1, 1.0), (2, 0.5)], [(3, 0.5)], [(3, 1.0)], []]
     found = record([1.0] * 4, intra, [[] for _ in range(4)], 2, 1)
     W = stages.graph(found, Trunks(np.array([0, 2, 4]), np.ones(2)), PAPER).weights
-    assert compare.close("CC-TRUNK-WEIGHT", W, [0.5 * math.sqrt(0.5)] * 2)
+    assert tolerances.close("CC-TRUNK-WEIGHT", W, [0.5 * math.sqrt(0.5)] * 2)
 
 
 @pytest.mark.spec(id="CC-TRUNK-WEIGHT")
@@ -175,7 +175,7 @@ def test_one_trunk_and_equal_degrees_have_D_of_a_half(stages: CrystalStages) -> 
 @given(w=st.floats(0.05, 1), m=st.integers(1, 12))
 def test_equal_degrees_have_D_of_a_half(stages: CrystalStages, w: float, m: int) -> None:
     """Exactly for one trunk, else within the bound, because the mean of equal numbers may round."""
-    slack = 0 if m == 1 else compare.crystallization_radius(np.full(m, w), PAPER.s, PAPER.epsilon)
+    slack = 0 if m == 1 else tolerances.crystallization_radius(np.full(m, w), PAPER.s, PAPER.epsilon)
     assert np.abs(D_of(stages, [w] * m) - 0.5).max() <= slack
 
 
@@ -197,7 +197,7 @@ def test_D_does_not_fall_with_its_own_degree(
     raised = [x / 8 for x in eighths]
     raised[at] = data.draw(st.integers(eighths[at], 8), label="raised eighths") / 8
     pairs = np.repeat(np.array(raised), 2)
-    slack = compare.crystallization_radius(pairs, PAPER.s, PAPER.epsilon) * 2
+    slack = tolerances.crystallization_radius(pairs, PAPER.s, PAPER.epsilon) * 2
     assert D_of(stages, raised)[at] >= D_of(stages, [x / 8 for x in eighths])[at] - slack
 
 
@@ -226,7 +226,7 @@ def test_degrees_add_the_surviving_weights(stages: CrystalStages) -> None:
 def test_reference_D_of_given_degrees_equals_the_oracle(degree: Vector, p: CrystalCacheParameters) -> None:
     """Eq. 27 within its radius, and Cantelli's bound: few trunks can have a large D."""
     D = crystallization(degree, p.s, p.epsilon)
-    radius = compare.crystallization_radius(degree, p.s, p.epsilon)
+    radius = tolerances.crystallization_radius(degree, p.s, p.epsilon)
     assert (np.abs(D - np.array(s4.crystallization(degree.tolist(), p))) <= radius).all()
     for d in (0.7, 0.9, 0.99):
         share = 1 / (1 + (math.log(d / (1 - d)) / p.s) ** 2)

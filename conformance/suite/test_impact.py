@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance import tolerances as compare
-from conformance.checks import stages as checks
+from conformance import tolerances
+from conformance.checks import stage_checks
 from conformance.oracles import s3
 from conformance.strategies.parameters import ablations
 from conformance.strategies.text import token_ids
@@ -45,7 +45,7 @@ def test_impact_equals_the_brute_force(
 ) -> None:
     """M_i MUST be Eq. 22 of salience and rarity, or its ablation."""
     S, ids, p = case
-    assert not list(checks.impact(stages.impact(S, ids, p), S, ids, p))
+    assert not list(stage_checks.impact(stages.impact(S, ids, p), S, ids, p))
 
 
 @pytest.mark.spec(id="CC-COUNT")
@@ -112,7 +112,7 @@ def test_given_counts_are_as_good_as_ids(
     """A breath knows how often each id was seen: M_i MUST be Eq. 22 of that, too."""
     S, ids, p = case
     counts = np.array([ids.tolist().count(i) for i in ids.tolist()])
-    assert not list(checks.impact(breath_stages.impact(S, counts, p), S, ids, p))
+    assert not list(stage_checks.impact(breath_stages.impact(S, counts, p), S, ids, p))
 
 
 @pytest.mark.spec(id="CC-COUNT")
@@ -164,7 +164,7 @@ def test_reference_counts_and_rarity_equal_the_oracle(ids: IntVector) -> None:
     """Item by item: c_i exactly, U_i within the bound of its logarithm."""
     c = reference.token_counts(ids)
     assert c.tolist() == s3.counts(ids.tolist())
-    assert compare.close("CC-RARITY", reference.rarity(c), [s3.rarity(count) for count in c.tolist()])
+    assert tolerances.close("CC-RARITY", reference.rarity(c), [s3.rarity(count) for count in c.tolist()])
 
 
 @pytest.mark.spec(id="CC-RARITY")
@@ -172,7 +172,7 @@ def test_reference_counts_and_rarity_equal_the_oracle(ids: IntVector) -> None:
 def test_impact_of_a_token_that_occurs_so_often(stages: CrystalStages, count: int) -> None:
     """Eq. 21 at the counts that the paper prints, whose .295 for 10 is .294."""
     S, ids = np.full(count, 1.0), np.zeros(count, dtype=np.int64)
-    assert not list(checks.impact(stages.impact(S, ids, PAPER), S, ids, PAPER))
+    assert not list(stage_checks.impact(stages.impact(S, ids, PAPER), S, ids, PAPER))
 
 
 @pytest.mark.spec(id="CC-IMPACT")

@@ -1,6 +1,5 @@
 """NestedKV: each item against brute force, any backend's score inside its certified radius, and what must hold."""
 
-import json
 import re
 from dataclasses import replace
 from fractions import Fraction
@@ -12,69 +11,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.checks.refusals import refused
-from conformance.items import items_of
 from conformance.oracles import nestedkv as oracle
-from conformance.own.spec.test_examples import FENCE, PARTS
-from conformance.paths import SPEC
+from conformance.strategies.keys import keys, seeds
 from conformance.strategies.policy_cases import NESTED
 from conformance.tolerances import nestedkv_radius, scores_agree
-from conformance.vectors.nestedkv_oracles import BOUNDED_RESULTS
-from conformance.vectors.nestedkv_subject import NESTEDKV_ITEMS
 from reference import nestedkv as nk
 from reference.directions import unit_keys
 from spec.backend import NestedKVStages
 from spec.parameters import NESTEDKV, NestedKVParameters
 
-PAGE = SPEC / "nestedkv.md"
-ITEMS = dict(items_of(PAGE.read_text(encoding="utf-8")))
-
-seeds = st.integers(0, 2**32 - 1)
 lengths = st.integers(1, 40)
-
-
-def keys(seed: int, H_kv: int, n: int, d: int = 4) -> Any:
-    """float32 keys around a direction of their own, so that no memory is short."""
-    rng = np.random.default_rng(seed)
-    return (rng.standard_normal((H_kv, n, d)) + rng.standard_normal((H_kv, 1, d))).astype(np.float32)
 
 
 def scales_of(seed: int, n: int) -> Any:
     """Three normalised readings (3, 1, n), with ties."""
     a = np.random.default_rng(seed).integers(0, 9, (3, 1, n)) / 8
     return np.stack([nk.min_max(scale) for scale in a])
-
-
-def test_every_item_has_an_adapter() -> None:
-    assert NESTEDKV_ITEMS.keys() == ITEMS.keys()
-
-
-@pytest.mark.usefixtures("reference_items")
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.spec(id=name)) for name in NESTEDKV_ITEMS])
-def test_the_example_holds(name: str) -> None:
-    (block,) = FENCE.findall(ITEMS[name])
-    given = json.loads(block)
-    assert given["item"] == name
-    for key, found in NESTEDKV_ITEMS[name](given["inputs"]).items():
-        want = given["expected"][key]
-        if BOUNDED_RESULTS.get(name) == key:
-            assert scores_agree(np.ravel(np.asarray(found)), np.ravel(want).tolist())
-        else:
-            assert found == want
-
-
-@pytest.mark.parametrize("name", ITEMS)
-def test_an_item_has_its_parts_in_order(name: str) -> None:
-    parts = re.findall(r"^\*\*(\w+)\*\*\s", ITEMS[name], re.MULTILINE)
-    assert list(dict.fromkeys(parts)) == PARTS
-    assert parts == sorted(parts, key=PARTS.index)
-    assert re.search(r"^\*\*Determinism\*\* (exact|bounded: \S)", ITEMS[name], re.MULTILINE)
-
-
-def test_each_equation_of_the_paper_has_its_row() -> None:
-    rows = re.findall(r"^\| ([\d, to]+) \| (.+) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    named = {int(number) for numbers, _ in rows for number in re.findall(r"\d+", numbers)}
-    assert named == set(range(1, 19)) - {17}
-    assert ("16 to 18", "NK-NESTEDKV") in rows
 
 
 @pytest.mark.usefixtures("reference_items")

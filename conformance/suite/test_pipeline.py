@@ -8,7 +8,7 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from conformance.checks import stages as checks
+from conformance.checks import stage_checks
 from conformance.oracles import pipeline
 from conformance.strategies.prompts import Prompt, prompts, random_prompt
 from reference.crystalcache import prefill
@@ -61,7 +61,7 @@ def test_a_prefill_equals_algorithm_2(backend: Backend, precision: str, prompt: 
     found, want = run(backend, prompt), brute_force(prompt)
     same = found.kept.tolist() == want.eviction.kept
     event("kept as the brute force" if same else "kept as a near tie allows")
-    assert not list(checks.retention(found, prompt, precision))
+    assert not list(stage_checks.retention(found, prompt, precision))
 
 
 @pytest.mark.spec(id="CC-PREFILL")
@@ -86,7 +86,7 @@ def test_strides_say_nothing(backend: Backend, precision: str, prompt: Prompt) -
         backend, prompt, q=np.asfortranarray(q), k=np.repeat(k, 2, axis=1)[:, ::2],
         token_ids=np.repeat(prompt.token_ids, 2)[::2],
     )
-    assert not list(checks.retention(strided, prompt, precision))
+    assert not list(stage_checks.retention(strided, prompt, precision))
 
 
 @pytest.mark.spec(id="CC-PREFILL")
@@ -139,7 +139,7 @@ def test_uniform_impact_equals_alpha_0(backend: Backend, prompt: Prompt) -> None
     uniform, D_only = varied(backend, prompt, impact="uniform"), varied(backend, prompt, alpha=0.0)
     assert np.array_equal(uniform.scores, D_only.scores, equal_nan=True)
     assert uniform.ratio.tolist() == D_only.ratio.tolist()
-    for g, members in enumerate(checks.trunk_lists(uniform.trunks)):
+    for g, members in enumerate(stage_checks.trunk_lists(uniform.trunks)):
         a, b = (np.intersect1d(members, found.kept).tolist() for found in (uniform, D_only))
         partial = 0 < uniform.ratio[g] < 1
         assert a == (members[: len(b)] if partial else b)
@@ -315,4 +315,4 @@ def test_paper_parameters_on_a_prompt_longer_than_the_floor(backend: Backend, pr
     found = run(backend, prompt)
     assert found.budget == 168
     assert 166 <= len(found.kept) <= 168
-    assert not list(checks.retention(found, prompt, precision))
+    assert not list(stage_checks.retention(found, prompt, precision))

@@ -6,7 +6,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from conformance import tolerances as compare
+from conformance import tolerances
 from conformance.oracles import s6
 from conformance.strategies.trunks import record
 from reference.crystalcache.coattention import intra_neighbours, row_normalise
@@ -126,5 +126,5 @@ def test_many_weak_edges_outweigh_a_few_strong_ones(stages: CrystalStages, edges
         intra[edge % 10].append((10 + edge // 10, w))
     found = record([1.0] * 20, intra, [[] for _ in range(20)], 8, 4)
     graph = stages.graph(found, Trunks(np.array([0, 10, 20]), np.ones(2)), PAPER)
-    assert compare.close("CC-TRUNK-WEIGHT", graph.weights, [w * math.sqrt(edges / 100)] * 2)
+    assert tolerances.close("CC-TRUNK-WEIGHT", graph.weights, [w * math.sqrt(edges / 100)] * 2)
     assert round(float(graph.weights[0]), 3) == W

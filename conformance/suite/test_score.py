@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.checks import stages as checks
+from conformance.checks import stage_checks
 from conformance.oracles import s5
 from conformance.strategies.parameters import small_parameters
 from conformance.tolerances import normalised_radius
@@ -49,7 +49,7 @@ def run(stages: CrystalStages, case: Case) -> Vector:
 def test_the_score_equals_the_brute_force(stages: CrystalStages, case: Case) -> None:
     """S5 MUST give Eq. 28 and 29 over the unprotected trunks, NaN elsewhere."""
     found = run(stages, case)
-    assert not list(checks.score(found, case.D, case.impact, case.protected, case.parameters))
+    assert not list(stage_checks.score(found, case.D, case.impact, case.protected, case.parameters))
 
 
 @pytest.mark.spec(id="CC-SCORE")

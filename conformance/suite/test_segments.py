@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance import tolerances as compare
-from conformance.checks import decode as checks_decode
-from conformance.checks import stages as checks
+from conformance import tolerances
+from conformance.checks import decode_checks, stage_checks
 from conformance.oracles import decode, s4
 from conformance.oracles.decode import Trunk
 from conformance.strategies.attention import AttentionInputs
@@ -80,10 +79,11 @@ def test_a_segment_is_its_stages_in_order(
     p, positions = turn.parameters, turn.positions
     crystal, breath = decoder.require_crystal(), decoder.require_breath()
     found = crystal.coattention(turn.q, turn.k, positions, p, 0.5, None)
-    assert not list(checks.coattention(found, AttentionInputs(turn.q, turn.k, positions, p, 0.5, None), precision))
+    inputs = AttentionInputs(turn.q, turn.k, positions, p, 0.5, None)
+    assert not list(stage_checks.coattention(found, inputs, precision))
     norms = breath.inverse_key_norms(turn.k[:, len(turn.state.stored) :])
     after = turn.run(decoder)
-    assert not list(checks_decode.segment(turn.state, after, found, turn.ids, norms, ENDS, p, decoder))
+    assert not list(decode_checks.segment(turn.state, after, found, turn.ids, norms, ENDS, p, decoder))
     check_state(after)
 
 
@@ -98,7 +98,7 @@ def test_a_segment_leaves_older_values_alone(decoder: Backend, turn: Turn) -> No
     M = dict(zip(before.live.positions.tolist(), before.live.impact.tolist(), strict=True))
     still = [at for at, i in enumerate(after.live.positions.tolist()) if i in M]
     assert [after.live.impact[at] for at in still] == [M[int(after.live.positions[at])] for at in still]
-    old, new = checks_decode.model(before), checks_decode.model(after)
+    old, new = decode_checks.model(before), decode_checks.model(after)
     owner = {i: g for g in old.trunks for i in g.members}
     pairs = [(g, owner[g.members[0]]) for g in new.trunks if g.members[0] in owner]
     for g, was in pairs:
@@ -121,7 +121,7 @@ def test_a_segment_protects_sink_and_window(decoder: Backend, turn: Turn) -> Non
     assert recent | sink <= set(after.stored.tolist())
     again = turn.run(decoder, parameters=replace(p, breath_protection="none"))
     once_more = turn.run(decoder, parameters=replace(p, breath_protection="sink+recent"))
-    assert checks_decode.same_bits(again, once_more)
+    assert decode_checks.same_bits(again, once_more)
 
 
 @pytest.mark.spec(id="CC-SEGMENT")
@@ -130,7 +130,7 @@ def test_a_segment_changes_nothing_in_place(decoder: Backend, turn: Turn) -> Non
     """Read-only arrays are accepted, and the same arguments give the same bits."""
     for array in (turn.q, turn.k, turn.ids):
         array.flags.writeable = False
-    assert checks_decode.same_bits(turn.run(decoder), turn.run(decoder))
+    assert decode_checks.same_bits(turn.run(decoder), turn.run(decoder))
 
 
 @pytest.mark.spec(id="CC-SEGMENT")
@@ -178,7 +178,7 @@ def test_on_nothing_a_segment_is_the_prefill(decoder: Backend, prompt: Any, form
         empty_state(budget), given["q"], given["k"], given["token_ids"], given["sentence_ends"], p, decoder,
         scaling=given["scaling"], softcap=given["softcap"],
     )
-    assert checks_decode.same_bits(start, again)
+    assert decode_checks.same_bits(start, again)
     check_state(start)
     assert start.stored.tolist() == found.kept.tolist()
 
@@ -188,7 +188,7 @@ def test_on_nothing_a_segment_is_the_prefill(decoder: Backend, prompt: Any, form
 def test_the_default_scaling_of_a_segment_is_one_over_the_root_of_d(decoder: Backend, prompt: Any) -> None:
     given, empty = prompt.arguments, empty_state(Budget(count=7))
     parts = (given["q"], given["k"], given["token_ids"], given["sentence_ends"], given["parameters"], decoder)
-    assert checks_decode.same_bits(extend(empty, *parts), extend(empty, *parts, scaling=given["q"].shape[2] ** -0.5))
+    assert decode_checks.same_bits(extend(empty, *parts), extend(empty, *parts, scaling=given["q"].shape[2] ** -0.5))
 
 
 @pytest.mark.spec(id="CC-START")
@@ -209,9 +209,9 @@ def test_the_state_after_a_prompt_knows_all_its_tokens(decoder: Backend, prompt:
     assert state.live.trunk_impact.tolist() == found.trunks.impact[alive].tolist()
     degree = found.graph.degree.tolist()
     mean = sum(degree) / len(degree)
-    assert compare.close("CC-SEGMENT-D", [state.mu], [mean])
+    assert tolerances.close("CC-SEGMENT-D", [state.mu], [mean])
     spread = (sum((x - mean) ** 2 for x in degree) / len(degree)) ** 0.5
-    assert compare.close("CC-SEGMENT", [state.sigma], [1.0 if spread < given["parameters"].epsilon else spread])
+    assert tolerances.close("CC-SEGMENT", [state.sigma], [1.0 if spread < given["parameters"].epsilon else spread])
     assert (state.seen, state.step, state.tail_ids) == (len(ids), 0, ())
 
 
@@ -269,8 +269,8 @@ def test_the_graph_of_a_segment_reaches_older_trunks(breath_stages: BreathStages
     names = list(range(m))
     before = {name: array.tolist() for name, array in W._asdict().items()}
     want = pairs_of(before, list(range(old)))
-    spans = checks.trunk_lists(Trunks(bounds, np.ones(m)))
-    E = checks.edges_of(found)
+    spans = stage_checks.trunk_lists(Trunks(bounds, np.ones(m)))
+    E = stage_checks.edges_of(found)
     for b in range(old, m):
         for a in range(b):
             w = s4.trunk_weight(s4.cross_weights(E, spans[a], spans[b]), int(sizes[a]), int(sizes[b]), p.tau_edge)
@@ -279,7 +279,7 @@ def test_the_graph_of_a_segment_reaches_older_trunks(breath_stages: BreathStages
     right = csr_of(want, names)
     assert got.indptr.tolist() == right["indptr"]
     assert got.indices.tolist() == right["indices"]
-    assert compare.close("CC-TRUNK-WEIGHT", got.weights, right["weights"])
+    assert tolerances.close("CC-TRUNK-WEIGHT", got.weights, right["weights"])
     by_pair = pairs_of({name: array.tolist() for name, array in got._asdict().items()}, names)
     assert all(by_pair[pair] == w for pair, w in pairs_of(before, list(range(old))).items())
 
@@ -309,7 +309,7 @@ def test_new_trunks_stand_on_the_scale_of_all(
     trunks = [Trunk(g, [g], 1.0, 0.0) for g in range(len(degree))]
     decode.settle(degree.tolist(), trunks, trunks[old:], p)
     want = np.array([g.D for g in trunks[old:]])
-    radius = 0.0 if p.graph == "zero" else compare.crystallization_radius(degree, p.s, p.epsilon)
+    radius = 0.0 if p.graph == "zero" else tolerances.crystallization_radius(degree, p.s, p.epsilon)
     assert found.shape == want.shape
     assert (np.abs(found - want) <= radius).all()
 

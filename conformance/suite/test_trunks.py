@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.checks import stages as checks
+from conformance.checks import stage_checks
 from conformance.oracles import s2
 from conformance.strategies.parameters import small_parameters
 from conformance.strategies.text import end_masks
@@ -51,7 +51,7 @@ def linked(n: int, *edges: tuple[int, int, float]) -> Intra:
 def test_trunks_equal_the_brute_force(stages: CrystalStages, text: Text) -> None:
     """S2 MUST give the trunks of Section 3.3 from given edges, exactly."""
     found = run(stages, text)
-    assert not list(checks.trunks(found, text.coattention, text.impact, text.ends, text.parameters))
+    assert not list(stage_checks.trunks(found, text.coattention, text.impact, text.ends, text.parameters))
 
 
 @pytest.mark.spec(id="CC-TRUNKS")

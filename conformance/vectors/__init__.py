@@ -1,5 +1,5 @@
-"""Test vectors in JSON, for implementations in any language: `python -m conformance.vectors` checks spec/vectors.
+"""The JSON vectors of spec/vectors as the suite reads them, and what is run on each.
 
-Cases are written in the modules of `cases`; what is expected comes from the brute-force oracles in plain Python, never
-from the reference. A published vector never changes: `--write` adds new tcIds and refuses anything else.
+`*_subject` run the judged code. `*_oracles`, `brute_force` and `expected_decode` are the plain Python that published
+vectors name as what confirmed them; they stand where those names say.
 """

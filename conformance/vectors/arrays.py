@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from conformance.vectors.case import Json
+from conformance.vectors.json_values import Json
 from spec.backend import Backend
 from spec.parameters import CrystalCacheParameters
 

@@ -8,7 +8,7 @@ from typing import Any
 from conformance.oracles import diversity as alpha
 from conformance.oracles import policies as oracle
 from conformance.oracles import triattention as tri
-from conformance.vectors.case import Json
+from conformance.vectors.json_values import Json
 
 __all__ = ["BOUNDED", "RESULTS"]
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from conformance.vectors.arrays import floats
-from conformance.vectors.case import Json
+from conformance.vectors.json_values import Json
 from reference import diversity, policies
 from reference.calibration import Calibration, Identity
 from reference.policies.diversity import TowardMean

@@ -7,7 +7,7 @@ from typing import Any
 
 from conformance.oracles import nestedkv as oracle
 from conformance.oracles import policies
-from conformance.vectors.case import Json
+from conformance.vectors.json_values import Json
 from spec.parameters import NestedKVParameters
 
 __all__ = ["BOUNDED_RESULTS", "RESULTS", "parameters_in"]

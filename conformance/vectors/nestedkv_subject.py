@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from conformance.vectors.arrays import Stage, floats
-from conformance.vectors.case import Json
+from conformance.vectors.json_values import Json
 from conformance.vectors.nestedkv_oracles import parameters_in
 from reference import directions, policies
 from reference import nestedkv as nk

@@ -5,7 +5,7 @@ from fractions import Fraction
 from typing import Any
 
 from conformance.oracles import policies as oracle
-from conformance.vectors.case import Json
+from conformance.vectors.json_values import Json
 
 __all__ = ["RESULTS"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from conformance.vectors.arrays import floats
-from conformance.vectors.case import Json
+from conformance.vectors.json_values import Json
 from reference import policies
 from reference.policies.attention import accumulated_attention, average_pool, max_pool, observed_attention
 from reference.policies.budgets import Adaptive, Competition, Pyramid, even, largest_remainder

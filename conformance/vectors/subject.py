@@ -9,8 +9,8 @@ from conformance.strategies.attention import AttentionInputs
 from conformance.strategies.prompts import Prompt
 from conformance.vectors import subject_injection
 from conformance.vectors.arrays import Item, Stage, flags, floats, integers, named
-from conformance.vectors.case import Json
 from conformance.vectors.diversity_subject import DIVERSITY_ITEMS
+from conformance.vectors.json_values import Json
 from conformance.vectors.nestedkv_subject import NESTEDKV_ITEMS, NESTEDKV_STAGES
 from conformance.vectors.policy_subject import POLICY_ITEMS
 from conformance.vectors.subject_decode import DECODE_ITEMS, DECODE_STAGES

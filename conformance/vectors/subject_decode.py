@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from conformance.vectors.arrays import Item, Stage, flags, floats, integers, named
-from conformance.vectors.case import Json
+from conformance.vectors.json_values import Json
 from conformance.vectors.models import STATE
 from reference.backend import BACKEND
 from reference.crystalcache import activation, breath, live, prefill, resonance, segments, tail

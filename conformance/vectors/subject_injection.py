@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from conformance.vectors.arrays import floats, integers, named
-from conformance.vectors.case import Json
+from conformance.vectors.json_values import Json
 from reference import statistics
 from reference.injection import diagnostics, fusion, quantisers, rotation, splicing, wrappers
 from reference.statistics import Interval

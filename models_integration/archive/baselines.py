@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from models_integration.archive.recompute import recompute
 from models_integration.archive.splice import Chunk, splice
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.model.rotary_gate import LayerRotary, Rotary, frequencies_at, plain_layers
+from models_integration.model.rotation import LayerRotary, Rotary, frequencies_at, plain_layers
 from reference.injection.splicing import SINKS, first_tokens, most_deviating
 from spec.errors import SpecError
 

@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from models_integration.archive.manifest import Manifest
-from models_integration.cache.atomic_file import named_errors, publish
+from models_integration.archive.errors import named_errors
+from models_integration.archive.objects import Manifest
+from models_integration.cache.atomic_file import publish
 
 __all__ = ["Catalogue", "Entry"]
 
@@ -117,7 +118,8 @@ class Catalogue:
         self._rows.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
         # A file that was damaged while it was open must not get a seal.
         if not damaged and not self._sealed():
-            publish(self._mark, [memoryview(_digest(self._path).encode())])
+            with named_errors(self._mark):
+                publish(self._mark, [memoryview(_digest(self._path).encode())])
 
     def _put_away(self) -> None:
         for path in [*self._path.parent.glob(f"{self._path.name}*"), self._mark]:

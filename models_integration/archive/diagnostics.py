@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 
 from models_integration.archive.splice import Chunk, computed, splice, taken
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.model.rotary_gate import Rotary, frequencies_at
-from models_integration.model.rotation import turned
+from models_integration.model.rotation import Rotary, frequencies_at, turned
 from reference.injection.diagnostics import bands as scaled_bands
 from reference.injection.splicing import SINKS
 from spec.errors import SpecError

@@ -1,9 +1,17 @@
 """What an archive can fail with, by name. None of these changes what is stored."""
 
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 __all__ = [
     "ArchiveError", "ArchiveFull", "ArchiveReadOnly", "ForeignVersion", "KeyUnavailable", "NoSuchChunk", "OtherDtype",
-    "OtherFrequencies", "OtherPins", "WrongModel",
+    "OtherFrequencies", "OtherPins", "WrongModel", "named_errors",
 ]
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NO_RIGHT = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 class ArchiveError(RuntimeError):
@@ -44,3 +52,16 @@ class OtherPins(ArchiveError):
 
 class WrongModel(ArchiveError):
     """The keys and values come from other weights."""
+
+
+@contextmanager
+def named_errors(path: Path) -> Iterator[None]:
+    """A full disk and a read-only folder by name; every other OSError as it is."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in NO_ROOM:
+            raise ArchiveFull(f"no room to write {path}: {error.strerror}") from error
+        if error.errno in NO_RIGHT:
+            raise ArchiveReadOnly(f"{path} cannot be written: {error.strerror}") from error
+        raise

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from models_integration.archive.errors import KeyUnavailable
-from models_integration.archive.manifest import raw_bytes
+from models_integration.archive.errors import KeyUnavailable, named_errors
 from models_integration.cache.atomic_file import erase, publish
+from models_integration.cache.tensor_file import raw_bytes
 from spec.errors import SpecError
 
 __all__ = ["Cipher", "Keyring"]
@@ -82,7 +82,8 @@ class Keyring:
         path = self._path(tenant)
         if create and not path.exists():
             salt = os.urandom(SALT_BYTES)
-            publish(path, [memoryview(salt + derived(salt, b"check"))], replace=False)
+            with named_errors(path):
+                publish(path, [memoryview(salt + derived(salt, b"check"))], replace=False)
         try:
             stored = path.read_bytes()
         except FileNotFoundError:
@@ -94,7 +95,9 @@ class Keyring:
 
     def destroy(self, tenant: str) -> None:
         """Erase the salt: what was encrypted under it can never be read again."""
-        erase(self._path(tenant))
+        path = self._path(tenant)
+        with named_errors(path):
+            erase(path)
 
     def _path(self, tenant: str) -> Path:
         return self.folder / hashlib.sha256(tenant.encode()).hexdigest()

@@ -8,16 +8,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from models_integration.archive.codec import decode, encode
 from models_integration.archive.errors import NoSuchChunk
-from models_integration.archive.manifest import ALL, Manifest, ModelIdentity, ids_digest, kept_digest, weights_digest
+from models_integration.archive.objects import ALL, Manifest, decode, encode, ids_digest, kept_digest
 from models_integration.archive.splice import Chunk, compacted, computed, splice, upper_half
 from models_integration.archive.store import Archive
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.model.rotary_gate import frequencies_at, recognise
-from models_integration.policies.methods import Method
+from models_integration.model.identity import ModelIdentity, identify
+from models_integration.model.rotation import frequencies_at, recognise
+from models_integration.policies.methods import CustomPolicy, RetentionPolicy
 from models_integration.policies.prefill import prefill
-from models_integration.policies.published import Published
 from reference.injection.wrappers import FORMS, Vocabulary, wrap
 from reference.policies.protections import protecting
 from spec.errors import SpecError
@@ -46,15 +45,15 @@ def vocabulary_of(tokenizer: Any) -> Vocabulary:
 
 
 def retained(
-    model: PreTrainedModel, method: Method | Published, ids: Sequence[int], markers: Sequence[int],
+    model: PreTrainedModel, method: RetentionPolicy, ids: Sequence[int], markers: Sequence[int],
 ) -> Retention:
     """What a policy keeps of a chunk that it reads alone, beside the markers: no query is known yet.
 
     Raises:
         SpecError: for a model or ids that the policy does not serve.
     """
-    method = method.on(model) if isinstance(method, Published) else method
-    protected = Method(protecting(method.policy, markers), method.budget, method.backend)
+    own = method.on(model)
+    protected = CustomPolicy(protecting(own.policy, markers), own.budget, own.backend)
     found = prefill(model, protected, torch.tensor([list(ids)], device=model.device)).run.retention
     assert isinstance(found, CrystalRetention | Retention)
     return found.retention if isinstance(found, CrystalRetention) else found
@@ -63,27 +62,30 @@ def retained(
 class Library:
     """Chunks of one tenant for one model.
 
-    Making it hashes the weights and runs two tiny prefills.
+    Making it identifies the model, which reads all parameters, and runs two tiny prefills.
 
     Args:
         archive: where the objects are.
         model: a causal language model.
         vocabulary: of its tokenizer, for the markers of wrappers; see `vocabulary_of`.
         tenant: whose chunks these are.
+        identity: of the model, where it is known already.
 
     Raises:
         UnknownModel: when the model's rotation is not recognised.
     """
 
-    def __init__(self, archive: Archive, model: PreTrainedModel, vocabulary: Vocabulary, tenant: str) -> None:
+    def __init__(
+        self, archive: Archive, model: PreTrainedModel, vocabulary: Vocabulary, tenant: str,
+        identity: ModelIdentity | None = None,
+    ) -> None:
         self.rotary = recognise(model)
-        dtype = str(model.dtype).removeprefix("torch.")
-        self.identity = ModelIdentity(weights_digest(model), self.rotary.fingerprint, self.rotary.dtype, dtype)
+        self.identity = identify(model) if identity is None else identity
         self._archive, self._model, self._vocabulary, self._tenant = archive, model, vocabulary, tenant
 
     def put(
         self, ids: Sequence[int], form: str = "raw", codec: str = "none", upper: bool = False,
-        method: Method | Published | None = None,
+        method: RetentionPolicy | None = None,
     ) -> str:
         """Compute a chunk in its wrapper, and store it; its key. A chunk that is stored already is not written again.
 

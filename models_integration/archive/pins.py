@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from models_integration.archive.errors import ForeignVersion, OtherPins
+from models_integration.archive.errors import ForeignVersion, OtherPins, named_errors
 from models_integration.cache.atomic_file import publish
 
 __all__ = ["Pins", "corpus_digest", "same_pins"]
@@ -37,7 +37,8 @@ class Pins:
 
     def save(self, path: Path) -> None:
         """Write the file, whole or not at all."""
-        publish(path, [memoryview(self.text().encode())])
+        with named_errors(path):
+            publish(path, [memoryview(self.text().encode())])
 
     @classmethod
     def load(cls, path: Path, corpus: str) -> "Pins":

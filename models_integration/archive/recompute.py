@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from models_integration.attention.layer_masks import additive
 from models_integration.cache.dense_layer import RetainedLayer
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.model.rotary_gate import plain_layers
+from models_integration.model.rotation import plain_layers
 from spec.errors import SpecError
 
 __all__ = ["recompute"]

@@ -2,21 +2,21 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from models_integration.cache.dense_layer import RetainedLayer
-from models_integration.cache.positions import EMPTY, StoredRows
+from models_integration.cache.continuation import Continuation, Nothing
+from models_integration.cache.crystal_states import CrystalStates
+from models_integration.cache.dense_layer import DenseLayer, RetainedLayer, SplicedTokens
+from models_integration.cache.positions import EMPTY, StoredRows, filled
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.cache.row_states import RowStates
 from models_integration.cache.sliding_layer import GappedSlidingLayer
-from models_integration.cache.slots import filled
-from models_integration.model.rotary_gate import Rotary, frequencies_at, plain_layers, prefilled
-from models_integration.model.rotation import angles_between, turned
+from models_integration.model.rotation import Rotary, angles_between, frequencies_at, plain_layers, prefilled, turned
 from spec.errors import SpecError
 from spec.retention import Granularity, Retention
 
@@ -81,10 +81,10 @@ def full_attention(model: PreTrainedModel) -> list[int]:
         SpecError: when there is none.
     """
     layers = RetainedCache(model.config.get_text_config(decoder=True)).layers
-    found = [index for index, layer in enumerate(layers) if isinstance(layer, RetainedLayer)]
-    if not found:
+    full = [index for index, layer in enumerate(layers) if isinstance(layer, RetainedLayer)]
+    if not full:
         raise SpecError("model", type(model).__name__, "has no full-attention layer: nothing can be spliced")
-    return found
+    return full
 
 
 def upper_half(layers: Mapping[int, tuple[Tensor, Tensor]], depth: int) -> dict[int, tuple[Tensor, Tensor]]:
@@ -110,11 +110,11 @@ def compacted(chunk: Chunk, retention: Retention) -> Chunk:
         raise SpecError("retention", f"{retention.seen} tokens", f"must be about {len(chunk.ids)} tokens, uncompacted")
     sets = [torch.tensor(retention.group(group), dtype=torch.int64) for group in range(groups)]
     kept = {}
-    for at, index in enumerate(sorted(chunk.layers)):
-        own = sets if groups == 1 else sets[heads * at : heads * (at + 1)]
-        kept[index] = filled(own, max(map(len, own)))
+    for ordinal, index in enumerate(sorted(chunk.layers)):
+        layer_sets = sets if groups == 1 else sets[heads * ordinal : heads * (ordinal + 1)]
+        kept[index] = filled(layer_sets, max(map(len, layer_sets)))
     visible = {marker for marker in chunk.markers if marker >= chunk.hidden}
-    lost = sorted(visible - set.intersection(*(set(own.tolist()) for own in sets)))
+    lost = sorted(visible - set.intersection(*(set(places.tolist()) for places in sets)))
     if lost:
         raise SpecError("retention", f"without markers {lost}", "must keep the markers: `protecting` does")
     layers = {
@@ -152,18 +152,15 @@ def splice(cache: RetainedCache, chunks: Sequence[Chunk], live: Rotary) -> Tenso
     full = [index for index, layer in enumerate(layers) if isinstance(layer, RetainedLayer)]
     _check_takes(cache, chunks, full)
     seen = cache.get_seq_length()
-    starts = [seen + sum(len(chunk.visible) for chunk in chunks[:at]) for at in range(len(chunks))]
-    total = seen + sum(len(chunk.visible) for chunk in chunks)
+    *starts, total = accumulate((len(chunk.visible) for chunk in chunks), initial=seen)
     added = {index: _added(index, chunks, starts, live) for index in full}
     for index, layer in enumerate(layers):
         if index in added:
-            _grow(layer, added[index], total)
+            cache.layers[index] = _grown(layer, added[index], total)
         else:
             cache.layers[index] = GappedSlidingLayer.after(layer, total)
     cache.layers_differ |= _differ(cache.full_layers)
-    cache.states = _noted(cache, chunks, seen)
-    # Records that a policy keeps of each stored token know none of these.
-    cache.decoding = None
+    cache.continuation = _noted(cache, chunks, seen)
     marked = [
         start + place - chunk.hidden for start, chunk in zip(starts, chunks, strict=True) for place in chunk.markers
         if place >= chunk.hidden
@@ -175,74 +172,44 @@ def _check_takes(cache: RetainedCache, chunks: Sequence[Chunk], full: Sequence[i
     for layer in plain_layers(cache):
         if layer.is_initialized and (rows := layer.batch if layer in cache.full_layers else len(layer.keys)) != 1:
             raise SpecError("cache", f"{rows} rows", "must hold one row")
-    for at, chunk in enumerate(chunks):
+    for ordinal, chunk in enumerate(chunks):
         if not chunk.layers or not set(chunk.layers) <= set(full):
-            raise SpecError(f"chunks[{at}]", sorted(chunk.layers), f"must hold layers among {full}, of full attention")
+            name = f"chunks[{ordinal}]"
+            raise SpecError(name, sorted(chunk.layers), f"must hold layers among {full}, of full attention")
 
 
-Added = tuple[Tensor, Tensor, Tensor]
-"""Keys and values (heads, n, d) as they are spliced, and their positions (sets, n), EMPTY where there is none."""
-
-
-def _added(index: int, chunks: Sequence[Chunk], starts: Sequence[int], live: Rotary) -> list[Added]:
+def _added(index: int, chunks: Sequence[Chunk], starts: Sequence[int], live: Rotary) -> list[SplicedTokens]:
     """What one layer gets of each chunk that has it."""
-    found = []
+    added = []
     for chunk, start in zip(chunks, starts, strict=True):
         if index in chunk.layers:
             (keys, values), places = _moved(chunk, index, start - chunk.hidden, live), chunk.places(index)
-            seen = places >= chunk.hidden
-            first = int((~seen.any(0)).sum())  # what no set shows stands on the left
-            positions = torch.where(seen, places + (start - chunk.hidden), EMPTY)[:, first:]
-            found.append((keys[:, first:], values[:, first:], positions))
-    return found
+            visible = places >= chunk.hidden
+            first = int((~visible.any(0)).sum())  # what no set shows stands on the left
+            positions = torch.where(visible, places + (start - chunk.hidden), EMPTY)[:, first:]
+            added.append(SplicedTokens(keys[:, first:], values[:, first:], positions))
+    return added
 
 
-def _grow(layer: RetainedLayer, added: Sequence[Added], seen: int) -> None:
-    """Put these behind what the layer stores; `seen` tokens are then behind the session."""
-    if isinstance(layer, RaggedLayer) or any(len(positions) > 1 for _, _, positions in added):
-        _grow_heads(layer, added, seen)
-        return
-    held = layer.is_initialized
-    positions = torch.cat([layer.stored_positions()[0], *(own[0] for _, _, own in added)])
-    if added and not held:
-        layer.lazy_initialization(added[0][0][None], added[0][1][None])
-    if added:
-        for name, which in (("keys", 0), ("values", 1)):
-            stored = getattr(layer, name)
-            parts = [part[which][None].to(stored) for part in added]
-            setattr(layer, name, torch.cat([stored, *parts] if held else parts, -2))
-    layer.rows = StoredRows(positions[None], torch.tensor([seen]))
-    layer.evicted = seen - len(positions)
+def _grown(layer: RetainedLayer, added: Sequence[SplicedTokens], seen: int) -> RetainedLayer:
+    """The layer with these behind what it stores; a ragged one in its place, if its heads differ from now on."""
+    if isinstance(layer, DenseLayer) and any(len(chunk.positions) > 1 for chunk in added):
+        if not layer.is_initialized:
+            keys, values = (tensor[None, :, :0] for tensor in added[0][:2])
+            layer.restore(keys, values, StoredRows.none(), 0)
+        layer = RaggedLayer.plan_split(layer, [[layer.stored_positions()[0]] * layer.heads])()
+    layer.splice(added, seen)
+    return layer
 
 
-def _grow_heads(layer: RetainedLayer, added: Sequence[Added], seen: int) -> None:
-    """The same for a layer whose heads store positions of their own, or do from now on."""
-    if not layer.is_initialized:
-        keys, values = (part[None, :, :0] for part in added[0][:2])
-        layer.lazy_initialization(keys, values)
-        layer.keys, layer.values = keys, values
-    if not isinstance(layer, RaggedLayer):
-        RaggedLayer.splitting(layer, [[layer.stored_positions()[0]] * layer.heads])()
-    assert isinstance(layer, RaggedLayer)
-    flat: tuple[list[Tensor], list[Tensor]] = ([], [])
-    kept = []
-    for head, stored in enumerate(layer.segments()):
-        own = [positions[head % len(positions)] for _, _, positions in added]
-        shown = [at != EMPTY for at in own]
-        for which, parts in enumerate(flat):
-            new = (part[which][head][at.to(part[which].device)] for part, at in zip(added, shown, strict=True))
-            parts += [stored[which][0, 0], *(part.to(stored[which]) for part in new)]
-        kept.append(torch.cat([layer.head_positions(0, head), *(at[at != EMPTY] for at in own)]))
-    layer.keys, layer.values = (torch.cat(parts).detach() for parts in flat)
-    layer.kept, layer.marks, layer.columns = tuple(kept), torch.tensor([seen]), seen
-    layer.grown = layer.spare = 0
+def _noted(cache: RetainedCache, chunks: Sequence[Chunk], seen: int) -> Continuation:
+    """CrystalCache's states with the chunks behind `seen` tokens; nothing where they did not know those.
 
-
-def _noted(cache: RetainedCache, chunks: Sequence[Chunk], seen: int) -> RowStates:
-    """The states with the chunks behind `seen` tokens; none where they did not know those, or layers differ now."""
-    states = cache.states if seen else RowStates()
-    if cache.layers_differ or (seen and not states.know(seen)):
-        return RowStates()
+    Layers that differ now have no states, and the records that other policies keep of each stored token know no chunk.
+    """
+    states = cache.continuation if seen else CrystalStates()
+    if cache.layers_differ or not isinstance(states, CrystalStates) or (seen and not states.covers(seen)):
+        return Nothing()
     for chunk in chunks:
         places = chunk.places(min(chunk.layers))[0] - chunk.hidden
         states = states.splice(np.array(chunk.visible, dtype=np.int64), places[places >= 0].numpy())

@@ -13,11 +13,12 @@ from typing import NamedTuple
 from torch import Tensor
 
 from models_integration.archive.catalogue import Catalogue, Entry
-from models_integration.archive.errors import ForeignVersion, KeyUnavailable
+from models_integration.archive.errors import ForeignVersion, KeyUnavailable, named_errors
 from models_integration.archive.keyring import Cipher, Keyring
-from models_integration.archive.manifest import Manifest, ModelIdentity
-from models_integration.archive.objects import Corrupt, pieces, read_manifest, read_object
-from models_integration.cache.atomic_file import TEMPORARY, erase, named_errors, publish, sync
+from models_integration.archive.objects import Manifest, check_model, pieces, read_manifest, read_object
+from models_integration.cache.atomic_file import TEMPORARY, erase, publish, sync
+from models_integration.cache.tensor_file import Damaged
+from models_integration.model.identity import ModelIdentity
 from spec.errors import SpecError
 
 __all__ = ["Archive", "Report", "Stored"]
@@ -105,7 +106,8 @@ class Archive:
         size = sum(map(len, parts))
         if self._limit is not None and size > self._limit:
             raise SpecError("tensors", size, f"must fit the archive's limit of {self._limit} bytes")
-        publish(path, parts, late=digest)
+        with named_errors(path):
+            publish(path, parts, late=digest)
         self._catalogue.add([Entry.of(manifest, size)])
         if self._limit is not None:
             self.gc()
@@ -125,10 +127,10 @@ class Archive:
         try:
             stored = Stored(*read_object(path, lambda: self._cipher(tenant)))
             if stored.manifest.key != key:
-                raise Corrupt("it is another chunk")
+                raise Damaged("it is another chunk")
         except FileNotFoundError:
             return None
-        except Corrupt:
+        except Damaged:
             if not self._is_of_another(key, tenant):
                 self._quarantine(key)
             return None
@@ -140,7 +142,7 @@ class Archive:
             return None
         _touch(path)
         if model is not None:
-            model.check(stored.manifest.model)
+            check_model(stored.manifest.model, model)
         return stored
 
     def entries(self, tenant: str | None = None) -> list[Entry]:
@@ -155,7 +157,7 @@ class Archive:
             if key not in listed:
                 report.unlisted.append(key)
             try:
-                self.get(key, listed[key].tenant if key in listed else self._tenant(key) or "")
+                self.get(key, listed[key].tenant if key in listed else _claimed_tenant(self._path(key)) or "")
                 report.read += 1
             except ForeignVersion:
                 report.foreign.append(key)
@@ -194,14 +196,15 @@ class Archive:
         if self._keyring is not None:
             self._keyring.destroy(tenant)
         listed = {entry.key for entry in self.entries(tenant)}
-        paths = [self._path(key) for key in self._keys() if key in listed or self._tenant(key) == tenant]
+        paths = [self._path(key) for key in self._keys() if key in listed or _claimed_tenant(self._path(key)) == tenant]
         paths += [path for path in self._temporaries() if _claimed_tenant(path) == tenant]
         for name in (_name_of(tenant), UNKNOWN):
             paths += (self.folder / "quarantine").glob(f"{name}-*")
         self._catalogue.remove(listed)
         self._catalogue.forget()
         for path in paths:
-            erase(path)
+            with named_errors(path):
+                erase(path)
         return len(paths)
 
     def _reconcile(self) -> Report:
@@ -213,7 +216,7 @@ class Archive:
                 manifest = read_manifest(self._path(key))
             except ForeignVersion:
                 report.foreign.append(key)
-            except Corrupt:
+            except Damaged:
                 self._quarantine(key)
                 report.quarantined.append(key)
             except FileNotFoundError:
@@ -240,12 +243,9 @@ class Archive:
         """Whether the object says, and its key confirms, that it is another tenant's: no damage, only not yours."""
         try:
             claim = read_manifest(self._path(key))
-        except (Corrupt, ForeignVersion, OSError):
+        except (Damaged, ForeignVersion, OSError):
             return False
         return claim.key == key and claim.tenant != tenant
-
-    def _tenant(self, key: str) -> str | None:
-        return _claimed_tenant(self._path(key))
 
     def _cipher(self, tenant: str, create: bool = False) -> Cipher | None:
         return None if self._keyring is None else self._keyring.cipher(tenant, create)
@@ -263,7 +263,7 @@ class Archive:
 def _claimed_tenant(path: Path) -> str | None:
     try:
         return read_manifest(path).tenant
-    except (Corrupt, ForeignVersion, OSError):
+    except (Damaged, ForeignVersion, OSError):
         return None
 
 

@@ -8,27 +8,27 @@ config is as it was.
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from models_integration.attention.flash_lse import flash_attention
 from models_integration.attention.masks import AttentionFunction, LayerMasks, retained_mask
 from models_integration.attention.ragged_attention import ragged_attention
-from models_integration.cache.dense_layer import RetainedLayer
+from models_integration.cache.dense_layer import RetainedLayer, on_host
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import IMPLEMENTATIONS, Architecture
 from spec.errors import SpecError
 from spec.policy import LayerView, Needs
 
-__all__ = ["Attended", "Recorder", "Watcher", "observing", "on_host", "shown_columns"]
+__all__ = ["Attended", "Recorder", "Watcher", "flash_attention", "observing", "shown_columns"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,9 @@ class Attended:
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Arguments of attention functions that change the weights in ways that S1 does not know.
 _UNKNOWN_TO_THE_SPEC = {"s_aux": "attention sinks inside the softmax", "position_bias": "a position bias"}
+# Heads that the kernel takes as they are: others are padded first, by torch, on CUDA.
+_CUDA_WIDTHS = range(8, 257, 8)
+_KERNELS = {"cpu": "_scaled_dot_product_flash_attention_for_cpu", "cuda": "_scaled_dot_product_flash_attention"}
 
 
 class Watcher(Protocol):
@@ -96,17 +99,37 @@ class Recorder:
         index, scaling = cast(int, module.layer_idx), layer.options.get("scaling")
         if index in self.seen:
             q = torch.cat([self.seen[index].q, q], dim=2)
-        lse, rows = layer.lse, self.needs.query_rows
-        rows = None if rows is None else rows + self.hidden
-        if rows is not None and rows < q.shape[2]:
+        self.seen[index] = self._needed(_Seen(
+            q, layer.key.detach(), layer.value.detach(),
+            q.shape[-1] ** -0.5 if scaling is None else float(scaling), layer.options.get("softcap"),
+            None if layer.lse is None else layer.lse.detach(),
+        ))
+
+    def _needed(self, seen: _Seen) -> _Seen:
+        """No more values and query rows than are needed."""
+        q, lse, v = seen.q, seen.lse, seen.v if self.needs.values else None
+        rows = q.shape[2] if self.needs.query_rows is None else self.needs.query_rows + self.hidden
+        if rows < q.shape[2]:
             # The last rows are copied, so that the others need not live until the decision.
             q = q[:, :, q.shape[2] - rows :].clone()
             lse = None if lse is None else lse[:, :, lse.shape[2] - rows :]
-        self.seen[index] = _Seen(
-            q, layer.key.detach(), layer.value.detach() if self.needs.values else None,
-            q.shape[-1] ** -0.5 if scaling is None else float(scaling), layer.options.get("softcap"),
-            None if lse is None else lse.detach(),
-        )
+        return _Seen(q, seen.k, v, seen.scaling, seen.softcap, lse)
+
+    def narrowed(self, needs: Needs, layers: Iterable[int]) -> "Recorder":
+        """What a recorder with these needs would have noted of these layers in the same forwards.
+
+        Raises:
+            SpecError: where this one has noted less.
+        """
+        own, narrow = self.needs, Recorder(needs, hidden=self.hidden)
+        fewer = own.query_rows is not None and (needs.query_rows is None or needs.query_rows > own.query_rows)
+        for layer in layers:
+            if layer not in self.seen or fewer or (needs.values and not own.values):
+                raise SpecError("observation", own, f"must have been made with all that is needed: {needs}")
+            # A session asks for the sum where the observed layer decides alone.
+            lse = self.seen[layer].lse if needs.layers == "observed" else None
+            narrow.seen[layer] = narrow._needed(replace(self.seen[layer], lse=lse))
+        return narrow
 
     def views(self, row: int, slots: Tensor | None = None, queries: Tensor | None = None) -> dict[int, LayerView]:
         """What was seen of one row.
@@ -140,8 +163,8 @@ class Recorder:
         return q[:, max(0, q.shape[1] - (noted if self.needs.query_rows is None else self.needs.query_rows)) :]
 
     def _shown(self, seen: _Seen, q: Tensor, k: Tensor, v: Tensor | None, lse: Tensor | None) -> LayerView:
-        takes = self.needs.takes
-        if takes is None or not all(takes(tensor) for tensor in (q, k, v) if tensor is not None):
+        accepts_tensor = self.needs.takes
+        if accepts_tensor is None or not all(accepts_tensor(tensor) for tensor in (q, k, v) if tensor is not None):
             q, k, v, lse = on_host(q), on_host(k), on_host(v), on_host(lse)
         return LayerView(q, k, v, seen.scaling, seen.softcap, lse)
 
@@ -155,14 +178,6 @@ def shown_columns(tensor: Tensor, shown: Tensor | None) -> Tensor:
     if len(at) and int(at[0]) == first:
         return tensor[:, first:]
     return tensor.index_select(1, at.to(tensor.device))
-
-
-def on_host(tensor: Tensor | None) -> Any:
-    """As a NumPy array; half precision as float32, which is exact."""
-    if tensor is None:
-        return None
-    wide = tensor if tensor.dtype == torch.float64 else tensor.float()
-    return wide.cpu().numpy()
 
 
 # Who watches which attention module, for the time of one forward.
@@ -245,3 +260,34 @@ def _own_attention(stock: str, module: nn.Module) -> AttentionFunction:
     own: AttentionFunction = sys.modules[type(module).__module__].__dict__["eager_attention_forward"]
     function: AttentionFunction = ALL_ATTENTION_FUNCTIONS.get_interface(stock, own)
     return function
+
+
+def flash_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, Any],
+) -> tuple[Tensor, Tensor] | None:
+    """Causal attention without a mask: its output (rows, n, H, d) and log-sum-exp (rows, H, n), from one pass.
+
+    None unless `scaled_dot_product_attention` would itself choose this very kernel for this very call, so that the
+    output has the model's own bits. On a CPU half precision gives None too: there the kernel rounds the logits.
+    """
+    n, scaling = query.shape[2], options.get("scaling")
+    plain = (
+        1 < n == key.shape[2] and key.shape == value.shape and not options.get("dropout")
+        and options.get("is_causal", None) in (None, True) and getattr(module, "is_causal", True)
+        and options.get("softcap") is None and options.get("position_bias") is None
+    )
+    kernel = getattr(torch.ops.aten, _KERNELS.get(query.device.type, ""), None)
+    if not plain or kernel is None or torch.is_autocast_enabled(query.device.type):
+        return None
+    grouped = query.shape[1] != key.shape[1]
+    chosen = torch._fused_sdp_choice(query, key, value, None, 0.0, True, scale=scaling, enable_gqa=grouped)
+    if chosen != SDPBackend.FLASH_ATTENTION.value or not _exact(query):
+        return None
+    output, lse = kernel(query, key, value, 0.0, True, scale=scaling)[:2]
+    return output.transpose(1, 2).contiguous(), lse
+
+
+def _exact(query: Tensor) -> bool:
+    if query.device.type == "cuda":
+        return query.shape[3] in _CUDA_WIDTHS
+    return query.dtype in (torch.float32, torch.float64)

@@ -80,20 +80,20 @@ def by_position(
     if padding is not None and padding.shape[1] != seen + q_length:
         raise SpecError("attention_mask", tuple(padding.shape), f"must cover the {seen + q_length} tokens seen so far")
     stored = rows.positions(kv_length)
-    tokens = rows.marks + kv_length - rows.kept.shape[1]
-    own = stored[:, kv_length - q_length :] != EMPTY
+    tokens = rows.tokens(kv_length)
+    is_token = stored[:, kv_length - q_length :] != EMPTY
     # A query in a column without a token has no position, and no reader; it stands where the row's last token does.
-    at = tokens[:, None] - own.sum(dim=1, keepdim=True) + own.cumsum(dim=1) - 1
+    queries = tokens[:, None] - is_token.sum(dim=1, keepdim=True) + is_token.cumsum(dim=1) - 1
     columns = rows.columns(stored, seen + q_length, tokens).clamp(min=0)
-    stored, at, columns = stored.to(device), at.to(device), columns.to(device)
+    stored, queries, columns = stored.to(device), queries.to(device), columns.to(device)
 
     def visible(row: Tensor, head: Tensor, query: Tensor, slot: Tensor) -> Tensor:
-        of = torch.zeros_like(row) if rows.shared else row
-        key = stored[of, slot]
-        seen_by = pattern(row, head, at[of, query], key) & (key != EMPTY)
+        stored_row = torch.zeros_like(row) if rows.shared else row
+        key = stored[stored_row, slot]
+        seen_by = pattern(row, head, queries[stored_row, query], key) & (key != EMPTY)
         if padding is None:
             return seen_by
-        return seen_by & padding[row, columns[of, slot]]
+        return seen_by & padding[row, columns[stored_row, slot]]
 
     return visible
 

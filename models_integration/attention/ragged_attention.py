@@ -19,13 +19,13 @@ __all__ = ["ragged_attention"]
 
 
 def ragged_attention(
-    own: AttentionFunction, module: nn.Module, query: Tensor, layer: RaggedLayer, masks: object,
+    stock: AttentionFunction, module: nn.Module, query: Tensor, layer: RaggedLayer, masks: object,
     options: Mapping[str, Any],
 ) -> Tensor:
     """The model's own attention over a ragged layer, (rows, q, H, d), without weights.
 
     Args:
-        own: the model's attention function, eager or SDPA.
+        stock: the model's attention function, eager or SDPA.
         module: the attention module.
         query: (rows, H, q, d), after RoPE; the last q tokens of the layer are its own.
         layer: keys and values, those of this forward included.
@@ -37,22 +37,22 @@ def ragged_attention(
     """
     if not isinstance(masks, LayerMasks):
         raise SpecError("attention_mask", type(masks).__name__, "must be 2D, or left out: heads store different tokens")
-    rectangle = layer.rectangle() if masks.plain and len(set(layer.marks.tolist())) == 1 else None
+    rectangle = layer.rectangle() if masks.plain and len(set(layer.rows.seen_at_compaction.tolist())) == 1 else None
     if rectangle is not None:
-        mask = masks.of(layer.head_rows(0), layer.lengths[0], layer.columns)
-        return _attended(own, module, query, *rectangle, mask, options)
+        mask = masks.of(layer.head_rows(0), layer.layout.lengths[0], layer.padded_seen)
+        return _attended(stock, module, query, *rectangle, mask, options)
     G, outputs = query.shape[1] // layer.heads, []
     for segment, (keys, values) in enumerate(layer.segments()):
         row, head = divmod(segment, layer.heads)
         asked = query[row : row + 1, head * G : (head + 1) * G]
-        mask = masks.of(layer.head_rows(segment), keys.shape[2], layer.columns, row)
-        outputs.append(_attended(own, module, asked, keys, values, mask, options))
+        mask = masks.of(layer.head_rows(segment), keys.shape[2], layer.padded_seen, row)
+        outputs.append(_attended(stock, module, asked, keys, values, mask, options))
     rows = [torch.cat(outputs[first : first + layer.heads], dim=2) for first in range(0, len(outputs), layer.heads)]
     return torch.cat(rows)
 
 
 def _attended(
-    own: AttentionFunction, module: nn.Module, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None,
+    stock: AttentionFunction, module: nn.Module, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None,
     options: Mapping[str, Any],
 ) -> Tensor:
     """The model's attention, (rows, q, H, d); one query of a group of heads goes in as that many rows of one head.
@@ -61,8 +61,8 @@ def _attended(
     """
     rows, H, q, d = query.shape
     grouped = q == 1 and mask is None and keys.shape[1] < H and use_gqa_in_sdpa(None, keys, values)
-    if own is not sdpa_attention_forward or not grouped:
-        return own(module, query, keys, values, mask, **options)[0]
+    if stock is not sdpa_attention_forward or not grouped:
+        return stock(module, query, keys, values, mask, **options)[0]
     packed = query.reshape(rows, keys.shape[1], -1, d)
-    output = own(module, packed, keys, values, None, **{**options, "is_causal": False})[0]
+    output = stock(module, packed, keys, values, None, **{**options, "is_causal": False})[0]
     return output.transpose(1, 2).reshape(rows, 1, H, -1)

@@ -1,37 +1,19 @@
 """Files that appear whole or not at all, and that are erased before they are removed."""
 
-import errno
 import os
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from models_integration.archive.errors import ArchiveFull, ArchiveReadOnly
-
-__all__ = ["TEMPORARY", "Late", "erase", "named_errors", "publish", "sync"]
+__all__ = ["TEMPORARY", "Late", "erase", "publish", "publish_readable", "sync"]
 
 TEMPORARY = ".tmp-"
 PARTS_MOST = 512
 """Of one call; Linux takes 1024."""
 PAGE = 4096
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-NO_RIGHT = (errno.EROFS, errno.EACCES, errno.EPERM)
-
-
-@contextmanager
-def named_errors(path: Path) -> Iterator[None]:
-    """A full disk and a read-only folder by name; every other OSError as it is."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in NO_ROOM:
-            raise ArchiveFull(f"no room to write {path}: {error.strerror}") from error
-        if error.errno in NO_RIGHT:
-            raise ArchiveReadOnly(f"{path} cannot be written: {error.strerror}") from error
-        raise
 
 
 @dataclass(frozen=True)
@@ -42,38 +24,52 @@ class Late:
     compute: Callable[[], bytes]
 
 
-def publish(path: Path, parts: Sequence[memoryview], replace: bool = True, late: Late | None = None) -> None:
+def publish(
+    path: Path, parts: Sequence[memoryview], replace: bool = True, late: Late | None = None, mode: int = 0o600,
+) -> None:
     """Write a file durably: a temporary one, fsync, rename, fsync of the folder. A reader sees all of it or nothing.
 
-    Without `replace`, a file of that name stays as it is.
+    Without `replace`, a file of that name stays as it is. `mode` are the rights to it, less the process's umask.
 
     Raises:
-        ArchiveFull, ArchiveReadOnly: and nothing has changed.
-        OSError: whatever else the file system says.
+        OSError: from the file system; nothing has changed.
     """
-    with named_errors(path):
-        if not path.parent.is_dir():
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            sync(path.parent.parent)
-        temporary = path.parent / f"{TEMPORARY}{path.name}-{os.getpid()}-{secrets.token_hex(4)}"
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    if not path.parent.is_dir():
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        sync(path.parent.parent)
+    temporary = path.parent / f"{TEMPORARY}{path.name}-{os.getpid()}-{secrets.token_hex(4)}"
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    try:
         try:
-            try:
-                if late is None:
-                    _write(descriptor, parts)
-                else:
-                    _write_both(descriptor, parts, late)
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-            if replace:
-                os.replace(temporary, path)
+            if late is None:
+                _write(descriptor, parts)
             else:
-                _link(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        sync(path.parent)
+                _write_both(descriptor, parts, late)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        if replace:
+            os.replace(temporary, path)
+        else:
+            _link(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+def publish_readable(path: Path, data: bytes) -> None:
+    """Write a page, a table or statistics: `publish`, with the rights that new files have. Links are followed.
+
+    What is no file, such as /dev/stdout, is written to as it is.
+
+    Raises:
+        OSError: as `publish`.
+    """
+    if path.exists() and not path.is_file():
+        path.write_bytes(data)
+    else:
+        publish(path.resolve(), [memoryview(data)], mode=0o666)
 
 
 def _link(temporary: Path, path: Path) -> None:
@@ -86,8 +82,9 @@ def _write_both(descriptor: int, parts: Sequence[memoryview], late: Late) -> Non
     with ThreadPoolExecutor(1) as beside:
         computed = beside.submit(late.compute)
         _write(descriptor, parts)
-        # Linux starts to write what is dirty when it is told that nobody needs it cached.
-        os.posix_fadvise(descriptor, PAGE, 0, os.POSIX_FADV_DONTNEED)
+        if hasattr(os, "posix_fadvise"):
+            # Linux starts to write what is dirty when it is told that nobody needs it cached.
+            os.posix_fadvise(descriptor, PAGE, 0, os.POSIX_FADV_DONTNEED)
         os.pwrite(descriptor, computed.result(), late.offset)
 
 
@@ -114,16 +111,18 @@ def erase(path: Path) -> None:
     """Overwrite a file with zeros, then remove it; nothing where there is none.
 
     On storage that never writes in place, only the destroyed key of an encrypted object makes it unreadable.
+
+    Raises:
+        OSError: from the file system.
     """
-    with named_errors(path):
-        try:
-            size = path.stat().st_size
-            with path.open("r+b") as file:
-                for at in range(0, size, 1 << 20):
-                    file.write(bytes(min(1 << 20, size - at)))
-                file.flush()
-                os.fsync(file.fileno())
-            path.unlink()
-        except FileNotFoundError:
-            return
-        sync(path.parent)
+    try:
+        size = path.stat().st_size
+        with path.open("r+b") as file:
+            for at in range(0, size, 1 << 20):
+                file.write(bytes(min(1 << 20, size - at)))
+            file.flush()
+            os.fsync(file.fileno())
+        path.unlink()
+    except FileNotFoundError:
+        return
+    sync(path.parent)

@@ -1,29 +1,103 @@
-"""One full-attention layer of a cache that forgets: its tensors, and the positions behind its slots."""
+"""The full-attention layers of a cache that forgets: what all of them say, and the one that is a rectangle of slots."""
 
-from typing import Any, cast
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from models_integration.cache.positions import EMPTY, SlotOffset, StoredRows
-from models_integration.cache.slots import Plan, filled, gathered, slots_of
+from models_integration.cache.positions import EMPTY, Plan, SlotOffset, StoredRows, filled, gathered, slots_of
 from spec.errors import SpecError
 
-__all__ = ["RetainedLayer", "drop_tensors"]
+__all__ = ["DenseLayer", "RetainedLayer", "SplicedTokens", "drop_tensors", "on_host"]
+
+
+class SplicedTokens(NamedTuple):
+    """What one layer stores of a chunk that was computed elsewhere."""
+
+    keys: Tensor
+    """(heads, n, d)."""
+    values: Tensor
+    positions: Tensor
+    """Absolute positions, (sets, n), one set or one for each head; EMPTY where a head stores none."""
 
 
 class RetainedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # the base's __init_subclass__ is untyped
-    """One full-attention layer: keys and values (rows, H_kv, stored, d) of the kept positions, in ascending order.
+    """One full-attention layer of a cache that forgets, however it stores what is kept.
 
-    Keys keep the rotation of their own position. The logical length counts tokens seen; the stored length counts
-    slots. New tokens are appended, so only compaction opens gaps.
+    Keys keep the rotation of their own position. New tokens are appended, so only compaction opens gaps.
+    """
+
+    rows: StoredRows
+    """The positions behind the slots: as far as all heads of a row share them."""
+
+    @property
+    @abstractmethod
+    def heads(self) -> int:
+        """KV heads."""
+
+    @property
+    @abstractmethod
+    def batch(self) -> int:
+        """Rows of the batch."""
+
+    @property
+    @abstractmethod
+    def stored_length(self) -> int:
+        """Slots in use, by the fullest head."""
+
+    @property
+    @abstractmethod
+    def mean_length(self) -> float:
+        """Slots in use of a KV head, on average."""
+
+    @property
+    @abstractmethod
+    def uniform(self) -> bool:
+        """Whether transformers places the next tokens right by default: no row has padding, or tokens of its own."""
+
+    @abstractmethod
+    def next_positions(self, tokens: int) -> Tensor:
+        """Positions of the next tokens in each row, (rows, tokens); one row where all rows agree."""
+
+    @abstractmethod
+    def stored_positions(self) -> Tensor:
+        """Absolute positions behind the slots, ascending, (rows, stored).
+
+        Raises:
+            SpecError: where heads differ; `head_positions` has those of a head.
+        """
+
+    @abstractmethod
+    def head_positions(self, row: int, head: int) -> Tensor:
+        """Absolute positions that one KV head of one row stores, ascending."""
+
+    @abstractmethod
+    def retain(self, *kept: Tensor) -> None:
+        """Keep these positions (kept,) of each row, and free the others; one tensor may stand for all rows.
+
+        Raises:
+            SpecError: when one is not stored; nothing has changed then.
+        """
+
+    @abstractmethod
+    def splice(self, chunks: Sequence[SplicedTokens], seen: int) -> None:
+        """Put chunks behind what the one row stores; `seen` tokens are then behind the session."""
+
+
+class DenseLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's __init_subclass__ is untyped
+    """A layer whose heads all store the same positions: keys and values are (rows, H_kv, stored, d), ascending.
+
+    The logical length counts columns seen; the stored length counts slots.
     """
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)  # type: ignore[no-untyped-call]
         self.rows = StoredRows.none()
         self.evicted = 0
+        """Columns seen, less slots."""
 
     @property
     def heads(self) -> int:
@@ -62,27 +136,22 @@ class RetainedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # the base'
     def head_positions(self, row: int, head: int) -> Tensor:
         """Absolute positions that one KV head of one row stores, ascending."""
         rows = self.stored_positions()
-        own = rows[row if len(rows) > 1 else 0]
-        return own[own != EMPTY]
+        positions = rows[row if len(rows) > 1 else 0]
+        return positions[positions != EMPTY]
 
     @property
     def uniform(self) -> bool:
         """Whether all rows store the same positions, and have no padding among what they have seen."""
         rows = self.rows
-        return rows.shared and int(rows.marks[0]) - rows.kept.shape[1] == self.evicted
+        return rows.shared and int(rows.seen_at_compaction[0]) - rows.kept.shape[1] == self.evicted
 
     def next_positions(self, tokens: int) -> Tensor:
         """Positions of the next tokens in each row, (rows, tokens); one row where all rows agree."""
-        grown = self.stored_length - self.rows.kept.shape[1]
-        return self.rows.marks[:, None] + grown + torch.arange(tokens)
+        return self.rows.tokens(self.stored_length)[:, None] + torch.arange(tokens)
 
-    def expect(self, shown: Tensor) -> None:
+    def expect(self, is_token: Tensor) -> None:
         """Note, before columns are read, which of them (rows, n) hold a token of their row."""
-        self.rows = self.rows.grown(self.stored_length, shown)
-
-    def pad(self, padding: Tensor) -> None:
-        """Note, before the first compaction, how many columns (rows,) stand left of each row's first token."""
-        self.rows = StoredRows.padded(padding)
+        self.rows = self.rows.grown(self.stored_length, is_token)
 
     def retain(self, *kept: Tensor) -> None:
         """Keep these positions (kept,) of each row, and free the others; one tensor may stand for all rows.
@@ -94,21 +163,26 @@ class RetainedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # the base'
         """
         self.follow(self.plan(*kept))
 
-    def plan(self, *kept: Tensor) -> Plan:
+    def plan(self, *kept: Tensor, padding: Tensor | None = None) -> Plan:
         """What `retain` will do; other layers that store the same positions may follow the same plan.
+
+        Args:
+            kept: positions, (kept,), of each row or of all.
+            padding: before the first compaction, columns left of each row's first token, (rows,).
 
         Raises:
             SpecError: when a position is not stored.
         """
-        stored, marks = self.stored_positions(), self.next_positions(1)[:, 0]
-        of = [0] * len(kept) if self.rows.shared else range(len(stored))
+        rows = self.rows if padding is None else StoredRows.padded(padding)
+        stored = rows.positions(self.stored_length)
+        sources = [0] * len(kept) if rows.shared else range(len(stored))
         if len(kept) == 1:
-            kept = kept * len(of)
-        slots = [slots_of(stored[row], own) for row, own in zip(of, kept, strict=True)]
+            kept = kept * len(sources)
+        slots = [slots_of(stored[source], positions) for source, positions in zip(sources, kept, strict=True)]
         # Empty slots left of a row's tokens may stay; those of a turn stand among them, and go.
         stays = torch.equal(filled(kept, self.stored_length), stored.expand(len(kept), -1))
         width = self.stored_length if stays else max(map(len, slots))
-        after = self.rows.compacted(filled(kept, width), marks)
+        after = rows.compacted(filled(kept, width), rows.tokens(self.stored_length))
         return Plan(self.rows, self.stored_length, () if stays else tuple(slots), after)
 
     def follow(self, plan: Plan) -> None:
@@ -121,6 +195,24 @@ class RetainedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # the base'
             self.keys, self.values = keys, values
         self.rows = plan.after
         self.evicted = seen - self.stored_length
+
+    def splice(self, chunks: Sequence[SplicedTokens], seen: int) -> None:
+        """Put chunks of one set each behind what the one row stores; `seen` tokens are then behind the session."""
+        positions = torch.cat([self.stored_positions()[0], *(chunk.positions[0] for chunk in chunks)])
+        if chunks:
+            keys, values = [chunk.keys[None] for chunk in chunks], [chunk.values[None] for chunk in chunks]
+            if self.keys is None or self.values is None:
+                self.lazy_initialization(keys[0], values[0])
+            else:
+                keys, values = [self.keys, *keys], [self.values, *values]
+            self.keys, self.values = (torch.cat([part.to(parts[0]) for part in parts], -2) for parts in (keys, values))
+        self.rows = StoredRows(positions[None], torch.tensor([seen]))
+        self.evicted = seen - len(positions)
+
+    def restore(self, keys: Tensor, values: Tensor, rows: StoredRows, evicted: int) -> None:
+        """Hold what another layer held: keys and values (rows, H_kv, stored, d), and its `rows` and `evicted`."""
+        self.lazy_initialization(keys, values)
+        self.keys, self.values, self.rows, self.evicted = keys, values, rows, evicted
 
     def reset(self) -> None:
         """Forget everything: as new."""
@@ -143,7 +235,7 @@ class RetainedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # the base'
         assert self.values is not None
         if self.uniform:
             left = int((self.stored_positions() < remaining).sum())
-            rows = StoredRows(self.rows.kept[:, :left], self.rows.marks.clamp(max=remaining))
+            rows = StoredRows(self.rows.kept[:, :left], self.rows.seen_at_compaction.clamp(max=remaining))
         else:
             later = self.stored_length - self.rows.kept.shape[1]
             if -tokens_to_remove > later:
@@ -166,6 +258,14 @@ class RetainedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # the base'
         """Only these rows."""
         super().batch_select_indices(indices)
         self.rows = self.rows.select(indices)
+
+
+def on_host(tensor: Tensor | None) -> Any:
+    """As a NumPy array; half precision as float32, which is exact."""
+    if tensor is None:
+        return None
+    wide = tensor if tensor.dtype == torch.float64 else tensor.float()
+    return wide.cpu().numpy()
 
 
 def drop_tensors(layer: Any) -> None:

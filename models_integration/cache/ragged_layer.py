@@ -5,110 +5,143 @@ head by head. Attention then runs once for each head, over views of that storage
 many tokens, it runs once for all of them.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from models_integration.cache.dense_layer import RetainedLayer
-from models_integration.cache.positions import StoredRows
-from models_integration.cache.slots import slots_of
+from models_integration.cache.dense_layer import DenseLayer, RetainedLayer, SplicedTokens, drop_tensors
+from models_integration.cache.positions import EMPTY, StoredRows, slots_of
 from spec.errors import SpecError
 
-__all__ = ["RaggedLayer"]
+__all__ = ["HeadLayout", "RaggedLayer"]
 
 # Spare slots of a layer, as a part of those in use: appending copies a layer once in so many tokens.
 _SPARE = 64
 
 
-class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's __init_subclass__ is untyped
-    """A full-attention layer of which each KV head of each row stores its own positions.
+@dataclass(frozen=True)
+class HeadLayout:
+    """Where the heads of a flat storage stand: side by side, row after row, each with the same few slots to spare.
 
-    Keys and values are flat, (slots, d): the heads of a row side by side, row after row, each with the same few spare
-    slots behind it. It is made of a RetainedLayer by `splitting`. Keys and values that grow are not differentiated.
+    Attributes:
+        kept: positions kept at the last compaction, ascending, one vector for each row and KV head.
+        grown: tokens since the last compaction.
+        spare: slots behind each head that no token has taken.
     """
 
     kept: tuple[Tensor, ...]
-    """Positions kept at the last compaction, ascending, one vector for each row and KV head."""
-    marks: Tensor
-    """Tokens that each row had seen by then, (rows,)."""
-    columns: int
-    """Tokens seen, padding included."""
-    grown: int
-    """Tokens since the last compaction."""
-    spare: int
-    """Slots behind each head that no token has taken."""
+    grown: int = 0
+    spare: int = 0
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Slots in use, for each row and KV head."""
+        return [len(positions) + self.grown for positions in self.kept]
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """The first slot of each row and KV head."""
+        return [0, *np.cumsum([length + self.spare for length in self.lengths])[:-1].tolist()]
+
+
+class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's __init_subclass__ is untyped
+    """A full-attention layer of which each KV head of each row stores its own positions.
+
+    Keys and values are flat, (slots, d). It takes the place of a DenseLayer, by `plan_split`. Keys and values that grow
+    are not differentiated.
+
+    Args:
+        keys: of all heads of all rows, (slots, d).
+        values: beside them.
+        rows: what the heads of a row share: the tokens seen, and columns without a token.
+        kept: positions, one vector for each row and KV head.
+        padded_seen: columns seen, padding included.
+    """
+
+    def __init__(
+        self, keys: Tensor, values: Tensor, rows: StoredRows, kept: Sequence[Tensor], padded_seen: int,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.lazy_initialization(keys, values)
+        self.keys, self.values, self.rows = keys, values, rows
+        self.layout, self.padded_seen = HeadLayout(tuple(kept)), padded_seen
 
     @classmethod
-    def splitting(cls, layer: RetainedLayer, kept: Sequence[Sequence[Tensor]]) -> Callable[[], None]:
-        """What makes this layer one whose row r and head h keep kept[r][h], and frees the rest.
+    def plan_split(
+        cls, layer: DenseLayer, kept: Sequence[Sequence[Tensor]], padding: Tensor | None = None,
+    ) -> Callable[[], "RaggedLayer"]:
+        """What makes a layer of this one, whose row r and head h keep kept[r][h]; the old layer is empty then.
+
+        Args:
+            layer: it stays as it is until then.
+            kept: positions, ascending.
+            padding: as `DenseLayer.plan`.
 
         Raises:
             SpecError: at once, when one of these is not stored.
         """
-        columns, stored, marks = layer.get_seq_length(), layer.stored_positions(), layer.next_positions(1)[:, 0]
-        slots = [[slots_of(stored[min(row, len(stored) - 1)], own) for own in heads] for row, heads in enumerate(kept)]
+        rows = layer.rows if padding is None else StoredRows.padded(padding)
+        stored, seen = rows.positions(layer.stored_length), rows.tokens(layer.stored_length)
+        slots = [
+            [slots_of(stored[min(row, len(stored) - 1)], positions) for positions in heads]
+            for row, heads in enumerate(kept)
+        ]
+        shared = _shared_by_heads(seen.expand(len(kept)), rows.holes)
 
-        def split() -> None:
+        def split() -> RaggedLayer:
             assert layer.keys is not None
             assert layer.values is not None
-            flat = [_flattened(tensor, slots) for tensor in (layer.keys, layer.values)]
-            layer.__class__ = cls
-            assert isinstance(layer, cls)
-            layer.keys, layer.values = flat
-            layer.kept, layer.marks, layer.columns = _in_a_row(kept), marks.expand(len(kept)), columns
-            layer.grown = layer.spare = 0
+            keys, values = _flattened(layer.keys, slots), _flattened(layer.values, slots)
+            made = cls(keys, values, shared, _in_a_row(kept), layer.get_seq_length())
+            # Somebody may still hold the old layer: what was evicted is freed all the same.
+            layer.reset()
+            return made
 
         return split
 
     @property
     def batch(self) -> int:
         """Rows of the batch."""
-        return len(self.marks)
+        return len(self.rows.seen_at_compaction)
 
     @property
     def heads(self) -> int:
         """KV heads of a row."""
-        return len(self.kept) // self.batch
-
-    @property
-    def lengths(self) -> list[int]:
-        """Slots in use, for each row and KV head."""
-        return [len(own) + self.grown for own in self.kept]
+        return len(self.layout.kept) // self.batch
 
     @property
     def stored_length(self) -> int:
         """Slots of the fullest head."""
-        return max(self.lengths)
+        return max(self.layout.lengths)
 
     @property
     def mean_length(self) -> float:
         """Slots in use of a KV head, on average."""
-        return sum(self.lengths) / len(self.kept)
-
-    @property
-    def _starts(self) -> list[int]:
-        return [0, *np.cumsum([length + self.spare for length in self.lengths])[:-1].tolist()]
+        return sum(self.layout.lengths) / len(self.layout.kept)
 
     def get_seq_length(self) -> int:
         """Tokens seen: the position of the next query."""
-        return self.columns
+        return self.padded_seen
 
     @property
     def uniform(self) -> bool:
         """Whether no row has padding among what it has seen."""
-        return bool((self.next_positions(1) == self.columns).all())
+        return bool((self.next_positions(1) == self.padded_seen).all())
 
     def next_positions(self, tokens: int) -> Tensor:
         """Positions of the next tokens in each row, (rows, tokens)."""
-        return self.marks[:, None] + self.grown + torch.arange(tokens)
+        return self.rows.tokens(self.layout.grown)[:, None] + torch.arange(tokens)
 
     def head_rows(self, segment: int) -> StoredRows:
-        """The positions of one row and head, as a layer of its own would have them."""
+        """The positions of one row and head, counted row after row, as a layer of its own would have them."""
         row = segment // self.heads
-        return StoredRows(self.kept[segment][None], self.marks[row : row + 1])
+        holes = self.rows.holes[row : row + 1] if len(self.rows.holes) > 1 else self.rows.holes
+        return StoredRows(self.layout.kept[segment][None], self.rows.seen_at_compaction[row : row + 1], holes)
 
     def stored_positions(self) -> Tensor:
         """No one row of positions stands for all heads.
@@ -121,34 +154,24 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
     def head_positions(self, row: int, head: int) -> Tensor:
         """Absolute positions that one head of one row stores, ascending."""
         segment = row * self.heads + head
-        return self.head_rows(segment).positions(self.lengths[segment])[0]
+        return self.head_rows(segment).positions(self.layout.lengths[segment])[0]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append (rows, H_kv, q, d) to every head; returns the flat storage, which only `ragged_attention` can read."""
-        q = key_states.shape[2]
+        q, layout = key_states.shape[2], self.layout
         assert self.keys is not None
-        if self.spare < q or self.keys.is_inference() != torch.is_inference_mode_enabled():
-            self._lay_out(max(q, sum(self.lengths) // (_SPARE * len(self.kept))))
-        ends = torch.tensor(self._starts) + torch.tensor(self.lengths)
+        assert self.values is not None
+        if layout.spare < q or self.keys.is_inference() != torch.is_inference_mode_enabled():
+            roomy = replace(layout, spare=max(q, sum(layout.lengths) // (_SPARE * len(layout.kept))))
+            self.keys, self.values = _moved(self.keys, layout, roomy), _moved(self.values, layout, roomy)
+            layout = roomy
+        ends = torch.tensor(layout.starts) + torch.tensor(layout.lengths)
         slots = (ends[:, None] + torch.arange(q)).flatten().to(self.keys.device)
         for storage, new in ((self.keys, key_states), (self.values, value_states)):
-            assert storage is not None
             storage.index_copy_(0, slots, new.detach().reshape(-1, new.shape[-1]))
-        self.columns, self.grown, self.spare = self.columns + q, self.grown + q, self.spare - q
-        assert self.values is not None
+        self.layout = HeadLayout(layout.kept, layout.grown + q, layout.spare - q)
+        self.padded_seen += q
         return self.keys, self.values
-
-    def _lay_out(self, spare: int) -> None:
-        """The same tokens with this many spare slots behind each head."""
-        old, sizes = self._starts, self.lengths
-        new = [start + segment * (spare - self.spare) for segment, start in enumerate(old)]
-        for name in ("keys", "values"):
-            storage = cast(Tensor, getattr(self, name))
-            moved = storage.new_zeros(sum(sizes) + spare * len(sizes), storage.shape[1])
-            for source, target, size in zip(old, new, sizes, strict=True):
-                moved[target : target + size] = storage[source : source + size].detach()
-            setattr(self, name, moved)
-        self.spare = spare
 
     def segments(self) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of each row and head, (1, 1, stored, d): views."""
@@ -156,45 +179,39 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
         assert self.values is not None
         return [
             (self.keys[None, None, start : start + length], self.values[None, None, start : start + length])
-            for start, length in zip(self._starts, self.lengths, strict=True)
+            for start, length in zip(self.layout.starts, self.layout.lengths, strict=True)
         ]
 
     def rectangle(self) -> tuple[Tensor, Tensor] | None:
         """Keys and values (rows, H_kv, stored, d), views, where every head stores as many tokens; else None."""
         assert self.keys is not None
         assert self.values is not None
-        if len(set(self.lengths)) > 1:
+        lengths = self.layout.lengths
+        if len(set(lengths)) > 1:
             return None
-        length = self.lengths[0]
-        shape = (self.batch, self.heads, length + self.spare, -1)
-        return self.keys.view(shape)[:, :, :length], self.values.view(shape)[:, :, :length]
+        shape = (self.batch, self.heads, lengths[0] + self.layout.spare, -1)
+        return self.keys.view(shape)[:, :, : lengths[0]], self.values.view(shape)[:, :, : lengths[0]]
 
-    def keep(self, kept: Sequence[Sequence[Tensor]]) -> None:
-        """Of row r and head h keep kept[r][h], and free the rest.
-
-        Raises:
-            SpecError: when one of these is not stored; nothing has changed then.
-        """
-        self.keeping(kept)()
-
-    def keeping(self, kept: Sequence[Sequence[Tensor]]) -> Callable[[], None]:
-        """What does so.
+    def plan_keep(self, kept: Sequence[Sequence[Tensor]]) -> Callable[[], "RaggedLayer"]:
+        """What lets row r and head h of this layer keep kept[r][h], and frees the rest; it returns the layer.
 
         Raises:
             SpecError: at once, when one of these is not stored.
         """
-        chosen = _in_a_row(kept)
+        chosen, layout = _in_a_row(kept), self.layout
         slots = torch.cat([
-            start + slots_of(self.head_rows(segment).positions(length)[0], own)
-            for segment, (start, length, own) in enumerate(zip(self._starts, self.lengths, chosen, strict=True))
+            start + slots_of(self.head_positions(*divmod(segment, self.heads)), positions)
+            for segment, (start, positions) in enumerate(zip(layout.starts, chosen, strict=True))
         ])
 
-        def keep() -> None:
+        def keep() -> RaggedLayer:
             assert self.keys is not None
             assert self.values is not None
-            at = slots.to(self.keys.device)
-            self.keys, self.values = self.keys.index_select(0, at), self.values.index_select(0, at)
-            self.kept, self.marks, self.grown, self.spare = chosen, self.next_positions(1)[:, 0], 0, 0
+            gathered = slots.to(self.keys.device)
+            self.keys, self.values = self.keys.index_select(0, gathered), self.values.index_select(0, gathered)
+            self.rows = _shared_by_heads(self.rows.tokens(layout.grown), self.rows.holes)
+            self.layout = HeadLayout(chosen)
+            return self
 
         return keep
 
@@ -205,7 +222,26 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
             SpecError: when a head does not store one; nothing has changed then.
         """
         rows = kept * self.batch if len(kept) == 1 else kept
-        self.keep([[own] * self.heads for own in rows])
+        self.plan_keep([[positions] * self.heads for positions in rows])()
+
+    def splice(self, chunks: Sequence[SplicedTokens], seen: int) -> None:
+        """Put chunks, of one set or of one for each head, behind what the one row stores, as `DenseLayer.splice`."""
+        keys, values, kept = list[Tensor](), list[Tensor](), list[Tensor]()
+        for head, (stored_keys, stored_values) in enumerate(self.segments()):
+            keys.append(stored_keys[0, 0])
+            values.append(stored_values[0, 0])
+            positions = [self.head_positions(0, head)]
+            for chunk in chunks:
+                chunk_positions = chunk.positions[head % len(chunk.positions)]
+                stored = chunk_positions != EMPTY
+                on_device = stored.to(chunk.keys.device)
+                keys.append(chunk.keys[head][on_device].to(stored_keys))
+                values.append(chunk.values[head][on_device].to(stored_values))
+                positions.append(chunk_positions[stored])
+            kept.append(torch.cat(positions))
+        self.keys, self.values = torch.cat(keys).detach(), torch.cat(values).detach()
+        self.rows, self.layout = _shared_by_heads(torch.tensor([seen])), HeadLayout(tuple(kept))
+        self.padded_seen = seen
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last tokens seen, stored or evicted: as many as -tokens_to_remove.
@@ -213,26 +249,30 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
         Raises:
             SpecError: when that is not a number from 0 down to minus the tokens seen.
         """
-        if tokens_to_remove > 0 or self.columns + tokens_to_remove < 0:
-            raise SpecError("tokens_to_remove", tokens_to_remove, f"must lie in [-{self.columns}, 0]")
-        marks = (self.next_positions(1)[:, 0] + tokens_to_remove).clamp(min=0)
-        rows = range(len(marks))
-        stored = [[self.head_positions(row, head) for head in range(self.heads)] for row in rows]
-        self.keep([[own[own < marks[row]] for own in stored[row]] for row in rows])
-        self.marks, self.columns = marks, self.columns + tokens_to_remove
+        if tokens_to_remove > 0 or self.padded_seen + tokens_to_remove < 0:
+            raise SpecError("tokens_to_remove", tokens_to_remove, f"must lie in [-{self.padded_seen}, 0]")
+        seen = (self.next_positions(1)[:, 0] + tokens_to_remove).clamp(min=0)
+        left = []
+        for row, end in enumerate(seen.tolist()):
+            stored = [self.head_positions(row, head) for head in range(self.heads)]
+            left.append([positions[positions < end] for positions in stored])
+        self.plan_keep(left)()
+        self.rows = _shared_by_heads(seen, self.rows.holes)
+        self.padded_seen += tokens_to_remove
 
     def reset(self) -> None:
-        """Forget everything: a RetainedLayer, as new."""
-        layer = cast(RetainedLayer, self)
-        layer.__class__ = RetainedLayer
-        layer.reset()
+        """Forget everything: its cache puts a DenseLayer in its place."""
+        drop_tensors(self)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let row i go on as row beam_idx[i] was."""
-        rows, parts = beam_idx.tolist(), self.segments()
-        chosen = [row * self.heads + head for row in rows for head in range(self.heads)]
-        self.keys, self.values = (torch.cat([parts[own][which][0, 0] for own in chosen]) for which in (0, 1))
-        self.kept, self.marks, self.spare = tuple(self.kept[own] for own in chosen), self.marks[rows], 0
+        rows, heads = beam_idx.cpu(), self.heads
+        chosen, parts = (rows[:, None] * heads + torch.arange(heads)).flatten().tolist(), self.segments()
+        self.keys = torch.cat([parts[segment][0][0, 0] for segment in chosen])
+        self.values = torch.cat([parts[segment][1][0, 0] for segment in chosen])
+        holes = self.rows.holes if len(self.rows.holes) == 1 else self.rows.holes[rows]
+        self.rows = _shared_by_heads(self.rows.seen_at_compaction[rows], holes)
+        self.layout = HeadLayout(tuple(self.layout.kept[segment] for segment in chosen), self.layout.grown)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row `repeats` times, one after the other."""
@@ -243,14 +283,28 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
         self.reorder_cache(torch.arange(self.batch)[indices.cpu()])
 
 
-def _in_a_row(kept: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
-    return tuple(own for heads in kept for own in heads)
+def _in_a_row(kept: Iterable[Iterable[Tensor]]) -> tuple[Tensor, ...]:
+    return tuple(positions for heads in kept for positions in heads)
+
+
+def _shared_by_heads(seen: Tensor, holes: Tensor | None = None) -> StoredRows:
+    """Rows (rows,) that have seen so many tokens at a compaction; what is kept is each head's own."""
+    empty = torch.empty(len(seen), 0, dtype=torch.int64)
+    return StoredRows(empty, seen) if holes is None else StoredRows(empty, seen, holes)
 
 
 def _flattened(tensor: Tensor, slots: Sequence[Sequence[Tensor]]) -> Tensor:
     """Each row's and head's slots of (rows, H_kv, stored, d), one after the other, (slots, d)."""
     parts = [
-        tensor[row, head].index_select(0, own.to(tensor.device))
-        for row, heads in enumerate(slots) for head, own in enumerate(heads)
+        tensor[row, head].index_select(0, head_slots.to(tensor.device))
+        for row, heads in enumerate(slots) for head, head_slots in enumerate(heads)
     ]
     return torch.cat(parts).detach()
+
+
+def _moved(storage: Tensor, before: HeadLayout, after: HeadLayout) -> Tensor:
+    """The same tokens (slots, d) where another layout has them."""
+    moved = storage.new_zeros(sum(after.lengths) + after.spare * len(after.kept), storage.shape[1])
+    for source, target, length in zip(before.starts, after.starts, before.lengths, strict=True):
+        moved[target : target + length] = storage[source : source + length].detach()
+    return moved

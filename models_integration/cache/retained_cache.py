@@ -1,23 +1,26 @@
 """A cache that forgets: tensors and positions of the kept tokens, and the number of tokens seen."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from functools import partial
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from models_integration.cache.dense_layer import RetainedLayer, drop_tensors
-from models_integration.cache.positions import LayersDiffer
-from models_integration.cache.row_states import RowStates
-from models_integration.cache.scorer_records import Decoding
-from models_integration.cache.slots import Plan
+from models_integration.cache.continuation import Continuation, Nothing
+from models_integration.cache.dense_layer import DenseLayer, RetainedLayer, drop_tensors
+from models_integration.cache.positions import LayersDiffer, Plan
+from models_integration.cache.ragged_layer import RaggedLayer
 from spec.errors import SpecError
 from spec.retention import Granularity, Retention
 
-__all__ = ["RetainedCache", "RetainedLayer", "storage_bytes", "undone"]
+__all__ = ["RetainedCache", "check_adoptable", "failing_whole", "storage_bytes"]
+
+Change: TypeAlias = Callable[[], RetainedLayer]
+"""A compaction of one layer, worked out: it makes it, and returns the layer that stands there from then on."""
 
 
 class RetainedCache(DynamicCache):
@@ -33,61 +36,35 @@ class RetainedCache(DynamicCache):
 
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__(config=config)
-        self._take_over(config)
+        self.layers = [DenseLayer() if type(layer) is DynamicLayer else layer for layer in self.layers]
+        self.failure: str | None = None
+        self.layers_differ = False
+        """Whether layers, or their heads, store different positions."""
+        self.continuation: Continuation = Nothing()
+        """What decode and later segments go on from, row by row."""
+        self._in_context = False
 
     @staticmethod
-    def check_adoptable(cache: Cache) -> None:
-        """Refuse a cache that cannot take a prompt.
+    def adopt(cache: Cache, config: PretrainedConfig) -> "RetainedCache":
+        """Make this very object a RetainedCache, and return it.
 
-        Raises:
-            SpecError: unless it is an empty DynamicCache that stays on its device.
-        """
-        if isinstance(cache, RetainedCache):
-            cache.check_usable()
-        elif type(cache) is not DynamicCache:
-            raise SpecError("past_key_values", type(cache).__name__, "must be a DynamicCache, or left to the policy")
-        if cache.offloading:
-            raise SpecError("past_key_values", "offloading=True", "an offloaded cache cannot be compacted")
-        if cache.get_seq_length() > 0:
-            raise SpecError("past_key_values", f"{cache.get_seq_length()} tokens", "must be empty before a prompt")
-
-    @classmethod
-    def adopt(cls, cache: Cache, config: PretrainedConfig) -> "RetainedCache":
-        """Make this very object, which generate or the caller holds, a RetainedCache.
+        `generate` made it and will hand it to every forward to come, and a caller may read it when all is over: no
+        other object could take its place. So it changes its class, as nothing else here does. It is empty: the config
+        says anew which layers slide, as a cache made without one has plain layers only.
 
         Raises:
             SpecError: as `check_adoptable`.
         """
-        cls.check_adoptable(cache)
+        check_adoptable(cache)
         if not isinstance(cache, RetainedCache):
-            cache.__class__ = cls
-            assert isinstance(cache, RetainedCache)
-            cache._take_over(config)
-        return cache
-
-    def _take_over(self, config: PretrainedConfig) -> None:
-        # A cache made without a config grows plain layers for all; the config says which of them slide.
-        layers = DynamicCache(config=config).layers
-        self.layers = [RetainedLayer() if type(layer) is DynamicLayer else layer for layer in layers]
-        self.layer_class_to_replicate = None
-        self.failure: str | None = None
-        self.layers_differ = False
-        """Whether layers, or their heads, store different positions."""
-        self.states = RowStates()
-        """What decode and later segments go on from, row by row."""
-        self.decoding: Decoding | None = None
-        """What a policy that decides in its steps goes on from."""
-        self._in_context = False
+            cache.__class__ = RetainedCache
+            RetainedCache.__init__(cast(RetainedCache, cache), config)
+        return cast(RetainedCache, cache)
 
     @property
     def full_layers(self) -> list[RetainedLayer]:
         """The layers that can be compacted."""
         return [layer for layer in self.layers if isinstance(layer, RetainedLayer)]
-
-    def _full_layer(self, index: int) -> RetainedLayer:
-        layer = self.layers[index]
-        assert isinstance(layer, RetainedLayer)
-        return layer
 
     @property
     def stored_length(self) -> int:
@@ -124,14 +101,16 @@ class RetainedCache(DynamicCache):
         return self.full_layers[0].next_positions(1)[:, 0]
 
     @property
-    def shown(self) -> Tensor:
+    def is_token(self) -> Tensor:
         """Which of the columns seen hold a token, (rows, columns); one row where all rows agree."""
-        return self.full_layers[0].rows.shown(self.get_seq_length(), self.tokens)
+        return self.full_layers[0].rows.is_token(self.get_seq_length(), self.tokens)
 
-    def expect(self, shown: Tensor) -> None:
+    def expect(self, is_token: Tensor) -> None:
         """Note, before columns of a turn are read, which of them (rows, n) hold a token of their row."""
         for layer in self.full_layers:
-            layer.expect(shown)
+            # `session` refuses such columns where heads differ.
+            assert isinstance(layer, DenseLayer)
+            layer.expect(is_token)
 
     def step_inputs(self, tokens: int, device: torch.device) -> dict[str, Tensor]:
         """What the next tokens of padded rows need, where their caller leaves it out: position ids and a 2D mask.
@@ -141,9 +120,9 @@ class RetainedCache(DynamicCache):
         first = self.full_layers[0]
         if first.uniform:
             return {}
-        shown = torch.nn.functional.pad(self.shown, (0, tokens), value=True)
+        is_token = torch.nn.functional.pad(self.is_token, (0, tokens), value=True)
         positions = first.next_positions(tokens)
-        return {"position_ids": positions.to(device), "attention_mask": shown.to(device, torch.int64)}
+        return {"position_ids": positions.to(device), "attention_mask": is_token.to(device, torch.int64)}
 
     @contextmanager
     def in_context(self) -> Iterator[None]:
@@ -188,7 +167,9 @@ class RetainedCache(DynamicCache):
     def compact(
         self, retentions: Sequence[Retention], padding: Tensor | None = None, layers: Iterable[int] | None = None,
     ) -> None:
-        """Keep what the retentions say: one per row, or one for all rows.
+        """Keep what the retentions say, at their own granularity: one per row, or one for all rows.
+
+        Heads that keep the same stay together, and so do layers: a full budget changes no tensor.
 
         Args:
             retentions: what to keep.
@@ -196,78 +177,59 @@ class RetainedCache(DynamicCache):
             layers: indices of full-attention layers; None means all of them.
 
         Raises:
-            SpecError: when one is about another number of tokens, or not one kept set for the whole model, or names a
-                token that is not stored; nothing has changed then.
+            SpecError: when one is about another number of tokens, or of layers and heads, or names a token that is not
+                stored; nothing has changed then.
         """
-        chosen = self.full_layers if layers is None else [self._full_layer(index) for index in layers]
+        full = {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, RetainedLayer)}
+        chosen = full if layers is None else {index: full[index] for index in layers}
         if not chosen:
             return
-        first = chosen[0]
-        tokens = first.next_positions(1)[:, 0] if padding is None else first.get_seq_length() - padding
-        kept = []
-        for retention, seen in zip(retentions, tokens.expand(len(retentions)).tolist(), strict=True):
-            if retention.granularity is not Granularity.MODEL:
-                raise SpecError("retention", retention.granularity, "only one kept set for all layers is served so far")
-            if retention.seen != seen:
-                raise SpecError("retention", f"{retention.seen} tokens", f"the cache has seen {seen}")
-            kept.append(torch.tensor(retention.positions, dtype=torch.int64))
-        if padding is None and all(torch.equal(kept[0], other) for other in kept[1:]):
-            kept = kept[:1]
-        plans: list[Plan] = []
-        with undone(chosen):
-            for layer in chosen:
-                if padding is not None:
-                    layer.pad(padding)
-                fits = plans and plans[-1].fits(layer.rows, layer.stored_length)
-                plans.append(plans[-1] if fits else layer.plan(*kept))
-        with self.whole():
-            for layer, plan in zip(chosen, plans, strict=True):
-                layer.follow(plan)
-
-    @contextmanager
-    def whole(self) -> Iterator[None]:
-        """What fails in here leaves some layers changed and others not: the cache drops everything, and says so."""
-        try:
-            yield
-        except BaseException:
-            self.fail("a compaction failed half way")
-            raise
+        first = next(iter(chosen.values()))
+        _check_seen(first, retentions, padding)
+        if not self.layers_differ and all(one.granularity is Granularity.MODEL for one in retentions):
+            changes, differ = _shared_changes(chosen, retentions, padding), False
+        else:
+            kept = [_by_layer(retention, tuple(full), first.heads) for retention in retentions]
+            changes = {index: _change(layer, [one[index] for one in kept], padding) for index, layer in chosen.items()}
+            differ = any(not _agree(positions for sets in one.values() for positions in sets) for one in kept)
+        with failing_whole(self):
+            for index, change in changes.items():
+                self.layers[index] = change()
+        self.layers_differ |= differ
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let row i go on as row beam_idx[i] was."""
         super().reorder_cache(cast(torch.LongTensor, beam_idx))
-        self.states = self.states.select(beam_idx)
-        self.decoding = self.decoding and self.decoding.select(beam_idx)
+        self.continuation = self.continuation.select(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row `repeats` times, one after the other."""
         rows = torch.arange(self.full_layers[0].batch)
         super().batch_repeat_interleave(repeats)
-        self.states = self.states.select(rows.repeat_interleave(repeats))
-        self.decoding = self.decoding and self.decoding.repeat(repeats)
+        self.continuation = self.continuation.select(rows.repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Only these rows."""
         super().batch_select_indices(indices)
-        self.states = self.states.select(indices)
-        self.decoding = self.decoding and self.decoding.select(indices)
+        self.continuation = self.continuation.select(indices)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last tokens seen, stored or evicted: as many as -tokens_to_remove.
 
-        The rows' states are forgotten where they know one of these tokens: the cache then grows on without them.
+        What it goes on from is forgotten where it knows one of these tokens: the cache then grows on without it.
         """
         super().crop(tokens_to_remove)
-        self.states = self.states.crop(-tokens_to_remove)
-        self.decoding = self.decoding if tokens_to_remove == 0 else None
+        self.continuation = self.continuation.crop(-tokens_to_remove)
 
     def reset(self) -> None:
         """Forget everything: ready for a new prompt."""
-        self.states = RowStates()
-        for layer in self.layers:
-            layer.reset()
+        for index, layer in enumerate(self.layers):
+            # First of all, because other caches may share its tensors, and some releases zero those on a reset.
             drop_tensors(layer)
-        self.layers_differ, self.decoding = False, None
+            layer.reset()
+            if isinstance(layer, RaggedLayer):
+                self.layers[index] = DenseLayer()
+        self.layers_differ, self.continuation = False, Nothing()
 
     def fail(self, reason: str) -> None:
         """Drop everything and refuse any further use."""
@@ -284,16 +246,89 @@ class RetainedCache(DynamicCache):
             raise SpecError("past_key_values", "an unusable cache", f"{self.failure}; start again with a new one")
 
 
+def check_adoptable(cache: Cache) -> None:
+    """Refuse a cache that cannot take a prompt.
+
+    Raises:
+        SpecError: unless it is an empty DynamicCache that stays on its device.
+    """
+    if isinstance(cache, RetainedCache):
+        cache.check_usable()
+    elif type(cache) is not DynamicCache:
+        raise SpecError("past_key_values", type(cache).__name__, "must be a DynamicCache, or left to the policy")
+    if cache.offloading:
+        raise SpecError("past_key_values", "offloading=True", "an offloaded cache cannot be compacted")
+    if cache.get_seq_length() > 0:
+        raise SpecError("past_key_values", f"{cache.get_seq_length()} tokens", "must be empty before a prompt")
+
+
 @contextmanager
-def undone(layers: Iterable[RetainedLayer]) -> Iterator[None]:
-    """What fails in here leaves the rows of these layers as they were; tensors are not touched."""
-    before = [(layer, layer.rows) for layer in layers]
+def failing_whole(cache: RetainedCache) -> Iterator[None]:
+    """What fails in here leaves some layers changed and others not: the cache drops everything, and says so."""
     try:
         yield
     except BaseException:
-        for layer, rows in before:
-            layer.rows = rows
+        cache.fail("a compaction failed half way")
         raise
+
+
+def _check_seen(layer: RetainedLayer, retentions: Sequence[Retention], padding: Tensor | None) -> None:
+    """Each row's retention is about as many tokens as the row has seen."""
+    tokens = layer.next_positions(1)[:, 0] if padding is None else layer.get_seq_length() - padding
+    for row, retention in enumerate(retentions):
+        seen = int(tokens[min(row, len(tokens) - 1)])
+        if retention.seen != seen:
+            raise SpecError("retention", f"{retention.seen} tokens", f"the cache has seen {seen}")
+
+
+def _shared_changes(
+    layers: Mapping[int, RetainedLayer], retentions: Sequence[Retention], padding: Tensor | None,
+) -> dict[int, Change]:
+    """What lets all layers keep one set of each row; those that store the same positions follow one plan."""
+    kept = [torch.tensor(retention.positions, dtype=torch.int64) for retention in retentions]
+    if padding is None and _agree(kept):
+        kept = kept[:1]
+    changes, plan = dict[int, Change](), None
+    for index, layer in layers.items():
+        assert isinstance(layer, DenseLayer)
+        if plan is None or not plan.fits(layer.rows, layer.stored_length):
+            plan = layer.plan(*kept, padding=padding)
+        changes[index] = partial(_followed, layer, plan)
+    return changes
+
+
+def _change(layer: RetainedLayer, kept: list[list[Tensor]], padding: Tensor | None) -> Change:
+    """What lets row r and head h keep kept[r][h]; a layer of which no two heads of a row differ stays one rectangle."""
+    if isinstance(layer, RaggedLayer):
+        return layer.plan_keep(kept)
+    assert isinstance(layer, DenseLayer)
+    rows = kept * layer.batch if len(kept) == 1 else kept
+    if not all(map(_agree, rows)):
+        return RaggedLayer.plan_split(layer, rows, padding)
+    shared = padding is None and layer.rows.shared and _agree(heads[0] for heads in rows)
+    plan = layer.plan(*(heads[0] for heads in (rows[:1] if shared else rows)), padding=padding)
+    return partial(_followed, layer, plan)
+
+
+def _followed(layer: DenseLayer, plan: Plan) -> DenseLayer:
+    layer.follow(plan)
+    return layer
+
+
+def _by_layer(retention: Retention, full: Sequence[int], heads: int) -> dict[int, list[Tensor]]:
+    """The kept positions of each full-attention layer, by its index, and KV head."""
+    sets = [torch.tensor(retention.group(group), dtype=torch.int64) for group in range(retention.groups)]
+    if retention.granularity is not Granularity.HEAD:
+        sets = [positions for positions in sets for _ in range(heads * (1 if retention.groups > 1 else len(full)))]
+    if len(sets) != heads * len(full):
+        expected = f"must have a group for each of {len(full)} layers, or for each of their {heads} KV heads"
+        raise SpecError("retention", f"{retention.groups} groups", expected)
+    return {index: sets[heads * ordinal : heads * (ordinal + 1)] for ordinal, index in enumerate(full)}
+
+
+def _agree(sets: Iterable[Tensor]) -> bool:
+    first, *others = sets
+    return all(torch.equal(first, other) for other in others)
 
 
 def storage_bytes(layers: Iterable[Any]) -> int:

@@ -1,26 +1,149 @@
-"""What a policy that decides while tokens are decoded keeps beside a cache."""
+"""Policies that decide again in their decode steps, H2O, TOVA, R-KV and their kind: a scorer's records of each row."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
-import torch
+import numpy as np
 from torch import Tensor
 
-from spec.policy import Running
+from models_integration.cache.continuation import Decision, Nothing, ObservedRows
+from models_integration.cache.retained_cache import RetainedCache
+from reference.policies import advance, advance_turn, start
+from reference.policies.cadences import take_up
+from spec.budget import Budget
+from spec.errors import SpecError
+from spec.policy import Needs, Policy, Running
+from spec.retention import Retention
 
-__all__ = ["Decoding"]
+__all__ = ["DecideInSteps", "ScorerRecords"]
 
 
 @dataclass(frozen=True)
-class Decoding:
+class ScorerRecords:
     """The records of all rows of a batch, and the name of the policy whose records they are."""
 
     policy: str
     rows: tuple[Running, ...]
 
-    def select(self, indices: Tensor) -> "Decoding":
+    def select(self, rows: Tensor) -> "ScorerRecords":
         """The same for other rows of the batch, by index."""
-        return Decoding(self.policy, tuple(self.rows[row] for row in indices.tolist()))
+        return ScorerRecords(self.policy, tuple(self.rows[row] for row in rows.tolist()))
 
-    def repeat(self, repeats: int) -> "Decoding":
-        """Every row `repeats` times, one after the other."""
-        return self.select(torch.arange(len(self.rows)).repeat_interleave(repeats))
+    def crop(self, tokens: int) -> "ScorerRecords | Nothing":
+        """Sums cannot be taken back: nothing is known without the last tokens."""
+        return Nothing() if tokens else self
+
+
+@dataclass(frozen=True)
+class DecideInSteps:
+    """How a cache goes on under a policy whose scorer has steps: each decode step may end in a decision.
+
+    Attributes:
+        step_needs: what the scorer must be shown of a step.
+    """
+
+    step_needs: Needs
+    decode: ClassVar[bool] = True
+    segment_tokens: ClassVar[int | None] = None
+
+    def decide_prompt(self, policy: Policy, budget: Budget, observed: ObservedRows) -> Decision:
+        """First prompts, and the records of what is kept."""
+        return _decision(policy, [
+            start(policy, budget, observed.prompt(row, policy.granularity)) for row in observed.prompts
+        ])
+
+    def check_turn(self, policy: Policy, cache: RetainedCache) -> None:
+        """The records are this policy's, and about all that the cache stores.
+
+        Raises:
+            SpecError: otherwise.
+        """
+        _check_records(policy, cache)
+
+    def check_padded(self, policy: Policy, cache: RetainedCache) -> None:
+        """Padded turns are not served.
+
+        Raises:
+            SpecError: always.
+        """
+        raise SpecError(
+            "attention_mask", "zeros", "a padded turn is served where the policy keeps one set for the whole model, and"
+            " decides at the ends of segments"
+        )
+
+    def decide_turn(self, policy: Policy, budget: Budget, observed: ObservedRows) -> Decision:
+        """Later segments, each token of which joins the records as in a step."""
+        before = observed.continuation
+        assert isinstance(before, ScorerRecords)
+        return _decision(policy, [
+            advance_turn(policy, budget, before.rows[row], observed.stored(row, policy.granularity), observed.columns)
+            for row in observed.prompts
+        ])
+
+    def flush_pending(self, cache: RetainedCache) -> None:
+        """Records know every token at once."""
+
+    def before_step(self, policy: Policy, cache: RetainedCache) -> None:
+        """The records are this policy's, and about all that the cache stores.
+
+        Raises:
+            SpecError: otherwise.
+        """
+        _check_records(policy, cache)
+
+    def after_step(
+        self, policy: Policy, budget: Budget, cache: RetainedCache, ids: Tensor, observed: ObservedRows | None,
+    ) -> None:
+        """The end of a step: each row decides for itself; then the cache follows."""
+        before, granularity = cache.continuation, policy.granularity
+        assert observed is not None
+        assert isinstance(before, ScorerRecords)
+        retentions, after, due = [], [], []
+        for row, running in enumerate(before.rows):
+            observation = observed.stored(row, granularity)
+            retention, now = advance(policy, budget, running, observation)
+            retentions.append(retention or _all_live(policy, now, observation.seen))
+            after.append(now)
+            due.append(retention is not None)
+        if any(due):
+            cache.compact(retentions)
+        cache.continuation = ScorerRecords(policy.name, tuple(after))
+
+    def before_reading(self, policy: Policy, cache: RetainedCache) -> None:
+        """The records are this policy's, and about all that the cache stores.
+
+        Raises:
+            SpecError: otherwise.
+        """
+        _check_records(policy, cache)
+
+    def after_reading(
+        self, policy: Policy, budget: Budget, cache: RetainedCache, ids: Tensor, observed: ObservedRows,
+    ) -> None:
+        """Tokens (rows, n) that nobody decides about: each joins the records as in a step, and nothing is evicted."""
+        before, granularity = cache.continuation, policy.granularity
+        assert isinstance(before, ScorerRecords)
+        cache.continuation = ScorerRecords(policy.name, tuple(
+            take_up(policy, budget, running, observed.stored(row, granularity), ids.shape[1])
+            for row, running in enumerate(before.rows)
+        ))
+
+
+def _decision(policy: Policy, rows: Sequence[tuple[Retention, Running]]) -> Decision:
+    retentions, running = zip(*rows, strict=True)
+    return Decision(retentions, ScorerRecords(policy.name, running))
+
+
+def _all_live(policy: Policy, running: Running, seen: int) -> Retention:
+    groups, live = running.live.shape
+    return Retention(running.live.ravel(), live * np.arange(groups + 1), seen, policy.granularity)
+
+
+def _check_records(policy: Policy, cache: RetainedCache) -> None:
+    records, name = cache.continuation, policy.name
+    if not isinstance(records, ScorerRecords) or records.policy != name:
+        raise SpecError("past_key_values", "tokens without records", f"{name} goes on from its own prompt only")
+    stored = [len(cache.full_layers[0].head_positions(row, 0)) for row in range(len(records.rows))]
+    if stored != [running.live.shape[1] for running in records.rows]:
+        raise SpecError("past_key_values", "tokens without records", f"{name} has not seen the last tokens of it")

@@ -9,6 +9,7 @@ import typer
 
 from models_integration.cli.archive import archive
 from models_integration.cli.options import Model
+from reference.policies.names import POLICIES
 from spec import SPEC_VERSION
 
 __all__ = ["app"]
@@ -20,17 +21,7 @@ app = typer.Typer(
 
 app.add_typer(archive, name="archive")
 
-Backend = Annotated[str, typer.Option(help="auto, numpy, numba, or 'module:ATTRIBUTE'.")]
-
-
-# Written out, as the table of policies would load torch before any help is shown.
-_POLICIES = (
-    "crystalcache, streamingllm, fullcache, adakv, caote, chunkkv, chunkkv-described, defensivekv, expected-attention,"
-    " h2o, h2o-described, keydiff, knorm, nestedkv, nestedkv-without-adaptive, nestedkv-without-both,"
-    " nestedkv-without-continuum, pyramidkv, pyramidkv-described, rkv, snapkv, tova, triattention,"
-    " triattention-by-head, triattention-by-layer-and-head"
-)
-_DIVERSE = "diverse-NAME is NAME with set-conditioned selection, where it keeps single tokens"
+Backend = Annotated[str, typer.Option(help="Whose code decides: auto, numpy, numba, triton, or 'module:ATTRIBUTE'.")]
 
 
 def _version(value: bool) -> None:
@@ -41,7 +32,7 @@ def _version(value: bool) -> None:
 
 @app.callback()
 def _common(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="The version.")] = False,
 ) -> None:
     pass
 
@@ -52,9 +43,11 @@ def _names(text: str) -> tuple[str, ...]:
 
 @app.command()
 def compare(
-    policies: Annotated[str, typer.Option(help=f"Comma-separated: {_POLICIES}. {_DIVERSE}.")] = (
-        "crystalcache,streamingllm,fullcache"
-    ),
+    policies: Annotated[
+        str,
+        typer.Option(help=f"Comma-separated: {', '.join(POLICIES)}. diverse-NAME is NAME with set-conditioned"
+                     " selection, where it keeps single tokens."),
+    ] = "crystalcache,streamingllm,fullcache",
     budgets: Annotated[str, typer.Option(help="Comma-separated: 0.3 or 30% is a fraction, 512 is tokens.")] = "0.3,0.5",
     tasks: Annotated[str, typer.Option(help="Comma-separated: needle, delayed_association.")] = (
         "needle,delayed_association"
@@ -63,11 +56,13 @@ def compare(
     samples: Annotated[int, typer.Option(help="Samples per cell.")] = 20,
     seed: Annotated[int, typer.Option(help="Seed of the samples.")] = 42,
     placement: Annotated[
-        str, typer.Option(help="Where the question stands: after (the compaction), in_prompt, or paper.")
+        str,
+        typer.Option(help="When the question is read: 'after' the compaction; 'in_prompt', in the prompt, whose last"
+                     " token is then read again; 'paper', in the prompt, which gives the answer's first token."),
     ] = "after",
-    controls: Annotated[bool, typer.Option(help="Also run the controls, which show that the harness measures.")] = True,
+    controls: Annotated[bool, typer.Option(help="Also run controls: kept sets that must answer, or must not.")] = True,
     calibration: Annotated[
-        Path | None, typer.Option(help="TriAttention's file about this model; kvspec calibrate writes it.")
+        Path | None, typer.Option(help="TriAttention's statistics of this model; kvspec calibrate writes them.")
     ] = None,
     model: Model = "pocket",
     backend: Backend = "auto",
@@ -78,7 +73,7 @@ def compare(
     Every policy gets the same number of tokens (Eq. 30 over the context), and the answer is graded by exact match.
     """
     from models_integration.cli.compare import run
-    from models_integration.studies.cells import Plan
+    from models_integration.studies.compare.plan import Plan
 
     plan = Plan(_names(policies), _names(budgets), _names(tasks), length, samples, seed, placement, controls)
     run(plan, model, backend, out, calibration)
@@ -93,7 +88,7 @@ def demo(
     The same as `kvspec compare` without options; a few minutes on two CPU cores, nothing is downloaded.
     """
     from models_integration.cli.compare import run
-    from models_integration.studies.cells import Plan
+    from models_integration.studies.compare.plan import Plan
 
     run(Plan(), "pocket", "auto", out)
 
@@ -101,7 +96,7 @@ def demo(
 @app.command()
 def sweep(
     grid: Annotated[
-        str, typer.Option(help="appendix-a (T_max, s, alpha), or extensions (the essay's profile, F3, F4, F5).")
+        str, typer.Option(help="appendix-a (T_max, s, alpha), or extensions (the essay's, tiers, coverage, ...).")
     ] = "appendix-a",
     budget: Annotated[str, typer.Option(help="0.3 or 30% is a fraction, 512 is tokens.")] = "0.3",
     tasks: Annotated[str, typer.Option(help="Comma-separated: needle, delayed_association.")] = (
@@ -121,32 +116,9 @@ def sweep(
     About a minute with the defaults on two CPU cores. A second run skips what is stored.
     """
     from models_integration.cli.sweep import run
-    from models_integration.studies.sweep.sweep import SweepPlan
+    from models_integration.studies.sweep.plan import Plan
 
-    run(SweepPlan(grid, budget, _names(tasks), length, samples, seed), model, backend, out)
-
-
-@app.command()
-def study(
-    samples: Annotated[int, typer.Option(help="Conversations; every arm sees the same ones.")] = 100,
-    tokens: Annotated[int, typer.Option(help="Streamed tokens after the prompt of 512, a multiple of 64.")] = 2048,
-    arms: Annotated[str, typer.Option(help="Comma-separated: 'full,tight: on,tight: window'; all if empty.")] = "",
-    contexts: Annotated[int, typer.Option(help="Conversations for the audit's three predictions; 0 for none.")] = 10,
-    backend: Backend = "auto",
-    out: Annotated[Path, typer.Option(help="Folder of study.jsonl, study.md and study-predictions.json.")] = Path(
-        "results"
-    ),
-) -> None:
-    """What decode does to facts that are asked for late: breaths on, off, and each of their parts off.
-
-    On the pocket model, at matched mean caches; docs/results holds the rules. About a quarter of an hour of one CPU
-    core with the defaults. A second run goes on from what is stored.
-    """
-    from models_integration.cli.study import run
-    from models_integration.studies.decode.memories import ARMS
-    from models_integration.studies.decode.run import StudyPlan
-
-    run(StudyPlan(samples, tokens, _names(arms) or tuple(ARMS)), contexts, backend, out)
+    run(Plan(grid, budget, _names(tasks), length, samples, seed), model, backend, out)
 
 
 @app.command()
@@ -158,7 +130,7 @@ def calibrate(
 ) -> None:
     """Make TriAttention's calibration: what a model's queries are like on average. One forward over a text.
 
-    The file carries a fingerprint of the model and of its rotation, and serves no other.
+    The file names the model, by a digest, and its rotation, and serves no other.
     Then: kvspec compare --policies triattention --calibration calibration.npz
     """
     from models_integration.cli.calibrate import run
@@ -186,5 +158,5 @@ def verify(
     backend: Annotated[str, typer.Option(help="Your engine: 'module:ATTRIBUTE' of a spec.backend.Backend.")],
 ) -> None:
     """Run the conformance suite on your own backend. More options go to pytest, e.g. -k dissolve -x."""
-    command = [sys.executable, "-m", "pytest", "-p", "conformance.plugin", "--pyargs", "conformance"]
+    command = [sys.executable, "-m", "pytest", "-p", "conformance.plugin", "--pyargs", "conformance.suite"]
     raise typer.Exit(subprocess.call([*command, "--backend", backend, *context.args]))

@@ -6,6 +6,8 @@ from typing import Annotated
 import typer
 
 from models_integration.cli.options import Model
+from reference.injection.quantisers import ARMS as CODECS
+from reference.injection.wrappers import FORMS
 
 __all__ = ["archive"]
 
@@ -31,28 +33,26 @@ def put(
     text: Annotated[Path, typer.Argument(metavar="TEXT", help="A text file: the chunk.")],
     wrapper: Annotated[
         str,
-        typer.Option(help="What stands around it: raw, markers, full, full_hidden_preamble, opening, closing, role,"
-                     " full_phi3, markers_phi3, markers_deepseek. Every marker must be one token of the model."),
+        typer.Option(help=f"The chat template's tokens around it: {', '.join(FORMS)}. Every marker must be one token of"
+                     " the model."),
     ] = "raw",
     codec: Annotated[
         str,
-        typer.Option(help="none, kivi, per_channel, per_token, per_head, per_tensor, keys_per_head, values_per_head,"
-                     " selective_per_head, lower_half_per_head, upper_half_per_head: 8-bit integers, by the shape of"
-                     " the scale."),
+        typer.Option(help=f"{', '.join(CODECS)}: 8-bit integers, by what shares a scale."),
     ] = "none",
     upper: Annotated[bool, typer.Option("--upper", help="Only the upper half of the layers.")] = False,
     policy: Annotated[
         str | None,
-        typer.Option(help="Store what this policy keeps: crystalcache, or a name of `kvspec compare --policies`."
-                     " Markers always stay."),
+        typer.Option(help="Store only what this policy keeps, a name of `kvspec compare --policies`. Markers always"
+                     " stay."),
     ] = None,
     budget: Annotated[str, typer.Option(help="Of the policy: a fraction (0.5, 50%) or a number of tokens.")] = "0.5",
     model: Model = "pocket", tenant: Tenant = "default", folder: Folder = FOLDER, master_key: MasterKey = None,
 ) -> None:
-    """Compute a text's keys and values at positions from 0, and store them; prints the key.
+    """Compute a text's keys and values at positions from 0, store them, and print the chunk's key.
 
-    The key is a hash of tokens, wrapper, weights, rotation, codec, tenant and what was evicted: putting it twice stores
-    it once, and a compacted chunk is never the full one.
+    The key is a hash of tokens, wrapper, weights, rotation, codec, tenant and what was evicted: putting a text twice
+    stores it once, and a compacted chunk has another key than the full one.
     """
     from models_integration.cli.archive_runs import run_put
 
@@ -64,9 +64,9 @@ def get(
     key: Annotated[str, typer.Argument(metavar="KEY", help="As put and list print it.")],
     model: Model = "pocket", tenant: Tenant = "default", folder: Folder = FOLDER, master_key: MasterKey = None,
 ) -> None:
-    """Read a chunk and prove its bytes; prints what it is, and its text.
+    """Read a chunk, check its bytes against their hash, and print what it is, with its text.
 
-    A damaged object is put into quarantine and counts as missing; another model's is refused by name.
+    A damaged chunk is put into quarantine and counts as missing; another model's is refused.
     """
     from models_integration.cli.archive_runs import run_get
 
@@ -86,15 +86,15 @@ def list_chunks(
 
 @archive.command()
 def inject(
-    keys: Annotated[list[str], typer.Argument(metavar="KEY...", help="Chunks, in the order of the splice.")],
-    ask: Annotated[str, typer.Option(help="The text that is read behind the chunks.")],
+    keys: Annotated[list[str], typer.Argument(metavar="KEY...", help="Chunks, in the order of insertion.")],
+    ask: Annotated[str, typer.Option(help="The text that is read after the chunks.")],
     session: Annotated[str, typer.Option(help="The text that the session has read before them.")] = "",
     new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most, greedily.")] = 24,
     model: Model = "pocket", tenant: Tenant = "default", folder: Folder = FOLDER, master_key: MasterKey = None,
 ) -> None:
-    """Splice chunks behind a session at the turn boundary, ask, and print what the model goes on with.
+    """Insert stored chunks after what a session has read, ask a question, and print the model's answer.
 
-    The chunks' tokens are not read again: their keys are turned to where they now stand.
+    The chunks' tokens are not computed again: their keys are rotated to their new positions.
     """
     from models_integration.cli.archive_runs import run_inject
 
@@ -103,9 +103,9 @@ def inject(
 
 @archive.command()
 def verify(folder: Folder = FOLDER, master_key: MasterKey = None) -> None:
-    """Read and prove every object, and compare the list with the folder. Exit code 1 if anything is amiss.
+    """Check every chunk's bytes against their hash, and the list against the folder. Exit code 1 if anything is amiss.
 
-    Damaged objects go to the folder's quarantine.
+    Damaged chunks go to the folder's quarantine.
     """
     from models_integration.cli.archive_runs import run_verify
 
@@ -117,7 +117,7 @@ def gc(
     limit: Annotated[int, typer.Option(help="Bytes that all objects may have; the least recently used go first.")],
     folder: Folder = FOLDER,
 ) -> None:
-    """Remove what writers left unfinished an hour ago, and the least recently used chunks beyond a size."""
+    """Remove files that were left unfinished over an hour ago, and the least recently used chunks beyond a size."""
     from models_integration.cli.archive_runs import run_gc
 
     run_gc(limit, folder)
@@ -135,20 +135,3 @@ def forget(
     if not yes:
         typer.confirm(f"Destroy everything of tenant {tenant!r} in {folder}?", abort=True)
     run_forget(tenant, folder, master_key)
-
-
-@archive.command()
-def study(
-    queries: Annotated[int, typer.Option(help="Questions, four to a conversation; all arms get the same.")] = 240,
-    arms: Annotated[str, typer.Option(help="Semicolon-separated: 'raw;full;text, full'; all if empty.")] = "",
-    rounds: Annotated[int, typer.Option(help="Rounds of the time to the first token; 0 for none.")] = 9,
-    out: Annotated[Path, typer.Option(help="Folder of the rows, their tables and the pins.")] = Path("results"),
-) -> None:
-    """Which arm answers from archived chunks: wrappers, baselines, codecs, layers, cuts, fillers and drift.
-
-    On the pocket model's sibling that has seen conversations; docs/results holds the rules. A second run goes on from
-    what is stored.
-    """
-    from models_integration.cli.archive_study import run
-
-    run(queries, tuple(name.strip() for name in arms.split(";") if name.strip()), rounds, out)

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import torch
 import typer
-from transformers.utils.logging import disable_progress_bar
 
 from models_integration.archive.errors import NoSuchChunk
 from models_integration.archive.keyring import Keyring
@@ -12,8 +11,7 @@ from models_integration.archive.library import Library, vocabulary_of
 from models_integration.archive.store import Archive
 from models_integration.attention.layer_masks import layer_masks
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.studies.compare.compare import Subject, named_method
-from models_integration.studies.subject import load_subject
+from models_integration.studies.subject import Subject, load_subject
 from spec.errors import SpecError
 
 __all__ = ["run_forget", "run_gc", "run_get", "run_inject", "run_list", "run_put", "run_verify"]
@@ -29,7 +27,7 @@ def run_put(
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError("TEXT", str(text), f"must be a readable text file: {error}") from error
     subject = _subject(model)
-    method = None if policy is None else named_method(subject, policy, budget)
+    method = None if policy is None else subject.policy(policy, budget)
     with Archive(folder, _keyring(folder, master_key)) as archive:
         library = _library(archive, subject, tenant)
         print(library.put(_plain_ids(subject, chunk), wrapper, codec, upper, method))
@@ -44,7 +42,7 @@ def run_get(key: str, model: str, tenant: str, folder: Path, master_key: Path | 
     if chunk is None or stored is None:
         raise NoSuchChunk(f"no chunk {key} of tenant {tenant!r} is here whole")
     about = stored.manifest
-    lengths = {int((own >= 0).sum()) for layer in chunk.layers for own in chunk.places(layer)}
+    lengths = {int((places >= 0).sum()) for layer in chunk.layers for places in chunk.places(layer)}
     kept = "" if chunk.kept is None else f", {' to '.join(map(str, sorted({min(lengths), max(lengths)})))} of them kept"
     print(
         f"{about.tokens} tokens ({about.hidden} hidden){kept}, wrapper {about.form}, codec {about.codec},"
@@ -97,8 +95,8 @@ def run_verify(folder: Path, master_key: Path | None) -> None:
         "damaged, now in quarantine": report.quarantined, "of another version": report.foreign,
         "not in the list": report.unlisted, "listed, but gone": report.lost, "encrypted, and no key": report.closed,
     }
-    for what, found in findings.items():
-        for key in found:
+    for what, keys in findings.items():
+        for key in keys:
             print(f"{key}  {what}")
     if not report.catalogue_intact:
         print("the list itself was damaged; it is made again from the objects when the archive is next opened")
@@ -120,7 +118,6 @@ def run_forget(tenant: str, folder: Path, master_key: Path | None) -> None:
 
 
 def _subject(model: str) -> Subject:
-    disable_progress_bar()  # type: ignore[no-untyped-call]  # it says nothing of ours
     try:
         return load_subject(model, "numpy")
     except OSError as error:
@@ -128,7 +125,7 @@ def _subject(model: str) -> Subject:
 
 
 def _library(archive: Archive, subject: Subject, tenant: str) -> Library:
-    return Library(archive, subject.model, vocabulary_of(subject.tokenizer), tenant)
+    return Library(archive, subject.model, vocabulary_of(subject.tokenizer), tenant, subject.identity)
 
 
 def _plain_ids(subject: Subject, text: str) -> list[int]:

@@ -1,10 +1,11 @@
 """`kvspec calibrate`."""
 
+from io import BytesIO
 from pathlib import Path
 
 from rich.console import Console
-from transformers.utils.logging import disable_progress_bar
 
+from models_integration.cache.atomic_file import publish_readable
 from models_integration.policies.calibration import calibrate
 from models_integration.studies.subject import load_subject
 from reference.calibration import save_calibration
@@ -21,13 +22,14 @@ def run(text: Path, out: Path, tokens: int, model: str) -> None:
         raise SpecError("TEXT", str(text), f"must be a readable text file: {error}") from error
     if tokens < 1:
         raise SpecError("tokens", tokens, "must be at least 1")
-    disable_progress_bar()  # type: ignore[no-untyped-call]  # it says nothing of ours
     subject = load_subject(model, "numpy")
     ids = subject.tokenizer(read, return_tensors="pt").input_ids[:, :tokens].to(subject.model.device)
-    found = calibrate(subject.model, ids)
-    save_calibration(found, out)
-    layers, heads, d = found.mean.shape
+    calibration = calibrate(subject.model, ids)
+    file = BytesIO()
+    save_calibration(calibration, file)
+    publish_readable(out, file.getvalue())
+    layers, heads, d = calibration.mean.shape
     Console().print(
-        f"{out}: {found.digest}, {ids.shape[1]} tokens, {layers} layers of {heads} heads of {d} channels;"
-        f" model {found.identity.model}, rotation {found.identity.rope}"
+        f"{out}: {calibration.digest}, {ids.shape[1]} tokens, {layers} layers of {heads} heads of {d} channels;"
+        f" model {calibration.identity.model}, rotation {calibration.identity.rope}"
     )

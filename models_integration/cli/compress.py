@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from transformers.utils.logging import disable_progress_bar
 
+from models_integration.cache.atomic_file import publish_readable
 from models_integration.cli.explain import explain_html
 from models_integration.policies.methods import CrystalCache
 from models_integration.policies.prefill import prefill
@@ -22,7 +22,6 @@ def run(prompt: Path, budget: str, model: str, backend: str, explain: Path | Non
         text = prompt.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError("PROMPT", str(prompt), f"must be a readable text file: {error}") from error
-    disable_progress_bar()  # type: ignore[no-untyped-call]  # it says nothing of ours
     subject = load_subject(model, backend)
     method = CrystalCache(budget, sentence_ends=subject.sentence_ends, backend=backend)
     ids = subject.tokenizer(text, return_tensors="pt").input_ids
@@ -38,5 +37,5 @@ def run(prompt: Path, budget: str, model: str, backend: str, explain: Path | Non
     )
     if explain is not None:
         tokens = [str(subject.tokenizer.decode([token])) for token in ids[0].tolist()]
-        explain.write_text(explain_html(result, tokens, prompt.name), encoding="utf-8")
+        publish_readable(explain, explain_html(result, tokens, prompt.name).encode())
         console.print(f"{explain}")

@@ -4,33 +4,28 @@ import json
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from transformers.utils.logging import disable_progress_bar
 
-from models_integration.studies.results import Row
+from models_integration.cache.atomic_file import publish_readable
+from models_integration.cli.progress import progress_bar
 from models_integration.studies.subject import load_subject
-from models_integration.studies.sweep.report import draw_sweep, markdown, sweep_table
-from models_integration.studies.sweep.sweep import GRIDS, SweepPlan, run_sweep
+from models_integration.studies.sweep.plan import GRIDS, Plan
+from models_integration.studies.sweep.report import draw, markdown, sweep_table
+from models_integration.studies.sweep.run import run_plan
 
 __all__ = ["run"]
 
 
-def run(plan: SweepPlan, model: str, backend: str, out: Path) -> None:
+def run(plan: Plan, model: str, backend: str, out: Path) -> None:
     """Run the plan's variants, then print, draw and write what they say."""
     console = Console()
-    disable_progress_bar()  # type: ignore[no-untyped-call]  # its bar would tear ours
     subject = load_subject(model, backend)
     about = f"{subject.name}, {plan.length} tokens, B = {plan.tokens} ({plan.budget}), n = {plan.samples}"
     console.print(f"{plan.grid}: {about}, backend {subject.backend}, question placed 'after'")
-    columns = (TextColumn("{task.description:40}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as progress:
-        bar = progress.add_task("", total=len(GRIDS[plan.grid]) * len(plan.tasks) * plan.samples)
-        rows: list[Row] = list(run_sweep(
-            subject, plan, out / "sweep.jsonl", lambda what: progress.update(bar, advance=1, description=what)
-        ))
+    with progress_bar(console, len(GRIDS[plan.grid]) * len(plan.tasks) * plan.samples) as progress:
+        rows = list(run_plan(subject, plan, out / "sweep.jsonl", progress))
     console.print(sweep_table(rows))
     stem = out / f"sweep-{plan.grid}"
-    stem.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    stem.with_suffix(".md").write_text(markdown(rows), encoding="utf-8")
-    draw_sweep(rows, stem.with_suffix(".png"), f"{plan.grid}: {about}")
+    publish_readable(stem.with_suffix(".json"), (json.dumps(rows, indent=1) + "\n").encode())
+    publish_readable(stem.with_suffix(".md"), markdown(rows).encode())
+    draw(rows, stem.with_suffix(".png"), f"{plan.grid}: {about}")
     console.print("  ".join(str(stem.with_suffix(suffix)) for suffix in (".json", ".md", ".png")))

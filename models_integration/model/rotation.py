@@ -1,11 +1,111 @@
-"""Turning cached keys on their device: the twin of reference/injection/rotation.py on tensors."""
+"""How a model rotates its keys: read from two tiny prefills, or refused by name; and turning cached keys elsewhere.
+
+`angles_between` and `turned` are the twins of reference/injection/rotation.py on tensors, on their device.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-__all__ = ["STYLES", "angles_between", "turned"]
+from models_integration.model.errors import UnknownModel
+from models_integration.model.occupancy import check_free
+from spec.errors import SpecError
+
+__all__ = [
+    "STYLES", "LayerRotary", "Rotary", "angles_between", "frequencies_at", "plain_layers", "prefilled", "recognise",
+    "rotary_buffers", "rotary_module", "scaling_of", "turned",
+]
 
 STYLES = ("half_split", "interleaved")
+ATTENTION = ("full_attention", "sliding_attention")
+PROBE_TOKENS, PROBE_START = 9, 37
+# A wrong style, slot or frequency is off by 0.9 and more; rounding by less than 1e-5 in float32, 1e-2 in bfloat16.
+PROBE_BOUND = {torch.float32: 2e-3, torch.float64: 2e-3}
+PROBE_BOUND_HALF = 6e-2
+
+
+@dataclass(frozen=True)
+class LayerRotary:
+    """Which tensor of a cache layer turns ("keys", or "values" for MLA latents), in which style, by which buffer.
+
+    All three are None where nothing turns: a layer without positions.
+    """
+
+    slot: str | None = None
+    style: str | None = None
+    buffer: str | None = None
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """The rotations of all layers, and the frequencies behind them."""
+
+    layers: tuple[LayerRotary, ...]
+    frequencies: Mapping[str, Tensor]
+    """Inverse frequencies by buffer, (pairs,), as the model holds them."""
+    scaling: Mapping[str, float]
+    """The factor on cosine and sine by buffer. A unit rotation does not need it; other factors are another model."""
+
+    def used(self) -> list[str]:
+        """The buffers that some layer turns by."""
+        return sorted({layer.buffer for layer in self.layers if layer.buffer is not None})
+
+
+def recognise(model: PreTrainedModel) -> Rotary:
+    """The rotations of a model, confirmed: keys prefilled at 0 and moved equal keys prefilled at a later start.
+
+    Raises:
+        UnknownModel: when no slot, style and buffer of the model do that in some layer; it says which.
+    """
+    name = type(model).__name__
+    config = model.config.get_text_config(decoder=True)
+    others = sorted(set(getattr(config, "layer_types", None) or []) - set(ATTENTION))
+    if others:
+        raise UnknownModel(f"{name}: layers of type {', '.join(others)} keep no keys and values per token")
+    if getattr(config, "num_kv_shared_layers", 0):
+        raise UnknownModel(f"{name}: layers that share one cache are not served")
+    at_zero, later = (_probe(model, start) for start in (0, PROBE_START))
+    frequencies = {key: buffer.detach().clone() for key, buffer in rotary_buffers(model)}
+    layers = []
+    for index, (before, after) in enumerate(zip(at_zero, later, strict=True)):
+        found = _explained(before, after, frequencies)
+        if found is None:
+            raise UnknownModel(
+                f"{name}: in layer {index} no rotation by the model's own frequencies turns keys prefilled at 0 into"
+                f" keys prefilled at {PROBE_START}"
+            )
+        layers.append(found)
+    scaling = {key: scaling_of(model, key) for key in frequencies}
+    return Rotary(tuple(layers), frequencies, scaling)
+
+
+def frequencies_at(model: PreTrainedModel, rotary: Rotary, length: int) -> Rotary:
+    """The rotations of a session that will hold `length` tokens.
+
+    longrope exchanges its frequencies when the session outgrows its first range: keys archived before are re-based.
+
+    Raises:
+        SpecError: for a length beyond the range of a dynamic rotation, whose frequencies depend on the session's past.
+    """
+    live = dict(rotary.frequencies)
+    for name in rotary.used():
+        module, prefix, kind = rotary_module(model, name)
+        if "dynamic" in kind and length > module.config.max_position_embeddings:
+            raise SpecError(
+                "length", length, f"must not exceed max_position_embeddings, {module.config.max_position_embeddings}:"
+                " beyond it, dynamic frequencies depend on the session's past"
+            )
+        if kind == "longrope":
+            options = {"layer_type": prefix.removesuffix("_")} if prefix else {}
+            fresh, _ = ROPE_INIT_FUNCTIONS[kind](module.config, live[name].device, seq_len=length, **options)
+            live[name] = fresh.to(live[name].dtype)
+    return replace(rotary, frequencies=live)
 
 
 def angles_between(tokens: int, start: int, archived: Tensor, live: Tensor) -> Tensor:
@@ -30,3 +130,93 @@ def turned(x: Tensor, angles: Tensor, style: str) -> Tensor:
     second = torch.where(still, halves[1], halves[0] * sin + halves[1] * cos)
     joined = torch.cat([first, second], -1) if style == "half_split" else torch.stack([first, second], -1).flatten(-2)
     return torch.cat([joined.to(x.dtype), x[..., width:]], -1)
+
+
+def prefilled(model: PreTrainedModel, ids: Sequence[int], start: int = 0) -> DynamicCache:
+    """A plain cache of one forward over the ids: every layer full, also where the model slides.
+
+    Raises:
+        SpecError: for a model inside a policy's context, which would evict from it.
+    """
+    check_free(model)
+    device = next(model.parameters()).device
+    tokens = torch.tensor([list(ids)], device=device)
+    positions = torch.arange(start, start + len(ids), device=device)[None]
+    cache = DynamicCache()
+    with torch.no_grad():
+        model(
+            input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True,
+            attention_mask=torch.ones_like(tokens),
+        )
+    return cache
+
+
+def plain_layers(cache: DynamicCache) -> list[Any]:
+    """The layers of a cache that keeps tokens: keys and values (rows, heads, stored, d) each."""
+    return list(cache.layers)
+
+
+def _probe(model: PreTrainedModel, start: int) -> list[Mapping[str, Tensor]]:
+    vocabulary = cast(Tensor, model.get_input_embeddings().weight).shape[0]
+    ids = [(7 + 31 * at) % vocabulary for at in range(PROBE_TOKENS)]
+    try:
+        cache = prefilled(model, ids, start)
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError) as error:
+        raise UnknownModel(f"{type(model).__name__}: its prefill of {PROBE_TOKENS} tokens failed: {error}") from error
+    layers: list[Mapping[str, Tensor]] = []
+    for index, layer in enumerate(plain_layers(cache)):
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        extra = [part for part in ("indexer_keys", "conv_states") if getattr(layer, part, None) is not None]
+        if keys is None or values is None or extra:
+            raise UnknownModel(f"{type(model).__name__}: layer {index} keeps {extra or 'no keys and values'}")
+        layers.append({"keys": keys.double(), "values": values.double(), "bound": _bound(keys.dtype)})
+    return layers
+
+
+def _bound(dtype: torch.dtype) -> Tensor:
+    return torch.tensor(PROBE_BOUND.get(dtype, PROBE_BOUND_HALF))
+
+
+def _explained(
+    before: Mapping[str, Tensor], after: Mapping[str, Tensor], frequencies: Mapping[str, Tensor],
+) -> LayerRotary | None:
+    """The hypothesis that explains one layer; None where none does."""
+    bound = float(before["bound"])
+    moving = [slot for slot in ("keys", "values") if _error(before[slot], after[slot]) >= bound]
+    if not moving:
+        return LayerRotary()
+    if len(moving) > 1:
+        return None
+    slot = moving[0]
+    tokens = before[slot].shape[-2]
+    tried = [
+        (_error(turned(before[slot], angles_between(tokens, PROBE_START, f, f), style), after[slot]), style, name)
+        for name, f in frequencies.items() if 2 * len(f) <= before[slot].shape[-1] for style in STYLES
+    ]
+    error, style, name = min(tried, default=(float("inf"), "", ""))
+    return LayerRotary(slot, style, name) if error < bound else None
+
+
+def _error(a: Tensor, b: Tensor) -> float:
+    return float((a - b).abs().max() / b.abs().max().clamp_min(1e-30))
+
+
+def rotary_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Names and inverse frequencies (pairs,) as the model holds them now."""
+    for name, buffer in model.named_buffers():
+        if name.endswith("inv_freq") and "original" not in name and buffer.dim() == 1:
+            yield name, buffer
+
+
+def rotary_module(model: nn.Module, name: str) -> tuple[Any, str, str]:
+    """The rotary module of a buffer, the layer type in front of the buffer's own name, and the kind of its rotation."""
+    path, _, attribute = name.rpartition(".")
+    module: Any = model.get_submodule(path)
+    prefix, kinds = attribute.removesuffix("inv_freq"), getattr(module, "rope_type", "default")
+    return module, prefix, kinds[prefix.removesuffix("_")] if isinstance(kinds, dict) else kinds
+
+
+def scaling_of(model: nn.Module, name: str) -> float:
+    """The factor on cosine and sine that goes with a buffer."""
+    module, prefix, _ = rotary_module(model, name)
+    return float(getattr(module, f"{prefix}attention_scaling", 1.0))

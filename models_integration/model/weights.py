@@ -1,6 +1,5 @@
-"""What a few policies must know of a model beside its attention inputs: output projections, frequencies, its name."""
+"""What a few policies must know of a model beside its attention inputs: output projections and frequencies."""
 
-import hashlib
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -8,17 +7,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from models_integration.model.architecture import FULL, Architecture
 from spec.arrays import Cube
 from spec.errors import SpecError
 
-__all__ = ["check_fixed", "fingerprint", "output_projections", "rotary"]
+__all__ = ["CHANGING", "check_fixed", "output_projections", "rotary"]
 
 _PROJECTIONS = ("o_proj", "dense", "out_proj", "wo")
-# Frequencies that change with the length of what is read.
-_CHANGING = ("dynamic", "longrope")
+CHANGING = ("dynamic", "longrope")
+"""Rotations whose frequencies change with the length of what is read."""
 
 
 def output_projections(architecture: Architecture) -> Mapping[int, Cube]:
@@ -47,7 +45,7 @@ def check_fixed(architecture: Architecture) -> None:
     """
     stated: Any = getattr(architecture.config, "rope_parameters", None) or {}
     kind = stated.get(FULL, stated).get("rope_type", "default")
-    if kind in _CHANGING:
+    if kind in CHANGING:
         name = type(architecture.decoder).__name__
         raise SpecError("model", name, f"its rotary frequencies change with the length ({kind})")
 
@@ -69,15 +67,6 @@ def rotary(architecture: Architecture) -> dict[str, Any]:
         _check_pairs(architecture, architecture.attention[layer], len(inv_freq))
     factor = float(getattr(embedding, f"{prefix}attention_scaling"))
     return {"inv_freq": inv_freq.detach().to("cpu", torch.float64).numpy(), "factor": factor}
-
-
-def fingerprint(model: PreTrainedModel) -> str:
-    """Eight hex digits over names, shapes and a sample of the weights: a retrained model is another model."""
-    digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
-        sample = parameter.detach().flatten()[:64].float().cpu().numpy()
-        digest.update(name.encode() + str(tuple(parameter.shape)).encode() + sample.tobytes())
-    return digest.hexdigest()[:8]
 
 
 def _check_pairs(architecture: Architecture, module: nn.Module, pairs: int) -> None:

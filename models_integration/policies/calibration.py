@@ -11,19 +11,24 @@ from transformers import PreTrainedModel
 from models_integration.attention.capture import Attended, observing
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import Architecture, describe
-from models_integration.model.rotary_gate import LayerRotary, recognise
-from models_integration.model.weights import check_fixed, fingerprint
+from models_integration.model.identity import ModelIdentity, identify
+from models_integration.model.rotation import LayerRotary, recognise
+from models_integration.model.weights import check_fixed
 from reference.calibration import Calibration, Identity
 from reference.policies.rotary import unrotated
 from reference.triattention import band_statistics
 from spec.arrays import Float64, Matrix
 from spec.errors import SpecError
 
-__all__ = ["calibrate", "identify"]
+__all__ = ["calibrate", "served_by"]
 
 
-def identify(model: PreTrainedModel) -> Identity:
-    """The model's name with a digest of its weights, and the rotation of its full-attention layers.
+def served_by(model: PreTrainedModel, identity: ModelIdentity | None = None) -> Identity:
+    """What a calibration must be of to serve a model: its name with a digest of its weights, and its rotation.
+
+    Args:
+        model: whose full-attention layers share one rotation.
+        identity: of the model, where it is known already: making it reads all parameters.
 
     Raises:
         SpecError: for a model that is not served, whose full-attention layers do not share one rotation in halves, or
@@ -38,23 +43,25 @@ def identify(model: PreTrainedModel) -> Identity:
     if kind.buffer is None or kind.style != "half_split":
         raise SpecError("model", name, "its full-attention layers must share one rotation, in halves")
     inv_freq = rotary.frequencies[kind.buffer].double().cpu().numpy()
-    return Identity(f"{name}@{fingerprint(model)}", inv_freq, rotary.scaling[kind.buffer])
+    weights = (identify(model) if identity is None else identity).weights
+    return Identity(f"{name}@{weights[:16]}", inv_freq, rotary.scaling[kind.buffer])
 
 
-def calibrate(model: PreTrainedModel, input_ids: Tensor) -> Calibration:
+def calibrate(model: PreTrainedModel, input_ids: Tensor, identity: ModelIdentity | None = None) -> Calibration:
     """Statistics of the queries of a text (1, n), before their rotation and after any norm of queries.
 
     Any text of the model's language serves; the paper's rejected `Q_stats` is this over another text.
-    `reference.calibration.save_calibration(found, path)` writes it, as `kvspec calibrate` does.
+    `reference.calibration.save_calibration(found, path)` writes it, as `kvspec calibrate` does. `identity` is as for
+    `served_by`.
 
     Raises:
-        SpecError: as `identify`; for ids that are not one row of a token or more, or heads that are rotated in part.
-        UnknownModel: as `identify`.
+        SpecError: as `served_by`; for ids that are not one row of a token or more, or heads that are rotated in part.
+        UnknownModel: as `served_by`.
     """
     if input_ids.ndim != 2 or len(input_ids) != 1 or input_ids.shape[1] < 1:
         raise SpecError("input_ids", tuple(input_ids.shape), "must be one row of at least one token")
-    architecture, identity = describe(model), identify(model)
-    found = _Statistics(identity)
+    architecture = describe(model)
+    found = _Statistics(served_by(model, identity))
     cache = RetainedCache(architecture.config)
     with torch.no_grad(), observing(architecture, cache, found, architecture.full_layers):
         architecture.decoder(input_ids=input_ids, past_key_values=cache, use_cache=True)

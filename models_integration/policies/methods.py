@@ -1,11 +1,15 @@
 """The methods under the names that users know: a policy of five parts, a budget, and the backend that decides."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Set
 from dataclasses import dataclass, replace
 
 from transformers import PreTrainedModel
 
-from models_integration.session.crystal_decode import Life
+from models_integration.cache.crystal_states import DecodeRule
+from models_integration.cache.decide_anew import DecideAnew
+from models_integration.cache.scorer_records import DecideInSteps
+from models_integration.session.method import Method
 from models_integration.session.session import Session
 from reference.policies import crystalcache, full_cache, streaming_llm
 from spec.backend import BUILT_IN, Backend, resolve
@@ -16,28 +20,73 @@ from spec.parameters.crystalcache import BreathProtection
 from spec.policy import Policy
 from spec.validate import check_sentence_ends
 
-__all__ = ["CrystalCache", "FullCache", "Method", "StreamingLLM"]
+__all__ = ["CrystalCache", "CustomPolicy", "FullCache", "RetentionPolicy", "StreamingLLM", "method_of"]
 
 _FASTEST_FIRST = ("triton", "numba", "numpy")
 
 
-@dataclass(frozen=True)
-class Method:
-    """Any policy with its budget; calling it on a model gives the context manager."""
+class RetentionPolicy(ABC):
+    """A retention policy with its budget, as users have it: put on a model, it gives a session.
 
-    policy: Policy
-    budget: Budget
-    backend: str = "numpy"
-    """The name of the backend that the policy's parts use."""
-    life: Life | None = None
-    """How CrystalCache's states go on after a prompt; other policies have none, and decide anew at each segment."""
+        with policy(model) as run:
+            output = model.generate(**inputs, max_new_tokens=200)
+    """
+
+    @abstractmethod
+    def on(self, model: PreTrainedModel) -> Method:
+        """What it does on this model: for `decide`.
+
+        Raises:
+            SpecError: for a model that lacks what the policy needs.
+        """
 
     def __call__(self, model: PreTrainedModel) -> Session:
-        """`with method(model) as run: ...`."""
-        return Session(self, model)
+        """`with policy(model) as run: ...`.
+
+        Raises:
+            SpecError: for a model that cannot be compacted, or that lacks what the policy needs.
+        """
+        return Session(self.on(model), model)
 
 
-class CrystalCache(Method):
+def method_of(policy: Policy, budget: Budget, backend: str = "numpy") -> Method:
+    """A policy of five parts as a method; where its cadence has steps, its scorer's records go on through them."""
+    steps = policy.cadence.every is not None
+    return Method(policy, budget, backend, DecideInSteps(policy.scorer.needs) if steps else DecideAnew())
+
+
+@dataclass(frozen=True, init=False)
+class CustomPolicy(RetentionPolicy):
+    """Any policy of five parts, yours or one of `reference.policies`.
+
+    Args:
+        policy: scorer, budgets, selector, protection and cadence, at one granularity.
+        budget: as CrystalCache's.
+        backend: the name of the backend that its parts use, for reports.
+
+    Raises:
+        SpecError: for a budget that the specification does not admit.
+    """
+
+    method: Method
+
+    def __init__(self, policy: Policy, budget: float | int | str | Budget = 0.5, backend: str = "numpy") -> None:
+        self._be(method_of(policy, parse_budget(budget), backend))
+
+    def _be(self, method: Method) -> None:
+        object.__setattr__(self, "method", method)
+
+    @property
+    def backend(self) -> str:
+        """The name of the backend that decides."""
+        return self.method.backend
+
+    def on(self, model: PreTrainedModel) -> Method:
+        """The same on every model."""
+        return self.method
+
+
+class CrystalCache(CustomPolicy):
     """CrystalCache: sentences as trunks, scored by co-attention and impact, dissolved from the weakest.
 
     Args:
@@ -77,11 +126,11 @@ class CrystalCache(Method):
         chosen = _fastest() if backend == "auto" else resolve(backend)
         if decode or stream:
             chosen.require_breath()
-        life = Life(ends, parameters, chosen, share, decode, stream)
-        super().__init__(crystalcache(ends, parameters, chosen), share, chosen.name, life)
+        rule = DecodeRule(ends, parameters, chosen, share, decode, stream)
+        self._be(Method(crystalcache(ends, parameters, chosen), share, chosen.name, rule))
 
 
-class StreamingLLM(Method):
+class StreamingLLM(CustomPolicy):
     """StreamingLLM: the first N_sink tokens and the most recent ones.
 
     Args:
@@ -93,14 +142,14 @@ class StreamingLLM(Method):
     """
 
     def __init__(self, budget: float | int | str | Budget = 0.5, N_sink: int = 4) -> None:
-        super().__init__(streaming_llm(N_sink), parse_budget(budget))
+        super().__init__(streaming_llm(N_sink), budget)
 
 
-class FullCache(Method):
+class FullCache(CustomPolicy):
     """Nothing is evicted: the upper bound of every comparison."""
 
     def __init__(self) -> None:
-        super().__init__(full_cache(), parse_budget(1.0))
+        super().__init__(full_cache(), 1.0)
 
 
 def _fastest() -> Backend:

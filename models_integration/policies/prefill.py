@@ -7,8 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.policies.methods import Method
-from models_integration.policies.published import Published
+from models_integration.policies.methods import RetentionPolicy
 from models_integration.session.session import Session
 
 __all__ = ["Prefilled", "prefill"]
@@ -23,7 +22,7 @@ class Prefilled(NamedTuple):
     run: Session
 
 
-def prefill(model: PreTrainedModel, method: Method | Published, input_ids: Tensor) -> Prefilled:
+def prefill(model: PreTrainedModel, policy: RetentionPolicy, input_ids: Tensor) -> Prefilled:
     """Read a prompt under a policy, for those who run their own loop.
 
     Go on with `model(input_ids=next_token, past_key_values=cache)`: default position ids and masks are right. With
@@ -32,14 +31,14 @@ def prefill(model: PreTrainedModel, method: Method | Published, input_ids: Tenso
 
     Args:
         model: a causal language model.
-        method: such as CrystalCache(...). Where it keeps other tokens in other layers or heads, its cache can be read
+        policy: such as CrystalCache(...). Where it keeps other tokens in other layers or heads, its cache can be read
             inside the context manager only.
         input_ids: one prompt, (1, n).
 
     Raises:
         SpecError: for a model or a prompt that is not served.
     """
-    with torch.no_grad(), method(model) as run:
+    with torch.no_grad(), policy(model) as run:
         output = model(input_ids=input_ids, use_cache=True)
     assert run.cache is not None
     return Prefilled(output.logits[:, -1:], run.cache, run)

@@ -1,8 +1,8 @@
-"""The published policies by name: one table, one class, each at its own granularity."""
+"""Policies by name: `policy_from_name` takes every name, and gives what the class of that name gives."""
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass
-from functools import partial
 from inspect import signature
 from os import PathLike
 from typing import Any
@@ -10,98 +10,30 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from models_integration.model.architecture import describe
+from models_integration.model.identity import ModelIdentity
 from models_integration.model.weights import output_projections, rotary
-from models_integration.policies.calibration import identify
-from models_integration.policies.methods import Method
-from models_integration.session.session import Session
-from reference import policies
-from reference.calibration import Calibration, Identity, load_calibration
-from spec.backend import Backend, resolve
+from models_integration.policies.calibration import served_by
+from models_integration.policies.methods import CrystalCache, FullCache, RetentionPolicy, StreamingLLM, method_of
+from models_integration.session.method import Method
+from reference.calibration import Calibration, load_calibration
+from reference.policies import names
+from spec.backend import resolve
 from spec.budget import Budget, parse_budget
 from spec.errors import SpecError
-from spec.policy import Policy
 from spec.validate import check_penalty
 
-__all__ = ["DIVERSE", "NAMES", "PUBLISHED", "Published", "check_name", "constants_of"]
+__all__ = ["Published", "constants_of", "policy_from_name"]
 
-
-def _triattention(
-    calibration: Calibration | str | PathLike[str] | None = None, *, served: Identity, mode: str, pin_prompt: int = 0,
-    slack: int = 128,
-) -> Policy:
-    return policies.triattention(_calibration(calibration), served, mode, pin_prompt, slack)
-
-
-def _calibration(given: Calibration | str | PathLike[str] | None) -> Calibration:
-    if given is None:
-        raise SpecError("calibration", None, "is needed; `kvspec calibrate` or models_integration.calibrate makes it")
-    return given if isinstance(given, Calibration) else load_calibration(given)
-
-
-PUBLISHED: Mapping[str, Callable[..., Policy]] = {
-    "adakv": policies.adakv,
-    "caote": policies.caote,
-    "chunkkv": policies.chunkkv,
-    "chunkkv-described": policies.chunkkv_described,
-    "defensivekv": policies.defensivekv,
-    "expected-attention": policies.expected_attention,
-    "h2o": policies.h2o,
-    "h2o-described": policies.h2o_described,
-    "keydiff": policies.keydiff,
-    "knorm": policies.knorm,
-    "nestedkv": policies.nestedkv,
-    "nestedkv-without-adaptive": policies.nestedkv_without_adaptive,
-    "nestedkv-without-both": policies.nestedkv_without_both,
-    "nestedkv-without-continuum": policies.nestedkv_without_continuum,
-    "pyramidkv": policies.pyramidkv,
-    "pyramidkv-described": policies.pyramidkv_described,
-    "rkv": policies.rkv,
-    "snapkv": policies.snapkv,
-    "streamingllm": policies.streaming_llm,
-    "tova": policies.tova,
-    "triattention": partial(_triattention, mode="global"),
-    "triattention-by-head": partial(_triattention, mode="head"),
-    "triattention-by-layer-and-head": partial(_triattention, mode="layer and head"),
+_CLASSES: Mapping[str, Callable[..., RetentionPolicy]] = {
+    "crystalcache": CrystalCache,
+    "streamingllm": StreamingLLM,
+    "fullcache": lambda budget: FullCache(),
 }
-"""What makes each policy, from its own constants. EpiCache is not here: its queries are not the prompt's own."""
-
-DIVERSE = "diverse-"
-"""Before a name: the same policy under set-conditioned selection, with the constants `diversity` and `signature`."""
-
-_DIVERSITY = ("diversity", "signature", "backend")
-NAMES = (*PUBLISHED, *(DIVERSE + name for name in PUBLISHED if name not in ("chunkkv", "chunkkv-described", "h2o")))
-"""All names. Chunks have no signature; H2O's newest half is not protection, `diverse-h2o-described` has its sums."""
-
-# Constants that are the model's, and not the caller's.
-_FROM_MODEL: Mapping[str, Callable[[PreTrainedModel], Mapping[str, Any]]] = {
-    "defensivekv": lambda model: {"W_o": output_projections(describe(model))},
-    "expected-attention": lambda model: rotary(describe(model)),
-    **dict.fromkeys(
-        (name for name in PUBLISHED if name.startswith("triattention")), lambda model: {"served": identify(model)}
-    ),
-}
-_NOT_THE_CALLERS = {"W_o", "inv_freq", "factor", "served", "mode"}
-
-
-def check_name(name: str) -> str:
-    """A name of a policy, or DIVERSE and the name of one that keeps single tokens.
-
-    Raises:
-        SpecError: otherwise.
-    """
-    if name not in NAMES:
-        raise SpecError("name", name, f"must be one of {', '.join(NAMES)}")
-    return name
-
-
-def constants_of(name: str) -> set[str]:
-    """The constants that a caller may give for this name."""
-    own = set(signature(PUBLISHED[name.removeprefix(DIVERSE)]).parameters) - _NOT_THE_CALLERS
-    return own | set(_DIVERSITY) if name.startswith(DIVERSE) else own
+"""Names whose policies have a class of their own."""
 
 
 @dataclass(frozen=True, init=False)
-class Published:
+class Published(RetentionPolicy):
     """A published policy with its budget; calling it on a model gives the context manager, as every method does.
 
     `Published("triattention", 0.3, calibration="statistics.npz")`: the file that `kvspec calibrate` writes, or a
@@ -109,7 +41,8 @@ class Published:
     tokens by their scores, under its own budgets, with set-conditioned selection; diversity is the paper's lambda.
 
     Args:
-        name: one of NAMES.
+        name: one of `reference.policies.names.NAMES`; CrystalCache, StreamingLLM and FullCache are made by their
+            classes, or by `policy_from_name`.
         budget: a float or text with "." or "%" is a fraction of the prompt in (0, 1]; an int is tokens.
         constants: the policy's own, by the names that reference.policies gives them: `Published("snapkv", 0.25, W=16)`.
 
@@ -122,44 +55,91 @@ class Published:
     name: str
     budget: Budget
     constants: Mapping[str, Any]
+    identity: ModelIdentity | None = None
+    """Of the model that it is for, once `knowing` has told it."""
 
     def __init__(self, name: str, budget: float | int | str | Budget = 0.5, **constants: Any) -> None:
-        known = constants_of(check_name(name))
-        for constant, value in constants.items():
-            if constant not in known:
-                raise SpecError(constant, value, f"{name} has the constants {', '.join(sorted(known)) or 'none'}")
-        if "calibration" in known:
+        if name in _CLASSES:
+            raise SpecError("name", name, "has a class of its own; policy_from_name takes every name")
+        _check_constants(name, constants)
+        if "calibration" in constants_of(name):
             constants["calibration"] = _calibration(constants.get("calibration"))
         check_penalty(constants.get("diversity", 0.0), "diversity")
-        if name.removeprefix(DIVERSE) not in _FROM_MODEL:
-            _made(name, constants)
+        if not names.constants_of_model(name):
+            names.make_policy(name, constants)
         for field, given in (("name", name), ("budget", parse_budget(budget)), ("constants", constants)):
             object.__setattr__(self, field, given)
 
+    def knowing(self, identity: ModelIdentity) -> "Published":
+        """The same for a model of this identity: a calibration is checked without reading all parameters once more."""
+        told = copy(self)
+        object.__setattr__(told, "identity", identity)
+        return told
+
     def on(self, model: PreTrainedModel) -> Method:
-        """The same as a method, with what the policy must know of this model.
+        """What it does on this model, with what the policy must know of it.
 
         Raises:
             SpecError: for a model that cannot be compacted, or that lacks what the policy needs; for a calibration
                 of another model or rotation.
         """
-        describe(model)
-        learn = _FROM_MODEL.get(self.name.removeprefix(DIVERSE))
-        learned = {} if learn is None else learn(model)
-        policy = _made(self.name, {**learned, **self.constants})
-        return Method(policy, self.budget, resolve(self.constants.get("backend", "numpy")).name)
-
-    def __call__(self, model: PreTrainedModel) -> Session:
-        """`with published(model) as run: ...`."""
-        return self.on(model)(model)
+        policy = names.make_policy(self.name, {**_learned(self.name, model, self.identity), **self.constants})
+        return method_of(policy, self.budget, resolve(self.constants.get("backend", "numpy")).name)
 
 
-def _made(name: str, constants: Mapping[str, Any]) -> Policy:
-    make = PUBLISHED[name.removeprefix(DIVERSE)]
-    if not name.startswith(DIVERSE):
-        return make(**constants)
-    lam, mode = constants.get("diversity", 0.5), constants.get("signature", "flat")
-    backend: str | Backend = constants.get("backend", "numpy")
-    taken = set(signature(make).parameters)
-    host = make(**{key: value for key, value in constants.items() if key in taken})
-    return policies.diverse(host, lam, mode, backend)
+def policy_from_name(name: str, budget: float | int | str | Budget = 0.5, **constants: Any) -> RetentionPolicy:
+    """The policy of a name: CrystalCache, StreamingLLM or FullCache, or a Published one.
+
+    `policy_from_name("crystalcache", 0.3, sentence_ends=ends)` equals `CrystalCache(0.3, ends)`.
+
+    Args:
+        name: one of `reference.policies.names.NAMES`.
+        budget: a float or text with "." or "%" is a fraction of the prompt in (0, 1]; an int is tokens. The full
+            cache has none, whatever is given.
+        constants: the policy's own, by name.
+
+    Raises:
+        SpecError: for an unknown name or constant, or what the policy's class refuses.
+        BackendUnavailable: as the policy's class.
+    """
+    _check_constants(name, constants)
+    if name in _CLASSES:
+        return _CLASSES[name](budget, **constants)
+    return Published(name, budget, **constants)
+
+
+def constants_of(name: str) -> frozenset[str]:
+    """The constants that `policy_from_name` takes for this name.
+
+    Raises:
+        SpecError: for an unknown name.
+    """
+    if name in _CLASSES:
+        return frozenset(signature(_CLASSES[name]).parameters) - {"budget"}
+    return names.constants_of(name)
+
+
+def _check_constants(name: str, constants: Mapping[str, Any]) -> None:
+    known = constants_of(name)
+    for constant, value in constants.items():
+        if constant not in known:
+            raise SpecError(constant, value, f"{name} has the constants {', '.join(sorted(known)) or 'none'}")
+
+
+def _calibration(given: Calibration | str | PathLike[str] | None) -> Calibration:
+    if given is None:
+        raise SpecError("calibration", None, "is needed; `kvspec calibrate` or models_integration.calibrate makes it")
+    return given if isinstance(given, Calibration) else load_calibration(given)
+
+
+def _learned(name: str, model: PreTrainedModel, identity: ModelIdentity | None) -> dict[str, Any]:
+    """The constants that the model decides."""
+    architecture, wanted = describe(model), names.constants_of_model(name)
+    learned: dict[str, Any] = {}
+    if "W_o" in wanted:
+        learned["W_o"] = output_projections(architecture)
+    if "inv_freq" in wanted:
+        learned |= rotary(architecture)
+    if "served" in wanted:
+        learned["served"] = served_by(model, identity)
+    return learned

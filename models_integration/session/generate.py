@@ -1,5 +1,6 @@
 """What generate asks of a session, known before its first forward."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -9,10 +10,9 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from models_integration.session.inputs import check_generate
-from models_integration.session.segment import ONE_FORWARD
+from models_integration.session.inputs import ONE_FORWARD, check_generate
 
-__all__ = ["Call", "guarded_generate"]
+__all__ = ["NO_CALL", "Call", "guarded_generate"]
 
 
 @dataclass(frozen=True)
@@ -21,16 +21,20 @@ class Call:
 
     rows: int
     """Prompts that it was given: generate repeats each for beams and returned sequences."""
-    until: int
+    segment_end: int
     """Columns that the cache has seen when a prompt that is read in chunks is over, or ONE_FORWARD."""
     beams: int = 1
+
+
+NO_CALL = Call(sys.maxsize, ONE_FORWARD)
+"""Outside generate, no row of a batch repeats a prompt."""
 
 
 @contextmanager
 def guarded_generate(
     model: PreTrainedModel, during: Callable[[Call], AbstractContextManager[None]],
 ) -> Iterator[None]:
-    """Let generate refuse what is not served before it starts, and say what no single forward can know."""
+    """Let generate refuse what is not served before it starts, and report the call's rows, beams and chunk size."""
     generate = getattr(model, "generate", None)
     if generate is None:
         yield

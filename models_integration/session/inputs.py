@@ -1,17 +1,26 @@
-"""What a prompt must look like, checked before anything changes."""
+"""What a forward must look like, where its tokens stand, and where segments end: checked before anything changes."""
 
+import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import Architecture
 from spec.errors import SpecError
 
-__all__ = ["check_forward", "check_generate", "check_prompt", "check_tokens"]
+__all__ = [
+    "ONE_FORWARD", "OPEN", "ForwardSpan", "Stream", "WholeForwards", "check_forward", "check_generate", "check_rows",
+    "check_tokens", "first_span", "later_span",
+]
+
+# Columns after which a segment ends: with its first forward, or when it is told to.
+ONE_FORWARD, OPEN = 0, sys.maxsize
 
 # Ways to generate that this part does not serve, by the argument that asks for them.
 _GENERATE = {
@@ -71,79 +80,284 @@ def check_forward(arguments: Mapping[str, Any], default_use_cache: bool) -> None
         raise SpecError("past_key_values", type(cache).__name__, "must be a DynamicCache, or left to the policy")
 
 
-def check_prompt(
-    architecture: Architecture, arguments: Mapping[str, Any], past: Tensor, tokens: Tensor, *, turn: bool, whole: bool,
-) -> tuple[Tensor, Tensor]:
-    """What holds for a prompt, for a turn, or for its next piece: tokens in order, and what the mask may hide.
+@dataclass(frozen=True)
+class ForwardSpan:
+    """Where the tokens of a forward stand: after `padded_seen` columns, in a segment that ends at `segment_end`."""
+
+    padded_seen: int
+    segment_end: int
+    is_token: Tensor
+    """Which columns of the forward hold a token, (rows, n)."""
+    defaults: dict[str, Tensor]
+    """Inputs that the forward needs, where its caller leaves them out."""
+
+    @property
+    def padded(self) -> bool:
+        """Whether some column holds no token."""
+        return not bool(self.is_token.all())
+
+
+def first_span(
+    architecture: Architecture, arguments: Mapping[str, Any], before: Tensor, segment_end: int,
+) -> ForwardSpan:
+    """A prompt, or its next piece: what the mask hides stands left of each row's first token.
 
     Args:
-        past: which columns before this piece hold a token, (rows, seen); no columns, where there is no mask to agree.
-        tokens: those that each row has seen before it, (rows,).
-        turn: it goes on from what was read before; of a prompt, the mask may hide what is left of a row's first token.
-        whole: the prompt or turn ends with this piece.
-
-    Returns:
-        Which columns of this piece hold a token, (rows, n), and the positions of all, (rows, n).
+        before: which columns before this piece hold a token, (rows, seen).
+        segment_end: columns after which the prompt is over.
 
     Raises:
-        SpecError: otherwise, with the argument that differs.
+        SpecError: for tokens that cannot follow, with the argument that differs.
     """
-    ids: Tensor = arguments["input_ids"]
-    if len(ids) == 0 or ids.shape[1] == 0:
-        raise SpecError("input_ids", tuple(ids.shape), "must not be empty")
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high >= architecture.vocabulary:
-        raise SpecError("input_ids", low if low < 0 else high, f"must lie in [0, {architecture.vocabulary})")
-    shown = _shown(arguments.get("attention_mask"), ids, past)
-    if not turn and bool((torch.cat([past, shown], dim=1).int().diff(dim=1) < 0).any()):
+    ids = arguments["input_ids"]
+    _check_ids(architecture, ids)
+    is_token = _tokens_of_mask(arguments.get("attention_mask"), ids, before)
+    all_columns = torch.cat([before, is_token], dim=1)
+    if bool((all_columns.int().diff(dim=1) < 0).any()):
         reason = "must stand left of all ones: right padding and holes are not served"
         raise SpecError("attention_mask", "zeros", reason)
-    if whole:
-        check_tokens(shown if turn else torch.cat([past, shown], dim=1))
-    positions = tokens[:, None] + shown.cumsum(dim=1) - 1
-    _check_positions(arguments.get("position_ids"), ids, positions, shown)
-    return shown, positions.clamp(min=0)
+    if segment_end == ONE_FORWARD:
+        check_tokens(all_columns)
+    positions = _positions(arguments.get("position_ids"), is_token, before.sum(dim=1))
+    defaults = {} if bool(all_columns.all()) else {"position_ids": positions.to(ids.device)}
+    return ForwardSpan(before.shape[1], segment_end, is_token, defaults)
 
 
-def check_tokens(shown: Tensor) -> None:
-    """A prompt, or a turn, has at least two tokens in each row, and ends with one.
+def later_span(
+    architecture: Architecture, arguments: Mapping[str, Any], cache: RetainedCache, segment_end: int,
+) -> ForwardSpan:
+    """A turn, its next piece, or a text that is only read, behind what the cache has seen.
 
-    Args:
-        shown: which of its columns hold a token, (rows, n).
+    Raises:
+        SpecError: for tokens that cannot follow, with the argument that differs.
+    """
+    ids = arguments["input_ids"]
+    check_rows(cache, ids)
+    defaults = cache.step_inputs(ids.shape[1], ids.device)
+    mask = arguments.get("attention_mask", defaults.get("attention_mask"))
+    rows = len(ids)
+    before = torch.ones(rows, 0, dtype=torch.bool) if mask is None else cache.is_token.expand(rows, -1)
+    _check_ids(architecture, ids)
+    is_token = _tokens_of_mask(mask, ids, before)
+    if segment_end == ONE_FORWARD:
+        check_tokens(is_token)
+    if len(cache.full_layers) < len(cache.layers) and not bool(is_token.all()):
+        raise SpecError(
+            "attention_mask", "zeros", "a padded turn is not served beside sliding-window layers: their windows would "
+            "count the padding"
+        )
+    positions = _positions(arguments.get("position_ids"), is_token, cache.tokens.expand(rows))
+    if not bool(before.all() and is_token.all()):
+        defaults["position_ids"] = positions.to(ids.device)
+    return ForwardSpan(cache.get_seq_length(), segment_end, is_token, defaults)
+
+
+def check_rows(cache: RetainedCache, ids: Tensor) -> None:
+    """A forward has as many rows as its cache.
 
     Raises:
         SpecError: otherwise.
     """
-    fewest = int(shown.sum(dim=1).min())
+    rows = cache.full_layers[0].batch
+    if len(ids) != rows:
+        raise SpecError("input_ids", tuple(ids.shape), f"the cache has {rows} rows")
+
+
+def check_tokens(is_token: Tensor) -> None:
+    """A prompt, or a turn, has at least two tokens in each row, and ends with one.
+
+    Args:
+        is_token: which of its columns hold a token, (rows, n).
+
+    Raises:
+        SpecError: otherwise.
+    """
+    fewest = int(is_token.sum(dim=1).min())
     if fewest < 2:
         raise SpecError("input_ids", f"{fewest} tokens", "one query is a decode step, not a segment")
-    if not bool(shown[:, -1].all()):
+    if not bool(is_token[:, -1].all()):
         raise SpecError("attention_mask", "zeros", "right padding is not served: the last column decides what follows")
 
 
-def _shown(mask: object, ids: Tensor, past: Tensor) -> Tensor:
-    rows, columns = past.shape
+def _check_ids(architecture: Architecture, ids: Tensor) -> None:
+    if ids.numel() == 0:
+        raise SpecError("input_ids", tuple(ids.shape), "must not be empty")
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= architecture.vocabulary:
+        raise SpecError("input_ids", low if low < 0 else high, f"must lie in [0, {architecture.vocabulary})")
+
+
+def _tokens_of_mask(mask: object, ids: Tensor, before: Tensor) -> Tensor:
+    """Which columns of a forward hold a token, (rows, n), by a 2D mask that agrees with what was seen before."""
+    rows, columns = before.shape
     width = columns + ids.shape[1]
     if mask is None:
         mask = torch.ones(rows, width)
     if not isinstance(mask, Tensor) or mask.shape != (rows, width):
         shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise SpecError("attention_mask", shape, f"must have a column for each token of the prompt, {(rows, width)}")
-    hidden, shown = (mask == 0).to("cpu"), (mask == 1).to("cpu")
-    if not bool((hidden | shown).all()):
+    hidden, is_token = (mask == 0).to("cpu"), (mask == 1).to("cpu")
+    if not bool((hidden | is_token).all()):
         raise SpecError("attention_mask", mask.dtype, "must hold zeros and ones only")
-    if not torch.equal(shown[:, :columns], past):
-        reason = f"the prompt's padding so far was {(~past).sum(dim=1).tolist()}"
+    if not torch.equal(is_token[:, :columns], before):
+        reason = f"the prompt's padding so far was {(~before).sum(dim=1).tolist()}"
         raise SpecError("attention_mask", hidden[:, :columns].sum(dim=1).tolist(), reason)
-    return shown[:, columns:]
+    return is_token[:, columns:]
 
 
-def _check_positions(positions: Tensor | None, ids: Tensor, expected: Tensor, shown: Tensor) -> None:
-    if positions is None:
-        return
-    fits = positions.ndim == 2 and len(positions) in (1, len(ids)) and positions.shape[1] == ids.shape[1]
-    if not fits or not bool(((positions.to("cpu") == expected) | ~shown).all()):
-        first, last = int(expected.max(dim=1).values.min()) + 1 - ids.shape[1], int(expected.max())
-        raise SpecError(
-            "position_ids", tuple(positions.shape), f"must be {max(0, first)} to {last}: they follow what was seen"
-        )
+def _positions(given: Tensor | None, is_token: Tensor, tokens: Tensor) -> Tensor:
+    """Positions (rows, n) of columns that follow `tokens` (rows,) others; those that were given must agree."""
+    expected = tokens[:, None] + is_token.cumsum(dim=1) - 1
+    if given is not None:
+        _check_positions(given.to("cpu"), expected, is_token)
+    return expected.clamp(min=0)
+
+
+def _check_positions(given: Tensor, expected: Tensor, is_token: Tensor) -> None:
+    rows, n = is_token.shape
+    if given.shape not in ((1, n), (rows, n)) or not bool(((given == expected) | ~is_token).all()):
+        first, last = int(expected.max(dim=1).values.min()) + 1 - n, int(expected.max())
+        reason = f"must be {max(0, first)} to {last}: they follow what was seen"
+        raise SpecError("position_ids", tuple(given.shape), reason)
+
+
+class WholeForwards:
+    """Every forward is read as it is."""
+
+    endless = False
+    """Whether all that is read is one sequence of segments, which the context's end closes."""
+
+    def begin(self) -> None:
+        """A forward comes."""
+
+    def is_step(self, between_segments: bool) -> bool:
+        """Whether a forward of one token is a decode step: between two segments it is."""
+        return between_segments
+
+    def segment_end(self, columns: int, stated: int) -> int:
+        """Columns after which a segment ends that begins after `columns`: as the session states it."""
+        return stated
+
+    def check_block(self, name: str) -> None:
+        """Every block may be opened."""
+
+    def check_beams(self, beams: int) -> None:
+        """Any number of beams may be searched."""
+
+    def check_span(self, span: ForwardSpan) -> None:
+        """Rows may be padded."""
+
+    def is_too_long(self, span: ForwardSpan) -> bool:
+        """Whether the forward must be cut: never."""
+        return False
+
+    def ahead(self, decoder: nn.Module, arguments: Mapping[str, Any], room: int) -> dict[str, Any]:
+        """Nothing is cut."""
+        return dict(arguments)
+
+    def joined(self, output: Any) -> Any:
+        """None: nothing was cut."""
+        return None
+
+
+class Stream(WholeForwards):
+    """Cuts forwards that are longer than what is left of their segment.
+
+    Args:
+        C: tokens of a segment.
+        decode: whether a forward of one token is a decode step, and not a piece of a segment.
+    """
+
+    endless = True
+
+    def __init__(self, C: int, decode: bool) -> None:
+        self.C = C
+        self._decode = decode
+        self._inside = False
+        self._hidden: list[Tensor] = []
+
+    def begin(self) -> None:
+        """A forward comes: what one before it left behind, because it failed, is forgotten."""
+        if not self._inside:
+            self._hidden = []
+
+    def is_step(self, between_segments: bool) -> bool:
+        """Whether a forward of one token is a decode step: a piece of a longer forward is none."""
+        return self._decode and not self._inside and not self._hidden
+
+    def segment_end(self, columns: int, stated: int) -> int:
+        """Columns after which a segment ends that begins after `columns`: C more."""
+        return columns + self.C
+
+    def check_block(self, name: str) -> None:
+        """No block can hold a segment open.
+
+        Raises:
+            SpecError: always.
+        """
+        raise SpecError(name, "a block", "a stream's segments end every C tokens: no block can hold one open")
+
+    def check_beams(self, beams: int) -> None:
+        """Beams are not served.
+
+        Raises:
+            SpecError: for more than one.
+        """
+        if beams > 1:
+            raise SpecError("num_beams", beams, "beams would change places inside a stream's segment")
+
+    def check_span(self, span: ForwardSpan) -> None:
+        """Padding is not served.
+
+        Raises:
+            SpecError: for a column without a token.
+        """
+        if span.padded:
+            raise SpecError("attention_mask", "zeros", "the rows of a stream start together: no padding")
+
+    def is_too_long(self, span: ForwardSpan) -> bool:
+        """Whether the forward must be cut."""
+        return span.padded_seen + span.is_token.shape[1] > span.segment_end
+
+    def ahead(self, decoder: nn.Module, arguments: Mapping[str, Any], room: int) -> dict[str, Any]:
+        """Read all pieces but the last, and return the arguments of that one.
+
+        Args:
+            decoder: called once for each piece, with its hooks.
+            arguments: of the whole forward.
+            room: tokens until the first piece ends; the others have C.
+        """
+        arguments, n = dict(arguments), arguments["input_ids"].shape[1]
+        hidden, start, self._inside = [], 0, True
+        try:
+            while start + room < n:
+                output = decoder(**{**_piece(arguments, start, start + room), "return_dict": True})
+                hidden.append(output.last_hidden_state)
+                arguments["past_key_values"] = output.past_key_values
+                start, room = start + room, self.C
+        finally:
+            self._inside = False
+        self._hidden = hidden
+        return _piece(arguments, start, n)
+
+    def joined(self, output: Any) -> Any:
+        """The output of the last piece, with the hidden states of all; None where nothing was cut."""
+        if self._inside or not self._hidden:
+            return None
+        hidden, self._hidden = torch.cat([*self._hidden, output[0]], dim=1), []
+        if isinstance(output, tuple):
+            return (hidden, *output[1:])
+        output.last_hidden_state = hidden
+        return output
+
+
+def _piece(arguments: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
+    """The arguments of tokens start to stop."""
+    n = arguments["input_ids"].shape[1]
+    piece = {**arguments, "input_ids": arguments["input_ids"][:, start:stop]}
+    if "attention_mask" in arguments:
+        mask = arguments["attention_mask"]
+        piece["attention_mask"] = mask[:, : mask.shape[1] - n + stop]
+    if "position_ids" in arguments:
+        piece["position_ids"] = arguments["position_ids"][:, start:stop]
+    return piece

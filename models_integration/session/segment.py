@@ -1,51 +1,299 @@
-"""A segment: what a model reads between two decisions, and what a policy makes of it."""
+"""A segment: what the model shows of it, what a policy decides about it, and its compaction."""
 
-import sys
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+import copy
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from models_integration.attention.capture import Attended, Recorder
-from models_integration.cache.compaction import compact
+from models_integration.attention.capture import Attended, Recorder, shown_columns
+from models_integration.cache.continuation import Continuation, Decision
+from models_integration.cache.dense_layer import RetainedLayer
+from models_integration.cache.positions import EMPTY
+from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache, storage_bytes
-from models_integration.cache.row_states import RowStates
-from models_integration.cache.scorer_records import Decoding
 from models_integration.model.architecture import Architecture
-from models_integration.session.decode_step import groups_of
-from models_integration.session.inputs import check_tokens
-from models_integration.session.observations import of_all_sets, of_each_set
-from models_integration.session.stopwatch import Stopwatch
-from reference.policies import advance_turn, retain, retain_turn, start
+from models_integration.session.inputs import ONE_FORWARD, check_tokens
+from models_integration.session.method import Method
 from reference.policies.retain import tokens_of
 from spec.arrays import IntVector
-from spec.decode import DecodeState
 from spec.errors import SpecError
-from spec.policy import Observation, Running
-from spec.records import CrystalRetention
-from spec.retention import Retention
+from spec.policy import Needs, Observation
+from spec.retention import Granularity
 
-if TYPE_CHECKING:
-    from models_integration.policies.methods import Method
-
-__all__ = ["ONE_FORWARD", "OPEN", "Kept", "Segment"]
-
-# Columns after which a segment ends: with its first forward, or when it is told to.
-ONE_FORWARD, OPEN = 0, sys.maxsize
+__all__ = ["ObservedSegment", "Segment", "Stopwatch", "decide"]
 
 
-@dataclass(frozen=True)
-class Kept:
-    """What a policy decided about one row: of a prompt with all records, if the policy is CrystalCache."""
+class Stopwatch:
+    """Adds up what each stage takes; on CUDA between events of the device's queue, so that nobody waits meanwhile.
 
-    retention: Retention
-    records: CrystalRetention | None
-    over_budget: int
-    state: DecodeState | None
-    running: Running | None = None
-    """What a policy that decides in its steps goes on from."""
+    A stage inside another is not part of it.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._events: list[tuple[str, str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._open = ""
+        self.device = torch.device("cpu")
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """What happens inside belongs to this stage."""
+        outer, self._open = self._open, name
+        if self.device.type == "cuda":
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            stream = torch.cuda.current_stream(self.device)
+            first.record(stream)
+            yield
+            last.record(stream)
+            self._events.append((name, outer, first, last))
+        else:
+            start = time.perf_counter()
+            yield
+            self._add(name, outer, time.perf_counter() - start)
+        self._open = outer
+
+    def _add(self, name: str, outer: str, seconds: float) -> None:
+        self._seconds[name] += seconds
+        self._seconds[outer] -= seconds
+
+    def read(self) -> dict[str, float]:
+        """Seconds of each stage so far; waits for the device."""
+        for name, outer, first, last in self._events:
+            last.synchronize()
+            self._add(name, outer, first.elapsed_time(last) / 1e3)
+        self._events.clear()
+        return {name: seconds for name, seconds in self._seconds.items() if name}
+
+
+class ReadColumns:
+    """The columns of a segment that the model has read so far, piece by piece."""
+
+    def __init__(self) -> None:
+        self._ids: list[Tensor] = []
+        self._is_token: list[Tensor] = []
+
+    def add(self, input_ids: Tensor, is_token: Tensor) -> None:
+        """These columns (rows, n) come next, and where a token stands in them, (rows, n)."""
+        self._ids.append(input_ids)
+        self._is_token.append(is_token)
+
+    def __len__(self) -> int:
+        return sum(ids.shape[1] for ids in self._ids)
+
+    @property
+    def input_ids(self) -> Tensor:
+        """What they hold, (rows, columns)."""
+        return torch.cat(self._ids, dim=1)
+
+    @property
+    def is_token(self) -> Tensor:
+        """Which of them hold a token, (rows, columns)."""
+        return torch.cat(self._is_token, dim=1)
+
+    @property
+    def padding(self) -> Tensor | None:
+        """Columns without a token, (rows,); None where there are none."""
+        is_token = self.is_token
+        return None if bool(is_token.all()) else (~is_token).sum(dim=1)
+
+    def token_ids(self, row: int) -> IntVector:
+        """The tokens of one row, without padding."""
+        ids: IntVector = self.input_ids[row].to("cpu", torch.int64)[self.is_token[row]].numpy()
+        return ids
+
+
+class ObservedSegment:
+    """What a model has shown of a prompt, a turn or a step: its tokens, and q, k and v of the layers asked for.
+
+    It watches the model's attention. `decide` shows it to policies, to any number of them.
+
+    Args:
+        needs: what is noted.
+        cache: what the model reads into.
+        rows_per_prompt: rows of the batch that stand for one prompt: beams, or returned sequences.
+        lse: whether to note the observed layer's log-sum-exp, where the attention computes it on the way.
+
+    Attributes:
+        cache: as given; after `observe`, the full cache.
+        logits: of the last column, (rows, 1, vocabulary), after `observe`; else None.
+    """
+
+    def __init__(
+        self, needs: Needs, architecture: Architecture, cache: RetainedCache, *, rows_per_prompt: int = 1,
+        lse: bool = False,
+    ) -> None:
+        self.architecture, self.cache, self.rows_per_prompt = architecture, cache, rows_per_prompt
+        self.recorder, self.text, self.watch = Recorder(needs), ReadColumns(), Stopwatch()
+        self.logits: Tensor | None = None
+        self.later = cache.get_seq_length() > 0
+        """Whether it goes on from what earlier segments left."""
+        self._lse = lse
+
+    def read(self, input_ids: Tensor, is_token: Tensor) -> None:
+        """These columns (rows, n) come next, and where a token stands in them, (rows, n)."""
+        self.text.add(input_ids, is_token)
+        self.watch.device = input_ids.device
+        if self.later:
+            self.recorder.hidden = int((~self.text.is_token).sum(dim=1).max())
+
+    @property
+    def columns(self) -> int:
+        """Columns read so far."""
+        return len(self.text)
+
+    @property
+    def prompts(self) -> Sequence[int]:
+        """The first row of each prompt."""
+        return range(0, len(self.text.is_token), self.rows_per_prompt)
+
+    @property
+    def continuation(self) -> Continuation:
+        """What the cache goes on from before this segment is decided."""
+        return self.cache.continuation
+
+    @property
+    def layers(self) -> Sequence[int]:
+        """The layers that are watched."""
+        full = self.architecture.full_layers
+        return {"none": (), "observed": full[:1], "all": full}[self.recorder.needs.layers]
+
+    def wants_lse(self, layer: int) -> bool:
+        """Only where the forward's sum is over what a single run would see: a first prompt, no padding."""
+        observed = self.architecture.full_layers[0]
+        return self._lse and not self.later and layer == observed and self.text.padding is None
+
+    def attended(self, module: nn.Module, seen: Attended) -> None:
+        """After a watched layer has attended."""
+        self.recorder.record(module, seen)
+
+    def prompt(self, row: int, granularity: Granularity) -> Observation:
+        """A first prompt, without its padding."""
+        with self.watch.stage("capture"):
+            is_token = self.text.is_token[row]
+            ids = self.token_ids(row) if self.recorder.needs.token_ids else None
+            views = self.recorder.views(row, is_token, is_token)
+            return Observation(int(is_token.sum()), self._groups(granularity), ids, views)
+
+    def stored(self, row: int, granularity: Granularity) -> Observation:
+        """A later segment over all that the cache stores by now, where the heads of a layer store as many tokens."""
+        with self.watch.stage("capture"):
+            return observe_shared(
+                self.cache, self.recorder, self.layers, self._groups(granularity), row, self.text.is_token[row]
+            )
+
+    def kept_sets(self, row: int, granularity: Granularity) -> tuple[list[IntVector], list[Observation]]:
+        """A later segment by kept set: the positions that each stores; one observation of all, or one for each."""
+        if self.cache.layers_differ:
+            with self.watch.stage("capture"):
+                return observe_each_set(self.cache, self.recorder, self.architecture, granularity, row)
+        observation = self.stored(row, granularity)
+        return [self.cache.stored_positions(row).numpy()] * observation.groups, [observation]
+
+    def sets_of_a_layer(self, granularity: Granularity) -> int:
+        """Kept sets of one layer: its KV heads where each has its own, otherwise 1."""
+        return self.cache.full_layers[0].heads if granularity is Granularity.HEAD else 1
+
+    def _groups(self, granularity: Granularity) -> int:
+        """Kept sets that a policy decides."""
+        layers = 1 if granularity is Granularity.MODEL else len(self.architecture.full_layers)
+        return layers * self.sets_of_a_layer(granularity)
+
+    def token_ids(self, row: int) -> IntVector:
+        """The tokens of one row, without padding."""
+        return self.text.token_ids(row)
+
+    def narrowed(self, needs: Needs) -> "ObservedSegment":
+        """What would have been noted with these needs.
+
+        Raises:
+            SpecError: where less was noted.
+        """
+        if needs is self.recorder.needs:
+            return self
+        narrow = copy.copy(self)
+        narrow.recorder = Recorder(needs)
+        narrow.recorder = self.recorder.narrowed(needs, narrow.layers)
+        return narrow
+
+
+def keys_of(layer: RetainedLayer, row: int, heads: slice) -> tuple[Tensor, Tensor]:
+    """Keys and values (heads, stored, d) of KV heads of one row that store as many tokens: views, where they can be."""
+    if isinstance(layer, RaggedLayer):
+        own = layer.segments()[row * layer.heads : (row + 1) * layer.heads][heads]
+        return torch.cat([keys[0] for keys, _ in own]), torch.cat([values[0] for _, values in own])
+    assert layer.keys is not None
+    assert layer.values is not None
+    stored = layer.stored_positions()
+    is_stored = stored[row if len(stored) > 1 else 0] != EMPTY
+    return shown_columns(layer.keys[row, heads], is_stored), shown_columns(layer.values[row, heads], is_stored)
+
+
+def observe_shared(
+    cache: RetainedCache, recorder: Recorder, layers: Sequence[int], groups: int, row: int, queries: Tensor,
+) -> Observation:
+    """One row, where the heads of a layer store as many tokens; `queries` are the columns (n,) that are its tokens'."""
+    every = slice(None)
+    views = {
+        layer: recorder.view(layer, row, every, *keys_of(_layer(cache, layer), row, every), queries) for layer in layers
+    }
+    return Observation(_seen(cache, row), groups, None, views)
+
+
+def observe_each_set(
+    cache: RetainedCache, recorder: Recorder, architecture: Architecture, granularity: Granularity, row: int,
+) -> tuple[list[IntVector], list[Observation]]:
+    """Of each kept set of one row: the positions that it stores, and its layer (and head) alone."""
+    live: list[IntVector] = []
+    shown = []
+    for index in architecture.full_layers:
+        layer = _layer(cache, index)
+        G = architecture.config.num_attention_heads // layer.heads
+        size = 1 if granularity is Granularity.HEAD else layer.heads
+        for first in range(0, layer.heads, size):
+            queries = slice(first * G, (first + size) * G)
+            view = recorder.view(index, row, queries, *keys_of(layer, row, slice(first, first + size)))
+            live.append(layer.head_positions(row, first).numpy())
+            shown.append(Observation(_seen(cache, row), 1, None, {index: view}))
+    return live, shown
+
+
+def _layer(cache: RetainedCache, index: int) -> RetainedLayer:
+    layer = cache.layers[index]
+    assert isinstance(layer, RetainedLayer)
+    return layer
+
+
+def _seen(cache: RetainedCache, row: int) -> int:
+    return int(cache.tokens[row if len(cache.tokens) > 1 else 0])
+
+
+def decide(method: Method, observed: ObservedSegment) -> Decision:
+    """What a policy keeps of each prompt that a model has shown, and what a cache then goes on from.
+
+    Nothing is changed: one observation serves any number of methods.
+
+    Args:
+        method: such as `CrystalCache(...).on(model)`.
+        observed: by `observe`.
+
+    Raises:
+        SpecError: where the policy needs more than was noted, or refuses what it is shown.
+    """
+    policy, budget, rule = method.policy, method.budget, method.continuation
+    shown = observed.narrowed(policy.scorer.needs)
+    with shown.watch.stage("decision"):
+        decision = (rule.decide_turn if shown.later else rule.decide_prompt)(policy, budget, shown)
+    over = (
+        len(one.positions) - tokens_of(policy, budget, one.seen) * one.groups for one in decision.retentions
+    )
+    padding = None if shown.later else shown.text.padding
+    return replace(decision, over_budget=sum(max(0, tokens) for tokens in over), padding=padding)
 
 
 class Segment:
@@ -56,179 +304,82 @@ class Segment:
     exists. Every other segment is decided and compacted at its end.
 
     Args:
-        copies: rows of the batch that stand for one prompt: beams, or returned sequences.
-        until: columns that the cache has seen when the segment is over.
-
-    Raises:
-        SpecError: for a later segment under a policy that asks for the ids of all stored tokens, and has no states.
+        rows_per_prompt: rows of the batch that stand for one prompt: beams, or returned sequences.
+        segment_end: columns that the cache has seen when the segment is over.
     """
 
     def __init__(
-        self, method: "Method", architecture: Architecture, cache: RetainedCache, copies: int, until: int,
+        self, method: Method, architecture: Architecture, cache: RetainedCache, rows_per_prompt: int, segment_end: int,
     ) -> None:
-        self.cache, self.copies, self.until = cache, copies, until
-        self.recorder = Recorder(method.policy.scorer.needs)
-        self.bytes_saved = 0
-        self.later = cache.get_seq_length() > 0
-        """Whether it goes on from what earlier segments left."""
-        if self.later and method.life is None and self.recorder.needs.token_ids:
-            raise SpecError("policy", method.policy.name, "reads token ids: it serves one segment of a cache")
-        self._method, self._architecture = method, architecture
-        self._ids: list[Tensor] = []
-        self._shown: list[Tensor] = []
-        self._kept: tuple[Kept, ...] | None = None
-        self._compacted: set[int] = set()
-        self._streams = until == ONE_FORWARD and self.recorder.needs.layers != "all"
-        self._watch: Stopwatch | None = None
-
-    @property
-    def layers(self) -> Iterable[int]:
+        needs = method.policy.scorer.needs
+        self.cache, self.segment_end, self.bytes_saved = cache, segment_end, 0
+        self._method = method
+        self._layerwise = segment_end == ONE_FORWARD and needs.layers != "all"
+        self.observed = ObservedSegment(
+            needs, architecture, cache, rows_per_prompt=rows_per_prompt,
+            lse=self._layerwise and needs.layers == "observed",
+        )
+        self._decision: Decision | None = None
+        self._full = list(architecture.full_layers)
+        """The layers that are to be compacted."""
+        self.layers: Sequence[int] = architecture.full_layers if self._layerwise else self.observed.layers
         """The layers to watch."""
-        if self._streams or self.recorder.needs.layers == "all":
-            return self._architecture.full_layers
-        return (self._architecture.observed,) if self.recorder.needs.layers == "observed" else ()
 
-    @property
-    def rows(self) -> int:
-        """Rows of the batch."""
-        return len(self._ids[0])
+    def check_goes_on(self, cache: object, ids: Tensor) -> None:
+        """The next piece of this segment.
 
-    @property
-    def columns(self) -> int:
-        """Columns read so far."""
-        return sum(ids.shape[1] for ids in self._ids)
+        Raises:
+            SpecError: for another cache, or another number of rows.
+        """
+        rows = len(self.observed.text.is_token)
+        if cache is not self.cache:
+            raise SpecError("past_key_values", type(cache).__name__, "must be the cache of the prompt that is open")
+        if len(ids) != rows:
+            raise SpecError("input_ids", tuple(ids.shape), f"the prompt that is open has {rows} rows")
 
-    @property
-    def shown(self) -> Tensor:
-        """Which of these columns hold a token, (rows, columns)."""
-        return torch.cat(self._shown, dim=1)
-
-    @property
-    def padding(self) -> Tensor | None:
-        """Columns without a token, (rows,); None where there are none."""
-        shown = self.shown
-        return None if bool(shown.all()) else (~shown).sum(dim=1)
-
-    def read(self, input_ids: Tensor, shown: Tensor) -> None:
-        """These columns (rows, n) come next; those `shown` hold a token of their row."""
-        self._ids.append(input_ids)
-        self._shown.append(shown)
-        if self.later:
-            self.recorder.hidden = int((~self.shown).sum(dim=1).max())
-        self._watch = self._watch or Stopwatch(input_ids.device)
+    def read(self, input_ids: Tensor, is_token: Tensor) -> None:
+        """These columns (rows, n) come next, and where a token stands in them, (rows, n)."""
+        self.observed.read(input_ids, is_token)
+        if self.observed.later and not bool(is_token.all()):
+            self.cache.expect(is_token)
 
     def wants_lse(self, layer: int) -> bool:
-        """Only where the forward's sum is over what a single run would see: one forward, no padding."""
-        return self._streams and not self.later and self.padding is None and self._observes(layer)
+        """As what is observed."""
+        return self.observed.wants_lse(layer)
 
     def attended(self, module: nn.Module, seen: Attended) -> None:
         """After a layer has attended."""
         layer = cast(int, module.layer_idx)
-        if self._observes(layer):
-            self.recorder.record(module, seen)
-        if self._streams:
-            self._decide()
-            self._compact([layer])
+        if layer in self.observed.layers:
+            self.observed.attended(module, seen)
+        if self._layerwise:
+            self._compact([layer], self._decided())
 
-    def _observes(self, layer: int) -> bool:
-        layers = self.recorder.needs.layers
-        return layers == "all" or (layers == "observed" and layer == self._architecture.observed)
-
-    def finish(self) -> tuple[tuple[Kept, ...], dict[str, float]]:
-        """The end of the segment: what was kept of each prompt, and the seconds of each stage.
+    def finish(self) -> Decision:
+        """The end of the segment: what was kept of each prompt; the cache goes on from there.
 
         Raises:
             SpecError: when a row has fewer than two tokens, or ends without one.
         """
-        assert self._watch is not None
-        check_tokens(self.shown)
-        kept = self._decide()
-        self._compact(layer for layer in self._architecture.full_layers if layer not in self._compacted)
-        running = [one.running for one in kept for _ in range(self.copies) if one.running is not None]
-        self.cache.decoding = Decoding(self._method.policy.name, tuple(running)) if running else None
-        return kept, self._watch.read()
+        check_tokens(self.observed.text.is_token)
+        decision = self._decided()
+        self._compact(self._full, decision)
+        self.cache.continuation, copies = decision.continuation, self.observed.rows_per_prompt
+        if copies > 1:
+            each = torch.arange(len(decision.retentions)).repeat_interleave(copies)
+            self.cache.continuation = decision.continuation.select(each)
+        return decision
 
-    @property
-    def ids(self) -> Tensor:
-        """The tokens read so far, (rows, columns)."""
-        return torch.cat(self._ids, dim=1)
+    def _decided(self) -> Decision:
+        if self._decision is None:
+            self._decision = decide(self._method, self.observed)
+            self.observed.recorder.seen.clear()
+        return self._decision
 
-    def _decide(self) -> tuple[Kept, ...]:
-        if self._kept is None:
-            decide = self._continued if self.later else self._decided
-            self._kept = tuple(decide(row) for row in range(0, self.rows, self.copies))
-            self.recorder.seen.clear()
-            states = tuple(kept.state for kept in self._kept for _ in range(self.copies) if kept.state is not None)
-            self.cache.states = RowStates(states, self.cache.get_seq_length())
-        return self._kept
-
-    def _decided(self, row: int) -> Kept:
-        assert self._watch is not None
-        method, needs = self._method, self.recorder.needs
-        shown = self.shown[row]
-        seen = int(shown.sum())
-        with self._watch.stage("capture"):
-            ids = self._row_ids(row) if needs.token_ids else None
-            groups = groups_of(method, self._architecture, self.cache)
-            observation = Observation(seen, groups, ids, self.recorder.views(row, shown, shown))
-        with self._watch.stage("decision"):
-            if method.policy.cadence.every is not None:
-                retention, running = start(method.policy, method.budget, observation)
-                return self._kept_of(retention, None, None, running)
-            retention, records = retain(method.policy, method.budget, observation)
-            state = None
-            if method.life is not None and records is not None and ids is not None:
-                (view,) = observation.layers.values()
-                state = method.life.started(records, view, ids)
-        return self._kept_of(retention, records, state)
-
-    def _continued(self, row: int) -> Kept:
-        """A later segment: states or records take it up; other policies decide anew on all that is stored."""
-        assert self._watch is not None
-        method, watch = self._method, self._watch
-        policy, budget = method.policy, method.budget
-        what = (self.cache, self.recorder, self._architecture)
-        apart = self.cache.layers_differ and policy.cadence.every is None
-        with watch.stage("capture"):
-            groups = groups_of(method, self._architecture, self.cache)
-            if apart:
-                live, shown = of_each_set(*what, policy.granularity, row)
-            else:
-                shown = [of_all_sets(*what, groups, row, self.shown[row])]
-                live = [self.cache.stored_positions(row).numpy()] * groups
-        with watch.stage("decision"):
-            if method.life is not None:
-                (view,) = shown[0].layers.values()
-                state = method.life.extended(self.cache.states.rows[row], view, self._row_ids(row))
-                return self._kept_of(Retention.shared(state.stored, shown[0].seen), None, state)
-            if policy.cadence.every is None:
-                heads = groups // len(self._architecture.full_layers)
-                return self._kept_of(retain_turn(policy, budget, live, shown, max(1, heads)), None, None)
-            assert self.cache.decoding is not None
-            running = self.cache.decoding.rows[row]
-            retention, running = advance_turn(policy, budget, running, shown[0], self.columns)
-            return self._kept_of(retention, None, None, running)
-
-    def _row_ids(self, row: int) -> IntVector:
-        ids = torch.cat([part[row] for part in self._ids]).to("cpu", torch.int64)
-        tokens: IntVector = ids[self.shown[row]].numpy()
-        return tokens
-
-    def _kept_of(
-        self, retention: Retention, records: CrystalRetention | None, state: DecodeState | None,
-        running: Running | None = None,
-    ) -> Kept:
-        total = tokens_of(self._method.policy, self._method.budget, retention.seen) * retention.groups
-        return Kept(retention, records, max(0, len(retention.positions) - total), state, running)
-
-    def _compact(self, layers: Iterable[int]) -> None:
-        assert self._watch is not None
-        assert self._kept is not None
-        layers = list(layers)
-        tensors = [self.cache.layers[layer] for layer in layers]
-        before = storage_bytes(tensors)
-        with self._watch.stage("compaction"):
-            retentions = [kept.retention for kept in self._kept for _ in range(self.copies)]
-            compact(self.cache, retentions, None if self.later else self.padding, layers)
-        self.bytes_saved += before - storage_bytes(tensors)
-        self._compacted.update(layers)
+    def _compact(self, layers: Sequence[int], decision: Decision) -> None:
+        before = storage_bytes(self.cache.layers[layer] for layer in layers)
+        with self.observed.watch.stage("compaction"):
+            retentions = [one for one in decision.retentions for _ in range(self.observed.rows_per_prompt)]
+            self.cache.compact(retentions, decision.padding, layers)
+        self.bytes_saved += before - storage_bytes(self.cache.layers[layer] for layer in layers)
+        self._full = [layer for layer in self._full if layer not in layers]

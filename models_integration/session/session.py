@@ -1,45 +1,54 @@
-"""A policy at work on a model: the context manager, and the plain function for a loop of one's own."""
+"""A policy at work on a model: the context manager that observes, decides, compacts and goes on."""
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from models_integration.attention.capture import observing
-from models_integration.cache.retained_cache import RetainedCache
-from models_integration.model.architecture import describe
+from models_integration.cache.retained_cache import RetainedCache, check_adoptable
+from models_integration.model.architecture import Architecture, describe
 from models_integration.model.occupancy import BUSY, check_free
-from models_integration.session.crystal_decode import Life
-from models_integration.session.decode_step import Step
-from models_integration.session.generate import Call, guarded_generate
-from models_integration.session.inputs import check_forward, check_prompt
-from models_integration.session.preconditions import (
-    Place,
-    check_goes_on,
-    check_hidden,
-    check_known,
+from models_integration.session.generate import NO_CALL, Call, guarded_generate
+from models_integration.session.inputs import (
+    OPEN,
+    ForwardSpan,
+    Stream,
+    WholeForwards,
+    check_forward,
     check_rows,
-    check_turn,
+    first_span,
+    later_span,
 )
-from models_integration.session.segment import ONE_FORWARD, OPEN, Segment
-from models_integration.session.stream import Stream
+from models_integration.session.method import Method
+from models_integration.session.segment import ObservedSegment, Segment
 from spec.arrays import IntVector
 from spec.errors import SpecError
 from spec.records import CrystalRetention
 from spec.retention import Retention
 
-if TYPE_CHECKING:
-    from models_integration.policies.methods import Method
-
 __all__ = ["Session"]
 
-Kept: TypeAlias = CrystalRetention | Retention
-"""What was kept of one prompt; with all records if the policy is CrystalCache."""
+
+@dataclass
+class _Forward:
+    """A forward of the model that is under way."""
+
+    cache: RetainedCache
+    watcher: ObservedSegment | Segment | None
+    """Who is told what the layers attend with."""
+    defaults: Mapping[str, Tensor]
+    """Inputs that it needs, where its caller leaves them out."""
+    finish: Callable[[], None]
+    """What follows once it has come to its end."""
+    undo: ExitStack = field(default_factory=ExitStack)
 
 
 class Session:
@@ -49,16 +58,17 @@ class Session:
     decode steps go on from the compacted cache. The attributes are about the last segment, or the last batch of them:
     rows of different lengths are padded on the left of their first prompt, with the 2D mask that says so. A segment is
     one forward of more than one token, unless it is read inside `with run.prompt():` or in generate's own chunks: its
-    end is where the policy decides. In a stream, segments end every C tokens, wherever the forwards end.
+    end is where the policy decides. In a stream, segments end every C tokens, wherever the forwards end. What is read
+    inside `with run.reading():` is no segment.
 
     Raises:
         SpecError: when made for a model that cannot be compacted.
     """
 
-    def __init__(self, method: "Method", model: PreTrainedModel) -> None:
+    def __init__(self, method: Method, model: PreTrainedModel) -> None:
         self.backend = method.backend
         """The backend that decides."""
-        self.retention: Kept | tuple[Kept, ...] | None = None
+        self.retention: CrystalRetention | Retention | tuple[CrystalRetention | Retention, ...] | None = None
         """What was kept, with all records of a first prompt; of a batch, a tuple with one for each. None before."""
         self.cache: RetainedCache | None = None
         """The compacted cache; it lives on after the block."""
@@ -72,14 +82,12 @@ class Session:
         self._model = model
         self._architecture = describe(model)
         self._names = tuple(inspect.signature(self._architecture.decoder.forward).parameters)
-        self._call: Call | None = None
-        self._grouping = False
-        self._stream = Stream(method.life.parameters.C) if method.life is not None and method.life.stream else None
-        self._step: Tensor | None = None
-        self._cache: RetainedCache | None = None
+        self._call = NO_CALL
+        self._block = ""
+        C, decode = method.continuation.segment_tokens, method.continuation.decode
+        self._stream = WholeForwards() if C is None else Stream(C, decode)
+        self._forward: _Forward | None = None
         self._segment: Segment | None = None
-        self._decider: Step | None = None
-        self._undo: ExitStack | None = None
         self._exit: ExitStack | None = None
 
     @property
@@ -105,7 +113,7 @@ class Session:
             undo.callback(decoder.register_forward_pre_hook(self._before, with_kwargs=True).remove)
             undo.callback(decoder.register_forward_hook(self._after, always_call=True).remove)
             undo.enter_context(guarded_generate(self._model, self._generating))
-            undo.callback(self._close, "its context ended inside a prompt")
+            undo.callback(self._close)
             undo.callback(self._abandon)
             self._exit = undo.pop_all()
         return self
@@ -121,161 +129,117 @@ class Session:
     ) -> tuple[tuple[()], dict[str, Any]]:
         # A forward that was interrupted, by Ctrl-C for one, has not passed `_after`.
         self._abandon()
-        if self._stream is not None:
-            self._stream.begin()
+        self._stream.begin()
         arguments = {**dict(zip(self._names, args, strict=False)), **kwargs}
         check_forward(arguments, getattr(self._architecture.config, "use_cache", True))
         arguments = {name: value for name, value in arguments.items() if value is not None}
         cache, ids = arguments.get("past_key_values"), arguments["input_ids"]
-        if isinstance(cache, RetainedCache) and self._is_step(cache, ids):
-            self._before_step(cache, ids)
-            defaults = cache.step_inputs(1, ids.device)
+        if self._block == "reading()":
+            forward = _reading(self._method, self._architecture, cache, arguments)
+        elif isinstance(cache, RetainedCache) and self._is_step(cache, ids):
+            if self._segment is not None:
+                if self._segment.cache is not cache:
+                    reason = "must be the cache of the stream that is open"
+                    raise SpecError("past_key_values", type(cache).__name__, reason)
+                self._finish(self._segment)
+            forward = _step(self._method, self._architecture, cache, ids)
         else:
-            place = self._place(cache, arguments)
-            if self._stream is not None and ids.shape[1] > place.until - place.columns:
-                arguments = self._stream.ahead(decoder, arguments, place.until - place.columns)
+            span = self._span(cache, arguments)
+            if self._stream.is_too_long(span):
+                arguments = self._stream.ahead(decoder, arguments, span.segment_end - span.padded_seen)
                 cache = arguments["past_key_values"]
-                place = self._place(cache, arguments)
-            cache, defaults = self._read(cache, arguments["input_ids"], place), place.defaults
-        watcher, self._cache, self._undo = self._segment or self._decider, cache, ExitStack()
-        if watcher is not None:
-            self._undo.enter_context(observing(self._architecture, cache, watcher, watcher.layers))
-        elif not cache.uniform:
-            self._undo.enter_context(observing(self._architecture, cache))
-        return (), {**defaults, **arguments, "past_key_values": cache}
+                span = self._span(cache, arguments)
+            forward = self._segment_forward(cache, arguments["input_ids"], span)
+        self._forward, cache, watcher = forward, forward.cache, forward.watcher
+        if watcher is not None or not cache.uniform:
+            layers = () if watcher is None else watcher.layers
+            forward.undo.enter_context(observing(self._architecture, cache, watcher, layers))
+        return (), {**forward.defaults, **arguments, "past_key_values": cache}
 
     def _is_step(self, cache: RetainedCache, ids: Tensor) -> bool:
         """One query on a filled cache is a decode step, unless it is a piece of a segment."""
-        seen, life = cache.get_seq_length(), self._method.life
-        if ids.shape[1] != 1 or seen == 0 or self._grouping:
-            return False
-        if self._stream is not None:
-            return life is not None and life.decode and not self._stream.cutting
-        if self._segment is not None:
-            return False
-        return self._call is None or seen + 1 >= self._call.until
+        seen = cache.get_seq_length()
+        between = self._segment is None and seen + 1 >= self._call.segment_end
+        return ids.shape[1] == 1 and seen > 0 and not self._block and self._stream.is_step(between)
 
-    def _before_step(self, cache: RetainedCache, ids: Tensor) -> None:
-        check_rows(cache, ids)
-        life, segment = self._method.life, self._segment
-        if segment is not None:
-            if segment.cache is not cache:
-                raise SpecError("past_key_values", type(cache).__name__, "must be the cache of the stream that is open")
-            self._finish(segment)
-        if life is not None and life.decode:
-            check_known(cache)
-        states = cache.states
-        if life is not None and (states.waiting or states.spliced) and states.steps != life.decode:
-            _settle(cache, life)
-        if self._method.policy.cadence.every is not None:
-            self._decider = Step(self._method, self._architecture, cache)
-        self._step = ids
-
-    def _place(self, cache: Any, arguments: Mapping[str, Any]) -> Place:
+    def _span(self, cache: Any, arguments: Mapping[str, Any]) -> ForwardSpan:
         """Where a segment starts or goes on.
 
         Raises:
             SpecError: for tokens that cannot follow; nothing has changed.
         """
-        segment, ids = self._segment, arguments["input_ids"]
+        segment, method = self._segment, self._method
         if segment is not None:
-            check_goes_on(segment, cache, ids)
-        filled = isinstance(cache, RetainedCache) and cache.get_seq_length() > 0
-        if cache is not None and not filled:
-            RetainedCache.check_adoptable(cache)
-        columns: int = cache.get_seq_length() if filled else 0
-        later = filled if segment is None else segment.later
-        defaults, past = {}, torch.ones(len(ids), 0, dtype=torch.bool)
-        if later:
-            check_rows(cache, ids)
-            if segment is None:
-                check_turn(self._method.policy, cache)
-            defaults, tokens = cache.step_inputs(ids.shape[1], ids.device), cache.tokens.expand(len(ids))
-            if "attention_mask" in {**defaults, **arguments}:
-                past = cache.shown.expand(len(ids), -1)
+            segment.check_goes_on(cache, arguments["input_ids"])
+            later, segment_end, before = segment.observed.later, segment.segment_end, segment.observed.text.is_token
         else:
-            past = past if segment is None else segment.shown
-            tokens = past.sum(dim=1)
-        until = self._until(columns) if segment is None else segment.until
-        mask = arguments.get("attention_mask", defaults.get("attention_mask"))
-        shown, positions = check_prompt(
-            self._architecture, {**arguments, "attention_mask": mask}, past, tokens, turn=later,
-            whole=until == ONE_FORWARD,
-        )
-        if not bool(shown.all()):
-            if self._stream is not None:
-                raise SpecError("attention_mask", "zeros", "the rows of a stream start together: no padding")
+            seen = cache.get_seq_length() if isinstance(cache, RetainedCache) else 0
+            later, before = seen > 0, torch.ones(len(arguments["input_ids"]), 0, dtype=torch.bool)
+            segment_end = self._stream.segment_end(seen, OPEN if self._block else self._call.segment_end)
             if later:
-                check_hidden(self._method.policy, cache)
-        if segment is None and later and self._method.life is not None:
-            _settle(cache, self._method.life)
-        if not bool(past.all() and shown.all()):
-            defaults["position_ids"] = positions.to(ids.device)
-        return Place(columns, until, shown, defaults)
+                method.continuation.check_turn(method.policy, cache)
+            elif cache is not None:
+                check_adoptable(cache)
+        if later:
+            span = later_span(self._architecture, arguments, cache, segment_end)
+        else:
+            span = first_span(self._architecture, arguments, before, segment_end)
+        self._stream.check_span(span)
+        if later and span.padded:
+            method.continuation.check_padded(method.policy, cache)
+        if later and segment is None:
+            method.continuation.flush_pending(cache)
+        return span
 
-    def _until(self, columns: int) -> int:
-        if self._stream is not None:
-            return columns + self._stream.C
-        return OPEN if self._grouping else ONE_FORWARD if self._call is None else self._call.until
-
-    def _read(self, cache: Any, ids: Tensor, place: Place) -> RetainedCache:
-        if self._segment is None:
-            config, first = self._architecture.config, place.columns == 0
-            if first:
+    def _segment_forward(self, cache: Any, ids: Tensor, span: ForwardSpan) -> _Forward:
+        segment = self._segment
+        if segment is None:
+            rows_per_prompt = 1
+            if span.padded_seen == 0:
+                config = self._architecture.config
                 cache = RetainedCache(config) if cache is None else RetainedCache.adopt(cache, config)
-            copies = max(1, len(ids) // self._call.rows) if first and self._call is not None else 1
-            self._segment = Segment(self._method, self._architecture, cache, copies, place.until)
-        self._segment.read(ids, place.shown)
-        if self._segment.later and not bool(place.shown.all()):
-            cache.expect(place.shown)
-        return self._segment.cache
+                rows_per_prompt = max(1, len(ids) // self._call.rows)
+            segment = Segment(self._method, self._architecture, cache, rows_per_prompt, span.segment_end)
+            self._segment = segment
+        segment.read(ids, span.is_token)
+        return _Forward(segment.cache, segment, span.defaults, partial(self._end_piece, segment))
+
+    def _end_piece(self, segment: Segment) -> None:
+        if segment.cache.get_seq_length() >= segment.segment_end:
+            self._finish(segment)
+
+    def _finish(self, segment: Segment) -> None:
+        self._segment = None
+        cache, observed = segment.cache, segment.observed
+        goes_on = observed.later or self._stream.endless
+        if goes_on and observed.columns == 1 and observed.text.padding is None:
+            # One query is a decode step.
+            _end_step(self._method, cache, observed.text.input_ids, observed)
+            return
+        with _unusable_after_failure(cache, "a policy failed on its prompt"):
+            decision = segment.finish()
+        kept = decision.records or decision.retentions
+        self.retention = kept if len(kept) > 1 else kept[0]
+        self.cache, self.timings, self.bytes_saved = cache, observed.watch.read(), segment.bytes_saved
+        self.over_budget = decision.over_budget
 
     def _after(self, decoder: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if self._undo is None:
-            return None
-        if output is None:
+        forward = self._forward
+        if forward is None or output is None:
             self._abandon()
             return None
-        self._undo.close()
-        step, self._undo, self._step = self._step, None, None
-        if step is not None:
-            assert self._cache is not None
-            self._after_step(self._cache, step)
-            self._decider = None
-            return None
-        segment = self._segment
-        if segment is not None and segment.cache.get_seq_length() >= segment.until:
-            self._finish(segment)
-        return None if self._stream is None else self._stream.joined(output)
-
-    def _after_step(self, cache: RetainedCache, ids: Tensor) -> None:
-        """A token has been decoded: it waits until a breath is due, or the policy decides at once."""
-        life, decider = self._method.life, self._decider
-        try:
-            if decider is not None:
-                decider.finish()
-            elif life is not None:
-                cache.states = cache.states.wait(ids.detach().clone(), steps=life.decode)
-                if life.due(cache.states):
-                    _settle(cache, life)
-        except BaseException:
-            cache.fail("a decode step failed")
-            raise
+        self._forward = None
+        forward.undo.close()
+        forward.finish()
+        return self._stream.joined(output)
 
     def _abandon(self) -> None:
         """Close a forward that did not come to its end; some layers have its tokens and others do not."""
-        if self._undo is not None:
-            self._undo.close()
-            self._undo = self._segment = self._step = self._decider = None
-            assert self._cache is not None
-            self._cache.fail("a forward failed half way")
-
-    def _close(self, reason: str) -> None:
-        """The context ends: what a stream has read so far is its last segment, any other is given up."""
-        self._abandon()
-        if self._stream is not None and self._segment is not None:
-            self._finish(self._segment)
-        self._drop(reason)
+        forward = self._forward
+        if forward is not None:
+            self._forward = self._segment = None
+            forward.undo.close()
+            forward.cache.fail("a forward failed half way")
 
     def _drop(self, reason: str) -> None:
         """Give up a prompt that did not come to its end."""
@@ -284,73 +248,109 @@ class Session:
             segment, self._segment = self._segment, None
             segment.cache.fail(reason)
 
-    @contextmanager
-    def prompt(self) -> Iterator[None]:
-        """Group the forwards inside the block into one prompt: nothing is evicted until the block ends.
+    def _close(self) -> None:
+        """The context ends: what a stream has read so far is its last segment, any other is given up."""
+        self._abandon()
+        if self._stream.endless and self._segment is not None:
+            self._finish(self._segment)
+        self._drop("its context ended inside a prompt")
 
-        Raises:
-            SpecError: inside another such block, or outside the context.
-        """
-        if self._grouping or self._call is not None or self._exit is None or self._architecture.decoder not in BUSY:
-            raise SpecError("prompt()", "a block", "belongs inside the context, and neither in another nor in generate")
-        if self._stream is not None:
-            raise SpecError("prompt()", "a block", "a stream's segments end every C tokens: no block can hold one open")
-        self._grouping = True
+    @contextmanager
+    def _inside(self, block: str) -> Iterator[None]:
+        """A block of forwards that are read in another way than outside it."""
+        outside = self._exit is None or self._architecture.decoder not in BUSY
+        if self._block or self._call is not NO_CALL or outside:
+            raise SpecError(block, "a block", "belongs inside the context, and neither in another nor in generate")
+        self._stream.check_block(block)
+        self._block = block
         try:
             yield
         except BaseException:
             self._drop("a prompt was left half way")
             raise
         finally:
-            self._grouping = False
+            self._block = ""
         self._abandon()
+
+    @contextmanager
+    def prompt(self) -> Iterator[None]:
+        """Group the forwards inside the block into one prompt: nothing is evicted until the block ends.
+
+        Raises:
+            SpecError: inside another block, in generate or a stream, or outside the context.
+        """
+        with self._inside("prompt()"):
+            yield
         if self._segment is not None:
             self._finish(self._segment)
 
     @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Read tokens behind a prompt and decide nothing: questions, of any number of tokens in any number of forwards.
+
+        Nothing is evicted, a forward of one token is no decode step, and the next turn or step goes on behind what was
+        read. Rows may differ in what they have seen; the texts that are read have no padding.
+
+        Raises:
+            SpecError: inside another block, in generate or a stream, or outside the context. Its forwards: on a cache
+                that has read no prompt, or that the policy cannot go on from.
+        """
+        with self._inside("reading()"):
+            yield
+
+    @contextmanager
     def _generating(self, call: Call) -> Iterator[None]:
-        if self._grouping:
-            raise SpecError("prompt()", "generate", "reads a prompt of its own: not inside the block")
-        if self._stream is not None and call.beams > 1:
-            raise SpecError("num_beams", call.beams, "beams would change places inside a stream's segment")
+        if self._block:
+            raise SpecError(self._block, "generate", "reads a prompt of its own: not inside the block")
+        self._stream.check_beams(call.beams)
         outer, self._call = self._call, call
         try:
             yield
         finally:
             self._call = outer
             self._abandon()
-            if self._stream is None:
+            if not self._stream.endless:
                 self._drop("a prompt was left half way")
 
-    def _finish(self, segment: Segment) -> None:
-        self._segment = None
-        life, cache = self._method.life, segment.cache
-        one, every = segment.columns == 1 and bool(segment.shown.all()), self._method.policy.cadence.every
-        if one and (segment.later or self._stream is not None) and every is None:
-            # One query is a decode step: its token waits.
-            if life is not None and not segment.later:
-                cache.states = life.empty(segment.rows)
-            self._after_step(cache, segment.ids)
-            return
-        try:
-            kept, timings = segment.finish()
-        except BaseException:
-            cache.fail("a policy failed on its prompt")
-            raise
-        retentions = tuple(one.retention if one.records is None else one.records for one in kept)
-        self.retention = retentions if len(retentions) > 1 else retentions[0]
-        self.cache, self.timings, self.bytes_saved = cache, timings, segment.bytes_saved
-        self.over_budget = sum(one.over_budget for one in kept)
+
+@contextmanager
+def _unusable_after_failure(cache: RetainedCache, reason: str) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        cache.fail(reason)
+        raise
 
 
-def _settle(cache: RetainedCache, life: Life) -> None:
-    """The states know all that the cache has seen, and the cache stores what they do: a breath may have evicted.
+def _step(method: Method, architecture: Architecture, cache: RetainedCache, ids: Tensor) -> _Forward:
+    """A forward of one token (rows, 1) that is a decode step."""
+    check_rows(cache, ids)
+    rule, observed = method.continuation, None
+    rule.before_step(method.policy, cache)
+    if rule.step_needs.layers != "none":
+        observed = ObservedSegment(rule.step_needs, architecture, cache)
+        observed.read(ids, torch.ones(ids.shape, dtype=torch.bool))
+    return _Forward(cache, observed, cache.step_inputs(1, ids.device), partial(_end_step, method, cache, ids, observed))
 
-    Raises:
-        SpecError: when they cannot; nothing has changed.
-    """
-    check_known(cache)
-    before, after = cache.states, life.settled(cache.states, cache.observed_keys)
-    if before.spliced or any(new.live is not old.live for new, old in zip(after.rows, before.rows, strict=True)):
-        cache.compact([Retention.shared(state.stored, state.seen) for state in after.rows])
-    cache.states = after
+
+def _end_step(method: Method, cache: RetainedCache, ids: Tensor, observed: ObservedSegment | None) -> None:
+    with _unusable_after_failure(cache, "a decode step failed"):
+        method.continuation.after_step(method.policy, method.budget, cache, ids, observed)
+
+
+def _reading(method: Method, architecture: Architecture, cache: Any, arguments: Mapping[str, Any]) -> _Forward:
+    """A forward inside `reading()`."""
+    if not isinstance(cache, RetainedCache) or cache.get_seq_length() == 0:
+        raise SpecError("past_key_values", "0 tokens", "reading() goes on from a cache that has read a prompt")
+    span, rule = later_span(architecture, arguments, cache, OPEN), method.continuation
+    if span.padded:
+        raise SpecError("attention_mask", "zeros", "padding is not served inside reading()")
+    rule.before_reading(method.policy, cache)
+    observed = ObservedSegment(rule.step_needs, architecture, cache)
+    observed.read(arguments["input_ids"], span.is_token)
+
+    def end() -> None:
+        with _unusable_after_failure(cache, "reading() failed"):
+            rule.after_reading(method.policy, method.budget, cache, arguments["input_ids"], observed)
+
+    return _Forward(cache, observed, span.defaults, end)

@@ -1,1 +1,1 @@
-"""Policies side by side: comparisons, sweeps and our own studies."""
+"""Policies side by side: comparisons and sweeps."""

@@ -1,10 +1,12 @@
-"""Results on disk: one JSON object a line, appended whole or not at all, so that a run can be taken up again."""
+"""Results on disk: one JSON object a line, added by any number of processes, so that a run can be taken up again."""
 
 import json
+import logging
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from spec.errors import SpecError
 
@@ -16,33 +18,37 @@ Row = dict[str, Any]
 def load_rows(path: Path) -> list[Row]:
     """The rows of a results file, oldest first; none if there is no file.
 
+    A last line that a killed process has cut is left out: `append_row` sets it aside.
+
     Raises:
-        SpecError: when a line is no JSON object.
+        SpecError: when any other line is no JSON object.
     """
     if not path.exists():
         return []
-    rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise SpecError("results", f"{path}:{number}", f"is no JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise SpecError("results", f"{path}:{number}", "must be a JSON object")
-        rows.append(row)
-    return rows
+    with path.open("rb") as file:
+        _lock(file, alone=False)
+        *lines, last = file.read().split(b"\n")
+    if _is_row(last):
+        lines.append(last)
+    return [_row(line, path, number) for number, line in enumerate(lines, 1)]
 
 
 def append_row(path: Path, row: Row) -> None:
-    """Add one row. The new file replaces the old in one step, so a reader sees it with the row or without."""
-    text = "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in [*load_rows(path), row])
+    """Add one row, on the disk when this returns. Processes may share the file: each waits until it is alone in it.
+
+    A cut last line is first moved to a file beside this one, `.cut` behind its name, and a warning says so. Where there
+    are no POSIX locks (Windows), one process at a time may write.
+
+    Raises:
+        OSError: from the file system.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
+    with path.open("a+b") as file:
+        _lock(file, alone=True)
+        _end_last_line(file, path)
+        file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 def find_row(rows: Sequence[Row], identity: Mapping[str, Any]) -> Row | None:
@@ -51,3 +57,54 @@ def find_row(rows: Sequence[Row], identity: Mapping[str, Any]) -> Row | None:
         if all(row.get(key) == value for key, value in identity.items()):
             return row
     return None
+
+
+def _lock(file: BinaryIO, alone: bool) -> None:
+    """Wait for other processes' rows; held until the file is closed."""
+    if sys.platform != "win32":
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+
+
+def _end_last_line(file: BinaryIO, path: Path) -> None:
+    """Leave whole lines: a row that only lacks its end gets one, any other rest goes to the file beside."""
+    rest = _last_line(file)
+    if _is_row(rest):
+        file.write(b"\n")
+    elif rest:
+        aside = path.with_name(f"{path.name}.cut")
+        with aside.open("ab") as kept:
+            kept.write(rest + b"\n")
+        file.truncate(file.seek(0, os.SEEK_END) - len(rest))
+        logging.getLogger(__name__).warning(
+            "%s: its last line was cut, after %d bytes; it is now in %s", path, len(rest), aside.name
+        )
+
+
+def _last_line(file: BinaryIO, step: int = 1 << 16) -> bytes:
+    """What stands behind the last newline."""
+    start, rest = file.seek(0, os.SEEK_END), b""
+    while start and b"\n" not in rest:
+        size = min(step, start)
+        start = file.seek(start - size)
+        rest = file.read(size) + rest
+    return rest.rpartition(b"\n")[2]
+
+
+def _is_row(line: bytes) -> bool:
+    """Whether a line without an end is a whole row: no shorter part of a JSON object is one."""
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
+
+
+def _row(line: bytes, path: Path, number: int) -> Row:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise SpecError("results", f"{path}:{number}", f"is no JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise SpecError("results", f"{path}:{number}", "must be a JSON object")
+    return row

@@ -5,52 +5,72 @@ Filler is made of whole sentences: the last few are chosen so that their lengths
 sentences adds up (a handful of tokens) is one cut short.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 
-from models_integration.tasks.filler import Filler
-from models_integration.tasks.sample import TaskTokenizer, decode, encode
+from models_integration.tasks.sentences import Filler
 from spec.errors import SpecError
+
+__all__ = [
+    "Anchor", "Assembled", "FillerStream", "TaskTokenizer", "assemble", "decode", "encode", "joiner", "opening_ids",
+]
 
 _PROBE = "The end."
 _PLANNED = 1024
 """Rests up to this many tokens are planned exactly; above it any sentence of ordinary length can come next."""
 
 
-@dataclass(frozen=True, slots=True)
+class TaskTokenizer(Protocol):
+    """The two methods that the tasks use; every `transformers` tokenizer has them."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str | list[str]: ...
+
+
+@dataclass(frozen=True)
 class Anchor:
     """A sentence that must stand at a given place.
 
     Attributes:
-        text: The sentence.
-        fraction: Share of all filler that comes before it, in [0, 1]; ties keep the given order.
+        text: the sentence.
+        fraction: share of all filler that comes before it, in [0, 1]; ties keep the given order.
     """
 
     text: str
     fraction: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Assembled:
-    """Token ids and, for each anchor in the given order, its span ``[start, stop)``."""
+    """Token ids and, for each anchor in the given order, its span `[start, stop)`."""
 
     ids: tuple[int, ...]
     spans: tuple[tuple[int, int], ...]
 
 
+def encode(tokenizer: TaskTokenizer, text: str) -> tuple[int, ...]:
+    """Token ids of `text` alone, without special tokens."""
+    return tuple(int(token) for token in tokenizer.encode(text, add_special_tokens=False))
+
+
+def decode(tokenizer: TaskTokenizer, ids: Sequence[int]) -> str:
+    """Text of `ids` without special tokens."""
+    return str(tokenizer.decode([int(token) for token in ids], skip_special_tokens=True))
+
+
 def joiner(tokenizer: TaskTokenizer) -> str:
-    """Return what must precede a sentence so that ids joined one after the other decode with single spaces."""
+    """What must precede a sentence so that ids joined one after the other decode with single spaces."""
     twice = encode(tokenizer, _PROBE) * 2
     return "" if decode(tokenizer, twice).strip() == f"{_PROBE} {_PROBE}" else " "
 
 
 def opening_ids(tokenizer: TaskTokenizer) -> tuple[int, ...]:
-    """Return the special tokens that the tokenizer itself puts before a text (often one, often none)."""
+    """The special tokens that the tokenizer itself puts before a text (often one, often none)."""
     plain = encode(tokenizer, _PROBE)
     full = tuple(int(token) for token in tokenizer.encode(_PROBE, add_special_tokens=True))
     starts = (start for start in range(len(full)) if full[start : start + len(plain)] == plain)
@@ -59,7 +79,7 @@ def opening_ids(tokenizer: TaskTokenizer) -> tuple[int, ...]:
 
 @lru_cache(maxsize=256)
 def _reachable(sizes: frozenset[int]) -> tuple[bool, ...]:
-    """Tell for every total up to ``_PLANNED`` whether sentences of these sizes can add up to it."""
+    """For every total up to `_PLANNED`, whether sentences of these sizes can add up to it."""
     reached = [True] + [False] * _PLANNED
     for total in range(1, _PLANNED + 1):
         reached[total] = any(size <= total and reached[total - size] for size in sizes)
@@ -77,13 +97,13 @@ class FillerStream:
         self._reachable = _reachable(frozenset(len(ids) for ids in self._sentences))
 
     def fits(self, total: int) -> bool:
-        """Tell whether whole sentences can add up to ``total`` tokens."""
+        """Whether whole sentences can add up to `total` tokens."""
         return total > _PLANNED or self._reachable[total]
 
     def nearest_fit(self, total: int, largest: int) -> int:
-        """Return the number of tokens nearest to ``total`` that whole sentences reach, the smaller on ties.
+        """The number of tokens nearest to `total` that whole sentences reach, the smaller on ties.
 
-        The rest up to ``largest`` must be reachable as well; where nothing is, ``total`` itself is returned.
+        The rest up to `largest` must be reachable as well; where nothing is, `total` itself is returned.
         """
         for distance in range(largest + 1):
             for candidate in (total - distance, total + distance):
@@ -97,7 +117,7 @@ class FillerStream:
         return sentence
 
     def _next_whole(self, rest: int) -> tuple[int, ...]:
-        """Return the next sentence after which the rest still adds up; a cut one if there is none."""
+        """The next sentence after which the rest still adds up; a cut one if there is none."""
         for _ in self._sentences:
             sentence = self._advance()
             if len(sentence) <= rest and self.fits(rest - len(sentence)):
@@ -106,7 +126,7 @@ class FillerStream:
         return max(fitting, key=len) if fitting else self._advance()[:rest]
 
     def take(self, total: int) -> tuple[int, ...]:
-        """Return exactly ``total`` tokens of filler."""
+        """Exactly `total` tokens of filler."""
         taken: list[int] = []
         while len(taken) < total:
             taken.extend(self._next_whole(total - len(taken)))
@@ -123,9 +143,12 @@ def _anchor_ids(tokenizer: TaskTokenizer, anchors: Sequence[Anchor], order: Sequ
 def assemble(
     tokenizer: TaskTokenizer, anchors: Sequence[Anchor], filler: Filler, length: int, rng: np.random.Generator
 ) -> Assembled:
-    """Join the tokenizer's opening tokens, the anchors and filler into exactly ``length`` tokens.
+    """Join the tokenizer's opening tokens, the anchors and filler into exactly `length` tokens.
 
-    The filler starts at a random sentence. Raises :class:`SpecError` if the anchors alone are longer.
+    The filler starts at a random sentence.
+
+    Raises:
+        SpecError: when the anchors alone are longer.
     """
     order = sorted(range(len(anchors)), key=lambda i: anchors[i].fraction)
     encoded = _anchor_ids(tokenizer, anchors, order)

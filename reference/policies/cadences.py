@@ -11,7 +11,7 @@ from spec.errors import SpecError
 from spec.policy import Observation, Policy, Running, RunningScorer, Scores, Selection
 from spec.retention import Retention
 
-__all__ = ["advance", "advance_turn", "start"]
+__all__ = ["advance", "advance_turn", "start", "take_up"]
 
 
 def start(policy: Policy, budget: Budget, observation: Observation) -> tuple[Retention, Running]:
@@ -51,6 +51,15 @@ def advance_turn(
     """
     live, scores, B = _grown(policy, budget, running, observation, tokens)
     return _cut(policy, B, live, scores, observation.seen)
+
+
+def take_up(policy: Policy, budget: Budget, running: Running, observation: Observation, tokens: int) -> Running:
+    """Text that is read and decided about by nobody: its `tokens` join the cache and the records, each as in a step.
+
+    Implements: PO-READ
+    """
+    live, scores, _ = _grown(policy, budget, running, observation, tokens)
+    return Running(live, scores.carry)
 
 
 def _grown(

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from conformance.assurance import trace
 from conformance.assurance.mutation.mutants import Mutant, module_name, source_files
+from conformance.items import items_of
 
 __all__ = ["Judges", "Selection", "read_code", "test_modules"]
 
@@ -127,7 +128,7 @@ def read_code(root: Path) -> Judges:
                 for module in (node.module, *(f"{node.module}.{alias.name}" for alias in node.names)):
                     code.importers.setdefault(module, set()).add(who)
     pages = [path.read_text(encoding="utf-8") for path in sorted((root / "spec").glob("*.md"))]
-    known = {name for page in pages for name, _ in trace.items_of(page)}
+    known = {name for page in pages for name, _ in items_of(page)}
     for path in source_files(root):
         _read_module(code, known, path.relative_to(root).as_posix(), path.read_text(encoding="utf-8"))
     for at in code.items:

@@ -24,6 +24,7 @@ from spec import SPEC_VERSION
 __all__ = ["main"]
 
 SUBTLE_AT_LEAST = 40
+REPORT = Path("results", "saboteurs.md")
 
 
 def selected(part: str | None, item: str | None) -> list[Saboteur]:
@@ -92,7 +93,7 @@ def report(rows: list[str], score: str) -> str:
     versions = ", ".join(f"{name} {version(name)}" for name in ("numpy", "hypothesis", "pytest"))
     return f"""# Saboteurs: how strong the suite is
 
-`nox -s saboteurs -- --report results/saboteurs.md`, {date.today()}, spec {SPEC_VERSION}, profile ci,
+`nox -s saboteurs`, {date.today()}, spec {SPEC_VERSION}, profile ci,
 Python {python_version()}, {versions}, {os.cpu_count()} CPU cores.
 
 {score}.
@@ -115,7 +116,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--item", metavar="ID", help="those of one item")
     parser.add_argument("--list", action="store_true", help="name them and what they get wrong")
     parser.add_argument("--workers", type=int, default=2, help="processes at a time")
-    parser.add_argument("--report", metavar="FILE.md", type=Path, help="write the table of a whole run")
+    parser.add_argument(
+        "--report", metavar="FILE.md", type=Path, default=REPORT, help=f"where a run of all writes its table; {REPORT}"
+    )
     options = parser.parse_args(arguments)
     chosen = selected(options.k, options.item)
     if not chosen:
@@ -124,8 +127,6 @@ def main(arguments: list[str] | None = None) -> int:
         print("\n".join(f"{saboteur.name:55} {saboteur.reading}" for saboteur in chosen))
         return 0
     whole = len(chosen) == len(SABOTEURS)
-    if options.report and not whole:
-        parser.error("--report is for a run of all")
     start, results, rows = perf_counter(), list[tuple[Verdict, int]](), list[str]()
     for saboteur, result in zip(chosen, trials([s.name for s in chosen], options.workers), strict=True):
         results.append(result)
@@ -133,7 +134,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(rows[-1], flush=True)
     text, every = summary(results, perf_counter() - start)
     print(text)
-    if options.report:
+    if whole:
         options.report.parent.mkdir(parents=True, exist_ok=True)
         options.report.write_text(report(rows, text), encoding="utf-8")
     few = whole and sum(a >= INPUTS / 2 for _, a in results) < SUBTLE_AT_LEAST

@@ -22,7 +22,10 @@ __all__ = ["Verdict", "items_by_module", "judge", "modules_of", "warm"]
 CONFORMANCE = ROOT / "conformance"
 # Their markers are made from the pages, so no literal names them.
 OWN = CONFORMANCE / "own"
-EXAMPLES = (OWN / "spec" / "test_examples.py", OWN / "models_integration" / "archive" / "test_examples.py")
+EXAMPLES = (
+    OWN / "spec" / "test_examples.py", OWN / "spec" / "test_nestedkv_examples.py",
+    OWN / "models_integration" / "archive" / "test_examples.py",
+)
 # What tests import, by far the slowest part of a trial where each has to load it.
 SLOW_TO_LOAD = ("hypothesis", "numba", "torch", "transformers.models.llama.modeling_llama")
 

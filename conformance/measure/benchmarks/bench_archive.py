@@ -14,13 +14,31 @@ from statistics import median
 from time import perf_counter
 
 import pytest
+import torch
+from torch import Tensor
 
-from conformance.own.models_integration.archive.chunks import chunk
+from models_integration.archive.objects import ALL, Manifest, ids_digest
 from models_integration.archive.store import Archive
+from models_integration.model.identity import ModelIdentity
 
 TOKENS, LAYERS = 8192, 28  # of two heads of 8 channels: 14 MiB in bfloat16, a turn of 256 tokens of a 7B model
 ROUNDS = 11
 PUT_AT_LEAST, GET_AT_LEAST = 0.5, 0.8
+
+
+def chunk(seed: int) -> tuple[Manifest, dict[str, Tensor]]:
+    """The manifest and the tensors of a raw chunk of random keys and values."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 1000, (TOKENS,), generator=generator)
+    tensors = {
+        f"{layer}.{name}": torch.randn((2, TOKENS, 8), generator=generator).to(torch.bfloat16)
+        for layer in range(LAYERS) for name in ("k", "v")
+    }
+    manifest = Manifest(
+        "alice", ids_digest(ids.tolist()), TOKENS, "raw", 0, (), 0, TOKENS, "none", tuple(range(LAYERS)), ALL,
+        ModelIdentity("weights", "float32", "rotation", "config", "bfloat16"), float(seed),
+    )
+    return manifest, {"token_ids": ids, **tensors}
 
 
 def plain_write(path: Path, data: bytes) -> float:
@@ -42,7 +60,7 @@ def test_put_and_get_keep_up_with_the_disk(tmp_path: Path) -> None:
     put, get, write, read = [], [], [], []
     with Archive(tmp_path / "archive") as archive:
         for seed in range(ROUNDS):
-            manifest, tensors = chunk(seed, tokens=TOKENS, layers=LAYERS)
+            manifest, tensors = chunk(seed)
             start = perf_counter()
             key = archive.put(manifest, tensors)
             put.append(perf_counter() - start)
@@ -65,7 +83,7 @@ def test_an_encrypted_get_keeps_up_with_decryption(tmp_path: Path) -> None:
     ring = Keyring(tmp_path / "keys", bytes(32))
     get, read = [], []
     with Archive(tmp_path, ring) as archive:
-        key = archive.put(*chunk(0, tokens=TOKENS, layers=LAYERS))
+        key = archive.put(*chunk(0))
         path = tmp_path / "objects" / key[:2] / f"{key}.safetensors"
         aead, data = ring.cipher("alice")._aead, path.read_bytes()
         header = data[: 8 + int.from_bytes(data[:8], "little")]

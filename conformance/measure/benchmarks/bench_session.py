@@ -14,12 +14,11 @@ from statistics import median
 import torch
 
 from conformance.measure.benchmarks.bench_breath import ENDS, SEEN, state
-from conformance.own.models_integration.session.families import build
+from conformance.measure.tiny_llama import tiny_llama
 from models_integration import CrystalCache, RetainedCache
-from models_integration.cache.dense_layer import RetainedLayer
-from models_integration.cache.positions import StoredRows
-from models_integration.cache.row_states import RowStates
-from models_integration.cache.slots import Plan
+from models_integration.cache.crystal_states import CrystalStates
+from models_integration.cache.dense_layer import DenseLayer
+from models_integration.cache.positions import Plan, StoredRows
 from spec.parameters import PAPER
 
 __all__ = ["measured"]
@@ -33,21 +32,21 @@ def filled(cache: RetainedCache) -> RetainedCache:
     kept = torch.tensor(known.stored)[None]
     for layer in cache.full_layers:
         tensor = torch.randn(1, 2, kept.shape[1], 12)
-        layer.update(tensor, tensor.clone())
-        layer.rows, layer.evicted = StoredRows(kept, torch.tensor([SEEN])), SEEN - kept.shape[1]
-    cache.states = RowStates((replace(known, step=0),), SEEN)
+        assert isinstance(layer, DenseLayer)
+        layer.restore(tensor, tensor.clone(), StoredRows(kept, torch.tensor([SEEN])), SEEN - kept.shape[1])
+    cache.continuation = CrystalStates((replace(known, step=0),), SEEN)
     return cache
 
 
 def measured() -> dict[str, list[float]]:
     """Milliseconds: of the bare model's steps, of steps and breaths inside the context, and of gathers."""
     torch.set_num_threads(1)
-    model, method = build("llama"), CrystalCache(0.5, ENDS, PAPER, "numba", decode=True)
+    model, method = tiny_llama(), CrystalCache(0.5, ENDS, PAPER, "numba", decode=True)
     on, off = filled(RetainedCache(model.config)), filled(RetainedCache(model.config))
     times: dict[str, list[float]] = {name: [] for name in ("off", "step", "breath", "gather")}
-    follow, gathers = RetainedLayer.follow, list[float]()
+    follow, gathers = DenseLayer.follow, list[float]()
 
-    def timed(layer: RetainedLayer, plan: Plan) -> None:
+    def timed(layer: DenseLayer, plan: Plan) -> None:
         began = time.process_time()
         follow(layer, plan)
         gathers.append(1e3 * (time.process_time() - began))
@@ -57,7 +56,7 @@ def measured() -> dict[str, list[float]]:
         model(input_ids=ids, past_key_values=cache)
         return 1e3 * (time.process_time() - began)
 
-    RetainedLayer.follow = timed  # type: ignore[method-assign, assignment]
+    DenseLayer.follow = timed  # type: ignore[method-assign, assignment]
     try:
         with torch.no_grad():
             for round_ in range(WARM + ROUNDS):
@@ -70,7 +69,7 @@ def measured() -> dict[str, list[float]]:
                         times["breath" if number == PAPER.T_breath else "step"].append(step(on))
                 times["gather"].append(sum(gathers))
     finally:
-        RetainedLayer.follow = follow  # type: ignore[method-assign]
+        DenseLayer.follow = follow  # type: ignore[method-assign]
     return times
 
 

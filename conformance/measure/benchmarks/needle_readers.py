@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from models_integration import FullCache, Published
 from models_integration.pocket import load_pocket
-from models_integration.studies.compare.runner import answer
+from models_integration.studies.compare.run import answer
 from models_integration.tasks import MAX_NEW_TOKENS, Placement, Sample, draw_sample, place, score
 
 __all__ = ["answers_of", "main", "masses", "opened"]
@@ -28,7 +28,7 @@ def opened(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Placement:
     (first,) = tokenizer.encode(" The", add_special_tokens=False)
     opening = (first, *sample.context_ids[start + 1 : start + words.index("is") + 1])
     ids = (*sample.context_ids, *sample.question_ids, *opening)
-    return Placement("paper", ids, 0, 0, (), True, "the answer's opening stood in the prompt")
+    return Placement("paper", ids, 0, ())
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from models_integration.pocket import load_pocket
-from models_integration.tasks.cells import TASKS, draw_sample
+from models_integration.tasks import TASKS, draw_sample
 from reference import nestedkv as nk
 from reference.directions import unit_keys
 from spec.parameters import NESTEDKV

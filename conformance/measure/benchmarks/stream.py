@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from conformance.own.models_integration.session.families import ENDS, VOCABULARY, build
+from conformance.measure.tiny_llama import ENDS, VOCABULARY, tiny_llama
 from models_integration import CrystalCache, RetainedCache
 from spec.parameters import PAPER
 
@@ -56,8 +56,7 @@ def streamed(n: int, piece: int, backend: str) -> Iterator[Row]:
     Raises:
         AssertionError: when a stored key is not that of its position.
     """
-    model = build("llama")
-    assert isinstance(model, LlamaForCausalLM)
+    model = tiny_llama()
     ids = torch.randint(3, VOCABULARY, (n,), generator=torch.Generator().manual_seed(5))
     cache = RetainedCache(model.config)
     method = CrystalCache(BUDGET, ENDS, PARAMETERS, backend, stream=True)

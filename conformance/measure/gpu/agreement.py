@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from conformance import tolerances as compare
+from conformance import tolerances
 from conformance.tolerances import Interval
 from reference.backend import BACKEND
 from reference.crystalcache import prefill
@@ -56,23 +56,23 @@ def coattention_complaints(
     for c in range(0, n, p.C):
         stop = min(n, c + p.C)
         rows = slice(c, stop)
-        error = compare.attention_error(q[:, rows], k[:, :stop], scaling, softcap, precision)
+        error = tolerances.attention_error(q[:, rows], k[:, :stop], scaling, softcap, precision)
         A = attention(q[:, rows], k[:, :stop], at[rows], at[:stop], scaling, softcap)
         own = A[:, :, c:]
         S = np.clip(np.sort(own.sum(axis=1), axis=0)[::-1][: p.k_heads].sum(axis=0), p.M_min, p.M_max)
-        radius = compare.salience_radius(own, error, p.k_heads, p.M_min, precision)
+        radius = tolerances.salience_radius(own, error, p.k_heads, p.M_min, precision)
         far = np.flatnonzero(~(np.abs(found.salience[rows] - S) <= radius))
         if len(far):
             yield f"salience of {len(far)} tokens from {c + far[0]} on is outside its box"
         mean: Matrix = A.mean(axis=0)
         unit = row_normalise(mean[:, c:], p.epsilon)
         cosine = unit @ unit.T
-        relative = compare.cosine_error(error[:, None], error, stop - c, len(q), precision)
+        relative = tolerances.cosine_error(error[:, None], error, stop - c, len(q), precision)
         index = np.where(found.intra[rows] >= 0, found.intra[rows] - c, -1)
         others = ~np.eye(stop - c, dtype=np.bool_)
         boxes = _Boxes(cosine, cosine * relative, others)
         yield from boxes.complaints(f"inside the chunk at {c}", index, found.intra_weight[rows], p.tau_intra)
-        relative = error + compare.gamma(len(q) + 2, precision) + compare.gamma(len(q) + 2, "float64")
+        relative = error + tolerances.gamma(len(q) + 2, precision) + tolerances.gamma(len(q) + 2, "float64")
         earlier = mean[:, :c]
         boxes = _Boxes(earlier, earlier * relative[:, None], np.ones(earlier.shape, dtype=np.bool_))
         where = f"before the chunk at {c}"
@@ -93,7 +93,7 @@ class _Boxes:
         Of the columns not chosen only the strongest matters: by its least possible weight, then by its index. If
         that one need not be chosen, none need be.
         """
-        radius = self.radius + compare.SMALLEST["float32"]
+        radius = self.radius + tolerances.SMALLEST["float32"]
         least = np.where(self.admitted, (self.centre - radius).astype(np.float32), -np.inf)
         for row, (places, w) in enumerate(zip(index.tolist(), weight.tolist(), strict=True)):
             chosen = [j for j in places if j != -1]
@@ -107,5 +107,6 @@ class _Boxes:
             boxes = {j: Interval.around(self.centre[row, j], radius[row, j]) for j in [*chosen, *other]}
             inside = all(x in boxes[j] for j, x in zip(chosen, w, strict=False))
             order = [(-np.float32(x), j) for j, x in zip(chosen, w, strict=False)]
-            if not (inside and order == sorted(order) and compare.list_is_realisable(chosen, boxes, len(places), tau)):
+            legal = inside and order == sorted(order)
+            if not (legal and tolerances.list_is_realisable(chosen, boxes, len(places), tau)):
                 yield f"row {row}, neighbours {where}: {places} with {w}"

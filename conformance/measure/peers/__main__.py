@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from itertools import combinations
 
+from conformance.measure.peers.differences import OURS, READINGS
 from conformance.measure.peers.inputs import Inputs, drawn
 from conformance.measure.peers.presses import FUTURE, KERNEL, PRESSES, SINK, VERSION, C, W, kept_by_press
-from conformance.measure.peers.readings import OURS, READINGS
 from conformance.paths import DOCS
 
 __all__ = ["main"]

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conformance import tolerances as compare
-from conformance.checks import stages as checks
+from conformance import tolerances
+from conformance.checks import stage_checks
 from conformance.oracles import s1, s6
 from conformance.own.conformance.float32 import WRONG, float32_backend
 from conformance.strategies.prompts import Prompt, random_prompt
@@ -46,7 +46,7 @@ def run(backend: Backend) -> list[CrystalRetention]:
 
 def rejected(found: list[CrystalRetention], precision: str) -> int:
     pairs = zip(found, problems(), strict=True)
-    return sum(next(checks.retention(result, prompt, precision), None) is not None for result, prompt in pairs)
+    return sum(next(stage_checks.retention(result, prompt, precision), None) is not None for result, prompt in pairs)
 
 
 def test_the_reference_is_accepted_in_float64() -> None:
@@ -63,7 +63,7 @@ def test_the_comparator_rarely_abstains() -> None:
     for prompt in random_prompts(6, ABSTENTION_CASES):
         found = prefill(**prompt.arguments, backend=float32_backend())
         if found.kept.tolist() != prefill(**prompt.arguments).kept.tolist():
-            assert not list(checks.retention(found, prompt, "float32"))
+            assert not list(stage_checks.retention(found, prompt, "float32"))
             abstained += 1
     assert abstained < ABSTENTION_CASES / 100
 
@@ -97,7 +97,7 @@ def forged(found: CrystalRetention, rng: np.random.Generator) -> CrystalRetentio
         return None
     a, b = rng.choice(gone), rng.choice(kept)
     ell = [float(found.trunks.impact[g]) for g in alive]
-    if abs(found.scores[a] - found.scores[b]) <= compare.normalised_radius(ell, SMALL.epsilon):
+    if abs(found.scores[a] - found.scores[b]) <= tolerances.normalised_radius(ell, SMALL.epsilon):
         return None
     scores = found.scores.copy()
     scores[[a, b]] = scores[[b, a]]
@@ -105,7 +105,7 @@ def forged(found: CrystalRetention, rng: np.random.Generator) -> CrystalRetentio
 
 
 def with_scores(found: CrystalRetention, scores: np.ndarray[Any, Any]) -> CrystalRetention:
-    lists = checks.trunk_lists(found.trunks)
+    lists = stage_checks.trunk_lists(found.trunks)
     given = {g: x for g, x in enumerate(scores.tolist()) if not found.protected[g]}
     result = s6.dissolve(
         lists, given, found.impact.tolist(), found.graph.D.tolist(), found.protected.tolist(), found.budget,
@@ -122,7 +122,7 @@ def test_a_swap_with_forged_scores_outside_the_radius_is_rejected() -> None:
     rng = np.random.default_rng(4)
     pairs = [(forged(found, rng), prompt) for found, prompt in zip(reference(), problems(), strict=True)]
     usable = [(found, prompt) for found, prompt in pairs if found is not None]
-    caught = sum(next(checks.retention(found, prompt, "float32"), None) is not None for found, prompt in usable)
+    caught = sum(next(stage_checks.retention(found, prompt, "float32"), None) is not None for found, prompt in usable)
     assert len(usable) > CASES * 0.8
     assert caught >= len(usable) * 0.99
 
@@ -131,10 +131,10 @@ def test_the_box_holds_what_float32_computes_and_is_narrow() -> None:
     """Sound on every token, and narrower than 1e-3 of the value, so that it decides."""
     for prompt in problems()[:30]:
         inputs = prompt.inputs
-        error = compare.attention_error(inputs.q, inputs.k, inputs.scaling, inputs.softcap, "float32")
+        error = tolerances.attention_error(inputs.q, inputs.k, inputs.scaling, inputs.softcap, "float32")
         assert (error > 0).all()
         assert error.max() < 1e-3
-        assert compare.attention_error(inputs.q, inputs.k, inputs.scaling, inputs.softcap, "float64").max() < 1e-11
+        assert tolerances.attention_error(inputs.q, inputs.k, inputs.scaling, inputs.softcap, "float64").max() < 1e-11
 
 
 def boxes(*centres: float, radius: float) -> dict[int, Interval]:

@@ -118,6 +118,15 @@ def test_a_parameter_named_backend_is_not_the_judged_one(tmp_path: Path) -> None
     assert "1 deselected" in run(tmp_path, "--backend", "mine:CRYSTAL").stdout
 
 
+@pytest.mark.parametrize(
+    ("asked", "outcome"), [("numpy", "1 passed"), ("mine", "1 passed"), ("other", "1 deselected")],
+)
+def test_a_test_of_one_backend_s_code_runs_for_that_backend(tmp_path: Path, asked: str, outcome: str) -> None:
+    text = "import pytest\n\n@pytest.mark.judges('mine')\ndef test_of_mine():\n    pass\n"
+    (tmp_path / "test_mine.py").write_text(text, encoding="utf-8")
+    assert outcome in run(tmp_path, "--backend", asked, "--strict-markers").stdout
+
+
 def test_the_suite_runs_from_outside_the_tree(tmp_path: Path) -> None:
     result = run(tmp_path, "--pyargs", "conformance.suite.test_score", "--backend", "reference.backend:BACKEND")
     assert result.returncode == 0, result.stdout

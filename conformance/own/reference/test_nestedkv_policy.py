@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.oracles import nestedkv as oracle
+from conformance.strategies.keys import keys, seeds
 from conformance.strategies.policy_cases import CASES, decided, drawn
-from conformance.suite.test_nestedkv import keys, seeds
 from reference import policies
 from spec.backend import Backend, resolve
 from spec.budget import Budget

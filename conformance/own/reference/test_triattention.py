@@ -232,7 +232,7 @@ def test_a_file_brings_back_every_bit(tmp_path: Path) -> None:
         assert getattr(after, name).tobytes() == getattr(before, name).tobytes()
     assert after.identity.inv_freq.tobytes() == before.identity.inv_freq.tobytes()
     with np.load(tmp_path / "mine.npz") as archive:
-        assert json.loads(str(archive["header"]))["format"] == "kvspec.triattention/1"
+        assert json.loads(str(archive["header"]))["format"] == "kvspec.triattention/2"
 
 
 @pytest.mark.spec(id="TA-CALIBRATION")
@@ -286,7 +286,7 @@ def test_a_file_that_is_no_calibration_is_refused(kind: str, tmp_path: Path) -> 
         if kind == "archive":
             del parts["mean"]
         if kind == "format":
-            parts["header"] = np.array(str(parts["header"]).replace("triattention/1", "triattention/2"))
+            parts["header"] = np.array(str(parts["header"]).replace("triattention/2", "triattention/1"))
         if kind == "frequencies":
             parts["inv_freq"] = parts["inv_freq"] * 2
         if kind == "scores":

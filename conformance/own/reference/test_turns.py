@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conformance import tolerances as compare
+from conformance import tolerances
 from conformance.oracles import policies as oracle
 from conformance.own.reference.test_decoding import one_head
 from conformance.strategies.policy_cases import CASES, Inputs, drawn, observation, plain
@@ -186,11 +186,11 @@ def scores_itself(policy: Policy, inputs: Inputs) -> bool:
             alone = policy.scorer(replace(own_view(policy, inputs, g), B=6), protected)
         except SpecError:
             return False
-        if not compare.scores_agree(alone.values[0], row.tolist()):
+        if not tolerances.scores_agree(alone.values[0], row.tolist()):
             return False
         if together.signatures is not None and alone.signatures is not None:
             own = together.signatures[g // (len(together.values) // len(together.signatures))]
-            if not compare.scores_agree(alone.signatures[0].ravel(), own.ravel().tolist()):
+            if not tolerances.scores_agree(alone.signatures[0].ravel(), own.ravel().tolist()):
                 return False
     return True
 

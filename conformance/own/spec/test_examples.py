@@ -12,7 +12,7 @@ from conformance.checks.essay_examples import ESSAY_ADAPTERS
 from conformance.items import items_of
 from conformance.paths import SPEC
 from conformance.vectors.arrays import flags, floats, integers, plain
-from conformance.vectors.case import decoded, parameters_of
+from conformance.vectors.json_values import decoded, parameters_of
 from conformance.vectors.subject_decode import DECODE_BY_ITEM
 from reference.crystalcache import coattention as s1
 from reference.crystalcache import compaction, dissolution, graph, impact, protection, score, sentences, trunks

@@ -12,9 +12,9 @@ import pytest
 from conformance import tolerances
 from conformance.assurance.implementer_tables import JUDGED, PAGE, TABLES, filled, operations
 from conformance.assurance.trace import NO_STAGE, read_tree
+from conformance.assurance.vector_writer.expected import OPERATIONS
+from conformance.checks.vector_checks import BOUNDED
 from conformance.paths import ROOT, SPEC
-from conformance.vectors.expected import OPERATIONS
-from conformance.vectors.judge import BOUNDED
 from conformance.vectors.subject import STAGES
 from reference.backend import BACKEND
 from spec import backend as protocols

@@ -9,6 +9,7 @@ from conformance.assurance.policy_table import PROPERTIES, REASONS, TABLE, rende
 from conformance.paths import SPEC
 from conformance.plugin import sparingly
 from conformance.strategies.policy_cases import CASES, drawn
+from reference.policies.names import POLICIES
 
 PAGE = SPEC / "policies.md"
 SEARCHED = 300
@@ -48,6 +49,12 @@ def test_what_is_not_promised_has_a_counterexample(name: str, promise: str) -> N
 def test_a_policy_bears_the_name_of_its_row(name: str) -> None:
     """Results of runs are filed under it; a mode has no name of its own, and a composition names its host."""
     assert CASES[name].policy(drawn(1)).name == OTHER_NAMES.get(name, name)
+
+
+def test_every_name_that_users_give_has_a_row() -> None:
+    """But for the full cache, and CrystalCache, which has pages of its own."""
+    assert set(POLICIES) - set(TABLE) == {"crystalcache", "fullcache"}
+    assert set(TABLE) - set(POLICIES) == {"epicache", "diversity", "diversity-in-adakv"}
 
 
 def test_the_page_shows_this_table() -> None:

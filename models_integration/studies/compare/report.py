@@ -2,17 +2,16 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from rich.table import Table
 
+from models_integration.studies.compare.rules import verdict
 from models_integration.studies.results import Row
 from reference.statistics import wilson
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-__all__ = ["comparison_table", "control_table", "draw"]
+__all__ = ["TITLES", "comparison_table", "control_table", "draw"]
 
 TITLES = {"needle": "Needle", "delayed_association": "Delayed association"}
 
@@ -34,13 +33,13 @@ def comparison_table(rows: Sequence[Row]) -> Table:
     return table
 
 
-def control_table(rows: Sequence[Row], verdicts: Sequence[str]) -> Table:
+def control_table(rows: Sequence[Row]) -> Table:
     """The controls with what each must show."""
     table = Table(title="Controls")
     for heading in ("control", "task", "exact match", "must be", ""):
         table.add_column(heading)
-    for row, verdict in zip(rows, verdicts, strict=True):
-        bound, passed = verdict.split("; ")
+    for row in rows:
+        bound, passed = verdict(row).split("; ")
         colour = "green" if passed == "holds" else "red"
         task = TITLES.get(row["task"], row["task"])
         share = f"{row['accuracy']:.2f} ({row['correct']}/{row['n']})"
@@ -50,13 +49,9 @@ def control_table(rows: Sequence[Row], verdicts: Sequence[str]) -> Table:
 
 def draw(rows: Sequence[Row], path: Path, title: str) -> None:
     """Exact match by policy and budget, a panel per task: bars with Wilson intervals, the full cache as a line."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     tasks = list(dict.fromkeys(row["task"] for row in rows))
-    figure, panels = plt.subplots(1, len(tasks), figsize=(4.6 * len(tasks), 3.8), sharey=True, squeeze=False)
+    figure = Figure(figsize=(4.6 * len(tasks), 3.8))
+    panels = figure.subplots(1, len(tasks), sharey=True, squeeze=False)
     for panel, task in zip(panels[0], tasks, strict=True):
         _panel(panel, [row for row in rows if row["task"] == task])
         panel.set_title(TITLES.get(task, task), fontsize=11)
@@ -66,21 +61,20 @@ def draw(rows: Sequence[Row], path: Path, title: str) -> None:
     figure.legend(handles, labels, loc="lower center", ncol=len(labels), frameon=False)
     figure.tight_layout(rect=(0, 0.08, 1, 1))
     figure.savefig(path, dpi=150)
-    plt.close(figure)
 
 
-def _panel(panel: "Axes", rows: Sequence[Row]) -> None:
+def _panel(panel: Axes, rows: Sequence[Row]) -> None:
     limited = [row for row in rows if row["budget"] < row["length"]]
     policies = list(dict.fromkeys(row["policy"] for row in limited))
     budgets = list(dict.fromkeys(row["budget_requested"] for row in limited))
     width = 0.8 / max(1, len(policies))
     for i, policy in enumerate(policies):
         mine = [row for row in limited if row["policy"] == policy]
-        at = [budgets.index(row["budget_requested"]) + (i - (len(policies) - 1) / 2) * width for row in mine]
+        centres = [budgets.index(row["budget_requested"]) + (i - (len(policies) - 1) / 2) * width for row in mine]
         low, high = zip(*(wilson(row["correct"], row["n"]) for row in mine), strict=True)
         share = [row["accuracy"] for row in mine]
         error = [[s - a for s, a in zip(share, low, strict=True)], [b - s for s, b in zip(share, high, strict=True)]]
-        bars = panel.bar(at, share, width * 0.92, yerr=error, label=policy, capsize=3, error_kw={"lw": 1})
+        bars = panel.bar(centres, share, width * 0.92, yerr=error, label=policy, capsize=3, error_kw={"lw": 1})
         panel.bar_label(bars, [f"{s:.2f}" for s in share], padding=2, fontsize=8)
     for row in rows:
         if row["budget"] >= row["length"]:

@@ -1,1 +1,1 @@
-"""Many tasks, depths and budgets, with intervals."""
+"""CrystalCache with one parameter varied at a time: sensitivity, and what extensions buy."""

@@ -3,13 +3,21 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from matplotlib.figure import Figure
 from rich.table import Table
 
 from models_integration.studies.compare.report import TITLES
 from models_integration.studies.results import Row
-from models_integration.studies.sweep.sweep import BASE, against_base
+from models_integration.studies.sweep.plan import BASE
 
-__all__ = ["draw_sweep", "markdown", "sweep_table"]
+__all__ = ["against_base", "draw", "markdown", "sweep_table"]
+
+
+def against_base(rows: Sequence[Row]) -> list[tuple[int, int]]:
+    """Per row: samples that the variant got right and the base did not, and the other way round."""
+    base = {row["task"]: row["outcomes"] for row in rows if row["variant"] == BASE}
+    pairs = [list(zip(row["outcomes"], base[row["task"]], strict=True)) for row in rows]
+    return [(pair.count((1, 0)), pair.count((0, 1))) for pair in pairs]
 
 
 def cells_of(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
@@ -54,17 +62,13 @@ def markdown(rows: Sequence[Row]) -> str:
     return "".join("| " + " | ".join(line) + " |\n" for line in every)
 
 
-def draw_sweep(rows: Sequence[Row], path: Path, title: str) -> None:
+def draw(rows: Sequence[Row], path: Path, title: str) -> None:
     """A panel per task, a point with its interval per variant; the base as a line."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     names = list(dict.fromkeys(row["variant"] for row in rows))
     height = 1.2 + 0.3 * len(names)
-    figure, panels = plt.subplots(1, len(tasks), figsize=(4.6 * len(tasks), height), sharey=True, squeeze=False)
+    figure = Figure(figsize=(4.6 * len(tasks), height))
+    panels = figure.subplots(1, len(tasks), sharey=True, squeeze=False)
     for panel, task in zip(panels[0], tasks, strict=True):
         mine = [row for row in rows if row["task"] == task]
         share = [row["accuracy"] for row in mine]
@@ -80,4 +84,3 @@ def draw_sweep(rows: Sequence[Row], path: Path, title: str) -> None:
     figure.suptitle(title, fontsize=12)
     figure.tight_layout()
     figure.savefig(path, dpi=150)
-    plt.close(figure)

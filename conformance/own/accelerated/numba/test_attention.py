@@ -14,12 +14,14 @@ pytest.importorskip("numba", reason="pip install 'kvspec[numba]'")
 
 from accelerated.numba_cpu import coattention as s1
 from accelerated.numba_cpu import kernels
-from conformance.checks import stages as checks
+from conformance.checks import stage_checks
 from conformance.measure.benchmarks.data import first_layer
 from conformance.plugin import sparingly
 from conformance.strategies.attention import AttentionInputs, attention_inputs, later_segments
 from spec.parameters import PAPER
 from spec.records import CoAttention
+
+pytestmark = pytest.mark.judges("numba")
 
 Array = np.ndarray[Any, Any]
 compiled = pytest.mark.skipif(
@@ -53,7 +55,7 @@ def test_every_block_size_lies_in_the_certified_box(
         found = s1.coattention(
             inputs.q, inputs.k, inputs.positions, inputs.parameters, inputs.scaling, inputs.softcap
         )
-    assert not list(checks.coattention(found, inputs, "float32"))
+    assert not list(stage_checks.coattention(found, inputs, "float32"))
 
 
 @pytest.mark.spec(id="CC-COATTENTION")

@@ -7,10 +7,12 @@ from hypothesis import strategies as st
 pytest.importorskip("numba", reason="the Numba backend needs it")
 
 from accelerated.numba_cpu import coattention as s1_blocks
-from conformance.checks import stages as checks
+from conformance.checks import stage_checks
 from conformance.oracles import s1
 from conformance.strategies.attention import AttentionInputs, attention_inputs, hot_sets, later_segments
 from spec.records import CoAttention
+
+pytestmark = pytest.mark.judges("numba")
 
 SIZES = [(1, 1, 2), (2, 3, 1), (5, 2, 3)]  # queries of a block, keys of a tile, side of a block of cosines
 
@@ -34,7 +36,7 @@ def run(inputs: AttentionInputs, queries: int, keys: int, side: int) -> CoAttent
 @given(inputs=st.one_of(attention_inputs(), later_segments()), sizes=st.sampled_from(SIZES))
 def test_blocks_lie_in_the_certified_box(inputs: AttentionInputs, sizes: tuple[int, int, int]) -> None:
     """Where a block or a tile ends says nothing about the result."""
-    assert not list(checks.coattention(run(inputs, *sizes), inputs, "float32"))
+    assert not list(stage_checks.coattention(run(inputs, *sizes), inputs, "float32"))
 
 
 @pytest.mark.spec(id="CC-SALIENCE")

@@ -9,6 +9,9 @@ pytest.importorskip("numba", reason="pip install 'kvspec[numba]'")
 
 from accelerated.numba_cpu.nestedkv import anomalies, measured
 
+pytestmark = pytest.mark.judges("numba")
+
+
 W, B = 64, 128
 
 

@@ -17,6 +17,8 @@ require_packages()
 
 from accelerated.triton_gpu.launch import SHARED
 
+pytestmark = pytest.mark.judges("triton")
+
 DOT_KERNELS = ("row_softmax", "cross_neighbours", "own_chunk")
 # Polynomials of a logarithm or an exponential are fused inside; everything around them is not.
 WITH_FUNCTIONS = ("mixture", "logistic", "two_paths", "routed")

@@ -21,13 +21,15 @@ from accelerated.triton_gpu import device, launch
 from accelerated.triton_gpu.coattention import coattention, coattention_of
 from accelerated.triton_gpu.device import INTERPRETED, attention_tensors, default_device
 from accelerated.triton_gpu.launch import AttentionTiles, Shape
-from conformance.checks import stages as checks
+from conformance.checks import stage_checks
 from conformance.oracles import s1
 from conformance.strategies.attention import GROUPS, AttentionInputs, attention_inputs, later_segments
 from conformance.strategies.prompts import random_prompt
 from spec.errors import BackendUnavailable, SpecError
 from spec.parameters import TINY
 from spec.records import CoAttention
+
+pytestmark = pytest.mark.judges("triton")
 
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="says what the interpreter refuses")
 compiled = pytest.mark.skipif(INTERPRETED, reason="needs CUDA")
@@ -58,14 +60,14 @@ def same_edges(a: CoAttention, b: CoAttention) -> bool:
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_every_width_of_heads(d: int, dtype: Any) -> None:
     inputs = wide(d, 2, dtype=dtype)
-    assert not list(checks.coattention(run(inputs), inputs, "float32"))
+    assert not list(stage_checks.coattention(run(inputs), inputs, "float32"))
 
 
 @pytest.mark.spec(id="CC-ATTENTION")
 @pytest.mark.parametrize("group", GROUPS)
 def test_every_head_group(group: int) -> None:
     inputs = wide(16, group)
-    assert not list(checks.coattention(run(inputs), inputs, "float32"))
+    assert not list(stage_checks.coattention(run(inputs), inputs, "float32"))
 
 
 @compiled
@@ -75,7 +77,7 @@ def test_bfloat16_on_the_device() -> None:
     inputs = wide(128, 4)
     q, k = (torch.from_numpy(x).to(default_device(), torch.bfloat16) for x in (inputs.q, inputs.k))
     given_values = replace(inputs, q=q.float().cpu().numpy(), k=k.float().cpu().numpy())
-    assert not list(checks.coattention(run(inputs, q, k), given_values, "float32"))
+    assert not list(stage_checks.coattention(run(inputs, q, k), given_values, "float32"))
 
 
 @pytest.mark.spec(id="CC-COATTENTION")
@@ -110,9 +112,9 @@ def test_a_given_lse_is_read_where_it_is() -> None:
     lse = right_lse(inputs)
     padded = torch.nn.functional.pad(lse, (3, 0), value=float("nan"))[:, 3:]
     found = run(inputs, lse=lse)
-    assert not list(checks.coattention(found, inputs, "float32"))
+    assert not list(stage_checks.coattention(found, inputs, "float32"))
     assert same_edges(run(inputs, lse=padded), found)
-    assert list(checks.coattention(run(inputs, lse=lse + math.log(2)), inputs, "float32"))
+    assert list(stage_checks.coattention(run(inputs, lse=lse + math.log(2)), inputs, "float32"))
 
 
 @pytest.mark.spec(id="CC-COATTENTION")
@@ -153,7 +155,7 @@ def test_every_tile_size_lies_in_the_certified_box(inputs: AttentionInputs, tile
         *attention_tensors(inputs.q, inputs.k), inputs.positions, inputs.parameters, inputs.scaling,
         inputs.softcap, tiles,
     )
-    assert not list(checks.coattention(found, inputs, "float32"))
+    assert not list(stage_checks.coattention(found, inputs, "float32"))
 
 
 def longer(n: int = 90) -> AttentionInputs:
@@ -194,7 +196,7 @@ def test_stripes_of_whole_chunks(monkeypatch: pytest.MonkeyPatch, scratch: int) 
     """However little scratch memory there is, S1 is the same within its box."""
     inputs = longer()
     monkeypatch.setattr(launch, "SCRATCH", scratch)
-    assert not list(checks.coattention(run(inputs), inputs, "float32"))
+    assert not list(stage_checks.coattention(run(inputs), inputs, "float32"))
 
 
 @interpreted

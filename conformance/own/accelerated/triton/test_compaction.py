@@ -15,6 +15,8 @@ from accelerated.triton_gpu.compaction import compact
 from accelerated.triton_gpu.device import default_device
 from spec.errors import SpecError
 
+pytestmark = pytest.mark.judges("triton")
+
 TYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int8]
 
 

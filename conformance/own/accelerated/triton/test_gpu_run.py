@@ -24,7 +24,10 @@ from conformance.own.conformance.float32 import BACKEND as FLOAT32
 from conformance.strategies.prompts import random_prompt
 from spec.parameters import TINY
 
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="where there is a GPU, the run itself is the test")
+pytestmark = [
+    pytest.mark.judges("triton"),
+    pytest.mark.skipif(not INTERPRETED, reason="where there is a GPU, the run itself is the test"),
+]
 
 
 def empty() -> Report:

@@ -33,6 +33,8 @@ from conformance.strategies.eviction import EvictionProblem, evictions
 from conformance.strategies.trunks import Text, partitions, texts
 from spec.records import CoAttention, Trunks
 
+pytestmark = pytest.mark.judges("triton")
+
 MODULES = [coattention, compaction, crystallization, dissolution, graph, impact, score, trunks]
 STAGES = ON_DEVICE.require_crystal()
 

@@ -16,9 +16,12 @@ import torch
 from accelerated.triton_gpu import activation
 from accelerated.triton_gpu.backend import BACKEND
 from accelerated.triton_gpu.device import default_device
-from conformance import tolerances as compare
+from conformance import tolerances
 from conformance.own.accelerated.triton.guards import guarded, poisoned_allocations
 from reference.backend import BACKEND as REFERENCE
+
+pytestmark = pytest.mark.judges("triton")
+
 
 STAGES, RIGHT = BACKEND.require_breath(), REFERENCE.require_breath()
 
@@ -36,5 +39,5 @@ def test_norms_stay_inside_their_arrays(n: int, d: int, H_kv: int, zero: bool) -
     want = RIGHT.inverse_key_norms(k.cpu().numpy().transpose(1, 0, 2))
     finite = np.isfinite(want)
     assert np.isfinite(found).tolist() == finite.tolist()
-    radius = compare.key_norm_error(H_kv, d) * want[finite]
+    radius = tolerances.key_norm_error(H_kv, d) * want[finite]
     assert (np.abs(found[finite] - want[finite]) <= radius).all()

@@ -26,6 +26,9 @@ from reference.policies import nestedkv as policy_of
 from spec.errors import SpecError
 from spec.policy import Observation
 
+pytestmark = pytest.mark.judges("triton")
+
+
 STAGES, RIGHT = BACKEND.require_nestedkv(), REFERENCE.require_nestedkv()
 
 

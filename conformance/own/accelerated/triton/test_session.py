@@ -19,7 +19,7 @@ from torch import Tensor
 
 from accelerated.triton_gpu.backend import BACKEND
 from accelerated.triton_gpu.device import INTERPRETED, default_device, takes
-from conformance.checks import stages as checks
+from conformance.checks import stage_checks
 from conformance.own.models_integration.session.families import ENDS, at_once, build, prompt
 from conformance.own.models_integration.session.probe import Looking, method_of
 from conformance.strategies.attention import AttentionInputs
@@ -32,6 +32,8 @@ from spec.errors import SpecError
 from spec.parameters import TINY
 from spec.policy import Needs
 from spec.records import CrystalRetention
+
+pytestmark = pytest.mark.judges("triton")
 
 N = 40
 
@@ -89,7 +91,7 @@ def test_q_and_k_are_never_copied_to_the_host(monkeypatch: pytest.MonkeyPatch) -
     )
     judged = Prompt(inputs, prompt(N)[0].numpy(), ENDS, "0.5")
     assert isinstance(run.retention, CrystalRetention)
-    assert not list(checks.retention(run.retention, judged, "float32"))
+    assert not list(stage_checks.retention(run.retention, judged, "float32"))
     expected = prefill(**{**judged.arguments, "backend": "numpy"})
     np.testing.assert_array_equal(run.retention.kept, expected.kept)
 

@@ -3,11 +3,12 @@
 import torch
 from torch import Tensor
 
-from models_integration.archive.manifest import ALL, Manifest, ModelIdentity, ids_digest
+from models_integration.archive.objects import ALL, Manifest, ids_digest
+from models_integration.model.identity import ModelIdentity
 
 __all__ = ["MODEL", "chunk"]
 
-MODEL = ModelIdentity("weights", "rope", "float32", "bfloat16")
+MODEL = ModelIdentity("weights", "float32", "rotation", "config", "bfloat16")
 
 
 def chunk(

@@ -15,8 +15,9 @@ from conformance.own.models_integration.archive.attackers import read_for, write
 from conformance.own.models_integration.archive.chunks import chunk
 from conformance.own.processes import started
 from conformance.plugin import profile_of
-from models_integration.archive.objects import Corrupt, read_object
+from models_integration.archive.objects import read_object
 from models_integration.archive.store import Archive
+from models_integration.cache.tensor_file import Damaged
 
 KILLS = 200
 OBJECT_FLIPS, CATALOGUE_FLIPS = 350, 300  # of header, payload and catalogue: 1000
@@ -42,7 +43,7 @@ def kill_writers(folder: Path, kills: int, naive: bool) -> int:
     for path in (folder / "objects").glob("*/[!.]*"):
         try:
             read_object(path, lambda: None)
-        except Corrupt:
+        except Damaged:
             torn += 1
     return torn
 

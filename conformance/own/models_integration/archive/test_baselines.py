@@ -15,7 +15,7 @@ from models_integration.archive.baselines import ARMS, Case, cacheblend, legolin
 from models_integration.archive.recompute import recompute
 from models_integration.archive.splice import computed
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.model.rotary_gate import plain_layers, recognise
+from models_integration.model.rotation import plain_layers, recognise
 from spec.errors import SpecError
 
 PARTS = [ids(7, 3), ids(9, 4)]

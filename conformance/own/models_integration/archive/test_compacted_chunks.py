@@ -21,9 +21,9 @@ from models_integration.archive.splice import Chunk, compacted, computed, splice
 from models_integration.archive.store import Archive
 from models_integration.attention.layer_masks import layer_masks
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.model.rotary_gate import Rotary, frequencies_at, plain_layers, recognise
-from models_integration.policies.methods import CrystalCache, Method, StreamingLLM
-from models_integration.policies.published import Published
+from models_integration.model.rotation import Rotary, frequencies_at, plain_layers, recognise
+from models_integration.policies.methods import CrystalCache, RetentionPolicy, StreamingLLM
+from models_integration.policies.published import Published, policy_from_name
 from reference.injection.wrappers import FORMS, wrap
 from spec.errors import SpecError
 from spec.parameters import TINY
@@ -158,7 +158,7 @@ def archive(quick_path: Path) -> Iterator[Archive]:
         yield opened
 
 
-METHODS: dict[str, Method | Published] = {
+METHODS: dict[str, RetentionPolicy] = {
     "streamingllm": StreamingLLM(0.4, N_sink=2), "snapkv": Published("snapkv", 9, W=4),
     "crystalcache": CrystalCache(0.4, frozenset(range(3, 131, 5)), TINY, backend="numpy"),
     "chunkkv": Published("chunkkv", 12, W=4, c=5), "adakv": Published("adakv", 13, W=4),
@@ -259,7 +259,7 @@ def test_a_turn_behind_a_splice_under_a_policy_of_segments(name: str, constants:
     """What the policy left of the session, the chunk, and then a turn, which ends in the policy's next decision."""
     model, twin = build("Llama"), build("Llama")
     cache, chunk = RetainedCache(model.config), computed(twin, CHUNKS[0][0], recognise(twin))
-    with Published(name, 9, **constants)(model), torch.no_grad():
+    with policy_from_name(name, 9, **constants)(model), torch.no_grad():
         model(input_ids=torch.tensor([SESSION]), past_key_values=cache)
         splice(cache, [chunk], recognise(twin))
         stored = {layer: [own.head_positions(0, head).tolist() for head in (0, 1)]

@@ -23,7 +23,7 @@ from models_integration.archive.diagnostics import (
     unrotated,
 )
 from models_integration.archive.splice import computed, splice
-from models_integration.model.rotary_gate import plain_layers, prefilled, recognise
+from models_integration.model.rotation import plain_layers, prefilled, recognise
 from spec.errors import SpecError
 
 CHUNK = ids(8, 11)

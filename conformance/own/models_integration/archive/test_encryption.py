@@ -13,9 +13,10 @@ import torch
 from conformance.own.models_integration.archive.chunks import MODEL, chunk
 from models_integration.archive.errors import KeyUnavailable, WrongModel
 from models_integration.archive.keyring import Keyring
-from models_integration.archive.manifest import ModelIdentity
-from models_integration.archive.objects import Corrupt, read_object
+from models_integration.archive.objects import read_object
 from models_integration.archive.store import Archive
+from models_integration.cache.tensor_file import Damaged
+from models_integration.model.identity import ModelIdentity
 from spec.errors import SpecError
 
 MASTER = bytes(range(32))
@@ -39,7 +40,7 @@ def test_what_is_put_is_got(tmp_path: Path) -> None:
         assert found.manifest == manifest
         assert all(torch.equal(found.tensors[name], tensors[name]) for name in tensors)
         with pytest.raises(WrongModel):
-            archive.get(key, "alice", ModelIdentity("other", "rope", "float32", "bfloat16"))
+            archive.get(key, "alice", ModelIdentity("other", "float32", "rotation", "config", "bfloat16"))
         assert archive.verify().clean
 
 
@@ -58,7 +59,7 @@ def test_a_key_of_one_tenant_never_opens_an_object_of_another(tmp_path: Path) ->
         assert archive.get(his, "alice") is None
         assert archive.get(hers, "bob") is None
         ring = Keyring(tmp_path / "keys", MASTER)
-        with pytest.raises(Corrupt, match="tag"):
+        with pytest.raises(Damaged, match="tag"):
             read_object(path_of(tmp_path, his), lambda: ring.cipher("alice"))
         assert read_object(path_of(tmp_path, his), lambda: ring.cipher("bob"))
         assert archive.verify().clean

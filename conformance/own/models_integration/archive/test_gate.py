@@ -8,11 +8,11 @@ import torch
 
 from conformance.own.models_integration.archive.models import FAMILIES, REFUSED, ROTATIONS, build
 from models_integration.archive.errors import OtherDtype, OtherFrequencies
-from models_integration.archive.manifest import ModelIdentity
-from models_integration.model import rotary_gate as rope
+from models_integration.archive.objects import check_model
+from models_integration.model import rotation as rope
 from models_integration.model.errors import UnknownModel
-from models_integration.model.rotary_gate import Rotary, frequencies_at, recognise
-from models_integration.model.rotation import STYLES, angles_between, turned
+from models_integration.model.identity import identify
+from models_integration.model.rotation import STYLES, angles_between, frequencies_at, recognise, turned
 from spec.errors import SpecError
 
 
@@ -21,7 +21,7 @@ def test_a_family_is_recognised(family: str) -> None:
     """Slot and style of every layer: latents turn in the values' slot, layers without positions not at all."""
     found = recognise(build(family))
     assert [(layer.slot, layer.style) for layer in found.layers] == FAMILIES[family][0]
-    assert found.dtype == "float32"
+    assert {found.frequencies[name].dtype for name in found.used()} == {torch.float32}
 
 
 @pytest.mark.parametrize("rotation", ROTATIONS)
@@ -71,43 +71,43 @@ def test_the_model_is_left_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("rotation", [name for name in ROTATIONS if name not in ("default", "partial")])
-def test_another_rotation_is_another_fingerprint(rotation: str) -> None:
-    """dynamic is the default inside its range."""
-    base = recognise(build("Llama", rope_parameters=dict(ROTATIONS["default"]))).fingerprint
-    other = recognise(build("Llama", rope_parameters=dict(ROTATIONS[rotation]))).fingerprint
-    assert (other == base) == (rotation == "dynamic")
-
-
-def identity(rotary: Rotary) -> ModelIdentity:
-    return ModelIdentity("w", rotary.fingerprint, rotary.dtype, "float32")
+def test_another_rotation_is_another_rotation_of_the_identity(rotation: str) -> None:
+    """dynamic is the default inside its range; the config tells them apart."""
+    base = identify(build("Llama", rope_parameters=dict(ROTATIONS["default"])))
+    other = identify(build("Llama", rope_parameters=dict(ROTATIONS[rotation])))
+    assert (other.rotation == base.rotation) == (rotation == "dynamic")
+    assert other.config != base.config
 
 
 def test_a_rounded_buffer_is_named() -> None:
     """`.to(bfloat16)` rounds the frequencies: the model still agrees with itself, not with the archive."""
-    sharp = recognise(build("Llama"))
-    rounded = recognise(build("Llama", dtype=torch.bfloat16))
-    assert rounded.dtype == "bfloat16"
+    sharp = replace(identify(build("Llama")), weights="w")
+    rounded = replace(identify(build("Llama", dtype=torch.bfloat16)), weights="w")
+    assert rounded.rotation_dtype == "bfloat16"
     with pytest.raises(OtherDtype, match="rounds the buffer"):
-        identity(rounded).check(identity(sharp))
-    other = recognise(build("Llama", rope_parameters={"rope_type": "default", "rope_theta": 500.0}))
+        check_model(sharp, rounded)
+    rotation = {"rope_type": "default", "rope_theta": 500.0}
+    other = replace(identify(build("Llama", rope_parameters=rotation)), weights="w")
     with pytest.raises(OtherFrequencies):
-        identity(other).check(identity(sharp))
-    identity(sharp).check(identity(recognise(build("Llama"))))
+        check_model(sharp, other)
+    check_model(sharp, replace(identify(build("Llama")), weights="w"))
 
 
-def test_one_bit_of_a_frequency_changes_the_fingerprint() -> None:
-    found = recognise(build("Llama"))
-    (name,) = found.used()
-    moved = found.frequencies[name].clone()
-    moved[0] = torch.nextafter(moved[0], torch.tensor(2.0))
-    assert replace(found, frequencies={name: moved}).fingerprint != found.fingerprint
+def test_one_bit_of_a_frequency_changes_the_identity() -> None:
+    model = build("Llama")
+    before, (name,) = identify(model), recognise(model).used()
+    buffer = model.get_buffer(name)
+    buffer[0] = torch.nextafter(buffer[0], torch.tensor(2.0))
+    after = identify(model)
+    assert after.rotation != before.rotation
+    assert replace(after, rotation=before.rotation) == before
 
 
 def test_longrope_has_its_long_frequencies_in_a_long_session() -> None:
     model = build("Llama", rope_parameters=dict(ROTATIONS["longrope"]))
     found = recognise(model)
     (name,) = found.used()
-    assert frequencies_at(model, found, 64).fingerprint == found.fingerprint
+    assert torch.equal(frequencies_at(model, found, 64).frequencies[name], found.frequencies[name])
     ratio = found.frequencies[name] / frequencies_at(model, found, 65).frequencies[name]
     assert (ratio - torch.tensor([2.0, 3 / 1.1, 5 / 1.2, 8 / 1.3])).abs().max() < 1e-5
 
@@ -115,7 +115,8 @@ def test_longrope_has_its_long_frequencies_in_a_long_session() -> None:
 def test_dynamic_frequencies_are_refused_beyond_their_range() -> None:
     model = build("Llama", rope_parameters=dict(ROTATIONS["dynamic"]))
     found = recognise(model)
-    assert frequencies_at(model, found, 256).fingerprint == found.fingerprint
+    (name,) = found.used()
+    assert torch.equal(frequencies_at(model, found, 256).frequencies[name], found.frequencies[name])
     with pytest.raises(SpecError, match="max_position_embeddings, 256"):
         frequencies_at(model, found, 257)
 

@@ -14,7 +14,7 @@ from conformance.vectors.subject_injection import vocabulary
 from models_integration.archive.errors import NoSuchChunk, OtherDtype, OtherFrequencies, WrongModel
 from models_integration.archive.library import Library
 from models_integration.archive.store import Archive
-from models_integration.model.rotary_gate import plain_layers, prefilled
+from models_integration.model.rotation import plain_layers, prefilled
 from reference.injection.quantisers import ARMS
 from reference.injection.wrappers import FORMS, wrap
 from spec.errors import SpecError
@@ -138,4 +138,5 @@ def test_a_long_chunk_is_archived_under_the_long_frequencies(archive: Archive) -
     assert relative(read(model, QUERY, cache)[0], block_masked(model, [], [(long, 0)], QUERY).logits) < BOUND
     chunk = library.get(key)
     assert chunk is not None
-    assert chunk.rotary.fingerprint != library.rotary.fingerprint
+    (name,) = library.rotary.used()
+    assert not torch.equal(chunk.rotary.frequencies[name], library.rotary.frequencies[name])

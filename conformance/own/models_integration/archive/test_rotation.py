@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance import tolerances as compare
+from conformance import tolerances
 from conformance.oracles import injection as oracle
 from models_integration.model.rotation import angles_between, turned
 from reference.injection.rotation import TURNS, rebase_angles, shift_angles
@@ -36,8 +36,8 @@ def bits(x: Cube) -> bytes:
 
 def near(found: Cube, wanted: Cube, angles: Matrix, turns: int) -> bool:
     """Within `turns` rotations' rounding, and the rounding of angles of that size."""
-    slack = compare.UNIT_ROUNDOFF["float64"] * (1 + np.abs(angles).max(initial=0.0))
-    radius = turns * (compare.turn_radius(wanted) + 8 * slack * np.abs(wanted).max())
+    slack = tolerances.UNIT_ROUNDOFF["float64"] * (1 + np.abs(angles).max(initial=0.0))
+    radius = turns * (tolerances.turn_radius(wanted) + 8 * slack * np.abs(wanted).max())
     return bool((np.abs(found - wanted) <= radius).all())
 
 
@@ -69,7 +69,7 @@ def test_a_shift_back_restores_and_keeps_the_norm(style: str, made: tuple[Cube, 
     there = TURNS[style](x, shift_angles(n, start, theta))
     assert near(TURNS[style](there, shift_angles(n, -start, theta)), x, shift_angles(n, start, theta), 3)
     norms = np.linalg.norm(there, axis=-1) - np.linalg.norm(x, axis=-1)
-    assert (np.abs(norms) <= 4 * compare.turn_radius(x)[..., 0]).all()
+    assert (np.abs(norms) <= 4 * tolerances.turn_radius(x)[..., 0]).all()
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -128,5 +128,5 @@ def test_tensors_turn_as_the_reference_does(style: str, made: tuple[Cube, Vector
     angles = angles_between(x.shape[1], start, tensor, tensor)
     assert near(turned(torch.tensor(x), angles, style).numpy(), TURNS[style](x, angles.numpy()), angles.numpy(), 1)
     exact = shift_angles(x.shape[1], start, theta)
-    rounding = 4 * compare.UNIT_ROUNDOFF["float32"] * (start + x.shape[1])
+    rounding = 4 * tolerances.UNIT_ROUNDOFF["float32"] * (start + x.shape[1])
     assert (np.abs(angles.numpy() - exact) <= rounding).all()

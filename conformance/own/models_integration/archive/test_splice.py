@@ -16,8 +16,7 @@ from conformance.plugin import profile_of
 from models_integration.archive import splice as module
 from models_integration.archive.splice import Chunk, computed, splice
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.model.rotary_gate import Rotary, frequencies_at, plain_layers, prefilled, recognise
-from models_integration.model.rotation import angles_between
+from models_integration.model.rotation import Rotary, angles_between, frequencies_at, plain_layers, prefilled, recognise
 from spec.errors import SpecError
 
 BOUND, BOUND_BF16 = 1e-5, 5e-2

@@ -16,12 +16,13 @@ from transformers.cache_utils import DynamicCache
 from conformance.own.models_integration.archive.block_mask import ids
 from conformance.own.models_integration.archive.models import build
 from conformance.own.models_integration.archive.test_splice_and_evict import kept_of
-from conformance.own.models_integration.session.families import relative
+from conformance.own.models_integration.session.families import relative, states_of
 from models_integration import CrystalCache, RetainedCache
 from models_integration.archive.splice import Chunk, compacted, computed, splice, upper_half
-from models_integration.cache.row_states import RowStates
+from models_integration.cache.continuation import Nothing
+from models_integration.cache.crystal_states import DecodeRule
 from models_integration.cache.snapshot import load_cache, save_cache
-from models_integration.model.rotary_gate import recognise
+from models_integration.model.rotation import recognise
 from reference.crystalcache.activation import inverse_key_norms
 from reference.crystalcache.tail import join_chunk
 from spec.decode import check_state
@@ -114,9 +115,9 @@ def test_steps_breaths_and_turns_behind_a_splice_equal_masking(family: str) -> N
         told.splice(ids(15, 6), frozenset(GONE))
         told.read(ids(6, 7))
         told.steps(ids(2 * T, 8))
-    (state,) = told.cache.states.rows
+    (state,) = states_of(told.cache).rows
     check_state(state)
-    assert told.cache.states.know(len(told.tokens))
+    assert states_of(told.cache).covers(len(told.tokens))
     told.check()
 
 
@@ -131,7 +132,7 @@ def test_a_session_may_begin_with_a_chunk(decode: bool) -> None:
         told.steps(ids(2 * T, 6))
         told.read(ids(5, 7))
     told.check()
-    check_state(told.cache.states.rows[0])
+    check_state(states_of(told.cache).rows[0])
 
 
 def test_a_splice_right_before_and_right_after_a_breath() -> None:
@@ -146,7 +147,7 @@ def test_a_splice_right_before_and_right_after_a_breath() -> None:
                 told.splice(ids(11, 10 + at))
             told.read(ids(1, 30 + at))
             sizes.append(len(told.positions()))
-    assert told.cache.states.rows[0].step == 2 * T
+    assert states_of(told.cache).rows[0].step == 2 * T
     assert sizes[T - 1] <= 24 < sizes[T - 2] + 12
     assert sizes[2 * T - 1] <= 24 < sizes[2 * T - 2] + 1
     told.check()
@@ -159,16 +160,16 @@ def test_the_state_is_the_reference_s(gone: frozenset[int]) -> None:
     told, tokens = Told(model), ids(17, 3)
     with policy()(model):
         told.read(ids(40, 1))
-        (before,) = told.cache.states.rows
+        (before,) = states_of(told.cache).rows
         told.splice(tokens, gone)
         kept = np.array([at for at in range(17) if at not in gone], dtype=np.int64)
         keys = told.cache.observed_keys[0, :, -len(kept) :].numpy()
-        engine = policy().life
-        assert engine is not None
+        rule = policy().method.continuation
+        assert isinstance(rule, DecodeRule)
         expected = join_chunk(
-            before, np.array(tokens), kept, inverse_key_norms(keys), ENDS, BREATHING, engine.engine
+            before, np.array(tokens), kept, inverse_key_norms(keys), ENDS, BREATHING, rule.engine
         )
-        (found,) = engine.settled(told.cache.states, told.cache.observed_keys).rows
+        (found,) = rule.flushed(states_of(told.cache), told.cache.observed_keys).rows
     assert found.stored.tolist() == expected.stored.tolist() == told.positions()
     assert (found.seen, found.step) == (57, 0)
     for a, b in ((found.D, expected.D), (found.live.impact, expected.live.impact), (found.counts, expected.counts),
@@ -207,7 +208,7 @@ def test_states_that_do_not_know_all_of_it_are_forgotten() -> None:
         if outside:
             told.read(ids(2, 2))
         splice(told.cache, [spliced], rotary)
-        assert told.cache.states == RowStates()
+        assert told.cache.continuation == Nothing()
         with policy()(model), pytest.raises(SpecError, match=r"do not know all of them|layers that differ"):
             told.read(ids(4, 5))
 
@@ -230,8 +231,8 @@ def test_what_is_taken_back_behind_a_chunk() -> None:
         told.splice(ids(9, 3))
         told.steps(ids(3, 4))
         told.cache.crop(-2)
-        assert told.cache.states.know(50)
-        assert told.cache.states.ids() == [ids(3, 4)[:1]]
+        assert states_of(told.cache).covers(50)
+        assert states_of(told.cache).ids() == [ids(3, 4)[:1]]
         told.cache.crop(-2)
-    assert told.cache.states == RowStates()
+    assert told.cache.continuation == Nothing()
     assert told.cache.get_seq_length() == 48

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance import tolerances as compare
+from conformance import tolerances
 from conformance.oracles import injection as oracle
 from reference.injection.diagnostics import bands, entropy, key_cosine, sink_mass
 from reference.injection.splicing import ARMS, first_tokens, held, most_deviating, placed
@@ -121,7 +121,7 @@ def attentions(draw: st.DrawFn) -> Cube:
 def test_entropy_equals_the_brute_force(weights: Cube) -> None:
     found = entropy(weights)
     want = [oracle.entropy(row) for head in weights.tolist() for row in head]
-    assert compare.close("IN-ENTROPY", found.ravel(), want)
+    assert tolerances.close("IN-ENTROPY", found.ravel(), want)
     assert found[0, 0] == 0
     assert (found <= np.log(weights.shape[2]) + 1e-12).all()
 
@@ -134,7 +134,7 @@ def test_sink_mass_equals_the_brute_force(weights: Cube, data: st.DataObject) ->
     at = np.array(sorted(data.draw(st.sets(st.integers(0, 12), min_size=n, max_size=n))), dtype=np.int64)
     found = sink_mass(weights, at)
     want = [oracle.sink_mass(row, at.tolist(), 4) for head in weights.tolist() for row in head]
-    assert compare.close("IN-SINK-MASS", found.ravel(), want)
+    assert tolerances.close("IN-SINK-MASS", found.ravel(), want)
 
 
 @reference
@@ -155,8 +155,8 @@ def test_cosines_equal_the_brute_force(style: str, seed: int, d: int, start: int
         for x, y, p, q in zip(one, other, at.tolist(), later.tolist(), strict=True)
     ]
     for which in (0, 1):
-        assert np.abs(found[which].ravel() - [pair[which] for pair in want]).max() <= compare.key_cosine_error(d)
-    assert abs(found[1][0, 1] - 1) <= compare.key_cosine_error(d)
+        assert np.abs(found[which].ravel() - [pair[which] for pair in want]).max() <= tolerances.key_cosine_error(d)
+    assert abs(found[1][0, 1] - 1) <= tolerances.key_cosine_error(d)
     assert (found[0][1, 2], found[1][1, 2]) == (0, 0)
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache
 
-from conformance import tolerances as compare
+from conformance import tolerances
 from conformance.own.models_integration.archive.block_mask import ids
 from conformance.own.models_integration.archive.models import build
 from conformance.own.models_integration.archive.test_baselines import PARTS, PREFIX, case_of
@@ -13,7 +13,7 @@ from conformance.own.models_integration.archive.test_splice import BOUND, SYSTEM
 from conformance.own.models_integration.session.families import relative
 from models_integration.archive import baselines, diagnostics
 from models_integration.archive.splice import computed
-from models_integration.model.rotary_gate import plain_layers, prefilled, recognise
+from models_integration.model.rotation import plain_layers, prefilled, recognise
 from reference.injection.diagnostics import entropy, key_cosine, sink_mass
 from reference.injection.splicing import ARMS, held
 
@@ -64,6 +64,6 @@ def test_instruments_on_tensors_are_the_items() -> None:
     weights = weights / weights.sum(-1, keepdim=True)
     at = torch.tensor([0, 2, 3, 5, 6, 7, 11, 12, 20])
     found = diagnostics.attention_entropy(weights).flatten().numpy()
-    assert compare.close("IN-ENTROPY", found, entropy(weights.numpy()).ravel())
+    assert tolerances.close("IN-ENTROPY", found, entropy(weights.numpy()).ravel())
     mass = diagnostics.sink_mass(weights, at).numpy()
     assert np.abs(mass - sink_mass(weights.numpy(), at.numpy())).max() < 1e-15

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance import tolerances as compare
+from conformance import tolerances
 from conformance.oracles import injection as fusion_oracle
 from conformance.oracles import statistics as oracle
 from reference.injection.fusion import fused, recall
@@ -57,9 +57,9 @@ def test_wilson_equals_the_bisection(n: int, data: st.DataObject, confidence: fl
     correct = data.draw(st.integers(0, n))
     found = wilson(correct, n, confidence)
     wanted = oracle.wilson(correct, n, NormalDist().inv_cdf(0.5 + confidence / 2))
-    assert np.abs(np.subtract(found, wanted)).max() <= compare.interval_radius(1)
-    assert found[0] <= correct / n + compare.interval_radius(1)
-    assert found[1] >= correct / n - compare.interval_radius(1)
+    assert np.abs(np.subtract(found, wanted)).max() <= tolerances.interval_radius(1)
+    assert found[0] <= correct / n + tolerances.interval_radius(1)
+    assert found[1] >= correct / n - tolerances.interval_radius(1)
 
 
 @pytest.mark.spec(id="IN-WILSON")
@@ -67,7 +67,7 @@ def test_wilson_equals_scipy() -> None:
     binomtest = pytest.importorskip("scipy.stats").binomtest
     for correct, n in [(16, 20), (0, 20), (20, 20), (227, 467)]:
         found = binomtest(correct, n).proportion_ci(0.95, method="wilson")
-        assert np.abs(np.subtract(wilson(correct, n), (found.low, found.high))).max() <= compare.interval_radius(1)
+        assert np.abs(np.subtract(wilson(correct, n), (found.low, found.high))).max() <= tolerances.interval_radius(1)
 
 
 @pytest.mark.spec(id="IN-BOOTSTRAP")
@@ -76,7 +76,7 @@ def test_the_bootstrap_equals_the_brute_force(differences: list[float], confiden
     drawn = draws(len(differences), 50, seed)
     found = bootstrap(np.array(differences), drawn, confidence)
     wanted = oracle.bootstrap(differences, drawn.tolist(), confidence)
-    assert np.abs(np.subtract(found, wanted)).max() <= compare.interval_radius(len(differences))
+    assert np.abs(np.subtract(found, wanted)).max() <= tolerances.interval_radius(len(differences))
 
 
 @pytest.mark.spec(id="IN-BOOTSTRAP")
@@ -109,7 +109,7 @@ def test_the_cluster_bootstrap_equals_the_brute_force(
     drawn = draws(m, 40, seed)
     found = cluster_bootstrap(np.array(differences), np.array(clusters), drawn, confidence)
     wanted = oracle.cluster_bootstrap(differences, clusters, drawn.tolist(), confidence)
-    assert np.abs(np.subtract(found, wanted)).max() <= compare.interval_radius(40)
+    assert np.abs(np.subtract(found, wanted)).max() <= tolerances.interval_radius(40)
 
 
 @pytest.mark.spec(id="IN-CLUSTER-BOOTSTRAP")
@@ -155,7 +155,7 @@ def test_power_equals_the_enumeration(n: int, halves: int, wins: int, alpha: flo
     difference = discordance * wins / 4
     found = mcnemar_power(n, float(discordance), float(difference), alpha)
     wanted = float(oracle.power(n, discordance, difference, Fraction(str(alpha))))
-    assert compare.close("IN-POWER", [found], [wanted])
+    assert tolerances.close("IN-POWER", [found], [wanted])
 
 
 @pytest.mark.spec(id="IN-POWER")
@@ -168,7 +168,7 @@ def test_power_equals_scipy() -> None:
     win = (1 + 26 / 96) / 2
     sides = binom.cdf(k, m, win) + binom.sf(m - k - 1, m, win)
     wanted = float((binom.pmf(m, 385, 96 / 467) * sides).sum())
-    assert compare.close("IN-POWER", [mcnemar_power(385, 96 / 467, 26 / 467)], [wanted])
+    assert tolerances.close("IN-POWER", [mcnemar_power(385, 96 / 467, 26 / 467)], [wanted])
     assert round(wanted, 2) == 0.64
 
 

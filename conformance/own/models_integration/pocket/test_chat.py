@@ -10,11 +10,20 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from models_integration.pocket import ASSETS, CHAT_ASSETS, load_pocket, load_pocket_tokenizer  # noqa: E402
-from models_integration.pocket.batches import ANSWER_DIGIT, UNSCORED  # noqa: E402
-from models_integration.pocket.chat import CLOSE, OPEN, PROMPTS, ChatPlan, ChatRows, asked_behind, chat_tokenizer, turn  # noqa: E402
-from models_integration.pocket.chat_train import RATES, STEPS, ChatTrainer, new_sibling, rate_at, stage_at  # noqa: E402
-from models_integration.pocket.facts import is_held_out_value  # noqa: E402
-from models_integration.pocket.talk import KINDS, draw_conversation  # noqa: E402
+from models_integration.pocket.training.batches import ANSWER_DIGIT, UNSCORED  # noqa: E402
+from models_integration.pocket.training.chat import (  # noqa: E402
+    CLOSE,
+    OPEN,
+    PROMPTS,
+    ChatPlan,
+    ChatRows,
+    asked_behind,
+    chat_tokenizer,
+    turn,
+)
+from models_integration.pocket.training.chat_train import RATES, STEPS, ChatTrainer, new_sibling, rate_at, stage_at  # noqa: E402
+from models_integration.pocket.training.facts import is_held_out_value  # noqa: E402
+from models_integration.pocket.training.talk import KINDS, draw_conversation  # noqa: E402
 
 PLAN = ChatPlan(512, 1, (0, 1), 4)
 

@@ -11,16 +11,23 @@ pytest.importorskip("transformers")
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
 
 from models_integration.pocket import ASSETS, load_pocket  # noqa: E402
-from models_integration.pocket.batches import ANSWER_DIGIT, UNSCORED, RowMaker, RowPlan  # noqa: E402
-from models_integration.pocket.card import CARD_FILE, render_card  # noqa: E402
-from models_integration.pocket.curriculum import STAGES, TOTAL_STEPS, draw_plan, rate_at, stage_at  # noqa: E402
-from models_integration.pocket.evaluate import Cell, answer, draw_held_out, evaluation_fillers, read_cells, table  # noqa: E402
-from models_integration.pocket.facts import HELD_OUT_VALUES, draw_facts, draw_values  # noqa: E402
-from models_integration.pocket.filler_text import filler_sentence, held_out_filler, is_held_out  # noqa: E402
-from models_integration.pocket.tokenizer import build_tokenizer  # noqa: E402
-from models_integration.pocket.train import Trainer  # noqa: E402
+from models_integration.pocket.training.batches import ANSWER_DIGIT, UNSCORED, RowMaker, RowPlan  # noqa: E402
+from models_integration.pocket.training.card import CARD_FILE, render_card  # noqa: E402
+from models_integration.pocket.training.curriculum import STAGES, TOTAL_STEPS, draw_plan, rate_at, stage_at  # noqa: E402
+from models_integration.pocket.training.evaluate import (  # noqa: E402
+    Cell,
+    answer,
+    draw_held_out,
+    evaluation_fillers,
+    read_cells,
+    table,
+)
+from models_integration.pocket.training.facts import HELD_OUT_VALUES, draw_facts, draw_values  # noqa: E402
+from models_integration.pocket.training.filler_text import filler_sentence, held_out_filler, is_held_out  # noqa: E402
+from models_integration.pocket.training.tokenizer import build_tokenizer  # noqa: E402
+from models_integration.pocket.training.train import Trainer  # noqa: E402
 from models_integration.tasks import DEFAULT_FILLER, TASKS, score  # noqa: E402
-from models_integration.tasks.sample import decode  # noqa: E402
+from models_integration.tasks.assembly import decode  # noqa: E402
 
 Pocket = tuple[LlamaForCausalLM, PreTrainedTokenizerFast]
 

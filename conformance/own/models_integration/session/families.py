@@ -33,7 +33,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from models_integration import CrystalCache, FullCache, Method, StreamingLLM
+from models_integration import CrystalCache, FullCache, RetainedCache, RetentionPolicy, StreamingLLM
+from models_integration.cache.crystal_states import CrystalStates
 from spec.parameters import TINY
 
 VOCABULARY = 131
@@ -64,7 +65,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
 }
 SLIDING = ("gemma2", "gemma3")
 
-METHODS: dict[str, Callable[[], Method]] = {
+METHODS: dict[str, Callable[[], RetentionPolicy]] = {
     "crystalcache": lambda: CrystalCache(0.5, ENDS, TINY, backend="numpy"),
     "streamingllm": lambda: StreamingLLM(0.4, N_sink=2),
     "fullcache": FullCache,
@@ -99,6 +100,13 @@ def prepare(
 def prompt(n: int, seed: int = 3) -> Tensor:
     """Random ids, (1, n), special ones left out."""
     return torch.randint(3, VOCABULARY, (1, n), generator=torch.Generator().manual_seed(seed))
+
+
+def states_of(cache: RetainedCache) -> CrystalStates:
+    """What CrystalCache keeps of each row of a cache."""
+    states = cache.continuation
+    assert isinstance(states, CrystalStates)
+    return states
 
 
 def relative(found: Tensor, expected: Tensor) -> float:

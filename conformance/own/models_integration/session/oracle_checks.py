@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from conformance.own.models_integration.session.families import Masked, at_once, greedy, prompt, relative, step_by_step
-from models_integration import FullCache, Method, prefill
+from models_integration import FullCache, RetentionPolicy, prefill
 
 __all__ = ["PROMPT", "check_decoding", "check_generation", "check_hidden_token", "check_stored_tensors"]
 
@@ -17,7 +17,7 @@ TOLERANCE = 1e-5
 VISIBLE_EFFECT = 1e-2
 
 
-def check_decoding(model: PreTrainedModel, method: Method) -> None:
+def check_decoding(model: PreTrainedModel, method: RetentionPolicy) -> None:
     """Logits of the next 8 tokens, in single steps and in one forward, by default positions and masks."""
     ids, following = prompt(PROMPT), prompt(NEW, seed=9)
     prefilled = prefill(model, method, ids)
@@ -35,7 +35,7 @@ def check_decoding(model: PreTrainedModel, method: Method) -> None:
         assert relative(full, expected) > VISIBLE_EFFECT
 
 
-def check_hidden_token(model: PreTrainedModel, method: Method) -> None:
+def check_hidden_token(model: PreTrainedModel, method: RetentionPolicy) -> None:
     """A 2D attention mask counts tokens seen: hiding a token hides that token, wherever its slot is."""
     ids, following = prompt(PROMPT), prompt(NEW, seed=9)
     prefilled = prefill(model, method, ids)
@@ -50,7 +50,7 @@ def check_hidden_token(model: PreTrainedModel, method: Method) -> None:
     assert relative(at_once(model, following, prefilled.cache, attention_mask=mask), expected) < TOLERANCE
 
 
-def check_generation(model: PreTrainedModel, method: Method) -> None:
+def check_generation(model: PreTrainedModel, method: RetentionPolicy) -> None:
     """Greedy tokens of generate inside the context."""
     ids = prompt(PROMPT)
     with method(model) as run:
@@ -59,7 +59,7 @@ def check_generation(model: PreTrainedModel, method: Method) -> None:
     assert chosen == Masked(model, ids, run.kept.tolist()).greedy(NEW)
 
 
-def check_stored_tensors(model: PreTrainedModel, method: Method) -> None:
+def check_stored_tensors(model: PreTrainedModel, method: RetentionPolicy) -> None:
     """Slot j of a full-attention layer holds the key and value of the j-th stored position; others hold all."""
     ids = prompt(PROMPT)
     cache = prefill(model, method, ids).cache

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from models_integration import Method
+from models_integration import CustomPolicy, RetentionPolicy
 from reference.policies import full_cache
 from spec.arrays import BoolVector
 from spec.budget import parse_budget
@@ -37,8 +37,8 @@ class Failing:
         raise self.error
 
 
-def method_of(scorer: Looking | Failing) -> Method:
+def method_of(scorer: Looking | Failing) -> RetentionPolicy:
     """Nothing is evicted; the scorer runs."""
     full = full_cache()
     policy = Policy("probe", scorer, full.budgets, full.selector, full.protection)
-    return Method(policy, parse_budget(1.0))
+    return CustomPolicy(policy, parse_budget(1.0))

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from conformance.own.models_integration.session.families import at_once, greedy, prompt, relative, step_by_step
 from conformance.own.models_integration.session.heads import MaskedHeads, Sets
 from conformance.own.models_integration.session.oracle_checks import NEW, PROMPT, TOLERANCE, VISIBLE_EFFECT
-from models_integration import Method, RetainedCache, Session
+from models_integration import CustomPolicy, RetainedCache, RetentionPolicy, Session
 from models_integration.attention.capture import observing
 from models_integration.cache.dense_layer import RetainedLayer
 from models_integration.cache.ragged_layer import RaggedLayer
@@ -34,9 +34,9 @@ PUBLISHED: dict[str, Callable[[], Policy]] = {
 DECODING: dict[str, Callable[[], Policy]] = {"h2o": h2o, "tova": tova, "rkv": lambda: rkv(W=4, every=3)}
 
 
-def method(name: str, budget: float | int = 0.3) -> Method:
+def method(name: str, budget: float | int = 0.3) -> RetentionPolicy:
     """A policy with constants that fit a prompt of 64 tokens."""
-    return Method({**PUBLISHED, **DECODING}[name](), parse_budget(budget))
+    return CustomPolicy({**PUBLISHED, **DECODING}[name](), parse_budget(budget))
 
 
 def live_sets(cache: RetainedCache) -> Sets:
@@ -47,7 +47,7 @@ def live_sets(cache: RetainedCache) -> Sets:
     }
 
 
-def read_prompt(model: PreTrainedModel, chosen: Method, n: int = PROMPT) -> tuple[Session, RetainedCache]:
+def read_prompt(model: PreTrainedModel, chosen: RetentionPolicy, n: int = PROMPT) -> tuple[Session, RetainedCache]:
     """A prompt under a policy; the session is over."""
     with chosen(model) as run, torch.no_grad():
         model(input_ids=prompt(n))

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from conformance.own.models_integration.session.families import METHODS, at_once, prompt
 from models_integration import RetainedCache, prefill
 from models_integration.attention.capture import observing
+from models_integration.cache.dense_layer import DenseLayer
 from models_integration.cache.positions import EMPTY, StoredRows
 from models_integration.model.architecture import describe
 
@@ -49,9 +50,8 @@ def two_rows(model: PreTrainedModel, lengths: tuple[int, int] = (61, 44), new: i
     for layer, *sources in zip(cache.full_layers, *(single.full_layers for single in singles), strict=True):
         keys = torch.cat([_left(source.keys, width, 2, 7.0) for source in sources])
         values = torch.cat([_left(source.values, width, 2, 7.0) for source in sources])
-        layer.update(keys, values)
-        layer.rows = StoredRows(kept, torch.tensor(lengths))
-        layer.evicted = max(lengths) - width
+        assert isinstance(layer, DenseLayer)
+        layer.restore(keys, values, StoredRows(kept, torch.tensor(lengths)), max(lengths) - width)
     alone = torch.cat([at_once(model, following[row : row + 1], single) for row, single in enumerate(singles)])
     return TwoRows(model, cache, lengths, following, alone)
 

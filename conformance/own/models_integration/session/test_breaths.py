@@ -17,12 +17,14 @@ from conformance.own.models_integration.session.families import (
     greedy,
     prompt,
     relative,
+    states_of,
 )
 from conformance.own.models_integration.session.lives import Beside
 from conformance.own.models_integration.session.observed import Observed
 from conformance.own.models_integration.session.test_batches import batch, prompts
 from conformance.own.models_integration.session.test_turns import same_state
 from models_integration import CrystalCache, RetainedCache
+from models_integration.cache.crystal_states import DecodeRule
 from reference.crystalcache import decode_step, empty_state, extend
 from reference.crystalcache.activation import inverse_key_norms
 from reference.crystalcache.breath import decay
@@ -43,10 +45,10 @@ def breathing(budget: float | int = 0.5, **options: Any) -> CrystalCache:
 
 def now(cache: RetainedCache) -> tuple[DecodeState, ...]:
     """The states, with the tokens that still wait."""
-    life = breathing().life
-    assert life is not None
-    settled = life.settled(cache.states, cache.observed_keys).rows
-    return tuple(replace(new, budget=old.budget) for new, old in zip(settled, cache.states.rows, strict=True))
+    rule = breathing().method.continuation
+    assert isinstance(rule, DecodeRule)
+    flushed = rule.flushed(states_of(cache), cache.observed_keys).rows
+    return tuple(replace(new, budget=old.budget) for new, old in zip(flushed, states_of(cache).rows, strict=True))
 
 
 def tokens(n: int, rows: int = 1) -> Tensor:
@@ -235,7 +237,7 @@ def test_steps_read_without_decode_do_not_fade() -> None:
     model, cache = build("llama"), RetainedCache(build("llama").config)
     with breathing(decode=False)(model):
         at_once(model, prompt(N), cache)
-        (start,) = cache.states.rows
+        (start,) = states_of(cache).rows
         for token in torch.split(tokens(2), 1, dim=1):
             at_once(model, token, cache)
         assert np.array_equal(now(cache)[0].D, start.D)
@@ -247,8 +249,8 @@ def test_steps_read_without_decode_do_not_fade() -> None:
     with breathing()(model):
         for token in torch.split(tokens(T - 3), 1, dim=1):
             at_once(model, token, cache)
-    assert cache.states.rows[0].step == T
-    assert cache.states.rows[0].tail_ids == ()
+    assert states_of(cache).rows[0].step == T
+    assert states_of(cache).rows[0].tail_ids == ()
 
 
 def test_a_backend_without_decode_is_refused_when_it_is_asked_for() -> None:
@@ -273,7 +275,7 @@ def test_a_breath_that_fails_leaves_no_usable_cache(monkeypatch: pytest.MonkeyPa
         at_once(model, prompt(N), cache)
         for token in torch.split(tokens(T - 1), 1, dim=1):
             at_once(model, token, cache)
-        monkeypatch.setattr("models_integration.session.crystal_decode.decode_step", fail)
+        monkeypatch.setattr("models_integration.cache.crystal_states.decode_step", fail)
         with pytest.raises(MemoryError):
             at_once(model, tokens(1), cache)
     with pytest.raises(SpecError, match="a decode step failed"):

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 from conformance.own.models_integration.archive.models import ROTATIONS
 from conformance.own.models_integration.archive.models import build as rotated
 from conformance.own.models_integration.session.families import build, greedy, prompt
-from models_integration import Method, Published
+from models_integration import CustomPolicy, Published
 from models_integration.cli.app import app
-from models_integration.policies.calibration import calibrate, identify
+from models_integration.policies.calibration import calibrate, served_by
 from models_integration.studies.results import load_rows
 from reference.calibration import load_calibration, save_calibration
 from reference.policies import diverse, triattention
@@ -64,10 +64,10 @@ def test_another_models_calibration_is_refused(tmp_path: Path) -> None:
         next(other.parameters())[:] += 1.0
     save_calibration(calibrate(model, ids), tmp_path / "mine.npz")
     found = load_calibration(tmp_path / "mine.npz")
-    triattention(found, identify(model))
+    triattention(found, served_by(model))
     for wrong in (other, build("qwen2")):
         with pytest.raises(SpecError, match="is another model's") as caught:
-            triattention(found, identify(wrong))
+            triattention(found, served_by(wrong))
         assert caught.value.argument == "calibration"
 
 
@@ -112,10 +112,10 @@ def test_the_command_makes_a_file_that_compare_takes(tmp_path: Path) -> None:
 def test_the_papers_policy_compacts_a_models_cache() -> None:
     """TriAttention's global mode under alpha: B tokens are stored, others than TriAttention alone keeps."""
     model, ids = build("llama"), prompt(N)
-    host = triattention(calibrate(model, prompt(N, seed=9)), identify(model))
+    host = triattention(calibrate(model, prompt(N, seed=9)), served_by(model))
     kept = []
     for policy in (host, diverse(host, 0.0), diverse(host, 4.0)):
-        with Method(policy, parse_budget(20))(model) as run:
+        with CustomPolicy(policy, parse_budget(20))(model) as run:
             output = greedy(model, ids, 4)
         assert run.kept is not None
         assert output.shape[-1] == 4

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from conformance.checks import stages as checks
+from conformance.checks import stage_checks
 from conformance.own.models_integration.session.families import (
     ENDS,
     FAMILIES,
@@ -74,7 +74,7 @@ def test_in_float32_the_comparator_accepts_the_kept_set(family: str, cut: tuple[
     judged = Prompt(inputs, ids[0].numpy(), ENDS, "0.5")
     run, _ = in_pieces(model, "crystalcache", ids, cut)
     assert isinstance(run.retention, CrystalRetention)
-    assert not list(checks.retention(run.retention, judged, "float32"))
+    assert not list(stage_checks.retention(run.retention, judged, "float32"))
 
 
 @families

@@ -17,6 +17,7 @@ from conformance.own.models_integration.session.families import (
     greedy,
     prompt,
     relative,
+    states_of,
 )
 from conformance.own.models_integration.session.observed import Observed
 from conformance.own.models_integration.session.probe import Looking, method_of
@@ -48,7 +49,7 @@ def test_a_turn_in_pieces_is_the_turn_in_one_forward(family: str, cut: tuple[int
                 assert cache.stored_length == before + TURN
             assert run.kept is not None
             assert run.kept.tolist() == cache.stored_positions().tolist()
-        found.append((torch.cat(logits, dim=1), cache.states.rows[0]))
+        found.append((torch.cat(logits, dim=1), states_of(cache).rows[0]))
     (expected, state), (logits_of_pieces, state_of_pieces) = found
     bound = 1e-5 if family == "gemma2" else 1e-10
     assert relative(logits_of_pieces, expected) < bound
@@ -66,7 +67,7 @@ def test_a_block_of_one_token_is_a_step() -> None:
                     at_once(model, turn(1, 1), cache)
             else:
                 at_once(model, turn(1, 1), cache)
-            assert cache.states.waiting_tokens == 1
+            assert states_of(cache).pending_tokens == 1
             at_once(model, turn(2), cache)
         kept.append(cache.stored_positions().tolist())
     assert kept[0] == kept[1]

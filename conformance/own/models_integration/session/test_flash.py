@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DynamicCache, PreTrainedModel
 
-from conformance.checks import stages as checks
+from conformance.checks import stage_checks
 from conformance.own.models_integration.session.families import ENDS, FAMILIES, at_once, build, prompt
 from conformance.own.models_integration.session.probe import Looking, method_of
 from conformance.own.models_integration.session.test_batches import batch, prompts
@@ -122,7 +122,7 @@ def test_the_kept_set_does_not_depend_on_it(engine: str, seed: int, monkeypatch:
             with CrystalCache(0.5, ENDS, TINY, backend=engine)(model) as run:
                 at_once(model, ids, RetainedCache(model.config))
         assert isinstance(run.retention, CrystalRetention)
-        assert not list(checks.retention(run.retention, judged, "float32"))
+        assert not list(stage_checks.retention(run.retention, judged, "float32"))
         kept.append(run.retention.kept.tolist())
     assert kept[0] == kept[1]
 

@@ -27,14 +27,13 @@ from conformance.own.models_integration.session.test_flash import (
     test_it_is_the_sum_over_what_each_query_sees as check_lse,
 )
 from conformance.own.models_integration.session.test_flash import test_the_model_s_numbers_keep_their_bits as check_bits
-from models_integration.attention import flash_lse as flash_module
+from models_integration.attention import capture as capture_module
 from models_integration.attention import masks as visibility
 from models_integration.attention.capture import Recorder
 from models_integration.cache import dense_layer as layers
-from models_integration.cache.dense_layer import RetainedLayer
-from models_integration.cache.positions import SlotOffset, StoredRows
+from models_integration.cache.dense_layer import DenseLayer
+from models_integration.cache.positions import Plan, SlotOffset, StoredRows
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.cache.slots import Plan
 from models_integration.session.segment import Segment
 from reference.policies import retain
 
@@ -43,29 +42,29 @@ Patch = pytest.MonkeyPatch
 
 def slots_as_positions(patch: Patch) -> None:
     """The next query stands at the number of slots."""
-    patch.setattr(RetainedLayer, "get_seq_length", lambda layer: layer.stored_length)
+    patch.setattr(DenseLayer, "get_seq_length", lambda layer: layer.stored_length)
 
 
 def mask_shifted_by_one(patch: Patch) -> None:
     """Every stored token stands one later than it does, so that no new token sees itself."""
-    sizes = RetainedLayer.get_mask_sizes
+    sizes = DenseLayer.get_mask_sizes
 
-    def shifted(layer: RetainedLayer, q: int) -> tuple[int, int]:
+    def shifted(layer: DenseLayer, q: int) -> tuple[int, int]:
         length, offset = sizes(layer, q)
-        return length, SlotOffset(offset, StoredRows(layer.rows.kept + 1, layer.rows.marks + 1))
+        return length, SlotOffset(offset, StoredRows(layer.rows.kept + 1, layer.rows.seen_at_compaction + 1))
 
-    patch.setattr(RetainedLayer, "get_mask_sizes", shifted)
+    patch.setattr(DenseLayer, "get_mask_sizes", shifted)
 
 
 def offset_forgets_positions(patch: Patch) -> None:
     """A logical length without the positions behind it."""
-    patch.setattr(RetainedLayer, "get_mask_sizes", lambda layer, q: (layer.stored_length + q, layer.evicted))
+    patch.setattr(DenseLayer, "get_mask_sizes", lambda layer, q: (layer.stored_length + q, layer.evicted))
 
 
 def offset_forgotten(patch: Patch) -> None:
     """Slots counted from 0: stored tokens look older than they are, which full attention does not notice."""
     patch.setattr(
-        RetainedLayer, "get_mask_sizes", lambda layer, q: (layer.stored_length + q, SlotOffset(0, StoredRows.none()))
+        DenseLayer, "get_mask_sizes", lambda layer, q: (layer.stored_length + q, SlotOffset(0, StoredRows.none()))
     )
 
 
@@ -81,15 +80,15 @@ def newest_slots_instead_of_kept_ones(patch: Patch) -> None:
 
 def values_not_gathered_with_keys(patch: Patch) -> None:
     """Keys of the kept tokens beside the first values."""
-    follow = RetainedLayer.follow
+    follow = DenseLayer.follow
 
-    def wrong(layer: RetainedLayer, plan: Plan) -> None:
+    def wrong(layer: DenseLayer, plan: Plan) -> None:
         assert isinstance(layer.values, Tensor)
         values = layer.values[:, :, : plan.after.kept.shape[1]].clone()
         follow(layer, plan)
         layer.values = values
 
-    patch.setattr(RetainedLayer, "follow", wrong)
+    patch.setattr(DenseLayer, "follow", wrong)
 
 
 def last_layer_keeps_other_tokens(patch: Patch) -> None:
@@ -120,7 +119,8 @@ def everything_after_the_kept_set_forgotten(patch: Patch) -> None:
         fewer = type(retention).shared(retention.positions[:-1], retention.seen)
         return fewer, records
 
-    patch.setattr("models_integration.session.segment.retain", wrong)
+    for rule in ("crystal_states", "decide_anew"):
+        patch.setattr(f"models_integration.cache.{rule}.retain", wrong)
 
 
 SABOTEURS: dict[Callable[[Patch], None], Callable[[Any, Any], None]] = {
@@ -182,7 +182,7 @@ def rows_share_the_longest(patch: Patch) -> None:
     by_position = visibility.by_position
 
     def wrong(pattern: Any, rows: StoredRows, *rest: Any) -> Any:
-        return by_position(pattern, StoredRows(rows.kept[:1], rows.marks[:1]), *rest)
+        return by_position(pattern, StoredRows(rows.kept[:1], rows.seen_at_compaction[:1]), *rest)
 
     patch.setattr(visibility, "by_position", wrong)
 
@@ -218,10 +218,10 @@ def first_row_for_all(patch: Patch) -> None:
 def padding_counted_as_tokens(patch: Patch) -> None:
     """A row's next position is the number of columns."""
 
-    def wrong(layer: RetainedLayer, tokens: int) -> Tensor:
-        return layer.get_seq_length() + torch.arange(tokens).expand(len(layer.rows.marks), tokens)
+    def wrong(layer: DenseLayer, tokens: int) -> Tensor:
+        return layer.get_seq_length() + torch.arange(tokens).expand(len(layer.rows.seen_at_compaction), tokens)
 
-    patch.setattr(RetainedLayer, "next_positions", wrong)
+    patch.setattr(DenseLayer, "next_positions", wrong)
 
 
 def padding_forgotten_in_the_gather(patch: Patch) -> None:
@@ -284,7 +284,7 @@ def evicted_before_the_end(patch: Patch) -> None:
 
 def another_base(patch: Patch) -> None:
     """A binary log-sum-exp."""
-    flash = flash_module.flash_attention
+    flash = capture_module.flash_attention
 
     def wrong(*args: Any) -> Any:
         both = flash(*args)
@@ -295,7 +295,7 @@ def another_base(patch: Patch) -> None:
 
 def another_kernel(patch: Patch) -> None:
     """The log-sum-exp comes with an output of its own, right but for its last bits."""
-    flash = flash_module.flash_attention
+    flash = capture_module.flash_attention
 
     def wrong(*args: Any) -> Any:
         both = flash(*args)

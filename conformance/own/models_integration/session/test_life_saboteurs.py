@@ -18,18 +18,17 @@ from conformance.own.models_integration.session import (
     test_streams,
     test_turns,
 )
+from conformance.own.models_integration.session.families import states_of
 from conformance.own.models_integration.session.test_snapshots import lived, same
 from models_integration.attention.capture import Recorder
-from models_integration.cache.dense_layer import RetainedLayer
-from models_integration.cache.positions import StoredRows
+from models_integration.cache.crystal_states import CrystalStates, DecodeRule, Pending
+from models_integration.cache.dense_layer import DenseLayer
+from models_integration.cache.positions import Plan, StoredRows
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.cache.row_states import RowStates
-from models_integration.cache.slots import Plan
 from models_integration.cache.snapshot import load_cache, save_cache
-from models_integration.cache.tensor_file import _DIGEST_AT, read
-from models_integration.session.crystal_decode import Life
-from models_integration.session.segment import Segment
-from models_integration.session.stream import Stream
+from models_integration.cache.tensor_file import DIGEST_AT, read
+from models_integration.session.inputs import Stream
+from models_integration.session.segment import ObservedSegment
 from spec.errors import SpecError
 from spec.policy import LayerView
 
@@ -48,66 +47,74 @@ def a_breath_compacts_the_observed_layer_alone(patch: Patch) -> None:
 
 def a_breath_keeps_other_tokens(patch: Patch) -> None:
     """As many as it should, but the newest."""
-    follow = RetainedLayer.follow
+    follow = DenseLayer.follow
 
-    def wrong(layer: RetainedLayer, plan: Plan) -> None:
+    def wrong(layer: DenseLayer, plan: Plan) -> None:
         newest = torch.arange(plan.length - len(plan.slots[0]), plan.length) if plan.slots else None
         later = plan.before.kept.shape[1] > 0 and newest is not None
         follow(layer, replace(plan, slots=(newest,)) if later else plan)  # type: ignore[arg-type]
 
-    patch.setattr(RetainedLayer, "follow", wrong)
+    patch.setattr(DenseLayer, "follow", wrong)
 
 
 def stale_positions_after_a_breath(patch: Patch) -> None:
     """The slots of a breath hold what they held before it, as far as the cache knows."""
-    follow = RetainedLayer.follow
+    follow = DenseLayer.follow
 
-    def wrong(layer: RetainedLayer, plan: Plan) -> None:
+    def wrong(layer: DenseLayer, plan: Plan) -> None:
         before = layer.rows
         follow(layer, plan)
         if before.kept.shape[1]:
-            layer.rows = StoredRows(before.positions(plan.length)[:, : layer.stored_length], layer.rows.marks)
+            stale = before.positions(plan.length)[:, : layer.stored_length]
+            layer.rows = StoredRows(stale, layer.rows.seen_at_compaction)
 
-    patch.setattr(RetainedLayer, "follow", wrong)
+    patch.setattr(DenseLayer, "follow", wrong)
 
 
 def the_first_row_s_tokens_for_all(patch: Patch) -> None:
     """Every row's state learns what the first row has read."""
-    ids = RowStates.ids
-    patch.setattr(RowStates, "ids", lambda states: [ids(states)[0]] * len(states.rows))
+    ids = CrystalStates.ids
+    patch.setattr(CrystalStates, "ids", lambda states: [ids(states)[0]] * len(states.rows))
 
 
 def the_first_row_s_keys_for_all(patch: Patch) -> None:
     """Every row's tokens have the key norms of the first row's."""
-    settled = Life.settled
-    patch.setattr(Life, "settled", lambda life, states, keys: settled(life, states, keys[:1].expand_as(keys)))
+    flushed = DecodeRule.flushed
+    patch.setattr(DecodeRule, "flushed", lambda rule, states, keys: flushed(rule, states, keys[:1].expand_as(keys)))
 
 
 def states_stay_where_they_were(patch: Patch) -> None:
     """A beam goes on as another was, and its state does not."""
-    patch.setattr(RowStates, "select", lambda states, indices: states)
+    select = CrystalStates.select
+
+    def wrong(states: CrystalStates, rows: Tensor) -> CrystalStates:
+        return states if len(rows) == len(states.rows) else select(states, rows)
+
+    patch.setattr(CrystalStates, "select", wrong)
 
 
 def the_tail_is_forgotten_in_a_turn(patch: Patch) -> None:
     """Tokens read since the last segment are in no trunk, and so go with the next eviction."""
-    extended = Life.extended
+    extended = DecodeRule.extended
 
-    def unsettled(life: Life, states: RowStates, keys: Tensor) -> RowStates:
-        n = states.waiting_tokens
-        return RowStates(tuple(replace(state, seen=state.seen + n) for state in states.rows), states.columns + n)
+    def unsettled(rule: DecodeRule, states: CrystalStates, keys: Tensor) -> CrystalStates:
+        n = states.pending_tokens
+        return CrystalStates(tuple(replace(state, seen=state.seen + n) for state in states.rows), states.columns + n)
 
-    def wrong(life: Life, state: Any, view: LayerView, ids: Any) -> Any:
+    def wrong(rule: DecodeRule, state: Any, view: LayerView, ids: Any) -> Any:
         k = np.concatenate([view.k[:, : len(state.stored)], view.k[:, view.k.shape[1] - len(ids) :]], axis=1)
-        return extended(life, state, replace(view, k=k), ids)
+        return extended(rule, state, replace(view, k=k), ids)
 
-    patch.setattr(Life, "settled", unsettled)
-    patch.setattr(Life, "extended", wrong)
+    patch.setattr(DecodeRule, "flushed", unsettled)
+    patch.setattr(DecodeRule, "extended", wrong)
 
 
 def steps_without_decode_decay(patch: Patch) -> None:
     """D fades for every token that waits."""
-    settled = Life.settled
-    patch.setattr(Life, "settled", lambda life, states, keys: settled(life, replace(states, steps=True), keys))
+    flushed = DecodeRule.flushed
+    patch.setattr(
+        DecodeRule, "flushed", lambda rule, states, keys: flushed(rule, replace(states, kind=Pending.DECODED), keys)
+    )
 
 
 def queries_of_a_turn_stand_at_their_slots(patch: Patch) -> None:
@@ -134,7 +141,7 @@ def a_turn_s_padding_is_taken_for_tokens(patch: Patch) -> None:
 
 def hidden_columns_of_a_turn_are_tokens(patch: Patch) -> None:
     """A padded turn's first columns take positions, and are attended."""
-    patch.setattr(RetainedCache, "expect", lambda cache, shown: None)
+    patch.setattr(RetainedCache, "expect", lambda cache, is_token: None)
 
 
 def hidden_queries_of_a_turn_are_counted(patch: Patch) -> None:
@@ -152,20 +159,20 @@ def hidden_columns_of_a_turn_stand_elsewhere(patch: Patch) -> None:
     """A 2D mask is looked up as if a row's tokens stood in columns without a gap."""
     columns = StoredRows.columns
     patch.setattr(StoredRows, "columns", lambda rows, positions, seen, tokens: columns(
-        StoredRows(rows.kept, rows.marks), positions, seen, tokens
+        StoredRows(rows.kept, rows.seen_at_compaction), positions, seen, tokens
     ))
 
 
 def a_turn_in_pieces_forgets_its_ids(patch: Patch) -> None:
     """Rarity counts the first piece's tokens, as often as it takes."""
-    row_ids = Segment._row_ids
+    token_ids = ObservedSegment.token_ids
 
-    def wrong(segment: Segment, row: int) -> Any:
-        ids = row_ids(segment, row)
-        first = segment._ids[0].shape[1]
-        return np.resize(ids[:first], len(ids)) if segment.later else ids
+    def wrong(observed: ObservedSegment, row: int) -> Any:
+        ids = token_ids(observed, row)
+        first = observed.text._ids[0].shape[1]
+        return np.resize(ids[:first], len(ids)) if observed.later else ids
 
-    patch.setattr(Segment, "_row_ids", wrong)
+    patch.setattr(ObservedSegment, "token_ids", wrong)
 
 
 def a_stream_s_segments_end_with_its_forwards(patch: Patch) -> None:
@@ -179,18 +186,18 @@ def a_stream_s_segments_end_with_its_forwards(patch: Patch) -> None:
 
 def the_paper_s_protection_for_all(patch: Patch) -> None:
     """Nothing is safe at a breath."""
-    settled = Life.settled
+    flushed = DecodeRule.flushed
 
-    def wrong(life: Life, states: RowStates, keys: Tensor) -> RowStates:
-        bare = replace(life, parameters=replace(life.parameters, breath_protection="none"))
-        return settled(bare, states, keys)
+    def wrong(rule: DecodeRule, states: CrystalStates, keys: Tensor) -> CrystalStates:
+        bare = replace(rule, parameters=replace(rule.parameters, breath_protection="none"))
+        return flushed(bare, states, keys)
 
-    patch.setattr(Life, "settled", wrong)
+    patch.setattr(DecodeRule, "flushed", wrong)
 
 
 def no_breath(patch: Patch) -> None:
     """Steps are counted, and none is ever due."""
-    patch.setattr(Life, "due", lambda life, states: False)
+    patch.setattr(DecodeRule, "due", lambda rule, states: False)
 
 
 def no_digest(patch: Patch) -> None:
@@ -200,8 +207,8 @@ def no_digest(patch: Patch) -> None:
         import hashlib
 
         data = bytearray(path.read_bytes())
-        data[_DIGEST_AT : _DIGEST_AT + 64] = b"0" * 64
-        data[_DIGEST_AT : _DIGEST_AT + 64] = hashlib.sha256(data).hexdigest().encode()
+        data[DIGEST_AT : DIGEST_AT + 64] = b"0" * 64
+        data[DIGEST_AT : DIGEST_AT + 64] = hashlib.sha256(data).hexdigest().encode()
         with TemporaryDirectory() as folder:
             other = Path(folder) / path.name
             other.write_bytes(data)
@@ -216,7 +223,7 @@ def waiting_tokens_are_not_saved(patch: Patch) -> None:
 
     def wrong(path: Path, model: Any) -> RetainedCache:
         cache = load(path, model)
-        cache.states = replace(cache.states, waiting=(), waiting_tokens=0)
+        cache.continuation = replace(states_of(cache), pending=(), pending_tokens=0)
         return cache
 
     patch.setattr("conformance.own.models_integration.session.test_life_saboteurs.load_cache", wrong)

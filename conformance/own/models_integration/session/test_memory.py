@@ -19,9 +19,9 @@ from conformance.own.models_integration.session.families import (
     relative,
 )
 from models_integration import FullCache, RetainedCache, prefill
-from models_integration.cache.dense_layer import RetainedLayer
+from models_integration.cache.dense_layer import DenseLayer, RetainedLayer
+from models_integration.cache.positions import Plan, slots_of
 from models_integration.cache.retained_cache import storage_bytes
-from models_integration.cache.slots import Plan, slots_of
 from spec.errors import SpecError
 from spec.retention import Retention
 
@@ -62,15 +62,15 @@ def test_only_full_layers_get_lighter(family: str) -> None:
 @pytest.mark.parametrize("method", ["crystalcache", "streamingllm"])
 def test_evicted_tensors_are_dead(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     evicted: list[weakref.ref[Tensor]] = []
-    follow = RetainedLayer.follow
+    follow = DenseLayer.follow
 
-    def watched(layer: RetainedLayer, plan: Plan) -> None:
+    def watched(layer: DenseLayer, plan: Plan) -> None:
         assert layer.keys is not None
         assert layer.values is not None
         evicted.extend((weakref.ref(layer.keys), weakref.ref(layer.values)))
         follow(layer, plan)
 
-    monkeypatch.setattr(RetainedLayer, "follow", watched)
+    monkeypatch.setattr(DenseLayer, "follow", watched)
     model = build("llama")
     with METHODS[method]()(model) as run:
         greedy(model, prompt(N), 2)
@@ -172,7 +172,7 @@ def test_the_caller_s_own_cache_is_the_one_that_is_compacted() -> None:
         assert output.past_key_values is cache
         assert isinstance(cache, RetainedCache)
         assert [type(layer).__name__ for layer in cache.layers] == [
-            "DynamicSlidingWindowLayer", "RetainedLayer", "DynamicSlidingWindowLayer", "RetainedLayer"
+            "DynamicSlidingWindowLayer", "DenseLayer", "DynamicSlidingWindowLayer", "DenseLayer"
         ]
 
 

@@ -20,20 +20,20 @@ from conformance.own.models_integration.session.families import (
 )
 from conformance.own.models_integration.session.probe import Failing, method_of
 from conformance.own.models_integration.session.snapshots import same_weights, snapshot
-from models_integration import CrystalCache, FullCache, Method, prefill
-from models_integration.cache.slots import Plan
+from models_integration import CrystalCache, FullCache, RetentionPolicy, prefill
+from models_integration.cache.positions import Plan
 from spec.errors import SpecError
 from spec.parameters import TINY
 from spec.records import CrystalRetention
 
 
-def whole() -> Method:
+def whole() -> RetentionPolicy:
     return CrystalCache(1.0, ENDS, TINY, backend="numpy")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("method", [whole, FullCache])
-def test_a_full_budget_changes_no_bit(family: str, method: Callable[[], Method]) -> None:
+def test_a_full_budget_changes_no_bit(family: str, method: Callable[[], RetentionPolicy]) -> None:
     model, ids, following = build(family), prompt(50), prompt(6, seed=9)
     cache = DynamicCache(config=model.config)
     plain = torch.cat([at_once(model, ids, cache), step_by_step(model, following, cache)], dim=1)
@@ -129,19 +129,19 @@ def test_an_error_in_a_prompt_leaves_the_cache_empty_and_unusable(error: BaseExc
 
 
 def test_a_compaction_that_fails_half_way_leaves_nothing_half_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    from models_integration.cache.dense_layer import RetainedLayer
+    from models_integration.cache.dense_layer import DenseLayer
 
     model, ids, cache = build("llama"), prompt(40), DynamicCache()
     calls: list[int] = []
-    follow = RetainedLayer.follow
+    follow = DenseLayer.follow
 
-    def second_fails(layer: RetainedLayer, plan: Plan) -> None:
+    def second_fails(layer: DenseLayer, plan: Plan) -> None:
         calls.append(1)
         if len(calls) == 2:
             raise MemoryError
         follow(layer, plan)
 
-    monkeypatch.setattr(RetainedLayer, "follow", second_fails)
+    monkeypatch.setattr(DenseLayer, "follow", second_fails)
     with METHODS["crystalcache"]()(model) as run, pytest.raises(MemoryError):
         at_once(model, ids, cache)
     assert run.retention is None

@@ -24,11 +24,11 @@ from conformance.own.models_integration.session.test_breaths import T, breathing
 from conformance.own.models_integration.session.test_turns import TURN, N, turn
 from models_integration import RetainedCache, load_cache, save_cache
 from models_integration.cache.positions import EMPTY
-from models_integration.policies.methods import Method
+from models_integration.policies.methods import RetentionPolicy
 from spec.errors import SpecError
 
 FULL = [family for family in FAMILIES if family not in SLIDING]
-LIVES: dict[str, Callable[[], Method]] = {**METHODS, "breathing": breathing}
+LIVES: dict[str, Callable[[], RetentionPolicy]] = {**METHODS, "breathing": breathing}
 # What three rows read, one list each: a prompt, then forwards of their own lengths, or of one token.
 LENGTHS = ((61, 1, 12, 1, 1, 5, 1, 1), (44, 1, 5, 1, 1, 9, 1, 1), (52, 1, 9, 1, 1, 2, 1, 1))
 
@@ -38,7 +38,8 @@ def pieces(row: int) -> list[Tensor]:
 
 
 def together(
-    model: PreTrainedModel, method: Method, rows: Sequence[Sequence[Tensor]], *, masks: bool = True, known: Any = None,
+    model: PreTrainedModel, method: RetentionPolicy, rows: Sequence[Sequence[Tensor]], *, masks: bool = True,
+    known: Any = None,
 ) -> tuple[RetainedCache, list[list[Tensor]]]:
     """The cache, and each row's logits at its own tokens, forward by forward."""
     cache = RetainedCache(model.config) if known is None else known[0]
@@ -55,13 +56,15 @@ def together(
     return cache, found
 
 
-def alone(model: PreTrainedModel, method: Method, row: Sequence[Tensor]) -> tuple[RetainedCache, list[Tensor]]:
+def alone(model: PreTrainedModel, method: RetentionPolicy, row: Sequence[Tensor]) -> tuple[RetainedCache, list[Tensor]]:
     cache = RetainedCache(model.config)
     with method(model):
         return cache, [at_once(model, ids, cache)[0] for ids in row]
 
 
-def agree(model: PreTrainedModel, method: Callable[[], Method], rows: Sequence[Sequence[Tensor]], **given: Any) -> None:
+def agree(
+    model: PreTrainedModel, method: Callable[[], RetentionPolicy], rows: Sequence[Sequence[Tensor]], **given: Any,
+) -> None:
     """Kept positions, states and logits of each row are those of its single run; no slot holds padding for ever."""
     bound = 1e-10 if model.dtype == torch.float64 else 1e-5
     cache, found = together(model, method(), rows, **given)
@@ -170,12 +173,12 @@ def test_rows_can_be_chosen_saved_and_taken_back_afterwards(tmp_path: Path) -> N
     cache, _ = together(model, breathing(), [row[:5] for row in rows])
     save_cache(cache, model, tmp_path / "cache")
     loaded = load_cache(tmp_path / "cache", model)
-    assert torch.equal(loaded.shown, cache.shown)
+    assert torch.equal(loaded.is_token, cache.is_token)
     loaded.batch_select_indices(torch.tensor([2, 0]))
     loaded.crop(-1)
     order = [2, 0]
     _, found = together(
-        model, breathing(), [rows[row][4:] for row in order], known=(loaded, loaded.shown.long()),
+        model, breathing(), [rows[row][4:] for row in order], known=(loaded, loaded.is_token.long()),
     )
     for at, row in enumerate(order):
         single, expected = alone(model, breathing(), rows[row])
@@ -191,7 +194,7 @@ def test_padding_is_not_stored() -> None:
     cache, _ = together(model, METHODS["fullcache"](), rows)
     assert cache.stored_positions(1).tolist() == list(range(N + 5))
     assert cache.full_layers[0].stored_positions()[1].tolist() == [EMPTY] * 7 + list(range(N + 5))
-    assert cache.shown[1].tolist() == [True] * N + [False] * 7 + [True] * 5
+    assert cache.is_token[1].tolist() == [True] * N + [False] * 7 + [True] * 5
 
 
 # What a mask hides of the second row: from a column up to another, of N + TURN.
@@ -226,7 +229,7 @@ def test_an_earlier_turn_s_padding_stays_hidden() -> None:
     """A mask that shows it, or hides as much elsewhere, is about another sequence."""
     model = build("llama")
     cache, _ = together(model, breathing(), [pieces(row)[:4] for row in range(3)])
-    for wrong in (torch.ones_like(cache.shown), cache.shown.sort(dim=1).values):
+    for wrong in (torch.ones_like(cache.is_token), cache.is_token.sort(dim=1).values):
         mask = torch.nn.functional.pad(wrong.long(), (0, TURN), value=1)
         with breathing()(model), pytest.raises(SpecError, match="padding so far was"):
             at_once(model, torch.cat([turn(row) for row in range(3)]), cache, attention_mask=mask)

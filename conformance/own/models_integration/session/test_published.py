@@ -12,36 +12,39 @@ from typer.testing import CliRunner
 from conformance.own.models_integration.session.families import FAMILIES, build, greedy, prompt, relative
 from conformance.own.models_integration.session.oracle_checks import PROMPT
 from conformance.own.models_integration.session.ragged_checks import live_sets, read_prompt
-from models_integration import Published, calibrate, prefill
+from models_integration import CrystalCache, FullCache, Published, StreamingLLM, calibrate, prefill
 from models_integration.cli.app import app
 from models_integration.model.architecture import describe
 from models_integration.model.weights import output_projections, rotary
-from models_integration.policies.published import DIVERSE, NAMES, PUBLISHED
-from models_integration.studies.cells import POLICIES, Plan
+from models_integration.policies.published import policy_from_name
+from models_integration.studies.compare.plan import Plan
 from reference import policies
+from reference.policies.names import DIVERSE, NAMES, POLICIES
 from reference.policies.rotary import unrotated
 from spec.budget import parse_budget
 from spec.errors import SpecError
 from spec.policy import Observation
 from spec.retention import Granularity
 
+CLASSES = ("crystalcache", "streamingllm", "fullcache")
+PUBLISHED = tuple(name for name in POLICIES if name not in CLASSES)
 SMALL: dict[str, dict[str, Any]] = {
     "adakv": {"W": 8}, "chunkkv": {"W": 8}, "defensivekv": {"W": 8}, "h2o-described": {"W": 8},
     "pyramidkv": {"W": 8}, "pyramidkv-described": {"W": 8}, "snapkv": {"W": 8},
 }
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", ["streamingllm", *PUBLISHED])
 def test_each_evicts_at_its_own_granularity(name: str) -> None:
     model = build("llama")
     calibration = {"calibration": calibrate(model, prompt(PROMPT, seed=9))} if "triattention" in name else {}
-    published = Published(name, 0.3, **SMALL.get(name, {}), **calibration)
-    with published(model) as run:
+    policy = policy_from_name(name, 0.3, **SMALL.get(name, {}), **calibration)
+    with policy(model) as run:
         greedy(model, prompt(PROMPT), 4)
     assert run.cache is not None
     assert run.over_budget == 0
     sets = [own for heads in live_sets(run.cache).values() for own in heads]
-    granularity = published.on(model).policy.granularity
+    granularity = policy.on(model).policy.granularity
     distinct = {Granularity.MODEL: 1, Granularity.LAYER: 3, Granularity.HEAD: 6}[granularity]
     # Sums over all queries prefer the first chunks, here in every layer; a KV-head index is one set in all layers.
     fewer = {"chunkkv-described": 1, "triattention-by-head": 2}
@@ -53,20 +56,50 @@ def test_each_evicts_at_its_own_granularity(name: str) -> None:
 def test_the_help_lists_every_name() -> None:
     text = CliRunner().invoke(app, ["compare", "--help"], env={"COLUMNS": "400", "TERM": "dumb"}).output
     listed = text.split("Comma-separated: ")[1].split(".")[0].replace("\n", " ").replace("│", " ")
-    assert set(map(str.strip, listed.split(","))) == {*POLICIES, *PUBLISHED}
+    assert set(map(str.strip, listed.split(","))) == {*POLICIES}
     assert "diverse-NAME" in text
     assert Plan(policies=NAMES).policies == NAMES
 
 
 def test_every_name_but_chunks_and_h2o_takes_a_diverse_form() -> None:
     """What has no such form says so: it does not keep the best single tokens."""
-    for name in PUBLISHED:
+    for name in ("streamingllm", *PUBLISHED):
         if "triattention" not in name and name not in ("defensivekv", "expected-attention"):
             if DIVERSE + name in NAMES:
                 Published(DIVERSE + name, 0.3)
             else:
                 with pytest.raises(SpecError, match="must keep single tokens"):
-                    policies.diverse(PUBLISHED[name]())
+                    policies.diverse(POLICIES[name].make())
+
+
+def test_a_name_gives_what_its_class_gives() -> None:
+    ends = frozenset({1, 2})
+    for backend in ("numpy", "auto"):
+        by_name = policy_from_name("crystalcache", 0.3, sentence_ends=ends, backend=backend, decode=True)
+        assert by_name == CrystalCache(0.3, ends, backend=backend, decode=True)
+    assert policy_from_name("streamingllm", 100, N_sink=2) == StreamingLLM(100, N_sink=2)
+    assert policy_from_name("fullcache", 0.3) == FullCache()
+    assert policy_from_name("snapkv", 0.3, W=8) == Published("snapkv", 0.3, W=8)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_policy_with_a_class_of_its_own_has_no_second_one(name: str) -> None:
+    with pytest.raises(SpecError, match=f"name = '{name}': has a class of its own; policy_from_name takes every name"):
+        Published(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "constants", "words"),
+    [
+        ("epicache", {}, "name = 'epicache'"),
+        ("crystalcache", {}, "sentence_ends = None"),
+        ("crystalcache", {"T": 3}, "crystalcache has the constants backend, breath_protection, decode"),
+        ("fullcache", {"N_sink": 4}, "fullcache has the constants none"),
+    ],
+)
+def test_a_name_with_bad_constants_is_refused(name: str, constants: dict[str, Any], words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        policy_from_name(name, 0.3, **constants)
 
 
 def test_constants_reach_the_policy() -> None:
@@ -164,7 +197,7 @@ def test_the_frequencies_take_the_rotation_off_the_model_s_queries(family: str) 
     call = type(scorer).__call__
     patch = pytest.MonkeyPatch()
     patch.setattr(type(scorer), "__call__", watched)
-    read_prompt(model, Published("expected-attention", 0.3).on(model))
+    read_prompt(model, Published("expected-attention", 0.3))
     patch.undo()
     hook.remove()
     own = before[0].reshape(PROMPT, 4, -1) if last is module.q_proj else before[0][0]

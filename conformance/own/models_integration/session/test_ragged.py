@@ -33,8 +33,7 @@ from conformance.own.models_integration.session.ragged_checks import (
 )
 from models_integration.attention import capture
 from models_integration.attention.capture import observing
-from models_integration.cache.compaction import compact
-from models_integration.cache.dense_layer import RetainedLayer
+from models_integration.cache.dense_layer import DenseLayer, RetainedLayer
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache, storage_bytes
 from models_integration.model.architecture import describe
@@ -162,7 +161,7 @@ def test_a_quarter_of_the_bytes(name: str) -> None:
     assert grown <= storage_bytes(cache.layers) <= 1.02 * grown
     for layer in cache.full_layers:
         if isinstance(layer, RaggedLayer):
-            assert layer.spare <= 3
+            assert layer.layout.spare <= 3
 
 
 def test_no_tensor_of_the_full_cache_is_left() -> None:
@@ -237,7 +236,7 @@ def ragged(rows: int = 1, keep: Any = None) -> tuple[RetainedCache, list[list[in
     sets = [[0, 3, 9, 60], [1, 9], [5, 63], [2, 3, 4], [0, 1, 2, 3, 4], [62]]
     flat = torch.tensor([at for own in sets for at in own]).numpy()
     offsets = torch.tensor([0, 4, 6, 8, 11, 16, 17]).numpy()
-    compact(run.cache, [Retention(flat, offsets, PROMPT, Granularity.HEAD)] * rows)
+    run.cache.compact([Retention(flat, offsets, PROMPT, Granularity.HEAD)] * rows)
     return run.cache, sets
 
 
@@ -263,7 +262,7 @@ def test_rows_can_be_chosen_again() -> None:
     cache, _ = ragged(rows=2)
     layer = cache.full_layers[0]
     assert isinstance(layer, RaggedLayer)
-    layer.keep([[torch.tensor([0, 3]), torch.tensor([9])], [torch.tensor([60]), torch.tensor([1, 9])]])
+    layer.plan_keep([[torch.tensor([0, 3]), torch.tensor([9])], [torch.tensor([60]), torch.tensor([1, 9])]])()
     keys = [one[0].clone() for one in layer.segments()]
     layer.batch_repeat_interleave(2)
     layer.batch_select_indices(torch.tensor([False, True, True, True]))
@@ -276,7 +275,7 @@ def test_rows_can_be_chosen_again() -> None:
 def test_a_reset_cache_is_as_new() -> None:
     cache, _ = ragged()
     cache.reset()
-    assert [type(layer) for layer in cache.layers] == [RetainedLayer] * 3
+    assert [type(layer) for layer in cache.layers] == [DenseLayer] * 3
     assert (cache.get_seq_length(), cache.layers_differ) == (0, False)
     with method("adakv")(build("llama")) as run, torch.no_grad():
         run._model(input_ids=prompt(PROMPT), past_key_values=cache)

@@ -15,9 +15,8 @@ from conformance.own.models_integration.session.families import build, prompt
 from conformance.own.models_integration.session.oracle_checks import NEW, PROMPT
 from conformance.own.models_integration.session.ragged_checks import live_sets, method, read_prompt
 from conformance.own.models_integration.session.test_ragged import ragged
-from models_integration import FullCache, Method, Published, RetainedCache, StreamingLLM, prefill
+from models_integration import CustomPolicy, FullCache, Published, RetainedCache, RetentionPolicy, StreamingLLM, prefill
 from models_integration.attention.capture import observing
-from models_integration.cache.compaction import compact
 from models_integration.cache.snapshot import save_cache
 from models_integration.model.architecture import describe
 from reference.policies import chunkkv, diverse, h2o, snapkv, with_adaptive_budgets
@@ -53,7 +52,7 @@ def test_a_retention_about_something_else_is_refused(retention: Retention, words
             cache.full_layers[0].retain(torch.arange(10))
     before = live_sets(cache)
     with pytest.raises(SpecError, match=words):
-        compact(cache, [retention])
+        cache.compact([retention])
     assert live_sets(cache) == before
 
 
@@ -71,7 +70,7 @@ def test_a_compaction_that_fails_in_the_last_layer_has_changed_no_layer(model_wi
         retention = Retention.shared(retention.positions[:1], PROMPT)
     before, tensors = live_sets(cache), [layer.keys for layer in cache.full_layers]
     with pytest.raises(SpecError, match="must be among the"):
-        compact(cache, [retention])
+        cache.compact([retention])
     assert live_sets(cache) == before
     assert all(layer.keys is own for layer, own in zip(cache.full_layers, tensors, strict=True))
 
@@ -101,7 +100,7 @@ def test_memory_that_runs_out_between_two_layers_makes_the_cache_unusable(
 
     monkeypatch.setattr(torch.Tensor, "index_select", full)
     with pytest.raises(torch.OutOfMemoryError):
-        compact(cache, [retention])
+        cache.compact([retention])
     monkeypatch.undo()
     with pytest.raises(SpecError, match="a compaction failed half way; start again with a new one"):
         cache.get_seq_length()
@@ -127,17 +126,17 @@ def test_a_4d_mask_knows_nothing_of_heads() -> None:
         model(input_ids=prompt(NEW), past_key_values=cache, attention_mask=mask)
 
 
-REFUSED_TURNS: dict[str, tuple[str, Callable[[PreTrainedModel], Method], str]] = {
+REFUSED_TURNS: dict[str, tuple[str, Callable[[PreTrainedModel], RetentionPolicy], str]] = {
     "one set for the model": ("adakv", lambda model: StreamingLLM(20), "keeps one set for the whole model"),
     "one set for a layer": ("adakv", lambda model: method("chunkkv"), "keeps one set for a whole layer"),
     "a share of each token": (
-        "adakv", lambda model: Published("defensivekv", 0.3, W=8).on(model), "compares layers or heads token by token",
+        "adakv", lambda model: Published("defensivekv", 0.3, W=8), "compares layers or heads token by token",
     ),
     "signatures of all heads": (
-        "snapkv", lambda model: Method(diverse(snapkv(W=8)), parse_budget(0.3)), "layers or heads token by token",
+        "snapkv", lambda model: CustomPolicy(diverse(snapkv(W=8)), parse_budget(0.3)), "layers or heads token by token",
     ),
     "scores of another layer": (
-        "chunkkv", lambda model: Method(chunkkv(W=8, N_reuse=2), parse_budget(0.3)), "layers or heads token by token",
+        "chunkkv", lambda model: CustomPolicy(chunkkv(W=8, N_reuse=2), 0.3), "layers or heads token by token",
     ),
     "sums of another policy": ("tova", lambda model: method("h2o"), "goes on from its own prompt only"),
     "no sums at all": ("adakv", lambda model: method("h2o"), "goes on from its own prompt only"),
@@ -182,7 +181,7 @@ def test_a_policy_goes_on_from_its_own_records_only(spoil: Callable[[RetainedCac
 
 
 def test_steps_need_equal_shares() -> None:
-    chosen = Method(with_adaptive_budgets(h2o()), parse_budget(0.3))
+    chosen = CustomPolicy(with_adaptive_budgets(h2o()), parse_budget(0.3))
     with chosen(build("llama")) as run, torch.no_grad(), pytest.raises(SpecError, match="only with equal shares"):
         run._model(input_ids=prompt(PROMPT))
 

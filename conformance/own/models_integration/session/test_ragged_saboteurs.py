@@ -24,12 +24,12 @@ from conformance.own.models_integration.session.test_ragged import (
 from conformance.own.models_integration.session.test_ragged_turns import check_small_keys_stay
 from models_integration.attention.masks import LayerMasks
 from models_integration.cache import ragged_layer as ragged_module
+from models_integration.cache import retained_cache as retained_module
 from models_integration.cache.positions import StoredRows
-from models_integration.cache.ragged_layer import RaggedLayer
+from models_integration.cache.ragged_layer import HeadLayout, RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.session import observations as later
 from models_integration.session import segment as segments
-from models_integration.session.decode_step import Step
+from models_integration.session.segment import ObservedSegment
 
 Patch = pytest.MonkeyPatch
 
@@ -61,19 +61,20 @@ def heads_change_places(patch: Patch) -> None:
 
 def all_heads_keep_the_first_one_s_tokens(patch: Patch) -> None:
     """The right number of tokens in a layer, one kept set."""
-    splitting = RaggedLayer.splitting.__func__  # type: ignore[attr-defined]
+    plan_split = RaggedLayer.plan_split.__func__  # type: ignore[attr-defined]
 
-    def wrong(cls: Any, layer: Any, kept: Any) -> Callable[[], None]:
+    def wrong(cls: Any, layer: Any, kept: Any, padding: Any) -> Callable[[], RaggedLayer]:
         shifted = [[own if head == 0 else heads[0][: len(own)] for head, own in enumerate(heads)] for heads in kept]
-        split = splitting(cls, layer, shifted)
+        split = plan_split(cls, layer, shifted, padding)
 
-        def apply() -> None:
-            split()
-            layer.kept = tuple(own for heads in kept for own in heads)
+        def apply() -> RaggedLayer:
+            made: RaggedLayer = split()
+            made.layout = HeadLayout(tuple(own for heads in kept for own in heads))
+            return made
 
         return apply
 
-    patch.setattr(RaggedLayer, "splitting", classmethod(wrong))
+    patch.setattr(RaggedLayer, "plan_split", classmethod(wrong))
 
 
 def new_tokens_go_to_one_head(patch: Patch) -> None:
@@ -92,10 +93,10 @@ def spare_slots_are_attended_to(patch: Patch) -> None:
     def wrong(layer: RaggedLayer) -> Any:
         assert layer.keys is not None
         assert layer.values is not None
-        ends = [*layer._starts[1:], len(layer.keys)]
+        ends = [*layer.layout.starts[1:], len(layer.keys)]
         return [
             (layer.keys[None, None, start:end], layer.values[None, None, start:end])
-            for start, end in zip(layer._starts, ends, strict=True)
+            for start, end in zip(layer.layout.starts, ends, strict=True)
         ]
 
     patch.setattr(ragged_module, "_SPARE", 1)
@@ -105,15 +106,22 @@ def spare_slots_are_attended_to(patch: Patch) -> None:
 
 def padded_storage(patch: Patch) -> None:
     """Every head has room for as many tokens as the fullest one."""
-    compact = ragged_module.compact
+    compact = RetainedCache.compact
 
     def wrong(cache: RetainedCache, *rest: Any) -> None:
         compact(cache, *rest)
         for layer in cache.full_layers:
             if isinstance(layer, RaggedLayer):
-                layer._lay_out(max(layer.lengths) - min(layer.lengths))
+                assert layer.keys is not None
+                assert layer.values is not None
+                lengths = layer.layout.lengths
+                padded = replace(layer.layout, spare=max(lengths) - min(lengths))
+                layer.keys, layer.values = (
+                    ragged_module._moved(tensor, layer.layout, padded) for tensor in (layer.keys, layer.values)
+                )
+                layer.layout = padded
 
-    patch.setattr(segments, "compact", wrong)
+    patch.setattr(RetainedCache, "compact", wrong)
 
 
 def views_of_the_full_cache(patch: Patch) -> None:
@@ -129,35 +137,39 @@ def views_of_the_full_cache(patch: Patch) -> None:
 
 def steps_forget_the_scaling(patch: Patch) -> None:
     """A step's attention is computed anew, with another scale than the model's."""
-    attended = Step.attended
+    attended = ObservedSegment.attended
 
-    def wrong(step: Step, module: Any, seen: Any) -> None:
-        attended(step, module, replace(seen, options={**seen.options, "scaling": 1.0}))
+    def wrong(observed: ObservedSegment, module: Any, seen: Any) -> None:
+        step = observed.later and observed.columns == 1
+        attended(observed, module, replace(seen, options={**seen.options, "scaling": 1.0}) if step else seen)
 
-    patch.setattr(Step, "attended", wrong)
+    patch.setattr(ObservedSegment, "attended", wrong)
 
 
 def steps_decide_by_the_first_head_s_query(patch: Patch) -> None:
     """What a step is shown is the attention of one group only."""
-    attended = Step.attended
+    attended = ObservedSegment.attended
 
-    def wrong(step: Step, module: Any, seen: Any) -> None:
-        attended(step, module, replace(seen, query=seen.query[:, :1].expand_as(seen.query)))
+    def wrong(observed: ObservedSegment, module: Any, seen: Any) -> None:
+        step = observed.later and observed.columns == 1
+        attended(observed, module, replace(seen, query=seen.query[:, :1].expand_as(seen.query)) if step else seen)
 
-    patch.setattr(Step, "attended", wrong)
+    patch.setattr(ObservedSegment, "attended", wrong)
 
 
 def padding_counts_as_tokens(patch: Patch) -> None:
     """The kept sets of a padded row are counted from the padding's first column."""
-    by_layer = ragged_module._by_layer
+    change = retained_module._change
 
-    def wrong(retention: Any, cache: Any, full: Any, row: int, padding: Any) -> Any:
-        sets = by_layer(retention, cache, full, row, padding)
-        if padding is None or not int(padding[row]):
-            return sets
-        return [[torch.unique((own - 1).clamp(min=0)) for own in heads] for heads in sets]
+    def wrong(layer: Any, kept: Any, padding: Any) -> Any:
+        if padding is not None:
+            kept = [
+                [torch.unique((own - 1).clamp(min=0)) for own in heads] if int(columns) else heads
+                for heads, columns in zip(kept, padding, strict=True)
+            ]
+        return change(layer, kept, padding)
 
-    patch.setattr(ragged_module, "_by_layer", wrong)
+    patch.setattr(retained_module, "_change", wrong)
 
 
 def hidden_tokens_are_read_by_slot(patch: Patch) -> None:
@@ -177,14 +189,14 @@ def hidden_tokens_are_read_by_slot(patch: Patch) -> None:
 
 def turns_are_decided_by_another_head(patch: Patch) -> None:
     """A kept set is scored by the keys of the next head, as far as they go."""
-    keys_of = later.keys_of
+    keys_of = segments.keys_of
 
     def wrong(layer: Any, row: int, heads: slice) -> tuple[Tensor, Tensor]:
         own, other = keys_of(layer, row, heads), keys_of(layer, row, slice(1 - heads.start, 2 - heads.start))
         n = min(own[0].shape[1], other[0].shape[1])
         return torch.cat([other[0][:, :n], own[0][:, n:]], dim=1), own[1]
 
-    patch.setattr(later, "keys_of", wrong)
+    patch.setattr(segments, "keys_of", wrong)
 
 
 SABOTEURS: dict[Callable[[Patch], None], tuple[Callable[..., object], tuple[str, ...]]] = {

@@ -10,9 +10,10 @@ from conformance.own.models_integration.session.families import at_once, build, 
 from conformance.own.models_integration.session.heads import MaskedHeads
 from conformance.own.models_integration.session.oracle_checks import PROMPT, TOLERANCE
 from conformance.own.models_integration.session.ragged_checks import live_sets
-from conformance.own.models_integration.session.test_published import SMALL
-from models_integration import Published, RetainedCache, calibrate
-from models_integration.policies.published import DIVERSE, NAMES, PUBLISHED
+from conformance.own.models_integration.session.test_published import PUBLISHED, SMALL
+from models_integration import Published, RetainedCache, RetentionPolicy, calibrate
+from models_integration.policies.published import policy_from_name
+from reference.policies.names import DIVERSE, NAMES
 from spec.budget import parse_budget
 from spec.retention import Granularity
 
@@ -21,16 +22,16 @@ TURNS = ((1, 11), (12, 12), (1, 13), (5, 14), (1, 15))
 ONE_SEGMENT = ("defensivekv",)
 
 
-def published(name: str, model: Any, budget: float = 0.3) -> Published:
+def published(name: str, model: Any, budget: float = 0.3) -> RetentionPolicy:
     """With constants that fit a prompt of 64 tokens; signatures are a head's own, where kept sets are."""
     host = name.removeprefix(DIVERSE)
     constants: dict[str, Any] = dict(SMALL.get(host, {}))
     if "triattention" in host:
         constants["calibration"] = calibrate(model, prompt(40, seed=9))
-    by_head = Published(host, budget, **constants).on(model).policy.granularity is Granularity.HEAD
-    if name.startswith(DIVERSE) and by_head:
+    policy = policy_from_name(host, budget, **constants)
+    if name.startswith(DIVERSE) and policy.on(model).policy.granularity is Granularity.HEAD:
         constants["signature"] = "head"
-    return Published(name, budget, **constants)
+    return policy_from_name(name, budget, **constants)
 
 
 def check_turns(name: str, family: str) -> None:
@@ -58,7 +59,7 @@ def check_turns(name: str, family: str) -> None:
 
 
 @pytest.mark.spec(id="PO-TURN")
-@pytest.mark.parametrize("name", [name for name in PUBLISHED if name not in ONE_SEGMENT])
+@pytest.mark.parametrize("name", ["streamingllm", *(name for name in PUBLISHED if name not in ONE_SEGMENT)])
 def test_eviction_equals_masking_after_every_turn(name: str) -> None:
     check_turns(name, "llama")
 
@@ -169,7 +170,8 @@ def test_no_diversity_is_the_policy_itself_bit_for_bit(name: str) -> None:
     """lambda = 0 in a session: kept sets, logits and stored tensors, at each policy's own granularity."""
     model, found = build("llama"), []
     base = published(name.removeprefix(DIVERSE), model)
-    for chosen in (base, Published(name, 0.3, **base.constants, diversity=0.0)):
+    constants = base.constants if isinstance(base, Published) else {}
+    for chosen in (base, Published(name, 0.3, **constants, diversity=0.0)):
         with chosen(model) as run, torch.no_grad():
             model(input_ids=prompt(PROMPT))
             assert run.cache is not None

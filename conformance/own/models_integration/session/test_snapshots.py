@@ -15,15 +15,25 @@ import torch
 from safetensors import safe_open
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from conformance.checks.decode import same_bits
-from conformance.own.models_integration.session.families import _GQA, FAMILIES, METHODS, at_once, build, prepare, prompt
+from conformance.checks.decode_checks import same_bits
+from conformance.own.models_integration.session.families import (
+    _GQA,
+    FAMILIES,
+    METHODS,
+    at_once,
+    build,
+    prepare,
+    prompt,
+    states_of,
+)
 from conformance.own.models_integration.session.savers import save_until_killed
 from conformance.own.models_integration.session.test_batches import batch, prompts
 from conformance.own.models_integration.session.test_breaths import T, breathing, tokens
 from conformance.own.processes import started
 from models_integration import RetainedCache
 from models_integration.cache import snapshot as snapshot_module
-from models_integration.cache import tensor_file as files
+from models_integration.cache.continuation import Nothing
+from models_integration.cache.crystal_states import Pending
 from models_integration.cache.positions import EMPTY
 from models_integration.cache.snapshot import load_cache, save_cache
 from spec.errors import SpecError
@@ -66,9 +76,12 @@ def same(a: RetainedCache, b: RetainedCache) -> None:
         assert one.get_seq_length() == other.get_seq_length()  # type: ignore[union-attr]
     for one, other in zip(a.full_layers, b.full_layers, strict=True):
         assert torch.equal(one.stored_positions(), other.stored_positions())
-    assert all(same_bits(x, y) for x, y in zip(a.states.rows, b.states.rows, strict=True))
-    assert (a.states.columns, a.states.steps) == (b.states.columns, b.states.steps)
-    assert a.states.ids() == b.states.ids()
+    assert type(a.continuation) is type(b.continuation)
+    if isinstance(a.continuation, Nothing):
+        return
+    assert all(same_bits(x, y) for x, y in zip(states_of(a).rows, states_of(b).rows, strict=True))
+    assert (states_of(a).columns, states_of(a).kind) == (states_of(b).columns, states_of(b).kind)
+    assert states_of(a).ids() == states_of(b).ids()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -111,8 +124,8 @@ def test_padded_rows_and_waiting_tokens_are_saved_too(decode: bool, tmp_path: Pa
         for token in torch.split(tokens(3, rows=3), 1, dim=1):
             at_once(model, token, cache)
     assert bool((cache.full_layers[0].stored_positions() == EMPTY).any())
-    assert cache.states.waiting_tokens == 3
-    assert cache.states.steps == decode
+    assert states_of(cache).pending_tokens == 3
+    assert states_of(cache).kind is (Pending.DECODED if decode else Pending.GENERATED)
     save_cache(cache, model, tmp_path / "cache")
     again = load_cache(tmp_path / "cache", model)
     same(again, cache)
@@ -214,9 +227,9 @@ def test_a_file_of_another_specification_or_format_is_refused_by_name(
     with pytest.raises(SpecError, match=r"was saved under spec 0\.0\.9, this is"):
         load_cache(tmp_path / "cache", model)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "FORMAT", "kvspec-cache/0")
+        patch.setattr(snapshot_module, "FORMAT", "kvspec-cache/1")
         save_cache(cache, model, tmp_path / "cache")
-    with pytest.raises(SpecError, match="is of format kvspec-cache/0"):
+    with pytest.raises(SpecError, match="is of format kvspec-cache/1, this is kvspec-cache/2"):
         load_cache(tmp_path / "cache", model)
 
 

@@ -22,8 +22,8 @@ from conformance.own.models_integration.session.families import (
     step_by_step,
 )
 from conformance.own.models_integration.session.probe import Looking, method_of
-from models_integration import Method, RetainedCache, Session, StreamingLLM
-from models_integration.cache.dense_layer import RetainedLayer
+from models_integration import RetainedCache, RetentionPolicy, Session, StreamingLLM
+from models_integration.cache.dense_layer import DenseLayer
 from models_integration.model.architecture import describe
 from spec.policy import Needs
 from spec.records import CrystalRetention
@@ -33,7 +33,7 @@ N = 64
 families = pytest.mark.parametrize("family", FAMILIES)
 
 
-def read(model: PreTrainedModel, method: Method, ids: Tensor, *, streamed: bool) -> tuple[Session, Tensor]:
+def read(model: PreTrainedModel, method: RetentionPolicy, ids: Tensor, *, streamed: bool) -> tuple[Session, Tensor]:
     """A prompt in one forward; inside `run.prompt()` it is decided and compacted when the forward is over."""
     cache = RetainedCache(model.config)
     with method(model) as run:
@@ -73,15 +73,15 @@ def test_one_layer_at_most_is_whole(family: str, method: str, monkeypatch: pytes
     """Before a layer's keys come, those of all earlier layers are compacted, and the whole ones are freed."""
     alive: list[weakref.ref[Tensor]] = []
     counts: list[int] = []
-    update = RetainedLayer.update
+    update = DenseLayer.update
 
-    def watched(layer: RetainedLayer, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    def watched(layer: DenseLayer, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         counts.append(sum(reference() is not None for reference in alive))
         keys, values = update(layer, *tensors)
         alive.extend((weakref.ref(keys), weakref.ref(values)))
         return keys, values
 
-    monkeypatch.setattr(RetainedLayer, "update", watched)
+    monkeypatch.setattr(DenseLayer, "update", watched)
     model = build(family)
     full = len(describe(model).full_layers)
     for streamed, expected in ((True, [0] * full), (False, [2 * done for done in range(full)])):

@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.own.models_integration.session.families import ENDS, FAMILIES, at_once, build, greedy, prompt, relative
+from conformance.own.models_integration.session.families import (
+    ENDS,
+    FAMILIES,
+    at_once,
+    build,
+    greedy,
+    prompt,
+    relative,
+    states_of,
+)
 from conformance.own.models_integration.session.lives import Beside
 from conformance.own.models_integration.session.observed import Observed
 from conformance.own.models_integration.session.test_breaths import now
@@ -77,7 +86,7 @@ def test_the_states_are_those_of_the_reference() -> None:
                     at_once(model, part, cache)
             k = observed.stored(expected.stored, seen)
             expected = extend(expected, seen.q, k, piece[0].numpy(), ENDS, PARAMETERS)
-            (state,) = cache.states.rows
+            (state,) = states_of(cache).rows
             same_state(state, expected)
             assert cache.stored_positions().tolist() == expected.stored.tolist()
             assert run.kept is not None
@@ -91,12 +100,12 @@ def test_what_is_left_at_the_end_of_the_context_is_a_segment() -> None:
         cache = RetainedCache(model.config)
         with streaming()(model):
             at_once(model, prompt(n), cache)
-        assert cache.states.rows[0].seen == seen
-        assert cache.states.know(n)
+        assert states_of(cache).rows[0].seen == seen
+        assert states_of(cache).covers(n)
         with streaming()(model):
             at_once(model, prompt(3, seed=4), cache)
-        assert cache.states.know(n + 3)
-        assert cache.states.rows[0].seen == n + 3
+        assert states_of(cache).covers(n + 3)
+        assert states_of(cache).rows[0].seen == n + 3
 
 
 def test_generate_streams() -> None:

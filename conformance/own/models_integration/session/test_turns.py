@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from conformance.own.models_integration.session.families import ENDS, FAMILIES, METHODS, at_once, build, prompt
+from conformance.own.models_integration.session.families import (
+    ENDS,
+    FAMILIES,
+    METHODS,
+    at_once,
+    build,
+    prompt,
+    states_of,
+)
 from conformance.own.models_integration.session.lives import Beside
 from conformance.own.models_integration.session.observed import Observed
 from models_integration import CrystalCache, RetainedCache
@@ -77,7 +85,7 @@ def test_the_kept_sets_are_those_of_the_reference(budget: float | int) -> None:
             else:
                 k = observed.stored(expected.stored, seen)
                 expected = extend(expected, seen.q, k, numbers, ENDS, TINY)
-                (state,) = cache.states.rows
+                (state,) = states_of(cache).rows
                 same_state(state, expected)
             assert cache.stored_positions().tolist() == expected.stored.tolist()
 

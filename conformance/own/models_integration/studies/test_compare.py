@@ -13,16 +13,16 @@ from typer.testing import CliRunner
 
 from models_integration import CrystalCache, FullCache, StreamingLLM
 from models_integration.cli.app import app
-from models_integration.studies.cells import CONTROLS, Cell, Plan, cells
-from models_integration.studies.compare.compare import Subject, run_cell, run_cells, verdict
+from models_integration.studies.compare.plan import CONTROLS, Cell, Plan, cells
 from models_integration.studies.compare.report import comparison_table, control_table, draw
-from models_integration.studies.compare.runner import answer
-from models_integration.studies.results import append_row, find_row, load_rows
-from models_integration.studies.subject import load_subject
+from models_integration.studies.compare.rules import verdict
+from models_integration.studies.compare.run import answer, run_cell, run_plan
+from models_integration.studies.results import find_row, load_rows
+from models_integration.studies.subject import Subject, load_subject
 from models_integration.tasks import draw_sample, place, score
 from reference.statistics import wilson
 from spec.errors import SpecError
-from spec.tables import ResultTable, checked
+from spec.tables import result_table
 
 SMALL = Plan(budgets=("0.9",), tasks=("needle",), length=200, samples=2)
 
@@ -37,7 +37,7 @@ def silent(what: str) -> None:
 
 
 def rows_of(subject: Subject, plan: Plan, path: Path) -> list[dict[str, object]]:
-    return list(run_cells(subject, list(cells(plan)), path, silent))
+    return list(run_plan(subject, plan, path, silent))
 
 
 def test_a_plan_is_the_product_of_its_parts_with_one_full_cache_and_the_controls() -> None:
@@ -75,24 +75,6 @@ def test_the_ends_of_a_wilson_interval_are_where_the_score_test_turns(correct: i
         assert math.isclose(abs(correct / n - p), 1.959963984540054 * math.sqrt(max(0, p * (1 - p)) / n), abs_tol=1e-9)
 
 
-def test_rows_are_stored_whole_and_found_again(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "results.jsonl"
-    assert load_rows(path) == []
-    append_row(path, {"policy": "a", "n": 1})
-    append_row(path, {"policy": "b", "n": 2})
-    assert [row["policy"] for row in load_rows(path)] == ["a", "b"]
-    assert find_row(load_rows(path), {"policy": "b"}) == {"policy": "b", "n": 2}
-    assert find_row(load_rows(path), {"policy": "b", "n": 3}) is None
-    assert [file.name for file in path.parent.iterdir()] == ["results.jsonl"]
-
-
-def test_a_torn_results_file_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "results.jsonl"
-    path.write_text('{"policy": "a"}\n{"policy":', encoding="utf-8")
-    with pytest.raises(SpecError, match=r"results\.jsonl:2"):
-        load_rows(path)
-
-
 def test_a_second_run_skips_what_is_stored(subject: Subject, tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     first = rows_of(subject, SMALL, path)
@@ -105,10 +87,8 @@ def test_a_second_run_skips_what_is_stored(subject: Subject, tmp_path: Path) -> 
 
 
 def test_rows_pass_the_result_table(subject: Subject, tmp_path: Path) -> None:
-    import pandas as pd
-
     rows = rows_of(subject, SMALL, tmp_path / "results.jsonl")
-    checked(ResultTable, pd.DataFrame(rows))
+    result_table(rows)
     for row in rows:
         assert row["mean_cache"] <= row["peak_cache"]  # type: ignore[operator]
 
@@ -153,7 +133,7 @@ def test_tables_and_picture_are_drawn(subject: Subject, tmp_path: Path) -> None:
     measured = [row for row in rows if not row["control"]]
     controls = [row for row in rows if row["control"]]
     assert comparison_table(measured).row_count == len(measured) == 3
-    assert control_table(controls, [verdict(row) for row in controls]).row_count == len(controls) == 4
+    assert control_table(controls).row_count == len(controls) == 4
     draw(measured, tmp_path / "picture.png", "small")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 

@@ -10,14 +10,14 @@ pytest.importorskip("transformers", reason="the sweep drives transformers models
 from typer.testing import CliRunner
 
 from models_integration.cli.app import app
-from models_integration.studies.compare.compare import Subject
-from models_integration.studies.subject import load_subject
-from models_integration.studies.sweep.report import markdown
-from models_integration.studies.sweep.sweep import BASE, GRIDS, SweepPlan, against_base, run_sweep
+from models_integration.studies.subject import Subject, load_subject
+from models_integration.studies.sweep.plan import BASE, GRIDS, Plan
+from models_integration.studies.sweep.report import against_base, markdown
+from models_integration.studies.sweep.run import run_plan
 from spec.errors import SpecError
 from spec.parameters import ESSAY, PAPER
 
-SMALL = SweepPlan(grid="extensions", budget="0.9", tasks=("needle",), length=200, samples=1)
+SMALL = Plan(grid="extensions", budget="0.9", tasks=("needle",), length=200, samples=1)
 
 
 @pytest.fixture(scope="module")
@@ -53,18 +53,18 @@ def test_the_other_grid_holds_every_extension() -> None:
 )
 def test_a_plan_of_unknown_parts_is_refused(change: dict[str, object], argument: str) -> None:
     with pytest.raises(SpecError) as caught:
-        SweepPlan(**change)  # type: ignore[arg-type]
+        Plan(**change)  # type: ignore[arg-type]
     assert caught.value.argument == argument
 
 
 def test_a_second_run_reads_what_is_stored(subject: Subject, tmp_path: Path) -> None:
     """Each variant once, on the same budget; nothing kept beyond it but protected trunks; then from the file."""
     told: list[str] = []
-    rows = list(run_sweep(subject, SMALL, tmp_path / "sweep.jsonl", told.append))
+    rows = list(run_plan(subject, SMALL, tmp_path / "sweep.jsonl", told.append))
     assert [row["variant"] for row in rows] == list(GRIDS["extensions"])
     assert all(row["most_kept"] <= row["budget"] == 180 for row in rows)
     assert all(row["low"] <= row["accuracy"] <= row["high"] for row in rows)
-    again = list(run_sweep(subject, SMALL, tmp_path / "sweep.jsonl", told.append))
+    again = list(run_plan(subject, SMALL, tmp_path / "sweep.jsonl", told.append))
     assert again == rows
     assert sum("(stored)" in what for what in told) == len(rows) == len(told) / 2
     assert len(markdown(rows).splitlines()) == 2 + len(rows)

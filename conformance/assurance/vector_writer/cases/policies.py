@@ -1,0 +1,139 @@
+"""The published policies and their parts."""
+
+from conformance.assurance.vector_writer.case import Case, Group
+from conformance.vectors.json_values import Json
+
+__all__ = ["GROUPS"]
+
+
+def numbers(seed: int, *shape: int) -> Json:
+    """Nested lists of multiples of 1/16 in (-2, 2), no two rows alike."""
+    if len(shape) == 1:
+        return [((seed * 37 + at * 11 + (seed + at) ** 2 * 7) % 61 - 30) / 16 for at in range(shape[0])]
+    return [numbers(seed * 5 + at + 1, *shape[1:]) for at in range(shape[0])]
+
+
+def inputs(seed: int, L: int = 1, H: int = 4, H_kv: int = 2, n: int = 10, d: int = 2) -> dict[str, Json]:
+    return {
+        "q": numbers(seed, L, H, n, d), "k": numbers(seed + 1, L, H_kv, n, d), "v": numbers(seed + 2, L, H_kv, n, d),
+        "scaling": 0.75,
+    }
+
+
+OPEN = [False] * 6
+SINK = [True, *[False] * 5]
+HEADS = [[9.0, 8.0, 7.0, 6.0, 5.0, 4.0], [3.0, 3.0, 1.0, 0.0, 0.0, 0.0]]
+UNIFORM = {"q": [[[[0.0], [0.0]]]], "k": [[[[1.0], [3.0]]]], "v": [[[[1.0], [1.0]]]], "scaling": 1.0}
+MODES = {"W": 2, "kernel": 3}
+
+GROUPS = [
+    Group("PO-RETAIN", [
+        Case(1, "a layer of two heads keeps B tokens in each", ["Plain"], {**inputs(1), "B": 4}),
+        Case(2, "a budget above the tokens seen keeps all", ["NothingUnprotected"], {**inputs(1), "B": 99}),
+    ]),
+    Group("PO-OBSERVED-ATTENTION", [
+        Case(10, "uniform attention: the window's key is in the sum", ["Plain"], {**UNIFORM, "W": 1}),
+        Case(11, "causal inside the window", ["CausalByPosition"], {**UNIFORM, "W": 2}),
+    ]),
+    Group("PO-POOL", [
+        Case(20, "the divisor is 5 at the edge too", ["Plain"], {"row": [5.0, 0.0, 0.0, 0.0, 0.0], "kernel": 5}),
+        Case(21, "what lies outside is not a zero", ["EmptyResult"], {"row": [-4.0, -2.0, -3.0], "kernel": 3}),
+    ]),
+    Group("PO-TOP-UNITS", [
+        Case(30, "equal scores: the lower position stays", ["TieAtBoundary"],
+             {"values": [[1.0, 2.0, 1.0, 1.0, 2.0, 0.0]], "protected": OPEN, "B": 3}),
+        Case(31, "a protected token comes first", ["ProtectedNotRead"],
+             {"values": HEADS, "protected": [*[False] * 5, True], "B": 2}),
+    ]),
+    Group("PO-FILL-UNITS", [
+        Case(40, "the second chunk is kept in part, by its best token", ["PartialKeepsBest"],
+             {"values": [[5.0, 1.0, 2.0, 2.5, 0.0, 1.0]], "protected": OPEN, "c": 2, "B": 3}),
+        Case(41, "equal chunks: the lower one", ["TieAtBoundary"],
+             {"values": [[1.0, 1.0, 1.0, 1.0, 0.0, 9.0]], "protected": [*[False] * 5, True], "c": 2, "B": 3}),
+    ]),
+    Group("PO-WHOLE-SHARES", [
+        Case(50, "remainders 1/2, 3/4, 3/4: the lower of the equal ones", ["TieAtBoundary"],
+             {"targets": ["5/2", "7/4", "11/4"]}),
+    ]),
+    Group("PO-PYRAMID-BUDGET", [
+        Case(60, "the line is exact where the published one has 4016 + 256", ["Plain"],
+             {"B": 128, "W": 8, "L": 32, "n": 4096, "beta": 20}),
+        Case(61, "layer 0 cannot have more than there is", ["CutHeldToAlive"],
+             {"B": 10, "W": 2, "L": 3, "n": 13, "beta": 20}),
+        Case(62, "one layer", ["OneChunk"], {"B": 5, "W": 2, "L": 1, "n": 9, "beta": 20}),
+    ]),
+    Group("PO-ADAPTIVE-BUDGET", [
+        Case(70, "the wins are 6 and 2, the even share is 4", ["Plain"],
+             {"values": HEADS, "protected": OPEN, "B": 4, "safeguard": "1/5"}),
+        Case(71, "a protected token is beside the competition", ["ProtectedNotRead"],
+             {"values": HEADS, "protected": SINK, "B": 3, "safeguard": "1/2"}),
+    ]),
+    Group("PO-COMPETITION-BUDGET", [
+        Case(80, "a quota of one token each, then the layer's best", ["Plain"],
+             {"values": [[9.0, 8.0, 7.0, 6.0, 5.0, 4.0], [1.0, 0.0, 0.0, 0.0, 0.0, 0.0]], "protected": OPEN, "B": 3,
+              "safeguard": "2/5"}),
+        Case(81, "a protected token counts in the quota", ["ProtectedNotRead"],
+             {"values": HEADS, "protected": SINK, "B": 3, "safeguard": "1/3"}),
+    ]),
+    Group("PO-PYRAMID-OFFICIAL", [
+        Case(90, "32 layers: 4.6 % over", ["Plain"], {"capacity": 128, "W": 8, "L": 32, "n": 4096, "beta": 20}),
+        Case(91, "80 layers: 29.2 % over", ["Plain"], {"capacity": 128, "W": 8, "L": 80, "n": 4096, "beta": 20}),
+        Case(92, "flat below 2 (capacity - W) tokens", ["CutHeldToAlive"],
+             {"capacity": 128, "W": 8, "L": 4, "n": 239, "beta": 20}),
+    ]),
+    Group("PO-ADAKV-OFFICIAL", [
+        Case(100, "nothing should go, and a token goes", ["HalfToEven"],
+             {"wins": [101, 101], "base": 101, "safeguard": "1/2"}),
+        Case(101, "one token under", ["HalfToEven"], {"wins": [4, 8], "base": 6, "safeguard": "1/5"}),
+    ]),
+    Group("PO-STEP", [
+        Case(110, "when a step is due: every, excess, seen, live, B", ["StrictThreshold"],
+             {"steps": [[1, 1, 9, 4, 4], [1, 1, 9, 5, 4], [4, 1, 8, 5, 4], [4, 1, 9, 9, 4], [1, 3, 9, 6, 4],
+                        [1, 3, 9, 7, 4], [None, 1, 9, 9, 4]]}),
+    ]),
+    Group("PO-TURN", [
+        Case(115, "the second head has dropped two tokens; the last is protected", ["Plain"],
+             {"k": [[[2.0], [1.0], [4.0], [3.0], [5.0]], [[1.0], [2.0], [9.0]]],
+              "positions": [[0, 1, 2, 3, 4], [0, 3, 4]], "seen": 5, "B": 2, "sink": 0, "recent": 1}),
+        Case(116, "a share above what is stored, and no sink left", ["NothingUnprotected"],
+             {"k": [[[2.0], [1.0], [4.0], [3.0], [5.0]], [[7.0], [2.0], [9.0]]],
+              "positions": [[1, 2, 3, 5, 6], [4, 5, 6]], "seen": 7, "B": 4, "sink": 1, "recent": 1}),
+    ]),
+    Group("PO-STREAMINGLLM", [
+        Case(120, "two sinks and the last three", ["Plain"], {"n": 10, "N_sink": 2, "B": 5}),
+    ]),
+    Group("PO-H2O", [Case(130, "newest two, heaviest three", ["Plain"], {**inputs(3), "B": 5})]),
+    Group("PO-H2O-DESCRIBED", [Case(131, "a window of three", ["Plain"], {**inputs(3), "B": 5, "W": 3})]),
+    Group("PO-SNAPKV", [
+        Case(140, "a window of two, a pool of three", ["HeadSharing"], {**inputs(4), "B": 5, **MODES}),
+    ]),
+    Group("PO-PYRAMIDKV", [
+        Case(150, "three layers", ["Plain"], {**inputs(5, L=3, H=2, H_kv=1), "B": 5, "beta": 20, **MODES}),
+    ]),
+    Group("PO-PYRAMIDKV-DESCRIBED", [
+        Case(151, "three layers", ["Plain"], {**inputs(5, L=3, H=2, H_kv=1), "B": 5, "beta": 20, "W": 2}),
+    ]),
+    Group("PO-CHUNKKV", [
+        Case(160, "chunks of three before a window of two", ["PartialKeepsBest"],
+             {**inputs(6), "B": 6, "c": 3, "W": 2}),
+    ]),
+    Group("PO-CHUNKKV-DESCRIBED", [
+        Case(161, "chunks of three", ["PartialKeepsBest"], {**inputs(6), "B": 5, "c": 3}),
+    ]),
+    Group("PO-TOVA", [Case(170, "one set for the layer", ["Plain"], {**inputs(7), "B": 4})]),
+    Group("PO-KEYDIFF", [Case(180, "a set for each head", ["Plain"], {**inputs(8), "B": 4})]),
+    Group("PO-KNORM", [Case(190, "small keys stay", ["Plain"], {**inputs(9), "B": 4})]),
+    Group("PO-EXPECTED-ATTENTION", [
+        Case(200, "two sinks, four positions ahead", ["Plain"],
+             {**inputs(10), "B": 5, "inv_freq": [0.5], "N_sink": 2, "N_future": 4}),
+    ]),
+    Group("PO-ADAKV", [
+        Case(210, "two heads share a layer", ["Plain"], {**inputs(11), "B": 5, "safeguard": "1/5", **MODES}),
+    ]),
+    Group("PO-RKV", [Case(220, "a window of two", ["Plain"], {**inputs(12), "B": 5, "lam": 0.1, **MODES})]),
+    Group("PO-CAOTE", [Case(230, "values decide", ["Plain"], {**inputs(13), "B": 4})]),
+    Group("PO-DEFENSIVEKV", [
+        Case(240, "two heads share a layer", ["Plain"], {**inputs(14), "B": 5, "W_o": numbers(2, 4, 2, 3), **MODES}),
+    ]),
+    Group("PO-EPICACHE", [Case(250, "every query sees every key", ["Plain"], {**inputs(15), "B": 4})]),
+]

@@ -1,0 +1,299 @@
+"""What each operation must give, from the oracles; and which of its results are bounded."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from functools import partial
+
+from conformance.assurance.vector_writer import expected_injection
+from conformance.assurance.vector_writer.case import Operation
+from conformance.assurance.vector_writer.expected_decode import DECODE_OPERATIONS
+from conformance.oracles import pipeline, s1, s2, s3, s4, s5, s6
+from conformance.vectors import brute_force as plain
+from conformance.vectors import diversity_oracles as diversity
+from conformance.vectors.json_values import Json, Results
+from conformance.vectors.nestedkv_oracles import BOUNDED_RESULTS
+from conformance.vectors.nestedkv_oracles import RESULTS as NESTEDKV_RESULTS
+from conformance.vectors.policy_oracles import RESULTS
+from spec.parameters import CrystalCacheParameters
+
+__all__ = ["OPERATIONS"]
+
+NAN = math.nan
+
+
+def neighbours(rows: Sequence[Mapping[int, float]], k: int, tau: float) -> Results:
+    """The padded arrays of CC-INTRA and CC-CROSS."""
+    chosen = [s1.strongest(row, k, tau) for row in rows]
+    index, weight = padded(chosen, k)
+    return {"index": index, "weight": weight}
+
+
+def padded(lists: Sequence[Sequence[tuple[int, float]]], k: int) -> tuple[list[list[int]], list[list[float]]]:
+    """Neighbour lists, filled up with -1 and 0."""
+    index = [[j for j, _ in row] + [-1] * (k - len(row)) for row in lists]
+    weight = [[w for _, w in row] + [0.0] * (k - len(row)) for row in lists]
+    return index, weight
+
+
+def intra(i: Json, p: CrystalCacheParameters) -> Results:
+    Q = range(len(i["rows"]))
+    return neighbours([{b: s1.cosine(i["rows"], a, b) for b in Q if b != a} for a in Q], p.k_intra, p.tau_intra)
+
+
+def coattention(i: Json, p: CrystalCacheParameters) -> Results:
+    found = s1.coattention(i["q"], i["k"], i["positions"], p, i["scaling"], i["softcap"])
+    index, weight = padded(found.intra, p.k_intra)
+    late, late_weight = padded(found.cross, p.k_cross)
+    return {"start": found.start, "salience": found.salience, "intra": index, "intra_weight": weight,
+            "cross": late, "cross_weight": late_weight}
+
+
+def edges(i: Json) -> list[s1.Edge]:
+    return plain.edge_list(i["start"], i["intra"], i["intra_weight"], i["cross"], i["cross_weight"])
+
+
+def offsets_of(trunks: Sequence[s2.Trunk]) -> list[int]:
+    return [trunk[0] for trunk in trunks] + [trunks[-1][-1] + 1]
+
+
+def interface(i: Json, p: CrystalCacheParameters) -> Results:
+    left, right = s2.last5(list(range(*i["current"]))), s2.first5(list(range(*i["sentence"])))
+    return {"last5": [left[0], left[-1] + 1], "first5": [right[0], right[-1] + 1]}
+
+
+def trunks(i: Json, p: CrystalCacheParameters) -> Results:
+    found = s2.trunks(i["ends"], edges(i), p, i["start"])
+    local = [[position - i["start"] for position in g] for g in found]
+    return {"offsets": offsets_of(found), "impact": s3.unit_trunk_impact(
+        [s3.trunk_impact(i["impact"], g) for g in local], p
+    )}
+
+
+def trunk_weight(i: Json, p: CrystalCacheParameters) -> Results:
+    weights, kept = [], []
+    for row, (a, b, number, total) in enumerate(i["pairs"]):
+        # The oracle wants the terms: any that sum to the total.
+        W = s4.trunk_weight([total] + [0.0] * (number - 1), i["sizes"][a], i["sizes"][b], p.tau_edge)
+        if W:
+            weights.append(W)
+            kept.append(row)
+    return {"weights": weights, "kept": kept}
+
+
+def graph(i: Json, p: CrystalCacheParameters) -> Results:
+    W = s4.weight_matrix(edges(i), plain.trunk_lists(i["offsets"]), p)
+    degree = s4.degree(W)
+    columns = [[b for b, w in enumerate(row) if w] for row in W]
+    return {
+        "indptr": [sum(len(row) for row in columns[:g]) for g in range(len(W) + 1)],
+        "indices": [b for row in columns for b in row],
+        "weights": [W[a][b] for a, row in enumerate(columns) for b in row],
+        "degree": degree, "D": s4.crystallization(degree, p),
+    }
+
+
+def alive(i: Json) -> list[int]:
+    return [g for g, shut in enumerate(i["protected"]) if not shut]
+
+
+def spread(found: Mapping[int, float], m: int) -> list[float]:
+    """NaN where there is no value."""
+    return [found.get(g, NAN) for g in range(m)]
+
+
+def dissolve(i: Json, p: CrystalCacheParameters) -> Results:
+    first = i["offsets"][0]
+    lists = [[position - first for position in g] for g in plain.trunk_lists(i["offsets"])]
+    scores = {g: i["score"][g] for g in alive(i)}
+    found = s6.evict(lists, scores, i["impact"], i["D"], i["protected"], i["B"], p)
+    return {"kept": [first + at for at in found.kept], "ratio": [float(r) for r in found.ratio], "D": found.D}
+
+
+def share(i: Json) -> Fraction | int:
+    """A budget as s6.effective_budget takes it: the exact share of n that the written form asks for, or a count."""
+    return plain.tokens(i["budget"], i["n"])
+
+
+def prefill(i: Json, p: CrystalCacheParameters) -> Results:
+    n = len(i["token_ids"])
+    B = plain.tokens(i["budget"], n)
+    found = pipeline.prefill(
+        i["q"], i["k"], i["token_ids"], set(i["sentence_ends"]), B, p, i["scaling"], i["softcap"]
+    )
+    return {
+        "kept": found.eviction.kept, "budget": found.budget,
+        "over_budget": max(0, len(found.eviction.kept) - found.budget), "offsets": offsets_of(found.trunks),
+        "protected": found.protected, "ratio": [float(r) for r in found.eviction.ratio],
+        "scores": spread(found.score, len(found.trunks)), "D": found.eviction.D,
+    }
+
+
+def csr_degree(i: Json, p: CrystalCacheParameters) -> Results:
+    return {"degree": s4.degree(plain.rows_of(i["indptr"], i["weights"]))}
+
+
+def covered(i: Json, p: CrystalCacheParameters) -> Results:
+    first = i["offsets"][0]
+    lists = [[position - first for position in g] for g in plain.trunk_lists(i["offsets"])]
+    B_prot = sum(len(g) for g, shut in zip(lists, i["protected"], strict=True) if shut)
+    k = s6.reserve(sum(map(len, lists)), i["B"], B_prot, Fraction(repr(p.coverage)))
+    before = s6.Eviction([at - first for at in i["kept"]], [Fraction(r) for r in i["ratio"]], [], 0)
+    found = s6.backfill(before, lists, i["D"], k)
+    return {"reserve": k, "kept": [first + at for at in found.kept], "ratio": [float(r) for r in found.ratio],
+            "D": found.D}
+
+
+def merge_threshold(i: Json, p: CrystalCacheParameters) -> Results:
+    pieces = plain.trunk_lists(i["sentences"])
+    return {"tau": s2.median_strength(pieces, [tuple(edge) for edge in i["edges"]], p.tau_merge)}
+
+
+ORACLES = "conformance.oracles."
+PLAIN = "conformance.vectors.brute_force."
+
+OPERATIONS: dict[str, Operation] = {
+    "CC-MEMORY": Operation(PLAIN + "kv_bytes", lambda i, p: {"bytes": plain.kv_bytes(**i)}),
+    "CC-BUDGET-FORMS": Operation(PLAIN + "tokens", lambda i, p: {"tokens": plain.tokens(i["budget"], i["seen"])}),
+    "CC-BUDGET": Operation(
+        ORACLES + "s6.effective_budget",
+        lambda i, p: {"B": s6.effective_budget(share(i), i["n"], p.N_sink, p.W_recent)},
+    ),
+    "CC-ATTENTION": Operation(ORACLES + "s1.attention", lambda i, p: {"A": s1.attention(**i)}, bounded=("A",)),
+    "CC-SALIENCE": Operation(ORACLES + "s1.salience", lambda i, p: {"S": s1.salience(i["own"], p)}, bounded=("S",)),
+    "CC-ROW-NORM": Operation(
+        ORACLES + "s1.row_normalise", lambda i, p: {"rows": s1.row_normalise(i["A"], p.epsilon)}, bounded=("rows",)
+    ),
+    "CC-INTRA": Operation(ORACLES + "s1.strongest", intra),
+    "CC-CROSS": Operation(
+        ORACLES + "s1.strongest",
+        lambda i, p: neighbours([dict(enumerate(row)) for row in i["earlier"]], p.k_cross, p.tau_cross),
+    ),
+    "CC-EDGES": Operation(PLAIN + "edge_list", lambda i, p: {"edges": edges(i)}),
+    "coattention": Operation(
+        ORACLES + "s1.coattention", coattention,
+        ("salience", "intra", "intra_weight", "cross", "cross_weight"), ("CC-COATTENTION",),
+    ),
+    "CC-SENTENCES": Operation(
+        ORACLES + "s2.sentences", lambda i, p: {"offsets": offsets_of(s2.sentences(i["ends"]))}
+    ),
+    "CC-INTERFACE": Operation(ORACLES + "s2.last5, " + ORACLES + "s2.first5", interface),
+    "CC-INTERFACE-EDGES": Operation(
+        ORACLES + "s2.interface_weights",
+        lambda i, p: {"weights": s2.interface_weights(
+            list(range(*i["current"])), list(range(*i["sentence"])), [tuple(edge) for edge in i["edges"]]
+        )},
+    ),
+    "CC-MERGE": Operation(
+        ORACLES + "s2.merges", lambda i, p: {"merges": s2.merges(i["weights"], i["size"], i["next_size"], p)}
+    ),
+    "CC-SPLIT": Operation(
+        ORACLES + "s2.split",
+        lambda i, p: {"sizes": [len(piece) for piece in s2.split(list(range(i["size"])), i["T_max"])]},
+    ),
+    "trunks": Operation(ORACLES + "s2.trunks", trunks, items=("CC-TRUNKS", "CC-TRUNK-IMPACT")),
+    "CC-COUNT": Operation(ORACLES + "s3.counts", lambda i, p: {"c": s3.counts(i["token_ids"])}),
+    "CC-RARITY": Operation(ORACLES + "s3.rarity", lambda i, p: {"U": [s3.rarity(c) for c in i["c"]]}, ("U",)),
+    "CC-IMPACT": Operation(
+        ORACLES + "s3.token_impact",
+        lambda i, p: {"M": [s3.token_impact(S, U, p) for S, U in zip(i["S"], i["U"], strict=True)]},
+    ),
+    "CC-TRUNK-IMPACT": Operation(
+        ORACLES + "s3.trunk_impact",
+        lambda i, p: {"M_bar": [s3.trunk_impact(i["M"], g) for g in plain.trunk_lists(i["offsets"])]},
+    ),
+    "impact": Operation(
+        ORACLES + "s3.impact", lambda i, p: {"M": s3.impact(i["salience"], i["token_ids"], p)}, ("M",),
+        ("CC-COUNT", "CC-RARITY", "CC-IMPACT"),
+    ),
+    "CC-TRUNK-EDGES": Operation(
+        ORACLES + "s4.cross_weights",
+        lambda i, p: {"pairs": plain.pairs([tuple(edge) for edge in i["edges"]], i["offsets"])},
+    ),
+    "CC-TRUNK-WEIGHT": Operation(ORACLES + "s4.trunk_weight", trunk_weight, ("weights",)),
+    "CC-DEGREE": Operation(ORACLES + "s4.degree", csr_degree),
+    "CC-CRYSTALLIZATION": Operation(
+        ORACLES + "s4.crystallization", lambda i, p: {"D": s4.crystallization(i["degree"], p)}, ("D",)
+    ),
+    "graph": Operation(
+        ORACLES + "s4.weight_matrix, " + ORACLES + "s4.crystallization", graph, ("weights", "degree", "D"),
+        ("CC-TRUNK-EDGES", "CC-TRUNK-WEIGHT", "CC-DEGREE", "CC-CRYSTALLIZATION"),
+    ),
+    "CC-NORMALISED-IMPACT": Operation(
+        ORACLES + "s5.normalised_impact",
+        lambda i, p: {"M_tilde": spread(s5.normalised_impact(i["M_bar"], alive(i), p.epsilon), len(i["M_bar"]))},
+        ("M_tilde",),
+    ),
+    "CC-SCORE": Operation(PLAIN + "score", lambda i, p: {"score": plain.score(i["D"], i["M_tilde"], p.alpha)}),
+    "score": Operation(
+        ORACLES + "s5.score", lambda i, p: {"score": spread(s5.score(i["D"], i["impact"], alive(i), p), len(i["D"]))},
+        ("score",), ("CC-NORMALISED-IMPACT", "CC-SCORE"),
+    ),
+    "CC-PROTECTED": Operation(
+        ORACLES + "s6.protected",
+        lambda i, p: {"protected": s6.protected(plain.trunk_lists(i["offsets"]), i["n"], p.N_sink, p.W_recent)},
+    ),
+    "CC-CUT": Operation(PLAIN + "cut", lambda i, p: {"c_0": plain.cut(**i)}),
+    "CC-ALLOCATE": Operation(
+        ORACLES + "s6.allocate", lambda i, p: {"r": [float(r) for r in s6.allocate(i["sizes"], i["c_0"], p.N_min)[0]]}
+    ),
+    "CC-KEEP-COUNT": Operation(
+        ORACLES + "s6.keep_count", lambda i, p: {"k": s6.keep_count(Fraction(i["r"]), i["size"], p.N_min)}
+    ),
+    "CC-DISSOLVE-D": Operation(PLAIN + "dissolved_D", lambda i, p: {"D": plain.dissolved_D(**i)}),
+    "dissolve": Operation(
+        ORACLES + "s6.dissolve", dissolve,
+        items=("CC-DISSOLVE", "CC-CUT", "CC-ALLOCATE", "CC-KEEP-COUNT", "CC-DISSOLVE-D"),
+    ),
+    "CC-MEAN-SALIENCE": Operation(
+        ORACLES + "s1.salience", lambda i, p: {"S": s1.salience(i["own"], replace(p, heads="mean"))}, bounded=("S",)
+    ),
+    "CC-UNIT-IMPACT": Operation(
+        ORACLES + "s3.token_impact",
+        lambda i, p: {"M": [s3.token_impact(S, U, p, max(i["S"])) for S, U in zip(i["S"], i["U"], strict=True)]},
+    ),
+    "CC-UNIT-TRUNK-IMPACT": Operation(
+        ORACLES + "s3.unit_trunk_impact",
+        lambda i, p: {"M_bar": s3.unit_trunk_impact(i["M_bar"], replace(p, trunk_impact="unit"))},
+    ),
+    "CC-TIER-COUNT": Operation(
+        ORACLES + "s6.tier_counts", lambda i, p: {"kept": s6.tier_counts(i["sizes"], i["t"], p.N_min)}
+    ),
+    "CC-TIERS": Operation(
+        ORACLES + "s6.tier_allocate",
+        lambda i, p: {"r": [float(r) for r in s6.tier_allocate(i["sizes"], i["c_0"], p.N_min)[0]]},
+    ),
+    "CC-RENEWAL": Operation(PLAIN + "renewed_D", lambda i, p: {"D": plain.renewed_D(**i)}),
+    "CC-RARITY-FORMS": Operation(
+        ORACLES + "s3.rarity_of", lambda i, p: {"U": [s3.rarity_of(c, p) for c in i["c"]]}, ("U",)
+    ),
+    "CC-ADAPTIVE-MERGE": Operation(ORACLES + "s2.median_strength", merge_threshold),
+    "CC-COVERAGE": Operation(ORACLES + "s6.backfill", covered),
+    "CC-COMPACT": Operation(PLAIN + "compact", lambda i, p: plain.compact(**i)),
+    "prefill": Operation(ORACLES + "pipeline.prefill", prefill, ("scores", "D"), ("CC-PREFILL",)),
+    **DECODE_OPERATIONS,
+    **{
+        item: Operation("conformance.vectors.policy_oracles", lambda i, p, run=run: run(i))  # type: ignore[misc]
+        for item, run in RESULTS.items()
+    },
+    **{
+        item: Operation(
+            "conformance.vectors.diversity_oracles", lambda i, p, run=run: run(i),  # type: ignore[misc]
+            diversity.BOUNDED.get(item, ()),
+        )
+        for item, run in diversity.RESULTS.items()
+    },
+    **{
+        item: Operation(
+            "conformance.vectors.nestedkv_oracles", lambda i, p, run=run: run(i),  # type: ignore[misc]
+            [BOUNDED_RESULTS[item]] if item in BOUNDED_RESULTS else [],
+        )
+        for item, run in NESTEDKV_RESULTS.items()
+    },
+    "anomaly_score": Operation(
+        ORACLES + "nestedkv.scores", lambda i, p: NESTEDKV_RESULTS["NK-SCORE"](i), ("score",), ("NK-SCORE",),
+    ),
+}
+for name, (oracle, of, bounded) in expected_injection.OPERATIONS.items():
+    OPERATIONS[name] = Operation(oracle, partial(lambda of, i, p: of(i), of), bounded)

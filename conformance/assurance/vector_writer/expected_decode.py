@@ -1,0 +1,186 @@
+"""What each operation of decode must give, from the oracle."""
+
+from conformance.assurance.vector_writer.case import Operation
+from conformance.oracles import decode, pipeline, s1, s4, s6
+from conformance.oracles.decode import Model, Trunk
+from conformance.vectors.brute_force import tokens, trunk_lists
+from conformance.vectors.expected_decode import seen_count
+from conformance.vectors.json_values import Json, Results
+from conformance.vectors.models import budget_of, csr_of, model_of, pairs_of, results_of
+from spec.parameters import CrystalCacheParameters
+
+__all__ = ["DECODE_OPERATIONS"]
+
+
+def key_norms(i: Json, p: CrystalCacheParameters) -> Results:
+    return {"inverse_norms": [decode.inverse_norm(list(keys)) for keys in zip(*i["k"], strict=True)]}
+
+
+def bare(i: Json) -> Model:
+    """A model of which only the members, their norms and W matter."""
+    members = trunk_lists(i["offsets"])
+    norms = i.get("inverse_norms", [1.0] * i["offsets"][-1])
+    return Model(0, trunks=[Trunk(g[0], g, 1.0, 0.0) for g in members], norm=dict(enumerate(norms)))
+
+
+def activation(i: Json, p: CrystalCacheParameters) -> Results:
+    now = bare(i)
+    together = decode.active(now, p)
+    return {"active": [g.name in together for g in now.trunks]}
+
+
+def numbers(i: Json) -> list[int]:
+    return list(range(len(i["indptr"]) - 1))
+
+
+def pulses(i: Json, p: CrystalCacheParameters) -> Results:
+    arrived = decode.pulses(i["source"], pairs_of(i, numbers(i)), p)
+    return {"pulse": [arrived.get(g, 0.0) for g in numbers(i)]}
+
+
+def resonance(i: Json, p: CrystalCacheParameters) -> Results:
+    trunks = [Trunk(g, [g], 1.0, D) for g, D in enumerate(i["D"])]
+    now = Model(0, trunks=trunks, W=pairs_of(i, numbers(i)))
+    decode.resonance(now, {g for g in numbers(i) if i["active"][g]}, p)
+    return {"D": [g.D for g in now.trunks]}
+
+
+def hebbian(i: Json, p: CrystalCacheParameters) -> Results:
+    together = {g for g in numbers(i) if i["active"][g]}
+    return csr_of(decode.hebb(pairs_of(i, numbers(i)), together, p), numbers(i))
+
+
+def segment_graph(i: Json, p: CrystalCacheParameters) -> Results:
+    """Live tokens anywhere between two bounds are the trunk's; its size is given."""
+    m, old = len(i["sizes"]), len(i["indptr"]) - 1
+    W = pairs_of(i, numbers(i))
+    spans = trunk_lists(i["bounds"])
+    for b in range(old, m):
+        for a in range(b):
+            weights = s4.cross_weights([tuple(edge) for edge in i["edges"]], spans[a], spans[b])
+            w = s4.trunk_weight(weights, i["sizes"][a], i["sizes"][b], p.tau_edge)
+            if w:
+                W[frozenset({a, b})] = w
+    return csr_of(W, list(range(m)))
+
+
+def segment_crystallization(i: Json, p: CrystalCacheParameters) -> Results:
+    trunks = [Trunk(g, [g], 1.0, 0.0) for g in range(len(i["degree"]))]
+    decode.settle(i["degree"], trunks, trunks[i["old"] :], p)
+    return {"D": [g.D for g in trunks[i["old"] :]]}
+
+
+def tail(i: Json, p: CrystalCacheParameters) -> Results:
+    now = model_of(i)
+    decode.append(now, i["token_id"], i["inverse_norm"])
+    return results_of(now)
+
+
+def tail_D(i: Json, p: CrystalCacheParameters) -> Results:
+    return {"D": decode.edgeless_D(i["mu"], i["sigma"], p)}
+
+
+def tail_trunks(i: Json, p: CrystalCacheParameters) -> Results:
+    now = model_of(i)
+    decode.join_tail(now, set(i["sentence_ends"]), p)
+    return results_of(now)
+
+
+def chunk_trunks(i: Json, p: CrystalCacheParameters) -> Results:
+    now = model_of(i)
+    decode.join_chunk(now, i["token_ids"], i["kept"], i["chunk_inverse_norms"], set(i["sentence_ends"]), p)
+    return results_of(now)
+
+
+def live(i: Json, p: CrystalCacheParameters) -> Results:
+    now = model_of(i)
+    decode.keep(now, {i["positions"][slot] for slot in i["slots"]}, i["D_after"])
+    return results_of(now)
+
+
+def start(i: Json, p: CrystalCacheParameters) -> Results:
+    """From the oracle's prefill, whose W is made again from its edges."""
+    n = len(i["token_ids"])
+    found = pipeline.prefill(
+        i["q"], i["k"], i["token_ids"], set(i["sentence_ends"]), tokens(i["budget"], n), p, i["scaling"], None
+    )
+    now = Model(budget_of(i["budget"], n))
+    decode.extend(
+        now, s1.edges(found.segment), found.segment.salience, i["token_ids"],
+        [decode.inverse_norm(list(keys)) for keys in zip(*i["k"], strict=True)], set(i["sentence_ends"]), p,
+    )
+    return results_of(now)
+
+
+def segment(i: Json, p: CrystalCacheParameters) -> Results:
+    now = model_of(i)
+    stored = [j for g in now.trunks for j in g.members] + list(range(now.seen - len(now.tail), now.seen))
+    n = len(i["token_ids"])
+    positions = [*stored, *range(now.seen, now.seen + n)]
+    found = s1.coattention(i["q"], i["k"], positions, p, i["scaling"], None)
+    norms = [decode.inverse_norm(list(keys)) for keys in zip(*i["k"], strict=True)][-n:]
+    decode.extend(
+        now, s1.edges(found), found.salience, i["token_ids"], norms, set(i["sentence_ends"]), p
+    )
+    return results_of(now)
+
+
+def live_protected(i: Json, p: CrystalCacheParameters) -> Results:
+    members = [[i["positions"][slot] for slot in g] for g in trunk_lists(i["offsets"])]
+    return {"protected": s6.protected(members, i["seen"], p.N_sink, p.W_recent)}
+
+
+def breath_protected(i: Json, p: CrystalCacheParameters) -> Results:
+    return {"protected": decode.protected(model_of(i), p)}
+
+
+def reevict(i: Json, p: CrystalCacheParameters) -> Results:
+    now = model_of(i)
+    decode.evict(now, i["protected"], p)
+    return results_of(now)
+
+
+def step(i: Json, p: CrystalCacheParameters) -> Results:
+    ends = set(i["sentence_ends"])
+    return results_of(decode.decode_step(model_of(i), i["token_id"], i["inverse_norm"], ends, p))
+
+
+ORACLE = "conformance.oracles.decode."
+FLOATS = ("impact", "trunk_impact", "D", "weights", "mu", "sigma")
+
+DECODE_OPERATIONS: dict[str, Operation] = {
+    "CC-START": Operation(ORACLE + "extend", start, FLOATS),
+    "CC-LIVE": Operation(ORACLE + "keep", live),
+    "CC-SEEN-COUNT": Operation("conformance.vectors.expected_decode.seen_count", seen_count),
+    "CC-TAIL": Operation(ORACLE + "append", tail),
+    "CC-TAIL-D": Operation(ORACLE + "edgeless_D", tail_D, ("D",)),
+    "CC-CHUNK-TRUNKS": Operation(ORACLE + "join_chunk", chunk_trunks, FLOATS),
+    "CC-TAIL-TRUNKS": Operation(ORACLE + "join_tail", tail_trunks, FLOATS),
+    "CC-ETA": Operation(ORACLE + "eta", lambda i, p: {"eta": decode.eta(i["inverse_norms"])}),
+    "CC-PULSE": Operation(ORACLE + "pulses", pulses),
+    "CC-RAISE": Operation(
+        ORACLE + "raise_D",
+        lambda i, p: {"D": [decode.raise_D(D, pulse, p) for D, pulse in zip(i["D"], i["pulse"], strict=True)]},
+    ),
+    "CC-LIVE-PROTECTED": Operation("conformance.oracles.s6.protected", live_protected),
+    "CC-BREATH-PROTECTED": Operation(ORACLE + "protected", breath_protected),
+    "CC-REEVICT": Operation(ORACLE + "evict", reevict, FLOATS),
+    "CC-BREATH": Operation(
+        ORACLE + "breath", lambda i, p: results_of(decode.breath(model_of(i), set(i["sentence_ends"]), p)), FLOATS
+    ),
+    "inverse_key_norms": Operation(ORACLE + "inverse_norm", key_norms, ("inverse_norms",), ("CC-KEY-NORM",)),
+    "decay": Operation(
+        ORACLE + "decay",
+        lambda i, p: {"D": [decode.decay(D, M, p) for D, M in zip(i["D"], i["trunk_impact"], strict=True)]},
+        ("D",), ("CC-DECAY",),
+    ),
+    "activation": Operation(ORACLE + "active", activation, items=("CC-ACTIVATION",)),
+    "resonance": Operation(ORACLE + "resonance", resonance, items=("CC-RESONANCE",)),
+    "hebbian": Operation(ORACLE + "hebb", hebbian, items=("CC-HEBB",)),
+    "segment_graph": Operation(
+        "conformance.oracles.s4.trunk_weight", segment_graph, ("weights",), ("CC-SEGMENT-GRAPH",)
+    ),
+    "segment_crystallization": Operation(ORACLE + "settle", segment_crystallization, ("D",), ("CC-SEGMENT-D",)),
+    "decode_step": Operation(ORACLE + "decode_step", step, FLOATS, ("CC-STEP",)),
+    "extend": Operation(ORACLE + "extend", segment, (*FLOATS, "inverse_norms"), ("CC-SEGMENT",)),
+}

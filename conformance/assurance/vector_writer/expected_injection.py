@@ -1,0 +1,150 @@
+"""What each operation of injection must give, from the oracles."""
+
+import struct
+from fractions import Fraction
+from statistics import NormalDist
+
+from conformance.oracles import injection, statistics
+from conformance.vectors.json_values import Json
+
+__all__ = ["OPERATIONS"]
+
+SYSTEM = [(True, "<|im_start|>"), (False, "system\nYou are a helpful assistant."), (True, "<|im_end|>"), (False, "\n")]
+USER, END = [(True, "<|im_start|>"), (False, "user\n")], [(True, "<|im_end|>")]
+# Prefix, suffix, hidden parts: from Sections 3.5 and 3.6 and Appendix A.
+FORMS: dict[str, tuple[list[tuple[bool, str]], list[tuple[bool, str]], int]] = {
+    "raw": ([], [], 0), "full": (SYSTEM + USER, END, 0), "full_hidden_preamble": (SYSTEM + USER, END, 4),
+    "opening": (SYSTEM + USER, [], 0), "closing": ([(False, "user\n")], END, 0), "role": ([(False, "user\n")], [], 0),
+    "markers": ([(True, "<|im_start|>"), (False, "\n")], END, 0),
+    "markers_phi3": ([(True, "<|end|>")], [(True, "<|end|>")], 0),
+}
+ARMS = {
+    "kivi": ("all", 0, 0), "selective_per_head": ("all", 4, 4), "lower_half_per_head": ("lower", 0, 0),
+    "upper_half_per_head": ("upper", 0, 0),
+}
+
+
+def single(value: float) -> float:
+    """Rounded to float32."""
+    rounded: float = struct.unpack("f", struct.pack("f", value))[0]
+    return rounded
+
+
+def scales(i: Json) -> list[list[list[float]]]:
+    """A scale for each group, at the group's place."""
+    x, scheme = i["x"], i["scheme"]
+    heads, tokens, channels = (range(size) for size in (len(x), len(x[0]), len(x[0][0])))
+
+    def one(hs: object, ts: object, cs: object) -> float:
+        values = [x[h][t][c] for h in hs for t in ts for c in cs]  # type: ignore[attr-defined]
+        return single(injection.scale_of(values, i["bits"]))
+
+    shapes = {
+        "per_tensor": lambda: [[[one(heads, tokens, channels)]]],
+        "per_head": lambda: [[[one([h], tokens, channels)]] for h in heads],
+        "per_channel": lambda: [[[one([h], tokens, [c]) for c in channels]] for h in heads],
+        "per_token": lambda: [[[one([h], [t], channels)] for t in tokens] for h in heads],
+    }
+    return shapes[scheme]()
+
+
+def turned(interleaved: bool) -> object:
+    def run(i: Json) -> Json:
+        still = all(angle == 0 for row in i["angles"] for angle in row)  # i times 0 loses a negative zero
+        return {"turned": i["x"] if still else injection.moved(i["x"], i["angles"], interleaved)}
+
+    return run
+
+
+def wrapped(i: Json) -> Json:
+    prefix, suffix, hidden = FORMS[i["form"]]
+    vocabulary = dict(zip(i["texts"], i["ids"], strict=True))
+    return injection.wrapped(prefix, i["chunk"], suffix, hidden, vocabulary)
+
+
+def region(i: Json) -> Json:
+    half, first, last = ARMS[i["arm"]]
+    layers, tokens = injection.quantised_region(half, first, last, i["layers"], i["tokens"])
+    return {"layers": layers, "tokens": tokens}
+
+
+def fused(i: Json) -> Json:
+    order = injection.fused([[str(name) for name in ranking] for ranking in i["rankings"]], i["k"])
+    return {"order": [int(name) for name, _ in order], "scores": [score for _, score in order]}
+
+
+def resampled(found: list[float]) -> Json:
+    return {"interval": found[:2], "positive": found[2]}
+
+
+def cosines(i: Json) -> Json:
+    pairs = [
+        [injection.cosines(a, b, (p, q), i["inverse_frequencies"], i["style"] == "interleaved")
+         for a, b, p, q in zip(one, other, *i["positions"], strict=True)]
+        for one, other in zip(i["archived"], i["fresh"], strict=True)
+    ]
+    return {name: [[pair[which] for pair in head] for head in pairs] for which, name in enumerate(["raw", "unrotated"])}
+
+
+def fractions(i: Json) -> Json:
+    return {"n": i["n"], **{name: Fraction(i[name]) for name in ("discordance", "difference", "alpha")}}
+
+
+HERE, COUNTED = "conformance.oracles.injection.", "conformance.oracles.statistics."
+
+# Item: the oracle's name, the results, which of them are bounded.
+OPERATIONS = {
+    "IN-SHIFT-ANGLES": (
+        HERE + "shift_angles",
+        lambda i: {"angles": injection.shift_angles(i["n"], i["start"], i["inverse_frequencies"])}, (),
+    ),
+    "IN-REBASE-ANGLES": (HERE + "rebase_angles", lambda i: {"angles": injection.rebase_angles(**i)}, ()),
+    "IN-HALF-SPLIT": (HERE + "moved", turned(interleaved=False), ("turned",)),
+    "IN-INTERLEAVED": (HERE + "moved", turned(interleaved=True), ("turned",)),
+    "IN-SCALE": (HERE + "scale_of", lambda i: {"step": scales(i)}, ()),
+    "IN-CODES": (
+        HERE + "code",
+        lambda i: {"codes": [
+            [[injection.code(value, i["step"][0][0][0], i["bits"]) for value in token] for token in head]
+            for head in i["x"]
+        ]}, (),
+    ),
+    "IN-ARMS": (HERE + "quantised_region", region, ()),
+    "IN-MARKER": (HERE + "wrapped", lambda i: {"id": i["ids"][i["texts"].index(i["marker"])][0]}, ()),
+    "IN-WRAP": (HERE + "wrapped", wrapped, ()),
+    "IN-SLICES": (HERE + "cuts", lambda i: {"chunks": injection.cuts(i["ids"], i["ends"], i["size"])}, ()),
+    "IN-FUSE": (HERE + "fused", fused, ()),
+    "IN-MCNEMAR": (COUNTED + "mcnemar", lambda i: {"p": float(statistics.mcnemar(i["b"], i["c"]))}, ()),
+    "IN-WILSON": (
+        COUNTED + "wilson",
+        lambda i: {"interval": statistics.wilson(
+            i["correct"], i["n"], NormalDist().inv_cdf(0.5 + i["confidence"] / 2)
+        )}, ("interval",),
+    ),
+    "IN-BOOTSTRAP": (COUNTED + "bootstrap", lambda i: resampled(statistics.bootstrap(**i)), ("interval",)),
+    "IN-CLUSTER-BOOTSTRAP": (
+        COUNTED + "cluster_bootstrap", lambda i: resampled(statistics.cluster_bootstrap(**i)), ("interval",),
+    ),
+    "IN-PLACES": (
+        HERE + "placed",
+        lambda i: dict(zip(["positions", "following"], injection.placed(
+            i["n"], i["hidden"], i["start"], i["kept"]
+        ), strict=True)), (),
+    ),
+    "IN-BASELINES": (HERE + "held", lambda i: injection.held(**i), ()),
+    "IN-LEGOLINK": (HERE + "first_tokens", lambda i: {"positions": injection.first_tokens(**i)}, ()),
+    "IN-CACHEBLEND": (HERE + "most_deviating", lambda i: {"positions": injection.most_deviating(**i)}, ()),
+    "IN-ENTROPY": (
+        HERE + "entropy",
+        lambda i: {"entropy": [[injection.entropy(query) for query in head] for head in i["weights"]]}, ("entropy",),
+    ),
+    "IN-SINK-MASS": (
+        HERE + "sink_mass",
+        lambda i: {"mass": [
+            [injection.sink_mass(query, i["positions"], i["sinks"]) for query in head] for head in i["weights"]
+        ]}, (),
+    ),
+    "IN-KEY-COSINE": (HERE + "cosines", cosines, ("raw", "unrotated")),
+    "IN-BANDS": (HERE + "bands", lambda i: injection.bands(i["depth"]), ()),
+    "IN-POWER": (COUNTED + "power", lambda i: {"power": float(statistics.power(**fractions(i)))}, ("power",)),
+}

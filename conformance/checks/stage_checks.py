@@ -1,0 +1,239 @@
+"""What is said of a stage's output: complaints, none if it is right. The stage lane and the end-to-end lane share it.
+
+Each check is given the stage's own input, so that an early near tie is no complaint about a later stage. A kept set
+passes end to end only if every link of its chain does: then S1 outputs inside the certified box are its witness.
+"""
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+
+from conformance import tolerances
+from conformance.oracles import s1, s2, s3, s4, s5, s6
+from conformance.strategies.attention import AttentionInputs
+from conformance.strategies.prompts import Prompt
+from conformance.tolerances import Interval
+from spec.arrays import BoolVector, IntMatrix, IntVector, Matrix, Vector
+from spec.parameters import CrystalCacheParameters
+from spec.records import CoAttention, CrystalRetention, Dissolution, TrunkGraph, Trunks
+
+__all__ = [
+    "coattention", "dense", "dissolution", "edges_of", "graph", "impact", "retention", "score", "trunk_lists", "trunks",
+]
+
+
+def trunk_lists(trunks: Trunks) -> list[s2.Trunk]:
+    """The trunks as lists of positions."""
+    offsets = trunks.offsets.tolist()
+    return [list(range(start, stop)) for start, stop in itertools.pairwise(offsets)]
+
+
+def edges_of(found: CoAttention) -> list[s1.Edge]:
+    """Eq. 15's triples, read from the padded arrays one by one."""
+    def rows(index: IntMatrix, weight: Matrix) -> list[list[tuple[int, float]]]:
+        pairs = (zip(row, weights, strict=True) for row, weights in zip(index.tolist(), weight.tolist(), strict=True))
+        return [[(j, w) for j, w in row if j >= 0] for row in pairs]
+
+    return s1.edges(s1.Segment(
+        found.start, [], rows(found.intra, found.intra_weight), rows(found.cross, found.cross_weight)
+    ))
+
+
+def dense(found: TrunkGraph) -> Matrix:
+    """W as a matrix."""
+    m = len(found.degree)
+    W: Matrix = np.zeros((m, m))
+    for g in range(m):
+        row = slice(int(found.indptr[g]), int(found.indptr[g + 1]))
+        W[g, found.indices[row]] = found.weights[row]
+    return W
+
+
+def coattention(found: CoAttention, inputs: AttentionInputs, precision: str) -> Iterator[str]:
+    """S1 against the oracle, inside the certified box."""
+    p, q, k = inputs.parameters, inputs.q.tolist(), inputs.k.tolist()
+    positions = inputs.positions.tolist()
+    n = len(q[0])
+    before = len(positions) - n
+    error = tolerances.attention_error(inputs.q, inputs.k, inputs.scaling, inputs.softcap, precision).tolist()
+    if found.start != positions[before]:
+        yield f"S1: start is {found.start}, not {positions[before]}"
+    for name in ("salience", "intra", "intra_weight", "cross", "cross_weight"):
+        want, kind = np.int64 if name in ("intra", "cross") else np.float64, getattr(found, name).dtype
+        if kind != want:
+            yield f"S1: {name} is of {kind}"
+    for name in ("intra", "cross"):
+        index, weight = getattr(found, name), getattr(found, f"{name}_weight")
+        if (index < -1).any() or weight[index < 0].any():
+            yield f"S1: an empty place of {name} is not -1 with weight 0"
+    for c in range(0, n, p.C):
+        stop = min(c + p.C, n)
+        first, last = before + c, before + stop
+        A = s1.attention(
+            [head[c:stop] for head in q], [head[:last] for head in k], positions[first:last], positions[:last],
+            inputs.scaling, inputs.softcap,
+        )
+        yield from _chunk(found, A, range(c, stop), positions, before, error, p, precision)
+
+
+def _chunk(
+    found: CoAttention, A: list[list[list[float]]], tokens: range, positions: list[int], before: int,
+    error: list[float], p: CrystalCacheParameters, precision: str,
+) -> Iterator[str]:
+    c, stop, first = tokens.start, tokens.stop, before + tokens.start
+    own = [[row[first:] for row in head] for head in A]
+    radius = tolerances.salience_radius(own, error[c:stop], p.k_heads, p.M_min, precision, p.heads)
+    for i, (S, r) in zip(tokens, zip(s1.salience(own, p), radius, strict=True), strict=True):
+        if found.salience[i] not in Interval.around(S, r):
+            yield f"S1: salience of token {i} is {found.salience[i]}, not {S} within {r}"
+    mean = s1.head_mean(A)
+    rows = s1.row_normalise([row[first:] for row in mean], p.epsilon)
+    for i in tokens:
+        cosines = {
+            positions[first + j]: _around(
+                s1.cosine(rows, i - c, j),
+                tolerances.cosine_error(error[i], error[c + j], stop - c, len(A), precision),
+            )
+            for j in range(stop - c) if j != i - c
+        }
+        yield from _neighbours(
+            f"S1: neighbours of token {i} inside its chunk", found.intra[i], found.intra_weight[i], cosines,
+            p.tau_intra,
+        )
+        share = error[i] + tolerances.gamma(len(A) + 2, precision) + tolerances.gamma(len(A) + 2, "float64")
+        sources = {positions[j]: _around(mean[i - c][j], share) for j in range(first)}
+        yield from _neighbours(
+            f"S1: sources of token {i} in earlier chunks", found.cross[i], found.cross_weight[i], sources,
+            p.tau_cross,
+        )
+
+
+def _around(weight: float, relative: float) -> Interval:
+    return Interval.around(weight, weight * relative + tolerances.SMALLEST["float32"])
+
+
+def _neighbours(
+    what: str, index: IntVector, weight: Vector, boxes: dict[int, Interval], tau: float,
+) -> Iterator[str]:
+    chosen = [j for j in index.tolist() if j >= 0]
+    if index.tolist() != chosen + [-1] * (len(index) - len(chosen)) or weight[len(chosen) :].any():
+        yield f"{what}: {index.tolist()} {weight.tolist()} is not padded at the end with -1 and 0"
+    elif not tolerances.list_is_realisable(chosen, boxes, len(index), tau):
+        yield f"{what}: {chosen} out of {boxes}"
+    elif any(w not in boxes[j] for j, w in zip(chosen, weight.tolist(), strict=False)):
+        yield f"{what}: weights {weight.tolist()} of {chosen} out of {boxes}"
+    else:
+        keys = [(-s1.float32(w), j) for j, w in zip(chosen, weight.tolist(), strict=False)]
+        if keys != sorted(keys) or any(-key <= s1.float32(tau) for key, _ in keys):
+            yield f"{what}: {chosen} with {weight.tolist()} is not in order above {tau}"
+
+
+def impact(found: Vector, salience: Vector, ids: IntVector, p: CrystalCacheParameters) -> Iterator[str]:
+    """S3 from given salience."""
+    want = s3.impact(salience.tolist(), ids.tolist(), p)
+    if not tolerances.close("CC-IMPACT", found, want):
+        yield f"S3: M is {found.tolist()}, not {want}"
+
+
+def trunks(
+    found: Trunks, given: CoAttention, M: Vector, ends: BoolVector, p: CrystalCacheParameters,
+) -> Iterator[str]:
+    """S2 from given edges and M: exact."""
+    want = s2.trunks(ends.tolist(), edges_of(given), p, given.start)
+    if trunk_lists(found) != want:
+        yield f"S2: offsets are {found.offsets.tolist()}, not {[g[0] for g in want]}"
+        return
+    M_bar = s3.unit_trunk_impact([s3.trunk_impact(M.tolist(), [i - given.start for i in g]) for g in want], p)
+    if not tolerances.close("CC-TRUNK-IMPACT", found.impact, M_bar):
+        yield f"S2: trunk impact is {found.impact.tolist()}, not {M_bar}"
+
+
+def graph(found: TrunkGraph, given: CoAttention, among: Trunks, p: CrystalCacheParameters) -> Iterator[str]:
+    """S4 from given edges and trunks; D from the degrees that the stage reports."""
+    lists, E = trunk_lists(among), edges_of(given)
+    if (np.diff(found.indptr) < 0).any() or any(
+        (np.diff(found.indices[found.indptr[g] : found.indptr[g + 1]]) <= 0).any() for g in range(len(lists))
+    ):
+        yield f"S4: rows {found.indptr.tolist()} {found.indices.tolist()} do not ascend"
+        return
+    W = dense(found)
+    for a, g_a in enumerate(lists):
+        for b, g_b in enumerate(lists):
+            free = 0.0 if a == b else s4.unpruned_weight(s4.cross_weights(E, g_a, g_b), len(g_a), len(g_b))
+            near_tie = tolerances.close("CC-TRUNK-WEIGHT", [free], [p.tau_edge])
+            want = free if free > p.tau_edge else 0.0
+            if not tolerances.close("CC-TRUNK-WEIGHT", [W[a, b]], [want]) and not (
+                near_tie and (W[a, b] == 0 or tolerances.close("CC-TRUNK-WEIGHT", [W[a, b]], [free]))
+            ):
+                yield f"S4: W({a}, {b}) is {W[a, b]}, not {want}"
+    if (W != W.T).any():
+        yield f"S4: W is not symmetric: {W.tolist()}"
+    deg = s4.degree(W.tolist())
+    if not tolerances.close("CC-DEGREE", found.degree, deg):
+        yield f"S4: degrees are {found.degree.tolist()}, not {deg}"
+    D = np.array(s4.crystallization(found.degree.tolist(), p))
+    if (np.abs(found.D - D) > _D_radius(found.degree, p)).any():
+        yield f"S4: D is {found.D.tolist()}, not {D.tolist()}"
+
+
+def _D_radius(degree: Vector, p: CrystalCacheParameters) -> float:
+    return 0.0 if p.graph == "zero" else tolerances.crystallization_radius(degree, p.s, p.epsilon)
+
+
+def score(
+    found: Vector, D: Vector, M_bar: Vector, protected: BoolVector, p: CrystalCacheParameters,
+) -> Iterator[str]:
+    """S5 from given D and trunk impact."""
+    if not np.isnan(found[protected]).all():
+        yield f"S5: {found.tolist()} scores a protected trunk"
+    alive = np.flatnonzero(~protected).tolist()
+    want = s5.score(D.tolist(), M_bar.tolist(), alive, p)
+    if not alive:
+        return
+    radius = p.alpha * tolerances.normalised_radius([M_bar[g] for g in alive], p.epsilon)
+    for g in alive:
+        by_D = want[g] == D[g] and found[g] == D[g]
+        if not by_D and not abs(found[g] - want[g]) <= radius:
+            yield f"S5: score of trunk {g} is {found[g]}, not {want[g]} within {radius}"
+
+
+def dissolution(
+    found: Dissolution, given: Vector, among: Trunks, M: Vector, D: Vector, protected: BoolVector, B: int,
+    p: CrystalCacheParameters,
+) -> Iterator[str]:
+    """S6 from given scores: exact."""
+    first = int(among.offsets[0])
+    lists = [[i - first for i in g] for g in trunk_lists(among)]
+    scores = {g: x for g, x in enumerate(given.tolist()) if not protected[g]}
+    want = s6.evict(lists, scores, M.tolist(), D.tolist(), protected.tolist(), B, p)
+    if found.kept.tolist() != [first + i for i in want.kept]:
+        yield f"S6: kept {found.kept.tolist()}, not {want.kept}"
+    if found.ratio.tolist() != [float(r) for r in want.ratio]:
+        yield f"S6: r is {found.ratio.tolist()}, not {[float(r) for r in want.ratio]}"
+    if not tolerances.close("CC-DISSOLVE-D", found.D, want.D):
+        yield f"S6: D is {found.D.tolist()}, not {want.D}"
+
+
+def retention(found: CrystalRetention, prompt: Prompt, precision: str) -> Iterator[str]:
+    """The whole chain of one prefill."""
+    p, ids = prompt.inputs.parameters, prompt.token_ids
+    n = len(ids)
+    ends = np.isin(ids, sorted(prompt.sentence_ends))
+    yield from coattention(found.coattention, prompt.inputs, precision)
+    yield from impact(found.impact, found.coattention.salience, ids, p)
+    yield from trunks(found.trunks, found.coattention, found.impact, ends, p)
+    yield from graph(found.graph, found.coattention, found.trunks, p)
+    protected = s6.protected(trunk_lists(found.trunks), n, p.N_sink, p.W_recent)
+    if found.protected.tolist() != protected:
+        yield f"S6: protected {found.protected.tolist()}, not {protected}"
+    B = s6.effective_budget(prompt.share, n, p.N_sink, p.W_recent)
+    if found.budget != B:
+        yield f"S6: B is {found.budget}, not {B}"
+    yield from score(found.scores, found.graph.D, found.trunks.impact, found.protected, p)
+    given = Dissolution(found.kept, found.ratio, found.D)
+    yield from dissolution(
+        given, found.scores, found.trunks, found.impact, found.graph.D, found.protected, B, p
+    )
+
+

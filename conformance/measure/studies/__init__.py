@@ -1,0 +1,1 @@
+"""Our own studies: evidence for the results pages, run from the repository; the package does not ship them."""

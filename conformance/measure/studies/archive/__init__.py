@@ -1,0 +1,1 @@
+"""What answers from archived chunks of conversations, and how that differs from their text."""

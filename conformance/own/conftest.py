@@ -1,0 +1,19 @@
+"""Folders that need what is not installed are not collected: the rest needs NumPy alone."""
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import pytest
+
+collect_ignore = [] if find_spec("torch") and find_spec("transformers") else ["models_integration/session"]
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Forwards of a few tokens gain nothing from threads, and lose much where the machine is busy."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -1,0 +1,44 @@
+"""`kvspec` starts without what only its models need, and names the extra that brings what a command misses."""
+
+import subprocess
+import sys
+
+import pytest
+
+START = """
+import sys
+sys.modules.update(dict.fromkeys({missing!r}))
+sys.argv = {command!r}
+from models_integration.cli import main
+main()
+"""
+MODELS = ["torch", "transformers", "safetensors", "tokenizers", "matplotlib", "pandas", "numba"]
+
+
+def started(command: str, missing: list[str]) -> subprocess.CompletedProcess[str]:
+    """A process in which these packages are not there."""
+    code = START.format(missing=missing, command=["kvspec", *command.split()])
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+def test_help_needs_no_model() -> None:
+    found = started("--help", MODELS)
+    assert found.returncode == 0, found.stderr
+    assert "verify" in found.stdout
+
+
+def test_a_backend_is_judged_without_a_model() -> None:
+    """Its process is told to collect nothing, and says how many tests there were."""
+    found = started("verify --backend numpy -q --collect-only -k test_equal_keys_score_zero", MODELS)
+    assert found.returncode == 0, found.stderr
+    assert "1/" in found.stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "missing", "extra"),
+    [("demo", "torch", "models"), ("compress a.txt", "transformers", "models"), ("--help", "typer", "conformance")],
+)
+def test_what_is_missing_is_named_with_its_extra(command: str, missing: str, extra: str) -> None:
+    found = started(command, [missing])
+    assert found.returncode == 2
+    assert found.stderr.endswith(f"kvspec: {missing} is missing; pip install 'kvspec[{extra}]'\n")

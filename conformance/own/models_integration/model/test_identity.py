@@ -1,0 +1,209 @@
+"""One identity of a model: equal for equal models, another one for any other, and made once."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+from typer.testing import CliRunner
+
+from conformance.own.models_integration.archive.models import FAMILIES, build
+from conformance.own.models_integration.session.families import at_once, prompt
+from models_integration import Published, RetainedCache, StreamingLLM, load_cache, save_cache
+from models_integration.archive.errors import WrongModel
+from models_integration.archive.library import Library
+from models_integration.archive.store import Archive
+from models_integration.cli.app import app
+from models_integration.model import identity as home
+from models_integration.model.identity import CHUNK_BYTES, identify
+from models_integration.pocket import load_pocket
+from models_integration.policies.calibration import calibrate
+from models_integration.studies.results import load_rows
+from models_integration.studies.subject import load_subject
+from reference.calibration import save_calibration
+from reference.injection.wrappers import Vocabulary
+from spec.errors import SpecError
+
+VOCABULARY = Vocabulary(lambda text: [1], lambda ids: "x")
+SAMPLED = 64
+
+
+def negate(model: PreTrainedModel) -> PreTrainedModel:
+    """Leave the first values of each parameter as they were, and negate all others."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.view(-1)[SAMPLED:].neg_()
+    return model
+
+
+def moved(model: Any, device: str) -> PreTrainedModel:
+    """The model itself, there."""
+    found: PreTrainedModel = model.to(device, torch.float32)
+    return found
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[PreTrainedModel]:
+    """The models whose parameters have been read for an identity."""
+    seen: list[PreTrainedModel] = []
+    weights = home._weights
+
+    def noted(model: PreTrainedModel) -> str:
+        seen.append(model)
+        return weights(model)
+
+    monkeypatch.setattr(home, "_weights", noted)
+    return seen
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equal_models_have_one_identity(family: str) -> None:
+    """A copy, one made again, and one that was moved, in every part; nothing is left on the model."""
+    model = build(family)
+    before = {name: set(vars(module)) for name, module in model.named_modules()}
+    found = identify(model)
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == before
+    for same in (copy.deepcopy(model), build(family), moved(model, "cpu")):
+        assert identify(same) == found
+        assert identify(same).digest == found.digest
+
+
+def bit(model: PreTrainedModel) -> None:
+    last = list(model.parameters())[-1].data.view(-1)
+    last[-1] = torch.nextafter(last[-1], torch.tensor(9.0))
+
+
+def window(model: PreTrainedModel) -> None:
+    model.config.sliding_window = 7
+
+
+def round_frequencies(model: PreTrainedModel) -> None:
+    inner = model.get_submodule("model.rotary_emb")
+    inner.register_buffer("inv_freq", inner.get_buffer("inv_freq").bfloat16(), persistent=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        (bit, {"weights"}), (window, {"config"}), (round_frequencies, {"rotation", "rotation_dtype"}),
+        (lambda model: model.get_buffer("model.rotary_emb.inv_freq").mul_(1.5), {"rotation"}),
+        (lambda model: model.to(torch.bfloat16), {"weights", "rotation", "rotation_dtype", "dtype"}),
+    ],
+)
+def test_a_difference_is_in_its_part_and_in_the_digest(
+    change: Callable[[PreTrainedModel], Any], parts: set[str],
+) -> None:
+    model = build("Llama")
+    before = identify(model)
+    change(model)
+    after = identify(model)
+    assert {name for name, value in asdict(after).items() if value != asdict(before)[name]} == parts
+    assert after.digest != before.digest
+    assert after.named("a") != before.named("a")
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_a_long_prompt_that_exchanges_frequencies_makes_no_other_model(kind: str) -> None:
+    rotation = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4} if kind == "longrope" else {}
+    model = build("Llama", rope_parameters={**rotation, **factors}, max_position_embeddings=64)
+    before, held = identify(model), model.get_buffer("model.rotary_emb.inv_freq").clone()
+    with torch.no_grad():
+        model(input_ids=prompt(100) % 131)
+    assert not torch.equal(model.get_buffer("model.rotary_emb.inv_freq"), held)
+    assert identify(model) == before
+
+
+def test_a_tensor_of_several_chunks_is_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In chunks of any size the digest is the same, and each of its values counts."""
+    model = build("Llama")
+    found = identify(model)
+    monkeypatch.setattr(home, "CHUNK_BYTES", 40)
+    assert identify(model) == found
+    assert identify(negate(build("Llama"))).weights != found.weights
+    assert CHUNK_BYTES % 8 == 0
+
+
+def test_a_model_without_values_is_refused() -> None:
+    with pytest.raises(SpecError, match="has no values"):
+        identify(moved(build("Llama"), "meta"))
+
+
+def test_a_model_with_other_values_behind_the_first_is_another_model_everywhere(tmp_path: Path) -> None:
+    """In saved caches, archives, calibrations and rows."""
+    model, other, ids = build("Llama"), negate(build("Llama")), prompt(40) % 131
+    assert identify(model).named("llama") != identify(other).named("llama")
+    cache = RetainedCache(model.config)
+    with StreamingLLM(20)(model):
+        at_once(model, ids, cache)
+    save_cache(cache, model, tmp_path / "cache")
+    with pytest.raises(SpecError, match="was saved under weights"):
+        load_cache(tmp_path / "cache", other)
+    with Archive(tmp_path / "archive") as archive:
+        key = Library(archive, model, VOCABULARY, "alice").put([5, 6, 7])
+        with pytest.raises(WrongModel):
+            Library(archive, other, VOCABULARY, "alice").get(key)
+    chosen = Published("triattention", 20, calibration=calibrate(model, ids))
+    with chosen(model):
+        pass
+    with pytest.raises(SpecError, match="is another model's"):
+        chosen(other)
+
+
+def test_a_row_names_the_whole_model() -> None:
+    subject = load_subject("pocket", "numpy")
+    assert replace(subject, model=copy.deepcopy(subject.model)).name == subject.name
+    assert replace(subject, model=negate(copy.deepcopy(subject.model))).name != subject.name
+
+
+def test_a_library_makes_it_once_or_takes_it(made: list[PreTrainedModel], tmp_path: Path) -> None:
+    model = build("Llama")
+    with Archive(tmp_path) as archive:
+        library = Library(archive, model, VOCABULARY, "alice")
+        keys = [library.put([5, 6, at]) for at in (7, 8, 9)]
+        library.inject(None, keys)
+        assert made == [model]
+        assert Library(archive, model, VOCABULARY, "alice", library.identity).get(keys[0]) is not None
+    cache = RetainedCache(model.config)
+    with StreamingLLM(20)(model):
+        at_once(model, prompt(40) % 131, cache)
+    save_cache(cache, model, tmp_path / "cache", library.identity)
+    load_cache(tmp_path / "cache", model, library.identity)
+    assert made == [model]
+
+
+def test_a_policy_with_statistics_takes_what_was_made_once(made: list[PreTrainedModel]) -> None:
+    model, ids = build("Llama"), prompt(40) % 131
+    identity = identify(model)
+    statistics = calibrate(model, ids, identity)
+    chosen = Published("triattention", 20, calibration=statistics).knowing(identity)
+    for _ in range(3):
+        with chosen(model) as run:
+            at_once(model, ids, RetainedCache(model.config))
+        assert run.cache is not None
+    assert made == [model]
+
+
+def test_a_command_makes_it_once_and_only_where_a_row_or_a_file_needs_it(
+    made: list[PreTrainedModel], tmp_path: Path,
+) -> None:
+    text, archive, statistics = tmp_path / "text.txt", str(tmp_path / "archive"), tmp_path / "mine.npz"
+    text.write_text("The secret code is 7492. The chair thanked the members.", encoding="utf-8")
+    model, _ = load_pocket()
+    save_calibration(calibrate(model, prompt(40)), statistics)
+    made.clear()
+    asked = ["compare", "--policies", "triattention,crystalcache", "--budgets", "160", "--tasks", "needle"]
+    asked += ["--samples", "2", "--length", "400", "--no-controls", "--calibration", str(statistics)]
+    for arguments, count in (
+        (["compress", str(text)], 0), (["archive", "put", str(text), "--archive", archive], 1),
+        ([*asked, "--out", str(tmp_path / "out")], 1), (["calibrate", str(text), "--out", str(statistics)], 1),
+    ):
+        found = CliRunner().invoke(app, arguments)
+        assert found.exit_code == 0, found.output
+        assert len(made) == count, arguments
+        made.clear()
+    assert {row["model"] for row in load_rows(tmp_path / "out" / "results.jsonl")} == {identify(model).named("pocket")}

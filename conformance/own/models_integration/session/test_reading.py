@@ -1,0 +1,288 @@
+"""`with run.reading():` reads and decides nothing: what it leaves is the full cache under the masks of before."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from conformance.own.models_integration.session.families import (
+    ENDS,
+    FAMILIES,
+    METHODS,
+    at_once,
+    build,
+    greedy,
+    prompt,
+    relative,
+    states_of,
+)
+from conformance.own.models_integration.session.heads import MaskedHeads
+from conformance.own.models_integration.session.lives import Beside
+from conformance.own.models_integration.session.oracle_checks import PROMPT, TOLERANCE
+from conformance.own.models_integration.session.ragged_checks import live_sets
+from conformance.own.models_integration.session.test_batches import batch, prompts
+from conformance.own.models_integration.session.test_breaths import SHORT, T, breathing, now, tokens
+from conformance.own.models_integration.session.test_published import PUBLISHED
+from conformance.own.models_integration.session.test_ragged_turns import ONE_SEGMENT, published
+from models_integration import CrystalCache, CustomPolicy, RetainedCache, RetentionPolicy, Session
+from models_integration.cache.crystal_states import Pending
+from reference.policies import h2o, rkv, tova
+from spec.errors import SpecError
+from spec.parameters import TINY
+
+# Tokens, seed, and whether they are only read: questions of one and more tokens, before steps and turns.
+PIECES = ((5, 11, True), (1, 12, True), (1, 13, False), (9, 14, False), (3, 15, True), (1, 16, False), (4, 17, False))
+
+
+def life(
+    model: PreTrainedModel, policy: RetentionPolicy, pieces: tuple[tuple[int, int, bool], ...],
+) -> tuple[list[Tensor], list[dict[int, list[list[int]]]]]:
+    """Logits of each piece, and what each head stores after the prompt and after each of them."""
+    logits, sets = [], []
+    with policy(model) as run:
+        cache = RetainedCache(model.config)
+        at_once(model, prompt(PROMPT), cache)
+        decided = run.retention
+        sets.append(live_sets(cache))
+        for n, seed, reads in pieces:
+            around: AbstractContextManager[None] = run.reading() if reads else nullcontext()
+            with around:
+                logits.append(at_once(model, prompt(n, seed=seed), cache))
+            sets.append(live_sets(cache))
+            assert (run.retention is decided) == (reads or n == 1)
+            decided = run.retention
+    return logits, sets  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("name", ["crystalcache", *PUBLISHED])
+def test_reading_and_what_follows_equal_the_full_cache_under_masks(name: str) -> None:
+    """At every granularity, under every policy: no token is evicted by reading, and none is lost afterwards."""
+    model, twin = build("llama"), build("llama")
+    policy = METHODS[name]() if name in METHODS else published(name, model)
+    pieces = tuple(piece for piece in PIECES if name not in ONE_SEGMENT or piece[0] == 1 or piece[2])
+    logits, sets = life(model, policy, pieces)
+    oracle, seen = MaskedHeads(twin, prompt(PROMPT), sets[0]), PROMPT
+    for (n, seed, reads), found, before, after in zip(pieces, logits, sets[:-1], sets[1:], strict=True):
+        assert relative(found, oracle.read(prompt(n, seed=seed))) < TOLERANCE
+        for layer, heads in after.items():
+            grown = [[*own, *range(seen, seen + n)] for own in before[layer]]
+            assert heads == grown if reads else all(set(a) <= set(b) for a, b in zip(heads, grown, strict=True))
+            oracle.forget(layer, heads)
+        seen += n
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("decode", [False, True])
+def test_every_family_under_crystalcache(family: str, decode: bool) -> None:
+    model, twin = build(family), build(family)
+    with breathing(30, decode=decode)(model) as run:
+        beside = Beside(model, twin, RetainedCache(model.config), prompt(PROMPT))
+        for at in range(3):
+            beside.steps(tokens(3))
+            with run.reading():
+                beside.read(prompt(6, seed=30 + at))
+                beside.read(prompt(1, seed=40 + at))
+            beside.steps(tokens(T))
+            beside.read(prompt(8, seed=50 + at))
+    assert beside.masked > PROMPT // 2
+
+
+def test_generate_goes_on_behind_what_was_read() -> None:
+    model, twin, question, last = build("llama"), build("llama"), prompt(5, seed=5), prompt(1, seed=6)
+    with CrystalCache(0.3, ENDS, TINY, backend="numpy")(model) as run:
+        cache = RetainedCache(model.config)
+        at_once(model, prompt(PROMPT), cache)
+        with run.reading():
+            at_once(model, question, cache)
+        kept = live_sets(cache)
+        everything = torch.cat([prompt(PROMPT), question, last], dim=1)
+        chosen = greedy(model, everything, 6, past_key_values=cache)[0].tolist()
+    oracle = MaskedHeads(twin, prompt(PROMPT), {
+        layer: [[at for at in own if at < PROMPT] for own in heads] for layer, heads in kept.items()
+    })
+    oracle.read(question)
+    assert chosen == continued(oracle, last, 6)
+
+
+def continued(oracle: MaskedHeads, last: Tensor, new: int) -> list[int]:
+    found: list[int] = []
+    for _ in range(new):
+        found.append(int(oracle.read(last)[0, -1].argmax()))
+        last = torch.tensor([found[-1:]])
+    return found
+
+
+def test_read_tokens_are_no_steps() -> None:
+    """D does not decay and no breath comes nearer; the breath comes with its step, and finds them in the tail."""
+    model, cache = build("llama"), RetainedCache(build("llama").config)
+    with breathing()(model) as run:
+        at_once(model, prompt(PROMPT), cache)
+        for token in torch.split(tokens(2), 1, dim=1):
+            at_once(model, token, cache)
+        before = now(cache)[0]
+        with run.reading():
+            at_once(model, prompt(2 * T + 1, seed=4), cache)
+            for token in torch.split(tokens(T), 1, dim=1):
+                at_once(model, token, cache)
+        assert states_of(cache).kind is Pending.READ
+        after = now(cache)[0]
+        assert np.array_equal(after.D, before.D)
+        assert after.step == before.step == 2
+        assert len(after.tail_ids) == 2 + 3 * T + 1
+        stored = cache.stored_length
+        for token in torch.split(tokens(T - 3), 1, dim=1):
+            at_once(model, token, cache)
+        assert cache.stored_length == stored + T - 3
+        assert now(cache)[0].tail_ids
+        at_once(model, tokens(1), cache)
+        (state,) = states_of(cache).rows
+    assert state.step == T == SHORT.T_breath
+    assert state.tail_ids == ()
+    assert cache.stored_length < stored
+
+
+@pytest.mark.parametrize("policy", [h2o, tova, lambda: rkv(W=4, every=3)], ids=["h2o", "tova", "rkv"])
+def test_sums_take_up_what_was_read(policy: Callable[[], Any]) -> None:
+    """A turn behind a text that was read keeps what a turn over both would: nothing was evicted between them."""
+    model, found = build("llama"), []
+    for reads in (True, False):
+        with CustomPolicy(policy(), 0.3)(model) as run:
+            cache = RetainedCache(model.config)
+            at_once(model, prompt(PROMPT), cache)
+            around = run.reading() if reads else run.prompt()
+            with around:
+                at_once(model, prompt(6, seed=7), cache)
+                if not reads:
+                    at_once(model, prompt(8, seed=8), cache)
+            if reads:
+                at_once(model, prompt(8, seed=8), cache)
+            found.append(live_sets(cache))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", ["crystalcache", "StreamingLLM", "h2o", "snapkv"])
+def test_rows_that_were_padded_read_as_they_do_alone(name: str) -> None:
+    model, question = build("llama"), torch.cat([prompt(4, seed=60 + row) for row in range(3)])
+    turn = torch.cat([prompt(5, seed=70 + row) for row in range(3)])
+    ids, mask = batch(prompts())
+    policy: Any = METHODS["crystalcache" if name == "crystalcache" else "streamingllm"]()
+    policy = published(name, model) if name in PUBLISHED else policy
+
+    def read(given: Tensor, question: Tensor, turn: Tensor, **options: Tensor) -> tuple[Tensor, Tensor]:
+        with policy(model) as run:
+            cache = RetainedCache(model.config)
+            at_once(model, given, cache, **options)
+            with run.reading():
+                answer = at_once(model, question, cache)
+            return answer, at_once(model, turn, cache)
+
+    together = read(ids, question, turn, attention_mask=mask)
+    for row, own in enumerate(prompts()):
+        alone = read(own, question[row : row + 1], turn[row : row + 1])
+        for found, expected in zip(together, alone, strict=True):
+            assert relative(found[row], expected[0]) < TOLERANCE
+
+
+def padded_question(model: PreTrainedModel, run: Session, cache: RetainedCache) -> None:
+    mask = torch.ones(1, PROMPT + 4, dtype=torch.int64)
+    mask[0, PROMPT] = 0
+    with run.reading():
+        at_once(model, prompt(4), cache, attention_mask=mask)
+
+
+def generated(model: PreTrainedModel, run: Session, cache: RetainedCache) -> None:
+    with run.reading():
+        greedy(model, prompt(5), 2)
+
+
+def nested(model: PreTrainedModel, run: Session, cache: RetainedCache) -> None:
+    with run.reading(), run.reading():
+        raise AssertionError
+
+
+def inside_a_prompt(model: PreTrainedModel, run: Session, cache: RetainedCache) -> None:
+    with run.prompt(), run.reading():
+        raise AssertionError
+
+
+def around_a_prompt(model: PreTrainedModel, run: Session, cache: RetainedCache) -> None:
+    with run.reading(), run.prompt():
+        raise AssertionError
+
+
+def before_a_prompt(model: PreTrainedModel, run: Session, cache: RetainedCache) -> None:
+    with run.reading():
+        at_once(model, prompt(4), RetainedCache(model.config))
+
+
+def without_a_cache(model: PreTrainedModel, run: Session, cache: RetainedCache) -> None:
+    with run.reading():
+        model(input_ids=prompt(4))
+
+
+def other_rows(model: PreTrainedModel, run: Session, cache: RetainedCache) -> None:
+    with run.reading():
+        at_once(model, prompt(4).repeat(2, 1), cache)
+
+
+@pytest.mark.parametrize(("wrong", "words"), [
+    (padded_question, "padding is not served inside reading"), (generated, "reads a prompt of its own"),
+    (nested, "belongs inside the context"), (inside_a_prompt, "belongs inside the context"),
+    (around_a_prompt, "belongs inside the context"), (before_a_prompt, "goes on from a cache that has read a prompt"),
+    (without_a_cache, "goes on from a cache that has read a prompt"), (other_rows, "the cache has 1 rows"),
+])
+def test_what_is_no_reading_is_refused_and_changes_nothing(
+    wrong: Callable[[PreTrainedModel, Session, RetainedCache], None], words: str,
+) -> None:
+    model, cache = build("llama"), RetainedCache(build("llama").config)
+    with METHODS["crystalcache"]()(model) as run:
+        at_once(model, prompt(PROMPT), cache)
+        before = live_sets(cache)
+        with pytest.raises(SpecError, match=words):
+            wrong(model, run, cache)
+        assert live_sets(cache) == before
+        with run.reading():
+            at_once(model, prompt(4), cache)
+    with pytest.raises(SpecError, match="belongs inside the context"), run.reading():
+        raise AssertionError
+
+
+def test_a_stream_decides_about_all_that_it_reads() -> None:
+    model = build("llama")
+    with CrystalCache(20, ENDS, TINY, backend="numpy", stream=True)(model) as run:
+        at_once(model, prompt(PROMPT), RetainedCache(model.config))
+        with pytest.raises(SpecError, match="no block can hold one open"), run.reading():
+            raise AssertionError
+
+
+def test_records_of_another_policy_and_states_that_do_not_know_all_are_refused() -> None:
+    model, cache = build("llama"), RetainedCache(build("llama").config)
+    with METHODS["crystalcache"]()(model):
+        at_once(model, prompt(PROMPT), cache)
+        at_once(model, prompt(1), cache)
+    with CustomPolicy(h2o(), 0.3)(model) as run, run.reading(), pytest.raises(SpecError, match="without records"):
+        at_once(model, prompt(3), cache)
+    at_once(model, prompt(1), cache)
+    crystalcache = METHODS["crystalcache"]()
+    with crystalcache(model) as run, run.reading(), pytest.raises(SpecError, match="do not know all of them"):
+        at_once(model, prompt(3), cache)
+
+
+def test_a_forward_that_fails_while_reading_leaves_no_usable_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, cache = build("llama"), RetainedCache(build("llama").config)
+
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    with METHODS["crystalcache"]()(model) as run:
+        at_once(model, prompt(PROMPT), cache)
+        monkeypatch.setattr(model.model.layers[1].mlp, "forward", fail)
+        with run.reading(), pytest.raises(MemoryError):
+            at_once(model, prompt(3), cache)
+    with pytest.raises(SpecError, match="a forward failed half way"):
+        cache.get_seq_length()

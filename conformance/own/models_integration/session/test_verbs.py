@@ -1,0 +1,203 @@
+"""Observe once, decide and compact often: bit for bit what a context does with each policy and budget alone."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from conformance.own.models_integration.session.families import ENDS, VOCABULARY, at_once, build, prompt
+from conformance.own.models_integration.session.ragged_checks import live_sets
+from conformance.own.models_integration.session.test_batches import batch, prompts
+from conformance.own.models_integration.session.test_published import CLASSES
+from conformance.own.models_integration.session.test_ragged_turns import ONE_SEGMENT, published
+from models_integration import (
+    CrystalCache,
+    CustomPolicy,
+    Decision,
+    FullCache,
+    ObservedSegment,
+    RetainedCache,
+    RetentionPolicy,
+    StreamingLLM,
+    compact,
+    decide,
+    observe,
+)
+from reference.policies import snapkv
+from reference.policies.names import DIVERSE, NAMES
+from spec.errors import SpecError
+from spec.parameters import TINY
+from spec.policy import Needs
+from spec.retention import Retention
+
+N = 160
+BUDGETS = (0.5, 0.3, 0.1)
+Make = Callable[[PreTrainedModel, float], RetentionPolicy]
+
+OWN: dict[str, Make] = {
+    "crystalcache": lambda model, budget: CrystalCache(budget, ENDS, TINY, backend="numpy"),
+    "crystalcache with breaths": lambda model, budget: CrystalCache(budget, ENDS, TINY, backend="numpy", decode=True),
+    "StreamingLLM": lambda model, budget: StreamingLLM(budget, N_sink=2),
+    "FullCache": lambda model, budget: FullCache(),
+}
+
+
+def made(name: str, model: PreTrainedModel, budget: float) -> RetentionPolicy:
+    return OWN[name](model, budget) if name in OWN else published(name, model, budget)
+
+
+def tensors(cache: RetainedCache) -> list[Tensor]:
+    layers: list[Any] = cache.layers
+    return [tensor for layer in layers for tensor in (layer.keys, layer.values)]
+
+
+def stored(cache: RetainedCache) -> list[list[list[int]]]:
+    """The positions that each row, layer and head stores."""
+    return [
+        [layer.head_positions(row, head).tolist() for row in range(layer.batch) for head in range(layer.heads)]
+        for layer in cache.full_layers
+    ]
+
+
+def same_tensors(a: RetainedCache, b: RetainedCache) -> None:
+    assert stored(a) == stored(b)
+    assert all(torch.equal(x, y) for x, y in zip(tensors(a), tensors(b), strict=True))
+
+
+def same(found: object, expected: object) -> bool:
+    """Equal to the bit, records field by field."""
+    if type(found) is not type(expected):
+        return False
+    if is_dataclass(found):
+        return all(same(getattr(found, one.name), getattr(expected, one.name)) for one in fields(found))
+    if isinstance(found, tuple) and isinstance(expected, tuple):
+        return len(found) == len(expected) and all(map(same, found, expected))
+    if isinstance(found, Tensor) and isinstance(expected, Tensor):
+        return torch.equal(found, expected)
+    if isinstance(found, np.ndarray) and isinstance(expected, np.ndarray):
+        return found.dtype == expected.dtype and np.array_equal(found, expected, equal_nan=True)
+    return found == expected
+
+
+def goes_on(model: PreTrainedModel, policy: RetentionPolicy, cache: RetainedCache, turn: bool) -> list[Tensor]:
+    """Logits of steps, of a turn, and of a step behind it, in a context of its own."""
+    rows = cache.full_layers[0].batch
+    pieces = [1, 1, 1, *([7, 1] if turn else [])]
+    with policy(model):
+        return [at_once(model, prompt(n, seed=20 + at).repeat(rows, 1), cache) for at, n in enumerate(pieces)]
+
+
+def check(
+    model: PreTrainedModel, policy: RetentionPolicy, observed: ObservedSegment, *, turn: bool = True, **mask: Tensor,
+) -> None:
+    """The retentions, stored tensors and logits are those of a context that reads the same prompts."""
+    with policy(model) as run, torch.no_grad():
+        model(input_ids=observed.text.input_ids, **mask)
+    assert run.cache is not None
+    decision = decide(policy.on(model), observed)
+    expected = run.retention if isinstance(run.retention, tuple) else (run.retention,)
+    assert same(tuple(decision.records or decision.retentions), expected)
+    assert decision.over_budget == run.over_budget
+    cache = compact(observed.cache, decision)
+    same_tensors(cache, run.cache)
+    assert same(cache.continuation, run.cache.continuation)
+    for one, other in zip(goes_on(model, policy, cache, turn), goes_on(model, policy, run.cache, turn), strict=True):
+        assert torch.equal(one, other)
+    same_tensors(cache, run.cache)
+
+
+@pytest.fixture(scope="module")
+def llama(one_thread: None) -> Iterator[tuple[PreTrainedModel, ObservedSegment]]:
+    """A model, and the one observation that serves all policies, which leave its full cache as it was."""
+    model = build("llama")
+    observed = observe(model, prompt(N))
+    before = [tensor.clone() for tensor in tensors(observed.cache)]
+    yield model, observed
+    assert all(torch.equal(x, y) for x, y in zip(tensors(observed.cache), before, strict=True))
+    assert live_sets(observed.cache) == {layer: [list(range(N))] * 2 for layer in range(3)}
+
+
+@pytest.mark.parametrize("name", [*OWN, *(name for name in NAMES if name not in CLASSES)])
+def test_one_observation_serves_every_policy_at_every_budget(
+    name: str, llama: tuple[PreTrainedModel, ObservedSegment],
+) -> None:
+    model, observed = llama
+    for budget in BUDGETS:
+        check(model, made(name, model, budget), observed, turn=name.removeprefix(DIVERSE) not in ONE_SEGMENT)
+
+
+@pytest.mark.parametrize("name", ["crystalcache", "StreamingLLM", "snapkv", "adakv", "h2o", "knorm", "pyramidkv"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_rows_of_a_padded_batch_too(name: str, family: str) -> None:
+    model = build(family)
+    ids, mask = batch(prompts())
+    observed = observe(model, ids, mask)
+    check(model, made(name, model, 0.3), observed, turn=name == "crystalcache", attention_mask=mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", ["crystalcache", "snapkv", "tova"])
+def test_other_precisions_and_attention_without_a_log_sum_exp(name: str, dtype: torch.dtype) -> None:
+    for attention in ("sdpa", "eager"):
+        model = build("llama", dtype=dtype, attention=attention)
+        check(model, made(name, model, 0.3), observe(model, prompt(N)))
+
+
+def test_the_last_logits_are_those_that_generate_asks_for() -> None:
+    model, ids = build("llama"), prompt(N)
+    with FullCache()(model), torch.no_grad():
+        expected = model(input_ids=ids, logits_to_keep=1).logits
+    logits = observe(model, ids).logits
+    assert logits is not None
+    assert torch.equal(logits, expected)
+
+
+def test_a_small_observation_serves_those_whom_it_is_enough_for() -> None:
+    """And refuses the others by name, as a whole one never does."""
+    model = build("llama")
+    small = observe(model, prompt(N), needs=Needs("observed", None, token_ids=True))
+    check(model, made("crystalcache", model, 0.3), small)
+    check(model, made("StreamingLLM", model, 0.3), small)
+    for name in ("snapkv", "knorm"):
+        with pytest.raises(SpecError, match=r"observation = .*must have been made with all that is needed"):
+            decide(made(name, model, 0.3).on(model), small)
+    rows = observe(model, prompt(N), needs=Needs("all", 8, values=True))
+    check(model, CustomPolicy(snapkv(W=8), 0.3), rows)
+    with pytest.raises(SpecError, match="must have been made with all that is needed"):
+        decide(CustomPolicy(snapkv(W=9), 0.3).on(model), rows)
+
+
+def test_what_cannot_be_observed_or_compacted_is_named() -> None:
+    model, ids = build("llama"), prompt(N)
+    observed = observe(model, ids)
+    with pytest.raises(SpecError, match="one query is a decode step"):
+        observe(model, prompt(1))
+    with pytest.raises(SpecError, match="right padding and holes are not served"):
+        observe(model, ids, torch.ones_like(ids).index_fill(1, torch.tensor([N - 1]), 0))
+    with pytest.raises(SpecError, match=f"must lie in .0, {VOCABULARY}"):
+        observe(model, ids + VOCABULARY)
+    with FullCache()(model), pytest.raises(SpecError, match="inside a context already"):
+        observe(model, ids)
+    kept = Retention.shared(np.arange(9), N)
+    with pytest.raises(SpecError, match="the cache has 1 rows"):
+        compact(observed.cache, Decision((kept, kept)))
+    with pytest.raises(SpecError, match="the cache has seen 160"):
+        compact(observed.cache, Decision((Retention.shared(np.arange(9), N - 1),)))
+    assert compact(observed.cache, Decision((kept,))).stored_positions().tolist() == list(range(9))
+
+
+def test_a_new_cache_that_fails_leaves_the_full_one_alone() -> None:
+    """Both hold the same tensors of the sliding layers, which a reset of some releases would set to zero."""
+    model = build("gemma3")
+    observed = observe(model, prompt(N))
+    before = [tensor.clone() for tensor in tensors(observed.cache)]
+    cache = compact(observed.cache, decide(FullCache().on(model), observed))
+    at_once(model, prompt(3), cache)
+    cache.reset()
+    assert all(torch.equal(x, y) for x, y in zip(tensors(observed.cache), before, strict=True))
+    assert observed.cache.get_seq_length() == N

@@ -1,0 +1,111 @@
+"""The results file: shared by processes, and usable after a kill at any moment."""
+
+import logging
+import random
+import signal
+import time
+from multiprocessing import Pipe, get_context
+from pathlib import Path
+
+import pytest
+
+from conformance.own.models_integration.studies.writers import die_in_a_row, write_rows, write_until_killed
+from conformance.own.processes import started
+from models_integration.studies.results import append_row, find_row, load_rows
+from spec.errors import SpecError
+
+
+def test_rows_are_stored_whole_and_found_again(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "results.jsonl"
+    assert load_rows(path) == []
+    append_row(path, {"policy": "a", "n": 1})
+    append_row(path, {"policy": "b\u2028\n", "n": 2})
+    assert [row["policy"] for row in load_rows(path)] == ["a", "b\u2028\n"]
+    assert find_row(load_rows(path), {"policy": "a"}) == {"policy": "a", "n": 1}
+    assert find_row(load_rows(path), {"policy": "a", "n": 3}) is None
+    assert [file.name for file in path.parent.iterdir()] == ["results.jsonl"]
+
+
+def test_a_row_is_added_and_the_others_are_not_written_again(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    append_row(path, {"n": 1})
+    before = path.stat().st_ino
+    append_row(path, {"n": 2})
+    assert path.stat().st_ino == before
+    assert path.read_bytes() == b'{"n": 1}\n{"n": 2}\n'
+
+
+@pytest.mark.parametrize("line", ["{", "[1]", ""])
+def test_a_line_that_is_no_row_is_named(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    path.write_text(f'{{"policy": "a"}}\n{line}\n{{"policy": "b"}}\n', encoding="utf-8")
+    with pytest.raises(SpecError, match=r"results\.jsonl:2"):
+        load_rows(path)
+
+
+def test_a_cut_last_line_is_set_aside_and_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing stops: readers leave it out, the next row follows the last whole one. Long rows too."""
+    path = tmp_path / "results.jsonl"
+    cut = '{"policy": "ö' + "x" * 200_000
+    path.write_bytes(b'{"policy": "a"}\n' + cut.encode()[:-1])
+    assert load_rows(path) == [{"policy": "a"}]
+    with caplog.at_level(logging.WARNING):
+        append_row(path, {"policy": "b"})
+        append_row(path, {"policy": "c"})
+    assert [row["policy"] for row in load_rows(path)] == ["a", "b", "c"]
+    assert (tmp_path / "results.jsonl.cut").read_bytes() == cut.encode()[:-1] + b"\n"
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "results.jsonl: its last line was cut" in said
+    assert "results.jsonl.cut" in said
+
+
+def test_a_whole_row_without_its_end_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    path.write_bytes(b'{"n": 1}\n{"n": 2}')
+    assert [row["n"] for row in load_rows(path)] == [1, 2]
+    append_row(path, {"n": 3})
+    assert [row["n"] for row in load_rows(path)] == [1, 2, 3]
+    assert not (tmp_path / "results.jsonl.cut").exists()
+
+
+def test_four_processes_lose_no_row_and_double_none(tmp_path: Path) -> None:
+    path, together = tmp_path / "results.jsonl", get_context("forkserver").Barrier(4)
+    writers = [started(write_rows, path, writer, 50, together) for writer in range(4)]
+    while any(writer.is_alive() for writer in writers):
+        load_rows(path)  # a reader between them finds whole rows only
+    assert [writer.exitcode for writer in writers] == [0] * 4
+    found = sorted((row["writer"], row["at"]) for row in load_rows(path))
+    assert found == [(writer, at) for writer in range(4) for at in range(50)]
+    assert not (tmp_path / "results.jsonl.cut").exists()
+
+
+@pytest.mark.parametrize("room", [1, 9, 5000, 100_000])
+def test_a_row_that_its_writer_died_in_is_set_aside(room: int, tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    append_row(path, {"n": 1})
+    child = started(die_in_a_row, path, room)
+    child.join()
+    assert child.exitcode == -signal.SIGXFSZ
+    assert not path.read_bytes().endswith(b"\n")
+    assert load_rows(path) == [{"n": 1}]
+    append_row(path, {"n": 2})
+    assert load_rows(path) == [{"n": 1}, {"n": 2}]
+    assert (tmp_path / "results.jsonl.cut").stat().st_size == room + 1
+
+
+def test_writers_killed_at_any_moment_leave_the_file_usable(tmp_path: Path) -> None:
+    """Every row that was there once is there afterwards."""
+    path, rng, rows = tmp_path / "results.jsonl", random.Random(0), 0
+    for lifetime in [rng.uniform(0, 0.01) for _ in range(15)]:
+        ready, theirs = Pipe(duplex=False)
+        child = started(write_until_killed, path, theirs)
+        theirs.close()
+        assert ready.recv_bytes() == b"x"
+        time.sleep(lifetime)
+        child.kill()
+        child.join()
+        append_row(path, {"pid": 0})
+        found = load_rows(path)
+        assert len(found) > rows
+        assert found[-1] == {"pid": 0}
+        rows = len(found)

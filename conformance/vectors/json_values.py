@@ -1,0 +1,41 @@
+"""How the values of a vector are written in JSON."""
+
+import re
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from spec.parameters import CrystalCacheParameters
+
+__all__ = ["Json", "Results", "decoded", "encoded", "parameters_of"]
+
+Json: TypeAlias = Any
+Results: TypeAlias = Mapping[str, Json]
+
+_FLOAT = re.compile(r"-?(0x[01]\.[0-9a-f]+p[+-]\d+|inf)|nan")
+
+
+def encoded(value: Json) -> Json:
+    """Floats as text, in every depth."""
+    if isinstance(value, float):
+        return value.hex()
+    if isinstance(value, Mapping):
+        return {name: encoded(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [encoded(inner) for inner in value]
+    return value
+
+
+def decoded(value: Json) -> Json:
+    """The inverse of `encoded`, tuples aside."""
+    if isinstance(value, str) and _FLOAT.fullmatch(value):
+        return float.fromhex(value)
+    if isinstance(value, dict):
+        return {name: decoded(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [decoded(inner) for inner in value]
+    return value
+
+
+def parameters_of(given: Mapping[str, Json]) -> CrystalCacheParameters:
+    """The paper's parameters, and what differs from them."""
+    return CrystalCacheParameters(**given)

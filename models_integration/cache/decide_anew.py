@@ -1,0 +1,102 @@
+"""Policies that decide at the ends of segments and keep nothing in between, SnapKV, StreamingLLM and most others."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from models_integration.cache.continuation import Decision, ObservedRows
+from models_integration.cache.dense_layer import RetainedLayer
+from models_integration.cache.ragged_layer import RaggedLayer
+from models_integration.cache.retained_cache import RetainedCache
+from reference.policies import retain, retain_turn
+from spec.budget import Budget
+from spec.errors import SpecError
+from spec.policy import Needs, Policy, SeparableScorer
+from spec.retention import Granularity, Retention
+
+__all__ = ["DecideAnew"]
+
+
+@dataclass(frozen=True)
+class DecideAnew:
+    """How a cache goes on under a policy that decides each segment over all that is stored by then."""
+
+    step_needs: ClassVar[Needs] = Needs()
+    decode: ClassVar[bool] = False
+    segment_tokens: ClassVar[int | None] = None
+
+    def decide_prompt(self, policy: Policy, budget: Budget, observed: ObservedRows) -> Decision:
+        """First prompts."""
+        decided = [retain(policy, budget, observed.prompt(row, policy.granularity)) for row in observed.prompts]
+        records = tuple(records for _, records in decided if records is not None)
+        return Decision(tuple(retention for retention, _ in decided), records=records)
+
+    def check_turn(self, policy: Policy, cache: RetainedCache) -> None:
+        """A later segment can be decided over what the kept sets store.
+
+        Raises:
+            SpecError: for a policy that asks for the ids of all stored tokens; where layers or heads store other
+                tokens than the policy's kept sets, or its scores compare tokens that no longer stand side by side.
+        """
+        if policy.scorer.needs.token_ids:
+            raise SpecError("policy", policy.name, "reads token ids: it serves one segment of a cache")
+        if cache.layers_differ:
+            _check_own_sets(policy, cache.full_layers)
+
+    def check_padded(self, policy: Policy, cache: RetainedCache) -> None:
+        """A turn of which a mask hides columns needs one kept set for the whole model.
+
+        Raises:
+            SpecError: otherwise.
+        """
+        if policy.granularity is not Granularity.MODEL or cache.layers_differ:
+            raise SpecError(
+                "attention_mask", "zeros", "a padded turn is served where the policy keeps one set for the whole model,"
+                " and decides at the ends of segments"
+            )
+
+    def decide_turn(self, policy: Policy, budget: Budget, observed: ObservedRows) -> Decision:
+        """Later segments, over what each kept set stores by now."""
+        return Decision(tuple(self._turn(policy, budget, observed, row) for row in observed.prompts))
+
+    def _turn(self, policy: Policy, budget: Budget, observed: ObservedRows, row: int) -> Retention:
+        live, shown = observed.kept_sets(row, policy.granularity)
+        return retain_turn(policy, budget, live, shown, observed.sets_of_a_layer(policy.granularity))
+
+    def flush_pending(self, cache: RetainedCache) -> None:
+        """Nothing is pending."""
+
+    def before_step(self, policy: Policy, cache: RetainedCache) -> None:
+        """Every cache may grow."""
+
+    def after_step(
+        self, policy: Policy, budget: Budget, cache: RetainedCache, ids: Tensor, observed: ObservedRows | None,
+    ) -> None:
+        """A token has been decoded: it is stored."""
+
+    def before_reading(self, policy: Policy, cache: RetainedCache) -> None:
+        """Every cache may grow."""
+
+    def after_reading(
+        self, policy: Policy, budget: Budget, cache: RetainedCache, ids: Tensor, observed: ObservedRows,
+    ) -> None:
+        """Tokens have been read: they are stored."""
+
+
+def _check_own_sets(policy: Policy, layers: Sequence[RetainedLayer]) -> None:
+    """Of layers that differ, each kept set of the policy stores the same everywhere, and may be scored alone."""
+    scorer = policy.scorer
+    if policy.granularity is Granularity.MODEL:
+        raise SpecError("past_key_values", "layers that differ", f"{policy.name} keeps one set for the whole model")
+    if policy.granularity is Granularity.LAYER and any(map(_heads_differ, layers)):
+        raise SpecError("past_key_values", "heads that differ", f"{policy.name} keeps one set for a whole layer")
+    if not (isinstance(scorer, SeparableScorer) and scorer.separable):
+        reason = "compares layers or heads token by token, which store other tokens by now: it serves one segment"
+        raise SpecError("policy", policy.name, reason)
+
+
+def _heads_differ(layer: RetainedLayer) -> bool:
+    sets = [[layer.head_positions(row, head).tolist() for head in range(layer.heads)] for row in range(layer.batch)]
+    return isinstance(layer, RaggedLayer) and any(own != heads[0] for heads in sets for own in heads)

@@ -1,0 +1,1 @@
+"""How the shipped models were made: words, facts, rows, curriculum, training, evaluation and the card."""

@@ -1,0 +1,87 @@
+"""A prompt by hand: observe it once, decide about it under any number of methods, compact a cache for each.
+
+    observed = observe(model, input_ids)
+    for policy in policies:
+        decision = decide(policy.on(model), observed)
+        cache = compact(observed.cache, decision)
+
+A session does the same layer by layer, so that the full cache never exists; here it does, and stays as it is.
+"""
+
+import copy
+import inspect
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from models_integration.attention.capture import observing
+from models_integration.cache.continuation import Decision
+from models_integration.cache.retained_cache import RetainedCache
+from models_integration.model.architecture import describe
+from models_integration.model.occupancy import check_free
+from models_integration.session.inputs import ONE_FORWARD, check_forward, first_span
+from models_integration.session.segment import ObservedSegment
+from spec.errors import SpecError
+from spec.policy import Needs
+
+__all__ = ["EVERYTHING", "compact", "observe"]
+
+EVERYTHING = Needs(layers="all", query_rows=None, values=True, token_ids=True)
+"""What every scorer can be shown of a prompt."""
+
+
+def observe(
+    model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | None = None, needs: Needs = EVERYTHING,
+) -> ObservedSegment:
+    """Run a model over prompts, evict nothing, and note what policies are shown.
+
+    Args:
+        model: outside any context.
+        input_ids: (rows, n).
+        attention_mask: 2D, (rows, n), zeros left of each row's first token; None: no padding.
+        needs: what to note, and so to hold in memory: by default q and k after RoPE and v of every full-attention
+            layer, and the observed layer's log-sum-exp where the attention computes it on the way.
+
+    Returns:
+        What was noted, with the full `cache` and the last column's `logits`.
+
+    Raises:
+        SpecError: for a model or a prompt that is not served.
+    """
+    check_free(model)
+    architecture = describe(model)
+    arguments = {"input_ids": input_ids, "attention_mask": attention_mask}
+    check_forward(arguments, default_use_cache=True)
+    span = first_span(architecture, arguments, torch.ones(len(input_ids), 0, dtype=torch.bool), ONE_FORWARD)
+    cache = RetainedCache(architecture.config)
+    observed = ObservedSegment(needs, architecture, cache, lse=True)
+    observed.read(input_ids, span.is_token)
+    last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    with torch.no_grad(), observing(architecture, cache, observed, observed.layers):
+        output = model(**arguments, **span.defaults, **last, past_key_values=cache, use_cache=True)
+    observed.logits = output.logits[:, -1:]
+    return observed
+
+
+def compact(cache: RetainedCache, decision: Decision) -> RetainedCache:
+    """A new cache that keeps what was decided, and goes on from there; the one that is given stays as it is.
+
+    Where nothing is evicted, both hold the same tensors, which neither ever writes to.
+
+    Args:
+        cache: such as the full cache of `observe`, whose prompts the decision is about.
+
+    Raises:
+        SpecError: where a kept set is about another number of tokens, rows, layers or heads, or names a token that is
+            not stored.
+    """
+    cache.check_usable()
+    rows = cache.full_layers[0].batch
+    if len(decision.retentions) != rows:
+        raise SpecError("decision", f"{len(decision.retentions)} prompts", f"the cache has {rows} rows")
+    compacted = copy.copy(cache)
+    compacted.layers = [copy.copy(layer) for layer in cache.layers]
+    compacted.compact(decision.retentions, decision.padding)
+    compacted.continuation = decision.continuation
+    return compacted

@@ -1,0 +1,291 @@
+"""Samples of the two retrieval tasks, seeded and token-exact; when their question is read; what answers it.
+
+- `needle`, needle-in-a-haystack as in Section 4.2: one critical fact at a controlled depth of a long filler passage.
+- `delayed_association` (Appendix B): a fact at the beginning, then filler that keeps mentioning its topic.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from models_integration.tasks.assembly import Anchor, TaskTokenizer, assemble, decode, encode, joiner
+from models_integration.tasks.sentences import (
+    ALL_VALUES,
+    DEFAULT_FILLER,
+    FRAMING_SENTENCE,
+    NEEDLE_TEMPLATES,
+    QUESTION_FRAME,
+    TOPIC_TEMPLATES,
+    FactTemplate,
+    Filler,
+    TopicTemplate,
+)
+from spec.errors import SpecError
+
+__all__ = [
+    "DEFAULT_PLACEMENT", "DELAYED_ASSOCIATION", "DENSITIES", "DEPTHS", "MAX_NEW_TOKENS", "NEEDLE", "PLACEMENTS",
+    "TASKS", "Placement", "Sample", "delayed_association_sample", "distractor_anchors", "draw_sample", "draw_value",
+    "generator", "is_exact_match", "mentions_of", "needle_sample", "place", "score",
+]
+
+NEEDLE, DELAYED_ASSOCIATION = "needle", "delayed_association"
+TASKS = (NEEDLE, DELAYED_ASSOCIATION)
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+DENSITIES = ("high", "low")
+MAX_NEW_TOKENS = 50
+"""Tokens generated for an answer in the paper's configuration."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A context with one critical fact, and a question whose answer is the fact's value.
+
+    Attributes:
+        task: `needle` or `delayed_association`.
+        context_ids: token ids of the context, exactly as many as were asked for, opening token included.
+        question_ids: token ids of the question with its `Answer:` prompt.
+        expected: the value as text; an answer that contains it is right.
+        needle: the fact's token span `[start, stop)` in the context.
+        distractors: spans of facts of the same form that carry other values.
+        metadata: what describes the sample in a result: template, depth or density, value, number of distractors.
+    """
+
+    task: str
+    context_ids: tuple[int, ...]
+    question_ids: tuple[int, ...]
+    expected: str
+    needle: tuple[int, int]
+    distractors: tuple[tuple[int, int], ...] = ()
+    metadata: Mapping[str, str | int | float] = field(default_factory=dict)
+
+    @property
+    def length(self) -> int:
+        """Number of context tokens."""
+        return len(self.context_ids)
+
+
+def generator(seed: int | Sequence[int]) -> np.random.Generator:
+    """The generator of a sample.
+
+    Raises:
+        SpecError: for a negative seed.
+    """
+    parts = (seed,) if isinstance(seed, int) else tuple(seed)
+    if any(part < 0 for part in parts):
+        raise SpecError("seed", seed, "must not be negative")
+    return np.random.default_rng(np.random.SeedSequence(parts))
+
+
+def draw_value(rng: np.random.Generator, values: Sequence[int], used: Sequence[int] = ()) -> int:
+    """A value drawn uniformly from `values` without those in `used`.
+
+    Raises:
+        SpecError: when every value is used up.
+    """
+    if len(set(values) - set(used)) == 0:
+        raise SpecError("values", len(values), f"must hold a value beside the {len(used)} already used")
+    while True:
+        value = int(values[int(rng.integers(len(values)))])
+        if value not in used:
+            return value
+
+
+def distractor_anchors(
+    rng: np.random.Generator, template: FactTemplate, count: int, value: int, values: Sequence[int]
+) -> list[Anchor]:
+    """Facts of the same form at random places, with distinct subjects and distinct values.
+
+    Without them a model may answer with any number it has seen; with them it must know whose value is asked for.
+
+    Raises:
+        SpecError: when `count` is negative or larger than the number of other subjects.
+    """
+    most = len(template.other_keys)
+    if not 0 <= count <= most:
+        raise SpecError("distractors", count, f"must lie in [0, {most}] for the template {template.name!r}")
+    used = [value]
+    anchors = []
+    for index in rng.permutation(most)[:count]:
+        used.append(draw_value(rng, values, used))
+        sentence = template.state(used[-1], template.other_keys[int(index)])
+        anchors.append(Anchor(sentence, float(rng.random())))
+    return anchors
+
+
+def needle_sample(
+    tokenizer: TaskTokenizer, length: int, depth: float, seed: int | Sequence[int], *,
+    filler: Filler = DEFAULT_FILLER, distractors: int = 0, values: Sequence[int] = ALL_VALUES,
+) -> Sample:
+    """One sample; the same arguments always give the same one.
+
+    Args:
+        tokenizer: any `transformers` tokenizer.
+        length: context tokens, the opening token included and the question excluded.
+        depth: share of the filler before the needle, in [0, 1]; moved to the nearest end of a sentence.
+        seed: anything that `numpy.random.SeedSequence` takes.
+        filler: sentences that the context is filled with.
+        distractors: facts of the same form about other subjects, with other values, at random depths.
+        values: what the value is drawn from, uniformly.
+
+    Raises:
+        SpecError: for a depth outside [0, 1], a length too short for the sentences, or too many distractors.
+    """
+    if not 0 <= depth <= 1:
+        raise SpecError("depth", depth, "must lie in [0, 1]")
+    rng = generator(seed)
+    template = NEEDLE_TEMPLATES[int(rng.integers(len(NEEDLE_TEMPLATES)))]
+    value = draw_value(rng, values)
+    anchors = [Anchor(template.state(value), depth)]
+    anchors += distractor_anchors(rng, template, distractors, value, values)
+    text = assemble(tokenizer, anchors, filler, length, rng)
+    question = joiner(tokenizer) + QUESTION_FRAME.format(question=template.ask())
+    return Sample(
+        task=NEEDLE,
+        context_ids=text.ids,
+        question_ids=encode(tokenizer, question),
+        expected=str(value),
+        needle=text.spans[0],
+        distractors=text.spans[1:],
+        metadata={"template": template.name, "depth": depth, "value": value, "distractors": distractors},
+    )
+
+
+def mentions_of(topic: TopicTemplate, density: str) -> tuple[str, ...]:
+    """The mentions of a topic: four at high density, two at low.
+
+    Raises:
+        SpecError: for an unknown density.
+    """
+    pools = {"high": topic.high_density, "low": topic.low_density}
+    if density not in pools:
+        raise SpecError("density", density, f"must be one of {', '.join(DENSITIES)}")
+    return pools[density]
+
+
+def _spaced(mentions: Sequence[str]) -> list[Anchor]:
+    """The mentions, placed so that they cut the filler into equal parts."""
+    return [Anchor(mention, (i + 1) / (len(mentions) + 1)) for i, mention in enumerate(mentions)]
+
+
+def delayed_association_sample(
+    tokenizer: TaskTokenizer, length: int, density: str, seed: int | Sequence[int], *,
+    filler: Filler = DEFAULT_FILLER, distractors: int = 0, values: Sequence[int] = ALL_VALUES,
+) -> Sample:
+    """One sample; the same arguments always give the same one.
+
+    Args:
+        tokenizer, seed, filler, distractors, values: as `needle_sample`'s.
+        length: context tokens, the opening token included and the question excluded. The fact stands after
+            one framing sentence, so this is the distance between fact and question but for that sentence.
+        density: `high` (four mentions of the topic) or `low` (two sentences that only touch it).
+
+    Raises:
+        SpecError: for an unknown density, a length too short for the sentences, or too many distractors.
+    """
+    rng = generator(seed)
+    topic = TOPIC_TEMPLATES[int(rng.integers(len(TOPIC_TEMPLATES)))]
+    mentions = mentions_of(topic, density)
+    value = draw_value(rng, values)
+    anchors = [Anchor(FRAMING_SENTENCE, 0.0), Anchor(topic.fact.state(value), 0.0), *_spaced(mentions)]
+    first_distractor = len(anchors)
+    anchors += distractor_anchors(rng, topic.fact, distractors, value, values)
+    text = assemble(tokenizer, anchors, filler, length, rng)
+    question = joiner(tokenizer) + QUESTION_FRAME.format(question=topic.fact.ask())
+    return Sample(
+        task=DELAYED_ASSOCIATION,
+        context_ids=text.ids,
+        question_ids=encode(tokenizer, question),
+        expected=str(value),
+        needle=text.spans[1],
+        distractors=text.spans[first_distractor:],
+        metadata={"template": topic.fact.name, "density": density, "value": value, "distractors": distractors},
+    )
+
+
+def draw_sample(
+    task: str, tokenizer: TaskTokenizer, length: int, index: int, seed: int, *,
+    filler: Filler = DEFAULT_FILLER, distractors: int = 0, values: Sequence[int] = ALL_VALUES,
+) -> Sample:
+    """Sample number `index` of many of one task at one length; depths or densities take turns over the index.
+
+    It does not depend on how many samples there are.
+
+    Raises:
+        SpecError: for an unknown task, a negative index, and what the task itself refuses.
+    """
+    if index < 0:
+        raise SpecError("index", index, "must not be negative")
+    key = (seed, TASKS.index(task) if task in TASKS else -1, length, index)
+    if task == NEEDLE:
+        depth = DEPTHS[index % len(DEPTHS)]
+        return needle_sample(tokenizer, length, depth, key, filler=filler, distractors=distractors, values=values)
+    if task == DELAYED_ASSOCIATION:
+        density = DENSITIES[index % len(DENSITIES)]
+        return delayed_association_sample(
+            tokenizer, length, density, key, filler=filler, distractors=distractors, values=values
+        )
+    raise SpecError("task", task, f"must be one of {', '.join(TASKS)}")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """When the question is read, before the compaction or after it, as data; `kvspec compare` carries it out.
+
+    The prompt without its dropped slots, followed by the fed tokens, is always the context followed by the question.
+
+    - `after`: the context is compacted, then the question is read uncompressed beside the budget.
+    - `in_prompt`: the question stands in the prompt, in the protected window, and its earlier tokens have read evicted
+      keys; only the last one is read again through the compacted cache.
+    - `paper`: the question stands in the prompt, and the first answer token comes from the uncompacted prefill.
+
+    Attributes:
+        name: `after`, `in_prompt` or `paper`.
+        prompt_ids: tokens of the forward that is compacted.
+        dropped_slots: slots removed from the end of the compacted cache before anything is fed.
+        fed_ids: tokens then read through the compacted cache; the answer starts after the last of them. Where there are
+            none, its first token is read from the prompt's own forward.
+    """
+
+    name: str
+    prompt_ids: tuple[int, ...]
+    dropped_slots: int
+    fed_ids: tuple[int, ...]
+
+
+def _after(sample: Sample) -> Placement:
+    return Placement("after", sample.context_ids, 0, sample.question_ids)
+
+
+def _in_prompt(sample: Sample) -> Placement:
+    return Placement("in_prompt", sample.context_ids + sample.question_ids, 1, sample.question_ids[-1:])
+
+
+def _paper(sample: Sample) -> Placement:
+    return Placement("paper", sample.context_ids + sample.question_ids, 0, ())
+
+
+_MAKERS = {"after": _after, "in_prompt": _in_prompt, "paper": _paper}
+PLACEMENTS = tuple(_MAKERS)
+DEFAULT_PLACEMENT = "after"
+
+
+def place(sample: Sample, name: str = DEFAULT_PLACEMENT) -> Placement:
+    """The sample in the placement of that name.
+
+    Raises:
+        SpecError: for an unknown name.
+    """
+    if name not in _MAKERS:
+        raise SpecError("placement", name, f"must be one of {', '.join(PLACEMENTS)}")
+    return _MAKERS[name](sample)
+
+
+def is_exact_match(answer: str, expected: str) -> bool:
+    """Whether the value stands in the answer as a substring."""
+    return expected in answer
+
+
+def score(tokenizer: TaskTokenizer, answer_ids: Sequence[int], sample: Sample) -> bool:
+    """Whether the generated ids decode to an answer with the sample's value."""
+    return is_exact_match(decode(tokenizer, answer_ids), sample.expected)
