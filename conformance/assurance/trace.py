@@ -50,7 +50,7 @@ NO_STAGE = {
         "counts and sorts of scores on the host, the same for every backend",
     ),
     **dict.fromkeys(
-        ("PO-RETAIN", "PO-STEP", "PO-TURN", "PO-STREAMINGLLM", "PO-PYRAMIDKV", "PO-PYRAMIDKV-DESCRIBED"),
+        ("PO-RETAIN", "PO-STEP", "PO-TURN", "PO-READ", "PO-STREAMINGLLM", "PO-PYRAMIDKV", "PO-PYRAMIDKV-DESCRIBED"),
         "a composition of parts; no stage computes it",
     ),
     **dict.fromkeys(

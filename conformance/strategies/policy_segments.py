@@ -5,15 +5,18 @@ import numpy as np
 from conformance.strategies.policy_cases import Inputs, groups_of
 from conformance.strategies.policy_steps import shown
 from reference import policies
+from reference.policies.cadences import take_up
 from spec.budget import Budget
 from spec.policy import LayerView, Observation, Policy
 from spec.retention import Retention
 
 __all__ = [
-    "KERNEL", "POLICIES", "SEEN", "TURN", "Live", "N", "W", "after_records", "kept_of", "sets", "stored", "turned",
+    "KERNEL", "POLICIES", "READ", "SEEN", "TURN", "Live", "N", "W", "after_reading", "after_records", "kept_of", "sets",
+    "stored", "turned",
 ]
 
 N, TURN, W, KERNEL = 9, 5, 3, 3
+READ = 2
 SEEN = N + TURN
 Live = list[list[int]]
 
@@ -61,3 +64,14 @@ def after_records(policy: Policy, inputs: Inputs, budget: Budget) -> tuple[Live,
     live = np.column_stack([running.live, np.tile(np.arange(N, SEEN), (groups, 1))])
     found, after = policies.advance_turn(policy, budget, running, shown(policy, inputs, live, SEEN, N), TURN)
     return running.live.tolist(), sets(found), after.live.tolist()
+
+
+def after_reading(policy: Policy, inputs: Inputs, budget: Budget) -> tuple[Live, Live]:
+    """Live positions after a prompt and READ tokens behind it that are only read; and after a turn behind those."""
+    groups = groups_of(policy, inputs)
+    _, running = policies.start(policy, budget, shown(policy, inputs, [list(range(N))] * groups, N, 0))
+    live = np.column_stack([running.live, np.tile(np.arange(N, N + READ), (groups, 1))])
+    read = take_up(policy, budget, running, shown(policy, inputs, live, N + READ, N), READ)
+    live = np.column_stack([read.live, np.tile(np.arange(N + READ, SEEN), (groups, 1))])
+    _, after = policies.advance_turn(policy, budget, read, shown(policy, inputs, live, SEEN, N + READ), TURN - READ)
+    return read.live.tolist(), after.live.tolist()

@@ -109,6 +109,17 @@ def turned(i: Json) -> Json:
     return {"kept": found}
 
 
+def read(i: Json) -> Json:
+    """What is live grows by the tokens read; each key's sum by what their queries give it."""
+    rows, grown = oracle.last_rows({"q": i["q"], "k": i["k"], "scaling": i["scaling"]}, i["tokens"]), []
+    G = len(i["q"]) // len(i["k"])
+    for g, sums in enumerate(i["sums"]):
+        queries = (row for head in rows[g * G : (g + 1) * G] for row in head)
+        given = [sum(column) for column in zip(*queries, strict=True)]
+        grown.append([old + new for old, new in zip([*sums, *[0.0] * i["tokens"]], given, strict=True)])
+    return {"live": [[*own, *range(i["seen"] - i["tokens"], i["seen"])] for own in i["live"]], "sums": grown}
+
+
 RESULTS: Mapping[str, Callable[[Any], Json]] = {
     "PO-RETAIN": lambda i: kept(i, oracle.knorm),
     "PO-OBSERVED-ATTENTION": observed,
@@ -127,6 +138,7 @@ RESULTS: Mapping[str, Callable[[Any], Json]] = {
     "PO-ADAKV-OFFICIAL": official_adakv,
     "PO-STEP": due,
     "PO-TURN": turned,
+    "PO-READ": read,
     "PO-STREAMINGLLM": lambda i: {"kept": [
         sorted({*range(min(i["N_sink"], i["n"])), *range(max(0, i["n"] - (i["B"] - i["N_sink"])), i["n"])})
     ]},

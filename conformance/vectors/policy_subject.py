@@ -12,11 +12,12 @@ from conformance.vectors.json_values import Json
 from reference import policies
 from reference.policies.attention import accumulated_attention, average_pool, max_pool, observed_attention
 from reference.policies.budgets import Adaptive, Competition, Pyramid, even, largest_remainder
+from reference.policies.cadences import take_up
 from reference.policies.official import adakv_official, pyramidkv_official
 from reference.policies.protections import SinkAndRecent
 from reference.policies.selectors import fill_units, top_units
 from spec.budget import Budget
-from spec.policy import Cadence, LayerView, Observation, Policy, Scores, Selection
+from spec.policy import Cadence, LayerView, Observation, Policy, Running, Scores, Selection
 from spec.retention import Granularity
 
 __all__ = ["POLICY_ITEMS"]
@@ -98,6 +99,15 @@ def turned(i: Json) -> Result:
     return {"kept": [found.group(g).tolist() for g in range(found.groups)]}
 
 
+def read(i: Json) -> Result:
+    """H2O in one layer, behind what its heads have kept."""
+    before = Running(np.array(i["live"], dtype=np.int64), floats(i["sums"]))
+    view = LayerView(floats(i["q"]), floats(i["k"]), None, i["scaling"], None)
+    shown = Observation(i["seen"], len(i["k"]), None, {0: view})
+    after = take_up(policies.h2o(), Budget(count=2), before, shown, i["tokens"])
+    return {"live": after.live.tolist(), "sums": after.records}
+
+
 POLICY_ITEMS: Mapping[str, Callable[[Any], Result]] = {
     "PO-RETAIN": lambda i: kept(i, policies.knorm()),
     "PO-OBSERVED-ATTENTION": observed,
@@ -117,6 +127,7 @@ POLICY_ITEMS: Mapping[str, Callable[[Any], Result]] = {
     "PO-ADAKV-OFFICIAL": lambda i: {"shares": adakv_official(i["wins"], i["base"], Fraction(i["safeguard"]))},
     "PO-STEP": lambda i: {"due": [Cadence(*step[:2]).due(*step[2:]) for step in i["steps"]]},
     "PO-TURN": turned,
+    "PO-READ": read,
     "PO-STREAMINGLLM": streamed,
     "PO-H2O": lambda i: kept(i, policies.h2o()),
     "PO-H2O-DESCRIBED": lambda i: kept(i, policies.h2o_described(i["W"])),

@@ -11,7 +11,7 @@ import numpy as np
 from conformance.assurance.saboteurs.registry import Array, instead_of, method_instead_of
 from reference.policies.attention import accumulated_attention, average_pool, max_pool, observed_attention
 from reference.policies.budgets import Adaptive, Competition, Pyramid, even, largest_remainder, pyramid_targets, winners
-from reference.policies.cadences import advance_turn
+from reference.policies.cadences import advance_turn, take_up
 from reference.policies.official import adakv_official, pyramidkv_official
 from reference.policies.retain import chosen, tokens_of
 from reference.policies.selectors import fill_units, top_units
@@ -77,6 +77,19 @@ def a_turn_waits_for_the_cadence(policy: Any, budget: Any, running: Any, observa
     seen = observation.seen
     due = policy.cadence.due(seen, running.live.shape[1] + tokens, tokens_of(policy, budget, seen))
     return advance_turn(policy, budget if due else Budget(count=seen), running, observation, tokens)
+
+
+@instead_of(take_up, "PO-READ")
+def a_text_that_is_read_leaves_no_sums(policy: Any, budget: Any, running: Any, observation: Any, tokens: int) -> Any:
+    """What is read joins the cache, and nobody notes what it attended to."""
+    after, old = take_up(policy, budget, running, observation, tokens), np.asarray(running.records)
+    return replace(after, records=np.pad(old, ((0, 0), (0, tokens))))
+
+
+@instead_of(take_up, "PO-READ")
+def a_text_that_is_read_is_a_turn(policy: Any, budget: Any, running: Any, observation: Any, tokens: int) -> Any:
+    """A decision follows what was read."""
+    return advance_turn(policy, budget, running, observation, tokens)[1]
 
 
 @instead_of(observed_attention, "PO-OBSERVED-ATTENTION")

@@ -28,8 +28,21 @@ from spec.parameters.crystalcache import RarityForm
 from spec.policy import Cadence, Policy
 
 __all__ = [
-    "Case", "alone", "caches", "calibration_read", "compacted", "essay_prompts", "identities", "life", "policy_kept",
-    "prefilled", "prompts", "seeds", "turn_kept", "turn_seeds",
+    "Case",
+    "alone",
+    "caches",
+    "calibration_read",
+    "compacted",
+    "essay_prompts",
+    "identities",
+    "life",
+    "policy_kept",
+    "prefilled",
+    "prompts",
+    "read_kept",
+    "seeds",
+    "turn_kept",
+    "turn_seeds",
 ]
 
 FORMS: tuple[CrystalCacheParameters, ...] = (
@@ -136,6 +149,12 @@ def turn_kept(case: Case) -> Any:
         *(attempt(by_turn.kept_of, policy, inputs, live, share) for policy in chosen),
         attempt(by_turn.after_records, late, inputs, Budget(count=6)),
     ]
+
+
+def read_kept(case: Case) -> Any:
+    """What H2O holds after a text that is only read, and keeps after the turn behind it."""
+    inputs = by_policy.drawn(case["seed"], n=by_turn.SEEN, L=2, heads=(2, 2))
+    return attempt(by_turn.after_reading, policies.h2o(), inputs, Budget(count=case["B"]))
 
 
 def turn_seeds(number: int) -> list[Case]:

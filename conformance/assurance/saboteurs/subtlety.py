@@ -54,6 +54,7 @@ ESSAY = Subject("essay", runs.essay_prompts, runs.prefilled)
 OWN: Mapping[str, Subject] = {
     **{item: Subject(item, partial(drawn_inputs, item), partial(runs.alone, item)) for item in DRAWN},
     "PO-TURN": Subject("PO-TURN", runs.turn_seeds, runs.turn_kept),
+    "PO-READ": Subject("PO-READ", runs.turn_seeds, runs.read_kept),
     "CC-COMPACT": Subject("CC-COMPACT", runs.caches, runs.compacted),
     "TA-CALIBRATION": Subject("TA-CALIBRATION", runs.identities, runs.calibration_read),
 }

@@ -16,11 +16,13 @@ from conformance.strategies.policy_cases import CASES, Inputs, drawn, observatio
 from conformance.strategies.policy_segments import (
     KERNEL,
     POLICIES,
+    READ,
     SEEN,
     TURN,
     Live,
     N,
     W,
+    after_reading,
     after_records,
     sets,
     stored,
@@ -218,3 +220,15 @@ def test_a_scorer_is_separable_where_each_set_scores_itself(name: str) -> None:
     by_model = policy.granularity is Granularity.MODEL
     held = not by_model and all(scores_itself(SCORED[name](one), one) for one in inputs)
     assert promised == held or (policy.cadence.every is not None and not promised)
+
+
+@pytest.mark.spec(id="PO-READ")
+@few
+@sequences
+def test_a_text_that_is_only_read_is_part_of_the_next_turn_s_sums(seed: int, B: int) -> None:
+    """Nothing goes while it is read; then H2O keeps what it would if text and turn had been one turn."""
+    inputs = drawn(seed, n=SEEN, L=1, heads=(2, 2))
+    before, _, together = after_records(policies.h2o(), inputs, Budget(count=B))
+    read, after = after_reading(policies.h2o(), inputs, Budget(count=B))
+    assert read == [[*own, *range(N, N + READ)] for own in before]
+    assert after == together
