@@ -27,9 +27,9 @@ from conformance import exceptions
 from conformance.items import known_items
 
 if TYPE_CHECKING:
-    from spec.backend import Backend, BreathStages, CrystalStages, NestedKVStages
+    from spec.backend import Backend, BreathStages, CrystalStages, DiversityStages, NestedKVStages
 
-__all__ = ["sparingly"]
+__all__ = ["skip_without", "sparingly"]
 
 PROFILES = ("few", "dev", "ci", "nightly")
 FEW_EXAMPLES, CI_EXAMPLES = 12, 150
@@ -108,9 +108,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _judges(item: pytest.Item, backend: str) -> bool:
     """Whether a test says anything about this backend; the reference is what all the others are about."""
     fixtures = set(getattr(item, "fixturenames", ()))
-    mine = fixtures & {"backend", "stages"} and "reference_items" not in fixtures
+    mine = "judged" in fixtures and "reference_items" not in fixtures
     named = {name for mark in item.iter_markers("judges") for name in mark.args}
-    return backend == "numpy" or bool(mine) or backend in named
+    return backend == "numpy" or mine or backend in named
 
 
 def _leave_out(config: pytest.Config, others: list[pytest.Item], items: list[pytest.Item]) -> None:
@@ -138,12 +138,30 @@ def precision_of(config: pytest.Config) -> str:
     return str(config.getoption("--kvspec-precision") or default)
 
 
-@pytest.fixture(scope="session")
-def backend(request: pytest.FixtureRequest) -> "Backend":
-    """The implementation that is judged."""
-    from spec.backend import resolve
+def skip_without(judged: "Backend", *families: str) -> None:
+    """Skip, by name, what asks for a stage family that the judged backend does not have: each is optional."""
+    for family in families:
+        if getattr(judged, family) is None:
+            pytest.skip(f"backend {judged.name!r} has no stage family {family!r}")
 
-    return resolve(request.config.getoption("--backend"))
+
+@pytest.fixture(scope="session")
+def judged(request: pytest.FixtureRequest) -> "Backend":
+    """The implementation that is judged, on the families that it has; one without any fails every test."""
+    from spec.backend import FAMILIES, resolve
+    from spec.errors import BackendUnavailable
+
+    found = resolve(request.config.getoption("--backend"))
+    if all(getattr(found, family) is None for family in FAMILIES):
+        raise BackendUnavailable(f"backend {found.name!r} has no stage family: there is nothing to judge")
+    return found
+
+
+@pytest.fixture(scope="session")
+def backend(judged: "Backend") -> "Backend":
+    """The implementation that is judged, if it can read a prompt."""
+    skip_without(judged, "crystal")
+    return judged
 
 
 @pytest.fixture(scope="session")
@@ -153,25 +171,31 @@ def stages(backend: "Backend") -> "CrystalStages":
 
 
 @pytest.fixture(scope="session")
-def decoder(backend: "Backend") -> "Backend":
-    """The implementation that is judged, if it decodes: the family is optional."""
-    if backend.breath is None:
-        pytest.skip(f"backend {backend.name!r} has no stage family 'breath'")
-    return backend
+def decoder(judged: "Backend") -> "Backend":
+    """The implementation that is judged, if it can read a prompt and decode."""
+    skip_without(judged, "crystal", "breath")
+    return judged
 
 
 @pytest.fixture(scope="session")
-def breath_stages(decoder: "Backend") -> "BreathStages":
+def breath_stages(judged: "Backend") -> "BreathStages":
     """Its stages of decode."""
-    return decoder.require_breath()
+    skip_without(judged, "breath")
+    return judged.require_breath()
 
 
 @pytest.fixture(scope="session")
-def nestedkv_stages(backend: "Backend") -> "NestedKVStages":
-    """Its score of NestedKV: the family is optional."""
-    if backend.nestedkv is None:
-        pytest.skip(f"backend {backend.name!r} has no stage family 'nestedkv'")
-    return backend.nestedkv
+def nestedkv_stages(judged: "Backend") -> "NestedKVStages":
+    """Its score of NestedKV."""
+    skip_without(judged, "nestedkv")
+    return judged.require_nestedkv()
+
+
+@pytest.fixture(scope="session")
+def selector(judged: "Backend") -> "DiversityStages":
+    """Its set-conditioned selection."""
+    skip_without(judged, "diversity")
+    return judged.require_diversity()
 
 
 @pytest.fixture(scope="session")

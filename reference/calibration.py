@@ -53,8 +53,10 @@ class Calibration:
             array = getattr(self, name)
             if array.shape != shape:
                 raise SpecError(f"calibration.{name}", array.shape, f"must have the shape {shape}")
-            if not np.isfinite(array).all():
-                raise SpecError(f"calibration.{name}", "NaN or infinity", "must be finite")
+            finite = np.isfinite(array)
+            if not finite.all():
+                at = tuple(int(i) for i in np.argwhere(~finite)[0])
+                raise SpecError(f"calibration.{name}", array[at], f"must be finite, and is not at {at}")
 
     @property
     def digest(self) -> str:

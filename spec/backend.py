@@ -29,7 +29,10 @@ FAMILIES = ("crystal", "breath", "diversity", "nestedkv")
 
 @runtime_checkable
 class CrystalStages(Protocol):
-    """S1 to S6 of CrystalCache. Arrays in, records out; nothing is changed in place."""
+    """S1 to S6 of CrystalCache. Arrays in, records out; nothing is changed in place.
+
+    A stage may assume checked input where its text raises nothing: doors check (spec/implementing.md).
+    """
 
     def coattention(
         self, q: DeviceArray, k: DeviceArray, positions: IntVector, parameters: CrystalCacheParameters,
@@ -80,7 +83,11 @@ class BreathStages(Protocol):
     """What decode and later segments need beside S1 to S6. Arrays in, arrays out; nothing is changed in place."""
 
     def inverse_key_norms(self, k: DeviceArray, /) -> Vector:
-        """Mean over KV heads of 1 / ||k|| per token (n,), of k (H_kv, n, d); infinite where a key is zero."""
+        """Mean over KV heads of 1 / ||k|| per token (n,), of k (H_kv, n, d); infinite where a key is zero.
+
+        Raises:
+            SpecError: for keys of a wrong shape, type or value.
+        """
         ...
 
     def impact(self, salience: Vector, counts: IntVector, parameters: CrystalCacheParameters, /) -> Vector:

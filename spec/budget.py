@@ -3,6 +3,7 @@
 import math
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 from fractions import Fraction
 from numbers import Integral, Rational, Real
 
@@ -13,15 +14,33 @@ from spec.errors import SpecError
 __all__ = ["Budget", "parse_budget"]
 
 _FORMS = "a float in (0, 1], text such as '0.3' or '30%' (a fraction), or an int or text such as '512' (tokens)"
-_DECIMAL = re.compile(r"(\d+\.\d*|\.\d+|\d+(?=%))%?")
+_LARGEST = 2**63 - 1  # counts are int64 in every backend
+_TOKENS = f"a number of tokens must lie in [1, {_LARGEST}]"
+_SHARE = "a fraction must lie in (0, 1]"
+_LONGEST = 64  # characters of a text
+# The grammar of CC-BUDGET-FORMS.
+_COUNT = re.compile(r"[0-9]+")
+_FRACTION = re.compile(r"([0-9]+\.[0-9]*|\.[0-9]+)%?|[0-9]+%")
 
 
 @dataclass(frozen=True)
 class Budget:
-    """A share of the tokens seen (`fraction`), or a count that does not grow (`count`); exactly one is set."""
+    """A share of the tokens seen (`fraction`), or a count that does not grow (`count`); exactly one is set.
+
+    Raises:
+        SpecError: for none or both, a fraction outside (0, 1], or a count that is no int from 1 to 2^63 - 1.
+    """
 
     fraction: Fraction | None = None
     count: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.fraction is None) == (self.count is None):
+            raise SpecError("budget", (self.fraction, self.count), "either a fraction or a count must be set")
+        if self.fraction is not None and not 0 < self.fraction <= 1:
+            raise SpecError("budget", self.fraction, _SHARE)
+        if self.count is not None and (isinstance(self.count, bool) or not 1 <= self.count <= _LARGEST):
+            raise SpecError("budget", self.count, _TOKENS)
 
     def tokens(self, seen: int) -> int:
         """Tokens to keep out of `seen`: the exact ceiling of the fraction, or the count as it is."""
@@ -31,7 +50,14 @@ class Budget:
         return self.count
 
     def __str__(self) -> str:
-        return str(self.count) if self.fraction is None else f"{float(self.fraction):g}"
+        """Text that is read back as this budget; `p/q` of a fraction that has no decimal of 28 digits."""
+        if self.fraction is None:
+            return str(self.count)
+        decimal = Decimal(self.fraction.numerator) / Decimal(self.fraction.denominator)
+        if Fraction(decimal) != self.fraction:
+            return str(self.fraction)
+        text = f"{decimal:f}"
+        return text if "." in text else f"{text}.0"
 
 
 def parse_budget(budget: object, argument: str = "budget") -> Budget:
@@ -42,16 +68,17 @@ def parse_budget(budget: object, argument: str = "budget") -> Budget:
     Implements: CC-BUDGET-FORMS
 
     Raises:
-        SpecError: for a bool, NaN, text of no known form, a fraction outside (0, 1] or a count below 1.
+        SpecError: for a bool, NaN, text that the item's grammar does not admit, a fraction outside (0, 1] or a count
+            outside [1, 2^63 - 1].
     """
     if isinstance(budget, Budget):
         return budget
     if isinstance(budget, (bool, np.bool_)):
         raise SpecError(argument, budget, f"a bool is no budget; use {_FORMS}")
     if isinstance(budget, str):
-        return _parse_text(budget.strip(), argument)
+        return _parse_text(budget, argument)
     if isinstance(budget, Integral):
-        return _count(int(budget), argument)
+        return _count(int(budget), budget, argument)
     if isinstance(budget, Rational):
         return _fraction(Fraction(budget), budget, argument)
     if isinstance(budget, Real) and math.isfinite(budget):
@@ -59,22 +86,25 @@ def parse_budget(budget: object, argument: str = "budget") -> Budget:
     raise SpecError(argument, budget, f"expected {_FORMS}")
 
 
-def _parse_text(text: str, argument: str) -> Budget:
-    if text.isascii() and text.isdecimal():
-        return _count(int(text), argument)
-    if _DECIMAL.fullmatch(text):
+def _parse_text(given: str, argument: str) -> Budget:
+    text = given.strip(" ")
+    if len(given) > _LONGEST:
+        raise SpecError(argument, f"{given[:_LONGEST]}...", f"a budget must have at most {_LONGEST} characters")
+    if _COUNT.fullmatch(text):
+        return _count(int(text), given, argument)
+    if _FRACTION.fullmatch(text):
         percent = text.endswith("%")
-        return _fraction(Fraction(text.rstrip("%")) / (100 if percent else 1), text, argument)
-    raise SpecError(argument, text, f"expected {_FORMS}")
+        return _fraction(Fraction(text.rstrip("%")) / (100 if percent else 1), given, argument)
+    raise SpecError(argument, given, f"expected {_FORMS}")
 
 
-def _count(tokens: int, argument: str) -> Budget:
-    if tokens < 1:
-        raise SpecError(argument, tokens, "a number of tokens must be at least 1")
+def _count(tokens: int, given: object, argument: str) -> Budget:
+    if not 1 <= tokens <= _LARGEST:
+        raise SpecError(argument, given, _TOKENS)
     return Budget(count=tokens)
 
 
 def _fraction(beta: Fraction, given: object, argument: str) -> Budget:
     if not 0 < beta <= 1:
-        raise SpecError(argument, given, "a fraction must lie in (0, 1]")
+        raise SpecError(argument, given, _SHARE)
     return Budget(fraction=beta)

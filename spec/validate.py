@@ -188,8 +188,10 @@ def check_diversity(s: Vector, V: Matrix, retained: BoolVector, k: int, lam: flo
     n, held = len(s), int(np.count_nonzero(retained))
     if V.ndim != 2 or len(V) != n:
         raise SpecError("V", V.shape, f"must have a row for each of {n} scores")
-    if not np.isfinite(V).all():
-        raise SpecError("V", "NaN or infinity", "signatures must be finite")
+    finite = np.isfinite(V)
+    if not finite.all():
+        at = tuple(int(i) for i in np.argwhere(~finite)[0])
+        raise SpecError("V", V[at], f"signatures must be finite, and are not at {at}")
     if k > n:
         raise SpecError("k", k, f"must not exceed the {n} tokens")
     if k < held:

@@ -108,6 +108,19 @@ def test_uniform_attention_lies_in_the_certified_box(
     assert not list(stage_checks.coattention(run(stages, inputs), inputs, precision))
 
 
+@pytest.mark.spec(id="CC-COATTENTION")
+@given(inputs=attention_inputs(), alone=st.booleans())
+def test_one_token_lies_in_the_certified_box(
+    stages: CrystalStages, precision: str, inputs: AttentionInputs, alone: bool,
+) -> None:
+    """No door asks for it, but the stage MUST take n = 1: no neighbour in its chunk, sources as ever."""
+    first = -1 if alone else 0
+    one = replace(inputs, q=inputs.q[:, -1:], k=inputs.k[:, first:], positions=inputs.positions[first:])
+    found = run(stages, one)
+    assert (found.intra == -1).all()
+    assert not list(stage_checks.coattention(found, one, precision))
+
+
 @pytest.mark.spec(id="CC-EDGES")
 @given(inputs=attention_inputs())
 def test_edges_are_a_set_of_directed_triples(stages: CrystalStages, inputs: AttentionInputs) -> None:

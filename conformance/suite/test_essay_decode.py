@@ -30,14 +30,14 @@ TOKENS = st.lists(st.tuples(st.integers(0, 8), st.sampled_from([0.125, 0.25, 0.5
 @pytest.mark.spec(id="CC-TIERS")
 @given(tokens=TOKENS, budget=st.integers(3, 16), coverage=st.sampled_from([0.0, 0.25]), allocation=st.booleans())
 def test_breaths_of_the_essay_equal_the_model(
-    backend: Backend, tokens: list[tuple[int, float]], budget: int, coverage: float, allocation: bool,
+    decoder: Backend, tokens: list[tuple[int, float]], budget: int, coverage: float, allocation: bool,
 ) -> None:
     """Every field of the state after every step, to the bit, over breaths that evict."""
     p = replace(EXACT, coverage=coverage, allocation="tiers" if allocation else "cut")
     given_state: dict[str, Any] = state(**{**WAITING, "budget": budget})
     now, model = state_of(given_state), model_of(given_state)
     for token, norm in tokens:
-        now = decode_step(now, token, norm, ENDS, p, backend)
+        now = decode_step(now, token, norm, ENDS, p, decoder)
         model = oracle.decode_step(model, token, norm, ENDS, p)
         assert {name: plain(value) for name, value in fields_of(now).items()} == {
             name: plain(value) for name, value in results_of(model).items()
@@ -45,21 +45,21 @@ def test_breaths_of_the_essay_equal_the_model(
 
 
 @pytest.mark.spec(id="CC-RENEWAL")
-def test_renewal_comes_before_resonance_and_spares_nobody_else(backend: Backend) -> None:
+def test_renewal_comes_before_resonance_and_spares_nobody_else(decoder: Backend) -> None:
     """Without eviction: D + 0.5 (1 - D) where a trunk is active, D elsewhere."""
     p = replace(EXACT, renewal=0.5, T_breath=1)
     before = state_of(state(budget=100))
-    active = backend.require_breath().activation(before.live, p)
-    after = decode_step(before, 3, 1.0, ENDS, p, backend)
+    active = decoder.require_breath().activation(before.live, p)
+    after = decode_step(before, 3, 1.0, ENDS, p, decoder)
     assert active.any()
     assert not active.all()
     assert after.D[:3].tolist() == np.where(active, before.D + 0.5 * (1 - before.D), before.D).tolist()
-    none = decode_step(before, 3, 1.0, ENDS, replace(p, renewal=0.0), backend)
+    none = decode_step(before, 3, 1.0, ENDS, replace(p, renewal=0.0), decoder)
     assert none.D[:3].tolist() == before.D.tolist()
 
 
 @pytest.mark.spec(id="CC-TIERS")
-def test_the_essay_lives_on_end_to_end(backend: Backend) -> None:
+def test_the_essay_lives_on_end_to_end(decoder: Backend) -> None:
     """A prompt, 200 steps with breaths every 16, and a turn: the budget holds, sink and newest tokens stay."""
     rng = np.random.default_rng(11)
     p = replace(ESSAY, T_breath=16, N_sink=2, W_recent=8)
@@ -68,16 +68,16 @@ def test_the_essay_lives_on_end_to_end(backend: Backend) -> None:
         return rng.standard_normal((heads, n, 8)).astype(np.float32)
 
     ids = rng.zipf(1.5, 340).clip(0, 40).astype(np.int64)
-    now = extend(empty_state(Budget(count=60)), draw(4, 100), draw(2, 100), ids[:100], ENDS, p, backend)
+    now = extend(empty_state(Budget(count=60)), draw(4, 100), draw(2, 100), ids[:100], ENDS, p, decoder)
     partial = 0
     for token in ids[100:300].tolist():
-        now = decode_step(now, token, float(rng.uniform(0.5, 2)), ENDS, p, backend)
+        now = decode_step(now, token, float(rng.uniform(0.5, 2)), ENDS, p, decoder)
         if now.step % p.T_breath == 0:
             assert 60 - 2 <= len(now.stored) <= 60
             assert now.stored[:2].tolist() == [0, 1]
             assert now.stored[-8:].tolist() == list(range(now.seen - 8, now.seen))
             partial += int((np.diff(now.live.positions) > 1).sum())
-    turn = extend(now, draw(4, 40), draw(2, len(now.stored) + 40), ids[300:], ENDS, p, backend)
+    turn = extend(now, draw(4, 40), draw(2, len(now.stored) + 40), ids[300:], ENDS, p, decoder)
     assert partial > 0
     assert 58 <= len(turn.stored) <= 60
     assert ((turn.D >= 0) & (turn.D <= 1)).all()

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conformance.checks.refusals import refused
 from reference.crystalcache import prefill
 from reference.policies import crystalcache, streaming_llm
 from spec.backend import Backend
@@ -99,11 +100,8 @@ def test_bad_input_is_refused_by_name(backend: Backend, argument: str, change: d
     """A SpecError MUST name the argument, what came and the bound; inputs stay as they were."""
     arguments = {**good(), "backend": backend, **change}
     before = pickle.dumps({name: value for name, value in arguments.items() if name != "backend"})
-    with pytest.raises(SpecError) as caught:
+    with refused(argument, arguments.get(argument)):
         prefill(**arguments)
-    assert caught.value.argument == argument
-    assert caught.value.bound
-    assert str(caught.value).startswith(f"{argument} = ")
     assert pickle.dumps({name: value for name, value in arguments.items() if name != "backend"}) == before
 
 
@@ -117,9 +115,8 @@ def test_bad_input_is_refused_by_name(backend: Backend, argument: str, change: d
 def test_the_first_stage_refuses_bad_tensors_itself(backend: Backend, argument: str, change: dict[str, Any]) -> None:
     """A stage is a door of its own: a policy calls it without `prefill`."""
     arguments = {**good(), **change}
-    with pytest.raises(SpecError) as caught:
+    with refused(argument, arguments[argument]):
         backend.require_crystal().coattention(arguments["q"], arguments["k"], np.arange(N), TINY, 0.5, None)
-    assert caught.value.argument == argument
 
 
 @pytest.mark.spec(id="CC-PREFILL")
@@ -138,9 +135,8 @@ def test_good_input_is_accepted(backend: Backend) -> None:
     ],
 )
 def test_parameters_are_refused_by_name(field: str, value: object) -> None:
-    with pytest.raises(SpecError) as caught:
+    with refused(field, value):
         replace(PAPER, **{field: value})  # type: ignore[arg-type]
-    assert caught.value.argument == field
 
 
 @pytest.mark.spec(id="CC-PREFILL")
@@ -158,31 +154,31 @@ def test_paper_parameters_are_table_14() -> None:
 @pytest.mark.spec(id="CC-PREFILL")
 def test_an_id_outside_the_vocabulary_is_refused() -> None:
     assert check_token_ids(np.array([0, 9]), 2, vocabulary=10).dtype == np.int64
-    with pytest.raises(SpecError, match=r"token_ids = 10: must lie in \[0, 10\)"):
+    with refused("token_ids", 10):
         check_token_ids(np.array([0, 10]), 2, vocabulary=10)
 
 
 @pytest.mark.spec(id="CC-PREFILL")
 def test_policies_are_refused_when_they_are_made() -> None:
-    with pytest.raises(SpecError, match=r"^sentence_ends = "):
+    with refused("sentence_ends", frozenset()):
         crystalcache(frozenset())
-    with pytest.raises(SpecError, match=r"^backend = "):
+    with refused("backend", "nampy"):
         crystalcache(frozenset({1}), backend="nampy")
-    with pytest.raises(SpecError, match=r"^N_sink = "):
+    with refused("N_sink", -1):
         streaming_llm(-1)
 
 
 @pytest.mark.spec(id="CC-COMPACT")
 @pytest.mark.parametrize("kept", [[1, 0], [0, 0], [-1, 2], [3, 5]])
 def test_a_retention_holds_ascending_positions_inside_the_prompt(kept: list[int]) -> None:
-    with pytest.raises(SpecError, match=r"^positions = "):
+    with refused("positions", kept):
         Retention.shared(np.array(kept, dtype=np.int64), 5)
 
 
 @pytest.mark.spec(id="CC-COMPACT")
 @pytest.mark.parametrize("offsets", [[0], [1, 2], [0, 1], [0, 2, 1, 2]])
 def test_a_retention_has_offsets_that_cover_its_positions(offsets: list[int]) -> None:
-    with pytest.raises(SpecError, match=r"^offsets = "):
+    with refused("offsets", offsets):
         Retention(np.array([0, 3]), np.array(offsets), 5, Granularity.LAYER)
 
 
@@ -190,7 +186,7 @@ def test_a_retention_has_offsets_that_cover_its_positions(offsets: list[int]) ->
 def test_one_group_for_a_model_and_any_number_for_layers() -> None:
     groups = Retention(np.array([0, 3, 1]), np.array([0, 2, 3]), 5, Granularity.LAYER)
     assert [groups.group(g).tolist() for g in range(groups.groups)] == [[0, 3], [1]]
-    with pytest.raises(SpecError, match="one group"):
+    with refused("offsets", groups.offsets):
         Retention(groups.positions, groups.offsets, 5)
 
 

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, fields
 from fractions import Fraction
+from numbers import Real
 
 from spec.errors import SpecError
 
@@ -47,16 +48,22 @@ class NestedKVParameters:
                 _check_count(field.name, value, 1)
             elif field.name == "N_sink":
                 _check_count(field.name, value, 0)
-            elif field.name in ("beta", "tau", "kappa") and not (math.isfinite(value) and value >= 0):
+            elif field.name in ("beta", "tau", "kappa") and not (_is_number(value) and value >= 0):
                 raise SpecError(field.name, value, "must be finite and not negative")
-        if len(self.w0) != 3 or not all(math.isfinite(w) and w > 0 for w in self.w0):
-            raise SpecError("w0", self.w0, "must be three positive numbers")
+            elif field.name in ("p", "alpha_s") and not _is_number(value):
+                raise SpecError(field.name, value, "must be a finite number, exact as a Fraction")
+        if not isinstance(self.w0, tuple) or len(self.w0) != 3 or not all(_is_number(w) and w > 0 for w in self.w0):
+            raise SpecError("w0", self.w0, "must be a tuple of three positive numbers")
         if self.b_max < self.b_min:
             raise SpecError("b_max", self.b_max, f"must be at least b_min, {self.b_min}")
         if not 0 < self.p <= 1:
             raise SpecError("p", self.p, "must lie in (0, 1]")
         if not 0 <= self.alpha_s <= 1:
             raise SpecError("alpha_s", self.alpha_s, "must lie in [0, 1]")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _check_count(name: str, value: object, least: int) -> None:

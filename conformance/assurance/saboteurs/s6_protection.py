@@ -79,8 +79,19 @@ def a_bool_is_a_number(budget: object, argument: str = "budget") -> Budget:
 @instead_of(parse_budget, "CC-BUDGET-FORMS")
 def nothing_is_a_budget(budget: object, argument: str = "budget") -> Budget:
     """0 is admitted and keeps what is protected."""
-    nothing = isinstance(budget, (int, float)) and not isinstance(budget, bool) and budget == 0
-    return Budget(count=0) if nothing else parse_budget(budget, argument)
+    if isinstance(budget, bool) or not isinstance(budget, (int, float)) or budget != 0:
+        return parse_budget(budget, argument)
+    none = Budget(count=1)
+    object.__setattr__(none, "count", 0)  # past the record's own check
+    return none
+
+
+@instead_of(parse_budget, "CC-BUDGET-FORMS")
+def digits_of_every_script(budget: object, argument: str = "budget") -> Budget:
+    """Text is read with the digits of any script."""
+    if isinstance(budget, str):
+        budget = "".join(str(int(letter)) if letter.isdecimal() else letter for letter in budget)
+    return parse_budget(budget, argument)
 
 
 @method_instead_of(Budget, "tokens", "CC-BUDGET-FORMS")

@@ -1,6 +1,7 @@
 """The plugin from outside the tree: another directory, another backend, exceptions with reasons."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -76,6 +77,45 @@ def test_anybody_s_backend_is_judged(tmp_path: Path) -> None:
     write(tmp_path, expected=("mine", "float32"))
     assert run(tmp_path, "--backend", "mine:MINE").returncode == 0
     assert "BackendUnavailable" in run(tmp_path, "--backend", "mine:EMPTY").stdout
+
+
+PARTIAL = """
+from dataclasses import replace
+from reference.backend import BACKEND
+
+NOTHING = {family: None for family in ("crystal", "breath", "diversity", "nestedkv")}
+CRYSTAL, BREATH, NESTEDKV, DIVERSITY = (
+    replace(BACKEND, name="mine", **{**NOTHING, family: getattr(BACKEND, family)})
+    for family in ("crystal", "breath", "nestedkv", "diversity")
+)
+"""
+FILES = ("essay_decode", "activation", "score", "nestedkv", "diversity", "vectors", "false_properties")
+
+
+@pytest.mark.parametrize("family", ["crystal", "breath", "nestedkv", "diversity"])
+def test_a_backend_is_judged_on_the_families_that_it_has(tmp_path: Path, family: str) -> None:
+    """Whatever asks for another family is skipped by its name; nothing fails, and its own family is judged."""
+    (tmp_path / "mine.py").write_text(PARTIAL, encoding="utf-8")
+    files = [f"conformance.suite.test_{name}" for name in FILES]
+    result = run(
+        tmp_path, "--backend", f"mine:{family.upper()}", "--kvspec-profile", "few", "-q", "--pyargs", *files,
+        "-k", "not equal_the_model and not end_to_end",
+    )
+    reasons = set(re.findall(r"SKIPPED .*: (backend .*)", result.stdout))
+    others = {"crystal", "breath", "nestedkv", "diversity"} - {family}
+    assert result.returncode == 0, result.stdout
+    assert reasons == {f"backend 'mine' has no stage family {other!r}" for other in others}
+    assert re.search(r"\d+ passed", result.stdout)
+
+
+def test_a_parameter_named_backend_is_not_the_judged_one(tmp_path: Path) -> None:
+    """A test of our own may have one: it says nothing about a third party's backend, and does not run for it."""
+    (tmp_path / "mine.py").write_text(PARTIAL, encoding="utf-8")
+    (tmp_path / "test_own.py").write_text(
+        "import pytest\n@pytest.mark.parametrize('backend', ['absent'])\ndef test_own(backend):\n    assert False\n",
+        encoding="utf-8",
+    )
+    assert "1 deselected" in run(tmp_path, "--backend", "mine:CRYSTAL").stdout
 
 
 @pytest.mark.parametrize(

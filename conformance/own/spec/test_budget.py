@@ -3,6 +3,7 @@
 import math
 from decimal import Decimal
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -48,8 +49,8 @@ def test_a_float32_is_read_as_its_own_decimal() -> None:
         (1, Budget(count=1)), ("1", Budget(count=1)), (512, Budget(count=512)), (" 512 ", Budget(count=512)),
         (1.0, Budget(fraction=Fraction(1))), ("1.0", Budget(fraction=Fraction(1))),
         ("100%", Budget(fraction=Fraction(1))), ("30%", Budget(fraction=Fraction(3, 10))),
-        (".5", Budget(fraction=Fraction(1, 2))), ("0.5%", Budget(fraction=Fraction(1, 200))),
-        (Budget(count=3), Budget(count=3)),
+        (".5", Budget(fraction=Fraction(1, 2))), ("1.", Budget(fraction=Fraction(1))),
+        ("0.5%", Budget(fraction=Fraction(1, 200))), (Budget(count=3), Budget(count=3)),
     ],
 )
 def test_forms(form: object, expected: Budget) -> None:
@@ -62,7 +63,9 @@ def test_forms(form: object, expected: Budget) -> None:
     "form",
     [
         0, -1, 0.0, 1.5, -0.5, math.nan, math.inf, -math.inf, True, False, np.True_, "half", "", "-3", "0", "0.0",
-        "101%", "1e-1", "0,5", "٣", "0x10", "1/2", "%", ".", None, 1 + 0j, [0.5], b"0.5", "nan",
+        "101%", "1e-1", "0,5", "٣", "0x10", "1/2", "%", ".", None, 1 + 0j, [0.5], b"0.5", "nan", "inf", "٠.٣", "٣%",
+        "\u20030.5", "0.5\n", "1_000", "+1", "0.5%%", "0x1.0p-1", 2**63, str(2**63), "9" * 65, "0." + "1" * 5000,
+        Fraction(3, 2), Decimal("NaN"), np.float32("nan"), np.datetime64("NaT"),
     ],
 )
 def test_what_is_no_budget(form: object) -> None:
@@ -71,10 +74,45 @@ def test_what_is_no_budget(form: object) -> None:
         parse_budget(form)
     assert caught.value.argument == "budget"
     assert caught.value.bound
+    assert str(caught.value.value)[:64] == str(form)[:64]
 
 
 @pytest.mark.spec(id="CC-BUDGET-FORMS")
-@given(budget=st.one_of(st.integers(1, 10**6).map(lambda k: Budget(count=k)), st.just(Budget(fraction=Fraction(1, 2)))))
+@given(text=st.one_of(st.text("0123456789.% +-_e/xp", max_size=8), st.text(max_size=4), st.floats().map(float.hex)))
+def test_text_is_read_by_the_grammar_and_by_nothing_else(text: str) -> None:
+    """Spelled out letter by letter; a float of the vectors, in hexadecimal, is no budget."""
+    bare = text.strip(" ")
+    number = bare.removesuffix("%")
+    whole, point, part = number.partition(".")
+    digits = bool(whole + part) and set(whole + part) <= set("0123456789") and (bool(part) or bool(whole))
+    value = (Fraction(int(whole + part or "0"), 10 ** len(part)) if digits else Fraction(0))
+    if digits and not point and number == bare and value >= 1:
+        assert parse_budget(text) == Budget(count=int(value))
+    elif digits and (point or number != bare) and 0 < (share := value / (1 if number == bare else 100)) <= 1:
+        assert parse_budget(text) == Budget(fraction=share)
+    else:
+        with pytest.raises(SpecError):
+            parse_budget(text)
+
+
+@pytest.mark.spec(id="CC-BUDGET-FORMS")
+@pytest.mark.parametrize(
+    "parts",
+    [{}, {"fraction": Fraction(1, 2), "count": 3}, {"fraction": Fraction(0)}, {"fraction": Fraction(2)}, {"count": 0},
+     {"count": True}, {"count": 2**63}],
+)
+def test_a_record_that_is_no_budget_is_refused(parts: dict[str, Any]) -> None:
+    """A Budget passes through `parse_budget`, so it MUST hold what the forms promise."""
+    with pytest.raises(SpecError) as caught:
+        Budget(**parts)
+    assert caught.value.argument == "budget"
+
+
+@pytest.mark.spec(id="CC-BUDGET-FORMS")
+@given(budget=st.one_of(
+    st.integers(1, 2**63 - 1).map(lambda k: Budget(count=k)),
+    st.integers(1, 10**12).map(lambda k: Budget(fraction=Fraction(k, 10**12))),
+))
 def test_a_count_does_not_grow_and_text_goes_back(budget: Budget) -> None:
     """`str` of a budget is read back as the same budget."""
     assert parse_budget(str(budget)) == budget

@@ -130,6 +130,9 @@ GROUPS = [
              attending([[1], [3, 4]], positions=[2, 5, 6, 9, 10]), exact=DYADIC),
         Case(76, "three tokens behind one live key: the chunk ends after two of them", ["ChunkOfSegment"],
              attending([[0], [0, 1], [2, 3]], positions=[4, 7, 8, 9]), exact=DYADIC),
+        Case(77, "one token, which no door asks for, behind two live keys", ["LaterSegment", "EmptyResult"],
+             attending([[0, 2]], positions=[4, 7, 9]), exact=DYADIC),
+        Case(78, "one token alone", ["EmptyResult"], attending([[0]], positions=[3]), exact=DYADIC),
     ], {"C": 2, "k_intra": 2, "k_cross": 2, "M_min": 0.125}),
     Group("coattention", [
         Case(80, "C >= n: no cross edge", ["OneChunk"], attending([[0], [0, 1], [0, 1], [2]]), exact=DYADIC),

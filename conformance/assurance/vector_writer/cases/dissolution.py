@@ -118,6 +118,10 @@ GROUPS = [
              eviction([3, 2, 1], [NAN, 0.25, 0.5], 3, protected=[True, False, False])),
         Case(74, "the closed form's boundary: the sum before a trunk equals the cut", ["CutEqualsTotal", "RemnantOne"],
              eviction([3, 2, 4], [0.125, 0.25, 0.5], 6)),
+        Case(75, "96 trunks, three scores: a sort that is not stable shows", ["TieAtBoundary", "StableOrder"],
+             eviction([1 + 3 * g % 7 for g in range(96)], [(5 * g % 3) / 4 for g in range(96)], 200)),
+        Case(76, "48 members, three values: the lower position stays", ["TieAtBoundary", "PartialKeepsBest"],
+             eviction([48, 4], [0.25, 0.75], 24, [*(1.0 + 5 * i % 3 for i in range(48)), 1.0, 1.0, 1.0, 1.0])),
     ]),
     Group("dissolve", [
         Case(80, "one token may remain", ["RemnantZero"], eviction([4, 4], [0.25, 0.75], 5)),

@@ -1,0 +1,246 @@
+"""The tables of spec/implementing.md that are made from code and vectors.
+
+`python -m conformance.assurance.implementer_tables` writes them into the page, between its marks.
+"""
+
+import ast
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from conformance.paths import SPEC
+from conformance.tolerances import BOUNDS, SCORE_UNITS
+from conformance.vectors import files
+from conformance.vectors.models import STATE
+from conformance.vectors.nestedkv_oracles import BOUNDED_RESULTS
+from spec.errors import SpecError
+from spec.parameters import ESSAY, NESTEDKV, PAPER, TINY, CrystalCacheParameters, NestedKVParameters
+from spec.parameters import crystalcache as crystal_module
+from spec.parameters import nestedkv as nestedkv_module
+
+__all__ = ["JUDGED", "PAGE", "TABLES", "filled", "main", "operations"]
+
+PAGE = SPEC / "implementing.md"
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def meanings(path: str) -> Mapping[str, str]:
+    """What each field of a module's class says of itself: the text below it."""
+    module = ast.parse(Path(path).read_text(encoding="utf-8"))
+    (record,) = (node for node in module.body if isinstance(node, ast.ClassDef))
+    found = {}
+    for field, below in zip(record.body, record.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
+            found[ast.unparse(field.target)] = str(ast.literal_eval(below.value)).replace("\n", " ")
+    return found
+
+
+def shown(value: object) -> str:
+    """As it is written in JSON: a fraction as text, a form in quotes."""
+    return f'`"{value}"`' if isinstance(value, str) else str(value).strip("()")
+
+
+def admitted(name: str, record: type[CrystalCacheParameters] | type[NestedKVParameters]) -> str:
+    """The bound that the record states for -1, which no parameter admits."""
+    try:
+        record(**{name: -1})  # type: ignore[arg-type]
+    except SpecError as error:
+        return re.sub(r"^must (be |lie )?|\bbe ", "", error.bound)
+    raise AssertionError(f"{name} = -1 is admitted")
+
+
+def crystal_parameters() -> str:
+    says = meanings(crystal_module.__file__)
+    rows = [
+        [f"`{name}`", *(shown(getattr(p, name)) for p in (PAPER, ESSAY, TINY)),
+         admitted(name, CrystalCacheParameters), says[name]]
+        for name in (field.name for field in fields(CrystalCacheParameters))
+    ]
+    return table(["Parameter", "PAPER", "ESSAY", "TINY", "Admitted", "What"], rows)
+
+
+def nestedkv_parameters() -> str:
+    says = meanings(nestedkv_module.__file__)
+    rows = [
+        [f"`{field.name}`", shown(getattr(NESTEDKV, field.name)), admitted(field.name, NestedKVParameters),
+         says[field.name]]
+        for field in fields(NestedKVParameters)
+    ]
+    return table(["Parameter", "Value", "Admitted", "What"], rows)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Bounded results of operations, and how far they may lie from the expected ones."""
+
+    operations: Sequence[str]
+    results: Sequence[str]
+    bound: str
+
+
+def units(item: str) -> str:
+    """A relative bound of `conformance.tolerances`, in units of u."""
+    n = BOUNDS[item, "float64"].units
+    power = int(n).bit_length() - 1
+    return f"relative `{'2^' + str(power) if n >= 2**13 else int(n)} u`"
+
+
+STATE_FLOATS = ("impact", "trunk_impact", "D", "weights", "mu", "sigma")
+LARGEST = f"absolute `2^{int(SCORE_UNITS).bit_length() - 1} u x`, x the largest entry"
+
+JUDGED: Sequence[Judged] = [
+    Judged(["CC-ATTENTION"], ["A"], "relative: twice the item's bound"),
+    Judged(["CC-SALIENCE"], ["S"], "absolute `2 gamma(Q + k_heads + 2) x`, x the sum before the clip"),
+    Judged(["CC-MEAN-SALIENCE"], ["S"], "absolute `2 gamma(Q + k_heads + 2) x`, x the mean before the clip"),
+    Judged(["CC-ROW-NORM"], ["rows"], "relative `2 gamma(Q + 9)`"),
+    Judged(
+        ["coattention"], ["salience", "intra", "intra_weight", "cross", "cross_weight"], "the box of S1, see below",
+    ),
+    Judged(["CC-RARITY"], ["U"], units("CC-RARITY")),
+    Judged(["CC-RARITY-FORMS"], ["U"], units("CC-RARITY-FORMS")),
+    Judged(["impact"], ["M"], units("CC-IMPACT")),
+    Judged(["CC-TRUNK-WEIGHT", "graph", "segment_graph"], ["weights"], units("CC-TRUNK-WEIGHT")),
+    Judged(["graph"], ["degree"], "exact: CC-DEGREE of the weights that were found"),
+    Judged(["CC-CRYSTALLIZATION"], ["D"], "absolute: the bound of CC-CRYSTALLIZATION"),
+    Judged(["graph"], ["D"], "absolute: the bound of CC-CRYSTALLIZATION, from the degrees that were found"),
+    Judged(["CC-NORMALISED-IMPACT"], ["M_tilde"], "absolute: the bound of CC-NORMALISED-IMPACT"),
+    Judged(
+        ["score"], ["score"], "exact where D wins, else absolute: alpha times the bound of CC-NORMALISED-IMPACT",
+    ),
+    Judged(["prefill"], ["D", "scores"], "as `graph` and `score`, each from the records of the same run"),
+    Judged(["inverse_key_norms"], ["inverse_norms"], "relative `2 gamma(d + H_kv + 8)`"),
+    Judged(["decay"], ["D"], "absolute `12 u x`, x the D before"),
+    Judged(["CC-TAIL-D"], ["D"], units("CC-TAIL-D")),
+    Judged(["segment_crystallization"], ["D"], units("CC-SEGMENT-D")),
+    Judged(
+        ["CC-TAIL-TRUNKS", "CC-CHUNK-TRUNKS", "CC-REEVICT", "CC-BREATH", "decode_step"], STATE_FLOATS,
+        units("CC-STEP"),
+    ),
+    Judged(["CC-START", "extend"], STATE_FLOATS, units("CC-SEGMENT")),
+    Judged(["extend"], ["inverse_norms"], units("CC-SEGMENT")),
+    Judged(list(BOUNDED_RESULTS), list(dict.fromkeys(BOUNDED_RESULTS.values())), LARGEST),
+    Judged(["anomaly_score"], ["score"], "absolute: the bound of NK-SCORE, see below"),
+    Judged(["TA-SCORE"], ["score"], f"{LARGEST} of its row"),
+    Judged(["IN-HALF-SPLIT", "IN-INTERLEAVED"], ["turned"], "absolute `16 u x`, x the norm of the token's channels"),
+    Judged(["IN-KEY-COSINE"], ["raw", "unrotated"], "absolute `64 d u`"),
+    Judged(["IN-WILSON"], ["interval"], "absolute `2 gamma(65)`"),
+    Judged(
+        ["IN-BOOTSTRAP", "IN-CLUSTER-BOOTSTRAP"], ["interval"],
+        "absolute `2 gamma(r n + 64)`, r the length of a row of `drawn`, n the number of differences",
+    ),
+    Judged(["IN-ENTROPY"], ["entropy"], units("IN-ENTROPY")),
+    Judged(["IN-POWER"], ["power"], units("IN-POWER")),
+]
+
+
+def bounds() -> str:
+    rows = [
+        [", ".join(row.operations), ", ".join(f"`{name}`" for name in row.results), row.bound] for row in JUDGED
+    ]
+    return table(["Operation", "Results", "Bound"], rows)
+
+
+def operations() -> Mapping[str, Sequence[Any]]:
+    """The published tests of each operation."""
+    found: dict[str, list[Any]] = {}
+    for _, group, test in files.published():
+        found.setdefault(group["operation"], []).append(test)
+    return found
+
+
+def kind_of(values: Sequence[Any]) -> str:
+    """What values are, with `[]` for each axis."""
+    lists = [value for value in values if isinstance(value, list)]
+    kinds = sorted({scalar(value) for value in values if not isinstance(value, list)})
+    if lists:
+        kinds.append(row_kind(lists))
+    return " or ".join(kinds)
+
+
+def row_kind(lists: Sequence[list[Any]]) -> str:
+    """A list of one kind, or a row whose columns are of different kinds."""
+    lengths = {len(value) for value in lists}
+    flat = [x for value in lists for x in value]
+    kinds = {scalar(x) for x in flat if not isinstance(x, list)}
+    if len(lengths) == 1 and len(lists) > 1 and len(kinds - {"null"}) > 1:
+        return "(" + ", ".join(kind_of(column) for column in zip(*lists, strict=True)) + ")"
+    inner = kind_of(flat)
+    return f"({inner})[]" if " or " in inner else f"{inner}[]"
+
+
+def scalar(value: object) -> str:
+    if isinstance(value, str):
+        if re.fullmatch(r"-?0x[01]\.[0-9a-f]+p[+-]\d+|-?inf|nan", value):
+            return "float"
+        return "p/q" if re.fullmatch(r"\d+/\d+", value) else "text"
+    return {bool: "bool", int: "int", type(None): "null"}[type(value)]
+
+
+# Inputs that the vectors do not show in every form.
+INPUT_KINDS = {"budget": "budget", "softcap": "float or null"}
+
+
+def named(sides: Sequence[Mapping[str, Any]], known: Mapping[str, str]) -> str:
+    """The names of inputs or results with their kinds; a state is one name, `?` marks what may be left out."""
+    names = list(dict.fromkeys(name for side in sides for name in side))
+    parts = []
+    if set(STATE) <= set(names):
+        parts, names = ["*state*"], [name for name in names if name not in (*STATE, "budget")]
+    for name in names:
+        values = [side[name] for side in sides if name in side]
+        optional = "" if len(values) == len(sides) else "?"
+        parts.append(f"`{name}{optional}` {known.get(name) or kind_of(values)}")
+    return ", ".join(parts)
+
+
+def vectors() -> str:
+    rows = []
+    for operation, tests in operations().items():
+        valid = [test["expected"] for test in tests if test["result"] == "valid"]
+        rows.append([operation, named([test["inputs"] for test in tests], INPUT_KINDS), named(valid, {})])
+    return table(["Operation", "Inputs", "Results"], rows)
+
+
+def state() -> str:
+    """A decode state's fields, from the tests of a step."""
+    tests = operations()["decode_step"]
+    kinds = {name: kind_of([test["inputs"][name] for test in tests]) for name in STATE}
+    return ", ".join(f"`{name}` {kind}" for name, kind in {"budget": "budget", **kinds}.items()) + "."
+
+
+TABLES: Mapping[str, Callable[[], str]] = {
+    "crystalcache parameters": crystal_parameters, "nestedkv parameters": nestedkv_parameters, "bounds": bounds,
+    "state": state, "vectors": vectors,
+}
+
+
+def marks(name: str) -> Iterator[str]:
+    yield f"<!-- {name}: made by conformance.assurance.implementer_tables -->\n"
+    yield f"\n<!-- end of {name} -->"
+
+
+def filled(page: str) -> str:
+    """The page with each table as it is to be."""
+    for name, make in TABLES.items():
+        first, last = marks(name)
+        before, _, rest = page.partition(first)
+        _, _, after = rest.partition(last)
+        page = before + first + make() + last + after
+    return page
+
+
+def main() -> int:
+    """Write the tables into the page."""
+    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,189 @@
+"""spec/implementing.md says what the code and the vectors hold: parameters, bounds, inputs, families and doors."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from conformance import tolerances
+from conformance.assurance.implementer_tables import JUDGED, PAGE, TABLES, filled, operations
+from conformance.assurance.trace import NO_STAGE, read_tree
+from conformance.assurance.vector_writer.expected import OPERATIONS
+from conformance.checks.vector_checks import BOUNDED
+from conformance.paths import ROOT, SPEC
+from conformance.vectors.subject import STAGES
+from reference.backend import BACKEND
+from spec import backend as protocols
+from spec.errors import SpecError
+from spec.parameters import ESSAY, NESTEDKV, PAPER, TINY, CrystalCacheParameters, NestedKVParameters
+
+TEXT = PAGE.read_text(encoding="utf-8")
+PROTOCOLS = {
+    "crystal": protocols.CrystalStages, "breath": protocols.BreathStages, "diversity": protocols.DiversityStages,
+    "nestedkv": protocols.NestedKVStages,
+}
+
+
+def rows(heading: str) -> list[list[str]]:
+    """The cells of the first table below a line that begins so."""
+    below = TEXT[TEXT.index(f"\n| {heading} |") :].strip().split("\n\n")[0]
+    lines = [line for line in below.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]
+
+
+def test_the_tables_are_those_of_the_code_and_the_vectors() -> None:
+    """Whoever changes a parameter, a bound or a vector's inputs runs the module again."""
+    assert filled(TEXT) == TEXT
+    assert all(f"<!-- {name}: made by" in TEXT and f"<!-- end of {name} -->" in TEXT for name in TABLES)
+
+
+@pytest.mark.spec(id="CC-PREFILL")
+def test_table_14_is_read_from_the_page_alone() -> None:
+    """Read as a stranger reads it, the page gives the three profiles."""
+    table = [line for line in rows("Parameter | PAPER") if line]
+    assert [row[0].strip("`") for row in table] == [field.name for field in fields(CrystalCacheParameters)]
+    for column, profile in enumerate((PAPER, ESSAY, TINY), 1):
+        given = {row[0].strip("`"): value_of(row[column]) for row in table}
+        assert CrystalCacheParameters(**given) == profile
+
+
+def value_of(cell: str) -> Any:
+    if cell.startswith("`"):
+        return cell.strip('`"')
+    return int(cell) if cell.isdecimal() else float(cell)
+
+
+@pytest.mark.spec(id="NK-SCORE")
+def test_the_values_of_nestedkv_are_on_the_page() -> None:
+    for name, value, *_ in rows("Parameter | Value"):
+        assert value == str(getattr(NESTEDKV, name.strip("`"))).strip("()")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("w0", None), ("w0", (1.0, 1.0)), ("w0", (1.0, 1.0, "1")), ("beta", "3"), ("beta", True), ("p", None),
+     ("alpha_s", float("nan")), ("W", 2.0)],
+)
+def test_a_value_of_another_kind_is_refused(field: str, value: object) -> None:
+    """A record of parameters is a door."""
+    with pytest.raises(SpecError) as caught:
+        NestedKVParameters(**{field: value})  # type: ignore[arg-type]
+    assert caught.value.argument == field
+
+
+def bounded() -> Mapping[str, set[str]]:
+    """The bounded results of each operation, in the vectors."""
+    return {
+        operation: found for operation, tests in operations().items()
+        if (found := {name for test in tests for name in test.get("bounded", [])})
+    }
+
+
+def test_every_bounded_result_has_one_bound() -> None:
+    for operation, results in bounded().items():
+        mine = [set(row.results) for row in JUDGED if operation in row.operations]
+        names = {name for test in operations()[operation] for name in test["expected"]}
+        assert sum(len(row & names) for row in mine) == len(set().union(*mine) & names), operation
+        assert results <= set().union(*mine), operation
+    assert {operation for row in JUDGED for operation in row.operations} == BOUNDED.keys()
+
+
+FORMULAS: Sequence[tuple[str, Callable[..., float], Callable[..., Mapping[str, float]]]] = [
+    ("inverse_key_norms", lambda d, H, r: tolerances.key_norm_error(H, d), lambda d, H, r: {"d": d, "H_kv": H}),
+    ("decay", lambda d, H, r: tolerances.decay_radius(np.array([0.3 * d]))[0], lambda d, H, r: {"x": 0.3 * d}),
+    ("IN-HALF-SPLIT", lambda d, H, r: tolerances.turn_radius(np.array([3.0 * d, 4.0 * d]))[0],
+     lambda d, H, r: {"x": 5.0 * d}),
+    ("IN-KEY-COSINE", lambda d, H, r: tolerances.key_cosine_error(d), lambda d, H, r: {"d": d}),
+    ("IN-WILSON", lambda d, H, r: tolerances.interval_radius(1), lambda d, H, r: {}),
+    ("IN-BOOTSTRAP", lambda d, H, r: tolerances.interval_radius(r * d), lambda d, H, r: {"r": r, "n": d}),
+    ("CC-ROW-NORM", lambda d, H, r: 2 * tolerances.gamma(d + 9, "float64"), lambda d, H, r: {"Q": d}),
+    ("CC-SALIENCE", lambda d, H, r: tolerances.salience_radius(np.ones((H, d, d)), [0.0] * d, r, 0.1, "float64")[0],
+     lambda d, H, r: {"Q": d, "k_heads": r, "x": d * min(r, H)}),
+    ("CC-MEAN-SALIENCE",
+     lambda d, H, r: tolerances.salience_radius(np.ones((H, d, d)), [0.0] * d, r, 0.1, "float64", "mean")[0],
+     lambda d, H, r: {"Q": d, "k_heads": r, "x": d}),
+    ("TA-SCORE", lambda d, H, r: tolerances.SCORE_UNITS * 2.0**-53 * d, lambda d, H, r: {"x": d}),
+]
+
+
+@pytest.mark.parametrize(("operation", "judged_by", "names"), FORMULAS, ids=[formula[0] for formula in FORMULAS])
+def test_a_formula_is_what_the_suite_computes(
+    operation: str, judged_by: Callable[..., float], names: Callable[..., Mapping[str, float]],
+) -> None:
+    """A space between two factors multiplies."""
+    (row,) = [row for row in JUDGED if operation in row.operations]
+    (formula,) = re.findall(r"`(.+?)`", row.bound)[:1]
+    code = re.sub(r"(?<=[\w)]) (?=[\w(])", " * ", formula).replace("^", "**")
+    known = {"u": 2.0**-53, "gamma": lambda k: tolerances.gamma(k, "float64")}
+    for d, H, r in ((4, 1, 1), (64, 8, 3), (9, 2, 3)):
+        stated = eval(code, {**known, **names(d, H, r)})
+        assert tolerances.scores_agree([stated], [judged_by(d, H, r)])
+
+
+def families() -> Mapping[tuple[str, str], list[str]]:
+    return {(family, stage.strip("`")): items.split(", ") for family, stage, items in rows("Family | Stage")}
+
+
+def test_every_stage_of_the_protocols_has_its_row() -> None:
+    stages = {
+        (family, name) for family, protocol in PROTOCOLS.items() for name in vars(protocol)
+        if callable(getattr(protocol, name)) and not name.startswith("_")
+    }
+    assert families().keys() == stages
+    assert PROTOCOLS.keys() == set(protocols.FAMILIES)
+
+
+def test_the_rows_hold_the_items_that_a_backend_must_serve() -> None:
+    """Exactly those for which the trace asks every backend for a function."""
+    assert {item for items in families().values() for item in items} == read_tree(ROOT).items.keys() - NO_STAGE.keys()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_vectors_of_a_stage_check_items_of_its_row(stage: str) -> None:
+    """A vector may check less, or what the stage composes with the doors (prefill, decode_step, extend)."""
+    own = [items for (_, name), items in families().items() if name == stage]
+    if stage not in ("prefill", "decode_step", "extend"):
+        assert set(OPERATIONS[stage].items) <= {item for items in own for item in items}
+        assert own
+
+
+def test_optional_forms_say_who_must_serve_them() -> None:
+    """In the essay's page: every item of a row names its family and stage in its MUST text."""
+    page = (SPEC / "crystalcache_essay.md").read_text(encoding="utf-8")
+    for at, end in pairwise([*[m.start() for m in re.finditer(r"^### ", page, re.MULTILINE)], len(page)]):
+        item, must = page[at + 4 :].split("\n")[0], page[at:end].partition("**Rationale**")[0]
+        served = {(family, stage) for (family, stage), items in families().items() if item in items}
+        if item != "CC-TIER-COUNT":  # a part of CC-TIERS
+            assert {(f, s) for f, s in PROTOCOLS_STAGES if f"`{s}` of every" in must and f"`{f}`" in must} == served
+
+
+PROTOCOLS_STAGES = [
+    (family, name) for family, protocol in PROTOCOLS.items() for name in vars(protocol) if not name.startswith("_")
+]
+NOTHING = np.full((1, 2, 2), np.nan)
+DOORS: Mapping[str, Callable[[], object]] = {
+    "coattention": lambda: BACKEND.require_crystal().coattention(NOTHING, NOTHING, np.arange(2), TINY, 1.0, None),
+    "inverse_key_norms": lambda: BACKEND.require_breath().inverse_key_norms(NOTHING),
+    "diverse": lambda: BACKEND.require_diversity().diverse(
+        np.zeros(2), NOTHING[0], np.zeros(2, dtype=np.bool_), 1, 0.5
+    ),
+    "anomaly_score": lambda: BACKEND.require_nestedkv().anomaly_score(NOTHING, NESTEDKV),
+}
+
+
+def test_the_stages_that_refuse_are_those_that_the_page_names() -> None:
+    """Named in the text, with a `Raises` in the protocol, and refusing."""
+    (named,) = re.findall(r"Four stages are called without a door.*?\.\s", TEXT.replace("\n", " "))
+    assert set(re.findall(r"`(\w+)`", named)) == DOORS.keys()
+    raising = {
+        name for protocol in PROTOCOLS.values() for name, stage in vars(protocol).items()
+        if "Raises:" in (getattr(stage, "__doc__", "") or "")
+    }
+    assert raising == DOORS.keys()
+    for stage in DOORS.values():
+        with pytest.raises(SpecError):
+            stage()
