@@ -1,20 +1,24 @@
-"""Which models can be compacted: what a policy needs to know of one, and who is refused by name."""
+"""Which models can be compacted: what a policy needs to know of one, who is refused by name, and who is in use."""
 
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
+from weakref import WeakSet
 
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from spec.errors import SpecError
 
-__all__ = ["Architecture", "attention_modules", "describe"]
+__all__ = ["BUSY", "Architecture", "attention_modules", "check_free", "describe"]
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 IMPLEMENTATIONS = ("sdpa", "eager")
+
+# Decoders inside a context: a second context on one of them would fight over its cache.
+BUSY: WeakSet[nn.Module] = WeakSet()
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,16 @@ def describe(model: PreTrainedModel) -> Architecture:
         raise SpecError("model", type(model).__name__, reason)
     full = tuple(index for index, kind in enumerate(types) if kind == FULL)
     return Architecture(decoder, config, attention, full, cast(Tensor, model.get_input_embeddings().weight).shape[0])
+
+
+def check_free(model: PreTrainedModel) -> None:
+    """No context is open on the model.
+
+    Raises:
+        SpecError: otherwise: what it reads would be that policy's.
+    """
+    if model.get_decoder() in BUSY:  # type: ignore[no-untyped-call]
+        raise SpecError("model", type(model).__name__, "is inside a context already: contexts do not nest")
 
 
 def attention_modules(decoder: nn.Module) -> dict[int, nn.Module]:

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from models_integration.model.architecture import check_free
 from models_integration.model.errors import UnknownModel
-from models_integration.model.occupancy import check_free
 from spec.errors import SpecError
 
 __all__ = [

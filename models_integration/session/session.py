@@ -14,8 +14,7 @@ from transformers import PreTrainedModel
 
 from models_integration.attention.capture import observing
 from models_integration.cache.retained_cache import RetainedCache, check_adoptable
-from models_integration.model.architecture import Architecture, describe
-from models_integration.model.occupancy import BUSY, check_free
+from models_integration.model.architecture import BUSY, Architecture, check_free, describe
 from models_integration.session.generate import NO_CALL, Call, guarded_generate
 from models_integration.session.inputs import (
     OPEN,

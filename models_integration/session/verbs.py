@@ -18,8 +18,7 @@ from transformers import PreTrainedModel
 from models_integration.attention.capture import observing
 from models_integration.cache.continuation import Decision
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.model.architecture import describe
-from models_integration.model.occupancy import check_free
+from models_integration.model.architecture import check_free, describe
 from models_integration.session.inputs import ONE_FORWARD, check_forward, first_span
 from models_integration.session.segment import ObservedSegment
 from spec.errors import SpecError
