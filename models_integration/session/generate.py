@@ -1,18 +1,27 @@
 """What generate asks of a session, known before its first forward."""
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from models_integration.session.inputs import ONE_FORWARD, check_generate
+from models_integration.session.inputs import ONE_FORWARD
+from spec.errors import SpecError
 
-__all__ = ["NO_CALL", "Call", "guarded_generate"]
+__all__ = ["NO_CALL", "Call", "call_of"]
+
+
+# Ways to generate that this part does not serve, by the argument that asks for them.
+_GENERATE = {
+    "inputs_embeds": "pass input_ids: policies read the tokens",
+    "cache_implementation": "must be left alone: static, offloaded and quantised caches cannot be compacted",
+    "assistant_model": "assisted decoding is not served: it takes tokens back from the cache",
+    "prompt_lookup_num_tokens": "assisted decoding is not served: it takes tokens back from the cache",
+    "assistant_early_exit": "assisted decoding is not served: it takes tokens back from the cache",
+}
 
 
 @dataclass(frozen=True)
@@ -30,34 +39,14 @@ NO_CALL = Call(sys.maxsize, ONE_FORWARD)
 """Outside generate, no row of a batch repeats a prompt."""
 
 
-@contextmanager
-def guarded_generate(
-    model: PreTrainedModel, during: Callable[[Call], AbstractContextManager[None]],
-) -> Iterator[None]:
-    """Let generate refuse what is not served before it starts, and report the call's rows, beams and chunk size."""
-    generate = getattr(model, "generate", None)
-    if generate is None:
-        yield
-        return
-    had = vars(model).get("generate")
+def call_of(model: PreTrainedModel, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+    """What this call of a model's generate is.
 
-    @wraps(generate)
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        named = {**dict(zip(("inputs", "generation_config"), args, strict=False)), **kwargs}
-        with during(_call(named, *check_generate(model, named))):
-            return generate(*args, **kwargs)
-
-    vars(model)["generate"] = guarded
-    try:
-        yield
-    finally:
-        if had is None:
-            del vars(model)["generate"]
-        else:
-            vars(model)["generate"] = had
-
-
-def _call(named: dict[str, Any], chunk: int | None, beams: int) -> Call:
+    Raises:
+        SpecError: where it would use the cache in a way that is not served; it names the argument.
+    """
+    named = {**dict(zip(("inputs", "generation_config"), args, strict=False)), **kwargs}
+    chunk, beams = _check(model, named)
     ids = next((ids for name in ("inputs", "input_ids") if isinstance(ids := named.get(name), Tensor)), None)
     if ids is None or ids.ndim != 2:
         return Call(1, ONE_FORWARD, beams)
@@ -66,3 +55,31 @@ def _call(named: dict[str, Any], chunk: int | None, beams: int) -> Call:
     mask = named.get("attention_mask")
     columns = mask.shape[1] if isinstance(mask, Tensor) and mask.ndim == 2 else columns
     return Call(rows, ONE_FORWARD if chunk is None or columns <= chunk else columns, beams)
+
+
+def _check(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> tuple[int | None, int]:
+    """Refuse what generate would do with the cache in ways that are not served.
+
+    Returns:
+        The size of the chunks in which it will read the prompt, if it will; and the number of its beams.
+
+    Raises:
+        SpecError: that names the argument.
+    """
+    configs = (kwargs.get("generation_config"), model.generation_config)
+
+    def effective(name: str) -> Any:
+        stated = (kwargs.get(name), *(getattr(config, name, None) for config in configs))
+        return next((value for value in stated if value is not None), None)
+
+    for name, reason in _GENERATE.items():
+        value = effective(name)
+        if value is not None and value != "dynamic":
+            shown = value if isinstance(value, (int, str)) else type(value).__name__
+            raise SpecError(name, shown, reason)
+    if effective("use_cache") is False:
+        raise SpecError("use_cache", False, "must be on: there is no cache to compact")
+    chunk: int | None = effective("prefill_chunk_size")
+    if chunk is not None and effective("token_healing"):
+        raise SpecError("token_healing", True, "changes the prompt's length: not beside prefill_chunk_size")
+    return chunk, effective("num_beams") or 1

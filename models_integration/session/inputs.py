@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from models_integration.cache.retained_cache import RetainedCache
@@ -15,50 +14,12 @@ from models_integration.model.architecture import Architecture
 from spec.errors import SpecError
 
 __all__ = [
-    "ONE_FORWARD", "OPEN", "ForwardSpan", "Stream", "WholeForwards", "check_forward", "check_generate", "check_rows",
+    "ONE_FORWARD", "OPEN", "ForwardSpan", "Stream", "WholeForwards", "check_forward", "check_rows",
     "check_tokens", "first_span", "later_span",
 ]
 
 # Columns after which a segment ends: with its first forward, or when it is told to.
 ONE_FORWARD, OPEN = 0, sys.maxsize
-
-# Ways to generate that this part does not serve, by the argument that asks for them.
-_GENERATE = {
-    "inputs_embeds": "pass input_ids: policies read the tokens",
-    "cache_implementation": "must be left alone: static, offloaded and quantised caches cannot be compacted",
-    "assistant_model": "assisted decoding is not served: it takes tokens back from the cache",
-    "prompt_lookup_num_tokens": "assisted decoding is not served: it takes tokens back from the cache",
-    "assistant_early_exit": "assisted decoding is not served: it takes tokens back from the cache",
-}
-
-
-def check_generate(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> tuple[int | None, int]:
-    """Refuse what generate would do with the cache in ways that are not served.
-
-    Returns:
-        The size of the chunks in which it will read the prompt, if it will; and the number of its beams.
-
-    Raises:
-        SpecError: that names the argument.
-    """
-    configs = (kwargs.get("generation_config"), model.generation_config)
-
-    def effective(name: str) -> Any:
-        stated = (kwargs.get(name), *(getattr(config, name, None) for config in configs))
-        return next((value for value in stated if value is not None), None)
-
-    for name, reason in _GENERATE.items():
-        value = effective(name)
-        if value is not None and value != "dynamic":
-            shown = value if isinstance(value, (int, str)) else type(value).__name__
-            raise SpecError(name, shown, reason)
-    if effective("use_cache") is False:
-        raise SpecError("use_cache", False, "must be on: there is no cache to compact")
-    chunk: int | None = effective("prefill_chunk_size")
-    if chunk is not None and effective("token_healing"):
-        raise SpecError("token_healing", True, "changes the prompt's length: not beside prefill_chunk_size")
-    return chunk, effective("num_beams") or 1
-
 
 def check_forward(arguments: Mapping[str, Any], default_use_cache: bool) -> None:
     """What holds for every forward inside the context.

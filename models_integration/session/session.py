@@ -2,9 +2,9 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from types import TracebackType
 from typing import Any
 
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from models_integration.attention.capture import observing
 from models_integration.cache.retained_cache import RetainedCache, check_adoptable
 from models_integration.model.architecture import BUSY, Architecture, check_free, describe
-from models_integration.session.generate import NO_CALL, Call, guarded_generate
+from models_integration.session.generate import NO_CALL, Call, call_of
 from models_integration.session.inputs import (
     OPEN,
     ForwardSpan,
@@ -111,7 +111,7 @@ class Session:
             undo.callback(BUSY.discard, decoder)
             undo.callback(decoder.register_forward_pre_hook(self._before, with_kwargs=True).remove)
             undo.callback(decoder.register_forward_hook(self._after, always_call=True).remove)
-            undo.enter_context(guarded_generate(self._model, self._generating))
+            undo.enter_context(_guarded_generate(self._model, self._generating))
             undo.callback(self._close)
             undo.callback(self._abandon)
             self._exit = undo.pop_all()
@@ -353,3 +353,29 @@ def _reading(method: Method, architecture: Architecture, cache: Any, arguments: 
             rule.after_reading(method.policy, method.budget, cache, arguments["input_ids"], observed)
 
     return _Forward(cache, observed, span.defaults, end)
+
+
+@contextmanager
+def _guarded_generate(
+    model: PreTrainedModel, during: Callable[[Call], AbstractContextManager[None]],
+) -> Iterator[None]:
+    """Let generate refuse what is not served before it starts, and report the call's rows, beams and chunk size."""
+    generate = getattr(model, "generate", None)
+    if generate is None:
+        yield
+        return
+    had = vars(model).get("generate")
+
+    @wraps(generate)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        with during(call_of(model, args, kwargs)):
+            return generate(*args, **kwargs)
+
+    vars(model)["generate"] = guarded
+    try:
+        yield
+    finally:
+        if had is None:
+            del vars(model)["generate"]
+        else:
+            vars(model)["generate"] = had
