@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from conformance.assurance import saboteurs
+from conformance.assurance.saboteurs.__main__ import selected
 from conformance.assurance.saboteurs.install import private_reference, standing_in
 from conformance.assurance.saboteurs.registry import BY_SIZE, REGISTRY, Beyond, Saboteur
 from conformance.assurance.saboteurs.runs import Case
@@ -121,8 +122,10 @@ def test_each_says_what_it_gets_wrong_and_up_to_which_size_it_is_right() -> None
 
 
 def test_the_run_of_all_leaves_them_out() -> None:
-    """Until the suite judges at size."""
+    """Until the suite judges at size; by their name, and together, they can be run."""
     assert not saboteurs.SABOTEURS.keys() & BY_SIZE.keys()
+    assert selected(None, None, by_size=False) == list(REGISTRY.values())
+    assert selected(None, None, by_size=True) == list(BY_SIZE.values())
 
 
 def test_a_method_is_replaced_in_a_private_copy_too() -> None:
