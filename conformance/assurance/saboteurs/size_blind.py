@@ -4,6 +4,7 @@ Blocks that do not meet, algorithms that are switched, state that is read too la
 written before the suite judged at size, and apart from those tests.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -30,7 +31,7 @@ from reference.crystalcache.impact import token_counts
 from reference.crystalcache.live import keep
 from reference.crystalcache.resonance import pulses, raised, resonance
 from reference.crystalcache.score import normalised_impact
-from reference.crystalcache.trunks import split_sizes, trunk_offsets
+from reference.crystalcache.trunks import interface_weights, trunk_offsets
 from reference.diversity import diverse as greedy
 from reference.nestedkv import current_memory
 from reference.policies.attention import average_pool
@@ -45,13 +46,16 @@ __all__: list[str] = []
 Parameters = CrystalCacheParameters
 
 
-@beyond("head dimensions of 128", attention, "CC-ATTENTION", lambda: attended(5, 2, 1, d=256))
-def the_last_tile_of_channels(
+@beyond("one block of 64 queries", attention, "CC-ATTENTION", lambda: attended(100, 2, 1))
+def later_blocks_do_not_see_themselves(
     q: Array, k: Array, query_positions: Array, key_positions: Array, scaling: float, softcap: float | None,
 ) -> Array:
-    """Channels come in tiles of 128, and each tile's products replace those of the tile before."""
-    last = (q.shape[2] - 1) // 128 * 128
-    return attention(q[:, :, last:], k[:, :, last:], query_positions, key_positions, scaling, softcap)
+    """From the second block of 64 queries on the diagonal tile is masked strictly: no query sees its own key."""
+    A = attention(q, k, query_positions, key_positions, scaling, softcap)
+    later = np.arange(len(query_positions)) >= 64
+    alone = later[:, None] & (key_positions == query_positions[:, None])
+    rows = np.where(alone, 0.0, A)
+    return np.where(later[:, None], rows / rows.sum(axis=2, keepdims=True), A)
 
 
 @beyond("one tile of 64 keys", attention, "CC-ATTENTION", lambda: attended(150, 2, 1))
@@ -128,18 +132,24 @@ def a_ring_of_32_chunks(
 ))
 def blocks_of_512_tokens_do_not_meet(ends: Array, edges: Edges, start: int, parameters: Parameters) -> Array:
     """Trunks are cut block by block of 512 tokens: none reaches across."""
+    if len(ends) <= 512:
+        return trunk_offsets(ends, edges, start, parameters)
     parts = [
         trunk_offsets(ends[at : at + 512], edges, start + at, parameters) for at in range(0, len(ends), 512)
     ]
     return np.concatenate([parts[0], *(part[1:] for part in parts[1:])])
 
 
-@beyond("trunks of 64 tokens", split_sizes, "CC-SPLIT", lambda: (200, 33))
-def long_trunks_are_halved(size: int, T_max: int) -> list[int]:
-    """A trunk of more than 64 tokens is halved until the pieces fit."""
-    if size <= max(64, T_max):
-        return split_sizes(size, T_max)
-    return [*long_trunks_are_halved(size - size // 2, T_max), *long_trunks_are_halved(size // 2, T_max)]
+@beyond("4 096 edges", interface_weights, "CC-INTERFACE-EDGES", lambda: (
+    {(at, at + 33): 0.5 for at in range(5000)}, (range(95, 100), range(100, 105)),
+))
+def pairs_that_share_a_slot(edges: dict[tuple[int, int], float], P: tuple[range, range]) -> Array:
+    """Above 4 096 edges a pair is looked up by its slot of a hash table, not by itself."""
+    if len(edges) <= 4096:
+        return interface_weights(edges, P)
+    table = {(31 * a + b) % 2**16: weight for (a, b), weight in edges.items()}
+    slots = [(31 * a + b) % 2**16 for a, b in itertools.product(*P)]
+    return np.array([table[slot] for slot in slots if slot in table], dtype=np.float64)
 
 
 @beyond("1 024 distinct ids", token_counts, "CC-COUNT", lambda: (np.arange(2100) % 1050 * 1024,))
@@ -174,6 +184,8 @@ def batches_of_1024_edges_do_not_add_up(edges: Edges, offsets: Array) -> TrunkPa
 ))
 def each_block_of_32_is_normalised(M_bar: Array, protected: Array, epsilon: float) -> Array:
     """The bounds are those of a trunk's own block of 32."""
+    if len(M_bar) <= 32:
+        return normalised_impact(M_bar, protected, epsilon)
     return np.concatenate([
         normalised_impact(M_bar[at : at + 32], protected[at : at + 32], epsilon) for at in range(0, len(M_bar), 32)
     ])
@@ -269,6 +281,8 @@ def only_the_front_is_brought_up_to_date(s: Array, V: Array, retained: Array, k:
 @beyond("one block of 1 024 keys", current_memory, "NK-CURRENT", lambda: (random_rows(1, 1100, 2), 64))
 def running_sums_begin_anew(unit: Array, W: int) -> Array:
     """Running sums begin anew every 1 024 keys, and so does the window."""
+    if unit.shape[1] <= 1024:
+        return current_memory(unit, W)
     return np.concatenate([
         current_memory(unit[:, at : at + 1024], W) for at in range(0, unit.shape[1], 1024)
     ], axis=1)
@@ -277,5 +291,7 @@ def running_sums_begin_anew(unit: Array, W: int) -> Array:
 @beyond("one block of 256 entries", average_pool, "PO-POOL", lambda: (random_rows(1, 300), 7))
 def pooling_stops_at_a_block(x: Array, kernel: int) -> Array:
     """Averages are taken in blocks of 256 entries: at a block's edge there seems to be nothing beyond."""
+    if x.shape[1] <= 256:
+        return average_pool(x, kernel)
     parts: Sequence[Array] = [average_pool(x[:, at : at + 256], kernel) for at in range(0, x.shape[1], 256)]
     return np.concatenate(parts, axis=1)

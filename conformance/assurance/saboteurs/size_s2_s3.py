@@ -185,9 +185,10 @@ def a_grid_of_65_535_tokens(S: Array, U: Array, parameters: CrystalCacheParamete
 @beyond("16 tokens of a trunk", trunk_impact, "CC-TRUNK-IMPACT", lambda: (1 + np.arange(20.0), equal_trunks(1, 20)))
 def best_of_16_members(M: Array, offsets: Array) -> Array:
     """The three best members are sought among a trunk's first 16."""
-    return np.concatenate([
-        trunk_impact(M[a:b][:16], np.array([0, min(16, b - a)])) for a, b in itertools.pairwise(offsets.tolist())
-    ])
+    M_bar = trunk_impact(M, offsets)
+    for g, (a, b) in enumerate(itertools.pairwise(offsets.tolist())):
+        M_bar[g] = trunk_impact(M[a:b][:16], np.array([0, min(16, b - a)]))[0]
+    return M_bar
 
 
 @beyond("1 024 trunks", trunk_impact, "CC-TRUNK-IMPACT", lambda: (1 + random_rows(1030), equal_trunks(1030, 1)))
