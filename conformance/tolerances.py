@@ -26,16 +26,19 @@ __all__ = [
     "crystallization_radius",
     "decay_radius",
     "gamma",
+    "head_mean_error",
     "interval_radius",
     "key_cosine_error",
     "key_norm_error",
     "list_is_realisable",
+    "moved_salience_radius",
     "nestedkv_radius",
     "normalised_radius",
     "salience_radius",
     "scores_agree",
     "settled_radius",
     "turn_radius",
+    "weight_error",
 ]
 
 UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24}
@@ -154,10 +157,15 @@ def attention_error(
     group = len(q) // len(k)
     shared = np.repeat(np.abs(k.astype(np.float64)), group, axis=0)
     mass = np.matmul(np.abs(q.astype(np.float64)), shared.transpose(0, 2, 1)).max(axis=(0, 2)) * scaling
-    error = np.zeros(q.shape[1])
+    return weight_error(mass, q.shape[2], k.shape[1], softcap, precision)
+
+
+def weight_error(mass: Vector, d: int, keys: int, softcap: float | None, precision: str) -> Vector:
+    """The same from given masses: by the largest that a row has among all keys."""
+    error = np.zeros(len(mass))
     for p in (precision, "float64"):
-        logit = gamma(q.shape[2] + 8, p) * mass + (0.0 if softcap is None else 8 * UNIT_ROUNDOFF[p] * softcap)
-        error = error + np.expm1(4 * logit) + gamma(k.shape[1] + 16, p)
+        logit = gamma(d + 8, p) * mass + (0.0 if softcap is None else 8 * UNIT_ROUNDOFF[p] * softcap)
+        error = error + np.expm1(4 * logit) + gamma(keys + 16, p)
     bound: Vector = error
     return bound
 
@@ -178,6 +186,24 @@ def salience_radius(
     share = max(1, min(k_heads, len(A))) if heads == "mean" else 1
     radius: Vector = np.sort(moves, axis=0)[::-1][:k_heads].sum(axis=0) / share + floor
     return radius
+
+
+def moved_salience_radius(
+    salience: Vector, moves: Vector, Q: int, k_heads: int, M_min: float, precision: str,
+) -> Vector:
+    """The same by token from sums that were taken already: of the best heads, and of these with rows times error.
+
+    The best heads of either sum bound those of the other: both are sums of no more than the k_heads largest.
+    """
+    rounding = gamma(Q + k_heads + 2, precision) + gamma(Q + k_heads + 2, "float64")
+    floor = SMALLEST[precision] + (0.0 if precision == "float64" else 2 * UNIT_ROUNDOFF[precision] * M_min)
+    radius: Vector = moves * (1 + rounding) + rounding * salience + floor
+    return radius
+
+
+def head_mean_error(H: int, precision: str) -> float:
+    """Bound on the relative error that the mean over heads adds to that of its weights, the oracle's own included."""
+    return gamma(H + 2, precision) + gamma(H + 2, "float64")
 
 
 def cosine_error(e_i: Any, e_j: Any, Q: int, H: int, precision: str) -> Any:
