@@ -6,7 +6,7 @@ error of float32, so that few choices are left to rounding.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,12 +17,15 @@ from conformance.strategies.scale_numbers import Numbers
 from spec.arrays import IntMatrix, IntVector
 from spec.parameters import PAPER, CrystalCacheParameters
 
-__all__ = ["ENDS", "Shape", "addressed", "laddered", "text_of"]
+__all__ = ["ENDS", "RANKS", "Shape", "addressed", "laddered", "text_of"]
 
 SURE = 1024.0  # the margin of a logit: exp(-SURE) is 0 in every floating type
 VOCABULARY = 151_936  # of Qwen2.5: more than 2^16 ids
 ENDS = frozenset({13, 30, 65_536 + 13, 131_072 + 30})  # two of them are the other two modulo 2^16
 SOURCES = 6  # more than PAPER's k_cross
+# `laddered`: keys of a group, groups of a block, tokens that look for a group, groups of earlier chunks, own share.
+RANKS, GROUPS, MEMBERS, FAR, OWN = 6, 4, 14, 3, 0.4
+STEEP = 3.0  # a step between two keys of a group is at most e^STEEP
 # Which share of a token's heads points at its first, second, ... source.
 SHARES = ((0.35, 0.25, 0.15, 0.1, 0.1, 0.05), (0.3, 0.3, 0.2, 0.1, 0.1, 0.0))
 
@@ -137,9 +140,66 @@ def text_of(inputs: AttentionInputs, budget: str, seed: int) -> Prompt:
 
 
 def laddered(shape: Shape) -> AttentionInputs:
-    """To be written below."""
-    return replace(addressed(shape))
+    """Each head attends the RANKS keys of one group, which have one address, in steps of up to e^STEEP.
+
+    Keys of other groups have weight 0, as in `addressed`, so that few rounded terms enter any sum. Groups lie in
+    blocks of their own; a token looks for one of its chunk, mostly a recent one, and for some of earlier chunks.
+    """
+    numbers, n = Numbers(shape.seed), shape.n
+    block = RANKS * GROUPS
+    groups = -(-n // block) * GROUPS
+    within = np.argsort(numbers.words(-(-n // block) * block).reshape(-1, block), axis=1)
+    group_of = (np.arange(len(within))[:, None] * GROUPS + within % GROUPS).ravel()[:n]
+    rank_of = (within // GROUPS).ravel()[:n]
+    own, far = _groups_looked_for(shape, numbers)
+    k, q = _rooms(shape, numbers, groups)
+    ranks = slice(shape.d - RANKS, shape.d)
+    keys = np.concatenate([k[:, group_of, : shape.d - RANKS], np.zeros((shape.H_kv, n, RANKS), dtype=np.float32)], axis=2)
+    keys[:, np.arange(n), shape.d - RANKS + rank_of] = 1.0
+    steps = -STEEP * numbers.fractions(n * RANKS).reshape(n, RANKS)
+    queries = np.zeros((shape.H, n, shape.d), dtype=np.float32)
+    for h in range(shape.H):
+        tilt = (numbers.fractions(RANKS) - 0.5) * 2
+        asks = np.where(numbers.fractions(n)[:, None] < OWN, own[:, None], far[:, h % far.shape[1]][:, None])[:, 0]
+        asks = np.where(own < 0, far[:, h % far.shape[1]], np.where(far[:, 0] < 0, own, asks))
+        queries[h, :, : shape.d - RANKS] = q[h // (shape.H // shape.H_kv)][asks][:, : shape.d - RANKS]
+        queries[h, :, ranks] = (steps + tilt) / shape.d**-0.5
+    return AttentionInputs(
+        frozen(queries), frozen(keys), _positions(shape), shape.parameters, shape.d**-0.5, shape.softcap
+    )
 
 
-def _unused() -> Any:
-    return None
+def _rooms(shape: Shape, numbers: Numbers, groups: int) -> tuple[Any, Any]:
+    """Per KV head and group: the key channels of its address, and the query channels that look for it."""
+    bits = max(1, (groups - 1).bit_length())
+    wide = (shape.d - RANKS) // (2 * bits)
+    cold = 2.0 ** math.ceil(math.log2(SURE / (wide * shape.d**-0.5)))
+    k = np.zeros((shape.H_kv, groups, shape.d), dtype=np.float32)
+    q = np.zeros_like(k)
+    for g in range(shape.H_kv):
+        digits = numbers.permutation(groups)[:, None] >> np.arange(bits) & 1
+        k[g, :, : 2 * bits * wide] = np.repeat(np.concatenate([digits, 1 - digits], axis=1), wide, axis=1)
+        q[g, :, : 2 * bits * wide] = -cold * np.repeat(np.concatenate([1 - digits, digits], axis=1), wide, axis=1)
+    return k, q
+
+
+def _groups_looked_for(shape: Shape, numbers: Numbers) -> tuple[IntVector, IntMatrix]:
+    """Of each token the group of its chunk that it looks for, and those of earlier chunks; -1 where there is none."""
+    n, C, block = shape.n, shape.parameters.C, RANKS * GROUPS
+    own, far = np.full(n, -1), np.full((n, FAR), -1)
+    recent, u = numbers.integers(0, 2, n), numbers.fractions(n)
+    members: dict[int, int] = {}
+    for i in range(n):
+        first, done = -(-(i // C * C) // block), (i + 1) // block  # blocks that lie in the chunk and are complete
+        open_ = [g for g in range(first * GROUPS, done * GROUPS) if members.get(g, 0) < MEMBERS]
+        if recent[i]:
+            open_ = open_[-GROUPS:]
+        if open_:
+            own[i] = open_[int(u[i] * len(open_))]
+            members[int(own[i])] = members.get(int(own[i]), 0) + 1
+        elif i < C:
+            own[i] = i // block * GROUPS if i % block else 0
+    earlier = np.arange(n) // C * C // block * GROUPS
+    for s in range(FAR):
+        far[:, s] = np.where(earlier > 0, numbers.below(np.maximum(earlier, 1)), -1)
+    return own, far
