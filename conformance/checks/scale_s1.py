@@ -6,27 +6,29 @@ from typing import Any
 import numpy as np
 
 from conformance import tolerances as compare
-from conformance.oracles.scale.s1 import Ranked, Scored
+from conformance.oracles.scale.s1 import Ranked, Scored, coattention
+from conformance.strategies.attention import AttentionInputs
+from conformance.strategies.scale_attention import RANKS
 from conformance.tolerances import Interval
 from spec.arrays import IntMatrix, Matrix, Vector
 from spec.parameters import CrystalCacheParameters
 
-__all__ = ["decided", "neighbours", "salience"]
+__all__ = ["boxed", "chosen", "decided", "exact", "is_power_of_two", "neighbours", "salience"]
 
 SHOWN = 3  # complaints of one kind: a thousand wrong rows say no more
 
 
-def salience(found: Vector, want: Scored, Q: int, p: CrystalCacheParameters, precision: str, exact: bool) -> Iterator[str]:
-    """CC-SALIENCE; to the bit where attention is."""
-    spread = np.zeros(len(found)) if exact else want.unclipped
-    radius = compare.moved_salience_radius(spread, want.moves, Q, p.k_heads, p.M_min, precision)
+def salience(found: Vector, want: Scored, p: CrystalCacheParameters, precision: str, strict: bool) -> Iterator[str]:
+    """CC-SALIENCE; to the bit where attention is, but for a bound that is no float32."""
+    spread = np.zeros(len(found)) if strict else want.unclipped
+    radius = compare.moved_salience_radius(spread, want.moves, p.C, p.k_heads, p.M_min, precision)
     wrong = np.flatnonzero(~(np.abs(found - want.salience) <= radius))
     for i in wrong[:SHOWN].tolist():
         yield f"salience of token {i} is {found[i]}, not {want.salience[i]} within {radius[i]} ({len(wrong)} are wrong)"
 
 
 def neighbours(
-    index: IntMatrix, weight: Matrix, want: Ranked, k: int, tau: float, precision: str, strict: bool,
+    index: IntMatrix, weight: Matrix, want: Ranked, k: int, tau: float, strict: bool,
 ) -> Iterator[str]:
     """Lists and weights of CC-INTRA or CC-CROSS; `strict` where all ties are exact, so that one list is right."""
     if index.shape != (len(want.index), k) or weight.shape != index.shape:
@@ -84,3 +86,47 @@ def decided(want: Ranked, k: int, tau: float) -> tuple[int, int]:
     sure = apart & (low[:, :k] > limit)
     filled = high[:, :k] > limit
     return int((sure & filled).sum()), int(filled.sum())
+
+
+def exact(inputs: AttentionInputs, precision: str) -> Scored:
+    """The oracle on `addressed` inputs: weights and their sums are exact, cosines of one-hot rows but for a root.
+
+    The mean over a number of heads that is no power of two rounds, and so may order equal shares of them otherwise.
+    """
+    H = len(inputs.q)
+    mean_error = 0.0 if is_power_of_two(H) else compare.head_mean_error(H, precision)
+
+    def cosines(error: Vector, Q: int) -> Matrix:
+        one: Matrix = np.broadcast_to(compare.cosine_error(0.0, 0.0, Q, H, precision), (Q, Q))
+        return one
+
+    return coattention(
+        inputs.q, inputs.k, inputs.positions, inputs.parameters, inputs.scaling, inputs.softcap,
+        lambda q, k: np.zeros(q.shape[1]), cosines, mean_error,
+    )
+
+
+def is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0
+
+
+def boxed(inputs: AttentionInputs, precision: str) -> Scored:
+    """The oracle on `laddered` inputs, with the certified errors.
+
+    All but RANKS keys of a query have weight 0 in every floating type, and sums of zeros round nothing; the logits of
+    the others are single products, whose mass is the largest of the query's last channels.
+    """
+    H, d = len(inputs.q), inputs.q.shape[2]
+
+    def weights(q: Any, k: Any) -> Vector:
+        mass = np.abs(q[:, :, d - RANKS :]).max(axis=(0, 2)).astype(np.float64) * inputs.scaling
+        return compare.weight_error(mass, d, RANKS, inputs.softcap, precision)
+
+    def cosines(error: Vector, Q: int) -> Matrix:
+        found: Matrix = compare.cosine_error(error[:, None], error[None, :], min(Q, RANKS), H, precision)
+        return found
+
+    return coattention(
+        inputs.q, inputs.k, inputs.positions, inputs.parameters, inputs.scaling, inputs.softcap, weights, cosines,
+        compare.head_mean_error(H, precision),
+    )
