@@ -37,6 +37,7 @@ __all__ = [
     "salience_radius",
     "scores_agree",
     "settled_radius",
+    "traced_radius",
     "turn_radius",
     "weight_error",
 ]
@@ -300,11 +301,18 @@ def nestedkv_radius(head: Sequence[Sequence[float]], p: NestedKVParameters, prec
     n / W times the window); in float32 of a block, and for a window of three sums of W unit keys. A cosine divides that
     by the memory's length, a normalised value by the range; the oracle's own error is added in float64.
     """
-    n, d = len(head), len(head[0])
     found = nestedkv.traced(head, p)
+    return traced_radius(len(head), len(head[0]), found.raw, found.shortest, found.deviation, p, precision)
+
+
+def traced_radius(
+    n: int, d: int, readings: Sequence[Sequence[float]], lengths: Sequence[float], deviation: Sequence[float],
+    p: NestedKVParameters, precision: str,
+) -> float:
+    """The same from an oracle's anomalies before they are normalised, its shortest memories, and its deviations."""
     b = min(max(n // p.blocks, p.b_min), p.b_max)
     e = 0.0
-    for raw, shortest, scale in zip(found.raw, found.shortest, range(3), strict=True):
+    for raw, shortest, scale in zip(readings, lengths, range(3), strict=True):
         cosine = 0.0
         for kind in (precision, "float64"):
             terms, share = (min(b, n) + 8 if kind == "float32" else n + 16), 1.0
@@ -317,7 +325,7 @@ def nestedkv_radius(head: Sequence[Sequence[float]], p: NestedKVParameters, prec
         e = max(e, _normalised_error(raw, cosine))
     u = UNIT_ROUNDOFF["float64"]
     blend = e + math.expm1(2 * p.beta * 2 * (e + gamma(n + 8, "float64"))) + 16 * u
-    surprise = 2 * _normalised_error(found.deviation, e + 8 * u) + gamma(n + 8, "float64")
+    surprise = 2 * _normalised_error(deviation, e + 8 * u) + gamma(n + 8, "float64")
     return min(1.0, blend + p.kappa / 4 * surprise + e + 32 * u)
 
 
