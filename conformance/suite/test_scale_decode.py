@@ -151,7 +151,7 @@ def test_pulses_over_large_graphs(breath_stages: BreathStages, net: Net) -> None
 
 
 @pytest.mark.spec(id="CC-PULSE")
-@pytest.mark.parametrize("hops", [1, 2, 3, 4, 5, 16, 17, 33, 65, 129, 257])
+@pytest.mark.parametrize("hops", [1, 2, 3, 4, 5, 16, 17, 33, 65, 129, 257, 299])
 def test_how_far_one_pulse_goes(breath_stages: BreathStages, hops: int) -> None:
     """Along a chain without loss it reaches `hops` trunks on either side of the source and no more."""
     D = breath_stages.resonance(

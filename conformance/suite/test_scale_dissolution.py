@@ -166,6 +166,27 @@ def test_a_budget_beyond_2_to_24(stages: CrystalStages) -> None:
     assert found.kept[-1] == n - 1
 
 
+@pytest.mark.spec(id="CC-CUT")
+@pytest.mark.parametrize("B", [2**16 + 1, 2**24 + 1, 2**31 - 1, 2**31 + 5, 2**32, 2**32 + 7, 2**53 + 1])
+def test_a_budget_far_above_the_prompt(stages: CrystalStages, B: int) -> None:
+    """Nothing goes, however wide the number is."""
+    problem = replace(eviction(Eviction("some", 300, 20, 1.0, 4, 3, protected=9), PAPER), budget=B)
+    found = run(stages, problem)
+    assert np.array_equal(found.kept, np.arange(len(problem.impact)))
+    assert found.D.tolist() == problem.D.tolist()
+
+
+@pytest.mark.spec(id="CC-ALLOCATE")
+@pytest.mark.parametrize("N_min", [17, 33, 65, 129, 257, 1_025, 65_537, 2**24 + 1, 2**31 - 1])
+def test_fewest_tokens_of_a_partial_trunk(stages: CrystalStages, N_min: int) -> None:
+    """Trunks of at most 300 tokens: the partial one keeps N_min or goes as a whole."""
+    for share in (0.35, 0.5, 0.65):
+        problem = eviction(Eviction("some", 200, 300, share, 50, 3), replace(PAPER, N_min=N_min))
+        found, want = run(stages, problem), expected(problem)
+        assert np.array_equal(found.kept, want.kept)
+        assert np.array_equal(found.ratio, want.ratio)
+
+
 @pytest.mark.spec(id="CC-TIERS")
 @pytest.mark.spec(id="CC-TIER-COUNT")
 @pytest.mark.parametrize("case", [

@@ -82,7 +82,7 @@ def widths() -> IntVector:
 @pytest.mark.parametrize("M_max", [20.0, 0.5])
 def test_rarity_of_any_count(breath_stages: BreathStages, M_max: float) -> None:
     """Of given counts, which need no tokens: M = M_max (S / M_max + U) / 2."""
-    c, p = widths(), replace(PAPER, M_max=M_max, M_min=0.0)
+    c, p = np.tile(widths(), 200), replace(PAPER, M_max=M_max, M_min=0.0)  # 80 000 of them
     S = np.full(len(c), 0.125)
     assert compare.close("CC-IMPACT", breath_stages.impact(S, c, p), oracle.token_impact(S, c, p))
 

@@ -81,8 +81,8 @@ def test_edges(judged: Judged) -> None:
 @pytest.mark.spec(id="CC-COUNT")
 def test_impact(judged: Judged) -> None:
     prompt, found, _, _ = judged
-    c = oracle.counts(prompt.token_ids)
-    assert compare.close("CC-IMPACT", found.impact, oracle.token_impact(found.coattention.salience, c, prompt.inputs.parameters))
+    S, c, p = found.coattention.salience, oracle.counts(prompt.token_ids), prompt.inputs.parameters
+    assert compare.close("CC-IMPACT", found.impact, oracle.token_impact(S, c, p))
 
 
 @pytest.mark.spec(id="CC-TRUNKS")

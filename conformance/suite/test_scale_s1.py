@@ -34,6 +34,11 @@ ADDRESSED = [
     Shape("sixteen-of-sixteen", 16, 16, 64, 800, replace(WIDE, k_intra=40, C=400)),
     Shape("qwen2.5-0.5b", 14, 2, 64, 900, WIDE),
     Shape("one-kv-head", 8, 1, 256, 1400, replace(WIDE, C=1500)),
+    Shape("falcon-7b", 71, 1, 64, 300, WIDE),
+    Shape("falcon-40b", 128, 8, 64, 300, replace(WIDE, k_heads=100)),
+    Shape("llama-2-7b", 32, 32, 128, 300, WIDE),
+    Shape("wide-heads", 4, 2, 512, 300, WIDE),
+    Shape("chunk-of-3000", 4, 2, 64, 2800, replace(WIDE, C=3000)),
     Shape("chunks-of-four", 8, 4, 64, 1200, replace(WIDE, C=4)),
     Shape("single-chunks", 8, 2, 64, 300, replace(WIDE, C=1)),
     Shape("at-tau", 32, 4, 64, 600, AT_TAU),
@@ -130,7 +135,8 @@ def test_the_inputs_leave_little_to_rounding(case: Case) -> None:
     """Of the lane itself: 95 % of the places in all lists are decided; and the last place often has a rival."""
     p = case.inputs.parameters
     for want, k, tau, strict in (
-        (case.want.intra, p.k_intra, p.tau_intra, case.strict), (case.want.cross, p.k_cross, p.tau_cross, case.whole_shares),
+        (case.want.intra, p.k_intra, p.tau_intra, case.strict),
+        (case.want.cross, p.k_cross, p.tau_cross, case.strict),
     ):
         sure, places = checks.decided(want, k, tau)
         assert strict or sure >= DECIDED * places > 0
