@@ -68,10 +68,8 @@ def chosen(want: Ranked, k: int, tau: float) -> IntMatrix:
 def _realisable(index: Any, want: Ranked, i: int, k: int, tau: float) -> bool:
     if ((index[:-1] < 0) & (index[1:] >= 0)).any():
         return False
-    boxes = {
-        j: Interval.around(w, w * e + compare.SMALLEST["float32"])
-        for j, w, e in zip(want.index[i].tolist(), want.weight[i].tolist(), want.error[i].tolist(), strict=True) if j >= 0
-    }
+    candidates = zip(want.index[i].tolist(), want.weight[i].tolist(), want.error[i].tolist(), strict=True)
+    boxes = {j: Interval.around(w, w * e + compare.SMALLEST["float32"]) for j, w, e in candidates if j >= 0}
     return compare.list_is_realisable([j for j in index.tolist() if j >= 0], boxes, k, tau)
 
 

@@ -154,14 +154,15 @@ def laddered(shape: Shape) -> AttentionInputs:
     own, far = _groups_looked_for(shape, numbers)
     k, q = _rooms(shape, numbers, groups)
     ranks = slice(shape.d - RANKS, shape.d)
-    keys = np.concatenate([k[:, group_of, : shape.d - RANKS], np.zeros((shape.H_kv, n, RANKS), dtype=np.float32)], axis=2)
+    keys = k[:, group_of]
     keys[:, np.arange(n), shape.d - RANKS + rank_of] = 1.0
     steps = -STEEP * numbers.fractions(n * RANKS).reshape(n, RANKS)
     queries = np.zeros((shape.H, n, shape.d), dtype=np.float32)
     for h in range(shape.H):
         tilt = (numbers.fractions(RANKS) - 0.5) * 2
-        asks = np.where(numbers.fractions(n)[:, None] < OWN, own[:, None], far[:, h % far.shape[1]][:, None])[:, 0]
-        asks = np.where(own < 0, far[:, h % far.shape[1]], np.where(far[:, 0] < 0, own, asks))
+        elsewhere = far[:, h % FAR]
+        inside = (numbers.fractions(n) < OWN) & (own >= 0) | (elsewhere < 0)
+        asks = np.where(inside, own, elsewhere)
         queries[h, :, : shape.d - RANKS] = q[h // (shape.H // shape.H_kv)][asks][:, : shape.d - RANKS]
         queries[h, :, ranks] = (steps + tilt) / shape.d**-0.5
     return AttentionInputs(

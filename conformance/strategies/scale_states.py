@@ -16,7 +16,7 @@ FAR_IDS = np.array([1, 65_537, 2**31 + 1, 2**32 + 1, 2**53, 2**53 + 1])
 
 
 def state_at(seen: int, m: int, largest: int, tail: int, budget: int, p: CrystalCacheParameters) -> DecodeState:
-    """m trunks of 1 to `largest` live tokens and a tail, the last of `seen`; some keys are zero, most edges exceed tau."""
+    """m trunks of 1 to `largest` live tokens and a tail, the last of `seen`; some keys are zero."""
     numbers = Numbers(m + tail)
     sizes = numbers.integers(1, largest + 1, m)
     n = int(sizes.sum())

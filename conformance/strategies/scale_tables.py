@@ -13,7 +13,8 @@ from spec.parameters import CrystalCacheParameters
 from spec.records import CoAttention, Trunks
 
 __all__ = [
-    "Eviction", "Lists", "blocks_of_edges", "eviction", "hub", "lists", "network", "of_sizes", "some_ends", "two_blocks",
+    "Eviction", "Lists", "blocks_of_edges", "csr", "eviction", "hub", "lists", "network", "of_sizes", "some_ends",
+    "two_blocks",
 ]
 
 

@@ -49,7 +49,7 @@ def table(sizes: IntVector, norms: Vector) -> LiveTrunks:
 @pytest.mark.spec(id="CC-ACTIVATION")
 @pytest.mark.parametrize("size", SIZES)
 def test_more_than_half_of_a_wide_trunk(breath_stages: BreathStages, size: int) -> None:
-    """Trunks of one size with half of the members above, half and one, all but one, one and none; above is at the end."""
+    """Of six trunks of a size half of the members are above, half and one, all but one, one, none; the last ones."""
     above = [size // 2, size // 2 + 1, size - 1, 1, 0, (size + 1) // 2]
     norms = np.concatenate([np.repeat([0.1, 0.9], [size - a, a]) for a in above])
     norms[-1] = 1.0
@@ -236,7 +236,8 @@ class Segment:
 
 
 SEGMENTS = [
-    Segment("turn", 900, 3_000, 30, 60_000), Segment("first", 0, 2_000, 20, 0), Segment("tokens", 40_000, 30_000, 1, 50_000),
+    Segment("turn", 900, 3_000, 30, 60_000), Segment("first", 0, 2_000, 20, 0),
+    Segment("tokens", 40_000, 30_000, 1, 50_000),
     Segment("far-2^24", 300, 900, 9, 2**24 + 1), Segment("far-2^31", 300, 900, 9, 2**31 - 450),
     Segment("far-2^32", 300, 900, 9, 2**32 + 3),
 ]
@@ -247,7 +248,8 @@ SEGMENTS = [
 def test_edges_to_older_trunks(breath_stages: BreathStages, case: Segment) -> None:
     """Old pairs to the bit; new ones, to new and to old trunks, by Eq. 25 on live sizes."""
     numbers = Numbers(case.n)
-    old_bounds = case.start - np.sort(np.unique(1 + numbers.integers(0, max(1, min(case.start, 55_000)), case.old)))[::-1]
+    behind = np.unique(1 + numbers.integers(0, max(1, min(case.start, 55_000)), case.old))
+    old_bounds = case.start - behind[::-1]
     old = len(old_bounds)
     shape = Lists(case.n, 5, 4, 1024, case.start, near=False)
     given = lists(shape)

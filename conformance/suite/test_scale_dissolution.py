@@ -150,7 +150,7 @@ def test_impacts_that_float32_takes_for_one(stages: CrystalStages, size: int) ->
 @pytest.mark.spec(id="CC-CUT")
 @pytest.mark.spec(id="CC-ALLOCATE")
 def test_a_budget_beyond_2_to_24(stages: CrystalStages) -> None:
-    """2^24 + 999 tokens in 1 000 trunks; B is 2^24 + 1, which float32 does not hold: 998 tokens go, all of one trunk."""
+    """2^24 + 999 tokens, 1 000 trunks; B = 2^24 + 1, which float32 does not hold: 998 tokens of one trunk go."""
     n, B = 2**24 + 999, 2**24 + 1
     sizes = np.full(1_000, n // 1_000)
     sizes[: n % 1_000] += 1

@@ -1,4 +1,4 @@
-"""S4 at full size: ten thousands of trunks, hubs, multisets beyond 2^16, products beyond 2^32, sums in a stated order."""
+"""S4 at full size: ten thousands of trunks, hubs, multisets beyond 2^16, products beyond 2^32, ordered sums."""
 
 import math
 from dataclasses import dataclass, replace

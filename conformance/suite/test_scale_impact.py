@@ -39,7 +39,9 @@ def test_ids_that_a_width_takes_for_one(stages: CrystalStages, width: str) -> No
 
 
 @pytest.mark.spec(id="CC-COUNT")
-@pytest.mark.parametrize("n", [16, 17, 32, 33, 41, 64, 65, 128, 129, 255, 256, 257, 1_024, 1_025, 65_535, 65_536, 65_537])
+@pytest.mark.parametrize("n", [
+    16, 17, 32, 33, 41, 64, 65, 128, 129, 255, 256, 257, 1_024, 1_025, 65_535, 65_536, 65_537,
+])
 def test_one_id_so_often(stages: CrystalStages, n: int) -> None:
     """The first and the last token's ids occur once; all others are one."""
     assert judged(stages, [4, *[6] * n, 5])

@@ -38,7 +38,8 @@ def signatures(n: int, d: int, kinds: int, numbers: Numbers) -> Matrix:
 @pytest.mark.spec(id="DV-GREEDY")
 @pytest.mark.parametrize(("n", "d", "kinds", "k", "values", "lam"), [
     (40, 64, 9, 33, 3, 0.5), (300, 128, 40, 129, 5, 0.25), (1_100, 64, 300, 260, 1, 1.0),
-    (2_000, 96, 2_000, 400, 9, 0.5), (2_500, 8, 30, 1_100, 6, 0.5), (5_000, 32, 60, 300, 2, 3.0), (70_000, 8, 500, 60, 4, 0.5), (900, 257, 20, 41, 1_000, 0.1),
+    (2_000, 96, 2_000, 400, 9, 0.5), (2_500, 8, 30, 1_100, 6, 0.5), (5_000, 32, 60, 300, 2, 3.0),
+    (70_000, 8, 500, 60, 4, 0.5), (900, 257, 20, 41, 1_000, 0.1),
 ])
 def test_sets_of_thousands(
     selector: DiversityStages, n: int, d: int, kinds: int, k: int, values: int, lam: float,
@@ -103,7 +104,10 @@ def test_the_order_of_channels_decides(selector: DiversityStages, d: int) -> Non
 SOFT = replace(NESTEDKV, kappa=1.0)
 # The widest radius of a* in [0, 1] that still says something.
 CERTAIN = {"float64": 1e-4, "float32": 0.1}
-KEYS = [(3, 700, 64), (8, 2_000, 128), (16, 1_100, 64), (1, 4_127, 96), (5, 4_128, 32), (2, 9_000, 64), (2, 12_000, 32), (1, 600, 257)]
+KEYS = [
+    (3, 700, 64), (8, 2_000, 128), (16, 1_100, 64), (1, 4_127, 96), (5, 4_128, 32), (2, 9_000, 64), (2, 12_000, 32),
+    (1, 600, 257),
+]
 
 
 @lru_cache(maxsize=1)

@@ -1,6 +1,7 @@
 """Decode at full size: activation, pulses, the Hebbian update, key norms."""
 
 from fractions import Fraction
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ def activation(norms: Vector, offsets: IntVector, theta: float) -> BoolVector:
 
 def rows_of(W: Weights) -> Rows:
     indptr, indices, weights = (x.tolist() for x in W)
-    return [list(zip(indices[a:b], weights[a:b], strict=True)) for a, b in zip(indptr, indptr[1:], strict=False)]
+    return [list(zip(indices[a:b], weights[a:b], strict=True)) for a, b in pairwise(indptr)]
 
 
 def pulses(source: int, rows: Rows, p: CrystalCacheParameters) -> dict[int, float]:

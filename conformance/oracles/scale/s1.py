@@ -71,9 +71,8 @@ def coattention(
         cosines = rows @ rows.T
         np.fill_diagonal(cosines, -1.0)
         inside.append(_ranked(cosines, cosine_error(error, stop - c), positions[first:last], p.k_intra))
-        across.append(_ranked(
-            mean[:, :first], np.broadcast_to(error[:, None] + mean_error, (stop - c, first)), positions[:first], p.k_cross
-        ))
+        shares = np.broadcast_to(error[:, None] + mean_error, (stop - c, first))
+        across.append(_ranked(mean[:, :first], shares, positions[:first], p.k_cross))
     total = np.concatenate(unclipped)
     salience = np.clip(total, p.M_min, p.M_max)
     return Scored(

@@ -3,6 +3,7 @@
 import math
 from collections import defaultdict
 from fractions import Fraction
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,8 +12,27 @@ from spec.arrays import BoolVector, IntVector, Vector
 from spec.parameters import CrystalCacheParameters
 
 __all__ = [
-    "Columns", "Dissolved", "Pairs", "counts", "crystallization", "degrees", "dissolve", "edge_columns", "in_order", "interface_sums", "moments", "pair_weights", "pairs",
-    "normalised_impact", "protected", "rarity", "score", "sentences", "token_impact", "trunk_impact", "trunks",
+    "Columns",
+    "Dissolved",
+    "Pairs",
+    "counts",
+    "crystallization",
+    "degrees",
+    "dissolve",
+    "edge_columns",
+    "in_order",
+    "interface_sums",
+    "moments",
+    "normalised_impact",
+    "pair_weights",
+    "pairs",
+    "protected",
+    "rarity",
+    "score",
+    "sentences",
+    "token_impact",
+    "trunk_impact",
+    "trunks",
 ]
 
 INTERFACE = 5  # tokens on either side, Eq. 16
@@ -76,7 +96,7 @@ def trunks(ends: BoolVector, E: Columns, start: int, p: CrystalCacheParameters) 
             forward[a].append((b, w))
     done: list[int] = []
     left = offsets[0]
-    for at, stop in zip(offsets[1:-1], offsets[2:], strict=True):
+    for at, stop in pairwise(offsets[1:]):
         near = range(max(left, at - INTERFACE), at)
         edge = min(stop, at + INTERFACE)
         weights = [w for a in near for b, w in sorted(forward[a]) if at <= b < edge]

@@ -45,8 +45,8 @@ def test_attention(inputs: AttentionInputs) -> None:
     """CC-COATTENTION: salience, and every list with its weights where no near tie decides."""
     p = inputs.parameters
     found = scale_s1.coattention(
-        inputs.q, inputs.k, inputs.positions, p, inputs.scaling, inputs.softcap, lambda q, k: np.full(q.shape[1], 1e-12),
-        lambda error, Q: np.full((Q, Q), 1e-12), 0.0,
+        inputs.q, inputs.k, inputs.positions, p, inputs.scaling, inputs.softcap,
+        lambda q, k: np.full(q.shape[1], 1e-12), lambda error, Q: np.full((Q, Q), 1e-12), 0.0,
     )
     want = s1.coattention(
         inputs.q.tolist(), inputs.k.tolist(), inputs.positions.tolist(), p, inputs.scaling, inputs.softcap
@@ -84,7 +84,8 @@ def test_trunks_and_impact(text: Text, ids: list[int]) -> None:
     want = s2.trunks(text.ends.tolist(), edges_of(given_), p)
     offsets = stages.trunks(text.ends, E, 0, p)
     assert trunk_lists(Trunks(offsets, np.ones(len(offsets) - 1))) == want
-    assert stages.trunk_impact(text.impact, offsets).tolist() == [s3.trunk_impact(text.impact.tolist(), g) for g in want]
+    M_bar = [s3.trunk_impact(text.impact.tolist(), g) for g in want]
+    assert stages.trunk_impact(text.impact, offsets).tolist() == M_bar
     assert stages.sentences(text.ends).tolist() == [0, *[g[-1] + 1 for g in s2.sentences(text.ends.tolist())]]
     c = stages.counts(np.array(ids))
     assert c.tolist() == s3.counts(ids)
@@ -146,7 +147,8 @@ def test_decode(data: st.DataObject, p: Any) -> None:
     assert decode.resonance(D, W, active, p).tolist() == [g.D for g in model.trunks]
     after = brute_decode.hebb(names, set(np.flatnonzero(active).tolist()), p)
     if p.hebb == "additive":
-        found = dict(zip(("indptr", "indices", "weights"), (x.tolist() for x in decode.hebbian(W, active, p)), strict=True))
+        rows = [x.tolist() for x in decode.hebbian(W, active, p)]
+        found = dict(zip(("indptr", "indices", "weights"), rows, strict=True))
         assert pairs_of(found, list(range(m))) == after
     norms = data.draw(inverse_norms(m), label="norms")
     model = Model(0, trunks=[Trunk(g, [g], 1.0, 0.0) for g in range(m)], norm=dict(enumerate(norms.tolist())))
@@ -178,7 +180,8 @@ def test_nestedkv(seed: int, n: int) -> None:
 def test_key_norms(k: int, n: int) -> None:
     """CC-KEY-NORM."""
     keys = Numbers(k * n).fractions(k * n * 3).reshape(k, n, 3)
-    assert same(decode.inverse_norms(keys), [brute_decode.inverse_norm(list(t)) for t in keys.transpose(1, 0, 2).tolist()])
+    want = [brute_decode.inverse_norm(list(token)) for token in keys.transpose(1, 0, 2).tolist()]
+    assert same(decode.inverse_norms(keys), want)
 
 
 def test_the_numbers_are_splitmix64() -> None:
