@@ -13,8 +13,9 @@ from conformance.tolerances import Interval
 from spec.arrays import IntMatrix, Matrix, Vector
 from spec.parameters import CrystalCacheParameters
 
-__all__ = ["boxed", "chosen", "decided", "exact", "is_power_of_two", "neighbours", "salience"]
+__all__ = ["DECIDED", "boxed", "chosen", "decided", "exact", "is_power_of_two", "neighbours", "salience"]
 
+DECIDED = 0.95  # of the places of all lists, that no value inside the certified box fills otherwise
 SHOWN = 3  # complaints of one kind: a thousand wrong rows say no more
 
 
