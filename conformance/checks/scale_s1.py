@@ -38,8 +38,8 @@ def neighbours(
     right = chosen(want, k, tau)
     same = (index == right).all(axis=1)
     wrong = np.flatnonzero(~same)
-    refused = wrong if strict else [i for i in wrong.tolist() if not _realisable(index[i], want, i, k, tau)]
-    for i in list(refused)[:SHOWN]:
+    refused = [i for i in wrong.tolist() if strict or not _realisable(index[i], want, i, k, tau)]
+    for i in refused[:SHOWN]:
         yield f"token {i}: {index[i].tolist()}, not {right[i].tolist()} ({len(refused)} lists are wrong)"
     at = np.where(index[:, :, None] == want.index[:, None, :], np.arange(want.index.shape[1]), -1).max(axis=2)
     known = (at >= 0) & (index >= 0)

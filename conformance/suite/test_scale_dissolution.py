@@ -1,7 +1,6 @@
 """S6 at full size: ties by the thousands, partial trunks of any length, budgets beyond 2^24."""
 
 from dataclasses import replace
-from functools import lru_cache
 
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ from conformance.oracles.scale import stages as oracle
 from conformance.strategies.eviction import EvictionProblem
 from conformance.strategies.scale_numbers import Numbers
 from conformance.strategies.scale_tables import Eviction, eviction, of_sizes
+from spec.arrays import Vector
 from spec.backend import CrystalStages
 from spec.parameters import PAPER
 from spec.records import Dissolution
@@ -45,7 +45,6 @@ def expected(p: EvictionProblem) -> oracle.Dissolved:
     return oracle.dissolve(p.score, p.trunks.offsets, p.impact, p.D, p.protected, p.budget, p.parameters.N_min)
 
 
-@lru_cache(maxsize=1)
 def judge(stages: CrystalStages, case: Eviction) -> tuple[EvictionProblem, Dissolution, oracle.Dissolved]:
     problem = eviction(case, replace(PAPER, N_min=case.N_min))
     return problem, run(stages, problem), expected(problem)
@@ -133,7 +132,7 @@ def test_a_partial_trunk_keeps_what_the_cut_leaves(stages: CrystalStages, size: 
 @pytest.mark.parametrize("step", [2.0**-30, 2.0**-45, 2.0**-52])
 def test_scores_that_float32_takes_for_one(stages: CrystalStages, m: int, step: float) -> None:
     """They fall with the index by less than float32 can see: the last trunks go."""
-    scores = 1 - np.arange(m) % 2**20 * step
+    scores: Vector = 1 - np.arange(m) % 2**20 * step
     problem = replace(equal_trunks(m, 2, 2 * (m - m // 3)), score=scores)
     assert np.array_equal(run(stages, problem).kept, np.arange(2 * (m - m // 3)))
 
@@ -142,7 +141,7 @@ def test_scores_that_float32_takes_for_one(stages: CrystalStages, m: int, step: 
 @pytest.mark.parametrize("size", [40, 300, 5_000, 66_000])
 def test_impacts_that_float32_takes_for_one(stages: CrystalStages, size: int) -> None:
     """M_i that rise with the position by less than float32 can see: the last ones stay."""
-    M = 1 + np.arange(size) * 2.0**-45
+    M: Vector = 1 + np.arange(size) * 2.0**-45
     problem = replace(equal_trunks(1, size, size // 2), impact=M)
     assert np.array_equal(run(stages, problem).kept, np.arange(size - size // 2, size))
 

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import numpy as np
 import pytest
@@ -55,7 +54,6 @@ class Judged:
     found: TrunkGraph
 
 
-@lru_cache(maxsize=1)
 def judge(stages: CrystalStages, case: Case) -> Judged:
     shape = case.lists
     drawn = 1 + Numbers(4).integers(0, case.largest, shape.n)

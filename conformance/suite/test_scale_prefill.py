@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from fractions import Fraction
-from functools import lru_cache
 
 import numpy as np
 import pytest
@@ -31,7 +30,6 @@ FULL = [
 Judged = tuple[Prompt, CrystalRetention, s1.Scored, bool]
 
 
-@lru_cache(maxsize=1)
 def judge(backend: Backend, kind: str, shape: Shape, budget: str, precision: str) -> Judged:
     inputs = {"addressed": addressed, "laddered": laddered}[kind](shape)
     prompt = text_of(inputs, budget, shape.seed)

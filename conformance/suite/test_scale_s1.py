@@ -1,7 +1,6 @@
 """S1 at the sizes of real models: every shape of heads, far keys, fourth sources, ties over wide lists."""
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import numpy as np
 import pytest
@@ -74,7 +73,6 @@ def run(stages: CrystalStages, inputs: AttentionInputs, lse: Matrix | None = Non
     )
 
 
-@lru_cache(maxsize=1)
 def judged(stages: CrystalStages, kind: str, shape: Shape, precision: str) -> Case:
     if kind == "addressed":
         inputs = addressed(shape)

@@ -225,7 +225,7 @@ def test_unit_impact_between_extremes_anywhere(stages: CrystalStages, m: int, at
 
 
 @pytest.mark.spec(id="CC-ADAPTIVE-MERGE")
-@pytest.mark.parametrize(("n", "every"), [(300, 2), (700, 3), (900, 1)])
+@pytest.mark.parametrize(("n", "every"), [(300, 2), (700, 3), (500, 1)])
 def test_the_median_of_hundreds_of_interfaces(stages: CrystalStages, n: int, every: int) -> None:
     given, ends = lists(Lists(n, 6, 3, 256)), some_ends(n, every, 6)
     p = replace(PAPER, C=256, k_intra=6, k_cross=3, merge="median", T_max=300)

@@ -34,7 +34,7 @@ def activation(norms: Vector, offsets: IntVector, theta: float) -> BoolVector:
 
 
 def rows_of(W: Weights) -> Rows:
-    indptr, indices, weights = (x.tolist() for x in W)
+    indptr, indices, weights = W[0].tolist(), W[1].tolist(), W[2].tolist()
     return [list(zip(indices[a:b], weights[a:b], strict=True)) for a, b in pairwise(indptr)]
 
 

@@ -87,7 +87,7 @@ def _chunk(
     """Head means (Q, live); column sums of the own keys by head (H, Q); the same with rows times their error."""
     H, group = len(q), len(q) // len(k)
     hidden = keys_at[None, :] > at[:, None]
-    mean = np.zeros(hidden.shape)
+    mean = np.zeros((len(at), len(keys_at)))
     sums, wide = np.empty((H, len(at))), np.empty((H, len(at)))
     for g in range(len(k)):
         keys = k[g].astype(np.float64).T

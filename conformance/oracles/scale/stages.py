@@ -1,4 +1,4 @@
-"""S2 to S6 at full size. Sums in a stated order are `np.cumsum` and `np.bincount`, which add from left to right."""
+"""S2 to S6 at full size. Sums in a stated order are `np.cumsum` and `np.add.at`, which add from left to right."""
 
 import math
 from collections import defaultdict
@@ -58,6 +58,13 @@ class Pairs(NamedTuple):
 def in_order(terms: Vector) -> float:
     """From left to right, starting from 0."""
     return float(np.cumsum(terms)[-1]) if len(terms) else 0.0
+
+
+def in_groups(group: IntVector, terms: Vector, groups: int) -> Vector:
+    """The sum of each group's terms, in their order."""
+    found = np.zeros(groups)
+    np.add.at(found, group, terms)
+    return found
 
 
 def edge_columns(found: Any) -> Columns:
@@ -174,7 +181,7 @@ def pairs(E: Columns, bounds: IntVector, new_from: int = 0) -> Pairs:
     first[1:] = (low[1:] != low[:-1]) | (high[1:] != high[:-1])
     group = np.cumsum(first) - 1
     number = np.bincount(group, minlength=int(first.sum())).astype(np.int64)
-    total = np.bincount(group, weights=w, minlength=int(first.sum()))
+    total = in_groups(group, w, int(first.sum()))
     return Pairs(low[first], high[first], number, total)
 
 
@@ -182,14 +189,15 @@ def pair_weights(found: Pairs, sizes: IntVector) -> Vector:
     """Eq. 25 before the prune; the product of sizes as an exact integer."""
     product = sizes[found.a].astype(object) * sizes[found.b].astype(object)
     density = np.array([int(k) / int(size) for k, size in zip(found.number.tolist(), product, strict=True)])
-    return found.total / found.number * np.sqrt(density)
+    weights: Vector = found.total / found.number * np.sqrt(density)
+    return weights
 
 
 def degrees(indptr: IntVector, weights: Vector) -> Vector:
     """CC-DEGREE of given rows."""
     m = len(indptr) - 1
     rows = np.repeat(np.arange(m), np.diff(indptr))
-    return np.bincount(rows, weights=weights, minlength=m)
+    return in_groups(rows, weights, m)
 
 
 def moments(degree: Vector, epsilon: float) -> tuple[float, float]:
