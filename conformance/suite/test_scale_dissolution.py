@@ -11,7 +11,6 @@ from conformance.oracles.scale import stages as oracle
 from conformance.strategies.eviction import EvictionProblem
 from conformance.strategies.scale_numbers import Numbers
 from conformance.strategies.scale_tables import Eviction, eviction, of_sizes
-from spec.arrays import Vector
 from spec.backend import CrystalStages
 from spec.parameters import PAPER
 from spec.records import Dissolution
@@ -132,7 +131,7 @@ def test_a_partial_trunk_keeps_what_the_cut_leaves(stages: CrystalStages, size: 
 @pytest.mark.parametrize("step", [2.0**-30, 2.0**-45, 2.0**-52])
 def test_scores_that_float32_takes_for_one(stages: CrystalStages, m: int, step: float) -> None:
     """They fall with the index by less than float32 can see: the last trunks go."""
-    scores: Vector = 1 - np.arange(m) % 2**20 * step
+    scores = np.array([1 - g * step for g in range(m)])
     problem = replace(equal_trunks(m, 2, 2 * (m - m // 3)), score=scores)
     assert np.array_equal(run(stages, problem).kept, np.arange(2 * (m - m // 3)))
 
@@ -141,7 +140,7 @@ def test_scores_that_float32_takes_for_one(stages: CrystalStages, m: int, step: 
 @pytest.mark.parametrize("size", [40, 300, 5_000, 66_000])
 def test_impacts_that_float32_takes_for_one(stages: CrystalStages, size: int) -> None:
     """M_i that rise with the position by less than float32 can see: the last ones stay."""
-    M: Vector = 1 + np.arange(size) * 2.0**-45
+    M = np.array([1 + i * 2.0**-45 for i in range(size)])
     problem = replace(equal_trunks(1, size, size // 2), impact=M)
     assert np.array_equal(run(stages, problem).kept, np.arange(size - size // 2, size))
 

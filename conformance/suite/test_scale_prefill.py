@@ -40,7 +40,8 @@ def judge(backend: Backend, kind: str, shape: Shape, budget: str, precision: str
 
 @pytest.fixture(scope="module", params=FULL, ids=lambda case: f"{case[0]}-{case[1]}")
 def judged(request: pytest.FixtureRequest, backend: Backend, precision: str) -> Judged:
-    return judge(backend, *request.param, precision)
+    kind, shape, budget = request.param
+    return judge(backend, kind, shape, budget, precision)
 
 
 @pytest.mark.spec(id="CC-SALIENCE")

@@ -87,7 +87,8 @@ CASES = [("addressed", shape) for shape in ADDRESSED] + [("laddered", shape) for
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[1]}")
 def case(request: pytest.FixtureRequest, stages: CrystalStages, precision: str) -> Case:
-    return judged(stages, *request.param, precision)
+    kind, shape = request.param
+    return judged(stages, kind, shape, precision)
 
 
 @pytest.mark.spec(id="CC-COATTENTION")
