@@ -1,7 +1,8 @@
 """Pseudo-random integers that any language can make again: SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
 
 The t-th number of a seed (t from 1) is mix(seed + t * 0x9E3779B97F4A7C15), all modulo 2^64, where mix(z) is
-z ^= z >> 30; z *= 0xBF58476D1CE4E5B9; z ^= z >> 27; z *= 0x94D049BB133111EB; z ^ z >> 31. Everything else here is made of these integers alone: no generator of a library, whose stream may change.
+z ^= z >> 30; z *= 0xBF58476D1CE4E5B9; z ^= z >> 27; z *= 0x94D049BB133111EB; z ^ z >> 31. Everything else here is made
+of these integers alone: no generator of a library, whose stream may change.
 """
 
 import numpy as np
