@@ -83,6 +83,7 @@ def sparingly(test: Callable[..., None]) -> Callable[..., None]:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "spec(id): the item of the specification that the test checks")
     config.addinivalue_line("markers", "judges(backend): the test is about this backend's own code")
+    config.addinivalue_line("markers", "nightly: too long for CI; runs with --kvspec-profile nightly alone")
     _register_profiles()
     settings.load_profile(profile_of(config))
     file = config.getoption("--kvspec-exceptions")
@@ -92,7 +93,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Refuse markers of unknown items; leave out what says nothing about the backend; mark the exceptions."""
+    """Refuse markers of unknown items; leave out what says nothing here, or is for the night; mark the exceptions."""
     known = known_items()
     for item in items:
         for mark in item.iter_markers("spec"):
@@ -101,6 +102,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if known and mark.kwargs["id"] not in known:
                 raise pytest.UsageError(f"{item.nodeid}: unknown item {mark.kwargs['id']!r}")
     _leave_out(config, [item for item in items if not _judges(item, str(config.getoption("--backend")))], items)
+    if profile_of(config) != "nightly":
+        _leave_out(config, [item for item in items if item.get_closest_marker("nightly")], items)
     found = config.stash[_exceptions]
     exceptions.apply(found, items)
 

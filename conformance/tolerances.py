@@ -26,16 +26,20 @@ __all__ = [
     "crystallization_radius",
     "decay_radius",
     "gamma",
+    "head_mean_error",
     "interval_radius",
     "key_cosine_error",
     "key_norm_error",
     "list_is_realisable",
+    "moved_salience_radius",
     "nestedkv_radius",
     "normalised_radius",
     "salience_radius",
     "scores_agree",
     "settled_radius",
+    "traced_radius",
     "turn_radius",
+    "weight_error",
 ]
 
 UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24}
@@ -154,10 +158,15 @@ def attention_error(
     group = len(q) // len(k)
     shared = np.repeat(np.abs(k.astype(np.float64)), group, axis=0)
     mass = np.matmul(np.abs(q.astype(np.float64)), shared.transpose(0, 2, 1)).max(axis=(0, 2)) * scaling
-    error = np.zeros(q.shape[1])
+    return weight_error(mass, q.shape[2], k.shape[1], softcap, precision)
+
+
+def weight_error(mass: Vector, d: int, keys: int, softcap: float | None, precision: str) -> Vector:
+    """The same from given masses: by the largest that a row has among all keys."""
+    error = np.zeros(len(mass))
     for p in (precision, "float64"):
-        logit = gamma(q.shape[2] + 8, p) * mass + (0.0 if softcap is None else 8 * UNIT_ROUNDOFF[p] * softcap)
-        error = error + np.expm1(4 * logit) + gamma(k.shape[1] + 16, p)
+        logit = gamma(d + 8, p) * mass + (0.0 if softcap is None else 8 * UNIT_ROUNDOFF[p] * softcap)
+        error = error + np.expm1(4 * logit) + gamma(keys + 16, p)
     bound: Vector = error
     return bound
 
@@ -178,6 +187,24 @@ def salience_radius(
     share = max(1, min(k_heads, len(A))) if heads == "mean" else 1
     radius: Vector = np.sort(moves, axis=0)[::-1][:k_heads].sum(axis=0) / share + floor
     return radius
+
+
+def moved_salience_radius(
+    salience: Vector, moves: Vector, Q: int, k_heads: int, M_min: float, precision: str,
+) -> Vector:
+    """The same by token from sums that were taken already: of the best heads, and of these with rows times error.
+
+    The best heads of either sum bound those of the other: both are sums of no more than the k_heads largest.
+    """
+    rounding = gamma(Q + k_heads + 2, precision) + gamma(Q + k_heads + 2, "float64")
+    floor = SMALLEST[precision] + (0.0 if precision == "float64" else 2 * UNIT_ROUNDOFF[precision] * M_min)
+    radius: Vector = moves * (1 + rounding) + rounding * salience + floor
+    return radius
+
+
+def head_mean_error(H: int, precision: str) -> float:
+    """Bound on the relative error that the mean over heads adds to that of its weights, the oracle's own included."""
+    return gamma(H + 2, precision) + gamma(H + 2, "float64")
 
 
 def cosine_error(e_i: Any, e_j: Any, Q: int, H: int, precision: str) -> Any:
@@ -274,11 +301,18 @@ def nestedkv_radius(head: Sequence[Sequence[float]], p: NestedKVParameters, prec
     n / W times the window); in float32 of a block, and for a window of three sums of W unit keys. A cosine divides that
     by the memory's length, a normalised value by the range; the oracle's own error is added in float64.
     """
-    n, d = len(head), len(head[0])
     found = nestedkv.traced(head, p)
+    return traced_radius(len(head), len(head[0]), found.raw, found.shortest, found.deviation, p, precision)
+
+
+def traced_radius(
+    n: int, d: int, readings: Sequence[Sequence[float]], lengths: Sequence[float], deviation: Sequence[float],
+    p: NestedKVParameters, precision: str,
+) -> float:
+    """The same from an oracle's anomalies before they are normalised, its shortest memories, and its deviations."""
     b = min(max(n // p.blocks, p.b_min), p.b_max)
     e = 0.0
-    for raw, shortest, scale in zip(found.raw, found.shortest, range(3), strict=True):
+    for raw, shortest, scale in zip(readings, lengths, range(3), strict=True):
         cosine = 0.0
         for kind in (precision, "float64"):
             terms, share = (min(b, n) + 8 if kind == "float32" else n + 16), 1.0
@@ -291,7 +325,7 @@ def nestedkv_radius(head: Sequence[Sequence[float]], p: NestedKVParameters, prec
         e = max(e, _normalised_error(raw, cosine))
     u = UNIT_ROUNDOFF["float64"]
     blend = e + math.expm1(2 * p.beta * 2 * (e + gamma(n + 8, "float64"))) + 16 * u
-    surprise = 2 * _normalised_error(found.deviation, e + 8 * u) + gamma(n + 8, "float64")
+    surprise = 2 * _normalised_error(deviation, e + 8 * u) + gamma(n + 8, "float64")
     return min(1.0, blend + p.kappa / 4 * surprise + e + 32 * u)
 
 

@@ -7,6 +7,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from conformance.strategies.parameters import small_parameters
+from conformance.strategies.sizes import HOT_TOKENS, KV_HEADS, S1_TOKENS
 from spec.arrays import IntVector
 from spec.parameters import TINY, CrystalCacheParameters
 
@@ -35,12 +36,12 @@ def frozen(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 @st.composite
 def attention_inputs(
-    draw: st.DrawFn, p: st.SearchStrategy[CrystalCacheParameters] | None = None, max_n: int = 26,
+    draw: st.DrawFn, p: st.SearchStrategy[CrystalCacheParameters] | None = None, max_n: int = S1_TOKENS,
 ) -> AttentionInputs:
     """One segment from position 0. Values are float32; the entropy is drawn as one seed, the structure is not."""
     parameters = draw(st.one_of(st.just(TINY), small_parameters()) if p is None else p, label="parameters")
     n = draw(st.integers(2, max_n), label="n")
-    H_kv = draw(st.integers(1, 2), label="H_kv")
+    H_kv = draw(st.integers(1, KV_HEADS), label="H_kv")
     group = draw(st.sampled_from(GROUPS), label="queries per KV head")
     d = draw(st.sampled_from([4, 2, 6]), label="d")
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1), label="seed"))
@@ -72,7 +73,7 @@ def later_segments(draw: st.DrawFn) -> AttentionInputs:
 
 @st.composite
 def hot_sets(
-    draw: st.DrawFn, widths: tuple[int, ...] = (1, 2, 4), heads: tuple[int, ...] = (1, 2, 4), max_n: int = 20,
+    draw: st.DrawFn, widths: tuple[int, ...] = (1, 2, 4), heads: tuple[int, ...] = (1, 2, 4), max_n: int = HOT_TOKENS,
 ) -> AttentionInputs:
     """Each query of each head attends 1, 2 or 4 keys, all alike: attention, salience and head means are dyadic.
 

@@ -7,6 +7,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from conformance.strategies.parameters import small_parameters
+from conformance.strategies.sizes import LIVE_SIZE, LIVE_TRUNKS
 from spec.arrays import BoolVector, Vector
 from spec.budget import Budget, parse_budget
 from spec.decode import DecodeState, LiveTrunks, TrunkWeights
@@ -67,9 +68,9 @@ def decode_parameters(draw: st.DrawFn) -> CrystalCacheParameters:
 
 
 @st.composite
-def states(draw: st.DrawFn, p: CrystalCacheParameters, max_m: int = 6, tail: bool = True) -> DecodeState:
+def states(draw: st.DrawFn, p: CrystalCacheParameters, max_m: int = LIVE_TRUNKS, tail: bool = True) -> DecodeState:
     """Any state that decode could have made: trunks with gaps, dead ones gone, a tail or none."""
-    sizes = draw(st.lists(st.integers(1, 4), max_size=max_m), label="live sizes")
+    sizes = draw(st.lists(st.integers(1, LIVE_SIZE), max_size=max_m), label="live sizes")
     n, m = sum(sizes), len(sizes)
     gaps = draw(st.lists(st.sampled_from([1, 1, 2, 5]), min_size=n, max_size=n), label="gaps")
     positions = np.cumsum(gaps, dtype=np.int64) - 1

@@ -8,6 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from conformance.oracles import s6
+from conformance.strategies.sizes import EVICTED_SIZE, EVICTED_TRUNKS
 from spec.arrays import BoolVector, Vector
 from spec.parameters import CrystalCacheParameters
 from spec.records import Trunks
@@ -48,8 +49,8 @@ class EvictionProblem:
 
 
 def _problem(integer: Integer) -> EvictionProblem:
-    m = integer(1, 10, "m")
-    sizes = [integer(1, 9, "size") for _ in range(m)]
+    m = integer(1, EVICTED_TRUNKS, "m")
+    sizes = [integer(1, EVICTED_SIZE, "size") for _ in range(m)]
     protected = _protected(integer, m)
     score = np.array([integer(0, 5, "sixths") / 6 for _ in range(m)])
     score[protected] = np.nan

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
+from conformance.strategies.sizes import CHUNK, CROSS, HEADS_SUMMED, INTRA, TRUNK
 from spec.parameters import PAPER, TINY, CrystalCacheParameters
 
 __all__ = ["ablations", "forms", "parameters", "small_parameters"]
@@ -19,11 +20,11 @@ def small_parameters(draw: st.DrawFn) -> CrystalCacheParameters:
         return draw(st.integers(low, high), label=name)
 
     return CrystalCacheParameters(
-        C=count("C", 1, 12), k_heads=count("k_heads", 0, 4), k_intra=count("k_intra", 0, 4),
-        tau_intra=pick("tau_intra", [0.3, 0.0, 0.5, 0.7]), k_cross=count("k_cross", 0, 3),
+        C=count("C", 1, CHUNK), k_heads=count("k_heads", 0, HEADS_SUMMED), k_intra=count("k_intra", 0, INTRA),
+        tau_intra=pick("tau_intra", [0.3, 0.0, 0.5, 0.7]), k_cross=count("k_cross", 0, CROSS),
         tau_cross=pick("tau_cross", [0.02, 0.0, 0.25]), M_min=pick("M_min", [0.1, 0.0, 1.0]),
         M_max=pick("M_max", [20.0, 2.0, 1.0]), tau_merge=pick("tau_merge", [0.3, 0.0, 0.5, 1.0]),
-        T_max=count("T_max", 1, 9), tau_edge=pick("tau_edge", [0.05, 0.0, 0.25]), s=pick("s", [5.0, 2.0, 40.0]),
+        T_max=count("T_max", 1, TRUNK), tau_edge=pick("tau_edge", [0.05, 0.0, 0.25]), s=pick("s", [5.0, 2.0, 40.0]),
         alpha=pick("alpha", [1.0, 0.0, 0.5, 2.0]), N_sink=count("N_sink", 0, 4), W_recent=count("W_recent", 0, 5),
         N_min=count("N_min", 0, 6),
     )

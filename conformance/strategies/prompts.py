@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from conformance.strategies.attention import AttentionInputs, attention_inputs
 from conformance.strategies.parameters import ablations
+from conformance.strategies.sizes import PROMPT_TOKENS
 from conformance.strategies.text import sentence_ends, token_ids
 from spec.arrays import IntVector
 from spec.parameters import TINY, CrystalCacheParameters
@@ -47,7 +48,7 @@ def budget_fractions() -> st.SearchStrategy[str]:
 
 
 @st.composite
-def prompts(draw: st.DrawFn, max_n: int = 24) -> Prompt:
+def prompts(draw: st.DrawFn, max_n: int = PROMPT_TOKENS) -> Prompt:
     """A prompt with small parameters, or TINY, at any fraction."""
     inputs = draw(attention_inputs(st.one_of(st.just(TINY), ablations()), max_n), label="inputs")
     n = len(inputs.positions)

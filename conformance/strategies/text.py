@@ -3,11 +3,10 @@
 import numpy as np
 from hypothesis import strategies as st
 
+from conformance.strategies.sizes import ALPHABET
 from spec.arrays import BoolVector, IntVector
 
 __all__ = ["end_masks", "sentence_ends", "token_ids"]
-
-ALPHABET = 9
 
 
 def token_ids(n: int) -> st.SearchStrategy[IntVector]:

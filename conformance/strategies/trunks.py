@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from conformance.strategies.parameters import small_parameters
+from conformance.strategies.sizes import DEGREES, NEAR, TEXT_TOKENS
 from conformance.strategies.text import end_masks
 from spec.arrays import BoolVector, IntVector, Vector
 from spec.parameters import TINY, CrystalCacheParameters
@@ -55,9 +56,9 @@ def coattentions(draw: st.DrawFn, n: int, p: CrystalCacheParameters, start: int 
     intra, cross = [], []
     for i in range(n):
         c = i // p.C * p.C
-        near = [start + j for j in range(c, min(c + p.C, n)) if j != i and abs(i - j) <= 6]
+        near = [start + j for j in range(c, min(c + p.C, n)) if j != i and abs(i - j) <= NEAR]
         intra.append(neighbours(near, p.k_intra, p.tau_intra, "intra"))
-        cross.append(neighbours([start + j for j in range(max(0, c - 6), c)], p.k_cross, p.tau_cross, "cross"))
+        cross.append(neighbours([start + j for j in range(max(0, c - NEAR), c)], p.k_cross, p.tau_cross, "cross"))
     return record([1.0] * n, intra, cross, p.k_intra, p.k_cross, start)
 
 
@@ -67,7 +68,7 @@ def dyadic_impacts(n: int) -> st.SearchStrategy[Vector]:
 
 
 @st.composite
-def texts(draw: st.DrawFn, max_n: int = 16) -> Text:
+def texts(draw: st.DrawFn, max_n: int = TEXT_TOKENS) -> Text:
     """Co-attention, impact and sentence ends of one text, from position 0."""
     p = draw(st.one_of(st.just(TINY), small_parameters()), label="parameters")
     n = draw(st.integers(2, max_n), label="n")
@@ -88,4 +89,4 @@ def partitions(draw: st.DrawFn, n: int) -> Trunks:
 def degrees() -> st.SearchStrategy[Vector]:
     """Degrees of 1 to 12 trunks in quarters, often equal."""
     quarters = st.one_of(st.integers(0, 3), st.integers(0, 400))
-    return st.lists(quarters, min_size=1, max_size=12).map(lambda found: np.array(found) / 4)
+    return st.lists(quarters, min_size=1, max_size=DEGREES).map(lambda found: np.array(found) / 4)

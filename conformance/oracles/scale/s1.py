@@ -1,0 +1,157 @@
+"""S1 at full size: one head and one chunk at a time, so that the largest array is (C, live)."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from spec.arrays import IntMatrix, IntVector, Matrix, Vector
+from spec.parameters import CrystalCacheParameters
+
+__all__ = ["Ranked", "Scored", "coattention", "log_sum_exp"]
+
+# Candidates that are remembered behind the last place of a list: more than these never tie in the lane's inputs.
+BEHIND = 16
+
+RowError = Callable[[Any, Any], Vector]
+CosineError = Callable[[Vector, int], Matrix]
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """Each token's strongest candidates as float32, best first, lower position first on a tie.
+
+    Positions are absolute; -1, weight 0 and error 0 where there is no further one.
+    """
+
+    index: IntMatrix
+    weight: Matrix
+    error: Matrix
+    """Relative."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What S1 says of each token, and how far a correct implementation may be from it."""
+
+    start: int
+    salience: Vector
+    unclipped: Vector
+    moves: Vector
+    """The sum of a token's k_heads largest column sums, with each row's weights times the row's error."""
+    intra: Ranked
+    cross: Ranked
+
+
+def coattention(
+    q: Any, k: Any, positions: IntVector, p: CrystalCacheParameters, scaling: float, softcap: float | None,
+    row_error: RowError, cosine_error: CosineError, mean_error: float,
+) -> Scored:
+    """CC-ATTENTION to CC-CROSS.
+
+    `row_error` bounds the relative error of weights by query row of (H, Q, d), (H_kv, n, d); `cosine_error` that of
+    cosines (Q, Q) of rows with such errors; `mean_error` is what the mean over heads adds.
+    """
+    n, before = q.shape[1], k.shape[1] - q.shape[1]
+    unclipped, moves, inside, across = [], [], [], []
+    for c in range(0, n, p.C):
+        stop = min(c + p.C, n)
+        first, last = before + c, before + stop
+        error = row_error(q[:, c:stop], k[:, :last])
+        mean, sums, wide = _chunk(
+            q[:, c:stop], k[:, :last], positions[first:last], positions[:last], first, scaling, softcap, error
+        )
+        top = np.sort(sums, axis=0)[::-1][: p.k_heads]
+        share = max(1, min(p.k_heads, len(q))) if p.heads == "mean" else 1
+        unclipped.append(top.sum(axis=0) / share)
+        moves.append(np.sort(wide, axis=0)[::-1][: p.k_heads].sum(axis=0) / share)
+        own = mean[:, first:]
+        rows = own / (np.sqrt((own * own).sum(axis=1)) + p.epsilon)[:, None]
+        cosines = rows @ rows.T
+        np.fill_diagonal(cosines, -1.0)
+        inside.append(_ranked(cosines, cosine_error(error, stop - c), positions[first:last], p.k_intra))
+        shares = np.broadcast_to(error[:, None] + mean_error, (stop - c, first))
+        across.append(_ranked(mean[:, :first], shares, positions[:first], p.k_cross))
+    total = np.concatenate(unclipped)
+    salience = np.clip(total, p.M_min, p.M_max)
+    return Scored(
+        int(positions[before]), salience, total, np.concatenate(moves), _joined(inside), _joined(across)
+    )
+
+
+def _chunk(
+    q: Any, k: Any, at: IntVector, keys_at: IntVector, first: int, scaling: float, softcap: float | None,
+    error: Vector,
+) -> tuple[Matrix, Matrix, Matrix]:
+    """Head means (Q, live); column sums of the own keys by head (H, Q); the same with rows times their error."""
+    H, group = len(q), len(q) // len(k)
+    hidden = keys_at[None, :] > at[:, None]
+    mean = np.zeros((len(at), len(keys_at)))
+    sums, wide = np.empty((H, len(at))), np.empty((H, len(at)))
+    for g in range(len(k)):
+        keys = k[g].astype(np.float64).T
+        for h in range(g * group, (g + 1) * group):
+            x = q[h].astype(np.float64) @ keys
+            x *= scaling
+            if softcap is not None:
+                x = softcap * np.tanh(x / softcap)
+            x[hidden] = -np.inf
+            x -= x.max(axis=1, keepdims=True)
+            np.exp(x, out=x)
+            x /= x.sum(axis=1, keepdims=True)
+            mean += x
+            own = x[:, first:]
+            sums[h], wide[h] = own.sum(axis=0), error @ own
+    mean /= H
+    return mean, sums, wide
+
+
+def _ranked(weights: Matrix, error: Matrix, positions: IntVector, k: int) -> Ranked:
+    """The best of each row as float32; candidates are numbered by rising position."""
+    width = min(k + BEHIND, weights.shape[1])
+    order = _best(weights.astype(np.float32), width)
+    best = np.take_along_axis(weights, order, axis=1)
+    real = best > 0
+    padded = [
+        np.where(real, positions[order] if width else order, -1), np.where(real, best, 0.0),
+        np.where(real, np.take_along_axis(error, order, axis=1), 0.0),
+    ]
+    wide = k + BEHIND
+    index, weight, bound = (
+        np.pad(x, ((0, 0), (0, wide - width)), constant_values=-1 if x.dtype.kind == "i" else 0) for x in padded
+    )
+    return Ranked(index, weight, bound)
+
+
+def _best(keys: Any, width: int) -> IntMatrix:
+    """Columns of the `width` largest of each row, descending, lower column first."""
+    if not width:
+        return np.zeros((len(keys), 0), dtype=np.int64)
+    # A total order in one integer: the float's bits (not negative, or -1 for none), then the column from the end.
+    bits = np.where(keys > 0, keys, 0).astype(np.float32).view(np.int32).astype(np.int64)
+    packed = bits << 32 | np.arange(keys.shape[1] - 1, -1, -1)
+    if width < keys.shape[1]:
+        packed = np.partition(packed, keys.shape[1] - width, axis=1)[:, -width:]
+    packed = np.sort(packed, axis=1)[:, ::-1]
+    order: IntMatrix = keys.shape[1] - 1 - (packed & 0xFFFFFFFF)
+    return order
+
+
+def _joined(parts: list[Ranked]) -> Ranked:
+    return Ranked(*(np.concatenate([getattr(part, name) for part in parts]) for name in ("index", "weight", "error")))
+
+
+def log_sum_exp(q: Any, k: Any, positions: IntVector, scaling: float, softcap: float | None) -> Matrix:
+    """The natural logarithm of the denominators of Eq. 3, (H, n)."""
+    n, group = q.shape[1], len(q) // len(k)
+    hidden = positions[None, :] > positions[len(positions) - n :, None]
+    found = np.empty(q.shape[:2])
+    for h in range(len(q)):
+        x = q[h].astype(np.float64) @ k[h // group].astype(np.float64).T * scaling
+        if softcap is not None:
+            x = softcap * np.tanh(x / softcap)
+        x[hidden] = -np.inf
+        top = x.max(axis=1)
+        found[h] = top + np.log(np.exp(x - top[:, None]).sum(axis=1))
+    return found

@@ -1,0 +1,77 @@
+"""Selectors and NestedKV's score at full size."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from spec.arrays import BoolVector, IntVector, Matrix, Vector
+from spec.parameters import NestedKVParameters
+
+__all__ = ["Traced", "cosines_with", "diverse", "nestedkv"]
+
+SMALL = 2.0**-16
+
+
+def cosines_with(V: Matrix, j: int) -> Vector:
+    """DV-COSINE of every signature with one: products added from the first channel to the last, none fused."""
+    found = np.zeros(len(V))
+    for c in range(V.shape[1]):
+        found = found + V[:, c] * V[j, c]
+    return found
+
+
+def diverse(s: Vector, V: Matrix, retained: BoolVector, k: int, lam: float) -> IntVector:
+    """DV-GREEDY: every candidate's greatest cosine is kept up to date as S grows."""
+    score = np.where(np.isnan(s), -np.inf, s)
+    inside = retained.copy()
+    nearest = np.zeros(len(s))
+    for j in np.flatnonzero(retained).tolist():
+        nearest = np.maximum(nearest, cosines_with(V, j))
+    while inside.sum() < k:
+        gain = np.where(inside, -np.inf, score - lam * nearest)
+        free = np.flatnonzero(~inside)
+        best = int(free[np.argmax(gain[free])])
+        inside[best] = True
+        nearest = np.maximum(nearest, cosines_with(V, best))
+    return np.flatnonzero(inside)
+
+
+class Traced(NamedTuple):
+    """One head's a*, and what its error depends on."""
+
+    score: Vector
+    raw: list[Vector]
+    shortest: list[float]
+    deviation: Vector
+
+
+def nestedkv(keys: Any, p: NestedKVParameters) -> Traced:
+    """NK-UNIT-KEYS to NK-ROUTE of the keys (n, d) of one head."""
+    k = keys.astype(np.float64)
+    N = len(k)
+    unit = k / np.sqrt((k * k).sum(axis=1))[:, None]
+    b = min(max(N // p.blocks, p.b_min), p.b_max)
+    blocks = [unit[at : at + b].mean(axis=0) for at in range(0, N, b)]
+    window = np.stack([unit[max(0, i - p.W + 1) : i + 1].sum(axis=0) / min(i + 1, p.W) for i in range(N)])
+    memories = [np.broadcast_to(unit.mean(axis=0), unit.shape), np.stack(blocks)[np.arange(N) // b], window]
+    lengths = [np.sqrt((m * m).sum(axis=1)) for m in memories]
+    raw = [
+        np.where(length > SMALL, -(unit * m).sum(axis=1) / np.where(length > SMALL, length, 1.0), 0.0)
+        for m, length in zip(memories, lengths, strict=True)
+    ]
+    a = np.stack([_spread(x) for x in raw])
+    number = max(1, int(p.p * N // 1))
+    order = np.sort(a, axis=1)
+    gap = order[:, N - number :].mean(axis=1) - order[:, :number].mean(axis=1)
+    share = np.array(p.w0) * np.exp(p.beta * gap)
+    blend = (share / share.sum()) @ a
+    deviation = np.sqrt(((a - a.mean(axis=0)) ** 2).mean(axis=0))
+    u = _spread(deviation)
+    surprise = np.maximum(0, u - u.mean())
+    alpha = 1 / (1 + np.exp(-p.kappa * (surprise - p.tau)))
+    return Traced((1 - alpha) * blend + alpha * a.max(axis=0), raw, [float(x.min()) for x in lengths], deviation)
+
+
+def _spread(x: Vector) -> Vector:
+    low, high = x.min(), x.max()
+    return (x - low) / (high - low) if high - low > SMALL else np.zeros(len(x))

@@ -1,0 +1,272 @@
+"""S2 to S6 at full size. Sums in a stated order are `np.cumsum` and `np.add.at`, which add from left to right."""
+
+import math
+from collections import defaultdict
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from spec.arrays import BoolVector, IntVector, Vector
+from spec.parameters import CrystalCacheParameters
+
+__all__ = [
+    "Columns",
+    "Dissolved",
+    "Pairs",
+    "counts",
+    "crystallization",
+    "degrees",
+    "dissolve",
+    "edge_columns",
+    "in_order",
+    "interface_sums",
+    "moments",
+    "normalised_impact",
+    "pair_weights",
+    "pairs",
+    "protected",
+    "rarity",
+    "score",
+    "sentences",
+    "token_impact",
+    "trunk_impact",
+    "trunks",
+]
+
+INTERFACE = 5  # tokens on either side, Eq. 16
+
+
+class Columns(NamedTuple):
+    """Eq. 15's triples: first endpoint, second endpoint, weight."""
+
+    first: IntVector
+    second: IntVector
+    weight: Vector
+
+
+class Pairs(NamedTuple):
+    """Unordered pairs of groups that have an edge, ascending: number of edges and their sum in the order of E."""
+
+    a: IntVector
+    b: IntVector
+    number: IntVector
+    total: Vector
+
+
+def in_order(terms: Vector) -> float:
+    """From left to right, starting from 0."""
+    return float(np.cumsum(terms)[-1]) if len(terms) else 0.0
+
+
+def in_groups(group: IntVector, terms: Vector, groups: int) -> Vector:
+    """The sum of each group's terms, in their order."""
+    found = np.zeros(groups)
+    np.add.at(found, group, terms)
+    return found
+
+
+def edge_columns(found: Any) -> Columns:
+    """CC-EDGES: intra by owner and rank, then cross by owner and rank."""
+    columns = []
+    for index, weight, turned in ((found.intra, found.intra_weight, False), (found.cross, found.cross_weight, True)):
+        own = np.repeat(np.arange(len(index)) + found.start, index.shape[1])
+        other, w = index.ravel(), weight.ravel()
+        there = other >= 0
+        own, other, w = own[there], other[there], w[there]
+        columns.append((other, own, w) if turned else (own, other, w))
+    return Columns(*(np.concatenate(parts) for parts in zip(*columns, strict=True)))
+
+
+def sentences(ends: BoolVector) -> IntVector:
+    """CC-SENTENCES: offsets."""
+    n = len(ends)
+    stops = np.flatnonzero(ends) + 1
+    return np.unique(np.concatenate([[0], stops, [n]])).astype(np.int64)
+
+
+def interface_sums(weights: list[float], tau: float) -> bool:
+    """Whether the strength exceeds tau: sum from left to right, less tau times the number."""
+    total = 0.0
+    for w in weights:
+        total += w
+    return total - tau * len(weights) > 0
+
+
+def trunks(ends: BoolVector, E: Columns, start: int, p: CrystalCacheParameters) -> IntVector:
+    """CC-TRUNKS: offsets in absolute positions."""
+    offsets = sentences(ends).tolist()
+    forward: dict[int, list[tuple[int, float]]] = defaultdict(list)
+    for a, b, w in zip((E.first - start).tolist(), (E.second - start).tolist(), E.weight.tolist(), strict=True):
+        if 0 <= a < b:
+            forward[a].append((b, w))
+    done: list[int] = []
+    left = offsets[0]
+    for at, stop in pairwise(offsets[1:]):
+        near = range(max(left, at - INTERFACE), at)
+        edge = min(stop, at + INTERFACE)
+        weights = [w for a in near for b, w in sorted(forward[a]) if at <= b < edge]
+        if not (interface_sums(weights, p.tau_merge) and stop - left <= p.T_max):
+            done.append(left)
+            left = at
+    done.append(left)
+    return start + _split(np.array([*done, len(ends)], dtype=np.int64), p.T_max)
+
+
+def _split(offsets: IntVector, T_max: int) -> IntVector:
+    """CC-SPLIT of every trunk: larger pieces first."""
+    found = [0]
+    for size in np.diff(offsets).tolist():
+        k = -(-size // T_max)
+        short, more = divmod(size, k)
+        found += [short + 1] * more + [short] * (k - more)
+    return np.cumsum(found).astype(np.int64)
+
+
+def counts(ids: IntVector) -> IntVector:
+    """CC-COUNT."""
+    _, inverse, number = np.unique(ids, return_inverse=True, return_counts=True)
+    return number[inverse].astype(np.int64)
+
+
+def rarity(c: IntVector, form: str = "logarithm") -> Vector:
+    """CC-RARITY and CC-RARITY-FORMS."""
+    if form == "reciprocal":
+        return 1 / (1 + c)
+    if form == "exponential":
+        return np.exp(-c.astype(np.float64))
+    found: Vector = 1 / (1 + np.log1p(c))
+    return found
+
+
+def token_impact(S: Vector, c: IntVector, p: CrystalCacheParameters) -> Vector:
+    """CC-IMPACT."""
+    if p.impact == "uniform":
+        return np.ones(len(S))
+    if p.impact == "salience":
+        return S
+    if p.impact == "unit":
+        top = S.max()
+        return 0.5 * (S / top if top else np.zeros(len(S))) + 0.5 * rarity(c, p.rarity)
+    mixed = 0.5 * (S / p.M_max) + 0.5 * rarity(c, p.rarity)
+    return np.clip(mixed * p.M_max, p.M_min, p.M_max)
+
+
+def trunk_impact(M: Vector, offsets: IntVector) -> Vector:
+    """CC-TRUNK-IMPACT; offsets count from the segment's first token."""
+    found = []
+    for a, b in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
+        top = np.sort(M[a:b])[::-1][:3].tolist()
+        found.append(_left_to_right(top) / len(top))
+    return np.array(found)
+
+
+def _left_to_right(terms: list[float]) -> float:
+    total = 0.0
+    for x in terms:
+        total += x
+    return total
+
+
+def pairs(E: Columns, bounds: IntVector, new_from: int = 0) -> Pairs:
+    """CC-TRUNK-EDGES; an endpoint belongs to the last group whose first position is not above it."""
+    a = np.searchsorted(bounds, E.first, side="right") - 1
+    b = np.searchsorted(bounds, E.second, side="right") - 1
+    apart = (a != b) & (np.maximum(a, b) >= new_from)
+    low, high, w = np.minimum(a, b)[apart], np.maximum(a, b)[apart], E.weight[apart]
+    order = np.lexsort((np.arange(len(low)), high, low))
+    low, high, w = low[order], high[order], w[order]
+    first = np.ones(len(low), dtype=np.bool_)
+    first[1:] = (low[1:] != low[:-1]) | (high[1:] != high[:-1])
+    group = np.cumsum(first) - 1
+    number = np.bincount(group, minlength=int(first.sum())).astype(np.int64)
+    total = in_groups(group, w, int(first.sum()))
+    return Pairs(low[first], high[first], number, total)
+
+
+def pair_weights(found: Pairs, sizes: IntVector) -> Vector:
+    """Eq. 25 before the prune; the product of sizes as an exact integer."""
+    product = sizes[found.a].astype(object) * sizes[found.b].astype(object)
+    density = np.array([int(k) / int(size) for k, size in zip(found.number.tolist(), product, strict=True)])
+    weights: Vector = found.total / found.number * np.sqrt(density)
+    return weights
+
+
+def degrees(indptr: IntVector, weights: Vector) -> Vector:
+    """CC-DEGREE of given rows."""
+    m = len(indptr) - 1
+    rows = np.repeat(np.arange(m), np.diff(indptr))
+    return in_groups(rows, weights, m)
+
+
+def moments(degree: Vector, epsilon: float) -> tuple[float, float]:
+    """Eq. 27's mean and standard deviation, correctly rounded sums."""
+    m = len(degree)
+    mu = math.fsum(degree.tolist()) / m
+    sigma = math.sqrt(math.fsum(((degree - mu) ** 2).tolist()) / m)
+    return mu, sigma if sigma >= epsilon else 1.0
+
+
+def crystallization(degree: Vector, p: CrystalCacheParameters) -> Vector:
+    """CC-CRYSTALLIZATION."""
+    if p.graph == "zero":
+        return np.zeros(len(degree))
+    mu, sigma = moments(degree, p.epsilon)
+    x = p.s * ((degree - mu) / sigma)
+    power = np.exp(-np.abs(x))
+    return np.where(x >= 0, 1 / (1 + power), power / (1 + power))
+
+
+def normalised_impact(M_bar: Vector, epsilon: float) -> Vector:
+    """CC-NORMALISED-IMPACT of the unprotected trunks."""
+    ell = np.log1p(M_bar)
+    low, high = ell.min(), ell.max()
+    found: Vector = (ell - low) / (high - low + epsilon)
+    return found
+
+
+def score(D: Vector, M_bar: Vector, shut: BoolVector, p: CrystalCacheParameters) -> Vector:
+    """CC-SCORE; NaN where protected."""
+    found = np.full(len(D), np.nan)
+    if not shut.all():
+        found[~shut] = np.maximum(D[~shut], p.alpha * normalised_impact(M_bar[~shut], p.epsilon))
+    return found
+
+
+def protected(offsets: IntVector, n: int, p: CrystalCacheParameters) -> BoolVector:
+    """CC-PROTECTED."""
+    found: BoolVector = (offsets[:-1] < p.N_sink) | (offsets[1:] > n - p.W_recent)
+    return found
+
+
+class Dissolved(NamedTuple):
+    """Kept places counted from 0, tokens kept per trunk, D after."""
+
+    kept: IntVector
+    ratio: Vector
+    D: Vector
+
+
+def dissolve(
+    scores: Vector, offsets: IntVector, M: Vector, D: Vector, shut: BoolVector, B: int, N_min: int,
+) -> Dissolved:
+    """Algorithm 1 by its closed form: exclusive prefix sums in the order of eviction, exact integers."""
+    sizes = np.diff(offsets)
+    alive = np.flatnonzero(~shut)
+    order = alive[np.lexsort((alive, scores[alive]))]
+    total = int(sizes[order].sum())
+    c_0 = min(max(0, total - (B - int(sizes[shut].sum()))), total)
+    before = np.cumsum(sizes[order]) - sizes[order]
+    remnant = before + sizes[order] - c_0
+    stays = np.where(before >= c_0, sizes[order], np.where(remnant >= max(N_min, 1), remnant, 0))
+    number = sizes.copy()
+    number[order] = stays
+    kept = np.repeat(number == sizes, sizes)
+    first = int(offsets[0])
+    for g in np.flatnonzero((number > 0) & (number < sizes)).tolist():
+        a, b = int(offsets[g]) - first, int(offsets[g + 1]) - first
+        best = np.lexsort((np.arange(a, b), -M[a:b]))[: int(number[g])]
+        kept[a + best] = True
+    ratio = np.array([float(Fraction(k, s)) for k, s in zip(number.tolist(), sizes.tolist(), strict=True)])
+    return Dissolved(np.flatnonzero(kept), ratio, ratio * D)

@@ -1,0 +1,203 @@
+"""The oracles for full sizes against the brute-force ones on small inputs, and the limits of what the lane draws."""
+
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance import tolerances as compare
+from conformance.checks.stages import edges_of, trunk_lists
+from conformance.oracles import decode as brute_decode
+from conformance.oracles import diversity as brute_diversity
+from conformance.oracles import nestedkv as brute_nestedkv
+from conformance.oracles import s1, s2, s3, s4, s5, s6
+from conformance.oracles.decode import Model, Trunk
+from conformance.oracles.scale import decode, selectors, stages
+from conformance.oracles.scale import s1 as scale_s1
+from conformance.paths import ROOT
+from conformance.strategies.attention import AttentionInputs, attention_inputs, later_segments
+from conformance.strategies.decoding import decode_parameters, flags, graphs, inverse_norms
+from conformance.strategies.eviction import EvictionProblem, evictions
+from conformance.strategies.scale_numbers import Numbers
+from conformance.strategies.trunks import Text, degrees, partitions, texts
+from conformance.vectors.models import pairs_of
+from spec.arrays import Vector
+from spec.parameters import NESTEDKV, PAPER, NestedKVParameters
+from spec.records import Trunks
+
+SMALL_UNITS = 64  # rounding of sums of at most some dozen terms, both sides
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal but for rounding in another order."""
+    a, b = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
+    u = compare.UNIT_ROUNDOFF["float64"]
+    return a.shape == b.shape and bool((np.abs(a - b) <= SMALL_UNITS * 16 * u * np.maximum(np.abs(a), np.abs(b))).all())
+
+
+@given(inputs=st.one_of(attention_inputs(), later_segments()))
+def test_attention(inputs: AttentionInputs) -> None:
+    """CC-COATTENTION: salience, and every list with its weights where no near tie decides."""
+    p = inputs.parameters
+    found = scale_s1.coattention(
+        inputs.q, inputs.k, inputs.positions, p, inputs.scaling, inputs.softcap,
+        lambda q, k: np.full(q.shape[1], 1e-12), lambda error, Q: np.full((Q, Q), 1e-12), 0.0,
+    )
+    want = s1.coattention(
+        inputs.q.tolist(), inputs.k.tolist(), inputs.positions.tolist(), p, inputs.scaling, inputs.softcap
+    )
+    assert found.start == want.start
+    assert same(found.salience, want.salience)
+    assert same(found.moves, found.unclipped * 1e-12)
+    for got, rows, k, tau in (
+        (found.intra, want.intra, p.k_intra, p.tau_intra), (found.cross, want.cross, p.k_cross, p.tau_cross),
+    ):
+        for index, weight, row in zip(got.index.tolist(), got.weight.tolist(), rows, strict=True):
+            mine = [(j, w) for j, w in zip(index[:k], weight[:k], strict=True) if s1.float32(w) > s1.float32(tau)]
+            assert same([w for _, w in mine], [w for _, w in row])
+            values = [s1.float32(w) for w in weight]
+            apart = all(a - b > 1e-6 * a for a, b in itertools.pairwise(values[: k + 1]) if b)
+            assert not apart or [j for j, _ in mine] == [j for j, _ in row]
+
+
+@given(inputs=attention_inputs())
+def test_denominators(inputs: AttentionInputs) -> None:
+    positions = inputs.positions
+    want = s1.log_sum_exp(
+        inputs.q.tolist(), inputs.k.tolist(), positions.tolist(), positions.tolist(), inputs.scaling, inputs.softcap
+    )
+    found = scale_s1.log_sum_exp(inputs.q, inputs.k, positions, inputs.scaling, inputs.softcap)
+    assert np.abs(found - np.array(want)).max() < 1e-10
+
+
+@given(text=texts(), ids=st.lists(st.sampled_from([1, 2, 65_537, 2**40]), min_size=16, max_size=16))
+def test_trunks_and_impact(text: Text, ids: list[int]) -> None:
+    """CC-EDGES, CC-TRUNKS, CC-TRUNK-IMPACT, CC-COUNT, CC-IMPACT."""
+    p, given_ = text.parameters, text.coattention
+    E = stages.edge_columns(given_)
+    assert list(zip(*(column.tolist() for column in E), strict=True)) == edges_of(given_)
+    want = s2.trunks(text.ends.tolist(), edges_of(given_), p)
+    offsets = stages.trunks(text.ends, E, 0, p)
+    assert trunk_lists(Trunks(offsets, np.ones(len(offsets) - 1))) == want
+    M_bar = [s3.trunk_impact(text.impact.tolist(), g) for g in want]
+    assert stages.trunk_impact(text.impact, offsets).tolist() == M_bar
+    assert stages.sentences(text.ends).tolist() == [0, *[g[-1] + 1 for g in s2.sentences(text.ends.tolist())]]
+    c = stages.counts(np.array(ids))
+    assert c.tolist() == s3.counts(ids)
+    S = np.linspace(0.1, 19, len(ids))
+    assert compare.close("CC-IMPACT", stages.token_impact(S, c, p), s3.impact(S.tolist(), ids, p))
+
+
+@given(text=texts(), data=st.data())
+def test_graph(text: Text, data: st.DataObject) -> None:
+    """CC-TRUNK-EDGES, CC-TRUNK-WEIGHT and CC-DEGREE over any partition."""
+    among = data.draw(partitions(len(text.ends)), label="trunks")
+    lists, E = trunk_lists(among), edges_of(text.coattention)
+    found = stages.pairs(stages.edge_columns(text.coattention), among.offsets[:-1])
+    weights = stages.pair_weights(found, among.sizes)
+    got = {(a, b): w for a, b, w in zip(found.a.tolist(), found.b.tolist(), weights.tolist(), strict=True)}
+    want = {
+        (a, b): s4.unpruned_weight(s4.cross_weights(E, lists[a], lists[b]), len(lists[a]), len(lists[b]))
+        for a, b in itertools.combinations(range(len(lists)), 2) if s4.cross_weights(E, lists[a], lists[b])
+    }
+    assert got == want
+
+
+@given(degree=degrees(), data=st.data())
+def test_scores(degree: Vector, data: st.DataObject) -> None:
+    """CC-CRYSTALLIZATION and CC-SCORE."""
+    D = stages.crystallization(degree, PAPER)
+    assert (np.abs(D - s4.crystallization(degree.tolist(), PAPER)) < 1e-12).all()
+    shut = np.array(data.draw(st.lists(st.booleans(), min_size=len(D), max_size=len(D)), label="protected"))
+    want = s5.score(D.tolist(), (degree + 1).tolist(), np.flatnonzero(~shut).tolist(), PAPER)
+    found = stages.score(D, degree + 1, shut, PAPER)
+    assert np.isnan(found[shut]).all()
+    assert same(found[~shut], [want[g] for g in np.flatnonzero(~shut).tolist()])
+
+
+@given(problem=evictions())
+def test_dissolution(problem: EvictionProblem) -> None:
+    """CC-CUT, CC-ALLOCATE, CC-KEEP-COUNT, CC-DISSOLVE, by the closed form."""
+    p, want = problem, problem.expected()
+    found = stages.dissolve(p.score, p.trunks.offsets, p.impact, p.D, p.protected, p.budget, p.parameters.N_min)
+    assert found.kept.tolist() == want.kept
+    assert found.ratio.tolist() == [float(r) for r in want.ratio]
+    assert found.D.tolist() == want.D
+    n = len(p.impact)
+    assert stages.protected(p.trunks.offsets, n, PAPER).tolist() == s6.protected(
+        problem.lists, n, PAPER.N_sink, PAPER.W_recent
+    )
+
+
+@given(data=st.data(), p=decode_parameters())
+def test_decode(data: st.DataObject, p: Any) -> None:
+    """CC-ACTIVATION, CC-RESONANCE, CC-HEBB."""
+    m = data.draw(st.integers(1, 7), label="m")
+    W = data.draw(graphs(m), label="W")
+    active = data.draw(flags(m), label="active")
+    D = np.linspace(0.1, 0.9, m)
+    names = pairs_of({name: x.tolist() for name, x in W._asdict().items()}, list(range(m)))
+    model = Model(0, trunks=[Trunk(g, [g], 1.0, x) for g, x in enumerate(D.tolist())], W=names)
+    brute_decode.resonance(model, set(np.flatnonzero(active).tolist()), p)
+    assert decode.resonance(D, W, active, p).tolist() == [g.D for g in model.trunks]
+    after = brute_decode.hebb(names, set(np.flatnonzero(active).tolist()), p)
+    if p.hebb == "additive":
+        rows = [x.tolist() for x in decode.hebbian(W, active, p)]
+        found = dict(zip(("indptr", "indices", "weights"), rows, strict=True))
+        assert pairs_of(found, list(range(m))) == after
+    norms = data.draw(inverse_norms(m), label="norms")
+    model = Model(0, trunks=[Trunk(g, [g], 1.0, 0.0) for g in range(m)], norm=dict(enumerate(norms.tolist())))
+    found_active = decode.activation(norms, np.arange(m + 1), p.theta_act)
+    assert set(np.flatnonzero(found_active).tolist()) == brute_decode.active(model, p)
+
+
+@given(seed=st.integers(0, 2**32 - 1), n=st.integers(1, 20), lam=st.sampled_from([0.0, 0.5, 3.0]))
+def test_diversity(seed: int, n: int, lam: float) -> None:
+    """DV-COSINE and DV-GREEDY."""
+    numbers = Numbers(seed)
+    V = (numbers.fractions(3 * 5).reshape(3, 5) - 0.5)[numbers.integers(0, 3, n)]
+    s, retained = numbers.integers(0, 3, n) / 4, numbers.integers(0, 4, n) == 0
+    k = int(retained.sum()) + (n - int(retained.sum())) // 2
+    want = brute_diversity.alpha(s.tolist(), V.tolist(), np.flatnonzero(retained).tolist(), k, lam)
+    assert selectors.diverse(s, V, retained, k, lam).tolist() == want
+    assert selectors.cosines_with(V, 0).tolist() == [brute_diversity.cosine(v, V[0].tolist()) for v in V.tolist()]
+
+
+@given(seed=st.integers(0, 2**32 - 1), n=st.integers(2, 40))
+def test_nestedkv(seed: int, n: int) -> None:
+    """NK-SCORE."""
+    keys = Numbers(seed).fractions(n * 4).reshape(n, 4) - 0.3
+    for p in (NESTEDKV, NestedKVParameters(b_min=3, b_max=5, blocks=7, W=4)):
+        assert np.abs(selectors.nestedkv(keys, p).score - brute_nestedkv.scores(keys.tolist(), p)).max() < 1e-6
+
+
+@given(k=st.integers(1, 4), n=st.integers(1, 5))
+def test_key_norms(k: int, n: int) -> None:
+    """CC-KEY-NORM."""
+    keys = Numbers(k * n).fractions(k * n * 3).reshape(k, n, 3)
+    want = [brute_decode.inverse_norm(list(token)) for token in keys.transpose(1, 0, 2).tolist()]
+    assert same(decode.inverse_norms(keys), want)
+
+
+def test_the_numbers_are_splitmix64() -> None:
+    """The first three of seed 1234567, as other implementations publish them."""
+    first = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    assert Numbers(1234567).words(3).tolist() == first
+    numbers = Numbers(1234567)
+    assert [int(numbers.words(1)[0]) for _ in range(3)] == first
+
+
+def test_scale_oracles_share_nothing_with_what_they_judge() -> None:
+    for path in (ROOT / "conformance" / "oracles" / "scale").glob("*.py"):
+        imports = re.findall(r"^\s*(?:from|import) ([a-z_]+)", Path(path).read_text(encoding="utf-8"), re.MULTILINE)
+        assert not {"reference", "accelerated", "models_integration", "scipy", "numba", "torch"} & set(imports)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**63])
+def test_a_permutation_holds_every_number(seed: int) -> None:
+    assert sorted(Numbers(seed).permutation(1_000).tolist()) == list(range(1_000))

@@ -1,0 +1,206 @@
+"""Attention inputs of the sizes of real models, from a seed.
+
+`addressed`: every query head points at one key, so that attention, salience and head means are exact in every floating
+type, ties included; cosines inside a chunk are 0 or 1. `laddered`: weights fall off in steps wider than the certified
+error of float32, so that few choices are left to rounding.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from conformance.strategies.attention import AttentionInputs, frozen
+from conformance.strategies.prompts import Prompt
+from conformance.strategies.scale_numbers import Numbers
+from spec.arrays import IntMatrix, IntVector
+from spec.parameters import PAPER, CrystalCacheParameters
+
+__all__ = ["ENDS", "RANKS", "Shape", "addressed", "laddered", "text_of"]
+
+SURE = 1024.0  # the margin of a logit: exp(-SURE) is 0 in every floating type
+VOCABULARY = 151_936  # of Qwen2.5: more than 2^16 ids
+ENDS = frozenset({13, 30, 65_536 + 13, 131_072 + 30})  # two of them are the other two modulo 2^16
+SOURCES = 6  # more than PAPER's k_cross
+# `laddered`: keys of a group, groups of a block, tokens that look for a group, groups of earlier chunks, own share.
+RANKS, GROUPS, MEMBERS, FAR, OWN = 6, 4, 14, 3, 0.4
+STEEP = 3.0  # a step between two keys of a group is at most e^STEEP
+# Which share of a token's heads points at its first, second, ... source.
+SHARES = ((0.35, 0.25, 0.15, 0.1, 0.1, 0.05), (0.3, 0.3, 0.2, 0.1, 0.1, 0.0))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A layer and a prompt: H query heads on H_kv KV heads of d channels, n tokens behind `before` live keys."""
+
+    name: str
+    H: int
+    H_kv: int
+    d: int
+    n: int
+    parameters: CrystalCacheParameters = PAPER
+    before: int = 0
+    start: int = 0
+    softcap: float | None = None
+    seed: int = 1
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def addressed(shape: Shape) -> AttentionInputs:
+    """Hard attention at places all over the segment: far ones, the first key, and own ones of every row."""
+    numbers, live = Numbers(shape.seed), shape.before + shape.n
+    target = _targets(shape, numbers)
+    bits = max(1, (live - 1).bit_length())
+    wide = shape.d // (2 * bits)
+    scaling = shape.d**-0.5
+    cold = 2.0 ** math.ceil(math.log2(SURE / (wide * scaling)))
+    # A key is the bits of its address and their complements; a query that looks for it is `cold` times the opposite.
+    # Then every product with that key is 0, so that no rounding enters its logit, and one bit off is far below.
+    k = np.zeros((shape.H_kv, live, shape.d), dtype=np.float32)
+    for g in range(shape.H_kv):
+        # Another numbering of the keys in each KV head: a query that reads the wrong one points elsewhere.
+        digits = numbers.permutation(live)[:, None] >> np.arange(bits) & 1
+        k[g, :, : 2 * bits * wide] = np.repeat(np.concatenate([digits, 1 - digits], axis=1), wide, axis=1)
+    swapped = np.concatenate([k[:, :, bits * wide : 2 * bits * wide], k[:, :, : bits * wide]], axis=2)
+    q = np.zeros((shape.H, shape.n, shape.d), dtype=np.float32)
+    for h in range(shape.H):
+        q[h, :, : 2 * bits * wide] = -cold * swapped[h // (shape.H // shape.H_kv)][target[h]]
+    return AttentionInputs(frozen(q), frozen(k), _positions(shape), shape.parameters, scaling, None)
+
+
+def _positions(shape: Shape) -> IntVector:
+    positions = np.arange(shape.start, shape.start + shape.before + shape.n, dtype=np.int64)
+    if shape.before:  # an older cache has gaps
+        positions[: shape.before] -= np.arange(shape.before, 0, -1)
+        positions -= min(0, int(positions[0]))
+    positions.flags.writeable = False
+    return positions
+
+
+def _targets(shape: Shape, numbers: Numbers) -> IntMatrix:
+    """The key that each head of each query points at (H, n), as an index into the live keys."""
+    p, H, n, before = shape.parameters, shape.H, shape.n, shape.before
+    sources = max(SOURCES, p.k_cross + 2)
+    own_heads = max(1, 3 * H // 8)
+    order = np.argsort(numbers.words(n * H).reshape(n, H), axis=1, kind="stable")
+    own = _cluster_heads(n, p.C, numbers) + before
+    first = before + np.arange(n) // p.C * p.C
+    target = np.repeat(own[:, None], H, axis=1)
+    places = numbers.below(np.repeat(np.maximum(first, 1), sources)).reshape(n, sources)
+    places[numbers.integers(0, 4, n) == 0, 0] = 0
+    kinds = numbers.integers(0, len(SHARES) + 1, n)
+    edges = [np.cumsum([*share, *[0.0] * (sources - SOURCES)]) for share in SHARES]
+    edges.append(np.arange(1, sources + 1) / sources)
+    elsewhere = H - own_heads
+    for s in range(elsewhere):
+        at = (s + 0.5) / elsewhere
+        rank = np.array([min(int(np.searchsorted(edge, at)), sources - 1) for edge in edges])[kinds]
+        chosen = places[np.arange(n), rank]
+        head = order[:, own_heads + s]
+        target[np.arange(n), head] = np.where(first > 0, chosen, own)
+    return target.T
+
+
+def _cluster_heads(n: int, C: int, numbers: Numbers) -> IntVector:
+    """Of each token the first member of its cluster: a run of neighbours, or tokens from all over the chunk.
+
+    Clusters hold 1 to some hundred tokens; all members but those in front of a list's last place tie.
+    """
+    found = np.arange(n)
+    for c in range(0, n, C):
+        stop = min(c + C, n)
+        kinds = max(1, (stop - c) // 24)
+        leader: dict[int, int] = {}
+        at, runs = c, False
+        while at < stop:
+            length = int(numbers.integers(5, 48, 1)[0])
+            block = range(at, min(at + length, stop))
+            if runs:
+                found[block] = at
+            else:
+                names = (kinds * numbers.fractions(len(block)) ** 2).astype(np.int64).tolist()
+                found[block] = [leader.setdefault(name, i) for name, i in zip(names, block, strict=True)]
+            at, runs = block.stop, not runs
+    return found
+
+
+def text_of(inputs: AttentionInputs, budget: str, seed: int) -> Prompt:
+    """Ids of a large vocabulary, most of them rare, one common beyond all else; sentences of 1 to 40 tokens."""
+    n, numbers = inputs.q.shape[1], Numbers(seed)
+    ids = (VOCABULARY * numbers.fractions(n) ** 4).astype(np.int64)
+    ends = sorted(ENDS)
+    ids[np.isin(ids, ends)] += 1
+    at = np.cumsum(1 + (40 * numbers.fractions(n) ** 2).astype(np.int64))
+    at = at[at < n]
+    ids[at] = np.array(ends)[numbers.integers(0, len(ends), len(at))]
+    return Prompt(inputs, frozen(ids), ENDS, budget)
+
+
+def laddered(shape: Shape) -> AttentionInputs:
+    """Each head attends the RANKS keys of one group, which have one address, in steps of up to e^STEEP.
+
+    Keys of other groups have weight 0, as in `addressed`, so that few rounded terms enter any sum. Groups lie in
+    blocks of their own; a token looks for one of its chunk, mostly a recent one, and for some of earlier chunks.
+    """
+    numbers, n = Numbers(shape.seed), shape.n
+    block = RANKS * GROUPS
+    groups = -(-n // block) * GROUPS
+    within = np.argsort(numbers.words(-(-n // block) * block).reshape(-1, block), axis=1)
+    group_of = (np.arange(len(within))[:, None] * GROUPS + within % GROUPS).ravel()[:n]
+    rank_of = (within // GROUPS).ravel()[:n]
+    own, far = _groups_looked_for(shape, numbers)
+    k, q = _rooms(shape, numbers, groups)
+    ranks = slice(shape.d - RANKS, shape.d)
+    keys = k[:, group_of]
+    keys[:, np.arange(n), shape.d - RANKS + rank_of] = 1.0
+    steps = -STEEP * numbers.fractions(n * RANKS).reshape(n, RANKS)
+    queries = np.zeros((shape.H, n, shape.d), dtype=np.float32)
+    for h in range(shape.H):
+        tilt = (numbers.fractions(RANKS) - 0.5) * 2
+        elsewhere = far[:, h % FAR]
+        inside = (numbers.fractions(n) < OWN) & (own >= 0) | (elsewhere < 0)
+        asks = np.where(inside, own, elsewhere)
+        queries[h, :, : shape.d - RANKS] = q[h // (shape.H // shape.H_kv)][asks][:, : shape.d - RANKS]
+        queries[h, :, ranks] = (steps + tilt) / shape.d**-0.5
+    return AttentionInputs(
+        frozen(queries), frozen(keys), _positions(shape), shape.parameters, shape.d**-0.5, shape.softcap
+    )
+
+
+def _rooms(shape: Shape, numbers: Numbers, groups: int) -> tuple[Any, Any]:
+    """Per KV head and group: the key channels of its address, and the query channels that look for it."""
+    bits = max(1, (groups - 1).bit_length())
+    wide = (shape.d - RANKS) // (2 * bits)
+    cold = 2.0 ** math.ceil(math.log2(SURE / (wide * shape.d**-0.5)))
+    k = np.zeros((shape.H_kv, groups, shape.d), dtype=np.float32)
+    q = np.zeros_like(k)
+    for g in range(shape.H_kv):
+        digits = numbers.permutation(groups)[:, None] >> np.arange(bits) & 1
+        k[g, :, : 2 * bits * wide] = np.repeat(np.concatenate([digits, 1 - digits], axis=1), wide, axis=1)
+        q[g, :, : 2 * bits * wide] = -cold * np.repeat(np.concatenate([1 - digits, digits], axis=1), wide, axis=1)
+    return k, q
+
+
+def _groups_looked_for(shape: Shape, numbers: Numbers) -> tuple[IntVector, IntMatrix]:
+    """Of each token the group of its chunk that it looks for, and those of earlier chunks; -1 where there is none."""
+    n, C, block = shape.n, shape.parameters.C, RANKS * GROUPS
+    own, far = np.full(n, -1), np.full((n, FAR), -1)
+    recent, u = numbers.integers(0, 2, n), numbers.fractions(n)
+    members: dict[int, int] = {}
+    for i in range(n):
+        first, done = -(-(i // C * C) // block), (i + 1) // block  # blocks that lie in the chunk and are complete
+        open_ = [g for g in range(first * GROUPS, done * GROUPS) if members.get(g, 0) < MEMBERS]
+        if recent[i]:
+            open_ = open_[-GROUPS:]
+        if open_:
+            own[i] = open_[int(u[i] * len(open_))]
+            members[int(own[i])] = members.get(int(own[i]), 0) + 1
+        elif i < C:
+            own[i] = i // block * GROUPS if i % block else 0
+    earlier = np.arange(n) // C * C // block * GROUPS
+    for s in range(FAR):
+        far[:, s] = np.where(earlier > 0, numbers.below(np.maximum(earlier, 1)), -1)
+    return own, far

@@ -1,0 +1,286 @@
+"""Decode at full size: wide trunks, long chains, hubs, ten thousands of edges, segments behind far positions."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+from conformance import tolerances as compare
+from conformance.oracles.scale import decode as oracle
+from conformance.oracles.scale import stages
+from conformance.strategies.scale_numbers import Numbers
+from conformance.strategies.scale_tables import Lists, csr, lists, network
+from spec.arrays import IntVector, Vector
+from spec.backend import BreathStages
+from spec.decode import LiveTrunks, TrunkWeights
+from spec.parameters import PAPER
+
+pytestmark = pytest.mark.usefixtures("compiled")
+
+SIZES = [15, 16, 17, 31, 32, 33, 40, 41, 63, 65, 127, 129, 255, 257, 1_023, 1_025, 65_535, 65_537, 100_000]
+
+
+@pytest.mark.spec(id="CC-KEY-NORM")
+@pytest.mark.parametrize(("H_kv", "n", "d"), [
+    (1, 70_000, 8), (3, 1_025, 96), (5, 300, 80), (8, 5_000, 128), (16, 1_100, 64), (17, 65, 33), (32, 257, 128),
+    (40, 130, 256), (2, 33, 1_025),
+])
+@pytest.mark.parametrize("kind", [np.float32, np.float16, np.float64])
+def test_norms_of_every_head_and_channel(breath_stages: BreathStages, H_kv: int, n: int, d: int, kind: type) -> None:
+    """Lengths differ by head and rise along the channels, so that none of them can be left out; some keys are zero."""
+    numbers = Numbers(H_kv * n + d)
+    k = (numbers.fractions(H_kv * n * d).reshape(H_kv, n, d) - 0.5) * np.linspace(0.1, 4, d) ** 2
+    k *= np.linspace(0.5, 2, H_kv)[:, None, None]
+    k[-1, n - 2] = 0.0
+    k = k.astype(kind)
+    found, want = breath_stages.inverse_key_norms(k), oracle.inverse_norms(k)
+    assert np.isinf(found).tolist() == np.isinf(want).tolist()
+    there = np.isfinite(want)
+    assert (np.abs(found[there] - want[there]) <= compare.key_norm_error(H_kv, d) * want[there]).all()
+
+
+def table(sizes: IntVector, norms: Vector) -> LiveTrunks:
+    n = int(sizes.sum())
+    offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    return LiveTrunks(2**33 + np.arange(n), offsets, np.ones(n), norms, np.ones(len(sizes)))
+
+
+@pytest.mark.spec(id="CC-ACTIVATION")
+@pytest.mark.parametrize("size", SIZES)
+def test_more_than_half_of_a_wide_trunk(breath_stages: BreathStages, size: int) -> None:
+    """Of six trunks of a size half of the members are above, half and one, all but one, one, none; the last ones."""
+    above = [size // 2, size // 2 + 1, size - 1, 1, 0, (size + 1) // 2]
+    norms = np.concatenate([np.repeat([0.1, 0.9], [size - a, a]) for a in above])
+    norms[-1] = 1.0
+    live = table(np.full(6, size), norms)
+    found = breath_stages.activation(live, PAPER)
+    assert found.tolist() == oracle.activation(norms, live.offsets, PAPER.theta_act).tolist()
+    assert found.tolist()[:4] == [False, True, True, size == 1]
+
+
+@pytest.mark.spec(id="CC-ACTIVATION")
+@pytest.mark.parametrize("m", SIZES)
+def test_activation_of_many_trunks(breath_stages: BreathStages, m: int) -> None:
+    numbers = Numbers(m)
+    sizes = numbers.integers(1, 6, m)
+    norms = numbers.fractions(int(sizes.sum()))
+    live = table(sizes, norms)
+    assert np.array_equal(breath_stages.activation(live, PAPER), oracle.activation(norms, live.offsets, 0.3))
+
+
+@pytest.mark.spec(id="CC-ETA")
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("at", ["first", "last"])
+def test_the_largest_norm_anywhere(breath_stages: BreathStages, n: int, at: str) -> None:
+    """Single tokens of norm 1/2, one of norm 2: at 0.25 they are not above 0.3; one of norm 1: at 0.5 they are."""
+    for top, others in ((2.0, False), (1.0, True)):
+        norms = np.full(n, 0.5)
+        norms[0 if at == "first" else -1] = top
+        found = breath_stages.activation(table(np.ones(n, dtype=np.int64), norms), PAPER)
+        assert found.sum() == (n if others else 1)
+
+
+@pytest.mark.spec(id="CC-ETA")
+@pytest.mark.parametrize("n", SIZES)
+def test_one_finite_norm_among_zero_keys(breath_stages: BreathStages, n: int) -> None:
+    """It is the maximum wherever it stands, so its eta is 1, and so is that of a zero key."""
+    for place in (0, n // 2, n - 1):
+        norms = np.full(n, np.inf)
+        norms[place] = 1e-3
+        assert breath_stages.activation(table(np.ones(n, dtype=np.int64), norms), PAPER).all()
+    none = np.full(n, np.inf)
+    assert breath_stages.activation(table(np.ones(n, dtype=np.int64), none), PAPER).all()
+
+
+@dataclass(frozen=True)
+class Net:
+    """A graph, who is active, and how far pulses go."""
+
+    name: str
+    W: Callable[[], TrunkWeights]
+    active: int
+    hops: int
+    gamma: float = 0.5
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def chain(m: int) -> TrunkWeights:
+    return csr(m, np.arange(m - 1), np.arange(1, m), np.full(m - 1, 1.0))
+
+
+def star(m: int, at: int) -> TrunkWeights:
+    others = np.delete(np.arange(m), at)
+    w = 0.06 + 0.9 * Numbers(m).fractions(m - 1)
+    return csr(m, np.minimum(others, at), np.maximum(others, at), w)
+
+
+def ladder(m: int) -> TrunkWeights:
+    """Layers of three trunks; each is linked to all of the next layer, so that several pulses arrive at one hop."""
+    low = np.repeat(np.arange(m - 3), 3)
+    high = low // 3 * 3 + 3 + np.tile(np.arange(3), m - 3)
+    keep = high < m
+    return csr(m, low[keep], high[keep], 0.3 + 0.7 * Numbers(m).fractions(int(keep.sum())))
+
+
+NETS = [
+    Net("paper", lambda: network(2_100, 6, 1), 7, 2),
+    Net("four-hops", lambda: network(900, 3, 2), 40, 4),
+    Net("chain-of-17-hops", lambda: chain(200), 60, 17, 1.0),
+    Net("chain-of-300-hops", lambda: chain(400), 150, 300, 1.0),
+    Net("hub-first", lambda: star(1_100, 0), 90, 3, 1.0),
+    Net("hub-last", lambda: star(1_100, 1_099), 90, 3, 1.0),
+    Net("layers", lambda: ladder(150), 30, 40, 0.98),
+    Net("all-active", lambda: network(700, 4, 3), 1, 2),
+    Net("more-trunks-than-2^16", lambda: network(70_000, 2, 4), 700, 3),
+    Net("wide-rows", lambda: network(600, 150, 5), 9, 2, 0.9),
+]
+
+
+@pytest.mark.spec(id="CC-RESONANCE")
+@pytest.mark.parametrize("net", NETS, ids=str)
+def test_pulses_over_large_graphs(breath_stages: BreathStages, net: Net) -> None:
+    """D after every source in turn, to the bit."""
+    W = net.W()
+    m = len(W.indptr) - 1
+    p = replace(PAPER, max_hops=net.hops, gamma_hop=net.gamma)
+    D, active = Numbers(9).fractions(m) * 0.5, np.arange(m) % net.active == net.active - 1
+    assert breath_stages.resonance(D, W, active, p).tolist() == oracle.resonance(D, W, active, p).tolist()
+
+
+@pytest.mark.spec(id="CC-PULSE")
+@pytest.mark.parametrize("hops", [1, 2, 3, 4, 5, 16, 17, 33, 65, 129, 257, 299])
+def test_how_far_one_pulse_goes(breath_stages: BreathStages, hops: int) -> None:
+    """Along a chain without loss it reaches `hops` trunks on either side of the source and no more."""
+    D = breath_stages.resonance(
+        np.zeros(600), chain(600), np.arange(600) == 300, replace(PAPER, max_hops=hops, gamma_hop=1.0)
+    )
+    assert np.flatnonzero(D).tolist() == list(range(300 - hops, 300 + hops + 1))
+
+
+@pytest.mark.spec(id="CC-PULSE")
+@pytest.mark.parametrize("degree", [15, 16, 17, 33, 65, 129, 257, 1_025, 65_537])
+def test_the_strongest_of_many_senders(breath_stages: BreathStages, degree: int) -> None:
+    """Source, `degree` trunks between, one behind them all: the strongest way in is the last but one."""
+    m, middle = degree + 2, np.arange(1, degree + 1)
+    first, second = np.full(degree, 0.5), np.full(degree, 0.25)
+    second[-2] = 0.75
+    low = np.concatenate([np.zeros(degree, dtype=np.int64), middle])
+    high = np.concatenate([middle, np.full(degree, m - 1)])
+    W = csr(m, low, high, np.concatenate([first, second]))
+    p = replace(PAPER, gamma_hop=1.0, alpha_res=0.5)
+    D = breath_stages.resonance(np.zeros(m), W, np.arange(m) == 0, p)
+    assert (D[0], D[1], D[-1]) == (0.5, 0.25, 0.5 * 0.375)
+
+
+@pytest.mark.spec(id="CC-RAISE")
+@pytest.mark.parametrize("sources", [16, 17, 33, 65, 129, 257, 1_025])
+def test_a_pulse_of_each_of_many_sources(breath_stages: BreathStages, sources: int) -> None:
+    """All neighbours of a hub are active: it is raised once by each, in their order, to the bit."""
+    W = star(sources + 1, sources)
+    active = np.arange(sources + 1) < sources
+    p = replace(PAPER, max_hops=1)
+    D = np.linspace(0.1, 0.4, sources + 1)
+    assert breath_stages.resonance(D, W, active, p).tolist() == oracle.resonance(D, W, active, p).tolist()
+
+
+@pytest.mark.spec(id="CC-HEBB")
+@pytest.mark.parametrize("net", [net for net in NETS if not net.name.startswith("chain")], ids=str)
+def test_the_update_of_large_graphs(breath_stages: BreathStages, net: Net) -> None:
+    """Rows, columns and weights to the bit; edges at the threshold go."""
+    W = net.W()
+    m = len(W.indptr) - 1
+    active = np.arange(m) % 2 == 0
+    p = replace(PAPER, tau_edge=0.3, gamma_decay=0.9)
+    for got, want in zip(breath_stages.hebbian(W, active, p), oracle.hebbian(W, active, p), strict=True):
+        assert np.array_equal(got, want)
+
+
+@pytest.mark.spec(id="CC-HEBB")
+@pytest.mark.parametrize("m", [17, 33, 65, 257, 1_025, 65_537])
+def test_the_prune_after_decay_is_strict_everywhere(breath_stages: BreathStages, m: int) -> None:
+    """A chain whose weights decay to tau_edge, or to the next float: every third pair goes; active pairs end at 1."""
+    w = np.where(np.arange(m - 1) % 3 == 0, 0.5, np.nextafter(0.5, 1))
+    W = csr(m, np.arange(m - 1), np.arange(1, m), w)
+    p = replace(PAPER, tau_edge=0.25, gamma_decay=0.5, eta_Hebb=0.75)
+    decayed = breath_stages.hebbian(W, np.zeros(m, dtype=np.bool_), p)
+    stays = np.flatnonzero(np.arange(m - 1) % 3)
+    rows = np.repeat(np.arange(m), np.diff(decayed.indptr))
+    assert rows[rows < decayed.indices].tolist() == stays.tolist()
+    assert (breath_stages.hebbian(W, np.ones(m, dtype=np.bool_), p).weights == 1).all()
+
+
+@pytest.mark.spec(id="CC-DECAY")
+@pytest.mark.parametrize("m", SIZES)
+def test_decay_of_many_trunks(breath_stages: BreathStages, m: int) -> None:
+    numbers = Numbers(m)
+    D, M_bar = numbers.fractions(m), 20 * numbers.fractions(m)
+    want = np.maximum(0, D - PAPER.beta_0 * np.exp(-D * M_bar / PAPER.D_c) * D)
+    assert (np.abs(breath_stages.decay(D, M_bar, PAPER) - want) <= compare.decay_radius(D)).all()
+
+
+@dataclass(frozen=True)
+class Segment:
+    """`old` trunks of a cache with gaps, then a segment of n tokens in trunks of up to `largest`."""
+
+    name: str
+    old: int
+    n: int
+    largest: int
+    start: int
+
+    def __str__(self) -> str:
+        return self.name
+
+
+SEGMENTS = [
+    Segment("turn", 900, 3_000, 30, 60_000), Segment("first", 0, 2_000, 20, 0),
+    Segment("tokens", 40_000, 30_000, 1, 50_000),
+    Segment("far-2^24", 300, 900, 9, 2**24 + 1), Segment("far-2^31", 300, 900, 9, 2**31 - 450),
+    Segment("far-2^32", 300, 900, 9, 2**32 + 3),
+]
+
+
+@pytest.mark.spec(id="CC-SEGMENT-GRAPH")
+@pytest.mark.parametrize("case", SEGMENTS, ids=str)
+def test_edges_to_older_trunks(breath_stages: BreathStages, case: Segment) -> None:
+    """Old pairs to the bit; new ones, to new and to old trunks, by Eq. 25 on live sizes."""
+    numbers = Numbers(case.n)
+    behind = np.unique(1 + numbers.integers(0, max(1, min(case.start, 55_000)), case.old))
+    old_bounds = case.start - behind[::-1]
+    old = len(old_bounds)
+    shape = Lists(case.n, 5, 4, 1024, case.start, near=False)
+    given = lists(shape)
+    if old:  # a third of the sources lies in the old cache
+        gone = numbers.integers(0, 3, given.cross.size).reshape(given.cross.shape) == 0
+        far = np.sort(old_bounds[numbers.integers(0, old, given.cross.size)].reshape(given.cross.shape), axis=1)
+        given = replace(given, cross=np.where(gone & (given.cross >= 0), far, given.cross))
+    drawn = 1 + numbers.integers(0, case.largest, case.n)
+    sizes = drawn[: int(np.searchsorted(np.cumsum(drawn), case.n)) + 1].copy()
+    sizes[-1] -= sizes.sum() - case.n
+    bounds = np.concatenate([old_bounds, case.start + np.concatenate([[0], np.cumsum(sizes)])]).astype(np.int64)
+    live = np.concatenate([1 + numbers.integers(0, 9, old), sizes])
+    nothing = np.zeros(0, dtype=np.int64)
+    W = network(old, 3, 8) if old else TrunkWeights(np.zeros(1, dtype=np.int64), nothing, np.zeros(0))
+    p = replace(PAPER, k_intra=5, k_cross=4, tau_edge=0.01)
+    found = breath_stages.segment_graph(given, bounds, live, W, p)
+    want, _ = oracle.segment_graph(stages.edge_columns(given), bounds, live, W, p)
+    assert np.array_equal(found.indptr, want[0])
+    assert np.array_equal(found.indices, want[1])
+    rows = np.repeat(np.arange(len(live)), np.diff(want[0]))
+    before = (rows < old) & (want[1] < old)
+    assert np.array_equal(found.weights[before], want[2][before])
+    assert compare.close("CC-TRUNK-WEIGHT", found.weights, want[2])
+
+
+@pytest.mark.spec(id="CC-SEGMENT-D")
+@pytest.mark.parametrize("m", SIZES)
+def test_D_of_a_segment_behind_many_trunks(breath_stages: BreathStages, m: int) -> None:
+    """Moments over all trunks, old ones too; values of the last few alone."""
+    degree = np.linspace(0.1, 3, m) ** 2
+    old = m - min(m, 5)
+    found = breath_stages.segment_crystallization(degree, old, PAPER)
+    radius = compare.crystallization_radius(degree, PAPER.s, PAPER.epsilon)
+    assert (np.abs(found - stages.crystallization(degree, PAPER)[old:]) <= radius).all()

@@ -1,0 +1,198 @@
+"""S4 at full size: ten thousands of trunks, hubs, multisets beyond 2^16, products beyond 2^32, ordered sums."""
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+from conformance import tolerances as compare
+from conformance.checks import scale_stages as checks
+from conformance.oracles.scale import stages as oracle
+from conformance.strategies.scale_numbers import Numbers
+from conformance.strategies.scale_tables import Lists, blocks_of_edges, hub, lists, of_sizes, two_blocks
+from spec.arrays import Vector
+from spec.backend import CrystalStages
+from spec.parameters import PAPER, CrystalCacheParameters
+from spec.records import CoAttention, TrunkGraph, Trunks
+
+pytestmark = pytest.mark.usefixtures("compiled")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Neighbour lists over trunks of sizes drawn up to `largest`; 1 means single tokens."""
+
+    name: str
+    lists: Lists
+    largest: int
+    tau_edge: float = 0.05
+
+    def __str__(self) -> str:
+        return self.name
+
+
+CASES = [
+    Case("paper", Lists(12_000, 8, 4, 1024, near=False), 32),
+    Case("pair-keys-beyond-2^31", Lists(46_400, 2, 1, 1024, near=False), 1),
+    Case("pair-keys-beyond-2^32", Lists(70_000, 2, 2, 1024, near=False), 1),
+    Case("long-trunks", Lists(40_000, 6, 3, 4096, near=False), 5_000, 0.0),
+    Case("dense", Lists(2_500, 40, 24, 1024, near=False), 12, 0.0),
+    Case("beyond-2^24", Lists(3_000, 5, 3, 256, 2**24 - 1_501, near=False), 9),
+    Case("beyond-2^31", Lists(3_000, 5, 3, 256, 2**31 - 1_501, near=False), 9),
+    Case("beyond-2^32", Lists(3_000, 5, 3, 256, 2**32 + 99, near=False), 9),
+]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What the stage was given, and what it gave."""
+
+    given: CoAttention
+    trunks: Trunks
+    parameters: CrystalCacheParameters
+    found: TrunkGraph
+
+
+def judge(stages: CrystalStages, case: Case) -> Judged:
+    shape = case.lists
+    drawn = 1 + Numbers(4).integers(0, case.largest, shape.n)
+    sizes = drawn[: int(np.searchsorted(np.cumsum(drawn), shape.n)) + 1].copy()
+    sizes[-1] -= sizes.sum() - shape.n
+    given, trunks = lists(shape), of_sizes(sizes, shape.start)
+    p = replace(PAPER, C=shape.C, k_intra=shape.k_intra, k_cross=shape.k_cross, tau_edge=case.tau_edge)
+    return Judged(given, trunks, p, stages.graph(given, trunks, p))
+
+
+@pytest.fixture(scope="module", params=CASES, ids=str)
+def judged(request: pytest.FixtureRequest, stages: CrystalStages) -> Judged:
+    return judge(stages, request.param)
+
+
+@pytest.mark.spec(id="CC-TRUNK-EDGES")
+def test_the_pairs(judged: Judged) -> None:
+    assert not list(checks.pairs(judged.found, judged.given, judged.trunks, judged.parameters))
+
+
+@pytest.mark.spec(id="CC-TRUNK-WEIGHT")
+def test_the_weights(judged: Judged) -> None:
+    assert not list(checks.weights(judged.found, judged.given, judged.trunks))
+
+
+@pytest.mark.spec(id="CC-DEGREE")
+def test_the_degrees(judged: Judged) -> None:
+    assert not list(checks.degrees(judged.found))
+
+
+@pytest.mark.spec(id="CC-CRYSTALLIZATION")
+def test_D(judged: Judged) -> None:
+    assert not list(checks.D(judged.found, judged.parameters))
+
+
+def row(found: TrunkGraph, g: int) -> Vector:
+    return found.weights[found.indptr[g] : found.indptr[g + 1]]
+
+
+@pytest.mark.spec(id="CC-DEGREE")
+@pytest.mark.parametrize("n", [16, 17, 33, 65, 129, 257, 1_025, 65_537, 70_001])
+@pytest.mark.parametrize("at", ["first", "last"])
+def test_a_hub_of_all(stages: CrystalStages, n: int, at: str) -> None:
+    """Single tokens, all with an edge to one: its degree is their sum from left to right, to the bit."""
+    g = 0 if at == "first" else n - 1
+    p = replace(PAPER, C=2**31 - 1, k_intra=1, k_cross=1)
+    found = stages.graph(hub(n, g), of_sizes([1] * n), p)
+    assert found.indptr[g + 1] - found.indptr[g] == n - 1
+    assert found.degree[g] == oracle.in_order(row(found, g))
+    assert found.degree.tolist() == oracle.degrees(found.indptr, found.weights).tolist()
+
+
+@pytest.mark.spec(id="CC-TRUNK-EDGES")
+@pytest.mark.parametrize("side", [2, 4, 8, 16, 32])
+def test_weights_are_added_in_the_order_of_E(stages: CrystalStages, side: int) -> None:
+    """4 to 1 024 edges of density 1 between two trunks: W is their mean, to the bit of the sum; 24 pairs of trunks."""
+    given, trunks = blocks_of_edges(side, 24)
+    p = replace(PAPER, C=2**31 - 1, k_intra=side, k_cross=1)
+    found = stages.graph(given, trunks, p)
+    E = oracle.edge_columns(given)
+    want = [oracle.in_order(w) / side**2 for w in E.weight.reshape(24, side * side)]
+    assert found.weights[::2].tolist() == want
+    assert found.weights[1::2].tolist() == want
+
+
+@pytest.mark.spec(id="CC-TRUNK-WEIGHT")
+@pytest.mark.parametrize("size", [17, 129, 257, 1_025, 46_341, 65_537, 70_000])
+def test_two_trunks_of_a_size(stages: CrystalStages, size: int) -> None:
+    """The product of the sizes passes 2^31 at 46 341 and 2^32 at 65 537; the multiset holds twice the size."""
+    given, trunks = two_blocks(size)
+    p = replace(PAPER, C=2**31 - 1, k_intra=1, k_cross=1, tau_edge=0.0, T_max=2**31 - 1)
+    found = stages.graph(given, trunks, p)
+    mean = oracle.in_order(given.intra_weight.ravel()) / (2 * size)
+    want = mean * math.sqrt(2 * size / size**2)
+    assert compare.close("CC-TRUNK-WEIGHT", found.weights, [want, want])
+
+
+@pytest.mark.spec(id="CC-TRUNK-WEIGHT")
+@pytest.mark.parametrize("m", [17, 33, 65, 257, 1_025, 65_537])
+def test_the_prune_is_strict_everywhere(stages: CrystalStages, m: int) -> None:
+    """A chain of single tokens: weights of tau_edge go, those of the next float stay, at every place."""
+    n = m + 1
+    index, heavy = np.arange(1, n + 1)[:, None], np.nextafter(0.25, 1)
+    index[-1] = -1
+    w = np.where(np.arange(n) % 3 == 0, 0.25, heavy)[:, None]
+    w[-1] = 0.0
+    given = CoAttention(0, np.ones(n), index, w, np.full((n, 1), -1), np.zeros((n, 1)))
+    p = replace(PAPER, C=2**31 - 1, k_intra=1, k_cross=1, tau_edge=0.25)
+    found = stages.graph(given, of_sizes([1] * n), p)
+    assert checks.upper(found)[0].tolist() == [g for g in range(m) if g % 3]
+
+
+def degrees_by_pairs(stages: CrystalStages, degree: Vector, p: CrystalCacheParameters) -> Vector:
+    """D of the given degrees, each made twice by a pair of single tokens with one edge."""
+    n = 2 * len(degree)
+    index = np.where((np.arange(n) % 2 == 0) & (np.repeat(degree, 2) > 0), np.arange(n) + 1, -1)[:, None]
+    w = np.where(index >= 0, np.repeat(degree, 2)[:, None], 0.0)
+    given = CoAttention(0, np.ones(n), index, w, np.full((n, 1), -1), np.zeros((n, 1)))
+    shape = replace(p, C=2**31 - 1, k_intra=1, k_cross=1, tau_edge=0.0)
+    return stages.graph(given, of_sizes([1] * n), shape).D[::2]
+
+
+@pytest.mark.spec(id="CC-CRYSTALLIZATION")
+@pytest.mark.parametrize("m", [8, 9, 17, 33, 65, 129, 513, 32_769, 50_000])
+def test_the_moments_are_of_all_trunks(stages: CrystalStages, m: int) -> None:
+    """Degrees that rise over the trunks, so that no part of them has the mean or the deviation of all."""
+    degree = np.linspace(0.1, 0.9, m) ** 3
+    want = oracle.crystallization(np.repeat(degree, 2), PAPER)[::2]
+    radius = compare.crystallization_radius(np.repeat(degree, 2), PAPER.s, PAPER.epsilon)
+    assert (np.abs(degrees_by_pairs(stages, degree, PAPER) - want) <= radius).all()
+
+
+@pytest.mark.spec(id="CC-CRYSTALLIZATION")
+@pytest.mark.parametrize("m", [17, 257, 65_537])
+def test_one_trunk_far_above_the_rest(stages: CrystalStages, m: int) -> None:
+    """One edge among m pairs of trunks: sigma falls with their number, and D of the two ends is next to 1."""
+    degree = np.zeros(m)
+    degree[-1] = 1.0
+    want = oracle.crystallization(np.repeat(degree, 2), PAPER)[::2]
+    radius = compare.crystallization_radius(np.repeat(degree, 2), PAPER.s, PAPER.epsilon)
+    assert (np.abs(degrees_by_pairs(stages, degree, PAPER) - want) <= radius).all()
+
+
+@pytest.mark.spec(id="CC-CRYSTALLIZATION")
+def test_the_ablation_of_many_trunks(stages: CrystalStages) -> None:
+    assert not degrees_by_pairs(stages, np.full(70_000, 0.5), replace(PAPER, graph="zero")).any()
+
+
+@pytest.mark.spec(id="CC-TRUNK-EDGES")
+def test_edges_of_far_trunks_count_in_both_directions(stages: CrystalStages) -> None:
+    """Two trunks of 300 tokens, 90 000 apart, that chose each other: 600 edges."""
+    n, gap = 600, 90_000
+    at = np.arange(n + gap)
+    index = np.full((len(at), 1), -1)
+    index[:300, 0], index[-300:, 0] = at[-300:], at[:300]
+    w = np.where(index >= 0, 0.5, 0.0)
+    given = CoAttention(0, np.ones(len(at)), index, w, np.full((len(at), 1), -1), np.zeros((len(at), 1)))
+    p = replace(PAPER, C=2**31 - 1, k_intra=1, k_cross=1, tau_edge=0.0, T_max=2**31 - 1)
+    sizes = [300, *[1] * gap, 300]
+    found = stages.graph(given, Trunks(np.cumsum([0, *sizes]), np.ones(len(sizes))), p)
+    assert [x.tolist() for x in checks.upper(found)[:2]] == [[0], [gap + 1]]
+    assert compare.close("CC-TRUNK-WEIGHT", found.weights, [0.5 * math.sqrt(600 / 90_000)] * 2)

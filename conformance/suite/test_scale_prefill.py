@@ -1,0 +1,178 @@
+"""Whole prompts at full size: PAPER over several chunks, H n up to 131 072; each record judged from the one before."""
+
+from dataclasses import replace
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from conformance import tolerances as compare
+from conformance.checks import scale_s1, scale_stages
+from conformance.oracles.scale import decode, s1
+from conformance.oracles.scale import stages as oracle
+from conformance.strategies.prompts import Prompt
+from conformance.strategies.scale_attention import ENDS, Shape, addressed, laddered, text_of
+from reference.crystalcache import prefill
+from spec.backend import Backend
+from spec.parameters import PAPER
+from spec.records import CrystalRetention, Dissolution
+
+pytestmark = pytest.mark.usefixtures("compiled")
+
+# At most six; the reference needs 18 s and 4.4 GB for the first.
+FULL = [
+    ("laddered", Shape("llama-3-8b-4k", 32, 8, 128, 4096), "0.5"),
+    ("addressed", Shape("eight-heads-8k", 8, 2, 64, 8192), "0.3"),
+    ("addressed", Shape("gemma-2-9b-3k", 16, 8, 256, 3100, seed=2), "0.3"),
+    ("laddered", Shape("smollm2-360m-3k", 15, 5, 64, 3000, replace(PAPER, M_max=400.0), seed=3), "0.14"),
+]
+
+Judged = tuple[Prompt, CrystalRetention, s1.Scored, bool]
+
+
+def judge(backend: Backend, kind: str, shape: Shape, budget: str, precision: str) -> Judged:
+    inputs = {"addressed": addressed, "laddered": laddered}[kind](shape)
+    prompt = text_of(inputs, budget, shape.seed)
+    found = prefill(**prompt.arguments, backend=backend)
+    want = (scale_s1.exact if kind == "addressed" else scale_s1.boxed)(inputs, precision)
+    return prompt, found, want, kind == "addressed"
+
+
+@pytest.fixture(scope="module", params=FULL, ids=lambda case: f"{case[0]}-{case[1]}")
+def judged(request: pytest.FixtureRequest, backend: Backend, precision: str) -> Judged:
+    kind, shape, budget = request.param
+    return judge(backend, kind, shape, budget, precision)
+
+
+@pytest.mark.spec(id="CC-SALIENCE")
+@pytest.mark.spec(id="CC-ATTENTION")
+def test_salience(judged: Judged, precision: str) -> None:
+    prompt, found, want, strict = judged
+    p = prompt.inputs.parameters
+    assert not list(scale_s1.salience(found.coattention.salience, want, p, precision, strict))
+
+
+@pytest.mark.spec(id="CC-INTRA")
+@pytest.mark.spec(id="CC-ROW-NORM")
+def test_neighbours(judged: Judged) -> None:
+    prompt, found, want, strict = judged
+    p, S1 = prompt.inputs.parameters, found.coattention
+    assert not list(scale_s1.neighbours(S1.intra, S1.intra_weight, want.intra, p.k_intra, p.tau_intra, strict))
+
+
+@pytest.mark.spec(id="CC-CROSS")
+def test_sources(judged: Judged) -> None:
+    prompt, found, want, strict = judged
+    p, S1 = prompt.inputs.parameters, found.coattention
+    strict = strict and scale_s1.is_power_of_two(len(prompt.inputs.q))
+    assert not list(scale_s1.neighbours(S1.cross, S1.cross_weight, want.cross, p.k_cross, p.tau_cross, strict))
+
+
+@pytest.mark.spec(id="CC-EDGES")
+def test_edges(judged: Judged) -> None:
+    """The view of the record: order, orientation, absolute positions."""
+    found = judged[1].coattention
+    for got, want in zip(found.edges(), oracle.edge_columns(found), strict=True):
+        assert np.array_equal(got, want)
+
+
+@pytest.mark.spec(id="CC-IMPACT")
+@pytest.mark.spec(id="CC-COUNT")
+def test_impact(judged: Judged) -> None:
+    prompt, found, _, _ = judged
+    S, c, p = found.coattention.salience, oracle.counts(prompt.token_ids), prompt.inputs.parameters
+    assert compare.close("CC-IMPACT", found.impact, oracle.token_impact(S, c, p))
+
+
+@pytest.mark.spec(id="CC-TRUNKS")
+def test_trunks(judged: Judged) -> None:
+    prompt, found, _, _ = judged
+    ends = np.isin(prompt.token_ids, sorted(ENDS))
+    want = oracle.trunks(ends, oracle.edge_columns(found.coattention), 0, prompt.inputs.parameters)
+    assert np.array_equal(found.trunks.offsets, want)
+
+
+@pytest.mark.spec(id="CC-TRUNK-IMPACT")
+def test_trunk_impact(judged: Judged) -> None:
+    found = judged[1]
+    assert found.trunks.impact.tolist() == oracle.trunk_impact(found.impact, found.trunks.offsets).tolist()
+
+
+@pytest.mark.spec(id="CC-TRUNK-EDGES")
+def test_pairs(judged: Judged) -> None:
+    prompt, found, _, _ = judged
+    assert not list(scale_stages.pairs(found.graph, found.coattention, found.trunks, prompt.inputs.parameters))
+
+
+@pytest.mark.spec(id="CC-TRUNK-WEIGHT")
+def test_weights(judged: Judged) -> None:
+    found = judged[1]
+    assert not list(scale_stages.weights(found.graph, found.coattention, found.trunks))
+
+
+@pytest.mark.spec(id="CC-DEGREE")
+def test_degrees(judged: Judged) -> None:
+    assert not list(scale_stages.degrees(judged[1].graph))
+
+
+@pytest.mark.spec(id="CC-CRYSTALLIZATION")
+def test_D(judged: Judged) -> None:
+    assert not list(scale_stages.D(judged[1].graph, judged[0].inputs.parameters))
+
+
+@pytest.mark.spec(id="CC-SCORE")
+@pytest.mark.spec(id="CC-NORMALISED-IMPACT")
+def test_scores(judged: Judged) -> None:
+    prompt, found, _, _ = judged
+    p, shut = prompt.inputs.parameters, found.protected
+    want = oracle.score(found.graph.D, found.trunks.impact, shut, p)
+    radius = p.alpha * compare.normalised_radius(found.trunks.impact[~shut].tolist(), p.epsilon)
+    assert np.isnan(found.scores[shut]).all()
+    assert (np.abs(found.scores[~shut] - want[~shut]) <= radius).all()
+
+
+@pytest.mark.spec(id="CC-PROTECTED")
+def test_protected(judged: Judged) -> None:
+    prompt, found, _, _ = judged
+    want = oracle.protected(found.trunks.offsets, len(prompt.token_ids), prompt.inputs.parameters)
+    assert found.protected.tolist() == want.tolist()
+
+
+@pytest.mark.spec(id="CC-BUDGET")
+def test_budget(judged: Judged) -> None:
+    prompt, found, _, _ = judged
+    n, p = len(prompt.token_ids), prompt.inputs.parameters
+    assert found.budget == decode.effective_budget(Fraction(prompt.budget), n, p)
+
+
+@pytest.mark.spec(id="CC-DISSOLVE")
+@pytest.mark.spec(id="CC-PREFILL")
+def test_kept(judged: Judged) -> None:
+    prompt, found, _, _ = judged
+    want = oracle.dissolve(
+        found.scores, found.trunks.offsets, found.impact, found.graph.D, found.protected, found.budget,
+        prompt.inputs.parameters.N_min,
+    )
+    got = Dissolution(found.kept, found.ratio, found.D)
+    assert np.array_equal(got.kept, want.kept)
+    assert np.array_equal(got.ratio, want.ratio)
+    assert compare.close("CC-DISSOLVE-D", got.D, want.D)
+
+
+@pytest.mark.spec(id="CC-PREFILL")
+def test_the_prompts_are_rich(judged: Judged) -> None:
+    """Of the lane itself: merged sentences, hubs, far and fourth sources, and trunks of all fates."""
+    prompt, found, want, strict = judged
+    p = prompt.inputs.parameters
+    for ranked, k, tau in ((want.intra, p.k_intra, p.tau_intra), (want.cross, p.k_cross, p.tau_cross)):
+        sure, places = scale_s1.decided(ranked, k, tau)
+        assert strict or sure >= scale_s1.DECIDED * places > 0, "little is left to rounding"
+    ends = oracle.sentences(np.isin(prompt.token_ids, sorted(ENDS)))
+    inside = np.setdiff1d(ends, found.trunks.offsets)
+    assert len(inside) >= 15, "sentences merge"
+    assert np.diff(found.graph.indptr).max() > 16, "trunks with many neighbours"
+    cross = found.coattention.cross
+    assert (cross[:, 3] >= 0).sum() > 1_000, "fourth sources"
+    far = np.arange(len(cross))[:, None] - cross
+    assert ((cross >= 0) & (far > 1_024)).sum() > 1_000, "far sources"
+    assert min((found.ratio == 0).sum(), (found.ratio == 1).sum()) > 20

@@ -1,0 +1,176 @@
+"""S1 at the sizes of real models: every shape of heads, far keys, fourth sources, ties over wide lists."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+from conformance.checks import scale_s1 as checks
+from conformance.oracles.scale import s1
+from conformance.strategies.attention import AttentionInputs
+from conformance.strategies.scale_attention import Shape, addressed, laddered
+from spec.arrays import Matrix
+from spec.backend import CrystalStages
+from spec.parameters import ESSAY, PAPER
+from spec.records import CoAttention
+
+pytestmark = pytest.mark.usefixtures("compiled")
+
+WIDE = replace(PAPER, C=256, k_heads=5, M_max=4096.0, M_min=0.125)
+# Shares of heads that are these thresholds in float32, and above them in float64: nothing is chosen at them.
+AT_TAU = replace(WIDE, C=300, tau_cross=0.0625 * (1 - 2.0**-30), tau_intra=0.999999975)
+
+ADDRESSED = [
+    Shape("llama-3-8b", 32, 8, 128, 1500, replace(WIDE, C=512)),
+    Shape("qwen2.5-7b", 28, 4, 128, 1100, WIDE),
+    Shape("gemma-2-9b", 16, 8, 256, 1100, replace(WIDE, k_heads=16)),
+    Shape("llama-3-70b", 64, 8, 128, 700, replace(WIDE, k_cross=39, tau_cross=0.0, k_heads=40)),
+    Shape("smollm2-135m", 9, 3, 64, 1300, PAPER),
+    Shape("smollm2-360m", 15, 5, 64, 900, replace(WIDE, C=300)),
+    Shape("phi-3-medium", 40, 10, 128, 600, WIDE),
+    Shape("sixteen-of-sixteen", 16, 16, 64, 800, replace(WIDE, k_intra=40, C=400)),
+    Shape("qwen2.5-0.5b", 14, 2, 64, 900, WIDE),
+    Shape("one-kv-head", 8, 1, 256, 1400, replace(WIDE, C=1500)),
+    Shape("falcon-7b", 71, 1, 64, 300, WIDE),
+    Shape("falcon-40b", 128, 8, 64, 300, replace(WIDE, k_heads=100)),
+    Shape("llama-2-7b", 32, 32, 128, 300, WIDE),
+    Shape("wide-heads", 4, 2, 512, 300, WIDE),
+    Shape("chunk-of-3000", 4, 2, 64, 2800, replace(WIDE, C=3000)),
+    Shape("chunks-of-four", 8, 4, 64, 1200, replace(WIDE, C=4)),
+    Shape("single-chunks", 8, 2, 64, 300, replace(WIDE, C=1)),
+    Shape("at-tau", 32, 4, 64, 600, AT_TAU),
+    Shape("turn-beyond-2^24", 8, 2, 64, 300, replace(WIDE, C=128), before=1100, start=2**24 - 900),
+    Shape("turn-beyond-2^31", 12, 3, 64, 300, replace(WIDE, C=128), before=300, start=2**31 - 500),
+    Shape("turn-beyond-2^32", 8, 8, 64, 300, replace(WIDE, C=64), before=150, start=2**32 + 7),
+    Shape("turn-beyond-2^53", 8, 4, 96, 200, replace(WIDE, C=64), before=150, start=2**53 - 100),
+]
+LADDERED = [
+    Shape("llama-3-8b", 32, 8, 128, 1300, replace(PAPER, C=512)),
+    Shape("qwen2.5-7b", 28, 4, 128, 1000, replace(PAPER, C=512, k_heads=6, M_max=100.0)),
+    Shape("smollm2-135m", 9, 3, 64, 1500, PAPER),
+    Shape("mistral-24-of-6", 24, 6, 96, 900, replace(PAPER, C=400)),
+    Shape("mean-of-20-heads", 20, 5, 80, 700, replace(ESSAY, C=256, k_heads=7, k_cross=4)),
+    Shape("gemma-2-capped", 16, 8, 128, 900, replace(PAPER, C=450), softcap=30.0),
+]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What the stage was given, what it gave, and what it should."""
+
+    inputs: AttentionInputs
+    found: CoAttention
+    want: s1.Scored
+    strict: bool
+    """Salience and own neighbours have one right answer, ties included."""
+    whole_shares: bool
+    """So have sources: the mean over heads is exact."""
+
+
+def run(stages: CrystalStages, inputs: AttentionInputs, lse: Matrix | None = None) -> CoAttention:
+    return stages.coattention(
+        inputs.q, inputs.k, inputs.positions, inputs.parameters, inputs.scaling, inputs.softcap, lse
+    )
+
+
+def judged(stages: CrystalStages, kind: str, shape: Shape, precision: str) -> Case:
+    if kind == "addressed":
+        inputs = addressed(shape)
+        want = checks.exact(inputs, precision)
+        return Case(inputs, run(stages, inputs), want, True, checks.is_power_of_two(shape.H))
+    inputs = laddered(shape)
+    return Case(inputs, run(stages, inputs), checks.boxed(inputs, precision), False, False)
+
+
+CASES = [("addressed", shape) for shape in ADDRESSED] + [("laddered", shape) for shape in LADDERED]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[1]}")
+def case(request: pytest.FixtureRequest, stages: CrystalStages, precision: str) -> Case:
+    kind, shape = request.param
+    return judged(stages, kind, shape, precision)
+
+
+@pytest.mark.spec(id="CC-COATTENTION")
+def test_the_record(case: Case) -> None:
+    """Where the segment begins, and what kind each array is."""
+    n, p = case.inputs.q.shape[1], case.inputs.parameters
+    found = case.found
+    assert found.start == case.want.start
+    assert (found.intra.shape, found.cross.shape) == ((n, p.k_intra), (n, p.k_cross))
+    kinds = [x.dtype for x in (found.salience, found.intra, found.intra_weight, found.cross, found.cross_weight)]
+    assert kinds == [np.float64, np.int64, np.float64, np.int64, np.float64]
+
+
+@pytest.mark.spec(id="CC-SALIENCE")
+@pytest.mark.spec(id="CC-ATTENTION")
+def test_salience_of_every_token(case: Case, precision: str) -> None:
+    p = case.inputs.parameters
+    assert not list(checks.salience(case.found.salience, case.want, p, precision, case.strict))
+
+
+@pytest.mark.spec(id="CC-INTRA")
+@pytest.mark.spec(id="CC-ROW-NORM")
+def test_neighbours_of_every_token(case: Case) -> None:
+    p, found = case.inputs.parameters, case.found
+    assert not list(checks.neighbours(
+        found.intra, found.intra_weight, case.want.intra, p.k_intra, p.tau_intra, case.strict
+    ))
+
+
+@pytest.mark.spec(id="CC-CROSS")
+def test_sources_of_every_token(case: Case) -> None:
+    p, found = case.inputs.parameters, case.found
+    assert not list(checks.neighbours(
+        found.cross, found.cross_weight, case.want.cross, p.k_cross, p.tau_cross, case.whole_shares
+    ))
+
+
+@pytest.mark.spec(id="CC-INTRA")
+@pytest.mark.spec(id="CC-CROSS")
+def test_the_inputs_leave_little_to_rounding(case: Case) -> None:
+    """Of the lane itself: 95 % of the places in all lists are decided; and the last place often has a rival."""
+    p = case.inputs.parameters
+    for want, k, tau, strict in (
+        (case.want.intra, p.k_intra, p.tau_intra, case.strict),
+        (case.want.cross, p.k_cross, p.tau_cross, case.strict),
+    ):
+        sure, places = checks.decided(want, k, tau)
+        assert strict or sure >= checks.DECIDED * places > 0
+        if not case.strict:
+            assert (want.weight[:, k] > tau).sum() >= 50, "no place is decided against a rival behind the list"
+
+
+@pytest.mark.spec(id="CC-ATTENTION")
+@pytest.mark.parametrize("shape", [
+    Shape("three", 9, 3, 64, 400, replace(PAPER, C=150)), Shape("five", 20, 5, 64, 400, replace(PAPER, C=150)),
+    Shape("sixteen", 32, 16, 96, 300, replace(PAPER, C=128)),
+], ids=str)
+def test_given_denominators_of_every_head(stages: CrystalStages, precision: str, shape: Shape) -> None:
+    """The caller's lse of 9 to 32 heads changes nothing beyond the bound; heads differ, so that none serves another."""
+    inputs, p = laddered(shape), shape.parameters
+    lse = s1.log_sum_exp(inputs.q, inputs.k, inputs.positions, inputs.scaling, inputs.softcap)
+    found = run(stages, inputs, lse.astype(precision))
+    want = checks.boxed(inputs, precision)
+    assert not list(checks.salience(found.salience, want, p, precision, strict=False))
+    for name in ("intra", "cross"):
+        assert not list(checks.neighbours(
+            getattr(found, name), getattr(found, f"{name}_weight"), getattr(want, name), getattr(p, f"k_{name}"),
+            getattr(p, f"tau_{name}"), strict=False,
+        ))
+
+
+@pytest.mark.nightly
+@pytest.mark.spec(id="CC-SALIENCE")
+@pytest.mark.spec(id="CC-INTRA")
+@pytest.mark.spec(id="CC-CROSS")
+@pytest.mark.parametrize("kind", ["addressed", "laddered"])
+def test_32_768_tokens_of_8_heads(stages: CrystalStages, kind: str, precision: str) -> None:
+    """32 chunks of PAPER's: some minutes and 8 GB with the reference."""
+    case, p = judged(stages, kind, Shape("32k", 8, 2, 64, 32_768), precision), PAPER
+    assert not list(checks.salience(case.found.salience, case.want, p, precision, case.strict))
+    for name, strict in (("intra", case.strict), ("cross", case.whole_shares)):
+        assert not list(checks.neighbours(
+            getattr(case.found, name), getattr(case.found, f"{name}_weight"), getattr(case.want, name),
+            getattr(p, f"k_{name}"), getattr(p, f"tau_{name}"), strict,
+        ))

@@ -1,0 +1,155 @@
+"""Selectors and NestedKV's score at full size: thousands of tokens, ties far apart, sums whose order decides."""
+
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+import pytest
+
+from conformance import tolerances as compare
+from conformance.oracles.scale import selectors as oracle
+from conformance.strategies.scale_numbers import Numbers
+from reference.backend import BACKEND
+from spec.arrays import Matrix
+from spec.backend import Backend, DiversityStages, NestedKVStages
+from spec.parameters import NESTEDKV, NestedKVParameters
+
+pytestmark = pytest.mark.usefixtures("compiled")
+
+
+OF_ALL_COSINES = 10_000  # tokens whose cosines are 0.8 GB
+
+
+@pytest.fixture(scope="module")
+def selector(backend: Backend) -> DiversityStages:
+    """The judged backend's, if it has the family: it is optional."""
+    if backend.diversity is None:
+        pytest.skip(f"backend {backend.name!r} has no stage family 'diversity'")
+    return backend.require_diversity()
+
+
+def signatures(n: int, d: int, kinds: int, numbers: Numbers) -> Matrix:
+    """Unit vectors of which only so many differ, far apart."""
+    u = numbers.fractions(kinds * d).reshape(kinds, d) - 0.5
+    u /= np.sqrt((u * u).sum(axis=1))[:, None]
+    return u[numbers.integers(0, kinds, n)]
+
+
+@pytest.mark.spec(id="DV-GREEDY")
+@pytest.mark.parametrize(("n", "d", "kinds", "k", "values", "lam"), [
+    (40, 64, 9, 33, 3, 0.5), (300, 128, 40, 129, 5, 0.25), (1_100, 64, 300, 260, 1, 1.0),
+    (2_000, 96, 2_000, 400, 9, 0.5), (2_500, 8, 30, 1_100, 6, 0.5), (5_000, 32, 60, 300, 2, 3.0),
+    (70_000, 8, 500, 60, 4, 0.5), (900, 257, 20, 41, 1_000, 0.1),
+])
+def test_sets_of_thousands(
+    selector: DiversityStages, n: int, d: int, kinds: int, k: int, values: int, lam: float,
+) -> None:
+    """Copies by the dozens and scores that tie; one token in twenty is retained, in forty has no score."""
+    if n > OF_ALL_COSINES and selector is BACKEND.diversity:
+        pytest.skip("the reference holds the cosines of all pairs of tokens")
+    numbers = Numbers(n + d)
+    V, s = signatures(n, d, kinds, numbers), numbers.integers(0, values, n) / values
+    s[numbers.integers(0, 40, n) == 0] = np.nan
+    retained = numbers.integers(0, max(20, 3 * n // k), n) == 0
+    assert np.array_equal(selector.diverse(s, V, retained, k, lam), oracle.diverse(s, V, retained, k, lam))
+
+
+@pytest.mark.spec(id="DV-GREEDY")
+@pytest.mark.parametrize("retained", [15, 16, 17, 33, 65, 129, 257, 1_025])
+def test_all_that_is_retained_counts(selector: DiversityStages, retained: int) -> None:
+    """The last retained token alone is like the best candidate, which gives way for it."""
+    n = retained + 2
+    V = np.zeros((n, 4))
+    V[:, 0], V[[retained - 1, n - 1]] = 1.0, [0.0, 1.0, 0.0, 0.0]
+    V[n - 2] = [0.0, 0.0, 1.0, 0.0]
+    s = np.where(np.arange(n) == n - 1, 1.0, 0.75)
+    found = selector.diverse(s, V, np.arange(n) < retained, retained + 1, 0.5)
+    assert found.tolist() == list(range(retained + 1))
+
+
+@pytest.mark.spec(id="DV-GREEDY")
+@pytest.mark.parametrize("n", [16, 17, 33, 65, 129, 257, 1_025, 4_097])
+def test_of_equal_gains_the_first(selector: DiversityStages, n: int) -> None:
+    """All tokens are one: the first k; without a penalty too."""
+    V = np.tile([0.6, 0.8], (n, 1))
+    none = np.zeros(n, dtype=np.bool_)
+    k = min(n // 2, 400)
+    for lam in (0.0, 0.5):
+        assert selector.diverse(np.ones(n), V, none, k, lam).tolist() == list(range(k))
+    assert selector.diverse(np.arange(n) / n, V, none, k, 0.0).tolist() == list(range(n - k, n))
+
+
+@pytest.mark.spec(id="DV-COSINE")
+@pytest.mark.parametrize("d", [9, 16, 17, 33, 65, 128, 129, 257, 1_025])
+def test_the_order_of_channels_decides(selector: DiversityStages, d: int) -> None:
+    """One token is retained; two others gain alike in the stated order of sums, and not in another."""
+    numbers, seen = Numbers(d), 0
+    while seen < 5:
+        V = signatures(3, d, 3, numbers)
+        V[1:] = np.abs(V[1:])
+        V[0] = np.abs(V[0])
+        exact = oracle.cosines_with(V, 0)
+        other = [float(np.dot(V[j], V[0])) for j in (1, 2)]
+        back = [float(oracle.cosines_with(V[:, ::-1], 0)[j]) for j in (1, 2)]
+        s = np.array([0.0, exact[1], exact[2]])  # both gains are 0 in the stated order: the first goes in
+        if (s[1] - other[0] >= s[2] - other[1]) and (s[1] - back[0] >= s[2] - back[1]):
+            continue
+        seen += 1
+        found = selector.diverse(s, V, np.array([True, False, False]), 2, 1.0)
+        assert found.tolist() == [0, 1]
+
+
+# A gate that is less sharp than the paper's (kappa = 10): of the radius of a*, kappa / 4 times that of a deviation is
+# the most, and at thousands of tokens the paper's would leave float32 little that is certain.
+SOFT = replace(NESTEDKV, kappa=1.0)
+# The widest radius of a* in [0, 1] that still says something.
+CERTAIN = {"float64": 1e-4, "float32": 0.1}
+KEYS = [
+    (3, 700, 64), (8, 2_000, 128), (16, 1_100, 64), (1, 4_127, 96), (5, 4_128, 32), (2, 9_000, 64), (2, 12_000, 32),
+    (1, 600, 257),
+]
+
+
+@lru_cache(maxsize=1)
+def keys(H_kv: int, n: int, d: int) -> np.ndarray:
+    """Keys around one direction, with another added by passages of 10 to 400 tokens, so that every memory differs."""
+    numbers = Numbers(n + d)
+    length = numbers.integers(10, 400, n)
+    passage = np.repeat(np.arange(n), length)[:n]
+    own = (numbers.fractions((passage[-1] + 1) * d) - 0.5).reshape(-1, d)
+    x = 0.2 * (numbers.fractions(H_kv * n * d).reshape(H_kv, n, d) - 0.5)
+    x += np.linspace(0.1, 0.4, H_kv)[:, None, None] * np.cos(np.arange(d)) + own[passage]
+    return x.astype(np.float32)
+
+
+@pytest.mark.spec(id="NK-SCORE")
+@pytest.mark.parametrize(("H_kv", "n", "d"), KEYS)
+def test_scores_of_thousands_of_keys(
+    nestedkv_stages: NestedKVStages, precision: str, H_kv: int, n: int, d: int,
+) -> None:
+    """Blocks of 128 up to 4 127 tokens and longer ones behind; every head by itself."""
+    agree(nestedkv_stages, keys(H_kv, n, d), SOFT, precision)
+
+
+@pytest.mark.spec(id="NK-SCORE")
+@pytest.mark.parametrize("changes", [
+    {"W": 65}, {"W": 257}, {"W": 1_025}, {"b_max": 1_025, "b_min": 1_025}, {"b_min": 17, "blocks": 130},
+])
+def test_other_windows_and_blocks(
+    nestedkv_stages: NestedKVStages, precision: str, changes: dict[str, int],
+) -> None:
+    agree(nestedkv_stages, keys(2, 2_500, 48), replace(SOFT, **changes), precision)  # type: ignore[arg-type]
+
+
+def agree(stages: NestedKVStages, k: np.ndarray, p: NestedKVParameters, precision: str) -> None:
+    """Every head's a* lies within its radius."""
+    H_kv, n, d = k.shape
+    found = stages.anomaly_score(k, p)
+    assert found.shape == (H_kv, n)
+    for h in range(H_kv):
+        want = oracle.nestedkv(k[h], p)
+        radius = compare.traced_radius(
+            n, d, [x.tolist() for x in want.raw], want.shortest, want.deviation.tolist(), p, precision
+        )
+        assert radius < CERTAIN[precision], "the inputs leave nothing certain"
+        assert np.abs(found[h] - want.score).max() <= radius
