@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from conformance import tolerances as compare
+from conformance import tolerances
 from conformance.oracles.scale.s1 import Ranked, Scored, coattention
 from conformance.strategies.attention import AttentionInputs
 from conformance.strategies.scale_attention import RANKS
@@ -22,7 +22,7 @@ SHOWN = 3  # complaints of one kind: a thousand wrong rows say no more
 def salience(found: Vector, want: Scored, p: CrystalCacheParameters, precision: str, strict: bool) -> Iterator[str]:
     """CC-SALIENCE; to the bit where attention is, but for a bound that is no float32."""
     spread = np.zeros(len(found)) if strict else want.unclipped
-    radius = compare.moved_salience_radius(spread, want.moves, p.C, p.k_heads, p.M_min, precision)
+    radius = tolerances.moved_salience_radius(spread, want.moves, p.C, p.k_heads, p.M_min, precision)
     wrong = np.flatnonzero(~(np.abs(found - want.salience) <= radius))
     for i in wrong[:SHOWN].tolist():
         yield f"salience of token {i} is {found[i]}, not {want.salience[i]} within {radius[i]} ({len(wrong)} are wrong)"
@@ -56,7 +56,7 @@ def neighbours(
 
 
 def _least(w: Matrix) -> Matrix:
-    return np.where(w > 0, compare.SMALLEST["float32"], 0.0)
+    return np.where(w > 0, tolerances.SMALLEST["float32"], 0.0)
 
 
 def chosen(want: Ranked, k: int, tau: float) -> IntMatrix:
@@ -70,8 +70,8 @@ def _realisable(index: Any, want: Ranked, i: int, k: int, tau: float) -> bool:
     if ((index[:-1] < 0) & (index[1:] >= 0)).any():
         return False
     candidates = zip(want.index[i].tolist(), want.weight[i].tolist(), want.error[i].tolist(), strict=True)
-    boxes = {j: Interval.around(w, w * e + compare.SMALLEST["float32"]) for j, w, e in candidates if j >= 0}
-    return compare.list_is_realisable([j for j in index.tolist() if j >= 0], boxes, k, tau)
+    boxes = {j: Interval.around(w, w * e + tolerances.SMALLEST["float32"]) for j, w, e in candidates if j >= 0}
+    return tolerances.list_is_realisable([j for j in index.tolist() if j >= 0], boxes, k, tau)
 
 
 def decided(want: Ranked, k: int, tau: float) -> tuple[int, int]:
@@ -93,10 +93,10 @@ def exact(inputs: AttentionInputs, precision: str) -> Scored:
     The mean over a number of heads that is no power of two rounds, and so may order equal shares of them otherwise.
     """
     H = len(inputs.q)
-    mean_error = 0.0 if is_power_of_two(H) else compare.head_mean_error(H, precision)
+    mean_error = 0.0 if is_power_of_two(H) else tolerances.head_mean_error(H, precision)
 
     def cosines(error: Vector, Q: int) -> Matrix:
-        one: Matrix = np.broadcast_to(compare.cosine_error(0.0, 0.0, Q, H, precision), (Q, Q))
+        one: Matrix = np.broadcast_to(tolerances.cosine_error(0.0, 0.0, Q, H, precision), (Q, Q))
         return one
 
     return coattention(
@@ -119,13 +119,13 @@ def boxed(inputs: AttentionInputs, precision: str) -> Scored:
 
     def weights(q: Any, k: Any) -> Vector:
         mass = np.abs(q[:, :, d - RANKS :]).max(axis=(0, 2)).astype(np.float64) * inputs.scaling
-        return compare.weight_error(mass, d, RANKS, inputs.softcap, precision)
+        return tolerances.weight_error(mass, d, RANKS, inputs.softcap, precision)
 
     def cosines(error: Vector, Q: int) -> Matrix:
-        found: Matrix = compare.cosine_error(error[:, None], error[None, :], min(Q, RANKS), H, precision)
+        found: Matrix = tolerances.cosine_error(error[:, None], error[None, :], min(Q, RANKS), H, precision)
         return found
 
     return coattention(
         inputs.q, inputs.k, inputs.positions, inputs.parameters, inputs.scaling, inputs.softcap, weights, cosines,
-        compare.head_mean_error(H, precision),
+        tolerances.head_mean_error(H, precision),
     )

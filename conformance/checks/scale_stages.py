@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from conformance import tolerances as compare
+from conformance import tolerances
 from conformance.oracles.scale import stages as oracle
 from spec.arrays import BoolVector, IntVector, Vector
 from spec.parameters import CrystalCacheParameters
@@ -31,7 +31,7 @@ def free_weights(given: CoAttention, among: Trunks) -> tuple[oracle.Pairs, Vecto
 def near(free: Vector, tau: float) -> BoolVector:
     """Weights that may fall on either side of tau_edge."""
     found: BoolVector = np.abs(free - tau) < 2.0**-40  # then by the bound itself
-    found[found] = [compare.close("CC-TRUNK-WEIGHT", [w], [tau]) for w in free[found].tolist()]
+    found[found] = [tolerances.close("CC-TRUNK-WEIGHT", [w], [tau]) for w in free[found].tolist()]
     return found
 
 
@@ -61,7 +61,7 @@ def weights(found: TrunkGraph, given: CoAttention, among: Trunks) -> Iterator[st
     a, b, w = upper(found)
     m = len(found.degree)
     at = np.minimum(np.searchsorted(want.a * m + want.b, a * m + b), max(0, len(free) - 1))
-    if len(w) and not compare.close("CC-TRUNK-WEIGHT", w, free[at]):
+    if len(w) and not tolerances.close("CC-TRUNK-WEIGHT", w, free[at]):
         wrong = int(np.argmax(np.abs(w - free[at])))
         yield f"W({a[wrong]}, {b[wrong]}) is {w[wrong]}, not {free[at][wrong]}"
 
@@ -69,7 +69,7 @@ def weights(found: TrunkGraph, given: CoAttention, among: Trunks) -> Iterator[st
 def degrees(found: TrunkGraph) -> Iterator[str]:
     """CC-DEGREE of the rows that were found, by ascending neighbour: the same bits."""
     want = oracle.degrees(found.indptr, found.weights)
-    if not compare.close("CC-DEGREE", found.degree, want):
+    if not tolerances.close("CC-DEGREE", found.degree, want):
         wrong = np.flatnonzero(found.degree != want)
         yield f"degree of trunk {wrong[0]} is {found.degree[wrong[0]]}, not {want[wrong[0]]} ({len(wrong)} are wrong)"
 
@@ -78,5 +78,5 @@ def D(found: TrunkGraph, p: CrystalCacheParameters) -> Iterator[str]:
     """CC-CRYSTALLIZATION of the degrees that were found."""
     want = oracle.crystallization(found.degree, p)
     off = np.abs(found.D - want)
-    if not (off <= compare.crystallization_radius(found.degree, p.s, p.epsilon)).all():
+    if not (off <= tolerances.crystallization_radius(found.degree, p.s, p.epsilon)).all():
         yield f"D of trunk {int(np.argmax(off))} is {found.D[np.argmax(off)]}, not {want[np.argmax(off)]}"

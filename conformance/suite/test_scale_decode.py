@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from conformance import tolerances as compare
+from conformance import tolerances
 from conformance.oracles.scale import decode as oracle
 from conformance.oracles.scale import stages
 from conformance.strategies.scale_numbers import Numbers
@@ -37,7 +37,7 @@ def test_norms_of_every_head_and_channel(breath_stages: BreathStages, H_kv: int,
     found, want = breath_stages.inverse_key_norms(k), oracle.inverse_norms(k)
     assert np.isinf(found).tolist() == np.isinf(want).tolist()
     there = np.isfinite(want)
-    assert (np.abs(found[there] - want[there]) <= compare.key_norm_error(H_kv, d) * want[there]).all()
+    assert (np.abs(found[there] - want[there]) <= tolerances.key_norm_error(H_kv, d) * want[there]).all()
 
 
 def table(sizes: IntVector, norms: Vector) -> LiveTrunks:
@@ -218,7 +218,7 @@ def test_decay_of_many_trunks(breath_stages: BreathStages, m: int) -> None:
     numbers = Numbers(m)
     D, M_bar = numbers.fractions(m), 20 * numbers.fractions(m)
     want = np.maximum(0, D - PAPER.beta_0 * np.exp(-D * M_bar / PAPER.D_c) * D)
-    assert (np.abs(breath_stages.decay(D, M_bar, PAPER) - want) <= compare.decay_radius(D)).all()
+    assert (np.abs(breath_stages.decay(D, M_bar, PAPER) - want) <= tolerances.decay_radius(D)).all()
 
 
 @dataclass(frozen=True)
@@ -272,7 +272,7 @@ def test_edges_to_older_trunks(breath_stages: BreathStages, case: Segment) -> No
     rows = np.repeat(np.arange(len(live)), np.diff(want[0]))
     before = (rows < old) & (want[1] < old)
     assert np.array_equal(found.weights[before], want[2][before])
-    assert compare.close("CC-TRUNK-WEIGHT", found.weights, want[2])
+    assert tolerances.close("CC-TRUNK-WEIGHT", found.weights, want[2])
 
 
 @pytest.mark.spec(id="CC-SEGMENT-D")
@@ -282,5 +282,5 @@ def test_D_of_a_segment_behind_many_trunks(breath_stages: BreathStages, m: int) 
     degree = np.linspace(0.1, 3, m) ** 2
     old = m - min(m, 5)
     found = breath_stages.segment_crystallization(degree, old, PAPER)
-    radius = compare.crystallization_radius(degree, PAPER.s, PAPER.epsilon)
+    radius = tolerances.crystallization_radius(degree, PAPER.s, PAPER.epsilon)
     assert (np.abs(found - stages.crystallization(degree, PAPER)[old:]) <= radius).all()

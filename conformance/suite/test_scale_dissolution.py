@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from conformance import tolerances as compare
+from conformance import tolerances
 from conformance.checks import stages as checks
 from conformance.oracles.scale import stages as oracle
 from conformance.strategies.eviction import EvictionProblem
@@ -73,7 +73,7 @@ def test_the_ratios(judged: Judged) -> None:
 @pytest.mark.spec(id="CC-DISSOLVE-D")
 def test_D_after(judged: Judged) -> None:
     _, found, want = judged
-    assert compare.close("CC-DISSOLVE-D", found.D, want.D)
+    assert tolerances.close("CC-DISSOLVE-D", found.D, want.D)
 
 
 @pytest.mark.spec(id="CC-CUT")

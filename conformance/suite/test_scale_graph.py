@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from conformance import tolerances as compare
+from conformance import tolerances
 from conformance.checks import scale_stages as checks
 from conformance.oracles.scale import stages as oracle
 from conformance.strategies.scale_numbers import Numbers
@@ -128,7 +128,7 @@ def test_two_trunks_of_a_size(stages: CrystalStages, size: int) -> None:
     found = stages.graph(given, trunks, p)
     mean = oracle.in_order(given.intra_weight.ravel()) / (2 * size)
     want = mean * math.sqrt(2 * size / size**2)
-    assert compare.close("CC-TRUNK-WEIGHT", found.weights, [want, want])
+    assert tolerances.close("CC-TRUNK-WEIGHT", found.weights, [want, want])
 
 
 @pytest.mark.spec(id="CC-TRUNK-WEIGHT")
@@ -162,7 +162,7 @@ def test_the_moments_are_of_all_trunks(stages: CrystalStages, m: int) -> None:
     """Degrees that rise over the trunks, so that no part of them has the mean or the deviation of all."""
     degree = np.linspace(0.1, 0.9, m) ** 3
     want = oracle.crystallization(np.repeat(degree, 2), PAPER)[::2]
-    radius = compare.crystallization_radius(np.repeat(degree, 2), PAPER.s, PAPER.epsilon)
+    radius = tolerances.crystallization_radius(np.repeat(degree, 2), PAPER.s, PAPER.epsilon)
     assert (np.abs(degrees_by_pairs(stages, degree, PAPER) - want) <= radius).all()
 
 
@@ -173,7 +173,7 @@ def test_one_trunk_far_above_the_rest(stages: CrystalStages, m: int) -> None:
     degree = np.zeros(m)
     degree[-1] = 1.0
     want = oracle.crystallization(np.repeat(degree, 2), PAPER)[::2]
-    radius = compare.crystallization_radius(np.repeat(degree, 2), PAPER.s, PAPER.epsilon)
+    radius = tolerances.crystallization_radius(np.repeat(degree, 2), PAPER.s, PAPER.epsilon)
     assert (np.abs(degrees_by_pairs(stages, degree, PAPER) - want) <= radius).all()
 
 
@@ -195,4 +195,4 @@ def test_edges_of_far_trunks_count_in_both_directions(stages: CrystalStages) -> 
     sizes = [300, *[1] * gap, 300]
     found = stages.graph(given, Trunks(np.cumsum([0, *sizes]), np.ones(len(sizes))), p)
     assert [x.tolist() for x in checks.upper(found)[:2]] == [[0], [gap + 1]]
-    assert compare.close("CC-TRUNK-WEIGHT", found.weights, [0.5 * math.sqrt(600 / 90_000)] * 2)
+    assert tolerances.close("CC-TRUNK-WEIGHT", found.weights, [0.5 * math.sqrt(600 / 90_000)] * 2)

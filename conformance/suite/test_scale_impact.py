@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conformance import tolerances as compare
+from conformance import tolerances
 from conformance.oracles.scale import stages as oracle
 from conformance.strategies.scale_numbers import Numbers
 from spec.arrays import IntVector
@@ -27,7 +27,7 @@ def judged(stages: CrystalStages, ids: Any, form: str = "mixture") -> bool:
     ids = np.asarray(ids, dtype=np.int64)
     S = 0.1 + 19 * Numbers(2).fractions(len(ids))
     p = replace(PAPER, impact=form)  # type: ignore[arg-type]
-    return compare.close("CC-IMPACT", stages.impact(S, ids, p), oracle.token_impact(S, oracle.counts(ids), p))
+    return tolerances.close("CC-IMPACT", stages.impact(S, ids, p), oracle.token_impact(S, oracle.counts(ids), p))
 
 
 @pytest.mark.spec(id="CC-COUNT")
@@ -70,7 +70,7 @@ def test_the_largest_salience_may_be_the_last(stages: CrystalStages, n: int) -> 
     for at in (n - 1, n // 2, 0):
         S = Numbers(n).fractions(n)
         S[at] = 3.0
-        assert compare.close("CC-IMPACT", stages.impact(S, ids, p), oracle.token_impact(S, oracle.counts(ids), p))
+        assert tolerances.close("CC-IMPACT", stages.impact(S, ids, p), oracle.token_impact(S, oracle.counts(ids), p))
 
 
 def widths() -> IntVector:
@@ -86,7 +86,7 @@ def test_rarity_of_any_count(breath_stages: BreathStages, M_max: float) -> None:
     """Of given counts, which need no tokens: M = M_max (S / M_max + U) / 2."""
     c, p = np.tile(widths(), 200), replace(PAPER, M_max=M_max, M_min=0.0)  # 80 000 of them
     S = np.full(len(c), 0.125)
-    assert compare.close("CC-IMPACT", breath_stages.impact(S, c, p), oracle.token_impact(S, c, p))
+    assert tolerances.close("CC-IMPACT", breath_stages.impact(S, c, p), oracle.token_impact(S, c, p))
 
 
 @pytest.mark.spec(id="CC-RARITY-FORMS")
@@ -96,7 +96,7 @@ def test_rarity_forms_of_any_count(breath_stages: BreathStages, form: str) -> No
     S = np.zeros(len(c))
     found, want = breath_stages.impact(S, c, p), oracle.token_impact(S, c, p)
     far = want < 1e-290  # exp(-700): below it results are rounded to less than 53 bits
-    assert compare.close("CC-IMPACT", found[~far], want[~far])
+    assert tolerances.close("CC-IMPACT", found[~far], want[~far])
     assert (found[far] < 1e-280).all()
 
 
@@ -113,7 +113,7 @@ def trunks_of(m: int, seed: int) -> tuple[Any, Any, Any]:
 
 
 def radius(M_bar: Any, alpha: float) -> float:
-    return alpha * compare.normalised_radius(M_bar.tolist(), PAPER.epsilon)
+    return alpha * tolerances.normalised_radius(M_bar.tolist(), PAPER.epsilon)
 
 
 TRUNKS = [15, 16, 17, 31, 33, 63, 65, 127, 129, 255, 257, 1_025, 65_537, 100_000]

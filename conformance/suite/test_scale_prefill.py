@@ -6,7 +6,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from conformance import tolerances as compare
+from conformance import tolerances
 from conformance.checks import scale_s1, scale_stages
 from conformance.oracles.scale import decode, s1
 from conformance.oracles.scale import stages as oracle
@@ -81,7 +81,7 @@ def test_edges(judged: Judged) -> None:
 def test_impact(judged: Judged) -> None:
     prompt, found, _, _ = judged
     S, c, p = found.coattention.salience, oracle.counts(prompt.token_ids), prompt.inputs.parameters
-    assert compare.close("CC-IMPACT", found.impact, oracle.token_impact(S, c, p))
+    assert tolerances.close("CC-IMPACT", found.impact, oracle.token_impact(S, c, p))
 
 
 @pytest.mark.spec(id="CC-TRUNKS")
@@ -126,7 +126,7 @@ def test_scores(judged: Judged) -> None:
     prompt, found, _, _ = judged
     p, shut = prompt.inputs.parameters, found.protected
     want = oracle.score(found.graph.D, found.trunks.impact, shut, p)
-    radius = p.alpha * compare.normalised_radius(found.trunks.impact[~shut].tolist(), p.epsilon)
+    radius = p.alpha * tolerances.normalised_radius(found.trunks.impact[~shut].tolist(), p.epsilon)
     assert np.isnan(found.scores[shut]).all()
     assert (np.abs(found.scores[~shut] - want[~shut]) <= radius).all()
 
@@ -156,7 +156,7 @@ def test_kept(judged: Judged) -> None:
     got = Dissolution(found.kept, found.ratio, found.D)
     assert np.array_equal(got.kept, want.kept)
     assert np.array_equal(got.ratio, want.ratio)
-    assert compare.close("CC-DISSOLVE-D", got.D, want.D)
+    assert tolerances.close("CC-DISSOLVE-D", got.D, want.D)
 
 
 @pytest.mark.spec(id="CC-PREFILL")

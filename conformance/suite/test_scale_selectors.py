@@ -6,7 +6,7 @@ from functools import lru_cache
 import numpy as np
 import pytest
 
-from conformance import tolerances as compare
+from conformance import tolerances
 from conformance.oracles.scale import selectors as oracle
 from conformance.strategies.scale_numbers import Numbers
 from reference.backend import BACKEND
@@ -148,7 +148,7 @@ def agree(stages: NestedKVStages, k: np.ndarray, p: NestedKVParameters, precisio
     assert found.shape == (H_kv, n)
     for h in range(H_kv):
         want = oracle.nestedkv(k[h], p)
-        radius = compare.traced_radius(
+        radius = tolerances.traced_radius(
             n, d, [x.tolist() for x in want.raw], want.shortest, want.deviation.tolist(), p, precision
         )
         assert radius < CERTAIN[precision], "the inputs leave nothing certain"

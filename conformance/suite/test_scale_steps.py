@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from conformance.checks import decode as checks
+from conformance.checks import decode_checks
 from conformance.strategies.scale_attention import Shape, addressed
 from conformance.strategies.scale_states import FAR_IDS, state_at
 from reference.crystalcache.breath import breath, decode_step
@@ -55,7 +55,7 @@ def test_a_forward(decoder: Backend, case: Case) -> None:
     """Before a breath only D changes, and the tail grows by a token of a far id."""
     before, p = case.state, replace(case.parameters, T_breath=100)
     after = decode_step(before, int(FAR_IDS[-1]), 0.25, ENDS, p, decoder)
-    assert not list(checks.forward(before, after, int(FAR_IDS[-1]), 0.25, p))
+    assert not list(decode_checks.forward(before, after, int(FAR_IDS[-1]), 0.25, p))
 
 
 @pytest.mark.spec(id="CC-BREATH")
@@ -66,7 +66,7 @@ def test_a_forward(decoder: Backend, case: Case) -> None:
 def test_a_breath(decoder: Backend, case: Case) -> None:
     before, p = case.state, case.parameters
     after = breath(before, ENDS, p, decoder)
-    assert not list(checks.breath(before, after, ENDS, p, decoder))
+    assert not list(decode_checks.breath(before, after, ENDS, p, decoder))
     assert len(after.live.positions) < len(before.stored), "something goes"
 
 
@@ -83,4 +83,4 @@ def test_a_turn(decoder: Backend, seen: int, H: int, H_kv: int) -> None:
     found = decoder.require_crystal().coattention(inputs.q, inputs.k, positions, p, inputs.scaling, None)
     norms = decoder.require_breath().inverse_key_norms(np.ascontiguousarray(inputs.k[:, len(stored) :]))
     after = extend(before, inputs.q, inputs.k, ids, ENDS, p, decoder, scaling=inputs.scaling)
-    assert not list(checks.segment(before, after, found, ids, norms, ENDS, p, decoder))
+    assert not list(decode_checks.segment(before, after, found, ids, norms, ENDS, p, decoder))

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from conformance import tolerances as compare
-from conformance.checks.stages import edges_of
+from conformance import tolerances
+from conformance.checks.stage_checks import edges_of
 from conformance.oracles import s2
 from conformance.oracles.scale import stages as oracle
 from conformance.strategies.scale_numbers import Numbers
@@ -221,7 +221,7 @@ def test_unit_impact_between_extremes_anywhere(stages: CrystalStages, m: int, at
     M[[place, place + 1]] = 0.5, 9.0
     p = replace(NO_EDGES, trunk_impact="unit", T_max=1)
     found = stages.trunks(bare(m), M, np.zeros(m, dtype=np.bool_), p).impact
-    assert compare.close("CC-IMPACT", found, (M - 0.5) / (9.0 - 0.5 + p.epsilon))
+    assert tolerances.close("CC-IMPACT", found, (M - 0.5) / (9.0 - 0.5 + p.epsilon))
 
 
 @pytest.mark.spec(id="CC-ADAPTIVE-MERGE")

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance import tolerances as compare
-from conformance.checks.stages import edges_of, trunk_lists
+from conformance import tolerances
+from conformance.checks.stage_checks import edges_of, trunk_lists
 from conformance.oracles import decode as brute_decode
 from conformance.oracles import diversity as brute_diversity
 from conformance.oracles import nestedkv as brute_nestedkv
@@ -36,7 +36,7 @@ SMALL_UNITS = 64  # rounding of sums of at most some dozen terms, both sides
 def same(a: Any, b: Any) -> bool:
     """Equal but for rounding in another order."""
     a, b = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
-    u = compare.UNIT_ROUNDOFF["float64"]
+    u = tolerances.UNIT_ROUNDOFF["float64"]
     return a.shape == b.shape and bool((np.abs(a - b) <= SMALL_UNITS * 16 * u * np.maximum(np.abs(a), np.abs(b))).all())
 
 
@@ -90,7 +90,7 @@ def test_trunks_and_impact(text: Text, ids: list[int]) -> None:
     c = stages.counts(np.array(ids))
     assert c.tolist() == s3.counts(ids)
     S = np.linspace(0.1, 19, len(ids))
-    assert compare.close("CC-IMPACT", stages.token_impact(S, c, p), s3.impact(S.tolist(), ids, p))
+    assert tolerances.close("CC-IMPACT", stages.token_impact(S, c, p), s3.impact(S.tolist(), ids, p))
 
 
 @given(text=texts(), data=st.data())
