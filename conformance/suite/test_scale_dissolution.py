@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from conformance import tolerances
-from conformance.checks import stages as checks
+from conformance.checks import stage_checks
 from conformance.oracles.scale import stages as oracle
 from conformance.strategies.eviction import EvictionProblem
 from conformance.strategies.scale_numbers import Numbers
@@ -206,6 +206,6 @@ def test_coverage_of_hundreds_of_trunks(stages: CrystalStages, case: Eviction, s
 
 
 def complaints(stages: CrystalStages, p: EvictionProblem) -> list[str]:
-    return list(checks.dissolution(
+    return list(stage_checks.dissolution(
         run(stages, p), p.score, p.trunks, p.impact, p.D, p.protected, p.budget, p.parameters
     ))
