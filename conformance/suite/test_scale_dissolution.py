@@ -53,33 +53,33 @@ Judged = tuple[EvictionProblem, Dissolution, oracle.Dissolved]
 
 
 @pytest.fixture(scope="module", params=CASES, ids=str)
-def judged(request: pytest.FixtureRequest, stages: CrystalStages) -> Judged:
+def outcome(request: pytest.FixtureRequest, stages: CrystalStages) -> Judged:
     return judge(stages, request.param)
 
 
 @pytest.mark.spec(id="CC-DISSOLVE")
-def test_the_kept_positions(judged: Judged) -> None:
+def test_the_kept_positions(outcome: Judged) -> None:
     """Ties by trunk index in the order, by position in the partial trunk."""
-    problem, found, want = judged
+    problem, found, want = outcome
     assert np.array_equal(found.kept, want.kept + int(problem.trunks.offsets[0]))
 
 
 @pytest.mark.spec(id="CC-ALLOCATE")
-def test_the_ratios(judged: Judged) -> None:
-    _, found, want = judged
+def test_the_ratios(outcome: Judged) -> None:
+    _, found, want = outcome
     assert np.array_equal(found.ratio, want.ratio)
 
 
 @pytest.mark.spec(id="CC-DISSOLVE-D")
-def test_D_after(judged: Judged) -> None:
-    _, found, want = judged
+def test_D_after(outcome: Judged) -> None:
+    _, found, want = outcome
     assert tolerances.close("CC-DISSOLVE-D", found.D, want.D)
 
 
 @pytest.mark.spec(id="CC-CUT")
-def test_what_is_cut(judged: Judged) -> None:
+def test_what_is_cut(outcome: Judged) -> None:
     """Tokens that stay: all up to B, the protected ones above it, else B less an overshoot."""
-    problem, found, _ = judged
+    problem, found, _ = outcome
     n, B, held = len(problem.impact), problem.budget, int(problem.trunks.sizes[problem.protected].sum())
     least = B - max(0, problem.parameters.N_min - 1)
     low, high = (n, n) if n <= B else (held, held) if held > B else (max(held, least), B)

@@ -65,28 +65,28 @@ def judge(stages: CrystalStages, case: Case) -> Judged:
 
 
 @pytest.fixture(scope="module", params=CASES, ids=str)
-def judged(request: pytest.FixtureRequest, stages: CrystalStages) -> Judged:
+def outcome(request: pytest.FixtureRequest, stages: CrystalStages) -> Judged:
     return judge(stages, request.param)
 
 
 @pytest.mark.spec(id="CC-TRUNK-EDGES")
-def test_the_pairs(judged: Judged) -> None:
-    assert not list(checks.pairs(judged.found, judged.given, judged.trunks, judged.parameters))
+def test_the_pairs(outcome: Judged) -> None:
+    assert not list(checks.pairs(outcome.found, outcome.given, outcome.trunks, outcome.parameters))
 
 
 @pytest.mark.spec(id="CC-TRUNK-WEIGHT")
-def test_the_weights(judged: Judged) -> None:
-    assert not list(checks.weights(judged.found, judged.given, judged.trunks))
+def test_the_weights(outcome: Judged) -> None:
+    assert not list(checks.weights(outcome.found, outcome.given, outcome.trunks))
 
 
 @pytest.mark.spec(id="CC-DEGREE")
-def test_the_degrees(judged: Judged) -> None:
-    assert not list(checks.degrees(judged.found))
+def test_the_degrees(outcome: Judged) -> None:
+    assert not list(checks.degrees(outcome.found))
 
 
 @pytest.mark.spec(id="CC-CRYSTALLIZATION")
-def test_D(judged: Judged) -> None:
-    assert not list(checks.D(judged.found, judged.parameters))
+def test_D(outcome: Judged) -> None:
+    assert not list(checks.D(outcome.found, outcome.parameters))
 
 
 def row(found: TrunkGraph, g: int) -> Vector:

@@ -23,7 +23,7 @@ ALIKE = {
 }
 
 
-def judged(stages: CrystalStages, ids: Any, form: str = "mixture") -> bool:
+def right(stages: CrystalStages, ids: Any, form: str = "mixture") -> bool:
     ids = np.asarray(ids, dtype=np.int64)
     S = 0.1 + 19 * Numbers(2).fractions(len(ids))
     p = replace(PAPER, impact=form)  # type: ignore[arg-type]
@@ -34,8 +34,8 @@ def judged(stages: CrystalStages, ids: Any, form: str = "mixture") -> bool:
 @pytest.mark.parametrize("width", ALIKE)
 def test_ids_that_a_width_takes_for_one(stages: CrystalStages, width: str) -> None:
     a, b = ALIKE[width]
-    assert judged(stages, [a, b, 8, 8])
-    assert judged(stages, [b, a, b, b, a, 8, a, b] * 20)
+    assert right(stages, [a, b, 8, 8])
+    assert right(stages, [b, a, b, b, a, 8, a, b] * 20)
 
 
 @pytest.mark.spec(id="CC-COUNT")
@@ -44,7 +44,7 @@ def test_ids_that_a_width_takes_for_one(stages: CrystalStages, width: str) -> No
 ])
 def test_one_id_so_often(stages: CrystalStages, n: int) -> None:
     """The first and the last token's ids occur once; all others are one."""
-    assert judged(stages, [4, *[6] * n, 5])
+    assert right(stages, [4, *[6] * n, 5])
 
 
 @pytest.mark.spec(id="CC-COUNT")
@@ -52,15 +52,15 @@ def test_one_id_so_often(stages: CrystalStages, n: int) -> None:
 def test_ids_of_a_vocabulary(stages: CrystalStages, vocabulary: int) -> None:
     """100 000 tokens, the frequent ones first; and as many that differ."""
     u = Numbers(vocabulary).fractions(100_000)
-    assert judged(stages, (vocabulary * u**6).astype(np.int64))
-    assert judged(stages, np.arange(0, vocabulary, max(1, vocabulary // 70_000))[:100_000])
+    assert right(stages, (vocabulary * u**6).astype(np.int64))
+    assert right(stages, np.arange(0, vocabulary, max(1, vocabulary // 70_000))[:100_000])
 
 
 @pytest.mark.spec(id="CC-IMPACT")
 @pytest.mark.parametrize("form", ["mixture", "salience", "uniform"])
 @pytest.mark.parametrize("n", [17, 33, 65, 129, 257, 1_025, 65_537])
 def test_impact_of_every_token(stages: CrystalStages, form: str, n: int) -> None:
-    assert judged(stages, np.arange(n) % 700, form)
+    assert right(stages, np.arange(n) % 700, form)
 
 
 @pytest.mark.spec(id="CC-UNIT-IMPACT")
@@ -104,7 +104,7 @@ def test_rarity_forms_of_any_count(breath_stages: BreathStages, form: str) -> No
 @pytest.mark.spec(id="CC-COUNT")
 def test_more_tokens_than_float32_counts(stages: CrystalStages) -> None:
     """2^24 + 3 tokens of one id: about 2 GB."""
-    assert judged(stages, np.full(2**24 + 3, 7))
+    assert right(stages, np.full(2**24 + 3, 7))
 
 
 def trunks_of(m: int, seed: int) -> tuple[Any, Any, Any]:

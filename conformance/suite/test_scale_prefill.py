@@ -39,91 +39,91 @@ def judge(backend: Backend, kind: str, shape: Shape, budget: str, precision: str
 
 
 @pytest.fixture(scope="module", params=FULL, ids=lambda case: f"{case[0]}-{case[1]}")
-def judged(request: pytest.FixtureRequest, backend: Backend, precision: str) -> Judged:
+def outcome(request: pytest.FixtureRequest, backend: Backend, precision: str) -> Judged:
     kind, shape, budget = request.param
     return judge(backend, kind, shape, budget, precision)
 
 
 @pytest.mark.spec(id="CC-SALIENCE")
 @pytest.mark.spec(id="CC-ATTENTION")
-def test_salience(judged: Judged, precision: str) -> None:
-    prompt, found, want, strict = judged
+def test_salience(outcome: Judged, precision: str) -> None:
+    prompt, found, want, strict = outcome
     p = prompt.inputs.parameters
     assert not list(scale_s1.salience(found.coattention.salience, want, p, precision, strict))
 
 
 @pytest.mark.spec(id="CC-INTRA")
 @pytest.mark.spec(id="CC-ROW-NORM")
-def test_neighbours(judged: Judged) -> None:
-    prompt, found, want, strict = judged
+def test_neighbours(outcome: Judged) -> None:
+    prompt, found, want, strict = outcome
     p, S1 = prompt.inputs.parameters, found.coattention
     assert not list(scale_s1.neighbours(S1.intra, S1.intra_weight, want.intra, p.k_intra, p.tau_intra, strict))
 
 
 @pytest.mark.spec(id="CC-CROSS")
-def test_sources(judged: Judged) -> None:
-    prompt, found, want, strict = judged
+def test_sources(outcome: Judged) -> None:
+    prompt, found, want, strict = outcome
     p, S1 = prompt.inputs.parameters, found.coattention
     strict = strict and scale_s1.is_power_of_two(len(prompt.inputs.q))
     assert not list(scale_s1.neighbours(S1.cross, S1.cross_weight, want.cross, p.k_cross, p.tau_cross, strict))
 
 
 @pytest.mark.spec(id="CC-EDGES")
-def test_edges(judged: Judged) -> None:
+def test_edges(outcome: Judged) -> None:
     """The view of the record: order, orientation, absolute positions."""
-    found = judged[1].coattention
+    found = outcome[1].coattention
     for got, want in zip(found.edges(), oracle.edge_columns(found), strict=True):
         assert np.array_equal(got, want)
 
 
 @pytest.mark.spec(id="CC-IMPACT")
 @pytest.mark.spec(id="CC-COUNT")
-def test_impact(judged: Judged) -> None:
-    prompt, found, _, _ = judged
+def test_impact(outcome: Judged) -> None:
+    prompt, found, _, _ = outcome
     S, c, p = found.coattention.salience, oracle.counts(prompt.token_ids), prompt.inputs.parameters
     assert tolerances.close("CC-IMPACT", found.impact, oracle.token_impact(S, c, p))
 
 
 @pytest.mark.spec(id="CC-TRUNKS")
-def test_trunks(judged: Judged) -> None:
-    prompt, found, _, _ = judged
+def test_trunks(outcome: Judged) -> None:
+    prompt, found, _, _ = outcome
     ends = np.isin(prompt.token_ids, sorted(ENDS))
     want = oracle.trunks(ends, oracle.edge_columns(found.coattention), 0, prompt.inputs.parameters)
     assert np.array_equal(found.trunks.offsets, want)
 
 
 @pytest.mark.spec(id="CC-TRUNK-IMPACT")
-def test_trunk_impact(judged: Judged) -> None:
-    found = judged[1]
+def test_trunk_impact(outcome: Judged) -> None:
+    found = outcome[1]
     assert found.trunks.impact.tolist() == oracle.trunk_impact(found.impact, found.trunks.offsets).tolist()
 
 
 @pytest.mark.spec(id="CC-TRUNK-EDGES")
-def test_pairs(judged: Judged) -> None:
-    prompt, found, _, _ = judged
+def test_pairs(outcome: Judged) -> None:
+    prompt, found, _, _ = outcome
     assert not list(scale_stages.pairs(found.graph, found.coattention, found.trunks, prompt.inputs.parameters))
 
 
 @pytest.mark.spec(id="CC-TRUNK-WEIGHT")
-def test_weights(judged: Judged) -> None:
-    found = judged[1]
+def test_weights(outcome: Judged) -> None:
+    found = outcome[1]
     assert not list(scale_stages.weights(found.graph, found.coattention, found.trunks))
 
 
 @pytest.mark.spec(id="CC-DEGREE")
-def test_degrees(judged: Judged) -> None:
-    assert not list(scale_stages.degrees(judged[1].graph))
+def test_degrees(outcome: Judged) -> None:
+    assert not list(scale_stages.degrees(outcome[1].graph))
 
 
 @pytest.mark.spec(id="CC-CRYSTALLIZATION")
-def test_D(judged: Judged) -> None:
-    assert not list(scale_stages.D(judged[1].graph, judged[0].inputs.parameters))
+def test_D(outcome: Judged) -> None:
+    assert not list(scale_stages.D(outcome[1].graph, outcome[0].inputs.parameters))
 
 
 @pytest.mark.spec(id="CC-SCORE")
 @pytest.mark.spec(id="CC-NORMALISED-IMPACT")
-def test_scores(judged: Judged) -> None:
-    prompt, found, _, _ = judged
+def test_scores(outcome: Judged) -> None:
+    prompt, found, _, _ = outcome
     p, shut = prompt.inputs.parameters, found.protected
     want = oracle.score(found.graph.D, found.trunks.impact, shut, p)
     radius = p.alpha * tolerances.normalised_radius(found.trunks.impact[~shut].tolist(), p.epsilon)
@@ -132,23 +132,23 @@ def test_scores(judged: Judged) -> None:
 
 
 @pytest.mark.spec(id="CC-PROTECTED")
-def test_protected(judged: Judged) -> None:
-    prompt, found, _, _ = judged
+def test_protected(outcome: Judged) -> None:
+    prompt, found, _, _ = outcome
     want = oracle.protected(found.trunks.offsets, len(prompt.token_ids), prompt.inputs.parameters)
     assert found.protected.tolist() == want.tolist()
 
 
 @pytest.mark.spec(id="CC-BUDGET")
-def test_budget(judged: Judged) -> None:
-    prompt, found, _, _ = judged
+def test_budget(outcome: Judged) -> None:
+    prompt, found, _, _ = outcome
     n, p = len(prompt.token_ids), prompt.inputs.parameters
     assert found.budget == decode.effective_budget(Fraction(prompt.budget), n, p)
 
 
 @pytest.mark.spec(id="CC-DISSOLVE")
 @pytest.mark.spec(id="CC-PREFILL")
-def test_kept(judged: Judged) -> None:
-    prompt, found, _, _ = judged
+def test_kept(outcome: Judged) -> None:
+    prompt, found, _, _ = outcome
     want = oracle.dissolve(
         found.scores, found.trunks.offsets, found.impact, found.graph.D, found.protected, found.budget,
         prompt.inputs.parameters.N_min,
@@ -160,9 +160,9 @@ def test_kept(judged: Judged) -> None:
 
 
 @pytest.mark.spec(id="CC-PREFILL")
-def test_the_prompts_are_rich(judged: Judged) -> None:
+def test_the_prompts_are_rich(outcome: Judged) -> None:
     """Of the lane itself: merged sentences, hubs, far and fourth sources, and trunks of all fates."""
-    prompt, found, want, strict = judged
+    prompt, found, want, strict = outcome
     p = prompt.inputs.parameters
     for ranked, k, tau in ((want.intra, p.k_intra, p.tau_intra), (want.cross, p.k_cross, p.tau_cross)):
         sure, places = scale_s1.decided(ranked, k, tau)

@@ -73,7 +73,7 @@ def run(stages: CrystalStages, inputs: AttentionInputs, lse: Matrix | None = Non
     )
 
 
-def judged(stages: CrystalStages, kind: str, shape: Shape, precision: str) -> Case:
+def outcome(stages: CrystalStages, kind: str, shape: Shape, precision: str) -> Case:
     if kind == "addressed":
         inputs = addressed(shape)
         want = checks.exact(inputs, precision)
@@ -88,7 +88,7 @@ CASES = [("addressed", shape) for shape in ADDRESSED] + [("laddered", shape) for
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[1]}")
 def case(request: pytest.FixtureRequest, stages: CrystalStages, precision: str) -> Case:
     kind, shape = request.param
-    return judged(stages, kind, shape, precision)
+    return outcome(stages, kind, shape, precision)
 
 
 @pytest.mark.spec(id="CC-COATTENTION")
@@ -167,7 +167,7 @@ def test_given_denominators_of_every_head(stages: CrystalStages, precision: str,
 @pytest.mark.parametrize("kind", ["addressed", "laddered"])
 def test_32_768_tokens_of_8_heads(stages: CrystalStages, kind: str, precision: str) -> None:
     """32 chunks of PAPER's: some minutes and 8 GB with the reference."""
-    case, p = judged(stages, kind, Shape("32k", 8, 2, 64, 32_768), precision), PAPER
+    case, p = outcome(stages, kind, Shape("32k", 8, 2, 64, 32_768), precision), PAPER
     assert not list(checks.salience(case.found.salience, case.want, p, precision, case.strict))
     for name, strict in (("intra", case.strict), ("cross", case.whole_shares)):
         assert not list(checks.neighbours(
