@@ -22,9 +22,9 @@ from models_integration.session.inputs import (
     Stream,
     WholeForwards,
     check_forward,
-    check_rows,
     first_span,
     later_span,
+    step_span,
 )
 from models_integration.session.method import Method
 from models_integration.session.segment import ObservedSegment, Segment
@@ -140,8 +140,10 @@ class Session:
                 if self._segment.cache is not cache:
                     reason = "must be the cache of the stream that is open"
                     raise SpecError("past_key_values", type(cache).__name__, reason)
+            span = step_span(self._architecture, arguments, cache)
+            if self._segment is not None:
                 self._finish(self._segment)
-            forward = _step(self._method, self._architecture, cache, ids)
+            forward = _step(self._method, self._architecture, cache, ids, span)
         else:
             span = self._span(cache, arguments)
             if self._stream.is_too_long(span):
@@ -321,15 +323,16 @@ def _unusable_after_failure(cache: RetainedCache, reason: str) -> Iterator[None]
         raise
 
 
-def _step(method: Method, architecture: Architecture, cache: RetainedCache, ids: Tensor) -> _Forward:
+def _step(
+    method: Method, architecture: Architecture, cache: RetainedCache, ids: Tensor, span: ForwardSpan,
+) -> _Forward:
     """A forward of one token (rows, 1) that is a decode step."""
-    check_rows(cache, ids)
     rule, observed = method.continuation, None
     rule.before_step(method.policy, cache)
     if rule.step_needs.layers != "none":
         observed = ObservedSegment(rule.step_needs, architecture, cache)
-        observed.read(ids, torch.ones(ids.shape, dtype=torch.bool))
-    return _Forward(cache, observed, cache.step_inputs(1, ids.device), partial(_end_step, method, cache, ids, observed))
+        observed.read(ids, span.is_token)
+    return _Forward(cache, observed, span.defaults, partial(_end_step, method, cache, ids, observed))
 
 
 def _end_step(method: Method, cache: RetainedCache, ids: Tensor, observed: ObservedSegment | None) -> None:
