@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from models_integration.attention.capture import observing
+from models_integration.attention.handover import check_handover, check_readable
 from models_integration.cache.retained_cache import RetainedCache, check_adoptable
 from models_integration.model.architecture import BUSY, Architecture, check_free, describe
 from models_integration.session.generate import NO_CALL, Call, guarded_generate
@@ -80,6 +81,7 @@ class Session:
         self._method = method
         self._model = model
         self._architecture = describe(model)
+        check_handover(self._architecture, method.policy.scorer.needs, method.policy.granularity)
         self._names = tuple(inspect.signature(self._architecture.decoder.forward).parameters)
         self._call = NO_CALL
         self._block = ""
@@ -133,13 +135,14 @@ class Session:
         check_forward(arguments, getattr(self._architecture.config, "use_cache", True))
         arguments = {name: value for name, value in arguments.items() if value is not None}
         cache, ids = arguments.get("past_key_values"), arguments["input_ids"]
+        if isinstance(cache, RetainedCache):
+            check_readable(self._architecture, cache)
         if self._block == "reading()":
             forward = _reading(self._method, self._architecture, cache, arguments)
         elif isinstance(cache, RetainedCache) and self._is_step(cache, ids):
-            if self._segment is not None:
-                if self._segment.cache is not cache:
-                    reason = "must be the cache of the stream that is open"
-                    raise SpecError("past_key_values", type(cache).__name__, reason)
+            if self._segment is not None and self._segment.cache is not cache:
+                reason = "must be the cache of the stream that is open"
+                raise SpecError("past_key_values", type(cache).__name__, reason)
             span = step_span(self._architecture, arguments, cache)
             if self._segment is not None:
                 self._finish(self._segment)

@@ -101,7 +101,7 @@ def test_of_padded_rows_the_mask_says_what_the_prompt_s_did(policy: str) -> None
         following = torch.nn.functional.pad(mask, (0, 1), value=1)
         expected = told(model, copy.deepcopy(run.cache), **step)
         for wrong in ({"attention_mask": torch.ones_like(following)}, {"position_ids": torch.tensor([[N], [N]])}):
-            with pytest.raises(SpecError, match="attention_mask = .0, 0.|position_ids = '40 to 40': must be 35 to 40"):
+            with pytest.raises(SpecError, match=r"attention_mask = \[0, 0\]|position_ids = .40 to 40.: must be 35 to"):
                 told(model, run.cache, **step, **wrong)
         right = {"attention_mask": following, "position_ids": torch.tensor([[N], [N - 5]])}
         assert torch.equal(told(model, run.cache, **step, **right), expected)
