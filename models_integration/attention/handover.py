@@ -4,6 +4,7 @@ A policy is shown what attention is handed, and decides about what the cache sto
 tokens, attention runs on the storage itself. Both hold only of models that hand the cache's own tensors on.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -144,16 +145,22 @@ def _every_other(cache: RetainedCache, granularity: Granularity) -> Retention:
 
 @contextmanager
 def _aside(architecture: Architecture) -> Iterator[None]:
-    """Nothing of the model's state, nor of torch's, is another afterwards."""
+    """Nobody's hooks are called, and torch's random numbers go on as they would have."""
+    hooks = [(module, module._forward_pre_hooks, module._forward_hooks) for module in architecture.decoder.modules()]
     devices = {one.device for one in architecture.decoder.parameters() if one.device.type == "cuda"}
-    with torch.no_grad(), torch.random.fork_rng(sorted(device.index for device in devices)):
-        yield
+    for module, _, _ in hooks:
+        module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(sorted(device.index for device in devices)):
+            yield
+    finally:
+        for module, before, after in hooks:
+            module._forward_pre_hooks, module._forward_hooks = before, after
 
 
 def _read(architecture: Architecture, cache: RetainedCache, tokens: int) -> None:
     device = next(architecture.decoder.parameters()).device
     ids = torch.arange(tokens, device=device)[None] % architecture.vocabulary
-    # Not by a call, which would go through the hooks of sessions and users.
     architecture.decoder.forward(input_ids=ids, past_key_values=cache, use_cache=True)
 
 

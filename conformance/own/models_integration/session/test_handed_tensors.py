@@ -167,7 +167,7 @@ def test_one_that_changes_behind_the_door_is_refused_where_it_attends(monkeypatc
 
 
 def test_looking_leaves_no_trace() -> None:
-    """Neither hooks nor random numbers nor the model's mode know of it, and it happens once."""
+    """Neither hooks nor random numbers nor the model's mode know of it."""
     model = build("llama")
     model.config.attention_dropout = 0.5
     model.train(True)
@@ -179,7 +179,8 @@ def test_looking_leaves_no_trace() -> None:
         method("adakv")(model)
     assert model.training
     assert not calls
-    assert len(seen) == 3  # a prompt, its read with heads that differ
+    assert not seen
+    assert len(model.base_model.layers[0]._forward_hooks) == 1
     assert torch.equal(torch.get_rng_state(), state)
     model.train(False)
     check_continuation(model, "adakv")
