@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from models_integration.model.architecture import IMPLEMENTATIONS, Architecture
 from spec.errors import SpecError
 from spec.policy import LayerView, Needs
 
-__all__ = ["Attended", "Recorder", "Watcher", "flash_attention", "observing", "shown_columns"]
+__all__ = ["OTHER_TENSORS", "Attended", "Recorder", "Watcher", "flash_attention", "observing", "shown_columns"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,8 @@ class Attended:
     """(rows, H, n), where it came with the output."""
     options: Mapping[str, Any]
 
+
+OTHER_TENSORS = "its attention is handed other keys or values than its cache returned"
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Arguments of attention functions that change the weights in ways that S1 does not know.
@@ -71,6 +73,8 @@ class _Seen:
     scaling: float
     softcap: float | None
     lse: Tensor | None
+    query: ref[Tensor]
+    """The last forward's own, of which `q` holds the rows."""
 
 
 @dataclass
@@ -85,7 +89,8 @@ class Recorder:
     def record(self, module: nn.Module, layer: Attended) -> None:
         """Note one layer's inputs.
 
-        Queries of one layer's later forwards follow its earlier ones; its last keys and values hold all of them.
+        Queries of one layer's later forwards follow its earlier ones; its last keys and values hold all of them. A
+        layer that attends twice with the same queries has asked once.
 
         Raises:
             SpecError: for a dtype or an attention that the specification does not cover.
@@ -97,12 +102,14 @@ class Recorder:
         if q.dtype not in _DTYPES:
             raise SpecError("dtype", q.dtype, f"must be one of {', '.join(map(str, _DTYPES))}")
         index, scaling = cast(int, module.layer_idx), layer.options.get("scaling")
+        if index in self.seen and self.seen[index].query() is layer.query:
+            return
         if index in self.seen:
             q = torch.cat([self.seen[index].q, q], dim=2)
         self.seen[index] = self._needed(_Seen(
             q, layer.key.detach(), layer.value.detach(),
             q.shape[-1] ** -0.5 if scaling is None else float(scaling), layer.options.get("softcap"),
-            None if layer.lse is None else layer.lse.detach(),
+            None if layer.lse is None else layer.lse.detach(), ref(layer.query),
         ))
 
     def _needed(self, seen: _Seen) -> _Seen:
@@ -113,7 +120,7 @@ class Recorder:
             # The last rows are copied, so that the others need not live until the decision.
             q = q[:, :, q.shape[2] - rows :].clone()
             lse = None if lse is None else lse[:, :, lse.shape[2] - rows :]
-        return _Seen(q, seen.k, v, seen.scaling, seen.softcap, lse)
+        return replace(seen, q=q, v=v, lse=lse)
 
     def narrowed(self, needs: Needs, layers: Iterable[int]) -> "Recorder":
         """What a recorder with these needs would have noted of these layers in the same forwards.
@@ -231,11 +238,12 @@ def _observed(stock: str) -> AttentionFunction:
     ) -> tuple[Tensor, Tensor | None]:
         own, watcher, layer = _own_attention(stock, module), _WATCHERS.get(module), _READS.get(module)
         if isinstance(layer, RaggedLayer):
+            # What stands for the heads' tokens is what the layer returned: it cannot be rearranged, or another's.
+            if key is not layer.keys or value is not layer.values:
+                raise SpecError("model", type(module).__name__, OTHER_TENSORS)
             merged = ragged_attention(own, module, query, layer, attention_mask, options)
             if watcher is not None:
-                assert layer.keys is not None
-                assert layer.values is not None
-                watcher.attended(module, Attended(query, layer.keys, layer.values, None, options))
+                watcher.attended(module, Attended(query, key, value, None, options))
             return merged, None
         if isinstance(attention_mask, LayerMasks):
             assert layer is not None

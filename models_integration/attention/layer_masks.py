@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from models_integration.attention.capture import observing
+from models_integration.attention.handover import check_readable
 from models_integration.cache.dense_layer import RetainedLayer
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache
@@ -35,7 +36,9 @@ def layer_masks(model: PreTrainedModel, cache: RetainedCache) -> Iterator[None]:
         SpecError: for attention that is neither sdpa nor eager, and for a model that no policy serves, if heads differ.
     """
     if any(isinstance(layer, RaggedLayer) for layer in cache.layers):
-        with observing(describe(model), cache):
+        architecture = describe(model)
+        check_readable(architecture, cache)
+        with observing(architecture, cache):
             yield
         return
     if model.config._attn_implementation not in ("sdpa", "eager"):

@@ -265,7 +265,7 @@ def on_host(tensor: Tensor | None) -> Any:
     if tensor is None:
         return None
     wide = tensor if tensor.dtype == torch.float64 else tensor.float()
-    return wide.cpu().numpy()
+    return wide.detach().cpu().numpy()
 
 
 def drop_tensors(layer: Any) -> None:

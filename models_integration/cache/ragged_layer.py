@@ -52,8 +52,7 @@ class HeadLayout:
 class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's __init_subclass__ is untyped
     """A full-attention layer of which each KV head of each row stores its own positions.
 
-    Keys and values are flat, (slots, d). It takes the place of a DenseLayer, by `plan_split`. Keys and values that grow
-    are not differentiated.
+    Keys and values are flat, (slots, d). It takes the place of a DenseLayer, by `plan_split`.
 
     Args:
         keys: of all heads of all rows, (slots, d).
@@ -167,8 +166,7 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
             layout = roomy
         ends = torch.tensor(layout.starts) + torch.tensor(layout.lengths)
         slots = (ends[:, None] + torch.arange(q)).flatten().to(self.keys.device)
-        for storage, new in ((self.keys, key_states), (self.values, value_states)):
-            storage.index_copy_(0, slots, new.detach().reshape(-1, new.shape[-1]))
+        self.keys, self.values = _put(self.keys, slots, key_states), _put(self.values, slots, value_states)
         self.layout = HeadLayout(layout.kept, layout.grown + q, layout.spare - q)
         self.padded_seen += q
         return self.keys, self.values
@@ -239,7 +237,7 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
                 values.append(chunk.values[head][on_device].to(stored_values))
                 positions.append(chunk_positions[stored])
             kept.append(torch.cat(positions))
-        self.keys, self.values = torch.cat(keys).detach(), torch.cat(values).detach()
+        self.keys, self.values = torch.cat(keys), torch.cat(values)
         self.rows, self.layout = _shared_by_heads(torch.tensor([seen])), HeadLayout(tuple(kept))
         self.padded_seen = seen
 
@@ -299,12 +297,23 @@ def _flattened(tensor: Tensor, slots: Sequence[Sequence[Tensor]]) -> Tensor:
         tensor[row, head].index_select(0, head_slots.to(tensor.device))
         for row, heads in enumerate(slots) for head, head_slots in enumerate(heads)
     ]
-    return torch.cat(parts).detach()
+    return torch.cat(parts)
 
 
 def _moved(storage: Tensor, before: HeadLayout, after: HeadLayout) -> Tensor:
     """The same tokens (slots, d) where another layout has them."""
     moved = storage.new_zeros(sum(after.lengths) + after.spare * len(after.kept), storage.shape[1])
     for source, target, length in zip(before.starts, after.starts, before.lengths, strict=True):
-        moved[target : target + length] = storage[source : source + length].detach()
+        moved[target : target + length] = storage[source : source + length]
     return moved
+
+
+def _put(storage: Tensor, slots: Tensor, new: Tensor) -> Tensor:
+    """The storage (slots, d) with new tokens (rows, H_kv, q, d) in these slots: itself, unless gradients are wanted.
+
+    What an earlier forward has attended to is then needed again as it was.
+    """
+    tokens = new.reshape(-1, new.shape[-1])
+    if torch.is_grad_enabled() and (storage.requires_grad or tokens.requires_grad):
+        return storage.index_copy(0, slots, tokens)
+    return storage.index_copy_(0, slots, tokens.detach())

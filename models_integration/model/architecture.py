@@ -25,6 +25,8 @@ BUSY: WeakSet[nn.Module] = WeakSet()
 class Architecture:
     """A decoder as the integration sees it."""
 
+    name: str
+    """The model's class, by which it is refused."""
     decoder: nn.Module
     """The module that maps ids to hidden states: every forward passes through it."""
     config: PretrainedConfig
@@ -60,7 +62,8 @@ def describe(model: PreTrainedModel) -> Architecture:
     if reason is not None:
         raise SpecError("model", type(model).__name__, reason)
     full = tuple(index for index, kind in enumerate(types) if kind == FULL)
-    return Architecture(decoder, config, attention, full, cast(Tensor, model.get_input_embeddings().weight).shape[0])
+    vocabulary = cast(Tensor, model.get_input_embeddings().weight).shape[0]
+    return Architecture(type(model).__name__, decoder, config, attention, full, vocabulary)
 
 
 def check_free(model: PreTrainedModel) -> None:

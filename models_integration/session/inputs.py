@@ -14,8 +14,8 @@ from models_integration.model.architecture import Architecture
 from spec.errors import SpecError
 
 __all__ = [
-    "ONE_FORWARD", "OPEN", "ForwardSpan", "Stream", "WholeForwards", "check_forward", "check_rows",
-    "check_tokens", "first_span", "later_span",
+    "ONE_FORWARD", "OPEN", "ForwardSpan", "Stream", "WholeForwards", "check_forward", "check_rows", "check_tokens",
+    "first_span", "later_span", "step_span",
 ]
 
 # Columns after which a segment ends: with its first forward, or when it is told to.
@@ -25,7 +25,8 @@ def check_forward(arguments: Mapping[str, Any], default_use_cache: bool) -> None
     """What holds for every forward inside the context.
 
     Raises:
-        SpecError: for embeddings in place of ids, ids of a wrong shape or dtype, or no cache.
+        SpecError: for embeddings in place of ids, ids of a wrong shape or dtype, no cache, or attention that is not
+            causal.
     """
     if arguments.get("inputs_embeds") is not None:
         raise SpecError("inputs_embeds", "given", "pass input_ids: policies read the tokens")
@@ -39,6 +40,8 @@ def check_forward(arguments: Mapping[str, Any], default_use_cache: bool) -> None
     cache = arguments.get("past_key_values")
     if cache is not None and not isinstance(cache, Cache):
         raise SpecError("past_key_values", type(cache).__name__, "must be a DynamicCache, or left to the policy")
+    if arguments.get("is_causal") is False:
+        raise SpecError("is_causal", False, "must be left alone: a token sees what stands before it")
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,18 @@ def later_span(
     return ForwardSpan(cache.get_seq_length(), segment_end, is_token, defaults)
 
 
+def step_span(architecture: Architecture, arguments: Mapping[str, Any], cache: RetainedCache) -> ForwardSpan:
+    """A decode step behind what the cache has seen: one token (rows, 1) in every row.
+
+    Raises:
+        SpecError: for a token that cannot follow, with the argument that differs.
+    """
+    span = later_span(architecture, arguments, cache, OPEN)
+    if span.padded:
+        raise SpecError("attention_mask", "zeros", "a decode step has a token in each row")
+    return span
+
+
 def check_rows(cache: RetainedCache, ids: Tensor) -> None:
     """A forward has as many rows as its cache.
 
@@ -176,10 +191,12 @@ def _positions(given: Tensor | None, is_token: Tensor, tokens: Tensor) -> Tensor
 
 def _check_positions(given: Tensor, expected: Tensor, is_token: Tensor) -> None:
     rows, n = is_token.shape
-    if given.shape not in ((1, n), (rows, n)) or not bool(((given == expected) | ~is_token).all()):
+    fits = given.shape in ((1, n), (rows, n))
+    if not fits or not bool(((given == expected) | ~is_token).all()):
         first, last = int(expected.max(dim=1).values.min()) + 1 - n, int(expected.max())
         reason = f"must be {max(0, first)} to {last}: they follow what was seen"
-        raise SpecError("position_ids", tuple(given.shape), reason)
+        shown = f"{int(given.min())} to {int(given.max())}" if fits else tuple(given.shape)
+        raise SpecError("position_ids", shown, reason)
 
 
 class WholeForwards:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from models_integration.attention.capture import observing
+from models_integration.attention.handover import check_handover, check_readable
 from models_integration.cache.retained_cache import RetainedCache, check_adoptable
 from models_integration.model.architecture import BUSY, Architecture, check_free, describe
 from models_integration.session.generate import NO_CALL, Call, call_of
@@ -22,9 +23,9 @@ from models_integration.session.inputs import (
     Stream,
     WholeForwards,
     check_forward,
-    check_rows,
     first_span,
     later_span,
+    step_span,
 )
 from models_integration.session.method import Method
 from models_integration.session.segment import ObservedSegment, Segment
@@ -80,6 +81,7 @@ class Session:
         self._method = method
         self._model = model
         self._architecture = describe(model)
+        check_handover(self._architecture, method.policy.scorer.needs, method.policy.granularity)
         self._names = tuple(inspect.signature(self._architecture.decoder.forward).parameters)
         self._call = NO_CALL
         self._block = ""
@@ -133,15 +135,18 @@ class Session:
         check_forward(arguments, getattr(self._architecture.config, "use_cache", True))
         arguments = {name: value for name, value in arguments.items() if value is not None}
         cache, ids = arguments.get("past_key_values"), arguments["input_ids"]
+        if isinstance(cache, RetainedCache):
+            check_readable(self._architecture, cache)
         if self._block == "reading()":
             forward = _reading(self._method, self._architecture, cache, arguments)
         elif isinstance(cache, RetainedCache) and self._is_step(cache, ids):
+            if self._segment is not None and self._segment.cache is not cache:
+                reason = "must be the cache of the stream that is open"
+                raise SpecError("past_key_values", type(cache).__name__, reason)
+            span = step_span(self._architecture, arguments, cache)
             if self._segment is not None:
-                if self._segment.cache is not cache:
-                    reason = "must be the cache of the stream that is open"
-                    raise SpecError("past_key_values", type(cache).__name__, reason)
                 self._finish(self._segment)
-            forward = _step(self._method, self._architecture, cache, ids)
+            forward = _step(self._method, self._architecture, cache, ids, span)
         else:
             span = self._span(cache, arguments)
             if self._stream.is_too_long(span):
@@ -321,15 +326,16 @@ def _unusable_after_failure(cache: RetainedCache, reason: str) -> Iterator[None]
         raise
 
 
-def _step(method: Method, architecture: Architecture, cache: RetainedCache, ids: Tensor) -> _Forward:
+def _step(
+    method: Method, architecture: Architecture, cache: RetainedCache, ids: Tensor, span: ForwardSpan,
+) -> _Forward:
     """A forward of one token (rows, 1) that is a decode step."""
-    check_rows(cache, ids)
     rule, observed = method.continuation, None
     rule.before_step(method.policy, cache)
     if rule.step_needs.layers != "none":
         observed = ObservedSegment(rule.step_needs, architecture, cache)
-        observed.read(ids, torch.ones(ids.shape, dtype=torch.bool))
-    return _Forward(cache, observed, cache.step_inputs(1, ids.device), partial(_end_step, method, cache, ids, observed))
+        observed.read(ids, span.is_token)
+    return _Forward(cache, observed, span.defaults, partial(_end_step, method, cache, ids, observed))
 
 
 def _end_step(method: Method, cache: RetainedCache, ids: Tensor, observed: ObservedSegment | None) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from models_integration.attention.capture import observing
+from models_integration.attention.handover import check_handover
 from models_integration.cache.continuation import Decision
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import check_free, describe
@@ -23,6 +24,7 @@ from models_integration.session.inputs import ONE_FORWARD, check_forward, first_
 from models_integration.session.segment import ObservedSegment
 from spec.errors import SpecError
 from spec.policy import Needs
+from spec.retention import Granularity
 
 __all__ = ["EVERYTHING", "compact", "observe"]
 
@@ -50,6 +52,7 @@ def observe(
     """
     check_free(model)
     architecture = describe(model)
+    check_handover(architecture, needs, Granularity.MODEL)
     arguments = {"input_ids": input_ids, "attention_mask": attention_mask}
     check_forward(arguments, default_use_cache=True)
     span = first_span(architecture, arguments, torch.ones(len(input_ids), 0, dtype=torch.bool), ONE_FORWARD)

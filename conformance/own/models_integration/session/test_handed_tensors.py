@@ -1,0 +1,194 @@
+"""A policy is shown, and heads that differ attend to, what the cache returned: other models are refused at the door."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    DiffLlamaConfig,
+    DiffLlamaForCausalLM,
+    DogeConfig,
+    DogeForCausalLM,
+    JetMoeConfig,
+    JetMoeForCausalLM,
+    PreTrainedModel,
+)
+from transformers.models.llama import modeling_llama
+
+from conformance.own.models_integration.session.families import _GQA, METHODS, build, prepare, prompt
+from conformance.own.models_integration.session.oracle_checks import PROMPT, check_decoding
+from conformance.own.models_integration.session.ragged_checks import check_continuation, live_sets, method, read_prompt
+from conformance.own.models_integration.session.snapshots import same_weights, snapshot
+from models_integration import RetentionPolicy, StreamingLLM, compact, decide, observe
+from models_integration.attention.capture import observing
+from models_integration.attention.layer_masks import layer_masks
+from models_integration.model.architecture import describe
+from spec.errors import SpecError
+from spec.policy import Needs
+from spec.retention import Granularity, Retention
+
+OTHER = "its attention is handed other keys or values than its cache returned"
+APART = "it cannot read layers that store different tokens"
+
+
+def differential() -> PreTrainedModel:
+    """Rearranges values between cache and attention, and attends twice."""
+    torch.manual_seed(0)
+    return prepare(DiffLlamaForCausalLM(DiffLlamaConfig(**_GQA)))
+
+
+def dynamic_masks() -> PreTrainedModel:
+    """Works a mask of its own out of the stored values."""
+    torch.manual_seed(0)
+    return prepare(DogeForCausalLM(DogeConfig(**_GQA)))
+
+
+def experts() -> PreTrainedModel:
+    """Repeats keys and values for its experts; its query heads go round the KV heads."""
+    torch.manual_seed(0)
+    return prepare(JetMoeForCausalLM(JetMoeConfig(
+        **{**_GQA, "kv_channels": 12, "num_local_experts": 4, "num_experts_per_tok": 2}
+    )))
+
+
+REFUSED: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[], RetentionPolicy], str]] = {
+    "rearranged values, a set for each head": (differential, lambda: method("adakv"), f"{APART}: {OTHER}"),
+    "rearranged values, decisions in steps": (differential, lambda: method("h2o"), APART),
+    "a mask of its own, a set for each head": (dynamic_masks, lambda: method("snapkv"), APART),
+    "a mask of its own, a set for each layer": (dynamic_masks, lambda: method("chunkkv"), APART),
+    "repeated keys, a set for each head": (experts, lambda: method("adakv"), OTHER),
+    "repeated keys, a set for each layer": (experts, lambda: method("chunkkv"), OTHER),
+    # A later turn would show the cache's keys, and pair them with other queries.
+    "repeated keys, one set": (experts, METHODS["crystalcache"], OTHER),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_that_hands_on_other_tensors_is_refused_before_it_has_read_anything(name: str) -> None:
+    make, policy, words = REFUSED[name]
+    model = make()
+    before, calls = snapshot(model), []
+    with (
+        model.base_model.register_forward_pre_hook(lambda *_: calls.append(1)),
+        pytest.raises(SpecError, match=words) as caught,
+    ):
+        policy()(model)
+    assert (caught.value.argument, caught.value.value) == ("model", type(model).__name__)
+    assert not calls
+    assert same_weights(before, model)
+    after = snapshot(model)
+    assert all(before[key] == after[key] for key in before if key != "weights")
+
+
+@pytest.mark.parametrize("make", [differential, dynamic_masks, experts])
+def test_what_looks_at_nothing_that_is_rearranged_holds(make: Callable[[], PreTrainedModel]) -> None:
+    model = make()
+    if make is differential:
+        for chosen in ("crystalcache", "streamingllm"):
+            check_decoding(model, METHODS[chosen]())
+    run, _ = read_prompt(model, StreamingLLM(20))
+    assert run.kept is not None
+    assert len(run.kept) == 20
+
+
+def test_attention_that_runs_twice_has_asked_once() -> None:
+    """In pieces, each query is noted once."""
+    model, at_once = differential(), {}
+    for pieces in (1, 2):
+        with METHODS["crystalcache"]()(model) as run, torch.no_grad():
+            cache = None
+            with run.prompt():
+                for piece in torch.split(prompt(PROMPT), PROMPT // pieces, dim=1):
+                    cache = model(input_ids=piece, past_key_values=cache, use_cache=True).past_key_values
+        assert run.kept is not None
+        at_once[pieces] = run.kept.tolist()
+    assert at_once[1] == at_once[2]
+
+
+def test_an_observation_of_other_values_is_refused() -> None:
+    model = differential()
+    with pytest.raises(SpecError, match=OTHER):
+        observe(model, prompt(PROMPT))
+    assert observe(model, prompt(PROMPT), needs=Needs("all", None)).columns == PROMPT
+    with pytest.raises(SpecError, match=OTHER):
+        observe(experts(), prompt(PROMPT), needs=Needs("observed", 1))
+
+
+@pytest.mark.parametrize("read", ["session", "layer masks"])
+def test_a_cache_whose_heads_differ_is_refused_wherever_it_is_read(read: str) -> None:
+    """It was made outside of any session."""
+    model = differential()
+    cache = observe(model, prompt(PROMPT), needs=Needs("all", None)).cache
+    kept = torch.tensor([0, 1, 5]).repeat(6).numpy()
+    kept[2] = 9
+    cache.compact([Retention(kept, torch.arange(0, 19, 3).numpy(), PROMPT, Granularity.HEAD)])
+    before = live_sets(cache)
+    reader = StreamingLLM(20)(model) if read == "session" else layer_masks(model, cache)
+    with torch.no_grad(), pytest.raises(SpecError, match=OTHER), reader:  # type: ignore[attr-defined]
+        model(input_ids=prompt(1), past_key_values=cache)
+    assert live_sets(cache) == before
+    assert cache.get_seq_length() == PROMPT
+
+
+def handing(change: Callable[[Tensor], Tensor], which: str) -> Callable[..., Any]:
+    """Llama's attention with another tensor in the place of what its cache returned."""
+    own = modeling_llama.LlamaAttention.forward
+
+    def forward(module: nn.Module, *args: Any, past_key_values: Any = None, **options: Any) -> Any:
+        class Between:
+            def update(self, keys: Tensor, values: Tensor, index: int) -> tuple[Tensor, Tensor]:
+                keys, values = past_key_values.update(keys, values, index)
+                return (change(keys), values) if which == "keys" else (keys, change(values))
+
+        between = None if past_key_values is None else Between()
+        return own(module, *args, past_key_values=between, **options)  # type: ignore[arg-type]
+
+    return forward
+
+
+@pytest.mark.parametrize("which", ["keys", "values"])
+@pytest.mark.parametrize("change", [torch.clone, torch.neg, lambda tensor: tensor.flip(0)])
+def test_a_model_that_nobody_has_named_is_found_out(
+    change: Callable[[Tensor], Tensor], which: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", handing(change, which))
+    with pytest.raises(SpecError, match=OTHER):
+        method("adakv")(build("llama"))
+
+
+def test_one_that_changes_behind_the_door_is_refused_where_it_attends(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama")
+    _, cache = read_prompt(model, method("adakv"))
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", handing(torch.neg, "values"))
+    with observing(describe(model), cache), torch.no_grad(), pytest.raises(SpecError, match=OTHER):
+        model(input_ids=prompt(1), past_key_values=cache)
+
+
+def test_looking_leaves_no_trace() -> None:
+    """Neither hooks nor random numbers nor the model's mode know of it."""
+    model = build("llama")
+    model.config.attention_dropout = 0.5
+    model.train(True)
+    calls: list[nn.Module] = []
+    seen, state = [], torch.get_rng_state()
+    model.base_model.register_forward_hook(lambda module, *_: calls.append(module))
+    model.base_model.layers[0].register_forward_hook(lambda *_: seen.append(1))
+    for _ in range(3):
+        method("adakv")(model)
+    assert model.training
+    assert not calls
+    assert not seen
+    assert len(model.base_model.layers[0]._forward_hooks) == 1
+    assert torch.equal(torch.get_rng_state(), state)
+    model.train(False)
+    check_continuation(model, "adakv")
+
+
+def test_the_verbs_serve_what_a_session_serves() -> None:
+    model, chosen = differential(), METHODS["crystalcache"]()
+    observed = observe(model, prompt(PROMPT), needs=Needs("observed", None, token_ids=True))
+    cache = compact(observed.cache, decide(chosen.on(model), observed))
+    _, own = read_prompt(model, chosen)
+    assert live_sets(cache) == live_sets(own)

@@ -1,0 +1,121 @@
+"""What a decode step, or a text that is only read, is told about masks and positions agrees with the cache."""
+
+import copy
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from conformance.own.models_integration.session.families import ENDS, METHODS, VOCABULARY, build, prompt
+from conformance.own.models_integration.session.ragged_checks import live_sets, method
+from models_integration import CrystalCache, RetainedCache, RetentionPolicy
+from spec.errors import SpecError
+from spec.parameters import TINY
+
+N = 40
+POLICIES: dict[str, Callable[[], RetentionPolicy]] = {
+    "one set": METHODS["crystalcache"],
+    "a set for each layer": lambda: method("chunkkv"),
+    "a set for each head": lambda: method("adakv"),
+    "decisions in steps": lambda: method("h2o"),
+    "breaths": lambda: CrystalCache(16, ENDS, TINY, backend="numpy", decode=True),
+}
+
+
+def ones(width: int) -> Tensor:
+    return torch.ones(1, width, dtype=torch.int64)
+
+
+def hiding(position: int, width: int = N + 1) -> Tensor:
+    mask = ones(width)
+    mask[0, position] = 0
+    return mask
+
+
+# What is given beside one token, and the words of the refusal.
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "a mask over the stored slots": ({"attention_mask": ones(12)}, rf"attention_mask = \(1, 12\).*\(1, {N + 1}\)"),
+    "a mask without the new token": ({"attention_mask": ones(N)}, rf"attention_mask = \(1, {N}\)"),
+    "a mask that is too wide": ({"attention_mask": ones(N + 2)}, rf"attention_mask = \(1, {N + 2}\)"),
+    "a mask of the new token alone": ({"attention_mask": ones(1)}, r"attention_mask = \(1, 1\)"),
+    "a mask that hides a token seen": ({"attention_mask": hiding(3)}, r"attention_mask = \[1\]: .*padding so far"),
+    "a mask that hides the new token": ({"attention_mask": hiding(N)}, "attention_mask = 'zeros'"),
+    "a mask of other numbers": ({"attention_mask": 2 * ones(N + 1)}, "must hold zeros and ones only"),
+    "a 4D mask": ({"attention_mask": torch.ones(1, 1, 1, N + 1, dtype=torch.bool)}, r"attention_mask = \(1, 1, 1, "),
+    "masks per layer type": ({"attention_mask": {"full_attention": None}}, "attention_mask = 'dict'"),
+    "a position that counts slots": (
+        {"position_ids": torch.tensor([[12]])}, rf"position_ids = '12 to 12': must be {N} to {N}",
+    ),
+    "a position before": ({"position_ids": torch.tensor([[N - 1]])}, "position_ids"),
+    "a position after": ({"position_ids": torch.tensor([[N + 1]])}, "position_ids"),
+    "too many positions": ({"position_ids": torch.tensor([[N, N + 1]])}, r"position_ids = \(1, 2\)"),
+    "positions of three axes": ({"position_ids": torch.full((3, 1, 1), N)}, "position_ids"),
+    "an id past the vocabulary": ({"input_ids": torch.tensor([[VOCABULARY]])}, f"input_ids = {VOCABULARY}"),
+    "attention to what follows": ({"is_causal": False}, "is_causal = False"),
+}
+
+
+def told(model: PreTrainedModel, cache: RetainedCache, **given: Any) -> Tensor:
+    """Logits of a token, or of others that are given."""
+    with torch.no_grad():
+        logits = model(**{"input_ids": torch.tensor([[7]]), "past_key_values": cache, **given}).logits
+    assert isinstance(logits, Tensor)
+    return logits
+
+
+@pytest.mark.parametrize("reading", [False, True], ids=["step", "reading"])
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_does_not_continue_is_refused_and_changes_nothing(policy: str, wrong: str, reading: bool) -> None:
+    model, (given, words) = build("llama"), WRONG[wrong]
+    with POLICIES[policy]()(model) as run:
+        told(model, RetainedCache(model.config), input_ids=prompt(N))
+        assert run.cache is not None
+        before, untouched = live_sets(run.cache), copy.deepcopy(run.cache)
+        with ExitStack() as block:
+            if reading:
+                block.enter_context(run.reading())
+            expected = told(model, untouched)
+            with pytest.raises(SpecError, match=words):
+                told(model, run.cache, **given)
+            assert live_sets(run.cache) == before
+            assert run.cache.get_seq_length() == N
+            right = {"attention_mask": ones(N + 1), "position_ids": torch.tensor([[N]])}
+            assert torch.equal(told(model, run.cache, **right), expected)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_of_padded_rows_the_mask_says_what_the_prompt_s_did(policy: str) -> None:
+    """The rows' own padding, and one position for each row."""
+    model, ids = build("llama"), prompt(2 * N).view(2, N)
+    mask = torch.ones(2, N, dtype=torch.int64)
+    mask[1, :5] = 0
+    with POLICIES[policy]()(model) as run:
+        told(model, RetainedCache(model.config), input_ids=ids, attention_mask=mask)
+        assert run.cache is not None
+        step: dict[str, Any] = {"input_ids": torch.tensor([[7], [8]])}
+        following = torch.nn.functional.pad(mask, (0, 1), value=1)
+        expected = told(model, copy.deepcopy(run.cache), **step)
+        for wrong in ({"attention_mask": torch.ones_like(following)}, {"position_ids": torch.tensor([[N], [N]])}):
+            with pytest.raises(SpecError, match=r"attention_mask = \[0, 0\]|position_ids = .40 to 40.: must be 35 to"):
+                told(model, run.cache, **step, **wrong)
+        right = {"attention_mask": following, "position_ids": torch.tensor([[N], [N - 5]])}
+        assert torch.equal(told(model, run.cache, **step, **right), expected)
+
+
+def test_a_stream_s_step_is_checked_before_its_segment_ends() -> None:
+    model = build("llama")
+    with CrystalCache(16, ENDS, TINY, backend="numpy", decode=True, stream=True)(model) as run:
+        cache = RetainedCache(model.config)
+        told(model, cache, input_ids=prompt(N))
+        seen, before = run.retention, live_sets(cache)
+        with pytest.raises(SpecError, match="attention_mask"):
+            told(model, cache, attention_mask=ones(N))
+        assert run.retention is seen
+        assert live_sets(cache) == before
+        told(model, cache, attention_mask=ones(N + 1))
+        assert cache.get_seq_length() == N + 1

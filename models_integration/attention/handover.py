@@ -1,0 +1,166 @@
+"""Whether a model's attention is handed what its cache returned: found out with three tokens, before it is used.
+
+A policy is shown what attention is handed, and decides about what the cache stores; where heads store different
+tokens, attention runs on the storage itself. Both hold only of models that hand the cache's own tensors on.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import cast
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from models_integration.attention.capture import OTHER_TENSORS, Attended, observing
+from models_integration.cache.ragged_layer import RaggedLayer
+from models_integration.cache.retained_cache import RetainedCache
+from models_integration.model.architecture import Architecture
+from spec.errors import SpecError
+from spec.policy import Needs
+from spec.retention import Granularity, Retention
+
+__all__ = ["check_handover", "check_readable"]
+
+_TOKENS = 3
+# What a modelling file raises that was not written for what it is given.
+_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, NotImplementedError)
+
+
+def check_handover(architecture: Architecture, needs: Needs, granularity: Granularity) -> None:
+    """A policy that is shown this, and keeps sets of this granularity, can be served.
+
+    The model reads a few tokens into a cache of its own, once for all that is asked of it later.
+
+    Raises:
+        SpecError: for a model whose attention is handed other tensors than its cache returned.
+    """
+    if needs.layers != "none":
+        handed = _handed(architecture)
+        if not handed.keys or not handed.queries or (needs.values and not handed.values):
+            raise SpecError("model", architecture.name, OTHER_TENSORS)
+    if granularity is not Granularity.MODEL:
+        _check_apart(architecture, granularity)
+
+
+def check_readable(architecture: Architecture, cache: RetainedCache) -> None:
+    """The model can read this cache, which may store different tokens in its layers or heads.
+
+    Raises:
+        SpecError: otherwise.
+    """
+    if cache.layers_differ:
+        ragged = any(isinstance(layer, RaggedLayer) for layer in cache.full_layers)
+        _check_apart(architecture, Granularity.HEAD if ragged else Granularity.LAYER)
+
+
+def _check_apart(architecture: Architecture, granularity: Granularity) -> None:
+    known = _APART.setdefault(architecture.decoder, {})
+    key = architecture.config._attn_implementation, granularity
+    if key not in known:
+        known[key] = _read_apart(architecture, granularity)
+    if known[key] is not None:
+        raise SpecError("model", architecture.name, f"it cannot read layers that store different tokens: {known[key]}")
+
+
+@dataclass(frozen=True)
+class _Handed:
+    """Whether every full-attention layer is handed what its cache returned, and asks with one set of queries."""
+
+    keys: bool
+    values: bool
+    queries: bool
+
+
+class _Watcher:
+    """Compares what each layer attends with to what the cache holds."""
+
+    def __init__(self, cache: RetainedCache) -> None:
+        self.keys = self.values = self.queries = True
+        self._cache, self._asked = cache, dict[int, Tensor]()
+
+    def wants_lse(self, layer: int) -> bool:
+        """Never."""
+        return False
+
+    def attended(self, module: nn.Module, seen: Attended) -> None:
+        """A layer has attended."""
+        index = cast(int, module.layer_idx)
+        layer = self._cache.layers[index]
+        self.keys &= seen.key is layer.keys
+        self.values &= seen.value is layer.values
+        self.queries &= self._asked.setdefault(index, seen.query) is seen.query
+
+
+# What was found out, by decoder and attention implementation.
+_HANDED: WeakKeyDictionary[nn.Module, dict[str, _Handed]] = WeakKeyDictionary()
+_APART: WeakKeyDictionary[nn.Module, dict[tuple[str, Granularity], str | None]] = WeakKeyDictionary()
+
+
+def _handed(architecture: Architecture) -> _Handed:
+    known = _HANDED.setdefault(architecture.decoder, {})
+    implementation = architecture.config._attn_implementation
+    if implementation not in known:
+        cache = RetainedCache(architecture.config)
+        watcher = _Watcher(cache)
+        try:
+            with _aside(architecture), observing(architecture, cache, watcher, architecture.full_layers):
+                _read(architecture, cache, _TOKENS)
+        except _ERRORS as error:
+            raise SpecError("model", architecture.name, f"it cannot read {_TOKENS} tokens: {error}") from error
+        known[implementation] = _Handed(watcher.keys, watcher.values, watcher.queries)
+    return known[implementation]
+
+
+def _read_apart(architecture: Architecture, granularity: Granularity) -> str | None:
+    """What fails where every other layer, or head, has evicted a token; None where nothing does."""
+    cache = RetainedCache(architecture.config)
+    try:
+        with _aside(architecture):
+            with observing(architecture, cache):
+                _read(architecture, cache, _TOKENS)
+            cache.compact([_every_other(cache, granularity)])
+            with observing(architecture, cache):
+                _read(architecture, cache, 1)
+    except SpecError as error:
+        return error.bound
+    except _ERRORS as error:
+        return f"{type(error).__name__}, {error}"
+    return None
+
+
+def _every_other(cache: RetainedCache, granularity: Granularity) -> Retention:
+    sets = [
+        range(1 + (layer + head) % 2)
+        for layer, stored in enumerate(cache.full_layers)
+        for head in range(stored.heads if granularity is Granularity.HEAD else 1)
+    ]
+    offsets = np.cumsum([0, *map(len, sets)], dtype=np.int64)
+    positions = np.array([position for own in sets for position in own], dtype=np.int64)
+    return Retention(positions, offsets, _TOKENS, granularity)
+
+
+@contextmanager
+def _aside(architecture: Architecture) -> Iterator[None]:
+    """Nobody's hooks are called, and torch's random numbers go on as they would have."""
+    hooks = [(module, module._forward_pre_hooks, module._forward_hooks) for module in architecture.decoder.modules()]
+    devices = {one.device for one in architecture.decoder.parameters() if one.device.type == "cuda"}
+    for module, _, _ in hooks:
+        module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(sorted(device.index for device in devices)):
+            yield
+    finally:
+        for module, before, after in hooks:
+            module._forward_pre_hooks, module._forward_hooks = before, after
+
+
+def _read(architecture: Architecture, cache: RetainedCache, tokens: int) -> None:
+    device = next(architecture.decoder.parameters()).device
+    ids = torch.arange(tokens, device=device)[None] % architecture.vocabulary
+    architecture.decoder.forward(input_ids=ids, past_key_values=cache, use_cache=True)
+
+
