@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -36,9 +37,16 @@ def test_a_backend_is_judged_without_a_model() -> None:
 
 @pytest.mark.parametrize(
     ("command", "missing", "extra"),
-    [("demo", "torch", "models"), ("compress a.txt", "transformers", "models"), ("--help", "typer", "conformance")],
+    [
+        ("demo", "torch", "models"), ("compress a.txt", "transformers", "models"), ("--help", "typer", "conformance"),
+        ("sweep", "matplotlib", "models"), ("demo", "pandas", "models"),
+        ("verify --backend numpy", "pytest", "conformance"),
+        ("verify --backend numpy", "hypothesis", "conformance"),
+        ("archive put {file} --archive {folder}/a --master-key {file}", "cryptography", "archive"),
+    ],
 )
-def test_what_is_missing_is_named_with_its_extra(command: str, missing: str, extra: str) -> None:
-    found = started(command, [missing])
+def test_what_is_missing_is_named_with_its_extra(command: str, missing: str, extra: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x" * 32, encoding="ascii")
+    found = started(command.format(file=tmp_path / "file", folder=tmp_path), [missing])
     assert found.returncode == 2
     assert found.stderr.endswith(f"kvspec: {missing} is missing; pip install 'kvspec[{extra}]'\n")
