@@ -95,7 +95,10 @@ def shares(panel: Axes, names: Sequence[str], values: Mapping[str, tuple[float, 
             continue
         share, low, high = values[name]
         panel.errorbar([share], [at], xerr=[[share - low], [high - share]], fmt="o", color="C0", ms=4, capsize=3, lw=1)
-        panel.annotate(f"{share:.2f}", (share, at), (0, 5), textcoords="offset points", ha="center", fontsize=8)
+        panel.annotate(
+            f"{share:.2f}", (share, at), (0, 5), textcoords="offset points", ha="center", fontsize=8,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
+        )
     panel.set_yticks(range(len(names)), [wrapped_name(name) for name in names], fontsize=8)
     panel.set_ylim(len(names) - 0.4, -0.7)
     panel.set_xlim(-0.08, 1.08)

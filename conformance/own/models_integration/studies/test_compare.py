@@ -218,7 +218,7 @@ def test_a_plan_writes_a_picture_per_task_a_page_and_a_sheet(subject: Subject, t
     rows = many_rows()
     written = write_report(rows, tmp_path, SMALL, subject)
     assert [path.suffix for path in written] == [".csv", ".md", *[".png"] * len(MANY_TASKS)]
-    sheet = list(csv.DictReader(written[0].open(encoding="utf-8", newline="")))
+    sheet = list(csv.DictReader(StringIO(written[0].read_text(encoding="utf-8"))))
     assert len(sheet) == len(rows)
     assert all(0 <= float(row["low"]) <= float(row["accuracy"]) <= float(row["high"]) <= 1 for row in sheet)
     page = written[1].read_text(encoding="utf-8")
