@@ -19,6 +19,7 @@ from models_integration.cli.progress import progress_bar
 from models_integration.studies.compare.plan import FULL, Plan, cells
 from models_integration.studies.compare.report import comparison_tables, control_table, failed_controls, write_report
 from models_integration.studies.compare.run import run_plan, stored_cells
+from models_integration.studies.subject import Subject
 
 __all__ = ["run"]
 
@@ -32,7 +33,28 @@ def run(plan: Plan, loading: Loading, out: Path, batch_size: int, calibration: P
         SpecError: before any cell is run, for what cannot be run.
         Exit: with 1, where a control fails.
     """
-    console = Console()
+    console, results = Console(), out / RESULTS
+    subject = _checked(plan, loading, out, batch_size, calibration)
+    all_cells, stored = list(cells(plan)), stored_cells(subject, plan, results)
+    console.print(
+        f"model {subject.name}, backend {subject.backend}, {plan.length} tokens, {plan.samples} samples a cell,"
+        f" question placed '{plan.placement}'; {len(all_cells)} cells, {stored} of them stored in {results}"
+    )
+    with progress_bar(console, sum(cell.n for cell in all_cells)) as progress:
+        rows = list(run_plan(subject, plan, results, progress, batch_size))
+    measured, controls = ([row for row in rows if row["control"] is kind] for kind in (False, True))
+    for table in [*comparison_tables(measured, console.width), *([control_table(controls)] if controls else [])]:
+        console.print(table)
+    for path in write_report(rows, out, plan, subject):
+        console.print(str(path), highlight=False, soft_wrap=True)
+    failed = failed_controls(controls)
+    if failed:
+        console.print(f"controls FAIL: {', '.join(failed)}. The comparison does not measure retention on this model.")
+        raise typer.Exit(1)
+
+
+def _checked(plan: Plan, loading: Loading, out: Path, batch_size: int, calibration: Path | None) -> Subject:
+    """The model, once everything that can be wrong has been looked at: what needs no model first."""
     limited = [policy for policy in plan.policies if policy != FULL]
     check_batch_size(batch_size)
     if limited or plan.controls:
@@ -43,21 +65,4 @@ def run(plan: Plan, loading: Loading, out: Path, batch_size: int, calibration: P
     subject = replace(loading.subject(), calibration=statistics)
     check_samples(subject, plan.tasks, plan.length, plan.samples, plan.seed)
     check_policies(subject, plan.policies, map(plan.tokens, plan.budgets))
-    all_cells, stored = list(cells(plan)), stored_cells(subject, plan, out / RESULTS)
-    console.print(
-        f"model {subject.name}, backend {subject.backend}, {plan.length} tokens, {plan.samples} samples a cell,"
-        f" question placed '{plan.placement}'; {len(all_cells)} cells, {stored} of them stored in {out / RESULTS}"
-    )
-    with progress_bar(console, sum(cell.n for cell in all_cells)) as progress:
-        rows = list(run_plan(subject, plan, out / RESULTS, progress, batch_size))
-    measured, controls = ([row for row in rows if row["control"] is kind] for kind in (False, True))
-    for table in comparison_tables(measured, console.width):
-        console.print(table)
-    if controls:
-        console.print(control_table(controls))
-    for path in write_report(rows, out, plan, subject):
-        console.print(str(path), highlight=False, soft_wrap=True)
-    failed = failed_controls(controls)
-    if failed:
-        console.print(f"controls FAIL: {', '.join(failed)}. The comparison does not measure retention on this model.")
-        raise typer.Exit(1)
+    return subject

@@ -137,25 +137,29 @@ class _Rows:
             for first in range(0, len(self.placements[0].fed_ids), at_once or 1):
                 fed = self._ids(one.fed_ids[first : first + at_once] for one in self.placements)
                 logits = self._forward(fed, stored)
+        forwards = len(stored)
+        said = self._said(logits, stored)
+        return [self._answer(row, said[row], kept[row], stored, forwards) for row in range(len(said))]
+
+    def _said(self, logits: Tensor, stored: list[list[float]]) -> list[list[int]]:
+        """What each row says, up to its own stop; a row that has stopped is fed on beside the others."""
         said: list[list[int]] = [[] for _ in self.placements]
-        fed_forwards, going = len(stored), [True] * len(said)
-        for step in range(self.max_new_tokens):
+        going = [True] * len(said)
+        for _ in range(self.max_new_tokens):
             tokens = logits[:, -1].argmax(dim=-1).tolist()
             for row, token in enumerate(tokens):
                 if going[row]:
                     said[row].append(token)
                     going[row] = token not in self.stop_ids
-            # A row that has stopped is fed on beside the others: nobody reads what it says.
             if not any(going):
                 break
             logits = self._forward(self._ids([token] for token in tokens), stored)
-            assert len(stored) == fed_forwards + step + 1
-        return [self._answer(row, said[row], kept[row], stored, fed_forwards) for row in range(len(said))]
+        return said
 
-    def _answer(self, row: int, said: list[int], kept: int, stored: list[list[float]], fed_forwards: int) -> Answer:
+    def _answer(self, row: int, said: list[int], kept: int, stored: list[list[float]], forwards: int) -> Answer:
         """A row's own, from the forwards that its own answer took: none follows its stop."""
         steps = len(said) - (said[-1] in self.stop_ids)
-        own = [lengths[row] for lengths in stored[: fed_forwards + steps]]
+        own = [lengths[row] for lengths in stored[: forwards + steps]]
         return Answer(said, kept, sum(own) / len(own), max(len(self.placements[row].prompt_ids), *map(ceil, own)))
 
     def _forward(self, ids: Tensor, stored: list[list[float]]) -> Tensor:

@@ -1,5 +1,6 @@
 """`kvspec` starts without what only its models need, and names the extra that brings what a command misses."""
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,24 @@ def started(command: str, missing: list[str]) -> subprocess.CompletedProcess[str
     """A process in which these packages are not there."""
     code = START.format(missing=missing, command=["kvspec", *command.split()])
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+def test_the_first_session_says_what_it_does_before_it_does_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Making the environment takes minutes, and pip is quiet."""
+    noxfile = importlib.import_module("noxfile")
+    said: list[str] = []
+
+    class Session:
+        def log(self, text: str) -> None:
+            said.append(text)
+
+    monkeypatch.setattr(noxfile, "SHARED", tmp_path)
+    monkeypatch.setattr(noxfile, "new_environment", lambda *given: said.append("made"))
+    noxfile.shared_python(Session())
+    assert len(said) == 2
+    assert f"making the environment of all sessions in {tmp_path}" in said[0]
 
 
 def test_help_needs_no_model() -> None:
