@@ -100,7 +100,7 @@ def load_subject(
     disable_progress_bar()  # type: ignore[no-untyped-call]  # it says nothing of ours, and would tear our own
     try:
         loaded, tokenizer = _loaded(model, dtype, attn)
-    except (SpecError, KeyboardInterrupt):
+    except SpecError:
         raise
     except Exception as error:  # of transformers, the hub, files and tokenizers: all that can be wrong with a model
         first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
