@@ -55,6 +55,10 @@ def shared_python(session: nox.Session) -> str:
     python = interpreter_of(SHARED)
     mark = SHARED / "stamp"
     if not (python.exists() and mark.exists() and mark.read_text(encoding="ascii") == stamp()):
+        session.log(
+            f"making the environment of all sessions in {SHARED}, once: PyTorch and what the tests need, about a"
+            " gigabyte to download; this takes some minutes"
+        )
         new_environment(session, SHARED, "-e", ".[dev]")
         mark.write_text(stamp(), encoding="ascii")
     return str(python)

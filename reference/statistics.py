@@ -39,28 +39,41 @@ def mcnemar(b: int, c: int) -> float:
 
 
 def wilson(correct: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
-    """The Wilson score interval of a share: it stays inside [0, 1] and is wide where n is small.
+    """The Wilson score interval of a share: inside [0, 1], around the share, and wide where n is small.
+
+    The low end of 0 successes is 0, and the high end of n of n is 1: both exactly.
 
     Implements: IN-WILSON
 
     Source: Table 4 ("Wilson 95%").
 
     Raises:
-        SpecError: for n below 1, or a number of successes outside [0, n].
+        SpecError: for n below 1, a number of successes outside [0, n], or a confidence outside (0, 1).
     """
     if n < 1:
         raise SpecError("n", n, "must be at least 1")
     if not 0 <= correct <= n:
         raise SpecError("correct", correct, f"must lie in [0, {n}]")
-    z = NormalDist().inv_cdf(0.5 + confidence / 2)
+    _check_confidence(confidence)
+    z = -NormalDist().inv_cdf((1 - confidence) / 2)
     share = correct / n
     centre = (share + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    return centre - half, centre + half
+    # Rounding takes an end beyond the share where it is 0 or 1, and so out of [0, 1].
+    low = 0.0 if correct == 0 else min(max(0.0, centre - half), share)
+    high = 1.0 if correct == n else max(min(1.0, centre + half), share)
+    return low, high
 
 
 def draws(units: int, resamples: int, seed: int) -> Int64[IntMatrix, "resamples units"]:
-    """Indices of units, drawn with replacement by PCG64: the same for the same seed."""
+    """Indices of units, drawn with replacement by PCG64: the same for the same seed.
+
+    Raises:
+        SpecError: where there is no unit or no resample, or for a negative seed.
+    """
+    for name, count, least in (("units", units, 1), ("resamples", resamples, 1), ("seed", seed, 0)):
+        if count < least:
+            raise SpecError(name, count, f"must be at least {least}")
     return np.random.default_rng(seed).integers(units, size=(resamples, units), dtype=np.int64)
 
 
@@ -74,7 +87,7 @@ def bootstrap(
     Source: Section 3.9, "paired bootstrap 95% CI (10,000 resamples), Pr(delta > 0)".
 
     Raises:
-        SpecError: where nothing is drawn.
+        SpecError: where nothing is drawn, or for a confidence outside (0, 1).
     """
     return _percentiles(differences[drawn].mean(axis=1) if drawn.size else np.empty(0), confidence)
 
@@ -90,7 +103,7 @@ def cluster_bootstrap(
     Source: none in the paper, whose benchmark has 10 conversations.
 
     Raises:
-        SpecError: where nothing is drawn.
+        SpecError: where nothing is drawn, or for a confidence outside (0, 1).
     """
     sums, sizes = np.bincount(clusters, weights=differences), np.bincount(clusters)
     means = sums[drawn].sum(axis=1) / sizes[drawn].sum(axis=1) if drawn.size else np.empty(0)
@@ -99,11 +112,17 @@ def cluster_bootstrap(
 
 def _percentiles(means: Float64[Vector, " resamples"], confidence: float) -> Interval:
     """The outermost resamples that leave out at most (1 - confidence) / 2 on each side."""
+    _check_confidence(confidence)
     if not len(means):
         raise SpecError("drawn", 0, "must hold at least one resample of one unit")
     ordered = np.sort(means)
     out = math.floor((1 - Fraction(str(confidence))) / 2 * len(means))
     return Interval(float(ordered[out]), float(ordered[len(means) - 1 - out]), float((means > 0).mean()))
+
+
+def _check_confidence(confidence: float) -> None:
+    if not 0 < confidence < 1:
+        raise SpecError("confidence", confidence, "must lie in (0, 1)")
 
 
 def mcnemar_power(n: int, discordance: float, difference: float, alpha: float = 0.05) -> float:
@@ -116,8 +135,11 @@ def mcnemar_power(n: int, discordance: float, difference: float, alpha: float = 
     Source: Section 7.1, whose 385 leaves the discordance out.
 
     Raises:
-        SpecError: for a difference beyond the discordance, a discordance outside (0, 1], or alpha outside (0, 1).
+        SpecError: for a difference beyond the discordance, a discordance outside (0, 1], alpha outside (0, 1), or a
+            negative n.
     """
+    if n < 0:
+        raise SpecError("n", n, "must be at least 0")
     if not 0 < alpha < 1:
         raise SpecError("alpha", alpha, "must lie in (0, 1)")
     if not 0 < discordance <= 1:

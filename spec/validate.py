@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection, Iterable
+from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
@@ -14,16 +15,26 @@ __all__ = [
     "check_penalty", "check_scaling", "check_sentence_ends", "check_shapes", "check_token_ids",
 ]
 
+_LISTED_MOST = 12
+"""So many names are listed to somebody who gave another one; of more, those that look like it are."""
+
 
 def check_choices(argument: str, given: Iterable[str], known: Collection[str]) -> None:
     """Names that were given, among those that there are.
 
     Raises:
-        SpecError: for the first that is not known; the known ones are listed.
+        SpecError: for the first that is not known; the known ones are listed, or of many those that look like it.
     """
     for name in given:
         if name not in known:
-            raise SpecError(argument, name, f"must be one of {', '.join(known)}")
+            raise SpecError(argument, name, _bound_of_names(str(name), known))
+
+
+def _bound_of_names(name: str, known: Collection[str]) -> str:
+    if len(known) <= _LISTED_MOST:
+        return f"must be one of {', '.join(known)}"
+    near = get_close_matches(name.lower(), known, n=3, cutoff=0.5)
+    return f"is none of the {len(known)} known names" + (f"; did you mean {', '.join(near)}?" if near else "")
 
 
 def check_attention_inputs(q: np.ndarray[Any, Any], k: np.ndarray[Any, Any]) -> None:

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 __all__ = [
-    "ArchiveError", "ArchiveFull", "ArchiveReadOnly", "ForeignVersion", "KeyUnavailable", "NoSuchChunk", "OtherDtype",
-    "OtherFrequencies", "OtherPins", "WrongModel", "named_errors",
+    "ArchiveError", "ArchiveFull", "ArchiveReadOnly", "DamagedPins", "ForeignVersion", "KeyUnavailable", "NoSuchChunk",
+    "OtherDtype", "OtherFrequencies", "OtherPins", "WrongModel", "named_errors",
 ]
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -24,6 +24,10 @@ class ArchiveFull(ArchiveError):
 
 class ArchiveReadOnly(ArchiveError):
     """The folder cannot be written."""
+
+
+class DamagedPins(ArchiveError):
+    """The file holds no pinned selections."""
 
 
 class ForeignVersion(ArchiveError):

@@ -5,8 +5,9 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from models_integration.archive.errors import ForeignVersion, OtherPins, named_errors
+from models_integration.archive.errors import DamagedPins, ForeignVersion, OtherPins, named_errors
 from models_integration.cache.atomic_file import publish
 
 __all__ = ["Pins", "corpus_digest", "same_pins"]
@@ -45,16 +46,45 @@ class Pins:
         """Read the file.
 
         Raises:
+            OSError: when there is no such file, or it cannot be read.
+            DamagedPins: when it holds anything but pinned selections.
             ForeignVersion: for another schema.
             OtherPins: when the chunks are not those that were pinned.
         """
-        found = json.loads(path.read_text(encoding="ascii"))
-        if found["schema"] != SCHEMA:
-            raise ForeignVersion(f"{path} has schema {found['schema']}; this is {SCHEMA}")
+        found = _read(path)
         if found["corpus"] != corpus:
             raise OtherPins(f"{path} pins chunks of corpus {found['corpus'][:16]}, these are {corpus[:16]}")
         chosen = {query: tuple(names) for query, names in found["chosen"].items()}
         return cls(found["corpus"], found["stack"], chosen, found["schema"])
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The file's object, with every part of the kind that it must be."""
+    try:
+        found = json.loads(path.read_bytes().decode("ascii"))
+    except (ValueError, RecursionError) as error:
+        raise DamagedPins(f"{path} holds no pinned selections: {error}") from error
+    if not isinstance(found, dict) or not isinstance(found.get("schema"), int):
+        raise DamagedPins(f"{path} holds no pinned selections: there is no schema")
+    if found["schema"] != SCHEMA:
+        raise ForeignVersion(f"{path} has schema {found['schema']}; this is {SCHEMA}")
+    if not isinstance(found.get("corpus"), str):
+        raise DamagedPins(f"{path} holds no pinned selections: corpus must be text")
+    if not _is_texts(found.get("stack")):
+        raise DamagedPins(f"{path} holds no pinned selections: stack must be texts by name")
+    chosen = found.get("chosen")
+    lists = chosen.values() if isinstance(chosen, dict) else (None,)
+    if not all(isinstance(names, list) and _all_text(names) for names in lists):
+        raise DamagedPins(f"{path} holds no pinned selections: chosen must be lists of names by query")
+    return found
+
+
+def _is_texts(given: object) -> bool:
+    return isinstance(given, dict) and _all_text(given.values())
+
+
+def _all_text(given: Iterable[object]) -> bool:
+    return all(isinstance(value, str) for value in given)
 
 
 def corpus_digest(corpus: Mapping[str, Sequence[int]]) -> str:

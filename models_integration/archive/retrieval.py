@@ -1,6 +1,10 @@
-"""Finding chunks: BM25, any sentence encoder and any cross-encoder by path, and their rankings joined."""
+"""Finding chunks: BM25, WordLlama, any sentence encoder and any cross-encoder by path, and their rankings joined."""
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+import unicodedata
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +15,17 @@ from transformers import AutoModel, AutoModelForSequenceClassification, AutoToke
 from reference.injection.fusion import fused, recall
 from spec.errors import SpecError
 
-__all__ = ["Ranker", "dense", "lexical", "measured", "reranked", "retrieved"]
+__all__ = ["Ranker", "dense", "lexical", "measured", "reranked", "retrieved", "static"]
 
 Ranker = Callable[[str], list[str]]
 """Names of all chunks for a query, best first."""
 DEPTHS = (1, 3, 5)
+
+# How Unicode's names of letters begin, in scripts that put no spaces between words.
+_UNSPACED = (
+    "BOPOMOFO", "CJK", "HIRAGANA", "KATAKANA", "HALFWIDTH KATAKANA", "IDEOGRAPHIC", "YI ", "THAI", "LAO", "KHMER",
+    "MYANMAR", "TIBETAN", "TAI ", "NEW TAI LUE", "JAVANESE", "BALINESE",
+)
 
 
 def _ordered(names: Sequence[str], scores: Sequence[float]) -> list[str]:
@@ -25,18 +35,79 @@ def _ordered(names: Sequence[str], scores: Sequence[float]) -> list[str]:
 
 
 def lexical(corpus: Mapping[str, str]) -> Ranker:
-    """BM25 over lower-case words; needs no weights."""
+    """BM25 over words, and over single letters and pairs of them in scripts without spaces; needs no weights.
+
+    Upper and lower case, and the forms that Unicode has of one letter, are the same. A query that shares nothing with
+    any chunk, an empty one too, ranks all chunks by name.
+    """
     import bm25s
 
     names = sorted(corpus)
+    terms = [_terms(corpus[name]) for name in names]
+    if not any(terms):
+        return lambda query: list(names)
     index = bm25s.BM25()
-    index.index([_words(corpus[name]) for name in names], show_progress=False)
-    return lambda query: _ordered(names, index.get_scores(_words(query)))
+    index.index(terms, show_progress=False)
+
+    def rank(query: str) -> list[str]:
+        asked = _terms(query)
+        return _ordered(names, index.get_scores(asked)) if asked else list(names)
+
+    return rank
 
 
-def _words(text: str) -> list[str]:
-    kept = "".join(letter if letter.isalnum() else " " for letter in text.lower())
-    return kept.split()
+def _terms(text: str) -> list[str]:
+    """What BM25 counts: words, and of unspaced scripts letters and pairs of neighbours."""
+    folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
+    return [term for kind, letters in groupby(folded, _kind) if kind for term in _cut(kind, "".join(letters))]
+
+
+def _cut(kind: str, run: str) -> Iterator[str]:
+    if kind == "word":
+        yield run
+    else:
+        yield from run
+        yield from map("".join, pairwise(run))
+
+
+@lru_cache(maxsize=65536)
+def _kind(letter: str) -> str:
+    """Whether a letter belongs to a word, to an unspaced run, or stands between them. Marks belong to their letters."""
+    if unicodedata.name(letter, "").startswith(_UNSPACED) and unicodedata.category(letter)[0] in "LMN":
+        return "unspaced"
+    return "word" if letter.isalnum() or unicodedata.category(letter)[0] == "M" else ""
+
+
+def static(corpus: Mapping[str, str]) -> Ranker:
+    """Cosines of WordLlama's mean token vectors, whose weights are in its wheel (the extra `wordllama`): no download.
+
+    Static vectors: they see synonyms, and neither the order of words nor what a sentence says about them.
+    """
+    encoder = _wordllama()
+
+    def embedded(text: str) -> Tensor:
+        return torch.nn.functional.normalize(torch.from_numpy(encoder.embed(text)[0]), dim=0)
+
+    return _cosines(corpus, embedded)
+
+
+def _wordllama() -> Any:
+    """The encoder from the installed package's own folder: by itself it looks there for its weights alone."""
+    handlers, level = list(logging.root.handlers), logging.root.level
+    import wordllama
+
+    # Its import configures everybody's logging.
+    logging.root.handlers[:] = handlers
+    logging.root.setLevel(level)
+    return wordllama.WordLlama.load(cache_dir=Path(wordllama.__file__).parent, disable_download=True)
+
+
+def _cosines(corpus: Mapping[str, str], embedded: Callable[[str], Tensor]) -> Ranker:
+    names = sorted(corpus)
+    if not names:
+        return lambda query: []
+    matrix = torch.stack([embedded(corpus[name]) for name in names])
+    return lambda query: _ordered(names, (matrix @ embedded(query)).tolist())
 
 
 def dense(corpus: Mapping[str, str], path: Path) -> Ranker:
@@ -48,13 +119,14 @@ def dense(corpus: Mapping[str, str], path: Path) -> Ranker:
     model, tokenizer = _loaded(AutoModel, path)
 
     def embedded(text: str) -> Tensor:
+        tokens = tokenizer(text, return_tensors="pt", truncation=True)
+        if not tokens["input_ids"].numel():
+            return torch.zeros(model.config.hidden_size)
         with torch.no_grad():
-            states = model(**tokenizer(text, return_tensors="pt", truncation=True)).last_hidden_state[0]
+            states = model(**tokens).last_hidden_state[0]
         return torch.nn.functional.normalize(states.float().mean(0), dim=0)
 
-    names = sorted(corpus)
-    matrix = torch.stack([embedded(corpus[name]) for name in names])
-    return lambda query: _ordered(names, (matrix @ embedded(query)).tolist())
+    return _cosines(corpus, embedded)
 
 
 def reranked(corpus: Mapping[str, str], path: Path) -> Callable[[str, Sequence[str]], list[str]]:
@@ -90,7 +162,16 @@ def retrieved(query: str, rankers: Sequence[Ranker], candidates: int) -> list[st
 
 
 def measured(selections: Mapping[str, Sequence[str]], truth: Mapping[str, str]) -> dict[str, float]:
-    """r@1, r@3 and r@5 over queries; gt_in_top3 is r@3 under the paper's name."""
+    """r@1, r@3 and r@5 over queries; gt_in_top3 is r@3 under the paper's name.
+
+    Raises:
+        SpecError: where there is no query, or one without a selection.
+    """
+    if not truth:
+        raise SpecError("truth", 0, "must hold at least one query")
+    for query in truth:
+        if query not in selections:
+            raise SpecError("selections", query, "has a right chunk and no selection")
     found = {
         f"r@{k}": sum(recall(selections[query], truth[query], k) for query in truth) / len(truth) for k in DEPTHS
     }

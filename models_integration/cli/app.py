@@ -2,13 +2,14 @@
 
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from models_integration.cli.archive import archive
-from models_integration.cli.options import Model
+from models_integration.cli.options import Attention, Backend, BatchSize, Device, Dtype, Model, names_of
 from reference.policies.names import POLICIES
 from spec import SPEC_VERSION
 
@@ -21,8 +22,7 @@ app = typer.Typer(
 
 app.add_typer(archive, name="archive")
 
-Backend = Annotated[str, typer.Option(help="Whose code decides: auto, numpy, numba, triton, or 'module:ATTRIBUTE'.")]
-
+COMPARED = "Folder of results.jsonl, and of each plan's tables (.csv, .md) and pictures (.png, one per task)."
 
 def _version(value: bool) -> None:
     if value:
@@ -35,10 +35,6 @@ def _common(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="The version.")] = False,
 ) -> None:
     pass
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 @app.command()
@@ -64,33 +60,43 @@ def compare(
     calibration: Annotated[
         Path | None, typer.Option(help="TriAttention's statistics of this model; kvspec calibrate writes them.")
     ] = None,
-    model: Model = "pocket",
-    backend: Backend = "auto",
-    out: Annotated[Path, typer.Option(help="Folder of results.jsonl and comparison.png.")] = Path("results"),
+    model: Model = "pocket", backend: Backend = "auto", device: Device = "cpu", dtype: Dtype = "auto",
+    attn: Attention = "auto", batch_size: BatchSize = 1,
+    out: Annotated[Path, typer.Option(help=COMPARED)] = Path("results"),
 ) -> None:
-    """Run policies x budgets x tasks; print a table, draw a picture. A second run skips the cells that are stored.
+    """Run policies x budgets x tasks; print tables, draw a picture per task. A second run skips what is stored.
 
-    Every policy gets the same number of tokens (Eq. 30 over the context), and the answer is graded by exact match.
+    Every policy gets the same number of tokens (Eq. 30 over the context). An answer is an exact match if its first
+    number is the value. Exit code 1 where a control fails: the comparison then does not measure retention.
     """
     from models_integration.cli.compare import run
+    from models_integration.cli.loading import Loading
     from models_integration.studies.compare.plan import Plan
 
-    plan = Plan(_names(policies), _names(budgets), _names(tasks), length, samples, seed, placement, controls)
-    run(plan, model, backend, out, calibration)
+    parts = names_of("policies", policies), names_of("budgets", budgets), names_of("tasks", tasks)
+    plan = Plan(*parts, length, samples, seed, placement, controls)
+    run(plan, Loading(model, backend, device, dtype, attn), out, batch_size, calibration)
 
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder of results.jsonl and comparison.png.")] = Path("results"),
+    backend: Backend = "auto", device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto",
+    batch_size: BatchSize = 1, out: Annotated[Path, typer.Option(help=COMPARED)] = Path("results"),
 ) -> None:
     """Watch it work: CrystalCache, StreamingLLM and the full cache on the pocket model, with controls.
 
     The same as `kvspec compare` without options; a few minutes on two CPU cores, nothing is downloaded.
     """
+    print(
+        "kvspec demo: three policies on the small model that comes with kvspec, and controls that show that the tasks"
+        f" measure retention.\nA few minutes on two CPU cores; nothing is downloaded. Results go to {out}, and a second"
+        " run goes on from there.", flush=True,
+    )
     from models_integration.cli.compare import run
+    from models_integration.cli.loading import Loading
     from models_integration.studies.compare.plan import Plan
 
-    run(Plan(), "pocket", "auto", out)
+    run(Plan(), Loading("pocket", backend, device, dtype, attn), out, batch_size)
 
 
 @app.command()
@@ -105,20 +111,22 @@ def sweep(
     length: Annotated[int, typer.Option(help="Context tokens.")] = 1024,
     samples: Annotated[int, typer.Option(help="Samples per variant and task; the same ones for all variants.")] = 10,
     seed: Annotated[int, typer.Option(help="Seed of the samples.")] = 42,
-    model: Model = "pocket",
-    backend: Backend = "auto",
-    out: Annotated[Path, typer.Option(help="Folder of sweep.jsonl and the grid's .json, .md and .png.")] = Path(
-        "results"
-    ),
+    model: Model = "pocket", backend: Backend = "auto", device: Device = "cpu", dtype: Dtype = "auto",
+    attn: Attention = "auto", batch_size: BatchSize = 1,
+    out: Annotated[
+        Path, typer.Option(help="Folder of sweep.jsonl, and of each plan's tables (.json, .csv, .md) and pictures.")
+    ] = Path("results"),
 ) -> None:
     """Vary CrystalCache's parameters one at a time, on the same samples: the paper's Appendix A, or the extensions.
 
     About a minute with the defaults on two CPU cores. A second run skips what is stored.
     """
+    from models_integration.cli.loading import Loading
     from models_integration.cli.sweep import run
     from models_integration.studies.sweep.plan import Plan
 
-    run(Plan(grid, budget, _names(tasks), length, samples, seed), model, backend, out)
+    plan = Plan(grid, budget, names_of("tasks", tasks), length, samples, seed)
+    run(plan, Loading(model, backend, device, dtype, attn), out, batch_size)
 
 
 @app.command()
@@ -126,7 +134,7 @@ def calibrate(
     text: Annotated[Path, typer.Argument(metavar="TEXT", help="A text file of the model's language; any will do.")],
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("calibration.npz"),
     tokens: Annotated[int, typer.Option(help="Tokens of the text to read, at most.")] = 4096,
-    model: Model = "pocket",
+    model: Model = "pocket", device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto",
 ) -> None:
     """Make TriAttention's calibration: what a model's queries are like on average. One forward over a text.
 
@@ -134,22 +142,24 @@ def calibrate(
     Then: kvspec compare --policies triattention --calibration calibration.npz
     """
     from models_integration.cli.calibrate import run
+    from models_integration.cli.loading import Loading
 
-    run(text, out, tokens, model)
+    run(text, out, tokens, Loading(model, device=device, dtype=dtype, attn=attn))
 
 
 @app.command()
 def compress(
     prompt: Annotated[Path, typer.Argument(metavar="PROMPT", help="A text file.")],
     budget: Annotated[str, typer.Option(help="0.3 or 30% is a fraction of the prompt, 512 is tokens.")] = "0.5",
-    model: Model = "pocket",
-    backend: Backend = "auto",
+    model: Model = "pocket", backend: Backend = "auto", device: Device = "cpu", dtype: Dtype = "auto",
+    attn: Attention = "auto",
     explain: Annotated[Path | None, typer.Option(help="Also write a page: which tokens lived, and why.")] = None,
 ) -> None:
     """Compact one prompt with CrystalCache, and say what was kept."""
     from models_integration.cli.compress import run
+    from models_integration.cli.loading import Loading
 
-    run(prompt, budget, model, backend, explain)
+    run(prompt, budget, Loading(model, backend, device, dtype, attn), explain)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -158,5 +168,8 @@ def verify(
     backend: Annotated[str, typer.Option(help="Your engine: 'module:ATTRIBUTE' of a spec.backend.Backend.")],
 ) -> None:
     """Run the conformance suite on your own backend. More options go to pytest, e.g. -k dissolve -x."""
+    for name in ("pytest", "hypothesis"):
+        if find_spec(name) is None:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
     command = [sys.executable, "-m", "pytest", "-p", "conformance.plugin", "--pyargs", "conformance.suite"]
     raise typer.Exit(subprocess.call([*command, "--backend", backend, *context.args]))

@@ -26,7 +26,7 @@ def run_put(
         chunk = text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError("TEXT", str(text), f"must be a readable text file: {error}") from error
-    subject = _subject(model)
+    subject = load_subject(model, "numpy")
     method = None if policy is None else subject.policy(policy, budget)
     with Archive(folder, _keyring(folder, master_key)) as archive:
         library = _library(archive, subject, tenant)
@@ -35,7 +35,7 @@ def run_put(
 
 def run_get(key: str, model: str, tenant: str, folder: Path, master_key: Path | None) -> None:
     """Prove one chunk and say what it is."""
-    subject = _subject(model)
+    subject = load_subject(model, "numpy")
     with _existing(folder, master_key) as archive:
         library = _library(archive, subject, tenant)
         chunk, stored = library.get(key), archive.get(key, tenant)
@@ -65,7 +65,7 @@ def run_inject(
     """Answer behind spliced chunks."""
     if new_tokens < 1:
         raise SpecError("new_tokens", new_tokens, "must be at least 1")
-    subject = _subject(model)
+    subject = load_subject(model, "numpy")
     before, after = subject.tokenizer(session).input_ids, _plain_ids(subject, ask)
     if not after:
         raise SpecError("ask", ask, "must hold at least one token")
@@ -115,13 +115,6 @@ def run_forget(tenant: str, folder: Path, master_key: Path | None) -> None:
     """Print how much was erased."""
     with _existing(folder, master_key) as archive:
         print(f"{archive.forget(tenant)} objects of {tenant} erased")
-
-
-def _subject(model: str) -> Subject:
-    try:
-        return load_subject(model, "numpy")
-    except OSError as error:
-        raise SpecError("model", model, f"cannot be loaded: {error}") from error
 
 
 def _library(archive: Archive, subject: Subject, tenant: str) -> Library:

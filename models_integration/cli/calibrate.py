@@ -6,23 +6,29 @@ from pathlib import Path
 from rich.console import Console
 
 from models_integration.cache.atomic_file import publish_readable
+from models_integration.cli.checks import check_file, read_text
+from models_integration.cli.loading import Loading
 from models_integration.policies.calibration import calibrate
-from models_integration.studies.subject import load_subject
 from reference.calibration import save_calibration
 from spec.errors import SpecError
 
 __all__ = ["run"]
 
 
-def run(text: Path, out: Path, tokens: int, model: str) -> None:
-    """Read a text with a model, and write what its queries are like."""
-    try:
-        read = text.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError("TEXT", str(text), f"must be a readable text file: {error}") from error
+def run(text: Path, out: Path, tokens: int, loading: Loading) -> None:
+    """Read a text with a model, and write what its queries are like. Where anything is refused, `out` stays as it is.
+
+    Raises:
+        SpecError: for a text without a token, a file that cannot be written, or what the model cannot serve.
+    """
+    read = read_text("TEXT", text)
     if tokens < 1:
         raise SpecError("tokens", tokens, "must be at least 1")
-    subject = load_subject(model, "numpy")
+    check_file("out", out)
+    loading.check()
+    subject = loading.subject()
+    if not subject.tokenizer(read, add_special_tokens=False).input_ids:
+        raise SpecError("TEXT", str(text), "must hold a token of the model, and holds none")
     ids = subject.tokenizer(read, return_tensors="pt").input_ids[:, :tokens].to(subject.model.device)
     calibration = calibrate(subject.model, ids)
     file = BytesIO()

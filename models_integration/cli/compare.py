@@ -3,34 +3,66 @@
 from dataclasses import replace
 from pathlib import Path
 
+import typer
 from rich.console import Console
 
+from models_integration.cli.checks import (
+    calibration_of,
+    check_batch_size,
+    check_budgets,
+    check_folder,
+    check_policies,
+    check_samples,
+)
+from models_integration.cli.loading import Loading
 from models_integration.cli.progress import progress_bar
-from models_integration.studies.compare.plan import Plan, cells
-from models_integration.studies.compare.report import comparison_table, control_table, draw
-from models_integration.studies.compare.run import run_plan
-from models_integration.studies.subject import load_subject
-from reference.calibration import load_calibration
+from models_integration.studies.compare.plan import FULL, Plan, cells
+from models_integration.studies.compare.report import comparison_tables, control_table, failed_controls, write_report
+from models_integration.studies.compare.run import run_plan, stored_cells
+from models_integration.studies.subject import Subject
 
 __all__ = ["run"]
 
+RESULTS = "results.jsonl"
 
-def run(plan: Plan, model: str, backend: str, out: Path, calibration: Path | None = None) -> None:
-    """Run the plan's cells, then print and draw what they say."""
-    console = Console()
-    statistics = None if calibration is None else load_calibration(calibration)
-    subject = replace(load_subject(model, backend), calibration=statistics)
+
+def run(plan: Plan, loading: Loading, out: Path, batch_size: int, calibration: Path | None = None) -> None:
+    """Run the plan's cells, then print, write and draw what they say.
+
+    Raises:
+        SpecError: before any cell is run, for what cannot be run.
+        Exit: with 1, where a control fails.
+    """
+    console, results = Console(), out / RESULTS
+    subject = _checked(plan, loading, out, batch_size, calibration)
+    all_cells, stored = list(cells(plan)), stored_cells(subject, plan, results)
     console.print(
         f"model {subject.name}, backend {subject.backend}, {plan.length} tokens, {plan.samples} samples a cell,"
-        f" question placed '{plan.placement}'"
+        f" question placed '{plan.placement}'; {len(all_cells)} cells, {stored} of them stored in {results}"
     )
-    with progress_bar(console, sum(cell.n for cell in cells(plan))) as progress:
-        rows = list(run_plan(subject, plan, out / "results.jsonl", progress))
-    measured = [row for row in rows if not row["control"]]
-    console.print(comparison_table(measured))
-    controls = [row for row in rows if row["control"]]
-    if controls:
-        console.print(control_table(controls))
-    picture = out / "comparison.png"
-    draw(measured, picture, f"{subject.name}, {plan.length} tokens, n = {plan.samples} a bar")
-    console.print(f"{out / 'results.jsonl'}  {picture}")
+    with progress_bar(console, sum(cell.n for cell in all_cells)) as progress:
+        rows = list(run_plan(subject, plan, results, progress, batch_size))
+    measured, controls = ([row for row in rows if row["control"] is kind] for kind in (False, True))
+    for table in [*comparison_tables(measured, console.width), *([control_table(controls)] if controls else [])]:
+        console.print(table)
+    for path in write_report(rows, out, plan, subject):
+        console.print(str(path), highlight=False, soft_wrap=True)
+    failed = failed_controls(controls)
+    if failed:
+        console.print(f"controls FAIL: {', '.join(failed)}. The comparison does not measure retention on this model.")
+        raise typer.Exit(1)
+
+
+def _checked(plan: Plan, loading: Loading, out: Path, batch_size: int, calibration: Path | None) -> Subject:
+    """The model, once everything that can be wrong has been looked at: what needs no model first."""
+    limited = [policy for policy in plan.policies if policy != FULL]
+    check_batch_size(batch_size)
+    if limited or plan.controls:
+        check_budgets("budgets", plan.budgets, plan.length, ", ".join(limited) or "every control")
+    statistics = calibration_of(plan.policies, calibration)
+    check_folder("out", out, RESULTS)
+    loading.check()
+    subject = replace(loading.subject(), calibration=statistics)
+    check_samples(subject, plan.tasks, plan.length, plan.samples, plan.seed)
+    check_policies(subject, plan.policies, map(plan.tokens, plan.budgets))
+    return subject

@@ -6,25 +6,27 @@ import torch
 from rich.console import Console
 
 from models_integration.cache.atomic_file import publish_readable
+from models_integration.cli.checks import check_file, read_text
 from models_integration.cli.explain import explain_html
+from models_integration.cli.loading import Loading
 from models_integration.policies.methods import CrystalCache
 from models_integration.policies.prefill import prefill
-from models_integration.studies.subject import load_subject
-from spec.errors import SpecError
+from spec.budget import parse_budget
 from spec.records import CrystalRetention
 
 __all__ = ["run"]
 
 
-def run(prompt: Path, budget: str, model: str, backend: str, explain: Path | None) -> None:
+def run(prompt: Path, budget: str, loading: Loading, explain: Path | None) -> None:
     """Compact one prompt with CrystalCache; say what was kept, and show it as a page if asked to."""
-    try:
-        text = prompt.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError("PROMPT", str(prompt), f"must be a readable text file: {error}") from error
-    subject = load_subject(model, backend)
-    method = CrystalCache(budget, sentence_ends=subject.sentence_ends, backend=backend)
-    ids = subject.tokenizer(text, return_tensors="pt").input_ids
+    text = read_text("PROMPT", prompt)
+    parse_budget(budget)
+    if explain is not None:
+        check_file("explain", explain)
+    loading.check()
+    subject = loading.subject()
+    method = CrystalCache(budget, sentence_ends=subject.sentence_ends, backend=loading.backend)
+    ids = subject.tokenizer(text, return_tensors="pt").input_ids.to(subject.model.device)
     with torch.no_grad():
         session = prefill(subject.model, method, ids).run
     result = session.retention

@@ -4,9 +4,32 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["Model"]
+from spec.errors import SpecError
+
+__all__ = ["Attention", "Backend", "BatchSize", "Device", "Dtype", "Model", "names_of"]
 
 Model = Annotated[
     str,
     typer.Option(help="'pocket' or 'chat' (shipped with kvspec), or a transformers causal model by path or hub name."),
 ]
+Backend = Annotated[str, typer.Option(help="Whose code decides: auto, numpy, numba, triton, or 'module:ATTRIBUTE'.")]
+Device = Annotated[str, typer.Option(help="Where the model runs, as PyTorch names it: cpu, cuda, cuda:1.")]
+Dtype = Annotated[str, typer.Option(help="Of the model: auto (as it is stored), float32, bfloat16, float16, float64.")]
+Attention = Annotated[str, typer.Option("--attn", help="How transformers computes attention: auto, sdpa, eager.")]
+BatchSize = Annotated[
+    int,
+    typer.Option(help="Samples that are read side by side; those that are equally long, so none is padded. It changes"
+                 " no answer."),
+]
+
+
+def names_of(option: str, text: str) -> tuple[str, ...]:
+    """The parts of a comma-separated list, each once.
+
+    Raises:
+        SpecError: for a list of none.
+    """
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    if not names:
+        raise SpecError(option, text, "must name at least one; several are separated by commas")
+    return names

@@ -5,20 +5,25 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from models_integration.model.identity import ModelIdentity, identify
 from models_integration.model.sentence_ends import sentence_ends
-from models_integration.pocket import ASSETS, CHAT_ASSETS, load_pocket
+from models_integration.pocket import ASSETS, CHAT_ASSETS, load_pocket_tokenizer
 from models_integration.policies.methods import CrystalCache, RetentionPolicy
 from models_integration.policies.published import Published, constants_of, policy_from_name
 from reference.calibration import Calibration
+from spec.errors import SpecError
+from spec.validate import check_choices
 
-__all__ = ["Subject", "load_subject"]
-
+__all__ = ["ATTENTION", "AUTO", "DTYPES", "Subject", "check_loading", "load_subject"]
 
 SHIPPED = {"pocket": ASSETS, "chat": CHAT_ASSETS}
+AUTO = "auto"
+DTYPES = (AUTO, "float32", "bfloat16", "float16", "float64")
+ATTENTION = (AUTO, "sdpa", "eager")
 
 
 @dataclass(frozen=True)
@@ -58,18 +63,64 @@ class Subject:
         return policy.knowing(self.identity) if isinstance(policy, Published) and "calibration" in known else policy
 
 
-def load_subject(model: str, backend: str) -> Subject:
-    """The model by name or path, with its tokenizer and what a comparison must know of both."""
+def check_loading(backend: str, device: str = "cpu", dtype: str = AUTO, attn: str = AUTO) -> None:
+    """What `load_subject` is told, as far as it can be judged without a model.
+
+    Raises:
+        SpecError: for an unknown dtype or attention, or a device that is not here.
+        BackendUnavailable: when the backend cannot run here.
+    """
+    check_choices("dtype", (dtype,), DTYPES)
+    check_choices("attn", (attn,), ATTENTION)
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        here = ", ".join(["cpu", *(f"cuda:{at}" for at in range(torch.cuda.device_count()))])
+        raise SpecError("device", device, f"is not here; PyTorch sees {here}") from error
+    CrystalCache(sentence_ends={0}, backend=backend)
+
+
+def load_subject(
+    model: str, backend: str, device: str = "cpu", dtype: str = AUTO, attn: str = AUTO,
+) -> Subject:
+    """The model by name or path, with its tokenizer and what a comparison must know of both.
+
+    Args:
+        model: "pocket", "chat", or a causal language model by folder or hub name.
+        backend: whose code decides.
+        device: where PyTorch puts the model.
+        dtype: of its parameters; "auto" as they are stored.
+        attn: how transformers computes attention; "auto" as the model prefers. Another one is part of the label.
+
+    Raises:
+        SpecError: as `check_loading`, and for a model that cannot be loaded.
+        BackendUnavailable: as `check_loading`.
+    """
+    check_loading(backend, device, dtype, attn)
     disable_progress_bar()  # type: ignore[no-untyped-call]  # it says nothing of ours, and would tear our own
-    loaded: Any
-    tokenizer: Any
-    if model in SHIPPED:
-        loaded, tokenizer = load_pocket(SHIPPED[model])
-    else:
-        loaded, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
-    loaded.eval()
+    try:
+        loaded, tokenizer = _loaded(model, dtype, attn)
+    except SpecError:
+        raise
+    except Exception as error:  # of transformers, the hub, files and tokenizers: all that can be wrong with a model
+        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        way_out = f"{' or '.join(map(repr, SHIPPED))}, a folder with a causal language model, or its name on the hub"
+        raise SpecError("model", model, f"cannot be loaded ({first.strip()}); give {way_out}") from error
+    loaded.to(device)
+    loaded.train(False)
     ends = loaded.generation_config.eos_token_id
     stop = ends if isinstance(ends, list) else [] if ends is None else [ends]
     sentences = sentence_ends(tokenizer)
     chosen = CrystalCache(sentence_ends=sentences, backend=backend).backend
-    return Subject(Path(model).name, loaded, tokenizer, sentences, chosen, frozenset(stop))
+    label = Path(model).name if attn == AUTO else f"{Path(model).name}+{attn}"
+    return Subject(label, loaded, tokenizer, sentences, chosen, frozenset(stop))
+
+
+def _loaded(model: str, dtype: str, attn: str) -> tuple[Any, Any]:
+    given = {"dtype": dtype, "attn_implementation": attn}
+    chosen = {name: value for name, value in given.items() if value != AUTO}
+    if model in SHIPPED:
+        folder = SHIPPED[model]
+        shipped = AutoModelForCausalLM.from_pretrained(folder, **{"dtype": "float32", **chosen})
+        return shipped, load_pocket_tokenizer(folder)
+    return AutoModelForCausalLM.from_pretrained(model, **chosen), AutoTokenizer.from_pretrained(model)

@@ -4,6 +4,7 @@
 - `delayed_association` (Appendix B): a fact at the beginning, then filler that keeps mentioning its topic.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -35,6 +36,8 @@ DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 DENSITIES = ("high", "low")
 MAX_NEW_TOKENS = 50
 """Tokens generated for an answer in the paper's configuration."""
+_NUMBER = re.compile(r"[+-]?[^\W_]*\d[^\W_]*(?:[.,]\d+)*")
+"""A number with all that is written as one with it: letters, a sign, thousands, decimals."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class Sample:
         task: `needle` or `delayed_association`.
         context_ids: token ids of the context, exactly as many as were asked for, opening token included.
         question_ids: token ids of the question with its `Answer:` prompt.
-        expected: the value as text; an answer that contains it is right.
+        expected: the value as text; an answer whose first number it is is right.
         needle: the fact's token span `[start, stop)` in the context.
         distractors: spans of facts of the same form that carry other values.
         metadata: what describes the sample in a result: template, depth or density, value, number of distractors.
@@ -282,10 +285,14 @@ def place(sample: Sample, name: str = DEFAULT_PLACEMENT) -> Placement:
 
 
 def is_exact_match(answer: str, expected: str) -> bool:
-    """Whether the value stands in the answer as a substring."""
-    return expected in answer
+    """Whether the first number of the answer is the value, digit for digit.
+
+    The paper's Appendix B takes a substring, to which 17492, and a list of guesses with 7492 among them, are right.
+    """
+    found = _NUMBER.search(answer)
+    return found is not None and found.group() == expected
 
 
 def score(tokenizer: TaskTokenizer, answer_ids: Sequence[int], sample: Sample) -> bool:
-    """Whether the generated ids decode to an answer with the sample's value."""
+    """Whether the generated ids decode to an answer whose first number is the sample's value."""
     return is_exact_match(decode(tokenizer, answer_ids), sample.expected)

@@ -6,8 +6,8 @@ from inspect import signature
 from typing import Any
 
 from reference import policies
-from spec.errors import SpecError
 from spec.policy import Policy
+from spec.validate import check_choices
 
 __all__ = [
     "DIVERSE", "NAMES", "POLICIES", "NamedPolicy", "check_name", "constants_of", "constants_of_model", "make_policy",
@@ -80,10 +80,9 @@ def check_name(name: str) -> str:
     """A name of a policy, or DIVERSE and the name of one that keeps single tokens.
 
     Raises:
-        SpecError: for another name; those that there are are listed.
+        SpecError: for another name; those that look like it are named.
     """
-    if name not in NAMES:
-        raise SpecError("name", name, f"must be one of {', '.join(NAMES)}")
+    check_choices("name", (name,), NAMES)
     return name
 
 

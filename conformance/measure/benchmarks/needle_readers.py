@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from models_integration import FullCache, Published
 from models_integration.pocket import load_pocket
-from models_integration.studies.compare.run import answer
+from models_integration.studies.answers import answer
 from models_integration.tasks import MAX_NEW_TOKENS, Placement, Sample, draw_sample, place, score
 
 __all__ = ["answers_of", "main", "masses", "opened"]

@@ -1,16 +1,28 @@
-"""A sweep for people: one table, as text and as Markdown, and one picture."""
+"""A sweep for people: tables, as text, JSON, CSV and Markdown, and a picture per task."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from matplotlib.figure import Figure
 from rich.table import Table
 
-from models_integration.studies.compare.report import TITLES
+from models_integration.cache.atomic_file import publish_readable
+from models_integration.studies.report import (
+    csv_text,
+    digest_of,
+    fits,
+    markdown_text,
+    new_figure,
+    save,
+    shares,
+    table_of,
+    title_of,
+)
 from models_integration.studies.results import Row
-from models_integration.studies.sweep.plan import BASE
+from models_integration.studies.sweep.plan import BASE, Plan
+from spec import SPEC_VERSION
 
-__all__ = ["against_base", "draw", "markdown", "sweep_table"]
+__all__ = ["against_base", "draw", "markdown", "sweep_tables", "write_report"]
 
 
 def against_base(rows: Sequence[Row]) -> list[tuple[int, int]]:
@@ -33,7 +45,7 @@ def cells_of(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
                 line.append("" if variant == BASE else f"+{won} -{lost}")
                 stored.append(row["mean_cache"])
         lines.append([*line, f"{sum(stored) / len(stored):.0f}"])
-    pairs = [(TITLES.get(task, task), "won, lost") for task in tasks]
+    pairs = [(title_of(task), "won, lost") for task in tasks]
     return ["variant", *(heading for pair in pairs for heading in pair), "cache"], lines
 
 
@@ -42,45 +54,46 @@ def short(share: float) -> str:
     return f"{share:.2f}".removeprefix("0")
 
 
-def sweep_table(rows: Sequence[Row]) -> Table:
-    """The table of a terminal."""
-    headings, lines = cells_of(rows)
+def sweep_tables(rows: Sequence[Row], width: int) -> list[Table]:
+    """One table of all tasks, or one for each where a terminal is too narrow for that."""
     title = f"Exact match of {rows[0]['n']} samples, its 95 % interval; samples won and lost against {BASE}"
-    table = Table(title=title, padding=0)
-    for heading in headings:
-        table.add_column(heading.replace(" ", "\n"), justify="left" if heading == "variant" else "right", no_wrap=True)
-    for line in lines:
-        # A bracket would be read as a style.
-        table.add_row(*(cell.replace("[", "\\[") for cell in line))
-    return table
+    whole = table_of(title, *cells_of(rows))
+    if fits(whole, width):
+        return [whole]
+    tasks = dict.fromkeys(row["task"] for row in rows)
+    return [table_of(title, *cells_of([row for row in rows if row["task"] == task])) for task in tasks]
 
 
-def markdown(rows: Sequence[Row]) -> str:
+def markdown(rows: Sequence[Row], title: str) -> str:
     """The same table for a page."""
-    headings, lines = cells_of(rows)
-    every = [headings, ["---"] * len(headings), *lines]
-    return "".join("| " + " | ".join(line) + " |\n" for line in every)
+    return markdown_text(title, *cells_of(rows))
+
+
+def write_report(rows: Sequence[Row], out: Path, plan: Plan, model: str, title: str) -> list[Path]:
+    """The plan's own files in a folder: rows as JSON and CSV, the table as Markdown, a picture of each task.
+
+    Their names carry a digest of the plan and of the model: another plan's stay as they are.
+    """
+    stem = f"sweep-{plan.grid}-{digest_of(plan, model, rows[0]['backend'], SPEC_VERSION)}"
+    texts = {".json": json.dumps(rows, indent=1) + "\n", ".csv": csv_text(rows), ".md": markdown(rows, title)}
+    written = [out / f"{stem}{suffix}" for suffix in texts]
+    for path, text in zip(written, texts.values(), strict=True):
+        publish_readable(path, text.encode())
+    for task in plan.tasks:
+        picture = out / f"{stem}-{task}.png"
+        draw([row for row in rows if row["task"] == task], picture, f"{title_of(task)}. {title}")
+        written.append(picture)
+    return written
 
 
 def draw(rows: Sequence[Row], path: Path, title: str) -> None:
-    """A panel per task, a point with its interval per variant; the base as a line."""
-    tasks = list(dict.fromkeys(row["task"] for row in rows))
-    names = list(dict.fromkeys(row["variant"] for row in rows))
-    height = 1.2 + 0.3 * len(names)
-    figure = Figure(figsize=(4.6 * len(tasks), height))
-    panels = figure.subplots(1, len(tasks), sharey=True, squeeze=False)
-    for panel, task in zip(panels[0], tasks, strict=True):
-        mine = [row for row in rows if row["task"] == task]
-        share = [row["accuracy"] for row in mine]
-        error = [[row["accuracy"] - row["low"] for row in mine], [row["high"] - row["accuracy"] for row in mine]]
-        panel.errorbar(share, range(len(mine)), xerr=error, fmt="o", capsize=3, lw=1)
-        panel.axvline(next(row["accuracy"] for row in mine if row["variant"] == BASE), color="black", ls="--", lw=1)
-        panel.set_title(TITLES.get(task, task), fontsize=11)
-        panel.set_xlim(-0.03, 1.03)
-        panel.set_xlabel("exact match")
-        panel.spines[["top", "right"]].set_visible(False)
-    panels[0][0].set_yticks(range(len(names)), names)
-    panels[0][0].invert_yaxis()
-    figure.suptitle(title, fontsize=12)
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
+    """A point with its interval per variant of one task; the base as a line."""
+    names = [row["variant"] for row in rows]
+    figure = new_figure(5.2, 1.4 + 0.36 * len(names), title)
+    panel = figure.subplots()
+    shares(panel, names, {row["variant"]: (row["accuracy"], row["low"], row["high"]) for row in rows})
+    base = next(row["accuracy"] for row in rows if row["variant"] == BASE)
+    panel.axvline(base, color="black", ls="--", lw=1, label=f"{BASE}: {base:.2f}")
+    figure.legend(loc="outside lower center", frameon=False, fontsize=8)
+    panel.set_xlabel("exact match, 95 % interval", fontsize=8)
+    save(figure, path)

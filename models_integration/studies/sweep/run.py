@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from models_integration.policies.methods import CrystalCache
-from models_integration.studies.compare.run import answer
+from models_integration.studies.answers import answer_all
 from models_integration.studies.results import Row, append_row, find_row, load_rows
 from models_integration.studies.subject import Subject
 from models_integration.studies.sweep.plan import GRIDS, Plan
@@ -14,13 +14,15 @@ from reference.statistics import wilson
 __all__ = ["run_plan", "run_variant"]
 
 
-def run_plan(subject: Subject, plan: Plan, path: Path, progress: Callable[[str], None]) -> Iterator[Row]:
+def run_plan(
+    subject: Subject, plan: Plan, path: Path, progress: Callable[[str], None], batch_size: int = 1,
+) -> Iterator[Row]:
     """Each variant on each task, from the results file where it is there already."""
     for variant in GRIDS[plan.grid]:
         for task in plan.tasks:
             row = find_row(load_rows(path), plan.identity(variant, task, subject))
             if row is None:
-                row = run_variant(subject, plan, variant, task, progress)
+                row = run_variant(subject, plan, variant, task, progress, batch_size)
                 append_row(path, row)
             else:
                 for _ in range(plan.samples):
@@ -29,20 +31,20 @@ def run_plan(subject: Subject, plan: Plan, path: Path, progress: Callable[[str],
 
 
 def run_variant(
-    subject: Subject, plan: Plan, variant: str, task: str, progress: Callable[[str], None],
+    subject: Subject, plan: Plan, variant: str, task: str, progress: Callable[[str], None], batch_size: int = 1,
 ) -> Row:
     """All samples of one variant; `outcomes` says which were right, for comparisons sample by sample."""
-    outcomes, stored, most = [], 0.0, 0
     method = CrystalCache(
         plan.tokens, sentence_ends=subject.sentence_ends, parameters=GRIDS[plan.grid][variant], backend=subject.backend
     )
-    for index in range(plan.samples):
-        sample = draw_sample(task, subject.tokenizer, plan.length, index, plan.seed)
-        given = answer(subject.model, method, place(sample, "after"), MAX_NEW_TOKENS, subject.stop_ids)
-        outcomes.append(int(score(subject.tokenizer, given.token_ids, sample)))
-        stored += given.mean_cache
-        most = max(most, given.kept)
-        progress(f"{variant}, {task}")
+    samples = [draw_sample(task, subject.tokenizer, plan.length, index, plan.seed) for index in range(plan.samples)]
+    answers = answer_all(
+        subject.model, method, [place(sample, "after") for sample in samples], MAX_NEW_TOKENS, subject.stop_ids,
+        batch_size, lambda: progress(f"{variant}, {task}"),
+    )
+    tokenizer = subject.tokenizer
+    outcomes = [int(score(tokenizer, one.token_ids, sample)) for one, sample in zip(answers, samples, strict=True)]
+    stored, most = sum(one.mean_cache for one in answers), max(one.kept for one in answers)
     low, high = wilson(sum(outcomes), plan.samples)
     return {
         **plan.identity(variant, task, subject), "correct": sum(outcomes), "accuracy": sum(outcomes) / plan.samples,

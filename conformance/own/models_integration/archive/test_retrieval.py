@@ -12,7 +12,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import BertConfig, BertForSequenceClassification, BertModel, PreTrainedTokenizerFast
 
-from models_integration.archive.errors import ForeignVersion, OtherPins
+from models_integration.archive.errors import DamagedPins, ForeignVersion, OtherPins
 from models_integration.archive.pins import Pins, corpus_digest, same_pins
 from models_integration.archive.retrieval import dense, lexical, measured, reranked, retrieved
 from spec.errors import SpecError
@@ -45,6 +45,69 @@ def test_bm25_finds_the_words() -> None:
     assert set(rank("green lighthouse door")[:2]) == {"a", "c"}
     assert rank("nothing of this") == rank("nothing of this")
     assert sorted(rank("zzz")) == rank("zzz") == sorted(CORPUS)
+
+
+@pytest.mark.parametrize("query", ["", "  ", "?!", "\u0301"])
+def test_bm25_copes_with_nothing(query: str) -> None:
+    """An empty query, an empty corpus, and one without a word."""
+    pytest.importorskip("bm25s")
+    assert lexical(CORPUS)(query) == sorted(CORPUS)
+    assert lexical({})(query) == lexical({})("door") == []
+    assert lexical({"b": "", "a": "..."})(query) == lexical({"b": "", "a": "..."})("door") == ["a", "b"]
+    assert lexical({"a": "", "b": "door"})("door") == ["b", "a"]
+
+
+@pytest.mark.parametrize(
+    ("text", "query"),
+    [
+        ("昨日、灯台守は扉を緑に塗った。", "緑の扉"),
+        ("リスボン行きの列車は正午に出発する。", "列車はいつ出発しますか"),
+        ("รหัสลับของโครงการคือเจ็ดสี่", "รหัสลับคืออะไร"), ("ລະຫັດລັບ", "ລະຫັດ"),
+        ("ｶﾞﾗｽの門", "ガラス"), ("猫", "猫"), ("पासवर्ड किसी को नहीं पता", "पासवर्ड क्या है"),
+    ],
+)
+def test_bm25_finds_words_of_every_script(text: str, query: str) -> None:
+    """Without spaces, and with vowels that are marks, not letters."""
+    pytest.importorskip("bm25s")
+    others = {"a": "その他の文書です。", "b": "ข้อความ", "c": "ປະເທດ", "d": "और कुछ"}
+    assert lexical({**others, "z": text})(query)[0] == "z"
+
+
+def test_bm25_takes_an_accent_however_it_is_written() -> None:
+    pytest.importorskip("bm25s")
+    pairs = [("café", "cafe\u0301"), ("Ångström", "A\u030angstro\u0308m"), ("ﬁnal", "FINAL"), ("STRASSE", "straße")]
+    for one, other in pairs:
+        for corpus in ({"a": "other words", "z": f"the {one} door"}, {"a": "cafe angstrom", "z": other}):
+            assert lexical(corpus)(one)[0] == lexical(corpus)(other)[0] == "z"
+
+
+def test_no_corpus_and_no_text_are_ranked_by_every_encoder(tmp_path: Path) -> None:
+    folder = saved(tmp_path, BertModel)
+    assert dense({}, folder)("x") == []
+    assert dense(CORPUS, folder)("") == sorted(CORPUS)
+    assert sorted(dense({"a": "", "b": "password"}, folder)("password")) == ["a", "b"]
+
+
+def test_an_encoder_without_a_download_knows_synonyms() -> None:
+    """BM25 sees no common word; WordLlama's weights are in its wheel, and no name server is asked."""
+    pytest.importorskip("wordllama")
+    code = (
+        "import json, logging, socket, sys;"
+        "asks = ('socket.connect', 'socket.getaddrinfo');"
+        "sys.addaudithook(lambda name, args: name in asks and sys.exit(3));"
+        "from models_integration.archive.retrieval import static;"
+        "handlers = list(logging.root.handlers);"
+        f"corpus = {CORPUS!r};"
+        "found = static(corpus)('Which railway departs at midday?'), static(corpus)(''), static({})('x');"
+        "assert logging.root.handlers == handlers;"
+        "print(json.dumps(found))"
+    )
+    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert made.returncode == 0, made.stderr
+    first, empty, nothing = json.loads(made.stdout)
+    assert first[0] == "b"
+    assert empty == sorted(CORPUS)
+    assert nothing == []
 
 
 def test_an_encoder_ranks_every_chunk(tmp_path: Path) -> None:
@@ -80,6 +143,13 @@ def test_measures_count_before_and_after_reranking() -> None:
     assert after["gt_in_top3"] == before["gt_in_top3"]
 
 
+def test_measures_of_nothing_are_refused() -> None:
+    with pytest.raises(SpecError, match="truth = 0"):
+        measured({}, {})
+    with pytest.raises(SpecError, match="selections = 'q'"):
+        measured({}, {"q": "a"})
+
+
 def pins(**changes: tuple[str, ...]) -> Pins:
     return Pins("corpus", {"bm25s": "0.3"}, {"q": ("a", "b", "c"), "r": ("b",), **changes})
 
@@ -105,6 +175,25 @@ def test_pins_of_other_chunks_or_of_another_schema_are_refused(tmp_path: Path) -
         Pins.load(path, corpus_digest({"a": [1, 2]}))
     path.write_text(json.dumps({**json.loads(path.read_text()), "schema": 2}))
     with pytest.raises(ForeignVersion):
+        Pins.load(path, "corpus")
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [
+        b"", b"{", b"[]", b"null", b"1", b"{}", b"\xff", b'{"schema": "1"}', b'{"schema": 1}',
+        b'{"schema": 1, "corpus": 3, "stack": {}, "chosen": {}}',
+        b'{"schema": 1, "corpus": "corpus", "stack": [], "chosen": {}}',
+        b'{"schema": 1, "corpus": "corpus", "stack": {"a": 1}, "chosen": {}}',
+        b'{"schema": 1, "corpus": "corpus", "stack": {}, "chosen": []}',
+        b'{"schema": 1, "corpus": "corpus", "stack": {}, "chosen": {"q": "abc"}}',
+        b'{"schema": 1, "corpus": "corpus", "stack": {}, "chosen": {"q": [1]}}', b"[" * 100_000,
+    ],
+)
+def test_a_file_that_holds_no_pins_is_named(junk: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "pins.json"
+    path.write_bytes(junk)
+    with pytest.raises(DamagedPins, match=r"pins\.json"):
         Pins.load(path, "corpus")
 
 

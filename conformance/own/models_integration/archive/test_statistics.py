@@ -70,6 +70,41 @@ def test_wilson_equals_scipy() -> None:
         assert np.abs(np.subtract(wilson(correct, n), (found.low, found.high))).max() <= tolerances.interval_radius(1)
 
 
+@pytest.mark.spec(id="IN-WILSON")
+def test_wilson_never_leaves_the_shares() -> None:
+    """135 of the counts up to 300 had an end beyond 0 or 1, by rounding."""
+    for n in range(1, 301):
+        for confidence in (1e-17, 0.5, 0.95, 1 - 2**-53):
+            assert wilson(0, n, confidence)[0] == 0.0
+            assert wilson(n, n, confidence)[1] == 1.0
+            for correct in {0, 1, n // 2, n - 1, n}:
+                low, high = wilson(correct, n, confidence)
+                assert 0 <= low <= correct / n <= high <= 1
+
+
+@pytest.mark.spec(id="IN-WILSON")
+@pytest.mark.spec(id="IN-BOOTSTRAP")
+@pytest.mark.spec(id="IN-CLUSTER-BOOTSTRAP")
+@pytest.mark.parametrize("confidence", [0.0, 1.0, -0.5, 1.5, 95, math.nan, math.inf])
+def test_a_confidence_that_is_no_probability_is_refused(confidence: float) -> None:
+    differences, drawn = np.array([1.0]), np.zeros((3, 1), dtype=np.int64)
+    for run in (
+        lambda: wilson(1, 2, confidence), lambda: bootstrap(differences, drawn, confidence),
+        lambda: cluster_bootstrap(differences, drawn[0], drawn, confidence),
+    ):
+        with pytest.raises(SpecError, match=r"^confidence = .*must lie in \(0, 1\)"):
+            run()
+
+
+def test_counts_of_draws_and_pairs_are_checked() -> None:
+    for name, make in (
+        ("units", lambda: draws(0, 5, 1)), ("resamples", lambda: draws(5, 0, 1)), ("seed", lambda: draws(5, 5, -1)),
+        ("n", lambda: mcnemar_power(-1, 0.2, 0.1)),
+    ):
+        with pytest.raises(SpecError, match=rf"^{name} = "):
+            make()
+
+
 @pytest.mark.spec(id="IN-BOOTSTRAP")
 @given(differences=DIFFERENCES, confidence=st.sampled_from([0.5, 0.8, 0.9, 0.95]), seed=st.integers(0, 99))
 def test_the_bootstrap_equals_the_brute_force(differences: list[float], confidence: float, seed: int) -> None:

@@ -1,7 +1,9 @@
 """`kvspec` starts without what only its models need, and names the extra that brings what a command misses."""
 
+import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +23,24 @@ def started(command: str, missing: list[str]) -> subprocess.CompletedProcess[str
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
 
+def test_the_first_session_says_what_it_does_before_it_does_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Making the environment takes minutes, and pip is quiet."""
+    noxfile = importlib.import_module("noxfile")
+    said: list[str] = []
+
+    class Session:
+        def log(self, text: str) -> None:
+            said.append(text)
+
+    monkeypatch.setattr(noxfile, "SHARED", tmp_path)
+    monkeypatch.setattr(noxfile, "new_environment", lambda *given: said.append("made"))
+    noxfile.shared_python(Session())
+    assert len(said) == 2
+    assert f"making the environment of all sessions in {tmp_path}" in said[0]
+
+
 def test_help_needs_no_model() -> None:
     found = started("--help", MODELS)
     assert found.returncode == 0, found.stderr
@@ -36,9 +56,16 @@ def test_a_backend_is_judged_without_a_model() -> None:
 
 @pytest.mark.parametrize(
     ("command", "missing", "extra"),
-    [("demo", "torch", "models"), ("compress a.txt", "transformers", "models"), ("--help", "typer", "conformance")],
+    [
+        ("demo", "torch", "models"), ("compress a.txt", "transformers", "models"), ("--help", "typer", "conformance"),
+        ("sweep", "matplotlib", "models"), ("demo", "pandas", "models"),
+        ("verify --backend numpy", "pytest", "conformance"),
+        ("verify --backend numpy", "hypothesis", "conformance"),
+        ("archive put {file} --archive {folder}/a --master-key {file}", "cryptography", "archive"),
+    ],
 )
-def test_what_is_missing_is_named_with_its_extra(command: str, missing: str, extra: str) -> None:
-    found = started(command, [missing])
+def test_what_is_missing_is_named_with_its_extra(command: str, missing: str, extra: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x" * 32, encoding="ascii")
+    found = started(command.format(file=tmp_path / "file", folder=tmp_path), [missing])
     assert found.returncode == 2
     assert found.stderr.endswith(f"kvspec: {missing} is missing; pip install 'kvspec[{extra}]'\n")

@@ -1,22 +1,36 @@
 """The comparison: plans, cells, stored results, intervals, the runner's placements and the command itself."""
 
+import csv
 import json
 import math
+import re
 from dataclasses import replace
+from io import BytesIO, StringIO
+from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("transformers", reason="the comparison drives transformers models")
 
+from matplotlib.figure import Figure
+from rich.console import Console
 from typer.testing import CliRunner
 
 from models_integration import CrystalCache, FullCache, StreamingLLM
 from models_integration.cli.app import app
+from models_integration.studies.answers import answer, batches
 from models_integration.studies.compare.plan import CONTROLS, Cell, Plan, cells
-from models_integration.studies.compare.report import comparison_table, control_table, draw
+from models_integration.studies.compare.report import (
+    comparison_tables,
+    control_table,
+    draw,
+    failed_controls,
+    write_report,
+)
 from models_integration.studies.compare.rules import verdict
-from models_integration.studies.compare.run import answer, run_cell, run_plan
+from models_integration.studies.compare.run import run_cell, run_plan
 from models_integration.studies.results import find_row, load_rows
 from models_integration.studies.subject import Subject, load_subject
 from models_integration.tasks import draw_sample, place, score
@@ -128,14 +142,115 @@ def test_the_mean_cache_counts_the_question_and_the_answer(subject: Subject) -> 
     assert given.peak_cache == 400
 
 
-def test_tables_and_picture_are_drawn(subject: Subject, tmp_path: Path) -> None:
-    rows = rows_of(subject, SMALL, tmp_path / "results.jsonl")
-    measured = [row for row in rows if not row["control"]]
-    controls = [row for row in rows if row["control"]]
-    assert comparison_table(measured).row_count == len(measured) == 3
-    assert control_table(controls).row_count == len(controls) == 4
-    draw(measured, tmp_path / "picture.png", "small")
-    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+BATCHED = ("crystalcache", "streamingllm", "fullcache", "adakv", "pyramidkv", "h2o")
+
+
+@pytest.mark.parametrize("policy", BATCHED)
+def test_the_batch_size_changes_no_row(subject: Subject, policy: str) -> None:
+    """Rows that keep different tokens, stop at different steps and decide in their steps are side by side."""
+    for placement in ("after", "in_prompt") if policy == "crystalcache" else ("after",):
+        cell = Cell(policy, "needle", 200, "0.7", 140, placement, 6, 3, control=False)
+        assert run_cell(subject, cell, silent, 4) == run_cell(subject, cell, silent, 1)
+
+
+def test_rows_of_a_batch_are_equally_long(subject: Subject) -> None:
+    """Every sample once; no row is padded, and what takes tokens back is read alone."""
+    samples = [draw_sample("needle", subject.tokenizer, 260, index, 3) for index in range(20)]
+    placements = [place(sample) for sample in samples]
+    found = batches(placements, 4)
+    assert sorted(index for batch in found for index in batch) == list(range(20))
+    assert max(map(len, found)) == 4
+    for batch in found:
+        assert len({len(placements[index].fed_ids) for index in batch}) == 1
+    assert batches([place(sample, "in_prompt") for sample in samples[:3]], 4) == [[0], [1], [2]]
+
+
+POLICIES = (
+    "crystalcache", "streamingllm", "snapkv", "adakv", "diverse-nestedkv-without-continuum", "expected-attention",
+    "triattention-by-layer-and-head@0123abcd", "diverse-h2o-described",
+)
+MANY_TASKS = ("needle", "delayed_association", "variable_tracking", "many_keys", "common_words", "questions")
+
+
+def many_rows() -> list[dict[str, Any]]:
+    """8 policies x 4 budgets x 6 tasks as they are stored, with a full cache and controls."""
+    rows = []
+    limited = [(name, budget, False) for name in POLICIES for budget in ("0.1", "0.2", "0.3", "0.5")]
+    others = [("fullcache", "1.0", False), ("without needle", "1.0", True), ("only needle", "1.0", True)]
+    for task in MANY_TASKS:
+        for at, (policy, budget, control) in enumerate([*limited, *others]):
+            B, correct = math.ceil(4096 * float(budget)), 7 * at % 11
+            rows.append({
+                "policy": policy, "task": task, "length": 4096, "budget_requested": budget, "budget": B,
+                "placement": "after", "n": 10, "seed": 42, "control": control, "model": "m@0", "backend": "numpy",
+                "spec_version": "0.3.0", "correct": correct, "accuracy": correct / 10, "mean_cache": B + 20.0,
+                "peak_cache": 4096, "over_budget": 0,
+            })
+    return rows
+
+
+@pytest.mark.parametrize(("width", "tables"), [(200, 1), (80, 6), (40, 6), (28, 6)])
+def test_scores_are_readable_in_every_terminal(width: int, tables: int) -> None:
+    """No figure is cut: "0.…" says nothing."""
+    rows = [row for row in many_rows() if not row["control"]]
+    found = comparison_tables(rows, width)
+    assert len(found) == tables
+    console = Console(width=width, record=True, file=StringIO())
+    for table in found:
+        console.print(table)
+    shown = console.export_text()
+    assert "…" not in shown
+    assert all(len(line) <= width for line in shown.splitlines())
+    scores = [word for word in shown.split() if re.fullmatch(r"[01]\.\d\d", word)]
+    assert len(scores) == len(rows)
+
+
+def test_controls_that_fail_are_named() -> None:
+    controls = [row for row in many_rows() if row["control"]]
+    assert control_table(controls).row_count == 12
+    failed = failed_controls(controls)
+    assert "only needle (Needle)" in failed
+    assert len(failed) == sum(verdict(row).endswith("FAILS") for row in controls)
+
+
+def test_a_plan_writes_a_picture_per_task_a_page_and_a_sheet(subject: Subject, tmp_path: Path) -> None:
+    """And nothing of another plan's."""
+    rows = many_rows()
+    written = write_report(rows, tmp_path, SMALL, subject)
+    assert [path.suffix for path in written] == [".csv", ".md", *[".png"] * len(MANY_TASKS)]
+    sheet = list(csv.DictReader(StringIO(written[0].read_text(encoding="utf-8"))))
+    assert len(sheet) == len(rows)
+    assert all(0 <= float(row["low"]) <= float(row["accuracy"]) <= float(row["high"]) <= 1 for row in sheet)
+    page = written[1].read_text(encoding="utf-8")
+    assert page.count("\n| ") == 4 * len(POLICIES) + 1 + 2 + 2 * len(MANY_TASKS) + 2
+    assert "triattention-by-layer-and-head@0123abcd" in page
+    before = {path: path.read_bytes() for path in written}
+    assert all(data.startswith(b"\x89PNG") for path, data in before.items() if path.suffix == ".png")
+    others = write_report([row for row in rows if row["task"] == "needle"], tmp_path, replace(SMALL, seed=7), subject)
+    assert not set(others) & set(written)
+    assert all(path.read_bytes() == data for path, data in before.items())
+
+
+def test_nothing_of_a_large_picture_overlaps_or_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names, titles and the legend stand inside the picture; names do not touch each other, nor titles the next."""
+    made: list[Figure] = []
+    monkeypatch.setattr("models_integration.studies.compare.report.save", lambda figure, path: made.append(figure))
+    rows = [row for row in many_rows() if row["task"] == "needle" and not row["control"]]
+    draw(rows, tmp_path / "x.png", "Needle: " + "a-model-with-a-long-name " * 6)
+    (figure,) = made
+    figure.savefig(BytesIO(), dpi=100)
+    canvas = figure.bbox
+    panels = figure.axes
+    names = [text.get_window_extent() for text in panels[0].get_yticklabels()]
+    titles = [panel.title.get_window_extent() for panel in panels]
+    legend, labels = figure.legends[0].get_window_extent(), [panel.xaxis.label.get_window_extent() for panel in panels]
+    for box in (*names, *titles, *labels, legend):
+        assert canvas.x0 <= box.x0
+        assert box.x1 <= canvas.x1
+        assert canvas.y0 <= box.y0
+        assert box.y1 <= canvas.y1
+    for boxes in (names, titles, [legend, *labels]):
+        assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
 
 
 def test_the_command_compares_and_takes_up_again(tmp_path: Path) -> None:
@@ -147,7 +262,7 @@ def test_the_command_compares_and_takes_up_again(tmp_path: Path) -> None:
         assert "crystalcache" in result.output
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [row["policy"] for row in rows] == ["crystalcache", "streamingllm", "fullcache"]
-    assert (tmp_path / "comparison.png").exists()
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".csv", ".jsonl", ".md", ".png"]
 
 
 def test_the_command_names_bad_input(tmp_path: Path) -> None:

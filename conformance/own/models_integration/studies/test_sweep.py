@@ -1,6 +1,7 @@
 """The sweep: its grids, its rows, what it stores and what it draws."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,8 @@ from typer.testing import CliRunner
 from models_integration.cli.app import app
 from models_integration.studies.subject import Subject, load_subject
 from models_integration.studies.sweep.plan import BASE, GRIDS, Plan
-from models_integration.studies.sweep.report import against_base, markdown
-from models_integration.studies.sweep.run import run_plan
+from models_integration.studies.sweep.report import against_base, markdown, write_report
+from models_integration.studies.sweep.run import run_plan, run_variant
 from spec.errors import SpecError
 from spec.parameters import ESSAY, PAPER
 
@@ -67,7 +68,7 @@ def test_a_second_run_reads_what_is_stored(subject: Subject, tmp_path: Path) -> 
     again = list(run_plan(subject, SMALL, tmp_path / "sweep.jsonl", told.append))
     assert again == rows
     assert sum("(stored)" in what for what in told) == len(rows) == len(told) / 2
-    assert len(markdown(rows).splitlines()) == 2 + len(rows)
+    assert len(markdown(rows, "t").splitlines()) == 4 + len(rows)
 
 
 def test_won_and_lost_samples_are_counted_one_by_one() -> None:
@@ -82,7 +83,28 @@ def test_the_command_writes_a_table_a_picture_and_json(tmp_path: Path) -> None:
     arguments = ["sweep", "--length", "160", "--budget", "0.95", "--samples", "1", "--tasks", "needle"]
     result = CliRunner().invoke(app, [*arguments, "--backend", "numpy", "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
-    rows = json.loads((tmp_path / "sweep-appendix-a.json").read_text(encoding="utf-8"))
+    found = {path.suffix: path for path in tmp_path.glob("sweep-appendix-a-*")}
+    assert sorted(found) == [".csv", ".json", ".md", ".png"]
+    rows = json.loads(found[".json"].read_text(encoding="utf-8"))
     assert [row["variant"] for row in rows] == list(GRIDS["appendix-a"])
-    assert (tmp_path / "sweep-appendix-a.md").read_text(encoding="utf-8").startswith("| variant | Needle |")
-    assert (tmp_path / "sweep-appendix-a.png").read_bytes().startswith(b"\x89PNG")
+    assert "\n| variant | Needle |" in found[".md"].read_text(encoding="utf-8")
+    assert found[".png"].read_bytes().startswith(b"\x89PNG")
+    assert len(found[".csv"].read_text(encoding="utf-8").splitlines()) == 1 + len(rows)
+
+
+def test_other_plans_have_other_files(tmp_path: Path) -> None:
+    rows = [
+        {"variant": name, "task": "needle", "accuracy": 0.5, "low": 0.1, "high": 0.9, "n": 2, "outcomes": [0, 1],
+         "mean_cache": 100.0, "backend": "numpy"}
+        for name in GRIDS["extensions"]
+    ]
+    made = [write_report(rows, tmp_path, plan, "m", "t") for plan in (SMALL, replace(SMALL, length=300))]
+    assert not set(made[0]) & set(made[1])
+    assert write_report(rows, tmp_path, SMALL, "m", "t") == made[0]
+
+
+def test_the_batch_size_changes_no_row(subject: Subject) -> None:
+    plan = Plan(grid="extensions", budget="0.8", tasks=("needle",), length=180, samples=6)
+    for variant in (BASE, "tiers"):
+        rows = [run_variant(subject, plan, variant, "needle", lambda what: None, size) for size in (1, 4)]
+        assert rows[0] == rows[1]

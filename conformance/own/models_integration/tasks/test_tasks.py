@@ -237,14 +237,27 @@ def test_only_the_default_placement_hides_the_question_from_the_compaction() -> 
         assert placed.prompt_ids[-len(sample.question_ids) :] == sample.question_ids
 
 
-def test_scoring_is_a_substring_of_the_decoded_answer() -> None:
+@pytest.mark.parametrize(
+    ("answer", "right"),
+    [
+        ("7492", True), (" 7492.", True), ("It is 7492 degrees.", True), ("7492\n\nQuestion: 1", True),
+        ("The code is **7492**, not 3058.", True), ("", False), ("It is 749 2.", False), ("17492", False),
+        ("74921", False), ("7492.5", False), ("17,492", False), ("-7492", False), ("A7492", False), ("_7492_", True),
+        ("3058, 1111, 7492", False), ("It is not 3058 but 7492.", False), ("7,492", False),
+    ],
+)
+def test_an_answer_is_right_if_its_first_number_is_the_value(answer: str, right: bool) -> None:
+    """A substring test took a longer number, and any list of guesses that holds the value."""
+    assert is_exact_match(answer, "7492") is right
+
+
+def test_scoring_reads_the_decoded_answer() -> None:
     tokenizer = merged_tokenizer()
     sample = draw_sample("needle", tokenizer, 300, 0, seed=0)
     right = tokenizer.encode(f" The number is {sample.expected}, they say.", add_special_tokens=False)
     assert score(tokenizer, right, sample)
     assert not score(tokenizer, right[:3], sample)
-    assert is_exact_match("It is 7492 degrees.", "7492")
-    assert not is_exact_match("It is 749 2.", "7492")
+    assert not score(tokenizer, tokenizer.encode(f" 1{sample.expected}", add_special_tokens=False), sample)
 
 
 def test_the_joiner_follows_the_tokenizer() -> None:

@@ -1,0 +1,147 @@
+"""Every mistake on the command line is one line with the way out, said before any work."""
+
+import re
+import sys
+from io import StringIO
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers", reason="the commands drive transformers models")
+
+from rich.console import Console
+from typer.testing import CliRunner
+
+from models_integration import cli
+from models_integration.cli.app import app
+from models_integration.cli.progress import progress_bar
+from models_integration.studies.subject import load_subject
+
+SHORT = ("--length", "200", "--samples", "1", "--tasks", "needle", "--budgets", "0.9", "--backend", "numpy")
+
+
+def refusal(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line that the command says, and nothing else; exit code 2."""
+    monkeypatch.setattr(sys, "argv", ["kvspec", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    said = capsys.readouterr()
+    assert stopped.value.code == 2, said
+    assert said.out == ""
+    assert said.err.count("\n") == 1, said.err
+    assert said.err.startswith("kvspec: ")
+    return said.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--model", "/nowhere/at/all"), ("model = '/nowhere/at/all'", "'pocket' or 'chat', a folder")),
+        (("--policies", ""), ("policies = ''", "at least one")), (("--budgets", " , "), ("budgets", "at least one")),
+        (("--tasks", ","), ("tasks", "at least one")),
+        (("--policies", "snapkw"), ("policy = 'snapkw'", "did you mean snapkv")),
+        (("--policies", "snapkv,triattention"), ("calibration", "triattention", "kvspec calibrate")),
+        (("--policies", "triattention", "--calibration", "nowhere.npz"), ("nowhere.npz", "is not a calibration")),
+        (("--budgets", "64"), ("budgets = '64'", "sinks + window (4 + 128)", "crystalcache", "132")),
+        (("--budgets", "0.9,0.90"), ("budgets = '0.90'", "the same 180 of 200 tokens as 0.9")),
+        (("--device", "cuda:77"), ("device = 'cuda:77'", "PyTorch sees cpu")),
+        (("--device", "toaster"), ("device = 'toaster'", "PyTorch sees cpu")),
+        (("--dtype", "int8"), ("dtype = 'int8'", "must be one of auto, float32")),
+        (("--attn", "flash_attention_2"), ("attn", "must be one of auto, sdpa, eager")),
+        (("--batch-size", "0"), ("batch_size = 0", "at least 1")), (("--backend", "cobol"), ("cobol",)),
+        (("--seed", "-1"), ("seed", "negative")), (("--samples", "0"), ("samples = 0",)),
+        (("--length", "9"), ("length = 9", "need")),
+    ],
+)
+def test_compare_refuses_before_any_work(
+    arguments: tuple[str, ...], words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    said = refusal(["compare", *SHORT, "--out", str(tmp_path), *arguments], monkeypatch, capsys)
+    assert all(word in said for word in words), said
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", ["compare", "demo", "sweep"])
+def test_an_out_that_cannot_be_made_is_refused_first(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Before the model is looked at, which is not there."""
+    (tmp_path / "file").write_text("x", encoding="utf-8")
+    for out in (tmp_path / "file", tmp_path / "file" / "deep"):
+        monkeypatch.setattr(sys, "argv", ["kvspec", command, "--out", str(out)])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        shown, said = capsys.readouterr()
+        assert shown.startswith("kvspec demo: three policies" if command == "demo" else "")
+        assert stopped.value.code == 2
+        assert said.startswith(f"kvspec: out = '{out}': cannot be made a folder")
+        assert said.count("\n") == 1
+    assert (tmp_path / "file").read_text(encoding="utf-8") == "x"
+
+
+def test_a_file_of_results_that_is_none_is_named_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "results.jsonl").write_text("no row\n", encoding="utf-8")
+    said = refusal(["compare", *SHORT, "--out", str(tmp_path), "--model", "/nowhere"], monkeypatch, capsys)
+    assert "results.jsonl:1" in said
+
+
+@pytest.mark.parametrize("text", ["", " \n\t"])
+def test_calibrating_on_nothing_keeps_the_old_statistics(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "empty.txt").write_text(text, encoding="utf-8")
+    (tmp_path / "c.npz").write_bytes(b"old")
+    said = refusal(["calibrate", str(tmp_path / "empty.txt"), "--out", str(tmp_path / "c.npz")], monkeypatch, capsys)
+    assert "TEXT" in said
+    assert "must hold some text" in said
+    assert (tmp_path / "c.npz").read_bytes() == b"old"
+
+
+def test_files_that_cannot_be_written_are_refused_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = tmp_path / "a.txt"
+    text.write_text("Some words. And more of them.", encoding="utf-8")
+    for arguments in (
+        ["calibrate", str(text), "--out", str(tmp_path)], ["calibrate", str(text), "--out", str(text / "x.npz")],
+        ["compress", str(text), "--explain", str(tmp_path)],
+    ):
+        said = refusal([*arguments, "--model", "/nowhere"], monkeypatch, capsys)
+        assert re.search("is a folder; name a file|cannot be made a folder", said)
+    assert "must be a readable text file" in refusal(["compress", str(tmp_path / "b.txt")], monkeypatch, capsys)
+
+
+def test_controls_that_fail_are_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything is printed and written all the same."""
+    monkeypatch.setattr("models_integration.studies.compare.run.score", lambda *given: True)
+    result = CliRunner().invoke(app, ["compare", *SHORT, "--policies", "fullcache", "--out", str(tmp_path)])
+    assert result.exit_code == 1, result.output
+    assert "controls FAIL: without needle (Needle)" in " ".join(result.output.split())
+    assert list(tmp_path.glob("comparison-*.png"))
+
+
+def test_progress_is_lines_where_there_is_no_terminal() -> None:
+    said = StringIO()
+    with progress_bar(Console(file=said, width=30), 4, every=0.0) as progress:
+        for at in range(4):
+            progress(f"a long description of cell {at}")
+    lines = said.getvalue().splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["1/4", "2/4", "3/4", "4/4"]
+    assert all(line.endswith(" to go") for line in lines)
+    said = StringIO()
+    with progress_bar(Console(file=said), 1000, every=60.0) as progress:
+        for _ in range(1000):
+            progress("x")
+    assert len(said.getvalue().splitlines()) == 2
+
+
+def test_a_model_is_loaded_as_it_is_told() -> None:
+    plain, other = load_subject("pocket", "numpy"), load_subject("pocket", "numpy", "cpu", "float64", "eager")
+    assert other.model.dtype.itemsize == 8
+    assert other.model.config._attn_implementation == "eager"
+    assert other.name.startswith("pocket+eager@")
+    assert plain.name.startswith("pocket@")
+    assert plain.name.partition("@")[2] != other.name.partition("@")[2]

@@ -1,0 +1,154 @@
+"""What the commands refuse before they do any work."""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from models_integration.policies.published import constants_of
+from models_integration.studies.results import load_rows
+from models_integration.studies.subject import Subject
+from models_integration.tasks import draw_sample
+from reference.calibration import Calibration, load_calibration
+from spec.budget import parse_budget
+from spec.errors import SpecError
+from spec.parameters import PAPER
+
+__all__ = [
+    "calibration_of", "check_batch_size", "check_budgets", "check_file", "check_folder", "check_policies",
+    "check_samples", "read_text",
+]
+
+_DRAWN_MOST = 20
+"""Samples of a task that are drawn to see whether they fit: forms take turns over fewer."""
+
+
+def check_folder(option: str, folder: Path, results: str | None = None) -> None:
+    """Make a folder, in which files can be made.
+
+    Args:
+        option: that names it.
+        folder: made with its parents, where it is not there.
+        results: name of a file in it that will be added to.
+
+    Raises:
+        SpecError: where it cannot be made or written; for a file of results that cannot be read.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SpecError(option, str(folder), f"cannot be made a folder: {error.strerror}; choose another") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise SpecError(option, str(folder), "cannot be written; choose another folder")
+    if results is not None:
+        file = folder / results
+        if file.exists() and not (file.is_file() and os.access(file, os.R_OK | os.W_OK)):
+            raise SpecError(option, str(file), "must be a file that can be read and written")
+        load_rows(file)
+
+
+def check_file(option: str, path: Path) -> None:
+    """A file that will be written can be.
+
+    Raises:
+        SpecError: otherwise.
+    """
+    if path.is_dir():
+        raise SpecError(option, str(path), "is a folder; name a file")
+    if not path.exists():
+        check_folder(option, path.parent)
+    elif not os.access(path, os.W_OK):
+        raise SpecError(option, str(path), "cannot be written; choose another file")
+
+
+def read_text(argument: str, path: Path) -> str:
+    """The text of a file.
+
+    Raises:
+        SpecError: where it cannot be read, or holds none.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(argument, str(path), f"must be a readable text file: {error}") from error
+    if not text.strip():
+        raise SpecError(argument, str(path), "must hold some text, and holds none")
+    return text
+
+
+def check_batch_size(batch_size: int) -> None:
+    """At least one sample is read at a time.
+
+    Raises:
+        SpecError: otherwise.
+    """
+    if batch_size < 1:
+        raise SpecError("batch_size", batch_size, "must be at least 1")
+
+
+def check_budgets(option: str, budgets: Iterable[str], length: int, who: str) -> None:
+    """Every budget is one of its own, and holds sinks and window: a smaller one would be raised to them (Eq. 30).
+
+    Args:
+        option: that names the budgets.
+        budgets: as they were given.
+        length: context tokens.
+        who: the policies that would get another budget than was asked for.
+
+    Raises:
+        SpecError: otherwise.
+    """
+    floor, seen = PAPER.N_sink + PAPER.W_recent, dict[int, str]()
+    for budget in budgets:
+        tokens = parse_budget(budget).tokens(length)
+        if tokens < min(floor, length):
+            raise SpecError(
+                option, budget, f"is {tokens} of {length} tokens, below sinks + window ({PAPER.N_sink} +"
+                f" {PAPER.W_recent}): {who} would get {min(floor, length)} all the same (Eq. 30); ask for {floor} or"
+                " more, or for a longer --length"
+            )
+        other = seen.setdefault(min(tokens, length), budget)
+        if other != budget:
+            raise SpecError(option, budget, f"comes to the same {min(tokens, length)} of {length} tokens as {other}")
+
+
+def calibration_of(policies: Iterable[str], path: Path | None) -> Calibration | None:
+    """The statistics in a file, where one is given.
+
+    Raises:
+        SpecError: for a policy that needs one where none is given; for a file that is none.
+    """
+    needing = [policy for policy in policies if "calibration" in constants_of(policy)]
+    if path is not None:
+        return load_calibration(path)
+    if needing:
+        raise SpecError(
+            "calibration", None, f"is needed by {', '.join(needing)}: `kvspec calibrate some-text.txt` with the same"
+            " --model, then --calibration calibration.npz"
+        )
+    return None
+
+
+def check_policies(subject: Subject, policies: Iterable[str], budgets: Iterable[int]) -> None:
+    """Every policy can be put on the model.
+
+    Raises:
+        SpecError: for one that cannot, by its name.
+        BackendUnavailable: for one that the backend lacks.
+    """
+    (budget, *_) = [*budgets, 1]
+    for policy in policies:
+        try:
+            subject.policy(policy, budget).on(subject.model)
+        except SpecError as error:
+            raise SpecError(error.argument, error.value, f"{error.bound} (policy {policy})") from error
+
+
+def check_samples(subject: Subject, tasks: Iterable[str], length: int, samples: int, seed: int) -> None:
+    """The samples can be drawn.
+
+    Raises:
+        SpecError: for a length that does not hold a task's sentences, or a negative seed.
+    """
+    for task in tasks:
+        for index in range(min(samples, _DRAWN_MOST)):
+            draw_sample(task, subject.tokenizer, length, index, seed)
