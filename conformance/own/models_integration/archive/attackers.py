@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from conformance.own.models_integration.archive.chunks import chunk
-from models_integration.archive import store
+from models_integration.archive import object_folder
 from models_integration.archive.errors import ArchiveFull, ArchiveReadOnly
 from models_integration.archive.store import Archive
 from models_integration.cache import atomic_file as files
@@ -50,7 +50,7 @@ def write_until_killed(folder: Path, first: int, ready: Connection, naive: bool)
     """Put a hundred chunks, slowly; `ready` gets a byte when the archive is open."""
     torch.set_num_threads(1)
     if naive:
-        vars(store)["publish"] = publish_naively
+        vars(object_folder)["publish"] = publish_naively
     else:
         vars(files)["_write"] = write_slowly
     with Archive(folder) as archive:
