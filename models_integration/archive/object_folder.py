@@ -96,6 +96,16 @@ class ObjectFolder:
         with named_errors(path):
             return erase(path)
 
+    def erase_all(self, paths: Iterable[Path], failed: list[Exception]) -> int:
+        """Erase as many as can be; how many, and what went wrong is added to `failed`."""
+        gone = 0
+        for path in paths:
+            try:
+                gone += self.erase(path)
+            except (ArchiveError, OSError) as error:
+                failed.append(error)
+        return gone
+
     def _loose(self) -> list[Path]:
         """Temporary files beside the folders."""
         with suppress(FileNotFoundError), os.scandir(self.folder) as found:

@@ -5,8 +5,8 @@ cut off, the next opening finds what is there.
 """
 
 import os
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -50,7 +50,7 @@ class Report:
         )
 
 
-class Archive:
+class Archive(AbstractContextManager["Archive"]):
     """A folder of archived chunks. One instance belongs to one thread; processes share the folder.
 
     With a `keyring`, new objects are encrypted under their tenant's key. `limit` bounds the bytes of all objects:
@@ -71,9 +71,6 @@ class Archive:
         self._catalogue = Catalogue(folder)
         self.repaired = self._reconcile()
         self.repaired.catalogue_intact = not self._catalogue.damaged
-
-    def __enter__(self) -> "Archive":
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None,
@@ -194,21 +191,12 @@ class Archive:
         gone = 0
         # Again until nothing is found: a reader may move a damaged object meanwhile.
         while paths := [path for path in self._files.everything() if self._objects.holds(path, tenant)]:
-            gone += self._erased(paths, failed)
+            gone += self._files.erase_all(paths, failed)
             if failed:
                 break
         self._catalogue.remove(lambda entry: self._objects.is_of(entry.key, tenant))
         if failed:
             raise failed[0]
-        return gone
-
-    def _erased(self, paths: Iterable[Path], failed: list[Exception]) -> int:
-        gone = 0
-        for path in paths:
-            try:
-                gone += self._files.erase(path)
-            except (ArchiveError, OSError) as error:
-                failed.append(error)
         return gone
 
     def _fit(self) -> list[str]:

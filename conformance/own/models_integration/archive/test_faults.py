@@ -245,7 +245,8 @@ def test_a_list_that_cannot_grow_stops_neither_erasing_nor_opening(
 ) -> None:
     """The disk is full under SQLite itself: no page can be added to the list."""
     prepared(quick_path, operation)
-    monkeypatch.setattr("models_integration.archive.catalogue.PRAGMAS", ("journal_mode = WAL", "max_page_count = 1"))
+    pragmas = ("journal_mode = WAL", "max_page_count = 1")
+    monkeypatch.setattr("models_integration.archive.sealed_database.PRAGMAS", pragmas)
     done = True
     try:
         with Archive(quick_path) as archive:
