@@ -1,33 +1,47 @@
-"""Keys of tenants: derived from one master key and a salt per tenant, which `destroy` takes away for ever."""
+"""Keys of tenants: derived from one master key and a salt per tenant, which `destroy` takes away for ever.
+
+Whoever has the folder without the master key learns how many tenants there are, and nothing of their names.
+"""
 
 import hashlib
 import hmac
 import os
+import stat
 from pathlib import Path
 
 from torch import Tensor
 
 from models_integration.archive.errors import KeyUnavailable, named_errors
-from models_integration.cache.atomic_file import erase, publish
+from models_integration.archive.names import SEALED, identity_digits, is_of, key_of
+from models_integration.cache.atomic_file import TEMPORARY, erase, publish
 from models_integration.cache.tensor_file import raw_bytes
 from spec.errors import SpecError
 
-__all__ = ["Cipher", "Keyring"]
+__all__ = ["Cipher", "Keyring", "read_master"]
 
+MASTER_BYTES = 32
+DISTINCT_LEAST = 16
+"""Different bytes of a master key; 32 random ones have fewer once in 10^10 keys."""
 SALT_BYTES = 32
 NONCE_BYTES = 12
 TAG_BYTES = 16
 
 
 class Cipher:
-    """AES-256-GCM under one tenant's key."""
+    """AES-256-GCM under one tenant's key, and the names of its chunks."""
 
     overhead = TAG_BYTES
 
-    def __init__(self, key: bytes) -> None:
+    def __init__(self, key: bytes, identity: bytes, binding: bytes) -> None:
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
         self._aead = AESGCM(key)
+        self._identity, self._binding = identity, binding
+
+    def key_of(self, identity: str) -> str:
+        """The key of a chunk: nobody without the tenant's key can tell it from the chunk's text."""
+        digest = hmac.new(self._identity, identity.encode(), hashlib.sha256).hexdigest()
+        return key_of(identity_digits(digest), self._binding, SEALED)
 
     @staticmethod
     def fresh_nonce() -> bytes:
@@ -57,11 +71,20 @@ class Cipher:
 
 
 class Keyring:
-    """The keys of an archive: `folder` holds a salt per tenant, the master key stays outside it."""
+    """The keys of an archive: `folder` holds a salt per tenant, the master key stays outside it.
+
+    Raises:
+        SpecError: for a master key that is not 32 bytes, or that cannot be random.
+    """
 
     def __init__(self, folder: Path, master: bytes) -> None:
-        if len(master) != 32:
-            raise SpecError("master", f"{len(master)} bytes", "must be 32 random bytes")
+        if len(master) != MASTER_BYTES:
+            raise SpecError("master", f"{len(master)} bytes", f"must be {MASTER_BYTES} random bytes")
+        if len(set(master)) < DISTINCT_LEAST:
+            raise SpecError(
+                "master", f"{len(set(master))} different bytes",
+                f"must be {MASTER_BYTES} random bytes, of which at least {DISTINCT_LEAST} differ",
+            )
         self.folder = folder
         self._master = master
 
@@ -71,33 +94,102 @@ class Keyring:
         Raises:
             KeyUnavailable: for a tenant without a salt (never seen, or forgotten), or another master key.
         """
-        from cryptography.hazmat.primitives.hashes import SHA256
-        from cryptography.hazmat.primitives.kdf.hkdf import HKDF
-
-        def derived(salt: bytes, purpose: bytes) -> bytes:
-            info = b"kvarc/1 " + purpose + b" " + tenant.encode()
-            key: bytes = HKDF(algorithm=SHA256(), length=32, salt=salt, info=info).derive(self._master)
-            return key
-
-        path = self._path(tenant)
+        owner = self._owner(tenant)
+        path = self.folder / owner
         if create and not path.exists():
+            self.check_master()
             salt = os.urandom(SALT_BYTES)
             with named_errors(path):
-                publish(path, [memoryview(salt + derived(salt, b"check"))], replace=False)
-        try:
-            stored = path.read_bytes()
-        except FileNotFoundError:
-            raise KeyUnavailable("the tenant has no key: it never had one, or it was forgotten") from None
-        salt, check = stored[:SALT_BYTES], stored[SALT_BYTES:]
-        if not hmac.compare_digest(check, derived(salt, b"check")):
-            raise KeyUnavailable("the master key is not the one under which the tenant's key was made")
-        return Cipher(derived(salt, b"tenant"))
+                publish(path, [memoryview(salt + self._derived(salt, b"check"))], replace=False)
+        return self._cipher(owner)
+
+    def is_of(self, key: str, tenant: str) -> bool:
+        """Whether a key is the tenant's, also when it was forgotten."""
+        return is_of(key, self._binding(self._owner(tenant)), SEALED)
+
+    def cipher_of(self, key: str) -> Cipher:
+        """The cipher of whoever has a key.
+
+        Raises:
+            KeyUnavailable: for a key of a tenant that is not here.
+        """
+        for owner in self._owners():
+            if is_of(key, self._binding(owner), SEALED):
+                return self._cipher(owner)
+        raise KeyUnavailable("the object's tenant has no key here")
+
+    def check_master(self) -> None:
+        """The master key is that of the tenants that are here.
+
+        Raises:
+            KeyUnavailable: when it is none's.
+        """
+        owners = self._owners()
+        if owners and not any(self._opens(owner) for owner in owners):
+            raise KeyUnavailable("the master key is not the one under which the tenants' keys were made")
 
     def destroy(self, tenant: str) -> None:
         """Erase the salt: what was encrypted under it can never be read again."""
-        path = self._path(tenant)
-        with named_errors(path):
-            erase(path)
+        owner = self._owner(tenant)
+        with named_errors(self.folder):
+            # A writer that was killed leaves the salt under two names; both go.
+            for path in [*self.folder.glob(f"{TEMPORARY}{owner}*"), self.folder / owner]:
+                erase(path)
 
-    def _path(self, tenant: str) -> Path:
-        return self.folder / hashlib.sha256(tenant.encode()).hexdigest()
+    def _cipher(self, owner: str) -> Cipher:
+        try:
+            stored = (self.folder / owner).read_bytes()
+        except FileNotFoundError:
+            self.check_master()
+            raise KeyUnavailable("the tenant has no key: it never had one, or it was forgotten") from None
+        salt = stored[:SALT_BYTES]
+        if not self._fits(stored):
+            raise KeyUnavailable("the master key is not the one under which the tenant's key was made")
+        return Cipher(self._derived(salt, b"tenant"), self._derived(salt, b"identity"), self._binding(owner))
+
+    def _derived(self, salt: bytes, purpose: bytes) -> bytes:
+        from cryptography.hazmat.primitives.hashes import SHA256
+        from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+        key: bytes = HKDF(algorithm=SHA256(), length=32, salt=salt, info=b"kvarc/3 " + purpose).derive(self._master)
+        return key
+
+    def _fits(self, stored: bytes) -> bool:
+        return hmac.compare_digest(stored[SALT_BYTES:], self._derived(stored[:SALT_BYTES], b"check"))
+
+    def _opens(self, owner: str) -> bool:
+        try:
+            return self._fits((self.folder / owner).read_bytes())
+        except OSError:
+            return False
+
+    def _owner(self, tenant: str) -> str:
+        """A tenant's name for who has no master key; the name of the file of its salt."""
+        return self._named(b"owner " + tenant.encode()).hex()
+
+    def _binding(self, owner: str) -> bytes:
+        return self._named(b"binding " + owner.encode())
+
+    def _named(self, text: bytes) -> bytes:
+        return hmac.new(self._master, b"kvarc/3 " + text, hashlib.sha256).digest()
+
+    def _owners(self) -> list[str]:
+        return sorted(path.name for path in self.folder.glob("[!.]*"))
+
+
+def read_master(path: Path, archive: Path) -> bytes:
+    """A master key from a file.
+
+    Raises:
+        SpecError: for a file that cannot be read, that lies in the archive, or that others than its owner may read.
+    """
+    if path.resolve().is_relative_to(archive.resolve()):
+        raise SpecError("master_key", str(path), f"must lie outside the archive {archive}: who copies that has both")
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+        master = path.read_bytes()
+    except OSError as error:
+        raise SpecError("master_key", str(path), f"must be a readable file: {error}") from error
+    if mode & 0o077:
+        raise SpecError("master_key", str(path), f"must be its owner's alone (chmod 600), not of mode {mode:o}")
+    return master

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from models_integration.archive.codec import decode, encode
 from models_integration.archive.errors import NoSuchChunk
-from models_integration.archive.objects import ALL, Manifest, decode, encode, ids_digest, kept_digest
+from models_integration.archive.names import check_tenant
+from models_integration.archive.objects import ALL, Manifest, ids_digest, kept_digest
 from models_integration.archive.splice import Chunk, compacted, computed, splice, upper_half
 from models_integration.archive.store import Archive
 from models_integration.cache.retained_cache import RetainedCache
@@ -72,6 +74,7 @@ class Library:
         identity: of the model, where it is known already.
 
     Raises:
+        SpecError: for what is no tenant's name.
         UnknownModel: when the model's rotation is not recognised.
     """
 
@@ -79,6 +82,7 @@ class Library:
         self, archive: Archive, model: PreTrainedModel, vocabulary: Vocabulary, tenant: str,
         identity: ModelIdentity | None = None,
     ) -> None:
+        check_tenant(tenant)
         self.rotary = recognise(model)
         self.identity = identify(model) if identity is None else identity
         self._archive, self._model, self._vocabulary, self._tenant = archive, model, vocabulary, tenant

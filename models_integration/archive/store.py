@@ -1,38 +1,30 @@
-"""The archive: one file per chunk, found by the hash of what it was computed from, proved whenever it is read."""
+"""The archive: one file per chunk, found by the hash of what it was computed from, proved whenever it is read.
 
-import hashlib
+The objects are what counts; the list is made from them. Publishing lists last, erasing lists last: wherever either is
+cut off, the next opening finds what is there.
+"""
+
 import os
-import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
 
 from torch import Tensor
 
 from models_integration.archive.catalogue import Catalogue, Entry
-from models_integration.archive.errors import ForeignVersion, KeyUnavailable, named_errors
-from models_integration.archive.keyring import Cipher, Keyring
-from models_integration.archive.objects import Manifest, check_model, pieces, read_manifest, read_object
-from models_integration.cache.atomic_file import TEMPORARY, erase, publish, sync
+from models_integration.archive.errors import ArchiveError, ForeignVersion, named_errors
+from models_integration.archive.keyring import Keyring
+from models_integration.archive.names import check_tenant
+from models_integration.archive.object_folder import ObjectFolder
+from models_integration.archive.objects import Manifest, check_input, check_model, key_for, pieces
+from models_integration.archive.proofs import ProvedObjects, Stored, listed
 from models_integration.cache.tensor_file import Damaged
 from models_integration.model.identity import ModelIdentity
 from spec.errors import SpecError
 
-__all__ = ["Archive", "Report", "Stored"]
-
-SUFFIX = ".safetensors"
-ORPHAN_SECONDS = 3600.0
-UNKNOWN = "unknown"
-
-
-class Stored(NamedTuple):
-    """What an object holds."""
-
-    manifest: Manifest
-    tensors: dict[str, Tensor]
+__all__ = ["Archive", "Report"]
 
 
 @dataclass
@@ -46,39 +38,39 @@ class Report:
     lost: list[str] = field(default_factory=list)
     closed: list[str] = field(default_factory=list)
     """Encrypted, and not read: the key is not here."""
+    unreadable: list[str] = field(default_factory=list)
+    """The file system does not give their bytes."""
     catalogue_intact: bool = True
 
     @property
     def clean(self) -> bool:
         """Whether there is nothing to say."""
         return self.catalogue_intact and not any(
-            (self.quarantined, self.unlisted, self.lost, self.foreign, self.closed)
+            (self.quarantined, self.unlisted, self.lost, self.foreign, self.closed, self.unreadable)
         )
 
 
-class Archive:
+class Archive(AbstractContextManager["Archive"]):
     """A folder of archived chunks. One instance belongs to one thread; processes share the folder.
 
     With a `keyring`, new objects are encrypted under their tenant's key. `limit` bounds the bytes of all objects:
     the least recently used go first. Opening repairs the list: what a writer that was killed published is found, and
-    `repaired` says what was missing or lost.
+    `repaired` says what was missing or lost. On a medium that cannot be written, the list is made in memory.
+
+    Raises:
+        SpecError: for a limit below 1.
+        ArchiveError, OSError: for a folder that cannot be made.
     """
 
     def __init__(self, folder: Path, keyring: Keyring | None = None, limit: int | None = None) -> None:
         if limit is not None and limit < 1:
             raise SpecError("limit", limit, "must be at least 1 byte")
         self.folder, self._keyring, self._limit = folder, keyring, limit
-        with named_errors(folder):
-            if not (folder / "objects").is_dir():
-                for shard in range(256):  # now, or each first object of a shard would wait for two more folders
-                    (folder / "objects" / f"{shard:02x}").mkdir(parents=True, exist_ok=True, mode=0o700)
-                sync(folder / "objects")
+        self._files = ObjectFolder(folder)
+        self._objects = ProvedObjects(self._files, keyring)
         self._catalogue = Catalogue(folder)
         self.repaired = self._reconcile()
         self.repaired.catalogue_intact = not self._catalogue.damaged
-
-    def __enter__(self) -> "Archive":
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None,
@@ -86,200 +78,189 @@ class Archive:
         self.close()
 
     def close(self) -> None:
-        """Seal the list."""
+        """Seal the list; a second call does nothing."""
         self._catalogue.close()
 
     def put(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> str:
-        """Publish a chunk and list it; its key. An object of the same key stays as it is.
+        """Publish a chunk and list it; its key. An object of the same key stays as it is, unless it is damaged.
 
         Raises:
-            SpecError: for a chunk larger than the limit.
-            ArchiveFull, ArchiveReadOnly: and nothing has changed.
-            KeyUnavailable: for another master key than the tenant's.
+            SpecError: for a tenant's name, a manifest or tensors that no object can have, or a chunk larger than the
+                limit.
+            ArchiveError, OSError: and nothing has changed; or the next opening lists the chunk.
+            KeyUnavailable: for another master key than the tenants'.
         """
-        key = manifest.key
-        path = self._path(key)
-        if path.exists():
-            _touch(path)
-            return key
-        parts, digest = pieces(manifest, tensors, self._cipher(manifest.tenant, create=True))
-        size = sum(map(len, parts))
-        if self._limit is not None and size > self._limit:
-            raise SpecError("tensors", size, f"must fit the archive's limit of {self._limit} bytes")
-        with named_errors(path):
-            publish(path, parts, late=digest)
-        self._catalogue.add([Entry.of(manifest, size)])
-        if self._limit is not None:
-            self.gc()
+        check_input(manifest, tensors)
+        cipher = self._objects.cipher(manifest.tenant, create=True)
+        key = key_for(manifest, cipher)
+        path = self._files.path(key)
+        if self._objects.is_whole(key, manifest.tenant):
+            self._catalogue.add([listed(key, manifest, path.stat().st_size)])
+            self._catalogue.note_use(key)
+        else:
+            parts, digest = pieces(manifest, tensors, cipher)
+            size = sum(map(len, parts))
+            if self._limit is not None and size > self._limit:
+                raise SpecError("tensors", size, f"must fit the archive's limit of {self._limit} bytes")
+            self._catalogue.make_room()
+            try:
+                self._files.publish(path, parts, digest)
+                self._catalogue.add([listed(key, manifest, size)])
+            except BaseException:
+                self._take_back(key)
+                raise
+            with suppress(ArchiveError, OSError):  # the chunk is stored; the next put makes room again
+                self._fit()
+        if not path.exists():
+            raise ArchiveError(f"the chunk {key} was removed by another process while it was put")
         return key
 
     def get(self, key: str, tenant: str, model: ModelIdentity | None = None) -> Stored | None:
         """A chunk of the tenant, proved; None where there is none, or where its bytes are not those written.
 
-        A damaged object is moved to `quarantine`. With `model`, another model's chunk is refused.
+        A damaged object is moved to `quarantine`. With `model`, another model's chunk is refused. Another tenant's key
+        is a miss by its digits alone, whether or not there is such an object.
 
         Raises:
+            SpecError: for what is no tenant's name.
             WrongModel, OtherDtype, OtherFrequencies: for a chunk that `model` cannot read.
             ForeignVersion: for an object of another version of the format or the specification.
-            KeyUnavailable: for an encrypted object of a tenant without a key.
+            KeyUnavailable: for an encrypted object's key without the tenant's.
         """
-        path = self._path(key)
+        check_tenant(tenant)
+        if not self._objects.is_of(key, tenant):
+            self._objects.check_opens(key)
+            return None
         try:
-            stored = Stored(*read_object(path, lambda: self._cipher(tenant)))
-            if stored.manifest.key != key:
-                raise Damaged("it is another chunk")
+            stored = self._objects.read(key, tenant)
         except FileNotFoundError:
             return None
         except Damaged:
-            if not self._is_of_another(key, tenant):
-                self._quarantine(key)
+            self._quarantine(key)
             return None
-        except KeyUnavailable:
-            if self._is_of_another(key, tenant):
-                return None
-            raise
-        if stored.manifest.tenant != tenant:
-            return None
-        _touch(path)
+        self._catalogue.note_use(key)
         if model is not None:
             check_model(stored.manifest.model, model)
         return stored
 
     def entries(self, tenant: str | None = None) -> list[Entry]:
-        """The list, in order of creation."""
-        return self._catalogue.entries(tenant)
+        """The list, in order of creation; of one tenant, if one is named."""
+        if tenant is None:
+            return self._catalogue.entries()
+        check_tenant(tenant)
+        return [entry for entry in self._catalogue.entries() if self._objects.is_of(entry.key, tenant)]
 
     def verify(self) -> Report:
         """Read and prove every object, and compare the list with the folder. Damaged objects go to quarantine."""
         report = Report(catalogue_intact=self._catalogue.intact())
-        listed = {entry.key: entry for entry in self.entries()}
-        for key in self._keys():
-            if key not in listed:
-                report.unlisted.append(key)
-            try:
-                self.get(key, listed[key].tenant if key in listed else _claimed_tenant(self._path(key)) or "")
-                report.read += 1
-            except ForeignVersion:
-                report.foreign.append(key)
-            except KeyUnavailable:
-                report.closed.append(key)
-            if not self._path(key).exists():
-                report.quarantined.append(key)
-        report.lost = [key for key in listed if not self._path(key).exists() and key not in report.quarantined]
+        known, found = {entry.key for entry in self.entries()}, self._files.keys()
+        report.unlisted = [key for key in found if key not in known]
+        report.lost = sorted(known - set(found))
+        for key in found:
+            self._judge(key, report)
         return report
 
     def gc(self) -> list[str]:
-        """Remove temporary files that writers left, and the least recently used objects beyond the limit; their keys.
+        """Erase temporary files that writers left, and the least recently used objects beyond the limit; their keys.
+
+        Raises:
+            ArchiveError, OSError: from the file system; what was erased is off the list.
         """
         with named_errors(self.folder):
-            for path in self._temporaries():
-                if _modified(path) < (time.time() - ORPHAN_SECONDS) * 1e9:
-                    path.unlink(missing_ok=True)
-        if self._limit is None:
-            return []
-        entries = {entry.key: entry for entry in self.entries()}
-        total, gone = sum(entry.bytes for entry in entries.values()), []
-        for key in sorted(entries, key=lambda key: (_modified(self._path(key)), key)):
-            if total <= self._limit:
-                break
-            total -= entries[key].bytes
-            gone.append(key)
-            self._catalogue.remove([key])
-            self._path(key).unlink(missing_ok=True)
-        return gone
+            for path in self._files.orphans():
+                self._files.erase(path)
+        return self._fit()
 
     def forget(self, tenant: str) -> int:
         """Destroy the tenant's key and every byte of its objects, damaged and unfinished ones too; how many.
 
-        Damaged objects that nobody can tell the tenant of are erased with them.
+        What stands under no key and says nothing is erased with them. After an error the rest is erased all the same,
+        and a second call goes on.
+
+        Raises:
+            SpecError: for what is no tenant's name.
+            ArchiveError, OSError: the first of the file system.
         """
-        if self._keyring is not None:
-            self._keyring.destroy(tenant)
-        listed = {entry.key for entry in self.entries(tenant)}
-        paths = [self._path(key) for key in self._keys() if key in listed or _claimed_tenant(self._path(key)) == tenant]
-        paths += [path for path in self._temporaries() if _claimed_tenant(path) == tenant]
-        for name in (_name_of(tenant), UNKNOWN):
-            paths += (self.folder / "quarantine").glob(f"{name}-*")
-        self._catalogue.remove(listed)
-        self._catalogue.forget()
-        for path in paths:
-            with named_errors(path):
-                erase(path)
-        return len(paths)
+        check_tenant(tenant)
+        failed: list[Exception] = []
+        try:
+            if self._keyring is not None:
+                self._keyring.destroy(tenant)
+        except (ArchiveError, OSError) as error:
+            failed.append(error)
+        gone = 0
+        # Again until nothing is found: a reader may move a damaged object meanwhile.
+        while paths := [path for path in self._files.everything() if self._objects.holds(path, tenant)]:
+            gone += self._files.erase_all(paths, failed)
+            if failed:
+                break
+        self._catalogue.remove(lambda entry: self._objects.is_of(entry.key, tenant))
+        if failed:
+            raise failed[0]
+        return gone
+
+    def _fit(self) -> list[str]:
+        """Erase the least recently used objects beyond the limit."""
+        if self._limit is None:
+            return []
+        entries = self._catalogue.by_use()
+        total, gone = sum(entry.bytes for entry in entries), []
+        try:
+            for entry in entries:
+                if total <= self._limit:
+                    break
+                gone.append(entry.key)
+                self._files.erase(self._files.path(entry.key))
+                total -= entry.bytes
+        finally:
+            self._unlist(gone)
+        return gone
 
     def _reconcile(self) -> Report:
         """List what is in the folder and nothing else."""
-        listed = {entry.key for entry in self.entries()}
-        report, found = Report(), set(self._keys())
-        for key in sorted(found - listed):
-            try:
-                manifest = read_manifest(self._path(key))
-            except ForeignVersion:
-                report.foreign.append(key)
-            except Damaged:
-                self._quarantine(key)
-                report.quarantined.append(key)
-            except FileNotFoundError:
-                continue  # forgotten meanwhile
-            else:
-                self._catalogue.add([Entry.of(manifest, self._path(key).stat().st_size)])
-                report.unlisted.append(key)
-        report.lost = sorted(listed - found)
-        self._catalogue.remove(report.lost)
+        report, known, found = Report(), {entry.key for entry in self._catalogue.entries()}, self._files.keys()
+        proved = [self._judge(key, report) for key in self._files.by_age(set(found) - known)]
+        entries = [entry for entry in proved if entry is not None]
+        report.lost = sorted(known - set(found))
+        report.unlisted = sorted(entry.key for entry in entries)
+        with suppress(ArchiveError, OSError):  # it is said in `repaired`, and the next opening tries again
+            if entries:
+                self._catalogue.add(entries)
+            self._unlist(report.lost)
         return report
 
-    def _quarantine(self, key: str) -> None:
-        owners = [entry.tenant for entry in self.entries() if entry.key == key]
-        name = _name_of(owners[0]) if owners else UNKNOWN
-        with named_errors(self.folder):
-            (self.folder / "quarantine").mkdir(exist_ok=True, mode=0o700)
-            try:
-                os.replace(self._path(key), self.folder / "quarantine" / f"{name}-{key}{SUFFIX}")
-            except FileNotFoundError:
-                return  # another reader was first, or it was forgotten
-        self._catalogue.remove([key])
-
-    def _is_of_another(self, key: str, tenant: str) -> bool:
-        """Whether the object says, and its key confirms, that it is another tenant's: no damage, only not yours."""
+    def _judge(self, key: str, report: Report) -> Entry | None:
+        """Prove an object, and note what was found; how it is to be listed."""
         try:
-            claim = read_manifest(self._path(key))
-        except (Damaged, ForeignVersion, OSError):
-            return False
-        return claim.key == key and claim.tenant != tenant
-
-    def _cipher(self, tenant: str, create: bool = False) -> Cipher | None:
-        return None if self._keyring is None else self._keyring.cipher(tenant, create)
-
-    def _path(self, key: str) -> Path:
-        return self.folder / "objects" / key[:2] / f"{key}{SUFFIX}"
-
-    def _keys(self) -> list[str]:
-        return sorted(path.stem for path in (self.folder / "objects").glob(f"*/[!.]*{SUFFIX}"))
-
-    def _temporaries(self) -> list[Path]:
-        return list(self.folder.glob(f"**/{TEMPORARY}*"))
-
-
-def _claimed_tenant(path: Path) -> str | None:
-    try:
-        return read_manifest(path).tenant
-    except (Damaged, ForeignVersion, OSError):
+            entry, proved = self._objects.entry(key)
+        except ForeignVersion:
+            report.foreign.append(key)
+        except Damaged:
+            self._quarantine(key)
+            report.quarantined.append(key)
+        except FileNotFoundError:
+            return None  # erased meanwhile
+        except OSError:
+            report.unreadable.append(key)
+        else:
+            report.read += proved
+            if not proved:
+                report.closed.append(key)
+            return entry
         return None
 
+    def _quarantine(self, key: str) -> None:
+        """Put a damaged object away; where nothing can be written, it stays, and is a miss whenever it is read."""
+        with suppress(ArchiveError, OSError):
+            if self._files.put_away(key):
+                self._unlist([key])
 
-def _name_of(tenant: str) -> str:
-    return hashlib.sha256(tenant.encode()).hexdigest()[:16]
+    def _unlist(self, keys: list[str]) -> None:
+        if keys:
+            self._catalogue.remove(lambda entry: entry.key in keys and not os.path.lexists(self._files.path(entry.key)))
 
-
-def _modified(path: Path) -> int:
-    """Nanoseconds; 0 for a file that is gone."""
-    try:
-        return path.stat().st_mtime_ns
-    except FileNotFoundError:
-        return 0
-
-
-def _touch(path: Path) -> None:
-    """Note the use; a medium that cannot be written is read all the same."""
-    with suppress(OSError):
-        os.utime(path)
+    def _take_back(self, key: str) -> None:
+        """Erase a chunk that could not be listed, unless another process has listed it."""
+        with suppress(ArchiveError, OSError), self._catalogue.unlisted(key) as unlisted:
+            if unlisted:
+                self._files.erase(self._files.path(key))

@@ -1,19 +1,25 @@
 """Files that appear whole or not at all, and that are erased before they are removed."""
 
+import errno
+import fcntl
 import os
 import secrets
-from collections.abc import Callable, Sequence
+import stat
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["TEMPORARY", "Late", "erase", "publish", "publish_readable", "sync"]
+__all__ = ["NO_ROOM", "TEMPORARY", "Late", "erase", "is_being_written", "publish", "publish_readable", "sync"]
 
 TEMPORARY = ".tmp-"
 PARTS_MOST = 512
 """Of one call; Linux takes 1024."""
 PAGE = 4096
+PIECE = 1 << 20
+"""Zeros that are written at a time."""
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True)
@@ -30,9 +36,10 @@ def publish(
     """Write a file durably: a temporary one, fsync, rename, fsync of the folder. A reader sees all of it or nothing.
 
     Without `replace`, a file of that name stays as it is. `mode` are the rights to it, less the process's umask.
+    The temporary file is locked while it is written; see `is_being_written`.
 
     Raises:
-        OSError: from the file system; nothing has changed.
+        OSError: from the file system; the path has the old file, or, where the last fsync failed, the new one.
     """
     if not path.parent.is_dir():
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -40,22 +47,39 @@ def publish(
     temporary = path.parent / f"{TEMPORARY}{path.name}-{os.getpid()}-{secrets.token_hex(4)}"
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
-        try:
-            if late is None:
-                _write(descriptor, parts)
-            else:
-                _write_both(descriptor, parts, late)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        with suppress(OSError):  # a file system without locks; the file's age protects it
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if late is None:
+            _write(descriptor, parts)
+        else:
+            _write_both(descriptor, parts, late)
+        os.fsync(descriptor)
         if replace:
             os.replace(temporary, path)
         else:
             _link(temporary, path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise
+    finally:
+        os.close(descriptor)
     sync(path.parent)
+
+
+def is_being_written(temporary: Path) -> bool:
+    """Whether a process holds the lock of a temporary file of `publish`; a kill lets it go."""
+    try:
+        descriptor = os.open(temporary, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def publish_readable(path: Path, data: bytes) -> None:
@@ -107,22 +131,53 @@ def sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-def erase(path: Path) -> None:
-    """Overwrite a file with zeros, then remove it; nothing where there is none.
+def erase(path: Path) -> bool:
+    """Overwrite a file with zeros, then remove it; whether there was one. It needs no room.
 
-    On storage that never writes in place, only the destroyed key of an encrypted object makes it unreadable.
+    Of a link, only the link goes: a file that has other names, or that a link leads to, keeps its bytes. On storage
+    that never writes in place, only the destroyed key of an encrypted object makes it unreadable.
 
     Raises:
-        OSError: from the file system.
+        OSError: from the file system; a file that could not be overwritten is removed if it can be.
     """
+    failed = None
     try:
-        size = path.stat().st_size
-        with path.open("r+b") as file:
-            for at in range(0, size, 1 << 20):
-                file.write(bytes(min(1 << 20, size - at)))
-            file.flush()
-            os.fsync(file.fileno())
-        path.unlink()
+        found = os.lstat(path)
+        try:
+            if stat.S_ISREG(found.st_mode) and found.st_nlink == 1:
+                _overwrite(path)
+        except OSError as error:
+            # Without room, the file system does not write in place, and zeros would not have hidden anything.
+            failed = None if error.errno in NO_ROOM else error
+        os.unlink(path)
     except FileNotFoundError:
-        return
+        return False
     sync(path.parent)
+    if failed is not None:
+        raise failed
+    return True
+
+
+def _overwrite(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+    try:
+        for low, high in _data(descriptor, os.fstat(descriptor).st_size):
+            for at in range(low, high, PIECE):
+                os.pwrite(descriptor, bytes(min(PIECE, high - at)), at)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _data(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
+    """Where a file has bytes: zeros written into the holes of a sparse one would fill the disk."""
+    at = 0
+    while at < size:
+        try:
+            low = os.lseek(descriptor, at, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:
+                return
+            raise
+        at = os.lseek(descriptor, low, os.SEEK_HOLE)
+        yield low, at

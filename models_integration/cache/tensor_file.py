@@ -7,6 +7,8 @@ digits of the digest itself are zeros. Any safetensors reader opens such a file.
 import hashlib
 import json
 import math
+import os
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,8 +32,11 @@ DTYPES = {name: dtype for dtype, name in NAMES.items()}
 ZEROS = b"0" * 64
 OPENING = b'{"__metadata__":{"digest":"'
 DIGEST_AT = 8 + len(OPENING)
-HEADER_MOST = 100_000_000
-"""The largest header that safetensors itself reads."""
+HEADER_MOST = 1 << 24
+"""Bytes. A cache of 4096 rows needs 6 MiB; reading JSON takes ten times its size."""
+SIZE_MOST, DIMENSIONS_MOST = 1 << 48, 8
+SPARSE_FROM, SPARSE_RATIO = 1 << 30, 64
+"""A file of this many bytes that takes less than a 64th of them on the disk was not written by us."""
 
 
 class Damaged(Exception):
@@ -47,6 +52,8 @@ class Header:
     """Of each tensor: dtype, shape, and its place behind the header."""
     size: int
     """Bytes before the first tensor."""
+    end: int
+    """Bytes up to the end of the last one."""
 
 
 def parts(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> tuple[list[memoryview], Late]:
@@ -96,46 +103,69 @@ def read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     return header.metadata, tensors_of(header, data)
 
 
-def read_bytes(path: Path) -> Tensor:
+def read_bytes(path: Path, header_most: int = HEADER_MOST) -> Tensor:
     """All bytes of a file, in one buffer that nobody else holds; nothing is proved yet.
 
+    No memory is taken for a file whose header does not account for each of its bytes, or that is all holes.
+
     Raises:
-        Damaged: when it is too short.
+        Damaged: when it cannot be such a file.
         OSError: from the file system.
     """
     with path.open("rb", buffering=0) as file:
-        size = file.seek(0, 2)
-        file.seek(0)
-        data = torch.empty(max(size, 8), dtype=torch.uint8)
+        size = _plausible_size(file.fileno(), header_most)
+        data = torch.empty(size, dtype=torch.uint8)
         view, at = raw_bytes(data), 0
         while at < size and (got := file.readinto(view[at:size])):
             at += got
-    if at != size or size < DIGEST_AT + 64:
+    if at != size:
         raise Damaged(f"it has {at} bytes")
     return data
 
 
-def header_at(path: Path) -> Header:
+def _regular_size(descriptor: int) -> int:
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or found.st_size < DIGEST_AT + 64:
+        raise Damaged(f"it has {found.st_size} bytes")
+    return found.st_size
+
+
+def _plausible_size(descriptor: int, header_most: int) -> int:
+    size, found = _regular_size(descriptor), os.fstat(descriptor)
+    if size > SPARSE_FROM and found.st_blocks * 512 < size // SPARSE_RATIO:
+        raise Damaged(f"of its {size} bytes, {found.st_blocks * 512} are on the disk")
+    head = _header_size(os.pread(descriptor, 8, 0), size, header_most)
+    end = _header(os.pread(descriptor, head - 8, 8), head).end
+    if end != size:
+        raise Damaged(f"it has {size} bytes, and its header speaks of {end}")
+    return size
+
+
+def header_at(path: Path, header_most: int = HEADER_MOST) -> Header:
     """The header of a file; nothing is proved.
 
     Raises:
         Damaged: when it cannot be read.
         OSError: from the file system.
     """
-    with path.open("rb") as file:
-        size = _header_size(file.read(8), path.stat().st_size)
-        return _header(file.read(size - 8), size)
+    with path.open("rb", buffering=0) as file:
+        whole = _regular_size(file.fileno())
+        size = _header_size(os.pread(file.fileno(), 8, 0), whole, header_most)
+        return _header(os.pread(file.fileno(), size - 8, 8), size)
 
 
 def header_of(data: Tensor) -> Header:
-    """The header of a file's bytes; nothing is proved.
+    """The header of a file's bytes, which may be followed by padding; nothing is proved.
 
     Raises:
         Damaged: when it cannot be read.
     """
     view = raw_bytes(data)
     size = _header_size(bytes(view[:8]), len(data))
-    return _header(bytes(view[8:size]), size)
+    header = _header(bytes(view[8:size]), size)
+    if header.end > len(data):
+        raise Damaged(f"it has {len(data)} bytes, and its header speaks of {header.end}")
+    return header
 
 
 def prove(data: Tensor) -> None:
@@ -156,14 +186,15 @@ def tensors_of(header: Header, data: Tensor) -> dict[str, Tensor]:
     Raises:
         Damaged: when one does not fit its place.
     """
-    found = {}
-    for name, entry in header.entries.items():
-        low, high = (header.size + at for at in entry["data_offsets"])
-        shape, dtype = tuple(entry["shape"]), DTYPES[str(entry["dtype"])]
-        if high - low != math.prod(shape) * dtype.itemsize:
-            raise Damaged(f"tensor {name} does not fit its place")
-        found[name] = data[low:high].view(dtype).reshape(shape)
-    return found
+    try:
+        return {name: _tensor(entry, data[header.size :]) for name, entry in header.entries.items()}
+    except (ValueError, RuntimeError, OverflowError) as error:
+        raise Damaged(f"a tensor does not fit its place: {error}") from error
+
+
+def _tensor(entry: Mapping[str, Any], data: Tensor) -> Tensor:
+    low, high = entry["data_offsets"]
+    return data[low:high].view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
@@ -180,9 +211,9 @@ def _digest(parts: Iterable[memoryview | bytes]) -> bytes:
     return digest.hexdigest().encode()
 
 
-def _header_size(length: bytes, available: int) -> int:
+def _header_size(length: bytes, available: int, most: int = HEADER_MOST) -> int:
     stated = int.from_bytes(length, "little")
-    if stated > min(HEADER_MOST, available - 8):
+    if stated > min(most, available - 8):
         raise Damaged(f"its header claims {stated} bytes")
     return 8 + stated
 
@@ -191,8 +222,25 @@ def _header(text: bytes, size: int) -> Header:
     try:
         entries = json.loads(text)
         metadata = entries.pop("__metadata__")
-        if not all(isinstance(metadata[name], str) for name in ("digest", "format", "manifest")):
+        if not all(isinstance(value, str) for value in metadata.values()):
+            raise ValueError("its metadata are no texts")
+        if not {"digest", "format", "manifest"} <= metadata.keys():
             raise ValueError("its metadata are not complete")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        end = max((_end(name, entry) for name, entry in entries.items()), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(f"its header cannot be read: {error}") from error
-    return Header(metadata, entries, size)
+    return Header(metadata, entries, size, size + end)
+
+
+def _end(name: str, entry: dict[str, Any]) -> int:
+    """Where a tensor's bytes end.
+
+    Raises:
+        ValueError, KeyError, TypeError: for what describes no tensor.
+    """
+    shape, (low, high) = entry["shape"], entry["data_offsets"]
+    if len(shape) > DIMENSIONS_MOST or not all(type(n) is int and 0 <= n <= SIZE_MOST for n in (*shape, low, high)):
+        raise ValueError(f"tensor {name} has no place")
+    if high - low != math.prod(shape) * DTYPES[entry["dtype"]].itemsize:
+        raise ValueError(f"tensor {name} does not fit its place")
+    return int(high)

@@ -23,7 +23,7 @@ Folder = Annotated[Path, typer.Option("--archive", help="Folder of the archive; 
 Tenant = Annotated[str, typer.Option(help="Whose chunks. Nobody reads another tenant's.")]
 MasterKey = Annotated[
     Path | None,
-    typer.Option(help="File of 32 random bytes, kept outside the archive: objects are encrypted per tenant."),
+    typer.Option(help="File of 32 random bytes, outside the archive, of mode 600: objects are encrypted per tenant."),
 ]
 FOLDER = Path("archive")
 
@@ -76,12 +76,12 @@ def get(
 @archive.command(name="list")
 def list_chunks(
     tenant: Annotated[str | None, typer.Option(help="Only this tenant's; all of them if left out.")] = None,
-    folder: Folder = FOLDER,
+    folder: Folder = FOLDER, master_key: MasterKey = None,
 ) -> None:
-    """List the chunks: key, tokens, bytes, tenant."""
+    """List the chunks: key, bytes, tokens, tenant. Of an encrypted one, only its tenant's key tells the last two."""
     from models_integration.cli.archive_runs import run_list
 
-    run_list(tenant, folder)
+    run_list(tenant, folder, master_key)
 
 
 @archive.command()

@@ -6,7 +6,7 @@ import torch
 import typer
 
 from models_integration.archive.errors import NoSuchChunk
-from models_integration.archive.keyring import Keyring
+from models_integration.archive.keyring import Keyring, read_master
 from models_integration.archive.library import Library, vocabulary_of
 from models_integration.archive.store import Archive
 from models_integration.attention.layer_masks import layer_masks
@@ -51,11 +51,12 @@ def run_get(key: str, model: str, tenant: str, folder: Path, master_key: Path | 
     print(subject.tokenizer.decode(list(chunk.ids[about.start : about.stop])))
 
 
-def run_list(tenant: str | None, folder: Path) -> None:
+def run_list(tenant: str | None, folder: Path, master_key: Path | None) -> None:
     """Print the list."""
-    with _existing(folder) as archive:
+    with _existing(folder, master_key) as archive:
         for entry in archive.entries(tenant):
-            print(f"{entry.key}  {entry.tokens} tokens  {entry.bytes} bytes  {entry.tenant}")
+            about = "encrypted" if entry.tenant is None else f"{entry.tokens} tokens  {entry.tenant}"
+            print(f"{entry.key}  {entry.bytes} bytes  {about}")
 
 
 def run_inject(
@@ -94,6 +95,7 @@ def run_verify(folder: Path, master_key: Path | None) -> None:
     findings = {
         "damaged, now in quarantine": report.quarantined, "of another version": report.foreign,
         "not in the list": report.unlisted, "listed, but gone": report.lost, "encrypted, and no key": report.closed,
+        "not readable": report.unreadable,
     }
     for what, keys in findings.items():
         for key in keys:
@@ -142,7 +144,4 @@ def _existing(folder: Path, master_key: Path | None = None, limit: int | None = 
 def _keyring(folder: Path, master_key: Path | None) -> Keyring | None:
     if master_key is None:
         return None
-    try:
-        return Keyring(folder / "keys", master_key.read_bytes())
-    except OSError as error:
-        raise SpecError("master_key", str(master_key), f"must be a readable file: {error}") from error
+    return Keyring(folder / "keys", read_master(master_key, folder))

@@ -80,7 +80,7 @@ def test_an_encrypted_get_keeps_up_with_decryption(tmp_path: Path) -> None:
     pytest.importorskip("cryptography")
     from models_integration.archive.keyring import Keyring
 
-    ring = Keyring(tmp_path / "keys", bytes(32))
+    ring = Keyring(tmp_path / "keys", bytes(range(32)))
     get, read = [], []
     with Archive(tmp_path, ring) as archive:
         key = archive.put(*chunk(0))

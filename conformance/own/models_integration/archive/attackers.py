@@ -13,12 +13,15 @@ from pathlib import Path
 import torch
 
 from conformance.own.models_integration.archive.chunks import chunk
-from models_integration.archive import store
+from models_integration.archive import object_folder
 from models_integration.archive.errors import ArchiveFull, ArchiveReadOnly
 from models_integration.archive.store import Archive
 from models_integration.cache import atomic_file as files
 
-__all__ = ["fill_the_disk", "lose_the_right_to_write", "read_for", "write_for", "write_until_killed"]
+__all__ = [
+    "fill_the_disk", "lose_the_right_to_write", "read_for", "read_where_nothing_can_be_written", "write_for",
+    "write_until_killed",
+]
 
 TOKENS = 400
 NOBODY = 65534
@@ -50,7 +53,7 @@ def write_until_killed(folder: Path, first: int, ready: Connection, naive: bool)
     """Put a hundred chunks, slowly; `ready` gets a byte when the archive is open."""
     torch.set_num_threads(1)
     if naive:
-        vars(store)["publish"] = publish_naively
+        vars(object_folder)["publish"] = publish_naively
     else:
         vars(files)["_write"] = write_slowly
     with Archive(folder) as archive:
@@ -132,3 +135,41 @@ def lose_the_right_to_write(folder: Path) -> None:
         assert archive.verify().clean
         archive.put(*chunk(2))
         assert len(archive.entries()) == 2
+
+
+def read_where_nothing_can_be_written(folder: Path) -> None:
+    """Open and read an archive whose files and folders cannot be written, as a user who is not root."""
+    torch.set_num_threads(1)
+    if os.geteuid() == 0:
+        os.chown(folder, NOBODY, NOBODY)
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+    home = folder / "archive"
+    with Archive(home) as archive:
+        keys = [archive.put(*chunk(seed)) for seed in range(3)]
+    damaged = home / "objects" / keys[2][:2] / f"{keys[2]}.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    for listed in (True, False):
+        if not listed:
+            for path in home.glob("catalogue*"):
+                path.unlink()
+        everything = [home, *home.rglob("*")]
+        for path in everything:
+            path.chmod(0o500 if path.is_dir() else 0o400)
+        try:
+            with Archive(home, limit=1 << 20) as archive:
+                assert [entry.key for entry in archive.entries()] == keys[: 3 if listed else 2]
+                assert archive.get(keys[0], "alice") is not None
+                assert archive.get(keys[2], "alice") is None
+                assert archive.verify().quarantined == [keys[2]]
+                assert archive.put(*chunk(0)) == keys[0]
+                for refused in (lambda: archive.put(*chunk(7)), archive.gc, lambda: archive.forget("alice")):
+                    try:
+                        refused()
+                    except ArchiveReadOnly:
+                        continue
+                    raise AssertionError("a read-only folder went unnoticed")
+                assert archive.get(keys[1], "alice") is not None
+        finally:
+            for path in everything:
+                path.chmod(0o700 if path.is_dir() else 0o600)

@@ -84,6 +84,7 @@ def test_an_encrypted_chunk_needs_its_key(tmp_path: Path) -> None:
     pytest.importorskip("cryptography")
     (tmp_path / "note.txt").write_text(FACTS[0], encoding="utf-8")
     (tmp_path / "master").write_bytes(bytes(range(32)))
+    (tmp_path / "master").chmod(0o600)
     here = ("--archive", str(tmp_path / "a"))
     locked = (*here, "--master-key", str(tmp_path / "master"))
     key = run("put", str(tmp_path / "note.txt"), "--wrapper", "raw", "--codec", "kivi", "--upper", *locked).strip()

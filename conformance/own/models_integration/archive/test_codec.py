@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from models_integration.archive.objects import decode, encode
+from models_integration.archive.codec import decode, encode
 from reference.injection.quantisers import ARMS, SCHEMES, codes, scale
 from spec.errors import SpecError
 

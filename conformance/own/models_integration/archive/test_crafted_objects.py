@@ -1,0 +1,218 @@
+"""Objects that somebody crafted: a miss, decided before memory is taken, and nothing else is stopped."""
+
+import json
+import os
+import resource
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from conformance.own.models_integration.archive.chunks import chunk
+from models_integration.archive.objects import FORMAT, Manifest
+from models_integration.archive.store import Archive
+from models_integration.cache.atomic_file import publish
+from models_integration.cache.tensor_file import Damaged, header_bytes, parts, read_bytes, write
+from spec import SPEC_VERSION
+from spec.errors import SpecError
+
+MANIFESTS: dict[str, Any] = {
+    "a list": [], "null": None, "a text": "x", "no fields": {}, "half of the tokens": {"tokens": 1e30},
+    "too many tokens": {"tokens": 10**30}, "negative": {"tokens": -1}, "a surrogate": {"tenant": "\udcff"},
+    "no tenant": {"tenant": ""}, "a number as tenant": {"tenant": 3}, "created never": {"created": float("nan")},
+    "created at infinity": {"created": float("inf")}, "a dict of layers": {"layers": {}},
+    "layers twice": {"layers": [0, 0]},
+    "no model": {"model": None}, "markers outside": {"markers": [99]}, "true tokens": {"tokens": True},
+}
+
+
+def crafted(folder: Path, manifest: str, tensors: dict[str, Tensor], key: str) -> Path:
+    """An object that is what its digest says, under a key."""
+    path = folder / "objects" / key[:2] / f"{key}.safetensors"
+    write(path, {"format": FORMAT, "spec": SPEC_VERSION, "manifest": manifest}, tensors)
+    return path
+
+
+def forged(name: str) -> str:
+    made = MANIFESTS[name]
+    if not isinstance(made, dict) or not made:
+        return json.dumps(made)
+    return json.dumps({**asdict(chunk(2)[0]), **made})
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_a_crafted_manifest_stops_nothing(tmp_path: Path, name: str) -> None:
+    """It is put away when the archive is opened, and when it is read; the others are there."""
+    own = chunk(2)[0].key
+    with Archive(tmp_path) as archive:
+        key = archive.put(*chunk(1))
+    crafted(tmp_path, forged(name), chunk(2)[1], own)
+    with Archive(tmp_path) as archive:
+        assert archive.repaired.quarantined == [own]
+        assert [entry.key for entry in archive.entries()] == [key]
+        crafted(tmp_path, forged(name), chunk(2)[1], own)
+        assert archive.get(own, "alice") is None
+        assert archive.get(key, "alice") is not None
+        assert archive.verify().clean
+
+
+def test_a_deeply_nested_manifest_stops_nothing(tmp_path: Path) -> None:
+    own = chunk(2)[0].key
+    with Archive(tmp_path):
+        pass
+    crafted(tmp_path, "[" * 100_000 + "]" * 100_000, {}, own)
+    with Archive(tmp_path) as archive:
+        assert archive.repaired.quarantined == [own]
+        assert archive.forget("alice") == 1
+
+
+def tensors_of(change: str) -> dict[str, Tensor]:
+    made = chunk(2)[1]
+    changes: dict[str, dict[str, Tensor]] = {
+        "no ids": {}, "ids of bytes": {"token_ids": torch.zeros(6, dtype=torch.int8)},
+        "ids of another length": {"token_ids": torch.zeros(5, dtype=torch.int64)},
+        "keys of other tokens": {"0.k": torch.zeros(2, 5, 8)}, "flat keys": {"0.k": torch.zeros(96)},
+        "codes without scales": {"0.k.q": torch.zeros((2, 6, 8), dtype=torch.int8)},
+        "another layer": {"7.k": torch.zeros(2, 6, 8)},
+        "a kept set": {"0.kept": torch.zeros((1, 6), dtype=torch.int64)},
+    }
+    if change in ("no ids", "codes without scales"):
+        del made["token_ids" if change == "no ids" else "0.k"]
+    return {**made, **changes[change]}
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["no ids", "ids of bytes", "ids of another length", "keys of other tokens", "flat keys", "codes without scales",
+     "another layer", "a kept set"],
+)
+def test_crafted_tensors_are_a_miss_and_cannot_be_put(tmp_path: Path, change: str) -> None:
+    manifest, _ = chunk(2)
+    with Archive(tmp_path) as archive:
+        crafted(tmp_path, manifest.to_json(), tensors_of(change), manifest.key)
+        assert archive.get(manifest.key, "alice") is None
+        with pytest.raises(SpecError, match="tensors"):
+            archive.put(manifest, tensors_of(change))
+        assert archive.verify().read == 0
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        None, [], {"dtype": "F32"}, {"dtype": "X9", "shape": [1], "data_offsets": [0, 4]},
+        {"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}, {"dtype": "F32", "shape": 3, "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [-1, -1], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]},
+        {"dtype": "F32", "shape": [0, 10**30], "data_offsets": [0, 0]},
+        {"dtype": "F32", "shape": [1], "data_offsets": [0]},
+        {"dtype": "F32", "shape": [1.0], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]},
+    ],
+)
+def test_a_crafted_place_of_a_tensor_is_damage(tmp_path: Path, entry: Any) -> None:
+    manifest, _ = chunk(2)
+    metadata = {"digest": "0" * 64, "format": FORMAT, "spec": SPEC_VERSION, "manifest": manifest.to_json()}
+    path = tmp_path / "crafted"
+    path.write_bytes(header_bytes(metadata, {"x": entry}) + bytes(4))
+    with pytest.raises(Damaged):
+        read_bytes(path)
+
+
+def least_memory(work: Any) -> int:
+    """Kilobytes by which the peak of this process grew."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    work()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+
+
+@pytest.mark.parametrize("kind", ["sparse", "sparse that adds up", "a header of 96 MB"])
+def test_what_is_too_large_is_a_miss_before_memory_is_taken(quick_path: Path, kind: str) -> None:
+    """Files of 1 TiB of holes, of which the second's header accounts for every byte; forgetting them fills no disk."""
+    manifest, tensors = chunk(2)
+    with Archive(quick_path) as archive:
+        path = quick_path / "objects" / manifest.key[:2] / f"{manifest.key}.safetensors"
+        metadata = {"digest": "0" * 64, "format": FORMAT, "spec": SPEC_VERSION, "manifest": manifest.to_json()}
+        if kind == "a header of 96 MB":
+            path.write_bytes((96 << 20).to_bytes(8, "little") + b" " * (96 << 20))
+        else:
+            size = 1 << 40 if kind == "sparse that adds up" else 4
+            head = header_bytes(metadata, {"x": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}})
+            path.write_bytes(head)
+            os.truncate(path, len(head) + (1 << 40))
+        assert least_memory(lambda: archive.get(manifest.key, "alice")) < 32 << 10
+        assert not path.exists()
+        assert archive.forget("alice") == 1
+        assert archive.put(manifest, tensors) == manifest.key
+
+
+@pytest.mark.parametrize("tenant", ["\udcff", "", "x" * 257, "a\nb", "a\0b"])
+def test_a_bad_tenant_is_refused_before_anything_is_published(tmp_path: Path, tenant: str) -> None:
+    with Archive(tmp_path) as archive:
+        key = archive.put(*chunk(1))
+        manifest, tensors = chunk(2, tenant=tenant)
+        for refused in (
+            lambda: archive.put(manifest, tensors), lambda: archive.get(key, tenant), lambda: archive.entries(tenant),
+            lambda: archive.forget(tenant),
+        ):
+            with pytest.raises(SpecError, match="tenant"):
+                refused()
+        assert archive.verify().clean
+    with Archive(tmp_path) as archive:
+        assert archive.repaired.clean
+        assert [entry.key for entry in archive.entries()] == [key]
+
+
+def test_a_scan_lists_only_what_is_proved(tmp_path: Path) -> None:
+    """Of 120 flips in the header of an object that is not listed, none makes a phantom key."""
+    with Archive(tmp_path) as archive:
+        key = archive.put(*chunk(1))
+        path = tmp_path / "objects" / key[:2] / f"{key}.safetensors"
+        data = path.read_bytes()
+    header = 8 * (8 + int.from_bytes(data[:8], "little"))
+    for bit in range(0, header, header // 120):
+        for old in tmp_path.glob("catalogue*"):
+            old.unlink()
+        changed = bytearray(data)
+        changed[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(changed)
+        with Archive(tmp_path) as archive:
+            assert archive.entries() == []
+    other = tmp_path / "objects" / "00" / f"{'0' * 64}.safetensors"
+    publish(other, [memoryview(data)])
+    with Archive(tmp_path) as archive:
+        assert archive.entries() == []
+        assert archive.repaired.quarantined == ["0" * 64]
+
+
+def test_put_over_a_damaged_object_replaces_it(tmp_path: Path) -> None:
+    manifest, tensors = chunk(1)
+    with Archive(tmp_path) as archive:
+        key = archive.put(manifest, tensors)
+        path = tmp_path / "objects" / key[:2] / f"{key}.safetensors"
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        assert archive.put(manifest, tensors) == key
+        assert path.read_bytes() == whole
+        assert archive.get(key, "alice") is not None
+        assert [entry.key for entry in archive.entries()] == [key]
+
+
+def test_a_link_in_the_place_of_an_object_is_a_miss(tmp_path: Path) -> None:
+    manifest, tensors = chunk(1)
+    whole = b"".join(parts({"format": FORMAT, "spec": SPEC_VERSION, "manifest": manifest.to_json()}, tensors)[0])
+    (tmp_path / "outside").write_bytes(whole)
+    with Archive(tmp_path / "a") as archive:
+        path = tmp_path / "a" / "objects" / manifest.key[:2] / f"{manifest.key}.safetensors"
+        path.symlink_to(tmp_path / "outside")
+        assert archive.get(manifest.key, "alice") is None
+        assert archive.put(manifest, tensors) == manifest.key
+        assert not path.is_symlink()
+    assert (tmp_path / "outside").read_bytes() == whole
+
+
+def test_a_manifest_comes_back(tmp_path: Path) -> None:
+    manifest, _ = chunk(1)
+    assert Manifest.from_json(manifest.to_json()) == manifest
