@@ -14,6 +14,8 @@ from transformers import PreTrainedModel
 
 from models_integration.attention.capture import observing
 from models_integration.attention.handover import check_handover, check_readable
+from models_integration.attention.untraced import untraced
+from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache, check_adoptable
 from models_integration.model.architecture import BUSY, Architecture, check_free, describe
 from models_integration.session.generate import NO_CALL, Call, guarded_generate
@@ -81,6 +83,7 @@ class Session:
         self._method = method
         self._model = model
         self._architecture = describe(model)
+        self._check_mode({})
         check_handover(self._architecture, method.policy.scorer.needs, method.policy.granularity)
         self._names = tuple(inspect.signature(self._architecture.decoder.forward).parameters)
         self._call = NO_CALL
@@ -111,8 +114,8 @@ class Session:
         with ExitStack() as undo:
             BUSY.add(decoder)
             undo.callback(BUSY.discard, decoder)
-            undo.callback(decoder.register_forward_pre_hook(self._before, with_kwargs=True).remove)
-            undo.callback(decoder.register_forward_hook(self._after, always_call=True).remove)
+            undo.callback(decoder.register_forward_pre_hook(untraced(self._before), with_kwargs=True).remove)
+            undo.callback(decoder.register_forward_hook(untraced(self._after), always_call=True).remove)
             undo.enter_context(guarded_generate(self._model, self._generating))
             undo.callback(self._close)
             undo.callback(self._abandon)
@@ -133,6 +136,7 @@ class Session:
         self._stream.begin()
         arguments = {**dict(zip(self._names, args, strict=False)), **kwargs}
         check_forward(arguments, getattr(self._architecture.config, "use_cache", True))
+        self._check_mode(arguments)
         arguments = {name: value for name, value in arguments.items() if value is not None}
         cache, ids = arguments.get("past_key_values"), arguments["input_ids"]
         if isinstance(cache, RetainedCache):
@@ -159,6 +163,21 @@ class Session:
             layers = () if watcher is None else watcher.layers
             forward.undo.enter_context(observing(self._architecture, cache, watcher, layers))
         return (), {**forward.defaults, **arguments, "past_key_values": cache}
+
+    def _check_mode(self, arguments: Mapping[str, Any]) -> None:
+        """The model reads into its cache, and is not asked for weights that have no common shape.
+
+        Raises:
+            SpecError: otherwise.
+        """
+        if self._model.training and getattr(self._model, "is_gradient_checkpointing", False):
+            reason = "gradient checkpointing in training leaves the cache out: turn it off, or model.eval()"
+            raise SpecError("model", self._architecture.name, reason)
+        cache, config = arguments.get("past_key_values"), self._architecture.config
+        asked = arguments.get("output_attentions")
+        ragged = isinstance(cache, RetainedCache) and any(isinstance(one, RaggedLayer) for one in cache.layers)
+        if ragged and (getattr(config, "output_attentions", False) if asked is None else asked):
+            raise SpecError("output_attentions", True, "heads that store different tokens have no weights of one shape")
 
     def _is_step(self, cache: RetainedCache, ids: Tensor) -> bool:
         """One query on a filled cache is a decode step, unless it is a piece of a segment."""
