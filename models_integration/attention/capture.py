@@ -21,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from models_integration.attention.masks import AttentionFunction, LayerMasks, retained_mask
 from models_integration.attention.ragged_attention import ragged_attention
+from models_integration.attention.untraced import untraced
 from models_integration.cache.dense_layer import RetainedLayer, on_host
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache
@@ -226,9 +227,9 @@ def _register(stock: str) -> str:
     assert stock in IMPLEMENTATIONS
     ours = f"kvspec_{stock}"
     if ours not in ALL_ATTENTION_FUNCTIONS:
-        AttentionInterface.register(ours, _observed(stock))
+        AttentionInterface.register(ours, untraced(_observed(stock)))
         # Without its own mask function, an attention name gets no mask at all: cached continuation would be wrong.
-        AttentionMaskInterface.register(ours, retained_mask(ALL_MASK_ATTENTION_FUNCTIONS[stock]))
+        AttentionMaskInterface.register(ours, untraced(retained_mask(ALL_MASK_ATTENTION_FUNCTIONS[stock])))
     return ours
 
 

@@ -56,8 +56,8 @@ def describe(model: PreTrainedModel) -> Architecture:
     attention = attention_modules(decoder)
     types = _layer_types(config)
     reason = (
-        _refuse_config(config) or _refuse_layers(types) or _refuse_attention(config, decoder, attention)
-        or _refuse_implementation(model, config, attention.values())
+        _refuse_wrapper(model, config, decoder) or _refuse_config(config) or _refuse_layers(types)
+        or _refuse_attention(config, decoder, attention) or _refuse_implementation(model, config, attention.values())
     )
     if reason is not None:
         raise SpecError("model", type(model).__name__, reason)
@@ -110,6 +110,12 @@ def _refuse_config(config: Any) -> str | None:
     return None
 
 
+def _refuse_wrapper(model: PreTrainedModel, config: PretrainedConfig, decoder: nn.Module) -> str | None:
+    if config is model.config or model.config.is_encoder_decoder:
+        return None
+    return f"it hands embeddings, not input_ids, to its {type(decoder).__name__}: give that one to the policy"
+
+
 def _refuse_layers(types: list[str]) -> str | None:
     others = Counter(kind for kind in types if kind not in (FULL, SLIDING))
     if others:
@@ -130,6 +136,8 @@ def _refuse_attention(config: PretrainedConfig, decoder: nn.Module, attention: M
     if any(hasattr(module, "sinks") for module in attention.values()):
         return "attention sinks inside the softmax are not served"
     if not any(name.endswith("inv_freq") for name, _ in decoder.named_buffers()):
+        if any("rotary" in name for module in attention.values() for name in dir(module)):
+            return "its rotary positions (RoPE) cannot be read: it holds a table of sines, not frequencies (inv_freq)"
         return "it has no rotary positions (RoPE): learned and absolute positions are not served"
     if any(getattr(module, "config", None) is not config for module in attention.values()):
         return "its attention layers do not share the decoder's config"

@@ -25,6 +25,10 @@ __all__ = [
 STYLES = ("half_split", "interleaved")
 ATTENTION = ("full_attention", "sliding_attention")
 PROBE_TOKENS, PROBE_START = 9, 37
+# Frequencies that change with the session's length: past the original one, chunks are re-based, not only turned.
+_CHANGING = ("longrope", "dynamic")
+# The last start of a probe.
+_FURTHEST = 2**15
 # A wrong style, slot or frequency is off by 0.9 and more; rounding by less than 1e-5 in float32, 1e-2 in bfloat16.
 PROBE_BOUND = {torch.float32: 2e-3, torch.float64: 2e-3}
 PROBE_BOUND_HALF = 6e-2
@@ -70,19 +74,69 @@ def recognise(model: PreTrainedModel) -> Rotary:
         raise UnknownModel(f"{name}: layers of type {', '.join(others)} keep no keys and values per token")
     if getattr(config, "num_kv_shared_layers", 0):
         raise UnknownModel(f"{name}: layers that share one cache are not served")
-    at_zero, later = (_probe(model, start) for start in (0, PROBE_START))
+    originals = _originals(name, config)
+    at_zero = _probe(model, 0)
     frequencies = {key: buffer.detach().clone() for key, buffer in rotary_buffers(model)}
+    layers = _explained_layers(name, at_zero, _probe(model, PROBE_START), PROBE_START, frequencies)
+    if all(layer.slot is None for layer in layers):
+        _check_orderless(model, at_zero)
+    elif not any(changing in rotary_module(model, key)[2] for key in frequencies for changing in _CHANGING):
+        # Further out, the rounding of angles to float32 would look like another model.
+        past = min(_FURTHEST, 2 * max(originals, default=0))
+        if past:
+            _explained_layers(name, at_zero, _probe(model, past), past, frequencies)
+    scaling = {key: scaling_of(model, key) for key in frequencies}
+    return Rotary(tuple(layers), frequencies, scaling)
+
+
+def _explained_layers(
+    name: str, at_zero: Sequence[Mapping[str, Tensor]], later: Sequence[Mapping[str, Tensor]], start: int,
+    frequencies: Mapping[str, Tensor],
+) -> list[LayerRotary]:
     layers = []
     for index, (before, after) in enumerate(zip(at_zero, later, strict=True)):
-        found = _explained(before, after, frequencies)
+        found = _explained(before, after, start, frequencies)
         if found is None:
             raise UnknownModel(
                 f"{name}: in layer {index} no rotation by the model's own frequencies turns keys prefilled at 0 into"
-                f" keys prefilled at {PROBE_START}"
+                f" keys prefilled at {start}"
             )
         layers.append(found)
-    scaling = {key: scaling_of(model, key) for key in frequencies}
-    return Rotary(tuple(layers), frequencies, scaling)
+    return layers
+
+
+def _originals(name: str, config: Any) -> list[int]:
+    """Lengths beyond which the configuration says that positions are read in another way.
+
+    Raises:
+        UnknownModel: where queries grow with their position: keys alone cannot follow.
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    each = [parameters, *(one for one in parameters.values() if isinstance(one, dict))]
+    if any(one.get("llama_4_scaling_beta") for one in each):
+        reason = "its queries grow with their position (llama_4_scaling_beta): chunks cannot be moved"
+        raise UnknownModel(f"{name}: {reason}")
+    return [int(length) for one in each if (length := one.get("original_max_position_embeddings"))]
+
+
+def _check_orderless(model: PreTrainedModel, before: Sequence[Mapping[str, Tensor]]) -> None:
+    """Where no key turns, positions are nowhere: the first layer's attention to a set depends on no order.
+
+    Raises:
+        UnknownModel: otherwise: distances are in the attention itself, as with ALiBi, where a splice has no part.
+    """
+    first, *others, last = _probe_ids(model)
+    swapped = _probe(model, 0, [*others, first, last])
+    name, layer = type(model).__name__, min(1, len(before) - 1)
+    if layer == 0:
+        raise UnknownModel(f"{name}: its one layer has no rotary positions, and cannot be told from one with ALiBi")
+    if _error(before[layer]["keys"][..., -1, :], swapped[layer]["keys"][..., -1, :]) >= float(before[layer]["bound"]):
+        raise UnknownModel(f"{name}: no key is turned, and attention depends on distances (ALiBi): not served")
+
+
+def _probe_ids(model: PreTrainedModel) -> list[int]:
+    vocabulary = cast(Tensor, model.get_input_embeddings().weight).shape[0]
+    return [(7 + 31 * at) % vocabulary for at in range(PROBE_TOKENS)]
 
 
 def frequencies_at(model: PreTrainedModel, rotary: Rotary, length: int) -> Rotary:
@@ -156,11 +210,9 @@ def plain_layers(cache: DynamicCache) -> list[Any]:
     return list(cache.layers)
 
 
-def _probe(model: PreTrainedModel, start: int) -> list[Mapping[str, Tensor]]:
-    vocabulary = cast(Tensor, model.get_input_embeddings().weight).shape[0]
-    ids = [(7 + 31 * at) % vocabulary for at in range(PROBE_TOKENS)]
+def _probe(model: PreTrainedModel, start: int, ids: Sequence[int] | None = None) -> list[Mapping[str, Tensor]]:
     try:
-        cache = prefilled(model, ids, start)
+        cache = prefilled(model, _probe_ids(model) if ids is None else ids, start)
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError) as error:
         raise UnknownModel(f"{type(model).__name__}: its prefill of {PROBE_TOKENS} tokens failed: {error}") from error
     layers: list[Mapping[str, Tensor]] = []
@@ -178,7 +230,7 @@ def _bound(dtype: torch.dtype) -> Tensor:
 
 
 def _explained(
-    before: Mapping[str, Tensor], after: Mapping[str, Tensor], frequencies: Mapping[str, Tensor],
+    before: Mapping[str, Tensor], after: Mapping[str, Tensor], start: int, frequencies: Mapping[str, Tensor],
 ) -> LayerRotary | None:
     """The hypothesis that explains one layer; None where none does."""
     bound = float(before["bound"])
@@ -190,7 +242,7 @@ def _explained(
     slot = moving[0]
     tokens = before[slot].shape[-2]
     tried = [
-        (_error(turned(before[slot], angles_between(tokens, PROBE_START, f, f), style), after[slot]), style, name)
+        (_error(turned(before[slot], angles_between(tokens, start, f, f), style), after[slot]), style, name)
         for name, f in frequencies.items() if 2 * len(f) <= before[slot].shape[-1] for style in STYLES
     ]
     error, style, name = min(tried, default=(float("inf"), "", ""))

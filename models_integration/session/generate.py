@@ -77,6 +77,9 @@ def _check(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> tuple[int | Non
         if value is not None and value != "dynamic":
             shown = value if isinstance(value, (int, str)) else type(value).__name__
             raise SpecError(name, shown, reason)
+    guidance = effective("guidance_scale")
+    if guidance is not None and guidance != 1:
+        raise SpecError("guidance_scale", guidance, "is not served: it reads other tokens into a second cache")
     if effective("use_cache") is False:
         raise SpecError("use_cache", False, "must be on: there is no cache to compact")
     chunk: int | None = effective("prefill_chunk_size")

@@ -7,19 +7,37 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import Architecture
 from spec.errors import SpecError
 
 __all__ = [
-    "ONE_FORWARD", "OPEN", "ForwardSpan", "Stream", "WholeForwards", "check_forward", "check_rows", "check_tokens",
-    "first_span", "later_span", "step_span",
+    "ONE_FORWARD", "OPEN", "ForwardSpan", "Stream", "WholeForwards", "check_forward", "check_mode", "check_rows",
+    "check_tokens", "first_span", "later_span", "step_span",
 ]
 
 # Columns after which a segment ends: with its first forward, or when it is told to.
 ONE_FORWARD, OPEN = 0, sys.maxsize
+
+def check_mode(model: PreTrainedModel, architecture: Architecture, arguments: Mapping[str, Any]) -> None:
+    """The model reads into its cache, and is not asked for weights that have no common shape.
+
+    Raises:
+        SpecError: otherwise.
+    """
+    if model.training and getattr(model, "is_gradient_checkpointing", False):
+        reason = "gradient checkpointing in training leaves the cache out: turn it off, or model.eval()"
+        raise SpecError("model", architecture.name, reason)
+    cache, config = arguments.get("past_key_values"), architecture.config
+    asked = arguments.get("output_attentions")
+    ragged = isinstance(cache, RetainedCache) and any(isinstance(layer, RaggedLayer) for layer in cache.layers)
+    if ragged and (getattr(config, "output_attentions", False) if asked is None else asked):
+        raise SpecError("output_attentions", True, "heads that store different tokens have no weights of one shape")
+
 
 def check_forward(arguments: Mapping[str, Any], default_use_cache: bool) -> None:
     """What holds for every forward inside the context.

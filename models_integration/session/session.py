@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from models_integration.attention.capture import observing
 from models_integration.attention.handover import check_handover, check_readable
+from models_integration.attention.untraced import untraced
 from models_integration.cache.retained_cache import RetainedCache, check_adoptable
 from models_integration.model.architecture import BUSY, Architecture, check_free, describe
 from models_integration.session.generate import NO_CALL, Call, call_of
@@ -23,6 +24,7 @@ from models_integration.session.inputs import (
     Stream,
     WholeForwards,
     check_forward,
+    check_mode,
     first_span,
     later_span,
     step_span,
@@ -81,6 +83,7 @@ class Session:
         self._method = method
         self._model = model
         self._architecture = describe(model)
+        check_mode(model, self._architecture, {})
         check_handover(self._architecture, method.policy.scorer.needs, method.policy.granularity)
         self._names = tuple(inspect.signature(self._architecture.decoder.forward).parameters)
         self._call = NO_CALL
@@ -111,8 +114,8 @@ class Session:
         with ExitStack() as undo:
             BUSY.add(decoder)
             undo.callback(BUSY.discard, decoder)
-            undo.callback(decoder.register_forward_pre_hook(self._before, with_kwargs=True).remove)
-            undo.callback(decoder.register_forward_hook(self._after, always_call=True).remove)
+            undo.callback(decoder.register_forward_pre_hook(untraced(self._before), with_kwargs=True).remove)
+            undo.callback(decoder.register_forward_hook(untraced(self._after), always_call=True).remove)
             undo.enter_context(_guarded_generate(self._model, self._generating))
             undo.callback(self._close)
             undo.callback(self._abandon)
@@ -133,6 +136,7 @@ class Session:
         self._stream.begin()
         arguments = {**dict(zip(self._names, args, strict=False)), **kwargs}
         check_forward(arguments, getattr(self._architecture.config, "use_cache", True))
+        check_mode(self._model, self._architecture, arguments)
         arguments = {name: value for name, value in arguments.items() if value is not None}
         cache, ids = arguments.get("past_key_values"), arguments["input_ids"]
         if isinstance(cache, RetainedCache):

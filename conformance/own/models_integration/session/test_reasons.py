@@ -1,0 +1,99 @@
+"""What cannot be served is refused for its true reason, before anything is read."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    CLIPVisionConfig,
+    CodeGenConfig,
+    CodeGenForCausalLM,
+    GPTJConfig,
+    GPTJForCausalLM,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    RoFormerConfig,
+    RoFormerForCausalLM,
+)
+
+from conformance.own.models_integration.session.families import _GQA, _SIZES, METHODS, build, greedy, prepare, prompt
+from conformance.own.models_integration.session.ragged_checks import live_sets, method
+from spec.errors import SpecError
+
+_TABLE: dict[str, Any] = {"vocab_size": 61, "n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8}
+
+
+def wrapper() -> LlavaForConditionalGeneration:
+    vision = CLIPVisionConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=8
+    )
+    return LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=LlamaConfig(**_GQA)))
+
+
+MODELS: dict[str, tuple[Callable[[], Any], str]] = {
+    "GPT-J": (lambda: GPTJForCausalLM(GPTJConfig(**_TABLE)), "a table of sines"),
+    "CodeGen": (lambda: CodeGenForCausalLM(CodeGenConfig(**_TABLE)), "a table of sines"),
+    "RoFormer": (lambda: RoFormerForCausalLM(RoFormerConfig(**_SIZES, is_decoder=True)), "a table of sines"),
+    "LLaVA": (wrapper, "it hands embeddings, not input_ids, to its LlamaModel"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_is_refused_for_what_it_is(name: str) -> None:
+    make, words = MODELS[name]
+    with pytest.raises(SpecError, match=words) as caught:
+        METHODS["crystalcache"]()(make())
+    assert caught.value.argument == "model"
+
+
+def test_a_wrapper_s_language_model_is_served() -> None:
+    model: Any = prepare(wrapper()).get_decoder()
+    with METHODS["crystalcache"]()(model) as run, torch.no_grad():
+        model(input_ids=prompt(40))
+    assert run.kept is not None
+    assert len(run.kept) == 20
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # the name of the switch is about to change
+@pytest.mark.parametrize("when", ["before the context", "inside it"])
+def test_gradient_checkpointing_leaves_the_cache_out(when: str) -> None:
+    model = build("llama")
+    words = "gradient checkpointing in training leaves the cache out"
+    if when == "before the context":
+        model.gradient_checkpointing_enable()
+        model.train(True)
+        with pytest.raises(SpecError, match=words):
+            method("adakv")(model)
+        return
+    with method("adakv")(model) as run, torch.no_grad():
+        model.gradient_checkpointing_enable()
+        model.train(True)
+        with pytest.raises(SpecError, match=words):
+            model(input_ids=prompt(40))
+        model.train(False)  # then nothing is checkpointed
+        model(input_ids=prompt(40))
+        assert run.cache is not None
+
+
+def test_weights_of_heads_that_differ_have_no_shape() -> None:
+    model = build("llama", attention="eager")
+    with method("adakv")(model) as run, torch.no_grad():
+        first = model(input_ids=prompt(40), output_attentions=True)
+        assert [tuple(one.shape) for one in first.attentions] == [(1, 4, 40, 40)] * 3
+        assert run.cache is not None
+        before = live_sets(run.cache)
+        with pytest.raises(SpecError, match="output_attentions = True: heads that store different tokens"):
+            model(input_ids=prompt(1), past_key_values=run.cache, output_attentions=True)
+        assert live_sets(run.cache) == before
+        model(input_ids=prompt(1), past_key_values=run.cache)
+
+
+def test_guidance_reads_into_a_second_cache() -> None:
+    model = build("llama")
+    with METHODS["crystalcache"]()(model), pytest.raises(SpecError, match=r"guidance_scale = 2\.0: is not served"):
+        greedy(model, prompt(40), 3, guidance_scale=2.0)
+    with METHODS["crystalcache"]()(model):
+        greedy(model, prompt(40), 3, guidance_scale=1.0)
