@@ -83,6 +83,7 @@ class Session:
         self._method = method
         self._model = model
         self._architecture = describe(model)
+        self._parts = tuple(self._architecture.decoder.modules())
         self._check_mode({})
         check_handover(self._architecture, method.policy.scorer.needs, method.policy.granularity)
         self._names = tuple(inspect.signature(self._architecture.decoder.forward).parameters)
@@ -170,7 +171,7 @@ class Session:
         Raises:
             SpecError: otherwise.
         """
-        if self._model.training and getattr(self._model, "is_gradient_checkpointing", False):
+        if any(part.training and getattr(part, "gradient_checkpointing", False) for part in self._parts):
             reason = "gradient checkpointing in training leaves the cache out: turn it off, or model.eval()"
             raise SpecError("model", self._architecture.name, reason)
         cache, config = arguments.get("past_key_values"), self._architecture.config
