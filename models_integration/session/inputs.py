@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from models_integration.cache.ragged_layer import RaggedLayer
@@ -23,13 +22,14 @@ __all__ = [
 # Columns after which a segment ends: with its first forward, or when it is told to.
 ONE_FORWARD, OPEN = 0, sys.maxsize
 
-def check_mode(model: PreTrainedModel, architecture: Architecture, arguments: Mapping[str, Any]) -> None:
+def check_mode(architecture: Architecture, arguments: Mapping[str, Any]) -> None:
     """The model reads into its cache, and is not asked for weights that have no common shape.
 
     Raises:
         SpecError: otherwise.
     """
-    if model.training and getattr(model, "is_gradient_checkpointing", False):
+    decoder = architecture.decoder
+    if decoder.training and any(getattr(part, "gradient_checkpointing", False) for part in decoder.modules()):
         reason = "gradient checkpointing in training leaves the cache out: turn it off, or model.eval()"
         raise SpecError("model", architecture.name, reason)
     cache, config = arguments.get("past_key_values"), architecture.config

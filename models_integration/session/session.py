@@ -83,7 +83,7 @@ class Session:
         self._method = method
         self._model = model
         self._architecture = describe(model)
-        check_mode(model, self._architecture, {})
+        check_mode(self._architecture, {})
         check_handover(self._architecture, method.policy.scorer.needs, method.policy.granularity)
         self._names = tuple(inspect.signature(self._architecture.decoder.forward).parameters)
         self._call = NO_CALL
@@ -136,7 +136,7 @@ class Session:
         self._stream.begin()
         arguments = {**dict(zip(self._names, args, strict=False)), **kwargs}
         check_forward(arguments, getattr(self._architecture.config, "use_cache", True))
-        check_mode(self._model, self._architecture, arguments)
+        check_mode(self._architecture, arguments)
         arguments = {name: value for name, value in arguments.items() if value is not None}
         cache, ids = arguments.get("past_key_values"), arguments["input_ids"]
         if isinstance(cache, RetainedCache):
