@@ -26,7 +26,7 @@ def loss(model: PreTrainedModel, policy: RetentionPolicy, pieces: tuple[int, ...
     with policy(model) as run:
         total = model(input_ids=prompt(N)).logits.square().mean()
         assert run.cache is not None
-        for piece in torch.split(following, pieces, dim=1):
+        for piece in torch.split(following, list(pieces), dim=1):
             total = total + model(input_ids=piece, past_key_values=run.cache).logits.square().mean()
         return total, live_sets(run.cache)
 
@@ -39,7 +39,8 @@ def test_gradients_are_those_of_finite_differences(name: str, pieces: tuple[int,
     model, policy = build("gpt_neox", dtype=torch.float64), POLICIES[name]()
     model.requires_grad_(False)
     for layer in (0, 1):
-        weights = model.base_model.layers[layer].attention.query_key_value.weight
+        attention: Any = model.base_model.get_submodule(f"layers.{layer}.attention")
+        weights = attention.query_key_value.weight
         weights.requires_grad_(True)
         model.zero_grad()
         total, kept = loss(model, policy, pieces)

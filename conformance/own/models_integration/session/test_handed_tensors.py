@@ -126,7 +126,7 @@ def test_a_cache_whose_heads_differ_is_refused_wherever_it_is_read(read: str) ->
     cache.compact([Retention(kept, torch.arange(0, 19, 3).numpy(), PROMPT, Granularity.HEAD)])
     before = live_sets(cache)
     reader = StreamingLLM(20)(model) if read == "session" else layer_masks(model, cache)
-    with torch.no_grad(), pytest.raises(SpecError, match=OTHER), reader:  # type: ignore[attr-defined]
+    with torch.no_grad(), pytest.raises(SpecError, match=OTHER), reader:
         model(input_ids=prompt(1), past_key_values=cache)
     assert live_sets(cache) == before
     assert cache.get_seq_length() == PROMPT
@@ -143,7 +143,8 @@ def handing(change: Callable[[Tensor], Tensor], which: str) -> Callable[..., Any
                 return (change(keys), values) if which == "keys" else (keys, change(values))
 
         between = None if past_key_values is None else Between()
-        return own(module, *args, past_key_values=between, **options)  # type: ignore[arg-type]
+        replaced: Any = {**options, "past_key_values": between}
+        return own(module, *args, **replaced)  # type: ignore[arg-type]
 
     return forward
 
@@ -174,13 +175,14 @@ def test_looking_leaves_no_trace() -> None:
     calls: list[nn.Module] = []
     seen, state = [], torch.get_rng_state()
     model.base_model.register_forward_hook(lambda module, *_: calls.append(module))
-    model.base_model.layers[0].register_forward_hook(lambda *_: seen.append(1))
+    first: Any = model.base_model.get_submodule("layers.0")
+    first.register_forward_hook(lambda *_: seen.append(1))
     for _ in range(3):
         method("adakv")(model)
     assert model.training
     assert not calls
     assert not seen
-    assert len(model.base_model.layers[0]._forward_hooks) == 1
+    assert len(first._forward_hooks) == 1
     assert torch.equal(torch.get_rng_state(), state)
     model.train(False)
     check_continuation(model, "adakv")

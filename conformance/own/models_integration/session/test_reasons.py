@@ -50,7 +50,7 @@ def test_a_model_is_refused_for_what_it_is(name: str) -> None:
 
 
 def test_a_wrapper_s_language_model_is_served() -> None:
-    model: Any = prepare(wrapper()).get_decoder()
+    model: Any = prepare(wrapper()).get_decoder()  # type: ignore[no-untyped-call]
     with METHODS["crystalcache"]()(model) as run, torch.no_grad():
         model(input_ids=prompt(40))
     assert run.kept is not None
@@ -63,13 +63,13 @@ def test_gradient_checkpointing_leaves_the_cache_out(when: str) -> None:
     model = build("llama")
     words = "gradient checkpointing in training leaves the cache out"
     if when == "before the context":
-        model.gradient_checkpointing_enable()
+        model.gradient_checkpointing_enable()  # type: ignore[no-untyped-call]
         model.train(True)
         with pytest.raises(SpecError, match=words):
             method("adakv")(model)
         return
     with method("adakv")(model) as run, torch.no_grad():
-        model.gradient_checkpointing_enable()
+        model.gradient_checkpointing_enable()  # type: ignore[no-untyped-call]
         model.train(True)
         with pytest.raises(SpecError, match=words):
             model(input_ids=prompt(40))
