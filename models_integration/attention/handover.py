@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from models_integration.attention.capture import OTHER_TENSORS, Attended, observing
+from models_integration.cache.dense_layer import RetainedLayer
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import Architecture
@@ -90,6 +91,7 @@ class _Watcher:
         """A layer has attended."""
         index = cast(int, module.layer_idx)
         layer = self._cache.layers[index]
+        assert isinstance(layer, RetainedLayer)
         self.keys &= seen.key is layer.keys
         self.values &= seen.value is layer.values
         self.queries &= self._asked.setdefault(index, seen.query) is seen.query
