@@ -14,9 +14,9 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicLayer
 
 from models_integration.attention.capture import OTHER_TENSORS, Attended, observing
+from models_integration.cache.dense_layer import RetainedLayer
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import Architecture
@@ -91,7 +91,7 @@ class _Watcher:
         """A layer has attended."""
         index = cast(int, module.layer_idx)
         layer = self._cache.layers[index]
-        assert isinstance(layer, DynamicLayer)
+        assert isinstance(layer, RetainedLayer)
         self.keys &= seen.key is layer.keys
         self.values &= seen.value is layer.values
         self.queries &= self._asked.setdefault(index, seen.query) is seen.query
