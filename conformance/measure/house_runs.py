@@ -29,6 +29,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from models_integration import CrystalCache
+from models_integration.cli.loading import Loading
 from reference.injection.wrappers import Vocabulary
 
 __all__ = ["SCENARIOS", "entered"]
@@ -123,7 +124,7 @@ def compare_cell(files: set[str]) -> None:
     run, plan = found("run"), found("Plan")
     with TemporaryDirectory() as folder, redirect_stdout(StringIO()), redirect_stderr(StringIO()), watching(files):
         one = plan(("crystalcache",), ("0.3",), ("needle",), length=400, samples=1, controls=False)
-        run(one, "pocket", "numpy", Path(folder))
+        run(one, Loading(backend="numpy"), Path(folder), batch_size=1)
 
 
 def injection(files: set[str]) -> None:
