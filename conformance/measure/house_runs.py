@@ -123,7 +123,7 @@ def compare_cell(files: set[str]) -> None:
     """One cell on the pocket model, from its plan to its picture."""
     run, plan = found("run"), found("Plan")
     with TemporaryDirectory() as folder, redirect_stdout(StringIO()), redirect_stderr(StringIO()), watching(files):
-        one = plan(("crystalcache",), ("0.3",), ("needle",), length=400, samples=1, controls=False)
+        one = plan(("crystalcache",), ("0.3",), ("needle",), length=512, samples=1, controls=False)
         run(one, Loading(backend="numpy"), Path(folder), batch_size=1)
 
 

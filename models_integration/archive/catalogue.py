@@ -101,7 +101,7 @@ class Catalogue:
             which: says whether a row goes; asked while nobody else can write the list.
         """
         with self._file.alone():
-            if self._memory is None and self._expunged(which):
+            if self._memory is None and _expunged(self._file, which):
                 return
             rows = [row for row in self._readable() if not which(Entry(*row[:-1]))]
             self._file.destroy()
@@ -163,24 +163,25 @@ class Catalogue:
         except sqlite3.Error:
             return []
 
-    def _expunged(self, which: Callable[[Entry], bool]) -> bool:
-        """Whether the rows and all their bytes went; tried again in the room that is reserved."""
-        for full in (False, True):
-            with suppress(sqlite3.Error, ArchiveError, OSError):
-                if full:
-                    self._file.give_room()
-                self._file.open()
-                _expunge(self._file.rows, which)
-                self._file.seal()
-                return True
-        return False
-
 
 def _in_memory(entries: Iterable[Row]) -> sqlite3.Connection:
     rows = sqlite3.connect(":memory:", isolation_level=None)
     _create(rows)
     rows.executemany(f"INSERT INTO objects VALUES ({', '.join('?' * len(LAYOUT))})", entries)
     return rows
+
+
+def _expunged(file: SealedDatabase, which: Callable[[Entry], bool]) -> bool:
+    """Whether the rows and all their bytes went; tried again in the room that is reserved."""
+    for full in (False, True):
+        with suppress(sqlite3.Error, ArchiveError, OSError):
+            if full:
+                file.give_room()
+            file.open()
+            _expunge(file.rows, which)
+            file.seal()
+            return True
+    return False
 
 
 def _expunge(rows: sqlite3.Connection, which: Callable[[Entry], bool]) -> None:

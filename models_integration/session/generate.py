@@ -74,11 +74,11 @@ def _check(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> tuple[int | Non
 
     for name, reason in _GENERATE.items():
         value = effective(name)
-        if value is not None and value != "dynamic":
+        if value not in (None, "dynamic"):
             shown = value if isinstance(value, (int, str)) else type(value).__name__
             raise SpecError(name, shown, reason)
     guidance = effective("guidance_scale")
-    if guidance is not None and guidance != 1:
+    if guidance not in (None, 1):
         raise SpecError("guidance_scale", guidance, "is not served: it reads other tokens into a second cache")
     if effective("use_cache") is False:
         raise SpecError("use_cache", False, "must be on: there is no cache to compact")

@@ -22,8 +22,12 @@ __all__ = [
 # Columns after which a segment ends: with its first forward, or when it is told to.
 ONE_FORWARD, OPEN = 0, sys.maxsize
 
+
 def check_mode(architecture: Architecture, arguments: Mapping[str, Any]) -> None:
     """The model reads into its cache, and is not asked for weights that have no common shape.
+
+    Args:
+        arguments: of the forward, those that are given.
 
     Raises:
         SpecError: otherwise.
@@ -33,9 +37,9 @@ def check_mode(architecture: Architecture, arguments: Mapping[str, Any]) -> None
         reason = "gradient checkpointing in training leaves the cache out: turn it off, or model.eval()"
         raise SpecError("model", architecture.name, reason)
     cache, config = arguments.get("past_key_values"), architecture.config
-    asked = arguments.get("output_attentions")
+    asked = arguments.get("output_attentions", getattr(config, "output_attentions", False))
     ragged = isinstance(cache, RetainedCache) and any(isinstance(layer, RaggedLayer) for layer in cache.layers)
-    if ragged and (getattr(config, "output_attentions", False) if asked is None else asked):
+    if ragged and asked:
         raise SpecError("output_attentions", True, "heads that store different tokens have no weights of one shape")
 
 
@@ -53,7 +57,7 @@ def check_forward(arguments: Mapping[str, Any], default_use_cache: bool) -> None
         shown = (tuple(ids.shape), ids.dtype) if isinstance(ids, Tensor) else ids
         raise SpecError("input_ids", shown, "must be an integer tensor (rows, n)")
     use_cache = arguments.get("use_cache")
-    if use_cache is False or (use_cache is None and not default_use_cache):
+    if not (default_use_cache if use_cache is None else use_cache):
         raise SpecError("use_cache", False, "must be on: there is no cache to compact")
     cache = arguments.get("past_key_values")
     if cache is not None and not isinstance(cache, Cache):

@@ -136,8 +136,8 @@ class Session:
         self._stream.begin()
         arguments = {**dict(zip(self._names, args, strict=False)), **kwargs}
         check_forward(arguments, getattr(self._architecture.config, "use_cache", True))
-        check_mode(self._architecture, arguments)
         arguments = {name: value for name, value in arguments.items() if value is not None}
+        check_mode(self._architecture, arguments)
         cache, ids = arguments.get("past_key_values"), arguments["input_ids"]
         if isinstance(cache, RetainedCache):
             check_readable(self._architecture, cache)
@@ -188,14 +188,15 @@ class Session:
                 method.continuation.check_turn(method.policy, cache)
             elif cache is not None:
                 check_adoptable(cache)
-        if later:
-            span = later_span(self._architecture, arguments, cache, segment_end)
-        else:
+        if not later:
             span = first_span(self._architecture, arguments, before, segment_end)
+            self._stream.check_span(span)
+            return span
+        span = later_span(self._architecture, arguments, cache, segment_end)
         self._stream.check_span(span)
-        if later and span.padded:
+        if span.padded:
             method.continuation.check_padded(method.policy, cache)
-        if later and segment is None:
+        if segment is None:
             method.continuation.flush_pending(cache)
         return span
 
