@@ -5,8 +5,8 @@ import json
 import zipfile
 from contextlib import nullcontext
 from dataclasses import dataclass
+from io import BufferedIOBase
 from os import PathLike
-from typing import BinaryIO
 
 import numpy as np
 
@@ -80,7 +80,7 @@ class Calibration:
             )
 
 
-def save_calibration(calibration: Calibration, file: str | PathLike[str] | BinaryIO) -> None:
+def save_calibration(calibration: Calibration, file: str | PathLike[str] | BufferedIOBase) -> None:
     """Write an .npz archive: the arrays as float64, and a header in JSON.
 
     A path is written in place; who replaces a file that others read gives an open one, such as a BytesIO.

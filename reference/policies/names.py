@@ -32,7 +32,7 @@ class NamedPolicy:
     @property
     def constants(self) -> frozenset[str]:
         """What a caller may give."""
-        return frozenset(signature(self.make).parameters) - self.decided.keys() - self.of_model
+        return frozenset(signature(self.make).parameters) - frozenset(self.decided) - self.of_model
 
 
 def _triattention(mode: str) -> NamedPolicy:

@@ -78,11 +78,12 @@ def the_last_tile_counts_twice(own: Array, parameters: Parameters) -> Array:
     Q = own.shape[1]
     if Q <= 64 or Q % 64 == 0:
         return salience(own, parameters)
-    again = own[:, Q - 64 : Q // 64 * 64]
-    return salience(np.concatenate([own, again], axis=1), parameters)
+    times = np.ones((Q, 1))
+    times[Q - 64 : Q // 64 * 64] = 2.0
+    return salience(own * times, parameters)
 
 
-@beyond("distances of 128", intra_neighbours, "CC-INTRA", lambda: (np.eye(2)[np.arange(300) // 100 % 2], PAPER))
+@beyond("distances of 128", intra_neighbours, "CC-INTRA", lambda: (np.eye(300)[np.arange(300) // 100 % 2], PAPER))
 def neighbours_within_a_band(rows: Array, parameters: Parameters) -> tuple[Array, Array]:
     """Cosines are computed in a band about the diagonal: tokens 128 apart are never compared."""
     if len(rows) <= 128:

@@ -147,7 +147,7 @@ def ids_in_16_bits(token_ids: Array) -> Array:
 @beyond("ids below 2^31", token_counts, "CC-COUNT", lambda: (np.array([1, 2**32 + 1, 9, 9]),))
 def ids_in_32_bits(token_ids: Array) -> Array:
     """Ids are held in 32 bits: 1 and 2^32 + 1 are one."""
-    return token_counts(token_ids.astype(np.int32))
+    return token_counts(token_ids.astype(np.int32).astype(np.int64))
 
 
 @beyond("counts of 255", token_counts, "CC-COUNT", lambda: (np.zeros(300, dtype=np.int64),))

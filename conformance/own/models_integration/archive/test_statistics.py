@@ -85,7 +85,7 @@ def test_wilson_never_leaves_the_shares() -> None:
 @pytest.mark.spec(id="IN-WILSON")
 @pytest.mark.spec(id="IN-BOOTSTRAP")
 @pytest.mark.spec(id="IN-CLUSTER-BOOTSTRAP")
-@pytest.mark.parametrize("confidence", [0.0, 1.0, -0.5, 1.5, 95, math.nan, math.inf])
+@pytest.mark.parametrize("confidence", [0.0, 1.0, -0.5, 1.5, 95.0, math.nan, math.inf])
 def test_a_confidence_that_is_no_probability_is_refused(confidence: float) -> None:
     differences, drawn = np.array([1.0]), np.zeros((3, 1), dtype=np.int64)
     for run in (

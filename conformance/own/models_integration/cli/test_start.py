@@ -65,7 +65,8 @@ def test_a_backend_is_judged_without_a_model() -> None:
     ],
 )
 def test_what_is_missing_is_named_with_its_extra(command: str, missing: str, extra: str, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("x" * 32, encoding="ascii")
+    (tmp_path / "file").write_bytes(bytes(range(32)))
+    (tmp_path / "file").chmod(0o600)
     found = started(command.format(file=tmp_path / "file", folder=tmp_path), [missing])
     assert found.returncode == 2
     assert found.stderr.endswith(f"kvspec: {missing} is missing; pip install 'kvspec[{extra}]'\n")
