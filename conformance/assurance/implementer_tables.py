@@ -4,6 +4,7 @@
 """
 
 import ast
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -87,9 +88,11 @@ class Judged:
 
 def units(item: str) -> str:
     """A relative bound of `conformance.tolerances`, in units of u."""
-    n = BOUNDS[item, "float64"].units
+    bound = BOUNDS[item, "float64"]
+    n, absolute = bound.units, bound.absolute
     power = int(n).bit_length() - 1
-    return f"relative `{'2^' + str(power) if n >= 2**13 else int(n)} u`"
+    relative = f"relative `{'2^' + str(power) if n >= 2**13 else int(n)} u`"
+    return f"{relative}, or absolute `2^{int(math.log2(absolute))}`" if absolute else relative
 
 
 STATE_FLOATS = ("impact", "trunk_impact", "D", "weights", "mu", "sigma")

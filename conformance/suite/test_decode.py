@@ -2,6 +2,7 @@
 
 import pickle
 from dataclasses import replace
+from decimal import Decimal, localcontext
 
 import numpy as np
 import pytest
@@ -123,6 +124,19 @@ def test_a_trunk_without_an_edge_has_D_of_degree_0(mu: int, sigma: int, p: Cryst
     assert found <= 0.5
     if p.graph == "degree" and mu == 0:
         assert found == 0.5
+
+
+@pytest.mark.spec(id="CC-TAIL-D")
+@pytest.mark.usefixtures("reference_items")
+@pytest.mark.parametrize("s", [5.0, 40.0])
+@pytest.mark.parametrize("mu", [0.125, 3.125, 7.0, 17.0])
+def test_D_of_degree_0_in_decimals(s: float, mu: float) -> None:
+    """x = s mu / sigma from 1.7 to 1813: D runs through all sizes, down to 0."""
+    with localcontext() as digits:
+        digits.prec = 60
+        power = (-Decimal(s) * Decimal(mu) / Decimal("0.375")).exp()
+        want = float(power / (1 + power))
+    assert tolerances.close("CC-TAIL-D", [tail.edgeless_D(mu, 0.375, replace(PAPER, s=s))], [want])
 
 
 @pytest.mark.spec(id="CC-TAIL-TRUNKS")
