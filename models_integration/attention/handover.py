@@ -48,14 +48,13 @@ def check_handover(architecture: Architecture, needs: Needs, granularity: Granul
 
 
 def check_readable(architecture: Architecture, cache: RetainedCache) -> None:
-    """The model can read this cache, which may store different tokens in its layers or heads.
+    """The model can read this cache, whose layers or heads store different tokens.
 
     Raises:
         SpecError: otherwise.
     """
-    if cache.layers_differ:
-        ragged = any(isinstance(layer, RaggedLayer) for layer in cache.full_layers)
-        _check_apart(architecture, Granularity.HEAD if ragged else Granularity.LAYER)
+    ragged = any(isinstance(layer, RaggedLayer) for layer in cache.full_layers)
+    _check_apart(architecture, Granularity.HEAD if ragged else Granularity.LAYER)
 
 
 def _check_apart(architecture: Architecture, granularity: Granularity) -> None:

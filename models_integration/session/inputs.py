@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from models_integration.attention.handover import check_readable
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import Architecture
@@ -24,7 +25,7 @@ ONE_FORWARD, OPEN = 0, sys.maxsize
 
 
 def check_mode(architecture: Architecture, arguments: Mapping[str, Any]) -> None:
-    """The model reads into its cache, and is not asked for weights that have no common shape.
+    """The model reads into its cache, can read what is in it, and is not asked for weights that have no common shape.
 
     Args:
         arguments: of the forward, those that are given.
@@ -37,10 +38,11 @@ def check_mode(architecture: Architecture, arguments: Mapping[str, Any]) -> None
         reason = "gradient checkpointing in training leaves the cache out: turn it off, or model.eval()"
         raise SpecError("model", architecture.name, reason)
     cache, config = arguments.get("past_key_values"), architecture.config
-    asked = arguments.get("output_attentions", getattr(config, "output_attentions", False))
-    ragged = isinstance(cache, RetainedCache) and any(isinstance(layer, RaggedLayer) for layer in cache.layers)
-    if ragged and asked:
-        raise SpecError("output_attentions", True, "heads that store different tokens have no weights of one shape")
+    if isinstance(cache, RetainedCache) and cache.layers_differ:
+        asked = arguments.get("output_attentions", getattr(config, "output_attentions", False))
+        if asked and any(isinstance(layer, RaggedLayer) for layer in cache.layers):
+            raise SpecError("output_attentions", True, "heads that store different tokens have no weights of one shape")
+        check_readable(architecture, cache)
 
 
 def check_forward(arguments: Mapping[str, Any], default_use_cache: bool) -> None:

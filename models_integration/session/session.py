@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from models_integration.attention.capture import observing
-from models_integration.attention.handover import check_handover, check_readable
+from models_integration.attention.handover import check_handover
 from models_integration.attention.untraced import untraced
 from models_integration.cache.retained_cache import RetainedCache, check_adoptable
 from models_integration.model.architecture import BUSY, Architecture, check_free, describe
@@ -139,8 +139,6 @@ class Session:
         arguments = {name: value for name, value in arguments.items() if value is not None}
         check_mode(self._architecture, arguments)
         cache, ids = arguments.get("past_key_values"), arguments["input_ids"]
-        if isinstance(cache, RetainedCache):
-            check_readable(self._architecture, cache)
         if self._block == "reading()":
             forward = _reading(self._method, self._architecture, cache, arguments)
         elif isinstance(cache, RetainedCache) and self._is_step(cache, ids):
