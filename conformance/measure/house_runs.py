@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from models_integration import CrystalCache
-from models_integration.cli.loading import Loading
+from models_integration.studies.subject import Loading
 from reference.injection.wrappers import Vocabulary
 
 __all__ = ["SCENARIOS", "entered"]

@@ -70,8 +70,8 @@ def compare(
     number is the value. Exit code 1 where a control fails: the comparison then does not measure retention.
     """
     from models_integration.cli.compare import run
-    from models_integration.cli.loading import Loading
     from models_integration.studies.compare.plan import Plan
+    from models_integration.studies.subject import Loading
 
     parts = names_of("policies", policies), names_of("budgets", budgets), names_of("tasks", tasks)
     plan = Plan(*parts, length, samples, seed, placement, controls)
@@ -93,8 +93,8 @@ def demo(
         " run goes on from there.", flush=True,
     )
     from models_integration.cli.compare import run
-    from models_integration.cli.loading import Loading
     from models_integration.studies.compare.plan import Plan
+    from models_integration.studies.subject import Loading
 
     run(Plan(), Loading("pocket", backend, device, dtype, attn), out, batch_size)
 
@@ -121,8 +121,8 @@ def sweep(
 
     About a minute with the defaults on two CPU cores. A second run skips what is stored.
     """
-    from models_integration.cli.loading import Loading
     from models_integration.cli.sweep import run
+    from models_integration.studies.subject import Loading
     from models_integration.studies.sweep.plan import Plan
 
     plan = Plan(grid, budget, names_of("tasks", tasks), length, samples, seed)
@@ -142,7 +142,7 @@ def calibrate(
     Then: kvspec compare --policies triattention --calibration calibration.npz
     """
     from models_integration.cli.calibrate import run
-    from models_integration.cli.loading import Loading
+    from models_integration.studies.subject import Loading
 
     run(text, out, tokens, Loading(model, device=device, dtype=dtype, attn=attn))
 
@@ -157,7 +157,7 @@ def compress(
 ) -> None:
     """Compact one prompt with CrystalCache, and say what was kept."""
     from models_integration.cli.compress import run
-    from models_integration.cli.loading import Loading
+    from models_integration.studies.subject import Loading
 
     run(prompt, budget, Loading(model, backend, device, dtype, attn), explain)
 

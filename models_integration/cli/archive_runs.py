@@ -11,7 +11,7 @@ from models_integration.archive.library import Library, vocabulary_of
 from models_integration.archive.store import Archive
 from models_integration.attention.layer_masks import layer_masks
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.studies.subject import Subject, load_subject
+from models_integration.studies.subject import Loading, Subject
 from spec.errors import SpecError
 
 __all__ = ["run_forget", "run_gc", "run_get", "run_inject", "run_list", "run_put", "run_verify"]
@@ -26,7 +26,7 @@ def run_put(
         chunk = text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError("TEXT", str(text), f"must be a readable text file: {error}") from error
-    subject = load_subject(model, "numpy")
+    subject = Loading(model, "numpy").subject()
     method = None if policy is None else subject.policy(policy, budget)
     with Archive(folder, _keyring(folder, master_key)) as archive:
         library = _library(archive, subject, tenant)
@@ -35,7 +35,7 @@ def run_put(
 
 def run_get(key: str, model: str, tenant: str, folder: Path, master_key: Path | None) -> None:
     """Prove one chunk and say what it is."""
-    subject = load_subject(model, "numpy")
+    subject = Loading(model, "numpy").subject()
     with _existing(folder, master_key) as archive:
         library = _library(archive, subject, tenant)
         chunk, stored = library.get(key), archive.get(key, tenant)
@@ -66,7 +66,7 @@ def run_inject(
     """Answer behind spliced chunks."""
     if new_tokens < 1:
         raise SpecError("new_tokens", new_tokens, "must be at least 1")
-    subject = load_subject(model, "numpy")
+    subject = Loading(model, "numpy").subject()
     before, after = subject.tokenizer(session).input_ids, _plain_ids(subject, ask)
     if not after:
         raise SpecError("ask", ask, "must hold at least one token")

@@ -7,8 +7,8 @@ from rich.console import Console
 
 from models_integration.cache.atomic_file import publish_readable
 from models_integration.cli.checks import check_file, read_text
-from models_integration.cli.loading import Loading
 from models_integration.policies.calibration import calibrate
+from models_integration.studies.subject import Loading
 from reference.calibration import save_calibration
 from spec.errors import SpecError
 
@@ -25,7 +25,6 @@ def run(text: Path, out: Path, tokens: int, loading: Loading) -> None:
     if tokens < 1:
         raise SpecError("tokens", tokens, "must be at least 1")
     check_file("out", out)
-    loading.check()
     subject = loading.subject()
     if not subject.tokenizer(read, add_special_tokens=False).input_ids:
         raise SpecError("TEXT", str(text), "must hold a token of the model, and holds none")

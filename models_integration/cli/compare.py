@@ -14,12 +14,11 @@ from models_integration.cli.checks import (
     check_policies,
     check_samples,
 )
-from models_integration.cli.loading import Loading
 from models_integration.cli.progress import progress_bar
 from models_integration.studies.compare.plan import FULL, Plan, cells
 from models_integration.studies.compare.report import comparison_tables, control_table, failed_controls, write_report
 from models_integration.studies.compare.run import run_plan, stored_cells
-from models_integration.studies.subject import Subject
+from models_integration.studies.subject import Loading, Subject
 
 __all__ = ["run"]
 
@@ -61,7 +60,6 @@ def _checked(plan: Plan, loading: Loading, out: Path, batch_size: int, calibrati
         check_budgets("budgets", plan.budgets, plan.length, ", ".join(limited) or "every control")
     statistics = calibration_of(plan.policies, calibration)
     check_folder("out", out, RESULTS)
-    loading.check()
     subject = replace(loading.subject(), calibration=statistics)
     check_samples(subject, plan.tasks, plan.length, plan.samples, plan.seed)
     check_policies(subject, plan.policies, map(plan.tokens, plan.budgets))

@@ -8,9 +8,9 @@ from rich.console import Console
 from models_integration.cache.atomic_file import publish_readable
 from models_integration.cli.checks import check_file, read_text
 from models_integration.cli.explain import explain_html
-from models_integration.cli.loading import Loading
 from models_integration.policies.methods import CrystalCache
 from models_integration.policies.prefill import prefill
+from models_integration.studies.subject import Loading
 from spec.budget import parse_budget
 from spec.records import CrystalRetention
 
@@ -23,7 +23,6 @@ def run(prompt: Path, budget: str, loading: Loading, explain: Path | None) -> No
     parse_budget(budget)
     if explain is not None:
         check_file("explain", explain)
-    loading.check()
     subject = loading.subject()
     method = CrystalCache(budget, sentence_ends=subject.sentence_ends, backend=loading.backend)
     ids = subject.tokenizer(text, return_tensors="pt").input_ids.to(subject.model.device)

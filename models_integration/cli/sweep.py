@@ -5,8 +5,8 @@ from pathlib import Path
 from rich.console import Console
 
 from models_integration.cli.checks import check_batch_size, check_budgets, check_folder, check_samples
-from models_integration.cli.loading import Loading
 from models_integration.cli.progress import progress_bar
+from models_integration.studies.subject import Loading
 from models_integration.studies.sweep.plan import GRIDS, Plan
 from models_integration.studies.sweep.report import sweep_tables, write_report
 from models_integration.studies.sweep.run import run_plan
@@ -24,7 +24,6 @@ def run(plan: Plan, loading: Loading, out: Path, batch_size: int) -> None:
     check_batch_size(batch_size)
     check_budgets("budget", (plan.budget,), plan.length, "every variant")
     check_folder("out", out, "sweep.jsonl")
-    loading.check()
     subject = loading.subject()
     check_samples(subject, plan.tasks, plan.length, plan.samples, plan.seed)
     about = f"{subject.name}, {plan.length} tokens, B = {plan.tokens} ({plan.budget}), n = {plan.samples}"

@@ -18,7 +18,7 @@ from reference.calibration import Calibration
 from spec.errors import SpecError
 from spec.validate import check_choices
 
-__all__ = ["ATTENTION", "AUTO", "DTYPES", "Subject", "check_loading", "load_subject"]
+__all__ = ["ATTENTION", "AUTO", "DTYPES", "Loading", "Subject"]
 
 SHIPPED = {"pocket": ASSETS, "chat": CHAT_ASSETS}
 AUTO = "auto"
@@ -63,57 +63,61 @@ class Subject:
         return policy.knowing(self.identity) if isinstance(policy, Published) and "calibration" in known else policy
 
 
-def check_loading(backend: str, device: str = "cpu", dtype: str = AUTO, attn: str = AUTO) -> None:
-    """What `load_subject` is told, as far as it can be judged without a model.
+@dataclass(frozen=True)
+class Loading:
+    """Which model, and how it is loaded.
 
-    Raises:
-        SpecError: for an unknown dtype or attention, or a device that is not here.
-        BackendUnavailable: when the backend cannot run here.
-    """
-    check_choices("dtype", (dtype,), DTYPES)
-    check_choices("attn", (attn,), ATTENTION)
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        here = ", ".join(["cpu", *(f"cuda:{at}" for at in range(torch.cuda.device_count()))])
-        raise SpecError("device", device, f"is not here; PyTorch sees {here}") from error
-    CrystalCache(sentence_ends={0}, backend=backend)
-
-
-def load_subject(
-    model: str, backend: str, device: str = "cpu", dtype: str = AUTO, attn: str = AUTO,
-) -> Subject:
-    """The model by name or path, with its tokenizer and what a comparison must know of both.
-
-    Args:
+    Attributes:
         model: "pocket", "chat", or a causal language model by folder or hub name.
         backend: whose code decides.
         device: where PyTorch puts the model.
         dtype: of its parameters; "auto" as they are stored.
         attn: how transformers computes attention; "auto" as the model prefers. Another one is part of the label.
-
-    Raises:
-        SpecError: as `check_loading`, and for a model that cannot be loaded.
-        BackendUnavailable: as `check_loading`.
     """
-    check_loading(backend, device, dtype, attn)
-    disable_progress_bar()  # type: ignore[no-untyped-call]  # it says nothing of ours, and would tear our own
-    try:
-        loaded, tokenizer = _loaded(model, dtype, attn)
-    except SpecError:
-        raise
-    except Exception as error:  # of transformers, the hub, files and tokenizers: all that can be wrong with a model
-        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        way_out = f"{' or '.join(map(repr, SHIPPED))}, a folder with a causal language model, or its name on the hub"
-        raise SpecError("model", model, f"cannot be loaded ({first.strip()}); give {way_out}") from error
-    loaded.to(device)
-    loaded.train(False)
-    ends = loaded.generation_config.eos_token_id
-    stop = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    sentences = sentence_ends(tokenizer)
-    chosen = CrystalCache(sentence_ends=sentences, backend=backend).backend
-    label = Path(model).name if attn == AUTO else f"{Path(model).name}+{attn}"
-    return Subject(label, loaded, tokenizer, sentences, chosen, frozenset(stop))
+
+    model: str = "pocket"
+    backend: str = AUTO
+    device: str = "cpu"
+    dtype: str = AUTO
+    attn: str = AUTO
+
+    def _check(self) -> None:
+        """Refuse what can be refused before the model is read."""
+        check_choices("dtype", (self.dtype,), DTYPES)
+        check_choices("attn", (self.attn,), ATTENTION)
+        try:
+            torch.empty(0, device=self.device)
+        except (RuntimeError, AssertionError, NotImplementedError) as error:
+            here = ", ".join(["cpu", *(f"cuda:{at}" for at in range(torch.cuda.device_count()))])
+            raise SpecError("device", self.device, f"is not here; PyTorch sees {here}") from error
+        CrystalCache(sentence_ends={0}, backend=self.backend)
+
+    def subject(self) -> Subject:
+        """The model, with its tokenizer and what a comparison must know of both.
+
+        Raises:
+            SpecError: for an unknown dtype or attention, a device that is not here, or a model that cannot be loaded.
+            BackendUnavailable: when the backend cannot run here.
+        """
+        self._check()
+        disable_progress_bar()  # type: ignore[no-untyped-call]  # it says nothing of ours, and would tear our own
+        try:
+            loaded, tokenizer = _loaded(self.model, self.dtype, self.attn)
+        except SpecError:
+            raise
+        except Exception as error:  # of transformers, the hub, files and tokenizers: all that can be wrong with a model
+            first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            shipped = " or ".join(map(repr, SHIPPED))
+            way_out = f"give {shipped}, a folder with a causal language model, or its name on the hub"
+            raise SpecError("model", self.model, f"cannot be loaded ({first.strip()}); {way_out}") from error
+        loaded.to(self.device)
+        loaded.train(False)
+        ends = loaded.generation_config.eos_token_id
+        stop = ends if isinstance(ends, list) else [] if ends is None else [ends]
+        sentences = sentence_ends(tokenizer)
+        chosen = CrystalCache(sentence_ends=sentences, backend=self.backend).backend
+        label = Path(self.model).name if self.attn == AUTO else f"{Path(self.model).name}+{self.attn}"
+        return Subject(label, loaded, tokenizer, sentences, chosen, frozenset(stop))
 
 
 def _loaded(model: str, dtype: str, attn: str) -> tuple[Any, Any]:

@@ -32,7 +32,7 @@ from models_integration.pocket.training.chat import CLOSE, asked_behind
 from models_integration.pocket.training.facts import is_held_out_value
 from models_integration.pocket.training.talk import KINDS
 from models_integration.studies.results import Row
-from models_integration.studies.subject import Subject, load_subject
+from models_integration.studies.subject import Loading, Subject
 from reference.statistics import mcnemar_power
 from spec.errors import SpecError
 
@@ -41,7 +41,7 @@ FEW = Plan(2, ("text", "text, full", "raw", "full", "A", "B", "C", "D"), first=2
 
 @pytest.fixture(scope="module")
 def subject(one_thread: None) -> Subject:
-    return load_subject("chat", "numpy")
+    return Loading("chat", "numpy").subject()
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from conformance.measure.studies.decode.rules import ARMS, BASES, T_BREATH
 from conformance.measure.studies.decode.run import blocks, hold, read_block, read_prompt, run_plan
 from models_integration.policies.methods import CrystalCache
 from models_integration.studies.results import load_rows
-from models_integration.studies.subject import Subject, load_subject
+from models_integration.studies.subject import Loading, Subject
 from reference.crystalcache import empty_state, extend
 from spec.budget import parse_budget
 from spec.errors import SpecError
@@ -32,7 +32,7 @@ SMALL = Plan(samples=2, tokens=TOKENS, arms=("full", "tight: on", "tight: window
 
 @pytest.fixture(scope="module")
 def subject(one_thread: None) -> Subject:
-    return load_subject("pocket", "numpy")
+    return Loading("pocket", "numpy").subject()
 
 
 def test_a_conversation_has_its_facts_where_its_strata_are(subject: Subject) -> None:

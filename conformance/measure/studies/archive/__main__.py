@@ -18,7 +18,7 @@ from conformance.measure.studies.archive.rules import ARMS
 from conformance.measure.studies.archive.run import run_plan
 from models_integration.cli.progress import progress_bar
 from models_integration.pocket.training.talk import KINDS
-from models_integration.studies.subject import load_subject
+from models_integration.studies.subject import Loading
 from spec.errors import SpecError
 
 __all__ = ["main"]
@@ -46,7 +46,7 @@ def run(plan: Plan, rounds: int, out: Path) -> None:
     """Run the plan and time the first token in `rounds` rounds."""
     console = Console()
     torch.set_num_threads(1)  # for models this small, more threads wait more than they work
-    subject = load_subject("chat", "numpy")
+    subject = Loading("chat", "numpy").subject()
     talks, pins = talks_and_pins(subject, plan)
     console.print(f"{subject.name}; pins " + ", ".join(f"{cut} {each.digest[:16]}" for cut, each in pins.items()))
     with progress_bar(console, plan.conversations * len(KINDS) + rounds * len(COUNTS)) as progress:

@@ -17,7 +17,7 @@ from conformance.measure.studies.decode.report import markdown
 from conformance.measure.studies.decode.rules import ARMS
 from conformance.measure.studies.decode.run import run_plan
 from models_integration.cli.progress import progress_bar
-from models_integration.studies.subject import load_subject
+from models_integration.studies.subject import Loading
 
 __all__ = ["main"]
 
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     arms = tuple(name.strip() for name in options.arms.split(",") if name.strip())
     plan, out, console = Plan(options.samples, options.tokens, arms or tuple(ARMS)), options.out, Console()
-    subject = load_subject("pocket", options.backend)
+    subject = Loading("pocket", options.backend).subject()
     console.print(f"{subject.name}, {plan.tokens} streamed tokens, n = {plan.samples}, backend {subject.backend}")
     with progress_bar(console, plan.samples * len(plan.arms) + options.contexts * STEPS) as progress:
         rows = list(run_plan(subject, plan, out / "study.jsonl", progress))

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from models_integration import cli
 from models_integration.cli.app import app
 from models_integration.cli.progress import progress_bar
-from models_integration.studies.subject import load_subject
+from models_integration.studies.subject import Loading
 
 SHORT = ("--length", "200", "--samples", "1", "--tasks", "needle", "--budgets", "0.9", "--backend", "numpy")
 
@@ -139,7 +139,7 @@ def test_progress_is_lines_where_there_is_no_terminal() -> None:
 
 
 def test_a_model_is_loaded_as_it_is_told() -> None:
-    plain, other = load_subject("pocket", "numpy"), load_subject("pocket", "numpy", "cpu", "float64", "eager")
+    plain, other = Loading("pocket", "numpy").subject(), Loading("pocket", "numpy", "cpu", "float64", "eager").subject()
     assert other.model.dtype.itemsize == 8
     assert other.model.config._attn_implementation == "eager"
     assert other.name.startswith("pocket+eager@")

@@ -23,7 +23,7 @@ from models_integration.model.identity import CHUNK_BYTES, identify
 from models_integration.pocket import load_pocket
 from models_integration.policies.calibration import calibrate
 from models_integration.studies.results import load_rows
-from models_integration.studies.subject import load_subject
+from models_integration.studies.subject import Loading
 from reference.calibration import save_calibration
 from reference.injection.wrappers import Vocabulary
 from spec.errors import SpecError
@@ -155,7 +155,7 @@ def test_a_model_with_other_values_behind_the_first_is_another_model_everywhere(
 
 
 def test_a_row_names_the_whole_model() -> None:
-    subject = load_subject("pocket", "numpy")
+    subject = Loading("pocket", "numpy").subject()
     assert replace(subject, model=copy.deepcopy(subject.model)).name == subject.name
     assert replace(subject, model=negate(copy.deepcopy(subject.model))).name != subject.name
 

@@ -32,7 +32,7 @@ from models_integration.studies.compare.report import (
 from models_integration.studies.compare.rules import verdict
 from models_integration.studies.compare.run import run_cell, run_plan
 from models_integration.studies.results import find_row, load_rows
-from models_integration.studies.subject import Subject, load_subject
+from models_integration.studies.subject import Loading, Subject
 from models_integration.tasks import draw_sample, place, score
 from reference.statistics import wilson
 from spec.errors import SpecError
@@ -43,7 +43,7 @@ SMALL = Plan(budgets=("0.9",), tasks=("needle",), length=200, samples=2)
 
 @pytest.fixture(scope="module")
 def subject() -> Subject:
-    return load_subject("pocket", "numpy")
+    return Loading("pocket", "numpy").subject()
 
 
 def silent(what: str) -> None:

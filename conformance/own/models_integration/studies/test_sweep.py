@@ -11,7 +11,7 @@ pytest.importorskip("transformers", reason="the sweep drives transformers models
 from typer.testing import CliRunner
 
 from models_integration.cli.app import app
-from models_integration.studies.subject import Subject, load_subject
+from models_integration.studies.subject import Loading, Subject
 from models_integration.studies.sweep.plan import BASE, GRIDS, Plan
 from models_integration.studies.sweep.report import against_base, markdown, write_report
 from models_integration.studies.sweep.run import run_plan, run_variant
@@ -23,7 +23,7 @@ SMALL = Plan(grid="extensions", budget="0.9", tasks=("needle",), length=200, sam
 
 @pytest.fixture(scope="module")
 def subject() -> Subject:
-    return load_subject("pocket", "numpy")
+    return Loading("pocket", "numpy").subject()
 
 
 def test_the_grid_of_appendix_a_holds_its_values_one_at_a_time() -> None:
