@@ -1,11 +1,14 @@
-"""What the reports of both studies share: titles, files that belong to one plan, tables and panels of shares."""
+"""What studies show of themselves: how far they are, titles, files that belong to one plan, tables and pictures."""
 
 import csv
 import hashlib
 import io
 import json
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +16,53 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from models_integration.cache.atomic_file import publish_readable
 
 __all__ = [
-    "TITLES", "csv_text", "digest_of", "fits", "markdown_text", "new_figure", "save", "shares", "table_of", "title_of",
-    "wrapped_name",
+    "TITLES", "csv_text", "digest_of", "fits", "markdown_text", "new_figure", "progress_bar", "save", "shares",
+    "table_of", "title_of", "wrapped_name",
 ]
 
 TITLES = {"needle": "Needle", "delayed_association": "Delayed association"}
 
 _INCH_LETTERS = 11
 """Letters of a title in an inch."""
+_LINE_EVERY = 5.0
+"""Seconds between two lines."""
+
+
+@contextmanager
+def progress_bar(console: Console, total: int, every: float = _LINE_EVERY) -> Iterator[Callable[[str], None]]:
+    """Progress of `total` parts; call what it gives once for each part, with what was done.
+
+    A bar in a terminal, elsewhere a line every few seconds.
+    """
+    if not console.is_terminal:
+        yield _Lines(console, total, every)
+        return
+    columns = (TextColumn("{task.description:40}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task("", total=total)
+        yield lambda what: progress.update(bar, advance=1, description=what)
+
+
+class _Lines:
+    """One line at the first part, at the last, and every few seconds between them."""
+
+    def __init__(self, console: Console, total: int, every: float) -> None:
+        self._console, self._total, self._every = console, total, every
+        self._done, self._start, self._said = 0, time.monotonic(), -every
+
+    def __call__(self, what: str) -> None:
+        self._done += 1
+        spent = time.monotonic() - self._start
+        if self._done in (1, self._total) or spent - self._said >= self._every:
+            self._said = spent
+            left = timedelta(seconds=round(spent / self._done * (self._total - self._done)))
+            self._console.print(f"{self._done}/{self._total}  {what}  {left} to go", highlight=False, soft_wrap=True)
 
 
 def title_of(task: str) -> str:

@@ -16,8 +16,8 @@ from conformance.measure.studies.archive.plan import Plan, talks_and_pins
 from conformance.measure.studies.archive.report import markdown
 from conformance.measure.studies.archive.rules import ARMS
 from conformance.measure.studies.archive.run import run_plan
-from models_integration.cli.progress import progress_bar
 from models_integration.pocket.training.talk import KINDS
+from models_integration.studies.report import progress_bar
 from models_integration.studies.subject import Loading
 from spec.errors import SpecError
 

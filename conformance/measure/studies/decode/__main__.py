@@ -16,7 +16,7 @@ from conformance.measure.studies.decode.predictions import STEPS, predictions
 from conformance.measure.studies.decode.report import markdown
 from conformance.measure.studies.decode.rules import ARMS
 from conformance.measure.studies.decode.run import run_plan
-from models_integration.cli.progress import progress_bar
+from models_integration.studies.report import progress_bar
 from models_integration.studies.subject import Loading
 
 __all__ = ["main"]

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from models_integration import cli
 from models_integration.cli.app import app
-from models_integration.cli.progress import progress_bar
+from models_integration.studies.report import progress_bar
 from models_integration.studies.subject import Loading
 
 SHORT = ("--length", "200", "--samples", "1", "--tasks", "needle", "--budgets", "0.9", "--backend", "numpy")
