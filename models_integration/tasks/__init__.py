@@ -1,6 +1,6 @@
 """Retrieval tasks: needle and delayed association, token-exact and seeded, for any tokenizer."""
 
-from models_integration.tasks.assembly import TaskTokenizer
+from models_integration.tasks.assembly import Filler, TaskTokenizer
 from models_integration.tasks.samples import (
     DEFAULT_PLACEMENT,
     DENSITIES,
@@ -17,7 +17,7 @@ from models_integration.tasks.samples import (
     place,
     score,
 )
-from models_integration.tasks.sentences import DEFAULT_FILLER, Filler
+from models_integration.tasks.sentences import DEFAULT_FILLER
 
 __all__ = [
     "DEFAULT_FILLER", "DEFAULT_PLACEMENT", "DENSITIES", "DEPTHS", "MAX_NEW_TOKENS", "PLACEMENTS", "TASKS", "Filler",

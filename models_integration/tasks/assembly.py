@@ -1,4 +1,4 @@
-"""Puts sentences into filler so that the whole has exactly the wanted number of tokens.
+"""The forms of sentences, and how they are put into filler so that the whole has exactly the wanted number of tokens.
 
 Sentences are tokenized one by one and their ids are joined, which makes every count exact for every tokenizer.
 Filler is made of whole sentences: the last few are chosen so that their lengths add up. Only where no choice of
@@ -8,15 +8,15 @@ sentences adds up (a handful of tokens) is one cut short.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from models_integration.tasks.sentences import Filler
 from spec.errors import SpecError
 
 __all__ = [
-    "Anchor", "Assembled", "FillerStream", "TaskTokenizer", "assemble", "decode", "encode", "joiner", "opening_ids",
+    "Anchor", "Assembled", "FactTemplate", "Filler", "FillerStream", "TaskTokenizer", "TopicTemplate", "assemble",
+    "decode", "encode", "joiner", "opening_ids",
 ]
 
 _PROBE = "The end."
@@ -30,6 +30,46 @@ class TaskTokenizer(Protocol):
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str | list[str]: ...
+
+
+Filler: TypeAlias = Sequence[str]
+"""Sentences of generic prose that carry no fact a question asks for; tasks repeat them up to the wanted length."""
+
+
+@dataclass(frozen=True)
+class FactTemplate:
+    """One form of a critical fact.
+
+    Attributes:
+        name: a short stable identifier, reported in results.
+        fact: the sentence, with the fields `{key}` and `{value}`.
+        question: what is asked about it, with the field `{key}`.
+        key: the subject of the fact that is asked for.
+        other_keys: subjects for distractor facts, which carry other values.
+    """
+
+    name: str
+    fact: str
+    question: str
+    key: str
+    other_keys: tuple[str, ...]
+
+    def state(self, value: int | str, key: str | None = None) -> str:
+        """The fact as a sentence about `key`, by default the template's own."""
+        return self.fact.format(key=self.key if key is None else key, value=value)
+
+    def ask(self, key: str | None = None) -> str:
+        """The question about `key`, by default the template's own."""
+        return self.question.format(key=self.key if key is None else key)
+
+
+@dataclass(frozen=True)
+class TopicTemplate:
+    """A fact about a topic and the two pools of mentions that keep the topic alive (Appendix B.1)."""
+
+    fact: FactTemplate
+    high_density: tuple[str, ...]
+    low_density: tuple[str, ...]
 
 
 @dataclass(frozen=True)

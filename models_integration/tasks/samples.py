@@ -10,7 +10,17 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from models_integration.tasks.assembly import Anchor, TaskTokenizer, assemble, decode, encode, joiner
+from models_integration.tasks.assembly import (
+    Anchor,
+    FactTemplate,
+    Filler,
+    TaskTokenizer,
+    TopicTemplate,
+    assemble,
+    decode,
+    encode,
+    joiner,
+)
 from models_integration.tasks.sentences import (
     ALL_VALUES,
     DEFAULT_FILLER,
@@ -18,9 +28,6 @@ from models_integration.tasks.sentences import (
     NEEDLE_TEMPLATES,
     QUESTION_FRAME,
     TOPIC_TEMPLATES,
-    FactTemplate,
-    Filler,
-    TopicTemplate,
 )
 from spec.errors import SpecError
 

@@ -5,55 +5,16 @@ paper, word for word. Section 4.2 prints two of its five needle templates; the o
 their form: one subject, one four-digit value.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from models_integration.tasks.assembly import FactTemplate, Filler, TopicTemplate
 
 __all__ = [
     "ALL_VALUES", "DEFAULT_FILLER", "FRAMING_SENTENCE", "NEEDLE_TEMPLATES", "ORGANISATIONAL_PARAGRAPHS",
-    "QUESTION_FRAME", "TOPIC_TEMPLATES", "FactTemplate", "Filler", "TopicTemplate",
+    "QUESTION_FRAME", "TOPIC_TEMPLATES",
 ]
 
 ALL_VALUES = range(1000, 10_000)
 QUESTION_FRAME = "Question: {question} Answer:"
 FRAMING_SENTENCE = "The following report summarizes recent activity."
-
-
-@dataclass(frozen=True)
-class FactTemplate:
-    """One form of a critical fact.
-
-    Attributes:
-        name: a short stable identifier, reported in results.
-        fact: the sentence, with the fields `{key}` and `{value}`.
-        question: what is asked about it, with the field `{key}`.
-        key: the subject of the fact that is asked for.
-        other_keys: subjects for distractor facts, which carry other values.
-    """
-
-    name: str
-    fact: str
-    question: str
-    key: str
-    other_keys: tuple[str, ...]
-
-    def state(self, value: int | str, key: str | None = None) -> str:
-        """The fact as a sentence about `key`, by default the template's own."""
-        return self.fact.format(key=self.key if key is None else key, value=value)
-
-    def ask(self, key: str | None = None) -> str:
-        """The question about `key`, by default the template's own."""
-        return self.question.format(key=self.key if key is None else key)
-
-
-@dataclass(frozen=True)
-class TopicTemplate:
-    """A fact about a topic and the two pools of mentions that keep the topic alive (Appendix B.1)."""
-
-    fact: FactTemplate
-    high_density: tuple[str, ...]
-    low_density: tuple[str, ...]
-
 
 _PROJECTS = ("Borealis", "Falcon", "Meridian", "Sequoia", "Titan", "Zephyr", "Horizon", "Cascade")
 _AGENTS = ("Sparrow", "Heron", "Kestrel", "Raven", "Osprey", "Condor", "Magpie", "Swift")
@@ -152,9 +113,6 @@ TOPIC_TEMPLATES: tuple[TopicTemplate, ...] = (
         ),
     ),
 )
-
-Filler: TypeAlias = Sequence[str]
-"""Sentences of generic prose that carry no fact a question asks for; tasks repeat them up to the wanted length."""
 
 # Several paragraphs, so that a long context is not one loop of a few sentences.
 ORGANISATIONAL_PARAGRAPHS: tuple[tuple[str, ...], ...] = (

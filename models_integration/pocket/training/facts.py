@@ -9,13 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from models_integration.pocket.training import words
-from models_integration.tasks.sentences import (
-    ALL_VALUES,
-    NEEDLE_TEMPLATES,
-    TOPIC_TEMPLATES,
-    FactTemplate,
-    TopicTemplate,
-)
+from models_integration.tasks.assembly import FactTemplate, TopicTemplate
+from models_integration.tasks.sentences import ALL_VALUES, NEEDLE_TEMPLATES, TOPIC_TEMPLATES
 
 __all__ = [
     "HELD_OUT_VALUES", "Fact", "draw_facts", "draw_template", "draw_topic", "draw_values", "is_held_out_value",
