@@ -14,9 +14,8 @@ from models_integration.cli.checks import (
     check_policies,
     check_samples,
 )
-from models_integration.studies.compare.plan import FULL, Plan, cells
+from models_integration.studies.compare.plan import FULL, Plan, cells, run_plan, stored_cells
 from models_integration.studies.compare.report import comparison_tables, control_table, failed_controls, write_report
-from models_integration.studies.compare.run import run_plan, stored_cells
 from models_integration.studies.report import progress_bar
 from models_integration.studies.subject import Loading, Subject
 

@@ -4,17 +4,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from models_integration.policies.methods import CustomPolicy, RetentionPolicy, StreamingLLM
-from models_integration.studies.compare.plan import Cell
 from models_integration.studies.results import Row
-from models_integration.tasks import Sample, TaskTokenizer, draw_sample, needle_sample
 from reference.policies.budgets import everything
 from reference.policies.protections import SinkAndRecent
 from reference.policies.recency import recency
 from spec.arrays import BoolVector, IntVector
 from spec.policy import Policy, Scores, Selection
 
-__all__ = ["CONTROL_BOUNDS", "control_method", "control_sample", "only_needle", "verdict", "without_needle"]
+__all__ = ["CONTROL_BOUNDS", "only_needle", "verdict", "without_needle"]
 
 CONTROL_BOUNDS: dict[str, tuple[str, float]] = {
     "without needle": ("<=", 0.05),
@@ -30,22 +27,6 @@ def verdict(row: Row) -> str:
     relation, bound = CONTROL_BOUNDS[row["policy"]]
     holds = row["accuracy"] <= bound if relation == "<=" else row["accuracy"] >= bound
     return f"{relation} {bound}; {'holds' if holds else 'FAILS'}"
-
-
-def control_sample(tokenizer: TaskTokenizer, cell: Cell, index: int) -> Sample:
-    """A control's sample; those of a window put the needle inside it or outside."""
-    if cell.policy.startswith("window") and cell.task == "needle":
-        depth = 1.0 if cell.policy == "window holds needle" else 0.25
-        return needle_sample(tokenizer, cell.length, depth, (cell.seed, cell.length, index))
-    return draw_sample(cell.task, tokenizer, cell.length, index, cell.seed)
-
-
-def control_method(cell: Cell, sample: Sample) -> RetentionPolicy:
-    """What a control keeps of a sample."""
-    if cell.policy.startswith("window"):
-        return StreamingLLM(cell.budget)
-    keep = without_needle if cell.policy == "without needle" else only_needle
-    return CustomPolicy(keep(*sample.needle), cell.budget)
 
 
 @dataclass(frozen=True)

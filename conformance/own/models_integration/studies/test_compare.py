@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from models_integration import CrystalCache, FullCache, StreamingLLM
 from models_integration.cli.app import app
 from models_integration.studies.answers import answer, batches
-from models_integration.studies.compare.plan import CONTROLS, Cell, Plan, cells
+from models_integration.studies.compare.plan import Cell, Plan, cells, run_cell, run_plan
 from models_integration.studies.compare.report import (
     comparison_tables,
     control_table,
@@ -29,8 +29,7 @@ from models_integration.studies.compare.report import (
     failed_controls,
     write_report,
 )
-from models_integration.studies.compare.rules import verdict
-from models_integration.studies.compare.run import run_cell, run_plan
+from models_integration.studies.compare.rules import CONTROL_BOUNDS, verdict
 from models_integration.studies.results import find_row, load_rows
 from models_integration.studies.subject import Loading, Subject
 from models_integration.tasks import draw_sample, place, score
@@ -57,7 +56,7 @@ def rows_of(subject: Subject, plan: Plan, path: Path) -> list[dict[str, object]]
 def test_a_plan_is_the_product_of_its_parts_with_one_full_cache_and_the_controls() -> None:
     made = list(cells(Plan()))
     assert len(made) == len(set(made)) == 2 * (2 * 2 + 1) + 4 + 3
-    assert {cell.policy for cell in made if cell.control} == set(CONTROLS)
+    assert {cell.policy for cell in made if cell.control} == set(CONTROL_BOUNDS)
     assert {(cell.budget_requested, cell.budget) for cell in made if cell.policy == "crystalcache"} == {
         ("0.3", 308), ("0.5", 512),
     }
