@@ -7,9 +7,8 @@ from rich.console import Console
 from models_integration.cli.checks import check_batch_size, check_budgets, check_folder, check_samples
 from models_integration.studies.report import progress_bar
 from models_integration.studies.subject import Loading
-from models_integration.studies.sweep.plan import GRIDS, Plan
+from models_integration.studies.sweep.plan import GRIDS, Plan, run_plan
 from models_integration.studies.sweep.report import sweep_tables, write_report
-from models_integration.studies.sweep.run import run_plan
 
 __all__ = ["run"]
 

@@ -1,18 +1,23 @@
-"""What is swept: grids of CrystalCache's parameters, each varied alone."""
+"""What is swept, grids of CrystalCache's parameters, each varied alone; every variant is run on the same samples."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+from models_integration.policies.methods import CrystalCache
+from models_integration.studies.answers import answer_all
+from models_integration.studies.results import Row, append_row, find_row, load_rows
 from models_integration.studies.subject import Subject
-from models_integration.tasks import TASKS
+from models_integration.tasks import MAX_NEW_TOKENS, TASKS, draw_sample, place, score
 from reference.crystalcache.protection import effective_budget
+from reference.statistics import wilson
 from spec import SPEC_VERSION
 from spec.budget import parse_budget
 from spec.errors import SpecError
 from spec.parameters import ESSAY, PAPER, CrystalCacheParameters
 from spec.validate import check_choices
 
-__all__ = ["BASE", "GRIDS", "Plan"]
+__all__ = ["BASE", "GRIDS", "Plan", "run_plan", "run_variant"]
 
 BASE = "PAPER"
 
@@ -72,3 +77,41 @@ class Plan:
             "length": self.length, "budget_requested": self.budget, "budget": self.tokens, "n": self.samples,
             "seed": self.seed, "model": subject.name, "backend": subject.backend, "spec_version": SPEC_VERSION,
         }
+
+
+def run_plan(
+    subject: Subject, plan: Plan, path: Path, progress: Callable[[str], None], batch_size: int = 1,
+) -> Iterator[Row]:
+    """Each variant on each task, from the results file where it is there already, and stored there where it is not."""
+    for variant in GRIDS[plan.grid]:
+        for task in plan.tasks:
+            row = find_row(load_rows(path), plan.identity(variant, task, subject))
+            if row is None:
+                row = run_variant(subject, plan, variant, task, progress, batch_size)
+                append_row(path, row)
+            else:
+                for _ in range(plan.samples):
+                    progress(f"{variant} (stored)")
+            yield row
+
+
+def run_variant(
+    subject: Subject, plan: Plan, variant: str, task: str, progress: Callable[[str], None], batch_size: int = 1,
+) -> Row:
+    """All samples of one variant; `outcomes` says which were right, for comparisons sample by sample."""
+    method = CrystalCache(
+        plan.tokens, sentence_ends=subject.sentence_ends, parameters=GRIDS[plan.grid][variant], backend=subject.backend
+    )
+    samples = [draw_sample(task, subject.tokenizer, plan.length, index, plan.seed) for index in range(plan.samples)]
+    answers = answer_all(
+        subject.model, method, [place(sample, "after") for sample in samples], MAX_NEW_TOKENS, subject.stop_ids,
+        batch_size, lambda: progress(f"{variant}, {task}"),
+    )
+    tokenizer = subject.tokenizer
+    outcomes = [int(score(tokenizer, one.token_ids, sample)) for one, sample in zip(answers, samples, strict=True)]
+    stored, most = sum(one.mean_cache for one in answers), max(one.kept for one in answers)
+    low, high = wilson(sum(outcomes), plan.samples)
+    return {
+        **plan.identity(variant, task, subject), "correct": sum(outcomes), "accuracy": sum(outcomes) / plan.samples,
+        "low": low, "high": high, "mean_cache": stored / plan.samples, "most_kept": most, "outcomes": outcomes,
+    }

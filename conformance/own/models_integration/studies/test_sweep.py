@@ -12,9 +12,8 @@ from typer.testing import CliRunner
 
 from models_integration.cli.app import app
 from models_integration.studies.subject import Loading, Subject
-from models_integration.studies.sweep.plan import BASE, GRIDS, Plan
+from models_integration.studies.sweep.plan import BASE, GRIDS, Plan, run_plan, run_variant
 from models_integration.studies.sweep.report import against_base, markdown, write_report
-from models_integration.studies.sweep.run import run_plan, run_variant
 from spec.errors import SpecError
 from spec.parameters import ESSAY, PAPER
 
