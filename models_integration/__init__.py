@@ -17,9 +17,16 @@ if TYPE_CHECKING:
     from models_integration.cache.snapshot import load_cache, save_cache
     from models_integration.model.sentence_ends import sentence_ends
     from models_integration.policies.calibration import calibrate
-    from models_integration.policies.methods import CrystalCache, CustomPolicy, FullCache, RetentionPolicy, StreamingLLM
+    from models_integration.policies.methods import (
+        CrystalCache,
+        CustomPolicy,
+        FullCache,
+        Published,
+        RetentionPolicy,
+        StreamingLLM,
+        policy_from_name,
+    )
     from models_integration.policies.prefill import Prefilled, prefill
-    from models_integration.policies.published import Published, policy_from_name
     from models_integration.session.segment import ObservedSegment, decide
     from models_integration.session.session import Session
     from models_integration.session.verbs import compact, observe
@@ -35,7 +42,7 @@ _HOME = {
     "RetentionPolicy": "policies.methods", "StreamingLLM": "policies.methods", "Decision": "cache.continuation",
     "ObservedSegment": "session.segment", "decide": "session.segment", "compact": "session.verbs",
     "observe": "session.verbs", "Prefilled": "policies.prefill", "prefill": "policies.prefill",
-    "Published": "policies.published", "policy_from_name": "policies.published",
+    "Published": "policies.methods", "policy_from_name": "policies.methods",
     "calibrate": "policies.calibration", "Session": "session.session",
     "RetainedCache": "cache.retained_cache", "load_cache": "cache.snapshot", "save_cache": "cache.snapshot",
     "sentence_ends": "model.sentence_ends",

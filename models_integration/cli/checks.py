@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from models_integration.policies.published import constants_of
+from models_integration.policies.methods import constants_of
 from models_integration.studies.results import load_rows
 from models_integration.studies.subject import Subject
 from models_integration.tasks import draw_sample

@@ -14,8 +14,7 @@ from models_integration.cache.dense_layer import RetainedLayer
 from models_integration.cache.positions import EMPTY
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.policies.methods import RetentionPolicy
-from models_integration.policies.published import Published
+from models_integration.policies.methods import Published, RetentionPolicy
 from models_integration.session.session import Session
 from models_integration.tasks import Placement
 

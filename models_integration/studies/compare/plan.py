@@ -5,8 +5,7 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 
-from models_integration.policies.methods import CustomPolicy, RetentionPolicy, StreamingLLM
-from models_integration.policies.published import constants_of
+from models_integration.policies.methods import CustomPolicy, RetentionPolicy, StreamingLLM, constants_of
 from models_integration.studies.answers import Answer, answer, answer_all
 from models_integration.studies.compare.rules import CONTROL_BOUNDS, only_needle, without_needle
 from models_integration.studies.results import Row, append_row, find_row, load_rows

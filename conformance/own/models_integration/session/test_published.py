@@ -16,7 +16,7 @@ from models_integration import CrystalCache, FullCache, Published, StreamingLLM,
 from models_integration.cli.app import app
 from models_integration.model.architecture import describe
 from models_integration.model.weights import output_projections, rotary
-from models_integration.policies.published import policy_from_name
+from models_integration.policies.methods import policy_from_name
 from models_integration.studies.compare.plan import Plan
 from reference import policies
 from reference.policies.names import DIVERSE, NAMES, POLICIES

@@ -12,7 +12,7 @@ from conformance.own.models_integration.session.oracle_checks import PROMPT, TOL
 from conformance.own.models_integration.session.ragged_checks import live_sets
 from conformance.own.models_integration.session.test_published import PUBLISHED, SMALL
 from models_integration import Published, RetainedCache, RetentionPolicy, calibrate
-from models_integration.policies.published import policy_from_name
+from models_integration.policies.methods import policy_from_name
 from reference.policies.names import DIVERSE, NAMES
 from spec.budget import parse_budget
 from spec.retention import Granularity
