@@ -21,12 +21,13 @@ if TYPE_CHECKING:
         CrystalCache,
         CustomPolicy,
         FullCache,
+        Prefilled,
         Published,
         RetentionPolicy,
         StreamingLLM,
         policy_from_name,
+        prefill,
     )
-    from models_integration.policies.prefill import Prefilled, prefill
     from models_integration.session.segment import ObservedSegment, decide
     from models_integration.session.session import Session
     from models_integration.session.verbs import compact, observe
@@ -41,7 +42,7 @@ _HOME = {
     "CrystalCache": "policies.methods", "CustomPolicy": "policies.methods", "FullCache": "policies.methods",
     "RetentionPolicy": "policies.methods", "StreamingLLM": "policies.methods", "Decision": "cache.continuation",
     "ObservedSegment": "session.segment", "decide": "session.segment", "compact": "session.verbs",
-    "observe": "session.verbs", "Prefilled": "policies.prefill", "prefill": "policies.prefill",
+    "observe": "session.verbs", "Prefilled": "policies.methods", "prefill": "policies.methods",
     "Published": "policies.methods", "policy_from_name": "policies.methods",
     "calibrate": "policies.calibration", "Session": "session.session",
     "RetainedCache": "cache.retained_cache", "load_cache": "cache.snapshot", "save_cache": "cache.snapshot",

@@ -8,8 +8,7 @@ from rich.console import Console
 from models_integration.cache.atomic_file import publish_readable
 from models_integration.cli.checks import check_file, read_text
 from models_integration.cli.explain import explain_html
-from models_integration.policies.methods import CrystalCache
-from models_integration.policies.prefill import prefill
+from models_integration.policies.methods import CrystalCache, prefill
 from models_integration.studies.subject import Loading
 from spec.budget import parse_budget
 from spec.records import CrystalRetention

@@ -6,12 +6,15 @@ from copy import copy
 from dataclasses import dataclass, replace
 from inspect import signature
 from os import PathLike
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from models_integration.cache.crystal_states import DecodeRule
 from models_integration.cache.decide_anew import DecideAnew
+from models_integration.cache.retained_cache import RetainedCache
 from models_integration.cache.scorer_records import DecideInSteps
 from models_integration.model.architecture import describe
 from models_integration.model.identity import ModelIdentity
@@ -30,8 +33,8 @@ from spec.policy import Policy
 from spec.validate import check_penalty, check_sentence_ends
 
 __all__ = [
-    "CrystalCache", "CustomPolicy", "FullCache", "Published", "RetentionPolicy", "StreamingLLM", "constants_of",
-    "method_of", "policy_from_name",
+    "CrystalCache", "CustomPolicy", "FullCache", "Prefilled", "Published", "RetentionPolicy", "StreamingLLM",
+    "constants_of", "method_of", "policy_from_name", "prefill",
 ]
 
 _FASTEST_FIRST = ("triton", "numba", "numpy")
@@ -285,17 +288,42 @@ def _learned(name: str, model: PreTrainedModel, identity: ModelIdentity | None) 
     return learned
 
 
+class Prefilled(NamedTuple):
+    """A prompt that has been read and compacted."""
+
+    logits: Tensor
+    """Of the token after the prompt, (rows, 1, vocabulary)."""
+    cache: RetainedCache
+    run: Session
+
+
+def prefill(model: PreTrainedModel, policy: RetentionPolicy, input_ids: Tensor) -> Prefilled:
+    """Read a prompt under a policy, for those who run their own loop.
+
+    Go on with `model(input_ids=next_token, past_key_values=cache)`: default position ids and masks are right. With
+    generate, pass the prompt again before the new tokens: it leaves out what the cache has seen. The logits come from
+    the uncompacted prompt.
+
+    Args:
+        model: a causal language model.
+        policy: such as CrystalCache(...). Where it keeps other tokens in other layers or heads, its cache can be read
+            inside the context manager only.
+        input_ids: one prompt, (1, n).
+
+    Raises:
+        SpecError: for a model or a prompt that is not served.
+    """
+    with torch.no_grad(), policy(model) as run:
+        output = model(input_ids=input_ids, use_cache=True)
+    assert run.cache is not None
+    return Prefilled(output.logits[:, -1:], run.cache, run)
+
+
 def _fastest() -> Backend:
     for name in _FASTEST_FIRST:
-        if name in BUILT_IN and (name != "triton" or _has_cuda()):
+        if name in BUILT_IN and (name != "triton" or torch.cuda.is_available()):
             try:
                 return resolve(name)
             except BackendUnavailable:
                 continue
     raise BackendUnavailable(f"none of the backends {', '.join(_FASTEST_FIRST)} can run here")
-
-
-def _has_cuda() -> bool:
-    import torch
-
-    return torch.cuda.is_available()

@@ -73,10 +73,10 @@ def test_auto_takes_the_fastest_backend_that_can_run(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(methods, "BUILT_IN", {"numpy": "", "numba": "", "triton": ""})
     monkeypatch.setattr(methods, "resolve", found)
-    monkeypatch.setattr(methods, "_has_cuda", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert CrystalCache(0.5, ENDS).backend == "numpy"
     assert tried == ["numba", "numpy"]
-    monkeypatch.setattr(methods, "_has_cuda", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert CrystalCache(0.5, ENDS).backend == "numpy"
     assert tried == ["numba", "numpy", "triton"]
     monkeypatch.setattr(methods, "BUILT_IN", {})
