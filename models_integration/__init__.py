@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from models_integration.cache.continuation import Decision
     from models_integration.cache.retained_cache import RetainedCache
     from models_integration.cache.snapshot import load_cache, save_cache
-    from models_integration.model.sentence_ends import sentence_ends
     from models_integration.policies.calibration import calibrate
     from models_integration.policies.methods import (
         CrystalCache,
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
         StreamingLLM,
         policy_from_name,
         prefill,
+        sentence_ends,
     )
     from models_integration.session.segment import ObservedSegment, decide
     from models_integration.session.session import Session
@@ -46,7 +46,7 @@ _HOME = {
     "Published": "policies.methods", "policy_from_name": "policies.methods",
     "calibrate": "policies.calibration", "Session": "session.session",
     "RetainedCache": "cache.retained_cache", "load_cache": "cache.snapshot", "save_cache": "cache.snapshot",
-    "sentence_ends": "model.sentence_ends",
+    "sentence_ends": "policies.methods",
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from models_integration.cache.crystal_states import DecodeRule
 from models_integration.cache.decide_anew import DecideAnew
@@ -34,10 +34,11 @@ from spec.validate import check_penalty, check_sentence_ends
 
 __all__ = [
     "CrystalCache", "CustomPolicy", "FullCache", "Prefilled", "Published", "RetentionPolicy", "StreamingLLM",
-    "constants_of", "method_of", "policy_from_name", "prefill",
+    "constants_of", "method_of", "policy_from_name", "prefill", "sentence_ends",
 ]
 
 _FASTEST_FIRST = ("triton", "numba", "numpy")
+_MARKS = (".", "!", "?")
 
 
 class RetentionPolicy(ABC):
@@ -143,6 +144,36 @@ class CrystalCache(CustomPolicy):
             chosen.require_breath()
         rule = DecodeRule(ends, parameters, chosen, share, decode, stream)
         self._be(Method(crystalcache(ends, parameters, chosen), share, chosen.name, rule))
+
+
+def sentence_ends(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Every id whose text, stripped of spaces, ends in `.`, `!` or `?`, or contains a newline.
+
+    The text of an id is what the tokenizer decodes it to alone. Special tokens (padding, end of text, roles of a
+    chat) are not text: they never end a sentence, however they are spelt.
+
+    Raises:
+        SpecError: when it is no tokenizer, or none of its tokens ends a sentence.
+    """
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise SpecError("tokenizer", type(tokenizer).__name__, "must be a tokenizer of transformers")
+    special = set(tokenizer.all_special_ids)
+    special.update(added for added, token in tokenizer.added_tokens_decoder.items() if token.special)
+    ids = sorted(set(tokenizer.get_vocab().values()) - special)
+    ends = frozenset(token_id for token_id in ids if _ends_a_sentence(_text(tokenizer, token_id)))
+    if not ends:
+        raise SpecError("tokenizer", type(tokenizer).__name__, f"none of its {len(ids)} text tokens ends a sentence")
+    return ends
+
+
+def _text(tokenizer: PreTrainedTokenizerBase, token_id: int) -> str:
+    # Cleaning up would drop the spaces and marks that this is about.
+    text = tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
+    return text if isinstance(text, str) else "".join(text)
+
+
+def _ends_a_sentence(text: str) -> bool:
+    return "\n" in text or text.strip(" ").endswith(_MARKS)
 
 
 class StreamingLLM(CustomPolicy):

@@ -10,9 +10,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.utils.logging import disable_progress_bar
 
 from models_integration.model.identity import ModelIdentity, identify
-from models_integration.model.sentence_ends import sentence_ends
 from models_integration.pocket import ASSETS, CHAT_ASSETS, load_pocket_tokenizer
-from models_integration.policies.methods import CrystalCache, Published, RetentionPolicy, constants_of, policy_from_name
+from models_integration.policies.methods import (
+    CrystalCache,
+    Published,
+    RetentionPolicy,
+    constants_of,
+    policy_from_name,
+    sentence_ends,
+)
 from reference.calibration import Calibration
 from spec.errors import SpecError
 from spec.validate import check_choices

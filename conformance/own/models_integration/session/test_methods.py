@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerFast
 import models_integration
 from conformance.own.models_integration.session.families import ENDS, METHODS, build, greedy, prompt
 from models_integration import CrystalCache, FullCache, StreamingLLM, prefill
-from models_integration.model.sentence_ends import sentence_ends
 from models_integration.policies import methods
+from models_integration.policies.methods import sentence_ends
 from reference.backend import BACKEND
 from reference.crystalcache import prefill as reference_prefill
 from spec.backend import Backend
