@@ -5,26 +5,42 @@ cut off, the next opening finds what is there.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 from torch import Tensor
 
 from models_integration.archive.catalogue import Catalogue, Entry
-from models_integration.archive.errors import ArchiveError, ForeignVersion, named_errors
-from models_integration.archive.keyring import Keyring
-from models_integration.archive.names import check_tenant
+from models_integration.archive.errors import ArchiveError, ForeignVersion, KeyUnavailable, named_errors
+from models_integration.archive.keyring import Cipher, Keyring
+from models_integration.archive.names import CLEAR, check_tenant, is_of, is_sealed, key_in
 from models_integration.archive.object_folder import ObjectFolder
-from models_integration.archive.objects import Manifest, check_input, check_model, key_for, pieces
-from models_integration.archive.proofs import ProvedObjects, Stored, listed
+from models_integration.archive.objects import (
+    Manifest,
+    check_input,
+    check_model,
+    key_for,
+    pieces,
+    read_claim,
+    read_object,
+    stated_owner,
+)
 from models_integration.cache.tensor_file import Damaged
 from models_integration.model.identity import ModelIdentity
 from spec.errors import SpecError
 
-__all__ = ["Archive", "Report"]
+__all__ = ["Archive", "Report", "Stored"]
+
+
+class Stored(NamedTuple):
+    """What an object holds."""
+
+    manifest: Manifest
+    tensors: dict[str, Tensor]
 
 
 @dataclass
@@ -67,7 +83,7 @@ class Archive(AbstractContextManager["Archive"]):
             raise SpecError("limit", limit, "must be at least 1 byte")
         self.folder, self._keyring, self._limit = folder, keyring, limit
         self._files = ObjectFolder(folder)
-        self._objects = ProvedObjects(self._files, keyring)
+        self._objects = _ProvedObjects(self._files, keyring)
         self._catalogue = Catalogue(folder)
         self.repaired = self._reconcile()
         self.repaired.catalogue_intact = not self._catalogue.damaged
@@ -95,7 +111,7 @@ class Archive(AbstractContextManager["Archive"]):
         key = key_for(manifest, cipher)
         path = self._files.path(key)
         if self._objects.is_whole(key, manifest.tenant):
-            self._catalogue.add([listed(key, manifest, path.stat().st_size)])
+            self._catalogue.add([_listed(key, manifest, path.stat().st_size)])
             self._catalogue.note_use(key)
         else:
             parts, digest = pieces(manifest, tensors, cipher)
@@ -105,7 +121,7 @@ class Archive(AbstractContextManager["Archive"]):
             self._catalogue.make_room()
             try:
                 self._files.publish(path, parts, digest)
-                self._catalogue.add([listed(key, manifest, size)])
+                self._catalogue.add([_listed(key, manifest, size)])
             except BaseException:
                 self._take_back(key)
                 raise
@@ -264,3 +280,85 @@ class Archive(AbstractContextManager["Archive"]):
         with suppress(ArchiveError, OSError), self._catalogue.unlisted(key) as unlisted:
             if unlisted:
                 self._files.erase(self._files.path(key))
+
+
+class _ProvedObjects:
+    """Whose the objects of a folder are, and whether they are whole, under the keys of a ring."""
+
+    def __init__(self, files: ObjectFolder, keyring: Keyring | None) -> None:
+        self._files, self._keyring = files, keyring
+
+    def cipher(self, tenant: str, create: bool = False) -> Cipher | None:
+        """The tenant's, or None without a key ring; errors as of `Keyring.cipher`."""
+        return None if self._keyring is None else self._keyring.cipher(tenant, create)
+
+    def is_of(self, key: str, tenant: str) -> bool:
+        """Whether a key is the tenant's; told by its digits."""
+        if is_sealed(key):
+            return self._keyring is not None and self._keyring.is_of(key, tenant)
+        return is_of(key, tenant.encode(), CLEAR)
+
+    def check_opens(self, key: str) -> None:
+        """An encrypted object's key that is not the tenant's may be that of another ring, or there is none.
+
+        Raises:
+            KeyUnavailable: if so; whether there is such an object makes no difference.
+        """
+        if is_sealed(key) and key_in(key) == key:
+            if self._keyring is None:
+                raise KeyUnavailable("the object is encrypted, and no key is given")
+            self._keyring.check_master()
+
+    def read(self, key: str, tenant: str) -> Stored:
+        """A tenant's object; errors as of `read_object`."""
+        return self._read(key, lambda: self.cipher(tenant))
+
+    def is_whole(self, key: str, tenant: str) -> bool:
+        """Whether there is an object that `read` would give."""
+        try:
+            self.read(key, tenant)
+        except (Damaged, ForeignVersion, OSError):
+            return False
+        return True
+
+    def entry(self, key: str) -> tuple[Entry, bool]:
+        """An object as it is to be listed, and whether it was proved; only for want of a key it may not be.
+
+        Raises:
+            Damaged, ForeignVersion, OSError: as `read_object`.
+        """
+        path = self._files.path(key)
+        size = os.lstat(path).st_size
+        try:
+            manifest = self._read(key, lambda: None if self._keyring is None else self._keyring.cipher_of(key)).manifest
+        except KeyUnavailable:
+            claim = read_claim(path)
+            if claim.key != key or claim.tenant is not None:
+                raise Damaged("it is another chunk") from None
+            return Entry(key, None, None, size, claim.created), False
+        return _listed(key, manifest, size), True
+
+    def holds(self, path: Path, tenant: str) -> bool:
+        """Whether a file is the tenant's by its name or by what it says; or nobody's, having no key and saying nothing.
+        """
+        key = key_in(path.name)
+        if key is not None and self.is_of(key, tenant):
+            return True
+        try:
+            stated, stated_key = stated_owner(path)
+        except (Damaged, OSError):
+            return key is None
+        return stated == tenant or (stated_key is not None and self.is_of(stated_key, tenant))
+
+    def _read(self, key: str, cipher: Callable[[], Cipher | None]) -> Stored:
+        name, manifest, tensors = read_object(self._files.path(key), cipher)
+        if name != key:
+            raise Damaged("it is another chunk")
+        return Stored(manifest, tensors)
+
+
+def _listed(key: str, manifest: Manifest, size: int) -> Entry:
+    """An object's row: of an encrypted one, the list says nothing that its file does not."""
+    if is_sealed(key):
+        return Entry(key, None, None, size, manifest.created)
+    return Entry(key, manifest.tenant, manifest.tokens, size, manifest.created)

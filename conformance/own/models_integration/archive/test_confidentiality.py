@@ -69,7 +69,7 @@ def test_another_tenant_s_object_is_not_looked_at(
             raise AssertionError("the object was looked at")
 
         with monkeypatch.context() as patch:
-            patch.setattr("models_integration.archive.proofs.read_object", asked)
+            patch.setattr("models_integration.archive.store.read_object", asked)
             patch.setattr("models_integration.archive.object_folder.ObjectFolder.path", asked)
             for key in (hers, absent, damaged, "0" * 64, "", "\udcff", "../../etc"):
                 assert archive.get(key, "bob") is None
