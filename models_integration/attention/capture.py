@@ -6,10 +6,11 @@ config is as it was.
 """
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, cast
+from functools import wraps
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -21,7 +22,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from models_integration.attention.masks import AttentionFunction, LayerMasks, retained_mask
 from models_integration.attention.ragged_attention import ragged_attention
-from models_integration.attention.untraced import untraced
 from models_integration.cache.dense_layer import RetainedLayer, on_host
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache
@@ -29,7 +29,12 @@ from models_integration.model.architecture import IMPLEMENTATIONS, Architecture
 from spec.errors import SpecError
 from spec.policy import LayerView, Needs
 
-__all__ = ["OTHER_TENSORS", "Attended", "Recorder", "Watcher", "flash_attention", "observing", "shown_columns"]
+__all__ = [
+    "OTHER_TENSORS", "Attended", "Recorder", "Watcher", "flash_attention", "observing", "shown_columns", "untraced",
+]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -221,6 +226,23 @@ def observing(
         for module in architecture.attention.values():
             _WATCHERS.pop(module, None)
             _READS.pop(module, None)
+
+
+def untraced(function: Callable[P, R]) -> Callable[P, R]:
+    """The same function, which torch.compile neither traces nor looks into: its graphs end here and begin behind.
+
+    For what works by module, by cache and by forward, which a trace would freeze. The compiler takes seconds to load,
+    so that nothing is asked of it before somebody else has loaded it.
+    """
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        skipped: Callable[P, R] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]  # by torch
+        return skipped(*args, **kwargs)
+
+    return run
 
 
 def _register(stock: str) -> str:

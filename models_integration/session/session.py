@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from models_integration.attention.capture import observing
+from models_integration.attention.capture import observing, untraced
 from models_integration.attention.handover import check_handover
-from models_integration.attention.untraced import untraced
 from models_integration.cache.retained_cache import RetainedCache, check_adoptable
 from models_integration.model.architecture import BUSY, Architecture, check_free, describe
 from models_integration.session.generate import NO_CALL, Call, call_of
