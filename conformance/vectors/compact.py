@@ -9,12 +9,12 @@ import numpy as np
 from conformance.strategies.scale_numbers import Numbers, mixed
 from conformance.vectors.json_values import Json
 
-__all__ = ["expanded", "is_compact", "mismatches", "summary", "unsure"]
+__all__ = ["expanded", "is_compact", "made", "mismatches", "summary", "unsure"]
 
 BLOCKS, SMALLEST = 16, 32  # a summary has at most so many blocks, of at least so many values
 NAN_BITS, NAN_STEP = np.uint64(0x7FF8_0000_0000_0000), np.uint64(2**63)  # what a digest reads where there is NaN
 
-Made = Mapping[str, Any]
+Inputs = Mapping[str, Any]
 
 
 def is_compact(value: Json) -> bool:
@@ -24,18 +24,18 @@ def is_compact(value: Json) -> bool:
 
 def expanded(inputs: Mapping[str, Json]) -> dict[str, Json]:
     """Inputs without compact values: plain numbers in nested lists."""
-    made: dict[str, Json] = {}
+    found: dict[str, Json] = {}
     for name, value in inputs.items():
-        made[name] = _made(value, made).tolist() if is_compact(value) else value
-    return made
+        found[name] = _array(value, found).tolist() if is_compact(value) else value
+    return found
 
 
-def _made(value: Json, others: Made) -> Any:
+def _array(value: Json, others: Inputs) -> Any:
     """An array; a list of compact values is a stack of them."""
     if isinstance(value, Mapping):
         return FORMS[value["form"]]({name: _whole(x) for name, x in value.items()}, others)
     if is_compact(value):
-        return np.stack([_made(x, others) for x in value])
+        return np.stack([_array(x, others) for x in value])
     return np.array(_whole(value))
 
 
@@ -46,38 +46,38 @@ def _whole(value: Json) -> Json:
     return [_whole(x) for x in value] if isinstance(value, list | tuple) else value
 
 
-def _integers(form: Any, others: Made) -> Any:
+def _integers(form: Any, others: Inputs) -> Any:
     size = int(np.prod(form["shape"]))
     return Numbers(form["seed"]).integers(form["low"], form["high"], size).reshape(form["shape"])
 
 
-def _fractions(form: Any, others: Made) -> Any:
+def _fractions(form: Any, others: Inputs) -> Any:
     return Numbers(form["seed"]).fractions(int(np.prod(form["shape"])), form["bits"]).reshape(form["shape"])
 
 
-def _permutation(form: Any, others: Made) -> Any:
+def _permutation(form: Any, others: Inputs) -> Any:
     return Numbers(form["seed"]).permutation(form["n"])
 
 
-def _choice(form: Any, others: Made) -> Any:
+def _choice(form: Any, others: Inputs) -> Any:
     at = Numbers(form["seed"]).integers(0, len(form["of"]), int(np.prod(form["shape"])))
     return np.array(form["of"])[at].reshape(form["shape"])
 
 
-def _runs(form: Any, others: Made) -> Any:
+def _runs(form: Any, others: Inputs) -> Any:
     values, lengths = zip(*form["of"], strict=True)
     return np.repeat(np.array(values), lengths, axis=0)
 
 
-def _sums(form: Any, others: Made) -> Any:
-    return np.cumsum(np.concatenate([[form["start"]], _made(form["of"], others)]))
+def _sums(form: Any, others: Inputs) -> Any:
+    return np.cumsum(np.concatenate([[form["start"]], _array(form["of"], others)]))
 
 
-def _joined(form: Any, others: Made) -> Any:
-    return np.concatenate([_made(part, others) for part in form["of"]], axis=form["axis"])
+def _joined(form: Any, others: Inputs) -> Any:
+    return np.concatenate([_array(part, others) for part in form["of"]], axis=form["axis"])
 
 
-def _neighbours(form: Any, others: Made) -> Any:
+def _neighbours(form: Any, others: Inputs) -> Any:
     """Of each token the first k admitted places, in the order of the steps from a drawn one on."""
     (n, k), steps, C = form["shape"], np.array(form["steps"]), form["C"]
     at = np.arange(n)[:, None]
@@ -90,18 +90,18 @@ def _neighbours(form: Any, others: Made) -> Any:
     return np.pad(chosen, ((0, 0), (0, k - chosen.shape[1])), constant_values=-1)
 
 
-def _falling(form: Any, others: Made) -> Any:
+def _falling(form: Any, others: Inputs) -> Any:
     lists = np.array(others[form["along"]])
     drawn = Numbers(form["seed"]).fractions(lists.size, form["bits"]).reshape(lists.shape)
     return np.where(lists >= 0, -np.sort(-drawn, axis=1), 0.0)
 
 
-def _signs(form: Any, others: Made) -> Any:
-    bits = _made(form["of"], others)[..., None] >> np.arange(form["bits"]) & 1
+def _signs(form: Any, others: Inputs) -> Any:
+    bits = _array(form["of"], others)[..., None] >> np.arange(form["bits"]) & 1
     return (2 * bits - 1) * float(form["scale"])
 
 
-FORMS: Mapping[str, Callable[[Any, Made], Any]] = {
+FORMS: Mapping[str, Callable[[Any, Inputs], Any]] = {
     "integers": _integers, "fractions": _fractions, "permutation": _permutation, "choice": _choice, "runs": _runs,
     "sums": _sums, "joined": _joined, "neighbours": _neighbours, "falling": _falling, "signs": _signs,
 }
@@ -129,11 +129,22 @@ def summary(values: Any, bits: int | None = None, block: int | None = None) -> d
     flat = array.ravel()
     block = block or _block(len(flat))
     words = _words(flat, bits)
-    parts = [words[at : at + block] for at in range(0, len(words), block)]
-    digests = [int(mixed(part, np.arange(1, len(part) + 1)).sum()) for part in parts]
     return {
         "shape": list(array.shape), "block": block, "first": flat[::block].tolist(),
-        "digests": [f"{digest:016x}" for digest in digests], **({} if bits is None else {"bits": bits}),
+        "digests": [_digest(words[at : at + block]) for at in range(0, len(words), block)],
+        **({} if bits is None else {"bits": bits}),
+    }
+
+
+def _digest(words: Any) -> str:
+    return f"{int(mixed(words, np.arange(1, len(words) + 1)).sum()):016x}"
+
+
+def made(inputs: Mapping[str, Json]) -> dict[str, Json]:
+    """Shape and digest of each compact input but text, for a reader to compare."""
+    arrays = {name: np.array(x) for name, x in expanded(inputs).items() if is_compact(inputs[name])}
+    return {
+        name: [list(x.shape), _digest(_words(x.ravel(), None))] for name, x in arrays.items() if x.dtype.kind != "U"
     }
 
 

@@ -12,7 +12,7 @@ from conformance.assurance.vector_writer.expected import OPERATIONS
 from conformance.assurance.vector_writer.expected_large import LARGE_OPERATIONS, shortened
 from conformance.assurance.vector_writer.flags import FLAGS
 from conformance.vectors import files
-from conformance.vectors.compact import expanded, is_compact
+from conformance.vectors.compact import expanded, is_compact, made
 from conformance.vectors.json_values import Json, encoded, parameters_of
 from spec import SPEC_VERSION
 
@@ -53,15 +53,15 @@ def _test(group: Group, case: Case) -> Json:
     operation = (LARGE_OPERATIONS if large else OPERATIONS)[group.operation]
     items = list(case.items or operation.items or [group.operation])
     head = {"tcId": case.tcId, "comment": case.comment, "items": items, "flags": list(case.flags)}
-    inputs = encoded(case.inputs)
+    inputs = {"inputs": encoded(case.inputs), **({"made": digests} if (digests := made(case.inputs)) else {})}
     if case.refused:
-        return {**head, "inputs": inputs, "result": "invalid", "expected": {"argument": case.refused},
+        return {**head, **inputs, "result": "invalid", "expected": {"argument": case.refused},
                 "confirmedBy": f"the MUST text of {items[0]}"}
-    bounded = [name for name in operation.bounded if name not in case.exact]
     results = operation.results(expanded(case.inputs), parameters_of(group.parameters))
+    bounded = [name for name in operation.bounded if name not in case.exact]
     if large:
         results = {name: shortened(x, case.bits if name in bounded else None) for name, x in results.items()}
-    return {**head, "inputs": inputs, "result": "valid", "expected": encoded(results),
+    return {**head, **inputs, "result": "valid", "expected": encoded(results),
             **({"bounded": bounded} if bounded else {}), "confirmedBy": operation.oracle}
 
 
@@ -110,13 +110,13 @@ def repeated(file: Json) -> list[str]:
 
 def written(stages: Mapping[str, Sequence[Group]] = STAGES) -> list[str]:
     """Add new tests to the published files; what stands in the way, if anything does: then nothing is written."""
-    made = {stage: built(stage) for stage in stages}
+    new = {stage: built(stage) for stage in stages}
     problems = [
-        f"{stage}: {problem}" for stage, file in made.items()
+        f"{stage}: {problem}" for stage, file in new.items()
         for problem in [*repeated(file), *differences(files.stored(stage), file)]
     ]
     if not problems:
-        for stage, file in made.items():
+        for stage, file in new.items():
             files.path_of(stage).write_text(text_of(file) + "\n", encoding="utf-8")
     return problems
 
