@@ -20,7 +20,8 @@ def mixed(seed: Words, t: IntVector) -> Words:
     z = seed + t.astype(np.uint64) * GOLDEN
     z = (z ^ (z >> np.uint64(30))) * FIRST
     z = (z ^ (z >> np.uint64(27))) * SECOND
-    return z ^ (z >> np.uint64(31))
+    found: Words = z ^ (z >> np.uint64(31))
+    return found
 
 
 class Numbers:

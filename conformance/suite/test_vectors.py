@@ -54,7 +54,8 @@ def holds(group: Any, test: Any, run: Any, precision: str) -> None:
         with unchecked(), refused(test["expected"]["argument"]):
             run(inputs, p)
     else:
-        assert list(complaints(run(inputs, p), {**decoded(test), "inputs": inputs}, group["operation"], p, precision)) == []
+        given = {**decoded(test), "inputs": inputs}
+        assert list(complaints(run(inputs, p), given, group["operation"], p, precision)) == []
 
 
 @pytest.mark.usefixtures("reference_items")

@@ -19,7 +19,7 @@ Inputs = Mapping[str, Any]
 
 def is_compact(value: Json) -> bool:
     """Whether a value, or one inside its lists, is an object."""
-    return isinstance(value, Mapping) or isinstance(value, list | tuple) and any(map(is_compact, value))
+    return isinstance(value, Mapping) or (isinstance(value, list | tuple) and any(map(is_compact, value)))
 
 
 def expanded(inputs: Mapping[str, Json]) -> dict[str, Json]:
@@ -120,7 +120,7 @@ def _words(flat: Any, bits: int | None) -> Any:
 
 def _block(length: int) -> int:
     """Values of one digest: a power of two, at least 32, so that there are at most 16 digests."""
-    return max(SMALLEST, 2 ** (-(-length // BLOCKS) - 1).bit_length())
+    return max(SMALLEST, 1 << (-(-length // BLOCKS) - 1).bit_length())
 
 
 def summary(values: Any, bits: int | None = None, block: int | None = None) -> dict[str, Json]:
