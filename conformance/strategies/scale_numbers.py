@@ -1,18 +1,27 @@
-"""Pseudo-random integers that any language can make again: SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
+"""Pseudo-random integers that any language can make again: the generator of spec/vectors/README.md, SplitMix64.
 
-The t-th number of a seed (t from 1) is mix(seed + t * 0x9E3779B97F4A7C15), all modulo 2^64, where mix(z) is
-z ^= z >> 30; z *= 0xBF58476D1CE4E5B9; z ^= z >> 27; z *= 0x94D049BB133111EB; z ^ z >> 31. Everything else here is made
-of these integers alone: no generator of a library, whose stream may change.
+Everything else here is made of these integers alone: no generator of a library, whose stream may change.
 """
 
 import numpy as np
 
 from spec.arrays import IntVector, Vector
 
-__all__ = ["Numbers"]
+__all__ = ["Numbers", "Words", "mixed"]
+
+Words = np.ndarray[tuple[int], np.dtype[np.uint64]]
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 FIRST, SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+
+
+def mixed(seed: Words, t: IntVector) -> Words:
+    """The t-th word of a seed, one by one; t counts from 1."""
+    z = seed + t.astype(np.uint64) * GOLDEN
+    z = (z ^ (z >> np.uint64(30))) * FIRST
+    z = (z ^ (z >> np.uint64(27))) * SECOND
+    found: Words = z ^ (z >> np.uint64(31))
+    return found
 
 
 class Numbers:
@@ -21,14 +30,11 @@ class Numbers:
     def __init__(self, seed: int) -> None:
         self.seed, self.used = np.uint64(seed), 0
 
-    def words(self, size: int) -> "np.ndarray[tuple[int], np.dtype[np.uint64]]":
+    def words(self, size: int) -> Words:
         """The next numbers, 64 bits each."""
-        t = np.arange(self.used + 1, self.used + size + 1, dtype=np.uint64)
+        t = np.arange(self.used + 1, self.used + size + 1)
         self.used += size
-        z = self.seed + t * GOLDEN
-        z = (z ^ (z >> np.uint64(30))) * FIRST
-        z = (z ^ (z >> np.uint64(27))) * SECOND
-        return z ^ (z >> np.uint64(31))
+        return mixed(np.full(size, self.seed), t)
 
     def integers(self, low: int, high: int, size: int) -> IntVector:
         """`low` plus a number modulo `high - low`."""

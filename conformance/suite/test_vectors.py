@@ -11,6 +11,7 @@ from conformance.checks.refusals import refused
 from conformance.checks.vector_checks import complaints
 from conformance.plugin import skip_without
 from conformance.vectors import files
+from conformance.vectors.compact import expanded, is_compact
 from conformance.vectors.json_values import decoded, parameters_of
 from conformance.vectors.nestedkv_subject import NESTEDKV_STAGES
 from conformance.vectors.subject import ITEMS
@@ -48,12 +49,13 @@ def families_of(operation: str) -> tuple[str, ...]:
 
 
 def holds(group: Any, test: Any, run: Any, precision: str) -> None:
-    p, inputs = parameters_of(decoded(group["parameters"])), decoded(test["inputs"])
+    p, inputs = parameters_of(decoded(group["parameters"])), expanded(decoded(test["inputs"]))
     if test["result"] == "invalid":
         with unchecked(), refused(test["expected"]["argument"]):
             run(inputs, p)
     else:
-        assert list(complaints(run(inputs, p), decoded(test), group["operation"], p, precision)) == []
+        given = {**decoded(test), "inputs": inputs}
+        assert list(complaints(run(inputs, p), given, group["operation"], p, precision)) == []
 
 
 @pytest.mark.usefixtures("reference_items")
@@ -63,8 +65,12 @@ def test_the_reference_holds_a_vector_of_an_item(group: Any, test: Any) -> None:
 
 
 @pytest.mark.parametrize(("group", "test"), cases(of_stages=True))
-def test_the_backend_holds_a_vector_of_a_stage(judged: Backend, precision: str, group: Any, test: Any) -> None:
+def test_the_backend_holds_a_vector_of_a_stage(
+    request: pytest.FixtureRequest, judged: Backend, precision: str, group: Any, test: Any,
+) -> None:
     skip_without(judged, *families_of(group["operation"]))
+    if is_compact(list(test["inputs"].values())):
+        request.getfixturevalue("compiled")
     holds(group, test, lambda i, p: STAGE_RUNS[group["operation"]](judged, i, p), precision)
 
 

@@ -15,7 +15,8 @@ class Case:
     """One vector without its expected values. `tcId` is its name for ever.
 
     `refused` names the argument that a SpecError must name; `exact` the results that are exact on this input although
-    the operation is bounded, because all intermediate values are dyadic.
+    the operation is bounded, because all intermediate values are dyadic. `bits` is the grid of the digests of long
+    bounded results.
     """
 
     tcId: int  # noqa: N815
@@ -25,6 +26,7 @@ class Case:
     exact: Sequence[str] = ()
     refused: str | None = None
     items: Sequence[str] = ()
+    bits: int = 20
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,10 @@ __all__ = ["FLAGS"]
 
 # Flag: kind of mistake, and what goes wrong.
 FLAGS: dict[str, tuple[str, str]] = {
+    "LongRows": ("NUMERIC", "Sums, extremes and moments run over all trunks, however many there are."),
+    "ManySentences": ("LAYOUT", "Hundreds of sentences merge in one pass; nothing has room for a few alone."),
+    "ManyTies": ("TIE", "Hundreds of equal values: a sort that is not stable, or sorts some of them, shows here."),
+    "WideNumbers": ("LAYOUT", "Ids, positions, sizes and keys of pairs are 64 bits wide; narrower ones collide."),
     "Plain": ("BASIC", "A first case without a trap: the equation as it is written."),
     "BandHalves": ("LAYOUT", "A rotary band is channels f and f + d / 2; neighbouring channels are other bands."),
     "Modular": ("READING", "A prior for a fixed direction looks at no kept token, so that copies stay together."),

@@ -9,8 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from conformance.assurance.vector_writer.case import Case, Group
 from conformance.assurance.vector_writer.cases import STAGES
 from conformance.assurance.vector_writer.expected import OPERATIONS
+from conformance.assurance.vector_writer.expected_large import LARGE_OPERATIONS, shortened
 from conformance.assurance.vector_writer.flags import FLAGS
 from conformance.vectors import files
+from conformance.vectors.compact import expanded, is_compact, made
 from conformance.vectors.json_values import Json, encoded, parameters_of
 from spec import SPEC_VERSION
 
@@ -19,6 +21,7 @@ __all__ = ["built", "differences", "main", "repeated", "text_of", "written"]
 WIDTH = 118
 HEADER = [
     "A float is text: float.hex of an IEEE 754 double, nan, inf or -inf. Every other number is an integer.",
+    "An object among inputs or results is compact: spec/vectors/README.md says what it stands for.",
     "Parameters are the paper's (Table 14), and what the group's parameters change.",
     "Results equal the expected ones bit for bit; those under 'bounded' lie within the bound of the test's items.",
     "An invalid test must be refused with an error that names expected.argument.",
@@ -46,16 +49,19 @@ def _group(group: Group) -> Json:
 
 
 def _test(group: Group, case: Case) -> Json:
-    operation = OPERATIONS[group.operation]
+    large = is_compact(list(case.inputs.values()))
+    operation = (LARGE_OPERATIONS if large else OPERATIONS)[group.operation]
     items = list(case.items or operation.items or [group.operation])
     head = {"tcId": case.tcId, "comment": case.comment, "items": items, "flags": list(case.flags)}
-    inputs = encoded(case.inputs)
+    inputs = {"inputs": encoded(case.inputs), **({"made": digests} if (digests := made(case.inputs)) else {})}
     if case.refused:
-        return {**head, "inputs": inputs, "result": "invalid", "expected": {"argument": case.refused},
+        return {**head, **inputs, "result": "invalid", "expected": {"argument": case.refused},
                 "confirmedBy": f"the MUST text of {items[0]}"}
-    results = encoded(operation.results(case.inputs, parameters_of(group.parameters)))
+    results = operation.results(expanded(case.inputs), parameters_of(group.parameters))
     bounded = [name for name in operation.bounded if name not in case.exact]
-    return {**head, "inputs": inputs, "result": "valid", "expected": results,
+    if large:
+        results = {name: shortened(x, case.bits if name in bounded else None) for name, x in results.items()}
+    return {**head, **inputs, "result": "valid", "expected": encoded(results),
             **({"bounded": bounded} if bounded else {}), "confirmedBy": operation.oracle}
 
 
@@ -104,13 +110,13 @@ def repeated(file: Json) -> list[str]:
 
 def written(stages: Mapping[str, Sequence[Group]] = STAGES) -> list[str]:
     """Add new tests to the published files; what stands in the way, if anything does: then nothing is written."""
-    made = {stage: built(stage) for stage in stages}
+    new = {stage: built(stage) for stage in stages}
     problems = [
-        f"{stage}: {problem}" for stage, file in made.items()
+        f"{stage}: {problem}" for stage, file in new.items()
         for problem in [*repeated(file), *differences(files.stored(stage), file)]
     ]
     if not problems:
-        for stage, file in made.items():
+        for stage, file in new.items():
             files.path_of(stage).write_text(text_of(file) + "\n", encoding="utf-8")
     return problems
 

@@ -34,6 +34,17 @@ def test_expected_values_share_nothing_with_what_they_judge(module: str) -> None
     assert not {"numpy", "reference", "accelerated", "models_integration"} & set(imported)
 
 
+@pytest.mark.parametrize(
+    "module",
+    ["assurance.vector_writer.expected_large", "vectors.compact", "strategies.scale_numbers", "checks.scale_s1",
+     "oracles.scale.s1", "oracles.scale.stages", "oracles.scale.decode"],
+)
+def test_what_large_vectors_expect_comes_from_no_implementation(module: str) -> None:
+    text = inspect.getsource(import_module(f"conformance.{module}"))
+    imported = re.findall(r"^(?:from|import) ([a-z_]+)", text, re.MULTILINE)
+    assert not {"reference", "accelerated", "models_integration"} & set(imported)
+
+
 def test_a_tcId_stands_once_in_its_file() -> None:
     for stage in STAGES:
         assert store.repeated(store.built(stage)) == []

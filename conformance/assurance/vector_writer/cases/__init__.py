@@ -13,6 +13,7 @@ from conformance.assurance.vector_writer.cases import (
     graph,
     impact,
     injection,
+    large,
     nestedkv,
     policies,
     prefill,
@@ -23,7 +24,7 @@ from conformance.assurance.vector_writer.cases import (
 
 __all__ = ["STAGES"]
 
-STAGES: dict[str, Sequence[Group]] = {
+SMALL: dict[str, Sequence[Group]] = {
     "budgets": budgets.GROUPS,
     "coattention": coattention.GROUPS,
     "trunks": trunks.GROUPS,
@@ -40,3 +41,5 @@ STAGES: dict[str, Sequence[Group]] = {
     "diversity": diversity.GROUPS,
     "triattention": triattention.GROUPS,
 }
+
+STAGES = {stage: [*groups, *large.LARGE.get(stage, [])] for stage, groups in SMALL.items()}
