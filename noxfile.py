@@ -18,16 +18,23 @@ SHARED = ROOT / ".nox" / f"shared-{sys.version_info.major}.{sys.version_info.min
 OLDER_TRITON = "3.6.0"
 WORKERS = ["-n", "2", "--dist", "worksteal"]
 
+# Each worker has a core; more threads of BLAS and PyTorch than that wait for each other, for several times the work.
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+# All that judges a backend beside the reference. Only this is collected for one: the rest takes each worker half a
+# minute to import. own/conformance/test_phases.py says when a file is missing here.
+JUDGING = ["conformance/suite", "conformance/own/spec/test_resolve.py"]
+SAVED_LIVES = "conformance/own/models_integration/session/test_saved_lives.py"
+OF_NUMBA = [*JUDGING, SAVED_LIVES, "conformance/own/accelerated/numba"]
+OF_TRITON = [*JUDGING, "conformance/own/accelerated/triton"]
+
 # Triton's S1, with S2 to S6 as kernels too: in the pipeline they stand behind the host's, so their own tests are run.
 ON_DEVICE = "accelerated.triton_gpu.backend:ON_DEVICE"
 LATER = ("impact", "trunks", "graph", "score", "dissolution", "vectors")
 LATER_STAGES = [f"conformance/suite/test_{name}.py" for name in LATER]
-# Of decode, Triton has the key norms, which test_activation.py judges; the rest is Numba's.
+# Of decode, Triton has the key norms, which test_activation.py judges; the rest is Numba's, as are saved lives.
 DECODE = ("decode", "decode_machine", "segments", "essay_decode")
-ON_HOST = [
-    *(f"--ignore=conformance/suite/test_{name}.py" for name in DECODE),
-    "--ignore=conformance/own/models_integration/session/test_saved_lives.py",
-]
+ON_HOST = [f"--ignore=conformance/suite/test_{name}.py" for name in DECODE]
 
 
 def stamp() -> str:
@@ -87,14 +94,15 @@ def conformance(session: nox.Session) -> None:
     if session.posargs:
         kernels = any("triton" in argument for argument in session.posargs)
         environment = on_device_or_interpreted(session) if kernels else {}
-        run(session, "pytest", *WORKERS, *session.posargs, **environment)
+        run(session, "pytest", *WORKERS, *session.posargs, **environment, **ONE_THREAD)
         return
-    run(session, "pytest", *WORKERS, "--jaxtyping-packages=reference,beartype.beartype")
-    run(session, "pytest", *WORKERS, "--backend", "numba")
-    run(session, "pytest", *WORKERS, "--backend", "numba", NUMBA_DISABLE_JIT="1")
-    environment = on_device_or_interpreted(session)
+    run(session, "pytest", *WORKERS, "--jaxtyping-packages=reference,beartype.beartype", **ONE_THREAD)
+    numba = ["pytest", *WORKERS, "--backend", "numba", *OF_NUMBA]
+    run(session, *numba, **ONE_THREAD)
+    run(session, *numba, NUMBA_DISABLE_JIT="1", **ONE_THREAD)
+    environment = {**on_device_or_interpreted(session), **ONE_THREAD}
     few = ["pytest", *WORKERS, "--kvspec-profile", "few"]
-    run(session, *few, "--backend", "triton", *ON_HOST, **environment)
+    run(session, *few, "--backend", "triton", *OF_TRITON, *ON_HOST, **environment)
     run(session, *few, "--backend", ON_DEVICE, *LATER_STAGES, **environment)
 
 

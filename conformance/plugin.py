@@ -29,7 +29,7 @@ from conformance.items import known_items
 if TYPE_CHECKING:
     from spec.backend import Backend, BreathStages, CrystalStages, DiversityStages, NestedKVStages
 
-__all__ = ["skip_without", "sparingly"]
+__all__ = ["judges", "skip_without", "sparingly"]
 
 PROFILES = ("few", "dev", "ci", "nightly")
 FEW_EXAMPLES, CI_EXAMPLES = 12, 150
@@ -101,14 +101,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 raise pytest.UsageError(f'{item.nodeid}: write @pytest.mark.spec(id="...")')
             if known and mark.kwargs["id"] not in known:
                 raise pytest.UsageError(f"{item.nodeid}: unknown item {mark.kwargs['id']!r}")
-    _leave_out(config, [item for item in items if not _judges(item, str(config.getoption("--backend")))], items)
+    _leave_out(config, [item for item in items if not judges(item, str(config.getoption("--backend")))], items)
     if profile_of(config) != "nightly":
         _leave_out(config, [item for item in items if item.get_closest_marker("nightly")], items)
     found = config.stash[_exceptions]
     exceptions.apply(found, items)
 
 
-def _judges(item: pytest.Item, backend: str) -> bool:
+def judges(item: pytest.Item, backend: str) -> bool:
     """Whether a test says anything about this backend; the reference is what all the others are about."""
     fixtures = set(getattr(item, "fixturenames", ()))
     mine = "judged" in fixtures and "reference_items" not in fixtures
@@ -119,7 +119,8 @@ def _judges(item: pytest.Item, backend: str) -> bool:
 def _leave_out(config: pytest.Config, others: list[pytest.Item], items: list[pytest.Item]) -> None:
     if others:
         config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if item not in others]
+        left_out = set(others)
+        items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_report_header(config: pytest.Config) -> str:
