@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from conformance.own.models_integration.session.crossings import crossed
 from conformance.own.models_integration.session.families import (
     FAMILIES,
     METHODS,
@@ -73,8 +74,7 @@ def alone(model: PreTrainedModel, method: str, row: Tensor, new: Tensor) -> tupl
     return run.kept.tolist(), first, torch.cat(steps, dim=1)
 
 
-@families
-@pytest.mark.parametrize("method", METHODS)
+@crossed("method", METHODS, always=["crystalcache"])
 def test_rows_equal_their_single_runs(family: str, method: str) -> None:
     """The same kept sets, of different sizes, and the same logits."""
     new = torch.cat([prompt(NEW, seed=50 + row) for row in range(len(LENGTHS))])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from conformance.own.models_integration.session.crossings import crossed
 from conformance.own.models_integration.session.families import (
     ENDS,
     FAMILIES,
@@ -55,8 +56,7 @@ def tokens(n: int, rows: int = 1) -> Tensor:
     return torch.cat([prompt(n, seed=200 + row) for row in range(rows)])
 
 
-@families
-@pytest.mark.parametrize("budget", [0.5, 30])
+@crossed("budget", [0.5, 30])
 def test_eviction_equals_masking_after_every_breath(family: str, budget: float | int) -> None:
     model = build(family)
     with breathing(budget)(model):

@@ -9,9 +9,9 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from conformance.checks import stage_checks
+from conformance.own.models_integration.session.crossings import crossed
 from conformance.own.models_integration.session.families import (
     ENDS,
-    FAMILIES,
     METHODS,
     Masked,
     at_once,
@@ -32,8 +32,7 @@ from spec.records import CrystalRetention
 
 N, NEW = 64, 6
 
-families = pytest.mark.parametrize("family", FAMILIES)
-cuts = pytest.mark.parametrize("cut", [(16, 16, 16, 16), (1, 62, 1), (40, 24), (7, 1, 1, 55)], ids=str)
+CUTS = [(16, 16, 16, 16), (1, 62, 1), (40, 24), (7, 1, 1, 55)]
 
 
 def in_pieces(model: PreTrainedModel, method: str, ids: Tensor, cut: tuple[int, ...]) -> tuple[Session, Tensor]:
@@ -46,8 +45,7 @@ def in_pieces(model: PreTrainedModel, method: str, ids: Tensor, cut: tuple[int, 
     return run, torch.cat(logits, dim=1)
 
 
-@families
-@cuts
+@crossed("cut", CUTS)
 def test_the_kept_set_is_that_of_one_forward(family: str, cut: tuple[int, ...]) -> None:
     """In float64, where the last bits of q and k decide nothing; Gemma2's attention takes its softmax in float32."""
     model, ids = build(family, dtype=torch.float64), prompt(N)
@@ -60,7 +58,7 @@ def test_the_kept_set_is_that_of_one_forward(family: str, cut: tuple[int, ...]) 
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3"])
-@cuts
+@pytest.mark.parametrize("cut", CUTS, ids=str)
 @pytest.mark.parametrize("seed", range(3))
 def test_in_float32_the_comparator_accepts_the_kept_set(family: str, cut: tuple[int, ...], seed: int) -> None:
     """Against q and k of one forward: equal, or a near tie inside the certified box."""
@@ -77,8 +75,7 @@ def test_in_float32_the_comparator_accepts_the_kept_set(family: str, cut: tuple[
     assert not list(stage_checks.retention(run.retention, judged, "float32"))
 
 
-@families
-@pytest.mark.parametrize("chunk", [16, 63, 1])
+@crossed("chunk", [16, 63, 1])
 def test_generate_may_read_its_prompt_in_chunks(family: str, chunk: int) -> None:
     model, ids = build(family), prompt(N)
     with METHODS["crystalcache"]()(model) as run:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from conformance.own.models_integration.session.crossings import crossed
 from conformance.own.models_integration.session.families import (
     ENDS,
-    FAMILIES,
     METHODS,
     at_once,
     build,
@@ -30,12 +30,10 @@ from spec.policy import Needs
 from spec.records import CrystalRetention
 from spec.retention import Retention
 
-families = pytest.mark.parametrize("family", FAMILIES)
 methods = pytest.mark.parametrize("method", METHODS)
 
 
-@families
-@pytest.mark.parametrize("cut", [(1, 11), (5, 1, 6)], ids=str)
+@crossed("cut", [(1, 11), (5, 1, 6)])
 def test_a_turn_in_pieces_is_the_turn_in_one_forward(family: str, cut: tuple[int, ...]) -> None:
     model, found = build(family, dtype=torch.float32 if family == "gemma2" else torch.float64), []
     for pieces in ([TURN], list(cut)):
@@ -100,8 +98,7 @@ def test_generate_takes_a_second_turn(family: str, method: str, chunk: int | Non
     assert second[0].tolist() == chosen
 
 
-@families
-@pytest.mark.parametrize("method", ["crystalcache", "streamingllm"])
+@crossed("method", ["crystalcache", "streamingllm"], always=["crystalcache"])
 def test_turns_of_padded_rows_equal_their_single_runs(family: str, method: str) -> None:
     """Rows whose prompts differ in length take turns of one length."""
     model = build(family, dtype=torch.float32 if family == "gemma2" else torch.float64)

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+from conformance.own.models_integration.session.crossings import crossed
 from conformance.own.models_integration.session.families import (
     ENDS,
     FAMILIES,
@@ -27,25 +28,21 @@ from conformance.own.models_integration.session.oracle_checks import (
 )
 from models_integration import CrystalCache, prefill
 
-families = pytest.mark.parametrize("family", FAMILIES)
-methods = pytest.mark.parametrize("method", METHODS)
+families_and_methods = crossed("method", METHODS, always=["crystalcache"])
 
 
-@families
-@methods
+@families_and_methods
 @pytest.mark.spec(id="CC-COMPACT")
 def test_logits_after_eviction_equal_those_after_masking(family: str, method: str) -> None:
     check_decoding(build(family), METHODS[method]())
 
 
-@families
-@methods
+@families_and_methods
 def test_generated_tokens_after_eviction_equal_those_after_masking(family: str, method: str) -> None:
     check_generation(build(family), METHODS[method]())
 
 
-@families
-@methods
+@families_and_methods
 @pytest.mark.spec(id="CC-COMPACT")
 def test_slots_hold_the_tensors_of_their_positions(family: str, method: str) -> None:
     check_stored_tensors(build(family), METHODS[method]())

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from conformance.own.models_integration.session.crossings import crossed
 from conformance.own.models_integration.session.families import (
     FAMILIES,
     SLIDING,
@@ -41,8 +42,7 @@ from spec.budget import parse_budget
 from spec.retention import Granularity, Retention
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-@pytest.mark.parametrize("family", FAMILIES)
+@crossed("name", PUBLISHED)
 def test_eviction_equals_masking(family: str, name: str) -> None:
     check_continuation(build(family), name)
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from conformance.own.models_integration.session.crossings import crossed
 from conformance.own.models_integration.session.families import (
     ENDS,
-    FAMILIES,
     METHODS,
     at_once,
     build,
@@ -27,16 +27,12 @@ from spec.parameters import TINY
 
 N, TURN, NEW = 64, 12, 5
 
-families = pytest.mark.parametrize("family", FAMILIES)
-methods = pytest.mark.parametrize("method", METHODS)
-
 
 def turn(number: int, n: int = TURN) -> Tensor:
     return prompt(n, seed=100 + number)
 
 
-@families
-@methods
+@crossed("method", METHODS, always=["crystalcache"])
 def test_eviction_equals_masking_after_every_turn(family: str, method: str) -> None:
     """Three turns, with a few decode steps after each."""
     model = build(family)
