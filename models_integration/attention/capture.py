@@ -179,7 +179,7 @@ class Recorder:
 
 def shown_columns(tensor: Tensor, shown: Tensor | None) -> Tensor:
     """What (heads, columns, d) holds where `shown`; a view where that is all from one column on."""
-    if shown is None:
+    if shown is None or bool(shown.all()):
         return tensor
     at = torch.nonzero(shown)[:, 0]
     first = tensor.shape[1] - len(at)

@@ -19,11 +19,14 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
     The compiler takes seconds to load, so that nothing is asked of it before somebody else has loaded it.
     """
 
+    skipped: list[Callable[P, R]] = []  # made once: that takes longer than many a call
+
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         if "torch._dynamo" not in sys.modules:
             return function(*args, **kwargs)
-        skipped: Callable[P, R] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]  # by torch
-        return skipped(*args, **kwargs)
+        if not skipped:
+            skipped.append(torch.compiler.disable(function))  # type: ignore[no-untyped-call]  # by torch
+        return skipped[0](*args, **kwargs)
 
     return run

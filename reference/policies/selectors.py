@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spec.arrays import Bool, BoolVector, Float64, Int64, IntVector, Vector
+from spec.arrays import Bool, BoolMatrix, BoolVector, Float64, Int64, IntVector, Matrix, Vector
 from spec.backend import CrystalStages
 from spec.errors import SpecError
 from spec.parameters import CrystalCacheParameters
@@ -27,6 +27,8 @@ def top_units(scores: Scores, budgets: IntVector, protected: BoolVector, /) -> S
 
     Implements: PO-TOP-UNITS
     """
+    if _single(scores):
+        return _tokens(scores, budgets, np.broadcast_to(protected, scores.values.shape))
     pinned = touched_units(protected, scores.offsets)
     groups = [_fill(row, scores.offsets, int(B), pinned) for row, B in zip(scores.values, budgets, strict=True)]
     return _selection(groups)
@@ -57,11 +59,18 @@ def recent_half(scores: Scores, budgets: IntVector, protected: BoolVector, /) ->
     Implements: PO-H2O
     """
     n = len(protected)
-    groups = [
-        _fill(row, scores.offsets, int(B), protected | (np.arange(n) >= n - int(B) // 2))
-        for row, B in zip(scores.values, budgets, strict=True)
-    ]
-    return _selection(groups)
+    newest = np.arange(n) >= n - budgets[:, None] // 2
+    return _tokens(scores, budgets, protected | newest)
+
+
+def _single(scores: Scores) -> bool:
+    return scores.values.shape[1] == int(scores.offsets[-1] - scores.offsets[0])
+
+
+def _tokens(scores: Scores, budgets: IntVector, pinned: Bool[BoolMatrix, "g n"]) -> Selection:
+    kept = _best_tokens(scores.values, budgets, pinned)
+    offsets = np.concatenate([[0], np.cumsum(kept.sum(axis=1))])
+    return Selection(scores.offsets[0] + np.nonzero(kept)[1], offsets)
 
 
 def _selection(groups: list[Int64[IntVector, " _"]]) -> Selection:
@@ -79,6 +88,23 @@ def _fill(
     kept[chosen] = True
     positions: IntVector = offsets[0] + np.flatnonzero(np.repeat(kept, sizes))
     return positions
+
+
+def _best_tokens(
+    values: Float64[Matrix, "g n"], budgets: Int64[IntVector, " g"], pinned: Bool[BoolMatrix, "g n"],
+) -> Bool[BoolMatrix, "g n"]:
+    """The pinned tokens and the best others, all groups at once, by the last score that fits: no order is needed."""
+    low = np.where(pinned, np.nan, -values)
+    unscored = np.isnan(low)
+    counts = np.clip(budgets - pinned.sum(axis=1), 0, (~pinned).sum(axis=1))
+    places = np.maximum(counts - 1, 0)
+    last = np.partition(low, np.unique(places), axis=1)[np.arange(len(low)), places][:, None]
+    # A sort has NaN behind all numbers.
+    before = np.where(np.isnan(last), ~unscored, low < last)
+    ties = np.where(np.isnan(last), unscored & ~pinned, low == last)
+    missing = counts - before.sum(axis=1)
+    kept: BoolMatrix = pinned | before | (ties & (np.cumsum(ties, axis=1) <= missing[:, None]))
+    return kept
 
 
 @dataclass(frozen=True)
