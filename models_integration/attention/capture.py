@@ -184,7 +184,7 @@ class Recorder:
 
 def shown_columns(tensor: Tensor, shown: Tensor | None) -> Tensor:
     """What (heads, columns, d) holds where `shown`; a view where that is all from one column on."""
-    if shown is None:
+    if shown is None or bool(shown.all()):
         return tensor
     at = torch.nonzero(shown)[:, 0]
     first = tensor.shape[1] - len(at)
@@ -234,13 +234,15 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
     For what works by module, by cache and by forward, which a trace would freeze. The compiler takes seconds to load,
     so that nothing is asked of it before somebody else has loaded it.
     """
+    skipped: list[Callable[P, R]] = []  # made once: that takes longer than many a call
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         if "torch._dynamo" not in sys.modules:
             return function(*args, **kwargs)
-        skipped: Callable[P, R] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]  # by torch
-        return skipped(*args, **kwargs)
+        if not skipped:
+            skipped.append(torch.compiler.disable(function))  # type: ignore[no-untyped-call]  # by torch
+        return skipped[0](*args, **kwargs)
 
     return run
 

@@ -152,11 +152,14 @@ def slots_of(stored: Tensor, wanted: Tensor) -> Tensor:
     Raises:
         SpecError: when a wanted position is not stored.
     """
-    slots = np.flatnonzero(np.isin(stored.numpy(), wanted.numpy()))
-    if len(slots) != len(wanted):
-        missing = wanted.numpy()[~np.isin(wanted.numpy(), stored.numpy())].tolist()
-        raise SpecError("positions", missing, f"must be among the {len(stored)} stored positions")
-    return torch.from_numpy(slots)
+    held, sought = stored.numpy(), wanted.numpy()
+    full = np.flatnonzero(held != EMPTY)
+    at = np.searchsorted(held[full], sought)
+    found = at < len(full)
+    found[found] = held[full[at[found]]] == sought[found]
+    if not found.all():
+        raise SpecError("positions", sought[~found].tolist(), f"must be among the {len(stored)} stored positions")
+    return torch.from_numpy(full[at])
 
 
 @dataclass(frozen=True)

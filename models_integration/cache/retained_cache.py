@@ -328,7 +328,7 @@ def _by_layer(retention: Retention, full: Sequence[int], heads: int) -> dict[int
 
 def _agree(sets: Iterable[Tensor]) -> bool:
     first, *others = sets
-    return all(torch.equal(first, other) for other in others)
+    return all(other is first or torch.equal(first, other) for other in others)
 
 
 def storage_bytes(layers: Iterable[Any]) -> int:

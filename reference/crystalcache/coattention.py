@@ -26,8 +26,9 @@ def attention(
 
     Source: Eq. 3, without the product with V. Causal by position: a query sees keys at its own position and before.
     """
-    shared_k = np.repeat(k, q.shape[0] // k.shape[0], axis=0)
-    logits = np.matmul(q, shared_k.transpose(0, 2, 1)) * scaling
+    # The query heads of one KV head stand below each other: its keys are read once for all of them.
+    shared = q.reshape(k.shape[0], -1, q.shape[2])
+    logits = np.matmul(shared, k.transpose(0, 2, 1)).reshape(*q.shape[:2], k.shape[1]) * scaling
     if softcap is not None:
         logits = softcap * np.tanh(logits / softcap)
     logits = np.where(key_positions <= query_positions[:, None], logits, -np.inf)

@@ -48,7 +48,9 @@ def accumulated_attention(view: LayerView) -> Float64[Matrix, "H n"]:
     for first in range(0, q.shape[1], _ROWS):
         rows = q[:, first : first + _ROWS]
         asked = positions[before + first :][: rows.shape[1]]
-        total += attention(rows, k, asked, positions, view.scaling, view.softcap).sum(axis=1)
+        visible = slice(int(asked[-1]) + 1)
+        A = attention(rows, k[:, visible], asked, positions[visible], view.scaling, view.softcap)
+        total[:, visible] += A.sum(axis=1)
     return total
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from reference.policies.attention import group_mean, softmax, wide
 from reference.policies.budgets import even
 from reference.policies.protections import SinkAndRecent
-from reference.policies.rotary import mean_rotation, unrotated
+from reference.policies.rotary import mean_rotation, tables, turned_back
 from reference.policies.scorers import stacked
 from reference.policies.selectors import top_units
 from spec.arrays import BoolVector, Cube, Float64, Matrix, Vector
@@ -41,7 +41,7 @@ def expected_logits(
     Source: Expected Attention, Section 3.2.
     """
     linear = np.einsum("hd,hnd->hn", mean, k) * scaling
-    quadratic = np.einsum("hnd,hde,hne->hn", k, covariance, k) * scaling**2 / 2
+    quadratic = np.einsum("hnd,hnd->hn", np.matmul(k, covariance), k) * scaling**2 / 2
     logits: Matrix = linear + quadratic
     return logits
 
@@ -69,18 +69,27 @@ class ExpectedAttention:
         """
         if view.v is None:
             raise SpecError("v", None, "Expected Attention weighs keys by the norm of their values")
-        k, v = wide(view.k), wide(view.v)
-        n, scores = k.shape[1], np.full(k.shape[:2], np.nan)
+        H_kv, n = view.k.shape[:2]
+        scores = np.full((H_kv, n), np.nan)
         if n <= self.N_sink:
             return scores
-        at = np.arange(seen - view.q.shape[1], seen)
-        q = unrotated(wide(view.q), at, self.inv_freq, self.factor)
-        R = mean_rotation(np.arange(seen, seen + self.N_future), self.inv_freq, self.factor)
-        mean, covariance = query_statistics(q[:, at >= self.N_sink])
-        shared = np.repeat(k[:, self.N_sink :], len(q) // len(k), axis=0)
-        z = expected_logits(mean @ R.T, R @ covariance @ R.T, shared, view.scaling)
-        scores[:, self.N_sink :] = group_mean(softmax(z), len(k)) * np.sqrt((v * v).sum(axis=2))[:, self.N_sink :]
+        z = np.concatenate(self._logits(view, seen))
+        v = wide(view.v)[:, self.N_sink :]
+        scores[:, self.N_sink :] = group_mean(softmax(z), H_kv) * np.sqrt(np.einsum("hnd,hnd->hn", v, v))
         return scores
+
+    def _logits(self, view: LayerView, seen: int) -> list[Float64[Matrix, "one n"]]:
+        """Each query head's, one after the other: what a head needs then stays in the processor's cache."""
+        at = np.arange(max(seen - view.q.shape[1], self.N_sink), seen)
+        turns = tables(at, self.inv_freq)
+        R = mean_rotation(np.arange(seen, seen + self.N_future), self.inv_freq, self.factor)
+        found, group = [], len(view.q) // len(view.k)
+        for head in range(len(view.q)):
+            q = turned_back(wide(view.q[head : head + 1, view.q.shape[1] - len(at) :]), *turns) / self.factor
+            k = wide(view.k[head // group : head // group + 1, self.N_sink :])
+            mean, covariance = query_statistics(q)
+            found.append(expected_logits(mean @ R.T, R @ covariance @ R.T, k, view.scaling))
+        return found
 
 
 def expected_attention(

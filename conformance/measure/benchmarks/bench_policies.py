@@ -1,0 +1,118 @@
+"""What policies cost beside the bare model: a random Llama of 77 M parameters, in one process.
+
+`python -m pytest conformance/measure/benchmarks/bench_policies.py -p no:xdist -s`. Both sides take turns, and what is
+compared is each round's processor time on one thread: neighbours on the machine then slow both sides of a round alike.
+The median over the rounds counts. Of a step, the decision counts, with what it is shown; all that the step takes more,
+its compaction included, is printed beside it.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+from threadpoolctl import threadpool_limits
+from torch import Tensor
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from models_integration import Published
+from models_integration.cache.retained_cache import RetainedCache
+from models_integration.cache.scorer_records import DecideInSteps
+
+PROMPT, SLOTS = 4_096, 1_024
+PREFILL_AT_MOST, STEP_AT_MOST = 0.07, 0.10
+PREFILLS, STEPS, WARM = 5, 40, 3
+
+
+Models = tuple[LlamaForCausalLM, LlamaForCausalLM]
+
+
+@pytest.fixture(scope="module")
+def models() -> Iterator[Models]:
+    """12 layers, 768 wide, 12 heads on 4 KV heads; and the same weights once more, for the side without a policy."""
+    threads = torch.get_num_threads()
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    config = LlamaConfig(
+        vocab_size=1_024, hidden_size=768, intermediate_size=2_048, num_hidden_layers=12, num_attention_heads=12,
+        num_key_value_heads=4, max_position_embeddings=2 * PROMPT,
+    )
+    model, bare = LlamaForCausalLM(config), LlamaForCausalLM(config)
+    bare.load_state_dict(model.state_dict(), assign=True)
+    with threadpool_limits(1):
+        yield model.eval(), bare.eval()
+    torch.set_num_threads(threads)
+
+
+def ids_of(tokens: int) -> Tensor:
+    return torch.randint(3, 1_000, (1, tokens), generator=torch.Generator().manual_seed(1))
+
+
+def seconds(run: Callable[[], object]) -> float:
+    """Processor time."""
+    began = time.process_time()
+    run()
+    return time.process_time() - began
+
+
+def timed(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[float]:
+    """The processor time of each call of a method from now on."""
+    function, found = getattr(owner, name), list[float]()
+
+    def run(*args: Any, **kwargs: Any) -> None:
+        found.append(seconds(lambda: function(*args, **kwargs)))
+
+    monkeypatch.setattr(owner, name, run)
+    return found
+
+
+def surplus(what: str, rounds: list[tuple[float, float]]) -> float:
+    """What the policy adds, as a part of the bare model's time: the median over rounds, printed with its quartiles."""
+    ratios, bare = sorted(ours / bare - 1 for ours, bare in rounds), median(bare for _, bare in rounds)
+    print(
+        f"\n{what}: {100 * median(ratios):.1f} % (quartiles {100 * ratios[len(ratios) // 4]:.1f} and"
+        f" {100 * ratios[3 * len(ratios) // 4]:.1f}) of the bare model's {1e3 * bare:.1f} ms"
+    )
+    return median(ratios)
+
+
+@torch.no_grad()
+def test_expected_attention_reads_a_prompt(models: Models) -> None:
+    ids, (model, bare) = ids_of(PROMPT), models
+
+    def read(which: LlamaForCausalLM) -> None:
+        which(input_ids=ids, use_cache=True, logits_to_keep=1)
+
+    def read_under_the_policy() -> None:
+        with Published("expected-attention", 0.5)(model):
+            read(model)
+
+    rounds = [(seconds(read_under_the_policy), seconds(lambda: read(bare))) for _ in range(PREFILLS)]
+    assert surplus(f"Expected Attention, a prefill of {PROMPT}", rounds) <= PREFILL_AT_MOST
+
+
+@pytest.mark.parametrize("name", ["tova", "h2o"])
+@torch.no_grad()
+def test_a_step_of_a_policy(models: Models, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The policy's cache stays at its budget; the other is cut back to as many slots before each step."""
+    (model, bare), rounds = models, list[tuple[float, float]]()
+    ends, gathers = timed(monkeypatch, DecideInSteps, "after_step"), timed(monkeypatch, RetainedCache, "compact")
+    with Published(name, SLOTS)(model) as run:
+        model(input_ids=ids_of(SLOTS + 1), use_cache=True, logits_to_keep=1)
+        whole = DynamicCache(config=bare.config)
+        bare(input_ids=ids_of(SLOTS), past_key_values=whole, logits_to_keep=1)
+        assert run.cache is not None
+        for number in range(WARM + STEPS):
+            step = {"input_ids": torch.tensor([[3 + number]])}
+            ours = seconds(lambda: model(**step, past_key_values=run.cache))  # noqa: B023
+            rounds.append((ours, seconds(lambda: bare(**step, past_key_values=whole))))  # noqa: B023
+            whole.crop(-1)
+            assert run.cache.mean_length == SLOTS
+    decided = [
+        (plain + end - gather, plain)
+        for (_, plain), end, gather in zip(rounds, ends, gathers[-len(rounds) :], strict=True)
+    ]
+    surplus(f"{name}, all of a step at {SLOTS} slots", rounds[WARM:])
+    assert surplus(f"{name}, the decision of a step at {SLOTS} slots", decided[WARM:]) <= STEP_AT_MOST
