@@ -13,7 +13,7 @@ from conformance.measure.families.models import Family, families
 from conformance.measure.families.report import cells, counts, page
 from conformance.measure.families.run import Outcome, outcomes
 from conformance.paths import DOCS
-from models_integration.cli.progress import progress_bar
+from models_integration.studies.report import progress_bar
 
 __all__ = ["main"]
 
