@@ -36,6 +36,17 @@ LATER_STAGES = [f"conformance/suite/test_{name}.py" for name in LATER]
 DECODE = ("decode", "decode_machine", "segments", "essay_decode")
 ON_HOST = [f"--ignore=conformance/suite/test_{name}.py" for name in DECODE]
 
+# What is too long for CI: each case is a module and its arguments. The first judges the compiled backend, in one
+# process, as its oracle holds some gigabytes.
+ARCHIVE = "conformance/own/models_integration/archive"
+NIGHTLY = {
+    "32768-tokens": ["pytest", "-v", "--kvspec-profile", "nightly", "--backend", "numba", "-m", "nightly",
+                     "conformance/suite"],
+    "long-attacks": ["pytest", "-v", "--kvspec-profile", "nightly", f"{ARCHIVE}/test_attacks.py",
+                     f"{ARCHIVE}/test_faults.py", f"{ARCHIVE}/test_splice.py"],
+    "families": ["conformance.measure.families"],
+}
+
 
 def stamp() -> str:
     """A digest of the files that decide what the environment holds."""
@@ -104,6 +115,17 @@ def conformance(session: nox.Session) -> None:
     few = ["pytest", *WORKERS, "--kvspec-profile", "few"]
     run(session, *few, "--backend", "triton", *OF_TRITON, *ON_HOST, **environment)
     run(session, *few, "--backend", ON_DEVICE, *LATER_STAGES, **environment)
+
+
+@nox.session(venv_backend="none")
+def nightly(session: nox.Session) -> None:
+    """What is too long for CI: prompts of 32 768 tokens, long attacks on the archive, all families; `-- CASE ...`."""
+    chosen = session.posargs or list(NIGHTLY)
+    if unknown := sorted(set(chosen) - set(NIGHTLY)):
+        session.error(f"no case {', '.join(unknown)}: there are {', '.join(NIGHTLY)}")
+    for name in chosen:
+        session.log(f"{name}: {' '.join(NIGHTLY[name])}")
+        run(session, *NIGHTLY[name])
 
 
 @nox.session(venv_backend="none")

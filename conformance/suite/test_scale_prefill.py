@@ -1,4 +1,7 @@
-"""Whole prompts at full size: PAPER over several chunks, H n up to 131 072; each record judged from the one before."""
+"""Whole prompts at full size: PAPER over several chunks, H n up to 131 072; each record judged from the one before.
+
+With `--kvspec-profile nightly` one of 32 768 tokens and 8 heads too, H n of 262 144.
+"""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -26,6 +29,7 @@ FULL = [
     ("addressed", Shape("gemma-2-9b-3k", 16, 8, 256, 3100, seed=2), "0.3"),
     ("laddered", Shape("smollm2-360m-3k", 15, 5, 64, 3000, replace(PAPER, M_max=400.0), seed=3), "0.14"),
 ]
+LONG = pytest.param(("addressed", Shape("eight-heads-32k", 8, 2, 64, 32_768), "0.3"), marks=pytest.mark.nightly)
 
 Judged = tuple[Prompt, CrystalRetention, s1.Scored, bool]
 
@@ -38,7 +42,7 @@ def judge(backend: Backend, kind: str, shape: Shape, budget: str, precision: str
     return prompt, found, want, kind == "addressed"
 
 
-@pytest.fixture(scope="module", params=FULL, ids=lambda case: f"{case[0]}-{case[1]}")
+@pytest.fixture(scope="module", params=[*FULL, LONG], ids=lambda case: f"{case[0]}-{case[1]}")
 def outcome(request: pytest.FixtureRequest, backend: Backend, precision: str) -> Judged:
     kind, shape, budget = request.param
     return judge(backend, kind, shape, budget, precision)

@@ -37,12 +37,14 @@ def check_handover(architecture: Architecture, needs: Needs, granularity: Granul
     The model reads a few tokens into a cache of its own, once for all that is asked of it later.
 
     Raises:
-        SpecError: for a model whose attention is handed other tensors than its cache returned.
+        SpecError: for a model with a layer that stores nothing of what it reads, or whose attention is handed other
+            tensors than its cache returned.
     """
-    if needs.layers != "none":
-        handed = _handed(architecture)
-        if not handed.keys or not handed.queries or (needs.values and not handed.values):
-            raise SpecError("model", architecture.name, OTHER_TENSORS)
+    handed = _handed(architecture)
+    if handed.idle:
+        raise SpecError("model", architecture.name, f"its layers {handed.idle} store nothing of what it reads")
+    if needs.layers != "none" and not (handed.keys and handed.queries and (handed.values or not needs.values)):
+        raise SpecError("model", architecture.name, OTHER_TENSORS)
     if granularity is not Granularity.MODEL:
         _check_apart(architecture, granularity)
 
@@ -73,6 +75,8 @@ class _Handed:
     keys: bool
     values: bool
     queries: bool
+    idle: list[int]
+    """Full-attention layers that have not attended."""
 
 
 class _Watcher:
@@ -80,7 +84,8 @@ class _Watcher:
 
     def __init__(self, cache: RetainedCache) -> None:
         self.keys = self.values = self.queries = True
-        self._cache, self._asked = cache, dict[int, Tensor]()
+        self.asked = dict[int, Tensor]()
+        self._cache = cache
 
     def wants_lse(self, layer: int) -> bool:
         """Never."""
@@ -93,7 +98,7 @@ class _Watcher:
         assert isinstance(layer, RetainedLayer)
         self.keys &= seen.key is layer.keys
         self.values &= seen.value is layer.values
-        self.queries &= self._asked.setdefault(index, seen.query) is seen.query
+        self.queries &= self.asked.setdefault(index, seen.query) is seen.query
 
 
 # What was found out, by decoder and attention implementation.
@@ -112,7 +117,8 @@ def _handed(architecture: Architecture) -> _Handed:
                 _read(architecture, cache, _TOKENS)
         except _ERRORS as error:
             raise SpecError("model", architecture.name, f"it cannot read {_TOKENS} tokens: {error}") from error
-        known[implementation] = _Handed(watcher.keys, watcher.values, watcher.queries)
+        idle = [index for index in architecture.full_layers if index not in watcher.asked]
+        known[implementation] = _Handed(watcher.keys, watcher.values, watcher.queries, idle)
     return known[implementation]
 
 

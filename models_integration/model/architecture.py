@@ -12,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from spec.errors import SpecError
 
-__all__ = ["BUSY", "Architecture", "attention_modules", "check_free", "describe"]
+__all__ = ["BUSY", "Architecture", "attention_modules", "by_layer", "check_free", "describe", "of_layer"]
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 IMPLEMENTATIONS = ("sdpa", "eager")
@@ -56,7 +56,7 @@ def describe(model: PreTrainedModel) -> Architecture:
     attention = attention_modules(decoder)
     types = _layer_types(config)
     reason = (
-        _refuse_wrapper(model, config, decoder) or _refuse_config(config) or _refuse_layers(types)
+        _refuse_wrapper(model, config, decoder) or _refuse_config(config) or _refuse_layers(config, types)
         or _refuse_attention(config, decoder, attention) or _refuse_implementation(model, config, attention.values())
     )
     if reason is not None:
@@ -81,6 +81,21 @@ def attention_modules(decoder: nn.Module) -> dict[int, nn.Module]:
     return {cast(int, module.layer_idx): module for module in decoder.modules() if _is_attention(module)}
 
 
+def by_layer(config: Any, name: str) -> list[Any]:
+    """What a configuration says of its layers: one value for all of them, or one for each; None where it says nothing.
+
+    Configurations whose layers differ raise an error of their own where such a value is asked of all.
+    """
+    parts = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    return [getattr(part, name, None) for part in parts]
+
+
+def of_layer(config: Any, name: str, layer: int) -> Any:
+    """What a configuration says of one layer."""
+    values = by_layer(config, name)
+    return values[layer if len(values) > 1 else 0]
+
+
 def _is_attention(module: nn.Module) -> bool:
     return type(module).__name__.endswith("Attention") and isinstance(getattr(module, "layer_idx", None), int)
 
@@ -95,17 +110,19 @@ def _layer_types(config: PretrainedConfig) -> list[str]:
         kind = SLIDING
     elif getattr(config, "attention_chunk_size", None) is not None:
         kind = CHUNKED
-    return [kind] * int(config.num_hidden_layers)
+    return [kind] * getattr(config, "num_hidden_layers", 0)
 
 
 def _refuse_config(config: Any) -> str | None:
     if config.is_encoder_decoder:
         return "encoder-decoder models are not served"
-    if getattr(config, "kv_lora_rank", None) is not None:
+    if not hasattr(config, "num_hidden_layers"):
+        return "its configuration states no layers (num_hidden_layers): it is several models in one"
+    if any(rank is not None for rank in by_layer(config, "kv_lora_rank")):
         return "multi-head latent attention (MLA) caches no keys per head"
     if getattr(config, "alibi", False):
         return "ALiBi positions are not served: keys must carry a rotary position (RoPE)"
-    if getattr(config, "num_kv_shared_layers", 0) or getattr(config, "kv_sharing_modes", None):
+    if getattr(config, "num_kv_shared_layers", 0) or any(getattr(config, "kv_sharing_modes", None) or ()):
         return "layers that share one cache are not served"
     return None
 
@@ -116,29 +133,33 @@ def _refuse_wrapper(model: PreTrainedModel, config: PretrainedConfig, decoder: n
     return f"it hands embeddings, not input_ids, to its {type(decoder).__name__}: give that one to the policy"
 
 
-def _refuse_layers(types: list[str]) -> str | None:
+def _refuse_layers(config: Any, types: list[str]) -> str | None:
     others = Counter(kind for kind in types if kind not in (FULL, SLIDING))
     if others:
         kinds = ", ".join(f"{count} of type {kind!r}" for kind, count in others.items())
         return f"only full and sliding-window attention layers are served; it has {kinds}"
     if FULL not in types:
         return "it has no full-attention layer: sliding-window layers are never compacted"
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        values = {of_layer(config, name, index) for index, kind in enumerate(types) if kind == FULL}
+        if len(values) > 1:
+            return f"its full-attention layers differ in {name}, {sorted(values)}: each must have the same heads"
     return None
 
 
 def _refuse_attention(config: PretrainedConfig, decoder: nn.Module, attention: Mapping[int, nn.Module]) -> str | None:
     if not attention:
-        return "it has no attention layer: recurrent and linear-attention models keep no keys and values"
+        return "no layer of it says which keys and values of a cache are its own (layer_idx): recurrent ones have none"
     if sorted(attention) != list(range(config.num_hidden_layers)):
         return f"its {config.num_hidden_layers} layers do not have one attention module each"
-    if not all(getattr(part, "is_causal", True) for part in (config, *attention.values())):
-        return "its attention is not causal"
     if any(hasattr(module, "sinks") for module in attention.values()):
         return "attention sinks inside the softmax are not served"
     if not any(name.endswith("inv_freq") for name, _ in decoder.named_buffers()):
         if any("rotary" in name for module in attention.values() for name in dir(module)):
             return "its rotary positions (RoPE) cannot be read: it holds a table of sines, not frequencies (inv_freq)"
         return "it has no rotary positions (RoPE): learned and absolute positions are not served"
+    if not all(getattr(part, "is_causal", True) for part in (config, *attention.values())):
+        return "its attention is not causal"
     if any(getattr(module, "config", None) is not config for module in attention.values()):
         return "its attention layers do not share the decoder's config"
     return None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from models_integration.model.architecture import by_layer
 from models_integration.model.rotation import rotary_buffers, rotary_module, scaling_of
 from models_integration.model.weights import CHANGING
 from spec.errors import SpecError
@@ -63,7 +64,7 @@ def identify(model: PreTrainedModel) -> ModelIdentity:
     """
     frequencies = list(_frequencies(model))
     config = model.config.get_text_config(decoder=True)
-    stated = {name: getattr(config, name, None) for name in CONFIG}
+    stated = {name: values[0] if len(values := by_layer(config, name)) == 1 else values for name in CONFIG}
     return ModelIdentity(
         _weights(model), ",".join(sorted({_plain(values.dtype) for _, values, _ in frequencies})),
         _rotation(frequencies), _sha([type(model).__name__, stated]), _plain(model.dtype),

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from models_integration.model.architecture import FULL, Architecture
+from models_integration.model.architecture import FULL, Architecture, of_layer
 from spec.arrays import Cube
 from spec.errors import SpecError
 
@@ -31,7 +31,7 @@ def output_projections(architecture: Architecture) -> Mapping[int, Cube]:
         linear = next((part for name, part in module.named_children() if name in _PROJECTIONS), None)
         if not isinstance(linear, nn.Linear):
             raise SpecError("model", type(module).__name__, f"has no output projection {' or '.join(_PROJECTIONS)}")
-        H = architecture.config.num_attention_heads
+        H = of_layer(architecture.config, "num_attention_heads", layer)
         weight = linear.weight.detach().to("cpu", torch.float64)
         found[layer] = weight.T.reshape(H, -1, weight.shape[0]).numpy()
     return found
@@ -64,15 +64,16 @@ def rotary(architecture: Architecture) -> dict[str, Any]:
     if not isinstance(inv_freq, Tensor):
         raise SpecError("model", name, "has no rotary_emb with frequencies")
     for layer in architecture.full_layers:
-        _check_pairs(architecture, architecture.attention[layer], len(inv_freq))
+        _check_pairs(architecture, layer, len(inv_freq))
     factor = float(getattr(embedding, f"{prefix}attention_scaling"))
     return {"inv_freq": inv_freq.detach().to("cpu", torch.float64).numpy(), "factor": factor}
 
 
-def _check_pairs(architecture: Architecture, module: nn.Module, pairs: int) -> None:
+def _check_pairs(architecture: Architecture, layer: int, pairs: int) -> None:
     """The embedding turns all of a head, in pairs of its two halves."""
-    config: Any = architecture.config
-    d = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    module, config = architecture.attention[layer], architecture.config
+    H, hidden = (of_layer(config, name, layer) for name in ("num_attention_heads", "hidden_size"))
+    d = of_layer(config, "head_dim", layer) or hidden // H
     if 2 * pairs != d:
         raise SpecError("model", type(module).__name__, f"turns {2 * pairs} of a head's {d} channels")
     halves = getattr(sys.modules[type(module).__module__], "rotate_half", None)

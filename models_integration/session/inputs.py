@@ -86,11 +86,12 @@ class ForwardSpan:
 
 
 def first_span(
-    architecture: Architecture, arguments: Mapping[str, Any], before: Tensor, segment_end: int,
+    vocabulary: int, arguments: Mapping[str, Any], before: Tensor, segment_end: int,
 ) -> ForwardSpan:
     """A prompt, or its next piece: what the mask hides stands left of each row's first token.
 
     Args:
+        vocabulary: ids lie in [0, vocabulary).
         before: which columns before this piece hold a token, (rows, seen).
         segment_end: columns after which the prompt is over.
 
@@ -98,7 +99,7 @@ def first_span(
         SpecError: for tokens that cannot follow, with the argument that differs.
     """
     ids = arguments["input_ids"]
-    _check_ids(architecture, ids)
+    _check_ids(vocabulary, ids)
     is_token = _tokens_of_mask(arguments.get("attention_mask"), ids, before)
     all_columns = torch.cat([before, is_token], dim=1)
     if bool((all_columns.int().diff(dim=1) < 0).any()):
@@ -112,7 +113,7 @@ def first_span(
 
 
 def later_span(
-    architecture: Architecture, arguments: Mapping[str, Any], cache: RetainedCache, segment_end: int,
+    vocabulary: int, arguments: Mapping[str, Any], cache: RetainedCache, segment_end: int,
 ) -> ForwardSpan:
     """A turn, its next piece, or a text that is only read, behind what the cache has seen.
 
@@ -125,7 +126,7 @@ def later_span(
     mask = arguments.get("attention_mask", defaults.get("attention_mask"))
     rows = len(ids)
     before = torch.ones(rows, 0, dtype=torch.bool) if mask is None else cache.is_token.expand(rows, -1)
-    _check_ids(architecture, ids)
+    _check_ids(vocabulary, ids)
     is_token = _tokens_of_mask(mask, ids, before)
     if segment_end == ONE_FORWARD:
         check_tokens(is_token)
@@ -140,13 +141,13 @@ def later_span(
     return ForwardSpan(cache.get_seq_length(), segment_end, is_token, defaults)
 
 
-def step_span(architecture: Architecture, arguments: Mapping[str, Any], cache: RetainedCache) -> ForwardSpan:
+def step_span(vocabulary: int, arguments: Mapping[str, Any], cache: RetainedCache) -> ForwardSpan:
     """A decode step behind what the cache has seen: one token (rows, 1) in every row.
 
     Raises:
         SpecError: for a token that cannot follow, with the argument that differs.
     """
-    span = later_span(architecture, arguments, cache, OPEN)
+    span = later_span(vocabulary, arguments, cache, OPEN)
     if span.padded:
         raise SpecError("attention_mask", "zeros", "a decode step has a token in each row")
     return span
@@ -158,7 +159,7 @@ def check_rows(cache: RetainedCache, ids: Tensor) -> None:
     Raises:
         SpecError: otherwise.
     """
-    rows = cache.full_layers[0].batch
+    rows = next((layer.batch for layer in cache.full_layers if layer.is_initialized), len(ids))
     if len(ids) != rows:
         raise SpecError("input_ids", tuple(ids.shape), f"the cache has {rows} rows")
 
@@ -179,12 +180,12 @@ def check_tokens(is_token: Tensor) -> None:
         raise SpecError("attention_mask", "zeros", "right padding is not served: the last column decides what follows")
 
 
-def _check_ids(architecture: Architecture, ids: Tensor) -> None:
+def _check_ids(vocabulary: int, ids: Tensor) -> None:
     if ids.numel() == 0:
         raise SpecError("input_ids", tuple(ids.shape), "must not be empty")
     low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high >= architecture.vocabulary:
-        raise SpecError("input_ids", low if low < 0 else high, f"must lie in [0, {architecture.vocabulary})")
+    if low < 0 or high >= vocabulary:
+        raise SpecError("input_ids", low if low < 0 else high, f"must lie in [0, {vocabulary})")
 
 
 def _tokens_of_mask(mask: object, ids: Tensor, before: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from models_integration.cache.dense_layer import RetainedLayer
 from models_integration.cache.positions import EMPTY
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache, storage_bytes
-from models_integration.model.architecture import Architecture
+from models_integration.model.architecture import Architecture, of_layer
 from models_integration.session.inputs import ONE_FORWARD, check_tokens
 from models_integration.session.method import Method
 from reference.policies.retain import tokens_of
@@ -253,7 +253,7 @@ def observe_each_set(
     shown = []
     for index in architecture.full_layers:
         layer = _layer(cache, index)
-        G = architecture.config.num_attention_heads // layer.heads
+        G = of_layer(architecture.config, "num_attention_heads", index) // layer.heads
         size = 1 if granularity is Granularity.HEAD else layer.heads
         for first in range(0, layer.heads, size):
             queries = slice(first * G, (first + size) * G)

@@ -144,7 +144,7 @@ class Session:
             if self._segment is not None and self._segment.cache is not cache:
                 reason = "must be the cache of the stream that is open"
                 raise SpecError("past_key_values", type(cache).__name__, reason)
-            span = step_span(self._architecture, arguments, cache)
+            span = step_span(self._architecture.vocabulary, arguments, cache)
             if self._segment is not None:
                 self._finish(self._segment)
             forward = _step(self._method, self._architecture, cache, ids, span)
@@ -186,10 +186,10 @@ class Session:
             elif cache is not None:
                 check_adoptable(cache)
         if not later:
-            span = first_span(self._architecture, arguments, before, segment_end)
+            span = first_span(self._architecture.vocabulary, arguments, before, segment_end)
             self._stream.check_span(span)
             return span
-        span = later_span(self._architecture, arguments, cache, segment_end)
+        span = later_span(self._architecture.vocabulary, arguments, cache, segment_end)
         self._stream.check_span(span)
         if span.padded:
             method.continuation.check_padded(method.policy, cache)
@@ -349,7 +349,7 @@ def _reading(method: Method, architecture: Architecture, cache: Any, arguments: 
     """A forward inside `reading()`."""
     if not isinstance(cache, RetainedCache) or cache.get_seq_length() == 0:
         raise SpecError("past_key_values", "0 tokens", "reading() goes on from a cache that has read a prompt")
-    span, rule = later_span(architecture, arguments, cache, OPEN), method.continuation
+    span, rule = later_span(architecture.vocabulary, arguments, cache, OPEN), method.continuation
     if span.padded:
         raise SpecError("attention_mask", "zeros", "padding is not served inside reading()")
     rule.before_reading(method.policy, cache)

@@ -55,7 +55,8 @@ def observe(
     check_handover(architecture, needs, Granularity.MODEL)
     arguments = {"input_ids": input_ids, "attention_mask": attention_mask}
     check_forward(arguments, default_use_cache=True)
-    span = first_span(architecture, arguments, torch.ones(len(input_ids), 0, dtype=torch.bool), ONE_FORWARD)
+    nothing = torch.ones(len(input_ids), 0, dtype=torch.bool)
+    span = first_span(architecture.vocabulary, arguments, nothing, ONE_FORWARD)
     cache = RetainedCache(architecture.config)
     observed = ObservedSegment(needs, architecture, cache, lse=True)
     observed.read(input_ids, span.is_token)

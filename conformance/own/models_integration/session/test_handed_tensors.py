@@ -23,8 +23,8 @@ from conformance.own.models_integration.session.ragged_checks import check_conti
 from conformance.own.models_integration.session.snapshots import same_weights, snapshot
 from models_integration import RetentionPolicy, StreamingLLM, compact, decide, observe
 from models_integration.attention.capture import observing
-from models_integration.attention.layer_masks import layer_masks
 from models_integration.model.architecture import describe
+from models_integration.session.layer_masks import layer_masks
 from spec.errors import SpecError
 from spec.policy import Needs
 from spec.retention import Granularity, Retention

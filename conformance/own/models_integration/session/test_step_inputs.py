@@ -1,4 +1,4 @@
-"""What a decode step, or a text that is only read, is told about masks and positions agrees with the cache."""
+"""What a forward behind a prompt is told about masks and positions agrees with the cache, wherever it is read."""
 
 import copy
 from collections.abc import Callable
@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from conformance.own.models_integration.session.families import ENDS, METHODS, VOCABULARY, build, prompt
 from conformance.own.models_integration.session.ragged_checks import live_sets, method
 from models_integration import CrystalCache, RetainedCache, RetentionPolicy
+from models_integration.session.layer_masks import layer_masks
 from spec.errors import SpecError
 from spec.parameters import TINY
 
@@ -58,6 +59,13 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "attention to what follows": ({"is_causal": False}, "is_causal = False"),
 }
 
+WRONG_FOR_A_BLOCK: dict[str, tuple[dict[str, Any], str]] = {
+    "embeddings": ({"input_ids": None, "inputs_embeds": torch.ones(1, 1, 48)}, "inputs_embeds = 'given'"),
+    "a cache that is not used": ({"use_cache": False}, "use_cache = False"),
+    "no cache": ({"past_key_values": None}, "past_key_values = 'NoneType': must be the cache that layer_masks"),
+    "another cache": ({"past_key_values": DynamicCache()}, "past_key_values = 'DynamicCache'"),
+}
+
 
 def told(model: PreTrainedModel, cache: RetainedCache, **given: Any) -> Tensor:
     """Logits of a token, or of others that are given."""
@@ -86,6 +94,57 @@ def test_what_does_not_continue_is_refused_and_changes_nothing(policy: str, wron
             assert run.cache.get_seq_length() == N
             right = {"attention_mask": ones(N + 1), "position_ids": torch.tensor([[N]])}
             assert torch.equal(told(model, run.cache, **right), expected)
+
+
+@pytest.mark.parametrize("wrong", [*WRONG, *WRONG_FOR_A_BLOCK])
+@pytest.mark.parametrize("policy", ["one set", "a set for each layer", "a set for each head"])
+def test_a_cache_read_through_layer_masks_is_told_the_same(policy: str, wrong: str) -> None:
+    """Outside any context."""
+    model, (given, words) = build("llama"), {**WRONG, **WRONG_FOR_A_BLOCK}[wrong]
+    with POLICIES[policy]()(model) as run:
+        told(model, RetainedCache(model.config), input_ids=prompt(N))
+    assert run.cache is not None
+    before, untouched = live_sets(run.cache), copy.deepcopy(run.cache)
+    with layer_masks(model, untouched):
+        expected = told(model, untouched)
+    with layer_masks(model, run.cache):
+        with pytest.raises(SpecError, match=words):
+            told(model, run.cache, **given)
+        assert live_sets(run.cache) == before
+        assert run.cache.get_seq_length() == N
+        right = {"attention_mask": ones(N + 1), "position_ids": torch.tensor([[N]])}
+        assert torch.equal(told(model, run.cache, **right), expected)
+    assert not model.get_decoder()._forward_pre_hooks  # type: ignore[no-untyped-call]
+
+
+def padded_batch(policy: str) -> tuple[PreTrainedModel, RetainedCache]:
+    """Two rows, the second of which has five columns of padding."""
+    model, mask = build("llama"), torch.ones(2, N, dtype=torch.int64)
+    mask[1, :5] = 0
+    with POLICIES[policy]()(model) as run:
+        told(model, RetainedCache(model.config), input_ids=prompt(2 * N).view(2, N), attention_mask=mask)
+    assert run.cache is not None
+    return model, run.cache
+
+
+def test_heads_of_padded_rows_get_their_positions_through_layer_masks() -> None:
+    """As inside the context, where the caller leaves them out."""
+    model, cache = padded_batch("a set for each head")
+    step: dict[str, Any] = {"input_ids": torch.tensor([[7], [8]])}
+    with POLICIES["a set for each head"]()(model):
+        expected = told(model, copy.deepcopy(cache), **step)
+    with layer_masks(model, cache):
+        with pytest.raises(SpecError, match="position_ids = '40 to 40': must be 35 to"):
+            told(model, cache, **step, position_ids=torch.tensor([[N], [N]]))
+        assert torch.equal(told(model, cache, **step), expected)
+
+
+@pytest.mark.parametrize("policy", ["one set", "a set for each layer"])
+def test_rows_that_differ_have_no_mask_by_layer(policy: str) -> None:
+    model, cache = padded_batch(policy)
+    with pytest.raises(SpecError, match="past_key_values = 'rows that differ'"), layer_masks(model, cache):
+        pass
+    assert not model.get_decoder()._forward_pre_hooks  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -1,0 +1,114 @@
+"""The oracle: the full cache of transformers, whose evicted tokens are masked where attention is called.
+
+It shares no code with what is judged: a copy of the model reads into a plain DynamicCache, and an attention function
+of the oracle's own puts a mask by layer and KV head upon the model's, whatever family it is.
+"""
+
+import copy
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+__all__ = ["Masked", "full_layers"]
+
+Sets = Sequence[Sequence[Sequence[int]]]
+"""Visible positions by full-attention layer, one set or one for each KV head."""
+
+# What each attention module of a copy may see, (sets, seen); and how often it was asked in this forward.
+_VISIBLE: dict[nn.Module, Tensor] = {}
+_CALLS: dict[nn.Module, int] = {}
+
+
+def full_layers(model: PreTrainedModel) -> list[int]:
+    """Indices of the layers that attend to all that was read, as the configuration has it."""
+    config = model.config.get_text_config(decoder=True)
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    return [index for index, kind in enumerate(kinds) if kind == "full_attention"]
+
+
+class Masked:
+    """A copy of a model with a full cache, of which its full-attention layers see what they are told."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = copy.deepcopy(model)
+        config = self.model.config.get_text_config(decoder=True)
+        self.cache, self.seen = DynamicCache(config=config), 0
+        full = full_layers(model)
+        self.modules = {
+            cast(int, module.layer_idx): module for module in self.model.modules()
+            if type(module).__name__.endswith("Attention") and getattr(module, "layer_idx", None) in full
+        }
+        self.visible = {layer: torch.zeros(1, 0, dtype=torch.bool) for layer in full}
+        self.model.set_attn_implementation(_registered(config._attn_implementation))
+
+    def read(self, ids: Tensor) -> Tensor:
+        """Logits of the next tokens (1, q), which then belong to the past.
+
+        Raises:
+            RuntimeError: where some full-attention layer did not attend, so that nothing was masked there.
+        """
+        self.seen += ids.shape[1]
+        for layer, visible in self.visible.items():
+            grown = torch.nn.functional.pad(visible, (0, ids.shape[1]), value=True)
+            self.visible[layer] = _VISIBLE[self.modules[layer]] = grown
+        try:
+            with torch.no_grad():
+                logits = self.model(input_ids=ids, past_key_values=self.cache, use_cache=True).logits
+            if any(not _CALLS.get(module) for module in self.modules.values()):
+                raise RuntimeError("the oracle's mask did not reach every full-attention layer")
+        finally:
+            _VISIBLE.clear()
+            _CALLS.clear()
+        assert isinstance(logits, Tensor)
+        return logits
+
+    def keep(self, sets: Sets) -> None:
+        """From now on the full-attention layers see these positions of what they have read, and no others."""
+        for layer, own in zip(self.visible, sets, strict=True):
+            visible = torch.zeros(len(own), self.seen, dtype=torch.bool)
+            for head, positions in enumerate(own):
+                visible[head, list(positions)] = True
+            self.visible[layer] = visible
+
+
+def _registered(stock: str) -> str:
+    """The name of the oracle's attention over the model's own."""
+    name = f"masked_{stock}"
+    if name not in ALL_ATTENTION_FUNCTIONS:
+        AttentionInterface.register(name, _masking(stock))
+        AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[stock])
+    return name
+
+
+def _masking(stock: str) -> Callable[..., Any]:
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any,
+    ) -> Any:
+        own = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
+        function = ALL_ATTENTION_FUNCTIONS.get_interface(stock, own)
+        if module in _VISIBLE:
+            _CALLS[module] = _CALLS.get(module, 0) + 1
+            attention_mask = _with(attention_mask, _VISIBLE[module], query, key)
+        return function(module, query, key, value, attention_mask, **options)
+
+    return attention
+
+
+def _with(mask: Tensor | None, visible: Tensor, query: Tensor, key: Tensor) -> Tensor | None:
+    """The model's mask, (1, 1 or H, q, live), without what is not visible."""
+    H, q, live = query.shape[1], query.shape[2], key.shape[2]
+    if bool(visible.all()):
+        return mask
+    if mask is None:
+        assert q == 1, "a model of several queries behind others has a mask"
+        mask = torch.ones(1, 1, 1, live, dtype=torch.bool)
+    shown = visible.repeat_interleave(H // len(visible), dim=0)[None, :, None]
+    if mask.dtype == torch.bool:
+        return mask & shown
+    return mask[..., :live].masked_fill(~shown, torch.finfo(mask.dtype).min)

@@ -1,0 +1,94 @@
+"""What is written of the families: every cell to results/, and one page that groups them."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from importlib.metadata import version
+
+from conformance.measure.families.run import BOUND, POLICIES, Outcome
+
+__all__ = ["cells", "counts", "page"]
+
+Rows = dict[str, dict[str, Outcome]]
+"""Outcomes by family, then by policy."""
+
+
+def by_family(outcomes: Iterable[Outcome]) -> Rows:
+    rows: Rows = defaultdict(dict)
+    for outcome in outcomes:
+        rows[outcome.family][outcome.policy] = outcome
+    return rows
+
+
+def cell(outcome: Outcome) -> str:
+    """One field of a table in Markdown."""
+    if outcome.verdict == "holds":
+        return f"holds ({outcome.worst:.0e})"
+    return f"{outcome.verdict}: {outcome.detail}".replace("|", "/").replace("\n", " ")
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    lines = [f"| {' | '.join(fields)} |" for fields in (header, ["---"] * len(header), *rows)]
+    return [*lines, ""]
+
+
+def cells(outcomes: Iterable[Outcome]) -> str:
+    """Each family under each policy."""
+    rows = by_family(outcomes)
+    body = [[family, *(cell(own[policy]) for policy in POLICIES)] for family, own in rows.items()]
+    return "\n".join(table(["family", *POLICIES], body))
+
+
+def counts(outcomes: Sequence[Outcome]) -> list[str]:
+    """The table of sums by policy."""
+    body = []
+    for policy in POLICIES:
+        own = [outcome for outcome in outcomes if outcome.policy == policy]
+        each = [sum(one.verdict == verdict for one in own) for verdict in ("holds", "refused", "fails", "not built")]
+        worst = max((one for one in own if one.verdict == "holds"), key=lambda one: one.worst, default=None)
+        shown = "" if worst is None else f"{worst.worst:.1e} ({worst.family})"
+        body.append([policy, *map(str, each), shown])
+    return table(["one set for each", "holds", "refused by name", "fails", "not built", "worst error"], body)
+
+
+def reason(outcome: Outcome) -> str:
+    """The first words of a refusal, without what is the model's own."""
+    words = outcome.detail
+    for mark in ("; ", ": ", ", to its "):
+        words = words.partition(mark)[0]
+    return words
+
+
+def _grouped(rows: Rows) -> list[str]:
+    """Families by the first words of what all policies say."""
+    groups = defaultdict(list)
+    for family, own in rows.items():
+        groups[reason(next(iter(own.values())))].append(family)
+    ordered = sorted(groups.items(), key=lambda group: (-len(group[1]), group[0]))
+    return table(["reason", "families"], [[f"{why} ({len(names)})", ", ".join(names)] for why, names in ordered])
+
+
+def page(outcomes: Sequence[Outcome]) -> str:
+    """docs/results/families.md."""
+    rows = by_family(outcomes)
+    of = {family: {one.verdict for one in own.values()} for family, own in rows.items()}
+    every = [family for family in rows if of[family] == {"holds"}]
+    some = {family: own for family, own in rows.items() if len(of[family]) > 1}
+    refused = {family: own for family, own in rows.items() if of[family] == {"refused"}}
+    unbuilt = [own[policy] for own in rows.values() for policy in list(POLICIES)[:1]
+               if own[policy].verdict == "not built"]
+    return "\n".join([
+        "# Every causal family of transformers", "",
+        f"Written by `python -m conformance.measure.families --write` with transformers {version('transformers')} and"
+        f" torch {version('torch')}: {len(rows)} model classes of AutoModelForCausalLM, each tiny, with random weights,"
+        " in float32. A prompt, a decode step, a turn and a step are read under each policy, and beside it by a copy of"
+        " the model on the full cache of transformers whose evicted tokens are masked in attention. *Holds*: no logit"
+        f" is off by more than {BOUND:.0e} of the largest. *Refused by name*: an error at the door that names the model"
+        " and the reason. There is no third outcome, or the command fails. Sliding layers stand beside full ones where"
+        " a family has both, and windows of all layers are off; a family may be refused in another configuration.", "",
+        *counts(outcomes),
+        f"**Hold under all four ({len(every)}).** {', '.join(every)}.", "",
+        "**Hold under some.**", "",
+        *table(["family", *POLICIES], [[family, *map(cell, own.values())] for family, own in some.items()]),
+        "**Refused under all, by the first words.**", "", *_grouped(refused),
+        "**Not built here.**", "", *table(["family", "reason"], [[one.family, one.detail] for one in unbuilt]),
+    ])

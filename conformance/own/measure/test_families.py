@@ -1,0 +1,129 @@
+"""The walk over families sees what it should: who holds, who is refused for what it is, and any third outcome."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from conformance.measure.families import __main__ as command
+from conformance.measure.families import own_sizes, run
+from conformance.measure.families.models import Family, families
+from conformance.measure.families.report import page
+from conformance.measure.families.run import POLICIES, Outcome, outcomes
+from models_integration import RetainedCache, StreamingLLM
+from spec.errors import SpecError
+
+KNOWN = {family.name: family for family in families()}
+REFUSED = {
+    "gpt2": "no rotary positions", "bart": "no rotary positions", "gpt_neo": "layer_idx",
+    "mllama": r"layers \[1, 3\] store nothing", "gemma3n_text": "share one cache", "fuyu": "hands embeddings",
+}
+
+
+def test_every_name_of_transformers_has_a_family() -> None:
+    assert len(KNOWN) > 150
+    assert {family.model_class for family in KNOWN.values()} == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+
+
+# Gemma 4 has other widths and KV heads in its full-attention layers than in those that slide.
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma4_text"])
+def test_a_family_that_holds(name: str) -> None:
+    found = list(outcomes(KNOWN[name]))
+    assert [one.verdict for one in found] == ["holds"] * len(POLICIES), found
+    assert all(0 < one.worst <= run.BOUND for one in found)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.filterwarnings("ignore")
+def test_a_family_is_refused_for_what_it_is(name: str) -> None:
+    for policy, one in zip(POLICIES, outcomes(KNOWN[name]), strict=True):
+        assert (one.policy, one.verdict) == (policy, "refused"), one
+        assert re.search(REFUSED[name], one.detail)
+
+
+def test_layers_that_share_a_cache_are_refused_and_those_that_could_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = {**own_sizes.OWN["gemma4_text"], "num_kv_shared_layers": 2}
+    monkeypatch.setitem(own_sizes.OWN, "gemma4_text", own)
+    assert {one.verdict for one in outcomes(KNOWN["gemma4_text"])} == {"refused"}
+
+
+def test_full_layers_of_other_heads_are_refused() -> None:
+    model = KNOWN["gemma4_text"].build()
+    model.config.per_layer_config = {layer: {"num_key_value_heads": heads} for layer, heads in ((1, 1), (3, 2))}
+    with pytest.raises(SpecError, match=r"full-attention layers differ in num_key_value_heads, \[1, 2\]"):
+        StreamingLLM(0.4)(model)
+
+
+def test_what_cannot_be_built_is_said() -> None:
+    (one, *_) = outcomes(Family("llama", "NoSuchModel"))
+    assert one.verdict == "not built"
+    assert "NoSuchModel" in one.detail
+
+
+def other_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oracle is told that another sink was kept."""
+    kept = run._kept
+    monkeypatch.setattr(run, "_kept", lambda *given: [[[0, 2, *own[2:]] for own in sets] for sets in kept(*given)])
+
+
+def broken_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the door, where three tokens are read."""
+    stock = RetainedCache.update
+
+    def update(cache: RetainedCache, keys: Tensor, *others: Any) -> Any:
+        if keys.shape[2] > 3:
+            raise IndexError("in a forward")
+        return stock(cache, keys, *others)
+
+    monkeypatch.setattr(RetainedCache, "update", update)
+
+
+def late_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compact(*_: Any, **__: Any) -> None:
+        raise SpecError("model", "late", "the prompt has been read")
+
+    monkeypatch.setattr(RetainedCache, "compact", compact)
+
+
+def raw_error_at_the_door(monkeypatch: pytest.MonkeyPatch) -> None:
+    def door(*_: Any) -> None:
+        raise KeyError("layer")
+
+    monkeypatch.setattr(StreamingLLM, "__call__", door)
+
+
+def everything_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(run.POLICIES, "model: StreamingLLM", lambda: StreamingLLM(1.0))
+
+
+@pytest.mark.parametrize(("wrong", "words"), [
+    (other_positions, "is off by"), (broken_update, "IndexError: in a forward"), (late_refusal, "SpecError: model"),
+    (raw_error_at_the_door, "KeyError at the door"), (everything_kept, "this says nothing"),
+])
+def test_a_third_outcome_ends_in_an_exit_of_1(
+    wrong: Callable[[pytest.MonkeyPatch], None], words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in list(POLICIES)[1:]:
+        monkeypatch.delitem(run.POLICIES, name)
+    with monkeypatch.context() as change:
+        wrong(change)
+        assert command.main(["llama", "--out", str(tmp_path)]) == 1
+        assert words in capsys.readouterr().err
+        assert words in (tmp_path / "families.md").read_text(encoding="utf-8")
+    assert command.main(["llama", "--out", str(tmp_path)]) == 0
+    assert "llama | holds" in (tmp_path / "families.md").read_text(encoding="utf-8")
+
+
+def test_the_page_has_every_family_once() -> None:
+    verdicts = {"a": "holds", "b": "refused", "c": "not built"}
+    found = [Outcome(family, policy, verdict, "why: so", 1e-7) for family, verdict in verdicts.items()
+             for policy in POLICIES]
+    found += [Outcome("d", policy, "holds" if "model" in policy else "refused", "other") for policy in POLICIES]
+    text = page(found)
+    for expected in ("**Hold under all four (1).** a.", "| d | holds", "| why (1) | b |", "| c | why: so |"):
+        assert expected in text

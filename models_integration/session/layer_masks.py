@@ -1,0 +1,98 @@
+"""Masks for layers that store different positions, outside any policy's context."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from models_integration.attention.capture import observing, untraced
+from models_integration.attention.handover import check_readable
+from models_integration.cache.dense_layer import RetainedLayer
+from models_integration.cache.ragged_layer import RaggedLayer
+from models_integration.cache.retained_cache import RetainedCache
+from models_integration.model.architecture import attention_modules, describe
+from models_integration.session.inputs import OPEN, check_forward, later_span
+from spec.errors import SpecError
+
+__all__ = ["additive", "layer_masks"]
+
+
+def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask (1, 1, queries, slots) that sdpa and eager attention read alike: 0 where visible, else the lowest."""
+    lowest = torch.full(visible.shape, torch.finfo(dtype).min, dtype=dtype, device=visible.device)
+    return lowest.masked_fill(visible, 0.0)[None, None]
+
+
+@contextmanager
+def layer_masks(model: PreTrainedModel, cache: RetainedCache) -> Iterator[None]:
+    """Read a cache whose full-attention layers store different positions: each layer gets a mask of its own.
+
+    transformers makes one mask for all full-attention layers, from the first of them. Where heads differ, each head
+    attends alone. Every forward inside the block reads this cache, and what it is told of positions and masks must
+    agree with what the cache has seen, as inside a policy's context.
+
+    Raises:
+        SpecError: for attention that is neither sdpa nor eager, for a model that no policy serves, if heads differ,
+            and for rows that differ, if heads do not. Forwards: for another cache, for what does not agree with this
+            one, or for padding; nothing has changed then.
+    """
+    ragged = any(isinstance(layer, RaggedLayer) for layer in cache.layers)
+    if not ragged and model.config._attn_implementation not in ("sdpa", "eager"):
+        raise SpecError("attn_implementation", model.config._attn_implementation, "must be sdpa or eager")
+    if not ragged and not all(layer.rows.shared for layer in cache.full_layers):
+        raise SpecError("past_key_values", "rows that differ", "can be read inside a policy's context only")
+    decoder: nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
+    vocabulary = cast(Tensor, model.get_input_embeddings().weight).shape[0]
+    with ExitStack() as undo:
+        agreeing = untraced(_agreeing(cache, vocabulary))
+        undo.callback(decoder.register_forward_pre_hook(agreeing, with_kwargs=True).remove)
+        if ragged:
+            architecture = describe(model)
+            check_readable(architecture, cache)
+            undo.enter_context(observing(architecture, cache))
+        else:
+            undo.enter_context(cache.in_context())
+            for module in attention_modules(decoder).values():
+                undo.callback(module.register_forward_pre_hook(_masked(cache), with_kwargs=True).remove)
+        yield
+
+
+def _agreeing(cache: RetainedCache, vocabulary: int) -> Callable[..., tuple[tuple[()], dict[str, Any]]]:
+    """Before a forward of the decoder: its inputs agree with the cache, and those that it needs are there."""
+
+    def agreeing(
+        decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
+    ) -> tuple[tuple[()], dict[str, Any]]:
+        arguments = {**dict(zip(inspect.signature(decoder.forward).parameters, args, strict=False)), **kwargs}
+        if arguments.get("past_key_values") is not cache:
+            given = type(arguments.get("past_key_values")).__name__
+            raise SpecError("past_key_values", given, "must be the cache that layer_masks was given")
+        check_forward(arguments, getattr(cast(PreTrainedModel, decoder).config, "use_cache", True))
+        arguments = {name: value for name, value in arguments.items() if value is not None}
+        span = later_span(vocabulary, arguments, cache, OPEN)
+        if span.padded:
+            raise SpecError("attention_mask", "zeros", "padding is not served inside layer_masks")
+        return (), {**span.defaults, **arguments}
+
+    return agreeing
+
+
+def _masked(cache: RetainedCache) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Before one layer attends: the mask of what it stores."""
+
+    def own_mask(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        layer = cache.layers[cast(int, module.layer_idx)]
+        if not isinstance(layer, RetainedLayer):
+            return args, options
+        states = options["hidden_states"] if "hidden_states" in options else args[0]
+        tokens = states.shape[1]
+        stored = torch.cat([layer.stored_positions()[0], layer.next_positions(tokens)[0]])
+        queries = stored[len(stored) - tokens :]
+        mask = additive((stored <= queries[:, None]).to(states.device), states.dtype)
+        return args, {**options, "attention_mask": mask}
+
+    return own_mask
