@@ -42,7 +42,7 @@ def models() -> Iterator[Models]:
     model, bare = LlamaForCausalLM(config), LlamaForCausalLM(config)
     bare.load_state_dict(model.state_dict(), assign=True)
     with threadpool_limits(1):
-        yield model.eval(), bare.eval()
+        yield model.train(False), bare.train(False)
     torch.set_num_threads(threads)
 
 

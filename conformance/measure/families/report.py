@@ -1,6 +1,6 @@
 """What is written of the families: every cell to results/, and one page that groups them."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 
@@ -59,12 +59,9 @@ def reason(outcome: Outcome) -> str:
 
 
 def _grouped(rows: Rows) -> list[str]:
-    """Families by the first words of what all policies say."""
-    groups = defaultdict(list)
-    for family, own in rows.items():
-        groups[reason(next(iter(own.values())))].append(family)
-    ordered = sorted(groups.items(), key=lambda group: (-len(group[1]), group[0]))
-    return table(["reason", "families"], [[f"{why} ({len(names)})", ", ".join(names)] for why, names in ordered])
+    """How many families are refused by the same first words."""
+    reasons = Counter(reason(next(iter(own.values()))) for own in rows.values())
+    return table(["reason", "families"], [[why, str(count)] for why, count in reasons.most_common()])
 
 
 def page(outcomes: Sequence[Outcome]) -> str:
@@ -74,11 +71,11 @@ def page(outcomes: Sequence[Outcome]) -> str:
     every = [family for family in rows if of[family] == {"holds"}]
     some = {family: own for family, own in rows.items() if len(of[family]) > 1}
     refused = {family: own for family, own in rows.items() if of[family] == {"refused"}}
-    unbuilt = [own[policy] for own in rows.values() for policy in list(POLICIES)[:1]
-               if own[policy].verdict == "not built"]
+    unbuilt = [family for family in rows if of[family] == {"not built"}]
     return "\n".join([
         "# Every causal family of transformers", "",
-        f"Written by `python -m conformance.measure.families --write` with transformers {version('transformers')} and"
+        f"Written by `python -m conformance.measure.families --write`, which writes every cell with its reason to"
+        f" results/families.md, with transformers {version('transformers')} and"
         f" torch {version('torch')}: {len(rows)} model classes of AutoModelForCausalLM, each tiny, with random weights,"
         " in float32. A prompt, a decode step, a turn and a step are read under each policy, and beside it by a copy of"
         " the model on the full cache of transformers whose evicted tokens are masked in attention. *Holds*: no logit"
@@ -90,5 +87,5 @@ def page(outcomes: Sequence[Outcome]) -> str:
         "**Hold under some.**", "",
         *table(["family", *POLICIES], [[family, *map(cell, own.values())] for family, own in some.items()]),
         "**Refused under all, by the first words.**", "", *_grouped(refused),
-        "**Not built here.**", "", *table(["family", "reason"], [[one.family, one.detail] for one in unbuilt]),
+        f"**Not built here.** {', '.join(unbuilt)}.", "",
     ])
