@@ -35,9 +35,9 @@ from models_integration.cache.atomic_file import erase
 from models_integration.cache.tensor_file import Damaged
 
 ERRORS = {**{errno.errorcode[number]: number for number in (errno.ENOSPC, errno.EIO, errno.EROFS)}, "short": SHORT}
-SAMPLE, KILLED_SAMPLE = 5, 2
+SAMPLE, KILLED_SAMPLE = 3, 1
 """Of each case, where the profile is not nightly."""
-LEAST_STEP, STEP = 128, 2048
+LEAST_STEP, STEP = 128, 8192
 """Bytes between two sizes of a full disk."""
 MODULES = (atomic_file, tensor_file, keyring, object_folder, objects, sealed_database, store)
 WITHOUT_THE_SYSTEM = {"fspath", "strerror", "getpid"}

@@ -1,5 +1,6 @@
 """What was forgotten or evicted is nowhere: a raw scan of names and bytes of the whole folder."""
 
+import errno
 import os
 import threading
 from pathlib import Path
@@ -109,6 +110,26 @@ def test_what_gc_removes_is_erased(quick_path: Path, encrypted: bool) -> None:
         assert survive(quick_path, *everything) == []
         assert archive.get(bob, "bob") is not None
     assert survive(quick_path, *everything) == []
+
+
+def test_what_is_half_erased_is_no_object(quick_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bytes are gone, and the file cannot be removed: it is neither listed nor damaged, and is erased later."""
+    def failing(*arguments: object, **options: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with Archive(quick_path, limit=1 << 20) as archive:
+        key = archive.put(*made(0))
+        archive._limit = 1
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "unlink", failing)
+            with pytest.raises(OSError, match=r"\[Errno 5\]"):
+                archive.gc()
+        assert archive.entries() == []
+        assert archive.get(key, TENANT) is None
+        assert not list((quick_path / "quarantine").iterdir())
+        assert archive.verify().clean
+        assert archive.forget(TENANT) == 1
+    assert survive(quick_path, needles(0, key)) == []
 
 
 @pytest.mark.parametrize("kind", ["symlink", "hard link", "linked folder", "linked quarantine"])
