@@ -50,16 +50,17 @@ def publish_naively(
 
 
 def write_until_killed(folder: Path, first: int, ready: Connection, naive: bool) -> None:
-    """Put a hundred chunks, slowly; `ready` gets a byte when the archive is open."""
+    """Put ten chunks, slowly; `ready` gets a byte when the archive is open and only the writing is left."""
     torch.set_num_threads(1)
     if naive:
         vars(object_folder)["publish"] = publish_naively
     else:
         vars(files)["_write"] = write_slowly
+    chunks = [chunk(seed, tokens=TOKENS) for seed in range(first, first + 10)]
     with Archive(folder) as archive:
         ready.send_bytes(b"x")
-        for seed in range(first, first + 100):
-            archive.put(*chunk(seed, tokens=TOKENS))
+        for made in chunks:
+            archive.put(*made)
 
 
 def write_for(seconds: float, folder: Path, first: int, together: Barrier) -> None:
