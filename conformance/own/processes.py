@@ -12,7 +12,8 @@ __all__ = ["started"]
 
 # Loaded once, by the server: what the processes do.
 WORK = [
-    f"conformance.own.models_integration.{room}" for room in ("archive.attackers", "session.savers", "studies.writers")
+    f"conformance.own.models_integration.{room}"
+    for room in ("archive.attackers", "archive.fault_cases", "session.savers", "studies.writers")
 ]
 
 

@@ -1,6 +1,7 @@
 """The files of an archive: objects, what writers left unfinished, and what was put away as damaged."""
 
 import os
+import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -42,6 +43,10 @@ class ObjectFolder:
         """Where an object is, or would be."""
         return self._objects / key[:2] / f"{key}{SUFFIX}"
 
+    def place_of_damaged(self, key: str) -> Path:
+        """Where an object is put away."""
+        return self._damaged / f"damaged-{key}{SUFFIX}"
+
     def keys(self) -> list[str]:
         """Of all objects, ascending."""
         found = ((path, key_in(path.name)) for path in _files(self._objects))
@@ -80,7 +85,7 @@ class ObjectFolder:
         if self._damaged.is_symlink():
             return False
         try:
-            os.replace(self.path(key), self._damaged / f"damaged-{key}{SUFFIX}")
+            os.replace(self.path(key), self.place_of_damaged(key))
         except OSError:
             return not os.path.lexists(self.path(key))
         return True
@@ -94,7 +99,12 @@ class ObjectFolder:
         if path.parent.is_symlink():
             return False
         with named_errors(path):
-            return erase(path)
+            return erase(_nameless(path))
+
+    def erase_object(self, key: str) -> None:
+        """Erase an object, and a damaged copy that was put away before; errors as of `erase`."""
+        for path in (self.path(key), self.place_of_damaged(key)):
+            self.erase(path)
 
     def erase_all(self, paths: Iterable[Path], failed: list[Exception]) -> int:
         """Erase as many as can be; how many, and what went wrong is added to `failed`."""
@@ -121,6 +131,16 @@ class ObjectFolder:
             return os.fstat(descriptor).st_mtime_ns
         finally:
             os.close(descriptor)
+
+
+def _nameless(path: Path) -> Path:
+    """The file under a name of an unfinished one, so that none that is half erased passes for an object."""
+    temporary = path.with_name(f"{TEMPORARY}{path.name}-{secrets.token_hex(4)}")
+    if not path.name.startswith(TEMPORARY):
+        with suppress(OSError):  # it is erased where it is
+            os.rename(path, temporary)
+            return temporary
+    return path
 
 
 def _files(folder: Path) -> Iterator[Path]:

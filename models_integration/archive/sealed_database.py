@@ -14,7 +14,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from models_integration.archive.errors import ArchiveError, named_errors
-from models_integration.cache.atomic_file import erase, publish
+from models_integration.cache.atomic_file import erase, publish, read_at
 
 __all__ = ["SealedDatabase"]
 
@@ -105,8 +105,9 @@ class SealedDatabase:
         with suppress(sqlite3.Error):
             self.rows.close()
         if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+            descriptor, self._descriptor = self._descriptor, None
+            with suppress(OSError):  # nothing was written through it
+                os.close(descriptor)
 
     def seal(self) -> None:
         """Write the log into the file, and the file's seal.
@@ -130,7 +131,7 @@ class SealedDatabase:
     def sealed(self) -> bool:
         """Whether the file has the bytes of its seal."""
         try:
-            with open(self._mark, "rb", buffering=0) as mark:
+            with open(self._mark, "rb") as mark:
                 return mark.read(65) == self._digest()
         except OSError:
             return False
@@ -199,5 +200,5 @@ def _digest(descriptor: int) -> bytes:
         return b""
     digest = hashlib.sha256()
     for at in range(0, size, PIECE):
-        digest.update(os.pread(descriptor, PIECE, at))
+        digest.update(read_at(descriptor, PIECE, at))
     return digest.hexdigest().encode()

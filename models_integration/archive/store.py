@@ -85,7 +85,11 @@ class Archive(AbstractContextManager["Archive"]):
         self._files = ObjectFolder(folder)
         self._objects = _ProvedObjects(self._files, keyring)
         self._catalogue = Catalogue(folder)
-        self.repaired = self._reconcile()
+        try:
+            self.repaired = self._reconcile()
+        except BaseException:
+            self._catalogue.close()
+            raise
         self.repaired.catalogue_intact = not self._catalogue.damaged
 
     def __exit__(
@@ -226,7 +230,7 @@ class Archive(AbstractContextManager["Archive"]):
                 if total <= self._limit:
                     break
                 gone.append(entry.key)
-                self._files.erase(self._files.path(entry.key))
+                self._files.erase_object(entry.key)
                 total -= entry.bytes
         finally:
             self._unlist(gone)

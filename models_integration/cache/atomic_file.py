@@ -11,7 +11,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["NO_ROOM", "TEMPORARY", "Late", "erase", "is_being_written", "publish", "publish_readable", "sync"]
+__all__ = [
+    "NO_ROOM", "TEMPORARY", "Late", "erase", "is_being_written", "publish", "publish_readable", "read_at", "sync",
+]
 
 TEMPORARY = ".tmp-"
 PARTS_MOST = 512
@@ -109,7 +111,7 @@ def _write_both(descriptor: int, parts: Sequence[memoryview], late: Late) -> Non
         if hasattr(os, "posix_fadvise"):
             # Linux starts to write what is dirty when it is told that nobody needs it cached.
             os.posix_fadvise(descriptor, PAGE, 0, os.POSIX_FADV_DONTNEED)
-        os.pwrite(descriptor, computed.result(), late.offset)
+        _write_at(descriptor, computed.result(), late.offset)
 
 
 def _write(descriptor: int, parts: Sequence[memoryview]) -> None:
@@ -120,6 +122,25 @@ def _write(descriptor: int, parts: Sequence[memoryview]) -> None:
             written -= len(left.pop(0))
         if written:
             left[0] = left[0][written:]
+
+
+def _write_at(descriptor: int, data: bytes, at: int) -> None:
+    # A call may write less than it was given.
+    while data:
+        written = os.pwrite(descriptor, data, at)
+        data, at = data[written:], at + written
+
+
+def read_at(descriptor: int, size: int, at: int) -> bytes:
+    """Bytes of a file from a place on; fewer than `size` only where it ends.
+
+    Raises:
+        OSError: from the file system.
+    """
+    found = b""
+    while len(found) < size and (piece := os.pread(descriptor, size - len(found), at + len(found))):
+        found += piece
+    return found
 
 
 def sync(folder: Path) -> None:
@@ -163,7 +184,7 @@ def _overwrite(path: Path) -> None:
     try:
         for low, high in _data(descriptor, os.fstat(descriptor).st_size):
             for at in range(low, high, PIECE):
-                os.pwrite(descriptor, bytes(min(PIECE, high - at)), at)
+                _write_at(descriptor, bytes(min(PIECE, high - at)), at)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

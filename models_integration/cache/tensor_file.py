@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models_integration.cache.atomic_file import Late, publish
+from models_integration.cache.atomic_file import Late, publish, read_at
 
 __all__ = [
     "Damaged", "Header", "header_at", "header_bytes", "header_of", "parts", "prove", "raw_bytes", "read", "read_bytes",
@@ -134,8 +134,8 @@ def _plausible_size(descriptor: int, header_most: int) -> int:
     size, found = _regular_size(descriptor), os.fstat(descriptor)
     if size > SPARSE_FROM and found.st_blocks * 512 < size // SPARSE_RATIO:
         raise Damaged(f"of its {size} bytes, {found.st_blocks * 512} are on the disk")
-    head = _header_size(os.pread(descriptor, 8, 0), size, header_most)
-    end = _header(os.pread(descriptor, head - 8, 8), head).end
+    head = _header_size(read_at(descriptor, 8, 0), size, header_most)
+    end = _header(read_at(descriptor, head - 8, 8), head).end
     if end != size:
         raise Damaged(f"it has {size} bytes, and its header speaks of {end}")
     return size
@@ -150,8 +150,8 @@ def header_at(path: Path, header_most: int = HEADER_MOST) -> Header:
     """
     with path.open("rb", buffering=0) as file:
         whole = _regular_size(file.fileno())
-        size = _header_size(os.pread(file.fileno(), 8, 0), whole, header_most)
-        return _header(os.pread(file.fileno(), size - 8, 8), size)
+        size = _header_size(read_at(file.fileno(), 8, 0), whole, header_most)
+        return _header(read_at(file.fileno(), size - 8, 8), size)
 
 
 def header_of(data: Tensor) -> Header:

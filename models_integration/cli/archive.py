@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from models_integration.cli.options import Model
+from models_integration.cli.options import Attention, Backend, Device, Dtype, Model
 from reference.injection.quantisers import ARMS as CODECS
 from reference.injection.wrappers import FORMS
 
@@ -47,7 +47,8 @@ def put(
                      " stay."),
     ] = None,
     budget: Annotated[str, typer.Option(help="Of the policy: a fraction (0.5, 50%) or a number of tokens.")] = "0.5",
-    model: Model = "pocket", tenant: Tenant = "default", folder: Folder = FOLDER, master_key: MasterKey = None,
+    model: Model = "pocket", backend: Backend = "auto", device: Device = "cpu", dtype: Dtype = "auto",
+    attn: Attention = "auto", tenant: Tenant = "default", folder: Folder = FOLDER, master_key: MasterKey = None,
 ) -> None:
     """Compute a text's keys and values at positions from 0, store them, and print the chunk's key.
 
@@ -55,22 +56,26 @@ def put(
     stores it once, and a compacted chunk has another key than the full one.
     """
     from models_integration.cli.archive_runs import run_put
+    from models_integration.studies.subject import Loading
 
-    run_put(text, wrapper, codec, upper, policy, budget, model, tenant, folder, master_key)
+    loading = Loading(model, backend, device, dtype, attn)
+    run_put(text, wrapper, codec, upper, policy, budget, loading, tenant, folder, master_key)
 
 
 @archive.command()
 def get(
     key: Annotated[str, typer.Argument(metavar="KEY", help="As put and list print it.")],
-    model: Model = "pocket", tenant: Tenant = "default", folder: Folder = FOLDER, master_key: MasterKey = None,
+    model: Model = "pocket", device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto",
+    tenant: Tenant = "default", folder: Folder = FOLDER, master_key: MasterKey = None,
 ) -> None:
     """Read a chunk, check its bytes against their hash, and print what it is, with its text.
 
     A damaged chunk is put into quarantine and counts as missing; another model's is refused.
     """
     from models_integration.cli.archive_runs import run_get
+    from models_integration.studies.subject import Loading
 
-    run_get(key, model, tenant, folder, master_key)
+    run_get(key, Loading(model, "numpy", device, dtype, attn), tenant, folder, master_key)
 
 
 @archive.command(name="list")
@@ -90,15 +95,18 @@ def inject(
     ask: Annotated[str, typer.Option(help="The text that is read after the chunks.")],
     session: Annotated[str, typer.Option(help="The text that the session has read before them.")] = "",
     new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most, greedily.")] = 24,
-    model: Model = "pocket", tenant: Tenant = "default", folder: Folder = FOLDER, master_key: MasterKey = None,
+    model: Model = "pocket", device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto",
+    tenant: Tenant = "default", folder: Folder = FOLDER, master_key: MasterKey = None,
 ) -> None:
     """Insert stored chunks after what a session has read, ask a question, and print the model's answer.
 
     The chunks' tokens are not computed again: their keys are rotated to their new positions.
     """
     from models_integration.cli.archive_runs import run_inject
+    from models_integration.studies.subject import Loading
 
-    run_inject(keys, ask, session, new_tokens, model, tenant, folder, master_key)
+    loading = Loading(model, "numpy", device, dtype, attn)
+    run_inject(keys, ask, session, new_tokens, loading, tenant, folder, master_key)
 
 
 @archive.command()

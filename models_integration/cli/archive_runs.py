@@ -18,24 +18,24 @@ __all__ = ["run_forget", "run_gc", "run_get", "run_inject", "run_list", "run_put
 
 
 def run_put(
-    text: Path, wrapper: str, codec: str, upper: bool, policy: str | None, budget: str, model: str, tenant: str,
-    folder: Path, master_key: Path | None,
+    text: Path, wrapper: str, codec: str, upper: bool, policy: str | None, budget: str, loading: Loading,
+    tenant: str, folder: Path, master_key: Path | None,
 ) -> None:
     """Store one text file."""
     try:
         chunk = text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError("TEXT", str(text), f"must be a readable text file: {error}") from error
-    subject = Loading(model, "numpy").subject()
+    subject = loading.subject()
     method = None if policy is None else subject.policy(policy, budget)
     with Archive(folder, _keyring(folder, master_key)) as archive:
         library = _library(archive, subject, tenant)
         print(library.put(_plain_ids(subject, chunk), wrapper, codec, upper, method))
 
 
-def run_get(key: str, model: str, tenant: str, folder: Path, master_key: Path | None) -> None:
+def run_get(key: str, loading: Loading, tenant: str, folder: Path, master_key: Path | None) -> None:
     """Prove one chunk and say what it is."""
-    subject = Loading(model, "numpy").subject()
+    subject = loading.subject()
     with _existing(folder, master_key) as archive:
         library = _library(archive, subject, tenant)
         chunk, stored = library.get(key), archive.get(key, tenant)
@@ -60,13 +60,13 @@ def run_list(tenant: str | None, folder: Path, master_key: Path | None) -> None:
 
 
 def run_inject(
-    keys: list[str], ask: str, session: str, new_tokens: int, model: str, tenant: str, folder: Path,
+    keys: list[str], ask: str, session: str, new_tokens: int, loading: Loading, tenant: str, folder: Path,
     master_key: Path | None,
 ) -> None:
     """Answer behind spliced chunks."""
     if new_tokens < 1:
         raise SpecError("new_tokens", new_tokens, "must be at least 1")
-    subject = Loading(model, "numpy").subject()
+    subject = loading.subject()
     before, after = subject.tokenizer(session).input_ids, _plain_ids(subject, ask)
     if not after:
         raise SpecError("ask", ask, "must hold at least one token")
@@ -130,8 +130,9 @@ def _plain_ids(subject: Subject, text: str) -> list[int]:
 
 
 def _next_token(subject: Subject, cache: RetainedCache, ids: list[int]) -> int:
+    given = torch.tensor([ids], device=subject.model.device)
     with torch.no_grad():
-        logits = subject.model(input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=True).logits
+        logits = subject.model(input_ids=given, past_key_values=cache, use_cache=True).logits
     return int(logits[0, -1].argmax())
 
 

@@ -1,6 +1,7 @@
 """The archive under attack: killed writers, flipped bits, writers and readers at once.
 
-`--kvspec-profile nightly` runs the writers and readers for a minute; otherwise it is a few seconds.
+`--kvspec-profile nightly` makes all kills and flips, and runs the writers and readers for a minute; otherwise it is a
+fifth of them, and a second.
 """
 
 import multiprocessing
@@ -21,6 +22,13 @@ from models_integration.cache.tensor_file import Damaged
 
 KILLS = 200
 OBJECT_FLIPS, CATALOGUE_FLIPS = 350, 300  # of header, payload and catalogue: 1000
+SHARE = 5
+"""Of the kills and flips, one in so many, where the profile is not nightly."""
+
+
+@pytest.fixture
+def share(pytestconfig: pytest.Config) -> int:
+    return 1 if profile_of(pytestconfig) == "nightly" else SHARE
 
 
 def kill_writers(folder: Path, kills: int, naive: bool) -> int:
@@ -48,9 +56,9 @@ def kill_writers(folder: Path, kills: int, naive: bool) -> int:
     return torn
 
 
-def test_no_killed_writer_leaves_a_torn_object(quick_path: Path) -> None:
-    """200 SIGKILLs; what is visible is whole and listed, no lock is left, and the archive works on."""
-    assert kill_writers(quick_path, KILLS, naive=False) == 0
+def test_no_killed_writer_leaves_a_torn_object(quick_path: Path, share: int) -> None:
+    """200 SIGKILLs at night; what is visible is whole and listed, no lock is left, and the archive works on."""
+    assert kill_writers(quick_path, KILLS // share, naive=False) == 0
     assert list((quick_path / "objects").glob("*/.tmp-*"))
     with Archive(quick_path) as archive:
         assert archive.repaired.lost == []
@@ -64,7 +72,7 @@ def test_no_killed_writer_leaves_a_torn_object(quick_path: Path) -> None:
 
 def test_a_naive_writer_does_leave_torn_objects(quick_path: Path) -> None:
     """The same kills see what they are about."""
-    assert kill_writers(quick_path, KILLS // 4, naive=True) > 0
+    assert kill_writers(quick_path, KILLS // 10, naive=True) > 0
 
 
 def flipped(data: bytes, bit: int) -> bytes:
@@ -75,9 +83,9 @@ def flipped(data: bytes, bit: int) -> bytes:
 
 @pytest.mark.parametrize("part", ["header", "payload"])
 def test_every_flipped_bit_of_an_object_is_detected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str, share: int,
 ) -> None:
-    """Of 350 flips, each gives a miss and a quarantined file; the file as it was is a hit again."""
+    """Of 350 flips at night, each gives a miss and a quarantined file; the file as it was is a hit again."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # only for time: nothing is killed here
     rng = random.Random(part)
     with Archive(tmp_path) as archive:
@@ -86,7 +94,7 @@ def test_every_flipped_bit_of_an_object_is_detected(
         data = path.read_bytes()
         header = 8 + int.from_bytes(data[:8], "little")
         low, high = (0, header) if part == "header" else (header, len(data))
-        for _ in range(OBJECT_FLIPS):
+        for _ in range(OBJECT_FLIPS // share):
             path.write_bytes(flipped(data, rng.randrange(8 * low, 8 * high)))
             assert archive.get(key, "alice") is None
             assert not path.exists()
@@ -96,14 +104,14 @@ def test_every_flipped_bit_of_an_object_is_detected(
         assert archive.get(key, "alice") is not None
 
 
-def test_every_flipped_bit_of_the_catalogue_is_detected(quick_path: Path) -> None:
-    """Of 300 flips in the list or its seal, each is seen when the archive is opened, which makes the list again."""
+def test_every_flipped_bit_of_the_catalogue_is_detected(quick_path: Path, share: int) -> None:
+    """Of 300 flips at night in the list or its seal, each is seen at the next opening, which makes the list again."""
     with Archive(quick_path) as archive:
         for seed in range(3):
             archive.put(*chunk(seed))
         listing = archive.entries()
     rng = random.Random(2)
-    for _ in range(CATALOGUE_FLIPS):
+    for _ in range(CATALOGUE_FLIPS // share):
         path = quick_path / rng.choices(["catalogue.sqlite", "catalogue.seal"], [9, 1])[0]
         data = path.read_bytes()
         path.write_bytes(flipped(data, rng.randrange(8 * len(data))))
@@ -129,7 +137,7 @@ def test_damage_while_the_archive_is_open_is_not_sealed(tmp_path: Path) -> None:
 
 def test_two_writers_and_four_readers_lose_nothing(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """Every chunk that a writer was told is stored is read by anybody, whole, and listed."""
-    seconds = 60.0 if profile_of(pytestconfig) == "nightly" else 3.0
+    seconds = 60.0 if profile_of(pytestconfig) == "nightly" else 1.0
     (tmp_path / "told").mkdir()
     together = multiprocessing.get_context("forkserver").Barrier(6)
     children = [started(write_for, seconds, tmp_path, 1_000_000 * at, together) for at in (1, 2)]

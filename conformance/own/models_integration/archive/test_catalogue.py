@@ -13,7 +13,7 @@ import pytest
 
 from conformance.own.models_integration.archive.attackers import read_where_nothing_can_be_written
 from conformance.own.models_integration.archive.chunks import chunk
-from conformance.own.models_integration.archive.test_faults import path_of
+from conformance.own.models_integration.archive.fault_cases import path_of
 from conformance.own.processes import started
 from models_integration.archive.catalogue import Catalogue, Entry
 from models_integration.archive.errors import ArchiveFull

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from models_integration.archive.errors import ArchiveError, KeyUnavailable, NoSuchChunk
+from models_integration.archive.errors import ArchiveError, KeyUnavailable, NoSuchChunk, WrongModel
 from models_integration.cli.app import app
-from spec.errors import SpecError
+from spec.errors import BackendUnavailable, SpecError
 
 FACTS = (" The secret code for Project Aurora is 7492.", " The secret code for Project Falcon is 3058.")
 QUESTION = " Question: What is the secret code for Project Aurora? Answer:"
@@ -22,7 +22,7 @@ def run(*arguments: str) -> str:
 
 def refused(*arguments: str) -> Exception:
     result = CliRunner().invoke(app, ["archive", *arguments])
-    assert isinstance(result.exception, SpecError | ArchiveError), result.exception
+    assert isinstance(result.exception, SpecError | ArchiveError | BackendUnavailable), result.exception
     return result.exception
 
 
@@ -80,6 +80,18 @@ def test_what_a_policy_keeps_is_put_and_answered(keys: list[str], tmp_path: Path
     assert "budget" in str(error)
 
 
+def test_the_model_is_loaded_as_it_is_told(tmp_path: Path) -> None:
+    """The dtype is a part of what a chunk is: another one's is refused."""
+    (tmp_path / "note.txt").write_text(FACTS[0], encoding="utf-8")
+    here, loading = ("--archive", str(tmp_path / "a")), ("--device", "cpu", "--dtype", "float64", "--attn", "eager")
+    key = run("put", str(tmp_path / "note.txt"), "--backend", "numpy", *loading, *here).strip()
+    (path,) = (tmp_path / "a").glob("objects/*/*")
+    assert '"dtype":"F64","shape":[2,' in path.read_bytes()[:4000].decode("latin-1")
+    assert "whole\n The secret code for Project Aurora is 7492." in run("get", key, *loading, *here)
+    assert run("inject", key, "--ask", QUESTION, *loading, *here) == f"{FACTS[0].strip()}\n"
+    assert isinstance(refused("get", key, *here), WrongModel)
+
+
 def test_an_encrypted_chunk_needs_its_key(tmp_path: Path) -> None:
     pytest.importorskip("cryptography")
     (tmp_path / "note.txt").write_text(FACTS[0], encoding="utf-8")
@@ -101,6 +113,10 @@ def test_an_encrypted_chunk_needs_its_key(tmp_path: Path) -> None:
         (("list",), "is no archive"),
         (("inject", "0" * 64, "--ask", "x", "--new-tokens", "0"), "new_tokens = 0"),
         (("get", "0" * 64, "--model", "/nowhere"), "model = '/nowhere'"),
+        (("put", __file__, "--device", "cuda:77"), "device = 'cuda:77'"),
+        (("put", __file__, "--backend", "cobol"), "cobol"),
+        (("get", "0" * 64, "--dtype", "int8"), "dtype = 'int8'"),
+        (("inject", "0" * 64, "--ask", "x", "--attn", "flash_attention_2"), "attn = 'flash_attention_2'"),
     ],
 )
 def test_bad_input_is_named(arguments: tuple[str, ...], words: str, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("cryptography")
 
 from conformance.own.models_integration.archive.chunks import MODEL, chunk
-from conformance.own.models_integration.archive.test_faults import blobs, path_of
+from conformance.own.models_integration.archive.fault_cases import blobs, path_of
 from models_integration.archive.errors import KeyUnavailable
 from models_integration.archive.keyring import Keyring, read_master
 from models_integration.archive.objects import padded

@@ -165,24 +165,24 @@ def test_a_bad_tenant_is_refused_before_anything_is_published(tmp_path: Path, te
         assert [entry.key for entry in archive.entries()] == [key]
 
 
-def test_a_scan_lists_only_what_is_proved(tmp_path: Path) -> None:
-    """Of 120 flips in the header of an object that is not listed, none makes a phantom key."""
-    with Archive(tmp_path) as archive:
+def test_a_scan_lists_only_what_is_proved(quick_path: Path) -> None:
+    """Of 40 flips in the header of an object that is not listed, none makes a phantom key."""
+    with Archive(quick_path) as archive:
         key = archive.put(*chunk(1))
-        path = tmp_path / "objects" / key[:2] / f"{key}.safetensors"
+        path = quick_path / "objects" / key[:2] / f"{key}.safetensors"
         data = path.read_bytes()
     header = 8 * (8 + int.from_bytes(data[:8], "little"))
-    for bit in range(0, header, header // 120):
-        for old in tmp_path.glob("catalogue*"):
+    for bit in range(0, header, header // 40):
+        for old in quick_path.glob("catalogue*"):
             old.unlink()
         changed = bytearray(data)
         changed[bit // 8] ^= 1 << bit % 8
         path.write_bytes(changed)
-        with Archive(tmp_path) as archive:
+        with Archive(quick_path) as archive:
             assert archive.entries() == []
-    other = tmp_path / "objects" / "00" / f"{'0' * 64}.safetensors"
+    other = quick_path / "objects" / "00" / f"{'0' * 64}.safetensors"
     publish(other, [memoryview(data)])
-    with Archive(tmp_path) as archive:
+    with Archive(quick_path) as archive:
         assert archive.entries() == []
         assert archive.repaired.quarantined == ["0" * 64]
 

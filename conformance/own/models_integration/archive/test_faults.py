@@ -1,258 +1,218 @@
 """A fault at every call to the system that the archive makes, one at a time.
 
 Afterwards the archive opens, what was promised is there, what was forgotten is not, and nothing else has changed. Under
-`--kvspec-profile nightly` every call fails once with each error; otherwise a sample of them does.
+`--kvspec-profile nightly` every call fails once with each error, and is killed once; otherwise a sample of them.
 """
 
-import builtins
+import ast
 import errno
 import fcntl
-import io
+import multiprocessing
 import os
 import random
+import resource
 import shutil
-import sqlite3
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from inspect import getsource
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import pytest
+from torch import Tensor
 
-from conformance.own.models_integration.archive.chunks import chunk
+from conformance.own.models_integration.archive.fault_cases import OPERATIONS, Case, killed
+from conformance.own.models_integration.archive.faults import CALLS, SHORT, sqlite_is_reached
 from conformance.own.processes import started
 from conformance.plugin import profile_of
-from models_integration.archive.errors import ArchiveError
-from models_integration.archive.store import Archive
+from models_integration.archive import keyring, object_folder, objects, sealed_database, store
+from models_integration.archive.catalogue import Catalogue, Entry
+from models_integration.archive.errors import ArchiveError, ArchiveFull
+from models_integration.archive.keyring import Cipher, Keyring
+from models_integration.archive.objects import Manifest, read_object
+from models_integration.cache import atomic_file, tensor_file
+from models_integration.cache.atomic_file import erase
+from models_integration.cache.tensor_file import Damaged
 
-CALLS = {
-    os: (
-        "open", "writev", "pwrite", "pread", "fsync", "replace", "link", "unlink", "mkdir", "utime", "stat", "lstat",
-        "fstat", "scandir", "posix_fallocate", "lseek",
-    ),
-    fcntl: ("flock",), io: ("open",),
-}
-ERRORS = (errno.ENOSPC, errno.EIO, errno.EROFS)
-KILL = 0
-"""In the place of an error: the process is killed."""
-SAMPLE = 12
-"""Of each operation and error, where the profile is not nightly."""
-OF_SQLITE = {
-    errno.ENOSPC: sqlite3.SQLITE_FULL, errno.EIO: sqlite3.SQLITE_IOERR_FSYNC, errno.EROFS: sqlite3.SQLITE_READONLY,
-}
-ALICE, BOB = "alice-the-tenant", "bob-the-tenant"
-MADE = {name: chunk(seed, tenant=tenant, tokens=8) for seed, (name, tenant) in enumerate(
-    [("hers", ALICE), ("hers, damaged", ALICE), ("his", BOB), ("new", BOB)]
-)}
+ERRORS = {**{errno.errorcode[number]: number for number in (errno.ENOSPC, errno.EIO, errno.EROFS)}, "short": SHORT}
+SAMPLE, KILLED_SAMPLE = 3, 1
+"""Of each case, where the profile is not nightly."""
+LEAST_STEP, STEP = 128, 8192
+"""Bytes between two sizes of a full disk."""
+MODULES = (atomic_file, tensor_file, keyring, object_folder, objects, sealed_database, store)
+WITHOUT_THE_SYSTEM = {"fspath", "strerror", "getpid"}
+
+for_both = pytest.mark.parametrize("encrypted", [False, True], ids=["clear", "encrypted"])
+for_each = pytest.mark.parametrize("operation", OPERATIONS)
 
 
-def blobs(folder: Path) -> list[bytes]:
-    """Names and bytes of all files."""
-    return [path.name.encode() + path.read_bytes() for path in folder.rglob("*") if path.is_file()]
+def prepared(folder: Path, operation: str, encrypted: bool) -> Case:
+    if encrypted:
+        pytest.importorskip("cryptography")
+    case = Case(folder, operation, encrypted)
+    case.prepare()
+    return case
 
 
-def path_of(folder: Path, key: str) -> Path:
-    return folder / "objects" / key[:2] / f"{key}.safetensors"
+def chosen(template: Case, number: int, config: pytest.Config, sample: int) -> Iterator[tuple[int, Case]]:
+    """Numbers of calls, of as many kinds as can be, each with a copy of the archive."""
+    calls = template.copied(template.folder.parent / "counted").attempt(0, number)[1]
+    every = list(range(1, len(calls) + 1))
+    if profile_of(config) != "nightly":
+        rng = random.Random(f"{template.operation} {number} {template.encrypted}")
+        rng.shuffle(every)
+        one_of_each = {calls[at - 1]: at for at in every}
+        every = rng.sample(list(one_of_each.values()), min(sample, len(one_of_each)))
+    for at in every:
+        case = template.copied(template.folder.parent / str(at))
+        yield at, case
+        shutil.rmtree(case.folder)
 
 
-class Faults:
-    """Counts calls to the system, and lets one of them fail."""
-
-    def __init__(self, at: int, number: int) -> None:
-        self.calls, self.at, self.number = 0, at, number
-
-    def count(self) -> bool:
-        """Whether this call fails."""
-        self.calls += 1
-        if self.calls == self.at and self.number == KILL:
-            os.kill(os.getpid(), 9)
-        return self.calls == self.at
-
-    def call(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        def failing(*arguments: Any, **options: Any) -> Any:
-            if self.count():
-                raise OSError(self.number, os.strerror(self.number))
-            return real(*arguments, **options)
-
-        return failing
-
-    def connection(self) -> type[sqlite3.Connection]:
-        faults = self
-
-        class Failing(sqlite3.Connection):
-            def execute(self, *arguments: Any) -> sqlite3.Cursor:
-                faults.statement()
-                return super().execute(*arguments)
-
-            def executemany(self, *arguments: Any) -> sqlite3.Cursor:
-                faults.statement()
-                return super().executemany(*arguments)
-
-        return Failing
-
-    def statement(self) -> None:
-        if self.count():
-            error = sqlite3.OperationalError(os.strerror(self.number))
-            error.sqlite_errorcode = OF_SQLITE[self.number]
-            raise error
-
-
-@contextmanager
-def faults(at: int, number: int) -> Iterator[Faults]:
-    """The n-th of all calls fails; 0: none does."""
-    made, connect = Faults(at, number), sqlite3.connect
-    with pytest.MonkeyPatch.context() as patch:
-        for module, names in CALLS.items():
-            for name in names:
-                patch.setattr(module, name, made.call(getattr(module, name)))
-        patch.setattr(builtins, "open", io.open)
-        patch.setattr(
-            sqlite3, "connect", lambda *given, **options: connect(*given, factory=made.connection(), **options),
-        )
-        yield made
-
-
-def put(archive: Archive) -> None:
-    archive.put(*MADE["new"])
-
-
-def get(archive: Archive) -> None:
-    """Of a whole and of a damaged one."""
-    assert archive.get(MADE["his"][0].key, BOB) is not None
-    assert archive.get(MADE["hers, damaged"][0].key, ALICE) is None
-
-
-def forget(archive: Archive) -> None:
-    archive.forget(ALICE)
-
-
-def gc(archive: Archive) -> None:
-    """To the size of one object: his is the latest used."""
-    archive._limit = max(entry.bytes for entry in archive.entries()) * 3 // 2
-    archive.gc()
-
-
-def nothing(archive: Archive) -> None:
-    """Opening alone."""
-
-
-OPERATIONS = {"put": put, "get": get, "forget": forget, "gc": gc, "open": nothing, "rebuild": nothing}
-
-
-def prepared(folder: Path, operation: str) -> None:
-    with Archive(folder) as archive:
-        for name in ("hers", "hers, damaged", "his"):
-            archive.put(*MADE[name])
-        assert archive.get(MADE["his"][0].key, BOB) is not None
-    path = path_of(folder, MADE["hers, damaged"][0].key)
-    data = path.read_bytes()
-    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    orphan = path.parent / ".tmp-old"
-    orphan.write_bytes(b"half of a chunk")
-    os.utime(orphan, (1, 1))
-    if operation == "rebuild":
-        (folder / "catalogue.seal").unlink()
-
-
-def attempt(folder: Path, operation: str, at: int, number: int) -> tuple[bool, int]:
-    """Whether the operation gave its promise, and how many calls it made."""
-    done = False
-    with faults(at, number) as made:
-        try:
-            with Archive(folder) as archive:
-                OPERATIONS[operation](archive)
-                done = True
-        except (ArchiveError, OSError):
-            assert made.calls >= at > 0
-    return done, made.calls
-
-
-def check(folder: Path, operation: str, done: bool) -> None:
-    """What must hold once the disk is well again; then the operation is done again."""
-    with Archive(folder) as archive:
-        assert archive.get(MADE["his"][0].key, BOB) is not None
-        listed = {entry.key for entry in archive.entries()}
-        assert MADE["his"][0].key in listed
-        new, hers = MADE["new"][0].key, MADE["hers"][0].key
-        assert (archive.get(new, BOB) is not None) == (new in listed)
-        assert (archive.get(hers, ALICE) is not None) == (hers in listed)
-        if operation == "put" and done:
-            assert new in listed
-        if operation in ("put", "get", "open", "rebuild"):
-            assert hers in listed
-        if operation == "forget" and done:
-            assert_gone(folder)
-        if operation == "gc" and done:
-            assert hers not in listed
-        OPERATIONS[operation](archive)
-        if operation == "forget":
-            assert_gone(folder)
-        report = archive.verify()
-        assert (report.unlisted, report.lost, report.foreign) == ([], [], [])
-    if operation == "forget":
-        assert_gone(folder)
-
-
-def assert_gone(folder: Path) -> None:
-    """Neither tokens, nor tenant, nor key of hers."""
-    found = blobs(folder)
-    for name in ("hers", "hers, damaged"):
-        manifest, tensors = MADE[name]
-        for needle in (ALICE.encode(), manifest.key.encode(), tensors["token_ids"].numpy().tobytes()):
-            assert not any(needle in blob for blob in found)
-
-
-@pytest.mark.parametrize("number", ERRORS, ids=[errno.errorcode[number] for number in ERRORS])
-@pytest.mark.parametrize("operation", OPERATIONS)
+@for_both
+@pytest.mark.parametrize("number", ERRORS.values(), ids=ERRORS)
+@for_each
 def test_no_failing_call_makes_the_archive_unusable(
-    quick_path: Path, pytestconfig: pytest.Config, operation: str, number: int,
+    quick_path: Path, pytestconfig: pytest.Config, operation: str, number: int, encrypted: bool,
 ) -> None:
-    template = quick_path / "template"
-    prepared(template, operation)
-    calls = attempt(shutil.copytree(template, quick_path / "counted"), operation, 0, number)[1]
-    every = range(1, calls + 1)
-    chosen = every if profile_of(pytestconfig) == "nightly" else random.Random(operation).sample(every, SAMPLE)
-    for at in chosen:
-        folder = shutil.copytree(template, quick_path / str(at))
-        done, _ = attempt(folder, operation, at, number)
-        check(folder, operation, done)
-        shutil.rmtree(folder)
+    template = prepared(quick_path / "template", operation, encrypted)
+    for at, case in chosen(template, number, pytestconfig, SAMPLE):
+        before = descriptors()
+        done, _ = case.attempt(at, number)
+        assert descriptors() == before
+        case.check(done)
 
 
-def killed(folder: Path, operation: str, at: int) -> None:
-    """Be killed at the n-th call."""
-    attempt(folder, operation, at, KILL)
+def descriptors() -> int:
+    """How many this process has."""
+    listed = Path("/proc/self/fd")
+    return len(list(listed.iterdir())) if listed.is_dir() else 0
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_no_kill_makes_the_archive_unusable(quick_path: Path, pytestconfig: pytest.Config, operation: str) -> None:
-    template = quick_path / "template"
-    prepared(template, operation)
-    calls = attempt(shutil.copytree(template, quick_path / "counted"), operation, 0, errno.EIO)[1]
-    every = range(1, calls + 1)
-    chosen = every if profile_of(pytestconfig) == "nightly" else random.Random(operation).sample(every, SAMPLE // 4)
-    for at in chosen:
-        folder = shutil.copytree(template, quick_path / str(at))
-        child = started(killed, folder, operation, at)
+@for_both
+@for_each
+def test_no_kill_makes_the_archive_unusable(
+    quick_path: Path, pytestconfig: pytest.Config, operation: str, encrypted: bool,
+) -> None:
+    template = prepared(quick_path / "template", operation, encrypted)
+    for at, case in chosen(template, errno.EIO, pytestconfig, KILLED_SAMPLE):
+        heard, say = multiprocessing.Pipe(duplex=False)
+        child = started(killed, case, at, say)
         child.join()
-        check(folder, operation, child.exitcode == 0)
-        shutil.rmtree(folder)
+        assert child.exitcode == -9
+        case.check(heard.poll(), killed=True)
+        say.close()
+        heard.close()
 
 
-@pytest.mark.parametrize("operation", ["put", "get", "forget", "gc", "open"])
+@for_both
+@for_each
+def test_a_full_disk_stops_neither_erasing_nor_opening(
+    quick_path: Path, pytestconfig: pytest.Config, operation: str, encrypted: bool,
+) -> None:
+    """No file may grow beyond a size, of any between nothing and all that the operation needs: the kernel refuses."""
+    template = prepared(quick_path / "template", operation, encrypted)
+    size, done = 0, False
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    while not done or size < 1 << 16:
+        case = template.copied(quick_path / str(size))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+        try:
+            with case.open() as archive:
+                OPERATIONS[operation](archive, case.keys)
+            done = True
+        except ArchiveFull:
+            done = False
+            assert operation == "put"
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        case.check(done)
+        shutil.rmtree(case.folder)
+        size += LEAST_STEP if profile_of(pytestconfig) == "nightly" else STEP
+
+
+@for_each
 def test_a_list_that_cannot_grow_stops_neither_erasing_nor_opening(
     quick_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str,
 ) -> None:
-    """The disk is full under SQLite itself: no page can be added to the list."""
-    prepared(quick_path, operation)
+    """The disk is full under SQLite alone: no page can be added to the list."""
+    case = prepared(quick_path / "archive", operation, encrypted=False)
     pragmas = ("journal_mode = WAL", "max_page_count = 1")
-    monkeypatch.setattr("models_integration.archive.sealed_database.PRAGMAS", pragmas)
+    monkeypatch.setattr(sealed_database, "PRAGMAS", pragmas)
     done = True
     try:
-        with Archive(quick_path) as archive:
-            OPERATIONS[operation](archive)
-    except ArchiveError:
+        with case.open() as archive:
+            OPERATIONS[operation](archive, case.keys)
+    except ArchiveFull:
         done = False
     assert done or operation == "put"
     monkeypatch.undo()
-    check(quick_path, operation, done)
+    case.check(done)
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__.rpartition(".")[2])
+def test_every_call_of_the_archive_can_fail(module: ModuleType) -> None:
+    """No function of `os` or `fcntl` is called that the faults leave out."""
+    rooms: dict[str, ModuleType] = {"os": os, "fcntl": fcntl}
+    for node in ast.walk(ast.parse(getsource(module))):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in rooms:
+            room = rooms[node.value.id]
+            if callable(getattr(room, node.attr, None)):
+                assert node.attr in {*CALLS[room], *WITHOUT_THE_SYSTEM}, f"{node.value.id}.{node.attr}"
+
+
+def test_the_calls_inside_sqlite_can_fail(quick_path: Path) -> None:
+    if not sqlite_is_reached():
+        pytest.skip("Python's SQLite does not show its functions; its statements fail all the same")
+    case = prepared(quick_path / "archive", "forget", encrypted=False)
+    inside = {name for name in case.attempt(0, errno.EIO)[1] if name.endswith(" in SQLite")}
+    assert {f"{name} in SQLite" for name in ("open", "close", "ftruncate", "unlink", "mmap")} <= inside
+    assert any(name.startswith("pwrite") for name in inside)
+
+
+def write_once(descriptor: int, parts: Sequence[memoryview]) -> None:
+    """What writing must not do: take it for done when the system returns."""
+    os.writev(descriptor, parts)
+
+
+def quarantining(path: Path, cipher: Callable[[], Cipher | None]) -> tuple[str, Manifest, dict[str, Tensor]]:
+    """What reading must not do: take an error of the disk for damage."""
+    try:
+        return read_object(path, cipher)
+    except OSError as error:
+        raise Damaged(str(error)) from error
+
+
+def keep_the_key(ring: Keyring, tenant: str) -> None:
+    """What forgetting must not do: go on as if the key were gone."""
+    with suppress(OSError):
+        erase(ring.folder / ring._owner(tenant))
+
+
+def keep_the_rows(catalogue: Catalogue, which: Callable[[Entry], bool]) -> None:
+    """What forgetting must not do: go on as if the rows were gone."""
+    with suppress(ArchiveError, OSError), catalogue._using() as rows:
+        rows.execute("DELETE FROM objects WHERE tenant = 'alice-the-tenant'")
+
+
+@pytest.mark.parametrize(
+    ("operation", "number", "call", "place", "wrong"),
+    [
+        ("put", SHORT, "writev", "cache.atomic_file._write", write_once),
+        ("get", errno.EIO, "read", "archive.store.read_object", quarantining),
+        ("forget", errno.EIO, "lstat", "archive.keyring.Keyring.destroy", keep_the_key),
+        ("forget", errno.EIO, "statement", "archive.catalogue.Catalogue.remove", keep_the_rows),
+    ],
+)
+def test_the_checks_see_what_is_wrong(
+    quick_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str, number: int, call: str, place: str,
+    wrong: Callable[..., object],
+) -> None:
+    """An archive that does it wrong is told from ours when the same calls fail."""
+    template = prepared(quick_path / "template", operation, encrypted=call == "lstat")
+    monkeypatch.setattr(f"models_integration.{place}", wrong)
+    calls = template.copied(quick_path / "counted").attempt(0, number)[1]
+    with pytest.raises(AssertionError):
+        for at in [at for at, name in enumerate(calls, 1) if name == call]:
+            case = template.copied(quick_path / str(at))
+            case.check(case.attempt(at, number)[0])

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.oracles import injection as oracle
+from conformance.plugin import sparingly
 from reference.injection.quantisers import ARMS, SCHEMES, Arm, codes, decoded, quantised_region, scale
 from spec.arrays import Cube
 from spec.errors import SpecError
@@ -39,6 +40,7 @@ def single(value: float) -> float:
 
 @pytest.mark.spec(id="IN-SCALE")
 @pytest.mark.parametrize("scheme", SCHEMES)
+@sparingly
 @given(x=tensors(), bits=st.sampled_from([2, 4, 8]))
 def test_scales_equal_the_brute_force(scheme: str, x: Cube, bits: int) -> None:
     step = scale(x, SCHEMES[scheme], bits)
@@ -113,6 +115,7 @@ def test_per_head_is_not_per_channel() -> None:
 
 @pytest.mark.spec(id="IN-ARMS")
 @pytest.mark.parametrize("name", ARMS)
+@sparingly
 @given(layers=st.integers(1, 9), n=st.integers(0, 20))
 def test_regions_equal_the_brute_force(name: str, layers: int, n: int) -> None:
     arm = ARMS[name]

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from conformance import tolerances
 from conformance.oracles import injection as oracle
+from conformance.plugin import sparingly
 from models_integration.model.rotation import angles_between, turned
 from reference.injection.rotation import TURNS, rebase_angles, shift_angles
 from spec.arrays import Cube, Matrix, Vector
@@ -42,6 +43,7 @@ def near(found: Cube, wanted: Cube, angles: Matrix, turns: int) -> bool:
 
 
 @pytest.mark.parametrize("style", STYLES)
+@sparingly
 @given(made=keys(), start=st.integers(-64, 131072))
 def test_a_turn_is_a_product_of_complex_numbers(style: str, made: tuple[Cube, Vector], start: int) -> None:
     x, theta = made
@@ -52,6 +54,7 @@ def test_a_turn_is_a_product_of_complex_numbers(style: str, made: tuple[Cube, Ve
 
 @pytest.mark.spec(id="IN-SHIFT-ANGLES")
 @pytest.mark.parametrize("style", STYLES)
+@sparingly
 @given(made=keys(), a=st.integers(-999, 4096), b=st.integers(-999, 4096))
 def test_two_shifts_are_one(style: str, made: tuple[Cube, Vector], a: int, b: int) -> None:
     x, theta = made
@@ -62,6 +65,7 @@ def test_two_shifts_are_one(style: str, made: tuple[Cube, Vector], a: int, b: in
 
 @pytest.mark.spec(id="IN-SHIFT-ANGLES")
 @pytest.mark.parametrize("style", STYLES)
+@sparingly
 @given(made=keys(), start=st.integers(-4096, 131072))
 def test_a_shift_back_restores_and_keeps_the_norm(style: str, made: tuple[Cube, Vector], start: int) -> None:
     x, theta = made
@@ -73,6 +77,7 @@ def test_a_shift_back_restores_and_keeps_the_norm(style: str, made: tuple[Cube, 
 
 
 @pytest.mark.parametrize("style", STYLES)
+@sparingly
 @given(made=keys(), start=st.integers(1, 4096))
 def test_nothing_keeps_every_bit_and_others_keep_theirs(style: str, made: tuple[Cube, Vector], start: int) -> None:
     x, theta = made
@@ -86,6 +91,7 @@ def test_nothing_keeps_every_bit_and_others_keep_theirs(style: str, made: tuple[
 
 @pytest.mark.spec(id="IN-REBASE-ANGLES")
 @pytest.mark.parametrize("style", STYLES)
+@sparingly
 @given(made=keys(), start=st.integers(-64, 4096), factor=st.sampled_from([1.0, 4.0, 40.0]))
 def test_rebasing_is_turning_back_and_turning_again(
     style: str, made: tuple[Cube, Vector], start: int, factor: float,
@@ -111,6 +117,7 @@ def test_angles_equal_the_brute_force(made: tuple[Cube, Vector], start: int) -> 
 
 
 @pytest.mark.parametrize("style", STYLES)
+@sparingly
 @given(made=keys(), start=st.integers(-64, 4096))
 def test_a_scale_stays_where_it_is(style: str, made: tuple[Cube, Vector], start: int) -> None:
     """A unit rotation of scaled keys is the scaled rotation: yarn's factor cancels."""
@@ -120,6 +127,7 @@ def test_a_scale_stays_where_it_is(style: str, made: tuple[Cube, Vector], start:
 
 
 @pytest.mark.parametrize("style", ["half_split", "interleaved"])
+@sparingly
 @given(made=keys(), start=st.integers(0, 2048))
 def test_tensors_turn_as_the_reference_does(style: str, made: tuple[Cube, Vector], start: int) -> None:
     """Up to the angle, which the integration rounds to float32 as the models do."""

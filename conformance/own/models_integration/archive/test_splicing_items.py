@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from conformance import tolerances
 from conformance.oracles import injection as oracle
+from conformance.plugin import sparingly
 from reference.injection.diagnostics import bands, entropy, key_cosine, sink_mass
 from reference.injection.splicing import ARMS, first_tokens, held, most_deviating, placed
 from spec.arrays import Cube
@@ -42,6 +43,7 @@ lists = st.lists(st.integers(0, 9), max_size=6)
 @reference
 @pytest.mark.spec(id="IN-BASELINES")
 @pytest.mark.parametrize("arm", ARMS)
+@sparingly
 @given(session=lists, prefix=lists, raw=st.lists(lists, max_size=3), wrapped=st.lists(lists, max_size=3))
 def test_baselines_equal_the_brute_force(
     arm: str, session: list[int], prefix: list[int], raw: list[list[int]], wrapped: list[list[int]],
@@ -128,6 +130,7 @@ def test_entropy_equals_the_brute_force(weights: Cube) -> None:
 
 @reference
 @pytest.mark.spec(id="IN-SINK-MASS")
+@sparingly
 @given(weights=attentions(), data=st.data())
 def test_sink_mass_equals_the_brute_force(weights: Cube, data: st.DataObject) -> None:
     n = weights.shape[2]
@@ -140,6 +143,7 @@ def test_sink_mass_equals_the_brute_force(weights: Cube, data: st.DataObject) ->
 @reference
 @pytest.mark.spec(id="IN-KEY-COSINE")
 @pytest.mark.parametrize("style", ["half_split", "interleaved"])
+@sparingly
 @given(seed=st.integers(0, 2**32 - 1), d=st.integers(4, 6), start=st.integers(0, 3000))
 def test_cosines_equal_the_brute_force(style: str, seed: int, d: int, start: int) -> None:
     """A token that is the same but for its rotation has the cosine 1 once both are taken off."""

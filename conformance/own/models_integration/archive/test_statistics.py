@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from conformance import tolerances
 from conformance.oracles import injection as fusion_oracle
 from conformance.oracles import statistics as oracle
+from conformance.plugin import sparingly
 from reference.injection.fusion import fused, recall
 from reference.statistics import bootstrap, cluster_bootstrap, draws, mcnemar, mcnemar_power, wilson
 from spec.errors import SpecError
@@ -106,6 +107,7 @@ def test_counts_of_draws_and_pairs_are_checked() -> None:
 
 
 @pytest.mark.spec(id="IN-BOOTSTRAP")
+@sparingly
 @given(differences=DIFFERENCES, confidence=st.sampled_from([0.5, 0.8, 0.9, 0.95]), seed=st.integers(0, 99))
 def test_the_bootstrap_equals_the_brute_force(differences: list[float], confidence: float, seed: int) -> None:
     drawn = draws(len(differences), 50, seed)
@@ -134,6 +136,7 @@ def test_the_merged_pool_has_the_paper_s_lower_end() -> None:
 
 
 @pytest.mark.spec(id="IN-CLUSTER-BOOTSTRAP")
+@sparingly
 @given(data=st.data(), differences=DIFFERENCES, confidence=st.sampled_from([0.5, 0.9]), seed=st.integers(0, 99))
 def test_the_cluster_bootstrap_equals_the_brute_force(
     data: st.DataObject, differences: list[float], confidence: float, seed: int,

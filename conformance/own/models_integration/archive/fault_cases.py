@@ -1,0 +1,166 @@
+"""What an archive does while a call to the system fails, and what must hold afterwards."""
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from conformance.own.models_integration.archive.chunks import chunk
+from conformance.own.models_integration.archive.faults import KILL, faults
+from models_integration.archive.errors import ArchiveError
+from models_integration.archive.keyring import Keyring
+from models_integration.archive.store import Archive
+from models_integration.cache.atomic_file import TEMPORARY
+
+__all__ = ["OPERATIONS", "Case", "blobs", "killed", "path_of"]
+
+ALICE, BOB, CAROL = "alice-the-tenant", "bob-the-tenant", "carol-the-tenant"
+MADE = {name: chunk(seed, tenant=tenant, tokens=8) for seed, (name, tenant) in enumerate(
+    [("hers", ALICE), ("hers, damaged", ALICE), ("his", BOB), ("new", CAROL)]
+)}
+MASTER = bytes(range(32))
+
+
+def blobs(folder: Path) -> list[bytes]:
+    """Names and bytes of all files."""
+    return [path.name.encode() + path.read_bytes() for path in folder.rglob("*") if path.is_file()]
+
+
+def path_of(folder: Path, key: str) -> Path:
+    return folder / "objects" / key[:2] / f"{key}.safetensors"
+
+
+@dataclass
+class Case:
+    """An archive with three chunks, one of them damaged, and what is then done with it."""
+
+    folder: Path
+    operation: str
+    encrypted: bool
+    keys: dict[str, str] = field(default_factory=dict)
+    """Of the chunks that are there from the beginning."""
+    salts: list[bytes] = field(default_factory=list)
+    """Of hers, where encrypted."""
+
+    def open(self) -> Archive:
+        return Archive(self.folder, Keyring(self.folder / "keys", MASTER) if self.encrypted else None)
+
+    def prepare(self) -> None:
+        """Make the archive, without the folders that hold nothing: each would be looked into by the same two calls."""
+        with self.open() as archive:
+            for name in ("hers", "hers, damaged"):
+                self.keys[name] = archive.put(*MADE[name])
+            self.salts = [path.read_bytes()[:32] for path in (self.folder / "keys").glob("*")]
+            self.keys["his"] = archive.put(*MADE["his"])
+            assert archive.get(self.keys["his"], BOB) is not None
+        path = path_of(self.folder, self.keys["hers, damaged"])
+        data = path.read_bytes()
+        path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        orphan = path.parent / f"{TEMPORARY}old"
+        orphan.write_bytes(b"half of a chunk")
+        os.utime(orphan, (1, 1))
+        if self.operation == "rebuild":
+            (self.folder / "catalogue.seal").unlink()
+        for shard in (self.folder / "objects").iterdir():
+            if not any(shard.iterdir()):
+                shard.rmdir()
+
+    def copied(self, folder: Path) -> "Case":
+        """The same in another folder."""
+        return Case(shutil.copytree(self.folder, folder), self.operation, self.encrypted, self.keys, self.salts)
+
+    def attempt(self, at: int, number: int, promised: Callable[[], None] = lambda: None) -> tuple[bool, list[str]]:
+        """Whether the operation gave its promise, and the calls that it made; `promised` is called when it gives it."""
+        done = False
+        with faults(at, number) as made:
+            try:
+                with self.open() as archive:
+                    OPERATIONS[self.operation](archive, self.keys)
+                    done = True
+                    promised()
+            except (ArchiveError, OSError):
+                assert len(made.calls) >= at > 0
+        return done, made.calls
+
+    def check(self, done: bool, killed: bool = False) -> None:
+        """What must hold once the disk is well again; then the operation is done again."""
+        if self.operation == "forget" and done:
+            self.assert_gone()
+        litter = {path.name for path in self.folder.rglob(f"{TEMPORARY}*")} - {f"{TEMPORARY}old"}
+        assert not litter or killed or self.operation in ("forget", "gc")  # what could not be erased
+        with self.open() as archive:
+            self._check_chunks(archive, done)
+            OPERATIONS[self.operation](archive, self.keys)
+            if self.operation == "forget":
+                self.assert_gone()
+            report = archive.verify()
+            assert (report.unlisted, report.lost, report.foreign, report.unreadable) == ([], [], [], [])
+            assert archive.get(self.keys["his"], BOB) is not None
+        if self.operation == "forget":
+            self.assert_gone()
+        away = {path.name for path in (self.folder / "quarantine").iterdir()}
+        assert away <= {f"damaged-{self.keys['hers, damaged']}.safetensors"}
+
+    def _check_chunks(self, archive: Archive, done: bool) -> None:
+        listed = {entry.key for entry in archive.entries()}
+        assert self.keys["his"] in listed
+        news = listed - set(self.keys.values())
+        assert all(archive.get(key, CAROL) is not None for key in news)
+        assert len(news) <= (self.operation == "put")
+        hers = self.keys["hers"]
+        if self.operation == "put" and done:
+            assert len(news) == 1
+        if self.operation in ("put", "get", "open", "rebuild"):
+            assert hers in listed
+        if self.operation in ("forget", "gc") and done:
+            assert hers not in listed
+        if not (self.encrypted and self.operation == "forget"):
+            assert (archive.get(hers, ALICE) is not None) == (hers in listed)
+        assert archive.get(self.keys["his"], BOB) is not None  # the latest used
+
+    def assert_gone(self) -> None:
+        """Neither tokens, nor tenant, nor key of hers; nor what her key was derived from."""
+        found = blobs(self.folder)
+        for name in ("hers", "hers, damaged"):
+            manifest, tensors = MADE[name]
+            sought = [
+                ALICE.encode(), self.keys[name].encode(), manifest.key.encode(), manifest.ids.encode(),
+                tensors["token_ids"].numpy().tobytes(), *self.salts,
+            ]
+            assert not any(needle in blob for needle in sought for blob in found)
+
+
+def put(archive: Archive, keys: dict[str, str]) -> None:
+    archive.put(*MADE["new"])
+
+
+def get(archive: Archive, keys: dict[str, str]) -> None:
+    """Of a whole and of a damaged one."""
+    assert archive.get(keys["his"], BOB) is not None
+    assert archive.get(keys["hers, damaged"], ALICE) is None
+
+
+def forget(archive: Archive, keys: dict[str, str]) -> None:
+    archive.forget(ALICE)
+
+
+def gc(archive: Archive, keys: dict[str, str]) -> None:
+    """To the size of one object: his is the latest used."""
+    archive._limit = max(entry.bytes for entry in archive.entries()) * 3 // 2
+    archive.gc()
+
+
+def nothing(archive: Archive, keys: dict[str, str]) -> None:
+    """Opening alone."""
+
+
+OPERATIONS: dict[str, Callable[[Archive, dict[str, str]], None]] = {
+    "put": put, "get": get, "forget": forget, "gc": gc, "open": nothing, "rebuild": nothing,
+}
+
+
+def killed(case: Case, at: int, say: Connection) -> None:
+    """Be killed at the n-th call; `say` gets a byte when the operation has given its promise."""
+    case.attempt(at, KILL, lambda: say.send_bytes(b"x"))
