@@ -119,11 +119,11 @@ def test_a_third_outcome_ends_in_an_exit_of_1(
     assert "llama | holds" in (tmp_path / "families.md").read_text(encoding="utf-8")
 
 
-def test_the_page_has_every_family_once() -> None:
+def test_the_page_says_what_becomes_of_each_family() -> None:
     verdicts = {"a": "holds", "b": "refused", "c": "not built"}
     found = [Outcome(family, policy, verdict, "why: so", 1e-7) for family, verdict in verdicts.items()
              for policy in POLICIES]
     found += [Outcome("d", policy, "holds" if "model" in policy else "refused", "other") for policy in POLICIES]
     text = page(found)
-    for expected in ("**Hold under all four (1).** a.", "| d | holds", "| why (1) | b |", "| c | why: so |"):
+    for expected in ("**Hold under all four (1).** a.", "| d | holds", "| why | 1 |", "**Not built here.** c."):
         assert expected in text
