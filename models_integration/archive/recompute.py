@@ -8,10 +8,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from models_integration.archive.layer_masks import additive
 from models_integration.cache.dense_layer import RetainedLayer
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.rotation import plain_layers
-from models_integration.session.layer_masks import additive
 from spec.errors import SpecError
 
 __all__ = ["recompute"]

@@ -7,10 +7,10 @@ import typer
 
 from models_integration.archive.errors import NoSuchChunk
 from models_integration.archive.keyring import Keyring, read_master
+from models_integration.archive.layer_masks import layer_masks
 from models_integration.archive.library import Library, vocabulary_of
 from models_integration.archive.store import Archive
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.session.layer_masks import layer_masks
 from models_integration.studies.subject import Loading, Subject
 from spec.errors import SpecError
 

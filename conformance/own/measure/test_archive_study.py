@@ -25,12 +25,12 @@ from conformance.measure.studies.archive.rules import ARMS, Scene, Shelf
 from conformance.measure.studies.archive.run import answered, run_plan, scene_of
 from models_integration.archive.baselines import read
 from models_integration.archive.errors import OtherPins
+from models_integration.archive.layer_masks import layer_masks
 from models_integration.archive.library import vocabulary_of
 from models_integration.model.rotation import plain_layers, recognise
 from models_integration.pocket.training.chat import CLOSE, asked_behind
 from models_integration.pocket.training.facts import is_held_out_value
 from models_integration.pocket.training.talk import KINDS
-from models_integration.session.layer_masks import layer_masks
 from models_integration.studies.results import Row
 from models_integration.studies.subject import Loading, Subject
 from reference.statistics import mcnemar_power

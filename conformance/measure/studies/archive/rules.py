@@ -11,12 +11,12 @@ from transformers import PreTrainedModel
 from models_integration.archive import baselines
 from models_integration.archive.baselines import ARMS as BASELINES
 from models_integration.archive.baselines import Case
+from models_integration.archive.layer_masks import layer_masks
 from models_integration.archive.splice import Chunk, computed, upper_half
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.rotation import Rotary, angles_between, turned
 from models_integration.pocket.training.chat import PROMPTS, turn
 from models_integration.pocket.training.tokenizer import BOS
-from models_integration.session.layer_masks import layer_masks
 from reference.injection.quantisers import ARMS as CODECS
 from reference.injection.quantisers import SCHEMES, codes, decoded, quantised_region, scale
 from reference.injection.wrappers import CELLS, FORMS, Vocabulary, Wrapped, wrap

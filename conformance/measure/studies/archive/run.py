@@ -8,12 +8,12 @@ import torch
 
 from conformance.measure.studies.archive.plan import CUTS, Asked, Plan, Talk, encoder, key_of, talks_and_pins
 from conformance.measure.studies.archive.rules import ARMS, Scene, Shelf
+from models_integration.archive.layer_masks import layer_masks
 from models_integration.archive.library import vocabulary_of
 from models_integration.archive.pins import Pins
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.rotation import recognise
 from models_integration.pocket.training.chat import CLOSE, asked_behind, turn
-from models_integration.session.layer_masks import layer_masks
 from models_integration.studies.results import Row, append_row, find_row, load_rows
 from models_integration.studies.subject import Subject
 from spec import SPEC_VERSION

@@ -16,13 +16,13 @@ from conformance.own.models_integration.archive.test_splice import BOUND, CHUNKS
 from conformance.own.models_integration.archive.test_splice_and_evict import SESSION, VISIBLE, kept_of, window_of
 from conformance.own.models_integration.session.families import relative
 from models_integration.archive.diagnostics import key_cosine
+from models_integration.archive.layer_masks import layer_masks
 from models_integration.archive.library import Library
 from models_integration.archive.splice import Chunk, compacted, computed, splice
 from models_integration.archive.store import Archive
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.rotation import Rotary, frequencies_at, plain_layers, recognise
 from models_integration.policies.methods import CrystalCache, Published, RetentionPolicy, StreamingLLM, policy_from_name
-from models_integration.session.layer_masks import layer_masks
 from reference.injection.wrappers import FORMS, wrap
 from spec.errors import SpecError
 from spec.parameters import TINY

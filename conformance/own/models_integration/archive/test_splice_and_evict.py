@@ -11,10 +11,10 @@ from conformance.own.models_integration.archive.block_mask import Oracle, block_
 from conformance.own.models_integration.archive.models import build
 from conformance.own.models_integration.archive.test_splice import BOUND, CHUNKS, QUERY, read
 from conformance.own.models_integration.session.families import relative
+from models_integration.archive.layer_masks import layer_masks
 from models_integration.archive.splice import Chunk, computed, splice, upper_half
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.rotation import plain_layers, recognise
-from models_integration.session.layer_masks import layer_masks
 from reference.policies import retain
 from reference.policies.protections import Places, protecting
 from reference.policies.streaming_llm import streaming_llm

@@ -22,9 +22,9 @@ from conformance.own.models_integration.session.oracle_checks import PROMPT, che
 from conformance.own.models_integration.session.ragged_checks import check_continuation, live_sets, method, read_prompt
 from conformance.own.models_integration.session.snapshots import same_weights, snapshot
 from models_integration import RetentionPolicy, StreamingLLM, compact, decide, observe
+from models_integration.archive.layer_masks import layer_masks
 from models_integration.attention.capture import observing
 from models_integration.model.architecture import describe
-from models_integration.session.layer_masks import layer_masks
 from spec.errors import SpecError
 from spec.policy import Needs
 from spec.retention import Granularity, Retention

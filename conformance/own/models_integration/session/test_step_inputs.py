@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 from conformance.own.models_integration.session.families import ENDS, METHODS, VOCABULARY, build, prompt
 from conformance.own.models_integration.session.ragged_checks import live_sets, method
 from models_integration import CrystalCache, RetainedCache, RetentionPolicy
-from models_integration.session.layer_masks import layer_masks
+from models_integration.archive.layer_masks import layer_masks
 from spec.errors import SpecError
 from spec.parameters import TINY
 
