@@ -11,6 +11,7 @@ from conformance.oracles.scale import stages as oracle
 from conformance.strategies.eviction import EvictionProblem
 from conformance.strategies.scale_numbers import Numbers
 from conformance.strategies.scale_tables import Eviction, eviction, of_sizes
+from reference.crystalcache.compaction import compact
 from spec.backend import CrystalStages
 from spec.parameters import PAPER
 from spec.records import Dissolution
@@ -209,3 +210,15 @@ def complaints(stages: CrystalStages, p: EvictionProblem) -> list[str]:
     return list(stage_checks.dissolution(
         run(stages, p), p.score, p.trunks, p.impact, p.D, p.protected, p.budget, p.parameters
     ))
+
+
+@pytest.mark.usefixtures("reference_items")
+@pytest.mark.spec(id="CC-COMPACT")
+@pytest.mark.parametrize(("H", "n"), [(2, 41), (17, 257), (3, 1_025), (8, 9_000), (1, 140_000)])
+def test_slots_of_long_caches(H: int, n: int) -> None:
+    """One token in five goes, the first among them; keys and values say whose they are."""
+    R = 1 + np.flatnonzero(Numbers(n).integers(0, 5, n - 1) > 0)
+    K = np.arange(H * n * 2, dtype=np.float64).reshape(H, n, 2)
+    keys, values = compact(K, -K[:, :, :1], R)
+    assert keys.tolist() == [[[2.0 * (h * n + i), 2.0 * (h * n + i) + 1] for i in R.tolist()] for h in range(H)]
+    assert values.tolist() == [[[-2.0 * (h * n + i)] for i in R.tolist()] for h in range(H)]

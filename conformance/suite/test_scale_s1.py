@@ -102,13 +102,16 @@ def test_the_record(case: Case) -> None:
     assert kinds == [np.float64, np.int64, np.float64, np.int64, np.float64]
 
 
+@pytest.mark.spec(id="CC-COATTENTION")
 @pytest.mark.spec(id="CC-SALIENCE")
+@pytest.mark.spec(id="CC-MEAN-SALIENCE")
 @pytest.mark.spec(id="CC-ATTENTION")
 def test_salience_of_every_token(case: Case, precision: str) -> None:
     p = case.inputs.parameters
     assert not list(checks.salience(case.found.salience, case.want, p, precision, case.strict))
 
 
+@pytest.mark.spec(id="CC-COATTENTION")
 @pytest.mark.spec(id="CC-INTRA")
 @pytest.mark.spec(id="CC-ROW-NORM")
 def test_neighbours_of_every_token(case: Case) -> None:
@@ -118,6 +121,7 @@ def test_neighbours_of_every_token(case: Case) -> None:
     ))
 
 
+@pytest.mark.spec(id="CC-COATTENTION")
 @pytest.mark.spec(id="CC-CROSS")
 def test_sources_of_every_token(case: Case) -> None:
     p, found = case.inputs.parameters, case.found
@@ -141,6 +145,7 @@ def test_the_inputs_leave_little_to_rounding(case: Case) -> None:
             assert (want.weight[:, k] > tau).sum() >= 50, "no place is decided against a rival behind the list"
 
 
+@pytest.mark.spec(id="CC-COATTENTION")
 @pytest.mark.spec(id="CC-ATTENTION")
 @pytest.mark.parametrize("shape", [
     Shape("three", 9, 3, 64, 400, replace(PAPER, C=150)), Shape("five", 20, 5, 64, 400, replace(PAPER, C=150)),
@@ -161,6 +166,7 @@ def test_given_denominators_of_every_head(stages: CrystalStages, precision: str,
 
 
 @pytest.mark.nightly
+@pytest.mark.spec(id="CC-COATTENTION")
 @pytest.mark.spec(id="CC-SALIENCE")
 @pytest.mark.spec(id="CC-INTRA")
 @pytest.mark.spec(id="CC-CROSS")
