@@ -12,6 +12,7 @@ from conformance.strategies.eviction import EvictionProblem
 from conformance.strategies.scale_numbers import Numbers
 from conformance.strategies.scale_tables import Eviction, eviction, of_sizes
 from reference.crystalcache.compaction import compact
+from reference.crystalcache.protection import protected_trunks
 from spec.backend import CrystalStages
 from spec.parameters import PAPER
 from spec.records import Dissolution
@@ -210,6 +211,18 @@ def complaints(stages: CrystalStages, p: EvictionProblem) -> list[str]:
     return list(stage_checks.dissolution(
         run(stages, p), p.score, p.trunks, p.impact, p.D, p.protected, p.budget, p.parameters
     ))
+
+
+@pytest.mark.usefixtures("reference_items")
+@pytest.mark.spec(id="CC-PROTECTED")
+@pytest.mark.parametrize("m", SIZES)
+def test_sinks_and_windows_over_many_trunks(m: int) -> None:
+    """Trunks of up to three tokens; sink and window begin at any token, and may hold all of them."""
+    offsets = of_sizes(Numbers(m).integers(1, 4, m)).offsets
+    n = int(offsets[-1])
+    for sink, recent in ((4, 128), (n // 3, n // 2), (n // 3 + 1, n // 2 + 1), (0, n), (n, 0)):
+        p = replace(PAPER, N_sink=sink, W_recent=recent)
+        assert protected_trunks(offsets, n, sink, recent).tolist() == oracle.protected(offsets, n, p).tolist()
 
 
 @pytest.mark.usefixtures("reference_items")

@@ -102,7 +102,8 @@ KEYS = [
 ]
 # A mean of many keys errs by their number: where a window is wide, smaller gains keep what is certain.
 OTHERS: list[dict[str, float]] = [
-    {"W": 65}, {"W": 257}, {"W": 1_025, "beta": 0.5, "kappa": 0.25}, {"b_max": 1_025, "b_min": 1_025}, {"b_min": 17, "blocks": 130},
+    {"W": 65}, {"W": 257}, {"W": 1_025, "beta": 0.5, "kappa": 0.25}, {"b_max": 1_025, "b_min": 1_025},
+    {"b_min": 17, "blocks": 130},
 ]
 CASES = [(shape, SOFT) for shape in KEYS]
 CASES += [((2, 2_500, 48), replace(SOFT, **changes)) for changes in OTHERS]  # type: ignore[arg-type]

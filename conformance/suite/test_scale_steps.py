@@ -75,9 +75,12 @@ def test_a_breath(decoder: Backend, case: Case) -> None:
     assert len(after.live.positions) < len(before.stored), "something goes"
 
 
+STEPS = [127, 255, 32_767, 65_535, 2**24 + 1, 2**31 - 1, 2**32 - 1, 2**53 + 1]
+
+
 @pytest.mark.spec(id="CC-STEP")
 @pytest.mark.parametrize("T_breath", [3, 7])
-@pytest.mark.parametrize("step", [127, 255, 32_767, 65_535, 2**24 + 1, 2**31 - 1, 2**32 - 1, 2**53 + 1])
+@pytest.mark.parametrize("step", STEPS)
 def test_breaths_of_a_long_conversation(decoder: Backend, step: int, T_breath: int) -> None:
     """A dozen steps over a width: each T_breath-th breathes, and no other."""
     p = replace(QUIET, T_breath=T_breath, N_sink=1, W_recent=2)

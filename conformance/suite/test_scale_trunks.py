@@ -57,6 +57,17 @@ def parameters(case: Case) -> CrystalCacheParameters:
     )
 
 
+@pytest.mark.spec(id="CC-INTERFACE-EDGES")
+def test_a_pair_is_found_by_itself(stages: CrystalStages) -> None:
+    """Few of the pairs that two dozen interfaces ask for are among 240 000 edges: a hash that collides adds some."""
+    shape = Lists(60_000, 3, 1, 1024, near=False)
+    found, ends = lists(shape), np.arange(shape.n) % 2_400 == 1_031
+    p = replace(PAPER, C=shape.C, k_intra=shape.k_intra, k_cross=shape.k_cross, T_max=WHOLE)
+    want = oracle.trunks(ends, oracle.edge_columns(found), 0, p)
+    assert 20 < len(want) - 1 <= ends.sum() + 1
+    assert np.array_equal(stages.trunks(found, np.ones(shape.n), ends, p).offsets, want)
+
+
 @pytest.mark.spec(id="CC-SENTENCES")
 @pytest.mark.spec(id="CC-INTERFACE")
 @pytest.mark.spec(id="CC-INTERFACE-EDGES")
