@@ -192,8 +192,11 @@ def test_fewest_tokens_of_a_partial_trunk(stages: CrystalStages, N_min: int) -> 
 @pytest.mark.parametrize("case", [
     Eviction("tiers", 230, 12, 0.5, 6, 4), Eviction("tiers-of-all-ties", 130, 20, 0.4, 1, 3, protected=15),
     Eviction("tiers-of-long-trunks", 45, 90, 0.6, 9, 5, N_min=20),
+    Eviction("tiers-of-which-little-stays", 300, 9, 0.08, 30, 4),
+    Eviction("tiers-of-which-little-goes", 300, 9, 0.95, 30, 4),
 ], ids=str)
 def test_tiers_of_hundreds_of_trunks(stages: CrystalStages, case: Eviction) -> None:
+    """The boundaries move by few ranks, and by most of them."""
     problem = eviction(case, replace(PAPER, N_min=case.N_min, allocation="tiers"))
     assert not complaints(stages, problem)
 
@@ -205,6 +208,19 @@ def test_tiers_of_hundreds_of_trunks(stages: CrystalStages, case: Eviction) -> N
 ], ids=str)
 def test_coverage_of_hundreds_of_trunks(stages: CrystalStages, case: Eviction, share: float) -> None:
     assert not complaints(stages, eviction(case, replace(PAPER, coverage=share)))
+
+
+@pytest.mark.spec(id="CC-COVERAGE")
+@pytest.mark.parametrize("quarter", [8, 65, 1_025, 16_385, 30_000])
+def test_coverage_of_a_long_text(stages: CrystalStages, quarter: int) -> None:
+    """Single tokens, the later the better: three quarters are evicted, a quarter of all comes back evenly spaced."""
+    n, k, e = 4 * quarter, quarter, 3 * quarter
+    problem = replace(
+        equal_trunks(n, 1, 2 * quarter), score=np.arange(n) / n, parameters=replace(PAPER, coverage=0.5)
+    )
+    found = run(stages, problem)
+    assert found.kept.tolist() == [*((2 * i + 1) * e // (2 * k) for i in range(k)), *range(e, n)]
+    assert np.flatnonzero(found.ratio).tolist() == found.kept.tolist()
 
 
 def complaints(stages: CrystalStages, p: EvictionProblem) -> list[str]:
