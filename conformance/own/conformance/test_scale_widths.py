@@ -71,7 +71,7 @@ QUANTITIES = [
     Quantity("S1: k_cross", over(s.parameters.k_cross for s in SHAPES), 32, "as many sources need as many heads"),
     Quantity("S1: positions", over(s.start + s.n for s in SHAPES), 2**32, ""),
     Quantity("S2: tokens", over([2**24 + 1, *(case.lists.n for case in trunks.CASES)]), 2**24, OFFSETS),
-    Quantity("S2: sentences", over([300_000]), 2**16, OFFSETS),
+    Quantity("S2: sentences", over([65_537]), 2**16, OFFSETS),
     Quantity("S2: tokens of a sentence", over([200_003, 2**24 + 1]), 2**24, OFFSETS),
     Quantity("S2: T_max", over([65_537, trunks.WHOLE]), 2**24, "2^31 - 1 is the greatest there is"),
     Quantity("S2: edges of an interface", over([25]), 16, "five tokens on either side have 25 pairs"),
