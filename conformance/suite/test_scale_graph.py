@@ -70,6 +70,7 @@ def outcome(request: pytest.FixtureRequest, stages: CrystalStages) -> Judged:
 
 
 @pytest.mark.spec(id="CC-TRUNK-EDGES")
+@pytest.mark.spec(id="CC-TRUNK-WEIGHT")
 def test_the_pairs(outcome: Judged) -> None:
     assert not list(checks.pairs(outcome.found, outcome.given, outcome.trunks, outcome.parameters))
 

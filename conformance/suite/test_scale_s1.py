@@ -92,6 +92,28 @@ def case(request: pytest.FixtureRequest, stages: CrystalStages, precision: str) 
 
 
 @pytest.mark.spec(id="CC-COATTENTION")
+@pytest.mark.spec(id="CC-ATTENTION")
+@pytest.mark.spec(id="CC-MEAN-SALIENCE")
+@pytest.mark.parametrize("shape", [
+    Shape("mean-of-24", 24, 8, 64, 300, replace(ESSAY, C=128, k_heads=7)),
+    Shape("three", 9, 3, 64, 400, replace(PAPER, C=150)), Shape("five", 20, 5, 64, 400, replace(PAPER, C=150)),
+    Shape("sixteen", 32, 16, 96, 300, replace(PAPER, C=128)),
+], ids=str)
+def test_given_denominators_of_every_head(stages: CrystalStages, precision: str, shape: Shape) -> None:
+    """The caller's lse of 9 to 32 heads changes nothing beyond the bound; heads differ, so that none serves another."""
+    inputs, p = laddered(shape), shape.parameters
+    lse = s1.log_sum_exp(inputs.q, inputs.k, inputs.positions, inputs.scaling, inputs.softcap)
+    found = run(stages, inputs, lse.astype(precision))
+    want = checks.boxed(inputs, precision)
+    assert not list(checks.salience(found.salience, want, p, precision, strict=False))
+    for name in ("intra", "cross"):
+        assert not list(checks.neighbours(
+            getattr(found, name), getattr(found, f"{name}_weight"), getattr(want, name), getattr(p, f"k_{name}"),
+            getattr(p, f"tau_{name}"), strict=False,
+        ))
+
+
+@pytest.mark.spec(id="CC-COATTENTION")
 def test_the_record(case: Case) -> None:
     """Where the segment begins, and what kind each array is."""
     n, p = case.inputs.q.shape[1], case.inputs.parameters
@@ -102,6 +124,7 @@ def test_the_record(case: Case) -> None:
     assert kinds == [np.float64, np.int64, np.float64, np.int64, np.float64]
 
 
+@pytest.mark.spec(id="CC-COATTENTION")
 @pytest.mark.spec(id="CC-SALIENCE")
 @pytest.mark.spec(id="CC-ATTENTION")
 def test_salience_of_every_token(case: Case, precision: str) -> None:
@@ -109,6 +132,7 @@ def test_salience_of_every_token(case: Case, precision: str) -> None:
     assert not list(checks.salience(case.found.salience, case.want, p, precision, case.strict))
 
 
+@pytest.mark.spec(id="CC-COATTENTION")
 @pytest.mark.spec(id="CC-INTRA")
 @pytest.mark.spec(id="CC-ROW-NORM")
 def test_neighbours_of_every_token(case: Case) -> None:
@@ -118,6 +142,7 @@ def test_neighbours_of_every_token(case: Case) -> None:
     ))
 
 
+@pytest.mark.spec(id="CC-COATTENTION")
 @pytest.mark.spec(id="CC-CROSS")
 def test_sources_of_every_token(case: Case) -> None:
     p, found = case.inputs.parameters, case.found
@@ -141,26 +166,8 @@ def test_the_inputs_leave_little_to_rounding(case: Case) -> None:
             assert (want.weight[:, k] > tau).sum() >= 50, "no place is decided against a rival behind the list"
 
 
-@pytest.mark.spec(id="CC-ATTENTION")
-@pytest.mark.parametrize("shape", [
-    Shape("three", 9, 3, 64, 400, replace(PAPER, C=150)), Shape("five", 20, 5, 64, 400, replace(PAPER, C=150)),
-    Shape("sixteen", 32, 16, 96, 300, replace(PAPER, C=128)),
-], ids=str)
-def test_given_denominators_of_every_head(stages: CrystalStages, precision: str, shape: Shape) -> None:
-    """The caller's lse of 9 to 32 heads changes nothing beyond the bound; heads differ, so that none serves another."""
-    inputs, p = laddered(shape), shape.parameters
-    lse = s1.log_sum_exp(inputs.q, inputs.k, inputs.positions, inputs.scaling, inputs.softcap)
-    found = run(stages, inputs, lse.astype(precision))
-    want = checks.boxed(inputs, precision)
-    assert not list(checks.salience(found.salience, want, p, precision, strict=False))
-    for name in ("intra", "cross"):
-        assert not list(checks.neighbours(
-            getattr(found, name), getattr(found, f"{name}_weight"), getattr(want, name), getattr(p, f"k_{name}"),
-            getattr(p, f"tau_{name}"), strict=False,
-        ))
-
-
 @pytest.mark.nightly
+@pytest.mark.spec(id="CC-COATTENTION")
 @pytest.mark.spec(id="CC-SALIENCE")
 @pytest.mark.spec(id="CC-INTRA")
 @pytest.mark.spec(id="CC-CROSS")

@@ -1,7 +1,7 @@
 """Saboteurs: the reference with one item wrong, one for each reading that the specification rejects.
 
 `python -m conformance.assurance.saboteurs` runs each against the tests of its item, which must kill it by an assertion.
-Those by size (the modules size_*) do as the reference does on small inputs: `--by-size` runs them alone.
+Those by size (the modules size_*) do as the reference does on small inputs: the scale lane must kill them.
 `--backend conformance.assurance.saboteurs:NAME` judges one as anybody's backend. Items that no stage holds (a budget's
 forms, protection, memory, compaction, the pipeline) leave a backend's stages as they are:
 `-p conformance.assurance.saboteurs.plugin --saboteur NAME` puts any of them into the process where the suite runs.
@@ -40,11 +40,9 @@ from conformance.assurance.saboteurs.install import private_reference
 from conformance.assurance.saboteurs.registry import BY_SIZE, REGISTRY
 from spec.backend import Backend
 
-__all__ = ["BY_NAME", "SABOTEURS"]
+__all__ = ["SABOTEURS"]
 
-# Those by size join the run of all when the suite judges at size: {**REGISTRY, **BY_SIZE}.
-SABOTEURS = REGISTRY
-BY_NAME = {**REGISTRY, **BY_SIZE}
+SABOTEURS = {**REGISTRY, **BY_SIZE}
 STAGES = (
     s1, s1_selection, s2, s3, s4, s5, s6, s6_protection, whole, activation, decode, breaths, essay, policies,
     policy_parts, injection, statistics, nestedkv, diversity, triattention, size_s1, size_s2_s3, size_s4_s5, size_s6,
@@ -53,6 +51,6 @@ STAGES = (
 
 
 def __getattr__(name: str) -> Backend:
-    if name not in BY_NAME:
+    if name not in SABOTEURS:
         raise AttributeError(f"module {__name__!r} has no saboteur {name!r}")
-    return private_reference(BY_NAME[name]).backend
+    return private_reference(SABOTEURS[name]).backend

@@ -15,8 +15,8 @@ from pathlib import Path
 from platform import python_version
 from time import perf_counter
 
-from conformance.assurance.saboteurs import BY_NAME, SABOTEURS
-from conformance.assurance.saboteurs.registry import BY_SIZE, Saboteur
+from conformance.assurance.saboteurs import SABOTEURS
+from conformance.assurance.saboteurs.registry import Saboteur
 from conformance.assurance.saboteurs.subtlety import INPUTS, agreement, outcomes, subject_of
 from conformance.assurance.saboteurs.verdict import Verdict, judge, warm
 from spec import SPEC_VERSION
@@ -27,10 +27,10 @@ SUBTLE_AT_LEAST = 40
 REPORT = Path("results", "saboteurs.md")
 
 
-def selected(part: str | None, item: str | None, by_size: bool) -> list[Saboteur]:
-    """The saboteurs whose name holds `part`, of the item: those of the run of all, or those by size."""
+def selected(part: str | None, item: str | None) -> list[Saboteur]:
+    """The saboteurs whose name holds `part`, of the item."""
     return [
-        saboteur for saboteur in (BY_SIZE if by_size else SABOTEURS).values()
+        saboteur for saboteur in SABOTEURS.values()
         if (part or "").upper().replace("-", "_") in saboteur.name and item in (None, saboteur.item)
     ]
 
@@ -47,7 +47,7 @@ def right(item: str) -> tuple[str, list[str]]:
 
 def trial(name: str) -> tuple[Verdict, int]:
     """The agreement first, then the tests; the saboteur stays in this process."""
-    saboteur = BY_NAME[name]
+    saboteur = SABOTEURS[name]
     agrees = agreement(saboteur, _right[subject_of(saboteur.item).name])
     verdict = judge(name, saboteur.item)
     # What this process and those that its tests started have used.
@@ -58,7 +58,7 @@ def trial(name: str) -> tuple[Verdict, int]:
 def trials(names: list[str], workers: int) -> Iterator[tuple[Verdict, int]]:
     """Each in a process of its own, forked where nothing is patched and what all need is known."""
     warm()
-    items = {subject_of(BY_NAME[name].item).name: BY_NAME[name].item for name in names}
+    items = {subject_of(SABOTEURS[name].item).name: SABOTEURS[name].item for name in names}
     fork = multiprocessing.get_context("fork")
     with fork.Pool(workers) as pool:
         _right.update(pool.imap_unordered(right, items.values()))
@@ -120,14 +120,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="conformance.assurance.saboteurs", description=__doc__)
     parser.add_argument("-k", metavar="PART", help="those whose name holds PART")
     parser.add_argument("--item", metavar="ID", help="those of one item")
-    parser.add_argument("--by-size", action="store_true", help="those that do as the reference does on small inputs")
     parser.add_argument("--list", action="store_true", help="name them and what they get wrong")
     parser.add_argument("--workers", type=int, default=2, help="processes at a time")
     parser.add_argument(
         "--report", metavar="FILE.md", type=Path, default=REPORT, help=f"where a run of all writes its table; {REPORT}"
     )
     options = parser.parse_args(arguments)
-    chosen = selected(options.k, options.item, options.by_size)
+    chosen = selected(options.k, options.item)
     if not chosen:
         parser.error("no saboteur is selected")
     if options.list:

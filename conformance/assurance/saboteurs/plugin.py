@@ -8,7 +8,7 @@ backend first. The cases are the profile's own; only shrinking is left out, whic
 import pytest
 from hypothesis import Phase, settings
 
-from conformance.assurance.saboteurs import BY_NAME
+from conformance.assurance.saboteurs import SABOTEURS
 from conformance.assurance.saboteurs.install import install
 from conformance.assurance.saboteurs.registry import Saboteur
 from conformance.exceptions import items_marked
@@ -42,9 +42,9 @@ def chosen(config: pytest.Config) -> Saboteur | None:
     name = config.getoption("--saboteur")
     if name is None:
         return None
-    if name not in BY_NAME:
+    if name not in SABOTEURS:
         raise pytest.UsageError(f"--saboteur {name}: unknown; python -m conformance.assurance.saboteurs --list")
-    return BY_NAME[name]
+    return SABOTEURS[name]
 
 
 @pytest.hookimpl(trylast=True)

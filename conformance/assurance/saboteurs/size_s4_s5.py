@@ -46,9 +46,10 @@ def many_edges_summed_in_pairs(edges: Edges, offsets: Array) -> TrunkPairs:
     """The weights of a pair of trunks that has more than 128 edges are summed in two halves."""
     found = trunk_pairs(edges, offsets)
     g, h = (np.searchsorted(offsets, ends, side="right") - 1 for ends in (edges.first, edges.second))
-    low, high = np.minimum(g, h), np.maximum(g, h)
-    total = [in_halves(edges.weight[(low == a) & (high == b)], 128) for a, b in zip(found.a, found.b, strict=True)]
-    return found._replace(total=np.array(total, dtype=np.float64))
+    low, high, total = np.minimum(g, h), np.maximum(g, h), found.total.copy()
+    for at in np.flatnonzero(found.edges > 128).tolist():
+        total[at] = in_halves(edges.weight[(low == found.a[at]) & (high == found.b[at])], 128)
+    return found._replace(total=total)
 
 
 @beyond("255 edges of a pair of trunks", trunk_pairs, "CC-TRUNK-EDGES", lambda: (

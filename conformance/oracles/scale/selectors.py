@@ -1,15 +1,40 @@
-"""Selectors and NestedKV's score at full size."""
+"""Selectors, what policies score by and NestedKV's score at full size."""
 
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from spec.arrays import BoolVector, IntVector, Matrix, Vector
+from spec.arrays import BoolVector, Cube, IntVector, Matrix, Vector
 from spec.parameters import NestedKVParameters
 
-__all__ = ["Traced", "cosines_with", "diverse", "nestedkv"]
+__all__ = ["Traced", "attended", "cosines_with", "diverse", "nestedkv", "whole_units"]
 
 SMALL = 2.0**-16
+
+
+def whole_units(s: Vector, sizes: IntVector, shut: BoolVector, B: int) -> list[int]:
+    """PO-TOP-UNITS of one set: the protected units, then the best until one does not fit; their tokens."""
+    kept, tokens = set(np.flatnonzero(shut).tolist()), int(sizes[shut].sum())
+    for u in sorted(np.flatnonzero(~shut).tolist(), key=lambda u: (-s[u], u)):
+        tokens += int(sizes[u])
+        if tokens > B:
+            break
+        kept.add(u)
+    first = np.cumsum(sizes) - sizes
+    return [i for u in sorted(kept) for i in range(int(first[u]), int(first[u] + sizes[u]))]
+
+
+def attended(q: Any, k: Any, scaling: float, softcap: float | None) -> Cube:
+    """PO-OBSERVED-ATTENTION: the softmax of the last queries over the keys up to each, (H, queries, n)."""
+    n, group = q.shape[1], len(q) // len(k)
+    ahead = np.triu(np.ones((k.shape[1], k.shape[1]), dtype=np.bool_), 1)[k.shape[1] - n :]
+    found = np.empty((len(q), n, k.shape[1]))
+    for h in range(len(q)):
+        x = q[h].astype(np.float64) @ k[h // group].astype(np.float64).T * scaling
+        x = x if softcap is None else softcap * np.tanh(x / softcap)
+        power = np.where(ahead, 0.0, np.exp(x - x.max(axis=1, keepdims=True, where=~ahead, initial=-np.inf)))
+        found[h] = power / power.sum(axis=1, keepdims=True)
+    return found
 
 
 def cosines_with(V: Matrix, j: int) -> Vector:

@@ -15,6 +15,7 @@ from conformance.checks.stage_checks import edges_of, trunk_lists
 from conformance.oracles import decode as brute_decode
 from conformance.oracles import diversity as brute_diversity
 from conformance.oracles import nestedkv as brute_nestedkv
+from conformance.oracles import policies as brute_policies
 from conformance.oracles import s1, s2, s3, s4, s5, s6
 from conformance.oracles.decode import Model, Trunk
 from conformance.oracles.scale import decode, selectors, stages
@@ -23,6 +24,7 @@ from conformance.paths import ROOT
 from conformance.strategies.attention import AttentionInputs, attention_inputs, later_segments
 from conformance.strategies.decoding import decode_parameters, flags, graphs, inverse_norms
 from conformance.strategies.eviction import EvictionProblem, evictions
+from conformance.strategies.policy_cases import drawn, plain
 from conformance.strategies.scale_numbers import Numbers
 from conformance.strategies.trunks import Text, degrees, partitions, texts
 from conformance.vectors.models import pairs_of
@@ -145,6 +147,14 @@ def test_decode(data: st.DataObject, p: Any) -> None:
     model = Model(0, trunks=[Trunk(g, [g], 1.0, x) for g, x in enumerate(D.tolist())], W=names)
     brute_decode.resonance(model, set(np.flatnonzero(active).tolist()), p)
     assert decode.resonance(D, W, active, p).tolist() == [g.D for g in model.trunks]
+    stays = np.flatnonzero(active)
+    alive, _, rows_left = decode.left(np.arange(m + 1), W, active)
+    assert alive == stays.tolist()
+    brute_decode.keep(model, set(alive), D.tolist())
+    assert rows_left == [
+        [(b, names[frozenset({g, h})]) for b, h in enumerate(alive) if frozenset({g, h}) in names] for g in alive
+    ]
+    assert [g.name for g in model.trunks] == alive
     after = brute_decode.hebb(names, set(np.flatnonzero(active).tolist()), p)
     if p.hebb == "additive":
         rows = [x.tolist() for x in decode.hebbian(W, active, p)]
@@ -174,6 +184,22 @@ def test_nestedkv(seed: int, n: int) -> None:
     keys = Numbers(seed).fractions(n * 4).reshape(n, 4) - 0.3
     for p in (NESTEDKV, NestedKVParameters(b_min=3, b_max=5, blocks=7, W=4)):
         assert np.abs(selectors.nestedkv(keys, p).score - brute_nestedkv.scores(keys.tolist(), p)).max() < 1e-6
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+def test_policies(seed: int) -> None:
+    """PO-OBSERVED-ATTENTION, and PO-TOP-UNITS of single tokens."""
+    inputs = drawn(seed)
+    view = inputs.layers[0]
+    found = selectors.attended(view.q, view.k, view.scaling, view.softcap)
+    want = np.array(brute_policies.last_rows(plain(view), inputs.n))
+    assert found.shape == want.shape
+    assert np.abs(found - want).max() < 1e-12
+    numbers, n = Numbers(seed), inputs.n
+    s, shut = numbers.integers(0, 4, n) / 4, numbers.integers(0, 5, n) == 0
+    row = [None if safe else x for x, safe in zip(s.tolist(), shut.tolist(), strict=True)]
+    for B in range(n + 1):
+        assert selectors.whole_units(s, np.ones(n, dtype=np.int64), shut, B) == brute_policies.top(row, B)
 
 
 @given(k=st.integers(1, 4), n=st.integers(1, 5))

@@ -18,7 +18,10 @@ from conformance.suite import test_scale_graph as graph
 from conformance.suite import test_scale_impact as impact
 from conformance.suite import test_scale_prefill as prefill
 from conformance.suite import test_scale_s1 as s1
+from conformance.suite import test_scale_scores as scores
 from conformance.suite import test_scale_selectors as selectors
+from conformance.suite import test_scale_shares as shares
+from conformance.suite import test_scale_steps as steps
 from conformance.suite import test_scale_trunks as trunks
 
 WIDTHS = (16, 32, 64, 128, 256, 1_024, 2**16, 2**24, 2**31, 2**32)
@@ -67,9 +70,9 @@ QUANTITIES = [
     Quantity("S1: k_intra", over(s.parameters.k_intra for s in SHAPES), 32, "five times the paper's 8"),
     Quantity("S1: k_cross", over(s.parameters.k_cross for s in SHAPES), 32, "as many sources need as many heads"),
     Quantity("S1: positions", over(s.start + s.n for s in SHAPES), 2**32, ""),
-    Quantity("S2: tokens", over([300_000, *(case.lists.n for case in trunks.CASES)]), 2**16, OFFSETS),
-    Quantity("S2: sentences", over([300_000]), 2**16, OFFSETS),
-    Quantity("S2: tokens of a sentence", over([200_003]), 2**16, OFFSETS),
+    Quantity("S2: tokens", over([2**24 + 1, *(case.lists.n for case in trunks.CASES)]), 2**24, OFFSETS),
+    Quantity("S2: sentences", over([65_537]), 2**16, OFFSETS),
+    Quantity("S2: tokens of a sentence", over([200_003, 2**24 + 1]), 2**24, OFFSETS),
     Quantity("S2: T_max", over([65_537, trunks.WHOLE]), 2**24, "2^31 - 1 is the greatest there is"),
     Quantity("S2: edges of an interface", over([25]), 16, "five tokens on either side have 25 pairs"),
     Quantity("S2: positions", over(case.lists.start + case.lists.n for case in trunks.CASES), 2**32, ""),
@@ -96,13 +99,22 @@ QUANTITIES = [
     Quantity("decode: hops", over([17, 33, 65, 129, 257, 299]), 256, "the paper's pulse ends after seven hops"),
     Quantity("decode: senders to a trunk", over([65_537]), 2**16, OFFSETS),
     Quantity("decode: pulses to a trunk", over([1_025]), 1_024, "each source is a search of its own in the reference"),
+    Quantity("decode: steps", over(steps.STEPS), 2**32, ""),
+    Quantity("decode: live tokens", over(m for m, _ in steps.TABLES), 2**16, OFFSETS),
     Quantity("decode: positions", over(case.start + case.n for case in decode.SEGMENTS), 2**32, ""),
     Quantity("diversity: tokens", over([70_000]), 2**16, "in the reference 5 000: it holds all pairs"),
     Quantity("diversity: channels", over([257, 1_025]), 1_024, "a signature is a head's values"),
     Quantity("diversity: tokens kept", over([1_100]), 1_024, "each pick looks at all tokens in the oracle"),
     Quantity("NestedKV: tokens", over(n for _, n, _ in selectors.KEYS), 1_024, "12 000 tokens; the oracle walks"),
     Quantity("NestedKV: channels", over(d for _, _, d in selectors.KEYS), 256, "no layer has more than 512"),
-    Quantity("NestedKV: W", over([65, 257, 1_025]), 1_024, "no more than the tokens"),
+    Quantity("NestedKV: W", over(p.W for _, p in selectors.CASES), 1_024, "no more than the tokens"),
+    Quantity("policies: units", over([66_000, *shares.SIZES]), 2**16, OFFSETS),
+    Quantity("policies: layers", over([33, 80, 126, 257]), 256, "no model has more than 126"),
+    Quantity("policies: protected tokens", over([33, 70_000]), 2**16, OFFSETS),
+    Quantity("policies: queries", over([33, 300, 700]), 256, "all pairs of tokens are held for each head"),
+    Quantity("policies: pooled entries", over(scores.SIZES), 1_024, "a kernel reads no further than itself"),
+    Quantity("policies: kernel", over([17, 33, 65, 129]), 128, "SnapKV's is 5 or 7"),
+    Quantity("policies: candidates", over([66_000, *scores.SIZES]), 2**16, OFFSETS),
 ]
 
 

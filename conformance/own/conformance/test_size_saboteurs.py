@@ -6,19 +6,21 @@ from dataclasses import is_dataclass, replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 
-from conformance.assurance import saboteurs
-from conformance.assurance.saboteurs.__main__ import selected
 from conformance.assurance.saboteurs.install import private_reference, standing_in
 from conformance.assurance.saboteurs.registry import BY_SIZE, REGISTRY, Beyond, Saboteur
 from conformance.assurance.saboteurs.runs import Case
 from conformance.assurance.saboteurs.size_inputs import attended
 from conformance.assurance.saboteurs.subtlety import Subject, plain, subject_of
 from conformance.items import known_items
+from conformance.oracles.scale import selectors as oracle
+from conformance.suite import test_scale_selectors as lane
+from reference import nestedkv
 from reference.crystalcache import coattention
 from spec.backend import resolve
-from spec.parameters import PAPER
+from spec.parameters import PAPER, NestedKVParameters
 
 SMALL = 26
 DRAWN = 120  # of which the first FEW of at most SMALL tokens are run
@@ -121,11 +123,19 @@ def test_each_says_what_it_gets_wrong_and_up_to_which_size_it_is_right() -> None
     assert all(saboteur.reading.endswith((".", "?")) and beyond.size for saboteur, beyond in by_size())
 
 
-def test_the_run_of_all_leaves_them_out() -> None:
-    """Until the suite judges at size; by their name, and together, they can be run."""
-    assert not saboteurs.SABOTEURS.keys() & BY_SIZE.keys()
-    assert selected(None, None, by_size=False) == list(REGISTRY.values())
-    assert selected(None, None, by_size=True) == list(BY_SIZE.values())
+@pytest.mark.parametrize("name", [name for name in BY_SIZE if name.startswith("NK_")])
+def test_the_lane_catches_it_in_single_precision_too(name: str) -> None:
+    """NestedKV's certified radius is the widest of the lane's."""
+    with standing_in(BY_SIZE[name]):
+        assert any(map(beyond_the_radius_of_float32, lane.CASES))
+
+
+def beyond_the_radius_of_float32(case: tuple[tuple[int, int, int], NestedKVParameters]) -> bool:
+    shape, p = case
+    head = lane.keys(*shape)[:1]
+    want = oracle.nestedkv(head[0], p)
+    radius = lane.nestedkv_radius(want, shape, p, "float32")
+    return bool(np.abs(nestedkv.anomaly_score(head, p)[0] - want.score).max() > radius)
 
 
 def test_a_method_is_replaced_in_a_private_copy_too() -> None:
