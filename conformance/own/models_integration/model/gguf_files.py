@@ -2,6 +2,7 @@
 
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,11 +31,12 @@ NAMES = {
 def tiny_llama() -> LlamaForCausalLM:
     """Two layers of four heads over two KV heads; every matrix has the values that Q4_1 keeps of it."""
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(
+    model: LlamaForCausalLM = LlamaForCausalLM(LlamaConfig(
         vocab_size=len(TOKENS), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, initializer_range=0.3, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2,
         pad_token_id=2, max_position_embeddings=256,
-    )).eval()
+    ))
+    model.train(False)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 2:
@@ -59,7 +61,8 @@ def from_blocks(stored: np.ndarray[tuple[int, int], np.dtype[np.uint8]]) -> Matr
     blocks = stored.reshape(stored.shape[0], -1, 4 + BLOCK // 2)
     scale, low = (blocks[:, :, at : at + 2].copy().view(np.float16).astype(np.float32) for at in (0, 2))
     steps = np.concatenate([blocks[:, :, 4:] & 15, blocks[:, :, 4:] >> 4], axis=2)
-    return (scale * steps + low).reshape(stored.shape[0], -1).astype(np.float32)
+    values: Matrix = (scale * steps + low).reshape(stored.shape[0], -1).astype(np.float64)
+    return values
 
 
 def write_gguf(path: Path, model: LlamaForCausalLM) -> None:
@@ -74,7 +77,7 @@ def write_gguf(path: Path, model: LlamaForCausalLM) -> None:
     writer.close()
 
 
-def _describe(writer: GGUFWriter, config: LlamaConfig) -> None:
+def _describe(writer: GGUFWriter, config: Any) -> None:
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -94,7 +97,7 @@ def _describe(writer: GGUFWriter, config: LlamaConfig) -> None:
     writer.add_add_bos_token(False)
 
 
-def _add(writer: GGUFWriter, name: str, parameter: Tensor, config: LlamaConfig) -> None:
+def _add(writer: GGUFWriter, name: str, parameter: Tensor, config: Any) -> None:
     """One tensor; of queries and keys, the rows of a head's two halves take turns."""
     at = name.removesuffix(".weight").removeprefix("model.")
     if at.startswith("layers."):

@@ -1,6 +1,7 @@
 """GGUF files are read as llama.cpp means them, by tests that unpack the blocks themselves."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,13 +10,18 @@ pytest.importorskip("transformers")
 for needed in ("gguf", "accelerate"):
     pytest.importorskip(needed)
 
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedModel  # noqa: E402
 
 from conformance.own.models_integration.model.gguf_files import tiny_llama, write_gguf  # noqa: E402
 from models_integration.model.gguf import read_gguf  # noqa: E402
 from models_integration.studies.subject import load_subject  # noqa: E402
 
 IDS = torch.arange(5, 45)[None]
+
+
+def logits(model: PreTrainedModel) -> Any:
+    with torch.no_grad():
+        return model(IDS).logits
 
 
 @pytest.fixture(scope="module")
@@ -30,22 +36,20 @@ def file(source: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> 
     return path
 
 
-@torch.no_grad()
 def test_the_model_computes_what_its_source_does(source: LlamaForCausalLM, file: Path) -> None:
     model, _ = read_gguf(file)
-    expected = source(IDS).logits
+    expected = logits(source)
     assert expected.std() > 0.1
-    assert torch.allclose(model(IDS).logits, expected, atol=1e-5)
+    assert torch.allclose(logits(model), expected, atol=1e-5)
     assert read_gguf(file, dtype="float64")[0].dtype == torch.float64
 
 
-@torch.no_grad()
 def test_it_can_be_saved_and_is_then_read_as_any_folder(source: LlamaForCausalLM, file: Path, tmp_path: Path) -> None:
     model, tokenizer = read_gguf(file)
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert torch.equal(again(IDS).logits, model(IDS).logits)
+    assert torch.equal(logits(again), logits(model))
     assert again.generation_config.eos_token_id == source.config.eos_token_id
     text = "the  7492 theories, x9"
     assert AutoTokenizer.from_pretrained(tmp_path)(text).input_ids == tokenizer(text).input_ids

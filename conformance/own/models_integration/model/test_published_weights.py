@@ -105,7 +105,7 @@ def test_it_is_fetched_once(
 ) -> None:
     folder = fetch(weights, silent, copied)
     before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
-    assert fetch(weights, never, never) == folder
+    assert fetch(weights, silent, never) == folder
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
 
 
@@ -169,7 +169,7 @@ def test_a_full_disk_is_said(error: Exception, models: Path, weights: PublishedW
     def full(_: PublishedWeights, into: Path) -> NoReturn:
         raise error
 
-    with pytest.raises(SpecError, match="needs 1 MB in .* which has .*KVSPEC_HOME"):
+    with pytest.raises(SpecError, match=r"needs 1 MB in .* which has .*KVSPEC_HOME"):
         fetch(weights, silent, full)
     with pytest.raises(SpecError, match="needs 1000000000 MB"):
         fetch(replace(weights, megabytes=10**9), silent, never)
