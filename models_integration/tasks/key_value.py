@@ -1,7 +1,8 @@
 """Pairs of one JSON object, of which several are asked for one by one: the shape of SCBench's `kv`.
 
 Each question is a sample of its own over the same context (SCBench's mode `scdq`: the context is read and compacted
-once, each question is answered from there). Instruction and question are InfiniteBench's and SCBench's.
+once, each question is answered from there). Instruction and question are InfiniteBench's and SCBench's; under a chat
+template the question's second line opens the answer.
 """
 
 import string
@@ -24,7 +25,7 @@ __all__ = ["FORMS", "key_value_samples"]
 FORMS = ("uuid", "short")
 """SCBench's own pairs; or six letters with four digits, which small models can answer."""
 _INSTRUCTION = "Extract the value corresponding to the specified key in the JSON object below."
-_QUESTION = 'Key: "{key}"\nThe value associated with the specified key is:'
+_QUESTION, _OPENING = 'Key: "{key}"', "The value associated with the specified key is:"
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def _sample(
 ) -> Sample:
     check_unprotected(span, len(context))
     space = joiner(tokenizer)
-    question = _QUESTION.format(key=pair.key) + frame.closing
+    question = _QUESTION.format(key=pair.key) + (frame.closing or "\n") + _OPENING
     return Sample(
         task=f"key_value_{form}", context_ids=context, question_ids=encode(tokenizer, question), expected=pair.value,
         needle=span, metadata={"key": pair.key, "depth": depth}, answer_ids=encode(tokenizer, f"{space}{pair.value}"),
