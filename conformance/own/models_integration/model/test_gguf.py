@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, 
 
 from conformance.own.models_integration.model.gguf_files import tiny_llama, write_gguf  # noqa: E402
 from models_integration.model.gguf import read_gguf  # noqa: E402
-from models_integration.studies.subject import load_subject  # noqa: E402
+from models_integration.studies.subject import Loading  # noqa: E402
 
 IDS = torch.arange(5, 45)[None]
 
@@ -66,7 +66,7 @@ def test_digits_are_split_off_first(text: str, tokens: list[str], file: Path) ->
 
 
 def test_a_file_is_a_model_of_the_command_line(file: Path) -> None:
-    subject = load_subject(str(file), "numpy", attn="eager")
+    subject = Loading(str(file), "numpy", attn="eager").subject()
     assert subject.label == "tiny.gguf+eager"
     assert subject.model.config._attn_implementation == "eager"
     assert subject.stop_ids == {2}

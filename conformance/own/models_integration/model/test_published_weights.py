@@ -32,7 +32,7 @@ from models_integration.model.published_weights import (  # noqa: E402
     home,
     located,
 )
-from models_integration.studies.subject import load_subject  # noqa: E402
+from models_integration.studies.subject import Loading  # noqa: E402
 from spec.errors import SpecError  # noqa: E402
 
 
@@ -93,7 +93,7 @@ def test_a_name_that_is_fetched_loads_without_a_network(
         raise OSError(errno.ENETUNREACH, "no network in this test")
 
     monkeypatch.setattr(socket.socket, "connect", refused)
-    subject = load_subject("smollm2", "numpy")
+    subject = Loading("smollm2", "numpy").subject()
     ids = subject.tokenizer("the 7492 theories", return_tensors="pt").input_ids
     with torch.no_grad():
         assert torch.allclose(subject.model(ids).logits, tiny_llama()(ids).logits, atol=1e-5)

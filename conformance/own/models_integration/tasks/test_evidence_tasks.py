@@ -180,7 +180,8 @@ def test_a_chat_template_stands_around_context_and_question(text: Path) -> None:
                          f"{framed.expected}")
     assert chat(tokenizer).name == frame.name
     (pair,) = key_value_samples(tokenizer, prose, 1500, 1, 0, seed=0, frame=frame)
-    assert decoded(tokenizer, pair.question_ids).endswith('"[/][assistant]The value associated with the specified key is:')
+    said = decoded(tokenizer, pair.question_ids)
+    assert said.endswith('"[/][assistant]The value associated with the specified key is:')
     tokenizer.chat_template = "{{ messages | length }}"
     with pytest.raises(SpecError, match="does not print"):
         chat(tokenizer)
