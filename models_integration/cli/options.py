@@ -10,7 +10,8 @@ __all__ = ["Attention", "Backend", "BatchSize", "Device", "Dtype", "Model", "nam
 
 Model = Annotated[
     str,
-    typer.Option(help="'pocket' or 'chat' (shipped with kvspec), or a transformers causal model by path or hub name."),
+    typer.Option(help="'pocket' or 'chat' (shipped with kvspec), 'smollm2' (after `kvspec models fetch smollm2`), or a"
+                 " transformers causal model by folder, GGUF file or hub name."),
 ]
 Backend = Annotated[str, typer.Option(help="Whose code decides: auto, numpy, numba, triton, or 'module:ATTRIBUTE'.")]
 Device = Annotated[str, typer.Option(help="Where the model runs, as PyTorch names it: cpu, cuda, cuda:1.")]

@@ -9,7 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
+from models_integration.model.gguf import read_gguf
 from models_integration.model.identity import ModelIdentity, identify
+from models_integration.model.published_weights import WEIGHTS, located
 from models_integration.pocket import ASSETS, CHAT_ASSETS, load_pocket_tokenizer
 from models_integration.policies.methods import (
     CrystalCache,
@@ -73,7 +75,8 @@ class Loading:
     """Which model, and how it is loaded.
 
     Attributes:
-        model: "pocket", "chat", or a causal language model by folder or hub name.
+        model: "pocket", "chat", a model that `kvspec models fetch` has fetched, or a causal language model by folder,
+            GGUF file or hub name.
         backend: whose code decides.
         device: where PyTorch puts the model.
         dtype: of its parameters; "auto" as they are stored.
@@ -101,19 +104,21 @@ class Loading:
         """The model, with its tokenizer and what a comparison must know of both.
 
         Raises:
-            SpecError: for an unknown dtype or attention, a device that is not here, or a model that cannot be loaded.
+            SpecError: for an unknown dtype or attention, a device that is not here, or a model that cannot be loaded
+                or is not fetched.
             BackendUnavailable: when the backend cannot run here.
+            ModuleNotFoundError: for a GGUF file, where what reads it is not installed.
         """
         self._check()
         disable_progress_bar()  # type: ignore[no-untyped-call]  # it says nothing of ours, and would tear our own
         try:
             loaded, tokenizer = _loaded(self.model, self.dtype, self.attn)
-        except SpecError:
+        except (SpecError, ModuleNotFoundError):
             raise
         except Exception as error:  # of transformers, the hub, files and tokenizers: all that can be wrong with a model
             first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-            shipped = " or ".join(map(repr, SHIPPED))
-            way_out = f"give {shipped}, a folder with a causal language model, or its name on the hub"
+            names = ", ".join(map(repr, (*SHIPPED, *WEIGHTS)))
+            way_out = f"give {names}, a folder with a causal language model, a GGUF file, or its name on the hub"
             raise SpecError("model", self.model, f"cannot be loaded ({first.strip()}); {way_out}") from error
         loaded.to(self.device)
         loaded.train(False)
@@ -132,4 +137,7 @@ def _loaded(model: str, dtype: str, attn: str) -> tuple[Any, Any]:
         folder = SHIPPED[model]
         shipped = AutoModelForCausalLM.from_pretrained(folder, **{"dtype": "float32", **chosen})
         return shipped, load_pocket_tokenizer(folder)
-    return AutoModelForCausalLM.from_pretrained(model, **chosen), AutoTokenizer.from_pretrained(model)
+    if model.endswith(".gguf") and Path(model).is_file():
+        return read_gguf(Path(model), **chosen)
+    place = located(model)
+    return AutoModelForCausalLM.from_pretrained(place, **chosen), AutoTokenizer.from_pretrained(place)

@@ -4,6 +4,7 @@
 - `delayed_association` (Appendix B): a fact at the beginning, then filler that keeps mentioning its topic.
 """
 
+import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,15 +33,17 @@ from models_integration.tasks.sentences import (
 from spec.errors import SpecError
 
 __all__ = [
-    "DEFAULT_PLACEMENT", "DELAYED_ASSOCIATION", "DENSITIES", "DEPTHS", "MAX_NEW_TOKENS", "NEEDLE", "PLACEMENTS",
-    "TASKS", "Placement", "Sample", "delayed_association_sample", "distractor_anchors", "draw_sample", "draw_value",
-    "generator", "is_exact_match", "mentions_of", "needle_sample", "place", "score",
+    "CONTAINS", "DEFAULT_PLACEMENT", "DELAYED_ASSOCIATION", "DENSITIES", "DEPTHS", "MAX_NEW_TOKENS", "NEEDLE",
+    "PLACEMENTS", "TASKS", "Placement", "Sample", "delayed_association_sample", "distractor_anchors", "draw_sample",
+    "draw_value", "generator", "is_exact_match", "mentions_of", "needle_sample", "place", "score",
 ]
 
 NEEDLE, DELAYED_ASSOCIATION = "needle", "delayed_association"
 TASKS = (NEEDLE, DELAYED_ASSOCIATION)
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 DENSITIES = ("high", "low")
+NO_TEMPLATE = "none"
+FIRST_NUMBER, CONTAINS = "first number", "contains"
 MAX_NEW_TOKENS = 50
 """Tokens generated for an answer in the paper's configuration."""
 _NUMBER = re.compile(r"[+-]?[^\W_]*\d[^\W_]*(?:[.,]\d+)*")
@@ -51,14 +54,19 @@ _NUMBER = re.compile(r"[+-]?[^\W_]*\d[^\W_]*(?:[.,]\d+)*")
 class Sample:
     """A context with one critical fact, and a question whose answer is the fact's value.
 
+    Samples of one context share its token ids, and so its digest: they are one cluster.
+
     Attributes:
-        task: `needle` or `delayed_association`.
+        task: its name.
         context_ids: token ids of the context, exactly as many as were asked for, opening token included.
         question_ids: token ids of the question with its `Answer:` prompt.
         expected: the value as text; an answer whose first number it is is right.
         needle: the fact's token span `[start, stop)` in the context.
         distractors: spans of facts of the same form that carry other values.
         metadata: what describes the sample in a result: template, depth or density, value, number of distractors.
+        answer_ids: tokens of the gold answer right behind the question; none where the task has no likelihood.
+        chat_template: `none`, or the digest of the tokenizer's own, whose markers then stand in context and question.
+        metric: how `score` judges an answer, `first number` or `contains`.
     """
 
     task: str
@@ -68,6 +76,19 @@ class Sample:
     needle: tuple[int, int]
     distractors: tuple[tuple[int, int], ...] = ()
     metadata: Mapping[str, str | int | float] = field(default_factory=dict)
+    answer_ids: tuple[int, ...] = ()
+    chat_template: str = NO_TEMPLATE
+    metric: str = FIRST_NUMBER
+
+    @property
+    def evidence(self) -> tuple[tuple[int, int], ...]:
+        """Token spans `[start, stop)` of all that the answer needs of the context."""
+        return (self.needle,)
+
+    @property
+    def context_digest(self) -> str:
+        """SHA-256 of the context's token ids, hexadecimal: which cluster the sample belongs to."""
+        return hashlib.sha256(np.array(self.context_ids, dtype="<i8").tobytes()).hexdigest()
 
     @property
     def length(self) -> int:
@@ -301,5 +322,9 @@ def is_exact_match(answer: str, expected: str) -> bool:
 
 
 def score(tokenizer: TaskTokenizer, answer_ids: Sequence[int], sample: Sample) -> bool:
-    """Whether the generated ids decode to an answer whose first number is the sample's value."""
-    return is_exact_match(decode(tokenizer, answer_ids), sample.expected)
+    """Whether the generated ids decode to a right answer, by the sample's metric.
+
+    `first number`: see `is_exact_match`. `contains`: the value occurs in it, as SCBench counts.
+    """
+    answer = decode(tokenizer, answer_ids)
+    return sample.expected in answer if sample.metric == CONTAINS else is_exact_match(answer, sample.expected)

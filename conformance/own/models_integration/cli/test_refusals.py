@@ -36,7 +36,7 @@ def refusal(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytes
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--model", "/nowhere/at/all"), ("model = '/nowhere/at/all'", "'pocket' or 'chat', a folder")),
+        (("--model", "/nowhere/at/all"), ("model = '/nowhere/at/all'", "'pocket', 'chat', 'smollm2', a folder")),
         (("--policies", ""), ("policies = ''", "at least one")), (("--budgets", " , "), ("budgets", "at least one")),
         (("--tasks", ","), ("tasks", "at least one")),
         (("--policies", "snapkw"), ("policy = 'snapkw'", "did you mean snapkv")),

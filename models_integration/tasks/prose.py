@@ -1,0 +1,106 @@
+"""Running text that contexts are filled with: distinct windows of it, for any tokenizer.
+
+The text shipped with kvspec is the narrative books of the King James Version (Genesis, Joshua to 2 Kings), one verse a
+line without its number, as Debian's bible-kjv-text 4.38 has them. Its copyright has expired; it has no digits.
+"""
+
+import lzma
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+from pathlib import Path
+
+from models_integration.tasks.assembly import Anchor, Assembled, TaskTokenizer, encode, joiner
+from models_integration.tasks.samples import generator
+from spec.errors import SpecError
+
+__all__ = ["NARRATIVE", "Prose", "read_prose", "weave"]
+
+NARRATIVE = Path(__file__).parent / "assets" / "kjv_narrative.txt.xz"
+
+
+@dataclass(frozen=True)
+class Prose:
+    """A text as tokens.
+
+    Attributes:
+        name: of the file.
+        tokens: of all lines; each line begins as a sentence does that follows another.
+        stops: where lines end, ascending.
+    """
+
+    name: str
+    tokens: tuple[int, ...]
+    stops: tuple[int, ...]
+
+    def windows(self, length: int) -> int:
+        """How many contexts of so many tokens have no token of the text in common.
+
+        Raises:
+            SpecError: for a length below 1, or a text that is shorter.
+        """
+        if not 1 <= length <= len(self.tokens):
+            raise SpecError("length", length, f"must lie in [1, {len(self.tokens)}], the tokens of {self.name}")
+        return len(self.tokens) // length
+
+    def window(self, length: int, index: int, seed: int) -> int:
+        """Which window sample number `index` reads; they take turns in an order that the seed decides.
+
+        Raises:
+            SpecError: as `windows`, and for a negative index or seed.
+        """
+        if index < 0:
+            raise SpecError("index", index, "must not be negative")
+        count = self.windows(length)
+        return int(generator((seed, length)).permutation(count)[index % count])
+
+
+def read_prose(tokenizer: TaskTokenizer, path: Path = NARRATIVE) -> Prose:
+    """A text file, plain or .xz, for a tokenizer; a second for a million letters.
+
+    Raises:
+        SpecError: for a file that cannot be read, or holds no text.
+    """
+    try:
+        data = path.read_bytes()
+        text = (lzma.decompress(data) if path.suffix == ".xz" else data).decode("utf-8")
+    except (OSError, lzma.LZMAError, UnicodeDecodeError) as error:
+        raise SpecError("path", str(path), f"must be a readable text file: {error}") from error
+    space = joiner(tokenizer)
+    lines = [encode(tokenizer, space + line.strip()) for line in text.splitlines() if line.strip()]
+    if not any(lines):
+        raise SpecError("path", str(path), "must hold some text, and holds none")
+    return Prose(path.name, tuple(chain.from_iterable(lines)), tuple(accumulate(map(len, lines))))
+
+
+def weave(
+    tokenizer: TaskTokenizer, prose: Prose, window: int, opening: Sequence[int], anchors: Sequence[Anchor], length: int
+) -> Assembled:
+    """Opening tokens, then a window of the text with each anchor behind the line that ends nearest to its place.
+
+    The text runs on between the anchors; at the ends of the window a line may be cut.
+
+    Raises:
+        SpecError: when opening and anchors alone are longer than `length` tokens.
+    """
+    space, first = joiner(tokenizer), window * length
+    encoded = [encode(tokenizer, space + anchor.text) for anchor in anchors]
+    room = length - len(opening) - sum(map(len, encoded))
+    if room < 0:
+        raise SpecError("length", length, f"the sentences of the task alone need {length - room} tokens")
+    stops = [stop - first for stop in prose.stops if first < stop <= first + room] or [0]
+    ids, spans, read = list(opening), [(0, 0)] * len(anchors), 0
+    for index in sorted(range(len(anchors)), key=lambda i: anchors[i].fraction):
+        place = max(read, _nearest(stops, anchors[index].fraction * room))
+        ids.extend(prose.tokens[first + read : first + place])
+        read, spans[index] = place, (len(ids), len(ids) + len(encoded[index]))
+        ids.extend(encoded[index])
+    ids.extend(prose.tokens[first + read : first + room])
+    return Assembled(tuple(ids), tuple(spans))
+
+
+def _nearest(stops: Sequence[int], place: float) -> int:
+    """The stop nearest to a place, the smaller on ties."""
+    at = bisect_left(stops, place)
+    return min(stops[max(0, at - 1) : at + 1], key=lambda stop: abs(stop - place))
