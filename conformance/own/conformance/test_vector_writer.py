@@ -1,7 +1,9 @@
 """The published vectors are what the cases and the oracles give, and the writer changes none."""
 
+import copy
 import inspect
 import re
+from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
@@ -11,6 +13,15 @@ from conformance.assurance.vector_writer import store
 from conformance.assurance.vector_writer.cases import STAGES
 from conformance.vectors import files
 from conformance.vectors.brute_force import score as plain_score
+
+
+made = lru_cache(store.built)
+
+
+@pytest.fixture(autouse=True)
+def made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oracles take seconds for a stage, and give every test the same."""
+    monkeypatch.setattr(store, "built", lambda stage: copy.deepcopy(made(stage)))
 
 
 @pytest.mark.parametrize("stage", STAGES)
