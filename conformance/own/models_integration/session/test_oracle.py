@@ -28,6 +28,8 @@ from conformance.own.models_integration.session.oracle_checks import (
 )
 from models_integration import CrystalCache, prefill
 
+pytestmark = pytest.mark.law("eviction-equals-masking")
+
 families_and_methods = crossed("method", METHODS, always=["crystalcache"])
 
 

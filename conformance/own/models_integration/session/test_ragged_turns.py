@@ -165,6 +165,7 @@ def test_generate_takes_a_second_turn(name: str) -> None:
     assert second[0].tolist() == chosen_ids
 
 
+@pytest.mark.spec(id="DV-POLICY")
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith(DIVERSE)])
 def test_no_diversity_is_the_policy_itself_bit_for_bit(name: str) -> None:
     """lambda = 0 in a session: kept sets, logits and stored tensors, at each policy's own granularity."""
