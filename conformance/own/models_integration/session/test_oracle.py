@@ -34,6 +34,7 @@ families_and_methods = crossed("method", METHODS, always=["crystalcache"])
 
 
 @families_and_methods
+@pytest.mark.law("eviction-equals-masking")
 @pytest.mark.spec(id="CC-COMPACT")
 def test_logits_after_eviction_equal_those_after_masking(family: str, method: str) -> None:
     check_decoding(build(family), METHODS[method]())
