@@ -82,6 +82,7 @@ def sparingly(test: Callable[..., None]) -> Callable[..., None]:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "spec(id): the item of the specification that the test checks")
+    config.addinivalue_line("markers", "law(name): what a test of our own packages checks that is no item")
     config.addinivalue_line("markers", "judges(backend): the test is about this backend's own code")
     config.addinivalue_line("markers", "nightly: too long for CI; runs with --kvspec-profile nightly alone")
     _register_profiles()

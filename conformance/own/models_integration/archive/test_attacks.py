@@ -20,6 +20,8 @@ from models_integration.archive.objects import read_object
 from models_integration.archive.store import Archive
 from models_integration.cache.tensor_file import Damaged
 
+pytestmark = pytest.mark.law("an-object-proves-itself")
+
 KILLS = 200
 OBJECT_FLIPS, CATALOGUE_FLIPS = 350, 300  # of header, payload and catalogue: 1000
 SHARE = 5
@@ -56,6 +58,7 @@ def kill_writers(folder: Path, kills: int, naive: bool) -> int:
     return torn
 
 
+@pytest.mark.law("promised-is-there-forgotten-is-not")
 def test_no_killed_writer_leaves_a_torn_object(quick_path: Path, share: int) -> None:
     """200 SIGKILLs at night; what is visible is whole and listed, no lock is left, and the archive works on."""
     assert kill_writers(quick_path, KILLS // share, naive=False) == 0
@@ -70,6 +73,7 @@ def test_no_killed_writer_leaves_a_torn_object(quick_path: Path, share: int) -> 
         archive.put(*chunk(5_000_000))
 
 
+@pytest.mark.law("the-proof-has-teeth")
 def test_a_naive_writer_does_leave_torn_objects(quick_path: Path) -> None:
     """The same kills see what they are about."""
     assert kill_writers(quick_path, KILLS // 10, naive=True) > 0
@@ -135,6 +139,7 @@ def test_damage_while_the_archive_is_open_is_not_sealed(tmp_path: Path) -> None:
         assert archive.entries() == listing
 
 
+@pytest.mark.law("promised-is-there-forgotten-is-not")
 def test_two_writers_and_four_readers_lose_nothing(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """Every chunk that a writer was told is stored is read by anybody, whole, and listed."""
     seconds = 60.0 if profile_of(pytestconfig) == "nightly" else 1.0

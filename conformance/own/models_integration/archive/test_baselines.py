@@ -18,6 +18,8 @@ from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.rotation import plain_layers, recognise
 from spec.errors import SpecError
 
+pytestmark = pytest.mark.law("a-splice-equals-a-block-mask")
+
 PARTS = [ids(7, 3), ids(9, 4)]
 PREFIX, SUFFIX = [127, 4], [128]
 WRAPPED = [token for part in PARTS for token in [*PREFIX, *part, *SUFFIX]]
@@ -133,6 +135,7 @@ def test_every_arm_goes_on_and_leaves_the_case_as_it_was() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
+@pytest.mark.law("refused-before-anything-changes")
 def test_what_cannot_be_recomputed_is_refused() -> None:
     case = case_of()
     cache = ARMS["inject"](case)

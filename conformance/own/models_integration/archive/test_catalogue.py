@@ -19,6 +19,8 @@ from models_integration.archive.catalogue import Catalogue, Entry
 from models_integration.archive.errors import ArchiveFull
 from models_integration.archive.store import Archive
 
+pytestmark = pytest.mark.law("promised-is-there-forgotten-is-not")
+
 
 def test_closing_twice_is_fine(tmp_path: Path) -> None:
     archive = Archive(tmp_path)
@@ -48,6 +50,7 @@ def database(*statements: str) -> Callable[[Path], object]:
 TABLE = "CREATE TABLE objects (key TEXT, tenant TEXT, tokens INTEGER, bytes, created, used INTEGER)"
 
 
+@pytest.mark.law("an-object-proves-itself")
 @pytest.mark.parametrize(
     "write",
     [
@@ -141,6 +144,7 @@ def test_forget_and_gc_need_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert archive.entries() == []
 
 
+@pytest.mark.law("freed-memory")
 def test_many_uses_leave_a_short_log(tmp_path: Path) -> None:
     with Archive(tmp_path) as archive:
         keys = [archive.put(*chunk(seed)) for seed in range(40)]

@@ -10,6 +10,8 @@ from models_integration.archive.errors import ArchiveError, KeyUnavailable, NoSu
 from models_integration.cli.app import app
 from spec.errors import BackendUnavailable, SpecError
 
+pytestmark = pytest.mark.law("one-line-with-the-way-out")
+
 FACTS = (" The secret code for Project Aurora is 7492.", " The secret code for Project Falcon is 3058.")
 QUESTION = " Question: What is the secret code for Project Aurora? Answer:"
 
@@ -35,6 +37,7 @@ def keys(tmp_path: Path) -> list[str]:
     return found
 
 
+@pytest.mark.law("saved-is-what-was")
 def test_a_fact_is_put_listed_got_and_answered(keys: list[str], tmp_path: Path) -> None:
     here = ("--archive", str(tmp_path / "a"))
     assert all(re.fullmatch("[0-9a-f]{64}", key) for key in keys)
@@ -53,6 +56,7 @@ def test_a_fact_is_put_listed_got_and_answered(keys: list[str], tmp_path: Path) 
     assert not list((tmp_path / "a").glob("objects/*/*"))
 
 
+@pytest.mark.law("an-object-proves-itself")
 def test_damage_is_said(keys: list[str], tmp_path: Path) -> None:
     here = ("--archive", str(tmp_path / "a"))
     (path,) = (tmp_path / "a").glob(f"objects/*/{keys[0]}.safetensors")
@@ -66,6 +70,7 @@ def test_damage_is_said(keys: list[str], tmp_path: Path) -> None:
     assert isinstance(refused("get", keys[0], *here), NoSuchChunk)
 
 
+@pytest.mark.law("saved-is-what-was")
 def test_what_a_policy_keeps_is_put_and_answered(keys: list[str], tmp_path: Path) -> None:
     """Under a key of its own; an unknown name or budget puts nothing."""
     here = ("--archive", str(tmp_path / "a"))
@@ -80,6 +85,7 @@ def test_what_a_policy_keeps_is_put_and_answered(keys: list[str], tmp_path: Path
     assert "budget" in str(error)
 
 
+@pytest.mark.law("as-it-is-described")
 def test_the_model_is_loaded_as_it_is_told(tmp_path: Path) -> None:
     """The dtype is a part of what a chunk is: another one's is refused."""
     (tmp_path / "note.txt").write_text(FACTS[0], encoding="utf-8")
@@ -92,6 +98,7 @@ def test_the_model_is_loaded_as_it_is_told(tmp_path: Path) -> None:
     assert isinstance(refused("get", key, *here), WrongModel)
 
 
+@pytest.mark.law("nothing-readable-without-the-key")
 def test_an_encrypted_chunk_needs_its_key(tmp_path: Path) -> None:
     pytest.importorskip("cryptography")
     (tmp_path / "note.txt").write_text(FACTS[0], encoding="utf-8")
@@ -130,6 +137,7 @@ def test_a_wrapper_of_another_family_is_named(tmp_path: Path) -> None:
     assert "must be one token id" in str(error)
 
 
+@pytest.mark.law("promised-is-there-forgotten-is-not")
 def test_forgetting_asks_first(keys: list[str], tmp_path: Path) -> None:
     here = ("--archive", str(tmp_path / "a"))
     assert CliRunner().invoke(app, ["archive", "forget", "default", *here], input="n\n").exit_code == 1

@@ -8,6 +8,7 @@ from reference.injection.quantisers import ARMS, SCHEMES, codes, scale
 from spec.errors import SpecError
 
 
+@pytest.mark.law("decided-as-the-reference")
 @pytest.mark.parametrize("arm", ARMS)
 def test_a_codec_on_tensors_is_the_reference_s(arm: str) -> None:
     generator = torch.Generator().manual_seed(4)
@@ -30,6 +31,7 @@ def test_a_codec_on_tensors_is_the_reference_s(arm: str) -> None:
             assert (found - x).abs().max() <= 0.51 * step.max()
 
 
+@pytest.mark.law("refused-before-anything-changes")
 def test_an_unknown_arm_is_refused() -> None:
     with pytest.raises(SpecError, match="codec = 'int8'"):
         encode({}, "int8", 1)

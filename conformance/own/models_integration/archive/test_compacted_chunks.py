@@ -28,6 +28,8 @@ from spec.errors import SpecError
 from spec.parameters import TINY
 from spec.retention import Granularity, Retention
 
+pytestmark = pytest.mark.law("a-splice-equals-a-block-mask")
+
 GONE = [{1, 2, 4}, {0, 1, 4, 6, 7}, set[int]()]  # places in each chunk; the second has a hidden preamble of 3
 PART = ids(24, 21)
 
@@ -75,6 +77,7 @@ def test_a_compacted_chunk_keeps_its_positions_and_its_room(family: str) -> None
             assert relative(layer.values, expected.values[:, :, oracle.visible]) < BOUND
 
 
+@pytest.mark.law("the-proof-has-teeth")
 def test_closed_gaps_fail_the_oracle() -> None:
     """A chunk that takes the room of its stored tokens alone puts all that follows at other positions."""
     model = build("Llama")
@@ -126,6 +129,7 @@ def test_layers_that_keep_other_tokens(family: str) -> None:
     assert relative(logits, oracle.logits) < BOUND
 
 
+@pytest.mark.law("refused-before-anything-changes")
 def test_what_no_chunk_can_keep_is_refused() -> None:
     model = build("Llama")
     chunk = computed(model, CHUNKS[0][0], recognise(model), 0, (0, 6))
@@ -141,6 +145,7 @@ def test_what_no_chunk_can_keep_is_refused() -> None:
             compacted(chunk, sets)
 
 
+@pytest.mark.law("figures-are-counted-right")
 def test_cosines_are_of_the_tokens_that_are_left() -> None:
     model = build("Llama")
     rotary, before = recognise(model), ids(9, 12)
@@ -194,6 +199,7 @@ def test_an_archive_of_what_a_policy_keeps(archive: Archive, name: str, form: st
     assert relative(logits, oracle.logits) < BOUND
 
 
+@pytest.mark.law("an-identity-tells-apart")
 def test_a_compacted_chunk_is_never_the_full_one(archive: Archive) -> None:
     """Each kept set has a key of its own; codec and layer half compose with it."""
     library = Library(archive, build("Llama"), VOCABULARY, "alice")
@@ -270,6 +276,7 @@ def test_a_turn_behind_a_splice_under_a_policy_of_segments(name: str, constants:
     assert cache.mean_length < 23 - 3
 
 
+@pytest.mark.law("refused-before-anything-changes")
 @pytest.mark.parametrize("name", ["h2o", "tova", "rkv"])
 def test_a_policy_with_records_of_each_token_refuses_what_it_has_not_read(name: str) -> None:
     model, twin = build("Llama"), build("Llama")
@@ -281,6 +288,7 @@ def test_a_policy_with_records_of_each_token_refuses_what_it_has_not_read(name: 
             model(input_ids=torch.tensor([QUERY]), past_key_values=cache)
 
 
+@pytest.mark.law("an-object-proves-itself")
 def test_a_flipped_position_is_a_miss(archive: Archive) -> None:
     library = Library(archive, build("Llama"), VOCABULARY, "alice")
     key = library.put(PART, method=StreamingLLM(12))

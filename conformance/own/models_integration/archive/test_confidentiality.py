@@ -16,6 +16,8 @@ from models_integration.archive.objects import padded
 from models_integration.archive.store import Archive
 from spec.errors import SpecError
 
+pytestmark = pytest.mark.law("nothing-readable-without-the-key")
+
 MASTER = bytes(range(100, 132))
 NAMED = replace(MODEL, weights="weights-of-a-model", rotation="rotation-of-a-model", config="config-of-a-model")
 
@@ -86,6 +88,7 @@ def test_without_the_ring_every_encrypted_key_is_refused_alike(tmp_path: Path) -
                 archive.get(key, "alice")
 
 
+@pytest.mark.law("promised-is-there-forgotten-is-not")
 def test_forget_after_a_cut_off_forget(tmp_path: Path) -> None:
     """The salt is destroyed and the objects are not: a second call finds them."""
     ring = Keyring(tmp_path / "keys", MASTER)
@@ -99,6 +102,7 @@ def test_forget_after_a_cut_off_forget(tmp_path: Path) -> None:
     assert not path_of(tmp_path, key).exists()
 
 
+@pytest.mark.law("refused-before-anything-changes")
 @pytest.mark.parametrize("master", [bytes(32), b"\xff" * 32, b"ab" * 16, b"0123456789" * 3 + b"01", b"short"])
 def test_a_master_key_that_cannot_be_random_is_refused(tmp_path: Path, master: bytes) -> None:
     with pytest.raises(SpecError, match="32 random bytes"):

@@ -19,6 +19,8 @@ from models_integration.cache.tensor_file import Damaged, header_bytes, parts, r
 from spec import SPEC_VERSION
 from spec.errors import SpecError
 
+pytestmark = pytest.mark.law("an-object-proves-itself")
+
 MANIFESTS: dict[str, Any] = {
     "a list": [], "null": None, "a text": "x", "no fields": {}, "half of the tokens": {"tokens": 1e30},
     "too many tokens": {"tokens": 10**30}, "negative": {"tokens": -1}, "a surrogate": {"tenant": "\udcff"},
@@ -148,6 +150,7 @@ def test_what_is_too_large_is_a_miss_before_memory_is_taken(quick_path: Path, ki
         assert archive.put(manifest, tensors) == manifest.key
 
 
+@pytest.mark.law("refused-before-anything-changes")
 @pytest.mark.parametrize("tenant", ["\udcff", "", "x" * 257, "a\nb", "a\0b"])
 def test_a_bad_tenant_is_refused_before_anything_is_published(tmp_path: Path, tenant: str) -> None:
     with Archive(tmp_path) as archive:
@@ -213,6 +216,7 @@ def test_a_link_in_the_place_of_an_object_is_a_miss(tmp_path: Path) -> None:
     assert (tmp_path / "outside").read_bytes() == whole
 
 
+@pytest.mark.law("saved-is-what-was")
 def test_a_manifest_comes_back(tmp_path: Path) -> None:
     manifest, _ = chunk(1)
     assert Manifest.from_json(manifest.to_json()) == manifest

@@ -26,6 +26,8 @@ from models_integration.archive.splice import computed, splice
 from models_integration.model.rotation import plain_layers, prefilled, recognise
 from spec.errors import SpecError
 
+pytestmark = pytest.mark.law("figures-are-counted-right")
+
 CHUNK = ids(8, 11)
 
 
@@ -39,6 +41,8 @@ def test_entropy_and_mass_by_hand() -> None:
     assert sink_mass(weights, gaps, 10).tolist() == [1.0, 1.0, 0.75]
 
 
+@pytest.mark.law("decided-as-the-reference")
+@pytest.mark.law("the-model-stays-as-it-was")
 def test_attention_over_a_splice_is_that_of_the_model() -> None:
     """Rows sum to 1 over session, chunk and query; the model is left as it was, and the cache has read the query."""
     model = build("Llama")
@@ -100,6 +104,7 @@ def clean_and_corrupt() -> tuple[list[int], list[int], list[int]]:
     return clean, [3, *CHUNK, 4], [0, 9]
 
 
+@pytest.mark.law("as-it-is-described")
 @pytest.mark.parametrize("family", ["Llama", "GPTNeoX"])
 def test_markers_patched_in_all_layers_have_the_keys_of_the_clean_run(family: str) -> None:
     model = build(family)
@@ -116,6 +121,7 @@ def test_markers_patched_in_all_layers_have_the_keys_of_the_clean_run(family: st
     assert relative(untouched[0].keys[:, :, places], wanted[0].keys[:, :, places]) > 0.01
 
 
+@pytest.mark.law("as-it-is-described")
 def test_a_patch_holds_in_its_band_alone() -> None:
     model = build("Llama")
     clean, corrupt, places = clean_and_corrupt()

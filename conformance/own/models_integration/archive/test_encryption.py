@@ -19,6 +19,8 @@ from models_integration.cache.tensor_file import Damaged
 from models_integration.model.identity import ModelIdentity
 from spec.errors import SpecError
 
+pytestmark = pytest.mark.law("nothing-readable-without-the-key")
+
 MASTER = bytes(range(32))
 
 
@@ -30,6 +32,7 @@ def path_of(folder: Path, key: str) -> Path:
     return folder / "objects" / key[:2] / f"{key}.safetensors"
 
 
+@pytest.mark.law("saved-is-what-was")
 def test_what_is_put_is_got(tmp_path: Path) -> None:
     manifest, tensors = chunk(1)
     with opened(tmp_path) as archive:
@@ -66,6 +69,7 @@ def test_a_key_of_one_tenant_never_opens_an_object_of_another(tmp_path: Path) ->
         assert archive.verify().clean
 
 
+@pytest.mark.law("an-object-proves-itself")
 def test_an_object_under_another_name_is_damage(tmp_path: Path) -> None:
     """Her object copied over his: his key does not open it, and hers is not asked."""
     with opened(tmp_path) as archive:
@@ -76,6 +80,7 @@ def test_an_object_under_another_name_is_damage(tmp_path: Path) -> None:
         assert archive.get(hers, "alice") is not None
 
 
+@pytest.mark.law("an-object-proves-itself")
 def test_every_flipped_bit_is_detected(tmp_path: Path) -> None:
     rng = random.Random(3)
     with opened(tmp_path) as archive:
@@ -91,6 +96,7 @@ def test_every_flipped_bit_is_detected(tmp_path: Path) -> None:
         assert archive.get(key, "alice") is not None
 
 
+@pytest.mark.law("promised-is-there-forgotten-is-not")
 @pytest.mark.parametrize("encrypted", [True, False])
 def test_after_forget_the_folder_holds_none_of_the_bytes(tmp_path: Path, encrypted: bool) -> None:
     """A raw scan for the payload, the key, the salt and the tenant's name, damaged and unfinished objects included."""
@@ -129,6 +135,7 @@ def blobs(folder: Path) -> list[bytes]:
     return [path.name.encode() + path.read_bytes() for path in folder.rglob("*") if path.is_file()]
 
 
+@pytest.mark.law("refused-before-anything-changes")
 def test_another_master_key_is_refused_and_nothing_is_lost(tmp_path: Path) -> None:
     with opened(tmp_path) as archive:
         key = archive.put(*chunk(1))
@@ -142,6 +149,7 @@ def test_another_master_key_is_refused_and_nothing_is_lost(tmp_path: Path) -> No
         assert archive.get(key, "alice") is not None
 
 
+@pytest.mark.law("refused-before-anything-changes")
 def test_without_a_keyring_an_encrypted_object_is_refused_and_kept(tmp_path: Path) -> None:
     with opened(tmp_path) as archive:
         key = archive.put(*chunk(1))
@@ -152,6 +160,7 @@ def test_without_a_keyring_an_encrypted_object_is_refused_and_kept(tmp_path: Pat
     assert path_of(tmp_path, key).exists()
 
 
+@pytest.mark.law("saved-is-what-was")
 def test_objects_that_were_archived_in_the_clear_stay_readable(tmp_path: Path) -> None:
     with Archive(tmp_path) as archive:
         key = archive.put(*chunk(1))
@@ -159,6 +168,7 @@ def test_objects_that_were_archived_in_the_clear_stay_readable(tmp_path: Path) -
         assert archive.get(key, "alice") is not None
 
 
+@pytest.mark.law("refused-before-anything-changes")
 def test_the_master_key_has_32_bytes(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="32 random bytes"):
         Keyring(tmp_path, b"short")

@@ -74,6 +74,7 @@ ADAPTERS: dict[str, Any] = {
 }
 
 
+@pytest.mark.law("as-it-is-described")
 def test_every_item_has_an_adapter() -> None:
     assert ADAPTERS.keys() == ITEMS.keys()
 
@@ -87,6 +88,7 @@ def test_the_example_holds(name: str) -> None:
     agree(ADAPTERS[name](given["inputs"]), given["expected"], given.get("bound", 0.0))
 
 
+@pytest.mark.law("as-it-is-described")
 @pytest.mark.parametrize("name", ITEMS)
 def test_an_item_has_its_parts_in_order(name: str) -> None:
     parts = re.findall(r"^\*\*(\w+)\*\*\s", ITEMS[name], re.MULTILINE)

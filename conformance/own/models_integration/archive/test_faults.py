@@ -34,6 +34,8 @@ from models_integration.cache import atomic_file, tensor_file
 from models_integration.cache.atomic_file import erase
 from models_integration.cache.tensor_file import Damaged
 
+pytestmark = pytest.mark.law("promised-is-there-forgotten-is-not")
+
 ERRORS = {**{errno.errorcode[number]: number for number in (errno.ENOSPC, errno.EIO, errno.EROFS)}, "short": SHORT}
 SAMPLE, KILLED_SAMPLE = 3, 1
 """Of each case, where the profile is not nightly."""
@@ -150,6 +152,7 @@ def test_a_list_that_cannot_grow_stops_neither_erasing_nor_opening(
     case.check(done)
 
 
+@pytest.mark.law("the-proof-has-teeth")
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__.rpartition(".")[2])
 def test_every_call_of_the_archive_can_fail(module: ModuleType) -> None:
     """No function of `os` or `fcntl` is called that the faults leave out."""
@@ -161,6 +164,7 @@ def test_every_call_of_the_archive_can_fail(module: ModuleType) -> None:
                 assert node.attr in {*CALLS[room], *WITHOUT_THE_SYSTEM}, f"{node.value.id}.{node.attr}"
 
 
+@pytest.mark.law("the-proof-has-teeth")
 def test_the_calls_inside_sqlite_can_fail(quick_path: Path) -> None:
     if not sqlite_is_reached():
         pytest.skip("Python's SQLite does not show its functions; its statements fail all the same")
@@ -195,6 +199,7 @@ def keep_the_rows(catalogue: Catalogue, which: Callable[[Entry], bool]) -> None:
         rows.execute("DELETE FROM objects WHERE tenant = 'alice-the-tenant'")
 
 
+@pytest.mark.law("the-proof-has-teeth")
 @pytest.mark.parametrize(
     ("operation", "number", "call", "place", "wrong"),
     [

@@ -16,6 +16,8 @@ from models_integration.archive.objects import Manifest
 from models_integration.archive.store import Archive
 from models_integration.cache.atomic_file import erase
 
+pytestmark = pytest.mark.law("promised-is-there-forgotten-is-not")
+
 TENANT = "alice-the-tenant"
 
 

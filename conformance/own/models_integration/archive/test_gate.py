@@ -15,6 +15,8 @@ from models_integration.model.identity import identify
 from models_integration.model.rotation import STYLES, angles_between, frequencies_at, recognise, turned
 from spec.errors import SpecError
 
+pytestmark = pytest.mark.law("as-it-is-described")
+
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_is_recognised(family: str) -> None:
@@ -38,12 +40,14 @@ def test_local_and_global_layers_have_their_own_frequencies() -> None:
     ]
 
 
+@pytest.mark.law("refused-before-anything-changes")
 @pytest.mark.parametrize("family", REFUSED)
 def test_a_model_that_is_not_recognised_is_refused_by_name(family: str) -> None:
     with pytest.raises(UnknownModel, match=family):
         recognise(build(family))
 
 
+@pytest.mark.law("refused-before-anything-changes")
 def test_a_model_whose_frequencies_are_not_its_buffer_s_is_refused() -> None:
     """The gate believes prefills, not names: a buffer that the model does not rotate by is no explanation."""
     model = build("Llama")
@@ -61,6 +65,7 @@ def _rotated_by(
     return double.cos(), double.sin()
 
 
+@pytest.mark.law("the-model-stays-as-it-was")
 def test_the_model_is_left_as_it_was() -> None:
     model = build("Llama")
     before = copy.deepcopy({**dict(model.named_parameters()), **dict(model.named_buffers())})
@@ -70,6 +75,7 @@ def test_the_model_is_left_as_it_was() -> None:
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.law("an-identity-tells-apart")
 @pytest.mark.parametrize("rotation", [name for name in ROTATIONS if name not in ("default", "partial")])
 def test_another_rotation_is_another_rotation_of_the_identity(rotation: str) -> None:
     """dynamic is the default inside its range; the config tells them apart."""
@@ -79,6 +85,7 @@ def test_another_rotation_is_another_rotation_of_the_identity(rotation: str) -> 
     assert other.config != base.config
 
 
+@pytest.mark.law("an-identity-tells-apart")
 def test_a_rounded_buffer_is_named() -> None:
     """`.to(bfloat16)` rounds the frequencies: the model still agrees with itself, not with the archive."""
     sharp = replace(identify(build("Llama")), weights="w")
@@ -93,6 +100,7 @@ def test_a_rounded_buffer_is_named() -> None:
     check_model(sharp, replace(identify(build("Llama")), weights="w"))
 
 
+@pytest.mark.law("an-identity-tells-apart")
 def test_one_bit_of_a_frequency_changes_the_identity() -> None:
     model = build("Llama")
     before, (name,) = identify(model), recognise(model).used()
@@ -112,6 +120,7 @@ def test_longrope_has_its_long_frequencies_in_a_long_session() -> None:
     assert (ratio - torch.tensor([2.0, 3 / 1.1, 5 / 1.2, 8 / 1.3])).abs().max() < 1e-5
 
 
+@pytest.mark.law("refused-before-anything-changes")
 def test_dynamic_frequencies_are_refused_beyond_their_range() -> None:
     model = build("Llama", rope_parameters=dict(ROTATIONS["dynamic"]))
     found = recognise(model)
@@ -121,6 +130,7 @@ def test_dynamic_frequencies_are_refused_beyond_their_range() -> None:
         frequencies_at(model, found, 257)
 
 
+@pytest.mark.law("the-proof-has-teeth")
 def test_the_bound_of_the_probe_lies_far_from_both() -> None:
     """Right hypotheses err by less than a hundredth of the bound, wrong ones by a hundred times it."""
     model = build("Llama")

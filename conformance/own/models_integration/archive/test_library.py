@@ -19,6 +19,8 @@ from reference.injection.quantisers import ARMS
 from reference.injection.wrappers import FORMS, wrap
 from spec.errors import SpecError
 
+pytestmark = pytest.mark.law("a-splice-equals-a-block-mask")
+
 VOCABULARY = vocabulary({
     "<|im_start|>": [127], "<|im_end|>": [128], "<|end|>": [129], "<｜User｜>": [3, 4, 5], "\n": [4], "user\n": [5, 4],
     "system\nYou are a helpful assistant.": [6, 7, 8],
@@ -49,6 +51,7 @@ def test_put_and_inject_equal_the_block_mask(archive: Archive, family: str, form
     assert relative(read(model, QUERY, cache)[0], oracle.logits) < BOUND
 
 
+@pytest.mark.law("saved-is-what-was")
 @pytest.mark.parametrize("codec", ARMS)
 def test_every_codec_comes_back_within_its_step(archive: Archive, codec: str) -> None:
     model = build("Llama")
@@ -61,6 +64,7 @@ def test_every_codec_comes_back_within_its_step(archive: Archive, codec: str) ->
     assert chunk.ids == tuple(PARTS[0])
 
 
+@pytest.mark.law("an-identity-tells-apart")
 def test_half_of_the_layers_and_each_input_make_another_key(archive: Archive) -> None:
     library = Library(archive, build("Llama"), VOCABULARY, "alice")
     other = Library(archive, build("Llama"), VOCABULARY, "bob")
@@ -78,6 +82,7 @@ def test_half_of_the_layers_and_each_input_make_another_key(archive: Archive) ->
         )
 
 
+@pytest.mark.law("refused-before-anything-changes")
 def test_a_chunk_of_another_model_or_tenant_is_refused_by_name(archive: Archive) -> None:
     model = build("Llama")
     library = Library(archive, model, VOCABULARY, "alice")
@@ -100,6 +105,7 @@ def test_a_chunk_of_another_model_or_tenant_is_refused_by_name(archive: Archive)
     assert cache.get_seq_length() == len(SYSTEM)
 
 
+@pytest.mark.law("an-object-proves-itself")
 def test_a_flipped_bit_is_a_miss(archive: Archive) -> None:
     model = build("Llama")
     library = Library(archive, model, VOCABULARY, "alice")
@@ -115,6 +121,7 @@ def test_a_flipped_bit_is_a_miss(archive: Archive) -> None:
     assert not path.exists()
 
 
+@pytest.mark.law("refused-before-anything-changes")
 def test_names_and_markers_are_checked(archive: Archive) -> None:
     library = Library(archive, build("Llama"), VOCABULARY, "alice")
     with pytest.raises(SpecError, match="form = 'E'"):

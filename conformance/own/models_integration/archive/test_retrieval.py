@@ -17,6 +17,8 @@ from models_integration.archive.pins import Pins, corpus_digest, same_pins
 from models_integration.archive.retrieval import dense, lexical, measured, reranked, retrieved
 from spec.errors import SpecError
 
+pytestmark = pytest.mark.law("as-it-is-described")
+
 CORPUS = {
     "a": "The lighthouse keeper painted the door green.", "b": "Our train to Lisbon leaves at noon.",
     "c": "The green door of the lighthouse is locked.", "d": "Nobody knows the password.",
@@ -122,6 +124,7 @@ def test_a_cross_encoder_orders_what_it_is_given(tmp_path: Path) -> None:
     assert order("password", ["c", "a"]) == order("password", ["a", "c"])
 
 
+@pytest.mark.law("refused-before-anything-changes")
 def test_a_head_that_was_never_trained_is_refused(tmp_path: Path) -> None:
     """A bare encoder as a cross-encoder would get a random head, and another order in each run."""
     with pytest.raises(SpecError, match="classifier"):
@@ -130,10 +133,12 @@ def test_a_head_that_was_never_trained_is_refused(tmp_path: Path) -> None:
         dense(CORPUS, tmp_path / "nowhere")
 
 
+@pytest.mark.law("decided-as-the-reference")
 def test_rankings_are_joined() -> None:
     assert retrieved("q", [lambda q: ["b", "a", "c"], lambda q: ["a", "b", "d"]], 3) == ["a", "b", "c"]
 
 
+@pytest.mark.law("figures-are-counted-right")
 def test_measures_count_before_and_after_reranking() -> None:
     truth = {"q": "a", "r": "b"}
     before = measured({"q": ["c", "d", "a"], "r": ["b", "a", "c"]}, truth)
@@ -143,6 +148,7 @@ def test_measures_count_before_and_after_reranking() -> None:
     assert after["gt_in_top3"] == before["gt_in_top3"]
 
 
+@pytest.mark.law("refused-before-anything-changes")
 def test_measures_of_nothing_are_refused() -> None:
     with pytest.raises(SpecError, match="truth = 0"):
         measured({}, {})
@@ -154,6 +160,7 @@ def pins(**changes: tuple[str, ...]) -> Pins:
     return Pins("corpus", {"bm25s": "0.3"}, {"q": ("a", "b", "c"), "r": ("b",), **changes})
 
 
+@pytest.mark.law("saved-is-what-was")
 def test_pins_survive_their_file_and_have_one_digest(tmp_path: Path) -> None:
     """In another process and in another order too."""
     path = tmp_path / "pins.json"
@@ -168,6 +175,7 @@ def test_pins_survive_their_file_and_have_one_digest(tmp_path: Path) -> None:
     assert pins(r=("c",)).digest != pins().digest
 
 
+@pytest.mark.law("refused-before-anything-changes")
 def test_pins_of_other_chunks_or_of_another_schema_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "pins.json"
     pins().save(path)
@@ -178,6 +186,7 @@ def test_pins_of_other_chunks_or_of_another_schema_are_refused(tmp_path: Path) -
         Pins.load(path, "corpus")
 
 
+@pytest.mark.law("an-object-proves-itself")
 @pytest.mark.parametrize(
     "junk",
     [
@@ -197,6 +206,7 @@ def test_a_file_that_holds_no_pins_is_named(junk: bytes, tmp_path: Path) -> None
         Pins.load(path, "corpus")
 
 
+@pytest.mark.law("an-identity-tells-apart")
 def test_results_under_other_pins_are_not_compared() -> None:
     assert same_pins([pins().digest] * 3) == pins().digest
     with pytest.raises(OtherPins, match="2 pin files"):

@@ -126,6 +126,7 @@ def test_a_scale_stays_where_it_is(style: str, made: tuple[Cube, Vector], start:
     assert near(TURNS[style](1.369 * x, angles), 1.369 * TURNS[style](x, angles), angles, 2)
 
 
+@pytest.mark.law("decided-as-the-reference")
 @pytest.mark.parametrize("style", ["half_split", "interleaved"])
 @sparingly
 @given(made=keys(), start=st.integers(0, 2048))

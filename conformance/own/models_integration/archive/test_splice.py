@@ -19,6 +19,8 @@ from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.rotation import Rotary, angles_between, frequencies_at, plain_layers, prefilled, recognise
 from spec.errors import SpecError
 
+pytestmark = pytest.mark.law("a-splice-equals-a-block-mask")
+
 BOUND, BOUND_BF16 = 1e-5, 5e-2
 SYSTEM, QUERY = ids(5, 1), ids(4, 2)
 CHUNKS = [(ids(7, 3), 0), (ids(9, 4), 3), (ids(6, 5), 0)]  # the second has a hidden preamble
@@ -163,6 +165,7 @@ def other_style(chunk: Chunk) -> Chunk:
     )))
 
 
+@pytest.mark.law("the-proof-has-teeth")
 @pytest.mark.parametrize("family", ["Llama", "Glm", "DeepseekV2", "DeepseekV3"])
 def test_a_wrong_shift_or_style_fails_the_oracle(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(family)
@@ -171,6 +174,7 @@ def test_a_wrong_shift_or_style_fails_the_oracle(family: str, monkeypatch: pytes
     assert distance(model, CHUNKS) > 1000 * BOUND
 
 
+@pytest.mark.law("the-proof-has-teeth")
 @pytest.mark.parametrize("rotation", ["linear", "yarn", "llama3", "longrope"])
 def test_frequencies_from_theta_alone_fail_the_oracle(rotation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("Llama", rope_parameters=dict(ROTATIONS[rotation]))
@@ -183,6 +187,7 @@ def test_frequencies_from_theta_alone_fail_the_oracle(rotation: str, monkeypatch
     assert distance(model, CHUNKS) > 100 * BOUND
 
 
+@pytest.mark.law("the-model-stays-as-it-was")
 def test_chunks_stay_as_they_are() -> None:
     model = build("Llama")
     rotary = recognise(model)
@@ -195,6 +200,7 @@ def test_chunks_stay_as_they_are() -> None:
     assert all(torch.equal(chunk.layers[at][0], stored[at][0]) for at in stored)
 
 
+@pytest.mark.law("refused-before-anything-changes")
 def test_a_refused_splice_changes_nothing() -> None:
     model = build("Gemma3Text")
     rotary = recognise(model)
@@ -212,6 +218,7 @@ def test_a_refused_splice_changes_nothing() -> None:
         computed(model, [5, 6], rotary, 2)
 
 
+@pytest.mark.law("refused-before-anything-changes")
 def test_several_rows_are_refused() -> None:
     model = build("Llama")
     rotary = recognise(model)
@@ -222,6 +229,7 @@ def test_several_rows_are_refused() -> None:
         splice(cache, [computed(model, CHUNKS[0][0], rotary)], rotary)
 
 
+@pytest.mark.law("refused-before-anything-changes")
 def test_a_model_that_only_slides_is_refused() -> None:
     model = build("Mistral", sliding_window=16)
     with pytest.raises(SpecError, match="no full-attention layer"):

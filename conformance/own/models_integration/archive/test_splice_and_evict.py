@@ -23,6 +23,8 @@ from spec.errors import SpecError
 from spec.policy import Observation
 from spec.retention import Retention
 
+pytestmark = pytest.mark.law("a-splice-equals-a-block-mask")
+
 SESSION = ids(12, 8)
 VISIBLE = sum(len(chunk) - hidden for chunk, hidden in CHUNKS)
 FAMILIES = ["Llama", "Gemma3Text", "DeepseekV2"]
@@ -87,12 +89,14 @@ def test_eviction_after_a_splice_keeps_the_markers(family: str) -> None:
     assert stored(oracle, cache) < BOUND
 
 
+@pytest.mark.spec(id="PO-RETAIN")
 def test_protection_alone_may_exceed_the_budget() -> None:
     policy = protecting(streaming_llm(2), [5, 7, 9])
     kept, _ = retain(policy, parse_budget(1), Observation(20, 1, None, {}))
     assert {0, 1, 5, 7, 9} <= set(kept.positions.tolist())
 
 
+@pytest.mark.law("the-model-stays-as-it-was")
 def test_places_are_marked_in_a_copy() -> None:
     """Positions that are not there yet are left out; another protection's own marks stay as they were."""
     marks = np.array([True, False, False])

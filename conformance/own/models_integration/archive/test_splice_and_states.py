@@ -29,6 +29,8 @@ from spec.decode import check_state
 from spec.errors import SpecError
 from spec.parameters import TINY
 
+pytestmark = pytest.mark.law("eviction-equals-masking")
+
 BOUND, WINDOW, T = 1e-5, 64, 8
 ENDS = frozenset(range(3, 131, 6))
 BREATHING = replace(TINY, T_breath=T, breath_protection="sink+recent")
@@ -153,6 +155,7 @@ def test_a_splice_right_before_and_right_after_a_breath() -> None:
     told.check()
 
 
+@pytest.mark.law("decided-as-the-reference")
 @pytest.mark.parametrize("gone", [frozenset[int](), frozenset(GONE)])
 def test_the_state_is_the_reference_s(gone: frozenset[int]) -> None:
     """The chunk joins the trunks by its stored keys, as the specification has it."""
@@ -177,6 +180,7 @@ def test_the_state_is_the_reference_s(gone: frozenset[int]) -> None:
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.law("saved-is-what-was")
 def test_chunks_that_wait_are_saved_too(tmp_path: Path) -> None:
     model = build("Llama")
     told = Told(model)
@@ -195,6 +199,7 @@ def test_chunks_that_wait_are_saved_too(tmp_path: Path) -> None:
     assert again.stored_positions().tolist() == told.positions()
 
 
+@pytest.mark.law("refused-before-anything-changes")
 def test_states_that_do_not_know_all_of_it_are_forgotten() -> None:
     """Tokens read outside the context, and layers that differ, are refused as without a splice."""
     model = build("Llama")
@@ -213,6 +218,7 @@ def test_states_that_do_not_know_all_of_it_are_forgotten() -> None:
             told.read(ids(4, 5))
 
 
+@pytest.mark.law("refused-before-anything-changes")
 def test_a_chunk_is_not_computed_under_a_policy() -> None:
     """The policy would evict from it, and take it for the session's own prompt."""
     model = build("Llama")
@@ -222,6 +228,7 @@ def test_a_chunk_is_not_computed_under_a_policy() -> None:
     assert run.retention is None
 
 
+@pytest.mark.law("a-cache-like-any-other")
 def test_what_is_taken_back_behind_a_chunk() -> None:
     """Tokens behind it leave the states as they were; a crop into the chunk forgets them."""
     model = build("Llama")

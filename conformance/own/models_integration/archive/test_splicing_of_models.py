@@ -17,7 +17,10 @@ from models_integration.model.rotation import plain_layers, prefilled, recognise
 from reference.injection.diagnostics import entropy, key_cosine, sink_mass
 from reference.injection.splicing import ARMS, held
 
+pytestmark = pytest.mark.law("decided-as-the-reference")
 
+
+@pytest.mark.law("as-it-is-described")
 def test_the_arms_of_the_paper_are_all_there() -> None:
     assert set(ARMS) <= set(baselines.ARMS)
 

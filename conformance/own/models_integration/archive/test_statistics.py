@@ -97,6 +97,8 @@ def test_a_confidence_that_is_no_probability_is_refused(confidence: float) -> No
             run()
 
 
+@pytest.mark.spec(id="IN-BOOTSTRAP")
+@pytest.mark.spec(id="IN-POWER")
 def test_counts_of_draws_and_pairs_are_checked() -> None:
     for name, make in (
         ("units", lambda: draws(0, 5, 1)), ("resamples", lambda: draws(5, 0, 1)), ("seed", lambda: draws(5, 5, -1)),
@@ -168,6 +170,7 @@ def test_dependent_pairs_widen_the_interval() -> None:
     assert together.high - together.low > 4 * (alone.high - alone.low)
 
 
+@pytest.mark.spec(id="IN-BOOTSTRAP")
 def test_draws_are_the_same_for_the_same_seed() -> None:
     assert draws(5, 20, 1).dtype == np.int64
     assert (draws(5, 20, 1) == draws(5, 20, 1)).all()
@@ -242,5 +245,6 @@ def test_the_order_of_the_rankings_does_not_matter(rankings: list[list[str]]) ->
     assert [name for name, _ in fused(rankings)] == [name for name, _ in fused(rankings[::-1])]
 
 
+@pytest.mark.law("figures-are-counted-right")
 def test_recall_counts_the_first_k() -> None:
     assert [recall(["b", "a", "c"], "a", k) for k in (1, 2, 3)] == [False, True, True]

@@ -29,6 +29,8 @@ from models_integration.archive.store import Archive
 from spec import SPEC_VERSION
 from spec.errors import SpecError
 
+pytestmark = pytest.mark.law("promised-is-there-forgotten-is-not")
+
 
 def same(found: dict[str, Tensor], given: dict[str, Tensor]) -> bool:
     return found.keys() == given.keys() and all(
@@ -40,6 +42,7 @@ def objects(folder: Path) -> list[Path]:
     return sorted((folder / "objects").glob("*/*"))
 
 
+@pytest.mark.law("saved-is-what-was")
 def test_what_is_put_is_got(tmp_path: Path) -> None:
     """Bits and dtypes, in another process's instance too; putting again changes nothing."""
     manifest, tensors = chunk(1)
@@ -58,6 +61,7 @@ def test_what_is_put_is_got(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
+@pytest.mark.law("saved-is-what-was")
 def test_the_tensors_of_two_reads_are_not_shared(tmp_path: Path) -> None:
     manifest, tensors = chunk(1)
     with Archive(tmp_path) as archive:
@@ -70,6 +74,7 @@ def test_the_tensors_of_two_reads_are_not_shared(tmp_path: Path) -> None:
         assert same(second.tensors, tensors)
 
 
+@pytest.mark.law("saved-is-what-was")
 def test_any_safetensors_reader_opens_an_object(tmp_path: Path) -> None:
     manifest, tensors = chunk(2)
     with Archive(tmp_path) as archive:
@@ -80,6 +85,7 @@ def test_any_safetensors_reader_opens_an_object(tmp_path: Path) -> None:
         assert json.loads(file.metadata()["manifest"])["ids"] == manifest.ids
 
 
+@pytest.mark.law("an-identity-tells-apart")
 @pytest.mark.parametrize(
     "change",
     [
@@ -96,11 +102,13 @@ def test_each_part_of_the_identity_makes_another_key(change: dict[str, Any]) -> 
     assert Manifest.from_json(replace(manifest, **change).to_json()) == replace(manifest, **change)
 
 
+@pytest.mark.law("an-identity-tells-apart")
 def test_the_time_is_no_part_of_the_identity() -> None:
     manifest, _ = chunk(1)
     assert replace(manifest, created=5.0).key == manifest.key
 
 
+@pytest.mark.law("refused-before-anything-changes")
 @pytest.mark.parametrize(
     ("change", "error"),
     [
@@ -116,6 +124,7 @@ def test_another_model_is_refused_by_name(tmp_path: Path, change: dict[str, str]
         assert archive.get(key, "alice", MODEL) is not None
 
 
+@pytest.mark.law("nothing-readable-without-the-key")
 def test_another_tenant_finds_nothing(tmp_path: Path) -> None:
     with Archive(tmp_path) as archive:
         key = archive.put(*chunk(1))
@@ -129,6 +138,7 @@ def test_a_chunk_that_is_not_there_is_a_miss(tmp_path: Path) -> None:
         assert archive.get("ab" * 32, "alice") is None
 
 
+@pytest.mark.law("refused-before-anything-changes")
 def test_a_foreign_version_is_refused_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr("models_integration.archive.objects.FORMAT", "kvarc/2")
@@ -142,6 +152,7 @@ def test_a_foreign_version_is_refused_and_kept(tmp_path: Path, monkeypatch: pyte
     assert path.exists()
 
 
+@pytest.mark.law("refused-before-anything-changes")
 def test_another_specification_is_refused_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another meaning has another key, too: a chunk put again is stored beside it. A clarification is no other."""
     keys = []
@@ -241,6 +252,7 @@ def test_the_least_recently_used_goes_first(tmp_path: Path) -> None:
         assert sum(path.stat().st_size for path in objects(tmp_path)) <= 3 * size + size // 2
 
 
+@pytest.mark.law("refused-before-anything-changes")
 def test_a_chunk_above_the_limit_is_refused(tmp_path: Path) -> None:
     with Archive(tmp_path, limit=4000) as archive:
         key = archive.put(*chunk(0))
@@ -263,6 +275,7 @@ def test_files_of_killed_writers_are_removed_when_they_are_old(tmp_path: Path) -
         assert archive.verify().clean
 
 
+@pytest.mark.law("nothing-readable-without-the-key")
 def test_folders_and_files_are_the_owners_alone(tmp_path: Path) -> None:
     with Archive(tmp_path / "archive") as archive:
         archive.put(*chunk(0))

@@ -15,6 +15,7 @@ def rights(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
+@pytest.mark.law("nothing-readable-without-the-key")
 def test_what_is_published_is_the_owners_alone_and_pages_are_for_all(tmp_path: Path) -> None:
     umask = os.umask(0o022)
     try:
@@ -26,6 +27,7 @@ def test_what_is_published_is_the_owners_alone_and_pages_are_for_all(tmp_path: P
     assert (rights(tmp_path / "mine"), rights(tmp_path / "page")) == (0o600, 0o644)
 
 
+@pytest.mark.law("unusable-after-a-failure")
 def test_a_failing_disk_leaves_the_old_file_and_says_what_the_system_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -42,6 +44,7 @@ def test_a_failing_disk_leaves_the_old_file_and_says_what_the_system_says(
     assert [left.name for left in tmp_path.iterdir()] == ["page"]
 
 
+@pytest.mark.law("saved-is-what-was")
 def test_a_link_is_followed_and_a_pipe_is_written_to(tmp_path: Path) -> None:
     publish_readable(tmp_path / "page", b"old")
     (tmp_path / "link").symlink_to("page")

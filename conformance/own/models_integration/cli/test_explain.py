@@ -12,6 +12,8 @@ from spec.errors import SpecError
 from spec.parameters import TINY
 from spec.records import CrystalRetention
 
+pytestmark = pytest.mark.law("figures-are-counted-right")
+
 
 def a_result() -> CrystalRetention:
     rng = np.random.default_rng(3)
@@ -38,6 +40,7 @@ def test_the_page_names_each_trunks_fate() -> None:
     assert page.count('class="trunk partial"') == ((result.ratio > 0) & (result.ratio < 1)).sum()
 
 
+@pytest.mark.law("refused-before-anything-changes")
 def test_a_wrong_number_of_tokens_is_refused() -> None:
     with pytest.raises(SpecError, match="tokens = 3"):
         explain_html(a_result(), ["a", "b", "c"], "t")

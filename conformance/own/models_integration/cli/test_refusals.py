@@ -17,6 +17,8 @@ from models_integration.cli.app import app
 from models_integration.studies.report import progress_bar
 from models_integration.studies.subject import Loading
 
+pytestmark = pytest.mark.law("one-line-with-the-way-out")
+
 SHORT = ("--length", "200", "--samples", "1", "--tasks", "needle", "--budgets", "0.9", "--backend", "numpy")
 
 
@@ -114,6 +116,7 @@ def test_files_that_cannot_be_written_are_refused_first(
     assert "must be a readable text file" in refusal(["compress", str(tmp_path / "b.txt")], monkeypatch, capsys)
 
 
+@pytest.mark.law("figures-are-counted-right")
 def test_controls_that_fail_are_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is printed and written all the same."""
     monkeypatch.setattr("models_integration.studies.compare.plan.score", lambda *given: True)
@@ -123,6 +126,7 @@ def test_controls_that_fail_are_exit_code_1(tmp_path: Path, monkeypatch: pytest.
     assert list(tmp_path.glob("comparison-*.png"))
 
 
+@pytest.mark.law("as-it-is-described")
 def test_progress_is_lines_where_there_is_no_terminal() -> None:
     said = StringIO()
     with progress_bar(Console(file=said, width=30), 4, every=0.0) as progress:
@@ -138,6 +142,7 @@ def test_progress_is_lines_where_there_is_no_terminal() -> None:
     assert len(said.getvalue().splitlines()) == 2
 
 
+@pytest.mark.law("as-it-is-described")
 def test_a_model_is_loaded_as_it_is_told() -> None:
     plain, other = Loading("pocket", "numpy").subject(), Loading("pocket", "numpy", "cpu", "float64", "eager").subject()
     assert other.model.dtype.itemsize == 8

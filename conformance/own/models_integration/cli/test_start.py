@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.law("as-it-is-described")
+
 START = """
 import sys
 sys.modules.update(dict.fromkeys({missing!r}))
@@ -47,6 +49,7 @@ def test_help_needs_no_model() -> None:
     assert "verify" in found.stdout
 
 
+@pytest.mark.law("figures-are-counted-right")
 def test_a_backend_is_judged_without_a_model() -> None:
     """Its process is told to collect nothing, and says how many tests there were."""
     found = started("verify --backend numpy -q --collect-only -k test_equal_keys_score_zero", MODELS)
@@ -54,6 +57,7 @@ def test_a_backend_is_judged_without_a_model() -> None:
     assert "1/" in found.stdout
 
 
+@pytest.mark.law("one-line-with-the-way-out")
 @pytest.mark.parametrize(
     ("command", "missing", "extra"),
     [

@@ -22,6 +22,8 @@ from models_integration.model import rotation
 from models_integration.model.errors import UnknownModel
 from models_integration.model.rotation import recognise
 
+pytestmark = pytest.mark.law("as-it-is-described")
+
 _YARN = {
     "rope_type": "yarn", "rope_theta": 1e6, "factor": 8.0, "original_max_position_embeddings": 64, "beta_fast": 32.0,
     "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
@@ -47,6 +49,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
+@pytest.mark.law("refused-before-anything-changes")
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.filterwarnings("ignore")
 def test_what_a_turned_key_cannot_follow_is_refused(name: str) -> None:
@@ -56,6 +59,7 @@ def test_what_a_turned_key_cannot_follow_is_refused(name: str) -> None:
         recognise(prepare(make()))
 
 
+@pytest.mark.law("refused-before-anything-changes")
 def test_growing_queries_are_seen_past_the_original_length_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the configuration calls them."""
     torch.manual_seed(0)

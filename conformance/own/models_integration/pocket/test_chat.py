@@ -25,6 +25,8 @@ from models_integration.pocket.training.chat_train import RATES, STEPS, ChatTrai
 from models_integration.pocket.training.facts import is_held_out_value  # noqa: E402
 from models_integration.pocket.training.talk import KINDS, draw_conversation  # noqa: E402
 
+pytestmark = pytest.mark.law("as-it-is-described")
+
 PLAN = ChatPlan(512, 1, (0, 1), 4)
 
 
@@ -102,6 +104,7 @@ def test_rows_score_what_had_to_be_found() -> None:
             assert opening.endswith(f"{OPEN}assistant\n")
 
 
+@pytest.mark.law("saved-is-what-was")
 def test_a_run_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     """Two steps in one run, and one step in each of two, give the same weights."""
     once, twice = tmp_path / "once", tmp_path / "twice"
@@ -125,6 +128,7 @@ def test_the_schedule_covers_every_step() -> None:
         stage_at(STEPS)
 
 
+@pytest.mark.law("figures-are-counted-right")
 def test_the_card_has_the_figures_of_the_files() -> None:
     card = (CHAT_ASSETS / "MODEL_CARD.md").read_text(encoding="utf-8")
     cost = json.loads((CHAT_ASSETS / "training.json").read_text())

@@ -29,6 +29,8 @@ from models_integration.pocket.training.train import Trainer  # noqa: E402
 from models_integration.tasks import DEFAULT_FILLER, TASKS, score  # noqa: E402
 from models_integration.tasks.assembly import decode  # noqa: E402
 
+pytestmark = pytest.mark.law("as-it-is-described")
+
 Pocket = tuple[LlamaForCausalLM, PreTrainedTokenizerFast]
 
 MEBIBYTE = 2**20
@@ -159,6 +161,7 @@ def test_the_curriculum_covers_64_to_4096_tokens() -> None:
     assert draw_plan(np.random.default_rng(0), STAGES[0])[1] >= 1
 
 
+@pytest.mark.law("saved-is-what-was")
 def test_training_goes_on_where_it_stopped(tmp_path: Path) -> None:
     whole = Trainer(tmp_path / "whole", None, pool=100)
     whole.step()
@@ -173,10 +176,12 @@ def test_training_goes_on_where_it_stopped(tmp_path: Path) -> None:
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.law("figures-are-counted-right")
 def test_the_card_states_the_measured_figures() -> None:
     assert (ASSETS / CARD_FILE).read_text() == render_card(ASSETS)
 
 
+@pytest.mark.law("figures-are-counted-right")
 def test_the_measured_figures_reach_the_target() -> None:
     for cell in read_cells():
         assert cell.samples == 60
@@ -184,6 +189,7 @@ def test_the_measured_figures_reach_the_target() -> None:
             assert cell.accuracy >= (0.9 if cell.distractors else 0.95)
 
 
+@pytest.mark.law("figures-are-counted-right")
 def test_the_table_has_one_column_a_length() -> None:
     cells = [Cell("needle", "default", 0, length, 4, 3) for length in (512, 1024)]
     assert table(cells).splitlines() == [

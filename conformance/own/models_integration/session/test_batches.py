@@ -25,6 +25,8 @@ from spec.errors import SpecError
 from spec.records import CrystalRetention
 from spec.retention import Retention
 
+pytestmark = pytest.mark.law("parts-equal-the-whole")
+
 LENGTHS = (61, 44, 52)
 NEW = 6
 
@@ -94,6 +96,7 @@ def test_rows_equal_their_single_runs(family: str, method: str) -> None:
             assert len({len(kept) for kept in sets(run)}) > 1
 
 
+@pytest.mark.law("eviction-equals-masking")
 @families
 def test_eviction_equals_masking_in_each_row(family: str) -> None:
     model, rows = build(family), prompts()
@@ -115,6 +118,7 @@ def test_generate_serves_padded_batches(family: str) -> None:
         assert chosen[row].tolist() == Masked(model, alone_ids, sets(run)[row]).greedy(NEW)
 
 
+@pytest.mark.law("a-cache-like-any-other")
 def test_the_slots_of_a_row_hold_its_own_tokens() -> None:
     """Keys carry the rotation of positions that count no padding; empty slots are on the left, and zero."""
     model, rows = build("llama"), prompts()
@@ -171,6 +175,7 @@ def test_beams_of_a_batch_stay_with_their_prompt() -> None:
         assert together[3 * row : 3 * row + 3].tolist() == expected.tolist()
 
 
+@pytest.mark.law("a-cache-like-any-other")
 def test_rows_can_be_reordered_repeated_and_selected() -> None:
     model, rows = build("llama"), prompts()
     new = torch.cat([prompt(3, seed=50 + row) for row in range(len(rows))])
@@ -220,6 +225,7 @@ def test_a_single_padded_row_equals_its_unpadded_run(method: str) -> None:
     assert cache.stored_positions().tolist() == [*kept, *range(61, 61 + NEW)]
 
 
+@pytest.mark.law("refused-before-anything-changes")
 @pytest.mark.parametrize("padded", [True, False])
 def test_rows_that_differ_are_refused_outside_the_context(padded: bool) -> None:
     model = build("llama")
@@ -245,6 +251,7 @@ def test_rows_that_agree_are_stored_as_one() -> None:
         assert relative(found[row], oracle.read(following[row : row + 1])[0]) < 1e-5
 
 
+@pytest.mark.law("a-cache-like-any-other")
 def test_tokens_after_compaction_can_be_taken_back_in_rows_that_differ() -> None:
     model, rows = build("llama"), prompts()
     new = torch.cat([prompt(NEW, seed=50 + row) for row in range(len(rows))])

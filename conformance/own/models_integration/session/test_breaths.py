@@ -56,6 +56,7 @@ def tokens(n: int, rows: int = 1) -> Tensor:
     return torch.cat([prompt(n, seed=200 + row) for row in range(rows)])
 
 
+@pytest.mark.law("eviction-equals-masking")
 @crossed("budget", [0.5, 30])
 def test_eviction_equals_masking_after_every_breath(family: str, budget: float | int) -> None:
     model = build(family)
@@ -97,6 +98,7 @@ def test_the_states_are_those_of_the_reference() -> None:
     assert expected.step == 3 * T + 3
 
 
+@pytest.mark.law("as-it-is-described")
 @families
 def test_fewer_tokens_than_a_breath_equal_no_decode(family: str) -> None:
     model = build(family)
@@ -110,6 +112,7 @@ def test_fewer_tokens_than_a_breath_equal_no_decode(family: str) -> None:
     assert torch.equal(*chosen)
 
 
+@pytest.mark.law("freed-memory")
 def test_hundreds_of_generated_tokens_stay_at_the_budget() -> None:
     model, sizes = build("llama"), list[int]()
     with breathing(32)(model) as run:
@@ -126,6 +129,7 @@ def test_hundreds_of_generated_tokens_stay_at_the_budget() -> None:
     assert chosen[0, : T + 1].tolist() == life.greedy(T + 1)
 
 
+@pytest.mark.law("parts-equal-the-whole")
 @families
 def test_rows_of_a_batch_breathe_as_they_do_alone(family: str) -> None:
     """Left-padded rows of different lengths; each keeps its own tokens, and its own number of them."""
@@ -149,6 +153,7 @@ def test_rows_of_a_batch_breathe_as_they_do_alone(family: str) -> None:
     assert len({len(cache.stored_positions(row)) for row in range(3)}) > 1
 
 
+@pytest.mark.law("parts-equal-the-whole")
 def test_beams_keep_their_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """A beam that goes on as another was takes that one's state with it.
 
@@ -184,6 +189,7 @@ def test_beams_keep_their_states(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(tails) > 1
 
 
+@pytest.mark.spec(id="CC-BREATH-PROTECTED")
 @pytest.mark.parametrize("protection", ["sink+recent", "none"])
 def test_the_newest_tokens_are_safe_unless_the_paper_s_rule_is_asked_for(protection: Any) -> None:
     model = build("llama")
@@ -196,6 +202,7 @@ def test_the_newest_tokens_are_safe_unless_the_paper_s_rule_is_asked_for(protect
     assert (safe <= stored) == (protection == "sink+recent")
 
 
+@pytest.mark.law("refused-before-anything-changes")
 def test_a_cache_that_grew_outside_the_context_is_refused_by_name() -> None:
     model, cache = build("llama"), RetainedCache(build("llama").config)
     with breathing()(model):
@@ -212,6 +219,7 @@ def test_a_cache_that_grew_outside_the_context_is_refused_by_name() -> None:
     assert cache.get_seq_length() == N + 4
 
 
+@pytest.mark.law("a-cache-like-any-other")
 @pytest.mark.parametrize("decode", [False, True])
 def test_tokens_can_be_taken_back_until_a_breath(decode: bool) -> None:
     """A state goes on from what is left; once it has gone beyond a token, it is forgotten with it."""
@@ -232,6 +240,7 @@ def test_tokens_can_be_taken_back_until_a_breath(decode: bool) -> None:
     assert caches[0] == caches[1]
 
 
+@pytest.mark.law("decided-as-the-reference")
 def test_steps_read_without_decode_do_not_fade() -> None:
     """One cache, one session without decode and one with it: D decays for the tokens of the second alone."""
     model, cache = build("llama"), RetainedCache(build("llama").config)
@@ -253,6 +262,7 @@ def test_steps_read_without_decode_do_not_fade() -> None:
     assert states_of(cache).rows[0].tail_ids == ()
 
 
+@pytest.mark.law("refused-before-anything-changes")
 def test_a_backend_without_decode_is_refused_when_it_is_asked_for() -> None:
     engine = Backend("half", resolve("numpy").crystal)
     with pytest.raises(BackendUnavailable, match="breath"):
@@ -265,6 +275,7 @@ def test_a_backend_without_decode_is_refused_when_it_is_asked_for() -> None:
             at_once(model, tokens(5), cache)
 
 
+@pytest.mark.law("unusable-after-a-failure")
 def test_a_breath_that_fails_leaves_no_usable_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     model, cache = build("llama"), RetainedCache(build("llama").config)
 

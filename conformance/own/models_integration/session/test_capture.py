@@ -21,6 +21,8 @@ from models_integration.model.architecture import describe
 from reference.crystalcache.coattention import attention
 from spec.policy import Needs, Observation
 
+pytestmark = pytest.mark.law("decided-as-the-reference")
+
 N = 40
 
 # SDPA refuses Gemma2's softcap.
@@ -58,6 +60,7 @@ def test_captured_q_and_k_give_the_attention_of_that_layer(family: str, attentio
     assert (view.softcap is not None) == (family == "gemma2")
 
 
+@pytest.mark.law("the-model-stays-as-it-was")
 @attentions
 def test_the_model_attends_as_it_always_does(family: str, attention_of_model: str) -> None:
     model, ids = build(family, attention=attention_of_model), prompt(N)
@@ -120,6 +123,7 @@ def test_float64_stays_float64() -> None:
     assert view.q.dtype == np.float64
 
 
+@pytest.mark.law("the-model-stays-as-it-was")
 def test_no_watcher_outlives_its_forward() -> None:
     model = build("llama")
     shown(model, Needs("all", None))

@@ -30,6 +30,8 @@ from spec.parameters import TINY
 from spec.policy import Needs
 from spec.records import CrystalRetention
 
+pytestmark = pytest.mark.law("parts-equal-the-whole")
+
 N, NEW = 64, 6
 
 CUTS = [(16, 16, 16, 16), (1, 62, 1), (40, 24), (7, 1, 1, 55)]
@@ -115,6 +117,7 @@ def test_chunks_of_padded_rows(chunk: int) -> None:
     assert sets(run) == sets(whole)
 
 
+@pytest.mark.law("eviction-equals-masking")
 def test_decoding_from_chunks_equals_masking() -> None:
     model, ids, following = build("gemma3"), prompt(N), prompt(NEW, seed=9)
     run, _ = in_pieces(model, "crystalcache", ids, (20, 20, 24))
@@ -164,6 +167,7 @@ def test_the_cache_may_be_left_to_the_session() -> None:
         assert cache.stored_length == kept + 1
 
 
+@pytest.mark.law("the-model-stays-as-it-was")
 def test_an_empty_block_changes_nothing() -> None:
     with METHODS["crystalcache"]()(build("llama")) as run:
         with run.prompt():
@@ -171,6 +175,7 @@ def test_an_empty_block_changes_nothing() -> None:
         assert run.cache is None
 
 
+@pytest.mark.law("refused-before-anything-changes")
 def test_a_block_belongs_inside_its_context_and_stands_alone() -> None:
     model = build("llama")
     run = METHODS["crystalcache"]()(model)
@@ -188,6 +193,7 @@ def test_a_block_belongs_inside_its_context_and_stands_alone() -> None:
         raise AssertionError
 
 
+@pytest.mark.law("refused-before-anything-changes")
 def test_a_prompt_of_one_token_is_no_segment() -> None:
     model, cache = build("llama"), RetainedCache(build("llama").config)
     with METHODS["crystalcache"]()(model) as run:
@@ -197,6 +203,7 @@ def test_a_prompt_of_one_token_is_no_segment() -> None:
             at_once(model, prompt(5), cache)
 
 
+@pytest.mark.law("unusable-after-a-failure")
 @pytest.mark.parametrize("where", ["block", "policy", "piece"])
 @pytest.mark.parametrize("error", [RuntimeError("boom"), KeyboardInterrupt()])
 def test_a_prompt_that_is_left_half_way_leaves_no_usable_cache(where: str, error: BaseException) -> None:
@@ -225,6 +232,7 @@ def test_a_prompt_that_is_left_half_way_leaves_no_usable_cache(where: str, error
             assert run.kept is not None
 
 
+@pytest.mark.law("unusable-after-a-failure")
 def test_a_context_that_ends_inside_a_block_leaves_no_usable_cache() -> None:
     model, cache = build("llama"), RetainedCache(build("llama").config)
     run = METHODS["crystalcache"]()(model)
@@ -237,6 +245,7 @@ def test_a_context_that_ends_inside_a_block_leaves_no_usable_cache() -> None:
         cache.get_seq_length()
 
 
+@pytest.mark.law("unusable-after-a-failure")
 def test_a_generate_that_fails_between_its_chunks_leaves_no_usable_cache() -> None:
     model, cache = build("llama"), DynamicCache()
     calls: list[int] = []
@@ -257,6 +266,7 @@ def test_a_generate_that_fails_between_its_chunks_leaves_no_usable_cache() -> No
         assert run.kept is not None
 
 
+@pytest.mark.law("refused-before-anything-changes")
 def test_padding_that_changes_between_pieces_is_refused() -> None:
     model = build("llama")
     ids, mask = batch(prompts())
@@ -272,6 +282,7 @@ def test_padding_that_changes_between_pieces_is_refused() -> None:
     assert sets(run)
 
 
+@pytest.mark.law("refused-before-anything-changes")
 def test_pieces_of_another_number_of_rows_are_refused() -> None:
     model = build("llama")
     cache = RetainedCache(model.config)

@@ -12,6 +12,8 @@ from conformance.own.models_integration.session.families import METHODS, build, 
 from conformance.own.models_integration.session.ragged_checks import live_sets, method
 from models_integration import RetentionPolicy
 
+pytestmark = pytest.mark.law("the-model-stays-as-it-was")
+
 POLICIES: dict[str, Callable[[], RetentionPolicy]] = {
     "a set for each head": lambda: method("adakv"), "one set": METHODS["crystalcache"],
 }

@@ -30,6 +30,8 @@ from spec.policy import Needs
 from spec.records import CrystalRetention
 from spec.retention import Retention
 
+pytestmark = pytest.mark.law("parts-equal-the-whole")
+
 methods = pytest.mark.parametrize("method", METHODS)
 
 
@@ -149,6 +151,7 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.law("refused-before-anything-changes")
 @pytest.mark.parametrize("name", WRONG)
 def test_a_turn_that_cannot_follow_is_named_and_changes_nothing(name: str) -> None:
     words, arguments = WRONG[name]
@@ -165,6 +168,7 @@ def test_a_turn_that_cannot_follow_is_named_and_changes_nothing(name: str) -> No
     assert kept[0] == kept[1]
 
 
+@pytest.mark.law("refused-before-anything-changes")
 def test_a_policy_that_reads_ids_without_states_serves_one_segment() -> None:
     model, cache = build("llama"), RetainedCache(build("llama").config)
     with method_of(Looking(Needs("observed", None, token_ids=True)))(model):
@@ -173,6 +177,7 @@ def test_a_policy_that_reads_ids_without_states_serves_one_segment() -> None:
             at_once(model, turn(1), cache)
 
 
+@pytest.mark.law("decided-as-the-reference")
 def test_scorers_without_states_see_all_stored_keys_and_the_segment_s_queries() -> None:
     model, cache = build("llama", dtype=torch.float64), RetainedCache(build("llama").config)
     observed, scorer = Observed(model), Looking(Needs("observed", None))
@@ -190,6 +195,7 @@ def test_scorers_without_states_see_all_stored_keys_and_the_segment_s_queries() 
     np.testing.assert_allclose(view.k, observed.stored(stored, seen), atol=1e-6)
 
 
+@pytest.mark.law("refused-before-anything-changes")
 def test_another_policy_s_cache_is_refused_by_crystalcache_alone() -> None:
     model, cache = build("llama"), RetainedCache(build("llama").config)
     with METHODS["streamingllm"]()(model):
@@ -209,6 +215,7 @@ def test_another_policy_s_cache_is_refused_by_crystalcache_alone() -> None:
         at_once(model, turn(1), other)
 
 
+@pytest.mark.spec(id="PO-TURN")
 def test_a_larger_budget_brings_nothing_back_and_evicts_nothing() -> None:
     model = build("llama")
     for small, large in (
@@ -224,6 +231,7 @@ def test_a_larger_budget_brings_nothing_back_and_evicts_nothing() -> None:
         assert cache.stored_positions().tolist() == [*before, *range(N, N + TURN)]
 
 
+@pytest.mark.law("figures-are-counted-right")
 def test_what_a_turn_reports() -> None:
     model, cache = build("llama"), RetainedCache(build("llama").config)
     with CrystalCache(6, ENDS, replace(TINY, T_max=32), "numpy")(model) as run:

@@ -23,6 +23,8 @@ from spec.parameters import TINY
 from spec.policy import LayerView, Needs
 from spec.records import CrystalRetention
 
+pytestmark = pytest.mark.law("decided-as-the-reference")
+
 N = 48
 
 # SDPA refuses Gemma2's softcap.
@@ -56,6 +58,7 @@ def test_it_is_the_sum_over_what_each_query_sees(family: str, dtype: torch.dtype
     assert np.abs(seen.lse - expected).max() < bound * max(1.0, np.abs(expected).max())
 
 
+@pytest.mark.law("the-model-stays-as-it-was")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_the_model_s_numbers_keep_their_bits(family: str, dtype: torch.dtype) -> None:
@@ -65,6 +68,7 @@ def test_the_model_s_numbers_keep_their_bits(family: str, dtype: torch.dtype) ->
         assert torch.equal(at_once(model, ids, DynamicCache(config=model.config)), expected)
 
 
+@pytest.mark.law("the-model-stays-as-it-was")
 def test_rows_that_are_cut_keep_theirs() -> None:
     model = build("llama")
     whole = view(model, prompt(N))
@@ -72,6 +76,7 @@ def test_rows_that_are_cut_keep_theirs() -> None:
     np.testing.assert_array_equal(cut.lse, whole.lse[:, -7:])  # type: ignore[index]
 
 
+@pytest.mark.law("parts-equal-the-whole")
 def test_each_row_of_a_batch_has_its_own() -> None:
     model, scorer = build("llama"), Looking(Needs("observed", None))
     ids = torch.cat([prompt(N, seed=1), prompt(N, seed=2)])

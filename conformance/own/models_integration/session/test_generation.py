@@ -7,6 +7,8 @@ from transformers import PreTrainedModel
 
 from conformance.own.models_integration.session.families import METHODS, Masked, build, prompt, relative
 
+pytestmark = pytest.mark.law("eviction-equals-masking")
+
 N, NEW = 64, 6
 
 families = pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_neox"])
@@ -55,6 +57,7 @@ def test_beams_are_scored_as_on_the_masked_cache(family: str, returned: int) -> 
         assert abs(float(score - expected)) < 1e-4
 
 
+@pytest.mark.law("the-model-stays-as-it-was")
 def test_sampling_at_a_full_budget_is_sampling() -> None:
     model = build("llama")
     torch.manual_seed(7)
@@ -69,6 +72,7 @@ def test_sampling_at_a_full_budget_is_sampling() -> None:
     assert torch.equal(plain, ours)
 
 
+@pytest.mark.law("the-model-stays-as-it-was")
 def test_the_guarded_generate_keeps_its_name_and_result() -> None:
     model = build("llama")
     with METHODS["fullcache"]()(model):

@@ -31,6 +31,7 @@ def loss(model: PreTrainedModel, policy: RetentionPolicy, pieces: tuple[int, ...
         return total, live_sets(run.cache)
 
 
+@pytest.mark.law("a-cache-like-any-other")
 @pytest.mark.parametrize("pieces", [(1,), (1, 1, 1), (1, 4, 1)], ids=str)
 @pytest.mark.parametrize("name", POLICIES)
 def test_gradients_are_those_of_finite_differences(name: str, pieces: tuple[int, ...]) -> None:
@@ -60,6 +61,7 @@ def test_gradients_are_those_of_finite_differences(name: str, pieces: tuple[int,
         weights.requires_grad_(False)
 
 
+@pytest.mark.law("freed-memory")
 @pytest.mark.parametrize("name", POLICIES)
 def test_without_gradients_nothing_is_kept_for_them(name: str) -> None:
     model = build("llama")

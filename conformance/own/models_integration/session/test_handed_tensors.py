@@ -29,6 +29,8 @@ from spec.errors import SpecError
 from spec.policy import Needs
 from spec.retention import Granularity, Retention
 
+pytestmark = pytest.mark.law("refused-before-anything-changes")
+
 OTHER = "its attention is handed other keys or values than its cache returned"
 APART = "it cannot read layers that store different tokens"
 
@@ -82,6 +84,7 @@ def test_a_model_that_hands_on_other_tensors_is_refused_before_it_has_read_anyth
     assert all(before[key] == after[key] for key in before if key != "weights")
 
 
+@pytest.mark.law("eviction-equals-masking")
 @pytest.mark.parametrize("make", [differential, dynamic_masks, experts])
 def test_what_looks_at_nothing_that_is_rearranged_holds(make: Callable[[], PreTrainedModel]) -> None:
     model = make()
@@ -93,6 +96,7 @@ def test_what_looks_at_nothing_that_is_rearranged_holds(make: Callable[[], PreTr
     assert len(run.kept) == 20
 
 
+@pytest.mark.law("parts-equal-the-whole")
 def test_attention_that_runs_twice_has_asked_once() -> None:
     """In pieces, each query is noted once."""
     model, at_once = differential(), {}
@@ -167,6 +171,7 @@ def test_one_that_changes_behind_the_door_is_refused_where_it_attends(monkeypatc
         model(input_ids=prompt(1), past_key_values=cache)
 
 
+@pytest.mark.law("the-model-stays-as-it-was")
 def test_looking_leaves_no_trace() -> None:
     """Neither hooks nor random numbers nor the model's mode know of it."""
     model = build("llama")
@@ -188,6 +193,7 @@ def test_looking_leaves_no_trace() -> None:
     check_continuation(model, "adakv")
 
 
+@pytest.mark.law("parts-equal-the-whole")
 def test_the_verbs_serve_what_a_session_serves() -> None:
     model, chosen = differential(), METHODS["crystalcache"]()
     observed = observe(model, prompt(PROMPT), needs=Needs("observed", None, token_ids=True))

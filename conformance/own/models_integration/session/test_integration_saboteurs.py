@@ -37,6 +37,8 @@ from models_integration.cache.retained_cache import RetainedCache
 from models_integration.session.segment import Segment
 from reference.policies import retain
 
+pytestmark = pytest.mark.law("the-proof-has-teeth")
+
 Patch = pytest.MonkeyPatch
 
 

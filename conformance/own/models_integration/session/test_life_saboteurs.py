@@ -32,6 +32,8 @@ from models_integration.session.segment import ObservedSegment
 from spec.errors import SpecError
 from spec.policy import LayerView
 
+pytestmark = pytest.mark.law("the-proof-has-teeth")
+
 Patch = pytest.MonkeyPatch
 
 

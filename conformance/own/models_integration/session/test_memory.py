@@ -25,6 +25,8 @@ from models_integration.cache.retained_cache import storage_bytes
 from spec.errors import SpecError
 from spec.retention import Retention
 
+pytestmark = pytest.mark.law("freed-memory")
+
 N, L, H_KV, D = 64, 3, 2, 12
 
 
@@ -100,6 +102,7 @@ def test_beams_share_what_is_kept() -> None:
     assert run.bytes_saved == 3 * 2 * L * H_KV * D * (N - len(run.kept)) * 4
 
 
+@pytest.mark.law("a-cache-like-any-other")
 def test_slots_come_from_positions() -> None:
     stored = torch.tensor([0, 3, 4, 9])
     assert slots_of(stored, torch.tensor([0, 4, 9])).tolist() == [0, 2, 3]
@@ -108,6 +111,7 @@ def test_slots_come_from_positions() -> None:
             slots_of(stored, torch.tensor(missing))
 
 
+@pytest.mark.law("a-cache-like-any-other")
 def test_a_cache_can_be_compacted_again() -> None:
     cache = prefill(build("llama"), FullCache(), prompt(N)).cache
     layer = cache.full_layers[0]
@@ -123,6 +127,7 @@ def test_a_cache_can_be_compacted_again() -> None:
     assert layer.stored_positions().tolist() == [[5, 40, 63]]
 
 
+@pytest.mark.law("a-cache-like-any-other")
 @pytest.mark.parametrize("taken_back", [0, 1, 3, 4, 30])
 def test_the_last_tokens_can_be_taken_back(taken_back: int) -> None:
     model, ids, following = build("llama"), prompt(N), prompt(3, seed=9)
@@ -145,6 +150,7 @@ def test_the_last_tokens_can_be_taken_back(taken_back: int) -> None:
             cache.crop(bad)
 
 
+@pytest.mark.law("a-cache-like-any-other")
 def test_a_reset_cache_is_as_new() -> None:
     model = build("llama")
     cache = prefill(model, METHODS["crystalcache"](), prompt(N)).cache
@@ -156,6 +162,7 @@ def test_a_reset_cache_is_as_new() -> None:
     assert cache.get_seq_length() == N
 
 
+@pytest.mark.law("a-cache-like-any-other")
 def test_the_length_is_never_read_from_a_sliding_layer() -> None:
     model = build("gemma3")
     cache = prefill(model, METHODS["crystalcache"](), prompt(N)).cache
@@ -163,6 +170,7 @@ def test_the_length_is_never_read_from_a_sliding_layer() -> None:
     assert cache.get_seq_length() == cache.get_seq_length(0) == N
 
 
+@pytest.mark.law("a-cache-like-any-other")
 def test_the_caller_s_own_cache_is_the_one_that_is_compacted() -> None:
     model = build("gemma3")
     for cache in (DynamicCache(), DynamicCache(config=model.config), RetainedCache(model.config)):
@@ -176,6 +184,7 @@ def test_the_caller_s_own_cache_is_the_one_that_is_compacted() -> None:
         ]
 
 
+@pytest.mark.law("refused-before-anything-changes")
 def test_a_retention_about_something_else_is_refused() -> None:
     cache = prefill(build("llama"), FullCache(), prompt(N)).cache
     kept = torch.arange(4).numpy()

@@ -26,7 +26,10 @@ from spec.policy import Needs
 from spec.records import CrystalRetention
 from spec.retention import Retention
 
+pytestmark = pytest.mark.law("as-it-is-described")
 
+
+@pytest.mark.law("refused-before-anything-changes")
 @pytest.mark.parametrize("budget", [0, 0.0, 1.5, float("nan"), "half", True, -3, None, "0%", "150%"])
 def test_a_budget_is_read_when_the_method_is_made(budget: object) -> None:
     with pytest.raises(SpecError, match="budget"):
@@ -35,12 +38,14 @@ def test_a_budget_is_read_when_the_method_is_made(budget: object) -> None:
         StreamingLLM(budget)  # type: ignore[arg-type]
 
 
+@pytest.mark.law("refused-before-anything-changes")
 def test_missing_sentence_ends_say_how_to_make_them() -> None:
     for ends in (None, frozenset[int]()):
         with pytest.raises(SpecError, match=r"models_integration\.sentence_ends\(tokenizer\) makes the set"):
             CrystalCache(0.5, ends)
 
 
+@pytest.mark.law("refused-before-anything-changes")
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -56,6 +61,7 @@ def test_other_arguments_are_checked_when_the_method_is_made(options: dict[str, 
         CrystalCache(0.5, **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.law("refused-before-anything-changes")
 def test_a_backend_without_the_stages_is_unavailable() -> None:
     with pytest.raises(BackendUnavailable, match="no stage family 'crystal'"):
         CrystalCache(0.5, ENDS, backend=Backend("bare"))
@@ -92,6 +98,7 @@ def test_auto_is_numba_where_there_is_no_cuda_and_the_reference_does_not_know_it
         reference_prefill(q, q, np.arange(4), ENDS, backend="auto")
 
 
+@pytest.mark.law("figures-are-counted-right")
 def test_a_run_says_which_backend_decided() -> None:
     model = build("llama")
     with CrystalCache(0.5, ENDS, TINY, backend="numpy")(model) as run:
@@ -102,6 +109,7 @@ def test_a_run_says_which_backend_decided() -> None:
     assert run.backend == "mine"
 
 
+@pytest.mark.law("decided-as-the-reference")
 def test_a_run_keeps_what_the_reference_keeps() -> None:
     model, ids = build("gemma2"), prompt(60)
     from conformance.own.models_integration.session.test_capture import shown
@@ -118,12 +126,14 @@ def test_a_run_keeps_what_the_reference_keeps() -> None:
     np.testing.assert_array_equal(run.kept, expected.kept)
 
 
+@pytest.mark.law("figures-are-counted-right")
 def test_before_a_prompt_there_is_nothing_to_tell() -> None:
     with METHODS["crystalcache"]()(build("llama")) as run:
         assert (run.retention, run.kept, run.cache) == (None, None, None)
         assert (run.timings, run.bytes_saved, run.over_budget) == ({}, 0, 0)
 
 
+@pytest.mark.law("figures-are-counted-right")
 def test_what_protection_keeps_beyond_the_budget_is_told() -> None:
     model = build("llama")
     over = prefill(model, CrystalCache(1, frozenset({130}), PAPER, backend="numpy"), prompt(200)).run
@@ -175,6 +185,7 @@ def test_an_added_token_is_text_unless_it_is_special() -> None:
     assert sentence_ends(made) == {0, made.convert_tokens_to_ids("stop!")}
 
 
+@pytest.mark.law("refused-before-anything-changes")
 def test_a_tokenizer_without_ends_is_refused() -> None:
     with pytest.raises(SpecError, match="none of its 2 text tokens ends a sentence"):
         sentence_ends(tokenizer(["A", "B"], {}))

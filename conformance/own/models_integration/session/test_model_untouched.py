@@ -26,6 +26,8 @@ from spec.errors import SpecError
 from spec.parameters import TINY
 from spec.records import CrystalRetention
 
+pytestmark = pytest.mark.law("the-model-stays-as-it-was")
+
 
 def whole() -> RetentionPolicy:
     return CrystalCache(1.0, ENDS, TINY, backend="numpy")
@@ -105,6 +107,7 @@ def test_the_model_is_as_it_was_after_an_error(error: BaseException, where: str)
     }
 
 
+@pytest.mark.law("unusable-after-a-failure")
 @pytest.mark.parametrize("error", [Boom(), KeyboardInterrupt()])
 @pytest.mark.parametrize("where", ["layer", "policy"])
 def test_an_error_in_a_prompt_leaves_the_cache_empty_and_unusable(error: BaseException, where: str) -> None:
@@ -128,6 +131,7 @@ def test_an_error_in_a_prompt_leaves_the_cache_empty_and_unusable(error: BaseExc
         at_once(model, ids, cache)
 
 
+@pytest.mark.law("unusable-after-a-failure")
 def test_a_compaction_that_fails_half_way_leaves_nothing_half_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
     from models_integration.cache.dense_layer import DenseLayer
 
@@ -149,6 +153,7 @@ def test_a_compaction_that_fails_half_way_leaves_nothing_half_evicted(monkeypatc
         at_once(model, ids, cache)
 
 
+@pytest.mark.law("refused-before-anything-changes")
 def test_nan_in_the_observed_layer_is_named() -> None:
     model, ids, cache = build("llama"), prompt(40), DynamicCache()
     model.get_parameter("model.layers.0.self_attn.q_proj.weight").data[0, 0] = float("nan")
@@ -158,6 +163,7 @@ def test_nan_in_the_observed_layer_is_named() -> None:
         cache.get_seq_length()
 
 
+@pytest.mark.law("parts-equal-the-whole")
 def test_two_caches_on_one_model_do_not_interact() -> None:
     model, following = build("llama"), prompt(6, seed=9)
     prompts = [prompt(40, seed=4), prompt(55, seed=5)]
@@ -168,6 +174,7 @@ def test_two_caches_on_one_model_do_not_interact() -> None:
         assert torch.equal(torch.cat([turn[row] for turn in turns], dim=1), expected)
 
 
+@pytest.mark.law("parts-equal-the-whole")
 def test_several_prompts_and_steps_interleave_inside_one_context() -> None:
     model, following = build("llama"), prompt(3, seed=9)
     prompts = [prompt(40, seed=4), prompt(55, seed=5)]
@@ -181,6 +188,7 @@ def test_several_prompts_and_steps_interleave_inside_one_context() -> None:
         assert relative(torch.cat([turn[row] for turn in turns], dim=1), expected) < 1e-6
 
 
+@pytest.mark.law("parts-equal-the-whole")
 def test_contexts_of_two_models_do_not_interact() -> None:
     llama, gemma, ids = build("llama"), build("gemma3"), prompt(50)
     alone = []

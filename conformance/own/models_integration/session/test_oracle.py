@@ -28,10 +28,13 @@ from conformance.own.models_integration.session.oracle_checks import (
 )
 from models_integration import CrystalCache, prefill
 
+pytestmark = pytest.mark.law("eviction-equals-masking")
+
 families_and_methods = crossed("method", METHODS, always=["crystalcache"])
 
 
 @families_and_methods
+@pytest.mark.law("eviction-equals-masking")
 @pytest.mark.spec(id="CC-COMPACT")
 def test_logits_after_eviction_equal_those_after_masking(family: str, method: str) -> None:
     check_decoding(build(family), METHODS[method]())

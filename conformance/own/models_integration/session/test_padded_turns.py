@@ -27,6 +27,8 @@ from models_integration.cache.positions import EMPTY
 from models_integration.policies.methods import RetentionPolicy
 from spec.errors import SpecError
 
+pytestmark = pytest.mark.law("parts-equal-the-whole")
+
 FULL = [family for family in FAMILIES if family not in SLIDING]
 LIVES: dict[str, Callable[[], RetentionPolicy]] = {**METHODS, "breathing": breathing}
 # What three rows read, one list each: a prompt, then forwards of their own lengths, or of one token.
@@ -167,6 +169,7 @@ def test_generate_reads_a_padded_turn() -> None:
             assert second[row].tolist() == greedy(model, history, T + 2, past_key_values=single)[0].tolist()
 
 
+@pytest.mark.law("a-cache-like-any-other")
 def test_rows_can_be_chosen_saved_and_taken_back_afterwards(tmp_path: Path) -> None:
     """The padding of a turn goes with its row, and into the file."""
     model, rows = build("llama", dtype=torch.float64), [pieces(row) for row in range(3)]
@@ -187,6 +190,7 @@ def test_rows_can_be_chosen_saved_and_taken_back_afterwards(tmp_path: Path) -> N
             assert relative(a, b) < 1e-10
 
 
+@pytest.mark.law("freed-memory")
 def test_padding_is_not_stored() -> None:
     """Not even by a policy that evicts nothing."""
     model = build("llama")
@@ -207,6 +211,7 @@ WRONG: dict[str, tuple[str, str, slice]] = {
 }
 
 
+@pytest.mark.law("refused-before-anything-changes")
 @pytest.mark.parametrize("name", WRONG)
 def test_what_cannot_follow_is_named_and_changes_nothing(name: str) -> None:
     family, words, hidden = WRONG[name]
@@ -225,6 +230,7 @@ def test_what_cannot_follow_is_named_and_changes_nothing(name: str) -> None:
     assert kept[0] == kept[1]
 
 
+@pytest.mark.law("refused-before-anything-changes")
 def test_an_earlier_turn_s_padding_stays_hidden() -> None:
     """A mask that shows it, or hides as much elsewhere, is about another sequence."""
     model = build("llama")

@@ -44,6 +44,7 @@ def with_value(model: PreTrainedModel, value: float) -> PreTrainedModel:
     return model
 
 
+@pytest.mark.law("unusable-after-a-failure")
 @pytest.mark.parametrize("name", WRONG)
 def test_it_is_named_and_the_cache_is_unusable(name: str) -> None:
     policy, budget, constants, change, words = WRONG[name]
@@ -61,6 +62,7 @@ def test_it_is_named_and_the_cache_is_unusable(name: str) -> None:
         cache.get_seq_length()
 
 
+@pytest.mark.law("refused-before-anything-changes")
 @pytest.mark.parametrize("lam", [-0.1, float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["diverse-keydiff", "diverse-expected-attention"])
 def test_a_penalty_is_refused_before_there_is_a_model(name: str, lam: float) -> None:
@@ -69,6 +71,7 @@ def test_a_penalty_is_refused_before_there_is_a_model(name: str, lam: float) -> 
     assert caught.value.argument == "diversity"
 
 
+@pytest.mark.law("as-it-is-described")
 @pytest.mark.parametrize("name", ["diverse-keydiff", "adakv", "nestedkv", "triattention"])
 def test_more_tokens_than_there_are_keep_all(name: str) -> None:
     """k > n is refused by the selection; a session's budget above the prompt evicts nothing."""

@@ -26,6 +26,8 @@ from spec.errors import SpecError
 from spec.policy import Observation
 from spec.retention import Granularity
 
+pytestmark = pytest.mark.law("as-it-is-described")
+
 CLASSES = ("crystalcache", "streamingllm", "fullcache")
 PUBLISHED = tuple(name for name in POLICIES if name not in CLASSES)
 SMALL: dict[str, dict[str, Any]] = {
@@ -88,6 +90,7 @@ def test_a_policy_with_a_class_of_its_own_has_no_second_one(name: str) -> None:
         Published(name)
 
 
+@pytest.mark.law("refused-before-anything-changes")
 @pytest.mark.parametrize(
     ("name", "constants", "words"),
     [
@@ -109,6 +112,7 @@ def test_constants_reach_the_policy() -> None:
     assert Published("snapkv", "30%").budget == parse_budget(0.3)
 
 
+@pytest.mark.law("refused-before-anything-changes")
 @pytest.mark.parametrize(
     ("arguments", "constants", "words"),
     [
@@ -140,6 +144,7 @@ def test_bad_arguments_are_named_at_once(arguments: Any, constants: dict[str, An
         Published(*arguments, **constants)
 
 
+@pytest.mark.law("refused-before-anything-changes")
 def test_a_model_without_what_a_policy_needs_is_named() -> None:
     with pytest.raises(SpecError, match="turns 6 of a head's 12 channels"):
         Published("expected-attention", 0.3)(build("gpt_neox"))
@@ -154,6 +159,7 @@ def test_a_model_without_what_a_policy_needs_is_named() -> None:
         Published("defensivekv", 0.3)(model)
 
 
+@pytest.mark.law("refused-before-anything-changes")
 def test_interleaved_pairs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama")
     module = sys.modules[type(describe(model).attention[0]).__module__]
@@ -162,6 +168,7 @@ def test_interleaved_pairs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         Published("expected-attention", 0.3)(model)
 
 
+@pytest.mark.law("decided-as-the-reference")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_output_projection_is_cut_into_heads(family: str) -> None:
     model = build(family)
@@ -177,6 +184,7 @@ def test_the_output_projection_is_cut_into_heads(family: str) -> None:
         assert relative(torch.from_numpy(parts), whole.double()) < 1e-5
 
 
+@pytest.mark.law("decided-as-the-reference")
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "gemma3"])
 def test_the_frequencies_take_the_rotation_off_the_model_s_queries(family: str) -> None:
     model = build(family, attention="eager")

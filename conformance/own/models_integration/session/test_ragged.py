@@ -41,6 +41,8 @@ from models_integration.model.architecture import describe
 from spec.budget import parse_budget
 from spec.retention import Granularity, Retention
 
+pytestmark = pytest.mark.law("eviction-equals-masking")
+
 
 @crossed("name", PUBLISHED)
 def test_eviction_equals_masking(family: str, name: str) -> None:
@@ -59,6 +61,7 @@ def test_generate_goes_on_from_it(family: str, name: str) -> None:
     check_generation(build(family), name)
 
 
+@pytest.mark.law("freed-memory")
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_head_stores_its_own_tokens(name: str) -> None:
     check_storage(build("llama"), name)
@@ -83,6 +86,7 @@ def test_decoding_under_other_policies_equals_masking(family: str, name: str) ->
     assert sizes == {"tova": [20, 20, 20, 21, 21, 21, 21, 22, 22], "rkv": [20, 21, 20, 21, 22, 21, 22, 23, 22]}[name]
 
 
+@pytest.mark.spec(id="PO-TOVA")
 def test_tova_drops_the_least_attended_key_of_the_last_query() -> None:
     model = build("llama", attention="eager")
     stored = check_steps(model, "tova")
@@ -96,6 +100,7 @@ def test_tova_drops_the_least_attended_key_of_the_last_query() -> None:
             oracle.forget(layer, sets)
 
 
+@pytest.mark.spec(id="PO-H2O")
 def test_h2o_drops_the_smallest_sum() -> None:
     model = build("llama", attention="eager")
     stored = check_steps(model, "h2o")
@@ -131,6 +136,7 @@ def _grouped(heads: Tensor, head: int) -> Tensor:
     return heads[2 * head : 2 * head + 2].sum(dim=0)
 
 
+@pytest.mark.law("the-model-stays-as-it-was")
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("name", ["snapkv", "pyramidkv", "adakv", "chunkkv", "h2o", "tova"])
 def test_a_full_budget_is_the_model_itself_bit_for_bit(family: str, name: str) -> None:
@@ -147,6 +153,7 @@ def test_a_full_budget_is_the_model_itself_bit_for_bit(family: str, name: str) -
     assert run.bytes_saved == 0
 
 
+@pytest.mark.law("freed-memory")
 @pytest.mark.parametrize("name", ["nestedkv", "adakv", "snapkv", "pyramidkv", "chunkkv"])
 def test_a_quarter_of_the_bytes(name: str) -> None:
     model, n = build("llama"), 512
@@ -164,6 +171,7 @@ def test_a_quarter_of_the_bytes(name: str) -> None:
             assert layer.layout.spare <= 3
 
 
+@pytest.mark.law("freed-memory")
 def test_no_tensor_of_the_full_cache_is_left() -> None:
     # N is no other size in this model.
     n = 83
@@ -174,6 +182,7 @@ def test_no_tensor_of_the_full_cache_is_left() -> None:
     assert not [shape for shape in sizes if len(shape) == 4 and n in shape]
 
 
+@pytest.mark.law("parts-equal-the-whole")
 @pytest.mark.parametrize("name", ["adakv", "pyramidkv", "chunkkv", "h2o", "tova", "rkv"])
 def test_rows_of_a_padded_batch_equal_their_single_runs(name: str) -> None:
     model, lengths = build("llama"), (64, 47)
@@ -196,6 +205,7 @@ def test_rows_of_a_padded_batch_equal_their_single_runs(name: str) -> None:
         assert [layer.head_positions(1, head).tolist() for head in range(layer.heads)] == list(sets)
 
 
+@pytest.mark.law("parts-equal-the-whole")
 @pytest.mark.parametrize("name", ["adakv", "h2o"])
 def test_beams_carry_their_heads_along(name: str) -> None:
     model, ids = build("llama"), prompt(PROMPT)
@@ -240,6 +250,7 @@ def ragged(rows: int = 1, keep: Any = None) -> tuple[RetainedCache, list[list[in
     return run.cache, sets
 
 
+@pytest.mark.law("a-cache-like-any-other")
 @pytest.mark.parametrize("taken_back", [0, 1, 3, 5])
 def test_the_last_tokens_can_be_taken_back(taken_back: int) -> None:
     model = build("llama")
@@ -258,6 +269,7 @@ def test_the_last_tokens_can_be_taken_back(taken_back: int) -> None:
     assert relative(found, oracle.read(again)) < TOLERANCE
 
 
+@pytest.mark.law("a-cache-like-any-other")
 def test_rows_can_be_chosen_again() -> None:
     cache, _ = ragged(rows=2)
     layer = cache.full_layers[0]
@@ -272,6 +284,7 @@ def test_rows_can_be_chosen_again() -> None:
     assert [layer.head_positions(row, 1).tolist() for row in range(3)] == [[1, 9], [9], [1, 9]]
 
 
+@pytest.mark.law("a-cache-like-any-other")
 def test_a_reset_cache_is_as_new() -> None:
     cache, _ = ragged()
     cache.reset()
@@ -282,12 +295,14 @@ def test_a_reset_cache_is_as_new() -> None:
     assert run.cache is cache
 
 
+@pytest.mark.law("the-model-stays-as-it-was")
 def test_nothing_is_left_on_the_modules() -> None:
     model = build("llama")
     read_prompt(model, method("adakv"))
     assert not {id(one) for one in model.modules()} & {id(one) for one in capture._READS}
 
 
+@pytest.mark.law("a-cache-like-any-other")
 def test_inference_mode_can_end_between_prompt_and_steps() -> None:
     model, following = build("llama"), prompt(NEW, seed=9)
     with method("adakv")(model) as run:
@@ -299,6 +314,7 @@ def test_inference_mode_can_end_between_prompt_and_steps() -> None:
     assert relative(found, MaskedHeads(model, prompt(PROMPT), kept).read(following)) < TOLERANCE
 
 
+@pytest.mark.law("a-cache-like-any-other")
 def test_a_copy_goes_its_own_way() -> None:
     model, (cache, _) = build("llama"), ragged()
     other = copy.deepcopy(cache)

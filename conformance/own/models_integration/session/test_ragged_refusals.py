@@ -24,6 +24,8 @@ from spec.budget import parse_budget
 from spec.errors import SpecError
 from spec.retention import Granularity, Retention
 
+pytestmark = pytest.mark.law("refused-before-anything-changes")
+
 
 def heads(groups: int, seen: int = PROMPT, at: int = 3) -> Retention:
     """Each group keeps one position."""
@@ -62,6 +64,7 @@ def one_layer_lacks_it(cache: RetainedCache) -> Retention:
     return heads(6)
 
 
+@pytest.mark.law("unusable-after-a-failure")
 @pytest.mark.parametrize("model_wide", [False, True])
 def test_a_compaction_that_fails_in_the_last_layer_has_changed_no_layer(model_wide: bool) -> None:
     cache = prefill(build("llama"), FullCache(), prompt(PROMPT)).cache
@@ -79,6 +82,7 @@ def one_each(sets: list[list[int]]) -> Retention:
     return replace(heads(6), positions=np.array([own[0] for own in sets]))
 
 
+@pytest.mark.law("unusable-after-a-failure")
 @pytest.mark.parametrize("form", ["one set", "first split", "split before"])
 def test_memory_that_runs_out_between_two_layers_makes_the_cache_unusable(
     form: str, monkeypatch: pytest.MonkeyPatch,

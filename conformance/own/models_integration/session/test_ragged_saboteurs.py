@@ -31,6 +31,8 @@ from models_integration.cache.retained_cache import RetainedCache
 from models_integration.session import segment as segments
 from models_integration.session.segment import ObservedSegment
 
+pytestmark = pytest.mark.law("the-proof-has-teeth")
+
 Patch = pytest.MonkeyPatch
 
 

@@ -58,18 +58,21 @@ def check_turns(name: str, family: str) -> None:
             assert stored == budget.tokens(seen) * sum(map(len, after.values()))
 
 
+@pytest.mark.law("eviction-equals-masking")
 @pytest.mark.spec(id="PO-TURN")
 @pytest.mark.parametrize("name", ["streamingllm", *(name for name in PUBLISHED if name not in ONE_SEGMENT)])
 def test_eviction_equals_masking_after_every_turn(name: str) -> None:
     check_turns(name, "llama")
 
 
+@pytest.mark.law("eviction-equals-masking")
 @pytest.mark.spec(id="PO-TURN")
 @pytest.mark.parametrize("name", ["diverse-adakv", "diverse-keydiff", "diverse-triattention", "diverse-rkv"])
 def test_with_set_conditioned_selection_too(name: str) -> None:
     check_turns(name, "llama")
 
 
+@pytest.mark.law("eviction-equals-masking")
 @pytest.mark.spec(id="PO-TURN")
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
 @pytest.mark.parametrize("name", ["adakv", "h2o", "chunkkv"])
@@ -100,6 +103,7 @@ def test_a_turn_is_decided_over_each_head_s_own_keys() -> None:
     check_small_keys_stay()
 
 
+@pytest.mark.law("parts-equal-the-whole")
 @pytest.mark.spec(id="PO-TURN")
 @pytest.mark.parametrize("name", ["adakv", "h2o", "pyramidkv"])
 def test_a_turn_in_pieces_is_one_turn(name: str) -> None:
@@ -114,6 +118,7 @@ def test_a_turn_in_pieces_is_one_turn(name: str) -> None:
     assert kept[0] == kept[1]
 
 
+@pytest.mark.law("parts-equal-the-whole")
 @pytest.mark.spec(id="PO-TURN")
 @pytest.mark.parametrize("name", ["adakv", "h2o", "chunkkv", "rkv", "triattention-by-head"])
 def test_turns_of_padded_rows_equal_their_single_runs(name: str) -> None:
@@ -139,6 +144,7 @@ def test_turns_of_padded_rows_equal_their_single_runs(name: str) -> None:
             assert [layer.head_positions(row, head).tolist() for head in range(layer.heads)] == list(heads)
 
 
+@pytest.mark.law("eviction-equals-masking")
 @pytest.mark.spec(id="PO-TURN")
 @pytest.mark.parametrize("name", ["adakv", "chunkkv"])
 def test_generate_takes_a_second_turn(name: str) -> None:
@@ -165,6 +171,7 @@ def test_generate_takes_a_second_turn(name: str) -> None:
     assert second[0].tolist() == chosen_ids
 
 
+@pytest.mark.spec(id="DV-POLICY")
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith(DIVERSE)])
 def test_no_diversity_is_the_policy_itself_bit_for_bit(name: str) -> None:
     """lambda = 0 in a session: kept sets, logits and stored tensors, at each policy's own granularity."""

@@ -35,6 +35,8 @@ from reference.policies import h2o, rkv, tova
 from spec.errors import SpecError
 from spec.parameters import TINY
 
+pytestmark = pytest.mark.law("eviction-equals-masking")
+
 # Tokens, seed, and whether they are only read: questions of one and more tokens, before steps and turns.
 PIECES = ((5, 11, True), (1, 12, True), (1, 13, False), (9, 14, False), (3, 15, True), (1, 16, False), (4, 17, False))
 
@@ -117,6 +119,7 @@ def continued(oracle: MaskedHeads, last: Tensor, new: int) -> list[int]:
     return found
 
 
+@pytest.mark.spec(id="PO-READ")
 def test_read_tokens_are_no_steps() -> None:
     """D does not decay and no breath comes nearer; the breath comes with its step, and finds them in the tail."""
     model, cache = build("llama"), RetainedCache(build("llama").config)
@@ -146,6 +149,7 @@ def test_read_tokens_are_no_steps() -> None:
     assert cache.stored_length < stored
 
 
+@pytest.mark.law("parts-equal-the-whole")
 @pytest.mark.parametrize("policy", [h2o, tova, lambda: rkv(W=4, every=3)], ids=["h2o", "tova", "rkv"])
 def test_sums_take_up_what_was_read(policy: Callable[[], Any]) -> None:
     """A turn behind a text that was read keeps what a turn over both would: nothing was evicted between them."""
@@ -165,6 +169,7 @@ def test_sums_take_up_what_was_read(policy: Callable[[], Any]) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.law("parts-equal-the-whole")
 @pytest.mark.parametrize("name", ["crystalcache", "StreamingLLM", "h2o", "snapkv"])
 def test_rows_that_were_padded_read_as_they_do_alone(name: str) -> None:
     model, question = build("llama"), torch.cat([prompt(4, seed=60 + row) for row in range(3)])
@@ -230,6 +235,7 @@ def other_rows(model: PreTrainedModel, run: Session, cache: RetainedCache) -> No
         at_once(model, prompt(4).repeat(2, 1), cache)
 
 
+@pytest.mark.law("refused-before-anything-changes")
 @pytest.mark.parametrize(("wrong", "words"), [
     (padded_question, "padding is not served inside reading"), (generated, "reads a prompt of its own"),
     (nested, "belongs inside the context"), (inside_a_prompt, "belongs inside the context"),
@@ -252,6 +258,7 @@ def test_what_is_no_reading_is_refused_and_changes_nothing(
         raise AssertionError
 
 
+@pytest.mark.law("refused-before-anything-changes")
 def test_a_stream_decides_about_all_that_it_reads() -> None:
     model = build("llama")
     with CrystalCache(20, ENDS, TINY, backend="numpy", stream=True)(model) as run:
@@ -260,6 +267,7 @@ def test_a_stream_decides_about_all_that_it_reads() -> None:
             raise AssertionError
 
 
+@pytest.mark.law("refused-before-anything-changes")
 def test_records_of_another_policy_and_states_that_do_not_know_all_are_refused() -> None:
     model, cache = build("llama"), RetainedCache(build("llama").config)
     with METHODS["crystalcache"]()(model):
@@ -273,6 +281,7 @@ def test_records_of_another_policy_and_states_that_do_not_know_all_are_refused()
         at_once(model, prompt(3), cache)
 
 
+@pytest.mark.law("unusable-after-a-failure")
 def test_a_forward_that_fails_while_reading_leaves_no_usable_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     model, cache = build("llama"), RetainedCache(build("llama").config)
 

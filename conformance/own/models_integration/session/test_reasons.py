@@ -22,6 +22,8 @@ from conformance.own.models_integration.session.families import _GQA, _SIZES, ME
 from conformance.own.models_integration.session.ragged_checks import live_sets, method
 from spec.errors import SpecError
 
+pytestmark = pytest.mark.law("refused-before-anything-changes")
+
 _TABLE: dict[str, Any] = {"vocab_size": 61, "n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8}
 
 
@@ -49,6 +51,7 @@ def test_a_model_is_refused_for_what_it_is(name: str) -> None:
     assert caught.value.argument == "model"
 
 
+@pytest.mark.law("as-it-is-described")
 def test_a_wrapper_s_language_model_is_served() -> None:
     model: Any = prepare(wrapper()).get_decoder()  # type: ignore[no-untyped-call]
     with METHODS["crystalcache"]()(model) as run, torch.no_grad():

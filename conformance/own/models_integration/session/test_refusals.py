@@ -33,6 +33,8 @@ from models_integration import prefill
 from models_integration.model.architecture import describe
 from spec.errors import SpecError
 
+pytestmark = pytest.mark.law("refused-before-anything-changes")
+
 N = 40
 
 
@@ -155,6 +157,7 @@ def test_a_prompt_that_cannot_be_served_is_named(name: str) -> None:
     refused(words, lambda model: model(**arguments()))
 
 
+@pytest.mark.law("as-it-is-described")
 def test_arguments_may_come_by_position() -> None:
     model = build("llama")
     expected = prefill(model, METHODS["crystalcache"](), prompt(N)).run.kept

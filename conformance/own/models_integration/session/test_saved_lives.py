@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import rule, run_state_machine_as_test
 
@@ -14,6 +15,8 @@ from conformance.strategies.decoding import frozen_state
 from models_integration.cache.snapshot import packed, unpacked
 from models_integration.cache.tensor_file import read, write
 from spec.backend import Backend
+
+pytestmark = pytest.mark.law("saved-is-what-was")
 
 
 class SavedLife(Life):

@@ -173,6 +173,7 @@ def check_decided(model: PreTrainedModel) -> None:
         assert kept.tolist() == expected.kept.tolist()
 
 
+@pytest.mark.law("the-proof-has-teeth")
 @pytest.mark.parametrize(("family", "field"), [(family, field) for family in TELLING for field in TELLING[family][2]])
 def test_every_field_matters(family: str, field: str) -> None:
     """Under the value that it would have by default, the model's own logits are others."""
@@ -256,6 +257,7 @@ def a_third_long_run_one_early(patch: Patch) -> None:
     patch.setattr(positions_module, "_taken", wrong)
 
 
+@pytest.mark.law("the-proof-has-teeth")
 @pytest.mark.parametrize("check", [check_shown, check_decided])
 @pytest.mark.parametrize("family", SCALED)
 def test_the_model_s_own_scaling_ignored_is_killed(family: str, check: Callable[[PreTrainedModel], None]) -> None:
@@ -265,6 +267,7 @@ def test_the_model_s_own_scaling_ignored_is_killed(family: str, check: Callable[
         check(model)
 
 
+@pytest.mark.law("the-proof-has-teeth")
 @pytest.mark.parametrize("check", [check_shown, check_decided])
 def test_the_model_s_own_cap_ignored_is_killed(check: Callable[[PreTrainedModel], None]) -> None:
     model = build("gemma2")
@@ -273,6 +276,7 @@ def test_the_model_s_own_cap_ignored_is_killed(check: Callable[[PreTrainedModel]
         check(model)
 
 
+@pytest.mark.law("the-proof-has-teeth")
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_a_third_long_run_gathered_one_early_is_killed(family: str) -> None:
     model = build(family)

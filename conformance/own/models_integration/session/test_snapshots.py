@@ -38,6 +38,8 @@ from models_integration.cache.positions import EMPTY
 from models_integration.cache.snapshot import load_cache, save_cache
 from spec.errors import SpecError
 
+pytestmark = pytest.mark.law("saved-is-what-was")
+
 N = 64
 
 GO_ON = """
@@ -155,6 +157,7 @@ def test_any_safetensors_reader_opens_it(tmp_path: Path) -> None:
         assert set(file.metadata()) == {"digest", "format", "manifest"}
 
 
+@pytest.mark.law("an-object-proves-itself")
 def test_a_flipped_byte_is_refused_wherever_it_is(tmp_path: Path) -> None:
     model, cache = lived("llama", steps=1)
     path = tmp_path / "cache"
@@ -208,6 +211,7 @@ OTHERS: dict[str, tuple[str, Callable[[], PreTrainedModel]]] = {
 }
 
 
+@pytest.mark.law("refused-before-anything-changes")
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_file_of_another_model_or_rotation_is_refused_by_name(name: str, tmp_path: Path) -> None:
     words, make = OTHERS[name]
@@ -217,6 +221,7 @@ def test_a_file_of_another_model_or_rotation_is_refused_by_name(name: str, tmp_p
         load_cache(tmp_path / "cache", make())
 
 
+@pytest.mark.law("refused-before-anything-changes")
 def test_a_file_of_another_specification_or_format_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -233,6 +238,7 @@ def test_a_file_of_another_specification_or_format_is_refused_by_name(
         load_cache(tmp_path / "cache", model)
 
 
+@pytest.mark.law("refused-before-anything-changes")
 def test_nothing_is_not_saved(tmp_path: Path) -> None:
     model = build("llama")
     cache = RetainedCache(model.config)
@@ -245,6 +251,7 @@ def test_nothing_is_not_saved(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.law("promised-is-there-forgotten-is-not")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_killed_while_saving_it_leaves_the_old_file_or_the_new_one(tmp_path: Path) -> None:
     """A hundred times, at any moment."""

@@ -17,6 +17,8 @@ from models_integration.archive.layer_masks import layer_masks
 from spec.errors import SpecError
 from spec.parameters import TINY
 
+pytestmark = pytest.mark.law("refused-before-anything-changes")
+
 N = 40
 POLICIES: dict[str, Callable[[], RetentionPolicy]] = {
     "one set": METHODS["crystalcache"],
@@ -127,6 +129,7 @@ def padded_batch(policy: str) -> tuple[PreTrainedModel, RetainedCache]:
     return model, run.cache
 
 
+@pytest.mark.law("parts-equal-the-whole")
 def test_heads_of_padded_rows_get_their_positions_through_layer_masks() -> None:
     """As inside the context, where the caller leaves them out."""
     model, cache = padded_batch("a set for each head")
@@ -147,6 +150,7 @@ def test_rows_that_differ_have_no_mask_by_layer(policy: str) -> None:
     assert not model.get_decoder()._forward_pre_hooks  # type: ignore[no-untyped-call]
 
 
+@pytest.mark.law("parts-equal-the-whole")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_of_padded_rows_the_mask_says_what_the_prompt_s_did(policy: str) -> None:
     """The rows' own padding, and one position for each row."""

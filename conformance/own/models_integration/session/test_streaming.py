@@ -28,6 +28,8 @@ from models_integration.model.architecture import describe
 from spec.policy import Needs
 from spec.records import CrystalRetention
 
+pytestmark = pytest.mark.law("freed-memory")
+
 N = 64
 
 families = pytest.mark.parametrize("family", FAMILIES)
@@ -132,6 +134,7 @@ def test_the_peak_of_a_deep_model_is_that_of_one_whole_layer() -> None:
     assert streamed < deferred / 3
 
 
+@pytest.mark.law("a-cache-like-any-other")
 @families
 def test_masks_and_lengths_of_later_layers_are_undisturbed(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the model asks the cache during the forward, the answers are those of a whole cache."""
@@ -155,6 +158,7 @@ def test_masks_and_lengths_of_later_layers_are_undisturbed(family: str, monkeypa
     assert found[0]
 
 
+@pytest.mark.law("as-it-is-described")
 @pytest.mark.parametrize(
     ("needs", "when"), [(Needs(), 0), (Needs("observed", 4), 0), (Needs("all", 4), 3)],
     ids=["none", "observed", "all"],
@@ -181,6 +185,7 @@ def test_a_policy_decides_as_soon_as_it_can(needs: Needs, when: int) -> None:
     assert decided == [when]
 
 
+@pytest.mark.law("figures-are-counted-right")
 def test_the_stages_take_no_longer_than_the_forward() -> None:
     model = build("llama")
     start = time.perf_counter()

@@ -31,6 +31,8 @@ from spec.errors import SpecError
 from spec.parameters import TINY
 from spec.retention import Retention
 
+pytestmark = pytest.mark.law("parts-equal-the-whole")
+
 C, BUDGET = 16, 24
 PARAMETERS = replace(TINY, C=C, T_breath=8)
 N = 5 * C + 7
@@ -44,6 +46,7 @@ def streaming(**options: Any) -> CrystalCache:
     return CrystalCache(BUDGET, ENDS, PARAMETERS, backend="numpy", **{"stream": True, **options})
 
 
+@pytest.mark.law("eviction-equals-masking")
 @families
 def test_eviction_equals_masking_after_every_segment(family: str) -> None:
     """In pieces that never cross the end of a segment."""
@@ -75,6 +78,7 @@ def test_it_does_not_matter_where_the_forwards_end(family: str, cut: str) -> Non
     assert len(kept) <= BUDGET
 
 
+@pytest.mark.law("decided-as-the-reference")
 def test_the_states_are_those_of_the_reference() -> None:
     model, ids = build("llama", dtype=torch.float64), prompt(N)
     observed, expected = Observed(model), empty_state(parse_budget(BUDGET))
@@ -108,6 +112,8 @@ def test_what_is_left_at_the_end_of_the_context_is_a_segment() -> None:
         assert states_of(cache).rows[0].seen == n + 3
 
 
+@pytest.mark.law("freed-memory")
+@pytest.mark.law("parts-equal-the-whole")
 def test_generate_streams() -> None:
     """A prompt longer than any segment, then token by token, all held at the budget."""
     model, sizes, cache = build("llama"), [], RetainedCache(build("llama").config)
@@ -124,6 +130,7 @@ def test_generate_streams() -> None:
     assert logits[0, N - 1 :].argmax(-1).tolist() == chosen[0].tolist()
 
 
+@pytest.mark.spec(id="CC-STEP")
 def test_generated_tokens_are_steps_where_decode_is_on() -> None:
     """The open segment ends with the first of them, and breaths do the rest."""
     model, cache = build("llama"), RetainedCache(build("llama").config)
@@ -135,6 +142,7 @@ def test_generated_tokens_are_steps_where_decode_is_on() -> None:
     assert cache.stored_positions().tolist() == state.stored.tolist()
 
 
+@pytest.mark.spec(id="CC-STEP")
 def test_a_first_token_alone_may_be_followed_by_steps() -> None:
     model, cache = build("llama"), RetainedCache(build("llama").config)
     with streaming(decode=True)(model):
@@ -160,6 +168,7 @@ def test_rows_of_a_batch_stream_as_they_do_alone() -> None:
         assert cache.stored_positions(row).tolist() == single.stored_positions().tolist()
 
 
+@pytest.mark.law("refused-before-anything-changes")
 def test_what_a_stream_does_not_serve_is_named() -> None:
     with pytest.raises(SpecError, match=r"budget = '0\.5': a stream needs a number of tokens"):
         CrystalCache(0.5, ENDS, PARAMETERS, "numpy", stream=True)
@@ -179,6 +188,7 @@ def test_what_a_stream_does_not_serve_is_named() -> None:
             at_once(model, prompt(3), RetainedCache(model.config))
 
 
+@pytest.mark.law("unusable-after-a-failure")
 def test_a_piece_that_fails_leaves_no_usable_cache() -> None:
     model, cache = build("llama"), RetainedCache(build("llama").config)
     calls: list[int] = []
@@ -207,6 +217,7 @@ print(json.dumps([{"tokens": row.tokens, "stored": row.stored, "peak_rss": row.p
 """
 
 
+@pytest.mark.law("freed-memory")
 def test_positions_are_right_and_memory_is_flat() -> None:
     """The short form of `conformance.measure.benchmarks.stream`, in a process whose peak no other test has raised."""
     child = subprocess.run([sys.executable, "-c", SHORT_STREAM], capture_output=True, text=True)

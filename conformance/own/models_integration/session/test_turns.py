@@ -25,6 +25,8 @@ from spec.budget import parse_budget
 from spec.decode import DecodeState, check_state
 from spec.parameters import TINY
 
+pytestmark = pytest.mark.law("eviction-equals-masking")
+
 N, TURN, NEW = 64, 12, 5
 
 
@@ -65,6 +67,7 @@ def test_ten_turns_in_ten_contexts(method: str) -> None:
         assert len(cache.stored_positions()) <= share * cache.get_seq_length() + 3 + 1
 
 
+@pytest.mark.law("decided-as-the-reference")
 @pytest.mark.parametrize("budget", [0.5, 30])
 def test_the_kept_sets_are_those_of_the_reference(budget: float | int) -> None:
     """Prompt, steps, turn, steps, turn: the states equal those that the reference gives on the same q and k."""

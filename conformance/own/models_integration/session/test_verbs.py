@@ -35,6 +35,8 @@ from spec.parameters import TINY
 from spec.policy import Needs
 from spec.retention import Retention
 
+pytestmark = pytest.mark.law("parts-equal-the-whole")
+
 N = 160
 BUDGETS = (0.5, 0.3, 0.1)
 Make = Callable[[PreTrainedModel, float], RetentionPolicy]
@@ -148,6 +150,7 @@ def test_other_precisions_and_attention_without_a_log_sum_exp(name: str, dtype: 
         check(model, made(name, model, 0.3), observe(model, prompt(N)))
 
 
+@pytest.mark.law("the-model-stays-as-it-was")
 def test_the_last_logits_are_those_that_generate_asks_for() -> None:
     model, ids = build("llama"), prompt(N)
     with FullCache()(model), torch.no_grad():
@@ -172,6 +175,7 @@ def test_a_small_observation_serves_those_whom_it_is_enough_for() -> None:
         decide(CustomPolicy(snapkv(W=9), 0.3).on(model), rows)
 
 
+@pytest.mark.law("refused-before-anything-changes")
 def test_what_cannot_be_observed_or_compacted_is_named() -> None:
     model, ids = build("llama"), prompt(N)
     observed = observe(model, ids)
@@ -191,6 +195,7 @@ def test_what_cannot_be_observed_or_compacted_is_named() -> None:
     assert compact(observed.cache, Decision((kept,))).stored_positions().tolist() == list(range(9))
 
 
+@pytest.mark.law("the-model-stays-as-it-was")
 def test_a_new_cache_that_fails_leaves_the_full_one_alone() -> None:
     """Both hold the same tensors of the sliding layers, which a reset of some releases would set to zero."""
     model = build("gemma3")

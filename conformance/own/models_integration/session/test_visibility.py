@@ -24,6 +24,8 @@ from models_integration.cache.positions import EMPTY, SlotOffset, StoredRows
 from models_integration.model.architecture import describe
 from spec.errors import SpecError
 
+pytestmark = pytest.mark.law("a-cache-like-any-other")
+
 
 def sees(query: int, key: int, window: int | None, hidden: set[int]) -> bool:
     """The rule, in words: a stored token of the past, inside the window, not hidden."""
@@ -89,6 +91,7 @@ def test_the_offset_added_to_slot_numbers_gives_positions() -> None:
     assert offset + 1 == 7
 
 
+@pytest.mark.law("refused-before-anything-changes")
 def test_the_offset_of_differing_rows_is_refused_outside_the_context() -> None:
     offset = SlotOffset(6, StoredRows(torch.tensor([[0, 3], [EMPTY, 2]]), torch.tensor([9, 4])))
     with pytest.raises(SpecError, match="inside the context manager only"):
@@ -97,6 +100,7 @@ def test_the_offset_of_differing_rows_is_refused_outside_the_context() -> None:
         torch.arange(3) * offset
 
 
+@pytest.mark.law("parts-equal-the-whole")
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("padding", [True, False])
 def test_rows_with_different_counts_equal_their_single_runs(attention: str, padding: bool) -> None:
@@ -107,12 +111,14 @@ def test_rows_with_different_counts_equal_their_single_runs(attention: str, padd
     assert relative(found, rows.alone) < 1e-5
 
 
+@pytest.mark.law("refused-before-anything-changes")
 def test_a_2d_mask_that_covers_the_new_tokens_only_is_refused() -> None:
     rows = two_rows(build("llama"))
     with observing(describe(rows.model), rows.cache), pytest.raises(SpecError, match="attention_mask"):
         at_once(rows.model, rows.following, rows.cache, attention_mask=torch.ones(2, 6, dtype=torch.int64))
 
 
+@pytest.mark.law("refused-before-anything-changes")
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_a_mask_that_hides_a_token_that_was_read_is_refused_in_a_step(attention: str) -> None:
     """As at prompts and turns: the cache knows which columns hold a token."""
@@ -129,6 +135,7 @@ def test_a_mask_that_hides_a_token_that_was_read_is_refused_in_a_step(attention:
     assert relative(found, Masked(model, ids, kept).read(token)) < 1e-5
 
 
+@pytest.mark.law("the-model-stays-as-it-was")
 def test_a_prompt_is_masked_as_without_us() -> None:
     model, ids = build("gemma3"), prompt(40)
     with torch.no_grad():

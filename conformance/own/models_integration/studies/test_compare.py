@@ -37,6 +37,8 @@ from reference.statistics import wilson
 from spec.errors import SpecError
 from spec.tables import result_table
 
+pytestmark = pytest.mark.law("figures-are-counted-right")
+
 SMALL = Plan(budgets=("0.9",), tasks=("needle",), length=200, samples=2)
 
 
@@ -53,6 +55,7 @@ def rows_of(subject: Subject, plan: Plan, path: Path) -> list[dict[str, object]]
     return list(run_plan(subject, plan, path, silent))
 
 
+@pytest.mark.law("as-it-is-described")
 def test_a_plan_is_the_product_of_its_parts_with_one_full_cache_and_the_controls() -> None:
     made = list(cells(Plan()))
     assert len(made) == len(set(made)) == 2 * (2 * 2 + 1) + 4 + 3
@@ -62,12 +65,14 @@ def test_a_plan_is_the_product_of_its_parts_with_one_full_cache_and_the_controls
     }
 
 
+@pytest.mark.law("as-it-is-described")
 def test_every_policy_gets_the_one_budget_of_eq_30() -> None:
     assert Plan(length=1000).tokens("0.3") == 300
     assert Plan(length=300).tokens("0.3") == 132  # the floor: sink + recent
     assert Plan(length=100).tokens("0.3") == 100
 
 
+@pytest.mark.law("refused-before-anything-changes")
 @pytest.mark.parametrize(
     ("change", "argument"),
     [
@@ -88,6 +93,7 @@ def test_the_ends_of_a_wilson_interval_are_where_the_score_test_turns(correct: i
         assert math.isclose(abs(correct / n - p), 1.959963984540054 * math.sqrt(max(0, p * (1 - p)) / n), abs_tol=1e-9)
 
 
+@pytest.mark.law("saved-is-what-was")
 def test_a_second_run_skips_what_is_stored(subject: Subject, tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     first = rows_of(subject, SMALL, path)
@@ -113,6 +119,7 @@ def test_controls_hold_on_the_pocket_model(subject: Subject) -> None:
         assert verdict(row).endswith("holds"), row
 
 
+@pytest.mark.law("as-it-is-described")
 @pytest.mark.parametrize("placement", ["after", "in_prompt", "paper"])
 def test_the_full_cache_answers_in_every_placement(subject: Subject, placement: str) -> None:
     sample = draw_sample("needle", subject.tokenizer, 300, 0, 7)
@@ -122,6 +129,7 @@ def test_the_full_cache_answers_in_every_placement(subject: Subject, placement: 
     assert given.kept == prompt
 
 
+@pytest.mark.law("as-it-is-described")
 @pytest.mark.parametrize("placement", ["in_prompt", "paper"])
 def test_a_placement_keeps_the_question_of_a_compacted_prompt(subject: Subject, placement: str) -> None:
     """The fact stands in the recent window, and so does the question: StreamingLLM must still answer."""
@@ -144,6 +152,7 @@ def test_the_mean_cache_counts_the_question_and_the_answer(subject: Subject) -> 
 BATCHED = ("crystalcache", "streamingllm", "fullcache", "adakv", "pyramidkv", "h2o")
 
 
+@pytest.mark.law("parts-equal-the-whole")
 @pytest.mark.parametrize("policy", BATCHED)
 def test_the_batch_size_changes_no_row(subject: Subject, policy: str) -> None:
     """Rows that keep different tokens, stop at different steps and decide in their steps are side by side."""
@@ -152,6 +161,7 @@ def test_the_batch_size_changes_no_row(subject: Subject, policy: str) -> None:
         assert run_cell(subject, cell, silent, 4) == run_cell(subject, cell, silent, 1)
 
 
+@pytest.mark.law("parts-equal-the-whole")
 def test_rows_of_a_batch_are_equally_long(subject: Subject) -> None:
     """Every sample once; no row is padded, and what takes tokens back is read alone."""
     samples = [draw_sample("needle", subject.tokenizer, 260, index, 3) for index in range(20)]
@@ -252,6 +262,7 @@ def test_nothing_of_a_large_picture_overlaps_or_is_cut(tmp_path: Path, monkeypat
         assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
 
 
+@pytest.mark.law("saved-is-what-was")
 def test_the_command_compares_and_takes_up_again(tmp_path: Path) -> None:
     arguments = ["compare", "--length", "200", "--samples", "1", "--tasks", "needle", "--budgets", "0.9"]
     arguments += ["--backend", "numpy", "--no-controls", "--out", str(tmp_path)]
@@ -264,6 +275,7 @@ def test_the_command_compares_and_takes_up_again(tmp_path: Path) -> None:
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".csv", ".jsonl", ".md", ".png"]
 
 
+@pytest.mark.law("one-line-with-the-way-out")
 def test_the_command_names_bad_input(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["compare", "--budgets", "half", "--out", str(tmp_path)])
     assert isinstance(result.exception, SpecError)
@@ -271,6 +283,7 @@ def test_the_command_names_bad_input(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.law("an-identity-tells-apart")
 def test_cells_are_told_apart_by_model_backend_and_specification() -> None:
     cell = Cell("crystalcache", "needle", 200, "0.5", 132, "after", 2, 42, control=False)
     one, other = cell.identity("pocket@1", "numpy"), cell.identity("pocket@2", "numpy")

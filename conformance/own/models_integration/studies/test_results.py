@@ -14,7 +14,10 @@ from conformance.own.processes import started
 from models_integration.studies.results import append_row, find_row, load_rows
 from spec.errors import SpecError
 
+pytestmark = pytest.mark.law("promised-is-there-forgotten-is-not")
 
+
+@pytest.mark.law("saved-is-what-was")
 def test_rows_are_stored_whole_and_found_again(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "results.jsonl"
     assert load_rows(path) == []
@@ -35,6 +38,7 @@ def test_a_row_is_added_and_the_others_are_not_written_again(tmp_path: Path) -> 
     assert path.read_bytes() == b'{"n": 1}\n{"n": 2}\n'
 
 
+@pytest.mark.law("an-object-proves-itself")
 @pytest.mark.parametrize("line", ["{", "[1]", ""])
 def test_a_line_that_is_no_row_is_named(line: str, tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"

@@ -17,6 +17,8 @@ from models_integration.studies.sweep.report import against_base, markdown, writ
 from spec.errors import SpecError
 from spec.parameters import ESSAY, PAPER
 
+pytestmark = pytest.mark.law("figures-are-counted-right")
+
 SMALL = Plan(grid="extensions", budget="0.9", tasks=("needle",), length=200, samples=1)
 
 
@@ -25,6 +27,7 @@ def subject() -> Subject:
     return Loading("pocket", "numpy").subject()
 
 
+@pytest.mark.law("as-it-is-described")
 def test_the_grid_of_appendix_a_holds_its_values_one_at_a_time() -> None:
     """T_max in {16, 24, 32, 48}, s in {2, 5, 10}, alpha in {0.5, 1, 2} and beyond; each differs in one value."""
     grid = GRIDS["appendix-a"]
@@ -37,6 +40,7 @@ def test_the_grid_of_appendix_a_holds_its_values_one_at_a_time() -> None:
         assert len(changed) == int(name != BASE)
 
 
+@pytest.mark.law("as-it-is-described")
 def test_the_other_grid_holds_every_extension() -> None:
     grid = GRIDS["extensions"]
     assert grid["ESSAY"] == ESSAY
@@ -44,6 +48,7 @@ def test_the_other_grid_holds_every_extension() -> None:
         assert any(getattr(p, field) != getattr(PAPER, field) for name, p in grid.items() if name != "ESSAY")
 
 
+@pytest.mark.law("refused-before-anything-changes")
 @pytest.mark.parametrize(
     ("change", "argument"),
     [
@@ -57,6 +62,7 @@ def test_a_plan_of_unknown_parts_is_refused(change: dict[str, object], argument:
     assert caught.value.argument == argument
 
 
+@pytest.mark.law("saved-is-what-was")
 def test_a_second_run_reads_what_is_stored(subject: Subject, tmp_path: Path) -> None:
     """Each variant once, on the same budget; nothing kept beyond it but protected trunks; then from the file."""
     told: list[str] = []
@@ -91,6 +97,7 @@ def test_the_command_writes_a_table_a_picture_and_json(tmp_path: Path) -> None:
     assert len(found[".csv"].read_text(encoding="utf-8").splitlines()) == 1 + len(rows)
 
 
+@pytest.mark.law("an-identity-tells-apart")
 def test_other_plans_have_other_files(tmp_path: Path) -> None:
     rows = [
         {"variant": name, "task": "needle", "accuracy": 0.5, "low": 0.1, "high": 0.9, "n": 2, "outcomes": [0, 1],
@@ -102,6 +109,7 @@ def test_other_plans_have_other_files(tmp_path: Path) -> None:
     assert write_report(rows, tmp_path, SMALL, "m", "t") == made[0]
 
 
+@pytest.mark.law("parts-equal-the-whole")
 def test_the_batch_size_changes_no_row(subject: Subject) -> None:
     plan = Plan(grid="extensions", budget="0.8", tasks=("needle",), length=180, samples=6)
     for variant in (BASE, "tiers"):

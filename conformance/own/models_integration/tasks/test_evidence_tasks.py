@@ -19,6 +19,8 @@ from models_integration.tasks.keys_in_prose import STRATA, keys_in_prose_sample
 from models_integration.tasks.prose import NARRATIVE, Prose, read_prose
 from spec.errors import SpecError
 
+pytestmark = pytest.mark.law("as-it-is-described")
+
 SINKS, RECENT = 4, 128
 LENGTHS = (1024, 1025, 2048)
 TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}[/]{% endfor %}[assistant]"
@@ -211,6 +213,7 @@ BAD: dict[str, Callable[[PreTrainedTokenizerFast, Prose], object]] = {
 }
 
 
+@pytest.mark.law("refused-before-anything-changes")
 @pytest.mark.parametrize("case", sorted(BAD))
 def test_bad_input_is_a_named_error(case: str, text: Path) -> None:
     tokenizer = merged_tokenizer()
@@ -219,6 +222,7 @@ def test_bad_input_is_a_named_error(case: str, text: Path) -> None:
     assert caught.value.argument == case.split()[0]
 
 
+@pytest.mark.law("refused-before-anything-changes")
 @pytest.mark.parametrize("data", [b"", b" \n\n", b"\xff\xfe\xff"])
 def test_a_text_without_text_is_refused(data: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(data)

@@ -35,6 +35,8 @@ transformers = pytest.importorskip("transformers")
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers  # noqa: E402
 from transformers import PreTrainedTokenizerFast  # noqa: E402
 
+pytestmark = pytest.mark.law("as-it-is-described")
+
 
 def _texts() -> list[str]:
     facts = [template.state(1234567890, key) for template in NEEDLE_TEMPLATES for key in template.other_keys]
@@ -286,6 +288,7 @@ BAD: dict[str, Callable[[PreTrainedTokenizerFast], object]] = {
 }
 
 
+@pytest.mark.law("refused-before-anything-changes")
 @pytest.mark.parametrize("case", sorted(BAD))
 def test_bad_input_is_a_named_error(case: str) -> None:
     with pytest.raises(SpecError) as caught:
