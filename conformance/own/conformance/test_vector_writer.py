@@ -14,7 +14,6 @@ from conformance.assurance.vector_writer.cases import STAGES
 from conformance.vectors import files
 from conformance.vectors.brute_force import score as plain_score
 
-
 made = lru_cache(store.built)
 
 
