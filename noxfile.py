@@ -44,6 +44,8 @@ NIGHTLY = {
                      "conformance/suite"],
     "long-attacks": ["pytest", "-v", "--kvspec-profile", "nightly", f"{ARCHIVE}/test_attacks.py",
                      f"{ARCHIVE}/test_faults.py", f"{ARCHIVE}/test_splice.py"],
+    "family-pairs": ["pytest", *WORKERS, "--kvspec-profile", "nightly", "-m", "nightly",
+                     "conformance/own/models_integration/session"],
     "families": ["conformance.measure.families"],
 }
 
@@ -125,7 +127,7 @@ def conformance(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def nightly(session: nox.Session) -> None:
-    """What is too long for CI: prompts of 32 768 tokens, long attacks on the archive, all families; `-- CASE ...`."""
+    """What is too long for CI: prompts of 32 768 tokens, long attacks on the archive, families; `-- CASE ...`."""
     chosen = session.posargs or list(NIGHTLY)
     if unknown := sorted(set(chosen) - set(NIGHTLY)):
         session.error(f"no case {', '.join(unknown)}: there are {', '.join(NIGHTLY)}")
