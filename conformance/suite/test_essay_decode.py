@@ -1,14 +1,16 @@
 """The essay's profile while the cache lives on: renewal, tiers and protection at every breath."""
 
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from conformance.oracles import decode as oracle
+from conformance.oracles import s5
 from conformance.vectors.arrays import plain
 from conformance.vectors.example_state import WAITING, state
 from conformance.vectors.models import model_of, results_of
@@ -16,14 +18,26 @@ from conformance.vectors.subject_decode import fields_of, state_of
 from reference.crystalcache import decode_step, empty_state, extend
 from spec.backend import Backend
 from spec.budget import Budget
-from spec.parameters import ESSAY
+from spec.parameters import ESSAY, CrystalCacheParameters
 
 ENDS = frozenset({7})
-# Without decay and resonance, and with a rational rarity, every value is exact: renewal, tiers and protection remain.
+# Without decay and resonance, and with a rational rarity, every value but a score is exact: renewal, tiers and protection
+# remain.
 EXACT = replace(
     ESSAY, T_breath=4, N_sink=1, W_recent=2, T_max=4, N_min=1, beta_0=0.0, alpha_res=0.0, rarity="reciprocal",
 )
 TOKENS = st.lists(st.tuples(st.integers(0, 8), st.sampled_from([0.125, 0.25, 0.5, 1.0])), min_size=1, max_size=14)
+
+
+def nearly_tied(before: oracle.Model, token: int, norm: float, p: CrystalCacheParameters) -> bool:
+    """Whether a breath now would order trunks that differ in the last bits of a score only."""
+    now = oracle.before_eviction(oracle.after_forward(before, token, norm, p), ENDS, p)
+    alive = [g for g, safe in zip(range(len(now.trunks)), oracle.protected(now, p), strict=True) if not safe]
+    D, M_bar = [g.D for g in now.trunks], [g.M_bar for g in now.trunks]
+    score = s5.score(D, M_bar, alive, p)
+    return any(
+        abs(score[a] - score[b]) < 1e-12 and (D[a], M_bar[a]) != (D[b], M_bar[b]) for a, b in combinations(alive, 2)
+    )
 
 
 @pytest.mark.spec(id="CC-RENEWAL")
@@ -37,6 +51,7 @@ def test_breaths_of_the_essay_equal_the_model(
     given_state: dict[str, Any] = state(**{**WAITING, "budget": budget})
     now, model = state_of(given_state), model_of(given_state)
     for token, norm in tokens:
+        assume(not nearly_tied(model, token, norm, p))
         now = decode_step(now, token, norm, ENDS, p, decoder)
         model = oracle.decode_step(model, token, norm, ENDS, p)
         assert {name: plain(value) for name, value in fields_of(now).items()} == {
