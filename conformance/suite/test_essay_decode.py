@@ -21,8 +21,8 @@ from spec.budget import Budget
 from spec.parameters import ESSAY, CrystalCacheParameters
 
 ENDS = frozenset({7})
-# Without decay and resonance, and with a rational rarity, every value but a score is exact: renewal, tiers and protection
-# remain.
+# Without decay and resonance, and with a rational rarity, every value but a score is exact: renewal, tiers and
+# protection remain.
 EXACT = replace(
     ESSAY, T_breath=4, N_sink=1, W_recent=2, T_max=4, N_min=1, beta_0=0.0, alpha_res=0.0, rarity="reciprocal",
 )
