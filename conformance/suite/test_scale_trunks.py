@@ -123,6 +123,13 @@ def test_sentences_of_one_length(stages: CrystalStages, length: int) -> None:
     assert offsets(stages, ends, WHOLE) == [0, length, 2 * length, 3 * length, 3 * length + 1]
 
 
+@pytest.mark.spec(id="CC-TRUNKS")
+@pytest.mark.parametrize("start", [2**24 - 13, 2**31 - 13, 2**32 - 13, 2**53 - 41])
+def test_odd_offsets_beyond_every_width(stages: CrystalStages, start: int) -> None:
+    """Trunks of five tokens, none of which is empty where every second position is lost."""
+    assert offsets(stages, np.arange(40) % 5 == 4, 5, start) == list(range(start, start + 41, 5))
+
+
 @pytest.mark.spec(id="CC-SPLIT")
 @pytest.mark.parametrize("T_max", [1, 7, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 1_024, 1_025, 65_536, 65_537])
 def test_one_long_sentence_is_split(stages: CrystalStages, T_max: int) -> None:
