@@ -68,12 +68,8 @@ def key_value_samples(
     pairs = _pairs(tokenizer, rng, form, room)
     rest = room - sum(len(pair.before) + len(pair.ids) for pair in pairs)
     first = length * prose.window(length, index, seed)
-    ids = [*around.opening, *prose.tokens[first : first + rest], *head]
-    spans = []
-    for pair in pairs:
-        ids.extend(pair.before)
-        spans.append((len(ids), len(ids) + len(pair.ids)))
-        ids.extend(pair.ids)
+    before = (*around.opening, *prose.tokens[first : first + rest], *head)
+    ids, spans = _joined(before, pairs)
     context = (*ids, *foot)
     return tuple(
         _sample(tokenizer, context, pairs[at], spans[at], around, form, at / len(pairs))
@@ -95,6 +91,16 @@ def _pairs(tokenizer: TaskTokenizer, rng: np.random.Generator, form: str, room: 
             return found
         used.add(key)
         found.append(pair)
+
+
+def _joined(before: Sequence[int], pairs: Sequence[_Pair]) -> tuple[list[int], list[tuple[int, int]]]:
+    """The tokens with all pairs behind them, and where each pair stands."""
+    ids, spans = list(before), list[tuple[int, int]]()
+    for pair in pairs:
+        ids.extend(pair.before)
+        spans.append((len(ids), len(ids) + len(pair.ids)))
+        ids.extend(pair.ids)
+    return ids, spans
 
 
 def _drawn(rng: np.random.Generator, form: str) -> tuple[str, str]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from models_integration.tasks.assembly import Anchor, TaskTokenizer, encode, joiner
+from models_integration.tasks.assembly import Anchor, FactTemplate, TaskTokenizer, encode, joiner
 from models_integration.tasks.chat import Frame, bare
 from models_integration.tasks.prose import Prose, weave
 from models_integration.tasks.samples import Sample, distractor_anchors, draw_value, generator
@@ -50,16 +50,21 @@ def keys_in_prose_sample(
     anchors += distractor_anchors(rng, template, keys - 1, value, values)
     text = weave(tokenizer, prose, window, around.opening, anchors, length)
     check_unprotected(text.spans[0], length)
-    asked = QUESTION_FRAME.format(question=template.ask()).removesuffix(" Answer:")
-    opening = template.state("").removesuffix(".").strip()
     space = joiner(tokenizer)
-    between = f"{around.closing}{opening}" if around.closing else f" Answer: {opening}"
     return Sample(
-        task=f"keys_in_prose_{keys}", context_ids=text.ids, question_ids=encode(tokenizer, space + asked + between),
+        task=f"keys_in_prose_{keys}", context_ids=text.ids,
+        question_ids=encode(tokenizer, space + _question(template, around)),
         expected=str(value), needle=text.spans[0], distractors=text.spans[1:],
         metadata={"template": template.name, "depth": depth, "value": value, "keys": keys, "window": window},
         answer_ids=encode(tokenizer, f"{space}{value}"), chat_template=around.name,
     )
+
+
+def _question(template: FactTemplate, around: Frame) -> str:
+    """The question, and the answer up to the value."""
+    asked = QUESTION_FRAME.format(question=template.ask()).removesuffix(" Answer:")
+    opening = template.state("").removesuffix(".").strip()
+    return f"{asked}{around.closing}{opening}" if around.closing else f"{asked} Answer: {opening}"
 
 
 def check_unprotected(span: tuple[int, int], length: int) -> None:
