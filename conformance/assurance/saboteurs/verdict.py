@@ -15,6 +15,7 @@ import pytest
 
 from conformance.assurance import trace
 from conformance.assurance.saboteurs.plugin import judges_any_backend
+from conformance.assurance.saboteurs.registry import BY_SIZE
 from conformance.paths import ROOT
 
 __all__ = ["Verdict", "items_by_module", "judge", "modules_of", "warm"]
@@ -86,9 +87,13 @@ def warm() -> None:
     gc.freeze()
 
 
-def modules_of(item: str) -> list[str]:
-    """The modules of the suite that hold a test of the item; Triton's kernels are no part of the reference."""
+def modules_of(item: str, by_size: bool = False) -> list[str]:
+    """The modules of the suite that hold a test of the item; Triton's kernels are no part of the reference.
+
+    The scale lane comes first for a saboteur by size, which no small input shows, and last for the others.
+    """
     marked = [path for path, items in items_by_module().items() if item in items and "triton" not in path.parts]
+    marked.sort(key=lambda path: path.name.startswith("test_scale_") != by_size)
     return [str(path) for path in dict.fromkeys([*marked, *EXAMPLES])]
 
 
@@ -104,7 +109,7 @@ def judge(name: str, item: str, options: Sequence[str] = ()) -> Verdict:
              "no:cacheprovider", "--rootdir", os.fspath(CONFORMANCE.parent), "--strict-markers",
              # An assertion that is not explained is cheaper, and kills as well.
              "--assert=plain", "--tb=native",
-             "--kvspec-profile", "ci", *who, *options, *modules_of(item)],
+             "--kvspec-profile", "ci", *who, *options, *modules_of(item, name in BY_SIZE)],
             plugins=[_Jury(verdict)],
         )
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
