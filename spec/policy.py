@@ -26,9 +26,11 @@ class Needs:
     """What a scorer must be shown of a segment; nothing else is captured for it."""
 
     layers: Literal["none", "observed", "all"] = "none"
-    """Whose q and k: nobody's, the first full-attention layer's, or every full-attention layer's."""
+    """Whose q and k: nobody's, one full-attention layer's, or every one's."""
     query_rows: int | None = 0
     """How many of the segment's last query rows; None means all of them."""
+    observed: int = 0
+    """Which full-attention layer "observed" is, from the first, or from the last where it is negative."""
     values: bool = False
     token_ids: bool = False
     takes: Callable[[DeviceArray], bool] | None = None

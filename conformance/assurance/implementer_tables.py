@@ -50,12 +50,12 @@ def shown(value: object) -> str:
 
 
 def admitted(name: str, record: type[CrystalCacheParameters] | type[NestedKVParameters]) -> str:
-    """The bound that the record states for -1, which no parameter admits."""
+    """The bound that the record states for -2^32, which no parameter admits."""
     try:
-        record(**{name: -1})  # type: ignore[arg-type]
+        record(**{name: -(2**32)})  # type: ignore[arg-type]
     except SpecError as error:
         return re.sub(r"^must (be |lie )?|\bbe ", "", error.bound)
-    raise AssertionError(f"{name} = -1 is admitted")
+    raise AssertionError(f"{name} = -2^32 is admitted")
 
 
 def crystal_parameters() -> str:

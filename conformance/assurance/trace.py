@@ -31,6 +31,7 @@ SABOTEURS = 2  # of each item, at least
 # Items that no backend implements, because no stage of `spec.backend.CrystalStages` is about them.
 NO_STAGE = {
     "CC-MEMORY": "arithmetic of reports; no stage computes it",
+    "CC-OBSERVED-LAYER": "chosen once for a model; stages are given its queries and keys",
     "CC-BUDGET-FORMS": "read once at the door, in spec/budget.py",
     "CC-EDGES": "a view of spec/records.py, the same for every backend",
     "CC-PROTECTED": "computed once by the pipeline; stages are given the mask",

@@ -10,14 +10,22 @@ from conformance.oracles.s1 import Edge
 from conformance.oracles.s4 import cross_weights
 
 __all__ = [
-    "compact", "cut", "dissolved_D", "edge_list", "kv_bytes", "pairs", "renewed_D", "rows_of", "score", "tokens",
-    "trunk_lists",
+    "compact", "cut", "dissolved_D", "edge_list", "kv_bytes", "observed_layer", "pairs", "renewed_D", "rows_of",
+    "score", "tokens", "trunk_lists",
 ]
 
 
 def kv_bytes(L: int, H_kv: int, d: int, n: int, batch: int, b: int) -> int:
     """Eq. 4, counted layer by layer and head by head."""
     return sum(b * d * n for _ in range(batch) for _ in range(L) for _ in range(H_kv) for _ in ("key", "value"))
+
+
+def observed_layer(full_layers: list[int], i: int) -> int:
+    """CC-OBSERVED-LAYER: the layers taken one after another, from the end that the sign says."""
+    left = sorted(full_layers, reverse=i < 0)
+    for _ in range(-i - 1 if i < 0 else i):
+        left.pop(0)
+    return left[0]
 
 
 def tokens(budget: float | int | str, seen: int) -> int:

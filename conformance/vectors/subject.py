@@ -30,6 +30,7 @@ from reference.crystalcache import (
 )
 from reference.crystalcache import prefill as run_prefill
 from reference.crystalcache.crystallization import crystallization
+from reference.crystalcache.observed_layer import observed_layer
 from reference.memory import kv_bytes
 from spec.backend import Backend
 from spec.budget import parse_budget
@@ -108,6 +109,7 @@ def crystallized(i: Json, p: CrystalCacheParameters) -> Mapping[str, object]:
 
 ITEMS: dict[str, Item] = {
     "CC-MEMORY": lambda i, p: {"bytes": kv_bytes(**i)},
+    "CC-OBSERVED-LAYER": lambda i, p: {"layer": observed_layer(**i)},
     "CC-BUDGET-FORMS": lambda i, p: {"tokens": parse_budget(i["budget"]).tokens(i["seen"])},
     "CC-BUDGET": lambda i, p: {
         "B": protection.effective_budget(parse_budget(i["budget"]), i["n"], p.N_sink, p.W_recent)

@@ -38,12 +38,12 @@ def check_handover(architecture: Architecture, needs: Needs, granularity: Granul
 
     Raises:
         SpecError: for a model with a layer that stores nothing of what it reads, or whose attention is handed other
-            tensors than its cache returned.
+            tensors than its cache returned, or without the layer that is observed.
     """
     handed = _handed(architecture)
     if handed.idle:
         raise SpecError("model", architecture.name, f"its layers {handed.idle} store nothing of what it reads")
-    if needs.layers != "none" and not (handed.keys and handed.queries and (handed.values or not needs.values)):
+    if architecture.watched(needs) and not (handed.keys and handed.queries and (handed.values or not needs.values)):
         raise SpecError("model", architecture.name, OTHER_TENSORS)
     if granularity is not Granularity.MODEL:
         _check_apart(architecture, granularity)

@@ -233,7 +233,7 @@ class DecodeRule:
             SpecError: when they cannot; nothing has changed.
         """
         before = _covering(cache)
-        after = self.flushed(before, cache.observed_keys)
+        after = self.flushed(before, cache.keys_of(self.parameters.observed_layer))
         if before.spliced or any(new.live is not old.live for new, old in zip(after.rows, before.rows, strict=True)):
             cache.compact([Retention.shared(state.stored, state.seen) for state in after.rows])
         cache.continuation = after

@@ -88,10 +88,9 @@ class RetainedCache(DynamicCache):
         """
         return self.full_layers[0].head_positions(row, 0)
 
-    @property
-    def observed_keys(self) -> Tensor:
-        """The observed layer's stored keys, (rows, H_kv, stored, d)."""
-        keys = self.full_layers[0].keys
+    def keys_of(self, i: int) -> Tensor:
+        """The stored keys of one full-attention layer, from the first, (rows, H_kv, stored, d)."""
+        keys = self.full_layers[i].keys
         assert isinstance(keys, Tensor)
         return keys
 

@@ -10,7 +10,9 @@ from weakref import WeakSet
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from reference.crystalcache.observed_layer import observed_layer
 from spec.errors import SpecError
+from spec.policy import Needs
 
 __all__ = ["BUSY", "Architecture", "attention_modules", "by_layer", "check_free", "describe", "of_layer"]
 
@@ -34,13 +36,18 @@ class Architecture:
     attention: Mapping[int, nn.Module]
     """Attention modules by layer index."""
     full_layers: tuple[int, ...]
-    """Indices of the full-attention layers, the first of which is the observed layer."""
+    """Indices of the full-attention layers, ascending."""
     vocabulary: int
 
-    @property
-    def observed(self) -> int:
-        """The first full-attention layer: the paper's layer 1."""
-        return self.full_layers[0]
+    def watched(self, needs: Needs) -> tuple[int, ...]:
+        """The layers whose attention a scorer is shown.
+
+        Raises:
+            SpecError: when it observes a layer that is not there.
+        """
+        if needs.layers == "observed":
+            return (observed_layer(self.full_layers, needs.observed),)
+        return self.full_layers if needs.layers == "all" else ()
 
 
 def describe(model: PreTrainedModel) -> Architecture:

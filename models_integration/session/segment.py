@@ -117,7 +117,7 @@ class ObservedSegment:
         needs: what is noted.
         cache: what the model reads into.
         rows_per_prompt: rows of the batch that stand for one prompt: beams, or returned sequences.
-        lse: whether to note the observed layer's log-sum-exp, where the attention computes it on the way.
+        lse: whether to note the watched layers' log-sum-exp, where their attention computes it on the way.
 
     Attributes:
         cache: as given; after `observe`, the full cache.
@@ -160,13 +160,11 @@ class ObservedSegment:
     @property
     def layers(self) -> Sequence[int]:
         """The layers that are watched."""
-        full = self.architecture.full_layers
-        return {"none": (), "observed": full[:1], "all": full}[self.recorder.needs.layers]
+        return self.architecture.watched(self.recorder.needs)
 
     def wants_lse(self, layer: int) -> bool:
         """Only where the forward's sum is over what a single run would see: a first prompt, no padding."""
-        observed = self.architecture.full_layers[0]
-        return self._lse and not self.later and layer == observed and self.text.padding is None
+        return self._lse and not self.later and layer in self.layers and self.text.padding is None
 
     def attended(self, module: nn.Module, seen: Attended) -> None:
         """After a watched layer has attended."""
@@ -300,8 +298,9 @@ class Segment:
     """One forward with more than one query, or the forwards of a prompt, a turn or a stream that come in pieces.
 
     It watches the model's attention. A segment of one forward, whose scorer asks for no more than the observed layer,
-    is decided as soon as that layer has attended, and each layer is compacted as soon as it has: the full cache never
-    exists. Every other segment is decided and compacted at its end.
+    is decided as soon as that layer has attended: the layers up to it are compacted then, and each later one as soon as
+    it has attended. Where the first is observed, the full cache never exists. Every other segment is decided and
+    compacted at its end.
 
     Args:
         rows_per_prompt: rows of the batch that stand for one prompt: beams, or returned sequences.
@@ -352,8 +351,8 @@ class Segment:
         layer = cast(int, module.layer_idx)
         if layer in self.observed.layers:
             self.observed.attended(module, seen)
-        if self._layerwise:
-            self._compact([layer], self._decided())
+        if self._layerwise and layer >= max(self.observed.layers, default=layer):
+            self._compact([waiting for waiting in self._full if waiting <= layer], self._decided())
 
     def finish(self) -> Decision:
         """The end of the segment: what was kept of each prompt; the cache goes on from there.

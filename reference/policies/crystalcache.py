@@ -63,7 +63,9 @@ def crystalcache(
     """
     engine = resolve(backend)
     stages = engine.require_crystal()
-    needs = Needs(layers="observed", query_rows=None, token_ids=True, takes=engine.takes)
+    needs = Needs(
+        layers="observed", query_rows=None, observed=parameters.observed_layer, token_ids=True, takes=engine.takes
+    )
     return Policy(
         "crystalcache",
         CrystalScorer(stages, check_sentence_ends(sentence_ends), parameters, needs),

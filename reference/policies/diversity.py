@@ -67,7 +67,7 @@ class Signed:
     def shown(self, observation: Observation) -> Observation:
         """What the host alone would be shown."""
         layers = list(observation.layers.items())
-        shown = {"none": [], "observed": layers[:1], "all": layers}[self.host.needs.layers]
+        shown = {"none": [], "observed": layers[self.host.needs.observed :][:1], "all": layers}[self.host.needs.layers]
         return replace(observation, layers=dict(shown))
 
 

@@ -125,6 +125,8 @@ class CrystalCacheParameters:
     """Which W after a breath: Eq. 39 and 40, or the ablation that leaves it alone."""
     breath_protection: BreathProtection = "none"
     """Who is safe at a breath: nobody (the paper), or whole trunks that touch the sink or the recent window."""
+    observed_layer: int = 0
+    """Which full-attention layer S1 observes: from the first (0, the paper's), or from the last (-1)."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -141,6 +143,9 @@ class CrystalCacheParameters:
             low = int(name in _AT_LEAST_ONE)
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= _LARGEST:
                 raise SpecError(name, value, f"must be an int from {low} to {_LARGEST}")
+        elif name == "observed_layer":
+            if isinstance(value, bool) or not isinstance(value, int) or abs(value) > _LARGEST:
+                raise SpecError(name, value, f"must be an int from {-_LARGEST} to {_LARGEST}")
         elif isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             raise SpecError(name, value, "must be a finite number")
         elif name in _NON_NEGATIVE and value < 0:

@@ -32,6 +32,13 @@ def memory(rng: np.random.Generator) -> Inputs:
     }
 
 
+def full_layers(rng: np.random.Generator) -> Inputs:
+    """Every layer has full attention in half of the models."""
+    every = int(rng.choice([1, 2]))
+    L = between(rng, 1, 40)
+    return {"full_layers": list(range(every - 1, every * L, every)), "i": between(rng, -L, L - 1)}
+
+
 def renewal(rng: np.random.Generator) -> Inputs:
     return {
         "D": rng.random(5).tolist(), "active": (rng.random(5) < 0.8).tolist(),
@@ -256,9 +263,10 @@ def depths(rng: np.random.Generator) -> Inputs:
 
 
 DRAWN: Mapping[str, Draw] = {
-    "CC-MEMORY": memory, "CC-RENEWAL": renewal, "PO-PYRAMID-OFFICIAL": pyramid, "PO-ADAKV-OFFICIAL": wins,
-    "PO-WHOLE-SHARES": targets, "PO-STEP": cadences, "NK-TOKENS": kept_share, "DV-VARIANT-B": toward_mean,
-    "DV-SCHEDULE": schedule, "TA-CALIBRATION": identities, "IN-SHIFT-ANGLES": shift, "IN-REBASE-ANGLES": rebase,
+    "CC-MEMORY": memory, "CC-OBSERVED-LAYER": full_layers, "CC-RENEWAL": renewal, "PO-PYRAMID-OFFICIAL": pyramid,
+    "PO-ADAKV-OFFICIAL": wins, "PO-WHOLE-SHARES": targets, "PO-STEP": cadences, "NK-TOKENS": kept_share,
+    "DV-VARIANT-B": toward_mean, "DV-SCHEDULE": schedule, "TA-CALIBRATION": identities, "IN-SHIFT-ANGLES": shift,
+    "IN-REBASE-ANGLES": rebase,
     "IN-HALF-SPLIT": turn, "IN-INTERLEAVED": turn, "IN-SCALE": steps, "IN-CODES": coded, "IN-ARMS": region,
     "IN-MARKER": marker, "IN-WRAP": wrapped, "IN-SLICES": cut, "IN-FUSE": rankings, "IN-MCNEMAR": discordant,
     "IN-WILSON": share, "IN-BOOTSTRAP": resamples, "IN-CLUSTER-BOOTSTRAP": clusters, "IN-POWER": power,

@@ -1,5 +1,6 @@
 """Wrong readings of what is no stage: memory, compaction, the pipeline."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any
@@ -10,6 +11,7 @@ from conformance.assurance.saboteurs.registry import Array, instead_of
 from reference.crystalcache.compaction import compact
 from reference.crystalcache.crystallization import crystallization
 from reference.crystalcache.graph import degree
+from reference.crystalcache.observed_layer import observed_layer
 from reference.crystalcache.pipeline import prefill
 from reference.crystalcache.protection import protected_trunks
 from reference.memory import kv_bytes
@@ -37,6 +39,19 @@ def one_sequence(L: int, H_kv: int, d: int, n: int, batch: int, b: int) -> int:
 def in_32_bits(L: int, H_kv: int, d: int, n: int, batch: int, b: int) -> int:
     """The product wraps at 32 bits."""
     return kv_bytes(L, H_kv, d, n, batch, b) % 2**32
+
+
+@instead_of(observed_layer, "CC-OBSERVED-LAYER")
+def a_layer_by_its_index(full_layers: Sequence[int], i: int) -> int:
+    """The number is the layer's own index where there is one: windows are counted too."""
+    return i if i in full_layers else observed_layer(full_layers, i)
+
+
+@instead_of(observed_layer, "CC-OBSERVED-LAYER")
+def the_nearest_that_is_there(full_layers: Sequence[int], i: int) -> int:
+    """What lies outside is the first or the last layer."""
+    L = len(full_layers)
+    return observed_layer(full_layers, min(max(i, -L), L - 1))
 
 
 @instead_of(compact, "CC-COMPACT")

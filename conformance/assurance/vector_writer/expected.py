@@ -155,6 +155,9 @@ PLAIN = "conformance.vectors.brute_force."
 
 OPERATIONS: dict[str, Operation] = {
     "CC-MEMORY": Operation(PLAIN + "kv_bytes", lambda i, p: {"bytes": plain.kv_bytes(**i)}),
+    "CC-OBSERVED-LAYER": Operation(
+        PLAIN + "observed_layer", lambda i, p: {"layer": plain.observed_layer(**i)}
+    ),
     "CC-BUDGET-FORMS": Operation(PLAIN + "tokens", lambda i, p: {"tokens": plain.tokens(i["budget"], i["seen"])}),
     "CC-BUDGET": Operation(
         ORACLES + "s6.effective_budget",

@@ -69,7 +69,7 @@ def streamed(n: int, piece: int, backend: str) -> Iterator[Row]:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             yield Row(start + len(tenth), peak, 1e3 * spent / len(tenth), cache.stored_length)
     stored = cache.stored_positions()
-    found = cache.observed_keys[0]
+    found = cache.keys_of(0)[0]
     expected = first_layer_keys(model, ids[stored], stored)
     assert cache.get_seq_length() == n
     assert float((found - expected).abs().max()) < 1e-4 * float(expected.abs().max())

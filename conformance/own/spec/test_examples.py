@@ -18,6 +18,7 @@ from reference.crystalcache import coattention as s1
 from reference.crystalcache import compaction, dissolution, graph, impact, protection, score, sentences, trunks
 from reference.crystalcache import prefill as run_prefill
 from reference.crystalcache.crystallization import crystallization
+from reference.crystalcache.observed_layer import observed_layer
 from reference.memory import kv_bytes
 from spec.budget import parse_budget
 from spec.errors import SpecError
@@ -154,6 +155,7 @@ def of_decode(name: str, given: Json) -> object:
 
 ADAPTERS: dict[str, Adapter] = {
     "CC-MEMORY": lambda cases: [kv_bytes(*case) for case in cases],
+    "CC-OBSERVED-LAYER": lambda cases: [observed_layer(*case) for case in cases],
     "CC-BUDGET-FORMS": budget_forms,
     "CC-ATTENTION": attention,
     "CC-SALIENCE": lambda i: s1.salience(floats(i["own"]), parameters(i)),

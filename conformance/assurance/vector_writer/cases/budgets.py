@@ -1,4 +1,4 @@
-"""Memory, and how a budget is written and read."""
+"""Memory, the observed layer, and how a budget is written and read."""
 
 from conformance.assurance.vector_writer.case import Case, Group
 from conformance.vectors.json_values import Json
@@ -8,6 +8,10 @@ __all__ = ["GROUPS"]
 
 def memory(L: int, H_kv: int, d: int, n: int, batch: int, b: int) -> Json:
     return {"L": L, "H_kv": H_kv, "d": d, "n": n, "batch": batch, "b": b}
+
+
+def full_layers(i: int) -> Json:
+    return {"full_layers": [1, 3, 5, 8], "i": i}
 
 
 def asked(budget: float | int | str, seen: int) -> Json:
@@ -69,4 +73,11 @@ GROUPS = [
         Case(60, "without sink and window B is the budget alone", ["FloorOfBudget", "DecimalFraction"],
              {"budget": 0.28, "n": 25}),
     ], {"N_sink": 0, "W_recent": 0}),
+    Group("CC-OBSERVED-LAYER", [
+        Case(3, "the first is the paper's", ["Plain"], full_layers(0)),
+        Case(4, "full-attention layers are counted, no others", ["Plain"], full_layers(2)),
+        Case(5, "from the last", ["Plain"], full_layers(-3)),
+        Case(6, "none as far from the first", ["Refused"], full_layers(4), refused="observed_layer"),
+        Case(7, "none as far from the last", ["Refused"], full_layers(-5), refused="observed_layer"),
+    ]),
 ]

@@ -42,9 +42,9 @@ def read_prompt(subject: Subject, ids: tuple[int, ...]) -> tuple[Reading, Callab
     """Read a prompt once; the function makes caches that hold all of it."""
     architecture, observer = describe(subject.model), _Observer()
     cache = RetainedCache(architecture.config)
-    with observing(architecture, cache, observer, (architecture.observed,)):
+    with observing(architecture, cache, observer, (architecture.full_layers[0],)):
         subject.model(input_ids=torch.tensor([ids]), past_key_values=cache, logits_to_keep=1)
-    view = observer.recorder.views(0)[architecture.observed]
+    view = observer.recorder.views(0)[architecture.full_layers[0]]
     tensors = [(cast(Tensor, layer.keys), cast(Tensor, layer.values)) for layer in cache.full_layers]
 
     def filled() -> RetainedCache:

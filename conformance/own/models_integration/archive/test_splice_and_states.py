@@ -166,13 +166,13 @@ def test_the_state_is_the_reference_s(gone: frozenset[int]) -> None:
         (before,) = states_of(told.cache).rows
         told.splice(tokens, gone)
         kept = np.array([at for at in range(17) if at not in gone], dtype=np.int64)
-        keys = told.cache.observed_keys[0, :, -len(kept) :].numpy()
+        keys = told.cache.keys_of(0)[0, :, -len(kept) :].numpy()
         rule = policy().method.continuation
         assert isinstance(rule, DecodeRule)
         expected = join_chunk(
             before, np.array(tokens), kept, inverse_key_norms(keys), ENDS, BREATHING, rule.engine
         )
-        (found,) = rule.flushed(states_of(told.cache), told.cache.observed_keys).rows
+        (found,) = rule.flushed(states_of(told.cache), told.cache.keys_of(0)).rows
     assert found.stored.tolist() == expected.stored.tolist() == told.positions()
     assert (found.seen, found.step) == (57, 0)
     for a, b in ((found.D, expected.D), (found.live.impact, expected.live.impact), (found.counts, expected.counts),

@@ -1,4 +1,4 @@
-"""q and k of a Llama's first layer, computed from the layer's own input: nothing of the integration's capture."""
+"""q and k of a layer of a Llama, computed from the layer's own input: nothing of the integration's capture."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,17 +23,18 @@ class Seen:
 
 @dataclass
 class Observed:
-    """Watches one row of a Llama's first layer, and remembers every key that it ever made."""
+    """Watches one row of a Llama's layer, and remembers every key that it ever made."""
 
     model: PreTrainedModel
     row: int = 0
+    layer: int = 0
     keys: list[Any] = field(default_factory=list)
 
     @contextmanager
     def forward(self) -> Iterator[Seen]:
         """What the forwards inside the block attend with, one after the other."""
         seen = Seen()
-        attention: Any = self.model.get_submodule("model.layers.0.self_attn")
+        attention: Any = self.model.get_submodule(f"model.layers.{self.layer}.self_attn")
 
         def look(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             hidden, (cos, sin) = kwargs["hidden_states"], kwargs["position_embeddings"]

@@ -48,7 +48,7 @@ def now(cache: RetainedCache) -> tuple[DecodeState, ...]:
     """The states, with the tokens that still wait."""
     rule = breathing().method.continuation
     assert isinstance(rule, DecodeRule)
-    flushed = rule.flushed(states_of(cache), cache.observed_keys).rows
+    flushed = rule.flushed(states_of(cache), cache.keys_of(0)).rows
     return tuple(replace(new, budget=old.budget) for new, old in zip(flushed, states_of(cache).rows, strict=True))
 
 

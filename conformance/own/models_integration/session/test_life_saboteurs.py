@@ -278,7 +278,7 @@ SABOTEURS: dict[Callable[[Patch], None], Callable[[], None]] = {
     the_first_row_s_tokens_for_all: lambda: test_breaths.test_rows_of_a_batch_breathe_as_they_do_alone("llama"),
     the_first_row_s_keys_for_all: lambda: test_breaths.test_rows_of_a_batch_breathe_as_they_do_alone("llama"),
     states_stay_where_they_were: check_beams,
-    the_tail_is_forgotten_in_a_turn: lambda: test_turns.test_the_kept_sets_are_those_of_the_reference(30),
+    the_tail_is_forgotten_in_a_turn: lambda: test_turns.test_the_kept_sets_are_those_of_the_reference(30, 0),
     steps_without_decode_decay: test_breaths.test_steps_read_without_decode_do_not_fade,
     queries_of_a_turn_stand_at_their_slots: lambda: test_turns.test_eviction_equals_masking_after_every_turn(
         "llama", "crystalcache"

@@ -1,5 +1,6 @@
 """Turns: later segments on a compacted cache, in one context or in several."""
 
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -68,12 +69,13 @@ def test_ten_turns_in_ten_contexts(method: str) -> None:
 
 
 @pytest.mark.law("decided-as-the-reference")
-@pytest.mark.parametrize("budget", [0.5, 30])
-def test_the_kept_sets_are_those_of_the_reference(budget: float | int) -> None:
+@pytest.mark.spec(id="CC-OBSERVED-LAYER")
+@pytest.mark.parametrize(("budget", "which"), [(0.5, 0), (30, 0), (0.5, 1), (30, -1), (0.5, -2)])
+def test_the_kept_sets_are_those_of_the_reference(budget: float | int, which: int) -> None:
     """Prompt, steps, turn, steps, turn: the states equal those that the reference gives on the same q and k."""
-    model = build("llama", dtype=torch.float64)
-    observed, expected = Observed(model), empty_state(parse_budget(budget))
-    with CrystalCache(budget, ENDS, TINY, backend="numpy")(model):
+    model, parameters = build("llama", dtype=torch.float64), replace(TINY, observed_layer=which)
+    observed, expected = Observed(model, layer=which % 3), empty_state(parse_budget(budget))
+    with CrystalCache(budget, ENDS, parameters, backend="numpy")(model):
         cache = RetainedCache(model.config)
         for ids in (prompt(N), turn(1, 1), turn(2, 1), turn(3), turn(4, 1), turn(5, 7)):
             with observed.forward() as seen:

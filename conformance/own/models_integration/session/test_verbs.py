@@ -1,7 +1,7 @@
 """Observe once, decide and compact often: bit for bit what a context does with each policy and budget alone."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,9 @@ Make = Callable[[PreTrainedModel, float], RetentionPolicy]
 OWN: dict[str, Make] = {
     "crystalcache": lambda model, budget: CrystalCache(budget, ENDS, TINY, backend="numpy"),
     "crystalcache with breaths": lambda model, budget: CrystalCache(budget, ENDS, TINY, backend="numpy", decode=True),
+    "crystalcache of the last layer": lambda model, budget: CrystalCache(
+        budget, ENDS, replace(TINY, observed_layer=-1), backend="numpy"
+    ),
     "StreamingLLM": lambda model, budget: StreamingLLM(budget, N_sink=2),
     "FullCache": lambda model, budget: FullCache(),
 }

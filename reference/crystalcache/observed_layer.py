@@ -1,0 +1,27 @@
+"""Which layer S1 observes."""
+
+from collections.abc import Sequence
+
+from spec.errors import SpecError
+
+__all__ = ["observed_layer"]
+
+
+def observed_layer(full_layers: Sequence[int], i: int) -> int:
+    """The index of the layer whose queries and keys S1 reads.
+
+    Implements: CC-OBSERVED-LAYER
+
+    Source: Section 3.2, "First layer only", is i = 0.
+
+    Args:
+        full_layers: indices of the model's full-attention layers, ascending.
+        i: which of them, from the first (0), or from the last (-1).
+
+    Raises:
+        SpecError: when there is no such layer.
+    """
+    L = len(full_layers)
+    if not -L <= i < L:
+        raise SpecError("observed_layer", i, f"must be from {-L} to {L - 1}: the model has {L} full-attention layers")
+    return full_layers[i]
