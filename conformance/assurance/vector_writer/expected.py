@@ -6,16 +6,16 @@ from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 
+from conformance.assurance.vector_writer import expected_diversity as diversity
 from conformance.assurance.vector_writer import expected_injection
 from conformance.assurance.vector_writer.case import Operation
 from conformance.assurance.vector_writer.expected_decode import DECODE_OPERATIONS
+from conformance.assurance.vector_writer.expected_policies import RESULTS
 from conformance.oracles import pipeline, s1, s2, s3, s4, s5, s6
 from conformance.vectors import brute_force as plain
-from conformance.vectors import diversity_oracles as diversity
 from conformance.vectors.json_values import Json, Results
 from conformance.vectors.nestedkv_oracles import BOUNDED_RESULTS
 from conformance.vectors.nestedkv_oracles import RESULTS as NESTEDKV_RESULTS
-from conformance.vectors.policy_oracles import RESULTS
 from spec.parameters import CrystalCacheParameters
 
 __all__ = ["OPERATIONS"]
@@ -277,12 +277,12 @@ OPERATIONS: dict[str, Operation] = {
     "prefill": Operation(ORACLES + "pipeline.prefill", prefill, ("scores", "D"), ("CC-PREFILL",)),
     **DECODE_OPERATIONS,
     **{
-        item: Operation("conformance.vectors.policy_oracles", lambda i, p, run=run: run(i))  # type: ignore[misc]
+        item: Operation("conformance.assurance.vector_writer.expected_policies", lambda i, p, run=run: run(i))  # type: ignore[misc]
         for item, run in RESULTS.items()
     },
     **{
         item: Operation(
-            "conformance.vectors.diversity_oracles", lambda i, p, run=run: run(i),  # type: ignore[misc]
+            "conformance.assurance.vector_writer.expected_diversity", lambda i, p, run=run: run(i),  # type: ignore[misc]
             diversity.BOUNDED.get(item, ()),
         )
         for item, run in diversity.RESULTS.items()

@@ -4,7 +4,6 @@ from conformance.assurance.vector_writer.case import Operation
 from conformance.oracles import decode, pipeline, s1, s4, s6
 from conformance.oracles.decode import Model, Trunk
 from conformance.vectors.brute_force import tokens, trunk_lists
-from conformance.vectors.expected_decode import seen_count
 from conformance.vectors.json_values import Json, Results
 from conformance.vectors.models import budget_of, csr_of, model_of, pairs_of, results_of
 from spec.parameters import CrystalCacheParameters
@@ -145,13 +144,21 @@ def step(i: Json, p: CrystalCacheParameters) -> Results:
     return results_of(decode.decode_step(model_of(i), i["token_id"], i["inverse_norm"], ends, p))
 
 
+def seen_count(i: Json, p: CrystalCacheParameters) -> Results:
+    """Tokens seen, counted one by one."""
+    everything = [token for token, number in zip(i["ids"], i["counts"], strict=True) for _ in range(number)] + i["new"]
+    ids = sorted(set(everything))
+    return {"ids": ids, "counts": [everything.count(token) for token in ids],
+            "c": [everything.count(token) for token in i["new"]]}
+
+
 ORACLE = "conformance.oracles.decode."
 FLOATS = ("impact", "trunk_impact", "D", "weights", "mu", "sigma")
 
 DECODE_OPERATIONS: dict[str, Operation] = {
     "CC-START": Operation(ORACLE + "extend", start, FLOATS),
     "CC-LIVE": Operation(ORACLE + "keep", live),
-    "CC-SEEN-COUNT": Operation("conformance.vectors.expected_decode.seen_count", seen_count),
+    "CC-SEEN-COUNT": Operation("conformance.assurance.vector_writer.expected_decode.seen_count", seen_count),
     "CC-TAIL": Operation(ORACLE + "append", tail),
     "CC-TAIL-D": Operation(ORACLE + "edgeless_D", tail_D, ("D",)),
     "CC-CHUNK-TRUNKS": Operation(ORACLE + "join_chunk", chunk_trunks, FLOATS),

@@ -4,7 +4,7 @@ import struct
 from fractions import Fraction
 from statistics import NormalDist
 
-from conformance.oracles import injection, statistics
+from conformance.assurance.oracles import injection, statistics
 from conformance.vectors.json_values import Json
 
 __all__ = ["OPERATIONS"]
@@ -90,7 +90,7 @@ def fractions(i: Json) -> Json:
     return {"n": i["n"], **{name: Fraction(i[name]) for name in ("discordance", "difference", "alpha")}}
 
 
-HERE, COUNTED = "conformance.oracles.injection.", "conformance.oracles.statistics."
+HERE, COUNTED = "conformance.assurance.oracles.injection.", "conformance.assurance.oracles.statistics."
 
 # Item: the oracle's name, the results, which of them are bounded.
 OPERATIONS = {

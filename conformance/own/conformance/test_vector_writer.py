@@ -32,9 +32,9 @@ def test_a_file_is_what_the_oracles_give(stage: str) -> None:
 @pytest.mark.parametrize(
     "module",
     [
-        "vectors.brute_force", "vectors.expected_decode", "vectors.json_values", "vectors.policy_oracles",
-        "vectors.nestedkv_oracles", "vectors.diversity_oracles", "assurance.vector_writer.case",
+        "vectors.brute_force", "vectors.json_values", "vectors.nestedkv_oracles", "assurance.vector_writer.case",
         "assurance.vector_writer.expected", "assurance.vector_writer.expected_decode",
+        "assurance.vector_writer.expected_policies", "assurance.vector_writer.expected_diversity",
         "assurance.vector_writer.expected_injection",
     ],
 )

@@ -10,10 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conformance import tolerances
-from conformance.oracles import policies as oracle
-from conformance.own.reference.test_decoding import one_head
-from conformance.strategies.policy_cases import CASES, Inputs, drawn, observation, plain
-from conformance.strategies.policy_segments import (
+from conformance.assurance.strategies.policy_segments import (
     KERNEL,
     POLICIES,
     READ,
@@ -28,7 +25,10 @@ from conformance.strategies.policy_segments import (
     stored,
     turned,
 )
-from conformance.strategies.policy_steps import shown
+from conformance.assurance.strategies.policy_steps import shown
+from conformance.oracles import policies as oracle
+from conformance.own.reference.test_decoding import one_head
+from conformance.strategies.policy_cases import CASES, Inputs, drawn, observation, plain
 from reference import policies
 from reference.policies.protections import SinkAndRecent
 from spec.budget import Budget, parse_budget

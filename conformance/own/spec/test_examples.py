@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conformance.checks.essay_examples import ESSAY_ADAPTERS
 from conformance.items import items_of
+from conformance.own.spec.essay_examples import ESSAY_ADAPTERS
 from conformance.paths import SPEC
 from conformance.vectors.arrays import flags, floats, integers, plain
 from conformance.vectors.json_values import decoded, parameters_of

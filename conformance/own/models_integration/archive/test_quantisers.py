@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.oracles import injection as oracle
+from conformance.assurance.oracles import injection as oracle
 from conformance.plugin import sparingly
 from reference.injection.quantisers import ARMS, SCHEMES, Arm, codes, decoded, quantised_region, scale
 from spec.arrays import Cube

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance import tolerances
-from conformance.oracles import injection as oracle
+from conformance.assurance.oracles import injection as oracle
 from conformance.plugin import sparingly
 from models_integration.model.rotation import angles_between, turned
 from reference.injection.rotation import TURNS, rebase_angles, shift_angles

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance import tolerances
-from conformance.oracles import injection as oracle
+from conformance.assurance.oracles import injection as oracle
 from conformance.plugin import sparingly
 from reference.injection.diagnostics import bands, entropy, key_cosine, sink_mass
 from reference.injection.splicing import ARMS, first_tokens, held, most_deviating, placed

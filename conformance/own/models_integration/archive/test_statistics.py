@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance import tolerances
-from conformance.oracles import injection as fusion_oracle
-from conformance.oracles import statistics as oracle
+from conformance.assurance.oracles import injection as fusion_oracle
+from conformance.assurance.oracles import statistics as oracle
 from conformance.plugin import sparingly
 from reference.injection.fusion import fused, recall
 from reference.statistics import bootstrap, cluster_bootstrap, draws, mcnemar, mcnemar_power, wilson
