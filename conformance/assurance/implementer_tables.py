@@ -17,7 +17,7 @@ from conformance.tolerances import BOUNDS, SCORE_UNITS
 from conformance.vectors import files
 from conformance.vectors.compact import is_compact
 from conformance.vectors.models import STATE
-from conformance.vectors.nestedkv_oracles import BOUNDED_RESULTS
+from conformance.vectors.nestedkv_values import BOUNDED_RESULTS
 from spec.errors import SpecError
 from spec.parameters import ESSAY, NESTEDKV, PAPER, TINY, CrystalCacheParameters, NestedKVParameters
 from spec.parameters import crystalcache as crystal_module

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from conformance.strategies.policy_cases import CASES, Case, Inputs, decided, drawn, observation
+from conformance.assurance.strategies.policy_cases import CASES, Case, Inputs, decided, drawn, observation
 from reference.policies.budgets import Adaptive, Competition
 from spec.arrays import Matrix
 from spec.policy import LayerView, Observation, Policy

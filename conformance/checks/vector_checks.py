@@ -11,7 +11,7 @@ from conformance.checks import stage_checks
 from conformance.vectors.arrays import floats, integers, plain
 from conformance.vectors.compact import is_compact, mismatches
 from conformance.vectors.json_values import Json
-from conformance.vectors.nestedkv_oracles import BOUNDED_RESULTS, parameters_in
+from conformance.vectors.nestedkv_values import BOUNDED_RESULTS, parameters_in
 from conformance.vectors.subject import attention_inputs, prompt, record
 from spec.parameters import CrystalCacheParameters
 from spec.records import CoAttention, TrunkGraph, Trunks

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from fractions import Fraction
 
 from conformance.oracles.s2 import Trunk
@@ -10,7 +11,7 @@ from spec.parameters import CrystalCacheParameters
 
 __all__ = [
     "Eviction", "allocate", "backfill", "closed_form", "dissolve", "effective_budget", "evict", "keep_count",
-    "protected", "reserve", "tier_allocate", "tier_counts",
+    "protected", "reserve", "tier_allocate", "tier_counts", "tokens",
 ]
 
 
@@ -22,6 +23,15 @@ class Eviction:
     ratio: list[Fraction]
     D: list[float]
     c: int
+
+
+def tokens(budget: float | int | str, seen: int) -> int:
+    """CC-BUDGET-FORMS: the fewest tokens that are no less than the written share; a count as it is."""
+    text = repr(budget) if isinstance(budget, float) else str(budget)
+    if not isinstance(budget, float) and "." not in text and "%" not in text:
+        return int(text)
+    share = Fraction(Decimal(text.rstrip("%"))) / (100 if "%" in text else 1)
+    return next(kept for kept in range(seen + 1) if Fraction(kept) >= share * seen)
 
 
 def effective_budget(share: Fraction | int, n: int, N_sink: int, W_recent: int) -> int:

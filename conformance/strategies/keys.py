@@ -1,12 +1,16 @@
-"""Random keys for scores that look at keys alone."""
+"""Random keys for scores that look at keys alone, and NestedKV's parameters at a small size."""
 
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
-__all__ = ["keys", "seeds"]
+from spec.parameters import NestedKVParameters
 
+__all__ = ["NESTED", "keys", "seeds"]
+
+NESTED = NestedKVParameters(blocks=4, b_min=3, b_max=6, W=4, N_sink=2, alpha_s=Fraction(4, 5))
 seeds = st.integers(0, 2**32 - 1)
 
 

@@ -15,7 +15,6 @@ from conformance.oracles.decode import Model, Trunk
 from conformance.strategies.decoding import decode_parameters, flags, graphs, inverse_norms, sixteenths
 from conformance.vectors.models import csr_of, pairs_of
 from conformance.vectors.subject_decode import weights_of
-from reference.crystalcache import activation
 from spec.arrays import BoolVector, Vector
 from spec.backend import BreathStages
 from spec.decode import LiveTrunks, TrunkWeights
@@ -78,14 +77,6 @@ def test_the_mean_is_of_inverses(breath_stages: BreathStages) -> None:
     """Heads of norms (1, 9) are above heads of norms (3, 3)."""
     k = np.array([[[1.0], [3.0]], [[9.0], [3.0]]])
     assert breath_stages.inverse_key_norms(k).round(3).tolist() == [0.556, 0.333]
-
-
-@pytest.mark.spec(id="CC-ETA")
-@pytest.mark.usefixtures("reference_items")
-@given(norms=st.integers(0, 8).flatmap(inverse_norms))
-def test_eta_is_a_share_of_the_largest_finite_norm(norms: Vector) -> None:
-    """In (0, 1], 1 at the maximum and for zero keys."""
-    assert activation.normalised_inverse_norms(norms).tolist() == decode.eta(norms.tolist())
 
 
 @pytest.mark.spec(id="CC-ETA")

@@ -11,10 +11,9 @@ from conformance.checks import stage_checks
 from conformance.oracles import s1
 from conformance.strategies.attention import HOT, AttentionInputs, attention_inputs, hot_sets, later_segments
 from conformance.tolerances import gamma
-from reference.crystalcache import coattention as reference
-from spec.arrays import IntMatrix, Vector
+from spec.arrays import IntMatrix
 from spec.backend import CrystalStages
-from spec.parameters import PAPER, TINY, CrystalCacheParameters
+from spec.parameters import TINY, CrystalCacheParameters
 from spec.records import CoAttention
 
 
@@ -248,69 +247,6 @@ def test_a_row_without_mass_in_its_chunk_has_no_neighbour(stages: CrystalStages)
     found = run(stages, one_head([[0], [1], [0], [0]], p))
     assert (found.intra[2:] == -1).all()
     assert found.salience.tolist() == [1, 1, 0, 0]
-
-
-def weights_in_eighths(rows: int, columns: int) -> st.SearchStrategy[list[list[float]]]:
-    row = st.lists(st.integers(0, 8).map(lambda eighths: eighths / 8), min_size=columns, max_size=columns)
-    return st.lists(row, min_size=rows, max_size=rows)
-
-
-@pytest.mark.spec(id="CC-CROSS")
-@pytest.mark.usefixtures("reference_items")
-@given(weights=weights_in_eighths(3, 6), k=st.integers(0, 7), tau=st.sampled_from([0.0, 0.25, 0.3]))
-def test_selection_on_given_weights_is_exact(weights: list[list[float]], k: int, tau: float) -> None:
-    """Higher weight first, then lower index; strictly above tau."""
-    index, weight = reference.cross_neighbours(np.array(weights), replace(PAPER, k_cross=k, tau_cross=tau))
-    for row, chosen, kept in zip(weights, index.tolist(), weight.tolist(), strict=True):
-        want = s1.strongest(dict(enumerate(row)), k, tau)
-        assert list(zip(chosen, kept, strict=True)) == want + [(-1, 0.0)] * (k - len(want))
-
-
-@pytest.mark.spec(id="CC-INTRA")
-@pytest.mark.usefixtures("reference_items")
-def test_cosines_are_compared_as_float32_and_stored_as_they_are() -> None:
-    """Cosines .5 and .5 + 1e-12 tie, and the lower index wins."""
-    rows = np.array([[1.0, 0.0, 0.0], [0.5, 0.0, 0.0], [0.5 + 1e-12, 0.0, 0.0]])
-    index, weight = reference.intra_neighbours(rows, replace(PAPER, k_intra=2))
-    assert index[0].tolist() == [1, 2]
-    assert weight[0].tolist() == [0.5, 0.5 + 1e-12]
-
-
-@pytest.mark.spec(id="CC-CROSS")
-@pytest.mark.usefixtures("reference_items")
-def test_selection_reads_weights_as_float32_and_stores_them_as_they_are() -> None:
-    """Two weights that are one float32 tie; float32(0.3) is not above 0.3."""
-    earlier = np.array([[0.5, 0.5 + 1e-12, float(np.float32(0.3))]])
-    index, weight = reference.cross_neighbours(earlier, replace(PAPER, tau_cross=0.3))
-    assert index.tolist() == [[0, 1, -1, -1]]
-    assert weight.tolist() == [[0.5, 0.5 + 1e-12, 0, 0]]
-
-
-@pytest.mark.spec(id="CC-ATTENTION")
-@pytest.mark.usefixtures("reference_items")
-@given(inputs=attention_inputs())
-def test_attention_is_causal_and_stochastic(inputs: AttentionInputs) -> None:
-    """A query MUST see the keys at its own position and before, and its weights sum to 1."""
-    at = inputs.positions
-    A = reference.attention(
-        inputs.q.astype(np.float64), inputs.k.astype(np.float64), at, at, inputs.scaling, inputs.softcap
-    )
-    rows: Vector = np.abs(A.sum(axis=2) - 1)
-    assert rows.max() <= gamma(len(at) + 8, "float64")
-    assert not np.triu(A, 1).any()
-    assert A.min() >= 0
-
-
-@pytest.mark.spec(id="CC-ROW-NORM")
-@pytest.mark.usefixtures("reference_items")
-@given(rows=weights_in_eighths(4, 4), epsilon=st.sampled_from([1e-8, 1.0]))
-def test_epsilon_stands_outside_the_norm(rows: list[list[float]], epsilon: float) -> None:
-    """Eq. 12: a row's length after it is |a| / (|a| + epsilon), below 1."""
-    found = reference.row_normalise(np.array(rows), epsilon)
-    norm = np.linalg.norm(np.array(rows), axis=1)
-    want = norm / (norm + epsilon)
-    assert (np.abs(np.linalg.norm(found, axis=1) - want) <= gamma(24, "float64")).all()
-    assert (found[norm == 0] == 0).all()
 
 
 @pytest.mark.spec(id="CC-ATTENTION")

@@ -1,8 +1,6 @@
 """Decode: the state, the tail, decay, breaths; each transition from the state before it."""
 
-import pickle
 from dataclasses import replace
-from decimal import Decimal, localcontext
 
 import numpy as np
 import pytest
@@ -11,14 +9,12 @@ from hypothesis import strategies as st
 
 from conformance import tolerances
 from conformance.checks import decode_checks
-from conformance.checks.refusals import refused
 from conformance.oracles import decode
 from conformance.strategies.decoding import decode_parameters, ends, flags, random_state, sixteenths, states
 from reference.crystalcache import breath, live, tail
 from spec.backend import Backend, BreathStages
 from spec.budget import Budget, parse_budget
 from spec.decode import DecodeState, LiveTrunks, TrunkWeights, check_state
-from spec.errors import SpecError
 from spec.parameters import PAPER, TINY, CrystalCacheParameters
 
 ENDS = ends()
@@ -68,77 +64,6 @@ def test_half_lives(breath_stages: BreathStages, D: float, M_bar: float, steps: 
     assert taken == steps
 
 
-@pytest.mark.spec(id="CC-SEEN-COUNT")
-@pytest.mark.usefixtures("reference_items")
-@given(parts=st.lists(st.lists(st.integers(0, 12), min_size=1, max_size=6), max_size=5))
-def test_counts_run_over_all_tokens_seen(parts: list[list[int]]) -> None:
-    """Part by part they are the counts of everything; a new token's count has the other new ones in it."""
-    ids = counts = np.empty(0, dtype=np.int64)
-    everything: list[int] = []
-    for part in parts:
-        old = ids.tolist(), counts.tolist()
-        everything += part
-        new_ids, new_counts, c = live.count_seen(ids, counts, np.array(part, dtype=np.int64))
-        assert (ids.tolist(), counts.tolist()) == old
-        ids, counts = new_ids, new_counts
-        assert ids.tolist() == sorted(set(everything))
-        assert counts.tolist() == [everything.count(token) for token in ids.tolist()]
-        assert c.tolist() == [everything.count(token) for token in part]
-
-
-@pytest.mark.spec(id="CC-TAIL")
-@pytest.mark.usefixtures("reference_items")
-@given(situation=situations(), token=st.integers(0, 8), norm=st.sampled_from([0.5, float("inf")]))
-def test_a_token_waits_in_the_tail(situation: Situation, token: int, norm: float) -> None:
-    """It is stored behind everything, counts as seen and as a step, and changes no trunk."""
-    before, _ = situation
-    after = tail.append(before, token, norm)
-    assert after.stored.tolist() == [*before.stored.tolist(), before.seen]
-    assert (after.seen, after.step) == (before.seen + 1, before.step + 1)
-    assert after.tail_ids[-1:] == (token,)
-    assert after.tail_inverse_norms[-1:] == (norm,)
-    assert after.live is before.live
-    assert after.W is before.W
-    assert after.ids is before.ids
-    check_state(after)
-
-
-@pytest.mark.spec(id="CC-TAIL")
-@pytest.mark.usefixtures("reference_items")
-@pytest.mark.parametrize(
-    ("token", "norm", "argument"),
-    [(-1, 1.0, "token_id"), (1, 0.0, "inverse_norm"), (1, -2.0, "inverse_norm"), (1, float("nan"), "inverse_norm")],
-)
-def test_what_is_no_token_is_refused(token: int, norm: float, argument: str) -> None:
-    with refused(argument, {"token_id": token, "inverse_norm": norm}[argument]):
-        tail.append(live.empty_state(Budget(count=8)), token, norm)
-
-
-@pytest.mark.spec(id="CC-TAIL-D")
-@pytest.mark.usefixtures("reference_items")
-@given(mu=st.integers(0, 40), sigma=st.integers(1, 40), p=decode_parameters())
-def test_a_trunk_without_an_edge_has_D_of_degree_0(mu: int, sigma: int, p: CrystalCacheParameters) -> None:
-    """At most 0.5, and 0.5 where the mean degree is 0."""
-    found = tail.edgeless_D(mu / 8, sigma / 8, p)
-    assert tolerances.close("CC-TAIL-D", [found], [decode.edgeless_D(mu / 8, sigma / 8, p)])
-    assert found <= 0.5
-    if p.graph == "degree" and mu == 0:
-        assert found == 0.5
-
-
-@pytest.mark.spec(id="CC-TAIL-D")
-@pytest.mark.usefixtures("reference_items")
-@pytest.mark.parametrize("s", [5.0, 40.0])
-@pytest.mark.parametrize("mu", [0.125, 3.125, 7.0, 17.0])
-def test_D_of_degree_0_in_decimals(s: float, mu: float) -> None:
-    """x = s mu / sigma from 1.7 to 1813: D runs through all sizes, down to 0."""
-    with localcontext() as digits:
-        digits.prec = 60
-        power = (-Decimal(s) * Decimal(mu) / Decimal("0.375")).exp()
-        want = float(power / (1 + power))
-    assert tolerances.close("CC-TAIL-D", [tail.edgeless_D(mu, 0.375, replace(PAPER, s=s))], [want])
-
-
 @pytest.mark.spec(id="CC-TAIL-TRUNKS")
 @given(situation=situations())
 def test_the_tail_becomes_trunks(decoder: Backend, situation: Situation) -> None:
@@ -156,16 +81,6 @@ def test_the_tail_becomes_trunks(decoder: Backend, situation: Situation) -> None
     assert after.live.impact[:n].tolist() == before.live.impact.tolist()
     assert (after.live.sizes[m:] <= p.T_max).all()
     assert len(after.W.weights) == len(before.W.weights)
-
-
-@pytest.mark.spec(id="CC-TAIL-TRUNKS")
-@pytest.mark.usefixtures("reference_items")
-def test_a_tail_has_no_room_for_an_edge() -> None:
-    """No neighbour and no weight for any of its tokens, where its segment begins, and their salience as given."""
-    found = tail.edgeless(7, np.array([1.0, 2.0, 3.0]))
-    assert (found.start, found.salience.tolist()) == (7, [1.0, 2.0, 3.0])
-    neighbours = (found.intra, found.intra_weight, found.cross, found.cross_weight)
-    assert [array.shape for array in neighbours] == [(3, 0)] * 4
 
 
 @pytest.mark.spec(id="CC-TAIL-TRUNKS")
@@ -196,48 +111,6 @@ def test_a_spliced_chunk_becomes_trunks(decoder: Backend, situation: Situation, 
     assert after.stored.tolist() == [*before.stored.tolist(), *(before.seen + kept).tolist()]
     assert (after.seen, after.step, after.tail_ids) == (before.seen + len(ids), before.step, ())
     assert after.live.inverse_norms[len(after.live.positions) - len(kept) :].tolist() == norms.tolist()
-
-
-@pytest.mark.spec(id="CC-LIVE")
-@pytest.mark.usefixtures("reference_items")
-@given(situation=situations(), data=st.data())
-def test_what_is_kept_lives_and_the_rest_is_forgotten(situation: Situation, data: st.DataObject) -> None:
-    """Any tokens may go; dead trunks take their edges along, live ones keep their numbers' order."""
-    before, _ = situation
-    n, m = len(before.live.positions), len(before.D)
-    kept = np.flatnonzero(data.draw(flags(n), label="kept"))
-    D = data.draw(sixteenths(m), label="D")
-    after = live.keep(before, kept, D)
-    want = decode_checks.model(before)
-    decode.keep(want, set(before.live.positions[kept].tolist()), D.tolist())
-    assert not list(decode_checks.state(after, want))
-    check_state(after)
-    if len(kept) == n:
-        assert decode_checks.same_bits(after, replace(before, D=D))
-
-
-@pytest.mark.spec(id="CC-LIVE-PROTECTED")
-@pytest.mark.usefixtures("reference_items")
-@given(situation=situations())
-def test_live_tokens_protect_their_trunk(situation: Situation) -> None:
-    """A trunk is safe iff one of its live positions lies in the sink or the window."""
-    state, p = situation
-    found = breath.protected_trunks_of(state.live, state.seen, p.N_sink, p.W_recent)
-    assert found.tolist() == decode.in_windows(decode_checks.model(state), p)
-
-
-@pytest.mark.spec(id="CC-BREATH-PROTECTED")
-@pytest.mark.usefixtures("reference_items")
-@given(situation=situations())
-def test_who_is_safe_at_a_breath(situation: Situation) -> None:
-    """Nobody in the paper's form; without sink and window nobody in the other either."""
-    state, p = situation
-    for form in ("none", "sink+recent"):
-        q = replace(p, breath_protection=form)
-        found = breath.breath_protection(state, q).tolist()
-        assert found == decode.protected(decode_checks.model(state), q)
-    bare = replace(p, breath_protection="sink+recent", N_sink=0, W_recent=0)
-    assert not breath.breath_protection(state, bare).any()
 
 
 @pytest.mark.spec(id="CC-REEVICT")
@@ -354,32 +227,3 @@ def one_trunk(D: float, M_bar: float) -> DecodeState:
         Budget(count=100), 4, 0, table, np.array([D]), TrunkWeights(np.zeros(2, dtype=np.int64), none, np.empty(0)),
         np.array([1]), np.array([4]), 0.0, 1.0,
     )
-
-
-@pytest.mark.usefixtures("reference_items")
-@given(situation=situations())
-def test_a_state_survives_a_copy(situation: Situation) -> None:
-    again = pickle.loads(pickle.dumps(situation[0]))
-    check_state(again)
-    assert decode_checks.same_bits(again, situation[0])
-
-
-@pytest.mark.usefixtures("reference_items")
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("D", {"D": np.array([1.5])}), ("offsets", {"D": np.array([0.5, 0.5])}), ("counts", {"seen": 9}),
-        ("positions", {"live": {"positions": np.array([0, 1, 1, 2])}}),
-        ("positions", {"live": {"positions": np.array([0, 1, 2, 9])}, "tail_ids": (1,), "tail_inverse_norms": (1.0,)}),
-        ("impact", {"live": {"impact": np.ones(3)}}), ("tail_inverse_norms", {"tail_inverse_norms": (1.0,)}),
-        ("offsets", {"live": {"offsets": np.array([0, 0, 4])}, "D": np.array([0.5, 0.5])}),
-        ("W", {"W": TrunkWeights(np.array([0, 1]), np.array([0]), np.array([0.5]))}),
-        ("W", {"W": TrunkWeights(np.array([0, 2]), np.array([0]), np.array([0.5]))}),
-    ],
-)
-def test_a_state_that_cannot_be_is_refused(name: str, change: dict[str, object]) -> None:
-    """A loader asks `check_state`, which names the field."""
-    state = one_trunk(0.5, 1.0)
-    parts = {key: replace(state.live, **value) if isinstance(value, dict) else value for key, value in change.items()}
-    with pytest.raises(SpecError, match=f"^{name} = "):
-        check_state(replace(state, **parts))  # type: ignore[arg-type]

@@ -13,12 +13,8 @@ from hypothesis import strategies as st
 from conformance.checks import stage_checks
 from conformance.oracles import s6
 from conformance.strategies.eviction import CORNERS, EvictionProblem, corners, evictions, random_evictions
-from conformance.strategies.trunks import partitions
-from reference.crystalcache import dissolution as reference
-from reference.crystalcache import protection
 from spec.arrays import Vector
 from spec.backend import CrystalStages
-from spec.budget import Budget, parse_budget
 from spec.parameters import PAPER
 from spec.records import Dissolution, Trunks
 
@@ -81,20 +77,6 @@ def test_ten_thousand_evictions_equal_algorithm_1_and_reach_every_corner(stages:
         assert not complaints(stages, problem)
         seen.update(corners(problem, problem.expected()))
     assert {corner: seen[corner] for corner in CORNERS if seen[corner] < number / 100} == {}
-
-
-@pytest.mark.spec(id="CC-ALLOCATE")
-@pytest.mark.usefixtures("reference_items")
-@pytest.mark.parametrize("N_min", [0, 1, 2, 3, 4, 12])
-def test_every_small_allocation(N_min: int) -> None:
-    """Eq. 32 for all partitions of totals up to 11 and all cuts: the loop, the oracle and the prefix sum agree."""
-    for total in range(1, 12):
-        for sizes, c_0 in itertools.product(partitions_of(total), range(total + 1)):
-            r = reference.allocate(np.array(sizes), c_0, N_min)
-            want, c = s6.allocate(sizes, c_0, N_min)
-            assert r.tolist() == [float(x) for x in want]
-            assert [x * g for x, g in zip(want, sizes, strict=True)] == s6.closed_form(sizes, c_0, N_min)
-            assert -max(0, N_min - 1) <= c <= 0
 
 
 @pytest.mark.spec(id="CC-ALLOCATE")
@@ -269,22 +251,6 @@ def test_equal_scores_evict_the_earlier_trunk_first(stages: CrystalStages) -> No
 
 
 @pytest.mark.spec(id="CC-DISSOLVE")
-@pytest.mark.usefixtures("reference_items")
-def test_members_come_in_the_order_of_the_text() -> None:
-    """Not in that of their impact."""
-    assert reference.strongest_members(np.array([1.0, 2.0, 9.0, 3.0]), 3).tolist() == [1, 2, 3]
-
-
-@pytest.mark.spec(id="CC-DISSOLVE")
-@pytest.mark.usefixtures("reference_items")
-def test_protected_trunks_stand_where_the_text_has_them() -> None:
-    """Before any backfill sorts: Algorithm 1 itself MUST list positions in ascending order."""
-    ones, protected = np.ones(2), np.array([False, True])
-    found = reference.dissolve(ones, np.array([0, 2, 4]), np.ones(4), ones, protected, 4, 1)
-    assert found.kept.tolist() == [0, 1, 2, 3]
-
-
-@pytest.mark.spec(id="CC-DISSOLVE")
 def test_equal_impacts_keep_the_earlier_token(stages: CrystalStages) -> None:
     """Inside a partial trunk the lower position stays."""
     assert run(stages, replace(bare([9], 5), impact=np.ones(9))).kept.tolist() == [0, 1, 2, 3, 4]
@@ -297,62 +263,6 @@ def test_equal_impacts_keep_the_earlier_token(stages: CrystalStages) -> None:
 def test_the_branches_of_the_loop(stages: CrystalStages, size: int, c: int, N_min: int, kept: int) -> None:
     """Eq. 32 at its boundaries: |g| = c, |g| - c = N_min, N_min - 1 and N_min - 2."""
     assert len(run(stages, bare([size], size - c, N_min)).kept) == kept
-
-
-@pytest.mark.spec(id="CC-KEEP-COUNT")
-@pytest.mark.usefixtures("reference_items")
-@pytest.mark.parametrize("size", [*range(2, 65), 1000, 2048])
-def test_the_keep_count_is_what_the_cut_leaves(size: int) -> None:
-    """`round(((g - c) / g) g)` = g - c in float64."""
-    for c in range(1, size):
-        assert reference.keep_count((size - c) / size, size, 0) == size - c
-
-
-@pytest.mark.spec(id="CC-KEEP-COUNT")
-@pytest.mark.usefixtures("reference_items")
-@pytest.mark.parametrize(("r", "size", "N_min", "k"), [(0.5, 9, 3, 4), (0.5, 11, 3, 6), (0.1, 9, 3, 3), (0.9, 2, 3, 2)])
-def test_the_keep_count_rounds_half_to_even(r: float, size: int, N_min: int, k: int) -> None:
-    """Eq. 33: 4.5 rounds to 4 and 5.5 to 6; never below N_min, never above |g|."""
-    assert reference.keep_count(r, size, N_min) == k
-
-
-@pytest.mark.spec(id="CC-CUT")
-@pytest.mark.usefixtures("reference_items")
-@given(problem=evictions())
-def test_the_cut_needs_no_sums(problem: EvictionProblem) -> None:
-    """c_0 = max(0, n - B), held to T_alive, Eq. 32's precondition."""
-    sizes = problem.trunks.sizes
-    T_alive = int(sizes[~problem.protected].sum())
-    found = protection.cut(sizes, problem.protected, problem.budget)
-    assert found == min(max(0, int(sizes.sum()) - problem.budget), T_alive)
-
-
-@st.composite
-def windows(draw: st.DrawFn) -> tuple[Trunks, int, int]:
-    n = draw(st.integers(1, 20), label="n")
-    return draw(partitions(n)), draw(st.integers(0, 24), label="N_sink"), draw(st.integers(0, 24), label="W_recent")
-
-
-@pytest.mark.spec(id="CC-PROTECTED")
-@given(case=windows())
-def test_protection_takes_whole_trunks(case: tuple[Trunks, int, int]) -> None:
-    """A trunk that touches the sink or the window MUST be protected, and no other; B_prot is bounded."""
-    trunks, N_sink, W_recent = case
-    n = int(trunks.offsets[-1])
-    found = protection.protected_trunks(trunks.offsets, n, N_sink, W_recent)
-    assert found.tolist() == s6.protected(stage_checks.trunk_lists(trunks), n, N_sink, W_recent)
-    B_prot = int(trunks.sizes[found].sum())
-    assert min(n, max(N_sink, W_recent)) <= B_prot <= N_sink + W_recent + 2 * (int(trunks.sizes.max()) - 1)
-
-
-@pytest.mark.spec(id="CC-BUDGET")
-@given(n=st.integers(1, 200_000), percent=st.integers(1, 100), N_sink=st.integers(0, 9), W=st.integers(0, 200))
-def test_the_budget_is_an_exact_ceiling_with_a_floor(n: int, percent: int, N_sink: int, W: int) -> None:
-    """Eq. 30 with beta as its exact decimal; the floor binds for counts too."""
-    assert protection.effective_budget(parse_budget(percent / 100), n, N_sink, W) == max(
-        N_sink + W, (percent * n + 99) // 100
-    )
-    assert protection.effective_budget(Budget(count=n), n, N_sink, W) == max(N_sink + W, n)
 
 
 @pytest.mark.spec(id="CC-DISSOLVE")

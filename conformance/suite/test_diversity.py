@@ -9,13 +9,9 @@ from hypothesis import strategies as st
 
 from conformance.checks.refusals import refused
 from conformance.oracles import diversity as brute
-from conformance.plugin import sparingly
-from conformance.strategies.policy_cases import drawn, plain_values
+from conformance.strategies.keys import seeds
 from reference import diversity
 from spec.backend import DiversityStages
-
-seeds = st.integers(0, 2**32 - 1)
-reference_items = pytest.mark.usefixtures("reference_items")
 
 
 @st.composite
@@ -94,31 +90,3 @@ def test_a_selection_that_is_not_admitted_is_refused(
     given_: dict[str, Any] = {**good, **change}
     with refused(argument, given_[argument]):
         selector.diverse(*given_.values())
-
-
-@reference_items
-@pytest.mark.spec(id="DV-COSINE")
-def test_no_token_has_no_cosine() -> None:
-    assert diversity.cosines(np.empty((0, 3))).shape == (0, 0)
-
-
-@reference_items
-@pytest.mark.spec(id="DV-COSINE")
-@given(seed=seeds, d=st.integers(1, 40))
-def test_sums_go_from_the_first_channel_to_the_last(seed: int, d: int) -> None:
-    """The same bits as a loop over numbers."""
-    u = np.random.default_rng(seed).standard_normal((5, d)) * 3
-    V = diversity.unit_rows(u)
-    assert V.tolist() == [brute.unit(row) for row in u.tolist()]
-    assert diversity.cosines(V).tolist() == [[brute.cosine(a, b) for b in V.tolist()] for a in V.tolist()]
-
-
-@reference_items
-@pytest.mark.spec(id="DV-SIGNATURE")
-@pytest.mark.parametrize("mode", ["flat", "layer", "head"])
-@sparingly
-@given(seed=seeds)
-def test_signatures_have_the_bits_of_brute_force(mode: diversity.Signature, seed: int) -> None:
-    inputs = drawn(seed)
-    found = diversity.signatures([np.asarray(view.v) for view in inputs.layers], mode)
-    assert found.tolist() == brute.signatures(plain_values(inputs), mode)

@@ -1,8 +1,6 @@
 """The essay's forms: mean salience, unit impact, tiers, renewal, and the profile itself."""
 
-import itertools
-from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,23 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.checks import stage_checks
-from conformance.checks.refusals import refused
-from conformance.oracles import s1, s6
+from conformance.oracles import s1
 from conformance.strategies.attention import AttentionInputs, attention_inputs, hot_sets
 from conformance.strategies.eviction import EvictionProblem, evictions
 from conformance.strategies.parameters import forms
 from conformance.strategies.prompts import Prompt, prompts
 from conformance.strategies.text import token_ids
-from conformance.strategies.trunks import Text, dyadic_impacts, texts
-from reference.crystalcache import prefill, renewal, tiers
-from reference.crystalcache.impact import unit_impact, unit_trunk_impact
+from conformance.strategies.trunks import Text, texts
+from reference.crystalcache import prefill
 from spec.arrays import IntVector, Vector
 from spec.backend import Backend, CrystalStages
 from spec.parameters import ESSAY, PAPER, TINY
 from spec.records import Dissolution
-
-SIZES = st.lists(st.integers(1, 12), min_size=1, max_size=12)
-N_MIN = st.sampled_from([3, 0, 1, 2, 4, 12])
 
 
 def in_tiers(problem: EvictionProblem) -> EvictionProblem:
@@ -36,34 +29,6 @@ def in_tiers(problem: EvictionProblem) -> EvictionProblem:
 
 def run(stages: CrystalStages, p: EvictionProblem) -> Dissolution:
     return stages.dissolve(p.score, p.trunks, p.impact, p.D, p.protected, p.budget, p.parameters)
-
-
-def partitions_of(total: int) -> Iterator[list[int]]:
-    """Every ordered way to write `total` as sizes of at least 1."""
-    for cuts in itertools.product([False, True], repeat=total - 1):
-        bounds = [0, *(i for i, cut in enumerate(cuts, 1) if cut), total]
-        yield [stop - start for start, stop in itertools.pairwise(bounds)]
-
-
-def test_the_profile_is_the_paper_but_for_what_the_essay_says() -> None:
-    """Every value of the page's table, and no other difference."""
-    paper, essay = asdict(PAPER), asdict(ESSAY)
-    wanted = {
-        "C": 128, "k_cross": 0, "s": 2.0, "M_min": 0.0, "M_max": 128.0, "heads": "mean", "impact": "unit",
-        "trunk_impact": "unit", "allocation": "tiers", "renewal": 0.3, "breath_protection": "sink+recent",
-    }
-    assert {name: value for name, value in essay.items() if value != paper[name]} == wanted
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"heads": "max"}, {"impact": "essay"}, {"trunk_impact": "sum"}, {"allocation": "tier"}, {"renewal": 1.5},
-     {"renewal": -0.1}, {"coverage": 1.01}, {"coverage": float("nan")}, {"rarity": "none"}, {"merge": "mean"}],
-)
-def test_a_form_that_is_not_there_is_refused(change: dict[str, Any]) -> None:
-    ((name, value),) = change.items()
-    with refused(name, value):
-        replace(PAPER, **change)
 
 
 @pytest.mark.spec(id="CC-MEAN-SALIENCE")
@@ -118,16 +83,6 @@ def test_a_scale_of_salience_says_nothing(
     assert stages.impact(factor * S, ids, p).tolist() == stages.impact(S, ids, p).tolist()
 
 
-@pytest.mark.spec(id="CC-UNIT-IMPACT")
-@pytest.mark.usefixtures("reference_items")
-@given(tokens=salient_tokens(), U=st.floats(0.05, 0.6))
-def test_unit_impact_is_computed_in_its_stated_order(tokens: tuple[Vector, IntVector], U: float) -> None:
-    """Quotient, half, half of U, sum: the same bits."""
-    S = tokens[0]
-    want = [0.5 * (x / max(S) if max(S) else 0.0) + 0.5 * U for x in S.tolist()]
-    assert unit_impact(S, np.full(len(S), U), PAPER).tolist() == want
-
-
 @pytest.mark.spec(id="CC-UNIT-TRUNK-IMPACT")
 @given(text=texts())
 def test_unit_trunk_impact_equals_the_brute_force(stages: CrystalStages, text: Text) -> None:
@@ -137,66 +92,6 @@ def test_unit_trunk_impact_equals_the_brute_force(stages: CrystalStages, text: T
     assert not list(stage_checks.trunks(found, text.coattention, text.impact, text.ends, p))
     assert found.impact.min() == 0
     assert found.impact.max() < 1
-
-
-@pytest.mark.spec(id="CC-UNIT-TRUNK-IMPACT")
-@pytest.mark.usefixtures("reference_items")
-@given(M_bar=dyadic_impacts(6), up=st.integers(0, 64))
-def test_a_shift_of_all_trunks_says_nothing(M_bar: Vector, up: int) -> None:
-    """Least and greatest are both measured from the trunks; the order stays."""
-    unit = unit_trunk_impact(M_bar, 1e-8)
-    assert unit_trunk_impact(M_bar + up, 1e-8).tolist() == unit.tolist()
-    assert np.argsort(unit, kind="stable").tolist() == np.argsort(M_bar, kind="stable").tolist()
-
-
-@pytest.mark.spec(id="CC-TIER-COUNT")
-@pytest.mark.usefixtures("reference_items")
-@given(sizes=SIZES, N_min=N_MIN, t=st.integers(-13, 13))
-def test_tier_counts_equal_the_fractions(sizes: list[int], N_min: int, t: int) -> None:
-    """What each rank keeps MUST be the rule in exact fractions."""
-    assert tiers.tier_counts(np.array(sizes), t, N_min).tolist() == s6.tier_counts(sizes, t, N_min)
-
-
-@pytest.mark.spec(id="CC-TIER-COUNT")
-@pytest.mark.usefixtures("reference_items")
-@given(size=st.integers(1, 64), m=st.integers(1, 40), N_min=N_MIN, t=st.integers(-41, 41))
-def test_before_the_removal_a_better_rank_keeps_no_less(size: int, m: int, N_min: int, t: int) -> None:
-    """With equal sizes the counts fall with the rank, and a further shift takes nothing away from any rank."""
-    kept = tiers.tier_counts(np.full(m, size), t, N_min)
-    assert (np.diff(kept) <= 0).all()
-    assert (tiers.tier_counts(np.full(m, size), t + 1, N_min) >= kept).all()
-
-
-@pytest.mark.spec(id="CC-TIER-COUNT")
-@pytest.mark.usefixtures("reference_items")
-def test_a_half_is_rounded_up() -> None:
-    """The essay keeps 5 of 9 at ratio 1/2; floats miss the half at rank 167 of 178."""
-    assert tiers.tier_counts(np.full(10, 9), 0, 3)[6] == 5
-    assert tiers.tier_counts(np.full(445, 59), 0, 3)[133 + 167] == 31
-
-
-@pytest.mark.spec(id="CC-TIERS")
-@pytest.mark.usefixtures("reference_items")
-@pytest.mark.parametrize("N_min", [0, 1, 3, 4])
-def test_every_small_allocation_in_tiers(N_min: int) -> None:
-    """All partitions of totals up to 9 and all cuts: every shift is tried from below, and the loop cuts the rest."""
-    for total in range(1, 10):
-        for sizes, c_0 in itertools.product(partitions_of(total), range(total + 1)):
-            want, _ = s6.tier_allocate(sizes, c_0, N_min)
-            assert tiers.tier_allocate(np.array(sizes), c_0, N_min).tolist() == [float(r) for r in want]
-
-
-@pytest.mark.spec(id="CC-TIERS")
-@pytest.mark.usefixtures("reference_items")
-@given(sizes=SIZES, N_min=N_MIN, data=st.data())
-def test_the_shift_is_the_least(sizes: list[int], N_min: int, data: st.DataObject) -> None:
-    """It keeps enough, and one less does not: over all integers, since the total never falls with t."""
-    B_avail = data.draw(st.integers(0, sum(sizes)), label="B_avail")
-    totals = {t: sum(s6.tier_counts(sizes, t, N_min)) for t in range(-20, 21)}
-    found = tiers.least_shift(np.array(sizes), B_avail, N_min)
-    assert totals[found] >= B_avail
-    assert all(totals[t] < B_avail for t in range(-len(sizes), found))
-    assert all(totals[t] <= totals[t + 1] for t in range(-20, 20))
 
 
 @pytest.mark.spec(id="CC-TIER-COUNT")
@@ -241,30 +136,6 @@ def test_tiers_and_the_cut_agree_where_nothing_or_everything_goes(
     for B in (n, n + 1, B_prot):
         a, b = run(stages, replace(problem, budget=B)), run(stages, in_tiers(replace(problem, budget=B)))
         assert (a.kept.tolist(), a.ratio.tolist(), a.D.tolist()) == (b.kept.tolist(), b.ratio.tolist(), b.D.tolist())
-
-
-D_VALUES = st.lists(st.floats(0, 1), min_size=1, max_size=8)
-
-
-@pytest.mark.spec(id="CC-RENEWAL")
-@pytest.mark.usefixtures("reference_items")
-@given(D=D_VALUES, share=st.floats(0, 1), data=st.data())
-def test_renewal_moves_active_trunks_towards_1(D: list[float], share: float, data: st.DataObject) -> None:
-    """D + renewal (1 - D) in this order where active; nothing else moves; D stays in [D, 1]."""
-    active = data.draw(st.lists(st.booleans(), min_size=len(D), max_size=len(D)), label="active")
-    found = renewal.renewed_D(np.array(D), np.array(active), share)
-    assert found.tolist() == [d + share * (1.0 - d) if on else d for d, on in zip(D, active, strict=True)]
-    assert ((found >= np.array(D)) & (found <= 1)).all()
-
-
-@pytest.mark.spec(id="CC-RENEWAL")
-@pytest.mark.usefixtures("reference_items")
-@given(D=D_VALUES)
-def test_no_renewal_is_the_paper(D: list[float]) -> None:
-    """With renewal 0, or nothing active, D is the same to the bit."""
-    all_on, none_on = np.ones(len(D), dtype=np.bool_), np.zeros(len(D), dtype=np.bool_)
-    assert renewal.renewed_D(np.array(D), all_on, 0.0).tolist() == D
-    assert renewal.renewed_D(np.array(D), none_on, 0.3).tolist() == D
 
 
 @pytest.mark.spec(id="CC-TIERS")

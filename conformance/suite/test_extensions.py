@@ -1,6 +1,5 @@
 """What the paper leaves as future work: rarity forms, the adaptive merge threshold, coverage."""
 
-import itertools
 from dataclasses import replace
 from fractions import Fraction
 
@@ -9,14 +8,11 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from conformance import tolerances
 from conformance.checks import stage_checks
-from conformance.oracles import s2, s3
 from conformance.strategies.eviction import EvictionProblem, evictions
 from conformance.strategies.text import token_ids
 from conformance.strategies.trunks import Text, record, texts
-from reference.crystalcache import coverage, impact
-from reference.crystalcache.trunks import median_strength
+from reference.crystalcache import impact
 from spec.arrays import IntVector
 from spec.backend import CrystalStages
 from spec.parameters import PAPER
@@ -34,19 +30,6 @@ def run(stages: CrystalStages, p: EvictionProblem, share: float = 0.0, allocatio
 def trunks_of(stages: CrystalStages, text: Text, merge: str, S1: CoAttention | None = None) -> Trunks:
     p = replace(text.parameters, merge=merge)  # type: ignore[arg-type]
     return stages.trunks(S1 or text.coattention, text.impact, text.ends, p)
-
-
-@pytest.mark.spec(id="CC-RARITY-FORMS")
-@pytest.mark.usefixtures("reference_items")
-@pytest.mark.parametrize("form", RARITIES)
-@given(ids=st.integers(1, 30).flatmap(token_ids))
-def test_a_rarity_form_equals_its_formula(form: str, ids: IntVector) -> None:
-    """U_i within the bound, and in (0, 1/2]."""
-    c = impact.token_counts(ids)
-    p = replace(PAPER, rarity=form)  # type: ignore[arg-type]
-    U = RARITIES[form](c)
-    assert tolerances.close("CC-RARITY-FORMS", U, [s3.rarity_of(x, p) for x in c.tolist()])
-    assert ((U > 0) & (U <= 0.5)).all()
 
 
 @pytest.mark.spec(id="CC-RARITY-FORMS")
@@ -95,25 +78,6 @@ def test_the_scale_of_the_weights_says_nothing(stages: CrystalStages, text: Text
     weak = replace(S1, intra_weight=S1.intra_weight / 4, cross_weight=S1.cross_weight / 4)
     a, b = trunks_of(stages, text, "median"), trunks_of(stages, text, "median", weak)
     assert a.offsets.tolist() == b.offsets.tolist()
-
-
-@pytest.mark.spec(id="CC-ADAPTIVE-MERGE")
-@pytest.mark.usefixtures("reference_items")
-@given(text=texts())
-def test_at_most_half_of_the_interfaces_exceed_the_median(text: Text) -> None:
-    """Among the sentences' interfaces, as CC-MERGE decides; and the threshold is one of their strengths."""
-    pieces = s2.sentences(text.ends.tolist())
-    E = stage_checks.edges_of(text.coattention)
-    weights = [s2.interface_weights(a, b, E) for a, b in itertools.pairwise(pieces)]
-    bounds = np.array([piece[0] for piece in pieces] + [len(text.ends)])
-    tau = median_strength(bounds, {(a, b): w for a, b, w in E}, 0.3)
-    p = replace(PAPER, tau_merge=tau)
-    assert sum(s2.merges(w, 1, 1, p) for w in weights) <= len(weights) // 2
-    if weights:
-        strengths = [sum(w) / len(w) if w else 0.0 for w in weights]
-        assert min(strengths) <= tau <= np.nextafter(max(strengths), 2)
-    else:
-        assert tau == 0.3
 
 
 @pytest.mark.spec(id="CC-ADAPTIVE-MERGE")
@@ -203,25 +167,3 @@ def test_no_share_is_no_change(stages: CrystalStages, problem: EvictionProblem) 
     """coverage = 0 MUST be a no-op to the bit, where dissolution overshoots too."""
     found, want = run(stages, problem, 0.0), problem.expected()
     assert (found.kept.tolist(), found.D.tolist()) == (want.kept, want.D)
-
-
-@pytest.mark.spec(id="CC-COVERAGE")
-@pytest.mark.usefixtures("reference_items")
-@given(e=st.integers(0, 60), k=st.integers(0, 60))
-def test_evenly_spaced_tokens_stand_in_the_middle(e: int, k: int) -> None:
-    """min(e, k) distinct ones, mirrored about the middle up to one token."""
-    found = coverage.evenly_spaced(np.arange(e), k)
-    assert len(set(found.tolist())) == len(found) == min(e, k)
-    if 0 < k < e:
-        assert (np.abs(found + found[::-1] - (e - 1)) <= 1).all()
-
-
-@pytest.mark.spec(id="CC-COVERAGE")
-@pytest.mark.usefixtures("reference_items")
-def test_the_reserve_is_an_exact_share_of_what_is_not_protected() -> None:
-    """0.29 of 100 are 29 (28 in binary); half of 100 less 40; nothing where all fits or nothing is left."""
-    free, shut = np.array([False, False]), np.array([True, False])
-    assert coverage.coverage_reserve(np.array([40, 90]), free, 100, 0.29) == 29
-    assert coverage.coverage_reserve(np.array([40, 90]), shut, 100, 0.5) == 30
-    assert coverage.coverage_reserve(np.array([40, 60]), free, 100, 0.5) == 0
-    assert coverage.coverage_reserve(np.array([140, 60]), shut, 100, 1.0) == 0

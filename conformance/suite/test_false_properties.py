@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 
 from conformance.strategies.trunks import record
-from reference.crystalcache.crystallization import crystallization
-from reference.crystalcache.protection import effective_budget, protected_trunks
+from reference.crystalcache.protection import protected_trunks
 from spec.backend import BreathStages, CrystalStages
-from spec.budget import parse_budget
 from spec.decode import TrunkWeights
 from spec.parameters import PAPER, TINY, CrystalCacheParameters
 from spec.records import Dissolution, Trunks
@@ -46,13 +44,6 @@ def test_a_kept_trunk_may_hold_fewer_than_N_min_tokens(stages: CrystalStages) ->
     assert evict(stages, [4, 2], [0.0, 1.0], 2).kept.tolist() == [4, 5]
 
 
-@pytest.mark.spec(id="CC-BUDGET")
-@pytest.mark.parametrize(("n", "B"), [(100, 132), (200, 132)])
-def test_the_budget_is_not_beta_n_on_short_prompts(n: int, B: int) -> None:
-    """FC3: beta = .3 keeps all of 100 tokens, and 132 of 200 rather than 60."""
-    assert effective_budget(parse_budget(0.3), n, PAPER.N_sink, PAPER.W_recent) == B
-
-
 @pytest.mark.spec(id="CC-PROTECTED")
 def test_the_protected_set_may_exceed_the_budget(stages: CrystalStages) -> None:
     """FC4: tokens of whole trunks, not 132: here 8 of 10 are protected at B = 5."""
@@ -71,27 +62,6 @@ def test_the_split_does_not_bound_the_number_of_trunks(stages: CrystalStages) ->
     n = 50
     found = record([1.0] * n, [[] for _ in range(n)], [[] for _ in range(n)], 8, 4)
     assert len(stages.trunks(found, np.ones(n), np.ones(n, dtype=np.bool_), PAPER).impact) == n
-
-
-@pytest.mark.spec(id="CC-CRYSTALLIZATION")
-@pytest.mark.usefixtures("reference_items")
-def test_the_highest_degree_is_no_guarantee() -> None:
-    """FC6: 99 trunks share the top degree and have D = .623; an isolated one among a hub's peers has .461."""
-    assert np.round(crystallization(np.array([1.0] * 99 + [0.0]), 5.0, 1e-8)[0], 3) == 0.623
-    assert np.round(crystallization(np.array([1.0] + [0.0] * 1000), 5.0, 1e-8)[1], 3) == 0.461
-
-
-@pytest.mark.spec(id="CC-CRYSTALLIZATION")
-@pytest.mark.usefixtures("reference_items")
-def test_raising_a_degree_may_evict_its_trunk(stages: CrystalStages) -> None:
-    """FC8: from 1.3 to 1.7 the spread shrinks and the others rise from D = .972 to .995; M~ = .984 is overtaken."""
-    others = [1.9, 1.8, 1.9, 1.8]
-    before, after = (crystallization(np.array([own, *others]), 5.0, 1e-8) for own in (1.3, 1.7))
-    ratios = []
-    for D in (before, after):
-        scores = [max(float(D[0]), 0.984), *D[1:].tolist()]
-        ratios.append(evict(stages, [4] * 5, scores, 8).ratio[0])
-    assert ratios == [1.0, 0.0]
 
 
 @pytest.mark.spec(id="CC-NORMALISED-IMPACT")

@@ -10,10 +10,7 @@ from hypothesis import strategies as st
 
 from conformance import tolerances
 from conformance.checks import stage_checks
-from conformance.oracles import s4
-from conformance.strategies.parameters import small_parameters
-from conformance.strategies.trunks import Text, degrees, partitions, record, texts
-from reference.crystalcache.crystallization import crystallization
+from conformance.strategies.trunks import Text, partitions, record, texts
 from spec.arrays import Vector
 from spec.backend import CrystalStages
 from spec.parameters import PAPER, CrystalCacheParameters
@@ -218,19 +215,6 @@ def test_degrees_add_the_surviving_weights(stages: CrystalStages) -> None:
     assert found.degree.tolist() == [1.75, 0.5, 0.25, 0.0, 1.0]
     assert found.indices.tolist() == [1, 2, 4, 0, 0, 0]
     assert found.indptr.tolist() == [0, 3, 4, 5, 5, 6]
-
-
-@pytest.mark.spec(id="CC-CRYSTALLIZATION")
-@pytest.mark.usefixtures("reference_items")
-@given(degree=degrees(), p=small_parameters())
-def test_reference_D_of_given_degrees_equals_the_oracle(degree: Vector, p: CrystalCacheParameters) -> None:
-    """Eq. 27 within its radius, and Cantelli's bound: few trunks can have a large D."""
-    D = crystallization(degree, p.s, p.epsilon)
-    radius = tolerances.crystallization_radius(degree, p.s, p.epsilon)
-    assert (np.abs(D - np.array(s4.crystallization(degree.tolist(), p))) <= radius).all()
-    for d in (0.7, 0.9, 0.99):
-        share = 1 / (1 + (math.log(d / (1 - d)) / p.s) ** 2)
-        assert (d + radius <= D).sum() <= len(degree) * share
 
 
 @pytest.mark.spec(id="CC-TRUNK-EDGES")

@@ -12,11 +12,10 @@ from conformance.checks import stage_checks
 from conformance.oracles import pipeline
 from conformance.strategies.prompts import Prompt, prompts, random_prompt
 from reference.crystalcache import prefill
-from reference.crystalcache.compaction import compact
-from reference.policies import crystalcache, full_cache, retain, streaming_llm
+from reference.policies import crystalcache, retain
 from reference.policies.selectors import fill_units
 from spec.backend import Backend
-from spec.budget import Budget, parse_budget
+from spec.budget import parse_budget
 from spec.parameters import PAPER, TINY
 from spec.policy import LayerView, Needs, Observation
 from spec.records import CrystalRetention
@@ -270,42 +269,6 @@ def test_its_scores_serve_another_selector(backend: Backend, prompt: Prompt) -> 
     retention, records = retain(replace(policy, selector=fill_units), budget, shown)
     assert records is None
     assert len(retention.positions) == min(shown.seen, max(policy.floor, budget.tokens(shown.seen)))
-
-
-def blank(seen: int, groups: int = 1) -> Observation:
-    return Observation(seen, groups, None, {})
-
-
-@pytest.mark.spec(id="CC-PROTECTED")
-@given(seen=st.integers(2, 60), B=st.integers(1, 70), N_sink=st.integers(0, 6))
-def test_streaming_llm_keeps_the_sink_and_the_last_tokens(seen: int, B: int, N_sink: int) -> None:
-    """The first N_sink tokens and the last B - N_sink, at absolute positions."""
-    retention, records = retain(streaming_llm(N_sink), Budget(count=B), blank(seen))
-    total = max(B, N_sink)
-    last = range(max(0, seen - (total - N_sink)), seen)
-    assert records is None
-    assert retention.positions.tolist() == sorted({*range(min(N_sink, seen)), *last})
-
-
-@pytest.mark.spec(id="CC-BUDGET")
-@given(seen=st.integers(2, 60), B=st.integers(1, 70))
-def test_full_cache_keeps_everything(seen: int, B: int) -> None:
-    """Whatever the budget."""
-    assert retain(full_cache(), Budget(count=B), blank(seen))[0].positions.tolist() == list(range(seen))
-
-
-@pytest.mark.spec(id="CC-COMPACT")
-@given(data=st.data(), n=st.integers(1, 9), H=st.integers(1, 3))
-def test_compaction_takes_the_same_rows_of_every_head(data: st.DataObject, n: int, H: int) -> None:
-    """Eq. 35: K[R] and V[R] in ascending order, bits unchanged; all of them at beta = 1."""
-    R = np.array(sorted(data.draw(st.sets(st.integers(0, n - 1)), label="R")), dtype=np.int64)
-    K = np.arange(H * n * 2, dtype=np.float32).reshape(H, n, 2)
-    V = -np.arange(H * n * 3, dtype=np.float16).reshape(H, n, 3)
-    K_R, V_R = compact(K, V, R)
-    assert K_R.tolist() == [[K[h, i].tolist() for i in R] for h in range(H)]
-    assert V_R.tolist() == [[V[h, i].tolist() for i in R] for h in range(H)]
-    assert (K_R.dtype, V_R.dtype) == (K.dtype, V.dtype)
-    assert not np.shares_memory(K_R, K)
 
 
 @pytest.mark.spec(id="CC-PREFILL")

@@ -11,8 +11,6 @@ from conformance.oracles.scale import stages as oracle
 from conformance.strategies.eviction import EvictionProblem
 from conformance.strategies.scale_numbers import Numbers
 from conformance.strategies.scale_tables import Eviction, eviction, of_sizes
-from reference.crystalcache.compaction import compact
-from reference.crystalcache.protection import protected_trunks
 from spec.backend import CrystalStages
 from spec.parameters import PAPER
 from spec.records import Dissolution
@@ -227,27 +225,3 @@ def complaints(stages: CrystalStages, p: EvictionProblem) -> list[str]:
     return list(stage_checks.dissolution(
         run(stages, p), p.score, p.trunks, p.impact, p.D, p.protected, p.budget, p.parameters
     ))
-
-
-@pytest.mark.usefixtures("reference_items")
-@pytest.mark.spec(id="CC-PROTECTED")
-@pytest.mark.parametrize("m", SIZES)
-def test_sinks_and_windows_over_many_trunks(m: int) -> None:
-    """Trunks of up to three tokens; sink and window begin at any token, and may hold all of them."""
-    offsets = of_sizes(Numbers(m).integers(1, 4, m)).offsets
-    n = int(offsets[-1])
-    for sink, recent in ((4, 128), (n // 3, n // 2), (n // 3 + 1, n // 2 + 1), (0, n), (n, 0)):
-        p = replace(PAPER, N_sink=sink, W_recent=recent)
-        assert protected_trunks(offsets, n, sink, recent).tolist() == oracle.protected(offsets, n, p).tolist()
-
-
-@pytest.mark.usefixtures("reference_items")
-@pytest.mark.spec(id="CC-COMPACT")
-@pytest.mark.parametrize(("H", "n"), [(2, 41), (17, 257), (3, 1_025), (8, 9_000), (1, 140_000)])
-def test_slots_of_long_caches(H: int, n: int) -> None:
-    """One token in five goes, the first among them; keys and values say whose they are."""
-    R = 1 + np.flatnonzero(Numbers(n).integers(0, 5, n - 1) > 0)
-    K = np.arange(H * n * 2, dtype=np.float64).reshape(H, n, 2)
-    keys, values = compact(K, -K[:, :, :1], R)
-    assert keys.tolist() == [[[2.0 * (h * n + i), 2.0 * (h * n + i) + 1] for i in R.tolist()] for h in range(H)]
-    assert values.tolist() == [[[-2.0 * (h * n + i)] for i in R.tolist()] for h in range(H)]

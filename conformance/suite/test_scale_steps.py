@@ -1,19 +1,14 @@
 """Steps, breaths and segments of sequences with hundreds of trunks, long tails and far positions."""
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from conformance.checks import decode_checks
-from conformance.oracles import s6
-from conformance.oracles.scale import decode as oracle
 from conformance.strategies.scale_attention import Shape, addressed
-from conformance.strategies.scale_numbers import Numbers
 from conformance.strategies.scale_states import FAR_IDS, state_at
-from reference.crystalcache.breath import breath, decode_step, protected_trunks_of
-from reference.crystalcache.live import keep
+from reference.crystalcache.breath import breath, decode_step
 from reference.crystalcache.segments import extend
 from spec.backend import Backend
 from spec.decode import DecodeState
@@ -89,45 +84,6 @@ def test_breaths_of_a_long_conversation(decoder: Backend, step: int, T_breath: i
         state = decode_step(state, 3, 0.5, ENDS, p, decoder)
         assert state.step == at
         assert (state.tail_ids == ()) == (at % T_breath == 0)
-
-
-TABLES = [(60, 9), (300, 5), (1_500, 40), (66_000, 1)]
-
-
-@pytest.mark.usefixtures("reference_items")
-@pytest.mark.spec(id="CC-LIVE")
-@pytest.mark.parametrize(("m", "largest"), TABLES)
-@pytest.mark.parametrize("share", [2, 20])
-def test_what_is_kept_of_large_tables(m: int, largest: int, share: int) -> None:
-    """One token in `share` goes, the first trunk whole: every later slot and number moves."""
-    before = state_at(2**33, m, largest, 9, 400, QUIET)
-    n = len(before.live.positions)
-    stays = Numbers(share).integers(0, share, n) > 0
-    stays[: before.live.offsets[1]] = False
-    D = Numbers(m).fractions(m)
-    after = keep(before, np.flatnonzero(stays), D)
-    alive, offsets, rows = oracle.left(before.live.offsets, before.W, stays)
-    for name in ("positions", "impact", "inverse_norms"):
-        assert getattr(after.live, name).tolist() == getattr(before.live, name)[stays].tolist()
-    assert after.live.offsets.tolist() == offsets
-    assert after.live.trunk_impact.tolist() == before.live.trunk_impact[alive].tolist()
-    assert after.D.tolist() == D[alive].tolist()
-    assert oracle.rows_of(after.W) == rows
-
-
-@pytest.mark.usefixtures("reference_items")
-@pytest.mark.spec(id="CC-LIVE-PROTECTED")
-@pytest.mark.parametrize("seen", [70_001, 2**24 + 1_001, 2**31 + 99, 2**32 + 77, 2**53 + 401])
-@pytest.mark.parametrize(("m", "largest"), [(300, 1), (300, 4), (20_000, 2)])
-def test_windows_and_sinks_at_far_positions(seen: int, m: int, largest: int) -> None:
-    """Windows that begin at every token of a run; sinks that end inside the table."""
-    before = state_at(seen, m, largest, 9, 400, QUIET)
-    positions = before.live.positions.tolist()
-    members = [positions[a:b] for a, b in pairwise(before.live.offsets.tolist())]
-    for step in range(8 if m < 1_000 else 2):
-        sink, recent = positions[0] + 70 + step, m // 3 + step
-        found = protected_trunks_of(before.live, seen, sink, recent)
-        assert found.tolist() == s6.protected(members, seen, sink, recent)
 
 
 @pytest.mark.spec(id="CC-SEGMENT")

@@ -86,16 +86,6 @@ def test_offsets_at_full_size(stages: CrystalStages, case: Case) -> None:
     assert merged < 0.9 * len(oracle.sentences(ends)), "too few sentences merge to say anything"
 
 
-@pytest.mark.usefixtures("reference_items")
-@pytest.mark.spec(id="CC-EDGES")
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_edges_at_full_size(case: Case) -> None:
-    """Order, orientation and absolute positions of up to 480 000 edges."""
-    found = lists(case.lists)
-    for got, want in zip(found.edges(), oracle.edge_columns(found), strict=True):
-        assert np.array_equal(got, want)
-
-
 def bare(n: int, start: int = 0) -> CoAttention:
     empty = np.zeros((n, 0), dtype=np.int64), np.zeros((n, 0))
     return CoAttention(start, np.ones(n), *empty, *empty)

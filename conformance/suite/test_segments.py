@@ -23,7 +23,6 @@ from spec.arrays import IntVector, Vector
 from spec.backend import Backend, BreathStages, CrystalStages
 from spec.budget import Budget, parse_budget
 from spec.decode import DecodeState, TrunkWeights, check_state
-from spec.errors import SpecError
 from spec.parameters import PAPER, TINY, CrystalCacheParameters
 from spec.records import Trunks
 
@@ -134,21 +133,6 @@ def test_a_segment_changes_nothing_in_place(decoder: Backend, turn: Turn) -> Non
 
 
 @pytest.mark.spec(id="CC-SEGMENT")
-@pytest.mark.spec(id="CC-START")
-@pytest.mark.usefixtures("reference_items")
-def test_before_the_first_token_there_is_nothing() -> None:
-    """No token, no trunk, no pair; mu = 0 and sigma = 1, so that a trunk without an edge has D = 0.5."""
-    state = empty_state(Budget(count=3))
-    live = state.live
-    for array in (live.positions, live.impact, live.inverse_norms, live.trunk_impact, state.D, state.W.indices,
-                  state.W.weights, state.ids, state.counts, state.stored):
-        assert array.tolist() == []
-    assert live.offsets.tolist() == state.W.indptr.tolist() == [0]
-    assert (state.budget, state.seen, state.step, state.mu, state.sigma) == (Budget(count=3), 0, 0, 0.0, 1.0)
-    assert {array.dtype for array in (live.positions, live.offsets, state.ids, state.counts)} == {np.dtype(np.int64)}
-
-
-@pytest.mark.spec(id="CC-SEGMENT")
 def test_a_tail_token_can_be_read_and_linked(decoder: Backend) -> None:
     """Two tokens wait; a turn whose queries look at them alone has an edge to their trunk."""
     state = replace(
@@ -213,28 +197,6 @@ def test_the_state_after_a_prompt_knows_all_its_tokens(decoder: Backend, prompt:
     spread = (sum((x - mean) ** 2 for x in degree) / len(degree)) ** 0.5
     assert tolerances.close("CC-SEGMENT", [state.sigma], [1.0 if spread < given["parameters"].epsilon else spread])
     assert (state.seen, state.step, state.tail_ids) == (len(ids), 0, ())
-
-
-@pytest.mark.spec(id="CC-SEGMENT")
-@pytest.mark.usefixtures("reference_items")
-def test_a_segment_that_cannot_be_is_refused() -> None:
-    """Before anything changes: one token is a step; keys must be those stored and those of the segment."""
-    state = replace(empty_state(Budget(count=8)), seen=1, step=1, tail_ids=(3,), tail_inverse_norms=(1.0,))
-    q, k = np.ones((1, 2, 2)), np.ones((1, 3, 2))
-    good: dict[str, Any] = {
-        "state": state, "q": q, "k": k, "token_ids": np.array([1, 2]), "sentence_ends": ENDS, "parameters": TINY,
-    }
-    assert extend(**good).seen == 3
-    bad: list[tuple[str, dict[str, Any]]] = [
-        ("q", {"q": [1.0]}), ("k", {"k": k[0]}), ("k", {"k": k[:, :2]}),
-        ("token_ids", {"q": q[:, :1], "token_ids": np.array([1])}),
-        ("token_ids", {"token_ids": np.array([1, -2])}), ("token_ids", {"token_ids": np.array([1, 2, 3])}),
-        ("sentence_ends", {"sentence_ends": frozenset()}), ("scaling", {"scaling": 0.0}),
-        ("k", {"k": np.full((1, 3, 2), np.inf)}),
-    ]
-    for name, changes in bad:
-        with pytest.raises(SpecError, match=f"^{name} = "):
-            extend(**{**good, **changes})
 
 
 @st.composite

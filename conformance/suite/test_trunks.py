@@ -1,6 +1,5 @@
 """S2: sentences, the merge pass, the split."""
 
-import itertools
 import math
 from dataclasses import replace
 
@@ -11,12 +10,8 @@ from hypothesis import strategies as st
 
 from conformance.checks import stage_checks
 from conformance.oracles import s2
-from conformance.strategies.parameters import small_parameters
-from conformance.strategies.text import end_masks
 from conformance.strategies.trunks import Text, record, texts
-from reference.crystalcache import trunks as reference
-from reference.crystalcache.sentences import sentence_offsets
-from spec.arrays import BoolVector, IntMatrix
+from spec.arrays import IntMatrix
 from spec.backend import CrystalStages
 from spec.parameters import PAPER, TINY, CrystalCacheParameters
 from spec.records import Trunks
@@ -211,30 +206,6 @@ def test_split_sizes_are_as_equal_as_can_be(stages: CrystalStages, n: int, T_max
     sizes = np.diff(found).tolist()
     assert sizes == [len(piece) for piece in np.array_split(np.arange(n), -(-n // T_max))]
     assert len(sizes) == 1 or min(sizes) >= (T_max + 1) // 2
-
-
-@pytest.mark.spec(id="CC-INTERFACE")
-@pytest.mark.spec(id="CC-SENTENCES")
-@pytest.mark.usefixtures("reference_items")
-@given(ends=st.integers(2, 14).flatmap(end_masks), p=small_parameters())
-def test_the_reference_reads_sentences_and_windows_as_the_oracle(
-    ends: BoolVector, p: CrystalCacheParameters,
-) -> None:
-    """Item by item: sentence bounds, windows, split sizes."""
-    expected = s2.sentences(ends.tolist())
-    bounds = sentence_offsets(ends).tolist()
-    assert [list(range(a, b)) for a, b in itertools.pairwise(bounds)] == expected
-    for left, right in itertools.pairwise(expected):
-        P = reference.interface((left[0], left[-1] + 1), (right[0], right[-1] + 1))
-        assert [list(side) for side in P] == [s2.last5(left), s2.first5(right)]
-    for sentence in expected:
-        assert reference.split_sizes(len(sentence), p.T_max) == [len(g) for g in s2.split(sentence, p.T_max)]
-
-
-@pytest.mark.spec(id="CC-SENTENCES")
-@pytest.mark.usefixtures("reference_items")
-def test_no_token_is_no_sentence() -> None:
-    assert sentence_offsets(np.zeros(0, dtype=np.bool_)).tolist() == [0]
 
 
 @pytest.mark.spec(id="CC-TRUNKS")

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from conformance.oracles.decode import Model, Pair, Trunk
-from conformance.vectors.brute_force import tokens
+from conformance.oracles.s6 import tokens
 from conformance.vectors.json_values import Json
 
 __all__ = ["STATE", "WEIGHTS", "budget_of", "csr_of", "model_of", "pairs_of", "results_of"]

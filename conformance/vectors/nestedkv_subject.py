@@ -7,7 +7,7 @@ import numpy as np
 
 from conformance.vectors.arrays import Stage, floats
 from conformance.vectors.json_values import Json
-from conformance.vectors.nestedkv_oracles import parameters_in
+from conformance.vectors.nestedkv_values import parameters_in
 from reference import directions, policies
 from reference import nestedkv as nk
 from spec.backend import Backend

@@ -1,1 +1,1 @@
-"""Brute force for what no backend is judged by: injection's items and the statistics of paired runs."""
+"""Brute force for what no backend is judged by: policies, injection, and the statistics of paired runs."""

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from conformance.assurance.saboteurs.drawn_inputs import drawn_inputs
+from conformance.assurance.strategies import policy_cases as by_policy
 from conformance.assurance.strategies import policy_segments as by_turn
 from conformance.assurance.strategies import policy_steps as by_step
-from conformance.strategies import policy_cases as by_policy
 from conformance.strategies.prompts import random_prompt
 from conformance.vectors import subject
 from reference import calibration, crystalcache, policies

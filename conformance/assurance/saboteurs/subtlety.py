@@ -19,8 +19,8 @@ from conformance.assurance.saboteurs.drawn_inputs import DRAWN, drawn_inputs
 from conformance.assurance.saboteurs.install import install
 from conformance.assurance.saboteurs.registry import Saboteur
 from conformance.assurance.saboteurs.runs import Case
+from conformance.assurance.strategies.policy_cases import CASES
 from conformance.items import items_of
-from conformance.strategies.policy_cases import CASES
 
 __all__ = ["INPUTS", "agreement", "outcomes", "subject_of"]
 

@@ -1,1 +1,1 @@
-"""Policies while tokens are decoded and while turns are read, for our own tests and for the saboteurs."""
+"""Every policy with its brute-force answer, at the end of a prompt, in decode and in turns."""

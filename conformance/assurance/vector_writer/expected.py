@@ -6,16 +6,16 @@ from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 
+from conformance.assurance.vector_writer import brute_force as plain
 from conformance.assurance.vector_writer import expected_diversity as diversity
 from conformance.assurance.vector_writer import expected_injection
 from conformance.assurance.vector_writer.case import Operation
 from conformance.assurance.vector_writer.expected_decode import DECODE_OPERATIONS
+from conformance.assurance.vector_writer.expected_nestedkv import RESULTS as NESTEDKV_RESULTS
 from conformance.assurance.vector_writer.expected_policies import RESULTS
 from conformance.oracles import pipeline, s1, s2, s3, s4, s5, s6
-from conformance.vectors import brute_force as plain
 from conformance.vectors.json_values import Json, Results
-from conformance.vectors.nestedkv_oracles import BOUNDED_RESULTS
-from conformance.vectors.nestedkv_oracles import RESULTS as NESTEDKV_RESULTS
+from conformance.vectors.nestedkv_values import BOUNDED_RESULTS
 from spec.parameters import CrystalCacheParameters
 
 __all__ = ["OPERATIONS"]
@@ -113,12 +113,12 @@ def dissolve(i: Json, p: CrystalCacheParameters) -> Results:
 
 def share(i: Json) -> Fraction | int:
     """A budget as s6.effective_budget takes it: the exact share of n that the written form asks for, or a count."""
-    return plain.tokens(i["budget"], i["n"])
+    return s6.tokens(i["budget"], i["n"])
 
 
 def prefill(i: Json, p: CrystalCacheParameters) -> Results:
     n = len(i["token_ids"])
-    B = plain.tokens(i["budget"], n)
+    B = s6.tokens(i["budget"], n)
     found = pipeline.prefill(
         i["q"], i["k"], i["token_ids"], set(i["sentence_ends"]), B, p, i["scaling"], i["softcap"]
     )
@@ -151,14 +151,14 @@ def merge_threshold(i: Json, p: CrystalCacheParameters) -> Results:
 
 
 ORACLES = "conformance.oracles."
-PLAIN = "conformance.vectors.brute_force."
+PLAIN = "conformance.assurance.vector_writer.brute_force."
 
 OPERATIONS: dict[str, Operation] = {
     "CC-MEMORY": Operation(PLAIN + "kv_bytes", lambda i, p: {"bytes": plain.kv_bytes(**i)}),
     "CC-OBSERVED-LAYER": Operation(
         PLAIN + "observed_layer", lambda i, p: {"layer": plain.observed_layer(**i)}
     ),
-    "CC-BUDGET-FORMS": Operation(PLAIN + "tokens", lambda i, p: {"tokens": plain.tokens(i["budget"], i["seen"])}),
+    "CC-BUDGET-FORMS": Operation(ORACLES + "s6.tokens", lambda i, p: {"tokens": s6.tokens(i["budget"], i["seen"])}),
     "CC-BUDGET": Operation(
         ORACLES + "s6.effective_budget",
         lambda i, p: {"B": s6.effective_budget(share(i), i["n"], p.N_sink, p.W_recent)},
@@ -289,7 +289,7 @@ OPERATIONS: dict[str, Operation] = {
     },
     **{
         item: Operation(
-            "conformance.vectors.nestedkv_oracles", lambda i, p, run=run: run(i),  # type: ignore[misc]
+            "conformance.assurance.vector_writer.expected_nestedkv", lambda i, p, run=run: run(i),  # type: ignore[misc]
             [BOUNDED_RESULTS[item]] if item in BOUNDED_RESULTS else [],
         )
         for item, run in NESTEDKV_RESULTS.items()

@@ -1,9 +1,9 @@
 """What each operation of decode must give, from the oracle."""
 
+from conformance.assurance.vector_writer.brute_force import trunk_lists
 from conformance.assurance.vector_writer.case import Operation
 from conformance.oracles import decode, pipeline, s1, s4, s6
 from conformance.oracles.decode import Model, Trunk
-from conformance.vectors.brute_force import tokens, trunk_lists
 from conformance.vectors.json_values import Json, Results
 from conformance.vectors.models import budget_of, csr_of, model_of, pairs_of, results_of
 from spec.parameters import CrystalCacheParameters
@@ -101,7 +101,7 @@ def start(i: Json, p: CrystalCacheParameters) -> Results:
     """From the oracle's prefill, whose W is made again from its edges."""
     n = len(i["token_ids"])
     found = pipeline.prefill(
-        i["q"], i["k"], i["token_ids"], set(i["sentence_ends"]), tokens(i["budget"], n), p, i["scaling"], None
+        i["q"], i["k"], i["token_ids"], set(i["sentence_ends"]), s6.tokens(i["budget"], n), p, i["scaling"], None
     )
     now = Model(budget_of(i["budget"], n))
     decode.extend(

@@ -5,9 +5,9 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from conformance.assurance.oracles import policies as oracle
+from conformance.assurance.oracles import triattention as tri
 from conformance.oracles import diversity as alpha
-from conformance.oracles import policies as oracle
-from conformance.oracles import triattention as tri
 from conformance.vectors.json_values import Json
 
 __all__ = ["BOUNDED", "RESULTS"]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-from conformance.oracles import policies as oracle
+from conformance.assurance.oracles import policies as oracle
 from conformance.vectors.json_values import Json
 
 __all__ = ["RESULTS"]

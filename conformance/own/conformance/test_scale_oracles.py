@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance import tolerances
+from conformance.assurance.oracles import policies as brute_policies
+from conformance.assurance.strategies.policy_cases import drawn, plain
 from conformance.checks.stage_checks import edges_of, trunk_lists
 from conformance.oracles import decode as brute_decode
 from conformance.oracles import diversity as brute_diversity
 from conformance.oracles import nestedkv as brute_nestedkv
-from conformance.oracles import policies as brute_policies
 from conformance.oracles import s1, s2, s3, s4, s5, s6
 from conformance.oracles.decode import Model, Trunk
 from conformance.oracles.scale import decode, selectors, stages
@@ -24,7 +25,6 @@ from conformance.paths import ROOT
 from conformance.strategies.attention import AttentionInputs, attention_inputs, later_segments
 from conformance.strategies.decoding import decode_parameters, flags, graphs, inverse_norms
 from conformance.strategies.eviction import EvictionProblem, evictions
-from conformance.strategies.policy_cases import drawn, plain
 from conformance.strategies.scale_numbers import Numbers
 from conformance.strategies.trunks import Text, degrees, partitions, texts
 from conformance.vectors.models import pairs_of

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 import pytest
 
+from conformance.own.reference import test_scale_scores as scores
+from conformance.own.reference import test_scale_shares as shares
+from conformance.own.reference import test_scale_tables as tables
 from conformance.strategies.scale_attention import RANKS, Shape
 from conformance.strategies.scale_states import FAR_IDS
 from conformance.suite import test_scale_decode as decode
@@ -18,9 +21,7 @@ from conformance.suite import test_scale_graph as graph
 from conformance.suite import test_scale_impact as impact
 from conformance.suite import test_scale_prefill as prefill
 from conformance.suite import test_scale_s1 as s1
-from conformance.suite import test_scale_scores as scores
 from conformance.suite import test_scale_selectors as selectors
-from conformance.suite import test_scale_shares as shares
 from conformance.suite import test_scale_steps as steps
 from conformance.suite import test_scale_trunks as trunks
 
@@ -100,7 +101,7 @@ QUANTITIES = [
     Quantity("decode: senders to a trunk", over([65_537]), 2**16, OFFSETS),
     Quantity("decode: pulses to a trunk", over([1_025]), 1_024, "each source is a search of its own in the reference"),
     Quantity("decode: steps", over(steps.STEPS), 2**32, ""),
-    Quantity("decode: live tokens", over(m for m, _ in steps.TABLES), 2**16, OFFSETS),
+    Quantity("decode: live tokens", over(m for m, _ in tables.TABLES), 2**16, OFFSETS),
     Quantity("decode: positions", over(case.start + case.n for case in decode.SEGMENTS), 2**32, ""),
     Quantity("diversity: tokens", over([70_000]), 2**16, "in the reference 5 000: it holds all pairs"),
     Quantity("diversity: channels", over([257, 1_025]), 1_024, "a signature is a head's values"),

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from conformance.assurance.vector_writer import store
+from conformance.assurance.vector_writer.brute_force import score as plain_score
 from conformance.assurance.vector_writer.cases import STAGES
 from conformance.vectors import files
-from conformance.vectors.brute_force import score as plain_score
 
 made = lru_cache(store.built)
 
@@ -32,10 +32,10 @@ def test_a_file_is_what_the_oracles_give(stage: str) -> None:
 @pytest.mark.parametrize(
     "module",
     [
-        "vectors.brute_force", "vectors.json_values", "vectors.nestedkv_oracles", "assurance.vector_writer.case",
-        "assurance.vector_writer.expected", "assurance.vector_writer.expected_decode",
-        "assurance.vector_writer.expected_policies", "assurance.vector_writer.expected_diversity",
-        "assurance.vector_writer.expected_injection",
+        "vectors.json_values", "vectors.nestedkv_values", "assurance.vector_writer.brute_force",
+        "assurance.vector_writer.case", "assurance.vector_writer.expected", "assurance.vector_writer.expected_decode",
+        "assurance.vector_writer.expected_diversity", "assurance.vector_writer.expected_injection",
+        "assurance.vector_writer.expected_nestedkv", "assurance.vector_writer.expected_policies",
     ],
 )
 def test_expected_values_share_nothing_with_what_they_judge(module: str) -> None:

@@ -9,11 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from conformance.assurance.strategies.policy_steps import PROMPT, STEPS, decoded, long, shown
-from conformance.oracles import diversity as brute
-from conformance.oracles import policies as oracle
-from conformance.plugin import sparingly
-from conformance.strategies.policy_cases import (
+from conformance.assurance.oracles import policies as oracle
+from conformance.assurance.strategies.policy_cases import (
     CASES,
     KERNEL,
     LAM,
@@ -28,6 +25,9 @@ from conformance.strategies.policy_cases import (
     tri_rows,
     triattention,
 )
+from conformance.assurance.strategies.policy_steps import PROMPT, STEPS, decoded, long, shown
+from conformance.oracles import diversity as brute
+from conformance.plugin import sparingly
 from reference import diversity, policies
 from reference.policies.diversity import Diverse
 from reference.policies.knorm import knorm_score

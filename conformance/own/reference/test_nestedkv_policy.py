@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conformance.assurance.strategies.policy_cases import CASES, decided, drawn
 from conformance.oracles import nestedkv as oracle
 from conformance.strategies.keys import keys, seeds
-from conformance.strategies.policy_cases import CASES, decided, drawn
 from reference import policies
 from spec.backend import Backend, resolve
 from spec.budget import Budget

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from conformance.oracles import policies as oracle
-from conformance.plugin import sparingly
-from conformance.strategies.policy_cases import (
+from conformance.assurance.oracles import policies as oracle
+from conformance.assurance.strategies.policy_cases import (
     C_CHUNK,
     CASES,
     FUTURE,
@@ -24,6 +23,7 @@ from conformance.strategies.policy_cases import (
     observation,
     plain,
 )
+from conformance.plugin import sparingly
 from conformance.tolerances import scores_agree
 from reference import policies
 from reference.policies import attention

@@ -10,11 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.assurance.strategies.policy_steps import PROMPT, decoded, long
-from conformance.oracles import policies as oracle
-from conformance.oracles import triattention as brute
-from conformance.plugin import sparingly
-from conformance.strategies.policy_cases import (
+from conformance.assurance.oracles import policies as oracle
+from conformance.assurance.oracles import triattention as brute
+from conformance.assurance.strategies.policy_cases import (
     CASES,
     calibrated,
     decided,
@@ -24,6 +22,8 @@ from conformance.strategies.policy_cases import (
     tri_rows,
     triattention,
 )
+from conformance.assurance.strategies.policy_steps import PROMPT, decoded, long
+from conformance.plugin import sparingly
 from conformance.tolerances import scores_agree
 from reference import policies
 from reference.calibration import Calibration, Identity, load_calibration, save_calibration

@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conformance import tolerances
+from conformance.assurance.oracles import policies as oracle
+from conformance.assurance.strategies.policy_cases import CASES, Inputs, drawn, observation, plain
 from conformance.assurance.strategies.policy_segments import (
     KERNEL,
     POLICIES,
@@ -26,9 +28,7 @@ from conformance.assurance.strategies.policy_segments import (
     turned,
 )
 from conformance.assurance.strategies.policy_steps import shown
-from conformance.oracles import policies as oracle
 from conformance.own.reference.test_decoding import one_head
-from conformance.strategies.policy_cases import CASES, Inputs, drawn, observation, plain
 from reference import policies
 from reference.policies.protections import SinkAndRecent
 from spec.budget import Budget, parse_budget

@@ -10,8 +10,8 @@ from conformance.items import items_of
 from conformance.own.spec.test_examples import FENCE, PARTS
 from conformance.paths import SPEC
 from conformance.tolerances import scores_agree
-from conformance.vectors.nestedkv_oracles import BOUNDED_RESULTS
 from conformance.vectors.nestedkv_subject import NESTEDKV_ITEMS
+from conformance.vectors.nestedkv_values import BOUNDED_RESULTS
 
 PAGE = SPEC / "nestedkv.md"
 ITEMS = dict(items_of(PAGE.read_text(encoding="utf-8")))

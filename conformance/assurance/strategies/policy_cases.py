@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 
+from conformance.assurance.oracles import policies as oracle
+from conformance.assurance.oracles import triattention as tri_oracle
 from conformance.oracles import diversity as alpha_oracle
 from conformance.oracles import nestedkv
-from conformance.oracles import policies as oracle
-from conformance.oracles import triattention as tri_oracle
+from conformance.strategies.keys import NESTED
 from reference import policies
 from reference.calibration import Calibration, Identity
 from reference.triattention import OFFSETS, Mode, band_statistics
 from spec.budget import Budget
-from spec.parameters import NestedKVParameters
 from spec.policy import LayerView, Observation, Policy
 from spec.retention import Granularity, Retention
 
@@ -24,10 +24,9 @@ __all__ = [
     "observation", "plain", "plain_values", "retained", "tri_rows", "triattention",
 ]
 
-W, KERNEL, C_CHUNK, SINK, FUTURE = 3, 3, 4, 2, 5
+W, KERNEL, C_CHUNK, SINK, FUTURE = 3, 3, 4, NESTED.N_sink, 5
 LAM = 0.5
 SAFEGUARD = Fraction(1, 5)
-NESTED = NestedKVParameters(blocks=4, b_min=3, b_max=6, W=4, N_sink=SINK, alpha_s=Fraction(4, 5))
 Kept = list[list[int]]
 Array = np.ndarray[Any, Any]
 

@@ -1,24 +1,14 @@
 """What NestedKV's operations must give, from the oracle."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields
-from fractions import Fraction
 from typing import Any
 
+from conformance.assurance.oracles import policies
 from conformance.oracles import nestedkv as oracle
-from conformance.oracles import policies
 from conformance.vectors.json_values import Json
-from spec.parameters import NestedKVParameters
+from conformance.vectors.nestedkv_values import parameters_in
 
-__all__ = ["BOUNDED_RESULTS", "RESULTS", "parameters_in"]
-
-
-def parameters_in(i: Json) -> NestedKVParameters:
-    """The paper's parameters, and what the inputs say of them; shares are text."""
-    given = {field.name: i[field.name] for field in fields(NestedKVParameters) if field.name in i}
-    for name in given.keys() & {"p", "alpha_s"}:
-        given[name] = Fraction(given[name])
-    return NestedKVParameters(**given)
+__all__ = ["RESULTS"]
 
 
 def memories(i: Json, which: int) -> Json:
@@ -67,9 +57,4 @@ RESULTS: Mapping[str, Callable[[Any], Json]] = {
     "NK-NESTEDKV": lambda i: {"kept": kept(i)},
     "NK-TOKENS": lambda i: {"tokens": oracle.tokens(i["r"], i["N"])},
     "NK-ABLATIONS": ablations,
-}
-BOUNDED_RESULTS: Mapping[str, str] = {
-    "NK-UNIT-KEYS": "unit", "NK-STABLE": "mu", "NK-EPISODIC": "mu", "NK-CURRENT": "mu", "NK-ANOMALY": "a",
-    "NK-MIN-MAX": "a", "NK-GAP": "delta", "NK-BLEND": "blend", "NK-SURPRISE": "s", "NK-ROUTE": "score",
-    "NK-SCORE": "score",
 }

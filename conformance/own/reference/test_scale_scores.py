@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from conformance.oracles import diversity, triattention
-from conformance.oracles import policies as oracle
+from conformance.assurance.oracles import policies as oracle
+from conformance.assurance.oracles import triattention
+from conformance.oracles import diversity
 from conformance.oracles.scale import selectors as at_size
 from conformance.strategies.scale_attention import Shape, laddered
 from conformance.strategies.scale_numbers import Numbers
@@ -14,7 +15,7 @@ from reference.policies.attention import accumulated_attention, average_pool, ma
 from reference.triattention import z_scores
 from spec.policy import LayerView
 
-pytestmark = [pytest.mark.usefixtures("compiled"), pytest.mark.usefixtures("reference_items")]
+pytestmark = pytest.mark.usefixtures("reference_items")
 
 SIZES = [17, 33, 65, 129, 257, 1_025, 5_000]
 

@@ -5,7 +5,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from conformance.oracles import policies as oracle
+from conformance.assurance.oracles import policies as oracle
 from conformance.oracles.scale import selectors as at_size
 from conformance.strategies.scale_numbers import CLOSE, Numbers, close
 from reference.crystalcache.protection import effective_budget
@@ -17,7 +17,7 @@ from spec.arrays import Matrix
 from spec.budget import parse_budget
 from spec.policy import Scores, Selection
 
-pytestmark = [pytest.mark.usefixtures("compiled"), pytest.mark.usefixtures("reference_items")]
+pytestmark = pytest.mark.usefixtures("reference_items")
 
 SIZES = [17, 33, 65, 129, 257, 1_025, 5_000]
 

@@ -1,8 +1,6 @@
 """Plain Python for the items that `conformance.oracles` reaches only inside a stage: counted out, one by one."""
 
 from collections.abc import Sequence
-from decimal import Decimal
-from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
@@ -11,7 +9,7 @@ from conformance.oracles.s4 import cross_weights
 
 __all__ = [
     "compact", "cut", "dissolved_D", "edge_list", "kv_bytes", "observed_layer", "pairs", "renewed_D", "rows_of",
-    "score", "tokens", "trunk_lists",
+    "score", "trunk_lists",
 ]
 
 
@@ -26,15 +24,6 @@ def observed_layer(full_layers: list[int], i: int) -> int:
     for _ in range(-i - 1 if i < 0 else i):
         left.pop(0)
     return left[0]
-
-
-def tokens(budget: float | int | str, seen: int) -> int:
-    """CC-BUDGET-FORMS: the fewest tokens that are no less than the written share; a count as it is."""
-    text = repr(budget) if isinstance(budget, float) else str(budget)
-    if not isinstance(budget, float) and "." not in text and "%" not in text:
-        return int(text)
-    share = Fraction(Decimal(text.rstrip("%"))) / (100 if "%" in text else 1)
-    return next(kept for kept in range(seen + 1) if Fraction(kept) >= share * seen)
 
 
 def trunk_lists(offsets: Sequence[int]) -> list[list[int]]:
