@@ -61,18 +61,16 @@ def layer_masks(model: PreTrainedModel, cache: RetainedCache) -> Iterator[None]:
         yield
 
 
-def _agreeing(cache: RetainedCache, vocabulary: int) -> Callable[..., tuple[tuple[()], dict[str, Any]]]:
+def _agreeing(cache: RetainedCache, vocabulary: int) -> Callable[..., tuple[tuple[()], dict[str, object]]]:
     """Before a forward of the decoder: its inputs agree with the cache, and those that it needs are there."""
 
     def agreeing(
-        decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
-    ) -> tuple[tuple[()], dict[str, Any]]:
-        arguments = {**dict(zip(inspect.signature(decoder.forward).parameters, args, strict=False)), **kwargs}
-        if arguments.get("past_key_values") is not cache:
-            given = type(arguments.get("past_key_values")).__name__
-            raise SpecError("past_key_values", given, "must be the cache that layer_masks was given")
-        check_forward(arguments, getattr(cast(PreTrainedModel, decoder).config, "use_cache", True))
-        arguments = {name: value for name, value in arguments.items() if value is not None}
+        decoder: nn.Module, args: tuple[object, ...], kwargs: dict[str, object],
+    ) -> tuple[tuple[()], dict[str, object]]:
+        given = {**dict(zip(inspect.signature(decoder.forward).parameters, args, strict=False)), **kwargs}
+        if (other := given.get("past_key_values")) is not cache:
+            raise SpecError("past_key_values", type(other).__name__, "must be the cache that layer_masks was given")
+        arguments = check_forward(given, getattr(cast(PreTrainedModel, decoder).config, "use_cache", True))
         span = later_span(vocabulary, arguments, cache, OPEN)
         if span.padded:
             raise SpecError("attention_mask", "zeros", "padding is not served inside layer_masks")
@@ -81,7 +79,7 @@ def _agreeing(cache: RetainedCache, vocabulary: int) -> Callable[..., tuple[tupl
     return agreeing
 
 
-def _masked(cache: RetainedCache) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
+def _masked(cache: RetainedCache) -> Callable[..., tuple[tuple[object, ...], dict[str, object]]]:
     """Before one layer attends: the mask of what it stores."""
 
     def own_mask(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -2,11 +2,11 @@
 
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from models_integration.archive.codec import decode, encode
 from models_integration.archive.errors import NoSuchChunk
@@ -37,11 +37,11 @@ class Injected(NamedTuple):
     """Absolute positions of the chunks' markers, (markers,), for `reference.policies.protections.protecting`."""
 
 
-def vocabulary_of(tokenizer: Any) -> Vocabulary:
+def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> Vocabulary:
     """A transformers tokenizer without its habits."""
     return Vocabulary(
         lambda text: tokenizer(text, add_special_tokens=False).input_ids,
-        lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False),
+        lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)),
     )
 
 

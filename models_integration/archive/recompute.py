@@ -1,7 +1,6 @@
 """Computing chosen tokens of a spliced session again, now that they see everything before them."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +26,9 @@ class _Overwritten(DynamicLayer):  # type: ignore[no-untyped-call]  # the base's
         self.lazy_initialization(layer.keys, layer.values)
         self.keys, self.values, self._slots = layer.keys, layer.values, slots
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object,
+    ) -> tuple[Tensor, Tensor]:
         """Overwrite, and return all that are stored."""
         assert self.keys is not None
         assert self.values is not None

@@ -33,7 +33,7 @@ class LayerMasks:
     """batch_size, q_length and q_offset."""
     pattern: Pattern
     padding: Tensor | None
-    options: Mapping[str, Any]
+    options: Mapping[str, object]
 
     @property
     def plain(self) -> bool:
@@ -61,7 +61,8 @@ class LayerMasks:
 
 
 def by_position(
-    pattern: Pattern, rows: StoredRows, seen: int, q_length: int, kv_length: int, padding: Tensor | None, device: Any,
+    pattern: Pattern, rows: StoredRows, seen: int, q_length: int, kv_length: int, padding: Tensor | None,
+    device: torch.device | str,
 ) -> Pattern:
     """The same pattern over slots: queries are numbered from 0, keys by slot; both are looked up as positions.
 

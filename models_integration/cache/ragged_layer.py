@@ -8,7 +8,6 @@ many tokens, it runs once for all of them.
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -155,7 +154,9 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
         segment = row * self.heads + head
         return self.head_rows(segment).positions(self.layout.lengths[segment])[0]
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object,
+    ) -> tuple[Tensor, Tensor]:
         """Append (rows, H_kv, q, d) to every head; returns the flat storage, which only `ragged_attention` can read."""
         q, layout = key_states.shape[2], self.layout
         assert self.keys is not None

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -154,7 +154,7 @@ class RetainedCache(DynamicCache):
         return sizes
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any,
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object,
     ) -> tuple[Tensor, Tensor]:
         """Append keys and values of new tokens, and return all that are stored."""
         self.check_usable()
@@ -330,7 +330,7 @@ def _agree(sets: Iterable[Tensor]) -> bool:
     return all(other is first or torch.equal(first, other) for other in others)
 
 
-def storage_bytes(layers: Iterable[Any]) -> int:
+def storage_bytes(layers: Iterable[object]) -> int:
     """Bytes that the tensors of these cache layers occupy, each memory block counted once."""
     blocks = {}
     for layer in layers:

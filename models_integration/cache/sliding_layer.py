@@ -1,6 +1,5 @@
 """A sliding-window layer whose past has gaps: its window counts positions."""
 
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +37,7 @@ class GappedSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-
         return made
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any,
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object,
     ) -> tuple[Tensor, Tensor]:
         """Append keys and values of new tokens; all that some of them may see."""
         if not self.is_initialized:

@@ -88,7 +88,7 @@ def attention_modules(decoder: nn.Module) -> dict[int, nn.Module]:
     return {cast(int, module.layer_idx): module for module in decoder.modules() if _is_attention(module)}
 
 
-def by_layer(config: Any, name: str) -> list[Any]:
+def by_layer(config: PretrainedConfig, name: str) -> list[Any]:
     """What a configuration says of its layers: one value for all of them, or one for each; None where it says nothing.
 
     Configurations whose layers differ raise an error of their own where such a value is asked of all.
@@ -97,7 +97,7 @@ def by_layer(config: Any, name: str) -> list[Any]:
     return [getattr(part, name, None) for part in parts]
 
 
-def of_layer(config: Any, name: str, layer: int) -> Any:
+def of_layer(config: PretrainedConfig, name: str, layer: int) -> Any:
     """What a configuration says of one layer."""
     values = by_layer(config, name)
     return values[layer if len(values) > 1 else 0]
@@ -120,7 +120,7 @@ def _layer_types(config: PretrainedConfig) -> list[str]:
     return [kind] * getattr(config, "num_hidden_layers", 0)
 
 
-def _refuse_config(config: Any) -> str | None:
+def _refuse_config(config: PretrainedConfig) -> str | None:
     if config.is_encoder_decoder:
         return "encoder-decoder models are not served"
     if not hasattr(config, "num_hidden_layers"):
@@ -140,7 +140,7 @@ def _refuse_wrapper(model: PreTrainedModel, config: PretrainedConfig, decoder: n
     return f"it hands embeddings, not input_ids, to its {type(decoder).__name__}: give that one to the policy"
 
 
-def _refuse_layers(config: Any, types: list[str]) -> str | None:
+def _refuse_layers(config: PretrainedConfig, types: list[str]) -> str | None:
     others = Counter(kind for kind in types if kind not in (FULL, SLIDING))
     if others:
         kinds = ", ".join(f"{count} of type {kind!r}" for kind, count in others.items())

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -105,7 +105,7 @@ def _explained_layers(
     return layers
 
 
-def _originals(name: str, config: Any) -> list[int]:
+def _originals(name: str, config: PretrainedConfig) -> list[int]:
     """Lengths beyond which the configuration says that positions are read in another way.
 
     Raises:

@@ -293,7 +293,7 @@ def constants_of(name: str) -> frozenset[str]:
     return names.constants_of(name)
 
 
-def _check_constants(name: str, constants: Mapping[str, Any]) -> None:
+def _check_constants(name: str, constants: Mapping[str, object]) -> None:
     known = constants_of(name)
     for constant, value in constants.items():
         if constant not in known:
@@ -306,10 +306,10 @@ def _calibration(given: Calibration | str | PathLike[str] | None) -> Calibration
     return given if isinstance(given, Calibration) else load_calibration(given)
 
 
-def _learned(name: str, model: PreTrainedModel, identity: ModelIdentity | None) -> dict[str, Any]:
+def _learned(name: str, model: PreTrainedModel, identity: ModelIdentity | None) -> dict[str, object]:
     """The constants that the model decides."""
     architecture, wanted = describe(model), names.constants_of_model(name)
-    learned: dict[str, Any] = {}
+    learned: dict[str, object] = {}
     if "W_o" in wanted:
         learned["W_o"] = output_projections(architecture)
     if "inv_freq" in wanted:

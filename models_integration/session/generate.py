@@ -39,7 +39,7 @@ NO_CALL = Call(sys.maxsize, ONE_FORWARD)
 """Outside generate, no row of a batch repeats a prompt."""
 
 
-def call_of(model: PreTrainedModel, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+def call_of(model: PreTrainedModel, args: Sequence[object], kwargs: Mapping[str, object]) -> Call:
     """What this call of a model's generate is.
 
     Raises:
@@ -57,7 +57,7 @@ def call_of(model: PreTrainedModel, args: Sequence[Any], kwargs: Mapping[str, An
     return Call(rows, ONE_FORWARD if chunk is None or columns <= chunk else columns, beams)
 
 
-def _check(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> tuple[int | None, int]:
+def _check(model: PreTrainedModel, kwargs: Mapping[str, object]) -> tuple[int | None, int]:
     """Refuse what generate would do with the cache in ways that are not served.
 
     Returns:

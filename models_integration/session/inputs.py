@@ -3,11 +3,12 @@
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Required, TypeAlias, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from models_integration.attention.handover import check_readable
 from models_integration.cache.ragged_layer import RaggedLayer
@@ -16,15 +17,27 @@ from models_integration.model.architecture import Architecture
 from spec.errors import SpecError
 
 __all__ = [
-    "ONE_FORWARD", "OPEN", "ForwardSpan", "Stream", "WholeForwards", "check_forward", "check_mode", "check_rows",
-    "check_tokens", "first_span", "later_span", "step_span",
+    "ONE_FORWARD", "OPEN", "Arguments", "DecoderOutput", "ForwardSpan", "Stream", "WholeForwards", "check_forward",
+    "check_mode", "check_rows", "check_tokens", "first_span", "later_span", "step_span",
 ]
 
 # Columns after which a segment ends: with its first forward, or when it is told to.
 ONE_FORWARD, OPEN = 0, sys.maxsize
 
+DecoderOutput: TypeAlias = BaseModelOutputWithPast | tuple[Tensor, ...]
 
-def check_mode(architecture: Architecture, arguments: Mapping[str, Any]) -> None:
+
+class Arguments(TypedDict, total=False):
+    """Of a decoder's forward, those that sessions read; a forward may have others."""
+
+    input_ids: Required[Tensor]
+    """(rows, n)."""
+    attention_mask: Tensor
+    position_ids: Tensor
+    past_key_values: Cache
+
+
+def check_mode(architecture: Architecture, arguments: Mapping[str, object]) -> None:
     """The model reads into its cache, can read what is in it, and is not asked for weights that have no common shape.
 
     Args:
@@ -45,8 +58,8 @@ def check_mode(architecture: Architecture, arguments: Mapping[str, Any]) -> None
         check_readable(architecture, cache)
 
 
-def check_forward(arguments: Mapping[str, Any], default_use_cache: bool) -> None:
-    """What holds for every forward inside the context.
+def check_forward(arguments: Mapping[str, object], default_use_cache: bool) -> Arguments:
+    """The arguments that are given, of which holds what must for every forward inside the context.
 
     Raises:
         SpecError: for embeddings in place of ids, ids of a wrong shape or dtype, no cache, or attention that is not
@@ -66,6 +79,7 @@ def check_forward(arguments: Mapping[str, Any], default_use_cache: bool) -> None
         raise SpecError("past_key_values", type(cache).__name__, "must be a DynamicCache, or left to the policy")
     if arguments.get("is_causal") is False:
         raise SpecError("is_causal", False, "must be left alone: a token sees what stands before it")
+    return cast(Arguments, {name: value for name, value in arguments.items() if value is not None})
 
 
 @dataclass(frozen=True)
@@ -86,7 +100,7 @@ class ForwardSpan:
 
 
 def first_span(
-    vocabulary: int, arguments: Mapping[str, Any], before: Tensor, segment_end: int,
+    vocabulary: int, arguments: Arguments, before: Tensor, segment_end: int,
 ) -> ForwardSpan:
     """A prompt, or its next piece: what the mask hides stands left of each row's first token.
 
@@ -113,7 +127,7 @@ def first_span(
 
 
 def later_span(
-    vocabulary: int, arguments: Mapping[str, Any], cache: RetainedCache, segment_end: int,
+    vocabulary: int, arguments: Arguments, cache: RetainedCache, segment_end: int,
 ) -> ForwardSpan:
     """A turn, its next piece, or a text that is only read, behind what the cache has seen.
 
@@ -141,7 +155,7 @@ def later_span(
     return ForwardSpan(cache.get_seq_length(), segment_end, is_token, defaults)
 
 
-def step_span(vocabulary: int, arguments: Mapping[str, Any], cache: RetainedCache) -> ForwardSpan:
+def step_span(vocabulary: int, arguments: Arguments, cache: RetainedCache) -> ForwardSpan:
     """A decode step behind what the cache has seen: one token (rows, 1) in every row.
 
     Raises:
@@ -254,11 +268,11 @@ class WholeForwards:
         """Whether the forward must be cut: never."""
         return False
 
-    def ahead(self, decoder: nn.Module, arguments: Mapping[str, Any], room: int) -> dict[str, Any]:
+    def ahead(self, decoder: nn.Module, arguments: Arguments, room: int) -> Arguments:
         """Nothing is cut."""
-        return dict(arguments)
+        return arguments
 
-    def joined(self, output: Any) -> Any:
+    def joined(self, output: DecoderOutput) -> DecoderOutput | None:
         """None: nothing was cut."""
         return None
 
@@ -322,7 +336,7 @@ class Stream(WholeForwards):
         """Whether the forward must be cut."""
         return span.padded_seen + span.is_token.shape[1] > span.segment_end
 
-    def ahead(self, decoder: nn.Module, arguments: Mapping[str, Any], room: int) -> dict[str, Any]:
+    def ahead(self, decoder: nn.Module, arguments: Arguments, room: int) -> Arguments:
         """Read all pieces but the last, and return the arguments of that one.
 
         Args:
@@ -330,7 +344,7 @@ class Stream(WholeForwards):
             arguments: of the whole forward.
             room: tokens until the first piece ends; the others have C.
         """
-        arguments, n = dict(arguments), arguments["input_ids"].shape[1]
+        arguments, n = arguments.copy(), arguments["input_ids"].shape[1]
         hidden, start, self._inside = [], 0, True
         try:
             while start + room < n:
@@ -343,7 +357,7 @@ class Stream(WholeForwards):
         self._hidden = hidden
         return _piece(arguments, start, n)
 
-    def joined(self, output: Any) -> Any:
+    def joined(self, output: DecoderOutput) -> DecoderOutput | None:
         """The output of the last piece, with the hidden states of all; None where nothing was cut."""
         if self._inside or not self._hidden:
             return None
@@ -354,10 +368,10 @@ class Stream(WholeForwards):
         return output
 
 
-def _piece(arguments: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
+def _piece(arguments: Arguments, start: int, stop: int) -> Arguments:
     """The arguments of tokens start to stop."""
-    n = arguments["input_ids"].shape[1]
-    piece = {**arguments, "input_ids": arguments["input_ids"][:, start:stop]}
+    piece, n = arguments.copy(), arguments["input_ids"].shape[1]
+    piece["input_ids"] = arguments["input_ids"][:, start:stop]
     if "attention_mask" in arguments:
         mask = arguments["attention_mask"]
         piece["attention_mask"] = mask[:, : mask.shape[1] - n + stop]

@@ -19,6 +19,8 @@ from models_integration.model.architecture import BUSY, Architecture, check_free
 from models_integration.session.generate import NO_CALL, Call, call_of
 from models_integration.session.inputs import (
     OPEN,
+    Arguments,
+    DecoderOutput,
     ForwardSpan,
     Stream,
     WholeForwards,
@@ -128,14 +130,13 @@ class Session:
         self._exit.close()
 
     def _before(
-        self, decoder: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
-    ) -> tuple[tuple[()], dict[str, Any]]:
+        self, decoder: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object],
+    ) -> tuple[tuple[()], dict[str, object]]:
         # A forward that was interrupted, by Ctrl-C for one, has not passed `_after`.
         self._abandon()
         self._stream.begin()
-        arguments = {**dict(zip(self._names, args, strict=False)), **kwargs}
-        check_forward(arguments, getattr(self._architecture.config, "use_cache", True))
-        arguments = {name: value for name, value in arguments.items() if value is not None}
+        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        arguments = check_forward(given, getattr(self._architecture.config, "use_cache", True))
         check_mode(self._architecture, arguments)
         cache, ids = arguments.get("past_key_values"), arguments["input_ids"]
         if self._block == "reading()":
@@ -167,7 +168,7 @@ class Session:
         between = self._segment is None and seen + 1 >= self._call.segment_end
         return ids.shape[1] == 1 and seen > 0 and not self._block and self._stream.is_step(between)
 
-    def _span(self, cache: Any, arguments: Mapping[str, Any]) -> ForwardSpan:
+    def _span(self, cache: Any, arguments: Arguments) -> ForwardSpan:
         """Where a segment starts or goes on.
 
         Raises:
@@ -229,7 +230,9 @@ class Session:
         self.cache, self.timings, self.bytes_saved = cache, observed.watch.read(), segment.bytes_saved
         self.over_budget = decision.over_budget
 
-    def _after(self, decoder: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def _after(
+        self, decoder: nn.Module, args: tuple[object, ...], output: DecoderOutput | None,
+    ) -> DecoderOutput | None:
         forward = self._forward
         if forward is None or output is None:
             self._abandon()
@@ -345,7 +348,7 @@ def _end_step(method: Method, cache: RetainedCache, ids: Tensor, observed: Obser
         method.continuation.after_step(method.policy, method.budget, cache, ids, observed)
 
 
-def _reading(method: Method, architecture: Architecture, cache: Any, arguments: Mapping[str, Any]) -> _Forward:
+def _reading(method: Method, architecture: Architecture, cache: object, arguments: Arguments) -> _Forward:
     """A forward inside `reading()`."""
     if not isinstance(cache, RetainedCache) or cache.get_seq_length() == 0:
         raise SpecError("past_key_values", "0 tokens", "reading() goes on from a cache that has read a prompt")
@@ -375,7 +378,7 @@ def _guarded_generate(
     had = vars(model).get("generate")
 
     @wraps(generate)
-    def guarded(*args: Any, **kwargs: Any) -> Any:
+    def guarded(*args: object, **kwargs: object) -> object:
         with during(call_of(model, args, kwargs)):
             return generate(*args, **kwargs)
 

@@ -54,9 +54,9 @@ def observe(
     architecture = describe(model)
     check_handover(architecture, needs, Granularity.MODEL)
     arguments = {"input_ids": input_ids, "attention_mask": attention_mask}
-    check_forward(arguments, default_use_cache=True)
+    given = check_forward(arguments, default_use_cache=True)
     nothing = torch.ones(len(input_ids), 0, dtype=torch.bool)
-    span = first_span(architecture.vocabulary, arguments, nothing, ONE_FORWARD)
+    span = first_span(architecture.vocabulary, given, nothing, ONE_FORWARD)
     cache = RetainedCache(architecture.config)
     observed = ObservedSegment(needs, architecture, cache, lse=True)
     observed.read(input_ids, span.is_token)

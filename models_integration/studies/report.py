@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -70,7 +69,7 @@ def title_of(task: str) -> str:
     return TITLES.get(task, task.replace("_", " ").capitalize())
 
 
-def digest_of(plan: Any, *more: str) -> str:
+def digest_of(plan: object, *more: str) -> str:
     """8 hexadecimal digits in the names of a plan's files: no other plan writes over them."""
     return hashlib.sha256(json.dumps([repr(plan), *more]).encode()).hexdigest()[:8]
 
@@ -109,7 +108,7 @@ def markdown_text(title: str, headings: Sequence[str], lines: Iterable[Sequence[
     return f"{title}\n\n" + "".join("| " + " | ".join(line) + " |\n" for line in every)
 
 
-def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
+def csv_text(rows: Sequence[Mapping[str, object]]) -> str:
     """Rows with the same columns, for a spreadsheet."""
     file = io.StringIO()
     writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")

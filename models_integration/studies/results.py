@@ -51,7 +51,7 @@ def append_row(path: Path, row: Row) -> None:
         os.fsync(file.fileno())
 
 
-def find_row(rows: Sequence[Row], identity: Mapping[str, Any]) -> Row | None:
+def find_row(rows: Sequence[Row], identity: Mapping[str, object]) -> Row | None:
     """The row that answers exactly this question, if it is there."""
     for row in rows:
         if all(row.get(key) == value for key, value in identity.items()):

@@ -130,7 +130,7 @@ class Loading:
         return Subject(label, loaded, tokenizer, sentences, chosen, frozenset(stop))
 
 
-def _loaded(model: str, dtype: str, attn: str) -> tuple[Any, Any]:
+def _loaded(model: str, dtype: str, attn: str) -> tuple[Any, PreTrainedTokenizerBase]:
     given = {"dtype": dtype, "attn_implementation": attn}
     chosen = {name: value for name, value in given.items() if value != AUTO}
     if model in SHIPPED:
