@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from conformance.measure.studies.archive.diagnostics import key_cosine
 from conformance.own.models_integration.archive.block_mask import block_masked, ids
 from conformance.own.models_integration.archive.models import ROTATIONS, build
 from conformance.own.models_integration.archive.test_library import VOCABULARY
 from conformance.own.models_integration.archive.test_splice import BOUND, CHUNKS, QUERY, read
 from conformance.own.models_integration.archive.test_splice_and_evict import SESSION, VISIBLE, kept_of, window_of
 from conformance.own.models_integration.session.families import relative
-from models_integration.archive.diagnostics import key_cosine
 from models_integration.archive.layer_masks import layer_masks
 from models_integration.archive.library import Library
 from models_integration.archive.splice import Chunk, compacted, computed, splice

@@ -6,11 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from conformance.own.models_integration.archive.block_mask import ids
-from conformance.own.models_integration.archive.models import build
-from conformance.own.models_integration.archive.test_splice import BOUND, QUERY, SYSTEM, read
-from conformance.own.models_integration.session.families import relative
-from models_integration.archive.diagnostics import (
+from conformance.measure.studies.archive.diagnostics import (
     attention_entropy,
     attention_weights,
     bands,
@@ -22,6 +18,10 @@ from models_integration.archive.diagnostics import (
     sink_mass,
     unrotated,
 )
+from conformance.own.models_integration.archive.block_mask import ids
+from conformance.own.models_integration.archive.models import build
+from conformance.own.models_integration.archive.test_splice import BOUND, QUERY, SYSTEM, read
+from conformance.own.models_integration.session.families import relative
 from models_integration.archive.splice import computed, splice
 from models_integration.model.rotation import plain_layers, prefilled, recognise
 from spec.errors import SpecError
