@@ -12,6 +12,7 @@ import numpy as np
 from conformance import tolerances
 from conformance.oracles import s1, s2, s3, s4, s5, s6
 from conformance.strategies.attention import AttentionInputs
+from conformance.strategies.eviction import EvictionProblem
 from conformance.strategies.prompts import Prompt
 from conformance.tolerances import Interval
 from spec.arrays import BoolVector, IntMatrix, IntVector, Matrix, Vector
@@ -19,7 +20,8 @@ from spec.parameters import CrystalCacheParameters
 from spec.records import CoAttention, CrystalRetention, Dissolution, TrunkGraph, Trunks
 
 __all__ = [
-    "coattention", "dense", "dissolution", "edges_of", "graph", "impact", "retention", "score", "trunk_lists", "trunks",
+    "coattention", "dense", "dissolution", "edges_of", "eviction", "graph", "impact", "retention", "score",
+    "trunk_lists", "trunks",
 ]
 
 
@@ -213,6 +215,12 @@ def dissolution(
         yield f"S6: r is {found.ratio.tolist()}, not {[float(r) for r in want.ratio]}"
     if not tolerances.close("CC-DISSOLVE-D", found.D, want.D):
         yield f"S6: D is {found.D.tolist()}, not {want.D}"
+
+
+def eviction(found: Dissolution, given: EvictionProblem) -> Iterator[str]:
+    """S6 of a drawn problem."""
+    g = given
+    yield from dissolution(found, g.score, g.trunks, g.impact, g.D, g.protected, g.budget, g.parameters)
 
 
 def retention(found: CrystalRetention, prompt: Prompt, precision: str) -> Iterator[str]:

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from conformance.strategies.parameters import small_parameters
 from conformance.strategies.sizes import HOT_TOKENS, KV_HEADS, S1_TOKENS
 from spec.arrays import IntVector
+from spec.backend import CrystalStages
 from spec.parameters import TINY, CrystalCacheParameters
+from spec.records import CoAttention
 
 __all__ = ["GROUPS", "AttentionInputs", "attention_inputs", "hot_sets", "later_segments"]
 
@@ -27,6 +29,10 @@ class AttentionInputs:
     parameters: CrystalCacheParameters
     scaling: float
     softcap: float | None
+
+    def run(self, stages: CrystalStages, lse: Any = None) -> CoAttention:
+        """What a backend's S1 makes of it, with the denominators that it is given."""
+        return stages.coattention(self.q, self.k, self.positions, self.parameters, self.scaling, self.softcap, lse)
 
 
 def frozen(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from conformance.oracles import s6
 from conformance.strategies.sizes import EVICTED_SIZE, EVICTED_TRUNKS
 from spec.arrays import BoolVector, Vector
+from spec.backend import CrystalStages
 from spec.parameters import CrystalCacheParameters
-from spec.records import Trunks
+from spec.records import Dissolution, Trunks
 
 __all__ = ["CORNERS", "EvictionProblem", "corners", "evictions", "random_evictions"]
 
@@ -38,6 +39,12 @@ class EvictionProblem:
         """The trunks as lists of positions, for the oracle."""
         offsets = self.trunks.offsets.tolist()
         return [list(range(offsets[g], offsets[g + 1])) for g in range(len(offsets) - 1)]
+
+    def run(self, stages: CrystalStages) -> Dissolution:
+        """What a backend's S6 makes of it."""
+        return stages.dissolve(
+            self.score, self.trunks, self.impact, self.D, self.protected, self.budget, self.parameters
+        )
 
     def expected(self) -> s6.Eviction:
         """What Algorithm 1 makes of it."""

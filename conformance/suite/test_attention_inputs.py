@@ -15,7 +15,6 @@ from conformance.strategies.attention import AttentionInputs, attention_inputs, 
 from spec.arrays import Matrix
 from spec.backend import CrystalStages
 from spec.parameters import TINY
-from spec.records import CoAttention
 
 Array = np.ndarray[Any, Any]
 
@@ -28,12 +27,6 @@ def lse_of(inputs: AttentionInputs) -> Matrix:
     ))
 
 
-def run(stages: CrystalStages, inputs: AttentionInputs, lse: object) -> CoAttention:
-    return stages.coattention(
-        inputs.q, inputs.k, inputs.positions, inputs.parameters, inputs.scaling, inputs.softcap, lse
-    )
-
-
 @pytest.mark.spec(id="CC-ATTENTION")
 @pytest.mark.spec(id="CC-COATTENTION")
 @given(inputs=st.one_of(attention_inputs(), later_segments()), k_cross=st.sampled_from([None, 0]))
@@ -44,7 +37,7 @@ def test_with_the_right_lse_s1_lies_in_the_certified_box(
     p = inputs.parameters
     inputs = replace(inputs, parameters=p if k_cross is None else replace(p, k_cross=k_cross))
     lse = lse_of(inputs).astype(precision)
-    assert not list(stage_checks.coattention(run(stages, inputs, lse), inputs, precision))
+    assert not list(stage_checks.coattention(inputs.run(stages, lse), inputs, precision))
 
 
 def plain(H: int, n: int) -> AttentionInputs:
@@ -64,7 +57,7 @@ def plain(H: int, n: int) -> AttentionInputs:
 def test_a_bad_lse_is_refused_by_name(stages: CrystalStages, lse: object) -> None:
     """Of another shape, no array, not floating, not finite."""
     with refused("lse", lse):
-        run(stages, plain(2, 4), lse)
+        plain(2, 4).run(stages, lse)
 
 
 @pytest.mark.spec(id="CC-COATTENTION")
@@ -78,7 +71,7 @@ def test_a_left_padded_row_is_the_view_behind_its_padding(
     lse = np.pad(lse_of(inputs).astype(precision), ((0, 0), (pad, 0)), constant_values=np.nan)[:, pad:]
     views = replace(inputs, q=q, k=k)
     for given_lse in (None, lse):
-        assert not list(stage_checks.coattention(run(stages, views, given_lse), inputs, precision))
+        assert not list(stage_checks.coattention(views.run(stages, given_lse), inputs, precision))
 
 
 def orders(x: Array) -> list[Array]:
@@ -98,7 +91,7 @@ def test_any_order_in_memory_is_read(
     """Views of other layouts lie in the same certified box."""
     views = replace(inputs, q=orders(inputs.q)[order], k=orders(inputs.k)[order])
     assert not views.k.flags.c_contiguous or min(inputs.k.shape) == 1
-    assert not list(stage_checks.coattention(run(stages, views, None), inputs, precision))
+    assert not list(stage_checks.coattention(views.run(stages), inputs, precision))
 
 
 @pytest.mark.spec(id="CC-ATTENTION")
@@ -113,4 +106,4 @@ def test_every_width_and_type(
     q: Array = rng.standard_normal((group, 24, d)).astype(dtype)
     k: Array = rng.standard_normal((1, 24, d)).astype(dtype)
     inputs = AttentionInputs(q, k, np.arange(24), replace(TINY, C=10), 1.5 * d**-0.5, softcap)
-    assert not list(stage_checks.coattention(run(stages, inputs, None), inputs, precision))
+    assert not list(stage_checks.coattention(inputs.run(stages), inputs, precision))

@@ -14,13 +14,6 @@ from conformance.tolerances import gamma
 from spec.arrays import IntMatrix
 from spec.backend import CrystalStages
 from spec.parameters import TINY, CrystalCacheParameters
-from spec.records import CoAttention
-
-
-def run(stages: CrystalStages, inputs: AttentionInputs) -> CoAttention:
-    return stages.coattention(
-        inputs.q, inputs.k, inputs.positions, inputs.parameters, inputs.scaling, inputs.softcap
-    )
 
 
 def brute_force(inputs: AttentionInputs) -> s1.Segment:
@@ -48,7 +41,7 @@ def one_head(rows: list[list[int]], p: CrystalCacheParameters) -> AttentionInput
 @given(inputs=attention_inputs())
 def test_a_prompt_lies_in_the_certified_box(stages: CrystalStages, precision: str, inputs: AttentionInputs) -> None:
     """S1 MUST give the salience and the neighbours of Eq. 11 to 14."""
-    assert not list(stage_checks.coattention(run(stages, inputs), inputs, precision))
+    assert not list(stage_checks.coattention(inputs.run(stages), inputs, precision))
 
 
 @pytest.mark.spec(id="CC-ATTENTION")
@@ -58,7 +51,7 @@ def test_a_later_segment_lies_in_the_certified_box(
     stages: CrystalStages, precision: str, inputs: AttentionInputs,
 ) -> None:
     """C MUST count from the segment's first token, and cross edges MUST reach any live earlier key."""
-    assert not list(stage_checks.coattention(run(stages, inputs), inputs, precision))
+    assert not list(stage_checks.coattention(inputs.run(stages), inputs, precision))
 
 
 def chosen(index: IntMatrix) -> list[list[int]]:
@@ -70,7 +63,7 @@ def chosen(index: IntMatrix) -> list[list[int]]:
 @given(inputs=hot_sets())
 def test_hot_sets_are_exact(stages: CrystalStages, inputs: AttentionInputs) -> None:
     """Where attention is dyadic, salience, chosen sources (ties too) and their weights MUST be equal to the bit."""
-    found, want = run(stages, inputs), brute_force(inputs)
+    found, want = inputs.run(stages), brute_force(inputs)
     assert found.salience.tolist() == want.salience
     assert chosen(found.cross) == [[j for j, _ in row] for row in want.cross]
     assert [[w for w in row if w] for row in found.cross_weight.tolist()] == [[w for _, w in row] for row in want.cross]
@@ -82,9 +75,9 @@ def test_hot_sets_are_exact(stages: CrystalStages, inputs: AttentionInputs) -> N
 def test_a_later_key_says_nothing(stages: CrystalStages) -> None:
     """Queries that look for the last key above all, which is not there yet: the same bits as if they did not."""
     inputs = one_head([[0], [0, 1], [1, 2], [0, 3]], TINY)
-    blind = run(stages, inputs)
+    blind = inputs.run(stages)
     inputs.q[0, :3, 3] = 8 * HOT
-    eager = run(stages, inputs)
+    eager = inputs.run(stages)
     assert eager.salience.tolist() == blind.salience.tolist() == brute_force(inputs).salience
     assert chosen(eager.intra) == chosen(blind.intra)
     assert eager.cross_weight.tolist() == blind.cross_weight.tolist()
@@ -94,7 +87,7 @@ def test_a_later_key_says_nothing(stages: CrystalStages) -> None:
 @given(inputs=hot_sets(widths=(1,), heads=(1,)))
 def test_one_hot_rows_have_exact_neighbours(stages: CrystalStages, inputs: AttentionInputs) -> None:
     """Where each query attends one key, cosines are 0 or 1 and all neighbours tie: the lower index MUST come first."""
-    assert chosen(run(stages, inputs).intra) == [[j for j, _ in row] for row in brute_force(inputs).intra]
+    assert chosen(inputs.run(stages).intra) == [[j for j, _ in row] for row in brute_force(inputs).intra]
 
 
 @pytest.mark.spec(id="CC-INTRA")
@@ -104,7 +97,7 @@ def test_uniform_attention_lies_in_the_certified_box(
 ) -> None:
     """Where every query attends its past evenly, many cosines tie in the reals."""
     inputs = AttentionInputs(np.zeros((2, n, 4)), np.ones((1, n, 4)), np.arange(n), p, 0.5, None)
-    assert not list(stage_checks.coattention(run(stages, inputs), inputs, precision))
+    assert not list(stage_checks.coattention(inputs.run(stages), inputs, precision))
 
 
 @pytest.mark.spec(id="CC-COATTENTION")
@@ -115,7 +108,7 @@ def test_one_token_lies_in_the_certified_box(
     """No door asks for it, but the stage MUST take n = 1: no neighbour in its chunk, sources as ever."""
     first = -1 if alone else 0
     one = replace(inputs, q=inputs.q[:, -1:], k=inputs.k[:, first:], positions=inputs.positions[first:])
-    found = run(stages, one)
+    found = one.run(stages)
     assert (found.intra == -1).all()
     assert not list(stage_checks.coattention(found, one, precision))
 
@@ -125,7 +118,7 @@ def test_one_token_lies_in_the_certified_box(
 def test_edges_are_a_set_of_directed_triples(stages: CrystalStages, inputs: AttentionInputs) -> None:
     """No self edge, no ordered pair twice, at most k_intra n + k_cross max(0, n - C) edges, cross ones forward."""
     p, n = inputs.parameters, len(inputs.positions)
-    E = run(stages, inputs).edges()
+    E = inputs.run(stages).edges()
     pairs = list(zip(E.first.tolist(), E.second.tolist(), strict=True))
     assert len(set(pairs)) == len(pairs) <= p.k_intra * n + p.k_cross * max(0, n - p.C)
     for (i, j), w in zip(pairs, E.weight.tolist(), strict=True):
@@ -138,7 +131,7 @@ def test_edges_are_a_set_of_directed_triples(stages: CrystalStages, inputs: Atte
 @given(inputs=attention_inputs())
 def test_edges_are_ordered_by_owner_and_rank(stages: CrystalStages, inputs: AttentionInputs) -> None:
     """E MUST list intra edges as (owner, neighbour), then cross edges as (source, owner), by owner and rank."""
-    found = run(stages, inputs)
+    found = inputs.run(stages)
     triples = zip(*(column.tolist() for column in found.edges()), strict=True)
     assert list(triples) == stage_checks.edges_of(found)
 
@@ -147,7 +140,7 @@ def test_edges_are_ordered_by_owner_and_rank(stages: CrystalStages, inputs: Atte
 @given(inputs=attention_inputs())
 def test_salience_is_clipped(stages: CrystalStages, inputs: AttentionInputs) -> None:
     """M_min <= S_i <= M_max."""
-    S, p = run(stages, inputs).salience, inputs.parameters
+    S, p = inputs.run(stages).salience, inputs.parameters
     assert S.min() >= p.M_min
     assert S.max() <= p.M_max
 
@@ -160,7 +153,7 @@ def test_salience_does_not_fall_when_a_head_is_added(
     """A further head can only raise a token's best k_heads."""
     extra = data.draw(st.sampled_from(range(len(inputs.q))), label="head to mirror")
     more = replace(inputs, q=np.concatenate([inputs.q, inputs.q[extra : extra + 1]]))
-    assert (run(stages, more).salience >= run(stages, inputs).salience).all()
+    assert (more.run(stages).salience >= inputs.run(stages).salience).all()
 
 
 @pytest.mark.spec(id="CC-SALIENCE")
@@ -169,7 +162,7 @@ def test_salience_does_not_fall_when_a_head_is_added(
 def test_the_order_of_heads_says_nothing(stages: CrystalStages, inputs: AttentionInputs, data: st.DataObject) -> None:
     """Permuted heads give the same S1 (to the bit where attention is dyadic)."""
     order = data.draw(st.permutations(range(len(inputs.q))), label="order")
-    a, b = run(stages, inputs), run(stages, replace(inputs, q=inputs.q[order]))
+    a, b = inputs.run(stages), replace(inputs, q=inputs.q[order]).run(stages)
     assert a.salience.tolist() == b.salience.tolist()
     assert a.cross.tolist() == b.cross.tolist()
     assert a.cross_weight.tolist() == b.cross_weight.tolist()
@@ -179,7 +172,7 @@ def test_the_order_of_heads_says_nothing(stages: CrystalStages, inputs: Attentio
 def test_salience_counts_queries_of_the_own_chunk_only(stages: CrystalStages) -> None:
     """With C = 2 and four queries on key 0, S_0 counts two of them."""
     p = replace(TINY, C=2, M_min=0.0)
-    assert run(stages, one_head([[0], [0], [0], [0]], p)).salience.tolist() == [2, 0, 0, 0]
+    assert one_head([[0], [0], [0], [0]], p).run(stages).salience.tolist() == [2, 0, 0, 0]
 
 
 @pytest.mark.spec(id="CC-SALIENCE")
@@ -188,8 +181,8 @@ def test_each_token_has_its_own_best_heads(stages: CrystalStages) -> None:
     p = replace(TINY, k_heads=1, M_min=0.0)
     a, b = one_head([[0], [0], [0]], p), one_head([[0], [1], [1]], p)
     both = replace(a, q=np.concatenate([a.q, b.q]))
-    assert run(stages, both).salience.tolist() == [3, 2, 0]
-    assert run(stages, replace(both, parameters=replace(p, k_heads=3))).salience.tolist() == [4, 2, 0]
+    assert both.run(stages).salience.tolist() == [3, 2, 0]
+    assert replace(both, parameters=replace(p, k_heads=3)).run(stages).salience.tolist() == [4, 2, 0]
 
 
 @pytest.mark.spec(id="CC-COATTENTION")
@@ -197,15 +190,15 @@ def test_each_token_has_its_own_best_heads(stages: CrystalStages) -> None:
 def test_one_chunk_has_no_cross_edge(stages: CrystalStages, inputs: AttentionInputs) -> None:
     """C >= n: E_cross is empty."""
     wide = replace(inputs, parameters=replace(inputs.parameters, C=len(inputs.positions)))
-    assert (run(stages, wide).cross == -1).all()
+    assert (wide.run(stages).cross == -1).all()
 
 
 @pytest.mark.spec(id="CC-CROSS")
 @given(inputs=attention_inputs())
 def test_k_cross_0_drops_the_cross_edges_and_nothing_else(stages: CrystalStages, inputs: AttentionInputs) -> None:
     """k_cross = 0 MUST equal dropping E_cross."""
-    a = run(stages, inputs)
-    b = run(stages, replace(inputs, parameters=replace(inputs.parameters, k_cross=0)))
+    a = inputs.run(stages)
+    b = replace(inputs, parameters=replace(inputs.parameters, k_cross=0)).run(stages)
     assert b.cross.shape == (len(a.salience), 0)
     assert (a.salience == b.salience).all()
     assert (a.intra == b.intra).all()
@@ -216,8 +209,8 @@ def test_k_cross_0_drops_the_cross_edges_and_nothing_else(stages: CrystalStages,
 def test_a_threshold_is_strict_and_ties_go_to_the_lower_index(stages: CrystalStages) -> None:
     """Of three equal cosines k = 1 takes the lowest other index; 1 > 1 is false."""
     same = one_head([[0], [0], [0], [0]], replace(TINY, k_intra=1))
-    assert run(stages, same).intra.tolist() == [[1], [0], [0], [0]]
-    assert (run(stages, replace(same, parameters=replace(TINY, tau_intra=1.0))).intra == -1).all()
+    assert same.run(stages).intra.tolist() == [[1], [0], [0], [0]]
+    assert (replace(same, parameters=replace(TINY, tau_intra=1.0)).run(stages).intra == -1).all()
 
 
 @pytest.mark.spec(id="CC-CROSS")
@@ -225,9 +218,9 @@ def test_a_cross_weight_equal_to_the_threshold_is_no_edge(stages: CrystalStages)
     """Eq. 14 is strict; equal sources tie towards the earlier one; the edge is (earlier, later)."""
     rows = [[0], [1], [0, 1], [0, 1]]
     p = replace(TINY, C=2, k_cross=1, tau_cross=0.5)
-    assert (run(stages, one_head(rows, p)).cross == -1).all()
+    assert (one_head(rows, p).run(stages).cross == -1).all()
     for below in (0.25, float(np.nextafter(np.float32(0.5), np.float32(0)))):
-        found = run(stages, one_head(rows, replace(p, tau_cross=below)))
+        found = one_head(rows, replace(p, tau_cross=below)).run(stages)
         assert found.cross.tolist() == [[-1], [-1], [0], [0]]
         assert stage_checks.edges_of(found)[-2:] == [(0, 2, 0.5), (0, 3, 0.5)]
 
@@ -237,14 +230,14 @@ def test_rows_are_restricted_before_they_are_normalised(stages: CrystalStages) -
     """Two rows that send most of their mass to an earlier chunk are still alike inside their own."""
     p = replace(TINY, C=2, tau_intra=0.9)
     rows = [[0], [1], [0, 1, 2], [0, 1, 2]]
-    assert run(stages, one_head(rows, p)).intra[2:, 0].tolist() == [3, 2]
+    assert one_head(rows, p).run(stages).intra[2:, 0].tolist() == [3, 2]
 
 
 @pytest.mark.spec(id="CC-ROW-NORM")
 def test_a_row_without_mass_in_its_chunk_has_no_neighbour(stages: CrystalStages) -> None:
     """Epsilon keeps a zero row at zero; nothing becomes NaN."""
     p = replace(TINY, C=2, tau_intra=0.0, M_min=0.0)
-    found = run(stages, one_head([[0], [1], [0], [0]], p))
+    found = one_head([[0], [1], [0], [0]], p).run(stages)
     assert (found.intra[2:] == -1).all()
     assert found.salience.tolist() == [1, 1, 0, 0]
 
@@ -258,8 +251,8 @@ def test_query_heads_share_keys_by_consecutive_groups(stages: CrystalStages) -> 
     q = np.zeros((4, 2, 2), dtype=np.float32)
     q[0, 1], q[1, 1], q[2, 1], q[3, 1] = [HOT, 0], [HOT, 0], [HOT, 0], [HOT, 0]
     own = AttentionInputs(q, k, np.arange(2), replace(p, k_heads=4), 1.0, None)
-    assert run(stages, own).salience.tolist() == [6, 2]
+    assert own.run(stages).salience.tolist() == [6, 2]
     q[1, 1] = [0, HOT]
-    assert run(stages, own).salience.tolist() == [5, 3]
+    assert own.run(stages).salience.tolist() == [5, 3]
     q[2, 1] = [0, HOT]
-    assert run(stages, own).salience.tolist() == [6, 2]
+    assert own.run(stages).salience.tolist() == [6, 2]

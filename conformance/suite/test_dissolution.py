@@ -16,21 +16,9 @@ from conformance.strategies.eviction import CORNERS, EvictionProblem, corners, e
 from spec.arrays import Vector
 from spec.backend import CrystalStages
 from spec.parameters import PAPER
-from spec.records import Dissolution, Trunks
+from spec.records import Trunks
 
 RANDOM_EVICTIONS = 10_000
-
-
-def run(stages: CrystalStages, problem: EvictionProblem) -> Dissolution:
-    p = problem
-    return stages.dissolve(p.score, p.trunks, p.impact, p.D, p.protected, p.budget, p.parameters)
-
-
-def complaints(stages: CrystalStages, p: EvictionProblem) -> list[str]:
-    found = run(stages, p)
-    return list(stage_checks.dissolution(
-        found, p.score, p.trunks, p.impact, p.D, p.protected, p.budget, p.parameters
-    ))
 
 
 def partitions_of(total: int) -> Iterator[list[int]]:
@@ -64,7 +52,7 @@ def test_dissolution_equals_algorithm_1(stages: CrystalStages, problem: Eviction
     """Kept positions and r MUST be equal, ties included, to those of Algorithm 1."""
     for corner in corners(problem, problem.expected()):
         event(corner)
-    assert not complaints(stages, problem)
+    assert not list(stage_checks.eviction(problem.run(stages), problem))
 
 
 @pytest.mark.spec(id="CC-ALLOCATE")
@@ -74,7 +62,7 @@ def test_ten_thousand_evictions_equal_algorithm_1_and_reach_every_corner(stages:
     seen: Counter[str] = Counter()
     number = RANDOM_EVICTIONS // every
     for problem in random_evictions(20260, number):
-        assert not complaints(stages, problem)
+        assert not list(stage_checks.eviction(problem.run(stages), problem))
         seen.update(corners(problem, problem.expected()))
     assert {corner: seen[corner] for corner in CORNERS if seen[corner] < number / 100} == {}
 
@@ -85,7 +73,7 @@ def test_every_small_eviction_through_the_stage(stages: CrystalStages, every: in
     """All partitions of totals up to 8 and all budgets: what is kept is the prefix sum's closed form."""
     cases = [case for total in range(1, 9) for case in itertools.product(partitions_of(total), range(total + 1))]
     for sizes, B in cases[::every]:
-        found = run(stages, bare(sizes, B))
+        found = bare(sizes, B).run(stages)
         kept = s6.closed_form(sizes, sum(sizes) - B, 3)
         starts = np.cumsum([0, *sizes[:-1]]).tolist()
         assert found.kept.tolist() == [i for a, k in zip(starts, kept, strict=True) for i in range(a, a + k)]
@@ -97,7 +85,7 @@ def test_sizes_of_the_kept_set(stages: CrystalStages, problem: EvictionProblem) 
     """|R| = n at or below B, B_prot above it, else in [B - max(0, N_min - 1), B]."""
     n, B = len(problem.impact), problem.budget
     B_prot = int(problem.trunks.sizes[problem.protected].sum())
-    kept = len(run(stages, problem).kept)
+    kept = len(problem.run(stages).kept)
     if n <= B:
         assert kept == n
     elif B_prot > B:
@@ -110,7 +98,7 @@ def test_sizes_of_the_kept_set(stages: CrystalStages, problem: EvictionProblem) 
 @given(problem=evictions())
 def test_the_kept_set_is_ascending_and_holds_the_protected(stages: CrystalStages, problem: EvictionProblem) -> None:
     """Int64, strictly rising; protected and whole trunks entire; ratios count what is kept."""
-    found, trunks = run(stages, problem), problem.trunks
+    found, trunks = problem.run(stages), problem.trunks
     kept = np.isin(np.arange(len(problem.impact)), found.kept)
     per_trunk = np.add.reduceat(kept, trunks.offsets[:-1])
     assert found.kept.dtype == np.int64
@@ -127,7 +115,7 @@ def test_at_most_one_trunk_is_partial(stages: CrystalStages, problem: EvictionPr
     """r is 0, then at most one fraction, then 1, along the eviction order."""
     alive = np.flatnonzero(~problem.protected)
     order = alive[np.lexsort((alive, problem.score[alive]))]
-    r = run(stages, problem).ratio[order]
+    r = problem.run(stages).ratio[order]
     assert (np.diff(r) >= 0).all()
     assert ((r > 0) & (r < 1)).sum() <= 1
 
@@ -137,7 +125,7 @@ def test_at_most_one_trunk_is_partial(stages: CrystalStages, problem: EvictionPr
 @given(problem=evictions())
 def test_a_partial_trunk_keeps_its_strongest_tokens(stages: CrystalStages, problem: EvictionProblem) -> None:
     """N_min <= k_g < |g|, the k_g highest M_i, lower position first."""
-    found = run(stages, problem)
+    found = problem.run(stages)
     for g in np.flatnonzero((found.ratio > 0) & (found.ratio < 1)).tolist():
         members = problem.lists[g]
         kept = sorted(set(members) & set(found.kept.tolist()))
@@ -152,7 +140,7 @@ def test_N_min_0_equals_1_and_a_large_one_forbids_partial_trunks(
 ) -> None:
     """N_min in {0, 1} are one; N_min >= T_max is pure trunk eviction."""
     a, b, c = (
-        run(stages, replace(problem, parameters=replace(problem.parameters, N_min=N_min))) for N_min in (0, 1, 9)
+        replace(problem, parameters=replace(problem.parameters, N_min=N_min)).run(stages) for N_min in (0, 1, 9)
     )
     assert a.kept.tolist() == b.kept.tolist()
     assert a.ratio.tolist() == b.ratio.tolist()
@@ -163,7 +151,7 @@ def test_N_min_0_equals_1_and_a_large_one_forbids_partial_trunks(
 @given(n=st.integers(1, 12), B=st.integers(0, 14), N_min=st.integers(0, 5))
 def test_single_tokens_fill_the_budget(stages: CrystalStages, n: int, B: int, N_min: int) -> None:
     """T_max = 1: no partial trunk, |R| = min(n, B), whatever N_min."""
-    found = run(stages, bare([1] * n, B, N_min))
+    found = bare([1] * n, B, N_min).run(stages)
     assert found.kept.tolist() == list(range(max(0, n - B), n))
 
 
@@ -171,23 +159,23 @@ def test_single_tokens_fill_the_budget(stages: CrystalStages, n: int, B: int, N_
 @given(problem=evictions(), less=st.integers(0, 12))
 def test_a_smaller_budget_keeps_a_subset(stages: CrystalStages, problem: EvictionProblem, less: int) -> None:
     """Budgets nest."""
-    small = run(stages, replace(problem, budget=max(0, problem.budget - less)))
-    assert set(small.kept.tolist()) <= set(run(stages, problem).kept.tolist())
+    small = replace(problem, budget=max(0, problem.budget - less)).run(stages)
+    assert set(small.kept.tolist()) <= set(problem.run(stages).kept.tolist())
 
 
 @pytest.mark.spec(id="CC-DISSOLVE")
 @given(problem=evictions())
 def test_a_second_eviction_changes_nothing(stages: CrystalStages, problem: EvictionProblem) -> None:
     """The same absolute B on what was kept is a no-op."""
-    found = run(stages, problem)
+    found = problem.run(stages)
     sizes = np.round(found.ratio * problem.trunks.sizes).astype(np.int64)
     alive = sizes > 0
     if alive.any():
         trunks = Trunks(np.cumsum([0, *sizes[alive].tolist()]), problem.trunks.impact[alive])
-        again = run(stages, replace(
+        again = replace(
             problem, score=problem.score[alive], trunks=trunks, impact=problem.impact[found.kept],
             D=found.D[alive], protected=problem.protected[alive],
-        ))
+        ).run(stages)
         assert again.kept.tolist() == list(range(len(found.kept)))
         assert again.D.tolist() == found.D[alive].tolist()
 
@@ -203,9 +191,9 @@ def test_a_higher_score_never_costs_a_trunk(
     score, impact = problem.score.copy(), problem.impact.copy()
     score[g] += data.draw(st.integers(1, 6), label="raise") / 6
     impact[i] += 1
-    before = run(stages, problem)
-    assert run(stages, replace(problem, score=score)).ratio[g] >= before.ratio[g]
-    assert i not in before.kept or i in run(stages, replace(problem, impact=impact)).kept
+    before = problem.run(stages)
+    assert replace(problem, score=score).run(stages).ratio[g] >= before.ratio[g]
+    assert i not in before.kept or i in replace(problem, impact=impact).run(stages).kept
 
 
 @pytest.mark.spec(id="CC-DISSOLVE")
@@ -221,15 +209,15 @@ def test_the_place_of_a_trunk_says_nothing_while_scores_differ(
         problem, score=distinct[order], protected=problem.protected[order], D=problem.D[order],
         trunks=Trunks(np.cumsum([0, *problem.trunks.sizes[order].tolist()]), problem.trunks.impact[order]),
     )
-    a = run(stages, replace(problem, score=distinct))
-    assert run(stages, moved).ratio.tolist() == a.ratio[order].tolist()
+    a = replace(problem, score=distinct).run(stages)
+    assert moved.run(stages).ratio.tolist() == a.ratio[order].tolist()
 
 
 @pytest.mark.spec(id="CC-DISSOLVE-D")
 @given(problem=evictions())
 def test_D_weakens_with_its_trunk(stages: CrystalStages, problem: EvictionProblem) -> None:
     """0 <= D' <= D, D' = 0 iff D = 0 or r = 0, protected and whole trunks unchanged."""
-    found = run(stages, problem)
+    found = problem.run(stages)
     assert ((found.D >= 0) & (found.D <= problem.D)).all()
     assert ((found.D == 0) == ((problem.D == 0) | (found.ratio == 0))).all()
     assert (found.D == problem.D)[found.ratio == 1].all()
@@ -239,21 +227,21 @@ def test_D_weakens_with_its_trunk(stages: CrystalStages, problem: EvictionProble
 @given(problem=evictions())
 def test_a_protected_score_is_never_read(stages: CrystalStages, problem: EvictionProblem) -> None:
     """Protection is a mask of its own, never a sentinel score."""
-    a, b = (run(stages, replace(problem, score=np.where(problem.protected, x, problem.score))) for x in (-9.0, 9.0))
-    assert a.kept.tolist() == b.kept.tolist() == run(stages, problem).kept.tolist()
+    a, b = (replace(problem, score=np.where(problem.protected, x, problem.score)).run(stages) for x in (-9.0, 9.0))
+    assert a.kept.tolist() == b.kept.tolist() == problem.run(stages).kept.tolist()
 
 
 @pytest.mark.spec(id="CC-DISSOLVE")
 def test_equal_scores_evict_the_earlier_trunk_first(stages: CrystalStages) -> None:
     """Three trunks of four, equal scores, B = 8 keeps {4 .. 11}."""
     even = replace(bare([4, 4, 4], 8), score=np.full(3, 0.5))
-    assert run(stages, even).kept.tolist() == list(range(4, 12))
+    assert even.run(stages).kept.tolist() == list(range(4, 12))
 
 
 @pytest.mark.spec(id="CC-DISSOLVE")
 def test_equal_impacts_keep_the_earlier_token(stages: CrystalStages) -> None:
     """Inside a partial trunk the lower position stays."""
-    assert run(stages, replace(bare([9], 5), impact=np.ones(9))).kept.tolist() == [0, 1, 2, 3, 4]
+    assert replace(bare([9], 5), impact=np.ones(9)).run(stages).kept.tolist() == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.spec(id="CC-ALLOCATE")
@@ -262,7 +250,7 @@ def test_equal_impacts_keep_the_earlier_token(stages: CrystalStages) -> None:
 )
 def test_the_branches_of_the_loop(stages: CrystalStages, size: int, c: int, N_min: int, kept: int) -> None:
     """Eq. 32 at its boundaries: |g| = c, |g| - c = N_min, N_min - 1 and N_min - 2."""
-    assert len(run(stages, bare([size], size - c, N_min)).kept) == kept
+    assert len(bare([size], size - c, N_min).run(stages).kept) == kept
 
 
 @pytest.mark.spec(id="CC-DISSOLVE")
@@ -270,7 +258,7 @@ def test_the_branches_of_the_loop(stages: CrystalStages, size: int, c: int, N_mi
 def test_positions_are_absolute(stages: CrystalStages, problem: EvictionProblem) -> None:
     """Trunks that begin at position 7 keep the same tokens, seven further on."""
     later = replace(problem, trunks=Trunks(problem.trunks.offsets + 7, problem.trunks.impact))
-    assert run(stages, later).kept.tolist() == (run(stages, problem).kept + 7).tolist()
+    assert later.run(stages).kept.tolist() == (problem.run(stages).kept + 7).tolist()
 
 
 @pytest.mark.spec(id="CC-DISSOLVE")
@@ -279,4 +267,4 @@ def test_only_the_order_of_scores_matters(stages: CrystalStages, problem: Evicti
     """A positive factor on all scores changes nothing."""
     factor = data.draw(st.sampled_from([0.25, 0.5, 4.0]), label="factor")
     scaled: Vector = problem.score * factor
-    assert run(stages, replace(problem, score=scaled)).kept.tolist() == run(stages, problem).kept.tolist()
+    assert replace(problem, score=scaled).run(stages).kept.tolist() == problem.run(stages).kept.tolist()

@@ -20,15 +20,10 @@ from reference.crystalcache import prefill
 from spec.arrays import IntVector, Vector
 from spec.backend import Backend, CrystalStages
 from spec.parameters import ESSAY, PAPER, TINY
-from spec.records import Dissolution
 
 
 def in_tiers(problem: EvictionProblem) -> EvictionProblem:
     return replace(problem, parameters=replace(problem.parameters, allocation="tiers"))
-
-
-def run(stages: CrystalStages, p: EvictionProblem) -> Dissolution:
-    return stages.dissolve(p.score, p.trunks, p.impact, p.D, p.protected, p.budget, p.parameters)
 
 
 @pytest.mark.spec(id="CC-MEAN-SALIENCE")
@@ -37,8 +32,7 @@ def run(stages: CrystalStages, p: EvictionProblem) -> Dissolution:
 def test_mean_salience_equals_the_brute_force(stages: CrystalStages, inputs: AttentionInputs, precision: str) -> None:
     """S1 with `heads="mean"`, inside the certified box."""
     mean = replace(inputs, parameters=replace(inputs.parameters, heads="mean"))
-    found = stages.coattention(mean.q, mean.k, mean.positions, mean.parameters, mean.scaling, mean.softcap)
-    assert not list(stage_checks.coattention(found, mean, precision))
+    assert not list(stage_checks.coattention(mean.run(stages), mean, precision))
 
 
 @pytest.mark.spec(id="CC-MEAN-SALIENCE")
@@ -100,17 +94,14 @@ def test_unit_trunk_impact_equals_the_brute_force(stages: CrystalStages, text: T
 def test_dissolution_in_tiers_equals_the_brute_force(stages: CrystalStages, problem: EvictionProblem) -> None:
     """Kept positions, r and D MUST be equal, ties included."""
     p = in_tiers(problem)
-    found = run(stages, p)
-    assert not list(stage_checks.dissolution(
-        found, p.score, p.trunks, p.impact, p.D, p.protected, p.budget, p.parameters
-    ))
+    assert not list(stage_checks.eviction(p.run(stages), p))
 
 
 @pytest.mark.spec(id="CC-TIERS")
 @given(problem=evictions())
 def test_tiers_keep_the_size_bounds(stages: CrystalStages, problem: EvictionProblem) -> None:
     """n if n <= B; B_prot if that exceeds B; else between B - max(0, N_min - 1) and B. Protected trunks stay whole."""
-    found = run(stages, in_tiers(problem))
+    found = in_tiers(problem).run(stages)
     n, B, sizes = len(problem.impact), problem.budget, problem.trunks.sizes
     B_prot = int(sizes[problem.protected].sum())
     if n <= B:
@@ -134,7 +125,7 @@ def test_tiers_and_the_cut_agree_where_nothing_or_everything_goes(
     """The forms differ only in Stage 1."""
     n, B_prot = len(problem.impact), int(problem.trunks.sizes[problem.protected].sum())
     for B in (n, n + 1, B_prot):
-        a, b = run(stages, replace(problem, budget=B)), run(stages, in_tiers(replace(problem, budget=B)))
+        a, b = replace(problem, budget=B).run(stages), in_tiers(replace(problem, budget=B)).run(stages)
         assert (a.kept.tolist(), a.ratio.tolist(), a.D.tolist()) == (b.kept.tolist(), b.ratio.tolist(), b.D.tolist())
 
 

@@ -16,15 +16,16 @@ from reference.crystalcache import impact
 from spec.arrays import IntVector
 from spec.backend import CrystalStages
 from spec.parameters import PAPER
-from spec.records import CoAttention, Dissolution, Trunks
+from spec.records import CoAttention, Trunks
 
 RARITIES = {"reciprocal": impact.reciprocal_rarity, "exponential": impact.exponential_rarity}
 COVERAGES = st.sampled_from([0.1, 0.25, 0.29, 0.5, 1.0])
 
 
-def run(stages: CrystalStages, p: EvictionProblem, share: float = 0.0, allocation: str = "cut") -> Dissolution:
-    parameters = replace(p.parameters, coverage=share, allocation=allocation)  # type: ignore[arg-type]
-    return stages.dissolve(p.score, p.trunks, p.impact, p.D, p.protected, p.budget, parameters)
+def covered(p: EvictionProblem, share: float, allocation: str = "cut") -> EvictionProblem:
+    return replace(
+        p, parameters=replace(p.parameters, coverage=share, allocation=allocation)  # type: ignore[arg-type]
+    )
 
 
 def trunks_of(stages: CrystalStages, text: Text, merge: str, S1: CoAttention | None = None) -> Trunks:
@@ -118,11 +119,8 @@ def test_coverage_equals_the_brute_force(
     stages: CrystalStages, problem: EvictionProblem, share: float, allocation: str,
 ) -> None:
     """Kept positions, r and D MUST be equal, with either allocation."""
-    found = run(stages, problem, share, allocation)
-    parameters = replace(problem.parameters, coverage=share, allocation=allocation)  # type: ignore[arg-type]
-    assert not list(stage_checks.dissolution(
-        found, problem.score, problem.trunks, problem.impact, problem.D, problem.protected, problem.budget, parameters
-    ))
+    problem = covered(problem, share, allocation)
+    assert not list(stage_checks.eviction(problem.run(stages), problem))
 
 
 @pytest.mark.spec(id="CC-COVERAGE")
@@ -131,7 +129,7 @@ def test_the_budget_stays_exact(
     stages: CrystalStages, problem: EvictionProblem, share: float, allocation: str,
 ) -> None:
     """Never more than max(B, B_prot); everything where it fits; r says what is kept of each trunk; D = r D."""
-    found = run(stages, problem, share, allocation)
+    found = covered(problem, share, allocation).run(stages)
     n, sizes = len(problem.impact), problem.trunks.sizes
     B_prot = int(sizes[problem.protected].sum())
     assert len(found.kept) == len(set(found.kept.tolist())) <= max(problem.budget, B_prot)
@@ -149,8 +147,8 @@ def test_only_evicted_trunks_are_covered(stages: CrystalStages, problem: Evictio
     B_prot = int(problem.trunks.sizes[problem.protected].sum())
     assume(len(problem.impact) > problem.budget)
     k = int(Fraction(repr(share)) * max(0, problem.budget - B_prot))
-    before = run(stages, replace(problem, budget=problem.budget - k))
-    found = run(stages, problem, share)
+    before = covered(replace(problem, budget=problem.budget - k), 0.0).run(stages)
+    found = covered(problem, share).run(stages)
     gone = np.flatnonzero(np.repeat(before.ratio == 0, problem.trunks.sizes))
     added = np.setdiff1d(found.kept, before.kept)
     assert np.setdiff1d(before.kept, found.kept).size == 0
@@ -165,5 +163,5 @@ def test_only_evicted_trunks_are_covered(stages: CrystalStages, problem: Evictio
 @given(problem=evictions())
 def test_no_share_is_no_change(stages: CrystalStages, problem: EvictionProblem) -> None:
     """coverage = 0 MUST be a no-op to the bit, where dissolution overshoots too."""
-    found, want = run(stages, problem, 0.0), problem.expected()
+    found, want = covered(problem, 0.0).run(stages), problem.expected()
     assert (found.kept.tolist(), found.D.tolist()) == (want.kept, want.D)

@@ -36,17 +36,13 @@ CASES = [
 SIZES = [15, 16, 17, 31, 32, 33, 40, 41, 63, 65, 127, 129, 255, 257, 1_023, 1_025, 65_535, 65_537, 100_000]
 
 
-def run(stages: CrystalStages, p: EvictionProblem) -> Dissolution:
-    return stages.dissolve(p.score, p.trunks, p.impact, p.D, p.protected, p.budget, p.parameters)
-
-
 def expected(p: EvictionProblem) -> oracle.Dissolved:
     return oracle.dissolve(p.score, p.trunks.offsets, p.impact, p.D, p.protected, p.budget, p.parameters.N_min)
 
 
 def judge(stages: CrystalStages, case: Eviction) -> tuple[EvictionProblem, Dissolution, oracle.Dissolved]:
     problem = eviction(case, replace(PAPER, N_min=case.N_min))
-    return problem, run(stages, problem), expected(problem)
+    return problem, problem.run(stages), expected(problem)
 
 
 Judged = tuple[EvictionProblem, Dissolution, oracle.Dissolved]
@@ -98,7 +94,7 @@ def equal_trunks(m: int, size: int, B: int) -> EvictionProblem:
 @pytest.mark.parametrize("m", SIZES)
 def test_of_tied_trunks_the_first_go(stages: CrystalStages, m: int) -> None:
     """A third of m trunks goes, the first third."""
-    found = run(stages, equal_trunks(m, 2, 2 * (m - m // 3)))
+    found = equal_trunks(m, 2, 2 * (m - m // 3)).run(stages)
     assert np.array_equal(found.kept, np.arange(2 * (m // 3), 2 * m))
 
 
@@ -108,10 +104,10 @@ def test_of_tied_members_the_first_stay(stages: CrystalStages, size: int) -> Non
     """A partial trunk of a size between two others; its members are one in M_i, or every third is above the rest."""
     problem = equal_trunks(3, size, 2 * size - 4)
     stays = size - 4
-    assert np.array_equal(run(stages, problem).kept, np.arange(size, 3 * size)[np.r_[:stays, size : 2 * size]])
+    assert np.array_equal(problem.run(stages).kept, np.arange(size, 3 * size)[np.r_[:stays, size : 2 * size]])
     M = np.where(np.arange(3 * size) % 3 == 0, 2.0, 1.0)
     few = replace(problem, impact=M, budget=size + size // 2)
-    assert np.array_equal(run(stages, few).kept, expected(few).kept)
+    assert np.array_equal(few.run(stages).kept, expected(few).kept)
 
 
 @pytest.mark.spec(id="CC-KEEP-COUNT")
@@ -120,7 +116,7 @@ def test_a_partial_trunk_keeps_what_the_cut_leaves(stages: CrystalStages, size: 
     """|g| - c members for every kind of c, down to N_min; r is one rounded quotient."""
     for c in sorted({1, 2, size // 3, size // 2, size - 4, size - 3}):
         problem = replace(equal_trunks(1, size, size - c), impact=-np.arange(size, dtype=np.float64) % 7)
-        found = run(stages, problem)
+        found = problem.run(stages)
         assert len(found.kept) == size - c
         assert found.ratio.tolist() == [(size - c) / size]
         assert np.array_equal(found.kept, expected(problem).kept)
@@ -133,7 +129,7 @@ def test_scores_that_float32_takes_for_one(stages: CrystalStages, m: int, step: 
     """They fall with the index by less than float32 can see: the last trunks go."""
     scores = np.array([1 - g * step for g in range(m)])
     problem = replace(equal_trunks(m, 2, 2 * (m - m // 3)), score=scores)
-    assert np.array_equal(run(stages, problem).kept, np.arange(2 * (m - m // 3)))
+    assert np.array_equal(problem.run(stages).kept, np.arange(2 * (m - m // 3)))
 
 
 @pytest.mark.spec(id="CC-DISSOLVE")
@@ -142,7 +138,7 @@ def test_impacts_that_float32_takes_for_one(stages: CrystalStages, size: int) ->
     """M_i that rise with the position by less than float32 can see: the last ones stay."""
     M = np.array([1 + i * 2.0**-45 for i in range(size)])
     problem = replace(equal_trunks(1, size, size // 2), impact=M)
-    assert np.array_equal(run(stages, problem).kept, np.arange(size - size // 2, size))
+    assert np.array_equal(problem.run(stages).kept, np.arange(size - size // 2, size))
 
 
 @pytest.mark.spec(id="CC-CUT")
@@ -156,7 +152,7 @@ def test_a_budget_beyond_2_to_24(stages: CrystalStages) -> None:
         Numbers(1).permutation(1_000) / 1_000, of_sizes(sizes), np.ones(n), np.full(1_000, 0.5),
         np.zeros(1_000, dtype=np.bool_), B, PAPER,
     )
-    found = run(stages, problem)
+    found = problem.run(stages)
     assert len(found.kept) == B
     g = int(np.argmin(problem.score))
     assert np.flatnonzero(found.ratio < 1).tolist() == [g]
@@ -169,7 +165,7 @@ def test_a_budget_beyond_2_to_24(stages: CrystalStages) -> None:
 def test_a_budget_far_above_the_prompt(stages: CrystalStages, B: int) -> None:
     """Nothing goes, however wide the number is."""
     problem = replace(eviction(Eviction("some", 300, 20, 1.0, 4, 3, protected=9), PAPER), budget=B)
-    found = run(stages, problem)
+    found = problem.run(stages)
     assert np.array_equal(found.kept, np.arange(len(problem.impact)))
     assert found.D.tolist() == problem.D.tolist()
 
@@ -180,7 +176,7 @@ def test_fewest_tokens_of_a_partial_trunk(stages: CrystalStages, N_min: int) -> 
     """Trunks of at most 300 tokens: the partial one keeps N_min or goes as a whole."""
     for share in (0.35, 0.5, 0.65):
         problem = eviction(Eviction("some", 200, 300, share, 50, 3), replace(PAPER, N_min=N_min))
-        found, want = run(stages, problem), expected(problem)
+        found, want = problem.run(stages), expected(problem)
         assert np.array_equal(found.kept, want.kept)
         assert np.array_equal(found.ratio, want.ratio)
 
@@ -196,7 +192,7 @@ def test_fewest_tokens_of_a_partial_trunk(stages: CrystalStages, N_min: int) -> 
 def test_tiers_of_hundreds_of_trunks(stages: CrystalStages, case: Eviction) -> None:
     """The boundaries move by few ranks, and by most of them."""
     problem = eviction(case, replace(PAPER, N_min=case.N_min, allocation="tiers"))
-    assert not complaints(stages, problem)
+    assert not list(stage_checks.eviction(problem.run(stages), problem))
 
 
 @pytest.mark.spec(id="CC-COVERAGE")
@@ -205,7 +201,8 @@ def test_tiers_of_hundreds_of_trunks(stages: CrystalStages, case: Eviction) -> N
     Eviction("cut", 260, 14, 0.4, 5, 4, protected=15), Eviction("long", 40, 120, 0.3, 5, 4),
 ], ids=str)
 def test_coverage_of_hundreds_of_trunks(stages: CrystalStages, case: Eviction, share: float) -> None:
-    assert not complaints(stages, eviction(case, replace(PAPER, coverage=share)))
+    problem = eviction(case, replace(PAPER, coverage=share))
+    assert not list(stage_checks.eviction(problem.run(stages), problem))
 
 
 @pytest.mark.spec(id="CC-COVERAGE")
@@ -216,12 +213,6 @@ def test_coverage_of_a_long_text(stages: CrystalStages, quarter: int) -> None:
     problem = replace(
         equal_trunks(n, 1, 2 * quarter), score=np.arange(n) / n, parameters=replace(PAPER, coverage=0.5)
     )
-    found = run(stages, problem)
+    found = problem.run(stages)
     assert found.kept.tolist() == [*((2 * i + 1) * e // (2 * k) for i in range(k)), *range(e, n)]
     assert np.flatnonzero(found.ratio).tolist() == found.kept.tolist()
-
-
-def complaints(stages: CrystalStages, p: EvictionProblem) -> list[str]:
-    return list(stage_checks.dissolution(
-        run(stages, p), p.score, p.trunks, p.impact, p.D, p.protected, p.budget, p.parameters
-    ))

@@ -9,7 +9,6 @@ from conformance.checks import scale_s1 as checks
 from conformance.oracles.scale import s1
 from conformance.strategies.attention import AttentionInputs
 from conformance.strategies.scale_attention import Shape, addressed, laddered
-from spec.arrays import Matrix
 from spec.backend import CrystalStages
 from spec.parameters import ESSAY, PAPER
 from spec.records import CoAttention
@@ -66,20 +65,22 @@ class Case:
     whole_shares: bool
     """So have sources: the mean over heads is exact."""
 
-
-def run(stages: CrystalStages, inputs: AttentionInputs, lse: Matrix | None = None) -> CoAttention:
-    return stages.coattention(
-        inputs.q, inputs.k, inputs.positions, inputs.parameters, inputs.scaling, inputs.softcap, lse
-    )
+    def complaints(self, name: str) -> list[str]:
+        """What is wrong with the own neighbours, `intra`, or with the sources, `cross`."""
+        p, strict = self.inputs.parameters, self.strict if name == "intra" else self.whole_shares
+        return list(checks.neighbours(
+            getattr(self.found, name), getattr(self.found, f"{name}_weight"), getattr(self.want, name),
+            getattr(p, f"k_{name}"), getattr(p, f"tau_{name}"), strict,
+        ))
 
 
 def outcome(stages: CrystalStages, kind: str, shape: Shape, precision: str) -> Case:
     if kind == "addressed":
         inputs = addressed(shape)
         want = checks.exact(inputs, precision)
-        return Case(inputs, run(stages, inputs), want, True, checks.is_power_of_two(shape.H))
+        return Case(inputs, inputs.run(stages), want, True, checks.is_power_of_two(shape.H))
     inputs = laddered(shape)
-    return Case(inputs, run(stages, inputs), checks.boxed(inputs, precision), False, False)
+    return Case(inputs, inputs.run(stages), checks.boxed(inputs, precision), False, False)
 
 
 CASES = [("addressed", shape) for shape in ADDRESSED] + [("laddered", shape) for shape in LADDERED]
@@ -103,14 +104,11 @@ def test_given_denominators_of_every_head(stages: CrystalStages, precision: str,
     """The caller's lse of 9 to 32 heads changes nothing beyond the bound; heads differ, so that none serves another."""
     inputs, p = laddered(shape), shape.parameters
     lse = s1.log_sum_exp(inputs.q, inputs.k, inputs.positions, inputs.scaling, inputs.softcap)
-    found = run(stages, inputs, lse.astype(precision))
-    want = checks.boxed(inputs, precision)
-    assert not list(checks.salience(found.salience, want, p, precision, strict=False))
-    for name in ("intra", "cross"):
-        assert not list(checks.neighbours(
-            getattr(found, name), getattr(found, f"{name}_weight"), getattr(want, name), getattr(p, f"k_{name}"),
-            getattr(p, f"tau_{name}"), strict=False,
-        ))
+    found = inputs.run(stages, lse.astype(precision))
+    case = Case(inputs, found, checks.boxed(inputs, precision), strict=False, whole_shares=False)
+    assert not list(checks.salience(found.salience, case.want, p, precision, strict=False))
+    assert not case.complaints("intra")
+    assert not case.complaints("cross")
 
 
 @pytest.mark.spec(id="CC-COATTENTION")
@@ -136,19 +134,13 @@ def test_salience_of_every_token(case: Case, precision: str) -> None:
 @pytest.mark.spec(id="CC-INTRA")
 @pytest.mark.spec(id="CC-ROW-NORM")
 def test_neighbours_of_every_token(case: Case) -> None:
-    p, found = case.inputs.parameters, case.found
-    assert not list(checks.neighbours(
-        found.intra, found.intra_weight, case.want.intra, p.k_intra, p.tau_intra, case.strict
-    ))
+    assert not case.complaints("intra")
 
 
 @pytest.mark.spec(id="CC-COATTENTION")
 @pytest.mark.spec(id="CC-CROSS")
 def test_sources_of_every_token(case: Case) -> None:
-    p, found = case.inputs.parameters, case.found
-    assert not list(checks.neighbours(
-        found.cross, found.cross_weight, case.want.cross, p.k_cross, p.tau_cross, case.whole_shares
-    ))
+    assert not case.complaints("cross")
 
 
 @pytest.mark.spec(id="CC-INTRA")
@@ -174,10 +166,7 @@ def test_the_inputs_leave_little_to_rounding(case: Case) -> None:
 @pytest.mark.parametrize("kind", ["addressed", "laddered"])
 def test_32_768_tokens_of_8_heads(stages: CrystalStages, kind: str, precision: str) -> None:
     """32 chunks of PAPER's: some minutes and 8 GB with the reference."""
-    case, p = outcome(stages, kind, Shape("32k", 8, 2, 64, 32_768), precision), PAPER
-    assert not list(checks.salience(case.found.salience, case.want, p, precision, case.strict))
-    for name, strict in (("intra", case.strict), ("cross", case.whole_shares)):
-        assert not list(checks.neighbours(
-            getattr(case.found, name), getattr(case.found, f"{name}_weight"), getattr(case.want, name),
-            getattr(p, f"k_{name}"), getattr(p, f"tau_{name}"), strict,
-        ))
+    case = outcome(stages, kind, Shape("32k", 8, 2, 64, 32_768), precision)
+    assert not list(checks.salience(case.found.salience, case.want, PAPER, precision, case.strict))
+    assert not case.complaints("intra")
+    assert not case.complaints("cross")

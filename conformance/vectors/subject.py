@@ -167,10 +167,7 @@ ITEMS: dict[str, Item] = {
 
 
 def coattention(backend: Backend, i: Json, p: CrystalCacheParameters) -> Mapping[str, object]:
-    given = attention_inputs(i, p)
-    return vars(backend.require_crystal().coattention(
-        given.q, given.k, given.positions, p, given.scaling, given.softcap
-    ))
+    return vars(attention_inputs(i, p).run(backend.require_crystal()))
 
 
 def trunk_stage(backend: Backend, i: Json, p: CrystalCacheParameters) -> Mapping[str, object]:
