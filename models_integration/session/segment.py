@@ -2,6 +2,7 @@
 
 import copy
 import time
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -315,10 +316,10 @@ class Segment:
         self._method = method
         self._layerwise = segment_end == ONE_FORWARD and needs.layers != "all"
         self.observed = ObservedSegment(
-            needs, architecture, cache, rows_per_prompt=rows_per_prompt,
-            lse=self._layerwise and needs.layers == "observed",
+            needs, architecture, cache, rows_per_prompt=rows_per_prompt, lse=self._layerwise,
         )
         self._decision: Decision | None = None
+        self._decided_at = max(self.observed.layers, default=-1)
         self._full = list(architecture.full_layers)
         """The layers that are to be compacted."""
         self.layers: Sequence[int] = architecture.full_layers if self._layerwise else self.observed.layers
@@ -351,8 +352,8 @@ class Segment:
         layer = cast(int, module.layer_idx)
         if layer in self.observed.layers:
             self.observed.attended(module, seen)
-        if self._layerwise and layer >= max(self.observed.layers, default=layer):
-            self._compact([waiting for waiting in self._full if waiting <= layer], self._decided())
+        if self._layerwise and layer >= self._decided_at:
+            self._compact(self._full[: bisect_right(self._full, layer)], self._decided())
 
     def finish(self) -> Decision:
         """The end of the segment: what was kept of each prompt; the cache goes on from there.
