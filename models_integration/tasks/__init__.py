@@ -1,6 +1,7 @@
 """Retrieval tasks: needle and delayed association, token-exact and seeded, for any tokenizer."""
 
 from models_integration.tasks.assembly import Filler, TaskTokenizer
+from models_integration.tasks.metrics import is_exact_match
 from models_integration.tasks.samples import (
     DEFAULT_PLACEMENT,
     DENSITIES,
@@ -12,7 +13,6 @@ from models_integration.tasks.samples import (
     Sample,
     delayed_association_sample,
     draw_sample,
-    is_exact_match,
     needle_sample,
     place,
     score,

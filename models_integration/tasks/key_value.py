@@ -15,8 +15,9 @@ import numpy as np
 from models_integration.tasks.assembly import TaskTokenizer, encode, joiner
 from models_integration.tasks.chat import Frame, bare
 from models_integration.tasks.keys_in_prose import check_unprotected
+from models_integration.tasks.metrics import CONTAINS
 from models_integration.tasks.prose import Prose
-from models_integration.tasks.samples import CONTAINS, Sample, generator
+from models_integration.tasks.samples import Sample, generator
 from spec.errors import SpecError
 from spec.parameters import PAPER
 

@@ -5,7 +5,6 @@
 """
 
 import hashlib
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -22,6 +21,7 @@ from models_integration.tasks.assembly import (
     encode,
     joiner,
 )
+from models_integration.tasks.metrics import FIRST_NUMBER, judge
 from models_integration.tasks.sentences import (
     ALL_VALUES,
     DEFAULT_FILLER,
@@ -33,9 +33,9 @@ from models_integration.tasks.sentences import (
 from spec.errors import SpecError
 
 __all__ = [
-    "CONTAINS", "DEFAULT_PLACEMENT", "DELAYED_ASSOCIATION", "DENSITIES", "DEPTHS", "MAX_NEW_TOKENS", "NEEDLE",
-    "PLACEMENTS", "TASKS", "Placement", "Sample", "delayed_association_sample", "distractor_anchors", "draw_sample",
-    "draw_value", "generator", "is_exact_match", "mentions_of", "needle_sample", "place", "score",
+    "DEFAULT_PLACEMENT", "DELAYED_ASSOCIATION", "DENSITIES", "DEPTHS", "MAX_NEW_TOKENS", "NEEDLE", "PLACEMENTS",
+    "TASKS", "Placement", "Sample", "delayed_association_sample", "distractor_anchors", "draw_sample", "draw_value",
+    "generator", "mentions_of", "needle_sample", "place", "score",
 ]
 
 NEEDLE, DELAYED_ASSOCIATION = "needle", "delayed_association"
@@ -43,16 +43,14 @@ TASKS = (NEEDLE, DELAYED_ASSOCIATION)
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 DENSITIES = ("high", "low")
 NO_TEMPLATE = "none"
-FIRST_NUMBER, CONTAINS = "first number", "contains"
+OWN = "kvspec"
 MAX_NEW_TOKENS = 50
 """Tokens generated for an answer in the paper's configuration."""
-_NUMBER = re.compile(r"[+-]?[^\W_]*\d[^\W_]*(?:[.,]\d+)*")
-"""A number with all that is written as one with it: letters, a sign, thousands, decimals."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A context with one critical fact, and a question whose answer is the fact's value.
+    """A context and a question about it.
 
     Samples of one context share its token ids, and so its digest: they are one cluster.
 
@@ -60,13 +58,20 @@ class Sample:
         task: its name.
         context_ids: token ids of the context, exactly as many as were asked for, opening token included.
         question_ids: token ids of the question with its `Answer:` prompt.
-        expected: the value as text; an answer whose first number it is is right.
-        needle: the fact's token span `[start, stop)` in the context.
+        expected: the gold answer as text.
+        needle: the token span `[start, stop)` of the evidence in the context, of the first piece where there are
+            several; `(0, 0)` where no piece of it holds the answer.
         distractors: spans of facts of the same form that carry other values.
         metadata: what describes the sample in a result: template, depth or density, value, number of distractors.
         answer_ids: tokens of the gold answer right behind the question; none where the task has no likelihood.
         chat_template: `none`, or the digest of the tokenizer's own, whose markers then stand in context and question.
-        metric: how `score` judges an answer, `first number` or `contains`.
+        metric: how `score` judges an answer, a name of `metrics.METRICS`.
+        further: spans of the other pieces of evidence.
+        references: what the metric looks for, where that is not `expected` alone.
+        choices: the labels of a classification.
+        history: how many of the question's tokens are earlier turns, their gold answers with them.
+        max_new_tokens: tokens to generate for the answer.
+        dialect: whose prompt and metric these are.
     """
 
     task: str
@@ -79,11 +84,17 @@ class Sample:
     answer_ids: tuple[int, ...] = ()
     chat_template: str = NO_TEMPLATE
     metric: str = FIRST_NUMBER
+    further: tuple[tuple[int, int], ...] = ()
+    references: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
+    history: int = 0
+    max_new_tokens: int = MAX_NEW_TOKENS
+    dialect: str = OWN
 
     @property
     def evidence(self) -> tuple[tuple[int, int], ...]:
-        """Token spans `[start, stop)` of all that the answer needs of the context."""
-        return (self.needle,)
+        """Token spans `[start, stop)` of all that the answer needs of the context; none if nothing in particular."""
+        return tuple(span for span in (self.needle, *self.further) if span[0] < span[1])
 
     @property
     def context_digest(self) -> str:
@@ -312,19 +323,11 @@ def place(sample: Sample, name: str = DEFAULT_PLACEMENT) -> Placement:
     return _MAKERS[name](sample)
 
 
-def is_exact_match(answer: str, expected: str) -> bool:
-    """Whether the first number of the answer is the value, digit for digit.
+def score(tokenizer: TaskTokenizer, answer_ids: Sequence[int], sample: Sample) -> float:
+    """How good the generated ids are as an answer, from 0 to 1, by the sample's metric.
 
-    The paper's Appendix B takes a substring, to which 17492, and a list of guesses with 7492 among them, are right.
+    Raises:
+        SpecError: for an unknown metric.
     """
-    found = _NUMBER.search(answer)
-    return found is not None and found.group() == expected
-
-
-def score(tokenizer: TaskTokenizer, answer_ids: Sequence[int], sample: Sample) -> bool:
-    """Whether the generated ids decode to a right answer, by the sample's metric.
-
-    `first number`: see `is_exact_match`. `contains`: the value occurs in it, as SCBench counts.
-    """
-    answer = decode(tokenizer, answer_ids)
-    return sample.expected in answer if sample.metric == CONTAINS else is_exact_match(answer, sample.expected)
+    references = sample.references or (sample.expected,)
+    return judge(sample.metric, decode(tokenizer, answer_ids), references, sample.choices)

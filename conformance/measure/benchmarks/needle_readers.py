@@ -54,7 +54,7 @@ def answers_of(
     for index in range(samples):
         sample = draw_sample("needle", tokenizer, LENGTH, index, SEED)
         found = answer(model, Published(name, B), opened(sample, tokenizer), MAX_NEW_TOKENS, stop_ids)
-        right += score(tokenizer, found.token_ids, sample)
+        right += score(tokenizer, found.token_ids, sample) == 1
     return right
 
 

@@ -89,7 +89,7 @@ def evaluate(
             for distractors in DISTRACTORS:
                 for length in lengths:
                     drawn = draw_held_out(tokenizer, task, filler, distractors, length, samples)
-                    correct = sum(score(tokenizer, answer(model, tokenizer, sample), sample) for sample in drawn)
+                    correct = sum(score(tokenizer, answer(model, tokenizer, sample), sample) == 1 for sample in drawn)
                     cells.append(Cell(task, name, distractors, length, samples, correct))
                     print(f"{task} {name} {distractors} {length}: {cells[-1].accuracy:.3f}", flush=True)
     return cells
