@@ -10,7 +10,7 @@ from spec.errors import SpecError
 
 __all__ = ["Frame", "bare", "chat"]
 
-_PLACE = "kvspec-context"
+_PLACE, _ANSWER, _NEXT = "kvspec-context", "kvspec-answer", "kvspec-next"
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,13 @@ class Frame:
         name: `none`, or the digest of the template.
         opening: tokens before the context, counted as its own.
         closing: text behind the question, before the answer starts.
+        between: text behind an answer, before the next question.
     """
 
     name: str
     opening: tuple[int, ...]
     closing: str
+    between: str = "\n\n"
 
 
 def bare(tokenizer: TaskTokenizer) -> Frame:
@@ -37,15 +39,21 @@ def chat(tokenizer: Any) -> Frame:
     """The tokenizer's own template: context and question are one message of the user, the answer is the assistant's.
 
     Raises:
-        SpecError: for a tokenizer without a template, or one that does not print a message as it is.
+        SpecError: for a tokenizer without a template, or one that does not print messages as they are.
     """
     template = getattr(tokenizer, "chat_template", None)
     if not isinstance(template, str):
         raise SpecError("tokenizer", type(tokenizer).__name__, "has no chat template")
-    message = [{"role": "user", "content": _PLACE}]
-    text = str(tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
-    before, found, behind = text.partition(_PLACE)
-    if not found:
-        raise SpecError("tokenizer", type(tokenizer).__name__, "its chat template does not print the user's message")
+    turns = [("user", _PLACE), ("assistant", _ANSWER), ("user", _NEXT)]
+    first, all_turns = (_printed(tokenizer, turns[:count]) for count in (1, 3))
+    before, found, behind = first.partition(_PLACE)
+    between, next_found, _ = all_turns.partition(_ANSWER)[2].partition(_NEXT)
+    if not found or not next_found:
+        raise SpecError("tokenizer", type(tokenizer).__name__, "its chat template does not print messages as they are")
     name = hashlib.sha256(template.encode()).hexdigest()[:16]
-    return Frame(name, encode(tokenizer, before), behind)
+    return Frame(name, encode(tokenizer, before), behind, between)
+
+
+def _printed(tokenizer: Any, turns: list[tuple[str, str]]) -> str:
+    messages = [{"role": role, "content": content} for role, content in turns]
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))

@@ -56,10 +56,6 @@ def _first_integer(answer: str, expected: str) -> bool:
     return found is not None and found.group() == expected
 
 
-def _first_letter(answer: str, expected: str) -> bool:
-    return answer.strip()[:1] == expected
-
-
 def _hits(answer: str, references: Sequence[str]) -> list[bool]:
     """RULER: which references occur, in any case; control characters of the answer become line ends."""
     said = _CONTROL.sub("\n", answer.strip()).strip().lower()
@@ -168,7 +164,6 @@ METRICS: Mapping[str, Metric] = {
     FIRST_NUMBER: _best(is_exact_match),
     CONTAINS: _best(lambda answer, reference: reference in answer),
     "first integer": _best(_first_integer),
-    "first letter": _best(_first_letter),
     "names found": _names_found,
     STRING_MATCH_ALL: _match_all,
     "string_match_part": _match_part,

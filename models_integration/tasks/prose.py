@@ -15,7 +15,7 @@ from models_integration.tasks.assembly import Anchor, Assembled, TaskTokenizer, 
 from models_integration.tasks.samples import generator
 from spec.errors import SpecError
 
-__all__ = ["NARRATIVE", "Prose", "read_prose", "weave"]
+__all__ = ["NARRATIVE", "Prose", "read_prose", "read_text", "weave"]
 
 NARRATIVE = Path(__file__).parent / "assets" / "kjv_narrative.txt.xz"
 
@@ -56,19 +56,27 @@ class Prose:
         return int(generator((seed, length)).permutation(count)[index % count])
 
 
+def read_text(path: Path) -> str:
+    """A text file, plain or .xz.
+
+    Raises:
+        SpecError: for a file that cannot be read.
+    """
+    try:
+        data = path.read_bytes()
+        return (lzma.decompress(data) if path.suffix == ".xz" else data).decode("utf-8")
+    except (OSError, lzma.LZMAError, UnicodeDecodeError) as error:
+        raise SpecError("path", str(path), f"must be a readable text file: {error}") from error
+
+
 def read_prose(tokenizer: TaskTokenizer, path: Path = NARRATIVE) -> Prose:
     """A text file, plain or .xz, for a tokenizer; a second for a million letters.
 
     Raises:
         SpecError: for a file that cannot be read, or holds no text.
     """
-    try:
-        data = path.read_bytes()
-        text = (lzma.decompress(data) if path.suffix == ".xz" else data).decode("utf-8")
-    except (OSError, lzma.LZMAError, UnicodeDecodeError) as error:
-        raise SpecError("path", str(path), f"must be a readable text file: {error}") from error
     space = joiner(tokenizer)
-    lines = [encode(tokenizer, space + line.strip()) for line in text.splitlines() if line.strip()]
+    lines = [encode(tokenizer, space + line.strip()) for line in read_text(path).splitlines() if line.strip()]
     if not any(lines):
         raise SpecError("path", str(path), "must hold some text, and holds none")
     return Prose(path.name, tuple(chain.from_iterable(lines)), tuple(accumulate(map(len, lines))))

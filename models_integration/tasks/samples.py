@@ -35,7 +35,7 @@ from spec.errors import SpecError
 __all__ = [
     "DEFAULT_PLACEMENT", "DELAYED_ASSOCIATION", "DENSITIES", "DEPTHS", "MAX_NEW_TOKENS", "NEEDLE", "PLACEMENTS",
     "TASKS", "Placement", "Sample", "delayed_association_sample", "distractor_anchors", "draw_sample", "draw_value",
-    "generator", "mentions_of", "needle_sample", "place", "score",
+    "generator", "mentions_of", "needle_sample", "place", "score", "spaced",
 ]
 
 NEEDLE, DELAYED_ASSOCIATION = "needle", "delayed_association"
@@ -205,7 +205,7 @@ def mentions_of(topic: TopicTemplate, density: str) -> tuple[str, ...]:
     return pools[density]
 
 
-def _spaced(mentions: Sequence[str]) -> list[Anchor]:
+def spaced(mentions: Sequence[str]) -> list[Anchor]:
     """The mentions, placed so that they cut the filler into equal parts."""
     return [Anchor(mention, (i + 1) / (len(mentions) + 1)) for i, mention in enumerate(mentions)]
 
@@ -229,7 +229,7 @@ def delayed_association_sample(
     topic = TOPIC_TEMPLATES[int(rng.integers(len(TOPIC_TEMPLATES)))]
     mentions = mentions_of(topic, density)
     value = draw_value(rng, values)
-    anchors = [Anchor(FRAMING_SENTENCE, 0.0), Anchor(topic.fact.state(value), 0.0), *_spaced(mentions)]
+    anchors = [Anchor(FRAMING_SENTENCE, 0.0), Anchor(topic.fact.state(value), 0.0), *spaced(mentions)]
     first_distractor = len(anchors)
     anchors += distractor_anchors(rng, topic.fact, distractors, value, values)
     text = assemble(tokenizer, anchors, filler, length, rng)

@@ -13,9 +13,10 @@ from transformers import PreTrainedTokenizerFast
 
 from conformance.own.models_integration.tasks.test_tasks import TOKENIZERS, merged_tokenizer
 from models_integration.tasks import Sample, score
-from models_integration.tasks.chat import bare, chat
+from models_integration.tasks.chat import Frame, bare, chat
+from models_integration.tasks.context import STRATA, Ground
 from models_integration.tasks.key_value import FORMS, key_value_samples
-from models_integration.tasks.keys_in_prose import STRATA, keys_in_prose_sample
+from models_integration.tasks.keys_in_prose import keys_in_prose_samples
 from models_integration.tasks.prose import NARRATIVE, Prose, read_prose
 from spec.errors import SpecError
 
@@ -50,6 +51,19 @@ def lines_of(path: Path) -> list[str]:
     return lzma.decompress(path.read_bytes()).decode("utf-8").splitlines()
 
 
+def bare_ground(tokenizer: PreTrainedTokenizerFast, prose: Prose) -> Ground:
+    return Ground(tokenizer, prose, bare(tokenizer))
+
+
+def one_of(
+    tokenizer: PreTrainedTokenizerFast, prose: Prose, length: int, index: int, seed: int, *, keys: int,
+    frame: Frame | None = None,
+) -> Sample:
+    ground = Ground(tokenizer, prose, frame or bare(tokenizer))
+    (sample,) = keys_in_prose_samples(ground, length, index, seed, keys=keys)
+    return sample
+
+
 def decoded(tokenizer: PreTrainedTokenizerFast, ids: tuple[int, ...]) -> str:
     return str(tokenizer.decode(list(ids), skip_special_tokens=True)).strip()
 
@@ -60,7 +74,7 @@ def test_the_evidence_is_the_fact_and_nothing_else_answers(
     keys: int, length: int, tokenizer: PreTrainedTokenizerFast, prose: Prose
 ) -> None:
     for index in range(10):
-        sample = keys_in_prose_sample(tokenizer, prose, length, keys, index, seed=3)
+        sample = one_of(tokenizer, prose, length, index, 3, keys=keys)
         assert len(sample.context_ids) == length
         ((start, stop),) = sample.evidence
         assert SINKS <= start < stop <= length - RECENT
@@ -80,7 +94,7 @@ def test_the_evidence_is_the_fact_and_nothing_else_answers(
 def test_depths_are_kept_and_take_turns(tokenizer: PreTrainedTokenizerFast, prose: Prose) -> None:
     longest = max(np.diff(prose.stops))
     for index, depth in enumerate(STRATA * 2):
-        sample = keys_in_prose_sample(tokenizer, prose, 2048, 1, index, seed=0)
+        sample = one_of(tokenizer, prose, 2048, index, 0, keys=1)
         assert abs(sample.needle[0] - depth * (2048 - RECENT)) <= longest / 2 + 50
 
 
@@ -92,7 +106,7 @@ def test_the_text_runs_on_around_the_facts_and_no_window_repeats(
     lines = set(text.read_text(encoding="utf-8").splitlines())
     count, seen = min(prose.windows(1024), 12), list[int]()
     for index in range(count):
-        sample = keys_in_prose_sample(tokenizer, prose, 1024, 4, index, seed=1)
+        sample = one_of(tokenizer, prose, 1024, index, 1, keys=4)
         spans, ids = sorted([sample.needle, *sample.distractors]), sample.context_ids
         pieces, at = list[int](), 0
         for start, stop in spans:
@@ -103,16 +117,16 @@ def test_the_text_runs_on_around_the_facts_and_no_window_repeats(
         assert whole.count(found) == 1
         seen += range(whole.index(found), whole.index(found) + len(found))
     assert len(set(seen)) == len(seen)
-    again = keys_in_prose_sample(tokenizer, prose, 1024, 4, prose.windows(1024), seed=1)
-    first = keys_in_prose_sample(tokenizer, prose, 1024, 4, 0, seed=1)
+    again = one_of(tokenizer, prose, 1024, prose.windows(1024), 1, keys=4)
+    first = one_of(tokenizer, prose, 1024, 0, 1, keys=4)
     assert again.metadata["window"] == first.metadata["window"]
     assert again.context_digest != first.context_digest
 
 
 def test_samples_are_their_seed_and_index(tokenizer: PreTrainedTokenizerFast, prose: Prose) -> None:
     def drawn(index: int, seed: int) -> tuple[Sample, tuple[Sample, ...]]:
-        keys = keys_in_prose_sample(tokenizer, prose, 2048, 2, index, seed)
-        return keys, key_value_samples(tokenizer, prose, 1024, 2, index, seed)
+        keys = one_of(tokenizer, prose, 2048, index, seed, keys=2)
+        return keys, key_value_samples(bare_ground(tokenizer, prose), 1024, index, seed, questions=2)
 
     assert drawn(3, 7) == drawn(3, 7)
     for other in (drawn(4, 7), drawn(3, 8)):
@@ -125,7 +139,7 @@ def test_pairs_are_one_object_and_the_evidence_holds_the_answer(
     form: str, length: int, tokenizer: PreTrainedTokenizerFast, prose: Prose
 ) -> None:
     for index in range(5):
-        samples = key_value_samples(tokenizer, prose, length, 3, index, seed=5, form=form)
+        samples = key_value_samples(bare_ground(tokenizer, prose), length, index, 5, questions=3, form=form)
         assert len({sample.context_digest for sample in samples}) == 1
         context = decoded(tokenizer, samples[0].context_ids)
         stored = json.loads(context[context.index("{") : context.rindex("}") + 1])
@@ -148,7 +162,7 @@ def test_questions_come_from_equal_parts_of_the_object_in_any_order(questions: i
     prose = read_prose(tokenizer, text)
     orders = set()
     for index in range(20):
-        samples = key_value_samples(tokenizer, prose, 4096, questions, index, seed=2)
+        samples = key_value_samples(bare_ground(tokenizer, prose), 4096, index, 2, questions=questions)
         starts = [sample.needle[0] for sample in samples]
         orders.add(tuple(np.argsort(starts).tolist()))
         parts = [int(questions * (start - 60) / (4096 - RECENT - 60)) for start in sorted(starts)]
@@ -158,7 +172,8 @@ def test_questions_come_from_equal_parts_of_the_object_in_any_order(questions: i
 
 def test_an_answer_to_a_pair_counts_where_it_occurs(text: Path) -> None:
     tokenizer = merged_tokenizer()
-    (sample,) = key_value_samples(tokenizer, read_prose(tokenizer, text), 1500, 1, 0, seed=0, form="uuid")
+    ground = bare_ground(tokenizer, read_prose(tokenizer, text))
+    (sample,) = key_value_samples(ground, 1500, 0, 0, form="uuid")
     quoted = tokenizer.encode(f'"{sample.expected}".', add_special_tokens=False)
     assert score(tokenizer, quoted, sample)
     assert not score(tokenizer, quoted[:3], sample)
@@ -171,8 +186,8 @@ def test_a_chat_template_stands_around_context_and_question(text: Path) -> None:
         chat(tokenizer)
     tokenizer.chat_template = TEMPLATE
     frame = chat(tokenizer)
-    plain = keys_in_prose_sample(tokenizer, prose, 1024, 1, 0, seed=0)
-    framed = keys_in_prose_sample(tokenizer, prose, 1024, 1, 0, seed=0, frame=frame)
+    plain = one_of(tokenizer, prose, 1024, 0, 0, keys=1)
+    framed = one_of(tokenizer, prose, 1024, 0, 0, keys=1, frame=frame)
     assert plain.chat_template == bare(tokenizer).name == "none"
     assert framed.chat_template == frame.name != "none"
     assert len(framed.context_ids) == 1024
@@ -181,7 +196,7 @@ def test_a_chat_template_stands_around_context_and_question(text: Path) -> None:
     assert said.endswith(f"?[/][assistant]{decoded(tokenizer, plain.question_ids).partition('Answer: ')[2]} "
                          f"{framed.expected}")
     assert chat(tokenizer).name == frame.name
-    (pair,) = key_value_samples(tokenizer, prose, 1500, 1, 0, seed=0, frame=frame)
+    (pair,) = key_value_samples(Ground(tokenizer, prose, frame), 1500, 0, 0, questions=1)
     said = decoded(tokenizer, pair.question_ids)
     assert said.endswith('"[/][assistant]The value associated with the specified key is:')
     tokenizer.chat_template = "{{ messages | length }}"
@@ -198,17 +213,17 @@ def test_the_shipped_text_is_long_and_has_no_digit() -> None:
 
 
 BAD: dict[str, Callable[[PreTrainedTokenizerFast, Prose], object]] = {
-    "keys": lambda t, p: keys_in_prose_sample(t, p, 1024, 0, 0, 0),
-    "distractors": lambda t, p: keys_in_prose_sample(t, p, 1024, 99, 0, 0),
-    "index": lambda t, p: keys_in_prose_sample(t, p, 1024, 1, -1, 0),
-    "seed": lambda t, p: keys_in_prose_sample(t, p, 1024, 1, 0, -1),
-    "length": lambda t, p: keys_in_prose_sample(t, p, 10**9, 1, 0, 0),
+    "keys": lambda t, p: one_of(t, p, 1024, 0, 0, keys=0),
+    "distractors": lambda t, p: one_of(t, p, 1024, 0, 0, keys=99),
+    "index": lambda t, p: one_of(t, p, 1024, -1, 0, keys=1),
+    "seed": lambda t, p: one_of(t, p, 1024, 0, -1, keys=1),
+    "length": lambda t, p: one_of(t, p, 10**9, 0, 0, keys=1),
     "length zero": lambda t, p: p.windows(0),
-    "length of window": lambda t, p: keys_in_prose_sample(t, p, 160, 1, 4, 0),
-    "length of pairs": lambda t, p: key_value_samples(t, p, 300, 40, 0, 0),
-    "length of nothing": lambda t, p: key_value_samples(t, p, 30, 1, 0, 0),
-    "form": lambda t, p: key_value_samples(t, p, 1024, 1, 0, 0, form="json"),
-    "questions": lambda t, p: key_value_samples(t, p, 1024, 0, 0, 0),
+    "length of window": lambda t, p: one_of(t, p, 160, 4, 0, keys=1),
+    "length of pairs": lambda t, p: key_value_samples(bare_ground(t, p), 300, 0, 0, questions=40),
+    "length of nothing": lambda t, p: key_value_samples(bare_ground(t, p), 30, 0, 0, questions=1),
+    "form": lambda t, p: key_value_samples(bare_ground(t, p), 1024, 0, 0, questions=1, form="json"),
+    "questions": lambda t, p: key_value_samples(bare_ground(t, p), 1024, 0, 0, questions=0),
     "path": lambda t, p: read_prose(t, Path("/nowhere.txt")),
 }
 

@@ -1,0 +1,172 @@
+"""What every context is made with, and the contexts that are a list: exact length, evidence where policies decide."""
+
+import string
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from models_integration.tasks.assembly import Assembled, TaskTokenizer, encode, joiner
+from models_integration.tasks.chat import Frame
+from models_integration.tasks.prose import Prose
+from models_integration.tasks.samples import Sample
+from spec.errors import SpecError
+from spec.parameters import PAPER
+
+__all__ = [
+    "STRATA", "Ground", "Span", "as_many", "asked", "check_unprotected", "different", "joined", "letters", "listed",
+    "places", "unprotected",
+]
+
+STRATA = (0.1, 0.3, 0.5, 0.7, 0.9)
+"""Depths of the fact that is asked for, as shares of what precedes the recent window; the index takes turns."""
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What contexts are made with.
+
+    Attributes:
+        tokenizer: any `transformers` tokenizer.
+        prose: the running text, read with the same tokenizer.
+        frame: what a chat template puts around context and question.
+    """
+
+    tokenizer: TaskTokenizer
+    prose: Prose
+    frame: Frame
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Token ids of `text` alone."""
+        return encode(self.tokenizer, text)
+
+    def follow(self, text: str) -> tuple[int, ...]:
+        """Token ids of `text` behind other text, a space between them."""
+        return self.encode(joiner(self.tokenizer) + text)
+
+    def room(self, length: int, *pieces: Sequence[int]) -> int:
+        """Tokens of a context that the frame's opening and some pieces leave."""
+        return length - len(self.frame.opening) - sum(map(len, pieces))
+
+    def sample(
+        self, context: tuple[int, ...], question: str, opening: str, answer: str, evidence: Sequence[Span], *,
+        gap: str = " ", **fields: Any,
+    ) -> Sample:
+        """A sample of texts: behind the question stands what the chat template has there, or else `gap`, and then how
+        the answer begins."""
+        return Sample(
+            context_ids=context, question_ids=self.encode(question + (self.frame.closing or gap) + opening),
+            expected=answer, needle=evidence[0] if evidence else (0, 0), further=tuple(evidence[1:]),
+            answer_ids=self.follow(answer), chat_template=self.frame.name, **fields,
+        )
+
+
+def joined(ground: Ground, length: int, index: int, seed: int, pieces: Sequence[Sequence[int]]) -> Assembled:
+    """The frame's opening, as much running text as makes the length exact, then the pieces, each with its span.
+
+    Raises:
+        SpecError: when the pieces alone are longer.
+    """
+    rest = ground.room(length, *pieces)
+    if rest < 0:
+        raise SpecError("length", length, f"the task alone needs {length - rest} tokens")
+    first = length * ground.prose.window(length, index, seed)
+    ids, spans = [*ground.frame.opening, *ground.prose.tokens[first : first + rest]], list[Span]()
+    for piece in pieces:
+        spans.append((len(ids), len(ids) + len(piece)))
+        ids.extend(piece)
+    return Assembled(tuple(ids), tuple(spans))
+
+
+def listed(
+    ground: Ground, length: int, index: int, seed: int, head: Sequence[int], units: Sequence[Sequence[int]],
+    facts: Mapping[int, Sequence[int]],
+) -> Assembled:
+    """A head and a list as `joined` puts them, with facts before some of its units, whose spans alone are given."""
+    pieces, marks = [head], list[int]()
+    for at, unit in enumerate(units):
+        if at in facts:
+            marks.append(len(pieces))
+            pieces.append(facts[at])
+        pieces.append(unit)
+    text = joined(ground, length, index, seed, pieces)
+    return Assembled(text.ids, tuple(text.spans[mark] for mark in marks))
+
+
+def as_many(unit: Callable[[], Sequence[int]], room: int) -> list[Sequence[int]]:
+    """As many units, made one after the other, as there is room for."""
+    found = list[Sequence[int]]()
+    while True:
+        piece = unit()
+        room -= len(piece)
+        if room < 0:
+            return found
+        found.append(piece)
+
+
+def different(draw: Callable[[], str], count: int, taken: Container[str] = ()) -> list[str]:
+    """So many different draws, none of them in `taken`."""
+    found = dict[str, None]()
+    while len(found) < count:
+        if (drawn := draw()) not in taken:
+            found[drawn] = None
+    return list(found)
+
+
+def letters(rng: np.random.Generator, size: int, alphabet: str = string.ascii_lowercase) -> str:
+    """So many random letters."""
+    return "".join(alphabet[int(at)] for at in rng.integers(len(alphabet), size=size))
+
+
+def places(rng: np.random.Generator, units: Sequence[Sequence[int]], count: int, index: int, length: int) -> list[int]:
+    """Before which units of a list `count` pieces of evidence stand, ascending, all different, outside the window.
+
+    One of them lies in the stratum that is the index's turn, so that a single piece takes turns over the depths.
+
+    Raises:
+        SpecError: for a length with fewer places.
+    """
+    behind = list(accumulate(len(unit) for unit in reversed(units)))[::-1]
+    free = [at for at, tokens in enumerate(behind) if tokens >= PAPER.W_recent]
+    if len(free) < count:
+        raise SpecError("length", length, f"has {len(free)} places outside sinks and window, for {count} facts")
+    stratum = (index % len(STRATA) + rng.random()) / len(STRATA)
+    first = free.pop(int(stratum * len(free)))
+    return sorted([first, *(free[int(at)] for at in rng.permutation(len(free))[: count - 1])])
+
+
+def asked(rng: np.random.Generator, spans: Sequence[Span], questions: int, length: int) -> list[int]:
+    """Which of the units are asked for: one of each of `questions` equal parts, in a random order.
+
+    Raises:
+        SpecError: for fewer than one question, or fewer units outside sinks and window.
+    """
+    if questions < 1:
+        raise SpecError("questions", questions, "must be at least 1")
+    free = [at for at, span in enumerate(spans) if unprotected(span, length)]
+    if len(free) < questions:
+        raise SpecError("length", length, f"has {len(free)} units outside sinks and window, for {questions} questions")
+    chosen = [int(rng.choice(part)) for part in np.array_split(np.array(free), questions)]
+    return [chosen[int(at)] for at in rng.permutation(questions)]
+
+
+def unprotected(span: Span, length: int) -> bool:
+    """Whether all of it lies where policies decide, outside PAPER's sinks and recent window."""
+    return span[0] >= PAPER.N_sink and span[1] <= length - PAPER.W_recent
+
+
+def check_unprotected(sample: Sample) -> Sample:
+    """The sample, when all its evidence lies where policies decide.
+
+    Raises:
+        SpecError: for a context whose sinks or recent window reach into it.
+    """
+    for span in sample.evidence:
+        if not unprotected(span, sample.length):
+            where = f"evidence at {span} would be protected ({PAPER.N_sink} sinks, {PAPER.W_recent} recent)"
+            raise SpecError("length", sample.length, f"is too short: {where}")
+    return sample

@@ -1,0 +1,31 @@
+"""A fact early in running text that keeps mentioning its topic: delayed association for any tokenizer."""
+
+from models_integration.tasks.assembly import Anchor, joiner
+from models_integration.tasks.context import Ground, check_unprotected
+from models_integration.tasks.prose import weave
+from models_integration.tasks.samples import DENSITIES, Sample, draw_value, generator, mentions_of, spaced
+from models_integration.tasks.sentences import ALL_VALUES, FRAMING_SENTENCE, TOPIC_TEMPLATES
+
+__all__ = ["delayed_in_prose_samples"]
+
+
+def delayed_in_prose_samples(ground: Ground, length: int, index: int, seed: int) -> tuple[Sample, ...]:
+    """One sample: the fact behind the text's first line and the framing sentence, mentions in equal distances.
+
+    Topics, mentions and densities are Appendix B.1's; the densities take turns over the index. The answer's opening is
+    given, up to the value.
+
+    Raises:
+        SpecError: for a negative index or seed, and a length that holds no such context.
+    """
+    rng, window = generator((seed, length, index)), ground.prose.window(length, index, seed)
+    topic, density = TOPIC_TEMPLATES[int(rng.integers(len(TOPIC_TEMPLATES)))], DENSITIES[index % len(DENSITIES)]
+    value = str(draw_value(rng, ALL_VALUES))
+    fact = topic.fact.state(value)
+    anchors = [Anchor(FRAMING_SENTENCE, 0.0), Anchor(fact, 0.0), *spaced(mentions_of(topic, density))]
+    text = weave(ground.tokenizer, ground.prose, window, ground.frame.opening, anchors, length)
+    return (check_unprotected(ground.sample(
+        text.ids, f"{joiner(ground.tokenizer)}Question: {topic.fact.ask()}", fact.partition(f" {value}")[0], value,
+        text.spans[1:2], gap=" Answer: ", task="delayed_association_in_prose",
+        metadata={"template": topic.fact.name, "density": density, "value": int(value), "window": window},
+    )),)

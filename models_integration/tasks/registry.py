@@ -1,0 +1,116 @@
+"""Tasks by name: ours, RULER v1's in two dialects, and the user's own as `module:ATTRIBUTE`."""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import TypeAlias
+
+from models_integration.tasks.context import Ground
+from models_integration.tasks.delayed_in_prose import delayed_in_prose_samples
+from models_integration.tasks.key_value import FORMS, key_value_samples
+from models_integration.tasks.keys_in_prose import keys_in_prose_samples
+from models_integration.tasks.prefix_suffix import prefix_suffix_samples
+from models_integration.tasks.prose_continuation import prose_continuation_samples
+from models_integration.tasks.ruler import DIALECTS
+from models_integration.tasks.ruler_niah import NIAH, niah_samples
+from models_integration.tasks.ruler_words import cwe_samples, fwe_samples, vt_samples
+from models_integration.tasks.samples import Sample
+from models_integration.tasks.turns import in_turns
+from models_integration.tasks.variable_tracking import variable_tracking_samples
+from spec.errors import SpecError
+
+__all__ = ["BUILT_IN", "QUESTIONS", "Maker", "Task", "resolve_task"]
+
+Maker: TypeAlias = Callable[[Ground, int, int, int], Sequence[Sample]]
+"""Tokenizer, text and frame; context tokens; which context; seed. The questions of that context, in their order."""
+QUESTIONS = 5
+"""Questions on one context, where a task has several."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task, whose samples are checked as they are made.
+
+    Attributes:
+        name: what it was asked for as.
+        make: what makes the samples of one context; a pure function of its arguments.
+    """
+
+    name: str
+    make: Maker
+
+    def __call__(self, ground: Ground, length: int, index: int, seed: int) -> tuple[Sample, ...]:
+        """The samples of context number `index`, which have one context of `length` tokens.
+
+        Raises:
+            SpecError: what the task refuses; and for anything but such samples.
+        """
+        samples = tuple(self.make(ground, length, index, seed))
+        if not samples or not all(isinstance(sample, Sample) for sample in samples):
+            raise SpecError("task", self.name, "must give at least one Sample, and nothing else")
+        context = samples[0].context_ids
+        if len(context) != length or any(sample.context_ids != context for sample in samples):
+            raise SpecError("task", self.name, f"must give one context of {length} tokens, and gave {len(context)}")
+        for start, stop in (span for sample in samples for span in sample.evidence):
+            if not 0 <= start < stop <= length:
+                raise SpecError("task", self.name, f"has evidence at {(start, stop)}, outside its {length} tokens")
+        return samples
+
+
+def _turns(make: Maker, ground: Ground, length: int, index: int, seed: int) -> tuple[Sample, ...]:
+    return in_turns(ground, make(ground, length, index, seed))
+
+
+_SHARED: Mapping[str, Maker] = {
+    **{f"key_value_{form}": partial(key_value_samples, questions=QUESTIONS, form=form) for form in FORMS},
+    "prefix_suffix": partial(prefix_suffix_samples, questions=QUESTIONS),
+    "variable_tracking": partial(variable_tracking_samples, questions=QUESTIONS),
+}
+_RULER: Mapping[str, Callable[[str, Ground, int, int, int], Sequence[Sample]]] = {
+    **{name: partial(niah_samples, name) for name in NIAH}, "vt": vt_samples, "cwe": cwe_samples, "fwe": fwe_samples,
+}
+BUILT_IN: Mapping[str, Maker] = {
+    "needle_in_prose": keys_in_prose_samples,
+    "keys_in_prose_2": partial(keys_in_prose_samples, keys=2),
+    "keys_in_prose_4": partial(keys_in_prose_samples, keys=4),
+    "delayed_association_in_prose": delayed_in_prose_samples,
+    **_SHARED,
+    **{f"{name}_turns": partial(_turns, make) for name, make in _SHARED.items()},
+    "prose_continuation": prose_continuation_samples,
+    **{
+        f"{dialect.replace('-', '_')}_{name}": partial(make, dialect)
+        for dialect in DIALECTS for name, make in _RULER.items()
+    },
+}
+
+
+def resolve_task(name: str) -> Task:
+    """A task of `BUILT_IN`, or `module:ATTRIBUTE`: a function like them, of a module that is installed or lies here.
+
+    Raises:
+        SpecError: for an unknown name, a module that cannot be imported, and an attribute that is no function.
+    """
+    if name in BUILT_IN:
+        return Task(name, BUILT_IN[name])
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        raise SpecError("task", name, f"unknown; known here: {', '.join(BUILT_IN)}, or any 'module:ATTRIBUTE'")
+    found = _imported(name, module, attribute)
+    if not callable(found):
+        raise SpecError("task", name, f"must be a function of ground, length, index, seed; is {type(found).__name__}")
+    return Task(name, found)
+
+
+def _imported(name: str, module: str, attribute: str) -> object:
+    """The attribute; modules of the current folder are found as `python -m` finds them."""
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
+    try:
+        return getattr(import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise SpecError("task", name, f"cannot be loaded: {error}") from error
+    finally:
+        sys.path.remove(here)

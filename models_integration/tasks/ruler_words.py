@@ -1,0 +1,147 @@
+"""RULER v1's three aggregation tasks: `vt` with its worked example, the common words `cwe`, the frequent words `fwe`.
+
+In `cwe` and `fwe` every occurrence of a wanted word is evidence; those in sinks or recent window are left out.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from math import pi
+
+import numpy as np
+
+from models_integration.tasks.context import Ground, Span, as_many, different, joined, letters, unprotected
+from models_integration.tasks.ruler import as_ruler, order, words
+from models_integration.tasks.samples import Sample, generator
+from models_integration.tasks.variable_tracking import (
+    INSTRUCTION,
+    NOISE,
+    draw_chains,
+    variable_tracking_samples,
+)
+from spec.errors import SpecError
+
+__all__ = ["cwe_samples", "fwe_samples", "vt_samples"]
+
+COMMON = 10
+SHORT = 4096
+"""Contexts below this many tokens repeat words less often."""
+VT_EXAMPLE = 500
+"""Tokens of the worked example of `vt` at most, where the names and the prompt alone are not longer."""
+_CWE = (
+    "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that"
+    " appear most often.\n"
+)
+_CWE_QUESTION = "\nQuestion: What are the 10 most common words in the above list?"
+_CWE_OPENING = "Answer: The top 10 words that appear most often in the list are:"
+_FWE = (
+    "Read the following coded text and track the frequency of each coded word. Find the three most frequently appeared"
+    " coded words."
+)
+_FWE_QUESTION = (
+    "\nQuestion: Do not provide any explanation. Please ignore the dots '....'. What are the three most frequently"
+    " appeared words in the above coded text?"
+)
+_FWE_OPENING = "Answer: According to the coded text above, the three most frequently appeared words are:"
+
+
+def vt_samples(dialect: str, ground: Ground, length: int, index: int, seed: int) -> tuple[Sample, ...]:
+    """One chain, after a worked example with names of three letters. Neither dialect shuffles.
+
+    Raises:
+        SpecError: as `variable_tracking_samples`.
+    """
+    example = _vt_example(ground, generator((seed, length, index, 1)))
+    samples = variable_tracking_samples(ground, length, index, seed, example=example)
+    return tuple(as_ruler(sample, "vt", dialect, 30) for sample in samples)
+
+
+def _vt_example(ground: Ground, rng: np.random.Generator) -> str:
+    (chain,) = draw_chains(rng, 1, 3)
+    question = f"{chain.question} {chain.opening} {' '.join(chain.names)}\n\n"
+    used = len(ground.encode(INSTRUCTION + "\n".join(["", *chain.lines]) + question))
+    noise = ground.encode(f"\n{NOISE}")
+    lines = [NOISE] * len(as_many(lambda: noise, VT_EXAMPLE - used))
+    for done, at in enumerate(sorted(rng.integers(len(lines) + 1, size=len(chain.lines)).tolist())):
+        lines.insert(at + done, chain.lines[done])
+    return INSTRUCTION + "\n".join(["", *lines]) + question
+
+
+def cwe_samples(dialect: str, ground: Ground, length: int, index: int, seed: int) -> tuple[Sample, ...]:
+    """Ten words 30 times each, all others 3 times (6 and 1 below 4096 tokens), in a numbered list after a small one.
+
+    Raises:
+        SpecError: for a negative index or seed, a length without room, or one for which the words do not suffice.
+    """
+    rng = generator((seed, length, index))
+    often, seldom, shown, shown_often, shown_seldom = (30, 3, 40, 10, 3) if length >= SHORT else (6, 1, 20, 3, 1)
+    example = [str(word) for word in rng.choice(words(), size=shown, replace=False)]
+    drawn = [str(word) for word in rng.permutation(words())]
+    small = [*example[:COMMON] * shown_often, *example[COMMON:] * shown_seldom]
+    small = [small[at] for at in order(rng, dialect, len(small))]
+    shot = f"{_CWE} {_numbered(small)}{_CWE_QUESTION} {_CWE_OPENING} {_numbered(example[:COMMON])}\n"
+    head = ground.encode(f"\n\n{shot}{_CWE}")
+    listing = _as_many_words(ground, drawn, often, seldom, ground.room(length, head))
+    listing = [listing[at] for at in order(rng, dialect, len(listing))]
+    pieces = [ground.follow(part) for at, word in enumerate(listing, 1) for part in (f"{at}.", word)]
+    text = joined(ground, length, index, seed, [head, *pieces])
+    stands = _occurrences(text.spans[2::2], listing, drawn[:COMMON], length)
+    sample = ground.sample(
+        text.ids, _CWE_QUESTION, _CWE_OPENING, _numbered(drawn[:COMMON]), stands, task="cwe",
+        references=tuple(drawn[:COMMON]),
+    )
+    return (as_ruler(sample, "cwe", dialect, 120),)
+
+
+def _numbered(listing: Sequence[str]) -> str:
+    return " ".join(f"{at}. {word}" for at, word in enumerate(listing, 1))
+
+
+def _as_many_words(ground: Ground, drawn: Sequence[str], often: int, seldom: int, room: int) -> list[str]:
+    """The common words and as many others as there is room for with their numbers."""
+    listing, number = list[str](), 0
+    for at, word in enumerate(drawn):
+        times = often if at < COMMON else seldom
+        size = times * len(ground.follow(word))
+        size += sum(len(ground.follow(f"{number + count}.")) for count in range(1, times + 1))
+        if size > room and at >= COMMON:
+            return listing
+        room, number = room - size, number + times
+        listing += [word] * times
+    raise SpecError("length", number, f"needs more than the {len(drawn)} words that there are")
+
+
+def fwe_samples(dialect: str, ground: Ground, length: int, index: int, seed: int) -> tuple[Sample, ...]:
+    """Words of six random letters, the k-th of them about k^-2 times as often as dots, which are no answer.
+
+    Raises:
+        SpecError: for a negative index or seed, and a length in which three words are not the most frequent.
+    """
+    rng = generator((seed, length, index))
+    coded = ["...", *different(lambda: letters(rng, 6), max(4, length // 50 - 1))]
+    head = ground.encode(f"\n\n{_FWE}")
+    sizes = np.array([len(ground.follow(word)) for word in coded])
+    room = ground.room(length, head)
+    most = bisect_right(range(2 * max(0, room)), room, key=lambda total: int(sizes @ _times(total, len(coded)))) - 1
+    times = _times(max(0, most), len(coded))
+    if times[3] <= times[4]:
+        raise SpecError("length", length, "is too short: the third most frequent word would not stand out")
+    listing = [word for word, count in zip(coded, times, strict=True) for _ in range(count)]
+    listing = [listing[at] for at in order(rng, dialect, len(listing))]
+    text = joined(ground, length, index, seed, [head, *map(ground.follow, listing)])
+    stands = _occurrences(text.spans[1:], listing, coded[1:4], length)
+    sample = ground.sample(
+        text.ids, _FWE_QUESTION, _FWE_OPENING, " ".join(coded[1:4]), stands, task="fwe", references=tuple(coded[1:4])
+    )
+    return (as_ruler(sample, "fwe", dialect, 50),)
+
+
+def _times(total: int, ranks: int) -> np.ndarray:
+    """How often the word of each rank stands among about so many, by a zeta law of exponent 2."""
+    return np.floor(total / np.arange(1, ranks + 1) ** 2.0 / (pi**2 / 6)).astype(int)
+
+
+def _occurrences(
+    spans: Sequence[Span], listing: Sequence[str], wanted: Sequence[str], length: int
+) -> list[Span]:
+    stands = zip(spans, listing, strict=True)
+    return [span for span, word in stands if word in wanted and unprotected(span, length)]
