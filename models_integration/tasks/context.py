@@ -11,7 +11,7 @@ import numpy as np
 from models_integration.tasks.assembly import Assembled, TaskTokenizer, encode, joiner
 from models_integration.tasks.chat import Frame
 from models_integration.tasks.prose import Prose
-from models_integration.tasks.samples import Sample
+from models_integration.tasks.samples import Sample, generator
 from spec.errors import SpecError
 from spec.parameters import PAPER
 
@@ -47,6 +47,15 @@ class Ground:
     def follow(self, text: str) -> tuple[int, ...]:
         """Token ids of `text` behind other text, a space between them."""
         return self.encode(joiner(self.tokenizer) + text)
+
+    def rng(self, length: int, index: int, seed: int, *more: int) -> np.random.Generator:
+        """The generator of a context.
+
+        Raises:
+            SpecError: for a negative index or seed, and a length for which the text is too short, before any work.
+        """
+        self.prose.window(length, index, seed)
+        return generator((seed, *more, length, index))
 
     def room(self, length: int, *pieces: Sequence[int]) -> int:
         """Tokens of a context that the frame's opening and some pieces leave."""

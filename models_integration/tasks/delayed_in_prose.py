@@ -3,7 +3,7 @@
 from models_integration.tasks.assembly import Anchor, joiner
 from models_integration.tasks.context import Ground, check_unprotected
 from models_integration.tasks.prose import weave
-from models_integration.tasks.samples import DENSITIES, Sample, draw_value, generator, mentions_of, spaced
+from models_integration.tasks.samples import DENSITIES, Sample, draw_value, mentions_of, spaced
 from models_integration.tasks.sentences import ALL_VALUES, FRAMING_SENTENCE, TOPIC_TEMPLATES
 
 __all__ = ["delayed_in_prose_samples"]
@@ -18,7 +18,7 @@ def delayed_in_prose_samples(ground: Ground, length: int, index: int, seed: int)
     Raises:
         SpecError: for a negative index or seed, and a length that holds no such context.
     """
-    rng, window = generator((seed, length, index)), ground.prose.window(length, index, seed)
+    rng, window = ground.rng(length, index, seed), ground.prose.window(length, index, seed)
     topic, density = TOPIC_TEMPLATES[int(rng.integers(len(TOPIC_TEMPLATES)))], DENSITIES[index % len(DENSITIES)]
     value = str(draw_value(rng, ALL_VALUES))
     fact = topic.fact.state(value)

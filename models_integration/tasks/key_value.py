@@ -11,7 +11,7 @@ import numpy as np
 
 from models_integration.tasks.context import Ground, as_many, asked, different, joined, letters
 from models_integration.tasks.metrics import CONTAINS
-from models_integration.tasks.samples import Sample, generator
+from models_integration.tasks.samples import Sample
 from spec.validate import check_choices
 
 __all__ = ["FORMS", "key_value_samples", "uuid"]
@@ -41,7 +41,7 @@ def key_value_samples(
         SpecError: for an unknown form, no question, or a length that has no pair for each question.
     """
     check_choices("form", (form,), FORMS)
-    rng = generator((seed, FORMS.index(form), length, index))
+    rng = ground.rng(length, index, seed, FORMS.index(form))
     head, foot, comma = (ground.encode(text) for text in (f"\n\n{_INSTRUCTION}\n\n{{", "}\n\n", ",\n"))
     drawn = dict[str, str]()
 

@@ -3,7 +3,7 @@
 from models_integration.tasks.assembly import Anchor, joiner
 from models_integration.tasks.context import STRATA, Ground, check_unprotected
 from models_integration.tasks.prose import weave
-from models_integration.tasks.samples import Sample, distractor_anchors, draw_value, generator
+from models_integration.tasks.samples import Sample, distractor_anchors, draw_value
 from models_integration.tasks.sentences import ALL_VALUES, NEEDLE_TEMPLATES
 from spec.errors import SpecError
 from spec.parameters import PAPER
@@ -30,7 +30,7 @@ def keys_in_prose_samples(ground: Ground, length: int, index: int, seed: int, *,
     if keys < 1:
         raise SpecError("keys", keys, "must be at least 1")
     window = ground.prose.window(length, index, seed)
-    rng = generator((seed, keys, length, index))
+    rng = ground.rng(length, index, seed, keys)
     template = NEEDLE_TEMPLATES[int(rng.integers(len(NEEDLE_TEMPLATES)))]
     value, depth = draw_value(rng, ALL_VALUES), STRATA[index % len(STRATA)]
     anchors = [Anchor(template.state(value), depth * max(0.0, 1 - PAPER.W_recent / length))]

@@ -7,7 +7,7 @@ from math import isqrt
 
 from models_integration.tasks.context import Ground, as_many, asked, different, joined, letters
 from models_integration.tasks.metrics import CONTAINS
-from models_integration.tasks.samples import Sample, generator
+from models_integration.tasks.samples import Sample
 
 __all__ = ["prefix_suffix_samples"]
 
@@ -30,7 +30,7 @@ def prefix_suffix_samples(
     Raises:
         SpecError: for no question, or a length that has no string for each question.
     """
-    rng = generator((seed, length, index))
+    rng = ground.rng(length, index, seed)
     head, foot = ground.encode(f"\n\n{_INSTRUCTION}\n"), ground.encode("\n\n")
     room = ground.room(length, head, foot)
     # More pairs of affixes than there are tokens, so that there is always another one; few enough to be shared.

@@ -9,7 +9,7 @@ import numpy as np
 from models_integration.tasks.context import Ground, as_many, check_unprotected, different, listed, places
 from models_integration.tasks.key_value import uuid
 from models_integration.tasks.ruler import as_ruler, order, words
-from models_integration.tasks.samples import Sample, generator
+from models_integration.tasks.samples import Sample
 from models_integration.tasks.variable_tracking import NOISE
 
 __all__ = ["NIAH", "NiahForm", "niah_samples"]
@@ -64,7 +64,7 @@ def niah_samples(name: str, dialect: str, ground: Ground, length: int, index: in
     Raises:
         SpecError: for a negative index or seed, and a length that holds no such context.
     """
-    form, rng = NIAH[name], generator((seed, list(NIAH).index(name), length, index))
+    form, rng = NIAH[name], ground.rng(length, index, seed, list(NIAH).index(name))
     keys = different(lambda: _DRAWN[form.key](rng), form.keys)
     asked = [keys[int(at)] for at in rng.permutation(form.keys)[: form.queries]]
     values = different(lambda: _DRAWN[form.value](rng), form.keys * form.values)

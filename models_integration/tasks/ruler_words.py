@@ -5,13 +5,13 @@ In `cwe` and `fwe` every occurrence of a wanted word is evidence; those in sinks
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from math import pi
+from math import ceil, pi
 
 import numpy as np
 
 from models_integration.tasks.context import Ground, Span, as_many, different, joined, letters, unprotected
 from models_integration.tasks.ruler import as_ruler, order, words
-from models_integration.tasks.samples import Sample, generator
+from models_integration.tasks.samples import Sample
 from models_integration.tasks.variable_tracking import (
     INSTRUCTION,
     NOISE,
@@ -25,6 +25,8 @@ __all__ = ["cwe_samples", "fwe_samples", "vt_samples"]
 COMMON = 10
 SHORT = 4096
 """Contexts below this many tokens repeat words less often."""
+_TIMES, _SHOWN_TIMES = {True: (30, 3), False: (6, 1)}, {True: (10, 3), False: (3, 1)}
+STEP = 10
 VT_EXAMPLE = 500
 """Tokens of the worked example of `vt` at most, where the names and the prompt alone are not longer."""
 _CWE = (
@@ -50,7 +52,7 @@ def vt_samples(dialect: str, ground: Ground, length: int, index: int, seed: int)
     Raises:
         SpecError: as `variable_tracking_samples`.
     """
-    example = _vt_example(ground, generator((seed, length, index, 1)))
+    example = _vt_example(ground, ground.rng(length, index, seed, 1))
     samples = variable_tracking_samples(ground, length, index, seed, example=example)
     return tuple(as_ruler(sample, "vt", dialect, 30) for sample in samples)
 
@@ -72,41 +74,55 @@ def cwe_samples(dialect: str, ground: Ground, length: int, index: int, seed: int
     Raises:
         SpecError: for a negative index or seed, a length without room, or one for which the words do not suffice.
     """
-    rng = generator((seed, length, index))
-    often, seldom, shown, shown_often, shown_seldom = (30, 3, 40, 10, 3) if length >= SHORT else (6, 1, 20, 3, 1)
-    example = [str(word) for word in rng.choice(words(), size=shown, replace=False)]
-    drawn = [str(word) for word in rng.permutation(words())]
-    small = [*example[:COMMON] * shown_often, *example[COMMON:] * shown_seldom]
-    small = [small[at] for at in order(rng, dialect, len(small))]
-    shot = f"{_CWE} {_numbered(small)}{_CWE_QUESTION} {_CWE_OPENING} {_numbered(example[:COMMON])}\n"
-    head = ground.encode(f"\n\n{shot}{_CWE}")
-    listing = _as_many_words(ground, drawn, often, seldom, ground.room(length, head))
+    rng = ground.rng(length, index, seed)
+    (_, _, first), (head, drawn, own) = (_cwe(dialect, ground, length, at, seed) for at in (0, index))
+    listing = _repeated(drawn[: _as_first(first, own)], *_TIMES[length >= SHORT])
     listing = [listing[at] for at in order(rng, dialect, len(listing))]
     pieces = [ground.follow(part) for at, word in enumerate(listing, 1) for part in (f"{at}.", word)]
     text = joined(ground, length, index, seed, [head, *pieces])
-    stands = _occurrences(text.spans[2::2], listing, drawn[:COMMON], length)
+    wanted = drawn[:COMMON]
+    evidence = _occurrences(text.spans[2::2], listing, wanted, length)
     sample = ground.sample(
-        text.ids, _CWE_QUESTION, _CWE_OPENING, _numbered(drawn[:COMMON]), stands, task="cwe",
-        references=tuple(drawn[:COMMON]),
+        text.ids, _CWE_QUESTION, _CWE_OPENING, _numbered(wanted), evidence, task="cwe", references=tuple(wanted)
     )
     return (as_ruler(sample, "cwe", dialect, 120),)
+
+
+def _cwe(dialect: str, ground: Ground, length: int, index: int, seed: int) -> tuple[tuple[int, ...], list[str], int]:
+    """What stands before the list, its words, the common ones first, and how many of them there is room for."""
+    rng = ground.rng(length, index, seed, 1)
+    drawn, shown = [str(word) for word in rng.permutation(words())], 40 if length >= SHORT else 20
+    example = [str(word) for word in rng.permutation(words())[:shown]]
+    small = _repeated(example, *_SHOWN_TIMES[length >= SHORT])
+    small = [small[at] for at in order(rng, dialect, len(small))]
+    shot = f"{_CWE} {_numbered(small)}{_CWE_QUESTION} {_CWE_OPENING} {_numbered(example[:COMMON])}\n"
+    head = ground.encode(f"\n\n{shot}{_CWE}")
+    return head, drawn, _room_for(ground, drawn, *_TIMES[length >= SHORT], ground.room(length, head))
+
+
+def _repeated(drawn: list[str], often: int, seldom: int) -> list[str]:
+    return [*drawn[:COMMON] * often, *drawn[COMMON:] * seldom]
+
+
+def _as_first(first: int, own: int) -> int:
+    """v1 searches the amount once, with its first sample; where it does not fit another, that gets less, in steps."""
+    return first - STEP * max(0, ceil((first - own) / STEP))
 
 
 def _numbered(listing: Sequence[str]) -> str:
     return " ".join(f"{at}. {word}" for at, word in enumerate(listing, 1))
 
 
-def _as_many_words(ground: Ground, drawn: Sequence[str], often: int, seldom: int, room: int) -> list[str]:
-    """The common words and as many others as there is room for with their numbers."""
-    listing, number = list[str](), 0
+def _room_for(ground: Ground, drawn: Sequence[str], often: int, seldom: int, room: int) -> int:
+    """How many different words there is room for with their numbers, the common ones among them."""
+    number = 0
     for at, word in enumerate(drawn):
         times = often if at < COMMON else seldom
-        size = times * len(ground.follow(word))
-        size += sum(len(ground.follow(f"{number + count}.")) for count in range(1, times + 1))
-        if size > room and at >= COMMON:
-            return listing
-        room, number = room - size, number + times
-        listing += [word] * times
+        room -= times * len(ground.follow(word))
+        room -= sum(len(ground.follow(f"{number + count}.")) for count in range(1, times + 1))
+        if room < 0 and at >= COMMON + STEP:
+            return at
+        number += times
     raise SpecError("length", number, f"needs more than the {len(drawn)} words that there are")
 
 
@@ -116,28 +132,34 @@ def fwe_samples(dialect: str, ground: Ground, length: int, index: int, seed: int
     Raises:
         SpecError: for a negative index or seed, and a length in which three words are not the most frequent.
     """
-    rng = generator((seed, length, index))
-    coded = ["...", *different(lambda: letters(rng, 6), max(4, length // 50 - 1))]
-    head = ground.encode(f"\n\n{_FWE}")
-    sizes = np.array([len(ground.follow(word)) for word in coded])
-    room = ground.room(length, head)
-    most = bisect_right(range(2 * max(0, room)), room, key=lambda total: int(sizes @ _times(total, len(coded)))) - 1
-    times = _times(max(0, most), len(coded))
+    rng = ground.rng(length, index, seed)
+    (_, first), (coded, own) = (_fwe(ground, length, at, seed) for at in (0, index))
+    times = _times(_as_first(first, own), len(coded))
     if times[3] <= times[4]:
         raise SpecError("length", length, "is too short: the third most frequent word would not stand out")
     listing = [word for word, count in zip(coded, times, strict=True) for _ in range(count)]
     listing = [listing[at] for at in order(rng, dialect, len(listing))]
+    head, wanted = ground.encode(f"\n\n{_FWE}"), coded[1:4]
     text = joined(ground, length, index, seed, [head, *map(ground.follow, listing)])
-    stands = _occurrences(text.spans[1:], listing, coded[1:4], length)
+    evidence = _occurrences(text.spans[1:], listing, wanted, length)
     sample = ground.sample(
-        text.ids, _FWE_QUESTION, _FWE_OPENING, " ".join(coded[1:4]), stands, task="fwe", references=tuple(coded[1:4])
+        text.ids, _FWE_QUESTION, _FWE_OPENING, " ".join(wanted), evidence, task="fwe", references=tuple(wanted)
     )
     return (as_ruler(sample, "fwe", dialect, 50),)
 
 
+def _fwe(ground: Ground, length: int, index: int, seed: int) -> tuple[list[str], int]:
+    """The words, the most frequent first, and how many words in all there is room for."""
+    rng = ground.rng(length, index, seed, 1)
+    coded = ["...", *different(lambda: letters(rng, 6), max(4, length // 50 - 1))]
+    sizes = np.array([len(ground.follow(word)) for word in coded])
+    room = max(0, ground.room(length, ground.encode(f"\n\n{_FWE}")))
+    return coded, bisect_right(range(2 * room), room, key=lambda total: int(sizes @ _times(total, len(coded)))) - 1
+
+
 def _times(total: int, ranks: int) -> np.ndarray:
     """How often the word of each rank stands among about so many, by a zeta law of exponent 2."""
-    return np.floor(total / np.arange(1, ranks + 1) ** 2.0 / (pi**2 / 6)).astype(int)
+    return np.floor(max(0, total) / np.arange(1, ranks + 1) ** 2.0 / (pi**2 / 6)).astype(int)
 
 
 def _occurrences(

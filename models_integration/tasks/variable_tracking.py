@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from models_integration.tasks.context import Ground, as_many, check_unprotected, different, letters, listed, places
-from models_integration.tasks.samples import Sample, generator
+from models_integration.tasks.samples import Sample
 from spec.errors import SpecError
 
 __all__ = ["HOPS", "INSTRUCTION", "NOISE", "Chain", "draw_chains", "variable_tracking_samples"]
@@ -66,7 +66,7 @@ def variable_tracking_samples(
     """
     if questions < 1:
         raise SpecError("questions", questions, "must be at least 1")
-    rng = generator((seed, questions, length, index))
+    rng = ground.rng(length, index, seed, questions)
     chains = draw_chains(rng, questions, 5)
     whose = rng.permutation(np.repeat(np.arange(questions), HOPS + 1)).tolist()
     rest = [iter(chain.lines) for chain in chains]

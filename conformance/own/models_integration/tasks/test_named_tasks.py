@@ -1,0 +1,317 @@
+"""Every task of the registry: what it says is read off its decoded text, by means that share nothing with its maker."""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from conformance.own.models_integration.tasks.test_tasks import merged_tokenizer
+from models_integration.pocket import load_pocket_tokenizer
+from models_integration.tasks import Sample, score
+from models_integration.tasks.chat import bare, chat
+from models_integration.tasks.context import Ground
+from models_integration.tasks.prose import NARRATIVE, read_prose, read_text
+from models_integration.tasks.registry import BUILT_IN, QUESTIONS, resolve_task
+from spec.errors import SpecError
+
+pytestmark = pytest.mark.law("as-it-is-described")
+
+SINKS, RECENT = 4, 128
+LENGTHS = {"pocket": (3002, 9001), "merged": (3001, 9002)}
+TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}[/]{% endfor %}[assistant]"
+DRAWS = [(0, 0), (1, 0), (7, 5)]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The start of the shipped text: as much as a tokenizer of short pieces reads quickly."""
+    path = tmp_path_factory.mktemp("prose") / "some.txt"
+    path.write_text("\n".join(read_text(NARRATIVE).splitlines()[:900]), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module", params=sorted(LENGTHS))
+def named(request: pytest.FixtureRequest, text: Path) -> tuple[str, Ground]:
+    tokenizer = load_pocket_tokenizer() if request.param == "pocket" else merged_tokenizer()
+    return request.param, Ground(tokenizer, read_prose(tokenizer, text), bare(tokenizer))
+
+
+def said(ground: Ground, ids: tuple[int, ...]) -> str:
+    return str(ground.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+def pieces(ground: Ground, sample: Sample) -> list[str]:
+    return [said(ground, sample.context_ids[slice(*span)]).strip() for span in sample.evidence]
+
+
+def facts_hold(ground: Ground, sample: Sample) -> None:
+    """Needle tasks of RULER: the sentences of the context, read by their form."""
+    asked = said(ground, sample.question_ids[sample.history :])
+    stated = defaultdict(list)
+    for line in re.finditer(r"One of the special magic \w+ for (\S+) is: (\S+)\.", said(ground, sample.context_ids)):
+        stated[line[1]].append((line[2], line[0]))
+    (query,) = re.findall(r"special magic \w+ for (.+?) mentioned in the provided text\?", asked)
+    keys = [key.removeprefix("and ") for key in query.split(", ")]
+    assert sorted(sample.references) == sorted(value for key in keys for value, _ in stated[key])
+    assert sorted(pieces(ground, sample)) == sorted(line for key in keys for _, line in stated[key])
+    assert asked.count(query) == 2
+    assert ("What are all" in asked) is (len(sample.references) > 1)
+
+
+def chains_hold(ground: Ground, sample: Sample) -> None:
+    """Variable tracking: the assignments are carried out."""
+    held: dict[str, str] = {}
+    for name, value in re.findall(r"VAR ([A-Z]{5}) = (?:VAR )?(\w+)", said(ground, sample.context_ids)):
+        assert name not in held
+        held[name] = held.get(value, value)
+    asked = said(ground, sample.question_ids[sample.history :])
+    (value,) = re.findall(r"assigned the value (\d{5}) in the text", asked)
+    assert set(sample.references) == {name for name in held if held[name] == value}
+    assert len(sample.references) == 5 == len(sample.evidence)
+    lines = [f"VAR {name} = " for name in sample.references]
+    assert all(piece.startswith(line) for piece, line in zip(pieces(ground, sample), lines, strict=True))
+
+
+def common_words_hold(ground: Ground, sample: Sample) -> None:
+    listing = said(ground, sample.context_ids).rpartition("appear most often.\n")[2]
+    counted = Counter(re.findall(r"\d+\. ([a-z]+)", listing))
+    assert [int(number) for number in re.findall(r"(\d+)\.", listing)] == list(range(1, counted.total() + 1))
+    often, seldom = (30, 3) if sample.length >= 4096 else (6, 1)
+    assert sorted(sample.references) == sorted(word for word, count in counted.items() if count == often)
+    assert {count for word, count in counted.items() if word not in sample.references} <= {seldom}
+    occurrences_hold(ground, sample, re.findall(r"[a-z]+", listing))
+
+
+def frequent_words_hold(ground: Ground, sample: Sample) -> None:
+    listing = said(ground, sample.context_ids).rpartition("coded words.")[2].split()
+    ranked = [word for word, _ in Counter(listing).most_common(5)]
+    assert ranked[0] == "..."
+    assert list(sample.references) == ranked[1:4]
+    assert Counter(listing)[ranked[3]] > Counter(listing)[ranked[4]]
+    occurrences_hold(ground, sample, listing)
+
+
+def occurrences_hold(ground: Ground, sample: Sample, listing: list[str]) -> None:
+    """All occurrences, but for those that the recent window holds."""
+    found = pieces(ground, sample)
+    all_of_them = [word for word in listing if word in sample.references]
+    assert all_of_them[: len(found)] == found
+    window = said(ground, sample.context_ids[-RECENT - 8 :]).split()
+    assert len(all_of_them) - len(found) <= sum(word in sample.references for word in window) + 1
+
+
+def affixes_hold(ground: Ground, sample: Sample) -> None:
+    strings = re.findall(r"^[a-z]{12}$", said(ground, sample.context_ids), re.MULTILINE)
+    asked = said(ground, sample.question_ids[sample.history :])
+    prefix, suffix = re.findall(r'fix: "([a-z]{3})"', asked)
+    assert [one for one in strings if one.startswith(prefix) and one.endswith(suffix)] == [sample.expected]
+    assert pieces(ground, sample) == [sample.expected]
+    assert len({one[:3] for one in strings}) < len(strings) > len({one[-3:] for one in strings})
+
+
+def pairs_hold(ground: Ground, sample: Sample) -> None:
+    asked = said(ground, sample.question_ids[sample.history :])
+    (key,) = re.findall(r'Key: "([^"]+)"', asked)
+    assert re.findall(f'"{key}": "([^"]+)"', said(ground, sample.context_ids)) == [sample.expected]
+    assert pieces(ground, sample) == [f'"{key}": "{sample.expected}"']
+
+
+def sentence_holds(ground: Ground, sample: Sample) -> None:
+    asked = said(ground, sample.question_ids).partition(" Answer: ")[2]
+    (piece,) = pieces(ground, sample)
+    assert piece.startswith(f"{asked} {sample.expected}")
+    assert said(ground, sample.context_ids).count(sample.expected) == 1
+
+
+def text_goes_on(ground: Ground, sample: Sample) -> None:
+    whole = " ".join(read_text(NARRATIVE).split())
+    parts = sample.context_ids, sample.question_ids, sample.answer_ids
+    assert "".join(said(ground, part) for part in parts).strip() in whole
+    assert len(sample.answer_ids) == 128
+    assert said(ground, sample.answer_ids).strip() == sample.expected
+    assert sample.evidence == ()
+
+
+CHECKS: Mapping[str, Callable[[Ground, Sample], None]] = {
+    "niah": facts_hold, "vt": chains_hold, "variable_tracking": chains_hold, "cwe": common_words_hold,
+    "fwe": frequent_words_hold, "prefix_suffix": affixes_hold, "key_value": pairs_hold, "in_prose": sentence_holds,
+    "continuation": text_goes_on,
+}
+
+
+@pytest.mark.parametrize("name", sorted(BUILT_IN))
+def test_a_task_is_what_its_text_says(name: str, named: tuple[str, Ground]) -> None:
+    which, ground = named
+    (check,) = {check for part, check in CHECKS.items() if part in name}
+    for length in LENGTHS[which]:
+        digests = set()
+        for index, seed in DRAWS:
+            samples = resolve_task(name)(ground, length, index, seed)
+            assert samples == resolve_task(name)(ground, length, index, seed)
+            digests.add(samples[0].context_digest)
+            for sample in samples:
+                well_made(ground, sample, length)
+                assert sample.task == name
+                assert sample.context_digest == samples[0].context_digest
+                check(ground, sample)
+        assert len(digests) == len(DRAWS)
+
+
+def well_made(ground: Ground, sample: Sample, length: int) -> None:
+    assert len(sample.context_ids) == length
+    spans = sorted((*sample.evidence, *sample.distractors))
+    assert all(start < stop for start, stop in spans)
+    assert all(one[1] <= other[0] for one, other in pairwise(spans))
+    assert all(start >= SINKS and stop <= length - RECENT for start, stop in sample.evidence)
+    evidence = " ".join(pieces(ground, sample))
+    assert all(one in evidence for one in sample.references or [sample.expected] if sample.evidence)
+    assert sample.chat_template == "none"
+    assert sample.answer_ids
+    assert score(ground.tokenizer, sample.answer_ids, sample) == pytest.approx(1)
+    dialect = re.match(r"ruler_v1(_unpinned)?", sample.task)
+    assert sample.dialect == (dialect[0].replace("_", "-") if dialect else "kvspec")
+    assert (sample.max_new_tokens == 50) is not bool(re.search(r"niah|vt|cwe|continuation", sample.task))
+
+
+SINGLE = [name for name in sorted(BUILT_IN) if re.search(r"single|key_[23]|keys_in|needle", name)]
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_a_single_fact_takes_turns_over_the_depths(name: str, named: tuple[str, Ground]) -> None:
+    which, ground = named
+    length = LENGTHS[which][1]
+    depths = [resolve_task(name)(ground, length, index, 3)[0].needle[0] / (length - RECENT) for index in range(10)]
+    assert all(abs(depth - (0.1 + 0.2 * (index % 5))) < 0.18 for index, depth in enumerate(depths))
+    assert sorted(depths[:5]) == depths[:5]
+
+
+def slots(ground: Ground, name: str, length: int, index: int) -> list[bool]:
+    """Which words of the list are answers."""
+    (sample,) = resolve_task(name)(ground, length, index, 1)
+    said_all = said(ground, sample.context_ids)
+    listing = re.findall(r"[a-z]+", said_all.rpartition("most often.\n")[2]) if "cwe" in name else (
+        said_all.rpartition("coded words.")[2].split()
+    )
+    return [word in sample.references for word in listing]
+
+
+@pytest.mark.parametrize("task", ["cwe", "fwe"])
+def test_v1_puts_the_answers_into_the_same_slots_of_every_sample_and_unpinned_does_not(
+    task: str, named: tuple[str, Ground]
+) -> None:
+    which, ground = named
+    for dialect, same in (("ruler_v1", True), ("ruler_v1_unpinned", False)):
+        by_size = defaultdict(list)
+        for index in range(6):
+            found = slots(ground, f"{dialect}_{task}", LENGTHS[which][0], index)
+            by_size[len(found)].append(found)
+        pairs = [pair for alike in by_size.values() for pair in pairwise(alike)]
+        assert len(pairs) >= 2
+        assert all((one == other) is same for one, other in pairs)
+
+
+@pytest.mark.parametrize("name", [name for name in sorted(BUILT_IN) if name.endswith("_turns")])
+def test_turns_are_the_questions_one_after_another_with_their_gold_answers(name: str, text: Path) -> None:
+    tokenizer = merged_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    prose = read_prose(tokenizer, text)
+    for frame, between in ((bare(tokenizer), "\n\n"), (chat(tokenizer), "[/][user]")):
+        ground = Ground(tokenizer, prose, frame)
+        alone = resolve_task(name.removesuffix("_turns"))(ground, 6001, 2, 9)
+        turns = resolve_task(name)(ground, 6001, 2, 9)
+        assert len(alone) == len(turns) == QUESTIONS
+        before = ""
+        for one, turn in zip(alone, turns, strict=True):
+            asked = said(ground, one.question_ids)
+            assert said(ground, turn.question_ids) == before + asked
+            assert said(ground, turn.question_ids[: turn.history]) == before
+            assert (turn.context_ids, turn.evidence, turn.expected) == (one.context_ids, one.evidence, one.expected)
+            before += f"{asked} {one.expected}{between}"
+
+
+def test_a_chat_template_stands_around_every_task_but_continuation(text: Path) -> None:
+    tokenizer = merged_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    ground = Ground(tokenizer, read_prose(tokenizer, text), chat(tokenizer))
+    for name in sorted(BUILT_IN):
+        sample = resolve_task(name)(ground, 3500, 1, 2)[-1]
+        framed = name != "prose_continuation"
+        assert len(sample.context_ids) == 3500
+        assert said(ground, sample.context_ids).startswith("[user]") is framed
+        assert ("[/][assistant]" in said(ground, sample.question_ids)) is framed
+        assert (sample.chat_template != "none") is framed
+
+
+OWN = '''"""A task of the user's own."""
+from dataclasses import replace
+from models_integration.tasks.registry import resolve_task
+
+def MAKE(ground, length, index, seed):
+    """One question of a known task, under another name."""
+    return [replace(resolve_task("needle_in_prose")(ground, length, index, seed)[0], task="own")]
+
+def SHORT(ground, length, index, seed):
+    return MAKE(ground, length - 1, index, seed)
+
+def NOTHING(ground, length, index, seed):
+    return []
+
+def OUTSIDE(ground, length, index, seed):
+    return [replace(MAKE(ground, length, index, seed)[0], needle=(0, length + 1))]
+
+NUMBER = 3
+'''
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One file in the current folder, which is not among the folders of modules."""
+    (tmp_path / "kvspec_own_task.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(__import__("sys").modules, "kvspec_own_task", raising=False)
+
+
+def test_the_users_own_task_is_one_file_of_the_current_folder(own: None, named: tuple[str, Ground]) -> None:
+    import sys
+
+    folders = list(sys.path)
+    task = resolve_task("kvspec_own_task:MAKE")
+    assert sys.path == folders
+    (sample,) = task(named[1], 1500, 0, 0)
+    assert (sample.task, sample.length) == ("own", 1500)
+
+
+@pytest.mark.law("refused-before-anything-changes")
+@pytest.mark.parametrize("name", ["needles", "no_module:X", "kvspec_own_task:ABSENT", "kvspec_own_task:NUMBER", ":X"])
+def test_a_name_that_is_no_task_is_refused(name: str, own: None) -> None:
+    with pytest.raises(SpecError) as caught:
+        resolve_task(name)
+    assert (caught.value.argument, caught.value.value) == ("task", name)
+
+
+@pytest.mark.law("refused-before-anything-changes")
+@pytest.mark.parametrize("attribute", ["SHORT", "NOTHING", "OUTSIDE"])
+def test_a_task_that_gives_anything_else_is_refused(attribute: str, own: None, named: tuple[str, Ground]) -> None:
+    with pytest.raises(SpecError) as caught:
+        resolve_task(f"kvspec_own_task:{attribute}")(named[1], 1500, 0, 0)
+    assert caught.value.argument == "task"
+
+
+@pytest.mark.law("refused-before-anything-changes")
+@pytest.mark.parametrize("name", sorted(BUILT_IN))
+@pytest.mark.parametrize(("length", "index", "seed", "argument"), [
+    (140, 0, 0, "length"), (10**8, 0, 0, "length"), (1500, -1, 0, "index"), (1500, 0, -1, "seed"),
+])
+def test_bad_input_is_a_named_error(
+    name: str, length: int, index: int, seed: int, argument: str, named: tuple[str, Ground]
+) -> None:
+    if named[0] == "merged" or (name == "prose_continuation" and length == 140):
+        pytest.skip("said by the other tokenizer" if named[0] == "merged" else "any length goes on")
+    with pytest.raises(SpecError) as caught:
+        resolve_task(name)(named[1], length, index, seed)
+    assert caught.value.argument == argument
