@@ -1,4 +1,13 @@
-"""Tasks by name: ours, RULER v1's in two dialects, and the user's own as `module:ATTRIBUTE`."""
+"""Tasks by name: ours, RULER v1's in two dialects, and the user's own as `module:ATTRIBUTE`, of one file like this:
+
+    from models_integration.tasks.context import joined
+
+    def COLOUR(ground, length, index, seed):
+        name = str(ground.rng(length, index, seed).choice(["red", "blue"]))
+        fact, filler = ground.encode(f"\\nThe door is {name}."), ground.encode("\\nThe house is old." * 20)
+        text = joined(ground, length, index, seed, [fact, filler])
+        return [ground.sample(text.ids, "Which colour?", "The door is", name, text.spans[:1], task="colour")]
+"""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence

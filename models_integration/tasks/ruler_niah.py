@@ -99,7 +99,7 @@ def _prompt(form: NiahForm, asked: Sequence[str]) -> tuple[str, str, str]:
 
 
 def _two_words(rng: np.random.Generator) -> str:
-    return "-".join(str(word) for word in rng.choice(words(), size=2, replace=False))
+    return "-".join(words()[int(at)] for at in rng.integers(len(words()), size=2))
 
 
 _DRAWN: Mapping[str, Callable[[np.random.Generator], str]] = {

@@ -14,9 +14,7 @@ from models_integration.pocket import load_pocket_tokenizer
 from models_integration.tasks import Sample, score
 from models_integration.tasks.chat import bare, chat
 from models_integration.tasks.context import Ground
-from models_integration.tasks.load_longbench import LONGBENCH, load_longbench
-from models_integration.tasks.load_ruler import load_ruler
-from models_integration.tasks.load_scbench import SCBENCH, load_scbench
+from models_integration.tasks.loaders import LONGBENCH, SCBENCH, load_longbench, load_ruler, load_scbench
 from models_integration.tasks.prose import Prose
 from spec.errors import SpecError
 
