@@ -31,12 +31,12 @@ from models_integration.tasks.turns import in_turns
 from models_integration.tasks.variable_tracking import variable_tracking_samples
 from spec.errors import SpecError
 
-__all__ = ["BUILT_IN", "QUESTIONS", "Maker", "Task", "resolve_task"]
+__all__ = ["BUILT_IN", "CHAINS", "QUESTIONS", "Maker", "Task", "resolve_task"]
 
 Maker: TypeAlias = Callable[[Ground, int, int, int], Sequence[Sample]]
 """Tokenizer, text and frame; context tokens; which context; seed. The questions of that context, in their order."""
-QUESTIONS = 5
-"""Questions on one context, where a task has several."""
+QUESTIONS, CHAINS = 5, 2
+"""Questions on one context, where a task has several; a question about a chain needs five lines of its own."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def _turns(make: Maker, ground: Ground, length: int, index: int, seed: int) -> t
 _SHARED: Mapping[str, Maker] = {
     **{f"key_value_{form}": partial(key_value_samples, questions=QUESTIONS, form=form) for form in FORMS},
     "prefix_suffix": partial(prefix_suffix_samples, questions=QUESTIONS),
-    "variable_tracking": partial(variable_tracking_samples, questions=QUESTIONS),
+    "variable_tracking": partial(variable_tracking_samples, questions=CHAINS),
 }
 _RULER: Mapping[str, Callable[[str, Ground, int, int, int], Sequence[Sample]]] = {
     **{name: partial(niah_samples, name) for name in NIAH}, "vt": vt_samples, "cwe": cwe_samples, "fwe": fwe_samples,
