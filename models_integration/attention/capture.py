@@ -46,6 +46,8 @@ class Attended:
     value: Tensor
     lse: Tensor | None
     """(rows, H, n), where it came with the output."""
+    mask: object
+    """What the module handed on as its mask."""
     options: Mapping[str, Any]
 
 
@@ -268,7 +270,7 @@ def _observed(stock: str) -> AttentionFunction:
                 raise SpecError("model", type(module).__name__, OTHER_TENSORS)
             merged = ragged_attention(own, module, query, layer, attention_mask, options)
             if watcher is not None:
-                watcher.attended(module, Attended(query, key, value, None, options))
+                watcher.attended(module, Attended(query, key, value, None, attention_mask, options))
             return merged, None
         if isinstance(attention_mask, LayerMasks):
             assert layer is not None
@@ -282,7 +284,7 @@ def _observed(stock: str) -> AttentionFunction:
             output, lse = own(module, query, key, value, attention_mask, **options), None
         else:
             output, lse = (both[0], None), both[1]
-        watcher.attended(module, Attended(query, key, value, lse, options))
+        watcher.attended(module, Attended(query, key, value, lse, attention_mask, options))
         return output
 
     return attention

@@ -6,7 +6,7 @@ tokens, attention runs on the storage itself. Both hold only of models that hand
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import cast
 from weakref import WeakKeyDictionary
@@ -27,6 +27,7 @@ from spec.retention import Granularity, Retention
 __all__ = ["check_handover", "check_readable"]
 
 _TOKENS = 3
+_OWN_MASK = "it makes an attention mask of its own"
 # What a modelling file raises that was not written for what it is given.
 _ERRORS = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, NotImplementedError)
 
@@ -80,11 +81,12 @@ class _Handed:
 
 
 class _Watcher:
-    """Compares what each layer attends with to what the cache holds."""
+    """Compares what each layer attends with to what the cache holds, and keeps the masks."""
 
     def __init__(self, cache: RetainedCache) -> None:
         self.keys = self.values = self.queries = True
         self.asked = dict[int, Tensor]()
+        self.masks: list[object] = []
         self._cache = cache
 
     def wants_lse(self, layer: int) -> bool:
@@ -98,6 +100,7 @@ class _Watcher:
         assert isinstance(layer, RetainedLayer)
         self.keys &= seen.key is layer.keys
         self.values &= seen.value is layer.values
+        self.masks.append(seen.mask)
         self.queries &= self.asked.setdefault(index, seen.query) is seen.query
 
 
@@ -135,8 +138,21 @@ def _read_apart(architecture: Architecture, granularity: Granularity) -> str | N
     except SpecError as error:
         return error.bound
     except _ERRORS as error:
-        return f"{type(error).__name__}, {error}"
+        return _OWN_MASK if _makes_masks(architecture) else f"{type(error).__name__}, {error}"
     return None
+
+
+def _makes_masks(architecture: Architecture) -> bool:
+    """Whether attention is handed another mask than the model is."""
+    parameter, cache = next(architecture.decoder.parameters()), RetainedCache(architecture.config)
+    mask = torch.zeros((1, 1, _TOKENS, _TOKENS), dtype=parameter.dtype, device=parameter.device)
+    watcher = _Watcher(cache)
+    with (
+        suppress(*_ERRORS), _aside(architecture),
+        observing(architecture, cache, watcher, architecture.full_layers),
+    ):
+        _read(architecture, cache, _TOKENS, mask)
+    return any(handed is not mask for handed in watcher.masks)
 
 
 def _every_other(cache: RetainedCache, granularity: Granularity) -> Retention:
@@ -165,9 +181,9 @@ def _aside(architecture: Architecture) -> Iterator[None]:
             module._forward_pre_hooks, module._forward_hooks = before, after
 
 
-def _read(architecture: Architecture, cache: RetainedCache, tokens: int) -> None:
+def _read(architecture: Architecture, cache: RetainedCache, tokens: int, mask: Tensor | None = None) -> None:
     device = next(architecture.decoder.parameters()).device
     ids = torch.arange(tokens, device=device)[None] % architecture.vocabulary
-    architecture.decoder.forward(input_ids=ids, past_key_values=cache, use_cache=True)
+    architecture.decoder.forward(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True)
 
 

@@ -33,6 +33,7 @@ pytestmark = pytest.mark.law("refused-before-anything-changes")
 
 OTHER = "its attention is handed other keys or values than its cache returned"
 APART = "it cannot read layers that store different tokens"
+MASK = f"{APART}: it makes an attention mask of its own$"
 
 
 def differential() -> PreTrainedModel:
@@ -58,8 +59,8 @@ def experts() -> PreTrainedModel:
 REFUSED: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[], RetentionPolicy], str]] = {
     "rearranged values, a set for each head": (differential, lambda: method("adakv"), f"{APART}: {OTHER}"),
     "rearranged values, decisions in steps": (differential, lambda: method("h2o"), APART),
-    "a mask of its own, a set for each head": (dynamic_masks, lambda: method("snapkv"), APART),
-    "a mask of its own, a set for each layer": (dynamic_masks, lambda: method("chunkkv"), APART),
+    "a mask of its own, a set for each head": (dynamic_masks, lambda: method("snapkv"), MASK),
+    "a mask of its own, a set for each layer": (dynamic_masks, lambda: method("chunkkv"), MASK),
     "repeated keys, a set for each head": (experts, lambda: method("adakv"), OTHER),
     "repeated keys, a set for each layer": (experts, lambda: method("chunkkv"), OTHER),
     # A later turn would show the cache's keys, and pair them with other queries.
@@ -161,6 +162,29 @@ def test_a_model_that_nobody_has_named_is_found_out(
     monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", handing(change, which))
     with pytest.raises(SpecError, match=OTHER):
         method("adakv")(build("llama"))
+
+
+@pytest.mark.parametrize("policy", ["adakv", "chunkkv"])
+@pytest.mark.parametrize(
+    ("mask", "words"), [(True, MASK), (False, f"{APART}: AttributeError, '.*' object has no attribute 'handed'$")]
+)
+def test_only_a_model_that_makes_masks_is_told_so(
+    mask: bool, words: str, policy: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both models stop over a mask that is no tensor, and one of them makes its own."""
+    own = modeling_llama.LlamaAttention.forward
+
+    def forward(module: nn.Module, *args: Any, attention_mask: Any = None, **options: Any) -> Any:
+        if not isinstance(attention_mask, Tensor | None):
+            attention_mask = attention_mask.handed
+        elif mask and attention_mask is not None:
+            attention_mask = attention_mask + 0
+        replaced: Any = {**options, "attention_mask": attention_mask}
+        return own(module, *args, **replaced)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", forward)
+    with pytest.raises(SpecError, match=words):
+        method(policy)(build("llama"))
 
 
 def test_one_that_changes_behind_the_door_is_refused_where_it_attends(monkeypatch: pytest.MonkeyPatch) -> None:

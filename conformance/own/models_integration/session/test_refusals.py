@@ -272,7 +272,7 @@ def test_a_dtype_without_a_meaning_is_refused() -> None:
     attention = describe(build("llama")).attention[0]
     tensor = torch.zeros(1, 2, 3, 4, dtype=torch.complex64)
     with pytest.raises(SpecError, match=r"dtype = torch.complex64: must be one of"):
-        Recorder(Needs("observed", None)).record(attention, Attended(tensor, tensor, tensor, None, {}))
+        Recorder(Needs("observed", None)).record(attention, Attended(tensor, tensor, tensor, None, None, {}))
 
 
 @pytest.mark.parametrize(("name", "words"), [("s_aux", "attention sinks"), ("position_bias", "a position bias")])
@@ -284,5 +284,5 @@ def test_attention_beyond_q_and_k_is_refused(name: str, words: str) -> None:
     tensor = torch.zeros(1, 2, 3, 4)
     with pytest.raises(SpecError, match=words):
         Recorder(Needs("observed", None)).record(
-            attention, Attended(tensor, tensor, tensor, None, {name: torch.zeros(2)})
+            attention, Attended(tensor, tensor, tensor, None, None, {name: torch.zeros(2)})
         )
