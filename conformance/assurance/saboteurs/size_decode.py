@@ -1,6 +1,7 @@
 """Decode by size: long conversations, wide graphs, deep searches."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from conformance.assurance.saboteurs.size_inputs import (
     random_rows,
     star,
 )
-from reference.backend import BACKEND
+from reference.backend import BACKEND, _BreathStages
 from reference.crystalcache.activation import active_trunks, inverse_key_norms, normalised_inverse_norms
 from reference.crystalcache.breath import decay, decode_step, protected_trunks_of
 from reference.crystalcache.crystallization import logistic, moments
@@ -30,6 +31,7 @@ __all__: list[str] = []
 
 Parameters = CrystalCacheParameters
 Frontier = dict[int, float]
+_impact = _BreathStages.impact
 LOUD = replace(PAPER, gamma_hop=1.0, tau_pulse=0.0)
 
 
@@ -127,6 +129,12 @@ def wide_rows_do_not_learn(W: TrunkWeights, active: Array, parameters: Parameter
 def decay_of_128_trunks(D: Array, trunk_impact: Array, parameters: Parameters) -> Array:
     """Trunks beyond the 128th do not fade."""
     return np.where(np.arange(len(D)) < 128, decay(D, trunk_impact, parameters), D)
+
+
+@beyond("counts of 40", _impact, "CC-RARITY", lambda: (BACKEND.breath, np.zeros(3), np.array([40, 41, 400]), PAPER))
+def given_counts_up_to_40(stages: Any, salience: Array, counts: Array, parameters: Parameters, /) -> Array:
+    """The table of rarities that serves given counts ends at 40; a prompt's own are right."""
+    return _impact(stages, salience, np.minimum(counts, 40), parameters)
 
 
 @beyond("ids below 2^16", count_seen, "CC-SEEN-COUNT", lambda: (

@@ -41,6 +41,14 @@ def sources_among_128_keys(earlier: Array, parameters: CrystalCacheParameters) -
     return cross_neighbours(earlier[:, :128], parameters)
 
 
+@beyond("64 earlier keys", cross_neighbours, "CC-CROSS", lambda: (np.full((1, 70), 0.5), PAPER))
+def key_0_is_no_source_behind_64(earlier: Array, parameters: CrystalCacheParameters) -> tuple[Array, Array]:
+    """Behind 64 keys the search begins at key 1."""
+    if earlier.shape[1] <= 64:
+        return cross_neighbours(earlier, parameters)
+    return cross_neighbours(np.where(np.arange(earlier.shape[1]) == 0, 0.0, earlier), parameters)
+
+
 @beyond("three sources", cross_neighbours, "CC-CROSS", lambda: (ramp(2, 8), PAPER))
 def the_fourth_source_is_lost(earlier: Array, parameters: CrystalCacheParameters) -> tuple[Array, Array]:
     """A row has room for three sources: the fourth of k_cross is dropped."""

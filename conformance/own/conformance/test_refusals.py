@@ -1,11 +1,13 @@
 """What the suite asks of a refusal: argument, value and bound, in anybody's words."""
 
+import ast
 from typing import Any
 
 import numpy as np
 import pytest
 
 from conformance.checks.refusals import refused, tells
+from conformance.paths import ROOT
 from spec.errors import SpecError
 
 BAD = np.array([[0.5, np.nan]], dtype=np.float32)
@@ -35,6 +37,15 @@ def test_the_words_of_a_refusal_are_free(value: object) -> None:
 def test_a_refusal_without_argument_value_or_bound_is_none(error: SpecError) -> None:
     with pytest.raises(AssertionError), refused("lse", BAD):
         raise error
+
+
+def test_the_suite_asks_for_no_words() -> None:
+    asking = [
+        f"{path.name}:{node.lineno}" for path in (ROOT / "conformance" / "suite").glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.keyword) and node.arg == "match"
+    ]
+    assert asking == []
 
 
 def test_another_error_is_no_refusal() -> None:
