@@ -39,8 +39,7 @@ class Retention:
         _check_offsets(self.offsets, len(self.positions))
         if self.granularity is Granularity.MODEL and self.groups != 1:
             raise SpecError("offsets", self.offsets, "the granularity 'model' has exactly one group")
-        for group in range(self.groups):
-            _check_kept(self.group(group), self.seen)
+        _check_kept(self.positions, self.offsets, self.seen)
 
     @classmethod
     def shared(cls, kept: Int64[IntVector, " kept"], seen: int) -> "Retention":
@@ -61,6 +60,13 @@ def _check_offsets(offsets: Int64[IntVector, " groups_and_one"], total: int) -> 
         raise SpecError("offsets", offsets, f"must rise from 0 to the {total} positions")
 
 
-def _check_kept(kept: Int64[IntVector, " kept"], seen: int) -> None:
-    if len(kept) and (kept[0] < 0 or kept[-1] >= seen or (np.diff(kept) <= 0).any()):
+def _check_kept(
+    positions: Int64[IntVector, " kept"], offsets: Int64[IntVector, " groups_and_one"], seen: int,
+) -> None:
+    rises = np.diff(positions, prepend=-1) > 0
+    rises[offsets[:-1][offsets[:-1] < len(positions)]] = True
+    wrong = ~rises | (positions < 0) | (positions >= seen)
+    if wrong.any():
+        group = int(np.searchsorted(offsets, np.argmax(wrong), side="right")) - 1
+        kept = positions[offsets[group] : offsets[group + 1]]
         raise SpecError("positions", kept, f"must rise strictly inside range({seen})")
