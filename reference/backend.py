@@ -19,6 +19,7 @@ from reference.crystalcache.trunks import trunk_offsets
 from reference.diversity import diverse
 from reference.nestedkv import anomaly_score
 from reference.policies.attention import received_attention
+from reference.policies.expected_attention import expected_weights
 from reference.policies.selectors import best_tokens
 from spec.arrays import BoolMatrix, BoolVector, IntVector, Matrix, Vector
 from spec.backend import Backend
@@ -141,6 +142,12 @@ class _PolicyStages:
         self, q: DeviceArray, k: DeviceArray, scaling: float, softcap: float | None, /,
     ) -> Matrix:
         return received_attention(q, k, scaling, softcap)
+
+    def expected_attention(
+        self, q: DeviceArray, k: DeviceArray, v: DeviceArray, at: IntVector, ahead: IntVector, inv_freq: Vector,
+        factor: float, scaling: float, /,
+    ) -> Matrix:
+        return expected_weights(q, k, v, at, ahead, inv_freq, factor, scaling)
 
     def best_tokens(self, values: Matrix, shares: IntVector, pinned: BoolMatrix, /) -> Selection:
         return best_tokens(values, shares, pinned)

@@ -168,6 +168,17 @@ class PolicyStages(Protocol):
         """
         ...
 
+    def expected_attention(
+        self, q: DeviceArray, k: DeviceArray, v: DeviceArray, at: IntVector, ahead: IntVector, inv_freq: Vector,
+        factor: float, scaling: float, /,
+    ) -> Matrix:
+        """The expected weight on each key times its value's norm, (H_kv, n), averaged over the heads of a group.
+
+        q (H, m, d) were rotated at positions `at` (m,), in pairs of halves by `inv_freq` (d / 2,) and `factor`; queries
+        to come are rotated as on average at `ahead`. k and v are (H_kv, n, d).
+        """
+        ...
+
     def best_tokens(self, values: Matrix, shares: IntVector, pinned: BoolMatrix, /) -> Selection:
         """Of each row of `values` (g, n) its `pinned` tokens, then the best others, up to `shares` (g,) in all.
 

@@ -63,10 +63,16 @@ def _check_offsets(offsets: Int64[IntVector, " groups_and_one"], total: int) -> 
 def _check_kept(
     positions: Int64[IntVector, " kept"], offsets: Int64[IntVector, " groups_and_one"], seen: int,
 ) -> None:
-    rises = np.diff(positions, prepend=-1) > 0
-    rises[offsets[:-1][offsets[:-1] < len(positions)]] = True
-    wrong = ~rises | (positions < 0) | (positions >= seen)
-    if wrong.any():
-        group = int(np.searchsorted(offsets, np.argmax(wrong), side="right")) - 1
-        kept = positions[offsets[group] : offsets[group + 1]]
+    # All groups at once: a cache that decides in its steps has one for each layer and head in every step.
+    falls = np.concatenate([[False], positions[1:] <= positions[:-1], [False]])
+    falls[offsets] = False
+    first, end = offsets[:-1], offsets[1:]
+    ends = positions[np.concatenate([first[first < end], end[first < end] - 1])]
+    if falls.any() or (ends < 0).any() or (ends >= seen).any():
+        groups = (positions[low:high] for low, high in zip(first, end, strict=True))
+        kept = next(kept for kept in groups if _wrong(kept, seen))
         raise SpecError("positions", kept, f"must rise strictly inside range({seen})")
+
+
+def _wrong(kept: Int64[IntVector, " kept"], seen: int) -> bool:
+    return len(kept) > 0 and bool(kept[0] < 0 or kept[-1] >= seen or (np.diff(kept) <= 0).any())

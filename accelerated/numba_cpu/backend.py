@@ -11,6 +11,7 @@ from accelerated.numba_cpu.coverage import backfill, coverage_reserve
 from accelerated.numba_cpu.crystallization import crystallization
 from accelerated.numba_cpu.dissolution import dissolve
 from accelerated.numba_cpu.diversity import diverse
+from accelerated.numba_cpu.expected_attention import expected_attention
 from accelerated.numba_cpu.graph import trunk_graph
 from accelerated.numba_cpu.hebbian import hebbian
 from accelerated.numba_cpu.impact import impact, impact_of_counts, trunk_impact, unit_trunk_impact
@@ -147,6 +148,12 @@ class _PolicyStages:
         self, q: DeviceArray, k: DeviceArray, scaling: float, softcap: float | None, /,
     ) -> Matrix:
         return received_attention(q, k, scaling, softcap)
+
+    def expected_attention(
+        self, q: DeviceArray, k: DeviceArray, v: DeviceArray, at: IntVector, ahead: IntVector, inv_freq: Vector,
+        factor: float, scaling: float, /,
+    ) -> Matrix:
+        return expected_attention(q, k, v, at, ahead, inv_freq, factor, scaling)
 
     def best_tokens(self, values: Matrix, shares: IntVector, pinned: BoolMatrix, /) -> Selection:
         return best_tokens(values, shares, pinned)
