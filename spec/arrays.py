@@ -9,8 +9,8 @@ import numpy as np
 from jaxtyping import Bool, Float, Float64, Int64
 
 __all__ = [
-    "Bool", "BoolMatrix", "BoolVector", "Cube", "Float", "Float64", "Int64", "IntCube", "IntMatrix", "IntVector", "Matrix", "RawCube",
-    "Vector",
+    "Bool", "BoolMatrix", "BoolVector", "Cube", "Float", "Float64", "Int64", "IntCube", "IntMatrix", "IntVector",
+    "Matrix", "RawCube", "Vector",
 ]
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """The attention that keys receive (H2O, TOVA), in float32: blocks of queries, each one product and one pass over it.
 
-No (n, n) array exists: a block's logits have at most FLOATS entries, or one row a head. Its sums of weights are float32,
-the sums over blocks float64. Blocks are dealt to PARTS sums, whatever the number of threads, so that bits repeat.
+No (n, n) array exists: a block's logits have at most FLOATS entries, or one row a head. Its sums of weights are
+float32, those over blocks float64. Blocks are dealt to PARTS sums, whatever the number of threads: bits repeat.
 """
 
 import math

@@ -18,8 +18,8 @@ from accelerated.numba_cpu.impact import impact, impact_of_counts, trunk_impact,
 from accelerated.numba_cpu.nestedkv import anomaly_score
 from accelerated.numba_cpu.resonance import resonance
 from accelerated.numba_cpu.score import score
-from accelerated.numba_cpu.selectors import best_tokens
 from accelerated.numba_cpu.segments import segment_crystallization, segment_graph
+from accelerated.numba_cpu.selectors import best_tokens
 from accelerated.numba_cpu.tiers import dissolve_in_tiers
 from accelerated.numba_cpu.trunks import trunk_offsets
 from spec.arrays import BoolMatrix, BoolVector, IntVector, Matrix, Vector
