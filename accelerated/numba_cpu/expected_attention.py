@@ -50,7 +50,8 @@ def expected_attention(
         keys = plain(k[h])
         weights = np.zeros(len(keys))
         add_expected(keys @ quadratic.astype(f32), keys, linear.astype(f32), weights)
-        return weights * norms(plain(v[h])) / G
+        scores: Vector = weights * norms(plain(v[h])) / G
+        return scores
 
     with BLAS.limit(limits=1, user_api="blas"), ThreadPoolExecutor(os.cpu_count()) as pool:
         return np.stack(list(pool.map(of_head, range(len(k)))))
@@ -78,7 +79,7 @@ def _statistics(q: Floats, cos: Floats, sin: Floats) -> tuple[Vector, Matrix]:
 def turn_back(q: Floats, cos: Floats, sin: Floats, back: Floats) -> Vector:
     """Each query turned back by its angles, into `back`; their mean."""
     m, half = cos.shape
-    total, some = np.zeros(2 * half), np.zeros(2 * half, np.float32)
+    mean, some = np.zeros(2 * half), np.zeros(2 * half, np.float32)
     for first in range(0, m, ROWS):
         some[:] = f32(0.0)
         for i in range(first, min(first + ROWS, m)):
@@ -89,8 +90,10 @@ def turn_back(q: Floats, cos: Floats, sin: Floats, back: Floats) -> Vector:
             for c in range(2 * half):
                 some[c] += back[i, c]
         for c in range(2 * half):
-            total[c] += some[c]
-    return total / m
+            mean[c] += some[c]
+    for c in range(2 * half):
+        mean[c] /= m
+    return mean
 
 
 @njit(nogil=True, fastmath=FAST, cache=True)

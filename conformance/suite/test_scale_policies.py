@@ -71,9 +71,11 @@ def test_expected_attention_of_thousands(
 ) -> None:
     """Queries around a direction of their head that wander on, so that late ones count as much as early ones."""
     numbers = Numbers(n + d)
-    q, k, v = (numbers.fractions(h * t * d).reshape(h, t, d) - 0.5 for h, t in ((H, m), (H_kv, n), (H_kv, n)))
-    q += np.linspace(0, 1, m)[:, None] * np.cos(np.arange(d)) / 2
-    q, k, v = (x.astype(np.float32) for x in (q, k, v))
+    q, k, v = (
+        (numbers.fractions(h * t * d).reshape(h, t, d) - 0.5).astype(np.float32)
+        for h, t in ((H, m), (H_kv, n), (H_kv, n))
+    )
+    q += (np.linspace(0, 1, m)[:, None] * np.cos(np.arange(d)) / 2).astype(np.float32)
     inv_freq, at = 10_000.0 ** (-np.arange(d // 2) / (d // 2)), np.arange(max(0, n - m) + 4, max(0, n - m) + 4 + m)
     ahead, scaling = np.arange(n + 4, n + 516), 4 * d**-1.0
     want, mass = oracle.expected(q, k, v, at, ahead, inv_freq, 1.25, scaling)

@@ -67,7 +67,8 @@ def expected_weights(
         keys = wide(k[head // group : head // group + 1])
         found.append(expected_logits(mean @ R.T, R @ covariance @ R.T, keys, scaling))
     weights = group_mean(softmax(np.concatenate(found)), len(k))
-    return weights * np.sqrt(np.einsum("hnd,hnd->hn", values, values))
+    weighted: Matrix = weights * np.sqrt(np.einsum("hnd,hnd->hn", values, values))
+    return weighted
 
 
 Weigh = Callable[

@@ -125,7 +125,8 @@ def the_mean_of_a_group(q: Array, k: Array, scaling: float, softcap: float | Non
 def every_query_sees_all_keys(q: Array, k: Array, scaling: float, softcap: float | None) -> Array:
     """Several queries see each other's later keys."""
     alone = (received_attention(q[:, at : at + 1], k, scaling, softcap) for at in range(q.shape[1]))
-    return np.sum(list(alone), axis=0)
+    total: Array = np.sum(list(alone), axis=0)
+    return total
 
 
 @instead_of(received_attention, "PO-OBSERVED-ATTENTION")
