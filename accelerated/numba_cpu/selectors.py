@@ -8,6 +8,8 @@ from spec.policy import Selection
 
 __all__ = ["best_tokens"]
 
+FEW = 8  # tokens that go, up to which one pass finds the threshold
+
 
 def best_tokens(values: Matrix, shares: IntVector, pinned: BoolMatrix) -> Selection:
     """Each row's pinned tokens and its best others, up to its share; lower index first on a tie, NaN last.
@@ -51,12 +53,27 @@ def kept_tokens(values: Matrix, shares: IntVector, pinned: BoolMatrix) -> tuple[
 
 
 @njit(nogil=True, cache=True)
+def lowest(candidates: Vector, k: int) -> float:
+    """The k-th lowest."""
+    found = np.full(k, np.inf)
+    for x in candidates:
+        if x < found[k - 1]:
+            place = k - 1
+            while place > 0 and found[place - 1] > x:
+                found[place] = found[place - 1]
+                place -= 1
+            found[place] = x
+    least: float = found[k - 1]
+    return least
+
+
+@njit(nogil=True, cache=True)
 def threshold(candidates: Vector, free: int) -> tuple[float, int]:
     """The least of the `free` best candidates, and how many of those that equal it are among them."""
     if free == 0:
         return np.inf, 0
     worse = len(candidates) - free
-    least = np.partition(candidates, worse)[worse] if worse else candidates.min()
+    least = lowest(candidates, worse + 1) if worse < FEW else np.partition(candidates, worse)[worse]
     above = 0
     for x in candidates:
         above += x > least

@@ -203,9 +203,10 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
             SpecError: at once, when one of these is not stored.
         """
         chosen, layout, heads = _in_a_row(kept), self.layout, self.heads
+        later = self.rows.seen_at_compaction[:, None] + torch.arange(layout.grown)
         own = [
-            start + slots_of(self.head_positions(*divmod(segment, heads)), positions)
-            for segment, (start, positions) in enumerate(zip(layout.starts, chosen, strict=True))
+            start + slots_of(torch.cat([before, later[segment // heads]]), positions)
+            for segment, (start, before, positions) in enumerate(zip(layout.starts, layout.kept, chosen, strict=True))
         ]
         after = HeadLayout(chosen)
         if all(map(len, own)):

@@ -45,8 +45,8 @@ class HeavyHitters:
         Implements: PO-H2O
         """
         new = stacked(observation, [self.score(view) for view in observation.layers.values()])
-        old = np.asarray(records)
-        sums: Matrix = np.pad(old, ((0, 0), (0, new.values.shape[1] - old.shape[1]))) + new.values
+        old, sums = np.asarray(records), new.values
+        sums[:, : old.shape[1]] += old
         return replace(new, values=sums, carry=sums)
 
     def keep(self, records: object, slots: Int64[IntMatrix, "g kept"], /) -> Float64[Matrix, "g kept"]:
