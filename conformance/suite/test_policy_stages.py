@@ -1,13 +1,11 @@
 """Stages of the published policies against brute force on small inputs: masked softmax, sums and sorts by hand."""
 
-import math
 from typing import Any
 
 import numpy as np
 import pytest
 
-from conformance.oracles import policies as oracle
-from conformance.strategies.policy_cases import drawn
+from conformance.oracles.scale import selectors as oracle
 from conformance.tolerances import scores_agree
 from spec.arrays import BoolMatrix, IntVector, Matrix
 from spec.backend import PolicyStages
@@ -20,23 +18,28 @@ def single(x: Any) -> Any:
     return np.ascontiguousarray(x, dtype=np.float32)
 
 
+def drawn(seed: int) -> tuple[Any, Any, Any, float | None]:
+    """q, k and v of 1 to 26 tokens, 1 to 3 KV heads of 1 or 2 query heads, 4 channels; and a cap, of some."""
+    rng = np.random.default_rng(seed)
+    n, H_kv, G = int(rng.integers(1, 27)), int(rng.integers(1, 4)), int(rng.integers(1, 3))
+    q, k, v = (rng.standard_normal((heads, n, 4)) for heads in (H_kv * G, H_kv, H_kv))
+    return 2 * q, k, v, None if seed % 4 else 5.0
+
+
 @pytest.mark.spec(id="PO-OBSERVED-ATTENTION")
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_received_attention(policy_stages: PolicyStages, precision: str, seed: int, dtype: type) -> None:
     """Of all queries, of the later half, and of the last alone; every key of every KV head."""
-    view = drawn(seed).layers[0]
-    q, k = view.q.astype(dtype), view.k.astype(dtype)
-    layer = {"q": q.tolist(), "k": k.tolist(), "scaling": view.scaling, "softcap": view.softcap}
-    n, G = k.shape[1], len(q) // len(k)
+    q, k, _, softcap = drawn(seed)
+    q, k, n = q.astype(dtype), k.astype(dtype), k.shape[1]
     for m in {1, (n + 1) // 2, n}:
-        found = policy_stages.received_attention(q[:, n - m :], k, view.scaling, view.softcap)
-        rows = oracle.last_rows(layer, m)
+        late = q[:, n - m :]
+        want = oracle.attended(late, k, 0.5, softcap).reshape(len(k), -1, n).sum(axis=1)
+        found = policy_stages.received_attention(late, k, 0.5, softcap)
         assert found.shape == (len(k), n)
         assert found.dtype == np.float64
-        for g, got in enumerate(found):
-            heads = [row for head in rows[g * G : (g + 1) * G] for row in head]
-            assert scores_agree(got, [math.fsum(column) for column in zip(*heads, strict=True)], precision)
+        assert all(scores_agree(got, row, precision) for got, row in zip(found, want.tolist(), strict=True))
 
 
 @pytest.mark.spec(id="PO-OBSERVED-ATTENTION")
@@ -54,21 +57,16 @@ def test_each_query_gives_one(policy_stages: PolicyStages) -> None:
 @pytest.mark.spec(id="PO-EXPECTED-ATTENTION")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_expected_attention(policy_stages: PolicyStages, precision: str, seed: int) -> None:
-    """One sink; queries of all tokens behind it, under a rotation with and without a factor."""
-    inputs = drawn(seed)
-    view, n = inputs.layers[0], inputs.n
-    if n == 1:
-        return
-    q, k, v = single(view.q), single(view.k), single(view.v)
-    layer = {"q": q.tolist(), "k": k.tolist(), "v": v.tolist(), "scaling": view.scaling}
-    want = oracle.expected_attention(layer, inputs.inv_freq.tolist(), inputs.factor, 1, 3)
-    found = policy_stages.expected_attention(
-        q[:, 1:], k[:, 1:], v[:, 1:], np.arange(1, n), np.arange(n, n + 3), inputs.inv_freq, inputs.factor, view.scaling
-    )
-    assert found.shape == (len(k), n - 1)
-    assert found.dtype == np.float64
-    for got, row in zip(found, want, strict=True):
-        assert scores_agree(got, row[1:], precision)
+    """Queries behind a sink, or of a later segment, under a rotation with and without a factor."""
+    q, k, v = map(single, drawn(seed)[:3])
+    n, factor, inv_freq = k.shape[1], 1.0 + (seed % 3) / 4, np.array([1.0, 0.25])
+    for m in {1, n}:
+        at, ahead = np.arange(n + 1 - m, n + 1), np.arange(n + 1, n + 4)
+        want, _ = oracle.expected(q[:, n - m :], k, v, at, ahead, inv_freq, factor, 0.5)
+        found = policy_stages.expected_attention(q[:, n - m :], k, v, at, ahead, inv_freq, factor, 0.5)
+        assert found.shape == (len(k), n)
+        assert found.dtype == np.float64
+        assert all(scores_agree(got, row, precision) for got, row in zip(found, want.tolist(), strict=True))
 
 
 def best(values: Matrix, shares: IntVector, pinned: BoolMatrix) -> list[list[int]]:
