@@ -27,7 +27,7 @@ from conformance import exceptions
 from conformance.items import known_items
 
 if TYPE_CHECKING:
-    from spec.backend import Backend, BreathStages, CrystalStages, DiversityStages, NestedKVStages
+    from spec.backend import Backend, BreathStages, CrystalStages, DiversityStages, NestedKVStages, PolicyStages
 
 __all__ = ["judges", "skip_without", "sparingly"]
 
@@ -201,6 +201,13 @@ def selector(judged: "Backend") -> "DiversityStages":
     """Its set-conditioned selection."""
     skip_without(judged, "diversity")
     return judged.require_diversity()
+
+
+@pytest.fixture(scope="session")
+def policy_stages(judged: "Backend") -> "PolicyStages":
+    """Its stages of the published policies."""
+    skip_without(judged, "policies")
+    return judged.require_policies()
 
 
 @pytest.fixture(scope="session")

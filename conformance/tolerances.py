@@ -25,6 +25,7 @@ __all__ = [
     "cosine_error",
     "crystallization_radius",
     "decay_radius",
+    "expected_error",
     "gamma",
     "head_mean_error",
     "interval_radius",
@@ -34,6 +35,7 @@ __all__ = [
     "moved_salience_radius",
     "nestedkv_radius",
     "normalised_radius",
+    "received_radius",
     "salience_radius",
     "scores_agree",
     "settled_radius",
@@ -119,12 +121,14 @@ def close(item: str, got: Sequence[float] | Vector, want: Sequence[float] | Vect
 SCORE_UNITS = 2.0**15
 
 
-def scores_agree(got: Sequence[float] | Vector, want: Sequence[float | None]) -> bool:
+def scores_agree(
+    got: Sequence[float] | Vector, want: Sequence[float | None], precision: str = "float64",
+) -> bool:
     """Whether scores lie within the bound above of an oracle's; None is NaN, an unscored token."""
     a, b = np.asarray(got, dtype=np.float64), np.array([np.nan if x is None else x for x in want], dtype=np.float64)
     scale = np.abs(b[np.isfinite(b)]).max(initial=0.0)
     with np.errstate(invalid="ignore"):
-        near = np.abs(a - b) <= SCORE_UNITS * UNIT_ROUNDOFF["float64"] * scale
+        near = np.abs(a - b) <= SCORE_UNITS * UNIT_ROUNDOFF[precision] * scale
     return a.shape == b.shape and bool((near | (a == b) | (np.isnan(a) & np.isnan(b))).all())
 
 
@@ -295,6 +299,29 @@ def normalised_radius(M_bar: Sequence[float], epsilon: float) -> float:
     ell = [math.log1p(x) for x in M_bar]
     u = UNIT_ROUNDOFF["float64"]
     return 64 * u * max(ell) / (max(ell) - min(ell) + epsilon) + 8 * u
+
+
+def received_radius(weights: np.ndarray[Any, Any], error: Vector, precision: str) -> Vector:
+    """Radius by key of a sum of weights (rows, n), whose rows err by `error` (rows,): theirs, and gamma of the sum.
+
+    A power of 2 below the normal numbers may be 0.
+    """
+    terms = len(weights) + 8
+    rounding = gamma(terms, precision) + gamma(terms, "float64")
+    radius: Vector = np.einsum("rn,r->n", weights, error + rounding * (1 + error)) + terms * SMALLEST[precision]
+    return radius
+
+
+def expected_error(mass: float, m: int, d: int, keys: int, precision: str) -> float:
+    """Bound on the relative error of an expected weight, from the largest mass of a logit's terms.
+
+    Every term goes through sums of m queries, four of d channels (two rotations, the form), the angles' 16 u, and
+    scalings; the softmax then as in `attention_error`, and the value's norm and the group's mean add 4 d.
+    """
+    error = 0.0
+    for p in (precision, "float64"):
+        error += math.expm1(4 * gamma(m + 4 * d + 64, p) * mass) + gamma(keys + 4 * d + 64, p)
+    return error
 
 
 def nestedkv_radius(head: Sequence[Sequence[float]], p: NestedKVParameters, precision: str) -> float:

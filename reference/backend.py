@@ -18,11 +18,14 @@ from reference.crystalcache.tiers import dissolve_in_tiers
 from reference.crystalcache.trunks import trunk_offsets
 from reference.diversity import diverse
 from reference.nestedkv import anomaly_score
-from spec.arrays import BoolVector, IntVector, Matrix, Vector
+from reference.policies.attention import received_attention
+from reference.policies.expected_attention import expected_weights
+from reference.policies.selectors import best_tokens
+from spec.arrays import BoolMatrix, BoolVector, IntVector, Matrix, Vector
 from spec.backend import Backend
 from spec.decode import LiveTrunks, TrunkWeights
 from spec.parameters import CrystalCacheParameters, NestedKVParameters
-from spec.policy import DeviceArray
+from spec.policy import DeviceArray, Selection
 from spec.records import CoAttention, Dissolution, TrunkGraph, Trunks
 from spec.validate import check_attention_inputs, check_keys, check_lse
 
@@ -132,7 +135,25 @@ class _NestedKVStages:
         return anomaly_score(k, parameters)
 
 
+class _PolicyStages:
+    """Parts of the published policies, by their definitions."""
+
+    def received_attention(
+        self, q: DeviceArray, k: DeviceArray, scaling: float, softcap: float | None, /,
+    ) -> Matrix:
+        return received_attention(q, k, scaling, softcap)
+
+    def expected_attention(
+        self, q: DeviceArray, k: DeviceArray, v: DeviceArray, at: IntVector, ahead: IntVector, inv_freq: Vector,
+        factor: float, scaling: float, /,
+    ) -> Matrix:
+        return expected_weights(q, k, v, at, ahead, inv_freq, factor, scaling)
+
+    def best_tokens(self, values: Matrix, shares: IntVector, pinned: BoolMatrix, /) -> Selection:
+        return best_tokens(values, shares, pinned)
+
+
 BACKEND = Backend(
     "numpy", crystal=_CrystalStages(), breath=_BreathStages(), diversity=_DiversityStages(),
-    nestedkv=_NestedKVStages(),
+    nestedkv=_NestedKVStages(), policies=_PolicyStages(),
 )

@@ -9,8 +9,8 @@ import numpy as np
 from jaxtyping import Bool, Float, Float64, Int64
 
 __all__ = [
-    "Bool", "BoolVector", "Cube", "Float", "Float64", "Int64", "IntCube", "IntMatrix", "IntVector", "Matrix", "RawCube",
-    "Vector",
+    "Bool", "BoolMatrix", "BoolVector", "Cube", "Float", "Float64", "Int64", "IntCube", "IntMatrix", "IntVector",
+    "Matrix", "RawCube", "Vector",
 ]
 
 if TYPE_CHECKING:
@@ -22,5 +22,6 @@ if TYPE_CHECKING:
     IntMatrix: TypeAlias = np.ndarray[tuple[int, int], np.dtype[np.int64]]
     IntCube: TypeAlias = np.ndarray[tuple[int, int, int], np.dtype[np.int64]]
     BoolVector: TypeAlias = np.ndarray[tuple[int], np.dtype[np.bool_]]
+    BoolMatrix: TypeAlias = np.ndarray[tuple[int, int], np.dtype[np.bool_]]
 else:
-    Vector = Matrix = Cube = RawCube = IntVector = IntMatrix = IntCube = BoolVector = np.ndarray
+    Vector = Matrix = Cube = RawCube = IntVector = IntMatrix = IntCube = BoolVector = BoolMatrix = np.ndarray

@@ -6,16 +6,16 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Protocol, runtime_checkable
 
-from spec.arrays import BoolVector, IntVector, Matrix, Vector
+from spec.arrays import BoolMatrix, BoolVector, IntVector, Matrix, Vector
 from spec.decode import LiveTrunks, TrunkWeights
 from spec.errors import BackendUnavailable, SpecError
 from spec.parameters import CrystalCacheParameters, NestedKVParameters
-from spec.policy import DeviceArray
+from spec.policy import DeviceArray, Selection
 from spec.records import CoAttention, Dissolution, TrunkGraph, Trunks
 
 __all__ = [
     "BUILT_IN", "ENTRY_POINTS", "Backend", "BreathStages", "CrystalStages", "DiversityStages", "NestedKVStages",
-    "resolve",
+    "PolicyStages", "resolve",
 ]
 
 BUILT_IN = {
@@ -24,7 +24,7 @@ BUILT_IN = {
     "triton": "accelerated.triton_gpu.backend:BACKEND",
 }
 ENTRY_POINTS = "kvspec.backends"
-FAMILIES = ("crystal", "breath", "diversity", "nestedkv")
+FAMILIES = ("crystal", "breath", "diversity", "nestedkv", "policies")
 
 
 @runtime_checkable
@@ -155,6 +155,38 @@ class NestedKVStages(Protocol):
         ...
 
 
+@runtime_checkable
+class PolicyStages(Protocol):
+    """Parts of the published policies that take time. Arrays in, arrays out; nothing is changed in place."""
+
+    def received_attention(
+        self, q: DeviceArray, k: DeviceArray, scaling: float, softcap: float | None, /,
+    ) -> Matrix:
+        """The attention that each key receives, (H_kv, n), summed over the queries and the heads of its group.
+
+        q (H, m, d) are the last m of the tokens whose keys are k (H_kv, n, d); each sees the keys up to its own.
+        """
+        ...
+
+    def expected_attention(
+        self, q: DeviceArray, k: DeviceArray, v: DeviceArray, at: IntVector, ahead: IntVector, inv_freq: Vector,
+        factor: float, scaling: float, /,
+    ) -> Matrix:
+        """The expected weight on each key times its value's norm, (H_kv, n), averaged over the heads of a group.
+
+        q (H, m, d) were rotated at positions `at` (m,), in pairs of halves by `inv_freq` (d / 2,) and `factor`; queries
+        to come are rotated as on average at `ahead`. k and v are (H_kv, n, d).
+        """
+        ...
+
+    def best_tokens(self, values: Matrix, shares: IntVector, pinned: BoolMatrix, /) -> Selection:
+        """Of each row of `values` (g, n) its `pinned` tokens, then the best others, up to `shares` (g,) in all.
+
+        The lower index first on a tie; NaN is below every score. Pinned tokens stay where they alone exceed the share.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class Backend:
     """An engine and the stage families that it has."""
@@ -164,6 +196,7 @@ class Backend:
     breath: BreathStages | None = None
     diversity: DiversityStages | None = None
     nestedkv: NestedKVStages | None = None
+    policies: PolicyStages | None = None
     takes: Callable[[DeviceArray], bool] | None = None
     """Whether its device stages read this tensor where it is; None means that they read NumPy arrays only."""
 
@@ -206,6 +239,16 @@ class Backend:
         if self.nestedkv is None:
             raise self._lacks("nestedkv")
         return self.nestedkv
+
+    def require_policies(self) -> PolicyStages:
+        """The stages of the published policies.
+
+        Raises:
+            BackendUnavailable: as `require_crystal`.
+        """
+        if self.policies is None:
+            raise self._lacks("policies")
+        return self.policies
 
     def _lacks(self, family: str) -> BackendUnavailable:
         has = [name for name in FAMILIES if getattr(self, name) is not None]

@@ -39,8 +39,7 @@ class Retention:
         _check_offsets(self.offsets, len(self.positions))
         if self.granularity is Granularity.MODEL and self.groups != 1:
             raise SpecError("offsets", self.offsets, "the granularity 'model' has exactly one group")
-        for group in range(self.groups):
-            _check_kept(self.group(group), self.seen)
+        _check_kept(self.positions, self.offsets, self.seen)
 
     @classmethod
     def shared(cls, kept: Int64[IntVector, " kept"], seen: int) -> "Retention":
@@ -61,6 +60,19 @@ def _check_offsets(offsets: Int64[IntVector, " groups_and_one"], total: int) -> 
         raise SpecError("offsets", offsets, f"must rise from 0 to the {total} positions")
 
 
-def _check_kept(kept: Int64[IntVector, " kept"], seen: int) -> None:
-    if len(kept) and (kept[0] < 0 or kept[-1] >= seen or (np.diff(kept) <= 0).any()):
+def _check_kept(
+    positions: Int64[IntVector, " kept"], offsets: Int64[IntVector, " groups_and_one"], seen: int,
+) -> None:
+    # All groups at once: a cache that decides in its steps has one for each layer and head in every step.
+    falls = np.concatenate([[False], positions[1:] <= positions[:-1], [False]])
+    falls[offsets] = False
+    first, end = offsets[:-1], offsets[1:]
+    ends = positions[np.concatenate([first[first < end], end[first < end] - 1])]
+    if falls.any() or (ends < 0).any() or (ends >= seen).any():
+        groups = (positions[low:high] for low, high in zip(first, end, strict=True))
+        kept = next(kept for kept in groups if _wrong(kept, seen))
         raise SpecError("positions", kept, f"must rise strictly inside range({seen})")
+
+
+def _wrong(kept: Int64[IntVector, " kept"], seen: int) -> bool:
+    return len(kept) > 0 and bool(kept[0] < 0 or kept[-1] >= seen or (np.diff(kept) <= 0).any())

@@ -4,12 +4,14 @@ import numpy as np
 
 from accelerated.numba_cpu.activation import active_trunks, inverse_key_norms
 from accelerated.numba_cpu.adaptive import adapted
+from accelerated.numba_cpu.attention import received_attention
 from accelerated.numba_cpu.breath import decay
 from accelerated.numba_cpu.coattention import coattention
 from accelerated.numba_cpu.coverage import backfill, coverage_reserve
 from accelerated.numba_cpu.crystallization import crystallization
 from accelerated.numba_cpu.dissolution import dissolve
 from accelerated.numba_cpu.diversity import diverse
+from accelerated.numba_cpu.expected_attention import expected_attention
 from accelerated.numba_cpu.graph import trunk_graph
 from accelerated.numba_cpu.hebbian import hebbian
 from accelerated.numba_cpu.impact import impact, impact_of_counts, trunk_impact, unit_trunk_impact
@@ -17,13 +19,14 @@ from accelerated.numba_cpu.nestedkv import anomaly_score
 from accelerated.numba_cpu.resonance import resonance
 from accelerated.numba_cpu.score import score
 from accelerated.numba_cpu.segments import segment_crystallization, segment_graph
+from accelerated.numba_cpu.selectors import best_tokens
 from accelerated.numba_cpu.tiers import dissolve_in_tiers
 from accelerated.numba_cpu.trunks import trunk_offsets
-from spec.arrays import BoolVector, IntVector, Matrix, Vector
+from spec.arrays import BoolMatrix, BoolVector, IntVector, Matrix, Vector
 from spec.backend import Backend
 from spec.decode import LiveTrunks, TrunkWeights
 from spec.parameters import CrystalCacheParameters, NestedKVParameters
-from spec.policy import DeviceArray
+from spec.policy import DeviceArray, Selection
 from spec.records import CoAttention, Dissolution, TrunkGraph, Trunks
 from spec.validate import check_attention_inputs, check_diversity, check_keys, check_lse
 
@@ -138,7 +141,25 @@ class _NestedKVStages:
         return anomaly_score(k, parameters)
 
 
+class _PolicyStages:
+    """Parts of the published policies, each as its module says."""
+
+    def received_attention(
+        self, q: DeviceArray, k: DeviceArray, scaling: float, softcap: float | None, /,
+    ) -> Matrix:
+        return received_attention(q, k, scaling, softcap)
+
+    def expected_attention(
+        self, q: DeviceArray, k: DeviceArray, v: DeviceArray, at: IntVector, ahead: IntVector, inv_freq: Vector,
+        factor: float, scaling: float, /,
+    ) -> Matrix:
+        return expected_attention(q, k, v, at, ahead, inv_freq, factor, scaling)
+
+    def best_tokens(self, values: Matrix, shares: IntVector, pinned: BoolMatrix, /) -> Selection:
+        return best_tokens(values, shares, pinned)
+
+
 BACKEND = Backend(
     "numba", crystal=_CrystalStages(), breath=_BreathStages(), diversity=_DiversityStages(),
-    nestedkv=_NestedKVStages(),
+    nestedkv=_NestedKVStages(), policies=_PolicyStages(),
 )

@@ -29,7 +29,7 @@ try:
 except ModuleNotFoundError:  # S2 to S6 need it not, and the Triton backend takes them from this package
     ThreadpoolController = None
 
-__all__ = ["coattention"]
+__all__ = ["BLAS", "coattention", "plain"]
 
 Floats = NDArray[np.float32]
 f32 = np.float32
@@ -43,7 +43,7 @@ SLACK = 1.0 - 1e-5  # rounding of the bound: 32 float32 terms and exp2, below 1e
 BLAS = ThreadpoolController and ThreadpoolController()
 
 
-def _plain(x: NDArray[np.floating]) -> Floats:
+def plain(x: NDArray[np.floating]) -> Floats:
     """Rows (keys, d) as BLAS takes them: a view where they are float32 with adjoining channels, else a copy."""
     fits = x.dtype == f32 and x.strides[1] == x.itemsize and x.strides[0] >= x.shape[1] * x.itemsize
     return x if fits else np.ascontiguousarray(x, dtype=f32)
@@ -73,7 +73,7 @@ class _Logits:
     def tile(self, queries: Floats, head: int, keys: slice, scratch: Floats) -> Floats:
         """(G x rows, keys), in `scratch`."""
         S = _matrix(scratch, len(queries), keys.stop - keys.start)
-        np.matmul(queries, _plain(self.k[head, keys]).T, out=S)
+        np.matmul(queries, plain(self.k[head, keys]).T, out=S)
         if self.softcap:
             np.tanh(S, out=S)
             S *= f32(self.softcap * LOG2_E)

@@ -8,6 +8,7 @@ from accelerated.numba_cpu.adaptive import adapted
 from accelerated.numba_cpu.backend import BACKEND as NUMBA
 from accelerated.numba_cpu.impact import unit_trunk_impact
 from accelerated.triton_gpu.activation import inverse_key_norms
+from accelerated.triton_gpu.attention import expected_attention, received_attention
 from accelerated.triton_gpu.coattention import coattention
 from accelerated.triton_gpu.crystallization import crystallization
 from accelerated.triton_gpu.device import require_device, takes
@@ -17,10 +18,10 @@ from accelerated.triton_gpu.impact import impact, trunk_impact
 from accelerated.triton_gpu.nestedkv import anomaly_score
 from accelerated.triton_gpu.score import score
 from accelerated.triton_gpu.trunks import trunk_offsets
-from spec.arrays import BoolVector, IntVector, Matrix, Vector
+from spec.arrays import BoolMatrix, BoolVector, IntVector, Matrix, Vector
 from spec.backend import Backend
 from spec.parameters import CrystalCacheParameters, NestedKVParameters
-from spec.policy import DeviceArray
+from spec.policy import DeviceArray, Selection
 from spec.records import CoAttention, Dissolution, TrunkGraph, Trunks
 
 __all__ = ["BACKEND", "ON_DEVICE"]
@@ -120,11 +121,29 @@ class _NestedKVOnDevice:
         return anomaly_score(k, parameters)
 
 
+class _PoliciesOnDevice:
+    """What policies ask of attention, where keys lie; the choice of tokens is on the host, as scores are."""
+
+    def received_attention(
+        self, q: DeviceArray, k: DeviceArray, scaling: float, softcap: float | None, /,
+    ) -> Matrix:
+        return received_attention(q, k, scaling, softcap)
+
+    def expected_attention(
+        self, q: DeviceArray, k: DeviceArray, v: DeviceArray, at: IntVector, ahead: IntVector, inv_freq: Vector,
+        factor: float, scaling: float, /,
+    ) -> Matrix:
+        return expected_attention(q, k, v, at, ahead, inv_freq, factor, scaling)
+
+    def best_tokens(self, values: Matrix, shares: IntVector, pinned: BoolMatrix, /) -> Selection:
+        return NUMBA.require_policies().best_tokens(values, shares, pinned)
+
+
 # Set-conditioned selection is on the host: each pick depends on all before it, so that a device would wait for a launch
 # and a reduction over all tokens k times, where lazy greedy looks at a few tokens a pick. What it reads is the
 # signatures, one vector a token for the whole cache, and scorers give their scores on the host anyway.
 BACKEND = Backend(
     "triton", crystal=_HostAfterAttention(), breath=_BreathOnHost(), diversity=NUMBA.require_diversity(),
-    nestedkv=_NestedKVOnDevice(), takes=takes,
+    nestedkv=_NestedKVOnDevice(), policies=_PoliciesOnDevice(), takes=takes,
 )
 ON_DEVICE = replace(BACKEND, name="triton-on-device", crystal=_OnDevice())

@@ -40,18 +40,18 @@ NO_STAGE = {
     "CC-RENEWAL": "one line of a breath, on the host; the breath's stages get its result",
     "CC-PREFILL": "the pipeline that composes a backend's stages",
     **dict.fromkeys(
-        ("PO-OBSERVED-ATTENTION", "PO-POOL", "PO-H2O", "PO-H2O-DESCRIBED", "PO-SNAPKV", "PO-CHUNKKV",
-         "PO-CHUNKKV-DESCRIBED", "PO-TOVA", "PO-KEYDIFF", "PO-KNORM", "PO-EXPECTED-ATTENTION", "PO-ADAKV", "PO-RKV",
+        ("PO-POOL", "PO-SNAPKV", "PO-CHUNKKV", "PO-CHUNKKV-DESCRIBED", "PO-KEYDIFF", "PO-KNORM", "PO-ADAKV", "PO-RKV",
          "PO-CAOTE", "PO-DEFENSIVEKV", "PO-EPICACHE"),
-        "a scorer in matrix products, which NumPy's BLAS does; no backend has a family of scorers",
+        "a scorer in a few matrix products once a prompt, which NumPy's BLAS does; no stage computes it",
     ),
     **dict.fromkeys(
-        ("PO-TOP-UNITS", "PO-FILL-UNITS", "PO-WHOLE-SHARES", "PO-PYRAMID-BUDGET", "PO-ADAPTIVE-BUDGET",
+        ("PO-FILL-UNITS", "PO-WHOLE-SHARES", "PO-PYRAMID-BUDGET", "PO-ADAPTIVE-BUDGET",
          "PO-COMPETITION-BUDGET"),
         "counts and sorts of scores on the host, the same for every backend",
     ),
     **dict.fromkeys(
-        ("PO-RETAIN", "PO-STEP", "PO-TURN", "PO-READ", "PO-STREAMINGLLM", "PO-PYRAMIDKV", "PO-PYRAMIDKV-DESCRIBED"),
+        ("PO-RETAIN", "PO-STEP", "PO-TURN", "PO-READ", "PO-STREAMINGLLM", "PO-PYRAMIDKV", "PO-PYRAMIDKV-DESCRIBED",
+         "PO-H2O", "PO-H2O-DESCRIBED", "PO-TOVA"),
         "a composition of parts; no stage computes it",
     ),
     **dict.fromkeys(
@@ -61,7 +61,7 @@ NO_STAGE = {
     "NK-TOKENS": "one exact number on the host",
     **dict.fromkeys(
         ("DV-SIGNATURE", "DV-VARIANT-B", "TA-STATISTICS", "TA-SCORE", "TA-RANKING"),
-        "means and matrix products, which NumPy does at the speed of memory; no backend has a family of scorers",
+        "means and matrix products, which NumPy does at the speed of memory; no stage computes it",
     ),
     **dict.fromkeys(
         ("DV-POLICY", "DV-SCHEDULE", "TA-POLICY", "TA-CALIBRATION"), "a composition of parts; no stage computes it",
@@ -110,6 +110,8 @@ ON_HOST = {
     "CC-SEGMENT-D",
     # Each pick depends on all before it; see accelerated/triton_gpu/backend.py.
     "DV-COSINE", "DV-GREEDY",
+    # Sets of a few thousand scores, which scorers give on the host.
+    "PO-TOP-UNITS",
 }
 DEVICES = ("accelerated/triton_gpu",)
 

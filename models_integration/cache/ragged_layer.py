@@ -42,6 +42,11 @@ class HeadLayout:
         """Slots in use, for each row and KV head."""
         return [len(positions) + self.grown for positions in self.kept]
 
+    @property
+    def room(self) -> int:
+        """Slots to spare behind each head, where a layout is made anew."""
+        return sum(self.lengths) // (_SPARE * len(self.kept))
+
     @cached_property
     def starts(self) -> list[int]:
         """The first slot of each row and KV head."""
@@ -162,7 +167,7 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
         assert self.keys is not None
         assert self.values is not None
         if layout.spare < q or self.keys.is_inference() != torch.is_inference_mode_enabled():
-            roomy = replace(layout, spare=max(q, sum(layout.lengths) // (_SPARE * len(layout.kept))))
+            roomy = replace(layout, spare=max(q, layout.room))
             self.keys, self.values = _moved(self.keys, layout, roomy), _moved(self.values, layout, roomy)
             layout = roomy
         ends = torch.tensor(layout.starts) + torch.tensor(layout.lengths)
@@ -197,11 +202,18 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
         Raises:
             SpecError: at once, when one of these is not stored.
         """
-        chosen, layout = _in_a_row(kept), self.layout
-        slots = torch.cat([
-            start + slots_of(self.head_positions(*divmod(segment, self.heads)), positions)
-            for segment, (start, positions) in enumerate(zip(layout.starts, chosen, strict=True))
-        ])
+        chosen, layout, heads = _in_a_row(kept), self.layout, self.heads
+        later = self.rows.seen_at_compaction[:, None] + torch.arange(layout.grown)
+        own = [
+            start + slots_of(torch.cat([before, later[segment // heads]]), positions)
+            for segment, (start, before, positions) in enumerate(zip(layout.starts, layout.kept, chosen, strict=True))
+        ]
+        after = HeadLayout(chosen)
+        if all(map(len, own)):
+            # The next token need not move all of them again; until then a spare slot holds what its head keeps.
+            after = replace(after, spare=after.room)
+            own = [part for slots in own for part in (slots, slots[-1:].expand(after.spare))]
+        slots = torch.cat(own)
 
         def keep() -> RaggedLayer:
             assert self.keys is not None
@@ -209,7 +221,7 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
             gathered = slots.to(self.keys.device)
             self.keys, self.values = self.keys.index_select(0, gathered), self.values.index_select(0, gathered)
             self.rows = _shared_by_heads(self.rows.tokens(layout.grown), self.rows.holes)
-            self.layout = HeadLayout(chosen)
+            self.layout = after
             return self
 
         return keep

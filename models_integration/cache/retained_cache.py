@@ -316,7 +316,8 @@ def _followed(layer: DenseLayer, plan: Plan) -> DenseLayer:
 
 def _by_layer(retention: Retention, full: Sequence[int], heads: int) -> dict[int, list[Tensor]]:
     """The kept positions of each full-attention layer, by its index, and KV head."""
-    sets = [torch.tensor(retention.group(group), dtype=torch.int64) for group in range(retention.groups)]
+    positions = torch.tensor(retention.positions, dtype=torch.int64)
+    sets = list(positions.tensor_split(torch.from_numpy(retention.offsets[1:-1])))
     if retention.granularity is not Granularity.HEAD:
         sets = [positions for positions in sets for _ in range(heads * (1 if retention.groups > 1 else len(full)))]
     if len(sets) != heads * len(full):

@@ -219,6 +219,7 @@ class Published(RetentionPolicy):
             classes, or by `policy_from_name`.
         budget: a float or text with "." or "%" is a fraction of the prompt in (0, 1]; an int is tokens.
         constants: the policy's own, by the names that reference.policies gives them: `Published("snapkv", 0.25, W=16)`.
+            `backend`, of those that take one, is "auto" where it is left out, as CrystalCache's.
 
     Raises:
         SpecError: for an unknown name or constant, a file that is no calibration, or a value that the specification
@@ -239,6 +240,8 @@ class Published(RetentionPolicy):
         if "calibration" in constants_of(name):
             constants["calibration"] = _calibration(constants.get("calibration"))
         check_penalty(constants.get("diversity", 0.0), "diversity")
+        if "backend" in constants_of(name) and constants.get("backend", "auto") == "auto":
+            constants["backend"] = _fastest().name
         if not names.constants_of_model(name):
             names.make_policy(name, constants)
         for field, given in (("name", name), ("budget", parse_budget(budget)), ("constants", constants)):

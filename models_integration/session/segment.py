@@ -224,10 +224,15 @@ class ObservedSegment:
 def keys_of(layer: RetainedLayer, row: int, heads: slice) -> tuple[Tensor, Tensor]:
     """Keys and values (heads, stored, d) of KV heads of one row that store as many tokens: views, where they can be."""
     if isinstance(layer, RaggedLayer):
+        rectangle = layer.rectangle()
+        if rectangle is not None:
+            return rectangle[0][row, heads], rectangle[1][row, heads]
         own = layer.segments()[row * layer.heads : (row + 1) * layer.heads][heads]
         return torch.cat([keys[0] for keys, _ in own]), torch.cat([values[0] for _, values in own])
     assert layer.keys is not None
     assert layer.values is not None
+    if bool((layer.rows.kept != EMPTY).all()):
+        return layer.keys[row, heads], layer.values[row, heads]
     stored = layer.stored_positions()
     is_stored = stored[row if len(stored) > 1 else 0] != EMPTY
     return shown_columns(layer.keys[row, heads], is_stored), shown_columns(layer.values[row, heads], is_stored)

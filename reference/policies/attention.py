@@ -8,7 +8,7 @@ from spec.policy import DeviceArray, LayerView
 
 __all__ = [
     "accumulated_attention", "average_pool", "group_maximum", "group_mean", "group_sum", "max_pool",
-    "observed_attention", "softmax", "wide",
+    "observed_attention", "received_attention", "softmax", "wide",
 ]
 
 _ROWS = 256  # queries at a time, so that no (H, n, n) array is made
@@ -52,6 +52,16 @@ def accumulated_attention(view: LayerView) -> Float64[Matrix, "H n"]:
         A = attention(rows, k[:, visible], asked, positions[visible], view.scaling, view.softcap)
         total[:, visible] += A.sum(axis=1)
     return total
+
+
+def received_attention(
+    q: DeviceArray, k: DeviceArray, scaling: float, softcap: float | None,
+) -> Float64[Matrix, "H_kv n"]:
+    """The same per KV head, summed over its query heads: the stage `received_attention`.
+
+    Implements: PO-OBSERVED-ATTENTION
+    """
+    return group_sum(accumulated_attention(LayerView(q, k, None, scaling, softcap)), len(k))
 
 
 def softmax(x: Float64[Matrix, "rows n"]) -> Float64[Matrix, "rows n"]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from reference.diversity import Signature, signatures, toward_mean
 from reference.policies.budgets import largest_remainder
-from reference.policies.selectors import top_units
+from reference.policies.selectors import top_tokens, top_units
 from spec.arrays import BoolVector, Cube, Float64, Int64, IntMatrix, IntVector
 from spec.backend import Backend, DiversityStages, resolve
 from spec.errors import SpecError
@@ -184,7 +184,7 @@ def toward_mean_values(host: Policy, lam: float = 0.5, mode: str = "flat") -> Po
 
 
 def _signed(host: Policy, mode: str, name: str, selector: Selector) -> Policy:
-    if host.selector is not top_units:
+    if getattr(host.selector, "func", host.selector) not in (top_units, top_tokens):
         raise SpecError("host", host.name, "must keep single tokens, by their scores alone")
     if host.granularity not in GRANULARITIES.get(mode, ()):
         raise SpecError("mode", mode, f"no signature for a kept set per {host.granularity.value}")

@@ -1,6 +1,8 @@
 """Expected Attention: what queries of the future, if they are Gaussian, would attend to."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -9,13 +11,14 @@ from reference.policies.budgets import even
 from reference.policies.protections import SinkAndRecent
 from reference.policies.rotary import mean_rotation, tables, turned_back
 from reference.policies.scorers import stacked
-from reference.policies.selectors import top_units
-from spec.arrays import BoolVector, Cube, Float64, Matrix, Vector
+from reference.policies.selectors import top_tokens
+from spec.arrays import BoolVector, Cube, Float64, Int64, IntVector, Matrix, Vector
+from spec.backend import Backend, resolve
 from spec.errors import SpecError
-from spec.policy import LayerView, Needs, Observation, Policy, Scores
+from spec.policy import DeviceArray, LayerView, Needs, Observation, Policy, Scores
 from spec.retention import Granularity
 
-__all__ = ["ExpectedAttention", "expected_attention", "expected_logits", "query_statistics"]
+__all__ = ["ExpectedAttention", "expected_attention", "expected_logits", "expected_weights", "query_statistics"]
 
 
 def query_statistics(q: Float64[Cube, "H m d"]) -> tuple[Float64[Matrix, "H d"], Float64[Cube, "H d d"]]:
@@ -46,6 +49,33 @@ def expected_logits(
     return logits
 
 
+def expected_weights(
+    q: DeviceArray, k: DeviceArray, v: DeviceArray, at: Int64[IntVector, " m"], ahead: Int64[IntVector, " N_future"],
+    inv_freq: Float64[Vector, " half"], factor: float, scaling: float,
+) -> Float64[Matrix, "H_kv n"]:
+    """The stage `expected_attention`: the softmax over the keys, averaged over the group, times the value's norm.
+
+    Query heads one after the other: what a head needs then stays in the processor's cache.
+
+    Implements: PO-EXPECTED-ATTENTION
+    """
+    turns, R = tables(at, inv_freq), mean_rotation(ahead, inv_freq, factor)
+    found, group, values = [], len(q) // len(k), wide(v)
+    for head in range(len(q)):
+        back = turned_back(wide(q[head : head + 1]), *turns) / factor
+        mean, covariance = query_statistics(back)
+        keys = wide(k[head // group : head // group + 1])
+        found.append(expected_logits(mean @ R.T, R @ covariance @ R.T, keys, scaling))
+    weights = group_mean(softmax(np.concatenate(found)), len(k))
+    weighted: Matrix = weights * np.sqrt(np.einsum("hnd,hnd->hn", values, values))
+    return weighted
+
+
+Weigh = Callable[
+    [DeviceArray, DeviceArray, DeviceArray, IntVector, IntVector, Vector, float, float], Matrix,
+]
+
+
 @dataclass(frozen=True)
 class ExpectedAttention:
     """Needs the model's own rotary frequencies, to take the rotation off the queries and to look ahead."""
@@ -56,6 +86,7 @@ class ExpectedAttention:
     N_future: int
     needs: Needs = Needs("all", None, values=True)
     separable: bool = True
+    weigh: Weigh = expected_weights
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
         return stacked(observation, [self.score(view, observation.seen) for view in observation.layers.values()])
@@ -73,27 +104,17 @@ class ExpectedAttention:
         scores = np.full((H_kv, n), np.nan)
         if n <= self.N_sink:
             return scores
-        z = np.concatenate(self._logits(view, seen))
-        v = wide(view.v)[:, self.N_sink :]
-        scores[:, self.N_sink :] = group_mean(softmax(z), H_kv) * np.sqrt(np.einsum("hnd,hnd->hn", v, v))
-        return scores
-
-    def _logits(self, view: LayerView, seen: int) -> list[Float64[Matrix, "one n"]]:
-        """Each query head's, one after the other: what a head needs then stays in the processor's cache."""
         at = np.arange(max(seen - view.q.shape[1], self.N_sink), seen)
-        turns = tables(at, self.inv_freq)
-        R = mean_rotation(np.arange(seen, seen + self.N_future), self.inv_freq, self.factor)
-        found, group = [], len(view.q) // len(view.k)
-        for head in range(len(view.q)):
-            q = turned_back(wide(view.q[head : head + 1, view.q.shape[1] - len(at) :]), *turns) / self.factor
-            k = wide(view.k[head // group : head // group + 1, self.N_sink :])
-            mean, covariance = query_statistics(q)
-            found.append(expected_logits(mean @ R.T, R @ covariance @ R.T, k, view.scaling))
-        return found
+        scores[:, self.N_sink :] = self.weigh(
+            view.q[:, view.q.shape[1] - len(at) :], view.k[:, self.N_sink :], view.v[:, self.N_sink :], at,
+            np.arange(seen, seen + self.N_future), self.inv_freq, self.factor, view.scaling,
+        )
+        return scores
 
 
 def expected_attention(
     inv_freq: Float64[Vector, " half"], factor: float = 1.0, N_sink: int = 4, N_future: int = 512,
+    backend: str | Backend = "numpy",
 ) -> Policy:
     """The first N_sink tokens, and per KV head the best others.
 
@@ -107,14 +128,21 @@ def expected_attention(
         N_future: positions after the prompt that the rotation is averaged over.
 
     Raises:
-        SpecError: for N_sink below 0, or N_future or factor that is not positive.
+        SpecError: for N_sink below 0, N_future or factor that is not positive, or an unknown backend.
+        BackendUnavailable: when the backend cannot run here, or has no stages of policies.
     """
     for name, value, least in (("N_sink", N_sink, 0), ("N_future", N_future, 1)):
         if value < least:
             raise SpecError(name, value, f"must be at least {least}")
     if not factor > 0:
         raise SpecError("factor", factor, "must be positive")
+    engine = resolve(backend)
+    stages = engine.require_policies()
+    scorer = ExpectedAttention(
+        inv_freq, factor, N_sink, N_future, Needs("all", None, values=True, takes=engine.takes),
+        weigh=stages.expected_attention,
+    )
     return Policy(
-        "expected-attention", ExpectedAttention(inv_freq, factor, N_sink, N_future), even, top_units,
-        SinkAndRecent(N_sink, 0), granularity=Granularity.HEAD, floor=N_sink,
+        "expected-attention", scorer, even, partial(top_tokens, choose=stages.best_tokens), SinkAndRecent(N_sink, 0),
+        granularity=Granularity.HEAD, floor=N_sink,
     )

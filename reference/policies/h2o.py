@@ -1,29 +1,31 @@
 """H2O: heavy hitters, the keys that have received most attention so far, and the newest half."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
-from reference.policies.attention import accumulated_attention, group_sum
+from reference.policies.attention import received_attention
 from reference.policies.budgets import even
 from reference.policies.protections import SinkAndRecent
-from reference.policies.scorers import LayerScorer, check_positive, stacked
-from reference.policies.selectors import recent_half, top_units
+from reference.policies.scorers import LayerScorer, Received, Score, check_positive, stacked
+from reference.policies.selectors import recent_half, top_tokens
 from spec.arrays import BoolVector, Float64, Int64, IntMatrix, Matrix
+from spec.backend import Backend, resolve
 from spec.policy import Cadence, LayerView, Needs, Observation, Policy, Scores
 from spec.retention import Granularity
 
 __all__ = ["HeavyHitters", "h2o", "h2o_described", "h2o_score"]
 
 
-def h2o_score(view: LayerView) -> Float64[Matrix, "H_kv n"]:
+def h2o_score(view: LayerView, received: Received = received_attention) -> Float64[Matrix, "H_kv n"]:
     """Attention on each key, summed over all queries and over the group.
 
     Implements: PO-H2O-DESCRIBED
 
     Source: H2O, Section 4; CrystalCache, Eq. 5.
     """
-    return group_sum(accumulated_attention(view), len(view.k))
+    return received(view.q, view.k, view.scaling, view.softcap)
 
 
 @dataclass(frozen=True)
@@ -31,9 +33,10 @@ class HeavyHitters:
     """The sums live with their tokens: a token that is evicted takes its sum along."""
 
     needs: Needs = Needs("all", None)
+    score: Score = h2o_score
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
-        scores = stacked(observation, [h2o_score(view) for view in observation.layers.values()])
+        scores = stacked(observation, [self.score(view) for view in observation.layers.values()])
         return Scores(scores.values, scores.offsets, carry=scores.values, heads=scores.heads)
 
     def step(self, records: object, observation: Observation, /) -> Scores:
@@ -41,9 +44,9 @@ class HeavyHitters:
 
         Implements: PO-H2O
         """
-        new = stacked(observation, [h2o_score(view) for view in observation.layers.values()])
-        old = np.asarray(records)
-        sums: Matrix = np.pad(old, ((0, 0), (0, new.values.shape[1] - old.shape[1]))) + new.values
+        new = stacked(observation, [self.score(view) for view in observation.layers.values()])
+        old, sums = np.asarray(records), new.values
+        sums[:, : old.shape[1]] += old
         return replace(new, values=sums, carry=sums)
 
     def keep(self, records: object, slots: Int64[IntMatrix, "g kept"], /) -> Float64[Matrix, "g kept"]:
@@ -51,27 +54,39 @@ class HeavyHitters:
         return kept
 
 
-def h2o() -> Policy:
+def h2o(backend: str | Backend = "numpy") -> Policy:
     """Half of B the newest tokens, half the heaviest, per KV head; decided anew in every decode step.
 
     This is the official repository's real-drop form; it also holds a simulation by masks that has one slot less, a
     one-pass form that sees future queries, and a FlexGen form. KVCache-Factory decides once, after the prompt.
     kvpress's ObservedAttention averages over the queries that see a key, and has no window. The group sum is chosen
     here: the paper's models have none.
+
+    Raises:
+        SpecError: when the backend is unknown.
+        BackendUnavailable: when the backend cannot run here, or has no stages of policies.
     """
-    return Policy(
-        "h2o", HeavyHitters(), even, recent_half, SinkAndRecent(0, 0), Cadence(every=1), Granularity.HEAD
+    engine = resolve(backend)
+    stages = engine.require_policies()
+    scorer = HeavyHitters(
+        Needs("all", None, takes=engine.takes), partial(h2o_score, received=stages.received_attention)
     )
+    selector = partial(recent_half, choose=stages.best_tokens)
+    return Policy("h2o", scorer, even, selector, SinkAndRecent(0, 0), Cadence(every=1), Granularity.HEAD)
 
 
-def h2o_described(W: int = 128) -> Policy:
+def h2o_described(W: int = 128, backend: str | Backend = "numpy") -> Policy:
     """As CrystalCache describes it (Eq. 5, heavy hitters and a recent window): once, W inside B; W is chosen here.
 
     Raises:
-        SpecError: for a window that is not positive.
+        SpecError: for a window that is not positive, or an unknown backend.
+        BackendUnavailable: as `h2o`.
     """
-    scorer = LayerScorer(Needs("all", None), h2o_score)
+    engine = resolve(backend)
+    stages = engine.require_policies()
+    score = partial(h2o_score, received=stages.received_attention)
     return Policy(
-        "h2o-described", scorer, even, top_units, SinkAndRecent(0, check_positive("W", W)),
+        "h2o-described", LayerScorer(Needs("all", None, takes=engine.takes), score), even,
+        partial(top_tokens, choose=stages.best_tokens), SinkAndRecent(0, check_positive("W", W)),
         granularity=Granularity.HEAD, floor=W,
     )

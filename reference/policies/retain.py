@@ -46,7 +46,8 @@ def tokens_of(policy: Policy, budget: Budget, seen: int) -> int:
 def chosen(policy: Policy, B: int, scores: Scores, protected: BoolVector) -> Selection:
     """The selection under a total of B tokens a group; a protected unit has no score."""
     pinned = touched_units(protected, scores.offsets)
-    scores = replace(scores, values=np.where(pinned, np.nan, scores.values))
+    if pinned.any():
+        scores = replace(scores, values=np.where(pinned, np.nan, scores.values))
     shares = policy.budgets(B * len(scores.values), scores)
     if (shares < protected.sum()).any():
         raise SpecError("budget", B, f"must hold the {int(protected.sum())} protected tokens of {policy.name}")

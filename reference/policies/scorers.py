@@ -7,11 +7,12 @@ import numpy as np
 
 from spec.arrays import BoolVector, Float64, Int64, IntMatrix, Matrix
 from spec.errors import SpecError
-from spec.policy import LayerView, Needs, Observation, Scores
+from spec.policy import DeviceArray, LayerView, Needs, Observation, Scores
 
-__all__ = ["LayerScorer", "Score", "check_odd", "check_positive", "stacked", "with_window"]
+__all__ = ["LayerScorer", "Received", "Score", "check_odd", "check_positive", "stacked", "with_window"]
 
 Score = Callable[[LayerView], Matrix]
+Received = Callable[[DeviceArray, DeviceArray, float, float | None], Matrix]
 
 
 @dataclass(frozen=True)

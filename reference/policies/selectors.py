@@ -1,17 +1,21 @@
 """Selectors: which positions a set of scores and budgets keeps."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
-from spec.arrays import Bool, BoolVector, Float64, Int64, IntVector, Vector
+from spec.arrays import Bool, BoolMatrix, BoolVector, Float64, Int64, IntVector, Matrix, Vector
 from spec.backend import CrystalStages
 from spec.errors import SpecError
 from spec.parameters import CrystalCacheParameters
 from spec.policy import Scores, Selection
 from spec.records import Trunks
 
-__all__ = ["Dissolve", "fill_units", "recent_half", "top_units", "touched_units"]
+__all__ = [
+    "Dissolve", "best_tokens", "fill_units", "recent_half", "top_tokens", "top_units", "touched_units",
+]
 
 
 def touched_units(
@@ -30,6 +34,27 @@ def top_units(scores: Scores, budgets: IntVector, protected: BoolVector, /) -> S
     pinned = touched_units(protected, scores.offsets)
     groups = [_fill(row, scores.offsets, int(B), pinned) for row, B in zip(scores.values, budgets, strict=True)]
     return _selection(groups)
+
+
+def best_tokens(
+    values: Float64[Matrix, "g n"], shares: Int64[IntVector, " g"], pinned: Bool[BoolMatrix, "g n"],
+) -> Selection:
+    """Units of one token, of which each group pins its own: the stage `best_tokens`.
+
+    Implements: PO-TOP-UNITS
+    """
+    offsets = np.arange(values.shape[1] + 1)
+    return _selection([_fill(row, offsets, int(B), own) for row, B, own in zip(values, shares, pinned, strict=True)])
+
+
+Choice: TypeAlias = Callable[[Matrix, IntVector, BoolMatrix], Selection]
+
+
+def top_tokens(
+    scores: Scores, budgets: IntVector, protected: BoolVector, /, choose: Choice = best_tokens,
+) -> Selection:
+    """`top_units` of tokens, by a backend's stage."""
+    return choose(scores.values, budgets, np.broadcast_to(protected, scores.values.shape))
 
 
 def fill_units(scores: Scores, budgets: IntVector, protected: BoolVector, /) -> Selection:
@@ -51,17 +76,15 @@ def fill_units(scores: Scores, budgets: IntVector, protected: BoolVector, /) -> 
     return _selection(groups)
 
 
-def recent_half(scores: Scores, budgets: IntVector, protected: BoolVector, /) -> Selection:
+def recent_half(
+    scores: Scores, budgets: IntVector, protected: BoolVector, /, choose: Choice = best_tokens,
+) -> Selection:
     """Per group of tokens: the newest half of the budget, rounded down, then the best others.
 
     Implements: PO-H2O
     """
     n = len(protected)
-    groups = [
-        _fill(row, scores.offsets, int(B), protected | (np.arange(n) >= n - int(B) // 2))
-        for row, B in zip(scores.values, budgets, strict=True)
-    ]
-    return _selection(groups)
+    return choose(scores.values, budgets, protected | (np.arange(n) >= n - budgets[:, None] // 2))
 
 
 def _selection(groups: list[Int64[IntVector, " _"]]) -> Selection:

@@ -1,34 +1,45 @@
 """TOVA: the last query decides, in every step, for all heads of a layer at once."""
 
-from reference.policies.attention import observed_attention
+from functools import partial
+
+from reference.policies.attention import received_attention
 from reference.policies.budgets import even
 from reference.policies.protections import SinkAndRecent
-from reference.policies.scorers import LayerScorer
-from reference.policies.selectors import top_units
+from reference.policies.scorers import LayerScorer, Received
+from reference.policies.selectors import top_tokens
 from spec.arrays import Float64, Matrix
+from spec.backend import Backend, resolve
 from spec.policy import Cadence, LayerView, Needs, Policy
 from spec.retention import Granularity
 
 __all__ = ["tova", "tova_score"]
 
 
-def tova_score(view: LayerView) -> Float64[Matrix, "one n"]:
+def tova_score(view: LayerView, received: Received = received_attention) -> Float64[Matrix, "one n"]:
     """The last query's attention on every key, its own included, averaged over all query heads.
 
     Implements: PO-TOVA
 
     Source: TOVA, Section 3.2.
     """
-    mean: Matrix = observed_attention(view, 1).mean(axis=0)
-    return mean
+    last = view.q[:, view.q.shape[1] - 1 :]
+    total: Matrix = received(last, view.k, view.scaling, view.softcap).sum(axis=0, keepdims=True)
+    return total / len(view.q)
 
 
-def tova() -> Policy:
+def tova(backend: str | Backend = "numpy") -> Policy:
     """Per layer the B best keys, in every step; no token is protected, and the newest may go.
 
     kvpress decides once, after the prompt, and never evicts the last token.
+
+    Raises:
+        SpecError: when the backend is unknown.
+        BackendUnavailable: when the backend cannot run here, or has no stages of policies.
     """
+    engine = resolve(backend)
+    stages = engine.require_policies()
+    score = partial(tova_score, received=stages.received_attention)
     return Policy(
-        "tova", LayerScorer(Needs("all", 1), tova_score), even, top_units, SinkAndRecent(0, 0), Cadence(every=1),
-        Granularity.LAYER,
+        "tova", LayerScorer(Needs("all", 1, takes=engine.takes), score), even,
+        partial(top_tokens, choose=stages.best_tokens), SinkAndRecent(0, 0), Cadence(every=1), Granularity.LAYER,
     )

@@ -17,7 +17,15 @@ from reference.policies import (
     streaming_llm,
 )
 from reference.policies.adakv import adakv_score
-from reference.policies.attention import average_pool, group_maximum, group_mean, max_pool, observed_attention, wide
+from reference.policies.attention import (
+    average_pool,
+    group_maximum,
+    group_mean,
+    max_pool,
+    observed_attention,
+    received_attention,
+    wide,
+)
 from reference.policies.budgets import Pyramid, even
 from reference.policies.caote import caote_error
 from reference.policies.chunkkv import chunk_offsets, chunk_scores
@@ -53,7 +61,7 @@ def no_sinks(N_sink: int = 4) -> Policy:
 @method_instead_of(HeavyHitters, "step", "PO-H2O")
 def only_the_last_query(scorer: Any, records: object, observation: Any) -> Scores:
     """A step forgets what earlier queries attended to."""
-    return HeavyHitters().step(np.zeros_like(np.asarray(records)), observation)
+    return HeavyHitters(scorer.needs, scorer.score).step(np.zeros_like(np.asarray(records)), observation)
 
 
 @method_instead_of(HeavyHitters, "keep", "PO-H2O")
@@ -63,15 +71,15 @@ def sums_stay_in_their_slots(scorer: Any, records: object, slots: Array) -> Any:
 
 
 @instead_of(recent_half, "PO-H2O")
-def heavy_hitters_alone(scores: Scores, budgets: Array, protected: Array) -> Selection:
+def heavy_hitters_alone(scores: Scores, budgets: Array, protected: Array, choose: Any = None) -> Selection:
     """No half is kept for the newest tokens."""
     return top_units(scores, budgets, protected)
 
 
 @instead_of(h2o_score, "PO-H2O-DESCRIBED")
-def mean_over_queries(view: Any) -> Any:
+def mean_over_queries(view: Any, received: Any = received_attention) -> Any:
     """Each key's sum is divided by the number of queries that see it."""
-    total = h2o_score(view)
+    total = h2o_score(view, received)
     return total / np.arange(total.shape[1], 0, -1)
 
 
@@ -161,15 +169,15 @@ def with_a_pinned_end(c: int = 10) -> Policy:
 
 
 @instead_of(tova_score, "PO-TOVA")
-def newest_is_safe(view: Any) -> Any:
+def newest_is_safe(view: Any, received: Any = received_attention) -> Any:
     """The last token cannot go."""
-    scores = tova_score(view)
+    scores = tova_score(view, received)
     scores[:, -1] = scores.max() + 1
     return scores
 
 
 @instead_of(tova_score, "PO-TOVA")
-def largest_head(view: Any) -> Any:
+def largest_head(view: Any, received: Any = received_attention) -> Any:
     """A key's score is that of its best head."""
     return observed_attention(view, 1).max(axis=0)
 

@@ -9,12 +9,19 @@ from typing import Any
 import numpy as np
 
 from conformance.assurance.saboteurs.registry import Array, instead_of, method_instead_of
-from reference.policies.attention import accumulated_attention, average_pool, max_pool, observed_attention
+from reference.policies.attention import (
+    accumulated_attention,
+    average_pool,
+    max_pool,
+    observed_attention,
+    received_attention,
+)
 from reference.policies.budgets import Adaptive, Competition, Pyramid, even, largest_remainder, pyramid_targets, winners
 from reference.policies.cadences import advance_turn, take_up
+from reference.policies.expected_attention import expected_weights
 from reference.policies.official import adakv_official, pyramidkv_official
 from reference.policies.retain import chosen, tokens_of
-from reference.policies.selectors import fill_units, top_units
+from reference.policies.selectors import best_tokens, fill_units, top_units
 from reference.policies.turns import retain_turn
 from spec.budget import Budget
 from spec.policy import Cadence, Scores, Selection
@@ -106,6 +113,49 @@ def mean_over_the_queries_that_see_a_key(view: Any) -> Array:
     """The sum is divided by the number of queries that see the key."""
     total = accumulated_attention(view)
     return total / np.arange(total.shape[1], 0, -1)
+
+
+@instead_of(received_attention, "PO-OBSERVED-ATTENTION")
+def the_mean_of_a_group(q: Array, k: Array, scaling: float, softcap: float | None) -> Array:
+    """A group's heads are averaged, not added."""
+    return received_attention(q, k, scaling, softcap) * len(k) / len(q)
+
+
+@instead_of(received_attention, "PO-OBSERVED-ATTENTION")
+def every_query_sees_all_keys(q: Array, k: Array, scaling: float, softcap: float | None) -> Array:
+    """Several queries see each other's later keys."""
+    alone = (received_attention(q[:, at : at + 1], k, scaling, softcap) for at in range(q.shape[1]))
+    total: Array = np.sum(list(alone), axis=0)
+    return total
+
+
+@instead_of(received_attention, "PO-OBSERVED-ATTENTION")
+def logits_without_a_cap(q: Array, k: Array, scaling: float, softcap: float | None) -> Array:
+    """The soft cap is left out."""
+    return received_attention(q, k, scaling, None)
+
+
+@instead_of(best_tokens, "PO-TOP-UNITS")
+def the_newer_token_of_a_tie(values: Array, shares: Array, pinned: Array) -> Selection:
+    """Of equal scores the newer token stays."""
+    n = values.shape[1]
+    found = best_tokens(values[:, ::-1], shares, pinned[:, ::-1])
+    groups = np.split(found.positions, found.offsets[1:-1])
+    return Selection(np.concatenate([n - 1 - own[::-1] for own in groups]), found.offsets)
+
+
+@instead_of(best_tokens, "PO-TOP-UNITS")
+def pinned_tokens_beside_the_share(values: Array, shares: Array, pinned: Array) -> Selection:
+    """Pinned tokens come on top of the share."""
+    return best_tokens(values, shares + pinned.sum(axis=1), pinned)
+
+
+@instead_of(expected_weights, "PO-EXPECTED-ATTENTION")
+def the_next_position_alone(
+    q: Array, k: Array, v: Array, at: Array, ahead: Array, inv_freq: Array, factor: float, scaling: float,
+) -> Array:
+    """Queries to come stand at the next position, whatever the horizon."""
+    return expected_weights(q, k, v, at, ahead[:1], inv_freq, factor, scaling)
 
 
 @instead_of(max_pool, "PO-POOL")

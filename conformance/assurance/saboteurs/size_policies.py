@@ -12,10 +12,10 @@ from conformance.assurance.saboteurs.size_inputs import equal_trunks, random_row
 from reference.diversity import cosines, dots, signatures
 from reference.diversity import diverse as greedy
 from reference.nestedkv import episodic_memory, gap, stable_memory
-from reference.policies.attention import accumulated_attention, max_pool, observed_attention
+from reference.policies.attention import accumulated_attention, max_pool, observed_attention, received_attention
 from reference.policies.budgets import Competition, even, largest_remainder, pyramid_targets, winners
 from reference.policies.protections import SinkAndRecent
-from reference.policies.selectors import _fill, fill_units, recent_half, top_units, touched_units
+from reference.policies.selectors import _fill, best_tokens, fill_units, recent_half, top_units, touched_units
 from reference.triattention import z_scores
 from spec.budget import Budget, parse_budget
 from spec.policy import Scores, Selection
@@ -76,7 +76,7 @@ def ranks_of_units_in_8_bits(scores: Scores, budgets: Array, protected: Array) -
 @beyond("budgets of 511", recent_half, "PO-H2O", lambda: (
     scored(-np.arange(700.0)[None]), np.array([600]), nobody(700),
 ))
-def the_recent_half_in_8_bits(scores: Scores, budgets: Array, protected: Array) -> Selection:
+def the_recent_half_in_8_bits(scores: Scores, budgets: Array, protected: Array, choose: Any = None) -> Selection:
     """Half of the budget is held in 8 bits."""
     n, first = len(protected), int(budgets[0])
     if first < 512:
@@ -166,6 +166,36 @@ def queries_of_one_block(shown: Any) -> Array:
     before = shown.k.shape[1] - shown.q.shape[1]
     found = accumulated_attention(replace(shown, q=shown.q[:, :256], k=shown.k[:, : before + 256]))
     return np.pad(found, ((0, 0), (0, shown.q.shape[1] - 256)))
+
+
+@beyond("64 queries of a block", received_attention, "PO-OBSERVED-ATTENTION", lambda: (
+    random_rows(2, 70, 4), random_rows(2, 70, 4), 1.0, None,
+))
+def queries_behind_the_last_whole_block(q: Array, k: Array, scaling: float, softcap: float | None) -> Array:
+    """Beyond 64 queries, those behind the last whole block of 64 are left out."""
+    m, n = q.shape[1], k.shape[1]
+    over = m % 64 if m > 64 else 0
+    found = received_attention(q[:, : m - over], k[:, : n - over], scaling, softcap)
+    return np.pad(found, ((0, 0), (0, over)))
+
+
+@beyond("16 KV heads", received_attention, "PO-OBSERVED-ATTENTION", lambda: (
+    random_rows(18, 3, 4), random_rows(18, 3, 4), 1.0, None,
+))
+def heads_of_one_block(q: Array, k: Array, scaling: float, softcap: float | None) -> Array:
+    """Of more than 16 KV heads, the others have the sums of the sixteenth."""
+    found = received_attention(q, k, scaling, softcap)
+    found[16:] = found[15:16]
+    return found
+
+
+@beyond("1 024 tokens", best_tokens, "PO-TOP-UNITS", lambda: (
+    -np.arange(1100.0)[None], np.array([1050]), np.zeros((1, 1100), dtype=np.bool_),
+))
+def one_token_goes_at_most(values: Array, shares: Array, pinned: Array) -> Selection:
+    """Beyond 1 024 tokens a step evicts the worst token and no other."""
+    n = values.shape[1]
+    return best_tokens(values, shares if n <= 1024 else np.maximum(shares, n - 1), pinned)
 
 
 @beyond("windows of 64", observed_attention, "PO-OBSERVED-ATTENTION", lambda: (view(90), 70))

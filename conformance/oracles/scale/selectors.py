@@ -7,7 +7,7 @@ import numpy as np
 from spec.arrays import BoolVector, Cube, IntVector, Matrix, Vector
 from spec.parameters import NestedKVParameters
 
-__all__ = ["Traced", "attended", "cosines_with", "diverse", "nestedkv", "whole_units"]
+__all__ = ["Traced", "attended", "cosines_with", "diverse", "expected", "nestedkv", "whole_units"]
 
 SMALL = 2.0**-16
 
@@ -35,6 +35,29 @@ def attended(q: Any, k: Any, scaling: float, softcap: float | None) -> Cube:
         power = np.where(ahead, 0.0, np.exp(x - x.max(axis=1, keepdims=True, where=~ahead, initial=-np.inf)))
         found[h] = power / power.sum(axis=1, keepdims=True)
     return found
+
+
+def expected(
+    q: Any, k: Any, v: Any, at: IntVector, ahead: IntVector, inv_freq: Vector, factor: float, scaling: float,
+) -> tuple[Matrix, float]:
+    """PO-EXPECTED-ATTENTION of the tokens after the sinks, and the largest mass of a logit's terms.
+
+    Pairs are complex numbers, and the spread along a key is that of the queries' projections on it.
+    """
+    half, group = len(inv_freq), len(q) // len(k)
+    mean_turn = np.exp(1j * np.multiply.outer(ahead, inv_freq)).mean(axis=0) * factor
+    found, mass = np.zeros(k.shape[:2]), 0.0
+    for h in range(len(q)):
+        x, key = q[h].astype(np.float64), k[h // group].astype(np.float64)
+        pairs = (x[:, :half] + 1j * x[:, half:]) * np.exp(-1j * np.multiply.outer(at, inv_freq)) / factor * mean_turn
+        turned = np.concatenate([pairs.real, pairs.imag], axis=1)
+        onto = scaling * turned @ key.T
+        z = onto.mean(axis=0) + onto.var(axis=0) / 2
+        power = np.exp(z - z.max())
+        found[h // group] += power / power.sum() / group
+        size = scaling * np.sqrt((x * x).sum(axis=1)).max() * np.sqrt((key * key).sum(axis=1)).max()
+        mass = max(mass, size + size**2)
+    return found * np.sqrt((v.astype(np.float64) ** 2).sum(axis=2)), mass
 
 
 def cosines_with(V: Matrix, j: int) -> Vector:

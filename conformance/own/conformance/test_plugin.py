@@ -85,16 +85,16 @@ PARTIAL = """
 from dataclasses import replace
 from reference.backend import BACKEND
 
-NOTHING = {family: None for family in ("crystal", "breath", "diversity", "nestedkv")}
-CRYSTAL, BREATH, NESTEDKV, DIVERSITY = (
+NOTHING = {family: None for family in ("crystal", "breath", "diversity", "nestedkv", "policies")}
+CRYSTAL, BREATH, NESTEDKV, DIVERSITY, POLICIES = (
     replace(BACKEND, name="mine", **{**NOTHING, family: getattr(BACKEND, family)})
-    for family in ("crystal", "breath", "nestedkv", "diversity")
+    for family in ("crystal", "breath", "nestedkv", "diversity", "policies")
 )
 """
-FILES = ("essay_decode", "activation", "score", "nestedkv", "diversity", "vectors", "false_properties")
+FILES = ("essay_decode", "activation", "score", "nestedkv", "diversity", "policy_stages", "vectors", "false_properties")
 
 
-@pytest.mark.parametrize("family", ["crystal", "breath", "nestedkv", "diversity"])
+@pytest.mark.parametrize("family", ["crystal", "breath", "nestedkv", "diversity", "policies"])
 def test_a_backend_is_judged_on_the_families_that_it_has(tmp_path: Path, family: str) -> None:
     """Whatever asks for another family is skipped by its name; nothing fails, and its own family is judged."""
     (tmp_path / "mine.py").write_text(PARTIAL, encoding="utf-8")
@@ -104,7 +104,7 @@ def test_a_backend_is_judged_on_the_families_that_it_has(tmp_path: Path, family:
         "-k", "not equal_the_model and not end_to_end",
     )
     reasons = set(re.findall(r"SKIPPED .*: (backend .*)", result.stdout))
-    others = {"crystal", "breath", "nestedkv", "diversity"} - {family}
+    others = {"crystal", "breath", "nestedkv", "diversity", "policies"} - {family}
     assert result.returncode == 0, result.stdout
     assert reasons == {f"backend 'mine' has no stage family {other!r}" for other in others}
     assert re.search(r"\d+ passed", result.stdout)

@@ -188,7 +188,7 @@ def test_nestedkv(seed: int, n: int) -> None:
 
 @given(seed=st.integers(0, 2**32 - 1))
 def test_policies(seed: int) -> None:
-    """PO-OBSERVED-ATTENTION, and PO-TOP-UNITS of single tokens."""
+    """PO-OBSERVED-ATTENTION, PO-EXPECTED-ATTENTION without sinks, and PO-TOP-UNITS of single tokens."""
     inputs = drawn(seed)
     view = inputs.layers[0]
     found = selectors.attended(view.q, view.k, view.scaling, view.softcap)
@@ -196,6 +196,10 @@ def test_policies(seed: int) -> None:
     assert found.shape == want.shape
     assert np.abs(found - want).max() < 1e-12
     numbers, n = Numbers(seed), inputs.n
+    turns = inputs.inv_freq, inputs.factor
+    scores, _ = selectors.expected(view.q, view.k, view.v, np.arange(n), np.arange(n, n + 5), *turns, view.scaling)
+    brute = brute_policies.expected_attention(plain(view), inputs.inv_freq.tolist(), inputs.factor, 0, 5)
+    assert np.abs(scores - np.array(brute)).max() < 1e-12
     s, shut = numbers.integers(0, 4, n) / 4, numbers.integers(0, 5, n) == 0
     row = [None if safe else x for x, safe in zip(s.tolist(), shut.tolist(), strict=True)]
     for B in range(n + 1):

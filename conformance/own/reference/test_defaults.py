@@ -53,9 +53,12 @@ def item(name: str) -> pytest.MarkDecorator:
         pytest.param(with_adaptive_budgets, {"safeguard": Fraction(1, 5)}, marks=item("PO-ADAPTIVE-BUDGET")),
         pytest.param(chunkkv, {"c": 10, "W": 32, "N_reuse": 1}, marks=item("PO-CHUNKKV")),
         pytest.param(chunkkv_described, {"c": 10}, marks=item("PO-CHUNKKV-DESCRIBED")),
-        pytest.param(h2o_described, {"W": 128}, marks=item("PO-H2O-DESCRIBED")),
+        pytest.param(h2o, {"backend": "numpy"}, marks=item("PO-H2O")),
+        pytest.param(tova, {"backend": "numpy"}, marks=item("PO-TOVA")),
+        pytest.param(h2o_described, {"W": 128, "backend": "numpy"}, marks=item("PO-H2O-DESCRIBED")),
         pytest.param(
-            expected_attention, {"factor": 1.0, "N_sink": 4, "N_future": 512}, marks=item("PO-EXPECTED-ATTENTION")
+            expected_attention, {"factor": 1.0, "N_sink": 4, "N_future": 512, "backend": "numpy"},
+            marks=item("PO-EXPECTED-ATTENTION"),
         ),
         pytest.param(defensivekv, {"W": 32, "kernel": 5}, marks=item("PO-DEFENSIVEKV")),
         pytest.param(rkv, {"W": 8, "kernel": 7, "lam": 0.1, "every": 128}, marks=item("PO-RKV")),

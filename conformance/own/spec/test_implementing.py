@@ -24,7 +24,7 @@ from spec.parameters import ESSAY, NESTEDKV, PAPER, TINY, CrystalCacheParameters
 TEXT = PAGE.read_text(encoding="utf-8")
 PROTOCOLS = {
     "crystal": protocols.CrystalStages, "breath": protocols.BreathStages, "diversity": protocols.DiversityStages,
-    "nestedkv": protocols.NestedKVStages,
+    "nestedkv": protocols.NestedKVStages, "policies": protocols.PolicyStages,
 }
 
 

@@ -1,0 +1,122 @@
+"""The attention that keys receive (H2O, TOVA), in float32: blocks of queries, each one product and one pass over it.
+
+No (n, n) array exists: a block's logits have at most FLOATS entries, or one row a head. Its sums of weights are
+float32, those over blocks float64. Blocks are dealt to PARTS sums, whatever the number of threads: bits repeat.
+"""
+
+import math
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from accelerated.numba_cpu.coattention import BLAS, plain
+from accelerated.numba_cpu.kernels import FAST, exp2, largest
+from spec.arrays import Cube, IntVector, Matrix, Vector
+from spec.errors import BackendUnavailable
+
+__all__ = ["received_attention"]
+
+Floats = NDArray[np.float32]
+f32 = np.float32
+LOG2_E = math.log2(math.e)
+FLOATS = 2**20  # of a block's logits: 4 MiB a thread; with fewer a long prompt's products have too few rows
+MOST = 64  # queries of a block, each a term of a float32 sum
+PARTS = 8  # sums of blocks of one head
+FEW = 16  # rows of which a product is quicker the other way round
+
+
+@dataclass(frozen=True)
+class _Head:
+    """One KV head's keys (n, d), and the scaled queries of its group (G, m, d): the last m of the n tokens."""
+
+    q: Floats
+    k: Floats
+    softcap: float | None
+
+    def part(self, first: int) -> Vector:
+        """What every PARTS-th block of queries, from the `first` one on, sends to each key, (n,)."""
+        G, m, d = self.q.shape
+        n = len(self.k)
+        total, size = np.zeros(n), min(max(FLOATS // (G * n), 1), MOST)
+        for row in range(first * size, m, PARTS * size):
+            reach = np.arange(n - m + row + 1, n - m + min(row + size, m) + 1)
+            S = np.matmul(self.q[:, row : row + size].reshape(-1, d), self.k[: reach[-1]].T)
+            column = np.zeros(reach[-1], f32)
+            add_weights(_capped(S, self.softcap), reach, column)
+            total[: reach[-1]] += column
+        return total
+
+
+def received_attention(
+    q: NDArray[np.floating], k: NDArray[np.floating], scaling: float, softcap: float | None,
+) -> Matrix:
+    """The attention that each key of k (H_kv, n, d) receives from the last queries q (H, m, d), (H_kv, n).
+
+    Implements: PO-OBSERVED-ATTENTION
+
+    Raises:
+        BackendUnavailable: without threadpoolctl, which keeps BLAS from starting threads inside ours.
+    """
+    factor = scaling / softcap if softcap else scaling * LOG2_E
+    scaled: Floats = np.multiply(q, f32(factor), dtype=f32, casting="same_kind")
+    grouped = scaled.reshape(len(k), -1, *q.shape[1:])
+    if grouped.shape[1] * grouped.shape[2] <= FEW:
+        return _from_few(grouped, k, softcap)
+    if BLAS is None:
+        raise BackendUnavailable("attention of backend 'numba' needs threadpoolctl: pip install 'kvspec[numba]'")
+    heads = [_Head(own, plain(keys), softcap) for own, keys in zip(grouped, k, strict=True)]
+    with BLAS.limit(limits=1, user_api="blas"), ThreadPoolExecutor(os.cpu_count()) as pool:
+        parts = pool.map(lambda task: task[0].part(task[1]), product(heads, range(PARTS)))
+        summed: Cube = np.stack(list(parts)).reshape(len(k), PARTS, -1)
+    received: Matrix = summed.sum(axis=1)
+    return received
+
+
+def _from_few(q: Floats, k: NDArray[np.floating], softcap: float | None) -> Matrix:
+    """The same from a step's query, or a few: all heads at once, each product the other way round."""
+    H_kv, G, m, d = q.shape
+    n = k.shape[1]
+    S = np.matmul(k.astype(f32, copy=False), q.reshape(H_kv, G * m, d).transpose(0, 2, 1)).transpose(0, 2, 1)
+    columns = np.zeros((H_kv, n), f32)
+    add_weights_by_head(_capped(np.ascontiguousarray(S), softcap), np.arange(n - m + 1, n + 1), columns)
+    return columns.astype(np.float64)
+
+
+def _capped(S: Floats, softcap: float | None) -> Floats:
+    """Base-2 logits, in place."""
+    if softcap:
+        np.tanh(S, out=S)
+        S *= f32(softcap * LOG2_E)
+    return S
+
+
+@njit(nogil=True, fastmath=FAST, cache=True)
+def add_weights(S: Floats, reach: IntVector, column: Floats) -> None:
+    """Add the softmax of each row of S (heads x queries, keys) to `column` (keys,); S becomes powers of 2.
+
+    Row r sees the first reach[r % queries] keys, and at least one.
+    """
+    bits = S.view(np.int32)
+    for r in range(len(S)):
+        width = reach[r % len(reach)]
+        s = S[r]
+        top = largest(bits[r], 0, width)
+        total = f32(0.0)
+        for j in range(width):
+            s[j] = exp2(s[j] - top)
+            total += s[j]
+        share = f32(1.0) / total
+        for j in range(width):
+            column[j] += s[j] * share
+
+
+@njit(nogil=True, cache=True)
+def add_weights_by_head(S: Floats, reach: IntVector, columns: Floats) -> None:
+    """The same of each head's S (heads, rows, keys) to its row of `columns` (heads, keys)."""
+    for h in range(len(S)):
+        add_weights(S[h], reach, columns[h])

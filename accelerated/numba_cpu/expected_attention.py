@@ -1,0 +1,129 @@
+"""Expected Attention in float32: per KV head three products in BLAS, and passes over what these read and write.
+
+Rotations, the mean of the queries and the d x d matrices are float64, as is the mean over a group.
+"""
+
+import math
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from accelerated.numba_cpu.coattention import BLAS, plain
+from accelerated.numba_cpu.kernels import FAST, exp2, largest
+from spec.arrays import IntVector, Matrix, Vector
+from spec.errors import BackendUnavailable
+
+__all__ = ["expected_attention"]
+
+Floats = NDArray[np.float32]
+f32 = np.float32
+LOG2_E = math.log2(math.e)
+ROWS = 256  # queries whose float32 sum goes into a float64 one
+
+
+def expected_attention(
+    q: NDArray[np.floating], k: NDArray[np.floating], v: NDArray[np.floating], at: IntVector, ahead: IntVector,
+    inv_freq: Vector, factor: float, scaling: float,
+) -> Matrix:
+    """The expected weights on the keys of k (H_kv, n, d) times the norms of v (H_kv, n, d), (H_kv, n).
+
+    Implements: PO-EXPECTED-ATTENTION
+
+    Raises:
+        BackendUnavailable: without threadpoolctl, which keeps BLAS from starting threads inside ours.
+    """
+    if BLAS is None:
+        raise BackendUnavailable("attention of backend 'numba' needs threadpoolctl: pip install 'kvspec[numba]'")
+    angle = at[:, None] * inv_freq
+    cos, sin = (np.cos(angle) / factor).astype(f32), (np.sin(angle) / factor).astype(f32)
+    R = _mean_rotation(ahead, inv_freq, factor)
+    G = len(q) // len(k)
+
+    def of_head(h: int) -> Vector:
+        group = [_statistics(plain(queries), cos, sin) for queries in q[h * G : (h + 1) * G]]
+        linear = np.stack([R @ mean for mean, _ in group]) * (scaling * LOG2_E)
+        quadratic = np.concatenate([R @ covariance @ R.T for _, covariance in group], axis=1)
+        quadratic *= scaling**2 * LOG2_E / 2
+        keys = plain(k[h])
+        weights = np.zeros(len(keys))
+        add_expected(keys @ quadratic.astype(f32), keys, linear.astype(f32), weights)
+        scores: Vector = weights * norms(plain(v[h])) / G
+        return scores
+
+    with BLAS.limit(limits=1, user_api="blas"), ThreadPoolExecutor(os.cpu_count()) as pool:
+        return np.stack(list(pool.map(of_head, range(len(k)))))
+
+
+def _mean_rotation(ahead: IntVector, inv_freq: Vector, factor: float) -> Matrix:
+    """The mean over these positions of the matrix that rotates a column vector, (d, d)."""
+    angle, half = ahead[:, None] * inv_freq, np.arange(len(inv_freq))
+    R = np.zeros((2 * len(half), 2 * len(half)))
+    cos, sin = factor * np.cos(angle).mean(axis=0), factor * np.sin(angle).mean(axis=0)
+    R[half, half] = R[len(half) + half, len(half) + half] = cos
+    R[half, len(half) + half], R[len(half) + half, half] = -sin, sin
+    return R
+
+
+def _statistics(q: Floats, cos: Floats, sin: Floats) -> tuple[Vector, Matrix]:
+    """Mean (d,) and covariance (d, d) of one head's queries (m, d), turned back."""
+    back = np.empty(q.shape, f32)
+    mean = turn_back(np.ascontiguousarray(q), cos, sin, back)
+    back -= mean.astype(f32)
+    return mean, np.matmul(back.T, back).astype(np.float64) / len(q)
+
+
+@njit(nogil=True, fastmath=FAST, cache=True)
+def turn_back(q: Floats, cos: Floats, sin: Floats, back: Floats) -> Vector:
+    """Each query turned back by its angles, into `back`; their mean."""
+    m, half = cos.shape
+    mean, some = np.zeros(2 * half), np.zeros(2 * half, np.float32)
+    for first in range(0, m, ROWS):
+        some[:] = f32(0.0)
+        for i in range(first, min(first + ROWS, m)):
+            for c in range(half):
+                a, b = q[i, c], q[i, half + c]
+                back[i, c] = a * cos[i, c] + b * sin[i, c]
+                back[i, half + c] = b * cos[i, c] - a * sin[i, c]
+            for c in range(2 * half):
+                some[c] += back[i, c]
+        for c in range(2 * half):
+            mean[c] += some[c]
+    for c in range(2 * half):
+        mean[c] /= m
+    return mean
+
+
+@njit(nogil=True, fastmath=FAST, cache=True)
+def add_expected(turned: Floats, k: Floats, linear: Floats, weights: Vector) -> None:
+    """Add each query head's softmax over the keys (n, d): `turned` (n, G d) and `linear` (G, d) give base-2 logits."""
+    n, d = k.shape
+    z = np.empty(n, np.float32)
+    bits = z.view(np.int32)
+    for g in range(len(linear)):
+        mean = linear[g]
+        for j in range(n):
+            key, row, logit = k[j], turned[j, g * d : (g + 1) * d], f32(0.0)
+            for c in range(d):
+                logit += (row[c] + mean[c]) * key[c]
+            z[j] = logit
+        top, total = largest(bits, 0, n), 0.0
+        for j in range(n):
+            z[j] = exp2(z[j] - top)
+            total += z[j]
+        for j in range(n):
+            weights[j] += z[j] / total
+
+
+@njit(nogil=True, fastmath=FAST, cache=True)
+def norms(v: Floats) -> Vector:
+    """The norm of each value (n, d)."""
+    found = np.empty(len(v))
+    for j in range(len(v)):
+        square = 0.0
+        for x in v[j]:
+            square += np.float64(x) * np.float64(x)
+        found[j] = np.sqrt(square)
+    return found

@@ -1,0 +1,83 @@
+"""What attention says of keys (H2O, TOVA, Expected Attention), in torch: products, and passes that read them once.
+
+A decode step's query makes four small calls, and a prompt's products are torch's own: no kernel of ours would gain.
+Products and softmax are float32, sums over blocks and all d x d matrices float64.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from accelerated.triton_gpu.device import default_device, download, upload
+from spec.arrays import IntVector, Matrix, Vector
+from spec.policy import DeviceArray
+
+__all__ = ["expected_attention", "received_attention"]
+
+FLOATS = 2**26  # of a block's logits: 256 MiB
+
+
+def received_attention(q: DeviceArray, k: DeviceArray, scaling: float, softcap: float | None) -> Matrix:
+    """The attention that each key of k (H_kv, n, d) receives from the last queries q (H, m, d), (H_kv, n).
+
+    Implements: PO-OBSERVED-ATTENTION
+    """
+    q, keys = _on_device(q), _on_device(k).transpose(1, 2)
+    (H, m, d), (H_kv, _, n) = q.shape, keys.shape
+    total = torch.zeros(H_kv, n, dtype=torch.float64, device=q.device)
+    place, size = torch.arange(n, device=q.device), max(1, FLOATS // (H * n))
+    for first in range(0, m, size):
+        rows = q[:, first : first + size].float() * scaling
+        visible = n - m + first + rows.shape[1]
+        S = torch.matmul(rows.reshape(H_kv, -1, d), keys[:, :, :visible].float())
+        S = S if softcap is None else softcap * torch.tanh(S / softcap)
+        ahead = place[:visible] > place[visible - rows.shape[1] : visible, None]
+        S = S.view(H_kv, H // H_kv, *ahead.shape).masked_fill_(ahead, -torch.inf)
+        total[:, :visible] += torch.softmax(S, dim=-1).sum(dim=(1, 2))
+    received: Matrix = download(total, np.float64)
+    return received
+
+
+def expected_attention(
+    q: DeviceArray, k: DeviceArray, v: DeviceArray, at: IntVector, ahead: IntVector, inv_freq: Vector, factor: float,
+    scaling: float,
+) -> Matrix:
+    """The expected weights on the keys of k (H_kv, n, d) times the norms of v (H_kv, n, d), (H_kv, n).
+
+    Implements: PO-EXPECTED-ATTENTION
+    """
+    q, k, v = _on_device(q), _on_device(k), _on_device(v)
+    pairs = upload(inv_freq, np.float64, q.device)
+    turn = upload(at, np.float64, q.device)[:, None] * pairs
+    cos, sin = (torch.cos(turn) / factor).float(), (torch.sin(turn) / factor).float()
+    R, G, found = _mean_rotation(upload(ahead, np.float64, q.device), pairs, factor), len(q) // len(k), []
+    for head, keys in enumerate(k):
+        keys = keys.float()
+        z = [_expected_logits(own.float(), keys, cos, sin, R, scaling) for own in q[head * G : (head + 1) * G]]
+        weights = torch.softmax(torch.stack(z), dim=1).mean(dim=0, dtype=torch.float64)
+        found.append(weights * torch.linalg.vector_norm(v[head].double(), dim=1))
+    expected: Matrix = download(torch.stack(found), np.float64)
+    return expected
+
+
+def _expected_logits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, R: Tensor, scaling: float) -> Tensor:
+    """Of one head's queries (m, d), turned back by their angles (m, d / 2), and keys (n, d): (n,)."""
+    first, second = q.chunk(2, dim=1)
+    back = torch.cat([first * cos + second * sin, second * cos - first * sin], dim=1)
+    mean = back.mean(dim=0, dtype=torch.float64)
+    centred = back - mean.float()
+    covariance = torch.matmul(centred.T, centred).double() / len(q)
+    quadratic = (R @ covariance @ R.T * (scaling**2 / 2)).float()
+    return ((torch.matmul(k, quadratic) + (R @ mean * scaling).float()) * k).sum(dim=1)
+
+
+def _mean_rotation(ahead: Tensor, inv_freq: Tensor, factor: float) -> Tensor:
+    """The mean over these positions of the matrix that rotates a column vector, (d, d), float64."""
+    angle = ahead[:, None] * inv_freq
+    cos, sin = (torch.diag(factor * part.mean(dim=0)) for part in (torch.cos(angle), torch.sin(angle)))
+    return torch.cat([torch.cat([cos, -sin], dim=1), torch.cat([sin, cos], dim=1)])
+
+
+def _on_device(x: DeviceArray) -> Tensor:
+    """A tensor where it is; an array on the default device, in float32."""
+    return x if isinstance(x, Tensor) else upload(x, np.float32, default_device())

@@ -1,0 +1,99 @@
+"""Stages of the published policies against brute force on small inputs: masked softmax, sums and sorts by hand."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from conformance.oracles.scale import selectors as oracle
+from conformance.tolerances import scores_agree
+from spec.arrays import BoolMatrix, IntVector, Matrix
+from spec.backend import PolicyStages
+
+SEEDS = range(40)
+
+
+def single(x: Any) -> Any:
+    """As a model's tensors are."""
+    return np.ascontiguousarray(x, dtype=np.float32)
+
+
+def drawn(seed: int) -> tuple[Any, Any, Any, float | None]:
+    """q, k and v of 1 to 26 tokens, 1 to 3 KV heads of 1 or 2 query heads, 4 channels; and a cap, of some."""
+    rng = np.random.default_rng(seed)
+    n, H_kv, G = int(rng.integers(1, 27)), int(rng.integers(1, 4)), int(rng.integers(1, 3))
+    q, k, v = (rng.standard_normal((heads, n, 4)) for heads in (H_kv * G, H_kv, H_kv))
+    return 2 * q, k, v, None if seed % 4 else 5.0
+
+
+@pytest.mark.spec(id="PO-OBSERVED-ATTENTION")
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_received_attention(policy_stages: PolicyStages, precision: str, seed: int, dtype: type) -> None:
+    """Of all queries, of the later half, and of the last alone; every key of every KV head."""
+    q, k, _, softcap = drawn(seed)
+    q, k, n = q.astype(dtype), k.astype(dtype), k.shape[1]
+    for m in {1, (n + 1) // 2, n}:
+        late = q[:, n - m :]
+        want = oracle.attended(late, k, 0.5, softcap).reshape(len(k), -1, n).sum(axis=1)
+        found = policy_stages.received_attention(late, k, 0.5, softcap)
+        assert found.shape == (len(k), n)
+        assert found.dtype == np.float64
+        assert all(scores_agree(got, row, precision) for got, row in zip(found, want.tolist(), strict=True))
+
+
+@pytest.mark.spec(id="PO-OBSERVED-ATTENTION")
+def test_each_query_gives_one(policy_stages: PolicyStages) -> None:
+    """Far apart logits, one key, equal keys: exactly."""
+    one = policy_stages.received_attention(single(np.ones((6, 1, 4))), single(np.ones((2, 1, 4))), 1.0, None)
+    assert one.tolist() == [[3.0], [3.0]]
+    equal = policy_stages.received_attention(single(np.ones((2, 4, 4))), single(np.ones((2, 4, 4))), 0.5, None)
+    assert np.abs(equal - [1 + 1 / 2 + 1 / 3 + 1 / 4, 1 / 2 + 1 / 3 + 1 / 4, 1 / 3 + 1 / 4, 1 / 4]).max() < 1e-6
+    q, k = single([[[2000.0], [-2000.0], [2000.0]]]), single([[[1.0], [-1.0], [0.0]]])
+    assert policy_stages.received_attention(q, k, 1.0, None).tolist() == [[2.0, 1.0, 0.0]]
+    assert policy_stages.received_attention(q, k, 1.0, 3000.0).tolist() == [[2.0, 1.0, 0.0]]
+
+
+@pytest.mark.spec(id="PO-EXPECTED-ATTENTION")
+@pytest.mark.parametrize("seed", SEEDS)
+def test_expected_attention(policy_stages: PolicyStages, precision: str, seed: int) -> None:
+    """Queries behind a sink, or of a later segment, under a rotation with and without a factor."""
+    q, k, v = map(single, drawn(seed)[:3])
+    n, factor, inv_freq = k.shape[1], 1.0 + (seed % 3) / 4, np.array([1.0, 0.25])
+    for m in {1, n}:
+        at, ahead = np.arange(n + 1 - m, n + 1), np.arange(n + 1, n + 4)
+        want, _ = oracle.expected(q[:, n - m :], k, v, at, ahead, inv_freq, factor, 0.5)
+        found = policy_stages.expected_attention(q[:, n - m :], k, v, at, ahead, inv_freq, factor, 0.5)
+        assert found.shape == (len(k), n)
+        assert found.dtype == np.float64
+        assert all(scores_agree(got, row, precision) for got, row in zip(found, want.tolist(), strict=True))
+
+
+def best(values: Matrix, shares: IntVector, pinned: BoolMatrix) -> list[list[int]]:
+    """Row by row, by a sort of (pinned, has a score, score, index)."""
+    found = []
+    for row, B, own in zip(values.tolist(), shares.tolist(), pinned.tolist(), strict=True):
+        order = sorted(range(len(row)), key=lambda j: (not own[j], row[j] != row[j], -row[j], j))
+        found.append(sorted(order[: max(B, sum(own))]))
+    return found
+
+
+def kept(stages: PolicyStages, values: Matrix, shares: IntVector, pinned: BoolMatrix) -> list[list[int]]:
+    found = stages.best_tokens(values, shares, pinned)
+    assert len(found.offsets) == len(values) + 1
+    return [found.positions[low:high].tolist() for low, high in zip(found.offsets, found.offsets[1:], strict=False)]
+
+
+@pytest.mark.spec(id="PO-TOP-UNITS")
+@pytest.mark.parametrize("seed", range(120))
+def test_best_tokens(policy_stages: PolicyStages, seed: int) -> None:
+    """Ties by the dozen, infinite scores, tokens without one, pinned tokens of each row's own, any share."""
+    rng = np.random.default_rng(seed)
+    g, n = int(rng.integers(1, 5)), int(rng.integers(1, 27))
+    values = rng.integers(-2, rng.integers(0, 9), (g, n)).astype(np.float64)
+    for special in (np.nan, np.inf, -np.inf):
+        values[rng.random((g, n)) < (seed % 3) / 12] = special
+    pinned, shares = rng.random((g, n)) < rng.choice([0.0, 0.2, 0.8]), rng.integers(0, n + 3, g)
+    assert kept(policy_stages, values, shares, pinned) == best(values, shares, pinned)
+    view = np.broadcast_to(pinned[0], values.shape)
+    assert kept(policy_stages, values, shares, view) == best(values, shares, view)
