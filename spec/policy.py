@@ -35,6 +35,8 @@ class Needs:
     token_ids: bool = False
     takes: Callable[[DeviceArray], bool] | None = None
     """Whether it reads a device's tensor as it is; None means that it reads NumPy arrays only."""
+    budget: bool = False
+    """Whether its scores depend on the budget: then each budget is scored anew."""
 
 
 @dataclass(frozen=True)

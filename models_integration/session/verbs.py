@@ -16,20 +16,22 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from models_integration.attention.capture import observing
-from models_integration.attention.handover import check_handover
+from models_integration.attention.handover import check_handover, check_readable
 from models_integration.cache.continuation import Decision
+from models_integration.cache.dense_layer import DenseLayer
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import check_free, describe
-from models_integration.session.inputs import ONE_FORWARD, check_forward, first_span
+from models_integration.session.inputs import ONE_FORWARD, OPEN, ForwardSpan, check_forward, first_span, later_span
 from models_integration.session.segment import ObservedSegment
 from spec.errors import SpecError
 from spec.policy import Needs
 from spec.retention import Granularity
 
-__all__ = ["EVERYTHING", "compact", "observe"]
+__all__ = ["EVERYTHING", "compact", "observe", "read", "side_by_side"]
 
 EVERYTHING = Needs(layers="all", query_rows=None, values=True, token_ids=True)
 """What every scorer can be shown of a prompt."""
+NOTHING = Needs()
 
 
 def observe(
@@ -60,11 +62,64 @@ def observe(
     cache = RetainedCache(architecture.config)
     observed = ObservedSegment(needs, architecture, cache, lse=True)
     observed.read(input_ids, span.is_token)
-    last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-    with torch.no_grad(), observing(architecture, cache, observed, observed.layers):
-        output = model(**arguments, **span.defaults, **last, past_key_values=cache, use_cache=True)
-    observed.logits = output.logits[:, -1:]
+    observed.logits = _forward(model, observed, input_ids, span, 1, attention_mask)[:, -1:]
     return observed
+
+
+def _forward(
+    model: PreTrainedModel, observed: ObservedSegment, input_ids: Tensor, span: ForwardSpan, last: int,
+    attention_mask: Tensor | None = None,
+) -> Tensor:
+    """The logits, of the last columns alone where the model can tell them apart."""
+    arguments = {"input_ids": input_ids, "attention_mask": attention_mask, **span.defaults}
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        arguments["logits_to_keep"] = last
+    with torch.no_grad(), observing(observed.architecture, observed.cache, observed, observed.layers):
+        logits: Tensor = model(**arguments, past_key_values=observed.cache, use_cache=True).logits
+    return logits
+
+
+def read(
+    model: PreTrainedModel, cache: RetainedCache, input_ids: Tensor, needs: Needs = NOTHING, last: int = 1,
+) -> ObservedSegment:
+    """Read tokens behind what a cache has seen, and decide nothing: questions, and answers that are given.
+
+    The cache grows by them. Its rows, layers and heads may store different tokens.
+
+    Args:
+        model: outside any context.
+        cache: such as `compact` makes.
+        input_ids: (rows, n).
+        needs: what to note of these tokens' attention.
+        last: columns whose logits are wanted, counted from the end.
+
+    Returns:
+        What was noted, with `logits` (rows, last, vocabulary).
+
+    Raises:
+        SpecError: for a model or tokens that are not served.
+    """
+    check_free(model)
+    architecture = describe(model)
+    if cache.layers_differ:
+        check_readable(architecture, cache)
+    span = later_span(architecture.vocabulary, {"input_ids": input_ids}, cache, OPEN)
+    observed = ObservedSegment(needs, architecture, cache)
+    observed.read(input_ids, span.is_token)
+    observed.logits = _forward(model, observed, input_ids, span, last)[:, -last:]
+    return observed
+
+
+def side_by_side(cache: RetainedCache, rows: int) -> RetainedCache:
+    """A cache of one row as so many equal rows, for `compact` to keep something else in each: views, no copies."""
+    wide = copy.copy(cache)
+    wide.layers = [copy.copy(layer) for layer in cache.layers]
+    for layer in wide.full_layers:
+        assert isinstance(layer, DenseLayer)
+        assert layer.keys is not None
+        assert layer.values is not None
+        layer.keys, layer.values = (tensor.expand(rows, -1, -1, -1) for tensor in (layer.keys, layer.values))
+    return wide
 
 
 def compact(cache: RetainedCache, decision: Decision) -> RetainedCache:

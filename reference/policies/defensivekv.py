@@ -81,7 +81,7 @@ class Defensive:
 
     @property
     def needs(self) -> Needs:
-        return Needs("all", self.W, values=True)
+        return Needs("all", self.W, values=True, budget=True)
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
         assert observation.B is not None

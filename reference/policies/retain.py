@@ -1,5 +1,6 @@
 """Running a policy: five parts, one decision."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +14,7 @@ from spec.policy import Observation, Policy, Scores, Selection
 from spec.records import CrystalRetention, Dissolution
 from spec.retention import Retention
 
-__all__ = ["chosen", "retain", "tokens_of"]
+__all__ = ["chosen", "retain", "retain_each", "tokens_of"]
 
 
 def retain(
@@ -28,11 +29,31 @@ def retain(
     Raises:
         SpecError: when a group's share does not hold its protected tokens, or a part refuses its input.
     """
-    B = tokens_of(policy, budget, observation.seen)
-    protected = policy.protection(observation.seen)
-    scores = policy.scorer(replace(observation, B=B), protected)
+    (only,) = retain_each(policy, (budget,), observation)
+    return only
+
+
+def retain_each(
+    policy: Policy, budgets: Sequence[Budget], observation: Observation,
+) -> list[tuple[Retention, CrystalRetention | None]]:
+    """The same for each of several budgets. The scorer runs once, unless its scores depend on the budget.
+
+    Raises:
+        SpecError: as `retain`.
+    """
+    protected, scores, found = policy.protection(observation.seen), None, []
+    for B in (tokens_of(policy, budget, observation.seen) for budget in budgets):
+        if scores is None or policy.scorer.needs.budget:
+            scores = policy.scorer(replace(observation, B=B), protected)
+        found.append(_retained(policy, B, observation.seen, scores, protected))
+    return found
+
+
+def _retained(
+    policy: Policy, B: int, seen: int, scores: Scores, protected: BoolVector,
+) -> tuple[Retention, CrystalRetention | None]:
     selection = chosen(policy, B, scores, protected)
-    retention = Retention(selection.positions, selection.offsets, observation.seen, policy.granularity)
+    retention = Retention(selection.positions, selection.offsets, seen, policy.granularity)
     if isinstance(scores.carry, CrystalRecords) and isinstance(selection.records, Dissolution):
         return retention, crystal_retention(scores.carry, retention, selection.records.ratio, B)
     return retention, None

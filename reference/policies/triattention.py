@@ -31,7 +31,7 @@ class TriAttention:
     calibration: Calibration
     mode: Mode
     pin_prompt: int
-    needs: Needs = Needs("all", 0)
+    needs: Needs = Needs("all", 0, budget=True)
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
         """Implements: TA-POLICY"""

@@ -1,0 +1,1 @@
+"""What eviction costs: every policy and budget on the same observed prompts, by evidence, likelihood and answers."""
