@@ -1,6 +1,7 @@
 """Paired comparisons of answers that are right or wrong: tests, intervals and power."""
 
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 from statistics import NormalDist
 from typing import NamedTuple
@@ -10,7 +11,10 @@ import numpy as np
 from spec.arrays import Float64, Int64, IntMatrix, IntVector, Vector
 from spec.errors import SpecError
 
-__all__ = ["Interval", "bootstrap", "cluster_bootstrap", "draws", "mcnemar", "mcnemar_power", "wilson"]
+__all__ = [
+    "Interval", "bootstrap", "cluster_bootstrap", "draws", "holm", "mcnemar", "mcnemar_mid_p", "mcnemar_power",
+    "ratio_bootstrap", "wilson",
+]
 
 
 class Interval(NamedTuple):
@@ -36,6 +40,31 @@ def mcnemar(b: int, c: int) -> float:
             raise SpecError(name, count, "must be a count of at least 0")
     tail = sum(math.comb(b + c, k) for k in range(min(b, c) + 1))
     return float(min(Fraction(1), Fraction(2 * tail, 2 ** (b + c))))
+
+
+def mcnemar_mid_p(b: int, c: int) -> float:
+    """The same with half the weight of what was seen: less conservative, and no longer exact.
+
+    Source: Fagerland, Lydersen and Laake 2013, "The McNemar test for binary matched-pairs data".
+
+    Raises:
+        SpecError: for a negative count.
+    """
+    exact = Fraction(mcnemar(b, c))
+    seen = Fraction(math.comb(b + c, b), 2 ** (b + c))
+    return float(exact - seen) if b != c else float(1 - seen / 2)
+
+
+def holm(p: Sequence[float]) -> list[float]:
+    """Holm's correction of several p, in their order: the smallest is multiplied by their number, and so on down.
+
+    Source: Holm 1979, "A simple sequentially rejective multiple test procedure".
+    """
+    corrected, highest = [0.0] * len(p), 0.0
+    for rank, at in enumerate(sorted(range(len(p)), key=lambda at: p[at])):
+        highest = max(highest, min(1.0, p[at] * (len(p) - rank)))
+        corrected[at] = highest
+    return corrected
 
 
 def wilson(correct: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
@@ -108,6 +137,22 @@ def cluster_bootstrap(
     sums, sizes = np.bincount(clusters, weights=differences), np.bincount(clusters)
     means = sums[drawn].sum(axis=1) / sizes[drawn].sum(axis=1) if drawn.size else np.empty(0)
     return _percentiles(means, confidence)
+
+
+def ratio_bootstrap(
+    numerators: Float64[Vector, " n"], denominators: Float64[Vector, " n"], clusters: Int64[IntVector, " n"],
+    drawn: Int64[IntMatrix, "resamples m"], confidence: float = 0.95,
+) -> Interval:
+    """A ratio of means; whole clusters are drawn, numerators and denominators as one.
+
+    With denominators of 1 it is `cluster_bootstrap`.
+
+    Raises:
+        SpecError: where nothing is drawn, or for a confidence outside (0, 1).
+    """
+    above, below = (np.bincount(clusters, weights=values) for values in (numerators, denominators))
+    ratios = above[drawn].sum(axis=1) / below[drawn].sum(axis=1) if drawn.size else np.empty(0)
+    return _percentiles(ratios, confidence)
 
 
 def _percentiles(means: Float64[Vector, " resamples"], confidence: float) -> Interval:

@@ -135,6 +135,30 @@ def sweep(
 
 
 @app.command()
+def study(
+    rules: Annotated[
+        Path, typer.Option(help="TOML: the claims, then model, tasks, policies and budgets. Its hash is in every row.")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder of study.jsonl, and of the page (.md) with its pictures (.png).")],
+    part: Annotated[
+        str, typer.Option(help="'dev', a fifth of the contexts, to try things on; or 'confirm', which decides claims.")
+    ] = "dev",
+    batch_size: Annotated[
+        int, typer.Option(help="Cells of one sample that are read side by side. It changes no kept token.")
+    ] = 12,
+    device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto",
+) -> None:
+    """Measure what eviction costs: evidence kept, likelihood of the gold answer, attention on evicted keys, answers.
+
+    Each sample's prompt is read once and scored once by each policy; all budgets are selected from that. A second run
+    goes on where the first was stopped.
+    """
+    from models_integration.cli.study import run
+
+    run(rules, part, out, batch_size, device, dtype, attn)
+
+
+@app.command()
 def calibrate(
     text: Annotated[Path, typer.Argument(metavar="TEXT", help="A text file of the model's language; any will do.")],
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("calibration.npz"),

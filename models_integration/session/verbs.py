@@ -10,6 +10,7 @@ A session does the same layer by layer, so that the full cache never exists; her
 
 import copy
 import inspect
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,7 +72,7 @@ def _forward(
     attention_mask: Tensor | None = None,
 ) -> Tensor:
     """The logits, of the last columns alone where the model can tell them apart."""
-    arguments = {"input_ids": input_ids, "attention_mask": attention_mask, **span.defaults}
+    arguments: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask, **span.defaults}
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         arguments["logits_to_keep"] = last
     with torch.no_grad(), observing(observed.architecture, observed.cache, observed, observed.layers):

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -64,6 +64,10 @@ class Prompt:
     observed: ObservedSegment
     kept: Mapping[str, Sequence[Retention]]
     seconds: Mapping[str, float]
+
+    def followed_by(self, placement: Placement) -> "Prompt":
+        """The same with another question behind it."""
+        return replace(self, placement=placement)
 
     def with_evidence(self, sample: Sample, budgets: Sequence[str]) -> Mapping[str, Sequence[Retention]]:
         """What is kept, the control that keeps this sample's evidence among it."""

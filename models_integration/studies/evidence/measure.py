@@ -1,4 +1,4 @@
-"""One sample under every policy and budget: each cell's compacted cache reads question and gold answer in one forward."""
+"""One sample under every policy and budget: each cell's cache reads question and gold answer in one forward."""
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -149,14 +149,16 @@ class _Reader:
 
     def _rows(self, cells: Sequence[_Cell], shown: ObservedSegment) -> list[Row]:
         each = list(said(shown, self._gold))
-        right = [row.exact for row in each]
-        if self._sample.metric not in _SINGLE:
+        right: Sequence[bool | None] = [row.exact for row in each]
+        if not self._evidence.any():
+            right = [None] * len(each)
+        elif self._sample.metric not in _SINGLE:
             shown.cache.crop(1 - len(self._gold))
             answers = generated(self._subject, shown.cache, torch.stack([row.logits[0] for row in each]))
             right = [score(self._subject.tokenizer, ids, self._sample) for ids in answers]
-        return [self._row(*cell, *row) for cell, *row in zip(cells, each, right, strict=True)]
+        return [self._row(*cell, row, judged) for cell, row, judged in zip(cells, each, right, strict=True)]
 
-    def _row(self, policy: str, budget: str, kept: Retention, row: Said, right: bool) -> Row:
+    def _row(self, policy: str, budget: str, kept: Retention, row: Said, right: bool | None) -> Row:
         lengths = np.diff(kept.offsets)
         fed = len(self._sample.question_ids if policy == BLIND else self._fed)
         mean, grown = float(lengths.mean()) + fed, len(self._gold) - 1
@@ -164,13 +166,18 @@ class _Reader:
         sizes = {name.replace("cache", "bytes"): round(slot * self._slot_bytes) for name, slot in slots.items()}
         return {
             "policy": policy, "budget": budget, "granularity": kept.granularity.value,
-            "kept": lengths.tolist(), "evidence_kept": evidence_kept(kept, self._evidence).tolist(),
+            "kept": _short(lengths), "evidence_kept": _short(evidence_kept(kept, self._evidence)),
             "right": right, "exact": row.exact, "likelihood": row.likelihood, "divergence": row.divergence(self._full),
             "lost_attention": lost_attention(kept, self._attention), **slots, **sizes,
         }
 
     def _prompt_tokens(self, policy: str) -> int:
         return 0 if policy == BLIND else len(self._prompt.placement.prompt_ids)
+
+
+def _short(counts: IntVector) -> int | list[int]:
+    """Counts of kept sets; one number where all agree."""
+    return int(counts[0]) if (counts == counts[0]).all() else counts.tolist()
 
 
 @torch.no_grad()

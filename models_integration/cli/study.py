@@ -1,0 +1,58 @@
+"""`kvspec study`."""
+
+from pathlib import Path
+
+import typer
+from rich.console import Console
+
+from models_integration.cli.checks import check_batch_size, check_folder
+from models_integration.studies.evidence.report import write_report
+from models_integration.studies.evidence.rules import PARTS, load_rules
+from models_integration.studies.evidence.run import check_windows, items, methods, run_part, stored
+from models_integration.studies.report import progress_bar
+from models_integration.studies.results import load_rows
+from models_integration.studies.subject import Loading
+from models_integration.tasks.prose import read_prose
+from spec.validate import check_choices
+
+__all__ = ["run"]
+
+RESULTS = "study.jsonl"
+_STOPPED = 130
+"""The exit code of a command that Ctrl-C has ended."""
+
+
+def run(rules_file: Path, part: str, out: Path, batch_size: int, device: str, dtype: str, attn: str) -> None:
+    """Measure a part's samples that are not stored yet; then write the page of all that is.
+
+    Raises:
+        SpecError: before any sample is measured, for what cannot be.
+        Exit: with 130, when it is interrupted; what was measured is stored.
+    """
+    console, results = Console(), out / RESULTS
+    check_choices("part", (part,), PARTS)
+    check_batch_size(batch_size)
+    rules = load_rules(rules_file)
+    check_folder("out", out, RESULTS)
+    load_rows(results)
+    subject = Loading(rules.model, device=device, dtype=dtype, attn=attn).subject()
+    policies, prose = methods(rules, subject), read_prose(subject.tokenizer)
+    check_windows(rules, prose)
+    every, done = list(items(rules, subject, prose, part)), stored(rules, subject, results)
+    left = [item for item in every if (item.digest, item.placement) not in done]
+    console.print(
+        f"{rules.title}: {part}, model {subject.name}, rules {rules.digest[:8]}; {len(every)} samples,"
+        f" {len(every) - len(left)} of them stored in {results}", highlight=False, soft_wrap=True,
+    )
+    stopped = False
+    try:
+        with progress_bar(console, len(left)) as progress:
+            run_part(subject, rules, policies, part, left, results, batch_size, progress)
+    except KeyboardInterrupt:
+        stopped = True
+        console.print("stopped; the same command goes on from here")
+    rows = [row for row in load_rows(results) if (row["rules"], row["model"]) == (rules.digest, subject.name)]
+    for path in write_report(rules, rows, out) if rows else ():
+        console.print(str(path), highlight=False, soft_wrap=True)
+    if stopped:
+        raise typer.Exit(_STOPPED)

@@ -1,0 +1,217 @@
+"""What the rows of a study say: accuracy, recovery, evidence survival, and its claims.
+
+Recovery is (ll - ll_blind) / (ll_full - ll_blind), a ratio of means over samples; where tasks are put together, each
+counts in units of its own mean gap between full cache and blind.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import NamedTuple
+
+import numpy as np
+
+from models_integration.studies.evidence.kept import BLIND, FULL
+from models_integration.studies.evidence.rules import Claim
+from models_integration.studies.results import Row
+from reference.statistics import Interval, draws, holm, mcnemar, mcnemar_mid_p, mcnemar_power, ratio_bootstrap, wilson
+from spec.arrays import Float64, IntVector, Vector
+
+__all__ = ["FLOOR", "SAME_CACHE", "Estimate", "Samples", "Verdict", "verdicts"]
+
+FLOOR = 0.7
+"""Accuracy that the full cache must reach, for a task at a length and placement to count in accuracies."""
+SAME_CACHE = 0.01
+"""By how much the mean caches of two policies may differ, as a part of the smaller, for a claim to be decided."""
+_POWER = 0.8
+_SEED, _RESAMPLES = 0, 2000
+
+
+class Estimate(NamedTuple):
+    """A value with its 95 % interval, and the samples that it is about; NaN where there are none."""
+
+    value: float
+    low: float
+    high: float
+    n: int
+
+
+_NONE = Estimate(math.nan, math.nan, math.nan, 0)
+
+
+class Samples:
+    """Rows of one part of a study, cell by cell as vectors over samples."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.rows = rows
+        self._cells = [{(cell["policy"], cell["budget"]): cell for cell in row["cells"]} for row in rows]
+        contexts = {row["context"]: at for at, row in enumerate(rows)}
+        _, clusters = np.unique([contexts[row["context"]] for row in rows], return_inverse=True)
+        self.clusters: IntVector = clusters.astype(np.int64)
+
+    @property
+    def cells(self) -> list[tuple[str, str]]:
+        """Policies and budgets, in the order in which they were measured."""
+        return list(self._cells[0]) if self._cells else []
+
+    def where(self, **wanted: Sequence[object]) -> "Samples":
+        """The samples of these tasks, placements, ..."""
+        return Samples([row for row in self.rows if all(row[name] in some for name, some in wanted.items())])
+
+    def able(self) -> "Samples":
+        """The samples that count in accuracies: of tasks, lengths and placements that the full cache can do."""
+        groups: dict[tuple[object, ...], list[int]] = {}
+        for at, row in enumerate(self.rows):
+            groups.setdefault((row["task"], row["length"], row["placement"]), []).append(at)
+        right = [cells[FULL, "1.0"]["right"] for cells in self._cells]
+        counted = [
+            at for group in groups.values() for at in group
+            if None not in (some := [right[one] for one in group]) and sum(some) >= FLOOR * len(some)
+        ]
+        return Samples([self.rows[at] for at in sorted(counted)])
+
+    def of(self, cell: tuple[str, str], name: str) -> Float64[Vector, " n"]:
+        """A number of one cell, of every sample."""
+        return np.array([cells[cell][name] for cells in self._cells], dtype=np.float64)
+
+    def cache(self, cell: tuple[str, str]) -> float:
+        """Mean cache while answering, slots of a layer and KV head."""
+        return float(self.of(cell, "mean_cache").mean()) if self.rows else math.nan
+
+    def share(self, cell: tuple[str, str]) -> float:
+        """The same as a part of the full cache's."""
+        return float((self.of(cell, "mean_cache") / self.of((FULL, "1.0"), "mean_cache")).mean())
+
+    def accuracy(self, cell: tuple[str, str]) -> Estimate:
+        """Right answers with Wilson's interval, or the mean score of a metric that is not right or wrong."""
+        able = self.able()
+        if not able.rows:
+            return _NONE
+        right = able.of(cell, "right")
+        if set(right) <= {0.0, 1.0}:
+            return Estimate(right.mean(), *wilson(int(right.sum()), len(right)), len(right))
+        return able.ratio(right, np.ones(len(right)))
+
+    def survival(self, cell: tuple[str, str]) -> Estimate:
+        """Share of evidence tokens kept, mean over layers and KV heads."""
+        some = Samples([row for row in self.rows if row["evidence_tokens"]])
+        if not some.rows:
+            return _NONE
+        kept = [np.mean(cells[cell]["evidence_kept"]) for cells in some._cells]
+        return some.ratio(np.array(kept) / [row["evidence_tokens"] for row in some.rows], np.ones(len(kept)))
+
+    def recovery(self, cell: tuple[str, str]) -> Estimate:
+        """Likelihood recovered, of what the context is worth; none where that is not clearly something."""
+        if not self.worth().low > 0:
+            return _NONE
+        return self.ratio(self.gained(cell, (BLIND, "0")), self.gained((FULL, "1.0"), (BLIND, "0")))
+
+    def worth(self) -> Estimate:
+        """Log-likelihood of the answer with the full cache above that without context, nats."""
+        gaps = self.of((FULL, "1.0"), "likelihood") - self.of((BLIND, "0"), "likelihood")
+        return self.ratio(gaps, np.ones(len(gaps)))
+
+    def gained(self, cell: tuple[str, str], over: tuple[str, str]) -> Float64[Vector, " n"]:
+        """Log-likelihood of one cell above that of another, in units of the task's mean gap of full cache and blind."""
+        gaps = self.of((FULL, "1.0"), "likelihood") - self.of((BLIND, "0"), "likelihood")
+        tasks = np.array([row["task"] for row in self.rows])
+        units = np.array([gaps[tasks == task].mean() for task in tasks])
+        gained: Vector = (self.of(cell, "likelihood") - self.of(over, "likelihood")) / units
+        return gained
+
+    def ratio(self, above: Float64[Vector, " n"], below: Float64[Vector, " n"]) -> Estimate:
+        """A ratio of means; whole contexts are drawn."""
+        if not self.rows:
+            return _NONE
+        drawn = draws(int(self.clusters.max()) + 1, _RESAMPLES, _SEED)
+        interval = ratio_bootstrap(above, below, self.clusters, drawn)
+        return Estimate(float(above.sum() / below.sum()), interval.low, interval.high, len(above))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A claim as the confirming samples decide it.
+
+    Attributes:
+        difference: of `first` over `second`.
+        p: of no difference; None where nothing is decided. Accuracies: McNemar's exact test. Recoveries: the bootstrap.
+        mid_p: of accuracies.
+        corrected: Holm's, over all decided claims of the file.
+        power: for the smallest difference that the claim names, by what the dev samples scatter.
+        flag: why it is outside, or "".
+    """
+
+    claim: Claim
+    difference: Estimate
+    p: float | None
+    mid_p: float | None
+    corrected: float | None
+    power: float
+    flag: str
+
+    @property
+    def kind(self) -> str:
+        """Confirmatory where the power is 0.8, otherwise screening."""
+        return "confirmatory" if self.power >= _POWER else "screening"
+
+
+def verdicts(claims: Sequence[Claim], dev: Samples, confirm: Samples) -> list[Verdict]:
+    """Every claim of a study, in the file's order."""
+    found = [_verdict(claim, dev, confirm) for claim in claims]
+    decided = [one for one in found if one.p is not None]
+    corrected = dict(zip(map(id, decided), holm([one.p for one in decided if one.p is not None]), strict=True))
+    return [Verdict(**{**vars(one), "corrected": corrected.get(id(one))}) for one in found]
+
+
+def _verdict(claim: Claim, dev: Samples, confirm: Samples) -> Verdict:
+    some, tried = (_about(claim, samples) for samples in (confirm, dev))
+    first, second = ((name, claim.budget) for name in (claim.first, claim.second))
+    if not some.rows:
+        return Verdict(claim, _NONE, None, None, None, 0.0, "no samples that count")
+    if claim.measure == "recovery" and not some.worth().low > 0:
+        return Verdict(claim, _NONE, None, None, None, 0.0, "the context is not clearly worth anything")
+    above, below = _pairs(claim, some)
+    difference, power = some.ratio(above, below), _power(claim, tried, some)
+    caches = some.cache(first), some.cache(second)
+    if abs(caches[0] - caches[1]) > SAME_CACHE * min(caches):
+        return Verdict(claim, difference, None, None, None, power, f"mean caches {caches[0]:.0f} and {caches[1]:.0f}")
+    if claim.measure == "accuracy":
+        wins, losses = int((above > 0).sum()), int((above < 0).sum())
+        return Verdict(claim, difference, mcnemar(losses, wins), mcnemar_mid_p(losses, wins), None, power, "")
+    drawn = draws(int(some.clusters.max()) + 1, _RESAMPLES, _SEED)
+    p = _two_sided(ratio_bootstrap(above, below, some.clusters, drawn))
+    return Verdict(claim, difference, p, None, None, power, "")
+
+
+def _two_sided(interval: Interval) -> float:
+    """Twice the smaller share of resamples on one side of no difference, never 0."""
+    side = min(interval.positive, 1 - interval.positive)
+    return min(1.0, 2 * max(side, 1 / _RESAMPLES))
+
+
+def _about(claim: Claim, samples: Samples) -> Samples:
+    some = samples.where(task=claim.tasks, placement=(claim.placement,))
+    return some.able() if claim.measure == "accuracy" else some
+
+
+def _pairs(claim: Claim, samples: Samples) -> tuple[Float64[Vector, " n"], Float64[Vector, " n"]]:
+    """Differences of the two policies, and what they are parts of."""
+    first, second = ((name, claim.budget) for name in (claim.first, claim.second))
+    if claim.measure == "accuracy":
+        return samples.of(first, "right") - samples.of(second, "right"), np.ones(len(samples.rows))
+    return samples.gained(first, second), samples.gained((FULL, "1.0"), (BLIND, "0"))
+
+
+def _power(claim: Claim, dev: Samples, confirm: Samples) -> float:
+    """To find the claim's difference in so many contexts (recovery) or samples (accuracy); 0 without dev samples."""
+    if len(dev.rows) < 2:
+        return 0.0
+    above, below = _pairs(claim, dev)
+    if claim.measure == "accuracy":
+        discordance = max(float((above != 0).mean()), claim.difference)
+        return mcnemar_power(len(confirm.rows), discordance, claim.difference)
+    rest = np.bincount(dev.clusters, weights=above - above.sum() / below.sum() * below)
+    each = math.sqrt(float((rest**2).sum()) * len(rest)) / abs(float(below.sum()))
+    error = each / math.sqrt(int(confirm.clusters.max()) + 1)
+    return 1.0 if error == 0 else NormalDist().cdf(claim.difference / error - NormalDist().inv_cdf(0.975))

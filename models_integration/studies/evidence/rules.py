@@ -1,0 +1,144 @@
+"""The rules of a study: one TOML file, claims first, written before the samples that confirm them are run."""
+
+import hashlib
+import tomllib
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from models_integration.studies.evidence.drawn import TASKS
+from models_integration.studies.evidence.kept import CONTROLS, EVIDENCE, RANDOM
+from models_integration.tasks import PLACEMENTS
+from reference.policies.names import NAMES
+from spec.budget import parse_budget
+from spec.errors import SpecError
+from spec.validate import check_choices
+
+__all__ = ["MEASURES", "PARTS", "Claim", "Rules", "load_rules"]
+
+MEASURES = ("recovery", "accuracy")
+PARTS = ("dev", "confirm")
+_DEV_PERCENT = 20
+"""Contexts of 100, by the digest of their tokens, on which anything may be tried."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What the study is to decide: that `first` does better than `second`, by at least `difference`.
+
+    Raises:
+        SpecError: for an unknown measure, or a difference that is not in (0, 1].
+    """
+
+    name: str
+    first: str
+    second: str
+    budget: str
+    placement: str
+    tasks: tuple[str, ...]
+    measure: str
+    difference: float
+
+    def __post_init__(self) -> None:
+        check_choices("measure", (self.measure,), MEASURES)
+        if not 0 < self.difference <= 1:
+            raise SpecError("difference", self.difference, f"must lie in (0, 1] (claim {self.name!r})")
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What is run, and what is claimed of it.
+
+    Attributes:
+        claims: in the order in which they are reported; Holm's correction is over all of them.
+        model: as `--model` of the other commands.
+        contexts: of each task and length; both parts together.
+        seed: of all samples.
+        policies: beside the controls. None decides while tokens are decoded.
+        budgets: of every policy and of the controls; without any, full cache and blind run alone.
+        digest: SHA-256 of the file, hexadecimal; in every row.
+
+    Raises:
+        SpecError: for an unknown name, a number below 1, a list with nothing in it, or a claim about what is not run.
+    """
+
+    claims: tuple[Claim, ...]
+    title: str
+    model: str
+    contexts: int
+    seed: int
+    lengths: tuple[int, ...]
+    placements: tuple[str, ...]
+    tasks: tuple[str, ...]
+    policies: tuple[str, ...]
+    budgets: tuple[str, ...]
+    digest: str
+
+    def __post_init__(self) -> None:
+        check_choices("policies", self.policies, tuple(name for name in NAMES if name not in CONTROLS))
+        check_choices("tasks", self.tasks, tuple(TASKS))
+        check_choices("placements", self.placements, PLACEMENTS[:2])
+        for budget in self.budgets:
+            parse_budget(budget)
+        for name, value in (("contexts", self.contexts), *(("lengths", length) for length in self.lengths)):
+            if value < 1:
+                raise SpecError(name, value, "must be at least 1")
+        for name in ("lengths", "placements", "tasks"):
+            if not getattr(self, name):
+                raise SpecError(name, (), "must hold at least one")
+        for claim in self.claims:
+            self._check_run(claim)
+
+    def _check_run(self, claim: Claim) -> None:
+        compared = (*self.policies, RANDOM, EVIDENCE)
+        check_choices(f"claim {claim.name!r}: policy", (claim.first, claim.second), compared)
+        check_choices(f"claim {claim.name!r}: budget", (claim.budget,), self.budgets)
+        check_choices(f"claim {claim.name!r}: placement", (claim.placement,), self.placements)
+        check_choices(f"claim {claim.name!r}: tasks", claim.tasks, self.tasks)
+
+    @staticmethod
+    def part_of(context_digest: str) -> str:
+        """The part that a context belongs to: its digest decides, so that no result can."""
+        return PARTS[int(context_digest[:8], 16) % 100 >= _DEV_PERCENT]
+
+
+def load_rules(path: Path) -> Rules:
+    """Read a rules file: any number of [[claim]], then [study].
+
+    Raises:
+        SpecError: for a file that cannot be read or is no TOML, a name that is missing, unknown or of another type,
+            and what `Rules` refuses.
+    """
+    try:
+        data = path.read_bytes()
+        read = tomllib.loads(data.decode())
+    except (OSError, ValueError) as error:
+        raise SpecError("rules", str(path), f"must be a TOML file: {error}") from error
+    unknown = sorted(set(read) - {"claim", "study"})
+    if unknown or "study" not in read:
+        raise SpecError("rules", unknown, "must hold [[claim]] and [study], and nothing else")
+    claims = tuple(_made(Claim, entry) for entry in read.get("claim", ()))
+    return _made(Rules, {**read["study"], "claims": claims, "digest": hashlib.sha256(data).hexdigest()})
+
+
+def _made(kind: type[T], given: dict[str, Any]) -> T:
+    types = {field.name: field.type for field in fields(kind)}  # type: ignore[arg-type]  # both are dataclasses
+    if set(given) != set(types):
+        wrong = sorted(set(given) ^ set(types))
+        raise SpecError("rules", wrong, f"missing or unknown: {kind.__name__} has {', '.join(types)}")
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    for name, value in values.items():
+        if not _fits(value, types[name]):
+            raise SpecError(name, value, f"must be of the type {getattr(types[name], '__name__', types[name])}")
+    return kind(**values)
+
+
+def _fits(value: object, wanted: Any) -> bool:
+    if wanted is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if isinstance(wanted, type):
+        return type(value) is wanted
+    (item, _) = wanted.__args__
+    return isinstance(value, tuple) and all(type(one) is item for one in value)

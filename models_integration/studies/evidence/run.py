@@ -1,0 +1,132 @@
+"""The run of a study's part: samples in a fixed order, each stored as one row as soon as all its cells are measured."""
+
+import hashlib
+import json
+import platform
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+
+from models_integration.studies.evidence.drawn import TASKS
+from models_integration.studies.evidence.kept import Prompt, read_prompt
+from models_integration.studies.evidence.measure import measure
+from models_integration.studies.evidence.rules import Rules
+from models_integration.studies.results import Row, append_row, load_rows
+from models_integration.studies.subject import Subject
+from models_integration.tasks import Sample, place
+from models_integration.tasks.prose import Prose
+from spec import SPEC_VERSION
+from spec.errors import SpecError
+from spec.policy import Policy
+
+__all__ = ["Item", "check_windows", "items", "methods", "run_part", "stored"]
+
+
+@dataclass(frozen=True)
+class Item:
+    """A sample at its place in a study: one row."""
+
+    task: str
+    length: int
+    index: int
+    question: int
+    placement: str
+    sample: Sample
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the tokens of context, question and gold answer, hexadecimal."""
+        parts = [list(part) for part in (self.sample.context_ids, self.sample.question_ids, self.sample.answer_ids)]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    def identity(self, rules: Rules, model: str) -> dict[str, str]:
+        """What only this item's row has."""
+        return {"rules": rules.digest, "model": model, "sample": self.digest, "placement": self.placement}
+
+
+def items(rules: Rules, subject: Subject, prose: Prose, part: str) -> Iterator[Item]:
+    """A part's samples; those of all tasks, lengths and placements take turns, so that a run may end anywhere."""
+    for index in range(rules.contexts):
+        for task in rules.tasks:
+            for length in rules.lengths:
+                samples = TASKS[task](subject.tokenizer, prose, length, index, rules.seed)
+                if Rules.part_of(samples[0].context_digest) == part:
+                    for placement in rules.placements:
+                        for question, sample in enumerate(samples):
+                            yield Item(task, length, index, question, placement, sample)
+
+
+def check_windows(rules: Rules, prose: Prose) -> None:
+    """Contexts of one length have no text in common.
+
+    Raises:
+        SpecError: for more contexts than the text has windows.
+    """
+    most = min(prose.windows(length) for length in rules.lengths)
+    if rules.contexts > most:
+        raise SpecError("contexts", rules.contexts, f"must be at most {most}, the windows of {prose.name}")
+
+
+def methods(rules: Rules, subject: Subject) -> dict[str, Policy]:
+    """The policies on the model.
+
+    Raises:
+        SpecError: for one that it does not serve, or that decides while tokens are decoded.
+    """
+    found = {}
+    for name in rules.policies:
+        policy = found[name] = subject.policy(name, "1.0").on(subject.model).policy
+        if policy.cadence.every is not None:
+            raise SpecError("policies", name, "decides while tokens are decoded: one forward cannot stand for that")
+    return found
+
+
+def stored(rules: Rules, subject: Subject, path: Path) -> set[tuple[str, str]]:
+    """The digest and placement of each sample that is measured."""
+    known = {"rules": rules.digest, "model": subject.name}
+    return {
+        (row["sample"], row["placement"]) for row in load_rows(path)
+        if all(row.get(key) == value for key, value in known.items())
+    }
+
+
+def run_part(
+    subject: Subject, rules: Rules, policies: Mapping[str, Policy], part: str, wanted: list[Item], path: Path,
+    batch_size: int, progress: Callable[[str], None],
+) -> None:
+    """Measure samples, one after the other; `progress` is told of each.
+
+    Each row is on the disk before the next sample starts, so that a run may be stopped at any time.
+
+    Raises:
+        SpecError: for what a policy refuses.
+    """
+    prompt: Prompt | None = None
+    for item in wanted:
+        placement = place(item.sample, item.placement)
+        if prompt is None or prompt.placement.prompt_ids != placement.prompt_ids:
+            prompt = read_prompt(subject, policies, rules.budgets, placement)
+        measured = measure(subject, item.sample, prompt.followed_by(placement), rules.budgets, batch_size)
+        identity = {**item.identity(rules, subject.name), "part": part}
+        append_row(path, {**identity, **_about(item, subject, rules), **measured})
+        progress(f"{item.task}, {item.length}, {item.placement}")
+
+
+def _about(item: Item, subject: Subject, rules: Rules) -> Row:
+    sample = item.sample
+    return {
+        "task": item.task, "length": item.length, "index": item.index, "question": item.question, "seed": rules.seed,
+        "context": sample.context_digest, "chat_template": sample.chat_template, "metric": sample.metric,
+        "metadata": dict(sample.metadata), "question_tokens": len(sample.question_ids),
+        "answer_tokens": len(sample.answer_ids),
+        "evidence_tokens": sum(stop - start for start, stop in sample.evidence),
+        "backend": subject.backend, "spec_version": SPEC_VERSION,
+        "versions": {
+            "python": platform.python_version(), "numpy": np.__version__, "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+    }
