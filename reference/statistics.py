@@ -1,7 +1,7 @@
 """Paired comparisons of answers that are right or wrong: tests, intervals and power."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from fractions import Fraction
 from statistics import NormalDist
 from typing import NamedTuple
@@ -55,15 +55,15 @@ def mcnemar_mid_p(b: int, c: int) -> float:
     return float(exact - seen) if b != c else float(1 - seen / 2)
 
 
-def holm(p: Sequence[float]) -> list[float]:
-    """Holm's correction of several p, in their order: the smallest is multiplied by their number, and so on down.
+def holm(p: Mapping[str, float]) -> dict[str, float]:
+    """Holm's correction of several p: the smallest is multiplied by their number, and so on down.
 
     Source: Holm 1979, "A simple sequentially rejective multiple test procedure".
     """
-    corrected, highest = [0.0] * len(p), 0.0
-    for rank, at in enumerate(sorted(range(len(p)), key=lambda at: p[at])):
-        highest = max(highest, min(1.0, p[at] * (len(p) - rank)))
-        corrected[at] = highest
+    corrected, highest = {}, 0.0
+    for rank, (name, value) in enumerate(sorted(p.items(), key=lambda item: item[1])):
+        highest = max(highest, min(1.0, value * (len(p) - rank)))
+        corrected[name] = highest
     return corrected
 
 

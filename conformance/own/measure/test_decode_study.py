@@ -15,13 +15,14 @@ from conformance.measure.studies.decode.__main__ import main
 from conformance.measure.studies.decode.plan import CONTROL, PROMPT, STRATA, Plan, draw_conversation
 from conformance.measure.studies.decode.predictions import query_changes
 from conformance.measure.studies.decode.probes import Flags, changed_flags, fixed_points, held_up, surviving_pairs
-from conformance.measure.studies.decode.report import differences, holm, markdown, scores
+from conformance.measure.studies.decode.report import differences, markdown, scores
 from conformance.measure.studies.decode.rules import ARMS, BASES, T_BREATH
 from conformance.measure.studies.decode.run import blocks, hold, read_block, read_prompt, run_plan
 from models_integration.policies.methods import CrystalCache
 from models_integration.studies.results import load_rows
 from models_integration.studies.subject import Loading, Subject
 from reference.crystalcache import empty_state, extend
+from reference.statistics import holm
 from spec.budget import parse_budget
 from spec.errors import SpecError
 from spec.parameters import PAPER

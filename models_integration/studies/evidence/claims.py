@@ -6,7 +6,7 @@ counts in units of its own mean gap between full cache and blind.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -159,9 +159,8 @@ class Verdict:
 def verdicts(claims: Sequence[Claim], dev: Samples, confirm: Samples) -> list[Verdict]:
     """Every claim of a study, in the file's order."""
     found = [_verdict(claim, dev, confirm) for claim in claims]
-    decided = [one for one in found if one.p is not None]
-    corrected = dict(zip(map(id, decided), holm([one.p for one in decided if one.p is not None]), strict=True))
-    return [Verdict(**{**vars(one), "corrected": corrected.get(id(one))}) for one in found]
+    corrected = holm({one.claim.name: one.p for one in found if one.p is not None})
+    return [replace(one, corrected=corrected.get(one.claim.name)) for one in found]
 
 
 def _verdict(claim: Claim, dev: Samples, confirm: Samples) -> Verdict:
@@ -175,7 +174,7 @@ def _verdict(claim: Claim, dev: Samples, confirm: Samples) -> Verdict:
     difference, power = some.ratio(above, below), _power(claim, tried, some)
     caches = some.cache(first), some.cache(second)
     if abs(caches[0] - caches[1]) > SAME_CACHE * min(caches):
-        return Verdict(claim, difference, None, None, None, power, f"mean caches {caches[0]:.0f} and {caches[1]:.0f}")
+        return Verdict(claim, difference, None, None, None, power, f"mean caches {caches[0]:.1f} and {caches[1]:.1f}")
     if claim.measure == "accuracy":
         wins, losses = int((above > 0).sum()), int((above < 0).sum())
         return Verdict(claim, difference, mcnemar(losses, wins), mcnemar_mid_p(losses, wins), None, power, "")

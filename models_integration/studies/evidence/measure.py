@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from models_integration.cache.continuation import Decision
-from models_integration.cache.retained_cache import RetainedCache, storage_bytes
+from models_integration.cache.retained_cache import RetainedCache
 from models_integration.session.segment import ObservedSegment
 from models_integration.session.verbs import NOTHING, compact, read, side_by_side
 from models_integration.studies.evidence.kept import BLIND, FULL, Prompt
@@ -116,7 +116,8 @@ class _Reader:
         self._evidence = np.zeros(self._seen, dtype=np.bool_)
         for first, stop in sample.evidence:
             self._evidence[first:stop] = True
-        self._slot_bytes = storage_bytes(self._cache.full_layers) // self._seen
+        stored = [tensor for layer in self._cache.full_layers for tensor in (layer.keys, layer.values)]
+        self._slot_bytes = sum(tensor.nbytes for tensor in stored if tensor is not None) // self._seen
         self._full: Said
         self._attention: Matrix
 

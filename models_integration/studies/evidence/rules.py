@@ -88,6 +88,8 @@ class Rules:
         for name in ("lengths", "placements", "tasks"):
             if not getattr(self, name):
                 raise SpecError(name, (), "must hold at least one")
+        if len({claim.name for claim in self.claims}) < len(self.claims):
+            raise SpecError("claims", [claim.name for claim in self.claims], "must have different names")
         for claim in self.claims:
             self._check_run(claim)
 

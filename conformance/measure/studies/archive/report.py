@@ -7,11 +7,10 @@ from typing import NamedTuple
 import numpy as np
 
 from conformance.measure.studies.archive.rules import ARMS
-from conformance.measure.studies.decode.report import holm
 from models_integration.archive.pins import same_pins
 from models_integration.pocket.training.talk import KINDS
 from models_integration.studies.results import Row
-from reference.statistics import Interval, bootstrap, cluster_bootstrap, draws, mcnemar, mcnemar_power, wilson
+from reference.statistics import Interval, bootstrap, cluster_bootstrap, draws, holm, mcnemar, mcnemar_power, wilson
 from spec.arrays import Bool, BoolVector, Float64, Int64, IntVector, Vector
 
 __all__ = ["Comparison", "Outcomes", "compared", "detectable", "interaction", "markdown", "outcomes", "penalised"]

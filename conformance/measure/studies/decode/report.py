@@ -1,6 +1,6 @@
 """The study's tables: shares with intervals, differences with exact tests, what was stored, what breaths did."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,10 +8,10 @@ import numpy as np
 from conformance.measure.studies.decode.plan import CONTROL, STRATA
 from conformance.measure.studies.decode.rules import BASES
 from models_integration.studies.results import Row
-from reference.statistics import Interval, bootstrap, draws, mcnemar
+from reference.statistics import Interval, bootstrap, draws, holm, mcnemar
 from spec.arrays import Float64, Vector
 
-__all__ = ["Difference", "differences", "holm", "markdown", "scores"]
+__all__ = ["Difference", "differences", "markdown", "scores"]
 
 _RESAMPLES, _SEED = 10_000, 2026
 
@@ -46,15 +46,6 @@ def differences(rows: Sequence[Row], arms: Sequence[str]) -> dict[str, Differenc
             interval = bootstrap(difference, drawn)
             by_arm[arm] = Difference(float(difference.mean()), interval, better, worse, mcnemar(worse, better))
     return by_arm
-
-
-def holm(p: Mapping[str, float]) -> dict[str, float]:
-    """Holm's correction of several p: the smallest is multiplied by their number, and so on down."""
-    corrected, highest = {}, 0.0
-    for rank, (name, value) in enumerate(sorted(p.items(), key=lambda item: item[1])):
-        highest = max(highest, min(1.0, value * (len(p) - rank)))
-        corrected[name] = highest
-    return corrected
 
 
 def markdown(rows: Sequence[Row], arms: Sequence[str]) -> str:

@@ -1,0 +1,290 @@
+"""One observed prompt serves every cell: held against a context per cell, generation, and masks on a dense forward."""
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="the study drives transformers models")
+
+from transformers import AutoModelForCausalLM
+
+from conformance.own.models_integration.session.heads import MaskedHeads
+from conformance.own.models_integration.session.test_verbs import same, same_tensors
+from models_integration import RetainedCache, compact
+from models_integration.cache.continuation import Decision
+from models_integration.model.architecture import describe
+from models_integration.pocket import ASSETS
+from models_integration.policies.methods import RetentionPolicy
+from models_integration.session.verbs import read, side_by_side
+from models_integration.studies.answers import answer
+from models_integration.studies.evidence.kept import BLIND, FULL, Prompt, read_prompt
+from models_integration.studies.evidence.measure import measure
+from models_integration.studies.results import Row
+from models_integration.studies.subject import Loading, Subject
+from models_integration.tasks import Placement, Sample, place
+from models_integration.tasks.keys_in_prose import keys_in_prose_sample
+from models_integration.tasks.prose import read_prose
+from reference.policies.retain import retain, retain_each
+from spec.budget import parse_budget
+from spec.errors import SpecError
+from spec.retention import Granularity, Retention
+
+NAMES = (
+    "crystalcache", "streamingllm", "snapkv", "adakv", "pyramidkv", "keydiff", "knorm", "expected-attention",
+    "nestedkv", "chunkkv",
+)
+BUDGETS = ("0.5", "0.3")
+CELLS = list(product(NAMES, BUDGETS))
+LENGTH = 700
+
+
+@pytest.fixture(scope="module")
+def subject(one_thread: None) -> Subject:
+    return Loading(backend="numpy").subject()
+
+
+@pytest.fixture(scope="module")
+def samples(subject: Subject) -> list[Sample]:
+    """The fact is at two depths, among another's."""
+    prose = read_prose(subject.tokenizer)
+    return [keys_in_prose_sample(subject.tokenizer, prose, LENGTH, 2, index, 7) for index in (1, 2)]
+
+
+def on_prompt(subject: Subject, placement: Placement) -> Prompt:
+    policies = {name: subject.policy(name, "0.5").on(subject.model).policy for name in NAMES}
+    return read_prompt(subject, policies, BUDGETS, placement)
+
+
+@pytest.fixture(scope="module", params=["after", "in_prompt"])
+def measured(
+    request: pytest.FixtureRequest, subject: Subject, samples: list[Sample],
+) -> list[tuple[Sample, Placement, Prompt, dict[tuple[str, str], Row]]]:
+    """Each sample, how it is presented, its prompt, and the rows of its cells."""
+    found = []
+    for sample in samples:
+        prompt = on_prompt(subject, place(sample, request.param))
+        cells = measure(subject, sample, prompt, BUDGETS, 1)["cells"]
+        found.append((sample, prompt.placement, prompt, {(cell["policy"], cell["budget"]): cell for cell in cells}))
+    return found
+
+
+def alone(
+    subject: Subject, policy: RetentionPolicy, placement: Placement, ids: torch.Tensor, rows: int,
+) -> tuple[Retention, RetainedCache, torch.Tensor]:
+    """A context of its own: what it keeps, its cache before anything is read behind it, the last logits of `ids`."""
+    with policy(subject.model) as run, torch.no_grad():
+        subject.model(input_ids=torch.tensor([placement.prompt_ids]), logits_to_keep=1)
+        assert run.cache is not None
+        if placement.dropped_slots:
+            run.cache.crop(-placement.dropped_slots)
+        retention: Any = run.retention
+        before = compact(run.cache, Decision((everything(run.cache),)))
+        with run.reading():
+            logits = subject.model(input_ids=ids, past_key_values=run.cache, logits_to_keep=rows).logits
+    return getattr(retention, "retention", retention), before, logits
+
+
+def everything(cache: RetainedCache) -> Retention:
+    """All that a cache stores of its one row, at its own granularity."""
+    sets = [layer.head_positions(0, head).numpy() for layer in cache.full_layers for head in range(layer.heads)]
+    offsets = np.cumsum([0, *map(len, sets)]).astype(np.int64)
+    return Retention(np.concatenate(sets), offsets, cache.get_seq_length(), Granularity.HEAD)
+
+
+@pytest.mark.law("parts-equal-the-whole")
+@pytest.mark.parametrize(("name", "budget"), CELLS)
+def test_a_cell_is_a_context_of_its_own_bit_for_bit(subject: Subject, measured: Any, name: str, budget: str) -> None:
+    sample, placement, prompt, cells = measured[0]
+    ids = torch.tensor([[*placement.fed_ids, *sample.answer_ids[:-1]]])
+    rows = len(sample.answer_ids)
+    retention, cache, logits = alone(subject, subject.policy(name, budget), placement, ids, rows)
+    kept = prompt.kept[name][BUDGETS.index(budget)]
+    before = retention.seen - placement.dropped_slots
+    for group in range(retention.groups):
+        assert [at for at in retention.group(group) if at < before] == kept.group(group).tolist()
+    ours = compact(side_by_side(prompt.observed.cache, 1), Decision((kept,)))
+    same_tensors(ours, cache)
+    shown = read(subject.model, ours, ids, last=rows).logits
+    assert shown is not None
+    assert torch.equal(shown, logits)
+    gold = torch.tensor(sample.answer_ids)
+    likelihood = float(logits[0].double().log_softmax(dim=-1)[range(rows), gold].sum())
+    assert cells[name, budget]["likelihood"] == pytest.approx(likelihood, abs=1e-4)
+
+
+@pytest.mark.law("parts-equal-the-whole")
+def test_exact_by_one_forward_is_exact_by_generation(subject: Subject, measured: Any) -> None:
+    outcomes = []
+    for sample, placement, _, cells in measured:
+        for name, budget in CELLS:
+            policy = subject.policy(name, budget)
+            said = answer(subject.model, policy, placement, len(sample.answer_ids), frozenset()).token_ids
+            outcomes.append(said == list(sample.answer_ids))
+            assert cells[name, budget]["exact"] == cells[name, budget]["right"] == outcomes[-1], (name, budget)
+    assert set(outcomes) == {True, False}
+
+
+@pytest.mark.law("eviction-equals-masking")
+def test_measures_equal_masks_on_a_dense_forward(subject: Subject, measured: Any) -> None:
+    """Every cell, the controls among them, by masks; kept tokens of the evidence counted one by one."""
+    sample, placement, prompt, cells = measured[0]
+    context = placement.prompt_ids[: len(placement.prompt_ids) - placement.dropped_slots]
+    kept = prompt.with_evidence(sample, BUDGETS)
+    gold = torch.tensor(sample.answer_ids)
+    seen = Retention.shared(np.arange(len(context)), len(context))
+    dense = dense_answer(subject, context, placement, sample, seen)
+    gold_places = {at for start, stop in sample.evidence for at in range(start, stop)}
+    survived = set()
+    for name, at in product(kept, range(len(BUDGETS))):
+        row, retention = cells[name, BUDGETS[at]], kept[name][at]
+        found = dense_answer(subject, context, placement, sample, retention)
+        assert row["likelihood"] == pytest.approx(float(found[range(len(gold)), gold].sum()), abs=2e-4), name
+        divergence = (dense.exp() * (dense - found)).sum(dim=-1).mean()
+        assert row["divergence"] == pytest.approx(float(divergence), abs=1e-4), name
+        counts = [len(gold_places & set(retention.group(group).tolist())) for group in range(retention.groups)]
+        assert row["evidence_kept"] == (counts if len(set(counts)) > 1 else counts[0])
+        survived.add(np.mean(counts) / len(gold_places))
+        if name == "evidence":
+            assert set(counts) == {len(gold_places)}
+    assert len(survived) > 5
+    assert cells[FULL, "1.0"]["likelihood"] == pytest.approx(float(dense[range(len(gold)), gold].sum()), abs=2e-4)
+    assert cells[FULL, "1.0"]["divergence"] == 0.0
+
+
+def dense_answer(
+    subject: Subject, context: tuple[int, ...], placement: Placement, sample: Sample, kept: Retention,
+) -> torch.Tensor:
+    """Log-probabilities (a, vocabulary) of the answer's columns, from the full cache under a mask for each head."""
+    architecture = describe(subject.model)
+    heads = subject.model.config.num_key_value_heads
+    sets = {}
+    for at, layer in enumerate(architecture.full_layers):
+        each = {Granularity.MODEL: [0] * heads, Granularity.LAYER: [at] * heads}
+        groups = each.get(kept.granularity, range(at * heads, (at + 1) * heads))
+        sets[layer] = [kept.group(group).tolist() for group in groups]
+    oracle = MaskedHeads(subject.model, torch.tensor([context]), sets)
+    logits = oracle.read(torch.tensor([[*placement.fed_ids, *sample.answer_ids[:-1]]]))
+    return logits[0, -len(sample.answer_ids) :].double().log_softmax(dim=-1)
+
+
+@pytest.mark.law("figures-are-counted-right")
+def test_attention_on_evicted_keys_is_what_eager_attention_returns(subject: Subject, measured: Any) -> None:
+    sample, placement, prompt, cells = measured[0]
+    context = placement.prompt_ids[: len(placement.prompt_ids) - placement.dropped_slots]
+    eager = AutoModelForCausalLM.from_pretrained(ASSETS, attn_implementation="eager", dtype=torch.float32)
+    ids = torch.tensor([[*context, *placement.fed_ids, *sample.answer_ids[:-1]]])
+    with torch.no_grad():
+        attentions = eager(input_ids=ids, output_attentions=True).attentions
+    heads = subject.model.config.num_key_value_heads
+    for name, at in product(prompt.kept, range(len(BUDGETS))):
+        retention, lost = prompt.kept[name][at], []
+        for layer, weights in enumerate(attentions):
+            group = weights.shape[1] // heads
+            for head in range(weights.shape[1]):
+                own = {Granularity.MODEL: 0, Granularity.LAYER: layer}.get(
+                    retention.granularity, layer * heads + head // group
+                )
+                evicted = sorted(set(range(len(context))) - set(retention.group(own).tolist()))
+                lost.append(weights[0, head, -len(sample.answer_ids) :, evicted].double().sum(dim=-1).mean())
+        assert cells[name, BUDGETS[at]]["lost_attention"] == pytest.approx(float(np.mean(lost)), abs=1e-5), name
+    assert cells[FULL, "1.0"]["lost_attention"] == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.law("figures-are-counted-right")
+def test_caches_are_counted_as_answers_count_them(subject: Subject, measured: Any) -> None:
+    sample, placement, prompt, cells = measured[0]
+    config, a = subject.model.config, len(sample.answer_ids)
+    slot = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
+    for name, budget in CELLS:
+        row = cells[name, budget]
+        given = answer(subject.model, subject.policy(name, budget), placement, a - 1, frozenset())
+        assert row["peak_cache"] == given.peak_cache == len(placement.prompt_ids)
+        if name in ("crystalcache", "streamingllm"):  # a published policy reads its question there token by token
+            assert row["mean_cache"] == pytest.approx(given.mean_cache)
+        assert row["peak_bytes"] == row["peak_cache"] * slot
+        assert row["mean_bytes"] == pytest.approx(row["mean_cache"] * slot, abs=1)
+        retention = prompt.kept[name][BUDGETS.index(budget)]
+        kept = len(retention.positions) / retention.groups
+        assert row["mean_cache"] == pytest.approx(kept + len(placement.fed_ids) + (a - 1) / 2)
+
+
+@pytest.mark.law("parts-equal-the-whole")
+def test_side_by_side_is_one_by_one(subject: Subject, measured: Any) -> None:
+    sample, _, prompt, cells = measured[1]
+    together = measure(subject, sample, prompt, BUDGETS, 5)["cells"]
+    for row in together:
+        other = cells[row["policy"], row["budget"]]
+        for name, value in row.items():
+            if isinstance(value, float):
+                assert value == pytest.approx(other[name], abs=2e-4), (row["policy"], name)
+            else:
+                assert value == other[name], (row["policy"], name)
+
+
+@pytest.mark.law("parts-equal-the-whole")
+@pytest.mark.parametrize("metric", ["all of them", "first number"])
+def test_other_metrics_are_judged_by_what_is_generated(
+    subject: Subject, samples: list[Sample], metric: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    judged: list[list[int]] = []
+
+    def judge(tokenizer: object, ids: list[int], sample: Sample) -> bool:
+        judged.append(ids)
+        return True
+
+    monkeypatch.setattr("models_integration.studies.evidence.measure.score", judge)
+    sample = replace(samples[0], metric=metric)
+    placement = place(sample)
+    cells = measure(subject, sample, on_prompt(subject, placement), BUDGETS[:1], 3)["cells"]
+    if metric == "first number":
+        assert not judged
+        return
+    assert all(cell["right"] is True for cell in cells)
+    by_cell = dict(zip(((cell["policy"], cell["budget"]) for cell in cells), judged, strict=True))
+    for name in NAMES:
+        policy = subject.policy(name, BUDGETS[0])
+        expected = answer(subject.model, policy, placement, 50, subject.stop_ids).token_ids
+        assert by_cell[name, BUDGETS[0]] == expected, name
+    assert len({tuple(ids) for ids in judged}) > 3
+
+
+@pytest.mark.law("the-model-stays-as-it-was")
+def test_the_prompt_serves_again_as_it_was(subject: Subject, samples: list[Sample]) -> None:
+    prompt = on_prompt(subject, place(samples[0], "in_prompt"))
+    first = measure(subject, samples[0], prompt, BUDGETS, 4)["cells"]
+    assert same(tuple(map(str, measure(subject, samples[0], prompt, BUDGETS, 4)["cells"])), tuple(map(str, first)))
+
+
+@pytest.mark.law("figures-are-counted-right")
+def test_blind_is_the_question_alone(subject: Subject, measured: Any) -> None:
+    sample, _, _, cells = measured[0]
+    ids = torch.tensor([[*sample.question_ids, *sample.answer_ids[:-1]]])
+    with torch.no_grad():
+        logits = subject.model(input_ids=ids, use_cache=False).logits[0, -len(sample.answer_ids) :]
+    chosen = logits.double().log_softmax(dim=-1)[range(len(sample.answer_ids)), list(sample.answer_ids)]
+    assert cells[BLIND, "0"]["likelihood"] == pytest.approx(float(chosen.sum()), abs=1e-4)
+    assert cells[BLIND, "0"]["likelihood"] < cells[FULL, "1.0"]["likelihood"]
+
+
+@pytest.mark.spec(id="PO-RETAIN")
+@pytest.mark.parametrize("name", [*NAMES, "defensivekv", "h2o", "tova", "diverse-snapkv"])
+def test_several_budgets_are_each_budget_alone(subject: Subject, samples: list[Sample], name: str) -> None:
+    observed = on_prompt(subject, place(samples[0])).observed
+    policy = subject.policy(name, "0.5").on(subject.model).policy
+    shown = observed.narrowed(policy.scorer.needs).prompt(0, policy.granularity)
+    budgets = [parse_budget(budget) for budget in ("0.2", "0.9", "0.5")]
+    each = retain_each(policy, budgets, shown)
+    for budget, found in zip(budgets, each, strict=True):
+        assert same(found, retain(policy, budget, shown))
+    assert len({len(retention.positions) for retention, _ in each}) == 3
+
+
+@pytest.mark.law("refused-before-anything-changes")
+def test_read_refuses_other_rows(subject: Subject, samples: list[Sample]) -> None:
+    cache = on_prompt(subject, place(samples[0])).observed.cache
+    with pytest.raises(SpecError, match="the cache has 1 rows"):
+        read(subject.model, cache, torch.zeros(2, 1, dtype=torch.int64))

@@ -1,0 +1,285 @@
+"""A study around its measures: rules, parts, rows that survive, estimates and claims against counting by hand."""
+
+import json
+import math
+from itertools import combinations, product
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers", reason="the study drives transformers models")
+
+from typer.testing import CliRunner
+
+from models_integration.cli.app import app
+from models_integration.studies.evidence.claims import Samples, verdicts
+from models_integration.studies.evidence.kept import BLIND, CONTROLS, FULL
+from models_integration.studies.evidence.measure import measure
+from models_integration.studies.evidence.report import page
+from models_integration.studies.evidence.rules import PARTS, Claim, Rules, load_rules
+from models_integration.studies.results import Row, load_rows
+from reference.statistics import mcnemar, mcnemar_mid_p, mcnemar_power, ratio_bootstrap, wilson
+from spec.errors import SpecError
+
+pytestmark = pytest.mark.law("figures-are-counted-right")
+
+RULES = """
+[[claim]]
+name = "the fact is kept"
+first = "evidence"
+second = "streamingllm"
+budget = "0.3"
+placement = "after"
+tasks = ["needle_in_prose"]
+measure = "recovery"
+difference = 0.2
+
+[study]
+title = "Small"
+model = "pocket"
+contexts = 4
+seed = 3
+lengths = [1024]
+placements = ["after", "in_prompt"]
+tasks = ["needle_in_prose", "prose_continuation"]
+policies = ["streamingllm"]
+budgets = ["0.3"]
+"""
+
+
+def rules_file(folder: Path, text: str = RULES) -> Path:
+    path = folder / "rules.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def study(folder: Path, part: str) -> Any:
+    arguments = ["study", "--rules", str(folder / "rules.toml"), "--out", str(folder), "--part", part]
+    return CliRunner().invoke(app, arguments)
+
+
+def test_a_study_runs_stops_and_goes_on(tmp_path: Path, one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    rules_file(tmp_path)
+    results = tmp_path / "study.jsonl"
+    most = [2]
+
+    def interrupted(*arguments: Any) -> Row:
+        if most[0] == 0:
+            raise KeyboardInterrupt
+        most[0] -= 1
+        return measure(*arguments)
+
+    monkeypatch.setattr("models_integration.studies.evidence.run.measure", interrupted)
+    stopped = study(tmp_path, "confirm")
+    assert stopped.exit_code == 130
+    assert "goes on from here" in stopped.output
+    first = load_rows(results)
+    assert len(first) == 2
+    monkeypatch.setattr("models_integration.studies.evidence.run.measure", measure)
+    done = study(tmp_path, "confirm")
+    assert done.exit_code == 0, done.output
+    assert "2 of them stored" in done.output
+    rows = load_rows(results)
+    assert rows[:2] == first
+    assert len({(row["sample"], row["placement"]) for row in rows}) == len(rows)
+    before = results.read_bytes()
+    again = study(tmp_path, "confirm")
+    assert f"{len(rows)} of them stored" in again.output
+    assert results.read_bytes() == before
+    check_rows(rows, load_rules(tmp_path / "rules.toml"))
+    written = next(tmp_path.glob("study-*-confirm.md")).read_text(encoding="utf-8")
+    assert "the fact is kept" in written
+    assert written.count("| evidence | 0.3 |") == 2
+    assert len(list(tmp_path.glob("study-*-confirm-*.png"))) == 2
+
+
+def check_rows(rows: list[Row], rules: Rules) -> None:
+    for row in rows:
+        assert row["rules"] == rules.digest
+        assert row["part"] == "confirm" == Rules.part_of(row["context"])
+        assert {"torch", "transformers", "numpy", "python"} == set(row["versions"])
+        assert {cell["policy"] for cell in row["cells"]} == {*CONTROLS, *rules.policies}
+        asked = row["task"] == "needle_in_prose"
+        assert (row["evidence_tokens"] > 0) is asked
+        assert all((cell["right"] is not None) is asked for cell in row["cells"])
+    assert {row["task"] for row in rows} == set(rules.tasks)
+
+
+def test_parts_are_disjoint_whole_and_decided_by_the_context(tmp_path: Path) -> None:
+    digests = [f"{n:08x}" + "0" * 56 for n in range(5000)]
+    by_part = {part: {digest for digest in digests if Rules.part_of(digest) == part} for part in PARTS}
+    assert set.union(*by_part.values()) == set(digests)
+    assert not set.intersection(*by_part.values())
+    assert len(by_part["dev"]) == 1000
+
+
+@pytest.mark.law("an-identity-tells-apart")
+def test_any_change_of_the_rules_is_another_digest(tmp_path: Path) -> None:
+    one = load_rules(rules_file(tmp_path)).digest
+    assert load_rules(rules_file(tmp_path, RULES)).digest == one
+    assert load_rules(rules_file(tmp_path, RULES + "\n# later")).digest != one
+
+
+@pytest.mark.law("refused-before-anything-changes")
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ('"recovery"', '"speed"', "recovery, accuracy"), ("0.2\n", "0.0\n", r"must lie in \(0, 1\]"),
+        ('second = "streamingllm"', 'second = "snapkv"', "the fact is kept"),
+        ('budget = "0.3"', 'budget = "0.4"', "budget"),
+        ('placement = "after"', 'placement = "paper"', "placement"), ("contexts = 4", "contexts = 0", "at least 1"),
+        ("contexts = 4", 'contexts = "4"', "type int"), ("contexts = 4", "context = 4", "missing or unknown"),
+        ("[1024]", "[]", "at least one"), ("[study]", "[studies]", "nothing else"), ("[[claim]]", "claim", "TOML"),
+        ('["0.3"]', '["much"]', "budget"), ('["streamingllm"]\nb', '["stream"]\nb', "streamingllm"),
+        ('"prose_continuation"]', '"poetry"]', "prose_continuation"),
+        ('"after", "in_prompt"', '"paper"', "placements"), ('["streamingllm"]\nb', '["fullcache"]\nb', "policies"),
+    ],
+)
+def test_rules_are_refused_by_name(tmp_path: Path, old: str, new: str, words: str) -> None:
+    assert old in RULES
+    with pytest.raises(SpecError, match=words):
+        load_rules(rules_file(tmp_path, RULES.replace(old, new, 1)))
+    with pytest.raises(SpecError, match="TOML"):
+        load_rules(tmp_path / "nowhere.toml")
+
+
+@pytest.mark.law("one-line-with-the-way-out")
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ('["streamingllm"]\nb', '["streamingllm", "tova"]\nb', "decides while tokens are decoded"),
+        ("contexts = 4", "contexts = 4000", "windows"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_before_any_row(tmp_path: Path, old: str, new: str, words: str) -> None:
+    rules_file(tmp_path, RULES.replace(old, new, 1))
+    refused = study(tmp_path, "dev")
+    assert isinstance(refused.exception, SpecError)
+    assert words in str(refused.exception)
+    assert not (tmp_path / "study.jsonl").exists()
+
+
+def rows_of(values: list[tuple[str, float, float, float, bool, bool]], part: str = "confirm") -> list[Row]:
+    """Rows by hand: context; log-likelihood of a and b and without context, full cache 0; whether a and b are right."""
+    found = []
+    for at, (context, a, b, blind, a_right, b_right) in enumerate(values):
+        cells = {
+            (FULL, "1.0"): (0.0, True, 100.0), (BLIND, "0"): (blind, False, 2.0), ("snapkv", "0.3"): (a, a_right, 30.0),
+            ("knorm", "0.3"): (b, b_right, 30.2),
+        }
+        found.append({
+            "context": context, "task": "needle_in_prose", "length": 100, "placement": "after", "part": part,
+            "sample": str(at), "evidence_tokens": 4, "answer_tokens": 2, "model": "m", "backend": "numpy",
+            "cells": [
+                {
+                    "policy": policy, "budget": budget, "likelihood": likelihood, "right": right, "mean_cache": cache,
+                    "evidence_kept": [1, 3] if policy == "snapkv" else 2, "divergence": 0.5, "lost_attention": 0.25,
+                }
+                for (policy, budget), (likelihood, right, cache) in cells.items()
+            ],
+        })
+    return found
+
+
+VALUES = [
+    ("x", -1.0, -2.0, -10.0, True, False), ("x", -3.0, -4.0, -8.0, True, True), ("y", -5.0, -5.5, -6.0, False, False),
+    ("z", -2.0, -7.0, -9.0, True, False), ("w", -1.0, -3.0, -12.0, True, False), ("v", -2.0, -2.5, -7.0, True, True),
+]
+A, B = ("snapkv", "0.3"), ("knorm", "0.3")
+
+
+def test_estimates_are_those_by_hand() -> None:
+    samples = Samples(rows_of(VALUES))
+    gaps = [-blind for *_, blind, _, _ in VALUES]
+    recovery = samples.recovery(A)
+    assert recovery.value == pytest.approx(sum(a - blind for _, a, _, blind, *_ in VALUES) / sum(gaps))
+    assert recovery.low < recovery.value < recovery.high
+    assert samples.recovery((FULL, "1.0")).value == 1.0
+    assert samples.recovery((BLIND, "0")).value == 0.0
+    assert samples.accuracy(A)[:3] == (5 / 6, *wilson(5, 6))
+    assert samples.survival(A).value == samples.survival(B).value == 0.5
+    assert samples.worth().value == pytest.approx(sum(gaps) / 6)
+    assert samples.share(A) == pytest.approx(0.3)
+    assert "| snapkv | 0.3 | 0.300 | 0.83" in page(RULES_BY_HAND, Samples([]), samples)
+
+
+def test_what_the_full_cache_cannot_do_has_no_accuracy_and_a_worthless_context_no_recovery() -> None:
+    rows = rows_of(VALUES)
+    for row in rows[:3]:
+        row["cells"][0]["right"] = False
+    assert Samples(rows).accuracy(A).n == 0
+    values = [(context, -1.0, -1.0, 0.5 * (-1) ** at, True, True) for at, (context, *_) in enumerate(VALUES)]
+    assert math.isnan(Samples(rows_of(values)).recovery(A).value)
+
+
+def claim(measure: str, **changed: Any) -> Claim:
+    given = {
+        "name": measure, "first": "snapkv", "second": "knorm", "budget": "0.3", "placement": "after",
+        "tasks": ("needle_in_prose",), "measure": measure, "difference": 0.3,
+    }
+    return Claim(**{**given, **changed})
+
+
+RULES_BY_HAND = Rules(
+    (), "By hand", "m", 6, 0, (100,), ("after",), ("needle_in_prose",), ("snapkv", "knorm"), ("0.3",), "0" * 64
+)
+
+
+def test_claims_by_hand() -> None:
+    dev, confirm = Samples(rows_of(VALUES, "dev")), Samples(rows_of(VALUES))
+    accuracy, recovery = verdicts([claim("accuracy"), claim("recovery")], dev, confirm)
+    assert (accuracy.p, accuracy.mid_p) == (mcnemar(0, 3), mcnemar_mid_p(0, 3))
+    assert accuracy.difference.value == pytest.approx(3 / 6)
+    assert accuracy.power == pytest.approx(mcnemar_power(6, 0.5, 0.3))
+    assert accuracy.kind == "screening"
+    assert recovery.difference.value == pytest.approx(sum(a - b for _, a, b, *_ in VALUES) / 52)
+    assert recovery.p is not None
+    assert accuracy.p is not None
+    small, large = sorted([accuracy.p, recovery.p])
+    assert sorted([accuracy.corrected or 0, recovery.corrected or 0]) == [min(1, 2 * small), max(min(1, 2 * small), large)]
+    assert recovery.power == pytest.approx(power_by_hand(0.3))
+    (easy,) = verdicts([claim("recovery", difference=1.0)], dev, confirm)
+    assert easy.kind == "confirmatory"
+    assert verdicts([claim("recovery")], Samples([]), confirm)[0].kind == "screening"
+
+
+def power_by_hand(difference: float) -> float:
+    """As many contexts confirm as scatter: the error of a ratio of sums over contexts, by the delta method."""
+    ratio = sum(a - b for _, a, b, *_ in VALUES) / 52
+    rest: dict[str, float] = {}
+    for context, a, b, blind, *_ in VALUES:
+        rest[context] = rest.get(context, 0.0) + (a - b) + ratio * blind
+    error = math.sqrt(sum(each**2 for each in rest.values())) / 52
+    return NormalDist().cdf(difference / error - 1.959964)
+
+
+def test_other_caches_are_flagged_and_outside() -> None:
+    rows = rows_of(VALUES)
+    for row in rows:
+        row["cells"][3]["mean_cache"] = 30.4
+    verdict, other = verdicts([claim("recovery"), claim("accuracy")], Samples(rows), Samples(rows))
+    assert (verdict.p, verdict.corrected, other.p) == (None, None, None)
+    assert verdict.flag == "mean caches 30.0 and 30.4"
+
+
+@pytest.mark.law("as-it-is-described")
+def test_ratio_bootstrap_by_hand() -> None:
+    above, below, clusters = np.array([1.0, 2.0, 4.0]), np.array([2.0, 1.0, 5.0]), np.array([0, 1, 1])
+    drawn = np.array(list(product(range(2), repeat=2)))
+    ratios = sorted([1 / 2, 7 / 8, 7 / 8, 6 / 6])
+    found = ratio_bootstrap(above, below, clusters, drawn, 0.5)
+    assert found[:2] == (ratios[1], ratios[2])
+    assert found.positive == 1.0
+
+
+@pytest.mark.law("as-it-is-described")
+def test_mid_p_is_the_middle_of_the_exact_tail() -> None:
+    for b, c in combinations(range(8), 2):
+        each = [math.comb(b + c, k) / 2 ** (b + c) for k in range(b + c + 1)]
+        as_rare = [one for k, one in enumerate(each) if min(k, b + c - k) < b]
+        assert mcnemar_mid_p(b, c) == pytest.approx(sum(as_rare) + each[b]), (b, c)
+    assert mcnemar_mid_p(3, 3) == pytest.approx(1 - math.comb(6, 3) / 2**6 / 2)
+    assert json.dumps(mcnemar_mid_p(0, 0)) == "0.5"
