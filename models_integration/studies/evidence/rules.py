@@ -55,6 +55,7 @@ class Rules:
         claims: in the order in which they are reported; Holm's correction is over all of them.
         model: as `--model` of the other commands.
         contexts: of each task and length; both parts together.
+        questions: on each context, at most.
         seed: of all samples.
         policies: beside the controls. None decides while tokens are decoded.
         budgets: of every policy and of the controls; without any, full cache and blind run alone.
@@ -68,6 +69,7 @@ class Rules:
     title: str
     model: str
     contexts: int
+    questions: int
     seed: int
     lengths: tuple[int, ...]
     placements: tuple[str, ...]
@@ -82,8 +84,9 @@ class Rules:
         check_choices("placements", self.placements, PLACEMENTS[:2])
         for budget in self.budgets:
             parse_budget(budget)
-        for name, value in (("contexts", self.contexts), *(("lengths", length) for length in self.lengths)):
-            if value < 1:
+        for name in ("contexts", "questions", "lengths"):
+            value = getattr(self, name)
+            if min(value if isinstance(value, tuple) else (value,), default=1) < 1:
                 raise SpecError(name, value, "must be at least 1")
         for name in ("lengths", "placements", "tasks"):
             if not getattr(self, name):

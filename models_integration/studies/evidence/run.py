@@ -56,7 +56,7 @@ def items(rules: Rules, subject: Subject, prose: Prose, part: str) -> Iterator[I
                 samples = TASKS[task](subject.tokenizer, prose, length, index, rules.seed)
                 if Rules.part_of(samples[0].context_digest) == part:
                     for placement in rules.placements:
-                        for question, sample in enumerate(samples):
+                        for question, sample in enumerate(samples[: rules.questions]):
                             yield Item(task, length, index, question, placement, sample)
 
 

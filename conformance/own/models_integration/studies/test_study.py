@@ -41,6 +41,7 @@ difference = 0.2
 title = "Small"
 model = "pocket"
 contexts = 4
+questions = 1
 seed = 3
 lengths = [1024]
 placements = ["after", "in_prompt"]
@@ -131,6 +132,7 @@ def test_any_change_of_the_rules_is_another_digest(tmp_path: Path) -> None:
         ('second = "streamingllm"', 'second = "snapkv"', "the fact is kept"),
         ('budget = "0.3"', 'budget = "0.4"', "budget"),
         ('placement = "after"', 'placement = "paper"', "placement"), ("contexts = 4", "contexts = 0", "at least 1"),
+        ("questions = 1", "questions = 0", "at least 1"), ("[1024]", "[0]", "at least 1"),
         ("contexts = 4", 'contexts = "4"', "type int"), ("contexts = 4", "context = 4", "missing or unknown"),
         ("[1024]", "[]", "at least one"), ("[study]", "[studies]", "nothing else"), ("[[claim]]", "claim", "TOML"),
         ('["0.3"]', '["much"]', "budget"), ('["streamingllm"]\nb', '["stream"]\nb', "streamingllm"),
@@ -224,7 +226,7 @@ def claim(measure: str, **changed: Any) -> Claim:
 
 
 RULES_BY_HAND = Rules(
-    (), "By hand", "m", 6, 0, (100,), ("after",), ("needle_in_prose",), ("snapkv", "knorm"), ("0.3",), "0" * 64
+    (), "By hand", "m", 6, 1, 0, (100,), ("after",), ("needle_in_prose",), ("snapkv", "knorm"), ("0.3",), "0" * 64
 )
 
 
@@ -239,7 +241,8 @@ def test_claims_by_hand() -> None:
     assert recovery.p is not None
     assert accuracy.p is not None
     small, large = sorted([accuracy.p, recovery.p])
-    assert sorted([accuracy.corrected or 0, recovery.corrected or 0]) == [min(1, 2 * small), max(min(1, 2 * small), large)]
+    doubled = min(1.0, 2 * small)
+    assert sorted([accuracy.corrected or 0, recovery.corrected or 0]) == [doubled, max(doubled, large)]
     assert recovery.power == pytest.approx(power_by_hand(0.3))
     (easy,) = verdicts([claim("recovery", difference=1.0)], dev, confirm)
     assert easy.kind == "confirmatory"
