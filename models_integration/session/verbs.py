@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 from models_integration.attention.capture import observing
 from models_integration.attention.handover import check_handover, check_readable
 from models_integration.cache.continuation import Decision
-from models_integration.cache.dense_layer import DenseLayer
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import check_free, describe
 from models_integration.session.inputs import ONE_FORWARD, OPEN, ForwardSpan, check_forward, first_span, later_span
@@ -112,13 +111,24 @@ def read(
 
 
 def side_by_side(cache: RetainedCache, rows: int) -> RetainedCache:
-    """A cache of one row as so many equal rows, for `compact` to keep something else in each: views, no copies."""
+    """A cache as so many equal rows, for `compact` to keep something else in each: views, no copies.
+
+    Args:
+        cache: of one row, whose layers and heads store the same tokens, such as the full cache of `observe`.
+        rows: at least 1.
+
+    Raises:
+        SpecError: for another cache, or no rows.
+    """
+    batch = cache.full_layers[0].batch
+    if not cache.uniform or batch != 1:
+        raise SpecError("cache", f"{batch} rows", "must have one, which stores the same in all layers and heads")
+    if rows < 1:
+        raise SpecError("rows", rows, "must be at least 1")
     wide = copy.copy(cache)
     wide.layers = [copy.copy(layer) for layer in cache.layers]
-    for layer in wide.full_layers:
-        assert isinstance(layer, DenseLayer)
-        assert layer.keys is not None
-        assert layer.values is not None
+    layers: list[Any] = wide.layers
+    for layer in layers:
         layer.keys, layer.values = (tensor.expand(rows, -1, -1, -1) for tensor in (layer.keys, layer.values))
     return wide
 

@@ -132,20 +132,12 @@ def _lines(panel: Axes, samples: Samples, measure: str) -> None:
     for at, policy in enumerate(dict.fromkeys(name for name, _ in limited)):
         cells = [cell for cell in limited if cell[0] == policy]
         each = [getattr(samples, measure)(cell) for cell in cells]
-        below, above = ([abs(end(one) - one.value) for one in each] for end in (_low, _high))
+        ends = [[abs(one.low - one.value) for one in each], [abs(one.high - one.value) for one in each]]
         panel.errorbar(
-            [samples.share(cell) for cell in cells], [one.value for one in each], yerr=[below, above], label=policy,
+            [samples.share(cell) for cell in cells], [one.value for one in each], yerr=ends, label=policy,
             marker=_MARKERS[at % len(_MARKERS)], color=f"C{at % 10}", ls="-" if at < 10 else ":", ms=3, lw=1,
             elinewidth=0.5,
         )
     panel.tick_params(labelsize=7)
     panel.grid(color="0.9", lw=0.6)
     panel.spines[["top", "right"]].set_visible(False)
-
-
-def _low(one: Estimate) -> float:
-    return one.low
-
-
-def _high(one: Estimate) -> float:
-    return one.high

@@ -12,6 +12,7 @@ pytest.importorskip("transformers", reason="the study drives transformers models
 
 from transformers import AutoModelForCausalLM
 
+from conformance.own.models_integration.session.families import build, prompt, relative
 from conformance.own.models_integration.session.heads import MaskedHeads
 from conformance.own.models_integration.session.test_verbs import same, same_tensors
 from models_integration import RetainedCache, compact
@@ -19,7 +20,7 @@ from models_integration.cache.continuation import Decision
 from models_integration.model.architecture import describe
 from models_integration.pocket import ASSETS
 from models_integration.policies.methods import RetentionPolicy
-from models_integration.session.verbs import read, side_by_side
+from models_integration.session.verbs import observe, read, side_by_side
 from models_integration.studies.answers import answer
 from models_integration.studies.evidence.kept import BLIND, FULL, Prompt, read_prompt
 from models_integration.studies.evidence.measure import measure
@@ -283,8 +284,29 @@ def test_several_budgets_are_each_budget_alone(subject: Subject, samples: list[S
     assert len({len(retention.positions) for retention, _ in each}) == 3
 
 
+@pytest.mark.law("parts-equal-the-whole")
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
+def test_rows_that_keep_different_tokens_read_as_each_alone(family: str) -> None:
+    """Beside sliding layers too."""
+    model, following = build(family), prompt(9, seed=5)
+    full = observe(model, prompt(64)).cache
+    kept = [Retention.shared(np.array([0, *range(10 + step, 64, step)]), 64) for step in (2, 3, 5)]
+    wide = compact(side_by_side(full, 3), Decision(tuple(kept)))
+    together = read(model, wide, following.repeat(3, 1), last=4).logits
+    assert together is not None
+    for one, row in zip(kept, together, strict=True):
+        apart = read(model, compact(full, Decision((one,))), following, last=4).logits
+        assert apart is not None
+        assert relative(row, apart[0]) < 1e-5
+    assert relative(together[0], together[2]) > 1e-2
+
+
 @pytest.mark.law("refused-before-anything-changes")
-def test_read_refuses_other_rows(subject: Subject, samples: list[Sample]) -> None:
+def test_other_rows_are_refused(subject: Subject, samples: list[Sample]) -> None:
     cache = on_prompt(subject, place(samples[0])).observed.cache
     with pytest.raises(SpecError, match="the cache has 1 rows"):
         read(subject.model, cache, torch.zeros(2, 1, dtype=torch.int64))
+    with pytest.raises(SpecError, match="rows = 0: must be at least 1"):
+        side_by_side(cache, 0)
+    with pytest.raises(SpecError, match="2 rows"):
+        side_by_side(side_by_side(cache, 2), 2)
