@@ -18,8 +18,8 @@ from models_integration.session.verbs import NOTHING, compact, read, side_by_sid
 from models_integration.studies.evidence.kept import BLIND, FULL, Prompt
 from models_integration.studies.results import Row
 from models_integration.studies.subject import Subject
-from models_integration.tasks import MAX_NEW_TOKENS, Sample, score
-from models_integration.tasks.samples import CONTAINS, FIRST_NUMBER
+from models_integration.tasks import Sample, score
+from models_integration.tasks.metrics import CONTAINS, FIRST_NUMBER
 from spec.arrays import BoolVector, Float64, Int64, IntVector, Matrix
 from spec.policy import LayerView, Needs
 from spec.retention import Retention
@@ -150,16 +150,17 @@ class _Reader:
 
     def _rows(self, cells: Sequence[_Cell], shown: ObservedSegment) -> list[Row]:
         each = list(said(shown, self._gold))
-        right: Sequence[bool | None] = [row.exact for row in each]
+        right: Sequence[float | None] = [row.exact for row in each]
         if not self._evidence.any():
             right = [None] * len(each)
         elif self._sample.metric not in _SINGLE:
             shown.cache.crop(1 - len(self._gold))
-            answers = generated(self._subject, shown.cache, torch.stack([row.logits[0] for row in each]))
+            first = torch.stack([row.logits[0] for row in each])
+            answers = generated(self._subject, shown.cache, first, self._sample.max_new_tokens)
             right = [score(self._subject.tokenizer, ids, self._sample) for ids in answers]
         return [self._row(*cell, row, judged) for cell, row, judged in zip(cells, each, right, strict=True)]
 
-    def _row(self, policy: str, budget: str, kept: Retention, row: Said, right: bool | None) -> Row:
+    def _row(self, policy: str, budget: str, kept: Retention, row: Said, right: float | None) -> Row:
         lengths = np.diff(kept.offsets)
         fed = len(self._sample.question_ids if policy == BLIND else self._fed)
         mean, grown = float(lengths.mean()) + fed, len(self._gold) - 1
@@ -183,7 +184,7 @@ def _short(counts: IntVector) -> int | list[int]:
 
 @torch.no_grad()
 def generated(
-    subject: Subject, cache: RetainedCache, logits: Tensor, max_new_tokens: int = MAX_NEW_TOKENS,
+    subject: Subject, cache: RetainedCache, logits: Tensor, max_new_tokens: int,
 ) -> list[list[int]]:
     """What each row of a cache says greedily, its stop id included, from the logits (rows, vocabulary) of what is next.
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from models_integration.studies.evidence.drawn import TASKS
 from models_integration.studies.evidence.kept import CONTROLS, EVIDENCE, RANDOM
 from models_integration.tasks import PLACEMENTS
+from models_integration.tasks.registry import resolve_task
 from reference.policies.names import NAMES
 from spec.budget import parse_budget
 from spec.errors import SpecError
@@ -80,7 +80,8 @@ class Rules:
 
     def __post_init__(self) -> None:
         check_choices("policies", self.policies, tuple(name for name in NAMES if name not in CONTROLS))
-        check_choices("tasks", self.tasks, tuple(TASKS))
+        for task in self.tasks:
+            resolve_task(task)
         check_choices("placements", self.placements, PLACEMENTS[:2])
         for budget in self.budgets:
             parse_budget(budget)

@@ -11,14 +11,16 @@ import numpy as np
 import torch
 import transformers
 
-from models_integration.studies.evidence.drawn import TASKS
 from models_integration.studies.evidence.kept import Prompt, read_prompt
 from models_integration.studies.evidence.measure import measure
 from models_integration.studies.evidence.rules import Rules
 from models_integration.studies.results import Row, append_row, load_rows
 from models_integration.studies.subject import Subject
 from models_integration.tasks import Sample, place
+from models_integration.tasks.chat import bare
+from models_integration.tasks.context import Ground
 from models_integration.tasks.prose import Prose
+from models_integration.tasks.registry import resolve_task
 from spec import SPEC_VERSION
 from spec.errors import SpecError
 from spec.policy import Policy
@@ -50,10 +52,11 @@ class Item:
 
 def items(rules: Rules, subject: Subject, prose: Prose, part: str) -> Iterator[Item]:
     """A part's samples; those of all tasks, lengths and placements take turns, so that a run may end anywhere."""
+    ground = Ground(subject.tokenizer, prose, bare(subject.tokenizer))
     for index in range(rules.contexts):
         for task in rules.tasks:
             for length in rules.lengths:
-                samples = TASKS[task](subject.tokenizer, prose, length, index, rules.seed)
+                samples = resolve_task(task)(ground, length, index, rules.seed)
                 if Rules.part_of(samples[0].context_digest) == part:
                     for placement in rules.placements:
                         for question, sample in enumerate(samples[: rules.questions]):

@@ -27,8 +27,10 @@ from models_integration.studies.evidence.measure import measure
 from models_integration.studies.results import Row
 from models_integration.studies.subject import Loading, Subject
 from models_integration.tasks import Placement, Sample, place
-from models_integration.tasks.keys_in_prose import keys_in_prose_sample
+from models_integration.tasks.chat import bare
+from models_integration.tasks.context import Ground
 from models_integration.tasks.prose import read_prose
+from models_integration.tasks.registry import resolve_task
 from reference.policies.retain import retain, retain_each
 from spec.budget import parse_budget
 from spec.errors import SpecError
@@ -51,8 +53,8 @@ def subject(one_thread: None) -> Subject:
 @pytest.fixture(scope="module")
 def samples(subject: Subject) -> list[Sample]:
     """The fact is at two depths, among another's."""
-    prose = read_prose(subject.tokenizer)
-    return [keys_in_prose_sample(subject.tokenizer, prose, LENGTH, 2, index, 7) for index in (1, 2)]
+    ground = Ground(subject.tokenizer, read_prose(subject.tokenizer), bare(subject.tokenizer))
+    return [sample for index in (1, 2) for sample in resolve_task("keys_in_prose_2")(ground, LENGTH, index, 7)]
 
 
 def on_prompt(subject: Subject, placement: Placement) -> Prompt:
