@@ -51,12 +51,18 @@ class Item:
 
 
 def items(rules: Rules, subject: Subject, prose: Prose, part: str) -> Iterator[Item]:
-    """A part's samples; those of all tasks, lengths and placements take turns, so that a run may end anywhere."""
+    """A part's samples; those of all tasks, lengths and placements take turns, so that a run may end anywhere.
+
+    Raises:
+        SpecError: for a task without gold answer tokens, and what the tasks refuse.
+    """
     ground = Ground(subject.tokenizer, prose, bare(subject.tokenizer))
     for index in range(rules.contexts):
         for task in rules.tasks:
             for length in rules.lengths:
                 samples = resolve_task(task)(ground, length, index, rules.seed)
+                if not all(sample.answer_ids for sample in samples):
+                    raise SpecError("tasks", task, "has no gold answer tokens, whose likelihood is measured")
                 if Rules.part_of(samples[0].context_digest) == part:
                     for placement in rules.placements:
                         for question, sample in enumerate(samples[: rules.questions]):

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from itertools import combinations, product
 from pathlib import Path
 from statistics import NormalDist
@@ -21,6 +22,9 @@ from models_integration.studies.evidence.measure import measure
 from models_integration.studies.evidence.report import page
 from models_integration.studies.evidence.rules import PARTS, Claim, Rules, load_rules
 from models_integration.studies.results import Row, load_rows
+from models_integration.tasks import Sample
+from models_integration.tasks.context import Ground
+from models_integration.tasks.registry import BUILT_IN
 from reference.statistics import mcnemar, mcnemar_mid_p, mcnemar_power, ratio_bootstrap, wilson
 from spec.errors import SpecError
 
@@ -49,6 +53,11 @@ tasks = ["needle_in_prose", "prose_continuation"]
 policies = ["streamingllm"]
 budgets = ["0.3"]
 """
+
+
+def unanswered(ground: Ground, length: int, index: int, seed: int) -> list[Sample]:
+    """A task whose samples have no gold tokens."""
+    return [replace(sample, answer_ids=()) for sample in BUILT_IN["needle_in_prose"](ground, length, index, seed)]
 
 
 def rules_file(folder: Path, text: str = RULES) -> Path:
@@ -154,6 +163,7 @@ def test_rules_are_refused_by_name(tmp_path: Path, old: str, new: str, words: st
     [
         ('["streamingllm"]\nb', '["streamingllm", "tova"]\nb', "decides while tokens are decoded"),
         ("contexts = 4", "contexts = 4000", "windows"),
+        ('"prose_continuation"]', f'"{__name__}:unanswered"]', "no gold"),
     ],
 )
 def test_what_cannot_be_run_is_refused_before_any_row(tmp_path: Path, old: str, new: str, words: str) -> None:
