@@ -109,12 +109,13 @@ MODEL, LAYER, HEAD = Granularity.MODEL, Granularity.LAYER, Granularity.HEAD
             marks=item("PO-EXPECTED-ATTENTION"),
         ),
         pytest.param(
-            lambda: defensivekv({}, 6), Needs("all", 6, values=True), 6, HEAD, EVERY_SEGMENT,
+            lambda: defensivekv({}, 6), Needs("all", 6, values=True, budget=True), 6, HEAD, EVERY_SEGMENT,
             marks=item("PO-DEFENSIVEKV"),
         ),
         pytest.param(lambda: rkv(6, 5, every=9), Needs("all", 6), 6, HEAD, Cadence(9), marks=item("PO-RKV")),
         pytest.param(
-            lambda: calibrated_triattention(drawn(1), "global", slack=9), Needs("all", 0), 0, MODEL, Cadence(1, 9),
+            lambda: calibrated_triattention(drawn(1), "global", slack=9), Needs("all", 0, budget=True), 0, MODEL,
+            Cadence(1, 9),
             marks=item("TA-POLICY"),
         ),
         pytest.param(
