@@ -23,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from models_integration.attention.masks import AttentionFunction, LayerMasks, retained_mask
 from models_integration.attention.ragged_attention import ragged_attention
 from models_integration.cache.dense_layer import RetainedLayer, on_host
+from models_integration.cache.positions import shown_columns
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import IMPLEMENTATIONS, Architecture
@@ -30,7 +31,7 @@ from spec.errors import SpecError
 from spec.policy import LayerView, Needs
 
 __all__ = [
-    "OTHER_TENSORS", "Attended", "Recorder", "Watcher", "flash_attention", "observing", "shown_columns", "untraced",
+    "OTHER_TENSORS", "Attended", "Recorder", "Watcher", "flash_attention", "observing", "untraced",
 ]
 
 P = ParamSpec("P")
@@ -182,17 +183,6 @@ class Recorder:
         if accepts_tensor is None or not all(accepts_tensor(tensor) for tensor in (q, k, v) if tensor is not None):
             q, k, v, lse = on_host(q), on_host(k), on_host(v), on_host(lse)
         return LayerView(q, k, v, seen.scaling, seen.softcap, lse)
-
-
-def shown_columns(tensor: Tensor, shown: Tensor | None) -> Tensor:
-    """What (heads, columns, d) holds where `shown`; a view where that is all from one column on."""
-    if shown is None or bool(shown.all()):
-        return tensor
-    at = torch.nonzero(shown)[:, 0]
-    first = tensor.shape[1] - len(at)
-    if len(at) and int(at[0]) == first:
-        return tensor[:, first:]
-    return tensor.index_select(1, at.to(tensor.device))
 
 
 # Who watches which attention module, for the time of one forward.

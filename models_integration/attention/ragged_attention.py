@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward, use_gqa_in_sdpa
 
 from models_integration.attention.masks import AttentionFunction, LayerMasks
-from models_integration.cache.ragged_layer import RaggedLayer
+from models_integration.cache.ragged_layer import RaggedLayer, rectangle
 from spec.errors import SpecError
 
 __all__ = ["ragged_attention"]
@@ -37,10 +37,10 @@ def ragged_attention(
     """
     if not isinstance(masks, LayerMasks):
         raise SpecError("attention_mask", type(masks).__name__, "must be 2D, or left out: heads store different tokens")
-    rectangle = layer.rectangle() if masks.plain and len(set(layer.rows.seen_at_compaction.tolist())) == 1 else None
-    if rectangle is not None:
+    as_one = rectangle(layer) if masks.plain and len(set(layer.rows.seen_at_compaction.tolist())) == 1 else None
+    if as_one is not None:
         mask = masks.of(layer.head_rows(0), layer.layout.lengths[0], layer.padded_seen)
-        return _attended(stock, module, query, *rectangle, mask, options)
+        return _attended(stock, module, query, *as_one, mask, options)
     G, outputs = query.shape[1] // layer.heads, []
     for segment, (keys, values) in enumerate(layer.segments()):
         row, head = divmod(segment, layer.heads)

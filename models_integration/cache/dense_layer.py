@@ -8,7 +8,16 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from models_integration.cache.positions import EMPTY, Plan, SlotOffset, StoredRows, filled, gathered, slots_of
+from models_integration.cache.positions import (
+    EMPTY,
+    Plan,
+    SlotOffset,
+    StoredRows,
+    filled,
+    gathered,
+    shown_columns,
+    slots_of,
+)
 from spec.errors import SpecError
 
 __all__ = ["DenseLayer", "RetainedLayer", "SplicedTokens", "drop_tensors", "on_host"]
@@ -57,6 +66,10 @@ class RetainedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # the base'
     @abstractmethod
     def uniform(self) -> bool:
         """Whether transformers places the next tokens right by default: no row has padding, or tokens of its own."""
+
+    @abstractmethod
+    def held(self, row: int, heads: slice) -> tuple[Tensor, Tensor]:
+        """Keys and values (heads, stored, d) of KV heads of one row that store as many tokens: views, if possible."""
 
     @abstractmethod
     def next_positions(self, tokens: int) -> Tensor:
@@ -132,6 +145,17 @@ class DenseLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's 
     def stored_positions(self) -> Tensor:
         """Absolute positions behind the slots, ascending, (rows, stored)."""
         return self.rows.positions(self.stored_length)
+
+    def held(self, row: int, heads: slice) -> tuple[Tensor, Tensor]:
+        """Keys and values (heads, stored, d) of KV heads of one row: views, if they can be."""
+        assert self.keys is not None
+        assert self.values is not None
+        keys, values = self.keys[row, heads], self.values[row, heads]
+        if bool((self.rows.kept != EMPTY).all()):
+            return keys, values
+        stored = self.stored_positions()
+        is_stored = stored[row if len(stored) > 1 else 0] != EMPTY
+        return shown_columns(keys, is_stored), shown_columns(values, is_stored)
 
     def head_positions(self, row: int, head: int) -> Tensor:
         """Absolute positions that one KV head of one row stores, ascending."""

@@ -17,7 +17,10 @@ from torch import Tensor
 
 from spec.errors import SpecError
 
-__all__ = ["EMPTY", "NO_HOLE", "LayersDiffer", "Plan", "SlotOffset", "StoredRows", "filled", "gathered", "slots_of"]
+__all__ = [
+    "EMPTY", "NO_HOLE", "LayersDiffer", "Plan", "SlotOffset", "StoredRows", "filled", "gathered", "shown_columns",
+    "slots_of",
+]
 
 EMPTY = -1
 """The position of a slot that holds no token of its row."""
@@ -221,3 +224,14 @@ def filled(kept: Sequence[Tensor], width: int) -> Tensor:
     for row, positions in enumerate(kept):
         rows[row, width - len(positions) :] = positions
     return rows
+
+
+def shown_columns(tensor: Tensor, shown: Tensor | None) -> Tensor:
+    """What (heads, columns, d) holds where `shown`; a view where that is all from one column on."""
+    if shown is None or bool(shown.all()):
+        return tensor
+    at = torch.nonzero(shown)[:, 0]
+    first = tensor.shape[1] - len(at)
+    if len(at) and int(at[0]) == first:
+        return tensor[:, first:]
+    return tensor.index_select(1, at.to(tensor.device))

@@ -17,7 +17,7 @@ from models_integration.cache.dense_layer import DenseLayer, RetainedLayer, Spli
 from models_integration.cache.positions import EMPTY, StoredRows, slots_of
 from spec.errors import SpecError
 
-__all__ = ["HeadLayout", "RaggedLayer"]
+__all__ = ["HeadLayout", "RaggedLayer", "rectangle"]
 
 # Spare slots of a layer, as a part of those in use: appending copies a layer once in so many tokens.
 _SPARE = 64
@@ -186,15 +186,13 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
             for start, length in zip(self.layout.starts, self.layout.lengths, strict=True)
         ]
 
-    def rectangle(self) -> tuple[Tensor, Tensor] | None:
-        """Keys and values (rows, H_kv, stored, d), views, where every head stores as many tokens; else None."""
-        assert self.keys is not None
-        assert self.values is not None
-        lengths = self.layout.lengths
-        if len(set(lengths)) > 1:
-            return None
-        shape = (self.batch, self.heads, lengths[0] + self.layout.spare, -1)
-        return self.keys.view(shape)[:, :, : lengths[0]], self.values.view(shape)[:, :, : lengths[0]]
+    def held(self, row: int, heads: slice) -> tuple[Tensor, Tensor]:
+        """Keys and values (heads, stored, d) of KV heads of one row that store as many tokens: views, if possible."""
+        as_one = rectangle(self)
+        if as_one is not None:
+            return as_one[0][row, heads], as_one[1][row, heads]
+        own = self.segments()[row * self.heads : (row + 1) * self.heads][heads]
+        return torch.cat([keys[0] for keys, _ in own]), torch.cat([values[0] for _, values in own])
 
     def plan_keep(self, kept: Sequence[Sequence[Tensor]]) -> Callable[[], "RaggedLayer"]:
         """What lets row r and head h of this layer keep kept[r][h], and frees the rest; it returns the layer.
@@ -330,3 +328,14 @@ def _put(storage: Tensor, slots: Tensor, new: Tensor) -> Tensor:
     if torch.is_grad_enabled() and (storage.requires_grad or tokens.requires_grad):
         return storage.index_copy(0, slots, tokens)
     return storage.index_copy_(0, slots, tokens.detach())
+
+
+def rectangle(layer: RaggedLayer) -> tuple[Tensor, Tensor] | None:
+    """Keys and values (rows, H_kv, stored, d), views, where every head stores as many tokens; else None."""
+    assert layer.keys is not None
+    assert layer.values is not None
+    lengths = layer.layout.lengths
+    if len(set(lengths)) > 1:
+        return None
+    shape = (layer.batch, layer.heads, lengths[0] + layer.layout.spare, -1)
+    return layer.keys.view(shape)[:, :, : lengths[0]], layer.values.view(shape)[:, :, : lengths[0]]

@@ -1,9 +1,10 @@
 """A cache that forgets: tensors and positions of the kept tokens, and the number of tokens seen."""
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from models_integration.cache.ragged_layer import RaggedLayer
 from spec.errors import SpecError
 from spec.retention import Granularity, Retention
 
-__all__ = ["RetainedCache", "check_adoptable", "failing_whole", "storage_bytes"]
+__all__ = ["RetainedCache", "check_adoptable", "failing_whole", "side_by_side", "storage_bytes"]
 
 Change: TypeAlias = Callable[[], RetainedLayer]
 """A compaction of one layer, worked out: it makes it, and returns the layer that stands there from then on."""
@@ -340,3 +341,26 @@ def storage_bytes(layers: Iterable[object]) -> int:
                 block = tensor.untyped_storage()
                 blocks[block.data_ptr()] = block.nbytes()
     return sum(blocks.values())
+
+
+def side_by_side(cache: RetainedCache, rows: int) -> RetainedCache:
+    """A cache as so many equal rows, for `compact` to keep something else in each: views, no copies.
+
+    Args:
+        cache: of one row, whose layers and heads store the same tokens, such as the full cache of `observe`.
+        rows: at least 1.
+
+    Raises:
+        SpecError: for another cache, or no rows.
+    """
+    batch = cache.full_layers[0].batch
+    if not cache.uniform or batch != 1:
+        raise SpecError("cache", f"{batch} rows", "must have one, which stores the same in all layers and heads")
+    if rows < 1:
+        raise SpecError("rows", rows, "must be at least 1")
+    wide = copy.copy(cache)
+    wide.layers = [copy.copy(layer) for layer in cache.layers]
+    layers: list[Any] = wide.layers
+    for layer in layers:
+        layer.keys, layer.values = (tensor.expand(rows, -1, -1, -1) for tensor in (layer.keys, layer.values))
+    return wide

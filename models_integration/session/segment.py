@@ -12,11 +12,9 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from models_integration.attention.capture import Attended, Recorder, shown_columns
+from models_integration.attention.capture import Attended, Recorder
 from models_integration.cache.continuation import Continuation, Decision
 from models_integration.cache.dense_layer import RetainedLayer
-from models_integration.cache.positions import EMPTY
-from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache, storage_bytes
 from models_integration.model.architecture import Architecture, of_layer
 from models_integration.session.inputs import ONE_FORWARD, check_tokens
@@ -221,30 +219,13 @@ class ObservedSegment:
         return narrow
 
 
-def keys_of(layer: RetainedLayer, row: int, heads: slice) -> tuple[Tensor, Tensor]:
-    """Keys and values (heads, stored, d) of KV heads of one row that store as many tokens: views, where they can be."""
-    if isinstance(layer, RaggedLayer):
-        rectangle = layer.rectangle()
-        if rectangle is not None:
-            return rectangle[0][row, heads], rectangle[1][row, heads]
-        own = layer.segments()[row * layer.heads : (row + 1) * layer.heads][heads]
-        return torch.cat([keys[0] for keys, _ in own]), torch.cat([values[0] for _, values in own])
-    assert layer.keys is not None
-    assert layer.values is not None
-    if bool((layer.rows.kept != EMPTY).all()):
-        return layer.keys[row, heads], layer.values[row, heads]
-    stored = layer.stored_positions()
-    is_stored = stored[row if len(stored) > 1 else 0] != EMPTY
-    return shown_columns(layer.keys[row, heads], is_stored), shown_columns(layer.values[row, heads], is_stored)
-
-
 def observe_shared(
     cache: RetainedCache, recorder: Recorder, layers: Sequence[int], groups: int, row: int, queries: Tensor,
 ) -> Observation:
     """One row, where the heads of a layer store as many tokens; `queries` are the columns (n,) that are its tokens'."""
     every = slice(None)
     views = {
-        layer: recorder.view(layer, row, every, *keys_of(_layer(cache, layer), row, every), queries) for layer in layers
+        layer: recorder.view(layer, row, every, *_layer(cache, layer).held(row, every), queries) for layer in layers
     }
     return Observation(_seen(cache, row), groups, None, views)
 
@@ -261,7 +242,7 @@ def observe_each_set(
         size = 1 if granularity is Granularity.HEAD else layer.heads
         for first in range(0, layer.heads, size):
             queries = slice(first * G, (first + size) * G)
-            view = recorder.view(index, row, queries, *keys_of(layer, row, slice(first, first + size)))
+            view = recorder.view(index, row, queries, *layer.held(row, slice(first, first + size)))
             live.append(layer.head_positions(row, first).numpy())
             shown.append(Observation(_seen(cache, row), 1, None, {index: view}))
     return live, shown

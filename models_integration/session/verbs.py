@@ -27,7 +27,7 @@ from spec.errors import SpecError
 from spec.policy import Needs
 from spec.retention import Granularity
 
-__all__ = ["EVERYTHING", "compact", "observe", "read", "side_by_side"]
+__all__ = ["EVERYTHING", "compact", "observe", "read"]
 
 EVERYTHING = Needs(layers="all", query_rows=None, values=True, token_ids=True)
 """What every scorer can be shown of a prompt."""
@@ -108,29 +108,6 @@ def read(
     observed.read(input_ids, span.is_token)
     observed.logits = _forward(model, observed, input_ids, span, last)[:, -last:]
     return observed
-
-
-def side_by_side(cache: RetainedCache, rows: int) -> RetainedCache:
-    """A cache as so many equal rows, for `compact` to keep something else in each: views, no copies.
-
-    Args:
-        cache: of one row, whose layers and heads store the same tokens, such as the full cache of `observe`.
-        rows: at least 1.
-
-    Raises:
-        SpecError: for another cache, or no rows.
-    """
-    batch = cache.full_layers[0].batch
-    if not cache.uniform or batch != 1:
-        raise SpecError("cache", f"{batch} rows", "must have one, which stores the same in all layers and heads")
-    if rows < 1:
-        raise SpecError("rows", rows, "must be at least 1")
-    wide = copy.copy(cache)
-    wide.layers = [copy.copy(layer) for layer in cache.layers]
-    layers: list[Any] = wide.layers
-    for layer in layers:
-        layer.keys, layer.values = (tensor.expand(rows, -1, -1, -1) for tensor in (layer.keys, layer.values))
-    return wide
 
 
 def compact(cache: RetainedCache, decision: Decision) -> RetainedCache:

@@ -89,9 +89,9 @@ class ExpectedAttention:
     weigh: Weigh = expected_weights
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
-        return stacked(observation, [self.score(view, observation.seen) for view in observation.layers.values()])
+        return stacked(observation, [self.of_layer(view, observation.seen) for view in observation.layers.values()])
 
-    def score(self, view: LayerView, seen: int) -> Float64[Matrix, "H_kv n"]:
+    def of_layer(self, view: LayerView, seen: int) -> Float64[Matrix, "H_kv n"]:
         """Expected weight among the tokens after the sinks, averaged over the group, times the value's norm.
 
         The queries are the last of the `seen` tokens; those of sinks are left out.

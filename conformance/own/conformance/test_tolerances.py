@@ -14,8 +14,8 @@ FORBIDDEN = {
     "tolerances.py": re.compile("|".join([r"\brt" + "ol=", r"\bat" + "ol=", "app" + r"rox\(", "all" + r"close\("])),
     "plugin.py": re.compile("@" + r"settings\("),
 }
-# The suites of models compare float32 logits of whole models: an oracle of their own.
-OTHER = ("own/models_integration/session",)
+# These compare float32 logits of whole models, and figures made of them: an oracle of their own.
+OTHER = ("own/models_integration/session", "own/models_integration/studies")
 
 
 def files() -> list[Path]:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from models_integration.cache.continuation import Decision
-from models_integration.cache.retained_cache import RetainedCache
+from models_integration.cache.retained_cache import RetainedCache, side_by_side
 from models_integration.session.segment import ObservedSegment
-from models_integration.session.verbs import NOTHING, compact, read, side_by_side
+from models_integration.session.verbs import NOTHING, compact, read
 from models_integration.studies.evidence.kept import BLIND, FULL, Prompt
 from models_integration.studies.results import Row
 from models_integration.studies.subject import Subject

@@ -28,7 +28,6 @@ from models_integration.cache import retained_cache as retained_module
 from models_integration.cache.positions import StoredRows
 from models_integration.cache.ragged_layer import HeadLayout, RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.session import segment as segments
 from models_integration.session.segment import ObservedSegment
 
 pytestmark = pytest.mark.law("the-proof-has-teeth")
@@ -191,14 +190,14 @@ def hidden_tokens_are_read_by_slot(patch: Patch) -> None:
 
 def turns_are_decided_by_another_head(patch: Patch) -> None:
     """A kept set is scored by the keys of the next head, as far as they go."""
-    keys_of = segments.keys_of
+    held = RaggedLayer.held
 
-    def wrong(layer: Any, row: int, heads: slice) -> tuple[Tensor, Tensor]:
-        own, other = keys_of(layer, row, heads), keys_of(layer, row, slice(1 - heads.start, 2 - heads.start))
+    def wrong(layer: RaggedLayer, row: int, heads: slice) -> tuple[Tensor, Tensor]:
+        own, other = held(layer, row, heads), held(layer, row, slice(1 - heads.start, 2 - heads.start))
         n = min(own[0].shape[1], other[0].shape[1])
         return torch.cat([other[0][:, :n], own[0][:, n:]], dim=1), own[1]
 
-    patch.setattr(segments, "keys_of", wrong)
+    patch.setattr(RaggedLayer, "held", wrong)
 
 
 SABOTEURS: dict[Callable[[Patch], None], tuple[Callable[..., object], tuple[str, ...]]] = {

@@ -18,10 +18,11 @@ from conformance.own.models_integration.session.test_verbs import same
 from models_integration import RetainedCache, compact
 from models_integration.cache.continuation import Decision
 from models_integration.cache.ragged_layer import RaggedLayer
+from models_integration.cache.retained_cache import side_by_side
 from models_integration.model.architecture import describe
 from models_integration.pocket import ASSETS
 from models_integration.policies.methods import RetentionPolicy
-from models_integration.session.verbs import observe, read, side_by_side
+from models_integration.session.verbs import observe, read
 from models_integration.studies.answers import answer
 from models_integration.studies.evidence.kept import BLIND, FULL, Prompt, read_prompt
 from models_integration.studies.evidence.measure import measure
