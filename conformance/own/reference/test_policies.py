@@ -167,7 +167,7 @@ SCORES: dict[str, tuple[Score, Score]] = {
     "epicache": (lambda v, i: epicache_score(v), lambda x, i: oracle.epicache(x)),
     "rkv": (lambda v, i: rkv_score(v, W, KERNEL, 0.1), lambda x, i: oracle.rkv(x, W, KERNEL, 0.1)),
     "expected attention": (
-        lambda v, i: ExpectedAttention(i.inv_freq, i.factor, SINK, FUTURE).score(v, i.n),
+        lambda v, i: ExpectedAttention(i.inv_freq, i.factor, SINK, FUTURE).of_layer(v, i.n),
         lambda x, i: oracle.expected_attention(x, i.inv_freq.tolist(), i.factor, SINK, FUTURE),
     ),
 }
