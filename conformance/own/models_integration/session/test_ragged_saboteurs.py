@@ -22,6 +22,7 @@ from conformance.own.models_integration.session.test_ragged import (
     test_tova_drops_the_least_attended_key_of_the_last_query as check_tova,
 )
 from conformance.own.models_integration.session.test_ragged_turns import check_small_keys_stay
+from models_integration.attention import ragged_attention as attention_module
 from models_integration.attention.masks import LayerMasks
 from models_integration.cache import ragged_layer as ragged_module
 from models_integration.cache import retained_cache as retained_module
@@ -102,7 +103,7 @@ def spare_slots_are_attended_to(patch: Patch) -> None:
 
     patch.setattr(ragged_module, "_SPARE", 1)
     patch.setattr(RaggedLayer, "segments", wrong)
-    patch.setattr(RaggedLayer, "rectangle", lambda layer: None)
+    patch.setattr(attention_module, "rectangle", lambda layer: None)
 
 
 def padded_storage(patch: Patch) -> None:
