@@ -12,12 +12,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from conformance.assurance.vector_writer.expected_nestedkv import BOUNDED as NESTEDKV_BOUNDED
 from conformance.paths import SPEC
 from conformance.tolerances import BOUNDS, SCORE_UNITS
 from conformance.vectors import files
 from conformance.vectors.compact import is_compact
 from conformance.vectors.models import STATE
-from conformance.vectors.nestedkv_values import BOUNDED_RESULTS
 from spec.errors import SpecError
 from spec.parameters import ESSAY, NESTEDKV, PAPER, TINY, CrystalCacheParameters, NestedKVParameters
 from spec.parameters import crystalcache as crystal_module
@@ -129,7 +129,7 @@ JUDGED: Sequence[Judged] = [
     ),
     Judged(["CC-START", "extend"], STATE_FLOATS, units("CC-SEGMENT")),
     Judged(["extend"], ["inverse_norms"], units("CC-SEGMENT")),
-    Judged(list(BOUNDED_RESULTS), list(dict.fromkeys(BOUNDED_RESULTS.values())), LARGEST),
+    Judged(list(NESTEDKV_BOUNDED), list(dict.fromkeys(NESTEDKV_BOUNDED.values())), LARGEST),
     Judged(["anomaly_score"], ["score"], "absolute: the bound of NK-SCORE, see below"),
     Judged(["TA-SCORE"], ["score"], f"{LARGEST} of its row"),
     Judged(["IN-HALF-SPLIT", "IN-INTERLEAVED"], ["turned"], "absolute `16 u x`, x the norm of the token's channels"),

@@ -2,11 +2,13 @@
 
 import re
 from collections.abc import Mapping
+from dataclasses import fields
+from fractions import Fraction
 from typing import Any, TypeAlias
 
-from spec.parameters import CrystalCacheParameters
+from spec.parameters import CrystalCacheParameters, NestedKVParameters
 
-__all__ = ["Json", "Results", "decoded", "encoded", "parameters_of"]
+__all__ = ["Json", "Results", "decoded", "encoded", "nestedkv_parameters", "parameters_of"]
 
 Json: TypeAlias = Any
 Results: TypeAlias = Mapping[str, Json]
@@ -39,3 +41,11 @@ def decoded(value: Json) -> Json:
 def parameters_of(given: Mapping[str, Json]) -> CrystalCacheParameters:
     """The paper's parameters, and what differs from them."""
     return CrystalCacheParameters(**given)
+
+
+def nestedkv_parameters(i: Json) -> NestedKVParameters:
+    """The same of NestedKV, from a vector's inputs; shares are text."""
+    given = {field.name: i[field.name] for field in fields(NestedKVParameters) if field.name in i}
+    for name in given.keys() & {"p", "alpha_s"}:
+        given[name] = Fraction(given[name])
+    return NestedKVParameters(**given)

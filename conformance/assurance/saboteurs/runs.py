@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from conformance.assurance.item_vectors import items
 from conformance.assurance.saboteurs.drawn_inputs import drawn_inputs
 from conformance.assurance.strategies import policy_cases as by_policy
 from conformance.assurance.strategies import policy_segments as by_turn
 from conformance.assurance.strategies import policy_steps as by_step
 from conformance.strategies.prompts import random_prompt
-from conformance.vectors import subject
 from reference import calibration, crystalcache, policies
 from reference.backend import BACKEND
 from reference.crystalcache import compaction
@@ -197,10 +197,10 @@ def calibration_read(case: Case) -> Any:
         path = Path(folder, "statistics.npz")
         calibration.save_calibration(taken, path)
         read = calibration.load_calibration(path)
-    checked = attempt(subject.ITEMS["TA-CALIBRATION"], case["identities"], PAPER)
+    checked = attempt(items.ITEMS["TA-CALIBRATION"], case["identities"], PAPER)
     return [checked, read.mean, read.magnitude]
 
 
 def alone(item: str, case: Case) -> Any:
     """The item's own function."""
-    return attempt(subject.ITEMS[item], case, PAPER)
+    return attempt(items.ITEMS[item], case, PAPER)

@@ -11,11 +11,11 @@ from conformance.assurance.vector_writer import expected_diversity as diversity
 from conformance.assurance.vector_writer import expected_injection
 from conformance.assurance.vector_writer.case import Operation
 from conformance.assurance.vector_writer.expected_decode import DECODE_OPERATIONS
+from conformance.assurance.vector_writer.expected_nestedkv import BOUNDED as NESTEDKV_BOUNDED
 from conformance.assurance.vector_writer.expected_nestedkv import RESULTS as NESTEDKV_RESULTS
 from conformance.assurance.vector_writer.expected_policies import RESULTS
 from conformance.oracles import pipeline, s1, s2, s3, s4, s5, s6
 from conformance.vectors.json_values import Json, Results
-from conformance.vectors.nestedkv_values import BOUNDED_RESULTS
 from spec.parameters import CrystalCacheParameters
 
 __all__ = ["OPERATIONS"]
@@ -290,7 +290,7 @@ OPERATIONS: dict[str, Operation] = {
     **{
         item: Operation(
             "conformance.assurance.vector_writer.expected_nestedkv", lambda i, p, run=run: run(i),  # type: ignore[misc]
-            [BOUNDED_RESULTS[item]] if item in BOUNDED_RESULTS else [],
+            [NESTEDKV_BOUNDED[item]] if item in NESTEDKV_BOUNDED else [],
         )
         for item, run in NESTEDKV_RESULTS.items()
     },

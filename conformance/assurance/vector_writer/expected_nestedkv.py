@@ -5,28 +5,27 @@ from typing import Any
 
 from conformance.assurance.oracles import policies
 from conformance.oracles import nestedkv as oracle
-from conformance.vectors.json_values import Json
-from conformance.vectors.nestedkv_values import parameters_in
+from conformance.vectors.json_values import Json, nestedkv_parameters
 
-__all__ = ["RESULTS"]
+__all__ = ["BOUNDED", "RESULTS"]
 
 
 def memories(i: Json, which: int) -> Json:
-    p = parameters_in(i)
+    p = nestedkv_parameters(i)
     return [list(oracle.memories(i["unit"], at, p)[which]) for at in range(len(i["unit"]))]
 
 
 def scores(i: Json) -> Json:
-    return [oracle.scores(head, parameters_in(i)) for head in i["k"]]
+    return [oracle.scores(head, nestedkv_parameters(i)) for head in i["k"]]
 
 
 def kept(i: Json) -> Json:
-    p = parameters_in(i)
+    p = nestedkv_parameters(i)
     return [group for layer in i["k"] for group in oracle.kept([oracle.scores(head, p) for head in layer], i["B"], p)]
 
 
 def ablations(i: Json) -> Json:
-    p, B = parameters_in(i), i["B"]
+    p, B = nestedkv_parameters(i), i["B"]
     without: dict[str, list[list[int]]] = {"continuum": [], "adaptive": [], "both": []}
     for layer in i["k"]:
         distinct = policies.keydiff({"k": layer})
@@ -40,19 +39,26 @@ def ablations(i: Json) -> Json:
     return without
 
 
+BOUNDED: Mapping[str, str] = {
+    "NK-UNIT-KEYS": "unit", "NK-STABLE": "mu", "NK-EPISODIC": "mu", "NK-CURRENT": "mu", "NK-ANOMALY": "a",
+    "NK-MIN-MAX": "a", "NK-GAP": "delta", "NK-BLEND": "blend", "NK-SURPRISE": "s", "NK-ROUTE": "score",
+    "NK-SCORE": "score",
+}
+"""Which result of an item has a bound."""
+
 RESULTS: Mapping[str, Callable[[Any], Json]] = {
     "NK-UNIT-KEYS": lambda i: {"unit": oracle.unit(i["k"])},
     "NK-STABLE": lambda i: {"mu": oracle.mean(i["unit"])},
     "NK-EPISODIC": lambda i: {
-        "b": [len(oracle.block_of(0, N, parameters_in(i))) for N in i["N"]], "mu": memories(i, 1),
+        "b": [len(oracle.block_of(0, N, nestedkv_parameters(i))) for N in i["N"]], "mu": memories(i, 1),
     },
     "NK-CURRENT": lambda i: {"mu": memories(i, 2)},
     "NK-ANOMALY": lambda i: {"a": [oracle.anomaly(key, mu) for key, mu in zip(i["unit"], i["mu"], strict=True)]},
     "NK-MIN-MAX": lambda i: {"a": oracle.min_max(i["a"])},
-    "NK-GAP": lambda i: {"delta": oracle.deltas(i["a"], parameters_in(i))},
-    "NK-BLEND": lambda i: {"blend": oracle.blended(i["a"], i["delta"], parameters_in(i))},
+    "NK-GAP": lambda i: {"delta": oracle.deltas(i["a"], nestedkv_parameters(i))},
+    "NK-BLEND": lambda i: {"blend": oracle.blended(i["a"], i["delta"], nestedkv_parameters(i))},
     "NK-SURPRISE": lambda i: {"s": oracle.rectified(oracle.surprise(i["a"]))},
-    "NK-ROUTE": lambda i: {"score": oracle.routed(i["a"], i["blend"], i["s"], parameters_in(i))},
+    "NK-ROUTE": lambda i: {"score": oracle.routed(i["a"], i["blend"], i["s"], nestedkv_parameters(i))},
     "NK-SCORE": lambda i: {"score": scores(i)},
     "NK-NESTEDKV": lambda i: {"kept": kept(i)},
     "NK-TOKENS": lambda i: {"tokens": oracle.tokens(i["r"], i["N"])},

@@ -32,7 +32,7 @@ def test_a_file_is_what_the_oracles_give(stage: str) -> None:
 @pytest.mark.parametrize(
     "module",
     [
-        "vectors.json_values", "vectors.nestedkv_values", "assurance.vector_writer.brute_force",
+        "vectors.json_values", "assurance.vector_writer.brute_force",
         "assurance.vector_writer.case", "assurance.vector_writer.expected", "assurance.vector_writer.expected_decode",
         "assurance.vector_writer.expected_diversity", "assurance.vector_writer.expected_injection",
         "assurance.vector_writer.expected_nestedkv", "assurance.vector_writer.expected_policies",

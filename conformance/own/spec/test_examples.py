@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from conformance.assurance.item_vectors.decode import DECODE_BY_ITEM
 from conformance.items import items_of
 from conformance.own.spec.essay_examples import ESSAY_ADAPTERS
 from conformance.paths import SPEC
 from conformance.vectors.arrays import flags, floats, integers, plain
 from conformance.vectors.json_values import decoded, parameters_of
-from conformance.vectors.subject_decode import DECODE_BY_ITEM
 from reference.crystalcache import coattention as s1
 from reference.crystalcache import compaction, dissolution, graph, impact, protection, score, sentences, trunks
 from reference.crystalcache import prefill as run_prefill

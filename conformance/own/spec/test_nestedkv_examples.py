@@ -6,12 +6,12 @@ import re
 import numpy as np
 import pytest
 
+from conformance.assurance.item_vectors.nestedkv import NESTEDKV_ITEMS
+from conformance.assurance.vector_writer.expected_nestedkv import BOUNDED as NESTEDKV_BOUNDED
 from conformance.items import items_of
 from conformance.own.spec.test_examples import FENCE, PARTS
 from conformance.paths import SPEC
 from conformance.tolerances import scores_agree
-from conformance.vectors.nestedkv_subject import NESTEDKV_ITEMS
-from conformance.vectors.nestedkv_values import BOUNDED_RESULTS
 
 PAGE = SPEC / "nestedkv.md"
 ITEMS = dict(items_of(PAGE.read_text(encoding="utf-8")))
@@ -29,7 +29,7 @@ def test_the_example_holds(name: str) -> None:
     assert given["item"] == name
     for key, found in NESTEDKV_ITEMS[name](given["inputs"]).items():
         want = given["expected"][key]
-        if BOUNDED_RESULTS.get(name) == key:
+        if NESTEDKV_BOUNDED.get(name) == key:
             assert scores_agree(np.ravel(np.asarray(found)), np.ravel(want).tolist())
         else:
             assert found == want

@@ -6,11 +6,11 @@ import re
 import numpy as np
 import pytest
 
+from conformance.assurance.item_vectors.diversity import DIVERSITY_ITEMS
+from conformance.assurance.item_vectors.policies import POLICY_ITEMS
 from conformance.items import items_of
 from conformance.own.spec.test_examples import FENCE, PARTS
 from conformance.own.spec.test_policy_table import PAGE
-from conformance.vectors.diversity_subject import DIVERSITY_ITEMS
-from conformance.vectors.policy_subject import POLICY_ITEMS
 
 PAGES = (PAGE, PAGE.with_name("diversity.md"), PAGE.with_name("triattention.md"))
 ITEMS = {name: text for page in PAGES for name, text in items_of(page.read_text(encoding="utf-8"))}

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from conformance.assurance.item_vectors.injection import cosines, vocabulary
 from conformance.items import items_of
 from conformance.own.spec.test_examples import FENCE, PARTS, agree
 from conformance.paths import SPEC
 from conformance.vectors.arrays import floats, integers
-from conformance.vectors.subject_injection import cosines, vocabulary
 from reference import statistics
 from reference.injection import diagnostics, fusion, quantisers, rotation, splicing, wrappers
 from spec.errors import SpecError

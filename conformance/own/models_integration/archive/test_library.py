@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from conformance.assurance.item_vectors.injection import vocabulary
 from conformance.own.models_integration.archive.block_mask import block_masked, ids
 from conformance.own.models_integration.archive.models import ROTATIONS, build
 from conformance.own.models_integration.archive.test_splice import BOUND, QUERY, SYSTEM, read
 from conformance.own.models_integration.session.families import relative
-from conformance.vectors.subject_injection import vocabulary
 from models_integration.archive.errors import NoSuchChunk, OtherDtype, OtherFrequencies, WrongModel
 from models_integration.archive.library import Library
 from models_integration.archive.store import Archive

@@ -1,21 +1,16 @@
-"""The same operations on the reference's NestedKV, and its score on a backend."""
+"""The same operations on the reference's NestedKV."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
-
-from conformance.vectors.arrays import Stage, floats
-from conformance.vectors.json_values import Json
-from conformance.vectors.nestedkv_values import parameters_in
+from conformance.vectors.arrays import floats
+from conformance.vectors.json_values import Json, nestedkv_parameters
 from reference import directions, policies
 from reference import nestedkv as nk
-from spec.backend import Backend
 from spec.budget import Budget
-from spec.parameters import CrystalCacheParameters
 from spec.policy import LayerView, Observation, Policy
 
-__all__ = ["NESTEDKV_ITEMS", "NESTEDKV_STAGES"]
+__all__ = ["NESTEDKV_ITEMS"]
 
 Result = Mapping[str, object]
 
@@ -40,7 +35,7 @@ def kept(i: Json, policy: Policy) -> list[list[int]]:
 
 
 def episodic(i: Json) -> Result:
-    p = parameters_in(i)
+    p = nestedkv_parameters(i)
     b = nk.block_size(len(i["unit"]), p)
     return {"b": [nk.block_size(N, p) for N in i["N"]], "mu": nk.episodic_memory(head(i["unit"]), b)[0]}
 
@@ -50,7 +45,7 @@ def anomaly(i: Json) -> Result:
 
 
 def ablations(i: Json) -> Result:
-    p = parameters_in(i)
+    p = nestedkv_parameters(i)
     return {
         "continuum": kept(i, policies.nestedkv_without_continuum(p)),
         "adaptive": kept(i, policies.nestedkv_without_adaptive(p)), "both": kept(i, policies.nestedkv_without_both()),
@@ -64,22 +59,14 @@ NESTEDKV_ITEMS: Mapping[str, Callable[[Any], Result]] = {
     "NK-CURRENT": lambda i: {"mu": nk.current_memory(head(i["unit"]), i["W"])[0]},
     "NK-ANOMALY": anomaly,
     "NK-MIN-MAX": lambda i: {"a": nk.min_max(floats([i["a"]]))[0]},
-    "NK-GAP": lambda i: {"delta": nk.gap(scales(i), parameters_in(i).p)[:, 0]},
-    "NK-BLEND": lambda i: {"blend": nk.blend(scales(i), floats(i["delta"])[:, None], parameters_in(i))[0]},
+    "NK-GAP": lambda i: {"delta": nk.gap(scales(i), nestedkv_parameters(i).p)[:, 0]},
+    "NK-BLEND": lambda i: {"blend": nk.blend(scales(i), floats(i["delta"])[:, None], nestedkv_parameters(i))[0]},
     "NK-SURPRISE": lambda i: {"s": nk.rectified_surprise(scales(i))[0]},
     "NK-ROUTE": lambda i: {
-        "score": nk.routed_score(scales(i), floats([i["blend"]]), floats([i["s"]]), parameters_in(i))[0]
+        "score": nk.routed_score(scales(i), floats([i["blend"]]), floats([i["s"]]), nestedkv_parameters(i))[0]
     },
-    "NK-SCORE": lambda i: {"score": nk.anomaly_score(floats(i["k"]), parameters_in(i))},
-    "NK-NESTEDKV": lambda i: {"kept": kept(i, policies.nestedkv(parameters_in(i)))},
+    "NK-SCORE": lambda i: {"score": nk.anomaly_score(floats(i["k"]), nestedkv_parameters(i))},
+    "NK-NESTEDKV": lambda i: {"kept": kept(i, policies.nestedkv(nestedkv_parameters(i)))},
     "NK-TOKENS": lambda i: {"tokens": policies.eviction_budget(i["r"], i["N"])},
     "NK-ABLATIONS": ablations,
 }
-
-
-def anomaly_score(backend: Backend, i: Json, p: CrystalCacheParameters) -> Result:
-    k = floats(i["k"]).astype(np.float32)
-    return {"score": backend.require_nestedkv().anomaly_score(k, parameters_in(i))}
-
-
-NESTEDKV_STAGES: dict[str, Stage] = {"anomaly_score": anomaly_score}
