@@ -10,8 +10,8 @@ from pathlib import Path
 from models_integration.cache.atomic_file import NO_ROOM
 
 __all__ = [
-    "ArchiveError", "ArchiveFull", "ArchiveReadOnly", "DamagedPins", "ForeignVersion", "KeyUnavailable", "NoSuchChunk",
-    "OtherDtype", "OtherFrequencies", "OtherPins", "WrongModel", "named_errors",
+    "ArchiveError", "ArchiveFull", "ArchiveReadOnly", "ForeignVersion", "KeyUnavailable", "NoSuchChunk", "OtherDtype",
+    "OtherFrequencies", "WrongModel", "named_errors",
 ]
 
 NO_RIGHT = (errno.EROFS, errno.EACCES, errno.EPERM)
@@ -27,10 +27,6 @@ class ArchiveFull(ArchiveError):
 
 class ArchiveReadOnly(ArchiveError):
     """The folder cannot be written."""
-
-
-class DamagedPins(ArchiveError):
-    """The file holds no pinned selections."""
 
 
 class ForeignVersion(ArchiveError):
@@ -51,10 +47,6 @@ class OtherDtype(ArchiveError):
 
 class OtherFrequencies(ArchiveError):
     """The keys were rotated by other inverse frequencies."""
-
-
-class OtherPins(ArchiveError):
-    """Results under different pinned selections are not comparable."""
 
 
 class WrongModel(ArchiveError):

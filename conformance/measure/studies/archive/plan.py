@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from conformance.measure.studies.archive.pins import Pins, corpus_digest
 from conformance.measure.studies.archive.rules import ARMS
 from models_integration.archive.library import vocabulary_of
-from models_integration.archive.pins import Pins, corpus_digest
 from models_integration.archive.retrieval import lexical
 from models_integration.pocket.training.talk import KINDS, Question, chatter, draw_conversation
 from models_integration.studies.subject import Subject

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from conformance.measure.studies.archive.pins import same_pins
 from conformance.measure.studies.archive.rules import ARMS
-from models_integration.archive.pins import same_pins
 from models_integration.pocket.training.talk import KINDS
 from models_integration.studies.results import Row
 from reference.statistics import Interval, bootstrap, cluster_bootstrap, draws, holm, mcnemar, mcnemar_power, wilson

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
+from conformance.measure.studies.archive.pins import Pins
 from conformance.measure.studies.archive.plan import CUTS, Asked, Plan, Talk, encoder, key_of, talks_and_pins
 from conformance.measure.studies.archive.rules import ARMS, Scene, Shelf
 from models_integration.archive.layer_masks import layer_masks
 from models_integration.archive.library import vocabulary_of
-from models_integration.archive.pins import Pins
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.rotation import recognise
 from models_integration.pocket.training.chat import CLOSE, asked_behind, turn

@@ -7,12 +7,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from models_integration.archive.errors import DamagedPins, ForeignVersion, OtherPins, named_errors
+from models_integration.archive.errors import ArchiveError, ForeignVersion, named_errors
 from models_integration.cache.atomic_file import publish
 
-__all__ = ["Pins", "corpus_digest", "same_pins"]
+__all__ = ["DamagedPins", "OtherPins", "Pins", "corpus_digest", "same_pins"]
 
 SCHEMA = 1
+
+
+class DamagedPins(ArchiveError):
+    """The file holds no pinned selections."""
+
+
+class OtherPins(ArchiveError):
+    """Results under different pinned selections are not comparable."""
 
 
 @dataclass(frozen=True)
