@@ -12,8 +12,6 @@ from spec.records import CoAttention, TrunkGraph, Trunks
 
 __all__ = ["D", "degrees", "pairs", "upper", "weights"]
 
-SHOWN = 3
-
 
 def upper(found: TrunkGraph) -> tuple[IntVector, IntVector, Vector]:
     """Each pair once, ascending."""

@@ -13,7 +13,7 @@ from spec.parameters import CrystalCacheParameters
 
 __all__ = [
     "Model", "Pair", "Trunk", "active", "add_segment", "after_forward", "append", "before_eviction", "breath",
-    "decay", "decode_step", "degrees", "edgeless_D", "eta", "evict", "extend", "hebb", "in_windows", "inverse_norm",
+    "decay", "decode_step", "degrees", "edgeless_D", "eta", "evict", "hebb", "in_windows", "inverse_norm",
     "join_chunk", "join_tail", "keep", "protected", "pulses", "raise_D", "resonance", "settle",
 ]
 
@@ -188,15 +188,6 @@ def add_segment(
 def in_windows(now: Model, p: CrystalCacheParameters) -> list[bool]:
     """Which trunks still hold a position of the sink or of the recent window."""
     return s6.protected([g.members for g in now.trunks], now.seen, p.N_sink, p.W_recent)
-
-
-def extend(
-    now: Model, E: Sequence[Edge], salience: Sequence[float], ids: Sequence[int], norms: Sequence[float],
-    ends: Set[int], p: CrystalCacheParameters,
-) -> None:
-    """The segment joins; then S5 and S6 with sink and window protected."""
-    add_segment(now, E, salience, ids, norms, ends, p)
-    evict(now, in_windows(now, p), p)
 
 
 def settle(

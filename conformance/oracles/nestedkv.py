@@ -9,8 +9,8 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 __all__ = [
-    "Trace", "anomaly", "blended", "block_of", "deltas", "gate", "kept", "mean", "memories", "min_max", "rectified",
-    "routed", "scores", "surprise", "tokens", "traced", "unit",
+    "Trace", "anomaly", "blended", "block_of", "deltas", "gate", "mean", "memories", "min_max", "rectified",
+    "routed", "scores", "surprise", "traced", "unit",
 ]
 
 Row = Sequence[float]
@@ -123,21 +123,3 @@ def traced(keys: Sequence[Row], p: Any) -> Trace:
 def scores(head: Sequence[Row], p: Any) -> list[float]:
     """a* of every token of a head."""
     return traced(head, p).score
-
-
-def tokens(r: str, N: int) -> int:
-    """Tokens that stay where the decimal share r goes, counted up from nothing."""
-    kept = 0
-    while Fraction(kept + 1) <= (1 - Fraction(r)) * N:
-        kept += 1
-    return kept
-
-
-def kept(rows: Sequence[Row], B: int, p: Any) -> list[list[int]]:
-    """A layer's kept sets: sinks at infinity, each head's quota of its own best, then the best pairs of the layer."""
-    pinned = [[math.inf if i < p.N_sink else x for i, x in enumerate(row)] for row in rows]
-    order = [sorted(range(len(row)), key=lambda i, row=row: (-row[i], i)) for row in pinned]  # type: ignore[misc]
-    chosen = {(h, i) for h, best in enumerate(order) for i in best[: int(p.alpha_s * B // 1)]}
-    pairs = sorted((-x, h, i) for h, row in enumerate(pinned) for i, x in enumerate(row) if (h, i) not in chosen)
-    chosen |= {(h, i) for _, h, i in pairs[: len(rows) * min(B, len(rows[0])) - len(chosen)]}
-    return [sorted(i for g, i in chosen if g == h) for h in range(len(rows))]

@@ -5,9 +5,9 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from conformance.strategies.sizes import CHUNK, CROSS, HEADS_SUMMED, INTRA, TRUNK
-from spec.parameters import PAPER, TINY, CrystalCacheParameters
+from spec.parameters import CrystalCacheParameters
 
-__all__ = ["ablations", "forms", "parameters", "small_parameters"]
+__all__ = ["ablations", "forms", "small_parameters"]
 
 
 @st.composite
@@ -55,8 +55,3 @@ def forms(draw: st.DrawFn) -> CrystalCacheParameters:
         allocation=draw(st.sampled_from(["tiers", "cut"]), label="allocation"),
         coverage=draw(st.sampled_from([0.0, 0.1, 0.25, 0.29, 1.0]), label="coverage"),
     )
-
-
-def parameters() -> st.SearchStrategy[CrystalCacheParameters]:
-    """TINY, PAPER, or any small values."""
-    return st.one_of(st.just(TINY), st.just(PAPER), small_parameters(), ablations())

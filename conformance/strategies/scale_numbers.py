@@ -7,12 +7,10 @@ import numpy as np
 
 from spec.arrays import IntVector, Vector
 
-__all__ = ["CLOSE", "Numbers", "Words", "close", "mixed"]
+__all__ = ["Numbers", "Words", "mixed"]
 
 Words = np.ndarray[tuple[int], np.dtype[np.uint64]]
 
-# Kinds of distinct scores of which bins, float32 or a fixed number of bits take many for one.
-CLOSE = ("next-floats", "beside-one-far", "of-all-sizes")
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 FIRST, SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
@@ -53,14 +51,3 @@ class Numbers:
     def permutation(self, n: int) -> IntVector:
         """0 to n - 1 in the order of n numbers, equal ones by place."""
         return np.argsort(self.words(n), kind="stable").astype(np.int64)
-
-
-def close(kind: str, n: int, seed: int) -> Vector:
-    """n distinct numbers in (0, 1], at most 2^20, in a drawn order."""
-    rank = Numbers(seed).permutation(n)
-    found: Vector = {
-        "next-floats": 0.5 + rank * 2.0**-53,
-        "beside-one-far": np.where(rank == n - 1, 1.0, (1 + rank) * 2.0**-60),
-        "of-all-sizes": np.ldexp(0.5 + rank / (2 * n), -(rank % 900)),
-    }[kind]
-    return found

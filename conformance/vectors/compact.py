@@ -9,7 +9,7 @@ import numpy as np
 from conformance.strategies.scale_numbers import Numbers, mixed
 from conformance.vectors.json_values import Json
 
-__all__ = ["expanded", "is_compact", "made", "mismatches", "summary", "unsure"]
+__all__ = ["expanded", "is_compact", "mismatches", "summary"]
 
 BLOCKS, SMALLEST = 16, 32  # a summary has at most so many blocks, of at least so many values
 NAN_BITS, NAN_STEP = np.uint64(0x7FF8_0000_0000_0000), np.uint64(2**63)  # what a digest reads where there is NaN
@@ -107,7 +107,7 @@ FORMS: Mapping[str, Callable[[Any, Inputs], Any]] = {
 }
 
 
-def _words(flat: Any, bits: int | None) -> Any:
+def words(flat: Any, bits: int | None) -> Any:
     """What a digest reads of each value, as uint64."""
     if flat.dtype.kind != "f":
         return flat.astype(np.int64).view(np.uint64)
@@ -128,33 +128,16 @@ def summary(values: Any, bits: int | None = None, block: int | None = None) -> d
     array = np.array(values)
     flat = array.ravel()
     block = block or _block(len(flat))
-    words = _words(flat, bits)
+    read = words(flat, bits)
     return {
         "shape": list(array.shape), "block": block, "first": flat[::block].tolist(),
-        "digests": [_digest(words[at : at + block]) for at in range(0, len(words), block)],
+        "digests": [digest(read[at : at + block]) for at in range(0, len(read), block)],
         **({} if bits is None else {"bits": bits}),
     }
 
 
-def _digest(words: Any) -> str:
-    return f"{int(mixed(words, np.arange(1, len(words) + 1)).sum()):016x}"
-
-
-def made(inputs: Mapping[str, Json]) -> dict[str, Json]:
-    """Shape and digest of each compact input but text, for a reader to compare."""
-    arrays = {name: np.array(x) for name, x in expanded(inputs).items() if is_compact(inputs[name])}
-    return {
-        name: [list(x.shape), _digest(_words(x.ravel(), None))] for name, x in arrays.items() if x.dtype.kind != "U"
-    }
-
-
-def unsure(values: Any, bits: int) -> int:
-    """How many values lie so near a half step of the grid that a bound may reach across: none may be summarised."""
-    x = np.array(values, dtype=np.float64).ravel()
-    x = x[~np.isnan(x)]
-    steps = x * 2.0**bits
-    off = np.abs(steps - np.floor(steps) - 0.5) * 2.0**-bits
-    return int((off <= 2.0 ** (-2 * bits) * np.maximum(1.0, np.abs(x))).sum())
+def digest(read: Any) -> str:
+    return f"{int(mixed(read, np.arange(1, len(read) + 1)).sum()):016x}"
 
 
 def mismatches(name: str, found: Any, want: Mapping[str, Json]) -> Iterator[str]:

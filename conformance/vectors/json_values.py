@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from spec.parameters import CrystalCacheParameters, NestedKVParameters
 
-__all__ = ["Json", "Results", "decoded", "encoded", "nestedkv_parameters", "parameters_of"]
+__all__ = ["Json", "Results", "decoded", "nestedkv_parameters", "parameters_of"]
 
 Json: TypeAlias = Any
 Results: TypeAlias = Mapping[str, Json]
@@ -16,19 +16,8 @@ Results: TypeAlias = Mapping[str, Json]
 _FLOAT = re.compile(r"-?(0x[01]\.[0-9a-f]+p[+-]\d+|inf)|nan")
 
 
-def encoded(value: Json) -> Json:
-    """Floats as text, in every depth."""
-    if isinstance(value, float):
-        return value.hex()
-    if isinstance(value, Mapping):
-        return {name: encoded(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [encoded(inner) for inner in value]
-    return value
-
-
 def decoded(value: Json) -> Json:
-    """The inverse of `encoded`, tuples aside."""
+    """Floats from their text, in every depth."""
     if isinstance(value, str) and _FLOAT.fullmatch(value):
         return float.fromhex(value)
     if isinstance(value, dict):

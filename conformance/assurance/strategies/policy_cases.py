@@ -9,6 +9,8 @@ import numpy as np
 
 from conformance.assurance.oracles import policies as oracle
 from conformance.assurance.oracles import triattention as tri_oracle
+from conformance.assurance.oracles.nestedkv import kept as kept_of_a_layer
+from conformance.assurance.oracles.signatures import signatures
 from conformance.oracles import diversity as alpha_oracle
 from conformance.oracles import nestedkv
 from conformance.strategies.keys import NESTED
@@ -243,12 +245,12 @@ def alpha_kept(row: oracle.Score, V: Any, B: int, lam: float) -> list[int]:
 
 def diversity(inputs: Inputs, B: int) -> Kept:
     (row,) = tri_rows(inputs, "global", lambda g: range(inputs.n), inputs.n, 0)
-    (V,) = alpha_oracle.signatures(plain_values(inputs), "flat")
+    (V,) = signatures(plain_values(inputs), "flat")
     return [alpha_kept(row, V, B, LAM)]
 
 
 def diversity_heads(inputs: Inputs, B: int) -> Kept:
-    V, found = alpha_oracle.signatures(plain_values(inputs), "head"), list[list[int]]()
+    V, found = signatures(plain_values(inputs), "head"), list[list[int]]()
     for view in inputs.layers:
         rows = oracle.snapkv(plain(view), W, KERNEL)
         for row, b in zip(rows, oracle.adaptive_shares(rows, B, SAFEGUARD), strict=True):
@@ -262,7 +264,7 @@ def nested(adaptive: bool) -> Callable[[Inputs, int], Kept]:
         for view in inputs.layers:
             rows = [nestedkv.scores(head, NESTED) for head in view.k.tolist()]
             if adaptive:
-                found += nestedkv.kept(rows, B, NESTED)
+                found += kept_of_a_layer(rows, B, NESTED)
             else:
                 found += [oracle.top([*[None] * SINK, *row[SINK:]][: len(row)], B) for row in rows]
         return found

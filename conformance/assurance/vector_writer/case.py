@@ -7,7 +7,7 @@ from typing import Any
 from conformance.vectors.json_values import Json, Results
 from spec.parameters import CrystalCacheParameters
 
-__all__ = ["Case", "Group", "Operation"]
+__all__ = ["Case", "Group", "Operation", "encoded"]
 
 
 @dataclass(frozen=True)
@@ -46,3 +46,14 @@ class Operation:
     results: Callable[[Any, CrystalCacheParameters], Results]
     bounded: Sequence[str] = ()
     items: Sequence[str] = ()
+
+
+def encoded(value: Json) -> Json:
+    """Floats as text, in every depth."""
+    if isinstance(value, float):
+        return value.hex()
+    if isinstance(value, Mapping):
+        return {name: encoded(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [encoded(inner) for inner in value]
+    return value

@@ -1,5 +1,7 @@
 """What each operation of decode must give, from the oracle."""
 
+from collections.abc import Sequence, Set
+
 from conformance.assurance.vector_writer.brute_force import trunk_lists
 from conformance.assurance.vector_writer.case import Operation
 from conformance.oracles import decode, pipeline, s1, s4, s6
@@ -97,6 +99,15 @@ def live(i: Json, p: CrystalCacheParameters) -> Results:
     return results_of(now)
 
 
+def extend(
+    now: Model, E: Sequence[s1.Edge], salience: Sequence[float], ids: Sequence[int], norms: Sequence[float],
+    ends: Set[int], p: CrystalCacheParameters,
+) -> None:
+    """The segment joins; then S5 and S6 with sink and window protected."""
+    decode.add_segment(now, E, salience, ids, norms, ends, p)
+    decode.evict(now, decode.in_windows(now, p), p)
+
+
 def start(i: Json, p: CrystalCacheParameters) -> Results:
     """From the oracle's prefill, whose W is made again from its edges."""
     n = len(i["token_ids"])
@@ -104,7 +115,7 @@ def start(i: Json, p: CrystalCacheParameters) -> Results:
         i["q"], i["k"], i["token_ids"], set(i["sentence_ends"]), s6.tokens(i["budget"], n), p, i["scaling"], None
     )
     now = Model(budget_of(i["budget"], n))
-    decode.extend(
+    extend(
         now, s1.edges(found.segment), found.segment.salience, i["token_ids"],
         [decode.inverse_norm(list(keys)) for keys in zip(*i["k"], strict=True)], set(i["sentence_ends"]), p,
     )
@@ -118,7 +129,7 @@ def segment(i: Json, p: CrystalCacheParameters) -> Results:
     positions = [*stored, *range(now.seen, now.seen + n)]
     found = s1.coattention(i["q"], i["k"], positions, p, i["scaling"], None)
     norms = [decode.inverse_norm(list(keys)) for keys in zip(*i["k"], strict=True)][-n:]
-    decode.extend(
+    extend(
         now, s1.edges(found), found.salience, i["token_ids"], norms, set(i["sentence_ends"]), p
     )
     return results_of(now)

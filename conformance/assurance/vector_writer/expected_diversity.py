@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from conformance.assurance.oracles import policies as oracle
+from conformance.assurance.oracles import signatures as signed
 from conformance.assurance.oracles import triattention as tri
 from conformance.oracles import diversity as alpha
 from conformance.vectors.json_values import Json
@@ -16,7 +17,7 @@ OFFSETS = [1 << e for e in range(17)]
 
 
 def cosines(i: Json) -> Json:
-    V = [alpha.unit(u) for u in i["u"]]
+    V = [signed.unit(u) for u in i["u"]]
     return {"V": V, "cosines": [[alpha.cosine(a, b) for b in V] for a in V]}
 
 
@@ -28,7 +29,7 @@ def greedy(i: Json) -> Json:
 def composed(i: Json) -> Json:
     """Over Knorm, which has a kept set per layer and head."""
     rows = [row for k in i["k"] for row in oracle.knorm({"k": k})]
-    V = alpha.signatures(i["v"], i["mode"])
+    V = signed.signatures(i["v"], i["mode"])
     part, n = len(rows) // len(V), len(rows[0])
     return {"kept": [
         alpha.alpha([x or 0.0 for x in row], V[g // part], [], min(i["B"], n), i["lam"])
@@ -37,7 +38,7 @@ def composed(i: Json) -> Json:
 
 
 def variant_b(i: Json) -> Json:
-    prior = alpha.toward_mean(i["V"])
+    prior = signed.toward_mean(i["V"])
     return {
         "prior": prior,
         "kept": oracle.top([x + i["lam"] * p for x, p in zip(i["s"], prior, strict=True)], i["B"]),
@@ -85,11 +86,11 @@ def kept(i: Json) -> Json:
 BOUNDED: Mapping[str, list[str]] = {"TA-SCORE": ["score"]}
 RESULTS: Mapping[str, Callable[[Any], Json]] = {
     "DV-COSINE": cosines,
-    "DV-SIGNATURE": lambda i: {"signatures": alpha.signatures(i["values"], i["mode"])},
+    "DV-SIGNATURE": lambda i: {"signatures": signed.signatures(i["values"], i["mode"])},
     "DV-GREEDY": greedy,
     "DV-POLICY": composed,
     "DV-VARIANT-B": variant_b,
-    "DV-SCHEDULE": lambda i: {"budgets": alpha.schedule(i["B"], i["rounds"], i["tilt"])},
+    "DV-SCHEDULE": lambda i: {"budgets": signed.schedule(i["B"], i["rounds"], i["tilt"])},
     "TA-STATISTICS": statistics,
     "TA-CALIBRATION": rope,
     "TA-SCORE": score,

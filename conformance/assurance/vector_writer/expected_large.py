@@ -5,11 +5,12 @@ from typing import Any
 import numpy as np
 
 from conformance.assurance.vector_writer.case import Operation
+from conformance.assurance.vector_writer.compact import unsure
 from conformance.assurance.vector_writer.expected import OPERATIONS
 from conformance.checks.scale_s1 import chosen
 from conformance.oracles.scale import decode, s1, stages
 from conformance.oracles.scale.s1 import Ranked
-from conformance.vectors.compact import summary, unsure
+from conformance.vectors.compact import summary
 from conformance.vectors.json_values import Json, Results
 from spec.arrays import IntMatrix, Matrix
 from spec.parameters import CrystalCacheParameters

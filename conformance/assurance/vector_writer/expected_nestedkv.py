@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from conformance.assurance.oracles import policies
+from conformance.assurance.oracles.nestedkv import kept as kept_of_a_layer
+from conformance.assurance.oracles.nestedkv import tokens
 from conformance.oracles import nestedkv as oracle
 from conformance.vectors.json_values import Json, nestedkv_parameters
 
@@ -21,7 +23,8 @@ def scores(i: Json) -> Json:
 
 def kept(i: Json) -> Json:
     p = nestedkv_parameters(i)
-    return [group for layer in i["k"] for group in oracle.kept([oracle.scores(head, p) for head in layer], i["B"], p)]
+    layers = ([oracle.scores(head, p) for head in layer] for layer in i["k"])
+    return [group for layer in layers for group in kept_of_a_layer(layer, i["B"], p)]
 
 
 def ablations(i: Json) -> Json:
@@ -61,6 +64,6 @@ RESULTS: Mapping[str, Callable[[Any], Json]] = {
     "NK-ROUTE": lambda i: {"score": oracle.routed(i["a"], i["blend"], i["s"], nestedkv_parameters(i))},
     "NK-SCORE": lambda i: {"score": scores(i)},
     "NK-NESTEDKV": lambda i: {"kept": kept(i)},
-    "NK-TOKENS": lambda i: {"tokens": oracle.tokens(i["r"], i["N"])},
+    "NK-TOKENS": lambda i: {"tokens": tokens(i["r"], i["N"])},
     "NK-ABLATIONS": ablations,
 }

@@ -6,14 +6,15 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from conformance.assurance.vector_writer.case import Case, Group
+from conformance.assurance.vector_writer.case import Case, Group, encoded
 from conformance.assurance.vector_writer.cases import STAGES
+from conformance.assurance.vector_writer.compact import made
 from conformance.assurance.vector_writer.expected import OPERATIONS
 from conformance.assurance.vector_writer.expected_large import LARGE_OPERATIONS, shortened
 from conformance.assurance.vector_writer.flags import FLAGS
 from conformance.vectors import files
-from conformance.vectors.compact import expanded, is_compact, made
-from conformance.vectors.json_values import Json, encoded, parameters_of
+from conformance.vectors.compact import expanded, is_compact
+from conformance.vectors.json_values import Json, parameters_of
 from spec import SPEC_VERSION
 
 __all__ = ["built", "differences", "main", "repeated", "text_of", "written"]

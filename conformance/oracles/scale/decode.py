@@ -10,7 +10,7 @@ from conformance.oracles.scale.stages import Columns, pair_weights, pairs
 from spec.arrays import BoolVector, IntVector, Vector
 from spec.parameters import CrystalCacheParameters
 
-__all__ = ["activation", "hebbian", "inverse_norms", "left", "pulses", "resonance", "rows_of", "segment_graph"]
+__all__ = ["activation", "hebbian", "inverse_norms", "pulses", "resonance", "rows_of", "segment_graph"]
 
 Rows = list[list[tuple[int, float]]]
 Weights = tuple[IntVector, IntVector, Vector]
@@ -74,18 +74,6 @@ def hebbian(W: Weights, active: BoolVector, p: CrystalCacheParameters) -> Weight
     stays = after > p.tau_edge
     number = np.bincount(row[stays], minlength=len(indptr) - 1)
     return np.concatenate([[0], np.cumsum(number)]).astype(np.int64), indices[stays], after[stays]
-
-
-def left(offsets: IntVector, W: Weights, stays: BoolVector) -> tuple[list[int], list[int], Rows]:
-    """CC-LIVE: the trunks that live on, the offsets of what they keep, and their rows of W, renumbered."""
-    sizes = [int(stays[a:b].sum()) for a, b in pairwise(offsets.tolist())]
-    alive = [g for g, size in enumerate(sizes) if size]
-    number = {g: at for at, g in enumerate(alive)}
-    rows = rows_of(W)
-    return (
-        alive, np.cumsum([0, *(sizes[g] for g in alive)]).tolist(),
-        [[(number[h], w) for h, w in rows[g] if h in number] for g in alive],
-    )
 
 
 def segment_graph(

@@ -7,21 +7,9 @@ import numpy as np
 from spec.arrays import BoolVector, Cube, IntVector, Matrix, Vector
 from spec.parameters import NestedKVParameters
 
-__all__ = ["Traced", "attended", "cosines_with", "diverse", "expected", "nestedkv", "whole_units"]
+__all__ = ["Traced", "attended", "cosines_with", "diverse", "expected", "nestedkv"]
 
 SMALL = 2.0**-16
-
-
-def whole_units(s: Vector, sizes: IntVector, shut: BoolVector, B: int) -> list[int]:
-    """PO-TOP-UNITS of one set: the protected units, then the best until one does not fit; their tokens."""
-    kept, tokens = set(np.flatnonzero(shut).tolist()), int(sizes[shut].sum())
-    for u in sorted(np.flatnonzero(~shut).tolist(), key=lambda u: (-s[u], u)):
-        tokens += int(sizes[u])
-        if tokens > B:
-            break
-        kept.add(u)
-    first = np.cumsum(sizes) - sizes
-    return [i for u in sorted(kept) for i in range(int(first[u]), int(first[u] + sizes[u]))]
 
 
 def attended(q: Any, k: Any, scaling: float, softcap: float | None) -> Cube:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance import tolerances
+from conformance.assurance.oracles import at_size
 from conformance.assurance.oracles import policies as brute_policies
 from conformance.assurance.strategies.policy_cases import drawn, plain
 from conformance.checks.stage_checks import edges_of, trunk_lists
@@ -148,7 +149,7 @@ def test_decode(data: st.DataObject, p: Any) -> None:
     brute_decode.resonance(model, set(np.flatnonzero(active).tolist()), p)
     assert decode.resonance(D, W, active, p).tolist() == [g.D for g in model.trunks]
     stays = np.flatnonzero(active)
-    alive, _, rows_left = decode.left(np.arange(m + 1), W, active)
+    alive, _, rows_left = at_size.left(np.arange(m + 1), W, active)
     assert alive == stays.tolist()
     brute_decode.keep(model, set(alive), D.tolist())
     assert rows_left == [
@@ -203,7 +204,7 @@ def test_policies(seed: int) -> None:
     s, shut = numbers.integers(0, 4, n) / 4, numbers.integers(0, 5, n) == 0
     row = [None if safe else x for x, safe in zip(s.tolist(), shut.tolist(), strict=True)]
     for B in range(n + 1):
-        assert selectors.whole_units(s, np.ones(n, dtype=np.int64), shut, B) == brute_policies.top(row, B)
+        assert at_size.whole_units(s, np.ones(n, dtype=np.int64), shut, B) == brute_policies.top(row, B)
 
 
 @given(k=st.integers(1, 4), n=st.integers(1, 5))

@@ -9,11 +9,12 @@ import pytest
 
 from conformance.assurance.item_vectors.bounds import BOUNDED_ITEMS
 from conformance.assurance.item_vectors.items import ITEMS
+from conformance.assurance.vector_writer.case import encoded
 from conformance.assurance.vector_writer.expected import OPERATIONS
 from conformance.checks.vector_checks import BOUNDED, complaints
 from conformance.vectors import files
 from conformance.vectors.compact import expanded
-from conformance.vectors.json_values import decoded, encoded, parameters_of
+from conformance.vectors.json_values import decoded, parameters_of
 from conformance.vectors.subject import STAGES
 from spec.backend import resolve
 from spec.parameters import CrystalCacheParameters

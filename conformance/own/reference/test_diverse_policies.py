@@ -10,6 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from conformance.assurance.oracles import policies as oracle
+from conformance.assurance.oracles import signatures as signed
 from conformance.assurance.strategies.policy_cases import (
     CASES,
     KERNEL,
@@ -26,7 +27,6 @@ from conformance.assurance.strategies.policy_cases import (
     triattention,
 )
 from conformance.assurance.strategies.policy_steps import PROMPT, STEPS, decoded, long, shown
-from conformance.oracles import diversity as brute
 from conformance.plugin import sparingly
 from reference import diversity, policies
 from reference.policies.diversity import Diverse
@@ -84,7 +84,7 @@ def test_a_host_sees_what_it_sees_alone(lam: float) -> None:
     host = Policy("first-layer", scorer, knorm.budgets, knorm.selector, knorm.protection)
     rows = [oracle.knorm(plain(view)) for view in inputs.layers]
     first = [sum(x or 0.0 for x in column) / 2 for column in zip(*rows[0], strict=True)]
-    (V,) = brute.signatures(plain_values(inputs), "flat")
+    (V,) = signed.signatures(plain_values(inputs), "flat")
     want = alpha_kept(list(first), V, 7, lam) if lam else oracle.top(first, 7)
     assert decided(policies.diverse(host, lam), inputs, 7) == [want]
 
@@ -98,7 +98,7 @@ def test_alpha_inside_a_pyramid_is_one_line(seed: int, B: int, mode: diversity.S
     inputs = drawn(seed, n=4 + seed % 20)
     kept = decided(policies.diverse(policies.pyramidkv(W, KERNEL), 2.0, mode), inputs, B)
     shares = oracle.pyramid_shares(Fraction(B), min(W, inputs.n), len(inputs.layers), inputs.n, 20)
-    V, found = brute.signatures(plain_values(inputs), mode), list[list[int]]()
+    V, found = signed.signatures(plain_values(inputs), mode), list[list[int]]()
     per = len(inputs.layers) * inputs.H_kv // len(V)
     for view, share in zip(inputs.layers, shares, strict=True):
         for row in oracle.snapkv(plain(view), W, KERNEL):
@@ -128,7 +128,7 @@ def test_alpha_goes_on_while_tokens_are_decoded(seed: int, B: int) -> None:
     """The paper's policy: TriAttention decides when the slack is full, alpha chooses."""
     inputs, slack = long(seed), 3
     policy = policies.diverse(triattention(inputs, "global", slack=slack), LAM)
-    (V,), live = brute.signatures(plain_values(inputs), "flat"), list(range(PROMPT))
+    (V,), live = signed.signatures(plain_values(inputs), "flat"), list(range(PROMPT))
     for seen, found in enumerate(decoded(policy, inputs, B), PROMPT):
         live = live if seen == PROMPT else [*live, seen - 1]
         if seen == PROMPT or len(live) >= B + slack:
@@ -149,7 +149,7 @@ def test_a_signature_outlives_its_tokens_in_other_heads(seed: int, B: int, mode:
     running = Policy(
         host.name, host.scorer, host.budgets, host.selector, host.protection, Cadence(every=2), host.granularity
     )
-    V = brute.signatures(plain_values(inputs), mode)
+    V = signed.signatures(plain_values(inputs), mode)
     norms = [row for view in inputs.layers for row in oracle.knorm(plain(view))]
     part, live = len(norms) // len(V), [list(range(PROMPT)) for _ in norms]
     for seen, found in enumerate(decoded(policies.diverse(running, LAM, mode), inputs, B), PROMPT):
@@ -219,8 +219,8 @@ def test_a_backend_without_the_stage_says_so() -> None:
 @given(seed=seeds, B=st.integers(1, 20), lam=st.sampled_from([0.0, 0.5, 2.0]))
 def test_variant_b_adds_a_cosine_to_the_score(seed: int, B: int, lam: float) -> None:
     inputs = drawn(seed)
-    (V,), found = brute.signatures(plain_values(inputs), "flat"), []
-    prior = brute.toward_mean(V)
+    (V,), found = signed.signatures(plain_values(inputs), "flat"), []
+    prior = signed.toward_mean(V)
     for view in inputs.layers:
         for row in oracle.knorm(plain(view)):
             found.append(oracle.top([(x or 0.0) + lam * p for x, p in zip(row, prior, strict=True)], B))
@@ -251,7 +251,7 @@ def test_a_schedule_is_a_line_whose_mean_is_the_budget(B: int, rounds: int, shar
     found = policies.scheduled(B, rounds, tilt)
     assert found.sum() == B * rounds
     assert (found[0], found[-1]) == (B + tilt, B - tilt)
-    assert found.tolist() == brute.schedule(B, rounds, tilt)
+    assert found.tolist() == signed.schedule(B, rounds, tilt)
 
 
 @reference_items

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conformance.assurance.oracles import nestedkv as oracle
 from conformance.assurance.strategies.policy_cases import CASES, decided, drawn
-from conformance.oracles import nestedkv as oracle
 from conformance.strategies.keys import keys, seeds
 from reference import policies
 from spec.backend import Backend, resolve

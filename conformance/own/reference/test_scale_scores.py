@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from conformance.assurance.oracles import policies as oracle
+from conformance.assurance.oracles import signatures as signed
 from conformance.assurance.oracles import triattention
-from conformance.oracles import diversity
-from conformance.oracles.scale import selectors as at_size
+from conformance.oracles.scale import selectors
 from conformance.strategies.scale_attention import Shape, laddered
 from conformance.strategies.scale_numbers import Numbers
 from conformance.tolerances import scores_agree
@@ -29,7 +29,7 @@ def test_attention_of_hundreds_of_queries(shape: Shape) -> None:
     """All together, in windows of any length, and the later ones alone."""
     inputs = laddered(shape)
     q, k = inputs.q, inputs.k
-    want = at_size.attended(q, k, inputs.scaling, inputs.softcap)
+    want = selectors.attended(q, k, inputs.scaling, inputs.softcap)
     view = LayerView(q, k, None, inputs.scaling, inputs.softcap)
     late = LayerView(np.ascontiguousarray(q[:, 10:]), k, None, inputs.scaling, inputs.softcap)
     for shown, first in ((view, 0), (late, 10)):
@@ -70,4 +70,4 @@ def test_signatures_of_many_layers_and_heads(mode: Signature, L: int, H_kv: int)
     """To the bit; every part has values of its own."""
     values = Numbers(L * H_kv).fractions(L * H_kv * 3 * 5).reshape(L, H_kv, 3, 5) - 0.4
     found = signatures(list(values), mode)
-    assert found.tolist() == diversity.signatures(values.tolist(), mode)
+    assert found.tolist() == signed.signatures(values.tolist(), mode)

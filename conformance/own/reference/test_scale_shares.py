@@ -5,21 +5,34 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+from conformance.assurance.oracles import at_size
 from conformance.assurance.oracles import policies as oracle
-from conformance.oracles.scale import selectors as at_size
-from conformance.strategies.scale_numbers import CLOSE, Numbers, close
+from conformance.strategies.scale_numbers import Numbers
 from reference.crystalcache.protection import effective_budget
 from reference.memory import kv_bytes
 from reference.policies.budgets import Adaptive, Competition, Pyramid, even, largest_remainder
 from reference.policies.protections import SinkAndRecent
 from reference.policies.selectors import fill_units, recent_half, top_units
-from spec.arrays import Matrix
+from spec.arrays import Matrix, Vector
 from spec.budget import parse_budget
 from spec.policy import Scores, Selection
 
 pytestmark = pytest.mark.usefixtures("reference_items")
 
 SIZES = [17, 33, 65, 129, 257, 1_025, 5_000]
+# Kinds of distinct scores of which bins, float32 or a fixed number of bits take many for one.
+CLOSE = ("next-floats", "beside-one-far", "of-all-sizes")
+
+
+def close(kind: str, n: int, seed: int) -> Vector:
+    """n distinct numbers in (0, 1], at most 2^20, in a drawn order."""
+    rank = Numbers(seed).permutation(n)
+    found: Vector = {
+        "next-floats": 0.5 + rank * 2.0**-53,
+        "beside-one-far": np.where(rank == n - 1, 1.0, (1 + rank) * 2.0**-60),
+        "of-all-sizes": np.ldexp(0.5 + rank / (2 * n), -(rank % 900)),
+    }[kind]
+    return found
 
 
 def rows(groups: int, n: int, values: int, pinned: int) -> Matrix:

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from conformance.assurance.vector_writer.compact import made, unsure
 from conformance.strategies.scale_numbers import Numbers
 from conformance.vectors import files
-from conformance.vectors.compact import expanded, made, mismatches, summary, unsure
+from conformance.vectors.compact import expanded, mismatches, summary
 from conformance.vectors.json_values import decoded
 
 PAGE = (files.HOME / "README.md").read_text(encoding="utf-8")

@@ -1,0 +1,47 @@
+"""Signatures, the prior toward their mean and the schedule of budgets, by brute force in plain lists."""
+
+import math
+from collections.abc import Sequence
+
+from conformance.oracles.diversity import Row, cosine, plain_sum
+
+__all__ = ["schedule", "signatures", "toward_mean", "unit"]
+
+
+def unit(u: Row) -> list[float]:
+    """Eq. 1: u over its length plus 1e-8."""
+    length = math.sqrt(plain_sum([x * x for x in u])) + 1e-8
+    return [x / length for x in u]
+
+
+def mean(vectors: Sequence[Row]) -> list[float]:
+    return [plain_sum([v[c] for v in vectors]) / len(vectors) for c in range(len(vectors[0]))]
+
+
+def signatures(values: Sequence[Sequence[Sequence[Row]]], mode: str) -> list[list[list[float]]]:
+    """Eq. 1 of values[layer][head][token]: one list for the cache, one per layer, or one per layer and head."""
+    n = range(len(values[0][0]))
+    if mode == "flat":
+        return [[unit(mean([head[i] for layer in values for head in layer])) for i in n]]
+    if mode == "layer":
+        return [[unit(mean([head[i] for head in layer])) for i in n] for layer in values]
+    return [[unit(head[i]) for i in n] for layer in values for head in layer]
+
+
+def toward_mean(V: Sequence[Row]) -> list[float]:
+    """The cosine of each signature with the direction of their mean."""
+    direction = unit(mean(V))
+    return [cosine(v, direction) for v in V]
+
+
+def schedule(B: int, rounds: int, tilt: int) -> list[int]:
+    """B + tilt down to B - tilt in equal steps, as integers of mean B: rounds with the largest rests get one more."""
+    floors, rests = [], []
+    for r in range(rounds):
+        whole, rest = divmod((B + tilt) * (rounds - 1) - 2 * tilt * r, rounds - 1)
+        floors.append(whole)
+        rests.append(rest)
+    by_rest = sorted(range(rounds), key=lambda r: (-rests[r], r))
+    for r in by_rest[: B * rounds - sum(floors)]:
+        floors[r] += 1
+    return floors
