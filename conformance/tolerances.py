@@ -16,32 +16,11 @@ from spec.arrays import Vector
 from spec.parameters import NestedKVParameters
 
 __all__ = [
-    "BOUNDS",
-    "UNIT_ROUNDOFF",
-    "Bound",
-    "Interval",
-    "attention_error",
-    "close",
-    "cosine_error",
-    "crystallization_radius",
-    "decay_radius",
-    "expected_error",
-    "gamma",
-    "head_mean_error",
-    "interval_radius",
-    "key_cosine_error",
-    "key_norm_error",
-    "list_is_realisable",
-    "moved_salience_radius",
-    "nestedkv_radius",
-    "normalised_radius",
-    "received_radius",
-    "salience_radius",
-    "scores_agree",
-    "settled_radius",
-    "traced_radius",
-    "turn_radius",
-    "weight_error",
+    "BOUNDS", "UNIT_ROUNDOFF", "Bound", "Interval", "attention_error", "close", "cosine_error",
+    "crystallization_radius", "decay_radius", "expected_error", "gamma", "head_mean_error", "interval_radius",
+    "key_cosine_error", "key_norm_error", "list_is_realisable", "moved_salience_radius", "nestedkv_radius",
+    "normalised_radius", "received_radius", "salience_radius", "scores_agree", "settled_radius", "traced_radius",
+    "turn_radius", "weight_error",
 ]
 
 UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24}

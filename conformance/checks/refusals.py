@@ -4,12 +4,24 @@ from collections.abc import Iterator, Sized
 from contextlib import contextmanager
 from typing import Any
 
+import jaxtyping
 import numpy as np
 import pytest
 
 from spec.errors import SpecError
 
-__all__ = ["refused", "tells"]
+__all__ = ["refused", "tells", "unchecked"]
+
+
+@contextmanager
+def unchecked() -> Iterator[None]:
+    """Refusals are for users, who run without the shape checks of a test session."""
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        yield
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", before)
 
 
 @contextmanager

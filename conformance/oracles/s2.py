@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from conformance.oracles.s1 import Edge
+from conformance.oracles.sums import added
 from spec.parameters import CrystalCacheParameters
 
 __all__ = [
@@ -44,10 +45,7 @@ def interface_weights(g_cur: Trunk, s_i: Trunk, E: Sequence[Edge]) -> list[float
 
 def merges(weights: Sequence[float], size: int, next_size: int, p: CrystalCacheParameters) -> bool:
     """Eq. 18 and 19, with the mean's comparison multiplied out."""
-    total = 0.0
-    for w in weights:
-        total += w
-    return total - p.tau_merge * len(weights) > 0 and size + next_size <= p.T_max
+    return added(weights) - p.tau_merge * len(weights) > 0 and size + next_size <= p.T_max
 
 
 def split(trunk: Trunk, T_max: int) -> list[Trunk]:
@@ -70,9 +68,7 @@ def median_strength(pieces: Sequence[Trunk], E: Sequence[Edge], tau_merge: float
     found = []
     for left, right in itertools.pairwise(pieces):
         weights = interface_weights(left, right, E)
-        total = 0.0
-        for w in weights:
-            total += w
+        total = added(weights)
         mean = total / len(weights) if weights else 0.0
         found.append(math.nextafter(mean, 9.0) if total > mean * len(weights) else mean)
     for x in sorted(found):

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 
 from conformance.oracles.s2 import Trunk
+from conformance.oracles.sums import added
 from spec.parameters import CrystalCacheParameters
 
 __all__ = ["counts", "impact", "rarity", "rarity_of", "token_impact", "trunk_impact", "unit_trunk_impact"]
@@ -46,10 +47,7 @@ def impact(S: Sequence[float], ids: Sequence[int], p: CrystalCacheParameters) ->
 def trunk_impact(M: Sequence[float], g: Trunk) -> float:
     """Eq. 23: the mean of the three largest members, added from the largest down."""
     top = sorted((M[i] for i in g), reverse=True)[:3]
-    total = 0.0
-    for M_i in top:
-        total += M_i
-    return total / min(3, len(g))
+    return added(top) / min(3, len(g))
 
 
 def unit_trunk_impact(M_bar: Sequence[float], p: CrystalCacheParameters) -> list[float]:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from conformance.oracles.s1 import Edge
 from conformance.oracles.s2 import Trunk
+from conformance.oracles.sums import added
 from spec.parameters import CrystalCacheParameters
 
 __all__ = ["cross_weights", "crystallization", "degree", "trunk_weight", "unpruned_weight", "weight_matrix"]
@@ -19,10 +20,7 @@ def unpruned_weight(W_ab: Sequence[float], size_a: int, size_b: int) -> float:
     """Eq. 25 before the prune: the mean weight times the root of the density."""
     if not W_ab:
         return 0.0
-    total = 0.0
-    for w in W_ab:
-        total += w
-    return total / len(W_ab) * math.sqrt(len(W_ab) / (size_a * size_b))
+    return added(W_ab) / len(W_ab) * math.sqrt(len(W_ab) / (size_a * size_b))
 
 
 def trunk_weight(W_ab: Sequence[float], size_a: int, size_b: int, tau_edge: float) -> float:
@@ -44,13 +42,7 @@ def weight_matrix(E: Sequence[Edge], trunks: Sequence[Trunk], p: CrystalCachePar
 
 def degree(W: Sequence[Sequence[float]]) -> list[float]:
     """Eq. 26, by ascending neighbour."""
-    degrees = []
-    for row in W:
-        total = 0.0
-        for w in row:
-            total += w
-        degrees.append(total)
-    return degrees
+    return [added(row) for row in W]
 
 
 def crystallization(deg: Sequence[float], p: CrystalCacheParameters) -> list[float]:

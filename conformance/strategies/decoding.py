@@ -8,13 +8,15 @@ from hypothesis import strategies as st
 
 from conformance.strategies.parameters import small_parameters
 from conformance.strategies.sizes import LIVE_SIZE, LIVE_TRUNKS
-from spec.arrays import BoolVector, Vector
+from spec.arrays import BoolVector, Matrix, Vector
 from spec.budget import Budget, parse_budget
 from spec.decode import DecodeState, LiveTrunks, TrunkWeights
 from spec.parameters import CrystalCacheParameters
 
 __all__ = [
-    "decode_parameters", "ends", "flags", "frozen_state", "graphs", "inverse_norms", "sixteenths", "states"]
+    "csr_of_matrix", "decode_parameters", "ends", "flags", "frozen_state", "graphs", "inverse_norms", "random_state",
+    "sixteenths", "states",
+]
 
 ENDS = frozenset({2, 7})
 
@@ -41,6 +43,11 @@ def graphs(draw: st.DrawFn, m: int, tau_edge: float = 0.05) -> TrunkWeights:
         for b in range(a):
             if draw(st.sampled_from([True, False, False]), label="edge"):
                 W[a, b] = W[b, a] = draw(st.integers(int(tau_edge * 16) + 1, 22), label="sixteenths") / 16
+    return csr_of_matrix(W)
+
+
+def csr_of_matrix(W: Matrix) -> TrunkWeights:
+    """The entries above 0, row by row."""
     row, column = np.nonzero(W)
     indptr = np.concatenate([[0], np.cumsum((W > 0).sum(axis=1))]).astype(np.int64)
     return TrunkWeights(indptr, column.astype(np.int64), W[row, column])
@@ -102,9 +109,6 @@ def random_state(rng: np.random.Generator, p: CrystalCacheParameters) -> DecodeS
     n, m = int(sizes.sum()), len(sizes)
     positions = np.cumsum(rng.integers(1, 3, n))
     W = np.triu(rng.random((m, m)) < 0.5, 1) * rng.uniform(p.tau_edge + 0.001, 1.4, (m, m))
-    W = W + W.T
-    row, column = np.nonzero(W)
-    indptr = np.concatenate([[0], np.cumsum((W > 0).sum(axis=1))]).astype(np.int64)
     seen, waiting = int(positions[-1]) + 1, rng.integers(0, 9, int(rng.integers(1, 7)))
     ids, counts = np.unique(rng.integers(0, 9, seen), return_counts=True)
     table = LiveTrunks(
@@ -113,7 +117,7 @@ def random_state(rng: np.random.Generator, p: CrystalCacheParameters) -> DecodeS
     )
     return frozen_state(DecodeState(
         Budget(count=int(rng.integers(n // 2, n + len(waiting) + 1))), seen + len(waiting), int(rng.integers(0, 9)),
-        table, rng.random(m), TrunkWeights(indptr, column, W[row, column]), ids, counts, 0.5, 0.5,
+        table, rng.random(m), csr_of_matrix(W + W.T), ids, counts, 0.5, 0.5,
         tuple(waiting.tolist()), tuple(rng.uniform(0.2, 1, len(waiting)).tolist()),
     ))
 

@@ -122,5 +122,3 @@ def corners(problem: EvictionProblem, result: s6.Eviction) -> Iterator[str]:
         yield "protected above budget"
     if problem.protected.all() and problem.budget < len(problem.impact):
         yield "nothing unprotected"
-
-

@@ -12,7 +12,7 @@ from conformance import tolerances
 from conformance.checks.refusals import refused
 from conformance.oracles import decode
 from conformance.oracles.decode import Model, Trunk
-from conformance.strategies.decoding import decode_parameters, flags, graphs, inverse_norms, sixteenths
+from conformance.strategies.decoding import csr_of_matrix, decode_parameters, flags, graphs, inverse_norms, sixteenths
 from conformance.vectors.models import csr_of, pairs_of
 from conformance.vectors.subject_decode import weights_of
 from spec.arrays import BoolVector, Vector
@@ -182,9 +182,7 @@ def test_the_strongest_way_in_counts(breath_stages: BreathStages) -> None:
         W = np.zeros((4, 4))
         for x, y, w in ((0, a, 0.8), (a, 3, 0.5), (0, b, 0.4), (b, 3, 0.9)):
             W[x, y] = W[y, x] = w
-        row, column = np.nonzero(W)
-        csr = TrunkWeights(np.concatenate([[0], np.cumsum((W > 0).sum(axis=1))]), column, W[row, column])
-        found = breath_stages.resonance(np.zeros(4), csr, np.arange(4) == 0, replace(PAPER, alpha_res=1.0))
+        found = breath_stages.resonance(np.zeros(4), csr_of_matrix(W), np.arange(4) == 0, replace(PAPER, alpha_res=1.0))
         assert round(float(found[3]), 12) == 0.1
 
 
@@ -192,10 +190,8 @@ def test_the_strongest_way_in_counts(breath_stages: BreathStages) -> None:
 def test_a_pulse_below_tau_marks_nobody(breath_stages: BreathStages) -> None:
     """The direct edge is too weak, so the way round arrives a hop later."""
     W = np.array([[0.0, 1.0, 0.125], [1.0, 0.0, 1.0], [0.125, 1.0, 0.0]])
-    row, column = np.nonzero(W)
-    csr = TrunkWeights(np.array([0, 2, 4, 6]), column, W[row, column])
     p = replace(PAPER, alpha_res=1.0, tau_pulse=0.125)
-    assert breath_stages.resonance(np.zeros(3), csr, np.arange(3) == 0, p).tolist() == [1.0, 0.5, 0.25]
+    assert breath_stages.resonance(np.zeros(3), csr_of_matrix(W), np.arange(3) == 0, p).tolist() == [1.0, 0.5, 0.25]
 
 
 @pytest.mark.spec(id="CC-RAISE")

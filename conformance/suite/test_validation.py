@@ -2,28 +2,17 @@
 
 import math
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
-import jaxtyping
 import numpy as np
 import pytest
 
-from conformance.checks.refusals import refused
+from conformance.checks.refusals import refused, unchecked
 from reference.crystalcache import prefill
 from spec.backend import Backend
 from spec.parameters import TINY
 
 N = 6
-
-
-@pytest.fixture
-def unchecked() -> Iterator[None]:
-    """A user runs without the shape checks of a test session, which would refuse a wrong type first."""
-    before = jaxtyping.config.jaxtyping_disable
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", before)
 
 
 def good() -> dict[str, Any]:
@@ -87,19 +76,17 @@ BAD: list[tuple[str, str, dict[str, Any]]] = [
 
 
 @pytest.mark.spec(id="CC-PREFILL")
-@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(("argument", "change"), [bad[::2] for bad in BAD], ids=[bad[1] for bad in BAD])
 def test_bad_input_is_refused_by_name(backend: Backend, argument: str, change: dict[str, Any]) -> None:
     """A SpecError MUST name the argument, what came and the bound; inputs stay as they were."""
     arguments = {**good(), "backend": backend, **change}
     before = pickle.dumps({name: value for name, value in arguments.items() if name != "backend"})
-    with refused(argument, arguments.get(argument)):
+    with unchecked(), refused(argument, arguments.get(argument)):
         prefill(**arguments)
     assert pickle.dumps({name: value for name, value in arguments.items() if name != "backend"}) == before
 
 
 @pytest.mark.spec(id="CC-COATTENTION")
-@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("argument", "change"),
     [("q", {"q": with_value(good()["q"], math.nan)}), ("k", {"k": with_value(good()["k"], math.inf)}),
@@ -108,7 +95,7 @@ def test_bad_input_is_refused_by_name(backend: Backend, argument: str, change: d
 def test_the_first_stage_refuses_bad_tensors_itself(backend: Backend, argument: str, change: dict[str, Any]) -> None:
     """A stage is a door of its own: a policy calls it without `prefill`."""
     arguments = {**good(), **change}
-    with refused(argument, arguments[argument]):
+    with unchecked(), refused(argument, arguments[argument]):
         backend.require_crystal().coattention(arguments["q"], arguments["k"], np.arange(N), TINY, 0.5, None)
 
 

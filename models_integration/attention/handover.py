@@ -185,5 +185,3 @@ def _read(architecture: Architecture, cache: RetainedCache, tokens: int, mask: T
     device = next(architecture.decoder.parameters()).device
     ids = torch.arange(tokens, device=device)[None] % architecture.vocabulary
     architecture.decoder.forward(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True)
-
-

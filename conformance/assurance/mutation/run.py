@@ -150,5 +150,3 @@ def _progress(what: str, total: int) -> Iterator[Callable[[Mutant, Result], None
             bar.advance(task)
 
         yield shown
-
-

@@ -3,19 +3,20 @@
 import math
 from collections.abc import Sequence
 
-from conformance.oracles.diversity import Row, cosine, plain_sum
+from conformance.oracles.diversity import Row, cosine
+from conformance.oracles.sums import added
 
 __all__ = ["schedule", "signatures", "toward_mean", "unit"]
 
 
 def unit(u: Row) -> list[float]:
     """Eq. 1: u over its length plus 1e-8."""
-    length = math.sqrt(plain_sum([x * x for x in u])) + 1e-8
+    length = math.sqrt(added([x * x for x in u])) + 1e-8
     return [x / length for x in u]
 
 
 def mean(vectors: Sequence[Row]) -> list[float]:
-    return [plain_sum([v[c] for v in vectors]) / len(vectors) for c in range(len(vectors[0]))]
+    return [added([v[c] for v in vectors]) / len(vectors) for c in range(len(vectors[0]))]
 
 
 def signatures(values: Sequence[Sequence[Sequence[Row]]], mode: str) -> list[list[list[float]]]:

@@ -125,4 +125,3 @@ def budget_never_negative(sizes: Array, protected: Array, B: int) -> int:
     T_alive = int(sizes[~protected].sum())
     B_avail = max(min(1, T_alive), B - int(sizes[protected].sum()))
     return min(max(0, T_alive - B_avail), T_alive)
-

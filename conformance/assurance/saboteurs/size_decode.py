@@ -209,4 +209,3 @@ def moments_of_the_newest_32(deg: Array, old: int, parameters: Parameters) -> Ar
     mu, sigma = moments(deg[-32:], parameters.epsilon)
     D = logistic(parameters.s * ((deg - mu) / sigma))[old:]
     return D if parameters.graph == "degree" else np.zeros_like(D)
-

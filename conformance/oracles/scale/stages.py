@@ -12,27 +12,9 @@ from spec.arrays import BoolVector, IntVector, Vector
 from spec.parameters import CrystalCacheParameters
 
 __all__ = [
-    "Columns",
-    "Dissolved",
-    "Pairs",
-    "counts",
-    "crystallization",
-    "degrees",
-    "dissolve",
-    "edge_columns",
-    "in_order",
-    "interface_sums",
-    "moments",
-    "normalised_impact",
-    "pair_weights",
-    "pairs",
-    "protected",
-    "rarity",
-    "score",
-    "sentences",
-    "token_impact",
-    "trunk_impact",
-    "trunks",
+    "Columns", "Dissolved", "Pairs", "counts", "crystallization", "degrees", "dissolve", "edge_columns", "in_order",
+    "interface_sums", "moments", "normalised_impact", "pair_weights", "pairs", "protected", "rarity", "score",
+    "sentences", "token_impact", "trunk_impact", "trunks",
 ]
 
 INTERFACE = 5  # tokens on either side, Eq. 16
@@ -88,10 +70,7 @@ def sentences(ends: BoolVector) -> IntVector:
 
 def interface_sums(weights: list[float], tau: float) -> bool:
     """Whether the strength exceeds tau: sum from left to right, less tau times the number."""
-    total = 0.0
-    for w in weights:
-        total += w
-    return total - tau * len(weights) > 0
+    return _left_to_right(weights) - tau * len(weights) > 0
 
 
 def trunks(ends: BoolVector, E: Columns, start: int, p: CrystalCacheParameters) -> IntVector:

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance import tolerances
-from conformance.assurance.oracles import at_size
 from conformance.assurance.oracles import policies as brute_policies
+from conformance.assurance.oracles.scale import at_size
 from conformance.assurance.strategies.policy_cases import drawn, plain
 from conformance.checks.stage_checks import edges_of, trunk_lists
 from conformance.oracles import decode as brute_decode

@@ -5,8 +5,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from conformance.assurance.oracles import at_size
 from conformance.assurance.oracles import policies as oracle
+from conformance.assurance.oracles.scale import at_size
 from conformance.strategies.scale_numbers import Numbers
 from reference.crystalcache.protection import effective_budget
 from reference.memory import kv_bytes

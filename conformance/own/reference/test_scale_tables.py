@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from conformance.assurance.oracles import at_size
+from conformance.assurance.oracles.scale import at_size
 from conformance.oracles import s6
 from conformance.oracles.scale import decode, stages
 from conformance.strategies.scale_numbers import Numbers

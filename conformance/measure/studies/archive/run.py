@@ -94,4 +94,3 @@ def run_plan(subject: Subject, plan: Plan, path: Path, progress: Callable[[str],
             for _ in talk.asked:
                 progress(f"{talk.index} (stored)")
         yield row
-

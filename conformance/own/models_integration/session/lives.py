@@ -60,4 +60,3 @@ class Beside:
     def masked(self) -> int:
         """Tokens that are gone."""
         return int((~self.oracle.visible).sum())
-

@@ -1,0 +1,1 @@
+"""Oracles for full sizes of what no backend's stage computes; NumPy, apart from the reference."""

@@ -1,0 +1,13 @@
+"""Sums whose order the specification states."""
+
+from collections.abc import Iterable
+
+__all__ = ["added"]
+
+
+def added(terms: Iterable[float]) -> float:
+    """From left to right, each step rounded; `sum` of newer Pythons compensates."""
+    total = 0.0
+    for term in terms:
+        total += term
+    return total
