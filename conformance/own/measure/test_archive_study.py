@@ -10,6 +10,7 @@ pytest.importorskip("bm25s")
 import torch
 
 from conformance.measure.studies.archive.__main__ import main
+from conformance.measure.studies.archive.baselines import read
 from conformance.measure.studies.archive.latency import latencies
 from conformance.measure.studies.archive.pins import OtherPins
 from conformance.measure.studies.archive.plan import SELECTED, SLICE, Plan, Talk, talks_and_pins
@@ -24,7 +25,6 @@ from conformance.measure.studies.archive.report import (
 )
 from conformance.measure.studies.archive.rules import ARMS, Scene, Shelf
 from conformance.measure.studies.archive.run import answered, run_plan, scene_of
-from models_integration.archive.baselines import read
 from models_integration.archive.layer_masks import layer_masks
 from models_integration.archive.library import vocabulary_of
 from models_integration.model.rotation import plain_layers, recognise

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from conformance.measure.studies.archive.baselines import Case, inject, read, text_wrapped
 from conformance.measure.studies.archive.plan import Talk
 from conformance.measure.studies.archive.rules import Scene, Shelf
 from conformance.measure.studies.archive.run import ROOM
-from models_integration.archive.baselines import Case, inject, read, text_wrapped
 from models_integration.archive.library import Library, vocabulary_of
 from models_integration.archive.store import Archive
 from models_integration.cache.retained_cache import RetainedCache

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from models_integration.archive import baselines
-from models_integration.archive.baselines import ARMS as BASELINES
-from models_integration.archive.baselines import Case
+from conformance.measure.studies.archive import baselines
+from conformance.measure.studies.archive.baselines import ARMS as BASELINES
+from conformance.measure.studies.archive.baselines import Case
 from models_integration.archive.layer_masks import layer_masks
 from models_integration.archive.splice import Chunk, computed, upper_half
 from models_integration.cache.retained_cache import RetainedCache
@@ -93,7 +93,7 @@ class Arm:
 def _of(
     baseline: str, form: str = "full", cut: str = "turn", fillers: int = 0, prompt: str = PROMPTS[0],
 ) -> Callable[[Scene], RetainedCache]:
-    """A baseline of `models_integration.archive.baselines`; what is wrapped in the form `raw` is raw."""
+    """A baseline of `conformance.measure.studies.archive.baselines`; what is wrapped in the form `raw` is raw."""
     return lambda scene: BASELINES[baseline](scene.case(form, cut, fillers, prompt))
 
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from conformance.measure.studies.archive import baselines
+from conformance.measure.studies.archive.baselines import ARMS, Case, cacheblend, legolink
+from conformance.measure.studies.archive.recompute import recompute
 from conformance.own.models_integration.archive.block_mask import ids
 from conformance.own.models_integration.archive.models import ROTATIONS, build
 from conformance.own.models_integration.archive.test_splice import BOUND, BOUND_BF16, QUERY, SYSTEM, read
 from conformance.own.models_integration.session.families import relative
-from models_integration.archive import baselines
-from models_integration.archive.baselines import ARMS, Case, cacheblend, legolink
-from models_integration.archive.recompute import recompute
 from models_integration.archive.splice import computed
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.rotation import plain_layers, recognise

@@ -6,13 +6,12 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from conformance import tolerances
-from conformance.measure.studies.archive import diagnostics
+from conformance.measure.studies.archive import baselines, diagnostics
 from conformance.own.models_integration.archive.block_mask import ids
 from conformance.own.models_integration.archive.models import build
 from conformance.own.models_integration.archive.test_baselines import PARTS, PREFIX, case_of
 from conformance.own.models_integration.archive.test_splice import BOUND, SYSTEM
 from conformance.own.models_integration.session.families import relative
-from models_integration.archive import baselines
 from models_integration.archive.splice import computed
 from models_integration.model.rotation import plain_layers, prefilled, recognise
 from reference.injection.diagnostics import entropy, key_cosine, sink_mass

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
-from models_integration.archive.recompute import recompute
+from conformance.measure.studies.archive.recompute import recompute
 from models_integration.archive.splice import Chunk, splice
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.rotation import LayerRotary, Rotary, frequencies_at, plain_layers
