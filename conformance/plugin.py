@@ -81,7 +81,7 @@ def sparingly(test: Callable[..., None]) -> Callable[..., None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "spec(id): the item of the specification that the test checks")
+    config.addinivalue_line("markers", "spec(*ids): the items of the specification that the test checks")
     config.addinivalue_line("markers", "law(name): what a test of our own packages checks that is no item")
     config.addinivalue_line("markers", "judges(backend): the test is about this backend's own code")
     config.addinivalue_line("markers", "nightly: too long for CI; runs with --kvspec-profile nightly alone")
@@ -98,10 +98,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     known = known_items()
     for item in items:
         for mark in item.iter_markers("spec"):
-            if mark.args or set(mark.kwargs) != {"id"}:
-                raise pytest.UsageError(f'{item.nodeid}: write @pytest.mark.spec(id="...")')
-            if known and mark.kwargs["id"] not in known:
-                raise pytest.UsageError(f"{item.nodeid}: unknown item {mark.kwargs['id']!r}")
+            if mark.kwargs or not mark.args:
+                raise pytest.UsageError(f'{item.nodeid}: write @pytest.mark.spec("...")')
+            for name in mark.args if known else ():
+                if name not in known:
+                    raise pytest.UsageError(f"{item.nodeid}: unknown item {name!r}")
     _leave_out(config, [item for item in items if not judges(item, str(config.getoption("--backend")))], items)
     if profile_of(config) != "nightly":
         _leave_out(config, [item for item in items if item.get_closest_marker("nightly")], items)

@@ -2,7 +2,7 @@
 
 An item is a heading `### CC-NAME` in spec/*.md. Its normative text is everything up to `**Rationale**`; spec/items.lock
 holds a hash of it. A function names its items in its docstring (`Implements: CC-NAME`), a test in its marker
-(`@pytest.mark.spec(id="CC-NAME")`), a vector in its `items`, a saboteur in its decorator. An item needs a function in
+(`@pytest.mark.spec("CC-NAME")`), a vector in its `items`, a saboteur in its decorator. An item needs a function in
 the reference and in each backend that is there (or a reason in NO_STAGE), a test, a vector and two saboteurs.
 `--accept CC-NAME` or `--accept all` takes over a text that was read again.
 """
@@ -200,12 +200,12 @@ def implementations(source: str) -> Iterator[tuple[str, str]]:
 
 
 def markers(source: str) -> Iterator[tuple[str, int]]:
-    """Id and line of each `pytest.mark.spec(id="...")` with a literal id."""
+    """Each literal id of each `pytest.mark.spec("...", ...)`, and its line."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.spec":
-            for keyword in node.keywords:
-                if keyword.arg == "id" and isinstance(keyword.value, ast.Constant):
-                    yield str(keyword.value.value), node.lineno
+            for name in node.args:
+                if isinstance(name, ast.Constant):
+                    yield str(name.value), node.lineno
 
 
 def sabotaged(source: str) -> Iterator[tuple[str, int]]:

@@ -29,9 +29,7 @@ Bounded = Callable[[Any, Any, Any, CrystalCacheParameters, str], Iterator[str]]
 def cases(operations: Container[str]) -> list[Any]:
     """Group and test of the published vectors of these operations, under the marks of their items."""
     return [
-        pytest.param(
-            group, test, id=f"{stage}-{test['tcId']}", marks=[pytest.mark.spec(id=item) for item in test["items"]]
-        )
+        pytest.param(group, test, id=f"{stage}-{test['tcId']}", marks=pytest.mark.spec(*test["items"]))
         for stage, group, test in files.published() if group["operation"] in operations
     ]
 

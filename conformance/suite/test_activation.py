@@ -50,7 +50,7 @@ def active_by_force(live: LiveTrunks, p: CrystalCacheParameters) -> list[bool]:
     return [g.name in names for g in trunks]
 
 
-@pytest.mark.spec(id="CC-KEY-NORM")
+@pytest.mark.spec("CC-KEY-NORM")
 @given(k=keys())
 def test_inverse_norms_lie_in_their_bound(breath_stages: BreathStages, k: Any) -> None:
     """The mean over heads of 1 / ||k||, in float64 whatever the keys' type; infinite for a zero key."""
@@ -63,7 +63,7 @@ def test_inverse_norms_lie_in_their_bound(breath_stages: BreathStages, k: Any) -
     assert (np.abs(found[finite] - want[finite]) <= radius).all()
 
 
-@pytest.mark.spec(id="CC-KEY-NORM")
+@pytest.mark.spec("CC-KEY-NORM")
 @pytest.mark.parametrize(
     "k", [np.ones((2, 3)), np.ones((1, 0, 2)), np.full((1, 1, 2), np.nan), np.ones((1, 1, 2), dtype=np.int64)]
 )
@@ -72,35 +72,34 @@ def test_keys_that_are_none_are_refused(breath_stages: BreathStages, k: Any) -> 
         breath_stages.inverse_key_norms(k)
 
 
-@pytest.mark.spec(id="CC-KEY-NORM")
+@pytest.mark.spec("CC-KEY-NORM")
 def test_the_mean_is_of_inverses(breath_stages: BreathStages) -> None:
     """Heads of norms (1, 9) are above heads of norms (3, 3)."""
     k = np.array([[[1.0], [3.0]], [[9.0], [3.0]]])
     assert breath_stages.inverse_key_norms(k).round(3).tolist() == [0.556, 0.333]
 
 
-@pytest.mark.spec(id="CC-ETA")
-@pytest.mark.spec(id="CC-ACTIVATION")
+@pytest.mark.spec("CC-ETA", "CC-ACTIVATION")
 @given(live=tables(), p=decode_parameters())
 def test_active_means_more_than_half(breath_stages: BreathStages, live: LiveTrunks, p: CrystalCacheParameters) -> None:
     assert breath_stages.activation(live, p).tolist() == active_by_force(live, p)
 
 
-@pytest.mark.spec(id="CC-ETA")
+@pytest.mark.spec("CC-ETA")
 def test_a_zero_key_is_no_maximum(breath_stages: BreathStages) -> None:
     """It is above the threshold itself, and leaves the others' eta alone."""
     norms = np.array([np.inf, 1.0, 0.25])
     assert breath_stages.activation(table([1, 1, 1], norms), PAPER).tolist() == [True, True, False]
 
 
-@pytest.mark.spec(id="CC-ACTIVATION")
+@pytest.mark.spec("CC-ACTIVATION")
 def test_the_reading_per_trunk_is_rejected(breath_stages: BreathStages) -> None:
     """eta = (0.2, 0.5) is one of two; its mean of 0.35 would be active. The third token sets the maximum."""
     live = table([2, 1], np.array([0.2, 0.5, 1.0]))
     assert breath_stages.activation(live, PAPER).tolist() == [False, True]
 
 
-@pytest.mark.spec(id="CC-ACTIVATION")
+@pytest.mark.spec("CC-ACTIVATION")
 @given(live=tables())
 def test_nothing_is_active_at_theta_1(breath_stages: BreathStages, live: LiveTrunks) -> None:
     assert not breath_stages.activation(live, replace(PAPER, theta_act=1.0)).any()
@@ -127,9 +126,7 @@ def rows(W: TrunkWeights) -> dict[str, Any]:
     return {name: array.tolist() for name, array in W._asdict().items()}
 
 
-@pytest.mark.spec(id="CC-PULSE")
-@pytest.mark.spec(id="CC-RAISE")
-@pytest.mark.spec(id="CC-RESONANCE")
+@pytest.mark.spec("CC-PULSE", "CC-RAISE", "CC-RESONANCE")
 @given(case=networks(), p=decode_parameters())
 def test_resonance_is_the_searches_one_by_one(
     breath_stages: BreathStages, case: Network, p: CrystalCacheParameters,
@@ -138,7 +135,7 @@ def test_resonance_is_the_searches_one_by_one(
     assert breath_stages.resonance(*case, p).tolist() == by_force(case, p)
 
 
-@pytest.mark.spec(id="CC-PULSE")
+@pytest.mark.spec("CC-PULSE")
 @given(case=networks(), p=decode_parameters(), data=st.data())
 def test_a_pulse_can_be_read_from_D(
     breath_stages: BreathStages, case: Network, p: CrystalCacheParameters, data: st.DataObject,
@@ -158,7 +155,7 @@ def test_a_pulse_can_be_read_from_D(
     assert (elsewhere <= max(1.0, W.weights.max(initial=0.0) * p.gamma_hop) ** max(1, p.max_hops)).all()
 
 
-@pytest.mark.spec(id="CC-PULSE")
+@pytest.mark.spec("CC-PULSE")
 def test_a_pulse_goes_no_further_than_max_hops(breath_stages: BreathStages) -> None:
     """A chain of five at weight 1: two hops at the default."""
     W = TrunkWeights(np.array([0, 1, 3, 5, 7, 8]), np.array([1, 0, 2, 1, 3, 2, 4, 3]), np.ones(8))
@@ -168,14 +165,14 @@ def test_a_pulse_goes_no_further_than_max_hops(breath_stages: BreathStages) -> N
     assert breath_stages.resonance(np.zeros(5), W, first, replace(p, max_hops=0)).tolist() == [1.0, 0, 0, 0, 0]
 
 
-@pytest.mark.spec(id="CC-PULSE")
+@pytest.mark.spec("CC-PULSE")
 def test_an_isolated_source_is_renewed(breath_stages: BreathStages) -> None:
     """D = 0.2 becomes 0.32."""
     alone = TrunkWeights(np.array([0, 0]), np.empty(0, dtype=np.int64), np.empty(0))
     assert breath_stages.resonance(np.array([0.2]), alone, np.array([True]), PAPER).round(12).tolist() == [0.32]
 
 
-@pytest.mark.spec(id="CC-PULSE")
+@pytest.mark.spec("CC-PULSE")
 def test_the_strongest_way_in_counts(breath_stages: BreathStages) -> None:
     """s-a 0.8, a-t 0.5; s-b 0.4, b-t 0.9: t receives 0.10, not 0.09 and not 0.19; whichever is found first."""
     for a, b in ((1, 2), (2, 1)):
@@ -186,7 +183,7 @@ def test_the_strongest_way_in_counts(breath_stages: BreathStages) -> None:
         assert round(float(found[3]), 12) == 0.1
 
 
-@pytest.mark.spec(id="CC-PULSE")
+@pytest.mark.spec("CC-PULSE")
 def test_a_pulse_below_tau_marks_nobody(breath_stages: BreathStages) -> None:
     """The direct edge is too weak, so the way round arrives a hop later."""
     W = np.array([[0.0, 1.0, 0.125], [1.0, 0.0, 1.0], [0.125, 1.0, 0.0]])
@@ -194,7 +191,7 @@ def test_a_pulse_below_tau_marks_nobody(breath_stages: BreathStages) -> None:
     assert breath_stages.resonance(np.zeros(3), csr_of_matrix(W), np.arange(3) == 0, p).tolist() == [1.0, 0.5, 0.25]
 
 
-@pytest.mark.spec(id="CC-RAISE")
+@pytest.mark.spec("CC-RAISE")
 @given(D=st.integers(1, 8).flatmap(sixteenths), p=decode_parameters())
 def test_without_edges_a_pulse_is_a_share_of_what_is_missing(
     breath_stages: BreathStages, D: Vector, p: CrystalCacheParameters,
@@ -206,7 +203,7 @@ def test_without_edges_a_pulse_is_a_share_of_what_is_missing(
     assert found.tolist() == [decode.raise_D(x, 1.0, p) for x in D.tolist()]
 
 
-@pytest.mark.spec(id="CC-RAISE")
+@pytest.mark.spec("CC-RAISE")
 @given(case=networks(), p=decode_parameters())
 def test_D_rises_and_stays_below_one(
     breath_stages: BreathStages, case: Network, p: CrystalCacheParameters,
@@ -219,7 +216,7 @@ def test_D_rises_and_stays_below_one(
     assert breath_stages.resonance(*case, replace(p, alpha_res=0.0)).tolist() == before.tolist()
 
 
-@pytest.mark.spec(id="CC-RESONANCE")
+@pytest.mark.spec("CC-RESONANCE")
 @given(case=networks(), p=decode_parameters(), data=st.data())
 def test_the_order_of_trunks_says_nothing(
     breath_stages: BreathStages, case: Network, p: CrystalCacheParameters, data: st.DataObject,
@@ -235,7 +232,7 @@ def test_the_order_of_trunks_says_nothing(
     assert tolerances.close("CC-STEP", found, breath_stages.resonance(*case, p)[there])
 
 
-@pytest.mark.spec(id="CC-RESONANCE")
+@pytest.mark.spec("CC-RESONANCE")
 def test_each_pulse_counts(breath_stages: BreathStages) -> None:
     """Two sources of p = 0.5 raise D = 0 to 0.1444, the strongest alone would give 0.075."""
     W = TrunkWeights(np.array([0, 1, 3, 4]), np.array([1, 0, 2, 1]), np.ones(4))
@@ -243,7 +240,7 @@ def test_each_pulse_counts(breath_stages: BreathStages) -> None:
     assert found.round(6).tolist() == [0.15, 0.144375, 0.15]
 
 
-@pytest.mark.spec(id="CC-HEBB")
+@pytest.mark.spec("CC-HEBB")
 @given(case=networks(), p=decode_parameters())
 def test_edges_grow_together_and_fade_apart(
     breath_stages: BreathStages, case: Network, p: CrystalCacheParameters,
@@ -259,7 +256,7 @@ def test_edges_grow_together_and_fade_apart(
     assert (found.weights > p.tau_edge).all() or p.hebb == "static"
 
 
-@pytest.mark.spec(id="CC-HEBB")
+@pytest.mark.spec("CC-HEBB")
 @given(case=networks())
 def test_no_growth_and_no_decay_is_the_static_graph(breath_stages: BreathStages, case: Network) -> None:
     """While no weight exceeds 1; and the static graph is W itself."""
@@ -270,13 +267,13 @@ def test_no_growth_and_no_decay_is_the_static_graph(breath_stages: BreathStages,
     assert rows(breath_stages.hebbian(W, active, replace(PAPER, hebb="static"))) == rows(W)
 
 
-@pytest.mark.spec(id="CC-HEBB")
+@pytest.mark.spec("CC-HEBB")
 def test_two_active_trunks_without_an_edge_stay_apart(breath_stages: BreathStages) -> None:
     alone = TrunkWeights(np.zeros(3, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0))
     assert not len(breath_stages.hebbian(alone, np.ones(2, dtype=np.bool_), PAPER).weights)
 
 
-@pytest.mark.spec(id="CC-HEBB")
+@pytest.mark.spec("CC-HEBB")
 def test_an_edge_that_decays_to_tau_is_pruned(breath_stages: BreathStages) -> None:
     """Strict, as Eq. 25: 0.5 * 0.25 is 0.125."""
     W = TrunkWeights(np.array([0, 1, 2]), np.array([1, 0]), np.full(2, 0.25))
@@ -284,7 +281,7 @@ def test_an_edge_that_decays_to_tau_is_pruned(breath_stages: BreathStages) -> No
     assert not len(breath_stages.hebbian(W, np.array([False, True]), p).weights)
 
 
-@pytest.mark.spec(id="CC-HEBB")
+@pytest.mark.spec("CC-HEBB")
 def test_an_idle_edge_dies_in_299_breaths(breath_stages: BreathStages) -> None:
     """0.99 ^ 299 is the first power below 0.05."""
     W = TrunkWeights(np.array([0, 1, 2]), np.array([1, 0]), np.ones(2))

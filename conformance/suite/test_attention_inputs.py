@@ -27,8 +27,7 @@ def lse_of(inputs: AttentionInputs) -> Matrix:
     ))
 
 
-@pytest.mark.spec(id="CC-ATTENTION")
-@pytest.mark.spec(id="CC-COATTENTION")
+@pytest.mark.spec("CC-ATTENTION", "CC-COATTENTION")
 @given(inputs=st.one_of(attention_inputs(), later_segments()), k_cross=st.sampled_from([None, 0]))
 def test_with_the_right_lse_s1_lies_in_the_certified_box(
     stages: CrystalStages, precision: str, inputs: AttentionInputs, k_cross: int | None,
@@ -46,7 +45,7 @@ def plain(H: int, n: int) -> AttentionInputs:
     return AttentionInputs(q.astype(np.float32), k.astype(np.float32), np.arange(n), TINY, 0.5, None)
 
 
-@pytest.mark.spec(id="CC-COATTENTION")
+@pytest.mark.spec("CC-COATTENTION")
 @pytest.mark.parametrize(
     "lse",
     [
@@ -60,7 +59,7 @@ def test_a_bad_lse_is_refused_by_name(stages: CrystalStages, lse: object) -> Non
         plain(2, 4).run(stages, lse)
 
 
-@pytest.mark.spec(id="CC-COATTENTION")
+@pytest.mark.spec("CC-COATTENTION")
 @given(inputs=attention_inputs(), pad=st.integers(1, 5))
 def test_a_left_padded_row_is_the_view_behind_its_padding(
     stages: CrystalStages, precision: str, inputs: AttentionInputs, pad: int,
@@ -83,7 +82,7 @@ def orders(x: Array) -> list[Array]:
     ]
 
 
-@pytest.mark.spec(id="CC-COATTENTION")
+@pytest.mark.spec("CC-COATTENTION")
 @given(inputs=later_segments(), order=st.integers(0, 3))
 def test_any_order_in_memory_is_read(
     stages: CrystalStages, precision: str, inputs: AttentionInputs, order: int,
@@ -94,7 +93,7 @@ def test_any_order_in_memory_is_read(
     assert not list(stage_checks.coattention(views.run(stages), inputs, precision))
 
 
-@pytest.mark.spec(id="CC-ATTENTION")
+@pytest.mark.spec("CC-ATTENTION")
 @pytest.mark.parametrize("d", [64, 96, 128, 256])
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 @pytest.mark.parametrize(("group", "softcap"), [(1, None), (7, 20.0), (8, None)])

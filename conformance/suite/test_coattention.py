@@ -32,20 +32,14 @@ def one_head(rows: list[list[int]], p: CrystalCacheParameters) -> AttentionInput
     return AttentionInputs(q, np.eye(n, dtype=np.float32)[None], np.arange(n), p, 1.0, None)
 
 
-@pytest.mark.spec(id="CC-ATTENTION")
-@pytest.mark.spec(id="CC-SALIENCE")
-@pytest.mark.spec(id="CC-ROW-NORM")
-@pytest.mark.spec(id="CC-INTRA")
-@pytest.mark.spec(id="CC-CROSS")
-@pytest.mark.spec(id="CC-COATTENTION")
+@pytest.mark.spec("CC-ATTENTION", "CC-SALIENCE", "CC-ROW-NORM", "CC-INTRA", "CC-CROSS", "CC-COATTENTION")
 @given(inputs=attention_inputs())
 def test_a_prompt_lies_in_the_certified_box(stages: CrystalStages, precision: str, inputs: AttentionInputs) -> None:
     """S1 MUST give the salience and the neighbours of Eq. 11 to 14."""
     assert not list(stage_checks.coattention(inputs.run(stages), inputs, precision))
 
 
-@pytest.mark.spec(id="CC-ATTENTION")
-@pytest.mark.spec(id="CC-COATTENTION")
+@pytest.mark.spec("CC-ATTENTION", "CC-COATTENTION")
 @given(inputs=later_segments())
 def test_a_later_segment_lies_in_the_certified_box(
     stages: CrystalStages, precision: str, inputs: AttentionInputs,
@@ -58,8 +52,7 @@ def chosen(index: IntMatrix) -> list[list[int]]:
     return [[j for j in row if j >= 0] for row in index.tolist()]
 
 
-@pytest.mark.spec(id="CC-SALIENCE")
-@pytest.mark.spec(id="CC-CROSS")
+@pytest.mark.spec("CC-SALIENCE", "CC-CROSS")
 @given(inputs=hot_sets())
 def test_hot_sets_are_exact(stages: CrystalStages, inputs: AttentionInputs) -> None:
     """Where attention is dyadic, salience, chosen sources (ties too) and their weights MUST be equal to the bit."""
@@ -69,9 +62,7 @@ def test_hot_sets_are_exact(stages: CrystalStages, inputs: AttentionInputs) -> N
     assert [[w for w in row if w] for row in found.cross_weight.tolist()] == [[w for _, w in row] for row in want.cross]
 
 
-@pytest.mark.spec(id="CC-ATTENTION")
-@pytest.mark.spec(id="CC-SALIENCE")
-@pytest.mark.spec(id="CC-CROSS")
+@pytest.mark.spec("CC-ATTENTION", "CC-SALIENCE", "CC-CROSS")
 def test_a_later_key_says_nothing(stages: CrystalStages) -> None:
     """Queries that look for the last key above all, which is not there yet: the same bits as if they did not."""
     inputs = one_head([[0], [0, 1], [1, 2], [0, 3]], TINY)
@@ -83,14 +74,14 @@ def test_a_later_key_says_nothing(stages: CrystalStages) -> None:
     assert eager.cross_weight.tolist() == blind.cross_weight.tolist()
 
 
-@pytest.mark.spec(id="CC-INTRA")
+@pytest.mark.spec("CC-INTRA")
 @given(inputs=hot_sets(widths=(1,), heads=(1,)))
 def test_one_hot_rows_have_exact_neighbours(stages: CrystalStages, inputs: AttentionInputs) -> None:
     """Where each query attends one key, cosines are 0 or 1 and all neighbours tie: the lower index MUST come first."""
     assert chosen(inputs.run(stages).intra) == [[j for j, _ in row] for row in brute_force(inputs).intra]
 
 
-@pytest.mark.spec(id="CC-INTRA")
+@pytest.mark.spec("CC-INTRA")
 @given(n=st.integers(2, 12), p=st.sampled_from([TINY, replace(TINY, k_intra=1), replace(TINY, C=3)]))
 def test_uniform_attention_lies_in_the_certified_box(
     stages: CrystalStages, precision: str, n: int, p: CrystalCacheParameters,
@@ -100,7 +91,7 @@ def test_uniform_attention_lies_in_the_certified_box(
     assert not list(stage_checks.coattention(inputs.run(stages), inputs, precision))
 
 
-@pytest.mark.spec(id="CC-COATTENTION")
+@pytest.mark.spec("CC-COATTENTION")
 @given(inputs=attention_inputs(), alone=st.booleans())
 def test_one_token_lies_in_the_certified_box(
     stages: CrystalStages, precision: str, inputs: AttentionInputs, alone: bool,
@@ -113,7 +104,7 @@ def test_one_token_lies_in_the_certified_box(
     assert not list(stage_checks.coattention(found, one, precision))
 
 
-@pytest.mark.spec(id="CC-EDGES")
+@pytest.mark.spec("CC-EDGES")
 @given(inputs=attention_inputs())
 def test_edges_are_a_set_of_directed_triples(stages: CrystalStages, inputs: AttentionInputs) -> None:
     """No self edge, no ordered pair twice, at most k_intra n + k_cross max(0, n - C) edges, cross ones forward."""
@@ -127,7 +118,7 @@ def test_edges_are_a_set_of_directed_triples(stages: CrystalStages, inputs: Atte
         assert (p.tau_intra if i // p.C == j // p.C else p.tau_cross) < w <= 1 + gamma(n + 8, "float32")
 
 
-@pytest.mark.spec(id="CC-EDGES")
+@pytest.mark.spec("CC-EDGES")
 @given(inputs=attention_inputs())
 def test_edges_are_ordered_by_owner_and_rank(stages: CrystalStages, inputs: AttentionInputs) -> None:
     """E MUST list intra edges as (owner, neighbour), then cross edges as (source, owner), by owner and rank."""
@@ -136,7 +127,7 @@ def test_edges_are_ordered_by_owner_and_rank(stages: CrystalStages, inputs: Atte
     assert list(triples) == stage_checks.edges_of(found)
 
 
-@pytest.mark.spec(id="CC-SALIENCE")
+@pytest.mark.spec("CC-SALIENCE")
 @given(inputs=attention_inputs())
 def test_salience_is_clipped(stages: CrystalStages, inputs: AttentionInputs) -> None:
     """M_min <= S_i <= M_max."""
@@ -145,7 +136,7 @@ def test_salience_is_clipped(stages: CrystalStages, inputs: AttentionInputs) -> 
     assert S.max() <= p.M_max
 
 
-@pytest.mark.spec(id="CC-SALIENCE")
+@pytest.mark.spec("CC-SALIENCE")
 @given(inputs=hot_sets(), data=st.data())
 def test_salience_does_not_fall_when_a_head_is_added(
     stages: CrystalStages, inputs: AttentionInputs, data: st.DataObject,
@@ -156,8 +147,7 @@ def test_salience_does_not_fall_when_a_head_is_added(
     assert (more.run(stages).salience >= inputs.run(stages).salience).all()
 
 
-@pytest.mark.spec(id="CC-SALIENCE")
-@pytest.mark.spec(id="CC-CROSS")
+@pytest.mark.spec("CC-SALIENCE", "CC-CROSS")
 @given(inputs=hot_sets(), data=st.data())
 def test_the_order_of_heads_says_nothing(stages: CrystalStages, inputs: AttentionInputs, data: st.DataObject) -> None:
     """Permuted heads give the same S1 (to the bit where attention is dyadic)."""
@@ -168,14 +158,14 @@ def test_the_order_of_heads_says_nothing(stages: CrystalStages, inputs: Attentio
     assert a.cross_weight.tolist() == b.cross_weight.tolist()
 
 
-@pytest.mark.spec(id="CC-SALIENCE")
+@pytest.mark.spec("CC-SALIENCE")
 def test_salience_counts_queries_of_the_own_chunk_only(stages: CrystalStages) -> None:
     """With C = 2 and four queries on key 0, S_0 counts two of them."""
     p = replace(TINY, C=2, M_min=0.0)
     assert one_head([[0], [0], [0], [0]], p).run(stages).salience.tolist() == [2, 0, 0, 0]
 
 
-@pytest.mark.spec(id="CC-SALIENCE")
+@pytest.mark.spec("CC-SALIENCE")
 def test_each_token_has_its_own_best_heads(stages: CrystalStages) -> None:
     """Top heads are chosen per token, and summed, not averaged."""
     p = replace(TINY, k_heads=1, M_min=0.0)
@@ -185,7 +175,7 @@ def test_each_token_has_its_own_best_heads(stages: CrystalStages) -> None:
     assert replace(both, parameters=replace(p, k_heads=3)).run(stages).salience.tolist() == [4, 2, 0]
 
 
-@pytest.mark.spec(id="CC-COATTENTION")
+@pytest.mark.spec("CC-COATTENTION")
 @given(inputs=attention_inputs())
 def test_one_chunk_has_no_cross_edge(stages: CrystalStages, inputs: AttentionInputs) -> None:
     """C >= n: E_cross is empty."""
@@ -193,7 +183,7 @@ def test_one_chunk_has_no_cross_edge(stages: CrystalStages, inputs: AttentionInp
     assert (wide.run(stages).cross == -1).all()
 
 
-@pytest.mark.spec(id="CC-CROSS")
+@pytest.mark.spec("CC-CROSS")
 @given(inputs=attention_inputs())
 def test_k_cross_0_drops_the_cross_edges_and_nothing_else(stages: CrystalStages, inputs: AttentionInputs) -> None:
     """k_cross = 0 MUST equal dropping E_cross."""
@@ -205,7 +195,7 @@ def test_k_cross_0_drops_the_cross_edges_and_nothing_else(stages: CrystalStages,
     assert (a.intra_weight == b.intra_weight).all()
 
 
-@pytest.mark.spec(id="CC-INTRA")
+@pytest.mark.spec("CC-INTRA")
 def test_a_threshold_is_strict_and_ties_go_to_the_lower_index(stages: CrystalStages) -> None:
     """Of three equal cosines k = 1 takes the lowest other index; 1 > 1 is false."""
     same = one_head([[0], [0], [0], [0]], replace(TINY, k_intra=1))
@@ -213,7 +203,7 @@ def test_a_threshold_is_strict_and_ties_go_to_the_lower_index(stages: CrystalSta
     assert (replace(same, parameters=replace(TINY, tau_intra=1.0)).run(stages).intra == -1).all()
 
 
-@pytest.mark.spec(id="CC-CROSS")
+@pytest.mark.spec("CC-CROSS")
 def test_a_cross_weight_equal_to_the_threshold_is_no_edge(stages: CrystalStages) -> None:
     """Eq. 14 is strict; equal sources tie towards the earlier one; the edge is (earlier, later)."""
     rows = [[0], [1], [0, 1], [0, 1]]
@@ -225,7 +215,7 @@ def test_a_cross_weight_equal_to_the_threshold_is_no_edge(stages: CrystalStages)
         assert stage_checks.edges_of(found)[-2:] == [(0, 2, 0.5), (0, 3, 0.5)]
 
 
-@pytest.mark.spec(id="CC-ROW-NORM")
+@pytest.mark.spec("CC-ROW-NORM")
 def test_rows_are_restricted_before_they_are_normalised(stages: CrystalStages) -> None:
     """Two rows that send most of their mass to an earlier chunk are still alike inside their own."""
     p = replace(TINY, C=2, tau_intra=0.9)
@@ -233,7 +223,7 @@ def test_rows_are_restricted_before_they_are_normalised(stages: CrystalStages) -
     assert one_head(rows, p).run(stages).intra[2:, 0].tolist() == [3, 2]
 
 
-@pytest.mark.spec(id="CC-ROW-NORM")
+@pytest.mark.spec("CC-ROW-NORM")
 def test_a_row_without_mass_in_its_chunk_has_no_neighbour(stages: CrystalStages) -> None:
     """Epsilon keeps a zero row at zero; nothing becomes NaN."""
     p = replace(TINY, C=2, tau_intra=0.0, M_min=0.0)
@@ -242,7 +232,7 @@ def test_a_row_without_mass_in_its_chunk_has_no_neighbour(stages: CrystalStages)
     assert found.salience.tolist() == [1, 1, 0, 0]
 
 
-@pytest.mark.spec(id="CC-ATTENTION")
+@pytest.mark.spec("CC-ATTENTION")
 def test_query_heads_share_keys_by_consecutive_groups(stages: CrystalStages) -> None:
     """Query head h MUST read KV head h // (H / H_kv), not h modulo H_kv."""
     p = replace(TINY, k_heads=1, M_min=0.0, C=2)

@@ -29,7 +29,7 @@ def situations(draw: st.DrawFn) -> tuple[DecodeState, CrystalCacheParameters]:
 Situation = tuple[DecodeState, CrystalCacheParameters]
 
 
-@pytest.mark.spec(id="CC-DECAY")
+@pytest.mark.spec("CC-DECAY")
 @given(data=st.data(), p=decode_parameters())
 def test_decay_is_equation_36(breath_stages: BreathStages, data: st.DataObject, p: CrystalCacheParameters) -> None:
     """(1 - beta_0) D <= D' <= D, and 0 exactly where D is 0 (or beta_0 takes all)."""
@@ -44,7 +44,7 @@ def test_decay_is_equation_36(breath_stages: BreathStages, data: st.DataObject, 
     assert breath_stages.decay(D, M_bar, replace(p, beta_0=0.0)).tolist() == D.tolist()
 
 
-@pytest.mark.spec(id="CC-DECAY")
+@pytest.mark.spec("CC-DECAY")
 def test_impact_and_D_slow_the_decay(breath_stages: BreathStages) -> None:
     """At beta_0 = 0.05 a trunk without impact loses a twentieth; D' rises with Mbar and with D."""
     found = breath_stages.decay(np.array([0.5, 0.5, 0.5]), np.array([0.0, 4.0, 20.0]), PAPER)
@@ -54,7 +54,7 @@ def test_impact_and_D_slow_the_decay(breath_stages: BreathStages) -> None:
     assert low < high
 
 
-@pytest.mark.spec(id="CC-DECAY")
+@pytest.mark.spec("CC-DECAY")
 @pytest.mark.parametrize(("D", "M_bar", "steps"), [(0.9, 8.0, 214), (0.3, 1.0, 16)])
 def test_half_lives(breath_stages: BreathStages, D: float, M_bar: float, steps: int) -> None:
     """The essay's two trunks (errata G1 and G2): how many steps until D has halved."""
@@ -64,7 +64,7 @@ def test_half_lives(breath_stages: BreathStages, D: float, M_bar: float, steps: 
     assert taken == steps
 
 
-@pytest.mark.spec(id="CC-TAIL-TRUNKS")
+@pytest.mark.spec("CC-TAIL-TRUNKS")
 @given(situation=situations())
 def test_the_tail_becomes_trunks(decoder: Backend, situation: Situation) -> None:
     """Behind the table, without edges, every token in one trunk of at most T_max; older tokens keep everything."""
@@ -83,7 +83,7 @@ def test_the_tail_becomes_trunks(decoder: Backend, situation: Situation) -> None
     assert len(after.W.weights) == len(before.W.weights)
 
 
-@pytest.mark.spec(id="CC-TAIL-TRUNKS")
+@pytest.mark.spec("CC-TAIL-TRUNKS")
 def test_rarity_counts_the_whole_tail_and_the_evicted(decoder: Backend) -> None:
     """Id 5 was seen once, is evicted, and comes twice: 1 / (1 + ln 4) each time, on half of M_max."""
     state = replace(
@@ -94,7 +94,7 @@ def test_rarity_counts_the_whole_tail_and_the_evicted(decoder: Backend) -> None:
     assert M.round(9).tolist() == [round(0.05 + 10 / (1 + np.log(4)), 9)] * 2
 
 
-@pytest.mark.spec(id="CC-CHUNK-TRUNKS")
+@pytest.mark.spec("CC-CHUNK-TRUNKS")
 @given(situation=situations(), data=st.data())
 def test_a_spliced_chunk_becomes_trunks(decoder: Backend, situation: Situation, data: st.DataObject) -> None:
     """A text of its own behind the cut tail; tokens that are not stored are counted, and gone."""
@@ -113,7 +113,7 @@ def test_a_spliced_chunk_becomes_trunks(decoder: Backend, situation: Situation, 
     assert after.live.inverse_norms[len(after.live.positions) - len(kept) :].tolist() == norms.tolist()
 
 
-@pytest.mark.spec(id="CC-REEVICT")
+@pytest.mark.spec("CC-REEVICT")
 @given(situation=situations(), data=st.data())
 def test_an_eviction_of_live_trunks_is_algorithm_1(
     decoder: Backend, situation: Situation, data: st.DataObject,
@@ -126,7 +126,7 @@ def test_an_eviction_of_live_trunks_is_algorithm_1(
     check_state(after)
 
 
-@pytest.mark.spec(id="CC-REEVICT")
+@pytest.mark.spec("CC-REEVICT")
 @given(situation=situations())
 def test_a_second_eviction_changes_nothing(decoder: Backend, situation: Situation) -> None:
     """The same tokens seen, nobody protected: the budget is met already."""
@@ -137,7 +137,7 @@ def test_a_second_eviction_changes_nothing(decoder: Backend, situation: Situatio
     assert decode_checks.same_bits(once, again)
 
 
-@pytest.mark.spec(id="CC-BREATH")
+@pytest.mark.spec("CC-BREATH")
 @given(situation=situations())
 def test_a_breath_is_its_substeps_in_order(decoder: Backend, situation: Situation) -> None:
     """Activation, resonance, Hebbian update, new trunks, eviction; afterwards every live token has a trunk."""
@@ -150,8 +150,7 @@ def test_a_breath_is_its_substeps_in_order(decoder: Backend, situation: Situatio
     assert (after.seen, after.step, after.mu, after.sigma) == (state.seen, state.step, state.mu, state.sigma)
 
 
-@pytest.mark.spec(id="CC-BREATH")
-@pytest.mark.spec(id="CC-STEP")
+@pytest.mark.spec("CC-BREATH", "CC-STEP")
 def test_two_hundred_breaths_in_which_everything_happens(decoder: Backend) -> None:
     """Edges, active trunks, a tail and a budget that binds; every breath follows a decay."""
     rng = np.random.default_rng(2026)
@@ -166,7 +165,7 @@ def test_two_hundred_breaths_in_which_everything_happens(decoder: Backend) -> No
         assert not list(decode_checks.breath(faded, after, ENDS, p, decoder))
 
 
-@pytest.mark.spec(id="CC-BREATH")
+@pytest.mark.spec("CC-BREATH")
 @given(situation=situations())
 def test_a_full_budget_evicts_nothing(decoder: Backend, situation: Situation) -> None:
     state, p = situation
@@ -174,7 +173,7 @@ def test_a_full_budget_evicts_nothing(decoder: Backend, situation: Situation) ->
     assert after.stored.tolist() == state.stored.tolist()
 
 
-@pytest.mark.spec(id="CC-STEP")
+@pytest.mark.spec("CC-STEP")
 @given(situation=situations(), token=st.integers(0, 8), norm=st.sampled_from([0.25, 1.0, float("inf")]))
 def test_a_step_appends_decays_and_breathes_in_time(
     decoder: Backend, situation: Situation, token: int, norm: float,
@@ -195,7 +194,7 @@ def test_a_step_appends_decays_and_breathes_in_time(
         assert not list(decode_checks.breath(faded, after, ENDS, p, decoder))
 
 
-@pytest.mark.spec(id="CC-STEP")
+@pytest.mark.spec("CC-STEP")
 @given(situation=situations(), data=st.data())
 def test_before_the_first_breath_nothing_is_evicted(
     decoder: Backend, situation: Situation, data: st.DataObject,
@@ -210,7 +209,7 @@ def test_before_the_first_breath_nothing_is_evicted(
     assert state.live is first.live
 
 
-@pytest.mark.spec(id="CC-STEP")
+@pytest.mark.spec("CC-STEP")
 def test_decay_comes_before_the_breath(decoder: Backend) -> None:
     """D = 0.5, Mbar = 0, its own pulse: 0.55375, where the other order gives 0.54625."""
     state = one_trunk(D=0.5, M_bar=0.0)

@@ -10,11 +10,7 @@ from conformance.checks.decode_life import Life
 from spec.backend import Backend
 
 
-@pytest.mark.spec(id="CC-STEP")
-@pytest.mark.spec(id="CC-BREATH")
-@pytest.mark.spec(id="CC-SEGMENT")
-@pytest.mark.spec(id="CC-REEVICT")
-@pytest.mark.spec(id="CC-LIVE")
+@pytest.mark.spec("CC-STEP", "CC-BREATH", "CC-SEGMENT", "CC-REEVICT", "CC-LIVE")
 def test_a_sequence_lives(decoder: Backend) -> None:
     """Any order of prompts, steps, turns, chunks, evictions and copies."""
     profile = settings.default or settings()

@@ -42,11 +42,7 @@ def bare(sizes: list[int], budget: int, N_min: int = 3) -> EvictionProblem:
     )
 
 
-@pytest.mark.spec(id="CC-CUT")
-@pytest.mark.spec(id="CC-ALLOCATE")
-@pytest.mark.spec(id="CC-KEEP-COUNT")
-@pytest.mark.spec(id="CC-DISSOLVE-D")
-@pytest.mark.spec(id="CC-DISSOLVE")
+@pytest.mark.spec("CC-CUT", "CC-ALLOCATE", "CC-KEEP-COUNT", "CC-DISSOLVE-D", "CC-DISSOLVE")
 @given(problem=evictions())
 def test_dissolution_equals_algorithm_1(stages: CrystalStages, problem: EvictionProblem) -> None:
     """Kept positions and r MUST be equal, ties included, to those of Algorithm 1."""
@@ -55,8 +51,7 @@ def test_dissolution_equals_algorithm_1(stages: CrystalStages, problem: Eviction
     assert not list(stage_checks.eviction(problem.run(stages), problem))
 
 
-@pytest.mark.spec(id="CC-ALLOCATE")
-@pytest.mark.spec(id="CC-DISSOLVE")
+@pytest.mark.spec("CC-ALLOCATE", "CC-DISSOLVE")
 def test_ten_thousand_evictions_equal_algorithm_1_and_reach_every_corner(stages: CrystalStages, every: int) -> None:
     """Each corner makes at least 1 % of the cases, so that no rule goes unseen."""
     seen: Counter[str] = Counter()
@@ -67,8 +62,7 @@ def test_ten_thousand_evictions_equal_algorithm_1_and_reach_every_corner(stages:
     assert {corner: seen[corner] for corner in CORNERS if seen[corner] < number / 100} == {}
 
 
-@pytest.mark.spec(id="CC-ALLOCATE")
-@pytest.mark.spec(id="CC-CUT")
+@pytest.mark.spec("CC-ALLOCATE", "CC-CUT")
 def test_every_small_eviction_through_the_stage(stages: CrystalStages, every: int) -> None:
     """All partitions of totals up to 8 and all budgets: what is kept is the prefix sum's closed form."""
     cases = [case for total in range(1, 9) for case in itertools.product(partitions_of(total), range(total + 1))]
@@ -79,7 +73,7 @@ def test_every_small_eviction_through_the_stage(stages: CrystalStages, every: in
         assert found.kept.tolist() == [i for a, k in zip(starts, kept, strict=True) for i in range(a, a + k)]
 
 
-@pytest.mark.spec(id="CC-CUT")
+@pytest.mark.spec("CC-CUT")
 @given(problem=evictions())
 def test_sizes_of_the_kept_set(stages: CrystalStages, problem: EvictionProblem) -> None:
     """|R| = n at or below B, B_prot above it, else in [B - max(0, N_min - 1), B]."""
@@ -94,7 +88,7 @@ def test_sizes_of_the_kept_set(stages: CrystalStages, problem: EvictionProblem) 
         assert B - max(0, problem.parameters.N_min - 1) <= kept <= B
 
 
-@pytest.mark.spec(id="CC-DISSOLVE")
+@pytest.mark.spec("CC-DISSOLVE")
 @given(problem=evictions())
 def test_the_kept_set_is_ascending_and_holds_the_protected(stages: CrystalStages, problem: EvictionProblem) -> None:
     """Int64, strictly rising; protected and whole trunks entire; ratios count what is kept."""
@@ -109,7 +103,7 @@ def test_the_kept_set_is_ascending_and_holds_the_protected(stages: CrystalStages
     assert (found.ratio[problem.protected] == 1).all()
 
 
-@pytest.mark.spec(id="CC-ALLOCATE")
+@pytest.mark.spec("CC-ALLOCATE")
 @given(problem=evictions())
 def test_at_most_one_trunk_is_partial(stages: CrystalStages, problem: EvictionProblem) -> None:
     """r is 0, then at most one fraction, then 1, along the eviction order."""
@@ -120,8 +114,7 @@ def test_at_most_one_trunk_is_partial(stages: CrystalStages, problem: EvictionPr
     assert ((r > 0) & (r < 1)).sum() <= 1
 
 
-@pytest.mark.spec(id="CC-KEEP-COUNT")
-@pytest.mark.spec(id="CC-DISSOLVE")
+@pytest.mark.spec("CC-KEEP-COUNT", "CC-DISSOLVE")
 @given(problem=evictions())
 def test_a_partial_trunk_keeps_its_strongest_tokens(stages: CrystalStages, problem: EvictionProblem) -> None:
     """N_min <= k_g < |g|, the k_g highest M_i, lower position first."""
@@ -133,7 +126,7 @@ def test_a_partial_trunk_keeps_its_strongest_tokens(stages: CrystalStages, probl
         assert kept == sorted(sorted(members, key=lambda i: (-problem.impact[i], i))[: len(kept)])
 
 
-@pytest.mark.spec(id="CC-ALLOCATE")
+@pytest.mark.spec("CC-ALLOCATE")
 @given(problem=evictions())
 def test_N_min_0_equals_1_and_a_large_one_forbids_partial_trunks(
     stages: CrystalStages, problem: EvictionProblem,
@@ -147,7 +140,7 @@ def test_N_min_0_equals_1_and_a_large_one_forbids_partial_trunks(
     assert set(c.ratio.tolist()) <= {0.0, 1.0}
 
 
-@pytest.mark.spec(id="CC-ALLOCATE")
+@pytest.mark.spec("CC-ALLOCATE")
 @given(n=st.integers(1, 12), B=st.integers(0, 14), N_min=st.integers(0, 5))
 def test_single_tokens_fill_the_budget(stages: CrystalStages, n: int, B: int, N_min: int) -> None:
     """T_max = 1: no partial trunk, |R| = min(n, B), whatever N_min."""
@@ -155,7 +148,7 @@ def test_single_tokens_fill_the_budget(stages: CrystalStages, n: int, B: int, N_
     assert found.kept.tolist() == list(range(max(0, n - B), n))
 
 
-@pytest.mark.spec(id="CC-DISSOLVE")
+@pytest.mark.spec("CC-DISSOLVE")
 @given(problem=evictions(), less=st.integers(0, 12))
 def test_a_smaller_budget_keeps_a_subset(stages: CrystalStages, problem: EvictionProblem, less: int) -> None:
     """Budgets nest."""
@@ -163,7 +156,7 @@ def test_a_smaller_budget_keeps_a_subset(stages: CrystalStages, problem: Evictio
     assert set(small.kept.tolist()) <= set(problem.run(stages).kept.tolist())
 
 
-@pytest.mark.spec(id="CC-DISSOLVE")
+@pytest.mark.spec("CC-DISSOLVE")
 @given(problem=evictions())
 def test_a_second_eviction_changes_nothing(stages: CrystalStages, problem: EvictionProblem) -> None:
     """The same absolute B on what was kept is a no-op."""
@@ -180,7 +173,7 @@ def test_a_second_eviction_changes_nothing(stages: CrystalStages, problem: Evict
         assert again.D.tolist() == found.D[alive].tolist()
 
 
-@pytest.mark.spec(id="CC-DISSOLVE")
+@pytest.mark.spec("CC-DISSOLVE")
 @given(problem=evictions(), data=st.data())
 def test_a_higher_score_never_costs_a_trunk(
     stages: CrystalStages, problem: EvictionProblem, data: st.DataObject,
@@ -196,7 +189,7 @@ def test_a_higher_score_never_costs_a_trunk(
     assert i not in before.kept or i in replace(problem, impact=impact).run(stages).kept
 
 
-@pytest.mark.spec(id="CC-DISSOLVE")
+@pytest.mark.spec("CC-DISSOLVE")
 @given(problem=evictions(), data=st.data())
 def test_the_place_of_a_trunk_says_nothing_while_scores_differ(
     stages: CrystalStages, problem: EvictionProblem, data: st.DataObject,
@@ -213,7 +206,7 @@ def test_the_place_of_a_trunk_says_nothing_while_scores_differ(
     assert moved.run(stages).ratio.tolist() == a.ratio[order].tolist()
 
 
-@pytest.mark.spec(id="CC-DISSOLVE-D")
+@pytest.mark.spec("CC-DISSOLVE-D")
 @given(problem=evictions())
 def test_D_weakens_with_its_trunk(stages: CrystalStages, problem: EvictionProblem) -> None:
     """0 <= D' <= D, D' = 0 iff D = 0 or r = 0, protected and whole trunks unchanged."""
@@ -223,7 +216,7 @@ def test_D_weakens_with_its_trunk(stages: CrystalStages, problem: EvictionProble
     assert (found.D == problem.D)[found.ratio == 1].all()
 
 
-@pytest.mark.spec(id="CC-DISSOLVE")
+@pytest.mark.spec("CC-DISSOLVE")
 @given(problem=evictions())
 def test_a_protected_score_is_never_read(stages: CrystalStages, problem: EvictionProblem) -> None:
     """Protection is a mask of its own, never a sentinel score."""
@@ -231,20 +224,20 @@ def test_a_protected_score_is_never_read(stages: CrystalStages, problem: Evictio
     assert a.kept.tolist() == b.kept.tolist() == problem.run(stages).kept.tolist()
 
 
-@pytest.mark.spec(id="CC-DISSOLVE")
+@pytest.mark.spec("CC-DISSOLVE")
 def test_equal_scores_evict_the_earlier_trunk_first(stages: CrystalStages) -> None:
     """Three trunks of four, equal scores, B = 8 keeps {4 .. 11}."""
     even = replace(bare([4, 4, 4], 8), score=np.full(3, 0.5))
     assert even.run(stages).kept.tolist() == list(range(4, 12))
 
 
-@pytest.mark.spec(id="CC-DISSOLVE")
+@pytest.mark.spec("CC-DISSOLVE")
 def test_equal_impacts_keep_the_earlier_token(stages: CrystalStages) -> None:
     """Inside a partial trunk the lower position stays."""
     assert replace(bare([9], 5), impact=np.ones(9)).run(stages).kept.tolist() == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.spec(id="CC-ALLOCATE")
+@pytest.mark.spec("CC-ALLOCATE")
 @pytest.mark.parametrize(
     ("size", "c", "N_min", "kept"), [(5, 5, 3, 0), (5, 2, 3, 3), (4, 2, 3, 0), (4, 1, 3, 3), (3, 1, 3, 0), (2, 1, 0, 1)]
 )
@@ -253,7 +246,7 @@ def test_the_branches_of_the_loop(stages: CrystalStages, size: int, c: int, N_mi
     assert len(bare([size], size - c, N_min).run(stages).kept) == kept
 
 
-@pytest.mark.spec(id="CC-DISSOLVE")
+@pytest.mark.spec("CC-DISSOLVE")
 @given(problem=evictions())
 def test_positions_are_absolute(stages: CrystalStages, problem: EvictionProblem) -> None:
     """Trunks that begin at position 7 keep the same tokens, seven further on."""
@@ -261,7 +254,7 @@ def test_positions_are_absolute(stages: CrystalStages, problem: EvictionProblem)
     assert later.run(stages).kept.tolist() == (problem.run(stages).kept + 7).tolist()
 
 
-@pytest.mark.spec(id="CC-DISSOLVE")
+@pytest.mark.spec("CC-DISSOLVE")
 @given(problem=evictions(), data=st.data())
 def test_only_the_order_of_scores_matters(stages: CrystalStages, problem: EvictionProblem, data: st.DataObject) -> None:
     """A positive factor on all scores changes nothing."""

@@ -31,8 +31,7 @@ def selections(draw: st.DrawFn) -> tuple[Any, Any, Any, int, float]:
     return s, V, retained, k, draw(st.sampled_from([0.0, 0.1, 0.25, 0.5, 1.0, 3.0]))
 
 
-@pytest.mark.spec(id="DV-COSINE")
-@pytest.mark.spec(id="DV-GREEDY")
+@pytest.mark.spec("DV-COSINE", "DV-GREEDY")
 @given(given_=selections())
 def test_the_sets_are_those_of_algorithm_1(selector: DiversityStages, given_: tuple[Any, Any, Any, int, float]) -> None:
     """Equal gains MUST go to the lower position, whatever form the implementation has."""
@@ -44,7 +43,7 @@ def test_the_sets_are_those_of_algorithm_1(selector: DiversityStages, given_: tu
 UP, RIGHT, LEFT = [0.0, 1.0], [1.0, 0.0], [-1.0, 0.0]
 
 
-@pytest.mark.spec(id="DV-GREEDY")
+@pytest.mark.spec("DV-GREEDY")
 @pytest.mark.parametrize(
     ("s", "V", "lam", "kept"),
     [
@@ -62,8 +61,7 @@ def test_two_of_three(
     assert found.tolist() == kept
 
 
-@pytest.mark.spec(id="DV-COSINE")
-@pytest.mark.spec(id="DV-GREEDY")
+@pytest.mark.spec("DV-COSINE", "DV-GREEDY")
 def test_larger_sets_are_those_of_algorithm_1(selector: DiversityStages) -> None:
     """150 of 300 clustered tokens: several panels of a form that keeps signatures in panels."""
     rng = np.random.default_rng(8)
@@ -73,7 +71,7 @@ def test_larger_sets_are_those_of_algorithm_1(selector: DiversityStages) -> None
     assert found.tolist() == brute.alpha(s.tolist(), V.tolist(), [0, 1, 2], 150, 0.5)
 
 
-@pytest.mark.spec(id="DV-GREEDY")
+@pytest.mark.spec("DV-GREEDY")
 @pytest.mark.parametrize(
     ("change", "argument"),
     [

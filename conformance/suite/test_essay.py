@@ -26,8 +26,7 @@ def in_tiers(problem: EvictionProblem) -> EvictionProblem:
     return replace(problem, parameters=replace(problem.parameters, allocation="tiers"))
 
 
-@pytest.mark.spec(id="CC-MEAN-SALIENCE")
-@pytest.mark.spec(id="CC-COATTENTION")
+@pytest.mark.spec("CC-MEAN-SALIENCE", "CC-COATTENTION")
 @given(inputs=attention_inputs())
 def test_mean_salience_equals_the_brute_force(stages: CrystalStages, inputs: AttentionInputs, precision: str) -> None:
     """S1 with `heads="mean"`, inside the certified box."""
@@ -35,7 +34,7 @@ def test_mean_salience_equals_the_brute_force(stages: CrystalStages, inputs: Att
     assert not list(stage_checks.coattention(mean.run(stages), mean, precision))
 
 
-@pytest.mark.spec(id="CC-MEAN-SALIENCE")
+@pytest.mark.spec("CC-MEAN-SALIENCE")
 @given(inputs=hot_sets(heads=(4,)), k_heads=st.sampled_from([1, 2, 4]), M_max=st.sampled_from([1.0, 2.0, 20.0]))
 def test_mean_salience_is_exact_where_attention_is_dyadic(
     stages: CrystalStages, inputs: AttentionInputs, k_heads: int, M_max: float,
@@ -54,7 +53,7 @@ def salient_tokens(draw: st.DrawFn) -> tuple[Vector, IntVector]:
     return np.array(S), draw(token_ids(n), label="ids")
 
 
-@pytest.mark.spec(id="CC-UNIT-IMPACT")
+@pytest.mark.spec("CC-UNIT-IMPACT")
 @given(tokens=salient_tokens(), rarity=st.sampled_from(["logarithm", "reciprocal", "exponential"]))
 def test_unit_impact_equals_the_brute_force(
     stages: CrystalStages, tokens: tuple[Vector, IntVector], rarity: str,
@@ -66,7 +65,7 @@ def test_unit_impact_equals_the_brute_force(
     assert ((M >= 0) & (M < 0.8)).all()
 
 
-@pytest.mark.spec(id="CC-UNIT-IMPACT")
+@pytest.mark.spec("CC-UNIT-IMPACT")
 @given(tokens=salient_tokens(), factor=st.sampled_from([0.25, 2.0, 16.0]))
 def test_a_scale_of_salience_says_nothing(
     stages: CrystalStages, tokens: tuple[Vector, IntVector], factor: float,
@@ -77,7 +76,7 @@ def test_a_scale_of_salience_says_nothing(
     assert stages.impact(factor * S, ids, p).tolist() == stages.impact(S, ids, p).tolist()
 
 
-@pytest.mark.spec(id="CC-UNIT-TRUNK-IMPACT")
+@pytest.mark.spec("CC-UNIT-TRUNK-IMPACT")
 @given(text=texts())
 def test_unit_trunk_impact_equals_the_brute_force(stages: CrystalStages, text: Text) -> None:
     """The trunks are those of the paper; their impact lies in [0, 1), the least at 0."""
@@ -88,8 +87,7 @@ def test_unit_trunk_impact_equals_the_brute_force(stages: CrystalStages, text: T
     assert found.impact.max() < 1
 
 
-@pytest.mark.spec(id="CC-TIER-COUNT")
-@pytest.mark.spec(id="CC-TIERS")
+@pytest.mark.spec("CC-TIER-COUNT", "CC-TIERS")
 @given(problem=evictions())
 def test_dissolution_in_tiers_equals_the_brute_force(stages: CrystalStages, problem: EvictionProblem) -> None:
     """Kept positions, r and D MUST be equal, ties included."""
@@ -97,7 +95,7 @@ def test_dissolution_in_tiers_equals_the_brute_force(stages: CrystalStages, prob
     assert not list(stage_checks.eviction(p.run(stages), p))
 
 
-@pytest.mark.spec(id="CC-TIERS")
+@pytest.mark.spec("CC-TIERS")
 @given(problem=evictions())
 def test_tiers_keep_the_size_bounds(stages: CrystalStages, problem: EvictionProblem) -> None:
     """n if n <= B; B_prot if that exceeds B; else between B - max(0, N_min - 1) and B. Protected trunks stay whole."""
@@ -117,7 +115,7 @@ def test_tiers_keep_the_size_bounds(stages: CrystalStages, problem: EvictionProb
     ).tolist()
 
 
-@pytest.mark.spec(id="CC-TIERS")
+@pytest.mark.spec("CC-TIERS")
 @given(problem=evictions())
 def test_tiers_and_the_cut_agree_where_nothing_or_everything_goes(
     stages: CrystalStages, problem: EvictionProblem,
@@ -129,13 +127,10 @@ def test_tiers_and_the_cut_agree_where_nothing_or_everything_goes(
         assert (a.kept.tolist(), a.ratio.tolist(), a.D.tolist()) == (b.kept.tolist(), b.ratio.tolist(), b.D.tolist())
 
 
-@pytest.mark.spec(id="CC-TIERS")
-@pytest.mark.spec(id="CC-UNIT-IMPACT")
-@pytest.mark.spec(id="CC-UNIT-TRUNK-IMPACT")
-@pytest.mark.spec(id="CC-MEAN-SALIENCE")
-@pytest.mark.spec(id="CC-RARITY-FORMS")
-@pytest.mark.spec(id="CC-ADAPTIVE-MERGE")
-@pytest.mark.spec(id="CC-COVERAGE")
+@pytest.mark.spec(
+    "CC-TIERS", "CC-UNIT-IMPACT", "CC-UNIT-TRUNK-IMPACT", "CC-MEAN-SALIENCE", "CC-RARITY-FORMS", "CC-ADAPTIVE-MERGE",
+    "CC-COVERAGE",
+)
 @given(prompt=prompts(), p=forms())
 def test_a_prefill_in_any_form_equals_its_chain(backend: Backend, prompt: Prompt, p: Any, precision: str) -> None:
     """End to end, every stage judged from the one before it."""
@@ -144,7 +139,7 @@ def test_a_prefill_in_any_form_equals_its_chain(backend: Backend, prompt: Prompt
     assert not list(stage_checks.retention(found, formed, precision))
 
 
-@pytest.mark.spec(id="CC-TIERS")
+@pytest.mark.spec("CC-TIERS")
 def test_the_essay_runs_end_to_end(backend: Backend) -> None:
     """300 tokens under ESSAY: many partial trunks, where the paper has one at most."""
     rng = np.random.default_rng(7)
@@ -159,7 +154,7 @@ def test_the_essay_runs_end_to_end(backend: Backend) -> None:
     assert found["e"].trunks.impact.max() < 1
 
 
-@pytest.mark.spec(id="CC-TIERS")
+@pytest.mark.spec("CC-TIERS")
 @given(prompt=prompts())
 def test_the_paper_has_no_forms(backend: Backend, prompt: Prompt) -> None:
     """Named default values change nothing."""

@@ -40,8 +40,7 @@ def nearly_tied(before: oracle.Model, token: int, norm: float, p: CrystalCachePa
     )
 
 
-@pytest.mark.spec(id="CC-RENEWAL")
-@pytest.mark.spec(id="CC-TIERS")
+@pytest.mark.spec("CC-RENEWAL", "CC-TIERS")
 @given(tokens=TOKENS, budget=st.integers(3, 16), coverage=st.sampled_from([0.0, 0.25]), allocation=st.booleans())
 def test_breaths_of_the_essay_equal_the_model(
     decoder: Backend, tokens: list[tuple[int, float]], budget: int, coverage: float, allocation: bool,
@@ -59,7 +58,7 @@ def test_breaths_of_the_essay_equal_the_model(
         }
 
 
-@pytest.mark.spec(id="CC-RENEWAL")
+@pytest.mark.spec("CC-RENEWAL")
 def test_renewal_comes_before_resonance_and_spares_nobody_else(decoder: Backend) -> None:
     """Without eviction: D + 0.5 (1 - D) where a trunk is active, D elsewhere."""
     p = replace(EXACT, renewal=0.5, T_breath=1)
@@ -73,7 +72,7 @@ def test_renewal_comes_before_resonance_and_spares_nobody_else(decoder: Backend)
     assert none.D[:3].tolist() == before.D.tolist()
 
 
-@pytest.mark.spec(id="CC-TIERS")
+@pytest.mark.spec("CC-TIERS")
 def test_the_essay_lives_on_end_to_end(decoder: Backend) -> None:
     """A prompt, 200 steps with breaths every 16, and a turn: the budget holds, sink and newest tokens stay."""
     rng = np.random.default_rng(11)

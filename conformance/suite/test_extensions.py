@@ -33,7 +33,7 @@ def trunks_of(stages: CrystalStages, text: Text, merge: str, S1: CoAttention | N
     return stages.trunks(S1 or text.coattention, text.impact, text.ends, p)
 
 
-@pytest.mark.spec(id="CC-RARITY-FORMS")
+@pytest.mark.spec("CC-RARITY-FORMS")
 @given(ids=st.integers(1, 20).flatmap(token_ids), S=st.floats(0.1, 20))
 def test_all_forms_order_alike(stages: CrystalStages, ids: IntVector, S: float) -> None:
     """On equal salience the three forms differ in spacing alone, and a token of fewer mentions never weighs less."""
@@ -48,8 +48,7 @@ def test_all_forms_order_alike(stages: CrystalStages, ids: IntVector, S: float) 
         assert (M[np.argsort(-c, kind="stable")] == np.sort(M)).all()
 
 
-@pytest.mark.spec(id="CC-TRUNKS")
-@pytest.mark.spec(id="CC-ADAPTIVE-MERGE")
+@pytest.mark.spec("CC-TRUNKS", "CC-ADAPTIVE-MERGE")
 @given(text=texts())
 def test_the_adaptive_merge_equals_the_brute_force(stages: CrystalStages, text: Text) -> None:
     """S2 with the segment's own threshold, exactly."""
@@ -58,7 +57,7 @@ def test_the_adaptive_merge_equals_the_brute_force(stages: CrystalStages, text: 
     assert not list(stage_checks.trunks(found, text.coattention, text.impact, text.ends, p))
 
 
-@pytest.mark.spec(id="CC-ADAPTIVE-MERGE")
+@pytest.mark.spec("CC-ADAPTIVE-MERGE")
 @given(text=texts(), start=st.integers(1, 99))
 def test_where_a_segment_begins_says_nothing(stages: CrystalStages, text: Text, start: int) -> None:
     """The same edges at later positions: the same trunks, as much later."""
@@ -71,7 +70,7 @@ def test_where_a_segment_begins_says_nothing(stages: CrystalStages, text: Text, 
     assert (a.offsets + start).tolist() == b.offsets.tolist()
 
 
-@pytest.mark.spec(id="CC-ADAPTIVE-MERGE")
+@pytest.mark.spec("CC-ADAPTIVE-MERGE")
 @given(text=texts())
 def test_the_scale_of_the_weights_says_nothing(stages: CrystalStages, text: Text) -> None:
     """All weights at a quarter: the same trunks, where a fixed threshold would merge none of 0.3."""
@@ -81,7 +80,7 @@ def test_the_scale_of_the_weights_says_nothing(stages: CrystalStages, text: Text
     assert a.offsets.tolist() == b.offsets.tolist()
 
 
-@pytest.mark.spec(id="CC-ADAPTIVE-MERGE")
+@pytest.mark.spec("CC-ADAPTIVE-MERGE")
 @given(text=texts())
 def test_without_an_edge_nothing_merges_at_any_threshold(stages: CrystalStages, text: Text) -> None:
     """tau is 0 then, and CC-MERGE is strict."""
@@ -91,7 +90,7 @@ def test_without_an_edge_nothing_merges_at_any_threshold(stages: CrystalStages, 
     assert a.offsets.tolist() == b.offsets.tolist()
 
 
-@pytest.mark.spec(id="CC-ADAPTIVE-MERGE")
+@pytest.mark.spec("CC-ADAPTIVE-MERGE")
 def test_the_next_float_exceeds_the_median(stages: CrystalStages) -> None:
     """Three interfaces of one edge each, 1/2, 1/2 and the float above: tau is 1/2 itself, and the last one merges."""
     heavier = float(np.nextafter(0.5, 1))
@@ -102,7 +101,7 @@ def test_the_next_float_exceeds_the_median(stages: CrystalStages) -> None:
     assert trunks_of(stages, text, "median").offsets.tolist() == [0, 3, 6, 12]
 
 
-@pytest.mark.spec(id="CC-ADAPTIVE-MERGE")
+@pytest.mark.spec("CC-ADAPTIVE-MERGE")
 def test_an_interface_does_not_exceed_its_own_strength(stages: CrystalStages) -> None:
     """0.1 + 0.2 + 0.6 is 0.9 in floats, and three times its third is less: tau MUST be the next float."""
     assert (0.1 + 0.2 + 0.6) / 3 * 3 < 0.1 + 0.2 + 0.6
@@ -113,7 +112,7 @@ def test_an_interface_does_not_exceed_its_own_strength(stages: CrystalStages) ->
     assert trunks_of(stages, text, "fixed").offsets.tolist() == [0, 6]
 
 
-@pytest.mark.spec(id="CC-COVERAGE")
+@pytest.mark.spec("CC-COVERAGE")
 @given(problem=evictions(), share=COVERAGES, allocation=st.sampled_from(["cut", "tiers"]))
 def test_coverage_equals_the_brute_force(
     stages: CrystalStages, problem: EvictionProblem, share: float, allocation: str,
@@ -123,7 +122,7 @@ def test_coverage_equals_the_brute_force(
     assert not list(stage_checks.eviction(problem.run(stages), problem))
 
 
-@pytest.mark.spec(id="CC-COVERAGE")
+@pytest.mark.spec("CC-COVERAGE")
 @given(problem=evictions(), share=COVERAGES, allocation=st.sampled_from(["cut", "tiers"]))
 def test_the_budget_stays_exact(
     stages: CrystalStages, problem: EvictionProblem, share: float, allocation: str,
@@ -140,7 +139,7 @@ def test_the_budget_stays_exact(
     assert (found.ratio[problem.protected] == 1).all()
 
 
-@pytest.mark.spec(id="CC-COVERAGE")
+@pytest.mark.spec("CC-COVERAGE")
 @given(problem=evictions(), share=COVERAGES)
 def test_only_evicted_trunks_are_covered(stages: CrystalStages, problem: EvictionProblem, share: float) -> None:
     """It is dissolution at B less the reserve, and at most the reserve beside it, all from trunks at r = 0."""
@@ -159,7 +158,7 @@ def test_only_evicted_trunks_are_covered(stages: CrystalStages, problem: Evictio
         assert gaps.max() - gaps.min() <= 1
 
 
-@pytest.mark.spec(id="CC-COVERAGE")
+@pytest.mark.spec("CC-COVERAGE")
 @given(problem=evictions())
 def test_no_share_is_no_change(stages: CrystalStages, problem: EvictionProblem) -> None:
     """coverage = 0 MUST be a no-op to the bit, where dissolution overshoots too."""

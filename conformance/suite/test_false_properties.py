@@ -31,20 +31,20 @@ def score(stages: CrystalStages, D: list[float], M_bar: list[float]) -> list[flo
     return stages.score(np.array(D), np.array(M_bar), np.zeros(len(D), dtype=np.bool_), PAPER).tolist()
 
 
-@pytest.mark.spec(id="CC-ALLOCATE")
+@pytest.mark.spec("CC-ALLOCATE")
 def test_loss_is_not_proportional_to_the_score(stages: CrystalStages) -> None:
     """FC1: ten trunks of ten tokens, B = 45: five go wholly, one in part, four stay intact."""
     found = evict(stages, [10] * 10, [g / 16 for g in range(10)], 45)
     assert found.ratio.tolist() == [0.0] * 5 + [0.5] + [1.0] * 4
 
 
-@pytest.mark.spec(id="CC-ALLOCATE")
+@pytest.mark.spec("CC-ALLOCATE")
 def test_a_kept_trunk_may_hold_fewer_than_N_min_tokens(stages: CrystalStages) -> None:
     """FC2: trunks of one or two tokens are kept whole."""
     assert evict(stages, [4, 2], [0.0, 1.0], 2).kept.tolist() == [4, 5]
 
 
-@pytest.mark.spec(id="CC-PROTECTED")
+@pytest.mark.spec("CC-PROTECTED")
 def test_the_protected_set_may_exceed_the_budget(stages: CrystalStages) -> None:
     """FC4: tokens of whole trunks, not 132: here 8 of 10 are protected at B = 5."""
     p = replace(TINY, N_sink=1, W_recent=1)
@@ -56,7 +56,7 @@ def test_the_protected_set_may_exceed_the_budget(stages: CrystalStages) -> None:
     assert found.kept.tolist() == [0, 1, 2, 3, 6, 7, 8, 9]
 
 
-@pytest.mark.spec(id="CC-SPLIT")
+@pytest.mark.spec("CC-SPLIT")
 def test_the_split_does_not_bound_the_number_of_trunks(stages: CrystalStages) -> None:
     """FC5: a text of full stops has one trunk a token."""
     n = 50
@@ -64,7 +64,7 @@ def test_the_split_does_not_bound_the_number_of_trunks(stages: CrystalStages) ->
     assert len(stages.trunks(found, np.ones(n), np.ones(n, dtype=np.bool_), PAPER).impact) == n
 
 
-@pytest.mark.spec(id="CC-NORMALISED-IMPACT")
+@pytest.mark.spec("CC-NORMALISED-IMPACT")
 def test_two_evictions_are_not_one(stages: CrystalStages) -> None:
     """FC9: 12 to 8 to 4 tokens keeps trunk 0, 12 to 4 keeps trunk 2: the range of M~ changed in between."""
     D, M_bar = [0.82, 0.74, 0.45], [5.3, 1.4, 5.3]
@@ -76,7 +76,7 @@ def test_two_evictions_are_not_one(stages: CrystalStages) -> None:
     assert [alive[g] for g in np.flatnonzero(second.ratio)] == [0]
 
 
-@pytest.mark.spec(id="CC-NORMALISED-IMPACT")
+@pytest.mark.spec("CC-NORMALISED-IMPACT")
 def test_a_low_outlier_squashes_the_rest_towards_one(stages: CrystalStages) -> None:
     """FC10: impacts (1, 8 .. 12) give (0, .80 .. 1); without the outlier the same trunks give 0 .. 1."""
     rest = [8.0, 9.0, 10.0, 11.0, 12.0]
@@ -85,7 +85,7 @@ def test_a_low_outlier_squashes_the_rest_towards_one(stages: CrystalStages) -> N
     assert score(stages, [0.0] * 5, rest)[0] == 0
 
 
-@pytest.mark.spec(id="CC-TRUNK-WEIGHT")
+@pytest.mark.spec("CC-TRUNK-WEIGHT")
 @pytest.mark.parametrize(("size", "weight", "edges"), [(15, 0.74, 0), (15, 0.76, 2), (20, 1.0, 0)])
 def test_a_single_cross_chunk_edge_does_not_link_two_trunks(
     stages: CrystalStages, size: int, weight: float, edges: int,
@@ -99,13 +99,13 @@ def test_a_single_cross_chunk_edge_does_not_link_two_trunks(
     assert len(graph.weights) == edges
 
 
-@pytest.mark.spec(id="CC-SCORE")
+@pytest.mark.spec("CC-SCORE")
 def test_uniform_impact_adds_no_constant(stages: CrystalStages) -> None:
     """FC13: the constant is 0, so the score is D itself."""
     assert score(stages, [0.25, 0.0, 1.0], [1.0, 1.0, 1.0]) == [0.25, 0.0, 1.0]
 
 
-@pytest.mark.spec(id="CC-EDGES")
+@pytest.mark.spec("CC-EDGES")
 def test_a_token_may_stand_in_every_edge(stages: CrystalStages) -> None:
     """FC16: k_intra + k_cross bounds what a token owns, not what points to it."""
     p = replace(TINY, C=1, tau_cross=0.0, k_cross=1)
@@ -116,7 +116,7 @@ def test_a_token_may_stand_in_every_edge(stages: CrystalStages) -> None:
     assert found.edges().first.tolist() == [0] * 8
 
 
-@pytest.mark.spec(id="CC-ALLOCATE")
+@pytest.mark.spec("CC-ALLOCATE")
 def test_half_of_the_tokens_need_not_remain(stages: CrystalStages) -> None:
     """FC17: B = 501 of 1001, a remnant of two: 499 stay."""
     sizes = [502, *[31] * 16, 3]
@@ -124,13 +124,13 @@ def test_half_of_the_tokens_need_not_remain(stages: CrystalStages) -> None:
     assert (sum(sizes), len(found.kept)) == (1001, 499)
 
 
-@pytest.mark.spec(id="CC-ALLOCATE")
+@pytest.mark.spec("CC-ALLOCATE")
 def test_a_small_trunk_goes_whole_for_one_token(stages: CrystalStages) -> None:
     """FC18: |g| = 3, c = 1: three tokens go."""
     assert evict(stages, [3, 4], [0.0, 1.0], 6).kept.tolist() == [3, 4, 5, 6]
 
 
-@pytest.mark.spec(id="CC-COUNT")
+@pytest.mark.spec("CC-COUNT")
 def test_more_mentions_make_a_fact_less_rare(stages: CrystalStages) -> None:
     """FC20: two mentions against six: 1/2 + 10 U(2) and 1/2 + 10 U(6)."""
     S = np.full(7, 1.0)
@@ -150,8 +150,7 @@ def after_breaths(stages: BreathStages, D: float, M_bar: float, breaths: int) ->
     return float(now[0])
 
 
-@pytest.mark.spec(id="CC-RESONANCE")
-@pytest.mark.spec(id="CC-DECAY")
+@pytest.mark.spec("CC-RESONANCE", "CC-DECAY")
 def test_resonance_does_not_hold_a_trunk_up(breath_stages: BreathStages) -> None:
     """FC15: active at every breath, a trunk of impact 10.75 falls from D = 1 to 0.17; from 11 on it can stay up."""
     assert 0.15 < after_breaths(breath_stages, 1.0, 4.0, 100) < 0.17
@@ -160,7 +159,7 @@ def test_resonance_does_not_hold_a_trunk_up(breath_stages: BreathStages) -> None
     assert after_breaths(breath_stages, 0.5, 11.0, 100) < 0.2
 
 
-@pytest.mark.spec(id="CC-HEBB")
+@pytest.mark.spec("CC-HEBB")
 def test_edges_between_active_trunks_may_weaken(breath_stages: BreathStages) -> None:
     """FC19: the additive multiset makes weights above 1, and min(1, W + eta) takes them back to 1."""
     W = TrunkWeights(np.array([0, 1, 2]), np.array([1, 0]), np.full(2, 2**0.5))

@@ -48,10 +48,7 @@ def D_of(stages: CrystalStages, degree: list[float], p: CrystalCacheParameters =
     return stages.graph(found, trunks, replace(p, tau_edge=0.0)).D[::2]
 
 
-@pytest.mark.spec(id="CC-TRUNK-EDGES")
-@pytest.mark.spec(id="CC-TRUNK-WEIGHT")
-@pytest.mark.spec(id="CC-DEGREE")
-@pytest.mark.spec(id="CC-CRYSTALLIZATION")
+@pytest.mark.spec("CC-TRUNK-EDGES", "CC-TRUNK-WEIGHT", "CC-DEGREE", "CC-CRYSTALLIZATION")
 @given(case=graphs())
 def test_the_graph_equals_the_brute_force(stages: CrystalStages, case: tuple[Text, Trunks]) -> None:
     """S4 MUST give Eq. 24 to 27 from given edges and trunks."""
@@ -59,8 +56,7 @@ def test_the_graph_equals_the_brute_force(stages: CrystalStages, case: tuple[Tex
     assert not list(stage_checks.graph(run(stages, case), text.coattention, trunks, text.parameters))
 
 
-@pytest.mark.spec(id="CC-TRUNK-WEIGHT")
-@pytest.mark.spec(id="CC-DEGREE")
+@pytest.mark.spec("CC-TRUNK-WEIGHT", "CC-DEGREE")
 @given(case=graphs())
 def test_the_graph_is_symmetric_and_pruned(stages: CrystalStages, case: tuple[Text, Trunks]) -> None:
     """W symmetric, zero diagonal, each weight in (tau_edge, sqrt 2]; 0 <= degree <= sqrt 2 (m - 1)."""
@@ -75,7 +71,7 @@ def test_the_graph_is_symmetric_and_pruned(stages: CrystalStages, case: tuple[Te
     assert found.degree.max() <= top * (len(W) - 1)
 
 
-@pytest.mark.spec(id="CC-TRUNK-EDGES")
+@pytest.mark.spec("CC-TRUNK-EDGES")
 def test_a_mutual_pair_counts_twice(stages: CrystalStages) -> None:
     """The multiset is additive, so a mutual pair of singletons has W = w sqrt 2."""
     found = record([1.0, 1.0], [[(1, 0.5)], [(0, 0.5)]], [[], []], 1, 1)
@@ -83,7 +79,7 @@ def test_a_mutual_pair_counts_twice(stages: CrystalStages) -> None:
     assert tolerances.close("CC-TRUNK-WEIGHT", W, [0.5 * math.sqrt(2)] * 2)
 
 
-@pytest.mark.spec(id="CC-TRUNK-EDGES")
+@pytest.mark.spec("CC-TRUNK-EDGES")
 def test_equal_weights_of_different_pairs_both_count(stages: CrystalStages) -> None:
     """Two edges of weight 1/2 between pairs of tokens: density 2/4, not 1/4; inner edges do not count."""
     intra = [[(1, 1.0), (2, 0.5)], [(3, 0.5)], [(3, 1.0)], []]
@@ -92,7 +88,7 @@ def test_equal_weights_of_different_pairs_both_count(stages: CrystalStages) -> N
     assert tolerances.close("CC-TRUNK-WEIGHT", W, [0.5 * math.sqrt(0.5)] * 2)
 
 
-@pytest.mark.spec(id="CC-TRUNK-WEIGHT")
+@pytest.mark.spec("CC-TRUNK-WEIGHT")
 @pytest.mark.parametrize(("tau_edge", "edges"), [(0.25, 0), (0.125, 2)])
 def test_a_weight_must_exceed_tau_edge(stages: CrystalStages, tau_edge: float, edges: int) -> None:
     """Eq. 25 is strict: W = tau_edge is pruned (one edge of 1/2 between pairs of trunks of two tokens: W = 1/4)."""
@@ -101,7 +97,7 @@ def test_a_weight_must_exceed_tau_edge(stages: CrystalStages, tau_edge: float, e
     assert len(graph.weights) == edges
 
 
-@pytest.mark.spec(id="CC-TRUNK-WEIGHT")
+@pytest.mark.spec("CC-TRUNK-WEIGHT")
 @given(case=graphs())
 def test_no_edges_survive_above_the_largest_weight(stages: CrystalStages, case: tuple[Text, Trunks]) -> None:
     """tau_edge >= sqrt 2: every degree is 0 and every D is 1/2."""
@@ -112,7 +108,7 @@ def test_no_edges_survive_above_the_largest_weight(stages: CrystalStages, case: 
     assert found.D.tolist() == [0.5] * len(trunks.sizes)
 
 
-@pytest.mark.spec(id="CC-CRYSTALLIZATION")
+@pytest.mark.spec("CC-CRYSTALLIZATION")
 @given(case=graphs())
 def test_D_lies_in_the_unit_interval_and_follows_the_degree(
     stages: CrystalStages, case: tuple[Text, Trunks],
@@ -125,7 +121,7 @@ def test_D_lies_in_the_unit_interval_and_follows_the_degree(
     assert found.D.max() <= 1
 
 
-@pytest.mark.spec(id="CC-CRYSTALLIZATION")
+@pytest.mark.spec("CC-CRYSTALLIZATION")
 @given(case=graphs())
 def test_the_ablation_without_D_has_the_same_graph(stages: CrystalStages, case: tuple[Text, Trunks]) -> None:
     """Table 10, M only: D = 0 after Eq. 27, edges and degrees to the bit as before."""
@@ -138,20 +134,20 @@ def test_the_ablation_without_D_has_the_same_graph(stages: CrystalStages, case: 
     )
 
 
-@pytest.mark.spec(id="CC-CRYSTALLIZATION")
+@pytest.mark.spec("CC-CRYSTALLIZATION")
 def test_the_standard_deviation_is_the_population_one(stages: CrystalStages) -> None:
     """Degrees (0, 1) have D (.0067, .9933), not (.0283, .9717)."""
     assert np.round(D_of(stages, [0.0, 1.0]), 4).tolist() == [0.0067, 0.9933]
 
 
-@pytest.mark.spec(id="CC-CRYSTALLIZATION")
+@pytest.mark.spec("CC-CRYSTALLIZATION")
 def test_a_vanishing_deviation_falls_back_to_1(stages: CrystalStages) -> None:
     """Degrees (0, 1e-9) give (.5, .5), not (.438, .562)."""
     assert np.round(D_of(stages, [0.0, 1e-9]), 3).tolist() == [0.5, 0.5]
     assert D_of(stages, [0.0, 1e-7])[1] > 0.9
 
 
-@pytest.mark.spec(id="CC-CRYSTALLIZATION")
+@pytest.mark.spec("CC-CRYSTALLIZATION")
 def test_a_deviation_of_epsilon_stays(stages: CrystalStages) -> None:
     """Degrees (0, 1) deviate by 1/2: below an epsilon of 1/2 they do not, below the next float they do."""
     kept = replace(PAPER, epsilon=0.5)
@@ -160,7 +156,7 @@ def test_a_deviation_of_epsilon_stays(stages: CrystalStages) -> None:
     assert np.round(D_of(stages, [0.0, 1.0], fallen), 4).tolist() == [0.0759, 0.9241]
 
 
-@pytest.mark.spec(id="CC-CRYSTALLIZATION")
+@pytest.mark.spec("CC-CRYSTALLIZATION")
 def test_one_trunk_and_equal_degrees_have_D_of_a_half(stages: CrystalStages) -> None:
     """Exactly."""
     found = record([1.0, 1.0], [[(1, 1.0)], []], [[], []], 8, 4)
@@ -168,7 +164,7 @@ def test_one_trunk_and_equal_degrees_have_D_of_a_half(stages: CrystalStages) -> 
     assert D_of(stages, [0.75, 0.75, 0.75]).tolist() == [0.5] * 3
 
 
-@pytest.mark.spec(id="CC-CRYSTALLIZATION")
+@pytest.mark.spec("CC-CRYSTALLIZATION")
 @given(w=st.floats(0.05, 1), m=st.integers(1, 12))
 def test_equal_degrees_have_D_of_a_half(stages: CrystalStages, w: float, m: int) -> None:
     """Exactly for one trunk, else within the bound, because the mean of equal numbers may round."""
@@ -176,7 +172,7 @@ def test_equal_degrees_have_D_of_a_half(stages: CrystalStages, w: float, m: int)
     assert np.abs(D_of(stages, [w] * m) - 0.5).max() <= slack
 
 
-@pytest.mark.spec(id="CC-CRYSTALLIZATION")
+@pytest.mark.spec("CC-CRYSTALLIZATION")
 @given(eighths=st.lists(st.integers(0, 8), min_size=2, max_size=9))
 def test_D_ignores_the_scale_of_degrees(stages: CrystalStages, eighths: list[int]) -> None:
     """D(a deg) = D(deg) for a > 0; exact for a power of two."""
@@ -184,7 +180,7 @@ def test_D_ignores_the_scale_of_degrees(stages: CrystalStages, eighths: list[int
     assert D_of(stages, degree).tolist() == D_of(stages, [x / 2 for x in degree]).tolist()
 
 
-@pytest.mark.spec(id="CC-CRYSTALLIZATION")
+@pytest.mark.spec("CC-CRYSTALLIZATION")
 @given(eighths=st.lists(st.integers(0, 8), min_size=1, max_size=9), data=st.data())
 def test_D_does_not_fall_with_its_own_degree(
     stages: CrystalStages, eighths: list[int], data: st.DataObject,
@@ -198,7 +194,7 @@ def test_D_does_not_fall_with_its_own_degree(
     assert D_of(stages, raised)[at] >= D_of(stages, [x / 8 for x in eighths])[at] - slack
 
 
-@pytest.mark.spec(id="CC-CRYSTALLIZATION")
+@pytest.mark.spec("CC-CRYSTALLIZATION")
 def test_a_steep_logistic_does_not_overflow(stages: CrystalStages) -> None:
     """|s z| may reach hundreds."""
     D = D_of(stages, [1.0, *[0.0] * 60], replace(PAPER, s=400.0))
@@ -208,7 +204,7 @@ def test_a_steep_logistic_does_not_overflow(stages: CrystalStages) -> None:
     assert (far_below > 0).all(), "exp(720) is infinite, exp(-720) is not 0"
 
 
-@pytest.mark.spec(id="CC-DEGREE")
+@pytest.mark.spec("CC-DEGREE")
 def test_degrees_add_the_surviving_weights(stages: CrystalStages) -> None:
     """Eq. 26 over a star of single tokens: exact."""
     found = run(stages, star(0.5, 0.25, 0.0, 1.0))
@@ -217,7 +213,7 @@ def test_degrees_add_the_surviving_weights(stages: CrystalStages) -> None:
     assert found.indptr.tolist() == [0, 3, 4, 5, 5, 6]
 
 
-@pytest.mark.spec(id="CC-TRUNK-EDGES")
+@pytest.mark.spec("CC-TRUNK-EDGES")
 @pytest.mark.parametrize("weights", [(0.1, 0.2, 0.3), (0.3, 0.2, 0.1)])
 def test_weights_are_added_in_the_order_of_E(stages: CrystalStages, weights: tuple[float, float, float]) -> None:
     """Three owners, each with one edge to token 0: density 1, so that W is the mean, to the bit of its sum."""

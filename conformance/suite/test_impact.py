@@ -34,9 +34,7 @@ def cases(draw: st.DrawFn) -> tuple[Vector, IntVector, CrystalCacheParameters]:
     return *draw(salient_tokens(p), label="tokens"), p
 
 
-@pytest.mark.spec(id="CC-COUNT")
-@pytest.mark.spec(id="CC-RARITY")
-@pytest.mark.spec(id="CC-IMPACT")
+@pytest.mark.spec("CC-COUNT", "CC-RARITY", "CC-IMPACT")
 @given(case=cases())
 def test_impact_equals_the_brute_force(
     stages: CrystalStages, case: tuple[Vector, IntVector, CrystalCacheParameters],
@@ -46,7 +44,7 @@ def test_impact_equals_the_brute_force(
     assert not list(stage_checks.impact(stages.impact(S, ids, p), S, ids, p))
 
 
-@pytest.mark.spec(id="CC-COUNT")
+@pytest.mark.spec("CC-COUNT")
 @given(tokens=salient_tokens(), data=st.data())
 def test_ids_are_names(stages: CrystalStages, tokens: tuple[Vector, IntVector], data: st.DataObject) -> None:
     """Any bijection of the ids MUST leave M unchanged, to the bit."""
@@ -57,7 +55,7 @@ def test_ids_are_names(stages: CrystalStages, tokens: tuple[Vector, IntVector], 
     assert stages.impact(S, ids, PAPER).tolist() == stages.impact(S, renamed, PAPER).tolist()
 
 
-@pytest.mark.spec(id="CC-COUNT")
+@pytest.mark.spec("CC-COUNT")
 @given(tokens=salient_tokens(), data=st.data())
 def test_order_of_tokens_says_nothing(
     stages: CrystalStages, tokens: tuple[Vector, IntVector], data: st.DataObject,
@@ -68,7 +66,7 @@ def test_order_of_tokens_says_nothing(
     assert stages.impact(S, ids, PAPER)[order].tolist() == stages.impact(S[order], ids[order], PAPER).tolist()
 
 
-@pytest.mark.spec(id="CC-RARITY")
+@pytest.mark.spec("CC-RARITY")
 @given(count=st.integers(1, 200))
 def test_a_further_mention_lowers_the_impact(stages: CrystalStages, count: int) -> None:
     """U strictly falls with c, and lies in (0, 1 / (1 + ln 2)] (6.406 = 1/2 + 10 U(1))."""
@@ -78,7 +76,7 @@ def test_a_further_mention_lowers_the_impact(stages: CrystalStages, count: int) 
     assert 0.5 < more < fewer < 6.4062
 
 
-@pytest.mark.spec(id="CC-IMPACT")
+@pytest.mark.spec("CC-IMPACT")
 @given(tokens=salient_tokens(), data=st.data())
 def test_impact_rises_with_salience_and_never_meets_the_clip(
     stages: CrystalStages, tokens: tuple[Vector, IntVector], data: st.DataObject,
@@ -93,7 +91,7 @@ def test_impact_rises_with_salience_and_never_meets_the_clip(
     assert 10 * s3.rarity(len(S)) + 0.05 <= low.min() <= high.max() <= 15.907
 
 
-@pytest.mark.spec(id="CC-IMPACT")
+@pytest.mark.spec("CC-IMPACT")
 @given(tokens=salient_tokens())
 def test_ablations_of_impact_are_exact(stages: CrystalStages, tokens: tuple[Vector, IntVector]) -> None:
     """Table 10: uniform M is 1, no Von Restorff is M_i = clip(S_i), both to the bit."""
@@ -102,7 +100,7 @@ def test_ablations_of_impact_are_exact(stages: CrystalStages, tokens: tuple[Vect
     assert stages.impact(S, ids, replace(PAPER, impact="salience")).tolist() == S.tolist()
 
 
-@pytest.mark.spec(id="CC-IMPACT")
+@pytest.mark.spec("CC-IMPACT")
 @given(case=cases())
 def test_given_counts_are_as_good_as_ids(
     breath_stages: BreathStages, case: tuple[Vector, IntVector, CrystalCacheParameters],
@@ -113,8 +111,7 @@ def test_given_counts_are_as_good_as_ids(
     assert not list(stage_checks.impact(breath_stages.impact(S, counts, p), S, ids, p))
 
 
-@pytest.mark.spec(id="CC-COUNT")
-@pytest.mark.spec(id="CC-IMPACT")
+@pytest.mark.spec("CC-COUNT", "CC-IMPACT")
 @pytest.mark.parametrize("form", ["mixture", "salience", "uniform"])
 def test_impact_is_an_array_of_its_own(stages: CrystalStages, form: Literal["mixture", "salience", "uniform"]) -> None:
     """What later changes M must not change S."""
@@ -124,7 +121,7 @@ def test_impact_is_an_array_of_its_own(stages: CrystalStages, form: Literal["mix
     assert found.dtype == np.float64
 
 
-@pytest.mark.spec(id="CC-IMPACT")
+@pytest.mark.spec("CC-IMPACT")
 def test_impact_is_clipped(stages: CrystalStages) -> None:
     """Eq. 22's clip, where parameters make it bind."""
     p = replace(PAPER, M_min=0.9, M_max=1.0)
@@ -133,7 +130,7 @@ def test_impact_is_clipped(stages: CrystalStages) -> None:
     assert stages.impact(np.array([0.5]), np.array([3]), wide).max() <= 0.5
 
 
-@pytest.mark.spec(id="CC-TRUNK-IMPACT")
+@pytest.mark.spec("CC-TRUNK-IMPACT")
 @given(data=st.data(), M=dyadic_impacts(12))
 def test_trunk_impact_is_the_mean_of_the_best_three(
     stages: CrystalStages, data: st.DataObject, M: Vector,
@@ -154,7 +151,7 @@ def test_trunk_impact_is_the_mean_of_the_best_three(
     assert (higher >= trunks.impact).all()
 
 
-@pytest.mark.spec(id="CC-RARITY")
+@pytest.mark.spec("CC-RARITY")
 @pytest.mark.parametrize("count", [1, 2, 10, 100, 1000])
 def test_impact_of_a_token_that_occurs_so_often(stages: CrystalStages, count: int) -> None:
     """Eq. 21 at the counts that the paper prints, whose .295 for 10 is .294."""
@@ -162,7 +159,7 @@ def test_impact_of_a_token_that_occurs_so_often(stages: CrystalStages, count: in
     assert not list(stage_checks.impact(stages.impact(S, ids, PAPER), S, ids, PAPER))
 
 
-@pytest.mark.spec(id="CC-TRUNK-IMPACT")
+@pytest.mark.spec("CC-TRUNK-IMPACT")
 def test_the_best_three_are_added_from_the_largest_down(stages: CrystalStages) -> None:
     """(.3 + .2) + .1 is .6; from the least up it is the next float."""
     found = record([1.0] * 4, [[] for _ in range(4)], [[] for _ in range(4)], 8, 4)

@@ -19,8 +19,7 @@ from spec.parameters import NESTEDKV, NestedKVParameters
 lengths = st.integers(1, 40)
 
 
-@pytest.mark.spec(id="NK-UNIT-KEYS")
-@pytest.mark.spec(id="NK-SCORE")
+@pytest.mark.spec("NK-UNIT-KEYS", "NK-SCORE")
 def test_a_zero_key_is_refused_by_name(nestedkv_stages: NestedKVStages) -> None:
     k = keys(0, 3, 9)
     k[1, 7] = 0
@@ -29,7 +28,7 @@ def test_a_zero_key_is_refused_by_name(nestedkv_stages: NestedKVStages) -> None:
     assert {"1", "7"} <= set(re.findall(r"\d+", str(caught.value)))  # its KV head and token, in whatever words
 
 
-@pytest.mark.spec(id="NK-SCORE")
+@pytest.mark.spec("NK-SCORE")
 @pytest.mark.parametrize("k", [np.zeros((2, 3)), np.full((1, 2, 2), np.nan), np.ones((1, 2, 2), int), "k"])
 def test_keys_of_a_wrong_kind_are_refused(nestedkv_stages: NestedKVStages, k: Any) -> None:
     with refused("k", k):
@@ -45,17 +44,10 @@ def inside(found: Any, k: Any, p: NestedKVParameters, precision: str) -> None:
         assert (got <= 1 + radius).all()
 
 
-@pytest.mark.spec(id="NK-UNIT-KEYS")
-@pytest.mark.spec(id="NK-STABLE")
-@pytest.mark.spec(id="NK-EPISODIC")
-@pytest.mark.spec(id="NK-CURRENT")
-@pytest.mark.spec(id="NK-ANOMALY")
-@pytest.mark.spec(id="NK-MIN-MAX")
-@pytest.mark.spec(id="NK-GAP")
-@pytest.mark.spec(id="NK-BLEND")
-@pytest.mark.spec(id="NK-SURPRISE")
-@pytest.mark.spec(id="NK-ROUTE")
-@pytest.mark.spec(id="NK-SCORE")
+@pytest.mark.spec(
+    "NK-UNIT-KEYS", "NK-STABLE", "NK-EPISODIC", "NK-CURRENT", "NK-ANOMALY", "NK-MIN-MAX", "NK-GAP", "NK-BLEND",
+    "NK-SURPRISE", "NK-ROUTE", "NK-SCORE",
+)
 @given(
     seed=seeds, H_kv=st.integers(1, 2), n=lengths, W=st.integers(1, 9), tau=st.sampled_from([NESTED.tau, 0.0]),
 )
@@ -70,17 +62,10 @@ def test_a_score_lies_within_its_radius(
     inside(found, k, p, precision)
 
 
-@pytest.mark.spec(id="NK-UNIT-KEYS")
-@pytest.mark.spec(id="NK-STABLE")
-@pytest.mark.spec(id="NK-EPISODIC")
-@pytest.mark.spec(id="NK-CURRENT")
-@pytest.mark.spec(id="NK-ANOMALY")
-@pytest.mark.spec(id="NK-MIN-MAX")
-@pytest.mark.spec(id="NK-GAP")
-@pytest.mark.spec(id="NK-BLEND")
-@pytest.mark.spec(id="NK-SURPRISE")
-@pytest.mark.spec(id="NK-ROUTE")
-@pytest.mark.spec(id="NK-SCORE")
+@pytest.mark.spec(
+    "NK-UNIT-KEYS", "NK-STABLE", "NK-EPISODIC", "NK-CURRENT", "NK-ANOMALY", "NK-MIN-MAX", "NK-GAP", "NK-BLEND",
+    "NK-SURPRISE", "NK-ROUTE", "NK-SCORE",
+)
 def test_the_papers_constants_across_blocks_and_windows(nestedkv_stages: NestedKVStages, precision: str) -> None:
     """300 tokens: blocks of 128 and a short one; windows that begin and end inside them. The radius says something."""
     k = keys(5, 1, 300, 8)
@@ -88,8 +73,7 @@ def test_the_papers_constants_across_blocks_and_windows(nestedkv_stages: NestedK
     inside(nestedkv_stages.anomaly_score(k, NESTEDKV), k, NESTEDKV, precision)
 
 
-@pytest.mark.spec(id="NK-SCORE")
-@pytest.mark.spec(id="NK-MIN-MAX")
+@pytest.mark.spec("NK-SCORE", "NK-MIN-MAX")
 def test_equal_keys_score_zero(nestedkv_stages: NestedKVStages) -> None:
     """Also keys of one direction and several lengths: nothing is an anomaly, to the bit."""
     k = np.tile(np.array([0.1, 0.7, -0.3], np.float32), (2, 200, 1))
@@ -97,11 +81,7 @@ def test_equal_keys_score_zero(nestedkv_stages: NestedKVStages) -> None:
     assert (nestedkv_stages.anomaly_score(k, NESTEDKV) == 0).all()
 
 
-@pytest.mark.spec(id="NK-STABLE")
-@pytest.mark.spec(id="NK-EPISODIC")
-@pytest.mark.spec(id="NK-CURRENT")
-@pytest.mark.spec(id="NK-ANOMALY")
-@pytest.mark.spec(id="NK-SCORE")
+@pytest.mark.spec("NK-STABLE", "NK-EPISODIC", "NK-CURRENT", "NK-ANOMALY", "NK-SCORE")
 def test_opposite_keys_have_no_mean(nestedkv_stages: NestedKVStages) -> None:
     """k, -k, k, -k: only the windows of odd length point anywhere."""
     k = np.array([[[1.0, 2.0], [-1.0, -2.0]] * 3], np.float32)
@@ -110,7 +90,7 @@ def test_opposite_keys_have_no_mean(nestedkv_stages: NestedKVStages) -> None:
     assert scores_agree(found[0], oracle.scores(k[0].tolist(), p)) or found[0, 0] < found[0, 1:].min()
 
 
-@pytest.mark.spec(id="NK-SCORE")
+@pytest.mark.spec("NK-SCORE")
 @pytest.mark.parametrize("make", [
     lambda k: k.astype(np.float64), lambda k: k[:, ::-1][:, ::-1], lambda k: np.asfortranarray(k),
     lambda k: np.repeat(k, 2, axis=1)[:, ::2], lambda k: np.ascontiguousarray(k.transpose(1, 0, 2)).transpose(1, 0, 2),
@@ -123,15 +103,14 @@ def test_keys_are_read_where_they_lie(nestedkv_stages: NestedKVStages, make: Any
     assert np.array_equal(given, k)
 
 
-@pytest.mark.spec(id="NK-SCORE")
+@pytest.mark.spec("NK-SCORE")
 def test_half_precision_is_read_exactly(nestedkv_stages: NestedKVStages) -> None:
     half = keys(9, 1, 17).astype(np.float16)
     wide = nestedkv_stages.anomaly_score(half.astype(np.float32), NESTED)
     assert np.array_equal(nestedkv_stages.anomaly_score(half, NESTED), wide)
 
 
-@pytest.mark.spec(id="NK-UNIT-KEYS")
-@pytest.mark.spec(id="NK-SCORE")
+@pytest.mark.spec("NK-UNIT-KEYS", "NK-SCORE")
 @pytest.mark.parametrize("scale", [2.0**-90, 2.0**-8, 2.0**90])
 def test_lengths_of_keys_say_nothing(nestedkv_stages: NestedKVStages, scale: float) -> None:
     """A power of two changes no bit, where squares would overflow or vanish in float32 too."""
@@ -140,8 +119,7 @@ def test_lengths_of_keys_say_nothing(nestedkv_stages: NestedKVStages, scale: flo
     assert np.array_equal(nestedkv_stages.anomaly_score(longer, NESTED), nestedkv_stages.anomaly_score(k, NESTED))
 
 
-@pytest.mark.spec(id="NK-UNIT-KEYS")
-@pytest.mark.spec(id="NK-SCORE")
+@pytest.mark.spec("NK-UNIT-KEYS", "NK-SCORE")
 def test_a_key_of_2_to_the_minus_126_is_a_key(nestedkv_stages: NestedKVStages) -> None:
     """No backend may count it as zero: only what is shorter."""
     k = np.array([[[1.0, 0.0], [0.0, -1.0], [-1.0, 0.0], [0.0, 1.0], [1.0, 0.0]]], np.float32)

@@ -53,7 +53,7 @@ def same_records(a: CrystalRetention, b: CrystalRetention) -> bool:
     )
 
 
-@pytest.mark.spec(id="CC-PREFILL")
+@pytest.mark.spec("CC-PREFILL")
 @given(prompt=prompts())
 def test_a_prefill_equals_algorithm_2(backend: Backend, precision: str, prompt: Prompt) -> None:
     """Kept positions MUST be those of Algorithm 2, unless S1 outputs inside the certified box lead elsewhere."""
@@ -63,7 +63,7 @@ def test_a_prefill_equals_algorithm_2(backend: Backend, precision: str, prompt: 
     assert not list(stage_checks.retention(found, prompt, precision))
 
 
-@pytest.mark.spec(id="CC-PREFILL")
+@pytest.mark.spec("CC-PREFILL")
 @given(prompt=prompts())
 def test_a_prefill_is_a_function_of_its_arguments(backend: Backend, prompt: Prompt) -> None:
     """The same arguments MUST give the same bits; read-only inputs are accepted, and none is changed."""
@@ -76,7 +76,7 @@ def test_a_prefill_is_a_function_of_its_arguments(backend: Backend, prompt: Prom
         assert np.array_equal(array, copy)
 
 
-@pytest.mark.spec(id="CC-PREFILL")
+@pytest.mark.spec("CC-PREFILL")
 @given(prompt=prompts())
 def test_strides_say_nothing(backend: Backend, precision: str, prompt: Prompt) -> None:
     """Views with other strides are read as what they hold."""
@@ -88,7 +88,7 @@ def test_strides_say_nothing(backend: Backend, precision: str, prompt: Prompt) -
     assert not list(stage_checks.retention(strided, prompt, precision))
 
 
-@pytest.mark.spec(id="CC-PREFILL")
+@pytest.mark.spec("CC-PREFILL")
 @given(prompt=prompts(), data=st.data())
 def test_ids_are_names(backend: Backend, prompt: Prompt, data: st.DataObject) -> None:
     """A bijection of ids that takes the sentence ends along changes nothing."""
@@ -101,7 +101,7 @@ def test_ids_are_names(backend: Backend, prompt: Prompt, data: st.DataObject) ->
     assert same_records(renamed, run(backend, prompt))
 
 
-@pytest.mark.spec(id="CC-PREFILL")
+@pytest.mark.spec("CC-PREFILL")
 @given(prompt=prompts())
 def test_budget_1_keeps_everything(backend: Backend, prompt: Prompt) -> None:
     """Beta = 1 MUST keep [0, n), and D as it was."""
@@ -110,7 +110,7 @@ def test_budget_1_keeps_everything(backend: Backend, prompt: Prompt) -> None:
     assert found.D.tolist() == found.graph.D.tolist()
 
 
-@pytest.mark.spec(id="CC-PREFILL")
+@pytest.mark.spec("CC-PREFILL")
 @given(prompt=prompts(), less=st.integers(1, 99))
 def test_budgets_nest(backend: Backend, prompt: Prompt, less: int) -> None:
     """A smaller beta keeps a subset."""
@@ -118,8 +118,7 @@ def test_budgets_nest(backend: Backend, prompt: Prompt, less: int) -> None:
     assert set(small.kept.tolist()) <= set(run(backend, prompt).kept.tolist())
 
 
-@pytest.mark.spec(id="CC-BUDGET")
-@pytest.mark.spec(id="CC-PROTECTED")
+@pytest.mark.spec("CC-BUDGET", "CC-PROTECTED")
 @given(prompt=prompts())
 def test_the_result_says_how_far_it_is_over_budget(backend: Backend, prompt: Prompt) -> None:
     """B_prot <= |R| <= max(B, B_prot); over_budget is the excess; the sink and the window stay."""
@@ -130,8 +129,7 @@ def test_the_result_says_how_far_it_is_over_budget(backend: Backend, prompt: Pro
     assert {*range(min(n, p.N_sink)), *range(max(0, n - p.W_recent), n)} <= set(found.kept.tolist())
 
 
-@pytest.mark.spec(id="CC-IMPACT")
-@pytest.mark.spec(id="CC-NORMALISED-IMPACT")
+@pytest.mark.spec("CC-IMPACT", "CC-NORMALISED-IMPACT")
 @given(prompt=prompts())
 def test_uniform_impact_equals_alpha_0(backend: Backend, prompt: Prompt) -> None:
     """Table 10: scores and r to the bit, R up to the single partial trunk; S1, trunks and graph as by default."""
@@ -146,7 +144,7 @@ def test_uniform_impact_equals_alpha_0(backend: Backend, prompt: Prompt) -> None
     assert uniform.graph.weights.tolist() == D_only.graph.weights.tolist()
 
 
-@pytest.mark.spec(id="CC-IMPACT")
+@pytest.mark.spec("CC-IMPACT")
 @given(prompt=prompts())
 def test_no_von_restorff_changes_the_impact_alone(backend: Backend, prompt: Prompt) -> None:
     """Table 10: M_i = clip(S_i); edges, trunks, W and D are the default's to the bit."""
@@ -156,8 +154,7 @@ def test_no_von_restorff_changes_the_impact_alone(backend: Backend, prompt: Prom
     assert a.graph.D.tolist() == b.graph.D.tolist()
 
 
-@pytest.mark.spec(id="CC-CRYSTALLIZATION")
-@pytest.mark.spec(id="CC-SCORE")
+@pytest.mark.spec("CC-CRYSTALLIZATION", "CC-SCORE")
 @given(prompt=prompts(), alpha=st.sampled_from([0.25, 2.0]))
 def test_without_D_alpha_says_nothing(backend: Backend, prompt: Prompt, alpha: float) -> None:
     """Table 10, M only: score = alpha M~, and R does not depend on alpha > 0."""
@@ -166,7 +163,7 @@ def test_without_D_alpha_says_nothing(backend: Backend, prompt: Prompt, alpha: f
     assert a.kept.tolist() == b.kept.tolist()
 
 
-@pytest.mark.spec(id="CC-SPLIT")
+@pytest.mark.spec("CC-SPLIT")
 @given(prompt=prompts(), tau_merge=st.sampled_from([0.0, 1.0]), N_min=st.integers(0, 5))
 def test_token_level_ignores_sentences_merging_and_N_min(
     backend: Backend, prompt: Prompt, tau_merge: float, N_min: int,
@@ -182,7 +179,7 @@ def test_token_level_ignores_sentences_merging_and_N_min(
     assert len(a.kept) == min(n, a.budget)
 
 
-@pytest.mark.spec(id="CC-SCORE")
+@pytest.mark.spec("CC-SCORE")
 @given(prompt=prompts())
 def test_without_edges_D_is_a_half(backend: Backend, prompt: Prompt) -> None:
     """E empty, or tau_edge >= sqrt 2: D = 1/2, so score = max(1/2, alpha M~)."""
@@ -193,7 +190,7 @@ def test_without_edges_D_is_a_half(backend: Backend, prompt: Prompt) -> None:
         assert (found.scores[~found.protected] >= 0.5).all()
 
 
-@pytest.mark.spec(id="CC-PROTECTED")
+@pytest.mark.spec("CC-PROTECTED")
 @given(prompt=prompts())
 def test_no_sink_and_no_window_protect_nothing(backend: Backend, prompt: Prompt) -> None:
     """N_sink = W_recent = 0: Protected is empty and B is the ceiling alone."""
@@ -202,7 +199,7 @@ def test_no_sink_and_no_window_protect_nothing(backend: Backend, prompt: Prompt)
     assert found.budget == -(-prompt.share.numerator * len(prompt.token_ids) // prompt.share.denominator)
 
 
-@pytest.mark.spec(id="CC-PREFILL")
+@pytest.mark.spec("CC-PREFILL")
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 @pytest.mark.parametrize("group", [1, 2, 4, 7, 8])
 def test_two_tokens_and_every_head_group(backend: Backend, dtype: type, group: int) -> None:
@@ -214,15 +211,14 @@ def test_two_tokens_and_every_head_group(backend: Backend, dtype: type, group: i
     assert found.kept.dtype == np.int64
 
 
-@pytest.mark.spec(id="CC-PREFILL")
-@pytest.mark.spec(id="CC-ATTENTION")
+@pytest.mark.spec("CC-PREFILL", "CC-ATTENTION")
 @given(prompt=prompts())
 def test_the_default_scaling_is_one_over_the_root_of_d(backend: Backend, prompt: Prompt) -> None:
     d = prompt.inputs.q.shape[2]
     assert same_records(run(backend, prompt, scaling=None), run(backend, prompt, scaling=d**-0.5))
 
 
-@pytest.mark.spec(id="CC-BUDGET-FORMS")
+@pytest.mark.spec("CC-BUDGET-FORMS")
 @given(prompt=prompts(), tokens=st.integers(1, 30))
 def test_every_form_of_a_budget(backend: Backend, prompt: Prompt, tokens: int) -> None:
     """A float, a decimal, a percentage and a Budget are one; an int is tokens."""
@@ -239,15 +235,14 @@ def observation(prompt: Prompt, groups: int = 1) -> Observation:
     return Observation(len(prompt.token_ids), groups, prompt.token_ids, {0: view})
 
 
-@pytest.mark.spec(id="CC-PREFILL")
+@pytest.mark.spec("CC-PREFILL")
 @given(prompt=prompts())
 def test_the_default_is_half_of_the_tokens(backend: Backend, prompt: Prompt) -> None:
     asked = {name: value for name, value in prompt.arguments.items() if name != "budget"}
     assert same_records(prefill(**asked, backend=backend), run(backend, prompt, budget=0.5))
 
 
-@pytest.mark.spec(id="CC-PREFILL")
-@pytest.mark.spec(id="PO-RETAIN")
+@pytest.mark.spec("CC-PREFILL", "PO-RETAIN")
 @given(prompt=prompts())
 def test_five_parts_compose_to_the_prefill(backend: Backend, prompt: Prompt) -> None:
     """The policy's scorer, budgets, selector and protection MUST give the prefill to the bit."""
@@ -260,7 +255,7 @@ def test_five_parts_compose_to_the_prefill(backend: Backend, prompt: Prompt) -> 
     assert same_records(records, run(backend, prompt))
 
 
-@pytest.mark.spec(id="PO-RETAIN")
+@pytest.mark.spec("PO-RETAIN")
 @given(prompt=prompts())
 def test_its_scores_serve_another_selector(backend: Backend, prompt: Prompt) -> None:
     """Whole trunks by score instead of the dissolution: B tokens and no records, which are the dissolution's."""
@@ -271,7 +266,7 @@ def test_its_scores_serve_another_selector(backend: Backend, prompt: Prompt) -> 
     assert len(retention.positions) == min(shown.seen, max(policy.floor, budget.tokens(shown.seen)))
 
 
-@pytest.mark.spec(id="CC-PREFILL")
+@pytest.mark.spec("CC-PREFILL")
 def test_paper_parameters_on_a_prompt_longer_than_the_floor(backend: Backend, precision: str) -> None:
     """PAPER: 240 tokens, B = max(132, 168): something is evicted, and the chain holds."""
     prompt = replace(random_prompt(np.random.default_rng(7), PAPER, 240), budget="0.7")

@@ -26,7 +26,7 @@ def drawn(seed: int) -> tuple[Any, Any, Any, float | None]:
     return 2 * q, k, v, None if seed % 4 else 5.0
 
 
-@pytest.mark.spec(id="PO-OBSERVED-ATTENTION")
+@pytest.mark.spec("PO-OBSERVED-ATTENTION")
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_received_attention(policy_stages: PolicyStages, precision: str, seed: int, dtype: type) -> None:
@@ -42,7 +42,7 @@ def test_received_attention(policy_stages: PolicyStages, precision: str, seed: i
         assert all(scores_agree(got, row, precision) for got, row in zip(found, want.tolist(), strict=True))
 
 
-@pytest.mark.spec(id="PO-OBSERVED-ATTENTION")
+@pytest.mark.spec("PO-OBSERVED-ATTENTION")
 def test_each_query_gives_one(policy_stages: PolicyStages) -> None:
     """Far apart logits, one key, equal keys: exactly."""
     one = policy_stages.received_attention(single(np.ones((6, 1, 4))), single(np.ones((2, 1, 4))), 1.0, None)
@@ -54,7 +54,7 @@ def test_each_query_gives_one(policy_stages: PolicyStages) -> None:
     assert policy_stages.received_attention(q, k, 1.0, 3000.0).tolist() == [[2.0, 1.0, 0.0]]
 
 
-@pytest.mark.spec(id="PO-EXPECTED-ATTENTION")
+@pytest.mark.spec("PO-EXPECTED-ATTENTION")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_expected_attention(policy_stages: PolicyStages, precision: str, seed: int) -> None:
     """Queries behind a sink, or of a later segment, under a rotation with and without a factor."""
@@ -84,7 +84,7 @@ def kept(stages: PolicyStages, values: Matrix, shares: IntVector, pinned: BoolMa
     return [found.positions[low:high].tolist() for low, high in zip(found.offsets, found.offsets[1:], strict=False)]
 
 
-@pytest.mark.spec(id="PO-TOP-UNITS")
+@pytest.mark.spec("PO-TOP-UNITS")
 @pytest.mark.parametrize("seed", range(120))
 def test_best_tokens(policy_stages: PolicyStages, seed: int) -> None:
     """Ties by the dozen, infinite scores, tokens without one, pinned tokens of each row's own, any share."""

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("compiled")
 SIZES = [15, 16, 17, 31, 32, 33, 40, 41, 63, 65, 127, 129, 255, 257, 1_023, 1_025, 65_535, 65_537, 100_000]
 
 
-@pytest.mark.spec(id="CC-KEY-NORM")
+@pytest.mark.spec("CC-KEY-NORM")
 @pytest.mark.parametrize(("H_kv", "n", "d"), [
     (1, 70_000, 8), (3, 1_025, 96), (5, 300, 80), (8, 5_000, 128), (16, 1_100, 64), (17, 65, 33), (32, 257, 128),
     (40, 130, 256), (2, 33, 1_025),
@@ -46,7 +46,7 @@ def table(sizes: IntVector, norms: Vector) -> LiveTrunks:
     return LiveTrunks(2**33 + np.arange(n), offsets, np.ones(n), norms, np.ones(len(sizes)))
 
 
-@pytest.mark.spec(id="CC-ACTIVATION")
+@pytest.mark.spec("CC-ACTIVATION")
 @pytest.mark.parametrize("size", SIZES)
 def test_more_than_half_of_a_wide_trunk(breath_stages: BreathStages, size: int) -> None:
     """Of six trunks of a size half of the members are above, half and one, all but one, one, none; the last ones."""
@@ -59,7 +59,7 @@ def test_more_than_half_of_a_wide_trunk(breath_stages: BreathStages, size: int) 
     assert found.tolist()[:4] == [False, True, True, size == 1]
 
 
-@pytest.mark.spec(id="CC-ACTIVATION")
+@pytest.mark.spec("CC-ACTIVATION")
 @pytest.mark.parametrize("m", SIZES)
 def test_activation_of_many_trunks(breath_stages: BreathStages, m: int) -> None:
     numbers = Numbers(m)
@@ -69,7 +69,7 @@ def test_activation_of_many_trunks(breath_stages: BreathStages, m: int) -> None:
     assert np.array_equal(breath_stages.activation(live, PAPER), oracle.activation(norms, live.offsets, 0.3))
 
 
-@pytest.mark.spec(id="CC-ETA")
+@pytest.mark.spec("CC-ETA")
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("at", ["first", "last"])
 def test_the_largest_norm_anywhere(breath_stages: BreathStages, n: int, at: str) -> None:
@@ -81,7 +81,7 @@ def test_the_largest_norm_anywhere(breath_stages: BreathStages, n: int, at: str)
         assert found.sum() == (n if others else 1)
 
 
-@pytest.mark.spec(id="CC-ETA")
+@pytest.mark.spec("CC-ETA")
 @pytest.mark.parametrize("n", SIZES)
 def test_one_finite_norm_among_zero_keys(breath_stages: BreathStages, n: int) -> None:
     """It is the maximum wherever it stands, so its eta is 1, and so is that of a zero key."""
@@ -139,7 +139,7 @@ NETS = [
 ]
 
 
-@pytest.mark.spec(id="CC-RESONANCE")
+@pytest.mark.spec("CC-RESONANCE")
 @pytest.mark.parametrize("net", NETS, ids=str)
 def test_pulses_over_large_graphs(breath_stages: BreathStages, net: Net) -> None:
     """D after every source in turn, to the bit."""
@@ -150,7 +150,7 @@ def test_pulses_over_large_graphs(breath_stages: BreathStages, net: Net) -> None
     assert breath_stages.resonance(D, W, active, p).tolist() == oracle.resonance(D, W, active, p).tolist()
 
 
-@pytest.mark.spec(id="CC-PULSE")
+@pytest.mark.spec("CC-PULSE")
 @pytest.mark.parametrize("hops", [1, 2, 3, 4, 5, 16, 17, 33, 65, 129, 257, 299])
 def test_how_far_one_pulse_goes(breath_stages: BreathStages, hops: int) -> None:
     """Along a chain without loss it reaches `hops` trunks on either side of the source and no more."""
@@ -160,7 +160,7 @@ def test_how_far_one_pulse_goes(breath_stages: BreathStages, hops: int) -> None:
     assert np.flatnonzero(D).tolist() == list(range(300 - hops, 300 + hops + 1))
 
 
-@pytest.mark.spec(id="CC-PULSE")
+@pytest.mark.spec("CC-PULSE")
 @pytest.mark.parametrize("degree", [15, 16, 17, 33, 65, 129, 257, 1_025, 65_537])
 def test_the_strongest_of_many_senders(breath_stages: BreathStages, degree: int) -> None:
     """Source, `degree` trunks between, one behind them all: the strongest way in is the last but one."""
@@ -175,7 +175,7 @@ def test_the_strongest_of_many_senders(breath_stages: BreathStages, degree: int)
     assert (D[0], D[1], D[-1]) == (0.5, 0.25, 0.5 * 0.375)
 
 
-@pytest.mark.spec(id="CC-RAISE")
+@pytest.mark.spec("CC-RAISE")
 @pytest.mark.parametrize("sources", [16, 17, 33, 65, 129, 257, 1_025])
 def test_a_pulse_of_each_of_many_sources(breath_stages: BreathStages, sources: int) -> None:
     """All neighbours of a hub are active: it is raised once by each, in their order, to the bit."""
@@ -186,7 +186,7 @@ def test_a_pulse_of_each_of_many_sources(breath_stages: BreathStages, sources: i
     assert breath_stages.resonance(D, W, active, p).tolist() == oracle.resonance(D, W, active, p).tolist()
 
 
-@pytest.mark.spec(id="CC-HEBB")
+@pytest.mark.spec("CC-HEBB")
 @pytest.mark.parametrize("net", [net for net in NETS if not net.name.startswith("chain")], ids=str)
 def test_the_update_of_large_graphs(breath_stages: BreathStages, net: Net) -> None:
     """Rows, columns and weights to the bit; edges at the threshold go."""
@@ -198,7 +198,7 @@ def test_the_update_of_large_graphs(breath_stages: BreathStages, net: Net) -> No
         assert np.array_equal(got, want)
 
 
-@pytest.mark.spec(id="CC-HEBB")
+@pytest.mark.spec("CC-HEBB")
 @pytest.mark.parametrize("m", [17, 33, 65, 257, 1_025, 65_537])
 def test_the_prune_after_decay_is_strict_everywhere(breath_stages: BreathStages, m: int) -> None:
     """A chain whose weights decay to tau_edge, or to the next float: every third pair goes; active pairs end at 1."""
@@ -212,7 +212,7 @@ def test_the_prune_after_decay_is_strict_everywhere(breath_stages: BreathStages,
     assert (breath_stages.hebbian(W, np.ones(m, dtype=np.bool_), p).weights == 1).all()
 
 
-@pytest.mark.spec(id="CC-DECAY")
+@pytest.mark.spec("CC-DECAY")
 @pytest.mark.parametrize("m", SIZES)
 def test_decay_of_many_trunks(breath_stages: BreathStages, m: int) -> None:
     numbers = Numbers(m)
@@ -243,7 +243,7 @@ SEGMENTS = [
 ]
 
 
-@pytest.mark.spec(id="CC-SEGMENT-GRAPH")
+@pytest.mark.spec("CC-SEGMENT-GRAPH")
 @pytest.mark.parametrize("case", SEGMENTS, ids=str)
 def test_edges_to_older_trunks(breath_stages: BreathStages, case: Segment) -> None:
     """Old pairs to the bit; new ones, to new and to old trunks, by Eq. 25 on live sizes."""
@@ -275,7 +275,7 @@ def test_edges_to_older_trunks(breath_stages: BreathStages, case: Segment) -> No
     assert tolerances.close("CC-TRUNK-WEIGHT", found.weights, want[2])
 
 
-@pytest.mark.spec(id="CC-SEGMENT-D")
+@pytest.mark.spec("CC-SEGMENT-D")
 @pytest.mark.parametrize("m", SIZES)
 def test_D_of_a_segment_behind_many_trunks(breath_stages: BreathStages, m: int) -> None:
     """Moments over all trunks, old ones too; values of the last few alone."""

@@ -53,26 +53,26 @@ def outcome(request: pytest.FixtureRequest, stages: CrystalStages) -> Judged:
     return judge(stages, request.param)
 
 
-@pytest.mark.spec(id="CC-DISSOLVE")
+@pytest.mark.spec("CC-DISSOLVE")
 def test_the_kept_positions(outcome: Judged) -> None:
     """Ties by trunk index in the order, by position in the partial trunk."""
     problem, found, want = outcome
     assert np.array_equal(found.kept, want.kept + int(problem.trunks.offsets[0]))
 
 
-@pytest.mark.spec(id="CC-ALLOCATE")
+@pytest.mark.spec("CC-ALLOCATE")
 def test_the_ratios(outcome: Judged) -> None:
     _, found, want = outcome
     assert np.array_equal(found.ratio, want.ratio)
 
 
-@pytest.mark.spec(id="CC-DISSOLVE-D")
+@pytest.mark.spec("CC-DISSOLVE-D")
 def test_D_after(outcome: Judged) -> None:
     _, found, want = outcome
     assert tolerances.close("CC-DISSOLVE-D", found.D, want.D)
 
 
-@pytest.mark.spec(id="CC-CUT")
+@pytest.mark.spec("CC-CUT")
 def test_what_is_cut(outcome: Judged) -> None:
     """Tokens that stay: all up to B, the protected ones above it, else B less an overshoot."""
     problem, found, _ = outcome
@@ -90,7 +90,7 @@ def equal_trunks(m: int, size: int, B: int) -> EvictionProblem:
     )
 
 
-@pytest.mark.spec(id="CC-DISSOLVE")
+@pytest.mark.spec("CC-DISSOLVE")
 @pytest.mark.parametrize("m", SIZES)
 def test_of_tied_trunks_the_first_go(stages: CrystalStages, m: int) -> None:
     """A third of m trunks goes, the first third."""
@@ -98,7 +98,7 @@ def test_of_tied_trunks_the_first_go(stages: CrystalStages, m: int) -> None:
     assert np.array_equal(found.kept, np.arange(2 * (m // 3), 2 * m))
 
 
-@pytest.mark.spec(id="CC-DISSOLVE")
+@pytest.mark.spec("CC-DISSOLVE")
 @pytest.mark.parametrize("size", SIZES)
 def test_of_tied_members_the_first_stay(stages: CrystalStages, size: int) -> None:
     """A partial trunk of a size between two others; its members are one in M_i, or every third is above the rest."""
@@ -110,7 +110,7 @@ def test_of_tied_members_the_first_stay(stages: CrystalStages, size: int) -> Non
     assert np.array_equal(few.run(stages).kept, expected(few).kept)
 
 
-@pytest.mark.spec(id="CC-KEEP-COUNT")
+@pytest.mark.spec("CC-KEEP-COUNT")
 @pytest.mark.parametrize("size", SIZES)
 def test_a_partial_trunk_keeps_what_the_cut_leaves(stages: CrystalStages, size: int) -> None:
     """|g| - c members for every kind of c, down to N_min; r is one rounded quotient."""
@@ -122,7 +122,7 @@ def test_a_partial_trunk_keeps_what_the_cut_leaves(stages: CrystalStages, size: 
         assert np.array_equal(found.kept, expected(problem).kept)
 
 
-@pytest.mark.spec(id="CC-DISSOLVE")
+@pytest.mark.spec("CC-DISSOLVE")
 @pytest.mark.parametrize("m", [40, 300, 5_000, 66_000])
 @pytest.mark.parametrize("step", [2.0**-30, 2.0**-45, 2.0**-52])
 def test_scores_that_float32_takes_for_one(stages: CrystalStages, m: int, step: float) -> None:
@@ -132,7 +132,7 @@ def test_scores_that_float32_takes_for_one(stages: CrystalStages, m: int, step: 
     assert np.array_equal(problem.run(stages).kept, np.arange(2 * (m - m // 3)))
 
 
-@pytest.mark.spec(id="CC-DISSOLVE")
+@pytest.mark.spec("CC-DISSOLVE")
 @pytest.mark.parametrize("size", [40, 300, 5_000, 66_000])
 def test_impacts_that_float32_takes_for_one(stages: CrystalStages, size: int) -> None:
     """M_i that rise with the position by less than float32 can see: the last ones stay."""
@@ -141,8 +141,7 @@ def test_impacts_that_float32_takes_for_one(stages: CrystalStages, size: int) ->
     assert np.array_equal(problem.run(stages).kept, np.arange(size - size // 2, size))
 
 
-@pytest.mark.spec(id="CC-CUT")
-@pytest.mark.spec(id="CC-ALLOCATE")
+@pytest.mark.spec("CC-CUT", "CC-ALLOCATE")
 def test_a_budget_beyond_2_to_24(stages: CrystalStages) -> None:
     """2^24 + 999 tokens, 1 000 trunks; B = 2^24 + 1, which float32 does not hold: 998 tokens of one trunk go."""
     n, B = 2**24 + 999, 2**24 + 1
@@ -160,7 +159,7 @@ def test_a_budget_beyond_2_to_24(stages: CrystalStages) -> None:
     assert found.kept[-1] == n - 1
 
 
-@pytest.mark.spec(id="CC-CUT")
+@pytest.mark.spec("CC-CUT")
 @pytest.mark.parametrize("B", [2**16 + 1, 2**24 + 1, 2**31 - 1, 2**31 + 5, 2**32, 2**32 + 7, 2**53 + 1])
 def test_a_budget_far_above_the_prompt(stages: CrystalStages, B: int) -> None:
     """Nothing goes, however wide the number is."""
@@ -170,7 +169,7 @@ def test_a_budget_far_above_the_prompt(stages: CrystalStages, B: int) -> None:
     assert found.D.tolist() == problem.D.tolist()
 
 
-@pytest.mark.spec(id="CC-ALLOCATE")
+@pytest.mark.spec("CC-ALLOCATE")
 @pytest.mark.parametrize("N_min", [17, 33, 65, 129, 257, 1_025, 65_537, 2**24 + 1, 2**31 - 1])
 def test_fewest_tokens_of_a_partial_trunk(stages: CrystalStages, N_min: int) -> None:
     """Trunks of at most 300 tokens: the partial one keeps N_min or goes as a whole."""
@@ -181,8 +180,7 @@ def test_fewest_tokens_of_a_partial_trunk(stages: CrystalStages, N_min: int) -> 
         assert np.array_equal(found.ratio, want.ratio)
 
 
-@pytest.mark.spec(id="CC-TIERS")
-@pytest.mark.spec(id="CC-TIER-COUNT")
+@pytest.mark.spec("CC-TIERS", "CC-TIER-COUNT")
 @pytest.mark.parametrize("case", [
     Eviction("tiers", 230, 12, 0.5, 6, 4), Eviction("tiers-of-all-ties", 130, 20, 0.4, 1, 3, protected=15),
     Eviction("tiers-of-long-trunks", 45, 90, 0.6, 9, 5, N_min=20),
@@ -195,7 +193,7 @@ def test_tiers_of_hundreds_of_trunks(stages: CrystalStages, case: Eviction) -> N
     assert not list(stage_checks.eviction(problem.run(stages), problem))
 
 
-@pytest.mark.spec(id="CC-COVERAGE")
+@pytest.mark.spec("CC-COVERAGE")
 @pytest.mark.parametrize("share", [0.05, 0.29, 1.0])
 @pytest.mark.parametrize("case", [
     Eviction("cut", 260, 14, 0.4, 5, 4, protected=15), Eviction("long", 40, 120, 0.3, 5, 4),
@@ -205,7 +203,7 @@ def test_coverage_of_hundreds_of_trunks(stages: CrystalStages, case: Eviction, s
     assert not list(stage_checks.eviction(problem.run(stages), problem))
 
 
-@pytest.mark.spec(id="CC-COVERAGE")
+@pytest.mark.spec("CC-COVERAGE")
 @pytest.mark.parametrize("quarter", [8, 65, 1_025, 16_385, 30_000])
 def test_coverage_of_a_long_text(stages: CrystalStages, quarter: int) -> None:
     """Single tokens, the later the better: three quarters are evicted, a quarter of all comes back evenly spaced."""

@@ -69,23 +69,22 @@ def outcome(request: pytest.FixtureRequest, stages: CrystalStages) -> Judged:
     return judge(stages, request.param)
 
 
-@pytest.mark.spec(id="CC-TRUNK-EDGES")
-@pytest.mark.spec(id="CC-TRUNK-WEIGHT")
+@pytest.mark.spec("CC-TRUNK-EDGES", "CC-TRUNK-WEIGHT")
 def test_the_pairs(outcome: Judged) -> None:
     assert not list(checks.pairs(outcome.found, outcome.given, outcome.trunks, outcome.parameters))
 
 
-@pytest.mark.spec(id="CC-TRUNK-WEIGHT")
+@pytest.mark.spec("CC-TRUNK-WEIGHT")
 def test_the_weights(outcome: Judged) -> None:
     assert not list(checks.weights(outcome.found, outcome.given, outcome.trunks))
 
 
-@pytest.mark.spec(id="CC-DEGREE")
+@pytest.mark.spec("CC-DEGREE")
 def test_the_degrees(outcome: Judged) -> None:
     assert not list(checks.degrees(outcome.found))
 
 
-@pytest.mark.spec(id="CC-CRYSTALLIZATION")
+@pytest.mark.spec("CC-CRYSTALLIZATION")
 def test_D(outcome: Judged) -> None:
     assert not list(checks.D(outcome.found, outcome.parameters))
 
@@ -94,7 +93,7 @@ def row(found: TrunkGraph, g: int) -> Vector:
     return found.weights[found.indptr[g] : found.indptr[g + 1]]
 
 
-@pytest.mark.spec(id="CC-DEGREE")
+@pytest.mark.spec("CC-DEGREE")
 @pytest.mark.parametrize("n", [16, 17, 33, 65, 129, 257, 1_025, 65_537, 70_001])
 @pytest.mark.parametrize("at", ["first", "last"])
 def test_a_hub_of_all(stages: CrystalStages, n: int, at: str) -> None:
@@ -107,7 +106,7 @@ def test_a_hub_of_all(stages: CrystalStages, n: int, at: str) -> None:
     assert found.degree.tolist() == oracle.degrees(found.indptr, found.weights).tolist()
 
 
-@pytest.mark.spec(id="CC-TRUNK-EDGES")
+@pytest.mark.spec("CC-TRUNK-EDGES")
 @pytest.mark.parametrize("side", [2, 4, 8, 16, 32])
 def test_weights_are_added_in_the_order_of_E(stages: CrystalStages, side: int) -> None:
     """4 to 1 024 edges of density 1 between two trunks: W is their mean, to the bit of the sum; 24 pairs of trunks."""
@@ -120,7 +119,7 @@ def test_weights_are_added_in_the_order_of_E(stages: CrystalStages, side: int) -
     assert found.weights[1::2].tolist() == want
 
 
-@pytest.mark.spec(id="CC-TRUNK-WEIGHT")
+@pytest.mark.spec("CC-TRUNK-WEIGHT")
 @pytest.mark.parametrize("size", [17, 129, 257, 1_025, 46_341, 65_537, 70_000])
 def test_two_trunks_of_a_size(stages: CrystalStages, size: int) -> None:
     """The product of the sizes passes 2^31 at 46 341 and 2^32 at 65 537; the multiset holds twice the size."""
@@ -132,7 +131,7 @@ def test_two_trunks_of_a_size(stages: CrystalStages, size: int) -> None:
     assert tolerances.close("CC-TRUNK-WEIGHT", found.weights, [want, want])
 
 
-@pytest.mark.spec(id="CC-TRUNK-WEIGHT")
+@pytest.mark.spec("CC-TRUNK-WEIGHT")
 @pytest.mark.parametrize("m", [17, 33, 65, 257, 1_025, 65_537])
 def test_the_prune_is_strict_everywhere(stages: CrystalStages, m: int) -> None:
     """A chain of single tokens: weights of tau_edge go, those of the next float stay, at every place."""
@@ -157,7 +156,7 @@ def degrees_by_pairs(stages: CrystalStages, degree: Vector, p: CrystalCacheParam
     return stages.graph(given, of_sizes([1] * n), shape).D[::2]
 
 
-@pytest.mark.spec(id="CC-CRYSTALLIZATION")
+@pytest.mark.spec("CC-CRYSTALLIZATION")
 @pytest.mark.parametrize("m", [8, 9, 17, 33, 65, 129, 513, 32_769, 50_000])
 def test_the_moments_are_of_all_trunks(stages: CrystalStages, m: int) -> None:
     """Degrees that rise over the trunks, so that no part of them has the mean or the deviation of all."""
@@ -167,7 +166,7 @@ def test_the_moments_are_of_all_trunks(stages: CrystalStages, m: int) -> None:
     assert (np.abs(degrees_by_pairs(stages, degree, PAPER) - want) <= radius).all()
 
 
-@pytest.mark.spec(id="CC-CRYSTALLIZATION")
+@pytest.mark.spec("CC-CRYSTALLIZATION")
 @pytest.mark.parametrize("m", [17, 257, 65_537])
 def test_one_trunk_far_above_the_rest(stages: CrystalStages, m: int) -> None:
     """One edge among m pairs of trunks: sigma falls with their number, and D of the two ends is next to 1."""
@@ -178,12 +177,12 @@ def test_one_trunk_far_above_the_rest(stages: CrystalStages, m: int) -> None:
     assert (np.abs(degrees_by_pairs(stages, degree, PAPER) - want) <= radius).all()
 
 
-@pytest.mark.spec(id="CC-CRYSTALLIZATION")
+@pytest.mark.spec("CC-CRYSTALLIZATION")
 def test_the_ablation_of_many_trunks(stages: CrystalStages) -> None:
     assert not degrees_by_pairs(stages, np.full(70_000, 0.5), replace(PAPER, graph="zero")).any()
 
 
-@pytest.mark.spec(id="CC-TRUNK-EDGES")
+@pytest.mark.spec("CC-TRUNK-EDGES")
 def test_edges_of_far_trunks_count_in_both_directions(stages: CrystalStages) -> None:
     """Two trunks of 300 tokens, 90 000 apart, that chose each other: 600 edges."""
     n, gap = 600, 90_000

@@ -30,7 +30,7 @@ def right(stages: CrystalStages, ids: Any, form: str = "mixture") -> bool:
     return tolerances.close("CC-IMPACT", stages.impact(S, ids, p), oracle.token_impact(S, oracle.counts(ids), p))
 
 
-@pytest.mark.spec(id="CC-COUNT")
+@pytest.mark.spec("CC-COUNT")
 @pytest.mark.parametrize("width", ALIKE)
 def test_ids_that_a_width_takes_for_one(stages: CrystalStages, width: str) -> None:
     a, b = ALIKE[width]
@@ -38,7 +38,7 @@ def test_ids_that_a_width_takes_for_one(stages: CrystalStages, width: str) -> No
     assert right(stages, [b, a, b, b, a, 8, a, b] * 20)
 
 
-@pytest.mark.spec(id="CC-COUNT")
+@pytest.mark.spec("CC-COUNT")
 @pytest.mark.parametrize("n", [
     16, 17, 32, 33, 41, 64, 65, 128, 129, 255, 256, 257, 1_024, 1_025, 65_535, 65_536, 65_537,
 ])
@@ -47,7 +47,7 @@ def test_one_id_so_often(stages: CrystalStages, n: int) -> None:
     assert right(stages, [4, *[6] * n, 5])
 
 
-@pytest.mark.spec(id="CC-COUNT")
+@pytest.mark.spec("CC-COUNT")
 @pytest.mark.parametrize("vocabulary", [16, 32_000, 65_536, 151_936, 2**24, 2**31, 2**33, 2**62])
 def test_ids_of_a_vocabulary(stages: CrystalStages, vocabulary: int) -> None:
     """100 000 tokens, the frequent ones first; and as many that differ."""
@@ -56,14 +56,14 @@ def test_ids_of_a_vocabulary(stages: CrystalStages, vocabulary: int) -> None:
     assert right(stages, np.arange(0, vocabulary, max(1, vocabulary // 70_000))[:100_000])
 
 
-@pytest.mark.spec(id="CC-IMPACT")
+@pytest.mark.spec("CC-IMPACT")
 @pytest.mark.parametrize("form", ["mixture", "salience", "uniform"])
 @pytest.mark.parametrize("n", [17, 33, 65, 129, 257, 1_025, 65_537])
 def test_impact_of_every_token(stages: CrystalStages, form: str, n: int) -> None:
     assert right(stages, np.arange(n) % 700, form)
 
 
-@pytest.mark.spec(id="CC-UNIT-IMPACT")
+@pytest.mark.spec("CC-UNIT-IMPACT")
 @pytest.mark.parametrize("n", [17, 33, 65, 129, 257, 1_025, 65_537])
 def test_the_largest_salience_may_be_the_last(stages: CrystalStages, n: int) -> None:
     p, ids = replace(PAPER, impact="unit"), np.arange(n) % 97
@@ -79,8 +79,7 @@ def widths() -> IntVector:
     return np.array([*range(1, 301), *edges], dtype=np.int64)
 
 
-@pytest.mark.spec(id="CC-RARITY")
-@pytest.mark.spec(id="CC-COUNT")
+@pytest.mark.spec("CC-RARITY", "CC-COUNT")
 @pytest.mark.parametrize("M_max", [20.0, 0.5])
 def test_rarity_of_any_count(breath_stages: BreathStages, M_max: float) -> None:
     """Of given counts, which need no tokens: M = M_max (S / M_max + U) / 2."""
@@ -89,7 +88,7 @@ def test_rarity_of_any_count(breath_stages: BreathStages, M_max: float) -> None:
     assert tolerances.close("CC-IMPACT", breath_stages.impact(S, c, p), oracle.token_impact(S, c, p))
 
 
-@pytest.mark.spec(id="CC-RARITY-FORMS")
+@pytest.mark.spec("CC-RARITY-FORMS")
 @pytest.mark.parametrize("form", ["reciprocal", "exponential"])
 def test_rarity_forms_of_any_count(breath_stages: BreathStages, form: str) -> None:
     c, p = widths(), replace(PAPER, rarity=form, M_min=0.0)  # type: ignore[arg-type]
@@ -101,7 +100,7 @@ def test_rarity_forms_of_any_count(breath_stages: BreathStages, form: str) -> No
 
 
 @pytest.mark.nightly
-@pytest.mark.spec(id="CC-COUNT")
+@pytest.mark.spec("CC-COUNT")
 def test_more_tokens_than_float32_counts(stages: CrystalStages) -> None:
     """2^24 + 3 tokens of one id: about 2 GB."""
     assert right(stages, np.full(2**24 + 3, 7))
@@ -119,7 +118,7 @@ def radius(M_bar: Any, alpha: float) -> float:
 TRUNKS = [15, 16, 17, 31, 33, 63, 65, 127, 129, 255, 257, 1_025, 65_537, 100_000]
 
 
-@pytest.mark.spec(id="CC-NORMALISED-IMPACT")
+@pytest.mark.spec("CC-NORMALISED-IMPACT")
 @pytest.mark.parametrize("m", TRUNKS)
 @pytest.mark.parametrize("at", ["first", "middle", "last"])
 def test_extremes_anywhere(stages: CrystalStages, m: int, at: str) -> None:
@@ -136,7 +135,7 @@ def test_extremes_anywhere(stages: CrystalStages, m: int, at: str) -> None:
     assert (np.abs(found - want)[~shut] <= radius(M_bar[~shut], 2.0)).all()
 
 
-@pytest.mark.spec(id="CC-SCORE")
+@pytest.mark.spec("CC-SCORE")
 @pytest.mark.parametrize("m", TRUNKS)
 def test_the_greater_of_two_paths(stages: CrystalStages, m: int) -> None:
     """D wins in one half of the trunks; with alpha = 0 everywhere, to the bit."""

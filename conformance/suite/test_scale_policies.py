@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("compiled")
 WIDTHS = [16, 17, 31, 33, 64, 65, 127, 129, 256, 257, 513, 1_025]
 
 
-@pytest.mark.spec(id="PO-OBSERVED-ATTENTION")
+@pytest.mark.spec("PO-OBSERVED-ATTENTION")
 @pytest.mark.parametrize(("H", "H_kv", "n"), [
     *[(3, 1, n) for n in [*WIDTHS, 3_000]], *[(20, 20, n) for n in (33, 257, 700)], *[(34, 2, n) for n in (65, 513)],
 ])
@@ -41,7 +41,7 @@ def _attended_keys(q: np.ndarray, k: np.ndarray) -> np.ndarray:
     ])
 
 
-@pytest.mark.spec(id="PO-OBSERVED-ATTENTION")
+@pytest.mark.spec("PO-OBSERVED-ATTENTION")
 @pytest.mark.parametrize(("H", "H_kv", "m", "n", "d", "softcap"), [
     (9, 3, 700, 700, 64, None), (4, 2, 300, 300, 257, None), (5, 1, 1_025, 1_025, 33, None), (8, 1, 400, 400, 64, 2.0),
     (6, 2, 129, 1_200, 64, None), (40, 20, 65, 65, 16, None), (34, 2, 1, 3_000, 128, None), (3, 3, 4, 513, 64, 2.0),
@@ -61,7 +61,7 @@ def test_received_attention_of_thousands(
         assert (np.abs(got - rows.sum(axis=0)) <= radius).all()
 
 
-@pytest.mark.spec(id="PO-EXPECTED-ATTENTION")
+@pytest.mark.spec("PO-EXPECTED-ATTENTION")
 @pytest.mark.parametrize(("H", "H_kv", "m", "n", "d"), [
     (4, 2, 17, 16, 16), (3, 1, 129, 129, 64), (20, 20, 65, 257, 32), (6, 2, 1_025, 1_025, 64), (2, 1, 255, 400, 256),
     (34, 2, 33, 513, 16), (2, 2, 3_000, 3_000, 32),
@@ -85,7 +85,7 @@ def test_expected_attention_of_thousands(
     assert (np.abs(found - want) <= error * want).all()
 
 
-@pytest.mark.spec(id="PO-TOP-UNITS")
+@pytest.mark.spec("PO-TOP-UNITS")
 @pytest.mark.parametrize("n", [*WIDTHS, 4_097, 70_000])
 @pytest.mark.parametrize("values", [2, 1_000_000])
 def test_the_best_of_thousands_of_tokens(policy_stages: PolicyStages, n: int, values: int) -> None:
@@ -99,7 +99,7 @@ def test_the_best_of_thousands_of_tokens(policy_stages: PolicyStages, n: int, va
     assert kept(policy_stages, scores, shares, pinned) == best(scores, shares, pinned)
 
 
-@pytest.mark.spec(id="PO-TOP-UNITS")
+@pytest.mark.spec("PO-TOP-UNITS")
 @pytest.mark.parametrize("groups", [33, 129, 1_025])
 def test_the_best_tokens_of_many_sets(policy_stages: PolicyStages, groups: int) -> None:
     """As many as the layers and heads of large models: each row has its own share."""

@@ -48,23 +48,21 @@ def outcome(request: pytest.FixtureRequest, backend: Backend, precision: str) ->
     return judge(backend, kind, shape, budget, precision)
 
 
-@pytest.mark.spec(id="CC-SALIENCE")
-@pytest.mark.spec(id="CC-ATTENTION")
+@pytest.mark.spec("CC-SALIENCE", "CC-ATTENTION")
 def test_salience(outcome: Judged, precision: str) -> None:
     prompt, found, want, strict = outcome
     p = prompt.inputs.parameters
     assert not list(scale_s1.salience(found.coattention.salience, want, p, precision, strict))
 
 
-@pytest.mark.spec(id="CC-INTRA")
-@pytest.mark.spec(id="CC-ROW-NORM")
+@pytest.mark.spec("CC-INTRA", "CC-ROW-NORM")
 def test_neighbours(outcome: Judged) -> None:
     prompt, found, want, strict = outcome
     p, S1 = prompt.inputs.parameters, found.coattention
     assert not list(scale_s1.neighbours(S1.intra, S1.intra_weight, want.intra, p.k_intra, p.tau_intra, strict))
 
 
-@pytest.mark.spec(id="CC-CROSS")
+@pytest.mark.spec("CC-CROSS")
 def test_sources(outcome: Judged) -> None:
     prompt, found, want, strict = outcome
     p, S1 = prompt.inputs.parameters, found.coattention
@@ -72,7 +70,7 @@ def test_sources(outcome: Judged) -> None:
     assert not list(scale_s1.neighbours(S1.cross, S1.cross_weight, want.cross, p.k_cross, p.tau_cross, strict))
 
 
-@pytest.mark.spec(id="CC-EDGES")
+@pytest.mark.spec("CC-EDGES")
 def test_edges(outcome: Judged) -> None:
     """The view of the record: order, orientation, absolute positions."""
     found = outcome[1].coattention
@@ -80,15 +78,14 @@ def test_edges(outcome: Judged) -> None:
         assert np.array_equal(got, want)
 
 
-@pytest.mark.spec(id="CC-IMPACT")
-@pytest.mark.spec(id="CC-COUNT")
+@pytest.mark.spec("CC-IMPACT", "CC-COUNT")
 def test_impact(outcome: Judged) -> None:
     prompt, found, _, _ = outcome
     S, c, p = found.coattention.salience, oracle.counts(prompt.token_ids), prompt.inputs.parameters
     assert tolerances.close("CC-IMPACT", found.impact, oracle.token_impact(S, c, p))
 
 
-@pytest.mark.spec(id="CC-TRUNKS")
+@pytest.mark.spec("CC-TRUNKS")
 def test_trunks(outcome: Judged) -> None:
     prompt, found, _, _ = outcome
     ends = np.isin(prompt.token_ids, sorted(ENDS))
@@ -96,37 +93,35 @@ def test_trunks(outcome: Judged) -> None:
     assert np.array_equal(found.trunks.offsets, want)
 
 
-@pytest.mark.spec(id="CC-TRUNK-IMPACT")
+@pytest.mark.spec("CC-TRUNK-IMPACT")
 def test_trunk_impact(outcome: Judged) -> None:
     found = outcome[1]
     assert found.trunks.impact.tolist() == oracle.trunk_impact(found.impact, found.trunks.offsets).tolist()
 
 
-@pytest.mark.spec(id="CC-TRUNK-EDGES")
-@pytest.mark.spec(id="CC-TRUNK-WEIGHT")
+@pytest.mark.spec("CC-TRUNK-EDGES", "CC-TRUNK-WEIGHT")
 def test_pairs(outcome: Judged) -> None:
     prompt, found, _, _ = outcome
     assert not list(scale_stages.pairs(found.graph, found.coattention, found.trunks, prompt.inputs.parameters))
 
 
-@pytest.mark.spec(id="CC-TRUNK-WEIGHT")
+@pytest.mark.spec("CC-TRUNK-WEIGHT")
 def test_weights(outcome: Judged) -> None:
     found = outcome[1]
     assert not list(scale_stages.weights(found.graph, found.coattention, found.trunks))
 
 
-@pytest.mark.spec(id="CC-DEGREE")
+@pytest.mark.spec("CC-DEGREE")
 def test_degrees(outcome: Judged) -> None:
     assert not list(scale_stages.degrees(outcome[1].graph))
 
 
-@pytest.mark.spec(id="CC-CRYSTALLIZATION")
+@pytest.mark.spec("CC-CRYSTALLIZATION")
 def test_D(outcome: Judged) -> None:
     assert not list(scale_stages.D(outcome[1].graph, outcome[0].inputs.parameters))
 
 
-@pytest.mark.spec(id="CC-SCORE")
-@pytest.mark.spec(id="CC-NORMALISED-IMPACT")
+@pytest.mark.spec("CC-SCORE", "CC-NORMALISED-IMPACT")
 def test_scores(outcome: Judged) -> None:
     prompt, found, _, _ = outcome
     p, shut = prompt.inputs.parameters, found.protected
@@ -136,22 +131,21 @@ def test_scores(outcome: Judged) -> None:
     assert (np.abs(found.scores[~shut] - want[~shut]) <= radius).all()
 
 
-@pytest.mark.spec(id="CC-PROTECTED")
+@pytest.mark.spec("CC-PROTECTED")
 def test_protected(outcome: Judged) -> None:
     prompt, found, _, _ = outcome
     want = oracle.protected(found.trunks.offsets, len(prompt.token_ids), prompt.inputs.parameters)
     assert found.protected.tolist() == want.tolist()
 
 
-@pytest.mark.spec(id="CC-BUDGET")
+@pytest.mark.spec("CC-BUDGET")
 def test_budget(outcome: Judged) -> None:
     prompt, found, _, _ = outcome
     n, p = len(prompt.token_ids), prompt.inputs.parameters
     assert found.budget == decode.effective_budget(Fraction(prompt.budget), n, p)
 
 
-@pytest.mark.spec(id="CC-DISSOLVE")
-@pytest.mark.spec(id="CC-PREFILL")
+@pytest.mark.spec("CC-DISSOLVE", "CC-PREFILL")
 def test_kept(outcome: Judged) -> None:
     prompt, found, _, _ = outcome
     want = oracle.dissolve(
@@ -164,7 +158,7 @@ def test_kept(outcome: Judged) -> None:
     assert tolerances.close("CC-DISSOLVE-D", got.D, want.D)
 
 
-@pytest.mark.spec(id="CC-PREFILL")
+@pytest.mark.spec("CC-PREFILL")
 def test_the_prompts_are_rich(outcome: Judged) -> None:
     """Of the lane itself: merged sentences, hubs, far and fourth sources, and trunks of all fates."""
     prompt, found, want, strict = outcome

@@ -92,9 +92,7 @@ def case(request: pytest.FixtureRequest, stages: CrystalStages, precision: str) 
     return outcome(stages, kind, shape, precision)
 
 
-@pytest.mark.spec(id="CC-COATTENTION")
-@pytest.mark.spec(id="CC-ATTENTION")
-@pytest.mark.spec(id="CC-MEAN-SALIENCE")
+@pytest.mark.spec("CC-COATTENTION", "CC-ATTENTION", "CC-MEAN-SALIENCE")
 @pytest.mark.parametrize("shape", [
     Shape("mean-of-24", 24, 8, 64, 300, replace(ESSAY, C=128, k_heads=7)),
     Shape("three", 9, 3, 64, 400, replace(PAPER, C=150)), Shape("five", 20, 5, 64, 400, replace(PAPER, C=150)),
@@ -111,7 +109,7 @@ def test_given_denominators_of_every_head(stages: CrystalStages, precision: str,
     assert not case.complaints("cross")
 
 
-@pytest.mark.spec(id="CC-COATTENTION")
+@pytest.mark.spec("CC-COATTENTION")
 def test_the_record(case: Case) -> None:
     """Where the segment begins, and what kind each array is."""
     n, p = case.inputs.q.shape[1], case.inputs.parameters
@@ -122,29 +120,23 @@ def test_the_record(case: Case) -> None:
     assert kinds == [np.float64, np.int64, np.float64, np.int64, np.float64]
 
 
-@pytest.mark.spec(id="CC-COATTENTION")
-@pytest.mark.spec(id="CC-SALIENCE")
-@pytest.mark.spec(id="CC-ATTENTION")
+@pytest.mark.spec("CC-COATTENTION", "CC-SALIENCE", "CC-ATTENTION")
 def test_salience_of_every_token(case: Case, precision: str) -> None:
     p = case.inputs.parameters
     assert not list(checks.salience(case.found.salience, case.want, p, precision, case.strict))
 
 
-@pytest.mark.spec(id="CC-COATTENTION")
-@pytest.mark.spec(id="CC-INTRA")
-@pytest.mark.spec(id="CC-ROW-NORM")
+@pytest.mark.spec("CC-COATTENTION", "CC-INTRA", "CC-ROW-NORM")
 def test_neighbours_of_every_token(case: Case) -> None:
     assert not case.complaints("intra")
 
 
-@pytest.mark.spec(id="CC-COATTENTION")
-@pytest.mark.spec(id="CC-CROSS")
+@pytest.mark.spec("CC-COATTENTION", "CC-CROSS")
 def test_sources_of_every_token(case: Case) -> None:
     assert not case.complaints("cross")
 
 
-@pytest.mark.spec(id="CC-INTRA")
-@pytest.mark.spec(id="CC-CROSS")
+@pytest.mark.spec("CC-INTRA", "CC-CROSS")
 def test_the_inputs_leave_little_to_rounding(case: Case) -> None:
     """Of the lane itself: 95 % of the places in all lists are decided; and the last place often has a rival."""
     p = case.inputs.parameters
@@ -159,10 +151,7 @@ def test_the_inputs_leave_little_to_rounding(case: Case) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.spec(id="CC-COATTENTION")
-@pytest.mark.spec(id="CC-SALIENCE")
-@pytest.mark.spec(id="CC-INTRA")
-@pytest.mark.spec(id="CC-CROSS")
+@pytest.mark.spec("CC-COATTENTION", "CC-SALIENCE", "CC-INTRA", "CC-CROSS")
 @pytest.mark.parametrize("kind", ["addressed", "laddered"])
 def test_32_768_tokens_of_8_heads(stages: CrystalStages, kind: str, precision: str) -> None:
     """32 chunks of PAPER's: some minutes and 8 GB with the reference."""

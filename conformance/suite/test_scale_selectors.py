@@ -27,7 +27,7 @@ def signatures(n: int, d: int, kinds: int, numbers: Numbers) -> Matrix:
     return u[numbers.integers(0, kinds, n)]
 
 
-@pytest.mark.spec(id="DV-GREEDY")
+@pytest.mark.spec("DV-GREEDY")
 @pytest.mark.parametrize(("n", "d", "kinds", "k", "values", "lam"), [
     (40, 64, 9, 33, 3, 0.5), (300, 128, 40, 129, 5, 0.25), (1_100, 64, 300, 260, 1, 1.0),
     (2_000, 96, 2_000, 400, 9, 0.5), (2_500, 8, 30, 1_100, 6, 0.5), (5_000, 32, 60, 300, 2, 3.0),
@@ -46,7 +46,7 @@ def test_sets_of_thousands(
     assert np.array_equal(selector.diverse(s, V, retained, k, lam), oracle.diverse(s, V, retained, k, lam))
 
 
-@pytest.mark.spec(id="DV-GREEDY")
+@pytest.mark.spec("DV-GREEDY")
 @pytest.mark.parametrize("retained", [15, 16, 17, 33, 65, 129, 257, 1_025])
 def test_all_that_is_retained_counts(selector: DiversityStages, retained: int) -> None:
     """The last retained token alone is like the best candidate, which gives way for it."""
@@ -59,7 +59,7 @@ def test_all_that_is_retained_counts(selector: DiversityStages, retained: int) -
     assert found.tolist() == list(range(retained + 1))
 
 
-@pytest.mark.spec(id="DV-GREEDY")
+@pytest.mark.spec("DV-GREEDY")
 @pytest.mark.parametrize("n", [16, 17, 33, 65, 129, 257, 1_025, 4_097])
 def test_of_equal_gains_the_first(selector: DiversityStages, n: int) -> None:
     """All tokens are one: the first k; without a penalty too."""
@@ -71,7 +71,7 @@ def test_of_equal_gains_the_first(selector: DiversityStages, n: int) -> None:
     assert selector.diverse(np.arange(n) / n, V, none, k, 0.0).tolist() == list(range(n - k, n))
 
 
-@pytest.mark.spec(id="DV-COSINE")
+@pytest.mark.spec("DV-COSINE")
 @pytest.mark.parametrize("d", [9, 16, 17, 33, 65, 128, 129, 257, 1_025])
 def test_the_order_of_channels_decides(selector: DiversityStages, d: int) -> None:
     """One token is retained; two others gain alike in the stated order of sums, and not in another."""
@@ -126,17 +126,10 @@ def keys(H_kv: int, n: int, d: int) -> np.ndarray:
     return x.astype(np.float32)
 
 
-@pytest.mark.spec(id="NK-UNIT-KEYS")
-@pytest.mark.spec(id="NK-STABLE")
-@pytest.mark.spec(id="NK-EPISODIC")
-@pytest.mark.spec(id="NK-CURRENT")
-@pytest.mark.spec(id="NK-ANOMALY")
-@pytest.mark.spec(id="NK-MIN-MAX")
-@pytest.mark.spec(id="NK-GAP")
-@pytest.mark.spec(id="NK-BLEND")
-@pytest.mark.spec(id="NK-SURPRISE")
-@pytest.mark.spec(id="NK-ROUTE")
-@pytest.mark.spec(id="NK-SCORE")
+@pytest.mark.spec(
+    "NK-UNIT-KEYS", "NK-STABLE", "NK-EPISODIC", "NK-CURRENT", "NK-ANOMALY", "NK-MIN-MAX", "NK-GAP", "NK-BLEND",
+    "NK-SURPRISE", "NK-ROUTE", "NK-SCORE",
+)
 @pytest.mark.parametrize(("shape", "p"), CASES)
 def test_scores_of_thousands_of_keys(
     nestedkv_stages: NestedKVStages, precision: str, shape: tuple[int, int, int], p: NestedKVParameters,

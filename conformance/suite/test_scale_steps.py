@@ -48,8 +48,7 @@ CASES = [
 ]
 
 
-@pytest.mark.spec(id="CC-TAIL")
-@pytest.mark.spec(id="CC-DECAY")
+@pytest.mark.spec("CC-TAIL", "CC-DECAY")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_forward(decoder: Backend, case: Case) -> None:
     """Before a breath only D changes, and the tail grows by a token of a far id."""
@@ -58,10 +57,7 @@ def test_a_forward(decoder: Backend, case: Case) -> None:
     assert not list(decode_checks.forward(before, after, int(FAR_IDS[-1]), 0.25, p))
 
 
-@pytest.mark.spec(id="CC-BREATH")
-@pytest.mark.spec(id="CC-TAIL-TRUNKS")
-@pytest.mark.spec(id="CC-SEEN-COUNT")
-@pytest.mark.spec(id="CC-REEVICT")
+@pytest.mark.spec("CC-BREATH", "CC-TAIL-TRUNKS", "CC-SEEN-COUNT", "CC-REEVICT")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_breath(decoder: Backend, case: Case) -> None:
     before, p = case.state, case.parameters
@@ -73,7 +69,7 @@ def test_a_breath(decoder: Backend, case: Case) -> None:
 STEPS = [127, 255, 32_767, 65_535, 2**24 + 1, 2**31 - 1, 2**32 - 1, 2**53 + 1]
 
 
-@pytest.mark.spec(id="CC-STEP")
+@pytest.mark.spec("CC-STEP")
 @pytest.mark.parametrize("T_breath", [3, 7])
 @pytest.mark.parametrize("step", STEPS)
 def test_breaths_of_a_long_conversation(decoder: Backend, step: int, T_breath: int) -> None:
@@ -86,7 +82,7 @@ def test_breaths_of_a_long_conversation(decoder: Backend, step: int, T_breath: i
         assert (state.tail_ids == ()) == (at % T_breath == 0)
 
 
-@pytest.mark.spec(id="CC-SEGMENT")
+@pytest.mark.spec("CC-SEGMENT")
 @pytest.mark.parametrize(("seen", "H", "H_kv"), [(1_500, 9, 3), (2**31 - 60, 8, 4), (2**32 - 60, 10, 5)])
 def test_a_turn(decoder: Backend, seen: int, H: int, H_kv: int) -> None:
     """120 tokens behind 60 trunks and a tail; sources lie in all of them."""

@@ -57,7 +57,7 @@ def parameters(case: Case) -> CrystalCacheParameters:
     )
 
 
-@pytest.mark.spec(id="CC-INTERFACE-EDGES")
+@pytest.mark.spec("CC-INTERFACE-EDGES")
 def test_a_pair_is_found_by_itself(stages: CrystalStages) -> None:
     """Few of the pairs that two dozen interfaces ask for are among 240 000 edges: a hash that collides adds some."""
     shape = Lists(60_000, 3, 1, 1024, near=False)
@@ -68,12 +68,7 @@ def test_a_pair_is_found_by_itself(stages: CrystalStages) -> None:
     assert np.array_equal(stages.trunks(found, np.ones(shape.n), ends, p).offsets, want)
 
 
-@pytest.mark.spec(id="CC-SENTENCES")
-@pytest.mark.spec(id="CC-INTERFACE")
-@pytest.mark.spec(id="CC-INTERFACE-EDGES")
-@pytest.mark.spec(id="CC-MERGE")
-@pytest.mark.spec(id="CC-SPLIT")
-@pytest.mark.spec(id="CC-TRUNKS")
+@pytest.mark.spec("CC-SENTENCES", "CC-INTERFACE", "CC-INTERFACE-EDGES", "CC-MERGE", "CC-SPLIT", "CC-TRUNKS")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_offsets_at_full_size(stages: CrystalStages, case: Case) -> None:
     """Most pairs that an interface asks for have no edge: one that is found under another pair's key shows."""
@@ -97,14 +92,14 @@ def offsets(stages: CrystalStages, ends: BoolVector, T_max: int, start: int = 0)
     return [int(x) for x in found]
 
 
-@pytest.mark.spec(id="CC-SENTENCES")
+@pytest.mark.spec("CC-SENTENCES")
 @pytest.mark.parametrize("n", [16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 1_024, 1_025, 65_537])
 def test_every_token_is_a_sentence(stages: CrystalStages, n: int) -> None:
     """As many sentences as tokens, on either side of every width."""
     assert offsets(stages, np.ones(n, dtype=np.bool_), WHOLE) == list(range(n + 1))
 
 
-@pytest.mark.spec(id="CC-SENTENCES")
+@pytest.mark.spec("CC-SENTENCES")
 @pytest.mark.parametrize("length", [15, 16, 31, 33, 65, 129, 257, 1_025, 65_537])
 def test_sentences_of_one_length(stages: CrystalStages, length: int) -> None:
     """Three sentences of a length, and a rest of one token."""
@@ -113,14 +108,14 @@ def test_sentences_of_one_length(stages: CrystalStages, length: int) -> None:
     assert offsets(stages, ends, WHOLE) == [0, length, 2 * length, 3 * length, 3 * length + 1]
 
 
-@pytest.mark.spec(id="CC-TRUNKS")
+@pytest.mark.spec("CC-TRUNKS")
 @pytest.mark.parametrize("start", [2**24 - 13, 2**31 - 13, 2**32 - 13, 2**53 - 41])
 def test_odd_offsets_beyond_every_width(stages: CrystalStages, start: int) -> None:
     """Trunks of five tokens, none of which is empty where every second position is lost."""
     assert offsets(stages, np.arange(40) % 5 == 4, 5, start) == list(range(start, start + 41, 5))
 
 
-@pytest.mark.spec(id="CC-SPLIT")
+@pytest.mark.spec("CC-SPLIT")
 @pytest.mark.parametrize("T_max", [1, 7, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 1_024, 1_025, 65_536, 65_537])
 def test_one_long_sentence_is_split(stages: CrystalStages, T_max: int) -> None:
     """200 003 tokens without an end: pieces that differ by one at most, larger ones first."""
@@ -130,14 +125,14 @@ def test_one_long_sentence_is_split(stages: CrystalStages, T_max: int) -> None:
     assert offsets(stages, np.zeros(n, dtype=np.bool_), T_max) == np.cumsum([0, *sizes]).tolist()
 
 
-@pytest.mark.spec(id="CC-SPLIT")
+@pytest.mark.spec("CC-SPLIT")
 def test_a_sentence_that_float32_does_not_count(stages: CrystalStages) -> None:
     """2^24 + 1 tokens: one more than T_max."""
     n = 2**24 + 1
     assert offsets(stages, np.zeros(n, dtype=np.bool_), n - 1) == [0, n // 2 + 1, n]
 
 
-@pytest.mark.spec(id="CC-SPLIT")
+@pytest.mark.spec("CC-SPLIT")
 @pytest.mark.parametrize("start", [2**24 + 1, 2**31 - 3, 2**32 + 5, 2**40 + 1])
 def test_pieces_at_far_positions(stages: CrystalStages, start: int) -> None:
     assert offsets(stages, np.zeros(67, dtype=np.bool_), 32, start) == [start + x for x in (0, 23, 45, 67)]
@@ -164,8 +159,7 @@ def other_sums(w: Vector) -> list[float]:
     ]
 
 
-@pytest.mark.spec(id="CC-MERGE")
-@pytest.mark.spec(id="CC-INTERFACE-EDGES")
+@pytest.mark.spec("CC-MERGE", "CC-INTERFACE-EDGES")
 def test_the_order_of_25_weights_decides(stages: CrystalStages) -> None:
     """Sums one rounding apart from tau_merge times 25: each other order errs in some of them."""
     numbers, seen = Numbers(5), [0] * 5
@@ -183,7 +177,7 @@ def test_the_order_of_25_weights_decides(stages: CrystalStages) -> None:
         assert got.tolist() == ([0, 10] if merges else [0, 5, 10])
 
 
-@pytest.mark.spec(id="CC-INTERFACE")
+@pytest.mark.spec("CC-INTERFACE")
 @pytest.mark.parametrize("length", [5, 6, 16, 17, 33, 65, 129, 257, 1_025, 70_000])
 def test_five_tokens_on_either_side(stages: CrystalStages, length: int) -> None:
     """Of two sentences of a length, an edge from the fifth last to the fifth first counts; one further off does not."""
@@ -204,7 +198,7 @@ def test_five_tokens_on_either_side(stages: CrystalStages, length: int) -> None:
         assert not joined(1, 6)
 
 
-@pytest.mark.spec(id="CC-MERGE")
+@pytest.mark.spec("CC-MERGE")
 @pytest.mark.parametrize("T_max", [16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 1_024, 1_025, 65_537])
 def test_a_trunk_grows_to_T_max_and_no_further(stages: CrystalStages, T_max: int) -> None:
     """Sentences of one token, each with an edge to the next: T_max of them merge, and what follows begins anew."""
@@ -217,7 +211,7 @@ def test_a_trunk_grows_to_T_max_and_no_further(stages: CrystalStages, T_max: int
     assert got.tolist() == [0, T_max, 2 * T_max, n]
 
 
-@pytest.mark.spec(id="CC-TRUNK-IMPACT")
+@pytest.mark.spec("CC-TRUNK-IMPACT")
 @pytest.mark.parametrize("size", [3, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 1_024, 1_025, 65_537, 150_000])
 @pytest.mark.parametrize("last", [True, False])
 def test_the_three_largest_of_a_long_trunk(stages: CrystalStages, size: int, last: bool) -> None:
@@ -233,7 +227,7 @@ def test_the_three_largest_of_a_long_trunk(stages: CrystalStages, size: int, las
     assert got.impact.tolist() == oracle.trunk_impact(M, got.offsets).tolist()
 
 
-@pytest.mark.spec(id="CC-TRUNK-IMPACT")
+@pytest.mark.spec("CC-TRUNK-IMPACT")
 def test_the_impact_of_many_trunks(stages: CrystalStages) -> None:
     """70 000 trunks of up to three tokens."""
     n = 140_000
@@ -243,7 +237,7 @@ def test_the_impact_of_many_trunks(stages: CrystalStages) -> None:
     assert got.impact.tolist() == oracle.trunk_impact(M, got.offsets).tolist()
 
 
-@pytest.mark.spec(id="CC-UNIT-TRUNK-IMPACT")
+@pytest.mark.spec("CC-UNIT-TRUNK-IMPACT")
 @pytest.mark.parametrize("m", [16, 17, 33, 65, 129, 257, 1_025, 65_537])
 @pytest.mark.parametrize("at", ["first", "middle", "last"])
 def test_unit_impact_between_extremes_anywhere(stages: CrystalStages, m: int, at: str) -> None:
@@ -256,7 +250,7 @@ def test_unit_impact_between_extremes_anywhere(stages: CrystalStages, m: int, at
     assert tolerances.close("CC-IMPACT", found, (M - 0.5) / (9.0 - 0.5 + p.epsilon))
 
 
-@pytest.mark.spec(id="CC-ADAPTIVE-MERGE")
+@pytest.mark.spec("CC-ADAPTIVE-MERGE")
 @pytest.mark.parametrize(("n", "every"), [(300, 2), (700, 3), (500, 1)])
 def test_the_median_of_hundreds_of_interfaces(stages: CrystalStages, n: int, every: int) -> None:
     given, ends = lists(Lists(n, 6, 3, 256)), some_ends(n, every, 6)

@@ -43,8 +43,7 @@ def run(stages: CrystalStages, case: Case) -> Vector:
     return stages.score(case.D, case.impact, case.protected, case.parameters)
 
 
-@pytest.mark.spec(id="CC-NORMALISED-IMPACT")
-@pytest.mark.spec(id="CC-SCORE")
+@pytest.mark.spec("CC-NORMALISED-IMPACT", "CC-SCORE")
 @given(case=cases())
 def test_the_score_equals_the_brute_force(stages: CrystalStages, case: Case) -> None:
     """S5 MUST give Eq. 28 and 29 over the unprotected trunks, NaN elsewhere."""
@@ -52,7 +51,7 @@ def test_the_score_equals_the_brute_force(stages: CrystalStages, case: Case) -> 
     assert not list(stage_checks.score(found, case.D, case.impact, case.protected, case.parameters))
 
 
-@pytest.mark.spec(id="CC-SCORE")
+@pytest.mark.spec("CC-SCORE")
 @given(case=cases())
 def test_the_score_is_bounded_and_at_least_D(stages: CrystalStages, case: Case) -> None:
     """D <= score <= max(1, alpha)."""
@@ -62,7 +61,7 @@ def test_the_score_is_bounded_and_at_least_D(stages: CrystalStages, case: Case) 
     assert (found <= max(1, case.parameters.alpha)).all()
 
 
-@pytest.mark.spec(id="CC-SCORE")
+@pytest.mark.spec("CC-SCORE")
 @given(case=cases())
 def test_alpha_0_leaves_D(stages: CrystalStages, case: Case) -> None:
     """Table 10, D only: the score is D to the bit."""
@@ -71,7 +70,7 @@ def test_alpha_0_leaves_D(stages: CrystalStages, case: Case) -> None:
     assert found[alive].tolist() == case.D[alive].tolist()
 
 
-@pytest.mark.spec(id="CC-NORMALISED-IMPACT")
+@pytest.mark.spec("CC-NORMALISED-IMPACT")
 @given(case=cases())
 def test_uniform_impact_equals_alpha_0(stages: CrystalStages, case: Case) -> None:
     """Equal impacts give M~ = 0, so the scores are those of alpha = 0, to the bit."""
@@ -80,7 +79,7 @@ def test_uniform_impact_equals_alpha_0(stages: CrystalStages, case: Case) -> Non
     assert np.array_equal(run(stages, uniform), run(stages, no_M), equal_nan=True)
 
 
-@pytest.mark.spec(id="CC-NORMALISED-IMPACT")
+@pytest.mark.spec("CC-NORMALISED-IMPACT")
 @given(case=cases())
 def test_normalised_impact_orders_trunks_as_impact_does(stages: CrystalStages, case: Case) -> None:
     """M~ in [0, 1), the least exactly 0, order kept, equal impacts equal."""
@@ -94,7 +93,7 @@ def test_normalised_impact_orders_trunks_as_impact_does(stages: CrystalStages, c
     assert not alive.any() or found[order[0]] == 0
 
 
-@pytest.mark.spec(id="CC-NORMALISED-IMPACT")
+@pytest.mark.spec("CC-NORMALISED-IMPACT")
 @given(case=cases(), data=st.data())
 def test_raising_one_impact_never_raises_another_trunk(
     stages: CrystalStages, case: Case, data: st.DataObject,
@@ -116,7 +115,7 @@ def radius(case: Case, raised: Vector) -> float:
                 if len(alive)), default=0.0)
 
 
-@pytest.mark.spec(id="CC-NORMALISED-IMPACT")
+@pytest.mark.spec("CC-NORMALISED-IMPACT")
 @given(case=cases(), data=st.data())
 def test_protected_trunks_do_not_enter_the_range(
     stages: CrystalStages, case: Case, data: st.DataObject,
@@ -126,7 +125,7 @@ def test_protected_trunks_do_not_enter_the_range(
     assert np.array_equal(run(stages, case), run(stages, replace(case, impact=other)), equal_nan=True)
 
 
-@pytest.mark.spec(id="CC-SCORE")
+@pytest.mark.spec("CC-SCORE")
 @pytest.mark.parametrize("protected", [True, False])
 def test_one_trunk(stages: CrystalStages, protected: bool) -> None:
     """Nothing unprotected gives no score and no error; a single trunk has the score D."""
@@ -134,7 +133,7 @@ def test_one_trunk(stages: CrystalStages, protected: bool) -> None:
     assert np.array_equal(found, [np.nan if protected else 0.25], equal_nan=True)
 
 
-@pytest.mark.spec(id="CC-NORMALISED-IMPACT")
+@pytest.mark.spec("CC-NORMALISED-IMPACT")
 def test_the_logarithm_comes_before_the_range(stages: CrystalStages) -> None:
     """Eq. 28 on impacts 0, 1, 3 (ln 1, ln 2, ln 4): 0, 1/2, 1, up to epsilon."""
     found = stages.score(np.zeros(3), np.array([0.0, 1.0, 3.0]), np.zeros(3, dtype=np.bool_), PAPER)

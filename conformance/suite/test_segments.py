@@ -69,7 +69,7 @@ def turns(draw: st.DrawFn, parameters: st.SearchStrategy[CrystalCacheParameters]
     return Turn(state, q, k, draw(token_ids(n), label="ids"), p)
 
 
-@pytest.mark.spec(id="CC-SEGMENT")
+@pytest.mark.spec("CC-SEGMENT")
 @given(turn=turns())
 def test_a_segment_is_its_stages_in_order(
     decoder: Backend, precision: str, turn: Turn,
@@ -86,7 +86,7 @@ def test_a_segment_is_its_stages_in_order(
     check_state(after)
 
 
-@pytest.mark.spec(id="CC-SEGMENT")
+@pytest.mark.spec("CC-SEGMENT")
 @given(turn=turns())
 def test_a_segment_leaves_older_values_alone(decoder: Backend, turn: Turn) -> None:
     """No decay, no step; M_i and Mbar of what lives on, W between older trunks, mu and sigma are as they were."""
@@ -109,7 +109,7 @@ def test_a_segment_leaves_older_values_alone(decoder: Backend, turn: Turn) -> No
                 assert now == old.W.get(frozenset({was.name, was_too.name}))
 
 
-@pytest.mark.spec(id="CC-SEGMENT")
+@pytest.mark.spec("CC-SEGMENT")
 @given(turn=turns())
 def test_a_segment_protects_sink_and_window(decoder: Backend, turn: Turn) -> None:
     """Whatever `breath_protection` says: the last W_recent tokens seen are stored, and the sink's live ones."""
@@ -123,7 +123,7 @@ def test_a_segment_protects_sink_and_window(decoder: Backend, turn: Turn) -> Non
     assert decode_checks.same_bits(again, once_more)
 
 
-@pytest.mark.spec(id="CC-SEGMENT")
+@pytest.mark.spec("CC-SEGMENT")
 @given(turn=turns())
 def test_a_segment_changes_nothing_in_place(decoder: Backend, turn: Turn) -> None:
     """Read-only arrays are accepted, and the same arguments give the same bits."""
@@ -132,7 +132,7 @@ def test_a_segment_changes_nothing_in_place(decoder: Backend, turn: Turn) -> Non
     assert decode_checks.same_bits(turn.run(decoder), turn.run(decoder))
 
 
-@pytest.mark.spec(id="CC-SEGMENT")
+@pytest.mark.spec("CC-SEGMENT")
 def test_a_tail_token_can_be_read_and_linked(decoder: Backend) -> None:
     """Two tokens wait; a turn whose queries look at them alone has an edge to their trunk."""
     state = replace(
@@ -147,8 +147,7 @@ def test_a_tail_token_can_be_read_and_linked(decoder: Backend) -> None:
     assert after.W.weights.round(12).tolist() == [round(0.5**0.5, 12)] * 2
 
 
-@pytest.mark.spec(id="CC-SEGMENT")
-@pytest.mark.spec(id="CC-START")
+@pytest.mark.spec("CC-SEGMENT", "CC-START")
 @given(prompt=prompts(), form=st.sampled_from(["exact", "count"]))
 def test_on_nothing_a_segment_is_the_prefill(decoder: Backend, prompt: Any, form: str) -> None:
     """To the bit: the state after the prompt, made of its records or in one go."""
@@ -167,7 +166,7 @@ def test_on_nothing_a_segment_is_the_prefill(decoder: Backend, prompt: Any, form
     assert start.stored.tolist() == found.kept.tolist()
 
 
-@pytest.mark.spec(id="CC-SEGMENT")
+@pytest.mark.spec("CC-SEGMENT")
 @given(prompt=prompts())
 def test_the_default_scaling_of_a_segment_is_one_over_the_root_of_d(decoder: Backend, prompt: Any) -> None:
     given, empty = prompt.arguments, empty_state(Budget(count=7))
@@ -175,7 +174,7 @@ def test_the_default_scaling_of_a_segment_is_one_over_the_root_of_d(decoder: Bac
     assert decode_checks.same_bits(extend(empty, *parts), extend(empty, *parts, scaling=given["q"].shape[2] ** -0.5))
 
 
-@pytest.mark.spec(id="CC-START")
+@pytest.mark.spec("CC-START")
 @given(prompt=prompts())
 def test_the_state_after_a_prompt_knows_all_its_tokens(decoder: Backend, prompt: Any) -> None:
     """Counts of every id; D, M and norms of what lives; mu and sigma of every trunk, dead ones included."""
@@ -221,7 +220,7 @@ def reaching(draw: st.DrawFn) -> tuple[Any, IntVector, IntVector, TrunkWeights, 
     return edges, bounds, np.concatenate([state.live.sizes, np.diff(offsets)]), state.W, p
 
 
-@pytest.mark.spec(id="CC-SEGMENT-GRAPH")
+@pytest.mark.spec("CC-SEGMENT-GRAPH")
 @given(case=reaching())
 def test_the_graph_of_a_segment_reaches_older_trunks(breath_stages: BreathStages, case: Any) -> None:
     """Old pairs to the bit; new ones by Eq. 25 on live sizes, pruned; symmetric, columns ascending."""
@@ -246,7 +245,7 @@ def test_the_graph_of_a_segment_reaches_older_trunks(breath_stages: BreathStages
     assert all(by_pair[pair] == w for pair, w in pairs_of(before, list(range(old))).items())
 
 
-@pytest.mark.spec(id="CC-SEGMENT-GRAPH")
+@pytest.mark.spec("CC-SEGMENT-GRAPH")
 @given(text=texts())
 def test_without_older_trunks_it_is_the_graph_stage(
     breath_stages: BreathStages, stages: CrystalStages, text: Any,
@@ -260,7 +259,7 @@ def test_without_older_trunks_it_is_the_graph_stage(
         assert getattr(got, name).tolist() == getattr(right, name).tolist()
 
 
-@pytest.mark.spec(id="CC-SEGMENT-D")
+@pytest.mark.spec("CC-SEGMENT-D")
 @given(degree=degrees(), data=st.data(), p=decode_parameters())
 def test_new_trunks_stand_on_the_scale_of_all(
     breath_stages: BreathStages, degree: Vector, data: st.DataObject, p: CrystalCacheParameters,
@@ -276,7 +275,7 @@ def test_new_trunks_stand_on_the_scale_of_all(
     assert (np.abs(found - want) <= radius).all()
 
 
-@pytest.mark.spec(id="CC-SEGMENT-D")
+@pytest.mark.spec("CC-SEGMENT-D")
 def test_the_scale_of_the_new_alone_is_rejected(breath_stages: BreathStages) -> None:
     """One new trunk of degree 2 above older ones of 0 and 1 is strong; alone it would be 0.5."""
     found = breath_stages.segment_crystallization(np.array([0.0, 1.0, 2.0]), 2, PAPER)

@@ -35,13 +35,9 @@ def linked(n: int, *edges: tuple[int, int, float]) -> Intra:
     return [[(j, w) for i, j, w in edges if i == owner] for owner in range(n)]
 
 
-@pytest.mark.spec(id="CC-SENTENCES")
-@pytest.mark.spec(id="CC-INTERFACE")
-@pytest.mark.spec(id="CC-INTERFACE-EDGES")
-@pytest.mark.spec(id="CC-MERGE")
-@pytest.mark.spec(id="CC-SPLIT")
-@pytest.mark.spec(id="CC-TRUNKS")
-@pytest.mark.spec(id="CC-TRUNK-IMPACT")
+@pytest.mark.spec(
+    "CC-SENTENCES", "CC-INTERFACE", "CC-INTERFACE-EDGES", "CC-MERGE", "CC-SPLIT", "CC-TRUNKS", "CC-TRUNK-IMPACT",
+)
 @given(text=texts())
 def test_trunks_equal_the_brute_force(stages: CrystalStages, text: Text) -> None:
     """S2 MUST give the trunks of Section 3.3 from given edges, exactly."""
@@ -49,7 +45,7 @@ def test_trunks_equal_the_brute_force(stages: CrystalStages, text: Text) -> None
     assert not list(stage_checks.trunks(found, text.coattention, text.impact, text.ends, text.parameters))
 
 
-@pytest.mark.spec(id="CC-TRUNKS")
+@pytest.mark.spec("CC-TRUNKS")
 @given(text=texts(), start=st.integers(1, 50))
 def test_a_later_segment_has_the_same_trunks_further_on(stages: CrystalStages, text: Text, start: int) -> None:
     """S2 runs on the segment alone: positions shift, sizes and impacts do not."""
@@ -63,7 +59,7 @@ def test_a_later_segment_has_the_same_trunks_further_on(stages: CrystalStages, t
     assert a.impact.tolist() == b.impact.tolist()
 
 
-@pytest.mark.spec(id="CC-TRUNKS")
+@pytest.mark.spec("CC-TRUNKS")
 @given(text=texts())
 def test_trunks_partition_the_segment(stages: CrystalStages, text: Text) -> None:
     """Trunks MUST be contiguous, cover [0, n) in order, and hold 1 to T_max tokens."""
@@ -75,8 +71,7 @@ def test_trunks_partition_the_segment(stages: CrystalStages, text: Text) -> None
     assert -(-n // T) <= len(found.sizes) <= n
 
 
-@pytest.mark.spec(id="CC-SENTENCES")
-@pytest.mark.spec(id="CC-SPLIT")
+@pytest.mark.spec("CC-SENTENCES", "CC-SPLIT")
 @given(text=texts())
 def test_a_boundary_is_a_sentence_end_or_splits_a_long_sentence(stages: CrystalStages, text: Text) -> None:
     """Step 2 can never build a trunk above T_max, so only single sentences are split."""
@@ -86,7 +81,7 @@ def test_a_boundary_is_a_sentence_end_or_splits_a_long_sentence(stages: CrystalS
     assert set(run(stages, text).offsets.tolist()) <= {0, len(text.ends)} | after_ends | inside
 
 
-@pytest.mark.spec(id="CC-SPLIT")
+@pytest.mark.spec("CC-SPLIT")
 @given(text=texts())
 def test_T_max_1_makes_tokens_trunks(stages: CrystalStages, text: Text) -> None:
     """For all edges, thresholds and sentence ends."""
@@ -95,7 +90,7 @@ def test_T_max_1_makes_tokens_trunks(stages: CrystalStages, text: Text) -> None:
     assert found.impact.tolist() == text.impact.tolist()
 
 
-@pytest.mark.spec(id="CC-MERGE")
+@pytest.mark.spec("CC-MERGE")
 @given(text=texts())
 def test_nothing_merges_at_tau_merge_1_or_without_edges(stages: CrystalStages, text: Text) -> None:
     """Weights are at most 1 and the comparison is strict; an empty interface has strength 0."""
@@ -110,23 +105,21 @@ def test_nothing_merges_at_tau_merge_1_or_without_edges(stages: CrystalStages, t
     assert run(stages, bare).sizes.tolist() == alone
 
 
-@pytest.mark.spec(id="CC-INTERFACE-EDGES")
+@pytest.mark.spec("CC-INTERFACE-EDGES")
 def test_an_interface_is_read_in_its_literal_orientation(stages: CrystalStages) -> None:
     """(2, 1) does not join [0, 2) and [2, 4); (1, 2) does."""
     assert offsets(stages, linked(4, (2, 1, 0.9)), [1, 3], PAPER) == [0, 2, 4]
     assert offsets(stages, linked(4, (1, 2, 0.9)), [1, 3], PAPER) == [0, 4]
 
 
-@pytest.mark.spec(id="CC-INTERFACE-EDGES")
-@pytest.mark.spec(id="CC-MERGE")
+@pytest.mark.spec("CC-INTERFACE-EDGES", "CC-MERGE")
 def test_weights_are_compared_as_they_are_given(stages: CrystalStages) -> None:
     """0.3 is not above tau_merge = 0.3; in float32 it would be."""
     assert float(np.float32(0.3)) > PAPER.tau_merge == 0.3
     assert offsets(stages, linked(4, (1, 2, 0.3)), [1, 3], PAPER) == [0, 2, 4]
 
 
-@pytest.mark.spec(id="CC-INTERFACE-EDGES")
-@pytest.mark.spec(id="CC-MERGE")
+@pytest.mark.spec("CC-INTERFACE-EDGES", "CC-MERGE")
 def test_a_backward_edge_does_not_enter_the_mean(stages: CrystalStages) -> None:
     """(1, 2, .9), (0, 3, .31): mean .605; with the mirror edge it would be .703."""
     intra = linked(4, (1, 2, 0.9), (2, 1, 0.9), (0, 3, 0.31))
@@ -134,7 +127,7 @@ def test_a_backward_edge_does_not_enter_the_mean(stages: CrystalStages) -> None:
     assert offsets(stages, intra, [1, 3], replace(PAPER, tau_merge=0.6)) == [0, 4]
 
 
-@pytest.mark.spec(id="CC-MERGE")
+@pytest.mark.spec("CC-MERGE")
 @pytest.mark.parametrize(("tau_merge", "merged"), [(0.25, True), (0.5, False)])
 def test_the_strength_must_exceed_tau_merge(stages: CrystalStages, tau_merge: float, merged: bool) -> None:
     """Eq. 19 is strict: a mean equal to tau_merge does not merge."""
@@ -142,7 +135,7 @@ def test_the_strength_must_exceed_tau_merge(stages: CrystalStages, tau_merge: fl
     assert found == ([0, 2] if merged else [0, 1, 2])
 
 
-@pytest.mark.spec(id="CC-MERGE")
+@pytest.mark.spec("CC-MERGE")
 @pytest.mark.parametrize(
     ("tau_merge", "weights", "merged"),
     [
@@ -166,7 +159,7 @@ def test_the_comparison_is_multiplied_out(
     assert offsets(stages, intra, [4, 9], p) == ([0, 10] if merged else [0, 5, 10])
 
 
-@pytest.mark.spec(id="CC-MERGE")
+@pytest.mark.spec("CC-MERGE")
 @pytest.mark.parametrize(("T_max", "merged"), [(5, True), (4, False)])
 def test_a_trunk_may_reach_T_max(stages: CrystalStages, T_max: int, merged: bool) -> None:
     """Eq. 19: |g| + |s| <= T_max, inclusive."""
@@ -174,21 +167,21 @@ def test_a_trunk_may_reach_T_max(stages: CrystalStages, T_max: int, merged: bool
     assert found == ([0, 5] if merged else [0, 2, 5])
 
 
-@pytest.mark.spec(id="CC-TRUNKS")
+@pytest.mark.spec("CC-TRUNKS")
 def test_the_running_trunk_grows_and_restarts(stages: CrystalStages) -> None:
     """A refused sentence becomes the running trunk; the pass is single, from left to right."""
     chain = linked(6, (0, 1, 1.0), (1, 2, 1.0), (2, 3, 1.0), (3, 4, 1.0), (4, 5, 1.0))
     assert offsets(stages, chain, list(range(6)), replace(PAPER, T_max=4)) == [0, 4, 6]
 
 
-@pytest.mark.spec(id="CC-INTERFACE")
+@pytest.mark.spec("CC-INTERFACE")
 @pytest.mark.parametrize(("a", "b", "merged"), [(1, 6, True), (0, 6, False), (5, 10, True), (5, 11, False)])
 def test_the_interface_is_five_tokens_on_each_side(stages: CrystalStages, a: int, b: int, merged: bool) -> None:
     """Eq. 16: sentences [0, 6) and [6, 12); token 0 and token 11 stand outside the window."""
     assert offsets(stages, linked(12, (a, b, 1.0)), [5, 11], PAPER) == ([0, 12] if merged else [0, 6, 12])
 
 
-@pytest.mark.spec(id="CC-SENTENCES")
+@pytest.mark.spec("CC-SENTENCES")
 @pytest.mark.parametrize(
     ("ends", "expected"),
     [([], [0, 5]), ([4], [0, 5]), ([0], [0, 1, 5]), ([1, 2], [0, 2, 3, 5]), (list(range(5)), [0, 1, 2, 3, 4, 5])],
@@ -198,7 +191,7 @@ def test_an_end_closes_its_sentence(stages: CrystalStages, ends: list[int], expe
     assert offsets(stages, linked(5), ends, PAPER) == expected
 
 
-@pytest.mark.spec(id="CC-SPLIT")
+@pytest.mark.spec("CC-SPLIT")
 @given(n=st.integers(1, 150), T_max=st.integers(1, 40))
 def test_split_sizes_are_as_equal_as_can_be(stages: CrystalStages, n: int, T_max: int) -> None:
     """Step 3: ceil(n / T_max) pieces, larger first, differing by at most 1, none below (T_max + 1) // 2 if split."""
@@ -208,8 +201,7 @@ def test_split_sizes_are_as_equal_as_can_be(stages: CrystalStages, n: int, T_max
     assert len(sizes) == 1 or min(sizes) >= (T_max + 1) // 2
 
 
-@pytest.mark.spec(id="CC-TRUNKS")
-@pytest.mark.spec(id="CC-MERGE")
+@pytest.mark.spec("CC-TRUNKS", "CC-MERGE")
 @given(text=texts(), tau=st.sampled_from([0.0, 0.1, 0.25]))
 def test_below_tau_intra_the_merge_threshold_is_idle_inside_a_chunk(
     stages: CrystalStages, text: Text, tau: float,
@@ -225,13 +217,13 @@ def test_below_tau_intra_the_merge_threshold_is_idle_inside_a_chunk(
     assert a.offsets.tolist() == b.offsets.tolist()
 
 
-@pytest.mark.spec(id="CC-TRUNKS")
+@pytest.mark.spec("CC-TRUNKS")
 def test_the_pass_is_not_repeated(stages: CrystalStages) -> None:
     """[0, 2) refuses [2, 3), which then takes [3, 5) in: only a second pass would see the edge (1, 3) at its side."""
     assert offsets(stages, linked(5, (1, 3, 0.9), (2, 3, 0.9)), [1, 2, 4], PAPER) == [0, 2, 5]
 
 
-@pytest.mark.spec(id="CC-INTERFACE-EDGES")
+@pytest.mark.spec("CC-INTERFACE-EDGES")
 def test_weights_stand_by_first_endpoint_then_by_second(stages: CrystalStages) -> None:
     """Added as .25, .3, .35 they exceed 3 * .3; by second endpoint first, as .25, .35, .3, they would not."""
     E = linked(10, (0, 6, 0.3), (0, 5, 0.25), (1, 5, 0.35))

@@ -75,7 +75,7 @@ BAD: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.spec(id="CC-PREFILL")
+@pytest.mark.spec("CC-PREFILL")
 @pytest.mark.parametrize(("argument", "change"), [bad[::2] for bad in BAD], ids=[bad[1] for bad in BAD])
 def test_bad_input_is_refused_by_name(backend: Backend, argument: str, change: dict[str, Any]) -> None:
     """A SpecError MUST name the argument, what came and the bound; inputs stay as they were."""
@@ -86,7 +86,7 @@ def test_bad_input_is_refused_by_name(backend: Backend, argument: str, change: d
     assert pickle.dumps({name: value for name, value in arguments.items() if name != "backend"}) == before
 
 
-@pytest.mark.spec(id="CC-COATTENTION")
+@pytest.mark.spec("CC-COATTENTION")
 @pytest.mark.parametrize(
     ("argument", "change"),
     [("q", {"q": with_value(good()["q"], math.nan)}), ("k", {"k": with_value(good()["k"], math.inf)}),
@@ -99,7 +99,7 @@ def test_the_first_stage_refuses_bad_tensors_itself(backend: Backend, argument: 
         backend.require_crystal().coattention(arguments["q"], arguments["k"], np.arange(N), TINY, 0.5, None)
 
 
-@pytest.mark.spec(id="CC-PREFILL")
+@pytest.mark.spec("CC-PREFILL")
 def test_good_input_is_accepted(backend: Backend) -> None:
     """The base of the cases above is no bad input itself."""
     assert len(prefill(**good(), backend=backend).kept) >= 5

@@ -165,7 +165,7 @@ class _Jury:
 
 
 def _marked(item: pytest.Item) -> set[str]:
-    return {str(mark.kwargs.get("id")) for mark in item.iter_markers("spec")}
+    return {name for mark in item.iter_markers("spec") for name in mark.args}
 
 
 def _file(item: pytest.Item) -> str:

@@ -10,7 +10,7 @@ from conformance.paths import ROOT
 
 CONFTEST = ROOT / "conformance" / "own" / "models_integration" / "conftest.py"
 LAW, OTHER = '@pytest.mark.law("freed-memory")', '@pytest.mark.law("saved-is-what-was")'
-ITEM = '@pytest.mark.spec(id="CC-SCORE")'
+ITEM = '@pytest.mark.spec("CC-SCORE")'
 
 
 def outcome(folder: Path, *marks: str, module: str = "") -> str:

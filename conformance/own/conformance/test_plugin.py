@@ -15,7 +15,7 @@ TESTS = """
 import pytest
 from hypothesis import settings
 
-@pytest.mark.spec(id="{item}")
+@pytest.mark.spec("{item}")
 def test_sum(backend, stages, precision):
     assert (backend.name, precision) == {expected!r}
 

@@ -36,7 +36,7 @@ def claims() -> tuple[Claim, ...]:
     return tuple(all_claims())
 
 
-@pytest.mark.parametrize("item", [pytest.param(item, marks=pytest.mark.spec(id=item)) for item in ITEMS])
+@pytest.mark.parametrize("item", [pytest.param(item, marks=pytest.mark.spec(item)) for item in ITEMS])
 def test_claims_are_decided_as_expected(item: str) -> None:
     verdicts = [decide(claim) for claim in claims() if claim.item == item]
     assert {verdict.outcome for verdict in verdicts} == {"proved", "refuted"}

@@ -19,7 +19,7 @@ PAGE = """# A method
 ## Appendix
 """
 FUNCTION = 'def total() -> None:\n    """The sum.\n\n    Implements: AB-SUM\n    """\n'
-TEST = 'import pytest\n\n\n@pytest.mark.spec(id="AB-SUM")\ndef test_total() -> None: ...\n'
+TEST = 'import pytest\n\n\n@pytest.mark.spec("AB-SUM")\ndef test_total() -> None: ...\n'
 VECTOR = '{"testGroups": [{"tests": [{"tcId": "T1", "items": ["AB-SUM"]}]}]}'
 SABOTEURS = '@instead_of(total, "AB-SUM")\ndef a(): ...\n\n\n@method_instead_of(Sum, "total", "AB-SUM")\ndef b(): ...\n'
 FILES = {
@@ -74,7 +74,7 @@ def test_a_complete_tree_passes(tree: Path, capsys: pytest.CaptureFixture[str]) 
             ["AB-PRODUCT: unknown id, implemented by reference/a.py:total"],
         ),
         (
-            replaced("conformance/test_a.py", "def", '@pytest.mark.spec(id="AB-X")\ndef'),
+            replaced("conformance/test_a.py", "def", '@pytest.mark.spec("AB-X")\ndef'),
             ["AB-X: unknown id, tested by conformance/test_a.py:5"],
         ),
         (

@@ -74,7 +74,7 @@ sequences = given(seed=st.integers(0, 2**32 - 1), B=st.integers(2, 12))
 few = settings(max_examples=20)
 
 
-@pytest.mark.spec(id="PO-H2O")
+@pytest.mark.spec("PO-H2O")
 @few
 @sequences
 def test_h2o_drops_one_token_a_step(seed: int, B: int) -> None:
@@ -82,7 +82,7 @@ def test_h2o_drops_one_token_a_step(seed: int, B: int) -> None:
     assert decoded(policies.h2o(), long(seed), B) == by_head(long(seed), B, h2o)
 
 
-@pytest.mark.spec(id="PO-CAOTE")
+@pytest.mark.spec("PO-CAOTE")
 @few
 @sequences
 def test_caote_scores_every_step_anew(seed: int, B: int) -> None:
@@ -90,7 +90,7 @@ def test_caote_scores_every_step_anew(seed: int, B: int) -> None:
     assert decoded(policies.caote(), long(seed), B) == expected
 
 
-@pytest.mark.spec(id="PO-RKV")
+@pytest.mark.spec("PO-RKV")
 @few
 @sequences
 def test_rkv_decides_at_multiples_of_the_tokens_seen(seed: int, B: int) -> None:
@@ -100,7 +100,7 @@ def test_rkv_decides_at_multiples_of_the_tokens_seen(seed: int, B: int) -> None:
     assert decoded(policies.rkv(3, 3, every=4), long(seed), B) == expected
 
 
-@pytest.mark.spec(id="PO-TOVA")
+@pytest.mark.spec("PO-TOVA")
 @few
 @sequences
 def test_tova_may_evict_the_newest(seed: int, B: int) -> None:
@@ -120,7 +120,7 @@ def test_tova_may_evict_the_newest(seed: int, B: int) -> None:
     assert decoded(policies.tova(), inputs, B) == [list(step) for step in zip(*runs, strict=True)]
 
 
-@pytest.mark.spec(id="PO-TOVA")
+@pytest.mark.spec("PO-TOVA")
 def test_tova_evicts_the_newest_where_it_weighs_least() -> None:
     """Key 1, the newest, has the least weight of the last query."""
     view = LayerView(np.ones((1, 2, 1)), np.array([[[1.0], [0.0]]]), None, 1.0, None)
@@ -128,7 +128,7 @@ def test_tova_evicts_the_newest_where_it_weighs_least() -> None:
     assert kept.positions.tolist() == [0]
 
 
-@pytest.mark.spec(id="PO-STEP")
+@pytest.mark.spec("PO-STEP")
 @given(
     every=st.none() | st.integers(1, 6), excess=st.integers(1, 6), seen=st.integers(1, 40), live=st.integers(1, 40),
     B=st.integers(1, 40),
@@ -138,7 +138,7 @@ def test_when_a_step_is_due(every: int | None, excess: int, seen: int, live: int
     assert due == (every is not None and seen in range(0, 41, every) and live >= B + excess)
 
 
-@pytest.mark.spec(id="PO-STEP")
+@pytest.mark.spec("PO-STEP")
 @pytest.mark.parametrize(("every", "excess", "argument"), [(0, 1, "every"), (-3, 1, "every"), (1, 0, "excess")])
 def test_a_cadence_that_never_ends_is_refused(every: int, excess: int, argument: str) -> None:
     with pytest.raises(SpecError) as caught:
@@ -146,7 +146,7 @@ def test_a_cadence_that_never_ends_is_refused(every: int, excess: int, argument:
     assert caught.value.argument == argument
 
 
-@pytest.mark.spec(id="PO-STEP")
+@pytest.mark.spec("PO-STEP")
 def test_slack_lets_the_cache_grow_and_then_cuts_to_the_budget() -> None:
     """At budget + slack: the sizes climb from 4 to 6 and fall back."""
     policy = replace(policies.knorm(), cadence=Cadence(every=1, excess=3))
@@ -154,14 +154,14 @@ def test_slack_lets_the_cache_grow_and_then_cuts_to_the_budget() -> None:
     assert sizes == [4, 5, 6, 4, 5, 6, 4, 5, 6, 4]
 
 
-@pytest.mark.spec(id="PO-STEP")
+@pytest.mark.spec("PO-STEP")
 def test_a_step_that_is_not_due_changes_nothing_but_the_new_token() -> None:
     history = decoded(policies.snapkv(3, 3), long(4), 5)
     for at, (before, after) in enumerate(pairwise(history)):
         assert after == [[*row, PROMPT + at] for row in before]
 
 
-@pytest.mark.spec(id="PO-STEP")
+@pytest.mark.spec("PO-STEP")
 def test_what_cannot_go_on_is_refused() -> None:
     """A scorer without steps; heads of different lengths."""
     inputs = drawn(5, n=PROMPT + STEPS, L=2, heads=(3, 1))
@@ -173,7 +173,7 @@ def test_what_cannot_go_on_is_refused() -> None:
         policies.start(ada, Budget(count=5), shown(ada, inputs, nothing, PROMPT, PROMPT - 3))
 
 
-@pytest.mark.spec(id="PO-STEP")
+@pytest.mark.spec("PO-STEP")
 def test_records_do_not_change_under_a_step() -> None:
     """The same step twice gives the same result: nothing is written in place."""
     inputs, policy, budget = long(6), policies.h2o(), Budget(count=5)

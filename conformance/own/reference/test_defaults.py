@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("reference_items")
 
 
 def item(name: str) -> pytest.MarkDecorator:
-    return pytest.mark.spec(id=name)
+    return pytest.mark.spec(name)
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ reference_items = pytest.mark.usefixtures("reference_items")
 
 
 @reference_items
-@pytest.mark.spec(id="DV-POLICY")
+@pytest.mark.spec("DV-POLICY")
 @pytest.mark.parametrize("name", ["diversity", "diversity-in-adakv"])
 @sparingly
 @given(seed=seeds, B=st.integers(1, 24))
@@ -62,7 +62,7 @@ HOSTS: dict[str, Host] = {
 
 
 @reference_items
-@pytest.mark.spec(id="DV-POLICY")
+@pytest.mark.spec("DV-POLICY")
 @pytest.mark.parametrize("name", HOSTS)
 @sparingly
 @given(seed=seeds, B=st.integers(1, 24))
@@ -74,7 +74,7 @@ def test_without_penalty_the_hosts_set_stays(name: str, seed: int, B: int) -> No
 
 
 @reference_items
-@pytest.mark.spec(id="DV-POLICY")
+@pytest.mark.spec("DV-POLICY")
 @pytest.mark.parametrize("lam", [0.0, LAM])
 def test_a_host_sees_what_it_sees_alone(lam: float) -> None:
     """Signatures need every layer's values; a host that scores by one layer MUST still be shown that one."""
@@ -90,7 +90,7 @@ def test_a_host_sees_what_it_sees_alone(lam: float) -> None:
 
 
 @reference_items
-@pytest.mark.spec(id="DV-POLICY")
+@pytest.mark.spec("DV-POLICY")
 @sparingly
 @given(seed=seeds, B=st.integers(3, 20), mode=st.sampled_from(["flat", "layer", "head"]))
 def test_alpha_inside_a_pyramid_is_one_line(seed: int, B: int, mode: diversity.Signature) -> None:
@@ -107,7 +107,7 @@ def test_alpha_inside_a_pyramid_is_one_line(seed: int, B: int, mode: diversity.S
 
 
 @reference_items
-@pytest.mark.spec(id="DV-POLICY")
+@pytest.mark.spec("DV-POLICY")
 def test_alpha_inside_ada_kv_is_one_line() -> None:
     """Heads differ in their number of tokens, the layer's total is exact, and the choice is another than Ada-KV's."""
     inputs = drawn(5, n=24, L=2, heads=(3, 1))
@@ -120,7 +120,7 @@ def test_alpha_inside_ada_kv_is_one_line() -> None:
 
 
 @reference_items
-@pytest.mark.spec(id="DV-POLICY")
+@pytest.mark.spec("DV-POLICY")
 @sparingly
 @example(seed=3, B=5)
 @given(seed=seeds, B=st.integers(4, 8))
@@ -139,7 +139,7 @@ def test_alpha_goes_on_while_tokens_are_decoded(seed: int, B: int) -> None:
 
 
 @reference_items
-@pytest.mark.spec(id="DV-POLICY")
+@pytest.mark.spec("DV-POLICY")
 @sparingly
 @given(seed=seeds, B=st.integers(2, 7), mode=st.sampled_from(["flat", "layer", "head"]))
 def test_a_signature_outlives_its_tokens_in_other_heads(seed: int, B: int, mode: diversity.Signature) -> None:
@@ -162,8 +162,7 @@ def test_a_signature_outlives_its_tokens_in_other_heads(seed: int, B: int, mode:
 
 
 @reference_items
-@pytest.mark.spec(id="DV-POLICY")
-@pytest.mark.spec(id="DV-VARIANT-B")
+@pytest.mark.spec("DV-POLICY", "DV-VARIANT-B")
 @pytest.mark.parametrize(
     ("make", "argument"),
     [
@@ -187,7 +186,7 @@ def test_a_composition_that_is_not_defined_is_refused(make: Callable[[], object]
 
 
 @reference_items
-@pytest.mark.spec(id="DV-POLICY")
+@pytest.mark.spec("DV-POLICY")
 def test_scores_without_signatures_are_refused() -> None:
     selector = policies.diverse(policies.knorm()).selector
     with pytest.raises(SpecError, match=r"scores\.signatures"):
@@ -195,7 +194,7 @@ def test_scores_without_signatures_are_refused() -> None:
 
 
 @reference_items
-@pytest.mark.spec(id="DV-POLICY")
+@pytest.mark.spec("DV-POLICY")
 @pytest.mark.parametrize("blind_layers", [{0, 1}, {1}])
 def test_values_that_were_not_captured_are_missed(blind_layers: set[int]) -> None:
     inputs = drawn(9, n=12, L=2, heads=(1, 1))
@@ -214,7 +213,7 @@ def test_a_backend_without_the_stage_says_so() -> None:
 
 
 @reference_items
-@pytest.mark.spec(id="DV-VARIANT-B")
+@pytest.mark.spec("DV-VARIANT-B")
 @sparingly
 @given(seed=seeds, B=st.integers(1, 20), lam=st.sampled_from([0.0, 0.5, 2.0]))
 def test_variant_b_adds_a_cosine_to_the_score(seed: int, B: int, lam: float) -> None:
@@ -228,7 +227,7 @@ def test_variant_b_adds_a_cosine_to_the_score(seed: int, B: int, lam: float) -> 
 
 
 @reference_items
-@pytest.mark.spec(id="DV-VARIANT-B")
+@pytest.mark.spec("DV-VARIANT-B")
 def test_variant_b_keeps_copies_where_alpha_keeps_one() -> None:
     """What the paper blames: no kept token takes part."""
     assert policies.toward_mean_values(policies.knorm()).name == "toward-mean(knorm)"
@@ -244,7 +243,7 @@ def test_variant_b_keeps_copies_where_alpha_keeps_one() -> None:
 
 
 @reference_items
-@pytest.mark.spec(id="DV-SCHEDULE")
+@pytest.mark.spec("DV-SCHEDULE")
 @given(B=st.integers(2, 200), rounds=st.integers(2, 30), share=st.floats(-1, 1))
 def test_a_schedule_is_a_line_whose_mean_is_the_budget(B: int, rounds: int, share: float) -> None:
     tilt = round(share * (B - 1))
@@ -255,7 +254,7 @@ def test_a_schedule_is_a_line_whose_mean_is_the_budget(B: int, rounds: int, shar
 
 
 @reference_items
-@pytest.mark.spec(id="DV-SCHEDULE")
+@pytest.mark.spec("DV-SCHEDULE")
 @pytest.mark.parametrize(
     ("arguments", "argument"), [((8, 1, 0), "rounds"), ((8, 4, 8), "tilt"), ((8, 4, -8), "tilt")]
 )
@@ -267,7 +266,7 @@ def test_a_schedule_that_is_none_is_refused(arguments: tuple[int, int, int], arg
 
 
 @reference_items
-@pytest.mark.spec(id="DV-SCHEDULE")
+@pytest.mark.spec("DV-SCHEDULE")
 @pytest.mark.parametrize("tilt", [3, -3])
 def test_a_driver_gives_each_round_its_budget(tilt: int) -> None:
     """A decision in every step: what is held after each is the schedule's, where there are as many tokens."""

@@ -51,7 +51,7 @@ def test_a_form_that_is_not_there_is_refused(change: dict[str, Any]) -> None:
         replace(PAPER, **change)
 
 
-@pytest.mark.spec(id="CC-UNIT-IMPACT")
+@pytest.mark.spec("CC-UNIT-IMPACT")
 @given(tokens=salient_tokens(), U=st.floats(0.05, 0.6))
 def test_unit_impact_is_computed_in_its_stated_order(tokens: tuple[Vector, IntVector], U: float) -> None:
     """Quotient, half, half of U, sum: the same bits."""
@@ -60,7 +60,7 @@ def test_unit_impact_is_computed_in_its_stated_order(tokens: tuple[Vector, IntVe
     assert unit_impact(S, np.full(len(S), U), PAPER).tolist() == want
 
 
-@pytest.mark.spec(id="CC-UNIT-TRUNK-IMPACT")
+@pytest.mark.spec("CC-UNIT-TRUNK-IMPACT")
 @given(M_bar=dyadic_impacts(6), up=st.integers(0, 64))
 def test_a_shift_of_all_trunks_says_nothing(M_bar: Vector, up: int) -> None:
     """Least and greatest are both measured from the trunks; the order stays."""
@@ -69,14 +69,14 @@ def test_a_shift_of_all_trunks_says_nothing(M_bar: Vector, up: int) -> None:
     assert np.argsort(unit, kind="stable").tolist() == np.argsort(M_bar, kind="stable").tolist()
 
 
-@pytest.mark.spec(id="CC-TIER-COUNT")
+@pytest.mark.spec("CC-TIER-COUNT")
 @given(sizes=SIZES, N_min=N_MIN, t=st.integers(-13, 13))
 def test_tier_counts_equal_the_fractions(sizes: list[int], N_min: int, t: int) -> None:
     """What each rank keeps MUST be the rule in exact fractions."""
     assert tiers.tier_counts(np.array(sizes), t, N_min).tolist() == s6.tier_counts(sizes, t, N_min)
 
 
-@pytest.mark.spec(id="CC-TIER-COUNT")
+@pytest.mark.spec("CC-TIER-COUNT")
 @given(size=st.integers(1, 64), m=st.integers(1, 40), N_min=N_MIN, t=st.integers(-41, 41))
 def test_before_the_removal_a_better_rank_keeps_no_less(size: int, m: int, N_min: int, t: int) -> None:
     """With equal sizes the counts fall with the rank, and a further shift takes nothing away from any rank."""
@@ -85,14 +85,14 @@ def test_before_the_removal_a_better_rank_keeps_no_less(size: int, m: int, N_min
     assert (tiers.tier_counts(np.full(m, size), t + 1, N_min) >= kept).all()
 
 
-@pytest.mark.spec(id="CC-TIER-COUNT")
+@pytest.mark.spec("CC-TIER-COUNT")
 def test_a_half_is_rounded_up() -> None:
     """The essay keeps 5 of 9 at ratio 1/2; floats miss the half at rank 167 of 178."""
     assert tiers.tier_counts(np.full(10, 9), 0, 3)[6] == 5
     assert tiers.tier_counts(np.full(445, 59), 0, 3)[133 + 167] == 31
 
 
-@pytest.mark.spec(id="CC-TIERS")
+@pytest.mark.spec("CC-TIERS")
 @pytest.mark.parametrize("N_min", [0, 1, 3, 4])
 def test_every_small_allocation_in_tiers(N_min: int) -> None:
     """All partitions of totals up to 9 and all cuts: every shift is tried from below, and the loop cuts the rest."""
@@ -102,7 +102,7 @@ def test_every_small_allocation_in_tiers(N_min: int) -> None:
             assert tiers.tier_allocate(np.array(sizes), c_0, N_min).tolist() == [float(r) for r in want]
 
 
-@pytest.mark.spec(id="CC-TIERS")
+@pytest.mark.spec("CC-TIERS")
 @given(sizes=SIZES, N_min=N_MIN, data=st.data())
 def test_the_shift_is_the_least(sizes: list[int], N_min: int, data: st.DataObject) -> None:
     """It keeps enough, and one less does not: over all integers, since the total never falls with t."""
@@ -117,7 +117,7 @@ def test_the_shift_is_the_least(sizes: list[int], N_min: int, data: st.DataObjec
 D_VALUES = st.lists(st.floats(0, 1), min_size=1, max_size=8)
 
 
-@pytest.mark.spec(id="CC-RENEWAL")
+@pytest.mark.spec("CC-RENEWAL")
 @given(D=D_VALUES, share=st.floats(0, 1), data=st.data())
 def test_renewal_moves_active_trunks_towards_1(D: list[float], share: float, data: st.DataObject) -> None:
     """D + renewal (1 - D) in this order where active; nothing else moves; D stays in [D, 1]."""
@@ -127,7 +127,7 @@ def test_renewal_moves_active_trunks_towards_1(D: list[float], share: float, dat
     assert ((found >= np.array(D)) & (found <= 1)).all()
 
 
-@pytest.mark.spec(id="CC-RENEWAL")
+@pytest.mark.spec("CC-RENEWAL")
 @given(D=D_VALUES)
 def test_no_renewal_is_the_paper(D: list[float]) -> None:
     """With renewal 0, or nothing active, D is the same to the bit."""
@@ -136,7 +136,7 @@ def test_no_renewal_is_the_paper(D: list[float]) -> None:
     assert renewal.renewed_D(np.array(D), none_on, 0.3).tolist() == D
 
 
-@pytest.mark.spec(id="CC-RARITY-FORMS")
+@pytest.mark.spec("CC-RARITY-FORMS")
 @pytest.mark.parametrize("form", RARITIES)
 @given(ids=st.integers(1, 30).flatmap(token_ids))
 def test_a_rarity_form_equals_its_formula(form: str, ids: IntVector) -> None:
@@ -148,7 +148,7 @@ def test_a_rarity_form_equals_its_formula(form: str, ids: IntVector) -> None:
     assert ((U > 0) & (U <= 0.5)).all()
 
 
-@pytest.mark.spec(id="CC-ADAPTIVE-MERGE")
+@pytest.mark.spec("CC-ADAPTIVE-MERGE")
 @given(text=texts())
 def test_at_most_half_of_the_interfaces_exceed_the_median(text: Text) -> None:
     """Among the sentences' interfaces, as CC-MERGE decides; and the threshold is one of their strengths."""
@@ -166,7 +166,7 @@ def test_at_most_half_of_the_interfaces_exceed_the_median(text: Text) -> None:
         assert tau == 0.3
 
 
-@pytest.mark.spec(id="CC-COVERAGE")
+@pytest.mark.spec("CC-COVERAGE")
 @given(e=st.integers(0, 60), k=st.integers(0, 60))
 def test_evenly_spaced_tokens_stand_in_the_middle(e: int, k: int) -> None:
     """min(e, k) distinct ones, mirrored about the middle up to one token."""
@@ -176,7 +176,7 @@ def test_evenly_spaced_tokens_stand_in_the_middle(e: int, k: int) -> None:
         assert (np.abs(found + found[::-1] - (e - 1)) <= 1).all()
 
 
-@pytest.mark.spec(id="CC-COVERAGE")
+@pytest.mark.spec("CC-COVERAGE")
 def test_the_reserve_is_an_exact_share_of_what_is_not_protected() -> None:
     """0.29 of 100 are 29 (28 in binary); half of 100 less 40; nothing where all fits or nothing is left."""
     free, shut = np.array([False, False]), np.array([True, False])

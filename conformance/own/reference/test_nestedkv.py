@@ -26,7 +26,7 @@ def scales_of(seed: int, n: int) -> Any:
     return np.stack([nk.min_max(scale) for scale in a])
 
 
-@pytest.mark.spec(id="NK-UNIT-KEYS")
+@pytest.mark.spec("NK-UNIT-KEYS")
 @given(seed=seeds, n=lengths)
 def test_keys_become_directions(seed: int, n: int) -> None:
     """Length 1, the same direction; a negative key is no other."""
@@ -36,9 +36,7 @@ def test_keys_become_directions(seed: int, n: int) -> None:
     assert np.array_equal(unit_keys(-k), -unit)
 
 
-@pytest.mark.spec(id="NK-STABLE")
-@pytest.mark.spec(id="NK-EPISODIC")
-@pytest.mark.spec(id="NK-CURRENT")
+@pytest.mark.spec("NK-STABLE", "NK-EPISODIC", "NK-CURRENT")
 @given(seed=seeds, n=lengths, W=st.integers(1, 9), b=st.integers(1, 9))
 def test_the_three_memories(seed: int, n: int, W: int, b: int) -> None:
     unit = unit_keys(keys(seed, 1, n).astype(np.float64))
@@ -50,13 +48,13 @@ def test_the_three_memories(seed: int, n: int, W: int, b: int) -> None:
         assert scores_agree(got.ravel(), [x for row in want for x in row])
 
 
-@pytest.mark.spec(id="NK-EPISODIC")
+@pytest.mark.spec("NK-EPISODIC")
 def test_blocks_of_the_papers_lengths() -> None:
     sizes = {1: 128, 4127: 128, 4128: 129, 6400: 200, 8191: 255, 8192: 256, 32768: 256}
     assert {N: nk.block_size(N, NESTEDKV) for N in sizes} == sizes
 
 
-@pytest.mark.spec(id="NK-ANOMALY")
+@pytest.mark.spec("NK-ANOMALY")
 @given(seed=seeds, n=lengths)
 def test_anomalies_are_negative_cosines(seed: int, n: int) -> None:
     """A memory longer than 2^-16 has a direction, one of 2^-16 has none."""
@@ -70,7 +68,7 @@ def test_anomalies_are_negative_cosines(seed: int, n: int) -> None:
     assert scores_agree(got, [oracle.anomaly(key, mu) for key, mu in pairs])
 
 
-@pytest.mark.spec(id="NK-MIN-MAX")
+@pytest.mark.spec("NK-MIN-MAX")
 @given(seed=seeds, n=lengths, width=st.sampled_from([0.0, 2.0**-40, 2.0**-16, 2.0**-15, 1.0]))
 def test_values_are_moved_to_the_unit_interval(seed: int, n: int, width: float) -> None:
     """Each head by its own range."""
@@ -81,14 +79,14 @@ def test_values_are_moved_to_the_unit_interval(seed: int, n: int, width: float) 
         assert (got.min(), got.max()) == ((0.0, 1.0) if spread > 2.0**-16 else (0.0, 0.0))
 
 
-@pytest.mark.spec(id="NK-GAP")
+@pytest.mark.spec("NK-GAP")
 @given(seed=seeds, n=lengths, p=st.fractions(Fraction(1, 20), 1))
 def test_gaps_are_means_of_the_ends(seed: int, n: int, p: Fraction) -> None:
     a = scales_of(seed, n)
     assert scores_agree(nk.gap(a, p)[:, 0], oracle.deltas(a[:, 0].tolist(), replace(NESTED, p=p)))
 
 
-@pytest.mark.spec(id="NK-BLEND")
+@pytest.mark.spec("NK-BLEND")
 @given(seed=seeds, n=lengths)
 def test_the_blend_is_a_softmax_over_its_prior(seed: int, n: int) -> None:
     """Equal gaps leave the prior; the weights sum to 1."""
@@ -101,7 +99,7 @@ def test_the_blend_is_a_softmax_over_its_prior(seed: int, n: int) -> None:
     assert scores_agree(nk.blend(np.ones_like(a), delta, NESTED)[0], [1.0] * n)
 
 
-@pytest.mark.spec(id="NK-SURPRISE")
+@pytest.mark.spec("NK-SURPRISE")
 @given(seed=seeds, n=lengths)
 def test_surprise_is_normalised_then_rectified(seed: int, n: int) -> None:
     a = scales_of(seed, n)
@@ -111,7 +109,7 @@ def test_surprise_is_normalised_then_rectified(seed: int, n: int) -> None:
     assert (found < 1).all()
 
 
-@pytest.mark.spec(id="NK-SURPRISE")
+@pytest.mark.spec("NK-SURPRISE")
 @given(readings=st.lists(st.floats(0, 1), min_size=3, max_size=3))
 def test_without_appendix_a_the_gate_never_opens(readings: list[float]) -> None:
     """Population deviation of three numbers of [0, 1]: at most sqrt(2)/3, reached at (0, 0, 1), below tau."""
@@ -122,7 +120,7 @@ def test_without_appendix_a_the_gate_never_opens(readings: list[float]) -> None:
     assert oracle.gate(most * 1.5**0.5, NESTEDKV) < 0.445
 
 
-@pytest.mark.spec(id="NK-ROUTE")
+@pytest.mark.spec("NK-ROUTE")
 @given(seed=seeds, n=lengths)
 def test_the_route_runs_from_the_blend_to_the_strongest(seed: int, n: int) -> None:
     rng = np.random.default_rng(seed)

@@ -21,7 +21,7 @@ from spec.policy import LayerView, Observation
 
 
 @pytest.mark.usefixtures("reference_items")
-@pytest.mark.spec(id="NK-NESTEDKV")
+@pytest.mark.spec("NK-NESTEDKV")
 @given(seed=seeds, B=st.integers(1, 30))
 def test_nestedkv(seed: int, B: int) -> None:
     case, inputs = CASES["nestedkv"], drawn(seed)
@@ -29,7 +29,7 @@ def test_nestedkv(seed: int, B: int) -> None:
 
 
 @pytest.mark.usefixtures("reference_items")
-@pytest.mark.spec(id="NK-ABLATIONS")
+@pytest.mark.spec("NK-ABLATIONS")
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("nestedkv-")])
 @given(seed=seeds, n=st.integers(3, 26), B=st.integers(1, 30))
 def test_ablations(name: str, seed: int, n: int, B: int) -> None:
@@ -39,7 +39,7 @@ def test_ablations(name: str, seed: int, n: int, B: int) -> None:
 
 
 @pytest.mark.usefixtures("reference_items")
-@pytest.mark.spec(id="NK-NESTEDKV")
+@pytest.mark.spec("NK-NESTEDKV")
 def test_a_budget_below_the_sinks_is_refused() -> None:
     """Heads that cannot get their safeguard: four sinks each, three tokens of budget."""
     k = keys(1, 2, 20).astype(np.float64)
@@ -52,7 +52,7 @@ def test_a_budget_below_the_sinks_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("reference_items")
-@pytest.mark.spec(id="NK-NESTEDKV")
+@pytest.mark.spec("NK-NESTEDKV")
 @given(seed=seeds, r=st.sampled_from(["0.25", "0.5", "0.75", "0.8", "0.9"]), n=st.integers(60, 90))
 def test_a_layer_keeps_its_budget_exactly_and_every_head_its_quota(seed: int, r: str, n: int) -> None:
     inputs = drawn(seed, n, L=2, heads=(3, 1))
@@ -64,7 +64,7 @@ def test_a_layer_keeps_its_budget_exactly_and_every_head_its_quota(seed: int, r:
 
 
 @pytest.mark.usefixtures("reference_items")
-@pytest.mark.spec(id="NK-TOKENS")
+@pytest.mark.spec("NK-TOKENS")
 @given(percent=st.integers(0, 99), N=st.integers(1, 5000))
 def test_the_budget_is_the_exact_floor(percent: int, N: int) -> None:
     kept = (100 - percent) * N // 100
@@ -78,7 +78,7 @@ def test_the_budget_is_the_exact_floor(percent: int, N: int) -> None:
 
 
 @pytest.mark.usefixtures("reference_items")
-@pytest.mark.spec(id="NK-TOKENS")
+@pytest.mark.spec("NK-TOKENS")
 @pytest.mark.parametrize("r", [1, 1.5, -0.1, float("nan"), float("inf"), "many"])
 def test_a_share_out_of_range_is_refused(r: Any) -> None:
     with pytest.raises(SpecError) as caught:

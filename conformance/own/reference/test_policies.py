@@ -51,43 +51,43 @@ def agrees(name: str, seed: int, B: int) -> None:
     assert decided(case.policy(inputs), inputs, B) == case.expected(inputs, max(B, case.floor))
 
 
-@pytest.mark.spec(id="PO-STREAMINGLLM")
+@pytest.mark.spec("PO-STREAMINGLLM")
 @inputs_and_budgets
 def test_streamingllm(seed: int, B: int) -> None:
     agrees("streamingllm", seed, B)
 
 
-@pytest.mark.spec(id="PO-H2O")
+@pytest.mark.spec("PO-H2O")
 @inputs_and_budgets
 def test_h2o(seed: int, B: int) -> None:
     agrees("h2o", seed, B)
 
 
-@pytest.mark.spec(id="PO-SNAPKV")
+@pytest.mark.spec("PO-SNAPKV")
 @inputs_and_budgets
 def test_snapkv(seed: int, B: int) -> None:
     agrees("snapkv", seed, B)
 
 
-@pytest.mark.spec(id="PO-PYRAMIDKV")
+@pytest.mark.spec("PO-PYRAMIDKV")
 @inputs_and_budgets
 def test_pyramidkv(seed: int, B: int) -> None:
     agrees("pyramidkv", seed, B)
 
 
-@pytest.mark.spec(id="PO-CHUNKKV")
+@pytest.mark.spec("PO-CHUNKKV")
 @inputs_and_budgets
 def test_chunkkv(seed: int, B: int) -> None:
     agrees("chunkkv", seed, B)
 
 
-@pytest.mark.spec(id="PO-TOVA")
+@pytest.mark.spec("PO-TOVA")
 @inputs_and_budgets
 def test_tova(seed: int, B: int) -> None:
     agrees("tova", seed, B)
 
 
-@pytest.mark.spec(id="PO-KEYDIFF")
+@pytest.mark.spec("PO-KEYDIFF")
 @inputs_and_budgets
 def test_keydiff(seed: int, B: int) -> None:
     """Two tokens alone are as far from their mean as each other, and rounding decides."""
@@ -95,61 +95,61 @@ def test_keydiff(seed: int, B: int) -> None:
     agrees("keydiff", seed, B)
 
 
-@pytest.mark.spec(id="PO-KNORM")
+@pytest.mark.spec("PO-KNORM")
 @inputs_and_budgets
 def test_knorm(seed: int, B: int) -> None:
     agrees("knorm", seed, B)
 
 
-@pytest.mark.spec(id="PO-EXPECTED-ATTENTION")
+@pytest.mark.spec("PO-EXPECTED-ATTENTION")
 @inputs_and_budgets
 def test_expected_attention(seed: int, B: int) -> None:
     agrees("expected-attention", seed, B)
 
 
-@pytest.mark.spec(id="PO-ADAKV")
+@pytest.mark.spec("PO-ADAKV")
 @inputs_and_budgets
 def test_adakv(seed: int, B: int) -> None:
     agrees("adakv", seed, B)
 
 
-@pytest.mark.spec(id="PO-RKV")
+@pytest.mark.spec("PO-RKV")
 @inputs_and_budgets
 def test_rkv(seed: int, B: int) -> None:
     agrees("rkv", seed, B)
 
 
-@pytest.mark.spec(id="PO-CAOTE")
+@pytest.mark.spec("PO-CAOTE")
 @inputs_and_budgets
 def test_caote(seed: int, B: int) -> None:
     agrees("caote", seed, B)
 
 
-@pytest.mark.spec(id="PO-DEFENSIVEKV")
+@pytest.mark.spec("PO-DEFENSIVEKV")
 @inputs_and_budgets
 def test_defensivekv(seed: int, B: int) -> None:
     agrees("defensivekv", seed, B)
 
 
-@pytest.mark.spec(id="PO-EPICACHE")
+@pytest.mark.spec("PO-EPICACHE")
 @inputs_and_budgets
 def test_epicache(seed: int, B: int) -> None:
     agrees("epicache", seed, B)
 
 
-@pytest.mark.spec(id="PO-H2O-DESCRIBED")
+@pytest.mark.spec("PO-H2O-DESCRIBED")
 @inputs_and_budgets
 def test_h2o_as_described(seed: int, B: int) -> None:
     agrees("h2o-described", seed, B)
 
 
-@pytest.mark.spec(id="PO-PYRAMIDKV-DESCRIBED")
+@pytest.mark.spec("PO-PYRAMIDKV-DESCRIBED")
 @inputs_and_budgets
 def test_pyramidkv_as_described(seed: int, B: int) -> None:
     agrees("pyramidkv-described", seed, B)
 
 
-@pytest.mark.spec(id="PO-CHUNKKV-DESCRIBED")
+@pytest.mark.spec("PO-CHUNKKV-DESCRIBED")
 @inputs_and_budgets
 def test_chunkkv_as_described(seed: int, B: int) -> None:
     agrees("chunkkv-described", seed, B)
@@ -174,7 +174,7 @@ SCORES: dict[str, tuple[Score, Score]] = {
 
 
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=pytest.mark.spec(id=f"PO-{name.upper().replace(' ', '-')}")) for name in SCORES
+    pytest.param(name, marks=pytest.mark.spec(f"PO-{name.upper().replace(' ', '-')}")) for name in SCORES
 ])
 @sparingly
 @given(seed=st.integers(0, 2**32 - 1))
@@ -186,7 +186,7 @@ def test_a_score_lies_within_its_bound(name: str, seed: int) -> None:
         assert all(scores_agree(a, b) for a, b in zip(rows, brute(plain(view), inputs), strict=True))
 
 
-@pytest.mark.spec(id="PO-OBSERVED-ATTENTION")
+@pytest.mark.spec("PO-OBSERVED-ATTENTION")
 @given(seed=st.integers(0, 2**32 - 1), window=st.integers(1, 30))
 def test_observed_attention_is_the_last_rows_of_the_softmax(seed: int, window: int) -> None:
     """MUST count the window's own keys, MUST be causal inside it; all rows together MUST give the accumulated sum."""
@@ -202,7 +202,7 @@ def test_observed_attention_is_the_last_rows_of_the_softmax(seed: int, window: i
         assert scores_agree(row, [float(sum(column)) for column in zip(*head, strict=True)])
 
 
-@pytest.mark.spec(id="PO-OBSERVED-ATTENTION")
+@pytest.mark.spec("PO-OBSERVED-ATTENTION")
 def test_many_queries_are_read_in_blocks() -> None:
     """Longer than a block of queries: each key's sum over queries, and all sums together are the queries."""
     view = drawn(3, n=600, L=1, heads=(1, 1)).layers[0]
@@ -212,7 +212,7 @@ def test_many_queries_are_read_in_blocks() -> None:
     assert scores_agree([float(total.sum())], [600.0])
 
 
-@pytest.mark.spec(id="PO-POOL")
+@pytest.mark.spec("PO-POOL")
 @given(row=st.lists(st.integers(-8, 8).map(float), max_size=12), half=st.integers(0, 4))
 def test_pools(row: list[float], half: int) -> None:
     """A maximum leaves out what lies outside; an average divides by the kernel at the edges too."""
@@ -221,7 +221,7 @@ def test_pools(row: list[float], half: int) -> None:
     assert scores_agree(attention.average_pool(x, kernel)[0], oracle.pool(row, kernel, "average"))
 
 
-@pytest.mark.spec(id="PO-CHUNKKV")
+@pytest.mark.spec("PO-CHUNKKV")
 @given(n=st.integers(1, 40), window=st.integers(0, 40), c=st.integers(1, 12))
 def test_chunks_cover_the_tokens_before_the_window(n: int, window: int, c: int) -> None:
     past = max(0, n - window)
@@ -234,7 +234,7 @@ def test_chunks_cover_the_tokens_before_the_window(n: int, window: int, c: int) 
     assert chunk_scores(members, np.array(offsets)).tolist() == [float(sum(run)) for run in runs]
 
 
-@pytest.mark.spec(id="PO-CAOTE")
+@pytest.mark.spec("PO-CAOTE")
 def test_the_error_of_caote_is_the_change_of_the_output() -> None:
     """Two keys of weight 1/2 are alike; a key with all the weight cannot go."""
     v = np.array([[[0.0, 0.0], [3.0, 4.0]]])
@@ -242,7 +242,7 @@ def test_the_error_of_caote_is_the_change_of_the_output() -> None:
     assert caote_error(np.array([[1.0, 0.0]]), v).tolist() == [[np.inf, 0.0]]
 
 
-@pytest.mark.spec(id="PO-RKV")
+@pytest.mark.spec("PO-RKV")
 def test_redundancy_spares_the_last_similar_key() -> None:
     """Three equal keys: rows 0 and 1 spare column 2, row 2 spares column 1, so column 0 is the most redundant.
 
@@ -253,7 +253,7 @@ def test_redundancy_spares_the_last_similar_key() -> None:
     assert rkv_redundancy(np.eye(4))[0].tolist() == [0.25] * 4
 
 
-@pytest.mark.spec(id="PO-RKV")
+@pytest.mark.spec("PO-RKV")
 def test_similar_is_a_question_of_float32() -> None:
     """A cosine of 1/2 and a billionth is 1/2 in float32, so no column is spared but 0, and column 1 keeps it."""
     c = 0.5 + 1e-9
@@ -261,7 +261,7 @@ def test_similar_is_a_question_of_float32() -> None:
     assert barely[1] > barely[0]
 
 
-@pytest.mark.spec(id="PO-CHUNKKV")
+@pytest.mark.spec("PO-CHUNKKV")
 @given(seed=st.integers(0, 2**32 - 1))
 def test_tokens_of_the_window_have_no_score(seed: int) -> None:
     inputs = drawn(seed)
@@ -271,7 +271,7 @@ def test_tokens_of_the_window_have_no_score(seed: int) -> None:
     assert np.isnan(members[scored:]).all()
 
 
-@pytest.mark.spec(id="PO-EXPECTED-ATTENTION")
+@pytest.mark.spec("PO-EXPECTED-ATTENTION")
 @given(seed=st.integers(0, 2**32 - 1))
 def test_a_rotation_is_taken_off_and_averaged(seed: int) -> None:
     """What was rotated at its position comes back; the mean of one position is its rotation."""
@@ -284,7 +284,7 @@ def test_a_rotation_is_taken_off_and_averaged(seed: int) -> None:
     assert scores_agree(R @ x[0, 3], turned[0][3])
 
 
-@pytest.mark.spec(id="PO-EXPECTED-ATTENTION")
+@pytest.mark.spec("PO-EXPECTED-ATTENTION")
 def test_expected_logits_are_the_moment_generating_function() -> None:
     """E exp(q.k) of a Gaussian by quadrature on one channel."""
     mean, variance, k = 0.3, 0.5, 0.8

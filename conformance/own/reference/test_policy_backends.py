@@ -16,15 +16,15 @@ from spec.policy import Policy
 pytestmark = pytest.mark.usefixtures("reference_items")
 
 MAKERS: list[Any] = [
-    pytest.param("h2o", lambda i, **on: policies.h2o(**on), marks=pytest.mark.spec(id="PO-H2O")),
-    pytest.param("tova", lambda i, **on: policies.tova(**on), marks=pytest.mark.spec(id="PO-TOVA")),
+    pytest.param("h2o", lambda i, **on: policies.h2o(**on), marks=pytest.mark.spec("PO-H2O")),
+    pytest.param("tova", lambda i, **on: policies.tova(**on), marks=pytest.mark.spec("PO-TOVA")),
     pytest.param(
-        "h2o-described", lambda i, **on: policies.h2o_described(3, **on), marks=pytest.mark.spec(id="PO-H2O-DESCRIBED")
+        "h2o-described", lambda i, **on: policies.h2o_described(3, **on), marks=pytest.mark.spec("PO-H2O-DESCRIBED")
     ),
     pytest.param(
         "expected-attention",
         lambda i, **on: policies.expected_attention(i.inv_freq, i.factor, 2, 5, **on),
-        marks=pytest.mark.spec(id="PO-EXPECTED-ATTENTION"),
+        marks=pytest.mark.spec("PO-EXPECTED-ATTENTION"),
     ),
 ]
 
@@ -45,7 +45,7 @@ def test_numba_keeps_what_the_reference_keeps(name: str, make: Callable[..., Pol
         assert decided(make(inputs, backend="numba"), inputs, B) == decided(make(inputs), inputs, B)
 
 
-@pytest.mark.spec(id="PO-OBSERVED-ATTENTION")
+@pytest.mark.spec("PO-OBSERVED-ATTENTION")
 @pytest.mark.parametrize("floats", [1, 200, 2**20])
 def test_blocks_and_threads_say_nothing(monkeypatch: pytest.MonkeyPatch, floats: int) -> None:
     """A block of one query or of all; and the same bits from one thread as from three."""

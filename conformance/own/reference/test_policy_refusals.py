@@ -29,7 +29,7 @@ def scores(H: int, n: int, pinned: int) -> Scores:
 
 
 def refused(item: str, make: Callable[[], object], argument: str) -> Any:
-    return pytest.param(make, argument, marks=pytest.mark.spec(id=item))
+    return pytest.param(make, argument, marks=pytest.mark.spec(item))
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_a_constant_out_of_range_is_refused(make: Callable[[], object], argument
     assert caught.value.argument == argument
 
 
-@pytest.mark.spec(id="PO-KEYDIFF")
+@pytest.mark.spec("PO-KEYDIFF")
 def test_a_zero_key_has_no_direction() -> None:
     """The message names the head and the token."""
     k = np.ones((2, 3, 2))
@@ -85,14 +85,14 @@ def test_a_zero_key_has_no_direction() -> None:
         keydiff_score(LayerView(k, k, None, 1.0, None))
 
 
-@pytest.mark.spec(id="PO-KEYDIFF")
+@pytest.mark.spec("PO-KEYDIFF")
 def test_a_zero_anchor_scores_nothing() -> None:
     """Two opposite keys have no mean direction: both score 0."""
     k = np.array([[[1.0, 0.0], [-1.0, 0.0]]])
     assert keydiff_score(LayerView(k, k, None, 1.0, None)).tolist() == [[0.0, 0.0]]
 
 
-@pytest.mark.spec(id="PO-RETAIN")
+@pytest.mark.spec("PO-RETAIN")
 @pytest.mark.parametrize("name", ["knorm", "tova", "keydiff"])
 def test_a_pinned_prompt_above_the_budget_is_refused(name: str) -> None:
     """Protection that a share cannot hold: the error names the budget, before anything is kept."""
@@ -107,9 +107,7 @@ def test_a_pinned_prompt_above_the_budget_is_refused(name: str) -> None:
     assert len(policies.retain(pinned, Budget(count=6), observation(pinned, inputs))[0].group(0)) == 6
 
 
-@pytest.mark.spec(id="PO-ADAPTIVE-BUDGET")
-@pytest.mark.spec(id="PO-COMPETITION-BUDGET")
-@pytest.mark.spec(id="PO-PYRAMID-BUDGET")
+@pytest.mark.spec("PO-ADAPTIVE-BUDGET", "PO-COMPETITION-BUDGET", "PO-PYRAMID-BUDGET")
 @pytest.mark.parametrize("budgets", [Adaptive(Fraction(1, 5)), Competition(Fraction(1, 5)), Pyramid(4)])
 def test_heads_that_cannot_hold_what_is_theirs_are_refused(budgets: Adaptive | Competition | Pyramid) -> None:
     """Two heads with 4 protected tokens each do not fit 7."""
@@ -119,9 +117,9 @@ def test_heads_that_cannot_hold_what_is_theirs_are_refused(budgets: Adaptive | C
 
 
 @pytest.mark.parametrize("name", [
-    pytest.param("caote", marks=pytest.mark.spec(id="PO-CAOTE")),
-    pytest.param("expected_attention", marks=pytest.mark.spec(id="PO-EXPECTED-ATTENTION")),
-    pytest.param("defensivekv", marks=pytest.mark.spec(id="PO-DEFENSIVEKV")),
+    pytest.param("caote", marks=pytest.mark.spec("PO-CAOTE")),
+    pytest.param("expected_attention", marks=pytest.mark.spec("PO-EXPECTED-ATTENTION")),
+    pytest.param("defensivekv", marks=pytest.mark.spec("PO-DEFENSIVEKV")),
 ])
 def test_values_that_were_not_captured_are_missed(name: str) -> None:
     """A policy that weighs by values MUST be shown them."""
@@ -134,7 +132,7 @@ def test_values_that_were_not_captured_are_missed(name: str) -> None:
         policies.retain(policy, Budget(count=6), type(seen)(seen.seen, seen.groups, None, blind))
 
 
-@pytest.mark.spec(id="PO-DEFENSIVEKV")
+@pytest.mark.spec("PO-DEFENSIVEKV")
 def test_a_token_without_output_has_no_share() -> None:
     inputs = drawn(9, n=12, L=1, heads=(2, 1))
     np.asarray(inputs.layers[0].v)[:, 4] = 0.0

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("reference_items")
 SIZES = [17, 33, 65, 129, 257, 1_025, 5_000]
 
 
-@pytest.mark.spec(id="PO-OBSERVED-ATTENTION")
+@pytest.mark.spec("PO-OBSERVED-ATTENTION")
 @pytest.mark.parametrize("shape", [
     Shape("three-of-nine", 9, 3, 64, 700), Shape("twenty", 20, 20, 64, 300),
     Shape("capped", 8, 1, 64, 400, softcap=30.0),
@@ -41,7 +41,7 @@ def test_attention_of_hundreds_of_queries(shape: Shape) -> None:
         assert scores_agree(found.ravel(), last.ravel().tolist())
 
 
-@pytest.mark.spec(id="PO-POOL")
+@pytest.mark.spec("PO-POOL")
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("kernel", [7, 17, 33, 65, 129])
 def test_pools_of_long_rows(n: int, kernel: int) -> None:
@@ -52,7 +52,7 @@ def test_pools_of_long_rows(n: int, kernel: int) -> None:
         assert scores_agree(average, oracle.pool(row, kernel, "average"))
 
 
-@pytest.mark.spec(id="TA-RANKING")
+@pytest.mark.spec("TA-RANKING")
 @pytest.mark.parametrize("n", [*SIZES, 66_000])
 def test_z_scores_over_thousands_of_candidates(n: int) -> None:
     """Scores that rise, so that no part of them has the moments of all; one token in ten is pinned."""
@@ -63,7 +63,7 @@ def test_z_scores_over_thousands_of_candidates(n: int) -> None:
         assert scores_agree(got, triattention.z_score(row, pinned.tolist()))
 
 
-@pytest.mark.spec(id="DV-SIGNATURE")
+@pytest.mark.spec("DV-SIGNATURE")
 @pytest.mark.parametrize(("L", "H_kv"), [(2, 33), (9, 4), (36, 8), (80, 8), (126, 3)])
 @pytest.mark.parametrize("mode", ["flat", "layer", "head"])
 def test_signatures_of_many_layers_and_heads(mode: Signature, L: int, H_kv: int) -> None:

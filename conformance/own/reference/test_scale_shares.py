@@ -51,7 +51,7 @@ def plain(values: Matrix) -> list[list[float | None]]:
     return [[None if np.isnan(x) else x for x in row.tolist()] for row in values]
 
 
-@pytest.mark.spec(id="PO-TOP-UNITS")
+@pytest.mark.spec("PO-TOP-UNITS")
 @pytest.mark.parametrize("n", [*SIZES, 66_000])
 @pytest.mark.parametrize("values", [1, 7])
 def test_the_best_tokens_of_many(n: int, values: int) -> None:
@@ -60,7 +60,7 @@ def test_the_best_tokens_of_many(n: int, values: int) -> None:
     assert sets(found) == [oracle.top(row, B) for row, B in zip(plain(v), (n // 2, n // 3), strict=True)]
 
 
-@pytest.mark.spec(id="PO-TOP-UNITS")
+@pytest.mark.spec("PO-TOP-UNITS")
 @pytest.mark.parametrize("m", SIZES)
 def test_protected_tokens_hold_their_unit(m: int) -> None:
     """Units of 1 to 4 tokens; one token of the last is protected, and of one in forty."""
@@ -76,9 +76,7 @@ def test_protected_tokens_hold_their_unit(m: int) -> None:
     assert sets(found) == [at_size.whole_units(scores, sizes, shut, B)]
 
 
-@pytest.mark.spec(id="PO-TOP-UNITS")
-@pytest.mark.spec(id="PO-H2O")
-@pytest.mark.spec(id="PO-FILL-UNITS")
+@pytest.mark.spec("PO-TOP-UNITS", "PO-H2O", "PO-FILL-UNITS")
 @pytest.mark.parametrize("kind", CLOSE)
 @pytest.mark.parametrize("n", [65, 300, 5_000])
 def test_scores_that_lie_close(n: int, kind: str) -> None:
@@ -97,7 +95,7 @@ def halved(row: list[float | None], B: int) -> list[int]:
     return oracle.top([*row[: len(row) - B // 2], *[None] * (B // 2)], B)
 
 
-@pytest.mark.spec(id="PO-H2O")
+@pytest.mark.spec("PO-H2O")
 @pytest.mark.parametrize("n", [*SIZES, 66_000])
 def test_half_of_a_large_budget(n: int) -> None:
     """Budgets of a third, of nine tenths and of all tokens; the best scores are the oldest."""
@@ -107,7 +105,7 @@ def test_half_of_a_large_budget(n: int) -> None:
     assert sets(found) == [halved(row, B) for row, B in zip(plain(v), budgets, strict=True)]
 
 
-@pytest.mark.spec(id="PO-FILL-UNITS")
+@pytest.mark.spec("PO-FILL-UNITS")
 @pytest.mark.parametrize(("chunk", "chunks"), [
     (1, 5_000), (3, 1_100), (10, 300), (17, 140), (33, 70), (65, 40), (129, 40), (257, 40),
 ])
@@ -126,7 +124,7 @@ def test_whole_chunks_of_any_length(chunk: int, chunks: int) -> None:
     assert sets(found) == [oracle.chunk_selection([*members.tolist(), *[None] * 70], chunk, B)]
 
 
-@pytest.mark.spec(id="PO-STREAMINGLLM")
+@pytest.mark.spec("PO-STREAMINGLLM")
 @pytest.mark.parametrize("sink", [0, 4, 65, 1_025, 70_000])
 @pytest.mark.parametrize("recent", [0, 33, 257, 1_025, 66_000])
 def test_sinks_and_windows_of_any_length(sink: int, recent: int) -> None:
@@ -136,7 +134,7 @@ def test_sinks_and_windows_of_any_length(sink: int, recent: int) -> None:
         assert np.flatnonzero(SinkAndRecent(sink, recent)(seen)).tolist() == want
 
 
-@pytest.mark.spec(id="PO-PYRAMID-BUDGET")
+@pytest.mark.spec("PO-PYRAMID-BUDGET")
 @pytest.mark.parametrize(("L", "heads"), [(33, 2), (64, 1), (80, 8), (126, 1), (257, 3)])
 @pytest.mark.parametrize(("n", "B"), [(900, 300), (70_000, 9_001), (2**24 + 5, 2**23 + 1)])
 def test_pyramids_of_many_layers(L: int, heads: int, n: int, B: int) -> None:
@@ -146,7 +144,7 @@ def test_pyramids_of_many_layers(L: int, heads: int, n: int, B: int) -> None:
     assert found.T.tolist() == [oracle.pyramid_shares(Fraction(B), 32, L, n, 20)] * heads
 
 
-@pytest.mark.spec(id="PO-WHOLE-SHARES")
+@pytest.mark.spec("PO-WHOLE-SHARES")
 @pytest.mark.parametrize("groups", SIZES)
 @pytest.mark.parametrize("total", [1_000, 2**24 + 1, 2**31 + 1, 2**32 + 3, 2**53 + 1])
 def test_shares_of_any_total(groups: int, total: int) -> None:
@@ -160,7 +158,7 @@ def test_shares_of_any_total(groups: int, total: int) -> None:
         assert largest_remainder(targets).tolist() == oracle.whole(targets)
 
 
-@pytest.mark.spec(id="PO-ADAPTIVE-BUDGET")
+@pytest.mark.spec("PO-ADAPTIVE-BUDGET")
 @pytest.mark.parametrize(("H", "n"), [(17, 300), (33, 129), (65, 65), (2, 5_000)])
 def test_wins_of_many_heads(H: int, n: int) -> None:
     """Ties, and scores that lie close."""
@@ -170,7 +168,7 @@ def test_wins_of_many_heads(H: int, n: int) -> None:
         assert found.tolist() == oracle.adaptive_shares(plain(v), B, Fraction(1, 5))
 
 
-@pytest.mark.spec(id="PO-COMPETITION-BUDGET")
+@pytest.mark.spec("PO-COMPETITION-BUDGET")
 @pytest.mark.parametrize(("H", "n"), [(17, 300), (33, 129), (65, 65), (2, 5_000)])
 def test_quotas_of_many_heads(H: int, n: int) -> None:
     """Ties, and scores that lie close."""
@@ -180,8 +178,7 @@ def test_quotas_of_many_heads(H: int, n: int) -> None:
         assert found.tolist() == oracle.competition_shares(plain(v), B, Fraction(1, 5))
 
 
-@pytest.mark.spec(id="CC-BUDGET")
-@pytest.mark.spec(id="CC-BUDGET-FORMS")
+@pytest.mark.spec("CC-BUDGET", "CC-BUDGET-FORMS")
 @pytest.mark.parametrize("n", [25, 1_001, 2**24 + 1, 2**31 + 7, 2**32 + 1, 2**53 + 1, 10**18 + 1])
 @pytest.mark.parametrize("share", ["0.28", "0.3", "0.07", "99%", "0.5", "1.0"])
 def test_a_share_of_any_number(n: int, share: str) -> None:
@@ -193,7 +190,7 @@ def test_a_share_of_any_number(n: int, share: str) -> None:
     assert parse_budget(n).tokens(5) == n
 
 
-@pytest.mark.spec(id="CC-MEMORY")
+@pytest.mark.spec("CC-MEMORY")
 def test_bytes_of_any_size() -> None:
     """A thousand sequences of ten million tokens: beyond 2^53."""
     assert kv_bytes(126, 8, 128, 10**7 + 1, 1_001, 2) == 2 * 126 * 8 * 128 * (10**7 + 1) * 1_001 * 2

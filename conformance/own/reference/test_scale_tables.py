@@ -24,7 +24,7 @@ from spec.parameters import PAPER
 pytestmark = pytest.mark.usefixtures("reference_items")
 
 
-@pytest.mark.spec(id="CC-PROTECTED")
+@pytest.mark.spec("CC-PROTECTED")
 @pytest.mark.parametrize("m", SIZES)
 def test_sinks_and_windows_over_many_trunks(m: int) -> None:
     """Trunks of up to three tokens; sink and window begin at any token, and may hold all of them."""
@@ -35,7 +35,7 @@ def test_sinks_and_windows_over_many_trunks(m: int) -> None:
         assert protected_trunks(offsets, n, sink, recent).tolist() == stages.protected(offsets, n, p).tolist()
 
 
-@pytest.mark.spec(id="CC-COMPACT")
+@pytest.mark.spec("CC-COMPACT")
 @pytest.mark.parametrize(("H", "n"), [(2, 41), (17, 257), (3, 1_025), (8, 9_000), (1, 140_000)])
 def test_slots_of_long_caches(H: int, n: int) -> None:
     """One token in five goes, the first among them; keys and values say whose they are."""
@@ -49,7 +49,7 @@ def test_slots_of_long_caches(H: int, n: int) -> None:
 TABLES = [(60, 9), (300, 5), (1_500, 40), (66_000, 1)]
 
 
-@pytest.mark.spec(id="CC-LIVE")
+@pytest.mark.spec("CC-LIVE")
 @pytest.mark.parametrize(("m", "largest"), TABLES)
 @pytest.mark.parametrize("share", [2, 20])
 def test_what_is_kept_of_large_tables(m: int, largest: int, share: int) -> None:
@@ -69,7 +69,7 @@ def test_what_is_kept_of_large_tables(m: int, largest: int, share: int) -> None:
     assert decode.rows_of(after.W) == rows
 
 
-@pytest.mark.spec(id="CC-LIVE-PROTECTED")
+@pytest.mark.spec("CC-LIVE-PROTECTED")
 @pytest.mark.parametrize("seen", [70_001, 2**24 + 1_001, 2**31 + 99, 2**32 + 77, 2**53 + 401])
 @pytest.mark.parametrize(("m", "largest"), [(300, 1), (300, 4), (20_000, 2)])
 def test_windows_and_sinks_at_far_positions(seen: int, m: int, largest: int) -> None:
@@ -83,7 +83,7 @@ def test_windows_and_sinks_at_far_positions(seen: int, m: int, largest: int) -> 
         assert found.tolist() == s6.protected(members, seen, sink, recent)
 
 
-@pytest.mark.spec(id="CC-EDGES")
+@pytest.mark.spec("CC-EDGES")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_edges_at_full_size(case: Case) -> None:
     """Order, orientation and absolute positions of up to 480 000 edges."""

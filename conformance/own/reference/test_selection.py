@@ -46,7 +46,7 @@ def padded(rows: Rows, pinned: int) -> list[oracle.Score]:
     return [[*row[: len(row) - pinned], *[None] * pinned] for row in rows]
 
 
-@pytest.mark.spec(id="PO-TOP-UNITS")
+@pytest.mark.spec("PO-TOP-UNITS")
 @given(given_=layers())
 def test_top_units_keeps_the_protected_then_the_highest(given_: tuple[Rows, int, int, int]) -> None:
     """Equal scores: the lower position MUST stay."""
@@ -57,7 +57,7 @@ def test_top_units_keeps_the_protected_then_the_highest(given_: tuple[Rows, int,
     assert kept == [oracle.top(row, B) for row in padded(rows, pinned)]
 
 
-@pytest.mark.spec(id="PO-TOP-UNITS")
+@pytest.mark.spec("PO-TOP-UNITS")
 @given(
     units=st.lists(st.tuples(st.integers(1, 4), st.booleans(), st.integers(0, 5)), min_size=1, max_size=8),
     B=st.integers(0, 20),
@@ -76,7 +76,7 @@ def test_units_of_several_sizes_stay_whole(units: list[tuple[int, bool, int]], B
     assert found.positions.tolist() == [i for u in sorted(kept) for i in range(offsets[u], offsets[u + 1])]
 
 
-@pytest.mark.spec(id="PO-FILL-UNITS")
+@pytest.mark.spec("PO-FILL-UNITS")
 @given(given_=layers(), c=st.integers(1, 5))
 def test_fill_units_takes_the_last_unit_in_part(given_: tuple[Rows, int, int, int], c: int) -> None:
     rows, H, pinned, B = given_
@@ -92,14 +92,14 @@ def test_fill_units_takes_the_last_unit_in_part(given_: tuple[Rows, int, int, in
     assert kept == [oracle.chunk_selection(row, c, B) for row in padded(rows, pinned)]
 
 
-@pytest.mark.spec(id="PO-FILL-UNITS")
+@pytest.mark.spec("PO-FILL-UNITS")
 def test_units_without_members_are_refused() -> None:
     scores = Scores(np.zeros((1, 2)), np.array([0, 2, 4]))
     with pytest.raises(SpecError, match=r"scores\.members"):
         fill_units(scores, np.array([3]), np.zeros(4, dtype=np.bool_))
 
 
-@pytest.mark.spec(id="PO-WHOLE-SHARES")
+@pytest.mark.spec("PO-WHOLE-SHARES")
 @given(parts=st.lists(st.integers(0, 40), min_size=1, max_size=8), divisor=st.integers(1, 7))
 def test_largest_remainder_sums_exactly(parts: list[int], divisor: int) -> None:
     """Each share is its target rounded down or up; the sum MUST be the targets' sum; lower index first."""
@@ -110,7 +110,7 @@ def test_largest_remainder_sums_exactly(parts: list[int], divisor: int) -> None:
     assert shares.tolist() == oracle.whole(targets)
 
 
-@pytest.mark.spec(id="PO-WHOLE-SHARES")
+@pytest.mark.spec("PO-WHOLE-SHARES")
 @given(total=st.integers(0, 60), groups=st.integers(1, 9))
 def test_even_shares_differ_by_one_at_most(total: int, groups: int) -> None:
     shares = even(total, Scores(np.zeros((groups, 1)), np.array([0, 1])))
@@ -118,7 +118,7 @@ def test_even_shares_differ_by_one_at_most(total: int, groups: int) -> None:
     assert shares.dtype == np.int64
 
 
-@pytest.mark.spec(id="PO-PYRAMID-BUDGET")
+@pytest.mark.spec("PO-PYRAMID-BUDGET")
 @given(
     L=st.integers(1, 40), n=st.integers(1, 400), W=st.integers(1, 20), B=st.integers(1, 420), beta=st.integers(1, 30),
     H=st.integers(1, 3),
@@ -135,7 +135,7 @@ def test_a_pyramid_meets_its_total(L: int, n: int, W: int, B: int, beta: int, H:
     assert shares.T.tolist() == [oracle.pyramid_shares(Fraction(B), W, L, n, beta)] * H
 
 
-@pytest.mark.spec(id="PO-PYRAMID-BUDGET")
+@pytest.mark.spec("PO-PYRAMID-BUDGET")
 def test_every_length_and_ratio_of_a_pyramid() -> None:
     """Exact for every n up to 130 and every hundredth."""
     for n in range(40, 131, 3):
@@ -145,7 +145,7 @@ def test_every_length_and_ratio_of_a_pyramid() -> None:
             assert Pyramid(8)(7 * B, scores).sum() == 7 * B
 
 
-@pytest.mark.spec(id="PO-ADAPTIVE-BUDGET")
+@pytest.mark.spec("PO-ADAPTIVE-BUDGET")
 @given(given_=layers(), twentieths=st.integers(0, 20))
 def test_adaptive_shares(given_: tuple[Rows, int, int, int], twentieths: int) -> None:
     """Exact per layer, and the blend of wins and even share."""
@@ -159,8 +159,7 @@ def test_adaptive_shares(given_: tuple[Rows, int, int, int], twentieths: int) ->
     assert (shares.reshape(-1, H).sum(axis=1) == H * min(B, len(rows[0]))).all()
 
 
-@pytest.mark.spec(id="PO-ADAPTIVE-BUDGET")
-@pytest.mark.spec(id="PO-COMPETITION-BUDGET")
+@pytest.mark.spec("PO-ADAPTIVE-BUDGET", "PO-COMPETITION-BUDGET")
 def test_the_lower_head_and_position_wins_a_tie() -> None:
     """Four scores of 1 compete for two places below a 2; a token without a score has none."""
     found = winners(np.array([[1.0, 1.0], [2.0, 1.0], [np.nan, 1.0]]), 3)
@@ -170,7 +169,7 @@ def test_the_lower_head_and_position_wins_a_tie() -> None:
     assert winners(np.tile([0.0, 1.0], (3, 200)), 450).tolist() == [200, 200, 50]
 
 
-@pytest.mark.spec(id="PO-COMPETITION-BUDGET")
+@pytest.mark.spec("PO-COMPETITION-BUDGET")
 @given(given_=layers(), twentieths=st.integers(0, 20))
 def test_competition_shares(given_: tuple[Rows, int, int, int], twentieths: int) -> None:
     """Exact per layer; each head MUST have its quota of the budget."""
@@ -185,8 +184,7 @@ def test_competition_shares(given_: tuple[Rows, int, int, int], twentieths: int)
     assert (shares.reshape(-1, H).sum(axis=1) == H * min(B, len(rows[0]))).all()
 
 
-@pytest.mark.spec(id="PO-ADAPTIVE-BUDGET")
-@pytest.mark.spec(id="PO-COMPETITION-BUDGET")
+@pytest.mark.spec("PO-ADAPTIVE-BUDGET", "PO-COMPETITION-BUDGET")
 def test_the_two_safeguards_differ() -> None:
     """The same scores: a quota gives [7, 1], a blend [6, 2]; kvpress reads the safeguard as a quota. 1 is even."""
     rows = [[9.0, 8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0], [1.0] + [0.0] * 7]
@@ -196,9 +194,7 @@ def test_the_two_safeguards_differ() -> None:
     assert Competition(1)(8, scores).tolist() == Adaptive(1)(8, scores).tolist() == [4, 4]
 
 
-@pytest.mark.spec(id="PO-PYRAMID-BUDGET")
-@pytest.mark.spec(id="PO-ADAPTIVE-BUDGET")
-@pytest.mark.spec(id="PO-COMPETITION-BUDGET")
+@pytest.mark.spec("PO-PYRAMID-BUDGET", "PO-ADAPTIVE-BUDGET", "PO-COMPETITION-BUDGET")
 @given(total=st.integers(18, 120), seed=st.integers(0, 2**32 - 1))
 def test_a_total_that_does_not_divide_is_met(total: int, seed: int) -> None:
     """Two layers of three heads: what is left over goes to the lower layer, or to the pyramids of the lower heads."""
@@ -209,7 +205,7 @@ def test_a_total_that_does_not_divide_is_met(total: int, seed: int) -> None:
     assert by_head.tolist() == oracle.whole([Fraction(total, 3)] * 3)
 
 
-@pytest.mark.spec(id="PO-PYRAMID-OFFICIAL")
+@pytest.mark.spec("PO-PYRAMID-OFFICIAL")
 @pytest.mark.parametrize(("L", "total", "first", "last"), [(32, 4016, 234, 17), (80, 12400, 234, 76)])
 def test_the_official_pyramid_overspends(L: int, total: int, first: int, last: int) -> None:
     """At 128 tokens and a window of 8: 4.6 % over for 32 layers, 29.2 % for 80; ours is exact."""
@@ -219,7 +215,7 @@ def test_the_official_pyramid_overspends(L: int, total: int, first: int, last: i
     assert ours.sum() == 128 * L
 
 
-@pytest.mark.spec(id="PO-PYRAMID-OFFICIAL")
+@pytest.mark.spec("PO-PYRAMID-OFFICIAL")
 @given(L=st.integers(2, 80), capacity=st.integers(9, 300), n=st.integers(1, 900))
 @example(L=2, capacity=108, n=200)  # n = 2 base is no longer below it
 @example(L=2, capacity=12, n=12)  # nor is n = capacity
@@ -239,7 +235,7 @@ def test_how_far_the_official_pyramid_misses(L: int, capacity: int, n: int) -> N
     assert 0 <= excess <= Fraction(L * (L - 1), 2)
 
 
-@pytest.mark.spec(id="PO-ADAKV-OFFICIAL")
+@pytest.mark.spec("PO-ADAKV-OFFICIAL")
 @pytest.mark.parametrize(
     ("wins", "base", "share", "expected"),
     [
@@ -254,7 +250,7 @@ def test_the_official_rounding_misses(wins: list[int], base: int, share: Fractio
     assert adakv_official(wins, base, share).tolist() == expected
 
 
-@pytest.mark.spec(id="PO-RETAIN")
+@pytest.mark.spec("PO-RETAIN")
 @pytest.mark.parametrize("name", CASES)
 @sparingly
 @given(seed=st.integers(0, 2**32 - 1), B=st.integers(1, 30))
@@ -266,9 +262,7 @@ def test_every_policy_keeps_its_total_at_its_granularity(name: str, seed: int, B
     assert sum(map(len, kept)) == len(kept) * min(inputs.n, max(B, CASES[name].floor))
 
 
-@pytest.mark.spec(id="PO-RETAIN")
-@pytest.mark.spec(id="PO-TOP-UNITS")
-@pytest.mark.spec(id="PO-FILL-UNITS")
+@pytest.mark.spec("PO-RETAIN", "PO-TOP-UNITS", "PO-FILL-UNITS")
 @pytest.mark.parametrize("name", CASES)
 def test_positions_are_int64_and_scores_float64(name: str) -> None:
     """float32 counts to 2^24 only, and int32 is not what a caller was promised."""
@@ -281,7 +275,7 @@ def test_positions_are_int64_and_scores_float64(name: str) -> None:
     assert scores.offsets.dtype == np.int64
 
 
-@pytest.mark.spec(id="CC-PROTECTED")
+@pytest.mark.spec("CC-PROTECTED")
 def test_places_join_what_another_protection_marks() -> None:
     """Those that have been seen; the other protection's own array stays as it was."""
     alone = SinkAndRecent(1, 1)
@@ -289,7 +283,7 @@ def test_places_join_what_another_protection_marks() -> None:
     assert Places(alone, (2, 5))(6).tolist() == [True, False, True, False, False, True]
 
 
-@pytest.mark.spec(id="PO-RETAIN")
+@pytest.mark.spec("PO-RETAIN")
 def test_ada_kv_stands_over_any_scorer_with_heads() -> None:
     inputs = drawn(5, n=20, L=2, heads=(3, 1))
     policy = with_adaptive_budgets(keydiff())
@@ -300,7 +294,7 @@ def test_ada_kv_stands_over_any_scorer_with_heads() -> None:
         with_adaptive_budgets(tova())
 
 
-@pytest.mark.spec(id="PO-RETAIN")
+@pytest.mark.spec("PO-RETAIN")
 def test_one_share_below_the_protected_tokens_is_refused() -> None:
     """Four groups of 6 protected tokens: one of them is given 5, and another 7."""
     inputs = drawn(5, n=20, L=2, heads=(2, 1))
@@ -313,7 +307,7 @@ def test_one_share_below_the_protected_tokens_is_refused() -> None:
             decided(policy, inputs, 6)
 
 
-@pytest.mark.spec(id="PO-RETAIN")
+@pytest.mark.spec("PO-RETAIN")
 def test_groups_that_do_not_fit_are_refused() -> None:
     """The number of groups MUST be the policy's; a layer MUST have been shown."""
     inputs = drawn(5, n=20, L=2, heads=(3, 1))

@@ -15,12 +15,12 @@ from reference import diversity
 pytestmark = pytest.mark.usefixtures("reference_items")
 
 
-@pytest.mark.spec(id="DV-COSINE")
+@pytest.mark.spec("DV-COSINE")
 def test_no_token_has_no_cosine() -> None:
     assert diversity.cosines(np.empty((0, 3))).shape == (0, 0)
 
 
-@pytest.mark.spec(id="DV-COSINE")
+@pytest.mark.spec("DV-COSINE")
 @given(seed=seeds, d=st.integers(1, 40))
 def test_sums_go_from_the_first_channel_to_the_last(seed: int, d: int) -> None:
     """The same bits as a loop over numbers."""
@@ -30,7 +30,7 @@ def test_sums_go_from_the_first_channel_to_the_last(seed: int, d: int) -> None:
     assert diversity.cosines(V).tolist() == [[brute.cosine(a, b) for b in V.tolist()] for a in V.tolist()]
 
 
-@pytest.mark.spec(id="DV-SIGNATURE")
+@pytest.mark.spec("DV-SIGNATURE")
 @pytest.mark.parametrize("mode", ["flat", "layer", "head"])
 @sparingly
 @given(seed=seeds)

@@ -38,7 +38,7 @@ def weights_in_eighths(rows: int, columns: int) -> st.SearchStrategy[list[list[f
     return st.lists(row, min_size=rows, max_size=rows)
 
 
-@pytest.mark.spec(id="CC-CROSS")
+@pytest.mark.spec("CC-CROSS")
 @given(weights=weights_in_eighths(3, 6), k=st.integers(0, 7), tau=st.sampled_from([0.0, 0.25, 0.3]))
 def test_selection_on_given_weights_is_exact(weights: list[list[float]], k: int, tau: float) -> None:
     """Higher weight first, then lower index; strictly above tau."""
@@ -48,7 +48,7 @@ def test_selection_on_given_weights_is_exact(weights: list[list[float]], k: int,
         assert list(zip(chosen, kept, strict=True)) == want + [(-1, 0.0)] * (k - len(want))
 
 
-@pytest.mark.spec(id="CC-INTRA")
+@pytest.mark.spec("CC-INTRA")
 def test_cosines_are_compared_as_float32_and_stored_as_they_are() -> None:
     """Cosines .5 and .5 + 1e-12 tie, and the lower index wins."""
     rows = np.array([[1.0, 0.0, 0.0], [0.5, 0.0, 0.0], [0.5 + 1e-12, 0.0, 0.0]])
@@ -57,7 +57,7 @@ def test_cosines_are_compared_as_float32_and_stored_as_they_are() -> None:
     assert weight[0].tolist() == [0.5, 0.5 + 1e-12]
 
 
-@pytest.mark.spec(id="CC-CROSS")
+@pytest.mark.spec("CC-CROSS")
 def test_selection_reads_weights_as_float32_and_stores_them_as_they_are() -> None:
     """Two weights that are one float32 tie; float32(0.3) is not above 0.3."""
     earlier = np.array([[0.5, 0.5 + 1e-12, float(np.float32(0.3))]])
@@ -66,7 +66,7 @@ def test_selection_reads_weights_as_float32_and_stores_them_as_they_are() -> Non
     assert weight.tolist() == [[0.5, 0.5 + 1e-12, 0, 0]]
 
 
-@pytest.mark.spec(id="CC-ATTENTION")
+@pytest.mark.spec("CC-ATTENTION")
 @given(inputs=attention_inputs())
 def test_attention_is_causal_and_stochastic(inputs: AttentionInputs) -> None:
     """A query MUST see the keys at its own position and before, and its weights sum to 1."""
@@ -80,7 +80,7 @@ def test_attention_is_causal_and_stochastic(inputs: AttentionInputs) -> None:
     assert A.min() >= 0
 
 
-@pytest.mark.spec(id="CC-ROW-NORM")
+@pytest.mark.spec("CC-ROW-NORM")
 @given(rows=weights_in_eighths(4, 4), epsilon=st.sampled_from([1e-8, 1.0]))
 def test_epsilon_stands_outside_the_norm(rows: list[list[float]], epsilon: float) -> None:
     """Eq. 12: a row's length after it is |a| / (|a| + epsilon), below 1."""
@@ -91,7 +91,7 @@ def test_epsilon_stands_outside_the_norm(rows: list[list[float]], epsilon: float
     assert (found[norm == 0] == 0).all()
 
 
-@pytest.mark.spec(id="CC-CRYSTALLIZATION")
+@pytest.mark.spec("CC-CRYSTALLIZATION")
 @given(degree=degrees(), p=small_parameters())
 def test_reference_D_of_given_degrees_equals_the_oracle(degree: Vector, p: CrystalCacheParameters) -> None:
     """Eq. 27 within its radius, and Cantelli's bound: few trunks can have a large D."""
@@ -103,8 +103,7 @@ def test_reference_D_of_given_degrees_equals_the_oracle(degree: Vector, p: Cryst
         assert (d + radius <= D).sum() <= len(degree) * share
 
 
-@pytest.mark.spec(id="CC-COUNT")
-@pytest.mark.spec(id="CC-RARITY")
+@pytest.mark.spec("CC-COUNT", "CC-RARITY")
 @given(ids=st.integers(0, 20).flatmap(token_ids))
 def test_reference_counts_and_rarity_equal_the_oracle(ids: IntVector) -> None:
     """Item by item: c_i exactly, U_i within the bound of its logarithm."""
@@ -113,7 +112,7 @@ def test_reference_counts_and_rarity_equal_the_oracle(ids: IntVector) -> None:
     assert tolerances.close("CC-RARITY", impact.rarity(c), [s3.rarity(count) for count in c.tolist()])
 
 
-@pytest.mark.spec(id="CC-IMPACT")
+@pytest.mark.spec("CC-IMPACT")
 @given(S=st.floats(PAPER.M_min, PAPER.M_max), U=st.floats(0.05, 0.6))
 def test_the_mixture_is_computed_in_its_stated_order(S: float, U: float) -> None:
     """Eq. 22 on given S and U is exact: S / M_max, halves, sum, product, clip; .5 S + 10 U has other bits."""
@@ -122,8 +121,7 @@ def test_the_mixture_is_computed_in_its_stated_order(S: float, U: float) -> None
     assert impact.impact(np.array([S]), np.array([U]), PAPER).tolist() == [want]
 
 
-@pytest.mark.spec(id="CC-INTERFACE")
-@pytest.mark.spec(id="CC-SENTENCES")
+@pytest.mark.spec("CC-INTERFACE", "CC-SENTENCES")
 @given(ends=st.integers(2, 14).flatmap(end_masks), p=small_parameters())
 def test_the_reference_reads_sentences_and_windows_as_the_oracle(
     ends: BoolVector, p: CrystalCacheParameters,
@@ -139,12 +137,12 @@ def test_the_reference_reads_sentences_and_windows_as_the_oracle(
         assert trunks.split_sizes(len(sentence), p.T_max) == [len(g) for g in s2.split(sentence, p.T_max)]
 
 
-@pytest.mark.spec(id="CC-SENTENCES")
+@pytest.mark.spec("CC-SENTENCES")
 def test_no_token_is_no_sentence() -> None:
     assert sentence_offsets(np.zeros(0, dtype=np.bool_)).tolist() == [0]
 
 
-@pytest.mark.spec(id="CC-ALLOCATE")
+@pytest.mark.spec("CC-ALLOCATE")
 @pytest.mark.parametrize("N_min", [0, 1, 2, 3, 4, 12])
 def test_every_small_allocation(N_min: int) -> None:
     """Eq. 32 for all partitions of totals up to 11 and all cuts: the loop, the oracle and the prefix sum agree."""
@@ -157,13 +155,13 @@ def test_every_small_allocation(N_min: int) -> None:
             assert -max(0, N_min - 1) <= c <= 0
 
 
-@pytest.mark.spec(id="CC-DISSOLVE")
+@pytest.mark.spec("CC-DISSOLVE")
 def test_members_come_in_the_order_of_the_text() -> None:
     """Not in that of their impact."""
     assert dissolution.strongest_members(np.array([1.0, 2.0, 9.0, 3.0]), 3).tolist() == [1, 2, 3]
 
 
-@pytest.mark.spec(id="CC-DISSOLVE")
+@pytest.mark.spec("CC-DISSOLVE")
 def test_protected_trunks_stand_where_the_text_has_them() -> None:
     """Before any backfill sorts: Algorithm 1 itself MUST list positions in ascending order."""
     ones, protected = np.ones(2), np.array([False, True])
@@ -171,7 +169,7 @@ def test_protected_trunks_stand_where_the_text_has_them() -> None:
     assert found.kept.tolist() == [0, 1, 2, 3]
 
 
-@pytest.mark.spec(id="CC-KEEP-COUNT")
+@pytest.mark.spec("CC-KEEP-COUNT")
 @pytest.mark.parametrize("size", [*range(2, 65), 1000, 2048])
 def test_the_keep_count_is_what_the_cut_leaves(size: int) -> None:
     """`round(((g - c) / g) g)` = g - c in float64."""
@@ -179,14 +177,14 @@ def test_the_keep_count_is_what_the_cut_leaves(size: int) -> None:
         assert dissolution.keep_count((size - c) / size, size, 0) == size - c
 
 
-@pytest.mark.spec(id="CC-KEEP-COUNT")
+@pytest.mark.spec("CC-KEEP-COUNT")
 @pytest.mark.parametrize(("r", "size", "N_min", "k"), [(0.5, 9, 3, 4), (0.5, 11, 3, 6), (0.1, 9, 3, 3), (0.9, 2, 3, 2)])
 def test_the_keep_count_rounds_half_to_even(r: float, size: int, N_min: int, k: int) -> None:
     """Eq. 33: 4.5 rounds to 4 and 5.5 to 6; never below N_min, never above |g|."""
     assert dissolution.keep_count(r, size, N_min) == k
 
 
-@pytest.mark.spec(id="CC-CUT")
+@pytest.mark.spec("CC-CUT")
 @given(problem=evictions())
 def test_the_cut_needs_no_sums(problem: EvictionProblem) -> None:
     """c_0 = max(0, n - B), held to T_alive, Eq. 32's precondition."""
@@ -202,7 +200,7 @@ def windows(draw: st.DrawFn) -> tuple[Trunks, int, int]:
     return draw(partitions(n)), draw(st.integers(0, 24), label="N_sink"), draw(st.integers(0, 24), label="W_recent")
 
 
-@pytest.mark.spec(id="CC-PROTECTED")
+@pytest.mark.spec("CC-PROTECTED")
 @given(case=windows())
 def test_protection_takes_whole_trunks(case: tuple[Trunks, int, int]) -> None:
     """A trunk that touches the sink or the window MUST be protected, and no other; B_prot is bounded."""
@@ -214,7 +212,7 @@ def test_protection_takes_whole_trunks(case: tuple[Trunks, int, int]) -> None:
     assert min(n, max(N_sink, W_recent)) <= B_prot <= N_sink + W_recent + 2 * (int(trunks.sizes.max()) - 1)
 
 
-@pytest.mark.spec(id="CC-BUDGET")
+@pytest.mark.spec("CC-BUDGET")
 @given(n=st.integers(1, 200_000), percent=st.integers(1, 100), N_sink=st.integers(0, 9), W=st.integers(0, 200))
 def test_the_budget_is_an_exact_ceiling_with_a_floor(n: int, percent: int, N_sink: int, W: int) -> None:
     """Eq. 30 with beta as its exact decimal; the floor binds for counts too."""
@@ -228,7 +226,7 @@ def blank(seen: int, groups: int = 1) -> Observation:
     return Observation(seen, groups, None, {})
 
 
-@pytest.mark.spec(id="CC-PROTECTED")
+@pytest.mark.spec("CC-PROTECTED")
 @given(seen=st.integers(2, 60), B=st.integers(1, 70), N_sink=st.integers(0, 6))
 def test_streaming_llm_keeps_the_sink_and_the_last_tokens(seen: int, B: int, N_sink: int) -> None:
     """The first N_sink tokens and the last B - N_sink, at absolute positions."""
@@ -239,14 +237,14 @@ def test_streaming_llm_keeps_the_sink_and_the_last_tokens(seen: int, B: int, N_s
     assert retention.positions.tolist() == sorted({*range(min(N_sink, seen)), *last})
 
 
-@pytest.mark.spec(id="CC-BUDGET")
+@pytest.mark.spec("CC-BUDGET")
 @given(seen=st.integers(2, 60), B=st.integers(1, 70))
 def test_full_cache_keeps_everything(seen: int, B: int) -> None:
     """Whatever the budget."""
     assert retain(full_cache(), Budget(count=B), blank(seen))[0].positions.tolist() == list(range(seen))
 
 
-@pytest.mark.spec(id="CC-COMPACT")
+@pytest.mark.spec("CC-COMPACT")
 @given(data=st.data(), n=st.integers(1, 9), H=st.integers(1, 3))
 def test_compaction_takes_the_same_rows_of_every_head(data: st.DataObject, n: int, H: int) -> None:
     """Eq. 35: K[R] and V[R] in ascending order, bits unchanged; all of them at beta = 1."""

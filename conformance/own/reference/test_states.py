@@ -27,7 +27,7 @@ from spec.parameters import PAPER, TINY, CrystalCacheParameters
 pytestmark = pytest.mark.usefixtures("reference_items")
 
 
-@pytest.mark.spec(id="CC-SEEN-COUNT")
+@pytest.mark.spec("CC-SEEN-COUNT")
 @given(parts=st.lists(st.lists(st.integers(0, 12), min_size=1, max_size=6), max_size=5))
 def test_counts_run_over_all_tokens_seen(parts: list[list[int]]) -> None:
     """Part by part they are the counts of everything; a new token's count has the other new ones in it."""
@@ -44,7 +44,7 @@ def test_counts_run_over_all_tokens_seen(parts: list[list[int]]) -> None:
         assert c.tolist() == [everything.count(token) for token in part]
 
 
-@pytest.mark.spec(id="CC-TAIL")
+@pytest.mark.spec("CC-TAIL")
 @given(situation=situations(), token=st.integers(0, 8), norm=st.sampled_from([0.5, float("inf")]))
 def test_a_token_waits_in_the_tail(situation: Situation, token: int, norm: float) -> None:
     """It is stored behind everything, counts as seen and as a step, and changes no trunk."""
@@ -60,7 +60,7 @@ def test_a_token_waits_in_the_tail(situation: Situation, token: int, norm: float
     check_state(after)
 
 
-@pytest.mark.spec(id="CC-TAIL")
+@pytest.mark.spec("CC-TAIL")
 @pytest.mark.parametrize(
     ("token", "norm", "argument"),
     [(-1, 1.0, "token_id"), (1, 0.0, "inverse_norm"), (1, -2.0, "inverse_norm"), (1, float("nan"), "inverse_norm")],
@@ -70,7 +70,7 @@ def test_what_is_no_token_is_refused(token: int, norm: float, argument: str) -> 
         tail.append(live.empty_state(Budget(count=8)), token, norm)
 
 
-@pytest.mark.spec(id="CC-TAIL-D")
+@pytest.mark.spec("CC-TAIL-D")
 @given(mu=st.integers(0, 40), sigma=st.integers(1, 40), p=decode_parameters())
 def test_a_trunk_without_an_edge_has_D_of_degree_0(mu: int, sigma: int, p: CrystalCacheParameters) -> None:
     """At most 0.5, and 0.5 where the mean degree is 0."""
@@ -81,7 +81,7 @@ def test_a_trunk_without_an_edge_has_D_of_degree_0(mu: int, sigma: int, p: Cryst
         assert found == 0.5
 
 
-@pytest.mark.spec(id="CC-TAIL-D")
+@pytest.mark.spec("CC-TAIL-D")
 @pytest.mark.parametrize("s", [5.0, 40.0])
 @pytest.mark.parametrize("mu", [0.125, 3.125, 7.0, 17.0])
 def test_D_of_degree_0_in_decimals(s: float, mu: float) -> None:
@@ -93,7 +93,7 @@ def test_D_of_degree_0_in_decimals(s: float, mu: float) -> None:
     assert tolerances.close("CC-TAIL-D", [tail.edgeless_D(mu, 0.375, replace(PAPER, s=s))], [want])
 
 
-@pytest.mark.spec(id="CC-TAIL-TRUNKS")
+@pytest.mark.spec("CC-TAIL-TRUNKS")
 def test_a_tail_has_no_room_for_an_edge() -> None:
     """No neighbour and no weight for any of its tokens, where its segment begins, and their salience as given."""
     found = tail.edgeless(7, np.array([1.0, 2.0, 3.0]))
@@ -102,7 +102,7 @@ def test_a_tail_has_no_room_for_an_edge() -> None:
     assert [array.shape for array in neighbours] == [(3, 0)] * 4
 
 
-@pytest.mark.spec(id="CC-LIVE")
+@pytest.mark.spec("CC-LIVE")
 @given(situation=situations(), data=st.data())
 def test_what_is_kept_lives_and_the_rest_is_forgotten(situation: Situation, data: st.DataObject) -> None:
     """Any tokens may go; dead trunks take their edges along, live ones keep their numbers' order."""
@@ -119,7 +119,7 @@ def test_what_is_kept_lives_and_the_rest_is_forgotten(situation: Situation, data
         assert decode_checks.same_bits(after, replace(before, D=D))
 
 
-@pytest.mark.spec(id="CC-LIVE-PROTECTED")
+@pytest.mark.spec("CC-LIVE-PROTECTED")
 @given(situation=situations())
 def test_live_tokens_protect_their_trunk(situation: Situation) -> None:
     """A trunk is safe iff one of its live positions lies in the sink or the window."""
@@ -128,7 +128,7 @@ def test_live_tokens_protect_their_trunk(situation: Situation) -> None:
     assert found.tolist() == decode.in_windows(decode_checks.model(state), p)
 
 
-@pytest.mark.spec(id="CC-BREATH-PROTECTED")
+@pytest.mark.spec("CC-BREATH-PROTECTED")
 @given(situation=situations())
 def test_who_is_safe_at_a_breath(situation: Situation) -> None:
     """Nobody in the paper's form; without sink and window nobody in the other either."""
@@ -168,15 +168,14 @@ def test_a_state_that_cannot_be_is_refused(name: str, change: dict[str, object])
         check_state(replace(state, **parts))  # type: ignore[arg-type]
 
 
-@pytest.mark.spec(id="CC-ETA")
+@pytest.mark.spec("CC-ETA")
 @given(norms=st.integers(0, 8).flatmap(inverse_norms))
 def test_eta_is_a_share_of_the_largest_finite_norm(norms: Vector) -> None:
     """In (0, 1], 1 at the maximum and for zero keys."""
     assert activation.normalised_inverse_norms(norms).tolist() == decode.eta(norms.tolist())
 
 
-@pytest.mark.spec(id="CC-SEGMENT")
-@pytest.mark.spec(id="CC-START")
+@pytest.mark.spec("CC-SEGMENT", "CC-START")
 def test_before_the_first_token_there_is_nothing() -> None:
     """No token, no trunk, no pair; mu = 0 and sigma = 1, so that a trunk without an edge has D = 0.5."""
     state = empty_state(Budget(count=3))
@@ -189,7 +188,7 @@ def test_before_the_first_token_there_is_nothing() -> None:
     assert {array.dtype for array in (live.positions, live.offsets, state.ids, state.counts)} == {np.dtype(np.int64)}
 
 
-@pytest.mark.spec(id="CC-SEGMENT")
+@pytest.mark.spec("CC-SEGMENT")
 def test_a_segment_that_cannot_be_is_refused() -> None:
     """Before anything changes: one token is a step; keys must be those stored and those of the segment."""
     state = replace(empty_state(Budget(count=8)), seen=1, step=1, tail_ids=(3,), tail_inverse_norms=(1.0,))

@@ -43,7 +43,7 @@ def three_or_more(seed: int) -> int:
     return 3 + seed % 20
 
 
-@pytest.mark.spec(id="TA-STATISTICS")
+@pytest.mark.spec("TA-STATISTICS")
 @given(seed=seeds)
 def test_statistics_are_means_of_queries_and_of_their_bands(seed: int) -> None:
     q = drawn(seed).layers[0].q
@@ -56,14 +56,14 @@ def test_statistics_are_means_of_queries_and_of_their_bands(seed: int) -> None:
     assert (np.hypot(mean[:, :half], mean[:, half:]) <= magnitude * (1 + 1e-12)).all()
 
 
-@pytest.mark.spec(id="TA-STATISTICS")
+@pytest.mark.spec("TA-STATISTICS")
 def test_bands_pair_the_two_halves_of_a_head() -> None:
     """Channels (3, 0, 4, 0): the first band is 3 + 4i, of size 5. Three bands make six channels."""
     for q, sizes in (([3.0, 0.0, 4.0, 0.0], [5.0, 0.0]), ([3.0, 0.0, 0.0, 4.0, 0.0, 1.0], [5.0, 0.0, 1.0])):
         assert band_statistics(np.array([[q]]))[1].tolist() == [sizes]
 
 
-@pytest.mark.spec(id="TA-STATISTICS")
+@pytest.mark.spec("TA-STATISTICS")
 @pytest.mark.parametrize("shape", [(1, 0, 4), (1, 3, 5)])
 def test_queries_that_have_no_statistics_are_refused(shape: tuple[int, int, int]) -> None:
     """No query, or channels that do not come in pairs."""
@@ -72,7 +72,7 @@ def test_queries_that_have_no_statistics_are_refused(shape: tuple[int, int, int]
     assert caught.value.argument == "q"
 
 
-@pytest.mark.spec(id="TA-SCORE")
+@pytest.mark.spec("TA-SCORE")
 @given(seed=seeds, later=st.integers(0, 50))
 def test_scores_are_those_of_the_equations(seed: int, later: int) -> None:
     """Key by key, band by band, offset by offset, each key turned back by its own position, which then cancels."""
@@ -89,7 +89,7 @@ def test_scores_are_those_of_the_equations(seed: int, later: int) -> None:
         assert scores_agree(row, want)
 
 
-@pytest.mark.spec(id="TA-SCORE")
+@pytest.mark.spec("TA-SCORE")
 def test_one_query_gives_its_rotary_product() -> None:
     """A calibration of a single query: the mean over t + 1, t + 2, ... of its logits there, without the scaling."""
     rng = np.random.default_rng(3)
@@ -105,7 +105,7 @@ def turned(x: np.ndarray, position: int, inv_freq: np.ndarray) -> np.ndarray:
     return np.concatenate([x[:half] * cos - x[half:] * sin, x[half:] * cos + x[:half] * sin])
 
 
-@pytest.mark.spec(id="TA-RANKING")
+@pytest.mark.spec("TA-RANKING")
 @given(seed=seeds, pinned=st.integers(0, 6))
 def test_rows_are_z_scored_over_what_is_not_pinned(seed: int, pinned: int) -> None:
     X = np.random.default_rng(seed).standard_normal((3, 6))
@@ -116,14 +116,14 @@ def test_rows_are_z_scored_over_what_is_not_pinned(seed: int, pinned: int) -> No
         assert scores_agree(row, brute.z_score(want, [p < pinned for p in range(6)]))
 
 
-@pytest.mark.spec(id="TA-RANKING")
+@pytest.mark.spec("TA-RANKING")
 def test_a_small_deviation_counts_as_a_millionth() -> None:
     """Rows that differ by 1e-9 alone MUST stay near 0."""
     z = z_scores(np.array([[0.0, 1e-9]]), np.ones(2, dtype=np.bool_))
     assert z.tolist() == [[-5e-4, 5e-4]]
 
 
-@pytest.mark.spec(id="TA-RANKING")
+@pytest.mark.spec("TA-RANKING")
 def test_three_modes_of_two_layers() -> None:
     """Two layers of two KV heads; one token."""
     best = np.array([[[1.0], [4.0]], [[3.0], [0.5]]])
@@ -132,8 +132,7 @@ def test_three_modes_of_two_layers() -> None:
     ]
 
 
-@pytest.mark.spec(id="TA-RANKING")
-@pytest.mark.spec(id="TA-POLICY")
+@pytest.mark.spec("TA-RANKING", "TA-POLICY")
 @pytest.mark.parametrize("name", NAMES)
 @sparingly
 @given(seed=seeds, B=st.integers(1, 24))
@@ -142,8 +141,7 @@ def test_kept_sets_are_those_of_brute_force(name: str, seed: int, B: int) -> Non
     assert decided(case.policy(inputs), inputs, B) == case.expected(inputs, B)
 
 
-@pytest.mark.spec(id="TA-POLICY")
-@pytest.mark.spec(id="PO-STEP")
+@pytest.mark.spec("TA-POLICY", "PO-STEP")
 @pytest.mark.parametrize("mode", MODES)
 @sparingly
 @given(seed=seeds, B=st.integers(4, 8), slack=st.integers(1, 4), pinned=st.sampled_from([0, 2]))
@@ -162,7 +160,7 @@ def test_steps_fire_at_the_budget_and_the_slack(mode: Mode, seed: int, B: int, s
         assert found == live
 
 
-@pytest.mark.spec(id="TA-POLICY")
+@pytest.mark.spec("TA-POLICY")
 def test_scores_say_how_many_rows_a_layer_has() -> None:
     """One for the whole cache, or one for each KV head."""
     inputs = drawn(5, n=8, L=2, heads=(3, 1))
@@ -174,14 +172,14 @@ def test_scores_say_how_many_rows_a_layer_has() -> None:
     assert found == [(1, 1), (3, 6), (3, 6)]
 
 
-@pytest.mark.spec(id="TA-POLICY")
+@pytest.mark.spec("TA-POLICY")
 def test_the_default_slack_is_128() -> None:
     inputs = drawn(1)
     cadence = policies.triattention(calibrated(inputs), identity(inputs)).cadence
     assert [cadence.due(999, B + more, B) for B in (1, 64) for more in (127, 128)] == [False, True, False, True]
 
 
-@pytest.mark.spec(id="TA-POLICY")
+@pytest.mark.spec("TA-POLICY")
 def test_a_pinned_prompt_that_does_not_fit_is_an_error_that_says_so() -> None:
     inputs = drawn(2, n=12)
     policy = triattention(inputs, "global", pin_prompt=6)
@@ -192,7 +190,7 @@ def test_a_pinned_prompt_that_does_not_fit_is_an_error_that_says_so() -> None:
     assert set(range(6)) < set(decided(policy, inputs, 9)[0])
 
 
-@pytest.mark.spec(id="TA-POLICY")
+@pytest.mark.spec("TA-POLICY")
 def test_other_layers_or_heads_than_the_calibrations_are_refused() -> None:
     inputs, other = drawn(5, n=8, L=2, heads=(2, 2)), drawn(5, n=8, L=1, heads=(2, 2))
     three = drawn(5, n=8, L=2, heads=(3, 1))
@@ -203,7 +201,7 @@ def test_other_layers_or_heads_than_the_calibrations_are_refused() -> None:
         assert caught.value.argument == "calibration"
 
 
-@pytest.mark.spec(id="TA-POLICY")
+@pytest.mark.spec("TA-POLICY")
 def test_constants_out_of_range_are_refused() -> None:
     inputs = drawn(1)
     found, mine = calibrated(inputs), identity(inputs)
@@ -220,7 +218,7 @@ def a_calibration() -> Calibration:
     return calibrated(drawn(11, n=9, L=2, heads=(2, 2)))
 
 
-@pytest.mark.spec(id="TA-CALIBRATION")
+@pytest.mark.spec("TA-CALIBRATION")
 def test_a_file_brings_back_every_bit(tmp_path: Path) -> None:
     before = a_calibration()
     save_calibration(before, tmp_path / "mine.npz")
@@ -235,7 +233,7 @@ def test_a_file_brings_back_every_bit(tmp_path: Path) -> None:
         assert json.loads(str(archive["header"]))["format"] == "kvspec.triattention/2"
 
 
-@pytest.mark.spec(id="TA-CALIBRATION")
+@pytest.mark.spec("TA-CALIBRATION")
 def test_a_digest_is_of_the_statistics_alone() -> None:
     """8 digits, the same under another name; another bit of either statistic gives others."""
     found = a_calibration()
@@ -249,7 +247,7 @@ def test_a_digest_is_of_the_statistics_alone() -> None:
         assert changed.digest != found.digest
 
 
-@pytest.mark.spec(id="TA-CALIBRATION")
+@pytest.mark.spec("TA-CALIBRATION")
 def test_another_models_calibration_is_refused_by_name() -> None:
     found = a_calibration()
     here = Identity("llama@1", found.identity.inv_freq, found.identity.factor)
@@ -257,7 +255,7 @@ def test_another_models_calibration_is_refused_by_name() -> None:
         policies.triattention(found, here)
 
 
-@pytest.mark.spec(id="TA-CALIBRATION")
+@pytest.mark.spec("TA-CALIBRATION")
 @pytest.mark.parametrize("change", ["frequency", "factor", "fewer"])
 def test_another_rotation_is_refused_by_name(change: str) -> None:
     """The last bit of one frequency, the factor, or their number."""
@@ -272,7 +270,7 @@ def test_another_rotation_is_refused_by_name(change: str) -> None:
     assert caught.value.argument == "calibration"
 
 
-@pytest.mark.spec(id="TA-CALIBRATION")
+@pytest.mark.spec("TA-CALIBRATION")
 @pytest.mark.parametrize("kind", ["text", "empty", "archive", "format", "frequencies", "scores"])
 def test_a_file_that_is_no_calibration_is_refused(kind: str, tmp_path: Path) -> None:
     """By the name of the argument, whatever is wrong with it."""
@@ -297,7 +295,7 @@ def test_a_file_that_is_no_calibration_is_refused(kind: str, tmp_path: Path) -> 
     assert caught.value.argument == ("calibration.mean" if kind == "scores" else "path")
 
 
-@pytest.mark.spec(id="TA-CALIBRATION")
+@pytest.mark.spec("TA-CALIBRATION")
 def test_statistics_of_a_wrong_shape_are_refused() -> None:
     found = a_calibration()
     with pytest.raises(SpecError, match=r"calibration\.magnitude"):

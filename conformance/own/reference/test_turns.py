@@ -73,7 +73,7 @@ def brute_force(name: str, inputs: Inputs, live: Live, B: int) -> Live:
     ]
 
 
-@pytest.mark.spec(id="PO-TURN")
+@pytest.mark.spec("PO-TURN")
 @pytest.mark.parametrize("name", POLICIES)
 @few
 @sequences
@@ -85,7 +85,7 @@ def test_each_set_is_decided_over_what_it_stores(name: str, seed: int, B: int) -
     assert {found.positions.dtype, found.offsets.dtype} == {np.dtype(np.int64)}
 
 
-@pytest.mark.spec(id="PO-TURN")
+@pytest.mark.spec("PO-TURN")
 def test_a_place_that_is_not_stored_is_won_by_its_own_head() -> None:
     """One head has all 14 tokens, the other the turn's 5, fewer than 2 B = 22: wins of 14 and 8, shares of 13 and 9."""
     inputs, live = drawn(3, n=SEEN, L=2, heads=(2, 2)), [[*range(SEEN)], [*range(N, SEEN)]] * 2
@@ -94,7 +94,7 @@ def test_a_place_that_is_not_stored_is_won_by_its_own_head() -> None:
     assert [*map(len, found)] == [13, 5] * 2
 
 
-@pytest.mark.spec(id="PO-TURN")
+@pytest.mark.spec("PO-TURN")
 def test_the_budget_counts_all_tokens_seen() -> None:
     """Half of 14 is 7, and not half of the 8 that are stored."""
     inputs = drawn(1, n=SEEN, L=1, heads=(2, 1))
@@ -102,7 +102,7 @@ def test_the_budget_counts_all_tokens_seen() -> None:
     assert [len(own) for own in sets(turned(policies.knorm(), inputs, live, parse_budget(0.5)))] == [7, 7]
 
 
-@pytest.mark.spec(id="PO-TURN")
+@pytest.mark.spec("PO-TURN")
 def test_protection_is_about_positions() -> None:
     """The sink went long ago: the first token that is left is none."""
     inputs = drawn(2, n=SEEN, L=1, heads=(1, 1))
@@ -113,7 +113,7 @@ def test_protection_is_about_positions() -> None:
     assert 4 not in sets(turned(policy, inputs, [[4, *range(6, SEEN)]], Budget(count=5)))[0]
 
 
-@pytest.mark.spec(id="PO-TURN")
+@pytest.mark.spec("PO-TURN")
 def test_sets_with_other_numbers_of_protected_tokens_are_refused() -> None:
     inputs = drawn(3, n=SEEN, L=1, heads=(2, 1))
     policy = replace(policies.knorm(), protection=SinkAndRecent(1, 0))
@@ -121,7 +121,7 @@ def test_sets_with_other_numbers_of_protected_tokens_are_refused() -> None:
         turned(policy, inputs, [[0, *range(6, SEEN)], list(range(4, SEEN))], Budget(count=5))
 
 
-@pytest.mark.spec(id="PO-TURN")
+@pytest.mark.spec("PO-TURN")
 def test_one_observation_stands_for_sets_that_store_the_same() -> None:
     inputs = drawn(4, n=SEEN, L=2, heads=(2, 2))
     (own,) = stored(4, 1)
@@ -131,8 +131,7 @@ def test_one_observation_stands_for_sets_that_store_the_same() -> None:
     assert sets(together) == sets(turned(policy, inputs, [own] * 4, Budget(count=6)))
 
 
-@pytest.mark.spec(id="PO-TURN")
-@pytest.mark.spec(id="PO-H2O")
+@pytest.mark.spec("PO-TURN", "PO-H2O")
 @few
 @sequences
 def test_h2o_adds_what_every_query_of_the_turn_attends_to(seed: int, B: int) -> None:
@@ -156,7 +155,7 @@ def summed(layer: oracle.Layer, g: int, kept: list[int], B: int) -> list[int]:
     return sorted([*newest, *heavy[: B - len(newest)]])
 
 
-@pytest.mark.spec(id="PO-TURN")
+@pytest.mark.spec("PO-TURN")
 def test_a_turn_ends_in_a_decision_whatever_the_cadence() -> None:
     policy = replace(policies.knorm(), cadence=Cadence(every=100, excess=100))
     inputs, budget = drawn(5, n=SEEN, L=1, heads=(1, 1)), Budget(count=4)
@@ -208,9 +207,9 @@ SCORED: dict[str, Callable[[Inputs], Policy]] = {
 }
 
 
-@pytest.mark.spec(id="PO-TURN")
+@pytest.mark.spec("PO-TURN")
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=pytest.mark.spec(id=CASES[name].item)) if name in CASES else name for name in SCORED
+    pytest.param(name, marks=pytest.mark.spec(CASES[name].item)) if name in CASES else name for name in SCORED
 ])
 def test_a_scorer_is_separable_where_each_set_scores_itself(name: str) -> None:
     """Those that decide while tokens are decoded have records, go on from these instead, and need not promise it."""
@@ -222,7 +221,7 @@ def test_a_scorer_is_separable_where_each_set_scores_itself(name: str) -> None:
     assert promised == held or (policy.cadence.every is not None and not promised)
 
 
-@pytest.mark.spec(id="PO-READ")
+@pytest.mark.spec("PO-READ")
 @few
 @sequences
 def test_a_text_that_is_only_read_is_part_of_the_next_turn_s_sums(seed: int, B: int) -> None:

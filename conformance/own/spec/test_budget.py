@@ -14,7 +14,7 @@ from spec.budget import Budget, parse_budget
 from spec.errors import SpecError
 
 
-@pytest.mark.spec(id="CC-BUDGET-FORMS")
+@pytest.mark.spec("CC-BUDGET-FORMS")
 @given(thousandths=st.integers(1, 1000), n=st.integers(0, 200_000))
 def test_a_float_is_its_decimal(thousandths: int, n: int) -> None:
     """MUST be the exact ceiling of the decimal, never of the double."""
@@ -25,7 +25,7 @@ def test_a_float_is_its_decimal(thousandths: int, n: int) -> None:
     assert parse_budget(Fraction(thousandths, 1000)).tokens(n) == expected
 
 
-@pytest.mark.spec(id="CC-BUDGET-FORMS")
+@pytest.mark.spec("CC-BUDGET-FORMS")
 @pytest.mark.parametrize(
     ("beta", "n", "tokens"),
     [(0.28, 25, 7), (0.07, 100, 7), (0.3, 10, 3), (0.3, 50, 15), (0.1, 10, 1), (0.55, 100, 55), (0.5, 1001, 501)],
@@ -35,14 +35,14 @@ def test_binary_floating_point_does_not_leak(beta: float, n: int, tokens: int) -
     assert parse_budget(beta).tokens(n) == tokens
 
 
-@pytest.mark.spec(id="CC-BUDGET-FORMS")
+@pytest.mark.spec("CC-BUDGET-FORMS")
 def test_a_float32_is_read_as_its_own_decimal() -> None:
     """NumPy's scalars are floats and ints like Python's."""
     assert parse_budget(np.float32(0.3)).fraction == Fraction(3, 10)
     assert parse_budget(np.int64(7)).count == 7
 
 
-@pytest.mark.spec(id="CC-BUDGET-FORMS")
+@pytest.mark.spec("CC-BUDGET-FORMS")
 @pytest.mark.parametrize(
     ("form", "expected"),
     [
@@ -58,7 +58,7 @@ def test_forms(form: object, expected: Budget) -> None:
     assert parse_budget(form) == expected
 
 
-@pytest.mark.spec(id="CC-BUDGET-FORMS")
+@pytest.mark.spec("CC-BUDGET-FORMS")
 @pytest.mark.parametrize(
     "form",
     [
@@ -77,7 +77,7 @@ def test_what_is_no_budget(form: object) -> None:
     assert str(caught.value.value)[:64] == str(form)[:64]
 
 
-@pytest.mark.spec(id="CC-BUDGET-FORMS")
+@pytest.mark.spec("CC-BUDGET-FORMS")
 @given(text=st.one_of(st.text("0123456789.% +-_e/xp", max_size=8), st.text(max_size=4), st.floats().map(float.hex)))
 def test_text_is_read_by_the_grammar_and_by_nothing_else(text: str) -> None:
     """Spelled out letter by letter; a float of the vectors, in hexadecimal, is no budget."""
@@ -95,7 +95,7 @@ def test_text_is_read_by_the_grammar_and_by_nothing_else(text: str) -> None:
             parse_budget(text)
 
 
-@pytest.mark.spec(id="CC-BUDGET-FORMS")
+@pytest.mark.spec("CC-BUDGET-FORMS")
 @pytest.mark.parametrize(
     "parts",
     [{}, {"fraction": Fraction(1, 2), "count": 3}, {"fraction": Fraction(0)}, {"fraction": Fraction(2)}, {"count": 0},
@@ -108,7 +108,7 @@ def test_a_record_that_is_no_budget_is_refused(parts: dict[str, Any]) -> None:
     assert caught.value.argument == "budget"
 
 
-@pytest.mark.spec(id="CC-BUDGET-FORMS")
+@pytest.mark.spec("CC-BUDGET-FORMS")
 @given(budget=st.one_of(
     st.integers(1, 2**63 - 1).map(lambda k: Budget(count=k)),
     st.integers(1, 10**12).map(lambda k: Budget(fraction=Fraction(k, 10**12))),

@@ -225,7 +225,7 @@ def test_every_item_has_an_adapter() -> None:
 
 
 @pytest.mark.usefixtures("reference_items")
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.spec(id=name)) for name in ITEMS])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.spec(name)) for name in ITEMS])
 def test_the_example_holds(name: str) -> None:
     given = example(name)
     assert given["item"] == name

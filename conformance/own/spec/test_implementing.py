@@ -42,7 +42,7 @@ def test_the_tables_are_those_of_the_code_and_the_vectors() -> None:
     assert all(f"<!-- {name}: made by" in TEXT and f"<!-- end of {name} -->" in TEXT for name in TABLES)
 
 
-@pytest.mark.spec(id="CC-PREFILL")
+@pytest.mark.spec("CC-PREFILL")
 def test_table_14_is_read_from_the_page_alone() -> None:
     """Read as a stranger reads it, the page gives the three profiles."""
     table = [line for line in rows("Parameter | PAPER") if line]
@@ -58,7 +58,7 @@ def value_of(cell: str) -> Any:
     return int(cell) if cell.isdecimal() else float(cell)
 
 
-@pytest.mark.spec(id="NK-SCORE")
+@pytest.mark.spec("NK-SCORE")
 def test_the_values_of_nestedkv_are_on_the_page() -> None:
     for name, value, *_ in rows("Parameter | Value"):
         assert value == str(getattr(NESTEDKV, name.strip("`"))).strip("()")

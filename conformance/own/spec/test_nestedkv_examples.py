@@ -22,7 +22,7 @@ def test_every_item_has_an_adapter() -> None:
 
 
 @pytest.mark.usefixtures("reference_items")
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.spec(id=name)) for name in NESTEDKV_ITEMS])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.spec(name)) for name in NESTEDKV_ITEMS])
 def test_the_example_holds(name: str) -> None:
     (block,) = FENCE.findall(ITEMS[name])
     given = json.loads(block)

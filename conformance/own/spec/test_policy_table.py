@@ -23,7 +23,7 @@ def cells(answer: str) -> list[object]:
     """Policy and property, under the mark of the policy's item."""
     return [
         pytest.param(name, promise, id=f"{name}-{promise.replace(' ', '-')}",
-                     marks=pytest.mark.spec(id=CASES[name].item))
+                     marks=pytest.mark.spec(CASES[name].item))
         for name, row in TABLE.items() for promise, cell in row.items() if cell.partition(":")[0] == answer
     ]
 
@@ -45,7 +45,7 @@ def test_what_is_not_promised_has_a_counterexample(name: str, promise: str) -> N
 
 
 @pytest.mark.usefixtures("reference_items")
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.spec(id=CASES[name].item)) for name in TABLE])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.spec(CASES[name].item)) for name in TABLE])
 def test_a_policy_bears_the_name_of_its_row(name: str) -> None:
     """Results of runs are filed under it; a mode has no name of its own, and a composition names its host."""
     assert CASES[name].policy(drawn(1)).name == OTHER_NAMES.get(name, name)

@@ -19,7 +19,7 @@ from spec.validate import check_token_ids
 pytestmark = pytest.mark.usefixtures("reference_items")
 
 
-@pytest.mark.spec(id="CC-PREFILL")
+@pytest.mark.spec("CC-PREFILL")
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -33,7 +33,7 @@ def test_parameters_are_refused_by_name(field: str, value: object) -> None:
         replace(PAPER, **{field: value})  # type: ignore[arg-type]
 
 
-@pytest.mark.spec(id="CC-PREFILL")
+@pytest.mark.spec("CC-PREFILL")
 def test_paper_parameters_are_table_14() -> None:
     assert CrystalCacheParameters() == PAPER
     assert (PAPER.C, PAPER.k_heads, PAPER.k_intra, PAPER.tau_intra, PAPER.k_cross, PAPER.tau_cross) == (
@@ -45,14 +45,14 @@ def test_paper_parameters_are_table_14() -> None:
     assert (PAPER.alpha, PAPER.N_sink, PAPER.W_recent, PAPER.N_min, PAPER.epsilon) == (1.0, 4, 128, 3, 1e-8)
 
 
-@pytest.mark.spec(id="CC-PREFILL")
+@pytest.mark.spec("CC-PREFILL")
 def test_an_id_outside_the_vocabulary_is_refused() -> None:
     assert check_token_ids(np.array([0, 9]), 2, vocabulary=10).dtype == np.int64
     with refused("token_ids", 10):
         check_token_ids(np.array([0, 10]), 2, vocabulary=10)
 
 
-@pytest.mark.spec(id="CC-PREFILL")
+@pytest.mark.spec("CC-PREFILL")
 def test_policies_are_refused_when_they_are_made() -> None:
     with refused("sentence_ends", frozenset()):
         crystalcache(frozenset())
@@ -62,21 +62,21 @@ def test_policies_are_refused_when_they_are_made() -> None:
         streaming_llm(-1)
 
 
-@pytest.mark.spec(id="CC-COMPACT")
+@pytest.mark.spec("CC-COMPACT")
 @pytest.mark.parametrize("kept", [[1, 0], [0, 0], [-1, 2], [3, 5]])
 def test_a_retention_holds_ascending_positions_inside_the_prompt(kept: list[int]) -> None:
     with refused("positions", kept):
         Retention.shared(np.array(kept, dtype=np.int64), 5)
 
 
-@pytest.mark.spec(id="CC-COMPACT")
+@pytest.mark.spec("CC-COMPACT")
 @pytest.mark.parametrize("offsets", [[0], [1, 2], [0, 1], [0, 2, 1, 2]])
 def test_a_retention_has_offsets_that_cover_its_positions(offsets: list[int]) -> None:
     with refused("offsets", offsets):
         Retention(np.array([0, 3]), np.array(offsets), 5, Granularity.LAYER)
 
 
-@pytest.mark.spec(id="CC-COMPACT")
+@pytest.mark.spec("CC-COMPACT")
 def test_one_group_for_a_model_and_any_number_for_layers() -> None:
     groups = Retention(np.array([0, 3, 1]), np.array([0, 2, 3]), 5, Granularity.LAYER)
     assert [groups.group(g).tolist() for g in range(groups.groups)] == [[0, 3], [1]]
@@ -84,7 +84,7 @@ def test_one_group_for_a_model_and_any_number_for_layers() -> None:
         Retention(groups.positions, groups.offsets, 5)
 
 
-@pytest.mark.spec(id="CC-PREFILL")
+@pytest.mark.spec("CC-PREFILL")
 @given(value=st.one_of(st.integers(), st.text(), st.none()))
 def test_errors_survive_a_process_boundary(value: object) -> None:
     """Workers pickle them."""

@@ -35,20 +35,19 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.spec(id="CC-PREFILL")
+@pytest.mark.spec("CC-PREFILL")
 def test_an_instance_is_itself() -> None:
     mine = Backend("mine")
     assert resolve(mine) is mine
 
 
-@pytest.mark.spec(id="CC-PREFILL")
+@pytest.mark.spec("CC-PREFILL")
 def test_numpy_is_the_reference() -> None:
     assert resolve("numpy") is BACKEND
     assert isinstance(BACKEND.require_crystal(), CrystalStages)
 
 
-@pytest.mark.spec(id="CC-PREFILL")
-@pytest.mark.spec(id="CC-DISSOLVE")
+@pytest.mark.spec("CC-PREFILL", "CC-DISSOLVE")
 def test_a_built_in_backend_says_the_name_that_it_is_found_by(backend: Backend, request: pytest.FixtureRequest) -> None:
     """It stands in reports and in errors."""
     asked = str(request.config.getoption("--backend"))
@@ -57,14 +56,14 @@ def test_a_built_in_backend_says_the_name_that_it_is_found_by(backend: Backend, 
     assert backend.name == asked
 
 
-@pytest.mark.spec(id="CC-PREFILL")
+@pytest.mark.spec("CC-PREFILL")
 @pytest.mark.usefixtures("elsewhere")
 @pytest.mark.parametrize("name", ["third_party_engine:MINE", "mine"])
 def test_a_third_party_is_found_by_attribute_or_entry_point(name: str) -> None:
     assert resolve(name).name == "mine"
 
 
-@pytest.mark.spec(id="CC-PREFILL")
+@pytest.mark.spec("CC-PREFILL")
 @pytest.mark.usefixtures("elsewhere")
 def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(SpecError, match="'nampy'") as caught:
@@ -73,7 +72,7 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
     assert all(name in caught.value.bound for name in [*BUILT_IN, "mine", "module:ATTRIBUTE"])
 
 
-@pytest.mark.spec(id="CC-PREFILL")
+@pytest.mark.spec("CC-PREFILL")
 @pytest.mark.usefixtures("elsewhere")
 @pytest.mark.parametrize(
     ("name", "reason"),
@@ -87,7 +86,7 @@ def test_what_cannot_be_loaded_says_why(name: str, reason: str) -> None:
         resolve(name)
 
 
-@pytest.mark.spec(id="CC-PREFILL")
+@pytest.mark.spec("CC-PREFILL")
 @pytest.mark.usefixtures("elsewhere")
 @pytest.mark.parametrize("wrong", ["third_party_engine:OTHER", 3, None, ["numpy"]])
 def test_what_is_no_backend_is_refused(wrong: object) -> None:
@@ -96,7 +95,7 @@ def test_what_is_no_backend_is_refused(wrong: object) -> None:
     assert caught.value.argument == "backend"
 
 
-@pytest.mark.spec(id="CC-PREFILL")
+@pytest.mark.spec("CC-PREFILL")
 def test_a_missing_family_names_those_that_are_there() -> None:
     with pytest.raises(BackendUnavailable, match=r"'mine'.*'crystal'.*none"):
         Backend("mine").require_crystal()
@@ -120,7 +119,7 @@ def no_engines() -> Iterator[None]:
         setattr(sys.modules[parent], child, module)
 
 
-@pytest.mark.spec(id="CC-PREFILL")
+@pytest.mark.spec("CC-PREFILL")
 @pytest.mark.usefixtures("no_engines")
 @pytest.mark.parametrize(("name", "package"), [("numba", "numba"), ("triton", "triton"), ("triton", "torch")])
 def test_a_missing_package_is_named_with_what_brings_it(
@@ -131,7 +130,7 @@ def test_a_missing_package_is_named_with_what_brings_it(
         resolve(name)
 
 
-@pytest.mark.spec(id="CC-COATTENTION")
+@pytest.mark.spec("CC-COATTENTION")
 def test_numba_without_threadpoolctl_says_so_where_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     """S2 to S6 run without it; S1 would fight over the cores with BLAS."""
     coattention = pytest.importorskip("accelerated.numba_cpu.coattention")

@@ -40,7 +40,7 @@ def same(a: CoAttention, b: CoAttention) -> bool:
     return all(np.array_equal(getattr(a, name), getattr(b, name)) for name in names)
 
 
-@pytest.mark.spec(id="CC-COATTENTION")
+@pytest.mark.spec("CC-COATTENTION")
 @given(
     inputs=st.one_of(attention_inputs(), later_segments()), rows=st.sampled_from([1, 16, 64]),
     least=st.integers(1, 5), most=st.integers(5, 9), keys=st.integers(1, 9), square=st.integers(1, 9),
@@ -58,13 +58,13 @@ def test_every_block_size_lies_in_the_certified_box(
     assert not list(stage_checks.coattention(found, inputs, "float32"))
 
 
-@pytest.mark.spec(id="CC-COATTENTION")
+@pytest.mark.spec("CC-COATTENTION")
 def test_fast_math_reorders_sums_and_assumes_nothing() -> None:
     """Numba hands each word to LLVM; those left out would let it take every number for finite, or guess functions."""
     assert {"reassoc", "contract", "nsz"} >= kernels.FAST
 
 
-@pytest.mark.spec(id="CC-COATTENTION")
+@pytest.mark.spec("CC-COATTENTION")
 def test_a_tile_is_bounded_by_its_peaks() -> None:
     """2 ** (peak - lse) summed over the heads, and no head above 1: a looser bound would skip nothing."""
     peak = np.array([[[-1.0, 2.0], [0.0, 3.0]], [[-9.0, 1.0], [-2.0, 5.0]]], np.float32)
@@ -74,7 +74,7 @@ def test_a_tile_is_bounded_by_its_peaks() -> None:
 
 
 @compiled
-@pytest.mark.spec(id="CC-COATTENTION")
+@pytest.mark.spec("CC-COATTENTION")
 @pytest.mark.parametrize("kind", ["mixed", "peaky"])
 def test_the_bits_do_not_depend_on_threads_or_on_the_run(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     q, k = first_layer(700, 4, 2, 64, kind)
@@ -86,7 +86,7 @@ def test_the_bits_do_not_depend_on_threads_or_on_the_run(monkeypatch: pytest.Mon
 
 
 @compiled
-@pytest.mark.spec(id="CC-COATTENTION")
+@pytest.mark.spec("CC-COATTENTION")
 def test_views_give_the_same_bits_and_are_not_copied() -> None:
     """(tokens, heads, d) memory behind padding: scratch grows by no more than one tile of keys."""
     q, k = first_layer(1200, 4, 2, 64, "mixed")
@@ -111,7 +111,7 @@ def measured(q: Array, k: Array) -> tuple[CoAttention, int]:
 
 
 @compiled
-@pytest.mark.spec(id="CC-ATTENTION")
+@pytest.mark.spec("CC-ATTENTION")
 def test_with_a_given_lse_only_maxima_are_left_to_find(monkeypatch: pytest.MonkeyPatch) -> None:
     """No sum is taken; without cross edges, no earlier key is read."""
     q, k = first_layer(300, 2, 1, 64, "mixed")
@@ -133,7 +133,7 @@ def test_with_a_given_lse_only_maxima_are_left_to_find(monkeypatch: pytest.Monke
 
 
 @compiled
-@pytest.mark.spec(id="CC-CROSS")
+@pytest.mark.spec("CC-CROSS")
 def test_the_bound_skips_no_edge(monkeypatch: pytest.MonkeyPatch) -> None:
     """With every tile active the sources are the same; with the bound, most rows of tiles are skipped."""
     q, k = first_layer(700, 4, 2, 64, "mixed")
@@ -154,7 +154,7 @@ def test_the_bound_skips_no_edge(monkeypatch: pytest.MonkeyPatch) -> None:
     assert np.array_equal(every.cross, plain.cross)
 
 
-@pytest.mark.spec(id="CC-CROSS")
+@pytest.mark.spec("CC-CROSS")
 @given(
     weights=st.lists(st.lists(st.integers(0, 6), min_size=150, max_size=150), min_size=1, max_size=2),
     k=st.integers(1, 6), tau=st.sampled_from([0.0, 0.25]), split=st.integers(1, 149),
@@ -175,7 +175,7 @@ def test_lists_are_the_strongest_of_all_tiles(weights: list[list[int]], k: int, 
         assert kept == [row[j] for j in want] + [0.0] * (k - len(want))
 
 
-@pytest.mark.spec(id="CC-ATTENTION")
+@pytest.mark.spec("CC-ATTENTION")
 @given(row=st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=70))
 def test_a_maximum_of_bits_is_the_maximum_of_floats(row: list[float]) -> None:
     S, peak = np.array([row], np.float32), np.empty(1, np.float32)

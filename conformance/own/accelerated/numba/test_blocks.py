@@ -27,20 +27,14 @@ def run(inputs: AttentionInputs, queries: int, keys: int, side: int) -> CoAttent
         )
 
 
-@pytest.mark.spec(id="CC-ATTENTION")
-@pytest.mark.spec(id="CC-SALIENCE")
-@pytest.mark.spec(id="CC-ROW-NORM")
-@pytest.mark.spec(id="CC-INTRA")
-@pytest.mark.spec(id="CC-CROSS")
-@pytest.mark.spec(id="CC-COATTENTION")
+@pytest.mark.spec("CC-ATTENTION", "CC-SALIENCE", "CC-ROW-NORM", "CC-INTRA", "CC-CROSS", "CC-COATTENTION")
 @given(inputs=st.one_of(attention_inputs(), later_segments()), sizes=st.sampled_from(SIZES))
 def test_blocks_lie_in_the_certified_box(inputs: AttentionInputs, sizes: tuple[int, int, int]) -> None:
     """Where a block or a tile ends says nothing about the result."""
     assert not list(stage_checks.coattention(run(inputs, *sizes), inputs, "float32"))
 
 
-@pytest.mark.spec(id="CC-SALIENCE")
-@pytest.mark.spec(id="CC-CROSS")
+@pytest.mark.spec("CC-SALIENCE", "CC-CROSS")
 @given(inputs=hot_sets(), sizes=st.sampled_from(SIZES))
 def test_blocks_of_hot_sets_are_exact(inputs: AttentionInputs, sizes: tuple[int, int, int]) -> None:
     """Ties between sources of different tiles go to the lower index, too."""

@@ -21,7 +21,7 @@ def current(k: Any) -> Any:
     return anomalies(k, inverse, blocks, stable, B, W)[2]
 
 
-@pytest.mark.spec(id="NK-CURRENT")
+@pytest.mark.spec("NK-CURRENT")
 @pytest.mark.parametrize("n", [3 * W, 20_000])
 def test_a_window_has_the_same_bits_after_any_prompt(n: int) -> None:
     """The last tokens behind a prompt of another direction, and alone: after their first window nothing differs."""
@@ -33,8 +33,7 @@ def test_a_window_has_the_same_bits_after_any_prompt(n: int) -> None:
     assert not np.array_equal(behind[: W - 1], alone[: W - 1])
 
 
-@pytest.mark.spec(id="NK-EPISODIC")
-@pytest.mark.spec(id="NK-ANOMALY")
+@pytest.mark.spec("NK-EPISODIC", "NK-ANOMALY")
 @pytest.mark.parametrize(("rise", "directed"), [(1.5 * 2.0**-16, False), (1.25 * 2.0**-15, True)])
 def test_a_block_whose_keys_cancel_has_no_direction(rise: float, directed: bool) -> None:
     """Unit keys (1, 0) and (-1, rise): the mean of the two, half of rise, MUST exceed 2^-16, not their sum."""
@@ -43,8 +42,7 @@ def test_a_block_whose_keys_cancel_has_no_direction(rise: float, directed: bool)
     assert (episodic[1] == -k[1, 1]) == directed == bool(episodic.any())
 
 
-@pytest.mark.spec(id="NK-CURRENT")
-@pytest.mark.spec(id="NK-ANOMALY")
+@pytest.mark.spec("NK-CURRENT", "NK-ANOMALY")
 @pytest.mark.parametrize(("rise", "directed"), [(1.5 * 2.0**-16, False), (1.25 * 2.0**-15, True)])
 @pytest.mark.parametrize(("n", "window"), [(40, 2), (2, 64)])
 def test_a_window_whose_keys_cancel_has_no_direction(rise: float, directed: bool, n: int, window: int) -> None:

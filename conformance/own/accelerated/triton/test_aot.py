@@ -45,7 +45,7 @@ def compiled() -> list[Row]:
     return [json.loads(line) for line in said.splitlines()]
 
 
-@pytest.mark.spec(id="CC-COATTENTION")
+@pytest.mark.spec("CC-COATTENTION")
 def test_every_kernel_compiles_without_spills(compiled: list[Row]) -> None:
     assert {row["d"] for row in compiled if row["kernel"] == "row_softmax"} == {64, 96, 128, 256}
     for row in compiled:
@@ -55,15 +55,13 @@ def test_every_kernel_compiles_without_spills(compiled: list[Row]) -> None:
     assert max(row["shared"] for row in compiled) == SHARED <= ON_SM_90
 
 
-@pytest.mark.spec(id="CC-ATTENTION")
+@pytest.mark.spec("CC-ATTENTION")
 def test_attention_runs_on_tensor_cores(compiled: list[Row]) -> None:
     for row in compiled:
         assert (row["wgmma"] > 0) == (row["kernel"] in DOT_KERNELS), row
 
 
-@pytest.mark.spec(id="CC-MERGE")
-@pytest.mark.spec(id="CC-DEGREE")
-@pytest.mark.spec(id="CC-TRUNK-IMPACT")
+@pytest.mark.spec("CC-MERGE", "CC-DEGREE", "CC-TRUNK-IMPACT")
 def test_exact_stages_have_no_fused_multiply_add(compiled: list[Row]) -> None:
     """One rounding after each operation: contraction would be another number."""
     for row in compiled:
@@ -80,7 +78,7 @@ except BackendUnavailable as error:
 """
 
 
-@pytest.mark.spec(id="CC-PREFILL")
+@pytest.mark.spec("CC-PREFILL")
 def test_a_machine_without_a_device_is_told_what_would_make_it_run() -> None:
     import torch
 

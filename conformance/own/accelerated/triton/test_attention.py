@@ -55,7 +55,7 @@ def same_edges(a: CoAttention, b: CoAttention) -> bool:
     return all(np.array_equal(getattr(a, name), getattr(b, name)) for name in names)
 
 
-@pytest.mark.spec(id="CC-ATTENTION")
+@pytest.mark.spec("CC-ATTENTION")
 @pytest.mark.parametrize("d", [64, 96, 128, 256])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_every_width_of_heads(d: int, dtype: Any) -> None:
@@ -63,7 +63,7 @@ def test_every_width_of_heads(d: int, dtype: Any) -> None:
     assert not list(stage_checks.coattention(run(inputs), inputs, "float32"))
 
 
-@pytest.mark.spec(id="CC-ATTENTION")
+@pytest.mark.spec("CC-ATTENTION")
 @pytest.mark.parametrize("group", GROUPS)
 def test_every_head_group(group: int) -> None:
     inputs = wide(16, group)
@@ -71,7 +71,7 @@ def test_every_head_group(group: int) -> None:
 
 
 @compiled
-@pytest.mark.spec(id="CC-ATTENTION")
+@pytest.mark.spec("CC-ATTENTION")
 def test_bfloat16_on_the_device() -> None:
     """The interpreter computes it wrongly."""
     inputs = wide(128, 4)
@@ -80,7 +80,7 @@ def test_bfloat16_on_the_device() -> None:
     assert not list(stage_checks.coattention(run(inputs, q, k), given_values, "float32"))
 
 
-@pytest.mark.spec(id="CC-COATTENTION")
+@pytest.mark.spec("CC-COATTENTION")
 @given(inputs=attention_inputs())
 def test_strides_are_read_as_they_are(inputs: AttentionInputs) -> None:
     """Views of a (tokens, heads, channels) block, of every other row or channel: no copy, the same bits."""
@@ -105,7 +105,7 @@ def right_lse(inputs: AttentionInputs) -> torch.Tensor:
     return torch.tensor(rows, device=default_device())
 
 
-@pytest.mark.spec(id="CC-ATTENTION")
+@pytest.mark.spec("CC-ATTENTION")
 def test_a_given_lse_is_read_where_it_is() -> None:
     """A view behind padding of NaN gives the same bits; an lse that is too large by ln 2 shows in the weights."""
     inputs = wide(16, 2, n=24)
@@ -117,7 +117,7 @@ def test_a_given_lse_is_read_where_it_is() -> None:
     assert list(stage_checks.coattention(run(inputs, lse=lse + math.log(2)), inputs, "float32"))
 
 
-@pytest.mark.spec(id="CC-COATTENTION")
+@pytest.mark.spec("CC-COATTENTION")
 def test_a_bad_lse_tensor_is_refused_by_name() -> None:
     inputs = wide(16, 1, n=4)
     good = torch.zeros(2, 4, device=default_device())
@@ -147,7 +147,7 @@ def tile_sizes(draw: st.DrawFn) -> AttentionTiles:
     )
 
 
-@pytest.mark.spec(id="CC-COATTENTION")
+@pytest.mark.spec("CC-COATTENTION")
 @given(inputs=st.one_of(attention_inputs(), later_segments()), tiles=tile_sizes())
 def test_every_tile_size_lies_in_the_certified_box(inputs: AttentionInputs, tiles: AttentionTiles) -> None:
     """Sizes that divide neither the chunk nor one another."""
@@ -164,7 +164,7 @@ def longer(n: int = 90) -> AttentionInputs:
     return replace(inputs, q=inputs.q * 2)
 
 
-@pytest.mark.spec(id="CC-CROSS")
+@pytest.mark.spec("CC-CROSS")
 def test_the_bound_skips_no_edge(monkeypatch: pytest.MonkeyPatch) -> None:
     """With every tile active the result is the same to the bit; with the bound, tiles are skipped."""
     inputs = replace(longer(), parameters=replace(TINY, C=24, tau_cross=0.1))
@@ -176,7 +176,7 @@ def test_the_bound_skips_no_edge(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (run(inputs).cross == -1).all()
 
 
-@pytest.mark.spec(id="CC-CROSS")
+@pytest.mark.spec("CC-CROSS")
 def test_the_bound_is_sharp() -> None:
     """With one head a tile's bound is its largest weight: a threshold just below it MUST keep the edge."""
     inputs = wide(16, 1)
@@ -190,7 +190,7 @@ def test_the_bound_is_sharp() -> None:
         assert found.cross_weight[row].tolist() == [weights[row], 0.0]
 
 
-@pytest.mark.spec(id="CC-COATTENTION")
+@pytest.mark.spec("CC-COATTENTION")
 @pytest.mark.parametrize("scratch", [1, 40_000])
 def test_stripes_of_whole_chunks(monkeypatch: pytest.MonkeyPatch, scratch: int) -> None:
     """However little scratch memory there is, S1 is the same within its box."""
@@ -200,14 +200,14 @@ def test_stripes_of_whole_chunks(monkeypatch: pytest.MonkeyPatch, scratch: int) 
 
 
 @interpreted
-@pytest.mark.spec(id="CC-ATTENTION")
+@pytest.mark.spec("CC-ATTENTION")
 def test_the_interpreter_refuses_bfloat16() -> None:
     q = torch.zeros(1, 4, 16, dtype=torch.bfloat16)
     with pytest.raises(SpecError, match=r"q = torch.bfloat16: Triton's interpreter computes bfloat16"):
         coattention(q, q, np.arange(4), TINY, 1.0, None)
 
 
-@pytest.mark.spec(id="CC-COATTENTION")
+@pytest.mark.spec("CC-COATTENTION")
 @pytest.mark.parametrize(
     ("q", "k", "message"),
     [
@@ -225,7 +225,7 @@ def test_shapes_are_refused_by_name(q: tuple[int, ...], k: tuple[int, ...], mess
             coattention(make(q), make(k), np.arange(4), TINY, 1.0, None)
 
 
-@pytest.mark.spec(id="CC-COATTENTION")
+@pytest.mark.spec("CC-COATTENTION")
 def test_types_and_values_are_refused_by_name() -> None:
     x = torch.zeros(1, 4, 8, device=default_device())
     at = np.arange(4)
@@ -245,7 +245,7 @@ def test_types_and_values_are_refused_by_name() -> None:
         coattention(x.to(elsewhere), x.to(elsewhere), at, TINY, 1.0, None)
 
 
-@pytest.mark.spec(id="CC-PREFILL")
+@pytest.mark.spec("CC-PREFILL")
 def test_a_device_with_too_little_shared_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is named, with what it has, what is needed and where that is, before any kernel is launched."""
     monkeypatch.setattr(device, "INTERPRETED", False)
@@ -259,12 +259,12 @@ def test_a_device_with_too_little_shared_memory_is_refused(monkeypatch: pytest.M
 
 
 @compiled
-@pytest.mark.spec(id="CC-PREFILL")
+@pytest.mark.spec("CC-PREFILL")
 def test_this_device_says_how_much_shared_memory_it_has() -> None:
     assert device.shared_memory() >= launch.SHARED
 
 
-@pytest.mark.spec(id="CC-COATTENTION")
+@pytest.mark.spec("CC-COATTENTION")
 @pytest.mark.parametrize("name", ["q", "k"])
 def test_a_tensor_elsewhere_is_refused_by_name(name: str) -> None:
     """Whichever of the two it is: nothing is copied behind the caller's back."""

@@ -34,7 +34,7 @@ def empty() -> Report:
     return Report({"device": "a CPU", "date": "today"}, dry=True)
 
 
-@pytest.mark.spec(id="CC-PREFILL")
+@pytest.mark.spec("CC-PREFILL")
 def test_the_dry_run_is_done_with_every_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ceilings, generation, speed and profile run and are written; the suite inside it is a run of its own."""
     monkeypatch.setattr(suite, "conformance", lambda *_: None)
@@ -49,7 +49,7 @@ def test_the_dry_run_is_done_with_every_part(tmp_path: Path, monkeypatch: pytest
     assert any("accepts the kept set" in note for note in record["notes"])
 
 
-@pytest.mark.spec(id="CC-PREFILL")
+@pytest.mark.spec("CC-PREFILL")
 def test_without_transformers_a_plain_llama_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """S1 is given tensors where they are, and what is kept is checked as for any model."""
     monkeypatch.setattr(models, "find_spec", lambda name: None)
@@ -63,7 +63,7 @@ def test_without_transformers_a_plain_llama_stands_in(monkeypatch: pytest.Monkey
         models.subject(DRY, "a/model")
 
 
-@pytest.mark.spec(id="CC-COATTENTION")
+@pytest.mark.spec("CC-COATTENTION")
 def test_the_box_over_whole_arrays_takes_float32_and_no_other_list() -> None:
     prompt = random_prompt(np.random.default_rng(5), replace(TINY, C=16, tau_cross=0.01), 48)
     inputs = prompt.inputs

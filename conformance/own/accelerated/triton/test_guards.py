@@ -52,7 +52,7 @@ def run(inputs: AttentionInputs, q: Any, k: Any, lse: Any = None) -> CoAttention
     return STAGES.coattention(q, k, inputs.positions, inputs.parameters, inputs.scaling, inputs.softcap, lse)
 
 
-@pytest.mark.spec(id="CC-COATTENTION")
+@pytest.mark.spec("CC-COATTENTION")
 @given(inputs=st.one_of(attention_inputs(), later_segments()), with_lse=st.booleans())
 def test_attention_stays_inside_its_arrays(inputs: AttentionInputs, with_lse: bool) -> None:
     """S1: every input, buffer and output between bands; the same bits as without them."""
@@ -68,8 +68,7 @@ def test_attention_stays_inside_its_arrays(inputs: AttentionInputs, with_lse: bo
     assert same(found, run(inputs, q, k, lse))
 
 
-@pytest.mark.spec(id="CC-TRUNKS")
-@pytest.mark.spec(id="CC-TRUNK-IMPACT")
+@pytest.mark.spec("CC-TRUNKS", "CC-TRUNK-IMPACT")
 @given(text=texts())
 def test_trunks_stay_inside_their_arrays(text: Text) -> None:
     with poisoned_allocations(MODULES) as fields:
@@ -85,8 +84,7 @@ def graphs(draw: st.DrawFn) -> tuple[Text, Trunks]:
     return text, draw(partitions(len(text.ends)), label="trunks")
 
 
-@pytest.mark.spec(id="CC-TRUNK-WEIGHT")
-@pytest.mark.spec(id="CC-CRYSTALLIZATION")
+@pytest.mark.spec("CC-TRUNK-WEIGHT", "CC-CRYSTALLIZATION")
 @given(case=graphs())
 def test_the_graph_stays_inside_its_arrays(case: tuple[Text, Trunks]) -> None:
     text, among = case
@@ -97,8 +95,7 @@ def test_the_graph_stays_inside_its_arrays(case: tuple[Text, Trunks]) -> None:
     assert same(found, STAGES.graph(text.coattention, among, text.parameters))
 
 
-@pytest.mark.spec(id="CC-DISSOLVE")
-@pytest.mark.spec(id="CC-SCORE")
+@pytest.mark.spec("CC-DISSOLVE", "CC-SCORE")
 @given(problem=evictions(), ids=st.lists(st.integers(0, 9), min_size=2, max_size=9))
 def test_impact_score_and_eviction_stay_inside_their_arrays(problem: EvictionProblem, ids: list[int]) -> None:
     p, protected = problem.parameters, problem.protected
@@ -119,7 +116,7 @@ def test_impact_score_and_eviction_stay_inside_their_arrays(problem: EvictionPro
     assert all(same(a, b) for a, b in zip(found, all_three(), strict=True))
 
 
-@pytest.mark.spec(id="CC-COMPACT")
+@pytest.mark.spec("CC-COMPACT")
 @given(n=st.integers(1, 40), width=st.integers(1, 20), dtype=st.sampled_from(list(POISON)), data=st.data())
 def test_the_gather_stays_inside_its_arrays(n: int, width: int, dtype: torch.dtype, data: st.DataObject) -> None:
     R = np.array(sorted(data.draw(st.sets(st.integers(0, n - 1)), label="R")), dtype=np.int64)
@@ -131,7 +128,7 @@ def test_the_gather_stays_inside_its_arrays(n: int, width: int, dtype: torch.dty
     assert torch.equal(V_R, -K[:, R])
 
 
-@pytest.mark.spec(id="CC-COATTENTION")
+@pytest.mark.spec("CC-COATTENTION")
 @given(inputs=attention_inputs())
 def test_a_run_repeats_to_the_bit_and_leaves_its_inputs(inputs: AttentionInputs) -> None:
     """Tensors are read where they are; nothing is written to them."""

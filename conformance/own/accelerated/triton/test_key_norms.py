@@ -26,7 +26,7 @@ pytestmark = pytest.mark.judges("triton")
 STAGES, RIGHT = BACKEND.require_breath(), REFERENCE.require_breath()
 
 
-@pytest.mark.spec(id="CC-KEY-NORM")
+@pytest.mark.spec("CC-KEY-NORM")
 @given(n=st.integers(1, 40), d=st.integers(1, 20), H_kv=st.integers(1, 3), zero=st.booleans())
 def test_norms_stay_inside_their_arrays(n: int, d: int, H_kv: int, zero: bool) -> None:
     """float32 tensors from a (tokens, heads, channels) block; a zero key is infinite."""

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.judges("triton")
 STAGES, RIGHT = BACKEND.require_nestedkv(), REFERENCE.require_nestedkv()
 
 
-@pytest.mark.spec(id="NK-SCORE")
+@pytest.mark.spec("NK-SCORE")
 @given(n=st.integers(1, 70), d=st.integers(1, 20), H_kv=st.integers(1, 2), W=st.integers(1, 40))
 def test_scores_stay_inside_their_arrays(n: int, d: int, H_kv: int, W: int) -> None:
     """Every buffer between bands, keys from a (tokens, heads, channels) block; the same bits as without bands."""
@@ -49,7 +49,7 @@ def test_scores_stay_inside_their_arrays(n: int, d: int, H_kv: int, W: int) -> N
         assert (np.abs(got - want) <= nestedkv_radius(head.tolist(), p, "float32")).all()
 
 
-@pytest.mark.spec(id="NK-UNIT-KEYS")
+@pytest.mark.spec("NK-UNIT-KEYS")
 def test_a_zero_key_of_a_tensor_is_refused() -> None:
     k = torch.ones(2, 5, 3, device=default_device())
     k[1, 4] = 0
@@ -57,7 +57,7 @@ def test_a_zero_key_of_a_tensor_is_refused() -> None:
         STAGES.anomaly_score(k, NESTED)
 
 
-@pytest.mark.spec(id="NK-GAP")
+@pytest.mark.spec("NK-GAP")
 def test_the_ends_of_a_row_are_found_through_ties() -> None:
     """Values of both signs, zeros of both, and many equals: the gap by a sort."""
     rows = np.array([[-1.0, 0.5, 0.5, -0.0, 0.0, 0.5, -1.0], [1.0, -1.0, 0.25, 0.25, 0.25, -0.5, 2.0**-140]])
@@ -72,7 +72,7 @@ def test_the_ends_of_a_row_are_found_through_ties() -> None:
         assert (np.abs(ranges.cpu().numpy() - want) <= 2.0**-50).all()
 
 
-@pytest.mark.spec(id="NK-NESTEDKV")
+@pytest.mark.spec("NK-NESTEDKV")
 def test_the_policy_is_shown_tensors_where_they_are() -> None:
     """Its scorer takes what the kernels take, and its kept sets are those of its own scores."""
     view = drawn(5, 30, L=1, heads=(2, 1)).layers[0]

@@ -76,7 +76,7 @@ def read(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> tuple[Session, 
     return run, spy, queries, copied
 
 
-@pytest.mark.spec(id="CC-PREFILL")
+@pytest.mark.spec("CC-PREFILL")
 def test_q_and_k_are_never_copied_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """S1 reads the model's own memory, and what comes back is smaller than k."""
     run, spy, (query,), copied = read(torch.float32, monkeypatch)
@@ -96,7 +96,7 @@ def test_q_and_k_are_never_copied_to_the_host(monkeypatch: pytest.MonkeyPatch) -
     np.testing.assert_array_equal(run.retention.kept, expected.kept)
 
 
-@pytest.mark.spec(id="CC-PREFILL")
+@pytest.mark.spec("CC-PREFILL")
 def test_what_the_kernels_do_not_take_goes_by_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Float64, and bfloat16 where the interpreter would compute it wrongly."""
     for dtype in (torch.float64, torch.bfloat16) if INTERPRETED else (torch.float64,):
@@ -106,14 +106,14 @@ def test_what_the_kernels_do_not_take_goes_by_the_host(monkeypatch: pytest.Monke
         assert isinstance(k, np.ndarray)
 
 
-@pytest.mark.spec(id="CC-PREFILL")
+@pytest.mark.spec("CC-PREFILL")
 def test_half_precision_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     _, spy, _, _ = read(torch.float16, monkeypatch)
     ((q, k, _),) = spy.given
     assert q.dtype == k.dtype == torch.float16
 
 
-@pytest.mark.spec(id="CC-PREFILL")
+@pytest.mark.spec("CC-PREFILL")
 @pytest.mark.parametrize("seed", range(3))
 def test_tensors_and_arrays_give_the_same_bits(seed: int) -> None:
     given = random_prompt(np.random.default_rng(seed), TINY, N).arguments
@@ -126,7 +126,7 @@ def test_tensors_and_arrays_give_the_same_bits(seed: int) -> None:
     np.testing.assert_array_equal(a.coattention.salience, b.coattention.salience)
 
 
-@pytest.mark.spec(id="CC-PREFILL")
+@pytest.mark.spec("CC-PREFILL")
 def test_tensors_are_refused_by_name() -> None:
     given = random_prompt(np.random.default_rng(0), TINY, N).arguments
     q, k = (torch.from_numpy(given[name].astype(np.float32)).to(default_device()) for name in "qk")
@@ -146,7 +146,7 @@ def test_tensors_are_refused_by_name() -> None:
             prefill(**{**given, **changed})
 
 
-@pytest.mark.spec(id="CC-PREFILL")
+@pytest.mark.spec("CC-PREFILL")
 def test_a_host_scorer_sees_arrays_on_every_device() -> None:
     model = build("llama")
     model.to(default_device())  # type: ignore[arg-type]

@@ -38,7 +38,7 @@ def single(value: float) -> float:
     return rounded
 
 
-@pytest.mark.spec(id="IN-SCALE")
+@pytest.mark.spec("IN-SCALE")
 @pytest.mark.parametrize("scheme", SCHEMES)
 @sparingly
 @given(x=tensors(), bits=st.sampled_from([2, 4, 8]))
@@ -51,7 +51,7 @@ def test_scales_equal_the_brute_force(scheme: str, x: Cube, bits: int) -> None:
         assert (whole[group] == single(oracle.scale_of(x[group].ravel().tolist(), bits))).all()
 
 
-@pytest.mark.spec(id="IN-CODES")
+@pytest.mark.spec("IN-CODES")
 @given(x=tensors(), scheme=st.sampled_from(sorted(SCHEMES)), bits=st.sampled_from([2, 4, 8]))
 def test_codes_equal_the_brute_force(x: Cube, scheme: str, bits: int) -> None:
     step = np.broadcast_to(scale(x, SCHEMES[scheme], bits), x.shape)
@@ -59,14 +59,13 @@ def test_codes_equal_the_brute_force(x: Cube, scheme: str, bits: int) -> None:
     assert codes(x, step, bits).ravel().tolist() == wanted
 
 
-@pytest.mark.spec(id="IN-CODES")
+@pytest.mark.spec("IN-CODES")
 def test_halves_go_to_even_and_the_range_is_symmetric() -> None:
     x = np.array([[[-3.0, -1.0, 1.0, 3.0, 5.0, -255.0, -256.0, 300.0]]])
     assert codes(x, np.full((1, 1, 1), 2.0), 8).tolist() == [[[-2, 0, 0, 2, 2, -127, -127, 127]]]
 
 
-@pytest.mark.spec(id="IN-SCALE")
-@pytest.mark.spec(id="IN-CODES")
+@pytest.mark.spec("IN-SCALE", "IN-CODES")
 @given(x=tensors(), scheme=st.sampled_from(sorted(SCHEMES)), bits=st.sampled_from([2, 3, 4, 6, 8]))
 def test_an_error_is_at_most_half_a_step(x: Cube, scheme: str, bits: int) -> None:
     """The step is rounded to float32, so the largest value may lie q 2^-24 steps outside the range."""
@@ -78,7 +77,7 @@ def test_an_error_is_at_most_half_a_step(x: Cube, scheme: str, bits: int) -> Non
     assert (decoded(found, step)[x == 0] == 0).all()
 
 
-@pytest.mark.spec(id="IN-SCALE")
+@pytest.mark.spec("IN-SCALE")
 @given(x=tensors(), scheme=st.sampled_from(sorted(SCHEMES)))
 def test_more_bits_give_smaller_steps(x: Cube, scheme: str) -> None:
     """The bound on the error falls with every bit; the error itself is under it."""
@@ -88,7 +87,7 @@ def test_more_bits_give_smaller_steps(x: Cube, scheme: str) -> None:
     assert worst[-1] <= worst[0]
 
 
-@pytest.mark.spec(id="IN-SCALE")
+@pytest.mark.spec("IN-SCALE")
 @pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "per_token"])
 def test_a_region_without_tokens_has_a_scale(scheme: str) -> None:
     """A short chunk of `selective_per_head` has nothing between its first and its last tokens."""
@@ -98,7 +97,7 @@ def test_a_region_without_tokens_has_a_scale(scheme: str) -> None:
     assert decoded(codes(x, step, 8), step).shape == x.shape
 
 
-@pytest.mark.spec(id="IN-SCALE")
+@pytest.mark.spec("IN-SCALE")
 def test_per_head_is_not_per_channel() -> None:
     """An outlier channel: per head errs as per tensor does, per channel does not (facts of the paper's Table 10)."""
     x = np.random.default_rng(0).standard_normal((2, 64, 16))
@@ -113,7 +112,7 @@ def test_per_head_is_not_per_channel() -> None:
     assert error("per_tensor") < 2 * error("per_head")
 
 
-@pytest.mark.spec(id="IN-ARMS")
+@pytest.mark.spec("IN-ARMS")
 @pytest.mark.parametrize("name", ARMS)
 @sparingly
 @given(layers=st.integers(1, 9), n=st.integers(0, 20))
@@ -125,7 +124,7 @@ def test_regions_equal_the_brute_force(name: str, layers: int, n: int) -> None:
     assert list(range(*found[0])) == list(range(*wanted[0]))
 
 
-@pytest.mark.spec(id="IN-ARMS")
+@pytest.mark.spec("IN-ARMS")
 @given(layers=st.integers(1, 64))
 def test_the_halves_of_the_layers_are_all_of_them(layers: int) -> None:
     lower, upper = (quantised_region(ARMS[f"{half}_half_per_head"], layers, 1)[0] for half in ("lower", "upper"))
@@ -133,7 +132,7 @@ def test_the_halves_of_the_layers_are_all_of_them(layers: int) -> None:
     assert len(upper) - len(lower) == layers % 2
 
 
-@pytest.mark.spec(id="IN-ARMS")
+@pytest.mark.spec("IN-ARMS")
 @pytest.mark.parametrize("name", ARMS)
 def test_an_arm_is_what_its_name_says(name: str) -> None:
     """A scheme of both, or of keys or values alone; KIVI has a scale per channel of keys, and per token of values."""
@@ -145,7 +144,7 @@ def test_an_arm_is_what_its_name_says(name: str) -> None:
     assert arm.first == arm.last == (4 if name.startswith("selective") else 0)
 
 
-@pytest.mark.spec(id="IN-ARMS")
+@pytest.mark.spec("IN-ARMS")
 def test_an_unknown_half_is_refused() -> None:
     with pytest.raises(SpecError, match="must be one of all, lower, upper"):
         quantised_region(Arm("per_head", "per_head", half="middle"), 4, 4)

@@ -16,8 +16,8 @@ from spec.arrays import Cube, Matrix, Vector
 pytestmark = pytest.mark.usefixtures("reference_items")
 
 STYLES = [
-    pytest.param("half_split", marks=pytest.mark.spec(id="IN-HALF-SPLIT")),
-    pytest.param("interleaved", marks=pytest.mark.spec(id="IN-INTERLEAVED")),
+    pytest.param("half_split", marks=pytest.mark.spec("IN-HALF-SPLIT")),
+    pytest.param("interleaved", marks=pytest.mark.spec("IN-INTERLEAVED")),
 ]
 
 
@@ -52,7 +52,7 @@ def test_a_turn_is_a_product_of_complex_numbers(style: str, made: tuple[Cube, Ve
     assert near(TURNS[style](x, angles), np.array(wanted), angles, 1)
 
 
-@pytest.mark.spec(id="IN-SHIFT-ANGLES")
+@pytest.mark.spec("IN-SHIFT-ANGLES")
 @pytest.mark.parametrize("style", STYLES)
 @sparingly
 @given(made=keys(), a=st.integers(-999, 4096), b=st.integers(-999, 4096))
@@ -63,7 +63,7 @@ def test_two_shifts_are_one(style: str, made: tuple[Cube, Vector], a: int, b: in
     assert near(twice, TURNS[style](x, shift_angles(n, a + b, theta)), shift_angles(n, abs(a) + abs(b), theta), 3)
 
 
-@pytest.mark.spec(id="IN-SHIFT-ANGLES")
+@pytest.mark.spec("IN-SHIFT-ANGLES")
 @pytest.mark.parametrize("style", STYLES)
 @sparingly
 @given(made=keys(), start=st.integers(-4096, 131072))
@@ -89,7 +89,7 @@ def test_nothing_keeps_every_bit_and_others_keep_theirs(style: str, made: tuple[
     assert bits(x) == before
 
 
-@pytest.mark.spec(id="IN-REBASE-ANGLES")
+@pytest.mark.spec("IN-REBASE-ANGLES")
 @pytest.mark.parametrize("style", STYLES)
 @sparingly
 @given(made=keys(), start=st.integers(-64, 4096), factor=st.sampled_from([1.0, 4.0, 40.0]))
@@ -104,8 +104,7 @@ def test_rebasing_is_turning_back_and_turning_again(
     assert near(found, TURNS[style](x, (start + at) * live), (abs(start) + at) * archived, 4)
 
 
-@pytest.mark.spec(id="IN-SHIFT-ANGLES")
-@pytest.mark.spec(id="IN-REBASE-ANGLES")
+@pytest.mark.spec("IN-SHIFT-ANGLES", "IN-REBASE-ANGLES")
 @given(made=keys(), start=st.integers(-64, 131072))
 def test_angles_equal_the_brute_force(made: tuple[Cube, Vector], start: int) -> None:
     x, theta = made

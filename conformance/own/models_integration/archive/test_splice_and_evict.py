@@ -89,7 +89,7 @@ def test_eviction_after_a_splice_keeps_the_markers(family: str) -> None:
     assert stored(oracle, cache) < BOUND
 
 
-@pytest.mark.spec(id="PO-RETAIN")
+@pytest.mark.spec("PO-RETAIN")
 def test_protection_alone_may_exceed_the_budget() -> None:
     policy = protecting(streaming_llm(2), [5, 7, 9])
     kept, _ = retain(policy, parse_budget(1), Observation(20, 1, None, {}))

@@ -17,7 +17,7 @@ reference = pytest.mark.usefixtures("reference_items")
 
 
 @reference
-@pytest.mark.spec(id="IN-PLACES")
+@pytest.mark.spec("IN-PLACES")
 @given(n=st.integers(1, 12), data=st.data())
 def test_places_equal_the_brute_force(n: int, data: st.DataObject) -> None:
     hidden, start = data.draw(st.integers(0, n - 1)), data.draw(st.integers(0, 99))
@@ -27,7 +27,7 @@ def test_places_equal_the_brute_force(n: int, data: st.DataObject) -> None:
 
 
 @reference
-@pytest.mark.spec(id="IN-PLACES")
+@pytest.mark.spec("IN-PLACES")
 @pytest.mark.parametrize(
     ("hidden", "kept", "argument"),
     [(3, [0], "hidden"), (-1, [0], "hidden"), (0, [1, 1], "kept"), (0, [0, 3], "kept"), (0, [-1, 0], "kept")],
@@ -41,7 +41,7 @@ lists = st.lists(st.integers(0, 9), max_size=6)
 
 
 @reference
-@pytest.mark.spec(id="IN-BASELINES")
+@pytest.mark.spec("IN-BASELINES")
 @pytest.mark.parametrize("arm", ARMS)
 @sparingly
 @given(session=lists, prefix=lists, raw=st.lists(lists, max_size=3), wrapped=st.lists(lists, max_size=3))
@@ -55,7 +55,7 @@ def test_baselines_equal_the_brute_force(
 
 
 @reference
-@pytest.mark.spec(id="IN-BASELINES")
+@pytest.mark.spec("IN-BASELINES")
 def test_arms_are_said_in_eight_words() -> None:
     """Those that read the table tell its words apart; a word that nobody knows would pass for another."""
     before, forms, keys = (set(words) for words in zip(*ARMS.values(), strict=True))
@@ -64,14 +64,14 @@ def test_arms_are_said_in_eight_words() -> None:
 
 
 @reference
-@pytest.mark.spec(id="IN-LEGOLINK")
+@pytest.mark.spec("IN-LEGOLINK")
 @given(start=st.integers(0, 20), lengths=st.lists(st.integers(1, 6), max_size=4), k=st.integers(0, 7))
 def test_legolink_equals_the_brute_force(start: int, lengths: list[int], k: int) -> None:
     assert first_tokens(start, lengths, k) == oracle.first_tokens(start, lengths, k)
 
 
 @reference
-@pytest.mark.spec(id="IN-CACHEBLEND")
+@pytest.mark.spec("IN-CACHEBLEND")
 @given(
     n=st.integers(1, 9), heads=st.integers(1, 2), seed=st.integers(0, 99),
     r=st.sampled_from([0.0, 0.1, 0.25, 0.3, 0.5, 0.7, 1.0]),
@@ -84,7 +84,7 @@ def test_cacheblend_equals_the_brute_force(n: int, heads: int, r: float, seed: i
 
 
 @reference
-@pytest.mark.spec(id="IN-CACHEBLEND")
+@pytest.mark.spec("IN-CACHEBLEND")
 def test_of_many_equal_deviations_the_first_are_computed_again() -> None:
     """As many as an unstable sort would mix."""
     rng = np.random.default_rng(0)
@@ -96,8 +96,7 @@ def test_of_many_equal_deviations_the_first_are_computed_again() -> None:
 
 
 @reference
-@pytest.mark.spec(id="IN-LEGOLINK")
-@pytest.mark.spec(id="IN-CACHEBLEND")
+@pytest.mark.spec("IN-LEGOLINK", "IN-CACHEBLEND")
 def test_what_no_share_is_is_refused() -> None:
     with pytest.raises(SpecError, match=r"^k = "):
         first_tokens(0, [3], -1)
@@ -118,7 +117,7 @@ def attentions(draw: st.DrawFn) -> Cube:
 
 
 @reference
-@pytest.mark.spec(id="IN-ENTROPY")
+@pytest.mark.spec("IN-ENTROPY")
 @given(weights=attentions())
 def test_entropy_equals_the_brute_force(weights: Cube) -> None:
     found = entropy(weights)
@@ -129,7 +128,7 @@ def test_entropy_equals_the_brute_force(weights: Cube) -> None:
 
 
 @reference
-@pytest.mark.spec(id="IN-SINK-MASS")
+@pytest.mark.spec("IN-SINK-MASS")
 @sparingly
 @given(weights=attentions(), data=st.data())
 def test_sink_mass_equals_the_brute_force(weights: Cube, data: st.DataObject) -> None:
@@ -141,7 +140,7 @@ def test_sink_mass_equals_the_brute_force(weights: Cube, data: st.DataObject) ->
 
 
 @reference
-@pytest.mark.spec(id="IN-KEY-COSINE")
+@pytest.mark.spec("IN-KEY-COSINE")
 @pytest.mark.parametrize("style", ["half_split", "interleaved"])
 @sparingly
 @given(seed=st.integers(0, 2**32 - 1), d=st.integers(4, 6), start=st.integers(0, 3000))
@@ -165,16 +164,14 @@ def test_cosines_equal_the_brute_force(style: str, seed: int, d: int, start: int
 
 
 @reference
-@pytest.mark.spec(id="IN-BANDS")
+@pytest.mark.spec("IN-BANDS")
 @given(depth=st.integers(1, 130))
 def test_bands_equal_the_brute_force(depth: int) -> None:
     assert {name: list(band) for name, band in bands(depth).items()} == oracle.bands(depth)
 
 
 @reference
-@pytest.mark.spec(id="IN-BANDS")
-@pytest.mark.spec(id="IN-BASELINES")
-@pytest.mark.spec(id="IN-KEY-COSINE")
+@pytest.mark.spec("IN-BANDS", "IN-BASELINES", "IN-KEY-COSINE")
 def test_what_nobody_knows_is_refused() -> None:
     with pytest.raises(SpecError, match=r"^depth = 0"):
         bands(0)

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("reference_items")
 DIFFERENCES = st.lists(st.sampled_from([-1.0, 0.0, 1.0]), min_size=1, max_size=6)
 
 
-@pytest.mark.spec(id="IN-MCNEMAR")
+@pytest.mark.spec("IN-MCNEMAR")
 @pytest.mark.parametrize(
     ("b", "c", "published"),
     [(35, 61, 0.0103), (14, 25, 0.108), (21, 36, 0.063), (11, 6, 0.332), (7, 7, 1.0), (5, 6, 1.0)],
@@ -32,27 +32,27 @@ def test_the_paper_s_tables(b: int, c: int, published: float) -> None:
     assert round(mcnemar(b, c), digits) == published
 
 
-@pytest.mark.spec(id="IN-MCNEMAR")
+@pytest.mark.spec("IN-MCNEMAR")
 @given(b=st.integers(0, 40), c=st.integers(0, 40))
 def test_mcnemar_equals_the_enumeration(b: int, c: int) -> None:
     assert mcnemar(b, c) == float(oracle.mcnemar(b, c)) == mcnemar(c, b)
 
 
-@pytest.mark.spec(id="IN-MCNEMAR")
+@pytest.mark.spec("IN-MCNEMAR")
 def test_mcnemar_equals_scipy() -> None:
     binomtest = pytest.importorskip("scipy.stats").binomtest
     for b, c in [(35, 61), (0, 1), (3, 9), (100, 140), (350, 300)]:
         assert math.isclose(mcnemar(b, c), binomtest(b, b + c, 0.5).pvalue, rel_tol=1e-9)
 
 
-@pytest.mark.spec(id="IN-MCNEMAR")
+@pytest.mark.spec("IN-MCNEMAR")
 def test_negative_counts_are_refused() -> None:
     for name, counts in (("b", (-1, 2)), ("c", (2, -1))):
         with pytest.raises(SpecError, match=rf"^{name} = -1: must be a count"):
             mcnemar(*counts)
 
 
-@pytest.mark.spec(id="IN-WILSON")
+@pytest.mark.spec("IN-WILSON")
 @given(n=st.integers(1, 500), data=st.data(), confidence=st.sampled_from([0.5, 0.9, 0.95, 0.99]))
 def test_wilson_equals_the_bisection(n: int, data: st.DataObject, confidence: float) -> None:
     correct = data.draw(st.integers(0, n))
@@ -63,7 +63,7 @@ def test_wilson_equals_the_bisection(n: int, data: st.DataObject, confidence: fl
     assert found[1] >= correct / n - tolerances.interval_radius(1)
 
 
-@pytest.mark.spec(id="IN-WILSON")
+@pytest.mark.spec("IN-WILSON")
 def test_wilson_equals_scipy() -> None:
     binomtest = pytest.importorskip("scipy.stats").binomtest
     for correct, n in [(16, 20), (0, 20), (20, 20), (227, 467)]:
@@ -71,7 +71,7 @@ def test_wilson_equals_scipy() -> None:
         assert np.abs(np.subtract(wilson(correct, n), (found.low, found.high))).max() <= tolerances.interval_radius(1)
 
 
-@pytest.mark.spec(id="IN-WILSON")
+@pytest.mark.spec("IN-WILSON")
 def test_wilson_never_leaves_the_shares() -> None:
     """135 of the counts up to 300 had an end beyond 0 or 1, by rounding."""
     for n in range(1, 301):
@@ -83,9 +83,7 @@ def test_wilson_never_leaves_the_shares() -> None:
                 assert 0 <= low <= correct / n <= high <= 1
 
 
-@pytest.mark.spec(id="IN-WILSON")
-@pytest.mark.spec(id="IN-BOOTSTRAP")
-@pytest.mark.spec(id="IN-CLUSTER-BOOTSTRAP")
+@pytest.mark.spec("IN-WILSON", "IN-BOOTSTRAP", "IN-CLUSTER-BOOTSTRAP")
 @pytest.mark.parametrize("confidence", [0.0, 1.0, -0.5, 1.5, 95.0, math.nan, math.inf])
 def test_a_confidence_that_is_no_probability_is_refused(confidence: float) -> None:
     differences, drawn = np.array([1.0]), np.zeros((3, 1), dtype=np.int64)
@@ -97,8 +95,7 @@ def test_a_confidence_that_is_no_probability_is_refused(confidence: float) -> No
             run()
 
 
-@pytest.mark.spec(id="IN-BOOTSTRAP")
-@pytest.mark.spec(id="IN-POWER")
+@pytest.mark.spec("IN-BOOTSTRAP", "IN-POWER")
 def test_counts_of_draws_and_pairs_are_checked() -> None:
     for name, make in (
         ("units", lambda: draws(0, 5, 1)), ("resamples", lambda: draws(5, 0, 1)), ("seed", lambda: draws(5, 5, -1)),
@@ -108,7 +105,7 @@ def test_counts_of_draws_and_pairs_are_checked() -> None:
             make()
 
 
-@pytest.mark.spec(id="IN-BOOTSTRAP")
+@pytest.mark.spec("IN-BOOTSTRAP")
 @sparingly
 @given(differences=DIFFERENCES, confidence=st.sampled_from([0.5, 0.8, 0.9, 0.95]), seed=st.integers(0, 99))
 def test_the_bootstrap_equals_the_brute_force(differences: list[float], confidence: float, seed: int) -> None:
@@ -118,7 +115,7 @@ def test_the_bootstrap_equals_the_brute_force(differences: list[float], confiden
     assert np.abs(np.subtract(found, wanted)).max() <= tolerances.interval_radius(len(differences))
 
 
-@pytest.mark.spec(id="IN-BOOTSTRAP")
+@pytest.mark.spec("IN-BOOTSTRAP")
 def test_all_resamples_of_three_give_the_exact_distribution() -> None:
     """27 equally likely resamples of (1, 0, -1): 10 have a mean above 0."""
     every = np.array(np.meshgrid(*[range(3)] * 3)).reshape(3, -1).T
@@ -127,7 +124,7 @@ def test_all_resamples_of_three_give_the_exact_distribution() -> None:
     assert bootstrap(np.array([1.0, 0.0, -1.0]), every, 0.8)[:2] == (-2 / 3, 2 / 3)
 
 
-@pytest.mark.spec(id="IN-BOOTSTRAP")
+@pytest.mark.spec("IN-BOOTSTRAP")
 def test_the_merged_pool_has_the_paper_s_lower_end() -> None:
     """35 losses and 61 wins of 467: [0.015, 0.096]; the paper prints 0.105 for the upper end."""
     differences = np.repeat([-1.0, 1.0, 0.0], [35, 61, 371])
@@ -137,7 +134,7 @@ def test_the_merged_pool_has_the_paper_s_lower_end() -> None:
     assert found.positive > 0.99
 
 
-@pytest.mark.spec(id="IN-CLUSTER-BOOTSTRAP")
+@pytest.mark.spec("IN-CLUSTER-BOOTSTRAP")
 @sparingly
 @given(data=st.data(), differences=DIFFERENCES, confidence=st.sampled_from([0.5, 0.9]), seed=st.integers(0, 99))
 def test_the_cluster_bootstrap_equals_the_brute_force(
@@ -152,7 +149,7 @@ def test_the_cluster_bootstrap_equals_the_brute_force(
     assert np.abs(np.subtract(found, wanted)).max() <= tolerances.interval_radius(40)
 
 
-@pytest.mark.spec(id="IN-CLUSTER-BOOTSTRAP")
+@pytest.mark.spec("IN-CLUSTER-BOOTSTRAP")
 @given(differences=DIFFERENCES, seed=st.integers(0, 99))
 def test_clusters_of_one_are_the_paired_bootstrap(differences: list[float], seed: int) -> None:
     n, values = len(differences), np.array(differences)
@@ -160,7 +157,7 @@ def test_clusters_of_one_are_the_paired_bootstrap(differences: list[float], seed
     assert cluster_bootstrap(values, np.arange(n), drawn) == bootstrap(values, drawn)
 
 
-@pytest.mark.spec(id="IN-CLUSTER-BOOTSTRAP")
+@pytest.mark.spec("IN-CLUSTER-BOOTSTRAP")
 def test_dependent_pairs_widen_the_interval() -> None:
     """Ten conversations whose questions all share one outcome: n is ten, not four hundred."""
     clusters = np.repeat(np.arange(10), 40)
@@ -170,7 +167,7 @@ def test_dependent_pairs_widen_the_interval() -> None:
     assert together.high - together.low > 4 * (alone.high - alone.low)
 
 
-@pytest.mark.spec(id="IN-BOOTSTRAP")
+@pytest.mark.spec("IN-BOOTSTRAP")
 def test_draws_are_the_same_for_the_same_seed() -> None:
     assert draws(5, 20, 1).dtype == np.int64
     assert (draws(5, 20, 1) == draws(5, 20, 1)).all()
@@ -178,15 +175,14 @@ def test_draws_are_the_same_for_the_same_seed() -> None:
     assert set(np.unique(draws(5, 200, 1))) == set(range(5))
 
 
-@pytest.mark.spec(id="IN-BOOTSTRAP")
-@pytest.mark.spec(id="IN-CLUSTER-BOOTSTRAP")
+@pytest.mark.spec("IN-BOOTSTRAP", "IN-CLUSTER-BOOTSTRAP")
 @pytest.mark.parametrize("run", [bootstrap, lambda d, i: cluster_bootstrap(d, np.zeros(1, dtype=np.int64), i)])
 def test_no_resample_is_refused(run: object) -> None:
     with pytest.raises(SpecError, match="at least one resample"):
         run(np.array([1.0]), np.empty((0, 1), dtype=np.int64))  # type: ignore[operator]
 
 
-@pytest.mark.spec(id="IN-POWER")
+@pytest.mark.spec("IN-POWER")
 @given(
     n=st.integers(0, 7), halves=st.integers(1, 4), wins=st.integers(-4, 4),
     alpha=st.sampled_from([0.05, 0.25, 0.125, 0.5]),
@@ -199,7 +195,7 @@ def test_power_equals_the_enumeration(n: int, halves: int, wins: int, alpha: flo
     assert tolerances.close("IN-POWER", [found], [wanted])
 
 
-@pytest.mark.spec(id="IN-POWER")
+@pytest.mark.spec("IN-POWER")
 def test_power_equals_scipy() -> None:
     """The paper's discordance: 385 pairs have 64 %, not 80 %."""
     binom = pytest.importorskip("scipy.stats").binom
@@ -213,7 +209,7 @@ def test_power_equals_scipy() -> None:
     assert round(wanted, 2) == 0.64
 
 
-@pytest.mark.spec(id="IN-POWER")
+@pytest.mark.spec("IN-POWER")
 @pytest.mark.parametrize(
     ("arguments", "name"),
     [((5, 0.0, 0.0), "discordance"), ((5, 0.2, -0.3), "difference"), ((5, 0.5, 0.1, 1.0), "alpha"),
@@ -227,19 +223,19 @@ def test_impossible_designs_are_refused(arguments: tuple[float, ...], name: str)
 RANKINGS = st.lists(st.lists(st.sampled_from("abcdef"), max_size=6), min_size=1, max_size=3)
 
 
-@pytest.mark.spec(id="IN-FUSE")
+@pytest.mark.spec("IN-FUSE")
 @given(rankings=RANKINGS, k=st.sampled_from([0, 1, 60, 10**6, 3 * 10**6]))
 def test_fusion_equals_the_brute_force(rankings: list[list[str]], k: int) -> None:
     """At a million neighbouring ranks differ in the twelfth decimal, at three millions in the thirteenth."""
     assert fused(rankings, k) == fusion_oracle.fused(rankings, k)
 
 
-@pytest.mark.spec(id="IN-FUSE")
+@pytest.mark.spec("IN-FUSE")
 def test_the_constant_of_fusion_is_sixty() -> None:
     assert fused([["a"]]) == [("a", 1 / 61)]
 
 
-@pytest.mark.spec(id="IN-FUSE")
+@pytest.mark.spec("IN-FUSE")
 @given(rankings=RANKINGS)
 def test_the_order_of_the_rankings_does_not_matter(rankings: list[list[str]]) -> None:
     assert [name for name, _ in fused(rankings)] == [name for name, _ in fused(rankings[::-1])]

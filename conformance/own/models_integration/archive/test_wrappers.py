@@ -27,7 +27,7 @@ def parts(form: Form) -> list[list[tuple[bool, str]]]:
     ]
 
 
-@pytest.mark.spec(id="IN-WRAP")
+@pytest.mark.spec("IN-WRAP")
 @pytest.mark.parametrize("name", FORMS)
 @given(chunk=CHUNKS)
 def test_a_form_equals_the_brute_force(name: str, chunk: list[int]) -> None:
@@ -38,7 +38,7 @@ def test_a_form_equals_the_brute_force(name: str, chunk: list[int]) -> None:
     assert {**vars(found), "ids": list(found.ids), "markers": list(found.markers)} == wanted
 
 
-@pytest.mark.spec(id="IN-WRAP")
+@pytest.mark.spec("IN-WRAP")
 @pytest.mark.parametrize("name", FORMS)
 @given(chunk=CHUNKS)
 def test_the_chunk_stands_where_it_is_said_to(name: str, chunk: list[int]) -> None:
@@ -51,7 +51,7 @@ def test_the_chunk_stands_where_it_is_said_to(name: str, chunk: list[int]) -> No
     assert 0 <= found.hidden <= found.start
 
 
-@pytest.mark.spec(id="IN-WRAP")
+@pytest.mark.spec("IN-WRAP")
 @pytest.mark.parametrize(
     ("name", "around"),
     [("raw", 0), ("markers", 3), ("markers_phi3", 2), ("markers_deepseek", 3), ("role", 2), ("closing", 3)],
@@ -61,7 +61,7 @@ def test_the_paper_counts_these_tokens(name: str, around: int) -> None:
     assert len(wrap(FORMS[name], [50], TOKENIZER).ids) - 1 == around
 
 
-@pytest.mark.spec(id="IN-WRAP")
+@pytest.mark.spec("IN-WRAP")
 def test_a_hidden_preamble_is_not_spliced() -> None:
     full, hidden = (wrap(FORMS[name], [50], TOKENIZER) for name in ("full", "full_hidden_preamble"))
     assert full.ids == hidden.ids
@@ -69,13 +69,13 @@ def test_a_hidden_preamble_is_not_spliced() -> None:
     assert hidden.ids[hidden.hidden] == 7
 
 
-@pytest.mark.spec(id="IN-WRAP")
+@pytest.mark.spec("IN-WRAP")
 def test_an_empty_chunk_is_refused() -> None:
     with pytest.raises(SpecError, match="at least one token id"):
         wrap(FORMS["raw"], [], TOKENIZER)
 
 
-@pytest.mark.spec(id="IN-MARKER")
+@pytest.mark.spec("IN-MARKER")
 @pytest.mark.parametrize("text", ["<|unknown|>", "<|many|>"])
 def test_a_marker_that_is_not_one_id_is_refused(text: str) -> None:
     with pytest.raises(SpecError, match="must be one token id of this tokenizer"):
@@ -84,13 +84,13 @@ def test_a_marker_that_is_not_one_id_is_refused(text: str) -> None:
         wrap(Form((Marker(text),)), [50], TOKENIZER)
 
 
-@pytest.mark.spec(id="IN-MARKER")
+@pytest.mark.spec("IN-MARKER")
 @pytest.mark.parametrize("text", ["<|im_start|>", "<｜end▁of▁sentence｜>"])
 def test_a_marker_is_its_id(text: str) -> None:
     assert [marker_id(Marker(text), TOKENIZER)] == WORDS[text]
 
 
-@pytest.mark.spec(id="IN-SLICES")
+@pytest.mark.spec("IN-SLICES")
 @given(
     ids=st.lists(st.integers(0, 5), max_size=40), ends=st.frozensets(st.integers(0, 5), max_size=2),
     size=st.integers(1, 9),
@@ -102,7 +102,7 @@ def test_slices_equal_the_brute_force(ids: list[int], ends: frozenset[int], size
     assert all(0 < stop - start <= size for start, stop in found)
 
 
-@pytest.mark.spec(id="IN-SLICES")
+@pytest.mark.spec("IN-SLICES")
 def test_the_four_cells_cross_boundary_and_markers() -> None:
     """B adds the wrapper alone, C the sentence ends alone, D both."""
     assert CELLS == {"A": (False, "raw"), "B": (False, "full"), "C": (True, "raw"), "D": (True, "full")}

@@ -73,7 +73,7 @@ def test_eviction_equals_masking_after_every_breath(family: str, budget: float |
         assert all(size <= -(-(N + T * (1 + at)) // 2) for at, size in enumerate(breaths))
 
 
-@pytest.mark.spec(id="CC-STEP")
+@pytest.mark.spec("CC-STEP")
 def test_the_states_are_those_of_the_reference() -> None:
     """Prompt, breaths, a turn in the middle of a tail, more breaths: to the last kept position, and beyond."""
     model = build("llama", dtype=torch.float64)
@@ -189,7 +189,7 @@ def test_beams_keep_their_states(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(tails) > 1
 
 
-@pytest.mark.spec(id="CC-BREATH-PROTECTED")
+@pytest.mark.spec("CC-BREATH-PROTECTED")
 @pytest.mark.parametrize("protection", ["sink+recent", "none"])
 def test_the_newest_tokens_are_safe_unless_the_paper_s_rule_is_asked_for(protection: Any) -> None:
     model = build("llama")

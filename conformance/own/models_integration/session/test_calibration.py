@@ -44,7 +44,7 @@ def hooked(model: Any, ids: Tensor) -> list[Tensor]:
     return found
 
 
-@pytest.mark.spec(id="TA-STATISTICS")
+@pytest.mark.spec("TA-STATISTICS")
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_statistics_are_those_of_queries_before_their_rotation(family: str) -> None:
     """MUST be taken after a norm of queries, where the model has one."""
@@ -56,7 +56,7 @@ def test_statistics_are_those_of_queries_before_their_rotation(family: str) -> N
         assert np.abs(found.magnitude[at] - bands.abs().mean(dim=1).numpy()).max() < BOUND * float(q.abs().max())
 
 
-@pytest.mark.spec(id="TA-CALIBRATION")
+@pytest.mark.spec("TA-CALIBRATION")
 def test_another_models_calibration_is_refused(tmp_path: Path) -> None:
     """Also one of the same family and shape with other weights; the file brings back the one that fits."""
     model, other, ids = build("llama"), build("llama"), prompt(N)
@@ -71,7 +71,7 @@ def test_another_models_calibration_is_refused(tmp_path: Path) -> None:
         assert caught.value.argument == "calibration"
 
 
-@pytest.mark.spec(id="TA-CALIBRATION")
+@pytest.mark.spec("TA-CALIBRATION")
 @pytest.mark.parametrize("name", ["triattention", "triattention-by-layer-and-head", "diverse-triattention-by-head"])
 def test_a_file_serves_its_own_model_and_rotation_only(name: str, tmp_path: Path) -> None:
     """In a session by name: refused before anything is read, also for the same weights under another rotation."""
@@ -88,7 +88,7 @@ def test_a_file_serves_its_own_model_and_rotation_only(name: str, tmp_path: Path
         assert caught.value.argument == "calibration"
 
 
-@pytest.mark.spec(id="TA-CALIBRATION")
+@pytest.mark.spec("TA-CALIBRATION")
 def test_the_command_makes_a_file_that_compare_takes(tmp_path: Path) -> None:
     text, file, out = tmp_path / "text.txt", tmp_path / "mine.npz", tmp_path / "results"
     text.write_text("The chair thanked the members. The special magic number is 1516.", encoding="utf-8")
@@ -107,8 +107,7 @@ def test_the_command_makes_a_file_that_compare_takes(tmp_path: Path) -> None:
     assert "`kvspec calibrate " in str(missing.exception)
 
 
-@pytest.mark.spec(id="TA-POLICY")
-@pytest.mark.spec(id="DV-POLICY")
+@pytest.mark.spec("TA-POLICY", "DV-POLICY")
 def test_the_papers_policy_compacts_a_models_cache() -> None:
     """TriAttention's global mode under alpha: B tokens are stored, others than TriAttention alone keeps."""
     model, ids = build("llama"), prompt(N)
@@ -124,7 +123,7 @@ def test_the_papers_policy_compacts_a_models_cache() -> None:
     assert kept[0] == kept[1] != kept[2]
 
 
-@pytest.mark.spec(id="TA-STATISTICS")
+@pytest.mark.spec("TA-STATISTICS")
 def test_another_text_is_another_calibration_of_the_same_model() -> None:
     """The paper's rejected Q_stats: other statistics, the same identity, another kept set."""
     model = build("llama")
@@ -133,7 +132,7 @@ def test_another_text_is_another_calibration_of_the_same_model() -> None:
     assert not np.array_equal(first.mean, second.mean)
 
 
-@pytest.mark.spec(id="TA-STATISTICS")
+@pytest.mark.spec("TA-STATISTICS")
 @pytest.mark.parametrize("shape", [(2, 5), (1, 0), (5,)])
 def test_ids_that_are_not_one_text_are_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(SpecError) as caught:
@@ -141,7 +140,7 @@ def test_ids_that_are_not_one_text_are_refused(shape: tuple[int, ...]) -> None:
     assert caught.value.argument == "input_ids"
 
 
-@pytest.mark.spec(id="TA-CALIBRATION")
+@pytest.mark.spec("TA-CALIBRATION")
 @pytest.mark.parametrize("kind", ["default", "linear", "llama3", "yarn"])
 def test_rotations_of_fixed_frequencies_are_served(kind: str) -> None:
     """By both policies that take a rotation off; with YaRN's factor."""
@@ -162,8 +161,7 @@ def test_rotations_of_fixed_frequencies_are_served(kind: str) -> None:
         assert run.cache is not None
 
 
-@pytest.mark.spec(id="TA-CALIBRATION")
-@pytest.mark.spec(id="PO-EXPECTED-ATTENTION")
+@pytest.mark.spec("TA-CALIBRATION", "PO-EXPECTED-ATTENTION")
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_frequencies_that_change_with_the_length_are_refused(kind: str) -> None:
     model = rotated("Llama", rope_parameters=dict(ROTATIONS[kind]))
@@ -172,7 +170,7 @@ def test_frequencies_that_change_with_the_length_are_refused(kind: str) -> None:
             refused()
 
 
-@pytest.mark.spec(id="TA-CALIBRATION")
+@pytest.mark.spec("TA-CALIBRATION")
 @pytest.mark.parametrize("family", ["gpt_neox"])
 def test_heads_that_are_rotated_in_part_are_refused(family: str) -> None:
     with pytest.raises(SpecError) as caught:

@@ -215,7 +215,7 @@ def test_another_policy_s_cache_is_refused_by_crystalcache_alone() -> None:
         at_once(model, turn(1), other)
 
 
-@pytest.mark.spec(id="PO-TURN")
+@pytest.mark.spec("PO-TURN")
 def test_a_larger_budget_brings_nothing_back_and_evicts_nothing() -> None:
     model = build("llama")
     for small, large in (

@@ -40,7 +40,7 @@ def blocks(layers: list[RetainedLayer]) -> int:
     return sum(found.values())
 
 
-@pytest.mark.spec(id="CC-COMPACT")
+@pytest.mark.spec("CC-COMPACT")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 4), (torch.bfloat16, 2)])
 def test_a_cache_weighs_what_it_keeps(method: str, dtype: torch.dtype, width: int) -> None:

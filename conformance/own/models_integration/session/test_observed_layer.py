@@ -14,7 +14,7 @@ from spec.errors import SpecError
 from spec.parameters import TINY
 from spec.policy import Needs
 
-pytestmark = pytest.mark.spec(id="CC-OBSERVED-LAYER")
+pytestmark = pytest.mark.spec("CC-OBSERVED-LAYER")
 
 N = 64
 

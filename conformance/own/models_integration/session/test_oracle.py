@@ -35,7 +35,7 @@ families_and_methods = crossed("method", METHODS, always=["crystalcache"])
 
 @families_and_methods
 @pytest.mark.law("eviction-equals-masking")
-@pytest.mark.spec(id="CC-COMPACT")
+@pytest.mark.spec("CC-COMPACT")
 def test_logits_after_eviction_equal_those_after_masking(family: str, method: str) -> None:
     check_decoding(build(family), METHODS[method]())
 
@@ -46,7 +46,7 @@ def test_generated_tokens_after_eviction_equal_those_after_masking(family: str, 
 
 
 @families_and_methods
-@pytest.mark.spec(id="CC-COMPACT")
+@pytest.mark.spec("CC-COMPACT")
 def test_slots_hold_the_tensors_of_their_positions(family: str, method: str) -> None:
     check_stored_tensors(build(family), METHODS[method]())
 

@@ -86,7 +86,7 @@ def test_decoding_under_other_policies_equals_masking(family: str, name: str) ->
     assert sizes == {"tova": [20, 20, 20, 21, 21, 21, 21, 22, 22], "rkv": [20, 21, 20, 21, 22, 21, 22, 23, 22]}[name]
 
 
-@pytest.mark.spec(id="PO-TOVA")
+@pytest.mark.spec("PO-TOVA")
 def test_tova_drops_the_least_attended_key_of_the_last_query() -> None:
     model = build("llama", attention="eager")
     stored = check_steps(model, "tova")
@@ -100,7 +100,7 @@ def test_tova_drops_the_least_attended_key_of_the_last_query() -> None:
             oracle.forget(layer, sets)
 
 
-@pytest.mark.spec(id="PO-H2O")
+@pytest.mark.spec("PO-H2O")
 def test_h2o_drops_the_smallest_sum() -> None:
     model = build("llama", attention="eager")
     stored = check_steps(model, "h2o")

@@ -147,7 +147,7 @@ REFUSED_TURNS: dict[str, tuple[str, Callable[[PreTrainedModel], RetentionPolicy]
 }
 
 
-@pytest.mark.spec(id="PO-TURN")
+@pytest.mark.spec("PO-TURN")
 @pytest.mark.parametrize("name", REFUSED_TURNS)
 def test_a_turn_that_cannot_be_decided_is_named_and_changes_nothing(name: str) -> None:
     before, after, words = REFUSED_TURNS[name]

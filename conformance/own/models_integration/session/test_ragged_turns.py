@@ -59,21 +59,21 @@ def check_turns(name: str, family: str) -> None:
 
 
 @pytest.mark.law("eviction-equals-masking")
-@pytest.mark.spec(id="PO-TURN")
+@pytest.mark.spec("PO-TURN")
 @pytest.mark.parametrize("name", ["streamingllm", *(name for name in PUBLISHED if name not in ONE_SEGMENT)])
 def test_eviction_equals_masking_after_every_turn(name: str) -> None:
     check_turns(name, "llama")
 
 
 @pytest.mark.law("eviction-equals-masking")
-@pytest.mark.spec(id="PO-TURN")
+@pytest.mark.spec("PO-TURN")
 @pytest.mark.parametrize("name", ["diverse-adakv", "diverse-keydiff", "diverse-triattention", "diverse-rkv"])
 def test_with_set_conditioned_selection_too(name: str) -> None:
     check_turns(name, "llama")
 
 
 @pytest.mark.law("eviction-equals-masking")
-@pytest.mark.spec(id="PO-TURN")
+@pytest.mark.spec("PO-TURN")
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
 @pytest.mark.parametrize("name", ["adakv", "h2o", "chunkkv"])
 def test_beside_sliding_layers_and_norms(name: str, family: str) -> None:
@@ -98,13 +98,13 @@ def check_small_keys_stay() -> None:
             assert list(own) == stored[norms[head, stored].argsort()[:B]].sort().values.tolist()
 
 
-@pytest.mark.spec(id="PO-TURN")
+@pytest.mark.spec("PO-TURN")
 def test_a_turn_is_decided_over_each_head_s_own_keys() -> None:
     check_small_keys_stay()
 
 
 @pytest.mark.law("parts-equal-the-whole")
-@pytest.mark.spec(id="PO-TURN")
+@pytest.mark.spec("PO-TURN")
 @pytest.mark.parametrize("name", ["adakv", "h2o", "pyramidkv"])
 def test_a_turn_in_pieces_is_one_turn(name: str) -> None:
     model, kept = build("llama"), []
@@ -119,7 +119,7 @@ def test_a_turn_in_pieces_is_one_turn(name: str) -> None:
 
 
 @pytest.mark.law("parts-equal-the-whole")
-@pytest.mark.spec(id="PO-TURN")
+@pytest.mark.spec("PO-TURN")
 @pytest.mark.parametrize("name", ["adakv", "h2o", "chunkkv", "rkv", "triattention-by-head"])
 def test_turns_of_padded_rows_equal_their_single_runs(name: str) -> None:
     model, lengths = build("llama"), (64, 47)
@@ -145,7 +145,7 @@ def test_turns_of_padded_rows_equal_their_single_runs(name: str) -> None:
 
 
 @pytest.mark.law("eviction-equals-masking")
-@pytest.mark.spec(id="PO-TURN")
+@pytest.mark.spec("PO-TURN")
 @pytest.mark.parametrize("name", ["adakv", "chunkkv"])
 def test_generate_takes_a_second_turn(name: str) -> None:
     """The whole conversation is passed again, with the cache of the first turn."""
@@ -171,7 +171,7 @@ def test_generate_takes_a_second_turn(name: str) -> None:
     assert second[0].tolist() == chosen_ids
 
 
-@pytest.mark.spec(id="DV-POLICY")
+@pytest.mark.spec("DV-POLICY")
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith(DIVERSE)])
 def test_no_diversity_is_the_policy_itself_bit_for_bit(name: str) -> None:
     """lambda = 0 in a session: kept sets, logits and stored tensors, at each policy's own granularity."""

@@ -119,7 +119,7 @@ def continued(oracle: MaskedHeads, last: Tensor, new: int) -> list[int]:
     return found
 
 
-@pytest.mark.spec(id="PO-READ")
+@pytest.mark.spec("PO-READ")
 def test_read_tokens_are_no_steps() -> None:
     """D does not decay and no breath comes nearer; the breath comes with its step, and finds them in the tail."""
     model, cache = build("llama"), RetainedCache(build("llama").config)

@@ -184,13 +184,13 @@ def test_every_field_matters(family: str, field: str) -> None:
 
 
 @pytest.mark.parametrize("family", TELLING)
-@pytest.mark.spec(id="CC-ATTENTION")
+@pytest.mark.spec("CC-ATTENTION")
 def test_what_a_scorer_is_shown_gives_the_layer_s_attention(family: str) -> None:
     check_shown(build(family))
 
 
 @pytest.mark.parametrize("family", TELLING)
-@pytest.mark.spec(id="CC-PREFILL")
+@pytest.mark.spec("CC-PREFILL")
 def test_the_decision_is_that_of_the_model_s_own_scaling_and_cap(family: str) -> None:
     check_decided(build(family))
 
@@ -222,7 +222,7 @@ def check_runs(model: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-@pytest.mark.spec(id="CC-COMPACT")
+@pytest.mark.spec("CC-COMPACT")
 def test_many_long_runs_of_slots_are_gathered_as_they_are(family: str) -> None:
     check_runs(build(family))
 

@@ -48,7 +48,7 @@ def read(model: PreTrainedModel, method: RetentionPolicy, ids: Tensor, *, stream
 
 @families
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.spec(id="CC-COMPACT")
+@pytest.mark.spec("CC-COMPACT")
 def test_the_result_is_that_of_compaction_after_the_forward(family: str, method: str) -> None:
     model, ids, following = build(family), prompt(N), prompt(5, seed=9)
     runs = [read(model, METHODS[method](), ids, streamed=streamed) for streamed in (True, False)]

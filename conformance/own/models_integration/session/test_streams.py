@@ -130,7 +130,7 @@ def test_generate_streams() -> None:
     assert logits[0, N - 1 :].argmax(-1).tolist() == chosen[0].tolist()
 
 
-@pytest.mark.spec(id="CC-STEP")
+@pytest.mark.spec("CC-STEP")
 def test_generated_tokens_are_steps_where_decode_is_on() -> None:
     """The open segment ends with the first of them, and breaths do the rest."""
     model, cache = build("llama"), RetainedCache(build("llama").config)
@@ -142,7 +142,7 @@ def test_generated_tokens_are_steps_where_decode_is_on() -> None:
     assert cache.stored_positions().tolist() == state.stored.tolist()
 
 
-@pytest.mark.spec(id="CC-STEP")
+@pytest.mark.spec("CC-STEP")
 def test_a_first_token_alone_may_be_followed_by_steps() -> None:
     model, cache = build("llama"), RetainedCache(build("llama").config)
     with streaming(decode=True)(model):

@@ -69,7 +69,7 @@ def test_ten_turns_in_ten_contexts(method: str) -> None:
 
 
 @pytest.mark.law("decided-as-the-reference")
-@pytest.mark.spec(id="CC-OBSERVED-LAYER")
+@pytest.mark.spec("CC-OBSERVED-LAYER")
 @pytest.mark.parametrize(("budget", "which"), [(0.5, 0), (30, 0), (0.5, 1), (30, -1), (0.5, -2)])
 def test_the_kept_sets_are_those_of_the_reference(budget: float | int, which: int) -> None:
     """Prompt, steps, turn, steps, turn: the states equal those that the reference gives on the same q and k."""

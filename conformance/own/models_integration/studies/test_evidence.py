@@ -285,7 +285,7 @@ def test_blind_is_the_question_alone(subject: Subject, measured: Any) -> None:
     assert cells[BLIND, "0"]["likelihood"] < cells[FULL, "1.0"]["likelihood"]
 
 
-@pytest.mark.spec(id="PO-RETAIN")
+@pytest.mark.spec("PO-RETAIN")
 @pytest.mark.parametrize("name", [*NAMES, "defensivekv", "h2o", "tova", "diverse-snapkv"])
 def test_several_budgets_are_each_budget_alone(subject: Subject, samples: list[Sample], name: str) -> None:
     observed = on_prompt(subject, place(samples[0])).observed
