@@ -164,10 +164,11 @@ def seen_count(i: Json, p: CrystalCacheParameters) -> Results:
 
 
 ORACLE = "conformance.oracles.decode."
+OWN = "conformance.assurance.vector_writer.expected_decode."
 FLOATS = ("impact", "trunk_impact", "D", "weights", "mu", "sigma")
 
 DECODE_OPERATIONS: dict[str, Operation] = {
-    "CC-START": Operation(ORACLE + "extend", start, FLOATS),
+    "CC-START": Operation(OWN + "extend", start, FLOATS),
     "CC-LIVE": Operation(ORACLE + "keep", live),
     "CC-SEEN-COUNT": Operation("conformance.assurance.vector_writer.expected_decode.seen_count", seen_count),
     "CC-TAIL": Operation(ORACLE + "append", tail),
@@ -200,5 +201,5 @@ DECODE_OPERATIONS: dict[str, Operation] = {
     ),
     "segment_crystallization": Operation(ORACLE + "settle", segment_crystallization, ("D",), ("CC-SEGMENT-D",)),
     "decode_step": Operation(ORACLE + "decode_step", step, FLOATS, ("CC-STEP",)),
-    "extend": Operation(ORACLE + "extend", segment, (*FLOATS, "inverse_norms"), ("CC-SEGMENT",)),
+    "extend": Operation(OWN + "extend", segment, (*FLOATS, "inverse_norms"), ("CC-SEGMENT",)),
 }
