@@ -44,7 +44,7 @@ def observe(
         input_ids: (rows, n).
         attention_mask: 2D, (rows, n), zeros left of each row's first token; None: no padding.
         needs: what to note, and so to hold in memory: by default q and k after RoPE and v of every full-attention
-            layer, and the observed layer's log-sum-exp where the attention computes it on the way.
+            layer, and its log-sum-exp where the attention computes it on the way.
 
     Returns:
         What was noted, with the full `cache` and the last column's `logits`.
