@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Set
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from inspect import signature
 from os import PathLike
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ from spec.validate import check_penalty, check_sentence_ends
 
 __all__ = [
     "CrystalCache", "CustomPolicy", "FullCache", "Prefilled", "Published", "RetentionPolicy", "StreamingLLM",
-    "constants_of", "method_of", "policy_from_name", "prefill", "sentence_ends",
+    "check_constants", "constants_of", "method_of", "policy_from_name", "prefill", "sentence_ends",
 ]
 
 _FASTEST_FIRST = ("triton", "numba", "numpy")
@@ -204,6 +204,8 @@ _CLASSES: Mapping[str, Callable[..., RetentionPolicy]] = {
     "fullcache": lambda budget: FullCache(),
 }
 """Names whose policies have a class of their own."""
+_PARAMETERS = frozenset(field.name for field in fields(CrystalCacheParameters)) - {"breath_protection"}
+"""CrystalCache's, each a constant of its name; its class has the breath's protection itself."""
 
 
 @dataclass(frozen=True, init=False)
@@ -236,7 +238,7 @@ class Published(RetentionPolicy):
     def __init__(self, name: str, budget: float | int | str | Budget = 0.5, **constants: Any) -> None:
         if name in _CLASSES:
             raise SpecError("name", name, "has a class of its own; policy_from_name takes every name")
-        _check_constants(name, constants)
+        check_constants(name, constants)
         if "calibration" in constants_of(name):
             constants["calibration"] = _calibration(constants.get("calibration"))
         check_penalty(constants.get("diversity", 0.0), "diversity")
@@ -267,7 +269,8 @@ class Published(RetentionPolicy):
 def policy_from_name(name: str, budget: float | int | str | Budget = 0.5, **constants: Any) -> RetentionPolicy:
     """The policy of a name: CrystalCache, StreamingLLM or FullCache, or a Published one.
 
-    `policy_from_name("crystalcache", 0.3, sentence_ends=ends)` equals `CrystalCache(0.3, ends)`.
+    `policy_from_name("crystalcache", 0.3, sentence_ends=ends)` equals `CrystalCache(0.3, ends)`; each of its
+    parameters is a constant too: `policy_from_name("crystalcache", 0.3, sentence_ends=ends, alpha=0)`.
 
     Args:
         name: one of `reference.policies.names.NAMES`.
@@ -279,10 +282,13 @@ def policy_from_name(name: str, budget: float | int | str | Budget = 0.5, **cons
         SpecError: for an unknown name or constant, or what the policy's class refuses.
         BackendUnavailable: as the policy's class.
     """
-    _check_constants(name, constants)
-    if name in _CLASSES:
-        return _CLASSES[name](budget, **constants)
-    return Published(name, budget, **constants)
+    check_constants(name, constants)
+    if name not in _CLASSES:
+        return Published(name, budget, **constants)
+    if name == "crystalcache":
+        changed = {key: constants.pop(key) for key in _PARAMETERS & set(constants)}
+        constants["parameters"] = replace(constants.get("parameters", PAPER), **changed)
+    return _CLASSES[name](budget, **constants)
 
 
 def constants_of(name: str) -> frozenset[str]:
@@ -292,11 +298,17 @@ def constants_of(name: str) -> frozenset[str]:
         SpecError: for an unknown name.
     """
     if name in _CLASSES:
-        return frozenset(signature(_CLASSES[name]).parameters) - {"budget"}
+        own = frozenset(signature(_CLASSES[name]).parameters) - {"budget"}
+        return own | _PARAMETERS if name == "crystalcache" else own
     return names.constants_of(name)
 
 
-def _check_constants(name: str, constants: Mapping[str, object]) -> None:
+def check_constants(name: str, constants: Mapping[str, object]) -> None:
+    """The constants are the policy's.
+
+    Raises:
+        SpecError: for an unknown name, or the first constant that is not.
+    """
     known = constants_of(name)
     for constant, value in constants.items():
         if constant not in known:

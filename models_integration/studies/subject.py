@@ -21,6 +21,7 @@ from models_integration.policies.methods import (
     policy_from_name,
     sentence_ends,
 )
+from models_integration.policies.spelled import spelled
 from reference.calibration import Calibration
 from spec.errors import SpecError
 from spec.validate import check_choices
@@ -56,17 +57,19 @@ class Subject:
         """What rows of results call it."""
         return self.identity.named(self.label)
 
-    def policy(self, name: str, budget: int | str) -> RetentionPolicy:
-        """A policy by name, with those of this model's sentence ends, backend and calibration that it takes.
+    def policy(self, text: str, budget: int | str) -> RetentionPolicy:
+        """A policy as text, with those of this model's sentence ends, backend and calibration that it takes.
 
         Raises:
-            SpecError: for an unknown name or budget, or a calibration that is needed and not there.
+            SpecError: for an unknown name, constant or budget, or a calibration that is needed and not there.
         """
+        name, constants = spelled(text)
         known = constants_of(name)
         offered = {
             "sentence_ends": self.sentence_ends, "backend": self.backend, "calibration": self.calibration,
         }
-        policy = policy_from_name(name, budget, **{key: value for key, value in offered.items() if key in known})
+        constants = {key: value for key, value in offered.items() if key in known} | constants
+        policy = policy_from_name(name, budget, **constants)
         return policy.knowing(self.identity) if isinstance(policy, Published) and "calibration" in known else policy
 
 

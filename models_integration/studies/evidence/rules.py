@@ -6,10 +6,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from models_integration.policies.spelled import spelled
 from models_integration.studies.evidence.kept import CONTROLS, EVIDENCE, RANDOM
 from models_integration.tasks import PLACEMENTS
 from models_integration.tasks.registry import resolve_task
-from reference.policies.names import NAMES
 from spec.budget import parse_budget
 from spec.errors import SpecError
 from spec.validate import check_choices
@@ -57,7 +57,7 @@ class Rules:
         contexts: of each task and length; both parts together.
         questions: on each context, at most.
         seed: of all samples.
-        policies: beside the controls. None decides while tokens are decoded.
+        policies: beside the controls, as text: `crystalcache(alpha=0)`. None decides while tokens are decoded.
         budgets: of every policy and of the controls; without any, full cache and blind run alone.
         digest: SHA-256 of the file, hexadecimal; in every row.
 
@@ -79,7 +79,10 @@ class Rules:
     digest: str
 
     def __post_init__(self) -> None:
-        check_choices("policies", self.policies, tuple(name for name in NAMES if name not in CONTROLS))
+        for policy in self.policies:
+            spelled(policy)
+        if both := [name for name in CONTROLS if name in self.policies]:
+            raise SpecError("policies", both[0], "is a control: every study has it")
         for task in self.tasks:
             resolve_task(task)
         check_choices("placements", self.placements, PLACEMENTS[:2])

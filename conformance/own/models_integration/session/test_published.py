@@ -1,6 +1,7 @@
 """The published policies by name: what the table holds, what it takes from a model, and what it refuses."""
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,14 @@ from models_integration.cli.app import app
 from models_integration.model.architecture import describe
 from models_integration.model.weights import output_projections, rotary
 from models_integration.policies.methods import policy_from_name
+from models_integration.policies.spelled import spelled
 from models_integration.studies.compare.plan import Plan
 from reference import policies
 from reference.policies.names import DIVERSE, NAMES, POLICIES
 from reference.policies.rotary import unrotated
 from spec.budget import parse_budget
 from spec.errors import SpecError
+from spec.parameters import TINY
 from spec.policy import Observation
 from spec.retention import Granularity
 
@@ -82,6 +85,41 @@ def test_a_name_gives_what_its_class_gives() -> None:
     assert policy_from_name("streamingllm", 100, N_sink=2) == StreamingLLM(100, N_sink=2)
     assert policy_from_name("fullcache", 0.3) == FullCache()
     assert policy_from_name("snapkv", 0.3, W=8) == Published("snapkv", 0.3, W=8)
+    other = policy_from_name("crystalcache", 0.3, sentence_ends=ends, parameters=TINY, alpha=0, impact="salience")
+    assert other == CrystalCache(0.3, ends, replace(TINY, alpha=0, impact="salience"))
+
+
+@pytest.mark.law("as-it-is-described")
+@pytest.mark.parametrize(
+    ("text", "name", "constants"),
+    [
+        ("expected-attention", "expected-attention", {}),
+        ("snapkv(W=16)", "snapkv", {"W": 16}),
+        ('crystalcache(observed_layer=-1, impact="salience", alpha=0.5)', "crystalcache",
+         {"observed_layer": -1, "impact": "salience", "alpha": 0.5}),
+        ("diverse-snapkv( diversity = 0.25 )", "diverse-snapkv", {"diversity": 0.25}),
+        ("knorm()", "knorm", {}),
+    ],
+)
+def test_a_policy_as_text_is_its_name_and_constants(text: str, name: str, constants: dict[str, Any]) -> None:
+    assert spelled(text) == (name, constants)
+
+
+@pytest.mark.law("refused-before-anything-changes")
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("snapkw", "policy = 'snapkw'"),
+        ("snapkv(W=16", "must be a name, or a name and its constants"),
+        ("snapkv(16)", "must be a name, or a name and its constants"),
+        ("snapkv(W=16}\nmore={)", "must be a name, or a name and its constants"),
+        ("snapkv(W=16, W=8)", "must be a name, or a name and its constants"),
+        ("snapkv(V=16)", "V = 16: snapkv has the constants"),
+    ],
+)
+def test_a_text_that_is_no_policy_is_refused(text: str, words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        spelled(text)
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -96,7 +134,7 @@ def test_a_policy_with_a_class_of_its_own_has_no_second_one(name: str) -> None:
     [
         ("epicache", {}, "name = 'epicache'"),
         ("crystalcache", {}, "sentence_ends = None"),
-        ("crystalcache", {"T": 3}, "crystalcache has the constants backend, breath_protection, decode"),
+        ("crystalcache", {"T": 3}, "T = 3: crystalcache has the constants C, D_c, M_max"),
         ("fullcache", {"N_sink": 4}, "fullcache has the constants none"),
     ],
 )

@@ -21,7 +21,9 @@ from models_integration.studies.evidence.kept import BLIND, CONTROLS, FULL
 from models_integration.studies.evidence.measure import measure
 from models_integration.studies.evidence.report import page
 from models_integration.studies.evidence.rules import PARTS, Claim, Rules, load_rules
+from models_integration.studies.evidence.run import methods
 from models_integration.studies.results import Row, load_rows
+from models_integration.studies.subject import Loading
 from models_integration.tasks import Sample
 from models_integration.tasks.context import Ground
 from models_integration.tasks.registry import BUILT_IN
@@ -133,6 +135,13 @@ def test_any_change_of_the_rules_is_another_digest(tmp_path: Path) -> None:
     assert load_rules(rules_file(tmp_path, RULES + "\n# later")).digest != one
 
 
+def test_policies_of_rules_may_have_constants(tmp_path: Path) -> None:
+    wider = RULES.replace('["streamingllm"]\nb', '["streamingllm", "streamingllm(N_sink=9)"]\nb')
+    policies = methods(load_rules(rules_file(tmp_path, wider)), Loading(backend="numpy").subject())
+    shown = [policy.protection(100)[:10].sum() for policy in policies.values()]
+    assert shown == [4, 9]
+
+
 @pytest.mark.law("refused-before-anything-changes")
 @pytest.mark.parametrize(
     ("old", "new", "words"),
@@ -147,6 +156,7 @@ def test_any_change_of_the_rules_is_another_digest(tmp_path: Path) -> None:
         ('["0.3"]', '["much"]', "budget"), ('["streamingllm"]\nb', '["stream"]\nb', "streamingllm"),
         ('"prose_continuation"]', '"poetry"]', "prose_continuation"),
         ('"after", "in_prompt"', '"paper"', "placements"), ('["streamingllm"]\nb', '["fullcache"]\nb', "policies"),
+        ('["streamingllm"]\nb', '["streamingllm(N=1)"]\nb', "N = 1: streamingllm has the constants N_sink"),
     ],
 )
 def test_rules_are_refused_by_name(tmp_path: Path, old: str, new: str, words: str) -> None:
