@@ -95,11 +95,18 @@ class Samples:
 
     def survival(self, cell: tuple[str, str]) -> Estimate:
         """Share of evidence tokens kept, mean over layers and KV heads."""
-        some = Samples([row for row in self.rows if row["evidence_tokens"]])
+        some = self.with_evidence()
         if not some.rows:
             return _NONE
-        kept = [np.mean(cells[cell]["evidence_kept"]) for cells in some._cells]
-        return some.ratio(np.array(kept) / [row["evidence_tokens"] for row in some.rows], np.ones(len(kept)))
+        return some.ratio(some.kept(cell) / [row["evidence_tokens"] for row in some.rows], np.ones(len(some.rows)))
+
+    def with_evidence(self) -> "Samples":
+        """The samples whose task says where its evidence stands."""
+        return Samples([row for row in self.rows if row["evidence_tokens"]])
+
+    def kept(self, cell: tuple[str, str]) -> Float64[Vector, " n"]:
+        """Evidence tokens that one cell keeps of every sample, mean over layers and KV heads."""
+        return np.array([np.mean(cells[cell]["evidence_kept"]) for cells in self._cells])
 
     def recovery(self, cell: tuple[str, str]) -> Estimate:
         """Likelihood recovered, of what the context is worth; none where that is not clearly something."""

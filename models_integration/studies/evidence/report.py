@@ -4,23 +4,22 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from matplotlib.axes import Axes
+import numpy as np
 
 from models_integration.cache.atomic_file import publish_readable
 from models_integration.studies.evidence.claims import FLOOR, SAME_CACHE, Estimate, Samples, Verdict, verdicts
 from models_integration.studies.evidence.kept import BLIND, FULL
+from models_integration.studies.evidence.pictures import draw_policies, draw_swept, swept
 from models_integration.studies.evidence.rules import PARTS, Rules
-from models_integration.studies.report import markdown_text, new_figure, save, title_of
+from models_integration.studies.evidence.stages import lost_at
+from models_integration.studies.report import markdown_text, title_of
 from models_integration.studies.results import Row
 
 __all__ = ["page", "write_report"]
 
-_MEASURES = ("accuracy", "recovery", "survival")
-_MARKERS = "osv^<>DPX*dph"
-
 
 def write_report(rules: Rules, rows: Sequence[Row], out: Path) -> list[Path]:
-    """The page of the rules' rows, and a picture of each placement; the names carry the rules' digest.
+    """The page of the rules' rows, and pictures of each placement; the names carry the rules' digest.
 
     It is about the confirming samples, where there are any, and otherwise about the dev samples, which decide nothing.
     """
@@ -32,7 +31,11 @@ def write_report(rules: Rules, rows: Sequence[Row], out: Path) -> list[Path]:
     for placement in rules.placements:
         some = shown.where(placement=(placement,))
         if some.rows and rules.budgets:
-            written.append(_draw(rules, some, placement, out / f"{stem}-{placement}.png"))
+            title = f"{rules.title}: question {placement.replace('_', ' ')}"
+            written.append(draw_policies(some, title, out / f"{stem}-{placement}.png"))
+            for (name, constant), values in swept(rules.policies).items():
+                path = out / f"{stem}-{placement}-{name}-{constant}.png"
+                written.append(draw_swept(some, name, constant, values, title, path))
     return written
 
 
@@ -48,7 +51,8 @@ def page(rules: Rules, dev: Samples, confirm: Samples) -> str:
     if rules.claims and confirm.rows:
         tables.insert(0, _claims(verdicts(rules.claims, dev, confirm)))
     for placement in rules.placements:
-        tables.append(_policies(shown.where(placement=(placement,)), placement))
+        some = shown.where(placement=(placement,))
+        tables += [_policies(some, placement), _stages(rules, some, placement)]
     return "\n".join([head, *filter(None, tables)])
 
 
@@ -101,43 +105,23 @@ def _policies(samples: Samples, placement: str) -> str:
     return markdown_text(f"## Question {placement.replace('_', ' ')}", headings, lines) if lines else ""
 
 
+def _stages(rules: Rules, samples: Samples, placement: str) -> str:
+    """How many samples lose their evidence at each stage, by budget."""
+    lines = []
+    for budget in rules.budgets if rules.stages and samples.rows else ():
+        counts = np.bincount(lost_at(samples, rules.stages, budget), minlength=len(rules.stages) + 1)
+        for stage, count in zip(rules.stages, counts, strict=False):
+            estimates = [measure((stage.policy, budget)) for measure in (samples.survival, samples.accuracy)]
+            lines.append([budget, stage.name, *map(_estimate, estimates), str(count)])
+        lines.append([budget, "kept to the end", "", "", str(counts[-1])])
+    note = "A sample's evidence is lost at the stage from which on less than half of its tokens is kept."
+    title = f"## Stages, question {placement.replace('_', ' ')}\n\n{note}"
+    return markdown_text(title, ["budget", "stage", "evidence kept", "accuracy", "lost here"], lines) if lines else ""
+
+
 def _estimate(one: Estimate) -> str:
     return "" if math.isnan(one.value) else f"{one.value:.2f} [{one.low:.2f}, {one.high:.2f}]"
 
 
 def _p(p: float | None) -> str:
     return "" if p is None else f"{p:.4f}"
-
-
-def _draw(rules: Rules, samples: Samples, placement: str, path: Path) -> Path:
-    """A panel for each measure and task: a line per policy over its mean cache, with 95 % intervals."""
-    tasks = [task for task in rules.tasks if samples.where(task=(task,)).rows]
-    figure = new_figure(2.2 + 2.4 * len(tasks), 7.5, f"{rules.title}: question {placement.replace('_', ' ')}")
-    panels = figure.subplots(len(_MEASURES), len(tasks), sharex=True, squeeze=False)
-    for row, measure in zip(panels, _MEASURES, strict=True):
-        for panel, task in zip(row, tasks, strict=True):
-            _lines(panel, samples.where(task=(task,)), measure)
-        row[0].set_ylabel("evidence kept" if measure == "survival" else measure, fontsize=8)
-    for panel, task in zip(panels[0], tasks, strict=True):
-        panel.set_title(title_of(task), fontsize=8)
-    for panel in panels[-1]:
-        panel.set_xlabel("mean cache, part of the full one", fontsize=8)
-    handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right center", frameon=False, fontsize=7)
-    return save(figure, path)
-
-
-def _lines(panel: Axes, samples: Samples, measure: str) -> None:
-    limited = [cell for cell in samples.cells if cell[0] not in (FULL, BLIND)]
-    for at, policy in enumerate(dict.fromkeys(name for name, _ in limited)):
-        cells = [cell for cell in limited if cell[0] == policy]
-        each = [getattr(samples, measure)(cell) for cell in cells]
-        ends = [[abs(one.low - one.value) for one in each], [abs(one.high - one.value) for one in each]]
-        panel.errorbar(
-            [samples.share(cell) for cell in cells], [one.value for one in each], yerr=ends, label=policy,
-            marker=_MARKERS[at % len(_MARKERS)], color=f"C{at % 10}", ls="-" if at < 10 else ":", ms=3, lw=1,
-            elinewidth=0.5,
-        )
-    panel.tick_params(labelsize=7)
-    panel.grid(color="0.9", lw=0.6)
-    panel.spines[["top", "right"]].set_visible(False)

@@ -14,7 +14,7 @@ from spec.budget import parse_budget
 from spec.errors import SpecError
 from spec.validate import check_choices
 
-__all__ = ["MEASURES", "PARTS", "Claim", "Rules", "load_rules"]
+__all__ = ["MEASURES", "PARTS", "Claim", "Rules", "Stage", "load_rules"]
 
 MEASURES = ("recovery", "accuracy")
 PARTS = ("dev", "confirm")
@@ -48,11 +48,20 @@ class Claim:
 
 
 @dataclass(frozen=True)
+class Stage:
+    """A stage of a method, by the policy that goes as far as it and no farther."""
+
+    name: str
+    policy: str
+
+
+@dataclass(frozen=True)
 class Rules:
     """What is run, and what is claimed of it.
 
     Attributes:
         claims: in the order in which they are reported; Holm's correction is over all of them.
+        stages: of one method, in its order: the page says at which of them evidence is lost.
         model: as `--model` of the other commands.
         contexts: of each task and length; both parts together.
         questions: on each context, at most.
@@ -66,6 +75,7 @@ class Rules:
     """
 
     claims: tuple[Claim, ...]
+    stages: tuple[Stage, ...]
     title: str
     model: str
     contexts: int
@@ -99,6 +109,8 @@ class Rules:
             raise SpecError("claims", [claim.name for claim in self.claims], "must have different names")
         for claim in self.claims:
             self._check_run(claim)
+        for stage in self.stages:
+            check_choices(f"stage {stage.name!r}: policy", (stage.policy,), self.policies)
 
     def _check_run(self, claim: Claim) -> None:
         compared = (*self.policies, RANDOM, EVIDENCE)
@@ -114,7 +126,7 @@ class Rules:
 
 
 def load_rules(path: Path) -> Rules:
-    """Read a rules file: any number of [[claim]], then [study].
+    """Read a rules file: any number of [[claim]] and [[stage]], and [study].
 
     Raises:
         SpecError: for a file that cannot be read or is no TOML, a name that is missing, unknown or of another type,
@@ -125,11 +137,14 @@ def load_rules(path: Path) -> Rules:
         read = tomllib.loads(data.decode())
     except (OSError, ValueError) as error:
         raise SpecError("rules", str(path), f"must be a TOML file: {error}") from error
-    unknown = sorted(set(read) - {"claim", "study"})
+    unknown = sorted(set(read) - {"claim", "stage", "study"})
     if unknown or "study" not in read:
-        raise SpecError("rules", unknown, "must hold [[claim]] and [study], and nothing else")
-    claims = tuple(_made(Claim, entry) for entry in read.get("claim", ()))
-    return _made(Rules, {**read["study"], "claims": claims, "digest": hashlib.sha256(data).hexdigest()})
+        raise SpecError("rules", unknown, "must hold [[claim]], [[stage]] and [study], and nothing else")
+    claims, stages = (
+        tuple(_made(kind, entry) for entry in read.get(name, ())) for name, kind in (("claim", Claim), ("stage", Stage))
+    )
+    digest = hashlib.sha256(data).hexdigest()
+    return _made(Rules, {**read["study"], "claims": claims, "stages": stages, "digest": digest})
 
 
 def _made(kind: type[T], given: dict[str, Any]) -> T:
