@@ -82,7 +82,8 @@ def _panels(
 
 
 def _line(
-    panel: Axes, at: Sequence[float], each: Sequence[Estimate], label: str, color: str, marker: str = "o", ls: str = "-",
+    panel: Axes, at: Sequence[float], each: Sequence[Estimate], label: str, color: str, marker: str = "o",
+    ls: str = "-",
 ) -> None:
     ends = [[abs(one.low - one.value) for one in each], [abs(one.high - one.value) for one in each]]
     panel.errorbar(
