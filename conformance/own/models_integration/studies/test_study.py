@@ -19,9 +19,11 @@ from models_integration.cli.app import app
 from models_integration.studies.evidence.claims import Samples, verdicts
 from models_integration.studies.evidence.kept import BLIND, CONTROLS, FULL
 from models_integration.studies.evidence.measure import measure
+from models_integration.studies.evidence.pictures import swept
 from models_integration.studies.evidence.report import page
-from models_integration.studies.evidence.rules import PARTS, Claim, Rules, load_rules
+from models_integration.studies.evidence.rules import PARTS, Claim, Rules, Stage, load_rules
 from models_integration.studies.evidence.run import methods
+from models_integration.studies.evidence.stages import lost_at
 from models_integration.studies.results import Row, load_rows
 from models_integration.studies.subject import Loading
 from models_integration.tasks import Sample
@@ -156,6 +158,7 @@ def test_policies_of_rules_may_have_constants(tmp_path: Path) -> None:
         ('["0.3"]', '["much"]', "budget"), ('["streamingllm"]\nb', '["stream"]\nb', "streamingllm"),
         ('"prose_continuation"]', '"poetry"]', "prose_continuation"),
         ('"after", "in_prompt"', '"paper"', "placements"), ('["streamingllm"]\nb', '["fullcache"]\nb', "policies"),
+        ("[study]", '[[stage]]\nname = "D"\npolicy = "snapkv"\n[study]', "stage 'D': policy"),
         ('["streamingllm"]\nb', '["streamingllm(N=1)"]\nb', "N = 1: streamingllm has the constants N_sink"),
     ],
 )
@@ -225,7 +228,10 @@ def test_estimates_are_those_by_hand() -> None:
     assert samples.survival(A).value == samples.survival(B).value == 0.5
     assert samples.worth().value == pytest.approx(sum(gaps) / 6)
     assert samples.share(A) == pytest.approx(0.3)
-    assert "| snapkv | 0.3 | 0.300 | 0.83" in page(RULES_BY_HAND, Samples([]), samples)
+    written = page(RULES_BY_HAND, Samples([]), samples)
+    assert "| snapkv | 0.3 | 0.300 | 0.83" in written
+    assert "| 0.3 | whole | 0.50 [0.50, 0.50] | 0.83 [0.44, 0.97] | 0 |" in written
+    assert "| 0.3 | kept to the end |  |  | 6 |" in written
 
 
 def test_what_the_full_cache_cannot_do_has_no_accuracy_and_a_worthless_context_no_recovery() -> None:
@@ -246,7 +252,8 @@ def claim(measure: str, **changed: Any) -> Claim:
 
 
 RULES_BY_HAND = Rules(
-    (), "By hand", "m", 6, 1, 0, (100,), ("after",), ("needle_in_prose",), ("snapkv", "knorm"), ("0.3",), "0" * 64
+    (), (Stage("whole", "snapkv"),), "By hand", "m", 6, 1, 0, (100,), ("after",), ("needle_in_prose",), ("snapkv", "knorm"),
+    ("0.3",), "0" * 64,
 )
 
 
@@ -289,6 +296,29 @@ def test_other_caches_are_flagged_and_outside() -> None:
 
 
 @pytest.mark.law("as-it-is-described")
+def test_the_stage_that_loses_evidence_is_the_one_after_the_last_that_keeps_it() -> None:
+    kept = {"a": [4, 1, 0, 2, 3], "b": [4, 4, 1, 1, 1], "c": [2, 0, 1, 3, 0]}
+    rows = [
+        {
+            "context": str(at), "evidence_tokens": 4,
+            "cells": [
+                {"policy": name, "budget": "0.3", "evidence_kept": [0, 2 * kept[name][at]]} for name in kept
+            ],
+        }
+        for at in range(5)
+    ]
+    stages = [Stage(f"stage {name}", name) for name in kept]
+    nothing: Row = {"context": "x", "evidence_tokens": 0, "cells": []}
+    assert lost_at(Samples([*rows, nothing]), stages, "0.3").tolist() == [3, 2, 0, 3, 1]
+
+
+def test_a_constant_with_many_values_has_a_picture_of_its_own() -> None:
+    values = {value: f"crystalcache(alpha={value})" for value in (4, 0, 0.5, 2, 1)}
+    others = ["crystalcache", "random", "snapkv(W=8)", "snapkv(W=16)", 'crystalcache(impact="salience")']
+    assert swept([*others, *values.values()]) == {("crystalcache", "alpha"): dict(sorted(values.items()))}
+    assert swept([*others, *list(values.values())[:4]]) == {}
+
+
 def test_ratio_bootstrap_by_hand() -> None:
     above, below, clusters = np.array([1.0, 2.0, 4.0]), np.array([2.0, 1.0, 5.0]), np.array([0, 1, 1])
     drawn = np.array(list(product(range(2), repeat=2)))
