@@ -252,8 +252,8 @@ def claim(measure: str, **changed: Any) -> Claim:
 
 
 RULES_BY_HAND = Rules(
-    (), (Stage("whole", "snapkv"),), "By hand", "m", 6, 1, 0, (100,), ("after",), ("needle_in_prose",), ("snapkv", "knorm"),
-    ("0.3",), "0" * 64,
+    (), (Stage("whole", "snapkv"),), "By hand", "m", 6, 1, 0, (100,), ("after",), ("needle_in_prose",),
+    ("snapkv", "knorm"), ("0.3",), "0" * 64,
 )
 
 
