@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from models_integration.policies.spelled import spelled
 from models_integration.studies.evidence.claims import Estimate, Samples
 from models_integration.studies.evidence.kept import BLIND, CONTROLS, FULL
+from models_integration.studies.evidence.rules import AT_PROMPT
 from models_integration.studies.report import new_figure, save, title_of
 
 __all__ = ["Swept", "draw_policies", "draw_swept", "swept"]
@@ -41,7 +42,7 @@ def swept(policies: Iterable[str]) -> Mapping[tuple[str, str], Swept]:
     """Policies that differ in one number alone, by name and constant."""
     found: dict[tuple[str, str], dict[float, str]] = {}
     for policy in policies:
-        name, constants = (policy, {}) if policy in CONTROLS else spelled(policy)
+        name, constants = (policy, {}) if policy in CONTROLS else spelled(policy.removesuffix(AT_PROMPT))
         if len(constants) == 1 and isinstance(value := next(iter(constants.values())), int | float):
             found.setdefault((name, next(iter(constants))), {})[value] = policy
     return {each: dict(sorted(values.items())) for each, values in found.items() if len(values) >= _FEWEST}

@@ -14,10 +14,12 @@ from spec.budget import parse_budget
 from spec.errors import SpecError
 from spec.validate import check_choices
 
-__all__ = ["MEASURES", "PARTS", "Claim", "Rules", "Stage", "load_rules"]
+__all__ = ["AT_PROMPT", "MEASURES", "PARTS", "Claim", "Rules", "Stage", "load_rules"]
 
 MEASURES = ("recovery", "accuracy")
 PARTS = ("dev", "confirm")
+AT_PROMPT = "@prompt"
+"""Behind a policy that otherwise decides while tokens are decoded: it decides at the prompt's end alone."""
 _DEV_PERCENT = 20
 """Contexts of 100, by the digest of their tokens, on which anything may be tried."""
 
@@ -66,7 +68,8 @@ class Rules:
         contexts: of each task and length; both parts together.
         questions: on each context, at most.
         seed: of all samples.
-        policies: beside the controls, as text: `crystalcache(alpha=0)`. None decides while tokens are decoded.
+        policies: beside the controls, as text: `crystalcache(alpha=0)`; one that decides while tokens are decoded is
+            made to decide at the prompt's end alone, and says so: `h2o@prompt`.
         budgets: of every policy and of the controls; without any, full cache and blind run alone.
         digest: SHA-256 of the file, hexadecimal; in every row.
 
@@ -90,7 +93,7 @@ class Rules:
 
     def __post_init__(self) -> None:
         for policy in self.policies:
-            spelled(policy)
+            spelled(policy.removesuffix(AT_PROMPT))
         if both := [name for name in CONTROLS if name in self.policies]:
             raise SpecError("policies", both[0], "is a control: every study has it")
         for task in self.tasks:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import platform
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ import transformers
 
 from models_integration.studies.evidence.kept import Prompt, read_prompt
 from models_integration.studies.evidence.measure import measure
-from models_integration.studies.evidence.rules import Rules
+from models_integration.studies.evidence.rules import AT_PROMPT, Rules
 from models_integration.studies.results import Row, append_row, load_rows
 from models_integration.studies.subject import Subject
 from models_integration.tasks import Sample, place
@@ -23,7 +23,7 @@ from models_integration.tasks.prose import Prose
 from models_integration.tasks.registry import resolve_task
 from spec import SPEC_VERSION
 from spec.errors import SpecError
-from spec.policy import Policy
+from spec.policy import SEGMENT_END, Policy
 
 __all__ = ["Item", "check_windows", "items", "methods", "run_part", "stored"]
 
@@ -84,13 +84,17 @@ def methods(rules: Rules, subject: Subject) -> dict[str, Policy]:
     """The policies on the model.
 
     Raises:
-        SpecError: for one that it does not serve, or that decides while tokens are decoded.
+        SpecError: for one that it does not serve, or whose name does not say how it decides.
     """
     found = {}
     for name in rules.policies:
-        policy = found[name] = subject.policy(name, "1.0").on(subject.model).policy
-        if policy.cadence.every is not None:
-            raise SpecError("policies", name, "decides while tokens are decoded: one forward cannot stand for that")
+        policy = subject.policy(name.removesuffix(AT_PROMPT), "1.0").on(subject.model).policy
+        if (policy.cadence.every is None) is name.endswith(AT_PROMPT):
+            raise SpecError(
+                "policies", name, f"a name ends in {AT_PROMPT} where, and only where, the policy decides while tokens"
+                " are decoded: one forward cannot stand for that"
+            )
+        found[name] = replace(policy, cadence=SEGMENT_END)
     return found
 
 

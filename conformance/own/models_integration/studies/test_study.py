@@ -16,6 +16,7 @@ pytest.importorskip("transformers", reason="the study drives transformers models
 from typer.testing import CliRunner
 
 from models_integration.cli.app import app
+from models_integration.policies.methods import policy_from_name
 from models_integration.studies.evidence.claims import Samples, verdicts
 from models_integration.studies.evidence.kept import BLIND, CONTROLS, FULL
 from models_integration.studies.evidence.measure import measure
@@ -31,6 +32,7 @@ from models_integration.tasks.context import Ground
 from models_integration.tasks.registry import BUILT_IN
 from reference.statistics import mcnemar, mcnemar_mid_p, mcnemar_power, ratio_bootstrap, wilson
 from spec.errors import SpecError
+from spec.policy import SEGMENT_END
 
 pytestmark = pytest.mark.law("figures-are-counted-right")
 
@@ -138,10 +140,12 @@ def test_any_change_of_the_rules_is_another_digest(tmp_path: Path) -> None:
 
 
 def test_policies_of_rules_may_have_constants(tmp_path: Path) -> None:
-    wider = RULES.replace('["streamingllm"]\nb', '["streamingllm", "streamingllm(N_sink=9)"]\nb')
-    policies = methods(load_rules(rules_file(tmp_path, wider)), Loading(backend="numpy").subject())
+    wider = RULES.replace('["streamingllm"]\nb', '["streamingllm", "streamingllm(N_sink=9)", "tova@prompt"]\nb')
+    subject = Loading(backend="numpy").subject()
+    policies = methods(load_rules(rules_file(tmp_path, wider)), subject)
     shown = [policy.protection(100)[:10].sum() for policy in policies.values()]
-    assert shown == [4, 9]
+    assert shown[:2] == [4, 9]
+    assert policies["tova@prompt"].cadence == SEGMENT_END != policy_from_name("tova").on(subject.model).policy.cadence
 
 
 @pytest.mark.law("refused-before-anything-changes")
@@ -175,6 +179,7 @@ def test_rules_are_refused_by_name(tmp_path: Path, old: str, new: str, words: st
     ("old", "new", "words"),
     [
         ('["streamingllm"]\nb', '["streamingllm", "tova"]\nb', "decides while tokens are decoded"),
+        ('["streamingllm"]\nb', '["streamingllm", "knorm@prompt"]\nb', "decides while tokens are decoded"),
         ("contexts = 4", "contexts = 4000", "windows"),
         ('"prose_continuation"]', f'"{__name__}:unanswered"]', "no gold"),
     ],
