@@ -75,7 +75,7 @@ def read_text(argument: str, path: Path) -> str:
 
 
 def check_batch_size(batch_size: int) -> None:
-    """At least one sample is read at a time.
+    """At least one cell is read at a time.
 
     Raises:
         SpecError: otherwise.
