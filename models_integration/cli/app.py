@@ -25,8 +25,8 @@ app.add_typer(archive, name="archive")
 app.add_typer(models, name="models")
 
 COMPARED = (
-    "Folder of results.jsonl (a row a cell), of samples.jsonl (a row a sample, from which a stopped run goes on), and of"
-    " each plan's tables (.csv, .md) and pictures (.png, one per task)."
+    "Folder of results.jsonl (a row a cell), of samples.jsonl (a row a sample, from which a stopped run goes on),"
+    " and of each plan's tables (.csv, .md) and pictures (.png, one per task)."
 )
 
 def _version(value: bool) -> None:
