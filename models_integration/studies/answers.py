@@ -92,18 +92,17 @@ def answers(
         ids = torch.tensor([own.prompt_ids], device=subject.model.device)
         observed = observe(subject.model, ids, needs=_needs(method.policy.scorer.needs for method in methods.values()))
         decided = dict(_decided(observed, methods))
-        # From here on nobody asks what the layers have shown: it may be larger than the cache.
+        # Nobody asks any more what the layers have shown, which may be larger than the cache.
         observed.recorder.seen.clear()
         assert observed.logits is not None
-        prompt = _Prompt(subject, own, observed.cache, observed.logits[:, -1], max_new_tokens)
         if own.dropped_slots:
             observed.cache.crop(-own.dropped_slots)
+        prompt = _Prompt(subject, own, observed.cache, observed.logits[:, -1], max_new_tokens)
         for keys in _alike(methods, decided, batch_size):
             if _steps(methods[keys[0]]):
                 yield keys[0], prompt.in_steps(methods[keys[0]], decided[keys[0]])
             else:
-                each = [retention for key in keys for retention in decided[key].retentions]
-                yield from zip(keys, prompt.side_by_side(each), strict=True)
+                yield from zip(keys, prompt.side_by_side([decided[key].retentions[0] for key in keys]), strict=True)
 
 
 def _steps(method: Method) -> bool:
@@ -186,18 +185,15 @@ class _Prompt:
 
     def side_by_side(self, kept: Sequence[Retention]) -> list[Answer]:
         """Each on its compacted cache; what is fed is read in one forward."""
-        own = Decision(tuple(cropped(one, self.placement.dropped_slots) for one in kept))
-        cache = compact(side_by_side(self.cache, len(kept)), own)
-        said = self._said(onward(self.subject.model, cache), len(kept), len(self.placement.fed_ids))
-        return [
-            self._answer(tokens, one, self._grown(len(left.positions) / left.groups, len(tokens)))
-            for tokens, one, left in zip(said, kept, own.retentions, strict=True)
-        ]
-
-    def _grown(self, stored: float, said: int) -> list[float]:
-        """Slots behind each forward: of what is fed, if any is, and of each token said but the last."""
-        fed = len(self.placement.fed_ids)
-        return [stored + fed + step for step in range(0 if fed else 1, said)]
+        fed, left = self.placement.fed_ids, [cropped(one, self.placement.dropped_slots) for one in kept]
+        cache = compact(side_by_side(self.cache, len(kept)), Decision(tuple(left)))
+        said = self._said(onward(self.subject.model, cache), [fed] if fed else [], len(kept))
+        found = []
+        for tokens, one, stays in zip(said, kept, left, strict=True):
+            read = len(stays.positions) / stays.groups + len(fed)
+            # A forward of what is fed, if anything is, and one of each token said but the last.
+            found.append(self._answer(tokens, one, [read + step for step in range(0 if fed else 1, len(tokens))]))
+        return found
 
     def in_steps(self, method: Method, decision: Decision) -> Answer:
         """One cell whose cache is decided about behind every token."""
@@ -209,14 +205,13 @@ class _Prompt:
             return logits[:, -1]
 
         with Session(method, self.subject.model):
-            (said,) = self._said(step, 1, 1)
-        (kept,) = decision.retentions
-        return self._answer(said, kept, stored)
+            (said,) = self._said(step, [(token,) for token in self.placement.fed_ids])
+        return self._answer(said, decision.retentions[0], stored)
 
-    def _said(self, forward: Onward, rows: int, at_once: int) -> list[list[int]]:
-        fed, logits = self.placement.fed_ids, self.logits.expand(rows, -1)
-        for first in range(0, len(fed), at_once or 1):
-            logits = forward(torch.tensor([fed[first : first + at_once]] * rows, device=logits.device))
+    def _said(self, forward: Onward, fed: Iterable[Sequence[int]], rows: int = 1) -> list[list[int]]:
+        logits = self.logits.expand(rows, -1)
+        for piece in fed:
+            logits = forward(torch.tensor([piece] * rows, device=logits.device))
         return generated(forward, logits, self.subject.stop_ids, self.max_new_tokens)
 
     def _answer(self, said: list[int], kept: Retention, stored: Sequence[float]) -> Answer:

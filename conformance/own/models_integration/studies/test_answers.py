@@ -85,4 +85,4 @@ def test_cells_differ(told: tuple[str, list[dict[Key, tuple[Answer, Kept]]]]) ->
     _, found = told
     for cells in found:
         assert len({str(kept) for _, kept in cells.values()}) > len(SERVED)
-        assert len({str(given.token_ids) for given, _ in cells.values()}) > 3
+        assert len({str(given.token_ids) for given, _ in cells.values()}) > 2
