@@ -17,7 +17,7 @@ from models_integration.policies.calibration import calibrate
 from models_integration.session.verbs import compact
 from models_integration.studies.answers import Answer, Key, answers
 from models_integration.studies.subject import Loading, Subject
-from models_integration.tasks import Sample, draw_sample, place
+from models_integration.tasks import Placement, draw_sample, place
 from reference.policies.names import DIVERSE, NAMES
 
 pytestmark = pytest.mark.law("parts-equal-the-whole")
@@ -36,16 +36,8 @@ def subject(one_thread: None) -> Subject:
     return replace(plain, calibration=calibrate(plain.model, torch.tensor([text])))
 
 
-@pytest.fixture(scope="module")
-def samples(subject: Subject) -> list[Sample]:
-    return [draw_sample(task, subject.tokenizer, LENGTH, 1, 9) for task in ("needle", "delayed_association")]
-
-
-@pytest.fixture(scope="module", params=["after", "in_prompt", "paper"])
-def told(
-    request: pytest.FixtureRequest, subject: Subject, samples: list[Sample],
-) -> tuple[str, list[dict[Key, tuple[Answer, Kept]]]]:
-    """Of each sample, what each cell answers and keeps, from one prompt."""
+def told(subject: Subject, placement: Placement) -> dict[Key, tuple[Answer, Kept]]:
+    """What each cell answers and keeps, from one prompt."""
     cells = {Key(*cell): subject.policy(*cell).on(subject.model) for cell in product(SERVED, BUDGETS)}
     decided: list[Kept] = []
 
@@ -54,35 +46,23 @@ def told(
         decided.append([kept.group(at).tolist() for at in range(kept.groups)])
         return compact(cache, decision)
 
-    found = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("models_integration.studies.answers.compact", noting)
-        for sample in samples:
-            each = answers(subject, place(sample, request.param), cells, MOST)
-            found.append({key: (given, decided[-1]) for key, given in each})
-    return request.param, found
+        return {key: (given, decided[-1]) for key, given in answers(subject, placement, cells, MOST)}
 
 
-@pytest.mark.parametrize("name", SERVED)
-def test_a_cell_keeps_and_says_what_a_context_of_its_own_does(
-    name: str, told: tuple[str, list[dict[Key, tuple[Answer, Kept]]]], subject: Subject, samples: list[Sample],
-) -> None:
-    """Bit for bit; slots are counted alike."""
-    placement, found = told
-    for (sample, cells), B in product(zip(samples, found, strict=True), BUDGETS):
-        given, kept = cells[Key(name, B)]
-        presented = place(sample, placement)
+@pytest.mark.parametrize("task", ["needle", "delayed_association"])
+@pytest.mark.parametrize("placement", ["after", "in_prompt", "paper"])
+def test_a_cell_keeps_and_says_what_a_context_of_its_own_does(subject: Subject, placement: str, task: str) -> None:
+    """Bit for bit; slots are counted alike. Cells differ, else the comparison would say nothing."""
+    presented = place(draw_sample(task, subject.tokenizer, LENGTH, 1, 9), placement)
+    before, found = len(presented.prompt_ids) - presented.dropped_slots, told(subject, presented)
+    for (name, B, _), (given, kept) in found.items():
         expected, sets = answer(subject.model, subject.policy(name, B), presented, MOST, subject.stop_ids)
-        assert given.token_ids == expected.token_ids
-        assert (given.kept, given.peak_cache) == (expected.kept, expected.peak_cache)
-        assert given.mean_cache == pytest.approx(expected.mean_cache)
-        before = len(presented.prompt_ids) - presented.dropped_slots
-        assert kept == [[at for at in own if at < before] for own in sets]
-
-
-def test_cells_differ(told: tuple[str, list[dict[Key, tuple[Answer, Kept]]]]) -> None:
-    """Else the comparison would say nothing."""
-    _, found = told
-    for cells in found:
-        assert len({str(kept) for _, kept in cells.values()}) > len(SERVED)
-        assert len({str(given.token_ids) for given, _ in cells.values()}) > 2
+        assert kept == [[at for at in own if at < before] for own in sets], name
+        assert given.token_ids == expected.token_ids, name
+        assert (given.kept, given.peak_cache) == (expected.kept, expected.peak_cache), name
+        assert given.mean_cache == pytest.approx(expected.mean_cache), name
+    assert len(found) == len(SERVED) * len(BUDGETS)
+    assert len({str(kept) for _, kept in found.values()}) > len(SERVED)
+    assert len({str(given.token_ids) for given, _ in found.values()}) > 2
