@@ -93,12 +93,12 @@ def demo(
 ) -> None:
     """Watch it work: CrystalCache, StreamingLLM and the full cache on the pocket model, with controls.
 
-    The same as `kvspec compare` without options; a few minutes on two CPU cores, nothing is downloaded.
+    The same as `kvspec compare` without options; about a minute on two CPU cores, nothing is downloaded.
     """
     shipped = "the small model that comes with kvspec" if model == "pocket" else f"the model {model}"
     print(
         f"kvspec demo: three policies on {shipped}, and controls that show that the tasks measure retention.\n"
-        f"{'A few minutes on two CPU cores; nothing' if model == 'pocket' else 'Nothing'} is downloaded. Results go to"
+        f"{'About a minute on two CPU cores; nothing' if model == 'pocket' else 'Nothing'} is downloaded. Results go to"
         f" {out}, and a second run goes on from there.", flush=True,
     )
     from models_integration.cli.compare import run
