@@ -115,6 +115,10 @@ def test_a_second_run_skips_what_is_stored(subject: Subject, tmp_path: Path) -> 
     wider = replace(SMALL, samples=3)
     assert len(rows_of(subject, wider, path)) == len(first)
     assert len(load_rows(path)) == 2 * len(first)
+    rows_of(subject, replace(SMALL, policies=("snapkv", "fullcache")), path)
+    samples = load_rows(path.with_name(SAMPLES))
+    assert [row["index"] for row in samples] == [0, 1, 2, 0, 1]
+    assert [cell["policy"] for row in samples[3:] for cell in row["cells"]] == ["snapkv"] * 2
 
 
 def test_rows_pass_the_result_table(subject: Subject, tmp_path: Path) -> None:
