@@ -24,7 +24,10 @@ app = typer.Typer(
 app.add_typer(archive, name="archive")
 app.add_typer(models, name="models")
 
-COMPARED = "Folder of results.jsonl, and of each plan's tables (.csv, .md) and pictures (.png, one per task)."
+COMPARED = (
+    "Folder of results.jsonl (a row a cell), of samples.jsonl (a row a sample, from which a stopped run goes on),"
+    " and of each plan's tables (.csv, .md) and pictures (.png, one per task)."
+)
 
 def _version(value: bool) -> None:
     if value:
@@ -63,13 +66,14 @@ def compare(
         Path | None, typer.Option(help="TriAttention's statistics of this model; kvspec calibrate writes them.")
     ] = None,
     model: Model = "pocket", backend: Backend = "auto", device: Device = "cpu", dtype: Dtype = "auto",
-    attn: Attention = "auto", batch_size: BatchSize = 1,
+    attn: Attention = "auto", batch_size: BatchSize = 12,
     out: Annotated[Path, typer.Option(help=COMPARED)] = Path("results"),
 ) -> None:
     """Run policies x budgets x tasks; print tables, draw a picture per task. A second run skips what is stored.
 
-    Every policy gets the same number of tokens (Eq. 30 over the context). An answer is an exact match if its first
-    number is the value. Exit code 1 where a control fails: the comparison then does not measure retention.
+    Each sample's prompt is read once and scored once by each policy; all budgets are selected from that. Every policy
+    gets the same number of tokens (Eq. 30 over the context). An answer is an exact match if its first number is the
+    value. Exit code 1 where a control fails: the comparison then does not measure retention.
     """
     from models_integration.cli.compare import run
     from models_integration.studies.compare.plan import Plan
@@ -85,16 +89,16 @@ def demo(
     model: Model = "pocket",
     samples: Annotated[int, typer.Option(help="Samples per cell; fewer are faster, and say less.")] = 20,
     backend: Backend = "auto", device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto",
-    batch_size: BatchSize = 1, out: Annotated[Path, typer.Option(help=COMPARED)] = Path("results"),
+    batch_size: BatchSize = 12, out: Annotated[Path, typer.Option(help=COMPARED)] = Path("results"),
 ) -> None:
     """Watch it work: CrystalCache, StreamingLLM and the full cache on the pocket model, with controls.
 
-    The same as `kvspec compare` without options; a few minutes on two CPU cores, nothing is downloaded.
+    The same as `kvspec compare` without options; about a minute on two CPU cores, nothing is downloaded.
     """
     shipped = "the small model that comes with kvspec" if model == "pocket" else f"the model {model}"
     print(
         f"kvspec demo: three policies on {shipped}, and controls that show that the tasks measure retention.\n"
-        f"{'A few minutes on two CPU cores; nothing' if model == 'pocket' else 'Nothing'} is downloaded. Results go to"
+        f"{'About a minute on two CPU cores; nothing' if model == 'pocket' else 'Nothing'} is downloaded. Results go to"
         f" {out}, and a second run goes on from there.", flush=True,
     )
     from models_integration.cli.compare import run
@@ -117,9 +121,11 @@ def sweep(
     samples: Annotated[int, typer.Option(help="Samples per variant and task; the same ones for all variants.")] = 10,
     seed: Annotated[int, typer.Option(help="Seed of the samples.")] = 42,
     model: Model = "pocket", backend: Backend = "auto", device: Device = "cpu", dtype: Dtype = "auto",
-    attn: Attention = "auto", batch_size: BatchSize = 1,
+    attn: Attention = "auto", batch_size: BatchSize = 12,
     out: Annotated[
-        Path, typer.Option(help="Folder of sweep.jsonl, and of each plan's tables (.json, .csv, .md) and pictures.")
+        Path,
+        typer.Option(help="Folder of sweep.jsonl, of samples.jsonl (a row a sample, from which a stopped run goes on),"
+                     " and of each plan's tables (.json, .csv, .md) and pictures."),
     ] = Path("results"),
 ) -> None:
     """Vary CrystalCache's parameters one at a time, on the same samples: the paper's Appendix A, or the extensions.
@@ -143,10 +149,7 @@ def study(
     part: Annotated[
         str, typer.Option(help="'dev', a fifth of the contexts, to try things on; or 'confirm', which decides claims.")
     ] = "dev",
-    batch_size: Annotated[
-        int, typer.Option(help="Cells of one sample that are read side by side. It changes no kept token.")
-    ] = 12,
-    device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto",
+    batch_size: BatchSize = 12, device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto",
 ) -> None:
     """Measure what eviction costs: evidence kept, likelihood of the gold answer, attention on evicted keys, answers.
 

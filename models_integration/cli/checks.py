@@ -22,13 +22,13 @@ _DRAWN_MOST = 20
 """Samples of a task that are drawn to see whether they fit: forms take turns over fewer."""
 
 
-def check_folder(option: str, folder: Path, results: str | None = None) -> None:
+def check_folder(option: str, folder: Path, *results: str) -> None:
     """Make a folder, in which files can be made.
 
     Args:
         option: that names it.
         folder: made with its parents, where it is not there.
-        results: name of a file in it that will be added to.
+        results: names of files in it that will be added to.
 
     Raises:
         SpecError: where it cannot be made or written; for a file of results that cannot be read.
@@ -39,8 +39,7 @@ def check_folder(option: str, folder: Path, results: str | None = None) -> None:
         raise SpecError(option, str(folder), f"cannot be made a folder: {error.strerror}; choose another") from error
     if not os.access(folder, os.W_OK | os.X_OK):
         raise SpecError(option, str(folder), "cannot be written; choose another folder")
-    if results is not None:
-        file = folder / results
+    for file in (folder / name for name in results):
         if file.exists() and not (file.is_file() and os.access(file, os.R_OK | os.W_OK)):
             raise SpecError(option, str(file), "must be a file that can be read and written")
         load_rows(file)
@@ -76,7 +75,7 @@ def read_text(argument: str, path: Path) -> str:
 
 
 def check_batch_size(batch_size: int) -> None:
-    """At least one sample is read at a time.
+    """At least one cell is read at a time.
 
     Raises:
         SpecError: otherwise.

@@ -14,6 +14,7 @@ from models_integration.cli.checks import (
     check_policies,
     check_samples,
 )
+from models_integration.studies.answers import SAMPLES
 from models_integration.studies.compare.plan import FULL, Plan, cells, run_plan, stored_cells
 from models_integration.studies.compare.report import comparison_tables, control_table, failed_controls, write_report
 from models_integration.studies.report import progress_bar
@@ -58,7 +59,7 @@ def _checked(plan: Plan, loading: Loading, out: Path, batch_size: int, calibrati
     if limited or plan.controls:
         check_budgets("budgets", plan.budgets, plan.length, ", ".join(limited) or "every control")
     statistics = calibration_of(plan.policies, calibration)
-    check_folder("out", out, RESULTS)
+    check_folder("out", out, RESULTS, SAMPLES)
     subject = replace(loading.subject(), calibration=statistics)
     check_samples(subject, plan.tasks, plan.length, plan.samples, plan.seed)
     check_policies(subject, plan.policies, map(plan.tokens, plan.budgets))

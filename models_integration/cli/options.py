@@ -18,9 +18,7 @@ Device = Annotated[str, typer.Option(help="Where the model runs, as PyTorch name
 Dtype = Annotated[str, typer.Option(help="Of the model: auto (as it is stored), float32, bfloat16, float16, float64.")]
 Attention = Annotated[str, typer.Option("--attn", help="How transformers computes attention: auto, sdpa, eager.")]
 BatchSize = Annotated[
-    int,
-    typer.Option(help="Samples that are read side by side; those that are equally long, so none is padded. It changes"
-                 " no answer."),
+    int, typer.Option(help="Cells of one sample that are read side by side. It changes no kept token, and no answer.")
 ]
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from rich.console import Console
 
 from models_integration.cli.checks import check_batch_size, check_budgets, check_folder, check_samples
+from models_integration.studies.answers import SAMPLES
 from models_integration.studies.report import progress_bar
 from models_integration.studies.subject import Loading
 from models_integration.studies.sweep.plan import GRIDS, Plan, run_plan
@@ -22,7 +23,7 @@ def run(plan: Plan, loading: Loading, out: Path, batch_size: int) -> None:
     console = Console()
     check_batch_size(batch_size)
     check_budgets("budget", (plan.budget,), plan.length, "every variant")
-    check_folder("out", out, "sweep.jsonl")
+    check_folder("out", out, "sweep.jsonl", SAMPLES)
     subject = loading.subject()
     check_samples(subject, plan.tasks, plan.length, plan.samples, plan.seed)
     about = f"{subject.name}, {plan.length} tokens, B = {plan.tokens} ({plan.budget}), n = {plan.samples}"

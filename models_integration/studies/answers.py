@@ -1,24 +1,56 @@
-"""What a model says under a policy: samples read one at a time or side by side, and answered greedily."""
+"""What a model says under policies: a prompt is read once, each policy scores it once, budgets only select.
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+What all cells say to a sample is stored as one row, so that a run may be stopped at any time.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from math import ceil
-from typing import cast
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from models_integration.cache.dense_layer import RetainedLayer
-from models_integration.cache.positions import EMPTY
-from models_integration.cache.ragged_layer import RaggedLayer
-from models_integration.cache.retained_cache import RetainedCache
-from models_integration.policies.methods import Published, RetentionPolicy
+from models_integration.cache.continuation import Decision
+from models_integration.cache.retained_cache import RetainedCache, side_by_side
+from models_integration.session.method import Method
+from models_integration.session.segment import ObservedSegment, decide
 from models_integration.session.session import Session
-from models_integration.tasks import Placement
+from models_integration.session.verbs import compact, observe, read
+from models_integration.studies.results import Row, append_row, load_rows
+from models_integration.studies.subject import Subject
+from models_integration.tasks import Placement, Sample, place, score
+from reference.policies.retain import retain_each
+from spec import SPEC_VERSION
+from spec.budget import Budget
+from spec.policy import Needs, Policy
+from spec.retention import Retention
 
-__all__ = ["Answer", "answer", "answer_all", "batches"]
+__all__ = ["SAMPLES", "Answer", "Asked", "Key", "Run", "answers", "cropped", "generated", "onward", "retentions"]
+
+
+SAMPLES = "samples.jsonl"
+"""The file of a run's samples, beside that of its results."""
+
+
+class Key(NamedTuple):
+    """A cell, among those of one sample."""
+
+    policy: str
+    budget: int
+    """B, tokens."""
+    constants: str = ""
+    """Of the policy, where its name leaves them open."""
+
+
+Asked: TypeAlias = tuple[Sample, Mapping[Key, Method]]
+"""A sample, and the cells that it is presented to."""
+Onward: TypeAlias = Callable[[Tensor], Tensor]
+"""Reads tokens (rows, n) behind a cache, and gives the logits (rows, vocabulary) of what is next."""
 
 
 @dataclass(frozen=True)
@@ -27,76 +59,54 @@ class Answer:
 
     token_ids: list[int]
     kept: int
-    """Slots that the policy kept, per layer and head."""
+    """Slots that the policy kept of the prompt, per layer and head."""
     mean_cache: float
     """Slots stored per layer and head, mean over the answer's forwards."""
     peak_cache: int
     """The most slots stored per layer and head at any time, the prompt's own forward included."""
 
 
-def batches(placements: Sequence[Placement], size: int) -> list[list[int]]:
-    """Indices of samples that can be read side by side: all their texts are equally long, so no row is padded.
-
-    What is taken back from a cache (`dropped_slots`) is taken back from one row alone.
-    """
-    alike: dict[tuple[int, int], list[int]] = {}
-    for index, placement in enumerate(placements):
-        alike.setdefault((len(placement.prompt_ids), len(placement.fed_ids)), []).append(index)
-    found = []
-    for group in alike.values():
-        most = 1 if placements[group[0]].dropped_slots else size
-        found += [group[first : first + most] for first in range(0, len(group), most)]
-    return found
-
-
-def answer_all(
-    model: PreTrainedModel, method: RetentionPolicy, placements: Sequence[Placement], max_new_tokens: int,
-    stop_ids: frozenset[int], batch_size: int, answered: Callable[[], None],
-) -> list[Answer]:
-    """The answer to each placement, in their order; `answered` is told of every one.
-
-    The batch size decides how many are read at once, and nothing else: each row is observed, decided and compacted as
-    if it were alone. A model's own products over several rows may round otherwise than over one.
-    """
-    found: dict[int, Answer] = {}
-    for batch in batches(placements, batch_size):
-        given = _answer_rows(model, method, [placements[index] for index in batch], max_new_tokens, stop_ids)
-        for index, one in zip(batch, given, strict=True):
-            found[index] = one
-            answered()
-    return [found[index] for index in range(len(placements))]
-
-
-def answer(
-    model: PreTrainedModel, method: RetentionPolicy, placement: Placement, max_new_tokens: int,
-    stop_ids: frozenset[int],
-) -> Answer:
-    """Present one sample in its placement and decode greedily until a stop id or `max_new_tokens`.
-
-    A published policy reads token by token inside its context, so that one that decides in its steps does. What is
-    dropped and read again leaves no records behind, so such a policy's prompt ends before it.
-    """
-    (only,) = _answer_rows(model, method, [placement], max_new_tokens, stop_ids)
-    return only
-
-
 @torch.no_grad()
-def _answer_rows(
-    model: PreTrainedModel, method: RetentionPolicy, placements: Sequence[Placement], max_new_tokens: int,
-    stop_ids: frozenset[int],
-) -> list[Answer]:
-    on_model = method.on(model)
-    if isinstance(method, Published) and on_model.policy.cadence.every is not None:
-        placements = [_read_once(placement) for placement in placements]
-    rows = _Rows(model, placements, max_new_tokens, stop_ids)
-    with Session(on_model, model) as run:
-        logits = rows.read(run)
-        if isinstance(method, Published):
-            return rows.answered(logits, at_once=1)
-        if len(placements) > 1:
-            # Rows that keep different tokens can be read inside the context only.
-            return rows.answered(logits, len(placements[0].fed_ids), run)
-    return rows.answered(logits, len(placements[0].fed_ids))
+def answers(
+    subject: Subject, placement: Placement, asked: Mapping[Key, Method], max_new_tokens: int, batch_size: int = 1,
+) -> Iterator[tuple[Key, Answer]]:
+    """Present one prompt to many methods, and decode greedily until a stop id or `max_new_tokens`.
+
+    A method that decides while tokens are decoded reads token by token, in a context of its own. What is dropped and
+    read again would leave no records behind, so its prompt ends before that.
+
+    Args:
+        subject: the model.
+        placement: of the sample.
+        asked: keys that differ in their budget alone have one policy.
+        max_new_tokens: at least 1.
+        batch_size: cells that are read side by side, where their caches have one shape. Products of several rows may
+            round otherwise than those of one.
+
+    Raises:
+        SpecError: for a model or a prompt that is not served, and what a policy refuses.
+    """
+    presented = {key: _read_once(placement) if _steps(method) else placement for key, method in asked.items()}
+    for own in dict.fromkeys(presented.values()):
+        methods = {key: method for key, method in asked.items() if presented[key] == own}
+        ids = torch.tensor([own.prompt_ids], device=subject.model.device)
+        observed = observe(subject.model, ids, needs=_needs(method.policy.scorer.needs for method in methods.values()))
+        decided = dict(_decided(observed, methods))
+        # Nobody asks any more what the layers have shown, which may be larger than the cache.
+        observed.recorder.seen.clear()
+        assert observed.logits is not None
+        if own.dropped_slots:
+            observed.cache.crop(-own.dropped_slots)
+        prompt = _Prompt(subject, own, observed.cache, observed.logits[:, -1], max_new_tokens)
+        for keys in _alike(methods, decided, batch_size):
+            if _steps(methods[keys[0]]):
+                yield keys[0], prompt.in_steps(methods[keys[0]], decided[keys[0]])
+            else:
+                yield from zip(keys, prompt.side_by_side([decided[key].retentions[0] for key in keys]), strict=True)
+
+
+def _steps(method: Method) -> bool:
+    return method.policy.cadence.every is not None
 
 
 def _read_once(placement: Placement) -> Placement:
@@ -105,82 +115,194 @@ def _read_once(placement: Placement) -> Placement:
     return replace(placement, prompt_ids=placement.prompt_ids[: -placement.dropped_slots], dropped_slots=0)
 
 
-@dataclass
-class _Rows:
-    """Samples whose texts are equally long, side by side."""
+def _needs(each: Iterable[Needs]) -> Needs:
+    """What all of these scorers must be shown together."""
+    every = list(each)
+    layers, rows = {one.layers for one in every}, [one.query_rows for one in every]
+    places = {one.observed for one in every if one.layers == "observed"}
+    return Needs(
+        "all" if "all" in layers or len(places) > 1 else "observed" if places else "none",
+        None if None in rows else max(row for row in rows if row is not None), next(iter(places), 0),
+        any(one.values for one in every), any(one.token_ids for one in every),
+    )
 
-    model: PreTrainedModel
-    placements: Sequence[Placement]
+
+def _decided(observed: ObservedSegment, asked: Mapping[Key, Method]) -> Iterator[tuple[Key, Decision]]:
+    for _, group in groupby(asked, lambda key: key._replace(budget=0)):
+        keys = list(group)
+        methods = [asked[key] for key in keys]
+        if _steps(methods[0]):
+            yield from zip(keys, (decide(method, observed) for method in methods), strict=True)
+        else:
+            kept = retentions(methods[0].policy, [method.budget for method in methods], observed)
+            yield from zip(keys, (Decision((one,)) for one in kept), strict=True)
+
+
+def retentions(policy: Policy, budgets: Sequence[Budget], observed: ObservedSegment) -> list[Retention]:
+    """What a policy keeps of the one prompt observed, under each budget; it scores once.
+
+    Raises:
+        SpecError: where it needs more than was noted, or refuses what it is shown.
+    """
+    shown = observed.narrowed(policy.scorer.needs).prompt(0, policy.granularity)
+    return [retention for retention, _ in retain_each(policy, budgets, shown)]
+
+
+def cropped(retention: Retention, tokens: int) -> Retention:
+    """The same without the last tokens seen, kept or not, as `RetainedCache.crop` leaves it."""
+    if not tokens:
+        return retention
+    seen = retention.seen - tokens
+    stays = retention.positions < seen
+    before = np.concatenate([[0], np.cumsum(stays)]).astype(np.int64)
+    return Retention(retention.positions[stays], before[retention.offsets], seen, retention.granularity)
+
+
+def _alike(methods: Mapping[Key, Method], decided: Mapping[Key, Decision], size: int) -> Iterator[list[Key]]:
+    """Cells whose caches have one shape, so that none is padded; at most so many, and one that decides in steps."""
+
+    def shape(key: Key) -> tuple[bool, str, int, int]:
+        (kept,) = decided[key].retentions
+        lengths = np.diff(kept.offsets)
+        return _steps(methods[key]), kept.granularity.value, int(lengths.min()), int(lengths.max())
+
+    for (steps, *_), group in groupby(sorted(methods, key=shape), shape):
+        keys, most = list(group), 1 if steps else size
+        yield from (keys[first : first + most] for first in range(0, len(keys), most))
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """A prompt that was read, and what comes behind it."""
+
+    subject: Subject
+    placement: Placement
+    cache: RetainedCache
+    """The full one, less what is dropped."""
+    logits: Tensor
+    """Of the prompt's last column, (1, vocabulary)."""
     max_new_tokens: int
-    stop_ids: frozenset[int]
-    cache: RetainedCache = field(init=False)
 
-    def read(self, run: Session) -> Tensor:
-        """Read the prompts; the logits (rows, 1, vocabulary) of what comes next."""
-        logits = self.model(input_ids=self._ids(one.prompt_ids for one in self.placements), use_cache=True).logits
-        self.cache = cast(RetainedCache, run.cache)
-        return cast(Tensor, logits[:, -1:])
+    def side_by_side(self, kept: Sequence[Retention]) -> list[Answer]:
+        """Each on its compacted cache; what is fed is read in one forward."""
+        fed, left = self.placement.fed_ids, [cropped(one, self.placement.dropped_slots) for one in kept]
+        cache = compact(side_by_side(self.cache, len(kept)), Decision(tuple(left)))
+        said = self._said(onward(self.subject.model, cache), [fed] if fed else [], len(kept))
+        found = []
+        for tokens, one, stays in zip(said, kept, left, strict=True):
+            read = len(stays.positions) / stays.groups + len(fed)
+            # A forward of what is fed, if anything is, and one of each token said but the last.
+            found.append(self._answer(tokens, one, [read + step for step in range(0 if fed else 1, len(tokens))]))
+        return found
 
-    def answered(self, logits: Tensor, at_once: int, run: Session | None = None) -> list[Answer]:
-        """Feed what is left of the placements, so many tokens at once; then decode until every row has stopped.
+    def in_steps(self, method: Method, decision: Decision) -> Answer:
+        """One cell whose cache is decided about behind every token."""
+        cache, stored = compact(self.cache, decision), list[float]()
+
+        def step(ids: Tensor) -> Tensor:
+            logits: Tensor = self.subject.model(input_ids=ids, past_key_values=cache).logits
+            stored.append(cache.mean_length)
+            return logits[:, -1]
+
+        with Session(method, self.subject.model):
+            (said,) = self._said(step, [(token,) for token in self.placement.fed_ids])
+        return self._answer(said, decision.retentions[0], stored)
+
+    def _said(self, forward: Onward, fed: Iterable[Sequence[int]], rows: int = 1) -> list[list[int]]:
+        logits = self.logits.expand(rows, -1)
+        for piece in fed:
+            logits = forward(torch.tensor([piece] * rows, device=logits.device))
+        return generated(forward, logits, self.subject.stop_ids, self.max_new_tokens)
+
+    def _answer(self, said: list[int], kept: Retention, stored: Sequence[float]) -> Answer:
+        slots = len(kept.positions) / kept.groups
+        mean = sum(stored) / len(stored) if stored else slots
+        return Answer(said, ceil(slots), mean, max([len(self.placement.prompt_ids), *map(ceil, stored)]))
+
+
+def onward(model: PreTrainedModel, cache: RetainedCache) -> Onward:
+    """How a model reads on behind a cache, and decides nothing."""
+
+    def forward(ids: Tensor) -> Tensor:
+        logits = read(model, cache, ids).logits
+        assert logits is not None
+        return logits[:, -1]
+
+    return forward
+
+
+@torch.no_grad()
+def generated(forward: Onward, logits: Tensor, stop_ids: frozenset[int], max_new_tokens: int) -> list[list[int]]:
+    """What each row says greedily, its stop id included, from the logits (rows, vocabulary) of what is next.
+
+    Rows that have stopped are fed on beside the others.
+    """
+    said: list[list[int]] = [[] for _ in logits]
+    while True:
+        tokens = logits.argmax(dim=-1)
+        for own, token in zip(said, tokens.tolist(), strict=True):
+            if not own or own[-1] not in stop_ids:
+                own.append(token)
+        if all(own[-1] in stop_ids or len(own) == max_new_tokens for own in said):
+            return said
+        logits = forward(tokens[:, None])
+
+
+@dataclass(frozen=True)
+class Run:
+    """Samples under way. What their cells say goes to a file, and what is there already is not asked again.
+
+    Attributes:
+        subject: the model.
+        path: of the file: a row a sample, added once all its cells have answered.
+        about: what the rows of this run share, beside the task, the model, its backend and the specification.
+        placement: by name.
+        batch_size: as of `answers`.
+        progress: told of each cell of each sample.
+    """
+
+    subject: Subject
+    path: Path
+    about: Mapping[str, int]
+    placement: str
+    batch_size: int
+    progress: Callable[[str], None]
+
+    def task(self, task: str, samples: int, asked: Callable[[int], Iterable[Asked]]) -> list[dict[Key, Row]]:
+        """The cells of each sample of a task, one after the other.
 
         Args:
-            logits: of the prompts.
-            at_once: tokens of a forward.
-            run: decides nothing about what is fed.
+            task: its name.
+            samples: how many.
+            asked: what is asked as sample number so and so.
+
+        Raises:
+            SpecError: as `answers`.
         """
-        kept, stored = [ceil(length) for length in self._lengths()], list[list[float]]()
-        if self.placements[0].dropped_slots:
-            self.cache.crop(-self.placements[0].dropped_slots)
-        with nullcontext() if run is None else run.reading():
-            for first in range(0, len(self.placements[0].fed_ids), at_once or 1):
-                fed = self._ids(one.fed_ids[first : first + at_once] for one in self.placements)
-                logits = self._forward(fed, stored)
-        forwards = len(stored)
-        said = self._said(logits, stored)
-        return [self._answer(row, said[row], kept[row], stored, forwards) for row in range(len(said))]
+        identity = {
+            "task": task, **self.about, "placement": self.placement, "model": self.subject.name,
+            "backend": self.subject.backend, "spec_version": SPEC_VERSION,
+        }
+        stored: dict[int, dict[Key, Row]] = {}
+        for row in load_rows(self.path):
+            if all(row.get(name) == value for name, value in identity.items()):
+                own = stored.setdefault(row["index"], {})
+                own |= {Key(*(cell[name] for name in Key._fields)): cell for cell in row["cells"]}
+        return [
+            self._sample({**identity, "index": index}, stored.get(index, {}), asked(index)) for index in range(samples)
+        ]
 
-    def _said(self, logits: Tensor, stored: list[list[float]]) -> list[list[int]]:
-        """What each row says, up to its own stop; a row that has stopped is fed on beside the others."""
-        said: list[list[int]] = [[] for _ in self.placements]
-        going = [True] * len(said)
-        for _ in range(self.max_new_tokens):
-            tokens = logits[:, -1].argmax(dim=-1).tolist()
-            for row, token in enumerate(tokens):
-                if going[row]:
-                    said[row].append(token)
-                    going[row] = token not in self.stop_ids
-            if not any(going):
-                break
-            logits = self._forward(self._ids([token] for token in tokens), stored)
-        return said
-
-    def _answer(self, row: int, said: list[int], kept: int, stored: list[list[float]], forwards: int) -> Answer:
-        """A row's own, from the forwards that its own answer took: none follows its stop."""
-        steps = len(said) - (said[-1] in self.stop_ids)
-        own = [lengths[row] for lengths in stored[: forwards + steps]]
-        return Answer(said, kept, sum(own) / len(own), max(len(self.placements[row].prompt_ids), *map(ceil, own)))
-
-    def _forward(self, ids: Tensor, stored: list[list[float]]) -> Tensor:
-        logits = self.model(input_ids=ids, past_key_values=self.cache).logits
-        stored.append(self._lengths())
-        return cast(Tensor, logits)
-
-    def _lengths(self) -> list[float]:
-        """Slots in use of a layer and KV head of each row, on average."""
-        if len(self.placements) == 1:
-            return [self.cache.mean_length]
-        by_layer = [_row_lengths(layer, len(self.placements)) for layer in self.cache.full_layers]
-        return [sum(lengths) / len(by_layer) for lengths in zip(*by_layer, strict=True)]
-
-    def _ids(self, rows: Iterable[Sequence[int]]) -> Tensor:
-        return torch.tensor([list(row) for row in rows], device=self.model.device)
-
-
-def _row_lengths(layer: RetainedLayer, rows: int) -> list[float]:
-    if isinstance(layer, RaggedLayer):
-        lengths, heads = layer.layout.lengths, layer.heads
-        return [sum(lengths[first : first + heads]) / heads for first in range(0, rows * heads, heads)]
-    positions = layer.stored_positions()
-    counts = (positions != EMPTY).sum(dim=1).tolist()
-    return [float(count) for count in (counts * rows if len(counts) == 1 else counts)]
+    def _sample(self, identity: Row, stored: Mapping[Key, Row], asked: Iterable[Asked]) -> dict[Key, Row]:
+        found = {}
+        for sample, methods in asked:
+            for key in methods.keys() & stored:
+                self.progress(f"{key.policy} (stored)")
+            left = {key: method for key, method in methods.items() if key not in stored}
+            placement = place(sample, self.placement)
+            for key, given in answers(self.subject, placement, left, sample.max_new_tokens, self.batch_size):
+                right = score(self.subject.tokenizer, given.token_ids, sample)
+                found[key] = {**key._asdict(), "right": right, **asdict(given)}
+                self.progress(f"{key.policy}, {sample.task}")
+        if found:
+            append_row(self.path, {**identity, "cells": list(found.values())})
+        return {**stored, **found}

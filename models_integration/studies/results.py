@@ -4,15 +4,16 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from spec.errors import SpecError
 
-__all__ = ["Row", "append_row", "find_row", "load_rows"]
+__all__ = ["Row", "append_row", "find_row", "load_rows", "taken_up"]
 
 Row = dict[str, Any]
+Cell = TypeVar("Cell")
 
 
 def load_rows(path: Path) -> list[Row]:
@@ -57,6 +58,29 @@ def find_row(rows: Sequence[Row], identity: Mapping[str, object]) -> Row | None:
         if all(row.get(key) == value for key, value in identity.items()):
             return row
     return None
+
+
+def taken_up(
+    path: Path, identities: Mapping[Cell, Mapping[str, object]], stored: Callable[[Cell], None],
+    made: Callable[[Sequence[Cell]], Sequence[Row]],
+) -> Iterator[Row]:
+    """The row of each cell: those that are there, and those of the others, once they are made and added.
+
+    Args:
+        path: of the results file.
+        identities: of the cells' rows.
+        stored: is told of each cell whose row is there.
+        made: gives the rows of those cells that have none, in their order.
+    """
+    known = load_rows(path)
+    rows = {cell: find_row(known, identity) for cell, identity in identities.items()}
+    missing = [cell for cell, row in rows.items() if row is None]
+    for cell in (cell for cell in rows if cell not in missing):
+        stored(cell)
+    for cell, row in zip(missing, made(missing) if missing else [], strict=True):
+        append_row(path, row)
+        rows[cell] = row
+    yield from (row for row in rows.values() if row is not None)
 
 
 def _lock(file: BinaryIO, alone: bool) -> None:

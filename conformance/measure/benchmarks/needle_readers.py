@@ -4,15 +4,15 @@ Prints two tables: the attention on the needle's tokens of the question's querie
 policies answer when the answer's opening, whose last query reads the value, stands in the prompt.
 """
 
+from collections import Counter
 from collections.abc import Iterator
-from typing import cast
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from models_integration import FullCache, Published
-from models_integration.pocket import load_pocket
-from models_integration.studies.answers import answer
+from models_integration import FullCache
+from models_integration.studies.answers import Key, answers
+from models_integration.studies.subject import Loading, Subject
 from models_integration.tasks import MAX_NEW_TOKENS, Placement, Sample, draw_sample, place, score
 
 __all__ = ["answers_of", "main", "masses", "opened"]
@@ -32,36 +32,33 @@ def opened(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Placement:
 
 
 @torch.no_grad()
-def masses(model: PreTrainedModel, sample: Sample, stop_ids: frozenset[int]) -> tuple[list[float], list[float]]:
+def masses(subject: Subject, sample: Sample) -> tuple[list[float], list[float]]:
     """Per layer the largest attention that a head's query gives to the needle: of the question's, of the answer's."""
-    placement = place(sample, "in_prompt")
-    given = answer(model, FullCache(), placement, MAX_NEW_TOKENS, stop_ids).token_ids
+    model, placement = subject.model, place(sample, "in_prompt")
+    ((_, given),) = answers(subject, placement, {Key("fullcache", 0): FullCache().on(model)}, MAX_NEW_TOKENS)
     model.set_attn_implementation("eager")
-    ids = torch.tensor([[*placement.prompt_ids, *given]])
+    ids = torch.tensor([[*placement.prompt_ids, *given.token_ids]])
     layers = model(input_ids=ids, output_attentions=True).attentions
     model.set_attn_implementation("sdpa")
     n, asked = len(placement.prompt_ids), len(sample.question_ids)
     on_needle = [A[0, :, :, slice(*sample.needle)].sum(dim=-1) for A in layers]
     question = [float(A[:, n - asked : n].max()) for A in on_needle]
-    return question, [float(A[:, n : n + len(given) - 1].max()) for A in on_needle]
+    return question, [float(A[:, n : n + len(given.token_ids) - 1].max()) for A in on_needle]
 
 
-def answers_of(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, samples: int, stop_ids: frozenset[int],
-) -> int:
-    """Samples that a policy answers with the opening in its prompt, at B tokens."""
-    right = 0
+def answers_of(subject: Subject, samples: int) -> Counter[str]:
+    """Samples that each policy answers with the opening in its prompt, at B tokens."""
+    right, asked = Counter[str](), {Key(name, B): subject.policy(name, B).on(subject.model) for name in POLICIES}
     for index in range(samples):
-        sample = draw_sample("needle", tokenizer, LENGTH, index, SEED)
-        found = answer(model, Published(name, B), opened(sample, tokenizer), MAX_NEW_TOKENS, stop_ids)
-        right += score(tokenizer, found.token_ids, sample) == 1
+        sample = draw_sample("needle", subject.tokenizer, LENGTH, index, SEED)
+        for key, given in answers(subject, opened(sample, subject.tokenizer), asked, MAX_NEW_TOKENS):
+            right[key.policy] += score(subject.tokenizer, given.token_ids, sample) == 1
     return right
 
 
 def lines() -> Iterator[str]:
-    model, tokenizer = load_pocket()
-    stop = frozenset([cast(int, model.generation_config.eos_token_id)])
-    found = [masses(model, draw_sample("needle", tokenizer, LENGTH, at, SEED), stop) for at in range(SAMPLES)]
+    subject = Loading().subject()
+    found = [masses(subject, draw_sample("needle", subject.tokenizer, LENGTH, at, SEED)) for at in range(SAMPLES)]
     yield "| layer | question's queries | answer's queries |"
     yield "| --- | --- | --- |"
     for layer in range(len(found[0][0])):
@@ -70,8 +67,9 @@ def lines() -> Iterator[str]:
     yield ""
     yield f"| policy | right of {SAMPLES}, the answer's opening in the prompt, B = {B} |"
     yield "| --- | --- |"
+    right = answers_of(subject, SAMPLES)
     for name in POLICIES:
-        yield f"| {name} | {answers_of(model, tokenizer, name, SAMPLES, stop)} |"
+        yield f"| {name} | {right[name]} |"
 
 
 def _range(values: list[float]) -> str:

@@ -1,26 +1,19 @@
-"""What is compared: a plan and its cells, each of which is run once; its result is stored as soon as it is there."""
+"""What is compared: a plan and its cells, each of which is run once, and its result stored."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 
 from models_integration.policies.methods import CustomPolicy, RetentionPolicy, StreamingLLM, constants_of
-from models_integration.studies.answers import Answer, answer, answer_all
+from models_integration.session.method import Method
+from models_integration.studies.answers import SAMPLES, Asked, Key, Run
 from models_integration.studies.compare.rules import CONTROL_BOUNDS, only_needle, without_needle
-from models_integration.studies.results import Row, append_row, find_row, load_rows
+from models_integration.studies.results import Row, find_row, load_rows, taken_up
 from models_integration.studies.subject import Subject
-from models_integration.tasks import (
-    MAX_NEW_TOKENS,
-    PLACEMENTS,
-    TASKS,
-    Sample,
-    TaskTokenizer,
-    draw_sample,
-    needle_sample,
-    place,
-    score,
-)
+from models_integration.tasks import PLACEMENTS, TASKS, Sample, draw_sample, needle_sample
+from models_integration.tasks.samples import NEEDLE
 from reference.crystalcache.protection import effective_budget
 from reference.policies.names import NAMES
 from spec import SPEC_VERSION
@@ -30,10 +23,12 @@ from spec.parameters import PAPER
 from spec.tables import result_table
 from spec.validate import check_choices
 
-__all__ = ["FULL", "Cell", "Plan", "cells", "run_cell", "run_plan", "stored_cells"]
+__all__ = ["FULL", "Cell", "Plan", "cells", "run_cells", "run_plan", "stored_cells"]
 
 FULL = "fullcache"
 """The policy that needs no budget."""
+_CONTROL_DEPTHS = {"window holds needle": 1.0, "window misses needle": 0.25}
+"""Of the controls that need a sample of their own."""
 
 
 @dataclass(frozen=True)
@@ -108,17 +103,20 @@ def _cell(plan: Plan, task: str, policy: str, requested: str, B: int, *, control
 def run_plan(
     subject: Subject, plan: Plan, path: Path, progress: Callable[[str], None], batch_size: int = 1,
 ) -> Iterator[Row]:
-    """Each cell's row, from the results file where it is there already; `progress` is told of every sample."""
-    for cell in cells(plan):
-        row = find_row(load_rows(path), _identity(subject, cell))
-        if row is None:
-            row = run_cell(subject, cell, progress, batch_size)
-            result_table([row])
-            append_row(path, row)
-        else:
-            for _ in range(cell.n):
-                progress(f"{cell.policy} (stored)")
-        yield row
+    """Each cell's row, from the results file where it is there already; `progress` is told of every sample.
+
+    Beside that file, `SAMPLES` has a row for each sample: a run that was stopped goes on behind the last of them.
+    """
+    about = {"length": plan.length, "seed": plan.seed}
+    run = Run(subject, path.with_name(SAMPLES), about, plan.placement, batch_size, progress)
+
+    def stored(cell: Cell) -> None:
+        for _ in range(cell.n):
+            progress(f"{cell.policy} (stored)")
+
+    for task in plan.tasks:
+        identities = {cell: _identity(subject, cell) for cell in cells(plan) if cell.task == task}
+        yield from taken_up(path, identities, stored, partial(run_cells, run))
 
 
 def stored_cells(subject: Subject, plan: Plan, path: Path) -> int:
@@ -127,35 +125,40 @@ def stored_cells(subject: Subject, plan: Plan, path: Path) -> int:
     return sum(find_row(rows, _identity(subject, cell)) is not None for cell in cells(plan))
 
 
-def run_cell(subject: Subject, cell: Cell, progress: Callable[[str], None], batch_size: int = 1) -> Row:
-    """All samples of one cell, so many at once; a control's one at a time, as each has a policy of its own."""
-    samples, answers = _samples(subject, cell), list[Answer]()
-    placements = [place(sample, cell.placement) for sample in samples]
-    model, stop, done = subject.model, subject.stop_ids, f"{cell.policy}, {cell.task}"
-    if cell.control:
-        for sample, placement in zip(samples, placements, strict=True):
-            answers.append(answer(model, _control_method(cell, sample), placement, MAX_NEW_TOKENS, stop))
-            progress(done)
-    else:
-        policy = subject.policy(cell.policy, cell.budget)
-        answers = answer_all(model, policy, placements, MAX_NEW_TOKENS, stop, batch_size, lambda: progress(done))
-    right = [score(subject.tokenizer, given.token_ids, sample) for given, sample in zip(answers, samples, strict=True)]
-    correct = sum(right)
+def run_cells(run: Run, wanted: Sequence[Cell]) -> list[Row]:
+    """All samples of one task's cells, at least one; each prompt is read once for all that share it."""
+    subject, task, n = run.subject, wanted[0].task, wanted[0].n
+    keys = {cell: Key(str(_identity(subject, cell)["policy"]), cell.budget) for cell in wanted}
+    methods = {
+        cell: subject.policy(cell.policy, cell.budget).on(subject.model) for cell in wanted if not cell.control
+    }
+
+    def asked(index: int) -> Iterable[Asked]:
+        found: dict[float | None, tuple[Sample, dict[Key, Method]]] = {}
+        for cell in wanted:
+            depth = _CONTROL_DEPTHS.get(cell.policy) if task == NEEDLE else None
+            if depth not in found:
+                found[depth] = _sample(subject, cell, index, depth), {}
+            sample, own = found[depth]
+            own[keys[cell]] = methods[cell] if cell in methods else _control(cell, sample).on(subject.model)
+        return found.values()
+
+    said = run.task(task, n, asked)
+    rows = [_row(subject, cell, [each[key] for each in said]) for cell, key in keys.items()]
+    result_table(rows)
+    return rows
+
+
+def _row(subject: Subject, cell: Cell, said: Sequence[Row]) -> Row:
+    correct = sum(each["right"] for each in said)
     return {
         **_identity(subject, cell),
         "correct": correct,
         "accuracy": correct / cell.n,
-        "mean_cache": sum(given.mean_cache for given in answers) / len(answers),
-        "peak_cache": max(given.peak_cache for given in answers),
-        "over_budget": max(0, *(given.kept - cell.budget for given in answers)),
+        "mean_cache": sum(each["mean_cache"] for each in said) / cell.n,
+        "peak_cache": max(each["peak_cache"] for each in said),
+        "over_budget": max(0, *(each["kept"] - cell.budget for each in said)),
     }
-
-
-def _samples(subject: Subject, cell: Cell) -> list[Sample]:
-    tokenizer, indices = subject.tokenizer, range(cell.n)
-    if cell.control:
-        return [_control_sample(tokenizer, cell, index) for index in indices]
-    return [draw_sample(cell.task, tokenizer, cell.length, index, cell.seed) for index in indices]
 
 
 def _identity(subject: Subject, cell: Cell) -> dict[str, str | int | bool]:
@@ -166,17 +169,16 @@ def _identity(subject: Subject, cell: Cell) -> dict[str, str | int | bool]:
     return identity
 
 
-def _control_sample(tokenizer: TaskTokenizer, cell: Cell, index: int) -> Sample:
-    """A control's sample; those of a window put the needle inside it or outside."""
-    if cell.policy.startswith("window") and cell.task == "needle":
-        depth = 1.0 if cell.policy == "window holds needle" else 0.25
-        return needle_sample(tokenizer, cell.length, depth, (cell.seed, cell.length, index))
-    return draw_sample(cell.task, tokenizer, cell.length, index, cell.seed)
+def _sample(subject: Subject, cell: Cell, index: int, depth: float | None) -> Sample:
+    """The sample of all cells; or that of a control, which has its needle at a depth of its own."""
+    if depth is None:
+        return draw_sample(cell.task, subject.tokenizer, cell.length, index, cell.seed)
+    return needle_sample(subject.tokenizer, cell.length, depth, (cell.seed, cell.length, index))
 
 
-def _control_method(cell: Cell, sample: Sample) -> RetentionPolicy:
+def _control(cell: Cell, sample: Sample) -> RetentionPolicy:
     """What a control keeps of a sample."""
-    if cell.policy.startswith("window"):
+    if cell.policy in _CONTROL_DEPTHS:
         return StreamingLLM(cell.budget)
     keep = without_needle if cell.policy == "without needle" else only_needle
     return CustomPolicy(keep(*sample.needle), cell.budget)

@@ -9,11 +9,11 @@ import torch
 
 from models_integration.session.segment import ObservedSegment
 from models_integration.session.verbs import observe
+from models_integration.studies.answers import cropped, retentions
 from models_integration.studies.subject import Subject
 from models_integration.tasks import Placement, Sample
 from reference.policies.budgets import even
 from reference.policies.protections import SinkAndRecent, protecting
-from reference.policies.retain import retain_each
 from reference.policies.selectors import top_units
 from spec.arrays import BoolVector
 from spec.budget import parse_budget
@@ -21,7 +21,7 @@ from spec.parameters import PAPER
 from spec.policy import Needs, Observation, Policy, Scores
 from spec.retention import Granularity, Retention
 
-__all__ = ["BLIND", "CONTROLS", "EVIDENCE", "FULL", "RANDOM", "Prompt", "cropped", "random_policy", "read_prompt"]
+__all__ = ["BLIND", "CONTROLS", "EVIDENCE", "FULL", "RANDOM", "Prompt", "random_policy", "read_prompt"]
 
 FULL, BLIND, RANDOM, EVIDENCE = "fullcache", "blind", "random", "evidence"
 CONTROLS = (FULL, BLIND, RANDOM, EVIDENCE)
@@ -73,7 +73,7 @@ class Prompt:
         """What is kept, the control that keeps this sample's evidence among it."""
         positions = [position for start, stop in sample.evidence for position in range(start, stop)]
         policy = protecting(random_policy(_seed(self.placement)), positions)
-        return {**self.kept, EVIDENCE: _retentions(policy, budgets, self.observed, self.placement)}
+        return {**self.kept, EVIDENCE: _kept(policy, budgets, self.observed, self.placement)}
 
 
 def read_prompt(
@@ -89,29 +89,18 @@ def read_prompt(
     seconds, kept = {"prefill": time.perf_counter() - start}, {}
     for name, policy in {**policies, RANDOM: random_policy(_seed(placement))}.items():
         start = time.perf_counter()
-        kept[name] = _retentions(policy, budgets, observed, placement)
+        kept[name] = _kept(policy, budgets, observed, placement)
         seconds[name] = time.perf_counter() - start
     if placement.dropped_slots:
         observed.cache.crop(-placement.dropped_slots)
     return Prompt(placement, observed, kept, seconds)
 
 
-def _retentions(
+def _kept(
     policy: Policy, budgets: Sequence[str], observed: ObservedSegment, placement: Placement,
 ) -> list[Retention]:
-    shown = observed.narrowed(policy.scorer.needs).prompt(0, policy.granularity)
-    each = retain_each(policy, [parse_budget(budget) for budget in budgets], shown)
-    return [cropped(retention, placement.dropped_slots) for retention, _ in each]
-
-
-def cropped(retention: Retention, tokens: int) -> Retention:
-    """The same without the last tokens seen, kept or not, as `RetainedCache.crop` leaves it."""
-    if not tokens:
-        return retention
-    seen = retention.seen - tokens
-    stays = retention.positions < seen
-    before = np.concatenate([[0], np.cumsum(stays)]).astype(np.int64)
-    return Retention(retention.positions[stays], before[retention.offsets], seen, retention.granularity)
+    each = retentions(policy, [parse_budget(budget) for budget in budgets], observed)
+    return [cropped(retention, placement.dropped_slots) for retention in each]
 
 
 def _seed(placement: Placement) -> int:

@@ -15,6 +15,7 @@ from models_integration.cache.continuation import Decision
 from models_integration.cache.retained_cache import RetainedCache, side_by_side
 from models_integration.session.segment import ObservedSegment
 from models_integration.session.verbs import NOTHING, compact, read
+from models_integration.studies.answers import generated, onward
 from models_integration.studies.evidence.kept import BLIND, FULL, Prompt
 from models_integration.studies.results import Row
 from models_integration.studies.subject import Subject
@@ -24,7 +25,7 @@ from spec.arrays import BoolVector, Float64, Int64, IntVector, Matrix
 from spec.policy import LayerView, Needs
 from spec.retention import Retention
 
-__all__ = ["Said", "answer_attention", "evidence_kept", "generated", "lost_attention", "measure", "said"]
+__all__ = ["Said", "answer_attention", "evidence_kept", "lost_attention", "measure", "said"]
 
 _SINGLE = (FIRST_NUMBER, CONTAINS)
 """Metrics of one answer, which is greedily right where it is the most likely token by token."""
@@ -156,7 +157,8 @@ class _Reader:
         elif self._sample.metric not in _SINGLE:
             shown.cache.crop(1 - len(self._gold))
             first = torch.stack([row.logits[0] for row in each])
-            answers = generated(self._subject, shown.cache, first, self._sample.max_new_tokens)
+            forward, stop = onward(self._subject.model, shown.cache), self._subject.stop_ids
+            answers = generated(forward, first, stop, self._sample.max_new_tokens)
             right = [score(self._subject.tokenizer, ids, self._sample) for ids in answers]
         return [self._row(*cell, row, judged) for cell, row, judged in zip(cells, each, right, strict=True)]
 
@@ -180,27 +182,6 @@ class _Reader:
 def _short(counts: IntVector) -> int | list[int]:
     """Counts of kept sets; one number where all agree."""
     return int(counts[0]) if (counts == counts[0]).all() else counts.tolist()
-
-
-@torch.no_grad()
-def generated(
-    subject: Subject, cache: RetainedCache, logits: Tensor, max_new_tokens: int,
-) -> list[list[int]]:
-    """What each row of a cache says greedily, its stop id included, from the logits (rows, vocabulary) of what is next.
-
-    Nothing is decided meanwhile; the cache grows.
-    """
-    answers: list[list[int]] = [[] for _ in logits]
-    while True:
-        tokens = logits.argmax(dim=-1).tolist()
-        for answer, token in zip(answers, tokens, strict=True):
-            if not answer or answer[-1] not in subject.stop_ids:
-                answer.append(token)
-        if all(answer[-1] in subject.stop_ids or len(answer) == max_new_tokens for answer in answers):
-            return answers
-        shown = read(subject.model, cache, torch.tensor(tokens, device=logits.device)[:, None])
-        assert shown.logits is not None
-        logits = shown.logits[:, -1]
 
 
 def evidence_kept(kept: Retention, evidence: BoolVector) -> Int64[IntVector, " groups"]:

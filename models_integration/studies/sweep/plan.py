@@ -1,14 +1,16 @@
 """What is swept, grids of CrystalCache's parameters, each varied alone; every variant is run on the same samples."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from models_integration.policies.methods import CrystalCache
-from models_integration.studies.answers import answer_all
-from models_integration.studies.results import Row, append_row, find_row, load_rows
+from models_integration.session.method import Method
+from models_integration.studies.answers import SAMPLES, Asked, Key, Run
+from models_integration.studies.results import Row, taken_up
 from models_integration.studies.subject import Subject
-from models_integration.tasks import MAX_NEW_TOKENS, TASKS, draw_sample, place, score
+from models_integration.tasks import TASKS, draw_sample
 from reference.crystalcache.protection import effective_budget
 from reference.statistics import wilson
 from spec import SPEC_VERSION
@@ -17,7 +19,7 @@ from spec.errors import SpecError
 from spec.parameters import ESSAY, PAPER, CrystalCacheParameters
 from spec.validate import check_choices
 
-__all__ = ["BASE", "GRIDS", "Plan", "run_plan", "run_variant"]
+__all__ = ["BASE", "GRIDS", "Plan", "run_plan", "run_variants"]
 
 BASE = "PAPER"
 
@@ -82,36 +84,42 @@ class Plan:
 def run_plan(
     subject: Subject, plan: Plan, path: Path, progress: Callable[[str], None], batch_size: int = 1,
 ) -> Iterator[Row]:
-    """Each variant on each task, from the results file where it is there already, and stored there where it is not."""
-    for variant in GRIDS[plan.grid]:
-        for task in plan.tasks:
-            row = find_row(load_rows(path), plan.identity(variant, task, subject))
-            if row is None:
-                row = run_variant(subject, plan, variant, task, progress, batch_size)
-                append_row(path, row)
-            else:
-                for _ in range(plan.samples):
-                    progress(f"{variant} (stored)")
-            yield row
+    """Each variant on each task, from the results file where it is there already, and stored there where it is not.
+
+    Beside that file, `SAMPLES` has a row for each sample, as in a comparison.
+    """
+    about = {"length": plan.length, "seed": plan.seed}
+    run = Run(subject, path.with_name(SAMPLES), about, "after", batch_size, progress)
+
+    def stored(variant: str) -> None:
+        for _ in range(plan.samples):
+            progress(f"{variant} (stored)")
+
+    for task in plan.tasks:
+        identities = {variant: plan.identity(variant, task, subject) for variant in GRIDS[plan.grid]}
+        yield from taken_up(path, identities, stored, partial(run_variants, run, plan, task))
 
 
-def run_variant(
-    subject: Subject, plan: Plan, variant: str, task: str, progress: Callable[[str], None], batch_size: int = 1,
-) -> Row:
-    """All samples of one variant; `outcomes` says which were right, for comparisons sample by sample."""
-    method = CrystalCache(
-        plan.tokens, sentence_ends=subject.sentence_ends, parameters=GRIDS[plan.grid][variant], backend=subject.backend
-    )
-    samples = [draw_sample(task, subject.tokenizer, plan.length, index, plan.seed) for index in range(plan.samples)]
-    answers = answer_all(
-        subject.model, method, [place(sample, "after") for sample in samples], MAX_NEW_TOKENS, subject.stop_ids,
-        batch_size, lambda: progress(f"{variant}, {task}"),
-    )
-    tokenizer = subject.tokenizer
-    outcomes = [int(score(tokenizer, one.token_ids, sample)) for one, sample in zip(answers, samples, strict=True)]
-    stored, most = sum(one.mean_cache for one in answers), max(one.kept for one in answers)
+def run_variants(run: Run, plan: Plan, task: str, variants: Sequence[str]) -> list[Row]:
+    """All samples of variants; `outcomes` says which were right, for comparisons sample by sample."""
+    subject, methods = run.subject, dict[Key, Method]()
+    for variant in variants:
+        parameters = GRIDS[plan.grid][variant]
+        policy = CrystalCache(plan.tokens, subject.sentence_ends, parameters, subject.backend)
+        methods[Key(variant, plan.tokens, repr(parameters))] = policy.on(subject.model)
+
+    def asked(index: int) -> list[Asked]:
+        return [(draw_sample(task, subject.tokenizer, plan.length, index, plan.seed), methods)]
+
+    said = run.task(task, plan.samples, asked)
+    return [_row(subject, plan, task, key.policy, [each[key] for each in said]) for key in methods]
+
+
+def _row(subject: Subject, plan: Plan, task: str, variant: str, said: Sequence[Row]) -> Row:
+    outcomes = [int(each["right"]) for each in said]
     low, high = wilson(sum(outcomes), plan.samples)
     return {
         **plan.identity(variant, task, subject), "correct": sum(outcomes), "accuracy": sum(outcomes) / plan.samples,
-        "low": low, "high": high, "mean_cache": stored / plan.samples, "most_kept": most, "outcomes": outcomes,
+        "low": low, "high": high, "mean_cache": sum(each["mean_cache"] for each in said) / plan.samples,
+        "most_kept": max(each["kept"] for each in said), "outcomes": outcomes,
     }

@@ -119,7 +119,7 @@ def test_files_that_cannot_be_written_are_refused_first(
 @pytest.mark.law("figures-are-counted-right")
 def test_controls_that_fail_are_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is printed and written all the same."""
-    monkeypatch.setattr("models_integration.studies.compare.plan.score", lambda *given: True)
+    monkeypatch.setattr("models_integration.studies.answers.score", lambda *given: True)
     result = CliRunner().invoke(app, ["compare", *SHORT, "--policies", "fullcache", "--out", str(tmp_path)])
     assert result.exit_code == 1, result.output
     assert "controls FAIL: without needle (Needle)" in " ".join(result.output.split())

@@ -16,12 +16,14 @@ pytest.importorskip("transformers", reason="the comparison drives transformers m
 
 from matplotlib.figure import Figure
 from rich.console import Console
+from torch import Tensor
+from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
-from models_integration import CrystalCache, FullCache, StreamingLLM
+from models_integration import CrystalCache, FullCache, ObservedSegment, RetentionPolicy, StreamingLLM, observe
 from models_integration.cli.app import app
-from models_integration.studies.answers import answer, batches
-from models_integration.studies.compare.plan import Cell, Plan, cells, run_cell, run_plan
+from models_integration.studies.answers import SAMPLES, Answer, Key, answers
+from models_integration.studies.compare.plan import Cell, Plan, cells, run_plan
 from models_integration.studies.compare.report import (
     comparison_tables,
     control_table,
@@ -32,7 +34,7 @@ from models_integration.studies.compare.report import (
 from models_integration.studies.compare.rules import CONTROL_BOUNDS, verdict
 from models_integration.studies.results import find_row, load_rows
 from models_integration.studies.subject import Loading, Subject
-from models_integration.tasks import draw_sample, place, score
+from models_integration.tasks import Sample, draw_sample, place, score
 from reference.statistics import wilson
 from spec.errors import SpecError
 from spec.tables import result_table
@@ -45,6 +47,16 @@ SMALL = Plan(budgets=("0.9",), tasks=("needle",), length=200, samples=2)
 @pytest.fixture(scope="module")
 def subject() -> Subject:
     return Loading("pocket", "numpy").subject()
+
+
+def given_by(
+    subject: Subject, policy: RetentionPolicy, sample: Sample, placement: str, most: int = 50, stop: bool = True,
+) -> Answer:
+    """What one policy's cell says."""
+    stopping = subject if stop else replace(subject, stop_ids=frozenset())
+    asked = {Key("its name", 1): policy.on(subject.model)}
+    ((_, given),) = answers(stopping, place(sample, placement), asked, most)
+    return given
 
 
 def silent(what: str) -> None:
@@ -103,6 +115,10 @@ def test_a_second_run_skips_what_is_stored(subject: Subject, tmp_path: Path) -> 
     wider = replace(SMALL, samples=3)
     assert len(rows_of(subject, wider, path)) == len(first)
     assert len(load_rows(path)) == 2 * len(first)
+    rows_of(subject, replace(SMALL, policies=("snapkv", "fullcache")), path)
+    samples = load_rows(path.with_name(SAMPLES))
+    assert [row["index"] for row in samples] == [0, 1, 2, 0, 1]
+    assert [cell["policy"] for row in samples[3:] for cell in row["cells"]] == ["snapkv"] * 2
 
 
 def test_rows_pass_the_result_table(subject: Subject, tmp_path: Path) -> None:
@@ -112,10 +128,9 @@ def test_rows_pass_the_result_table(subject: Subject, tmp_path: Path) -> None:
         assert row["mean_cache"] <= row["peak_cache"]  # type: ignore[operator]
 
 
-def test_controls_hold_on_the_pocket_model(subject: Subject) -> None:
+def test_controls_hold_on_the_pocket_model(subject: Subject, tmp_path: Path) -> None:
     plan = Plan(policies=(), tasks=("needle",), budgets=("0.3",), length=512, samples=4)
-    for cell in cells(plan):
-        row = run_cell(subject, cell, silent)
+    for row in rows_of(subject, plan, tmp_path / "results.jsonl"):
         assert verdict(row).endswith("holds"), row
 
 
@@ -123,7 +138,7 @@ def test_controls_hold_on_the_pocket_model(subject: Subject) -> None:
 @pytest.mark.parametrize("placement", ["after", "in_prompt", "paper"])
 def test_the_full_cache_answers_in_every_placement(subject: Subject, placement: str) -> None:
     sample = draw_sample("needle", subject.tokenizer, 300, 0, 7)
-    given = answer(subject.model, FullCache(), place(sample, placement), 50, subject.stop_ids)
+    given = given_by(subject, FullCache(), sample, placement)
     assert score(subject.tokenizer, given.token_ids, sample)
     prompt = 300 if placement == "after" else 300 + len(sample.question_ids)
     assert given.kept == prompt
@@ -135,7 +150,7 @@ def test_a_placement_keeps_the_question_of_a_compacted_prompt(subject: Subject, 
     """The fact stands in the recent window, and so does the question: StreamingLLM must still answer."""
     sample = draw_sample("needle", subject.tokenizer, 400, 4, 7)
     assert sample.metadata["depth"] == 1.0
-    given = answer(subject.model, StreamingLLM(150), place(sample, placement), 50, subject.stop_ids)
+    given = given_by(subject, StreamingLLM(150), sample, placement)
     assert given.kept == 150
     assert score(subject.tokenizer, given.token_ids, sample)
 
@@ -143,35 +158,64 @@ def test_a_placement_keeps_the_question_of_a_compacted_prompt(subject: Subject, 
 def test_the_mean_cache_counts_the_question_and_the_answer(subject: Subject) -> None:
     sample = draw_sample("needle", subject.tokenizer, 400, 0, 7)
     method = CrystalCache(200, sentence_ends=subject.sentence_ends, backend="numpy")
-    given = answer(subject.model, method, place(sample, "after"), 3, frozenset())
+    given = given_by(subject, method, sample, "after", 4, stop=False)
     fed = given.kept + len(sample.question_ids)
     assert given.mean_cache == (fed + (fed + 1) + (fed + 2) + (fed + 3)) / 4
     assert given.peak_cache == 400
 
 
-BATCHED = ("crystalcache", "streamingllm", "fullcache", "adakv", "pyramidkv", "h2o")
-
-
 @pytest.mark.law("parts-equal-the-whole")
-@pytest.mark.parametrize("policy", BATCHED)
-def test_the_batch_size_changes_no_row(subject: Subject, policy: str) -> None:
+@pytest.mark.parametrize("placement", ["after", "in_prompt"])
+def test_the_batch_size_changes_no_row(subject: Subject, placement: str, tmp_path: Path) -> None:
     """Rows that keep different tokens, stop at different steps and decide in their steps are side by side."""
-    for placement in ("after", "in_prompt") if policy == "crystalcache" else ("after",):
-        cell = Cell(policy, "needle", 200, "0.7", 140, placement, 6, 3, control=False)
-        assert run_cell(subject, cell, silent, 4) == run_cell(subject, cell, silent, 1)
+    policies = ("crystalcache", "streamingllm", "snapkv", "keydiff", "adakv", "pyramidkv", "h2o", "fullcache")
+    plan = Plan(policies, ("0.7", "0.8"), ("needle",), 200, 2, 3, placement)
+    one, five = (list(run_plan(subject, plan, tmp_path / str(size) / "r", silent, size)) for size in (1, 5))
+    assert one == five
 
 
-@pytest.mark.law("parts-equal-the-whole")
-def test_rows_of_a_batch_are_equally_long(subject: Subject) -> None:
-    """Every sample once; no row is padded, and what takes tokens back is read alone."""
-    samples = [draw_sample("needle", subject.tokenizer, 260, index, 3) for index in range(20)]
-    placements = [place(sample) for sample in samples]
-    found = batches(placements, 4)
-    assert sorted(index for batch in found for index in batch) == list(range(20))
-    assert max(map(len, found)) == 4
-    for batch in found:
-        assert len({len(placements[index].fed_ids) for index in batch}) == 1
-    assert batches([place(sample, "in_prompt") for sample in samples[:3]], 4) == [[0], [1], [2]]
+@pytest.mark.law("figures-are-counted-right")
+def test_a_prompt_is_read_once_for_all_its_cells(
+    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The window's controls have samples of their own; what decides in its steps reads its question there."""
+    read: list[int] = []
+
+    def counted(model: PreTrainedModel, ids: Tensor, **rest: Any) -> ObservedSegment:
+        read.append(ids.shape[1])
+        return observe(model, ids, **rest)
+
+    monkeypatch.setattr("models_integration.studies.answers.observe", counted)
+    plan = Plan(("crystalcache", "snapkv", "tova", "fullcache"), ("0.7", "0.8"), ("needle",), 200, 2)
+    rows_of(subject, plan, tmp_path / "results.jsonl")
+    assert read == [200] * 3 * plan.samples
+    read.clear()
+    rows_of(subject, replace(plan, placement="in_prompt", controls=False), tmp_path / "results.jsonl")
+    assert len(read) == 2 * plan.samples
+    assert read[0] == read[1] + 1
+
+
+@pytest.mark.law("promised-is-there-forgotten-is-not")
+@pytest.mark.parametrize("stop", [3, 11, 20])
+def test_a_stopped_run_loses_the_sample_it_was_at(subject: Subject, tmp_path: Path, stop: int) -> None:
+    plan, told = replace(SMALL, samples=3), list[str]()
+    whole = rows_of(subject, plan, tmp_path / "whole" / "results.jsonl")
+
+    def stopping(what: str) -> None:
+        told.append(what)
+        if len(told) == stop:
+            raise KeyboardInterrupt
+
+    path = tmp_path / "stopped" / "results.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        list(run_plan(subject, plan, path, stopping))
+    each = len(list(cells(plan)))
+    done = load_rows(path.with_name(SAMPLES))
+    assert [row["index"] for row in done] == list(range(stop // each))
+    told.clear()
+    assert list(run_plan(subject, plan, path, told.append)) == whole
+    assert len(told) == 3 * each
+    assert sum("(stored)" in what for what in told) == stop // each * each
 
 
 POLICIES = (
@@ -272,7 +316,7 @@ def test_the_command_compares_and_takes_up_again(tmp_path: Path) -> None:
         assert "crystalcache" in result.output
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [row["policy"] for row in rows] == ["crystalcache", "streamingllm", "fullcache"]
-    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".csv", ".jsonl", ".md", ".png"]
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".csv", ".jsonl", ".jsonl", ".md", ".png"]
 
 
 @pytest.mark.law("one-line-with-the-way-out")

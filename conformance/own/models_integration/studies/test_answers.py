@@ -1,0 +1,68 @@
+"""One prompt that is read once answers every cell: held against a context of its own for each policy and budget."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+pytest.importorskip("transformers", reason="studies drive transformers models")
+
+import torch
+
+from conformance.own.models_integration.studies.contexts import answer
+from models_integration.cache.continuation import Decision
+from models_integration.cache.retained_cache import RetainedCache
+from models_integration.policies.calibration import calibrate
+from models_integration.session.verbs import compact
+from models_integration.studies.answers import Answer, Key, answers
+from models_integration.studies.subject import Loading, Subject
+from models_integration.tasks import Placement, draw_sample, place
+from reference.policies.names import DIVERSE, NAMES
+
+pytestmark = pytest.mark.law("parts-equal-the-whole")
+
+IN_STEPS = ("caote", "h2o", "rkv", "tova", "triattention")
+SERVED = [name for name in NAMES if not name.startswith(tuple(DIVERSE + name for name in IN_STEPS))]
+"""Those that select one by one in each decode step take minutes."""
+LENGTH, BUDGETS, MOST = 220, (150, 180), 12
+Kept = Sequence[list[int]]
+
+
+@pytest.fixture(scope="module")
+def subject(one_thread: None) -> Subject:
+    plain = Loading(backend="numpy").subject()
+    text = draw_sample("needle", plain.tokenizer, 400, 0, 1).context_ids
+    return replace(plain, calibration=calibrate(plain.model, torch.tensor([text])))
+
+
+def told(subject: Subject, placement: Placement) -> dict[Key, tuple[Answer, Kept]]:
+    """What each cell answers and keeps, from one prompt."""
+    cells = {Key(*cell): subject.policy(*cell).on(subject.model) for cell in product(SERVED, BUDGETS)}
+    decided: list[Kept] = []
+
+    def noting(cache: RetainedCache, decision: Decision) -> RetainedCache:
+        (kept,) = decision.retentions
+        decided.append([kept.group(at).tolist() for at in range(kept.groups)])
+        return compact(cache, decision)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("models_integration.studies.answers.compact", noting)
+        return {key: (given, decided[-1]) for key, given in answers(subject, placement, cells, MOST)}
+
+
+@pytest.mark.parametrize("task", ["needle", "delayed_association"])
+@pytest.mark.parametrize("placement", ["after", "in_prompt", "paper"])
+def test_a_cell_keeps_and_says_what_a_context_of_its_own_does(subject: Subject, placement: str, task: str) -> None:
+    """Bit for bit; slots are counted alike. Cells differ, else the comparison would say nothing."""
+    presented = place(draw_sample(task, subject.tokenizer, LENGTH, 1, 9), placement)
+    before, found = len(presented.prompt_ids) - presented.dropped_slots, told(subject, presented)
+    for (name, B, _), (given, kept) in found.items():
+        expected, sets = answer(subject.model, subject.policy(name, B), presented, MOST, subject.stop_ids)
+        assert kept == [[at for at in own if at < before] for own in sets], name
+        assert given.token_ids == expected.token_ids, name
+        assert (given.kept, given.peak_cache) == (expected.kept, expected.peak_cache), name
+        assert given.mean_cache == pytest.approx(expected.mean_cache), name
+    assert len(found) == len(SERVED) * len(BUDGETS)
+    assert len({str(kept) for _, kept in found.values()}) > len(SERVED)
+    assert len({str(given.token_ids) for given, _ in found.values()}) > 2
