@@ -151,7 +151,7 @@ class _Reader:
     def _rows(self, cells: Sequence[_Cell], shown: ObservedSegment) -> list[Row]:
         each = list(said(shown, self._gold))
         right: Sequence[float | None] = [row.exact for row in each]
-        if not self._evidence.any():
+        if not self._evidence.any() and not self._sample.references:
             right = [None] * len(each)
         elif self._sample.metric not in _SINGLE:
             shown.cache.crop(1 - len(self._gold))
