@@ -10,7 +10,6 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from models_integration.cache.continuation import Decision
 from models_integration.cache.retained_cache import RetainedCache, side_by_side
@@ -45,19 +44,14 @@ class Said:
         return self.logits.gather(1, self.gold[:, None])[:, 0]
 
     @cached_property
-    def _surprise(self) -> Tensor:
-        """Log-likelihoods, negated, (a,); made in one pass, where `logsumexp` takes thrice the time."""
-        return cross_entropy(self.logits, self.gold, reduction="none")
-
-    @property
     def lse(self) -> Tensor:
         """Log of the sum of powers, (a,)."""
-        return self._surprise + self._chosen
+        return self.logits.logsumexp(dim=-1)
 
     @property
     def likelihood(self) -> float:
         """Log-likelihood of the answer, nats."""
-        return -float(self._surprise.double().sum())
+        return float((self._chosen - self.lse).double().sum())
 
     @cached_property
     def exact(self) -> bool:
@@ -73,7 +67,7 @@ class Said:
 
     def divergence(self, full: "Said") -> float:
         """KL(full cache || this), mean over the answer's tokens, nats."""
-        gaps = torch.linalg.vecdot(full.probabilities, full.logits - self.logits) + self.lse - full.lse
+        gaps = (full.probabilities * (full.logits - self.logits)).sum(dim=-1) + self.lse - full.lse
         return float(gaps.double().mean())
 
 
