@@ -146,7 +146,8 @@ def scbench_file(path: Path, *, turns: bool = False) -> Maker:
         path: of the file; its task is one of `SCBENCH`.
         turns: mode `multi-turn`, in which gold answers stand between the questions, and the first question counts as a
             part of what is cut; else `scdq`, in which each question stands right behind the context, by itself. Unlike
-            SCBench's, a gold answer has a space before it, where its question ends without one.
+            SCBench's, a gold answer has a space before it, where its question ends without one; a list of them is
+            written as Python writes it, as SCBench has it between turns.
 
     Raises:
         SpecError: for an unknown task, a file or a row that is not as described.
