@@ -154,7 +154,8 @@ def study(
     """Measure what eviction costs: evidence kept, likelihood of the gold answer, attention on evicted keys, answers.
 
     Each sample's prompt is read once and scored once by each policy; all budgets are selected from that. A second run
-    goes on where the first was stopped.
+    goes on where the first was stopped. Tasks are names, 'module:ATTRIBUTE', or files of benchmarks as 'KIND:PATH', of
+    the kinds ruler-file, scbench-file, scbench-turns-file and longbench-file.
     """
     from models_integration.cli.study import run
 

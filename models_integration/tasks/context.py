@@ -4,7 +4,7 @@ import string
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -16,8 +16,8 @@ from spec.errors import SpecError
 from spec.parameters import PAPER
 
 __all__ = [
-    "STRATA", "Ground", "Span", "as_many", "asked", "check_unprotected", "different", "joined", "letters", "listed",
-    "places", "unprotected",
+    "STRATA", "Ground", "Maker", "Span", "as_many", "asked", "check_unprotected", "different", "joined", "letters",
+    "listed", "places", "unprotected",
 ]
 
 STRATA = (0.1, 0.3, 0.5, 0.7, 0.9)
@@ -66,12 +66,18 @@ class Ground:
         gap: str = " ", **fields: Any,
     ) -> Sample:
         """A sample of texts: behind the question stands what the chat template has there, or else `gap`, and then how
-        the answer begins."""
+        the answer begins; no space comes before the answer where that ends with white space."""
+        asked = question + (self.frame.closing or gap) + opening
         return Sample(
-            context_ids=context, question_ids=self.encode(question + (self.frame.closing or gap) + opening),
-            expected=answer, needle=evidence[0] if evidence else (0, 0), further=tuple(evidence[1:]),
-            answer_ids=self.follow(answer), chat_template=self.frame.name, **fields,
+            context_ids=context, question_ids=self.encode(asked), expected=answer,
+            needle=evidence[0] if evidence else (0, 0), further=tuple(evidence[1:]),
+            answer_ids=self.encode(answer) if asked[-1:].isspace() else self.follow(answer),
+            chat_template=self.frame.name, **fields,
         )
+
+
+Maker: TypeAlias = Callable[[Ground, int, int, int], Sequence[Sample]]
+"""Tokenizer, text and frame; context tokens; which context; seed. The questions of that context, in their order."""
 
 
 def joined(ground: Ground, length: int, index: int, seed: int, pieces: Sequence[Sequence[int]]) -> Assembled:

@@ -1,8 +1,8 @@
 """Pairs of one JSON object, of which several are asked for one by one: the shape of SCBench's `kv`.
 
 Each question is a sample of its own over the same context (SCBench's mode `scdq`: the context is read and compacted
-once, each question is answered from there). Instruction and question are InfiniteBench's and SCBench's; under a chat
-template the question's second line opens the answer.
+once, each question is answered from there). Instruction and question are SCBench's, which has them of InfiniteBench;
+ours are the object's line breaks and that no space ends the question, whose second line opens the answer.
 """
 
 from uuid import UUID

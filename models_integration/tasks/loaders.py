@@ -1,20 +1,25 @@
-"""Files of published benchmarks as samples: RULER v1, SCBench, LongBench v1.
+"""Files of published benchmarks as tasks: RULER v1, SCBench, LongBench v1, each where its own tools put it.
 
-Each loader reads a local folder, checks every row before it gives anything, and gives the file's contexts in its order,
-each with its questions. Lengths are the file's; nothing is cut. Evidence are the places where references stand in the
-context, where the benchmark quotes it, by the tokenizer's offsets (a tokenizer of Python alone has none).
+All rows are checked before any sample is made; row `index` gives context number `index` and its questions. `length` is
+the most tokens that a context may have: RULER's longer ones are refused; those of SCBench and LongBench are cut in the
+middle, as their tools do it, but token by token and without a new tokenization. Evidence are the places where
+references stand, as words of their own, in what is left of the context, where the benchmark quotes it, by the
+tokenizer's offsets (a tokenizer of Python alone has none). Metadata says the file's SHA-256, row and tokens cut.
+
+Prompts of SCBench are those of microsoft/MInference `scbench/eval_utils.py` (MIT).
 """
 
+import hashlib
 import json
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 from models_integration.tasks.chat import bare
-from models_integration.tasks.context import Ground, Span
+from models_integration.tasks.context import Ground, Maker, Span
 from models_integration.tasks.metrics import CONTAINS, STRING_MATCH_ALL
 from models_integration.tasks.ruler import PINNED
 from models_integration.tasks.samples import Sample
@@ -22,19 +27,26 @@ from models_integration.tasks.turns import in_turns
 from spec.errors import SpecError
 from spec.validate import check_choices
 
-__all__ = ["LONGBENCH", "SCBENCH", "load_longbench", "load_ruler", "load_scbench"]
+__all__ = ["LONGBENCH", "SCBENCH", "longbench_file", "ruler_file", "scbench_file"]
 
 Row: TypeAlias = Mapping[str, Any]
-Contexts: TypeAlias = Iterator[tuple[Sample, ...]]
 
 RULER = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}
 """How tasks begin, and their number of new tokens."""
 SCBENCH = {
-    **dict.fromkeys(("kv", "kv_hard", "kv_compressible", "prefix_suffix", "hashhop"), (CONTAINS, 150)),
-    "vt": ("names found", 30), "mf": ("first integer", 5), "passkey": ("first integer", 15), "qa_eng": (CONTAINS, 40),
+    "kv": (
+        "Extract the value corresponding to the specified key in the JSON object below.\n\n{context}", "{input}",
+        CONTAINS, 150,
+    ),
+    "prefix_suffix": ("{context}", "{input}", CONTAINS, 150),
+    "vt": ("{context}", "{input}", "names found", 30),
+    "qa_eng": (
+        "Read the book and answer the question. Be very concise in your answer.\n\n{context}",
+        "Question: {input}\nAnswer:", "contains in any case", 40,
+    ),
 }
-"""The tasks that are served: SCBench's metric and number of new tokens. The others need code that is run, options in
-its own words, or metrics of further packages."""
+"""The tasks that are served: prompt, question, metric, number of new tokens. The others need code that is run, options
+in their own words, questions made of other questions, or metrics of further packages."""
 LONGBENCH = {
     **dict.fromkeys(("narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique"), "qa_f1"),
     **dict.fromkeys(("gov_report", "qmsum", "multi_news"), "rouge_l"),
@@ -46,107 +58,159 @@ LONGBENCH = {
 _NO_CHAT = ("trec", "triviaqa", "samsum", "lcc", "repobench-p")
 
 
-def load_ruler(ground: Ground, folder: Path, task: str, *, dialect: str = PINNED) -> Contexts:
-    """The contexts of `FOLDER/TASK/validation.jsonl`, one question each.
+@dataclass(frozen=True)
+class _File:
+    path: Path
+    digest: str
+    rows: Sequence[Row]
 
-    That is where `scripts/data/prepare.py --model_template_type base` writes them; a row has `input`, `outputs` and,
-    in newer files, `answer_prefix`. The input is split before its last question; a chat template stands around input
-    and question, and the answer's prefix behind it.
+    def row(self, index: int) -> Row:
+        if not 0 <= index < len(self.rows):
+            raise SpecError("index", index, f"must lie in [0, {len(self.rows)}), the rows of {self.path}")
+        return self.rows[index]
+
+    def fitted(self, samples: Sequence[Sample], index: int, limit: int, question: int = 0) -> tuple[Sample, ...]:
+        """The samples of one row, their context cut in the middle so that it has `limit` tokens with a question of so
+        many behind it."""
+        tokens, half = samples[0].length, limit // 2
+        cut = 0 if tokens + question <= limit else tokens + question - 2 * half
+        if cut and half <= question:
+            raise SpecError("length", limit, f"must be above {2 * question + 1}, twice the question in row {index}")
+        return tuple(
+            replace(
+                _without(sample, half, half + cut) if cut else sample,
+                metadata={**sample.metadata, "file": self.digest, "row": index, "cut": cut},
+            )
+            for sample in samples
+        )
+
+
+def _without(sample: Sample, start: int, stop: int) -> Sample:
+    """Without these tokens of its context, and the pieces of evidence that they touch."""
+    spans = [
+        span if span[1] <= start else (span[0] - stop + start, span[1] - stop + start) for span in sample.evidence
+        if span[1] <= start or span[0] >= stop
+    ]
+    kept = *sample.context_ids[:start], *sample.context_ids[stop:]
+    return replace(sample, context_ids=kept, needle=spans[0] if spans else (0, 0), further=tuple(spans[1:]))
+
+
+def ruler_file(path: Path) -> Maker:
+    """A file `TASK/validation.jsonl` of `scripts/data/prepare.py --model_template_type base`, one question each.
+
+    A row has `input`, `outputs` and, in newer files, `answer_prefix`. The input is split before its last question; a
+    chat template stands around input and question, and the answer's prefix behind it.
 
     Args:
-        ground: tokenizer and frame.
-        folder: RULER's `save_dir` for one length.
-        task: the name of a folder there: `niah_…`, `vt`, `cwe`, `fwe` or `qa_…`.
-        dialect: by whose generator the file was made; stands in every row.
+        path: of the file, in a folder `niah_…`, `vt`, `cwe`, `fwe` or `qa_…`.
 
     Raises:
-        SpecError: for an unknown task, a file or a row that is not as described.
+        SpecError: for an unknown task, a file or a row that is not as described; by the task also for a context that is
+            longer than asked for.
     """
+    task = path.absolute().parent.name
     kind = task.partition("_")[0]
     check_choices("task", (kind,), RULER)
-    path, mark = folder / task / "validation.jsonl", "\nWhat " if kind == "niah" else "\nQuestion: "
-    rows = _rows(path, ("input", "outputs"))
-    for number, row in enumerate(rows):
+    file, mark = _opened(path, {"input": str, "outputs": list}), "\nWhat " if kind == "niah" else "\nQuestion: "
+    for number, row in enumerate(file.rows):
         if mark not in row["input"]:
             raise SpecError("path", str(path), f"row {number}: input must hold the question, {mark.strip()!r}")
 
-    return ((_of_ruler(ground, row, task, mark, dialect),) for row in rows)
+    def samples(ground: Ground, length: int, index: int, seed: int) -> tuple[Sample, ...]:
+        sample = _of_ruler(ground, file.row(index), task, mark)
+        if sample.length > length:
+            raise SpecError("length", length, f"must be at least {sample.length}, the tokens of row {index} of {path}")
+        return file.fitted((sample,), index, length)
+
+    return samples
 
 
-def _of_ruler(ground: Ground, row: Row, task: str, mark: str, dialect: str) -> Sample:
+def _of_ruler(ground: Ground, row: Row, task: str, mark: str) -> Sample:
     context, _, question = row["input"].rpartition(mark)
     references, kind = _texts(row["outputs"]), task.partition("_")[0]
+    numbered = " ".join(f"{at}. {word}" for at, word in enumerate(references, 1))
+    answers = {"niah": ", ".join(references), "cwe": numbered, "qa": references[0]}
     quoted = kind != "qa"
     return ground.sample(
         (*ground.frame.opening, *ground.encode(context)), mark + question, row.get("answer_prefix", ""),
-        ", ".join(references) if quoted else references[0], _stands(ground, context, references) if quoted else (),
-        gap="", task=task, dialect=dialect, references=references, max_new_tokens=RULER[kind],
+        answers.get(kind, " ".join(references)), _stands(ground, context, references) if quoted else (), gap="",
+        task=task, dialect=PINNED, references=references, max_new_tokens=RULER[kind],
         metric=STRING_MATCH_ALL if quoted else "string_match_part",
     )
 
 
-def load_scbench(ground: Ground, folder: Path, task: str, *, instruction: str, turns: bool = False) -> Contexts:
-    """The contexts of `FOLDER/scbench_TASK.jsonl`; a row has `context` and `multi_turns`, of `input` and `answer` each.
+def scbench_file(path: Path, *, turns: bool = False) -> Maker:
+    """A file `scbench_TASK.jsonl`; a row has `context` and `multi_turns`, of `input` and `answer` each.
 
     Args:
-        ground: tokenizer and frame.
-        folder: where the files lie.
-        task: one of `SCBENCH`.
-        instruction: text before the context; SCBench's stands in its code (`scbench/eval_utils.py`), not in its files.
-        turns: mode `multi-turn`, gold answers between the questions; else `scdq`, each question by itself.
+        path: of the file; its task is one of `SCBENCH`.
+        turns: mode `multi-turn`, in which gold answers stand between the questions, and the first question counts as a
+            part of what is cut; else `scdq`, in which each question stands right behind the context, by itself. Unlike
+            SCBench's, a gold answer has a space before it, where its question ends without one; a list of them is
+            written as Python writes it, as SCBench has it between turns.
 
     Raises:
         SpecError: for an unknown task, a file or a row that is not as described.
     """
+    task = path.stem.removeprefix("scbench_")
     check_choices("task", (task,), SCBENCH)
-    path = folder / f"scbench_{task}.jsonl"
-    rows = _rows(path, ("context", "multi_turns"))
-    for number, row in enumerate(rows):
-        asked = row["multi_turns"]
-        if not isinstance(asked, list) or not asked or not all({"input", "answer"} <= set(turn) for turn in asked):
-            raise SpecError("path", str(path), f"row {number}: multi_turns must be a list of input and answer")
+    file = _opened(path, {"context": str, "multi_turns": list})
+    for number, row in enumerate(file.rows):
+        if not row["multi_turns"]:
+            raise SpecError("path", str(path), f"row {number}: multi_turns must hold at least one question")
+        for turn in row["multi_turns"]:
+            _check_fields(f"{path}, row {number}", turn, {"input": str, "answer": object})
 
-    found = (_of_scbench(ground, row, task, instruction) for row in rows)
-    return (in_turns(ground, samples) if turns else samples for samples in found)
+    def samples(ground: Ground, length: int, index: int, seed: int) -> tuple[Sample, ...]:
+        found = _of_scbench(ground, file.row(index), task, turns)
+        if not turns:
+            return file.fitted(found, index, length)
+        return in_turns(ground, file.fitted(found, index, length, len(found[0].question_ids)))
+
+    return samples
 
 
-def _of_scbench(ground: Ground, row: Row, task: str, instruction: str) -> tuple[Sample, ...]:
-    (metric, new_tokens), quoted = SCBENCH[task], task not in ("mf", "qa_eng")
-    text, answers = f"{instruction}\n\n{row['context']}", [_texts(turn["answer"]) for turn in row["multi_turns"]]
+def _of_scbench(ground: Ground, row: Row, task: str, turns: bool) -> tuple[Sample, ...]:
+    prompt, question, metric, new_tokens = SCBENCH[task]
+    text, answers = prompt.replace("{context}", row["context"]), [_texts(turn["answer"]) for turn in row["multi_turns"]]
     context = (*ground.frame.opening, *ground.encode(text))
     return tuple(
         ground.sample(
-            context, f"\n\n{turn['input']}", "", " ".join(answer), _stands(ground, text, answer) if quoted else (),
-            gap="\n", task=f"scbench_{task}", dialect="scbench", metric=metric, references=answer,
-            max_new_tokens=new_tokens,
+            context, "\n\n" * (turns and at == 0) + question.replace("{input}", turn["input"]), "", str(turn["answer"]),
+            _stands(ground, text, answer) if task != "qa_eng" else (), gap="", task=f"scbench_{task}",
+            dialect="scbench", metric=metric, references=answer, max_new_tokens=new_tokens,
         )
-        for turn, answer in zip(row["multi_turns"], answers, strict=True)
+        for at, (turn, answer) in enumerate(zip(row["multi_turns"], answers, strict=True))
     )
 
 
-def load_longbench(ground: Ground, folder: Path, dataset: str) -> Contexts:
-    """The contexts of a data set, one question each, without evidence.
+def longbench_file(path: Path) -> Maker:
+    """A file `FOLDER/data/DATASET.jsonl` (or `DATASET_e.jsonl`), one question each, without evidence.
 
-    Read are `FOLDER/data/DATASET.jsonl` (a row has `input`, `context`, `answers` and `all_classes`), and from
-    LongBench's repository `FOLDER/config/dataset2prompt.json` and `dataset2maxlen.json`. What the prompt has behind the
-    context is the question. As in LongBench no chat template stands around few-shot and code prompts.
+    A row has `input`, `context`, `answers` and `all_classes`. From LongBench's repository are read
+    `FOLDER/config/dataset2prompt.json` and `dataset2maxlen.json`. What the prompt has behind the context is the
+    question, which counts as a part of what is cut. As in LongBench no chat template stands around few-shot and code
+    prompts.
 
     Args:
-        ground: tokenizer and frame.
-        folder: as described.
-        dataset: one of `LONGBENCH`.
+        path: of the file; its data set is one of `LONGBENCH`.
 
     Raises:
         SpecError: for an unknown data set, a file or a row that is not as described.
     """
+    dataset, config = path.stem.removesuffix("_e"), path.absolute().parent.parent / "config"
     check_choices("dataset", (dataset,), LONGBENCH)
-    prompt, new_tokens = (_setting(folder / "config" / f"dataset2{it}.json", dataset) for it in ("prompt", "maxlen"))
+    prompt, new_tokens = (_setting(config / f"dataset2{it}.json", dataset) for it in ("prompt", "maxlen"))
     if str(prompt).count("{context}") != 1:
         raise SpecError("prompt", prompt, "must hold {context} once")
-    framed = replace(ground, frame=bare(ground.tokenizer)) if dataset in _NO_CHAT else ground
+    file = _opened(path, {"input": str, "context": str, "answers": list, "all_classes": object})
 
-    rows = _rows(folder / "data" / f"{dataset}.jsonl", ("input", "context", "answers", "all_classes"))
-    return ((_of_longbench(framed, row, dataset, str(prompt), int(new_tokens)),) for row in rows)
+    def samples(ground: Ground, length: int, index: int, seed: int) -> tuple[Sample, ...]:
+        framed = replace(ground, frame=bare(ground.tokenizer)) if dataset in _NO_CHAT else ground
+        sample = _of_longbench(framed, file.row(index), dataset, str(prompt), int(new_tokens))
+        return file.fitted((sample,), index, length, len(sample.question_ids))
+
+    return samples
 
 
 def _of_longbench(ground: Ground, row: Row, dataset: str, prompt: str, new_tokens: int) -> Sample:
@@ -159,36 +223,45 @@ def _of_longbench(ground: Ground, row: Row, dataset: str, prompt: str, new_token
     )
 
 
-def _read(path: Path) -> str:
+def _read(path: Path) -> bytes:
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return path.read_bytes()
+    except OSError as error:
         raise SpecError("path", str(path), f"must be a readable file: {error}") from error
 
 
-def _json(where: str, text: str, fields: Sequence[str]) -> Row:
+def _json(where: str, text: bytes, fields: Mapping[str, type]) -> Row:
     """An object with all these fields."""
     try:
         found = json.loads(text)
     except ValueError as error:
         raise SpecError("path", where, f"must be a JSON object: {error}") from error
-    missing = [name for name in fields if not isinstance(found, dict) or name not in found]
-    if missing:
-        raise SpecError("path", where, f"must be an object with {', '.join(fields)}; lacks {', '.join(missing)}")
+    return _check_fields(where, found, fields)
+
+
+def _check_fields(where: str, found: object, fields: Mapping[str, type]) -> Row:
+    wrong = [
+        name for name, kind in fields.items()
+        if not isinstance(found, dict) or name not in found or not isinstance(found[name], kind)
+    ]
+    if wrong:
+        wanted = ", ".join(f"{name} ({kind.__name__})" for name, kind in fields.items())
+        raise SpecError("path", where, f"must be an object with {wanted}; lacks {', '.join(wrong)}")
     return cast("Row", found)
 
 
-def _rows(path: Path, fields: Sequence[str]) -> list[Row]:
+def _opened(path: Path, fields: Mapping[str, type]) -> _File:
     """The objects of a jsonl file, one a line."""
-    lines = enumerate(_read(path).split("\n"), 1)
+    data = _read(path)
+    lines = enumerate(data.split(b"\n"), 1)
     rows = [_json(f"{path}, line {number}", line, fields) for number, line in lines if line.strip()]
     if not rows:
         raise SpecError("path", str(path), "must have at least one row, and has none")
-    return rows
+    return _File(path, hashlib.sha256(data).hexdigest(), rows)
 
 
 def _setting(path: Path, dataset: str) -> str | int:
-    return cast("str | int", _json(str(path), _read(path), (dataset,))[dataset])
+    return cast("str | int", _json(str(path), _read(path), {dataset: object})[dataset])
 
 
 def _texts(answer: object) -> tuple[str, ...]:
@@ -200,13 +273,14 @@ def _texts(answer: object) -> tuple[str, ...]:
 
 
 def _stands(ground: Ground, text: str, references: Sequence[str]) -> tuple[Span, ...]:
-    """Token spans of all places where a reference stands, ascending."""
+    """Token spans of all places where a reference stands as a word, ascending."""
     tokenizer, first = cast("Any", ground.tokenizer), len(ground.frame.opening)
     if not getattr(tokenizer, "is_fast", False):
         return ()
     offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     starts, stops = zip(*offsets, strict=True)
-    found = {match.span() for one in references for match in re.finditer(re.escape(one), text) if one}
+    words = [rf"(?<!\w){re.escape(one)}(?!\w)" for one in references if one]
+    found = {match.span() for word in words for match in re.finditer(word, text)}
     return tuple(sorted(
         (first + bisect_right(stops, start), first + bisect_left(starts, stop)) for start, stop in found
     ))

@@ -51,11 +51,6 @@ def is_exact_match(answer: str, expected: str) -> bool:
     return found is not None and found.group() == expected
 
 
-def _first_integer(answer: str, expected: str) -> bool:
-    found = re.search(r"\d+", answer)
-    return found is not None and found.group() == expected
-
-
 def _hits(answer: str, references: Sequence[str]) -> list[bool]:
     """RULER: which references occur, in any case; control characters of the answer become line ends."""
     said = _CONTROL.sub("\n", answer.strip()).strip().lower()
@@ -72,8 +67,8 @@ def _match_part(answer: str, references: Sequence[str], _: Sequence[str]) -> flo
 
 
 def _names_found(answer: str, references: Sequence[str], _: Sequence[str]) -> float:
-    """SCBench's variable tracking: the share of the names, in two digits."""
-    return round(sum(reference in answer for reference in references) / len(references), 2)
+    """SCBench's variable tracking: the share of the names, in any case, in two digits."""
+    return round(sum(reference.lower() in answer.lower() for reference in references) / len(references), 2)
 
 
 def _words(text: str) -> list[str]:
@@ -163,7 +158,7 @@ def _best_label(answer: str, references: Sequence[str], choices: Sequence[str]) 
 METRICS: Mapping[str, Metric] = {
     FIRST_NUMBER: _best(is_exact_match),
     CONTAINS: _best(lambda answer, reference: reference in answer),
-    "first integer": _best(_first_integer),
+    "contains in any case": _best(lambda answer, reference: reference.upper() in answer.strip().upper()),
     "names found": _names_found,
     STRING_MATCH_ALL: _match_all,
     "string_match_part": _match_part,

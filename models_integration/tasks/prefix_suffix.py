@@ -1,6 +1,6 @@
 """A list of strings, of which several are asked for by how they begin and end: the shape of SCBench's `prefix_suffix`.
 
-Many strings begin as the wanted one does, and many end so; only one does both.
+Many strings begin as the wanted one does, and many end so; only one does both. The words are ours.
 """
 
 from math import isqrt

@@ -1,4 +1,5 @@
-"""Tasks by name: ours, RULER v1's in two dialects, and the user's own as `module:ATTRIBUTE`, of one file like this:
+"""Tasks by name: ours, RULER v1's in two dialects, files of benchmarks as `ruler-file:PATH` (or `scbench-file`,
+`scbench-turns-file`, `longbench-file`), and the user's own as `module:ATTRIBUTE`, of one file like this:
 
     from models_integration.tasks.context import joined
 
@@ -15,12 +16,12 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TypeAlias
 
-from models_integration.tasks.context import Ground
+from models_integration.tasks.context import Ground, Maker
 from models_integration.tasks.delayed_in_prose import delayed_in_prose_samples
 from models_integration.tasks.key_value import FORMS, key_value_samples
 from models_integration.tasks.keys_in_prose import keys_in_prose_samples
+from models_integration.tasks.loaders import longbench_file, ruler_file, scbench_file
 from models_integration.tasks.prefix_suffix import prefix_suffix_samples
 from models_integration.tasks.prose_continuation import prose_continuation_samples
 from models_integration.tasks.ruler import DIALECTS
@@ -31,10 +32,8 @@ from models_integration.tasks.turns import in_turns
 from models_integration.tasks.variable_tracking import variable_tracking_samples
 from spec.errors import SpecError
 
-__all__ = ["BUILT_IN", "CHAINS", "QUESTIONS", "Maker", "Task", "resolve_task"]
+__all__ = ["BUILT_IN", "CHAINS", "FILES", "QUESTIONS", "Task", "resolve_task"]
 
-Maker: TypeAlias = Callable[[Ground, int, int, int], Sequence[Sample]]
-"""Tokenizer, text and frame; context tokens; which context; seed. The questions of that context, in their order."""
 QUESTIONS, CHAINS = 5, 2
 """Questions on one context, where a task has several; a question about a chain needs five lines of its own."""
 
@@ -46,13 +45,15 @@ class Task:
     Attributes:
         name: what it was asked for as.
         make: what makes the samples of one context; a pure function of its arguments.
+        of_file: whether contexts are a file's, and may be shorter than what is asked for.
     """
 
     name: str
     make: Maker
+    of_file: bool = False
 
     def __call__(self, ground: Ground, length: int, index: int, seed: int) -> tuple[Sample, ...]:
-        """The samples of context number `index`, which have one context of `length` tokens.
+        """The samples of context number `index`, which have one context of `length` tokens; of a file at most so many.
 
         Raises:
             SpecError: what the task refuses; and for anything but such samples.
@@ -61,10 +62,11 @@ class Task:
         if not samples or not all(isinstance(sample, Sample) for sample in samples):
             raise SpecError("task", self.name, "must give at least one Sample, and nothing else")
         context = samples[0].context_ids
-        if len(context) != length or any(sample.context_ids != context for sample in samples):
+        fits = len(context) == length or (self.of_file and 0 < len(context) < length)
+        if not fits or any(sample.context_ids != context for sample in samples):
             raise SpecError("task", self.name, f"must give one context of {length} tokens, and gave {len(context)}")
         for start, stop in (span for sample in samples for span in sample.evidence):
-            if not 0 <= start < stop <= length:
+            if not 0 <= start < stop <= len(context):
                 raise SpecError("task", self.name, f"has evidence at {(start, stop)}, outside its {length} tokens")
         return samples
 
@@ -94,19 +96,28 @@ BUILT_IN: Mapping[str, Maker] = {
         for dialect in DIALECTS for name, make in _RULER.items()
     },
 }
+FILES: Mapping[str, Callable[[Path], Maker]] = {
+    "ruler-file": ruler_file, "scbench-file": scbench_file,
+    "scbench-turns-file": partial(scbench_file, turns=True), "longbench-file": longbench_file,
+}
 
 
 def resolve_task(name: str) -> Task:
-    """A task of `BUILT_IN`, or `module:ATTRIBUTE`: a function like them, of a module that is installed or lies here.
+    """A task of `BUILT_IN`; `KIND:PATH`, a file of a kind of `FILES`; or `module:ATTRIBUTE`, a function like those of
+    `BUILT_IN`, of a module that is installed or lies here.
 
     Raises:
-        SpecError: for an unknown name, a module that cannot be imported, and an attribute that is no function.
+        SpecError: for an unknown name, a file that is not as its kind describes it, a module that cannot be imported,
+            and an attribute that is no function.
     """
     if name in BUILT_IN:
         return Task(name, BUILT_IN[name])
     module, colon, attribute = name.partition(":")
     if not colon:
-        raise SpecError("task", name, f"unknown; known here: {', '.join(BUILT_IN)}, or any 'module:ATTRIBUTE'")
+        known = f"{', '.join(BUILT_IN)}, any 'module:ATTRIBUTE', or PATH of {', '.join(FILES)} as 'KIND:PATH'"
+        raise SpecError("task", name, f"unknown; known here: {known}")
+    if module in FILES:
+        return Task(name, FILES[module](Path(attribute)), of_file=True)
     found = _imported(name, module, attribute)
     if not callable(found):
         raise SpecError("task", name, f"must be a function of ground, length, index, seed; is {type(found).__name__}")

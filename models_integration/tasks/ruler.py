@@ -1,9 +1,10 @@
 """What RULER's tasks share: the two dialects, the words, and the field of a sample.
 
-Prompts, answer openings, numbers of facts and the metric are NVIDIA/RULER's v1 (`scripts/data/synthetic/constants.py`
-and the generators beside it). Ours are: the running text and the words (of the shipped text, which has neither essays
-nor parts of speech), exact lengths (a few tokens of running text before the instruction; the tokens to generate are not
-counted in), and places outside sinks and recent window, of which one takes turns over the depths.
+Prompts, answer openings, numbers of facts and the metric are NVIDIA/RULER's v1 (Apache-2.0), letter for letter as its
+`scripts/data/synthetic/constants.py` and the generators beside it have them since 2025. Ours are: the running text and
+the words (of the shipped text, which has neither essays nor parts of speech), the seeds, subjects and values that are
+all different, exact lengths (a few tokens of running text before the instruction; question and tokens to generate are
+not counted in), and places outside sinks and recent window, of which one takes turns over the depths.
 
 v1 shuffles words and facts anew for each sample with the same `random.Random(42)`, so that equal counts stand in equal
 places in every sample: `ruler-v1`. In `ruler-v1-unpinned` each sample has an order of its own. Only tasks that shuffle

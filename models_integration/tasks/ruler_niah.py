@@ -50,10 +50,10 @@ MAX_NEW_TOKENS = 128
 _FACT = "One of the special magic {kind} for {key} is: {value}."
 _INSTRUCTION = (
     "Some special magic {kind} are hidden within the following text. Make sure to memorize it. I will quiz you about"
-    " the {kind} afterwards.\n"
+    " the {kind} afterwards."
 )
 _QUESTION = "\nWhat are all the special magic {kind} for {query} mentioned in the provided text?"
-_OPENING = "The special magic {kind} for {query} mentioned in the provided text are"
+_OPENING = " The special magic {kind} for {query} mentioned in the provided text are"
 _ONE = (("Some", "A"), ("are all", "is"), ("are", "is"))
 """What v1 replaces, in this order, where there is one answer."""
 
@@ -68,18 +68,20 @@ def niah_samples(name: str, dialect: str, ground: Ground, length: int, index: in
     keys = different(lambda: _DRAWN[form.key](rng), form.keys)
     asked = [keys[int(at)] for at in rng.permutation(form.keys)[: form.queries]]
     values = different(lambda: _DRAWN[form.value](rng), form.keys * form.values)
-    facts = [(keys[at // form.values], values[at]) for at in order(rng, dialect, len(values))]
+    drawn = [(keys[at // form.values], value) for at, value in enumerate(values)]
+    facts = [drawn[at] for at in order(rng, dialect, len(drawn))]
     instruction, question, opening = _prompt(form, asked)
-    head, lines = ground.encode(f"\n\n{instruction}"), [_line(ground, form, *fact) for fact in facts]
+    head = ground.encode(f"\n\n{instruction}" + "\n" * (form.haystack == "prose"))
+    lines = [_line(ground, form, *fact) for fact in facts]
     first = length * ground.prose.window(length, index, seed)
     units = _haystack(ground, form, rng, ground.room(length, head, *lines), first, keys)
     where = places(rng, units, len(lines), index, length)
     text = listed(ground, length, index, seed, head, units, dict(zip(where, lines, strict=True)))
     stands = dict(zip(facts, text.spans, strict=True))
-    gold = [fact for key in asked for fact in facts if fact[0] == key]
+    gold = [fact for key in asked for fact in drawn if fact[0] == key]
     sample = ground.sample(
-        text.ids, question, opening, ", ".join(value for _, value in gold), [stands[fact] for fact in gold], task=name,
-        distractors=tuple(span for fact, span in stands.items() if fact not in gold),
+        text.ids, question, opening, ", ".join(value for _, value in gold), [stands[fact] for fact in gold], gap="",
+        task=name, distractors=tuple(span for fact, span in stands.items() if fact not in gold),
         metadata={"keys": ", ".join(asked)}, references=tuple(value for _, value in gold),
     )
     return (as_ruler(check_unprotected(sample), name, dialect, MAX_NEW_TOKENS),)

@@ -28,13 +28,13 @@ SHORT = 4096
 _TIMES, _SHOWN_TIMES = {True: (30, 3), False: (6, 1)}, {True: (10, 3), False: (3, 1)}
 STEP = 10
 VT_EXAMPLE = 500
-"""Tokens of the worked example of `vt` at most, where the names and the prompt alone are not longer."""
+"""Tokens of the worked example of `vt` before its answer, at most, where as many lines as names do not need more."""
 _CWE = (
     "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that"
     " appear most often.\n"
 )
 _CWE_QUESTION = "\nQuestion: What are the 10 most common words in the above list?"
-_CWE_OPENING = "Answer: The top 10 words that appear most often in the list are:"
+_CWE_OPENING = " Answer: The top 10 words that appear most often in the list are:"
 _FWE = (
     "Read the following coded text and track the frequency of each coded word. Find the three most frequently appeared"
     " coded words."
@@ -43,7 +43,7 @@ _FWE_QUESTION = (
     "\nQuestion: Do not provide any explanation. Please ignore the dots '....'. What are the three most frequently"
     " appeared words in the above coded text?"
 )
-_FWE_OPENING = "Answer: According to the coded text above, the three most frequently appeared words are:"
+_FWE_OPENING = " Answer: According to the coded text above, the three most frequently appeared words are:"
 
 
 def vt_samples(dialect: str, ground: Ground, length: int, index: int, seed: int) -> tuple[Sample, ...]:
@@ -59,13 +59,13 @@ def vt_samples(dialect: str, ground: Ground, length: int, index: int, seed: int)
 
 def _vt_example(ground: Ground, rng: np.random.Generator) -> str:
     (chain,) = draw_chains(rng, 1, 3)
-    question = f"{chain.question} {chain.opening} {' '.join(chain.names)}\n\n"
+    question, count = chain.question + chain.opening, len(chain.lines)
     used = len(ground.encode(INSTRUCTION + "\n".join(["", *chain.lines]) + question))
     noise = ground.encode(f"\n{NOISE}")
-    lines = [NOISE] * len(as_many(lambda: noise, VT_EXAMPLE - used))
-    for done, at in enumerate(sorted(rng.integers(len(lines) + 1, size=len(chain.lines)).tolist())):
+    lines = [NOISE] * max(count, len(as_many(lambda: noise, VT_EXAMPLE - used)))
+    for done, at in enumerate(sorted(rng.permutation(len(lines))[:count].tolist())):
         lines.insert(at + done, chain.lines[done])
-    return INSTRUCTION + "\n".join(["", *lines]) + question
+    return INSTRUCTION + "\n".join(["", *lines]) + f"{question} {' '.join(chain.names)}\n\n"
 
 
 def cwe_samples(dialect: str, ground: Ground, length: int, index: int, seed: int) -> tuple[Sample, ...]:
@@ -76,37 +76,39 @@ def cwe_samples(dialect: str, ground: Ground, length: int, index: int, seed: int
     """
     rng = ground.rng(length, index, seed)
     (_, _, first), (head, drawn, own) = (_cwe(dialect, ground, length, at, seed) for at in (0, index))
-    listing = _repeated(drawn[: _as_first(first, own)], *_TIMES[length >= SHORT])
+    listing = _repeated(drawn[: _as_first(first, own, STEP)], *_TIMES[length >= SHORT])
     listing = [listing[at] for at in order(rng, dialect, len(listing))]
     pieces = [ground.follow(part) for at, word in enumerate(listing, 1) for part in (f"{at}.", word)]
-    text = joined(ground, length, index, seed, [head, *pieces])
+    text = joined(ground, length, index, seed, [head, *pieces[1:]])
     wanted = drawn[:COMMON]
-    evidence = _occurrences(text.spans[2::2], listing, wanted, length)
+    evidence = _occurrences(text.spans[1::2], listing, wanted, length)
     sample = ground.sample(
-        text.ids, _CWE_QUESTION, _CWE_OPENING, _numbered(wanted), evidence, task="cwe", references=tuple(wanted)
+        text.ids, _CWE_QUESTION, _CWE_OPENING, _numbered(wanted), evidence, gap="", task="cwe",
+        references=tuple(wanted),
     )
     return (as_ruler(sample, "cwe", dialect, 120),)
 
 
 def _cwe(dialect: str, ground: Ground, length: int, index: int, seed: int) -> tuple[tuple[int, ...], list[str], int]:
-    """What stands before the list, its words, the common ones first, and how many of them there is room for."""
+    """All before the first word; the list's words, the common ones first, and how many of them there is room for."""
     rng = ground.rng(length, index, seed, 1)
     drawn, shown = [str(word) for word in rng.permutation(words())], 40 if length >= SHORT else 20
     example = [str(word) for word in rng.permutation(words())[:shown]]
     small = _repeated(example, *_SHOWN_TIMES[length >= SHORT])
     small = [small[at] for at in order(rng, dialect, len(small))]
-    shot = f"{_CWE} {_numbered(small)}{_CWE_QUESTION} {_CWE_OPENING} {_numbered(example[:COMMON])}\n"
-    head = ground.encode(f"\n\n{shot}{_CWE}")
-    return head, drawn, _room_for(ground, drawn, *_TIMES[length >= SHORT], ground.room(length, head))
+    shot = f"{_CWE}{_numbered(small)}{_CWE_QUESTION}{_CWE_OPENING} {_numbered(example[:COMMON])}\n"
+    head = ground.encode(f"\n\n{shot}{_CWE}1.")
+    room = ground.room(length, head) + len(ground.follow("1."))
+    return head, drawn, _room_for(ground, drawn, *_TIMES[length >= SHORT], room)
 
 
 def _repeated(drawn: list[str], often: int, seldom: int) -> list[str]:
     return [*drawn[:COMMON] * often, *drawn[COMMON:] * seldom]
 
 
-def _as_first(first: int, own: int) -> int:
+def _as_first(first: int, own: int, step: int) -> int:
     """v1 searches the amount once, with its first sample; where it does not fit another, that gets less, in steps."""
-    return first - STEP * max(0, ceil((first - own) / STEP))
+    return first - step * max(0, ceil((first - own) / step))
 
 
 def _numbered(listing: Sequence[str]) -> str:
@@ -134,7 +136,7 @@ def fwe_samples(dialect: str, ground: Ground, length: int, index: int, seed: int
     """
     rng = ground.rng(length, index, seed)
     (_, first), (coded, own) = (_fwe(ground, length, at, seed) for at in (0, index))
-    times = _times(_as_first(first, own), len(coded))
+    times = _times(_as_first(first, own, max(1, length // 32)), len(coded))
     if times[3] <= times[4]:
         raise SpecError("length", length, "is too short: the third most frequent word would not stand out")
     listing = [word for word, count in zip(coded, times, strict=True) for _ in range(count)]
@@ -143,7 +145,8 @@ def fwe_samples(dialect: str, ground: Ground, length: int, index: int, seed: int
     text = joined(ground, length, index, seed, [head, *map(ground.follow, listing)])
     evidence = _occurrences(text.spans[1:], listing, wanted, length)
     sample = ground.sample(
-        text.ids, _FWE_QUESTION, _FWE_OPENING, " ".join(wanted), evidence, task="fwe", references=tuple(wanted)
+        text.ids, _FWE_QUESTION, _FWE_OPENING, " ".join(wanted), evidence, gap="", task="fwe",
+        references=tuple(wanted),
     )
     return (as_ruler(sample, "fwe", dialect, 50),)
 

@@ -36,10 +36,10 @@ class Chain:
 
     @property
     def opening(self) -> str:
-        """How the answer begins."""
+        """How the answer begins, with the spaces that RULER has around it."""
         return (
-            "Answer: According to the chain(s) of variable assignment in the text above, "
-            f"{len(self.names)} variables are assigned the value {self.value}, they are:"
+            " Answer: According to the chain(s) of variable assignment in the text above, "
+            f"{len(self.names)} variables are assigned the value {self.value}, they are: "
         )
 
 
@@ -59,7 +59,7 @@ def variable_tracking_samples(
 
     Args:
         ground, length, index, seed, questions: as `key_value_samples`'; the depth of one assignment takes turns.
-        example: text before the instruction.
+        example: RULER's, before the instruction; the answer's opening then keeps its spaces.
 
     Raises:
         SpecError: for no question, or a length that holds no such context.
@@ -77,9 +77,9 @@ def variable_tracking_samples(
     text = listed(ground, length, index, seed, head, units, dict(zip(where, lines, strict=True)))
     return tuple(
         check_unprotected(ground.sample(
-            text.ids, chain.question, chain.opening, " ".join(chain.names),
-            [span for span, at in zip(text.spans, whose, strict=True) if at == number], task="variable_tracking",
-            metadata={"value": chain.value}, metric="names found", references=chain.names,
+            text.ids, chain.question, chain.opening if example else chain.opening.strip(), " ".join(chain.names),
+            [span for span, at in zip(text.spans, whose, strict=True) if at == number], gap="" if example else " ",
+            task="variable_tracking", metadata={"value": chain.value}, metric="names found", references=chain.names,
         ))
         for number, chain in enumerate(chains)
     )

@@ -20,7 +20,7 @@ from models_integration.tasks import Sample, place
 from models_integration.tasks.chat import bare
 from models_integration.tasks.context import Ground
 from models_integration.tasks.prose import Prose
-from models_integration.tasks.registry import resolve_task
+from models_integration.tasks.registry import FILES, resolve_task
 from spec import SPEC_VERSION
 from spec.errors import SpecError
 from spec.policy import SEGMENT_END, Policy
@@ -57,10 +57,11 @@ def items(rules: Rules, subject: Subject, prose: Prose, part: str) -> Iterator[I
         SpecError: for a task without gold answer tokens, and what the tasks refuse.
     """
     ground = Ground(subject.tokenizer, prose, bare(subject.tokenizer))
+    tasks = {name: resolve_task(name) for name in rules.tasks}
     for index in range(rules.contexts):
         for task in rules.tasks:
             for length in rules.lengths:
-                samples = resolve_task(task)(ground, length, index, rules.seed)
+                samples = tasks[task](ground, length, index, rules.seed)
                 if not all(sample.answer_ids for sample in samples):
                     raise SpecError("tasks", task, "has no gold answer tokens, whose likelihood is measured")
                 if Rules.part_of(samples[0].context_digest) == part:
@@ -70,11 +71,13 @@ def items(rules: Rules, subject: Subject, prose: Prose, part: str) -> Iterator[I
 
 
 def check_windows(rules: Rules, prose: Prose) -> None:
-    """Contexts of one length have no text in common.
+    """Contexts of one length have no text in common; those of files are as they are.
 
     Raises:
         SpecError: for more contexts than the text has windows.
     """
+    if all(name.partition(":")[0] in FILES for name in rules.tasks):
+        return
     most = min(prose.windows(length) for length in rules.lengths)
     if rules.contexts > most:
         raise SpecError("contexts", rules.contexts, f"must be at most {most}, the windows of {prose.name}")

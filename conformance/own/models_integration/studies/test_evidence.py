@@ -25,7 +25,7 @@ from models_integration.pocket import ASSETS
 from models_integration.policies.methods import RetentionPolicy
 from models_integration.session.verbs import observe, read
 from models_integration.studies.evidence.kept import BLIND, FULL, Prompt, read_prompt
-from models_integration.studies.evidence.measure import measure
+from models_integration.studies.evidence.measure import Said, measure
 from models_integration.studies.results import Row
 from models_integration.studies.subject import Loading, Subject
 from models_integration.tasks import Placement, Sample, place
@@ -237,6 +237,44 @@ def test_side_by_side_is_one_by_one(subject: Subject, measured: Any) -> None:
                 assert value == pytest.approx(other[name], abs=2e-4), (row["policy"], name)
             else:
                 assert value == other[name], (row["policy"], name)
+
+
+@pytest.mark.law("parts-equal-the-whole")
+def test_cells_that_keep_the_same_are_read_once(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without evidence, its control is the random set."""
+    reading = []
+
+    def noted(model: Any, cache: Any, ids: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        reading.append(len(ids))
+        return read(model, cache, ids, *arguments, **options)
+
+    monkeypatch.setattr("models_integration.studies.evidence.measure.read", noted)
+    ground = Ground(subject.tokenizer, read_prose(subject.tokenizer), bare(subject.tokenizer))
+    (sample,) = resolve_task("prose_continuation")(ground, LENGTH, 0, 7)
+    placement = place(sample)
+    cells = measure(subject, sample, on_prompt(subject, placement), BUDGETS, 5)["cells"]
+    assert [(cell["policy"], cell["budget"]) for cell in cells[2:]] == [
+        (name, budget) for budget in BUDGETS for name in (*NAMES, "random", "evidence")
+    ]
+    by_name = {(cell["policy"], cell["budget"]): cell for cell in cells}
+    for budget in BUDGETS:
+        assert by_name["evidence", budget] == {**by_name["random", budget], "policy": "evidence"}
+    assert sum(reading) == 2 + len(BUDGETS) * (len(NAMES) + 1)
+
+
+@pytest.mark.law("figures-are-counted-right")
+def test_what_a_row_says_is_what_double_precision_says() -> None:
+    torch.manual_seed(3)
+    logits, other, gold = 9 * torch.randn(7, 500), 9 * torch.randn(7, 500), torch.randint(500, (7,))
+    one, full = Said(logits, gold), Said(other, gold)
+    exact, dense = logits.double().log_softmax(dim=-1), other.double().log_softmax(dim=-1)
+    assert one.likelihood == pytest.approx(float(exact[range(7), gold].sum()), abs=1e-5)
+    assert one.divergence(full) == pytest.approx(float((dense.exp() * (dense - exact)).sum(-1).mean()), abs=1e-5)
+    assert one.divergence(one) == 0.0
+    assert not one.exact
+    assert Said(logits, logits.argmax(dim=-1)).exact
+    tied = torch.tensor([[1.0, 3.0, 3.0]])  # one of them is what greedy decoding takes, and no other
+    assert [Said(tied, torch.tensor([at])).exact for at in range(3)] == [at == tied.argmax() for at in range(3)]
 
 
 @pytest.mark.law("parts-equal-the-whole")

@@ -1,5 +1,6 @@
 """A study around its measures: rules, parts, rows that survive, estimates and claims against counting by hand."""
 
+import hashlib
 import json
 import math
 from dataclasses import replace
@@ -23,12 +24,13 @@ from models_integration.studies.evidence.measure import measure
 from models_integration.studies.evidence.pictures import swept
 from models_integration.studies.evidence.report import page
 from models_integration.studies.evidence.rules import PARTS, Claim, Rules, Stage, load_rules
-from models_integration.studies.evidence.run import methods
+from models_integration.studies.evidence.run import check_windows, methods
 from models_integration.studies.evidence.stages import lost_at
 from models_integration.studies.results import Row, load_rows
 from models_integration.studies.subject import Loading
 from models_integration.tasks import Sample
 from models_integration.tasks.context import Ground
+from models_integration.tasks.prose import Prose
 from models_integration.tasks.registry import BUILT_IN
 from reference.statistics import mcnemar, mcnemar_mid_p, mcnemar_power, ratio_bootstrap, wilson
 from spec.errors import SpecError
@@ -110,6 +112,43 @@ def test_a_study_runs_stops_and_goes_on(tmp_path: Path, one_thread: None, monkey
     assert "the fact is kept" in written
     assert written.count("| evidence | 0.3 |") == 2
     assert len(list(tmp_path.glob("study-*-confirm-*.png"))) == 2
+
+
+def test_files_of_benchmarks_are_tasks(tmp_path: Path, one_thread: None) -> None:
+    stories = [f"Story {number}. Tom went to the river." for number in range(2)]
+    written: dict[str, list[Row]] = {
+        "hotpotqa": [
+            {"input": "Who?", "context": story * 20, "answers": ["Tom"], "all_classes": None} for story in stories
+        ],
+        "vt": [{"input": f"{story}\nQuestion: Who?", "outputs": ["Tom"], "answer_prefix": " So"} for story in stories],
+    }
+    paths = {"hotpotqa": tmp_path / "data" / "hotpotqa.jsonl", "vt": tmp_path / "vt" / "validation.jsonl"}
+    for name, path in paths.items():
+        path.parent.mkdir()
+        path.write_text("\n".join(map(json.dumps, written[name])), encoding="utf-8")
+    (tmp_path / "config").mkdir()
+    for name, value in (("prompt", "Read.\n{context}\nQuestion: {input}\nAnswer:"), ("maxlen", 4)):
+        (tmp_path / "config" / f"dataset2{name}.json").write_text(json.dumps({"hotpotqa": value}))
+    changed = {
+        "contexts = 4": "contexts = 2", "[1024]": "[160]", '"needle_in_prose", "prose_continuation"':
+        f'"longbench-file:{paths["hotpotqa"]}", "ruler-file:{paths["vt"]}"',
+    }
+    text = RULES[RULES.index("[study]") :]
+    for old, new in changed.items():
+        text = text.replace(old, new)
+    rules_file(tmp_path, text)
+    for part in PARTS:
+        assert study(tmp_path, part).exit_code == 0
+    rows = load_rows(tmp_path / "study.jsonl")
+    assert len(rows) == 8
+    for row in rows:
+        name = "vt" if "ruler" in row["task"] else "hotpotqa"
+        assert row["metadata"]["file"] == hashlib.sha256(paths[name].read_bytes()).hexdigest()
+        assert (row["metadata"]["cut"] > 0) is (row["evidence_tokens"] == 0) is (name == "hotpotqa")
+        assert all(0 <= cell["right"] <= 1 for cell in row["cells"])
+    rules_file(tmp_path, text.replace("contexts = 2", "contexts = 3"))
+    assert "must lie in [0, 2)" in str(study(tmp_path, "dev").exception)
+    check_windows(load_rules(tmp_path / "rules.toml"), Prose("none", (), ()))  # files need no running text
 
 
 def check_rows(rows: list[Row], rules: Rules) -> None:

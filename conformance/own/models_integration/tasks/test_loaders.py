@@ -1,7 +1,8 @@
-"""Loaders of published files, on small files of the published form; evidence against the text that it was made of."""
+"""Tasks of published files, on small files of the published form; evidence against the text that it was made of."""
 
+import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from models_integration.pocket import load_pocket_tokenizer
 from models_integration.tasks import Sample, score
 from models_integration.tasks.chat import bare, chat
 from models_integration.tasks.context import Ground
-from models_integration.tasks.loaders import LONGBENCH, SCBENCH, load_longbench, load_ruler, load_scbench
+from models_integration.tasks.loaders import LONGBENCH, SCBENCH
 from models_integration.tasks.prose import Prose
+from models_integration.tasks.registry import resolve_task
 from spec.errors import SpecError
 
 pytestmark = pytest.mark.law("as-it-is-described")
@@ -24,182 +26,274 @@ TOKENIZERS = {"pocket": load_pocket_tokenizer, "merged": merged_tokenizer, "byte
 TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}[/]{% endfor %}[assistant]"
 NIAH: dict[str, Any] = {
     "index": 0, "length": 60, "outputs": ["1234567", "7654321"], "answer_prefix": " The special magic numbers are",
-    "input": "Memorize.\nOne is: 1234567. Grass. One is: 7654321.\nWhat are all the numbers mentioned in the text?",
+    "input": "Memorize.\nOne is: 1234567. Grass 12345678. One is: 7654321.\nWhat are all the numbers in the text?",
 }
 QA = {"input": "Documents. France.\nQuestion: Where?", "outputs": ["France", "in France"], "answer_prefix": " Answer:"}
+VT: dict[str, Any] = {
+    "input": "VAR AAAAA = 1\nQuestion: Which?", "outputs": ["AAAAA", "BBBBB"], "answer_prefix": " they are: ",
+}
+CWE = {"input": "1. fox 2. hen\nQuestion: What?", "outputs": ["fox", "hen"], "answer_prefix": " The list are:"}
 KV = {
     "id": 0, "context": '{"a": "v-one", "b": "v-two"}',
-    "multi_turns": [{"input": 'Key: "a"', "answer": "v-one"}, {"input": 'Key: "b"', "answer": "v-two"}],
+    "multi_turns": [{"input": 'Key: "a"', "answer": "v-one"}, {"input": 'Key: "b" is: ', "answer": "v-two"}],
 }
-NUMBERS = {"context": "[1, 2, 3]", "multi_turns": [{"input": "The largest?", "answer": 3}]}
+CHAINS = {"context": "VAR AAAAA = 1", "multi_turns": [
+    {"input": "Which are 1?", "answer": ["AAAAA", "BBBBB"]}, {"input": "Which are 2?", "answer": ["CCCCC"]},
+]}
+BOOK = {"context": "Tom went.", "multi_turns": [{"input": "Who?", "answer": "Tom"}, {"input": "How?", "answer": "He"}]}
 LONG = {"input": "Who?", "context": "A story.", "answers": ["Tom", "Tom Sawyer"], "all_classes": None, "_id": "x"}
 PROMPTS = dict.fromkeys(LONGBENCH, "Read.\n\n{context}\n\nQ: {input}\nA:")
+ENOUGH = 1000
 
 
 @pytest.fixture(params=sorted(TOKENIZERS))
 def ground(request: pytest.FixtureRequest) -> Ground:
-    tokenizer = TOKENIZERS[request.param]()
+    return plain(TOKENIZERS[request.param]())
+
+
+def plain(tokenizer: Any) -> Ground:
     return Ground(tokenizer, Prose("none", (), ()), bare(tokenizer))
 
 
-def put(path: Path, rows: list[object]) -> Path:
+def framed() -> Ground:
+    tokenizer = merged_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return Ground(tokenizer, Prose("none", (), ()), chat(tokenizer))
+
+
+def put(path: Path, *rows: object) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
     return path
 
 
-def longbench_folder(folder: Path, dataset: str, row: object = LONG) -> Path:
-    put(folder / "data" / f"{dataset}.jsonl", [row])
-    put(folder / "config" / "dataset2prompt.json", [PROMPTS])
-    put(folder / "config" / "dataset2maxlen.json", [dict.fromkeys(LONGBENCH, 64)])
-    return folder
+def ruler(folder: Path, task: str, *rows: object) -> str:
+    return f"ruler-file:{put(folder / task / 'validation.jsonl', *rows)}"
+
+
+def scbench(folder: Path, task: str, *rows: object, turns: bool = False) -> str:
+    return f"scbench-{'turns-' * turns}file:{put(folder / f'scbench_{task}.jsonl', *rows)}"
+
+
+def longbench(folder: Path, dataset: str, row: object = LONG, prompts: object = PROMPTS) -> str:
+    put(folder / "config" / "dataset2prompt.json", prompts)
+    put(folder / "config" / "dataset2maxlen.json", dict.fromkeys(LONGBENCH, 64))
+    return f"longbench-file:{put(folder / 'data' / f'{dataset}.jsonl', row)}"
+
+
+def made(ground: Ground, name: str, index: int = 0, length: int = ENOUGH) -> tuple[Sample, ...]:
+    return resolve_task(name)(ground, length, index, 0)
 
 
 def said(ground: Ground, ids: tuple[int, ...]) -> str:
     return str(ground.tokenizer.decode(list(ids), skip_special_tokens=True))
 
 
+def prompt(ground: Ground, sample: Sample) -> str:
+    return said(ground, sample.context_ids) + said(ground, sample.question_ids)
+
+
 def pieces(ground: Ground, sample: Sample) -> list[str]:
-    return [said(ground, sample.context_ids[slice(*span)]) for span in sample.evidence]
-
-
-def only(contexts: Iterator[tuple[Sample, ...]]) -> Sample:
-    ((sample,),) = contexts
-    return sample
+    return [said(ground, sample.context_ids[slice(*span)]).strip(' "') for span in sample.evidence]
 
 
 def test_a_row_of_ruler_is_split_before_its_question(ground: Ground, tmp_path: Path) -> None:
-    put(tmp_path / "niah_multivalue" / "validation.jsonl", [NIAH])
-    sample = only(load_ruler(ground, tmp_path, "niah_multivalue"))
-    whole = said(ground, sample.context_ids) + said(ground, sample.question_ids)
-    assert whole.strip() == f"{NIAH['input']}{NIAH['answer_prefix']}"
+    name = ruler(tmp_path, "niah_multivalue", NIAH)
+    (sample,) = made(ground, name)
+    assert prompt(ground, sample).strip() == f"{NIAH['input']}{NIAH['answer_prefix']}"
     assert said(ground, sample.question_ids).strip().startswith("What are all")
     assert (sample.references, sample.dialect, sample.max_new_tokens) == (tuple(NIAH["outputs"]), "ruler-v1", 128)
+    assert len(sample.evidence) == 2  # and not in 12345678
     assert [value in piece for value, piece in zip(NIAH["outputs"], pieces(ground, sample), strict=True)] == [True] * 2
     half = ground.tokenizer.encode("It is 7654321", add_special_tokens=False)
     assert score(ground.tokenizer, half, sample) == 0.5
+    digest = hashlib.sha256(Path(name.partition(":")[2]).read_bytes()).hexdigest()
+    assert sample.metadata == {"file": digest, "row": 0, "cut": 0}
 
 
 def test_the_questions_of_ruler_qa_have_no_evidence_and_one_reference_is_enough(
     ground: Ground, tmp_path: Path
 ) -> None:
-    put(tmp_path / "qa_1" / "validation.jsonl", [QA])
-    sample = only(load_ruler(ground, tmp_path, "qa_1", dialect="kvpress"))
-    assert (sample.evidence, sample.dialect, sample.max_new_tokens) == ((), "kvpress", 32)
+    (sample,) = made(ground, ruler(tmp_path, "qa_1", QA))
+    assert (sample.evidence, sample.expected, sample.max_new_tokens) == ((), "France", 32)
     assert score(ground.tokenizer, ground.tokenizer.encode("France", add_special_tokens=False), sample) == 1
 
 
+@pytest.mark.parametrize(("task", "row", "answer"), [
+    ("vt", VT, "AAAAA BBBBB"), ("cwe", CWE, " 1. fox 2. hen"), ("fwe", CWE, " fox hen"),
+    ("niah_1", NIAH, " 1234567, 7654321"),
+])
+def test_a_gold_answer_of_ruler_reads_on_from_its_prefix(task: str, row: Any, answer: str, tmp_path: Path) -> None:
+    ground = plain(merged_tokenizer())
+    (sample,) = made(ground, ruler(tmp_path, task, row))
+    assert said(ground, sample.question_ids).endswith(row["answer_prefix"])
+    assert said(ground, sample.answer_ids) == answer
+
+
 def test_ruler_without_an_answer_prefix_and_with_a_template(tmp_path: Path) -> None:
-    tokenizer = merged_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    ground = Ground(tokenizer, Prose("none", (), ()), chat(tokenizer))
-    put(tmp_path / "niah_single_1" / "validation.jsonl", [{**NIAH, "answer_prefix": ""}, NIAH])
-    (plain,), (prefixed,) = load_ruler(ground, tmp_path, "niah_single_1")
-    assert said(ground, plain.context_ids).startswith("[user]Memorize.")
-    assert said(ground, plain.question_ids).endswith("in the text?[/][assistant]")
+    ground = framed()
+    name = ruler(tmp_path, "niah_single_1", {**NIAH, "answer_prefix": ""}, NIAH)
+    (bare_row,), (prefixed,) = made(ground, name), made(ground, name, 1)
+    assert said(ground, bare_row.context_ids).startswith("[user]Memorize.")
+    assert said(ground, bare_row.question_ids).endswith("in the text?[/][assistant]")
     assert said(ground, prefixed.question_ids).endswith("[/][assistant] The special magic numbers are")
-    assert pieces(ground, plain) == pieces(ground, prefixed)
-    assert "1234567" in pieces(ground, plain)[0]
+    assert pieces(ground, bare_row) == pieces(ground, prefixed)
+    assert "1234567" in pieces(ground, bare_row)[0]
 
 
-@pytest.mark.parametrize("turns", [False, True])
-def test_the_questions_of_scbench_share_a_context_and_turns_go_on_from_gold_answers(
-    turns: bool, ground: Ground, tmp_path: Path
+EXTRACT = "Extract the value corresponding to the specified key in the JSON object below.\n\n"
+CONCISE = "Read the book and answer the question. Be very concise in your answer.\n\n"
+OFFICIAL: dict[tuple[str, bool], tuple[Any, list[str]]] = {
+    # scdq: every question right behind the context. Turns: the gold answer, an empty line, the next question.
+    ("kv", False): (KV, [f'{EXTRACT}{KV["context"]}Key: "a"', f'{EXTRACT}{KV["context"]}Key: "b" is: ']),
+    ("kv", True): (KV, [
+        f'{EXTRACT}{KV["context"]}\n\nKey: "a"', f'{EXTRACT}{KV["context"]}\n\nKey: "a" v-one\n\nKey: "b" is: ',
+    ]),
+    ("prefix_suffix", False): (KV, [f'{KV["context"]}Key: "a"', f'{KV["context"]}Key: "b" is: ']),
+    ("vt", True): (CHAINS, [
+        "VAR AAAAA = 1\n\nWhich are 1?", "VAR AAAAA = 1\n\nWhich are 1? ['AAAAA', 'BBBBB']\n\nWhich are 2?",
+    ]),
+    ("qa_eng", False): (BOOK, [f"{CONCISE}Tom went.Question: {who}?\nAnswer:" for who in ("Who", "How")]),
+    ("qa_eng", True): (BOOK, [
+        f"{CONCISE}Tom went.\n\nQuestion: Who?\nAnswer:",
+        f"{CONCISE}Tom went.\n\nQuestion: Who?\nAnswer: Tom\n\nQuestion: How?\nAnswer:",
+    ]),
+}
+
+
+@pytest.mark.parametrize(("task", "turns"), OFFICIAL)
+def test_a_prompt_of_scbench_is_the_official_one(task: str, turns: bool, tmp_path: Path) -> None:
+    ground = plain(merged_tokenizer())
+    row, wanted = OFFICIAL[task, turns]
+    samples = made(ground, scbench(tmp_path, task, row, turns=turns))
+    assert [prompt(ground, sample) for sample in samples] == wanted
+    assert [sample.history > 0 for sample in samples] == [False, turns]
+    if not turns:
+        continuation = framed()
+        chatted = made(continuation, scbench(tmp_path, task, row))
+        assert [prompt(continuation, sample) for sample in chatted] == [f"[user]{one}[/][assistant]" for one in wanted]
+
+
+def test_turns_behind_a_chat_template_are_messages(tmp_path: Path) -> None:
+    ground = framed()
+    _, second = made(ground, scbench(tmp_path, "kv", KV, turns=True))
+    assert prompt(ground, second) == (
+        f'[user]{EXTRACT}{KV["context"]}\n\nKey: "a"[/][assistant] v-one[/][user]Key: "b" is: [/][assistant]'
+    )
+
+
+def test_the_questions_of_scbench_share_a_context_and_have_evidence_of_their_own(
+    ground: Ground, tmp_path: Path
 ) -> None:
-    put(tmp_path / "scbench_kv.jsonl", [KV, KV])
-    contexts = list(load_scbench(ground, tmp_path, "kv", instruction="Extract.", turns=turns))
-    assert len(contexts) == 2
-    first, second = contexts[0]
+    first, second = made(ground, scbench(tmp_path, "kv", KV, KV), 1)
     assert first.context_digest == second.context_digest
-    assert said(ground, first.context_ids).strip() == f"Extract.\n\n{KV['context']}"
     assert ["v-one" in pieces(ground, first)[0], "v-two" in pieces(ground, second)[0]] == [True, True]
-    asked = said(ground, second.question_ids)
-    assert ('Key: "a"' in asked) is ("v-one" in asked) is turns
-    assert asked.rstrip().endswith('Key: "b"')
-    assert 'Key: "b"' in said(ground, second.question_ids[second.history :])
-    assert 'Key: "a"' not in said(ground, second.question_ids[second.history :])
-    assert (second.history > 0) is turns
     assert (first.dialect, first.metric, first.max_new_tokens) == ("scbench", "contains", 150)
-
-
-def test_numbers_of_scbench_are_text_and_no_evidence(ground: Ground, tmp_path: Path) -> None:
-    put(tmp_path / "scbench_mf.jsonl", [NUMBERS])
-    sample = only(load_scbench(ground, tmp_path, "mf", instruction=""))
-    assert (sample.expected, sample.evidence) == ("3", ())
-    assert score(ground.tokenizer, ground.tokenizer.encode("3 is it", add_special_tokens=False), sample) == 1
+    (book, _) = made(ground, scbench(tmp_path, "qa_eng", BOOK))
+    assert book.evidence == ()
+    assert score(ground.tokenizer, ground.tokenizer.encode("it was TOM.", add_special_tokens=False), book) == 1
 
 
 @pytest.mark.parametrize("dataset", sorted(LONGBENCH))
 def test_a_row_of_longbench_stands_in_its_prompt(dataset: str, tmp_path: Path) -> None:
-    tokenizer = merged_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    ground = Ground(tokenizer, Prose("none", (), ()), chat(tokenizer))
+    ground = framed()
     classes = ["Tom", "Jim"] if dataset == "trec" else None
-    folder = longbench_folder(tmp_path, dataset, {**LONG, "all_classes": classes})
-    sample = only(load_longbench(ground, folder, dataset))
-    framed = dataset not in ("trec", "triviaqa", "samsum", "lcc", "repobench-p")
-    assert said(ground, sample.context_ids).strip() == "[user]" * framed + "Read.\n\nA story."
-    assert said(ground, sample.question_ids).strip() == "Q: Who?\nA:" + "[/][assistant]" * framed
-    assert (sample.chat_template != "none") is framed
+    (sample,) = made(ground, longbench(tmp_path, dataset, {**LONG, "all_classes": classes}))
+    chatted = dataset not in ("trec", "triviaqa", "samsum", "lcc", "repobench-p")
+    assert said(ground, sample.context_ids).strip() == "[user]" * chatted + "Read.\n\nA story."
+    assert said(ground, sample.question_ids).strip() == "Q: Who?\nA:" + "[/][assistant]" * chatted
+    assert (sample.chat_template != "none") is chatted
     assert (sample.evidence, sample.max_new_tokens, sample.dialect) == ((), 64, "longbench-v1")
     right = {"passage_retrieval_en": 0.0, "passage_count": 0.0}.get(dataset, 1.0)  # their answers are numbers
-    given = score(tokenizer, tokenizer.encode("Tom", add_special_tokens=False), sample)
+    given = score(ground.tokenizer, ground.tokenizer.encode("Tom", add_special_tokens=False), sample)
     assert given == pytest.approx(right, abs=2e-8)
 
 
 def test_texts_of_longbench_that_hold_braces_stay_as_they_are(ground: Ground, tmp_path: Path) -> None:
     row = {**LONG, "input": "{context}?", "context": "int f() { return {input}; }"}
-    sample = only(load_longbench(ground, longbench_folder(tmp_path, "lcc", row), "lcc"))
+    (sample,) = made(ground, longbench(tmp_path, "lcc_e", row))
     assert said(ground, sample.context_ids).endswith("{ return {input}; }")
     assert "Q: {context}?" in said(ground, sample.question_ids)
 
 
-BAD: dict[str, Callable[[Ground, Path], object]] = {
-    "task of ruler": lambda g, p: load_ruler(g, p, "squad"),
-    "path of no file": lambda g, p: load_ruler(g, p, "vt"),
-    "path of no question": lambda g, p: load_ruler(
-        g, put(p / "vt" / "validation.jsonl", [NIAH]).parents[1], "vt"
-    ),
-    "path of no rows": lambda g, p: load_ruler(g, put(p / "vt" / "validation.jsonl", []).parents[1], "vt"),
-    "path of other fields": lambda g, p: load_ruler(g, put(p / "vt" / "validation.jsonl", [KV]).parents[1], "vt"),
-    "path of a list": lambda g, p: load_ruler(g, put(p / "vt" / "validation.jsonl", [[1]]).parents[1], "vt"),
-    "task of scbench": lambda g, p: load_scbench(g, p, "repoqa", instruction=""),
-    "path of no turns": lambda g, p: load_scbench(
-        g, put(p / "scbench_kv.jsonl", [{**KV, "multi_turns": []}]).parent, "kv", instruction=""
-    ),
-    "path of other turns": lambda g, p: load_scbench(
-        g, put(p / "scbench_kv.jsonl", [{**KV, "multi_turns": [{"input": "a"}]}]).parent, "kv", instruction=""
-    ),
-    "dataset": lambda g, p: load_longbench(g, p, "dureader"),
-    "path of no settings": lambda g, p: load_longbench(g, p, "lcc"),
-    "path of other settings": lambda g, p: load_longbench(
-        g, put(longbench_folder(p, "lcc") / "config" / "dataset2prompt.json", [{}]).parents[1], "lcc"
-    ),
-    "prompt": lambda g, p: load_longbench(
-        g, put(longbench_folder(p, "lcc") / "config" / "dataset2prompt.json", [{"lcc": "no place"}]).parents[1], "lcc"
-    ),
+LETTERS = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
+
+
+@pytest.mark.parametrize("limit", [62, 63, 80, 99])
+@pytest.mark.parametrize("kind", ["longbench", "scdq", "turns"])
+def test_what_is_longer_is_cut_in_the_middle(kind: str, limit: int, tmp_path: Path) -> None:
+    """By bytes: the first and the last half of all that counts, which the question ends, or of the context alone."""
+    ground = plain(byte_tokenizer())
+    turns = [{"input": f"Q: Who?\nA{number}:", "answer": LETTERS.split()[number]} for number in range(16)]
+    name, whole, question = {
+        "longbench": (
+            longbench(tmp_path, "hotpotqa", {**LONG, "context": LETTERS}), f"Read.\n\n{LETTERS}\n\nQ: Who?\nA:",
+            "\n\nQ: Who?\nA:",
+        ),
+        "scdq": (
+            scbench(tmp_path, "prefix_suffix", {"context": LETTERS, "multi_turns": turns}), LETTERS, ""
+        ),
+        "turns": (
+            scbench(tmp_path, "prefix_suffix", {"context": LETTERS, "multi_turns": turns}, turns=True),
+            f"{LETTERS}\n\nQ: Who?\nA0:", "\n\nQ: Who?\nA0:",
+        ),
+    }[kind]
+    opening = list(ground.frame.opening)
+    ids = [*opening, *ground.tokenizer.encode(whole, add_special_tokens=False)]
+    places = [*range(len(ids))]
+    kept = places if len(ids) <= limit else places[: limit // 2] + places[-(limit // 2) :]
+    samples = made(ground, name, length=limit)
+    context = [ids[place] for place in kept[: len(kept) - len(question)]]
+    assert all(list(sample.context_ids) == context for sample in samples)
+    assert all(sample.metadata["cut"] == len(ids) - len(kept) for sample in samples)
+    for sample, word in zip(samples, LETTERS.split(), strict=False):
+        first = len(opening) + f" {LETTERS} ".index(f" {word} ")
+        stands = [*range(first, first + len(word))]
+        left = kind != "longbench" and set(stands) <= set(kept)
+        assert sample.evidence == (((kept.index(stands[0]), kept.index(stands[-1]) + 1),) if left else ())
+
+
+BAD: dict[str, Callable[[Path], str]] = {
+    "task of ruler": lambda p: ruler(p, "squad", NIAH),
+    "path of no file": lambda p: f"ruler-file:{p}/vt/validation.jsonl",
+    "path of no question": lambda p: ruler(p, "vt", NIAH),
+    "path of no rows": lambda p: ruler(p, "vt"),
+    "path of other fields": lambda p: ruler(p, "vt", KV),
+    "path of another type": lambda p: ruler(p, "vt", {**VT, "input": 3}),
+    "path of a list": lambda p: ruler(p, "vt", [1]),
+    "index": lambda p: ruler(p, "vt", VT),
+    "length of a ruler": lambda p: ruler(p, "vt", VT, {**VT, "input": "long " * ENOUGH + VT["input"]}),
+    "length of a question": lambda p: longbench(p, "lcc", {**LONG, "input": "long " * ENOUGH}),
+    "answer": lambda p: ruler(p, "vt", VT, {**VT, "outputs": []}),
+    "task of scbench": lambda p: scbench(p, "repoqa", KV),
+    "path of no turns": lambda p: scbench(p, "kv", {**KV, "multi_turns": []}),
+    "path of other turns": lambda p: scbench(p, "kv", {**KV, "multi_turns": [{"input": "a"}]}),
+    "path of turns that are none": lambda p: scbench(p, "kv", {**KV, "multi_turns": [3]}),
+    "dataset": lambda p: longbench(p, "dureader"),
+    "path of no settings": lambda p: f"longbench-file:{p}/data/lcc.jsonl",
+    "path of other settings": lambda p: longbench(p, "lcc", prompts={}),
+    "prompt": lambda p: longbench(p, "lcc", prompts={"lcc": "no place"}),
 }
 
 
 @pytest.mark.law("refused-before-anything-changes")
 @pytest.mark.parametrize("case", sorted(BAD))
 def test_files_that_are_not_as_described_are_refused_by_name(case: str, tmp_path: Path) -> None:
-    tokenizer = byte_tokenizer()
     with pytest.raises(SpecError) as caught:
-        BAD[case](Ground(tokenizer, Prose("none", (), ()), bare(tokenizer)), tmp_path)
+        made(plain(byte_tokenizer()), BAD[case](tmp_path), "question" not in case)
     assert caught.value.argument == case.split()[0]
 
 
 @pytest.mark.law("refused-before-anything-changes")
 def test_a_broken_line_is_refused_by_its_number(tmp_path: Path) -> None:
-    path = put(tmp_path / "qa_1" / "validation.jsonl", [QA])
+    name = ruler(tmp_path, "qa_1", QA)
+    path = Path(name.partition(":")[2])
     path.write_text(path.read_text() + "{broken\n")
-    tokenizer = byte_tokenizer()
     with pytest.raises(SpecError, match="line 2"):
-        load_ruler(Ground(tokenizer, Prose("none", (), ()), bare(tokenizer)), tmp_path, "qa_1")
+        resolve_task(name)
 
 
-def test_every_task_of_scbench_is_judged_by_a_known_metric() -> None:
+def test_every_task_is_judged_by_a_known_metric() -> None:
     from models_integration.tasks.metrics import METRICS
 
-    assert {metric for metric, _ in SCBENCH.values()} | set(LONGBENCH.values()) <= set(METRICS)
+    assert {metric for *_, metric, _ in SCBENCH.values()} | set(LONGBENCH.values()) <= set(METRICS)
