@@ -73,6 +73,6 @@ def ratio(budget: str, n: int) -> str:
     """
     B = parse_budget(budget).tokens(n)
     removed = str(1 - B / n)
-    if 1 - Fraction(removed) != Fraction(B, n):
+    if not 1 - Fraction(removed) == 1 - Fraction(float(removed)) == Fraction(B, n):
         raise SpecError("length", n, f"must be such that {B} of its tokens are an exact share, as of a power of two")
     return removed
