@@ -161,7 +161,7 @@ def notes(pairs: Pairs, cells: dict[tuple[str, str], Cell]) -> str:
         " among those that either keeps, mean over heads. *Readings* are the named differences of [the comparison on"
         " random inputs](../../peers.md): with them our policies keep exactly what the press keeps when both decide in"
         f" float64 on a prompt's own queries, keys and values, in {every - unexplained} of {every} layers. *As read*:"
-        " ours under these readings beside the press as it is run, in float32; what still differs is its rounding. In"
+        " ours under these readings beside the press as it is run, in float32; what still differs is rounding. In"
         " layer 0 tokens of one id have keys of one norm, but for the rounding of their rotation: Knorm's ties.\n\n"
         f"The two prefills have the same keys to the last bit on {alike} of {len(pairs)} prompts. All presses decide on"
         " one prefill, by their own hooks; one press and budget each of the first prompts was also run on a prefill of"
