@@ -234,7 +234,7 @@ def study(session: nox.Session) -> None:
 def peers(session: nox.Session) -> None:
     """Our policies beside kvpress, in an environment with the older transformers that it needs; some minutes.
 
-    `-- prompts`, with its options: on a real model's prompts, each side in its own environment; an hour.
+    `-- prompts`, with its options: on a real model's prompts, each side in its own environment; half an hour.
     """
     home = ROOT / ".nox" / "peers"
     if not (home / "complete").exists():

@@ -222,7 +222,7 @@ def test_a_cell_counts_what_differs(tmp_path: Path) -> None:
     append_row(plan.file("theirs"), theirs)
     (pair,) = paired(plan)
     text = page(plan, [pair], lambda _, ids: ids[1:] == [2])
-    assert "| SnapKV | 0.5 | 2 / 2.25 | 0 | 0.3958 | average pool (1 of 2), unexplained (1 of 2) | 0 |" in text
+    assert "| SnapKV | 0.5 | 2 / 2.25 | 0 | 0.395833 | average pool (1 of 2), unexplained (1 of 2) | 0 |" in text
     assert "in 8 of 16 layers" in text
     assert "to the last bit on 0 of 1 prompts" in text
     assert "fails on 1 questions under PyramidKV" in text

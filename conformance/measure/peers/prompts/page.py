@@ -96,7 +96,7 @@ def page(plan: Plan, pairs: Pairs, right: Right) -> str:
     cells = {(press, budget): cell_of(pairs, press, budget, right) for press in COUNTERPARTS for budget in plan.budgets}
     layers = len(pairs[0][0]["keys"])
     sets = markdown_text("## Kept sets", SETS, (
-        [*name, f"{one.tokens[0]:g} / {one.tokens[1]:g}", f"{one.same}", f"{one.overlap:.4f}",
+        [*name, f"{one.tokens[0]:g} / {one.tokens[1]:g}", f"{one.same}", f"{one.overlap:.6f}",
          named(one, len(pairs) * layers), f"{one.read_same}", f"{one.read_overlap:.6f}", behind(one.differing)]
         for name, one in cells.items()
     ))
@@ -134,13 +134,13 @@ def head(plan: Plan, pairs: Pairs) -> str:
     digests = hashlib.sha256("".join(sorted(row["prompt"] for row, _ in pairs)).encode()).hexdigest()
     return (
         f"Written by `nox -s peers -- prompts` on {max(row['date'] for _, row in pairs)}. {len(pairs)} prompts"
-        f" ({', '.join(f'{task} {count}' for task, count in tasks.items())}) of {ours['model']}, all of the study's"
-        f" development part by their context's digest; {plan.length} tokens, then the question, read after the cache is"
-        f" compacted. SHA-256 of their sorted digests: {digests}.\n\nBoth sides read the same token ids with the same"
-        f" weights. Ours: {versions(ours)}; float32 tensors, decided in float64. Theirs: {versions(theirs)},"
-        f" {theirs['attention']} attention, decided in {theirs['dtype'].removeprefix('torch.')}. Constants on both"
-        f" sides: window {given.window}, pool {given.kernel}, chunk {given.chunk}, sinks {given.sinks}, future"
-        f" {given.future}; a press's ratio is the one that keeps as many tokens as our budget. CPU time:"
+        f" ({', '.join(f'{task} {count}' for task, count in tasks.items())}) of {ours['model']}; each context of"
+        f" {plan.length} tokens falls by its digest into the study's development part, and the question is read after"
+        f" the cache is compacted. SHA-256 of their sorted digests: {digests}.\n\nBoth sides read the same token ids"
+        f" with the same weights. Ours: {versions(ours)}; float32 tensors, decided in float64. Theirs:"
+        f" {versions(theirs)}, {theirs['attention']} attention, decided in {theirs['dtype'].removeprefix('torch.')}."
+        f" Constants on both sides: window {given.window}, pool {given.kernel}, chunk {given.chunk}, sinks"
+        f" {given.sinks}, future {given.future}; a press's ratio is the one that keeps as many tokens as our budget. CPU time:"
         f" {sum(row['seconds'] for row, _ in pairs) / 60:.0f} minutes for our half,"
         f" {sum(row['seconds'] for _, row in pairs) / 60:.0f} for theirs."
     )
@@ -156,7 +156,10 @@ def notes(pairs: Pairs, cells: dict[tuple[str, str], Cell]) -> str:
     checked = [theirs["checked"]["equal"] for _, theirs in pairs if "checked" in theirs]
     every = len(cells) * len(pairs) * len(pairs[0][0]["keys"])
     unexplained = sum(one.readings[UNEXPLAINED] for one in cells.values())
+    none, some = ([one.overlap for one in cells.values() if bool(one.readings) is read] for read in (False, True))
     return (
+        f"Where no reading is needed the overlap is at least {min(none, default=1):.4f}; elsewhere it is"
+        f" {min(some, default=1):.4f} to {max(some, default=1):.4f}, and the readings say why.\n\n"
         "*Equal sets*: prompts whose kept sets are equal in all layers and heads; *overlap*: tokens that both keep"
         " among those that either keeps, mean over heads. *Readings* are the named differences of [the comparison on"
         " random inputs](../../peers.md): with them our policies keep exactly what the press keeps when both decide in"
