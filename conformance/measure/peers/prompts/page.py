@@ -140,8 +140,8 @@ def head(plan: Plan, pairs: Pairs) -> str:
         f" with the same weights. Ours: {versions(ours)}; float32 tensors, decided in float64. Theirs:"
         f" {versions(theirs)}, {theirs['attention']} attention, decided in {theirs['dtype'].removeprefix('torch.')}."
         f" Constants on both sides: window {given.window}, pool {given.kernel}, chunk {given.chunk}, sinks"
-        f" {given.sinks}, future {given.future}; a press's ratio is the one that keeps as many tokens as our budget. CPU time:"
-        f" {sum(row['seconds'] for row, _ in pairs) / 60:.0f} minutes for our half,"
+        f" {given.sinks}, future {given.future}; a press's ratio is the one that keeps as many tokens as our budget."
+        f" CPU time: {sum(row['seconds'] for row, _ in pairs) / 60:.0f} minutes for our half,"
         f" {sum(row['seconds'] for _, row in pairs) / 60:.0f} for theirs."
     )
 
