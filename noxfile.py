@@ -232,12 +232,22 @@ def study(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def peers(session: nox.Session) -> None:
-    """Our policies beside kvpress, in an environment with the older transformers that it needs; some minutes."""
+    """Our policies beside kvpress, in an environment with the older transformers that it needs; some minutes.
+
+    `-- prompts`, with its options: on a real model's prompts, each side in its own environment; half an hour.
+    """
     home = ROOT / ".nox" / "peers"
     if not (home / "complete").exists():
         new_environment(session, home, "kvpress==0.5.*", "jaxtyping")
         (home / "complete").touch()
-    session.run(str(interpreter_of(home)), "-m", "conformance.measure.peers", *session.posargs, external=True)
+    theirs = [str(interpreter_of(home)), "-m"]
+    if session.posargs[:1] != ["prompts"]:
+        session.run(*theirs, "conformance.measure.peers", *session.posargs, external=True)
+        return
+    halves, options = "conformance.measure.peers.prompts", session.posargs[1:]
+    run(session, halves, "ours", *options, **ONE_THREAD)
+    session.run(*theirs, halves, "theirs", *options, external=True, env=ONE_THREAD)
+    run(session, halves, "page", *options)
 
 
 @nox.session(venv_backend="none")

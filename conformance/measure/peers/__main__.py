@@ -6,11 +6,10 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from itertools import combinations
 
-from conformance.measure.peers.differences import OURS, READINGS
-from conformance.measure.peers.inputs import Inputs, drawn
-from conformance.measure.peers.presses import FUTURE, KERNEL, PRESSES, SINK, VERSION, C, W, kept_by_press
+from conformance.measure.peers.differences import OURS, READINGS, needed
+from conformance.measure.peers.inputs import SMALL, Inputs, drawn
+from conformance.measure.peers.presses import PRESSES, VERSION, kept_by_press
 from conformance.paths import DOCS
 
 __all__ = ["main"]
@@ -45,16 +44,6 @@ class Report:
     counts: Counter[str] = field(default_factory=Counter)
 
 
-def needed(press: str, inputs: Inputs, theirs: list[list[int]]) -> tuple[str, ...] | None:
-    """The fewest readings under which ours are theirs; None where all together do not do it."""
-    ours, readings = OURS[press]
-    for number in range(len(readings) + 1):
-        for some in combinations(readings, number):
-            if ours(inputs, frozenset(some)) == theirs:
-                return some
-    return None
-
-
 def compared(press: str, number: int) -> Report:
     report = Report(press)
     make, eager = PRESSES[press]
@@ -62,7 +51,7 @@ def compared(press: str, number: int) -> Report:
     for seed in range(number):
         inputs = drawn(seed, MOST.get(press, 40))
         theirs = kept_by_press(make, inputs, eager)
-        some = needed(press, inputs, theirs)
+        some = needed(press, inputs, theirs, readings)
         if some is None or ours(inputs, frozenset(readings)) != theirs:
             report.unexplained.append(inputs)
             continue
@@ -120,8 +109,9 @@ def page(reports: list[Report], number: int) -> str:
         f"Written by `python -m conformance.measure.peers --write` with kvpress {VERSION}, transformers"
         f" {version('transformers')} and torch {version('torch')}, each press on {number} inputs: the same queries,"
         " keys and values in float64 on both sides, 6 to 40 tokens (120 for PyramidKV), 1 to 3 KV heads of 1 or 2 query"
-        f" heads, and a ratio r that is removed. Constants: window {W}, pool {KERNEL}, chunk {C}, sinks {SINK}, future"
-        f" {FUTURE}. The command prints the smallest input that needs each reading.", "",
+        f" heads, and a ratio r that is removed. Constants: window {SMALL.window}, pool {SMALL.kernel}, chunk"
+        f" {SMALL.chunk}, sinks {SMALL.sinks}, future {SMALL.future}. The command prints the smallest input that needs"
+        " each reading.", "",
         "A *reading* is a named difference. The table counts inputs whose kept sets are equal as they are, those that"
         " need a reading (with the fewest that make the sets equal), and those that no readings make equal.", "",
         "| Press | Equal as they are | Need a reading | Unexplained |", "|---|---|---|---|",

@@ -4,13 +4,14 @@ import math
 from collections.abc import Callable, Set
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
+from itertools import combinations
 from typing import Any
 
 import numpy as np
 import torch
 
-from conformance.measure.peers.inputs import Inputs, L
-from conformance.measure.peers.presses import FUTURE, KERNEL, SINK, C, W
+from conformance.measure.peers.inputs import Constants, Inputs
 from reference import policies
 from reference.policies.attention import (
     accumulated_attention,
@@ -22,10 +23,10 @@ from reference.policies.budgets import Competition
 from reference.policies.scorers import LayerScorer, with_window
 from reference.policies.selectors import top_units
 from spec.budget import Budget
-from spec.policy import LayerView, Needs, Observation, Policy
+from spec.policy import LayerView, Needs, Observation, Policy, Scores
 from spec.retention import Granularity
 
-__all__ = ["OURS", "READINGS"]
+__all__ = ["FLOORED", "OURS", "READINGS", "TRUNCATED", "needed"]
 
 Kept = list[list[int]]
 Array = np.ndarray[Any, Any]
@@ -70,16 +71,13 @@ def budget(inputs: Inputs, readings: Set[str]) -> int:
     return max(1, math.floor(exact)) if FLOORED in readings else math.ceil(exact)
 
 
-def run(policy: Policy, inputs: Inputs, B: int, layers: int = 1) -> Kept:
+def run(policy: Policy, inputs: Inputs, B: int) -> Kept:
     """Kept sets of the KV heads of the input's layer."""
-    H_kv = len(inputs.k)
-    groups = {Granularity.MODEL: 1, Granularity.LAYER: layers, Granularity.HEAD: layers * H_kv}[policy.granularity]
-    views = dict.fromkeys(range(layers), inputs.view)
-    found, _ = policies.retain(policy, Budget(count=B), Observation(inputs.n, groups, None, views))
-    sets = [found.group(g).tolist() for g in range(found.groups)]
-    if policy.granularity is Granularity.HEAD:
-        return sets[inputs.layer * H_kv :][:H_kv] if layers > 1 else sets
-    return sets * H_kv
+    heads = len(inputs.k)
+    groups = heads if policy.granularity is Granularity.HEAD else 1
+    # A line may give a layer no token, which no budget can say; the window that is protected raises both.
+    found, _ = policies.retain(policy, Budget(count=max(1, B)), Observation(inputs.n, groups, None, {0: inputs.view}))
+    return [found.group(g).tolist() for g in range(groups)] * (heads // groups)
 
 
 def topk(scores: Array, B: int) -> Kept:
@@ -92,19 +90,22 @@ def raised(scores: Array) -> Array:
     return np.where(np.isnan(scores), np.nanmax(scores) + 1, scores)
 
 
-def averaged(view: LayerView) -> Array:
+def averaged(view: LayerView, given: Constants) -> Array:
     """SnapKV's scores with an average pool and the mean over the window."""
-    A = observed_attention(view, W)
+    A = observed_attention(view, given.window)
     past = A[:, :, : A.shape[2] - A.shape[1]].mean(axis=1)
-    return with_window(group_mean(average_pool(past, KERNEL), len(view.k)), A.shape[2])
+    return with_window(group_mean(average_pool(past, given.kernel), len(view.k)), A.shape[2])
 
 
-def snap_policy(host: Policy, readings: Set[str]) -> Policy:
-    return replace(host, scorer=LayerScorer(Needs("all", W), averaged)) if AVERAGE in readings else host
+def snap_policy(make: Callable[[int, int], Policy], inputs: Inputs, readings: Set[str]) -> Policy:
+    given = inputs.constants
+    host = make(given.window, given.kernel)
+    scorer = LayerScorer(Needs("all", given.window), partial(averaged, given=given))
+    return replace(host, scorer=scorer) if AVERAGE in readings else host
 
 
 def snap_scores(inputs: Inputs, readings: Set[str]) -> Array:
-    host = snap_policy(policies.snapkv(W, KERNEL), readings)
+    host = snap_policy(policies.snapkv, inputs, readings)
     seen = Observation(inputs.n, len(inputs.k), None, {0: inputs.view})
     return host.scorer(seen, host.protection(inputs.n)).values
 
@@ -113,16 +114,16 @@ def snapkv(inputs: Inputs, readings: Set[str]) -> Kept:
     B = budget(inputs, readings)
     if TIES in readings:
         return topk(raised(snap_scores(inputs, readings)), B)
-    return run(snap_policy(policies.snapkv(W, KERNEL), readings), inputs, B)
+    return run(snap_policy(policies.snapkv, inputs, readings), inputs, B)
 
 
 def streaming(inputs: Inputs, readings: Set[str]) -> Kept:
-    B = budget(inputs, readings)
-    if TIES in readings and B < SINK:
+    B, sinks = budget(inputs, readings), inputs.constants.sinks
+    if TIES in readings and sinks > B:
         scores = np.ones((len(inputs.k), inputs.n))
-        scores[:, SINK : SINK + inputs.n - int(inputs.n * (1 - float(inputs.ratio)))] = 0.0
+        scores[:, sinks : sinks + inputs.n - int(inputs.n * (1 - float(inputs.ratio)))] = 0.0
         return topk(scores, B)
-    return run(policies.streaming_llm(SINK), inputs, B)
+    return run(policies.streaming_llm(sinks), inputs, B)
 
 
 def plain(make: Callable[[], Policy]) -> Callable[[Inputs, Set[str]], Kept]:
@@ -137,8 +138,9 @@ def tova(inputs: Inputs, readings: Set[str]) -> Kept:
 
 
 def expected(inputs: Inputs, readings: Set[str]) -> Kept:
-    host, B = policies.expected_attention(inputs.inv_freq, 1.0, SINK, FUTURE), budget(inputs, readings)
-    if TIES in readings and B < SINK:
+    given, B = inputs.constants, budget(inputs, readings)
+    host = policies.expected_attention(inputs.inv_freq, 1.0, given.sinks, given.future)
+    if TIES in readings and given.sinks > B:
         seen = Observation(inputs.n, len(inputs.k), None, {0: inputs.view})
         return topk(raised(host.scorer(seen, host.protection(inputs.n)).values), B)
     return run(host, inputs, B)
@@ -146,6 +148,7 @@ def expected(inputs: Inputs, readings: Set[str]) -> Kept:
 
 def layer_shares(inputs: Inputs, readings: Set[str]) -> list[int] | None:
     """PyramidKV's shares under the press's readings; None where ours stand."""
+    W, L = inputs.constants.window, inputs.constants.layers
     base = inputs.n * (1 - float(inputs.ratio)) if TRUNCATED in readings else float(inputs.kept * inputs.n)
     least = base / 20
     most = base * 2 - least
@@ -156,21 +159,29 @@ def layer_shares(inputs: Inputs, readings: Set[str]) -> list[int] | None:
     return [round(most - layer * (most - least) / (L - 1)) for layer in range(L)] if LINE in readings else None
 
 
+def own_shares(inputs: Inputs, readings: Set[str]) -> list[int]:
+    """PyramidKV's shares as our budgets part has them; no score decides them."""
+    given, B = inputs.constants, max(budget(inputs, readings), inputs.constants.window)
+    host = policies.pyramidkv(given.window, given.kernel)
+    blank = Scores(np.zeros((given.layers, inputs.n)), np.arange(inputs.n + 1))
+    return [int(share) for share in host.budgets(given.layers * B, blank)]
+
+
 def pyramidkv(inputs: Inputs, readings: Set[str]) -> Kept:
     shares = layer_shares(inputs, readings)
-    if shares is None:
-        return run(snap_policy(policies.pyramidkv(W, KERNEL), readings), inputs, budget(inputs, readings), L)
-    B = shares[inputs.layer]
-    if TIES in readings:
+    B = (shares or own_shares(inputs, readings))[inputs.layer]
+    if TIES in readings and shares:
         return topk(raised(snap_scores(inputs, readings)), B)
-    return run(snap_policy(policies.snapkv(W, KERNEL), readings), inputs, B)
+    return run(snap_policy(policies.snapkv, inputs, readings), inputs, B)
 
 
 def chunkkv(inputs: Inputs, readings: Set[str]) -> Kept:
+    given = inputs.constants
     if IN_CHUNKS not in readings:
-        return run(policies.chunkkv(C, W), inputs, budget(inputs, readings))
-    members = raised(averaged(inputs.view)) if INNER in readings else np.nan_to_num(snap_scores(inputs, readings))
-    offsets = np.array([*range(0, inputs.n, C), inputs.n])
+        return run(policies.chunkkv(given.chunk, given.window), inputs, budget(inputs, readings))
+    inner = INNER in readings
+    members = raised(averaged(inputs.view, given)) if inner else np.nan_to_num(snap_scores(inputs, readings))
+    offsets = np.array([*range(0, inputs.n, given.chunk), inputs.n])
     totals = np.add.reduceat(members.sum(axis=0), offsets[:-1]) / np.diff(offsets)
     chunks = max(1, int(len(totals) * (1 - float(inputs.ratio))))
     stay = sorted(np.argsort(-totals, kind="stable")[:chunks].tolist())
@@ -178,11 +189,11 @@ def chunkkv(inputs: Inputs, readings: Set[str]) -> Kept:
 
 
 def adakv(inputs: Inputs, readings: Set[str]) -> Kept:
-    host = snap_policy(policies.adakv(W, KERNEL), readings)
+    host = snap_policy(policies.adakv, inputs, readings)
     B = budget(inputs, readings)
     if QUOTA in readings:
         host = replace(host, budgets=Competition(Fraction(1, 5)))
-    if TIES in readings and (QUOTA in readings or B < W):
+    if TIES in readings and (QUOTA in readings or inputs.constants.window > B):
         scores = torch.tensor(raised(snap_scores(inputs, readings)))
         scores.scatter_(-1, scores.topk(max(1, int(B * 0.2)), dim=-1).indices, torch.finfo(scores.dtype).max)
         gone = set(torch.topk(-scores.reshape(-1), len(scores) * (inputs.n - B)).indices.tolist())
@@ -216,3 +227,13 @@ OURS: dict[str, tuple[Callable[[Inputs, Set[str]], Kept], tuple[str, ...]]] = {
     "ExpectedAttention": (expected, (FLOORED, TRUNCATED, TIES)),
     "ObservedAttention": (observed, (FLOORED, TRUNCATED, PER_QUERY, NO_RECENT)),
 }
+
+
+def needed(press: str, inputs: Inputs, theirs: Kept, readings: tuple[str, ...]) -> tuple[str, ...] | None:
+    """The fewest of these readings under which ours are theirs; None where all together do not do it."""
+    ours, _ = OURS[press]
+    for number in range(len(readings) + 1):
+        for some in combinations(readings, number):
+            if ours(inputs, frozenset(some)) == theirs:
+                return some
+    return None

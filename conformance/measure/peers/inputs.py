@@ -1,7 +1,9 @@
 """One layer's queries, keys and values, before and after their rotation; no transformers, no kvpress."""
 
+from copy import copy
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -9,17 +11,34 @@ import numpy as np
 from reference.policies.rotary import unrotated
 from spec.policy import LayerView
 
-__all__ = ["Inputs", "L", "drawn"]
+__all__ = ["SMALL", "Constants", "Inputs", "drawn"]
 
-L = 4
 D = 8
 RATIOS = ("0.1", "0.2", "0.3", "0.4", "0.5", "0.6", "0.7", "0.75", "0.8", "0.9")
 Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
+class Constants:
+    """Of the presses and of our policies alike."""
+
+    window: int
+    kernel: int
+    """Of the pool."""
+    chunk: int
+    sinks: int
+    future: int
+    """Positions that Expected Attention averages over."""
+    layers: int
+
+
+SMALL = Constants(window=3, kernel=5, chunk=4, sinks=4, future=16, layers=4)
+"""Of inputs that are drawn."""
+
+
+@dataclass(frozen=True)
 class Inputs:
-    """A prompt of n tokens at a ratio (the part that is removed), in one of L layers."""
+    """A prompt of n tokens at a ratio (the part that is removed), in one of the layers."""
 
     seed: int
     ratio: str
@@ -29,20 +48,27 @@ class Inputs:
     k: Array
     v: Array
     inv_freq: Array
+    constants: Constants = SMALL
 
     @property
     def n(self) -> int:
         return int(self.k.shape[1])
+
+    def at(self, ratio: str) -> "Inputs":
+        """The same tensors at another ratio."""
+        other = copy(self)
+        object.__setattr__(other, "ratio", ratio)
+        return other
 
     @property
     def kept(self) -> Fraction:
         """The part that is kept."""
         return 1 - Fraction(self.ratio)
 
-    @property
+    @cached_property
     def view(self) -> LayerView:
         q = unrotated(self.raw_q, -np.arange(self.n), self.inv_freq, 1.0)
-        return LayerView(q, self.k, self.v, D**-0.5, None)
+        return LayerView(q, self.k, self.v, self.k.shape[2] ** -0.5, None)
 
 
 def drawn(seed: int, most: int) -> Inputs:
@@ -51,7 +77,7 @@ def drawn(seed: int, most: int) -> Inputs:
     n, H_kv, G = int(rng.integers(6, most + 1)), int(rng.integers(1, 4)), int(rng.integers(1, 3))
     ratio = RATIOS[int(rng.integers(len(RATIOS)))]
     return Inputs(
-        seed, ratio, int(rng.integers(L)), 2 * rng.standard_normal((H_kv * G, n, D)),
+        seed, ratio, int(rng.integers(SMALL.layers)), 2 * rng.standard_normal((H_kv * G, n, D)),
         rng.standard_normal((H_kv, n, D)), rng.standard_normal((H_kv, n, D)),
         100.0 ** (-np.arange(D // 2) / (D // 2)),
     )

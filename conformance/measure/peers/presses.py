@@ -3,19 +3,21 @@
 from collections.abc import Callable
 from importlib.metadata import version
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import kvpress  # type: ignore[import-not-found]
 import numpy as np
 import torch
 
-from conformance.measure.peers.inputs import D, Inputs, L
+from conformance.measure.peers.inputs import Constants, Inputs
+from conformance.measure.peers.sets import positions_of
 from reference.policies.attention import observed_attention
 
-__all__ = ["FUTURE", "KERNEL", "PRESSES", "SINK", "VERSION", "C", "W", "kept_by_press"]
+__all__ = ["PRESSES", "VERSION", "Make", "kept_by_press"]
 
 VERSION = version("kvpress")
-W, KERNEL, C, SINK, FUTURE = 3, 5, 4, 4, 16
+Make: TypeAlias = Callable[[float, Constants], Any]
+"""A press for a ratio that is removed."""
 
 
 def module_of(inputs: Inputs) -> Any:
@@ -28,16 +30,18 @@ def module_of(inputs: Inputs) -> Any:
         return angle.cos(), angle.sin()
 
     config = SimpleNamespace(
-        num_attention_heads=H, num_key_value_heads=H_kv, num_hidden_layers=L, _attn_implementation="sdpa"
+        num_attention_heads=H, num_key_value_heads=H_kv, num_hidden_layers=inputs.constants.layers,
+        _attn_implementation="sdpa",
     )
     return SimpleNamespace(
-        config=config, head_dim=D, layer_idx=inputs.layer, rotary_emb=rotary, q_proj=lambda hidden: hidden
+        config=config, head_dim=inputs.k.shape[2], layer_idx=inputs.layer, rotary_emb=rotary,
+        q_proj=lambda hidden: hidden,
     )
 
 
-def kept_by_press(make: Callable[[float], Any], inputs: Inputs, eager: bool) -> list[list[int]]:
+def kept_by_press(make: Make, inputs: Inputs, eager: bool) -> list[list[int]]:
     """Kept positions of each KV head, ascending."""
-    module, press = module_of(inputs), make(float(inputs.ratio))
+    module, press = module_of(inputs), make(float(inputs.ratio), inputs.constants)
     hidden = torch.tensor(inputs.raw_q.transpose(1, 0, 2).reshape(1, inputs.n, -1))
     keys, values = torch.tensor(inputs.k)[None], torch.tensor(inputs.v)[None]
     tables = module.rotary_emb(hidden, torch.arange(inputs.n)[None])
@@ -47,26 +51,31 @@ def kept_by_press(make: Callable[[float], Any], inputs: Inputs, eager: bool) -> 
     if module.masked_key_indices is not None:
         gone = {(int(h), int(i)) for h, i in zip(*module.masked_key_indices[1:], strict=True)}
         return [[i for i in range(inputs.n) if (h, i) not in gone] for h in range(len(inputs.k))]
-    same = (found[0].numpy()[:, :, None] == inputs.k[:, None]).all(axis=3)
-    return [sorted(int(i) for i in np.argmax(head, axis=1)) for head in same]
+    return [sorted(head.tolist()) for head in positions_of(found[0].numpy(), inputs.k)]
 
 
-def snapkv(ratio: float) -> Any:
-    return kvpress.SnapKVPress(ratio, window_size=W, kernel_size=KERNEL)
+def snapkv(ratio: float, given: Constants) -> Any:
+    return kvpress.SnapKVPress(ratio, window_size=given.window, kernel_size=given.kernel)
+
+
+def pyramidkv(ratio: float, given: Constants) -> Any:
+    return kvpress.PyramidKVPress(ratio, window_size=given.window, kernel_size=given.kernel)
+
+
+def expected_attention(ratio: float, given: Constants) -> Any:
+    return kvpress.ExpectedAttentionPress(ratio, n_future_positions=given.future, n_sink=given.sinks)
 
 
 # Each press with the constants of the comparison; whether it is given the attention weights.
-PRESSES: dict[str, tuple[Callable[[float], Any], bool]] = {
-    "StreamingLLM": (lambda r: kvpress.StreamingLLMPress(r, n_sink=SINK), False),
+PRESSES: dict[str, tuple[Make, bool]] = {
+    "StreamingLLM": (lambda r, given: kvpress.StreamingLLMPress(r, n_sink=given.sinks), False),
     "SnapKV": (snapkv, False),
-    "PyramidKV": (lambda r: kvpress.PyramidKVPress(r, window_size=W, kernel_size=KERNEL), False),
-    "ChunkKV": (lambda r: kvpress.ChunkKVPress(snapkv(r), chunk_length=C), False),
-    "TOVA": (kvpress.TOVAPress, False),
-    "KeyDiff": (kvpress.KeyDiffPress, False),
-    "Knorm": (kvpress.KnormPress, False),
-    "AdaKV": (lambda r: kvpress.AdaKVPress(snapkv(r), alpha_safeguard=0.2), False),
-    "ExpectedAttention": (
-        lambda r: kvpress.ExpectedAttentionPress(r, n_future_positions=FUTURE, n_sink=SINK), False
-    ),
-    "ObservedAttention": (kvpress.ObservedAttentionPress, True),
+    "PyramidKV": (pyramidkv, False),
+    "ChunkKV": (lambda r, given: kvpress.ChunkKVPress(snapkv(r, given), chunk_length=given.chunk), False),
+    "TOVA": (lambda r, _: kvpress.TOVAPress(r), False),
+    "KeyDiff": (lambda r, _: kvpress.KeyDiffPress(r), False),
+    "Knorm": (lambda r, _: kvpress.KnormPress(r), False),
+    "AdaKV": (lambda r, given: kvpress.AdaKVPress(snapkv(r, given), alpha_safeguard=0.2), False),
+    "ExpectedAttention": (expected_attention, False),
+    "ObservedAttention": (lambda r, _: kvpress.ObservedAttentionPress(r), True),
 }
