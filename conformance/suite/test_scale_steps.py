@@ -48,7 +48,7 @@ CASES = [
 ]
 
 
-@pytest.mark.spec("CC-TAIL", "CC-DECAY")
+@pytest.mark.spec("CC-STEP", "CC-TAIL", "CC-DECAY")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_forward(decoder: Backend, case: Case) -> None:
     """Before a breath only D changes, and the tail grows by a token of a far id."""
@@ -64,6 +64,15 @@ def test_a_breath(decoder: Backend, case: Case) -> None:
     after = breath(before, ENDS, p, decoder)
     assert not list(decode_checks.breath(before, after, ENDS, p, decoder))
     assert len(after.live.positions) < len(before.stored), "something goes"
+
+
+@pytest.mark.spec("CC-STEP")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_step_that_breathes(decoder: Backend, case: Case) -> None:
+    """It is a forward, and then a breath: nothing has waited for it."""
+    before, p = replace(case.state, step=99), replace(case.parameters, T_breath=100)
+    quiet = decode_step(before, 3, 0.5, ENDS, replace(p, T_breath=1000), decoder)
+    assert decode_checks.same_bits(decode_step(before, 3, 0.5, ENDS, p, decoder), breath(quiet, ENDS, p, decoder))
 
 
 STEPS = [127, 255, 32_767, 65_535, 2**24 + 1, 2**31 - 1, 2**32 - 1, 2**53 + 1]
