@@ -16,6 +16,11 @@ from spec import SPEC_VERSION
 
 __all__ = ["app"]
 
+_TASKS = (
+    "Comma-separated: needle, delayed_association; for models of running text needle_in_prose, keys_in_prose_2,"
+    " keys_in_prose_4."
+)
+
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
     help="The executable specification of KV-cache retention: which cached keys and values a language model keeps.",
@@ -47,10 +52,10 @@ def compare(
     policies: Annotated[
         str,
         typer.Option(help=f"Comma-separated: {', '.join(POLICIES)}. diverse-NAME is NAME with set-conditioned"
-                     " selection, where it keeps single tokens."),
+                     " selection, where it keeps single tokens; snapkv(W=16) is SnapKV with a constant of its own."),
     ] = "crystalcache,streamingllm,fullcache",
     budgets: Annotated[str, typer.Option(help="Comma-separated: 0.3 or 30% is a fraction, 512 is tokens.")] = "0.3,0.5",
-    tasks: Annotated[str, typer.Option(help="Comma-separated: needle, delayed_association.")] = (
+    tasks: Annotated[str, typer.Option(help=_TASKS)] = (
         "needle,delayed_association"
     ),
     length: Annotated[int, typer.Option(help="Context tokens.")] = 1024,
@@ -93,7 +98,8 @@ def demo(
 ) -> None:
     """Watch it work: CrystalCache, StreamingLLM and the full cache on the pocket model, with controls.
 
-    The same as `kvspec compare` without options; about a minute on two CPU cores, nothing is downloaded.
+    The same as `kvspec compare` without options; about a minute on two CPU cores, nothing is downloaded. Another model
+    is asked for facts in running text.
     """
     shipped = "the small model that comes with kvspec" if model == "pocket" else f"the model {model}"
     print(
@@ -103,9 +109,11 @@ def demo(
     )
     from models_integration.cli.compare import run
     from models_integration.studies.compare.plan import Plan
-    from models_integration.studies.subject import Loading
+    from models_integration.studies.subject import SHIPPED, Loading
+    from models_integration.tasks.registry import IN_PROSE
 
-    run(Plan(samples=samples), Loading(model, backend, device, dtype, attn), out, batch_size)
+    plan = Plan(samples=samples) if model in SHIPPED else Plan(tasks=IN_PROSE[:2], samples=samples)
+    run(plan, Loading(model, backend, device, dtype, attn), out, batch_size)
 
 
 @app.command()
@@ -114,7 +122,7 @@ def sweep(
         str, typer.Option(help="appendix-a (T_max, s, alpha), or extensions (the essay's, tiers, coverage, ...).")
     ] = "appendix-a",
     budget: Annotated[str, typer.Option(help="0.3 or 30% is a fraction, 512 is tokens.")] = "0.3",
-    tasks: Annotated[str, typer.Option(help="Comma-separated: needle, delayed_association.")] = (
+    tasks: Annotated[str, typer.Option(help=_TASKS)] = (
         "needle,delayed_association"
     ),
     length: Annotated[int, typer.Option(help="Context tokens.")] = 1024,

@@ -5,9 +5,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from models_integration.policies.methods import constants_of
+from models_integration.policies.spelled import spelled
 from models_integration.studies.results import load_rows
 from models_integration.studies.subject import Subject
-from models_integration.tasks import draw_sample
 from reference.calibration import Calibration, load_calibration
 from spec.budget import parse_budget
 from spec.errors import SpecError
@@ -116,7 +116,7 @@ def calibration_of(policies: Iterable[str], path: Path | None) -> Calibration | 
     Raises:
         SpecError: for a policy that needs one where none is given; for a file that is none.
     """
-    needing = [policy for policy in policies if "calibration" in constants_of(policy)]
+    needing = [policy for policy in policies if "calibration" in constants_of(spelled(policy)[0])]
     if path is not None:
         return load_calibration(path)
     if needing:
@@ -150,4 +150,4 @@ def check_samples(subject: Subject, tasks: Iterable[str], length: int, samples: 
     """
     for task in tasks:
         for index in range(min(samples, _DRAWN_MOST)):
-            draw_sample(task, subject.tokenizer, length, index, seed)
+            subject.sample(task, length, index, seed)

@@ -1,5 +1,6 @@
 """Options that several commands have."""
 
+import re
 from typing import Annotated
 
 import typer
@@ -23,12 +24,12 @@ BatchSize = Annotated[
 
 
 def names_of(option: str, text: str) -> tuple[str, ...]:
-    """The parts of a comma-separated list, each once.
+    """The parts of a comma-separated list, each once; a comma inside brackets belongs to its part.
 
     Raises:
         SpecError: for a list of none.
     """
-    names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    names = tuple(dict.fromkeys(part.strip() for part in re.split(r",(?![^(]*\))", text) if part.strip()))
     if not names:
         raise SpecError(option, text, "must name at least one; several are separated by commas")
     return names

@@ -22,12 +22,19 @@ from models_integration.policies.methods import (
     sentence_ends,
 )
 from models_integration.policies.spelled import spelled
+from models_integration.tasks import TASKS, Sample, draw_sample
+from models_integration.tasks.chat import bare
+from models_integration.tasks.context import Ground
+from models_integration.tasks.prose import read_prose
+from models_integration.tasks.registry import IN_PROSE, resolve_task
 from reference.calibration import Calibration
 from spec.errors import SpecError
 from spec.validate import check_choices
 
-__all__ = ["ATTENTION", "AUTO", "DTYPES", "Loading", "Subject"]
+__all__ = ["ATTENTION", "AUTO", "COMPARED", "DTYPES", "SHIPPED", "Loading", "Subject"]
 
+COMPARED = (*TASKS, *IN_PROSE)
+"""Tasks with one fact to keep, whose answer is right or wrong."""
 SHIPPED = {"pocket": ASSETS, "chat": CHAT_ASSETS}
 AUTO = "auto"
 DTYPES = (AUTO, "float32", "bfloat16", "float16", "float64")
@@ -56,6 +63,22 @@ class Subject:
     def name(self) -> str:
         """What rows of results call it."""
         return self.identity.named(self.label)
+
+    @cached_property
+    def ground(self) -> Ground:
+        """The shipped running text as the tokenizer reads it, some seconds the first time."""
+        return Ground(self.tokenizer, read_prose(self.tokenizer), bare(self.tokenizer))
+
+    def sample(self, task: str, length: int, index: int, seed: int) -> Sample:
+        """The sample of one of COMPARED; of the tasks in prose, of this model's tokenizer.
+
+        Raises:
+            SpecError: for an unknown task, a length that does not hold it, or a negative seed.
+        """
+        check_choices("task", (task,), COMPARED)
+        if task in TASKS:
+            return draw_sample(task, self.tokenizer, length, index, seed)
+        return resolve_task(task)(self.ground, length, index, seed)[0]
 
     def policy(self, text: str, budget: int | str) -> RetentionPolicy:
         """A policy as text, with those of this model's sentence ends, backend and calibration that it takes.

@@ -32,7 +32,7 @@ from models_integration.tasks.turns import in_turns
 from models_integration.tasks.variable_tracking import variable_tracking_samples
 from spec.errors import SpecError
 
-__all__ = ["BUILT_IN", "CHAINS", "FILES", "QUESTIONS", "Task", "resolve_task"]
+__all__ = ["BUILT_IN", "CHAINS", "FILES", "IN_PROSE", "QUESTIONS", "Task", "resolve_task"]
 
 QUESTIONS, CHAINS = 5, 2
 """Questions on one context, where a task has several; a question about a chain needs five lines of its own."""
@@ -100,6 +100,9 @@ FILES: Mapping[str, Callable[[Path], Maker]] = {
     "ruler-file": ruler_file, "scbench-file": scbench_file,
     "scbench-turns-file": partial(scbench_file, turns=True), "longbench-file": longbench_file,
 }
+
+IN_PROSE = ("needle_in_prose", "keys_in_prose_2", "keys_in_prose_4")
+"""Those with one fact to keep and one number for an answer, in running text."""
 
 
 def resolve_task(name: str) -> Task:

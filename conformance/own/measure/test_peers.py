@@ -21,8 +21,8 @@ from conformance.measure.peers.prompts.ours import groups_of, run_ours
 from conformance.measure.peers.prompts.page import cell_of, page, paired
 from conformance.measure.peers.prompts.plan import COUNTERPARTS, TASKS, UNEXPLAINED, Plan, constants, ratio
 from conformance.measure.peers.sets import marked, overlap, packed, positions_of, unpacked
+from conformance.own.models_integration.studies.contexts import answer
 from models_integration.policies.methods import constants_of
-from models_integration.studies.answers import answer
 from models_integration.studies.evidence.rules import Rules, load_rules
 from models_integration.studies.results import Row, append_row
 from models_integration.studies.subject import Loading, Subject
@@ -174,7 +174,7 @@ def test_our_half_says_what_a_session_says_and_goes_on(subject: Subject, rules: 
     assert (row["context"], row["question"]) == (list(sample.context_ids), list(sample.question_ids))
     for policy in ("snapkv", "pyramidkv", "streamingllm", "adakv"):
         for budget in BUDGETS:
-            alone = answer(subject.model, subject.policy(policy, budget), place(sample), 6, subject.stop_ids)
+            alone, _ = answer(subject.model, subject.policy(policy, budget), place(sample), 6, subject.stop_ids)
             assert row["answers"][policy][budget] == alone.token_ids
             kept = unpacked(row["kept"][policy][budget], LENGTH)
             assert kept.sum(axis=1).mean() == LENGTH * float(budget)

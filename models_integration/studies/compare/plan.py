@@ -7,15 +7,15 @@ from itertools import product
 from pathlib import Path
 
 from models_integration.policies.methods import CustomPolicy, RetentionPolicy, StreamingLLM, constants_of
+from models_integration.policies.spelled import spelled
 from models_integration.session.method import Method
 from models_integration.studies.answers import SAMPLES, Asked, Key, Run
 from models_integration.studies.compare.rules import CONTROL_BOUNDS, only_needle, without_needle
 from models_integration.studies.results import Row, find_row, load_rows, taken_up
-from models_integration.studies.subject import Subject
-from models_integration.tasks import PLACEMENTS, TASKS, Sample, draw_sample, needle_sample
-from models_integration.tasks.samples import NEEDLE
+from models_integration.studies.subject import COMPARED, Subject
+from models_integration.tasks import PLACEMENTS, TASKS, Sample, needle_sample
+from models_integration.tasks.samples import DELAYED_ASSOCIATION, NEEDLE
 from reference.crystalcache.protection import effective_budget
-from reference.policies.names import NAMES
 from spec import SPEC_VERSION
 from spec.budget import parse_budget
 from spec.errors import SpecError
@@ -29,6 +29,8 @@ FULL = "fullcache"
 """The policy that needs no budget."""
 _CONTROL_DEPTHS = {"window holds needle": 1.0, "window misses needle": 0.25}
 """Of the controls that need a sample of their own."""
+_WINDOWS = {NEEDLE: tuple(_CONTROL_DEPTHS), DELAYED_ASSOCIATION: ("window misses needle",)}
+"""Those about the recent window, by task: a fact in prose may stand in it or not."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,9 @@ class Plan:
     controls: bool = True
 
     def __post_init__(self) -> None:
-        check_choices("policy", self.policies, NAMES)
-        check_choices("task", self.tasks, TASKS)
+        for policy in self.policies:
+            spelled(policy)
+        check_choices("task", self.tasks, COMPARED)
         check_choices("placement", (self.placement,), PLACEMENTS)
         for budget in self.budgets:
             parse_budget(budget)
@@ -91,7 +94,7 @@ def cells(plan: Plan) -> Iterator[Cell]:
             yield _cell(plan, task, FULL, "1.0", plan.length, control=False)
         if plan.controls:
             for control in CONTROL_BOUNDS:
-                if task == "needle" or control != "window holds needle":
+                if control not in _CONTROL_DEPTHS or control in _WINDOWS.get(task, ()):
                     requested = plan.budgets[0] if control.startswith("window") else "1.0"
                     yield _cell(plan, task, control, requested, plan.tokens(requested), control=True)
 
@@ -164,7 +167,7 @@ def _row(subject: Subject, cell: Cell, said: Sequence[Row]) -> Row:
 def _identity(subject: Subject, cell: Cell) -> dict[str, str | int | bool]:
     """What a stored row must share; a policy that goes by statistics is named with their digest."""
     identity = cell.identity(subject.name, subject.backend)
-    if subject.calibration is not None and not cell.control and "calibration" in constants_of(cell.policy):
+    if subject.calibration is not None and not cell.control and "calibration" in constants_of(spelled(cell.policy)[0]):
         identity["policy"] = f"{cell.policy}@{subject.calibration.digest}"
     return identity
 
@@ -172,7 +175,7 @@ def _identity(subject: Subject, cell: Cell) -> dict[str, str | int | bool]:
 def _sample(subject: Subject, cell: Cell, index: int, depth: float | None) -> Sample:
     """The sample of all cells; or that of a control, which has its needle at a depth of its own."""
     if depth is None:
-        return draw_sample(cell.task, subject.tokenizer, cell.length, index, cell.seed)
+        return subject.sample(cell.task, cell.length, index, cell.seed)
     return needle_sample(subject.tokenizer, cell.length, depth, (cell.seed, cell.length, index))
 
 

@@ -9,8 +9,8 @@ from models_integration.policies.methods import CrystalCache
 from models_integration.session.method import Method
 from models_integration.studies.answers import SAMPLES, Asked, Key, Run
 from models_integration.studies.results import Row, taken_up
-from models_integration.studies.subject import Subject
-from models_integration.tasks import TASKS, draw_sample
+from models_integration.studies.subject import COMPARED, Subject
+from models_integration.tasks import TASKS
 from reference.crystalcache.protection import effective_budget
 from reference.statistics import wilson
 from spec import SPEC_VERSION
@@ -62,7 +62,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         check_choices("grid", (self.grid,), GRIDS)
-        check_choices("task", self.tasks, TASKS)
+        check_choices("task", self.tasks, COMPARED)
         parse_budget(self.budget)
         if self.samples < 1:
             raise SpecError("samples", self.samples, "must be at least 1")
@@ -109,7 +109,7 @@ def run_variants(run: Run, plan: Plan, task: str, variants: Sequence[str]) -> li
         methods[Key(variant, plan.tokens, repr(parameters))] = policy.on(subject.model)
 
     def asked(index: int) -> list[Asked]:
-        return [(draw_sample(task, subject.tokenizer, plan.length, index, plan.seed), methods)]
+        return [(subject.sample(task, plan.length, index, plan.seed), methods)]
 
     said = run.task(task, plan.samples, asked)
     return [_row(subject, plan, task, key.policy, [each[key] for each in said]) for key in methods]

@@ -12,9 +12,9 @@ from conformance.measure.peers.prompts.plan import COUNTERPARTS, MAX_NEW_TOKENS,
 from conformance.measure.peers.sets import Array, digest, packed
 from models_integration.cache.continuation import Decision
 from models_integration.cache.retained_cache import side_by_side
-from models_integration.session.verbs import compact, read
+from models_integration.session.verbs import compact
+from models_integration.studies.answers import generated, onward
 from models_integration.studies.evidence.kept import Prompt, read_prompt
-from models_integration.studies.evidence.measure import generated
 from models_integration.studies.evidence.rules import Rules
 from models_integration.studies.evidence.run import Item, items, methods
 from models_integration.studies.results import Row, append_row
@@ -101,8 +101,8 @@ def answered(
     for first in range(0, len(names), ROWS):
         some = names[first : first + ROWS]
         cache = compact(side_by_side(prompt.observed.cache, len(some)), Decision(tuple(cells[name] for name in some)))
-        shown = read(subject.model, cache, torch.tensor([fed] * len(some)))
-        assert shown.logits is not None
-        answers = generated(subject, cache, shown.logits[:, -1], MAX_NEW_TOKENS)
+        forward = onward(subject.model, cache)
+        logits = forward(torch.tensor([fed] * len(some)))
+        answers = generated(forward, logits, subject.stop_ids, MAX_NEW_TOKENS)
         found.update(zip(some, answers, strict=True))
     return found

@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import replace
 from io import BytesIO, StringIO
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
+from conformance.own.models_integration.studies.contexts import answer
 from models_integration import CrystalCache, FullCache, ObservedSegment, RetentionPolicy, StreamingLLM, observe
 from models_integration.cli.app import app
+from models_integration.cli.options import names_of
 from models_integration.studies.answers import SAMPLES, Answer, Key, answers
 from models_integration.studies.compare.plan import Cell, Plan, cells, run_plan
 from models_integration.studies.compare.report import (
@@ -35,6 +37,7 @@ from models_integration.studies.compare.rules import CONTROL_BOUNDS, verdict
 from models_integration.studies.results import find_row, load_rows
 from models_integration.studies.subject import Loading, Subject
 from models_integration.tasks import Sample, draw_sample, place, score
+from models_integration.tasks.registry import IN_PROSE, resolve_task
 from reference.statistics import wilson
 from spec.errors import SpecError
 from spec.tables import result_table
@@ -126,6 +129,25 @@ def test_rows_pass_the_result_table(subject: Subject, tmp_path: Path) -> None:
     result_table(rows)
     for row in rows:
         assert row["mean_cache"] <= row["peak_cache"]  # type: ignore[operator]
+
+
+def test_facts_in_prose_and_policies_with_constants_are_compared(subject: Subject, tmp_path: Path) -> None:
+    policies = ("streamingllm", "streamingllm(N_sink=200)", "fullcache")
+    plan = Plan(policies, ("0.5",), IN_PROSE[1:], length=700, samples=1)
+    assert {(cell.task, cell.policy) for cell in cells(plan) if cell.control} == set(
+        product(IN_PROSE[1:], ("without needle", "only needle"))
+    )
+    rows = rows_of(subject, plan, tmp_path / "results.jsonl")
+    result_table(rows)
+    said = [row for row in load_rows(tmp_path / "samples.jsonl") if row["task"] == "keys_in_prose_4"]
+    expected = place(resolve_task("keys_in_prose_4")(subject.ground, 700, 0, plan.seed)[0])
+    cell = next(cell for cell in said[0]["cells"] if cell["policy"] == "streamingllm(N_sink=200)")
+    alone, _ = answer(subject.model, StreamingLLM(350, N_sink=200), expected, 50, subject.stop_ids)
+    assert cell["token_ids"] == alone.token_ids
+
+
+def test_a_list_of_names_is_cut_outside_brackets() -> None:
+    assert names_of("policies", "snapkv(W=16, kernel=5), knorm,knorm") == ("snapkv(W=16, kernel=5)", "knorm")
 
 
 def test_controls_hold_on_the_pocket_model(subject: Subject, tmp_path: Path) -> None:
