@@ -80,7 +80,7 @@ def test_what_a_policy_keeps_is_put_and_answered(keys: list[str], tmp_path: Path
     assert run("inject", kept, *here, "--ask", QUESTION, "--new-tokens", "2")
     assert run("verify", *here) == "3 objects read\n"
     error = refused("put", str(tmp_path / "0.txt"), "--policy", "nobody", *here)
-    assert "name = 'nobody'" in str(error)
+    assert "policy = 'nobody'" in str(error)
     error = refused("put", str(tmp_path / "0.txt"), "--policy", "snapkv", "--budget", "1.5", *here)
     assert "budget" in str(error)
 

@@ -51,8 +51,9 @@ def told(subject: Subject, placement: Placement) -> dict[Key, tuple[Answer, Kept
         return {key: (given, decided[-1]) for key, given in answers(subject, placement, cells, MOST)}
 
 
-@pytest.mark.parametrize("task", ["needle", "delayed_association"])
-@pytest.mark.parametrize("placement", ["after", "in_prompt", "paper"])
+@pytest.mark.parametrize(
+    ("placement", "task"), [("after", "needle"), ("in_prompt", "delayed_association"), ("paper", "needle")]
+)
 def test_a_cell_keeps_and_says_what_a_context_of_its_own_does(subject: Subject, placement: str, task: str) -> None:
     """Bit for bit; slots are counted alike. Cells differ, else the comparison would say nothing."""
     presented = place(draw_sample(task, subject.tokenizer, LENGTH, 1, 9), placement)
