@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from conformance.checks import stage_checks
 from conformance.oracles import pipeline
+from conformance.plugin import sparingly
 from conformance.strategies.prompts import Prompt, prompts, random_prompt
 from reference.crystalcache import prefill
 from reference.policies import crystalcache, retain
@@ -212,6 +213,7 @@ def test_two_tokens_and_every_head_group(backend: Backend, dtype: type, group: i
 
 
 @pytest.mark.spec("CC-PREFILL", "CC-ATTENTION")
+@sparingly
 @given(prompt=prompts())
 def test_the_default_scaling_is_one_over_the_root_of_d(backend: Backend, prompt: Prompt) -> None:
     d = prompt.inputs.q.shape[2]
@@ -219,6 +221,7 @@ def test_the_default_scaling_is_one_over_the_root_of_d(backend: Backend, prompt:
 
 
 @pytest.mark.spec("CC-BUDGET-FORMS")
+@sparingly
 @given(prompt=prompts(), tokens=st.integers(1, 30))
 def test_every_form_of_a_budget(backend: Backend, prompt: Prompt, tokens: int) -> None:
     """A float, a decimal, a percentage and a Budget are one; an int is tokens."""
@@ -236,6 +239,7 @@ def observation(prompt: Prompt, groups: int = 1) -> Observation:
 
 
 @pytest.mark.spec("CC-PREFILL")
+@sparingly
 @given(prompt=prompts())
 def test_the_default_is_half_of_the_tokens(backend: Backend, prompt: Prompt) -> None:
     asked = {name: value for name, value in prompt.arguments.items() if name != "budget"}

@@ -1,11 +1,15 @@
 """`kvspec` starts without what only its models need, and names the extra that brings what a command misses."""
 
+import ast
 import importlib
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from conformance.paths import ROOT
+from models_integration.cli import BROUGHT_BY
 
 pytestmark = pytest.mark.law("as-it-is-described")
 
@@ -16,6 +20,7 @@ sys.argv = {command!r}
 from models_integration.cli import main
 main()
 """
+OURS = {"spec", "reference", "accelerated", "conformance", "models_integration"}
 MODELS = ["torch", "transformers", "safetensors", "tokenizers", "matplotlib", "pandas", "numba"]
 
 
@@ -62,8 +67,7 @@ def test_a_backend_is_judged_without_a_model() -> None:
     ("command", "missing", "extra"),
     [
         ("demo", "torch", "models"), ("compress a.txt", "transformers", "models"), ("--help", "typer", "conformance"),
-        ("models fetch smollm2", "gguf", "weights"), ("sweep", "matplotlib", "models"), ("demo", "pandas", "models"),
-        ("verify --backend numpy", "pytest", "conformance"),
+        ("models fetch smollm2", "gguf", "weights"), ("verify --backend numpy", "pytest", "conformance"),
         ("verify --backend numpy", "hypothesis", "conformance"),
         ("archive put {file} --archive {folder}/a --master-key {file}", "cryptography", "archive"),
     ],
@@ -74,3 +78,16 @@ def test_what_is_missing_is_named_with_its_extra(command: str, missing: str, ext
     found = started(command.format(file=tmp_path / "file", folder=tmp_path), [missing])
     assert found.returncode == 2
     assert found.stderr.endswith(f"kvspec: {missing} is missing; pip install 'kvspec[{extra}]'\n")
+
+
+@pytest.mark.law("one-line-with-the-way-out")
+def test_every_package_that_a_command_imports_has_an_extra() -> None:
+    """What is not ours, not Python's and not installed with kvspec itself."""
+    paths = [path for room in ("models_integration", "spec") for path in (ROOT / room).rglob("*.py")]
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in paths]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    named = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    named += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+    others = {name.partition(".")[0] for name in named} - sys.stdlib_module_names - OURS - {"numpy", "jaxtyping"}
+    assert {"torch", "transformers", "pandas", "matplotlib", "gguf"} <= others
+    assert others <= set(BROUGHT_BY), others - set(BROUGHT_BY)

@@ -200,7 +200,7 @@ def test_a_command_makes_it_once_and_only_where_a_row_or_a_file_needs_it(
     save_calibration(calibrate(model, prompt(40)), statistics)
     made.clear()
     asked = ["compare", "--policies", "triattention,crystalcache", "--budgets", "160", "--tasks", "needle"]
-    asked += ["--samples", "2", "--length", "400", "--no-controls", "--calibration", str(statistics)]
+    asked += ["--samples", "1", "--length", "200", "--no-controls", "--calibration", str(statistics)]
     for arguments, count in (
         (["compress", str(text)], 0), (["archive", "put", str(text), "--archive", archive], 1),
         ([*asked, "--out", str(tmp_path / "out")], 1), (["calibrate", str(text), "--out", str(statistics)], 1),

@@ -38,7 +38,8 @@ def subject(one_thread: None) -> Subject:
 
 def told(subject: Subject, placement: Placement, names: Sequence[str]) -> dict[Key, tuple[Answer, Kept]]:
     """What each cell answers and keeps, from one prompt."""
-    cells = {Key(*cell): subject.policy(*cell).on(subject.model) for cell in product(names, BUDGETS)}
+    wanted = [(name, B) for name, B in product(names, BUDGETS) if B in BUDGETS[:1] or not name.startswith(DIVERSE)]
+    cells = {Key(*cell): subject.policy(*cell).on(subject.model) for cell in wanted}
     decided: list[Kept] = []
 
     def noting(cache: RetainedCache, decision: Decision) -> RetainedCache:
@@ -65,6 +66,6 @@ def test_a_cell_keeps_and_says_what_a_context_of_its_own_does(subject: Subject, 
         assert given.token_ids == expected.token_ids, name
         assert (given.kept, given.peak_cache) == (expected.kept, expected.peak_cache), name
         assert given.mean_cache == pytest.approx(expected.mean_cache), name
-    assert len(found) == len(names) * len(BUDGETS)
+    assert {name for name, *_ in found} == set(names)
     assert len({str(kept) for _, kept in found.values()}) > len(names)
     assert len({str(given.token_ids) for given, _ in found.values()}) > 2
