@@ -46,6 +46,8 @@ class Calibration:
     """(L, H, d)."""
     magnitude: Float64[Cube, "_ _ _"]
     """(L, H, d / 2)."""
+    samples: tuple[str, ...] | None = None
+    """Digests of the contexts that it was taken over, where they are those of a study; None where nobody knows."""
 
     def __post_init__(self) -> None:
         L, H, half = len(self.layers), self.mean.shape[1], len(self.identity.inv_freq)
@@ -90,6 +92,7 @@ def save_calibration(calibration: Calibration, file: str | PathLike[str] | Buffe
     header = {
         "format": FORMAT, "model": calibration.identity.model, "rope": calibration.identity.rope,
         "factor": calibration.identity.factor, "layers": list(calibration.layers),
+        "samples": None if calibration.samples is None else list(calibration.samples),
     }
     with open(file, "wb") if isinstance(file, str | PathLike) else nullcontext(file) as target:
         np.savez(
@@ -111,6 +114,7 @@ def load_calibration(path: str | PathLike[str]) -> Calibration:
             header = json.loads(str(archive["header"]))
             mean, magnitude, inv_freq = (np.asarray(archive[name], dtype=np.float64) for name in ARRAYS)
         form, rope, layers = header["format"], header["rope"], tuple(header["layers"])
+        samples = None if header.get("samples") is None else tuple(map(str, header["samples"]))
         identity = Identity(header["model"], inv_freq, header["factor"])
     except (OSError, KeyError, TypeError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise SpecError("path", str(path), f"is not a calibration: {error}") from error
@@ -118,4 +122,4 @@ def load_calibration(path: str | PathLike[str]) -> Calibration:
         raise SpecError("path", str(path), f"has the format {form!r}, not {FORMAT!r}")
     if identity.rope != rope:
         raise SpecError("path", str(path), f"is damaged: its frequencies are {identity.rope}, its header says {rope}")
-    return Calibration(identity, layers, mean, magnitude)
+    return Calibration(identity, layers, mean, magnitude, samples)

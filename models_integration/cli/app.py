@@ -172,12 +172,15 @@ def study(
 
 @app.command()
 def calibrate(
-    text: Annotated[Path, typer.Argument(metavar="TEXT", help="A text file of the model's language; any will do.")],
+    text: Annotated[Path, typer.Argument(metavar="TEXT", help="A text file, any will do; or a study's rules, .toml.")],
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("calibration.npz"),
     tokens: Annotated[int, typer.Option(help="Tokens of the text to read, at most.")] = 4096,
     model: Model = "pocket", device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto",
 ) -> None:
     """Make TriAttention's calibration: what a model's queries are like on average. One forward over a text.
+
+    For a study: `kvspec calibrate rules.toml` reads its first dev context and names it in the file, so that the study
+    can tell that nothing of what confirms was seen; then calibration = "calibration.npz" in the rules.
 
     The file names the model, by a digest, and its rotation, and serves no other.
     Then: kvspec compare --policies triattention --calibration calibration.npz

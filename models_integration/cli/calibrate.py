@@ -1,14 +1,19 @@
 """`kvspec calibrate`."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from models_integration.cache.atomic_file import publish_readable
 from models_integration.cli.checks import check_file, read_text
 from models_integration.policies.calibration import calibrate
-from models_integration.studies.subject import Loading
+from models_integration.studies.evidence.rules import PARTS, Rules, load_rules
+from models_integration.studies.evidence.run import items
+from models_integration.studies.subject import Loading, Subject
 from reference.calibration import save_calibration
 from spec.errors import SpecError
 
@@ -18,18 +23,20 @@ __all__ = ["run"]
 def run(text: Path, out: Path, tokens: int, loading: Loading) -> None:
     """Read a text with a model, and write what its queries are like. Where anything is refused, `out` stays as it is.
 
+    The rules of a study stand for its first dev context, which the file then names.
+
     Raises:
         SpecError: for a text without a token, a file that cannot be written, or what the model cannot serve.
     """
+    rules = load_rules(text) if text.suffix == ".toml" else None
     read = read_text("TEXT", text)
     if tokens < 1:
         raise SpecError("tokens", tokens, "must be at least 1")
     check_file("out", out)
     subject = loading.subject()
-    if not subject.tokenizer(read, add_special_tokens=False).input_ids:
-        raise SpecError("TEXT", str(text), "must hold a token of the model, and holds none")
-    ids = subject.tokenizer(read, return_tensors="pt").input_ids[:, :tokens].to(subject.model.device)
-    calibration = calibrate(subject.model, ids)
+    given, samples = _dev_context(rules, subject) if rules else (_tokens(text, read, subject), None)
+    ids = torch.tensor([given[:tokens]], device=subject.model.device)
+    calibration = replace(calibrate(subject.model, ids), samples=samples)
     file = BytesIO()
     save_calibration(calibration, file)
     publish_readable(out, file.getvalue())
@@ -38,3 +45,17 @@ def run(text: Path, out: Path, tokens: int, loading: Loading) -> None:
         f"{out}: {calibration.digest}, {ids.shape[1]} tokens, {layers} layers of {heads} heads of {d} channels;"
         f" model {calibration.identity.model}, rotation {calibration.identity.rope}"
     )
+
+
+def _tokens(text: Path, read: str, subject: Subject) -> Sequence[int]:
+    tokens: Sequence[int] = subject.tokenizer(read).input_ids
+    if not subject.tokenizer(read, add_special_tokens=False).input_ids:
+        raise SpecError("TEXT", str(text), "must hold a token of the model, and holds none")
+    return tokens
+
+
+def _dev_context(rules: Rules, subject: Subject) -> tuple[Sequence[int], tuple[str]]:
+    """The first context of a study on which anything may be tried, and its digest."""
+    for item in items(rules, subject, subject.ground.prose, PARTS[0]):
+        return item.sample.context_ids, (item.sample.context_digest,)
+    raise SpecError("TEXT", rules.title, "must be rules of a study that has a dev context, and has none")

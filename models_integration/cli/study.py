@@ -1,5 +1,6 @@
 """`kvspec study`."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import typer
@@ -35,7 +36,8 @@ def run(rules_file: Path, part: str, out: Path, batch_size: int, device: str, dt
     rules = load_rules(rules_file)
     check_folder("out", out, RESULTS)
     load_rows(results)
-    subject = Loading(rules.model, device=device, dtype=dtype, attn=attn).subject()
+    calibration = rules.calibrated(rules_file.parent)
+    subject = replace(Loading(rules.model, device=device, dtype=dtype, attn=attn).subject(), calibration=calibration)
     policies, prose = methods(rules, subject), read_prose(subject.tokenizer)
     check_windows(rules, prose)
     every, done = list(items(rules, subject, prose, part)), stored(rules, subject, results)

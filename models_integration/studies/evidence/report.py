@@ -45,7 +45,7 @@ def page(rules: Rules, dev: Samples, confirm: Samples) -> str:
     first = shown.rows[0]
     head = (
         f"# {rules.title}\n\nPart: {part}. {first['model']}, backend {first['backend']}, {len(shown.rows)} rows of"
-        f" {int(shown.clusters.max()) + 1} contexts. Rules {rules.digest}.\n"
+        f" {int(shown.clusters.max()) + 1} contexts. Rules {rules.digest}.{_uncontrolled(first)}\n"
     )
     tables = [_ceilings(rules, shown)]
     if rules.claims and confirm.rows:
@@ -54,6 +54,13 @@ def page(rules: Rules, dev: Samples, confirm: Samples) -> str:
         some = shown.where(placement=(placement,))
         tables += [_policies(some, placement), _stages(rules, some, placement)]
     return "\n".join([head, *filter(None, tables)])
+
+
+def _uncontrolled(row: Row) -> str:
+    used = row.get("calibration")
+    if used is None or used["controlled"]:
+        return ""
+    return f" **Uncontrolled**: calibration {used['digest']} does not say over which text it was taken."
 
 
 def _claims(decided: Sequence[Verdict]) -> str:

@@ -2,7 +2,7 @@
 
 import hashlib
 import tomllib
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,6 +10,7 @@ from models_integration.policies.spelled import spelled
 from models_integration.studies.evidence.kept import CONTROLS, EVIDENCE, RANDOM
 from models_integration.tasks import PLACEMENTS
 from models_integration.tasks.registry import resolve_task
+from reference.calibration import Calibration, load_calibration
 from spec.budget import parse_budget
 from spec.errors import SpecError
 from spec.validate import check_choices
@@ -71,6 +72,7 @@ class Rules:
         policies: beside the controls, as text: `crystalcache(alpha=0)`; one that decides while tokens are decoded is
             made to decide at the prompt's end alone, and says so: `h2o@prompt`.
         budgets: of every policy and of the controls; without any, full cache and blind run alone.
+        calibration: a file of `kvspec calibrate --study`, beside the rules; "" for none.
         digest: SHA-256 of the file, hexadecimal; in every row.
 
     Raises:
@@ -90,6 +92,7 @@ class Rules:
     policies: tuple[str, ...]
     budgets: tuple[str, ...]
     digest: str
+    calibration: str = ""
 
     def __post_init__(self) -> None:
         for policy in self.policies:
@@ -122,6 +125,20 @@ class Rules:
         check_choices(f"claim {claim.name!r}: placement", (claim.placement,), self.placements)
         check_choices(f"claim {claim.name!r}: tasks", claim.tasks, self.tasks)
 
+    def calibrated(self, folder: Path) -> Calibration | None:
+        """The statistics that its policies may use.
+
+        Raises:
+            SpecError: for a file that is none, or that was taken over a context that confirms.
+        """
+        if not self.calibration:
+            return None
+        found = load_calibration(folder / self.calibration)
+        for context in found.samples or ():
+            if self.part_of(context) != PARTS[0]:
+                raise SpecError("calibration", self.calibration, f"was taken over a context that confirms, {context}")
+        return found
+
     @staticmethod
     def part_of(context_digest: str) -> str:
         """The part that a context belongs to: its digest decides, so that no result can."""
@@ -151,9 +168,11 @@ def load_rules(path: Path) -> Rules:
 
 
 def _made(kind: type[T], given: dict[str, Any]) -> T:
-    types = {field.name: field.type for field in fields(kind)}  # type: ignore[arg-type]  # both are dataclasses
-    if set(given) != set(types):
-        wrong = sorted(set(given) ^ set(types))
+    own = fields(kind)  # type: ignore[arg-type]  # all are dataclasses
+    types = {field.name: field.type for field in own}
+    needed = {field.name for field in own if field.default is MISSING}
+    if not needed <= set(given) <= set(types):
+        wrong = sorted(needed - set(given) | set(given) - set(types))
         raise SpecError("rules", wrong, f"missing or unknown: {kind.__name__} has {', '.join(types)}")
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     for name, value in values.items():

@@ -140,9 +140,15 @@ def _about(item: Item, subject: Subject, rules: Rules) -> Row:
         "metadata": dict(sample.metadata), "question_tokens": len(sample.question_ids),
         "answer_tokens": len(sample.answer_ids),
         "evidence_tokens": sum(stop - start for start, stop in sample.evidence),
-        "backend": subject.backend, "spec_version": SPEC_VERSION,
+        "calibration": _calibration(subject), "backend": subject.backend, "spec_version": SPEC_VERSION,
         "versions": {
             "python": platform.python_version(), "numpy": np.__version__, "torch": torch.__version__,
             "transformers": transformers.__version__,
         },
     }
+
+
+def _calibration(subject: Subject) -> Row | None:
+    """Which statistics, and whether their file says over which contexts they were taken."""
+    used = subject.calibration
+    return None if used is None else {"digest": used.digest, "controlled": used.samples is not None}
