@@ -1,6 +1,7 @@
 """Everything that is run on kvspec: `nox -s conformance` proves it, `nox -s demo` shows it."""
 
 import hashlib
+import re
 import shutil
 import sys
 import zipfile
@@ -273,6 +274,22 @@ def collected(session: nox.Session, python: str) -> set[str]:
     arguments = ["verify", "--backend", "numpy", "--collect-only", "-q"]
     listed = str(session.run(python, "-m", "models_integration.cli", *arguments, external=True, silent=True))
     return {line.rpartition("conformance/")[2] for line in listed.splitlines() if "::" in line}
+
+
+def oldest(package: str) -> str:
+    """The oldest version of a package that pyproject.toml admits, as a requirement."""
+    (found,) = set(re.findall(rf'"{package}>=([0-9.]+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8")))
+    return f"{package}=={found}"
+
+
+@nox.session(venv_backend="none")
+def transformers(session: nox.Session) -> None:
+    """Tests of models with the oldest transformers that is admitted and with the newest, each in its own environment."""
+    for name, wanted in (("oldest", oldest("transformers")), ("newest", "transformers")):
+        python = new_environment(session, ROOT / ".nox" / f"transformers-{name}", "-e", ".[dev]", wanted)
+        session.run(python, "-c", "import transformers; print(transformers.__version__)", external=True)
+        arguments = [*WORKERS, "--kvspec-profile", "few", *session.posargs, "conformance/own/models_integration"]
+        session.run(python, "-m", "pytest", *arguments, external=True, env=ONE_THREAD)
 
 
 @nox.session(venv_backend="none")
