@@ -26,7 +26,7 @@ from spec.parameters import ESSAY, NESTEDKV, PAPER, TINY, CrystalCacheParameters
 from spec.parameters import crystalcache as crystal_module
 from spec.parameters import nestedkv as nestedkv_module
 
-__all__ = ["JUDGED", "PAGE", "PAGES", "filled", "main", "operations"]
+__all__ = ["FAMILIES", "JUDGED", "PAGE", "PAGES", "filled", "main", "operations"]
 
 PAGE = SPEC / "implementing.md"
 

@@ -23,6 +23,7 @@ __all__ = [
 ]
 
 PROTOCOL = 1
+PRECISIONS = ("float64", "float32")
 HELLO_SECONDS = 10.0
 SHOWN = 2000  # characters of a request, or of standard error, in a message
 LONGEST = 2**31  # bytes of an answer
@@ -74,9 +75,9 @@ def hello_of(answer: Json) -> Hello:
     """
     if not isinstance(answer, dict) or answer.get("protocol") != PROTOCOL:
         raise ValueError(f"must be an object with protocol = {PROTOCOL}")
-    texts = {name: str(answer.get(name, "")) for name in ("spec", "name", "version", "precision")}
+    texts = {name: answer.get(name, "") for name in ("spec", "name", "version", "precision")}
     for name, text in texts.items():
-        if not text or (name == "precision" and text not in ("float64", "float32")):
+        if not isinstance(text, str) or not text or (name == "precision" and text not in PRECISIONS):
             raise ValueError(f"says {name} = {text!r}")
     families = answer.get("families")
     if not isinstance(families, dict) or not families:
@@ -92,11 +93,14 @@ class Process:
     """One run of a command."""
 
     def __init__(self, command: str) -> None:
+        words = shlex.split(command)
+        if not words:
+            raise ValueError("there is no word in it")
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
         try:
             # A group of its own: what a shell starts ends with it.
             self._popen = subprocess.Popen(
-                shlex.split(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr,
+                words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr,
                 start_new_session=True,
             )
         except OSError:
@@ -179,7 +183,7 @@ class Engine:
     def _start(self) -> Hello:
         try:
             self._process = Process(self._command)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise EngineCrash(f"cannot be started: {error}", self._command) from error
         self._asked = 0
         return self._exchange(self._hello, HELLO_SECONDS, hello_of)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from conformance import tolerances
+from conformance.assurance.implementer_tables import FAMILIES as PROTOCOLS
 from conformance.assurance.implementer_tables import JUDGED, PAGE, PAGES, filled, operations
 from conformance.assurance.item_vectors.bounds import BOUNDED_ITEMS
 from conformance.assurance.trace import NO_STAGE, read_tree
@@ -24,10 +25,6 @@ from spec.errors import SpecError
 from spec.parameters import ESSAY, NESTEDKV, PAPER, TINY, CrystalCacheParameters, NestedKVParameters
 
 TEXT = PAGE.read_text(encoding="utf-8")
-PROTOCOLS = {
-    "crystal": protocols.CrystalStages, "breath": protocols.BreathStages, "diversity": protocols.DiversityStages,
-    "nestedkv": protocols.NestedKVStages, "policies": protocols.PolicyStages,
-}
 
 
 def rows(heading: str) -> list[list[str]]:
