@@ -21,6 +21,7 @@ class _Family:
 
 
 def _ask(engine: Engine, op: str, *given: Any) -> Any:
+    __tracebackhide__ = True
     row = OPS[op]
     # The one argument that a caller may leave out, lse, is the last.
     arguments = dict(zip(row.arguments, [*given, None], strict=False))

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from threading import Event, Timer
 from typing import TypeVar
 
@@ -195,6 +196,7 @@ class Engine:
             SpecError: where the engine refuses.
             EngineFailure: where it fails.
         """
+        __tracebackhide__ = True  # pytest shows where the suite asked, and the message
         if self._process is None:
             self._start()
         self._asked += 1
@@ -202,6 +204,7 @@ class Engine:
         return self._exchange(line, self._seconds, read)
 
     def _exchange(self, line: str, seconds: float, read: Callable[[Json], T]) -> T:
+        __tracebackhide__ = True
         assert self._process is not None
         try:
             return outcome(self._process.exchange(line, seconds), self._asked, read)
@@ -211,11 +214,16 @@ class Engine:
                 self.stop()
             raise type(failure)(failure.reason, self._kept(line), complaint) from None
 
+    @cached_property
+    def _home(self) -> str:
+        """Where long requests are kept."""
+        return tempfile.mkdtemp(prefix="kvspec-")
+
     def _kept(self, line: str) -> str:
         """The request, or the file that holds it behind hello."""
         if len(line) <= SHOWN:
             return line
-        with tempfile.NamedTemporaryFile("w", prefix="kvspec-", suffix=".jsonl", delete=False) as file:
+        with tempfile.NamedTemporaryFile("w", dir=self._home, suffix=".jsonl", delete=False) as file:
             file.write(f"{self._hello}\n{line}\n")
         return f"{file.name} (pipe it into the engine)"
 

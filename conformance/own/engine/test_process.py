@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,7 +89,7 @@ def test_a_long_request_is_kept_in_a_file(started: list[Engine]) -> None:
         ask(subject(started, "die"), n=5000)
     (name,) = re.findall(r"request: (\S+\.jsonl) \(pipe it into the engine\)", str(caught.value))
     hello, request = map(json.loads, Path(name).read_text(encoding="utf-8").splitlines())
-    Path(name).unlink()
+    shutil.rmtree(Path(name).parent)
     assert hello["op"] == "hello"
     assert len(request["arguments"]["s"]) == 5000
     assert request["arguments"]["V"]["shape"] == [5000, 2]
