@@ -138,7 +138,7 @@ class Process:
             code = self._popen.wait(timeout=1)
         except subprocess.TimeoutExpired:
             return " its output"
-        return f" with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
+        return f" with exit code {code}" if code >= 0 else f" by signal {-code} ({signal.strsignal(-code)})"
 
     def complaint(self) -> str:
         """The end of what it has written to standard error."""
@@ -148,6 +148,8 @@ class Process:
 
     def _kill(self, late: Event) -> None:
         late.set()
+        if self._popen.returncode is not None:
+            return  # waited for: its number may be another's by now
         with suppress(OSError):
             if os.name == "posix":
                 os.killpg(self._popen.pid, signal.SIGKILL)
