@@ -1,7 +1,9 @@
 """Any backend as an engine of spec/protocol.md: `python -m conformance.engine.serve module:ATTRIBUTE [float32]`.
 
 The last argument is the precision of its S1, float64 if it is left out. A model of an engine, and what the protocol
-is tested with.
+is tested with; the whole suite through it takes minutes:
+
+    pytest conformance/suite --kvspec-profile few --kvspec-command "python -m conformance.engine.serve numpy"
 """
 
 import json

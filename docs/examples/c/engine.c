@@ -3,8 +3,8 @@
  *     cc -O2 -std=c99 engine.c -o engine -lm
  *     kvspec verify --command ./engine
  *
- * It reads requests and writes answers as spec/protocol.md has them. Names like DV-GREEDY are items of spec/diversity.md
- * and spec/nestedkv.md: what each function must do stands there.
+ * It reads requests and writes answers as spec/protocol.md has them. Names like DV-GREEDY are items of
+ * spec/diversity.md and spec/nestedkv.md: what each function must do stands there.
  */
 #include <math.h>
 #include <setjmp.h>
@@ -121,6 +121,7 @@ static Node *parsed(void) {
     Node *node = take(1, sizeof *node);
     skip_spaces();
     node->type = *at;
+    node->text = "";
     if (*at == '{')
         node->first = children('}');
     else if (*at == '[')
@@ -530,9 +531,9 @@ static void anomaly_score(const Node *arguments) {
 /* ---- requests ---- */
 
 static void hello(void) {
-    printf("{\"id\": %s, \"result\": {\"protocol\": 1, \"spec\": \"" SPEC "\", \"name\": \"c99\", \"version\": \"1.0\", "
-           "\"precision\": \"float64\", \"families\": {\"diversity\": [\"diverse\"], \"nestedkv\": [\"anomaly_score\"]}}}\n",
-           id);
+    printf("{\"id\": %s, \"result\": {\"protocol\": 1, \"spec\": \"" SPEC "\", ", id);
+    printf("\"name\": \"c99\", \"version\": \"1.0\", \"precision\": \"float64\", ");
+    printf("\"families\": {\"diversity\": [\"diverse\"], \"nestedkv\": [\"anomaly_score\"]}}}\n");
 }
 
 static void answer(char *line) {
