@@ -1,7 +1,10 @@
 """All options, profiles and fixtures of the suite: `python -m pytest -p conformance.plugin --pyargs conformance.suite`.
 
     --backend NAME|module:ATTRIBUTE     whose code is judged; default numpy, the reference
-    --kvspec-precision float64|float32  what its S1 computes in; default float64 for numpy, else float32
+    --kvspec-command TEXT               or a process in any language (spec/protocol.md), by its command
+    --kvspec-timeout SECONDS            how long such a process may take for an answer; default 60
+    --kvspec-precision float64|float32  what its S1 computes in; default what a process says of itself, float64 for
+                                        numpy, else float32
     --kvspec-profile few|dev|ci|nightly how many examples; default KVSPEC_PROFILE, ci where CI=true, else dev; few, a
                                         dozen of a property's and every twentieth of a long loop's, is for kernels:
                                         interpreted, a case takes up to a second, and compiled, each shape compiles
@@ -13,6 +16,7 @@ loaded earlier than that.
 
 import os
 import platform
+import threading
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,20 +31,24 @@ from conformance import exceptions
 from conformance.items import known_items
 
 if TYPE_CHECKING:
+    from conformance.engine.process import Engine
     from spec.backend import Backend, BreathStages, CrystalStages, DiversityStages, NestedKVStages, PolicyStages
 
-__all__ = ["judges", "skip_without", "sparingly"]
+__all__ = ["judges", "skip_without", "sparingly", "subject_of"]
 
 PROFILES = ("few", "dev", "ci", "nightly")
 FEW_EXAMPLES, CI_EXAMPLES = 12, 150
 FEW_OF_A_LOOP = 20
 
 _exceptions = pytest.StashKey[list[exceptions.Exemption]]()
+_engine = pytest.StashKey["Engine | None"]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("kvspec", "kvspec conformance")
-    group.addoption("--backend", default="numpy", help="whose code is judged: a name or module:ATTRIBUTE")
+    group.addoption("--backend", help="whose code is judged: a name or module:ATTRIBUTE")
+    group.addoption("--kvspec-command", metavar="TEXT", help="or an engine in any language: what starts its process")
+    group.addoption("--kvspec-timeout", type=float, metavar="SECONDS", default=60.0, help="of one answer of the engine")
     group.addoption("--kvspec-precision", choices=("float64", "float32"), help="what the backend's S1 computes in")
     group.addoption("--kvspec-profile", choices=PROFILES, help="how many examples each property sees")
     group.addoption("--kvspec-exceptions", metavar="FILE.toml", help="known failures, each with a reason")
@@ -87,6 +95,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "nightly: too long for CI; runs with --kvspec-profile nightly alone")
     _register_profiles()
     settings.load_profile(profile_of(config))
+    config.stash[_engine] = engine_of(config)
     file = config.getoption("--kvspec-exceptions")
     found: list[exceptions.Exemption] = exceptions.read(Path(file), known_items()) if file else []
     config.stash[_exceptions] = found
@@ -103,7 +112,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             for name in mark.args if known else ():
                 if name not in known:
                     raise pytest.UsageError(f"{item.nodeid}: unknown item {name!r}")
-    _leave_out(config, [item for item in items if not judges(item, str(config.getoption("--backend")))], items)
+    _leave_out(config, [item for item in items if not judges(item, subject_of(config))], items)
     if profile_of(config) != "nightly":
         _leave_out(config, [item for item in items if item.get_closest_marker("nightly")], items)
     found = config.stash[_exceptions]
@@ -116,6 +125,39 @@ def judges(item: pytest.Item, backend: str) -> bool:
     mine = "judged" in fixtures and "reference_items" not in fixtures
     named = {name for mark in item.iter_markers("judges") for name in mark.args}
     return backend == "numpy" or mine or backend in named
+
+
+def subject_of(config: pytest.Config) -> str:
+    """What is judged, as it was asked for: a command, or the name of a backend."""
+    return str(config.getoption("--kvspec-command") or config.getoption("--backend") or "numpy")
+
+
+def engine_of(config: pytest.Config) -> "Engine | None":
+    """The engine of --kvspec-command, started.
+
+    Raises:
+        pytest.UsageError: where there is a backend as well, or the engine does not say hello.
+    """
+    from conformance.engine.process import Engine
+    from spec.errors import SpecError
+
+    command, seconds = config.getoption("--kvspec-command"), config.getoption("--kvspec-timeout")
+    if command is None:
+        return None
+    if config.getoption("--backend"):
+        raise pytest.UsageError("--backend and --kvspec-command: give one of them, there is one subject")
+    if not 0 < seconds < threading.TIMEOUT_MAX:
+        raise pytest.UsageError(f"--kvspec-timeout = {seconds}: must be a positive number of seconds")
+    try:
+        return Engine(command, seconds)
+    except SpecError as error:
+        raise pytest.UsageError(str(error)) from error
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    engine = config.stash.get(_engine, None)
+    if engine is not None:
+        engine.stop()
 
 
 def _leave_out(config: pytest.Config, others: list[pytest.Item], items: list[pytest.Item]) -> None:
@@ -131,7 +173,7 @@ def pytest_report_header(config: pytest.Config) -> str:
     checks = "with" if find_spec("beartype") else "without"
     cut = f", every {FEW_OF_A_LOOP}th case of long loops" if profile_of(config) == "few" else ""
     return (
-        f"kvspec: backend {config.getoption('--backend')}, S1 in {precision_of(config)}, spec {SPEC_VERSION},"
+        f"kvspec: backend {subject_of(config)}, S1 in {precision_of(config)}, spec {SPEC_VERSION},"
         f" profile {profile_of(config)} ({settings.default.max_examples if settings.default else 0} examples{cut}),"
         f" numpy {np.__version__}, hypothesis {hypothesis.__version__}, python {platform.python_version()},"
         f" {checks} beartype"
@@ -140,7 +182,8 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 def precision_of(config: pytest.Config) -> str:
     """What the judged S1 computes in."""
-    default = "float64" if config.getoption("--backend") == "numpy" else "float32"
+    engine = config.stash[_engine]
+    default = engine.hello.precision if engine else "float64" if subject_of(config) == "numpy" else "float32"
     return str(config.getoption("--kvspec-precision") or default)
 
 
@@ -154,10 +197,12 @@ def skip_without(judged: "Backend", *families: str) -> None:
 @pytest.fixture(scope="session")
 def judged(request: pytest.FixtureRequest) -> "Backend":
     """The implementation that is judged, on the families that it has; one without any fails every test."""
+    from conformance.engine.backend import backend_of
     from spec.backend import FAMILIES, resolve
     from spec.errors import BackendUnavailable
 
-    found = resolve(request.config.getoption("--backend"))
+    engine = request.config.stash[_engine]
+    found = backend_of(engine) if engine else resolve(subject_of(request.config))
     if all(getattr(found, family) is None for family in FAMILIES):
         raise BackendUnavailable(f"backend {found.name!r} has no stage family: there is nothing to judge")
     return found

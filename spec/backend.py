@@ -61,7 +61,7 @@ class CrystalStages(Protocol):
         ...
 
     def graph(self, coattention: CoAttention, trunks: Trunks, parameters: CrystalCacheParameters, /) -> TrunkGraph:
-        """S4 of a prompt: every edge lies inside the trunks. A later segment's goes through `BreathStages`."""
+        """S4 of a prompt: every edge lies inside the trunks. That of a later segment is `segment_graph`."""
         ...
 
     def score(

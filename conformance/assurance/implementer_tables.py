@@ -1,9 +1,10 @@
-"""The tables of spec/implementing.md that are made from code and vectors.
+"""The tables of spec/implementing.md and spec/protocol.md that are made from code and vectors.
 
-`python -m conformance.assurance.implementer_tables` writes them into the page, between its marks.
+`python -m conformance.assurance.implementer_tables` writes them into the pages, between their marks.
 """
 
 import ast
+import inspect
 import math
 import re
 import sys
@@ -13,17 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from conformance.assurance.vector_writer.expected_nestedkv import BOUNDED as NESTEDKV_BOUNDED
+from conformance.engine.ops import OPS, RECORDS
 from conformance.paths import SPEC
 from conformance.tolerances import BOUNDS, SCORE_UNITS
 from conformance.vectors import files
 from conformance.vectors.compact import is_compact
 from conformance.vectors.models import STATE
+from spec import backend, decode, policy, records
 from spec.errors import SpecError
 from spec.parameters import ESSAY, NESTEDKV, PAPER, TINY, CrystalCacheParameters, NestedKVParameters
 from spec.parameters import crystalcache as crystal_module
 from spec.parameters import nestedkv as nestedkv_module
 
-__all__ = ["JUDGED", "PAGE", "TABLES", "filled", "main", "operations"]
+__all__ = ["FAMILIES", "JUDGED", "PAGE", "PAGES", "filled", "main", "operations"]
 
 PAGE = SPEC / "implementing.md"
 
@@ -221,9 +224,45 @@ def state() -> str:
     return ", ".join(f"`{name}` {kind}" for name, kind in {"budget": "budget", **kinds}.items()) + "."
 
 
-TABLES: Mapping[str, Callable[[], str]] = {
-    "crystalcache parameters": crystal_parameters, "nestedkv parameters": nestedkv_parameters, "bounds": bounds,
-    "state": state, "vectors": vectors,
+def typed(members: Mapping[str, str]) -> str:
+    """Names with their types."""
+    return ", ".join(f"`{name}` {kind}" for name, kind in members.items())
+
+
+def says(thing: object) -> str:
+    """What a stage or a record says of itself, but its refusals: these are the items'."""
+    return " ".join((inspect.getdoc(thing) or "").partition("Raises:")[0].split()).replace("|", r"\|")
+
+
+FAMILIES = {
+    "crystal": backend.CrystalStages, "breath": backend.BreathStages, "diversity": backend.DiversityStages,
+    "nestedkv": backend.NestedKVStages, "policies": backend.PolicyStages,
+}
+
+
+def asked() -> str:
+    """What an engine is asked, by operation."""
+    rows = []
+    for op, row in OPS.items():
+        family, _, stage = op.partition(".")
+        rows.append([f"`{op}`", typed(row.arguments), row.result, says(getattr(FAMILIES[family], stage))])
+    return table(["Operation", "Arguments", "Result", "What"], rows)
+
+
+def members() -> str:
+    """The records of the protocol."""
+    homes = (records, decode, policy)
+    classes = {name: getattr(home, name) for home in homes for name in RECORDS if hasattr(home, name)}
+    rows = [[name, typed(row), says(classes[name])] for name, row in RECORDS.items()]
+    return table(["Record", "Members", "What"], rows)
+
+
+PAGES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
+    PAGE: {
+        "crystalcache parameters": crystal_parameters, "nestedkv parameters": nestedkv_parameters, "bounds": bounds,
+        "state": state, "vectors": vectors,
+    },
+    SPEC / "protocol.md": {"operations": asked, "records": members},
 }
 
 
@@ -232,19 +271,21 @@ def marks(name: str) -> Iterator[str]:
     yield f"\n<!-- end of {name} -->"
 
 
-def filled(page: str) -> str:
-    """The page with each table as it is to be."""
-    for name, make in TABLES.items():
+def filled(page: Path) -> str:
+    """The page's text with each table as it is to be."""
+    text = page.read_text(encoding="utf-8")
+    for name, make in PAGES[page].items():
         first, last = marks(name)
-        before, _, rest = page.partition(first)
+        before, _, rest = text.partition(first)
         _, _, after = rest.partition(last)
-        page = before + first + make() + last + after
-    return page
+        text = before + first + make() + last + after
+    return text
 
 
 def main() -> int:
-    """Write the tables into the page."""
-    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    """Write the tables into their pages."""
+    for page in PAGES:
+        page.write_text(filled(page), encoding="utf-8")
     return 0
 
 

@@ -32,7 +32,8 @@ EXEMPT = {"spec/tables.py"}
 
 # What judges anybody's backend, bottom to top; above it stands what only the repository has.
 SUITE = (
-    "paths", "items", "exceptions", "oracles", "tolerances", "strategies", "vectors", "checks", "plugin", "suite",
+    "paths", "items", "exceptions", "engine", "oracles", "tolerances", "strategies", "vectors", "checks", "plugin",
+    "suite",
 )
 SUITE_NEEDS = {"spec", "reference", "numpy", "pytest", "hypothesis", "jaxtyping"}
 

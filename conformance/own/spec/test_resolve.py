@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from conformance.plugin import subject_of
 from reference.backend import BACKEND
 from spec.backend import BUILT_IN, ENTRY_POINTS, Backend, CrystalStages, resolve
 from spec.errors import BackendUnavailable, SpecError
@@ -50,7 +51,7 @@ def test_numpy_is_the_reference() -> None:
 @pytest.mark.spec("CC-PREFILL", "CC-DISSOLVE")
 def test_a_built_in_backend_says_the_name_that_it_is_found_by(backend: Backend, request: pytest.FixtureRequest) -> None:
     """It stands in reports and in errors."""
-    asked = str(request.config.getoption("--backend"))
+    asked = subject_of(request.config)
     if asked not in BUILT_IN:
         pytest.skip("a third party names itself as it likes")
     assert backend.name == asked

@@ -1,0 +1,137 @@
+"""What an engine is asked, one row an operation: names, types and shapes of arguments and results.
+
+The tables of spec/protocol.md are made from this one. A type is a number (`float`, `int`), an array
+(`bool[m]`, `float[n, k]`), a record, or a set of parameters; ` or ` adds what else may stand there.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+from spec.backend import FAMILIES
+
+__all__ = ["OPS", "PARAMETERS", "RECORDS", "Array", "Op", "array_of", "stages"]
+
+PARAMETERS = ("crystalcache", "nestedkv")
+
+
+@dataclass(frozen=True)
+class Op:
+    """The arguments of an operation, in the order of its stage in `spec.backend`, and its result."""
+
+    arguments: Mapping[str, str]
+    result: str
+
+
+@dataclass(frozen=True)
+class Array:
+    """A number (no axes) or an array, and what may stand there beside finite numbers: nan, inf or null."""
+
+    kind: str
+    axes: tuple[str, ...]
+    beside: frozenset[str]
+
+
+@cache
+def array_of(text: str) -> Array | None:
+    """What a type of numbers says; None where it is the name of a record or of parameters."""
+    found = re.fullmatch(r"(float|int|bool)(?:\[(.+?)\])?((?: or \w+)*)", text)
+    if found is None:
+        return None
+    kind, axes, beside = found.groups()
+    return Array(kind, tuple(axes.split(", ")) if axes else (), frozenset(beside.split(" or ")[1:]))
+
+
+RECORDS: Mapping[str, Mapping[str, str]] = {
+    "CoAttention": {
+        "start": "int", "salience": "float[n]", "intra": "int[n, k_intra]", "intra_weight": "float[n, k_intra]",
+        "cross": "int[n, k_cross]", "cross_weight": "float[n, k_cross]",
+    },
+    "Trunks": {"offsets": "int[m + 1]", "impact": "float[m]"},
+    "TrunkGraph": {
+        "indptr": "int[m + 1]", "indices": "int[edges]", "weights": "float[edges]", "degree": "float[m]",
+        "D": "float[m]",
+    },
+    "Dissolution": {"kept": "int[kept]", "ratio": "float[m]", "D": "float[m]"},
+    "LiveTrunks": {
+        "positions": "int[live]", "offsets": "int[m + 1]", "impact": "float[live]",
+        "inverse_norms": "float[live] or inf", "trunk_impact": "float[m]",
+    },
+    "TrunkWeights": {"indptr": "int[m + 1]", "indices": "int[edges]", "weights": "float[edges]"},
+    "Selection": {"positions": "int[kept]", "offsets": "int[g + 1]"},
+}
+
+OPS: Mapping[str, Op] = {
+    "crystal.coattention": Op(
+        {
+            "q": "float[H, n, d]", "k": "float[H_kv, live, d]", "positions": "int[live]", "parameters": "crystalcache",
+            "scaling": "float", "softcap": "float or null", "lse": "float[H, n] or null",
+        },
+        "CoAttention",
+    ),
+    "crystal.impact": Op({"salience": "float[n]", "token_ids": "int[n]", "parameters": "crystalcache"}, "float[n]"),
+    "crystal.trunks": Op(
+        {"coattention": "CoAttention", "impact": "float[n]", "ends": "bool[n]", "parameters": "crystalcache"},
+        "Trunks",
+    ),
+    "crystal.graph": Op(
+        {"coattention": "CoAttention", "trunks": "Trunks", "parameters": "crystalcache"}, "TrunkGraph",
+    ),
+    "crystal.score": Op(
+        {"D": "float[m]", "impact": "float[m]", "protected": "bool[m]", "parameters": "crystalcache"},
+        "float[m] or nan",
+    ),
+    "crystal.dissolve": Op(
+        {
+            "score": "float[m] or nan", "trunks": "Trunks", "impact": "float[n]", "D": "float[m]",
+            "protected": "bool[m]", "budget": "int", "parameters": "crystalcache",
+        },
+        "Dissolution",
+    ),
+    "breath.inverse_key_norms": Op({"k": "float[H_kv, n, d]"}, "float[n] or inf"),
+    "breath.impact": Op({"salience": "float[n]", "counts": "int[n]", "parameters": "crystalcache"}, "float[n]"),
+    "breath.decay": Op({"D": "float[m]", "trunk_impact": "float[m]", "parameters": "crystalcache"}, "float[m]"),
+    "breath.activation": Op({"live": "LiveTrunks", "parameters": "crystalcache"}, "bool[m]"),
+    "breath.resonance": Op(
+        {"D": "float[m]", "W": "TrunkWeights", "active": "bool[m]", "parameters": "crystalcache"}, "float[m]",
+    ),
+    "breath.hebbian": Op(
+        {"W": "TrunkWeights", "active": "bool[m]", "parameters": "crystalcache"}, "TrunkWeights",
+    ),
+    "breath.segment_graph": Op(
+        {
+            "coattention": "CoAttention", "bounds": "int[m + 1]", "sizes": "int[m]", "W": "TrunkWeights",
+            "parameters": "crystalcache",
+        },
+        "TrunkWeights",
+    ),
+    "breath.segment_crystallization": Op(
+        {"degree": "float[m]", "old": "int", "parameters": "crystalcache"}, "float[m - old]",
+    ),
+    "diversity.diverse": Op(
+        {"s": "float[n] or nan or inf", "V": "float[n, d]", "retained": "bool[n]", "k": "int", "lam": "float"},
+        "int[k]",
+    ),
+    "nestedkv.anomaly_score": Op({"k": "float[H_kv, n, d]", "parameters": "nestedkv"}, "float[H_kv, n]"),
+    "policies.received_attention": Op(
+        {"q": "float[H, m, d]", "k": "float[H_kv, n, d]", "scaling": "float", "softcap": "float or null"},
+        "float[H_kv, n]",
+    ),
+    "policies.expected_attention": Op(
+        {
+            "q": "float[H, m, d]", "k": "float[H_kv, n, d]", "v": "float[H_kv, n, d]", "at": "int[m]",
+            "ahead": "int[steps]", "inv_freq": "float[d / 2]", "factor": "float", "scaling": "float",
+        },
+        "float[H_kv, n]",
+    ),
+    "policies.best_tokens": Op(
+        {"values": "float[g, n] or nan or inf", "shares": "int[g]", "pinned": "bool[g, n]"}, "Selection",
+    ),
+}
+
+
+def stages(family: str) -> list[str]:
+    """The stages that a family consists of; none where there is no such family."""
+    assert set(FAMILIES) == {op.partition(".")[0] for op in OPS}
+    return [op.partition(".")[2] for op in OPS if op.startswith(f"{family}.")]

@@ -1,0 +1,71 @@
+"""Any backend as an engine of spec/protocol.md: `python -m conformance.engine.serve module:ATTRIBUTE [float32]`.
+
+The last argument is the precision of its S1, float64 if it is left out. A model of an engine, and what the protocol
+is tested with; the whole suite through it takes minutes:
+
+    pytest conformance/suite --kvspec-profile few --kvspec-command "python -m conformance.engine.serve numpy"
+"""
+
+import json
+import sys
+import traceback
+from typing import Any
+
+from conformance.engine.ops import OPS, stages
+from conformance.engine.process import PROTOCOL
+from conformance.engine.wire import Json, as_it_is, decode, encode
+from spec import SPEC_VERSION
+from spec.backend import FAMILIES, Backend, resolve
+from spec.errors import SpecError
+
+__all__ = ["answer", "main"]
+
+
+def answer(backend: Backend, precision: str, line: str) -> str:
+    """The answer to a request, as a line without its end."""
+    request = json.loads(line)
+    try:
+        said = {"result": _hello(backend, precision) if request["op"] == "hello" else _result(backend, request)}
+    except SpecError as error:
+        said = {"refusal": {"argument": error.argument, "value": _plain(error.value), "bound": error.bound}}
+    except Exception:
+        said = {"error": traceback.format_exc()}
+    return json.dumps({"id": request["id"], **said})
+
+
+def _hello(backend: Backend, precision: str) -> Json:
+    return {
+        "protocol": PROTOCOL, "spec": SPEC_VERSION, "name": backend.name, "version": SPEC_VERSION,
+        "precision": precision,
+        "families": {family: stages(family) for family in FAMILIES if getattr(backend, family) is not None},
+    }
+
+
+def _result(backend: Backend, request: Json) -> Json:
+    op = OPS[request["op"]]
+    given = [decode(kind, request["arguments"][name], as_it_is) for name, kind in op.arguments.items()]
+    family, _, stage = request["op"].partition(".")
+    return encode("result", op.result, getattr(getattr(backend, family), stage)(*given))
+
+
+def _plain(value: Any) -> Json:
+    """A refused value as JSON: a number, lists of numbers, or text."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, float):
+        return value.hex()
+    return value if isinstance(value, bool | int) or value is None else str(value)
+
+
+def main(arguments: list[str]) -> int:
+    """Answer the requests of standard input until it ends."""
+    backend, precision = resolve(arguments[0]), (arguments[1:] or ["float64"])[0]
+    for line in sys.stdin:
+        print(answer(backend, precision, line), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,214 @@
+"""How values are written for an engine and read from one: spec/protocol.md, section "Values"."""
+
+import base64
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import Field, fields
+from fractions import Fraction
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from conformance.engine.ops import PARAMETERS, RECORDS, Array, Op, array_of
+from spec.decode import LiveTrunks, TrunkWeights
+from spec.errors import SpecError
+from spec.parameters import CrystalCacheParameters, NestedKVParameters
+from spec.policy import Selection
+from spec.records import CoAttention, Dissolution, TrunkGraph, Trunks
+
+__all__ = ["Check", "Json", "as_it_is", "checked", "decode", "encode", "number", "sizes", "told"]
+
+Json: TypeAlias = Any
+Check: TypeAlias = Callable[[Array, Any], Any]
+"""What becomes of a value that was read: itself, or a ValueError where it is not of its type."""
+
+LARGE = 65536  # bytes of an array that is no longer written as lists
+EXACT = 2**53  # an integer beyond is text
+DTYPES = {"float": np.float64, "int": np.int64, "bool": np.bool_}
+WRITTEN = ("float64", "float32", "int64", "bool")
+FLOAT = re.compile(r"-?(0x[0-9a-f]+(\.[0-9a-f]*)?p[+-]?\d+|inf)|nan")
+INTEGER = re.compile(r"-?\d+")
+CLASSES: Mapping[str, Any] = {
+    kind.__name__: kind for kind in (CoAttention, Trunks, TrunkGraph, Dissolution, LiveTrunks, TrunkWeights, Selection)
+}
+PARAMETER_CLASSES: Mapping[str, Any] = dict(
+    zip(PARAMETERS, (CrystalCacheParameters, NestedKVParameters), strict=True)
+)
+
+
+def encode(name: str, kind: str, value: Any) -> Json:
+    """A value of this type, called so, as JSON. An array keeps the type and the shape that it has.
+
+    Raises:
+        SpecError: for what should be an array of numbers and is none: it cannot be written.
+    """
+    if value is None:
+        return None
+    if kind in PARAMETERS:
+        return {field.name: _parameter(field, getattr(value, field.name)) for field in fields(value)}
+    if kind in RECORDS:
+        return {inner: encode(inner, of, getattr(value, inner)) for inner, of in RECORDS[kind].items()}
+    wanted = array_of(kind)
+    assert wanted is not None, kind
+    if not wanted.axes:
+        return _written(DTYPES[wanted.kind](value).item())
+    if not isinstance(value, np.ndarray) or value.dtype.kind not in "fiub":
+        raise SpecError(name, getattr(value, "dtype", type(value)), "must be an array of floats, integers or bools")
+    return _array(value)
+
+
+def _parameter(field: "Field[Any]", value: Any) -> Json:
+    if field.type is Fraction:
+        return "{}/{}".format(*value.as_integer_ratio())
+    if field.type is float:
+        return float(value).hex()
+    return [float(x).hex() for x in value] if isinstance(value, tuple) else value
+
+
+def _array(value: np.ndarray[Any, Any]) -> Json:
+    dtype = {"f": f"float{32 if value.itemsize < 8 else 64}", "b": "bool"}.get(value.dtype.kind, "int64")
+    array = np.ascontiguousarray(value, dtype=np.dtype(dtype).newbyteorder("<"))
+    if array.nbytes > LARGE or (array.size == 0 and value.ndim > 1):
+        return {"dtype": dtype, "shape": list(value.shape), "base64": base64.b64encode(array.tobytes()).decode("ascii")}
+    leaves = np.empty(value.size, dtype=object)
+    leaves[:] = [_written(x) for x in array.ravel().tolist()]
+    return leaves.reshape(value.shape).tolist()
+
+
+def _written(x: Any) -> Json:
+    if isinstance(x, float):
+        return x.hex()
+    return x if isinstance(x, bool) or abs(x) <= EXACT else str(x)
+
+
+def number(value: Json) -> float | int | bool:
+    """One number from its JSON.
+
+    Raises:
+        ValueError: where it is none.
+    """
+    if isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, str) and FLOAT.fullmatch(value):
+        return float.fromhex(value)
+    if isinstance(value, str) and INTEGER.fullmatch(value):
+        return int(value)
+    raise ValueError(f"holds {value!r:.80}, which is no number")
+
+
+def told(value: Json) -> Any:
+    """What an engine says of a refused value: numbers as numbers, text as it is."""
+    if isinstance(value, list):
+        return [told(inner) for inner in value]
+    try:
+        return number(value)
+    except ValueError:
+        return value
+
+
+def decode(kind: str, value: Json, check: Check) -> Any:
+    """A value of this type from its JSON; each number and array through `check`.
+
+    Raises:
+        ValueError: where the JSON has another form; the text names the member of a record.
+    """
+    if kind in PARAMETERS:
+        found = PARAMETER_CLASSES[kind]
+        return found(**{field.name: _parameter_of(field, value[field.name]) for field in fields(found)})
+    if kind in RECORDS:
+        return CLASSES[kind](**_members(RECORDS[kind], value, check))
+    wanted = array_of(kind)
+    assert wanted is not None, kind
+    if value is None:
+        return check(wanted, None)
+    return check(wanted, _array_of(value, wanted) if isinstance(value, list | dict) else number(value))
+
+
+def _members(kinds: Mapping[str, str], value: Json, check: Check) -> dict[str, Any]:
+    if not isinstance(value, dict) or value.keys() != kinds.keys():
+        raise ValueError(f"must be an object of {', '.join(kinds)}")
+    found = {}
+    for name, kind in kinds.items():
+        try:
+            found[name] = decode(kind, value[name], check)
+        except ValueError as error:
+            raise ValueError(f"{name} {error}") from error
+    return found
+
+
+def _parameter_of(field: "Field[Any]", value: Json) -> Any:
+    if field.type is Fraction:
+        return Fraction(value)
+    if isinstance(value, list):
+        return tuple(number(x) for x in value)
+    return number(value) if field.type in (int, float) else value
+
+
+def _array_of(value: Json, wanted: Array) -> np.ndarray[Any, Any]:
+    """The array as it was written; one without elements is of the type that is wanted."""
+    if isinstance(value, dict):
+        if value.keys() != {"dtype", "shape", "base64"} or value["dtype"] not in WRITTEN:
+            raise ValueError(f"must have dtype (one of {', '.join(WRITTEN)}), shape and base64")
+        dtype = np.dtype(value["dtype"])
+        raw = np.frombuffer(base64.b64decode(value["base64"], validate=True), dtype.newbyteorder("<"))
+        found: np.ndarray[Any, Any] = raw.reshape(value["shape"]).astype(dtype)
+        return found
+    leaves = np.array(value, dtype=object)
+    numbers = [number(x) for x in leaves.ravel().tolist()]
+    if len({type(x) for x in numbers} - {int, float}) > 0 and {type(x) for x in numbers} != {bool}:
+        raise ValueError("holds bools and other numbers")
+    if not numbers:
+        return np.zeros(leaves.shape, DTYPES[wanted.kind])
+    kind = float if any(isinstance(x, float) for x in numbers) else type(numbers[0])
+    return np.array(numbers, dtype=DTYPES[kind.__name__]).reshape(leaves.shape)
+
+
+def as_it_is(wanted: Array, found: Any) -> Any:
+    """No check: an engine must see what it has to refuse."""
+    return found
+
+
+def sizes(op: Op, arguments: Mapping[str, Any]) -> dict[str, int]:
+    """The sizes that arguments give the axes of a result, by name."""
+    found: dict[str, int] = {}
+    for name, kind in op.arguments.items():
+        value, wanted = arguments[name], array_of(kind)
+        if kind == "crystalcache":
+            found |= {"k_intra": value.k_intra, "k_cross": value.k_cross}
+        elif wanted is not None and isinstance(value, np.ndarray):
+            for axis, size in zip(wanted.axes, value.shape, strict=False):
+                found.setdefault(axis.removesuffix(" + 1"), size - axis.endswith(" + 1"))
+        elif kind == "int":
+            found[name] = int(value)
+    return found
+
+
+def checked(known: dict[str, int]) -> Check:
+    """Values of the type that is wanted, in float64, int64 or bool; axes as `known`, which learns the others.
+
+    The check raises ValueError for another type or shape, and for NaN or an infinity that the type does not name.
+    """
+    def check(wanted: Array, found: Any) -> Any:
+        x = np.asarray(found)
+        if wanted.kind == "float" and x.dtype.kind in "if":
+            x = x.astype(np.float64)
+        if x.dtype.kind != wanted.kind[0]:
+            raise ValueError(f"must be of type {wanted.kind}")
+        _check_shape(x.shape, wanted, known)
+        if wanted.kind == "float":
+            odd = ~np.isfinite(x) & ~(np.isnan(x) & ("nan" in wanted.beside)) & ~((x > 0) & ("inf" in wanted.beside))
+            if odd.any():
+                raise ValueError(f"holds {x[odd][0]}, which its type does not admit")
+        return x if wanted.axes else x.item()
+
+    return check
+
+
+def _check_shape(shape: tuple[int, ...], wanted: Array, known: dict[str, int]) -> None:
+    fits = len(shape) == len(wanted.axes)
+    for axis, size in zip(wanted.axes, shape, strict=False):
+        more = axis.endswith(" + 1")
+        fits = fits and known.setdefault(axis.removesuffix(" + 1"), size - more) == size - more
+    if not fits:
+        sizes_ = ", ".join(f"{axis} = {size}" for axis, size in known.items())
+        raise ValueError(f"is of shape {list(shape)}, not [{', '.join(wanted.axes)}] with {sizes_}")

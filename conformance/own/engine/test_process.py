@@ -1,0 +1,156 @@
+"""Engines that do not start, do not answer, end, or answer garbage: each a verdict, and the next request is judged."""
+
+import json
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from conformance import plugin
+from conformance.engine import process
+from conformance.engine.backend import backend_of
+from conformance.engine.process import Engine, EngineCrash, EngineError, EngineFailure, EngineGarbage, EngineTimeout
+from conformance.own.conformance.test_plugin import run
+from conformance.own.engine import scripted
+from spec.backend import Backend
+from spec.errors import BackendUnavailable, SpecError
+
+pytestmark = pytest.mark.law("unusable-after-a-failure")
+
+RIGHT = '{"id": %, "result": [0, 2]}'
+
+
+def command(*answers: str, **hello: Any) -> str:
+    return shlex.join([sys.executable, scripted.__file__, json.dumps(hello), *answers])
+
+
+@pytest.fixture
+def started() -> Iterator[list[Engine]]:
+    engines: list[Engine] = []
+    yield engines
+    for engine in engines:
+        engine.stop()
+
+
+def subject(started: list[Engine], *answers: str, seconds: float = 20.0) -> Backend:
+    started.append(Engine(command(*answers), seconds))
+    return backend_of(started[-1])
+
+
+def ask(backend: Backend, n: int = 3) -> list[int]:
+    V = np.zeros((n, 2))
+    kept: list[int] = backend.require_diversity().diverse(np.zeros(n), V, np.zeros(n, dtype=np.bool_), 2, 0.5).tolist()
+    return kept
+
+
+@pytest.mark.parametrize(("answer", "verdict", "words"), [
+    ("hang", EngineTimeout, "no answer within 0.5 s"), ("die", EngineCrash, "ended with exit code 7"),
+    ("Loading ...", EngineGarbage, "the answer is no JSON"), ("[1]", EngineGarbage, "must be an object with id = 1"),
+    ('{"id": 9, "result": [0, 2]}', EngineGarbage, "id = 1"), ('{"id": %}', EngineGarbage, "must have one of result"),
+    ('{"id": %, "result": [0, 1, 2]}', EngineGarbage, "is of shape [3], not [k] with"),
+    ('{"id": %, "result": [0.5, 2]}', EngineGarbage, "must be of type int"),
+    ('{"id": %, "result": [0, 2], "error": "?"}', EngineGarbage, "must have one of"),
+    ('{"id": %, "refusal": {"argument": "k"}}', EngineGarbage, "must have one of"),
+    ('{"id": %, "error": "no memory"}', EngineError, "the engine failed: no memory"),
+])
+def test_a_failure_is_named_with_its_request(
+    started: list[Engine], answer: str, verdict: type[EngineFailure], words: str,
+) -> None:
+    """And the engine is there again for the next one."""
+    backend = subject(started, answer, answer, seconds=0.5 if answer == "hang" else 20.0)
+    for _ in range(1 if answer == "hang" else 2):
+        with pytest.raises(EngineFailure) as caught:
+            ask(backend)
+        assert type(caught.value) is verdict
+        assert words in str(caught.value)
+        (line,) = re.findall(r'^request: (\{"id": \d, "op": "diversity.diverse".*\})$', str(caught.value), re.MULTILINE)
+        assert json.loads(line)["arguments"]["k"] == 2
+        assert ("a last word" in str(caught.value)) == (answer == "die")
+
+
+def test_after_a_failure_the_next_request_is_answered(started: list[Engine]) -> None:
+    """Of two answers the second is garbage; a new process gives the first again."""
+    backend = subject(started, RIGHT, "garbage")
+    assert ask(backend) == [0, 2]
+    with pytest.raises(EngineGarbage):
+        ask(backend)
+    assert ask(backend) == [0, 2]
+
+
+def test_a_long_request_is_kept_in_a_file(started: list[Engine]) -> None:
+    """Hello and the request, which an engine can be given as they are."""
+    with pytest.raises(EngineCrash) as caught:
+        ask(subject(started, "die"), n=5000)
+    (name,) = re.findall(r"request: (\S+\.jsonl) \(pipe it into the engine\)", str(caught.value))
+    hello, request = map(json.loads, Path(name).read_text(encoding="utf-8").splitlines())
+    shutil.rmtree(Path(name).parent)
+    assert hello["op"] == "hello"
+    assert len(request["arguments"]["s"]) == 5000
+    assert request["arguments"]["V"]["shape"] == [5000, 2]
+
+
+def test_a_refusal_is_the_one_error_of_the_specification(started: list[Engine]) -> None:
+    given = '{"id": %, "refusal": {"argument": "V", "value": ["0x1.8p+0", 2, "9007199254740993"], "bound": "no"}}'
+    with pytest.raises(SpecError) as caught:
+        ask(subject(started, given))
+    assert (caught.value.argument, caught.value.value, caught.value.bound) == ("V", [1.5, 2, 2**53 + 1], "no")
+
+
+def test_a_family_that_is_not_offered_is_refused_by_name(started: list[Engine]) -> None:
+    with pytest.raises(BackendUnavailable, match=r"'scripted 1' has no stage family 'crystal'; it has: \['diversity'"):
+        subject(started).require_crystal()
+
+
+@pytest.mark.parametrize(("line", "words"), [
+    ("no-such-engine", "cannot be started"), ("false", "ended with exit code 1"), ("", "cannot be started"),
+    (command(protocol=2), "protocol = 1"), (command(precision="bfloat16"), "precision = 'bfloat16'"),
+    (command(families={"breath": ["decay"]}), "a family is whole (inverse_key_norms, impact, decay"),
+    (command(families={"attention": []}), "a family is whole (unknown)"), (command(families={}), "nothing to judge"),
+    (command(name=None), "name = "),
+])
+def test_what_cannot_be_judged_is_refused_in_one_line(line: str, words: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        Engine(line, 1.0)
+    assert caught.value.argument == "--command"
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+class Options(dict[str, Any]):
+    """Of a configuration, what the plugin asks it for."""
+
+    getoption = dict.__getitem__
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"--backend": "numpy"}, "give one of them"), ({"--kvspec-timeout": 0.0}, "positive number"),
+    ({"--kvspec-timeout": float("nan")}, "positive number"), ({"--kvspec-command": "false"}, "exit code 1"),
+])
+def test_options_that_do_not_fit_are_refused_in_one_line(changes: dict[str, Any], words: str) -> None:
+    options = Options({"--kvspec-command": command(), "--backend": None, "--kvspec-timeout": 9.0, **changes})
+    with pytest.raises(pytest.UsageError) as caught:
+        plugin.engine_of(options)  # type: ignore[arg-type]
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_suite_says_whom_it_judges_and_in_what_precision(tmp_path: Path) -> None:
+    """The engine's own precision, unless the option says another one."""
+    test = "def test_it(judged, precision):\n    assert (judged.name, precision) == ('scripted 1', 'float32')\n"
+    (tmp_path / "test_outside.py").write_text(test, encoding="utf-8")
+    line = command(precision="float32")
+    done = run(tmp_path, "--kvspec-command", line)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"kvspec: backend {line}, S1 in float32, spec " in done.stdout
+
+
+def test_an_engine_that_says_nothing_is_refused_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "HELLO_SECONDS", 0.2)
+    with pytest.raises(SpecError, match=r"no answer within 0\.2 s"):
+        Engine(f"sh -c {shlex.quote('sleep 100; true')}", 1.0)
