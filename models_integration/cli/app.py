@@ -197,13 +197,35 @@ def compress(
     budget: Annotated[str, typer.Option(help="0.3 or 30% is a fraction of the prompt, 512 is tokens.")] = "0.5",
     model: Model = "pocket", backend: Backend = "auto", device: Device = "cpu", dtype: Dtype = "auto",
     attn: Attention = "auto",
-    explain: Annotated[Path | None, typer.Option(help="Also write a page: which tokens lived, and why.")] = None,
 ) -> None:
     """Compact one prompt with CrystalCache, and say what was kept."""
     from models_integration.cli.compress import run
     from models_integration.studies.subject import Loading
 
-    run(prompt, budget, Loading(model, backend, device, dtype, attn), explain)
+    run(prompt, budget, Loading(model, backend, device, dtype, attn))
+
+
+@app.command()
+def explain(
+    prompt: Annotated[Path, typer.Argument(metavar="PROMPT", help="A text file, of at most 8192 tokens.")],
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("explain.html"),
+    budget: Annotated[str, typer.Option(help="0.3 or 30% is a fraction of the prompt, 512 is tokens.")] = "0.3",
+    beside: Annotated[
+        str | None, typer.Option(help="Another policy, as for compare: the share of its sets that keep each token.")
+    ] = None,
+    calibration: Annotated[Path | None, typer.Option(help="As for compare, where --beside needs it.")] = None,
+    model: Model = "pocket", backend: Backend = "auto", device: Device = "cpu", dtype: Dtype = "auto",
+    attn: Attention = "auto",
+) -> None:
+    """Write a page that shows which tokens of a prompt CrystalCache keeps, and why.
+
+    One file that any browser opens without network. Its sliders change budget and parameters; what is kept is then
+    computed again in the page.
+    """
+    from models_integration.cli.explain.command import run
+    from models_integration.studies.subject import Loading
+
+    run(prompt, out, budget, Loading(model, backend, device, dtype, attn), beside, calibration)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
