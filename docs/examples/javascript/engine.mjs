@@ -1,0 +1,172 @@
+// An engine of spec/protocol.md in JavaScript: `kvspec verify --command "node docs/examples/javascript/engine.mjs"`.
+// It offers the family crystal, S1 to S6, in float64.
+
+import { createInterface } from "node:readline";
+import * as stages from "../../../models_integration/cli/explain/stages.mjs";
+import * as essay from "./essay.mjs";
+import * as s1 from "./observe.mjs";
+
+// Values of the protocol
+
+class Refusal extends Error {
+  constructor(argument, value, bound) {
+    super(bound);
+    Object.assign(this, { argument, value, bound });
+  }
+}
+
+const NAMED = { nan: NaN, inf: Infinity, "-inf": -Infinity };
+const ARRAYS = { float64: Float64Array, float32: Float32Array, int64: BigInt64Array, bool: Uint8Array };
+
+/** An integer as a number where that is exact. */
+const whole = (x) => (Number.isSafeInteger(Number(x)) ? Number(x) : BigInt(x));
+
+/** A float or an integer from its text; any other text is itself. */
+function scalar(text) {
+  if (text in NAMED) return NAMED[text];
+  if (/^-?\d+$/.test(text)) return whole(text);
+  const found = /^(-?)0x([0-9a-f]+)\.?([0-9a-f]*)p([+-]?\d+)$/.exec(text);
+  if (found === null) return text;
+  const [, sign, units, rest, power] = found;
+  // Two factors: one alone may be too small for a float.
+  const half = Math.trunc((Number(power) - 4 * rest.length) / 2);
+  const size = Number(BigInt(`0x${units}${rest}`)) * 2 ** half * 2 ** (Number(power) - 4 * rest.length - half);
+  return sign ? -size : size;
+}
+
+const nested = (flat, [size, ...inner]) => {
+  if (inner.length === 0) return flat;
+  const step = flat.length / size;
+  return Array.from({ length: size }, (_, at) => nested(flat.slice(at * step, (at + 1) * step), inner));
+};
+
+/** Shape, kind and entries of an array in either form, before anything is known of it. */
+function arrayOf(raw) {
+  if (!Array.isArray(raw)) {
+    const bytes = Uint8Array.from(Buffer.from(raw.base64, "base64"));
+    const entries = Array.from(new ARRAYS[raw.dtype](bytes.buffer));
+    const flat = { int64: () => entries.map(whole), bool: () => entries.map(Boolean) }[raw.dtype]?.() ?? entries;
+    return { shape: raw.shape, kind: raw.dtype, flat };
+  }
+  const shape = [];
+  for (let part = raw; Array.isArray(part); [part] = part) shape.push(part.length);
+  const leaves = raw.flat(Infinity);
+  const kind = typeof leaves[0] === "number" ? "int64" : typeof leaves[0] === "boolean" ? "bool" : "float64";
+  return { shape, kind, flat: leaves.map((x) => (typeof x === "string" ? scalar(x) : x)) };
+}
+
+/** Any argument: numbers, arrays as nested lists, records and parameters as objects. */
+function decoded(raw) {
+  if (raw === null || typeof raw === "number" || typeof raw === "boolean") return raw;
+  if (typeof raw === "string") return scalar(raw);
+  if (Array.isArray(raw)) return raw.map(decoded);
+  if ("base64" in raw) {
+    const { flat, shape } = arrayOf(raw);
+    return nested(flat, shape);
+  }
+  return Object.fromEntries(Object.entries(raw).map(([name, value]) => [name, decoded(value)]));
+}
+
+function encoded(x) {
+  if (Array.isArray(x)) return x.map(encoded);
+  if (typeof x === "number") return Number.isFinite(x) ? x : Number.isNaN(x) ? "nan" : x > 0 ? "inf" : "-inf";
+  return x;
+}
+
+// What coattention must refuse itself
+
+function checkFloats(name, { shape, kind, flat }, axes) {
+  if (shape.length !== axes) throw new Refusal(name, shape, `must have ${axes} axes`);
+  if (!kind.startsWith("float")) throw new Refusal(name, kind, "must be floating point");
+  if (shape.includes(0)) throw new Refusal(name, shape, "no axis may be empty");
+  const odd = flat.find((x) => !Number.isFinite(x));
+  if (odd !== undefined) throw new Refusal(name, encoded(odd), "must be finite");
+}
+
+function checkAttention(q, k, lse) {
+  checkFloats("q", q, 3);
+  checkFloats("k", k, 3);
+  const [[H, n, d], [H_kv, live]] = [q.shape, k.shape];
+  if (d !== k.shape[2]) throw new Refusal("k", k.shape, `the head dimension must be q's, ${d}`);
+  if (H % H_kv) throw new Refusal("q", q.shape, `the heads must be a multiple of k's ${H_kv}`);
+  if (n > live) throw new Refusal("q", q.shape, `there are only ${live} keys for ${n} queries`);
+  if (lse === null) return;
+  if (String(lse.shape) !== String([H, n])) throw new Refusal("lse", lse.shape, `must be (heads, queries), ${H}, ${n}`);
+  checkFloats("lse", lse, 2);
+}
+
+// The family crystal: each stage by the forms that its parameters choose
+
+const RARITY = {
+  logarithm: stages.rarity, reciprocal: essay.reciprocalRarity, exponential: essay.exponentialRarity,
+};
+const IMPACT = {
+  mixture: stages.impact, salience: stages.impactWithoutRarity, uniform: stages.uniformImpact, unit: essay.unitImpact,
+};
+const ALLOCATION = { cut: stages.allocate, tiers: essay.tierAllocate };
+
+function coattention(given) {
+  const [q, k, lse] = [arrayOf(given.q), arrayOf(given.k), given.lse && arrayOf(given.lse)];
+  checkAttention(q, k, lse);
+  const [queries, keys] = [q, k].map(({ flat, shape }) => nested(Float64Array.from(flat), shape));
+  const { positions, parameters, scaling, softcap } = decoded({ ...given, q: null, k: null, lse: null });
+  return s1.coattention(queries, keys, positions, parameters, scaling, softcap);
+}
+
+function impact({ salience, token_ids, parameters }) {
+  return IMPACT[parameters.impact](salience, RARITY[parameters.rarity](stages.tokenCounts(token_ids)), parameters);
+}
+
+function trunks({ coattention: { start, ...lists }, impact: M, ends, parameters: p }) {
+  const threshold = p.merge === "median"
+    ? (sentences, byPair) => essay.medianStrength(sentences, byPair, p.tau_merge) : () => p.tau_merge;
+  const offsets = s1.trunkOffsets(ends, s1.edgesOf({ start, ...lists }), start, p, threshold);
+  const M_bar = stages.trunkImpact(M, offsets.map((offset) => offset - start));
+  return { offsets, impact: p.trunk_impact === "unit" ? essay.unitTrunkImpact(M_bar, p.epsilon) : M_bar };
+}
+
+function graph({ coattention: found, trunks: { offsets }, parameters }) {
+  return stages.trunkGraph(s1.trunkPairs(s1.edgesOf(found), offsets), stages.sizesOf(offsets), parameters);
+}
+
+function score({ D, impact: M_bar, protected: isProtected, parameters: { alpha, epsilon } }) {
+  return stages.score(D, stages.normalisedImpact(M_bar, isProtected, epsilon), alpha);
+}
+
+function dissolve({ score: scores, trunks: { offsets }, impact: M, D, protected: isProtected, budget, parameters: p }) {
+  const B = Number(budget);
+  const reserve = essay.coverageReserve(stages.sizesOf(offsets), isProtected, B, p.coverage);
+  const allocation = ALLOCATION[p.allocation];
+  const found = stages.dissolve(scores, offsets, M, D, isProtected, B - reserve, p.N_min, allocation);
+  return reserve ? essay.backfill(found, offsets, D, reserve) : found;
+}
+
+const CRYSTAL = { coattention, impact, trunks, graph, score, dissolve };
+
+// The protocol
+
+const HELLO = {
+  protocol: 1, spec: "0.3.0", name: "javascript", version: "1.0", precision: "float64",
+  families: { crystal: Object.keys(CRYSTAL) },
+};
+
+function result({ op, arguments: given }) {
+  if (op === "hello") return HELLO;
+  const stage = op.replace("crystal.", "");
+  // What S1 refuses is in the form in which it came.
+  return encoded(stage === "coattention" ? coattention(given) : CRYSTAL[stage](decoded(given)));
+}
+
+function answer(request) {
+  try {
+    return { id: request.id, result: result(request) };
+  } catch (error) {
+    if (!(error instanceof Refusal)) return { id: request.id, error: String(error.stack) };
+    const { argument, value, bound } = error;
+    return { id: request.id, refusal: { argument, value, bound } };
+  }
+}
+
+for await (const line of createInterface({ input: process.stdin })) {
+  process.stdout.write(`${JSON.stringify(answer(JSON.parse(line)))}\n`);
+}
