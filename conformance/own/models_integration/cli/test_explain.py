@@ -1,46 +1,242 @@
-"""The page that explains a retention shows every token once, and each trunk's fate."""
+"""The page that explains a retention computes what the reference computes, and shows all of it.
 
+Its JavaScript runs in node; the page itself in a document of a few lines (page/document.mjs), and in a headless
+Chromium where one is found: its path may be in KVSPEC_CHROMIUM.
+"""
+
+import json
+import math
+import os
 import re
-from html import unescape
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
-from models_integration.cli.explain import explain_html
+from conformance import tolerances
+from conformance.checks import stage_checks
+from conformance.strategies.prompts import Prompt, random_prompt
+from models_integration.cli.app import app
+from models_integration.cli.explain import command
+from models_integration.cli.explain.page import HOME, TAKEN, explain_html, record
 from reference.crystalcache import prefill
 from spec.errors import SpecError
-from spec.parameters import TINY
+from spec.parameters import TINY, CrystalCacheParameters
 from spec.records import CrystalRetention
+from spec.retention import Granularity, Retention
 
 pytestmark = pytest.mark.law("figures-are-counted-right")
 
-
-def a_result() -> CrystalRetention:
-    rng = np.random.default_rng(3)
-    q, k = rng.normal(size=(4, 60, 8)), rng.normal(size=(2, 60, 8))
-    return prefill(q, k, rng.integers(0, 20, 60), frozenset({1, 2}), 31, TINY)
-
-
-def test_the_page_shows_every_token_once_and_strikes_out_the_evicted() -> None:
-    result = a_result()
-    tokens = [f"<{i}>" for i in range(60)]
-    page = explain_html(result, tokens, "a & b")
-    assert "a &amp; b" in page
-    shown = [int(token) for token in re.findall(r"<(\d+)>", unescape(page.partition("impact of its tokens")[2]))]
-    assert shown == list(range(60))
-    gone = [int(token) for token in re.findall(r'class="gone">&lt;(\d+)&gt;', page)]
-    assert sorted({*range(60)} - {*gone}) == result.kept.tolist()
+TOOLS = Path(__file__).with_name("page")
+NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome", "headless_shell")
+CHROMIUM = os.environ.get("KVSPEC_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
+PROMPTS = 200
+needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
 
 
-def test_the_page_names_each_trunks_fate() -> None:
-    result = a_result()
-    page = explain_html(result, ["x"] * 60, "t").partition("impact of its tokens")[2]
-    assert page.count('class="trunk ') == len(result.ratio)
-    assert page.count('class="trunk protected"') == result.protected.sum()
-    assert page.count('class="trunk partial"') == ((result.ratio > 0) & (result.ratio < 1)).sum()
+def node(script: str, *arguments: str, given: str = "") -> Any:
+    """What a script of `page` prints."""
+    done = subprocess.run(
+        ["node", str(TOOLS / script), *arguments], input=given, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A prompt as it was run, and parameters and a budget that somebody then sets in its page."""
+
+    prompt: Prompt
+    run: CrystalRetention
+    budget: int
+    parameters: CrystalCacheParameters
+
+    @property
+    def wanted(self) -> CrystalRetention:
+        return prefill(**{**self.prompt.arguments, "budget": self.budget, "parameters": self.parameters})
+
+    @property
+    def given(self) -> dict[str, Any]:
+        shown = record(self.run, self.prompt.token_ids, TINY)
+        return {**shown, "tokens": self.budget, "parameters": asdict(self.parameters)}
+
+
+def drawn(seed: int) -> Case:
+    rng = np.random.default_rng(seed)
+    prompt = random_prompt(rng, TINY, int(rng.integers(12, 90)))
+    other = replace(
+        TINY, alpha=float(rng.choice([0.0, 0.35, 1.0, 1.7])), N_min=int(rng.integers(0, 7)),
+        s=float(rng.choice([0.5, 5.0, 9.5])), impact=str(rng.choice(["mixture", "salience", "uniform"])),
+        graph=str(rng.choice(["degree", "degree", "zero"])),
+    )
+    return Case(prompt, prefill(**prompt.arguments), int(rng.integers(1, len(prompt.token_ids) + 1)), other)
+
+
+@needs_node
+@pytest.mark.spec("CC-PREFILL")
+def test_the_pages_stages_are_the_references() -> None:
+    """Kept sets, r, the graph and its degrees to the bit; what has a bound, inside it."""
+    cases = [drawn(seed) for seed in range(PROMPTS)]
+    results = node("stages.mjs", str(HOME / "stages.mjs"), given=json.dumps([case.given for case in cases]))
+    for case, found in zip(cases, results, strict=True):
+        want, p = case.wanted, case.parameters
+        assert found["kept"] == want.kept.tolist()
+        assert found["ratio"] == want.ratio.tolist()
+        assert found["B"] == want.budget
+        for name in ("indptr", "indices", "weights", "degree"):
+            assert found["graph"][name] == getattr(want.graph, name).tolist()
+        D, M_bar = np.array(found["graph"]["D"]), np.array(found["M_bar"])
+        radius = tolerances.crystallization_radius(want.graph.degree, p.s, p.epsilon)
+        assert (np.abs(D - want.graph.D) <= radius).all()
+        assert not list(stage_checks.impact(
+            np.array(found["M"]), want.coattention.salience, case.prompt.token_ids, p
+        ))
+        assert tolerances.close("CC-IMPACT", M_bar, want.trunks.impact)
+        scores = np.array([math.nan if x is None else x for x in found["scores"]])
+        assert not list(stage_checks.score(scores, D, M_bar, want.protected, p))
+
+
+def page_of(case: Case, **more: Any) -> str:
+    shown = record(case.run, case.prompt.token_ids, TINY)
+    return explain_html(shown, texts(case), "a & <b>.txt", "a run.", **more)
+
+
+def texts(case: Case) -> list[str]:
+    """All that could end a script, an element or a line."""
+    odd = ["</script>", " <b>", "&amp;", "\n", '"', "\u2028", "ø"]
+    return [odd[i] if i < len(odd) else f" w{i}" for i in range(len(case.prompt.token_ids))]
+
+
+def data_of(page: str) -> dict[str, Any]:
+    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    found: dict[str, Any] = json.loads(data)
+    return found
+
+
+def test_the_page_holds_the_run_and_needs_nothing_else() -> None:
+    case = drawn(1)
+    page = page_of(case)
+    data = data_of(page)
+    assert data["tokens_text"] == texts(case)
+    assert data["salience"] == case.run.coattention.salience.tolist()
+    assert data["kept"] == case.run.kept.tolist()
+    assert data["parameters"] == {name: getattr(TINY, name) for name in TAKEN}
+    assert "<title>a &amp; &lt;b&gt;.txt: " in page
+    assert page.count("</script>") == 2
+    assert not re.search(r"\b(src|href)=|@import|\bfetch\(|\bimport[ (]", page)
+    assert set(re.findall(r"url\((.*?)\)", page)) == {"#stripes"}
+    assert set(re.findall(r"https?://[^\"]*", page)) == {"http://www.w3.org/2000/svg"}
 
 
 @pytest.mark.law("refused-before-anything-changes")
-def test_a_wrong_number_of_tokens_is_refused() -> None:
-    with pytest.raises(SpecError, match="tokens = 3"):
-        explain_html(a_result(), ["a", "b", "c"], "t")
+def test_what_is_about_other_tokens_is_refused() -> None:
+    case = drawn(1)
+    shown = record(case.run, case.prompt.token_ids, TINY)
+    n = len(case.prompt.token_ids)
+    with pytest.raises(SpecError, match=f"texts = 3: must be as many as the tokens, {n}"):
+        explain_html(shown, ["a", "b", "c"], "t", "")
+    with pytest.raises(SpecError, match=f"beside = {n + 1}: "):
+        page_of(case, beside=("other", Retention.shared(np.arange(3), n + 1)))
+
+
+BROWSERS = [
+    pytest.param("document.mjs", [], marks=needs_node, id="document"),
+    pytest.param("browser.mjs", [CHROMIUM or ""], id="chromium", marks=[
+        needs_node, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed, and none in KVSPEC_CHROMIUM")
+    ]),
+]
+
+
+def driven(script: str, before: Sequence[str], page: str, folder: Path, steps: Sequence[Mapping[str, Any]]) -> Any:
+    (folder / "page.html").write_text(page, encoding="utf-8")
+    return node(script, *before, str(folder / "page.html"), str(TOOLS / "driver.js"), json.dumps(steps))
+
+
+def fates(result: CrystalRetention) -> list[str]:
+    return [
+        "protected" if shut else "kept" if r == 1 else "part" if r > 0 else "evicted"
+        for shut, r in zip(result.protected.tolist(), result.ratio.tolist(), strict=True)
+    ]
+
+
+@pytest.mark.parametrize(("script", "before"), BROWSERS)
+def test_a_reader_of_the_page_sees_what_the_reference_keeps(
+    script: str, before: list[str], tmp_path: Path,
+) -> None:
+    """At once, and with every slider and choice moved."""
+    cases = [case for case in map(drawn, range(40)) if "part" in fates(case.wanted)][:3]
+    assert len(cases) == 3
+    for case in cases:
+        p, n = case.parameters, len(case.prompt.token_ids)
+        moved = {"tokens": max(5, case.budget), "alpha": p.alpha, "N_min": p.N_min, "s": p.s, "impact": p.impact,
+                 "graph": p.graph}
+        controls = {f"set-{name}": value for name, value in moved.items()}
+        first, second = driven(script, before, page_of(case), tmp_path, [{}, {"set": controls}])
+        for shown, want in ((first, case.run), (second, case.wanted)):
+            assert shown["kept"] == want.kept.tolist()
+            assert shown["fates"] == fates(want)
+            assert shown["text"] == "".join(texts(case))
+            assert shown["summary"].startswith(f"{len(want.kept)} of {n} tokens stay")
+            assert shown["bars"] == len(want.ratio)
+            assert shown["arcs"] == min(150, len(want.graph.weights) // 2)
+        assert first["check"].startswith("Computed in this page")
+
+
+@pytest.mark.parametrize(("script", "before"), BROWSERS)
+def test_the_arrow_keys_walk_along_the_text_and_the_line(script: str, before: list[str], tmp_path: Path) -> None:
+    case = drawn(7)
+    scores, shut = case.run.scores, case.run.protected
+    best_first = [int(g) for g in np.argsort(np.where(shut, np.inf, scores), kind="stable")[::-1] if not shut[g]]
+    line = [*np.flatnonzero(shut).tolist(), *best_first]
+    keys = ["ArrowDown", "ArrowDown", "ArrowUp", "Home", "ArrowLeft", "ArrowRight", "ArrowUp", "End", "ArrowRight"]
+    walked = driven(script, before, page_of(case), tmp_path, [{}, *({"keys": [key]} for key in keys)])
+    above = line[max(0, line.index(1) - 1)]
+    last = len(shut) - 1
+    wanted = [best_first[0], best_first[1], best_first[2], best_first[1], 0, 0, 1, above, last, last]
+    assert [step["chosen"] for step in walked] == [[f"trunk-{g}"] for g in wanted]
+    assert all(step["details"].startswith(f"Trunk {g}: ") for step, g in zip(walked, wanted, strict=True))
+
+
+@pytest.mark.parametrize(("script", "before"), BROWSERS)
+def test_another_policy_is_counted_by_its_sets(script: str, before: list[str], tmp_path: Path) -> None:
+    case = drawn(7)
+    n, kept = len(case.prompt.token_ids), set(case.run.kept.tolist())
+    sets = [range(0, n, 2), range(4), [*range(3), n - 1]]
+    positions = np.concatenate([np.array(list(one), dtype=np.int64) for one in sets])
+    offsets = np.cumsum([0, *map(len, sets)]).astype(np.int64)
+    page = page_of(case, beside=("heads", Retention(positions, offsets, n, Granularity.HEAD)))
+    counts = [sum(i in one for one in sets) for i in range(n)]
+    assert data_of(page)["beside"] == {
+        "name": "heads", "groups": 3, "granularity": "a layer and KV head", "counts": counts
+    }
+    (shown,) = driven(script, before, page, tmp_path, [{"set": {"measure": "beside"}}])
+    both = sum(counts[i] for i in kept) / 3
+    whole = sum(counts) / 3
+    said = (f"heads keeps {whole:.0f} (mean over its 3 sets, one a layer and KV head): {both:.0f} are kept by both,"
+            f" {len(kept) - both:.0f} by CrystalCache alone, {whole - both:.0f} by heads alone.")
+    assert shown["beside"] == said
+
+
+@pytest.mark.law("as-it-is-described")
+def test_the_command_writes_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, out = tmp_path / "a.txt", tmp_path / "page.html"
+    text.write_text("The key is 4718.  All other doors are shut. " * 30, encoding="utf-8")
+    arguments = ["explain", str(text), "--out", str(out), "--budget", "0.6", "--backend", "numpy", "--beside", "snapkv"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    data = data_of(out.read_text(encoding="utf-8"))
+    assert "".join(data["tokens_text"]).endswith(text.read_text(encoding="utf-8"))
+    assert f"{len(data['kept'])} of {len(data['token_ids'])} tokens kept" in result.output
+    assert data["beside"]["name"] == "snapkv"
+    assert 1 < data["beside"]["groups"] < sum(data["beside"]["counts"])
+    monkeypatch.setattr(command, "TOKENS_MOST", 100)
+    refused = CliRunner().invoke(app, [*arguments[:3], str(tmp_path / "none.html")])
+    assert "must have at most 100 for a page; cut it" in str(refused.exception)
+    assert not (tmp_path / "none.html").exists()

@@ -109,7 +109,7 @@ def test_files_that_cannot_be_written_are_refused_first(
     text.write_text("Some words. And more of them.", encoding="utf-8")
     for arguments in (
         ["calibrate", str(text), "--out", str(tmp_path)], ["calibrate", str(text), "--out", str(text / "x.npz")],
-        ["compress", str(text), "--explain", str(tmp_path)],
+        ["explain", str(text), "--out", str(tmp_path)],
     ):
         said = refusal([*arguments, "--model", "/nowhere"], monkeypatch, capsys)
         assert re.search("is a folder; name a file|cannot be made a folder", said)

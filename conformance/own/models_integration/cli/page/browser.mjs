@@ -1,0 +1,34 @@
+// `node browser.mjs CHROMIUM PAGE DRIVER STEPS`: the driver's answer in a headless Chromium, asked over its pipe.
+import { spawn } from "node:child_process";
+import { readFileSync } from "node:fs";
+
+const [binary, page, driver, steps] = process.argv.slice(2);
+const flags = ["--headless", "--no-sandbox", "--no-zygote", "--single-process", "--disable-gpu", "--remote-debugging-pipe"];
+const browser = spawn(binary, [...flags, "about:blank"], { stdio: ["ignore", "ignore", "ignore", "pipe", "pipe"] });
+const waiting = new Map();
+let [asked, rest] = [0, ""];
+
+browser.stdio[4].on("data", (bytes) => {
+  const messages = (rest + bytes).split("\0");
+  rest = messages.pop();
+  for (const { id, result, error } of messages.map((message) => JSON.parse(message))) {
+    if (waiting.has(id)) waiting.get(id)(error ? { error } : result);
+  }
+});
+
+function ask(method, params, sessionId) {
+  asked += 1;
+  const answer = new Promise((found) => waiting.set(asked, found));
+  browser.stdio[3].write(`${JSON.stringify({ id: asked, method, params, sessionId })}\0`);
+  return answer;
+}
+
+const { targetId } = await ask("Target.createTarget", { url: `file://${page}` });
+const { sessionId } = await ask("Target.attachToTarget", { targetId, flatten: true });
+const evaluate = (expression) => ask("Runtime.evaluate", { expression }, sessionId);
+const ready = async () => (await evaluate('document.getElementById("check")?.textContent')).result?.value;
+while (!(await ready())) await new Promise((later) => setTimeout(later, 20));
+const expression = `${readFileSync(driver, "utf8")}\nJSON.stringify(drive(${steps}))`;
+const { result } = await evaluate(expression);
+console.log(result.value ?? JSON.stringify(result));
+browser.kill();
