@@ -69,6 +69,7 @@ function decoded(raw) {
 
 function encoded(x) {
   if (Array.isArray(x)) return x.map(encoded);
+  if (typeof x === "bigint") return String(x);
   if (typeof x === "number") return Number.isFinite(x) ? x : Number.isNaN(x) ? "nan" : x > 0 ? "inf" : "-inf";
   return x;
 }
@@ -117,16 +118,30 @@ function impact({ salience, token_ids, parameters }) {
   return IMPACT[parameters.impact](salience, RARITY[parameters.rarity](stages.tokenCounts(token_ids)), parameters);
 }
 
-function trunks({ coattention: { start, ...lists }, impact: M, ends, parameters: p }) {
+// S2 to S6 count from the segment's first token: a position may lie beyond 2^53, where numbers are no longer exact.
+const below = (x, start) => (typeof x === "number" && typeof start === "number" ? x - start : Number(BigInt(x) - BigInt(start)));
+const above = (x, start) => whole(BigInt(x) + BigInt(start));
+
+/** Edges in the segment, from its first token; a source before it is in no trunk of it. */
+function edgesFromStart({ start, intra, intra_weight, cross, cross_weight }) {
+  const from = (rows) => rows.map((row) => row.map((j) => (j < 0 ? -1 : below(j, start))));
+  return s1.edgesOf({ start: 0, intra: from(intra), intra_weight, cross: from(cross), cross_weight });
+}
+
+function trunks({ coattention: found, impact: M, ends, parameters: p }) {
   const threshold = p.merge === "median"
     ? (sentences, byPair) => essay.medianStrength(sentences, byPair, p.tau_merge) : () => p.tau_merge;
-  const offsets = s1.trunkOffsets(ends, s1.edgesOf({ start, ...lists }), start, p, threshold);
-  const M_bar = stages.trunkImpact(M, offsets.map((offset) => offset - start));
-  return { offsets, impact: p.trunk_impact === "unit" ? essay.unitTrunkImpact(M_bar, p.epsilon) : M_bar };
+  const offsets = s1.trunkOffsets(ends, edgesFromStart(found), p, threshold);
+  const M_bar = stages.trunkImpact(M, offsets);
+  return {
+    offsets: offsets.map((offset) => above(offset, found.start)),
+    impact: p.trunk_impact === "unit" ? essay.unitTrunkImpact(M_bar, p.epsilon) : M_bar,
+  };
 }
 
 function graph({ coattention: found, trunks: { offsets }, parameters }) {
-  return stages.trunkGraph(s1.trunkPairs(s1.edgesOf(found), offsets), stages.sizesOf(offsets), parameters);
+  const own = offsets.map((offset) => below(offset, found.start));
+  return stages.trunkGraph(s1.trunkPairs(edgesFromStart(found), own), stages.sizesOf(own), parameters);
 }
 
 function score({ D, impact: M_bar, protected: isProtected, parameters: { alpha, epsilon } }) {
@@ -134,11 +149,11 @@ function score({ D, impact: M_bar, protected: isProtected, parameters: { alpha, 
 }
 
 function dissolve({ score: scores, trunks: { offsets }, impact: M, D, protected: isProtected, budget, parameters: p }) {
-  const B = Number(budget);
-  const reserve = essay.coverageReserve(stages.sizesOf(offsets), isProtected, B, p.coverage);
-  const allocation = ALLOCATION[p.allocation];
-  const found = stages.dissolve(scores, offsets, M, D, isProtected, B - reserve, p.N_min, allocation);
-  return reserve ? essay.backfill(found, offsets, D, reserve) : found;
+  const [B, own] = [Number(budget), offsets.map((offset) => below(offset, offsets[0]))];
+  const reserve = essay.coverageReserve(stages.sizesOf(own), isProtected, B, p.coverage);
+  const dissolved = stages.dissolve(scores, own, M, D, isProtected, B - reserve, p.N_min, ALLOCATION[p.allocation]);
+  const found = reserve ? essay.backfill(dissolved, own, D, reserve) : dissolved;
+  return { ...found, kept: found.kept.map((i) => above(i, offsets[0])) };
 }
 
 const CRYSTAL = { coattention, impact, trunks, graph, score, dissolve };

@@ -7,8 +7,7 @@ const sum = (values) => values.reduce((total, x) => total + x, 0);
 
 /** Inner product of the first n entries; four sums side by side, which S1's bounds allow and processors like. */
 function dot(x, y, n) {
-  let [a, b, c, d] = [0, 0, 0, 0];
-  let i = 0;
+  let a = 0, b = 0, c = 0, d = 0, i = 0;
   for (; i + 3 < n; i += 4) {
     a += x[i] * y[i];
     b += x[i + 1] * y[i + 1];
@@ -24,7 +23,7 @@ function dot(x, y, n) {
 /** CC-ATTENTION, Eq. 3: softmax weights of one query over the first `seen` keys, all that it sees. */
 export function attention(query, keys, seen, scaling, softcap) {
   const A = new Float64Array(seen);
-  let [largest, total] = [-Infinity, 0];
+  let largest = -Infinity, total = 0;
   for (let j = 0; j < seen; j++) {
     const logit = dot(query, keys[j], query.length) * scaling;
     A[j] = softcap === null ? logit : softcap * Math.tanh(logit / softcap);
@@ -87,19 +86,22 @@ export const crossNeighbours = (earlier, p) => earlier.map((row) => strongest(ro
 
 /** One chunk's head-mean attention rows, each as long as its query sees, and each token's sums by head. */
 function chunkAttention(q, k, first, last, before, scaling, softcap) {
-  const h = range(last - first).map(() => new Float64Array(q.length));
+  const sums = q.map(() => new Float64Array(last - first));
   const mean = range(last - first).map((i) => {
-    const seen = first + i + 1;
-    const row = new Float64Array(seen);
+    const row = new Float64Array(first + i + 1);
     q.forEach((head, at) => {
       const keys = k[Math.floor((at * k.length) / q.length)];
-      const A = attention(head[first + i - before], keys, seen, scaling, softcap);
-      for (let j = 0; j < seen; j++) row[j] += A[j];
-      for (let j = first; j < seen; j++) h[j - first][at] += A[j];
+      const A = attention(head[first + i - before], keys, row.length, scaling, softcap);
+      addTo(row, A);
+      addTo(sums[at], A.subarray(first));
     });
     return row.map((x) => x / q.length);
   });
-  return { mean, h };
+  return { mean, h: range(last - first).map((i) => sums.map((head) => head[i])) };
+}
+
+function addTo(sum, values) {
+  for (let j = 0; j < values.length; j++) sum[j] += values[j];
 }
 
 /** CC-COATTENTION, Section 3.2: S1 over a segment whose keys are the last n of the live ones, in chunks of C tokens. */
@@ -202,11 +204,11 @@ export function byPairOf(edges) {
 }
 
 /** CC-TRUNKS, Section 3.3: sentences, merged above `threshold(sentences, byPair)`, then split to at most T_max. */
-export function trunkOffsets(ends, edges, start, p, threshold) {
-  const sentences = sentenceOffsets(ends).map((offset) => start + offset);
+export function trunkOffsets(ends, edges, p, threshold) {
+  const sentences = sentenceOffsets(ends);
   const byPair = byPairOf(edges);
   const merged = mergeSentences(sentences, byPair, threshold(sentences, byPair), p.T_max);
-  const offsets = [start];
+  const offsets = [0];
   for (const size of merged.flatMap((whole) => splitSizes(whole, p.T_max))) offsets.push(offsets.at(-1) + size);
   return offsets;
 }

@@ -23,7 +23,7 @@ from spec.retention import Retention
 __all__ = ["TOKENS_MOST", "run", "texts_of"]
 
 TOKENS_MOST = 8192
-"""Of a page: with more, a browser takes seconds for each step of a slider."""
+"""Of a page: with so many a browser takes some 0.2 s for a step of a slider."""
 
 
 def run(

@@ -232,10 +232,10 @@ function drawGraph() {
   });
   const mine = all.filter(({ a, b }) => a === trunk || b === trunk).map((edge) => arc(edge, size, true));
   part("graph").replaceChildren(...strip, ...all.slice(0, STRONGEST).map((edge) => arc(edge, size, false)), ...mine, mark);
+  const which = all.length > STRONGEST ? `The ${STRONGEST} strongest of ${all.length} links` : `All ${plural(all.length, "link")}`;
   const said = all.length
-    ? `The ${Math.min(STRONGEST, all.length)} strongest of ${plural(all.length, "link")} between trunks, from ${shown(all.at(-1).W)}`
-      + ` (thin, pale) to ${shown(size.W)} (thick). Those of the chosen trunk are all drawn, in the other colour. The`
-      + " strip is the text from left to right; the darker a trunk, the larger its D."
+    ? `${which} between trunks, from ${shown(all.at(-1).W)} (thin) to ${shown(size.W)} (thick); in the other colour all of`
+      + " the chosen trunk. The strip is the text from left to right, coloured by D."
     : `No link between trunks exceeds tau_edge = ${settings.tau_edge}: D is the same for all.`;
   part("graph-legend").textContent = said;
   part("graph").setAttribute("aria-label", said);
@@ -249,7 +249,8 @@ function why(g) {
   const { N_sink, W_recent } = settings;
   const kept = range(sizes[g]).filter((j) => now.lived[data.offsets[g] + j]).length;
   const path = now.graph.D[g] === now.scores[g] ? "D, its place in the graph" : "its impact";
-  const ranked = `Its score comes from ${path}, and is number ${now.rank[g]} of ${now.ranked}.`;
+  const held = now.ratio.filter((r, h) => r > 0 && !now.isProtected[h]).length;
+  const ranked = `Its score comes from ${path}, and is number ${now.rank[g]} of ${now.ranked}; the budget holds ${held}.`;
   return {
     protected: `Never evicted: it touches the first ${N_sink} or the last ${W_recent} tokens.`,
     kept: `Kept whole. ${ranked}`,

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from models_integration.cli.explain.page import HOME, TAKEN, explain_html, recor
 from reference.crystalcache import prefill
 from spec.errors import SpecError
 from spec.parameters import TINY, CrystalCacheParameters
+from spec.parameters.crystalcache import GraphForm, ImpactForm
 from spec.records import CrystalRetention
 from spec.retention import Granularity, Retention
 
@@ -71,10 +73,12 @@ class Case:
 def drawn(seed: int) -> Case:
     rng = np.random.default_rng(seed)
     prompt = random_prompt(rng, TINY, int(rng.integers(12, 90)))
+    impacts: tuple[ImpactForm, ...] = ("mixture", "salience", "uniform")
+    graphs: tuple[GraphForm, ...] = ("degree", "degree", "zero")
     other = replace(
         TINY, alpha=float(rng.choice([0.0, 0.35, 1.0, 1.7])), N_min=int(rng.integers(0, 7)),
-        s=float(rng.choice([0.5, 5.0, 9.5])), impact=str(rng.choice(["mixture", "salience", "uniform"])),
-        graph=str(rng.choice(["degree", "degree", "zero"])),
+        s=float(rng.choice([0.5, 5.0, 9.5])), impact=impacts[rng.integers(3)],
+        graph=graphs[rng.integers(3)], tau_edge=float(rng.choice([0.05, 0.05, 0.05, 2.0])),
     )
     return Case(prompt, prefill(**prompt.arguments), int(rng.integers(1, len(prompt.token_ids) + 1)), other)
 
@@ -171,12 +175,15 @@ def test_a_reader_of_the_page_sees_what_the_reference_keeps(
     script: str, before: list[str], tmp_path: Path,
 ) -> None:
     """At once, and with every slider and choice moved."""
-    cases = [case for case in map(drawn, range(40)) if "part" in fates(case.wanted)][:3]
+    at_tau = (case for case in map(drawn, range(40)) if case.parameters.tau_edge == TINY.tau_edge)
+    cases = list(islice((case for case in at_tau if "part" in fates(case.wanted)), 3))
     assert len(cases) == 3
     for case in cases:
         p, n = case.parameters, len(case.prompt.token_ids)
-        moved = {"tokens": max(5, case.budget), "alpha": p.alpha, "N_min": p.N_min, "s": p.s, "impact": p.impact,
-                 "graph": p.graph}
+        moved = {
+            "tokens": max(5, case.budget), "alpha": p.alpha, "N_min": p.N_min, "s": p.s, "impact": p.impact,
+            "graph": p.graph,
+        }
         controls = {f"set-{name}": value for name, value in moved.items()}
         first, second = driven(script, before, page_of(case), tmp_path, [{}, {"set": controls}])
         for shown, want in ((first, case.run), (second, case.wanted)):
@@ -187,6 +194,16 @@ def test_a_reader_of_the_page_sees_what_the_reference_keeps(
             assert shown["bars"] == len(want.ratio)
             assert shown["arcs"] == min(150, len(want.graph.weights) // 2)
         assert first["check"].startswith("Computed in this page")
+
+
+@pytest.mark.parametrize(("script", "before"), BROWSERS)
+@pytest.mark.law("the-proof-has-teeth")
+def test_the_page_says_where_it_computes_another_set(script: str, before: list[str], tmp_path: Path) -> None:
+    case = drawn(1)
+    shown = record(case.run, case.prompt.token_ids, TINY)
+    changed = {**shown, "kept": [*shown["kept"][:-1], shown["kept"][-1] - 1]}
+    (found,) = driven(script, before, explain_html(changed, texts(case), "t", ""), tmp_path, [{}])
+    assert found["check"].startswith("This browser computes another set")
 
 
 @pytest.mark.parametrize(("script", "before"), BROWSERS)
