@@ -34,19 +34,19 @@ function scalar(text) {
   return sign ? -size : size;
 }
 
-const nested = (flat, [size, ...inner]) => {
+function nested(flat, [size, ...inner]) {
   if (inner.length === 0) return flat;
-  const step = flat.length / size;
+  const step = size && flat.length / size;
+  if (step === 0) return Array(size).fill([]);
   return Array.from({ length: size }, (_, at) => nested(flat.slice(at * step, (at + 1) * step), inner));
-};
+}
 
 /** Shape, kind and entries of an array in either form, before anything is known of it. */
 function arrayOf(raw) {
   if (!Array.isArray(raw)) {
     const bytes = Uint8Array.from(Buffer.from(raw.base64, "base64"));
-    const entries = Array.from(new ARRAYS[raw.dtype](bytes.buffer));
-    const flat = { int64: () => entries.map(whole), bool: () => entries.map(Boolean) }[raw.dtype]?.() ?? entries;
-    return { shape: raw.shape, kind: raw.dtype, flat };
+    const flat = new ARRAYS[raw.dtype](bytes.buffer);
+    return { shape: raw.shape, kind: raw.dtype, flat: raw.dtype === "int64" ? Array.from(flat, whole) : flat };
   }
   const shape = [];
   for (let part = raw; Array.isArray(part); [part] = part) shape.push(part.length);
@@ -67,10 +67,13 @@ function decoded(raw) {
   return Object.fromEntries(Object.entries(raw).map(([name, value]) => [name, decoded(value)]));
 }
 
+/** A result: JSON's numbers hold floats exactly. */
 function encoded(x) {
-  if (Array.isArray(x)) return x.map(encoded);
   if (typeof x === "bigint") return String(x);
   if (typeof x === "number") return Number.isFinite(x) ? x : Number.isNaN(x) ? "nan" : x > 0 ? "inf" : "-inf";
+  if (Array.isArray(x)) return x.map(encoded);
+  if (ArrayBuffer.isView(x)) return Array.from(x, encoded);
+  if (typeof x === "object") return Object.fromEntries(Object.entries(x).map(([name, value]) => [name, encoded(value)]));
   return x;
 }
 

@@ -35,10 +35,22 @@ export const impactWithoutRarity = (S) => S.map((salience) => salience);
 /** CC-IMPACT: M_i = 1; Table 10, "uniform M_i". */
 export const uniformImpact = (S) => S.map(() => 1);
 
+/** The three largest, from the largest down; all, if there are fewer. */
+function topThree(values) {
+  const top = [];
+  for (const x of values) {
+    if (top.length < 3 || x > top[2]) {
+      top.push(x);
+      top.sort((y, z) => z - y).splice(3);
+    }
+  }
+  return top;
+}
+
 /** CC-TRUNK-IMPACT, Eq. 23: the mean of each trunk's three largest M_i, summed from the largest down. */
 export function trunkImpact(M, offsets) {
   return range(offsets.length - 1).map((g) => {
-    const top = [...M.slice(offsets[g], offsets[g + 1])].sort((x, y) => y - x).slice(0, 3);
+    const top = topThree(M.slice(offsets[g], offsets[g + 1]));
     return leftToRightSum(top) / top.length;
   });
 }
