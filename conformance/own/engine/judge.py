@@ -1,7 +1,7 @@
-"""The suite on several engines in one process: `python -m conformance.own.engine.judge REPORT.json [COMMAND]`.
+"""The suite on several engines in one process: `python -m conformance.own.engine.judge REPORT.json [NAME=COMMAND]...`.
 
-The report has, of each planted backend and of the command, how many tests passed, and the items and the message of
-each that failed.
+The report has, of each planted backend and of each example's command, how many tests passed, and the items and the
+message of each that failed.
 """
 
 import json
@@ -28,7 +28,11 @@ SELECTED: Mapping[str, Sequence[str]] = {
     ],
 }
 """The tests that judge each planted backend."""
-OF_A_COMMAND = ["test_diversity.py", "test_nestedkv.py", "test_scale_selectors.py", "test_vectors.py"]
+EXAMPLES: Mapping[str, Sequence[str]] = {
+    "c": ["test_diversity.py", "test_nestedkv.py", "test_scale_selectors.py", "test_vectors.py"],
+    "javascript": ["test_coattention.py", "test_trunks.py", "test_essay.py", "test_vectors.py"],
+}
+"""The tests that judge each engine in docs/examples."""
 # Its oracle alone takes two seconds; test_sets_of_thousands has larger sets.
 LEFT_OUT = ["--deselect", str(SUITE / "test_diversity.py::test_larger_sets_are_those_of_algorithm_1")]
 
@@ -59,12 +63,12 @@ def judged(command: str, tests: Sequence[str]) -> Mapping[str, Any]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Judge the planted backends, the reference by all of their tests, and the command."""
+    """Judge the planted backends, the reference by all of their tests, and the examples."""
     serve = f"{sys.executable} -m conformance.engine.serve conformance.own.engine.planted:"
     found = {name: judged(serve + name, tests) for name, tests in SELECTED.items()}
     found["RIGHT"] = judged(f"{serve}RIGHT", [test for tests in SELECTED.values() for test in tests])
-    for command in arguments[1:]:
-        found["command"] = judged(command, OF_A_COMMAND)
+    for name, _, command in (argument.partition("=") for argument in arguments[1:]):
+        found[name] = judged(command, EXAMPLES[name])
     Path(arguments[0]).write_text(json.dumps(found), encoding="utf-8")
     return 0
 

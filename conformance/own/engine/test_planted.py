@@ -1,7 +1,8 @@
-"""Mistakes that are made in processes are named by the items that they break; an engine in C conforms."""
+"""Mistakes that are made in processes are named by the items that they break; the examples conform."""
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -24,13 +25,15 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
     """All engines judged by one process: its imports take longer than most of its tests."""
     home = tmp_path_factory.mktemp("engines")
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-    report, compiled = home / "report.json", []
+    report, examples = home / "report.json", []
     if shutil.which("cc"):
         source = str(DOCS / "examples" / "c" / "engine.c")
         subprocess.run(["cc", "-O2", "-std=c99", source, "-o", str(home / "engine"), "-lm"], check=True)
-        compiled = [str(home / "engine")]
+        examples.append(f"c={home / 'engine'}")
+    if shutil.which("node"):
+        examples.append(f"javascript={shlex.join(['node', str(DOCS / 'examples' / 'javascript' / 'engine.mjs')])}")
     done = subprocess.run(
-        [sys.executable, "-m", "conformance.own.engine.judge", str(report), *compiled], cwd=ROOT, text=True,
+        [sys.executable, "-m", "conformance.own.engine.judge", str(report), *examples], cwd=ROOT, text=True,
         env={**clean, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}, capture_output=True, check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -73,9 +76,10 @@ def test_what_is_wrong_in_many_heads_alone_is_right_in_few(reports: Reports) -> 
     assert reports["MANY_HEADS"]["passed"] == 1
 
 
-def test_the_engine_in_c_conforms(reports: Reports) -> None:
-    """On both families that it offers: every test of theirs, and their vectors."""
-    if "command" not in reports:
-        pytest.skip("there is no C compiler (cc)")
-    assert reports["command"]["failed"] == {}
-    assert reports["command"]["passed"] > 80
+@pytest.mark.parametrize(("example", "needs"), [("c", "cc"), ("javascript", "node")])
+def test_the_examples_conform(reports: Reports, example: str, needs: str) -> None:
+    """On what they offer: tests of their families, and all their vectors."""
+    if example not in reports:
+        pytest.skip(f"{needs} is not installed")
+    assert reports[example]["failed"] == {}
+    assert reports[example]["passed"] > 80

@@ -18,6 +18,9 @@ class Refusal extends Error {
 const NAMED = { nan: NaN, inf: Infinity, "-inf": -Infinity };
 const ARRAYS = { float64: Float64Array, float32: Float32Array, int64: BigInt64Array, bool: Uint8Array };
 
+/** A record with another value for each member. */
+const mapped = (record, make) => Object.fromEntries(Object.entries(record).map(([name, x]) => [name, make(x)]));
+
 /** An integer as a number where that is exact. */
 const whole = (x) => (Number.isSafeInteger(Number(x)) ? Number(x) : BigInt(x));
 
@@ -64,7 +67,7 @@ function decoded(raw) {
     const { flat, shape } = arrayOf(raw);
     return nested(flat, shape);
   }
-  return Object.fromEntries(Object.entries(raw).map(([name, value]) => [name, decoded(value)]));
+  return mapped(raw, decoded);
 }
 
 /** A result: JSON's numbers hold floats exactly. */
@@ -73,8 +76,7 @@ function encoded(x) {
   if (typeof x === "number") return Number.isFinite(x) ? x : Number.isNaN(x) ? "nan" : x > 0 ? "inf" : "-inf";
   if (Array.isArray(x)) return x.map(encoded);
   if (ArrayBuffer.isView(x)) return Array.from(x, encoded);
-  if (typeof x === "object") return Object.fromEntries(Object.entries(x).map(([name, value]) => [name, encoded(value)]));
-  return x;
+  return typeof x === "object" ? mapped(x, encoded) : x;
 }
 
 // What coattention must refuse itself
@@ -122,7 +124,9 @@ function impact({ salience, token_ids, parameters }) {
 }
 
 // S2 to S6 count from the segment's first token: a position may lie beyond 2^53, where numbers are no longer exact.
-const below = (x, start) => (typeof x === "number" && typeof start === "number" ? x - start : Number(BigInt(x) - BigInt(start)));
+const below = (x, start) => {
+  return typeof x === "bigint" || typeof start === "bigint" ? Number(BigInt(x) - BigInt(start)) : x - start;
+};
 const above = (x, start) => whole(BigInt(x) + BigInt(start));
 
 /** Edges in the segment, from its first token; a source before it is in no trunk of it. */

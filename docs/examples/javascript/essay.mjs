@@ -89,7 +89,8 @@ export function coverageReserve(sizes, isProtected, B, coverage) {
 /** CC-COVERAGE: the dissolution, and `reserve` evenly spaced tokens of the trunks that it evicted whole. */
 export function backfill({ kept, ratio }, offsets, D, reserve) {
   const sizes = sizesOf(offsets);
-  const evicted = range(sizes.length).filter((g) => ratio[g] === 0).flatMap((g) => range(sizes[g]).map((i) => offsets[g] + i));
+  const gone = range(sizes.length).filter((g) => ratio[g] === 0);
+  const evicted = gone.flatMap((g) => range(sizes[g]).map((i) => offsets[g] + i));
   const e = evicted.length;
   const added = e <= reserve
     ? evicted : range(reserve).map((i) => evicted[Math.floor(((2 * i + 1) * e) / (2 * reserve))]);

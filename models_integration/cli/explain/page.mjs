@@ -1,4 +1,5 @@
-// The page: it shows what `prefill` makes of the run's records, and stands behind stages.mjs in one module script.
+// The page: what `prefill` makes of the run's records, drawn anew whenever a reader moves something. It stands behind
+// stages.mjs and drawing.mjs in one module script.
 
 const part = (id) => document.getElementById(id);
 const data = JSON.parse(part("data").textContent);
@@ -13,13 +14,15 @@ const settings = { tokens: data.tokens, ...data.parameters };
 const chosen = { trunk: 0, token: null };
 let hovered = null;
 let now;
+const current = () => hovered ?? chosen;
 
 // Small tools
 
 const SVG = new Set(["rect", "path", "line", "svg", "defs", "pattern"]);
 
 function element(name, attributes = {}, ...children) {
-  const made = SVG.has(name) ? document.createElementNS("http://www.w3.org/2000/svg", name) : document.createElement(name);
+  const space = "http://www.w3.org/2000/svg";
+  const made = SVG.has(name) ? document.createElementNS(space, name) : document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
   made.append(...children);
   return made;
@@ -61,242 +64,6 @@ function fateOf(g) {
 }
 
 const shareOf = (i) => data.beside.counts[i] / data.beside.groups;
-
-// Measures that the text can be shaded by
-
-const MEASURES = {
-  scores: { label: "score of the trunk", values: () => now.scores },
-  D: { label: "D of the trunk: how central it is", values: () => now.graph.D },
-  M_bar: { label: "impact of the trunk", values: () => now.M_bar, log: true },
-  M: { label: "impact of the token", values: () => now.M, log: true, ofToken: true },
-  salience: { label: "salience of the token", values: () => data.salience, log: true, ofToken: true },
-  U: { label: "rarity of the token", values: () => now.U, ofToken: true },
-  fate: { label: "nothing: what becomes of it alone", values: () => [] },
-};
-
-function scaleOf({ values, low, high, log }) {
-  const finite = values().filter(Number.isFinite);
-  const bent = log ? Math.log1p : (x) => x;
-  const least = finite.reduce((x, y) => Math.min(x, y), low ?? Infinity);
-  const most = finite.reduce((x, y) => Math.max(x, y), high ?? -Infinity);
-  const [from, to] = [bent(least), bent(most)];
-  const strength = (x) => (Number.isFinite(x) && to > from ? (bent(x) - from) / (to - from) : 0);
-  return { least, most, middle: log ? Math.expm1((from + to) / 2) : (from + to) / 2, strength };
-}
-
-// Text
-
-function buildText() {
-  const trunks = sizes.map((size, g) => {
-    const tokens = range(size).map((at) => {
-      const i = data.offsets[g] + at;
-      const style = data.beside ? `--share: ${shareOf(i)}` : "";
-      const line = data.tokens_text[i].includes("\n") ? " line" : "";
-      return element("span", { class: `token${line}`, "data-i": i, "data-g": g, style }, data.tokens_text[i]);
-    });
-    return element("span", { role: "option", id: `trunk-${g}`, "data-g": g, tabindex: -1 }, ...tokens);
-  });
-  part("text").append(...trunks);
-}
-
-function drawText() {
-  const measure = MEASURES[part("measure").value];
-  const values = measure.values();
-  const { strength } = scaleOf(measure);
-  [...part("text").children].forEach((trunk, g) => {
-    trunk.setAttribute("class", `trunk ${fateOf(g)}`);
-    trunk.style.setProperty("--strength", measure.ofToken ? 0 : strength(values[g]));
-    [...trunk.children].forEach((token, at) => {
-      const i = data.offsets[g] + at;
-      token.classList.toggle("gone", !now.lived[i]);
-      token.style.setProperty("--strength", measure.ofToken ? strength(values[i]) : 0);
-    });
-  });
-}
-
-function sample(fate, words, gone = false) {
-  const token = element("span", { class: gone ? "token gone" : "token" }, words);
-  return element("span", { class: `trunk ${fate}` }, token);
-}
-
-function drawLegend() {
-  const measure = MEASURES[part("measure").value];
-  const { least, middle, most } = scaleOf(measure);
-  const scale = measure.values().length
-    ? [`${shown(least)} `, element("span", { class: "key scale" }), ` ${shown(most)} (middle ${shown(middle)}). `] : [];
-  const marks = [
-    sample("kept", "kept"), " ", sample("protected", "protected"), " ", sample("part", "kept in part"), " ",
-    sample("evicted", "evicted", true),
-  ];
-  const beside = data.beside
-    ? [". Line below a token: ", element("span", { class: "key share" }), ` share of ${data.beside.name}'s sets that keep it`]
-    : [];
-  part("legend").replaceChildren(...scale, ...marks, ...beside);
-}
-
-// Budget line: a bar per trunk, as wide as it has tokens, from the best score to the worst
-
-const place = (tokens) => (1000 * tokens) / n;
-
-function bar(g, first, tokens, pale) {
-  const high = Math.max(1, settings.alpha);
-  const value = now.isProtected[g] ? high : now.scores[g];
-  const height = Math.max(2, (118 * value) / high);
-  const path = now.isProtected[g] ? "protected" : now.graph.D[g] === now.scores[g] ? "by-D" : "by-M";
-  const kind = `bar ${path}${pale ? " pale" : ""}`;
-  return element("rect", { class: kind, x: place(first), y: 120 - height, width: place(tokens), height });
-}
-
-function bars(g, first) {
-  const whole = { x: place(first), y: 0, width: place(sizes[g]), height: 120 };
-  const stay = range(sizes[g]).filter((at) => now.lived[data.offsets[g] + at]).length;
-  const drawn = [];
-  if (stay > 0) drawn.push(bar(g, first, stay, false));
-  if (stay < sizes[g]) drawn.push(bar(g, first + stay, sizes[g] - stay, true));
-  if (!now.isProtected[g]) {
-    const lower = Math.min(now.graph.D[g], settings.alpha * now.M_tilde[g]);
-    const y = 120 - (118 * lower) / Math.max(1, settings.alpha);
-    drawn.push(element("line", { class: "other", x1: whole.x, x2: whole.x + whole.width, y1: y, y2: y }));
-  }
-  if (g === current().trunk) drawn.push(element("rect", { class: "chosen", ...whole }));
-  return [...drawn, element("rect", { class: "hit", "data-g": g, ...whole })];
-}
-
-function drawLine() {
-  const stripe = element("line", { class: "stripe", y2: 8 });
-  const pattern = { id: "stripes", width: 8, height: 8, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" };
-  let first = 0;
-  const drawn = now.line.flatMap((g) => {
-    const found = bars(g, first);
-    first += sizes[g];
-    return found;
-  });
-  const x = Math.min(998, place(now.B));
-  const cut = element("line", { class: "cut", x1: x, x2: x, y1: 0, y2: 120 });
-  part("line").replaceChildren(element("defs", {}, element("pattern", pattern, stripe)), ...drawn, cut);
-  part("line").setAttribute("aria-label", `Trunks by score. ${part("summary").textContent}`);
-}
-
-function drawSummary() {
-  const fates = range(m).map(fateOf);
-  const count = (fate) => fates.filter((found) => found === fate).length;
-  const over = now.kept.length - now.B;
-  const said = [
-    `${now.kept.length} of ${plural(n, "token")} stay (${percent(now.kept.length / n)}), for a budget of ${now.B}.`,
-    `Of ${plural(m, "trunk")} ${count("protected")} are protected, ${count("kept")} kept, ${count("part")} kept in`
-      + ` part, ${count("evicted")} evicted.`,
-  ];
-  if (over > 0) said.push(`That is ${over} over the budget: the protected trunks alone exceed it.`);
-  if (n <= floor) said.push(`The first ${settings.N_sink} and the last ${settings.W_recent} tokens are never evicted.`);
-  part("summary").textContent = said.join(" ");
-  if (data.beside) part("beside").textContent = besideSaid();
-}
-
-function besideSaid() {
-  const { name, groups, counts } = data.beside;
-  const kept = total(counts) / groups;
-  const both = total(now.kept.map(shareOf));
-  const sets = groups === 1 ? "one set for all heads" : `mean over its ${groups} sets, one ${data.beside.granularity}`;
-  return `${name} keeps ${kept.toFixed(0)} (${sets}): ${both.toFixed(0)} are kept by both,`
-    + ` ${(now.kept.length - both).toFixed(0)} by CrystalCache alone, ${(kept - both).toFixed(0)} by ${name} alone.`;
-}
-
-// Trunk graph: trunks along the text, shaded by D, and arcs between them
-
-function middleOf(g) {
-  return place(data.offsets[g] - data.offsets[0] + sizes[g] / 2);
-}
-
-const reach = ({ a, b }) => middleOf(b) - middleOf(a);
-
-function arc(edge, size, ofChosen) {
-  const [x, y] = [middleOf(edge.a), middleOf(edge.b)];
-  const depth = 20 + 240 * Math.sqrt(reach(edge) / size.distance);
-  const strength = edge.W / size.W;
-  return element("path", {
-    class: ofChosen ? "link of-chosen" : "link", d: `M${x} 16Q${(x + y) / 2} ${depth} ${y} 16`,
-    "stroke-width": 0.5 + 3.5 * strength, "stroke-opacity": ofChosen ? 1 : 0.1 + 0.7 * strength,
-  });
-}
-
-function drawGraph() {
-  const all = now.edges;
-  const { trunk } = current();
-  const size = { W: all[0]?.W, distance: all.reduce((most, edge) => Math.max(most, reach(edge)), 0) };
-  const strip = range(m).map((g) => element("rect", {
-    class: "place", "data-g": g, x: place(data.offsets[g] - data.offsets[0]), y: 0, width: place(sizes[g]), height: 14,
-    "fill-opacity": 0.1 + 0.9 * now.graph.D[g],
-  }));
-  const mark = element("rect", {
-    class: "chosen", x: place(data.offsets[trunk] - data.offsets[0]), y: 0, width: place(sizes[trunk]), height: 15,
-  });
-  const mine = all.filter(({ a, b }) => a === trunk || b === trunk).map((edge) => arc(edge, size, true));
-  part("graph").replaceChildren(...strip, ...all.slice(0, STRONGEST).map((edge) => arc(edge, size, false)), ...mine, mark);
-  const which = all.length > STRONGEST ? `The ${STRONGEST} strongest of ${all.length} links` : `All ${plural(all.length, "link")}`;
-  const said = all.length
-    ? `${which} between trunks, from ${shown(all.at(-1).W)} (thin) to ${shown(size.W)} (thick); in the other colour all of`
-      + " the chosen trunk. The strip is the text from left to right, coloured by D."
-    : `No link between trunks exceeds tau_edge = ${settings.tau_edge}: D is the same for all.`;
-  part("graph-legend").textContent = said;
-  part("graph").setAttribute("aria-label", said);
-}
-
-// The chosen trunk in numbers
-
-const current = () => hovered ?? chosen;
-
-function why(g) {
-  const { N_sink, W_recent } = settings;
-  const kept = range(sizes[g]).filter((j) => now.lived[data.offsets[g] + j]).length;
-  const path = now.graph.D[g] === now.scores[g] ? "D, its place in the graph" : "its impact";
-  const held = now.ratio.filter((r, h) => r > 0 && !now.isProtected[h]).length;
-  const ranked = `Its score comes from ${path}, and is number ${now.rank[g]} of ${now.ranked}; the budget holds ${held}.`;
-  return {
-    protected: `Never evicted: it touches the first ${N_sink} or the last ${W_recent} tokens.`,
-    kept: `Kept whole. ${ranked}`,
-    part: `The budget ends inside it: the ${kept} of its ${sizes[g]} tokens with the largest impact stay. ${ranked}`,
-    evicted: `Evicted. ${ranked}`,
-  }[fateOf(g)];
-}
-
-function list(pairs) {
-  return element("dl", {}, ...pairs.flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, value)]));
-}
-
-function linksOf(g) {
-  const mine = now.edges.filter(({ a, b }) => a === g || b === g).slice(0, 6);
-  const buttons = mine.map(({ a, b, W }) => {
-    const other = a === g ? b : a;
-    const button = element("button", { type: "button" }, `trunk ${other}: ${shown(W)}`);
-    button.addEventListener("click", () => choose(other, null, true));
-    return button;
-  });
-  return element("div", { class: "links" }, mine.length ? "Strongest links: " : "No link to another trunk.", ...buttons);
-}
-
-function drawDetails() {
-  const { trunk: g, token: i } = current();
-  const [start, stop] = [data.offsets[g], data.offsets[g + 1]];
-  const parts = [
-    element("h2", {}, `Trunk ${g}: ${sizes[g] === 1 ? `token ${start}` : `tokens ${start} to ${stop - 1}`}`),
-    element("p", {}, why(g)),
-    list([
-      ["score", shown(now.scores[g])], ["kept, r", shown(now.ratio[g])], ["D", shown(now.graph.D[g])],
-      ["degree", shown(now.graph.degree[g])], ["impact, normalised", shown(now.M_tilde[g])], ["impact", shown(now.M_bar[g])],
-    ]),
-  ];
-  if (i !== null) {
-    const beside = data.beside ? [[`sets of ${data.beside.name}`, `${data.beside.counts[i]} of ${data.beside.groups}`]] : [];
-    parts.push(
-      element("p", {}, `Token ${i}, `, element("q", {}, data.tokens_text[i]), `, ${now.lived[i] ? "stays" : "is evicted"}:`),
-      list([
-        ["salience", shown(data.salience[i])], ["occurs", `${now.c[i]} ×`], ["rarity", shown(now.U[i])],
-        ["impact", shown(now.M[i])], ...beside,
-      ]),
-    );
-  }
-  part("details").replaceChildren(...parts, linksOf(g));
-}
 
 // What the reader does
 
@@ -414,8 +181,8 @@ function buildControls() {
 
 function buildMeasures() {
   if (data.beside) {
-    const values = () => range(n).map(shareOf);
-    MEASURES.beside = { label: `share of ${data.beside.name}'s sets that keep the token`, values, low: 0, high: 1, ofToken: true };
+    const label = `share of ${data.beside.name}'s sets that keep the token`;
+    MEASURES.beside = { label, values: () => range(n).map(shareOf), low: 0, high: 1, ofToken: true };
   }
   const options = Object.entries(MEASURES).map(([value, { label }]) => element("option", { value }, label));
   part("measure").append(...options);

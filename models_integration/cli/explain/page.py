@@ -19,6 +19,8 @@ from spec.retention import Granularity, Retention
 __all__ = ["explain_html", "record"]
 
 HOME = Path(__file__).parent
+SCRIPTS = ("stages.mjs", "drawing.mjs", "page.mjs")
+"""Together the page's one module."""
 TAKEN = ("M_min", "M_max", "tau_edge", "s", "epsilon", "alpha", "N_sink", "W_recent", "N_min", "impact", "graph")
 """Parameters of S3 to S6."""
 _SETS = {Granularity.MODEL: "for the model", Granularity.LAYER: "a layer", Granularity.HEAD: "a layer and KV head"}
@@ -63,10 +65,11 @@ def explain_html(
     data = {**shown, "tokens_text": list(texts), "run": run}
     if beside is not None:
         data["beside"] = _beside(*beside, n)
-    page, style, stages, script = (_read(name) for name in ("page.html", "page.css", "stages.mjs", "page.mjs"))
+    script = "\n".join(map(_read, SCRIPTS))
     # Inside a script element "<" could end it.
     text = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
-    return Template(page).substitute(title=escape(title), style=style, data=text, script=f"{stages}\n{script}")
+    page = Template(_read("page.html"))
+    return page.substitute(title=escape(title), style=_read("page.css"), data=text, script=script)
 
 
 def _beside(name: str, retention: Retention, n: int) -> dict[str, Any]:

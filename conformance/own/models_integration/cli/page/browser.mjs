@@ -3,8 +3,9 @@ import { spawn } from "node:child_process";
 import { readFileSync } from "node:fs";
 
 const [binary, page, driver, steps] = process.argv.slice(2);
-const flags = ["--headless", "--no-sandbox", "--no-zygote", "--single-process", "--disable-gpu", "--remote-debugging-pipe"];
-const browser = spawn(binary, [...flags, "about:blank"], { stdio: ["ignore", "ignore", "ignore", "pipe", "pipe"] });
+const flags = ["headless", "no-sandbox", "no-zygote", "single-process", "disable-gpu", "remote-debugging-pipe"];
+const pipes = ["ignore", "ignore", "ignore", "pipe", "pipe"];
+const browser = spawn(binary, flags.map((flag) => `--${flag}`), { stdio: pipes });
 const waiting = new Map();
 let [asked, rest] = [0, ""];
 

@@ -8,7 +8,8 @@ const byId = new Map();
 class Element extends EventTarget {
   constructor(name) {
     super();
-    Object.assign(this, { tagName: name.toUpperCase(), attributes: {}, children: [], value: "", style: { setProperty() {} } });
+    Object.assign(this, { tagName: name.toUpperCase(), attributes: {}, children: [], value: "" });
+    this.style = { setProperty() {} };
     this.classList = { toggle: (word, on) => this.toggle(word, on) };
   }
 
