@@ -30,7 +30,8 @@ function buildText() {
       const i = data.offsets[g] + at;
       const style = data.beside ? `--share: ${shareOf(i)}` : "";
       const line = data.tokens_text[i].includes("\n") ? " line" : "";
-      return element("span", { class: `token${line}`, "data-i": i, "data-g": g, style }, data.tokens_text[i]);
+      const places = { id: `token-${i}`, "data-i": i, "data-g": g };
+      return element("span", { class: `token${line}`, ...places, style }, data.tokens_text[i]);
     });
     return element("span", { role: "option", id: `trunk-${g}`, "data-g": g, tabindex: -1 }, ...tokens);
   });
@@ -175,7 +176,7 @@ function drawGraph() {
   const which = all.length > STRONGEST ? `The ${STRONGEST} strongest of ${links}` : `All ${links}`;
   const said = all.length
     ? `${which} between trunks, from ${shown(all.at(-1).W)} (thin) to ${shown(size.W)} (thick); in the other colour`
-      + " all of the chosen trunk. The strip is the text from left to right, coloured by D."
+      + " those of the chosen trunk. The strip is the text from left to right, coloured by D."
     : `No link between trunks exceeds tau_edge = ${settings.tau_edge}: D is the same for all.`;
   part("graph-legend").textContent = said;
   part("graph").setAttribute("aria-label", said);

@@ -13,6 +13,7 @@ const STRONGEST = 150;
 const settings = { tokens: data.tokens, ...data.parameters };
 const chosen = { trunk: 0, token: null };
 let hovered = null;
+let marked = null;
 let now;
 const current = () => hovered ?? chosen;
 
@@ -68,6 +69,9 @@ const shareOf = (i) => data.beside.counts[i] / data.beside.groups;
 // What the reader does
 
 function drawChoice() {
+  marked?.classList.toggle("chosen", false);
+  marked = part(`token-${current().token}`);
+  marked?.classList.toggle("chosen", true);
   [...part("text").children].forEach((trunk, g) => {
     trunk.setAttribute("aria-selected", g === current().trunk);
     trunk.setAttribute("tabindex", g === chosen.trunk ? 0 : -1);
@@ -101,10 +105,18 @@ const KEYS = {
   End: () => m - 1,
 };
 
+/** Along the tokens, from the first of the chosen trunk. */
+function step(along) {
+  const next = chosen.token === null ? data.offsets[chosen.trunk] : chosen.token + along;
+  return Math.min(n - 1, Math.max(0, next));
+}
+
 function walk(event) {
   if (!(event.key in KEYS)) return;
   event.preventDefault();
-  choose(KEYS[event.key](chosen.trunk), null, true);
+  const along = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+  const token = event.shiftKey && along ? step(along) : null;
+  choose(token === null ? KEYS[event.key](chosen.trunk) : trunkOf[token], token, true);
 }
 
 function pointed({ target }) {

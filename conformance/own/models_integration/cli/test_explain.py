@@ -222,6 +222,22 @@ def test_the_arrow_keys_walk_along_the_text_and_the_line(script: str, before: li
 
 
 @pytest.mark.parametrize(("script", "before"), BROWSERS)
+def test_with_shift_they_walk_along_the_tokens(script: str, before: list[str], tmp_path: Path) -> None:
+    """Out of one trunk into the next, each token with its own numbers; then a trunk alone."""
+    case = drawn(7)
+    sizes, M = case.run.trunks.sizes.tolist(), case.run.impact
+    keys = ["Home", *["Shift+ArrowRight"] * (sizes[0] + 1), "Shift+ArrowLeft", "ArrowLeft"]
+    *walked, back, alone = driver = driven(script, before, page_of(case), tmp_path, [{"keys": [key]} for key in keys])
+    assert [step["token"] for step in walked] == [[], *([f"token-{i}"] for i in range(sizes[0] + 1))]
+    assert [step["chosen"] for step in driver] == [["trunk-0"]] * (sizes[0] + 1) + [["trunk-1"]] + [["trunk-0"]] * 2
+    assert (back["token"], alone["token"]) == ([f"token-{sizes[0] - 1}"], [])
+    for i, step in enumerate(walked[1:]):
+        said = step["details"][step["details"].index(f"Token {i}, ") :]
+        assert f"salience{case.run.coattention.salience[i]:.3f}" in said
+        assert f"impact{M[i]:.3f}" in said
+
+
+@pytest.mark.parametrize(("script", "before"), BROWSERS)
 def test_another_policy_is_counted_by_its_sets(script: str, before: list[str], tmp_path: Path) -> None:
     case = drawn(7)
     n, kept = len(case.prompt.token_ids), set(case.run.kept.tolist())

@@ -5,7 +5,10 @@ function drive(steps) {
     part(id).value = String(value);
     part(id).dispatchEvent(new Event(id === "measure" || part(id).tagName === "SELECT" ? "change" : "input"));
   };
-  const press = (key) => part("text").dispatchEvent(Object.assign(new Event("keydown", { cancelable: true }), { key }));
+  const press = (keys) => {
+    const key = { key: keys.replace("Shift+", ""), shiftKey: keys.startsWith("Shift+") };
+    part("text").dispatchEvent(Object.assign(new Event("keydown", { cancelable: true }), key));
+  };
   const trunks = () => [...part("text").children];
   return steps.map(({ set = {}, keys = [] }) => {
     for (const [id, value] of Object.entries(set)) change(id, value);
@@ -18,6 +21,8 @@ function drive(steps) {
       text: tokens.map((token) => token.textContent).join(""),
       fates: trunks().map((trunk) => trunk.getAttribute("class").split(" ")[1]),
       chosen: lit.map((trunk) => trunk.getAttribute("id")),
+      token: tokens.filter((token) => token.getAttribute("class").split(" ").includes("chosen"))
+        .map((token) => token.getAttribute("id")),
       summary: part("summary").textContent,
       beside: part("beside").textContent,
       details: part("details").textContent,
