@@ -40,7 +40,8 @@ def run(
     others = [beside] if beside else []
     for other in others:
         spelled(other)
-    subject = replace(loading.subject(), calibration=calibration_of(others, calibration))
+    statistics = calibration_of(others, calibration)
+    subject = replace(loading.subject(), calibration=statistics)
     ids = subject.tokenizer(text).input_ids
     if len(ids) > TOKENS_MOST:
         raise SpecError("PROMPT", f"{len(ids)} tokens", f"must have at most {TOKENS_MOST} for a page; cut it")
