@@ -126,7 +126,8 @@ function drawSummary() {
       + ` part, ${count("evicted")} evicted.`,
   ];
   if (over > 0) said.push(`That is ${over} over the budget: the protected trunks alone exceed it.`);
-  if (n <= floor) said.push(`The first ${settings.N_sink} and the last ${settings.W_recent} tokens are never evicted.`);
+  const never = `The first ${settings.N_sink} and the last ${settings.W_recent} tokens are never evicted`;
+  if (n <= floor) said.push(`${never}, and there are no others.`);
   part("summary").textContent = said.join(" ");
   if (data.beside) part("beside").textContent = besideSaid();
 }

@@ -42,7 +42,8 @@ function shown(x) {
 
 /** Links between trunks a < b, the strongest first. */
 function edges({ indptr, indices, weights }) {
-  const rows = range(m).flatMap((a) => range(indptr[a + 1] - indptr[a]).map((e) => indptr[a] + e).map((e) => {
+  const rows = range(m).flatMap((a) => range(indptr[a + 1] - indptr[a]).map((at) => {
+    const e = indptr[a] + at;
     return { a, b: indices[e], W: weights[e] };
   }));
   return rows.filter(({ a, b }) => a < b).sort((x, y) => y.W - x.W);

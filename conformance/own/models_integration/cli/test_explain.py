@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -255,6 +256,15 @@ def test_another_policy_is_counted_by_its_sets(script: str, before: list[str], t
     said = (f"heads keeps {whole:.0f} (mean over its 3 sets, one a layer and KV head): {both:.0f} are kept by both,"
             f" {len(kept) - both:.0f} by CrystalCache alone, {whole - both:.0f} by heads alone.")
     assert shown["beside"] == said
+
+
+def test_a_space_that_a_tokenizer_drops_at_the_start_is_shown() -> None:
+    """As SentencePiece does: alone, a token has lost the space that it has in the text; part of a letter is a mark."""
+    pieces = [b" the", b" cat", b"  sat", b" \xc3", b"\xb8"]
+    tokenizer: Any = SimpleNamespace(decode=lambda ids, **given: b"".join(
+        pieces[i] for i in ids
+    ).removeprefix(b" ").decode(errors="replace"))
+    assert command.texts_of(tokenizer, [0, 1, 2, 3, 4]) == ["the", " cat", "  sat", " \ufffd", "\ufffd"]
 
 
 @pytest.mark.law("as-it-is-described")
