@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conformance import tolerances
 from conformance.checks import stage_checks
 from conformance.oracles import s3
 from conformance.strategies.parameters import ablations
@@ -81,14 +82,16 @@ def test_a_further_mention_lowers_the_impact(stages: CrystalStages, count: int) 
 def test_impact_rises_with_salience_and_never_meets_the_clip(
     stages: CrystalStages, tokens: tuple[Vector, IntVector], data: st.DataObject,
 ) -> None:
-    """M_i in [10 U_min + 0.05, 15.907], monotone in S."""
+    """M_i in [10 U_min + 0.05, 15.907], the lower end within its bound; monotone in S."""
     S, ids = tokens
     at = data.draw(st.integers(0, len(S) - 1), label="token")
     raised = S.copy()
     raised[at] = data.draw(st.floats(float(S[at]), PAPER.M_max), label="raised salience")
     low, high = stages.impact(S, ids, PAPER), stages.impact(raised, ids, PAPER)
     assert (high >= low).all()
-    assert 10 * s3.rarity(len(S)) + 0.05 <= low.min() <= high.max() <= 15.907
+    least = 10 * s3.rarity(len(S)) + 0.05
+    assert low.min() >= least or tolerances.close("CC-IMPACT", [low.min()], [least])
+    assert high.max() <= 15.907
 
 
 @pytest.mark.spec("CC-IMPACT")
