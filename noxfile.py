@@ -17,6 +17,8 @@ ROOT = Path(__file__).resolve().parent
 SHARED = ROOT / ".nox" / f"shared-{sys.version_info.major}.{sys.version_info.minor}"
 
 OLDER_TRITON = "3.6.0"
+# Zensical follows MkDocs Material, which is no longer developed. From 0.0.74 it needs zensical-ui, which did not install.
+SITE_NEEDS = ["zensical==0.0.73", "numpy", "jaxtyping", "hypothesis", "pytest", "z3-solver"]
 WORKERS = ["-n", "2", "--dist", "worksteal"]
 
 # Each worker has a core; more threads of BLAS and PyTorch than that wait for each other, for several times the work.
@@ -249,6 +251,19 @@ def peers(session: nox.Session) -> None:
     run(session, halves, "ours", *options, **ONE_THREAD)
     session.run(*theirs, halves, "theirs", *options, external=True, env=ONE_THREAD)
     run(session, halves, "page", *options)
+
+
+@nox.session(venv_backend="none")
+def docs(session: nox.Session) -> None:
+    """The documentation as a site, into site/, in an environment of its own; a broken link fails."""
+    home = ROOT / ".nox" / "docs"
+    if not (home / "complete").exists():
+        new_environment(session, home, *SITE_NEEDS)
+        (home / "complete").touch()
+    python, pages = str(interpreter_of(home)), "conformance.measure.site"
+    session.run(python, "-m", pages, "write", "build/docs", external=True)
+    session.run(python, "-m", "zensical", "build", "--strict", "--clean", external=True)
+    session.run(python, "-m", pages, "check", "site", external=True)
 
 
 @nox.session(venv_backend="none")
