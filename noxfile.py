@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent
 SHARED = ROOT / ".nox" / f"shared-{sys.version_info.major}.{sys.version_info.minor}"
 
 OLDER_TRITON = "3.6.0"
-# Zensical follows MkDocs Material, which is no longer developed. From 0.0.74 it needs zensical-ui, which did not install.
+# Zensical follows MkDocs Material, which is no longer developed; from 0.0.74 on it needs a package that is not there.
 SITE_NEEDS = ["zensical==0.0.73", "numpy", "jaxtyping", "hypothesis", "pytest", "z3-solver"]
 WORKERS = ["-n", "2", "--dist", "worksteal"]
 

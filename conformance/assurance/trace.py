@@ -22,7 +22,7 @@ from conformance.items import items_of
 from conformance.paths import ROOT
 
 __all__ = [
-    "BACKENDS", "IMPLEMENTING", "NO_STAGE", "ON_HOST", "Documented", "Trace", "accept", "implementations",
+    "IMPLEMENTING", "NO_STAGE", "Documented", "Trace", "accept", "implementations",
     "implementing", "main", "markers", "normative_hash", "read_lock", "read_tree", "vector_items",
 ]
 

@@ -4,7 +4,6 @@ import ast
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from conformance.assurance.proofs.claims import Claim
 from conformance.assurance.proofs.report import source_claims

@@ -2,10 +2,10 @@
 
 import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 
-from conformance.assurance.trace import NO_STAGE, ON_HOST
+from conformance.assurance.trace import NO_STAGE
 from conformance.measure.site.evidence import Evidence, Function, Marked
 
 __all__ = ["index", "linked", "page"]
@@ -13,6 +13,7 @@ __all__ = ["index", "linked", "page"]
 TABS = {
     "Reference": ("spec", "reference"), "Numba": ("accelerated/numba_cpu",), "Triton": ("accelerated/triton_gpu",),
 }
+# The trace fails on an item without a function that is neither in NO_STAGE nor taken from the host.
 TAKEN_FROM_HOST = "the host's, which is Numba's where there is Numba, else the reference's"
 
 # What an id is not made a link in: a block of code, a code span, a link.
@@ -40,11 +41,10 @@ def page(one: Evidence, known: Mapping[str, Evidence]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def tab(name: str, tops: Sequence[str], one: Evidence) -> str:
+def tab(name: str, tops: tuple[str, ...], one: Evidence) -> str:
     """The functions below some folders, or why there is none."""
     found = [function for function in one.functions if function.path.startswith(tops)]
-    reason = NO_STAGE.get(one.item, TAKEN_FROM_HOST if one.item in ON_HOST else "fused into its neighbours")
-    body = "\n\n".join(map(shown, found)) or f"None: {reason}."
+    body = "\n\n".join(map(shown, found)) or f"None: {NO_STAGE.get(one.item, TAKEN_FROM_HOST)}."
     return f'=== "{name}"\n\n' + textwrap.indent(body, "    ")
 
 
