@@ -162,7 +162,7 @@ def notes(pairs: Pairs, cells: dict[tuple[str, str], Cell]) -> str:
         f" {min(some, default=1):.4f} to {max(some, default=1):.4f}, and the readings say why.\n\n"
         "*Equal sets*: prompts whose kept sets are equal in all layers and heads; *overlap*: tokens that both keep"
         " among those that either keeps, mean over heads. *Readings* are the named differences of [the comparison on"
-        " random inputs](../../peers.md): with them our policies keep exactly what the press keeps when both decide in"
+        " random inputs](../../docs/peers.md): with them our policies keep exactly what the press keeps when both decide in"
         f" float64 on a prompt's own queries, keys and values, in {every - unexplained} of {every} layers. *As read*:"
         " ours under these readings beside the press as it is run, in float32; what still differs is rounding. In"
         " layer 0 tokens of one id have keys of one norm, but for the rounding of their rotation: Knorm's ties.\n\n"
