@@ -47,9 +47,9 @@ def prose(page: str) -> str:
 
 
 def commands(page: str) -> Iterator[list[str]]:
-    """The words of each command in a block of commands, without comments."""
+    """The words of each command in a block of no language, without comments; in spec/ such a block is a format."""
     for fence in fences(page):
-        if not fence.language:
+        if not fence.language and not page.startswith("spec/"):
             for line in fence.text.replace("\\\n", " ").splitlines():
                 yield from filter(None, (shlex.split(command, comments=True) for command in line.split("&&")))
 

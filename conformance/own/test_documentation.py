@@ -112,7 +112,8 @@ def exists(words: Sequence[str]) -> bool:
             command, _ = found_command(rest)
             known = {option for parameter in command.params for option in parameter.opts}
             given = {word for word in rest if word.startswith("--")}
-            return command.ignore_unknown_options or given <= known | {"--version", "--help"}
+            open_ended = command.context_settings.get("ignore_unknown_options", False)  # verify's go on to pytest
+            return open_ended or given <= known | {"--version", "--help"}
         case ["nox", "-s", *rest]:
             named = rest[: rest.index("--")] if "--" in rest else rest
             importlib.import_module("noxfile")
