@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("z3")
+
 from conformance.assurance.trace import read_tree
 from conformance.measure.site.__main__ import foreign, main, write
 from conformance.measure.site.item_pages import linked
