@@ -17,6 +17,8 @@ ROOT = Path(__file__).resolve().parent
 SHARED = ROOT / ".nox" / f"shared-{sys.version_info.major}.{sys.version_info.minor}"
 
 OLDER_TRITON = "3.6.0"
+# Zensical follows MkDocs Material, which is no longer developed; from 0.0.74 on it needs a package that is not there.
+SITE_NEEDS = ["zensical==0.0.73", "numpy", "jaxtyping", "hypothesis", "pytest", "z3-solver"]
 WORKERS = ["-n", "2", "--dist", "worksteal"]
 
 # Each worker has a core; more threads of BLAS and PyTorch than that wait for each other, for several times the work.
@@ -252,6 +254,19 @@ def peers(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def docs(session: nox.Session) -> None:
+    """The documentation as a site, into site/, in an environment of its own; a broken link fails."""
+    home = ROOT / ".nox" / "docs"
+    if not (home / "complete").exists():
+        new_environment(session, home, *SITE_NEEDS)
+        (home / "complete").touch()
+    python, pages = str(interpreter_of(home)), "conformance.measure.site"
+    session.run(python, "-m", pages, "write", "build/docs", external=True)
+    session.run(python, "-m", "zensical", "build", "--strict", "--clean", external=True)
+    session.run(python, "-m", pages, "check", "site", external=True)
+
+
+@nox.session(venv_backend="none")
 def house(session: nox.Session) -> None:
     """Figures of the house: files that a prompt enters, circles, sizes of classes, branches, words, lines."""
     run(session, "conformance.measure.house", *session.posargs)
@@ -284,7 +299,7 @@ def oldest(package: str) -> str:
 
 @nox.session(venv_backend="none")
 def transformers(session: nox.Session) -> None:
-    """Tests of models with the oldest transformers that is admitted and with the newest, each in its own environment."""
+    """Tests of models with the oldest admitted transformers and with the newest, each in its own environment."""
     for name, wanted in (("oldest", oldest("transformers")), ("newest", "transformers")):
         python = new_environment(session, ROOT / ".nox" / f"transformers-{name}", "-e", ".[dev]", wanted)
         session.run(python, "-c", "import transformers; print(transformers.__version__)", external=True)

@@ -16,11 +16,15 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from conformance.items import items_of
 from conformance.paths import ROOT
 
-__all__ = ["Trace", "accept", "implementations", "main", "normative_hash", "read_lock", "read_tree"]
+__all__ = [
+    "IMPLEMENTING", "NO_STAGE", "Documented", "Trace", "accept", "implementations",
+    "implementing", "main", "markers", "normative_hash", "read_lock", "read_tree", "vector_items",
+]
 
 IMPLEMENTING = ("spec", "reference", "accelerated")
 TRUSTED = ("spec", "reference")
@@ -118,6 +122,7 @@ DEVICES = ("accelerated/triton_gpu",)
 _IMPLEMENTS = re.compile(r"^[ \t]*Implements: (.+)$", re.MULTILINE)
 
 Places = dict[str, list[str]]
+Documented: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module
 
 
 @dataclass(frozen=True)
@@ -190,13 +195,19 @@ def normative_hash(text: str) -> str:
     return hashlib.sha256(normative.encode()).hexdigest()[:12]
 
 
-def implementations(source: str) -> Iterator[tuple[str, str]]:
-    """Id and function (or class, or module) name of each `Implements:` line in a docstring."""
+def implementing(source: str) -> Iterator[tuple[str, Documented]]:
+    """Each id of each `Implements:` line in a docstring, and what bears that docstring."""
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
+        if isinstance(node, Documented):
             for line in _IMPLEMENTS.findall(ast.get_docstring(node) or ""):
                 for name in line.split(","):
-                    yield name.strip(), getattr(node, "name", "<module>")
+                    yield name.strip(), node
+
+
+def implementations(source: str) -> Iterator[tuple[str, str]]:
+    """Id and function (or class, or module) name of each `Implements:` line in a docstring."""
+    for name, node in implementing(source):
+        yield name, getattr(node, "name", "<module>")
 
 
 def markers(source: str) -> Iterator[tuple[str, int]]:

@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--length", type=int, default=1024, help="tokens of a context")
     parser.add_argument("--budgets", default="0.5,0.2", help="comma-separated shares that are kept")
     parser.add_argument("--out", type=Path, default=Path("results/peers"), help="folder of both halves' lines")
-    parser.add_argument("--page", type=Path, default=STUDY / "kvpress.md", help="where the page is written")
+    parser.add_argument("--page", type=Path, default=Path("results/peers/kvpress.md"), help="where the page is written")
     options = parser.parse_args(arguments)
     plan = Plan(options.prompts, options.length, tuple(options.budgets.split(",")), options.out)
     # Each half's imports are its own environment's.

@@ -1,0 +1,176 @@
+"""The pages are as they say: Python runs, commands run or exist, links lead somewhere.
+
+A page is one program: its blocks of Python run in order, in one namespace. Commands of the guide run in order, in one
+folder, but those of NOT_RUN; these, and all commands of other pages (sessions of nox, pip, what measures for minutes),
+are checked to exist: the command, its options, the session, the extra, the module.
+"""
+
+import importlib
+import re
+import subprocess
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from conformance.own.documentation import PAGES, anchors, commands, fences, links, spoken
+from conformance.paths import ROOT
+
+pytestmark = pytest.mark.law("as-it-is-described")
+
+SECTIONS = ("A policy", "A backend", "A spec item", "A model family", "A codec")
+PROGRAMS = [page for page in PAGES if any(fence.language == "python" for fence in fences(page))]
+# Beginnings of commands that are not run here, and why.
+NOT_RUN = {
+    "kvspec models fetch": "fetches",
+    "kvspec compress text.txt --model smollm2": "reads what was fetched",
+    "kvspec compare --model": "reads the reader's own model",
+    "kvspec compare --policies crystalcache,streamingllm,fullcache": "takes a minute",
+    "kvspec compare --policies snapkv,pyramidkv": "takes a minute",
+    "kvspec compare --policies triattention": "takes ten seconds, most of them to import what draws pictures",
+    "kvspec verify": "judges the reader's own package, for minutes",
+}
+GUIDE = {
+    page: [words for words in commands(page) if words[0] in ("echo", "kvspec")]
+    for page in PAGES if page.startswith("docs/guide/")
+}
+SHELL = {"git", "cd", ".", "echo"}
+
+
+def run_here(words: Sequence[str]) -> bool:
+    return not " ".join(words).startswith(tuple(NOT_RUN))
+
+
+def names_of_the_readme() -> Mapping[str, Any]:
+    """What the reader of its blocks is said to have."""
+    from models_integration.pocket import load_pocket
+
+    model, tokenizer = load_pocket()
+    rng = np.random.default_rng(0)
+    inputs = tokenizer("The river runs past the old mill. " * 30, return_tensors="pt")
+    q, k, ids = rng.normal(size=(4, 200, 8)), rng.normal(size=(2, 200, 8)), rng.integers(0, 50, 200)
+    return {
+        "model": model, "tokenizer": tokenizer, "inputs": inputs, "q": q, "k": k, "token_ids": ids,
+        "ends": frozenset(range(5)),
+    }
+
+
+GIVEN: Mapping[str, Callable[[], Mapping[str, Any]]] = {"README.md": names_of_the_readme}
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a text, where pages write what they write."""
+    (tmp_path / "text.txt").write_text("The river runs past the old mill. " * 30, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_every_kind_of_contribution_has_an_example_that_asserts_something() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    found = re.findall(r"^## (.+?)$.*?^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert tuple(section for section, _ in found) == SECTIONS
+    assert all(re.search(r"^ *assert ", code, re.MULTILINE) for _, code in found)
+
+
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize("page", PROGRAMS)
+def test_the_python_of_a_page_runs(page: str) -> None:
+    blocks = [fence for fence in fences(page) if fence.language == "python"]
+    if page in GIVEN or any("models_integration" in block.text for block in blocks):
+        pytest.importorskip("transformers")
+    names: dict[str, Any] = {"__name__": "page", **GIVEN.get(page, dict)()}
+    for block in blocks:
+        exec(compile("\n" * (block.line - 1) + block.text, str(ROOT / page), "exec"), names)
+
+
+@pytest.mark.parametrize("page", [page for page, said in GUIDE.items() if any(map(run_here, said))])
+def test_the_commands_of_a_guide_run(page: str, elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    from models_integration.cli.app import app
+
+    said = [""]
+    for words in filter(run_here, GUIDE[page]):
+        if words[0] == "echo":
+            subprocess.run(["sh", "-c", f"echo '{words[1]}' > {words[3]}"], check=True)
+        else:
+            app([said[-1] if word == "KEY" else word for word in words[1:]], standalone_mode=False)
+            said = capsys.readouterr().out.split()
+
+
+def test_what_is_not_run_stands_in_the_guide() -> None:
+    said = [" ".join(words) for page in GUIDE.values() for words in page]
+    assert [beginning for beginning in NOT_RUN if not any(line.startswith(beginning) for line in said)] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_commands_of_a_page_exist(page: str) -> None:
+    for words in commands(page):
+        assert words[0] in SHELL or exists(words), words
+        if words[0] == "kvspec":
+            parsed(words[1:])
+    for words in spoken(page):
+        assert exists(words), words
+
+
+def exists(words: Sequence[str]) -> bool:
+    """Whether there is such a command with such options, such a session, such a module, such an extra."""
+    match words:
+        case ["kvspec", *rest]:
+            command, _ = found_command(rest)
+            known = {option for parameter in command.params for option in parameter.opts}
+            given = {word for word in rest if word.startswith("--")}
+            open_ended = command.context_settings.get("ignore_unknown_options", False)  # verify's go on to pytest
+            return open_ended or given <= known | {"--version", "--help"}
+        case ["nox", "-s", *rest]:
+            named = rest[: rest.index("--")] if "--" in rest else rest
+            importlib.import_module("noxfile")
+            return bool(named) and set(named) <= set(importlib.import_module("nox.registry").get())
+        case ["python", "-m", module, *_]:
+            return find_spec(module) is not None
+        case ["pip" | "python", *_] | [_, "-m", "pip", *_]:
+            extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+            named = re.findall(r"\[(.+)\]", " ".join(words))
+            return {extra for group in named for extra in group.split(",")} <= set(extras["optional-dependencies"])
+        case _:
+            return False
+
+
+def found_command(words: Sequence[str]) -> tuple[Any, list[str]]:
+    """The command of typer's tree that words name, and what follows its name."""
+    from typer.main import get_command
+
+    from models_integration.cli.app import app
+
+    command: Any = get_command(app)
+    rest = list(words)
+    while rest and rest[0] in getattr(command, "commands", {}):
+        command = command.commands[rest.pop(0)]
+    return command, rest
+
+
+def parsed(words: Sequence[str]) -> None:
+    """Read as the command line would be, values and required arguments too; nothing is run."""
+    command, rest = found_command(words)
+    command.make_context("kvspec", rest)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_links_of_a_page_lead_somewhere(page: str) -> None:
+    for target, anchor in links(page):
+        assert target.exists(), target
+        assert not anchor or anchor in anchors(target), f"{target}#{anchor}"
+
+
+def test_what_is_not_there_is_noticed() -> None:
+    for missing in (
+        "kvspec compare --polices x", "kvspec nothing --out x", "nox -s nothing", "python -m conformance.no",
+        "pip install kvspec[no]", "make all",
+    ):
+        assert not exists(missing.split()), missing
+    with pytest.raises(Exception, match="valid integer"):
+        parsed(["compare", "--length", "long"])
