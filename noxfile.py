@@ -284,7 +284,7 @@ def oldest(package: str) -> str:
 
 @nox.session(venv_backend="none")
 def transformers(session: nox.Session) -> None:
-    """Tests of models with the oldest transformers that is admitted and with the newest, each in its own environment."""
+    """Tests of models with the oldest transformers that is admitted, and with the newest, each in an environment."""
     for name, wanted in (("oldest", oldest("transformers")), ("newest", "transformers")):
         python = new_environment(session, ROOT / ".nox" / f"transformers-{name}", "-e", ".[dev]", wanted)
         session.run(python, "-c", "import transformers; print(transformers.__version__)", external=True)
