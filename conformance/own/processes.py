@@ -13,7 +13,9 @@ __all__ = ["started"]
 # Loaded once, by the server: what the processes do.
 WORK = [
     f"conformance.own.models_integration.{room}"
-    for room in ("archive.attackers", "archive.fault_cases", "session.savers", "studies.writers")
+    for room in (
+        "archive.attackers", "archive.fault_cases", "session.savers", "studies.lease_workers", "studies.writers",
+    )
 ]
 
 

@@ -10,7 +10,7 @@ import typer
 
 from models_integration.cli.archive import archive
 from models_integration.cli.models import models
-from models_integration.cli.options import Attention, Backend, BatchSize, Device, Dtype, Model, names_of
+from models_integration.cli.options import Attention, Backend, BatchSize, Device, Dtype, Model, Workers, names_of
 from reference.policies.names import POLICIES
 from spec import SPEC_VERSION
 
@@ -71,7 +71,7 @@ def compare(
         Path | None, typer.Option(help="TriAttention's statistics of this model; kvspec calibrate writes them.")
     ] = None,
     model: Model = "pocket", backend: Backend = "auto", device: Device = "cpu", dtype: Dtype = "auto",
-    attn: Attention = "auto", batch_size: BatchSize = 12,
+    attn: Attention = "auto", batch_size: BatchSize = 12, workers: Workers = 1,
     out: Annotated[Path, typer.Option(help=COMPARED)] = Path("results"),
 ) -> None:
     """Run policies x budgets x tasks; print tables, draw a picture per task. A second run skips what is stored.
@@ -86,7 +86,7 @@ def compare(
 
     parts = names_of("policies", policies), names_of("budgets", budgets), names_of("tasks", tasks)
     plan = Plan(*parts, length, samples, seed, placement, controls)
-    run(plan, Loading(model, backend, device, dtype, attn), out, batch_size, calibration)
+    run(plan, Loading(model, backend, device, dtype, attn), out, batch_size, workers, calibration)
 
 
 @app.command()
@@ -113,7 +113,7 @@ def demo(
     from models_integration.tasks.registry import IN_PROSE
 
     plan = Plan(samples=samples) if model in SHIPPED else Plan(tasks=IN_PROSE[:2], samples=samples)
-    run(plan, Loading(model, backend, device, dtype, attn), out, batch_size)
+    run(plan, Loading(model, backend, device, dtype, attn), out, batch_size, workers=1)
 
 
 @app.command()
@@ -129,7 +129,7 @@ def sweep(
     samples: Annotated[int, typer.Option(help="Samples per variant and task; the same ones for all variants.")] = 10,
     seed: Annotated[int, typer.Option(help="Seed of the samples.")] = 42,
     model: Model = "pocket", backend: Backend = "auto", device: Device = "cpu", dtype: Dtype = "auto",
-    attn: Attention = "auto", batch_size: BatchSize = 12,
+    attn: Attention = "auto", batch_size: BatchSize = 12, workers: Workers = 1,
     out: Annotated[
         Path,
         typer.Option(help="Folder of sweep.jsonl, of samples.jsonl (a row a sample, from which a stopped run goes on),"
@@ -145,7 +145,7 @@ def sweep(
     from models_integration.studies.sweep.plan import Plan
 
     plan = Plan(grid, budget, names_of("tasks", tasks), length, samples, seed)
-    run(plan, Loading(model, backend, device, dtype, attn), out, batch_size)
+    run(plan, Loading(model, backend, device, dtype, attn), out, batch_size, workers)
 
 
 @app.command()
@@ -158,6 +158,7 @@ def study(
         str, typer.Option(help="'dev', a fifth of the contexts, to try things on; or 'confirm', which decides claims.")
     ] = "dev",
     batch_size: BatchSize = 12, device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto",
+    workers: Workers = 1,
 ) -> None:
     """Measure what eviction costs: evidence kept, likelihood of the gold answer, attention on evicted keys, answers.
 
@@ -166,8 +167,9 @@ def study(
     the kinds ruler-file, scbench-file, scbench-turns-file and longbench-file.
     """
     from models_integration.cli.study import run
+    from models_integration.studies.subject import Loading
 
-    run(rules, part, out, batch_size, device, dtype, attn)
+    run(rules, part, out, batch_size, Loading("", device=device, dtype=dtype, attn=attn), workers)
 
 
 @app.command()

@@ -14,7 +14,7 @@ from spec.errors import SpecError
 from spec.parameters import PAPER
 
 __all__ = [
-    "calibration_of", "check_batch_size", "check_budgets", "check_file", "check_folder", "check_policies",
+    "calibration_of", "check_budgets", "check_counts", "check_file", "check_folder", "check_policies",
     "check_samples", "read_text",
 ]
 
@@ -74,14 +74,15 @@ def read_text(argument: str, path: Path) -> str:
     return text
 
 
-def check_batch_size(batch_size: int) -> None:
-    """At least one cell is read at a time.
+def check_counts(**counts: int) -> None:
+    """Each is at least 1.
 
     Raises:
         SpecError: otherwise.
     """
-    if batch_size < 1:
-        raise SpecError("batch_size", batch_size, "must be at least 1")
+    for name, count in counts.items():
+        if count < 1:
+            raise SpecError(name, count, "must be at least 1")
 
 
 def check_budgets(option: str, budgets: Iterable[str], length: int, who: str) -> None:

@@ -8,8 +8,8 @@ from rich.console import Console
 
 from models_integration.cli.checks import (
     calibration_of,
-    check_batch_size,
     check_budgets,
+    check_counts,
     check_folder,
     check_policies,
     check_samples,
@@ -19,13 +19,16 @@ from models_integration.studies.compare.plan import FULL, Plan, cells, run_plan,
 from models_integration.studies.compare.report import comparison_tables, control_table, failed_controls, write_report
 from models_integration.studies.report import progress_bar
 from models_integration.studies.subject import Loading, Subject
+from models_integration.studies.workers import beside
 
 __all__ = ["run"]
 
 RESULTS = "results.jsonl"
 
 
-def run(plan: Plan, loading: Loading, out: Path, batch_size: int, calibration: Path | None = None) -> None:
+def run(
+    plan: Plan, loading: Loading, out: Path, batch_size: int, workers: int, calibration: Path | None = None,
+) -> None:
     """Run the plan's cells, then print, write and draw what they say.
 
     Raises:
@@ -33,13 +36,15 @@ def run(plan: Plan, loading: Loading, out: Path, batch_size: int, calibration: P
         Exit: with 1, where a control fails.
     """
     console, results = Console(), out / RESULTS
-    subject = _checked(plan, loading, out, batch_size, calibration)
+    check_counts(batch_size=batch_size, workers=workers)
+    subject = _checked(plan, loading, out, calibration)
     all_cells, stored = list(cells(plan)), stored_cells(subject, plan, results)
     console.print(
         f"model {subject.name}, backend {subject.backend}, {plan.length} tokens, {plan.samples} samples a cell,"
         f" question placed '{plan.placement}'; {len(all_cells)} cells, {stored} of them stored in {results}"
     )
-    with progress_bar(console, sum(cell.n for cell in all_cells)) as progress:
+    total = sum(cell.n for cell in all_cells)
+    with beside(workers, out, console), progress_bar(console, total) as progress:
         rows = list(run_plan(subject, plan, results, progress, batch_size))
     measured, controls = ([row for row in rows if row["control"] is kind] for kind in (False, True))
     for table in [*comparison_tables(measured, console.width), *([control_table(controls)] if controls else [])]:
@@ -52,10 +57,9 @@ def run(plan: Plan, loading: Loading, out: Path, batch_size: int, calibration: P
         raise typer.Exit(1)
 
 
-def _checked(plan: Plan, loading: Loading, out: Path, batch_size: int, calibration: Path | None) -> Subject:
+def _checked(plan: Plan, loading: Loading, out: Path, calibration: Path | None) -> Subject:
     """The model, once everything that can be wrong has been looked at: what needs no model first."""
     limited = [policy for policy in plan.policies if policy != FULL]
-    check_batch_size(batch_size)
     if limited or plan.controls:
         check_budgets("budgets", plan.budgets, plan.length, ", ".join(limited) or "every control")
     statistics = calibration_of(plan.policies, calibration)

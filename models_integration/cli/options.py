@@ -7,7 +7,7 @@ import typer
 
 from spec.errors import SpecError
 
-__all__ = ["Attention", "Backend", "BatchSize", "Device", "Dtype", "Model", "names_of"]
+__all__ = ["Attention", "Backend", "BatchSize", "Device", "Dtype", "Model", "Workers", "names_of"]
 
 Model = Annotated[
     str,
@@ -20,6 +20,10 @@ Dtype = Annotated[str, typer.Option(help="Of the model: auto (as it is stored), 
 Attention = Annotated[str, typer.Option("--attn", help="How transformers computes attention: auto, sdpa, eager.")]
 BatchSize = Annotated[
     int, typer.Option(help="Cells of one sample that are read side by side. It changes no kept token, and no answer.")
+]
+
+Workers = Annotated[
+    int, typer.Option(help="Processes on this machine. The same command on others that share the folder joins them.")
 ]
 
 

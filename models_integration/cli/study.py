@@ -6,13 +6,14 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from models_integration.cli.checks import check_batch_size, check_folder
+from models_integration.cli.checks import check_counts, check_folder
 from models_integration.studies.evidence.report import write_report
 from models_integration.studies.evidence.rules import PARTS, load_rules
-from models_integration.studies.evidence.run import check_windows, items, methods, run_part, stored
+from models_integration.studies.evidence.run import check_windows, items, leases, methods, run_part
 from models_integration.studies.report import progress_bar
 from models_integration.studies.results import load_rows
 from models_integration.studies.subject import Loading
+from models_integration.studies.workers import beside
 from models_integration.tasks.prose import read_prose
 from spec.validate import check_choices
 
@@ -23,8 +24,8 @@ _STOPPED = 130
 """The exit code of a command that Ctrl-C has ended."""
 
 
-def run(rules_file: Path, part: str, out: Path, batch_size: int, device: str, dtype: str, attn: str) -> None:
-    """Measure a part's samples that are not stored yet; then write the page of all that is.
+def run(rules_file: Path, part: str, out: Path, batch_size: int, loading: Loading, workers: int) -> None:
+    """Measure a part's samples that are not stored yet; then write the page of all that is. The rules name the model.
 
     Raises:
         SpecError: before any sample is measured, for what cannot be.
@@ -32,24 +33,25 @@ def run(rules_file: Path, part: str, out: Path, batch_size: int, device: str, dt
     """
     console, results = Console(), out / RESULTS
     check_choices("part", (part,), PARTS)
-    check_batch_size(batch_size)
+    check_counts(batch_size=batch_size, workers=workers)
     rules = load_rules(rules_file)
     check_folder("out", out, RESULTS)
     load_rows(results)
     calibration = rules.calibrated(rules_file.parent)
-    subject = replace(Loading(rules.model, device=device, dtype=dtype, attn=attn).subject(), calibration=calibration)
+    subject = replace(replace(loading, model=rules.model).subject(), calibration=calibration)
     policies, prose = methods(rules, subject), read_prose(subject.tokenizer)
     check_windows(rules, prose)
-    every, done = list(items(rules, subject, prose, part)), stored(rules, subject, results)
-    left = [item for item in every if (item.digest, item.placement) not in done]
-    console.print(
-        f"{rules.title}: {part}, model {subject.name}, rules {rules.digest[:8]}; {len(every)} samples,"
-        f" {len(every) - len(left)} of them stored in {results}", highlight=False, soft_wrap=True,
-    )
+    every = {item.unit(rules, subject.name): item for item in items(rules, subject, prose, part)}
     stopped = False
     try:
-        with progress_bar(console, len(left)) as progress:
-            run_part(subject, rules, policies, part, left, results, batch_size, progress)
+        with leases(results) as own:
+            left = {unit: item for unit, item in every.items() if unit not in own.stored()}
+            console.print(
+                f"{rules.title}: {part}, model {subject.name}, rules {rules.digest[:8]}; {len(every)} samples,"
+                f" {len(every) - len(left)} of them stored in {results}", highlight=False, soft_wrap=True,
+            )
+            with beside(workers, out, console), progress_bar(console, len(left)) as progress:
+                run_part(subject, rules, policies, part, left, own, batch_size, progress)
     except KeyboardInterrupt:
         stopped = True
         console.print("stopped; the same command goes on from here")

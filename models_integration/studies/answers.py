@@ -3,7 +3,8 @@
 What all cells say to a sample is stored as one row, so that a run may be stopped at any time.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from math import ceil
@@ -21,7 +22,8 @@ from models_integration.session.method import Method
 from models_integration.session.segment import ObservedSegment, decide
 from models_integration.session.session import Session
 from models_integration.session.verbs import compact, observe, read
-from models_integration.studies.results import Row, append_row, load_rows
+from models_integration.studies.leases import Leases, unit_named
+from models_integration.studies.results import Row, load_rows
 from models_integration.studies.subject import Subject
 from models_integration.tasks import Placement, Sample, place, score
 from reference.policies.retain import retain_each
@@ -283,26 +285,54 @@ class Run:
             "task": task, **self.about, "placement": self.placement, "model": self.subject.name,
             "backend": self.subject.backend, "spec_version": SPEC_VERSION,
         }
-        stored: dict[int, dict[Key, Row]] = {}
+        every = {index: list(asked(index)) for index in range(samples)}
+        stored, left = self._stored(identity), dict[str, tuple[int, frozenset[Key]]]()
+        for index, own in every.items():
+            keys = frozenset(key for _, methods in own for key in methods)
+            for key in keys & stored[index].keys():
+                self.progress(f"{key.policy} (stored)")
+            if missing := keys - stored[index].keys():
+                left[_unit({**identity, "index": index}, missing)] = index, missing
+        with Leases(self.path, _unit_of) as leases:
+            mine = set()
+
+            def done(unit: str) -> None:
+                for key in left[unit][1] if unit not in mine else ():
+                    self.progress(f"{key.policy}, {task}")
+
+            for unit in leases.units(left, done):
+                mine.add(unit)
+                index, missing = left[unit]
+                leases.add({**identity, "index": index, "cells": list(self._cells(every[index], missing))})
+        stored = self._stored(identity)
+        return [stored[index] for index in range(samples)]
+
+    def _stored(self, identity: Row) -> defaultdict[int, dict[Key, Row]]:
+        """What cells have said, by sample."""
+        found: defaultdict[int, dict[Key, Row]] = defaultdict(dict)
         for row in load_rows(self.path):
             if all(row.get(name) == value for name, value in identity.items()):
-                own = stored.setdefault(row["index"], {})
-                own |= {Key(*(cell[name] for name in Key._fields)): cell for cell in row["cells"]}
-        return [
-            self._sample({**identity, "index": index}, stored.get(index, {}), asked(index)) for index in range(samples)
-        ]
+                found[row["index"]] |= {_key(cell): cell for cell in row["cells"]}
+        return found
 
-    def _sample(self, identity: Row, stored: Mapping[Key, Row], asked: Iterable[Asked]) -> dict[Key, Row]:
-        found = {}
+    def _cells(self, asked: Iterable[Asked], wanted: Container[Key]) -> Iterator[Row]:
         for sample, methods in asked:
-            for key in methods.keys() & stored:
-                self.progress(f"{key.policy} (stored)")
-            left = {key: method for key, method in methods.items() if key not in stored}
+            own = {key: method for key, method in methods.items() if key in wanted}
             placement = place(sample, self.placement)
-            for key, given in answers(self.subject, placement, left, sample.max_new_tokens, self.batch_size):
-                right = score(self.subject.tokenizer, given.token_ids, sample)
-                found[key] = {**key._asdict(), "right": right, **asdict(given)}
+            for key, given in answers(self.subject, placement, own, sample.max_new_tokens, self.batch_size):
                 self.progress(f"{key.policy}, {sample.task}")
-        if found:
-            append_row(self.path, {**identity, "cells": list(found.values())})
-        return {**stored, **found}
+                right = score(self.subject.tokenizer, given.token_ids, sample)
+                yield {**key._asdict(), "right": right, **asdict(given)}
+
+
+def _key(cell: Row) -> Key:
+    return Key(*(cell[name] for name in Key._fields))
+
+
+def _unit(identity: Row, keys: Iterable[Key]) -> str:
+    return unit_named([identity, sorted(keys)])
+
+
+def _unit_of(row: Row) -> str:
+    identity = {name: value for name, value in row.items() if name != "cells"}
+    return _unit(identity, map(_key, row["cells"]))

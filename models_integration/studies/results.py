@@ -4,16 +4,25 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, NamedTuple
 
 from spec.errors import SpecError
 
-__all__ = ["Row", "append_row", "find_row", "load_rows", "taken_up"]
+__all__ = ["START", "Place", "Row", "append_row", "find_row", "load_rows", "rows_behind"]
 
 Row = dict[str, Any]
-Cell = TypeVar("Cell")
+
+
+class Place(NamedTuple):
+    """How far a results file was read: whole lines."""
+
+    bytes: int
+    lines: int
+
+
+START = Place(0, 0)
 
 
 def load_rows(path: Path) -> list[Row]:
@@ -24,18 +33,26 @@ def load_rows(path: Path) -> list[Row]:
     Raises:
         SpecError: when any other line is no JSON object.
     """
+    return rows_behind(path, START)[0]
+
+
+def rows_behind(path: Path, place: Place) -> tuple[list[Row], Place]:
+    """The rows that were added since, as `load_rows` has them, and the place behind those that are whole lines."""
     if not path.exists():
-        return []
+        return [], place
     with path.open("rb") as file:
         _lock(file, alone=False)
+        file.seek(place.bytes)
         *lines, last = file.read().split(b"\n")
-    if _is_row(last):
-        lines.append(last)
-    return [_row(line, path, number) for number, line in enumerate(lines, 1)]
+    rows = [_row(line, path, number) for number, line in enumerate(lines, place.lines + 1)]
+    place = Place(place.bytes + sum(len(line) + 1 for line in lines), place.lines + len(lines))
+    return rows + ([json.loads(last)] if _is_row(last) else []), place
 
 
-def append_row(path: Path, row: Row) -> None:
+def append_row(path: Path, row: Row, allowed: Callable[[], bool] = lambda: True) -> bool:
     """Add one row, on the disk when this returns. Processes may share the file: each waits until it is alone in it.
+
+    Whether it is `allowed` is asked then; where it is not, nothing is written. Returns whether the row was added.
 
     A cut last line is first moved to a file beside this one, `.cut` behind its name, and a warning says so. Where there
     are no POSIX locks (Windows), one process at a time may write.
@@ -46,10 +63,13 @@ def append_row(path: Path, row: Row) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b") as file:
         _lock(file, alone=True)
+        if not allowed():
+            return False
         _end_last_line(file, path)
         file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
+    return True
 
 
 def find_row(rows: Sequence[Row], identity: Mapping[str, object]) -> Row | None:
@@ -58,29 +78,6 @@ def find_row(rows: Sequence[Row], identity: Mapping[str, object]) -> Row | None:
         if all(row.get(key) == value for key, value in identity.items()):
             return row
     return None
-
-
-def taken_up(
-    path: Path, identities: Mapping[Cell, Mapping[str, object]], stored: Callable[[Cell], None],
-    made: Callable[[Sequence[Cell]], Sequence[Row]],
-) -> Iterator[Row]:
-    """The row of each cell: those that are there, and those of the others, once they are made and added.
-
-    Args:
-        path: of the results file.
-        identities: of the cells' rows.
-        stored: is told of each cell whose row is there.
-        made: gives the rows of those cells that have none, in their order.
-    """
-    known = load_rows(path)
-    rows = {cell: find_row(known, identity) for cell, identity in identities.items()}
-    missing = [cell for cell, row in rows.items() if row is None]
-    for cell in (cell for cell in rows if cell not in missing):
-        stored(cell)
-    for cell, row in zip(missing, made(missing) if missing else [], strict=True):
-        append_row(path, row)
-        rows[cell] = row
-    yield from (row for row in rows.values() if row is not None)
 
 
 def _lock(file: BinaryIO, alone: bool) -> None:

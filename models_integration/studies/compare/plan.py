@@ -11,7 +11,8 @@ from models_integration.policies.spelled import spelled
 from models_integration.session.method import Method
 from models_integration.studies.answers import SAMPLES, Asked, Key, Run
 from models_integration.studies.compare.rules import CONTROL_BOUNDS, only_needle, without_needle
-from models_integration.studies.results import Row, find_row, load_rows, taken_up
+from models_integration.studies.leases import taken_up
+from models_integration.studies.results import Row, find_row, load_rows
 from models_integration.studies.subject import COMPARED, Subject
 from models_integration.tasks import PLACEMENTS, TASKS, Sample, needle_sample
 from models_integration.tasks.samples import DELAYED_ASSOCIATION, NEEDLE

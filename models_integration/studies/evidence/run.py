@@ -14,7 +14,8 @@ import transformers
 from models_integration.studies.evidence.kept import Prompt, read_prompt
 from models_integration.studies.evidence.measure import measure
 from models_integration.studies.evidence.rules import AT_PROMPT, Rules
-from models_integration.studies.results import Row, append_row, load_rows
+from models_integration.studies.leases import Leases, unit_named
+from models_integration.studies.results import Row
 from models_integration.studies.subject import Subject
 from models_integration.tasks import Sample, place
 from models_integration.tasks.chat import bare
@@ -25,7 +26,9 @@ from spec import SPEC_VERSION
 from spec.errors import SpecError
 from spec.policy import SEGMENT_END, Policy
 
-__all__ = ["Item", "check_windows", "items", "methods", "run_part", "stored"]
+__all__ = ["Item", "check_windows", "items", "leases", "methods", "run_part"]
+
+_IDENTITY = {"rules", "model", "sample", "placement"}
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,11 @@ class Item:
     sample: Sample
 
     @property
+    def title(self) -> str:
+        """What progress calls it."""
+        return f"{self.task}, {self.length}, {self.placement}"
+
+    @property
     def digest(self) -> str:
         """SHA-256 of the tokens of context, question and gold answer, hexadecimal."""
         parts = [list(part) for part in (self.sample.context_ids, self.sample.question_ids, self.sample.answer_ids)]
@@ -48,6 +56,12 @@ class Item:
     def identity(self, rules: Rules, model: str) -> dict[str, str]:
         """What only this item's row has."""
         return {"rules": rules.digest, "model": model, "sample": self.digest, "placement": self.placement}
+
+    def unit(self, rules: Rules, model: str) -> str:
+        """Its row's unit of work."""
+        unit = _unit(self.identity(rules, model))
+        assert unit is not None
+        return unit
 
 
 def items(rules: Rules, subject: Subject, prose: Prose, part: str) -> Iterator[Item]:
@@ -101,35 +115,38 @@ def methods(rules: Rules, subject: Subject) -> dict[str, Policy]:
     return found
 
 
-def stored(rules: Rules, subject: Subject, path: Path) -> set[tuple[str, str]]:
-    """The digest and placement of each sample that is measured."""
-    known = {"rules": rules.digest, "model": subject.name}
-    return {
-        (row["sample"], row["placement"]) for row in load_rows(path)
-        if all(row.get(key) == value for key, value in known.items())
-    }
+def leases(path: Path) -> Leases:
+    """A worker's share of the samples of a results file."""
+    return Leases(path, _unit)
+
+
+def _unit(row: Row) -> str | None:
+    if _IDENTITY - row.keys():
+        return None
+    return unit_named({key: row[key] for key in _IDENTITY})
 
 
 def run_part(
-    subject: Subject, rules: Rules, policies: Mapping[str, Policy], part: str, wanted: list[Item], path: Path,
-    batch_size: int, progress: Callable[[str], None],
+    subject: Subject, rules: Rules, policies: Mapping[str, Policy], part: str, wanted: Mapping[str, Item],
+    own: Leases, batch_size: int, progress: Callable[[str], None],
 ) -> None:
-    """Measure samples, one after the other; `progress` is told of each.
+    """Measure samples by their units, one after the other, beside any other workers; `progress` is told of each.
 
-    Each row is on the disk before the next sample starts, so that a run may be stopped at any time.
+    Each row is on the disk before the next sample starts, so that a run may be stopped at any time. It ends when all
+    are stored, by whomever.
 
     Raises:
         SpecError: for what a policy refuses.
     """
     prompt: Prompt | None = None
-    for item in wanted:
+    for unit in own.units(wanted, lambda unit: progress(wanted[unit].title)):
+        item = wanted[unit]
         placement = place(item.sample, item.placement)
         if prompt is None or prompt.placement.prompt_ids != placement.prompt_ids:
             prompt = read_prompt(subject, policies, rules.budgets, placement)
         measured = measure(subject, item.sample, prompt.followed_by(placement), rules.budgets, batch_size)
         identity = {**item.identity(rules, subject.name), "part": part}
-        append_row(path, {**identity, **_about(item, subject, rules), **measured})
-        progress(f"{item.task}, {item.length}, {item.placement}")
+        own.add({**identity, **_about(item, subject, rules), **measured})
 
 
 def _about(item: Item, subject: Subject, rules: Rules) -> Row:

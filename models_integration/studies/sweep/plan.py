@@ -8,7 +8,8 @@ from pathlib import Path
 from models_integration.policies.methods import CrystalCache
 from models_integration.session.method import Method
 from models_integration.studies.answers import SAMPLES, Asked, Key, Run
-from models_integration.studies.results import Row, taken_up
+from models_integration.studies.leases import taken_up
+from models_integration.studies.results import Row
 from models_integration.studies.subject import COMPARED, Subject
 from models_integration.tasks import TASKS
 from reference.crystalcache.protection import effective_budget

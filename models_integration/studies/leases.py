@@ -1,0 +1,170 @@
+"""Rows that many processes make together, on one machine or on many that share a folder: none twice, none lost.
+
+A unit of work is leased to one worker at a time: a file beside the results, which its worker touches while it lives.
+Whoever sees a lease untouched for a minute of its own clock takes the unit over; clocks are never compared.
+"""
+
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
+from uuid import uuid4
+
+from models_integration.studies.results import START, Row, append_row, find_row, load_rows, rows_behind
+
+__all__ = ["Leases", "taken_up", "unit_named"]
+
+Cell = TypeVar("Cell")
+
+_BEAT = 5.0
+"""Seconds between two touches of a lease."""
+_PAUSE = 1.0
+"""Seconds until a worker without a unit looks again."""
+_PATIENCE = 60.0
+"""Seconds without a touch after which a lease is another worker's to take."""
+
+
+def unit_named(identity: object) -> str:
+    """The unit of whatever JSON tells it from others."""
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+
+
+class Leases:
+    """What one worker holds of the units of a results file; open while it works.
+
+    Args:
+        results: the file; leases lie beside it.
+        unit_of: a row's unit, a name that a file can have; None for rows that are not about these units.
+    """
+
+    def __init__(self, results: Path, unit_of: Callable[[Row], str | None]) -> None:
+        self._results, self._unit_of = results, unit_of
+        self._token = uuid4().hex
+        self._held: Path | None = None
+        self._stored: set[str] = set()
+        self._place = START
+        self._untouched: dict[str, tuple[tuple[int, int], float]] = {}
+        self._closed = threading.Event()
+
+    def __enter__(self) -> Self:
+        self._results.parent.mkdir(parents=True, exist_ok=True)
+        threading.Thread(target=self._beat, daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None,
+    ) -> None:
+        self._closed.set()
+        self._release()
+
+    def stored(self) -> set[str]:
+        """The units that have a row."""
+        rows, self._place = rows_behind(self._results, self._place)
+        self._stored.update(unit for row in rows if (unit := self._unit_of(row)) is not None)
+        return self._stored
+
+    def units(self, wanted: Iterable[str], done: Callable[[str], None]) -> Iterator[str]:
+        """Units to work on, until each that is wanted has a row; `done` is told of every one, whoever stored it.
+
+        Each one that is given is held, until its row is added.
+        """
+        left = list(wanted)
+        while left:
+            taken = next((unit for unit in left if self.take(unit)), None)
+            if taken is not None:
+                yield taken
+            stored = self.stored()
+            for unit in left:
+                if unit in stored:
+                    done(unit)
+            left = [unit for unit in left if unit not in stored]
+            if taken is None and left:
+                time.sleep(_PAUSE)
+
+    def take(self, unit: str) -> bool:
+        """Whether this worker holds the unit now: nobody has stored it, and nobody alive holds it."""
+        if unit in self.stored():
+            return False
+        lease, own = (self._results.with_name(f".{self._results.name}-{name}.lease") for name in (unit, self._token))
+        own.write_text(self._token, encoding="ascii")
+        try:
+            os.link(own, lease)
+        except FileExistsError:
+            if not self._abandoned(lease):
+                return False
+            own.replace(lease)
+        finally:
+            own.unlink(missing_ok=True)
+        self._held = lease
+        # Its last holder may have stored the row and died before it let go.
+        if unit in self.stored():
+            self._release()
+        return self._held is not None
+
+    def add(self, row: Row) -> bool:
+        """Store the row of the held unit and let go; False, and nothing stored, where the unit was taken over."""
+        added = append_row(self._results, row, self._holds)
+        self._release()
+        return added
+
+    def _holds(self) -> bool:
+        try:
+            return self._held is not None and self._held.read_text(encoding="ascii") == self._token
+        except FileNotFoundError:
+            return False
+
+    def _release(self) -> None:
+        if self._held is not None and self._holds():
+            self._held.unlink()
+        self._held = None
+
+    def _abandoned(self, lease: Path) -> bool:
+        """Whether this worker has watched the lease for long enough, and nobody touched it."""
+        try:
+            found = lease.stat()
+        except FileNotFoundError:
+            return False
+        now, mark = time.monotonic(), (found.st_ino, found.st_mtime_ns)
+        seen, since = self._untouched.get(lease.name, (None, now))
+        if seen != mark:
+            self._untouched[lease.name] = mark, now
+            return False
+        return now - since > _PATIENCE
+
+    def _beat(self) -> None:
+        while not self._closed.wait(_BEAT):
+            held = self._held
+            if held is not None and self._holds():
+                held.touch()
+
+
+def taken_up(
+    path: Path, identities: Mapping[Cell, Mapping[str, object]], stored: Callable[[Cell], None],
+    made: Callable[[Sequence[Cell]], Sequence[Row]],
+) -> Iterator[Row]:
+    """The row of each cell: those that are there, and those of the others, once they are made and added.
+
+    Args:
+        path: of the results file.
+        identities: of the cells' rows, all of the same names.
+        stored: is told of each cell whose row is there.
+        made: gives the rows of those cells that have none, in their order.
+    """
+    known = load_rows(path)
+    missing = [cell for cell, identity in identities.items() if find_row(known, identity) is None]
+    for cell in (cell for cell in identities if cell not in missing):
+        stored(cell)
+    if missing:
+        rows = made(missing)
+        units = {unit_named(identities[cell]): row for cell, row in zip(missing, rows, strict=True)}
+        names = identities[missing[0]].keys()
+        with Leases(path, lambda row: unit_named({name: row.get(name) for name in names})) as leases:
+            for unit in leases.units(units, lambda unit: None):
+                leases.add(units[unit])
+        known = load_rows(path)
+    yield from (row for identity in identities.values() if (row := find_row(known, identity)) is not None)
