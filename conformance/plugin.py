@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from spec.backend import Backend, BreathStages, CrystalStages, DiversityStages, NestedKVStages, PolicyStages
 
 __all__ = [
-    "NOT_OFFERED", "PROFILES", "judges", "known_vectors", "skip_without", "sparingly",
-    "subject_of",
+    "NOT_OFFERED", "PROFILES", "judges", "known_vectors", "precision_of", "skip_without", "sparingly", "subject_of",
 ]
 
 PROFILES = ("few", "dev", "ci", "nightly")

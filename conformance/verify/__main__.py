@@ -54,7 +54,6 @@ def judge(request: Request) -> int:
 
 def run(request: Request, subject: Subject, log: str) -> dict[str, Any]:
     """The certificate of a run, whose log goes to the folder of results."""
-    print(f"judging {subject.name} with the profile {request.profile}; the log: {request.out / log}", file=sys.stderr)
     with tempfile.TemporaryDirectory() as folder:
         lines = judged(request, request.out / log, Path(folder, "outcomes.jsonl"))
     return certificate(request, subject, verdicts_of(lines, map(excepted, entries_of(request.exceptions))))

@@ -28,14 +28,16 @@ CERTIFIED, NOT_CERTIFIED = "certified", "not certified"
 
 def certificate(request: Request, subject: Subject, verdicts: Verdicts) -> dict[str, Any]:
     """The certificate of a run, as the table that is written."""
-    run = {"profile": request.profile, "precision": request.precision, "seed": request.seed, "timeout": request.timeout}
+    who = {**asdict(subject), "name": verdicts.name or subject.name}
+    run = {"profile": request.profile, "precision": verdicts.precision}
+    drawn = {"seed": request.seed, "timeout": request.timeout}
     entries = entries_of(request.exceptions)
     return {
         "schema": SCHEMA, "kvspec": _installed(), "spec": SPEC_VERSION, "date": date.today().isoformat(),
         "verdict": CERTIFIED if verdicts.certified else NOT_CERTIFIED, "families": verdicts.families,
         "failing": verdicts.failing, "undecided": verdicts.missing, "unneeded_exceptions": verdicts.unneeded,
-        "subject": {name: value for name, value in asdict(subject).items() if value},
-        "run": {name: value for name, value in run.items() if value is not None},
+        "subject": {name: value for name, value in who.items() if value},
+        "run": {**run, **{name: value for name, value in drawn.items() if value is not None}},
         "device": device(), "counts": counts(verdicts),
         "items": {item: _item(item, request, verdicts) for item in verdicts.items},
         "vectors": verdicts.vectors, "exception": entries,

@@ -1,8 +1,8 @@
 """A pytest plugin for a judged run alone: the same examples on every run, and what became of each test, as JSON lines.
 
-    {"collected": {"test_score.py::test_x[1]": {...}}}     items and exceptions of each test
+    {"precision": "float32", "collected": {...}}           what S1 is judged in; items and exceptions of each test
     {"began": "test_score.py::test_x[1]"}                  so that the last one is known where the process dies
-    {"test": ..., "state": "passed", "examples": 50, "families": [...], "reason": "", "failure": null}
+    {"test": ..., "state": "passed", "reason": "", "examples": 50, "name": "mine", "families": [...], "failure": null}
 """
 
 import json
@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 from conformance.exceptions import items_marked
-from conformance.plugin import NOT_OFFERED
+from conformance.plugin import NOT_OFFERED, precision_of
 from spec.backend import FAMILIES
 
 __all__ = ["Recorder"]
@@ -53,6 +53,7 @@ def pytest_runtest_makereport(
     judged = getattr(item, "funcargs", {}).get("judged")
     said = {
         "examples": sum(map(int, passing)) or 1,
+        "name": getattr(judged, "name", ""),
         "families": [family for family in FAMILIES if getattr(judged, family, None) is not None],
         "failure": failure(call.excinfo.value) if call.excinfo and report.outcome == "failed" else None,
     }
@@ -99,8 +100,10 @@ class Recorder:
     def write(self, **line: Any) -> None:
         self.lines.write(json.dumps(line) + "\n")
 
-    def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self.write(collected={
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> None:
+        """Before the first test; never where the collection is refused."""
+        self.write(precision=precision_of(session.config), collected={
             item.nodeid: {
                 "items": items_marked(item),
                 "exceptions": [subject for kind, subject in item.user_properties if kind in ("skip", "xfail")],

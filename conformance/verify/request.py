@@ -30,7 +30,7 @@ class Request:
     backend: str | None
     command: str | None
     timeout: float | None
-    precision: str
+    precision: str | None
     profile: str
     seed: int | None
     quick: bool
@@ -43,16 +43,11 @@ class Request:
         """The command line that runs one test again, on the same examples."""
         options = {
             "--backend": self.backend, "--command": self.command, "--timeout": self.timeout,
-            "--precision": None if self.precision == default_precision(self.backend) else self.precision,
-            "--profile": None if self.profile == PROFILE else self.profile, "--seed": self.seed,
+            "--precision": self.precision, "--profile": None if self.profile == PROFILE else self.profile,
+            "--seed": self.seed,
         }
         words = [str(word) for option, value in options.items() if value is not None for word in (option, value)]
         return shlex.join(["kvspec", "verify", *words, "--", test])
-
-
-def default_precision(backend: str | None) -> str:
-    """What S1 is judged in where nothing else is promised."""
-    return "float64" if backend == "numpy" else "float32"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -72,7 +67,8 @@ def _parser() -> argparse.ArgumentParser:
                           "the run is repeated, and any difference is named (exit code 1)")
     parser.add_argument("--timeout", type=float, metavar="S", help="seconds that the command may take for an answer")
     parser.add_argument("--precision", choices=("float64", "float32"),
-                        help="what its S1 promises to compute in;\ndefault float32, for numpy float64")
+                        help="what its S1 promises to compute in; default\n"
+                             "float32, for numpy float64, for a command what it says")
     parser.add_argument("--profile", choices=PROFILES,
                         help="how many examples each property sees; default KVSPEC_PROFILE, else ci")
     parser.add_argument("--seed", type=int, metavar="N", help="draw other examples; else they are always the same")
@@ -111,5 +107,4 @@ def parsed(arguments: Sequence[str]) -> Request:
     if found.timeout is not None and not found.command:
         raise SpecError("timeout", found.timeout, "is for --command")
     found.profile = profile_of(found.profile)
-    found.precision = found.precision or default_precision(found.backend)
     return Request(**vars(found), pytest=tuple(arguments[at + 1 :]))

@@ -38,8 +38,10 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Verdicts:
-    """All that a run says."""
+    """All that a run says; `name` is the engine's own."""
 
+    name: str
+    precision: str
     families: list[str]
     items: dict[str, str]
     vectors: dict[str, str]
@@ -103,13 +105,14 @@ def _smallest(outcomes: Iterable[Outcome]) -> Outcome:
 def verdicts_of(lines: list[dict[str, Any]], exceptions: Iterable[str] = ()) -> Verdicts:
     """What the lines of a run say, which made these exceptions."""
     outcomes = outcomes_of(lines)
-    offered: list[str] = next((line["families"] for line in lines if line.get("families")), [])
+    name, offered = next(((line["name"], line["families"]) for line in lines if line.get("families")), ("", []))
+    precision = next((line["precision"] for line in lines if "precision" in line), "")
     marked = {item for one in outcomes for item in one.items} | {item for row in families().values() for item in row}
     about = {item: [one for one in outcomes if item in one.items] for item in sorted(marked, key=_place)}
     items = {item: _verdict(tests) for item, tests in about.items()}
     needed = {name for one in outcomes if one.state in ("excepted", "failed", "not run") for name in one.exceptions}
     return Verdicts(
-        offered, items, {one.vector: _verdict([one]) for one in outcomes if one.vector},
+        name, precision, offered, items, {one.vector: _verdict([one]) for one in outcomes if one.vector},
         sorted(set(exceptions) - needed), outcomes,
         {item: _smallest(about[item]) for item, verdict in items.items() if verdict == "fail"},
     )

@@ -59,7 +59,8 @@ def test_help_needs_no_model() -> None:
 @pytest.mark.law("figures-are-counted-right")
 def test_a_backend_is_judged_without_a_model(tmp_path: Path) -> None:
     """Its process is told to collect nothing, and says how many tests there were."""
-    found = started(f"verify --backend numpy --out {tmp_path} -- -q --collect-only -k test_equal_keys_score_zero", MODELS)
+    command = f"verify --backend numpy --out {tmp_path} -- -q --collect-only -k test_equal_keys_score_zero"
+    found = started(command, MODELS)
     assert found.returncode == 0, found.stderr
     assert "1/" in found.stdout
 
