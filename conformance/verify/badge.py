@@ -6,7 +6,7 @@ from typing import Any
 
 from conformance.verify.certificate import CERTIFIED
 
-__all__ = ["badge"]
+__all__ = ["GREEN", "RED", "YELLOW", "badge"]
 
 GREEN, YELLOW, RED = "#1a7f37", "#9a6700", "#cf222e"
 _LETTER = 6.6
@@ -22,13 +22,17 @@ _SVG = """<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="20" ro
 """
 
 
+def _many(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 def badge(made: Mapping[str, Any]) -> str:
     """An SVG: green where certified, yellow with the number of exceptions, red with that of failing items."""
     exceptions = len(made["exception"])
     if made["verdict"] != CERTIFIED:
-        colour, right = RED, f"{len(made['failing']) + len(made['undecided'])} items fail"
+        colour, right = RED, f"not certified; {_many(len(made['failing']) + len(made['undecided']), 'item')}"
     elif exceptions:
-        colour, right = YELLOW, f"{', '.join(made['families'])}; {exceptions} exception{'s' if exceptions > 1 else ''}"
+        colour, right = YELLOW, f"{', '.join(made['families'])}; {_many(exceptions, 'exception')}"
     else:
         colour, right = GREEN, ", ".join(made["families"])
     left = f"kvspec {made['spec']}"

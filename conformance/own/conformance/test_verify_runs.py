@@ -1,5 +1,6 @@
 """`kvspec verify` from its options to its exit code, on a suite of a few tests and engines with a mistake each."""
 
+import sys
 import tomllib
 from pathlib import Path
 
@@ -85,6 +86,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(runs, "SCALE", tmp_path / "suite/test_scale_*.py")
     monkeypatch.setattr("conformance.verify.preparation.SUITE", tmp_path / "suite")
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "engines", raising=False)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
