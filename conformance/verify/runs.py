@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from conformance.paths import ROOT
 from conformance.verify.request import Request
-from spec.errors import SpecError
 
 __all__ = ["Progress", "judged", "selected"]
 
@@ -55,7 +56,7 @@ def judged(request: Request, log: Path, outcomes: Path) -> list[dict[str, Any]]:
     """Run the suite, all of it or without the scale lane; the lines of conformance.verify.outcomes.
 
     Raises:
-        SpecError: where pytest could not do its work; that a test ends the process is a line of its own.
+        pytest.UsageError: where pytest stopped before its work was done; that a test ends the process is a verdict.
     """
     left_out = [f"--ignore-glob={SCALE}"] if request.quick else []
     command = [*_command(request), *left_out, f"--kvspec-outcomes={outcomes}", "-rA", "--tb=short"]
@@ -72,7 +73,7 @@ def judged(request: Request, log: Path, outcomes: Path) -> list[dict[str, Any]]:
     lines = list(_lines(outcomes))
     over = {line.get("began") for line in lines} <= {line.get("test") for line in lines}
     if over and process.returncode not in (0, 1):
-        raise SpecError("pytest", process.returncode, _complaint(log))
+        raise pytest.UsageError(_complaint(log))
     return [*lines, {"ended": process.returncode}]
 
 
@@ -89,7 +90,7 @@ def _complaint(log: Path) -> str:
     """Why pytest stopped, in its own words."""
     said = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     wrong = [line for line in said if "Error" in line or line.startswith("ERROR")]
-    return f"stopped: {(wrong or said or ['it said nothing'])[-1].removeprefix('ERROR: ')}; all of it: {log}"
+    return f"{(wrong or said or ['pytest stopped'])[-1].removeprefix('ERROR: ')}; the log: {log}"
 
 
 class Progress:
