@@ -70,8 +70,10 @@ def counts(verdicts: Verdicts) -> dict[str, int]:
 def _item(item: str, request: Request, verdicts: Verdicts) -> dict[str, Any]:
     tests = [one for one in verdicts.outcomes if item in one.items]
     passed = [one for one in tests if one.state == "passed"]
-    row: dict[str, Any] = {"verdict": verdicts.items[item], "families": families_of(item), "tests": len(tests)}
-    row |= {"passed": len(passed), "examples": sum(one.examples for one in passed)}
+    row: dict[str, Any] = {
+        "verdict": verdicts.items[item], "families": families_of(item), "tests": len(tests), "passed": len(passed),
+        "failed": sum(one.state == "failed" for one in tests), "examples": sum(one.examples for one in passed),
+    }
     return row if item not in verdicts.smallest else {**row, **_shown(verdicts.smallest[item], request)}
 
 

@@ -22,7 +22,10 @@ __all__ = ["Recorder"]
 
 _PASSING = re.compile(r"(\d+) passing")
 _EXAMPLE = re.compile(r"\A(?:Falsifying|Failing)[ \w]*:\s*")
+_WHERE = re.compile(r"\n +\+ +(?:where|and) .*")
 _LINES, _WIDTH = 24, 240
+_TELLING = 40
+"""Letters of an assertion that says what was found by itself: `assert False` does not."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -67,6 +70,8 @@ def failure(error: BaseException) -> dict[str, str]:
         error = error.exceptions[0]
     notes = [note for note in getattr(error, "__notes__", ()) if _EXAMPLE.match(note)]
     found = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
+    if len(found.partition("\n")[0]) > _TELLING:
+        found = _WHERE.sub("", found)
     return {"input": cut(_EXAMPLE.sub("", notes[0])) if notes else "", "found": cut(found or "AssertionError")}
 
 

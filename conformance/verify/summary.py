@@ -53,7 +53,7 @@ def summary(made: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _failing(item: str, row: Mapping[str, Any], shown: dict[str, str]) -> Iterator[str]:
-    yield f"\n{item} fails: {row['tests'] - row['passed']} of its {row['tests']} tests do not pass"
+    yield f"\n{item} fails, in {row['failed']} of its {row['tests']} tests"
     first = shown.setdefault(row["test"], item)
     if first != item:
         yield f"  by the same test as {first}"

@@ -19,6 +19,7 @@ from conformance.verify import __main__ as door
 from conformance.verify import check, texts
 from conformance.verify.badge import GREEN, RED, YELLOW, badge
 from conformance.verify.certificate import certificate, write
+from conformance.verify.outcomes import failure
 from conformance.verify.page import page
 from conformance.verify.request import parsed
 from conformance.verify.subject import Subject, digest_of, of_backend, of_command
@@ -146,6 +147,17 @@ TABLES = st.recursive(
 @given(st.dictionaries(st.text(), TABLES, max_size=4))
 def test_what_is_written_is_read(table: dict[str, Any]) -> None:
     assert tomllib.loads(written(table)) == table
+
+
+def test_an_assertion_is_told_without_its_origins_where_it_says_enough() -> None:
+    origin = "\n  +  where False = all()\n  +    and   0 = f()"
+    telling = f"assert ['token 1: 3, not 4 (of very many more)'] == []{origin}"
+    assert failure(AssertionError(telling))["found"] == telling.removesuffix(origin)
+    assert failure(AssertionError(f"assert False{origin}"))["found"] == f"assert False{origin}"
+    error = ValueError("x" * 900)
+    error.add_note("Falsifying example: test_x(\n    x=0,\n)")
+    grouped = ExceptionGroup("two", [ExceptionGroup("one", [error]), TypeError()])
+    assert failure(grouped) == {"input": "test_x(\n    x=0,\n)", "found": f"ValueError: {'x' * 228} ..."}
 
 
 def test_counts_are_of_tests_and_of_examples() -> None:
