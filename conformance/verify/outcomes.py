@@ -7,7 +7,7 @@
 
 import json
 import re
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ __all__ = ["Recorder"]
 _PASSING = re.compile(r"(\d+) passing")
 _EXAMPLE = re.compile(r"\A(?:Falsifying|Failing)[ \w]*:\s*")
 _WHERE = re.compile(r"\n +\+ +(?:where|and) .*")
+_ARGUMENTS = re.compile(r"\n(?=    \w+=)")
 _LINES, _WIDTH = 24, 240
 _TELLING = 40
 """Letters of an assertion that says what was found by itself: `assert False` does not."""
@@ -53,26 +54,28 @@ def pytest_runtest_makereport(
     """What a report does not say by itself goes along with it."""
     report = yield
     passing = _PASSING.findall(getattr(item, "hypothesis_statistics", ""))
-    judged = getattr(item, "funcargs", {}).get("judged")
+    judged, names = getattr(item, "funcargs", {}).get("judged"), getattr(item, "fixturenames", [])
     said = {
         "examples": sum(map(int, passing)) or 1,
         "name": getattr(judged, "name", ""),
         "families": [family for family in FAMILIES if getattr(judged, family, None) is not None],
-        "failure": failure(call.excinfo.value) if call.excinfo and report.outcome == "failed" else None,
+        "failure": failure(call.excinfo.value, names) if call.excinfo and report.outcome == "failed" else None,
     }
     report.user_properties.append(("kvspec", said))
     return report
 
 
-def failure(error: BaseException) -> dict[str, str]:
-    """The input that Hypothesis found, if it was Hypothesis, and what went wrong; both cut."""
+def failure(error: BaseException, fixtures: Iterable[str]) -> dict[str, str]:
+    """The input that Hypothesis found, if it was Hypothesis, without fixtures; and what went wrong; both cut."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     notes = [note for note in getattr(error, "__notes__", ()) if _EXAMPLE.match(note)]
     found = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
     if len(found.partition("\n")[0]) > _TELLING:
         found = _WHERE.sub("", found)
-    return {"input": cut(_EXAMPLE.sub("", notes[0])) if notes else "", "found": cut(found or "AssertionError")}
+    begin = tuple(f"    {name}=" for name in fixtures)
+    drawn = [part for note in notes[:1] for part in _ARGUMENTS.split(note) if not part.startswith(begin)]
+    return {"input": cut(_EXAMPLE.sub("", "\n".join(drawn))), "found": cut(found or "AssertionError")}
 
 
 def cut(text: str) -> str:

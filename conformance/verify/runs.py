@@ -23,6 +23,8 @@ BETWEEN_LINES = 10.0
 
 # Other plugins of the environment reorder tests, draw other numbers or write files; of pytest's, none is to store.
 PLUGINS = ["_hypothesis_pytestplugin", "conformance.plugin", "conformance.verify.outcomes", "no:cacheprovider"]
+WHOLE = ["-o", "verbosity_assertions=2"]
+"""Assertions are told whole, and cut where they are shown: pytest would cut out their middle."""
 
 
 def _command(request: Request) -> list[str]:
@@ -59,7 +61,7 @@ def judged(request: Request, log: Path, outcomes: Path) -> list[dict[str, Any]]:
     Raises:
         pytest.UsageError: where pytest stopped before its work was done; that a test ends the process is a verdict.
     """
-    command = [*_command(request), f"--kvspec-outcomes={outcomes}", "-rA", "--tb=short"]
+    command = [*_command(request), f"--kvspec-outcomes={outcomes}", "-rA", "--tb=short", *WHOLE]
     progress = Progress(outcomes)
     with log.open("wb") as said:
         process = subprocess.Popen([*command, str(SUITE)], stdout=said, stderr=subprocess.STDOUT, env=_environment())

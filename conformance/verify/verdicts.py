@@ -1,6 +1,7 @@
 """From what became of the tests to verdicts: of each item, of each vector, of the engine."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,9 +52,9 @@ class Verdicts:
 
     @property
     def failing(self) -> list[str]:
-        """The items that fail, those first whose tests are about few others."""
-        wrong = [item for item, verdict in self.items.items() if verdict == "fail"]
-        return sorted(wrong, key=lambda item: (len(self.smallest[item].items), item))
+        """The items that fail, those first that a test about few others fails, and of these the most often failed."""
+        times = Counter(item for one in self.outcomes if one.state == "failed" for item in one.items)
+        return sorted(self.smallest, key=lambda item: (len(self.smallest[item].items), -times[item], item))
 
     @property
     def missing(self) -> list[str]:

@@ -70,6 +70,9 @@ def test_an_item_s_verdict_is_from_all_of_its_tests(states: str, verdict: str) -
 
 def test_the_failing_items_begin_with_the_test_that_is_about_the_fewest() -> None:
     assert WRONG.failing == ["DV-COSINE", "DV-GREEDY"]
+    often = judged(a=("failed", "CC-CUT"), b=("failed", "CC-SCORE"), c=("failed", "CC-SCORE CC-CUT CC-SPLIT"),
+                   d=("failed", "CC-SCORE"), e=("passed", "CC-CUT"))
+    assert often.failing == ["CC-SCORE", "CC-CUT", "CC-SPLIT"]
     assert WRONG.smallest["DV-COSINE"].test == "b"
     assert not WRONG.certified
 
@@ -152,12 +155,12 @@ def test_what_is_written_is_read(table: dict[str, Any]) -> None:
 def test_an_assertion_is_told_without_its_origins_where_it_says_enough() -> None:
     origin = "\n  +  where False = all()\n  +    and   0 = f()"
     telling = f"assert ['token 1: 3, not 4 (of very many more)'] == []{origin}"
-    assert failure(AssertionError(telling))["found"] == telling.removesuffix(origin)
-    assert failure(AssertionError(f"assert False{origin}"))["found"] == f"assert False{origin}"
+    assert failure(AssertionError(telling), [])["found"] == telling.removesuffix(origin)
+    assert failure(AssertionError(f"assert False{origin}"), [])["found"] == f"assert False{origin}"
     error = ValueError("x" * 900)
-    error.add_note("Falsifying example: test_x(\n    x=0,\n)")
+    error.add_note("Falsifying example: test_x(\n    judged=Backend(\n        None),\n    x=0,\n)")
     grouped = ExceptionGroup("two", [ExceptionGroup("one", [error]), TypeError()])
-    assert failure(grouped) == {"input": "test_x(\n    x=0,\n)", "found": f"ValueError: {'x' * 228} ..."}
+    assert failure(grouped, ["judged"]) == {"input": "test_x(\n    x=0,\n)", "found": f"ValueError: {'x' * 228} ..."}
 
 
 def test_counts_are_of_tests_and_of_examples() -> None:
