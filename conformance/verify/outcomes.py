@@ -22,7 +22,7 @@ __all__ = ["Recorder"]
 
 _PASSING = re.compile(r"(\d+) passing")
 _EXAMPLE = re.compile(r"\A(?:Falsifying|Failing)[ \w]*:\s*")
-_WHERE = re.compile(r"\n +\+ +(?:where|and) .*")
+_MORE = re.compile(r"\n +\+ +(?:where|and) .*|\n\s*\n.*", re.DOTALL)
 _ARGUMENTS = re.compile(r"\n(?=    \w+=)")
 _LINES, _WIDTH = 24, 240
 _TELLING = 40
@@ -72,7 +72,7 @@ def failure(error: BaseException, fixtures: Iterable[str]) -> dict[str, str]:
     notes = [note for note in getattr(error, "__notes__", ()) if _EXAMPLE.match(note)]
     found = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
     if len(found.partition("\n")[0]) > _TELLING:
-        found = _WHERE.sub("", found)
+        found = _MORE.sub("", found)
     begin = tuple(f"    {name}=" for name in fixtures)
     drawn = [part for note in notes[:1] for part in _ARGUMENTS.split(note) if not part.startswith(begin)]
     return {"input": cut(_EXAMPLE.sub("", "\n".join(drawn))), "found": cut(found or "AssertionError")}
