@@ -64,6 +64,9 @@ def _counterexamples(made: Mapping[str, Any]) -> Iterator[str]:
 
 def _families(made: Mapping[str, Any]) -> Iterator[str]:
     for family, items in by_family(made).items():
+        if not items:
+            yield f"<h2>{family}: not offered</h2>"
+            continue
         yield f"<h2>{family}</h2><table><tr><th>item<th>verdict<th>tests passed<th>examples<th>what it demands</tr>"
         for item, row in items.items():
             name = f'<a href="#{item}">{item}</a>' if row["verdict"] == "fail" else item

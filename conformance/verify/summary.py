@@ -28,9 +28,13 @@ def _excepted(made: Mapping[str, Any]) -> str:
 
 
 def by_family(made: Mapping[str, Any]) -> dict[str, dict[str, Mapping[str, Any]]]:
-    """The items of each family, and of what is composed of them, with their rows."""
+    """The items of each family, and of what is composed of them, with their rows; none of a family that is not there.
+
+    An item of two families is judged on those that are there.
+    """
+    there = (*made["families"], COMPOSED)
     return {
-        family: {item: row for item, row in made["items"].items() if family in row["families"]}
+        family: {item: row for item, row in made["items"].items() if family in row["families"] and family in there}
         for family in (*families(), COMPOSED)
     }
 
@@ -41,7 +45,8 @@ def summary(made: Mapping[str, Any]) -> Iterator[str]:
     yield f"{counts['passed']} tests passed, {counts['failed']} failed; {counts['examples']} examples"
     for family, items in by_family(made).items():
         verdicts = Counter(row["verdict"] for row in items.values())
-        yield f"  {family:13} " + ", ".join(f"{number} {verdict}" for verdict, number in sorted(verdicts.items()))
+        told = [f"{number} {verdict}" for verdict, number in sorted(verdicts.items())]
+        yield f"  {family:13} {', '.join(told) or 'not offered'}"
     shown: dict[str, str] = {}
     for item in made["failing"][:_MOST]:
         yield from _failing(item, made["items"][item], shown)

@@ -254,6 +254,10 @@ def test_the_summary_is_short_and_tells_each_failure_once() -> None:
     said = list(summary(made(WRONG)))
     assert sum("b is wrong" in line for line in said) == 1
     assert "mine 1.0 does not conform to kvspec" in said[-1]
+    assert [line.split(maxsplit=1) for line in said[1:6]] == [
+        ["crystal", "not offered"], ["breath", "not offered"], ["diversity", "2 fail"], ["nestedkv", "not offered"],
+        ["policies", "not offered"],
+    ]
     assert len("\n".join(said).splitlines()) < 30
 
 
