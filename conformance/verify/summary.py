@@ -18,7 +18,8 @@ def headline(made: Mapping[str, Any]) -> str:
     on = ", ".join(made["families"]) or "no family"
     if made["verdict"] == CERTIFIED:
         return f"{who} conforms to kvspec {made['spec']} on {on}" + _excepted(made)
-    wrong = ", ".join([*made["failing"], *(f"{item} (not decided)" for item in made["undecided"])])
+    undecided = len(made["undecided"])
+    wrong = ", ".join([*made["failing"], *([f"{undecided} items not decided"] if undecided else [])])
     return f"{who} does not conform to kvspec {made['spec']} on {on}: {wrong or 'tests without an item fail'}"
 
 
