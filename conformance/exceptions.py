@@ -1,23 +1,31 @@
-"""A third party's exceptions: tests that an implementation is known not to pass, each with its reason.
+"""A third party's exceptions: what an implementation is known not to pass, each with its reason, issue and expiry.
 
     [[exception]]
-    item = "CC-SALIENCE"              # or: test = "test_coattention.py::test_name"
-    kind = "xfail"                    # or: "skip"
+    item = "CC-SALIENCE"              # or: test = "test_coattention.py::test_name", one case as "...::test_name[case]"
+    kind = "xfail"                    # or: vector = "coattention-12"; kind "skip", where running it does harm
     reason = "our S1 counts chunks from the cache's first token"
+    issue = "https://example.org/issues/7"
+    expiry = 2027-03-31               # the first day on which the entry is an error
 
-An entry that names no known item or test, or gives no reason, fails the run: exceptions must not rot.
+An entry that is not complete, has expired, or names nothing that there is, fails the run: exceptions must not rot. One
+that covers no failure any more does not, since other examples may fail again: `kvspec verify` reports it as no longer
+needed, the certificate lists it, and `--check` names it where that has changed.
 """
 
 import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 
 import pytest
 
-__all__ = ["Exemption", "apply", "items_marked", "read"]
+__all__ = ["Exemption", "apply", "items_marked", "read", "refuse_unknown"]
 
-_KEYS = {"item", "test", "kind", "reason"}
+_GRAINS = ("item", "test", "vector")
+_TEXTS = ("kind", "reason", "issue")
+_OF_VECTORS = "test_vectors.py::test_the_backend_holds_a_vector_of_a_stage"
+_KEYS = {*_GRAINS, *_TEXTS, "expiry"}
 
 
 @dataclass(frozen=True)
@@ -25,14 +33,21 @@ class Exemption:
     """One entry: which tests, and what becomes of them."""
 
     subject: str
-    by_item: bool
+    grain: str
     kind: str
     reason: str
 
     def covers(self, item: pytest.Item) -> bool:
-        if self.by_item:
+        if self.grain == "item":
             return self.subject in items_marked(item)
-        return item.nodeid.partition("[")[0].endswith(self.subject)
+        if self.grain == "vector":
+            return _named(item) == f"{_OF_VECTORS}[{self.subject}]"
+        return self.subject in (_named(item), _named(item).partition("[")[0])
+
+
+def _named(item: pytest.Item) -> str:
+    """A test as file::function[case], wherever pytest was started: a node id begins at its own root."""
+    return f"{item.path.name}::{item.nodeid.partition('::')[2]}"
 
 
 def items_marked(item: pytest.Item) -> list[str]:
@@ -40,47 +55,59 @@ def items_marked(item: pytest.Item) -> list[str]:
     return [name for mark in item.iter_markers("spec") for name in mark.args]
 
 
-def read(path: Path, known_items: frozenset[str]) -> list[Exemption]:
+def read(path: Path, known_items: frozenset[str], known_vectors: frozenset[str]) -> list[Exemption]:
     """The entries of a file.
 
     Raises:
-        pytest.UsageError: for an entry that is not complete, or names an unknown item.
+        pytest.UsageError: for an entry that is not complete, has expired, or names an unknown item or vector.
     """
     try:
         entries = tomllib.loads(path.read_text(encoding="utf-8")).get("exception", [])
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise pytest.UsageError(f"{path}: {error}") from error
-    return [_entry(f"{path}, exception {number}", entry, known_items) for number, entry in enumerate(entries, 1)]
+    known = {"item": known_items, "vector": known_vectors}
+    return [_entry(f"{path}, exception {number}", entry, known) for number, entry in enumerate(entries, 1)]
 
 
-def _entry(where: str, entry: dict[str, object], known_items: frozenset[str]) -> Exemption:
+def _entry(where: str, entry: dict[str, object], known: dict[str, frozenset[str]]) -> Exemption:
     if unknown := sorted(entry.keys() - _KEYS):
         raise pytest.UsageError(f"{where}: unknown keys {', '.join(unknown)}")
-    if ("item" in entry) == ("test" in entry):
-        raise pytest.UsageError(f"{where}: name either an item or a test")
+    grains = [grain for grain in _GRAINS if grain in entry]
+    if len(grains) != 1:
+        raise pytest.UsageError(f"{where}: name either an item, a test or a vector")
     if entry.get("kind") not in ("skip", "xfail"):
         raise pytest.UsageError(f"{where}: kind must be 'skip' or 'xfail'")
-    reason = str(entry.get("reason", "")).strip()
-    if not reason:
-        raise pytest.UsageError(f"{where}: needs a reason")
-    if known_items and "item" in entry and entry["item"] not in known_items:
-        raise pytest.UsageError(f"{where}: unknown item {entry['item']!r}")
-    return Exemption(str(entry.get("item", entry.get("test"))), "item" in entry, str(entry["kind"]), reason)
+    kind, reason, issue = (str(entry.get(key, "")).strip() for key in _TEXTS)
+    if not (reason and issue):
+        raise pytest.UsageError(f"{where}: needs a reason and an issue")
+    expiry, subject = entry.get("expiry"), str(entry[grains[0]])
+    if type(expiry) is not date:
+        raise pytest.UsageError(f"{where}: needs an expiry, a date as 2027-03-31")
+    if expiry <= date.today():
+        raise pytest.UsageError(f"{where}: the exception of {subject!r} expired on {expiry}")
+    if grains[0] in known and subject not in known[grains[0]]:
+        raise pytest.UsageError(f"{where}: unknown {grains[0]} {subject!r}")
+    return Exemption(subject, grains[0], kind, f"{reason} ({issue}; until {expiry})")
 
 
 def apply(exceptions: Iterable[Exemption], tests: list[pytest.Item]) -> None:
-    """Mark the covered tests.
+    """Mark the covered tests, also among their properties; one that passes all the same is no failure."""
+    for exception in exceptions:
+        for test in tests:
+            if exception.covers(test):
+                mark = pytest.mark.skip if exception.kind == "skip" else pytest.mark.xfail(strict=False)
+                test.add_marker(mark(reason=exception.reason))
+                test.user_properties.append((exception.kind, exception.subject))
+
+
+def refuse_unknown(exceptions: Iterable[Exemption], tests: list[pytest.Item]) -> None:
+    """Every entry names a test, where the whole of its file is collected.
 
     Raises:
-        pytest.UsageError: when an entry names a test of a collected file that does not exist.
+        pytest.UsageError: otherwise.
     """
     for exception in exceptions:
-        covered = [test for test in tests if exception.covers(test)]
-        for test in covered:
-            if exception.kind == "skip":
-                test.add_marker(pytest.mark.skip(reason=exception.reason))
-            else:
-                test.add_marker(pytest.mark.xfail(reason=exception.reason, strict=True))
         file = exception.subject.partition("::")[0]
-        if not covered and not exception.by_item and any(f"{file}::" in test.nodeid for test in tests):
+        there = exception.grain != "test" or any(map(exception.covers, tests))
+        if not there and any(test.path.name == file for test in tests):
             raise pytest.UsageError(f"exceptions: unknown test {exception.subject!r}")

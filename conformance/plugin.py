@@ -8,7 +8,7 @@
     --kvspec-profile few|dev|ci|nightly how many examples; default KVSPEC_PROFILE, ci where CI=true, else dev; few, a
                                         dozen of a property's and every twentieth of a long loop's, is for kernels:
                                         interpreted, a case takes up to a second, and compiled, each shape compiles
-    --kvspec-exceptions FILE.toml       known failures of a third party, each with a reason
+    --kvspec-exceptions FILE.toml       known failures of a third party: conformance/exceptions.py
 
 `spec` is imported inside functions: jaxtyping's checks must hook it before its first import, and this module is
 loaded earlier than that.
@@ -34,11 +34,15 @@ if TYPE_CHECKING:
     from conformance.engine.process import Engine
     from spec.backend import Backend, BreathStages, CrystalStages, DiversityStages, NestedKVStages, PolicyStages
 
-__all__ = ["judges", "skip_without", "sparingly", "subject_of"]
+__all__ = [
+    "NOT_OFFERED", "PROFILES", "judges", "known_vectors", "precision_of", "skip_without", "sparingly", "subject_of",
+]
 
 PROFILES = ("few", "dev", "ci", "nightly")
 FEW_EXAMPLES, CI_EXAMPLES = 12, 150
 FEW_OF_A_LOOP = 20
+NOT_OFFERED = "has no stage family"
+"""In the reason of every skip that an absent family is the cause of."""
 
 _exceptions = pytest.StashKey[list[exceptions.Exemption]]()
 _engine = pytest.StashKey["Engine | None"]()
@@ -88,6 +92,13 @@ def sparingly(test: Callable[..., None]) -> Callable[..., None]:
     return settings(max_examples=max(1, profile.max_examples // 4))(test)
 
 
+def known_vectors() -> frozenset[str]:
+    """Ids of the vectors of stages, as test_vectors.py names its cases."""
+    from conformance.vectors.files import published
+
+    return frozenset(f"{stage}-{test['tcId']}" for stage, group, test in published() if group["operation"].islower())
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "spec(*ids): the items of the specification that the test checks")
     config.addinivalue_line("markers", "law(name): what a test of our own packages checks that is no item")
@@ -97,7 +108,9 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile(profile_of(config))
     config.stash[_engine] = engine_of(config)
     file = config.getoption("--kvspec-exceptions")
-    found: list[exceptions.Exemption] = exceptions.read(Path(file), known_items()) if file else []
+    found: list[exceptions.Exemption] = []
+    if file:
+        found = exceptions.read(Path(file), known_items(), known_vectors())
     config.stash[_exceptions] = found
 
 
@@ -117,6 +130,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _leave_out(config, [item for item in items if item.get_closest_marker("nightly")], items)
     found = config.stash[_exceptions]
     exceptions.apply(found, items)
+    if not any("::" in argument for argument in config.args):
+        exceptions.refuse_unknown(found, items)
 
 
 def judges(item: pytest.Item, backend: str) -> bool:
@@ -191,7 +206,7 @@ def skip_without(judged: "Backend", *families: str) -> None:
     """Skip, by name, what asks for a stage family that the judged backend does not have: each is optional."""
     for family in families:
         if getattr(judged, family) is None:
-            pytest.skip(f"backend {judged.name!r} has no stage family {family!r}")
+            pytest.skip(f"backend {judged.name!r} {NOT_OFFERED} {family!r}")
 
 
 @pytest.fixture(scope="session")

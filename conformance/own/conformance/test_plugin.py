@@ -10,6 +10,7 @@ import pytest
 
 from conformance import exceptions
 from conformance.paths import ROOT
+from conformance.plugin import known_vectors
 
 TESTS = """
 import pytest
@@ -22,6 +23,8 @@ def test_sum(backend, stages, precision):
 def test_profile():
     assert settings.default.max_examples == {examples}
 """
+
+WHY = 'reason = "known"\nissue = "https://example.org/7"\nexpiry = 2999-01-01'
 
 
 def run(directory: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -145,29 +148,61 @@ def test_a_marker_of_an_unknown_item_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("entry", "outcome"),
     [
-        ('item = "CC-SCORE"\nkind = "xfail"\nreason = "known"', "XFAIL"),
-        ('item = "CC-SCORE"\nkind = "skip"\nreason = "known"', "SKIPPED"),
-        ('test = "test_outside.py::test_sum"\nkind = "xfail"\nreason = "known"', "XFAIL"),
+        ('item = "CC-SCORE"\nkind = "xfail"', "XFAIL"), ('item = "CC-SCORE"\nkind = "skip"', "SKIPPED"),
+        ('test = "test_outside.py::test_sum"\nkind = "xfail"', "XFAIL"),
     ],
 )
 def test_an_exception_covers_its_tests(tmp_path: Path, entry: str, outcome: str) -> None:
     write(tmp_path, expected=("another", "float64"))
-    (tmp_path / "known.toml").write_text(f"[[exception]]\n{entry}\n", encoding="utf-8")
+    (tmp_path / "known.toml").write_text(f"[[exception]]\n{entry}\n{WHY}\n", encoding="utf-8")
     result = run(tmp_path, "--kvspec-exceptions", "known.toml")
     assert result.returncode == 0, result.stdout
     assert f"{outcome} " in result.stdout
 
 
+CASES = """
+import pytest
+
+@pytest.mark.spec("CC-SCORE")
+@pytest.mark.parametrize("case", ["a", "b"])
+def test_case(judged, case):
+    assert case == "a"
+"""
+
+
+def test_one_case_of_a_test_can_be_excepted(tmp_path: Path) -> None:
+    (tmp_path / "test_cases.py").write_text(CASES, encoding="utf-8")
+    entry = f'[[exception]]\ntest = "test_cases.py::test_case[b]"\nkind = "xfail"\n{WHY}\n'
+    (tmp_path / "known.toml").write_text(entry, encoding="utf-8")
+    assert "1 passed, 1 xfailed" in run(tmp_path, "--kvspec-exceptions", "known.toml").stdout
+
+
+def test_one_vector_can_be_excepted(tmp_path: Path) -> None:
+    vectors = sorted(name for name in known_vectors() if name.startswith("score-"))
+    entry = f'[[exception]]\nvector = "{vectors[0]}"\nkind = "skip"\n{WHY}\n'
+    (tmp_path / "known.toml").write_text(entry, encoding="utf-8")
+    options = ["--kvspec-exceptions", "known.toml", "--pyargs", "conformance.suite.test_vectors", "-k", "score-"]
+    result = run(tmp_path, *options)
+    assert re.findall(r"PASSED .*\[(score-\d+)\]", result.stdout) == vectors[1:], result.stdout
+    assert "1 skipped" in result.stdout
+
+
 @pytest.mark.parametrize(
     ("entry", "complaint"),
     [
-        ('item = "CC-SCORE"\nkind = "xfail"', "needs a reason"),
-        ('item = "CC-SCORE"\nkind = "xfail"\nreason = " "', "needs a reason"),
-        ('item = "CC-SCORE"\nkind = "ignore"\nreason = "known"', "kind must be"),
-        ('item = "CC-NONE"\nkind = "skip"\nreason = "known"', "unknown item 'CC-NONE'"),
-        ('kind = "skip"\nreason = "known"', "either an item or a test"),
-        ('item = "CC-SCORE"\ntest = "a.py::b"\nkind = "skip"\nreason = "known"', "either an item or a test"),
-        ('item = "CC-SCORE"\nkind = "skip"\nreason = "known"\nuntil = "2030"', "unknown keys until"),
+        ('item = "CC-SCORE"\nkind = "xfail"\nissue = "#7"', "needs a reason and an issue"),
+        ('item = "CC-SCORE"\nkind = "xfail"\nreason = " "\nissue = "#7"', "needs a reason and an issue"),
+        ('item = "CC-SCORE"\nkind = "xfail"\nreason = "known"', "needs a reason and an issue"),
+        ('item = "CC-SCORE"\nkind = "xfail"\nreason = "known"\nissue = "#7"', "needs an expiry"),
+        ('item = "CC-SCORE"\nkind = "xfail"\nreason = "known"\nissue = "#7"\nexpiry = "2999-01-01"', "needs an expiry"),
+        ('item = "CC-SCORE"\nkind = "xfail"\nreason = "known"\nissue = "#7"\nexpiry = 2020-01-01',
+         "the exception of 'CC-SCORE' expired on 2020-01-01"),
+        (f'item = "CC-SCORE"\nkind = "ignore"\n{WHY}', "kind must be"),
+        (f'item = "CC-NONE"\nkind = "skip"\n{WHY}', "unknown item 'CC-NONE'"),
+        (f'vector = "score-0"\nkind = "skip"\n{WHY}', "unknown vector 'score-0'"),
+        (f'kind = "skip"\n{WHY}', "either an item, a test or a vector"),
+        (f'item = "CC-SCORE"\ntest = "a.py::b"\nkind = "skip"\n{WHY}', "either an item, a test or a vector"),
+        (f'item = "CC-SCORE"\nkind = "skip"\n{WHY}\nuntil = "2030"', "unknown keys until"),
         ("item = ", "known.toml"),
     ],
 )
@@ -175,22 +210,25 @@ def test_a_careless_exception_is_refused(tmp_path: Path, entry: str, complaint: 
     file = tmp_path / "known.toml"
     file.write_text(f"[[exception]]\n{entry}\n", encoding="utf-8")
     with pytest.raises(pytest.UsageError, match=complaint):
-        exceptions.read(file, frozenset({"CC-SCORE"}))
+        exceptions.read(file, frozenset({"CC-SCORE"}), frozenset({"score-1"}))
 
 
-def test_an_exception_for_a_test_that_is_gone_fails_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("gone", ["test_outside.py::test_gone", "test_outside.py::test_sum[case]"])
+def test_an_exception_for_a_test_that_is_gone_fails_the_run(tmp_path: Path, gone: str) -> None:
     write(tmp_path)
-    (tmp_path / "known.toml").write_text(
-        '[[exception]]\ntest = "test_outside.py::test_gone"\nkind = "skip"\nreason = "known"\n', encoding="utf-8"
-    )
+    entry = f'[[exception]]\ntest = "{gone}"\nkind = "skip"\n{WHY}\n'
+    (tmp_path / "known.toml").write_text(entry, encoding="utf-8")
     result = run(tmp_path, "--kvspec-exceptions", "known.toml")
     assert result.returncode != 0
     assert "unknown test" in result.stderr + result.stdout
 
 
-def test_an_exception_that_passes_fails_the_run(tmp_path: Path) -> None:
+def test_an_exception_that_is_not_needed_fails_nothing(tmp_path: Path) -> None:
+    """Tests of an item that pass are no failure where another one fails under the same entry."""
     write(tmp_path)
     (tmp_path / "known.toml").write_text(
-        '[[exception]]\nitem = "CC-SCORE"\nkind = "xfail"\nreason = "was true once"\n', encoding="utf-8"
+        f'[[exception]]\nitem = "CC-SCORE"\nkind = "xfail"\n{WHY}\n', encoding="utf-8"
     )
-    assert "XPASS(strict)" in run(tmp_path, "--kvspec-exceptions", "known.toml").stdout
+    result = run(tmp_path, "--kvspec-exceptions", "known.toml", "-o", "xfail_strict=true")
+    assert result.returncode == 0, result.stdout
+    assert "1 xpassed" in result.stdout

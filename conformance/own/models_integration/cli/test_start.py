@@ -10,6 +10,8 @@ import pytest
 
 from conformance.paths import ROOT
 from models_integration.cli import BROUGHT_BY
+from models_integration.cli.verify import run
+from spec.errors import SpecError
 
 pytestmark = pytest.mark.law("as-it-is-described")
 
@@ -55,11 +57,23 @@ def test_help_needs_no_model() -> None:
 
 
 @pytest.mark.law("figures-are-counted-right")
-def test_a_backend_is_judged_without_a_model() -> None:
+def test_a_backend_is_judged_without_a_model(tmp_path: Path) -> None:
     """Its process is told to collect nothing, and says how many tests there were."""
-    found = started("verify --backend numpy -q --collect-only -k test_equal_keys_score_zero", MODELS)
+    command = f"verify --backend numpy --out {tmp_path} -- -q --collect-only -k test_equal_keys_score_zero"
+    found = started(command, MODELS)
     assert found.returncode == 0, found.stderr
     assert "1/" in found.stdout
+
+
+@pytest.mark.law("one-line-with-the-way-out")
+def test_a_package_that_hides_ours_is_named_with_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("spec").mkdir()
+    monkeypatch.setattr("models_integration.cli.verify.subprocess.call", lambda command: 0)
+    assert run(["--help"]) == 0  # a folder of texts hides nothing
+    Path("spec/__init__.py").touch()
+    with pytest.raises(SpecError, match=f"{tmp_path}/spec/__init__.py.*hides kvspec's own package 'spec'"):
+        run(["--help"])
 
 
 @pytest.mark.law("one-line-with-the-way-out")

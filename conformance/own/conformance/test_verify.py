@@ -1,0 +1,351 @@
+"""`kvspec verify`: verdicts from outcomes, the certificate and its forms, and what is refused before any test."""
+
+import hashlib
+import json
+import sys
+import tomllib
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from conformance.paths import SPEC
+from conformance.verify import __main__ as door
+from conformance.verify import check, texts
+from conformance.verify.badge import GREEN, RED, YELLOW, badge
+from conformance.verify.certificate import certificate, write
+from conformance.verify.outcomes import failure
+from conformance.verify.page import page
+from conformance.verify.request import parsed
+from conformance.verify.subject import Subject, digest_of, of_backend, of_command
+from conformance.verify.summary import summary
+from conformance.verify.toml import written
+from conformance.verify.verdicts import Verdicts, verdicts_of
+
+pytestmark = pytest.mark.law("figures-are-counted-right")
+
+SUBJECT = Subject("backend", "mine", "1.0", "mine:MINE", "1 of mine", "0" * 64)
+VECTOR = "test_vectors.py::test_the_backend_holds_a_vector_of_a_stage[score-1]"
+
+
+def lines(states: dict[str, str], items: dict[str, list[str]], ended: int = 1) -> list[dict[str, Any]]:
+    """What a run writes of tests that end so; an exception stands behind the name of its test."""
+    collected = {
+        test: {"items": items[test], "exceptions": [test.partition("!")[2]] if "!" in test else []} for test in items
+    }
+    found: list[dict[str, Any]] = [{"precision": "float64", "collected": collected}]
+    for test, state in states.items():
+        failure = {"input": "x=0", "found": f"{test} is wrong"} if state == "failed" else None
+        found += [{"began": test}]
+        if state != "died":
+            said = {"test": test, "state": state, "reason": "", "failure": failure}
+            found += [{**said, "examples": 7, "name": "mine", "families": ["diversity"]}]
+    return [*found, {"ended": ended}]
+
+
+def judged(**tests: tuple[str, str]) -> Verdicts:
+    """The verdicts of tests, each with its state and its items."""
+    items = {name: about.split() for name, (_, about) in tests.items()}
+    return verdicts_of(lines({name: state for name, (state, _) in tests.items() if state}, items))
+
+
+WRONG = judged(a=("failed", "DV-GREEDY DV-COSINE"), b=("failed", "DV-COSINE"), c=("passed", "CC-PREFILL"))
+RIGHT = judged(a=("passed", "DV-GREEDY"), b=("passed", "DV-COSINE"), c=("not offered", "CC-SCORE"))
+
+
+@pytest.mark.parametrize(("states", "verdict"), [
+    ("passed failed excepted", "fail"), ("passed excepted", "excepted"), ("passed skipped", "pass"),
+    ("passed not-offered", "pass"), ("not-offered not-offered", "not offered"), ("skipped", "not run"),
+    ("", "not run"), ("not-offered skipped", "not offered"),
+])
+def test_an_item_s_verdict_is_from_all_of_its_tests(states: str, verdict: str) -> None:
+    tests = {f"t{at}": (state.replace("-", " "), "CC-SCORE") for at, state in enumerate(states.split())}
+    assert judged(**tests).items["CC-SCORE"] == verdict
+
+
+def test_the_failing_items_begin_with_the_test_that_is_about_the_fewest() -> None:
+    assert WRONG.failing == ["DV-COSINE", "DV-GREEDY"]
+    often = judged(a=("failed", "CC-CUT"), b=("failed", "CC-SCORE"), c=("failed", "CC-SCORE CC-CUT CC-SPLIT"),
+                   d=("failed", "CC-SCORE"), e=("passed", "CC-CUT"))
+    assert often.failing == ["CC-SCORE", "CC-CUT", "CC-SPLIT"]
+    assert WRONG.smallest["DV-COSINE"].test == "b"
+    assert not WRONG.certified
+
+
+def test_a_family_is_certified_when_each_of_its_items_is_decided() -> None:
+    assert RIGHT.certified
+    assert RIGHT.families == ["diversity"]
+    undecided = judged(a=("passed", "DV-GREEDY"), b=("skipped", "DV-COSINE"))
+    assert undecided.missing == ["DV-COSINE"]
+    assert not undecided.certified
+    assert not verdicts_of([]).certified
+
+
+def test_a_failing_test_without_an_item_is_no_certificate() -> None:
+    assert not judged(a=("passed", "DV-GREEDY DV-COSINE"), b=("failed", "")).certified
+
+
+def test_where_the_process_dies_its_test_fails_and_the_rest_is_not_run() -> None:
+    states = {"a": "passed", "b": "died"}
+    found = verdicts_of(lines(states, {"a": ["DV-GREEDY"], "b": ["DV-COSINE"], "c": ["CC-SCORE"]}, ended=-11))
+    assert [found.items[name] for name in ("DV-GREEDY", "DV-COSINE", "CC-SCORE")] == ["pass", "fail", "not run"]
+    assert found.smallest["DV-COSINE"].found == "signal 11 ended the process"
+
+
+def test_an_exception_is_needed_where_something_fails_under_it() -> None:
+    names = {"a!DV-GREEDY": ["DV-GREEDY"], "b!DV-COSINE": ["DV-COSINE"], "c!DV-COSINE": ["DV-COSINE"]}
+    states = dict(zip(names, ("passed", "passed", "excepted"), strict=True))
+    assert verdicts_of(lines(states, names), ["DV-GREEDY", "DV-COSINE", "IN-WILSON"]).unneeded == [
+        "DV-GREEDY", "IN-WILSON",
+    ]
+
+
+def test_a_vector_has_a_verdict_of_its_own() -> None:
+    assert verdicts_of(lines({VECTOR: "failed"}, {VECTOR: ["CC-SCORE"]})).vectors == {"score-1": "fail"}
+
+
+def made(verdicts: Verdicts, *options: str) -> dict[str, Any]:
+    return certificate(parsed(["--backend", "mine:MINE", *options]), SUBJECT, verdicts)
+
+
+EXCEPTION = """
+[[exception]]
+item = "DV-GREEDY"
+kind = "xfail"
+reason = "a \\"known\\" <one>"
+issue = "https://example.org/7"
+expiry = 2999-01-01
+"""
+
+
+@pytest.mark.parametrize("verdicts", [WRONG, RIGHT])
+@pytest.mark.parametrize("options", [[], ["--seed", "7", "--precision", "float64", "--profile", "few"]])
+def test_a_certificate_is_of_its_schema_and_is_read_as_it_was_written(
+    tmp_path: Path, verdicts: Verdicts, options: list[str],
+) -> None:
+    (tmp_path / "known.toml").write_text(EXCEPTION, encoding="utf-8")
+    told = made(verdicts, "--exceptions", str(tmp_path / "known.toml"), *options)
+    write(told, tmp_path / "certificate.toml")
+    found = check.read(tmp_path / "certificate.toml")
+    assert found == told
+    schema = json.loads((SPEC / "certificate.schema.json").read_text(encoding="utf-8"))
+    validator = pytest.importorskip("jsonschema").Draft202012Validator(schema)
+    assert [error.message for error in validator.iter_errors(json.loads(json.dumps(found, default=str)))] == []
+    assert (found["verdict"] == "certified") is verdicts.certified
+
+
+TEXT = st.text(max_size=4)
+PLAIN = st.one_of(TEXT, st.integers(-2**62, 2**62), st.booleans(), st.dates(), st.lists(TEXT, max_size=2))
+TABLE = st.dictionaries(TEXT, PLAIN, max_size=2)
+TABLES = st.one_of(PLAIN, TABLE, st.lists(TABLE, min_size=1, max_size=2), st.dictionaries(TEXT, TABLE, max_size=2))
+
+
+@given(st.dictionaries(TEXT, TABLES, max_size=3))
+@example({"a.b": {"\x7f": {"\x00": ['"\\', "\u2028"]}}, "": {}})
+def test_what_is_written_is_read(table: dict[str, Any]) -> None:
+    assert tomllib.loads(written(table)) == table
+
+
+def test_an_assertion_is_told_in_short_where_that_says_enough() -> None:
+    origin = "\n  +  where False = all()\n  +    and   0 = f()"
+    telling = "assert ['token 1: 3, not 4 (of very many more)'] == []"
+    for more in ("", origin, f"\n  \n  Left contains one more item{origin}"):
+        assert failure(AssertionError(telling + more), [])["found"] == telling
+    assert failure(AssertionError(f"assert False{origin}"), [])["found"] == f"assert False{origin}"
+    error = ValueError("x" * 900)
+    error.add_note("Falsifying example: test_x(\n    judged=Backend(\n        None),\n    x=0,\n)")
+    grouped = ExceptionGroup("two", [ExceptionGroup("one", [error]), TypeError()])
+    assert failure(grouped, ["judged"]) == {"input": "test_x(\n    x=0,\n)", "found": f"ValueError: {'x' * 228} ..."}
+
+
+def test_counts_are_of_tests_and_of_examples() -> None:
+    assert made(RIGHT)["counts"] == {
+        "tests": 3, "failed": 0, "excepted": 0, "passed": 2, "not_offered": 1, "not_run": 0, "examples": 14,
+    }
+
+
+@pytest.mark.parametrize(("change", "named"), [
+    ({"verdict": "not certified"}, "verdict"), ({"spec": "0.2.0"}, "spec"), ({"failing": ["DV-GREEDY"]}, "failing"),
+    ({"items": {"DV-GREEDY": {"verdict": "fail"}}}, "items.DV-GREEDY.verdict"),
+    ({"subject": {"digest": "1" * 64}}, "subject.digest"), ({"run": {"seed": 7}}, "run.seed"),
+    ({"unneeded_exceptions": ["DV-GREEDY"]}, "unneeded_exceptions"),
+    ({"vectors": {"score-1": "fail"}}, "vectors.score-1"),
+    ({"counts": {"tests": 2}}, "counts.tests"), ({"exception": [{"item": "DV-GREEDY"}]}, "exception"),
+])
+def test_a_difference_is_named(change: dict[str, Any], named: str) -> None:
+    def merged(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+        return {**a, **{key: merged(a[key], value) if isinstance(value, dict) else value for key, value in b.items()}}
+
+    first = made(RIGHT)
+    (line,) = check.differences(first, merged(first, change))
+    assert line.partition(":")[0] == named
+
+
+def test_day_machine_and_number_of_examples_are_no_difference() -> None:
+    first = made(RIGHT)
+    other = {**first, "date": "2000-01-01", "device": {}, "counts": {**first["counts"], "examples": 1}}
+    assert check.differences(first, other) == []
+
+
+def test_a_check_repeats_the_run_that_the_certificate_tells_of(tmp_path: Path) -> None:
+    (tmp_path / "known.toml").write_text(EXCEPTION, encoding="utf-8")
+    options = ["--seed", "7", "--precision", "float64", "--profile", "few"]
+    told = made(RIGHT, "--exceptions", str(tmp_path / "known.toml"), *options)
+    asked = parsed(["--check", "c.toml"])
+    found = check.repeated(asked, Path("c.toml"), told)
+    assert replace(found, check=None) == parsed(
+        ["--backend", "mine:MINE", *options, "--exceptions", "c.toml", "--out", str(asked.out)]
+    )
+
+
+def test_the_command_that_repeats_a_test_asks_for_the_same_run() -> None:
+    asked = parsed(["--command", "./engine -x 'a b'", "--seed", "7", "--profile", "few", "--timeout", "2"])
+    words = asked.repeat("test_score.py::test_x[a b]")
+    assert words == (
+        "kvspec verify --command './engine -x '\"'\"'a b'\"'\"'' --timeout 2.0 --profile few --seed 7"
+        " -- 'test_score.py::test_x[a b]'"
+    )
+
+
+class Text(HTMLParser):
+    """The text of a page, and what it loads from elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text, self.loads = "", list[str]()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        outside = [value for name, value in attrs if name in ("src", "href") and not f"{value}".startswith("#")]
+        self.loads += [tag] if outside or tag in ("script", "link", "img") else []
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.mark.law("as-it-is-described")
+def test_the_page_says_what_the_certificate_says_and_loads_nothing(tmp_path: Path) -> None:
+    (tmp_path / "known.toml").write_text(EXCEPTION, encoding="utf-8")
+    reader = Text()
+    reader.feed(page(made(WRONG, "--exceptions", str(tmp_path / "known.toml"))))
+    assert reader.loads == []
+    said = ("mine 1.0 does not conform", "b is wrong", "-- b", 'a "known" <one>', texts.must("DV-COSINE"), "CC-PREFILL")
+    assert [words for words in said if words not in reader.text] == []
+
+
+@pytest.mark.law("as-it-is-described")
+@pytest.mark.parametrize(("verdicts", "exceptions", "right", "colour"), [
+    (RIGHT, 0, "diversity", GREEN), (RIGHT, 2, "diversity; 2 exceptions", YELLOW),
+    (WRONG, 0, "not certified; 2 items", RED), (WRONG, 1, "not certified; 2 items", RED),
+])
+def test_the_badge(verdicts: Verdicts, exceptions: int, right: str, colour: str) -> None:
+    told = {**made(verdicts), "exception": [{}] * exceptions}
+    image = ET.fromstring(badge(told))
+    assert [node.text for node in image.iter() if node.text and node.text.strip()] == [f"kvspec {told['spec']}", right]
+    assert [node.get("fill") for node in image if node.get("width")] == [colour]
+
+
+@pytest.mark.law("as-it-is-described")
+def test_the_summary_is_short_and_tells_each_failure_once() -> None:
+    said = list(summary(made(WRONG)))
+    assert sum("b is wrong" in line for line in said) == 1
+    assert "mine 1.0 does not conform to kvspec" in said[-1]
+    assert [line.split(maxsplit=1) for line in said[1:6]] == [
+        ["crystal", "not offered"], ["breath", "not offered"], ["diversity", "2 fail"], ["nestedkv", "not offered"],
+        ["policies", "not offered"],
+    ]
+    assert len("\n".join(said).splitlines()) < 30
+
+
+def test_items_are_of_the_families_that_the_text_gives_them() -> None:
+    assert texts.families_of("CC-RARITY") == ["crystal", "breath"]
+    assert texts.families_of("DV-GREEDY") == ["diversity"]
+    assert texts.families_of("CC-PREFILL") == [texts.COMPOSED]
+    assert list(texts.families()) == ["crystal", "breath", "diversity", "nestedkv", "policies"]
+    assert texts.must("CC-SCORE") == "give the maximum, and NaN where `Mtilde` is NaN. `alpha` = 0 gives D itself."
+    assert [item for items in texts.families().values() for item in items if not texts.must(item)] == []
+
+
+@pytest.mark.law("an-identity-tells-apart")
+def test_the_digest_is_that_of_what_sha256sum_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"mine/a.py": "X = 1\n", "mine/b/c.bin": "c", "mine/__pycache__/a.pyc": "no", "other.py": "no"}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    (tmp_path / "mine/__init__.py").write_text("from reference.backend import BACKEND\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    names = ["mine/__init__.py", "mine/a.py", "mine/b/c.bin"]
+    printed = "".join(f"{hashlib.sha256((tmp_path / name).read_bytes()).hexdigest()}  {name}\n" for name in names)
+    found = of_backend("mine:BACKEND")
+    assert (found.digest, found.files) == (hashlib.sha256(printed.encode()).hexdigest(), "3 of mine")
+    changed = {name: tmp_path / name for name in names}
+    (tmp_path / "mine/b/c.bin").write_text("d", encoding="utf-8")
+    assert digest_of(changed) != found.digest != digest_of({**changed, "mine/e": tmp_path / "other.py"})
+
+
+def test_a_command_s_files_are_its_executable_and_its_files(tmp_path: Path) -> None:
+    (tmp_path / "engine").write_text("#!/bin/sh\n", encoding="utf-8")
+    (tmp_path / "engine").chmod(0o755)
+    (tmp_path / "table").write_text("t", encoding="utf-8")
+    found = of_command(f"{tmp_path}/engine --table {tmp_path}/table")
+    assert (found.kind, found.name, found.files) == ("command", "engine", "engine table")
+
+
+ENGINES = """
+from dataclasses import replace
+from reference.backend import BACKEND
+EMPTY = replace(BACKEND, name="empty", **dict.fromkeys(("crystal", "breath", "diversity", "nestedkv", "policies")))
+NUMBER = 1
+"""
+
+
+@pytest.mark.law("one-line-with-the-way-out")
+@pytest.mark.parametrize(("asked", "complaint"), [
+    ("--backend absent:MINE", "No module named 'absent'"), ("--backend engines:NONE", "has no attribute 'NONE'"),
+    ("--backend engines:NUMBER", "is a int, not a spec.backend.Backend"),
+    ("--backend engines:EMPTY", "nothing to judge"),
+    ("--backend raises:X", "its module raises ZeroDivisionError: no"), ("--backend leaves:X", "raises SystemExit: 3"),
+    ("--backend bogus", "unknown; known here"), ("--command ./absent", "there is none of this name"),
+    ("--command 'a", "No closing quotation"), ("--backend numpy --out {file}", "cannot be made a folder"),
+    ("--backend numpy --exceptions absent.toml", "No such file"), ("--backend numpy --exceptions {file}", "engines.py"),
+    ("--check {file}", "must be a certificate"), ("--check {empty}", "must be a certificate of schema 1"),
+    ("--check c.toml --seed 1", "give no option but --out"), ("--backend numpy --timeout 1", "is for --command"),
+    ("", "one of the arguments --backend --command --check is required"), ("--backend numpy -k x", "behind --"),
+    ("--backend numpy --profile weekly", "invalid choice: 'weekly'"), ("--backend numpy --seed x", "invalid int value"),
+    ("--backend numpy", "TRITON_INTERPRET = '1'"),
+])
+def test_what_cannot_be_judged_is_refused_in_one_line(
+    asked: str, complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:
+    sources = {"engines": ENGINES, "raises": "raise ZeroDivisionError('no')", "leaves": "raise SystemExit(3)"}
+    for name, text in sources.items():
+        (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
+    (tmp_path / "empty.toml").write_text("", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "engines", raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    words = asked.format(file=tmp_path / "engines.py", empty=tmp_path / "empty.toml").split()
+    monkeypatch.setattr("sys.argv", ["verify", *words])
+    monkeypatch.setattr("conformance.verify.runs.subprocess.Popen", None)
+    try:
+        code: Any = door.main()
+    except SystemExit as ended:
+        code = ended.code
+    said = capsys.readouterr().err
+    assert (code, said.count("\n"), said.startswith("kvspec: ")) == (2, 1, True), said
+    assert complaint in said
+
+
+@pytest.mark.law("one-line-with-the-way-out")
+def test_an_unknown_profile_of_the_environment_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("KVSPEC_PROFILE", "weekly")
+    monkeypatch.setattr("sys.argv", ["verify", "--backend", "numpy"])
+    assert door.main() == 2
+    assert "KVSPEC_PROFILE = 'weekly': must be one of few" in capsys.readouterr().err

@@ -1,0 +1,100 @@
+"""The certificate: what was judged, how, and with which verdicts; spec/certificate.md says what each part means."""
+
+import platform
+import tomllib
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import numpy as np
+
+from conformance.verify.request import Request
+from conformance.verify.subject import Subject
+from conformance.verify.texts import families_of
+from conformance.verify.toml import written
+from conformance.verify.verdicts import STATES, Outcome, Verdicts
+from spec import SPEC_VERSION
+
+__all__ = ["CERTIFIED", "SCHEMA", "certificate", "entries_of", "excepted", "write"]
+
+SCHEMA = 1
+CERTIFIED, NOT_CERTIFIED = "certified", "not certified"
+
+
+def certificate(request: Request, subject: Subject, verdicts: Verdicts) -> dict[str, Any]:
+    """The certificate of a run, as the table that is written."""
+    who = {**asdict(subject), "name": verdicts.name or subject.name}
+    run = {"profile": request.profile, "precision": verdicts.precision}
+    drawn = {"seed": request.seed, "timeout": request.timeout}
+    entries = entries_of(request.exceptions)
+    return {
+        "schema": SCHEMA, "kvspec": _installed(), "spec": SPEC_VERSION, "date": date.today().isoformat(),
+        "verdict": CERTIFIED if verdicts.certified else NOT_CERTIFIED, "families": verdicts.families,
+        "failing": verdicts.failing, "undecided": verdicts.missing, "unneeded_exceptions": verdicts.unneeded,
+        "subject": {name: value for name, value in who.items() if value},
+        "run": {**run, **{name: value for name, value in drawn.items() if value is not None}},
+        "device": device(), "counts": counts(verdicts),
+        "items": {item: _item(item, request, verdicts) for item in verdicts.items},
+        "vectors": verdicts.vectors, "exception": entries,
+    }
+
+
+def _installed() -> str:
+    try:
+        return version("kvspec")
+    except PackageNotFoundError:  # the packages lie in a folder
+        return SPEC_VERSION
+
+
+def device() -> dict[str, str]:
+    """The machine and the libraries that a run depends on."""
+    return {
+        "platform": platform.platform(), "machine": platform.machine(), "python": platform.python_version(),
+        "numpy": np.__version__, "hypothesis": hypothesis.__version__,
+    }
+
+
+def counts(verdicts: Verdicts) -> dict[str, int]:
+    """How many tests ended how, and how many examples the passed ones saw."""
+    states = Counter(one.state for one in verdicts.outcomes)
+    passed = sum(one.examples for one in verdicts.outcomes if one.state == "passed")
+    named = {state.replace(" ", "_"): states[state] for state in STATES}
+    return {"tests": len(verdicts.outcomes), **named, "examples": passed}
+
+
+def _item(item: str, request: Request, verdicts: Verdicts) -> dict[str, Any]:
+    tests = [one for one in verdicts.outcomes if item in one.items]
+    passed = [one for one in tests if one.state == "passed"]
+    row: dict[str, Any] = {
+        "verdict": verdicts.items[item], "families": families_of(item), "tests": len(tests), "passed": len(passed),
+        "failed": sum(one.state == "failed" for one in tests), "examples": sum(one.examples for one in passed),
+    }
+    return row if item not in verdicts.smallest else {**row, **_shown(verdicts.smallest[item], request)}
+
+
+def _shown(outcome: Outcome, request: Request) -> dict[str, str]:
+    shown = {"test": outcome.test, "input": outcome.input, "found": outcome.found}
+    return {**shown, "repeat": request.repeat(outcome.test)}
+
+
+def entries_of(exceptions: Path | None) -> list[dict[str, Any]]:
+    """The entries of an exceptions file that was found right."""
+    if exceptions is None:
+        return []
+    entries: list[dict[str, Any]] = tomllib.loads(exceptions.read_text(encoding="utf-8")).get("exception", [])
+    return entries
+
+
+def excepted(entry: Mapping[str, Any]) -> str:
+    """What an entry of the exceptions is about."""
+    return str(entry.get("item") or entry.get("test") or entry.get("vector"))
+
+
+def write(made: Mapping[str, Any], path: Path) -> None:
+    """Write a certificate."""
+    path.write_text(written(made), encoding="utf-8")

@@ -1,0 +1,128 @@
+"""A pytest plugin for a judged run alone: the same examples on every run, and what became of each test, as JSON lines.
+
+    {"precision": "float32", "collected": {...}}           what S1 is judged in; items and exceptions of each test
+    {"began": "test_score.py::test_x[1]"}                  so that the last one is known where the process dies
+    {"test": ..., "state": "passed", "reason": "", "examples": 50, "name": "mine", "families": [...], "failure": null}
+"""
+
+import json
+import re
+from collections.abc import Generator, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+
+from conformance.exceptions import items_marked
+from conformance.plugin import NOT_OFFERED, precision_of
+from spec.backend import FAMILIES
+
+__all__ = ["Recorder"]
+
+_PASSING = re.compile(r"(\d+) passing")
+_EXAMPLE = re.compile(r"\A(?:Falsifying|Failing)[ \w]*:\s*")
+_MORE = re.compile(r"\n +\+ +(?:where|and) .*|\n\s*\n.*", re.DOTALL)
+_ARGUMENTS = re.compile(r"\n(?=    \w+=)")
+_LINES, _WIDTH = 24, 240
+_TELLING = 40
+"""Letters of an assertion that says what was found by itself: `assert False` does not."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.getgroup("kvspec").addoption("--kvspec-outcomes", type=Path, help="the file of what became of each test")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Examples are a function of the test, or of the seed and the test; nothing is stored between runs."""
+    settings.register_profile(
+        "verify", settings.default, derandomize=config.getoption("--hypothesis-seed") is None, database=None,
+        print_blob=False, phases=(Phase.explicit, Phase.generate, Phase.shrink),
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    settings.load_profile("verify")
+    file = config.getoption("--kvspec-outcomes")
+    if file:
+        config.pluginmanager.register(Recorder(file))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None],
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """What a report does not say by itself goes along with it."""
+    report = yield
+    passing = _PASSING.findall(getattr(item, "hypothesis_statistics", ""))
+    judged, names = getattr(item, "funcargs", {}).get("judged"), getattr(item, "fixturenames", [])
+    said = {
+        "examples": sum(map(int, passing)) or 1,
+        "name": getattr(judged, "name", ""),
+        "families": [family for family in FAMILIES if getattr(judged, family, None) is not None],
+        "failure": failure(call.excinfo.value, names) if call.excinfo and report.outcome == "failed" else None,
+    }
+    report.user_properties.append(("kvspec", said))
+    return report
+
+
+def failure(error: BaseException, fixtures: Iterable[str]) -> dict[str, str]:
+    """The input that Hypothesis found, if it was Hypothesis, without fixtures; and what went wrong; both cut."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    notes = [note for note in getattr(error, "__notes__", ()) if _EXAMPLE.match(note)]
+    found = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
+    if len(found.partition("\n")[0]) > _TELLING:
+        found = _MORE.sub("", found)
+    begin = tuple(f"    {name}=" for name in fixtures)
+    drawn = [part for note in notes[:1] for part in _ARGUMENTS.split(note) if not part.startswith(begin)]
+    return {"input": cut(_EXAMPLE.sub("", "\n".join(drawn))), "found": cut(found or "AssertionError")}
+
+
+def cut(text: str) -> str:
+    """The first lines, none longer than a line may be."""
+    lines = text.encode("utf-8", "backslashreplace").decode().splitlines()
+    short = [line if len(line) <= _WIDTH else f"{line[:_WIDTH]} ..." for line in lines[:_LINES]]
+    return "\n".join([*short, "..."] if len(lines) > _LINES else short)
+
+
+def state_of(report: pytest.TestReport) -> str:
+    """What a report says of its test."""
+    if report.outcome != "skipped":
+        return report.outcome
+    if hasattr(report, "wasxfail") or any(kind == "skip" for kind, _ in report.user_properties):
+        return "excepted"
+    return "not offered" if NOT_OFFERED in reason_of(report) else "skipped"
+
+
+def reason_of(report: pytest.TestReport) -> str:
+    """Why a test was skipped."""
+    return report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else ""
+
+
+class Recorder:
+    """Writes the lines."""
+
+    def __init__(self, file: Path) -> None:
+        self.lines = file.open("w", encoding="utf-8", buffering=1)
+
+    def write(self, **line: Any) -> None:
+        self.lines.write(json.dumps(line) + "\n")
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> None:
+        """Before the first test; never where the collection is refused."""
+        self.write(precision=precision_of(session.config), collected={
+            item.nodeid: {
+                "items": items_marked(item),
+                "exceptions": [subject for kind, subject in item.user_properties if kind in ("skip", "xfail")],
+            } for item in session.items
+        })
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.write(began=nodeid)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """One line a test: its call, or what kept it from being called, or broke after it."""
+        if report.when == "call" or not report.passed:
+            said: Any = dict(report.user_properties)["kvspec"]
+            self.write(test=report.nodeid, state=state_of(report), reason=reason_of(report), **said)

@@ -1,0 +1,110 @@
+"""What is asked: the options of `kvspec verify`."""
+
+import argparse
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from conformance.plugin import PROFILES
+from spec.errors import SpecError
+
+__all__ = ["PROFILE", "Request", "parsed"]
+
+PROFILE = "ci"
+"""The profile of a certificate that says nothing else."""
+
+_ABOUT = """Judge an engine by the conformance suite, item by item of the specification.
+
+Exit code 0: it conforms on the stage families that it has; 1: it does not; 2: nothing was judged, and one line says
+why. The verdict is written as a certificate (spec/certificate.md). What stands behind -- goes to pytest, whose output
+is then shown as it is: a selection of tests is no verdict, and gets no certificate."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A run of the suite, and where its results go."""
+
+    backend: str | None
+    command: str | None
+    timeout: float | None
+    precision: str | None
+    profile: str
+    seed: int | None
+    quick: bool
+    exceptions: Path | None
+    out: Path
+    check: Path | None = None
+    pytest: tuple[str, ...] = ()
+
+    def repeat(self, test: str) -> str:
+        """The command line that runs one test again, on the same examples."""
+        options = {
+            "--backend": self.backend, "--command": self.command, "--timeout": self.timeout,
+            "--precision": self.precision, "--profile": None if self.profile == PROFILE else self.profile,
+            "--seed": self.seed,
+        }
+        words = [str(word) for option, value in options.items() if value is not None for word in (option, value)]
+        return shlex.join(["kvspec", "verify", *words, "--", test])
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"kvspec: {message}; see kvspec verify --help; pytest's options go behind --\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="kvspec verify", description=_ABOUT, allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter,
+    )
+    who = parser.add_mutually_exclusive_group(required=True)
+    who.add_argument("--backend", metavar="NAME", help="an engine in Python: a name, or module:ATTRIBUTE of a Backend")
+    who.add_argument("--command", metavar="TEXT", help="an engine in any language: the command that starts it")
+    who.add_argument("--check", type=Path, metavar="CERTIFICATE.toml",
+                     help="is this certificate still true? The subject's files are compared,\n"
+                          "the run is repeated, and any difference is named (exit code 1)")
+    parser.add_argument("--timeout", type=float, metavar="S", help="seconds that the command may take for an answer")
+    parser.add_argument("--precision", choices=("float64", "float32"),
+                        help="what its S1 promises to compute in; default\n"
+                             "float32, for numpy float64, for a command what it says")
+    parser.add_argument("--profile", choices=PROFILES,
+                        help="how many examples each property sees; default KVSPEC_PROFILE, else ci")
+    parser.add_argument("--seed", type=int, metavar="N", help="draw other examples; else they are always the same")
+    parser.add_argument("--quick", action="store_true", help="leave out full sizes (the scale lane); no certificate")
+    parser.add_argument("--exceptions", type=Path, metavar="FILE.toml",
+                        help="known failures, each with reason, issue and expiry;\nconformance/exceptions.py says how")
+    parser.add_argument("--out", type=Path, default=Path("results/verify"), metavar="FOLDER",
+                        help="of certificate.toml, certificate.html, badge.svg and log.txt;\ndefault results/verify")
+    return parser
+
+
+def profile_of(option: str | None) -> str:
+    """The option, else KVSPEC_PROFILE, else ci.
+
+    Raises:
+        SpecError: for a variable that names none.
+    """
+    chosen = option or os.environ.get("KVSPEC_PROFILE") or PROFILE
+    if chosen not in PROFILES:
+        raise SpecError("KVSPEC_PROFILE", chosen, f"must be one of {', '.join(PROFILES)}")
+    return chosen
+
+
+def parsed(arguments: Sequence[str]) -> Request:
+    """What a command line asks.
+
+    Raises:
+        SpecError: for a KVSPEC_PROFILE that is none, and options that contradict each other.
+        SystemExit: for an option that is wrong, or --help.
+    """
+    at = list(arguments).index("--") if "--" in arguments else len(arguments)
+    found = _parser().parse_args(list(arguments)[:at])
+    repeated = ("timeout", "precision", "profile", "seed", "exceptions")
+    if found.check and (found.quick or any(getattr(found, name) is not None for name in repeated)):
+        raise SpecError("check", str(found.check), "repeats the run of the certificate: give no option but --out")
+    if found.timeout is not None and not found.command:
+        raise SpecError("timeout", found.timeout, "is for --command")
+    found.profile = profile_of(found.profile)
+    return Request(**vars(found), pytest=tuple(arguments[at + 1 :]))

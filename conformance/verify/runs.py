@@ -1,0 +1,121 @@
+"""pytest in a process of its own, which nothing here or in the folder that it is started from disturbs."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conformance.paths import ROOT
+from conformance.verify.request import Request
+
+__all__ = ["Progress", "judged", "selected"]
+
+SUITE = ROOT / "conformance" / "suite"
+SCALE = SUITE / "test_scale_*.py"
+BETWEEN_LINES = 10.0
+"""Seconds from one line of progress to the next."""
+
+# Other plugins of the environment reorder tests, draw other numbers or write files; of pytest's, none is to store.
+PLUGINS = ["_hypothesis_pytestplugin", "conformance.plugin", "conformance.verify.outcomes", "no:cacheprovider"]
+WHOLE = ["-o", "verbosity_assertions=2"]
+"""Assertions are told whole, and cut where they are shown: pytest would cut out their middle."""
+
+
+def _command(request: Request) -> list[str]:
+    """pytest with the options of a request, without the scale lane if it is to be quick."""
+    options = {
+        "--backend": request.backend, "--kvspec-command": request.command, "--kvspec-timeout": request.timeout,
+        "--kvspec-precision": request.precision, "--kvspec-profile": request.profile,
+        "--kvspec-exceptions": request.exceptions, "--hypothesis-seed": request.seed,
+    }
+    return [
+        sys.executable, "-m", "pytest", *(word for name in PLUGINS for word in ("-p", name)),
+        "-c", os.devnull, "--rootdir", str(SUITE), "--confcutdir", str(SUITE),
+        *(f"{option}={value}" for option, value in options.items() if value is not None),
+        *([f"--ignore-glob={SCALE}"] if request.quick else []),
+    ]
+
+
+def _environment() -> dict[str, str]:
+    mine = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    return {**mine, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+
+
+def selected(request: Request) -> int:
+    """Run what was chosen behind `--`, in sight; pytest's exit code."""
+    tests = [SUITE / word if word.startswith("test_") and ".py" in word else word for word in request.pytest]
+    everything = [] if any(isinstance(word, Path) for word in tests) else [SUITE]
+    command = [*_command(request), *map(str, [*everything, *tests])]
+    return subprocess.call(command, env=_environment())
+
+
+def judged(request: Request, log: Path, outcomes: Path) -> list[dict[str, Any]]:
+    """Run the suite, all of it or without the scale lane; the lines of conformance.verify.outcomes.
+
+    Raises:
+        pytest.UsageError: where pytest stopped before its work was done; that a test ends the process is a verdict.
+    """
+    command = [*_command(request), f"--kvspec-outcomes={outcomes}", "-rA", "--tb=short", *WHOLE]
+    progress = Progress(outcomes)
+    with log.open("wb") as said:
+        process = subprocess.Popen([*command, str(SUITE)], stdout=said, stderr=subprocess.STDOUT, env=_environment())
+        try:
+            while process.poll() is None:
+                time.sleep(0.1)
+                progress.say()
+        finally:
+            process.terminate()
+            process.wait()
+    lines = list(_lines(outcomes))
+    over = {line.get("began") for line in lines} <= {line.get("test") for line in lines}
+    if not lines or (over and process.returncode not in (0, 1)):
+        raise pytest.UsageError(_complaint(log))
+    return [*lines, {"ended": process.returncode}]
+
+
+def _lines(outcomes: Path) -> Iterator[dict[str, Any]]:
+    """What is written of a process that may have died while it wrote."""
+    for line in outcomes.read_text(encoding="utf-8").splitlines() if outcomes.exists() else ():
+        try:
+            yield json.loads(line)
+        except ValueError:
+            continue
+
+
+def _complaint(log: Path) -> str:
+    """Why pytest stopped, in its own words."""
+    said = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    wrong = [line for line in said if "Error" in line or line.startswith("ERROR")]
+    return f"{(wrong or said or ['pytest stopped'])[-1].removeprefix('ERROR: ')}; the log: {log}"
+
+
+class Progress:
+    """A line on stderr when the tests are collected, and now and then."""
+
+    def __init__(self, outcomes: Path) -> None:
+        self.outcomes, self.last, self.read = outcomes, time.monotonic(), 0
+        self.tests, self.done, self.failed = 0, 0, 0
+
+    def say(self) -> None:
+        """Count what is new, if it is time for a line."""
+        waits = self.tests > 0 and time.monotonic() - self.last < BETWEEN_LINES
+        if waits or not self.outcomes.exists():
+            return
+        self.last = time.monotonic()
+        with self.outcomes.open("rb") as file:
+            file.seek(self.read)
+            new = file.read()
+        whole = new[: new.rfind(b"\n") + 1]
+        self.read += len(whole)
+        for line in map(json.loads, whole.splitlines()):
+            self.tests = len(line["collected"]) if "collected" in line else self.tests
+            self.done += "test" in line
+            self.failed += line.get("state") == "failed"
+        if self.tests:
+            print(f"  {self.done} of {self.tests} tests, {self.failed} failed", file=sys.stderr, flush=True)

@@ -1,0 +1,35 @@
+"""The suite's own command, started as a process: nothing here imports it."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
+
+from spec.errors import SpecError
+
+__all__ = ["run"]
+
+OURS = ("spec", "reference", "accelerated", "conformance", "models_integration")
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Judge an engine, which may lie in the present folder; the exit code.
+
+    Raises:
+        ModuleNotFoundError: for what the suite needs and is not installed.
+        SpecError: where a package of the present folder hides one of kvspec's.
+    """
+    for name in ("pytest", "hypothesis"):
+        if find_spec(name) is None:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+    for name in OURS:
+        here, ours = PathFinder.find_spec(name, [os.getcwd()]), find_spec(name)
+        if here is not None and here.origin is not None and (ours is None or not _same(here.origin, ours.origin)):
+            raise SpecError("folder", here.origin, f"hides kvspec's own package {name!r}; rename it or start elsewhere")
+    return subprocess.call([sys.executable, "-m", "conformance.verify", *arguments])
+
+
+def _same(here: str, ours: str | None) -> bool:
+    return ours is not None and os.path.realpath(here) == os.path.realpath(ours)
