@@ -19,6 +19,8 @@ import pytest
 
 from conformance.own.documentation import PAGES, anchors, commands, fences, links, spoken
 from conformance.paths import ROOT
+from conformance.verify.request import parsed as request
+from conformance.verify.request import parser
 
 pytestmark = pytest.mark.law("as-it-is-described")
 
@@ -27,7 +29,7 @@ PROGRAMS = [page for page in PAGES if any(fence.language == "python" for fence i
 # Beginnings of commands that are not run here, and why.
 NOT_RUN = {
     "kvspec models fetch": "fetches",
-    "kvspec compress text.txt --model smollm2": "reads what was fetched",
+    "kvspec explain text.txt --model smollm2": "reads what was fetched",
     "kvspec compare --model": "reads the reader's own model",
     "kvspec compare --policies crystalcache,streamingllm,fullcache": "takes a minute",
     "kvspec compare --policies snapkv,pyramidkv": "takes a minute",
@@ -121,11 +123,7 @@ def exists(words: Sequence[str]) -> bool:
     """Whether there is such a command with such options, such a session, such a module, such an extra."""
     match words:
         case ["kvspec", *rest]:
-            command, _ = found_command(rest)
-            known = {option for parameter in command.params for option in parameter.opts}
-            given = {word for word in rest if word.startswith("--")}
-            open_ended = command.context_settings.get("ignore_unknown_options", False)  # verify's go on to pytest
-            return open_ended or given <= known | {"--version", "--help"}
+            return {word for word in rest if word.startswith("--")} <= options(rest) | {"--", "--version", "--help"}
         case ["nox", "-s", *rest]:
             named = rest[: rest.index("--")] if "--" in rest else rest
             importlib.import_module("noxfile")
@@ -138,6 +136,14 @@ def exists(words: Sequence[str]) -> bool:
             return {extra for group in named for extra in group.split(",")} <= set(extras["optional-dependencies"])
         case _:
             return False
+
+
+def options(words: Sequence[str]) -> set[str]:
+    """Of the command that words name; those of `verify` stand in the suite."""
+    if words[0] == "verify":
+        return {option for action in parser()._actions for option in action.option_strings}
+    command, _ = found_command(words)
+    return {option for parameter in command.params for option in parameter.opts}
 
 
 def found_command(words: Sequence[str]) -> tuple[Any, list[str]]:
@@ -155,6 +161,9 @@ def found_command(words: Sequence[str]) -> tuple[Any, list[str]]:
 
 def parsed(words: Sequence[str]) -> None:
     """Read as the command line would be, values and required arguments too; nothing is run."""
+    if words[0] == "verify":
+        request(words[1:])
+        return
     command, rest = found_command(words)
     command.make_context("kvspec", rest)
 
@@ -168,8 +177,8 @@ def test_the_links_of_a_page_lead_somewhere(page: str) -> None:
 
 def test_what_is_not_there_is_noticed() -> None:
     for missing in (
-        "kvspec compare --polices x", "kvspec nothing --out x", "nox -s nothing", "python -m conformance.no",
-        "pip install kvspec[no]", "make all",
+        "kvspec compare --polices x", "kvspec verify --bakend x", "kvspec nothing --out x", "nox -s nothing",
+        "python -m conformance.no", "pip install kvspec[no]", "make all",
     ):
         assert not exists(missing.split()), missing
     with pytest.raises(Exception, match="valid integer"):

@@ -11,7 +11,7 @@ from typing import NoReturn
 from conformance.plugin import PROFILES
 from spec.errors import SpecError
 
-__all__ = ["PROFILE", "Request", "parsed"]
+__all__ = ["PROFILE", "Request", "parsed", "parser"]
 
 PROFILE = "ci"
 """The profile of a certificate that says nothing else."""
@@ -55,29 +55,30 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"kvspec: {message}; see kvspec verify --help; pytest's options go behind --\n")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    made = _Parser(
         prog="kvspec verify", description=_ABOUT, allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter,
     )
-    who = parser.add_mutually_exclusive_group(required=True)
+    who = made.add_mutually_exclusive_group(required=True)
     who.add_argument("--backend", metavar="NAME", help="an engine in Python: a name, or module:ATTRIBUTE of a Backend")
     who.add_argument("--command", metavar="TEXT", help="an engine in any language: the command that starts it")
     who.add_argument("--check", type=Path, metavar="CERTIFICATE.toml",
                      help="is this certificate still true? The subject's files are compared,\n"
                           "the run is repeated, and any difference is named (exit code 1)")
-    parser.add_argument("--timeout", type=float, metavar="S", help="seconds that the command may take for an answer")
-    parser.add_argument("--precision", choices=("float64", "float32"),
+    made.add_argument("--timeout", type=float, metavar="S", help="seconds that the command may take for an answer")
+    made.add_argument("--precision", choices=("float64", "float32"),
                         help="what its S1 promises to compute in; default\n"
                              "float32, for numpy float64, for a command what it says")
-    parser.add_argument("--profile", choices=PROFILES,
+    made.add_argument("--profile", choices=PROFILES,
                         help="how many examples each property sees; default KVSPEC_PROFILE, else ci")
-    parser.add_argument("--seed", type=int, metavar="N", help="draw other examples; else they are always the same")
-    parser.add_argument("--quick", action="store_true", help="leave out full sizes (the scale lane); no certificate")
-    parser.add_argument("--exceptions", type=Path, metavar="FILE.toml",
+    made.add_argument("--seed", type=int, metavar="N", help="draw other examples; else they are always the same")
+    made.add_argument("--quick", action="store_true", help="leave out full sizes (the scale lane); no certificate")
+    made.add_argument("--exceptions", type=Path, metavar="FILE.toml",
                         help="known failures, each with reason, issue and expiry;\nconformance/exceptions.py says how")
-    parser.add_argument("--out", type=Path, default=Path("results/verify"), metavar="FOLDER",
+    made.add_argument("--out", type=Path, default=Path("results/verify"), metavar="FOLDER",
                         help="of certificate.toml, certificate.html, badge.svg and log.txt;\ndefault results/verify")
-    return parser
+    return made
 
 
 def profile_of(option: str | None) -> str:
@@ -100,7 +101,7 @@ def parsed(arguments: Sequence[str]) -> Request:
         SystemExit: for an option that is wrong, or --help.
     """
     at = list(arguments).index("--") if "--" in arguments else len(arguments)
-    found = _parser().parse_args(list(arguments)[:at])
+    found = parser().parse_args(list(arguments)[:at])
     repeated = ("timeout", "precision", "profile", "seed", "exceptions")
     if found.check and (found.quick or any(getattr(found, name) is not None for name in repeated)):
         raise SpecError("check", str(found.check), "repeats the run of the certificate: give no option but --out")
