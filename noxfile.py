@@ -49,6 +49,8 @@ NIGHTLY = {
                      f"{ARCHIVE}/test_faults.py", f"{ARCHIVE}/test_splice.py"],
     "family-pairs": ["pytest", *WORKERS, "--kvspec-profile", "nightly", "-m", "nightly",
                      "conformance/own/models_integration/session"],
+    "tests-of-tests": ["pytest", *WORKERS, "--kvspec-profile", "nightly", "-m", "nightly",
+                       "conformance/own/conformance"],
     "families": ["conformance.measure.families"],
 }
 

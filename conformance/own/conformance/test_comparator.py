@@ -20,7 +20,7 @@ from spec.records import CrystalRetention
 from spec.retention import Retention
 
 CASES = 100
-ABSTENTION_CASES = 1000
+ABSTENTION_CASES = 500
 SMALL = replace(TINY, C=16, T_max=4, W_recent=4)
 
 

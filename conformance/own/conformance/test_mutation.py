@@ -198,6 +198,7 @@ def test_the_sample_is_seeded_stratified_and_has_a_floor() -> None:
     assert set(sample(first, 15, seed=1)) <= set(chosen)  # another module does not disturb the choice
 
 
+@pytest.mark.nightly
 def test_judges_are_the_tests_of_the_item(tree: Path) -> None:
     judges = read_code(tree)
     found = {mutant.function: judges.of(mutant) for mutant in mutants_of_tree(tree)}
@@ -206,6 +207,7 @@ def test_judges_are_the_tests_of_the_item(tree: Path) -> None:
     assert found["spin"].backend == "numpy"
 
 
+@pytest.mark.nightly
 def test_judges_of_the_project() -> None:
     """Helpers by their callers, stages by what they compose, a policy's parts by who imports them."""
     judges = read_code(ROOT)
@@ -219,6 +221,7 @@ def test_judges_of_the_project() -> None:
     assert "conformance/own/reference/test_policies.py" in found["reference/policies/tova.py", "tova"].files
 
 
+@pytest.mark.nightly
 def test_what_no_item_and_no_test_stands_above_is_not_judged(tree: Path, tmp_path: Path) -> None:
     shutil.copytree(tree, tmp_path / "tree")
     new = 'def f(x):\n    """Implements: CC-NEW"""\n    return x + 1\n'
@@ -228,6 +231,7 @@ def test_what_no_item_and_no_test_stands_above_is_not_judged(tree: Path, tmp_pat
     assert {judges.reach(mutant) for mutant in mutants if mutant.path.endswith("new.py")} == {False}
 
 
+@pytest.mark.nightly
 def test_killed_survived_and_timed_out_are_told_apart(verdicts: tuple[Path, dict[str, Result]]) -> None:
     _, found = verdicts
     assert len(found) == len(TRIED)
@@ -241,11 +245,13 @@ def test_killed_survived_and_timed_out_are_told_apart(verdicts: tuple[Path, dict
     assert all(result.profile == "ci" for result in found.values() if result.outcome == "survived")
 
 
+@pytest.mark.nightly
 def test_no_test_is_no_kill(verdicts: tuple[Path, dict[str, Result]]) -> None:
     mine = [result for key, result in verdicts[1].items() if "::untested:" in key]
     assert {(result.outcome, result.ran) for result in mine} == {("survived", 0)}
 
 
+@pytest.mark.nightly
 def test_a_run_goes_on_where_it_stopped(
     tree: Path, verdicts: tuple[Path, dict[str, Result]], tmp_path: Path,
 ) -> None:
@@ -261,6 +267,7 @@ def test_a_run_goes_on_where_it_stopped(
     }
 
 
+@pytest.mark.nightly
 def test_a_verdict_holds_for_one_text_of_a_module(tree: Path, tmp_path: Path) -> None:
     result = Result("key", digest(SOURCE), "survived", "ci", "", "", 3, 0.5)
     append(tmp_path, replace(result, key="old", digest=digest("x = 1\n")))
@@ -271,6 +278,7 @@ def test_a_verdict_holds_for_one_text_of_a_module(tree: Path, tmp_path: Path) ->
     assert [json.loads(line)["key"] for line in lines] == ["old", "key", "key"]
 
 
+@pytest.mark.nightly
 def test_what_fails_unmutated_kills_nothing(tree: Path, tmp_path: Path) -> None:
     shutil.copytree(tree, tmp_path / "tree")
     (tmp_path / "tree" / "conformance" / "test_toy.py").write_text(TESTS.replace("[2, 2, 3]", "[2, 2, 4]"))

@@ -85,6 +85,7 @@ def test_drawn_inputs_are_what_the_item_takes(item: str) -> None:
     assert not [text for text in found if text.isidentifier()], "an exception that is no refusal"
 
 
+@pytest.mark.nightly
 def test_trials_begin_before_any_test_is_imported() -> None:
     """Settings of a test are made when its module is imported: from then on no profile could change them."""
     code = """
@@ -96,6 +97,7 @@ print([name for name in sys.modules if name.startswith("conformance.") and ".tes
     assert run("-c", code).stdout.strip() == "[]"
 
 
+@pytest.mark.nightly
 def test_a_saboteur_is_killed_by_its_item() -> None:
     result = run("-m", "conformance.assurance.saboteurs", "-k", "CC_MEMORY_ONE_SEQUENCE", "--workers", "1")
     assert result.returncode == 0, result.stdout + result.stderr

@@ -29,7 +29,7 @@ def read(model: PreTrainedModel, call: Any, policy: RetentionPolicy) -> tuple[Te
     """Logits of a prompt's last token and of steps; what was stored in the end."""
     with policy(model) as run, torch.no_grad():
         logits = [call(input_ids=prompt(100)).logits[:, -1:]]
-        for token in torch.split(prompt(4, seed=9), 1, dim=1):
+        for token in torch.split(prompt(2, seed=9), 1, dim=1):
             logits.append(call(input_ids=token, past_key_values=run.cache).logits)
         assert run.cache is not None
         return torch.cat(logits, dim=1), live_sets(run.cache)

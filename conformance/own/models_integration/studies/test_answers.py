@@ -25,7 +25,7 @@ pytestmark = pytest.mark.law("parts-equal-the-whole")
 IN_STEPS = ("caote", "h2o", "rkv", "tova", "triattention")
 SERVED = [name for name in NAMES if not name.startswith(tuple(DIVERSE + name for name in IN_STEPS))]
 """Those that select one by one in each decode step take minutes."""
-LENGTH, BUDGETS, MOST = 220, (150, 180), 12
+LENGTH, BUDGETS, MOST = 220, (150, 180), 6
 Kept = Sequence[list[int]]
 
 
