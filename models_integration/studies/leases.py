@@ -6,7 +6,6 @@ Whoever sees a lease untouched for a minute of its own clock takes the unit over
 
 import hashlib
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -73,7 +72,7 @@ class Leases:
 
         Each one that is given is held, until its row is added.
         """
-        left = list(wanted)
+        every = left = list(wanted)
         while left:
             taken = next((unit for unit in left if self.take(unit)), None)
             if taken is not None:
@@ -85,21 +84,20 @@ class Leases:
             left = [unit for unit in left if unit not in stored]
             if taken is None and left:
                 time.sleep(_PAUSE)
+        for unit in every:  # of who died between storing a row and letting go
+            self._lease(unit).unlink(missing_ok=True)
 
     def take(self, unit: str) -> bool:
         """Whether this worker holds the unit now: nobody has stored it, and nobody alive holds it."""
         if unit in self.stored():
             return False
-        lease, own = (self._results.with_name(f".{self._results.name}-{name}.lease") for name in (unit, self._token))
-        own.write_text(self._token, encoding="ascii")
-        try:
-            os.link(own, lease)
-        except FileExistsError:
+        lease = self._lease(unit)
+        if not self._made(lease):
             if not self._abandoned(lease):
                 return False
-            own.replace(lease)
-        finally:
-            own.unlink(missing_ok=True)
+            lease.unlink(missing_ok=True)
+            if not self._made(lease):
+                return False
         self._held = lease
         # Its last holder may have stored the row and died before it let go.
         if unit in self.stored():
@@ -111,6 +109,17 @@ class Leases:
         added = append_row(self._results, row, self._holds)
         self._release()
         return added
+
+    def _lease(self, unit: str) -> Path:
+        return self._results.with_name(f".{self._results.name}-{unit}.lease")
+
+    def _made(self, lease: Path) -> bool:
+        try:
+            with lease.open("x", encoding="ascii") as file:
+                file.write(self._token)
+        except FileExistsError:
+            return False
+        return True
 
     def _holds(self) -> bool:
         try:
