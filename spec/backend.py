@@ -2,14 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.metadata import entry_points
 from typing import Protocol, runtime_checkable
 
 from spec.arrays import BoolMatrix, BoolVector, IntVector, Matrix, Vector
 from spec.decode import LiveTrunks, TrunkWeights
 from spec.errors import BackendUnavailable, SpecError
 from spec.parameters import CrystalCacheParameters, NestedKVParameters
+from spec.plugins import load, load_own, target_of
 from spec.policy import DeviceArray, Selection
 from spec.records import CoAttention, Dissolution, TrunkGraph, Trunks
 
@@ -266,24 +265,12 @@ def resolve(backend: str | Backend) -> Backend:
         return backend
     if not isinstance(backend, str):
         raise SpecError("backend", backend, "must be a name, 'module:ATTRIBUTE' or a spec.backend.Backend")
-    if backend in BUILT_IN:
-        return _load(backend, BUILT_IN[backend])
-    if ":" in backend:
-        return _load(backend, backend)
-    plugins = {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}
-    if backend in plugins:
-        return _load(backend, plugins[backend])
-    known = ", ".join([*BUILT_IN, *sorted(plugins)])
-    raise SpecError("backend", backend, f"unknown; known here: {known}, or any 'module:ATTRIBUTE'")
-
-
-def _load(name: str, target: str) -> Backend:
-    module, _, attribute = target.partition(":")
+    target = BUILT_IN.get(backend) or target_of("backend", backend, ENTRY_POINTS, BUILT_IN)
     try:
-        found = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        remedy = f"; pip install 'kvspec[{name}]' brings what it needs" if name in BUILT_IN else ""
-        raise BackendUnavailable(f"backend {name!r} ({target}) cannot be loaded here: {error}{remedy}") from error
+        found = (load if backend in BUILT_IN else load_own)(target).value
+    except ImportError as error:
+        remedy = f"; pip install 'kvspec[{backend}]' brings what it needs" if backend in BUILT_IN else ""
+        raise BackendUnavailable(f"backend {backend!r} ({target}) cannot be loaded here: {error}{remedy}") from error
     if not isinstance(found, Backend):
-        raise SpecError("backend", name, f"{target} is a {type(found).__name__}, not a spec.backend.Backend")
+        raise SpecError("backend", backend, f"{target} is a {type(found).__name__}, not a spec.backend.Backend")
     return found

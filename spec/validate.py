@@ -11,8 +11,9 @@ from spec.arrays import BoolVector, IntVector, Matrix, Vector
 from spec.errors import SpecError
 
 __all__ = [
-    "check_attention_inputs", "check_attention_tensors", "check_choices", "check_diversity", "check_keys", "check_lse",
-    "check_penalty", "check_scaling", "check_sentence_ends", "check_shapes", "check_token_ids",
+    "bound_of_names", "check_attention_inputs", "check_attention_tensors", "check_choices", "check_diversity",
+    "check_keys", "check_lse", "check_penalty", "check_scaling", "check_sentence_ends", "check_shapes",
+    "check_token_ids",
 ]
 
 _LISTED_MOST = 12
@@ -27,10 +28,11 @@ def check_choices(argument: str, given: Iterable[str], known: Collection[str]) -
     """
     for name in given:
         if name not in known:
-            raise SpecError(argument, name, _bound_of_names(str(name), known))
+            raise SpecError(argument, name, bound_of_names(str(name), known))
 
 
-def _bound_of_names(name: str, known: Collection[str]) -> str:
+def bound_of_names(name: str, known: Collection[str]) -> str:
+    """What is said to somebody who gave an unknown name: the known ones, or of many those that look like it."""
     if len(known) <= _LISTED_MOST:
         return f"must be one of {', '.join(known)}"
     near = get_close_matches(name.lower(), known, n=3, cutoff=0.5)

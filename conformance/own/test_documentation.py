@@ -34,6 +34,7 @@ NOT_RUN = {
     "kvspec compare --policies crystalcache,streamingllm,fullcache": "takes a minute",
     "kvspec compare --policies snapkv,pyramidkv": "takes a minute",
     "kvspec compare --policies triattention": "takes ten seconds, most of them to import what draws pictures",
+    "kvspec compare --policies mine:POLICY": "needs the page's own file: studies/test_own_names.py runs it",
     "kvspec verify": "judges the reader's own package, for minutes",
 }
 GUIDE = {

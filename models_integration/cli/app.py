@@ -14,9 +14,10 @@ from spec import SPEC_VERSION
 
 __all__ = ["app"]
 
+_YOURS = "Your own: 'module:ATTRIBUTE', or the name of an entry point."
 _TASKS = (
     "Comma-separated: needle, delayed_association; for models of running text needle_in_prose, keys_in_prose_2,"
-    " keys_in_prose_4."
+    f" keys_in_prose_4. {_YOURS}"
 )
 
 app = typer.Typer(
@@ -50,7 +51,8 @@ def compare(
     policies: Annotated[
         str,
         typer.Option(help=f"Comma-separated: {', '.join(POLICIES)}. diverse-NAME is NAME with set-conditioned"
-                     " selection, where it keeps single tokens; snapkv(W=16) is SnapKV with a constant of its own."),
+                     " selection, where it keeps single tokens; snapkv(W=16) is SnapKV with a constant of its own."
+                     f" {_YOURS}"),
     ] = "crystalcache,streamingllm,fullcache",
     budgets: Annotated[str, typer.Option(help="Comma-separated: 0.3 or 30% is a fraction, 512 is tokens.")] = "0.3,0.5",
     tasks: Annotated[str, typer.Option(help=_TASKS)] = (

@@ -217,7 +217,7 @@ class Published(RetentionPolicy):
     tokens by their scores, under its own budgets, with set-conditioned selection; diversity is the paper's lambda.
 
     Args:
-        name: one of `reference.policies.names.NAMES`; CrystalCache, StreamingLLM and FullCache are made by their
+        name: as `policy_from_name`'s; CrystalCache, StreamingLLM and FullCache are made by their
             classes, or by `policy_from_name`.
         budget: a float or text with "." or "%" is a fraction of the prompt in (0, 1]; an int is tokens.
         constants: the policy's own, by the names that reference.policies gives them: `Published("snapkv", 0.25, W=16)`.
@@ -273,7 +273,8 @@ def policy_from_name(name: str, budget: float | int | str | Budget = 0.5, **cons
     parameters is a constant too: `policy_from_name("crystalcache", 0.3, sentence_ends=ends, alpha=0)`.
 
     Args:
-        name: one of `reference.policies.names.NAMES`.
+        name: one of `reference.policies.names.NAMES`; or your own Policy, `module:ATTRIBUTE` or the name of an entry
+            point of `kvspec.policies`.
         budget: a float or text with "." or "%" is a fraction of the prompt in (0, 1]; an int is tokens. The full
             cache has none, whatever is given.
         constants: the policy's own, by name.

@@ -4,9 +4,8 @@ import tomllib
 from typing import Any
 
 from models_integration.policies.methods import check_constants
-from reference.policies.names import NAMES
+from reference.policies.names import check_name
 from spec.errors import SpecError
-from spec.validate import check_choices
 
 __all__ = ["spelled"]
 
@@ -20,7 +19,7 @@ def spelled(text: str) -> tuple[str, dict[str, Any]]:
         SpecError: for a text of another form, an unknown name, or a constant that the policy does not have.
     """
     name, bracket, rest = text.partition("(")
-    check_choices("policy", (name,), NAMES)
+    check_name(name, "policy")
     if bracket and (not rest.endswith(")") or "\n" in rest):
         raise SpecError("policy", text, _FORM)
     try:

@@ -65,8 +65,8 @@ class _Lines:
 
 
 def title_of(task: str) -> str:
-    """A task's name for people."""
-    return TITLES.get(task, task.replace("_", " ").capitalize())
+    """A task's name for people; a user's own as it was given."""
+    return TITLES.get(task, task.replace("_", " ").capitalize() if task.isidentifier() else task)
 
 
 def digest_of(plan: object, *more: str) -> str:

@@ -1,5 +1,6 @@
 """The model that a study is about: a shipped one, or any transformers causal model."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,16 +26,21 @@ from models_integration.policies.spelled import spelled
 from models_integration.tasks import TASKS, Sample, draw_sample
 from models_integration.tasks.chat import bare
 from models_integration.tasks.context import Ground
+from models_integration.tasks.metrics import RIGHT_OR_WRONG
 from models_integration.tasks.prose import read_prose
-from models_integration.tasks.registry import IN_PROSE, resolve_task
+from models_integration.tasks.registry import IN_PROSE, own_task, resolve_task
 from reference.calibration import Calibration
+from reference.policies.names import NAMES, own_policy
 from spec.errors import SpecError
 from spec.validate import check_choices
 
-__all__ = ["ATTENTION", "AUTO", "COMPARED", "DTYPES", "SHIPPED", "Loading", "Subject"]
+__all__ = [
+    "ATTENTION", "AUTO", "COMPARED", "DTYPES", "SHIPPED", "Loading", "Subject", "check_compared", "policy_in_rows",
+    "task_in_rows", "versioned",
+]
 
 COMPARED = (*TASKS, *IN_PROSE)
-"""Tasks with one fact to keep, whose answer is right or wrong."""
+"""Our tasks with one fact to keep, whose answer is right or wrong."""
 SHIPPED = {"pocket": ASSETS, "chat": CHAT_ASSETS}
 AUTO = "auto"
 DTYPES = (AUTO, "float32", "bfloat16", "float16", "float64")
@@ -70,15 +76,20 @@ class Subject:
         return Ground(self.tokenizer, read_prose(self.tokenizer), bare(self.tokenizer))
 
     def sample(self, task: str, length: int, index: int, seed: int) -> Sample:
-        """The sample of one of COMPARED; of the tasks in prose, of this model's tokenizer.
+        """The sample of one of COMPARED, or of a user's own task, whose first sample must be like theirs.
 
         Raises:
-            SpecError: for an unknown task, a length that does not hold it, or a negative seed.
+            SpecError: for an unknown task, a length that does not hold it, or a negative seed; for a sample of several
+                facts, of none, or whose answer can be right in part.
         """
-        check_choices("task", (task,), COMPARED)
         if task in TASKS:
             return draw_sample(task, self.tokenizer, length, index, seed)
-        return resolve_task(task)(self.ground, length, index, seed)[0]
+        make = resolve_task(task) if task in COMPARED else own_task(task, COMPARED)
+        sample = make(self.ground, length, index, seed)[0]
+        if len(sample.evidence) != 1 or sample.metric not in RIGHT_OR_WRONG:
+            bound = f"must have one span of evidence and a metric of {', '.join(RIGHT_OR_WRONG)}"
+            raise SpecError("task", task, f"{bound}; kvspec study takes any")
+        return sample
 
     def policy(self, text: str, budget: int | str) -> RetentionPolicy:
         """A policy as text, with those of this model's sentence ends, backend and calibration that it takes.
@@ -94,6 +105,43 @@ class Subject:
         constants = {key: value for key, value in offered.items() if key in known} | constants
         policy = policy_from_name(name, budget, **constants)
         return policy.knowing(self.identity) if isinstance(policy, Published) and "calibration" in known else policy
+
+
+def check_compared(tasks: Iterable[str]) -> None:
+    """Each is one of COMPARED or a user's own.
+
+    Raises:
+        SpecError: otherwise; as `own_task`.
+    """
+    for task in tasks:
+        task_in_rows(task)
+
+
+def task_in_rows(task: str) -> str:
+    """What rows of results call a compared task: a user's own with the digest of its module's file.
+
+    Raises:
+        SpecError: for an unknown task; as `own_task`.
+    """
+    return task if task in COMPARED else versioned(task, own_task(task, COMPARED).digest)
+
+
+def policy_in_rows(text: str, calibration: Calibration | None = None) -> str:
+    """What rows of results call a policy: with the digest of the statistics that it goes by, or of its module's file.
+
+    Raises:
+        SpecError: as `spelled`.
+    """
+    name, _ = spelled(text)
+    if name not in NAMES:
+        return versioned(text, own_policy(name).digest)
+    used = calibration is not None and "calibration" in constants_of(name)
+    return versioned(text, calibration.digest) if calibration is not None and used else text
+
+
+def versioned(name: str, digest: str) -> str:
+    """A name of what may change behind it."""
+    return f"{name}@{digest}"
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,13 @@ from typing import TypeAlias
 
 from spec.validate import check_choices
 
-__all__ = ["CONTAINS", "FIRST_NUMBER", "METRICS", "STRING_MATCH_ALL", "is_exact_match", "judge"]
+__all__ = [
+    "CONTAINS", "FIRST_NUMBER", "METRICS", "RIGHT_OR_WRONG", "STRING_MATCH_ALL", "is_exact_match", "judge",
+]
 
 FIRST_NUMBER, CONTAINS, STRING_MATCH_ALL = "first number", "contains", "string_match_all"
+RIGHT_OR_WRONG = (FIRST_NUMBER, CONTAINS)
+"""Metrics of one answer, which is greedily right where it is the most likely token by token."""
 _NUMBER = re.compile(r"[+-]?[^\W_]*\d[^\W_]*(?:[.,]\d+)*")
 """A number with all that is written as one with it: letters, a sign, thousands, decimals."""
 _CONTROL = re.compile(r"[\x00-\x1f]")

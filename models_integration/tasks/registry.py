@@ -1,5 +1,5 @@
 """Tasks by name: ours, RULER v1's in two dialects, files of benchmarks as `ruler-file:PATH` (or `scbench-file`,
-`scbench-turns-file`, `longbench-file`), and the user's own as `module:ATTRIBUTE`, of one file like this:
+`scbench-turns-file`, `longbench-file`), and the user's own as `module:ATTRIBUTE` or an entry point of ENTRY_POINTS:
 
     from models_integration.tasks.context import joined
 
@@ -7,14 +7,13 @@
         name = str(ground.rng(length, index, seed).choice(["red", "blue"]))
         fact, filler = ground.encode(f"\\nThe door is {name}."), ground.encode("\\nThe house is old." * 20)
         text = joined(ground, length, index, seed, [fact, filler])
-        return [ground.sample(text.ids, "Which colour?", "The door is", name, text.spans[:1], task="colour")]
+        about = {"task": "colour", "metric": "contains"}
+        return [ground.sample(text.ids, "Which colour?", "The door is", name, text.spans[:1], **about)]
 """
 
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 
 from models_integration.tasks.context import Ground, Maker
@@ -31,9 +30,11 @@ from models_integration.tasks.samples import Sample
 from models_integration.tasks.turns import in_turns
 from models_integration.tasks.variable_tracking import variable_tracking_samples
 from spec.errors import SpecError
+from spec.plugins import find_plugin
 
-__all__ = ["BUILT_IN", "CHAINS", "FILES", "IN_PROSE", "QUESTIONS", "Task", "resolve_task"]
+__all__ = ["BUILT_IN", "CHAINS", "ENTRY_POINTS", "FILES", "IN_PROSE", "QUESTIONS", "Task", "own_task", "resolve_task"]
 
+ENTRY_POINTS = "kvspec.tasks"
 QUESTIONS, CHAINS = 5, 2
 """Questions on one context, where a task has several; a question about a chain needs five lines of its own."""
 
@@ -46,11 +47,13 @@ class Task:
         name: what it was asked for as.
         make: what makes the samples of one context; a pure function of its arguments.
         of_file: whether contexts are a file's, and may be shorter than what is asked for.
+        digest: of the file of a user's own module.
     """
 
     name: str
     make: Maker
     of_file: bool = False
+    digest: str = ""
 
     def __call__(self, ground: Ground, length: int, index: int, seed: int) -> tuple[Sample, ...]:
         """The samples of context number `index`, which have one context of `length` tokens; of a file at most so many.
@@ -106,34 +109,28 @@ IN_PROSE = ("needle_in_prose", "keys_in_prose_2", "keys_in_prose_4")
 
 
 def resolve_task(name: str) -> Task:
-    """A task of `BUILT_IN`; `KIND:PATH`, a file of a kind of `FILES`; or `module:ATTRIBUTE`, a function like those of
-    `BUILT_IN`, of a module that is installed or lies here.
+    """A task of `BUILT_IN`; `KIND:PATH`, a file of a kind of `FILES`; or a user's own.
 
     Raises:
-        SpecError: for an unknown name, a file that is not as its kind describes it, a module that cannot be imported,
-            and an attribute that is no function.
+        SpecError: for a file that is not as its kind describes it; as `own_task`.
     """
     if name in BUILT_IN:
         return Task(name, BUILT_IN[name])
-    module, colon, attribute = name.partition(":")
-    if not colon:
-        known = f"{', '.join(BUILT_IN)}, any 'module:ATTRIBUTE', or PATH of {', '.join(FILES)} as 'KIND:PATH'"
-        raise SpecError("task", name, f"unknown; known here: {known}")
-    if module in FILES:
-        return Task(name, FILES[module](Path(attribute)), of_file=True)
-    found = _imported(name, module, attribute)
-    if not callable(found):
-        raise SpecError("task", name, f"must be a function of ground, length, index, seed; is {type(found).__name__}")
-    return Task(name, found)
+    kind, _, path = name.partition(":")
+    if kind in FILES:
+        return Task(name, FILES[kind](Path(path)), of_file=True)
+    return own_task(name, BUILT_IN)
 
 
-def _imported(name: str, module: str, attribute: str) -> object:
-    """The attribute; modules of the current folder are found as `python -m` finds them."""
-    here = str(Path.cwd())
-    sys.path.insert(0, here)
-    try:
-        return getattr(import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise SpecError("task", name, f"cannot be loaded: {error}") from error
-    finally:
-        sys.path.remove(here)
+def own_task(name: str, known: Collection[str]) -> Task:
+    """A user's function like those of `BUILT_IN`: `module:ATTRIBUTE`, of a module that is installed or lies here, or
+    the name of an entry point; `known` are the names beside them.
+
+    Raises:
+        SpecError: for an unknown name, a module that cannot be loaded, and an attribute that is no function.
+    """
+    found = find_plugin("task", name, ENTRY_POINTS, known)
+    if not callable(found.value):
+        kind = type(found.value).__name__
+        raise SpecError("task", name, f"must be a function of ground, length, index, seed; is {kind}")
+    return Task(name, found.value, digest=found.digest)

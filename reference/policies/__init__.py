@@ -23,6 +23,7 @@ from reference.policies.nestedkv import (
 from reference.policies.pyramidkv import pyramidkv, pyramidkv_described
 from reference.policies.retain import retain
 from reference.policies.rkv import rkv
+from reference.policies.scored import policy_from_score
 from reference.policies.snapkv import snapkv
 from reference.policies.streaming_llm import streaming_llm
 from reference.policies.tova import tova
@@ -32,8 +33,7 @@ from reference.policies.turns import retain_turn
 __all__ = [
     "adakv", "advance", "advance_turn", "caote", "chunkkv", "chunkkv_described", "crystalcache", "defensivekv",
     "diverse", "epicache", "eviction_budget", "expected_attention", "full_cache", "h2o", "h2o_described", "keydiff",
-    "knorm", "nestedkv",
-    "nestedkv_without_adaptive", "nestedkv_without_both", "nestedkv_without_continuum", "pyramidkv",
-    "pyramidkv_described", "retain", "retain_turn", "rkv", "scheduled", "snapkv", "start", "streaming_llm", "tova",
-    "toward_mean_values", "triattention", "with_adaptive_budgets",
+    "knorm", "nestedkv", "nestedkv_without_adaptive", "nestedkv_without_both", "nestedkv_without_continuum",
+    "policy_from_score", "pyramidkv", "pyramidkv_described", "retain", "retain_turn", "rkv", "scheduled", "snapkv",
+    "start", "streaming_llm", "tova", "toward_mean_values", "triattention", "with_adaptive_budgets",
 ]

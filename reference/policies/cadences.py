@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from reference.policies.retain import chosen, tokens_of
+from reference.policies.shown import shown_to
 from spec.arrays import BoolVector, IntMatrix
 from spec.budget import Budget
 from spec.errors import SpecError
@@ -24,7 +25,7 @@ def start(policy: Policy, budget: Budget, observation: Observation) -> tuple[Ret
     scorer = _running(policy)
     protected = policy.protection(observation.seen)
     B = tokens_of(policy, budget, observation.seen)
-    scores = scorer(replace(observation, B=B), protected)
+    scores = scorer(replace(shown_to(scorer.needs, observation), B=B), protected)
     slots = _rectangular(chosen(policy, B, scores, protected), policy)
     return _retention(slots, observation.seen, policy), Running(slots, scorer.keep(scores.carry, slots))
 
@@ -68,8 +69,8 @@ def _grown(
     """What is live with the new tokens, its scores, and the budget."""
     seen, groups = observation.seen, len(running.live)
     live = np.column_stack([running.live, np.tile(np.arange(seen - tokens, seen), (groups, 1))])
-    B = tokens_of(policy, budget, seen)
-    return live, _running(policy).step(running.records, replace(observation, B=B)), B
+    B, scorer = tokens_of(policy, budget, seen), _running(policy)
+    return live, scorer.step(running.records, replace(shown_to(scorer.needs, observation), B=B)), B
 
 
 def _cut(policy: Policy, B: int, live: IntMatrix, scores: Scores, seen: int) -> tuple[Retention, Running]:

@@ -6,12 +6,16 @@ from inspect import signature
 from typing import Any
 
 from reference import policies
+from spec.errors import SpecError
+from spec.plugins import Plugin, find_plugin
 from spec.policy import Policy
-from spec.validate import check_choices
 
 __all__ = [
-    "DIVERSE", "NAMES", "POLICIES", "NamedPolicy", "check_name", "constants_of", "constants_of_model", "make_policy",
+    "DIVERSE", "ENTRY_POINTS", "NAMES", "POLICIES", "NamedPolicy", "check_name", "constants_of", "constants_of_model",
+    "make_policy", "own_policy",
 ]
+
+ENTRY_POINTS = "kvspec.policies"
 
 DIVERSE = "diverse-"
 """Before a name: the same policy under set-conditioned selection, with the constants `diversity` and `signature`."""
@@ -73,26 +77,43 @@ full cache selects nothing.
 """
 
 NAMES = (*POLICIES, *(DIVERSE + name for name, policy in POLICIES.items() if policy.diverse))
-"""All names."""
+"""All names of ours; a user's own policy is `module:ATTRIBUTE`, or an entry point of ENTRY_POINTS."""
 
 
-def check_name(name: str) -> str:
-    """A name of a policy, or DIVERSE and the name of one that keeps single tokens.
+def check_name(name: str, argument: str = "name") -> str:
+    """A name of a policy, of NAMES or a user's own.
 
     Raises:
-        SpecError: for another name; those that look like it are named.
+        SpecError: for another name, by `argument`, where those that look like it are named; as `own_policy`.
     """
-    check_choices("name", (name,), NAMES)
+    if name not in NAMES:
+        own_policy(name, argument)
     return name
 
 
+def own_policy(name: str, argument: str = "name") -> Plugin:
+    """A user's own policy.
+
+    Raises:
+        SpecError: for an unknown name, what cannot be loaded, or what is no Policy.
+    """
+    found = find_plugin(argument, name, ENTRY_POINTS, NAMES)
+    if not isinstance(found.value, Policy):
+        kind = type(found.value).__name__
+        bound = f"must be a spec.policy.Policy, as reference.policies.policy_from_score makes one; is a {kind}"
+        raise SpecError(argument, name, bound)
+    return found
+
+
 def constants_of(name: str) -> frozenset[str]:
-    """The constants that a caller may give for this name.
+    """The constants that a caller may give for this name; a user's own policy has none.
 
     Raises:
         SpecError: as `check_name`.
     """
-    constants = POLICIES[check_name(name).removeprefix(DIVERSE)].constants
+    if check_name(name) not in NAMES:
+        return frozenset()
+    constants = POLICIES[name.removeprefix(DIVERSE)].constants
     return constants | _DIVERSITY if name.startswith(DIVERSE) else constants
 
 
@@ -102,7 +123,7 @@ def constants_of_model(name: str) -> frozenset[str]:
     Raises:
         SpecError: as `check_name`.
     """
-    return POLICIES[check_name(name).removeprefix(DIVERSE)].of_model
+    return POLICIES[name.removeprefix(DIVERSE)].of_model if check_name(name) in NAMES else frozenset()
 
 
 def make_policy(name: str, constants: Mapping[str, Any]) -> Policy:
@@ -112,7 +133,11 @@ def make_policy(name: str, constants: Mapping[str, Any]) -> Policy:
         SpecError: as `check_name`; for a value that the policy does not admit.
         BackendUnavailable: when a backend cannot run here, or lacks what the policy needs.
     """
-    row = POLICIES[check_name(name).removeprefix(DIVERSE)]
+    if name not in NAMES:
+        own = own_policy(name).value
+        assert isinstance(own, Policy)
+        return own
+    row = POLICIES[name.removeprefix(DIVERSE)]
     if not name.startswith(DIVERSE):
         return row.make(**row.decided, **constants)
     taken = row.constants | row.of_model

@@ -7,6 +7,7 @@ import numpy as np
 
 from reference.policies.crystalcache import CrystalRecords, crystal_retention
 from reference.policies.selectors import touched_units
+from reference.policies.shown import shown_to
 from spec.arrays import BoolVector
 from spec.budget import Budget
 from spec.errors import SpecError
@@ -42,6 +43,7 @@ def retain_each(
         SpecError: as `retain`.
     """
     protected, scores, found = policy.protection(observation.seen), None, []
+    observation = shown_to(policy.scorer.needs, observation)
     for B in (tokens_of(policy, budget, observation.seen) for budget in budgets):
         if scores is None or policy.scorer.needs.budget:
             scores = policy.scorer(replace(observation, B=B), protected)

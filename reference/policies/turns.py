@@ -7,6 +7,7 @@ import numpy as np
 
 from reference.policies.retain import chosen, tokens_of
 from reference.policies.selectors import touched_units
+from reference.policies.shown import shown_to
 from spec.arrays import BoolVector, Int64, IntVector
 from spec.budget import Budget
 from spec.errors import SpecError
@@ -39,7 +40,7 @@ def retain_turn(
     B, protected = tokens_of(policy, budget, seen), policy.protection(seen)
     marks = [protected[own] for own in live]
     parts = [
-        policy.scorer(replace(one, B=B, positions=own), mark)
+        policy.scorer(replace(shown_to(policy.scorer.needs, one), B=B, positions=own), mark)
         for one, own, mark in zip(shown, live, marks, strict=False)
     ]
     if len(parts) == 1:

@@ -6,14 +6,14 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
-from models_integration.policies.methods import CustomPolicy, RetentionPolicy, StreamingLLM, constants_of
+from models_integration.policies.methods import CustomPolicy, RetentionPolicy, StreamingLLM
 from models_integration.policies.spelled import spelled
 from models_integration.session.method import Method
 from models_integration.studies.answers import SAMPLES, Asked, Key, Run
 from models_integration.studies.compare.rules import CONTROL_BOUNDS, only_needle, without_needle
 from models_integration.studies.leases import taken_up
 from models_integration.studies.results import Row, find_row, load_rows
-from models_integration.studies.subject import COMPARED, Subject
+from models_integration.studies.subject import Subject, check_compared, policy_in_rows, task_in_rows
 from models_integration.tasks import PLACEMENTS, TASKS, Sample, needle_sample
 from models_integration.tasks.samples import DELAYED_ASSOCIATION, NEEDLE
 from reference.crystalcache.protection import effective_budget
@@ -54,7 +54,7 @@ class Plan:
     def __post_init__(self) -> None:
         for policy in self.policies:
             spelled(policy)
-        check_choices("task", self.tasks, COMPARED)
+        check_compared(self.tasks)
         check_choices("placement", (self.placement,), PLACEMENTS)
         for budget in self.budgets:
             parse_budget(budget)
@@ -147,7 +147,7 @@ def run_cells(run: Run, wanted: Sequence[Cell]) -> list[Row]:
             own[keys[cell]] = methods[cell] if cell in methods else _control(cell, sample).on(subject.model)
         return found.values()
 
-    said = run.task(task, n, asked)
+    said = run.task(task_in_rows(task), n, asked)
     rows = [_row(subject, cell, [each[key] for each in said]) for cell, key in keys.items()]
     result_table(rows)
     return rows
@@ -166,11 +166,11 @@ def _row(subject: Subject, cell: Cell, said: Sequence[Row]) -> Row:
 
 
 def _identity(subject: Subject, cell: Cell) -> dict[str, str | int | bool]:
-    """What a stored row must share; a policy that goes by statistics is named with their digest."""
+    """What a stored row must share."""
     identity = cell.identity(subject.name, subject.backend)
-    if subject.calibration is not None and not cell.control and "calibration" in constants_of(spelled(cell.policy)[0]):
-        identity["policy"] = f"{cell.policy}@{subject.calibration.digest}"
-    return identity
+    if not cell.control:
+        identity["policy"] = policy_in_rows(cell.policy, subject.calibration)
+    return {**identity, "task": task_in_rows(cell.task)}
 
 
 def _sample(subject: Subject, cell: Cell, index: int, depth: float | None) -> Sample:

@@ -109,7 +109,7 @@ def write_report(rows: Sequence[Row], out: Path, plan: Plan, subject: Subject) -
     publish_readable(written[0], csv_text([{**row, **_interval(row)} for row in rows]).encode())
     publish_readable(written[1], "\n".join(pages).encode())
     for task in dict.fromkeys(row["task"] for row in measured):
-        picture = out / f"{stem}-{task}.png"
+        picture = out / f"{stem}-{task.replace(':', '.')}.png"
         draw([row for row in measured if row["task"] == task], picture, f"{title_of(task)}: {about}")
         written.append(picture)
     return written

@@ -20,15 +20,13 @@ from models_integration.studies.evidence.kept import BLIND, FULL, Prompt
 from models_integration.studies.results import Row
 from models_integration.studies.subject import Subject
 from models_integration.tasks import Sample, score
-from models_integration.tasks.metrics import CONTAINS, FIRST_NUMBER
+from models_integration.tasks.metrics import RIGHT_OR_WRONG
 from spec.arrays import BoolVector, Float64, Int64, IntVector, Matrix
 from spec.policy import LayerView, Needs
 from spec.retention import Granularity, Retention
 
 __all__ = ["Said", "answer_attention", "evidence_kept", "lost_attention", "measure", "said"]
 
-_SINGLE = (FIRST_NUMBER, CONTAINS)
-"""Metrics of one answer, which is greedily right where it is the most likely token by token."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +169,7 @@ class _Reader:
         right: Sequence[float | None] = [row.exact for row in each]
         if not self._evidence.any() and not self._sample.references:
             right = [None] * len(each)
-        elif self._sample.metric not in _SINGLE:
+        elif self._sample.metric not in RIGHT_OR_WRONG:
             shown.cache.crop(1 - len(self._gold))
             first = torch.stack([row.logits[0] for row in each])
             forward, stop = onward(self._subject.model, shown.cache), self._subject.stop_ids

@@ -2,12 +2,14 @@
 
 import hashlib
 import tomllib
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from models_integration.policies.spelled import spelled
 from models_integration.studies.evidence.kept import CONTROLS, EVIDENCE, RANDOM
+from models_integration.studies.subject import policy_in_rows, versioned
 from models_integration.tasks import PLACEMENTS
 from models_integration.tasks.registry import resolve_task
 from reference.calibration import Calibration, load_calibration
@@ -73,7 +75,7 @@ class Rules:
             made to decide at the prompt's end alone, and says so: `h2o@prompt`.
         budgets: of every policy and of the controls; without any, full cache and blind run alone.
         calibration: a file of `kvspec calibrate --study`, beside the rules; "" for none.
-        digest: SHA-256 of the file, hexadecimal; in every row.
+        digest: SHA-256 of the file, hexadecimal, and of the user's own modules that it names; in every row.
 
     Raises:
         SpecError: for an unknown name, a number below 1, a list with nothing in it, or a claim about what is not run.
@@ -163,8 +165,19 @@ def load_rules(path: Path) -> Rules:
     claims, stages = (
         tuple(_made(kind, entry) for entry in read.get(name, ())) for name, kind in (("claim", Claim), ("stage", Stage))
     )
-    digest = hashlib.sha256(data).hexdigest()
-    return _made(Rules, {**read["study"], "claims": claims, "stages": stages, "digest": digest})
+    rules = _made(Rules, {**read["study"], "claims": claims, "stages": stages, "digest": ""})
+    return replace(rules, digest=hashlib.sha256(b"\0".join([data, *_own(rules)])).hexdigest())
+
+
+def _own(rules: Rules) -> Iterator[bytes]:
+    """The user's own policies and tasks, with the digests of their modules' files."""
+    for policy in rules.policies:
+        text = policy.removesuffix(AT_PROMPT)
+        if (named := policy_in_rows(text)) != text:
+            yield named.encode()
+    for task in rules.tasks:
+        if digest := resolve_task(task).digest:
+            yield versioned(task, digest).encode()
 
 
 def _made(kind: type[T], given: dict[str, Any]) -> T:

@@ -10,7 +10,7 @@ from models_integration.session.method import Method
 from models_integration.studies.answers import SAMPLES, Asked, Key, Run
 from models_integration.studies.leases import taken_up
 from models_integration.studies.results import Row
-from models_integration.studies.subject import COMPARED, Subject
+from models_integration.studies.subject import Subject, check_compared, task_in_rows
 from models_integration.tasks import TASKS
 from reference.crystalcache.protection import effective_budget
 from reference.statistics import wilson
@@ -63,7 +63,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         check_choices("grid", (self.grid,), GRIDS)
-        check_choices("task", self.tasks, COMPARED)
+        check_compared(self.tasks)
         parse_budget(self.budget)
         if self.samples < 1:
             raise SpecError("samples", self.samples, "must be at least 1")
@@ -76,9 +76,10 @@ class Plan:
     def identity(self, variant: str, task: str, subject: Subject) -> dict[str, str | int]:
         """What a stored row must share to answer the same question."""
         return {
-            "grid": self.grid, "variant": variant, "parameters": repr(GRIDS[self.grid][variant]), "task": task,
-            "length": self.length, "budget_requested": self.budget, "budget": self.tokens, "n": self.samples,
-            "seed": self.seed, "model": subject.name, "backend": subject.backend, "spec_version": SPEC_VERSION,
+            "grid": self.grid, "variant": variant, "parameters": repr(GRIDS[self.grid][variant]),
+            "task": task_in_rows(task), "length": self.length, "budget_requested": self.budget, "budget": self.tokens,
+            "n": self.samples, "seed": self.seed, "model": subject.name, "backend": subject.backend,
+            "spec_version": SPEC_VERSION,
         }
 
 
@@ -112,7 +113,7 @@ def run_variants(run: Run, plan: Plan, task: str, variants: Sequence[str]) -> li
     def asked(index: int) -> list[Asked]:
         return [(subject.sample(task, plan.length, index, plan.seed), methods)]
 
-    said = run.task(task, plan.samples, asked)
+    said = run.task(task_in_rows(task), plan.samples, asked)
     return [_row(subject, plan, task, key.policy, [each[key] for each in said]) for key in methods]
 
 

@@ -79,8 +79,8 @@ def write_report(rows: Sequence[Row], out: Path, plan: Plan, model: str, title: 
     written = [out / f"{stem}{suffix}" for suffix in texts]
     for path, text in zip(written, texts.values(), strict=True):
         publish_readable(path, text.encode())
-    for task in plan.tasks:
-        picture = out / f"{stem}-{task}.png"
+    for task in dict.fromkeys(row["task"] for row in rows):
+        picture = out / f"{stem}-{task.replace(':', '.')}.png"
         draw([row for row in rows if row["task"] == task], picture, f"{title_of(task)}. {title}")
         written.append(picture)
     return written

@@ -225,7 +225,7 @@ def test_policies_of_rules_may_have_constants(tmp_path: Path) -> None:
         ("contexts = 4", 'contexts = "4"', "type int"), ("contexts = 4", "context = 4", "missing or unknown"),
         ("[1024]", "[]", "at least one"), ("[study]", "[studies]", "nothing else"), ("[[claim]]", "claim", "TOML"),
         ('["0.3"]', '["much"]', "budget"), ('["streamingllm"]\nb', '["stream"]\nb', "streamingllm"),
-        ('"prose_continuation"]', '"poetry"]', "prose_continuation"),
+        ('"prose_continuation"]', '"prose_continuing"]', "did you mean prose_continuation"),
         ('"after", "in_prompt"', '"paper"', "placements"), ('["streamingllm"]\nb', '["fullcache"]\nb', "policies"),
         ("[study]", '[[stage]]\nname = "D"\npolicy = "snapkv"\n[study]', "stage 'D': policy"),
         ('["streamingllm"]\nb', '["streamingllm(N=1)"]\nb', "N = 1: streamingllm has the constants N_sink"),

@@ -1,0 +1,129 @@
+"""A policy from a scoring function, and what a scorer reads without having asked for it."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from conformance.assurance.strategies.policy_cases import decided, drawn, observation
+from reference import policies
+from reference.policies import policy_from_score
+from reference.policies.protections import SinkAndRecent
+from spec.budget import Budget
+from spec.errors import SpecError
+from spec.policy import Cadence, Needs, Observation
+from spec.retention import Granularity
+
+pytestmark = [pytest.mark.spec("PO-RETAIN"), pytest.mark.usefixtures("reference_items")]
+
+Array = np.ndarray[Any, Any]
+INPUTS = drawn(5, n=14, L=2, heads=(3, 2))
+ROWS = {Granularity.MODEL: 1, Granularity.LAYER: 2, Granularity.HEAD: 6}
+
+
+def value_norms(seen: Observation) -> Array:
+    found = np.concatenate([np.linalg.norm(np.asarray(view.v), axis=2) for view in seen.layers.values()])
+    return found[:: len(found) // seen.groups]
+
+
+@pytest.mark.parametrize("granularity", list(Granularity))
+def test_the_best_scores_stay_beside_what_is_protected(granularity: Granularity) -> None:
+    policy = policy_from_score(value_norms, granularity=granularity, protection=SinkAndRecent(1, 2))
+    heads = [head for view in INPUTS.layers for head in np.asarray(view.v)][:: 6 // ROWS[granularity]]
+    expected = []
+    for head in heads:
+        order = sorted(range(1, 12), key=lambda at: -sum(float(x) ** 2 for x in head[at]))
+        expected.append(sorted([0, 12, 13, *order[:4]]))
+    assert decided(policy, INPUTS, 7) == expected
+    assert decided(policy, INPUTS, 1) == [[0, 12, 13]] * len(expected)
+    assert policy.name == "value_norms"
+
+
+def test_heads_may_compete_under_adaptive_budgets() -> None:
+    policy = policies.with_adaptive_budgets(policy_from_score(value_norms))
+    kept = decided(policy, INPUTS, 5)
+    assert [sum(map(len, kept[first : first + 3])) for first in (0, 3)] == [15, 15]
+    assert len({len(group) for group in kept}) > 1
+
+
+@pytest.mark.parametrize(
+    "score",
+    [
+        lambda seen: value_norms(seen)[:-1], lambda seen: value_norms(seen)[:, 1:], lambda seen: value_norms(seen)[0],
+        lambda seen: value_norms(seen).astype(str), lambda seen: value_norms(seen) + 1j, lambda seen: None,
+        lambda seen: np.where(np.arange(14) == 6, np.nan, value_norms(seen)),
+    ],
+)
+def test_what_is_no_score_is_refused(score: Callable[[Observation], Array]) -> None:
+    with pytest.raises(SpecError) as caught:
+        decided(policy_from_score(score), INPUTS, 5)
+    assert caught.value.argument == "score"
+
+
+def test_a_protected_token_needs_no_score() -> None:
+    nowhere = policy_from_score(
+        lambda seen: np.where(np.arange(14) == 0, np.nan, value_norms(seen)), protection=SinkAndRecent(1, 0)
+    )
+    everywhere = replace(nowhere, scorer=policy_from_score(value_norms).scorer)
+    assert decided(nowhere, INPUTS, 3) == decided(everywhere, INPUTS, 3)
+
+
+def first(seen: Observation) -> Any:
+    return seen.layers[0]
+
+
+READS: dict[str, tuple[Needs, Callable[[Observation], object]]] = {
+    "norm": (Needs("all"), lambda seen: np.linalg.norm(first(seen).v, axis=2)),
+    "shape": (Needs("all"), lambda seen: first(seen).v.shape),
+    "slice": (Needs("all"), lambda seen: first(seen).v[0]),
+    "product": (Needs("all"), lambda seen: first(seen).v * 2),
+    "other side": (Needs("all"), lambda seen: first(seen).k @ first(seen).v),
+    "sign": (Needs("all"), lambda seen: -first(seen).v),
+    "loop": (Needs("all"), lambda seen: list(first(seen).v)),
+    "q": (Needs("all", values=True), lambda seen: first(seen).q[:, -1:]),
+    "layers": (Needs("none"), lambda seen: [view.k for view in seen.layers.values()]),
+    "token_ids": (Needs("all"), lambda seen: np.asarray(seen.token_ids)),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_what_the_needs_do_not_ask_for_is_missed_by_name(read: str) -> None:
+    """Although the observation has it: a session would not have captured it."""
+    needs, score = READS[read]
+    policy = policy_from_score(score, needs=needs)  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match=r"whose needs do not ask for it: Needs\(") as caught:
+        decided(policy, INPUTS, 5)
+    assert caught.value.argument == (read if read in ("q", "layers", "token_ids") else "v")
+
+
+@pytest.mark.spec("PO-STEP", "PO-TURN")
+def test_turns_and_steps_show_no_more_than_prompts() -> None:
+    shown = observation(policies.knorm(), INPUTS)
+    blind = policy_from_score(value_norms, needs=Needs("all"))
+    steps = replace(policies.tova(), cadence=Cadence(1))
+    steps = replace(steps, scorer=replace(steps.scorer, score=lambda view: np.asarray(view.v)[:, :, 0]))  # type: ignore[type-var]
+    for run in (
+        lambda: policies.retain_turn(blind, Budget(count=5), [np.arange(14)] * 6, [shown], 3),
+        lambda: policies.start(steps, Budget(count=5), shown),
+    ):
+        with pytest.raises(SpecError) as caught:
+            run()
+        assert caught.value.argument == "v"
+
+
+@pytest.mark.spec("PO-TURN")
+def test_a_separable_score_serves_sets_that_store_other_tokens() -> None:
+    policy = policy_from_score(value_norms, separable=True)
+    v = np.asarray(INPUTS.layers[0].v)
+    live = [np.array([0, 2, 3, 5, 13]), np.array([1, 2, 13])]
+    shown = [
+        Observation(14, 1, None, {0: replace(INPUTS.layers[0], k=v[head : head + 1, own], v=v[head : head + 1, own])})
+        for head, own in enumerate(live)
+    ]
+    kept = policies.retain_turn(policy, Budget(count=2), live, shown, 2)
+    for head, own in enumerate(live):
+        best = sorted(own, key=lambda at: -np.linalg.norm(v[head, at]))[:2]
+        assert kept.group(head).tolist() == sorted(best)
+    assert policy_from_score(value_norms).scorer.separable is False  # type: ignore[attr-defined]
