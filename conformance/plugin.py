@@ -8,6 +8,7 @@
     --kvspec-profile few|dev|ci|nightly how many examples; default KVSPEC_PROFILE, ci where CI=true, else dev; few, a
                                         dozen of a property's and every twentieth of a long loop's, is for kernels:
                                         interpreted, a case takes up to a second, and compiled, each shape compiles
+    --kvspec-policy module:ATTRIBUTE    the policy that conformance.policy_suite judges by what it promises
     --kvspec-exceptions FILE.toml       known failures of a third party: conformance/exceptions.py
 
 `spec` is imported inside functions: jaxtyping's checks must hook it before its first import, and this module is
@@ -55,6 +56,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--kvspec-timeout", type=float, metavar="SECONDS", default=60.0, help="of one answer of the engine")
     group.addoption("--kvspec-precision", choices=("float64", "float32"), help="what the backend's S1 computes in")
     group.addoption("--kvspec-profile", choices=PROFILES, help="how many examples each property sees")
+    group.addoption("--kvspec-policy", metavar="NAME", help="whose promises conformance.policy_suite tests")
     group.addoption("--kvspec-exceptions", metavar="FILE.toml", help="known failures, each with a reason")
 
 

@@ -6,15 +6,17 @@ any budgets, any selector over any scores. `reference.policies` holds the defini
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, get_args, runtime_checkable
 
 from spec.arrays import BoolVector, Cube, Float64, Int64, IntMatrix, IntVector, Matrix
 from spec.errors import SpecError
 from spec.retention import Granularity
+from spec.validate import check_choices
 
 __all__ = [
-    "SEGMENT_END", "Budgets", "Cadence", "DeviceArray", "LayerView", "Needs", "Observation", "Policy", "Protection",
-    "Running", "RunningScorer", "Scorer", "Scores", "Selection", "Selector", "SeparableScorer",
+    "NOTHING_PROMISED", "SEGMENT_END", "Budgets", "Cadence", "DeviceArray", "LayerView", "Needs", "Observation",
+    "Policy", "Promises", "Protection", "Running", "RunningScorer", "Scorer", "Scores", "Selection", "Selector",
+    "SeparableScorer",
 ]
 
 # A NumPy array, or a tensor already on the backend's device.
@@ -189,6 +191,32 @@ class RunningScorer(Scorer, Protocol):
         ...
 
 
+Promised = Literal["yes", "no", "N/A"]
+
+
+@dataclass(frozen=True)
+class Promises:
+    """What a policy promises: the columns of the table in spec/policies.md. The default is that it does not.
+
+    conformance.policy_suite tests each "yes" on drawn inputs. "N/A" is what makes no sense for the policy.
+    """
+
+    budget_exact: Promised = "no"
+    protection_holds: Promised = "no"
+    no_op_at_full_budget: Promised = "no"
+    higher_score_never_loses: Promised = "no"
+    row_independence: Promised = "no"
+    head_permutation: Promised = "no"
+    gqa: Promised = "no"
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            check_choices(name, (value,), get_args(Promised))
+
+
+NOTHING_PROMISED = Promises()
+
+
 @dataclass(frozen=True)
 class Policy:
     """One eviction method."""
@@ -202,3 +230,5 @@ class Policy:
     granularity: Granularity = Granularity.MODEL
     floor: int = 0
     """Tokens below which a budget is raised (Eq. 30: sink + recent)."""
+    promises: Promises = NOTHING_PROMISED
+    """Of this composition of parts: another one promises for itself."""

@@ -1,115 +1,11 @@
 """What each policy promises: the table of spec/policies.md, and one test per cell is made from it."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
 
-import numpy as np
+from conformance.assurance.strategies.policy_cases import CASES
+from conformance.checks.promises import PROPERTIES
 
-from conformance.assurance.strategies.policy_cases import CASES, Case, Inputs, decided, drawn, observation
-from reference.policies.budgets import Adaptive, Competition
-from spec.arrays import Matrix
-from spec.policy import LayerView, Observation, Policy
-from spec.retention import Granularity
-
-__all__ = ["PROPERTIES", "REASONS", "TABLE", "rendered"]
-
-Holds = Callable[[Case, Inputs, int, int], bool]
-
-
-@dataclass(frozen=True)
-class Promise:
-    """A column: what it says, and whether it holds on one input at B tokens; `seed` makes a second input."""
-
-    says: str
-    holds: Holds
-
-
-def exact(case: Case, inputs: Inputs, B: int, seed: int) -> bool:
-    kept = decided(case.policy(inputs), inputs, B)
-    return sum(map(len, kept)) == len(kept) * min(max(B, case.floor), inputs.n)
-
-
-def protects(case: Case, inputs: Inputs, B: int, seed: int) -> bool:
-    held = case.guaranteed(inputs.n, max(B, case.floor))
-    return all(held <= set(group) for group in decided(case.policy(inputs), inputs, B))
-
-
-def keeps_all(case: Case, inputs: Inputs, B: int, seed: int) -> bool:
-    everything = list(range(inputs.n))
-    return all(group == everything for group in decided(case.policy(inputs), inputs, inputs.n + seed % 2))
-
-
-def token_scores(policy: Policy, inputs: Inputs, B: int) -> Matrix:
-    """A row per kept set; the tokens' own scores where units are chunks."""
-    seen: Observation = replace(observation(policy, inputs), B=max(B, policy.floor))
-    scores = policy.scorer(seen, policy.protection(inputs.n))
-    return scores.values if scores.members is None else scores.members
-
-
-def monotone(case: Case, inputs: Inputs, B: int, seed: int) -> bool:
-    """In a pool: a kept set, or a layer where heads compete."""
-    policy = case.policy(inputs)
-    kept = decided(policy, inputs, B)
-    held = case.guaranteed(inputs.n, max(B, case.floor))
-    free = [i for i in range(inputs.n) if i not in held]
-    rows = token_scores(policy, inputs, B)
-    pool = inputs.H_kv if isinstance(policy.budgets, Adaptive | Competition) else 1
-    for first in range(0, len(rows), pool):
-        mine = [(row[i], i in group) for row, group in zip(rows[first:][:pool], kept[first:][:pool], strict=True)
-                for i in free]
-        best_lost = max((s for s, stays in mine if not stays), default=-np.inf)
-        if any(s < best_lost for s, stays in mine if stays):
-            return False
-    return True
-
-
-def independent(case: Case, inputs: Inputs, B: int, seed: int) -> bool:
-    """A second sequence under the same policy object leaves the first one's decision as it was."""
-    policy = case.policy(inputs)
-    heads = (inputs.H_kv, len(inputs.layers[0].q) // inputs.H_kv)
-    before = decided(policy, inputs, B)
-    decided(policy, drawn(seed + 1, inputs.n, len(inputs.layers), heads), B)
-    return decided(policy, inputs, B) == before
-
-
-def permuted(case: Case, inputs: Inputs, B: int, seed: int) -> bool:
-    """KV heads change places, each with its query heads: their kept sets change places too."""
-    order = np.random.default_rng(seed).permutation(inputs.H_kv)
-    G = len(inputs.layers[0].q) // inputs.H_kv
-    queries = (order[:, None] * G + np.arange(G)).ravel()
-    layers = [replace(x, q=x.q[queries], k=x.k[order], v=np.asarray(x.v)[order]) for x in inputs.layers]
-    other = replace(inputs, layers=layers, W_o=[W_o[queries] for W_o in inputs.W_o])
-    policy = case.policy(inputs)
-    before, after = decided(policy, inputs, B), decided(case.policy(other), other, B)
-    if policy.granularity is not Granularity.HEAD:
-        return after == before
-    return after == [before[layer * inputs.H_kv + int(h)] for layer in range(len(layers)) for h in order]
-
-
-def grouped(case: Case, inputs: Inputs, B: int, seed: int) -> bool:
-    """Every query head twice on the same KV head."""
-    def twice(view: LayerView) -> LayerView:
-        return replace(view, q=np.repeat(view.q, 2, axis=0))
-
-    other = replace(
-        inputs, layers=[twice(view) for view in inputs.layers],
-        W_o=[np.repeat(W_o, 2, axis=0) for W_o in inputs.W_o],
-    )
-    return decided(case.policy(other), other, B) == decided(case.policy(inputs), inputs, B)
-
-
-PROPERTIES: Mapping[str, Promise] = {
-    "budget exact": Promise("the kept sets hold B tokens on average, or all there are", exact),
-    "protection holds": Promise("sinks, windows and newest halves are in every kept set", protects),
-    "no-op at full budget": Promise("with B at least the tokens seen, nothing is evicted", keeps_all),
-    "higher score never loses": Promise(
-        "of two unprotected tokens of a pool, the one that stays has no lower score; a pool is a kept set, or a layer"
-        " where heads compete", monotone,
-    ),
-    "row independence": Promise("a sequence's kept sets do not depend on another sequence", independent),
-    "head permutation": Promise("KV heads that change places take their kept sets along", permuted),
-    "GQA": Promise("repeating every query head on its KV head changes nothing", grouped),
-}
+__all__ = ["REASONS", "TABLE", "rendered"]
 
 REASONS: Mapping[str, str] = {
     "chunks": "a chunk's tokens stand or fall together, so a good token in a weak chunk loses",

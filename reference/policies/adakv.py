@@ -10,7 +10,7 @@ from reference.policies.scorers import LayerScorer, check_odd, with_window
 from reference.policies.snapkv import snapkv
 from spec.arrays import Float64, Matrix
 from spec.errors import SpecError
-from spec.policy import LayerView, Needs, Policy
+from spec.policy import NOTHING_PROMISED, LayerView, Needs, Policy
 from spec.retention import Granularity
 
 __all__ = ["adakv", "adakv_score", "with_adaptive_budgets"]
@@ -51,4 +51,4 @@ def with_adaptive_budgets(host: Policy, safeguard: Fraction | int = Fraction(1, 
     """
     if host.granularity is not Granularity.HEAD:
         raise SpecError("host", host.name, "must have a kept set per layer and KV head")
-    return replace(host, name=f"adakv({host.name})", budgets=Adaptive(safeguard))
+    return replace(host, name=f"adakv({host.name})", budgets=Adaptive(safeguard), promises=NOTHING_PROMISED)

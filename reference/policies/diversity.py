@@ -14,6 +14,7 @@ from spec.arrays import BoolVector, Cube, Float64, Int64, IntMatrix, IntVector
 from spec.backend import Backend, DiversityStages, resolve
 from spec.errors import SpecError
 from spec.policy import (
+    NOTHING_PROMISED,
     LayerView,
     Needs,
     Observation,
@@ -190,7 +191,8 @@ def _signed(host: Policy, mode: str, name: str, selector: Selector) -> Policy:
         raise SpecError("mode", mode, f"no signature for a kept set per {host.granularity.value}")
     old, form = host.scorer, cast(Signature, mode)
     scorer = RunningSigned(old, form) if isinstance(old, RunningScorer) else Signed(old, form)
-    return replace(host, name=f"{name}({host.name})", scorer=scorer, selector=selector)
+    named = f"{name}({host.name})"
+    return replace(host, name=named, scorer=scorer, selector=selector, promises=NOTHING_PROMISED)
 
 
 def scheduled(B: int, rounds: int, tilt: int) -> Int64[IntVector, " rounds"]:

@@ -10,7 +10,7 @@ from reference.policies.protections import SinkAndRecent
 from reference.policies.selectors import top_units
 from spec.arrays import BoolVector, Float64, Matrix
 from spec.errors import SpecError
-from spec.policy import Needs, Observation, Policy, Scores
+from spec.policy import Needs, Observation, Policy, Promises, Scores
 from spec.retention import Granularity
 
 __all__ = ["EVERYTHING", "policy_from_score"]
@@ -18,6 +18,10 @@ __all__ = ["EVERYTHING", "policy_from_score"]
 EVERYTHING = Needs("all", None, values=True, token_ids=True)
 """Nothing is missing; but all of it is held until the prompt has been read."""
 NOTHING = SinkAndRecent(0, 0)
+_PROMISES = Promises(
+    budget_exact="yes", protection_holds="yes", no_op_at_full_budget="yes", higher_score_never_loses="yes"
+)
+"""Of the parts that stand around the function; what hangs on the function itself is its author's to promise."""
 
 
 @dataclass(frozen=True)
@@ -64,4 +68,6 @@ def policy_from_score(
     """
     floor, name = protection.sink + protection.recent, getattr(score, "__name__", type(score).__name__)
     scorer = _Function(score, needs, granularity, separable)
-    return Policy(name, scorer, even, top_units, protection, granularity=granularity, floor=floor)
+    return Policy(
+        name, scorer, even, top_units, protection, granularity=granularity, floor=floor, promises=_PROMISES
+    )

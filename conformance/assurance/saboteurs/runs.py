@@ -16,6 +16,7 @@ from conformance.assurance.saboteurs.drawn_inputs import drawn_inputs
 from conformance.assurance.strategies import policy_cases as by_policy
 from conformance.assurance.strategies import policy_segments as by_turn
 from conformance.assurance.strategies import policy_steps as by_step
+from conformance.strategies.policy_inputs import Inputs, decided, drawn
 from conformance.strategies.prompts import random_prompt
 from reference import calibration, crystalcache, policies
 from reference.backend import BACKEND
@@ -132,16 +133,16 @@ def seeds(number: int) -> list[Case]:
 
 def policy_kept(names: Sequence[str], steps: Sequence[str], case: Case) -> Any:
     """Kept sets of the named policies, and of those of `steps` while tokens are decoded."""
-    inputs, longer = by_policy.drawn(case["seed"], case["n"]), by_step.long(case["seed"])
+    inputs, longer = drawn(case["seed"], case["n"]), by_step.long(case["seed"])
     return [
-        *(attempt(by_policy.decided, by_policy.CASES[name].policy(inputs), inputs, case["B"]) for name in names),
+        *(attempt(decided, by_policy.CASES[name].policy(inputs), inputs, case["B"]) for name in names),
         *(attempt(by_step.decoded, RUNNING[name](longer, case["seed"]), longer, 5) for name in steps),
     ]
 
 
 def turn_kept(case: Case) -> Any:
     """Kept sets after a later turn: of policies without records at a share of the tokens, and of H2O in its steps."""
-    inputs, share = by_policy.drawn(case["seed"], n=by_turn.SEEN, L=2, heads=(2, 2)), parse_budget(f"{case['B']}0%")
+    inputs, share = drawn(case["seed"], n=by_turn.SEEN, L=2, heads=(2, 2)), parse_budget(f"{case['B']}0%")
     live, late = by_turn.stored(case["seed"], 4), replace(policies.h2o(), cadence=Cadence(every=3))
     sink = replace(policies.knorm(), protection=SinkAndRecent(1, 0))
     chosen = [sink, *by_turn.POLICIES.values()]
@@ -153,7 +154,7 @@ def turn_kept(case: Case) -> Any:
 
 def read_kept(case: Case) -> Any:
     """What H2O holds after a text that is only read, and keeps after the turn behind it."""
-    inputs = by_policy.drawn(case["seed"], n=by_turn.SEEN, L=2, heads=(2, 2))
+    inputs = drawn(case["seed"], n=by_turn.SEEN, L=2, heads=(2, 2))
     return attempt(by_turn.after_reading, policies.h2o(), inputs, Budget(count=case["B"]))
 
 
@@ -163,7 +164,7 @@ def turn_seeds(number: int) -> list[Case]:
 
 
 # Policies whose decisions go on while tokens are decoded.
-RUNNING: Mapping[str, Callable[[by_policy.Inputs, int], Policy]] = {
+RUNNING: Mapping[str, Callable[[Inputs, int], Policy]] = {
     "h2o": lambda inputs, seed: policies.h2o(),
     "triattention": lambda inputs, seed: by_policy.triattention(inputs, "global", 3 * (seed % 3), 1 + seed % 3),
     "diversity": lambda inputs, seed: policies.diverse(

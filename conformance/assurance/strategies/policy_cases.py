@@ -1,4 +1,4 @@
-"""Every published policy at small constants, with its brute-force answer; and random attention inputs for them."""
+"""Every published policy at small constants, with its brute-force answer."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,41 +14,20 @@ from conformance.assurance.oracles.signatures import signatures
 from conformance.oracles import diversity as alpha_oracle
 from conformance.oracles import nestedkv
 from conformance.strategies.keys import NESTED
+from conformance.strategies.policy_inputs import Inputs, Kept
 from reference import policies
 from reference.calibration import Calibration, Identity
 from reference.triattention import OFFSETS, Mode, band_statistics
-from spec.budget import Budget
-from spec.policy import LayerView, Observation, Policy
-from spec.retention import Granularity, Retention
+from spec.policy import LayerView, Policy
 
 __all__ = [
-    "CASES", "LAM", "Case", "Inputs", "alpha_kept", "calibrated", "decided", "drawn", "groups_of", "identity",
-    "observation", "plain", "plain_values", "retained", "tri_rows", "triattention",
+    "CASES", "LAM", "Case", "alpha_kept", "calibrated", "identity", "plain", "plain_values", "tri_rows",
+    "triattention",
 ]
 
 W, KERNEL, C_CHUNK, SINK, FUTURE = 3, 3, 4, NESTED.N_sink, 5
 LAM = 0.5
 SAFEGUARD = Fraction(1, 5)
-Kept = list[list[int]]
-Array = np.ndarray[Any, Any]
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """q, k, v of each layer; the rotary frequencies and output projections that two policies need."""
-
-    layers: Sequence[LayerView]
-    inv_freq: Array
-    W_o: Sequence[Array]
-    factor: float = 1.0
-
-    @property
-    def n(self) -> int:
-        return int(self.layers[0].k.shape[1])
-
-    @property
-    def H_kv(self) -> int:
-        return len(self.layers[0].k)
 
 
 @dataclass(frozen=True)
@@ -63,59 +42,12 @@ class Case:
     """Positions of n that every kept set of B tokens holds."""
 
 
-def drawn(seed: int, n: int | None = None, L: int | None = None, heads: tuple[int, int] | None = None) -> Inputs:
-    """Normal q, k and v, of 1 to 26 tokens, 1 to 3 layers, 1 to 3 KV heads of 1 or 2 query heads; some with a cap."""
-    rng = np.random.default_rng(seed)
-    n = n or int(rng.integers(1, 27))
-    L = L or int(rng.integers(1, 4))
-    H_kv, G = heads or (int(rng.integers(1, 4)), int(rng.integers(1, 3)))
-    d = 4
-    softcap = None if seed % 4 else 5.0
-
-    def normal(*shape: int) -> Array:
-        return rng.standard_normal(shape)
-
-    layers = [
-        LayerView(2 * normal(H_kv * G, n, d), normal(H_kv, n, d), normal(H_kv, n, d), d**-0.5, softcap)
-        for _ in range(L)
-    ]
-    return Inputs(layers, np.array([1.0, 0.25]), [normal(H_kv * G, d, 3) for _ in range(L)], 1.0 + (seed % 3) / 4)
-
-
 def plain(view: LayerView) -> dict[str, Any]:
     """The layer as lists, for the oracles."""
     return {
         "q": view.q.tolist(), "k": view.k.tolist(), "v": None if view.v is None else view.v.tolist(),
         "scaling": view.scaling, "softcap": view.softcap,
     }
-
-
-def groups_of(policy: Policy, inputs: Inputs) -> int:
-    """Kept sets of the policy."""
-    L = len(inputs.layers)
-    return {Granularity.MODEL: 1, Granularity.LAYER: L, Granularity.HEAD: L * inputs.H_kv}[policy.granularity]
-
-
-def observation(policy: Policy, inputs: Inputs) -> Observation:
-    """As the session makes one: the query rows that the scorer asked for."""
-    rows = policy.scorer.needs.query_rows
-    first = 0 if rows is None else max(0, inputs.n - rows)
-    views = {
-        at: LayerView(view.q[:, first:], view.k, view.v, view.scaling, view.softcap)
-        for at, view in enumerate(inputs.layers)
-    }
-    return Observation(inputs.n, groups_of(policy, inputs), None, views)
-
-
-def retained(policy: Policy, inputs: Inputs, B: int) -> Retention:
-    """The decision at the end of the prompt."""
-    return policies.retain(policy, Budget(count=B), observation(policy, inputs))[0]
-
-
-def decided(policy: Policy, inputs: Inputs, B: int) -> Kept:
-    """Its kept sets."""
-    found = retained(policy, inputs, B)
-    return [found.group(g).tolist() for g in range(found.groups)]
 
 
 def by_layer(score: Callable[..., list[oracle.Score]], *constants: Any) -> Callable[[Inputs, int], Kept]:

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from conformance.assurance.strategies.policy_cases import Inputs, groups_of
 from conformance.assurance.strategies.policy_steps import shown
+from conformance.strategies.policy_inputs import Inputs, groups_of
 from reference import policies
 from reference.policies.cadences import take_up
 from spec.budget import Budget

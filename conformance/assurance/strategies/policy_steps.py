@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from conformance.assurance.strategies.policy_cases import Inputs, drawn, groups_of
+from conformance.strategies.policy_inputs import Inputs, drawn, groups_of
 from reference import policies
 from spec.budget import Budget
 from spec.policy import LayerView, Observation, Policy

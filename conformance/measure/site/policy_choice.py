@@ -1,7 +1,8 @@
 """The table by which a policy is chosen: what each one is shown of a model, how it stores, what it promises."""
 
 from conformance.assurance.policy_table import TABLE
-from conformance.assurance.strategies.policy_cases import CASES, drawn
+from conformance.assurance.strategies.policy_cases import CASES
+from conformance.strategies.policy_inputs import drawn
 from reference.policies.names import POLICIES, make_policy
 from spec.policy import Needs, Policy
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from conformance import tolerances
 from conformance.assurance.oracles import policies as brute_policies
 from conformance.assurance.oracles.scale import at_size
-from conformance.assurance.strategies.policy_cases import drawn, plain
+from conformance.assurance.strategies.policy_cases import plain
 from conformance.checks.stage_checks import edges_of, trunk_lists
 from conformance.oracles import decode as brute_decode
 from conformance.oracles import diversity as brute_diversity
@@ -26,6 +26,7 @@ from conformance.paths import ROOT
 from conformance.strategies.attention import AttentionInputs, attention_inputs, later_segments
 from conformance.strategies.decoding import decode_parameters, flags, graphs, inverse_norms
 from conformance.strategies.eviction import EvictionProblem, evictions
+from conformance.strategies.policy_inputs import drawn
 from conformance.strategies.scale_numbers import Numbers
 from conformance.strategies.trunks import Text, degrees, partitions, texts
 from conformance.vectors.models import pairs_of

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conformance.assurance.oracles import policies as oracle
-from conformance.assurance.strategies.policy_cases import Inputs, drawn, groups_of, plain
+from conformance.assurance.strategies.policy_cases import plain
 from conformance.assurance.strategies.policy_steps import PROMPT, STEPS, decoded, long, shown
+from conformance.strategies.policy_inputs import Inputs, drawn, groups_of
 from reference import policies
 from spec.budget import Budget
 from spec.errors import SpecError

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conformance.assurance.strategies.policy_cases import drawn
 from conformance.assurance.strategies.policy_cases import triattention as calibrated_triattention
+from conformance.strategies.policy_inputs import drawn
 from reference.policies.adakv import adakv, with_adaptive_budgets
 from reference.policies.budgets import Pyramid
 from reference.policies.caote import caote

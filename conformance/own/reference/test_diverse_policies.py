@@ -15,12 +15,8 @@ from conformance.assurance.strategies.policy_cases import (
     CASES,
     KERNEL,
     LAM,
-    Inputs,
     W,
     alpha_kept,
-    decided,
-    drawn,
-    observation,
     plain,
     plain_values,
     tri_rows,
@@ -28,6 +24,7 @@ from conformance.assurance.strategies.policy_cases import (
 )
 from conformance.assurance.strategies.policy_steps import PROMPT, STEPS, decoded, long, shown
 from conformance.plugin import sparingly
+from conformance.strategies.policy_inputs import Inputs, decided, drawn, observation
 from reference import diversity, policies
 from reference.policies.diversity import Diverse
 from reference.policies.knorm import knorm_score

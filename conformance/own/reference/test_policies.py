@@ -10,20 +10,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from conformance.assurance.oracles import policies as oracle
-from conformance.assurance.strategies.policy_cases import (
-    C_CHUNK,
-    CASES,
-    FUTURE,
-    KERNEL,
-    SINK,
-    Inputs,
-    W,
-    decided,
-    drawn,
-    observation,
-    plain,
-)
+from conformance.assurance.strategies.policy_cases import C_CHUNK, CASES, FUTURE, KERNEL, SINK, W, plain
 from conformance.plugin import sparingly
+from conformance.strategies.policy_inputs import Inputs, decided, drawn, observation
 from conformance.tolerances import scores_agree
 from reference import policies
 from reference.policies import attention

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conformance.assurance.strategies.policy_cases import drawn, observation
+from conformance.strategies.policy_inputs import drawn, observation
 from reference import policies
 from reference.policies.budgets import Adaptive, Competition, Pyramid
 from reference.policies.keydiff import keydiff_score

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conformance.assurance.strategies.policy_cases import decided, drawn, observation
+from conformance.strategies.policy_inputs import decided, drawn, observation
 from reference import policies
 from reference.policies import policy_from_score
 from reference.policies.protections import SinkAndRecent

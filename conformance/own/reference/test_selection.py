@@ -10,8 +10,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from conformance.assurance.oracles import policies as oracle
-from conformance.assurance.strategies.policy_cases import CASES, decided, drawn, observation, retained
+from conformance.assurance.strategies.policy_cases import CASES
 from conformance.plugin import sparingly
+from conformance.strategies.policy_inputs import decided, drawn, observation, retained
 from reference.policies import adakv, keydiff, retain, snapkv, tova, with_adaptive_budgets
 from reference.policies.budgets import Adaptive, Competition, Pyramid, even, largest_remainder, winners
 from reference.policies.official import adakv_official, pyramidkv_official

@@ -6,10 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.assurance.oracles import signatures as signed
-from conformance.assurance.strategies.policy_cases import drawn, plain_values
+from conformance.assurance.strategies.policy_cases import plain_values
 from conformance.oracles import diversity as brute
 from conformance.plugin import sparingly
 from conformance.strategies.keys import seeds
+from conformance.strategies.policy_inputs import drawn
 from reference import diversity
 
 pytestmark = pytest.mark.usefixtures("reference_items")

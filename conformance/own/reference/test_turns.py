@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from conformance import tolerances
 from conformance.assurance.oracles import policies as oracle
-from conformance.assurance.strategies.policy_cases import CASES, Inputs, drawn, observation, plain
+from conformance.assurance.strategies.policy_cases import CASES, plain
 from conformance.assurance.strategies.policy_segments import (
     KERNEL,
     POLICIES,
@@ -29,6 +29,7 @@ from conformance.assurance.strategies.policy_segments import (
 )
 from conformance.assurance.strategies.policy_steps import shown
 from conformance.own.reference.test_decoding import one_head
+from conformance.strategies.policy_inputs import Inputs, drawn, observation
 from reference import policies
 from reference.policies.protections import SinkAndRecent
 from spec.budget import Budget, parse_budget

@@ -5,10 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.assurance.policy_table import PROPERTIES, REASONS, TABLE, rendered
-from conformance.assurance.strategies.policy_cases import CASES, drawn
+from conformance.assurance.policy_table import REASONS, TABLE, rendered
+from conformance.assurance.strategies.policy_cases import CASES
+from conformance.checks.promises import PROPERTIES
 from conformance.paths import SPEC
 from conformance.plugin import sparingly
+from conformance.strategies.policy_inputs import drawn
 from reference.policies.names import POLICIES
 
 PAGE = SPEC / "policies.md"

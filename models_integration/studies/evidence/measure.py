@@ -28,7 +28,6 @@ from spec.retention import Granularity, Retention
 __all__ = ["Said", "answer_attention", "evidence_kept", "lost_attention", "measure", "said"]
 
 
-
 @dataclass(frozen=True)
 class Said:
     """What a row of a forward says of the gold answer's tokens."""

@@ -1,0 +1,140 @@
+"""The suite of policies: true promises hold, each false one dies by its column with a small input."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+
+from conformance.checks.promises import PROPERTIES
+from conformance.own.conformance.test_plugin import run
+from conformance.policy_suite.test_promises import test_a_promise_holds as judge
+from reference.policies import knorm, policy_from_score, snapkv, with_adaptive_budgets
+from reference.policies.budgets import even
+from reference.policies.protections import SinkAndRecent
+from reference.policies.selectors import top_units
+from spec.errors import SpecError
+from spec.policy import NOTHING_PROMISED, Needs, Observation, Policy, Promises
+from spec.retention import Granularity
+
+pytestmark = [
+    pytest.mark.spec("PO-RETAIN"), pytest.mark.law("the-proof-has-teeth"), pytest.mark.usefixtures("reference_items"),
+]
+
+Array = np.ndarray[Any, Any]
+ALL = Promises(*["yes"] * len(PROPERTIES))  # type: ignore[arg-type]
+
+
+def value_norm(seen: Observation) -> Array:
+    return np.concatenate([np.linalg.norm(np.asarray(view.v), axis=2) for view in seen.layers.values()])
+
+
+def rarest(seen: Observation) -> Array:
+    """Of the layer before the last one, and the ids; one row."""
+    (view,) = seen.layers.values()
+    assert seen.token_ids is not None
+    norms: Array = np.linalg.norm(view.k, axis=2).sum(axis=0, keepdims=True)
+    return norms / np.bincount(seen.token_ids)[seen.token_ids]
+
+
+MINE = policy_from_score(value_norm, needs=Needs("all", values=True), protection=SinkAndRecent(1, 2))
+TRUE = {
+    "head": MINE, "snapkv": snapkv(), "pure positions": policy_from_score(
+        lambda seen: -np.arange(float(seen.seen))[None], needs=Needs(), granularity=Granularity.MODEL
+    ),
+    "one layer": policy_from_score(
+        rarest, needs=Needs("observed", observed=-2, token_ids=True), granularity=Granularity.MODEL
+    ),
+}
+
+
+@pytest.fixture
+def sparing() -> Iterator[None]:
+    """Few examples: that nothing true is accused shows in any of them."""
+    before = settings.default
+    settings.load_profile("few")
+    yield
+    settings.register_profile("before", before)
+    settings.load_profile("before")
+
+
+@pytest.mark.usefixtures("sparing")
+@pytest.mark.parametrize("name", TRUE)
+@pytest.mark.parametrize("column", PROPERTIES)
+def test_a_true_promise_holds(name: str, column: str) -> None:
+    judge(column, replace(TRUE[name], promises=ALL))
+
+
+def scored(change: Any) -> Policy:
+    return policy_from_score(lambda seen: change(seen, value_norm(seen)))
+
+
+def false_promises() -> Iterator[tuple[str, Policy]]:
+    """A policy that breaks each column."""
+    turns = cycle((1, 1, -1, 1))  # the other sequence comes second, and a last call says what was kept
+
+    def blind(scores: Any, budgets: Any, protected: Any, /) -> Any:
+        return top_units(replace(scores, values=np.nan_to_num(scores.values)), budgets, protected & False)
+
+    def worst(scores: Any, budgets: Any, protected: Any, /) -> Any:
+        return top_units(replace(scores, values=-scores.values), budgets, protected)
+
+    def fewer(total: int, scores: Any, /) -> Any:
+        return even(total, scores) - 1
+
+    def by_head(seen: Observation, found: Array) -> Array:
+        return found * np.where(np.arange(len(found)) % 2, 1, -1)[:, None]
+
+    def by_group(seen: Observation, found: Array) -> Array:
+        view = seen.layers[0]
+        return found if len(view.q) == len(view.k) else -found
+
+    yield "budget exact", replace(MINE, budgets=fewer, protection=SinkAndRecent(0, 0))
+    yield "protection holds", replace(MINE, selector=blind)
+    yield "no-op at full budget", replace(MINE, budgets=fewer, protection=SinkAndRecent(0, 0))
+    yield "higher score never loses", replace(MINE, selector=worst)
+    yield "row independence", scored(lambda seen, found: next(turns) * found)
+    yield "head permutation", scored(by_head)
+    yield "GQA", scored(by_group)
+
+
+@pytest.mark.parametrize(("column", "policy"), list(false_promises()))
+def test_a_false_promise_dies_by_its_column_with_a_small_input(column: str, policy: Policy) -> None:
+    with pytest.raises(AssertionError, match=rf"^{column}: not so with \d tokens, B = \d, layers x KV") as died:
+        judge(column, replace(policy, promises=ALL))
+    layers, heads = re.findall(r"= (\d) x (\d)", str(died.value))[0]
+    assert int(layers) * int(heads) <= 3
+
+
+@pytest.mark.parametrize("column", PROPERTIES)
+def test_what_is_not_promised_is_said(column: str) -> None:
+    with pytest.raises(pytest.skip.Exception, match=f"^{column}: not promised$"):
+        judge(column, knorm())
+    with pytest.raises(pytest.skip.Exception, match=f"^{column}: N/A$"):
+        judge(column, replace(knorm(), promises=Promises(*["N/A"] * len(PROPERTIES))))  # type: ignore[arg-type]
+
+
+def test_a_policy_that_fails_otherwise_does_not_pass() -> None:
+    with pytest.raises(SpecError, match="needs do not ask"):
+        judge("GQA", replace(policy_from_score(value_norm, needs=Needs("all")), promises=ALL))
+
+
+def test_a_promise_is_of_one_composition() -> None:
+    assert MINE.promises.higher_score_never_loses == "yes"
+    assert with_adaptive_budgets(MINE).promises == NOTHING_PROMISED
+    with pytest.raises(SpecError, match="gqa = 'perhaps': must be one of yes, no, N/A"):
+        Promises(gqa="perhaps")  # type: ignore[arg-type]
+
+
+def test_the_suite_runs_from_outside_the_tree(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("from conformance.own.conformance.test_policy_suite import MINE\n", "utf-8")
+    suite = ["--pyargs", "conformance.policy_suite"]
+    result = run(tmp_path, *suite, "--kvspec-policy", "mine:MINE")
+    assert "4 passed, 3 skipped" in result.stdout, result.stdout
+    assert "GQA: not promised" in result.stdout
+    assert "no tests ran" in run(tmp_path, *suite).stdout

@@ -1,0 +1,84 @@
+"""Random attention inputs for policies, shown to them as a session shows them; and what they then keep."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from reference.policies import retain
+from spec.budget import Budget
+from spec.policy import LayerView, Observation, Policy
+from spec.retention import Granularity, Retention
+
+__all__ = ["Inputs", "Kept", "decided", "drawn", "groups_of", "observation", "retained"]
+
+Kept = list[list[int]]
+"""Kept positions of each kept set."""
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """q, k, v of each layer and the tokens' ids; rotary frequencies and output projections, which two policies need."""
+
+    layers: Sequence[LayerView]
+    inv_freq: Array
+    W_o: Sequence[Array]
+    token_ids: Array
+    factor: float = 1.0
+
+    @property
+    def n(self) -> int:
+        return int(self.layers[0].k.shape[1])
+
+    @property
+    def H_kv(self) -> int:
+        return len(self.layers[0].k)
+
+
+def drawn(seed: int, n: int | None = None, L: int | None = None, heads: tuple[int, int] | None = None) -> Inputs:
+    """Normal q, k and v, of 1 to 26 tokens, 1 to 3 layers, 1 to 3 KV heads of 1 or 2 query heads; some with a cap."""
+    rng = np.random.default_rng(seed)
+    n = n or int(rng.integers(1, 27))
+    L = L or int(rng.integers(1, 4))
+    H_kv, G = heads or (int(rng.integers(1, 4)), int(rng.integers(1, 3)))
+    d = 4
+    softcap = None if seed % 4 else 5.0
+
+    def normal(*shape: int) -> Array:
+        return rng.standard_normal(shape)
+
+    layers = [
+        LayerView(2 * normal(H_kv * G, n, d), normal(H_kv, n, d), normal(H_kv, n, d), d**-0.5, softcap)
+        for _ in range(L)
+    ]
+    W_o = [normal(H_kv * G, d, 3) for _ in range(L)]
+    return Inputs(layers, np.array([1.0, 0.25]), W_o, rng.integers(0, 7, n), factor=1.0 + (seed % 3) / 4)
+
+
+def groups_of(policy: Policy, inputs: Inputs) -> int:
+    """Kept sets of the policy."""
+    L = len(inputs.layers)
+    return {Granularity.MODEL: 1, Granularity.LAYER: L, Granularity.HEAD: L * inputs.H_kv}[policy.granularity]
+
+
+def observation(policy: Policy, inputs: Inputs) -> Observation:
+    """As a session makes one: the layers, query rows and ids that the scorer asked for."""
+    needs, layers = policy.scorer.needs, range(len(inputs.layers))
+    first = 0 if needs.query_rows is None else max(0, inputs.n - needs.query_rows)
+    watched = {"all": layers, "observed": layers[needs.observed :][:1], "none": ()}[needs.layers]
+    views = {at: replace(inputs.layers[at], q=inputs.layers[at].q[:, first:]) for at in watched}
+    ids = inputs.token_ids if needs.token_ids else None
+    return Observation(inputs.n, groups_of(policy, inputs), ids, views)
+
+
+def retained(policy: Policy, inputs: Inputs, B: int) -> Retention:
+    """The decision at the end of the prompt."""
+    return retain(policy, Budget(count=B), observation(policy, inputs))[0]
+
+
+def decided(policy: Policy, inputs: Inputs, B: int) -> Kept:
+    """Its kept sets."""
+    found = retained(policy, inputs, B)
+    return [found.group(g).tolist() for g in range(found.groups)]
