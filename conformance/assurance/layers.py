@@ -42,7 +42,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "models_integration": (
         "tasks", "model", "pocket", "cache", "attention", "session", "policies", "archive", "studies", "cli",
     ),
-    "conformance": (*SUITE, "assurance", "measure", "own"),
+    "conformance": (*SUITE, "cache_suite", "assurance", "measure", "own"),
 }
 # Their names are the users' and are loaded on first use; inside the package nothing may use them.
 DOORS = {"models_integration"}

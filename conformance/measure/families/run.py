@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from conformance.cache_suite.oracle import Masked, full_layers
 from conformance.measure.families.models import Family, NotBuilt
-from conformance.measure.families.oracle import Masked, full_layers
 from conformance.measure.families.own_sizes import VOCABULARY
 from models_integration import CrystalCache, Published, RetentionPolicy, Session, StreamingLLM
 from spec.errors import SpecError

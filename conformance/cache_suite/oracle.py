@@ -68,6 +68,11 @@ class Masked:
         assert isinstance(logits, Tensor)
         return logits
 
+    @property
+    def heads(self) -> dict[int, int]:
+        """KV heads of each full-attention layer, as they were stored."""
+        return {layer: int(cast(Any, self.cache.layers[layer]).keys.shape[1]) for layer in self.visible}
+
     def keep(self, sets: Sets) -> None:
         """From now on the full-attention layers see these positions of what they have read, and no others."""
         for layer, own in zip(self.visible, sets, strict=True):

@@ -1,0 +1,137 @@
+"""What an engine is given, and what it must say: drawn kept sets, and the same model with the others masked."""
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from conformance.cache_suite.oracle import Masked
+from conformance.tolerances import MASKED_LOGITS, MASKED_VISIBLE
+
+__all__ = ["KINDS", "PROMPT", "Kept", "Run", "check", "save_tiny"]
+
+PROMPT = 40
+"""Tokens of a prompt: enough for sets that differ, few enough to look at."""
+WHOLE = "nothing is evicted"
+Kept = dict[int, list[list[int]]]
+"""Kept positions, ascending, by full-attention layer and KV head."""
+Run = Callable[[list[int], Kept, list[int], str], Any]
+
+
+def save_tiny(folder: Path) -> Path:
+    """A Llama of a million random parameters, of head width 64, which engines have kernels for."""
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(
+        vocab_size=256, hidden_size=256, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=1.2 / 256**0.5, max_position_embeddings=512,
+    )).save_pretrained(folder)
+    return folder
+
+
+@cache
+def _loaded(folder: str) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model
+
+
+def _set(rng: np.random.Generator, size: int) -> list[int]:
+    return sorted(rng.choice(PROMPT, size, replace=False).tolist())
+
+
+def _nothing(rng: np.random.Generator, heads: Mapping[int, int]) -> Kept:
+    return {layer: [list(range(PROMPT))] * count for layer, count in heads.items()}
+
+
+def _one_set(rng: np.random.Generator, heads: Mapping[int, int]) -> Kept:
+    kept = _set(rng, PROMPT // 2)
+    return {layer: [kept] * count for layer, count in heads.items()}
+
+
+def _by_layer(rng: np.random.Generator, heads: Mapping[int, int]) -> Kept:
+    return {layer: [_set(rng, PROMPT // 2)] * count for layer, count in heads.items()}
+
+
+def _by_head(rng: np.random.Generator, heads: Mapping[int, int]) -> Kept:
+    return {layer: [_set(rng, PROMPT // 2) for _ in range(count)] for layer, count in heads.items()}
+
+
+def _any_length(rng: np.random.Generator, heads: Mapping[int, int]) -> Kept:
+    """No two heads of a layer store as many."""
+    sizes = {layer: rng.choice(np.arange(4, PROMPT - 3), count, replace=False) for layer, count in heads.items()}
+    return {layer: [_set(rng, int(size)) for size in own] for layer, own in sizes.items()}
+
+
+KINDS: Mapping[str, Callable[[np.random.Generator, Mapping[int, int]], Kept]] = {
+    WHOLE: _nothing,
+    "one set for all": _one_set,
+    "a set for each layer": _by_layer,
+    "a set for each KV head": _by_head,
+    "a set of its own length for each KV head": _any_length,
+}
+"""How kept sets may differ. Of all but the last, all hold equally many tokens."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A prompt, what is kept of it, the tokens behind it; and their log-probabilities, with and without the masks."""
+
+    prompt: list[int]
+    kept: Kept
+    following: list[int]
+    expected: Tensor
+    unmasked: Tensor
+
+
+def _case(folder: str, kind: str, new: int, seed: int) -> Case:
+    model, rng = _loaded(folder), np.random.default_rng([seed, new, list(KINDS).index(kind)])
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    prompt, following = (rng.integers(3, vocabulary, n).tolist() for n in (PROMPT, new))
+    masked, full = Masked(model), Masked(model)
+    for reader in (masked, full):
+        reader.read(torch.tensor([prompt]))
+    kept = KINDS[kind](rng, masked.heads)
+    masked.keep(list(kept.values()))
+    expected, unmasked = (_log(reader.read(torch.tensor([following]))[0]) for reader in (masked, full))
+    return Case(prompt, kept, following, expected, unmasked)
+
+
+def check(run: Run, folder: str, kind: str, new: int, seed: int = 0) -> None:
+    """One prompt, its kept sets, and `new` tokens behind it.
+
+    Raises:
+        AssertionError: where the engine says something else than the masked model.
+    """
+    case = _case(folder, kind, new, seed)
+    if kind != WHOLE and _apart(case.unmasked, case.expected) <= MASKED_VISIBLE:
+        pytest.skip(f"{kind}: masking changes nothing that could be seen on this model")
+    try:
+        said = run(case.prompt, copy.deepcopy(case.kept), case.following, folder)
+    except NotImplementedError as error:
+        pytest.skip(f"{kind}: not served ({error})")
+    found = torch.as_tensor(said).detach().to("cpu", torch.float32)
+    assert found.shape == case.expected.shape, f"logits are {tuple(found.shape)}, not (new tokens, vocabulary)"
+    apart = _apart(_log(found), case.expected)
+    hint = "; it is as if nothing were evicted" if _apart(_log(found), case.unmasked) <= MASKED_LOGITS else ""
+    assert apart <= MASKED_LOGITS, (
+        f"{kind}, {new} new tokens: log-probabilities are {apart:.1e} of the largest away from those of the model whose"
+        f" evicted tokens are masked, more than {MASKED_LOGITS:.0e}{hint}"
+    )
+
+
+def _log(logits: Tensor) -> Tensor:
+    """Log-probabilities, of themselves as well as of logits."""
+    return logits.to(torch.float64).log_softmax(dim=-1)
+
+
+def _apart(found: Tensor, expected: Tensor) -> float:
+    """The largest difference, by the largest expected value; NaN is as far as can be."""
+    worst = float((found - expected).abs().max() / expected.abs().max())
+    return worst if worst == worst else float("inf")

@@ -1,0 +1,22 @@
+"""Eviction equals masking, on an engine of anybody's."""
+
+import pytest
+
+from conformance.cache_suite.judge import KINDS, Run, check
+
+pytestmark = pytest.mark.spec("CC-COMPACT")
+
+NEW = (1, 5)
+"""Tokens read at once behind a compacted cache: a decode step, and a question."""
+
+
+@pytest.mark.parametrize("new", NEW)
+@pytest.mark.parametrize("kind", KINDS)
+def test_eviction_equals_masking(run: Run, folder: str, kind: str, new: int) -> None:
+    check(run, folder, kind, new)
+
+
+def test_a_call_leaves_nothing_behind(run: Run, folder: str) -> None:
+    """The same question after another prompt."""
+    for seed in (1, 2, 1):
+        check(run, folder, "one set for all", 5, seed)
