@@ -1,5 +1,7 @@
 """What a scorer is shown: q and k as the observed layer attends with them, and nothing that it did not ask for."""
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -69,7 +71,9 @@ def test_the_model_attends_as_it_always_does(family: str, attention_of_model: st
         assert torch.equal(at_once(model, ids, DynamicCache(config=model.config)), expected)
 
 
-def test_nothing_is_captured_that_was_not_asked_for() -> None:
+def test_nothing_is_captured_that_was_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The observation itself: scorers are shown it less what they did not ask for."""
+    monkeypatch.setattr(sys.modules["reference.policies.retain"], "shown_to", lambda needs, observation: observation)
     model = build("llama")
     nothing = shown(model, Needs())
     assert nothing.layers == {}

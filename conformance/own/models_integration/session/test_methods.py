@@ -53,7 +53,7 @@ def test_missing_sentence_ends_say_how_to_make_them() -> None:
         ({"sentence_ends": {-1}}, "sentence_ends = -1"),
         ({"sentence_ends": {True}}, "sentence_ends = True"),
         ({"sentence_ends": ENDS, "parameters": {"C": 8}}, "must be CrystalCacheParameters"),
-        ({"sentence_ends": ENDS, "backend": "nonesuch"}, "unknown; known here"),
+        ({"sentence_ends": ENDS, "backend": "nonesuch"}, "'nonesuch': must be one of numpy"),
     ],
 )
 def test_other_arguments_are_checked_when_the_method_is_made(options: dict[str, object], words: str) -> None:
@@ -94,7 +94,7 @@ def test_auto_is_numba_where_there_is_no_cuda_and_the_reference_does_not_know_it
     if not torch.cuda.is_available():
         assert CrystalCache(0.5, ENDS).backend == "numba"
     q = np.ones((1, 4, 2))
-    with pytest.raises(SpecError, match="backend = 'auto': unknown"):
+    with pytest.raises(SpecError, match="backend = 'auto': must be one of numpy"):
         reference_prefill(q, q, np.arange(4), ENDS, backend="auto")
 
 
