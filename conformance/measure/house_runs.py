@@ -124,7 +124,7 @@ def compare_cell(files: set[str]) -> None:
     run, plan = found("run"), found("Plan")
     with TemporaryDirectory() as folder, redirect_stdout(StringIO()), redirect_stderr(StringIO()), watching(files):
         one = plan(("crystalcache",), ("0.3",), ("needle",), length=512, samples=1, controls=False)
-        run(one, Loading(backend="numpy"), Path(folder), batch_size=1)
+        run(one, Loading(backend="numpy"), Path(folder), batch_size=1, workers=1)
 
 
 def injection(files: set[str]) -> None:
