@@ -74,7 +74,7 @@ class Rules:
         policies: beside the controls, as text: `crystalcache(alpha=0)`; one that decides while tokens are decoded is
             made to decide at the prompt's end alone, and says so: `h2o@prompt`.
         budgets: of every policy and of the controls; without any, full cache and blind run alone.
-        calibration: a file of `kvspec calibrate --study`, beside the rules; "" for none.
+        calibration: a file that `kvspec calibrate RULES.toml` wrote, beside the rules; "" for none.
         digest: SHA-256 of the file, hexadecimal, and of the user's own modules that it names; in every row.
 
     Raises:

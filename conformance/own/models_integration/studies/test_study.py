@@ -32,7 +32,6 @@ from models_integration.tasks import Sample
 from models_integration.tasks.context import Ground
 from models_integration.tasks.prose import Prose
 from models_integration.tasks.registry import BUILT_IN
-from reference.calibration import load_calibration, save_calibration
 from reference.statistics import mcnemar, mcnemar_mid_p, mcnemar_power, ratio_bootstrap, wilson
 from spec.errors import SpecError
 from spec.policy import SEGMENT_END
@@ -113,31 +112,6 @@ def test_a_study_runs_stops_and_goes_on(tmp_path: Path, one_thread: None, monkey
     assert "the fact is kept" in written
     assert written.count("| evidence | 0.3 |") == 2
     assert len(list(tmp_path.glob("study-*-confirm-*.png"))) == 2
-
-
-def test_a_calibration_says_over_which_contexts_it_was_taken(tmp_path: Path, one_thread: None) -> None:
-    """Made of the rules it lists a dev context; a list with a confirming one is refused; without a list, it is said."""
-    text = RULES[RULES.index("[study]") :].replace('["streamingllm"]', '["triattention@prompt"]')
-    rules, file = rules_file(tmp_path, text.replace("contexts = 4", "contexts = 12")), tmp_path / "mine.npz"
-    made = CliRunner().invoke(app, ["calibrate", str(rules), "--out", str(file), "--tokens", "90"])
-    assert made.exit_code == 0, made.output
-    calibration = load_calibration(file)
-    assert calibration.samples is not None
-    assert [Rules.part_of(context) for context in calibration.samples] == ["dev"]
-    text = text.replace("[1024]", "[300]").replace(', "prose_continuation"', "").replace(', "in_prompt"', "")
-    rules_file(tmp_path, text.replace("contexts = 4", "contexts = 1") + 'calibration = "mine.npz"')
-    for part, (samples, controlled) in product(PARTS, ((calibration.samples, True), (None, False))):
-        save_calibration(replace(calibration, samples=samples), file)
-        folder = tmp_path / str(controlled)
-        found = CliRunner().invoke(app, ["study", "--rules", str(rules), "--out", str(folder), "--part", part])
-        assert found.exit_code == 0, found.output
-        pages = [path.read_text(encoding="utf-8") for path in folder.glob("*.md")]
-        assert all(("Uncontrolled" in page) is not controlled for page in pages)
-        for row in load_rows(folder / "study.jsonl"):
-            assert row["calibration"] == {"digest": calibration.digest, "controlled": controlled}
-    confirms = next(f"{digit}" * 64 for digit in "0123456789abcdef" if Rules.part_of(f"{digit}" * 64) == "confirm")
-    save_calibration(replace(calibration, samples=(*calibration.samples, confirms)), file)
-    assert confirms in str(study(tmp_path, "dev").exception)
 
 
 def test_files_of_benchmarks_are_tasks(tmp_path: Path, one_thread: None) -> None:
