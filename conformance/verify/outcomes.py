@@ -53,10 +53,10 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """What a report does not say by itself goes along with it."""
     report = yield
-    passing = _PASSING.findall(getattr(item, "hypothesis_statistics", ""))
+    drawn = getattr(item, "hypothesis_statistics", None)
     judged, names = getattr(item, "funcargs", {}).get("judged"), getattr(item, "fixturenames", [])
     said = {
-        "examples": sum(map(int, passing)) or 1,
+        "examples": 1 if drawn is None else sum(map(int, _PASSING.findall(drawn))),
         "name": getattr(judged, "name", ""),
         "families": [family for family in FAMILIES if getattr(judged, family, None) is not None],
         "failure": failure(call.excinfo.value, names) if call.excinfo and report.outcome == "failed" else None,

@@ -85,10 +85,12 @@ def outcomes_of(lines: Iterable[Mapping[str, Any]]) -> list[Outcome]:
 
 
 def _outcome(test: str, about: Mapping[str, Any], line: Mapping[str, Any]) -> Outcome:
-    state = line.get("state", "not run")
+    state, examples = line.get("state", "not run"), line.get("examples", 0)
+    if state == "skipped" or (state == "passed" and not examples):
+        state = "not run"
     return Outcome(
-        test, about["items"], about["exceptions"], "not run" if state == "skipped" else state,
-        line.get("examples", 0), line.get("reason", ""), **(line.get("failure") or {}),
+        test, about["items"], about["exceptions"], state, examples, line.get("reason", ""),
+        **(line.get("failure") or {}),
     )
 
 
