@@ -1,10 +1,11 @@
-"""The tables of spec/implementing.md and spec/protocol.md that are made from code and vectors.
+"""The tables of spec/implementing.md and spec/protocol.md, and spec/implementing.json: made from code and vectors.
 
-`python -m conformance.assurance.implementer_tables` writes them into the pages, between their marks.
+`python -m conformance.assurance.implementer_tables` writes them, in the pages between their marks.
 """
 
 import ast
 import inspect
+import json
 import math
 import re
 import sys
@@ -26,9 +27,10 @@ from spec.parameters import ESSAY, NESTEDKV, PAPER, TINY, CrystalCacheParameters
 from spec.parameters import crystalcache as crystal_module
 from spec.parameters import nestedkv as nestedkv_module
 
-__all__ = ["FAMILIES", "JUDGED", "PAGE", "PAGES", "filled", "main", "operations"]
+__all__ = ["DATA", "FAMILIES", "JUDGED", "PAGE", "PAGES", "filled", "for_programs", "main", "operations"]
 
 PAGE = SPEC / "implementing.md"
+DATA = SPEC / "implementing.json"
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -196,25 +198,60 @@ def scalar(value: object) -> str:
 INPUT_KINDS = {"budget": "budget", "softcap": "float or null"}
 
 
-def named(sides: Sequence[Mapping[str, Any]], known: Mapping[str, str]) -> str:
-    """The names of inputs or results with their kinds; a state is one name, `?` marks what may be left out."""
-    names = list(dict.fromkeys(name for side in sides for name in side))
-    parts = []
-    if set(STATE) <= set(names):
-        parts, names = ["*state*"], [name for name in names if name not in (*STATE, "budget")]
-    for name in names:
-        values = [side[name] for side in sides if name in side]
-        optional = "" if len(values) == len(sides) else "?"
-        parts.append(f"`{name}{optional}` {known.get(name) or kind_of(values)}")
-    return ", ".join(parts)
+def members_of(maps: Sequence[Mapping[str, Any]], known: Mapping[str, str]) -> Mapping[str, str]:
+    """Each name with its kind; `?` marks what may be left out."""
+    found = {}
+    for name in dict.fromkeys(name for one in maps for name in one):
+        values = [one[name] for one in maps if name in one]
+        found[name + "?" * (len(values) < len(maps))] = known.get(name) or kind_of(values)
+    return found
+
+
+def named(maps: Sequence[Mapping[str, Any]], known: Mapping[str, str]) -> str:
+    """The names of inputs or results with their kinds; a state is one name."""
+    members = members_of(maps, known)
+    if not set(STATE) <= members.keys():
+        return typed(members)
+    rest = {name: kind for name, kind in members.items() if name not in (*STATE, "budget")}
+    return ", ".join(["*state*", *([typed(rest)] if rest else [])])
+
+
+def sides(tests: Sequence[Any]) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
+    """The inputs of an operation's tests, and the results of the valid ones."""
+    return [test["inputs"] for test in tests], [test["expected"] for test in tests if test["result"] == "valid"]
 
 
 def vectors() -> str:
     rows = []
     for operation, tests in operations().items():
-        valid = [test["expected"] for test in tests if test["result"] == "valid"]
-        rows.append([operation, named([test["inputs"] for test in tests], INPUT_KINDS), named(valid, {})])
+        inputs, results = sides(tests)
+        rows.append([operation, named(inputs, INPUT_KINDS), named(results, {})])
     return table(["Operation", "Inputs", "Results"], rows)
+
+
+def for_programs() -> str:
+    """What the page's tables hold, as JSON: parameters with their values and bounds, operations with theirs."""
+    crystal, nested = meanings(crystal_module.__file__), meanings(nestedkv_module.__file__)
+    profiles = {"PAPER": PAPER, "ESSAY": ESSAY, "TINY": TINY}
+    parameters = {
+        "crystalcache": {
+            name: {**{title: getattr(of, name) for title, of in profiles.items()},
+                   "admitted": admitted(name, CrystalCacheParameters), "what": what}
+            for name, what in crystal.items()
+        },
+        "nestedkv": {
+            name: {"value": getattr(NESTEDKV, name), "admitted": admitted(name, NestedKVParameters), "what": what}
+            for name, what in nested.items()
+        },
+    }
+    described = {}
+    for operation, tests in operations().items():
+        inputs, results = sides(tests)
+        bounds = {name: row.bound for row in JUDGED if operation in row.operations for name in row.results}
+        described[operation] = {
+            "inputs": members_of(inputs, INPUT_KINDS), "results": members_of(results, {}), "bounds": bounds,
+        }
+    return json.dumps({"parameters": parameters, "operations": described}, indent=1, default=str) + "\n"
 
 
 def state() -> str:
@@ -283,9 +320,10 @@ def filled(page: Path) -> str:
 
 
 def main() -> int:
-    """Write the tables into their pages."""
+    """Write the tables into their pages, and what they hold as JSON."""
     for page in PAGES:
         page.write_text(filled(page), encoding="utf-8")
+    DATA.write_text(for_programs(), encoding="utf-8")
     return 0
 
 

@@ -1,5 +1,6 @@
 """spec/implementing.md says what the code and the vectors hold: parameters, bounds, inputs, families and doors."""
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
@@ -11,8 +12,8 @@ import numpy as np
 import pytest
 
 from conformance import tolerances
+from conformance.assurance.implementer_tables import DATA, JUDGED, PAGE, PAGES, filled, for_programs, operations
 from conformance.assurance.implementer_tables import FAMILIES as PROTOCOLS
-from conformance.assurance.implementer_tables import JUDGED, PAGE, PAGES, filled, operations
 from conformance.assurance.item_vectors.bounds import BOUNDED_ITEMS
 from conformance.assurance.trace import NO_STAGE, read_tree
 from conformance.assurance.vector_writer.expected import OPERATIONS
@@ -40,6 +41,18 @@ def test_the_tables_are_those_of_the_code_and_the_vectors(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert filled(page) == text
     assert all(f"<!-- {name}: made by" in text and f"<!-- end of {name} -->" in text for name in PAGES[page])
+
+
+def test_programs_read_the_same() -> None:
+    """The JSON is up to date, gives the paper's parameters as they are, and a bound to each bounded result."""
+    assert DATA.read_text(encoding="utf-8") == for_programs()
+    held = json.loads(for_programs())
+    paper = {name: row["PAPER"] for name, row in held["parameters"]["crystalcache"].items()}
+    assert CrystalCacheParameters(**paper) == PAPER
+    for operation, tests in operations().items():
+        inputs = {name.strip("?") for name in held["operations"][operation]["inputs"]}
+        assert all(set(test["inputs"]) <= inputs for test in tests)
+        assert bounded().get(operation, set()) <= held["operations"][operation]["bounds"].keys()
 
 
 @pytest.mark.spec("CC-PREFILL")
