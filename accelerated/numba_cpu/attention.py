@@ -5,8 +5,6 @@ float32, those over blocks float64. Blocks are dealt to PARTS sums, whatever the
 """
 
 import math
-import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
 
@@ -14,10 +12,9 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from accelerated.numba_cpu.coattention import BLAS, plain
 from accelerated.numba_cpu.kernels import FAST, exp2, largest
+from accelerated.numba_cpu.threads import plain, threads
 from spec.arrays import Cube, IntVector, Matrix, Vector
-from spec.errors import BackendUnavailable
 
 __all__ = ["received_attention"]
 
@@ -60,17 +57,15 @@ def received_attention(
     Implements: PO-OBSERVED-ATTENTION
 
     Raises:
-        BackendUnavailable: without threadpoolctl, which keeps BLAS from starting threads inside ours.
+        BackendUnavailable: without threadpoolctl.
     """
     factor = scaling / softcap if softcap else scaling * LOG2_E
     scaled: Floats = np.multiply(q, f32(factor), dtype=f32, casting="same_kind")
     grouped = scaled.reshape(len(k), -1, *q.shape[1:])
     if grouped.shape[1] * grouped.shape[2] <= FEW:
         return _from_few(grouped, k, softcap)
-    if BLAS is None:
-        raise BackendUnavailable("attention of backend 'numba' needs threadpoolctl: pip install 'kvspec[numba]'")
     heads = [_Head(own, plain(keys), softcap) for own, keys in zip(grouped, k, strict=True)]
-    with BLAS.limit(limits=1, user_api="blas"), ThreadPoolExecutor(os.cpu_count()) as pool:
+    with threads() as pool:
         parts = pool.map(lambda task: task[0].part(task[1]), product(heads, range(PARTS)))
         summed: Cube = np.stack(list(parts)).reshape(len(k), PARTS, -1)
     received: Matrix = summed.sum(axis=1)

@@ -8,7 +8,6 @@ is given, only the maxima are left to find.
 
 import itertools
 import math
-import os
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,18 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from accelerated.numba_cpu import kernels
+from accelerated.numba_cpu.threads import plain, threads
 from spec.arrays import IntMatrix, IntVector
-from spec.errors import BackendUnavailable
 from spec.parameters import CrystalCacheParameters
 from spec.policy import DeviceArray
 from spec.records import CoAttention
 
-try:
-    from threadpoolctl import ThreadpoolController
-except ModuleNotFoundError:  # S2 to S6 need it not, and the Triton backend takes them from this package
-    ThreadpoolController = None
-
-__all__ = ["BLAS", "coattention", "plain"]
+__all__ = ["coattention"]
 
 Floats = NDArray[np.float32]
 f32 = np.float32
@@ -39,14 +33,6 @@ BLOCK = (64, 256)  # fewest and most queries of a block
 KEYS = 128  # columns of a tile; ROWS x KEYS floats are half of a second-level cache
 SQUARE = 128  # rows and columns of a block of cosines
 SLACK = 1.0 - 1e-5  # rounding of the bound: 32 float32 terms and exp2, below 1e-6 relative
-# The blocks run side by side, so each product keeps to one thread.
-BLAS = ThreadpoolController and ThreadpoolController()
-
-
-def plain(x: NDArray[np.floating]) -> Floats:
-    """Rows (keys, d) as BLAS takes them: a view where they are float32 with adjoining channels, else a copy."""
-    fits = x.dtype == f32 and x.strides[1] == x.itemsize and x.strides[0] >= x.shape[1] * x.itemsize
-    return x if fits else np.ascontiguousarray(x, dtype=f32)
 
 
 def _matrix(scratch: Floats, rows: int, columns: int) -> Floats:
@@ -220,10 +206,8 @@ def coattention(
     Implements: CC-ATTENTION, CC-SALIENCE, CC-MEAN-SALIENCE, CC-ROW-NORM, CC-INTRA, CC-CROSS, CC-COATTENTION
 
     Raises:
-        BackendUnavailable: without threadpoolctl, which keeps BLAS from starting threads inside ours.
+        BackendUnavailable: without threadpoolctl.
     """
-    if BLAS is None:
-        raise BackendUnavailable("S1 of backend 'numba' needs threadpoolctl: pip install 'kvspec[numba]'")
     n = q.shape[1]
     before = k.shape[1] - n
     logits = _Logits(q, k, scaling, softcap)
@@ -232,7 +216,7 @@ def coattention(
     cross = [np.full((n, parameters.k_cross), -1, dtype=np.int64), np.zeros((n, parameters.k_cross))]
     # The last chunk has the most keys; the first one comes last, so that no thread ends on a long block.
     starts = range(0, n, parameters.C)[::-1]
-    with BLAS.limit(limits=1, user_api="blas"), ThreadPoolExecutor(os.cpu_count()) as pool:
+    with threads() as pool:
         for chunk in _finished((_Chunk(logits, lse, c, before, parameters) for c in starts), pool):
             rows = slice(chunk.c, chunk.stop)
             S[rows] = chunk.salience()

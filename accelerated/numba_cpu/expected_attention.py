@@ -4,17 +4,14 @@ Rotations, the mean of the queries and the d x d matrices are float64, as is the
 """
 
 import math
-import os
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from accelerated.numba_cpu.coattention import BLAS, plain
 from accelerated.numba_cpu.kernels import FAST, exp2, largest
+from accelerated.numba_cpu.threads import plain, threads
 from spec.arrays import IntVector, Matrix, Vector
-from spec.errors import BackendUnavailable
 
 __all__ = ["expected_attention"]
 
@@ -33,10 +30,8 @@ def expected_attention(
     Implements: PO-EXPECTED-ATTENTION
 
     Raises:
-        BackendUnavailable: without threadpoolctl, which keeps BLAS from starting threads inside ours.
+        BackendUnavailable: without threadpoolctl.
     """
-    if BLAS is None:
-        raise BackendUnavailable("attention of backend 'numba' needs threadpoolctl: pip install 'kvspec[numba]'")
     angle = at[:, None] * inv_freq
     cos, sin = (np.cos(angle) / factor).astype(f32), (np.sin(angle) / factor).astype(f32)
     R = _mean_rotation(ahead, inv_freq, factor)
@@ -53,7 +48,7 @@ def expected_attention(
         scores: Vector = weights * norms(plain(v[h])) / G
         return scores
 
-    with BLAS.limit(limits=1, user_api="blas"), ThreadPoolExecutor(os.cpu_count()) as pool:
+    with threads() as pool:
         return np.stack(list(pool.map(of_head, range(len(k)))))
 
 

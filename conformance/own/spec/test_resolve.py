@@ -134,8 +134,8 @@ def test_a_missing_package_is_named_with_what_brings_it(
 @pytest.mark.spec("CC-COATTENTION")
 def test_numba_without_threadpoolctl_says_so_where_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     """S2 to S6 run without it; S1 would fight over the cores with BLAS."""
-    coattention = pytest.importorskip("accelerated.numba_cpu.coattention")
-    monkeypatch.setattr(coattention, "BLAS", None)
+    threads = pytest.importorskip("accelerated.numba_cpu.threads")
+    monkeypatch.setattr(threads, "BLAS", None)
     q = np.ones((1, 2, 2), dtype=np.float32)
     with pytest.raises(BackendUnavailable, match=r"needs threadpoolctl: pip install 'kvspec\[numba\]'"):
         resolve("numba").require_crystal().coattention(q, q, np.arange(2), TINY, 1.0, None)

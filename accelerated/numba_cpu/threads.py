@@ -1,0 +1,39 @@
+"""Threads whose work is products: BLAS starts none of its own inside them."""
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spec.errors import BackendUnavailable
+
+try:
+    from threadpoolctl import ThreadpoolController
+except ModuleNotFoundError:  # S2 to S6 need it not, and the Triton backend takes them from this package
+    ThreadpoolController = None
+
+__all__ = ["plain", "threads"]
+
+BLAS = ThreadpoolController and ThreadpoolController()
+
+
+@contextmanager
+def threads() -> Iterator[ThreadPoolExecutor]:
+    """As many threads as there are cores.
+
+    Raises:
+        BackendUnavailable: without threadpoolctl, which keeps BLAS to one thread.
+    """
+    if BLAS is None:
+        raise BackendUnavailable("this stage of backend 'numba' needs threadpoolctl: pip install 'kvspec[numba]'")
+    with BLAS.limit(limits=1, user_api="blas"), ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield pool
+
+
+def plain(x: NDArray[np.floating]) -> NDArray[np.float32]:
+    """Rows (keys, d) as BLAS takes them: a view where they are float32 with adjoining channels, else a copy."""
+    fits = x.dtype == np.float32 and x.strides[1] == x.itemsize and x.strides[0] >= x.shape[1] * x.itemsize
+    return x if fits else np.ascontiguousarray(x, dtype=np.float32)
