@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
+from conformance.cache_suite.conftest import found_model
 from conformance.cache_suite.judge import KINDS, check, save_tiny
 from conformance.own.conformance.test_plugin import run as run_pytest
 from models_integration import Decision, compact, observe
@@ -25,7 +26,7 @@ EQUAL, RAGGED = "a set for each KV head", "a set of its own length for each KV h
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(save_tiny(tmp_path_factory.mktemp("tiny")))
+    return str(save_tiny("llama", tmp_path_factory.mktemp("tiny")))
 
 
 def loaded(folder: str) -> PreTrainedModel:
@@ -122,6 +123,15 @@ def RUN(prompt, kept, following, model):
 
 def test_the_suite_runs_from_outside_the_tree(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(ENGINE, encoding="utf-8")
-    result = run_pytest(tmp_path, "--pyargs", "conformance.cache_suite", "--kvspec-cache", "mine:RUN")
+    model = str(save_tiny("llama", tmp_path / "model"))
+    suite = ["--pyargs", "conformance.cache_suite", "--kvspec-cache", "mine:RUN"]
+    result = run_pytest(tmp_path, *suite, "--kvspec-model", model)
     assert "2 passed, 9 skipped" in result.stdout, result.stdout + result.stderr
     assert f"{EQUAL}: not served (eviction)" in result.stdout
+
+
+@pytest.mark.law("one-line-with-the-way-out")
+def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
+    for name in ("absent", str(tmp_path)):
+        with pytest.raises(pytest.UsageError, match=f"^model = '{name}': must be a model on this machine: .*$"):
+            found_model(name)
