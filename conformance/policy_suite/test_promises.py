@@ -1,8 +1,11 @@
 """Each column that the policy promises, on drawn inputs; the others are skipped by name."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 from hypothesis import given, reject
 from hypothesis import strategies as st
@@ -44,38 +47,40 @@ DRAWS = st.builds(
 
 @dataclass(frozen=True)
 class Own:
-    """A policy that depends on nothing but what it is shown, and protects what its protection says."""
+    """A policy that protects what its protection says, whatever the inputs."""
 
-    own: Policy
+    policy: Callable[[Inputs], Policy]
 
-    def policy(self, inputs: Inputs) -> Policy:
-        return self.own
+    @cached_property
+    def made(self) -> Policy:
+        """On some input."""
+        return self.policy(drawn(0))
 
     @property
     def floor(self) -> int:
-        return self.own.floor
+        return self.made.floor
 
     def guaranteed(self, n: int, B: int) -> set[int]:
-        return {position for position, held in enumerate(self.own.protection(n).tolist()) if held}
+        return set(np.flatnonzero(self.made.protection(n)).tolist())
 
-
-def fewest_layers(policy: Policy) -> int:
-    """The model must have the layer that is observed."""
-    needs = policy.scorer.needs
-    return 1 if needs.layers != "observed" else max(needs.observed + 1, -needs.observed)
+    @property
+    def fewest_layers(self) -> int:
+        """The model must have the layer that is observed."""
+        needs = self.made.scorer.needs
+        return 1 if needs.layers != "observed" else max(needs.observed + 1, -needs.observed)
 
 
 @pytest.mark.parametrize("column", [pytest.param(name, marks=pytest.mark.row(name)) for name in PROPERTIES])
 @given(draw=DRAWS)
-def test_a_promise_holds(column: str, judged_policy: Policy, draw: Draw) -> None:
-    said = promised(judged_policy, column)
+def test_a_promise_holds(column: str, judged_policy: Callable[[Inputs], Policy], draw: Draw) -> None:
+    case = Own(judged_policy)
+    said = promised(case.made, column)
     if said != "yes":
         pytest.skip(f"{column}: {'N/A' if said == 'N/A' else 'not promised'}")
-    case = Own(judged_policy)
-    protected = int(judged_policy.protection(LONG).sum())
+    protected = len(case.guaranteed(LONG, LONG))
     if column == "protection holds" and not protected:
         pytest.skip(f"{column}: N/A, for no token is protected")
-    inputs = draw.inputs(protected, fewest_layers(judged_policy))
+    inputs = draw.inputs(protected, case.fewest_layers)
     check(case, column, inputs, 1 + draw.budget % (inputs.n + 4), draw.seed)
 
 
@@ -84,7 +89,7 @@ def check(case: Own, column: str, inputs: Inputs, B: int, seed: int) -> None:
     B = max(B, len(case.guaranteed(inputs.n, B)))
     try:
         holds = PROPERTIES[column].holds(case, inputs, B, seed)
-        kept = decided(case.own, inputs, B)
+        kept = decided(case.policy(inputs), inputs, B)
     except SpecError as refused:
         if refused.argument != "budget":
             raise
@@ -92,5 +97,5 @@ def check(case: Own, column: str, inputs: Inputs, B: int, seed: int) -> None:
     if not holds:
         raise AssertionError(
             f"{column}: not so with {inputs.n} tokens, B = {B}, layers x KV heads = {len(inputs.layers)} x"
-            f" {inputs.H_kv}; {case.own.name} keeps {kept}; promised is that {PROPERTIES[column].says}"
+            f" {inputs.H_kv}; {case.made.name} keeps {kept}; promised is that {PROPERTIES[column].says}"
         )

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from conformance.checks.promises import PROPERTIES, promised
+from conformance.strategies.policy_inputs import drawn
+from conformance.strategies.policy_inputs import named as policy_of
 from reference.policies.names import ENTRY_POINTS as POLICIES
-from reference.policies.names import own_policy
+from reference.policies.names import NAMES, check_name
 from spec.backend import BUILT_IN, ENTRY_POINTS, FAMILIES, resolve
 from spec.errors import BackendUnavailable, SpecError
 from spec.plugins import find_plugin, target_of
@@ -20,6 +22,7 @@ from spec.plugins import find_plugin, target_of
 __all__ = ["OF_KIND", "Subject", "digest_of", "of_backend", "of_cache", "of_command", "of_policy"]
 
 CACHES = "kvspec.caches"
+OURS = "reference.policies:names"
 
 
 @dataclass(frozen=True)
@@ -98,10 +101,10 @@ def of_policy(named: str) -> Subject:
         SpecError: for what names none, cannot be loaded, or promises nothing.
         BackendUnavailable: for a module that ends the process.
     """
-    found = _loaded("policy", named, lambda: own_policy(named, "policy").value)
+    found = _loaded("policy", named, lambda: policy_of(check_name(named, "policy"), drawn(0)))
     if all(promised(found, column) != "yes" for column in PROPERTIES):
         raise SpecError("policy", named, "promises nothing, so there is nothing to judge: see spec.policy.Promises")
-    return _of_package("policy", found.name, named, target_of("policy", named, POLICIES))
+    return _of_package("policy", found.name, named, OURS if named in NAMES else target_of("policy", named, POLICIES))
 
 
 def of_cache(named: str) -> Subject:
