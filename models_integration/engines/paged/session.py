@@ -81,7 +81,7 @@ class PagedSession:
         self._exit = ExitStack()
         BUSY.add(self._architecture.decoder)
         self._exit.callback(BUSY.discard, self._architecture.decoder)
-        own = self._model.init_continuous_batching  # type: ignore[operator]  # from a mixin without types
+        own: Any = self._model.init_continuous_batching
         vars(self._model)["init_continuous_batching"] = partial(self._manager, own)
         self._exit.callback(vars(self._model).pop, "init_continuous_batching")
         return self

@@ -13,10 +13,14 @@ from transformers.generation.continuous_batching.continuous_api import Continuou
 
 from conformance.own.models_integration.engines.masked import KeptSets
 from conformance.own.models_integration.session.families import VOCABULARY
-from models_integration.engines.paged import PagedSession
 from spec.retention import Granularity, Retention
 
-GREEDY = {"do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
+
+def greedy(new: int) -> Any:
+    """The most likely token each time, `new` of them."""
+    return GenerationConfig(  # type: ignore[no-untyped-call]  # by transformers
+        max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
 
 
 def prompts(count: int, lengths: tuple[int, int], seed: int = 0) -> list[list[int]]:
@@ -27,10 +31,12 @@ def prompts(count: int, lengths: tuple[int, int], seed: int = 0) -> list[list[in
 
 def pool(pages: int, page: int = 8, chunk: int = 64, **others: Any) -> ContinuousBatchingConfig:
     """A pool of pages; `chunk` tokens go into one forward."""
-    size = "page_size" if hasattr(ContinuousBatchingConfig(), "page_size") else "block_size"
-    return ContinuousBatchingConfig(
-        **{size: page}, num_blocks=pages, max_batch_tokens=chunk, allow_block_sharing=False, **others
-    )
+    config: Any = ContinuousBatchingConfig
+    size = "page_size" if hasattr(config(), "page_size") else "block_size"
+    made: ContinuousBatchingConfig = config(**{
+        size: page, "num_blocks": pages, "max_batch_tokens": chunk, "allow_block_sharing": False, **others,
+    })
+    return made
 
 
 def serve(
@@ -38,11 +44,10 @@ def serve(
     arrivals: Random | None = None,
 ) -> dict[str, Any]:
     """The engine's outputs by request: ids are the places of their texts."""
-    generation = GenerationConfig(max_new_tokens=new, **GREEDY)
     found: dict[str, Any] = {}
     served: Any = model
     with served.continuous_batching_context_manager(
-        generation_config=generation, continuous_batching_config=config
+        generation_config=greedy(new), continuous_batching_config=config
     ) as manager:
         for place, text in enumerate(texts):
             if arrivals is not None and arrivals.random() < 0.3:
@@ -111,11 +116,6 @@ def all_free(processor: Any) -> bool:
         return not any(tables(processor).values()) and bool(cache.get_num_free_blocks() == cache.num_blocks)
     cache.pool.try_to_free_sectors()
     return not any(tables(processor).values()) and bool(cache.pool.num_free_sectors == cache.num_sectors)
-
-
-def run_free(run: PagedSession) -> dict[str, int]:
-    """What a session counted."""
-    return {"freed": run.freed_pages, "pages": run.peak_pages, "requests": run.peak_requests}
 
 
 def closest(found: Sequence[Tensor], expected: Tensor) -> float:
