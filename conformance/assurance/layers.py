@@ -40,7 +40,8 @@ SUITE_NEEDS = {"spec", "reference", "numpy", "pytest", "hypothesis", "jaxtyping"
 # The rooms of a package, bottom to top: each imports only what stands before it.
 ROOMS: dict[str, tuple[str, ...]] = {
     "models_integration": (
-        "tasks", "model", "pocket", "cache", "attention", "session", "policies", "archive", "studies", "cli",
+        "tasks", "model", "pocket", "cache", "attention", "session", "policies", "engines", "archive", "studies",
+        "cli",
     ),
     "conformance": (*SUITE, "cache_suite", "assurance", "measure", "own"),
 }

@@ -240,12 +240,14 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _register(stock: str) -> str:
-    assert stock in IMPLEMENTATIONS
+    # Continuous batching hands its own masks over, so that of a "paged|" name none is made.
+    plain = stock.removeprefix("paged|")
+    assert plain in IMPLEMENTATIONS
     ours = f"kvspec_{stock}"
     if ours not in ALL_ATTENTION_FUNCTIONS:
         AttentionInterface.register(ours, untraced(_observed(stock)))
         # Without its own mask function, an attention name gets no mask at all: cached continuation would be wrong.
-        AttentionMaskInterface.register(ours, untraced(retained_mask(ALL_MASK_ATTENTION_FUNCTIONS[stock])))
+        AttentionMaskInterface.register(ours, untraced(retained_mask(ALL_MASK_ATTENTION_FUNCTIONS[plain])))
     return ours
 
 

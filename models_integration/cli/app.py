@@ -208,6 +208,29 @@ def compress(
 
 
 @app.command()
+def keep(
+    prompt: Annotated[Path, typer.Argument(metavar="PROMPT", help="A text file.")],
+    budget: Annotated[str, typer.Option(help="0.3 or 30% is a fraction of the prompt, 512 is tokens.")] = "0.3",
+    policy: Annotated[str, typer.Option(help="As for compare; of those that need the first layer alone.")] = (
+        "crystalcache"
+    ),
+    form: Annotated[
+        str, typer.Option("--format", help="ranges: a line for each, first and one behind the last; or json.")
+    ] = "ranges",
+    model: Annotated[str, typer.Option(help="'pocket', 'chat', 'smollm2', or a folder of safetensors.")] = "pocket",
+    backend: Backend = "auto", dtype: Dtype = "auto",
+) -> None:
+    """Print which tokens of a prompt a policy keeps, without a forward of the model.
+
+    CrystalCache reads the first layer's queries and keys: of the model's file, the embeddings and this layer's first
+    tensors are read, and no others. What is kept is what a session keeps.
+    """
+    from models_integration.cli.keep import run
+
+    run(prompt, budget, policy, form, model, backend, dtype)
+
+
+@app.command()
 def explain(
     prompt: Annotated[Path, typer.Argument(metavar="PROMPT", help="A text file, of at most 8192 tokens.")],
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("explain.html"),

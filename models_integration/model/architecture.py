@@ -14,7 +14,7 @@ from reference.crystalcache.observed_layer import observed_layer
 from spec.errors import SpecError
 from spec.policy import Needs
 
-__all__ = ["BUSY", "Architecture", "attention_modules", "by_layer", "check_free", "describe", "of_layer"]
+__all__ = ["BUSY", "Architecture", "attention_modules", "by_layer", "check_free", "describe", "layer_types", "of_layer"]
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 IMPLEMENTATIONS = ("sdpa", "eager")
@@ -61,7 +61,7 @@ def describe(model: PreTrainedModel) -> Architecture:
     config = model.config.get_text_config(decoder=True)
     decoder: nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
     attention = attention_modules(decoder)
-    types = _layer_types(config)
+    types = layer_types(config)
     reason = (
         _refuse_wrapper(model, config, decoder) or _refuse_config(config) or _refuse_layers(config, types)
         or _refuse_attention(config, decoder, attention) or _refuse_implementation(model, config, attention.values())
@@ -107,7 +107,7 @@ def _is_attention(module: nn.Module) -> bool:
     return type(module).__name__.endswith("Attention") and isinstance(getattr(module, "layer_idx", None), int)
 
 
-def _layer_types(config: PretrainedConfig) -> list[str]:
+def layer_types(config: PretrainedConfig) -> list[str]:
     """What each layer attends to, as the cache that transformers makes for this config has it."""
     stated = getattr(config, "layer_types", None)
     if stated is not None:

@@ -1,0 +1,189 @@
+"""Continuous batching under a policy: the answers of masked forwards, in no more pages than are kept."""
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+from transformers.generation.continuous_batching.requests import RequestState
+
+from conformance.own.models_integration.engines.masked import masked_logits
+from conformance.own.models_integration.engines.serving import (
+    Between,
+    closest,
+    kept_sets,
+    pool,
+    prompts,
+    recorded_logits,
+    serve,
+    tables,
+)
+from conformance.own.models_integration.session.families import ENDS, build
+from models_integration import CrystalCache, FullCache, Published, RetentionPolicy, StreamingLLM, decide, observe
+from models_integration.engines.paged import PagedSession
+from models_integration.engines.paged import pool as pool_module
+from models_integration.engines.paged.session import _Engine
+from spec.parameters import TINY
+
+NEW = 8
+LAYERS, HEADS = 3, 2
+TOLERANCE = 1e-5
+
+POLICIES: dict[str, Callable[[float], RetentionPolicy]] = {
+    "crystalcache": lambda budget: CrystalCache(budget, ENDS, TINY, backend="numpy"),
+    "streamingllm": lambda budget: StreamingLLM(budget, N_sink=2),
+    "snapkv": lambda budget: Published("snapkv", budget, W=4),
+    "knorm": lambda budget: Published("knorm", budget),
+}
+
+
+def check_answers(
+    model: PreTrainedModel, run: PagedSession, texts: list[list[int]], outputs: dict[str, Any], rows: dict[str, Any],
+) -> None:
+    """Every request chose, greedily, what the masked forward chooses, from the same logits."""
+    assert len(outputs) == len(texts)
+    for place, text in enumerate(texts):
+        output = outputs[str(place)]
+        assert output.error is None, output.error
+        answer = output.generated_tokens
+        expected = masked_logits(model, text, answer, kept_sets(run.kept[str(place)], LAYERS, HEADS))
+        assert expected.argmax(dim=1).tolist() == answer
+        assert closest(rows[str(place)][-len(answer) :], expected) < TOLERANCE
+
+
+@pytest.mark.law("eviction-equals-masking")
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("name", POLICIES)
+def test_fifty_requests_answer_as_the_masked_forwards(
+    family: str, name: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, random, evicted = build(family, attention="eager" if name == "knorm" else "sdpa"), Random(7), 0
+    watched = Between(monkeypatch)
+    for seed in range(5):
+        texts = prompts(10, (2, 90), seed)
+        config = pool(random.randint(20, 60), page=random.choice([4, 8, 16]), chunk=random.randint(12, 100))
+        run = PagedSession(POLICIES[name](random.uniform(0.2, 0.7)), model)
+        with run, recorded_logits(model, watched.processors) as rows:
+            outputs = serve(model, texts, config, NEW, arrivals=random)
+        check_answers(model, run, texts, outputs, rows)
+        evicted += sum(one.seen * one.groups - len(one.positions) for one in run.kept.values())
+    assert evicted > 0
+
+
+@pytest.mark.law("decided-as-the-reference")
+@pytest.mark.parametrize("name", POLICIES)
+def test_what_is_kept_is_what_the_policy_keeps_outside(name: str) -> None:
+    model, policy, texts = build("qwen2"), POLICIES[name](0.4), prompts(12, (2, 90), seed=3)
+    with PagedSession(policy, model) as run:
+        serve(model, texts, pool(64, chunk=40), NEW)
+    for place, text in enumerate(texts):
+        (alone,) = decide(policy.on(model), observe(model, torch.tensor([text]))).retentions
+        kept = run.kept[str(place)]
+        assert (kept.positions.tolist(), kept.offsets.tolist()) == (alone.positions.tolist(), alone.offsets.tolist())
+
+
+@pytest.mark.law("freed-memory")
+@pytest.mark.parametrize("name", ["crystalcache", "snapkv"])
+def test_a_decided_request_holds_the_pages_of_what_it_keeps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    page, looked = 8, list[str]()
+
+    def look(processor: Any) -> None:
+        for request, blocks in tables(processor).items():
+            state = processor.scheduler.active_requests[request]
+            if request in run.kept:
+                kept = len(run.kept[request].group(0))
+                assert len(blocks) <= -(-(kept + len(state.generated_tokens) - 1) // page) + 1
+                looked.append(request)
+
+    Between(monkeypatch, look)
+    model, texts = build("llama"), prompts(20, (30, 90))
+    with PagedSession(POLICIES[name](0.3), model) as run:
+        outputs = serve(model, texts, pool(60, page), NEW)
+    assert all(output.error is None for output in outputs.values())
+    assert set(looked) == {str(place) for place in range(20)}
+    # Until transformers 5.17 some prompts hold a page more than they fill, which is freed as well.
+    assert run.freed_pages >= sum(-(-one.seen // page) - -(-len(one.group(0)) // page) for one in run.kept.values())
+
+
+@pytest.mark.law("freed-memory")
+def test_a_pool_of_eight_full_requests_has_twenty_in_flight() -> None:
+    full, new, page = 256, 32, 8
+    model, texts = build("llama"), prompts(40, (full, full))
+    config = pool(8 * (full + new) // page, page, chunk=full + 64, safety_margin=0.0)
+    at_once = {}
+    for policy in (FullCache(), StreamingLLM(0.3)):
+        with PagedSession(policy, model) as run:
+            outputs = serve(model, texts, config, new)
+        assert all(output.error is None for output in outputs.values())
+        assert run.peak_pages <= 8 * (full + new) // page
+        at_once[type(policy)] = run.peak_requests
+    assert at_once[StreamingLLM] >= 20
+    assert at_once[FullCache] <= 9  # the last of them begins while the others still grow
+
+
+@pytest.mark.law("eviction-equals-masking")
+def test_a_request_that_gives_its_pages_back_goes_on_as_it_would_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    again, own = list[int](), RequestState.create_equivalent_initial_request
+
+    def noted(state: Any) -> Any:
+        again.append(len(state.generated_tokens))
+        return own(state)
+
+    monkeypatch.setattr(RequestState, "create_equivalent_initial_request", noted)
+    model, texts, watched = build("llama"), prompts(10, (30, 60)), Between(monkeypatch)
+    run = PagedSession(POLICIES["crystalcache"](0.6), model)
+    with run, recorded_logits(model, watched.processors) as rows:
+        outputs = serve(model, texts, pool(24, page=4, chunk=64, safety_margin=0.0), new=24)
+    assert max(again, default=0) > 1  # some had answered before
+    assert {len(output.generated_tokens) for output in outputs.values()} == {24}
+    check_answers(model, run, texts, outputs, rows)
+
+
+@pytest.mark.law("the-model-stays-as-it-was")
+def test_after_the_block_the_model_batches_as_before() -> None:
+    model, texts = build("qwen2"), prompts(4, (20, 40))
+    before = serve(model, texts, pool(40), NEW)
+    with PagedSession(StreamingLLM(0.3), model):
+        inside = serve(model, texts, pool(40), NEW)
+    after = serve(model, texts, pool(40), NEW)
+    answers = [[one[str(place)].generated_tokens for place in range(4)] for one in (before, inside, after)]
+    assert answers[0] == answers[2] != answers[1]
+    assert model.config._attn_implementation == "sdpa"
+    assert "init_continuous_batching" not in vars(model)
+
+
+def keep_the_first(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(pool_module, "_groups_of_layer", lambda kept, at, layers: [np.arange(len(kept.group(0)))])
+
+
+def keep_the_next(patch: pytest.MonkeyPatch) -> None:
+    own = pool_module._groups_of_layer
+    patch.setattr(
+        pool_module, "_groups_of_layer",
+        lambda kept, at, layers: [(group + (at == layers - 1)) % kept.seen for group in own(kept, at, layers)],
+    )
+
+
+def take_slots_for_positions(patch: pytest.MonkeyPatch) -> None:
+    own = _Engine._compact
+
+    def compact(engine: _Engine, state: Any) -> None:
+        own(engine, state)
+        vars(state)["_kvspec"].evicted = 0
+
+    patch.setattr(_Engine, "_compact", compact)
+
+
+@pytest.mark.law("the-proof-has-teeth")
+@pytest.mark.parametrize("mistake", [keep_the_first, keep_the_next, take_slots_for_positions])
+def test_a_mistake_is_seen(mistake: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    mistake(monkeypatch)
+    model, texts, watched = build("llama"), prompts(4, (40, 60)), Between(monkeypatch)
+    run = PagedSession(POLICIES["crystalcache"](0.4), model)
+    with run, recorded_logits(model, watched.processors) as rows:
+        outputs = serve(model, texts, pool(60), NEW)
+    with pytest.raises(AssertionError):
+        check_answers(model, run, texts, outputs, rows)

@@ -1,0 +1,123 @@
+"""What paged eviction does not serve is refused by name before any request runs, and the model stays as it was."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from transformers import CompileConfig, ContinuousBatchingConfig
+from transformers.generation.continuous_batching import continuous_api, scheduler
+from transformers.generation.continuous_batching.scheduler import Scheduler
+
+from conformance.own.models_integration.engines.serving import greedy, pool, prompts, serve
+from conformance.own.models_integration.session.families import ENDS, build
+from conformance.own.models_integration.session.snapshots import same_weights, snapshot
+from models_integration import CrystalCache, Published, RetentionPolicy, StreamingLLM
+from models_integration.engines.paged import PagedSession
+from spec.errors import SpecError
+from spec.parameters import TINY
+
+pytestmark = pytest.mark.law("refused-before-anything-changes")
+
+POLICIES: dict[str, tuple[Callable[[], RetentionPolicy], str]] = {
+    "adakv": (lambda: Published("adakv", 0.4), "adakv"),
+    "pyramidkv": (lambda: Published("pyramidkv", 0.4), "differ in size"),
+    "h2o": (lambda: Published("h2o", 0.4), "while tokens are decoded"),
+    "crystalcache with breaths": (lambda: CrystalCache(0.4, ENDS, TINY, "numpy", decode=True), "while tokens"),
+    "crystalcache in a stream": (lambda: CrystalCache(40, ENDS, TINY, "numpy", stream=True), "while tokens"),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_that_pages_cannot_follow_is_named(name: str) -> None:
+    make, words = POLICIES[name]
+    with pytest.raises(SpecError, match=words) as caught:
+        PagedSession(make(), build("llama"))
+    assert caught.value.argument == "policy"
+
+
+def test_a_model_with_windows_is_named() -> None:
+    with pytest.raises(SpecError, match="sliding-window") as caught:
+        PagedSession(StreamingLLM(0.4), build("gemma3"))
+    assert caught.value.value == "Gemma3ForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("options", "argument"),
+    [
+        ({"allow_block_sharing": True}, "allow_block_sharing"),
+        ({"allow_block_sharing": False, "use_async_batching": True}, "use_async_batching"),
+        ({"allow_block_sharing": False, "varlen_compile_config": CompileConfig()}, "varlen_compile_config"),
+        ({"allow_block_sharing": False, "cpu_offload_space": 0.01}, "cpu_offload_space"),
+    ],
+)
+def test_a_configuration_that_is_not_served_is_named(options: dict[str, Any], argument: str) -> None:
+    model: Any = build("llama")
+    before = snapshot(model)
+    with PagedSession(StreamingLLM(0.4), model), pytest.raises(SpecError) as caught:
+        model.generate_batch(prompts(2, (9, 20)), continuous_batching_config=ContinuousBatchingConfig(**options))
+    assert caught.value.argument == argument
+    assert same_weights(before, model)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_forks_are_named() -> None:
+    model: Any = build("llama")
+    generation = greedy(4)
+    generation.num_return_sequences, generation.do_sample = 2, True
+    with PagedSession(StreamingLLM(0.4), model), pytest.raises(SpecError, match="num_return_sequences"):
+        model.generate_batch(prompts(2, (9, 20)), generation_config=generation, continuous_batching_config=pool(20))
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "gone"),
+    [
+        (continuous_api.ContinuousBatchProcessor, "update_batch", None),
+        (Scheduler, "_schedule_request", lambda scheduler, requests: None),
+    ],
+)
+def test_a_seam_that_is_gone_or_has_other_parameters_is_named(
+    owner: type, name: str, gone: object, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = build("llama")
+    monkeypatch.setattr(owner, name, gone)
+    with pytest.raises(SpecError, match=f"has no .*{name}") as caught:
+        PagedSession(StreamingLLM(0.4), model)
+    assert caught.value.argument == "transformers"
+    monkeypatch.undo()
+    monkeypatch.delattr(scheduler, "Scheduler")
+    with pytest.raises(SpecError, match="has no Scheduler"):
+        PagedSession(StreamingLLM(0.4), model)
+
+
+def test_contexts_do_not_nest_and_managers_do_not_outlive_them() -> None:
+    model: Any = build("llama")
+    with PagedSession(StreamingLLM(0.4), model) as run:
+        with pytest.raises(SpecError, match="do not nest"), StreamingLLM(0.4)(model):
+            pass
+        with pytest.raises(SpecError, match="do not nest"), PagedSession(StreamingLLM(0.4), model):
+            pass
+        manager = model.init_continuous_batching(greedy(4), pool(20))
+        manager.start()
+    assert not manager.is_running()
+    with pytest.raises(SpecError, match="context that has ended"):
+        manager.warmup()
+    with pytest.raises(SpecError, match="runs once"), run:
+        pass
+
+
+def test_a_persistent_manager_serves_inside_the_block_alone() -> None:
+    model: Any = build("llama")
+    texts, options = prompts(3, (20, 40)), {"generation_config": greedy(4)}
+    with PagedSession(StreamingLLM(0.4), model) as run:
+        for _ in range(2):
+            outputs = model.generate_batch(
+                texts, continuous_batching_config=pool(40), persistent_manager=True, **options
+            )
+            assert len(outputs) == 3
+    assert len(run.kept) == 6
+    assert getattr(model, "_cached_continuous_batching_manager", None) is None
+    model.generate_batch(texts, continuous_batching_config=pool(40), persistent_manager=True, **options)
+    with pytest.raises(SpecError, match="persistent manager"), PagedSession(StreamingLLM(0.4), model):
+        pass
+    model.destroy_cached_continuous_batching_manager()
+    assert len(serve(model, texts, pool(40), new=4)) == 3

@@ -1,0 +1,1 @@
+"""Engines that serve many requests at once, and what they ask before they run."""

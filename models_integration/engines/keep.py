@@ -1,0 +1,152 @@
+"""What a policy keeps of a prompt, without a forward of the model: its file's first tensors say what layer 0 asks.
+
+A model of one layer is built without values, and its decoder runs until that layer attends. Each module on the way
+takes its own parameters from the file; values, and all that comes behind, are never read.
+"""
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from models_integration.attention.capture import Attended, flash_attention
+from models_integration.cache.retained_cache import RetainedCache
+from models_integration.model.architecture import FULL, describe, layer_types
+from models_integration.policies.methods import Published, RetentionPolicy
+from models_integration.session.method import Method
+from models_integration.session.segment import ObservedSegment, decide
+from reference.crystalcache.observed_layer import observed_layer
+from reference.policies.names import constants_of_model
+from spec.errors import SpecError
+from spec.retention import Granularity, Retention
+
+__all__ = ["keep"]
+
+_NAME = "kvspec_first_layer"
+
+
+class _Asked(Exception):
+    """A layer is about to attend: nothing behind it runs."""
+
+
+def keep(folder: Path, policy: RetentionPolicy, token_ids: Sequence[int], dtype: str | None = None) -> Retention:
+    """What a session of the whole model keeps of a prompt, bit for bit.
+
+    Args:
+        folder: with model.safetensors, or the index of several files.
+        policy: with one kept set, from the queries and keys of the first layer alone, or of none.
+        token_ids: of the prompt.
+        dtype: as `from_pretrained` takes it; None: as it is stored.
+
+    Raises:
+        SpecError: for a policy with other needs, which it names; for another folder, or ids that the model has not.
+    """
+    files, config = _files(folder), AutoConfig.from_pretrained(folder)
+    full = [index for index, kind in enumerate(layer_types(config)) if kind == FULL]
+    config.num_hidden_layers, automatic = 1, cast(Any, AutoModelForCausalLM)
+    if getattr(config, "layer_types", None) is not None:
+        config.layer_types = config.layer_types[:1]
+    with torch.device("meta"):
+        stored = dtype or config.dtype or _read(files, next(iter(files))).dtype
+        model = automatic.from_config(config, dtype=stored).train(False)
+    method, ids = _checked(policy, model, full), torch.tensor([list(token_ids)])
+    architecture = describe(model)
+    if ids.shape[1] < 2 or not 0 <= int(ids.min()) <= int(ids.max()) < architecture.vocabulary:
+        raise SpecError("token_ids", tuple(ids.shape), f"must be two or more, in [0, {architecture.vocabulary})")
+    observed = ObservedSegment(method.policy.scorer.needs, architecture, RetainedCache(config), lse=True)
+    observed.read(ids, torch.ones_like(ids, dtype=torch.bool))
+    if observed.layers:
+        _prepare(model, files)
+        observed.attended(*_asked(architecture.decoder, config, ids))
+    return decide(method, observed).retentions[0]
+
+
+def _checked(policy: RetentionPolicy, model: PreTrainedModel, full: Sequence[int]) -> Method:
+    """The policy on a model whose full-attention layers are these.
+
+    Raises:
+        SpecError: where it needs more than the first layer; it says what.
+    """
+    if isinstance(policy, Published) and (wanted := constants_of_model(policy.name)):
+        raise SpecError("policy", policy.name, f"needs {', '.join(sorted(wanted))} of the whole model")
+    method = policy.on(model)
+    needs, granularity, name = method.policy.scorer.needs, method.policy.granularity, method.policy.name
+    if granularity is not Granularity.MODEL or needs.layers == "all" or needs.values:
+        rows = "all" if needs.query_rows is None else f"the last {needs.query_rows}"
+        shown = f"{'keys and values' if needs.values else 'keys'} of {needs.layers} layers, {rows} query rows"
+        raise SpecError("policy", name, f"needs a forward: {shown}, a set for each {granularity.value}")
+    if needs.layers == "observed" and (at := observed_layer(full, needs.observed)) != 0:
+        raise SpecError("policy", name, f"needs queries and keys of layer {at}, and so the layers before it")
+    return method
+
+
+def _prepare(model: PreTrainedModel, files: dict[str, Path]) -> None:
+    """Modules take parameters when they are called; rotary frequencies come from the config alone."""
+    for name, module in list(model.named_modules()):
+        parent, _, own = name.rpartition(".")
+        if any(buffer.endswith("inv_freq") for buffer in module._buffers):
+            setattr(model.get_submodule(parent), own, type(module)(model.config))
+        elif any(buffer is not None and buffer.is_meta for buffer in module._buffers.values()):
+            raise SpecError("model", name, "has values that no file holds")
+        elif own == "v_proj":
+            vars(module)["forward"] = partial(_no_values, module)
+        elif module._parameters:
+            module.register_forward_pre_hook(partial(_fill, files, name))
+
+
+def _fill(files: dict[str, Path], name: str, module: nn.Module, args: object) -> None:
+    for own, parameter in module._parameters.items():
+        if parameter is not None and parameter.is_meta:
+            values = _read(files, f"{name}.{own}").to(parameter.dtype)
+            module._parameters[own] = nn.Parameter(values, requires_grad=False)
+
+
+def _no_values(module: Any, hidden: Tensor) -> Tensor:
+    return hidden.new_zeros(*hidden.shape[:-1], module.out_features)
+
+
+def _asked(decoder: nn.Module, config: Any, ids: Tensor) -> tuple[nn.Module, Attended]:
+    """The first layer's attention module, and what it would attend with."""
+    sdpa = config._attn_implementation == "sdpa"
+
+    def ask(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: object, **options: Any) -> NoReturn:
+        # The sum of a session's own kernel, where a session takes it: the same bits.
+        both = flash_attention(module, q, k, v, options) if sdpa else None
+        raise _Asked(module, Attended(q, k, v, None if both is None else both[1], None, options))
+
+    AttentionInterface.register(_NAME, ask)
+    AttentionMaskInterface.register(_NAME, lambda **_: None)
+    config._attn_implementation_internal = _NAME
+    try:
+        with torch.no_grad():
+            decoder(input_ids=ids, use_cache=False)
+    except _Asked as asked:
+        module, attended = asked.args
+        return module, attended
+    raise AssertionError("a layer that attends asks")
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """The file of each tensor."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.is_file():
+        parts = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return {name: folder / part for name, part in parts.items()}
+    if not single.is_file():
+        raise SpecError("model", str(folder), "must be a folder with model.safetensors, or its index of several files")
+    with safe_open(single, framework="pt") as opened:
+        return dict.fromkeys(opened.keys(), single)
+
+
+def _read(files: dict[str, Path], name: str) -> Tensor:
+    if name not in files:
+        raise SpecError("model", name, "is a tensor that its files do not hold")
+    with safe_open(files[name], framework="pt") as opened:
+        tensor: Tensor = opened.get_tensor(name)
+    return tensor

@@ -1,0 +1,102 @@
+"""What is used of transformers' continuous batching, and what of it is not served: both are said before any work."""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import transformers
+from transformers import PreTrainedModel
+from transformers.generation.continuous_batching import cache, continuous_api, input_outputs, scheduler
+
+from models_integration.model.architecture import IMPLEMENTATIONS, Architecture
+from reference.policies.budgets import even, everything
+from spec.errors import SpecError
+from spec.retention import Granularity
+
+__all__ = ["check_manager", "check_seams", "check_served"]
+
+# Of each method, the parameters that are passed to it, or read from it, by their places.
+_SEAMS: Mapping[tuple[object, str], Mapping[str, tuple[str, ...]]] = {
+    (continuous_api, "ContinuousMixin"): {
+        "init_continuous_batching": ("generation_config", "continuous_batching_config"),
+        "destroy_cached_continuous_batching_manager": (),
+    },
+    (continuous_api, "ContinuousBatchingManager"): {
+        "_create_batch_processor": (), "is_running": (), "stop": ("block",),
+    },
+    (continuous_api, "ContinuousBatchProcessor"): {
+        "_generation_step": ("model",), "update_batch": (), "_handle_request_error": ("error", "state"),
+    },
+    (scheduler, "Scheduler"): {
+        "_schedule_request": ("state", "request_tokens", "token_budget"), "finish_request": ("request_id",),
+    },
+    (input_outputs, "ContinuousBatchingIOs"): {"prepare_batch_tensors": ("requests_in_batch",)},
+    (cache, "FullAttentionCacheAllocator"): {"get_read_indices": ("request_id", "past_length", "query_length")},
+}
+
+_SHARED = "blocks that requests share cannot be compacted, and the policy is not shown what is not read: must be False"
+_UNSERVED = {
+    "allow_block_sharing": _SHARED,
+    "use_async_batching": "a batch is prepared before the prompts of the one before it are decided: must be off",
+    "use_cuda_graph": "a graph replays no observation: must be off",
+    "varlen_compile_config": "a compiled forward is not observed: must be left out",
+    "decode_compile_config": "a compiled forward is not observed: must be left out",
+    "max_blocks_per_request": "the block-table decode path takes positions for slots: must be 0",
+    "cpu_offload_space": "requests that are swapped to the host are not served: must be 0",
+}
+
+
+def check_seams() -> None:
+    """The transformers that is installed has what is used of it.
+
+    Raises:
+        SpecError: with the name that is missing.
+    """
+    for (module, owner), methods in _SEAMS.items():
+        for name, expected in methods.items():
+            method = getattr(getattr(module, owner, None), name, None)
+            found = () if method is None else tuple(inspect.signature(method).parameters)[1:]
+            if method is None or found[: len(expected)] != expected:
+                takes = f" with ({', '.join(expected)}, ...)" if expected else ""
+                raise SpecError("transformers", transformers.__version__, f"has no {owner}.{name}{takes}")
+
+
+def check_served(architecture: Architecture, method: Any) -> None:
+    """The model stores all layers alike, and the policy decides once and keeps as many tokens in each.
+
+    Raises:
+        SpecError: otherwise.
+    """
+    layers = architecture.config.num_hidden_layers
+    if len(architecture.full_layers) < layers:
+        raise SpecError("model", architecture.name, "its sliding-window layers find their slots by position")
+    policy, rule = method.policy, method.continuation
+    if policy.cadence.every is not None or rule.decode or rule.segment_tokens is not None:
+        raise SpecError("policy", policy.name, "decides while tokens are decoded; pages are decided after the prompt")
+    if policy.granularity is not Granularity.MODEL and policy.budgets not in (even, everything):
+        raise SpecError(
+            "policy", policy.name, f"its sets, one for each {policy.granularity.value}, differ in size: a page has as "
+            "many slots for every layer and head"
+        )
+
+
+def check_manager(model: PreTrainedModel, manager: Any) -> None:
+    """A manager, whose configuration is resolved, runs the model in ways that are served.
+
+    Raises:
+        SpecError: with the argument that asks for another.
+    """
+    implementation = model.config._attn_implementation
+    if implementation.removeprefix("paged|") not in IMPLEMENTATIONS:
+        reason = "flash kernels read pages by themselves: load with sdpa or eager, and auto_switch_to_flash=False"
+        raise SpecError("attn_implementation", implementation, reason)
+    if manager.num_return_sequences > 1:
+        reason = "must be 1: forks share a prompt's blocks"
+        raise SpecError("num_return_sequences", manager.num_return_sequences, reason)
+    if manager.distributed_helper.tp_size > 1:
+        raise SpecError("tp_size", manager.distributed_helper.tp_size, "must be 1: each rank sees its own heads alone")
+    config = manager.continuous_batching_config
+    for name, reason in _UNSERVED.items():
+        value = getattr(config, name, None)
+        if any(value) if isinstance(value, tuple) else value:
+            raise SpecError(name, value, reason)

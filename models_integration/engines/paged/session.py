@@ -1,0 +1,246 @@
+"""A policy at work on transformers' continuous batching: prompts are observed, decided and compacted in the pool."""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import ContinuousBatchingConfig, PreTrainedModel
+
+from models_integration.attention.capture import observing
+from models_integration.attention.handover import check_handover
+from models_integration.cache.retained_cache import RetainedCache
+from models_integration.engines.paged.pool import pool_of
+from models_integration.engines.paged.prompts import BatchWatcher, Piece, PromptInPages, prompt_length
+from models_integration.engines.paged.seams import check_manager, check_seams, check_served
+from models_integration.model.architecture import BUSY, check_free, describe
+from models_integration.policies.methods import RetentionPolicy
+from models_integration.session.segment import decide
+from spec.errors import SpecError
+from spec.retention import Granularity, Retention
+
+__all__ = ["PagedSession"]
+
+
+@dataclass
+class _Progress:
+    """What is known of one request while it is under way; it hangs on the engine's own state of it."""
+
+    observed: PromptInPages | None = None
+    evicted: int | None = None
+    """Tokens that it stores less than it has seen; None until its prompt is decided."""
+
+
+class PagedSession:
+    """A policy on a model whose requests are served by continuous batching, for the time of a `with` block.
+
+    Every manager that is made inside the block evicts: by `generate_batch`, `continuous_batching_context_manager` or
+    `init_continuous_batching`. A prompt is read in the engine's own chunks; after the last one the policy decides, the
+    kept slots are moved together in the pool, and the pages behind them serve other requests. Positions stay those of
+    the text. A request that is put back into the queue, because the pool is full, reads its prompt again, keeps what
+    was decided, and goes on with its answer. A prompt of one token is kept. A manager that still runs when the block
+    ends is stopped; after an error it does not finish its requests.
+
+    Args:
+        policy: decides after the prompt, and keeps one set for the model, or as many tokens in each layer or head.
+        model: with full attention in every layer, by sdpa or eager.
+
+    Raises:
+        SpecError: for a model, a policy or a transformers that is not served. The block: for a configuration of a
+            manager that is not, before it runs.
+    """
+
+    def __init__(self, policy: RetentionPolicy, model: PreTrainedModel) -> None:
+        check_seams()
+        self.kept: dict[str, Retention] = {}
+        """What each request keeps of its prompt, by its id; the ids of a later manager start anew."""
+        self.freed_pages = 0
+        """Pages that compaction has freed."""
+        self.peak_pages = 0
+        """Pages that requests held at once, at most."""
+        self.peak_requests = 0
+        """Requests that held pages at once, at most."""
+        self._model, self._architecture, self._method = model, describe(model), policy.on(model)
+        check_served(self._architecture, self._method)
+        check_handover(self._architecture, self._method.policy.scorer.needs, Granularity.MODEL)
+        self._layers = self._architecture.watched(self._method.policy.scorer.needs)
+        self._empty = RetainedCache(self._architecture.config)
+        self._managers: list[Any] = []
+        self._exit: ExitStack | None = None
+
+    def __enter__(self) -> "PagedSession":
+        if self._exit is not None:
+            raise SpecError("policy", self._method.policy.name, "a session runs once; make another")
+        check_free(self._model)
+        if getattr(self._model, "_cached_continuous_batching_manager", None) is not None:
+            raise SpecError("model", self._architecture.name, "has a persistent manager from outside: destroy it first")
+        self._exit = ExitStack()
+        BUSY.add(self._architecture.decoder)
+        self._exit.callback(BUSY.discard, self._architecture.decoder)
+        own: Any = self._model.init_continuous_batching
+        vars(self._model)["init_continuous_batching"] = partial(self._manager, own)
+        self._exit.callback(vars(self._model).pop, "init_continuous_batching")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None,
+    ) -> None:
+        assert self._exit is not None
+        with self._exit:
+            for manager in self._managers:
+                if manager.is_running():
+                    manager.stop(block=True, hard_stop=kind is not None)
+            self._model.destroy_cached_continuous_batching_manager()  # type: ignore[operator]
+
+    def _manager(
+        self, own: Callable[..., Any], generation_config: Any = None, continuous_batching_config: Any = None,
+        **hints: Any,
+    ) -> Any:
+        """The engine's own manager, which evicts.
+
+        Raises:
+            SpecError: for a configuration that is not served; the model is as it was.
+        """
+        config = continuous_batching_config or getattr(generation_config, "continuous_batching_config", None)
+        if config is None:
+            config = ContinuousBatchingConfig(allow_block_sharing=False)
+        implementation = self._model.config._attn_implementation
+        manager = own(generation_config, config, **hints)
+        if manager not in self._managers:
+            try:
+                check_manager(self._model, manager)
+            except SpecError:
+                self._model.set_attn_implementation(implementation)
+                raise
+            self._managers.append(manager)
+            self.kept.clear()
+            manager._create_batch_processor = partial(self._processor, manager._create_batch_processor)
+        return manager
+
+    def _processor(self, own: Callable[[], Any]) -> Any:
+        """The engine's own processor, hooked."""
+        if self._architecture.decoder not in BUSY:
+            raise SpecError("manager", self._architecture.name, "belongs to a context that has ended")
+        processor = own()
+        if "update_batch" not in vars(processor):
+            _Engine(self, processor)
+        return processor
+
+
+class _Engine:
+    """The hooks on one processor.
+
+    Once a prompt is decided, its state's `position_offset` counts what is stored: the scheduler, the allocator and the
+    indices then work as for a shorter request. Positions alone count what was seen.
+    """
+
+    def __init__(self, run: PagedSession, processor: Any) -> None:
+        self._run, self._processor, self._pool = run, processor, pool_of(processor.cache)
+        self._watcher = BatchWatcher(self._pool)
+        ios, scheduler = processor.inputs_and_outputs, processor.scheduler
+        ios.prepare_batch_tensors = partial(self._prepare, ios.prepare_batch_tensors)
+        scheduler._schedule_request = partial(self._schedule, scheduler._schedule_request)
+        processor._generation_step = partial(self._step, processor._generation_step)
+        processor.update_batch = partial(self._update, processor.update_batch)
+
+    def _schedule(
+        self, own: Callable[..., None], state: Any, request_tokens: list[int], token_budget: int, *others: Any,
+    ) -> None:
+        """A piece ends with the prompt at the latest: an answer that is read again comes behind the decision."""
+        left = prompt_length(state) - state.position_offset
+        if left > 0 and _progress(state).evicted is None:
+            token_budget = min(token_budget, left)
+        own(state, request_tokens, token_budget, *others)
+
+    def _prepare(self, own: Callable[..., None], requests_in_batch: Sequence[Any], **others: Any) -> None:
+        """Positions are those of the text; and which columns are whose prompt."""
+        shifts, pieces, start = list[int](), list[Piece](), 0
+        for each in requests_in_batch:
+            state, stop = each.state, start + each.query_length
+            progress = _progress(state)
+            shifts += [progress.evicted or 0] * each.query_length
+            left = prompt_length(state) - state.position_offset
+            if progress.evicted is None and left > 0:
+                pieces.append(Piece(state, self._observed(state), start, stop, left == each.query_length))
+            start = stop
+        own(requests_in_batch=requests_in_batch, **others)
+        if any(shifts):
+            positions = self._processor.inputs_and_outputs.position_ids
+            positions[:start] += torch.tensor(shifts, dtype=positions.dtype, device=positions.device)
+            if positions.is_cuda:
+                torch.cuda.current_stream(positions.device).synchronize()
+        self._watcher.pieces = pieces
+        self._run.peak_pages = max(self._run.peak_pages, self._pool.pages)
+        self._run.peak_requests = max(self._run.peak_requests, self._pool.requests)
+
+    def _observed(self, state: Any) -> PromptInPages | None:
+        progress, run = _progress(state), self._run
+        if self._known(state) is None and progress.observed is None:
+            needs = run._method.policy.scorer.needs
+            progress.observed = PromptInPages(needs, run._architecture, run._empty, state)
+        return progress.observed
+
+    def _known(self, state: Any) -> Retention | None:
+        """What was decided before the request was put back into the queue."""
+        return self._run.kept.get(state.request_id) if state._true_initial_tokens else None
+
+    def _step(self, own: Callable[..., None], model: Any) -> None:
+        run = self._run
+        shown = run._layers and any(piece.observed is not None for piece in self._watcher.pieces)
+        with observing(run._architecture, run._empty, self._watcher, run._layers) if shown else nullcontext():
+            own(model)
+
+    def _update(self, own: Callable[[], None]) -> None:
+        """After each batch: prompts that have ended are decided, unless their requests have ended too."""
+        own()
+        active = self._processor.scheduler.active_requests
+        for piece in self._watcher.pieces:
+            state = piece.state
+            if not piece.ends or active.get(state.request_id) is not state:
+                continue
+            try:
+                with torch.no_grad(), torch.cuda.stream(self._processor.inputs_and_outputs.compute_stream):
+                    self._compact(state)
+            except Exception as error:  # a policy's failure is this request's alone
+                self._processor._handle_request_error(error, state)
+                self._processor.scheduler.finish_request(state.request_id)
+        self._watcher.pieces = ()
+
+    def _compact(self, state: Any) -> None:
+        progress, run = _progress(state), self._run
+        retention = self._known(state)
+        if retention is None:
+            assert progress.observed is not None
+            retention = self._decided(progress.observed)
+        progress.observed = None
+        run.kept[state.request_id] = retention
+        progress.evicted = retention.seen - len(retention.group(0))
+        if progress.evicted:
+            run.freed_pages += self._pool.compact(state, run._architecture.full_layers, retention)
+            state.position_offset -= progress.evicted
+
+    def _decided(self, observed: PromptInPages) -> Retention:
+        """What the policy keeps of a prompt.
+
+        Raises:
+            SpecError: where its sets differ in size.
+        """
+        policy = self._run._method.policy
+        if observed.columns == 1:
+            return Retention.shared(np.arange(1), 1)
+        (retention,) = decide(self._run._method, observed).retentions
+        sizes = np.diff(retention.offsets)
+        if sizes.min() != sizes.max():
+            reason = f"keeps {sizes.min()} to {sizes.max()} tokens: a page has as many slots for every layer and head"
+            raise SpecError("policy", policy.name, reason)
+        return retention
+
+
+def _progress(state: Any) -> _Progress:
+    """What is known of a request; a state that is made anew knows nothing."""
+    progress: _Progress = vars(state).setdefault("_kvspec", _Progress())
+    return progress
