@@ -113,6 +113,12 @@ Proof.
   rewrite Forall_forall in F. specialize (F x Hx). lia.
 Qed.
 
+Lemma NoDup_left {A} (l r : list A) : NoDup (l ++ r) -> NoDup l.
+Proof.
+  induction l as [|x l IH]; cbn; intros N; constructor; inversion N; subst; [|now apply IH].
+  intros Hx. apply H1, in_or_app. now left.
+Qed.
+
 (* Two lists with the same elements that ascend strictly by a key are the same list. *)
 Lemma ascending_unique {A} (key : A -> Z) l r :
   StronglySorted (fun x y => key x < key y) l -> StronglySorted (fun x y => key x < key y) r -> Permutation l r -> l = r.
