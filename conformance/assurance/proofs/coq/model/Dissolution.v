@@ -69,6 +69,6 @@ Section Dissolving.
     flat_map (fun '(g, k) => kept_members g k) (stays N_min B all).
 
   (* CC-ALLOCATE, CC-DISSOLVE-D: r is one division; D is multiplied by it. *)
-  Definition ratio (g : trunk R) (k : Z) : R := div (of_Z k) (of_Z (size g)).
-  Definition weakened (g : trunk R) (k : Z) : R := mul (ratio g k) (strength g).
+  Definition ratio (g : trunk R) (k : Z) : R := over (of_Z k) (of_Z (size g)).
+  Definition weakened (g : trunk R) (k : Z) : R := times (ratio g k) (strength g).
 End Dissolving.

@@ -9,21 +9,21 @@ Global Open Scope bool_scope.
 
 Class Number (R : Type) := {
   zero : R;
-  add : R -> R -> R;
-  sub : R -> R -> R;
-  mul : R -> R -> R;
-  div : R -> R -> R;
+  plus : R -> R -> R;
+  minus : R -> R -> R;
+  times : R -> R -> R;
+  over : R -> R -> R;
   of_Z : Z -> R;
   ltb : R -> R -> bool
 }.
 
 #[global] Instance rational : Number Q := {
-  zero := 0%Q; add := Qplus; sub := Qminus; mul := Qmult; div := Qdiv; of_Z := inject_Z;
+  zero := 0%Q; plus := Qplus; minus := Qminus; times := Qmult; over := Qdiv; of_Z := inject_Z;
   ltb x y := negb (Qle_bool y x)
 }.
 
 (* Conventions, "Sums": left to right, starting from 0. *)
-Definition total {R} `{Number R} (weights : list R) : R := fold_left add weights zero.
+Definition total {R} `{Number R} (weights : list R) : R := fold_left plus weights zero.
 
 Fixpoint sum (sizes : list Z) : Z :=
   match sizes with

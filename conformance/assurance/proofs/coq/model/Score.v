@@ -15,11 +15,11 @@ Section Scoring.
     | l :: rest =>
         let low := fold_left least rest l in
         let high := fold_left greatest rest l in
-        map (fun x => div (sub x low) (add (sub high low) epsilon)) (l :: rest)
+        map (fun x => over (minus x low) (plus (minus high low) epsilon)) (l :: rest)
     end.
 
   (* CC-SCORE *)
-  Definition best_path (D M_tilde : R) : R := greatest D (mul alpha M_tilde).
+  Definition best_path (D M_tilde : R) : R := greatest D (times alpha M_tilde).
   Definition scores (D M_bar : list R) : list R :=
     map (fun '(d, x) => best_path d x) (combine D (normalised_impact M_bar)).
 End Scoring.

@@ -22,10 +22,16 @@ Definition split (T_max size : Z) : list Z :=
   let k := (size + T_max - 1) / T_max in
   repeat (size / k + 1) (Z.to_nat (size mod k)) ++ repeat (size / k) (Z.to_nat (k - size mod k)).
 
+(* CC-EDGES: an intra edge is stored as (owner, neighbour), a cross edge as (source, owner). `near` and `far` give the
+   neighbours and the sources of a token, with their weights. *)
+Definition stored_edges {R} (near far : Z -> list (Z * R)) (first second : Z) : list R :=
+  map snd (filter (fun edge => fst edge =? second) (near first))
+  ++ map snd (filter (fun edge => fst edge =? first) (far second)).
+
 Section Merging.
   Context {R : Type} `{Number R}.
   Variables (tau_merge : R) (T_max : Z).
-  Variable E : Z -> Z -> list R.  (* CC-EDGES: the weights of the edges stored as (first, second) *)
+  Variable E : Z -> Z -> list R.  (* the weights of the edges stored as (first, second) *)
 
   (* CC-INTERFACE-EDGES: by first endpoint, then by second. *)
   Definition interface_edges (current sentence : list Z) : list R :=
@@ -33,7 +39,7 @@ Section Merging.
 
   (* CC-MERGE *)
   Definition merges (weights : list R) (size next : Z) : bool :=
-    (size + next <=? T_max) && ltb zero (sub (total weights) (mul tau_merge (of_Z (count weights)))).
+    (size + next <=? T_max) && ltb zero (minus (total weights) (times tau_merge (of_Z (count weights)))).
 
   (* CC-TRUNKS, Step 2: one pass; the running trunk is [start, stop), the next sentence begins at stop. *)
   Fixpoint merge_sentences (start stop : Z) (next : list Z) : list Z :=
@@ -56,5 +62,5 @@ Section Merging.
   (* CC-TRUNK-IMPACT: the mean of the three largest members, added from the largest down. *)
   Definition trunk_impact (members : list R) : R :=
     let top := take 3 (sort (fun x y => negb (ltb x y)) members) in
-    div (total top) (of_Z (count top)).
+    over (total top) (of_Z (count top)).
 End Merging.

@@ -53,7 +53,7 @@ Theorem CC_MERGE_FC11_tau_has_no_effect (tau tau' : Q) T_max weights size next :
   (tau <= 3 # 10)%Q -> (tau' <= 3 # 10)%Q -> Forall (fun w => 3 # 10 < w)%Q weights ->
   merges tau T_max weights size next = merges tau' T_max weights size next.
 Proof.
-  intros Ht Ht' F. unfold merges. f_equal. unfold total. cbn [add sub mul of_Z zero rational].
+  intros Ht Ht' F. unfold merges. f_equal. unfold total. cbn [plus minus times of_Z zero rational].
   destruct weights as [|w weights].
   - cbn [fold_left count]. change (inject_Z 0) with 0%Q. apply Bool.eq_iff_eq_true. rewrite !rational_less. lra.
   - assert (forall t, (t <= 3 # 10)%Q ->

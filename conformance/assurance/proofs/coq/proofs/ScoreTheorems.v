@@ -5,7 +5,7 @@ From Kvspec Require Export ListFacts Score.
 (* alpha = 0: the score is D itself. *)
 Theorem CC_SCORE_alpha_0 (D M : Q) : (0 <= D)%Q -> best_path 0%Q D M = D.
 Proof.
-  intros HD. unfold best_path, greatest. cbn [mul rational]. destruct (ltb D (0 * M)%Q) eqn:E; [|reflexivity].
+  intros HD. unfold best_path, greatest. cbn [times rational]. destruct (ltb D (0 * M)%Q) eqn:E; [|reflexivity].
   apply rational_less in E. lra.
 Qed.
 
@@ -13,7 +13,7 @@ Theorem CC_SCORE_is_the_better_path (alpha D M : Q) :
   (D <= best_path alpha D M)%Q /\ (alpha * M <= best_path alpha D M)%Q
   /\ (best_path alpha D M = D \/ best_path alpha D M = alpha * M)%Q.
 Proof.
-  unfold best_path, greatest. cbn [mul rational]. destruct (ltb D (alpha * M)%Q) eqn:E.
+  unfold best_path, greatest. cbn [times rational]. destruct (ltb D (alpha * M)%Q) eqn:E.
   - apply rational_less in E. repeat split; auto; lra.
   - apply not_true_iff_false in E. rewrite rational_less in E. apply Qnot_lt_le in E. repeat split; auto; lra.
 Qed.
@@ -44,7 +44,7 @@ Section Normalised.
     unfold normalised_impact. destruct (map log1p M_bar) as [|l rest]; [constructor|].
     destruct (fold_least rest l) as [L FL], (fold_greatest rest l) as [G FG].
     set (low := fold_left least rest l) in *. set (high := fold_left greatest rest l) in *. clearbody low high.
-    apply Forall_map, Forall_forall. intros x Hx. cbn [div sub add rational].
+    apply Forall_map, Forall_forall. intros x Hx. cbn [over minus plus rational].
     assert (low <= x /\ x <= high)%Q as [A B].
     { rewrite Forall_forall in FL, FG. destruct Hx as [->|Hx]; auto. }
     assert (0 < high - low + epsilon)%Q as P by lra. split.
@@ -55,9 +55,9 @@ Section Normalised.
   (* The order of impacts is kept. *)
   Theorem CC_NORMALISED_IMPACT_monotone (low high x y : Q) :
     (low <= high)%Q -> (x <= y)%Q ->
-    (div (sub x low) (add (sub high low) epsilon) <= div (sub y low) (add (sub high low) epsilon))%Q.
+    (over (minus x low) (plus (minus high low) epsilon) <= over (minus y low) (plus (minus high low) epsilon))%Q.
   Proof.
-    intros L XY. cbn [div sub add rational]. unfold Qdiv. apply Qmult_le_compat_r; [lra|].
+    intros L XY. cbn [over minus plus rational]. unfold Qdiv. apply Qmult_le_compat_r; [lra|].
     apply Qinv_le_0_compat. lra.
   Qed.
 
@@ -71,6 +71,6 @@ Section Normalised.
     { intros f Hf. induction k as [|k IH]; cbn; [reflexivity|]. now rewrite Hf. }
     rewrite !E; [..|intros x; unfold greatest; now destruct ltb|intros x; unfold least; now destruct ltb].
     apply Forall_map, Forall_forall. intros x [<-|Hx]; [|apply repeat_spec in Hx; subst x];
-      cbn [div sub add rational]; unfold Qdiv, Qminus; rewrite Qplus_opp_r; apply Qmult_0_l.
+      cbn [over minus plus rational]; unfold Qdiv, Qminus; rewrite Qplus_opp_r; apply Qmult_0_l.
   Qed.
 End Normalised.

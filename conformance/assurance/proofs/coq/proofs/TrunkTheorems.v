@@ -200,7 +200,7 @@ Theorem CC_MERGE_needs_a_weight_above_tau (tau : Q) T_max weights size next :
   Forall (fun w => w <= tau)%Q weights -> merges tau T_max weights size next = false.
 Proof.
   intros F. unfold merges. apply andb_false_intro2. cbn [ltb rational]. apply negb_false_iff, Qle_bool_iff.
-  unfold total. cbn [add sub mul of_Z zero rational]. rewrite rational_sum, Qplus_0_l.
+  unfold total. cbn [plus minus times of_Z zero rational]. rewrite rational_sum, Qplus_0_l.
   apply sum_at_most in F. lra.
 Qed.
 
@@ -208,7 +208,7 @@ Qed.
 Theorem CC_MERGE_one_weight (tau w : Q) T_max size next :
   size + next <= T_max -> merges tau T_max [w] size next = negb (Qle_bool w tau).
 Proof.
-  intros F. unfold merges. apply Z.leb_le in F. rewrite F. cbn [andb ltb rational total fold_left add sub mul of_Z zero].
+  intros F. unfold merges. apply Z.leb_le in F. rewrite F. cbn [andb ltb rational total fold_left plus minus times of_Z zero].
   f_equal. apply Bool.eq_iff_eq_true. rewrite !Qle_bool_iff. cbn [count].
   replace (inject_Z (1 + 0)) with 1%Q by reflexivity. lra.
 Qed.
