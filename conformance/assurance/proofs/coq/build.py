@@ -20,7 +20,7 @@ ENGINE = BUILD / "engine"
 MODEL = ("Lists", "Trunks", "Dissolution", "Budgets", "Selection", "Score")
 PROOFS = (
     "ListFacts", "TrunkTheorems", "DissolutionTheorems", "KeptTheorems", "SelectionTheorems", "BudgetTheorems",
-    "ScoreTheorems", "Counterexamples", "Masking", "RealCounterexamples",
+    "ScoreTheorems", "Counterexamples",
 )
 FILES = (*MODEL, *PROOFS)
 INSTALL = "apt install coq ocaml-nox ocaml-findlib libyojson-ocaml-dev"
