@@ -1,0 +1,107 @@
+"""Compiling the model, its proofs and its engine into a folder."""
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from conformance.paths import ROOT
+
+__all__ = [
+    "BUILD", "ENGINE", "FILES", "HERE", "INSTALL", "MODEL", "ProofFailure", "compile_all", "compile_engine", "fresh",
+    "missing", "run_coq",
+]
+
+HERE = Path(__file__).resolve().parent
+BUILD = ROOT / "build" / "coq"
+ENGINE = BUILD / "engine"
+MODEL = ("Lists", "Trunks", "Dissolution", "Budgets", "Selection", "Score")
+PROOFS = (
+    "ListFacts", "TrunkTheorems", "DissolutionTheorems", "KeptTheorems", "SelectionTheorems", "BudgetTheorems",
+    "ScoreTheorems", "Counterexamples",
+)
+FILES = (*MODEL, *PROOFS)
+INSTALL = "apt install coq ocaml-nox ocaml-findlib libyojson-ocaml-dev"
+TOOLS = ("coqc", "ocamlfind")
+
+_PLACE = re.compile(r'File "\./(\w+)\.v", line (\d+)')
+_STATED = re.compile(r"^\s*(?:Theorem|Lemma|Instance|#\[global\] Instance) (\w+)", re.MULTILINE)
+
+
+class ProofFailure(Exception):
+    """A file that Coq does not accept: the file, the statement that failed, and what Coq says."""
+
+    def __init__(self, file: str, statement: str, output: str) -> None:
+        self.file, self.statement = file, statement
+        super().__init__(f"{file}.v: {statement} does not hold\n{output}")
+
+
+def missing() -> str:
+    """What to install, in one line; empty where all is there."""
+    gone = [tool for tool in TOOLS if shutil.which(tool) is None]
+    return f"{' and '.join(gone)} not found: {INSTALL}" if gone else ""
+
+
+def fresh(home: Path, edits: Mapping[str, tuple[str, str]] | None = None) -> None:
+    """All sources in a new folder; of an edited file the first text, which must occur once, becomes the second."""
+    shutil.rmtree(home, ignore_errors=True)
+    home.mkdir(parents=True)
+    for source in _sources():
+        text = source.read_text(encoding="utf-8")
+        if edits and source.name in edits:
+            old, new = edits[source.name]
+            assert text.count(old) == 1, (source.name, old)
+            text = text.replace(old, new)
+        (home / source.name).write_text(text, encoding="utf-8")
+
+
+def _sources() -> Iterator[Path]:
+    for folder in ("model", "proofs", "engine"):
+        yield from sorted((HERE / folder).glob("*.v"))
+        yield from sorted((HERE / folder).glob("*.ml"))
+
+
+def run_coq(home: Path, name: str) -> str:
+    """What Coq prints while it compiles a file.
+
+    Raises:
+        ProofFailure: where it does not accept the file.
+    """
+    done = subprocess.run(
+        ["coqc", "-q", "-w", "-extraction", "-Q", ".", "Kvspec", f"{name}.v"], cwd=home, capture_output=True, text=True,
+    )
+    if done.returncode:
+        raise ProofFailure(name, _failed(home, done.stderr, name), done.stderr)
+    return done.stdout
+
+
+def _failed(home: Path, output: str, name: str) -> str:
+    """The last statement before the line that Coq complains about."""
+    place = _PLACE.search(output)
+    lines = (home / f"{name}.v").read_text(encoding="utf-8").splitlines()
+    before = "\n".join(lines[: int(place[2]) if place else len(lines)])
+    stated = _STATED.findall(before)
+    return stated[-1] if stated else name
+
+
+def compile_all(home: Path, files: tuple[str, ...] = FILES) -> None:
+    """Compile files in the order given; the first that fails ends it.
+
+    Raises:
+        ProofFailure: as `run_coq`.
+    """
+    for name in files:
+        run_coq(home, name)
+
+
+def compile_engine(home: Path) -> Path:
+    """The engine's program, from the compiled model."""
+    run_coq(home, "Extract")
+    (home / "model.mli").unlink()
+    flags = ["-O3", "-w", "-a", "-package", "yojson", "-linkpkg"]
+    command = ["ocamlfind", "ocamlopt", *flags, "model.ml", "engine.ml", "-o", "engine"]
+    done = subprocess.run(command, cwd=home, capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"})
+    assert done.returncode == 0, done.stderr
+    return home / "engine"

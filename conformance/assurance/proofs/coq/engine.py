@@ -1,0 +1,60 @@
+"""The extracted model as an engine of spec/protocol.md: `python -m conformance.assurance.proofs.coq.engine [PROGRAM]`.
+
+A family is offered whole or not at all, so the reference answers for the stages that the model lacks, and for the
+essay's forms of those that it has. Recursion is as deep as a prompt is long: the process gets all the stack it may.
+"""
+
+import json
+import resource
+import subprocess
+import sys
+from typing import Any
+
+from conformance.assurance.proofs.coq.build import ENGINE
+from conformance.engine.serve import answer
+from spec.backend import Backend, resolve
+
+__all__ = ["MODELLED", "main"]
+
+MODELLED = {
+    "crystal.trunks": {"merge": "fixed", "trunk_impact": "mean"},
+    "crystal.dissolve": {"allocation": "cut", "coverage": (0.0).hex()},
+    "crystal.score": {},
+    "policies.best_tokens": {},
+}
+"""The stages that the model has, and the parameters that it was written for."""
+
+
+def modelled(request: Any) -> bool:
+    """Whether the model answers a request."""
+    forms = MODELLED.get(request["op"])
+    return forms is not None and all(request["arguments"]["parameters"][name] == form for name, form in forms.items())
+
+
+def offered() -> Backend:
+    """The reference, as far as its families have a stage of the model or are judged through one."""
+    reference = resolve("numpy")
+    return Backend("coq", crystal=reference.crystal, breath=reference.breath, policies=reference.policies)
+
+
+def main(arguments: list[str]) -> int:
+    """Answer the requests of standard input until it ends."""
+    resource.setrlimit(resource.RLIMIT_STACK, (resource.getrlimit(resource.RLIMIT_STACK)[1],) * 2)
+    program = arguments[0] if arguments else str(ENGINE)
+    backend = offered()
+    with subprocess.Popen([program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as model:
+        assert model.stdin is not None
+        assert model.stdout is not None
+        for line in sys.stdin:
+            if modelled(json.loads(line)):
+                model.stdin.write(line)
+                model.stdin.flush()
+                print(model.stdout.readline(), end="", flush=True)
+            else:
+                print(answer(backend, "float64", line), flush=True)
+        model.stdin.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,210 @@
+"""The vectors of the model's stages as theorems: written from spec/vectors, checked by the kernel to the last bit."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from conformance.assurance.proofs.coq.build import run_coq
+from conformance.vectors.compact import expanded, is_compact
+from conformance.vectors.files import published
+from spec.parameters import PAPER
+
+__all__ = ["check_vectors", "written"]
+
+LARGEST = 5000
+"""Numbers in a vector that the kernel is asked about; beyond, only the engine is."""
+
+Values = Mapping[str, Any]
+_FLOAT = re.compile(r"-?0x[0-9a-f.]+p[+-]\d+|-?inf|nan")
+
+
+def real(x: Any) -> str:
+    """A float as Coq reads it, from its text or itself."""
+    text = x.hex() if isinstance(x, float) else x
+    named = {"nan": "nan", "inf": "infinity", "-inf": "neg_infinity"}
+    return f"({named.get(text, text)})%float"
+
+
+def term(x: Any) -> str:
+    """A value of a vector as a term of Coq."""
+    if isinstance(x, bool):
+        return str(x).lower()
+    if isinstance(x, int):
+        return f"({x})"
+    if isinstance(x, str | float):
+        return real(x)
+    return "[" + "; ".join(map(term, x)) + "]"
+
+
+def rational(x: Fraction | int | str) -> str:
+    return "({0} # {1})%Q".format(*Fraction(x).as_integer_ratio())
+
+
+def _sizes(offsets: list[int]) -> list[int]:
+    return [b - a for a, b in zip(offsets, offsets[1:], strict=False)]
+
+
+def _parts(values: list[Any], sizes: list[int]) -> Iterator[list[Any]]:
+    at = 0
+    for size in sizes:
+        yield values[at : at + size]
+        at += size
+
+
+def _protected(i: Values, e: Values, p: Values) -> tuple[str, str]:
+    pairs = "; ".join(f"({a}, {b})" for a, b in zip(i["offsets"], i["offsets"][1:], strict=False))
+    return f"map (fun '(a, b) => protected {i['n']} {p['N_sink']} {p['W_recent']} a b) [{pairs}]", term(e["protected"])
+
+
+def _cut(i: Values, e: Values, p: Values) -> tuple[str, str]:
+    safe, alive = (sum(s for s, q in zip(i["sizes"], i["protected"], strict=True) if q == which) for which in (True, False))
+    return f"cut {safe} {alive} ({i['B']})", term(e["c_0"])
+
+
+def _allocate(i: Values, e: Values, p: Values) -> tuple[str, str]:
+    sizes = term(i["sizes"])
+    return f"shares_of {sizes} (allocate {p['N_min']} {sizes} {i['c_0']})", term(e["r"])
+
+
+def _keep_count(i: Values, e: Values, p: Values) -> tuple[str, str]:
+    return f"keep_count {rational(Fraction(float.fromhex(i['r'])))} {i['size']} {p['N_min']}", term(e["k"])
+
+
+def _dissolve_D(i: Values, e: Values, p: Values) -> tuple[str, str]:
+    return f"map (fun '(r, d) => times r d) (combine {term(i['r'])} {term(i['D'])})", term(e["D"])
+
+
+def _dissolve(i: Values, e: Values, p: Values) -> tuple[str, str]:
+    offsets = i["offsets"]
+    members = _parts(i["impact"], _sizes(offsets))
+    columns = zip(offsets[:-1], members, i["score"], i["D"], i["protected"], strict=True)
+    all_ = "; ".join(" ".join(["T", *map(term, column)]) for column in columns)
+    return f"dissolved {p['N_min']} {i['B']} [{all_}]", f"({term(e['kept'])}, {term(e['ratio'])}, {term(e['D'])})"
+
+
+def _sentences(i: Values, e: Values, p: Values) -> tuple[str, str]:
+    return f"offsets 0 (sentences 0 {term(i['ends'])})", term(e["offsets"])
+
+
+def _interface(i: Values, e: Values, p: Values) -> tuple[str, str]:
+    (a, b), (c, d) = i["current"], i["sentence"]
+    return f"(last5 {a} {b}, first5 {c} {d})", f"(range {e['last5'][0]} {e['last5'][1]}, range {e['first5'][0]} {e['first5'][1]})"
+
+
+def _interface_edges(i: Values, e: Values, p: Values) -> tuple[str, str]:
+    near = "; ".join(f"({a}, ({b}, {real(w)}))" for a, b, w in i["edges"])
+    find = f"(fun a => map snd (filter (fun edge => fst edge =? a) [{near}]))"
+    (a, b), (c, d) = i["current"], i["sentence"]
+    return f"interface_edges (stored_edges {find} (fun _ => [])) (last5 {a} {b}) (first5 {c} {d})", term(e["weights"])
+
+
+def _merge(i: Values, e: Values, p: Values) -> tuple[str, str]:
+    weights = f"({term(i['weights'])} : list float)"
+    return f"merges {real(p['tau_merge'])} {p['T_max']} {weights} {i['size']} {i['next_size']}", term(e["merges"])
+
+
+def _split(i: Values, e: Values, p: Values) -> tuple[str, str]:
+    return f"Trunks.split {i['T_max']} {i['size']}", term(e["sizes"])
+
+
+def _rows(neighbours: list[list[int]], weights: list[list[str]]) -> str:
+    pairs = (zip(ns, ws, strict=True) for ns, ws in zip(neighbours, weights, strict=True))
+    rows = ("[" + "; ".join(f"({n}, {real(w)})" for n, w in row if n >= 0) + "]" for row in pairs)
+    return "([" + "; ".join(rows) + "] : list (list (Z * float)))"
+
+
+def _trunks(i: Values, e: Values, p: Values) -> tuple[str, str]:
+    near, far = _rows(i["intra"], i["intra_weight"]), _rows(i["cross"], i["cross_weight"])
+    start, ends = i["start"], term(i["ends"])
+    edges = f"stored_edges (row {start} {near}) (row {start} {far})"
+    sizes = f"trunks {real(p['tau_merge'])} {p['T_max']} ({edges}) {start} {ends}"
+    return (f"let sizes := {sizes} in (offsets {start} sizes, map trunk_impact (pieces sizes {term(i['impact'])}))",
+            f"({term(e['offsets'])}, {term(e['impact'])})")
+
+
+def _budget(i: Values, e: Values, p: Values) -> tuple[str, str] | None:
+    asked = i["budget"]
+    if asked is None or isinstance(asked, bool):
+        return None
+    text = str(float.fromhex(asked)) if isinstance(asked, str) and _FLOAT.fullmatch(asked) else str(asked)
+    seen = i.get("seen", i.get("n"))
+    read = f'parse "{text}"%string'
+    if "argument" in e:
+        return read, "None"
+    if "B" in e:
+        return f"option_map (fun b => effective b {seen} {p['N_sink']} {p['W_recent']}) ({read})", f"Some {e['B']}"
+    return f"option_map (fun b => tokens b {seen}) ({read})", f"Some {e['tokens']}"
+
+
+def _score(i: Values, e: Values, p: Values) -> tuple[str, str]:
+    scored = [row for row in zip(i["D"], i["M_tilde"], e["score"], strict=True) if row[1] != "nan"]
+    D, M, want = (list(column) for column in zip(*scored, strict=True))
+    return f"map (fun '(d, x) => best_path {real(p['alpha'])} d x) (combine {term(D)} {term(M)})", term(want)
+
+
+def _top_units(i: Values, e: Values, p: Values) -> tuple[str, str]:
+    def units(values: list[str]) -> str:
+        pairs = enumerate(zip(values, i["protected"], strict=True))
+        return "[" + "; ".join(f"U {at} {'None' if x == 'nan' else f'(Some {term(x)})'} {term(q)}" for at, (x, q) in pairs) + "]"
+
+    groups = "; ".join(f"selected {i['B']} {units(row)}" for row in i["values"])
+    return f"[{groups}]", term(e["kept"])
+
+
+def _whole_shares(i: Values, e: Values, p: Values) -> tuple[str, str]:
+    return f"whole_shares [{'; '.join(map(rational, i['targets']))}]", term(e["shares"])
+
+
+def _pyramid(i: Values, e: Values, p: Values) -> tuple[str, str]:
+    W = min(i["W"], i["n"])
+    line = f"pyramid {rational(i['B'] - W)} {rational(i['n'] - W)} {rational(i['beta'])} {i['L']}"
+    return f"whole_shares (map (Qplus {rational(W)}) ({line}))", term(e["shares"])
+
+
+STAGES: Mapping[str, Callable[[Values, Values, Values], tuple[str, str] | None]] = {
+    "CC-PROTECTED": _protected, "CC-CUT": _cut, "CC-ALLOCATE": _allocate, "CC-KEEP-COUNT": _keep_count,
+    "CC-DISSOLVE-D": _dissolve_D, "dissolve": _dissolve, "CC-SENTENCES": _sentences, "CC-INTERFACE": _interface,
+    "CC-INTERFACE-EDGES": _interface_edges, "CC-MERGE": _merge, "CC-SPLIT": _split, "trunks": _trunks,
+    "CC-BUDGET-FORMS": _budget, "CC-BUDGET": _budget, "CC-SCORE": _score, "PO-TOP-UNITS": _top_units,
+    "PO-WHOLE-SHARES": _whole_shares, "PO-PYRAMID-BUDGET": _pyramid,
+}
+
+
+def _numbers(x: Any) -> int:
+    values = x.values() if isinstance(x, Mapping) else x if isinstance(x, list) else None
+    return 1 if values is None else sum(map(_numbers, values))
+
+
+def _asked(group: Values, test: Values) -> bool:
+    """Whether the model has this stage, in the paper's form; it refuses budgets alone."""
+    stage = group["operation"]
+    forms = {"merge", "trunk_impact", "allocation", "coverage"} & group.get("parameters", {}).keys()
+    plain = not any(map(is_compact, test["expected"].values()))
+    return stage in STAGES and not forms and plain and (test["result"] == "valid" or stage == "CC-BUDGET-FORMS")
+
+
+def written() -> Iterator[tuple[str, str]]:
+    """Name and statement of each vector's theorem."""
+    for _, group, test in published():
+        if not _asked(group, test) or _numbers(inputs := expanded(test["inputs"])) > LARGEST:
+            continue
+        parameters = {**vars(PAPER), **group.get("parameters", {})}
+        sides = STAGES[group["operation"]](inputs, test["expected"], parameters)
+        if sides is not None:
+            yield f"vector_{group['operation'].replace('-', '_')}_{test['tcId']}", f"{sides[0]} = {sides[1]}"
+
+
+def check_vectors(home: Path) -> int:
+    """Write the theorems beside the compiled model and have the kernel check them; how many there are.
+
+    Raises:
+        ProofFailure: where one does not hold.
+    """
+    found = list(written())
+    proofs = (f"Theorem {name} : {statement}.\nProof. vm_compute. reflexivity. Qed.\n" for name, statement in found)
+    (home / "Vectors.v").write_text("From Kvspec Require Import Binary64.\n\n" + "\n".join(proofs), encoding="utf-8")
+    run_coq(home, "Binary64")
+    run_coq(home, "Vectors")
+    return len(found)
