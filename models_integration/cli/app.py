@@ -297,3 +297,14 @@ def verify(context: typer.Context) -> None:
     from models_integration.cli.verify import run
 
     raise typer.Exit(run(context.args))
+
+
+@app.command("lm-eval", cls=_PassedOn)
+def lm_eval(context: typer.Context) -> None:
+    """Run lm-evaluation-harness with a policy: its own command line, whose --model is kvspec here.
+
+    kvspec lm-eval run --model_args pretrained=pocket,policy=snapkv,budget=0.3 --tasks ...
+    """
+    from models_integration.cli.lm_eval import run
+
+    run(context.args)
