@@ -255,6 +255,28 @@ def peers(session: nox.Session) -> None:
     run(session, halves, "page", *options)
 
 
+def of_extra(session: nox.Session, extra: str, test: str) -> None:
+    """A test of an optional package, in an environment of its own."""
+    home = ROOT / ".nox" / extra
+    if not (home / "complete").exists():
+        new_environment(session, home, "-e", f".[{extra},conformance]")
+        (home / "complete").touch()
+    test = f"conformance/own/models_integration/studies/{test}"
+    session.run(str(interpreter_of(home)), "-m", "pytest", test, *session.posargs, external=True, env=ONE_THREAD)
+
+
+@nox.session(venv_backend="none")
+def ray(session: nox.Session) -> None:
+    """A sweep by actors of Ray, half of them killed twice; Ray needs an environment of its own, 0.3 GB more."""
+    of_extra(session, "ray", "test_ray.py")
+
+
+@nox.session(name="lm-eval", venv_backend="none")
+def lm_eval(session: nox.Session) -> None:
+    """lm-evaluation-harness under a policy, beside itself without one, in an environment of its own."""
+    of_extra(session, "lm-eval", "test_harness.py")
+
+
 @nox.session(venv_backend="none")
 def docs(session: nox.Session) -> None:
     """The documentation as a site, into site/, in an environment of its own; a broken link fails."""

@@ -8,9 +8,22 @@ from typer.core import TyperCommand
 
 from models_integration.cli.archive import archive
 from models_integration.cli.models import models
-from models_integration.cli.options import Attention, Backend, BatchSize, Device, Dtype, Model, Workers, names_of
+from models_integration.cli.options import (
+    Address,
+    Again,
+    Attention,
+    Backend,
+    BatchSize,
+    Device,
+    Dtype,
+    Engine,
+    Model,
+    Workers,
+    names_of,
+)
 from reference.policies.names import POLICIES
 from spec import SPEC_VERSION
+from spec.errors import SpecError
 
 __all__ = ["app"]
 
@@ -32,6 +45,10 @@ COMPARED = (
     "Folder of results.jsonl (a row a cell), of samples.jsonl (a row a sample, from which a stopped run goes on),"
     " and of each plan's tables (.csv, .md) and pictures (.png, one per task)."
 )
+
+_OF_GRIDS = ("grid", "budget", "tasks", "length", "samples", "seed", "model", "backend")
+"""Options of a sweep over parameters; a file of rules has its own."""
+
 
 def _version(value: bool) -> None:
     if value:
@@ -71,7 +88,8 @@ def compare(
         Path | None, typer.Option(help="TriAttention's statistics of this model; kvspec calibrate writes them.")
     ] = None,
     model: Model = "pocket", backend: Backend = "auto", device: Device = "cpu", dtype: Dtype = "auto",
-    attn: Attention = "auto", batch_size: BatchSize = 12, workers: Workers = 1,
+    attn: Attention = "auto", batch_size: BatchSize = 12, workers: Workers = 1, engine: Engine = "processes",
+    address: Address = "", again: Again = False,
     out: Annotated[Path, typer.Option(help=COMPARED)] = Path("results"),
 ) -> None:
     """Run policies x budgets x tasks; print tables, draw a picture per task. A second run skips what is stored.
@@ -83,10 +101,12 @@ def compare(
     from models_integration.cli.compare import run
     from models_integration.studies.compare.plan import Plan
     from models_integration.studies.subject import Loading
+    from models_integration.studies.workers import Launch
 
     parts = names_of("policies", policies), names_of("budgets", budgets), names_of("tasks", tasks)
     plan = Plan(*parts, length, samples, seed, placement, controls)
-    run(plan, Loading(model, backend, device, dtype, attn), out, batch_size, workers, calibration)
+    with Launch(workers, engine, address).started(out, device):
+        run(plan, Loading(model, backend, device, dtype, attn), out, batch_size, calibration, again)
 
 
 @app.command()
@@ -113,11 +133,16 @@ def demo(
     from models_integration.tasks.registry import IN_PROSE
 
     plan = Plan(samples=samples) if model in SHIPPED else Plan(tasks=IN_PROSE[:2], samples=samples)
-    run(plan, Loading(model, backend, device, dtype, attn), out, batch_size, workers=1)
+    run(plan, Loading(model, backend, device, dtype, attn), out, batch_size)
 
 
 @app.command()
 def sweep(
+    context: typer.Context,
+    rules: Annotated[
+        Path | None,
+        typer.Argument(metavar="SWEEP.toml", help="Policies x budgets x tasks on a model, as a study's rules."),
+    ] = None,
     grid: Annotated[
         str, typer.Option(help="appendix-a (T_max, s, alpha), or extensions (the essay's, tiers, coverage, ...).")
     ] = "appendix-a",
@@ -129,23 +154,48 @@ def sweep(
     samples: Annotated[int, typer.Option(help="Samples per variant and task; the same ones for all variants.")] = 10,
     seed: Annotated[int, typer.Option(help="Seed of the samples.")] = 42,
     model: Model = "pocket", backend: Backend = "auto", device: Device = "cpu", dtype: Dtype = "auto",
-    attn: Attention = "auto", batch_size: BatchSize = 12, workers: Workers = 1,
+    attn: Attention = "auto", batch_size: BatchSize = 12, workers: Workers = 1, engine: Engine = "processes",
+    address: Address = "", again: Again = False,
+    status: Annotated[
+        Path | None, typer.Option(help="Say how far the runs in a folder are, by whomever, and nothing else.")
+    ] = None,
     out: Annotated[
         Path,
         typer.Option(help="Folder of sweep.jsonl, of samples.jsonl (a row a sample, from which a stopped run goes on),"
                      " and of each plan's tables (.json, .csv, .md) and pictures."),
     ] = Path("results"),
 ) -> None:
-    """Vary CrystalCache's parameters one at a time, on the same samples: the paper's Appendix A, or the extensions.
+    """Measure what SWEEP.toml lists, as kvspec study does, on all contexts. Without a file vary CrystalCache's
+    parameters one at a time, on the same samples: the paper's Appendix A, or the extensions.
 
     About a minute with the defaults on two CPU cores. A second run skips what is stored.
     """
-    from models_integration.cli.sweep import run
+    if status is not None:
+        from models_integration.studies.status import status as lines
+
+        for line in lines(status):
+            print(line)
+        return
     from models_integration.studies.subject import Loading
+    from models_integration.studies.workers import Launch
+
+    loading = Loading(model, backend, device, dtype, attn)
+    if rules is not None:
+        from models_integration.cli.study import ALL
+        from models_integration.cli.study import run as measure
+
+        for name in _OF_GRIDS:
+            if getattr(context.get_parameter_source(name), "name", None) != "DEFAULT":
+                raise SpecError(name, context.params[name], f"stands in {rules}")
+        with Launch(workers, engine, address).started(out, device):
+            measure(rules, ALL, out, batch_size, loading, again)
+        return
+    from models_integration.cli.sweep import run
     from models_integration.studies.sweep.plan import Plan
 
     plan = Plan(grid, budget, names_of("tasks", tasks), length, samples, seed)
-    run(plan, Loading(model, backend, device, dtype, attn), out, batch_size, workers)
+    with Launch(workers, engine, address).started(out, device):
+        run(plan, loading, out, batch_size, again)
 
 
 @app.command()
@@ -155,10 +205,11 @@ def study(
     ],
     out: Annotated[Path, typer.Option(help="Folder of study.jsonl, and of the page (.md) with its pictures (.png).")],
     part: Annotated[
-        str, typer.Option(help="'dev', a fifth of the contexts, to try things on; or 'confirm', which decides claims.")
+        str,
+        typer.Option(help="'dev', a fifth of the contexts, to try things on; 'confirm', which decides claims; 'all'.")
     ] = "dev",
     batch_size: BatchSize = 12, device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto",
-    workers: Workers = 1,
+    workers: Workers = 1, engine: Engine = "processes", address: Address = "", again: Again = False,
 ) -> None:
     """Measure what eviction costs: evidence kept, likelihood of the gold answer, attention on evicted keys, answers.
 
@@ -168,8 +219,10 @@ def study(
     """
     from models_integration.cli.study import run
     from models_integration.studies.subject import Loading
+    from models_integration.studies.workers import Launch
 
-    run(rules, part, out, batch_size, Loading("", device=device, dtype=dtype, attn=attn), workers)
+    with Launch(workers, engine, address).started(out, device):
+        run(rules, part, out, batch_size, Loading("", device=device, dtype=dtype, attn=attn), again)
 
 
 @app.command()
@@ -267,3 +320,14 @@ def verify(context: typer.Context) -> None:
     from models_integration.cli.verify import run
 
     raise typer.Exit(run(context.args))
+
+
+@app.command("lm-eval", cls=_PassedOn)
+def lm_eval(context: typer.Context) -> None:
+    """Run lm-evaluation-harness with a policy: its own command line, whose --model is kvspec here.
+
+    kvspec lm-eval run --model_args pretrained=pocket,policy=snapkv,budget=0.3 --tasks ...
+    """
+    from models_integration.cli.lm_eval import run
+
+    run(context.args)

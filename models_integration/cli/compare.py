@@ -18,8 +18,8 @@ from models_integration.studies.answers import SAMPLES
 from models_integration.studies.compare.plan import FULL, Plan, cells, run_plan, stored_cells
 from models_integration.studies.compare.report import comparison_tables, control_table, failed_controls, write_report
 from models_integration.studies.report import progress_bar
+from models_integration.studies.status import first_failure
 from models_integration.studies.subject import Loading, Subject
-from models_integration.studies.workers import beside
 
 __all__ = ["run"]
 
@@ -27,16 +27,16 @@ RESULTS = "results.jsonl"
 
 
 def run(
-    plan: Plan, loading: Loading, out: Path, batch_size: int, workers: int, calibration: Path | None = None,
+    plan: Plan, loading: Loading, out: Path, batch_size: int, calibration: Path | None = None, again: bool = False,
 ) -> None:
     """Run the plan's cells, then print, write and draw what they say.
 
     Raises:
         SpecError: before any cell is run, for what cannot be run.
-        Exit: with 1, where a control fails.
+        Exit: with 1, where a control or a sample fails.
     """
     console, results = Console(), out / RESULTS
-    check_counts(batch_size=batch_size, workers=workers)
+    check_counts(batch_size=batch_size)
     subject = _checked(plan, loading, out, calibration)
     all_cells, stored = list(cells(plan)), stored_cells(subject, plan, results)
     console.print(
@@ -44,16 +44,19 @@ def run(
         f" question placed '{plan.placement}'; {len(all_cells)} cells, {stored} of them stored in {results}"
     )
     total = sum(cell.n for cell in all_cells)
-    with beside(workers, out, console), progress_bar(console, total) as progress:
-        rows = list(run_plan(subject, plan, results, progress, batch_size))
+    with progress_bar(console, total) as progress:
+        rows = list(run_plan(subject, plan, results, progress, batch_size, again))
     measured, controls = ([row for row in rows if row["control"] is kind] for kind in (False, True))
     for table in [*comparison_tables(measured, console.width), *([control_table(controls)] if controls else [])]:
         console.print(table)
-    for path in write_report(rows, out, plan, subject):
+    for path in write_report(rows, out, plan, subject) if rows else ():
         console.print(str(path), highlight=False, soft_wrap=True)
     failed = failed_controls(controls)
     if failed:
         console.print(f"controls FAIL: {', '.join(failed)}. The comparison does not measure retention on this model.")
+    if len(rows) < len(all_cells):
+        console.print(first_failure(out / SAMPLES), highlight=False, soft_wrap=True)
+    if failed or len(rows) < len(all_cells):
         raise typer.Exit(1)
 
 

@@ -7,7 +7,10 @@ import typer
 
 from spec.errors import SpecError
 
-__all__ = ["Attention", "Backend", "BatchSize", "Device", "Dtype", "Model", "Workers", "names_of"]
+__all__ = [
+    "Address", "Again", "Attention", "Backend", "BatchSize", "Device", "Dtype", "Engine", "Model", "Workers",
+    "names_of",
+]
 
 Model = Annotated[
     str,
@@ -25,6 +28,11 @@ BatchSize = Annotated[
 Workers = Annotated[
     int, typer.Option(help="Processes on this machine. The same command on others that share the folder joins them.")
 ]
+Engine = Annotated[
+    str, typer.Option(help="processes, or ray: the workers are then actors of Ray, with a GPU each where --device is.")
+]
+Address = Annotated[str, typer.Option(help="Of a Ray cluster that runs; without it, one is started on this machine.")]
+Again = Annotated[bool, typer.Option("--again", help="Make again what failed; what is stored is never made again.")]
 
 
 def names_of(option: str, text: str) -> tuple[str, ...]:

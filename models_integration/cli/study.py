@@ -9,31 +9,32 @@ from rich.console import Console
 from models_integration.cli.checks import check_counts, check_folder
 from models_integration.studies.evidence.report import write_report
 from models_integration.studies.evidence.rules import PARTS, load_rules
-from models_integration.studies.evidence.run import check_windows, items, leases, methods, run_part
+from models_integration.studies.evidence.run import RESULTS, check_windows, items, leases, methods, run_part
 from models_integration.studies.report import progress_bar
 from models_integration.studies.results import load_rows
+from models_integration.studies.status import first_failure
 from models_integration.studies.subject import Loading
-from models_integration.studies.workers import beside
 from models_integration.tasks.prose import read_prose
 from spec.validate import check_choices
 
-__all__ = ["run"]
+__all__ = ["ALL", "run"]
 
-RESULTS = "study.jsonl"
+ALL = "all"
+"""Both parts: for a sweep, which claims nothing."""
 _STOPPED = 130
 """The exit code of a command that Ctrl-C has ended."""
 
 
-def run(rules_file: Path, part: str, out: Path, batch_size: int, loading: Loading, workers: int) -> None:
+def run(rules_file: Path, part: str, out: Path, batch_size: int, loading: Loading, again: bool) -> None:
     """Measure a part's samples that are not stored yet; then write the page of all that is. The rules name the model.
 
     Raises:
         SpecError: before any sample is measured, for what cannot be.
-        Exit: with 130, when it is interrupted; what was measured is stored.
+        Exit: with 130, when it is interrupted; what was measured is stored. With 1, where a sample failed.
     """
     console, results = Console(), out / RESULTS
-    check_choices("part", (part,), PARTS)
-    check_counts(batch_size=batch_size, workers=workers)
+    check_choices("part", (part,), (*PARTS, ALL))
+    check_counts(batch_size=batch_size)
     rules = load_rules(rules_file)
     check_folder("out", out, RESULTS)
     load_rows(results)
@@ -41,22 +42,28 @@ def run(rules_file: Path, part: str, out: Path, batch_size: int, loading: Loadin
     subject = replace(replace(loading, model=rules.model).subject(), calibration=calibration)
     policies, prose = methods(rules, subject), read_prose(subject.tokenizer)
     check_windows(rules, prose)
-    every = {item.unit(rules, subject.name): item for item in items(rules, subject, prose, part)}
+    wanted = items(rules, subject, prose, PARTS if part == ALL else (part,))
+    every = {item.unit(rules, subject.name): item for item in wanted}
     stopped = False
     try:
         with leases(results) as own:
+            own.plan(every)
+            if again:
+                own.again(every)
             left = {unit: item for unit, item in every.items() if unit not in own.stored()}
             console.print(
                 f"{rules.title}: {part}, model {subject.name}, rules {rules.digest[:8]}; {len(every)} samples,"
                 f" {len(every) - len(left)} of them stored in {results}", highlight=False, soft_wrap=True,
             )
-            with beside(workers, out, console), progress_bar(console, len(left)) as progress:
-                run_part(subject, rules, policies, part, left, own, batch_size, progress)
+            with progress_bar(console, len(left)) as progress:
+                run_part(subject, rules, policies, left, own, batch_size, progress)
     except KeyboardInterrupt:
         stopped = True
         console.print("stopped; the same command goes on from here")
     rows = [row for row in load_rows(results) if (row["rules"], row["model"]) == (rules.digest, subject.name)]
     for path in write_report(rules, rows, out) if rows else ():
         console.print(str(path), highlight=False, soft_wrap=True)
-    if stopped:
-        raise typer.Exit(_STOPPED)
+    if own.failed.keys() & every:
+        console.print(first_failure(results), highlight=False, soft_wrap=True)
+    if stopped or own.failed.keys() & every:
+        raise typer.Exit(_STOPPED if stopped else 1)

@@ -3,9 +3,12 @@
 What all cells say to a sample is stored as one row, so that a run may be stopped at any time.
 """
 
+import time
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import groupby
 from math import ceil
 from pathlib import Path
@@ -23,7 +26,7 @@ from models_integration.session.segment import ObservedSegment, decide
 from models_integration.session.session import Session
 from models_integration.session.verbs import compact, observe, read
 from models_integration.studies.leases import Leases, unit_named
-from models_integration.studies.results import Row, load_rows
+from models_integration.studies.results import AGAIN, ERROR, Row, load_rows
 from models_integration.studies.subject import Subject
 from models_integration.tasks import Placement, Sample, place, score
 from reference.policies.retain import retain_each
@@ -32,8 +35,10 @@ from spec.budget import Budget
 from spec.policy import Needs, Policy
 from spec.retention import Retention
 
-__all__ = ["SAMPLES", "Answer", "Asked", "Key", "Run", "answers", "cropped", "generated", "onward", "retentions"]
-
+__all__ = [
+    "SAMPLES", "Answer", "Asked", "Key", "Run", "answers", "attempted", "cropped", "generated", "onward", "retentions",
+    "sample_unit",
+]
 
 SAMPLES = "samples.jsonl"
 """The file of a run's samples, beside that of its results."""
@@ -250,6 +255,26 @@ def generated(forward: Onward, logits: Tensor, stop_ids: frozenset[int], max_new
         logits = forward(tokens[:, None])
 
 
+_DEATHS_MOST = 3
+"""Workers that a unit may kill before it is left alone."""
+
+
+def attempted(make: Callable[[], Row], leases: Leases) -> Row:
+    """What `make` gives for the held unit; where it raises, the ERROR as one line and its traceback, its memory freed.
+
+    A unit on which workers died again and again has an ERROR without another attempt.
+    """
+    if leases.deaths >= _DEATHS_MOST:
+        return {ERROR: f"{leases.deaths} workers died while they made it: out of memory, or killed"}
+    try:
+        return make()
+    except Exception as error:
+        said = " ".join("".join(traceback.format_exception_only(error)).split())
+        failed = {ERROR: said, "traceback": traceback.format_exc()}
+    torch.cuda.empty_cache()
+    return failed
+
+
 @dataclass(frozen=True)
 class Run:
     """Samples under way. What their cells say goes to a file, and what is there already is not asked again.
@@ -261,6 +286,7 @@ class Run:
         placement: by name.
         batch_size: as of `answers`.
         progress: told of each cell of each sample.
+        again: whether samples that failed before are asked again.
     """
 
     subject: Subject
@@ -269,9 +295,10 @@ class Run:
     placement: str
     batch_size: int
     progress: Callable[[str], None]
+    again: bool = False
 
     def task(self, task: str, samples: int, asked: Callable[[int], Iterable[Asked]]) -> list[dict[Key, Row]]:
-        """The cells of each sample of a task, one after the other.
+        """The cells of each sample of a task, one after the other; none at all where a sample failed.
 
         Args:
             task: its name.
@@ -279,7 +306,7 @@ class Run:
             asked: what is asked as sample number so and so.
 
         Raises:
-            SpecError: as `answers`.
+            SpecError: for what cannot be asked.
         """
         identity = {
             "task": task, **self.about, "placement": self.placement, "model": self.subject.name,
@@ -293,17 +320,22 @@ class Run:
                 self.progress(f"{key.policy} (stored)")
             if missing := keys - stored[index].keys():
                 left[_unit({**identity, "index": index}, missing)] = index, missing
-        with Leases(self.path, _unit_of) as leases:
-            mine = set()
+        with Leases(self.path, sample_unit) as leases:
+            told: defaultdict[str, set[Key]] = defaultdict(set)
+            if self.again:
+                leases.again(left)
 
             def done(unit: str) -> None:
-                for key in left[unit][1] if unit not in mine else ():
-                    self.progress(f"{key.policy}, {task}")
+                for key in left[unit][1] - told[unit]:
+                    self.progress(f"{key.policy}, {task}{' FAILED' if unit in leases.failed else ''}")
 
             for unit in leases.units(left, done):
-                mine.add(unit)
                 index, missing = left[unit]
-                leases.add({**identity, "index": index, "cells": list(self._cells(every[index], missing))})
+                made = attempted(partial(self._cells, every[index], missing, told[unit]), leases)
+                named = {} if "cells" in made else {"cells": [key._asdict() for key in sorted(missing)]}
+                leases.add({**identity, "index": index, **made, **named})
+            if leases.failed.keys() & left:
+                return []
         stored = self._stored(identity)
         return [stored[index] for index in range(samples)]
 
@@ -315,14 +347,17 @@ class Run:
                 found[row["index"]] |= {_key(cell): cell for cell in row["cells"]}
         return found
 
-    def _cells(self, asked: Iterable[Asked], wanted: Container[Key]) -> Iterator[Row]:
+    def _cells(self, asked: Iterable[Asked], wanted: Container[Key], told: set[Key]) -> Row:
+        start, cells = time.perf_counter(), list[Row]()
         for sample, methods in asked:
             own = {key: method for key, method in methods.items() if key in wanted}
             placement = place(sample, self.placement)
             for key, given in answers(self.subject, placement, own, sample.max_new_tokens, self.batch_size):
+                told.add(key)
                 self.progress(f"{key.policy}, {sample.task}")
                 right = score(self.subject.tokenizer, given.token_ids, sample)
-                yield {**key._asdict(), "right": right, **asdict(given)}
+                cells.append({**key._asdict(), "right": right, **asdict(given)})
+        return {"cells": cells, "seconds": time.perf_counter() - start}
 
 
 def _key(cell: Row) -> Key:
@@ -333,6 +368,10 @@ def _unit(identity: Row, keys: Iterable[Key]) -> str:
     return unit_named([identity, sorted(keys)])
 
 
-def _unit_of(row: Row) -> str:
-    identity = {name: value for name, value in row.items() if name != "cells"}
+_NOT_IDENTITY = {"cells", "seconds", ERROR, "traceback", AGAIN}
+
+
+def sample_unit(row: Row) -> str:
+    """The unit of a row of `SAMPLES`."""
+    identity = {name: value for name, value in row.items() if name not in _NOT_IDENTITY}
     return _unit(identity, map(_key, row["cells"]))

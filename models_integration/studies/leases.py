@@ -1,11 +1,14 @@
 """Rows that many processes make together, on one machine or on many that share a folder: none twice, none lost.
 
 A unit of work is leased to one worker at a time: a file beside the results, which its worker touches while it lives.
-Whoever sees a lease untouched for a minute of its own clock takes the unit over; clocks are never compared.
+Whoever sees a lease untouched for a minute of its own clock takes the unit over; clocks are never compared. What cannot
+be made has a row too, with its error, and is made again only where somebody asks for it.
 """
 
 import hashlib
 import json
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,7 +17,8 @@ from types import TracebackType
 from typing import Self, TypeVar
 from uuid import uuid4
 
-from models_integration.studies.results import START, Row, append_row, find_row, load_rows, rows_behind
+from models_integration.cache.atomic_file import publish_readable
+from models_integration.studies.results import AGAIN, ERROR, START, Row, append_row, find_row, load_rows, rows_behind
 
 __all__ = ["Leases", "taken_up", "unit_named"]
 
@@ -33,6 +37,24 @@ def unit_named(identity: object) -> str:
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
+def holder_of(lease: Path) -> Row:
+    """What a lease says of its holder; nothing while it is being written, or gone."""
+    try:
+        found: Row = json.loads(lease.read_text(encoding="ascii"))
+    except (FileNotFoundError, ValueError):
+        return {}
+    return found
+
+
+def _mark(lease: Path) -> tuple[int, int] | None:
+    """What changes when a lease is touched or made anew; None where there is none."""
+    try:
+        found = lease.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
 class Leases:
     """What one worker holds of the units of a results file; open while it works.
 
@@ -43,10 +65,14 @@ class Leases:
 
     def __init__(self, results: Path, unit_of: Callable[[Row], str | None]) -> None:
         self._results, self._unit_of = results, unit_of
-        self._token = uuid4().hex
+        self._text = ""
         self._held: Path | None = None
         self._stored: set[str] = set()
+        self.failed: dict[str, Row] = {}
+        """The units whose row is an error, as `stored` saw them last."""
         self._place = START
+        self.deaths = 0
+        """Holders of the held unit that were taken over from: what kills its worker would kill them all."""
         self._untouched: dict[str, tuple[tuple[int, int], float]] = {}
         self._closed = threading.Event()
 
@@ -62,10 +88,30 @@ class Leases:
         self._release()
 
     def stored(self) -> set[str]:
-        """The units that have a row."""
+        """The units that have a row, and are not to be made again."""
         rows, self._place = rows_behind(self._results, self._place)
-        self._stored.update(unit for row in rows if (unit := self._unit_of(row)) is not None)
+        for row in rows:
+            unit = self._unit_of(row)
+            if unit is not None:
+                self._stored.add(unit)
+                self.failed.pop(unit, None)
+                if ERROR in row:
+                    self.failed[unit] = row
+                elif AGAIN in row:
+                    self._stored.remove(unit)
         return self._stored
+
+    def again(self, wanted: Iterable[str]) -> None:
+        """Of these units, those that failed are made again, by whoever takes them; not what another one holds."""
+        self.stored()
+        for unit in self.failed.keys() & wanted:
+            if self._made(self._lease(unit), 0):
+                self._held = self._lease(unit)
+                self.stored()
+                if unit in self.failed:
+                    row = {name: value for name, value in self.failed[unit].items() if name not in (ERROR, "traceback")}
+                    append_row(self._results, {**row, AGAIN: True}, self._holds)
+                self._release()
 
     def units(self, wanted: Iterable[str], done: Callable[[str], None]) -> Iterator[str]:
         """Units to work on, until each that is wanted has a row; `done` is told of every one, whoever stored it.
@@ -91,14 +137,15 @@ class Leases:
         """Whether this worker holds the unit now: nobody has stored it, and nobody alive holds it."""
         if unit in self.stored():
             return False
-        lease = self._lease(unit)
-        if not self._made(lease):
+        lease, deaths = self._lease(unit), 0
+        if not self._made(lease, deaths):
             if not self._abandoned(lease):
                 return False
+            deaths = holder_of(lease).get("deaths", 0) + 1
             lease.unlink(missing_ok=True)
-            if not self._made(lease):
+            if not self._made(lease, deaths):
                 return False
-        self._held = lease
+        self._held, self.deaths = lease, deaths
         # Its last holder may have stored the row and died before it let go.
         if unit in self.stored():
             self._release()
@@ -113,17 +160,41 @@ class Leases:
     def _lease(self, unit: str) -> Path:
         return self._results.with_name(f".{self._results.name}-{unit}.lease")
 
-    def _made(self, lease: Path) -> bool:
+    def plan(self, wanted: Iterable[str]) -> None:
+        """Leave word, beside the results, of all units that are wanted."""
+        text = "\n".join(sorted(wanted))
+        plan = self._results.with_name(f".{self._results.name}-{unit_named(text)[:16]}.plan")
+        publish_readable(plan, text.encode())
+
+    def planned(self) -> set[str]:
+        """All units of which anybody left word."""
+        plans = self._results.parent.glob(f".{self._results.name}-*.plan")
+        return {unit for plan in plans for unit in plan.read_text(encoding="ascii").split()}
+
+    def holders(self) -> list[tuple[Row, bool]]:
+        """What each lease says, and whether it is touched while this looks: somewhat longer than a beat."""
+        leases = list(self._results.parent.glob(f".{self._results.name}-*.lease"))
+        before = {lease: _mark(lease) for lease in leases}
+        if before:
+            time.sleep(1.5 * _BEAT)
+        return [(holder_of(lease), _mark(lease) != mark) for lease, mark in before.items() if lease.exists()]
+
+    def _made(self, lease: Path, deaths: int) -> bool:
+        """Whether the lease was nobody's; it then says who holds it, and since when by the holder's clock."""
+        since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
+        who = {"host": socket.gethostname(), "pid": os.getpid(), "since": since, "deaths": deaths}
+        text = json.dumps({**who, "token": uuid4().hex})
         try:
             with lease.open("x", encoding="ascii") as file:
-                file.write(self._token)
+                file.write(text)
         except FileExistsError:
             return False
+        self._text = text
         return True
 
     def _holds(self) -> bool:
         try:
-            return self._held is not None and self._held.read_text(encoding="ascii") == self._token
+            return self._held is not None and self._held.read_text(encoding="ascii") == self._text
         except FileNotFoundError:
             return False
 
@@ -134,11 +205,9 @@ class Leases:
 
     def _abandoned(self, lease: Path) -> bool:
         """Whether this worker has watched the lease for long enough, and nobody touched it."""
-        try:
-            found = lease.stat()
-        except FileNotFoundError:
+        now, mark = time.monotonic(), _mark(lease)
+        if mark is None:
             return False
-        now, mark = time.monotonic(), (found.st_ino, found.st_mtime_ns)
         seen, since = self._untouched.get(lease.name, (None, now))
         if seen != mark:
             self._untouched[lease.name] = mark, now
@@ -162,14 +231,13 @@ def taken_up(
         path: of the results file.
         identities: of the cells' rows, all of the same names.
         stored: is told of each cell whose row is there.
-        made: gives the rows of those cells that have none, in their order.
+        made: gives the rows of those cells that have none, in their order; no row at all where a sample failed.
     """
     known = load_rows(path)
     missing = [cell for cell, identity in identities.items() if find_row(known, identity) is None]
     for cell in (cell for cell in identities if cell not in missing):
         stored(cell)
-    if missing:
-        rows = made(missing)
+    if missing and (rows := made(missing)):
         units = {unit_named(identities[cell]): row for cell, row in zip(missing, rows, strict=True)}
         names = identities[missing[0]].keys()
         with Leases(path, lambda row: unit_named({name: row.get(name) for name in names})) as leases:

@@ -10,9 +10,11 @@ from typing import Any, BinaryIO, NamedTuple
 
 from spec.errors import SpecError
 
-__all__ = ["START", "Place", "Row", "append_row", "find_row", "load_rows", "rows_behind"]
+__all__ = ["AGAIN", "ERROR", "START", "Place", "Row", "append_row", "find_row", "load_rows", "rows_behind"]
 
 Row = dict[str, Any]
+ERROR, AGAIN = "error", "again"
+"""What a row has in place of results: why they could not be made, or that another attempt is wanted."""
 
 
 class Place(NamedTuple):
@@ -26,18 +28,18 @@ START = Place(0, 0)
 
 
 def load_rows(path: Path) -> list[Row]:
-    """The rows of a results file, oldest first; none if there is no file.
+    """The results in a file, oldest first; none if there is no file.
 
     A last line that a killed process has cut is left out: `append_row` sets it aside.
 
     Raises:
         SpecError: when any other line is no JSON object.
     """
-    return rows_behind(path, START)[0]
+    return [row for row in rows_behind(path, START)[0] if not {ERROR, AGAIN} & row.keys()]
 
 
 def rows_behind(path: Path, place: Place) -> tuple[list[Row], Place]:
-    """The rows that were added since, as `load_rows` has them, and the place behind those that are whole lines."""
+    """All rows that were added since, errors too, and the place behind those that are whole lines."""
     if not path.exists():
         return [], place
     with path.open("rb") as file:

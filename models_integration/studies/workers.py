@@ -4,39 +4,85 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
-__all__ = ["beside"]
+from spec.errors import SpecError
+from spec.validate import check_choices
+
+__all__ = ["ENGINES", "Launch"]
+
+ENGINES = ("processes", "ray")
 
 
-@contextmanager
-def beside(workers: int, out: Path, console: Console) -> Iterator[None]:
-    """`workers` - 1 more of this process, while the block runs; what they print goes to worker-K.log in the folder.
+@dataclass(frozen=True)
+class Launch:
+    """How a command's work is shared out.
 
-    The cores are shared out, unless OMP_NUM_THREADS says otherwise. A worker that dies is named; what it held, another
-    one takes over.
+    Attributes:
+        workers: processes, this one among them; or actors.
+        engine: one of ENGINES.
+        address: of a Ray cluster that runs; "" starts one on this machine.
+
+    Raises:
+        SpecError: for no worker, an unknown engine, or an address without Ray.
     """
-    threads = str(max(1, (os.cpu_count() or 1) // workers))
-    if workers > 1 and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(int(threads))
-    command = [sys.executable, "-m", "models_integration.cli", *sys.argv[1:], "--workers", "1"]
-    children: dict[Path, subprocess.Popen[bytes]] = {}
-    with ExitStack() as files:
-        for number in range(2, workers + 1):
-            log = out / f"worker-{number}.log"
-            file = files.enter_context(log.open("wb"))
-            children[log] = subprocess.Popen(
-                command, env={"OMP_NUM_THREADS": threads, **os.environ}, stdout=file, stderr=subprocess.STDOUT,
-            )
-        try:
+
+    workers: int = 1
+    engine: str = ENGINES[0]
+    address: str = ""
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise SpecError("workers", self.workers, "must be at least 1")
+        check_choices("engine", (self.engine,), ENGINES)
+        if self.address and self.engine != "ray":
+            raise SpecError("address", self.address, "is of a Ray cluster: give --engine ray too")
+
+    @contextmanager
+    def started(self, out: Path, device: str) -> Iterator[None]:
+        """Other processes of this command work while the block runs; actors of Ray are done when it begins.
+
+        What they print goes to worker-K.log in the folder. What a dead one held, another takes over; it is named.
+        """
+        if self.engine == "ray":
+            from models_integration.studies.ray_workers import run_actors
+
+            alone = [*sys.argv[1:], "--workers", "1", "--engine", ENGINES[0], "--address", ""]
+            run_actors(alone, self.workers, self.address, out, device)
+        with self._beside(out) if self.engine == ENGINES[0] and self.workers > 1 else nullcontext():
             yield
-        finally:
-            for log, child in children.items():
-                if child.poll():
-                    console.print(f"a worker ended with {child.returncode}: {log}", highlight=False, soft_wrap=True)
-                child.terminate()
-                child.wait()
+
+    @contextmanager
+    def _beside(self, out: Path) -> Iterator[None]:
+        """The cores are shared out, unless OMP_NUM_THREADS says otherwise."""
+        threads = str(max(1, (os.cpu_count() or 1) // self.workers))
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(int(threads))
+        arguments = [word for word in sys.argv[1:] if word != "--again"]
+        command = [sys.executable, "-m", "models_integration.cli", *arguments, "--workers", "1"]
+        children: dict[Path, subprocess.Popen[bytes]] = {}
+        with ExitStack() as files:
+            for number in range(2, self.workers + 1):
+                log = out / f"worker-{number}.log"
+                file = files.enter_context(log.open("wb"))
+                children[log] = subprocess.Popen(
+                    command, env={"OMP_NUM_THREADS": threads, **os.environ}, stdout=file, stderr=subprocess.STDOUT,
+                )
+            try:
+                yield
+            finally:
+                for log, child in children.items():
+                    if child.poll():
+                        say_ended(child.returncode, log)
+                    child.terminate()
+                    child.wait()
+
+
+def say_ended(how: object, log: Path) -> None:
+    """A worker is gone, and its work is another one's."""
+    Console().print(f"a worker ended with {how}: {log}", highlight=False, soft_wrap=True)

@@ -106,13 +106,15 @@ def _cell(plan: Plan, task: str, policy: str, requested: str, B: int, *, control
 
 def run_plan(
     subject: Subject, plan: Plan, path: Path, progress: Callable[[str], None], batch_size: int = 1,
+    again: bool = False,
 ) -> Iterator[Row]:
     """Each cell's row, from the results file where it is there already; `progress` is told of every sample.
 
-    Beside that file, `SAMPLES` has a row for each sample: a run that was stopped goes on behind the last of them.
+    Beside that file, `SAMPLES` has a row for each sample: a run that was stopped goes on behind the last of them. A
+    task of which one failed has no rows, until that is made `again`.
     """
     about = {"length": plan.length, "seed": plan.seed}
-    run = Run(subject, path.with_name(SAMPLES), about, plan.placement, batch_size, progress)
+    run = Run(subject, path.with_name(SAMPLES), about, plan.placement, batch_size, progress, again)
 
     def stored(cell: Cell) -> None:
         for _ in range(cell.n):
@@ -148,8 +150,9 @@ def run_cells(run: Run, wanted: Sequence[Cell]) -> list[Row]:
         return found.values()
 
     said = run.task(task_in_rows(task), n, asked)
-    rows = [_row(subject, cell, [each[key] for each in said]) for cell, key in keys.items()]
-    result_table(rows)
+    rows = [_row(subject, cell, [each[key] for each in said]) for cell, key in keys.items() if said]
+    if rows:
+        result_table(rows)
     return rows
 
 

@@ -14,9 +14,11 @@ from models_integration.studies.subject import Subject
 from models_integration.tasks import Placement, Sample
 from reference.policies.budgets import even
 from reference.policies.protections import SinkAndRecent, protecting
+from reference.policies.retain import tokens_of
 from reference.policies.selectors import top_units
 from spec.arrays import BoolVector
 from spec.budget import parse_budget
+from spec.errors import SpecError
 from spec.parameters import PAPER
 from spec.policy import Needs, Observation, Policy, Scores
 from spec.retention import Granularity, Retention
@@ -99,8 +101,22 @@ def read_prompt(
 def _kept(
     policy: Policy, budgets: Sequence[str], observed: ObservedSegment, placement: Placement,
 ) -> list[Retention]:
-    each = retentions(policy, [parse_budget(budget) for budget in budgets], observed)
+    wanted = [parse_budget(budget) for budget in budgets]
+    try:
+        each = retentions(policy, wanted, observed)
+        for budget, kept in zip(wanted, each, strict=True):
+            _check_promise(policy, tokens_of(policy, budget, kept.seen), kept)
+    except Exception as error:
+        error.add_note(f"policy {policy.name}")
+        raise
     return [cropped(retention, placement.dropped_slots) for retention in each]
+
+
+def _check_promise(policy: Policy, B: int, kept: Retention) -> None:
+    """What promises to be exact in its budget keeps no more, or its figures would not be those of its budget."""
+    if policy.promises.budget_exact == "yes" and len(kept.positions) > B * kept.groups:
+        mean = f"{len(kept.positions) / kept.groups:g}"
+        raise SpecError("budget", B, f"is what {policy.name} promises to keep, and it keeps {mean} tokens of a group")
 
 
 def _seed(placement: Placement) -> int:

@@ -3,19 +3,21 @@
 import hashlib
 import json
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 import transformers
 
+from models_integration.studies.answers import attempted
 from models_integration.studies.evidence.kept import Prompt, read_prompt
 from models_integration.studies.evidence.measure import measure
 from models_integration.studies.evidence.rules import AT_PROMPT, Rules
 from models_integration.studies.leases import Leases, unit_named
-from models_integration.studies.results import Row
+from models_integration.studies.results import ERROR, Row
 from models_integration.studies.subject import Subject
 from models_integration.tasks import Sample, place
 from models_integration.tasks.chat import bare
@@ -26,8 +28,9 @@ from spec import SPEC_VERSION
 from spec.errors import SpecError
 from spec.policy import SEGMENT_END, Policy
 
-__all__ = ["Item", "check_windows", "items", "leases", "methods", "run_part"]
+__all__ = ["RESULTS", "Item", "check_windows", "items", "leases", "methods", "run_part", "study_unit"]
 
+RESULTS = "study.jsonl"
 _IDENTITY = {"rules", "model", "sample", "placement"}
 
 
@@ -59,13 +62,13 @@ class Item:
 
     def unit(self, rules: Rules, model: str) -> str:
         """Its row's unit of work."""
-        unit = _unit(self.identity(rules, model))
+        unit = study_unit(self.identity(rules, model))
         assert unit is not None
         return unit
 
 
-def items(rules: Rules, subject: Subject, prose: Prose, part: str) -> Iterator[Item]:
-    """A part's samples; those of all tasks, lengths and placements take turns, so that a run may end anywhere.
+def items(rules: Rules, subject: Subject, prose: Prose, parts: Sequence[str]) -> Iterator[Item]:
+    """The samples of parts; those of all tasks, lengths and placements take turns, so that a run may end anywhere.
 
     Raises:
         SpecError: for a task without gold answer tokens, and what the tasks refuse.
@@ -78,7 +81,7 @@ def items(rules: Rules, subject: Subject, prose: Prose, part: str) -> Iterator[I
                 samples = tasks[task](ground, length, index, rules.seed)
                 if not all(sample.answer_ids for sample in samples):
                     raise SpecError("tasks", task, "has no gold answer tokens, whose likelihood is measured")
-                if Rules.part_of(samples[0].context_digest) == part:
+                if Rules.part_of(samples[0].context_digest) in parts:
                     for placement in rules.placements:
                         for question, sample in enumerate(samples[: rules.questions]):
                             yield Item(task, length, index, question, placement, sample)
@@ -117,36 +120,44 @@ def methods(rules: Rules, subject: Subject) -> dict[str, Policy]:
 
 def leases(path: Path) -> Leases:
     """A worker's share of the samples of a results file."""
-    return Leases(path, _unit)
+    return Leases(path, study_unit)
 
 
-def _unit(row: Row) -> str | None:
+def study_unit(row: Row) -> str | None:
+    """The unit of a study's row; None for other rows."""
     if _IDENTITY - row.keys():
         return None
     return unit_named({key: row[key] for key in _IDENTITY})
 
 
 def run_part(
-    subject: Subject, rules: Rules, policies: Mapping[str, Policy], part: str, wanted: Mapping[str, Item],
-    own: Leases, batch_size: int, progress: Callable[[str], None],
+    subject: Subject, rules: Rules, policies: Mapping[str, Policy], wanted: Mapping[str, Item], own: Leases,
+    batch_size: int, progress: Callable[[str], None],
 ) -> None:
     """Measure samples by their units, one after the other, beside any other workers; `progress` is told of each.
 
     Each row is on the disk before the next sample starts, so that a run may be stopped at any time. It ends when all
-    are stored, by whomever.
-
-    Raises:
-        SpecError: for what a policy refuses.
+    are stored, by whomever. What cannot be measured has a row with its error.
     """
-    prompt: Prompt | None = None
-    for unit in own.units(wanted, lambda unit: progress(wanted[unit].title)):
-        item = wanted[unit]
+    prompt: list[Prompt] = []
+
+    def measured(item: Item) -> Row:
         placement = place(item.sample, item.placement)
-        if prompt is None or prompt.placement.prompt_ids != placement.prompt_ids:
-            prompt = read_prompt(subject, policies, rules.budgets, placement)
-        measured = measure(subject, item.sample, prompt.followed_by(placement), rules.budgets, batch_size)
-        identity = {**item.identity(rules, subject.name), "part": part}
-        own.add({**identity, **_about(item, subject, rules), **measured})
+        if not prompt or prompt[0].placement.prompt_ids != placement.prompt_ids:
+            prompt.clear()
+            prompt.append(read_prompt(subject, policies, rules.budgets, placement))
+        return measure(subject, item.sample, prompt[0].followed_by(placement), rules.budgets, batch_size)
+
+    def done(unit: str) -> None:
+        progress(f"{wanted[unit].title}{f'; {len(own.failed)} FAILED' if own.failed else ''}")
+
+    for unit in own.units(wanted, done):
+        item = wanted[unit]
+        identity = {**item.identity(rules, subject.name), "part": Rules.part_of(item.sample.context_digest)}
+        row = attempted(partial(measured, item), own)
+        if ERROR in row:
+            prompt.clear()
+        own.add({**identity, **_about(item, subject, rules), **row})
 
 
 def _about(item: Item, subject: Subject, rules: Rules) -> Row:

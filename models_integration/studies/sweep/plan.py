@@ -85,13 +85,14 @@ class Plan:
 
 def run_plan(
     subject: Subject, plan: Plan, path: Path, progress: Callable[[str], None], batch_size: int = 1,
+    again: bool = False,
 ) -> Iterator[Row]:
     """Each variant on each task, from the results file where it is there already, and stored there where it is not.
 
     Beside that file, `SAMPLES` has a row for each sample, as in a comparison.
     """
     about = {"length": plan.length, "seed": plan.seed}
-    run = Run(subject, path.with_name(SAMPLES), about, "after", batch_size, progress)
+    run = Run(subject, path.with_name(SAMPLES), about, "after", batch_size, progress, again)
 
     def stored(variant: str) -> None:
         for _ in range(plan.samples):
@@ -114,7 +115,7 @@ def run_variants(run: Run, plan: Plan, task: str, variants: Sequence[str]) -> li
         return [(subject.sample(task, plan.length, index, plan.seed), methods)]
 
     said = run.task(task_in_rows(task), plan.samples, asked)
-    return [_row(subject, plan, task, key.policy, [each[key] for each in said]) for key in methods]
+    return [_row(subject, plan, task, key.policy, [each[key] for each in said]) for key in methods if said]
 
 
 def _row(subject: Subject, plan: Plan, task: str, variant: str, said: Sequence[Row]) -> Row:

@@ -38,7 +38,7 @@ def drawn(subject: Subject, rules: Rules, plan: Plan) -> Iterator[Item]:
         rules, contexts=prose.windows(plan.length), questions=1, lengths=(plan.length,), placements=("after",),
         tasks=TASKS, claims=(),
     )
-    for _, item in zip(range(plan.prompts), items(chosen, subject, prose, "dev"), strict=False):
+    for _, item in zip(range(plan.prompts), items(chosen, subject, prose, ("dev",)), strict=False):
         yield item
 
 

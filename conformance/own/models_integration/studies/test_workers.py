@@ -1,0 +1,226 @@
+"""Workers that share a sweep: the same rows whoever makes them and whoever is killed, and errors that are rows too."""
+
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers", reason="the sweep drives transformers models")
+
+from typer.testing import CliRunner
+
+from conformance.own.models_integration.studies.sweep_workers import ROWS, measured, sweep
+from conformance.own.processes import started
+from models_integration.cli.app import app
+from models_integration.studies import answers, leases
+from models_integration.studies.compare.plan import Plan, run_plan
+from models_integration.studies.evidence import run as of_study
+from models_integration.studies.leases import Leases
+from models_integration.studies.results import ERROR, START, Row, append_row, load_rows, rows_behind
+from models_integration.studies.status import first_failure, status
+from models_integration.studies.subject import Loading
+from models_integration.studies.workers import Launch
+from reference.policies import policy_from_score
+from spec.errors import SpecError
+from spec.policy import Needs, Selection
+
+pytestmark = pytest.mark.law("promised-is-there-forgotten-is-not")
+
+
+def of_file(path: Path) -> list[Row]:
+    """All that stands in a file of results, errors too."""
+    return rows_behind(path, START)[0]
+
+
+def swept(rules: Path, out: Path, *options: str) -> Any:
+    return CliRunner().invoke(app, ["sweep", str(rules), "--out", str(out), *options])
+
+
+def test_killed_workers_make_the_rows_of_one_that_is_alone(rules: Path, tmp_path: Path) -> None:
+    """Four workers on two machines whose clocks are an hour apart; twice, half of them are killed at work."""
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    assert swept(rules, alone).exit_code == 0
+    living = [started(sweep, rules, together, hours) for hours in (0, 0, 1, 1)]
+    for stored in (2, 5):
+        while len(load_rows(together / "study.jsonl")) < stored:
+            time.sleep(0.02)
+        for process in (living.pop(0), living.pop(1)):
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGKILL)
+            process.join()
+        living += [started(sweep, rules, together, hours) for hours in (1, 0)]
+    for process in living:
+        process.join()
+        assert process.exitcode == 0
+    assert measured(together) == measured(alone)
+    assert len(measured(alone)) == ROWS
+    assert len({row["pid"] for row in load_rows(together / "study.jsonl")}) >= 4
+    assert not list(together.glob(".*.lease"))
+
+
+def test_what_cannot_be_measured_is_a_row_with_its_error(
+    rules: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One sample runs out of memory, one is refused: the others are measured, and these where somebody asks again."""
+    rules.write_text(rules.read_text(encoding="utf-8").replace("contexts = 12", "contexts = 3"), encoding="utf-8")
+    measure, errors = of_study.measure, [MemoryError("no room"), None, SpecError("budget", 3, "must be more")]
+
+    def failing(*arguments: Any) -> Row:
+        if errors and (error := errors.pop(0)) is not None:
+            raise error
+        return measure(*arguments)
+
+    monkeypatch.setattr(of_study, "measure", failing)
+    first, path = swept(rules, tmp_path), tmp_path / "study.jsonl"
+    assert first.exit_code == 1
+    assert f"2 samples in {path} failed, the first by MemoryError: no room; --again makes them again" in first.output
+    assert "FAILED" in first.output
+    assert [row[ERROR] for row in of_file(path) if ERROR in row] == [
+        "MemoryError: no room", "spec.errors.SpecError: budget = 3: must be more",
+    ]
+    assert len(of_file(path)) == 3
+    assert len(load_rows(path)) == len(measured(tmp_path)) == 1
+    told = list(status(tmp_path))
+    assert told[0].endswith("study.jsonl: 1 of 3 samples done, 2 failed")
+    assert sum("failed: needle_in_prose, number" in line for line in told) == 2
+    assert swept(rules, tmp_path).exit_code == 1
+    assert len(of_file(path)) == 3
+    assert swept(rules, tmp_path, "--again").exit_code == 0
+    assert swept(rules, tmp_path, "--again").exit_code == 0
+    assert len(measured(tmp_path)) == 3
+    assert list(status(tmp_path)) == [f"{path}: 3 of 3 samples done, 0 failed"]
+
+
+def test_a_comparison_has_no_row_of_a_task_of_which_a_sample_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None,
+) -> None:
+    subject, path = Loading("pocket", "numpy").subject(), tmp_path / "results.jsonl"
+    plan = Plan(("streamingllm",), ("0.9",), ("needle", "delayed_association"), 200, samples=2, controls=False)
+    asked, given = list[str](), answers.answers
+
+    def failing(*arguments: Any) -> Any:
+        asked.append("asked")
+        if len(asked) == 2:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return given(*arguments)
+
+    monkeypatch.setattr(answers, "answers", failing)
+    told: list[str] = []
+    assert [row["task"] for row in run_plan(subject, plan, path, told.append)] == ["delayed_association"]
+    assert (len(told), sum("FAILED" in what for what in told)) == (4, 1)
+    assert [row[ERROR] for row in of_file(tmp_path / "samples.jsonl") if ERROR in row] == [
+        "RuntimeError: DefaultCPUAllocator: can't allocate memory",
+    ]
+    assert "1 samples in" in first_failure(tmp_path / "samples.jsonl")
+    assert len(list(run_plan(subject, plan, path, told.append))) == 1
+    assert len(list(run_plan(subject, plan, path, told.append, again=True))) == 2
+    assert len(asked) == 5
+
+
+def test_a_policy_that_keeps_more_than_it_promises_is_caught(
+    rules: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its samples are errors that name it."""
+
+    def newest(observation: Any) -> Any:
+        return np.tile(np.arange(observation.seen, dtype=np.float64), (observation.groups, 1))
+
+    def greedy(scores: Any, budgets: Any, protected: Any) -> Selection:
+        """Five more in each kept set."""
+        n = scores.offsets[-1]
+        each = [np.arange(n - budget - 5, n) for budget in budgets.tolist()]
+        return Selection(np.concatenate(each), np.cumsum([0, *map(len, each)]))
+
+    honest, methods = policy_from_score(newest, needs=Needs()), of_study.methods
+    text = rules.read_text(encoding="utf-8").replace("contexts = 12", "contexts = 1")
+    rules.write_text(text, encoding="utf-8")
+    for policy, errors in ((replace(honest, selector=greedy), 1), (honest, 0)):
+        monkeypatch.setattr(
+            "models_integration.cli.study.methods",
+            lambda *given, policy=policy: {**methods(*given), "streamingllm": policy},
+        )
+        out = tmp_path / str(errors)
+        assert swept(rules, out).exit_code == errors
+        (row,) = of_file(out / "study.jsonl")
+        assert row.get(ERROR, "").count("newest promises to keep, and it keeps 517 tokens of a group") == errors
+
+
+def test_a_unit_that_kills_its_workers_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel kills who takes too much: the fourth worker does not try."""
+    monkeypatch.setattr(leases, "_PATIENCE", 0.05)
+    path, tried = tmp_path / "rows.jsonl", list[int]()
+
+    def made() -> Row:
+        tried.append(1)
+        return {"right": 1}
+
+    for deaths in range(4):
+        worker = Leases(path, lambda row: str(row["unit"]))
+        while not worker.take("a"):
+            time.sleep(0.06)
+        assert worker.deaths == deaths
+        row = answers.attempted(made, worker)
+    assert len(tried) == 3
+    assert row == {ERROR: "3 workers died while they made it: out of memory, or killed"}
+
+
+def test_only_what_failed_and_nobody_holds_is_made_again(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    for unit in "abc":
+        append_row(path, {"unit": unit, **({ERROR: "no room", "traceback": "..."} if unit != "b" else {})})
+    with Leases(path, lambda row: str(row["unit"])) as one, Leases(path, lambda row: str(row["unit"])) as other:
+        one.again("ab")
+        other.again("ab")
+        assert one.stored() == other.stored() == {"b", "c"}
+        assert other.take("a")
+        one.again("ac")
+        assert one.stored() == {"b"}
+        assert other.add({"unit": "a"})
+        one.again("ab")
+        assert one.stored() == {"a", "b"}
+    assert [row["unit"] for row in load_rows(path)] == ["b", "a"]
+
+
+def test_the_status_names_who_is_at_work_and_who_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose lease nobody touches while it looks is silent, whatever the clocks say; the others share what is left."""
+    monkeypatch.setattr(leases, "_BEAT", 0.1)
+    path = tmp_path / "study.jsonl"
+    names = ("rules", "model", "sample", "placement")
+    rows = [{**dict.fromkeys(names, "x"), "sample": at, "seconds": {"prefill": 60, "reading": 40}} for at in range(4)]
+    units = [str(of_study.study_unit(row)) for row in rows]
+    with of_study.leases(path) as alive:
+        dead = of_study.leases(path)
+        assert alive.take(units[0])
+        assert alive.add(rows[0])
+        assert alive.take(units[1])
+        assert dead.take(units[2])
+        alive.plan(units)
+        os.utime(next(tmp_path.glob(f"*{units[2]}.lease")), (time.time() + 3600,) * 2)
+        told = list(status(tmp_path))
+    assert told[0] == f"{path}: 1 of 4 samples done, 0 failed"
+    assert sorted("SILENT" in line for line in told[1:3]) == [False, True]
+    assert all(f"under way: process {os.getpid()} of " in line for line in told[1:3])
+    assert told[3:] == ["  0:05:00 to go with 1 at work"]
+
+
+@pytest.mark.law("refused-before-anything-changes")
+@pytest.mark.parametrize(
+    ("given", "argument"),
+    [({"workers": 0}, "workers"), ({"engine": "slurm"}, "engine"), ({"address": "auto"}, "address")],
+)
+def test_a_launch_of_unknown_parts_is_refused(given: dict[str, Any], argument: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        Launch(**given)
+    assert caught.value.argument == argument
+
+
+@pytest.mark.law("refused-before-anything-changes")
+def test_a_sweep_s_file_and_the_options_of_a_grid_exclude_each_other(rules: Path, tmp_path: Path) -> None:
+    found = swept(rules, tmp_path / "out", "--length", "300")
+    assert str(found.exception) == f"length = 300: stands in {rules}"
+    assert not (tmp_path / "out").exists()

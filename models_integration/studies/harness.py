@@ -1,0 +1,206 @@
+"""lm-evaluation-harness under a policy: its model `kvspec` is its own `hf`, whose contexts are compacted.
+
+A prompt is split. The part before the question is read and compacted; question, answer and what is scored are read
+through the compacted cache. Without a split, all but the prompt's last token is compacted.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+from torch import Tensor
+from tqdm import tqdm
+
+from models_integration.cache.continuation import Decision
+from models_integration.cache.retained_cache import RetainedCache
+from models_integration.model.architecture import describe
+from models_integration.model.published_weights import located
+from models_integration.policies.methods import CrystalCache, CustomPolicy, sentence_ends
+from models_integration.session.segment import ObservedSegment, decide
+from models_integration.session.verbs import compact, observe, read
+from models_integration.studies.evidence.rules import AT_PROMPT
+from models_integration.studies.leases import unit_named
+from models_integration.studies.subject import AUTO, SHIPPED, Subject, policy_in_rows
+from reference.calibration import load_calibration
+from spec import SPEC_VERSION
+from spec.errors import SpecError
+from spec.policy import SEGMENT_END
+
+__all__ = ["NAME", "PolicyLM"]
+
+NAME = "kvspec"
+"""Of the model, as lm-eval's --model."""
+
+Scored = tuple[tuple[str, str], list[int], list[int]]
+"""Context and continuation, as text and as ids."""
+
+
+@register_model(NAME)
+class PolicyLM(HFLM):  # type: ignore[misc]  # lm_eval has no types
+    """A model of transformers as lm-eval has it, with a policy and a budget, which stand in the results' config.
+
+    Args:
+        pretrained: as `--model` of our commands: "pocket", a fetched model, a folder, a name on the hub.
+        policy: as text, "snapkv" or "snapkv(W=16)"; "h2o@prompt" decides at the end of the context alone.
+        budget: of the context before the question: 0.3 or 30% is a fraction, 512 is tokens.
+        question_from: the text whose last occurrence begins the question; or such a text for each task by name.
+        backend: whose code decides.
+        calibration: the file that the policy needs, if it does.
+        batch_size: 1; each context has kept sets of its own.
+        given: as `hf` takes it.
+
+    Raises:
+        SpecError: for a policy, budget or model that is not served, and another batch size.
+    """
+
+    def __init__(
+        self, pretrained: str, policy: str = "fullcache", budget: str | float = "1.0",
+        question_from: str | Mapping[str, str] = "", backend: str = AUTO, calibration: str = "",
+        batch_size: int | str = 1, **given: Any,
+    ) -> None:
+        if str(batch_size) != "1":
+            raise SpecError("batch_size", batch_size, "must be 1: each context has kept sets of its own")
+        super().__init__(pretrained=str(SHIPPED.get(pretrained) or located(pretrained)), batch_size=1, **given)
+        statistics = load_calibration(Path(calibration)) if calibration else None
+        ends = sentence_ends(self.tokenizer)
+        chosen = CrystalCache(sentence_ends=ends, backend=backend).backend
+        name = Path(pretrained).name
+        subject = Subject(name, self.model, self.tokenizer, ends, chosen, frozenset(), statistics)
+        text = policy.removesuffix(AT_PROMPT)
+        self._policy = subject.policy(text, str(budget))
+        self._method = self._policy.on(self.model)
+        if text != policy:
+            self._policy = CustomPolicy(replace(self._method.policy, cadence=SEGMENT_END), str(budget), chosen)
+            self._method = self._policy.on(self.model)
+        self._question_from, self._architecture = question_from, describe(self.model)
+        self._about = {
+            "policy": policy_in_rows(text, statistics) + policy[len(text) :], "budget": str(budget),
+            "question_from": question_from, "backend": chosen, "model": subject.name, "spec_version": SPEC_VERSION,
+        }
+        self.key = unit_named(self._about)[:12]
+        """Of model, policy, budget and split: what a name of a response cache must hold."""
+        self._after = 1
+        """Tokens of the forward to come that are read behind the compacted context."""
+        self._tasks: Mapping[tuple[str, str], str] = {}
+        self._last: tuple[Tensor, ObservedSegment, Decision] | None = None
+        self._read, self._kept = list[int](), list[float]()
+
+    def get_model_info(self) -> dict[str, Any]:
+        """As `hf`'s, with policy, budget and split, and how much of the contexts was kept, slots of a layer and head.
+        """
+        cache = {"contexts": len(self._read), "tokens_read": sum(self._read), "tokens_kept": sum(self._kept)}
+        return {**super().get_model_info(), "kvspec": {**self._about, **cache}}
+
+    def set_cache_hook(self, cache_hook: Any) -> None:
+        """Take lm-eval's response cache, whose keys know no policy, where its name does.
+
+        Raises:
+            SpecError: otherwise.
+        """
+        if cache_hook.dbdict is not None and self.key not in Path(cache_hook.dbdict.filename).name:
+            way_out = f"its keys know no policy and budget: put these into its name, as in answers-{self.key}"
+            raise SpecError("use_cache", cache_hook.dbdict.filename, way_out)
+        super().set_cache_hook(cache_hook)
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Refused.
+
+        Raises:
+            SpecError: always, with the tasks.
+        """
+        tasks = sorted({str(request.task_name) for request in requests})
+        raise SpecError(
+            "tasks", ", ".join(tasks), "ask for loglikelihood_rolling, of whole texts: no context ends in them, so"
+            " nothing says when to evict; give --model hf"
+        )
+
+    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """As `hf`'s, of continuations behind compacted contexts.
+
+        Raises:
+            SpecError: for a policy that decides while tokens are decoded, a prompt without its question, and what the
+                policy refuses.
+        """
+        if self._method.policy.cadence.every is not None:
+            way_out = f"decides while tokens are decoded, and one forward scores all: give {self._about['policy']}@prompt"
+            raise SpecError("policy", self._about["policy"], way_out)
+        self._tasks = {request.args: request.task_name for request in requests}
+        found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+        return found
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Scored], disable_tqdm: bool = False, **options: Any,
+    ) -> list[tuple[float, bool]]:
+        found = []
+        for request in tqdm(requests, disable=disable_tqdm, desc="Running loglikelihood requests"):
+            texts, context, continuation = request
+            self._after = self._held(texts[0], context, self._tasks[texts]) + len(continuation) - 1
+            found += super()._loglikelihood_tokens([request], disable_tqdm=True, **options)
+        return found
+
+    def _model_call(self, inps: Tensor, **more: Any) -> Tensor:
+        prompt, rest = inps[:, : -self._after], inps[:, -self._after :]
+        cache = self._compacted(prompt) if prompt.shape[1] else RetainedCache(self._architecture.config)
+        logits = read(self.model, cache, rest, last=rest.shape[1]).logits
+        assert logits is not None
+        return logits
+
+    def _compacted(self, prompt: Tensor) -> RetainedCache:
+        """A new compacted cache of a context; it is observed once for all that is asked of it."""
+        if self._last is None or not torch.equal(self._last[0], prompt):
+            observed = observe(self.model, prompt, needs=self._method.policy.scorer.needs)
+            self._last = prompt, observed, decide(self._method, observed)
+        _, observed, decision = self._last
+        cache = compact(observed.cache, decision)
+        self._note(prompt, cache)
+        return cache
+
+    def _note(self, prompt: Tensor, cache: RetainedCache) -> None:
+        self._read.append(prompt.shape[1])
+        self._kept.append(cache.mean_length)
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """As `hf`'s, behind compacted contexts.
+
+        Raises:
+            SpecError: for a prompt without its question, and what the policy or its session refuses.
+        """
+        found = []
+        for request in tqdm(requests, disable=disable_tqdm, desc="Running generate_until requests"):
+            prompt = request.args[0]
+            self._after = self._held(prompt, self.tok_encode(prompt), request.task_name)
+            found += super().generate_until([request], disable_tqdm=True)
+        return found
+
+    def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **given: Any) -> Tensor:
+        prompt, question = context[:, : -self._after], context[:, -self._after : -1]
+        if not prompt.shape[1]:
+            whole: Tensor = super()._model_generate(context, max_length, stop, **given)
+            return whole
+        with torch.no_grad(), self._policy(self.model) as run:
+            self._architecture.decoder(input_ids=prompt, use_cache=True)
+            assert run.cache is not None
+            self._note(prompt, run.cache)
+            if question.shape[1]:
+                with run.reading():
+                    self._architecture.decoder(input_ids=question, past_key_values=run.cache)
+            said: Tensor = super()._model_generate(context, max_length, stop, past_key_values=run.cache, **given)
+        return said
+
+    def _held(self, prompt: str, ids: Sequence[int], task: str) -> int:
+        """How many tokens of a prompt stand behind its split, at least one.
+
+        Raises:
+            SpecError: for a task without a split, where others have one, and a prompt in which it does not stand.
+        """
+        by_task = self._question_from
+        mark = by_task if isinstance(by_task, str) else by_task.get(task)
+        if mark == "":
+            return 1
+        if mark is None or mark not in prompt:
+            raise SpecError("question_from", mark, f"must stand in every prompt of {task}")
+        return max(1, len(ids) - len(self.tok_encode(prompt[: prompt.rindex(mark)])))

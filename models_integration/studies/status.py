@@ -1,0 +1,68 @@
+"""How far the runs in a folder are: what is done, what failed, who is at work, and how long it may take."""
+
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+from models_integration.studies.answers import SAMPLES, sample_unit
+from models_integration.studies.evidence.run import RESULTS, study_unit
+from models_integration.studies.leases import Leases
+from models_integration.studies.results import Row, load_rows
+
+__all__ = ["first_failure", "status", "summaries"]
+
+_FILES = {RESULTS: study_unit, SAMPLES: sample_unit}
+
+
+def _of(folder: Path) -> Iterator[tuple[Path, Leases]]:
+    """The files of samples in a folder, whose leases nobody here takes."""
+    for name, unit_of in _FILES.items():
+        if (folder / name).exists() or any(folder.glob(f".{name}-*")):
+            yield folder / name, Leases(folder / name, unit_of)
+
+
+def summaries(folder: Path) -> Iterator[str]:
+    """A line for each file: samples done, of those that are planned, and how many failed."""
+    for path, leases in _of(folder):
+        yield _summary(path, leases)
+
+
+def _summary(path: Path, leases: Leases) -> str:
+    done, planned = leases.stored(), leases.planned()
+    of = f" of {len(planned | done)}" if planned else ""
+    return f"{path}: {len(done) - len(leases.failed)}{of} samples done, {len(leases.failed)} failed"
+
+
+def first_failure(path: Path) -> str:
+    """How many samples of a file failed, with the first one's error; "" where none did."""
+    leases = Leases(path, _FILES[path.name])
+    leases.stored()
+    for row in leases.failed.values():
+        return f"{len(leases.failed)} samples in {path} failed, the first by {row['error']}; --again makes them again"
+    return ""
+
+
+def status(folder: Path) -> Iterator[str]:
+    """The same with who is at work, and about how long what is left will take them; some seconds where anybody is.
+
+    A worker whose lease nobody touches meanwhile is dead: clocks are not compared.
+    """
+    for path, leases in _of(folder):
+        yield _summary(path, leases)
+        for row in leases.failed.values():
+            yield f"  failed: {row['task']}, number {row['index']}: {row['error']}"
+        holders = leases.holders()
+        for holder, alive in holders:
+            who = f"process {holder.get('pid', '?')} of {holder.get('host', '?')}"
+            silent = "" if alive else "; SILENT: killed, or on its way out"
+            yield f"  under way: {who}, since {holder.get('since', '?')} by its clock{silent}"
+        left, at_work = len(leases.planned() - leases.stored()), sum(alive for _, alive in holders)
+        if left and at_work:
+            took = [_seconds(row) for row in load_rows(path)]
+            about = timedelta(seconds=round(left * sum(took) / len(took) / at_work)) if took else "unknown"
+            yield f"  {about} to go with {at_work} at work"
+
+
+def _seconds(row: Row) -> float:
+    seconds = row["seconds"]
+    return float(sum(seconds.values()) if isinstance(seconds, dict) else seconds)
