@@ -165,7 +165,8 @@ def test_an_assertion_is_told_in_short_where_that_says_enough() -> None:
 
 def test_counts_are_of_tests_and_of_examples() -> None:
     assert made(RIGHT)["counts"] == {
-        "tests": 3, "failed": 0, "excepted": 0, "passed": 2, "not_offered": 1, "not_run": 0, "examples": 14,
+        "tests": 3, "failed": 0, "excepted": 0, "not_served": 0, "not_promised": 0, "N/A": 0, "passed": 2,
+        "not_offered": 1, "not_run": 0, "examples": 14,
     }
 
 
@@ -315,7 +316,8 @@ NUMBER = 1
     ("--backend numpy --exceptions absent.toml", "No such file"), ("--backend numpy --exceptions {file}", "engines.py"),
     ("--check {file}", "must be a certificate"), ("--check {empty}", "must be a certificate of schema 1"),
     ("--check c.toml --seed 1", "give no option but --out"), ("--backend numpy --timeout 1", "is for --command"),
-    ("", "one of the arguments --backend --command --check is required"), ("--backend numpy -k x", "behind --"),
+    ("", "one of the arguments --backend --command --policy --cache --check is required"),
+    ("--backend numpy -k x", "behind --"),
     ("--backend numpy --profile weekly", "invalid choice: 'weekly'"), ("--backend numpy --seed x", "invalid int value"),
     ("--backend numpy", "TRITON_INTERPRET = '1'"),
 ])
