@@ -123,6 +123,11 @@ def test_what_is_not_promised_is_said(column: str) -> None:
         judge(column, replace(knorm(), promises=Promises(*["N/A"] * len(PROPERTIES))))  # type: ignore[arg-type]
 
 
+def test_to_protect_nothing_is_no_protection_that_holds() -> None:
+    with pytest.raises(pytest.skip.Exception, match="^protection holds: N/A, for no token is protected$"):
+        judge("protection holds", replace(knorm(), promises=ALL))
+
+
 def test_a_policy_that_fails_otherwise_does_not_pass() -> None:
     with pytest.raises(SpecError, match="needs do not ask"):
         judge("GQA", replace(policy_from_score(value_norm, needs=Needs("all")), promises=ALL))
