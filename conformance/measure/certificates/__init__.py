@@ -1,0 +1,1 @@
+"""What others are found to do: defects to report (`upstream`), and certificates."""
