@@ -82,7 +82,7 @@ def test_a_forward_that_fails_leaves_no_block_and_the_model_as_it_was(monkeypatc
     with PagedSession(StreamingLLM(0.4), model):
         outputs = serve(model, texts, pool(30, chunk=48), new=12)
     handle.remove()
-    assert any(output.error for output in outputs.values())
+    assert sum(output.error is None for output in outputs.values()) < len(texts)
     assert all_free(watched.processors[-1])
     assert model.config._attn_implementation == "sdpa"
     with torch.no_grad():
