@@ -7,14 +7,14 @@ from pathlib import Path
 from conformance.assurance.proofs.coq.build import HERE, run_coq
 from conformance.assurance.proofs.coq.theorems import stated
 
-__all__ = ["REALS", "rests_on", "surprises"]
+__all__ = ["OVER_THE_REALS", "REALS", "rests_on", "surprises"]
 
 OVER_THE_REALS = ("Masking", "RealCounterexamples")
 REALS = frozenset({
     "ClassicalDedekindReals.sig_forall_dec", "ClassicalDedekindReals.sig_not_dec",
-    "FunctionalExtensionality.functional_extensionality_dep",
+    "FunctionalExtensionality.functional_extensionality_dep", "Classical_Prop.classic",
 })
-"""The axioms of Coq's real numbers: two choices on decidable predicates, and equality of functions."""
+"""The axioms of Coq's Reals: two choices on decidable predicates, equality of functions, and the excluded middle."""
 
 _AXIOM = re.compile(r"^([\w.]+)(?: :|$)", re.MULTILINE)
 
