@@ -25,7 +25,9 @@ def rests_on(home: Path, module: str, names: list[str]) -> frozenset[str]:
     text = f"From Kvspec Require Import {module}.\nDefinition all := ({pairs}).\nPrint Assumptions all.\n"
     (home / f"Assumptions{module}.v").write_text(text, encoding="utf-8")
     said = run_coq(home, f"Assumptions{module}")
-    return frozenset() if said.startswith("Closed under the global context") else frozenset(_AXIOM.findall(said)) - {"Axioms"}
+    if said.startswith("Closed under the global context"):
+        return frozenset()
+    return frozenset(_AXIOM.findall(said)) - {"Axioms"}
 
 
 def surprises(home: Path) -> list[str]:

@@ -2,14 +2,20 @@
 three-way comparison."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from conformance.assurance.proofs.coq.assumptions import OVER_THE_REALS
 from conformance.assurance.proofs.coq.build import (
-    FILES, ProofFailure, affected, compile_all, compile_engine, fresh,
+    FILES,
+    MODEL,
+    ProofFailure,
+    affected,
+    compile_all,
+    compile_engine,
+    fresh,
 )
 from conformance.assurance.proofs.coq.three_way import differences, engine_backend
 from conformance.assurance.proofs.coq.vectors import check_vectors
@@ -45,7 +51,8 @@ ERRORS = (
     Planted("the smaller pieces first", "Trunks",
             "repeat (size / k + 1) (Z.to_nat (size mod k)) ++ repeat (size / k) (Z.to_nat (k - size mod k))",
             "repeat (size / k) (Z.to_nat (k - size mod k)) ++ repeat (size / k + 1) (Z.to_nat (size mod k))"),
-    Planted("a merge at tau itself", "Trunks", "ltb zero (minus (total weights) (times tau_merge (of_Z (count weights))))",
+    Planted("a merge at tau itself", "Trunks",
+            "ltb zero (minus (total weights) (times tau_merge (of_Z (count weights))))",
             "negb (ltb (minus (total weights) (times tau_merge (of_Z (count weights)))) zero)"),
     Planted("a merge must stay below T_max", "Trunks", "size + next <=? T_max", "size + next <? T_max"),
     Planted("edges against their direction count", "Trunks", "(near first))\n", "(near first ++ near second))\n"),
@@ -65,35 +72,43 @@ ERRORS = (
             "ltb (remainder (snd y)) (remainder (snd x))", "ltb (remainder (snd x)) (remainder (snd y))"),
     Planted("the first layer is not held to the past", "Budgets", "(2 * base - past)%Q else line", "line else line"),
     Planted("units behind one that does not fit", "Selection",
-            "while_they_fit (room - width u) rest else []", "while_they_fit (room - width u) rest else while_they_fit room rest"),
+            "(room - width u) rest else []", "(room - width u) rest else while_they_fit room rest"),
     Planted("a unit without a score comes first", "Selection", "| None, _ => false", "| None, _ => true"),
     Planted("the worse path decides", "Score", "greatest D (", "least D ("),
     Planted("new tokens are numbered by slots", "Compaction", "(numbered seen new)", "(numbered (count cache) new)"),
 )
 
 
-def found_by(error: Planted, compiled: Path, home: Path) -> str:
-    """The theorem that fails once the error is planted in a copy of what is compiled, or the vector; else nothing."""
+def _refused(check: Callable[[], object]) -> str:
+    """The statement that Coq refuses while a check runs; empty where it refuses none."""
+    try:
+        check()
+    except ProofFailure as failure:
+        return failure.statement
+    return ""
+
+
+def found_by(error: Planted, compiled: Path, home: Path) -> tuple[str, str]:
+    """The first theorem and the first vector that Coq refuses once the error stands in a copy of what is compiled."""
     shutil.rmtree(home, ignore_errors=True)
     shutil.copytree(compiled, home)
     file = home / f"{error.file}.v"
     text = file.read_text(encoding="utf-8")
     assert text.count(error.old) == 1, error
     file.write_text(text.replace(error.old, error.new), encoding="utf-8")
-    try:
-        compile_all(home, affected(home, error.file, INTEGERS))
-        check_vectors(home)
-    except ProofFailure as failure:
-        return failure.statement
-    return ""
+    files = affected(home, error.file, INTEGERS)
+    compile_all(home, tuple(name for name in files if name in MODEL))
+    theorem = _refused(lambda: compile_all(home, tuple(name for name in files if name not in MODEL)))
+    return theorem, _refused(lambda: check_vectors(home))
 
 
 def _in_the_model(compiled: Path, folder: Path) -> Iterator[str]:
-    print("| file | error in the model | found by |\n| --- | --- | --- |")
+    print("| file | error in the model | theorem | vector |\n| --- | --- | --- | --- |")
     for error in ERRORS:
-        statement = found_by(error, compiled, folder / "planted")
-        print(f"| {error.file}.v | {error.what} | {f'`{statement}`' if statement else NOTHING} |", flush=True)
-        if not statement:
+        found = found_by(error, compiled, folder / "planted")
+        cells = " | ".join(f"`{statement}`" if statement else NOTHING for statement in found)
+        print(f"| {error.file}.v | {error.what} | {cells} |", flush=True)
+        if not any(found):
             yield error.what
 
 

@@ -1,4 +1,4 @@
-"""Three implementations of one stage on drawn inputs: the extracted model, and any two others, must agree to the bit."""
+"""Implementations of one stage on drawn inputs: the extracted model and any others must agree to the bit."""
 
 import random
 import sys
