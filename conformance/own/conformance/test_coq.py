@@ -1,4 +1,4 @@
-"""The Coq files: named by items, closed, run as an engine, and able to fail. What needs Coq is skipped where it is not."""
+"""The Coq files: named by items, closed, run as an engine, able to fail. What needs Coq is skipped without it."""
 
 import shutil
 from collections.abc import Iterator
@@ -29,7 +29,8 @@ def test_every_theorem_is_about_an_item() -> None:
 
 
 def test_a_name_goes_to_the_longest_item(tmp_path: Path) -> None:
-    (tmp_path / "a.v").write_text("\n  Theorem CC_BUDGET_FORMS_x : True.\nTheorem CC_NONE_y : True.\n", encoding="utf-8")
+    text = "\n  Theorem CC_BUDGET_FORMS_x : True.\nTheorem CC_NONE_y : True.\n"
+    (tmp_path / "a.v").write_text(text, encoding="utf-8")
     found = [(one.item, one.line) for one in theorems(tmp_path, ["CC-BUDGET", "CC-BUDGET-FORMS"])]
     assert found == [("CC-BUDGET-FORMS", 2), ("", 3)]
 
@@ -88,7 +89,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, B
     """The extracted model as a process."""
     home = tmp_path_factory.mktemp("coq") / "engine"
     build.fresh(home)
-    build.compile_all(home, build.MODEL[:6])
+    build.compile_all(home, build.MODEL[:7])
     process, backend = three_way.engine_backend(build.compile_engine(home))
     yield process, backend
     process.stop()

@@ -17,10 +17,10 @@ __all__ = [
 HERE = Path(__file__).resolve().parent
 BUILD = ROOT / "build" / "coq"
 ENGINE = BUILD / "engine"
-MODEL = ("Lists", "Trunks", "Dissolution", "Budgets", "Selection", "Score", "Compaction", "Attention")
+MODEL = ("Lists", "Trunks", "Dissolution", "Budgets", "Selection", "Score", "Diversity", "Compaction", "Attention")
 PROOFS = (
     "ListFacts", "TrunkTheorems", "DissolutionTheorems", "KeptTheorems", "SelectionTheorems", "BudgetTheorems",
-    "ScoreTheorems", "CompactionTheorems", "Counterexamples", "Masking", "RealCounterexamples",
+    "ScoreTheorems", "DiversityTheorems", "CompactionTheorems", "Counterexamples", "Masking", "RealCounterexamples",
 )
 FILES = (*MODEL, *PROOFS)
 INSTALL = "apt install coq ocaml-nox ocaml-findlib libyojson-ocaml-dev"

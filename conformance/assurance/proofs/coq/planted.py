@@ -75,6 +75,9 @@ ERRORS = (
             "(room - width u) rest else []", "(room - width u) rest else while_they_fit room rest"),
     Planted("a unit without a score comes first", "Selection", "| None, _ => false", "| None, _ => true"),
     Planted("the worse path decides", "Score", "greatest D (", "least D ("),
+    Planted("likeness may be negative", "Diversity", "likeness := zero", "likeness := minus zero (of_Z 2)"),
+    Planted("the lower gain first", "Diversity", "ltb (gain d) (gain c)", "ltb (gain c) (gain d)"),
+    Planted("a kept token may be chosen again", "Diversity", "negb (place c =? i)", "true"),
     Planted("new tokens are numbered by slots", "Compaction", "(numbered seen new)", "(numbered (count cache) new)"),
 )
 

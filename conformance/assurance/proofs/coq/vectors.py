@@ -167,12 +167,19 @@ def _pyramid(i: Values, e: Values, p: Values) -> tuple[str, str]:
     return f"whole_shares (map (Qplus {rational(W)}) ({line}))", term(e["shares"])
 
 
+def _diverse(i: Values, e: Values, p: Values) -> tuple[str, str]:
+    scores = term(["-inf" if x == "nan" else x for x in i["s"]])
+    rows = f"({term(i['V'])} : list (list float))"
+    similarity = f"(fun a b => dot (nth (Z.to_nat a) {rows} []) (nth (Z.to_nat b) {rows} []))"
+    return f"diverse {real(i['lam'])} {similarity} {scores} {term(i['retained'])} {i['k']}", term(e["kept"])
+
+
 STAGES: Mapping[str, Callable[[Values, Values, Values], tuple[str, str] | None]] = {
     "CC-PROTECTED": _protected, "CC-CUT": _cut, "CC-ALLOCATE": _allocate, "CC-KEEP-COUNT": _keep_count,
     "CC-DISSOLVE-D": _dissolve_D, "dissolve": _dissolve, "CC-SENTENCES": _sentences, "CC-INTERFACE": _interface,
     "CC-INTERFACE-EDGES": _interface_edges, "CC-MERGE": _merge, "CC-SPLIT": _split, "trunks": _trunks,
     "CC-BUDGET-FORMS": _budget, "CC-BUDGET": _budget, "CC-SCORE": _score, "PO-TOP-UNITS": _top_units,
-    "PO-WHOLE-SHARES": _whole_shares, "PO-PYRAMID-BUDGET": _pyramid,
+    "DV-GREEDY": _diverse, "PO-WHOLE-SHARES": _whole_shares, "PO-PYRAMID-BUDGET": _pyramid,
 }
 
 
