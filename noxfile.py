@@ -202,6 +202,12 @@ def prove(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def coq(session: nox.Session) -> None:
+    """Theorems about a model of the integer core, its extraction and its vectors; `-- planted` for its wrong readings."""
+    run(session, "conformance.assurance.proofs.coq", *session.posargs)
+
+
+@nox.session(venv_backend="none")
 def vectors(session: nox.Session) -> None:
     """The vectors of spec/vectors are made again by the oracles and compared; `-- --write` adds new ones."""
     run(session, "conformance.assurance.vector_writer", *session.posargs)

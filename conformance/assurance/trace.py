@@ -2,7 +2,8 @@
 
 An item is a heading `### CC-NAME` in spec/*.md. Its normative text is everything up to `**Rationale**`; spec/items.lock
 holds a hash of it. A function names its items in its docstring (`Implements: CC-NAME`), a test in its marker
-(`@pytest.mark.spec("CC-NAME")`), a vector in its `items`, a saboteur in its decorator. An item needs a function in
+(`@pytest.mark.spec("CC-NAME")`), a vector in its `items`, a saboteur in its decorator, a theorem of Coq by how its
+name begins (`CC_NAME_balance`). An item needs a function in
 the reference and in each backend that is there (or a reason in NO_STAGE), a test, a vector and two saboteurs.
 `--accept CC-NAME` or `--accept all` takes over a text that was read again.
 """
@@ -14,10 +15,11 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
+from conformance.assurance.proofs.coq.theorems import theorems
 from conformance.items import items_of
 from conformance.paths import ROOT
 
@@ -30,6 +32,7 @@ IMPLEMENTING = ("spec", "reference", "accelerated")
 TRUSTED = ("spec", "reference")
 BACKENDS = ("accelerated/numba_cpu", "accelerated/triton_gpu")
 LOCK = Path("spec", "items.lock")
+THEOREMS = Path("conformance", "assurance", "proofs", "coq", "proofs")
 SABOTEURS = 2  # of each item, at least
 
 # Items that no backend implements, because no stage of `spec.backend.CrystalStages` is about them.
@@ -137,6 +140,7 @@ class Trace:
     saboteurs: Places
     backends: tuple[str, ...] = ()
     repeated: tuple[str, ...] = ()
+    theorems: Places = field(default_factory=dict)
 
     def problems(self) -> list[str]:
         """Every reason to fail, one line each, by id."""
@@ -157,7 +161,7 @@ class Trace:
                 found.append(f"{name}: text changed; read it again, then --accept {name}")
         named = (
             ("implemented", self.functions), ("tested", self.tests), ("shown", self.vectors),
-            ("sabotaged", self.saboteurs),
+            ("sabotaged", self.saboteurs), ("proved", self.theorems),
         )
         for kind, places in named:
             for name in places.keys() - self.items.keys():
@@ -172,18 +176,18 @@ class Trace:
         return not any(place.startswith(backend) for place in self.functions.get(name, []))
 
     def matrix(self) -> str:
-        """A row per item: id, hash, then how many functions, tests, vectors and saboteurs it has."""
+        """A row per item: id, hash, then how many functions, tests, vectors, saboteurs and theorems of Coq it has."""
         width = max(map(len, self.items), default=4)
         tops = (*TRUSTED, *self.backends)
-        columns = [Path(top).name for top in tops] + ["tests", "vectors", "saboteurs"]
+        columns = [Path(top).name for top in tops] + ["tests", "vectors", "saboteurs", "theorems"]
         rows = [f"{'item':{width}}  {'hash':12}  " + "  ".join(columns)]
         for name, digest in self.items.items():
             places = self.functions.get(name, [])
             counts = [sum(place.startswith(top) for place in places) for top in tops]
-            counts += [len(where.get(name, [])) for where in (self.tests, self.vectors, self.saboteurs)]
+            counts += [len(where.get(name, [])) for where in (self.tests, self.vectors, self.saboteurs, self.theorems)]
             cells = [
                 f"{'N/A' if not count and top in self.backends and not self.lacks(name, top) else count:>{len(column)}}"
-                for top, column, count in zip([*tops, "", "", ""], columns, counts, strict=True)
+                for top, column, count in zip([*tops, "", "", "", ""], columns, counts, strict=True)
             ]
             rows.append(f"{name:{width}}  {digest}  " + "  ".join(cells))
         return "\n".join(rows)
@@ -262,6 +266,9 @@ def read_tree(root: Path) -> Trace:
     for path in sorted((root / "spec" / "vectors").glob("*.json")):
         for name, case in vector_items(path.read_text(encoding="utf-8")):
             vectors.setdefault(name, []).append(f"{path.name}:{case}")
+    proved: Places = {}
+    for theorem in theorems(root / THEOREMS, names):
+        proved.setdefault(theorem.item or theorem.name, []).append(f"{theorem.file}:{theorem.line}")
     lock = root / LOCK
     return Trace(
         {name: normative_hash(text) for name, text in found},
@@ -272,6 +279,7 @@ def read_tree(root: Path) -> Trace:
         saboteurs,
         tuple(backend for backend in BACKENDS if (root / backend).is_dir()),
         tuple(sorted({name for name in names if names.count(name) > 1})),
+        proved,
     )
 
 

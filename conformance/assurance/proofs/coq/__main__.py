@@ -1,11 +1,19 @@
-"""`python -m conformance.assurance.proofs.coq`: all theorems, closed; the engine; the vectors. `planted`: its errors."""
+"""`python -m conformance.assurance.proofs.coq`: theorems, what they rest on, vectors, engine; `planted`: errors."""
 
 import argparse
 import sys
 import time
 
 from conformance.assurance.proofs.coq.assumptions import surprises
-from conformance.assurance.proofs.coq.build import BUILD, HERE, ProofFailure, compile_all, compile_engine, fresh, missing
+from conformance.assurance.proofs.coq.build import (
+    BUILD,
+    HERE,
+    ProofFailure,
+    compile_all,
+    compile_engine,
+    fresh,
+    missing,
+)
 from conformance.assurance.proofs.coq.planted import planted
 from conformance.assurance.proofs.coq.theorems import stated
 from conformance.assurance.proofs.coq.vectors import check_vectors

@@ -7,14 +7,14 @@ from pathlib import Path
 from conformance.assurance.proofs.coq.build import HERE, run_coq
 from conformance.assurance.proofs.coq.theorems import stated
 
-__all__ = ["REALS", "rests_on", "surprises"]
+__all__ = ["OVER_THE_REALS", "REALS", "rests_on", "surprises"]
 
 OVER_THE_REALS = ("Masking", "RealCounterexamples")
 REALS = frozenset({
     "ClassicalDedekindReals.sig_forall_dec", "ClassicalDedekindReals.sig_not_dec",
-    "FunctionalExtensionality.functional_extensionality_dep",
+    "FunctionalExtensionality.functional_extensionality_dep", "Classical_Prop.classic",
 })
-"""The axioms of Coq's real numbers: two choices on decidable predicates, and equality of functions."""
+"""The axioms of Coq's Reals: two choices on decidable predicates, equality of functions, and the excluded middle."""
 
 _AXIOM = re.compile(r"^([\w.]+)(?: :|$)", re.MULTILINE)
 
@@ -25,7 +25,9 @@ def rests_on(home: Path, module: str, names: list[str]) -> frozenset[str]:
     text = f"From Kvspec Require Import {module}.\nDefinition all := ({pairs}).\nPrint Assumptions all.\n"
     (home / f"Assumptions{module}.v").write_text(text, encoding="utf-8")
     said = run_coq(home, f"Assumptions{module}")
-    return frozenset() if said.startswith("Closed under the global context") else frozenset(_AXIOM.findall(said)) - {"Axioms"}
+    if said.startswith("Closed under the global context"):
+        return frozenset()
+    return frozenset(_AXIOM.findall(said)) - {"Axioms"}
 
 
 def surprises(home: Path) -> list[str]:

@@ -4,29 +4,30 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from conformance.paths import ROOT
 
 __all__ = [
-    "BUILD", "ENGINE", "FILES", "HERE", "INSTALL", "MODEL", "ProofFailure", "compile_all", "compile_engine", "fresh",
-    "missing", "run_coq",
+    "BUILD", "ENGINE", "FILES", "HERE", "INSTALL", "MODEL", "ProofFailure", "affected", "compile_all", "compile_engine",
+    "fresh", "missing", "run_coq",
 ]
 
 HERE = Path(__file__).resolve().parent
 BUILD = ROOT / "build" / "coq"
 ENGINE = BUILD / "engine"
-MODEL = ("Lists", "Trunks", "Dissolution", "Budgets", "Selection", "Score")
+MODEL = ("Lists", "Trunks", "Dissolution", "Budgets", "Selection", "Score", "Diversity", "Compaction", "Attention")
 PROOFS = (
     "ListFacts", "TrunkTheorems", "DissolutionTheorems", "KeptTheorems", "SelectionTheorems", "BudgetTheorems",
-    "ScoreTheorems", "Counterexamples",
+    "ScoreTheorems", "DiversityTheorems", "CompactionTheorems", "Counterexamples", "Masking", "RealCounterexamples",
 )
 FILES = (*MODEL, *PROOFS)
 INSTALL = "apt install coq ocaml-nox ocaml-findlib libyojson-ocaml-dev"
 TOOLS = ("coqc", "ocamlfind")
 
 _PLACE = re.compile(r'File "\./(\w+)\.v", line (\d+)')
+_REQUIRED = re.compile(r"^From Kvspec Require (?:Import|Export) ([\w ]+)\.$", re.MULTILINE)
 _STATED = re.compile(r"^\s*(?:Theorem|Lemma|Instance|#\[global\] Instance) (\w+)", re.MULTILINE)
 
 
@@ -44,17 +45,22 @@ def missing() -> str:
     return f"{' and '.join(gone)} not found: {INSTALL}" if gone else ""
 
 
-def fresh(home: Path, edits: Mapping[str, tuple[str, str]] | None = None) -> None:
-    """All sources in a new folder; of an edited file the first text, which must occur once, becomes the second."""
+def fresh(home: Path) -> None:
+    """All sources in a new folder."""
     shutil.rmtree(home, ignore_errors=True)
     home.mkdir(parents=True)
     for source in _sources():
-        text = source.read_text(encoding="utf-8")
-        if edits and source.name in edits:
-            old, new = edits[source.name]
-            assert text.count(old) == 1, (source.name, old)
-            text = text.replace(old, new)
-        (home / source.name).write_text(text, encoding="utf-8")
+        shutil.copy(source, home)
+
+
+def affected(home: Path, name: str, files: tuple[str, ...] = FILES) -> tuple[str, ...]:
+    """A file and those that require it, at any remove, in the order in which they are compiled."""
+    found = [name]
+    for other in files:
+        lines = _REQUIRED.findall((home / f"{other}.v").read_text(encoding="utf-8"))
+        if other != name and set(found) & set(" ".join(lines).split()):
+            found.append(other)
+    return tuple(found)
 
 
 def _sources() -> Iterator[Path]:

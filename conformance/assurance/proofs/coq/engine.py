@@ -8,11 +8,16 @@ import json
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 from conformance.assurance.proofs.coq.build import ENGINE
+from conformance.engine.ops import OPS
 from conformance.engine.serve import answer
+from conformance.engine.wire import as_it_is, decode
 from spec.backend import Backend, resolve
+from spec.errors import SpecError
+from spec.validate import check_diversity
 
 __all__ = ["MODELLED", "main"]
 
@@ -21,20 +26,32 @@ MODELLED = {
     "crystal.dissolve": {"allocation": "cut", "coverage": (0.0).hex()},
     "crystal.score": {},
     "policies.best_tokens": {},
+    "diversity.diverse": {},
 }
 """The stages that the model has, and the parameters that it was written for."""
 
 
 def modelled(request: Any) -> bool:
-    """Whether the model answers a request."""
-    forms = MODELLED.get(request["op"])
-    return forms is not None and all(request["arguments"]["parameters"][name] == form for name, form in forms.items())
+    """Whether the model answers a request; what must be refused is left to the reference."""
+    forms, arguments = MODELLED.get(request["op"]), request["arguments"]
+    if request["op"] == "diversity.diverse":
+        return _admitted(arguments)
+    return forms is not None and all(arguments["parameters"][name] == form for name, form in forms.items())
+
+
+def _admitted(arguments: Any) -> bool:
+    row = OPS["diversity.diverse"].arguments
+    try:
+        check_diversity(*(decode(kind, arguments[name], as_it_is) for name, kind in row.items()))
+    except SpecError:
+        return False
+    return True
 
 
 def offered() -> Backend:
     """The reference, as far as its families have a stage of the model or are judged through one."""
     reference = resolve("numpy")
-    return Backend("coq", crystal=reference.crystal, breath=reference.breath, policies=reference.policies)
+    return replace(reference, name="coq", nestedkv=None)
 
 
 def main(arguments: list[str]) -> int:
@@ -46,7 +63,8 @@ def main(arguments: list[str]) -> int:
         assert model.stdin is not None
         assert model.stdout is not None
         for line in sys.stdin:
-            if modelled(json.loads(line)):
+            request = json.loads(line)
+            if request["op"] != "hello" and modelled(request):
                 model.stdin.write(line)
                 model.stdin.flush()
                 print(model.stdout.readline(), end="", flush=True)

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +40,11 @@ def term(x: Any) -> str:
 
 
 def rational(x: Fraction | int | str) -> str:
-    return "({0} # {1})%Q".format(*Fraction(x).as_integer_ratio())
+    return "({} # {})%Q".format(*Fraction(x).as_integer_ratio())
 
 
 def _sizes(offsets: list[int]) -> list[int]:
-    return [b - a for a, b in zip(offsets, offsets[1:], strict=False)]
+    return [b - a for a, b in pairwise(offsets)]
 
 
 def _parts(values: list[Any], sizes: list[int]) -> Iterator[list[Any]]:
@@ -54,12 +55,13 @@ def _parts(values: list[Any], sizes: list[int]) -> Iterator[list[Any]]:
 
 
 def _protected(i: Values, e: Values, p: Values) -> tuple[str, str]:
-    pairs = "; ".join(f"({a}, {b})" for a, b in zip(i["offsets"], i["offsets"][1:], strict=False))
+    pairs = "; ".join(f"({a}, {b})" for a, b in pairwise(i["offsets"]))
     return f"map (fun '(a, b) => protected {i['n']} {p['N_sink']} {p['W_recent']} a b) [{pairs}]", term(e["protected"])
 
 
 def _cut(i: Values, e: Values, p: Values) -> tuple[str, str]:
-    safe, alive = (sum(s for s, q in zip(i["sizes"], i["protected"], strict=True) if q == which) for which in (True, False))
+    pairs = list(zip(i["sizes"], i["protected"], strict=True))
+    safe, alive = (sum(size for size, flag in pairs if flag == which) for which in (True, False))
     return f"cut {safe} {alive} ({i['B']})", term(e["c_0"])
 
 
@@ -90,7 +92,8 @@ def _sentences(i: Values, e: Values, p: Values) -> tuple[str, str]:
 
 def _interface(i: Values, e: Values, p: Values) -> tuple[str, str]:
     (a, b), (c, d) = i["current"], i["sentence"]
-    return f"(last5 {a} {b}, first5 {c} {d})", f"(range {e['last5'][0]} {e['last5'][1]}, range {e['first5'][0]} {e['first5'][1]})"
+    last, first = ("range {} {}".format(*e[side]) for side in ("last5", "first5"))
+    return f"(last5 {a} {b}, first5 {c} {d})", f"({last}, {first})"
 
 
 def _interface_edges(i: Values, e: Values, p: Values) -> tuple[str, str]:
@@ -146,8 +149,9 @@ def _score(i: Values, e: Values, p: Values) -> tuple[str, str]:
 
 def _top_units(i: Values, e: Values, p: Values) -> tuple[str, str]:
     def units(values: list[str]) -> str:
-        pairs = enumerate(zip(values, i["protected"], strict=True))
-        return "[" + "; ".join(f"U {at} {'None' if x == 'nan' else f'(Some {term(x)})'} {term(q)}" for at, (x, q) in pairs) + "]"
+        scores = ("None" if x == "nan" else f"(Some {term(x)})" for x in values)
+        rows = enumerate(zip(scores, map(term, i["protected"]), strict=True))
+        return "[" + "; ".join(f"U {at} {score} {pinned}" for at, (score, pinned) in rows) + "]"
 
     groups = "; ".join(f"selected {i['B']} {units(row)}" for row in i["values"])
     return f"[{groups}]", term(e["kept"])
@@ -163,12 +167,19 @@ def _pyramid(i: Values, e: Values, p: Values) -> tuple[str, str]:
     return f"whole_shares (map (Qplus {rational(W)}) ({line}))", term(e["shares"])
 
 
+def _diverse(i: Values, e: Values, p: Values) -> tuple[str, str]:
+    scores = term(["-inf" if x == "nan" else x for x in i["s"]])
+    rows = f"({term(i['V'])} : list (list float))"
+    similarity = f"(fun a b => dot (nth (Z.to_nat a) {rows} []) (nth (Z.to_nat b) {rows} []))"
+    return f"diverse {real(i['lam'])} {similarity} {scores} {term(i['retained'])} {i['k']}", term(e["kept"])
+
+
 STAGES: Mapping[str, Callable[[Values, Values, Values], tuple[str, str] | None]] = {
     "CC-PROTECTED": _protected, "CC-CUT": _cut, "CC-ALLOCATE": _allocate, "CC-KEEP-COUNT": _keep_count,
     "CC-DISSOLVE-D": _dissolve_D, "dissolve": _dissolve, "CC-SENTENCES": _sentences, "CC-INTERFACE": _interface,
     "CC-INTERFACE-EDGES": _interface_edges, "CC-MERGE": _merge, "CC-SPLIT": _split, "trunks": _trunks,
     "CC-BUDGET-FORMS": _budget, "CC-BUDGET": _budget, "CC-SCORE": _score, "PO-TOP-UNITS": _top_units,
-    "PO-WHOLE-SHARES": _whole_shares, "PO-PYRAMID-BUDGET": _pyramid,
+    "DV-GREEDY": _diverse, "PO-WHOLE-SHARES": _whole_shares, "PO-PYRAMID-BUDGET": _pyramid,
 }
 
 

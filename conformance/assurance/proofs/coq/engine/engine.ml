@@ -151,6 +151,14 @@ let best_tokens given =
   `Assoc
     [ ("positions", of_wholes (List.concat chosen)); ("offsets", of_wholes (offsets 0 (List.map List.length chosen))) ]
 
+let diversity_diverse given =
+  let signatures = Array.of_list (List.map reals (items (member "V" given))) in
+  let similarity i j = dot binary64 signatures.(i) signatures.(j) in
+  let worth x = if Float.is_nan x then neg_infinity else x in
+  let scores = List.map worth (reals (member "s" given)) in
+  let lambda = real (member "lam" given) and k = whole (member "k" given) in
+  of_wholes (diverse binary64 lambda similarity scores (truths (member "retained" given)) k)
+
 (* ---- items that are no stage ---- *)
 
 let budget_tokens given =
@@ -167,7 +175,8 @@ let pyramid_line given =
 
 let operations =
   [ ("crystal.trunks", crystal_trunks); ("crystal.dissolve", crystal_dissolve); ("crystal.score", crystal_score);
-    ("policies.best_tokens", best_tokens); ("CC-BUDGET-FORMS", budget_tokens); ("PO-WHOLE-SHARES", shares);
+    ("policies.best_tokens", best_tokens); ("diversity.diverse", diversity_diverse);
+    ("CC-BUDGET-FORMS", budget_tokens); ("PO-WHOLE-SHARES", shares);
     ("PO-PYRAMID-BUDGET", pyramid_line) ]
 
 let answer line =

@@ -107,6 +107,16 @@ Section Split.
   Qed.
 End Split.
 
+(* The larger pieces come first. *)
+Theorem CC_SPLIT_larger_first T_max size : StronglySorted (fun a b => b <= a) (split T_max size).
+Proof.
+  assert (forall x k, StronglySorted (fun a b => b <= a) (repeat x k)) as Same.
+  { intros x k. induction k as [|k IH]; cbn; constructor; [assumption|].
+    apply Forall_forall. intros y Hy. apply repeat_spec in Hy. lia. }
+  unfold split. apply StronglySorted_app; [apply Same..|]. intros x y Hx Hy.
+  apply repeat_spec in Hx, Hy. lia.
+Qed.
+
 (* A trunk of at most T_max tokens is one piece. *)
 Theorem CC_SPLIT_one_piece T_max size : 1 <= size <= T_max -> split T_max size = [size].
 Proof.
