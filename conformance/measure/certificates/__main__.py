@@ -1,4 +1,4 @@
-"""`python -m conformance.measure.certificates [NAME ...]`: certificates of others, those that this environment can make.
+"""`python -m conformance.measure.certificates [NAME ...]`: certificates of others, as this environment can make them.
 
 `page` writes the table of docs/results/certificates from what lies there. `nox -s certificates` runs both halves.
 """
@@ -129,10 +129,9 @@ def page() -> str:
     return "\n".join([
         "# Certificates of others", "",
         "Made by `nox -s certificates`; `nox -s certificates -- NAME` makes one again, in the environment that it"
-        " needs. What a verdict means: [spec/certificate.md](../../../spec/certificate.md). The wrappers, in"
-        " [conformance/measure/certificates](../../../conformance/measure/certificates), do for each subject what its"
-        " documentation says and no more. `kvspec verify --check NAME.toml` is run there (engines: from the root), with"
-        " the root in PYTHONPATH.", "",
+        " needs. What a verdict means: [spec/certificate.md](../../../spec/certificate.md). The wrappers lie in"
+        " `conformance/measure/certificates`; `python -m conformance.verify --check CERTIFICATE.toml` is run there"
+        " (engines: from the root), with the root in PYTHONPATH.", "",
         "Presses decide as they are, on drawn queries, keys and values in float64; their promises are read from their"
         " docstrings. Defects behind a failure are in [upstream.md](../../upstream.md).", "",
         "| Certificate | Badge | Judged | Rows | Note |", "|---|---|---|---|---|", *rows, "",
