@@ -12,7 +12,7 @@ from kvpress import AdaKVPress, KnormPress
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 torch.manual_seed(0)
-config = LlamaConfig(vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, initializer_range=0.3)
+config = LlamaConfig(vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, initializer_range=0.3)
 model, mine, fresh = LlamaForCausalLM(config).eval(), DynamicCache(), DynamicCache()
 others, ids, token = (torch.randint(3, 99, (1, n)) for n in (40, 40, 1))
 with torch.no_grad():

@@ -12,7 +12,7 @@ from kvpress import ChunkPress, SnapKVPress
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 torch.manual_seed(0)
-config = LlamaConfig(vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, initializer_range=0.3)
+config = LlamaConfig(vocab_size=99, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, initializer_range=0.3)
 model, whole, first = LlamaForCausalLM(config).eval(), DynamicCache(), DynamicCache()
 ids = torch.randint(3, 99, (1, 128))
 with torch.no_grad(), ChunkPress(SnapKVPress(0.5, window_size=8), chunk_length=64)(model):

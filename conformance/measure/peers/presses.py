@@ -13,9 +13,10 @@ from conformance.measure.peers.inputs import Constants, Inputs
 from conformance.measure.peers.sets import positions_of
 from reference.policies.attention import observed_attention
 
-__all__ = ["PRESSES", "VERSION", "Make", "kept_by_press"]
+__all__ = ["PRESSES", "VERSION", "Make", "given_to", "kept_by_press", "scores_by_press"]
 
 VERSION = version("kvpress")
+Array: TypeAlias = np.ndarray[Any, Any]
 Make: TypeAlias = Callable[[float, Constants], Any]
 """A press for a ratio that is removed."""
 
@@ -39,19 +40,33 @@ def module_of(inputs: Inputs) -> Any:
     )
 
 
-def kept_by_press(make: Make, inputs: Inputs, eager: bool) -> list[list[int]]:
-    """Kept positions of each KV head, ascending."""
-    module, press = module_of(inputs), make(float(inputs.ratio), inputs.constants)
+def given_to(inputs: Inputs, eager: bool) -> tuple[Any, ...]:
+    """What a press is called with, its module first."""
+    module = module_of(inputs)
     hidden = torch.tensor(inputs.raw_q.transpose(1, 0, 2).reshape(1, inputs.n, -1))
     keys, values = torch.tensor(inputs.k)[None], torch.tensor(inputs.v)[None]
     tables = module.rotary_emb(hidden, torch.arange(inputs.n)[None])
     A = torch.tensor(observed_attention(inputs.view, inputs.n))[None] if eager else None
     module.masked_key_indices = None
-    found, _ = press.compress(module, hidden, keys, values, A, {"position_embeddings": tables})
+    return module, hidden, keys, values, A, {"position_embeddings": tables}
+
+
+def kept_by_press(make: Make, inputs: Inputs, eager: bool) -> list[list[int]]:
+    """Kept positions of each KV head, ascending."""
+    module, *others = given_to(inputs, eager)
+    found, _ = make(float(inputs.ratio), inputs.constants).compress(module, *others)
     if module.masked_key_indices is not None:
         gone = {(int(h), int(i)) for h, i in zip(*module.masked_key_indices[1:], strict=True)}
         return [[i for i in range(inputs.n) if (h, i) not in gone] for h in range(len(inputs.k))]
     return [sorted(head.tolist()) for head in positions_of(found[0].numpy(), inputs.k)]
+
+
+def scores_by_press(make: Make, inputs: Inputs, eager: bool) -> Array:
+    """Scores (H_kv, n) of a press, or of the one in it."""
+    press: Any = make(float(inputs.ratio), inputs.constants)
+    inner: Any = getattr(press, "press", press)
+    scores: Array = inner.score(*given_to(inputs, eager))[0].numpy()
+    return scores
 
 
 def snapkv(ratio: float, given: Constants) -> Any:

@@ -1,0 +1,154 @@
+"""`python -m conformance.measure.certificates [NAME ...]`: certificates of others, as this environment can make them.
+
+`page` writes the table of docs/results/certificates from what lies there. `nox -s certificates` runs both halves.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections import Counter
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from conformance.paths import DOCS, ROOT
+
+__all__ = ["SUBJECTS", "main", "page"]
+
+HERE, OUT, LOGS = Path(__file__).resolve().parent, DOCS / "results" / "certificates", ROOT / "results" / "certificates"
+ENGINE = Path("build", "engine")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is judged, by which command, and what its verdict does not say by itself."""
+
+    kind: str
+    named: str
+    note: str = ""
+    options: tuple[str, ...] = ()
+
+    @property
+    def folder(self) -> Path:
+        """Where the command is given: modules are found, and their one file is digested, where they lie."""
+        return ROOT if self.kind == "command" else HERE
+
+    @property
+    def command(self) -> list[str]:
+        return [f"--{self.kind}", self.named, *self.options]
+
+
+def _presses() -> dict[str, Subject]:
+    shared = "a budget of B of n tokens, asked for as a ratio, is one token short where floats round down"
+    notes = {
+        "snapkv": f"{shared}; the window loses a token with it", "pyramidkv": "", "chunkkv": "",
+        "streaming_llm": f"{shared}; a sink goes with it", "adakv": "", "tova": shared, "keydiff": shared,
+        "knorm": shared, "expected_attention": shared, "observed_attention": shared,
+    }
+    return {
+        f"kvpress-{name.replace('_', '-')}": Subject(
+            "policy", f"kvpress_policies:{name}", note, ("--profile", "dev"),
+        ) for name, note in notes.items()
+    }
+
+
+SUBJECTS: dict[str, Subject] = {
+    "engine-c": Subject("command", str(ENGINE), "docs/examples/c, compiled by `cc -O2 -std=c99`"),
+    "engine-javascript": Subject(
+        "command", "node docs/examples/javascript/engine.mjs", "few examples of each property: minutes, not hours",
+        ("--timeout", "300", "--profile", "few"),
+    ),
+    "transformers-dynamic": Subject("cache", "transformers_caches:dynamic", "with explicit positions"),
+    "transformers-dynamic-default-positions": Subject(
+        "cache", "transformers_caches:dynamic_default_positions",
+        "a misuse that is easy to make: without `position_ids` the model counts what is stored",
+    ),
+    "transformers-static": Subject("cache", "transformers_caches:static", "with explicit positions"),
+    "transformers-fp8": Subject("cache", "transformers_caches:fp8", "8 bits are not exact, and are not meant to be"),
+    "kvpress-gathered": Subject(
+        "cache", "kvpress_caches:gathered", "on Gemma 3 a question of several tokens is read without causality",
+    ),
+    "kvpress-masked": Subject("cache", "kvpress_caches:masked", "nothing is freed"),
+    **_presses(),
+}
+
+
+def _mine(name: str) -> bool:
+    """kvpress has an environment of its own, with an older transformers."""
+    return name.startswith("kvpress") == (find_spec("kvpress") is not None)
+
+
+def make(name: str) -> None:
+    """Judge one subject; its certificate and badge go to the page's folder.
+
+    Raises:
+        RuntimeError: where nothing was judged.
+    """
+    subject, out = SUBJECTS[name], LOGS / name
+    if name == "engine-c":
+        (ROOT / ENGINE).parent.mkdir(exist_ok=True)
+        source = str(DOCS / "examples" / "c" / "engine.c")
+        subprocess.run(["cc", "-O2", "-std=c99", source, "-o", str(ROOT / ENGINE), "-lm"], check=True)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "conformance.verify", *subject.command, "--out", str(out)]
+    done = subprocess.run(command, cwd=subject.folder, env=environment, check=False)
+    if done.returncode not in (0, 1):
+        raise RuntimeError(f"{name}: nothing was judged")
+    keep(name)
+
+
+def keep(name: str) -> None:
+    """Certificate and badge of a run."""
+    OUT.mkdir(exist_ok=True)
+    shutil.copyfile(LOGS / name / "certificate.toml", OUT / f"{name}.toml")
+    shutil.copyfile(LOGS / name / "badge.svg", OUT / f"{name}.svg")
+
+
+def _counts(made: dict[str, Any]) -> str:
+    """Rows by verdict; of an engine's, those of the families that it offers."""
+    verdicts = Counter(row["verdict"] for row in made["items"].values() if row["verdict"] != "not offered")
+    order = ("pass", "fail", "not served", "not promised", "N/A", "not run")
+    return ", ".join(f"{verdicts[one]} {one}" for one in order if verdicts[one])
+
+
+def _row(name: str) -> str:
+    made = tomllib.loads((OUT / f"{name}.toml").read_text(encoding="utf-8"))
+    with_ = made["device"].get("transformers")
+    who = made["subject"]["name"] + (f", transformers {with_}" if with_ else "")
+    failing = f"fails: {', '.join(made['failing'])}" if made["families"] == ["promises"] and made["failing"] else ""
+    note = "; ".join(filter(None, (failing, SUBJECTS[name].note)))
+    return f"| [{name}]({name}.toml) | ![badge]({name}.svg) | {who} | {_counts(made)} | {note} |"
+
+
+def page() -> str:
+    """README.md of the certificates."""
+    rows = [_row(name) for name in SUBJECTS if (OUT / f"{name}.toml").exists()]
+    return "\n".join([
+        "# Certificates of others", "",
+        "Made by `nox -s certificates`; `nox -s certificates -- NAME` makes one again, in the environment that it"
+        " needs. What a verdict means: [spec/certificate.md](../../../spec/certificate.md). The wrappers lie in"
+        " `conformance/measure/certificates`; `python -m conformance.verify --check CERTIFICATE.toml` is run there"
+        " (engines: from the root), with the root in PYTHONPATH.", "",
+        "Presses decide as they are, on drawn queries, keys and values in float64; their promises are read from their"
+        " docstrings. Defects behind a failure are in [upstream.md](../../upstream.md).", "",
+        "| Certificate | Badge | Judged | Rows | Note |", "|---|---|---|---|---|", *rows, "",
+    ])
+
+
+def main(names: list[str]) -> int:
+    """Make them, all or the named ones, or the page."""
+    if unknown := sorted(set(names) - {*SUBJECTS, "page"}):
+        print(f"no certificate {', '.join(unknown)}: there are {', '.join(SUBJECTS)}", file=sys.stderr)
+        return 2
+    for name in filter(_mine, [one for one in names or SUBJECTS if one != "page"]):
+        make(name)
+    if names == ["page"]:
+        (OUT / "README.md").write_text(page(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
