@@ -27,6 +27,7 @@ from models_integration.studies.leases import unit_named
 from models_integration.studies.subject import AUTO, SHIPPED, Subject, policy_in_rows
 from reference.calibration import load_calibration
 from spec import SPEC_VERSION
+from spec.budget import parse_budget
 from spec.errors import SpecError
 from spec.policy import SEGMENT_END
 
@@ -66,6 +67,7 @@ class PolicyLM(HFLM):  # type: ignore[misc]  # lm_eval has no types
             raise SpecError("batch_size", batch_size, "must be 1: each context has kept sets of its own")
         super().__init__(pretrained=str(SHIPPED.get(pretrained) or located(pretrained)), batch_size=1, **given)
         statistics = load_calibration(Path(calibration)) if calibration else None
+        parse_budget(str(budget))
         ends = sentence_ends(self.tokenizer)
         chosen = CrystalCache(sentence_ends=ends, backend=backend).backend
         name = Path(pretrained).name
@@ -126,8 +128,8 @@ class PolicyLM(HFLM):  # type: ignore[misc]  # lm_eval has no types
                 policy refuses.
         """
         if self._method.policy.cadence.every is not None:
-            way_out = f"decides while tokens are decoded, and one forward scores all: give {self._about['policy']}@prompt"
-            raise SpecError("policy", self._about["policy"], way_out)
+            name = self._about["policy"]
+            raise SpecError("policy", name, f"decides at each token, and one forward scores: give {name}{AT_PROMPT}")
         self._tasks = {request.args: request.task_name for request in requests}
         found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
         return found
