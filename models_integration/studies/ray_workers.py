@@ -42,7 +42,6 @@ def run_actors(arguments: Sequence[str], workers: int, address: str, out: Path, 
 
     The folder must be shared by all machines, under the same name. Only the first makes again what has failed.
     """
-    out.mkdir(parents=True, exist_ok=True)
     where = {"address": address} if address else {"address": "local", "num_cpus": workers}
     ray.init(**where, log_to_driver=False, include_dashboard=False)
     gpus = int(device.startswith("cuda"))

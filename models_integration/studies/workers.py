@@ -49,6 +49,7 @@ class Launch:
 
         What they print goes to worker-K.log in the folder. What a dead one held, another takes over; it is named.
         """
+        out.mkdir(parents=True, exist_ok=True)
         if self.engine == "ray":
             from models_integration.studies.ray_workers import run_actors
 

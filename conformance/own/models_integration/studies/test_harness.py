@@ -35,7 +35,7 @@ dataset_kwargs: {{data_files: {{test: {data}}}}}
 test_split: test
 doc_to_text: "{{{{context}}}}{{{{question}}}}"
 output_type: {kind}
-doc_to_target: "{{{{answer}}}}"
+doc_to_target: "{{{{{target}}}}}"
 {more}
 metadata: {{version: 1}}
 """
@@ -62,10 +62,12 @@ def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None) -> 
             context, question = (tokenizer.decode(list(ids), skip_special_tokens=True)
                                  for ids in (sample.context_ids, sample.question_ids))
             choices = [sample.expected, str(int(sample.expected) + 1)]
-            row = {"context": context, "question": question, "answer": choices[0], "choices": choices}
+            row = {"context": context, "question": question, "answer": choices[0], "choices": choices, "label": 0}
             file.write(json.dumps(row) + "\n")
     for name, (kind, more) in KINDS.items():
-        (tmp_path / f"{name}.yaml").write_text(TASK.format(name=name, data=data, kind=kind, more=more))
+        target = "label" if name == "chosen" else "answer"
+        text = TASK.format(name=name, data=data, kind=kind, more=more, target=target)
+        (tmp_path / f"{name}.yaml").write_text(text, encoding="utf-8")
     return TaskManager(include_path=str(tmp_path), include_defaults=False)
 
 

@@ -20,6 +20,7 @@ from models_integration.cli.app import app
 from models_integration.studies import answers, leases
 from models_integration.studies.compare.plan import Plan, run_plan
 from models_integration.studies.evidence import run as of_study
+from models_integration.studies.evidence.measure import measure
 from models_integration.studies.leases import Leases
 from models_integration.studies.results import ERROR, START, Row, append_row, load_rows, rows_behind
 from models_integration.studies.status import first_failure, status
@@ -68,7 +69,7 @@ def test_what_cannot_be_measured_is_a_row_with_its_error(
 ) -> None:
     """One sample runs out of memory, one is refused: the others are measured, and these where somebody asks again."""
     rules.write_text(rules.read_text(encoding="utf-8").replace("contexts = 12", "contexts = 3"), encoding="utf-8")
-    measure, errors = of_study.measure, [MemoryError("no room"), None, SpecError("budget", 3, "must be more")]
+    errors = [MemoryError("no room"), None, SpecError("budget", 3, "must be more")]
 
     def failing(*arguments: Any) -> Row:
         if errors and (error := errors.pop(0)) is not None:
