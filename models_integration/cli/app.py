@@ -305,6 +305,6 @@ def lm_eval(context: typer.Context) -> None:
 
     kvspec lm-eval run --model_args pretrained=pocket,policy=snapkv,budget=0.3 --tasks ...
     """
-    from models_integration.cli.lm_eval import run
+    from models_integration.studies.harness import command
 
-    run(context.args)
+    command(context.args)

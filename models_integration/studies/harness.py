@@ -4,12 +4,14 @@ A prompt is split. The part before the question is read and compacted; question,
 through the compacted cache. Without a split, all but the prompt's last token is compacted.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from torch import Tensor
@@ -19,8 +21,9 @@ from models_integration.cache.continuation import Decision
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import describe
 from models_integration.model.published_weights import located
-from models_integration.policies.methods import CrystalCache, CustomPolicy, sentence_ends
+from models_integration.policies.methods import CrystalCache, method_of, sentence_ends
 from models_integration.session.segment import ObservedSegment, decide
+from models_integration.session.session import Session
 from models_integration.session.verbs import compact, observe, read
 from models_integration.studies.evidence.rules import AT_PROMPT
 from models_integration.studies.leases import unit_named
@@ -31,16 +34,20 @@ from spec.budget import parse_budget
 from spec.errors import SpecError
 from spec.policy import SEGMENT_END
 
-__all__ = ["NAME", "PolicyLM"]
+__all__ = ["PolicyLM", "command"]
 
-NAME = "kvspec"
-"""Of the model, as lm-eval's --model."""
-
-Scored = tuple[tuple[str, str], list[int], list[int]]
+Scored: TypeAlias = tuple[tuple[str, str], list[int], list[int]]
 """Context and continuation, as text and as ids."""
 
 
-@register_model(NAME)
+def command(arguments: Sequence[str]) -> None:
+    """Run lm-eval's own command line, where --model is ours, unless it names one or runs none."""
+    chosen = "--model" in arguments or arguments[:1] in ([], ["ls"], ["validate"], ["-h"], ["--help"])
+    sys.argv = ["lm-eval", *arguments, *(() if chosen else ("--model", "kvspec"))]
+    cli_evaluate()
+
+
+@register_model("kvspec")
 class PolicyLM(HFLM):  # type: ignore[misc]  # lm_eval has no types
     """A model of transformers as lm-eval has it, with a policy and a budget, which stand in the results' config.
 
@@ -70,14 +77,12 @@ class PolicyLM(HFLM):  # type: ignore[misc]  # lm_eval has no types
         parse_budget(str(budget))
         ends = sentence_ends(self.tokenizer)
         chosen = CrystalCache(sentence_ends=ends, backend=backend).backend
-        name = Path(pretrained).name
-        subject = Subject(name, self.model, self.tokenizer, ends, chosen, frozenset(), statistics)
+        label = Path(pretrained).name
+        subject = Subject(label, self.model, self.tokenizer, ends, chosen, frozenset(), statistics)
         text = policy.removesuffix(AT_PROMPT)
-        self._policy = subject.policy(text, str(budget))
-        self._method = self._policy.on(self.model)
+        self._method = subject.policy(text, str(budget)).on(self.model)
         if text != policy:
-            self._policy = CustomPolicy(replace(self._method.policy, cadence=SEGMENT_END), str(budget), chosen)
-            self._method = self._policy.on(self.model)
+            self._method = method_of(replace(self._method.policy, cadence=SEGMENT_END), self._method.budget, chosen)
         self._question_from, self._architecture = question_from, describe(self.model)
         self._about = {
             "policy": policy_in_rows(text, statistics) + policy[len(text) :], "budget": str(budget),
@@ -92,8 +97,7 @@ class PolicyLM(HFLM):  # type: ignore[misc]  # lm_eval has no types
         self._read, self._kept = list[int](), list[float]()
 
     def get_model_info(self) -> dict[str, Any]:
-        """As `hf`'s, with policy, budget and split, and how much of the contexts was kept, slots of a layer and head.
-        """
+        """As `hf`'s, with policy, budget and split, and what was kept of all contexts, slots of a layer and head."""
         cache = {"contexts": len(self._read), "tokens_read": sum(self._read), "tokens_kept": sum(self._kept)}
         return {**super().get_model_info(), "kvspec": {**self._about, **cache}}
 
@@ -114,11 +118,9 @@ class PolicyLM(HFLM):  # type: ignore[misc]  # lm_eval has no types
         Raises:
             SpecError: always, with the tasks.
         """
-        tasks = sorted({str(request.task_name) for request in requests})
-        raise SpecError(
-            "tasks", ", ".join(tasks), "ask for loglikelihood_rolling, of whole texts: no context ends in them, so"
-            " nothing says when to evict; give --model hf"
-        )
+        tasks = ", ".join(sorted({request.task_name for request in requests}))
+        reason = "ask for loglikelihood_rolling: whole texts, of which no context ends, so nothing says when to evict"
+        raise SpecError("tasks", tasks, reason)
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """As `hf`'s, of continuations behind compacted contexts.
@@ -144,12 +146,10 @@ class PolicyLM(HFLM):  # type: ignore[misc]  # lm_eval has no types
             found += super()._loglikelihood_tokens([request], disable_tqdm=True, **options)
         return found
 
-    def _model_call(self, inps: Tensor, **more: Any) -> Tensor:
+    def _model_call(self, inps: Tensor, **more: Any) -> Tensor | None:
         prompt, rest = inps[:, : -self._after], inps[:, -self._after :]
         cache = self._compacted(prompt) if prompt.shape[1] else RetainedCache(self._architecture.config)
-        logits = read(self.model, cache, rest, last=rest.shape[1]).logits
-        assert logits is not None
-        return logits
+        return read(self.model, cache, rest, last=rest.shape[1]).logits
 
     def _compacted(self, prompt: Tensor) -> RetainedCache:
         """A new compacted cache of a context; it is observed once for all that is asked of it."""
@@ -183,7 +183,7 @@ class PolicyLM(HFLM):  # type: ignore[misc]  # lm_eval has no types
         if not prompt.shape[1]:
             whole: Tensor = super()._model_generate(context, max_length, stop, **given)
             return whole
-        with torch.no_grad(), self._policy(self.model) as run:
+        with torch.no_grad(), Session(self._method, self.model) as run:
             self._architecture.decoder(input_ids=prompt, use_cache=True)
             assert run.cache is not None
             self._note(prompt, run.cache)

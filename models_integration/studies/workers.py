@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from spec.errors import SpecError
 from spec.validate import check_choices
@@ -79,11 +78,6 @@ class Launch:
             finally:
                 for log, child in children.items():
                     if child.poll():
-                        say_ended(child.returncode, log)
+                        print(f"a worker ended with {child.returncode}: {log}", flush=True)
                     child.terminate()
                     child.wait()
-
-
-def say_ended(how: object, log: Path) -> None:
-    """A worker is gone, and its work is another one's."""
-    Console().print(f"a worker ended with {how}: {log}", highlight=False, soft_wrap=True)

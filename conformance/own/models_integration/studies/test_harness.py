@@ -20,7 +20,7 @@ from lm_eval.tasks.ruler.common_utils import process_results, process_results_pa
 from conformance.own.models_integration.tasks.test_loaders import THREE, TWO_OF_THREE
 from conformance.tolerances import MASKED_LOGITS, MASKED_VISIBLE
 from models_integration.pocket import ASSETS, load_pocket_tokenizer
-from models_integration.studies.harness import PolicyLM
+from models_integration.studies.harness import PolicyLM, command
 from models_integration.tasks import draw_sample
 from models_integration.tasks.metrics import judge
 from spec.errors import SpecError
@@ -172,9 +172,7 @@ def test_what_is_not_served_is_refused_by_name(tasks: TaskManager) -> None:
 def test_the_command_is_lm_eval_s_with_our_model(
     tasks: TaskManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from models_integration.cli.lm_eval import run
-
-    run([
+    command([
         "run", "--model_args", f"pretrained=pocket,policy=snapkv,budget=0.5,question_from={MARK}", "--tasks",
         "said", "--include_path", str(tmp_path), "--device", "cpu", "--output_path", str(tmp_path / "out"),
     ])
