@@ -102,33 +102,20 @@ class PolicyLM(HFLM):  # type: ignore[misc]  # lm_eval has no types
         return {**super().get_model_info(), "kvspec": {**self._about, **cache}}
 
     def set_cache_hook(self, cache_hook: Any) -> None:
-        """Take lm-eval's response cache, whose keys know no policy, where its name does.
-
-        Raises:
-            SpecError: otherwise.
-        """
+        """Take lm-eval's response cache, whose keys know no policy, where its name does; otherwise SpecError."""
         if cache_hook.dbdict is not None and self.key not in Path(cache_hook.dbdict.filename).name:
             way_out = f"its keys know no policy and budget: put these into its name, as in answers-{self.key}"
             raise SpecError("use_cache", cache_hook.dbdict.filename, way_out)
         super().set_cache_hook(cache_hook)
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Refused.
-
-        Raises:
-            SpecError: always, with the tasks.
-        """
+        """Always SpecError, with the tasks that ask for it."""
         tasks = ", ".join(sorted({request.task_name for request in requests}))
         reason = "ask for loglikelihood_rolling: whole texts, of which no context ends, so nothing says when to evict"
         raise SpecError("tasks", tasks, reason)
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """As `hf`'s, of continuations behind compacted contexts.
-
-        Raises:
-            SpecError: for a policy that decides while tokens are decoded, a prompt without its question, and what the
-                policy refuses.
-        """
+        """As `hf`'s, behind compacted contexts; SpecError for a policy that decides at each token, and as `_held`."""
         if self._method.policy.cadence.every is not None:
             name = self._about["policy"]
             raise SpecError("policy", name, f"decides at each token, and one forward scores: give {name}{AT_PROMPT}")
@@ -166,11 +153,7 @@ class PolicyLM(HFLM):  # type: ignore[misc]  # lm_eval has no types
         self._kept.append(cache.mean_length)
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """As `hf`'s, behind compacted contexts.
-
-        Raises:
-            SpecError: for a prompt without its question, and what the policy or its session refuses.
-        """
+        """As `hf`'s, behind compacted contexts; SpecError as `_held`, and for what the policy's session refuses."""
         found = []
         for request in tqdm(requests, disable=disable_tqdm, desc="Running generate_until requests"):
             prompt = request.args[0]

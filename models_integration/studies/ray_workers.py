@@ -9,7 +9,7 @@ from runpy import run_module
 
 import ray
 
-from models_integration.studies.status import summaries
+from models_integration.studies.status import status
 
 __all__ = ["run_actors"]
 
@@ -40,6 +40,7 @@ def run_actors(arguments: Sequence[str], workers: int, address: str, out: Path, 
 
     The folder must be shared by all machines, under the same name. Only the first makes again what has failed.
     """
+    out.mkdir(parents=True, exist_ok=True)
     where = {"address": address} if address else {"address": "local", "num_cpus": workers}
     ray.init(**where, log_to_driver=False, include_dashboard=False)
     gpus = int(device.startswith("cuda"))
@@ -51,7 +52,7 @@ def run_actors(arguments: Sequence[str], workers: int, address: str, out: Path, 
         under_way[actor.work.remote(own, os.getcwd(), log)] = log
     while under_way:
         done, _ = ray.wait(list(under_way), timeout=_LOOK)
-        print(*summaries(out), sep="\n", flush=True)
+        print(*status(out, watch=False), sep="\n", flush=True)
         for each in done:
             log = under_way.pop(each)
             try:

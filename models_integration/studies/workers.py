@@ -48,7 +48,6 @@ class Launch:
 
         What they print goes to worker-K.log in the folder. What a dead one held, another takes over; it is named.
         """
-        out.mkdir(parents=True, exist_ok=True)
         if self.engine == "ray":
             from models_integration.studies.ray_workers import run_actors
 
@@ -66,6 +65,7 @@ class Launch:
         arguments = [word for word in sys.argv[1:] if word != "--again"]
         command = [sys.executable, "-m", "models_integration.cli", *arguments, "--workers", "1"]
         children: dict[Path, subprocess.Popen[bytes]] = {}
+        out.mkdir(parents=True, exist_ok=True)
         with ExitStack() as files:
             for number in range(2, self.workers + 1):
                 log = out / f"worker-{number}.log"
