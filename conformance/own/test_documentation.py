@@ -35,6 +35,8 @@ NOT_RUN = {
     "kvspec compare --policies snapkv,pyramidkv": "takes a minute",
     "kvspec compare --policies triattention": "takes ten seconds, most of them to import what draws pictures",
     "kvspec compare --policies mine:POLICY": "needs the page's own file: studies/test_own_names.py runs it",
+    "kvspec sweep": "runs the reader's own model, with workers",
+    "kvspec lm-eval": "runs in an environment of its own",
     "kvspec verify": "judges the reader's own package, for minutes",
 }
 GUIDE = {
@@ -143,6 +145,8 @@ def options(words: Sequence[str]) -> set[str]:
     """Of the command that words name; those of `verify` stand in the suite."""
     if words[0] == "verify":
         return {option for action in parser()._actions for option in action.option_strings}
+    if words[0] == "lm-eval":  # its own command line: nox -s lm-eval runs one
+        return set(words)
     command, _ = found_command(words)
     return {option for parameter in command.params for option in parameter.opts}
 

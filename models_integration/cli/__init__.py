@@ -10,9 +10,10 @@ from spec.errors import BackendUnavailable, SpecError
 __all__ = ["main"]
 
 # What the commands import, and the extra that brings it.
-BROUGHT_BY = {"cryptography": "archive", "bm25s": "archive", "wordllama": "wordllama", "ray": "ray", "lm_eval": "lm-eval"} | dict.fromkeys(
-    ("gguf", "accelerate"), "weights"
-) | dict.fromkeys(
+BROUGHT_BY = {
+    "cryptography": "archive", "bm25s": "archive", "wordllama": "wordllama", "ray": "ray", "lm_eval": "lm-eval",
+    "gguf": "weights", "accelerate": "weights",
+} | dict.fromkeys(
     ("typer", "pytest", "hypothesis"), "conformance"
 ) | dict.fromkeys(
     ("torch", "transformers", "safetensors", "tokenizers", "rich", "matplotlib", "pandas", "pandera"), "models"

@@ -215,7 +215,7 @@ def study(
 
     Each sample's prompt is read once and scored once by each policy; all budgets are selected from that. A second run
     goes on where the first was stopped. Tasks are names, 'module:ATTRIBUTE', or files of benchmarks as 'KIND:PATH', of
-    the kinds ruler-file, scbench-file, scbench-turns-file and longbench-file.
+    the kinds ruler-file, ruler-lm-eval-file, scbench-file, scbench-turns-file and longbench-file.
     """
     from models_integration.cli.study import run
     from models_integration.studies.subject import Loading
@@ -328,6 +328,6 @@ def lm_eval(context: typer.Context) -> None:
 
     kvspec lm-eval run --model_args pretrained=pocket,policy=snapkv,budget=0.3 --tasks ...
     """
-    from models_integration.cli.lm_eval import run
+    from models_integration.studies.harness import command
 
-    run(context.args)
+    command(context.args)

@@ -4,12 +4,14 @@ A prompt is split. The part before the question is read and compacted; question,
 through the compacted cache. Without a split, all but the prompt's last token is compacted.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from torch import Tensor
@@ -19,27 +21,33 @@ from models_integration.cache.continuation import Decision
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import describe
 from models_integration.model.published_weights import located
-from models_integration.policies.methods import CrystalCache, CustomPolicy, sentence_ends
+from models_integration.policies.methods import CrystalCache, method_of, sentence_ends
 from models_integration.session.segment import ObservedSegment, decide
+from models_integration.session.session import Session
 from models_integration.session.verbs import compact, observe, read
 from models_integration.studies.evidence.rules import AT_PROMPT
 from models_integration.studies.leases import unit_named
 from models_integration.studies.subject import AUTO, SHIPPED, Subject, policy_in_rows
 from reference.calibration import load_calibration
 from spec import SPEC_VERSION
+from spec.budget import parse_budget
 from spec.errors import SpecError
 from spec.policy import SEGMENT_END
 
-__all__ = ["NAME", "PolicyLM"]
+__all__ = ["PolicyLM", "command"]
 
-NAME = "kvspec"
-"""Of the model, as lm-eval's --model."""
-
-Scored = tuple[tuple[str, str], list[int], list[int]]
+Scored: TypeAlias = tuple[tuple[str, str], list[int], list[int]]
 """Context and continuation, as text and as ids."""
 
 
-@register_model(NAME)
+def command(arguments: Sequence[str]) -> None:
+    """Run lm-eval's own command line, where --model is ours, unless it names one or runs none."""
+    chosen = "--model" in arguments or arguments[:1] in ([], ["ls"], ["validate"], ["-h"], ["--help"])
+    sys.argv = ["lm-eval", *arguments, *(() if chosen else ("--model", "kvspec"))]
+    cli_evaluate()
+
+
+@register_model("kvspec")
 class PolicyLM(HFLM):  # type: ignore[misc]  # lm_eval has no types
     """A model of transformers as lm-eval has it, with a policy and a budget, which stand in the results' config.
 
@@ -66,16 +74,15 @@ class PolicyLM(HFLM):  # type: ignore[misc]  # lm_eval has no types
             raise SpecError("batch_size", batch_size, "must be 1: each context has kept sets of its own")
         super().__init__(pretrained=str(SHIPPED.get(pretrained) or located(pretrained)), batch_size=1, **given)
         statistics = load_calibration(Path(calibration)) if calibration else None
+        parse_budget(str(budget))
         ends = sentence_ends(self.tokenizer)
         chosen = CrystalCache(sentence_ends=ends, backend=backend).backend
-        name = Path(pretrained).name
-        subject = Subject(name, self.model, self.tokenizer, ends, chosen, frozenset(), statistics)
+        label = Path(pretrained).name
+        subject = Subject(label, self.model, self.tokenizer, ends, chosen, frozenset(), statistics)
         text = policy.removesuffix(AT_PROMPT)
-        self._policy = subject.policy(text, str(budget))
-        self._method = self._policy.on(self.model)
+        self._method = subject.policy(text, str(budget)).on(self.model)
         if text != policy:
-            self._policy = CustomPolicy(replace(self._method.policy, cadence=SEGMENT_END), str(budget), chosen)
-            self._method = self._policy.on(self.model)
+            self._method = method_of(replace(self._method.policy, cadence=SEGMENT_END), self._method.budget, chosen)
         self._question_from, self._architecture = question_from, describe(self.model)
         self._about = {
             "policy": policy_in_rows(text, statistics) + policy[len(text) :], "budget": str(budget),
@@ -90,44 +97,28 @@ class PolicyLM(HFLM):  # type: ignore[misc]  # lm_eval has no types
         self._read, self._kept = list[int](), list[float]()
 
     def get_model_info(self) -> dict[str, Any]:
-        """As `hf`'s, with policy, budget and split, and how much of the contexts was kept, slots of a layer and head.
-        """
+        """As `hf`'s, with policy, budget and split, and what was kept of all contexts, slots of a layer and head."""
         cache = {"contexts": len(self._read), "tokens_read": sum(self._read), "tokens_kept": sum(self._kept)}
         return {**super().get_model_info(), "kvspec": {**self._about, **cache}}
 
     def set_cache_hook(self, cache_hook: Any) -> None:
-        """Take lm-eval's response cache, whose keys know no policy, where its name does.
-
-        Raises:
-            SpecError: otherwise.
-        """
+        """Take lm-eval's response cache, whose keys know no policy, where its name does; otherwise SpecError."""
         if cache_hook.dbdict is not None and self.key not in Path(cache_hook.dbdict.filename).name:
             way_out = f"its keys know no policy and budget: put these into its name, as in answers-{self.key}"
             raise SpecError("use_cache", cache_hook.dbdict.filename, way_out)
         super().set_cache_hook(cache_hook)
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Refused.
-
-        Raises:
-            SpecError: always, with the tasks.
-        """
-        tasks = sorted({str(request.task_name) for request in requests})
-        raise SpecError(
-            "tasks", ", ".join(tasks), "ask for loglikelihood_rolling, of whole texts: no context ends in them, so"
-            " nothing says when to evict; give --model hf"
-        )
+        """Always SpecError, with the tasks that ask for it."""
+        tasks = ", ".join(sorted({request.task_name for request in requests}))
+        reason = "ask for loglikelihood_rolling: whole texts, of which no context ends, so nothing says when to evict"
+        raise SpecError("tasks", tasks, reason)
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """As `hf`'s, of continuations behind compacted contexts.
-
-        Raises:
-            SpecError: for a policy that decides while tokens are decoded, a prompt without its question, and what the
-                policy refuses.
-        """
+        """As `hf`'s, behind compacted contexts; SpecError for a policy that decides at each token, and as `_held`."""
         if self._method.policy.cadence.every is not None:
-            way_out = f"decides while tokens are decoded, and one forward scores all: give {self._about['policy']}@prompt"
-            raise SpecError("policy", self._about["policy"], way_out)
+            name = self._about["policy"]
+            raise SpecError("policy", name, f"decides at each token, and one forward scores: give {name}{AT_PROMPT}")
         self._tasks = {request.args: request.task_name for request in requests}
         found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
         return found
@@ -142,12 +133,10 @@ class PolicyLM(HFLM):  # type: ignore[misc]  # lm_eval has no types
             found += super()._loglikelihood_tokens([request], disable_tqdm=True, **options)
         return found
 
-    def _model_call(self, inps: Tensor, **more: Any) -> Tensor:
+    def _model_call(self, inps: Tensor, **more: Any) -> Tensor | None:
         prompt, rest = inps[:, : -self._after], inps[:, -self._after :]
         cache = self._compacted(prompt) if prompt.shape[1] else RetainedCache(self._architecture.config)
-        logits = read(self.model, cache, rest, last=rest.shape[1]).logits
-        assert logits is not None
-        return logits
+        return read(self.model, cache, rest, last=rest.shape[1]).logits
 
     def _compacted(self, prompt: Tensor) -> RetainedCache:
         """A new compacted cache of a context; it is observed once for all that is asked of it."""
@@ -164,11 +153,7 @@ class PolicyLM(HFLM):  # type: ignore[misc]  # lm_eval has no types
         self._kept.append(cache.mean_length)
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """As `hf`'s, behind compacted contexts.
-
-        Raises:
-            SpecError: for a prompt without its question, and what the policy or its session refuses.
-        """
+        """As `hf`'s, behind compacted contexts; SpecError as `_held`, and for what the policy's session refuses."""
         found = []
         for request in tqdm(requests, disable=disable_tqdm, desc="Running generate_until requests"):
             prompt = request.args[0]
@@ -181,7 +166,7 @@ class PolicyLM(HFLM):  # type: ignore[misc]  # lm_eval has no types
         if not prompt.shape[1]:
             whole: Tensor = super()._model_generate(context, max_length, stop, **given)
             return whole
-        with torch.no_grad(), self._policy(self.model) as run:
+        with torch.no_grad(), Session(self._method, self.model) as run:
             self._architecture.decoder(input_ids=prompt, use_cache=True)
             assert run.cache is not None
             self._note(prompt, run.cache)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 from uuid import uuid4
 
 from models_integration.cache.atomic_file import publish_readable
@@ -222,21 +222,22 @@ class Leases:
 
 
 def taken_up(
-    path: Path, identities: Mapping[Cell, Mapping[str, object]], stored: Callable[[Cell], None],
+    path: Path, identities: Mapping[Cell, Mapping[str, Any]], progress: Callable[[str], None],
     made: Callable[[Sequence[Cell]], Sequence[Row]],
 ) -> Iterator[Row]:
     """The row of each cell: those that are there, and those of the others, once they are made and added.
 
     Args:
         path: of the results file.
-        identities: of the cells' rows, all of the same names.
-        stored: is told of each cell whose row is there.
+        identities: of the cells' rows, all of the same names; `n` samples of a `variant` or `policy`.
+        progress: is told of each sample of a cell whose row is there.
         made: gives the rows of those cells that have none, in their order; no row at all where a sample failed.
     """
     known = load_rows(path)
     missing = [cell for cell, identity in identities.items() if find_row(known, identity) is None]
-    for cell in (cell for cell in identities if cell not in missing):
-        stored(cell)
+    for identity in (identities[cell] for cell in identities if cell not in missing):
+        for _ in range(identity["n"]):
+            progress(f"{identity.get('variant', identity.get('policy'))} (stored)")
     if missing and (rows := made(missing)):
         units = {unit_named(identities[cell]): row for cell, row in zip(missing, rows, strict=True)}
         names = identities[missing[0]].keys()

@@ -5,11 +5,11 @@ import sys
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from runpy import run_module
 
 import ray
-from rich.console import Console
 
-from models_integration.studies.status import summaries
+from models_integration.studies.status import status
 
 __all__ = ["run_actors"]
 
@@ -27,11 +27,9 @@ class _Worker:
         os.chdir(folder)
         sys.path.insert(0, folder)
         sys.argv = ["kvspec", *arguments]
-        from models_integration.cli import main
-
         with open(log, "a", encoding="utf-8") as file, redirect_stdout(file), redirect_stderr(file):
             try:
-                main()
+                run_module("models_integration.cli", run_name="__main__")
             except SystemExit as ended:
                 return int(ended.code or 0)
         return 0
@@ -52,11 +50,9 @@ def run_actors(arguments: Sequence[str], workers: int, address: str, out: Path, 
         log = str((out / f"worker-{number}.log").resolve())
         own = [word for word in arguments if number == 1 or word != "--again"]
         under_way[actor.work.remote(own, os.getcwd(), log)] = log
-    console = Console()
     while under_way:
         done, _ = ray.wait(list(under_way), timeout=_LOOK)
-        for line in summaries(out):
-            console.print(line, highlight=False, soft_wrap=True)
+        print(*status(out, watch=False), sep="\n", flush=True)
         for each in done:
             log = under_way.pop(each)
             try:
@@ -64,5 +60,5 @@ def run_actors(arguments: Sequence[str], workers: int, address: str, out: Path, 
             except ray.exceptions.RayError as error:
                 code = type(error).__name__
             if code:
-                console.print(f"a worker ended with {code}: {log}", highlight=False, soft_wrap=True)
+                print(f"a worker ended with {code}: {log}", flush=True)
     ray.shutdown()

@@ -9,28 +9,9 @@ from models_integration.studies.evidence.run import RESULTS, study_unit
 from models_integration.studies.leases import Leases
 from models_integration.studies.results import Row, load_rows
 
-__all__ = ["first_failure", "status", "summaries"]
+__all__ = ["first_failure", "status"]
 
 _FILES = {RESULTS: study_unit, SAMPLES: sample_unit}
-
-
-def _of(folder: Path) -> Iterator[tuple[Path, Leases]]:
-    """The files of samples in a folder, whose leases nobody here takes."""
-    for name, unit_of in _FILES.items():
-        if (folder / name).exists() or any(folder.glob(f".{name}-*")):
-            yield folder / name, Leases(folder / name, unit_of)
-
-
-def summaries(folder: Path) -> Iterator[str]:
-    """A line for each file: samples done, of those that are planned, and how many failed."""
-    for path, leases in _of(folder):
-        yield _summary(path, leases)
-
-
-def _summary(path: Path, leases: Leases) -> str:
-    done, planned = leases.stored(), leases.planned()
-    of = f" of {len(planned | done)}" if planned else ""
-    return f"{path}: {len(done) - len(leases.failed)}{of} samples done, {len(leases.failed)} failed"
 
 
 def first_failure(path: Path) -> str:
@@ -42,25 +23,33 @@ def first_failure(path: Path) -> str:
     return ""
 
 
-def status(folder: Path) -> Iterator[str]:
-    """The same with who is at work, and about how long what is left will take them; some seconds where anybody is.
+def status(folder: Path, watch: bool = True) -> Iterator[str]:
+    """A line for each file: samples done, of those that are planned, and how many failed.
 
-    A worker whose lease nobody touches meanwhile is dead: clocks are not compared.
+    Who watches for some seconds is also told each error, who is at work, and about how long what is left will take
+    them. A worker whose lease nobody touches meanwhile is dead: clocks are not compared.
     """
-    for path, leases in _of(folder):
-        yield _summary(path, leases)
-        for row in leases.failed.values():
-            yield f"  failed: {row['task']}, number {row['index']}: {row['error']}"
-        holders = leases.holders()
-        for holder, alive in holders:
-            who = f"process {holder.get('pid', '?')} of {holder.get('host', '?')}"
-            silent = "" if alive else "; SILENT: killed, or on its way out"
-            yield f"  under way: {who}, since {holder.get('since', '?')} by its clock{silent}"
-        left, at_work = len(leases.planned() - leases.stored()), sum(alive for _, alive in holders)
-        if left and at_work:
-            took = [_seconds(row) for row in load_rows(path)]
-            about = timedelta(seconds=round(left * sum(took) / len(took) / at_work)) if took else "unknown"
-            yield f"  {about} to go with {at_work} at work"
+    for path in (folder / name for name in _FILES if (folder / name).exists() or any(folder.glob(f".{name}-*"))):
+        leases = Leases(path, _FILES[path.name])
+        done, planned = leases.stored(), leases.planned()
+        of = f" of {len(planned | done)}" if planned else ""
+        yield f"{path}: {len(done) - len(leases.failed)}{of} samples done, {len(leases.failed)} failed"
+        if watch:
+            yield from _watched(path, leases, len(planned - done))
+
+
+def _watched(path: Path, leases: Leases, left: int) -> Iterator[str]:
+    for row in leases.failed.values():
+        yield f"  failed: {row['task']}, number {row['index']}: {row['error']}"
+    holders = leases.holders()
+    for holder, alive in holders:
+        who = f"process {holder.get('pid', '?')} of {holder.get('host', '?')}"
+        silent = "" if alive else "; SILENT: killed, or on its way out"
+        yield f"  under way: {who}, since {holder.get('since', '?')} by its clock{silent}"
+    at_work, took = sum(alive for _, alive in holders), [_seconds(row) for row in load_rows(path)]
+    if left and at_work and took:
+        about = timedelta(seconds=round(left * sum(took) / len(took) / at_work))
+        yield f"  {about} to go with {at_work} at work"
 
 
 def _seconds(row: Row) -> float:

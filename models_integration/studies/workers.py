@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from spec.errors import SpecError
 from spec.validate import check_choices
@@ -66,6 +65,7 @@ class Launch:
         arguments = [word for word in sys.argv[1:] if word != "--again"]
         command = [sys.executable, "-m", "models_integration.cli", *arguments, "--workers", "1"]
         children: dict[Path, subprocess.Popen[bytes]] = {}
+        out.mkdir(parents=True, exist_ok=True)
         with ExitStack() as files:
             for number in range(2, self.workers + 1):
                 log = out / f"worker-{number}.log"
@@ -78,11 +78,6 @@ class Launch:
             finally:
                 for log, child in children.items():
                     if child.poll():
-                        say_ended(child.returncode, log)
+                        print(f"a worker ended with {child.returncode}: {log}", flush=True)
                     child.terminate()
                     child.wait()
-
-
-def say_ended(how: object, log: Path) -> None:
-    """A worker is gone, and its work is another one's."""
-    Console().print(f"a worker ended with {how}: {log}", highlight=False, soft_wrap=True)

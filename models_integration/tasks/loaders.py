@@ -27,10 +27,13 @@ from models_integration.tasks.turns import in_turns
 from spec.errors import SpecError
 from spec.validate import check_choices
 
-__all__ = ["LONGBENCH", "SCBENCH", "longbench_file", "ruler_file", "scbench_file"]
+__all__ = ["LM_EVAL", "LONGBENCH", "SCBENCH", "longbench_file", "ruler_file", "scbench_file"]
 
 Row: TypeAlias = Mapping[str, Any]
 
+LM_EVAL = "ruler-lm-eval"
+QA_METRIC = {PINNED: "string_match_part", LM_EVAL: STRING_MATCH_ALL}
+"""Of RULER's qa, by dialect: one reference is enough for NVIDIA and kvpress, lm-eval counts the share of them."""
 RULER = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}
 """How tasks begin, and their number of new tokens."""
 SCBENCH = {
@@ -95,7 +98,7 @@ def _without(sample: Sample, start: int, stop: int) -> Sample:
     return replace(sample, context_ids=kept, needle=spans[0] if spans else (0, 0), further=tuple(spans[1:]))
 
 
-def ruler_file(path: Path) -> Maker:
+def ruler_file(path: Path, *, dialect: str = PINNED) -> Maker:
     """A file `TASK/validation.jsonl` of `scripts/data/prepare.py --model_template_type base`, one question each.
 
     A row has `input`, `outputs` and, in newer files, `answer_prefix`. The input is split before its last question; a
@@ -103,6 +106,7 @@ def ruler_file(path: Path) -> Maker:
 
     Args:
         path: of the file, in a folder `niah_…`, `vt`, `cwe`, `fwe` or `qa_…`.
+        dialect: of `QA_METRIC`.
 
     Raises:
         SpecError: for an unknown task, a file or a row that is not as described; by the task also for a context that is
@@ -117,7 +121,7 @@ def ruler_file(path: Path) -> Maker:
             raise SpecError("path", str(path), f"row {number}: input must hold the question, {mark.strip()!r}")
 
     def samples(ground: Ground, length: int, index: int, seed: int) -> tuple[Sample, ...]:
-        sample = _of_ruler(ground, file.row(index), task, mark)
+        sample = _of_ruler(ground, file.row(index), task, mark, dialect)
         if sample.length > length:
             raise SpecError("length", length, f"must be at least {sample.length}, the tokens of row {index} of {path}")
         return file.fitted((sample,), index, length)
@@ -125,7 +129,7 @@ def ruler_file(path: Path) -> Maker:
     return samples
 
 
-def _of_ruler(ground: Ground, row: Row, task: str, mark: str) -> Sample:
+def _of_ruler(ground: Ground, row: Row, task: str, mark: str, dialect: str) -> Sample:
     context, _, question = row["input"].rpartition(mark)
     references, kind = _texts(row["outputs"]), task.partition("_")[0]
     numbered = " ".join(f"{at}. {word}" for at, word in enumerate(references, 1))
@@ -134,8 +138,8 @@ def _of_ruler(ground: Ground, row: Row, task: str, mark: str) -> Sample:
     return ground.sample(
         (*ground.frame.opening, *ground.encode(context)), mark + question, row.get("answer_prefix", ""),
         answers.get(kind, " ".join(references)), _stands(ground, context, references) if quoted else (), gap="",
-        task=task, dialect=PINNED, references=references, max_new_tokens=RULER[kind],
-        metric=STRING_MATCH_ALL if quoted else "string_match_part",
+        task=task, dialect=dialect, references=references, max_new_tokens=RULER[kind],
+        metric=STRING_MATCH_ALL if quoted else QA_METRIC[dialect],
     )
 
 

@@ -1,5 +1,6 @@
-"""Tasks by name: ours, RULER v1's in two dialects, files of benchmarks as `ruler-file:PATH` (or `scbench-file`,
-`scbench-turns-file`, `longbench-file`), and the user's own as `module:ATTRIBUTE` or an entry point of ENTRY_POINTS:
+"""Tasks by name: ours, RULER v1's in two dialects, files of benchmarks as `ruler-file:PATH` (or `ruler-lm-eval-file`,
+`scbench-file`, `scbench-turns-file`, `longbench-file`), and the user's own as `module:ATTRIBUTE` or an entry point of
+ENTRY_POINTS:
 
     from models_integration.tasks.context import joined
 
@@ -20,7 +21,7 @@ from models_integration.tasks.context import Ground, Maker
 from models_integration.tasks.delayed_in_prose import delayed_in_prose_samples
 from models_integration.tasks.key_value import FORMS, key_value_samples
 from models_integration.tasks.keys_in_prose import keys_in_prose_samples
-from models_integration.tasks.loaders import longbench_file, ruler_file, scbench_file
+from models_integration.tasks.loaders import LM_EVAL, longbench_file, ruler_file, scbench_file
 from models_integration.tasks.prefix_suffix import prefix_suffix_samples
 from models_integration.tasks.prose_continuation import prose_continuation_samples
 from models_integration.tasks.ruler import DIALECTS
@@ -100,7 +101,7 @@ BUILT_IN: Mapping[str, Maker] = {
     },
 }
 FILES: Mapping[str, Callable[[Path], Maker]] = {
-    "ruler-file": ruler_file, "scbench-file": scbench_file,
+    "ruler-file": ruler_file, "ruler-lm-eval-file": partial(ruler_file, dialect=LM_EVAL), "scbench-file": scbench_file,
     "scbench-turns-file": partial(scbench_file, turns=True), "longbench-file": longbench_file,
 }
 

@@ -115,14 +115,9 @@ def run_plan(
     """
     about = {"length": plan.length, "seed": plan.seed}
     run = Run(subject, path.with_name(SAMPLES), about, plan.placement, batch_size, progress, again)
-
-    def stored(cell: Cell) -> None:
-        for _ in range(cell.n):
-            progress(f"{cell.policy} (stored)")
-
     for task in plan.tasks:
         identities = {cell: _identity(subject, cell) for cell in cells(plan) if cell.task == task}
-        yield from taken_up(path, identities, stored, partial(run_cells, run))
+        yield from taken_up(path, identities, progress, partial(run_cells, run))
 
 
 def stored_cells(subject: Subject, plan: Plan, path: Path) -> int:

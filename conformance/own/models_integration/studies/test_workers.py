@@ -14,12 +14,15 @@ pytest.importorskip("transformers", reason="the sweep drives transformers models
 
 from typer.testing import CliRunner
 
+from conformance.own.documentation import fences
 from conformance.own.models_integration.studies.sweep_workers import ROWS, measured, sweep
 from conformance.own.processes import started
 from models_integration.cli.app import app
 from models_integration.studies import answers, leases
 from models_integration.studies.compare.plan import Plan, run_plan
 from models_integration.studies.evidence import run as of_study
+from models_integration.studies.evidence.measure import measure
+from models_integration.studies.evidence.rules import load_rules
 from models_integration.studies.leases import Leases
 from models_integration.studies.results import ERROR, START, Row, append_row, load_rows, rows_behind
 from models_integration.studies.status import first_failure, status
@@ -68,7 +71,7 @@ def test_what_cannot_be_measured_is_a_row_with_its_error(
 ) -> None:
     """One sample runs out of memory, one is refused: the others are measured, and these where somebody asks again."""
     rules.write_text(rules.read_text(encoding="utf-8").replace("contexts = 12", "contexts = 3"), encoding="utf-8")
-    measure, errors = of_study.measure, [MemoryError("no room"), None, SpecError("budget", 3, "must be more")]
+    errors = [MemoryError("no room"), None, SpecError("budget", 3, "must be more")]
 
     def failing(*arguments: Any) -> Row:
         if errors and (error := errors.pop(0)) is not None:
@@ -224,3 +227,15 @@ def test_a_sweep_s_file_and_the_options_of_a_grid_exclude_each_other(rules: Path
     found = swept(rules, tmp_path / "out", "--length", "300")
     assert str(found.exception) == f"length = 300: stands in {rules}"
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.law("as-it-is-described")
+def test_the_guide_s_sweep_is_one_file_of_fifteen_lines(tmp_path: Path) -> None:
+    """Eight policies, four budgets and three tasks, which a model with rotary positions is served."""
+    (text,) = (fence.text for fence in fences("docs/guide/sweeps.md") if fence.language == "toml")
+    assert len(text.splitlines()) <= 15
+    path = tmp_path / "sweep.toml"
+    path.write_text(text.replace("path/or/name", "pocket"), encoding="utf-8")
+    rules = load_rules(path)
+    assert (len(rules.policies), len(rules.budgets), len(rules.tasks)) == (8, 4, 3)
+    assert list(of_study.methods(rules, Loading("pocket", "numpy").subject())) == list(rules.policies)

@@ -67,6 +67,9 @@ def put(path: Path, *rows: object) -> Path:
     return path
 
 
+THREE, TWO_OF_THREE = ("France", "in France", "the French kingdom"), "It lies in France."
+
+
 def ruler(folder: Path, task: str, *rows: object) -> str:
     return f"ruler-file:{put(folder / task / 'validation.jsonl', *rows)}"
 
@@ -95,6 +98,16 @@ def prompt(ground: Ground, sample: Sample) -> str:
 
 def pieces(ground: Ground, sample: Sample) -> list[str]:
     return [said(ground, sample.context_ids[slice(*span)]).strip(' "') for span in sample.evidence]
+
+
+def test_ruler_s_dialects_judge_the_same_prediction_otherwise(ground: Ground, tmp_path: Path) -> None:
+    """Two of three references: right for NVIDIA and kvpress, 2/3 in lm-eval's own function (nox -s lm-eval asks it)."""
+    path = put(tmp_path / "qa_1" / "validation.jsonl", {"input": "Text.\nQuestion: Where?", "outputs": list(THREE)})
+    ids = ground.tokenizer.encode(TWO_OF_THREE, add_special_tokens=False)
+    for kind, wanted in (("ruler-file", 1.0), ("ruler-lm-eval-file", 2 / 3)):
+        (sample,) = made(ground, f"{kind}:{path}")
+        assert score(ground.tokenizer, ids, sample) == wanted
+        assert sample.dialect == kind.replace("-file", "").replace("ruler", "ruler-v1" if wanted == 1 else "ruler")
 
 
 def test_a_row_of_ruler_is_split_before_its_question(ground: Ground, tmp_path: Path) -> None:
