@@ -14,7 +14,7 @@ REASONS: Mapping[str, str] = {
     "none": "no token is protected",
     "set": "a token like one that is kept loses to another that scores less",
     "positions": "it looks at positions alone",
-    "keys": "it looks at keys alone",
+    "keys": "it looks at keys, or keys and values, and at no query",
 }
 
 _OTHERWISE: Mapping[str, Mapping[str, str]] = {
@@ -24,6 +24,7 @@ _OTHERWISE: Mapping[str, Mapping[str, str]] = {
     "tova": {"protection holds": "N/A: none"},
     "keydiff": {"protection holds": "N/A: none", "GQA": "N/A: keys"},
     "knorm": {"protection holds": "N/A: none", "GQA": "N/A: keys"},
+    "lagkv": {"GQA": "N/A: keys"},
     "caote": {"protection holds": "N/A: none"},
     "epicache": {"protection holds": "N/A: none"},
     "defensivekv": {"head permutation": "no: ties"},

@@ -45,7 +45,7 @@ NO_STAGE = {
     "CC-PREFILL": "the pipeline that composes a backend's stages",
     **dict.fromkeys(
         ("PO-POOL", "PO-SNAPKV", "PO-CHUNKKV", "PO-CHUNKKV-DESCRIBED", "PO-KEYDIFF", "PO-KNORM", "PO-ADAKV", "PO-RKV",
-         "PO-CAOTE", "PO-DEFENSIVEKV", "PO-EPICACHE"),
+         "PO-LAGKV", "PO-CAOTE", "PO-DEFENSIVEKV", "PO-EPICACHE"),
         "a scorer in a few matrix products once a prompt, which NumPy's BLAS does; no stage computes it",
     ),
     **dict.fromkeys(

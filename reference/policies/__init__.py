@@ -13,6 +13,7 @@ from reference.policies.full_cache import full_cache
 from reference.policies.h2o import h2o, h2o_described
 from reference.policies.keydiff import keydiff
 from reference.policies.knorm import knorm
+from reference.policies.lagkv import lagkv
 from reference.policies.nestedkv import (
     eviction_budget,
     nestedkv,
@@ -33,7 +34,7 @@ from reference.policies.turns import retain_turn
 __all__ = [
     "adakv", "advance", "advance_turn", "caote", "chunkkv", "chunkkv_described", "crystalcache", "defensivekv",
     "diverse", "epicache", "eviction_budget", "expected_attention", "full_cache", "h2o", "h2o_described", "keydiff",
-    "knorm", "nestedkv", "nestedkv_without_adaptive", "nestedkv_without_both", "nestedkv_without_continuum",
+    "knorm", "lagkv", "nestedkv", "nestedkv_without_adaptive", "nestedkv_without_both", "nestedkv_without_continuum",
     "policy_from_score", "pyramidkv", "pyramidkv_described", "retain", "retain_turn", "rkv", "scheduled", "snapkv",
     "start", "streaming_llm", "tova", "toward_mean_values", "triattention", "with_adaptive_budgets",
 ]

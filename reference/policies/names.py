@@ -57,6 +57,7 @@ POLICIES: Mapping[str, NamedPolicy] = {
     "h2o-described": NamedPolicy(policies.h2o_described),
     "keydiff": NamedPolicy(policies.keydiff),
     "knorm": NamedPolicy(policies.knorm),
+    "lagkv": NamedPolicy(policies.lagkv),
     "nestedkv": NamedPolicy(policies.nestedkv),
     "nestedkv-without-adaptive": NamedPolicy(policies.nestedkv_without_adaptive),
     "nestedkv-without-both": NamedPolicy(policies.nestedkv_without_both),

@@ -139,6 +139,7 @@ POLICY_ITEMS: Mapping[str, Callable[[Any], Result]] = {
     "PO-TOVA": lambda i: kept(i, policies.tova()),
     "PO-KEYDIFF": lambda i: kept(i, policies.keydiff()),
     "PO-KNORM": lambda i: kept(i, policies.knorm()),
+    "PO-LAGKV": lambda i: kept(i, policies.lagkv(i["N_sink"], i["lag"])),
     "PO-EXPECTED-ATTENTION": lambda i: kept(
         i, policies.expected_attention(floats(i["inv_freq"]), 1.0, i["N_sink"], i["N_future"])
     ),

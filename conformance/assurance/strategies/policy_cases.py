@@ -25,7 +25,7 @@ __all__ = [
     "triattention",
 ]
 
-W, KERNEL, C_CHUNK, SINK, FUTURE = 3, 3, 4, NESTED.N_sink, 5
+W, KERNEL, C_CHUNK, SINK, FUTURE, LAG = 3, 3, 4, NESTED.N_sink, 5, 4
 LAM = 0.5
 SAFEGUARD = Fraction(1, 5)
 
@@ -240,6 +240,7 @@ CASES: dict[str, Case] = {
         "PO-ADAKV", lambda i: policies.adakv(W, KERNEL, SAFEGUARD),
         shared(oracle.adakv, oracle.adaptive_shares, SAFEGUARD, W, KERNEL), W, window,
     ),
+    "lagkv": Case("PO-LAGKV", lambda i: policies.lagkv(SINK, LAG), by_layer(oracle.lagkv, SINK, LAG), SINK, sinks),
     "rkv": Case("PO-RKV", lambda i: policies.rkv(W, KERNEL), by_layer(oracle.rkv, W, KERNEL, 0.1), W, window),
     "caote": Case("PO-CAOTE", lambda i: policies.caote(), by_layer(oracle.caote)),
     "defensivekv": Case(

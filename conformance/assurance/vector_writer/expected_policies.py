@@ -152,6 +152,7 @@ RESULTS: Mapping[str, Callable[[Any], Json]] = {
     "PO-TOVA": lambda i: kept(i, oracle.tova),
     "PO-KEYDIFF": lambda i: kept(i, oracle.keydiff),
     "PO-KNORM": lambda i: kept(i, oracle.knorm),
+    "PO-LAGKV": lambda i: kept(i, lambda layer: oracle.lagkv(layer, i["N_sink"], i["lag"])),
     "PO-EXPECTED-ATTENTION": lambda i: kept(i, lambda layer: oracle.expected_attention(
         layer, i["inv_freq"], 1.0, i["N_sink"], i["N_future"]
     )),

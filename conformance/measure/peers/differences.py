@@ -201,6 +201,19 @@ def adakv(inputs: Inputs, readings: Set[str]) -> Kept:
     return run(host, inputs, B)
 
 
+def lagkv(inputs: Inputs, readings: Set[str]) -> Kept:
+    given, B = inputs.constants, budget(inputs, readings)
+    host = policies.lagkv(given.sinks, given.lag)
+    if TIES not in readings:
+        return run(host, inputs, B)
+    seen = Observation(inputs.n, len(inputs.k), None, {0: inputs.view})
+    scores = host.scorer(seen, host.protection(inputs.n)).values
+    rising = np.maximum(0, np.arange(inputs.n) - given.sinks) / max(1, inputs.n - given.sinks)
+    end = 1.0 if (scores <= 0).any() else rising
+    ranked = np.where(scores <= 0, (scores + given.lag - 1) / given.lag, end)
+    return topk(np.where(np.isnan(scores), 1.0, ranked), B)
+
+
 def observed(inputs: Inputs, readings: Set[str]) -> Kept:
     host = policies.h2o()
 
@@ -225,6 +238,7 @@ OURS: dict[str, tuple[Callable[[Inputs, Set[str]], Kept], tuple[str, ...]]] = {
     "Knorm": (plain(policies.knorm), (FLOORED, TRUNCATED)),
     "AdaKV": (adakv, (FLOORED, TRUNCATED, AVERAGE, QUOTA, TIES)),
     "ExpectedAttention": (expected, (FLOORED, TRUNCATED, TIES)),
+    "LagKV": (lagkv, (FLOORED, TRUNCATED, TIES)),
     "ObservedAttention": (observed, (FLOORED, TRUNCATED, PER_QUERY, NO_RECENT)),
 }
 

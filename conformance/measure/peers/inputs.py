@@ -30,9 +30,11 @@ class Constants:
     future: int
     """Positions that Expected Attention averages over."""
     layers: int
+    lag: int
+    """Tokens of a partition of LagKV."""
 
 
-SMALL = Constants(window=3, kernel=5, chunk=4, sinks=4, future=16, layers=4)
+SMALL = Constants(window=3, kernel=5, chunk=4, sinks=4, future=16, layers=4, lag=4)
 """Of inputs that are drawn."""
 
 

@@ -77,5 +77,6 @@ PRESSES: dict[str, tuple[Make, bool]] = {
     "Knorm": (lambda r, _: kvpress.KnormPress(r), False),
     "AdaKV": (lambda r, given: kvpress.AdaKVPress(snapkv(r, given), alpha_safeguard=0.2), False),
     "ExpectedAttention": (expected_attention, False),
+    "LagKV": (lambda r, given: kvpress.LagKVPress(r, n_sink=given.sinks, lag_size=given.lag), False),
     "ObservedAttention": (lambda r, _: kvpress.ObservedAttentionPress(r), True),
 }

@@ -23,6 +23,7 @@ from reference.policies.full_cache import full_cache
 from reference.policies.h2o import h2o, h2o_described
 from reference.policies.keydiff import keydiff
 from reference.policies.knorm import knorm
+from reference.policies.lagkv import lagkv
 from reference.policies.nestedkv import nestedkv, nestedkv_without_both
 from reference.policies.pyramidkv import pyramidkv, pyramidkv_described
 from reference.policies.rkv import rkv
@@ -61,6 +62,7 @@ def item(name: str) -> pytest.MarkDecorator:
             marks=item("PO-EXPECTED-ATTENTION"),
         ),
         pytest.param(defensivekv, {"W": 32, "kernel": 5}, marks=item("PO-DEFENSIVEKV")),
+        pytest.param(lagkv, {"N_sink": 4, "lag": 128}, marks=item("PO-LAGKV")),
         pytest.param(rkv, {"W": 8, "kernel": 7, "lam": 0.1, "every": 128}, marks=item("PO-RKV")),
         pytest.param(triattention, {"mode": "global", "pin_prompt": 0, "slack": 128}, marks=item("TA-POLICY")),
         pytest.param(diverse, {"lam": 0.5, "mode": "flat", "backend": "numpy"}, marks=item("DV-POLICY")),
@@ -111,6 +113,9 @@ MODEL, LAYER, HEAD = Granularity.MODEL, Granularity.LAYER, Granularity.HEAD
         pytest.param(
             lambda: defensivekv({}, 6), Needs("all", 6, values=True, budget=True), 6, HEAD, EVERY_SEGMENT,
             marks=item("PO-DEFENSIVEKV"),
+        ),
+        pytest.param(
+            lambda: lagkv(3, 5), Needs("all", 0, values=True), 3, HEAD, EVERY_SEGMENT, marks=item("PO-LAGKV")
         ),
         pytest.param(lambda: rkv(6, 5, every=9), Needs("all", 6), 6, HEAD, Cadence(9), marks=item("PO-RKV")),
         pytest.param(

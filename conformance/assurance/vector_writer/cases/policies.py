@@ -130,6 +130,15 @@ GROUPS = [
     Group("PO-TOVA", [Case(170, "one set for the layer", ["Plain"], {**inputs(7), "B": 4})]),
     Group("PO-KEYDIFF", [Case(180, "a set for each head", ["Plain"], {**inputs(8), "B": 4})]),
     Group("PO-KNORM", [Case(190, "small keys stay", ["Plain"], {**inputs(9), "B": 4})]),
+    Group("PO-LAGKV", [
+        Case(260, "two partitions of three are ranked, two tokens follow the last", ["Plain"],
+             {**inputs(16, n=13), "B": 8, "N_sink": 2, "lag": 3}),
+        Case(261, "a budget below the unranked end keeps the newest", ["TieAtBoundary"],
+             {**inputs(17, n=13), "B": 4, "N_sink": 2, "lag": 3}),
+        Case(262, "keys and values are constant: no channel has a range, and positions decide", ["TieAtBoundary"],
+             {**inputs(18, H=1, H_kv=1), "k": [[[[0.5, -1.0]] * 10]], "v": [[[[0.25, 2.0]] * 10]], "B": 6, "N_sink": 1,
+              "lag": 3}),
+    ]),
     Group("PO-EXPECTED-ATTENTION", [
         Case(200, "two sinks, four positions ahead", ["Plain"],
              {**inputs(10), "B": 5, "inv_freq": [0.5], "N_sink": 2, "N_future": 4}),

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.law("as-it-is-described")
 CLASSES = ("crystalcache", "streamingllm", "fullcache")
 PUBLISHED = tuple(name for name in POLICIES if name not in CLASSES)
 SMALL: dict[str, dict[str, Any]] = {
-    "adakv": {"W": 8}, "chunkkv": {"W": 8}, "defensivekv": {"W": 8}, "h2o-described": {"W": 8},
+    "adakv": {"W": 8}, "chunkkv": {"W": 8}, "defensivekv": {"W": 8}, "h2o-described": {"W": 8}, "lagkv": {"lag": 8},
     "pyramidkv": {"W": 8}, "pyramidkv-described": {"W": 8}, "snapkv": {"W": 8},
 }
 
