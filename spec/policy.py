@@ -91,6 +91,8 @@ class Scores:
     """Groups of one layer, side by side: the KV heads where each has its own kept set, else 1."""
     signatures: Float64[Cube, "s n d"] | None = None
     """Directions of the tokens, for a selector that compares them: one for all groups, or one for each s-th part."""
+    second: Float64[Matrix, "g m"] | None = None
+    """Priorities of a second stage, for a selector that has one."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from reference.policies.adakv import adakv, with_adaptive_budgets
 from reference.policies.cadences import advance, advance_turn, start
 from reference.policies.caote import caote
 from reference.policies.chunkkv import chunkkv, chunkkv_described
+from reference.policies.criticalkv import critical_adakv, criticalkv, with_critical_selection
 from reference.policies.crystalcache import crystalcache
 from reference.policies.defensivekv import defensivekv
 from reference.policies.diversity import diverse, scheduled, toward_mean_values
@@ -30,11 +31,13 @@ from reference.policies.streaming_llm import streaming_llm
 from reference.policies.tova import tova
 from reference.policies.triattention import triattention
 from reference.policies.turns import retain_turn
+from reference.policies.vatp import vatp, with_value_norms
 
 __all__ = [
-    "adakv", "advance", "advance_turn", "caote", "chunkkv", "chunkkv_described", "crystalcache", "defensivekv",
-    "diverse", "epicache", "eviction_budget", "expected_attention", "full_cache", "h2o", "h2o_described", "keydiff",
-    "knorm", "lagkv", "nestedkv", "nestedkv_without_adaptive", "nestedkv_without_both", "nestedkv_without_continuum",
-    "policy_from_score", "pyramidkv", "pyramidkv_described", "retain", "retain_turn", "rkv", "scheduled", "snapkv",
-    "start", "streaming_llm", "tova", "toward_mean_values", "triattention", "with_adaptive_budgets",
+    "adakv", "advance", "advance_turn", "caote", "chunkkv", "chunkkv_described", "critical_adakv", "criticalkv",
+    "crystalcache", "defensivekv", "diverse", "epicache", "eviction_budget", "expected_attention", "full_cache", "h2o",
+    "h2o_described", "keydiff", "knorm", "lagkv", "nestedkv", "nestedkv_without_adaptive", "nestedkv_without_both",
+    "nestedkv_without_continuum", "policy_from_score", "pyramidkv", "pyramidkv_described", "retain", "retain_turn",
+    "rkv", "scheduled", "snapkv", "start", "streaming_llm", "tova", "toward_mean_values", "triattention", "vatp",
+    "with_adaptive_budgets", "with_critical_selection", "with_value_norms",
 ]

@@ -51,6 +51,8 @@ POLICIES: Mapping[str, NamedPolicy] = {
     "caote": NamedPolicy(policies.caote),
     "chunkkv": NamedPolicy(policies.chunkkv, diverse=False),
     "chunkkv-described": NamedPolicy(policies.chunkkv_described, diverse=False),
+    "critical-adakv": NamedPolicy(policies.critical_adakv, of_model=frozenset({"W_o"}), diverse=False),
+    "criticalkv": NamedPolicy(policies.criticalkv, of_model=frozenset({"W_o"}), diverse=False),
     "defensivekv": NamedPolicy(policies.defensivekv, of_model=frozenset({"W_o"})),
     "expected-attention": NamedPolicy(policies.expected_attention, of_model=frozenset({"inv_freq", "factor"})),
     "h2o": NamedPolicy(policies.h2o, diverse=False),
@@ -70,11 +72,12 @@ POLICIES: Mapping[str, NamedPolicy] = {
     "triattention": _triattention("global"),
     "triattention-by-head": _triattention("head"),
     "triattention-by-layer-and-head": _triattention("layer and head"),
+    "vatp": NamedPolicy(policies.vatp, diverse=False),
 }
 """EpiCache is not here: its queries are not the prompt's own.
 
-Chunks and trunks have no signature; H2O's newest half is not protection, `diverse-h2o-described` has its sums; the
-full cache selects nothing.
+Chunks and trunks have no signature; CriticalKV selects in two stages; H2O's newest half is not protection,
+`diverse-h2o-described` has its sums; the full cache selects nothing.
 """
 
 NAMES = (*POLICIES, *(DIVERSE + name for name, policy in POLICIES.items() if policy.diverse))

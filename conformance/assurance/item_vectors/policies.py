@@ -13,6 +13,7 @@ from reference import policies
 from reference.policies.attention import accumulated_attention, average_pool, max_pool, observed_attention
 from reference.policies.budgets import Adaptive, Competition, Pyramid, even, largest_remainder
 from reference.policies.cadences import take_up
+from reference.policies.criticalkv import two_stages
 from reference.policies.official import adakv_official, pyramidkv_official
 from reference.policies.protections import SinkAndRecent
 from reference.policies.selectors import fill_units, top_units
@@ -70,6 +71,12 @@ def filled(i: Json) -> Result:
     offsets = np.array([*range(0, past, i["c"]), *([past] if past < n else []), n])
     totals = np.add.reduceat(given.values, offsets[:-1], axis=1)
     return lists(fill_units(Scores(totals, offsets, given.values), even(i["B"] * len(totals), given), protected))
+
+
+def staged(i: Json) -> Result:
+    given, protected = scores(i)
+    shares = np.full(len(given.values), i["B"], dtype=np.int64)
+    return lists(two_stages(replace(given, second=floats(i["second"])), shares, protected, Fraction(i["share"])))
 
 
 def shared(i: Json, budgets: Adaptive | Competition) -> Result:
@@ -147,5 +154,8 @@ POLICY_ITEMS: Mapping[str, Callable[[Any], Result]] = {
     "PO-RKV": lambda i: kept(i, policies.rkv(i["W"], i["kernel"], i["lam"])),
     "PO-CAOTE": lambda i: kept(i, policies.caote()),
     "PO-DEFENSIVEKV": lambda i: kept(i, policies.defensivekv({0: floats(i["W_o"])}, i["W"], i["kernel"])),
+    "PO-VATP": lambda i: kept(i, policies.vatp(i["N_sink"])),
+    "PO-TWO-STAGES": staged,
+    "PO-CRITICALKV": lambda i: kept(i, policies.criticalkv({0: floats(i["W_o"])}, i["W"], i["kernel"])),
     "PO-EPICACHE": lambda i: kept(i, policies.epicache()),
 }

@@ -9,6 +9,7 @@ import numpy as np
 
 from conformance.assurance.oracles import policies as oracle
 from conformance.assurance.oracles import triattention as tri_oracle
+from conformance.assurance.oracles import weighed
 from conformance.assurance.oracles.nestedkv import kept as kept_of_a_layer
 from conformance.assurance.oracles.signatures import signatures
 from conformance.oracles import diversity as alpha_oracle
@@ -126,6 +127,26 @@ def defensivekv(inputs: Inputs, B: int) -> Kept:
         rows = oracle.defensive(plain(view), W_o.tolist(), W, KERNEL, B)
         found += [oracle.top(r, b) for r, b in zip(rows, oracle.competition_shares(rows, B, Fraction(0)), strict=True)]
     return found
+
+
+def critical(
+    score: Callable[..., list[oracle.Score]], shares: Callable[[list[oracle.Score], int], Sequence[int]],
+) -> Callable[[Inputs, int], Kept]:
+    """In two stages inside each head's share."""
+    def expected(inputs: Inputs, B: int) -> Kept:
+        found = []
+        for view, W_o in zip(inputs.layers, inputs.W_o, strict=True):
+            rows = score(plain(view), W, KERNEL)
+            found += weighed.critical(plain(view), W_o.tolist(), rows, shares(rows, B))
+        return found
+
+    return expected
+
+
+def vatp(inputs: Inputs, B: int) -> Kept:
+    held = sinks(inputs.n, B) | newest_half(inputs.n, B)
+    rows = [row for view in inputs.layers for row in weighed.vatp(plain(view))]
+    return [oracle.top([None if at in held else x for at, x in enumerate(row)], B) for row in rows]
 
 
 def identity(inputs: Inputs) -> Identity:
@@ -249,6 +270,17 @@ CASES: dict[str, Case] = {
     "epicache": Case(
         "PO-EPICACHE", lambda i: policies.epicache(),
         shared(oracle.epicache, oracle.competition_shares, Fraction(0)),
+    ),
+    "vatp": Case(
+        "PO-VATP", lambda i: policies.vatp(SINK), vatp, 2 * SINK, lambda n, B: sinks(n, B) | newest_half(n, B)
+    ),
+    "criticalkv": Case(
+        "PO-CRITICALKV", lambda i: policies.criticalkv(dict(enumerate(i.W_o)), W, KERNEL),
+        critical(oracle.snapkv, lambda rows, B: [B] * len(rows)), W, window,
+    ),
+    "critical-adakv": Case(
+        "PO-CRITICALKV", lambda i: policies.critical_adakv(dict(enumerate(i.W_o)), W, KERNEL, SAFEGUARD),
+        critical(oracle.adakv, lambda rows, B: oracle.adaptive_shares(rows, B, SAFEGUARD)), W, window,
     ),
     "h2o-described": Case(
         "PO-H2O-DESCRIBED", lambda i: policies.h2o_described(W), by_layer(h2o_described), W, window

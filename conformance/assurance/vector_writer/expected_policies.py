@@ -5,6 +5,7 @@ from fractions import Fraction
 from typing import Any
 
 from conformance.assurance.oracles import policies as oracle
+from conformance.assurance.oracles import weighed
 from conformance.vectors.json_values import Json
 
 __all__ = ["RESULTS"]
@@ -63,6 +64,15 @@ def blanked(i: Json) -> list[oracle.Score]:
 
 def competed(i: Json, safeguard: Fraction, shares: Callable[..., list[int]]) -> Json:
     return {"shares": shares(blanked(i), i["B"], safeguard)}
+
+
+def vatp(i: Json) -> Json:
+    """The sinks and the newest half have no score."""
+    found = []
+    for row in (row for layer in layers(i) for row in weighed.vatp(layer)):
+        open_ = range(i["N_sink"], len(row) - i["B"] // 2)
+        found.append(oracle.top([x if at in open_ else None for at, x in enumerate(row)], i["B"]))
+    return {"kept": found}
 
 
 def official_pyramid(i: Json) -> Json:
@@ -166,6 +176,16 @@ RESULTS: Mapping[str, Callable[[Any], Json]] = {
         i, lambda layer: oracle.defensive(layer, i["W_o"], i["W"], i["kernel"], i["B"]),
         lambda rows, B: oracle.competition_shares(rows, B, Fraction(0)),
     ),
+    "PO-VATP": vatp,
+    "PO-TWO-STAGES": lambda i: {"kept": [
+        weighed.two_stages(row, second, i["B"], Fraction(i["share"]))
+        for row, second in zip(blanked(i), i["second"], strict=True)
+    ]},
+    "PO-CRITICALKV": lambda i: {"kept": [
+        kept for layer in layers(i) for kept in weighed.critical(
+            layer, i["W_o"], oracle.snapkv(layer, i["W"], i["kernel"]), [i["B"]] * len(layer["k"])
+        )
+    ]},
     "PO-EPICACHE": lambda i: kept(
         i, oracle.epicache, lambda rows, B: oracle.competition_shares(rows, B, Fraction(0))
     ),

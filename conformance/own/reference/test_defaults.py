@@ -15,6 +15,7 @@ from reference.policies.adakv import adakv, with_adaptive_budgets
 from reference.policies.budgets import Pyramid
 from reference.policies.caote import caote
 from reference.policies.chunkkv import chunkkv, chunkkv_described
+from reference.policies.criticalkv import critical_adakv, criticalkv, with_critical_selection
 from reference.policies.defensivekv import defensivekv
 from reference.policies.diversity import diverse, toward_mean_values
 from reference.policies.epicache import epicache
@@ -31,6 +32,7 @@ from reference.policies.snapkv import snapkv
 from reference.policies.streaming_llm import streaming_llm
 from reference.policies.tova import tova
 from reference.policies.triattention import triattention
+from reference.policies.vatp import vatp, with_value_norms
 from spec.parameters import NESTEDKV
 from spec.policy import Cadence, Needs, Policy
 from spec.retention import Granularity
@@ -63,6 +65,13 @@ def item(name: str) -> pytest.MarkDecorator:
         ),
         pytest.param(defensivekv, {"W": 32, "kernel": 5}, marks=item("PO-DEFENSIVEKV")),
         pytest.param(lagkv, {"N_sink": 4, "lag": 128}, marks=item("PO-LAGKV")),
+        pytest.param(vatp, {"N_sink": 4}, marks=item("PO-VATP")),
+        pytest.param(with_value_norms, {"N_sink": 4}, marks=item("PO-VATP")),
+        pytest.param(with_critical_selection, {"share": Fraction(1, 2)}, marks=item("PO-CRITICALKV")),
+        pytest.param(criticalkv, {"W": 32, "kernel": 7}, marks=item("PO-CRITICALKV")),
+        pytest.param(
+            critical_adakv, {"W": 32, "kernel": 7, "safeguard": Fraction(1, 5)}, marks=item("PO-CRITICALKV")
+        ),
         pytest.param(rkv, {"W": 8, "kernel": 7, "lam": 0.1, "every": 128}, marks=item("PO-RKV")),
         pytest.param(triattention, {"mode": "global", "pin_prompt": 0, "slack": 128}, marks=item("TA-POLICY")),
         pytest.param(diverse, {"lam": 0.5, "mode": "flat", "backend": "numpy"}, marks=item("DV-POLICY")),
@@ -113,6 +122,13 @@ MODEL, LAYER, HEAD = Granularity.MODEL, Granularity.LAYER, Granularity.HEAD
         pytest.param(
             lambda: defensivekv({}, 6), Needs("all", 6, values=True, budget=True), 6, HEAD, EVERY_SEGMENT,
             marks=item("PO-DEFENSIVEKV"),
+        ),
+        pytest.param(
+            lambda: criticalkv({}, 6), Needs("all", 6, values=True), 6, HEAD, EVERY_SEGMENT, marks=item("PO-CRITICALKV")
+        ),
+        pytest.param(
+            lambda: with_value_norms(snapkv(6), 0), Needs("all", 6, values=True), 6, HEAD, EVERY_SEGMENT,
+            marks=item("PO-VATP"),
         ),
         pytest.param(
             lambda: lagkv(3, 5), Needs("all", 0, values=True), 3, HEAD, EVERY_SEGMENT, marks=item("PO-LAGKV")

@@ -151,5 +151,18 @@ GROUPS = [
     Group("PO-DEFENSIVEKV", [
         Case(240, "two heads share a layer", ["Plain"], {**inputs(14), "B": 5, "W_o": numbers(2, 4, 2, 3), **MODES}),
     ]),
+    Group("PO-VATP", [Case(270, "two sinks, half of six recent", ["Plain"], {**inputs(19), "B": 6, "N_sink": 2})]),
+    Group("PO-TWO-STAGES", [
+        Case(271, "half of five places is two; three go to the second score", ["TieAtBoundary"],
+             {"values": HEADS, "second": [[0.0, 1.0, 0.0, 2.0, 2.0, 2.0]] * 2, "protected": OPEN, "B": 5,
+              "share": "1/2"}),
+        Case(272, "a protected token is in no stage", ["ProtectedNotRead"],
+             {"values": HEADS, "second": [[9.0, 1.0, 0.0, 2.0, 2.0, 2.0]] * 2, "protected": SINK, "B": 3,
+              "share": "1/2"}),
+    ]),
+    Group("PO-CRITICALKV", [
+        Case(273, "two heads, a window of two", ["Plain"],
+             {**inputs(20), "B": 6, "W_o": numbers(3, 4, 2, 3), **MODES}),
+    ]),
     Group("PO-EPICACHE", [Case(250, "every query sees every key", ["Plain"], {**inputs(15), "B": 4})]),
 ]

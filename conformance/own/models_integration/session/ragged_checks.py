@@ -15,7 +15,7 @@ from models_integration.attention.capture import observing
 from models_integration.cache.dense_layer import RetainedLayer
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.model.architecture import describe
-from reference.policies import adakv, chunkkv, h2o, lagkv, nestedkv, pyramidkv, rkv, snapkv, tova
+from reference.policies import adakv, chunkkv, h2o, lagkv, nestedkv, pyramidkv, rkv, snapkv, tova, vatp
 from spec.budget import parse_budget
 from spec.policy import Policy
 
@@ -32,7 +32,9 @@ PUBLISHED: dict[str, Callable[[], Policy]] = {
     "nestedkv": nestedkv,
     "lagkv": lambda: lagkv(lag=8),
 }
-DECODING: dict[str, Callable[[], Policy]] = {"h2o": h2o, "tova": tova, "rkv": lambda: rkv(W=4, every=3)}
+DECODING: dict[str, Callable[[], Policy]] = {
+    "h2o": h2o, "vatp": lambda: vatp(2), "tova": tova, "rkv": lambda: rkv(W=4, every=3),
+}
 
 
 def method(name: str, budget: float | int = 0.3) -> RetentionPolicy:
