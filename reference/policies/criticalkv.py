@@ -18,7 +18,7 @@ from spec.errors import SpecError
 from spec.policy import NOTHING_PROMISED, Needs, Observation, Policy, Scorer, Scores, Selection
 from spec.retention import Granularity
 
-__all__ = ["TwoScores", "critical_adakv", "criticalkv", "two_stages", "with_critical_selection"]
+__all__ = ["EPSILON", "TwoScores", "critical_adakv", "criticalkv", "two_stages", "with_critical_selection"]
 
 EPSILON = 1e-4
 

@@ -67,6 +67,7 @@ def the_first_part_rounded_up(scores: Scores, budgets: Array, protected: Array, 
 @instead_of(two_stages, "PO-TWO-STAGES")
 def second_stage_first(scores: Scores, budgets: Array, protected: Array, share: Fraction) -> Selection:
     """The second score has the first half, rounded down."""
+    assert scores.second is not None
     swapped = replace(scores, values=scores.second, second=scores.values)
     return two_stages(swapped, budgets, protected, share)
 

@@ -56,6 +56,11 @@ class Inputs:
     def n(self) -> int:
         return int(self.k.shape[1])
 
+    @cached_property
+    def W_o(self) -> Array:
+        """An output projection (H, d, hidden), drawn beside them."""
+        return np.random.default_rng(self.seed + 1).standard_normal((len(self.raw_q), D, 6))
+
     def at(self, ratio: str) -> "Inputs":
         """The same tensors at another ratio."""
         other = copy(self)

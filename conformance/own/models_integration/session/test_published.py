@@ -34,10 +34,10 @@ pytestmark = pytest.mark.law("as-it-is-described")
 CLASSES = ("crystalcache", "streamingllm", "fullcache")
 PUBLISHED = tuple(name for name in POLICIES if name not in CLASSES)
 SMALL: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(
-        ("adakv", "chunkkv", "critical-adakv", "criticalkv", "defensivekv", "h2o-described", "pyramidkv",
-         "pyramidkv-described", "snapkv"), {"W": 8},
-    ),
+    **{name: {"W": 8} for name in (
+        "adakv", "chunkkv", "critical-adakv", "criticalkv", "defensivekv", "h2o-described", "pyramidkv",
+        "pyramidkv-described", "snapkv",
+    )},
     "lagkv": {"lag": 8},
 }
 
