@@ -2,6 +2,7 @@
 
 from reference.policies.adakv import adakv, with_adaptive_budgets
 from reference.policies.cadences import advance, advance_turn, start
+from reference.policies.cake import cake
 from reference.policies.caote import caote
 from reference.policies.chunkkv import chunkkv, chunkkv_described
 from reference.policies.criticalkv import critical_adakv, criticalkv, with_critical_selection
@@ -34,7 +35,7 @@ from reference.policies.turns import retain_turn
 from reference.policies.vatp import vatp, with_value_norms
 
 __all__ = [
-    "adakv", "advance", "advance_turn", "caote", "chunkkv", "chunkkv_described", "critical_adakv", "criticalkv",
+    "adakv", "advance", "advance_turn", "cake", "caote", "chunkkv", "chunkkv_described", "critical_adakv", "criticalkv",
     "crystalcache", "defensivekv", "diverse", "epicache", "eviction_budget", "expected_attention", "full_cache", "h2o",
     "h2o_described", "keydiff", "knorm", "lagkv", "nestedkv", "nestedkv_without_adaptive", "nestedkv_without_both",
     "nestedkv_without_continuum", "policy_from_score", "pyramidkv", "pyramidkv_described", "retain", "retain_turn",

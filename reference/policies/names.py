@@ -48,6 +48,7 @@ POLICIES: Mapping[str, NamedPolicy] = {
     "streamingllm": NamedPolicy(policies.streaming_llm),
     "fullcache": NamedPolicy(policies.full_cache, diverse=False),
     "adakv": NamedPolicy(policies.adakv),
+    "cake": NamedPolicy(policies.cake),
     "caote": NamedPolicy(policies.caote),
     "chunkkv": NamedPolicy(policies.chunkkv, diverse=False),
     "chunkkv-described": NamedPolicy(policies.chunkkv_described, diverse=False),

@@ -13,6 +13,7 @@ from reference import policies
 from reference.policies.attention import accumulated_attention, average_pool, max_pool, observed_attention
 from reference.policies.budgets import Adaptive, Competition, Pyramid, even, largest_remainder
 from reference.policies.cadences import take_up
+from reference.policies.cake import Preferred
 from reference.policies.criticalkv import two_stages
 from reference.policies.official import adakv_official, pyramidkv_official
 from reference.policies.protections import SinkAndRecent
@@ -82,6 +83,12 @@ def staged(i: Json) -> Result:
 def shared(i: Json, budgets: Adaptive | Competition) -> Result:
     given, _ = scores(i)
     return {"shares": budgets(i["B"] * len(given.values), given)}
+
+
+def preferred(i: Json) -> Result:
+    L = len(i["preferences"])
+    given = Scores(np.zeros((L, i["n"])), np.arange(i["n"] + 1), preferences=floats(i["preferences"]))
+    return {"shares": Preferred(i["W"])(i["B"] * L, given)}
 
 
 def pyramid(i: Json) -> Result:
@@ -157,5 +164,9 @@ POLICY_ITEMS: Mapping[str, Callable[[Any], Result]] = {
     "PO-VATP": lambda i: kept(i, policies.vatp(i["N_sink"])),
     "PO-TWO-STAGES": staged,
     "PO-CRITICALKV": lambda i: kept(i, policies.criticalkv({0: floats(i["W_o"])}, i["W"], i["kernel"])),
+    "PO-PREFERENCE-BUDGET": preferred,
+    "PO-CAKE": lambda i: kept(
+        i, policies.cake(i["W"], i["kernel"], i["gamma"], i["tau1"], i["tau2"])
+    ),
     "PO-EPICACHE": lambda i: kept(i, policies.epicache()),
 }

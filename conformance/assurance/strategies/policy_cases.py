@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from conformance.assurance.oracles import cake as cake_oracle
 from conformance.assurance.oracles import policies as oracle
 from conformance.assurance.oracles import triattention as tri_oracle
 from conformance.assurance.oracles import weighed
@@ -141,6 +142,15 @@ def critical(
         return found
 
     return expected
+
+
+def cake(inputs: Inputs, B: int) -> Kept:
+    preferences = [cake_oracle.preference(plain(view), W, 1.0, 1.0) for view in inputs.layers]
+    shares = cake_oracle.preferred_shares(preferences, B, W, inputs.n)
+    return [
+        oracle.top(row, share) for view, share in zip(inputs.layers, shares, strict=True)
+        for row in cake_oracle.scores(plain(view), W, KERNEL, 200.0)
+    ]
 
 
 def vatp(inputs: Inputs, B: int) -> Kept:
@@ -282,6 +292,7 @@ CASES: dict[str, Case] = {
         "PO-CRITICALKV", lambda i: policies.critical_adakv(dict(enumerate(i.W_o)), W, KERNEL, SAFEGUARD),
         critical(oracle.adakv, lambda rows, B: oracle.adaptive_shares(rows, B, SAFEGUARD)), W, window,
     ),
+    "cake": Case("PO-CAKE", lambda i: policies.cake(W, KERNEL), cake, W, window),
     "h2o-described": Case(
         "PO-H2O-DESCRIBED", lambda i: policies.h2o_described(W), by_layer(h2o_described), W, window
     ),

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
+from conformance.assurance.oracles import cake as cake_oracle
 from conformance.assurance.oracles import policies as oracle
 from conformance.assurance.oracles import weighed
 from conformance.vectors.json_values import Json
@@ -64,6 +65,17 @@ def blanked(i: Json) -> list[oracle.Score]:
 
 def competed(i: Json, safeguard: Fraction, shares: Callable[..., list[int]]) -> Json:
     return {"shares": shares(blanked(i), i["B"], safeguard)}
+
+
+def cake(i: Json) -> Json:
+    """Shares by the preferences of the layers."""
+    all_layers = layers(i)
+    preferences = [cake_oracle.preference(layer, i["W"], i["tau1"], i["tau2"]) for layer in all_layers]
+    shares = cake_oracle.preferred_shares(preferences, i["B"], i["W"], len(all_layers[0]["k"][0]))
+    return {"kept": [
+        oracle.top(row, share) for layer, share in zip(all_layers, shares, strict=True)
+        for row in cake_oracle.scores(layer, i["W"], i["kernel"], i["gamma"])
+    ]}
 
 
 def vatp(i: Json) -> Json:
@@ -186,6 +198,10 @@ RESULTS: Mapping[str, Callable[[Any], Json]] = {
             layer, i["W_o"], oracle.snapkv(layer, i["W"], i["kernel"]), [i["B"]] * len(layer["k"])
         )
     ]},
+    "PO-PREFERENCE-BUDGET": lambda i: {
+        "shares": cake_oracle.preferred_shares(i["preferences"], i["B"], i["W"], i["n"])
+    },
+    "PO-CAKE": cake,
     "PO-EPICACHE": lambda i: kept(
         i, oracle.epicache, lambda rows, B: oracle.competition_shares(rows, B, Fraction(0))
     ),

@@ -13,6 +13,7 @@ from conformance.assurance.strategies.policy_cases import triattention as calibr
 from conformance.strategies.policy_inputs import drawn
 from reference.policies.adakv import adakv, with_adaptive_budgets
 from reference.policies.budgets import Pyramid
+from reference.policies.cake import cake
 from reference.policies.caote import caote
 from reference.policies.chunkkv import chunkkv, chunkkv_described
 from reference.policies.criticalkv import critical_adakv, criticalkv, with_critical_selection
@@ -65,6 +66,9 @@ def item(name: str) -> pytest.MarkDecorator:
         ),
         pytest.param(defensivekv, {"W": 32, "kernel": 5}, marks=item("PO-DEFENSIVEKV")),
         pytest.param(lagkv, {"N_sink": 4, "lag": 128}, marks=item("PO-LAGKV")),
+        pytest.param(
+            cake, {"W": 32, "kernel": 5, "gamma": 200.0, "tau1": 1.0, "tau2": 1.0}, marks=item("PO-CAKE")
+        ),
         pytest.param(vatp, {"N_sink": 4}, marks=item("PO-VATP")),
         pytest.param(with_value_norms, {"N_sink": 4}, marks=item("PO-VATP")),
         pytest.param(with_critical_selection, {"share": Fraction(1, 2)}, marks=item("PO-CRITICALKV")),
@@ -113,6 +117,7 @@ MODEL, LAYER, HEAD = Granularity.MODEL, Granularity.LAYER, Granularity.HEAD
         pytest.param(lambda: tova(), Needs("all", 1), 0, LAYER, Cadence(1), marks=item("PO-TOVA")),
         pytest.param(lambda: keydiff(), Needs("all", 0), 0, HEAD, EVERY_SEGMENT, marks=item("PO-KEYDIFF")),
         pytest.param(lambda: knorm(), Needs("all", 0), 0, HEAD, EVERY_SEGMENT, marks=item("PO-KNORM")),
+        pytest.param(lambda: cake(6), Needs("all", 6), 6, HEAD, EVERY_SEGMENT, marks=item("PO-CAKE")),
         pytest.param(lambda: caote(), Needs("all", 1, values=True), 0, HEAD, Cadence(1), marks=item("PO-CAOTE")),
         pytest.param(lambda: epicache(), Needs("all", None), 0, HEAD, EVERY_SEGMENT, marks=item("PO-EPICACHE")),
         pytest.param(

@@ -121,7 +121,7 @@ def test_two_stages_are_those_of_brute_force(seed: int, B: int, share: Fraction)
     first[:, protected] = second[:, protected] = np.nan
     found = two_stages(Scores(first, np.arange(11), second=second), np.array([B, B + 1, B]), protected, share)
     given = [[[None if np.isnan(x) else float(x) for x in row] for row in rows] for rows in (first, second)]
-    brute = [weighed.two_stages(*rows, places, share) for *rows, places in zip(*given, (B, B + 1, B), strict=True)]
+    brute = [weighed.two_stages(a, b, places, share) for a, b, places in zip(*given, (B, B + 1, B), strict=True)]
     assert [part.tolist() for part in np.split(found.positions, found.offsets[1:-1])] == brute
 
 

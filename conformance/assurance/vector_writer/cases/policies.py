@@ -164,5 +164,19 @@ GROUPS = [
         Case(273, "two heads, a window of two", ["Plain"],
              {**inputs(20), "B": 6, "W_o": numbers(3, 4, 2, 3), **MODES}),
     ]),
+    Group("PO-PREFERENCE-BUDGET", [
+        Case(280, "in proportion, whole by largest remainder", ["Plain"],
+             {"preferences": [1.0, 2.0, 4.0], "B": 8, "W": 2, "n": 40}),
+        Case(281, "two layers are full one after the other, and the rest goes to the others", ["TieAtBoundary"],
+             {"preferences": [64.0, 1.0, 8.0, 1.0], "B": 8, "W": 2, "n": 12}),
+        Case(282, "no layer has a preference", ["TieAtBoundary"],
+             {"preferences": [0.0, 0.0, 0.0], "B": 4, "W": 2, "n": 9}),
+    ]),
+    Group("PO-CAKE", [
+        Case(283, "three layers", ["Plain"],
+             {**inputs(21, L=3), "B": 5, "gamma": 200.0, "tau1": 1.0, "tau2": 1.0, **MODES}),
+        Case(284, "temperatures", ["Plain"],
+             {**inputs(22, L=2), "B": 6, "gamma": 8.0, "tau1": 2.0, "tau2": 0.5, **MODES}),
+    ]),
     Group("PO-EPICACHE", [Case(250, "every query sees every key", ["Plain"], {**inputs(15), "B": 4})]),
 ]

@@ -15,7 +15,7 @@ from models_integration.attention.capture import observing
 from models_integration.cache.dense_layer import RetainedLayer
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.model.architecture import describe
-from reference.policies import adakv, chunkkv, h2o, lagkv, nestedkv, pyramidkv, rkv, snapkv, tova, vatp
+from reference.policies import adakv, cake, chunkkv, h2o, lagkv, nestedkv, pyramidkv, rkv, snapkv, tova, vatp
 from spec.budget import parse_budget
 from spec.policy import Policy
 
@@ -31,6 +31,7 @@ PUBLISHED: dict[str, Callable[[], Policy]] = {
     "chunkkv": lambda: chunkkv(c=5, W=8),
     "nestedkv": nestedkv,
     "lagkv": lambda: lagkv(lag=8),
+    "cake": lambda: cake(W=8),
 }
 DECODING: dict[str, Callable[[], Policy]] = {
     "h2o": h2o, "vatp": lambda: vatp(2), "tova": tova, "rkv": lambda: rkv(W=4, every=3),

@@ -35,7 +35,7 @@ CLASSES = ("crystalcache", "streamingllm", "fullcache")
 PUBLISHED = tuple(name for name in POLICIES if name not in CLASSES)
 SMALL: dict[str, dict[str, Any]] = {
     **{name: {"W": 8} for name in (
-        "adakv", "chunkkv", "critical-adakv", "criticalkv", "defensivekv", "h2o-described", "pyramidkv",
+        "adakv", "cake", "chunkkv", "critical-adakv", "criticalkv", "defensivekv", "h2o-described", "pyramidkv",
         "pyramidkv-described", "snapkv",
     )},
     "lagkv": {"lag": 8},
