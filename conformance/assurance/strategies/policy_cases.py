@@ -16,15 +16,13 @@ from conformance.assurance.oracles.signatures import signatures
 from conformance.oracles import diversity as alpha_oracle
 from conformance.oracles import nestedkv
 from conformance.strategies.keys import NESTED
-from conformance.strategies.policy_inputs import Inputs, Kept
+from conformance.strategies.policy_inputs import Inputs, Kept, calibrated, identity
 from reference import policies
-from reference.calibration import Calibration, Identity
-from reference.triattention import OFFSETS, Mode, band_statistics
+from reference.triattention import OFFSETS, Mode
 from spec.policy import LayerView, Policy
 
 __all__ = [
-    "CASES", "LAM", "Case", "alpha_kept", "calibrated", "identity", "plain", "plain_values", "tri_rows",
-    "triattention",
+    "CASES", "LAM", "Case", "alpha_kept", "plain", "plain_values", "tri_rows", "triattention",
 ]
 
 W, KERNEL, C_CHUNK, SINK, FUTURE, LAG = 3, 3, 4, NESTED.N_sink, 5, 4
@@ -157,17 +155,6 @@ def vatp(inputs: Inputs, B: int) -> Kept:
     held = sinks(inputs.n, B) | newest_half(inputs.n, B)
     rows = [row for view in inputs.layers for row in weighed.vatp(plain(view))]
     return [oracle.top([None if at in held else x for at, x in enumerate(row)], B) for row in rows]
-
-
-def identity(inputs: Inputs) -> Identity:
-    return Identity("drawn", inputs.inv_freq, inputs.factor)
-
-
-def calibrated(inputs: Inputs) -> Calibration:
-    """As if the queries at hand were those of a calibration text, before their rotation."""
-    found = [band_statistics(view.q) for view in inputs.layers]
-    mean, magnitude = (np.stack([pair[at] for pair in found]) for at in (0, 1))
-    return Calibration(identity(inputs), tuple(range(len(inputs.layers))), mean, magnitude)
 
 
 def triattention(inputs: Inputs, mode: Mode, pin_prompt: int = 0, slack: int = 128) -> Policy:
