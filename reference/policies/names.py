@@ -78,7 +78,7 @@ POLICIES: Mapping[str, NamedPolicy] = {
         policies.defensivekv, of_model=frozenset({"W_o"}), promises=replace(_ALL, head_permutation="no")
     ),
     "expected-attention": NamedPolicy(policies.expected_attention, of_model=frozenset({"inv_freq", "factor"})),
-    # Its newest half, as VATP's, hangs on the budget, which a protection is not told: the table counts it as protected all the same.
+    # Its newest half, as VATP's, hangs on the budget, which a protection is not told; the table counts it as protected.
     "h2o": NamedPolicy(
         policies.h2o, diverse=False, promises=replace(_NONE_PROTECTED, higher_score_never_loses="no")
     ),
@@ -86,6 +86,7 @@ POLICIES: Mapping[str, NamedPolicy] = {
     "keydiff": NamedPolicy(policies.keydiff, promises=replace(_KEYS_ALONE, protection_holds="N/A")),
     "knorm": NamedPolicy(policies.knorm, promises=replace(_KEYS_ALONE, protection_holds="N/A")),
     "lagkv": NamedPolicy(policies.lagkv, promises=_KEYS_ALONE),
+    "morphkv": NamedPolicy(policies.morphkv),
     "nestedkv": NamedPolicy(policies.nestedkv, promises=replace(_KEYS_ALONE, higher_score_never_loses="no")),
     "nestedkv-without-adaptive": NamedPolicy(policies.nestedkv_without_adaptive, promises=_KEYS_ALONE),
     "nestedkv-without-both": NamedPolicy(

@@ -165,6 +165,7 @@ POLICY_ITEMS: Mapping[str, Callable[[Any], Result]] = {
     "PO-TWO-STAGES": staged,
     "PO-CRITICALKV": lambda i: kept(i, policies.criticalkv({0: floats(i["W_o"])}, i["W"], i["kernel"])),
     "PO-PREFERENCE-BUDGET": preferred,
+    "PO-MORPHKV": lambda i: kept(i, policies.morphkv(i["W"], i["fusion"])),
     "PO-CAKE": lambda i: kept(
         i, policies.cake(i["W"], i["kernel"], i["gamma"], i["tau1"], i["tau2"])
     ),

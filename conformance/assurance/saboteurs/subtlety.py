@@ -37,8 +37,8 @@ PARTS_IN_USE = ("snapkv", "pyramidkv", "chunkkv", "adakv", "h2o", "defensivekv",
 WHOLES = {"DV": "DV-POLICY", "TA": "TA-POLICY", "NK": "NK-NESTEDKV"}
 # What also shows while tokens are decoded.
 STEPPED = {
-    "PO-H2O": "h2o", "PO-VATP": "vatp", "TA-RANKING": "triattention", "TA-POLICY": "triattention",
-    "DV-POLICY": "diversity",
+    "PO-H2O": "h2o", "PO-VATP": "vatp", "PO-MORPHKV": "morphkv", "TA-RANKING": "triattention",
+    "TA-POLICY": "triattention", "DV-POLICY": "diversity",
 }
 
 

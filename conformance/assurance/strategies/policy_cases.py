@@ -11,6 +11,7 @@ from conformance.assurance.oracles import cake as cake_oracle
 from conformance.assurance.oracles import policies as oracle
 from conformance.assurance.oracles import triattention as tri_oracle
 from conformance.assurance.oracles import weighed
+from conformance.assurance.oracles.morphkv import morphkv
 from conformance.assurance.oracles.nestedkv import kept as kept_of_a_layer
 from conformance.assurance.oracles.signatures import signatures
 from conformance.oracles import diversity as alpha_oracle
@@ -268,6 +269,7 @@ CASES: dict[str, Case] = {
         "PO-EPICACHE", lambda i: policies.epicache(),
         shared(oracle.epicache, oracle.competition_shares, Fraction(0)),
     ),
+    "morphkv": Case("PO-MORPHKV", lambda i: policies.morphkv(W), by_layer(morphkv, W, "sum"), W, window),
     "vatp": Case(
         "PO-VATP", lambda i: policies.vatp(SINK), vatp, 2 * SINK, lambda n, B: sinks(n, B) | newest_half(n, B)
     ),

@@ -7,6 +7,7 @@ from typing import Any
 from conformance.assurance.oracles import cake as cake_oracle
 from conformance.assurance.oracles import policies as oracle
 from conformance.assurance.oracles import weighed
+from conformance.assurance.oracles.morphkv import morphkv
 from conformance.vectors.json_values import Json
 
 __all__ = ["RESULTS"]
@@ -201,6 +202,7 @@ RESULTS: Mapping[str, Callable[[Any], Json]] = {
     "PO-PREFERENCE-BUDGET": lambda i: {
         "shares": cake_oracle.preferred_shares(i["preferences"], i["B"], i["W"], i["n"])
     },
+    "PO-MORPHKV": lambda i: kept(i, lambda layer: morphkv(layer, i["W"], i["fusion"])),
     "PO-CAKE": cake,
     "PO-EPICACHE": lambda i: kept(
         i, oracle.epicache, lambda rows, B: oracle.competition_shares(rows, B, Fraction(0))

@@ -26,6 +26,7 @@ from reference.policies.h2o import h2o, h2o_described
 from reference.policies.keydiff import keydiff
 from reference.policies.knorm import knorm
 from reference.policies.lagkv import lagkv
+from reference.policies.morphkv import morphkv
 from reference.policies.nestedkv import nestedkv, nestedkv_without_both
 from reference.policies.pyramidkv import pyramidkv, pyramidkv_described
 from reference.policies.rkv import rkv
@@ -69,6 +70,7 @@ def item(name: str) -> pytest.MarkDecorator:
         pytest.param(
             cake, {"W": 32, "kernel": 5, "gamma": 200.0, "tau1": 1.0, "tau2": 1.0}, marks=item("PO-CAKE")
         ),
+        pytest.param(morphkv, {"W": 32, "fusion": "sum"}, marks=item("PO-MORPHKV")),
         pytest.param(vatp, {"N_sink": 4}, marks=item("PO-VATP")),
         pytest.param(with_value_norms, {"N_sink": 4}, marks=item("PO-VATP")),
         pytest.param(with_critical_selection, {"share": Fraction(1, 2)}, marks=item("PO-CRITICALKV")),
@@ -117,6 +119,7 @@ MODEL, LAYER, HEAD = Granularity.MODEL, Granularity.LAYER, Granularity.HEAD
         pytest.param(lambda: tova(), Needs("all", 1), 0, LAYER, Cadence(1), marks=item("PO-TOVA")),
         pytest.param(lambda: keydiff(), Needs("all", 0), 0, HEAD, EVERY_SEGMENT, marks=item("PO-KEYDIFF")),
         pytest.param(lambda: knorm(), Needs("all", 0), 0, HEAD, EVERY_SEGMENT, marks=item("PO-KNORM")),
+        pytest.param(lambda: morphkv(6), Needs("all", 6), 6, HEAD, Cadence(1), marks=item("PO-MORPHKV")),
         pytest.param(lambda: cake(6), Needs("all", 6), 6, HEAD, EVERY_SEGMENT, marks=item("PO-CAKE")),
         pytest.param(lambda: caote(), Needs("all", 1, values=True), 0, HEAD, Cadence(1), marks=item("PO-CAOTE")),
         pytest.param(lambda: epicache(), Needs("all", None), 0, HEAD, EVERY_SEGMENT, marks=item("PO-EPICACHE")),

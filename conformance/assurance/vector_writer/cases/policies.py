@@ -172,6 +172,10 @@ GROUPS = [
         Case(282, "no layer has a preference", ["TieAtBoundary"],
              {"preferences": [0.0, 0.0, 0.0], "B": 4, "W": 2, "n": 9}),
     ]),
+    Group("PO-MORPHKV", [
+        Case(290, "the sum over two recent queries", ["Plain"], {**inputs(23), "B": 5, "W": 2, "fusion": "sum"}),
+        Case(291, "the largest of four", ["Plain"], {**inputs(24), "B": 7, "W": 4, "fusion": "max"}),
+    ]),
     Group("PO-CAKE", [
         Case(283, "three layers", ["Plain"],
              {**inputs(21, L=3), "B": 5, "gamma": 200.0, "tau1": 1.0, "tau2": 1.0, **MODES}),

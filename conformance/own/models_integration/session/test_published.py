@@ -35,8 +35,8 @@ CLASSES = ("crystalcache", "streamingllm", "fullcache")
 PUBLISHED = tuple(name for name in POLICIES if name not in CLASSES)
 SMALL: dict[str, dict[str, Any]] = {
     **{name: {"W": 8} for name in (
-        "adakv", "cake", "chunkkv", "critical-adakv", "criticalkv", "defensivekv", "h2o-described", "pyramidkv",
-        "pyramidkv-described", "snapkv",
+        "adakv", "cake", "chunkkv", "critical-adakv", "criticalkv", "defensivekv", "h2o-described", "morphkv",
+        "pyramidkv", "pyramidkv-described", "snapkv",
     )},
     "lagkv": {"lag": 8},
 }
