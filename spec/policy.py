@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias, get_args, runtime_checkable
 
-from spec.arrays import BoolVector, Cube, Float64, Int64, IntMatrix, IntVector, Matrix
+from spec.arrays import BoolVector, Cube, Float64, Int64, IntMatrix, IntVector, Matrix, Vector
 from spec.errors import SpecError
 from spec.retention import Granularity
 from spec.validate import check_choices
@@ -91,6 +91,10 @@ class Scores:
     """Groups of one layer, side by side: the KV heads where each has its own kept set, else 1."""
     signatures: Float64[Cube, "s n d"] | None = None
     """Directions of the tokens, for a selector that compares them: one for all groups, or one for each s-th part."""
+    second: Float64[Matrix, "g m"] | None = None
+    """Priorities of a second stage, for a selector that has one."""
+    preferences: Float64[Vector, " L"] | None = None
+    """What each layer is worth, for budgets that share between layers by it."""
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,11 @@ REASONS: Mapping[str, str] = {
     "chunks": "a chunk's tokens stand or fall together, so a good token in a weak chunk loses",
     "safeguard": "a part of every head's share is its own, so a weak head keeps tokens that score less",
     "ties": "heads that tie are served in order, the lower one first",
+    "stages": "in its second stage a token with a small value loses to one that scores less",
     "none": "no token is protected",
     "set": "a token like one that is kept loses to another that scores less",
     "positions": "it looks at positions alone",
-    "keys": "it looks at keys alone",
+    "keys": "it looks at keys, or keys and values, and at no query",
 }
 
 _OTHERWISE: Mapping[str, Mapping[str, str]] = {
@@ -24,6 +25,7 @@ _OTHERWISE: Mapping[str, Mapping[str, str]] = {
     "tova": {"protection holds": "N/A: none"},
     "keydiff": {"protection holds": "N/A: none", "GQA": "N/A: keys"},
     "knorm": {"protection holds": "N/A: none", "GQA": "N/A: keys"},
+    "lagkv": {"GQA": "N/A: keys"},
     "caote": {"protection holds": "N/A: none"},
     "epicache": {"protection holds": "N/A: none"},
     "defensivekv": {"head permutation": "no: ties"},
@@ -34,6 +36,8 @@ _OTHERWISE: Mapping[str, Mapping[str, str]] = {
     "nestedkv-without-adaptive": {"GQA": "N/A: keys"},
     "nestedkv-without-both": {"protection holds": "N/A: none", "GQA": "N/A: keys"},
     "adakv": {"higher score never loses": "no: safeguard", "head permutation": "no: ties"},
+    "criticalkv": {"higher score never loses": "no: stages"},
+    "critical-adakv": {"higher score never loses": "no: stages", "head permutation": "no: ties"},
     "triattention": {"protection holds": "N/A: none"},
     "triattention-by-head": {"protection holds": "N/A: none"},
     "triattention-by-layer-and-head": {"protection holds": "N/A: none"},

@@ -48,11 +48,13 @@ NO_STAGE = {
     "CC-PREFILL": "the pipeline that composes a backend's stages",
     **dict.fromkeys(
         ("PO-POOL", "PO-SNAPKV", "PO-CHUNKKV", "PO-CHUNKKV-DESCRIBED", "PO-KEYDIFF", "PO-KNORM", "PO-ADAKV", "PO-RKV",
-         "PO-CAOTE", "PO-DEFENSIVEKV", "PO-EPICACHE"),
+         "PO-LAGKV", "PO-CAOTE", "PO-VATP", "PO-CRITICALKV", "PO-CAKE", "PO-MORPHKV",
+         "PO-DEFENSIVEKV", "PO-EPICACHE"),
         "a scorer in a few matrix products once a prompt, which NumPy's BLAS does; no stage computes it",
     ),
     **dict.fromkeys(
-        ("PO-FILL-UNITS", "PO-WHOLE-SHARES", "PO-PYRAMID-BUDGET", "PO-ADAPTIVE-BUDGET",
+        ("PO-FILL-UNITS", "PO-TWO-STAGES", "PO-WHOLE-SHARES", "PO-PYRAMID-BUDGET", "PO-ADAPTIVE-BUDGET",
+         "PO-PREFERENCE-BUDGET",
          "PO-COMPETITION-BUDGET"),
         "counts and sorts of scores on the host, the same for every backend",
     ),

@@ -2,8 +2,10 @@
 
 from reference.policies.adakv import adakv, with_adaptive_budgets
 from reference.policies.cadences import advance, advance_turn, start
+from reference.policies.cake import cake
 from reference.policies.caote import caote
 from reference.policies.chunkkv import chunkkv, chunkkv_described
+from reference.policies.criticalkv import critical_adakv, criticalkv, with_critical_selection
 from reference.policies.crystalcache import crystalcache
 from reference.policies.defensivekv import defensivekv
 from reference.policies.diversity import diverse, scheduled, toward_mean_values
@@ -13,6 +15,8 @@ from reference.policies.full_cache import full_cache
 from reference.policies.h2o import h2o, h2o_described
 from reference.policies.keydiff import keydiff
 from reference.policies.knorm import knorm
+from reference.policies.lagkv import lagkv
+from reference.policies.morphkv import morphkv
 from reference.policies.nestedkv import (
     eviction_budget,
     nestedkv,
@@ -29,11 +33,13 @@ from reference.policies.streaming_llm import streaming_llm
 from reference.policies.tova import tova
 from reference.policies.triattention import triattention
 from reference.policies.turns import retain_turn
+from reference.policies.vatp import vatp, with_value_norms
 
 __all__ = [
-    "adakv", "advance", "advance_turn", "caote", "chunkkv", "chunkkv_described", "crystalcache", "defensivekv",
-    "diverse", "epicache", "eviction_budget", "expected_attention", "full_cache", "h2o", "h2o_described", "keydiff",
-    "knorm", "nestedkv", "nestedkv_without_adaptive", "nestedkv_without_both", "nestedkv_without_continuum",
-    "policy_from_score", "pyramidkv", "pyramidkv_described", "retain", "retain_turn", "rkv", "scheduled", "snapkv",
-    "start", "streaming_llm", "tova", "toward_mean_values", "triattention", "with_adaptive_budgets",
+    "adakv", "advance", "advance_turn", "cake", "caote", "chunkkv", "chunkkv_described", "critical_adakv", "criticalkv",
+    "crystalcache", "defensivekv", "diverse", "epicache", "eviction_budget", "expected_attention", "full_cache", "h2o",
+    "h2o_described", "keydiff", "knorm", "lagkv", "morphkv", "nestedkv", "nestedkv_without_adaptive",
+    "nestedkv_without_both", "nestedkv_without_continuum", "policy_from_score", "pyramidkv", "pyramidkv_described",
+    "retain", "retain_turn", "rkv", "scheduled", "snapkv", "start", "streaming_llm", "tova", "toward_mean_values",
+    "triattention", "vatp", "with_adaptive_budgets", "with_critical_selection", "with_value_norms",
 ]

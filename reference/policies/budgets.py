@@ -12,7 +12,8 @@ from spec.errors import SpecError
 from spec.policy import Scores
 
 __all__ = [
-    "Adaptive", "Competition", "Pyramid", "even", "everything", "largest_remainder", "pyramid_targets", "winners",
+    "Adaptive", "Competition", "Pyramid", "even", "everything", "largest_remainder", "pyramid_targets", "spread",
+    "winners",
 ]
 
 
@@ -76,7 +77,7 @@ class Pyramid:
         L, n = len(scores.values) // scores.heads, int(scores.offsets[-1])
         shares = np.empty((L, scores.heads), dtype=np.int64)
         W = min(self.W, n)
-        for head, share in enumerate(_spread(total, scores.heads)):
+        for head, share in enumerate(spread(total, scores.heads)):
             base = Fraction(share, L) - W
             if base < 0:
                 raise SpecError("budget", total, f"must give each layer and head its window of {W} tokens")
@@ -149,14 +150,15 @@ def _check_share(share: Fraction | int) -> None:
         raise SpecError("safeguard", share, "must lie in [0, 1]")
 
 
-def _spread(total: int, parts: int) -> list[int]:
+def spread(total: int, parts: int) -> list[int]:
+    """Even shares of a total; what does not divide goes to the first parts."""
     return [total // parts + (part < total % parts) for part in range(parts)]
 
 
 def _layers(total: int, scores: Scores) -> list[tuple[Float64[Matrix, "h n"], int]]:
     """Each layer's rows, and its even share of the total."""
     L = len(scores.values) // scores.heads
-    return list(zip(np.split(scores.values, L), _spread(total, L), strict=True))
+    return list(zip(np.split(scores.values, L), spread(total, L), strict=True))
 
 
 def _open(rows: Float64[Matrix, "h n"], share: int) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from spec.errors import SpecError
 from spec.policy import LayerView, Needs, Observation, Policy, Scores
 from spec.retention import Granularity
 
-__all__ = ["Defensive", "defensive_maximum", "defensivekv", "first_stage", "output_share"]
+__all__ = ["Defensive", "defensive_maximum", "defensivekv", "first_stage", "output_share", "output_size"]
 
 COVERED = 0.9
 
@@ -35,18 +35,28 @@ def defensive_maximum(A: Float64[Cube, "H w past"], kernel: int, H_kv: int) -> F
     return held
 
 
+def output_size(v: Float64[Cube, "H_kv n d"], W_o: Float64[Cube, "H d hidden"]) -> Float64[Matrix, "H_kv n"]:
+    """||W_o v||_1, averaged over the group. W_o is cut into the rows of each query head.
+
+    Implements: PO-DEFENSIVEKV, PO-CRITICALKV
+
+    Source: CriticalKV, Section 4, and DefensiveKV's official code.
+    """
+    output = np.abs(np.matmul(np.repeat(v, len(W_o) // len(v), axis=0), W_o)).sum(axis=2)
+    return group_mean(output, len(v))
+
+
 def output_share(v: Float64[Cube, "H_kv n d"], W_o: Float64[Cube, "H d hidden"]) -> Float64[Matrix, "H_kv n"]:
-    """||W_o v||_1, averaged over the group, over its sum over KV heads.
+    """The output's size over its sum over KV heads.
 
     Implements: PO-DEFENSIVEKV
 
-    Source: DefensiveKV's official code. W_o is cut into the rows of each query head.
+    Source: DefensiveKV's official code.
 
     Raises:
         SpecError: where a token's values give no output in any head.
     """
-    output = np.abs(np.matmul(np.repeat(v, len(W_o) // len(v), axis=0), W_o)).sum(axis=2)
-    size = group_mean(output, len(v))
+    size = output_size(v, W_o)
     total = size.sum(axis=0)
     if (total == 0).any():
         raise SpecError("v", 0.0, f"token {int(np.argmin(total))} has no output in any head, and so no share")

@@ -60,22 +60,33 @@ POLICIES: Mapping[str, NamedPolicy] = {
     "adakv": NamedPolicy(
         policies.adakv, promises=replace(_ALL, higher_score_never_loses="no", head_permutation="no")
     ),
+    "cake": NamedPolicy(policies.cake),
     "caote": NamedPolicy(policies.caote, promises=_NONE_PROTECTED),
     "chunkkv": NamedPolicy(policies.chunkkv, diverse=False, promises=replace(_ALL, higher_score_never_loses="no")),
     "chunkkv-described": NamedPolicy(
         policies.chunkkv_described, diverse=False, promises=replace(_NONE_PROTECTED, higher_score_never_loses="no")
     ),
+    "critical-adakv": NamedPolicy(
+        policies.critical_adakv, of_model=frozenset({"W_o"}), diverse=False,
+        promises=replace(_ALL, higher_score_never_loses="no", head_permutation="no"),
+    ),
+    "criticalkv": NamedPolicy(
+        policies.criticalkv, of_model=frozenset({"W_o"}), diverse=False,
+        promises=replace(_ALL, higher_score_never_loses="no"),
+    ),
     "defensivekv": NamedPolicy(
         policies.defensivekv, of_model=frozenset({"W_o"}), promises=replace(_ALL, head_permutation="no")
     ),
     "expected-attention": NamedPolicy(policies.expected_attention, of_model=frozenset({"inv_freq", "factor"})),
-    # Its newest half hangs on the budget, of which a protection knows nothing: the suite does not see it.
+    # Its newest half, as VATP's, hangs on the budget, which a protection is not told: the suite does not see it.
     "h2o": NamedPolicy(
         policies.h2o, diverse=False, promises=replace(_NONE_PROTECTED, higher_score_never_loses="no")
     ),
     "h2o-described": NamedPolicy(policies.h2o_described),
     "keydiff": NamedPolicy(policies.keydiff, promises=replace(_KEYS_ALONE, protection_holds="N/A")),
     "knorm": NamedPolicy(policies.knorm, promises=replace(_KEYS_ALONE, protection_holds="N/A")),
+    "lagkv": NamedPolicy(policies.lagkv, promises=_KEYS_ALONE),
+    "morphkv": NamedPolicy(policies.morphkv),
     "nestedkv": NamedPolicy(policies.nestedkv, promises=replace(_KEYS_ALONE, higher_score_never_loses="no")),
     "nestedkv-without-adaptive": NamedPolicy(policies.nestedkv_without_adaptive, promises=_KEYS_ALONE),
     "nestedkv-without-both": NamedPolicy(
@@ -92,11 +103,12 @@ POLICIES: Mapping[str, NamedPolicy] = {
     "triattention": _triattention("global"),
     "triattention-by-head": _triattention("head"),
     "triattention-by-layer-and-head": _triattention("layer and head"),
+    "vatp": NamedPolicy(policies.vatp, diverse=False, promises=replace(_ALL, higher_score_never_loses="no")),
 }
 """EpiCache is not here: its queries are not the prompt's own.
 
-Chunks and trunks have no signature; H2O's newest half is not protection, `diverse-h2o-described` has its sums; the
-full cache selects nothing.
+Chunks and trunks have no signature; CriticalKV selects in two stages; H2O's newest half is not protection,
+`diverse-h2o-described` has its sums; the full cache selects nothing.
 """
 
 NAMES = (*POLICIES, *(DIVERSE + name for name, policy in POLICIES.items() if policy.diverse))

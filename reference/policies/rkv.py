@@ -1,13 +1,14 @@
 """R-KV: importance against redundancy, while tokens are decoded."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from reference.policies.attention import group_maximum, max_pool, softmax, wide
 from reference.policies.budgets import even
 from reference.policies.protections import SinkAndRecent
-from reference.policies.scorers import check_odd, check_positive, stacked, with_window
+from reference.policies.scorers import Score, check_odd, check_positive, stacked, with_window
 from reference.policies.selectors import top_units
 from spec.arrays import BoolVector, Cube, Float64, Int64, IntMatrix, Matrix
 from spec.errors import SpecError
@@ -74,11 +75,10 @@ def rkv_score(view: LayerView, W: int, kernel: int, lam: float) -> Float64[Matri
 
 @dataclass(frozen=True)
 class QueryCache:
-    """The last W queries of each layer are kept beside the cache."""
+    """The last W queries of each layer are kept beside the cache, and score it."""
 
     W: int
-    kernel: int
-    lam: float
+    score: Score
 
     @property
     def needs(self) -> Needs:
@@ -90,7 +90,7 @@ class QueryCache:
     def step(self, records: object, observation: Observation, /) -> Scores:
         """New queries join the last ones.
 
-        Implements: PO-RKV
+        Implements: PO-RKV, PO-MORPHKV
         """
         assert isinstance(records, tuple)
         views = observation.layers.values()
@@ -104,8 +104,7 @@ class QueryCache:
 
     def _scores(self, observation: Observation, queries: list[Cube]) -> Scores:
         views = [replace(view, q=q) for view, q in zip(observation.layers.values(), queries, strict=True)]
-        rows = [rkv_score(view, self.W, self.kernel, self.lam) for view in views]
-        return stacked(observation, rows, tuple(queries))
+        return stacked(observation, [self.score(view) for view in views], tuple(queries))
 
 
 def rkv(W: int = 8, kernel: int = 7, lam: float = 0.1, every: int = 128) -> Policy:
@@ -120,7 +119,8 @@ def rkv(W: int = 8, kernel: int = 7, lam: float = 0.1, every: int = 128) -> Poli
     """
     if not 0 <= lam <= 1:
         raise SpecError("lam", lam, "must lie in [0, 1]")
+    score = partial(rkv_score, W=check_positive("W", W), kernel=check_odd(kernel), lam=lam)
     return Policy(
-        "rkv", QueryCache(check_positive("W", W), check_odd(kernel), lam), even, top_units, SinkAndRecent(0, W),
-        Cadence(every=every), Granularity.HEAD, floor=W,
+        "rkv", QueryCache(W, score), even, top_units, SinkAndRecent(0, W), Cadence(every=every), Granularity.HEAD,
+        floor=W,
     )

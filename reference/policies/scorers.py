@@ -9,7 +9,9 @@ from spec.arrays import BoolVector, Float64, Int64, IntMatrix, Matrix
 from spec.errors import SpecError
 from spec.policy import DeviceArray, LayerView, Needs, Observation, Scores
 
-__all__ = ["LayerScorer", "Received", "Score", "check_odd", "check_positive", "stacked", "with_window"]
+__all__ = [
+    "LayerScorer", "Received", "Score", "check_odd", "check_positive", "check_weighable", "stacked", "with_window",
+]
 
 Score = Callable[[LayerView], Matrix]
 Received = Callable[[DeviceArray, DeviceArray, float, float | None], Matrix]
@@ -76,3 +78,15 @@ def check_positive(name: str, value: int) -> int:
     if value < 1:
         raise SpecError(name, value, "must be at least 1")
     return value
+
+
+def check_weighable(scores: Scores) -> Scores:
+    """Scores that a size can be multiplied with.
+
+    Raises:
+        SpecError: when one is below 0: the larger the size, the lower it would be.
+    """
+    least = np.nanmin(scores.values, initial=0.0)
+    if least < 0:
+        raise SpecError("host", float(least), "must have scores of at least 0, as attention is")
+    return scores

@@ -13,6 +13,8 @@ from reference import policies
 from reference.policies.attention import accumulated_attention, average_pool, max_pool, observed_attention
 from reference.policies.budgets import Adaptive, Competition, Pyramid, even, largest_remainder
 from reference.policies.cadences import take_up
+from reference.policies.cake import Preferred
+from reference.policies.criticalkv import two_stages
 from reference.policies.official import adakv_official, pyramidkv_official
 from reference.policies.protections import SinkAndRecent
 from reference.policies.selectors import fill_units, top_units
@@ -72,9 +74,21 @@ def filled(i: Json) -> Result:
     return lists(fill_units(Scores(totals, offsets, given.values), even(i["B"] * len(totals), given), protected))
 
 
+def staged(i: Json) -> Result:
+    given, protected = scores(i)
+    shares = np.full(len(given.values), i["B"], dtype=np.int64)
+    return lists(two_stages(replace(given, second=floats(i["second"])), shares, protected, Fraction(i["share"])))
+
+
 def shared(i: Json, budgets: Adaptive | Competition) -> Result:
     given, _ = scores(i)
     return {"shares": budgets(i["B"] * len(given.values), given)}
+
+
+def preferred(i: Json) -> Result:
+    L = len(i["preferences"])
+    given = Scores(np.zeros((L, i["n"])), np.arange(i["n"] + 1), preferences=floats(i["preferences"]))
+    return {"shares": Preferred(i["W"])(i["B"] * L, given)}
 
 
 def pyramid(i: Json) -> Result:
@@ -139,6 +153,7 @@ POLICY_ITEMS: Mapping[str, Callable[[Any], Result]] = {
     "PO-TOVA": lambda i: kept(i, policies.tova()),
     "PO-KEYDIFF": lambda i: kept(i, policies.keydiff()),
     "PO-KNORM": lambda i: kept(i, policies.knorm()),
+    "PO-LAGKV": lambda i: kept(i, policies.lagkv(i["N_sink"], i["lag"])),
     "PO-EXPECTED-ATTENTION": lambda i: kept(
         i, policies.expected_attention(floats(i["inv_freq"]), 1.0, i["N_sink"], i["N_future"])
     ),
@@ -146,5 +161,13 @@ POLICY_ITEMS: Mapping[str, Callable[[Any], Result]] = {
     "PO-RKV": lambda i: kept(i, policies.rkv(i["W"], i["kernel"], i["lam"])),
     "PO-CAOTE": lambda i: kept(i, policies.caote()),
     "PO-DEFENSIVEKV": lambda i: kept(i, policies.defensivekv({0: floats(i["W_o"])}, i["W"], i["kernel"])),
+    "PO-VATP": lambda i: kept(i, policies.vatp(i["N_sink"])),
+    "PO-TWO-STAGES": staged,
+    "PO-CRITICALKV": lambda i: kept(i, policies.criticalkv({0: floats(i["W_o"])}, i["W"], i["kernel"])),
+    "PO-PREFERENCE-BUDGET": preferred,
+    "PO-MORPHKV": lambda i: kept(i, policies.morphkv(i["W"], i["fusion"])),
+    "PO-CAKE": lambda i: kept(
+        i, policies.cake(i["W"], i["kernel"], i["gamma"], i["tau1"], i["tau2"])
+    ),
     "PO-EPICACHE": lambda i: kept(i, policies.epicache()),
 }

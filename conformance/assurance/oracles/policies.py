@@ -22,6 +22,8 @@ __all__ = [
     "expected_attention",
     "keydiff",
     "knorm",
+    "lagkv",
+    "lagkv_information",
     "pool",
     "pyramid_shares",
     "rkv",
@@ -136,6 +138,33 @@ def keydiff(layer: Layer) -> list[Score]:
         anchor = [math.fsum(column) / len(unit) for column in zip(*unit, strict=True)]
         length = math.sqrt(dot(anchor, anchor))
         found.append([-(dot(key, anchor) / length if length else 0.0) for key in unit])
+    return found
+
+
+def lagkv_information(rows: Sequence[Row], reference: Sequence[Row]) -> list[float]:
+    """Of one partition under the next: min-max by its channels, deviation over channels, softmax over tokens."""
+    low, high = ([f(column) for column in zip(*reference, strict=True)] for f in (min, max))
+    spreads = []
+    for row in rows:
+        scaled = [0.0 if a == b else (x - a) / (b - a) for x, a, b in zip(row, low, high, strict=True)]
+        mean = math.fsum(scaled) / len(scaled)
+        spreads.append(math.sqrt(math.fsum((x - mean) ** 2 for x in scaled) / (len(scaled) - 1)))
+    return normalise(spreads)
+
+
+def lagkv(layer: Layer, N_sink: int, lag: int) -> list[Score]:
+    """A token's place inside its partition, best first; the end of the prompt lies above, the newest highest."""
+    n, found = len(layer["k"][0]), []
+    starts = list(range(N_sink, n - 2 * lag + 1, lag))
+    for keys, values in zip(layer["k"], layer["v"], strict=True):
+        score: Score = [None if at < N_sink else 1.0 + at for at in range(n)]
+        for start in starts:
+            here, after = slice(start, start + lag), slice(start + lag, start + 2 * lag)
+            by_key, by_value = (lagkv_information(x[here], x[after]) for x in (keys, values))
+            worth = [a + b for a, b in zip(by_key, by_value, strict=True)]
+            for place, at in enumerate(sorted(range(lag), key=lambda i: (-worth[i], i))):
+                score[start + at] = -float(place)
+        found.append(score)
     return found
 
 

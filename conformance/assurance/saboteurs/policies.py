@@ -24,6 +24,7 @@ from reference.policies.attention import (
     max_pool,
     observed_attention,
     received_attention,
+    softmax,
     wide,
 )
 from reference.policies.budgets import Pyramid, even
@@ -35,6 +36,7 @@ from reference.policies.expected_attention import expected_logits, query_statist
 from reference.policies.h2o import HeavyHitters, h2o_score
 from reference.policies.keydiff import keydiff_score
 from reference.policies.knorm import knorm_score
+from reference.policies.lagkv import lagkv, lagkv_information, lagkv_score
 from reference.policies.protections import SinkAndRecent
 from reference.policies.rkv import rkv_importance, rkv_redundancy
 from reference.policies.scorers import with_window
@@ -233,6 +235,33 @@ def best_query_head(view: Any, W: int, kernel: int) -> Any:
     A = observed_attention(view, W)
     past = np.expand_dims(A[:, :, : A.shape[2] - A.shape[1]].mean(axis=1), 1)
     return with_window(max_pool(group_maximum(past, len(view.k))[:, 0], kernel), A.shape[2])
+
+
+@instead_of(lagkv_information, "PO-LAGKV")
+def spread_with_divisor_d(x: Array, lag: int) -> Any:
+    """The deviation is that of a population: divided by d, not by d - 1."""
+    shrunk = np.log(lagkv_information(x, lag)) * np.sqrt((x.shape[2] - 1) / x.shape[2])
+    return softmax(shrunk)
+
+
+@instead_of(lagkv_information, "PO-LAGKV")
+def judged_by_the_partition_before(x: Array, lag: int) -> Any:
+    """A partition's reference is the one before it; the last one and the first change places."""
+    H, n, _ = x.shape
+    turned = x.reshape(H, n // lag, lag, -1)[:, ::-1].reshape(x.shape)
+    return lagkv_information(turned, lag).reshape(H, -1, lag)[:, ::-1].reshape(-1, lag)
+
+
+@instead_of(lagkv_score, "PO-LAGKV")
+def keys_alone(view: Any, N_sink: int, lag: int) -> Any:
+    """Values say nothing."""
+    return lagkv_score(replace(view, v=view.k), N_sink, lag)
+
+
+@instead_of(lagkv, "PO-LAGKV")
+def sinks_are_ranked(N_sink: int = 4, lag: int = 128) -> Policy:
+    """Partitions begin at position 0, and no sink is kept."""
+    return lagkv(0, lag)
 
 
 @instead_of(rkv_redundancy, "PO-RKV")

@@ -14,11 +14,12 @@ from reference.diversity import diverse as greedy
 from reference.nestedkv import episodic_memory, gap, stable_memory
 from reference.policies.attention import accumulated_attention, max_pool, observed_attention, received_attention
 from reference.policies.budgets import Competition, even, largest_remainder, pyramid_targets, winners
+from reference.policies.lagkv import lagkv_score
 from reference.policies.protections import SinkAndRecent
 from reference.policies.selectors import _fill, best_tokens, fill_units, recent_half, top_units, touched_units
 from reference.triattention import z_scores
 from spec.budget import Budget, parse_budget
-from spec.policy import Scores, Selection
+from spec.policy import LayerView, Scores, Selection
 
 __all__: list[str] = []
 
@@ -210,6 +211,29 @@ def a_window_of_64_queries(shown: Any, W: int) -> Array:
 def kernels_up_to_15(x: Array, kernel: int) -> Array:
     """A pooling kernel has at most 15 entries."""
     return max_pool(x, min(kernel, 15))
+
+
+def in_partitions(n: int, lag: int) -> tuple[Any, ...]:
+    """Keys and values of one head, without sinks."""
+    return LayerView(random_rows(1, 0, 4), random_rows(1, n, 4), random_rows(1, n, 4), 1.0, None), 0, lag
+
+
+@beyond("partitions of 127 tokens", lagkv_score, "PO-LAGKV", lambda: in_partitions(900, 300))
+def ranks_of_a_partition_in_8_bits(shown: Any, N_sink: int, lag: int) -> Array:
+    """A rank is held in 8 bits with a sign: from the 128th on a token comes before the best."""
+    scores = lagkv_score(shown, N_sink, lag)
+    ranked = scores <= 0
+    scores[ranked] = (scores[ranked].astype(np.int64) + 128) % 256 - 128
+    return scores
+
+
+@beyond("32 partitions", lagkv_score, "PO-LAGKV", lambda: in_partitions(160, 4))
+def ranks_of_32_partitions(shown: Any, N_sink: int, lag: int) -> Array:
+    """There is room for 32 partitions: tokens behind them are ranked by position."""
+    scores, first = lagkv_score(shown, N_sink, lag), N_sink + 32 * lag
+    late = scores[:, first:]
+    late[late <= 0] = np.broadcast_to(-(np.arange(late.shape[1]) % lag), late.shape)[late <= 0]
+    return scores
 
 
 @beyond("128 channels", dots, "DV-COSINE", lambda: (random_rows(3, 200), random_rows(200)))

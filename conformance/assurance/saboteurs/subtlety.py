@@ -36,7 +36,10 @@ PARTS_IN_USE = ("snapkv", "pyramidkv", "chunkkv", "adakv", "h2o", "defensivekv",
 # Of a page's parts, the policies that are made of them.
 WHOLES = {"DV": "DV-POLICY", "TA": "TA-POLICY", "NK": "NK-NESTEDKV"}
 # What also shows while tokens are decoded.
-STEPPED = {"PO-H2O": "h2o", "TA-RANKING": "triattention", "TA-POLICY": "triattention", "DV-POLICY": "diversity"}
+STEPPED = {
+    "PO-H2O": "h2o", "PO-VATP": "vatp", "PO-MORPHKV": "morphkv", "TA-RANKING": "triattention",
+    "TA-POLICY": "triattention", "DV-POLICY": "diversity",
+}
 
 
 @dataclass(frozen=True)

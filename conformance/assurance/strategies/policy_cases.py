@@ -7,8 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from conformance.assurance.oracles import cake as cake_oracle
 from conformance.assurance.oracles import policies as oracle
 from conformance.assurance.oracles import triattention as tri_oracle
+from conformance.assurance.oracles import weighed
+from conformance.assurance.oracles.morphkv import morphkv
 from conformance.assurance.oracles.nestedkv import kept as kept_of_a_layer
 from conformance.assurance.oracles.signatures import signatures
 from conformance.oracles import diversity as alpha_oracle
@@ -23,7 +26,7 @@ __all__ = [
     "CASES", "LAM", "Case", "alpha_kept", "plain", "plain_values", "tri_rows", "triattention",
 ]
 
-W, KERNEL, C_CHUNK, SINK, FUTURE = 3, 3, 4, NESTED.N_sink, 5
+W, KERNEL, C_CHUNK, SINK, FUTURE, LAG = 3, 3, 4, NESTED.N_sink, 5, 4
 LAM = 0.5
 SAFEGUARD = Fraction(1, 5)
 
@@ -124,6 +127,35 @@ def defensivekv(inputs: Inputs, B: int) -> Kept:
         rows = oracle.defensive(plain(view), W_o.tolist(), W, KERNEL, B)
         found += [oracle.top(r, b) for r, b in zip(rows, oracle.competition_shares(rows, B, Fraction(0)), strict=True)]
     return found
+
+
+def critical(
+    score: Callable[..., list[oracle.Score]], shares: Callable[[list[oracle.Score], int], Sequence[int]],
+) -> Callable[[Inputs, int], Kept]:
+    """In two stages inside each head's share."""
+    def expected(inputs: Inputs, B: int) -> Kept:
+        found = []
+        for view, W_o in zip(inputs.layers, inputs.W_o, strict=True):
+            rows = score(plain(view), W, KERNEL)
+            found += weighed.critical(plain(view), W_o.tolist(), rows, shares(rows, B))
+        return found
+
+    return expected
+
+
+def cake(inputs: Inputs, B: int) -> Kept:
+    preferences = [cake_oracle.preference(plain(view), W, 1.0, 1.0) for view in inputs.layers]
+    shares = cake_oracle.preferred_shares(preferences, B, W, inputs.n)
+    return [
+        oracle.top(row, share) for view, share in zip(inputs.layers, shares, strict=True)
+        for row in cake_oracle.scores(plain(view), W, KERNEL, 200.0)
+    ]
+
+
+def vatp(inputs: Inputs, B: int) -> Kept:
+    held = sinks(inputs.n, B) | newest_half(inputs.n, B)
+    rows = [row for view in inputs.layers for row in weighed.vatp(plain(view))]
+    return [oracle.top([None if at in held else x for at, x in enumerate(row)], B) for row in rows]
 
 
 def triattention(inputs: Inputs, mode: Mode, pin_prompt: int = 0, slack: int = 128) -> Policy:
@@ -227,6 +259,7 @@ CASES: dict[str, Case] = {
         "PO-ADAKV", lambda i: policies.adakv(W, KERNEL, SAFEGUARD),
         shared(oracle.adakv, oracle.adaptive_shares, SAFEGUARD, W, KERNEL), W, window,
     ),
+    "lagkv": Case("PO-LAGKV", lambda i: policies.lagkv(SINK, LAG), by_layer(oracle.lagkv, SINK, LAG), SINK, sinks),
     "rkv": Case("PO-RKV", lambda i: policies.rkv(W, KERNEL), by_layer(oracle.rkv, W, KERNEL, 0.1), W, window),
     "caote": Case("PO-CAOTE", lambda i: policies.caote(), by_layer(oracle.caote)),
     "defensivekv": Case(
@@ -236,6 +269,19 @@ CASES: dict[str, Case] = {
         "PO-EPICACHE", lambda i: policies.epicache(),
         shared(oracle.epicache, oracle.competition_shares, Fraction(0)),
     ),
+    "morphkv": Case("PO-MORPHKV", lambda i: policies.morphkv(W), by_layer(morphkv, W, "sum"), W, window),
+    "vatp": Case(
+        "PO-VATP", lambda i: policies.vatp(SINK), vatp, 2 * SINK, lambda n, B: sinks(n, B) | newest_half(n, B)
+    ),
+    "criticalkv": Case(
+        "PO-CRITICALKV", lambda i: policies.criticalkv(dict(enumerate(i.W_o)), W, KERNEL),
+        critical(oracle.snapkv, lambda rows, B: [B] * len(rows)), W, window,
+    ),
+    "critical-adakv": Case(
+        "PO-CRITICALKV", lambda i: policies.critical_adakv(dict(enumerate(i.W_o)), W, KERNEL, SAFEGUARD),
+        critical(oracle.adakv, lambda rows, B: oracle.adaptive_shares(rows, B, SAFEGUARD)), W, window,
+    ),
+    "cake": Case("PO-CAKE", lambda i: policies.cake(W, KERNEL), cake, W, window),
     "h2o-described": Case(
         "PO-H2O-DESCRIBED", lambda i: policies.h2o_described(W), by_layer(h2o_described), W, window
     ),

@@ -4,7 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
+from conformance.assurance.oracles import cake as cake_oracle
 from conformance.assurance.oracles import policies as oracle
+from conformance.assurance.oracles import weighed
+from conformance.assurance.oracles.morphkv import morphkv
 from conformance.vectors.json_values import Json
 
 __all__ = ["RESULTS"]
@@ -63,6 +66,26 @@ def blanked(i: Json) -> list[oracle.Score]:
 
 def competed(i: Json, safeguard: Fraction, shares: Callable[..., list[int]]) -> Json:
     return {"shares": shares(blanked(i), i["B"], safeguard)}
+
+
+def cake(i: Json) -> Json:
+    """Shares by the preferences of the layers."""
+    all_layers = layers(i)
+    preferences = [cake_oracle.preference(layer, i["W"], i["tau1"], i["tau2"]) for layer in all_layers]
+    shares = cake_oracle.preferred_shares(preferences, i["B"], i["W"], len(all_layers[0]["k"][0]))
+    return {"kept": [
+        oracle.top(row, share) for layer, share in zip(all_layers, shares, strict=True)
+        for row in cake_oracle.scores(layer, i["W"], i["kernel"], i["gamma"])
+    ]}
+
+
+def vatp(i: Json) -> Json:
+    """The sinks and the newest half have no score."""
+    found = []
+    for row in (row for layer in layers(i) for row in weighed.vatp(layer)):
+        open_ = range(i["N_sink"], len(row) - i["B"] // 2)
+        found.append(oracle.top([x if at in open_ else None for at, x in enumerate(row)], i["B"]))
+    return {"kept": found}
 
 
 def official_pyramid(i: Json) -> Json:
@@ -152,6 +175,7 @@ RESULTS: Mapping[str, Callable[[Any], Json]] = {
     "PO-TOVA": lambda i: kept(i, oracle.tova),
     "PO-KEYDIFF": lambda i: kept(i, oracle.keydiff),
     "PO-KNORM": lambda i: kept(i, oracle.knorm),
+    "PO-LAGKV": lambda i: kept(i, lambda layer: oracle.lagkv(layer, i["N_sink"], i["lag"])),
     "PO-EXPECTED-ATTENTION": lambda i: kept(i, lambda layer: oracle.expected_attention(
         layer, i["inv_freq"], 1.0, i["N_sink"], i["N_future"]
     )),
@@ -165,6 +189,21 @@ RESULTS: Mapping[str, Callable[[Any], Json]] = {
         i, lambda layer: oracle.defensive(layer, i["W_o"], i["W"], i["kernel"], i["B"]),
         lambda rows, B: oracle.competition_shares(rows, B, Fraction(0)),
     ),
+    "PO-VATP": vatp,
+    "PO-TWO-STAGES": lambda i: {"kept": [
+        weighed.two_stages(row, second, i["B"], Fraction(i["share"]))
+        for row, second in zip(blanked(i), i["second"], strict=True)
+    ]},
+    "PO-CRITICALKV": lambda i: {"kept": [
+        kept for layer in layers(i) for kept in weighed.critical(
+            layer, i["W_o"], oracle.snapkv(layer, i["W"], i["kernel"]), [i["B"]] * len(layer["k"])
+        )
+    ]},
+    "PO-PREFERENCE-BUDGET": lambda i: {
+        "shares": cake_oracle.preferred_shares(i["preferences"], i["B"], i["W"], i["n"])
+    },
+    "PO-MORPHKV": lambda i: kept(i, lambda layer: morphkv(layer, i["W"], i["fusion"])),
+    "PO-CAKE": cake,
     "PO-EPICACHE": lambda i: kept(
         i, oracle.epicache, lambda rows, B: oracle.competition_shares(rows, B, Fraction(0))
     ),

@@ -20,6 +20,8 @@ from reference.policies.attention import (
     observed_attention,
 )
 from reference.policies.budgets import Competition
+from reference.policies.criticalkv import EPSILON
+from reference.policies.defensivekv import output_size
 from reference.policies.scorers import LayerScorer, with_window
 from reference.policies.selectors import top_units
 from spec.budget import Budget
@@ -43,6 +45,7 @@ IN_CHUNKS = "budget in chunks"
 QUOTA = "safeguard as a quota"
 PER_QUERY = "mean over the queries that see a key"
 NO_RECENT = "no recent half"
+IN_FIRST = "window in the first stage"
 
 READINGS: dict[str, str] = {
     FLOORED: "B is the floor of n (1 - r), at least 1; here it is the ceiling",
@@ -60,6 +63,9 @@ READINGS: dict[str, str] = {
                " tokens",
     QUOTA: "each head keeps its best fifth, the rest goes to the layer's best; here a fifth is shared evenly",
     PER_QUERY: "sums are divided by the number of queries that see the key; here they are sums",
+    IN_FIRST: "the window's tokens, at the largest score, take places of the first stage, which has"
+              " max(1, int(n (1 - r) / 2)), and where they do not fit they compete in the second; here the window is"
+              " kept beside both",
     NO_RECENT: "no token is kept for being recent; here the newest half of B",
 }
 
@@ -201,6 +207,31 @@ def adakv(inputs: Inputs, readings: Set[str]) -> Kept:
     return run(host, inputs, B)
 
 
+def critical(inputs: Inputs, readings: Set[str]) -> Kept:
+    B = budget(inputs, readings)
+    if IN_FIRST not in readings:
+        host = snap_policy(policies.snapkv, inputs, readings)
+        return run(policies.with_critical_selection(host, {0: inputs.W_o}), inputs, B)
+    scores = torch.tensor(raised(snap_scores(inputs, readings)))
+    first = scores.topk(max(1, int((1 - float(inputs.ratio)) * inputs.n * 0.5)), dim=-1).indices
+    second = (scores + EPSILON) * torch.tensor(output_size(inputs.v, inputs.W_o))
+    second.scatter_(-1, first, torch.finfo(second.dtype).max)
+    return [sorted(row) for row in second.topk(B, dim=-1).indices.tolist()]
+
+
+def lagkv(inputs: Inputs, readings: Set[str]) -> Kept:
+    given, B = inputs.constants, budget(inputs, readings)
+    host = policies.lagkv(given.sinks, given.lag)
+    if TIES not in readings:
+        return run(host, inputs, B)
+    seen = Observation(inputs.n, len(inputs.k), None, {0: inputs.view})
+    scores = host.scorer(seen, host.protection(inputs.n)).values
+    rising = np.maximum(0, np.arange(inputs.n) - given.sinks) / max(1, inputs.n - given.sinks)
+    end = 1.0 if (scores <= 0).any() else rising
+    ranked = np.where(scores <= 0, (scores + given.lag - 1) / given.lag, end)
+    return topk(np.where(np.isnan(scores), 1.0, ranked), B)
+
+
 def observed(inputs: Inputs, readings: Set[str]) -> Kept:
     host = policies.h2o()
 
@@ -225,6 +256,8 @@ OURS: dict[str, tuple[Callable[[Inputs, Set[str]], Kept], tuple[str, ...]]] = {
     "Knorm": (plain(policies.knorm), (FLOORED, TRUNCATED)),
     "AdaKV": (adakv, (FLOORED, TRUNCATED, AVERAGE, QUOTA, TIES)),
     "ExpectedAttention": (expected, (FLOORED, TRUNCATED, TIES)),
+    "CriticalKV": (critical, (FLOORED, TRUNCATED, AVERAGE, IN_FIRST)),
+    "LagKV": (lagkv, (FLOORED, TRUNCATED, TIES)),
     "ObservedAttention": (observed, (FLOORED, TRUNCATED, PER_QUERY, NO_RECENT)),
 }
 

@@ -30,9 +30,11 @@ class Constants:
     future: int
     """Positions that Expected Attention averages over."""
     layers: int
+    lag: int
+    """Tokens of a partition of LagKV."""
 
 
-SMALL = Constants(window=3, kernel=5, chunk=4, sinks=4, future=16, layers=4)
+SMALL = Constants(window=3, kernel=5, chunk=4, sinks=4, future=16, layers=4, lag=4)
 """Of inputs that are drawn."""
 
 
@@ -53,6 +55,11 @@ class Inputs:
     @property
     def n(self) -> int:
         return int(self.k.shape[1])
+
+    @cached_property
+    def W_o(self) -> Array:
+        """An output projection (H, d, hidden), drawn beside them."""
+        return np.random.default_rng(self.seed + 1).standard_normal((len(self.raw_q), D, 6))
 
     def at(self, ratio: str) -> "Inputs":
         """The same tensors at another ratio."""

@@ -32,11 +32,12 @@ def module_of(inputs: Inputs) -> Any:
 
     config = SimpleNamespace(
         num_attention_heads=H, num_key_value_heads=H_kv, num_hidden_layers=inputs.constants.layers,
-        _attn_implementation="sdpa",
+        _attn_implementation="sdpa", head_dim=inputs.k.shape[2], hidden_size=inputs.W_o.shape[2],
     )
     return SimpleNamespace(
         config=config, head_dim=inputs.k.shape[2], layer_idx=inputs.layer, rotary_emb=rotary,
-        q_proj=lambda hidden: hidden,
+        q_proj=lambda hidden: hidden, num_key_value_groups=H // H_kv,
+        o_proj=SimpleNamespace(weight=torch.tensor(inputs.W_o.reshape(-1, inputs.W_o.shape[2]).T)),
     )
 
 
@@ -92,5 +93,7 @@ PRESSES: dict[str, tuple[Make, bool]] = {
     "Knorm": (lambda r, _: kvpress.KnormPress(r), False),
     "AdaKV": (lambda r, given: kvpress.AdaKVPress(snapkv(r, given), alpha_safeguard=0.2), False),
     "ExpectedAttention": (expected_attention, False),
+    "CriticalKV": (lambda r, given: kvpress.CriticalKVPress(snapkv(r, given)), False),
+    "LagKV": (lambda r, given: kvpress.LagKVPress(r, n_sink=given.sinks, lag_size=given.lag), False),
     "ObservedAttention": (lambda r, _: kvpress.ObservedAttentionPress(r), True),
 }

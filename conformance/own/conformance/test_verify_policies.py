@@ -111,11 +111,12 @@ def test_a_broken_promise_fails_by_its_row_with_a_small_input(
 
 @pytest.mark.law("as-it-is-described")
 def test_our_own_policies_promise_what_the_page_says() -> None:
-    """H2O promises less: its newest half is no protection that the suite could see."""
+    """H2O and VATP promise less: their newest half is no protection that the suite could see."""
     lines = [line.strip("| ").split(" | ") for line in PAGE.read_text(encoding="utf-8").splitlines()]
     table = {cells[0]: [cell.partition(":")[0] for cell in cells[1:]] for cells in lines if len(cells) == 8}
     assert table.pop("policy") == list(PROPERTIES)
     there = {name: [promised(named(name, drawn(0)), column) for column in PROPERTIES] for name in POLICIES}
     different = {name for name in there if there[name] != table.get(name)}
-    assert different == {"h2o", "crystalcache", "fullcache"}
+    assert different == {"h2o", "vatp", "crystalcache", "fullcache"}
+    assert there["vatp"] == ["yes", "yes", "yes", "no", "yes", "yes", "yes"]
     assert there["h2o"] == ["yes", "N/A", "yes", "no", "yes", "yes", "yes"]

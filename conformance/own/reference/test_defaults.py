@@ -13,8 +13,10 @@ from conformance.assurance.strategies.policy_cases import triattention as calibr
 from conformance.strategies.policy_inputs import drawn
 from reference.policies.adakv import adakv, with_adaptive_budgets
 from reference.policies.budgets import Pyramid
+from reference.policies.cake import cake
 from reference.policies.caote import caote
 from reference.policies.chunkkv import chunkkv, chunkkv_described
+from reference.policies.criticalkv import critical_adakv, criticalkv, with_critical_selection
 from reference.policies.defensivekv import defensivekv
 from reference.policies.diversity import diverse, toward_mean_values
 from reference.policies.epicache import epicache
@@ -23,6 +25,8 @@ from reference.policies.full_cache import full_cache
 from reference.policies.h2o import h2o, h2o_described
 from reference.policies.keydiff import keydiff
 from reference.policies.knorm import knorm
+from reference.policies.lagkv import lagkv
+from reference.policies.morphkv import morphkv
 from reference.policies.nestedkv import nestedkv, nestedkv_without_both
 from reference.policies.pyramidkv import pyramidkv, pyramidkv_described
 from reference.policies.rkv import rkv
@@ -30,6 +34,7 @@ from reference.policies.snapkv import snapkv
 from reference.policies.streaming_llm import streaming_llm
 from reference.policies.tova import tova
 from reference.policies.triattention import triattention
+from reference.policies.vatp import vatp, with_value_norms
 from spec.parameters import NESTEDKV
 from spec.policy import Cadence, Needs, Policy
 from spec.retention import Granularity
@@ -61,6 +66,18 @@ def item(name: str) -> pytest.MarkDecorator:
             marks=item("PO-EXPECTED-ATTENTION"),
         ),
         pytest.param(defensivekv, {"W": 32, "kernel": 5}, marks=item("PO-DEFENSIVEKV")),
+        pytest.param(lagkv, {"N_sink": 4, "lag": 128}, marks=item("PO-LAGKV")),
+        pytest.param(
+            cake, {"W": 32, "kernel": 5, "gamma": 200.0, "tau1": 1.0, "tau2": 1.0}, marks=item("PO-CAKE")
+        ),
+        pytest.param(morphkv, {"W": 32, "fusion": "sum"}, marks=item("PO-MORPHKV")),
+        pytest.param(vatp, {"N_sink": 4}, marks=item("PO-VATP")),
+        pytest.param(with_value_norms, {"N_sink": 4}, marks=item("PO-VATP")),
+        pytest.param(with_critical_selection, {"share": Fraction(1, 2)}, marks=item("PO-CRITICALKV")),
+        pytest.param(criticalkv, {"W": 32, "kernel": 7}, marks=item("PO-CRITICALKV")),
+        pytest.param(
+            critical_adakv, {"W": 32, "kernel": 7, "safeguard": Fraction(1, 5)}, marks=item("PO-CRITICALKV")
+        ),
         pytest.param(rkv, {"W": 8, "kernel": 7, "lam": 0.1, "every": 128}, marks=item("PO-RKV")),
         pytest.param(triattention, {"mode": "global", "pin_prompt": 0, "slack": 128}, marks=item("TA-POLICY")),
         pytest.param(diverse, {"lam": 0.5, "mode": "flat", "backend": "numpy"}, marks=item("DV-POLICY")),
@@ -102,6 +119,8 @@ MODEL, LAYER, HEAD = Granularity.MODEL, Granularity.LAYER, Granularity.HEAD
         pytest.param(lambda: tova(), Needs("all", 1), 0, LAYER, Cadence(1), marks=item("PO-TOVA")),
         pytest.param(lambda: keydiff(), Needs("all", 0), 0, HEAD, EVERY_SEGMENT, marks=item("PO-KEYDIFF")),
         pytest.param(lambda: knorm(), Needs("all", 0), 0, HEAD, EVERY_SEGMENT, marks=item("PO-KNORM")),
+        pytest.param(lambda: morphkv(6), Needs("all", 6), 6, HEAD, Cadence(1), marks=item("PO-MORPHKV")),
+        pytest.param(lambda: cake(6), Needs("all", 6), 6, HEAD, EVERY_SEGMENT, marks=item("PO-CAKE")),
         pytest.param(lambda: caote(), Needs("all", 1, values=True), 0, HEAD, Cadence(1), marks=item("PO-CAOTE")),
         pytest.param(lambda: epicache(), Needs("all", None), 0, HEAD, EVERY_SEGMENT, marks=item("PO-EPICACHE")),
         pytest.param(
@@ -111,6 +130,16 @@ MODEL, LAYER, HEAD = Granularity.MODEL, Granularity.LAYER, Granularity.HEAD
         pytest.param(
             lambda: defensivekv({}, 6), Needs("all", 6, values=True, budget=True), 6, HEAD, EVERY_SEGMENT,
             marks=item("PO-DEFENSIVEKV"),
+        ),
+        pytest.param(
+            lambda: criticalkv({}, 6), Needs("all", 6, values=True), 6, HEAD, EVERY_SEGMENT, marks=item("PO-CRITICALKV")
+        ),
+        pytest.param(
+            lambda: with_value_norms(snapkv(6), 0), Needs("all", 6, values=True), 6, HEAD, EVERY_SEGMENT,
+            marks=item("PO-VATP"),
+        ),
+        pytest.param(
+            lambda: lagkv(3, 5), Needs("all", 0, values=True), 3, HEAD, EVERY_SEGMENT, marks=item("PO-LAGKV")
         ),
         pytest.param(lambda: rkv(6, 5, every=9), Needs("all", 6), 6, HEAD, Cadence(9), marks=item("PO-RKV")),
         pytest.param(

@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from conformance.assurance.oracles import policies as oracle
-from conformance.assurance.strategies.policy_cases import C_CHUNK, CASES, FUTURE, KERNEL, SINK, W, plain
+from conformance.assurance.strategies.policy_cases import C_CHUNK, CASES, FUTURE, KERNEL, LAG, SINK, W, plain
 from conformance.plugin import sparingly
 from conformance.strategies.policy_inputs import Inputs, decided, drawn, observation
 from conformance.tolerances import scores_agree
@@ -24,6 +24,7 @@ from reference.policies.expected_attention import ExpectedAttention, expected_lo
 from reference.policies.h2o import h2o_score
 from reference.policies.keydiff import keydiff_score
 from reference.policies.knorm import knorm_score
+from reference.policies.lagkv import lagkv_information, lagkv_score
 from reference.policies.rkv import rkv_redundancy, rkv_score
 from reference.policies.rotary import mean_rotation, unrotated
 from reference.policies.snapkv import snapkv_score
@@ -100,6 +101,12 @@ def test_expected_attention(seed: int, B: int) -> None:
 @inputs_and_budgets
 def test_adakv(seed: int, B: int) -> None:
     agrees("adakv", seed, B)
+
+
+@pytest.mark.spec("PO-LAGKV")
+@inputs_and_budgets
+def test_lagkv(seed: int, B: int) -> None:
+    agrees("lagkv", seed, B)
 
 
 @pytest.mark.spec("PO-RKV")
@@ -229,6 +236,33 @@ def test_the_error_of_caote_is_the_change_of_the_output() -> None:
     v = np.array([[[0.0, 0.0], [3.0, 4.0]]])
     assert caote_error(np.array([[0.5, 0.5]]), v).tolist() == [[2.5, 2.5]]
     assert caote_error(np.array([[1.0, 0.0]]), v).tolist() == [[np.inf, 0.0]]
+
+
+@pytest.mark.spec("PO-LAGKV")
+@sparingly
+@given(seed=st.integers(0, 2**32 - 1), constant=st.booleans())
+def test_a_partition_is_judged_by_the_next(seed: int, constant: bool) -> None:
+    """A channel that is constant in the next partition MUST count as 0."""
+    x = np.random.default_rng(seed).standard_normal((2, 5 * LAG, 4))
+    if constant:
+        x[:, 2 * LAG : 3 * LAG, 1] = 0.5
+    rows = iter(lagkv_information(x, LAG))
+    for head in x.tolist():
+        for at in range(0, 4 * LAG, LAG):
+            brute = oracle.lagkv_information(head[at : at + LAG], head[at + LAG : at + 2 * LAG])
+            assert scores_agree(next(rows), brute)
+
+
+@pytest.mark.spec("PO-LAGKV")
+@pytest.mark.parametrize("n", [1, SINK, SINK + 2 * LAG - 1, SINK + 2 * LAG, SINK + 3 * LAG + 1])
+def test_what_has_no_reference_is_not_ranked(n: int) -> None:
+    """Sinks have no score, ranks are below the unranked end, which rises."""
+    view = drawn(7, n=n).layers[0]
+    tail = max(0, (n - SINK) // LAG - 1) * LAG
+    for row in lagkv_score(view, SINK, LAG):
+        assert np.isnan(row[:SINK]).all()
+        assert sorted(-row[SINK:][:tail]) == sorted(list(range(LAG)) * (tail // LAG))
+        assert row[SINK:][tail:].tolist() == list(range(1, max(0, n - SINK - tail) + 1))
 
 
 @pytest.mark.spec("PO-RKV")

@@ -1,6 +1,7 @@
 """Input that a policy does not admit is refused by name."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -11,6 +12,7 @@ from conformance.strategies.policy_inputs import drawn, observation
 from reference import policies
 from reference.policies.budgets import Adaptive, Competition, Pyramid
 from reference.policies.keydiff import keydiff_score
+from reference.policies.lagkv import lagkv_score
 from reference.policies.official import pyramidkv_official
 from reference.policies.protections import SinkAndRecent
 from spec.budget import Budget
@@ -52,6 +54,8 @@ def refused(item: str, make: Callable[[], object], argument: str) -> Any:
         refused("PO-RKV", lambda: policies.rkv(lam=float("nan")), "lam"),
         refused("PO-RKV", lambda: policies.rkv(lam=-0.5), "lam"),
         refused("PO-RKV", lambda: policies.rkv(every=0), "every"),
+        refused("PO-LAGKV", lambda: policies.lagkv(-1), "sink"),
+        refused("PO-LAGKV", lambda: policies.lagkv(lag=0), "lag"),
         refused("PO-ADAKV", lambda: policies.adakv(safeguard=Fraction(3, 2)), "safeguard"),
         refused("PO-ADAKV", lambda: policies.adakv(8, 4), "kernel"),
         refused(
@@ -120,6 +124,7 @@ def test_heads_that_cannot_hold_what_is_theirs_are_refused(budgets: Adaptive | C
     pytest.param("caote", marks=pytest.mark.spec("PO-CAOTE")),
     pytest.param("expected_attention", marks=pytest.mark.spec("PO-EXPECTED-ATTENTION")),
     pytest.param("defensivekv", marks=pytest.mark.spec("PO-DEFENSIVEKV")),
+    pytest.param("lagkv", marks=pytest.mark.spec("PO-LAGKV")),
 ])
 def test_values_that_were_not_captured_are_missed(name: str) -> None:
     """A policy that weighs by values MUST be shown them."""
@@ -130,6 +135,13 @@ def test_values_that_were_not_captured_are_missed(name: str) -> None:
     blind = {at: LayerView(x.q, x.k, None, x.scaling, x.softcap) for at, x in seen.layers.items()}
     with pytest.raises(SpecError, match="v = None"):
         policies.retain(policy, Budget(count=6), type(seen)(seen.seen, seen.groups, None, blind))
+
+
+@pytest.mark.spec("PO-LAGKV")
+def test_one_channel_has_no_spread() -> None:
+    view = drawn(9, n=12, L=1, heads=(1, 1)).layers[0]
+    with pytest.raises(SpecError, match="d = 1"):
+        lagkv_score(replace(view, v=np.asarray(view.v)[:, :, :1]), 0, 3)
 
 
 @pytest.mark.spec("PO-DEFENSIVEKV")

@@ -12,6 +12,7 @@ from conformance.strategies.scale_numbers import Numbers
 from conformance.tolerances import scores_agree
 from reference.diversity import Signature, signatures
 from reference.policies.attention import accumulated_attention, average_pool, max_pool, observed_attention
+from reference.policies.lagkv import lagkv_score
 from reference.triattention import z_scores
 from spec.policy import LayerView
 
@@ -50,6 +51,19 @@ def test_pools_of_long_rows(n: int, kernel: int) -> None:
     for row, largest, average in zip(x.tolist(), max_pool(x, kernel), average_pool(x, kernel), strict=True):
         assert largest.tolist() == oracle.pool(row, kernel, "max")
         assert scores_agree(average, oracle.pool(row, kernel, "average"))
+
+
+@pytest.mark.spec("PO-LAGKV")
+@pytest.mark.parametrize(("n", "lag"), [(66_000, 128), (1_500, 300), (700, 2)])
+def test_ranks_of_many_partitions(n: int, lag: int) -> None:
+    """Hundreds of partitions, and some of hundreds of tokens; keys and values of their own."""
+    k, v = (Numbers(n + at).fractions(n * 3).reshape(1, n, 3) for at in (0, 1))
+    (found,) = lagkv_score(LayerView(k[:, :0], k, v, 1.0, None), 4, lag)
+    (want,) = oracle.lagkv({"k": k.tolist(), "v": v.tolist()}, 4, lag)
+    tail = 4 + ((n - 4) // lag - 1) * lag
+    assert found[4:tail].tolist() == want[4:tail]
+    assert (np.diff(found[tail:]) == 1).all()
+    assert found[tail] == 1
 
 
 @pytest.mark.spec("TA-RANKING")

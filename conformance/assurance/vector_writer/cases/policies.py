@@ -130,6 +130,15 @@ GROUPS = [
     Group("PO-TOVA", [Case(170, "one set for the layer", ["Plain"], {**inputs(7), "B": 4})]),
     Group("PO-KEYDIFF", [Case(180, "a set for each head", ["Plain"], {**inputs(8), "B": 4})]),
     Group("PO-KNORM", [Case(190, "small keys stay", ["Plain"], {**inputs(9), "B": 4})]),
+    Group("PO-LAGKV", [
+        Case(260, "two partitions of three are ranked, two tokens follow the last", ["Plain"],
+             {**inputs(16, n=13), "B": 8, "N_sink": 2, "lag": 3}),
+        Case(261, "a budget below the unranked end keeps the newest", ["TieAtBoundary"],
+             {**inputs(17, n=13), "B": 4, "N_sink": 2, "lag": 3}),
+        Case(262, "keys and values are constant: no channel has a range, and positions decide", ["TieAtBoundary"],
+             {**inputs(18, H=1, H_kv=1), "k": [[[[0.5, -1.0]] * 10]], "v": [[[[0.25, 2.0]] * 10]], "B": 6, "N_sink": 1,
+              "lag": 3}),
+    ]),
     Group("PO-EXPECTED-ATTENTION", [
         Case(200, "two sinks, four positions ahead", ["Plain"],
              {**inputs(10), "B": 5, "inv_freq": [0.5], "N_sink": 2, "N_future": 4}),
@@ -141,6 +150,37 @@ GROUPS = [
     Group("PO-CAOTE", [Case(230, "values decide", ["Plain"], {**inputs(13), "B": 4})]),
     Group("PO-DEFENSIVEKV", [
         Case(240, "two heads share a layer", ["Plain"], {**inputs(14), "B": 5, "W_o": numbers(2, 4, 2, 3), **MODES}),
+    ]),
+    Group("PO-VATP", [Case(270, "two sinks, half of six recent", ["Plain"], {**inputs(19), "B": 6, "N_sink": 2})]),
+    Group("PO-TWO-STAGES", [
+        Case(271, "half of five places is two; three go to the second score", ["TieAtBoundary"],
+             {"values": HEADS, "second": [[0.0, 1.0, 0.0, 2.0, 2.0, 2.0]] * 2, "protected": OPEN, "B": 5,
+              "share": "1/2"}),
+        Case(272, "a protected token is in no stage", ["ProtectedNotRead"],
+             {"values": HEADS, "second": [[9.0, 1.0, 0.0, 2.0, 2.0, 2.0]] * 2, "protected": SINK, "B": 3,
+              "share": "1/2"}),
+    ]),
+    Group("PO-CRITICALKV", [
+        Case(273, "two heads, a window of two", ["Plain"],
+             {**inputs(20), "B": 6, "W_o": numbers(3, 4, 2, 3), **MODES}),
+    ]),
+    Group("PO-PREFERENCE-BUDGET", [
+        Case(280, "in proportion, whole by largest remainder", ["Plain"],
+             {"preferences": [1.0, 2.0, 4.0], "B": 8, "W": 2, "n": 40}),
+        Case(281, "two layers are full one after the other, and the rest goes to the others", ["TieAtBoundary"],
+             {"preferences": [64.0, 1.0, 8.0, 1.0], "B": 8, "W": 2, "n": 12}),
+        Case(282, "no layer has a preference", ["TieAtBoundary"],
+             {"preferences": [0.0, 0.0, 0.0], "B": 4, "W": 2, "n": 9}),
+    ]),
+    Group("PO-MORPHKV", [
+        Case(290, "the sum over two recent queries", ["Plain"], {**inputs(23), "B": 5, "W": 2, "fusion": "sum"}),
+        Case(291, "the largest of four", ["Plain"], {**inputs(24), "B": 7, "W": 4, "fusion": "max"}),
+    ]),
+    Group("PO-CAKE", [
+        Case(283, "three layers", ["Plain"],
+             {**inputs(21, L=3), "B": 5, "gamma": 200.0, "tau1": 1.0, "tau2": 1.0, **MODES}),
+        Case(284, "temperatures", ["Plain"],
+             {**inputs(22, L=2), "B": 6, "gamma": 8.0, "tau1": 2.0, "tau2": 0.5, **MODES}),
     ]),
     Group("PO-EPICACHE", [Case(250, "every query sees every key", ["Plain"], {**inputs(15), "B": 4})]),
 ]

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,18 +11,18 @@ from transformers import PreTrainedModel
 from conformance.own.models_integration.session.families import at_once, greedy, prompt, relative, step_by_step
 from conformance.own.models_integration.session.heads import MaskedHeads, Sets
 from conformance.own.models_integration.session.oracle_checks import NEW, PROMPT, TOLERANCE, VISIBLE_EFFECT
-from models_integration import CustomPolicy, RetainedCache, RetentionPolicy, Session
+from models_integration import CustomPolicy, Published, RetainedCache, RetentionPolicy, Session
 from models_integration.attention.capture import observing
 from models_integration.cache.dense_layer import RetainedLayer
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.model.architecture import describe
-from reference.policies import adakv, chunkkv, h2o, nestedkv, pyramidkv, rkv, snapkv, tova
+from reference.policies import adakv, cake, chunkkv, h2o, lagkv, morphkv, nestedkv, pyramidkv, rkv, snapkv, tova, vatp
 from spec.budget import parse_budget
 from spec.policy import Policy
 
 __all__ = [
-    "DECODING", "PUBLISHED", "check_continuation", "check_generation", "check_steps", "check_storage", "live_sets",
-    "method", "read_prompt",
+    "DECODING", "OF_A_MODEL", "PUBLISHED", "check_continuation", "check_generation", "check_steps", "check_storage",
+    "live_sets", "method", "read_prompt",
 ]
 
 PUBLISHED: dict[str, Callable[[], Policy]] = {
@@ -30,12 +31,21 @@ PUBLISHED: dict[str, Callable[[], Policy]] = {
     "adakv": lambda: adakv(W=8),
     "chunkkv": lambda: chunkkv(c=5, W=8),
     "nestedkv": nestedkv,
+    "lagkv": lambda: lagkv(lag=8),
+    "cake": lambda: cake(W=8),
 }
-DECODING: dict[str, Callable[[], Policy]] = {"h2o": h2o, "tova": tova, "rkv": lambda: rkv(W=4, every=3)}
+OF_A_MODEL: dict[str, dict[str, Any]] = {"criticalkv": {"W": 8}, "critical-adakv": {"W": 8}}
+"""Constants of policies that take more from a model."""
+DECODING: dict[str, Callable[[], Policy]] = {
+    "h2o": h2o, "vatp": lambda: vatp(2), "tova": tova, "rkv": lambda: rkv(W=4, every=3),
+    "morphkv": lambda: morphkv(W=4),
+}
 
 
 def method(name: str, budget: float | int = 0.3) -> RetentionPolicy:
     """A policy with constants that fit a prompt of 64 tokens."""
+    if name in OF_A_MODEL:
+        return Published(name, budget, **OF_A_MODEL[name])
     return CustomPolicy({**PUBLISHED, **DECODING}[name](), parse_budget(budget))
 
 

@@ -34,8 +34,11 @@ pytestmark = pytest.mark.law("as-it-is-described")
 CLASSES = ("crystalcache", "streamingllm", "fullcache")
 PUBLISHED = tuple(name for name in POLICIES if name not in CLASSES)
 SMALL: dict[str, dict[str, Any]] = {
-    "adakv": {"W": 8}, "chunkkv": {"W": 8}, "defensivekv": {"W": 8}, "h2o-described": {"W": 8},
-    "pyramidkv": {"W": 8}, "pyramidkv-described": {"W": 8}, "snapkv": {"W": 8},
+    **{name: {"W": 8} for name in (
+        "adakv", "cake", "chunkkv", "critical-adakv", "criticalkv", "defensivekv", "h2o-described", "morphkv",
+        "pyramidkv", "pyramidkv-described", "snapkv",
+    )},
+    "lagkv": {"lag": 8},
 }
 
 
@@ -69,7 +72,7 @@ def test_the_help_lists_every_name() -> None:
 def test_every_name_but_chunks_and_h2o_takes_a_diverse_form() -> None:
     """What has no such form says so: it does not keep the best single tokens."""
     for name in ("streamingllm", *PUBLISHED):
-        if "triattention" not in name and name not in ("defensivekv", "expected-attention"):
+        if "triattention" not in name and POLICIES[name].of_model == frozenset():
             if DIVERSE + name in NAMES:
                 Published(DIVERSE + name, 0.3)
             else:

@@ -23,6 +23,7 @@ from conformance.own.models_integration.session.families import (
 from conformance.own.models_integration.session.heads import MaskedHeads
 from conformance.own.models_integration.session.oracle_checks import NEW, PROMPT, TOLERANCE
 from conformance.own.models_integration.session.ragged_checks import (
+    OF_A_MODEL,
     PUBLISHED,
     check_continuation,
     check_generation,
@@ -44,7 +45,7 @@ from spec.retention import Granularity, Retention
 pytestmark = pytest.mark.law("eviction-equals-masking")
 
 
-@crossed("name", PUBLISHED)
+@crossed("name", [*PUBLISHED, *OF_A_MODEL])
 def test_eviction_equals_masking(family: str, name: str) -> None:
     check_continuation(build(family), name)
 
@@ -62,7 +63,7 @@ def test_generate_goes_on_from_it(family: str, name: str) -> None:
 
 
 @pytest.mark.law("freed-memory")
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", [*PUBLISHED, *OF_A_MODEL])
 def test_a_head_stores_its_own_tokens(name: str) -> None:
     check_storage(build("llama"), name)
 
@@ -77,13 +78,14 @@ def test_decoding_under_h2o_equals_masking(family: str) -> None:
             assert all(set(own) <= set(more) for own, more in zip(sets, grown, strict=True))
 
 
-@pytest.mark.parametrize("name", ["tova", "rkv"])
+@pytest.mark.parametrize("name", ["tova", "rkv", "vatp", "morphkv"])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_decoding_under_other_policies_equals_masking(family: str, name: str) -> None:
     stored = check_steps(build(family), name)
     sizes = [len(next(iter(sets.values()))[0]) for sets in stored]
     # 30 % of the tokens seen: 19, or 20 with rounding; R-KV lets its cache grow until 66, 69, 72 tokens are seen.
-    assert sizes == {"tova": [20, 20, 20, 21, 21, 21, 21, 22, 22], "rkv": [20, 21, 20, 21, 22, 21, 22, 23, 22]}[name]
+    tova = [20, 20, 20, 21, 21, 21, 21, 22, 22]
+    assert sizes == {"tova": tova, "vatp": tova, "morphkv": tova, "rkv": [20, 21, 20, 21, 22, 21, 22, 23, 22]}[name]
 
 
 @pytest.mark.spec("PO-TOVA")

@@ -1,0 +1,16 @@
+"""MorphKV by brute force, in the terms of `oracles.policies`; nothing is shared with the reference."""
+
+import math
+
+from conformance.assurance.oracles.policies import Layer, Score, groups, last_rows, padded, window
+
+__all__ = ["morphkv"]
+
+
+def morphkv(layer: Layer, W: int, fusion: str) -> list[Score]:
+    """Per key before the window, the sum or the largest of each head's last queries, as a mean over the group."""
+    n, past, rows, found = len(layer["k"][0]), window(layer, W), last_rows(layer, W), []
+    for group in groups(layer):
+        fused = [[(max if fusion == "max" else math.fsum)([q[i] for q in rows[h]]) for i in range(past)] for h in group]
+        found.append(padded([math.fsum(column) / len(group) for column in zip(*fused, strict=True)], n))
+    return found

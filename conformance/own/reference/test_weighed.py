@@ -1,0 +1,193 @@
+"""Scores that values weigh: VATP under H2O, CriticalKV's two stages; hosts that they cannot stand on."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conformance.assurance.oracles import policies as oracle
+from conformance.assurance.oracles import weighed
+from conformance.assurance.strategies.policy_cases import CASES, KERNEL, SINK, W, plain
+from conformance.assurance.strategies.policy_steps import PROMPT, STEPS, decoded, long
+from conformance.plugin import sparingly
+from conformance.strategies.policy_inputs import decided, drawn, observation
+from conformance.strategies.scale_numbers import Numbers
+from conformance.tolerances import scores_agree
+from reference import policies
+from reference.policies.criticalkv import two_stages
+from reference.policies.defensivekv import output_size
+from reference.policies.vatp import value_norms
+from spec.budget import Budget
+from spec.errors import SpecError
+from spec.policy import LayerView, Observation, Policy, Scores
+
+pytestmark = pytest.mark.usefixtures("reference_items")
+
+HALF = Fraction(1, 2)
+seeds = st.integers(0, 2**32 - 1)
+
+
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=pytest.mark.spec(CASES[name].item)) for name in ("vatp", "criticalkv", "critical-adakv")
+])
+@given(seed=seeds, B=st.integers(1, 30))
+def test_kept_sets_are_those_of_brute_force(name: str, seed: int, B: int) -> None:
+    case, inputs = CASES[name], drawn(seed)
+    assert decided(case.policy(inputs), inputs, B) == case.expected(inputs, max(B, case.floor))
+
+
+@pytest.mark.spec("PO-VATP")
+@sparingly
+@given(seed=seeds)
+def test_a_weighed_score_lies_within_its_bound(seed: int) -> None:
+    inputs = drawn(seed)
+    policy = policies.vatp(SINK)
+    rows = policy.scorer(observation(policy, inputs), policy.protection(inputs.n)).values
+    brute = [row for view in inputs.layers for row in weighed.vatp(plain(view))]
+    assert all(scores_agree(got, want) for got, want in zip(rows, brute, strict=True))
+
+
+def stepwise(layer: oracle.Layer, g: int, B: int) -> list[list[int]]:
+    """H2O's sums by position, weighed where a choice is made; sinks and the newest half stay."""
+    G = len(layer["q"]) // len(layer["k"])
+    size = [sum(map(abs, value)) for value in layer["v"][g]]
+    sums: dict[int, float] = {}
+    live: list[int] = []
+    history = []
+    for seen in range(1, PROMPT + STEPS + 1):
+        live = [*live, seen - 1]
+        head = {**layer, "k": [[layer["k"][g][p] for p in live]]}
+        for q in layer["q"][g * G : (g + 1) * G]:
+            for p, w in zip(live, oracle.weights({**head, "q": [q]}, 0, q[seen - 1], len(live)), strict=True):
+                sums[p] = sums.get(p, 0.0) + w
+        if seen >= PROMPT:
+            held = {*range(SINK), *live[max(0, len(live) - B // 2) :]}
+            others = sorted((p for p in live if p not in held), key=lambda p: (-sums[p] * size[p], p))
+            live = sorted([*held, *others[: B - len(held)]])
+            history.append(live)
+    return history
+
+
+@pytest.mark.spec("PO-VATP")
+@settings(max_examples=20)
+@given(seed=seeds, B=st.integers(2 * SINK, 12))
+def test_sums_are_weighed_in_each_step_and_kept_without(seed: int, B: int) -> None:
+    inputs = long(seed)
+    runs = [stepwise(plain(view), g, B) for view in inputs.layers for g in range(inputs.H_kv)]
+    assert decoded(policies.vatp(SINK), inputs, B) == [list(step) for step in zip(*runs, strict=True)]
+
+
+@pytest.mark.spec("PO-CRITICALKV")
+@sparingly
+@given(seed=seeds)
+def test_the_second_score_lies_within_its_bound(seed: int) -> None:
+    inputs = drawn(seed)
+    policy = policies.criticalkv(dict(enumerate(inputs.W_o)), W, KERNEL)
+    scores = policy.scorer(observation(policy, inputs), policy.protection(inputs.n))
+    assert scores.second is not None
+    rows = iter(scores.second)
+    for view, W_o in zip(inputs.layers, inputs.W_o, strict=True):
+        layer = plain(view)
+        for first, size in zip(oracle.snapkv(layer, W, KERNEL), weighed.output_sizes(layer, W_o.tolist()), strict=True):
+            brute = [None if a is None else (a + 1e-4) * b for a, b in zip(first, size, strict=True)]
+            assert scores_agree(next(rows), brute)
+
+
+@pytest.mark.spec("PO-CRITICALKV")
+def test_values_decide_among_keys_that_nobody_attends_to() -> None:
+    """Weights far below 1e-4: the largest outputs stay, whatever the tiny weights say; one place is attention's."""
+    n = 8
+    k = np.zeros((1, n, 2))
+    k[0, :, 0] = [0.0, -16.0, -17.0, -18.0, -19.0, -20.0, -21.0, 0.0]
+    v = np.zeros((1, n, 2))
+    v[0, :, 0] = [0.1, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 1.0]
+    view = LayerView(np.ones((1, n, 2)), k, v, 1.0, None)
+    policy = policies.criticalkv({0: np.ones((1, 2, 1))}, 1, 1)
+    seen = Observation(n, 1, None, {0: view})
+    assert policies.retain(policy, Budget(count=4), seen)[0].positions.tolist() == [0, 5, 6, 7]
+
+
+@pytest.mark.spec("PO-TWO-STAGES")
+@given(seed=seeds, B=st.integers(3, 12), share=st.fractions(0, 1, max_denominator=7))
+def test_two_stages_are_those_of_brute_force(seed: int, B: int, share: Fraction) -> None:
+    """Scores of few values tie in both stages."""
+    rng = np.random.default_rng(seed)
+    first, second = rng.integers(0, 4, (2, 3, 10)).astype(np.float64)
+    protected = np.arange(10) < seed % 4
+    first[:, protected] = second[:, protected] = np.nan
+    found = two_stages(Scores(first, np.arange(11), second=second), np.array([B, B + 1, B]), protected, share)
+    given = [[[None if np.isnan(x) else float(x) for x in row] for row in rows] for rows in (first, second)]
+    brute = [weighed.two_stages(a, b, places, share) for a, b, places in zip(*given, (B, B + 1, B), strict=True)]
+    assert [part.tolist() for part in np.split(found.positions, found.offsets[1:-1])] == brute
+
+
+@pytest.mark.spec("PO-TWO-STAGES")
+@pytest.mark.parametrize("n", [257, 1_025, 5_000])
+def test_two_stages_of_many_places(n: int) -> None:
+    first, second = Numbers(n).fractions(2 * n).reshape(2, 1, n)
+    found = two_stages(Scores(first, np.arange(n + 1), second=second), np.array([3 * n // 4]), np.arange(n) < 0, HALF)
+    assert found.positions.tolist() == weighed.two_stages(first[0].tolist(), second[0].tolist(), 3 * n // 4, HALF)
+
+
+@pytest.mark.spec("PO-CRITICALKV", "PO-DEFENSIVEKV")
+def test_the_output_has_thousands_of_channels() -> None:
+    v = Numbers(1).fractions(2 * 3 * 4).reshape(2, 3, 4)
+    W_o = Numbers(2).fractions(4 * 4 * 2500).reshape(4, 4, 2500) - 0.5
+    layer = {"q": [None] * 4, "k": [None] * 2, "v": v.tolist()}
+    for got, want in zip(output_size(v, W_o), weighed.output_sizes(layer, W_o.tolist()), strict=True):
+        assert scores_agree(got, want)
+
+
+@pytest.mark.spec("PO-VATP")
+def test_each_of_thousands_of_tokens_has_its_own_norm() -> None:
+    v = Numbers(3).fractions(5_000 * 3).reshape(1, 5_000, 3) - 0.5
+    (found,) = value_norms(Observation(5_000, 1, None, {0: LayerView(None, None, v, 1.0, None)}))
+    assert scores_agree(found, [sum(map(abs, value)) for value in v[0].tolist()])
+
+
+@pytest.mark.parametrize(("make", "argument"), [
+    pytest.param(lambda: policies.with_value_norms(policies.chunkkv()), "host", marks=pytest.mark.spec("PO-VATP")),
+    pytest.param(lambda: policies.vatp(-1), "N_sink", marks=pytest.mark.spec("PO-VATP")),
+    *(
+        pytest.param(make, argument, marks=pytest.mark.spec("PO-CRITICALKV")) for make, argument in (
+            (lambda: policies.with_critical_selection(policies.tova(), {}), "host"),
+            (lambda: policies.with_critical_selection(policies.h2o(), {}), "host"),
+            (lambda: policies.with_critical_selection(policies.caote(), {}), "host"),
+            (lambda: policies.with_critical_selection(policies.snapkv(), {}, Fraction(3, 2)), "share"),
+        )
+    ),
+])
+def test_a_host_that_cannot_be_weighed_is_refused(make: Callable[[], object], argument: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        make()
+    assert caught.value.argument == argument
+
+
+@pytest.mark.spec("PO-VATP", "PO-CRITICALKV")
+def test_scores_below_zero_are_refused() -> None:
+    inputs = drawn(5, n=9, L=1, heads=(1, 1))
+    W_o = {0: inputs.W_o[0]}
+    hosts: list[Policy] = [
+        policies.with_value_norms(policies.knorm(), 1), policies.with_critical_selection(policies.knorm(), W_o),
+    ]
+    for policy in hosts:
+        with pytest.raises(SpecError, match="scores of at least 0"):
+            policies.retain(policy, Budget(count=4), observation(policy, inputs))
+
+
+@pytest.mark.spec("PO-VATP", "PO-CRITICALKV")
+def test_compositions_are_named_and_go_on_in_turns_where_their_host_does() -> None:
+    weighty = policies.with_value_norms(policies.expected_attention(np.ones(2), N_sink=1))
+    assert (weighty.name, weighty.floor) == ("vatp(expected-attention)", 5)
+    inputs = drawn(5, n=9, L=1, heads=(1, 1))
+    blind = {0: replace(inputs.layers[0], v=None)}
+    for policy in (weighty, policies.with_critical_selection(policies.snapkv(2, 1), {0: inputs.W_o[0]})):
+        with pytest.raises(SpecError, match="v = None"):
+            policies.retain(policy, Budget(count=6), Observation(9, 1, None, blind))
+    assert policies.with_critical_selection(policies.snapkv(), {}).name == "critical(snapkv)"
+    with pytest.raises(SpecError, match="has no steps"):
+        policies.start(policies.criticalkv({0: inputs.W_o[0]}, 2, 1), Budget(count=6), Observation(9, 1, None, {}))

@@ -1,0 +1,141 @@
+"""CAKE: layers share the cache by how widely their attention spreads and how much it shifts; heads keep what shifts."""
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+
+from reference.policies.attention import average_pool, group_mean, observed_attention
+from reference.policies.budgets import largest_remainder, spread
+from reference.policies.protections import SinkAndRecent
+from reference.policies.scorers import check_odd, check_positive, stacked, with_window
+from reference.policies.selectors import top_units
+from spec.arrays import BoolVector, Cube, Float64, Int64, IntVector, Matrix
+from spec.errors import SpecError
+from spec.policy import LayerView, Needs, Observation, Policy, Scores
+from spec.retention import Granularity
+
+__all__ = ["Cake", "Preferred", "cake", "cake_score", "layer_preference", "preferred_targets"]
+
+
+def layer_preference(A: Float64[Cube, "H w past"], tau1: float, tau2: float) -> float:
+    """H^(1 / tau1) V^(1 / tau2): entropy of all rows before the window, and variance of each key's weight over it.
+
+    Both are sums over the layer's query heads; 0 log 0 is 0, and the variance of one query is 0.
+
+    Implements: PO-CAKE
+
+    Source: CAKE, Section 4.1.
+    """
+    entropy = -(A * np.log(A, out=np.zeros_like(A), where=A > 0)).sum()
+    variance = A.var(axis=1, ddof=min(1, A.shape[1] - 1)).sum()
+    return float(max(0.0, entropy) ** (1 / tau1) * variance ** (1 / tau2))
+
+
+def cake_score(A: Float64[Cube, "H w past"], gamma: float, kernel: int, H_kv: int) -> Float64[Matrix, "H_kv past"]:
+    """Mean plus gamma times variance over the window, pooled per query head, averaged over the group.
+
+    Implements: PO-CAKE
+
+    Source: CAKE, Section 4.3; its official code has the pool.
+    """
+    indicator = A.mean(axis=1) + gamma * A.var(axis=1, ddof=min(1, A.shape[1] - 1))
+    return group_mean(average_pool(indicator, kernel), H_kv)
+
+
+@dataclass(frozen=True)
+class Cake:
+    """Not for kept sets that store different tokens: the preference is about all heads of a layer together."""
+
+    W: int
+    kernel: int
+    gamma: float
+    tau1: float
+    tau2: float
+
+    @property
+    def needs(self) -> Needs:
+        return Needs("all", self.W)
+
+    def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
+        rows, preferences = [], []
+        for view in observation.layers.values():
+            A = self.before_the_window(view)
+            rows.append(with_window(cake_score(A, self.gamma, self.kernel, len(view.k)), view.k.shape[1]))
+            preferences.append(layer_preference(A, self.tau1, self.tau2))
+        scores = stacked(observation, rows)
+        return Scores(scores.values, scores.offsets, heads=scores.heads, preferences=np.array(preferences))
+
+    def before_the_window(self, view: LayerView) -> Float64[Cube, "H w past"]:
+        A = observed_attention(view, self.W)
+        past: Cube = A[:, :, : A.shape[2] - A.shape[1]]
+        return past
+
+
+def preferred_targets(preferences: list[Fraction], total: Fraction, most: int) -> list[Fraction]:
+    """Shares of a total in proportion, at most `most` each; what a layer cannot hold goes to the others in proportion.
+
+    Layers without any preference share evenly.
+
+    Implements: PO-PREFERENCE-BUDGET
+    """
+    targets, open_ = [Fraction(most)] * len(preferences), list(range(len(preferences)))
+    while open_:
+        whole = sum((preferences[layer] for layer in open_), Fraction(0))
+        parts = {layer: preferences[layer] / whole if whole else Fraction(1, len(open_)) for layer in open_}
+        full = [layer for layer in open_ if parts[layer] * total > most]
+        if not full:
+            for layer in open_:
+                targets[layer] = parts[layer] * total
+            break
+        total -= most * len(full)
+        open_ = [layer for layer in open_ if layer not in full]
+    return targets
+
+
+@dataclass(frozen=True)
+class Preferred:
+    """Beyond the window, layers share by their preferences; the total is met exactly."""
+
+    W: int
+
+    def __call__(self, total: int, scores: Scores, /) -> Int64[IntVector, " g"]:
+        """Each head's column of layers is shared by itself.
+
+        Implements: PO-PREFERENCE-BUDGET
+
+        Source: CAKE, Section 4.2.
+        """
+        assert scores.preferences is not None
+        L, n = len(scores.preferences), int(scores.offsets[-1])
+        W, shares = min(self.W, n), np.empty((L, scores.heads), dtype=np.int64)
+        preferences = [Fraction(float(preference)) for preference in scores.preferences]
+        for head, share in enumerate(spread(total, scores.heads)):
+            beyond = min(share - L * W, L * (n - W))
+            if beyond < 0:
+                raise SpecError("budget", total, f"must give each layer and head its window of {W} tokens")
+            shares[:, head] = W + largest_remainder(preferred_targets(preferences, Fraction(beyond), n - W))
+        return shares.ravel()
+
+
+def cake(W: int = 32, kernel: int = 5, gamma: float = 200.0, tau1: float = 1.0, tau2: float = 1.0) -> Policy:
+    """The last W tokens, and per KV head the best others of its layer's share, once, at the end of the prompt.
+
+    The official code divides the cache while the prompt is read, layer after layer, which ends in the same shares. It
+    floors them, gives what exceeds a layer evenly to the others, where it can exceed them again and is lost, and leaves
+    prompts alone that are W tokens above the budget. Its temperatures are tuned for each model and budget
+    (0.4 to 2.3); 1 is chosen here. While tokens are decoded it evicts by a window of queries; here the cache grows.
+
+    Raises:
+        SpecError: for a window that is not positive, an even kernel, gamma below 0, or a temperature that is not above.
+    """
+    for name, value in (("tau1", tau1), ("tau2", tau2)):
+        if not 0 < value < math.inf:
+            raise SpecError(name, value, "must be positive and finite")
+    if not 0 <= gamma < math.inf:
+        raise SpecError("gamma", gamma, "must be finite, and not negative")
+    scorer = Cake(check_positive("W", W), check_odd(kernel), gamma, tau1, tau2)
+    return Policy(
+        "cake", scorer, Preferred(W), top_units, SinkAndRecent(0, W), granularity=Granularity.HEAD, floor=W,
+    )

@@ -1,0 +1,98 @@
+"""VATP: a token counts by its attention times the size of its value, under any method whose scores are attention."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from reference.policies.attention import wide
+from reference.policies.h2o import h2o
+from reference.policies.protections import protecting
+from reference.policies.scorers import check_weighable
+from spec.arrays import BoolVector, Float64, Int64, IntMatrix, Matrix
+from spec.errors import SpecError
+from spec.policy import NOTHING_PROMISED, Needs, Observation, Policy, RunningScorer, Scorer, Scores, SeparableScorer
+from spec.retention import Granularity
+
+__all__ = ["ValueWeighted", "value_norms", "vatp", "with_value_norms"]
+
+
+def value_norms(observation: Observation) -> Float64[Matrix, "g n"]:
+    """||v||_1 of each cached token, a row for each layer and KV head.
+
+    Implements: PO-VATP
+
+    Raises:
+        SpecError: when the values were not captured.
+    """
+    if any(view.v is None for view in observation.layers.values()):
+        raise SpecError("v", None, "VATP weighs scores by values")
+    return np.concatenate([np.abs(wide(view.v)).sum(axis=2) for view in observation.layers.values()])
+
+
+@dataclass(frozen=True)
+class ValueWeighted:
+    """The host's scores times the norms; its records are its own."""
+
+    host: Scorer
+
+    @property
+    def needs(self) -> Needs:
+        return replace(self.host.needs, values=True)
+
+    @property
+    def separable(self) -> bool:
+        """Each token is weighed by its own value alone."""
+        return isinstance(self.host, SeparableScorer) and self.host.separable
+
+    def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
+        return self.weighed(self.host(observation, protected), observation)
+
+    def weighed(self, scores: Scores, observation: Observation) -> Scores:
+        """Implements: PO-VATP
+
+        Source: VATP, Section 3.
+        """
+        return replace(scores, values=check_weighable(scores).values * value_norms(observation))
+
+
+@dataclass(frozen=True)
+class RunningValueWeighted(ValueWeighted):
+    """The same while tokens are decoded."""
+
+    host: RunningScorer
+
+    def step(self, records: object, observation: Observation, /) -> Scores:
+        return self.weighed(self.host.step(records, observation), observation)
+
+    def keep(self, records: object, slots: Int64[IntMatrix, "g kept"], /) -> object:
+        return self.host.keep(records, slots)
+
+
+def with_value_norms(host: Policy, N_sink: int = 4) -> Policy:
+    """Any policy whose KV heads have scores of their own, weighed by values; the first N_sink tokens are kept.
+
+    Sinks have large attention and small values, so that the product would lose them.
+
+    Raises:
+        SpecError: when the host keeps one set for all heads; for N_sink below 0; while it runs, for scores below 0.
+    """
+    if host.granularity is not Granularity.HEAD:
+        raise SpecError("host", host.name, "must have a kept set per layer and KV head")
+    if N_sink < 0:
+        raise SpecError("N_sink", N_sink, "must not be negative")
+    old = host.scorer
+    scorer = RunningValueWeighted(old) if isinstance(old, RunningScorer) else ValueWeighted(old)
+    named = replace(host, name=f"vatp({host.name})", scorer=scorer, promises=NOTHING_PROMISED)
+    return protecting(named, range(N_sink))
+
+
+def vatp(N_sink: int = 4) -> Policy:
+    """H2O weighed by values, decided anew in every decode step; B is at least twice the sinks.
+
+    The official code has no default for the sinks, and masks instead of evicting; its other form, Scissorhands, sums
+    the last 400 queries and divides by 400 also where there are fewer. StreamingLLM's 4 sinks are chosen here.
+
+    Raises:
+        SpecError: for N_sink below 0.
+    """
+    return replace(with_value_norms(h2o(), N_sink), name="vatp", floor=2 * N_sink)
