@@ -30,7 +30,7 @@ app.add_typer(models, name="models")
 
 COMPARED = (
     "Folder of results.jsonl (a row a cell), of samples.jsonl (a row a sample, from which a stopped run goes on),"
-    " and of each plan's tables (.csv, .md) and pictures (.png, one per task)."
+    " and of report.html, the page of all that is in it."
 )
 
 def _version(value: bool) -> None:
@@ -74,7 +74,7 @@ def compare(
     attn: Attention = "auto", batch_size: BatchSize = 12, workers: Workers = 1,
     out: Annotated[Path, typer.Option(help=COMPARED)] = Path("results"),
 ) -> None:
-    """Run policies x budgets x tasks; print tables, draw a picture per task. A second run skips what is stored.
+    """Run policies x budgets x tasks; print tables, write a page. A second run skips what is stored.
 
     Each sample's prompt is read once and scored once by each policy; all budgets are selected from that. Every policy
     gets the same number of tokens (Eq. 30 over the context). An answer is an exact match if its first number is the
@@ -133,7 +133,7 @@ def sweep(
     out: Annotated[
         Path,
         typer.Option(help="Folder of sweep.jsonl, of samples.jsonl (a row a sample, from which a stopped run goes on),"
-                     " and of each plan's tables (.json, .csv, .md) and pictures."),
+                     " and of report.html, the page of all that is in it."),
     ] = Path("results"),
 ) -> None:
     """Vary CrystalCache's parameters one at a time, on the same samples: the paper's Appendix A, or the extensions.
@@ -153,7 +153,7 @@ def study(
     rules: Annotated[
         Path, typer.Option(help="TOML: the claims, then model, tasks, policies and budgets. Its hash is in every row.")
     ],
-    out: Annotated[Path, typer.Option(help="Folder of study.jsonl, and of the page (.md) with its pictures (.png).")],
+    out: Annotated[Path, typer.Option(help="Folder of study.jsonl, and of its page, report.html.")],
     part: Annotated[
         str, typer.Option(help="'dev', a fifth of the contexts, to try things on; or 'confirm', which decides claims.")
     ] = "dev",
@@ -170,6 +170,24 @@ def study(
     from models_integration.studies.subject import Loading
 
     run(rules, part, out, batch_size, Loading("", device=device, dtype=dtype, attn=attn), workers)
+
+
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="What study, compare and sweep were given as --out.")],
+    rules: Annotated[
+        list[Path], typer.Option(help="The rules of its study, for claims and stages; may be given several times.")
+    ] = [],  # noqa: B006
+    out: Annotated[Path | None, typer.Option(help="The page to write. [default: report.html in the folder]")] = None,
+) -> None:
+    """Write the page of a folder of results: one file that any browser opens without network.
+
+    Answers first: claims and the best policy by task and budget; then pictures, each with the table of its points;
+    controls, cost, what is flagged or missing, and the papers' tables. Study, compare and sweep end with the same page.
+    """
+    from models_integration.cli.report import run
+
+    run(folder, rules, out)
 
 
 @app.command()

@@ -14,16 +14,15 @@ from models_integration.cli.checks import (
     check_policies,
     check_samples,
 )
+from models_integration.cli.report import COMPARISON, write_page
 from models_integration.studies.answers import SAMPLES
 from models_integration.studies.compare.plan import FULL, Plan, cells, run_plan, stored_cells
-from models_integration.studies.compare.report import comparison_tables, control_table, failed_controls, write_report
+from models_integration.studies.compare.report import comparison_tables, control_table, failed_controls
 from models_integration.studies.report import progress_bar
 from models_integration.studies.subject import Loading, Subject
 from models_integration.studies.workers import beside
 
 __all__ = ["run"]
-
-RESULTS = "results.jsonl"
 
 
 def run(
@@ -35,7 +34,7 @@ def run(
         SpecError: before any cell is run, for what cannot be run.
         Exit: with 1, where a control fails.
     """
-    console, results = Console(), out / RESULTS
+    console, results = Console(), out / COMPARISON
     check_counts(batch_size=batch_size, workers=workers)
     subject = _checked(plan, loading, out, calibration)
     all_cells, stored = list(cells(plan)), stored_cells(subject, plan, results)
@@ -49,8 +48,7 @@ def run(
     measured, controls = ([row for row in rows if row["control"] is kind] for kind in (False, True))
     for table in [*comparison_tables(measured, console.width), *([control_table(controls)] if controls else [])]:
         console.print(table)
-    for path in write_report(rows, out, plan, subject):
-        console.print(str(path), highlight=False, soft_wrap=True)
+    write_page(out, [])
     failed = failed_controls(controls)
     if failed:
         console.print(f"controls FAIL: {', '.join(failed)}. The comparison does not measure retention on this model.")
@@ -63,7 +61,7 @@ def _checked(plan: Plan, loading: Loading, out: Path, calibration: Path | None) 
     if limited or plan.controls:
         check_budgets("budgets", plan.budgets, plan.length, ", ".join(limited) or "every control")
     statistics = calibration_of(plan.policies, calibration)
-    check_folder("out", out, RESULTS, SAMPLES)
+    check_folder("out", out, COMPARISON, SAMPLES)
     subject = replace(loading.subject(), calibration=statistics)
     check_samples(subject, plan.tasks, plan.length, plan.samples, plan.seed)
     check_policies(subject, plan.policies, map(plan.tokens, plan.budgets))
