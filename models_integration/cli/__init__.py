@@ -15,7 +15,7 @@ BROUGHT_BY = {"cryptography": "archive", "bm25s": "archive", "wordllama": "wordl
 ) | dict.fromkeys(
     ("typer", "pytest", "hypothesis"), "conformance"
 ) | dict.fromkeys(
-    ("torch", "transformers", "safetensors", "tokenizers", "rich", "matplotlib", "pandas", "pandera"), "models"
+    ("torch", "transformers", "safetensors", "tokenizers", "rich", "pandas", "pandera"), "models"
 )
 
 

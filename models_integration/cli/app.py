@@ -174,20 +174,20 @@ def study(
 
 @app.command()
 def report(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="What study, compare and sweep were given as --out.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The --out of study, compare or sweep.")],
     rules: Annotated[
-        list[Path], typer.Option(help="The rules of its study, for claims and stages; may be given several times.")
-    ] = [],  # noqa: B006
+        list[Path] | None, typer.Option(help="The rules of a study in it, for claims and stages; any number.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="The page to write. [default: report.html in the folder]")] = None,
 ) -> None:
     """Write the page of a folder of results: one file that any browser opens without network.
 
-    Answers first: claims and the best policy by task and budget; then pictures, each with the table of its points;
-    controls, cost, what is flagged or missing, and the papers' tables. Study, compare and sweep end with the same page.
+    Answers first: claims, the best policy by task and budget. Then pictures, each with the table of its points;
+    controls, cost, what is flagged or missing, the papers' tables. Study, compare, sweep end with it.
     """
     from models_integration.cli.report import run
 
-    run(folder, rules, out)
+    run(folder, rules or [], out)
 
 
 @app.command()

@@ -50,5 +50,6 @@ def _sections(folder: Path, rules: dict[str, Rules]) -> Iterator[Html]:
     for about, rows in grouped(study, ("rules", "model")):
         yield from study_sections(rows, rules.get(about["rules"]))
     yield failures([*comparison, *sweep])
+    comparison, sweep = ([row for row in rows if "error" not in row] for rows in (comparison, sweep))
     yield from comparison_sections(comparison, load_rows(folder / SAMPLES))
     yield from sweep_sections(sweep)

@@ -86,7 +86,7 @@ def comparison_sections(rows: Sequence[Row], samples: Sequence[Row]) -> list[Htm
         samples: of what the cells said, as `Run` stores them; without them nothing is paired.
     """
     found = []
-    for about, group in grouped([row for row in rows if "error" not in row], ("model", "backend", "length", "n", "seed", "placement", "spec_version")):
+    for about, group in grouped(rows, ("model", "backend", "length", "n", "seed", "placement", "spec_version")):
         measured, controls = ([row for row in group if row["control"] is kind] for kind in (False, True))
         said = _said(about, samples)
         shares = [
@@ -106,7 +106,8 @@ def comparison_sections(rows: Sequence[Row], samples: Sequence[Row]) -> list[Htm
             note("Comparisons store neither seconds nor bytes, depths nor evidence: kvspec study does."),
         ))
         found += shares_sections(shares, FULL, FULL)
-        found.append(section("Controls", table("What must answer, or must not", *_control_cells(controls)) if controls else ""))
+        if controls:
+            found.append(section("Controls", table("What must answer, or must not", *_control_cells(controls))))
         found.append(section("Beside the papers", beside_papers([
             Ours(title_of(task), task, {(one.name, one.budget): one.estimate for one in shares if one.task == task})
             for task in dict.fromkeys(one.task for one in shares)

@@ -5,16 +5,15 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from models_integration.policies.spelled import spelled
-from models_integration.studies.estimate import Estimate
 from models_integration.studies.evidence.claims import FLOOR, Samples
 from models_integration.studies.evidence.kept import CONTROLS, RANDOM
 from models_integration.studies.evidence.rules import AT_PROMPT
 from models_integration.studies.evidence.tables import budgets_of, by_task, policies_of
-from models_integration.studies.page.elements import Html, forest, grid, heat_map, note, panel, plots, section
+from models_integration.studies.page.elements import forest, grid, note, panel, plots, section, shaded, table
 from models_integration.studies.page.pictures import Curve
 from spec.parameters import PAPER
 
-__all__ = ["curves_of", "depths", "differences", "swept", "sweeps"]
+__all__ = ["curves_of", "depths", "differences", "sweeps", "swept"]
 
 _FEWEST = 5
 """Values from which on a constant has pictures of its own."""
@@ -22,8 +21,8 @@ _BINS = ("0-¼", "¼-½", "½-¾", "¾-1")
 """Of depths, where the evidence stands in the context."""
 _MEASURES = {
     "Recovery": (
-        Samples.recovery, "(log-likelihood of the gold answer - blind) / (full cache - blind), a ratio of means. Points of"
-        " one budget are drawn a little apart, intervals cut at the picture's edge; the tables have them whole."
+        Samples.recovery, "(log-likelihood of the gold answer - blind) / (full cache - blind), a ratio of means. Points"
+        " of one budget are drawn a little apart, intervals cut at the picture's edge; the tables have them whole."
     ),
     "Evidence kept": (Samples.survival, "Share of the evidence's tokens, mean over layers and KV heads"),
     "Accuracy": (Samples.accuracy, f"Right answers, where the full cache reaches {FLOOR}"),
@@ -42,7 +41,7 @@ def curves_of(placements: Mapping[str, Samples]) -> str:
                 panel(f"{task}, {placement.lower()}, n = {len(some.rows)}", [
                     Curve(name, key, [
                         (budget, some.share((name, budget)), measure(some, (name, budget)))
-                        for budget in budgets_of(some) if (name, budget) in some.cells
+                        for budget in budgets_of(some)
                     ]) for key, name in enumerate(names)
                 ], "mean cache, part of the full one", title.lower()) for task, some in by_task(whole).items()
             ]) for placement, whole in placements.items()
@@ -73,7 +72,7 @@ def sweeps(samples: Samples) -> str:
                 panel(f"{task}: {name}, {title.lower()}", [
                     Curve(f"budget {budget}", key, [
                         (policy, value, measure(some, (policy, budget)))
-                        for value, policy in values.items() if (policy, budget) in some.cells
+                        for value, policy in values.items()
                     ]) for key, budget in enumerate(budgets)
                 ], constant, title.lower()) for task, some in by_task(samples).items()
             ]))
@@ -84,9 +83,9 @@ def differences(samples: Samples) -> str:
     """Each policy over the random set of its budget, all worthy tasks together."""
     some, found = samples.worthy(), []
     for budget in budgets_of(some):
-        cells = [(name, budget) for name in policies_of(some) if name != RANDOM and (name, budget) in some.cells]
-        if (RANDOM, budget) in some.cells:
-            lines = [([name], some.over((name, budget), (RANDOM, budget)), None) for name, _ in cells]
+        names = [name for name in policies_of(some) if name != RANDOM]
+        lines = [([name], some.over((name, budget), (RANDOM, budget)), None) for name in names]
+        if any(one.known for _, one, _ in lines):
             found.append(forest(f"Budget {budget}", ["policy"], lines))
     if not found:
         return ""
@@ -99,23 +98,17 @@ def depths(samples: Samples) -> str:
     some = Samples([row for row in samples.with_evidence().rows if "depth" in row["metadata"]])
     if not some.rows:
         return ""
-    at = np.minimum(4 * np.array([row["metadata"]["depth"] for row in some.rows]), 3).astype(int)
-    lengths = np.array([row["length"] for row in some.rows])
+    at = np.minimum(len(_BINS) * np.array([row["metadata"]["depth"] for row in some.rows]), len(_BINS) - 1).astype(int)
+    lengths, tokens = (np.array([row[name] for row in some.rows]) for name in ("length", "evidence_tokens"))
     places = {
-        length: [np.flatnonzero((lengths == length) & (at == bin)) for bin in range(4)] for length in sorted(set(lengths))
+        f"{length}: {name}": np.flatnonzero((lengths == length) & (at == number))
+        for length in np.unique(lengths) for number, name in enumerate(_BINS)
     }
-    tokens = np.array([row["evidence_tokens"] for row in some.rows])
     maps = []
     for budget in budgets_of(some):
-        lines = []
-        for name in policies_of(some):
-            if (name, budget) in some.cells:
-                kept = some.kept((name, budget)) / tokens
-                lines.append((name, [_mean(kept[rows]) for bins in places.values() for rows in bins]))
-        maps.append(heat_map(f"Budget {budget}", [(f"{length} tokens", _BINS) for length in places], lines))
-    counts = "; ".join(f"{length}: {', '.join(str(len(rows)) for rows in bins)}" for length, bins in places.items())
-    return note(f"Mean share of evidence kept, by where it stands. Samples of the columns at {counts}.") + grid(maps, "grid broad")
-
-
-def _mean(values: np.ndarray) -> Estimate:
-    return Estimate(float(values.mean()) if len(values) else np.nan, np.nan, np.nan, len(values))
+        kept = {name: some.kept((name, budget)) / tokens for name in policies_of(some) if (name, budget) in some.cells}
+        lines = [[name, *(shaded(own[rows]) for rows in places.values())] for name, own in kept.items()]
+        maps.append(table(f"Budget {budget}", ["", *places], lines, kind="heat"))
+    counts = ", ".join(f"{len(rows)} at {place}" for place, rows in places.items())
+    about = f"Mean share of evidence kept, by length and depth of the evidence. Samples: {counts}."
+    return note(about) + grid(maps, "grid broad")

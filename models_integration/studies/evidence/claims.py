@@ -18,13 +18,14 @@ from models_integration.studies.results import Row
 from reference.statistics import Interval, draws, holm, mcnemar, mcnemar_mid_p, mcnemar_power, ratio_bootstrap
 from spec.arrays import Float64, IntVector, Vector
 
-__all__ = ["FLOOR", "Samples", "Verdict", "verdicts"]
+__all__ = ["ENDS", "FLOOR", "Samples", "Verdict", "verdicts"]
 
 FLOOR = 0.7
 """Accuracy that the full cache must reach, for a task at a length and placement to count in accuracies."""
 _POWER = 0.8
 _SIGNIFICANT = 0.05
-_ENDS = (FULL, "1.0"), (BLIND, "0")
+ENDS = (FULL, "1.0"), (BLIND, "0")
+"""The cells between which recovery counts."""
 
 
 class Samples:
@@ -56,7 +57,7 @@ class Samples:
         groups: dict[tuple[object, ...], list[int]] = {}
         for at, row in enumerate(self.rows):
             groups.setdefault((row["task"], row["length"], row["placement"]), []).append(at)
-        right = [cells.get(_ENDS[0], {}).get("right") for cells in self._cells]
+        right = [cells.get(ENDS[0], {}).get("right") for cells in self._cells]
         counted = [
             at for group in groups.values() for at in group
             if None not in (some := [right[one] for one in group]) and sum(some) >= FLOOR * len(some)
@@ -73,14 +74,14 @@ class Samples:
 
     def share(self, cell: tuple[str, str]) -> float:
         """The same as a part of the full cache's; NaN where that was not run."""
-        if _ENDS[0] not in self.cells:
+        if not {cell, ENDS[0]} <= set(self.cells):
             return math.nan
-        return float((self.of(cell, "mean_cache") / self.of(_ENDS[0], "mean_cache")).mean())
+        return float((self.of(cell, "mean_cache") / self.of(ENDS[0], "mean_cache")).mean())
 
     def accuracy(self, cell: tuple[str, str]) -> Estimate:
         """Right answers with Wilson's interval, or the mean score of a metric that is not right or wrong."""
         able = self.able()
-        if not able.rows:
+        if cell not in able.cells:
             return NOTHING
         right = able.of(cell, "right")
         if set(right) <= {0.0, 1.0}:
@@ -90,7 +91,7 @@ class Samples:
     def survival(self, cell: tuple[str, str]) -> Estimate:
         """Share of evidence tokens kept, mean over layers and KV heads."""
         some = self.with_evidence()
-        if not some.rows:
+        if cell not in some.cells:
             return NOTHING
         return some.ratio(some.kept(cell) / [row["evidence_tokens"] for row in some.rows], np.ones(len(some.rows)))
 
@@ -106,15 +107,17 @@ class Samples:
         """Likelihood recovered, of what the context is worth; none where that is not clearly something."""
         if not self.worth().low > 0:
             return NOTHING
-        return self.over(cell, _ENDS[1])
+        return self.over(cell, ENDS[1])
 
     def over(self, first: tuple[str, str], second: tuple[str, str]) -> Estimate:
         """What one cell recovers more than another, sample by sample."""
-        return self.ratio(self.gained(first, second), self.gained(*_ENDS))
+        if not {first, second, *ENDS} <= set(self.cells):
+            return NOTHING
+        return self.ratio(self.gained(first, second), self.gained(*ENDS))
 
     def worth(self) -> Estimate:
         """Log-likelihood of the answer with the full cache above that without context, nats; none without these two."""
-        if not set(_ENDS) <= set(self.cells):
+        if not set(ENDS) <= set(self.cells):
             return NOTHING
         gaps = self._gaps()
         return self.ratio(gaps, np.ones(len(gaps)))
@@ -125,7 +128,7 @@ class Samples:
         return self.where(task=[task for task in tasks if self.where(task=(task,)).worth().low > 0])
 
     def _gaps(self) -> Float64[Vector, " n"]:
-        full, blind = (self.of(cell, "likelihood") for cell in _ENDS)
+        full, blind = (self.of(cell, "likelihood") for cell in ENDS)
         return full - blind
 
     def gained(self, cell: tuple[str, str], over: tuple[str, str]) -> Float64[Vector, " n"]:
@@ -229,7 +232,7 @@ def _pairs(claim: Claim, samples: Samples) -> tuple[Float64[Vector, " n"], Float
     first, second = ((name, claim.budget) for name in (claim.first, claim.second))
     if claim.measure == "accuracy":
         return samples.of(first, "right") - samples.of(second, "right"), np.ones(len(samples.rows))
-    return samples.gained(first, second), samples.gained(*_ENDS)
+    return samples.gained(first, second), samples.gained(*ENDS)
 
 
 def _power(claim: Claim, dev: Samples, confirm: Samples) -> float:

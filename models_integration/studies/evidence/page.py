@@ -7,8 +7,17 @@ from models_integration.studies.evidence.charts import curves_of, depths, differ
 from models_integration.studies.evidence.claims import Samples, verdicts
 from models_integration.studies.evidence.kept import BLIND, CONTROLS, EVIDENCE, FULL, RANDOM
 from models_integration.studies.evidence.rules import PARTS, Rules
-from models_integration.studies.evidence.tables import budgets_of, by_task, controls, flagged, off_budget, seconds, sizes, stages
-from models_integration.studies.page.elements import Html, forest, note, section, strong, table
+from models_integration.studies.evidence.tables import (
+    budgets_of,
+    by_task,
+    controls,
+    flagged,
+    off_budget,
+    seconds,
+    sizes,
+    stages,
+)
+from models_integration.studies.page.elements import Html, best_of, forest, note, section, strong, table
 from models_integration.studies.page.papers import PAPER_TASKS, Ours, beside_papers
 from models_integration.studies.report import title_of
 from models_integration.studies.results import Row
@@ -18,8 +27,8 @@ __all__ = ["study_sections", "without_errors"]
 _FEW = 10
 """Contexts below which a bootstrap's interval is too narrow."""
 _BEST = (
-    "Among policies of one mean cache, chosen after the fact: claims decide, this does not. Not told apart: the interval"
-    " of the paired difference holds 0. Not known: no such policy, or a context that is not clearly worth anything."
+    "Among policies of one mean cache, chosen after the fact: claims decide, this does not. Not told apart: the"
+    " interval of the paired difference holds 0. Not known: no such policy, or a context not clearly worth anything."
 )
 _WITHOUT = {
     FULL: "no recovery, no accuracy, no share of the full cache", BLIND: "no recovery",
@@ -83,8 +92,9 @@ def without_errors(rows: Sequence[Row]) -> tuple[list[Row], list[list[str]]]:
 def _about(first: Row, shown: Samples) -> Iterator[Html]:
     part = shown.rows[0]["part"] if shown.rows else "none"
     yield note(
-        f"Model {first['model']}, backend {first.get('backend')}. Part {part}: {len(shown.rows)} rows of {shown.contexts}"
-        f" contexts. Rules {first['rules'][:8]}. Intervals: 95 %, whole contexts resampled; of right answers Wilson's."
+        f"Model {first['model']}, backend {first.get('backend')}. Part {part}: {len(shown.rows)} rows of"
+        f" {shown.contexts} contexts. Rules {first['rules'][:8]}. Intervals: 95 %, whole contexts resampled; of right"
+        " answers Wilson's."
     )
     if part == PARTS[0]:
         yield note("Dev samples, on which anything may be tried: they decide nothing.", "warning")
@@ -115,25 +125,23 @@ def _claims(rules: Rules | None, dev: Samples, confirm: Samples) -> Iterator[Htm
     if not confirm.rows:
         yield note(f"None of the {len(rules.claims)} claims is decided: no sample that confirms is here.", "warning")
         return
-    lines, outcomes = [], list[tuple[str, str]]()
+    lines, outcomes = [], list[str]()
     for one in verdicts(rules.claims, dev, confirm):
         claim, p = one.claim, "" if one.corrected is None else f"{one.corrected:.4f}"
         about = f"{claim.first} over {claim.second}: {claim.measure} at {claim.budget}, n = {one.difference.n}"
         outcome = strong(one.outcome) + note(one.flag, "small")
-        outcomes.append((one.outcome, one.kind))
+        outcomes.append(f"{one.outcome} ({one.kind})")
         sentence = strong(claim.name) + note(about, "small")
         lines.append(([sentence, outcome, one.kind, p, f"{one.power:.2f}"], one.difference, claim.difference))
-    kinds = {word: [kind for outcome, kind in outcomes if outcome == word] for word, _ in outcomes}
-    counts = "; ".join(
-        f"{word.capitalize()}: {', '.join(f'{kinds[word].count(kind)} {kind}' for kind in dict.fromkeys(kinds[word]))}" for word in kinds
-    )
-    yield note(strong(f"{len(lines)} claims. {counts}."))
+    counts = ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in sorted(set(outcomes)))
+    yield note(strong(f"{len(lines)} claims: {counts}."))
     yield note(
-        "Holds: Holm's corrected p is at most 0.05. Confirmatory: power is at least 0.8 for the smallest difference that"
-        " the claim names (dashed); otherwise screening. Policies whose mean caches differ by more than"
+        "Holds: Holm's corrected p is at most 0.05. Confirmatory: power is at least 0.8 for the smallest difference"
+        " that the claim names (dashed); otherwise screening. Policies whose mean caches differ by more than"
         f" {SAME_CACHE:.0%} are not compared."
     )
-    yield forest("Paired differences, first over second; an arrow: beyond the axis", ["claim", "outcome", "kind", "p (Holm)", "power"], lines)
+    caption = "Paired differences, first over second; an arrow: beyond the axis"
+    yield forest(caption, ["claim", "outcome", "kind", "p (Holm)", "power"], lines)
 
 
 def _best(samples: Samples) -> str:
@@ -146,8 +154,7 @@ def _best(samples: Samples) -> str:
             return "not known"
         best = max(found, key=lambda cell: found[cell].value)
         close = [cell[0] for cell in cells if cell != best and not some.over(best, cell).low > 0]
-        apart = f"not told apart: {', '.join(close)}" if close else "told apart from all others"
-        return strong(best[0]) + Html(f" {found[best]}") + note(apart, "small")
+        return best_of(best[0], found[best], close)
 
     lines = [[title, *(winner(some, budget) for budget in budgets)] for title, some in by_task(samples).items()]
     return table("Highest recovery", ["task", *(f"budget {budget}" for budget in budgets)], lines) if budgets else ""

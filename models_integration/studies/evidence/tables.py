@@ -6,7 +6,7 @@ from statistics import fmean, median
 import numpy as np
 
 from models_integration.studies.estimate import SAME_CACHE
-from models_integration.studies.evidence.claims import FLOOR, Samples
+from models_integration.studies.evidence.claims import ENDS, FLOOR, Samples
 from models_integration.studies.evidence.kept import BLIND, CONTROLS, EVIDENCE, FULL, RANDOM
 from models_integration.studies.evidence.rules import Stage
 from models_integration.studies.evidence.stages import lost_at
@@ -36,7 +36,7 @@ def budgets_of(samples: Samples) -> list[str]:
 
 def off_budget(samples: Samples) -> dict[tuple[str, str], float]:
     """Cells whose mean cache is off the middle one of their budget by more than it may be, and by which part."""
-    found = {}
+    found = dict[tuple[str, str], float]()
     for budget in budgets_of(samples):
         caches = {cell: samples.cache(cell) for cell in samples.cells if cell[1] == budget}
         found |= {cell: cache / median(caches.values()) - 1 for cell, cache in caches.items()}
@@ -56,29 +56,28 @@ def controls(samples: Samples) -> str:
     for title, whole in by_task(samples).items():
         for length in sorted({row["length"] for row in whole.rows}):
             some = whole.where(length=(length,))
-            shares = [
-                f"{np.mean(right):.2f}" if (name, budget) in some.cells and not np.isnan(right := some.of((name, budget), "right")).any()
-                else "" for name, budget in ((FULL, "1.0"), (BLIND, "0"))
-            ]
-            recovered = [
-                f"{one.value:.2f}" if (name, budget) in some.cells and (one := some.recovery((name, budget))).known else ""
-                for name in (RANDOM, EVIDENCE) for budget in budgets
-            ]
-            lines.append([title, length, len(some.rows), *shares, some.worth(), *recovered])
+            right = [some.of(cell, "right") if cell in some.cells else np.array([np.nan]) for cell in ENDS]
+            shares = [_two(float(each.mean())) for each in right]
+            recovered = [some.recovery((name, budget)).value for name in (RANDOM, EVIDENCE) for budget in budgets]
+            lines.append([title, length, len(some.rows), *shares, some.worth(), *map(_two, recovered)])
     caption = (
-        f"Accuracies count where the full cache reaches {FLOOR}. Worth: log-likelihood of the answer with the full cache"
-        " above that without context, nats; where its interval holds 0, there is no recovery."
+        f"Accuracies count where the full cache reaches {FLOOR}. Worth: log-likelihood of the answer with the full"
+        " cache above that without context, nats; where its interval holds 0, there is no recovery."
     )
     headings = [f"{name} at {budget}: recovery" for name in (RANDOM, EVIDENCE) for budget in budgets]
     return table(caption, ["task", "length", "n", "full", "blind", "worth", *headings], lines)
+
+
+def _two(value: float) -> str:
+    return "" if np.isnan(value) else f"{value:.2f}"
 
 
 def seconds(samples: Samples) -> str:
     """What each policy's decisions take of a prompt."""
     if not samples.rows or "seconds" not in samples.rows[0]:
         return ""
-    lengths = {length: samples.where(length=(length,)).rows for length in sorted({row["length"] for row in samples.rows})}
-    lines = []
+    every = sorted({row["length"] for row in samples.rows})
+    lengths, lines = {length: samples.where(length=(length,)).rows for length in every}, []
     for name in samples.rows[0]["seconds"]:
         line = [name]
         for rows in lengths.values():
@@ -86,7 +85,7 @@ def seconds(samples: Samples) -> str:
             line += [f"{spent:.3f}", f"{spent / prefill:.3f}"]
         lines.append(line)
     headings = [f"{text}{length}" for length in lengths for text in ("s at ", "part of prefill at ")]
-    caption = "Seconds a prompt, mean: one prefill; scoring and selecting of all budgets; reading of all cells together."
+    caption = "Mean seconds: a prefill; scoring and selecting at all budgets; reading of all cells together."
     return table(caption, ["", *headings], lines)
 
 
@@ -94,11 +93,12 @@ def sizes(samples: Samples) -> str:
     """Bytes, and what is lost beside the answer: every cell."""
     lines = []
     for cell in samples.cells:
-        mean, peak = (samples.of(cell, name).mean() / 1e6 if name in samples.rows[0]["cells"][0] else 0 for name in ("mean_bytes", "peak_bytes"))
+        mean, peak = (samples.of(cell, name).mean() / 1e6 for name in ("mean_bytes", "peak_bytes"))
         others = [f"{samples.of(cell, name).mean():.3f}" for name in ("divergence", "lost_attention")]
-        lines.append([*cell, f"{samples.share(cell):.3f}", f"{mean:.1f}", f"{peak:.1f}", *others])
+        lines.append([*cell, _two(samples.share(cell)), f"{mean:.2f}", f"{peak:.2f}", *others])
     headings = ["policy", "budget", "part of the full cache", "mean MB", "peak MB", "KL, nats", "attention lost"]
-    return table("Cache while answering, divergence from the full cache, attention on evicted keys", headings, lines, folded=True)
+    caption = "Cache while answering, divergence from the full cache, attention on evicted keys"
+    return table(caption, headings, lines, folded=True)
 
 
 def stages(named: Sequence[Stage], samples: Samples) -> str:

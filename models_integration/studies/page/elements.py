@@ -9,8 +9,12 @@ from pathlib import Path
 
 from models_integration.studies.estimate import Estimate
 from models_integration.studies.page.pictures import KEYS, Curve, curves, forest_axis, forest_mark, legend
+from spec.arrays import Float64, Vector
 
-__all__ = ["Html", "forest", "grid", "heat_map", "note", "page", "panel", "plots", "section", "strong", "style", "table"]
+__all__ = [
+    "Html", "best_of", "forest", "grid", "note", "page", "panel", "plots", "section", "shaded", "strong", "style",
+    "table",
+]
 
 _HOME = Path(__file__).parent
 _FIGURE = re.compile(r"[-+]?\d")
@@ -55,6 +59,12 @@ def note(text: str, kind: str = "note") -> Html:
     return Html(f'<p class="{kind}">{_html(text)}</p>' if text else "")
 
 
+def best_of(name: str, estimate: Estimate, close: Sequence[str]) -> Html:
+    """A cell that names the best, and those that cannot be told from it."""
+    apart = f"not told apart: {', '.join(close)}" if close else "told apart from all others"
+    return strong(name) + Html(f" {estimate}") + note(apart, "small")
+
+
 def section(title: str, *parts: str, level: int = 2) -> Html:
     """Parts under their heading; "" where there are none."""
     body = "\n".join(filter(None, parts))
@@ -64,30 +74,28 @@ def section(title: str, *parts: str, level: int = 2) -> Html:
 def table(
     caption: str, headings: Sequence[object], lines: Iterable[Sequence[object]], folded: bool = False, kind: str = "",
 ) -> Html:
-    """A table; the first column heads the lines. `folded`: it is behind its caption, until somebody opens it."""
+    """A table; the first column heads the lines. `folded`: it is behind its caption, until somebody opens it.
+
+    What is wider than the page scrolls in itself, by keys too. Cells of a forest say under which heading they stand,
+    for narrow screens, which show them below each other.
+    """
     head = "".join(f'<th scope="col">{_html(heading)}</th>' for heading in headings)
-    named = headings if kind else [""] * len(headings)
-    body = "\n".join(_line(line, named) for line in lines)
+    names = [heading if kind == "forest" and not isinstance(heading, Html) else "" for heading in headings]
+    body = "\n".join(
+        f'<tr><th scope="row">{_html(line[0])}</th>{"".join(map(_cell, line[1:], names[1:]))}</tr>' for line in lines
+    )
     title = "" if folded else f"<caption>{_html(caption)}</caption>"
-    made = _wide(caption, f'<table class="{kind}">{title}<thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table>')
+    made = (
+        f'<div class="wide" tabindex="0" role="region" aria-label="{escape(caption)}"><table class="{kind}">{title}'
+        f"<thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table></div>"
+    )
     return Html(f"<details><summary>{_html(caption)}</summary>{made}</details>" if folded else made)
 
 
-def _wide(caption: str, made: str) -> str:
-    """What may be wider than the page scrolls in itself, by keys too."""
-    return f'<div class="wide" tabindex="0" role="region" aria-label="{escape(caption)}">{made}</div>'
-
-
-def _line(cells: Sequence[object], names: Sequence[object]) -> str:
-    """Cells say under which heading they stand, where a narrow screen shows them below each other."""
-    first, *others = map(_html, cells)
-    rest = "".join(_cell(cell, "" if isinstance(name, Html) else str(name)) for cell, name in zip(others, names[1:], strict=True))
-    return f'<tr><th scope="row">{first}</th>{rest}</tr>'
-
-
-def _cell(cell: str, name: str) -> str:
-    kind, said = ' class="figure"' if _FIGURE.match(cell) else "", f' data-name="{escape(name)}"' if name else ""
-    return f"<td{kind}{said}>{cell}</td>"
+def _cell(content: object, name: object) -> str:
+    kind = ' class="figure"' if _FIGURE.match(str(content)) else ""
+    said = f' data-name="{escape(str(name))}"' if name else ""
+    return f"<td{kind}{said}>{_html(content)}</td>"
 
 
 def forest(
@@ -102,30 +110,20 @@ def forest(
     return table(caption, [headings[0], above, "95 % interval", *headings[1:]], made, kind="forest")
 
 
-def heat_map(
-    caption: str, groups: Sequence[tuple[str, Sequence[str]]], lines: Iterable[tuple[str, Sequence[Estimate]]],
-) -> Html:
-    """A table of shares, shaded by them; its columns stand in groups."""
-    above = "".join(f'<th scope="colgroup" colspan="{len(names)}">{_html(group)}</th>' for group, names in groups)
-    below = "".join(f'<th scope="col">{_html(name)}</th>' for _, names in groups for name in names)
-    body = "\n".join(f'<tr><th scope="row">{_html(name)}</th>{"".join(map(_shaded, each))}</tr>' for name, each in lines)
-    return Html(_wide(caption, (
-        f'<table class="heat"><caption>{_html(caption)}</caption><thead><tr><td></td>{above}</tr><tr><td></td>{below}</tr>'
-        f"</thead><tbody>\n{body}\n</tbody></table>"
-    )))
-
-
-def _shaded(one: Estimate) -> str:
-    return f'<td style="--share:{100 * one.value:.0f}%">{one.value:.2f}</td>' if one.known else "<td>-</td>"
+def shaded(shares: Float64[Vector, " n"]) -> Html:
+    """The mean of shares as a cell of a heat map; "-" of none."""
+    if not len(shares):
+        return Html("-")
+    return Html(f'<span style="--share:{100 * shares.mean():.0f}%">{shares.mean():.2f}</span>')
 
 
 def panel(title: str, every: Sequence[Curve], across: str, upward: str) -> Html:
     """A picture of curves and the table of its points; "" where nothing is known."""
-    known = [(curve.name, *point) for curve in every for point in curve.points if point[2].known and point[1] == point[1]]
-    lines = [[name, what, f"{at:.3f}", *map(_plain, one[:3])] for name, what, at, one in known]
+    known = [(curve.name, *point) for curve in every for point in curve.points if point[2].known]
+    lines = [[name, what, *map(_plain, (at, *one[:3]))] for name, what, at, one in known]
     behind = table(f"Table of {title}", ["policy", "at", across, upward, "low", "high"], lines, folded=True)
-    made = f"<figure><figcaption>{_html(title)}</figcaption>{curves(every, across, upward, title)}{behind}</figure>"
-    return Html(made if known else "")
+    picture = curves(every, across, upward, title)
+    return Html(f"<figure><figcaption>{_html(title)}</figcaption>{picture}{behind}</figure>" if picture else "")
 
 
 def _plain(value: float) -> str:

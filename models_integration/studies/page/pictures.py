@@ -11,8 +11,8 @@ __all__ = ["KEYS", "Curve", "curves", "forest_axis", "forest_mark", "legend"]
 
 _MOST, _COLOURS, _DASHES = 40, 8, ("", "5 3", "1.5 2.5", "8 2 2 2", "3 1")
 _MARKS = (
-    "M-3 0a3 3 0 1 0 6 0a3 3 0 1 0-6 0", "M-2.7-2.7h5.4v5.4h-5.4z", "M0-3.6L3.4 2.6H-3.4z", "M0-3.8L3.4 0L0 3.8L-3.4 0z",
-    "M0 3.6L3.4-2.6H-3.4z", "M-3-1h2v-2h2v2h2v2h-2v2h-2v-2h-2z",
+    "M-3 0a3 3 0 1 0 6 0a3 3 0 1 0-6 0", "M-2.7-2.7h5.4v5.4h-5.4z", "M0-3.6L3.4 2.6H-3.4z",
+    "M0-3.8L3.4 0L0 3.8L-3.4 0z", "M0 3.6L3.4-2.6H-3.4z", "M-3-1h2v-2h2v2h2v2h-2v2h-2v-2h-2z",
 )
 KEYS = "".join(
     f".plots:has(.key.k{k} input:not(:checked)) .curve.k{k}{{display:none}}\n"
@@ -88,9 +88,8 @@ class _Axes(NamedTuple):
             (self.x(at) + apart, self.y(one.value), one, name)
             for name, at, one in sorted(curve.points, key=lambda point: point[1])
         ]
-        bars = "".join(
-            f"M{x:.1f} {self.y(one.low):.1f}V{self.y(one.high):.1f}" for x, _, one, _ in points if not math.isnan(one.low)
-        )
+        ends = [(x, self.y(one.low), self.y(one.high)) for x, _, one, _ in points if not math.isnan(one.low)]
+        bars = "".join(f"M{x:.1f} {low:.1f}V{high:.1f}" for x, low, high in ends)
         marks = "".join(
             f'<path class="mark" d="{_mark(curve.key)}" transform="translate({x:.1f} {y:.1f})">'
             f"<title>{escape(f'{curve.name}, {name}: {one}')}</title></path>" for x, y, one, name in points
@@ -105,7 +104,7 @@ class _Axes(NamedTuple):
 def legend(names: Sequence[str]) -> str:
     """A box for each policy, in the order of their keys: it takes the policy's curves out of all pictures."""
     keys = "".join(
-        f'<label class="key {_classes(key)}"><input type="checkbox" checked><svg viewBox="0 0 28 10" aria-hidden="true">'
+        f'<label class="key {_classes(key)}"><input type="checkbox" checked><svg viewBox="0 0 28 10">'
         f'<g class="curve {_classes(key)}"><path class="line" stroke-dasharray="{_dash(key)}" d="M1 5H27"/>'
         f'<path class="mark" d="{_mark(key)}" transform="translate(14 5)"/></g></svg>{escape(name)}</label>'
         for key, name in enumerate(names)

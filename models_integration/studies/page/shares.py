@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from models_integration.studies.estimate import SAME_CACHE, Estimate, pairs_of, share_of
-from models_integration.studies.page.elements import Html, forest, grid, note, panel, plots, section, strong, table
+from models_integration.studies.page.elements import Html, best_of, forest, grid, note, panel, plots, section, table
 from models_integration.studies.page.pictures import Curve
 from models_integration.studies.report import title_of
 from models_integration.studies.results import Row
@@ -102,17 +102,13 @@ def _best(tasks: dict[str, list[Share]], whole: str) -> Html:
         if not some:
             return ""
         best = max(some, key=lambda one: one.correct / one.n)
-        close = [
-            one.name for one in some
-            if one is not best and not (one.outcomes and best.outcomes and pairs_of(best.outcomes, one.outcomes).p <= _SIGNIFICANT)
-        ]
-        apart = f"not told apart: {', '.join(close)}" if close else "told apart from all others"
-        return strong(best.name) + Html(f" {best.estimate}") + note(apart, "small")
+        close = [one.name for one in some if one is not best and not _apart(best, one)]
+        return best_of(best.name, best.estimate, close)
 
-    lines = [
-        [title_of(task), *(winner([one for one in shares if one.budget == budget and one.name != whole]) for budget in budgets)]
-        for task, shares in tasks.items()
-    ]
+    lines = []
+    for task, shares in tasks.items():
+        limited = [one for one in shares if one.name != whole]
+        lines.append([title_of(task), *(winner([one for one in limited if one.budget == at]) for at in budgets)])
     caption = (
         "Highest exact match among those of one mean cache, chosen after the fact. Told apart: McNemar's exact p of the"
         " same samples is at most 0.05, uncorrected."
@@ -120,17 +116,23 @@ def _best(tasks: dict[str, list[Share]], whole: str) -> Html:
     return table(caption, ["task", *(f"budget {budget}" for budget in budgets)], lines) if budgets else Html("")
 
 
+def _apart(first: Share, second: Share) -> bool:
+    if not (first.outcomes and second.outcomes):
+        return False
+    return pairs_of(first.outcomes, second.outcomes).p <= _SIGNIFICANT
+
+
 def _differences(tasks: dict[str, list[Share]], base: str) -> Iterator[Html]:
     for task, shares in tasks.items():
-        (reference, *_) = [one for one in shares if one.name == base] or [None]
+        reference = next((one for one in shares if one.name == base and one.outcomes), None)
         others = [one for one in shares if one is not reference and one.outcomes]
-        if reference is None or not reference.outcomes or not others:
-            yield note(f"{title_of(task)}: no paired difference, {base} was not run on samples that are here.", "warning")
+        if reference is None or not others:
+            yield note(f"{title_of(task)}: no paired difference, for want of samples of {base} and others.", "warning")
             continue
         pairs = [pairs_of(one.outcomes, reference.outcomes) for one in others]
         corrected = holm({str(at): pair.p for at, pair in enumerate(pairs)})
         yield forest(
-            f"{title_of(task)}, n = {reference.n}: exact match, of {base} {reference.estimate}; p: McNemar's exact, by Holm",
+            f"{title_of(task)}, n = {reference.n}; {base}: {reference.estimate}; p: McNemar's exact, by Holm",
             ["", "budget", "exact match", "won", "lost", "p"], [
                 (
                     [one.name, one.budget, one.estimate, pair.won, pair.lost, f"{corrected[str(at)]:.4f}"],

@@ -55,7 +55,7 @@ def sweep_tables(rows: Sequence[Row], width: int) -> list[Table]:
 def sweep_sections(rows: Sequence[Row]) -> list[Html]:
     """The sections of all sweeps in a folder."""
     found = []
-    for about, group in grouped([row for row in rows if "error" not in row], ("grid", "model", "backend", "length", "budget", "n", "seed", "spec_version")):
+    for about, group in grouped(rows, ("grid", "model", "backend", "length", "budget", "n", "seed", "spec_version")):
         shares = [
             Share(
                 row["task"], row["variant"], row["budget_requested"], row["n"], row["correct"], row["mean_cache"],
