@@ -178,12 +178,12 @@ def report(
     rules: Annotated[
         list[Path] | None, typer.Option(help="The rules of a study in it, for claims and stages; any number.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="The page to write. [default: report.html in the folder]")] = None,
+    out: Annotated[Path | None, typer.Option(help="The page to write; by default report.html in the folder.")] = None,
 ) -> None:
     """Write the page of a folder of results: one file that any browser opens without network.
 
     Answers first: claims, the best policy by task and budget. Then pictures, each with the table of its points;
-    controls, cost, what is flagged or missing, the papers' tables. Study, compare, sweep end with it.
+    controls, cost, what is flagged or missing, the papers' own tables. Study, compare and sweep end with this page.
     """
     from models_integration.cli.report import run
 

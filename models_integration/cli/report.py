@@ -36,7 +36,7 @@ def run(folder: Path, rules: list[Path], out: Path | None) -> None:
 
 def write_page(folder: Path, rules: list[Rules], out: Path | None = None) -> None:
     """Write the page of all results in a folder, by default beside them, and say where."""
-    path, sections = out or folder / PAGE, list(_sections(folder, {one.digest: one for one in rules}))
+    path, sections = out or folder / PAGE, list(filter(None, _sections(folder, {one.digest: one for one in rules})))
     if not sections:
         raise SpecError("FOLDER", str(folder), f"must hold rows in {STUDY}, {COMPARISON} or {SWEEP}")
     publish_readable(path, page(f"kvspec: {folder.resolve().name}", sections).encode())

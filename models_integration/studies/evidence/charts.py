@@ -69,7 +69,7 @@ def sweeps(samples: Samples) -> str:
             values = dict(sorted({**values, getattr(PAPER, constant): name}.items()))
         for title, (measure, _) in _MEASURES.items():
             groups.append(grid([
-                panel(f"{task}: {name}, {title.lower()}", [
+                panel(f"{task}: {name}", [
                     Curve(f"budget {budget}", key, [
                         (policy, value, measure(some, (policy, budget)))
                         for value, policy in values.items()

@@ -121,8 +121,8 @@ def panel(title: str, every: Sequence[Curve], across: str, upward: str) -> Html:
     """A picture of curves and the table of its points; "" where nothing is known."""
     known = [(curve.name, *point) for curve in every for point in curve.points if point[2].known]
     lines = [[name, what, *map(_plain, (at, *one[:3]))] for name, what, at, one in known]
-    behind = table(f"Table of {title}", ["policy", "at", across, upward, "low", "high"], lines, folded=True)
-    picture = curves(every, across, upward, title)
+    behind = table(f"Table of {upward}, {title}", ["policy", "at", across, upward, "low", "high"], lines, folded=True)
+    picture = curves(every, across, upward, f"{upward}, {title}")
     return Html(f"<figure><figcaption>{_html(title)}</figcaption>{picture}{behind}</figure>" if picture else "")
 
 
