@@ -104,7 +104,9 @@ def sizes(samples: Samples) -> str:
 def stages(named: Sequence[Stage], samples: Samples) -> str:
     """How many samples lose their evidence at each stage, by budget."""
     lines = []
-    for budget in budgets_of(samples) if named else ():
+    for budget in budgets_of(samples):
+        if not named or any((stage.policy, budget) not in samples.cells for stage in named):
+            continue
         counts = np.bincount(lost_at(samples, named, budget), minlength=len(named) + 1)
         for stage, lost in zip(named, counts, strict=False):
             cell = stage.policy, budget

@@ -49,7 +49,7 @@ def claim(name: str, first: str, second: str, measure: str = "recovery", budget:
 
 
 CLAIMS = (
-    claim("one <b>", "evidence", "snapkv"), claim("two", "evidence", "random", "accuracy"),
+    claim("one <b>", "evidence", "snapkv"), claim("two", "evidence", "snapkv", "accuracy"),
     claim("other caches", "knorm", "snapkv", budget="0.3"),
 )
 GIVEN = Rules(
@@ -153,15 +153,14 @@ def sorted_as_drawn(lines: list[list[str]]) -> list[list[str]]:
 def test_claims_are_decided_as_by_hand(shown: Page, rows: list[Row]) -> None:
     own = some(rows, task=TASKS[0], placement="after")
     value_, low, high, p = recovered(own, ("evidence", "0.5"), ("snapkv", "0.5"))
-    pairs = [(value(row, "evidence", "0.5", "right"), value(row, "random", "0.5", "right")) for row in own]
+    pairs = [(value(row, "evidence", "0.5", "right"), value(row, "snapkv", "0.5", "right")) for row in own]
     won, lost = (sum(pair == one for pair in pairs) for one in ((1, 0), (0, 1)))
     tail = sum(math.comb(won + lost, k) for k in range(min(won, lost) + 1))
     exact = min(1.0, 2 * tail / 2 ** (won + lost))
     small, large = sorted([p, exact])
     corrected = {small: min(1.0, 2 * small), large: max(min(1.0, 2 * small), large)}
     table = shown.table("Paired differences, first over second")
-    found = {line[0].partition(":")[0]: line for line in table.lines[1:]}
-    first, second, third = (next(line for name, line in found.items() if one.first in name) for one in CLAIMS)
+    first, second, third = table.lines[1:]
     assert first[0].startswith("one <b>evidence over snapkv: recovery at 0.5, n = 24")
     assert first[2] == f"{value_:.2f} [{low:.2f}, {high:.2f}]"
     assert second[2].startswith(f"{(won - lost) / len(own):.2f} [")
@@ -190,8 +189,8 @@ def test_the_best_are_those_by_hand_and_no_flagged_cell_is_one(shown: Page, rows
                 apart = f"not told apart: {', '.join(close)}" if close else "told apart from all others"
                 value_, low, high, _ = each[best]
                 assert table.line(title_of(task))[at] == f"{best} {value_:.2f} [{low:.2f}, {high:.2f}]{apart}"
-    flagged = shown.table("Off the middle mean cache")
-    assert flagged.lines[1:] == [["knorm", "0.3", "306.0", "+2.0%"]]
+    flagged = [table.lines[1:] for table in shown.tables if table.caption.startswith("Off the middle mean cache")]
+    assert flagged == [[["knorm", "0.3", "306.0", "+2.0%"]]] * 2
 
 
 def test_maps_costs_and_controls_are_those_by_hand(shown: Page, rows: list[Row]) -> None:
@@ -236,8 +235,9 @@ def test_the_page_is_whole_and_needs_nothing_else(shown: Page) -> None:
 
 @pytest.mark.law("an-identity-tells-apart")
 def test_forty_policies_are_told_apart() -> None:
-    """By colour, dash and mark together; each has a style that hides it."""
-    keys = re.findall(r'class="curve k(\d+) c(\d)".*?dasharray="(.*?)".*?class="mark" d="(.*?)"', legend(list("a" * 40)))
+    """By colour, dash and mark together."""
+    kinds = r'class="curve k(\d+) c(\d)".*?dasharray="(.*?)".*?class="mark" d="(.*?)"'
+    keys = re.findall(kinds, legend(list("a" * 40)))
     assert len({key[1:] for key in keys}) == len(keys) == 40
 
 
