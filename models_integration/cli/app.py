@@ -43,7 +43,7 @@ app.add_typer(models, name="models")
 
 COMPARED = (
     "Folder of results.jsonl (a row a cell), of samples.jsonl (a row a sample, from which a stopped run goes on),"
-    " and of each plan's tables (.csv, .md) and pictures (.png, one per task)."
+    " and of report.html, the page of all that is in it."
 )
 
 _OF_GRIDS = ("grid", "budget", "tasks", "length", "samples", "seed", "model", "backend")
@@ -92,7 +92,7 @@ def compare(
     address: Address = "", again: Again = False,
     out: Annotated[Path, typer.Option(help=COMPARED)] = Path("results"),
 ) -> None:
-    """Run policies x budgets x tasks; print tables, draw a picture per task. A second run skips what is stored.
+    """Run policies x budgets x tasks; print tables, write a page. A second run skips what is stored.
 
     Each sample's prompt is read once and scored once by each policy; all budgets are selected from that. Every policy
     gets the same number of tokens (Eq. 30 over the context). An answer is an exact match if its first number is the
@@ -162,7 +162,7 @@ def sweep(
     out: Annotated[
         Path,
         typer.Option(help="Folder of sweep.jsonl, of samples.jsonl (a row a sample, from which a stopped run goes on),"
-                     " and of each plan's tables (.json, .csv, .md) and pictures."),
+                     " and of report.html, the page of all that is in it."),
     ] = Path("results"),
 ) -> None:
     """Measure what SWEEP.toml lists, as kvspec study does, on all contexts. Without a file vary CrystalCache's
@@ -203,7 +203,7 @@ def study(
     rules: Annotated[
         Path, typer.Option(help="TOML: the claims, then model, tasks, policies and budgets. Its hash is in every row.")
     ],
-    out: Annotated[Path, typer.Option(help="Folder of study.jsonl, and of the page (.md) with its pictures (.png).")],
+    out: Annotated[Path, typer.Option(help="Folder of study.jsonl, and of its page, report.html.")],
     part: Annotated[
         str,
         typer.Option(help="'dev', a fifth of the contexts, to try things on; 'confirm', which decides claims; 'all'.")
@@ -223,6 +223,24 @@ def study(
 
     with Launch(workers, engine, address).started(out, device):
         run(rules, part, out, batch_size, Loading("", device=device, dtype=dtype, attn=attn), again)
+
+
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The --out of study, compare or sweep.")],
+    rules: Annotated[
+        list[Path] | None, typer.Option(help="The rules of a study in it, for claims and stages; any number.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The page to write; by default report.html in the folder.")] = None,
+) -> None:
+    """Write the page of a folder of results: one file that any browser opens without network.
+
+    Answers first: claims, the best policy by task and budget. Then pictures, each with the table of its points;
+    controls, cost, what is flagged or missing, the papers' own tables. Study, compare and sweep end with this page.
+    """
+    from models_integration.cli.report import run
+
+    run(folder, rules or [], out)
 
 
 @app.command()

@@ -14,16 +14,16 @@ from models_integration.cli.checks import (
     check_policies,
     check_samples,
 )
+from models_integration.cli.report import write_page
 from models_integration.studies.answers import SAMPLES
 from models_integration.studies.compare.plan import FULL, Plan, cells, run_plan, stored_cells
-from models_integration.studies.compare.report import comparison_tables, control_table, failed_controls, write_report
+from models_integration.studies.compare.report import comparison_tables, control_table, failed_controls
 from models_integration.studies.report import progress_bar
+from models_integration.studies.results import COMPARISON
 from models_integration.studies.status import first_failure
 from models_integration.studies.subject import Loading, Subject
 
 __all__ = ["run"]
-
-RESULTS = "results.jsonl"
 
 
 def run(
@@ -35,7 +35,7 @@ def run(
         SpecError: before any cell is run, for what cannot be run.
         Exit: with 1, where a control or a sample fails.
     """
-    console, results = Console(), out / RESULTS
+    console, results = Console(), out / COMPARISON
     check_counts(batch_size=batch_size)
     subject = _checked(plan, loading, out, calibration)
     all_cells, stored = list(cells(plan)), stored_cells(subject, plan, results)
@@ -49,8 +49,8 @@ def run(
     measured, controls = ([row for row in rows if row["control"] is kind] for kind in (False, True))
     for table in [*comparison_tables(measured, console.width), *([control_table(controls)] if controls else [])]:
         console.print(table)
-    for path in write_report(rows, out, plan, subject) if rows else ():
-        console.print(str(path), highlight=False, soft_wrap=True)
+    if rows:
+        write_page(out, [])
     failed = failed_controls(controls)
     if failed:
         console.print(f"controls FAIL: {', '.join(failed)}. The comparison does not measure retention on this model.")
@@ -66,7 +66,7 @@ def _checked(plan: Plan, loading: Loading, out: Path, calibration: Path | None) 
     if limited or plan.controls:
         check_budgets("budgets", plan.budgets, plan.length, ", ".join(limited) or "every control")
     statistics = calibration_of(plan.policies, calibration)
-    check_folder("out", out, RESULTS, SAMPLES)
+    check_folder("out", out, COMPARISON, SAMPLES)
     subject = replace(loading.subject(), calibration=statistics)
     check_samples(subject, plan.tasks, plan.length, plan.samples, plan.seed)
     check_policies(subject, plan.policies, map(plan.tokens, plan.budgets))

@@ -7,11 +7,11 @@ import typer
 from rich.console import Console
 
 from models_integration.cli.checks import check_counts, check_folder
-from models_integration.studies.evidence.report import write_report
+from models_integration.cli.report import write_page
 from models_integration.studies.evidence.rules import PARTS, load_rules
-from models_integration.studies.evidence.run import RESULTS, check_windows, items, leases, methods, run_part
+from models_integration.studies.evidence.run import check_windows, items, leases, methods, run_part
 from models_integration.studies.report import progress_bar
-from models_integration.studies.results import load_rows
+from models_integration.studies.results import STUDY, load_rows
 from models_integration.studies.status import first_failure
 from models_integration.studies.subject import Loading
 from models_integration.tasks.prose import read_prose
@@ -32,11 +32,11 @@ def run(rules_file: Path, part: str, out: Path, batch_size: int, loading: Loadin
         SpecError: before any sample is measured, for what cannot be.
         Exit: with 130, when it is interrupted; what was measured is stored. With 1, where a sample failed.
     """
-    console, results = Console(), out / RESULTS
+    console, results = Console(), out / STUDY
     check_choices("part", (part,), (*PARTS, ALL))
     check_counts(batch_size=batch_size)
     rules = load_rules(rules_file)
-    check_folder("out", out, RESULTS)
+    check_folder("out", out, STUDY)
     load_rows(results)
     calibration = rules.calibrated(rules_file.parent)
     subject = replace(replace(loading, model=rules.model).subject(), calibration=calibration)
@@ -60,9 +60,8 @@ def run(rules_file: Path, part: str, out: Path, batch_size: int, loading: Loadin
     except KeyboardInterrupt:
         stopped = True
         console.print("stopped; the same command goes on from here")
-    rows = [row for row in load_rows(results) if (row["rules"], row["model"]) == (rules.digest, subject.name)]
-    for path in write_report(rules, rows, out) if rows else ():
-        console.print(str(path), highlight=False, soft_wrap=True)
+    if any(row["rules"] == rules.digest for row in load_rows(results)):
+        write_page(out, [rules])
     if own.failed.keys() & every:
         console.print(first_failure(results), highlight=False, soft_wrap=True)
     if stopped or own.failed.keys() & every:

@@ -6,12 +6,14 @@ import typer
 from rich.console import Console
 
 from models_integration.cli.checks import check_budgets, check_counts, check_folder, check_samples
+from models_integration.cli.report import write_page
 from models_integration.studies.answers import SAMPLES
 from models_integration.studies.report import progress_bar
+from models_integration.studies.results import SWEEP
 from models_integration.studies.status import first_failure
 from models_integration.studies.subject import Loading
 from models_integration.studies.sweep.plan import GRIDS, Plan, run_plan
-from models_integration.studies.sweep.report import sweep_tables, write_report
+from models_integration.studies.sweep.report import sweep_tables
 
 __all__ = ["run"]
 
@@ -26,18 +28,18 @@ def run(plan: Plan, loading: Loading, out: Path, batch_size: int, again: bool) -
     console = Console()
     check_counts(batch_size=batch_size)
     check_budgets("budget", (plan.budget,), plan.length, "every variant")
-    check_folder("out", out, "sweep.jsonl", SAMPLES)
+    check_folder("out", out, SWEEP, SAMPLES)
     subject = loading.subject()
     check_samples(subject, plan.tasks, plan.length, plan.samples, plan.seed)
     about = f"{subject.name}, {plan.length} tokens, B = {plan.tokens} ({plan.budget}), n = {plan.samples}"
     console.print(f"{plan.grid}: {about}, backend {subject.backend}, question placed 'after'")
     total = len(GRIDS[plan.grid]) * len(plan.tasks) * plan.samples
     with progress_bar(console, total) as progress:
-        rows = list(run_plan(subject, plan, out / "sweep.jsonl", progress, batch_size, again))
+        rows = list(run_plan(subject, plan, out / SWEEP, progress, batch_size, again))
     for table in sweep_tables(rows, console.width) if rows else ():
         console.print(table)
-    for path in write_report(rows, out, plan, subject.name, f"{plan.grid}: {about}") if rows else ():
-        console.print(str(path), highlight=False, soft_wrap=True)
+    if rows:
+        write_page(out, [])
     if len(rows) < len(GRIDS[plan.grid]) * len(plan.tasks):
         console.print(first_failure(out / SAMPLES), highlight=False, soft_wrap=True)
         raise typer.Exit(1)

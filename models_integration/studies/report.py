@@ -1,34 +1,19 @@
-"""What studies show of themselves: how far they are, titles, files that belong to one plan, tables and pictures."""
+"""What studies show of themselves: how far they are, titles, and tables of a terminal."""
 
-import csv
-import hashlib
-import io
-import json
-import textwrap
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from models_integration.cache.atomic_file import publish_readable
-
-__all__ = [
-    "TITLES", "csv_text", "digest_of", "fits", "markdown_text", "new_figure", "progress_bar", "save", "shares",
-    "table_of", "title_of", "wrapped_name",
-]
+__all__ = ["TITLES", "fits", "progress_bar", "table_of", "title_of"]
 
 TITLES = {"needle": "Needle", "delayed_association": "Delayed association"}
 
-_INCH_LETTERS = 11
-"""Letters of a title in an inch."""
 _LINE_EVERY = 5.0
 """Seconds between two lines."""
 
@@ -69,16 +54,6 @@ def title_of(task: str) -> str:
     return TITLES.get(task, task.replace("_", " ").capitalize() if task.isidentifier() else task)
 
 
-def digest_of(plan: object, *more: str) -> str:
-    """8 hexadecimal digits in the names of a plan's files: no other plan writes over them."""
-    return hashlib.sha256(json.dumps([repr(plan), *more]).encode()).hexdigest()[:8]
-
-
-def wrapped_name(name: str, letters: int = 20) -> str:
-    """A long name on several lines, broken at its hyphens."""
-    return "\n".join(textwrap.wrap(name, letters, break_on_hyphens=True))
-
-
 def table_of(title: str, headings: Sequence[str], lines: Iterable[Sequence[str]], texts: int = 1) -> Table:
     """A table of a terminal: the first columns, so many texts, may wrap; of the figures behind them none is cut.
 
@@ -100,54 +75,3 @@ def fits(table: Table, width: int) -> bool:
     """Whether a terminal of that many columns shows every figure of it."""
     console = Console(width=10_000)
     return console.measure(table).minimum <= width
-
-
-def markdown_text(title: str, headings: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A table for a page, under its title."""
-    every = [headings, ["---"] * len(headings), *lines]
-    return f"{title}\n\n" + "".join("| " + " | ".join(line) + " |\n" for line in every)
-
-
-def csv_text(rows: Sequence[Mapping[str, object]]) -> str:
-    """Rows with the same columns, for a spreadsheet."""
-    file = io.StringIO()
-    writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return file.getvalue()
-
-
-def new_figure(width: float, height: float, title: str) -> Figure:
-    """A figure of inches, with a title that wraps."""
-    figure = Figure(figsize=(width, height), layout="constrained")
-    figure.suptitle(textwrap.fill(title, int(width * _INCH_LETTERS)), fontsize=10)
-    return figure
-
-
-def shares(panel: Axes, names: Sequence[str], values: Mapping[str, tuple[float, float, float]]) -> None:
-    """A point with its interval for each name, by its share, low and high; the share beside it."""
-    for at, name in enumerate(names):
-        if name not in values:
-            continue
-        share, low, high = values[name]
-        panel.errorbar([share], [at], xerr=[[share - low], [high - share]], fmt="o", color="C0", ms=4, capsize=3, lw=1)
-        panel.annotate(
-            f"{share:.2f}", (share, at), (0, 5), textcoords="offset points", ha="center", fontsize=8,
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
-        )
-    panel.set_yticks(range(len(names)), [wrapped_name(name) for name in names], fontsize=8)
-    panel.set_ylim(len(names) - 0.4, -0.7)
-    panel.set_xlim(-0.08, 1.08)
-    panel.set_xticks([0, 0.5, 1])
-    panel.tick_params(axis="x", labelsize=8)
-    panel.grid(axis="y", color="0.9", lw=0.6)
-    panel.set_axisbelow(True)
-    panel.spines[["top", "right"]].set_visible(False)
-
-
-def save(figure: Figure, path: Path) -> Path:
-    """Write a picture, whole or not at all."""
-    file = io.BytesIO()
-    figure.savefig(file, dpi=150, format="png")
-    publish_readable(path, file.getvalue())
-    return path

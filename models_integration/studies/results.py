@@ -10,7 +10,13 @@ from typing import Any, BinaryIO, NamedTuple
 
 from spec.errors import SpecError
 
-__all__ = ["AGAIN", "ERROR", "START", "Place", "Row", "append_row", "find_row", "load_rows", "rows_behind"]
+__all__ = [
+    "AGAIN", "COMPARISON", "ERROR", "START", "STUDY", "SWEEP", "Place", "Row", "append_row", "find_row", "load_rows",
+    "rows_behind",
+]
+
+STUDY, COMPARISON, SWEEP = "study.jsonl", "results.jsonl", "sweep.jsonl"
+"""Where each command stores what it found: rows of samples, of cells, of variants."""
 
 Row = dict[str, Any]
 ERROR, AGAIN = "error", "again"

@@ -5,22 +5,28 @@ from datetime import timedelta
 from pathlib import Path
 
 from models_integration.studies.answers import SAMPLES, sample_unit
-from models_integration.studies.evidence.run import RESULTS, study_unit
+from models_integration.studies.evidence.run import study_unit
 from models_integration.studies.leases import Leases
-from models_integration.studies.results import Row, load_rows
+from models_integration.studies.results import STUDY, Row, load_rows
 
-__all__ = ["first_failure", "status"]
+__all__ = ["failed_samples", "first_failure", "status"]
 
-_FILES = {RESULTS: study_unit, SAMPLES: sample_unit}
+_FILES = {STUDY: study_unit, SAMPLES: sample_unit}
+
+
+def failed_samples(path: Path) -> list[Row]:
+    """The rows of a file's samples whose last attempt failed."""
+    leases = Leases(path, _FILES[path.name])
+    leases.stored()
+    return list(leases.failed.values())
 
 
 def first_failure(path: Path) -> str:
     """How many samples of a file failed, with the first one's error; "" where none did."""
-    leases = Leases(path, _FILES[path.name])
-    leases.stored()
-    for row in leases.failed.values():
-        return f"{len(leases.failed)} samples in {path} failed, the first by {row['error']}; --again makes them again"
-    return ""
+    failed = failed_samples(path)
+    if not failed:
+        return ""
+    return f"{len(failed)} samples in {path} failed, the first by {failed[0]['error']}; --again makes them again"
 
 
 def status(folder: Path, watch: bool = True) -> Iterator[str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from models_integration.studies.page.elements import style
 from reference.crystalcache.graph import trunk_pairs
 from spec.arrays import Int64, IntVector
 from spec.errors import SpecError
@@ -69,7 +70,7 @@ def explain_html(
     # Inside a script element "<" could end it.
     text = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
     page = Template(_read("page.html"))
-    return page.substitute(title=escape(title), style=_read("page.css"), data=text, script=script)
+    return page.substitute(title=escape(title), style=style("base") + _read("page.css"), data=text, script=script)
 
 
 def _beside(name: str, retention: Retention, n: int) -> dict[str, Any]:

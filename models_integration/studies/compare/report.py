@@ -1,35 +1,19 @@
-"""Results for people: tables in the terminal and on pages, and one picture per task."""
+"""Results for people: tables in the terminal, and sections of a page."""
 
 from collections.abc import Sequence
-from math import ceil
-from pathlib import Path
 
-from matplotlib.axes import Axes
 from rich.table import Table
 
-from models_integration.cache.atomic_file import publish_readable
-from models_integration.studies.compare.plan import Plan
+from models_integration.studies.answers import SAMPLES
+from models_integration.studies.compare.plan import FULL
 from models_integration.studies.compare.rules import verdict
-from models_integration.studies.report import (
-    csv_text,
-    digest_of,
-    fits,
-    markdown_text,
-    new_figure,
-    save,
-    shares,
-    table_of,
-    title_of,
-)
+from models_integration.studies.page.elements import Html, note, section, table
+from models_integration.studies.page.papers import Ours, beside_papers
+from models_integration.studies.page.shares import Share, grouped, shares_sections
+from models_integration.studies.report import fits, table_of, title_of
 from models_integration.studies.results import Row
-from models_integration.studies.subject import Subject
-from reference.statistics import wilson
-from spec import SPEC_VERSION
 
-__all__ = ["comparison_tables", "control_table", "draw", "failed_controls", "write_report"]
-
-_COLUMNS_MOST = 4
-"""Budgets beside each other in a picture; further ones stand below them."""
+__all__ = ["comparison_sections", "comparison_tables", "control_table", "failed_controls"]
 
 
 def comparison_tables(rows: Sequence[Row], width: int) -> list[Table]:
@@ -94,58 +78,48 @@ def failed_controls(rows: Sequence[Row]) -> list[str]:
     return [f"{row['policy']} ({title_of(row['task'])})" for row in rows if verdict(row).endswith("FAILS")]
 
 
-def write_report(rows: Sequence[Row], out: Path, plan: Plan, subject: Subject) -> list[Path]:
-    """The plan's own files in a folder: rows as CSV, tables as Markdown, a picture of each task.
+def comparison_sections(rows: Sequence[Row], samples: Sequence[Row]) -> list[Html]:
+    """The sections of all comparisons in a folder: cells that share model, length, number of samples and so on.
 
-    Their names carry a digest of the plan, of the model and of the backend: another plan's stay as they are.
+    Args:
+        rows: of the cells, oldest first.
+        samples: of what the cells said, as `Run` stores them; without them nothing is paired.
     """
-    stem = f"comparison-{digest_of(plan, subject.name, subject.backend, SPEC_VERSION)}"
-    about = f"{subject.name}, {plan.length} tokens, n = {plan.samples}, question '{plan.placement}'"
-    measured, controls = ([row for row in rows if row["control"] is kind] for kind in (False, True))
-    pages = [markdown_text(f"Exact match: {about}", *_cells(measured))] if measured else []
-    if controls:
-        pages.append(markdown_text("Controls", *_control_cells(controls)))
-    written = [out / f"{stem}.csv", out / f"{stem}.md"]
-    publish_readable(written[0], csv_text([{**row, **_interval(row)} for row in rows]).encode())
-    publish_readable(written[1], "\n".join(pages).encode())
-    for task in dict.fromkeys(row["task"] for row in measured):
-        picture = out / f"{stem}-{task.replace(':', '.')}.png"
-        draw([row for row in measured if row["task"] == task], picture, f"{title_of(task)}: {about}")
-        written.append(picture)
-    return written
+    found = []
+    for about, group in grouped(rows, ("model", "backend", "length", "n", "seed", "placement", "spec_version")):
+        measured, controls = ([row for row in group if row["control"] is kind] for kind in (False, True))
+        said = _said(about, samples)
+        shares = [
+            Share(
+                row["task"], row["policy"], row["budget_requested"], row["n"], row["correct"], row["mean_cache"],
+                said.get((row["task"], row["policy"], row["budget"]), ()),
+                {"B": str(row["budget"]), "peak cache": str(row["peak_cache"]), "over B": str(row["over_budget"])},
+            ) for row in measured
+        ]
+        failed = ", ".join(failed_controls(controls))
+        found.append(section(
+            f"Comparison: {about['model']}, {about['length']} tokens",
+            note(", ".join(f"{name.replace('_', ' ')} {value}" for name, value in about.items())),
+            note(f"Controls that FAIL: {failed}." if failed else "", "warning"),
+            note("" if controls else "No controls: nothing shows that the tasks measure retention.", "warning"),
+            note("" if said else f"No samples in {SAMPLES}: nothing is paired.", "warning"),
+            note("Comparisons store neither seconds nor bytes, depths nor evidence: kvspec study does."),
+        ))
+        found += shares_sections(shares, FULL, FULL)
+        if controls:
+            found.append(section("Controls", table("What must answer, or must not", *_control_cells(controls))))
+        found.append(section("Beside the papers", beside_papers([
+            Ours(title_of(task), task, {(one.name, one.budget): one.estimate for one in shares if one.task == task})
+            for task in dict.fromkeys(one.task for one in shares)
+        ])))
+    return found
 
 
-def _interval(row: Row) -> dict[str, float]:
-    return dict(zip(("low", "high"), wilson(row["correct"], row["n"]), strict=True))
-
-
-def draw(rows: Sequence[Row], path: Path, title: str) -> None:
-    """Exact match of one task: a panel per budget, a point with its Wilson interval per policy.
-
-    What stores the whole context is a line in every panel.
-    """
-    limited = [row for row in rows if row["budget"] < row["length"]]
-    whole = [row for row in rows if row["budget"] >= row["length"]]
-    policies = list(dict.fromkeys(row["policy"] for row in limited or whole))
-    budgets = list(dict.fromkeys((row["budget_requested"], row["budget"]) for row in limited or whole))
-    across = min(_COLUMNS_MOST, len(budgets))
-    down = ceil(len(budgets) / across)
-    figure = new_figure(1.9 + 2.0 * across, 1.3 + down * (0.9 + 0.36 * len(policies)), title)
-    panels = figure.subplots(down, across, sharey=True, squeeze=False).flatten()
-    for panel, (requested, B) in zip(panels, budgets, strict=False):
-        mine = [row for row in limited or whole if row["budget_requested"] == requested]
-        shares(panel, policies, {row["policy"]: (row["accuracy"], *wilson(row["correct"], row["n"])) for row in mine})
-        _lines(panel, whole)
-        panel.set_title(f"budget {requested} (B = {B})", fontsize=9)
-        panel.set_xlabel("exact match, 95 % interval", fontsize=8)
-    for panel in panels[len(budgets) :]:
-        panel.set_visible(False)
-    handles, labels = panels[0].get_legend_handles_labels()
-    if handles:
-        figure.legend(handles, labels, loc="outside lower center", ncol=2, frameon=False, fontsize=8)
-    save(figure, path)
-
-
-def _lines(panel: Axes, whole: Sequence[Row]) -> None:
-    for style, row in zip(("--", ":", "-."), whole, strict=False):
-        panel.axvline(row["accuracy"], color="black", ls=style, lw=1, label=f"{row['policy']}: {row['accuracy']:.2f}")
+def _said(about: Row, samples: Sequence[Row]) -> dict[tuple[str, str, int], list[float]]:
+    """Right or wrong by task, policy and B, of the samples of one comparison in their order."""
+    found: dict[tuple[str, str, int], dict[int, float]] = {}
+    for row in samples:
+        if all(row[name] == value for name, value in about.items() if name != "n") and row["index"] < about["n"]:
+            for cell in row["cells"]:
+                found.setdefault((row["task"], cell["policy"], cell["budget"]), {})[row["index"]] = float(cell["right"])
+    return {key: [right for _, right in sorted(own.items())] for key, own in found.items() if len(own) == about["n"]}

@@ -8,36 +8,24 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
-from typing import NamedTuple
 
 import numpy as np
 
+from models_integration.studies.estimate import NOTHING, RESAMPLES, SAME_CACHE, SEED, Estimate, share_of
 from models_integration.studies.evidence.kept import BLIND, FULL
 from models_integration.studies.evidence.rules import Claim
 from models_integration.studies.results import Row
-from reference.statistics import Interval, draws, holm, mcnemar, mcnemar_mid_p, mcnemar_power, ratio_bootstrap, wilson
+from reference.statistics import Interval, draws, holm, mcnemar, mcnemar_mid_p, mcnemar_power, ratio_bootstrap
 from spec.arrays import Float64, IntVector, Vector
 
-__all__ = ["FLOOR", "SAME_CACHE", "Estimate", "Samples", "Verdict", "verdicts"]
+__all__ = ["ENDS", "FLOOR", "Samples", "Verdict", "verdicts"]
 
 FLOOR = 0.7
 """Accuracy that the full cache must reach, for a task at a length and placement to count in accuracies."""
-SAME_CACHE = 0.01
-"""By how much the mean caches of two policies may differ, as a part of the smaller, for a claim to be decided."""
 _POWER = 0.8
-_SEED, _RESAMPLES = 0, 2000
-
-
-class Estimate(NamedTuple):
-    """A value with its 95 % interval, and the samples that it is about; NaN where there are none."""
-
-    value: float
-    low: float
-    high: float
-    n: int
-
-
-_NONE = Estimate(math.nan, math.nan, math.nan, 0)
+_SIGNIFICANT = 0.05
+ENDS = (FULL, "1.0"), (BLIND, "0")
+"""The cells between which recovery counts."""
 
 
 class Samples:
@@ -55,6 +43,11 @@ class Samples:
         """Policies and budgets, in the order in which they were measured."""
         return list(self._cells[0]) if self._cells else []
 
+    @property
+    def contexts(self) -> int:
+        """How many different ones."""
+        return int(self.clusters.max()) + 1 if self.rows else 0
+
     def where(self, **wanted: Sequence[object]) -> "Samples":
         """The samples of these tasks, placements, ..."""
         return Samples([row for row in self.rows if all(row[name] in some for name, some in wanted.items())])
@@ -64,7 +57,7 @@ class Samples:
         groups: dict[tuple[object, ...], list[int]] = {}
         for at, row in enumerate(self.rows):
             groups.setdefault((row["task"], row["length"], row["placement"]), []).append(at)
-        right = [cells[FULL, "1.0"]["right"] for cells in self._cells]
+        right = [cells.get(ENDS[0], {}).get("right") for cells in self._cells]
         counted = [
             at for group in groups.values() for at in group
             if None not in (some := [right[one] for one in group]) and sum(some) >= FLOOR * len(some)
@@ -80,24 +73,26 @@ class Samples:
         return float(self.of(cell, "mean_cache").mean()) if self.rows else math.nan
 
     def share(self, cell: tuple[str, str]) -> float:
-        """The same as a part of the full cache's."""
-        return float((self.of(cell, "mean_cache") / self.of((FULL, "1.0"), "mean_cache")).mean())
+        """The same as a part of the full cache's; NaN where that was not run."""
+        if not {cell, ENDS[0]} <= set(self.cells):
+            return math.nan
+        return float((self.of(cell, "mean_cache") / self.of(ENDS[0], "mean_cache")).mean())
 
     def accuracy(self, cell: tuple[str, str]) -> Estimate:
         """Right answers with Wilson's interval, or the mean score of a metric that is not right or wrong."""
         able = self.able()
-        if not able.rows:
-            return _NONE
+        if cell not in able.cells:
+            return NOTHING
         right = able.of(cell, "right")
         if set(right) <= {0.0, 1.0}:
-            return Estimate(right.mean(), *wilson(int(right.sum()), len(right)), len(right))
+            return share_of(int(right.sum()), len(right))
         return able.ratio(right, np.ones(len(right)))
 
     def survival(self, cell: tuple[str, str]) -> Estimate:
         """Share of evidence tokens kept, mean over layers and KV heads."""
         some = self.with_evidence()
-        if not some.rows:
-            return _NONE
+        if cell not in some.cells:
+            return NOTHING
         return some.ratio(some.kept(cell) / [row["evidence_tokens"] for row in some.rows], np.ones(len(some.rows)))
 
     def with_evidence(self) -> "Samples":
@@ -111,29 +106,49 @@ class Samples:
     def recovery(self, cell: tuple[str, str]) -> Estimate:
         """Likelihood recovered, of what the context is worth; none where that is not clearly something."""
         if not self.worth().low > 0:
-            return _NONE
-        return self.ratio(self.gained(cell, (BLIND, "0")), self.gained((FULL, "1.0"), (BLIND, "0")))
+            return NOTHING
+        return self.over(cell, ENDS[1])
+
+    def over(self, first: tuple[str, str], second: tuple[str, str]) -> Estimate:
+        """What one cell recovers more than another, sample by sample."""
+        if not {first, second, *ENDS} <= set(self.cells):
+            return NOTHING
+        return self.ratio(self.gained(first, second), self.gained(*ENDS))
 
     def worth(self) -> Estimate:
-        """Log-likelihood of the answer with the full cache above that without context, nats."""
-        gaps = self.of((FULL, "1.0"), "likelihood") - self.of((BLIND, "0"), "likelihood")
+        """Log-likelihood of the answer with the full cache above that without context, nats; none without these two."""
+        if not set(ENDS) <= set(self.cells):
+            return NOTHING
+        gaps = self._gaps()
         return self.ratio(gaps, np.ones(len(gaps)))
+
+    def worthy(self) -> "Samples":
+        """The samples of tasks whose context is clearly worth something."""
+        tasks = dict.fromkeys(row["task"] for row in self.rows)
+        return self.where(task=[task for task in tasks if self.where(task=(task,)).worth().low > 0])
+
+    def _gaps(self) -> Float64[Vector, " n"]:
+        full, blind = (self.of(cell, "likelihood") for cell in ENDS)
+        return full - blind
 
     def gained(self, cell: tuple[str, str], over: tuple[str, str]) -> Float64[Vector, " n"]:
         """Log-likelihood of one cell above that of another, in units of the task's mean gap of full cache and blind."""
-        gaps = self.of((FULL, "1.0"), "likelihood") - self.of((BLIND, "0"), "likelihood")
+        gaps = self._gaps()
         tasks = np.array([row["task"] for row in self.rows])
         units = np.array([gaps[tasks == task].mean() for task in tasks])
         gained: Vector = (self.of(cell, "likelihood") - self.of(over, "likelihood")) / units
         return gained
 
     def ratio(self, above: Float64[Vector, " n"], below: Float64[Vector, " n"]) -> Estimate:
-        """A ratio of means; whole contexts are drawn."""
+        """A ratio of means; whole contexts are drawn, and one alone gives no interval."""
         if not self.rows:
-            return _NONE
-        drawn = draws(int(self.clusters.max()) + 1, _RESAMPLES, _SEED)
+            return NOTHING
+        value = float(above.sum() / below.sum())
+        if not self.clusters.any():
+            return Estimate(value, math.nan, math.nan, len(above))
+        drawn = draws(self.contexts, RESAMPLES, SEED)
         interval = ratio_bootstrap(above, below, self.clusters, drawn)
-        return Estimate(float(above.sum() / below.sum()), interval.low, interval.high, len(above))
+        return Estimate(value, interval.low, interval.high, len(above))
 
 
 @dataclass(frozen=True)
@@ -162,6 +177,15 @@ class Verdict:
         """Confirmatory where the power is 0.8, otherwise screening."""
         return "confirmatory" if self.power >= _POWER else "screening"
 
+    @property
+    def outcome(self) -> str:
+        """What the corrected p says, in a word."""
+        if self.corrected is None:
+            return "not compared"
+        if self.corrected > _SIGNIFICANT:
+            return "open"
+        return "holds" if self.difference.value > 0 else "the opposite holds"
+
 
 def verdicts(claims: Sequence[Claim], dev: Samples, confirm: Samples) -> list[Verdict]:
     """Every claim of a study, in the file's order."""
@@ -173,10 +197,12 @@ def verdicts(claims: Sequence[Claim], dev: Samples, confirm: Samples) -> list[Ve
 def _verdict(claim: Claim, dev: Samples, confirm: Samples) -> Verdict:
     some, tried = (_about(claim, samples) for samples in (confirm, dev))
     first, second = ((name, claim.budget) for name in (claim.first, claim.second))
+    if not {first, second} <= set(some.cells or [first, second]):
+        return Verdict(claim, NOTHING, None, None, None, 0.0, "not measured")
     if not some.rows:
-        return Verdict(claim, _NONE, None, None, None, 0.0, "no samples that count")
+        return Verdict(claim, NOTHING, None, None, None, 0.0, "no samples that count")
     if claim.measure == "recovery" and not some.worth().low > 0:
-        return Verdict(claim, _NONE, None, None, None, 0.0, "the context is not clearly worth anything")
+        return Verdict(claim, NOTHING, None, None, None, 0.0, "the context is not clearly worth anything")
     above, below = _pairs(claim, some)
     difference, power = some.ratio(above, below), _power(claim, tried, some)
     caches = some.cache(first), some.cache(second)
@@ -185,7 +211,7 @@ def _verdict(claim: Claim, dev: Samples, confirm: Samples) -> Verdict:
     if claim.measure == "accuracy":
         wins, losses = int((above > 0).sum()), int((above < 0).sum())
         return Verdict(claim, difference, mcnemar(losses, wins), mcnemar_mid_p(losses, wins), None, power, "")
-    drawn = draws(int(some.clusters.max()) + 1, _RESAMPLES, _SEED)
+    drawn = draws(some.contexts, RESAMPLES, SEED)
     p = _two_sided(ratio_bootstrap(above, below, some.clusters, drawn))
     return Verdict(claim, difference, p, None, None, power, "")
 
@@ -193,7 +219,7 @@ def _verdict(claim: Claim, dev: Samples, confirm: Samples) -> Verdict:
 def _two_sided(interval: Interval) -> float:
     """Twice the smaller share of resamples on one side of no difference, never 0."""
     side = min(interval.positive, 1 - interval.positive)
-    return min(1.0, 2 * max(side, 1 / _RESAMPLES))
+    return min(1.0, 2 * max(side, 1 / RESAMPLES))
 
 
 def _about(claim: Claim, samples: Samples) -> Samples:
@@ -206,7 +232,7 @@ def _pairs(claim: Claim, samples: Samples) -> tuple[Float64[Vector, " n"], Float
     first, second = ((name, claim.budget) for name in (claim.first, claim.second))
     if claim.measure == "accuracy":
         return samples.of(first, "right") - samples.of(second, "right"), np.ones(len(samples.rows))
-    return samples.gained(first, second), samples.gained((FULL, "1.0"), (BLIND, "0"))
+    return samples.gained(first, second), samples.gained(*ENDS)
 
 
 def _power(claim: Claim, dev: Samples, confirm: Samples) -> float:
@@ -219,5 +245,5 @@ def _power(claim: Claim, dev: Samples, confirm: Samples) -> float:
         return mcnemar_power(len(confirm.rows), discordance, claim.difference)
     rest = np.bincount(dev.clusters, weights=above - above.sum() / below.sum() * below)
     each = math.sqrt(float((rest**2).sum()) * len(rest)) / abs(float(below.sum()))
-    error = each / math.sqrt(int(confirm.clusters.max()) + 1)
+    error = each / math.sqrt(confirm.contexts)
     return 1.0 if error == 0 else NormalDist().cdf(claim.difference / error - NormalDist().inv_cdf(0.975))

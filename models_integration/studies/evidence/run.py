@@ -28,9 +28,8 @@ from spec import SPEC_VERSION
 from spec.errors import SpecError
 from spec.policy import SEGMENT_END, Policy
 
-__all__ = ["RESULTS", "Item", "check_windows", "items", "leases", "methods", "run_part", "study_unit"]
+__all__ = ["Item", "check_windows", "items", "leases", "methods", "run_part", "study_unit"]
 
-RESULTS = "study.jsonl"
 _IDENTITY = {"rules", "model", "sample", "placement"}
 
 

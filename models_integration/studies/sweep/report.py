@@ -1,28 +1,16 @@
-"""A sweep for people: tables, as text, JSON, CSV and Markdown, and a picture per task."""
+"""A sweep for people: tables in the terminal, and sections of a page."""
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.table import Table
 
-from models_integration.cache.atomic_file import publish_readable
-from models_integration.studies.report import (
-    csv_text,
-    digest_of,
-    fits,
-    markdown_text,
-    new_figure,
-    save,
-    shares,
-    table_of,
-    title_of,
-)
+from models_integration.studies.page.elements import Html, note, section
+from models_integration.studies.page.shares import Share, grouped, shares_sections
+from models_integration.studies.report import fits, table_of, title_of
 from models_integration.studies.results import Row
-from models_integration.studies.sweep.plan import BASE, Plan
-from spec import SPEC_VERSION
+from models_integration.studies.sweep.plan import BASE
 
-__all__ = ["against_base", "draw", "markdown", "sweep_tables", "write_report"]
+__all__ = ["against_base", "sweep_sections", "sweep_tables"]
 
 
 def against_base(rows: Sequence[Row]) -> list[tuple[int, int]]:
@@ -64,36 +52,20 @@ def sweep_tables(rows: Sequence[Row], width: int) -> list[Table]:
     return [table_of(title, *cells_of([row for row in rows if row["task"] == task])) for task in tasks]
 
 
-def markdown(rows: Sequence[Row], title: str) -> str:
-    """The same table for a page."""
-    return markdown_text(title, *cells_of(rows))
-
-
-def write_report(rows: Sequence[Row], out: Path, plan: Plan, model: str, title: str) -> list[Path]:
-    """The plan's own files in a folder: rows as JSON and CSV, the table as Markdown, a picture of each task.
-
-    Their names carry a digest of the plan and of the model: another plan's stay as they are.
-    """
-    stem = f"sweep-{plan.grid}-{digest_of(plan, model, rows[0]['backend'], SPEC_VERSION)}"
-    texts = {".json": json.dumps(rows, indent=1) + "\n", ".csv": csv_text(rows), ".md": markdown(rows, title)}
-    written = [out / f"{stem}{suffix}" for suffix in texts]
-    for path, text in zip(written, texts.values(), strict=True):
-        publish_readable(path, text.encode())
-    for task in dict.fromkeys(row["task"] for row in rows):
-        picture = out / f"{stem}-{task.replace(':', '.')}.png"
-        draw([row for row in rows if row["task"] == task], picture, f"{title_of(task)}. {title}")
-        written.append(picture)
-    return written
-
-
-def draw(rows: Sequence[Row], path: Path, title: str) -> None:
-    """A point with its interval per variant of one task; the base as a line."""
-    names = [row["variant"] for row in rows]
-    figure = new_figure(5.2, 1.4 + 0.36 * len(names), title)
-    panel = figure.subplots()
-    shares(panel, names, {row["variant"]: (row["accuracy"], row["low"], row["high"]) for row in rows})
-    base = next(row["accuracy"] for row in rows if row["variant"] == BASE)
-    panel.axvline(base, color="black", ls="--", lw=1, label=f"{BASE}: {base:.2f}")
-    figure.legend(loc="outside lower center", frameon=False, fontsize=8)
-    panel.set_xlabel("exact match, 95 % interval", fontsize=8)
-    save(figure, path)
+def sweep_sections(rows: Sequence[Row]) -> list[Html]:
+    """The sections of all sweeps in a folder."""
+    found = []
+    for about, group in grouped(rows, ("grid", "model", "backend", "length", "budget", "n", "seed", "spec_version")):
+        shares = [
+            Share(
+                row["task"], row["variant"], row["budget_requested"], row["n"], row["correct"], row["mean_cache"],
+                row["outcomes"], {"B": str(row["budget"]), "most kept": str(row["most_kept"])},
+            ) for row in group
+        ]
+        found.append(section(
+            f"Sweep: {about['grid']}, {about['model']}, {about['length']} tokens",
+            note(", ".join(f"{name.replace('_', ' ')} {value}" for name, value in about.items())),
+            note(f"Variants of {BASE} on the same samples. Sweeps have no controls: kvspec compare and study do."),
+        ))
+        found += shares_sections(shares, BASE)
+    return found

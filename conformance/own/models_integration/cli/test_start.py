@@ -23,7 +23,7 @@ from models_integration.cli import main
 main()
 """
 OURS = {"spec", "reference", "accelerated", "conformance", "models_integration"}
-MODELS = ["torch", "transformers", "safetensors", "tokenizers", "matplotlib", "pandas", "numba"]
+MODELS = ["torch", "transformers", "safetensors", "tokenizers", "pandas", "numba"]
 
 
 def started(command: str, missing: list[str]) -> subprocess.CompletedProcess[str]:
@@ -103,5 +103,5 @@ def test_every_package_that_a_command_imports_has_an_extra() -> None:
     named = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     named += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
     others = {name.partition(".")[0] for name in named} - sys.stdlib_module_names - OURS - {"numpy", "jaxtyping"}
-    assert {"torch", "transformers", "pandas", "matplotlib", "gguf"} <= others
+    assert {"torch", "transformers", "pandas", "gguf"} <= others
     assert others <= set(BROUGHT_BY), others - set(BROUGHT_BY)

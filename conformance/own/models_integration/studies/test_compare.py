@@ -1,12 +1,11 @@
 """The comparison: plans, cells, stored results, intervals, the runner's placements and the command itself."""
 
-import csv
 import json
 import math
 import re
 from dataclasses import replace
-from io import BytesIO, StringIO
-from itertools import combinations, product
+from io import StringIO
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import pytest
 
 pytest.importorskip("transformers", reason="the comparison drives transformers models")
 
-from matplotlib.figure import Figure
 from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -26,13 +24,7 @@ from models_integration.cli.app import app
 from models_integration.cli.options import names_of
 from models_integration.studies.answers import SAMPLES, Answer, Key, answers
 from models_integration.studies.compare.plan import Cell, Plan, cells, run_plan
-from models_integration.studies.compare.report import (
-    comparison_tables,
-    control_table,
-    draw,
-    failed_controls,
-    write_report,
-)
+from models_integration.studies.compare.report import comparison_tables, control_table, failed_controls
 from models_integration.studies.compare.rules import CONTROL_BOUNDS, verdict
 from models_integration.studies.results import find_row, load_rows
 from models_integration.studies.subject import Loading, Subject
@@ -288,46 +280,6 @@ def test_controls_that_fail_are_named() -> None:
     assert len(failed) == sum(verdict(row).endswith("FAILS") for row in controls)
 
 
-def test_a_plan_writes_a_picture_per_task_a_page_and_a_sheet(subject: Subject, tmp_path: Path) -> None:
-    """And nothing of another plan's."""
-    rows = many_rows()
-    written = write_report(rows, tmp_path, SMALL, subject)
-    assert [path.suffix for path in written] == [".csv", ".md", *[".png"] * len(MANY_TASKS)]
-    sheet = list(csv.DictReader(StringIO(written[0].read_text(encoding="utf-8"))))
-    assert len(sheet) == len(rows)
-    assert all(0 <= float(row["low"]) <= float(row["accuracy"]) <= float(row["high"]) <= 1 for row in sheet)
-    page = written[1].read_text(encoding="utf-8")
-    assert page.count("\n| ") == 4 * len(POLICIES) + 1 + 2 + 2 * len(MANY_TASKS) + 2
-    assert "triattention-by-layer-and-head@0123abcd" in page
-    before = {path: path.read_bytes() for path in written}
-    assert all(data.startswith(b"\x89PNG") for path, data in before.items() if path.suffix == ".png")
-    others = write_report([row for row in rows if row["task"] == "needle"], tmp_path, replace(SMALL, seed=7), subject)
-    assert not set(others) & set(written)
-    assert all(path.read_bytes() == data for path, data in before.items())
-
-
-def test_nothing_of_a_large_picture_overlaps_or_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names, titles and the legend stand inside the picture; names do not touch each other, nor titles the next."""
-    made: list[Figure] = []
-    monkeypatch.setattr("models_integration.studies.compare.report.save", lambda figure, path: made.append(figure))
-    rows = [row for row in many_rows() if row["task"] == "needle" and not row["control"]]
-    draw(rows, tmp_path / "x.png", "Needle: " + "a-model-with-a-long-name " * 6)
-    (figure,) = made
-    figure.savefig(BytesIO(), dpi=100)
-    canvas = figure.bbox
-    panels = figure.axes
-    names = [text.get_window_extent() for text in panels[0].get_yticklabels()]
-    titles = [panel.title.get_window_extent() for panel in panels]
-    legend, labels = figure.legends[0].get_window_extent(), [panel.xaxis.label.get_window_extent() for panel in panels]
-    for box in (*names, *titles, *labels, legend):
-        assert canvas.x0 <= box.x0
-        assert box.x1 <= canvas.x1
-        assert canvas.y0 <= box.y0
-        assert box.y1 <= canvas.y1
-    for boxes in (names, titles, [legend, *labels]):
-        assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
-
-
 @pytest.mark.law("saved-is-what-was")
 def test_the_command_compares_and_takes_up_again(tmp_path: Path) -> None:
     arguments = ["compare", "--length", "200", "--samples", "1", "--tasks", "needle", "--budgets", "0.9"]
@@ -338,7 +290,7 @@ def test_the_command_compares_and_takes_up_again(tmp_path: Path) -> None:
         assert "crystalcache" in result.output
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [row["policy"] for row in rows] == ["crystalcache", "streamingllm", "fullcache"]
-    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".csv", ".jsonl", ".jsonl", ".md", ".png"]
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".html", ".jsonl", ".jsonl"]
 
 
 @pytest.mark.law("one-line-with-the-way-out")

@@ -18,11 +18,10 @@ from typer.testing import CliRunner
 
 from models_integration.cli.app import app
 from models_integration.policies.methods import policy_from_name
+from models_integration.studies.evidence.charts import swept
 from models_integration.studies.evidence.claims import Samples, verdicts
 from models_integration.studies.evidence.kept import BLIND, CONTROLS, FULL
 from models_integration.studies.evidence.measure import measure
-from models_integration.studies.evidence.pictures import swept
-from models_integration.studies.evidence.report import page
 from models_integration.studies.evidence.rules import PARTS, Claim, Rules, Stage, load_rules
 from models_integration.studies.evidence.run import check_windows, methods
 from models_integration.studies.evidence.stages import lost_at
@@ -108,10 +107,9 @@ def test_a_study_runs_stops_and_goes_on(tmp_path: Path, one_thread: None, monkey
     assert f"{len(rows)} of them stored" in again.output
     assert results.read_bytes() == before
     check_rows(rows, load_rules(tmp_path / "rules.toml"))
-    written = next(tmp_path.glob("study-*-confirm.md")).read_text(encoding="utf-8")
-    assert "the fact is kept" in written
-    assert written.count("| evidence | 0.3 |") == 2
-    assert len(list(tmp_path.glob("study-*-confirm-*.png"))) == 2
+    written = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "<strong>the fact is kept</strong>" in written
+    assert "evidence over streamingllm: recovery at 0.3" in written
 
 
 def test_files_of_benchmarks_are_tasks(tmp_path: Path, one_thread: None) -> None:
@@ -272,10 +270,6 @@ def test_estimates_are_those_by_hand() -> None:
     assert samples.survival(A).value == samples.survival(B).value == 0.5
     assert samples.worth().value == pytest.approx(sum(gaps) / 6)
     assert samples.share(A) == pytest.approx(0.3)
-    written = page(RULES_BY_HAND, Samples([]), samples)
-    assert "| snapkv | 0.3 | 0.300 | 0.83" in written
-    assert "| 0.3 | whole | 0.50 [0.50, 0.50] | 0.83 [0.44, 0.97] | 0 |" in written
-    assert "| 0.3 | kept to the end |  |  | 6 |" in written
 
 
 def test_what_the_full_cache_cannot_do_has_no_accuracy_and_a_worthless_context_no_recovery() -> None:
@@ -287,18 +281,21 @@ def test_what_the_full_cache_cannot_do_has_no_accuracy_and_a_worthless_context_n
     assert math.isnan(Samples(rows_of(values)).recovery(A).value)
 
 
+def test_one_context_has_no_interval() -> None:
+    alone = Samples(rows_of(VALUES[:2]))
+    assert alone.worth()[::3] == (9.0, 2)
+    assert math.isnan(alone.worth().low)
+    assert not alone.recovery(A).known
+    (verdict,) = verdicts([claim("recovery")], alone, alone)
+    assert verdict.flag == "the context is not clearly worth anything"
+
+
 def claim(measure: str, **changed: Any) -> Claim:
     given = {
         "name": measure, "first": "snapkv", "second": "knorm", "budget": "0.3", "placement": "after",
         "tasks": ("needle_in_prose",), "measure": measure, "difference": 0.3,
     }
     return Claim(**{**given, **changed})
-
-
-RULES_BY_HAND = Rules(
-    (), (Stage("whole", "snapkv"),), "By hand", "m", 6, 1, 0, (100,), ("after",), ("needle_in_prose",),
-    ("snapkv", "knorm"), ("0.3",), "0" * 64,
-)
 
 
 def test_claims_by_hand() -> None:

@@ -1,7 +1,5 @@
 """The sweep: its grids, its rows, what it stores and what it draws."""
 
-import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +9,10 @@ pytest.importorskip("transformers", reason="the sweep drives transformers models
 from typer.testing import CliRunner
 
 from models_integration.cli.app import app
+from models_integration.studies.results import load_rows
 from models_integration.studies.subject import Loading, Subject
 from models_integration.studies.sweep.plan import BASE, GRIDS, Plan, run_plan
-from models_integration.studies.sweep.report import against_base, markdown, write_report
+from models_integration.studies.sweep.report import against_base
 from spec.errors import SpecError
 from spec.parameters import ESSAY, PAPER
 
@@ -73,7 +72,6 @@ def test_a_second_run_reads_what_is_stored(subject: Subject, tmp_path: Path) -> 
     again = list(run_plan(subject, SMALL, tmp_path / "sweep.jsonl", told.append))
     assert again == rows
     assert sum("(stored)" in what for what in told) == len(rows) == len(told) / 2
-    assert len(markdown(rows, "t").splitlines()) == 4 + len(rows)
 
 
 def test_won_and_lost_samples_are_counted_one_by_one() -> None:
@@ -84,29 +82,12 @@ def test_won_and_lost_samples_are_counted_one_by_one() -> None:
     assert against_base(rows) == [(0, 0), (2, 1)]
 
 
-def test_the_command_writes_a_table_a_picture_and_json(tmp_path: Path) -> None:
+def test_the_command_writes_rows_and_a_page(tmp_path: Path) -> None:
     arguments = ["sweep", "--length", "160", "--budget", "0.95", "--samples", "1", "--tasks", "needle"]
     result = CliRunner().invoke(app, [*arguments, "--backend", "numpy", "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
-    found = {path.suffix: path for path in tmp_path.glob("sweep-appendix-a-*")}
-    assert sorted(found) == [".csv", ".json", ".md", ".png"]
-    rows = json.loads(found[".json"].read_text(encoding="utf-8"))
-    assert [row["variant"] for row in rows] == list(GRIDS["appendix-a"])
-    assert "\n| variant | Needle |" in found[".md"].read_text(encoding="utf-8")
-    assert found[".png"].read_bytes().startswith(b"\x89PNG")
-    assert len(found[".csv"].read_text(encoding="utf-8").splitlines()) == 1 + len(rows)
-
-
-@pytest.mark.law("an-identity-tells-apart")
-def test_other_plans_have_other_files(tmp_path: Path) -> None:
-    rows = [
-        {"variant": name, "task": "needle", "accuracy": 0.5, "low": 0.1, "high": 0.9, "n": 2, "outcomes": [0, 1],
-         "mean_cache": 100.0, "backend": "numpy"}
-        for name in GRIDS["extensions"]
-    ]
-    made = [write_report(rows, tmp_path, plan, "m", "t") for plan in (SMALL, replace(SMALL, length=300))]
-    assert not set(made[0]) & set(made[1])
-    assert write_report(rows, tmp_path, SMALL, "m", "t") == made[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "samples.jsonl", "sweep.jsonl"]
+    assert [row["variant"] for row in load_rows(tmp_path / "sweep.jsonl")] == list(GRIDS["appendix-a"])
 
 
 @pytest.mark.law("parts-equal-the-whole")

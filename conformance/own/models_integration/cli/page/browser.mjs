@@ -3,7 +3,7 @@ import { spawn } from "node:child_process";
 import { readFileSync } from "node:fs";
 
 const [binary, page, driver, steps] = process.argv.slice(2);
-const flags = ["headless", "no-sandbox", "no-zygote", "single-process", "disable-gpu", "remote-debugging-pipe"];
+const flags = ["headless", "no-sandbox", "disable-gpu", "remote-debugging-pipe"];
 const pipes = ["ignore", "ignore", "ignore", "pipe", "pipe"];
 const browser = spawn(binary, flags.map((flag) => `--${flag}`), { stdio: pipes });
 const waiting = new Map();
@@ -27,7 +27,9 @@ function ask(method, params, sessionId) {
 const { targetId } = await ask("Target.createTarget", { url: `file://${page}` });
 const { sessionId } = await ask("Target.attachToTarget", { targetId, flatten: true });
 const evaluate = (expression) => ask("Runtime.evaluate", { expression }, sessionId);
-const ready = async () => (await evaluate('document.getElementById("check")?.textContent')).result?.value;
+const loaded = 'location.protocol === "file:" && document.readyState === "complete"';
+const checked = 'document.getElementById("check")?.textContent !== ""';
+const ready = async () => (await evaluate(`${loaded} && ${checked}`)).result?.value;
 while (!(await ready())) await new Promise((later) => setTimeout(later, 20));
 const expression = `${readFileSync(driver, "utf8")}\nJSON.stringify(drive(${steps}))`;
 const { result } = await evaluate(expression);

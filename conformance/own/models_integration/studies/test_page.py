@@ -1,0 +1,379 @@
+"""The page of a folder of results: its figures by an independent route, its pictures by their tables, what is missing.
+
+In a headless Chromium too, where one is found: its path may be in KVSPEC_CHROMIUM.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers", reason="the commands' modules drive transformers models")
+
+from typer.testing import CliRunner
+
+from conformance.own.models_integration.cli.test_explain import CHROMIUM, needs_node, node
+from conformance.own.models_integration.studies.pages import (
+    BUDGETS,
+    PLACEMENTS,
+    POLICIES,
+    RULES,
+    TASKS,
+    Page,
+    study_rows,
+)
+from models_integration.cli.app import app
+from models_integration.cli.report import write_page
+from models_integration.studies.evidence.rules import Claim, Rules, Stage
+from models_integration.studies.page import papers
+from models_integration.studies.page.pictures import legend
+from models_integration.studies.report import title_of
+from models_integration.studies.results import Row
+from spec.errors import SpecError
+
+pytestmark = pytest.mark.law("figures-are-counted-right")
+
+DRIVER = Path(__file__).parents[1] / "cli" / "page" / "report.js"
+THREE_DIGITS = 5.1e-4
+ALL = (*POLICIES, "random", "evidence")
+
+
+def claim(name: str, first: str, second: str, measure: str = "recovery", budget: str = "0.5") -> Claim:
+    return Claim(name, first, second, budget, "after", TASKS[:1], measure, 0.2)
+
+
+CLAIMS = (
+    claim("one <b>", "evidence", "snapkv"), claim("two", "evidence", "snapkv", "accuracy"),
+    claim("other caches", "knorm", "snapkv", budget="0.3"),
+)
+GIVEN = Rules(
+    CLAIMS, (Stage("first", "snapkv"), Stage("second", "knorm")), "By hand", "m", 12, 2, 0, (1024, 2048), PLACEMENTS,
+    TASKS, POLICIES, BUDGETS, RULES,
+)
+
+
+def page_of(folder: Path, rules: Sequence[Rules] = (GIVEN,), **files: Iterable[Row]) -> Page:
+    for name, rows in files.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_page(folder, list(rules))
+    return Page((folder / "report.html").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[Row]:
+    return study_rows()
+
+
+@pytest.fixture(scope="module")
+def shown(rows: list[Row], tmp_path_factory: pytest.TempPathFactory) -> Page:
+    return page_of(tmp_path_factory.mktemp("study"), study=[*rows, *study_rows(5, "dev")])
+
+
+def some(rows: Iterable[Row], **wanted: str) -> list[Row]:
+    return [row for row in rows if all(row[name] == value for name, value in wanted.items())]
+
+
+def value(row: Row, policy: str, budget: str, name: str) -> float:
+    (found,) = (cell[name] for cell in row["cells"] if (cell["policy"], cell["budget"]) == (policy, budget))
+    return float(np.mean(found))
+
+
+def interval(above: Sequence[float], below: Sequence[float], contexts: Sequence[str]) -> tuple[float, ...]:
+    """A ratio of sums, the 51st from either end of 2000 resamples of whole contexts, and two-sided p: plain loops."""
+    own = sorted(set(contexts), key=lambda one: max(at for at, context in enumerate(contexts) if context == one))
+    sums = [[sum(v for v, c in zip(each, contexts, strict=True) if c == one) for each in (above, below)] for one in own]
+    drawn = np.random.default_rng(0).integers(len(own), size=(2000, len(own)), dtype=np.int64).tolist()
+    ratios = [sum(sums[k][0] for k in one) / sum(sums[k][1] for k in one) for one in drawn]
+    positive = sum(ratio > 0 for ratio in ratios) / 2000
+    ratios.sort()
+    p = min(1.0, 2 * max(min(positive, 1 - positive), 1 / 2000))
+    return sum(above) / sum(below), ratios[50], ratios[1949], p
+
+
+def recovered(rows: list[Row], first: tuple[str, str], second: tuple[str, str] = ("blind", "0")) -> tuple[float, ...]:
+    gain = [value(row, *first, "likelihood") - value(row, *second, "likelihood") for row in rows]
+    worth = [value(row, "fullcache", "1.0", "likelihood") - value(row, "blind", "0", "likelihood") for row in rows]
+    return interval(gain, worth, [row["context"] for row in rows])
+
+
+def wilson_by_hand(correct: int, n: int) -> tuple[float, float, float]:
+    z, share = 1.959963984540054, correct / n
+    middle, half = share + z * z / 2 / n, z * math.sqrt(share * (1 - share) / n + z * z / 4 / n / n)
+    return share, (middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)
+
+
+def test_points_of_the_pictures_are_those_by_hand(shown: Page, rows: list[Row]) -> None:
+    for placement in PLACEMENTS:
+        for task in TASKS:
+            own = some(rows, task=task, placement=placement)
+            title = f"{title_of(task)}, question {placement.replace('_', ' ')}, n = {len(own)}"
+            measures = "recovery", "evidence kept", "accuracy"
+            tables = [shown.table(f"Table of {measure}, {title}") for measure in measures]
+            for policy in ALL:
+                for budget in BUDGETS:
+                    cell = policy, budget
+                    ones, contexts = [1.0] * len(own), [row["context"] for row in own]
+                    kept = [value(row, *cell, "evidence_kept") / 4 for row in own]
+                    right = int(sum(value(row, *cell, "right") for row in own))
+                    each = recovered(own, cell), interval(kept, ones, contexts), wilson_by_hand(right, len(own))
+                    share = np.mean([value(row, *cell, "mean_cache") / 1000 for row in own])
+                    for table, found in zip(tables, each, strict=True):
+                        written = [float(figure) for figure in table.line(*cell)[2:]]
+                        assert written == pytest.approx([share, *found[:3]], abs=THREE_DIGITS)
+
+
+def test_every_point_stands_where_its_table_says(shown: Page) -> None:
+    """The axes' words say what a height is; nothing is drawn that is in no table, and nothing left out."""
+    assert shown.panels
+    tables = {table.caption: table for table in shown.tables}
+    for title, panel in shown.panels.items():
+        lines = tables[f"Table of {title}"].lines[1:]
+        assert len(panel.marks) == len(lines)
+        upright = sorted({(y, float(words)) for x, y, words in panel.words if x < 40 and re.match(r"-?\d", words)})
+        (y0, v0), *_, (y1, v1) = upright
+        for (name, x, y), line in zip(panel.marks, sorted_as_drawn(lines), strict=True):
+            assert name.startswith(f"{line[0]}, {line[1]}: ")
+            drawn = v0 + (y + 4 - y0) / (y1 - y0) * (v1 - v0)
+            assert drawn == pytest.approx(float(line[3]), abs=0.02)
+            assert 40 - 9 < x < 330
+
+
+def sorted_as_drawn(lines: list[list[str]]) -> list[list[str]]:
+    """Curves as in the table, each from left to right."""
+    names = dict.fromkeys(line[0] for line in lines)
+    return [line for name in names for line in sorted((one for one in lines if one[0] == name), key=lambda one: one[2])]
+
+
+def test_claims_are_decided_as_by_hand(shown: Page, rows: list[Row]) -> None:
+    own = some(rows, task=TASKS[0], placement="after")
+    value_, low, high, p = recovered(own, ("evidence", "0.5"), ("snapkv", "0.5"))
+    pairs = [(value(row, "evidence", "0.5", "right"), value(row, "snapkv", "0.5", "right")) for row in own]
+    won, lost = (sum(pair == one for pair in pairs) for one in ((1, 0), (0, 1)))
+    tail = sum(math.comb(won + lost, k) for k in range(min(won, lost) + 1))
+    exact = min(1.0, 2 * tail / 2 ** (won + lost))
+    small, large = sorted([p, exact])
+    corrected = {small: min(1.0, 2 * small), large: max(min(1.0, 2 * small), large)}
+    table = shown.table("Paired differences, first over second")
+    first, second, third = table.lines[1:]
+    assert first[0].startswith("one <b>evidence over snapkv: recovery at 0.5, n = 24")
+    assert first[2] == f"{value_:.2f} [{low:.2f}, {high:.2f}]"
+    assert second[2].startswith(f"{(won - lost) / len(own):.2f} [")
+    for line, each in ((first, p), (second, exact)):
+        assert line[5] == f"{corrected[each]:.4f}"
+        assert line[3] == ("open" if corrected[each] > 0.05 else "holds")
+        assert line[4] == ("confirmatory" if float(line[6]) >= 0.8 else "screening")
+    assert third[3].startswith("not comparedmean caches 306.0 and 300.0")
+    assert any("3 claims: " in note for note in shown.notes)
+
+
+def test_the_best_are_those_by_hand_and_no_flagged_cell_is_one(shown: Page, rows: list[Row]) -> None:
+    tables = [table for table in shown.tables if table.caption == "Highest recovery"]
+    assert len(tables) == len(PLACEMENTS)
+    for table, placement in zip(tables, PLACEMENTS, strict=True):
+        for task in TASKS:
+            own = some(rows, task=task, placement=placement)
+            for at, budget in enumerate(BUDGETS, 1):
+                names = [name for name in POLICIES if (name, budget) != ("knorm", "0.3")]
+                each = {name: recovered(own, (name, budget)) for name in names}
+                best = max(each, key=lambda name: each[name][0])
+                close = [
+                    name for name in names if name != best
+                    and not recovered(own, (best, budget), (name, budget))[1] > 0
+                ]
+                apart = f"not told apart: {', '.join(close)}" if close else "told apart from all others"
+                value_, low, high, _ = each[best]
+                assert table.line(title_of(task))[at] == f"{best} {value_:.2f} [{low:.2f}, {high:.2f}]{apart}"
+    flagged = [table.lines[1:] for table in shown.tables if table.caption.startswith("Off the middle mean cache")]
+    assert flagged == [[["knorm", "0.3", "306.0", "+2.0%"]]] * 2
+
+
+def test_maps_costs_and_controls_are_those_by_hand(shown: Page, rows: list[Row]) -> None:
+    maps = [table for table in shown.tables if table.caption == "Budget 0.3" and ": 0-¼" in table.lines[0][1]]
+    assert len(maps) == len(PLACEMENTS)
+    for table, placement in zip(maps, PLACEMENTS, strict=True):
+        for policy in ALL:
+            wanted = []
+            for length in (1024, 2048):
+                for quarter in range(4):
+                    own = [
+                        value(row, policy, "0.3", "evidence_kept") / 4 for row in some(rows, placement=placement)
+                        if row["length"] == length and int(4 * row["metadata"]["depth"]) == quarter
+                    ]
+                    wanted.append(f"{sum(own) / len(own):.2f}" if own else "-")
+            assert table.line(policy)[1:] == wanted
+    spent = {
+        length: np.mean([row["seconds"]["snapkv"] for row in rows if row["length"] == length])
+        for length in (1024, 2048)
+    }
+    assert [shown.table("Mean seconds").line("snapkv")[at] for at in (1, 3)] == [f"{one:.3f}" for one in spent.values()]
+    sizes = [table for table in shown.tables if table.caption.startswith("Cache while answering")]
+    assert [table.line("snapkv", "0.3")[2:5] for table in sizes] == [["0.30", "0.30", "1.00"]] * 2
+    controls = [table for table in shown.tables if table.caption.startswith("Accuracies count")]
+    for table, placement in zip(controls, PLACEMENTS, strict=True):
+        own = [row for row in some(rows, placement=placement, task=TASKS[1]) if row["length"] == 2048]
+        full = np.mean([value(row, "fullcache", "1.0", "right") for row in own])
+        line = table.line(title_of(TASKS[1]), "2048")
+        assert line[2:5] == [str(len(own)), f"{full:.2f}", "0.00"]
+        assert line[6:] == [f"{recovered(own, (name, b))[0]:.2f}" for name in ("random", "evidence") for b in BUDGETS]
+
+
+@pytest.mark.law("as-it-is-described")
+def test_the_page_is_whole_and_needs_nothing_else(shown: Page) -> None:
+    assert not re.search(r"https?:|@import|url\(|<script|<b>", shown.text)
+    assert all(v.startswith("#part-") for _, name, v in shown.attributes if name in ("src", "href"))
+    links = [v[1:] for _, name, v in shown.attributes if name == "href"]
+    assert links == [v for tag, name, v in shown.attributes if (tag, name) == ("h2", "id")]
+    assert len(links) > 8
+    assert ("div", "tabindex", "0") in shown.attributes
+
+
+@pytest.mark.law("an-identity-tells-apart")
+def test_forty_policies_are_told_apart() -> None:
+    """By colour, dash and mark together."""
+    kinds = r'class="curve k(\d+) c(\d)".*?dasharray="(.*?)".*?class="mark" d="(.*?)"'
+    keys = re.findall(kinds, legend(list("a" * 40)))
+    assert len({key[1:] for key in keys}) == len(keys) == 40
+
+
+def test_what_failed_is_named_and_counted_nowhere(rows: list[Row], tmp_path: Path) -> None:
+    *others, last = rows
+    row = {name: value for name, value in last.items() if name != "cells"}
+    page = page_of(tmp_path, study=[*others, {**row, "error": "out of <memory>"}])
+    assert page.table("Left out").lines[1:] == [[title_of(TASKS[1]), str(last["index"]), "out of <memory>"]]
+    assert f"recovery, {title_of(TASKS[1])}, question in prompt, n = 23" in page.panels
+
+
+@pytest.mark.law("as-it-is-described")
+def test_what_cannot_be_shown_is_said(rows: list[Row], tmp_path: Path) -> None:
+    """One sample, no controls, dev alone, no rules, a few contexts."""
+    (tmp_path / "one").mkdir()
+    alone = page_of(tmp_path / "one", rules=(), study=rows[:1])
+    assert any("One context alone gives no interval" in note for note in alone.notes)
+    assert any("rules of these rows were not given" in note for note in alone.notes)
+    assert "not known" in alone.table("Highest recovery").lines[1]
+    assert not any("recovery" in table.lines[0] for table in alone.tables)
+    without = [{**row, "cells": row["cells"][2:5], "part": "dev"} for row in rows[:16]]
+    (tmp_path / "none").mkdir()
+    page = page_of(tmp_path / "none", study=without)
+    said = " ".join(page.notes)
+    assert "fullcache (no recovery, no accuracy, no share of the full cache); blind (no recovery); random" in said
+    assert "None of the 3 claims is decided" in said
+    assert "they decide nothing" in said
+    assert "4 contexts are few" in said
+    assert not page.panels
+
+
+def compared(controls: bool = True) -> tuple[list[Row], list[Row]]:
+    """Two policies at two budgets beside the full cache; right by a fixed pattern."""
+    about = {"length": 100, "seed": 1, "placement": "after", "model": "m", "backend": "b", "spec_version": "0"}
+    right = {("a", 30): "1100000011", ("b", 30): "1111110011", ("a", 60): "1111111110", ("fullcache", 100): "1" * 10}
+    rows, samples = list[Row](), list[Row]()
+    for (policy, B), each in {**right, **({("without needle", 100): "0" * 10} if controls else {})}.items():
+        correct, size = each.count("1"), B + (1.0 if (policy, B) == ("b", 30) else 0.0)
+        rows.append({
+            **about, "policy": policy, "task": "needle", "budget_requested": f"{B / 100}", "budget": B, "n": 10,
+            "control": policy == "without needle", "correct": correct, "accuracy": correct / 10, "mean_cache": size,
+            "peak_cache": 100, "over_budget": 0,
+        })
+    for index in range(10):
+        cells = [
+            {"policy": policy, "budget": B, "constants": "", "right": each[index] == "1"}
+            for (policy, B), each in right.items()
+        ]
+        samples.append({**about, "task": "needle", "index": index, "cells": cells})
+    return rows, samples
+
+
+def test_a_comparison_is_counted_by_hand(tmp_path: Path) -> None:
+    rows, samples = compared()
+    page = page_of(tmp_path, rules=(), results=rows, samples=samples)
+    differences = page.table("Needle, n = 10; fullcache: 1.00")
+    # 6, 2 and 1 samples lost: 2 / 2 ** lost, the smallest three times, and so on.
+    wanted = {("a", "0.3"): (-0.6, 6, 3 * 2 / 64), ("b", "0.3"): (-0.2, 2, 1.0), ("a", "0.6"): (-0.1, 1, 1.0)}
+    for (name, budget), (difference, lost, p) in wanted.items():
+        (line,) = (line for line in differences.lines[1:] if (line[0], line[3]) == (name, budget))
+        assert line[2].startswith(f"{difference:.2f} [")
+        assert line[5:] == ["0", str(lost), f"{p:.4f}"]
+    share = " [{:.2f}, {:.2f}]".format(*wilson_by_hand(8, 10)[1:])
+    assert [line[4] for line in differences.lines[1:] if line[0] == "b"] == [f"0.80{share}"]
+    assert {(line[0], line[4]) for line in page.table("Off the middle").lines[1:]} == {("a", "-1.6%"), ("b", "+1.6%")}
+    assert page.table("Highest exact match").line("Needle")[2].startswith("a 0.90")
+    assert page.table("What must answer").lines[1][0] == "without needle"
+
+
+@pytest.mark.law("as-it-is-described")
+def test_a_comparison_says_what_it_lacks(tmp_path: Path) -> None:
+    page = page_of(tmp_path, rules=(), results=compared(controls=False)[0])
+    said = " ".join(page.notes)
+    assert "nothing is paired" in said
+    assert "No controls" in said
+
+
+def test_a_sweep_is_counted_by_hand(tmp_path: Path) -> None:
+    outcomes = {"PAPER": [1, 1, 0, 1, 0, 1], "alpha=8": [1, 0, 1, 1, 1, 1]}
+    rows = [
+        {
+            "grid": "g", "variant": name, "task": "needle", "length": 100, "budget_requested": "0.3", "budget": 30,
+            "n": 6, "seed": 1, "model": "m", "backend": "b", "spec_version": "0", "correct": sum(each),
+            "mean_cache": 30.0, "most_kept": 30, "outcomes": each,
+        } for name, each in outcomes.items()
+    ]
+    page = page_of(tmp_path, rules=(), sweep=rows)
+    (line,) = page.table("Needle, n = 6; PAPER: 0.67").lines[1:]
+    assert line[2].startswith("0.17 [")
+    assert line[5:] == ["2", "1", "1.0000"]
+    assert not page.panels
+
+
+def test_the_papers_tables_are_those_of_the_papers() -> None:
+    """CrystalCache's Table 8 has the gains of its Tables 5 and 6 over the best baseline; every line is as wide."""
+    gains = [
+        [[0.084, 0.184], [0.066, 0.133], [0.217, 0.166]], [[0.017, 0.05], [0.084, 0.1], [0.05, 0.016]]
+    ]
+    for table, each in zip(papers._TABLES[:2], gains, strict=True):
+        for column, gain in enumerate(chain.from_iterable(each)):
+            named = {name: values[column] for name, values in table["rows"].items() if values[column] is not None}
+            others = max(v for name, v in named.items() if name not in ("crystalcache", "fullcache"))
+            assert named["crystalcache"] - others == pytest.approx(gain, abs=1e-9)
+    for table in papers._TABLES:
+        assert all(len(values) == len(table["columns"]) for values in table["rows"].values())
+
+
+def test_our_figures_stand_beside_the_papers(shown: Page, rows: list[Row]) -> None:
+    table = shown.table("CrystalCache, Table 5")
+    assert any("Not the same model" in note for note in shown.notes)
+    own = some(rows, task=TASKS[0], placement="after")
+    at = table.lines[0].index("here: Needle in prose, question after, 0.3")
+    share = wilson_by_hand(int(sum(value(row, "snapkv", "0.3", "right") for row in own)), len(own))
+    assert table.line("snapkv")[at] == "{:.2f} [{:.2f}, {:.2f}]".format(*share)
+    assert table.line("snapkv")[1] == "0.633"
+    assert table.line("h2o")[at] == ""
+
+
+@pytest.mark.law("one-line-with-the-way-out")
+def test_the_command_writes_it_where_it_is_told_and_names_what_is_wrong(rows: list[Row], tmp_path: Path) -> None:
+    refused = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert "must hold rows in study.jsonl, results.jsonl or sweep.jsonl" in str(refused.exception)
+    with pytest.raises(SpecError, match=r"no row of .* was run under rules with this digest"):
+        page_of(tmp_path, rules=(GIVEN.__class__(**{**vars(GIVEN), "digest": "b" * 64}),), study=rows[:4])
+    done = CliRunner().invoke(app, ["report", str(tmp_path), "--out", str(tmp_path / "x.html")])
+    assert done.exit_code == 0, done.output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["study.jsonl", "x.html"]
+
+
+@needs_node
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed, and none in KVSPEC_CHROMIUM")
+def test_in_a_browser_nothing_is_wider_than_a_telephone_and_boxes_hide_curves(shown: Page, tmp_path: Path) -> None:
+    (tmp_path / "page.html").write_text(shown.text, encoding="utf-8")
+    steps: list[dict[str, Any]] = [{"width": 420}, {"width": 1280}, {"untick": 1}]
+    narrow, wide, less = node(
+        "browser.mjs", CHROMIUM or "", str(tmp_path / "page.html"), str(DRIVER), json.dumps(steps)
+    )
+    assert narrow["wider"] == wide["wider"] == []
+    assert less["curves"] == wide["curves"] - wide["curves"] // len(ALL)

@@ -1,0 +1,114 @@
+"""Pictures of a study: policies over their mean cache, paired differences, depth and length, one constant varied."""
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from models_integration.policies.spelled import spelled
+from models_integration.studies.evidence.claims import FLOOR, Samples
+from models_integration.studies.evidence.kept import CONTROLS, RANDOM
+from models_integration.studies.evidence.rules import AT_PROMPT
+from models_integration.studies.evidence.tables import budgets_of, by_task, policies_of
+from models_integration.studies.page.elements import forest, grid, note, panel, plots, section, shaded, table
+from models_integration.studies.page.pictures import Curve
+from spec.parameters import PAPER
+
+__all__ = ["curves_of", "depths", "differences", "sweeps", "swept"]
+
+_FEWEST = 5
+"""Values from which on a constant has pictures of its own."""
+_BINS = ("0-¼", "¼-½", "½-¾", "¾-1")
+"""Of depths, where the evidence stands in the context."""
+_MEASURES = {
+    "Recovery": (
+        Samples.recovery, "(log-likelihood of the gold answer - blind) / (full cache - blind), a ratio of means. Points"
+        " of one budget are drawn a little apart, intervals cut at the picture's edge; the tables have them whole."
+    ),
+    "Evidence kept": (Samples.survival, "Share of the evidence's tokens, mean over layers and KV heads"),
+    "Accuracy": (Samples.accuracy, f"Right answers, where the full cache reaches {FLOOR}"),
+}
+
+
+def curves_of(placements: Mapping[str, Samples]) -> str:
+    """A picture for each measure, task and placement: a curve for each policy, its budgets over their mean cache."""
+    every = [name for some in placements.values() for name in policies_of(some)]
+    alone = {name for values in swept(every).values() for name in values.values()}
+    names = [name for name in dict.fromkeys(every) if name not in alone]
+    groups = []
+    for title, (measure, about) in _MEASURES.items():
+        grids = [
+            grid([
+                panel(f"{task}, {placement.lower()}, n = {len(some.rows)}", [
+                    Curve(name, key, [
+                        (budget, some.share((name, budget)), measure(some, (name, budget)))
+                        for budget in budgets_of(some)
+                    ]) for key, name in enumerate(names)
+                ], "mean cache, part of the full one", title.lower()) for task, some in by_task(whole).items()
+            ]) for placement, whole in placements.items()
+        ]
+        if any(grids):
+            groups.append(section(title, note(about), *grids, level=3))
+    return plots(names, groups)
+
+
+def swept(policies: Iterable[str]) -> dict[tuple[str, str], dict[float, str]]:
+    """Policies that differ in one number alone, by name and constant; by its value."""
+    found: dict[tuple[str, str], dict[float, str]] = {}
+    for policy in policies:
+        name, constants = (policy, {}) if policy in CONTROLS else spelled(policy.removesuffix(AT_PROMPT))
+        if len(constants) == 1 and isinstance(value := next(iter(constants.values())), int | float):
+            found.setdefault((name, next(iter(constants))), {})[value] = policy
+    return {each: dict(sorted(values.items())) for each, values in found.items() if len(values) >= _FEWEST}
+
+
+def sweeps(samples: Samples) -> str:
+    """A picture for each measure, task and constant that is varied alone: a curve for each budget over its values."""
+    groups, budgets = [], budgets_of(samples)
+    for (name, constant), values in swept(policies_of(samples)).items():
+        if name == "crystalcache" and name in policies_of(samples):
+            values = dict(sorted({**values, getattr(PAPER, constant): name}.items()))
+        for title, (measure, _) in _MEASURES.items():
+            groups.append(grid([
+                panel(f"{task}: {name}", [
+                    Curve(f"budget {budget}", key, [
+                        (policy, value, measure(some, (policy, budget)))
+                        for value, policy in values.items()
+                    ]) for key, budget in enumerate(budgets)
+                ], constant, title.lower()) for task, some in by_task(samples).items()
+            ]))
+    return plots([f"budget {budget}" for budget in budgets], filter(None, groups))
+
+
+def differences(samples: Samples) -> str:
+    """Each policy over the random set of its budget, all worthy tasks together."""
+    some, found = samples.worthy(), []
+    for budget in budgets_of(some):
+        names = [name for name in policies_of(some) if name != RANDOM]
+        lines = [([name], some.over((name, budget), (RANDOM, budget)), None) for name in names]
+        if any(one.known for _, one, _ in lines):
+            found.append(forest(f"Budget {budget}", ["policy"], lines))
+    if not found:
+        return ""
+    about = f"Recovery over that of a random set, paired; {', '.join(by_task(some)).lower()}; n = {len(some.rows)}."
+    return note(about) + grid(found, "grid broad")
+
+
+def depths(samples: Samples) -> str:
+    """Evidence kept by every policy, for each length and depth; a map for each budget."""
+    some = Samples([row for row in samples.with_evidence().rows if "depth" in row["metadata"]])
+    if not some.rows:
+        return ""
+    at = np.minimum(len(_BINS) * np.array([row["metadata"]["depth"] for row in some.rows]), len(_BINS) - 1).astype(int)
+    lengths, tokens = (np.array([row[name] for row in some.rows]) for name in ("length", "evidence_tokens"))
+    places = {
+        f"{length}: {name}": np.flatnonzero((lengths == length) & (at == number))
+        for length in np.unique(lengths) for number, name in enumerate(_BINS)
+    }
+    maps = []
+    for budget in budgets_of(some):
+        kept = {name: some.kept((name, budget)) / tokens for name in policies_of(some) if (name, budget) in some.cells}
+        lines = [[name, *(shaded(own[rows]) for rows in places.values())] for name, own in kept.items()]
+        maps.append(table(f"Budget {budget}", ["", *places], lines, kind="heat"))
+    counts = ", ".join(f"{len(rows)} at {place}" for place, rows in places.items())
+    about = f"Mean share of evidence kept, by length and depth of the evidence. Samples: {counts}."
+    return note(about) + grid(maps, "grid broad")

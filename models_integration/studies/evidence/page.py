@@ -1,0 +1,143 @@
+"""A study's part of a page of results: what it answers first, then pictures, then every other figure."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from models_integration.studies.estimate import SAME_CACHE
+from models_integration.studies.evidence.charts import curves_of, depths, differences, sweeps
+from models_integration.studies.evidence.claims import Samples, verdicts
+from models_integration.studies.evidence.kept import BLIND, CONTROLS, EVIDENCE, FULL, RANDOM
+from models_integration.studies.evidence.rules import PARTS, Rules
+from models_integration.studies.evidence.tables import (
+    budgets_of,
+    by_task,
+    controls,
+    flagged,
+    off_budget,
+    seconds,
+    sizes,
+    stages,
+)
+from models_integration.studies.page.elements import Html, best_of, forest, note, section, strong, table
+from models_integration.studies.page.papers import PAPER_TASKS, Ours, beside_papers
+from models_integration.studies.report import title_of
+from models_integration.studies.results import Row
+
+__all__ = ["study_sections"]
+
+_FEW = 10
+"""Contexts below which a bootstrap's interval is too narrow."""
+_BEST = (
+    "Among policies of one mean cache, chosen after the fact: claims decide, this does not. Not told apart: the"
+    " interval of the paired difference holds 0. Not known: no such policy, or a context not clearly worth anything."
+)
+_WITHOUT = {
+    FULL: "no recovery, no accuracy, no share of the full cache", BLIND: "no recovery",
+    RANDOM: "no difference to a random set", EVIDENCE: "no ceiling for kept evidence",
+}
+
+
+def study_sections(rows: Sequence[Row], rules: Rules | None) -> list[Html]:
+    """The sections of one study, all of whose rows are of one model and one file of rules.
+
+    They are about the confirming samples, where there are any, and otherwise about dev samples, which decide nothing.
+    """
+    dev, confirm = (Samples([row for row in rows if row["part"] == part]) for part in PARTS)
+    shown = confirm if confirm.rows else dev
+    placements = {
+        f"Question {name.replace('_', ' ')}": shown.where(placement=(name,))
+        for name in dict.fromkeys(row["placement"] for row in shown.rows)
+    }
+
+    def each(made: Callable[[Samples], str]) -> str:
+        return Html("".join(section(name, made(some), level=3) for name, some in placements.items()))
+
+    return [
+        section(rules.title if rules else "Study", *_about(rows[0], shown), *_missing(shown, rules)),
+        section("Claims of the rules", *_claims(rules, dev, confirm)),
+        section("Best policy by task and budget", note(_BEST), each(_best)),
+        section("Policies against their mean cache", curves_of(placements)),
+        section("Recovered more than by a random set", each(differences)),
+        section("Evidence kept by depth and length", each(depths)),
+        section("One constant varied", each(sweeps)),
+        section("Stages of one method", each(lambda some: stages(rules.stages if rules else (), some))),
+        section("Controls", each(controls)),
+        section("Cost", seconds(shown), each(sizes)),
+        section("Flagged: another mean cache", each(flagged)),
+        section("Beside the papers", beside_papers(_accuracies(placements))),
+    ]
+
+
+def _about(first: Row, shown: Samples) -> Iterator[Html]:
+    part = shown.rows[0]["part"] if shown.rows else "none"
+    yield note(
+        f"Model {first['model']}, backend {first.get('backend')}. Part {part}: {len(shown.rows)} rows of"
+        f" {shown.contexts} contexts. Rules {first['rules'][:8]}. Intervals: 95 %, whole contexts resampled; of right"
+        " answers Wilson's."
+    )
+    if part == PARTS[0]:
+        yield note("Dev samples, on which anything may be tried: they decide nothing.", "warning")
+
+
+def _missing(shown: Samples, rules: Rules | None) -> Iterator[Html]:
+    """What the page cannot show, and why."""
+    if shown.contexts == 1:
+        yield note("One context alone gives no interval, and so no recovery and no comparison.", "warning")
+    elif shown.contexts < _FEW:
+        yield note(f"{shown.contexts} contexts are few: such bootstrap intervals are too narrow.", "warning")
+    measured = {name for name, _ in shown.cells}
+    if absent := [f"{name} ({_WITHOUT[name]})" for name in CONTROLS if name not in measured]:
+        yield note(f"Controls that are missing: {'; '.join(absent)}.", "warning")
+    if rules is None:
+        yield note("No claims and no stages: the rules of these rows were not given (--rules).", "warning")
+    used = shown.rows[0].get("calibration") if shown.rows else None
+    if used and not used["controlled"]:
+        yield note(f"Uncontrolled: calibration {used['digest']} does not say over which text it was taken.", "warning")
+
+
+def _claims(rules: Rules | None, dev: Samples, confirm: Samples) -> Iterator[Html]:
+    if rules is None or not rules.claims:
+        return
+    if not confirm.rows:
+        yield note(f"None of the {len(rules.claims)} claims is decided: no sample that confirms is here.", "warning")
+        return
+    lines, outcomes = [], list[str]()
+    for one in verdicts(rules.claims, dev, confirm):
+        claim, p = one.claim, "" if one.corrected is None else f"{one.corrected:.4f}"
+        about = f"{claim.first} over {claim.second}: {claim.measure} at {claim.budget}, n = {one.difference.n}"
+        outcome = strong(one.outcome) + note(one.flag, "small")
+        outcomes.append(f"{one.outcome} ({one.kind})")
+        sentence = strong(claim.name) + note(about, "small")
+        lines.append(([sentence, outcome, one.kind, p, f"{one.power:.2f}"], one.difference, claim.difference))
+    counts = ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in sorted(set(outcomes)))
+    yield note(strong(f"{len(lines)} claims: {counts}."))
+    yield note(
+        "Holds: Holm's corrected p is at most 0.05. Confirmatory: power is at least 0.8 for the smallest difference"
+        " that the claim names (dashed); otherwise screening. Policies whose mean caches differ by more than"
+        f" {SAME_CACHE:.0%} are not compared."
+    )
+    caption = "Paired differences, first over second; an arrow: beyond the axis"
+    yield forest(caption, ["claim", "outcome", "kind", "p (Holm)", "power"], lines)
+
+
+def _best(samples: Samples) -> str:
+    budgets, off = budgets_of(samples), off_budget(samples)
+
+    def winner(some: Samples, budget: str) -> str:
+        cells = [cell for cell in some.cells if cell[1] == budget and cell[0] not in CONTROLS and cell not in off]
+        found = {cell: some.recovery(cell) for cell in cells}
+        if not any(one.known for one in found.values()):
+            return "not known"
+        best = max(found, key=lambda cell: found[cell].value)
+        close = [cell[0] for cell in cells if cell != best and not some.over(best, cell).low > 0]
+        return best_of(best[0], found[best], close)
+
+    lines = [[title, *(winner(some, budget) for budget in budgets)] for title, some in by_task(samples).items()]
+    return table("Highest recovery", ["task", *(f"budget {budget}" for budget in budgets)], lines) if budgets else ""
+
+
+def _accuracies(placements: Mapping[str, Samples]) -> list[Ours]:
+    """Accuracy by placement, of the tasks that the papers have too."""
+    return [
+        Ours(f"{title_of(task)}, {name.lower()}", task, {cell: some.accuracy(cell) for cell in some.cells})
+        for name, whole in placements.items() for task in PAPER_TASKS if (some := whole.where(task=(task,))).rows
+    ]

@@ -1,0 +1,1 @@
+"""Parts of a page of results: one HTML file that needs nothing beside itself."""

@@ -1,0 +1,162 @@
+"""Words, tables and sections of a page of results."""
+
+import re
+from collections.abc import Iterable, Sequence
+from functools import cache
+from html import escape
+from itertools import count
+from pathlib import Path
+
+from models_integration.studies.estimate import Estimate
+from models_integration.studies.page.pictures import KEYS, Curve, curves, forest_axis, forest_mark, legend
+from spec.arrays import Float64, Vector
+
+__all__ = [
+    "Html", "best_of", "forest", "grid", "note", "page", "panel", "plots", "section", "shaded", "strong", "style",
+    "table",
+]
+
+_HOME = Path(__file__).parent
+_FIGURE = re.compile(r"[-+]?\d")
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>
+{style}</style>
+</head>
+<body class="results">
+<header><h1>{title}</h1>
+<nav aria-label="Parts of this page">{links}</nav></header>
+<main>
+{body}
+</main>
+</body>
+</html>
+"""
+
+
+class Html(str):
+    """Text that is HTML already; any other text is escaped."""
+
+    def __add__(self, other: str) -> "Html":
+        return Html(str(self) + _html(other))
+
+
+def _html(text: object) -> str:
+    return text if isinstance(text, Html) else escape(str(text))
+
+
+def strong(text: str) -> Html:
+    """Words that count."""
+    return Html(f"<strong>{_html(text)}</strong>")
+
+
+def note(text: str, kind: str = "note") -> Html:
+    """A paragraph of a kind of the style sheet; "" for no text."""
+    return Html(f'<p class="{kind}">{_html(text)}</p>' if text else "")
+
+
+def best_of(name: str, estimate: Estimate, close: Sequence[str]) -> Html:
+    """A cell that names the best, and those that cannot be told from it."""
+    apart = f"not told apart: {', '.join(close)}" if close else "told apart from all others"
+    return strong(name) + Html(f" {estimate}") + note(apart, "small")
+
+
+def section(title: str, *parts: str, level: int = 2) -> Html:
+    """Parts under their heading; "" where there are none."""
+    body = "\n".join(filter(None, parts))
+    return Html(f"<section>\n<h{level}>{_html(title)}</h{level}>\n{body}\n</section>\n" if body else "")
+
+
+def table(
+    caption: str, headings: Sequence[object], lines: Iterable[Sequence[object]], folded: bool = False, kind: str = "",
+) -> Html:
+    """A table; the first column heads the lines. `folded`: it is behind its caption, until somebody opens it.
+
+    What is wider than the page scrolls in itself, by keys too. Cells of a forest say under which heading they stand,
+    for narrow screens, which show them below each other.
+    """
+    head = "".join(f'<th scope="col">{_html(heading)}</th>' for heading in headings)
+    names = [heading if kind == "forest" and not isinstance(heading, Html) else "" for heading in headings]
+    body = "\n".join(
+        f'<tr><th scope="row">{_html(line[0])}</th>{"".join(map(_cell, line[1:], names[1:]))}</tr>' for line in lines
+    )
+    title = "" if folded else f"<caption>{_html(caption)}</caption>"
+    made = (
+        f'<div class="wide" tabindex="0" role="region" aria-label="{escape(caption)}"><table class="{kind}">{title}'
+        f"<thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table></div>"
+    )
+    return Html(f"<details><summary>{_html(caption)}</summary>{made}</details>" if folded else made)
+
+
+def _cell(content: object, name: object) -> str:
+    kind = ' class="figure"' if _FIGURE.match(str(content)) else ""
+    said = f' data-name="{escape(str(name))}"' if name else ""
+    return f"<td{kind}{said}>{_html(content)}</td>"
+
+
+def forest(
+    caption: str, headings: Sequence[str], lines: Sequence[tuple[Sequence[object], Estimate, float | None]],
+) -> Html:
+    """A table with a picture of each line's difference; where there is one, dashed, the smallest that counts."""
+    made = [
+        [first, Html(forest_mark(one, smallest)), str(one) or "not known", *others]
+        for (first, *others), one, smallest in lines
+    ]
+    above = Html(f"difference{forest_axis()}")
+    return table(caption, [headings[0], above, "95 % interval", *headings[1:]], made, kind="forest")
+
+
+def shaded(shares: Float64[Vector, " n"]) -> Html:
+    """The mean of shares as a cell of a heat map; "-" of none."""
+    if not len(shares):
+        return Html("-")
+    return Html(f'<span style="--share:{100 * shares.mean():.0f}%">{shares.mean():.2f}</span>')
+
+
+def panel(title: str, every: Sequence[Curve], across: str, upward: str) -> Html:
+    """A picture of curves and the table of its points; "" where nothing is known."""
+    known = [(curve.name, *point) for curve in every for point in curve.points if point[2].known]
+    lines = [[name, what, *map(_plain, (at, *one[:3]))] for name, what, at, one in known]
+    behind = table(f"Table of {upward}, {title}", ["policy", "at", across, upward, "low", "high"], lines, folded=True)
+    picture = curves(every, across, upward, f"{upward}, {title}")
+    return Html(f"<figure><figcaption>{_html(title)}</figcaption>{picture}{behind}</figure>" if picture else "")
+
+
+def _plain(value: float) -> str:
+    return f"{value:.3f}" if value == value else ""
+
+
+def grid(parts: Iterable[str], kind: str = "grid") -> Html:
+    """Parts side by side, as many as there is room for; of the kind "grid broad", fewer."""
+    shown = "\n".join(filter(None, parts))
+    return Html(f'<div class="{kind}">{shown}</div>' if shown else "")
+
+
+def plots(names: Sequence[str], groups: Iterable[str]) -> Html:
+    """Pictures of curves under the legend that all of them share."""
+    shown = "\n".join(groups)
+    return Html(f'<div class="plots">{legend(names)}{shown}</div>' if shown else "")
+
+
+def page(title: str, sections: Iterable[str]) -> str:
+    """The whole page, with links to its sections."""
+    numbers, links = count(), list[str]()
+
+    def linked(match: re.Match[str]) -> str:
+        at = next(numbers)
+        links.append(f'<a href="#part-{at}">{match[1]}</a>')
+        return f'<h2 id="part-{at}">{match[1]}</h2>'
+
+    body = re.sub("<h2>(.*?)</h2>", linked, "".join(sections))
+    looks = style("base") + style("report") + KEYS
+    return _PAGE.format(title=escape(title), style=looks, links=" ".join(links), body=body)
+
+
+@cache
+def style(name: str) -> str:
+    """A style sheet."""
+    return (_HOME / f"{name}.css").read_text(encoding="utf-8")

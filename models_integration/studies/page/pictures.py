@@ -1,0 +1,168 @@
+"""Pictures as SVG in a page: curves with intervals, and the marks of a forest plot. Colours are the style sheet's."""
+
+import math
+from collections.abc import Sequence
+from html import escape
+from typing import NamedTuple
+
+from models_integration.studies.estimate import Estimate
+
+__all__ = ["KEYS", "Curve", "curves", "forest_axis", "forest_mark", "legend"]
+
+_MOST, _COLOURS, _DASHES = 40, 8, ("", "5 3", "1.5 2.5", "8 2 2 2", "3 1")
+_MARKS = (
+    "M-3 0a3 3 0 1 0 6 0a3 3 0 1 0-6 0", "M-2.7-2.7h5.4v5.4h-5.4z", "M0-3.6L3.4 2.6H-3.4z",
+    "M0-3.8L3.4 0L0 3.8L-3.4 0z", "M0 3.6L3.4-2.6H-3.4z", "M-3-1h2v-2h2v2h2v2h-2v2h-2v-2h-2z",
+)
+KEYS = "".join(
+    f".plots:has(.key.k{k} input:not(:checked)) .curve.k{k}{{display:none}}\n"
+    f".plots:has(.key.k{k}:hover,.key.k{k} :focus-visible) .curve:not(.k{k}){{opacity:.1}}\n" for k in range(_MOST)
+)
+"""Styles: a policy's box in the legend takes its curve out, and pointing at it lets the others fade."""
+_W, _H, _LEFT, _RIGHT, _TOP, _BOTTOM = 330, 230, 40, 10, 8, 40
+_FARTHEST = (-0.6, 1.4)
+"""An axis of shares goes no farther for an interval, which is cut there; for a value it does."""
+_APART = 0.8
+"""Between points of one place."""
+_FOREST, _DIFFERENCES = 200, (-1.25, 1.25)
+"""The width and the axis of every forest plot."""
+
+
+class Curve(NamedTuple):
+    """A policy's estimates, by where they stand; `key` is its colour, dash and mark."""
+
+    name: str
+    key: int
+    points: Sequence[tuple[str, float, Estimate]]
+    """What the point is called (its budget), its place on the horizontal axis, and its estimate."""
+
+
+def curves(every: Sequence[Curve], across: str, upward: str, title: str) -> str:
+    """A picture of curves; "" where no point is known. Values in [0, 1] and some way beyond."""
+    shown = [curve._replace(points=[p for p in curve.points if p[2].known and not math.isnan(p[1])]) for curve in every]
+    places = [at for curve in shown for _, at, _ in curve.points]
+    if not places:
+        return ""
+    each = [one for curve in shown for _, _, one in curve.points]
+    values, ends = [one.value for one in each], [end for one in each for end in one[1:3] if not math.isnan(end)]
+    low = min(0.0, *values, max(_FARTHEST[0], min([0.0, *ends])))
+    high = max(1.0, *values, min(_FARTHEST[1], max([1.0, *ends])))
+    left, right = (0.0 if min(places) >= 0 else min(places)), max(places) * 1.06 or 1.0
+    axes = _Axes((left, right), (low, high))
+    parts = [axes.grid(across, upward), *(axes.curve(curve, len(shown)) for curve in shown if curve.points)]
+    return (
+        f'<svg class="panel" viewBox="0 0 {_W} {_H}" role="img" aria-label="{escape(title)}; its table has the same'
+        f' figures">{"".join(parts)}</svg>'
+    )
+
+
+class _Axes(NamedTuple):
+    across: tuple[float, float]
+    upward: tuple[float, float]
+
+    def x(self, value: float) -> float:
+        low, high = self.across
+        return _LEFT + (value - low) / (high - low) * (_W - _LEFT - _RIGHT)
+
+    def y(self, value: float) -> float:
+        low, high = self.upward
+        inside = min(max(value, low), high)
+        return _TOP + (high - inside) / (high - low) * (_H - _TOP - _BOTTOM)
+
+    def grid(self, across: str, upward: str) -> str:
+        lines, foot = list[str](), _H - _BOTTOM
+        for tick in _ticks(*self.upward):
+            y, kind = self.y(tick), "bound" if tick in (0.0, 1.0) else "rule"
+            lines.append(f'<path class="{kind}" d="M{_LEFT} {y:.1f}H{_W - _RIGHT}"/>')
+            lines.append(_words(f'x="{_LEFT - 5}" y="{y + 4:.1f}" text-anchor="end"', f"{tick:g}"))
+        for tick in _ticks(*self.across):
+            x = self.x(tick)
+            lines.append(f'<path class="rule" d="M{x:.1f} {foot}v4"/>{_words(_middle(x, foot + 16), f"{tick:g}")}')
+        lines.append(_words(_middle((_LEFT + _W - _RIGHT) / 2, _H - 6), across))
+        turned = f'transform="translate(10 {(_TOP + foot) / 2}) rotate(-90)" text-anchor="middle"'
+        return "".join([*lines, _words(turned, upward)])
+
+    def curve(self, curve: Curve, of: int) -> str:
+        apart = (curve.key - (of - 1) / 2) * _APART
+        points = [
+            (self.x(at) + apart, self.y(one.value), one, name)
+            for name, at, one in sorted(curve.points, key=lambda point: point[1])
+        ]
+        ends = [(x, self.y(one.low), self.y(one.high)) for x, _, one, _ in points if not math.isnan(one.low)]
+        bars = "".join(f"M{x:.1f} {low:.1f}V{high:.1f}" for x, low, high in ends)
+        marks = "".join(
+            f'<path class="mark" d="{_mark(curve.key)}" transform="translate({x:.1f} {y:.1f})">'
+            f"<title>{escape(f'{curve.name}, {name}: {one}')}</title></path>" for x, y, one, name in points
+        )
+        path = "L".join(f"{x:.1f} {y:.1f}" for x, y, _, _ in points)
+        return (
+            f'<g class="curve {_classes(curve.key)}"><path class="bars" d="{bars}"/>'
+            f'<path class="line" stroke-dasharray="{_dash(curve.key)}" d="M{path}"/>{marks}</g>'
+        )
+
+
+def legend(names: Sequence[str]) -> str:
+    """A box for each policy, in the order of their keys: it takes the policy's curves out of all pictures."""
+    keys = "".join(
+        f'<label class="key {_classes(key)}"><input type="checkbox" checked><svg viewBox="0 0 28 10">'
+        f'<g class="curve {_classes(key)}"><path class="line" stroke-dasharray="{_dash(key)}" d="M1 5H27"/>'
+        f'<path class="mark" d="{_mark(key)}" transform="translate(14 5)"/></g></svg>{escape(name)}</label>'
+        for key, name in enumerate(names)
+    )
+    return f'<div class="legend" role="group" aria-label="Policies that are shown">{keys}</div>'
+
+
+def _classes(key: int) -> str:
+    return f"k{key % _MOST} c{key % _COLOURS}"
+
+
+def _dash(key: int) -> str:
+    return _DASHES[key // _COLOURS % len(_DASHES)] or "none"
+
+
+def _mark(key: int) -> str:
+    return _MARKS[key % len(_MARKS)]
+
+
+def _ticks(low: float, high: float, most: int = 6) -> list[float]:
+    """Round numbers inside an axis."""
+    step = 10 ** math.floor(math.log10((high - low) / most))
+    step *= next(factor for factor in (1, 2, 5, 10, 20) if (high - low) / (step * factor) <= most)
+    return [round(step * at, 10) for at in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+
+
+def _words(placed: str, words: str) -> str:
+    return f"<text {placed}>{escape(words)}</text>"
+
+
+def _middle(x: float, y: float) -> str:
+    return f'x="{x:.1f}" y="{y:.1f}" text-anchor="middle"'
+
+
+def _at(difference: float) -> float:
+    low, high = _DIFFERENCES
+    return 6 + (min(max(difference, low), high) - low) / (high - low) * (_FOREST - 12)
+
+
+def forest_axis() -> str:
+    """The axis of a forest plot, for the heading of its column."""
+    ticks = "".join(_words(_middle(_at(tick), 10), f"{tick:g}") for tick in (-1, -0.5, 0, 0.5, 1))
+    return f'<svg viewBox="0 0 {_FOREST} 12" aria-hidden="true">{ticks}</svg>'
+
+
+def forest_mark(one: Estimate, smallest: float | None) -> str:
+    """One line of a forest plot: no difference, the smallest that counts (dashed), the interval and the value.
+
+    What lies beyond the axis is cut there, with an arrow.
+    """
+    parts = [f'<path class="bound" d="M{_at(0):.1f} 0V18"/>']
+    if smallest is not None:
+        parts.append(f'<path class="smallest" d="M{_at(smallest):.1f} 1V17"/>')
+    if not math.isnan(one.low):
+        parts.append(f'<path class="interval" d="M{_at(one.low):.1f} 9H{_at(one.high):.1f}"/>')
+    low, high = _DIFFERENCES
+    cut = [("M8 4L2 9L8 14", min(one[:3]) < low), (f"M{_FOREST - 8} 4l6 5l-6 5", max(one[:3]) > high)]
+    parts += [f'<path class="interval" d="{arrow}"/>' for arrow, beyond in cut if beyond]
+    if one.known and low <= one.value <= high:
+        parts.append(f'<circle cx="{_at(one.value):.1f}" cy="9" r="3.4"/>')
+    return f'<svg viewBox="0 0 {_FOREST} 18" aria-hidden="true">{"".join(parts)}</svg>'
