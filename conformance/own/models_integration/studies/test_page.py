@@ -244,8 +244,8 @@ def test_forty_policies_are_told_apart() -> None:
 def test_what_failed_is_named_and_counted_nowhere(rows: list[Row], tmp_path: Path) -> None:
     *others, last = rows
     row = {name: value for name, value in last.items() if name != "cells"}
-    page = page_of(tmp_path, study=[*others, {**row, "error": "out of <memory>"}])
-    assert page.table("Left out").lines[1:] == [[title_of(TASKS[1]), str(last["index"]), "out of <memory>"]]
+    page = page_of(tmp_path, study=[*others, {**row, "sample": "the last", "index": 7, "error": "out of <memory>"}])
+    assert page.table("Left out").lines[1:] == [[title_of(TASKS[1]), "7", "out of <memory>"]]
     assert f"recovery, {title_of(TASKS[1])}, question in prompt, n = 23" in page.panels
 
 
