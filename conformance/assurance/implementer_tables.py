@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from conformance.assurance.vector_writer.expected_nestedkv import BOUNDED as NESTEDKV_BOUNDED
+from conformance.assurance.vector_writer.store import text_of
 from conformance.engine.ops import OPS, RECORDS
 from conformance.paths import SPEC
 from conformance.tolerances import BOUNDS, SCORE_UNITS
@@ -251,7 +252,8 @@ def for_programs() -> str:
         described[operation] = {
             "inputs": members_of(inputs, INPUT_KINDS), "results": members_of(results, {}), "bounds": bounds,
         }
-    return json.dumps({"parameters": parameters, "operations": described}, indent=1, default=str) + "\n"
+    held = {"parameters": parameters, "operations": described}
+    return text_of(json.loads(json.dumps(held, default=str))) + "\n"
 
 
 def state() -> str:
