@@ -30,7 +30,7 @@ def main() -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(folder).train(False)
     texts = _texts(tokenizer, options.requests, options.tokens)
     ends = sentence_ends(tokenizer)
-    for name in ("none", *options.policies.split(",")):
+    for name in options.policies.split(","):
         constants = {"sentence_ends": ends} if name == "crystalcache" else {}
         run = None if name == "none" else PagedSession(policy_from_name(name, options.budget, **constants), model)
         with run or nullcontext():
@@ -45,7 +45,7 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--policies", default="crystalcache")
+    parser.add_argument("--policies", default="none,crystalcache", help="none: without a session")
     parser.add_argument("--budget", default="0.3")
     for name, default in (("requests", 64), ("tokens", 512), ("new", 32), ("pool", 8), ("page", 16), ("chunk", 1024)):
         parser.add_argument(f"--{name}", type=int, default=default)

@@ -57,7 +57,10 @@ class PagedSession:
     def __init__(self, policy: RetentionPolicy, model: PreTrainedModel) -> None:
         check_seams()
         self.kept: dict[str, Retention] = {}
-        """What each request keeps of its prompt, by its id; the ids of a later manager start anew."""
+        """What each request keeps of its prompt, by its id, unless it ended with its first token.
+
+        A later manager starts anew; a server that runs on takes out what it has read.
+        """
         self.freed_pages = 0
         """Pages that compaction has freed."""
         self.peak_pages = 0
