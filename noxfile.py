@@ -203,7 +203,7 @@ def prove(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def coq(session: nox.Session) -> None:
-    """Theorems about a model of the integer core, its extraction and vectors; `-- planted` for its wrong readings."""
+    """Theorems about a model of the integer core, its engine and its vectors; `-- planted` for errors in it."""
     run(session, "conformance.assurance.proofs.coq", *session.posargs)
 
 

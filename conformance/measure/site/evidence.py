@@ -1,4 +1,4 @@
-"""What the repository has of each item of the specification: its text, functions, tests, saboteurs, proofs, vectors."""
+"""What the repository has of each item of the specification: text, functions, tests, saboteurs, proofs, vectors."""
 
 import ast
 import textwrap
@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from conformance.assurance.proofs.claims import Claim
+from conformance.assurance.proofs.coq.build import HERE
+from conformance.assurance.proofs.coq.theorems import Theorem, theorems
 from conformance.assurance.proofs.report import source_claims
 from conformance.assurance.proofs.source import Code
 from conformance.assurance.saboteurs import SABOTEURS
@@ -46,6 +48,7 @@ class Evidence:
     tests: list[Marked] = field(default_factory=list)
     saboteurs: list[Saboteur] = field(default_factory=list)
     claims: list[Claim] = field(default_factory=list)
+    theorems: list[Theorem] = field(default_factory=list)
     vectors: list[tuple[str, str]] = field(default_factory=list)
     """Files and tcIds."""
 
@@ -67,6 +70,8 @@ def gathered() -> Mapping[str, Evidence]:
         found[saboteur.item].saboteurs.append(saboteur)
     for claim in source_claims(Code()):
         found[claim.item].claims.append(claim)
+    for theorem in theorems(HERE / "proofs", found):
+        found[theorem.item].theorems.append(theorem)
     for file in sorted((SPEC / "vectors").glob("*.json")):
         for item, case in vector_items(file.read_text(encoding="utf-8")):
             found[item].vectors.append((file.name, case))

@@ -63,6 +63,7 @@ def checks(one: Evidence) -> Iterator[str]:
     )
     lemmas = [claim.name for claim in one.claims if claim.true]
     yield listed("Proofs", f"by z3; {len(one.claims) - len(lemmas)} false claims beside them are refuted", lemmas)
+    yield listed("Theorems", "in Coq, about a model of the item", [f"`{a.name}` in `{a.file}`" for a in one.theorems])
     files = groupby(one.vectors, key=lambda vector: vector[0])
     yield listed("Vectors", "", (f"`{file}`, tcId {', '.join(case for _, case in cases)}" for file, cases in files))
 

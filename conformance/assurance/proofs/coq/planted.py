@@ -40,9 +40,12 @@ INTEGERS = tuple(name for name in FILES if name not in ("Attention", *OVER_THE_R
 """The files that are not about the reals."""
 TWINS = frozenset({
     "CC-SENTENCES", "CC-INTERFACE", "CC-INTERFACE-EDGES", "CC-MERGE", "CC-SPLIT", "CC-TRUNKS", "CC-TRUNK-IMPACT",
-    "CC-ALLOCATE", "CC-CUT", "CC-DISSOLVE", "CC-DISSOLVE-D",
+    "CC-ALLOCATE", "CC-DISSOLVE", "CC-DISSOLVE-D",
 })
-QUESTIONS = 400
+"""Items whose every saboteur shows in a stage. A wrong CC-CUT need not: the kept set may be the same."""
+INVISIBLE = frozenset({"CC_DISSOLVE_PROTECTED_FIRST"})
+"""The stage sorts the positions that it is given."""
+QUESTIONS = 1000
 NOTHING = "nothing"
 
 ERRORS = (
@@ -55,7 +58,9 @@ ERRORS = (
             "ltb zero (minus (total weights) (times tau_merge (of_Z (count weights))))",
             "negb (ltb (minus (total weights) (times tau_merge (of_Z (count weights)))) zero)"),
     Planted("a merge must stay below T_max", "Trunks", "size + next <=? T_max", "size + next <? T_max"),
-    Planted("edges against their direction count", "Trunks", "(near first))\n", "(near first ++ near second))\n"),
+    Planted("edges against their direction count", "Trunks",
+            "map snd (filter (fun edge => fst edge =? second) (near first))",
+            "map snd (filter (fun edge => fst edge =? first) (near second))"),
     Planted("four members in the impact", "Trunks", "take 3", "take 4"),
     Planted("one token too many is recent", "Dissolution", "n - W_recent <? stop", "n - W_recent <=? stop"),
     Planted("the cut is not held to T_alive", "Dissolution",
@@ -119,7 +124,9 @@ def _in_the_reference(compiled: Path) -> Iterator[str]:
     """The saboteurs of the model's stages: extracted model, numba and the wrong reference are asked the same."""
     engine, model = engine_backend(compile_engine(compiled))
     print("\n| item | error in the reference | found by |\n| --- | --- | --- |")
-    for saboteur in (one for one in SABOTEURS.values() if one.item in TWINS and not one.beyond):
+    for saboteur in SABOTEURS.values():
+        if saboteur.item not in TWINS or saboteur.beyond or saboteur.name in INVISIBLE:
+            continue
         backends = {"coq": model, "numba": resolve("numba"), "reference": private_reference(saboteur).backend}
         found = next(differences(backends, seed=1, number=QUESTIONS), NOTHING)
         print(f"| {saboteur.item} | {saboteur.reading} | {found} |", flush=True)

@@ -33,19 +33,21 @@ def _eviction(seed: int) -> Question:
 
 
 def _trunks(seed: int) -> Question:
-    """A text with sentences of a few tokens, and weights in sixteenths around the threshold."""
+    """A text with sentences of a few tokens, and weights around the threshold; tenths do not add up exactly."""
     draw = random.Random(seed)
     n, start = draw.randint(1, 40), draw.choice([0, 7])
-    p = replace(TINY, C=8, T_max=draw.randint(1, 9), tau_merge=draw.choice([0.25, 0.5]), k_intra=3, k_cross=2)
+    tau, low, high, unit = draw.choice([(0.25, 1, 8, 1 / 16), (0.3, 2, 4, 0.1), (0.0, 1, 5, 0.1)])
+    p = replace(TINY, C=8, T_max=draw.randint(1, 9), tau_merge=tau, k_intra=6, k_cross=2)
 
     def row(allowed: list[int], k: int) -> list[tuple[int, float]]:
         chosen = draw.sample(allowed, min(k, len(allowed), draw.randint(0, k)))
-        return sorted(((start + j, draw.randint(1, 16) / 16) for j in chosen), key=lambda edge: (-edge[1], edge[0]))
+        rated = [(start + j, draw.randint(low, high) * unit) for j in chosen]
+        return sorted(rated, key=lambda edge: (-edge[1], edge[0]))
 
-    intra = [row([j for j in range(i // 8 * 8, min(n, i // 8 * 8 + 8)) if j != i], 3) for i in range(n)]
+    intra = [row([j for j in range(i // 8 * 8, min(n, i // 8 * 8 + 8)) if j != i], 6) for i in range(n)]
     cross = [row(list(range(max(0, i // 8 * 8 - 6), i // 8 * 8)), 2) for i in range(n)]
-    found = record([1.0] * n, intra, cross, 3, 2, start)
-    impact = np.array([draw.randint(1, 9) / 4 for _ in range(n)])
+    found = record([1.0] * n, intra, cross, 6, 2, start)
+    impact = np.array([draw.randint(1, 9) * unit for _ in range(n)])
     often = draw.choice([0.05, 0.4])
     ends = np.array([draw.random() < often for _ in range(n)])
     return lambda backend: backend.require_crystal().trunks(found, impact, ends, p)

@@ -87,6 +87,42 @@ Qed.
 Lemma served_fst order : forall missing, map fst (served missing order) = map fst order.
 Proof. induction order as [|[i t] order IH]; intros missing; cbn; [|rewrite IH]; reflexivity. Qed.
 
+Lemma served_none order : forall missing, missing <= 0 -> forall i k,
+  In (i, k) (served missing order) -> exists t, In (i, t) order /\ k = Qfloor t.
+Proof.
+  induction order as [|[j u] order IH]; intros missing Hm i k Hi; cbn in Hi; [easy|]. destruct (Z.ltb_spec 0 missing); [lia|].
+  destruct Hi as [E|Hi].
+  - injection E as <- <-. exists u. split; [now left|lia].
+  - destruct (IH (missing - 1) ltac:(lia) i k Hi) as (t & Ht & K). exists t. split; [now right|assumption].
+Qed.
+
+(* Who gets one more has no smaller remainder than who gets none. *)
+Lemma served_first order : StronglySorted (fun x y => first_served x y = true) order -> NoDup (map fst order) ->
+  forall missing i t j u, In (i, t) order -> In (j, u) order ->
+  In (i, Qfloor t + 1) (served missing order) -> In (j, Qfloor u) (served missing order) -> (remainder u <= remainder t)%Q.
+Proof.
+  induction 1 as [|[a x] order S IH F]; intros N missing i t j u Hi Hj Gi Gj; [easy|]. cbn [map fst] in N.
+  inversion N as [|? ? Out N']; subst.
+  assert (forall k y, In (k, y) order -> k <> a) as Not by (intros k y Hk ->; apply Out; now apply (in_map fst) in Hk).
+  assert (forall k y m, In (k, y) (served m order) -> k <> a) as Not'.
+  { intros k y m Hk ->. apply Out. rewrite <- (served_fst order m). now apply (in_map fst) in Hk. }
+  cbn in Hi, Hj, Gi, Gj. destruct Hi as [Ei|Hi], Hj as [Ej|Hj].
+  - injection Ei as <- <-. injection Ej as <- <-. apply Qle_refl.
+  - injection Ei as <- <-. rewrite Forall_forall in F. specialize (F _ Hj). unfold first_served in F.
+    apply ties_never_back in F; [|intros; now apply ltb_asym]. cbv beta in F. cbn [snd] in F.
+    rewrite <- not_true_iff_false, rational_less in F. now apply Qnot_lt_le.
+  - injection Ej as <- <-. exfalso. destruct Gj as [Ej|Gj]; [|now apply Not' in Gj]. injection Ej as Ej.
+    destruct (Z.ltb_spec 0 missing); [lia|]. destruct Gi as [Ei|Gi]; [injection Ei as -> _; now apply Not in Hi|].
+    apply served_none in Gi as (t' & Ht & K); [|lia]. assert (t' = t) as ->; [|lia].
+    clear - N' Hi Ht. induction order as [|[b y] order IH]; [easy|]. inversion N' as [|? ? Out N'']; subst.
+    destruct Hi as [Ei|Hi], Ht as [Et|Ht]; try congruence.
+    + injection Ei as -> ->. exfalso. apply Out. now apply (in_map fst) in Ht.
+    + injection Et as -> ->. exfalso. apply Out. now apply (in_map fst) in Hi.
+    + now apply IH.
+  - destruct Gi as [Ei|Gi]; [injection Ei as -> _; now apply Not in Hi|].
+    destruct Gj as [Ej|Gj]; [injection Ej as -> _; now apply Not in Hj|]. now apply (IH N' (missing - 1) i t j u).
+Qed.
+
 Section Shares.
   Variable targets : list Q.
   Let floors := sum (map Qfloor targets).
@@ -140,6 +176,18 @@ Section Shares.
     apply order_count.
   Qed.
 
+  Theorem PO_WHOLE_SHARES_larger_remainder i t j u :
+    In (i, t) (numbered 0 targets) -> In (j, u) (numbered 0 targets) ->
+    In (i, Qfloor t + 1) (served missing order) -> In (j, Qfloor u) (served missing order) -> (remainder u <= remainder t)%Q.
+  Proof.
+    intros Hi Hj. apply served_first.
+    - apply sort_ties; [intros; now apply ltb_asym|intros; rewrite or_comm; now apply ltb_cotrans].
+    - eapply Permutation_NoDup; [apply Permutation_map, Permutation_sym, order_permutation|]. rewrite numbered_fst.
+      apply ascending_NoDup, range_ascends.
+    - now apply (Permutation_in _ (Permutation_sym order_permutation)).
+    - now apply (Permutation_in _ (Permutation_sym order_permutation)).
+  Qed.
+
   (* Quota: each share is its target rounded down or up. *)
   Theorem PO_WHOLE_SHARES_quota : Forall2 (fun t k => k = Qfloor t \/ k = Qfloor t + 1) targets (whole_shares targets).
   Proof.
@@ -167,3 +215,46 @@ Section Shares.
         injection Hu as <- <-. apply (in_map fst) in Hj. rewrite E, numbered_fst in Hj. apply in_range in Hj. cbn in Hj. lia.
   Qed.
 End Shares.
+
+(* ---- PyramidKV's line ---- *)
+
+Lemma sum_Q_app l r : (sum_Q (l ++ r) == sum_Q l + sum_Q r)%Q.
+Proof.
+  induction l as [|x l IH]; [change (sum_Q r == 0 + sum_Q r)%Q; ring|].
+  change (x + sum_Q (l ++ r) == x + sum_Q l + sum_Q r)%Q. rewrite IH. ring.
+Qed.
+
+Lemma line_sum (a d : Q) m :
+  (sum_Q (map (fun l => a - inject_Z l * d) (range 0 (Z.of_nat m))) * 2
+   == inject_Z (Z.of_nat m) * (2 * a - d * (inject_Z (Z.of_nat m) - 1)))%Q.
+Proof.
+  unfold range. rewrite Z.sub_0_r, Nat2Z.id. induction m as [|m IH]; [reflexivity|].
+  rewrite seq_S, !map_app, sum_Q_app, Qmult_plus_distr_l, IH. cbn [map seq sum_Q fold_right].
+  rewrite Nat2Z.inj_succ. unfold Z.succ. rewrite !inject_Z_plus. change (inject_Z 1) with 1%Q.
+  change (inject_Z 0) with 0%Q. rewrite Nat.add_0_l. ring.
+Qed.
+
+(* The mean over the layers is the base. *)
+Theorem PO_PYRAMID_BUDGET_mean base past beta L :
+  1 <= L -> (base <= past)%Q -> (sum_Q (pyramid base past beta L) == inject_Z L * base)%Q.
+Proof.
+  intros HL HB. unfold pyramid.
+  destruct ((L =? 1) || Qle_bool past base) eqn:Flat.
+  - assert (forall c : Q, (c == base)%Q -> (sum_Q (map (fun _ => c) (range 0 L)) == inject_Z L * base)%Q) as Same.
+    { intros c Hc. pose proof (line_sum c 0 (Z.to_nat L)) as S. rewrite Z2Nat.id in S by lia.
+      assert (sum_Q (map (fun l => c - inject_Z l * 0) (range 0 L)) == sum_Q (map (fun _ => c) (range 0 L)))%Q as E.
+      { generalize (range 0 L) as r. induction r as [|l r IH]; [reflexivity|]. cbn [map].
+        change (c - inject_Z l * 0 + sum_Q (map (fun l => c - inject_Z l * 0) r) == c + sum_Q (map (fun _ => c) r))%Q.
+        rewrite IH. ring. }
+      rewrite E in S. rewrite Hc in S. lra. }
+    apply Same. destruct (Qle_bool past base) eqn:P; [|reflexivity]. apply Qle_bool_iff in P. lra.
+  - apply orb_false_iff in Flat as [One _]. apply Z.eqb_neq in One.
+    set (least := if Qle_bool past (2 * base - base / beta) then (2 * base - past)%Q else (base / beta)%Q).
+    pose proof (line_sum (2 * base - least) ((2 * base - least - least) / inject_Z (L - 1)) (Z.to_nat L)) as S.
+    rewrite Z2Nat.id in S by lia. assert (~ inject_Z (L - 1) == 0)%Q as NZ by (unfold Qeq; cbn; lia).
+    assert (inject_Z L - 1 == inject_Z (L - 1))%Q as E.
+    { unfold Z.sub. rewrite inject_Z_plus. reflexivity. }
+    rewrite E in S. rewrite (Qmult_comm ((2 * base - least - least) / inject_Z (L - 1))), Qmult_div_r in S by assumption.
+    assert (inject_Z L * (2 * (2 * base - least) - (2 * base - least - least)) == inject_Z L * base * 2)%Q as T by ring.
+    rewrite T in S. lra.
+Qed.
