@@ -10,7 +10,7 @@
                                         interpreted, a case takes up to a second, and compiled, each shape compiles
     --kvspec-policy module:ATTRIBUTE    the policy that conformance.policy_suite judges by what it promises
     --kvspec-cache module:ATTRIBUTE     the function that conformance.cache_suite judges: eviction equals masking
-    --kvspec-model FOLDER_OR_NAME       on which model; default a tiny random one
+    --kvspec-model FOLDER_OR_NAME       on which model; default tiny random ones of four families
     --kvspec-exceptions FILE.toml       known failures of a third party: conformance/exceptions.py
 
 `spec` is imported inside functions: jaxtyping's checks must hook it before its first import, and this module is
@@ -60,7 +60,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--kvspec-profile", choices=PROFILES, help="how many examples each property sees")
     group.addoption("--kvspec-policy", metavar="NAME", help="whose promises conformance.policy_suite tests")
     group.addoption("--kvspec-cache", metavar="NAME", help="whose cache conformance.cache_suite judges")
-    group.addoption("--kvspec-model", metavar="FOLDER", help="on which transformers model; default a tiny one")
+    group.addoption("--kvspec-model", metavar="FOLDER", help="on which transformers model; default tiny ones")
     group.addoption("--kvspec-exceptions", metavar="FILE.toml", help="known failures, each with a reason")
 
 

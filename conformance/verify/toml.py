@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 __all__ = ["written"]
@@ -22,28 +22,20 @@ def _text(value: str) -> str:
 def _value(value: Any) -> str:
     if isinstance(value, str):
         return _text(value)
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(_lines(value))}}}"
     if isinstance(value, bool):
         return str(value).lower()
     return f"[{', '.join(map(_value, value))}]" if isinstance(value, list) else str(value)
 
 
+def _lines(table: Mapping[str, Any]) -> list[str]:
+    return [f"{_key(name)} = {_value(value)}" for name, value in table.items()]
+
+
 def written(table: Mapping[str, Any]) -> str:
-    """A table of texts, numbers, dates, lists of them, tables and lists of tables."""
-    return "\n".join(_lines(table, ())) + "\n"
-
-
-def _lines(table: Mapping[str, Any], within: tuple[str, ...]) -> Iterator[str]:
-    plain = {name: value for name, value in table.items() if not _is_table(value)}
-    yield from (f"{_key(name)} = {_value(value)}" for name, value in plain.items())
+    """A table of texts, numbers, dates, lists and tables: what is below the first level stands on one line."""
+    lines = _lines({name: value for name, value in table.items() if not isinstance(value, Mapping)})
     for name, value in table.items():
-        if name in plain:
-            continue
-        path, several = (*within, _key(name)), isinstance(value, list)
-        brackets = "[[{}]]" if several else "[{}]"
-        for row in value if several else [value]:
-            implied = not several and row and all(map(_is_table, row.values()))
-            yield from (*(() if implied else ("", brackets.format(".".join(path)))), *_lines(row, path))
-
-
-def _is_table(value: Any) -> bool:
-    return isinstance(value, Mapping) or (isinstance(value, list) and bool(value) and isinstance(value[0], Mapping))
+        lines += ["", f"[{_key(name)}]", *_lines(value)] if isinstance(value, Mapping) else []
+    return "\n".join(lines) + "\n"

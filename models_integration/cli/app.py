@@ -240,7 +240,7 @@ class _PassedOn(TyperCommand):
 
 @app.command(cls=_PassedOn)
 def verify(context: typer.Context) -> None:
-    """Judge your own engine by the conformance suite, item by item, with a certificate. See kvspec verify --help."""
+    """Judge your own engine, policy or cache, row by row, with a certificate. See kvspec verify --help."""
     from models_integration.cli.verify import run
 
     raise typer.Exit(run(context.args))

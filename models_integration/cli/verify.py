@@ -15,7 +15,7 @@ OURS = ("spec", "reference", "accelerated", "conformance", "models_integration")
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Judge an engine, which may lie in the present folder; the exit code.
+    """Judge a subject, which may lie in the present folder; the exit code.
 
     Raises:
         ModuleNotFoundError: for what the suite needs and is not installed.

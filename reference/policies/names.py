@@ -69,7 +69,7 @@ POLICIES: Mapping[str, NamedPolicy] = {
         policies.defensivekv, of_model=frozenset({"W_o"}), promises=replace(_ALL, head_permutation="no")
     ),
     "expected-attention": NamedPolicy(policies.expected_attention, of_model=frozenset({"inv_freq", "factor"})),
-    # Its newest half hangs on the budget, which a protection is not told: the table counts it as protected all the same.
+    # Its newest half hangs on the budget, of which a protection knows nothing: the suite does not see it.
     "h2o": NamedPolicy(
         policies.h2o, diverse=False, promises=replace(_NONE_PROTECTED, higher_score_never_loses="no")
     ),

@@ -124,7 +124,7 @@ def test_what_is_not_promised_is_said(column: str) -> None:
 
 
 def test_to_protect_nothing_is_no_protection_that_holds() -> None:
-    with pytest.raises(pytest.skip.Exception, match="^protection holds: N/A, for no token is protected$"):
+    with pytest.raises(pytest.skip.Exception, match=r"^protection holds: N/A, for no token is protected$"):
         judge("protection holds", replace(knorm(), promises=ALL))
 
 

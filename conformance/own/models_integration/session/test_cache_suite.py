@@ -1,5 +1,8 @@
 """The suite of caches: ours holds, a plain one holds where it serves, and each known mistake is found."""
 
+import json
+import sys
+import tomllib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,8 +14,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from conformance.cache_suite.conftest import found_model
-from conformance.cache_suite.judge import KINDS, check, save_tiny
-from conformance.own.conformance.test_plugin import run as run_pytest
+from conformance.cache_suite.judge import KINDS, WHOLE, check, save_tiny
+from conformance.paths import ROOT, SPEC
+from conformance.verify import __main__ as door
 from models_integration.session.eviction import after_eviction
 
 pytestmark = [pytest.mark.law("the-proof-has-teeth"), pytest.mark.usefixtures("one_thread")]
@@ -94,25 +98,49 @@ def test_each_mistake_is_found(mistake: str, folder: str) -> None:
         check(engine, folder, kind, 5)
 
 
-ENGINE = """
-import torch
-from transformers import AutoModelForCausalLM
+ENGINES = """
+from functools import partial
+from conformance.own.models_integration.session.test_cache_suite import plain
 
-def RUN(prompt, kept, following, model):
+SHIFTED, PADDED = partial(plain, shift=1), partial(plain, padded=True)
+def SHY(prompt, kept, *rest):
     if any(len(own) < len(prompt) for sets in kept.values() for own in sets):
         raise NotImplementedError("eviction")
-    ids = torch.tensor([prompt + following])
-    return AutoModelForCausalLM.from_pretrained(model)(ids).logits[0, len(prompt):]
+    return plain(prompt, kept, *rest)
 """
+FOUND = {
+    "plain": (0, ["pass", "pass", "pass", "not served"]), "PADDED": (1, ["pass", "pass", "pass", "fail"]),
+    "SHIFTED": (1, ["fail", "fail", "fail", "not served"]), "SHY": (1, ["not served"] * 4),
+}
 
 
-def test_the_suite_runs_from_outside_the_tree(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(ENGINE, encoding="utf-8")
-    model = str(save_tiny("llama", tmp_path / "model"))
-    suite = ["--pyargs", "conformance.cache_suite", "--kvspec-cache", "mine:RUN"]
-    result = run_pytest(tmp_path, *suite, "--kvspec-model", model)
-    assert "2 passed, 9 skipped" in result.stdout, result.stdout + result.stderr
-    assert f"{EQUAL}: not served (eviction)" in result.stdout
+@pytest.mark.parametrize("name", FOUND)
+def test_a_certificate_names_the_row_of_the_mistake_and_what_is_not_served(
+    name: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:
+    """SHY passes where nothing is evicted, which certifies nothing."""
+    def asked(*words: str) -> tuple[int, str]:
+        monkeypatch.setattr("sys.argv", ["verify", *words, "--out", "found"])
+        return door.main(), capsys.readouterr().out
+
+    (tmp_path / "caches.py").write_text(ENGINES, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "caches", raising=False)
+    monkeypatch.chdir(tmp_path)
+    code, expected = FOUND[name]
+    assert asked("--cache", f"caches:{name}", "--model", folder)[0] == code
+    made = tomllib.loads(Path("found/certificate.toml").read_text(encoding="utf-8"))
+    kinds = [kind for kind in KINDS if kind != WHOLE]
+    assert {row: said["verdict"] for row, said in made["items"].items()} == dict(
+        zip((f"llama: {kind}" for kind in kinds), expected, strict=True)
+    )
+    assert made["families"] == ([] if name == "SHY" else ["llama"])
+    schema = json.loads((SPEC / "certificate.schema.json").read_text(encoding="utf-8"))
+    pytest.importorskip("jsonschema").validate(json.loads(json.dumps(made, default=str)), schema)
+
+    (tmp_path / "caches.py").write_text(f"{ENGINES}\n", encoding="utf-8")
+    assert asked("--check", "found/certificate.toml")[1].endswith("nothing was run\n")
 
 
 @pytest.mark.law("one-line-with-the-way-out")
