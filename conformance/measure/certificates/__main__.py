@@ -42,11 +42,11 @@ class Subject:
 
 
 def _presses() -> dict[str, Subject]:
-    shared = "a budget of B of n tokens, asked for as a ratio, is one token short where floats round down"
+    short = "a budget of B of n tokens, asked for as a ratio, is one token short where floats round down"
+    window, sink = (f"{short}, and then {what}" for what in ("the window is not whole", "a sink is gone"))
     notes = {
-        "snapkv": f"{shared}; the window loses a token with it", "pyramidkv": "", "chunkkv": "",
-        "streaming_llm": f"{shared}; a sink goes with it", "adakv": "", "tova": shared, "keydiff": shared,
-        "knorm": shared, "expected_attention": shared, "observed_attention": shared,
+        "streaming_llm": sink, "snapkv": window, "pyramidkv": "", "chunkkv": "", "tova": short, "keydiff": short,
+        "knorm": short, "adakv": window, "expected_attention": sink, "observed_attention": short,
     }
     return {
         f"kvpress-{name.replace('_', '-')}": Subject(

@@ -113,7 +113,8 @@ def page(reports: list[Report], number: int) -> str:
         f" {SMALL.chunk}, sinks {SMALL.sinks}, future {SMALL.future}. The command prints the smallest input that needs"
         " each reading.", "",
         "A *reading* is a named difference. The table counts inputs whose kept sets are equal as they are, those that"
-        " need a reading (with the fewest that make the sets equal), and those that no readings make equal.", "",
+        " need a reading (with the fewest that make the sets equal), and those that no readings make equal."
+        " [What is a defect](upstream.md) is another page.", "",
         "| Press | Equal as they are | Need a reading | Unexplained |", "|---|---|---|---|",
         *map(row, reports), "", *(f"- **{name}**: {text}." for name, text in READINGS.items()), "",
     ])
