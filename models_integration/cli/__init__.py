@@ -16,7 +16,7 @@ BROUGHT_BY = {
 } | dict.fromkeys(
     ("typer", "pytest", "hypothesis"), "conformance"
 ) | dict.fromkeys(
-    ("torch", "transformers", "safetensors", "tokenizers", "rich", "matplotlib", "pandas", "pandera"), "models"
+    ("torch", "transformers", "safetensors", "tokenizers", "rich", "tqdm", "matplotlib", "pandas", "pandera"), "models"
 )
 
 

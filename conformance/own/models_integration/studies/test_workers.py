@@ -15,7 +15,14 @@ pytest.importorskip("transformers", reason="the sweep drives transformers models
 from typer.testing import CliRunner
 
 from conformance.own.documentation import fences
-from conformance.own.models_integration.studies.sweep_workers import ROWS, measured, sweep
+from conformance.own.models_integration.studies.sweep_workers import (
+    ROWS,
+    SLOW,
+    command,
+    holders,
+    measured,
+    sweep,
+)
 from conformance.own.processes import started
 from models_integration.cli.app import app
 from models_integration.studies import answers, leases
@@ -64,6 +71,26 @@ def test_killed_workers_make_the_rows_of_one_that_is_alone(rules: Path, tmp_path
     assert len(measured(alone)) == ROWS
     assert len({row["pid"] for row in load_rows(together / "study.jsonl")}) >= 4
     assert not list(together.glob(".*.lease"))
+
+
+def test_workers_are_processes_of_the_same_command(rules: Path, tmp_path: Path) -> None:
+    """`--workers 2` starts another one; when that is killed, this one makes what it held."""
+    (tmp_path / "slow.py").write_text(SLOW, encoding="utf-8")
+    text = rules.read_text(encoding="utf-8").replace('"snapkv", "streamingllm"', '"slow:POLICY"')
+    rules.write_text(text, encoding="utf-8")
+    (tmp_path / "wait").touch()
+    out, first = tmp_path / "out", started(command, tmp_path, "sweep", str(rules), "--out", "out", "--workers", "2")
+    while len(at_work := holders(out)) < 2:
+        assert first.is_alive()
+        time.sleep(0.02)
+    (second,) = at_work - {first.pid}
+    os.kill(second, signal.SIGKILL)
+    (tmp_path / "wait").unlink()
+    first.join()
+    assert first.exitcode == 0
+    assert len(measured(out)) == ROWS
+    assert f"samples, 0 of them stored in {Path('out') / 'study.jsonl'}" in (out / "worker-2.log").read_text()
+    assert not list(out.glob(".*.lease"))
 
 
 def test_what_cannot_be_measured_is_a_row_with_its_error(
