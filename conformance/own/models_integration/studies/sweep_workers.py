@@ -49,24 +49,24 @@ def newest(observation):
 POLICY = policy_from_score(newest, needs=Needs())
 """
 """A module whose policy takes its time, for commands: their workers wait for no minute either."""
-PAUSE = 0.25
-"""Seconds that a sample takes at least, so that there is somebody to kill."""
 
 
 def sweep(rules: Path, out: Path, hours: int) -> None:
-    """`kvspec sweep RULES`, on a machine whose clock is so many hours ahead."""
+    """`kvspec sweep RULES`, on a machine whose clock is so many hours ahead; no more rows than the file `most` says."""
     import torch
 
     from models_integration.cli.study import ALL, run
     from models_integration.studies.evidence import measure as measures
     from models_integration.studies.evidence import run as of_study
+    from models_integration.studies.evidence.run import RESULTS
     from models_integration.studies.subject import Loading
 
     torch.set_num_threads(1)
     patient(hours)
 
     def slowly(*arguments: Any) -> Any:
-        time.sleep(PAUSE)
+        while len(load_rows(out / RESULTS)) >= int(rules.with_name("most").read_text(encoding="ascii")):
+            time.sleep(0.02)
         return {**measures.measure(*arguments), "pid": os.getpid()}
 
     setattr(of_study, "measure", slowly)  # noqa: B010  # for mypy it is not this module's to give
