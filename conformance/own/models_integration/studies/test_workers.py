@@ -24,6 +24,7 @@ from conformance.own.models_integration.studies.sweep_workers import (
     sweep,
 )
 from conformance.own.processes import started
+from models_integration.cache.atomic_file import publish_readable
 from models_integration.cli.app import app
 from models_integration.studies import answers, leases
 from models_integration.studies.compare.plan import Plan, run_plan
@@ -56,7 +57,7 @@ def test_killed_workers_make_the_rows_of_one_that_is_alone(rules: Path, tmp_path
     alone, together = tmp_path / "alone", tmp_path / "together"
     assert swept(rules, alone).exit_code == 0
     most = tmp_path / "most"
-    most.write_text("0", encoding="ascii")
+    publish_readable(most, b"0")
     living = [started(sweep, rules, together, hours) for hours in (0, 0, 1, 1)]
     for stored in (5, ROWS):
         while not {process.pid for process in living} <= holders(together):
@@ -67,7 +68,7 @@ def test_killed_workers_make_the_rows_of_one_that_is_alone(rules: Path, tmp_path
             os.kill(process.pid, signal.SIGKILL)
             process.join()
         living += [started(sweep, rules, together, hours) for hours in (1, 0)]
-        most.write_text(str(stored), encoding="ascii")
+        publish_readable(most, str(stored).encode())
     for process in living:
         process.join()
         assert process.exitcode == 0
