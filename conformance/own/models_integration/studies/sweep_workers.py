@@ -1,15 +1,18 @@
 """A small sweep, what the processes do that share it, and what they made."""
 
 import os
+import runpy
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from conformance.own.models_integration.studies.lease_workers import patient
+from conformance.paths import ROOT
 from models_integration.studies.leases import holder_of
 from models_integration.studies.results import Row, load_rows
 
-__all__ = ["ROWS", "RULES", "holders", "measured", "sweep"]
+__all__ = ["ROWS", "RULES", "SLOW", "command", "holders", "measured", "sweep"]
 
 RULES = """
 [study]
@@ -25,28 +28,58 @@ policies = ["snapkv", "streamingllm"]
 budgets = ["0.5", "0.8"]
 """
 ROWS = 12
-PAUSE = 0.25
-"""Seconds that a sample takes at least, so that there is somebody to kill."""
+SLOW = """
+import time
+from pathlib import Path
+
+import numpy as np
+
+from models_integration.studies import leases
+from reference.policies import policy_from_score
+from spec.policy import Needs
+
+leases._BEAT, leases._PATIENCE, leases._PAUSE = 0.1, 1.0, 0.05
+
+def newest(observation):
+    while Path("wait").exists():
+        time.sleep(0.02)
+    time.sleep(0.5)
+    return np.tile(np.arange(observation.seen, dtype=np.float64), (observation.groups, 1))
+
+POLICY = policy_from_score(newest, needs=Needs())
+"""
+"""A module whose policy takes its time, for commands: their workers wait for no minute either."""
 
 
 def sweep(rules: Path, out: Path, hours: int) -> None:
-    """`kvspec sweep RULES`, on a machine whose clock is so many hours ahead."""
+    """`kvspec sweep RULES`, on a machine whose clock is so many hours ahead; no more rows than the file `most` says."""
     import torch
 
     from models_integration.cli.study import ALL, run
     from models_integration.studies.evidence import measure as measures
     from models_integration.studies.evidence import run as of_study
+    from models_integration.studies.evidence.run import RESULTS
     from models_integration.studies.subject import Loading
 
     torch.set_num_threads(1)
     patient(hours)
 
     def slowly(*arguments: Any) -> Any:
-        time.sleep(PAUSE)
+        while len(load_rows(out / RESULTS)) >= int(rules.with_name("most").read_text(encoding="ascii")):
+            time.sleep(0.02)
         return {**measures.measure(*arguments), "pid": os.getpid()}
 
     setattr(of_study, "measure", slowly)  # noqa: B010  # for mypy it is not this module's to give
     run(rules, ALL, out, 12, Loading(), again=False)
+
+
+def command(folder: Path, *words: str) -> None:
+    """`kvspec WORDS`, started in a folder."""
+    os.chdir(folder)
+    os.environ["PYTHONPATH"] = str(ROOT)
+    sys.path.insert(0, str(folder))
+    sys.argv = ["kvspec", *words]
+    runpy.run_module("models_integration.cli", run_name="__main__")
 
 
 def measured(out: Path) -> dict[str, Row]:

@@ -12,37 +12,17 @@ import pytest
 pytest.importorskip("transformers", reason="the sweep drives transformers models")
 pytest.importorskip("ray", reason="actors of Ray: nox -s ray runs this")
 
-from conformance.own.models_integration.studies.sweep_workers import ROWS, holders, measured
+from conformance.own.models_integration.studies.sweep_workers import ROWS, SLOW, holders, measured
 from conformance.paths import ROOT
 from models_integration.studies.results import load_rows
 
 pytestmark = pytest.mark.law("promised-is-there-forgotten-is-not")
 
-SLOW = """
-import time
-
-import numpy as np
-
-from models_integration.studies import leases
-from reference.policies import policy_from_score
-from spec.policy import Needs
-
-leases._BEAT, leases._PATIENCE, leases._PAUSE = 0.1, 1.0, 0.05
-
-def newest(observation):
-    time.sleep(0.5)
-    return np.tile(np.arange(observation.seen, dtype=np.float64), (observation.groups, 1))
-
-POLICY = policy_from_score(newest, needs=Needs())
-"""
-
-
 def sweep(rules: Path, out: Path, *options: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "models_integration.cli", "sweep", str(rules), "--out", str(out), *options]
     path = os.pathsep.join([str(ROOT), str(rules.parent)])
-    return subprocess.Popen(
-        command, cwd=rules.parent, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, text=True,
-    )
+    environment = {**os.environ, "PYTHONPATH": path, "RAY_worker_niceness": "0"}
+    return subprocess.Popen(command, cwd=rules.parent, env=environment, stdout=subprocess.PIPE, text=True)
 
 
 def test_killed_actors_make_the_rows_of_one_process(rules: Path, tmp_path: Path) -> None:

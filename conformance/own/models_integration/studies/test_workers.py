@@ -15,8 +15,16 @@ pytest.importorskip("transformers", reason="the sweep drives transformers models
 from typer.testing import CliRunner
 
 from conformance.own.documentation import fences
-from conformance.own.models_integration.studies.sweep_workers import ROWS, measured, sweep
+from conformance.own.models_integration.studies.sweep_workers import (
+    ROWS,
+    SLOW,
+    command,
+    holders,
+    measured,
+    sweep,
+)
 from conformance.own.processes import started
+from models_integration.cache.atomic_file import publish_readable
 from models_integration.cli.app import app
 from models_integration.studies import answers, leases
 from models_integration.studies.compare.plan import Plan, run_plan
@@ -48,22 +56,45 @@ def test_killed_workers_make_the_rows_of_one_that_is_alone(rules: Path, tmp_path
     """Four workers on two machines whose clocks are an hour apart; twice, half of them are killed at work."""
     alone, together = tmp_path / "alone", tmp_path / "together"
     assert swept(rules, alone).exit_code == 0
+    most = tmp_path / "most"
+    publish_readable(most, b"0")
     living = [started(sweep, rules, together, hours) for hours in (0, 0, 1, 1)]
-    for stored in (2, 5):
-        while len(load_rows(together / "study.jsonl")) < stored:
+    for stored in (5, ROWS):
+        while not {process.pid for process in living} <= holders(together):
+            assert all(process.is_alive() for process in living)
             time.sleep(0.02)
         for process in (living.pop(0), living.pop(1)):
             assert process.pid is not None
             os.kill(process.pid, signal.SIGKILL)
             process.join()
         living += [started(sweep, rules, together, hours) for hours in (1, 0)]
+        publish_readable(most, str(stored).encode())
     for process in living:
         process.join()
         assert process.exitcode == 0
     assert measured(together) == measured(alone)
     assert len(measured(alone)) == ROWS
-    assert len({row["pid"] for row in load_rows(together / "study.jsonl")}) >= 4
     assert not list(together.glob(".*.lease"))
+
+
+def test_workers_are_processes_of_the_same_command(rules: Path, tmp_path: Path) -> None:
+    """`--workers 2` starts another one; when that is killed, this one makes what it held."""
+    (tmp_path / "slow.py").write_text(SLOW, encoding="utf-8")
+    text = rules.read_text(encoding="utf-8").replace('"snapkv", "streamingllm"', '"slow:POLICY"')
+    rules.write_text(text, encoding="utf-8")
+    (tmp_path / "wait").touch()
+    out, first = tmp_path / "out", started(command, tmp_path, "sweep", str(rules), "--out", "out", "--workers", "2")
+    while len(at_work := holders(out)) < 2:
+        assert first.is_alive()
+        time.sleep(0.02)
+    (second,) = at_work - {first.pid}
+    os.kill(second, signal.SIGKILL)
+    (tmp_path / "wait").unlink()
+    first.join()
+    assert first.exitcode == 0
+    assert len(measured(out)) == ROWS
+    assert f"samples, 0 of them stored in {Path('out') / 'study.jsonl'}" in (out / "worker-2.log").read_text()
+    assert not list(out.glob(".*.lease"))
 
 
 def test_what_cannot_be_measured_is_a_row_with_its_error(
