@@ -216,11 +216,11 @@ def test_maps_costs_and_controls_are_those_by_hand(shown: Page, rows: list[Row])
     assert [table.line("snapkv", "0.3")[2:5] for table in sizes] == [["0.30", "0.30", "1.00"]] * 2
     controls = [table for table in shown.tables if table.caption.startswith("Accuracies count")]
     for table, placement in zip(controls, PLACEMENTS, strict=True):
-        own = [row for row in some(rows, placement=placement, task=TASKS[1]) if row["length"] == 2048]
-        full = np.mean([value(row, "fullcache", "1.0", "right") for row in own])
+        long = [row for row in some(rows, placement=placement, task=TASKS[1]) if row["length"] == 2048]
+        full = np.mean([value(row, "fullcache", "1.0", "right") for row in long])
         line = table.line(title_of(TASKS[1]), "2048")
-        assert line[2:5] == [str(len(own)), f"{full:.2f}", "0.00"]
-        assert line[6:] == [f"{recovered(own, (name, b))[0]:.2f}" for name in ("random", "evidence") for b in BUDGETS]
+        assert line[2:5] == [str(len(long)), f"{full:.2f}", "0.00"]
+        assert line[6:] == [f"{recovered(long, (name, b))[0]:.2f}" for name in ("random", "evidence") for b in BUDGETS]
 
 
 @pytest.mark.law("as-it-is-described")
