@@ -253,6 +253,8 @@ def test_what_failed_is_named_and_counted_nowhere(rows: list[Row], tmp_path: Pat
     assert not any(line[:2] == ["knorm", "0.5"] for table in page.tables for line in table.lines)
     assert any(line[:2] == ["knorm", "0.3"] for table in page.tables for line in table.lines)
     assert f"recovery, {title_of(TASKS[1])}, question in prompt, n = 23" in page.panels
+    page = page_of(tmp_path, rules=(), study=[{**row, "error": "cut"}])
+    assert any("No sample is whole" in note for note in page.notes)
 
 
 @pytest.mark.law("as-it-is-described")
@@ -311,6 +313,13 @@ def test_a_comparison_is_counted_by_hand(tmp_path: Path) -> None:
     assert {(line[0], line[4]) for line in page.table("Off the middle").lines[1:]} == {("a", "-1.6%"), ("b", "+1.6%")}
     assert page.table("Highest exact match").line("Needle")[2].startswith("a 0.90")
     assert page.table("What must answer").lines[1][0] == "without needle"
+
+
+@pytest.mark.law("as-it-is-described")
+def test_a_policy_that_is_not_here_is_shown(rows: list[Row], tmp_path: Path) -> None:
+    text = json.dumps(rows[:16]).replace('"snapkv"', '"nowhere:POLICY"')
+    page = page_of(tmp_path, rules=(), study=json.loads(text))
+    assert any(line[0] == "nowhere:POLICY" for table in page.tables for line in table.lines)
 
 
 @pytest.mark.law("as-it-is-described")
