@@ -1,6 +1,7 @@
 """Pictures of a study: policies over their mean cache, paired differences, depth and length, one constant varied."""
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from models_integration.studies.evidence.rules import AT_PROMPT
 from models_integration.studies.evidence.tables import budgets_of, by_task, policies_of
 from models_integration.studies.page.elements import forest, grid, note, panel, plots, section, shaded, table
 from models_integration.studies.page.pictures import Curve
+from spec.errors import SpecError
 from spec.parameters import PAPER
 
 __all__ = ["curves_of", "depths", "differences", "sweeps", "swept"]
@@ -55,10 +57,18 @@ def swept(policies: Iterable[str]) -> dict[tuple[str, str], dict[float, str]]:
     """Policies that differ in one number alone, by name and constant; by its value."""
     found: dict[tuple[str, str], dict[float, str]] = {}
     for policy in policies:
-        name, constants = (policy, {}) if policy in CONTROLS else spelled(policy.removesuffix(AT_PROMPT))
+        name, constants = _spelled(policy)
         if len(constants) == 1 and isinstance(value := next(iter(constants.values())), int | float):
             found.setdefault((name, next(iter(constants))), {})[value] = policy
     return {each: dict(sorted(values.items())) for each, values in found.items() if len(values) >= _FEWEST}
+
+
+def _spelled(policy: str) -> tuple[str, dict[str, Any]]:
+    """Without constants where a policy is a control, or somebody's own that is not here."""
+    try:
+        return (policy, {}) if policy in CONTROLS else spelled(policy.removesuffix(AT_PROMPT))
+    except SpecError:
+        return policy, {}
 
 
 def sweeps(samples: Samples) -> str:

@@ -80,12 +80,14 @@ def _about(first: Row, shown: Samples) -> Iterator[Html]:
 
 def _missing(shown: Samples, rules: Rules | None) -> Iterator[Html]:
     """What the page cannot show, and why."""
-    if shown.contexts == 1:
+    if not shown.rows:
+        yield note("No sample is whole, so there is nothing to show.", "warning")
+    elif shown.contexts == 1:
         yield note("One context alone gives no interval, and so no recovery and no comparison.", "warning")
     elif shown.contexts < _FEW:
         yield note(f"{shown.contexts} contexts are few: such bootstrap intervals are too narrow.", "warning")
     measured = {name for name, _ in shown.cells}
-    if absent := [f"{name} ({_WITHOUT[name]})" for name in CONTROLS if name not in measured]:
+    if absent := [f"{name} ({_WITHOUT[name]})" for name in CONTROLS if measured and name not in measured]:
         yield note(f"Controls that are missing: {'; '.join(absent)}.", "warning")
     if rules is None:
         yield note("No claims and no stages: the rules of these rows were not given (--rules).", "warning")

@@ -216,11 +216,11 @@ def test_maps_costs_and_controls_are_those_by_hand(shown: Page, rows: list[Row])
     assert [table.line("snapkv", "0.3")[2:5] for table in sizes] == [["0.30", "0.30", "1.00"]] * 2
     controls = [table for table in shown.tables if table.caption.startswith("Accuracies count")]
     for table, placement in zip(controls, PLACEMENTS, strict=True):
-        own = [row for row in some(rows, placement=placement, task=TASKS[1]) if row["length"] == 2048]
-        full = np.mean([value(row, "fullcache", "1.0", "right") for row in own])
+        long = [row for row in some(rows, placement=placement, task=TASKS[1]) if row["length"] == 2048]
+        full = np.mean([value(row, "fullcache", "1.0", "right") for row in long])
         line = table.line(title_of(TASKS[1]), "2048")
-        assert line[2:5] == [str(len(own)), f"{full:.2f}", "0.00"]
-        assert line[6:] == [f"{recovered(own, (name, b))[0]:.2f}" for name in ("random", "evidence") for b in BUDGETS]
+        assert line[2:5] == [str(len(long)), f"{full:.2f}", "0.00"]
+        assert line[6:] == [f"{recovered(long, (name, b))[0]:.2f}" for name in ("random", "evidence") for b in BUDGETS]
 
 
 @pytest.mark.law("as-it-is-described")
@@ -247,6 +247,8 @@ def test_what_failed_is_named_and_counted_nowhere(rows: list[Row], tmp_path: Pat
     page = page_of(tmp_path, study=[*others, {**row, "sample": "the last", "index": 7, "error": "out of <memory>"}])
     assert page.table("Left out").lines[1:] == [[title_of(TASKS[1]), "7", "out of <memory>"]]
     assert f"recovery, {title_of(TASKS[1])}, question in prompt, n = 23" in page.panels
+    page = page_of(tmp_path, rules=(), study=[{**row, "error": "cut"}])
+    assert any("No sample is whole" in note for note in page.notes)
 
 
 @pytest.mark.law("as-it-is-described")
@@ -305,6 +307,13 @@ def test_a_comparison_is_counted_by_hand(tmp_path: Path) -> None:
     assert {(line[0], line[4]) for line in page.table("Off the middle").lines[1:]} == {("a", "-1.6%"), ("b", "+1.6%")}
     assert page.table("Highest exact match").line("Needle")[2].startswith("a 0.90")
     assert page.table("What must answer").lines[1][0] == "without needle"
+
+
+@pytest.mark.law("as-it-is-described")
+def test_a_policy_that_is_not_here_is_shown(rows: list[Row], tmp_path: Path) -> None:
+    text = json.dumps(rows[:16]).replace('"snapkv"', '"nowhere:POLICY"')
+    page = page_of(tmp_path, rules=(), study=json.loads(text))
+    assert any(line[0] == "nowhere:POLICY" for table in page.tables for line in table.lines)
 
 
 @pytest.mark.law("as-it-is-described")
