@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -13,7 +13,6 @@ from transformers import AutoTokenizer
 from conformance.measure.peers.prompts.plan import COUNTERPARTS, MODEL, UNEXPLAINED, Plan, constants
 from conformance.measure.peers.sets import overlap, unpacked
 from models_integration.model.published_weights import located
-from models_integration.studies.report import markdown_text
 from models_integration.studies.results import Row
 from models_integration.tasks.assembly import decode
 from models_integration.tasks.metrics import judge
@@ -89,6 +88,12 @@ def cell_of(pairs: Pairs, press: str, budget: str, right: Right) -> Cell:
         differing, sum(said), int((same & said).sum()), (int(judged[0]), int(judged[1])),
         sum(bool(theirs["answers"][press][budget]["refused"]) for _, theirs in pairs),
     )
+
+
+def markdown_text(title: str, headings: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A table under its title."""
+    every = [headings, ["---"] * len(headings), *lines]
+    return f"{title}\n\n" + "".join("| " + " | ".join(line) + " |\n" for line in every)
 
 
 def page(plan: Plan, pairs: Pairs, right: Right) -> str:

@@ -58,14 +58,14 @@ def sweep(rules: Path, out: Path, hours: int) -> None:
     from models_integration.cli.study import ALL, run
     from models_integration.studies.evidence import measure as measures
     from models_integration.studies.evidence import run as of_study
-    from models_integration.studies.evidence.run import RESULTS
+    from models_integration.studies.results import STUDY
     from models_integration.studies.subject import Loading
 
     torch.set_num_threads(1)
     patient(hours)
 
     def slowly(*arguments: Any) -> Any:
-        while len(load_rows(out / RESULTS)) >= int(rules.with_name("most").read_text(encoding="ascii")):
+        while len(load_rows(out / STUDY)) >= int(rules.with_name("most").read_text(encoding="ascii")):
             time.sleep(0.02)
         return {**measures.measure(*arguments), "pid": os.getpid()}
 
