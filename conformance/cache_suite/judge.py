@@ -144,10 +144,21 @@ def check(run: Run, folder: str, kind: str, new: int, seed: int = 0) -> None:
     found = torch.as_tensor(said).detach().to("cpu", torch.float32)
     assert found.shape == case.expected.shape, f"logits are {tuple(found.shape)}, not (new tokens, vocabulary)"
     apart = _apart(_log(found), case.expected)
-    hint = "; it is as if nothing were evicted" if _apart(_log(found), case.unmasked) <= MASKED_LOGITS else ""
-    assert apart <= MASKED_LOGITS, (
-        f"{kind}, {new} new tokens: log-probabilities are {apart:.1e} of the largest away from those of the model whose"
-        f" evicted tokens are masked, more than {MASKED_LOGITS:.0e}{hint}"
+    if not apart <= MASKED_LOGITS:
+        hint = "; it is as if nothing were evicted" if _apart(_log(found), case.unmasked) <= MASKED_LOGITS else ""
+        raise AssertionError(
+            f"{kind}, {new} new tokens: log-probabilities are {apart:.1e} of the largest away from those of the model"
+            f" whose evicted tokens are masked, more than {MASKED_LOGITS:.0e}{hint}\n{_example(case, _log(found))}"
+        )
+
+
+def _example(case: Case, found: Tensor) -> str:
+    """Where it is farthest off, and what was to be kept."""
+    token, word = divmod(int((found - case.expected).abs().argmax()), found.shape[1])
+    layer, sets = next(iter(case.kept.items()))
+    return (
+        f"next token {token}, id {word}: expected {case.expected[token, word]:.4f}, found {found[token, word]:.4f}\n"
+        f"of {PROMPT} tokens layer {layer} keeps {sets}"
     )
 
 

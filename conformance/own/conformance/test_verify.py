@@ -213,6 +213,13 @@ def test_the_command_that_repeats_a_test_asks_for_the_same_run() -> None:
     )
 
 
+@pytest.mark.law("as-it-is-described")
+def test_quick_means_few_examples_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSPEC_PROFILE", "nightly")
+    for more, profile in ((["--quick"], "few"), (["--quick", "--profile", "dev"], "dev"), ([], "nightly")):
+        assert parsed(["--backend", "numpy", *more]).profile == profile
+
+
 class Text(HTMLParser):
     """The text of a page, and what it loads from elsewhere."""
 
