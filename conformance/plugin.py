@@ -107,6 +107,7 @@ def known_vectors() -> frozenset[str]:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "spec(*ids): the items of the specification that the test checks")
+    config.addinivalue_line("markers", "row(*names): what a policy's or a cache's certificate says of the test")
     config.addinivalue_line("markers", "law(name): what a test of our own packages checks that is no item")
     config.addinivalue_line("markers", "judges(backend): the test is about this backend's own code")
     config.addinivalue_line("markers", "nightly: too long for CI; runs with --kvspec-profile nightly alone")

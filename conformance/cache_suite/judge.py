@@ -11,12 +11,20 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GPTNeoXConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+)
 
 from conformance.cache_suite.oracle import Masked
 from conformance.tolerances import MASKED_LOGITS, MASKED_VISIBLE
 
-__all__ = ["KINDS", "PROMPT", "Kept", "Run", "check", "save_tiny"]
+__all__ = ["KINDS", "PROMPT", "TINY", "WHOLE", "Kept", "Run", "check", "save_tiny"]
 
 PROMPT = 40
 """Tokens of a prompt: enough for sets that differ, few enough to look at."""
@@ -26,19 +34,36 @@ Kept = dict[int, list[list[int]]]
 Run = Callable[[list[int], Kept, list[int], str], Any]
 
 
-def save_tiny(folder: Path) -> Path:
-    """A Llama of a million random parameters, of head width 64, which engines have kernels for."""
+_SIZES: dict[str, Any] = {
+    "vocab_size": 256, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "initializer_range": 1.2 / 256**0.5, "max_position_embeddings": 512,
+}
+_GROUPED = {**_SIZES, "num_key_value_heads": 2, "head_dim": 64}
+TINY: Mapping[str, Callable[[], PreTrainedConfig]] = {
+    "llama": lambda: LlamaConfig(**_GROUPED),
+    "qwen3": lambda: Qwen3Config(**_GROUPED),
+    "gpt_neox": lambda: GPTNeoXConfig(**_SIZES),
+    "gemma3_text": lambda: Gemma3TextConfig(**{
+        **_GROUPED, "sliding_window": 16, "query_pre_attn_scalar": 64,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    }),
+}
+"""By family: grouped queries; normed keys; a head's own keys, in part without rotation; layers that slide."""
+
+
+def save_tiny(family: str, folder: Path) -> Path:
+    """A model of about a million random parameters, of head width 64, which engines have kernels for."""
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(
-        vocab_size=256, hidden_size=256, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, initializer_range=1.2 / 256**0.5, max_position_embeddings=512,
-    )).save_pretrained(folder)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(TINY[family]())  # type: ignore[no-untyped-call]
+    model.save_pretrained(folder)
     return folder
 
 
 @cache
 def _loaded(folder: str) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, local_files_only=True,
+    )
     return model
 
 

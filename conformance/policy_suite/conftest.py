@@ -1,11 +1,14 @@
 """Whose policy is judged; without one there is nothing to collect."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
+    from conformance.strategies.policy_inputs import Inputs
     from spec.policy import Policy
 
 __all__ = ["judged_policy"]
@@ -17,11 +20,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 @pytest.fixture(scope="session")
-def judged_policy(request: pytest.FixtureRequest) -> "Policy":
+def judged_policy(request: pytest.FixtureRequest) -> "Callable[[Inputs], Policy]":
     """The policy of --kvspec-policy."""
-    from reference.policies.names import own_policy
-    from spec.policy import Policy
+    from conformance.strategies.policy_inputs import named
 
-    found = own_policy(request.config.getoption("--kvspec-policy"), "policy").value
-    assert isinstance(found, Policy)
-    return found
+    return partial(named, request.config.getoption("--kvspec-policy"))

@@ -1,17 +1,22 @@
 """Random attention inputs for policies, shown to them as a session shows them; and what they then keep."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from reference.calibration import Calibration, Identity
 from reference.policies import retain
+from reference.policies.names import constants_of, constants_of_model, make_policy
+from reference.triattention import band_statistics
 from spec.budget import Budget
 from spec.policy import LayerView, Observation, Policy
 from spec.retention import Granularity, Retention
 
-__all__ = ["Inputs", "Kept", "decided", "drawn", "groups_of", "observation", "retained"]
+__all__ = [
+    "Inputs", "Kept", "calibrated", "decided", "drawn", "groups_of", "identity", "named", "observation", "retained",
+]
 
 Kept = list[list[int]]
 """Kept positions of each kept set."""
@@ -55,6 +60,34 @@ def drawn(seed: int, n: int | None = None, L: int | None = None, heads: tuple[in
     ]
     W_o = [normal(H_kv * G, d, 3) for _ in range(L)]
     return Inputs(layers, np.array([1.0, 0.25]), W_o, rng.integers(0, 7, n), factor=1.0 + (seed % 3) / 4)
+
+
+def identity(inputs: Inputs) -> Identity:
+    return Identity("drawn", inputs.inv_freq, inputs.factor)
+
+
+def calibrated(inputs: Inputs) -> Calibration:
+    """As if the queries at hand were those of a calibration text, before their rotation."""
+    found = [band_statistics(view.q) for view in inputs.layers]
+    mean, magnitude = (np.stack([pair[at] for pair in found]) for at in (0, 1))
+    return Calibration(identity(inputs), tuple(range(len(inputs.layers))), mean, magnitude)
+
+
+_OF_MODEL: Mapping[str, Callable[[Inputs], Any]] = {
+    "W_o": lambda inputs: dict(enumerate(inputs.W_o)), "inv_freq": lambda inputs: inputs.inv_freq,
+    "factor": lambda inputs: inputs.factor, "served": identity, "calibration": calibrated,
+    "sentence_ends": lambda inputs: frozenset({0}),
+}
+
+
+def named(name: str, inputs: Inputs) -> Policy:
+    """A policy by its name, as `module:ATTRIBUTE` too; what a model decides is what the inputs have of one.
+
+    Raises:
+        SpecError: for an unknown name, or what cannot be loaded.
+    """
+    taken = (constants_of(name) | constants_of_model(name)) & _OF_MODEL.keys()
+    return make_policy(name, {constant: _OF_MODEL[constant](inputs) for constant in taken})
 
 
 def groups_of(policy: Policy, inputs: Inputs) -> int:

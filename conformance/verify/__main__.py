@@ -12,7 +12,7 @@ from conformance.verify.badge import badge
 from conformance.verify.certificate import CERTIFIED, certificate, entries_of, excepted, write
 from conformance.verify.page import page
 from conformance.verify.preparation import prepared
-from conformance.verify.request import Request, parsed
+from conformance.verify.request import ENGINES, Request, parsed
 from conformance.verify.runs import judged, selected
 from conformance.verify.subject import Subject
 from conformance.verify.summary import summary
@@ -43,7 +43,7 @@ def judge(request: Request) -> int:
     made = run(request, subject, "log.txt")
     print("\n".join(summary(made)))
     if request.quick:
-        print("full sizes were left out (--quick): this is no certificate")
+        print(f"profile {request.profile}, without full sizes (--quick): this is no certificate")
     else:
         write(made, request.out / "certificate.toml")
         (request.out / "certificate.html").write_text(page(made), encoding="utf-8")
@@ -56,7 +56,8 @@ def run(request: Request, subject: Subject, log: str) -> dict[str, Any]:
     """The certificate of a run, whose log goes to the folder of results."""
     with tempfile.TemporaryDirectory() as folder:
         lines = judged(request, request.out / log, Path(folder, "outcomes.jsonl"))
-    return certificate(request, subject, verdicts_of(lines, map(excepted, entries_of(request.exceptions))))
+    excused = map(excepted, entries_of(request.exceptions))
+    return certificate(request, subject, verdicts_of(lines, excused, request.kind in ENGINES))
 
 
 def check_again(request: Request, path: Path) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-from conformance.verify.certificate import CERTIFIED
+from conformance.verify.certificate import CERTIFIED, scope
 
 __all__ = ["GREEN", "RED", "YELLOW", "badge"]
 
@@ -32,9 +32,9 @@ def badge(made: Mapping[str, Any]) -> str:
     if made["verdict"] != CERTIFIED:
         colour, right = RED, f"not certified; {_many(len(made['failing']) + len(made['undecided']), 'item')}"
     elif exceptions:
-        colour, right = YELLOW, f"{', '.join(made['families'])}; {_many(exceptions, 'exception')}"
+        colour, right = YELLOW, f"{scope(made)}; {_many(exceptions, 'exception')}"
     else:
-        colour, right = GREEN, ", ".join(made["families"])
+        colour, right = GREEN, scope(made)
     left = f"kvspec {made['spec']}"
     long, longer = round(len(left) * _LETTER), round(len(right) * _LETTER)
     return _SVG.format(

@@ -13,14 +13,14 @@ from typing import Any
 import hypothesis
 import numpy as np
 
-from conformance.verify.request import Request
+from conformance.verify.request import ENGINES, Request
 from conformance.verify.subject import Subject
 from conformance.verify.texts import families_of
 from conformance.verify.toml import written
-from conformance.verify.verdicts import STATES, Outcome, Verdicts
+from conformance.verify.verdicts import ABSTAINED, STATES, Outcome, Verdicts
 from spec import SPEC_VERSION
 
-__all__ = ["CERTIFIED", "SCHEMA", "certificate", "entries_of", "excepted", "write"]
+__all__ = ["CERTIFIED", "SCHEMA", "certificate", "entries_of", "excepted", "scope", "write"]
 
 SCHEMA = 1
 CERTIFIED, NOT_CERTIFIED = "certified", "not certified"
@@ -29,16 +29,16 @@ CERTIFIED, NOT_CERTIFIED = "certified", "not certified"
 def certificate(request: Request, subject: Subject, verdicts: Verdicts) -> dict[str, Any]:
     """The certificate of a run, as the table that is written."""
     who = {**asdict(subject), "name": verdicts.name or subject.name}
-    run = {"profile": request.profile, "precision": verdicts.precision}
-    drawn = {"seed": request.seed, "timeout": request.timeout}
+    precision = verdicts.precision if request.kind in ENGINES else None
+    run = {"precision": precision, "seed": request.seed, "timeout": request.timeout, "model": request.model}
     entries = entries_of(request.exceptions)
     return {
         "schema": SCHEMA, "kvspec": _installed(), "spec": SPEC_VERSION, "date": date.today().isoformat(),
         "verdict": CERTIFIED if verdicts.certified else NOT_CERTIFIED, "families": verdicts.families,
         "failing": verdicts.failing, "undecided": verdicts.missing, "unneeded_exceptions": verdicts.unneeded,
         "subject": {name: value for name, value in who.items() if value},
-        "run": {**run, **{name: value for name, value in drawn.items() if value is not None}},
-        "device": device(), "counts": counts(verdicts),
+        "run": {"profile": request.profile, **{name: value for name, value in run.items() if value is not None}},
+        "device": device(request.kind), "counts": counts(verdicts),
         "items": {item: _item(item, request, verdicts) for item in verdicts.items},
         "vectors": verdicts.vectors, "exception": entries,
     }
@@ -51,11 +51,12 @@ def _installed() -> str:
         return SPEC_VERSION
 
 
-def device() -> dict[str, str]:
+def device(kind: str) -> dict[str, str]:
     """The machine and the libraries that a run depends on."""
+    models = ("torch", "transformers") if kind == "cache" else ()
     return {
         "platform": platform.platform(), "machine": platform.machine(), "python": platform.python_version(),
-        "numpy": np.__version__, "hypothesis": hypothesis.__version__,
+        "numpy": np.__version__, "hypothesis": hypothesis.__version__, **{name: version(name) for name in models},
     }
 
 
@@ -80,6 +81,14 @@ def _item(item: str, request: Request, verdicts: Verdicts) -> dict[str, Any]:
 def _shown(outcome: Outcome, request: Request) -> dict[str, str]:
     shown = {"test": outcome.test, "input": outcome.input, "found": outcome.found}
     return {**shown, "repeat": request.repeat(outcome.test)}
+
+
+def scope(made: Mapping[str, Any]) -> str:
+    """What the verdict is about, in a few words: the families, and of how many rows where some abstained."""
+    verdicts = [row["verdict"] for row in made["items"].values()]
+    decided = sum(verdict not in ABSTAINED for verdict in verdicts)
+    named = ", ".join(made["families"]) or "no family"
+    return named if decided == len(verdicts) else f"{named} ({decided} of {len(verdicts)})"
 
 
 def entries_of(exceptions: Path | None) -> list[dict[str, Any]]:

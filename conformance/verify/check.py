@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from conformance.verify.certificate import SCHEMA
-from conformance.verify.request import Request
+from conformance.verify.request import KINDS, Request
 from spec.errors import SpecError
 
 __all__ = ["differences", "read", "repeated"]
 
-_PARTS = {"subject": {"kind", "named", "digest"}, "run": {"profile", "precision"}, "items": set(), "vectors": set()}
+_PARTS = {"subject": {"kind", "named", "digest"}, "run": {"profile"}, "items": set(), "vectors": set()}
+_OPTIONS = ("timeout", "precision", "seed", "model")
 
 # What another day, machine or version of Hypothesis may change without another verdict.
 _FREE = ("date", "device", "counts.examples")
@@ -31,7 +32,7 @@ def read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise SpecError("check", str(path), f"must be a certificate: {error}") from error
     whole = all(isinstance(found.get(part), dict) and names <= found[part].keys() for part, names in _PARTS.items())
-    if not whole or found.get("schema") != SCHEMA or found["subject"]["kind"] not in ("backend", "command"):
+    if not whole or found.get("schema") != SCHEMA or found["subject"]["kind"] not in KINDS:
         raise SpecError("check", str(path), f"must be a certificate of schema {SCHEMA}")
     return found
 
@@ -40,8 +41,8 @@ def repeated(request: Request, path: Path, made: Mapping[str, Any]) -> Request:
     """The run that a certificate tells of; its exceptions are read from itself."""
     subject, run = made["subject"], made["run"]
     return replace(
-        request, **{subject["kind"]: subject["named"]}, timeout=run.get("timeout"), precision=run["precision"],
-        profile=run["profile"], seed=run.get("seed"), exceptions=path if made.get("exception") else None,
+        request, **{subject["kind"]: subject["named"]}, **{name: run.get(name) for name in _OPTIONS},
+        profile=run["profile"], exceptions=path if made.get("exception") else None,
     )
 
 

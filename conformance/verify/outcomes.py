@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, Phase, settings
 
 from conformance.exceptions import items_marked
 from conformance.plugin import NOT_OFFERED, precision_of
+from conformance.verify.verdicts import ABSTAINED
 from spec.backend import FAMILIES
 
 __all__ = ["Recorder"]
@@ -91,7 +92,14 @@ def state_of(report: pytest.TestReport) -> str:
         return report.outcome
     if hasattr(report, "wasxfail") or any(kind == "skip" for kind, _ in report.user_properties):
         return "excepted"
-    return "not offered" if NOT_OFFERED in reason_of(report) else "skipped"
+    if NOT_OFFERED in reason_of(report):
+        return "not offered"
+    return next((state for state in ABSTAINED if f": {state}" in reason_of(report)), "skipped")
+
+
+def rows_of(item: pytest.Item) -> list[str]:
+    """The rows of the certificate that a test is about: those that it names, else its items."""
+    return [name for mark in item.iter_markers("row") for name in mark.args] or items_marked(item)
 
 
 def reason_of(report: pytest.TestReport) -> str:
@@ -113,7 +121,7 @@ class Recorder:
         """Before the first test; never where the collection is refused."""
         self.write(precision=precision_of(session.config), collected={
             item.nodeid: {
-                "items": items_marked(item),
+                "items": rows_of(item),
                 "exceptions": [subject for kind, subject in item.user_properties if kind in ("skip", "xfail")],
             } for item in session.items
         })

@@ -50,7 +50,7 @@ def _facts(made: Mapping[str, Any]) -> Iterator[str]:
         yield _row(name, escape(facts))
     yield "</table>"
     option = f"--{made['subject']['kind']}"
-    yield "<p>To repeat all of it: <code>kvspec verify --check certificate.toml</code>; the engine was named with"
+    yield "<p>To repeat all of it: <code>kvspec verify --check certificate.toml</code>; it was named with"
     yield f"<code>{option} {escape(made['subject']['named'])}</code>.</p>"
 
 
@@ -77,7 +77,9 @@ def _families(made: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _vectors(made: Mapping[str, Any]) -> Iterator[str]:
-    yield "<h2>vectors</h2><table>"
+    if made["vectors"]:
+        yield "<h2>vectors</h2>"
+    yield "<table>"
     for verdict in dict.fromkeys(made["vectors"].values()):
         named = [name for name, said in made["vectors"].items() if said == verdict]
         yield _row(verdict, len(named), f'<span class="dim">{escape(", ".join(named))}</span>')

@@ -8,9 +8,9 @@ from conformance import exceptions
 from conformance.items import known_items
 from conformance.plugin import known_vectors
 from conformance.suite.conftest import INTERPRETERS
-from conformance.verify.request import Request
+from conformance.verify.request import ENGINES, Request
 from conformance.verify.runs import SUITE
-from conformance.verify.subject import Subject, of_backend, of_command
+from conformance.verify.subject import OF_KIND, Subject
 from spec.errors import SpecError
 
 __all__ = ["prepared"]
@@ -20,15 +20,15 @@ def prepared(request: Request) -> Subject:
     """The subject of a request that can be run.
 
     Raises:
-        SpecError: for a folder, an exceptions file or an engine that is wrong.
-        BackendUnavailable: for an engine that cannot be loaded.
+        SpecError: for a folder, an exceptions file or a subject that is wrong.
+        BackendUnavailable: for one that cannot be loaded.
         pytest.UsageError: for an entry of the exceptions file.
     """
     check_out(request.out)
     if request.exceptions is not None:
         check_exceptions(request.exceptions)
-    subject = of_command(request.command) if request.command else of_backend(str(request.backend))
-    if not request.quick and not request.pytest:
+    subject = OF_KIND[request.kind](request.named)
+    if request.kind in ENGINES and not request.quick and not request.pytest:
         check_compiled()
     return subject
 

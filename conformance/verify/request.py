@@ -11,14 +11,20 @@ from typing import NoReturn
 from conformance.plugin import PROFILES
 from spec.errors import SpecError
 
-__all__ = ["PROFILE", "Request", "parsed", "parser"]
+__all__ = ["ENGINES", "KINDS", "PROFILE", "Request", "parsed", "parser"]
+
+ENGINES = ("backend", "command")
+KINDS = (*ENGINES, "policy", "cache")
+"""Of subjects."""
+_ONLY_FOR = {"timeout": ("command",), "precision": ENGINES, "exceptions": ENGINES, "model": ("cache",)}
 
 PROFILE = "ci"
 """The profile of a certificate that says nothing else."""
 
-_ABOUT = """Judge an engine by the conformance suite, item by item of the specification.
+_ABOUT = """Judge an engine by the conformance suite, item by item of the specification; a policy by what it promises;
+a cache by whether eviction equals masking.
 
-Exit code 0: it conforms on the stage families that it has; 1: it does not; 2: nothing was judged, and one line says
+Exit code 0: it conforms on what it offers, promises or serves; 1: it does not; 2: nothing was judged, and one line says
 why. The verdict is written as a certificate (spec/certificate.md). What stands behind -- goes to pytest, whose output
 is then shown as it is: a selection of tests is no verdict, and gets no certificate."""
 
@@ -29,6 +35,9 @@ class Request:
 
     backend: str | None
     command: str | None
+    policy: str | None
+    cache: str | None
+    model: str | None
     timeout: float | None
     precision: str | None
     profile: str
@@ -39,10 +48,20 @@ class Request:
     check: Path | None = None
     pytest: tuple[str, ...] = ()
 
+    @property
+    def kind(self) -> str:
+        """Of the subject."""
+        return next(kind for kind in KINDS if getattr(self, kind) is not None)
+
+    @property
+    def named(self) -> str:
+        """The subject, as it was given."""
+        return str(getattr(self, self.kind))
+
     def repeat(self, test: str) -> str:
         """The command line that runs one test again, on the same examples."""
         options = {
-            "--backend": self.backend, "--command": self.command, "--timeout": self.timeout,
+            f"--{self.kind}": self.named, "--model": self.model, "--timeout": self.timeout,
             "--precision": self.precision, "--profile": None if self.profile == PROFILE else self.profile,
             "--seed": self.seed,
         }
@@ -63,9 +82,12 @@ def parser() -> argparse.ArgumentParser:
     who = made.add_mutually_exclusive_group(required=True)
     who.add_argument("--backend", metavar="NAME", help="an engine in Python: a name, or module:ATTRIBUTE of a Backend")
     who.add_argument("--command", metavar="TEXT", help="an engine in any language: the command that starts it")
+    who.add_argument("--policy", metavar="NAME", help="module:ATTRIBUTE of a Policy, by its promises")
+    who.add_argument("--cache", metavar="NAME", help="module:ATTRIBUTE of a function, by what it says after eviction")
     who.add_argument("--check", type=Path, metavar="CERTIFICATE.toml",
                      help="is this certificate still true? The subject's files are compared,\n"
                           "the run is repeated, and any difference is named (exit code 1)")
+    made.add_argument("--model", metavar="FOLDER", help="of transformers, for --cache; default tiny random ones")
     made.add_argument("--timeout", type=float, metavar="S", help="seconds that the command may take for an answer")
     made.add_argument("--precision", choices=("float64", "float32"),
                         help="what its S1 promises to compute in; default\n"
@@ -73,7 +95,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--profile", choices=PROFILES,
                         help="how many examples each property sees; default KVSPEC_PROFILE, else ci")
     made.add_argument("--seed", type=int, metavar="N", help="draw other examples; else they are always the same")
-    made.add_argument("--quick", action="store_true", help="leave out full sizes (the scale lane); no certificate")
+    made.add_argument("--quick", action="store_true",
+                      help="profile few, without full sizes (the scale lane); no certificate")
     made.add_argument("--exceptions", type=Path, metavar="FILE.toml",
                         help="known failures, each with reason, issue and expiry;\nconformance/exceptions.py says how")
     made.add_argument("--out", type=Path, default=Path("results/verify"), metavar="FOLDER",
@@ -102,10 +125,12 @@ def parsed(arguments: Sequence[str]) -> Request:
     """
     at = list(arguments).index("--") if "--" in arguments else len(arguments)
     found = parser().parse_args(list(arguments)[:at])
-    repeated = ("timeout", "precision", "profile", "seed", "exceptions")
+    repeated = (*_ONLY_FOR, "profile", "seed")
     if found.check and (found.quick or any(getattr(found, name) is not None for name in repeated)):
         raise SpecError("check", str(found.check), "repeats the run of the certificate: give no option but --out")
-    if found.timeout is not None and not found.command:
-        raise SpecError("timeout", found.timeout, "is for --command")
-    found.profile = profile_of(found.profile)
+    for option, kinds in _ONLY_FOR.items():
+        value = getattr(found, option)
+        if value is not None and not any(getattr(found, kind) for kind in kinds):
+            raise SpecError(option, value, f"is for {' and '.join(f'--{kind}' for kind in kinds)}")
+    found.profile = profile_of(found.profile or ("few" if found.quick else None))
     return Request(**vars(found), pytest=tuple(arguments[at + 1 :]))

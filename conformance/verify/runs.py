@@ -18,6 +18,7 @@ __all__ = ["Progress", "judged", "selected"]
 
 SUITE = ROOT / "conformance" / "suite"
 SCALE = SUITE / "test_scale_*.py"
+SUITES = {"policy": SUITE.with_name("policy_suite"), "cache": SUITE.with_name("cache_suite")}
 BETWEEN_LINES = 10.0
 """Seconds from one line of progress to the next."""
 
@@ -27,16 +28,22 @@ WHOLE = ["-o", "verbosity_assertions=2"]
 """Assertions are told whole, and cut where they are shown: pytest would cut out their middle."""
 
 
+def suite_of(request: Request) -> Path:
+    """The folder of the tests that judge such a subject."""
+    return SUITES.get(request.kind, SUITE)
+
+
 def _command(request: Request) -> list[str]:
     """pytest with the options of a request, without the scale lane if it is to be quick."""
     options = {
-        "--backend": request.backend, "--kvspec-command": request.command, "--kvspec-timeout": request.timeout,
+        "--backend": request.backend, "--kvspec-command": request.command, "--kvspec-policy": request.policy,
+        "--kvspec-cache": request.cache, "--kvspec-model": request.model, "--kvspec-timeout": request.timeout,
         "--kvspec-precision": request.precision, "--kvspec-profile": request.profile,
         "--kvspec-exceptions": request.exceptions, "--hypothesis-seed": request.seed,
     }
     return [
         sys.executable, "-m", "pytest", *(word for name in PLUGINS for word in ("-p", name)),
-        "-c", os.devnull, "--rootdir", str(SUITE), "--confcutdir", str(SUITE),
+        "-c", os.devnull, *(word for at in ("--rootdir", "--confcutdir") for word in (at, str(suite_of(request)))),
         *(f"{option}={value}" for option, value in options.items() if value is not None),
         *([f"--ignore-glob={SCALE}"] if request.quick else []),
     ]
@@ -49,8 +56,9 @@ def _environment() -> dict[str, str]:
 
 def selected(request: Request) -> int:
     """Run what was chosen behind `--`, in sight; pytest's exit code."""
-    tests = [SUITE / word if word.startswith("test_") and ".py" in word else word for word in request.pytest]
-    everything = [] if any(isinstance(word, Path) for word in tests) else [SUITE]
+    suite = suite_of(request)
+    tests = [suite / word if word.startswith("test_") and ".py" in word else word for word in request.pytest]
+    everything = [] if any(isinstance(word, Path) for word in tests) else [suite]
     command = [*_command(request), *map(str, [*everything, *tests])]
     return subprocess.call(command, env=_environment())
 
@@ -61,10 +69,10 @@ def judged(request: Request, log: Path, outcomes: Path) -> list[dict[str, Any]]:
     Raises:
         pytest.UsageError: where pytest stopped before its work was done; that a test ends the process is a verdict.
     """
-    command = [*_command(request), f"--kvspec-outcomes={outcomes}", "-rA", "--tb=short", *WHOLE]
+    command = [*_command(request), f"--kvspec-outcomes={outcomes}", "-rA", "--tb=short", *WHOLE, str(suite_of(request))]
     progress = Progress(outcomes)
     with log.open("wb") as said:
-        process = subprocess.Popen([*command, str(SUITE)], stdout=said, stderr=subprocess.STDOUT, env=_environment())
+        process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, env=_environment())
         try:
             while process.poll() is None:
                 time.sleep(0.1)

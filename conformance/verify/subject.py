@@ -1,23 +1,33 @@
-"""Who is judged: an engine's name and version, and a digest of its files."""
+"""Who is judged: a subject's name and version, and a digest of its files."""
 
 import hashlib
 import shlex
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, entry_points, packages_distributions, version
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+from conformance.checks.promises import PROPERTIES, promised
+from conformance.strategies.policy_inputs import drawn
+from conformance.strategies.policy_inputs import named as policy_of
+from reference.policies.names import ENTRY_POINTS as POLICIES
+from reference.policies.names import NAMES, check_name
 from spec.backend import BUILT_IN, ENTRY_POINTS, FAMILIES, resolve
 from spec.errors import BackendUnavailable, SpecError
+from spec.plugins import find_plugin, target_of
 
-__all__ = ["Subject", "digest_of", "of_backend", "of_command"]
+__all__ = ["OF_KIND", "Subject", "digest_of", "of_backend", "of_cache", "of_command", "of_policy"]
+
+CACHES = "kvspec.caches"
+OURS = "reference.policies:names"
 
 
 @dataclass(frozen=True)
 class Subject:
-    """An engine, as a certificate names it."""
+    """What is judged, as a certificate names it."""
 
     kind: str
     name: str
@@ -62,20 +72,55 @@ def of_backend(named: str) -> Subject:
         SpecError: for what names none.
         BackendUnavailable: for one that cannot be loaded, or has no family.
     """
+    found = _loaded("backend", named, lambda: resolve(named))
+    if all(getattr(found, family) is None for family in FAMILIES):
+        raise BackendUnavailable(f"backend {found.name!r} has no stage family: there is nothing to judge")
+    return _of_package("backend", found.name, named, BUILT_IN.get(named) or target_of("backend", named, ENTRY_POINTS))
+
+
+def _loaded(kind: str, named: str, find: Callable[[], Any]) -> Any:
     try:
-        found = resolve(named)
+        return find()
     except (SpecError, BackendUnavailable):
         raise
     except (Exception, SystemExit) as error:  # its module may raise anything
         said = f"{type(error).__name__}: {error}"
-        raise BackendUnavailable(f"backend {named!r} cannot be loaded here: its module raises {said}") from error
-    if all(getattr(found, family) is None for family in FAMILIES):
-        raise BackendUnavailable(f"backend {found.name!r} has no stage family: there is nothing to judge")
-    plugins = {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}
-    target = BUILT_IN.get(named) or (named if ":" in named else plugins[named])
+        raise BackendUnavailable(f"{kind} {named!r} cannot be loaded here: its module raises {said}") from error
+
+
+def _of_package(kind: str, name: str, named: str, target: str) -> Subject:
     top = target.partition(":")[0].partition(".")[0]
     files = _files_of_package(top)
-    return Subject("backend", found.name, _version_of(top), named, f"{len(files)} of {top}", digest_of(files))
+    return Subject(kind, name, _version_of(top), named, f"{len(files)} of {top}", digest_of(files))
+
+
+def of_policy(named: str) -> Subject:
+    """A policy that promises something.
+
+    Raises:
+        SpecError: for what names none, cannot be loaded, or promises nothing.
+        BackendUnavailable: for a module that ends the process.
+    """
+    found = _loaded("policy", named, lambda: policy_of(check_name(named, "policy"), drawn(0)))
+    if all(promised(found, column) != "yes" for column in PROPERTIES):
+        raise SpecError("policy", named, "promises nothing, so there is nothing to judge: see spec.policy.Promises")
+    return _of_package("policy", found.name, named, OURS if named in NAMES else target_of("policy", named, POLICIES))
+
+
+def of_cache(named: str) -> Subject:
+    """A function that evicts inside a model.
+
+    Raises:
+        SpecError: for what names none or cannot be loaded; where what the suite needs is not installed.
+        BackendUnavailable: for a module that ends the process.
+    """
+    for needed in ("torch", "transformers"):
+        if find_spec(needed) is None:
+            raise SpecError("cache", named, f"needs {needed}, which is not installed: pip install 'kvspec[models]'")
+    found = _loaded("cache", named, lambda: find_plugin("cache", named, CACHES).value)
+    if not callable(found):
+        raise SpecError("cache", named, f"must be a function of prompt_ids, kept, next_ids, model; is {found!r}")
+    return _of_package("cache", named, named, target_of("cache", named, CACHES))
 
 
 def of_command(named: str) -> Subject:
@@ -95,3 +140,8 @@ def of_command(named: str) -> Subject:
     files[Path(executable).name] = Path(executable)
     listed = " ".join(sorted(files))
     return Subject("command", Path(executable).name, "", named, listed, digest_of(files))
+
+
+OF_KIND: Mapping[str, Callable[[str], Subject]] = {
+    "backend": of_backend, "command": of_command, "policy": of_policy, "cache": of_cache,
+}

@@ -4,8 +4,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from conformance.verify.certificate import CERTIFIED
-from conformance.verify.texts import COMPOSED, families, must
+from conformance.verify.certificate import CERTIFIED, scope
+from conformance.verify.texts import COMPOSED, must
+from conformance.verify.verdicts import ABSTAINED
 
 __all__ = ["by_family", "headline", "summary"]
 
@@ -15,12 +16,13 @@ _LINES, _WIDTH, _MOST = 6, 150, 12
 def headline(made: Mapping[str, Any]) -> str:
     """The verdict in a sentence."""
     who = " ".join(part for part in (made["subject"]["name"], made["subject"].get("version", "")) if part)
-    on = ", ".join(made["families"]) or "no family"
+    on = scope(made)
     if made["verdict"] == CERTIFIED:
         return f"{who} conforms to kvspec {made['spec']} on {on}" + _excepted(made)
     undecided = len(made["undecided"])
     wrong = ", ".join([*made["failing"], *([f"{undecided} items not decided"] if undecided else [])])
-    return f"{who} does not conform to kvspec {made['spec']} on {on}: {wrong or 'tests without an item fail'}"
+    otherwise = "tests without an item fail" if made["counts"]["failed"] else "there was nothing to judge"
+    return f"{who} does not conform to kvspec {made['spec']} on {on}: {wrong or otherwise}"
 
 
 def _excepted(made: Mapping[str, Any]) -> str:
@@ -33,11 +35,13 @@ def by_family(made: Mapping[str, Any]) -> dict[str, dict[str, Mapping[str, Any]]
 
     An item of two families is judged on those that are there.
     """
-    there = (*made["families"], COMPOSED)
-    return {
-        family: {item: row for item, row in made["items"].items() if family in row["families"] and family in there}
-        for family in (*families(), COMPOSED)
-    }
+    there, found = (*made["families"], COMPOSED), dict[str, dict[str, Mapping[str, Any]]]()
+    for item, row in made["items"].items():
+        for family in row["families"]:
+            rows = found.setdefault(family, {})
+            if family in there or row["verdict"] in ABSTAINED:
+                rows[item] = row
+    return found
 
 
 def summary(made: Mapping[str, Any]) -> Iterator[str]:

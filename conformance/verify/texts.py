@@ -1,15 +1,20 @@
-"""What the specification's pages say of an item: its stage families, and what it demands."""
+"""What a row of a certificate is about: an item, a column of policies, or `family: kind of kept sets` of caches."""
 
 import re
 from functools import cache
 
+from conformance.checks.promises import PROPERTIES
 from conformance.items import items_of
 from conformance.paths import SPEC
 
-__all__ = ["COMPOSED", "families", "families_of", "must"]
+__all__ = ["COMPOSED", "PROMISES", "families", "families_of", "must"]
 
 COMPOSED = "compositions"
 """Where items stand that no family has: doors and compositions, the same code for every engine, on its stages."""
+
+PROMISES = "promises"
+"""Where the columns of a policy stand."""
+EVICTION = "say behind a compacted cache what the model says where the evicted tokens are masked."
 
 _ROW = re.compile(r"^\| (\w+) \| `\w+` \| ((?:[A-Z]+-[A-Z0-9-]+(?:, )?)+) \|$", re.MULTILINE)
 _MUST = re.compile(r"\*\*MUST\*\*(.*?)(?=\n\*\*|\Z)", re.DOTALL)
@@ -28,7 +33,12 @@ def families() -> dict[str, list[str]]:
 
 
 def families_of(item: str) -> list[str]:
-    """The families that an item belongs to."""
+    """The stage families of an item, `promises` of a column, the model's family of kept sets."""
+    if item in PROPERTIES:
+        return [PROMISES]
+    family, of_a_cache, _ = item.partition(": ")
+    if of_a_cache:
+        return [family]
     return [family for family, items in families().items() if item in items] or [COMPOSED]
 
 
@@ -39,7 +49,9 @@ def _texts() -> dict[str, str]:
 
 
 def must(item: str) -> str:
-    """The first sentences of what an item demands, on one line."""
+    """What a row demands, an item by its first sentences, on one line."""
+    if item in PROPERTIES or ": " in item:
+        return PROPERTIES[item].says if item in PROPERTIES else EVICTION
     found = _MUST.search(_texts().get(item, ""))
     if not found:
         return ""

@@ -8,10 +8,12 @@ from typing import Any
 
 from conformance.verify.texts import families, families_of
 
-__all__ = ["Outcome", "Verdicts", "outcomes_of", "verdicts_of"]
+__all__ = ["ABSTAINED", "STATES", "Outcome", "Verdicts", "outcomes_of", "verdicts_of"]
 
 # What a test, an item and a vector can be; of several tests the first that occurs is the item's verdict.
-STATES = ("failed", "excepted", "passed", "not offered", "not run")
+ABSTAINED = ("not served", "not promised", "N/A")
+"""What a cache refuses, and what a policy says that it does not promise."""
+STATES = ("failed", "excepted", *ABSTAINED, "passed", "not offered", "not run")
 WORDS = {"failed": "fail", "passed": "pass"}
 
 _VECTOR = re.compile(r"test_vectors\.py::test_the_backend_holds_a_vector_of_a_stage\[(.+)\]")
@@ -59,8 +61,8 @@ class Verdicts:
     @property
     def missing(self) -> list[str]:
         """The items of an offered family that no test has decided."""
-        offered = [item for family in self.families for item in families()[family]]
-        return sorted({item for item in offered if self.items.get(item, "not run") in ("not run", "not offered")})
+        undecided = [item for item, verdict in self.items.items() if verdict in ("not run", "not offered")]
+        return sorted(item for item in undecided if not set(self.families).isdisjoint(families_of(item)))
 
     @property
     def certified(self) -> bool:
@@ -105,14 +107,19 @@ def _smallest(outcomes: Iterable[Outcome]) -> Outcome:
     return min(wrong, key=lambda one: (len(one.items), not one.input, len(one.input) + len(one.found), one.test))
 
 
-def verdicts_of(lines: list[dict[str, Any]], exceptions: Iterable[str] = ()) -> Verdicts:
-    """What the lines of a run say, which made these exceptions."""
+def verdicts_of(lines: list[dict[str, Any]], exceptions: Iterable[str] = (), engine: bool = True) -> Verdicts:
+    """What the lines of a run say, which made these exceptions; of an engine, or of a policy or a cache."""
     outcomes = outcomes_of(lines)
     name, offered = next(((line["name"], line["families"]) for line in lines if line.get("families")), ("", []))
     precision = next((line["precision"] for line in lines if "precision" in line), "")
-    marked = {item for one in outcomes for item in one.items} | {item for row in families().values() for item in row}
-    about = {item: [one for one in outcomes if item in one.items] for item in sorted(marked, key=_place)}
+    marked = list(dict.fromkeys(item for one in outcomes for item in one.items))
+    if engine:
+        marked = sorted({*marked, *(item for row in families().values() for item in row)}, key=_place)
+    about = {item: [one for one in outcomes if item in one.items] for item in marked}
     items = {item: _verdict(tests) for item, tests in about.items()}
+    if not engine:
+        decided = [item for item, verdict in items.items() if verdict in WORDS.values()]
+        offered = list(dict.fromkeys(family for item in decided for family in families_of(item)))
     needed = {name for one in outcomes if one.state in ("excepted", "failed", "not run") for name in one.exceptions}
     return Verdicts(
         name, precision, offered, items, {one.vector: _verdict([one]) for one in outcomes if one.vector},

@@ -14,15 +14,13 @@ from conformance.assurance.oracles.signatures import signatures
 from conformance.oracles import diversity as alpha_oracle
 from conformance.oracles import nestedkv
 from conformance.strategies.keys import NESTED
-from conformance.strategies.policy_inputs import Inputs, Kept
+from conformance.strategies.policy_inputs import Inputs, Kept, calibrated, identity
 from reference import policies
-from reference.calibration import Calibration, Identity
-from reference.triattention import OFFSETS, Mode, band_statistics
+from reference.triattention import OFFSETS, Mode
 from spec.policy import LayerView, Policy
 
 __all__ = [
-    "CASES", "LAM", "Case", "alpha_kept", "calibrated", "identity", "plain", "plain_values", "tri_rows",
-    "triattention",
+    "CASES", "LAM", "Case", "alpha_kept", "plain", "plain_values", "tri_rows", "triattention",
 ]
 
 W, KERNEL, C_CHUNK, SINK, FUTURE = 3, 3, 4, NESTED.N_sink, 5
@@ -126,17 +124,6 @@ def defensivekv(inputs: Inputs, B: int) -> Kept:
         rows = oracle.defensive(plain(view), W_o.tolist(), W, KERNEL, B)
         found += [oracle.top(r, b) for r, b in zip(rows, oracle.competition_shares(rows, B, Fraction(0)), strict=True)]
     return found
-
-
-def identity(inputs: Inputs) -> Identity:
-    return Identity("drawn", inputs.inv_freq, inputs.factor)
-
-
-def calibrated(inputs: Inputs) -> Calibration:
-    """As if the queries at hand were those of a calibration text, before their rotation."""
-    found = [band_statistics(view.q) for view in inputs.layers]
-    mean, magnitude = (np.stack([pair[at] for pair in found]) for at in (0, 1))
-    return Calibration(identity(inputs), tuple(range(len(inputs.layers))), mean, magnitude)
 
 
 def triattention(inputs: Inputs, mode: Mode, pin_prompt: int = 0, slack: int = 128) -> Policy:

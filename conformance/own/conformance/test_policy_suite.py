@@ -13,7 +13,7 @@ from hypothesis import settings
 
 from conformance.checks.promises import PROPERTIES
 from conformance.own.conformance.test_plugin import run
-from conformance.policy_suite.test_promises import test_a_promise_holds as judge
+from conformance.policy_suite import test_promises
 from reference.policies import knorm, policy_from_score, snapkv, with_adaptive_budgets
 from reference.policies.budgets import even
 from reference.policies.protections import SinkAndRecent
@@ -51,6 +51,10 @@ TRUE = {
         rarest, needs=Needs("observed", observed=-2, token_ids=True), granularity=Granularity.MODEL
     ),
 }
+
+
+def judge(column: str, policy: Policy) -> None:
+    test_promises.test_a_promise_holds(column, lambda inputs: policy)
 
 
 @pytest.fixture
@@ -117,6 +121,11 @@ def test_what_is_not_promised_is_said(column: str) -> None:
         judge(column, knorm())
     with pytest.raises(pytest.skip.Exception, match=f"^{column}: N/A$"):
         judge(column, replace(knorm(), promises=Promises(*["N/A"] * len(PROPERTIES))))  # type: ignore[arg-type]
+
+
+def test_to_protect_nothing_is_no_protection_that_holds() -> None:
+    with pytest.raises(pytest.skip.Exception, match="^protection holds: N/A, for no token is protected$"):
+        judge("protection holds", replace(knorm(), promises=ALL))
 
 
 def test_a_policy_that_fails_otherwise_does_not_pass() -> None:

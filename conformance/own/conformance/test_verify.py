@@ -165,7 +165,8 @@ def test_an_assertion_is_told_in_short_where_that_says_enough() -> None:
 
 def test_counts_are_of_tests_and_of_examples() -> None:
     assert made(RIGHT)["counts"] == {
-        "tests": 3, "failed": 0, "excepted": 0, "passed": 2, "not_offered": 1, "not_run": 0, "examples": 14,
+        "tests": 3, "failed": 0, "excepted": 0, "not_served": 0, "not_promised": 0, "N/A": 0, "passed": 2,
+        "not_offered": 1, "not_run": 0, "examples": 14,
     }
 
 
@@ -298,6 +299,8 @@ def test_a_command_s_files_are_its_executable_and_its_files(tmp_path: Path) -> N
 ENGINES = """
 from dataclasses import replace
 from reference.backend import BACKEND
+from reference.policies import knorm
+SILENT = knorm()
 EMPTY = replace(BACKEND, name="empty", **dict.fromkeys(("crystal", "breath", "diversity", "nestedkv", "policies")))
 NUMBER = 1
 """
@@ -315,9 +318,16 @@ NUMBER = 1
     ("--backend numpy --exceptions absent.toml", "No such file"), ("--backend numpy --exceptions {file}", "engines.py"),
     ("--check {file}", "must be a certificate"), ("--check {empty}", "must be a certificate of schema 1"),
     ("--check c.toml --seed 1", "give no option but --out"), ("--backend numpy --timeout 1", "is for --command"),
-    ("", "one of the arguments --backend --command --check is required"), ("--backend numpy -k x", "behind --"),
+    ("", "one of the arguments --backend --command --policy --cache --check is required"),
+    ("--backend numpy -k x", "behind --"),
     ("--backend numpy --profile weekly", "invalid choice: 'weekly'"), ("--backend numpy --seed x", "invalid int value"),
-    ("--backend numpy", "TRITON_INTERPRET = '1'"),
+    ("--backend numpy", "TRITON_INTERPRET = '1'"), ("--policy absent:MINE", "No module named 'absent'"),
+    ("--policy engines:NONE", "has no attribute 'NONE'"), ("--policy engines:NUMBER", "is a int"),
+    ("--policy engines:SILENT", "promises nothing"), ("--policy bogus", "policy = 'bogus'"),
+    ("--policy leaves:X", "raises SystemExit: 3"), ("--policy snapkv --model x", "model = 'x': is for --cache"),
+    ("--policy snapkv --precision float32", "is for --backend and --command"),
+    ("--cache absent:run", "No module named 'absent'"), ("--cache engines:NUMBER", "must be a function"),
+    ("--cache run", "'module:ATTRIBUTE'"),
 ])
 def test_what_cannot_be_judged_is_refused_in_one_line(
     asked: str, complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
@@ -350,3 +360,13 @@ def test_an_unknown_profile_of_the_environment_is_refused(
     monkeypatch.setattr("sys.argv", ["verify", "--backend", "numpy"])
     assert door.main() == 2
     assert "KVSPEC_PROFILE = 'weekly': must be one of few" in capsys.readouterr().err
+
+
+@pytest.mark.law("one-line-with-the-way-out")
+def test_a_cache_without_torch_is_refused_with_the_extra_that_brings_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("conformance.verify.subject.find_spec", lambda name: None)
+    monkeypatch.setattr("sys.argv", ["verify", "--cache", "mine:run"])
+    assert door.main() == 2
+    assert "needs torch, which is not installed: pip install 'kvspec[models]'" in capsys.readouterr().err

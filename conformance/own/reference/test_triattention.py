@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from conformance.assurance.oracles import policies as oracle
 from conformance.assurance.oracles import triattention as brute
-from conformance.assurance.strategies.policy_cases import CASES, calibrated, identity, tri_rows, triattention
+from conformance.assurance.strategies.policy_cases import CASES, tri_rows, triattention
 from conformance.assurance.strategies.policy_steps import PROMPT, decoded, long
 from conformance.plugin import sparingly
-from conformance.strategies.policy_inputs import decided, drawn, observation
+from conformance.strategies.policy_inputs import calibrated, decided, drawn, identity, observation
 from conformance.tolerances import scores_agree
 from reference import policies
 from reference.calibration import Calibration, Identity, load_calibration, save_calibration

@@ -5,17 +5,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
+from conformance.cache_suite.conftest import found_model
 from conformance.cache_suite.judge import KINDS, check, save_tiny
 from conformance.own.conformance.test_plugin import run as run_pytest
-from models_integration import Decision, compact, observe
-from models_integration.session.verbs import read
-from spec.retention import Granularity, Retention
+from models_integration.session.eviction import after_eviction
 
 pytestmark = [pytest.mark.law("the-proof-has-teeth"), pytest.mark.usefixtures("one_thread")]
 
@@ -25,24 +23,12 @@ EQUAL, RAGGED = "a set for each KV head", "a set of its own length for each KV h
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(save_tiny(tmp_path_factory.mktemp("tiny")))
+    return str(save_tiny("llama", tmp_path_factory.mktemp("tiny")))
 
 
 def loaded(folder: str) -> PreTrainedModel:
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder)
     return model
-
-
-def retained(prompt: list[int], kept: Kept, following: list[int], folder: str) -> Tensor:
-    """Ours."""
-    model, sets = loaded(folder), [own for layer in sorted(kept) for own in kept[layer]]
-    observed = observe(model, torch.tensor([prompt]))
-    offsets = np.cumsum([0, *map(len, sets)])
-    retention = Retention(np.concatenate(sets), offsets, len(prompt), Granularity.HEAD)
-    cache = compact(observed.cache, Decision((retention,)))
-    logits = read(model, cache, torch.tensor([following]), last=len(following)).logits
-    assert logits is not None
-    return logits[0]
 
 
 def stored(tensor: Tensor, sets: list[list[int]], longest: int) -> Tensor:
@@ -75,8 +61,8 @@ def plain(
 @pytest.mark.law("eviction-equals-masking")
 @pytest.mark.parametrize("kind", KINDS)
 def test_our_cache_holds(kind: str, folder: str) -> None:
-    check(retained, folder, kind, 5)
-    check(lambda *given: retained(*given).log_softmax(-1).tolist(), folder, kind, 1)
+    check(after_eviction, folder, kind, 5)
+    check(lambda *given: after_eviction(*given).log_softmax(-1).tolist(), folder, kind, 1)
 
 
 def test_a_plain_cache_holds_where_it_serves(folder: str) -> None:
@@ -122,6 +108,15 @@ def RUN(prompt, kept, following, model):
 
 def test_the_suite_runs_from_outside_the_tree(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(ENGINE, encoding="utf-8")
-    result = run_pytest(tmp_path, "--pyargs", "conformance.cache_suite", "--kvspec-cache", "mine:RUN")
+    model = str(save_tiny("llama", tmp_path / "model"))
+    suite = ["--pyargs", "conformance.cache_suite", "--kvspec-cache", "mine:RUN"]
+    result = run_pytest(tmp_path, *suite, "--kvspec-model", model)
     assert "2 passed, 9 skipped" in result.stdout, result.stdout + result.stderr
     assert f"{EQUAL}: not served (eviction)" in result.stdout
+
+
+@pytest.mark.law("one-line-with-the-way-out")
+def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
+    for name in ("absent", str(tmp_path)):
+        with pytest.raises(pytest.UsageError, match=f"^model = '{name}': must be a model on this machine: .*$"):
+            found_model(name)

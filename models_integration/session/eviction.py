@@ -1,0 +1,41 @@
+"""Our cache as a subject: `kvspec verify --cache models_integration.session.eviction:after_eviction`."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from models_integration.cache.continuation import Decision
+from models_integration.session.verbs import compact, observe, read
+from spec.retention import Granularity, Retention
+
+__all__ = ["after_eviction"]
+
+
+def after_eviction(
+    prompt_ids: list[int], kept: Mapping[int, Sequence[Sequence[int]]], next_ids: list[int], model: str,
+) -> Tensor:
+    """What a model says behind a prompt of which its cache keeps what it is told.
+
+    Args:
+        prompt_ids: n tokens.
+        kept: positions, ascending, by full-attention layer and KV head.
+        next_ids: read behind them, from position n on.
+        model: a transformers model, by folder or name; it is read in float32.
+
+    Returns:
+        Logits (next tokens, vocabulary).
+
+    Raises:
+        SpecError: for a model that is not served.
+    """
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    sets = [own for layer in sorted(kept) for own in kept[layer]]
+    offsets = np.cumsum([0, *map(len, sets)])
+    retention = Retention(np.concatenate(sets), offsets, len(prompt_ids), Granularity.HEAD)
+    cache = compact(observe(loaded, torch.tensor([prompt_ids])).cache, Decision((retention,)))
+    logits = read(loaded, cache, torch.tensor([next_ids]), last=len(next_ids)).logits
+    assert logits is not None
+    return logits[0]
