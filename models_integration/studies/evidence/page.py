@@ -39,10 +39,13 @@ _WITHOUT = {
 def study_sections(rows: Sequence[Row], rules: Rules | None) -> list[Html]:
     """The sections of one study, all of whose rows are of one model and one file of rules.
 
-    They are about the confirming samples, where there are any, and otherwise about dev samples, which decide nothing.
+    They are about the confirming samples, where there are any, and otherwise about dev samples, which decide nothing;
+    about all of them, where the rules claim nothing: a sweep.
     """
     dev, confirm = (Samples([row for row in rows if row["part"] == part]) for part in PARTS)
     shown = confirm if confirm.rows else dev
+    if rules is not None and not rules.claims:
+        shown = Samples(rows)
     placements = {
         f"Question {name.replace('_', ' ')}": shown.where(placement=(name,))
         for name in dict.fromkeys(row["placement"] for row in shown.rows)
@@ -68,7 +71,7 @@ def study_sections(rows: Sequence[Row], rules: Rules | None) -> list[Html]:
 
 
 def _about(first: Row, shown: Samples) -> Iterator[Html]:
-    part = shown.rows[0]["part"] if shown.rows else "none"
+    part = " and ".join(dict.fromkeys(row["part"] for row in shown.rows)) or "none"
     yield note(
         f"Model {first['model']}, backend {first.get('backend')}. Part {part}: {len(shown.rows)} rows of"
         f" {shown.contexts} contexts. Rules {first['rules'][:8]}. Intervals: 95 %, whole contexts resampled; of right"

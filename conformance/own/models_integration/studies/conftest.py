@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from conformance.own.models_integration.studies.sweep_workers import RULES
-
 
 @pytest.fixture
 def rules(tmp_path: Path, one_thread: None) -> Path:
     """Its file."""
+    from conformance.own.models_integration.studies.sweep_workers import RULES
+
     path = tmp_path / "sweep.toml"
     path.write_text(RULES, encoding="utf-8")
     return path

@@ -7,10 +7,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from conformance.own.models_integration.studies.lease_workers import patient
 from conformance.paths import ROOT
+from models_integration.cli.study import ALL, run
+from models_integration.studies.evidence import measure as measures
+from models_integration.studies.evidence import run as of_study
 from models_integration.studies.leases import holder_of
-from models_integration.studies.results import Row, load_rows
+from models_integration.studies.results import STUDY, Row, load_rows
+from models_integration.studies.subject import Loading
 
 __all__ = ["ROWS", "RULES", "SLOW", "command", "holders", "measured", "sweep"]
 
@@ -53,14 +59,6 @@ POLICY = policy_from_score(newest, needs=Needs())
 
 def sweep(rules: Path, out: Path, hours: int) -> None:
     """`kvspec sweep RULES`, on a machine whose clock is so many hours ahead; no more rows than the file `most` says."""
-    import torch
-
-    from models_integration.cli.study import ALL, run
-    from models_integration.studies.evidence import measure as measures
-    from models_integration.studies.evidence import run as of_study
-    from models_integration.studies.results import STUDY
-    from models_integration.studies.subject import Loading
-
     torch.set_num_threads(1)
     patient(hours)
 
@@ -69,7 +67,7 @@ def sweep(rules: Path, out: Path, hours: int) -> None:
             time.sleep(0.02)
         return {**measures.measure(*arguments), "pid": os.getpid()}
 
-    setattr(of_study, "measure", slowly)  # noqa: B010  # for mypy it is not this module's to give
+    setattr(of_study, "measure", slowly)  # noqa: B010  # for mypy it is not that module's to give
     run(rules, ALL, out, 12, Loading(), again=False)
 
 
