@@ -83,9 +83,7 @@ def _about(first: Row, shown: Samples) -> Iterator[Html]:
 
 def _missing(shown: Samples, rules: Rules | None) -> Iterator[Html]:
     """What the page cannot show, and why."""
-    if not shown.rows:
-        yield note("No sample is whole, so there is nothing to show.", "warning")
-    elif shown.contexts == 1:
+    if shown.contexts == 1:
         yield note("One context alone gives no interval, and so no recovery and no comparison.", "warning")
     elif shown.contexts < _FEW:
         yield note(f"{shown.contexts} contexts are few: such bootstrap intervals are too narrow.", "warning")

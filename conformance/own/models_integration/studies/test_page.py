@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -244,11 +245,11 @@ def test_forty_policies_are_told_apart() -> None:
 def test_what_failed_is_named_and_counted_nowhere(rows: list[Row], tmp_path: Path) -> None:
     *others, last = rows
     row = {name: value for name, value in last.items() if name != "cells"}
-    page = page_of(tmp_path, study=[*others, {**row, "sample": "the last", "index": 7, "error": "out of <memory>"}])
+    failed = {**row, "sample": "the last", "index": 7, "error": "out of <memory>"}
+    page = page_of(tmp_path, study=[*others, failed])
     assert page.table("Left out").lines[1:] == [[title_of(TASKS[1]), "7", "out of <memory>"]]
     assert f"recovery, {title_of(TASKS[1])}, question in prompt, n = 23" in page.panels
-    page = page_of(tmp_path, rules=(), study=[{**row, "error": "cut"}])
-    assert any("No sample is whole" in note for note in page.notes)
+    assert page_of(tmp_path, rules=(), study=[failed]).table("Left out").lines[1:]
 
 
 @pytest.mark.law("as-it-is-described")
@@ -269,6 +270,13 @@ def test_what_cannot_be_shown_is_said(rows: list[Row], tmp_path: Path) -> None:
     assert "they decide nothing" in said
     assert "4 contexts are few" in said
     assert not page.panels
+
+
+@pytest.mark.law("figures-are-counted-right")
+def test_a_sweep_shows_both_parts(rows: list[Row], tmp_path: Path) -> None:
+    """It claims nothing, so no sample is set apart."""
+    page = page_of(tmp_path, (replace(GIVEN, claims=()),), study=[*rows, *study_rows(5, "dev")])
+    assert any(f"{len(rows) + len(study_rows(5, 'dev'))} rows" in note for note in page.notes)
 
 
 def compared(controls: bool = True) -> tuple[list[Row], list[Row]]:
