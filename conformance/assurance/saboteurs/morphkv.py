@@ -28,7 +28,7 @@ def the_newest_query_alone(shown: Any, W: int, fusion: str) -> Any:
 
 @instead_of(morphkv_score, "PO-MORPHKV")
 def best_query_head(shown: Any, W: int, fusion: str) -> Any:
-    """A group scores what its best query head does."""
+    """A group asks as its best query head does."""
     A = observed_attention(shown, W)
     past = A[:, :, : A.shape[2] - A.shape[1]]
     fused = past.sum(axis=1) if fusion == "sum" else past.max(axis=1)

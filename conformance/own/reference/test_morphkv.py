@@ -1,7 +1,7 @@
 """MorphKV at the end of a prompt and in each step, against brute force."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.assurance.oracles.morphkv import morphkv
@@ -44,7 +44,7 @@ def test_windows_of_many_queries(fusion: str) -> None:
 
 
 @fusions
-@settings(max_examples=20)
+@sparingly
 @given(seed=seeds, B=st.integers(W, 12))
 def test_each_step_asks_the_last_queries_anew(fusion: str, seed: int, B: int) -> None:
     expected = by_head(long(seed), B, memoryless(lambda x: morphkv(x, W, fusion)[0], W, 1))

@@ -180,7 +180,7 @@ def own_view(policy: Policy, inputs: Inputs, g: int) -> Observation:
 
 
 def scores_itself(policy: Policy, inputs: Inputs) -> bool:
-    """Whether every kept set gets the scores, and the signatures, that it would get alone."""
+    """Whether every kept set gets what it would get alone: scores of both stages, its layer's worth, signatures."""
     protected = policy.protection(inputs.n)
     together = policy.scorer(replace(observation(policy, inputs), B=6), protected)
     for g, row in enumerate(together.values):
@@ -188,7 +188,13 @@ def scores_itself(policy: Policy, inputs: Inputs) -> bool:
             alone = policy.scorer(replace(own_view(policy, inputs, g), B=6), protected)
         except SpecError:
             return False
-        if not tolerances.scores_agree(alone.values[0], row.tolist()):
+        pairs = [(alone.values[0], row)]
+        if together.second is not None and alone.second is not None:
+            pairs.append((alone.second[0], together.second[g]))
+        if together.preferences is not None and alone.preferences is not None:
+            layer = g // together.heads
+            pairs.append((alone.preferences, together.preferences[layer : layer + 1]))
+        if not all(tolerances.scores_agree(mine, theirs.tolist()) for mine, theirs in pairs):
             return False
         if together.signatures is not None and alone.signatures is not None:
             own = together.signatures[g // (len(together.values) // len(together.signatures))]

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.assurance.oracles import policies as oracle
@@ -73,7 +73,7 @@ def stepwise(layer: oracle.Layer, g: int, B: int) -> list[list[int]]:
 
 
 @pytest.mark.spec("PO-VATP")
-@settings(max_examples=20)
+@sparingly
 @given(seed=seeds, B=st.integers(2 * SINK, 12))
 def test_sums_are_weighed_in_each_step_and_kept_without(seed: int, B: int) -> None:
     inputs = long(seed)
