@@ -51,18 +51,22 @@ class _Logits:
 
     def queries(self, rows: slice) -> Floats:
         """Scaled queries (H_kv, G x rows, d), head major."""
-        factor = self.scaling / self.softcap if self.softcap else self.scaling * LOG2_E
+        factor = self.scaling / (self.softcap or 1.0)
         block = self.q[:, rows]
         scaled: Floats = np.multiply(block, f32(factor), out=np.empty(block.shape, f32), casting="same_kind")
         return scaled.reshape(len(self.k), -1, block.shape[2])
 
     def tile(self, queries: Floats, head: int, keys: slice, scratch: Floats) -> Floats:
-        """(G x rows, keys), in `scratch`."""
+        """(G x rows, keys), in `scratch`.
+
+        BLAS may round a row otherwise among fewer rows; products that are exact are turned into base 2 behind it, so
+        that equal weights stay equal.
+        """
         S = _matrix(scratch, len(queries), keys.stop - keys.start)
         np.matmul(queries, plain(self.k[head, keys]).T, out=S)
         if self.softcap:
             np.tanh(S, out=S)
-            S *= f32(self.softcap * LOG2_E)
+        S *= f32((self.softcap or 1.0) * LOG2_E)
         return S
 
 
