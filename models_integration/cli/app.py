@@ -1,5 +1,6 @@
 """Commands and their options; the work is in modules of their own, imported when a command runs."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -176,26 +177,28 @@ def sweep(
         for line in lines(status):
             print(line)
         return
+    from models_integration.cli import study as of_rules
+    from models_integration.cli import sweep as of_grids
     from models_integration.studies.subject import Loading
+    from models_integration.studies.sweep.plan import Plan
     from models_integration.studies.workers import Launch
 
     loading = Loading(model, backend, device, dtype, attn)
-    if rules is not None:
-        from models_integration.cli.study import ALL
-        from models_integration.cli.study import run as measure
-
-        for name in _OF_GRIDS:
-            if getattr(context.get_parameter_source(name), "name", None) != "DEFAULT":
-                raise SpecError(name, context.params[name], f"stands in {rules}")
-        with Launch(workers, engine, address).started(out, device):
-            measure(rules, ALL, out, batch_size, loading, again)
-        return
-    from models_integration.cli.sweep import run
-    from models_integration.studies.sweep.plan import Plan
-
-    plan = Plan(grid, budget, names_of("tasks", tasks), length, samples, seed)
+    if rules is None:
+        plan = Plan(grid, budget, names_of("tasks", tasks), length, samples, seed)
+        work = partial(of_grids.run, plan, loading, out, batch_size, again)
+    else:
+        _check_none_of_grids(context, rules)
+        work = partial(of_rules.run, rules, of_rules.ALL, out, batch_size, loading, again)
     with Launch(workers, engine, address).started(out, device):
-        run(plan, loading, out, batch_size, again)
+        work()
+
+
+def _check_none_of_grids(context: typer.Context, rules: Path) -> None:
+    """Rules say by themselves what these options would."""
+    for name in _OF_GRIDS:
+        if getattr(context.get_parameter_source(name), "name", None) != "DEFAULT":
+            raise SpecError(name, context.params[name], f"stands in {rules}")
 
 
 @app.command()

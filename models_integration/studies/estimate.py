@@ -8,10 +8,12 @@ import numpy as np
 
 from reference.statistics import bootstrap, draws, mcnemar, wilson
 
-__all__ = ["NOTHING", "RESAMPLES", "SAME_CACHE", "SEED", "Estimate", "Pairs", "pairs_of", "share_of"]
+__all__ = ["NOTHING", "RESAMPLES", "SAME_CACHE", "SEED", "SIGNIFICANT", "Estimate", "Pairs", "pairs_of", "share_of"]
 
 SEED, RESAMPLES = 0, 2000
 """Of every bootstrap of a study."""
+SIGNIFICANT = 0.05
+"""The largest p of a difference that counts."""
 SAME_CACHE = 0.01
 """By how much the mean caches of two policies may differ, as a part of the smaller, for them to be compared."""
 

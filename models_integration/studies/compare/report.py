@@ -19,7 +19,7 @@ __all__ = ["comparison_sections", "comparison_tables", "control_table", "failed_
 def comparison_tables(rows: Sequence[Row], width: int) -> list[Table]:
     """Accuracy by policy and budget: one table of all tasks, or one for each where the terminal is too narrow.
 
-    The narrowest leave the sizes of the cache out: the files beside the results have them.
+    The narrowest leave the sizes of the cache out: the page has them.
     """
     if not rows:
         return []
@@ -31,9 +31,9 @@ def comparison_tables(rows: Sequence[Row], width: int) -> list[Table]:
     for task in dict.fromkeys(row["task"] for row in rows):
         about = f"{title_of(task)}: exact match of {rows[0]['n']} samples"
         headings, lines = _cells([row for row in rows if row["task"] == task], "exact match")
-        table = table_of(about, headings, lines)
+        wide = table_of(about, headings, lines)
         few = [[line[0], line[1], line[3]] for line in lines]
-        found.append(table if fits(table, width) else table_of(about, ["policy", "budget", "exact match"], few))
+        found.append(wide if fits(wide, width) else table_of(about, ["policy", "budget", "exact match"], few))
     return found
 
 
@@ -58,10 +58,10 @@ def control_table(rows: Sequence[Row]) -> Table:
     """The controls with what each must show."""
     headings, lines = _control_cells(rows)
     colour = {"holds": "[green]holds[/green]", "FAILS": "[red]FAILS[/red]"}
-    table = table_of("Controls", headings, (), texts=2)
+    shown = table_of("Controls", headings, (), texts=2)
     for line in lines:
-        table.add_row(*(colour.get(cell, cell) for cell in line))
-    return table
+        shown.add_row(*(colour.get(cell, cell) for cell in line))
+    return shown
 
 
 def _control_cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:

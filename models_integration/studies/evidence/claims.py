@@ -11,7 +11,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from models_integration.studies.estimate import NOTHING, RESAMPLES, SAME_CACHE, SEED, Estimate, share_of
+from models_integration.studies.estimate import NOTHING, RESAMPLES, SAME_CACHE, SEED, SIGNIFICANT, Estimate, share_of
 from models_integration.studies.evidence.kept import BLIND, FULL
 from models_integration.studies.evidence.rules import Claim
 from models_integration.studies.results import Row
@@ -23,7 +23,6 @@ __all__ = ["ENDS", "FLOOR", "Samples", "Verdict", "verdicts"]
 FLOOR = 0.7
 """Accuracy that the full cache must reach, for a task at a length and placement to count in accuracies."""
 _POWER = 0.8
-_SIGNIFICANT = 0.05
 ENDS = (FULL, "1.0"), (BLIND, "0")
 """The cells between which recovery counts."""
 
@@ -182,7 +181,7 @@ class Verdict:
         """What the corrected p says, in a word."""
         if self.corrected is None:
             return "not compared"
-        if self.corrected > _SIGNIFICANT:
+        if self.corrected > SIGNIFICANT:
             return "open"
         return "holds" if self.difference.value > 0 else "the opposite holds"
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from models_integration.studies.estimate import SAME_CACHE, Estimate, pairs_of, share_of
+from models_integration.studies.estimate import SAME_CACHE, SIGNIFICANT, Estimate, pairs_of, share_of
 from models_integration.studies.page.elements import Html, best_of, forest, grid, note, panel, plots, section, table
 from models_integration.studies.page.pictures import Curve
 from models_integration.studies.report import title_of
@@ -12,8 +12,6 @@ from models_integration.studies.results import Row
 from reference.statistics import holm
 
 __all__ = ["Share", "failures", "grouped", "shares_sections"]
-
-_SIGNIFICANT = 0.05
 
 
 @dataclass(frozen=True)
@@ -107,7 +105,7 @@ def _best(tasks: dict[str, list[Share]], whole: str) -> Html:
         lines.append([title_of(task), *(winner([one for one in limited if one.budget == at]) for at in budgets)])
     caption = (
         "Highest exact match among those of one mean cache, chosen after the fact. Told apart: McNemar's exact p of the"
-        " same samples is at most 0.05, uncorrected."
+        f" same samples is at most {SIGNIFICANT}, uncorrected."
     )
     return table(caption, ["task", *(f"budget {budget}" for budget in budgets)], lines) if budgets else Html("")
 
@@ -115,7 +113,7 @@ def _best(tasks: dict[str, list[Share]], whole: str) -> Html:
 def _apart(first: Share, second: Share) -> bool:
     if not (first.outcomes and second.outcomes):
         return False
-    return pairs_of(first.outcomes, second.outcomes).p <= _SIGNIFICANT
+    return pairs_of(first.outcomes, second.outcomes).p <= SIGNIFICANT
 
 
 def _differences(tasks: dict[str, list[Share]], base: str) -> Iterator[Html]:
