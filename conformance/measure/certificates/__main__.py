@@ -125,9 +125,9 @@ def page() -> str:
         " `conformance/measure/certificates`; `python -m conformance.verify --check CERTIFICATE.toml` is run there"
         " (engines: from the root), with the root in PYTHONPATH.", "",
         "Presses decide as they are, on drawn queries, keys and values in float64; their promises are read from their"
-        " docstrings. Those that fail do so for one reason: B of n tokens are asked for as the ratio 1 - B / n, and"
-        " where floats round down, one token too few is kept, be it a sink. Asked for half a token more,"
-        " they hold (150 inputs each). All defects are in [upstream.md](../../upstream.md).", "",
+        " docstrings. B of n tokens are asked for as the ratio 1 - B / n, the only form that they have: where floats"
+        " round down, one token too few is kept, be it a sink. All defects are in"
+        " [upstream.md](../../upstream.md).", "",
         "| Certificate | Badge | Judged | Rows | Note |", "|---|---|---|---|---|", *rows, "",
     ])
 
