@@ -97,7 +97,8 @@ def test_sequences_that_share_cells_are_evicted_apart(model: Any, file: Path) ->
         assert first.positions.tolist() == [*retention.positions.tolist(), *range(60, 72)]
 
 
-def test_quantised_cells_that_move_away_are_as_good_as_gone(model: Any, tmp_path: Path) -> None:
+def test_with_quantised_weights_cells_that_move_away_are_as_good_as_gone(model: Any, tmp_path: Path) -> None:
+    """Bit for bit, where another sequence has filled the freed cells and all sums run in the same order."""
     path, random = tmp_path / "q4_1.gguf", Random(6)
     write_gguf(path, model)
     prompt, question = text(random, 120), text(random, 9)
@@ -111,9 +112,9 @@ def test_quantised_cells_that_move_away_are_as_good_as_gone(model: Any, tmp_path
             if move:
                 move_away(context, gone)
             else:
-                sequence.evict(retention)
+                LlamaSequence(context, 1).read(text(random, sequence.evict(retention)))
             found.append(torch.cat([read(sequence, [token]) for token in question]))
-    check_close(*found)
+    assert torch.equal(*found)
 
 
 def test_the_wrappers_own_generation_goes_on_behind_an_eviction(model: Any, file: Path) -> None:
