@@ -160,7 +160,7 @@ def test_from_a_prompt_to_an_answer(model: Any, file: Path, tmp_path: Path) -> N
     asked = [*ids, *tokenizer(" And 3?").input_ids]
     answer, full = (greedy(model, asked, hidden, 8) for hidden in ([(len(ids), gone)], []))
     assert answer != full
-    assert done.stdout.startswith(tokenizer.decode(answer))
+    assert done.stdout.startswith(str(tokenizer.decode(answer)))
 
 
 @pytest.mark.law("as-it-is-described")
@@ -265,8 +265,9 @@ def test_a_sequence_that_is_none_or_that_somebody_else_changed_is_named(
     [[(0, 3), (2, 5)], [(4, 5), (0, 2)], [(3, 3)], [(5, 2)], [(-1, 2)], [(0, 21)], [(0, 1, 2)], [(0, 1.5)], [7]],
 )
 def test_ranges_that_are_none_are_named(ranges: Any) -> None:
-    with pytest.raises(SpecError, match=r"^(ranges|positions) ="):
+    with pytest.raises(SpecError) as caught:
         retention_of(ranges, 20)
+    assert caught.value.argument == ("positions" if len(ranges) == 2 else "ranges")
 
 
 LAYER = {"attn_norm": (32,), "attn_q": (32, 32), "attn_k": (16, 32), "attn_v": (16, 32), "attn_output": (32, 32),
@@ -287,10 +288,10 @@ OTHERS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, tuple[int, ...]], str
 def test_a_model_without_a_cell_for_each_token_is_named(family: str, tmp_path: Path) -> None:
     sizes, layer, words = OTHERS[family]
     writer = GGUFWriter(tmp_path / "other.gguf", family)
-    for name, value in ({
+    for name, value in {
         "block_count": 4, "context_length": 256, "embedding_length": 32, "feed_forward_length": 64, "vocab_size": 50,
-        "attention.head_count": 4, "attention.head_count_kv": 2,
-    } | sizes).items():
+        "attention.head_count": 4, "attention.head_count_kv": 2, **sizes,
+    }.items():
         (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"{family}.{name}", value)
     writer.add_tokenizer_model("no_vocab")
     names = {f"blk.{index}.{name}": shape for index in range(4) for name, shape in layer.items()}
