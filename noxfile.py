@@ -266,26 +266,32 @@ def peers(session: nox.Session) -> None:
     run(session, halves, "page", *options)
 
 
-def of_extra(session: nox.Session, extra: str, test: str) -> None:
-    """A test of an optional package, in an environment of its own."""
+def of_extra(session: nox.Session, extra: str, test: str, *others: str) -> None:
+    """A test of an optional package, in an environment of its own; other extras are what the test needs besides."""
     home = ROOT / ".nox" / extra
     if not (home / "complete").exists():
-        new_environment(session, home, "-e", f".[{extra},conformance]")
+        new_environment(session, home, "-e", f".[{','.join((extra, *others, 'conformance'))}]")
         (home / "complete").touch()
-    test = f"conformance/own/models_integration/studies/{test}"
+    test = f"conformance/own/models_integration/{test}"
     session.run(str(interpreter_of(home)), "-m", "pytest", test, *session.posargs, external=True, env=ONE_THREAD)
 
 
 @nox.session(venv_backend="none")
 def ray(session: nox.Session) -> None:
     """A sweep by actors of Ray, half of them killed twice; Ray needs an environment of its own, 0.3 GB more."""
-    of_extra(session, "ray", "test_ray.py")
+    of_extra(session, "ray", "studies/test_ray.py")
 
 
 @nox.session(name="lm-eval", venv_backend="none")
 def lm_eval(session: nox.Session) -> None:
     """lm-evaluation-harness under a policy, beside itself without one, in an environment of its own."""
-    of_extra(session, "lm-eval", "test_harness.py")
+    of_extra(session, "lm-eval", "studies/test_harness.py")
+
+
+@nox.session(venv_backend="none")
+def llamacpp(session: nox.Session) -> None:
+    """Eviction inside llama.cpp, beside masking; it is compiled in an environment of its own, for ten minutes, once."""
+    of_extra(session, "llamacpp", "engines/test_llama_cpp.py", "weights")
 
 
 @nox.session(venv_backend="none")

@@ -12,7 +12,7 @@ for needed in ("gguf", "accelerate"):
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedModel  # noqa: E402
 
-from conformance.own.models_integration.model.gguf_files import tiny_llama, write_gguf  # noqa: E402
+from conformance.measure.gguf_files import tiny_llama, write_gguf  # noqa: E402
 from conformance.own.models_integration.session.families import relative  # noqa: E402
 from models_integration.model.gguf import read_gguf  # noqa: E402
 from models_integration.studies.subject import Loading  # noqa: E402

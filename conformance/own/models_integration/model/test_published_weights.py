@@ -21,7 +21,7 @@ for needed in ("gguf", "accelerate"):
 
 from safetensors import SafetensorError  # noqa: E402
 
-from conformance.own.models_integration.model.gguf_files import tiny_llama, write_gguf, write_wheel  # noqa: E402
+from conformance.measure.gguf_files import tiny_llama, write_gguf, write_wheel  # noqa: E402
 from conformance.own.models_integration.session.families import relative  # noqa: E402
 from models_integration import cli  # noqa: E402
 from models_integration.model import published_weights  # noqa: E402

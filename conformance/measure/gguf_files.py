@@ -65,12 +65,14 @@ def from_blocks(stored: np.ndarray[tuple[int, int], np.dtype[np.uint8]]) -> Matr
     return values
 
 
-def write_gguf(path: Path, model: LlamaForCausalLM) -> None:
-    """The file of a model, whose tokenizer is a byte-level one that splits digits off."""
+def write_gguf(
+    path: Path, model: LlamaForCausalLM, kind: GGMLQuantizationType = GGMLQuantizationType.Q4_1,
+) -> None:
+    """The file of a model, its matrices Q4_1 or F32; its tokenizer is a byte-level one that splits digits off."""
     writer = GGUFWriter(path, "llama")
     _describe(writer, model.config)
     for name, parameter in model.named_parameters():
-        _add(writer, name, parameter, model.config)
+        _add(writer, name, parameter, model.config, kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -89,15 +91,16 @@ def _describe(writer: GGUFWriter, config: Any) -> None:
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(list(TOKENS))
-    writer.add_token_types([3] * len(SPECIAL) + [1] * (len(TOKENS) - len(SPECIAL)))
+    unused = [f"<unused {at}>" for at in range(len(TOKENS), config.vocab_size)]
+    writer.add_token_list([*TOKENS, *unused])
+    writer.add_token_types([3] * len(SPECIAL) + [1] * (config.vocab_size - len(SPECIAL)))
     writer.add_token_merges(list(MERGES))
     for name, at in (("unk", 0), ("bos", 1), ("eos", 2), ("pad", 2)):
         getattr(writer, f"add_{name}_token_id")(at)
     writer.add_add_bos_token(False)
 
 
-def _add(writer: GGUFWriter, name: str, parameter: Tensor, config: Any) -> None:
+def _add(writer: GGUFWriter, name: str, parameter: Tensor, config: Any, kind: GGMLQuantizationType) -> None:
     """One tensor; of queries and keys, the rows of a head's two halves take turns."""
     at = name.removesuffix(".weight").removeprefix("model.")
     if at.startswith("layers."):
@@ -109,8 +112,8 @@ def _add(writer: GGUFWriter, name: str, parameter: Tensor, config: Any) -> None:
         heads = config.num_attention_heads if at.endswith("q") else config.num_key_value_heads
         halves = values.reshape(heads, 2, -1, values.shape[1])
         values = halves.transpose(1, 2).reshape(values.shape)
-    if values.dim() == 2:
-        writer.add_tensor(stored, as_blocks(values), raw_dtype=GGMLQuantizationType.Q4_1)
+    if values.dim() == 2 and kind is GGMLQuantizationType.Q4_1:
+        writer.add_tensor(stored, as_blocks(values), raw_dtype=kind)
     else:
         writer.add_tensor(stored, values.numpy())
 

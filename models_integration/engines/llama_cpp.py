@@ -1,0 +1,180 @@
+"""A kept set inside llama.cpp: the cells of all other tokens are freed, those that are kept keep their positions.
+
+    sequence = LlamaSequence(llama.ctx)  # of a `llama_cpp.Llama`
+    sequence.read(prompt_ids)
+    sequence.evict(retention_of(ranges, seen))  # as `kvspec keep --format json` prints them
+    logits = sequence.read(question_ids)
+
+A cell of llama.cpp holds one token for all layers and heads, so one set must serve the whole model. NumPy and
+llama-cpp-python are enough: the decision may come from another process.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import llama_cpp as cpp
+import numpy as np
+
+from spec.arrays import IntVector, Vector
+from spec.errors import SpecError
+from spec.retention import Granularity, Retention
+
+__all__ = ["LlamaSequence", "retention_of"]
+
+_REFUSED = {
+    "llama_model_n_swa": "layers with a sliding window, whose cells leave by themselves",
+    "llama_model_is_recurrent": "recurrent states, from which no token can be taken",
+    "llama_model_is_hybrid": "recurrent states, from which no token can be taken",
+    "llama_model_is_diffusion": "no order in which tokens are read",
+    "llama_model_has_encoder": "an encoder",
+}
+"""What llama.cpp says of a model that does not hold each token in one cell for all layers, and what that means."""
+_NO_SLOT = 1
+"""What `llama_decode` returns where too few cells are free."""
+
+
+def retention_of(ranges: Sequence[Sequence[int]], seen: int) -> Retention:
+    """The kept set of printed ranges.
+
+    Args:
+        ranges: the first position and one behind the last of each, rising.
+        seen: tokens of the prompt.
+
+    Raises:
+        SpecError: for what is no range inside [0, seen), and for ranges that overlap or fall.
+    """
+    for pair in ranges:
+        match pair:
+            case [int(first), int(end)] if 0 <= first < end <= seen:
+                pass
+            case _:
+                raise SpecError("ranges", pair, f"must be the first and one behind the last, inside [0, {seen})")
+    kept = np.array([position for first, end in ranges for position in range(first, end)], dtype=np.int64)
+    return Retention.shared(kept, seen)
+
+
+class LlamaSequence:
+    """One sequence of a context of llama.cpp.
+
+    Args:
+        context: `llama_cpp.Llama(...).ctx`, or what `llama_init_from_model` returned; its owner keeps it alive.
+        seq_id: of the sequence. What it holds already must be all tokens from position 0 on.
+
+    Attributes:
+        seen: tokens read so far: the position of the next one.
+        positions: of the stored tokens, ascending.
+
+    Raises:
+        SpecError: for a sequence that the context has not, or that does not begin at position 0, and for a model whose
+            tokens are not one cell each.
+    """
+
+    def __init__(self, context: Any, seq_id: int = 0) -> None:
+        self._context, self._seq_id, self._model = context, seq_id, cpp.llama_get_model(context)
+        self._memory = _memory(context, self._model)
+        sequences = cpp.llama_n_seq_max(context)
+        if not 0 <= seq_id < sequences:
+            raise SpecError("seq_id", seq_id, f"must lie in [0, {sequences})")
+        first = cpp.llama_memory_seq_pos_min(self._memory, seq_id)
+        if first > 0:
+            raise SpecError("seq_id", seq_id, f"begins at position {first}: what was evicted is not known")
+        self.seen = self._last() + 1
+        self.positions: IntVector = np.arange(self.seen)
+
+    def read(self, tokens: Sequence[int]) -> Vector:
+        """Read tokens behind all that was seen, in batches of the context's own size.
+
+        Returns:
+            Logits behind the last one, float32, (vocabulary,).
+
+        Raises:
+            SpecError: for no tokens, ids that the model has not, and more tokens than there are free cells.
+            RuntimeError: where llama.cpp fails otherwise. In every case the sequence is as it was.
+        """
+        self._check_untouched()
+        vocabulary = cpp.llama_vocab_n_tokens(cpp.llama_model_get_vocab(self._model))
+        if not len(tokens) or not 0 <= min(tokens) <= max(tokens) < vocabulary:
+            raise SpecError("tokens", len(tokens), f"must be one or more, with ids in [0, {vocabulary})")
+        cells = cpp.llama_n_ctx_seq(self._context)
+        if len(tokens) > cells - len(self.positions):
+            raise SpecError("tokens", len(tokens), f"{cells - len(self.positions)} of n_ctx = {cells} cells are free")
+        size = cpp.llama_n_batch(self._context)
+        for start in range(0, len(tokens), size):
+            failed = self._decode(tokens[start : start + size], self.seen + start)
+            if failed:
+                cpp.llama_memory_seq_rm(self._memory, self._seq_id, self.seen, -1)
+            if failed == _NO_SLOT:
+                raise SpecError("tokens", len(tokens), "find no free cells: other sequences hold the context's")
+            if failed:
+                raise RuntimeError(f"llama_decode returned {failed}")
+        self.positions = np.append(self.positions, np.arange(self.seen, self.seen + len(tokens)))
+        self.seen += len(tokens)
+        logits: Vector = np.ctypeslib.as_array(cpp.llama_get_logits_ith(self._context, -1), (vocabulary,)).copy()
+        return logits
+
+    def evict(self, retention: Retention) -> int:
+        """Free the cells of what is not kept. A cell that another sequence shares stays there.
+
+        Returns:
+            How many tokens were evicted.
+
+        Raises:
+            SpecError: for sets of layers or heads, a set about another number of tokens, tokens that are not stored
+                any more, and a set without the last token, behind which alone llama.cpp reads on. Nothing is freed.
+        """
+        self._check_untouched()
+        if retention.granularity is not Granularity.MODEL:
+            bound = "must be one set for the model: a cell of llama.cpp serves all layers and heads"
+            raise SpecError("retention", retention.granularity.value, bound)
+        if retention.seen != self.seen:
+            raise SpecError("retention", retention.seen, f"must be about the {self.seen} tokens of the sequence")
+        kept = retention.positions
+        if len(gone := np.setdiff1d(kept, self.positions)):
+            raise SpecError("retention", int(gone[0]), "is a position that was evicted before")
+        if not len(kept) or kept[-1] != self.seen - 1:
+            bound = f"must keep position {self.seen - 1}, the last: llama.cpp reads on behind it alone"
+            raise SpecError("retention", kept[-1:].tolist(), bound)
+        before = np.concatenate([[-1], kept[:-1]])
+        for first, end in zip((before + 1).tolist(), kept.tolist(), strict=True):
+            if first < end and not cpp.llama_memory_seq_rm(self._memory, self._seq_id, first, end):
+                raise SpecError("context", (first, end), "are positions that llama.cpp does not remove")
+        evicted = len(self.positions) - len(kept)
+        self.positions = kept
+        return evicted
+
+    def _last(self) -> int:
+        return int(cpp.llama_memory_seq_pos_max(self._memory, self._seq_id))
+
+    def _check_untouched(self) -> None:
+        if self._last() != self.seen - 1:
+            bound = f"is the last position, and was {self.seen - 1} here: somebody else has read or removed tokens"
+            raise SpecError("context", self._last(), bound)
+
+    def _decode(self, tokens: Sequence[int], first: int) -> int:
+        """One batch, its first token at this position; what llama.cpp returns. Only the last one has logits."""
+        batch = cpp.llama_batch_init(len(tokens), 0, 1)
+        batch.n_tokens = len(tokens)
+        for at, token in enumerate(tokens):
+            batch.token[at], batch.pos[at], batch.logits[at] = token, first + at, at == len(tokens) - 1
+            batch.n_seq_id[at], batch.seq_id[at][0] = 1, self._seq_id
+        returned = int(cpp.llama_decode(self._context, batch))
+        cpp.llama_batch_free(batch)
+        return returned
+
+
+def _memory(context: Any, model: Any) -> Any:
+    """Where a context has its cells.
+
+    Raises:
+        SpecError: for a model that does not hold each token in one cell.
+    """
+    said = ctypes.create_string_buffer(128)
+    cpp.llama_model_desc(model, said, len(said))
+    for asked, what in _REFUSED.items():
+        if getattr(cpp, asked)(model) > 0:
+            raise SpecError("context", said.value.decode(), f"has {what}")
+    memory = cpp.llama_get_memory(context)
+    if memory is None:
+        raise SpecError("context", said.value.decode(), "has no cells")
+    return memory
