@@ -53,11 +53,12 @@ NO_STAGE = {
         "a scorer in a few matrix products once a prompt, which NumPy's BLAS does; no stage computes it",
     ),
     **dict.fromkeys(
-        ("PO-FILL-UNITS", "PO-TWO-STAGES", "PO-BEST-BLOCKS", "PO-WHOLE-SHARES", "PO-PYRAMID-BUDGET", "PO-ADAPTIVE-BUDGET",
+        ("PO-FILL-UNITS", "PO-TWO-STAGES", "PO-WHOLE-SHARES", "PO-PYRAMID-BUDGET", "PO-ADAPTIVE-BUDGET",
          "PO-PREFERENCE-BUDGET",
          "PO-COMPETITION-BUDGET"),
         "counts and sorts of scores on the host, the same for every backend",
     ),
+    "PO-BEST-BLOCKS": "sums of blocks on the host; the choice among them is a backend's stage best_tokens",
     **dict.fromkeys(
         ("PO-RETAIN", "PO-STEP", "PO-TURN", "PO-READ", "PO-STREAMINGLLM", "PO-PYRAMIDKV", "PO-PYRAMIDKV-DESCRIBED",
          "PO-H2O", "PO-H2O-DESCRIBED", "PO-TOVA", "PO-BLOCKS"),

@@ -98,5 +98,6 @@ def places_of_blocks_in_8_bits(
 ) -> Selection:
     """The number of blocks that fit is held in 8 bits."""
     left = values.shape[1] % b
-    return best_blocks(values, (shares - left) // b % 256 * b + left, pinned, b, choose)
+    places = (shares - left) // b
+    return best_blocks(values, np.where(places < 256, places, places % 256) * b + left, pinned, b, choose)
 

@@ -159,7 +159,7 @@ def test_constants_reach_the_policy() -> None:
     [
         (("epicache",), {}, "name = 'epicache'"),
         (("scissorhands",), {}, "name = 'scissorhands'"),
-        (("snapkv",), {"window": 8}, "snapkv has the constants W, kernel"),
+        (("snapkv",), {"window": 8}, "snapkv has the constants W, block, kernel"),
         (("snapkv",), {"W": 0}, "W = 0"),
         (("snapkv",), {"kernel": 4}, "kernel = 4"),
         (("snapkv", 1.5), {}, "budget"),
