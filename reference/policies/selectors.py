@@ -70,7 +70,8 @@ def best_blocks(
     full, left = divmod(values.shape[1], b)
     closed, shape = full * b, (len(values), full, b)
     total: Matrix = reduce(np.add, np.moveaxis(values[:, :closed].reshape(shape), 2, 0))
-    chosen = choose(total, (shares - left) // b, pinned[:, :closed].reshape(shape).any(axis=2))
+    held: BoolMatrix = np.logical_or.reduce(pinned[:, :closed].reshape(shape), axis=2)
+    chosen = choose(total, (shares - left) // b, held)
     newest = np.arange(closed, closed + left)
     return _selection([
         np.append((b * blocks[:, None] + np.arange(b)).ravel(), newest)

@@ -20,7 +20,7 @@ def blocks_by_their_best_tokens(
 ) -> Selection:
     """A block is as good as its best token."""
     full = values.shape[1] // b * b
-    alone = np.zeros(values.shape)
+    alone: Array = np.zeros(values.shape)
     alone[:, :full:b] = values[:, :full].reshape(len(values), -1, b).max(axis=2)
     return best_blocks(alone, shares, pinned, b, choose)
 
@@ -83,11 +83,12 @@ def tokens_first_then_their_blocks(selector: Any, scores: Scores, budgets: Array
 
     def touched(values: Array, shares: Array, pinned: Array, /) -> Selection:
         found = best_tokens(values, shares, pinned)
-        marks = np.zeros(values.shape, dtype=np.bool_)
+        marks: Array = np.zeros(values.shape, dtype=np.bool_)
         marks[np.repeat(np.arange(len(values)), np.diff(found.offsets)), found.positions] = True
         return best_blocks(values, shares * 0, marks, b)
 
-    return selector.select(scores, budgets, protected, choose=touched)
+    chosen: Selection = selector.select(scores, budgets, protected, choose=touched)
+    return chosen
 
 
 @beyond("255 blocks", best_blocks, "PO-BEST-BLOCKS", lambda: (
