@@ -71,7 +71,7 @@ def best_blocks(
     closed, shape = full * b, (len(values), full, b)
     total: Matrix = reduce(np.add, np.moveaxis(values[:, :closed].reshape(shape), 2, 0))
     held: BoolMatrix = np.logical_or.reduce(pinned[:, :closed].reshape(shape), axis=2)
-    chosen = choose(total, (shares - left) // b, held)
+    chosen = choose(total, np.maximum(0, (shares - left) // b), held)
     newest = np.arange(closed, closed + left)
     return _selection([
         np.append((b * blocks[:, None] + np.arange(b)).ravel(), newest)
