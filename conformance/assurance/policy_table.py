@@ -8,6 +8,7 @@ from conformance.checks.promises import PROPERTIES
 __all__ = ["REASONS", "TABLE", "rendered"]
 
 REASONS: Mapping[str, str] = {
+    "blocks": "blocks stay or go whole: a share's rest stays empty, and a good token in a weak block loses",
     "chunks": "a chunk's tokens stand or fall together, so a good token in a weak chunk loses",
     "safeguard": "a part of every head's share is its own, so a weak head keeps tokens that score less",
     "ties": "heads that tie are served in order, the lower one first",
@@ -38,6 +39,8 @@ _OTHERWISE: Mapping[str, Mapping[str, str]] = {
     "adakv": {"higher score never loses": "no: safeguard", "head permutation": "no: ties"},
     "criticalkv": {"higher score never loses": "no: stages"},
     "critical-adakv": {"higher score never loses": "no: stages", "head permutation": "no: ties"},
+    "blocks": {"budget exact": "no: blocks", "higher score never loses": "no: blocks"},
+    "blocks-of-h2o": {"budget exact": "no: blocks", "higher score never loses": "no: blocks"},
     "triattention": {"protection holds": "N/A: none"},
     "triattention-by-head": {"protection holds": "N/A: none"},
     "triattention-by-layer-and-head": {"protection holds": "N/A: none"},

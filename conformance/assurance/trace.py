@@ -58,9 +58,10 @@ NO_STAGE = {
          "PO-COMPETITION-BUDGET"),
         "counts and sorts of scores on the host, the same for every backend",
     ),
+    "PO-BEST-BLOCKS": "sums of blocks on the host; the choice among them is a backend's stage best_tokens",
     **dict.fromkeys(
         ("PO-RETAIN", "PO-STEP", "PO-TURN", "PO-READ", "PO-STREAMINGLLM", "PO-PYRAMIDKV", "PO-PYRAMIDKV-DESCRIBED",
-         "PO-H2O", "PO-H2O-DESCRIBED", "PO-TOVA"),
+         "PO-H2O", "PO-H2O-DESCRIBED", "PO-TOVA", "PO-BLOCKS"),
         "a composition of parts; no stage computes it",
     ),
     **dict.fromkeys(

@@ -23,7 +23,7 @@ from models_integration.policies.calibration import served_by
 from models_integration.session.method import Method
 from models_integration.session.session import Session
 from reference.calibration import Calibration, load_calibration
-from reference.policies import crystalcache, full_cache, names, streaming_llm
+from reference.policies import crystalcache, full_cache, in_blocks, names, streaming_llm
 from spec.backend import BUILT_IN, Backend, resolve
 from spec.budget import Budget, parse_budget
 from spec.errors import BackendUnavailable, SpecError
@@ -182,13 +182,17 @@ class StreamingLLM(CustomPolicy):
     Args:
         budget: as CrystalCache's.
         N_sink: attention sinks, tokens.
+        block: keeps whole blocks of so many tokens, for caches in pages; None: single tokens.
 
     Raises:
-        SpecError: for a budget or N_sink that the specification does not admit.
+        SpecError: for a budget, N_sink or block that the specification does not admit.
     """
 
-    def __init__(self, budget: float | int | str | Budget = 0.5, N_sink: int = 4) -> None:
-        super().__init__(streaming_llm(N_sink), budget)
+    def __init__(
+        self, budget: float | int | str | Budget = 0.5, N_sink: int = 4, block: int | None = None,
+    ) -> None:
+        policy = streaming_llm(N_sink)
+        super().__init__(policy if block is None else in_blocks(policy, block), budget)
 
 
 class FullCache(CustomPolicy):
@@ -215,6 +219,7 @@ class Published(RetentionPolicy):
     `Published("triattention", 0.3, calibration="statistics.npz")`: the file that `kvspec calibrate` writes, or a
     Calibration. `Published("diverse-adakv", 0.3, diversity=0.5, signature="head")`: any policy that keeps single
     tokens by their scores, under its own budgets, with set-conditioned selection; diversity is the paper's lambda.
+    `Published("snapkv", 0.3, block=16)`: whole blocks of 16 tokens, of any policy that chooses single tokens.
 
     Args:
         name: as `policy_from_name`'s; CrystalCache, StreamingLLM and FullCache are made by their

@@ -1,6 +1,7 @@
 """The methods of the field, each a record of five parts; `retain` runs one, `start` and `advance` while decoding."""
 
 from reference.policies.adakv import adakv, with_adaptive_budgets
+from reference.policies.blocks import in_blocks
 from reference.policies.cadences import advance, advance_turn, start
 from reference.policies.cake import cake
 from reference.policies.caote import caote
@@ -38,7 +39,7 @@ from reference.policies.vatp import vatp, with_value_norms
 __all__ = [
     "adakv", "advance", "advance_turn", "cake", "caote", "chunkkv", "chunkkv_described", "critical_adakv", "criticalkv",
     "crystalcache", "defensivekv", "diverse", "epicache", "eviction_budget", "expected_attention", "full_cache", "h2o",
-    "h2o_described", "keydiff", "knorm", "lagkv", "morphkv", "nestedkv", "nestedkv_without_adaptive",
+    "h2o_described", "in_blocks", "keydiff", "knorm", "lagkv", "morphkv", "nestedkv", "nestedkv_without_adaptive",
     "nestedkv_without_both", "nestedkv_without_continuum", "policy_from_score", "pyramidkv", "pyramidkv_described",
     "retain", "retain_turn", "rkv", "scheduled", "snapkv", "start", "streaming_llm", "tova", "toward_mean_values",
     "triattention", "vatp", "with_adaptive_budgets", "with_critical_selection", "with_value_norms",

@@ -11,7 +11,7 @@ from reference.policies.adakv import adakv
 from reference.policies.attention import wide
 from reference.policies.defensivekv import output_size
 from reference.policies.scorers import check_weighable
-from reference.policies.selectors import best_tokens, top_tokens, top_units
+from reference.policies.selectors import Choice, best_tokens, top_tokens, top_units
 from reference.policies.snapkv import snapkv
 from spec.arrays import BoolVector, Cube, IntVector
 from spec.errors import SpecError
@@ -23,7 +23,9 @@ __all__ = ["EPSILON", "TwoScores", "critical_adakv", "criticalkv", "two_stages",
 EPSILON = 1e-4
 
 
-def two_stages(scores: Scores, budgets: IntVector, protected: BoolVector, /, share: Fraction) -> Selection:
+def two_stages(
+    scores: Scores, budgets: IntVector, protected: BoolVector, /, share: Fraction, choose: Choice = best_tokens,
+) -> Selection:
     """Per group: the protected tokens, `share` of the rest by score, rounded down, then the best by second score.
 
     Implements: PO-TWO-STAGES
@@ -33,10 +35,10 @@ def two_stages(scores: Scores, budgets: IntVector, protected: BoolVector, /, sha
     assert scores.second is not None
     pinned = int(protected.sum())
     first = pinned + (budgets - pinned) * share.numerator // share.denominator
-    chosen = top_units(scores, first, protected)
+    chosen = top_tokens(scores, first, protected, choose)
     held = np.zeros(scores.values.shape, dtype=np.bool_)
     held[np.repeat(np.arange(len(held)), np.diff(chosen.offsets)), chosen.positions] = True
-    return best_tokens(scores.second, budgets, held)
+    return choose(scores.second, budgets, held)
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from spec.plugins import Plugin, find_plugin
 from spec.policy import Policy, Promises
 
 __all__ = [
-    "DIVERSE", "ENTRY_POINTS", "NAMES", "POLICIES", "NamedPolicy", "check_name", "constants_of", "constants_of_model",
-    "make_policy", "own_policy",
+    "BLOCK", "DIVERSE", "ENTRY_POINTS", "NAMES", "POLICIES", "NamedPolicy", "check_name", "constants_of",
+    "constants_of_model", "make_policy", "own_policy",
 ]
 
 ENTRY_POINTS = "kvspec.policies"
@@ -21,6 +21,9 @@ DIVERSE = "diverse-"
 """Before a name: the same policy under set-conditioned selection, with the constants `diversity` and `signature`."""
 
 _DIVERSITY = frozenset({"diversity", "signature", "backend"})
+
+BLOCK = "block"
+"""A constant of policies that choose single tokens by their scores: whole blocks of so many stay (PO-BLOCKS)."""
 
 _ALL = Promises("yes", "yes", "yes", "yes", "yes", "yes", "yes")
 _NONE_PROTECTED = replace(_ALL, protection_holds="N/A")
@@ -36,6 +39,8 @@ class NamedPolicy:
     of_model: frozenset[str] = frozenset()
     diverse: bool = True
     """Whether the name may stand behind DIVERSE: it keeps single tokens by their scores."""
+    blocks: bool = True
+    """Whether it has the constant BLOCK."""
     promises: Promises = _ALL
     """Of the policy under its own name: the row of the table in spec/policies.md, which says why it is not all."""
 
@@ -50,11 +55,11 @@ def _triattention(mode: str) -> NamedPolicy:
 
 
 POLICIES: Mapping[str, NamedPolicy] = {
-    "crystalcache": NamedPolicy(policies.crystalcache, diverse=False, promises=Promises(
+    "crystalcache": NamedPolicy(policies.crystalcache, diverse=False, blocks=False, promises=Promises(
         protection_holds="yes", no_op_at_full_budget="yes", row_independence="yes",
     )),
     "streamingllm": NamedPolicy(policies.streaming_llm, promises=replace(_KEYS_ALONE, head_permutation="N/A")),
-    "fullcache": NamedPolicy(policies.full_cache, diverse=False, promises=Promises(
+    "fullcache": NamedPolicy(policies.full_cache, diverse=False, blocks=False, promises=Promises(
         "no", "N/A", "yes", "N/A", "yes", "N/A", "N/A",
     )),
     "adakv": NamedPolicy(
@@ -62,9 +67,12 @@ POLICIES: Mapping[str, NamedPolicy] = {
     ),
     "cake": NamedPolicy(policies.cake),
     "caote": NamedPolicy(policies.caote, promises=_NONE_PROTECTED),
-    "chunkkv": NamedPolicy(policies.chunkkv, diverse=False, promises=replace(_ALL, higher_score_never_loses="no")),
+    "chunkkv": NamedPolicy(
+        policies.chunkkv, diverse=False, blocks=False, promises=replace(_ALL, higher_score_never_loses="no")
+    ),
     "chunkkv-described": NamedPolicy(
-        policies.chunkkv_described, diverse=False, promises=replace(_NONE_PROTECTED, higher_score_never_loses="no")
+        policies.chunkkv_described, diverse=False, blocks=False,
+        promises=replace(_NONE_PROTECTED, higher_score_never_loses="no"),
     ),
     "critical-adakv": NamedPolicy(
         policies.critical_adakv, of_model=frozenset({"W_o"}), diverse=False,
@@ -148,8 +156,10 @@ def constants_of(name: str) -> frozenset[str]:
     """
     if check_name(name) not in NAMES:
         return frozenset()
-    constants = POLICIES[name.removeprefix(DIVERSE)].constants
-    return constants | _DIVERSITY if name.startswith(DIVERSE) else constants
+    row = POLICIES[name.removeprefix(DIVERSE)]
+    if name.startswith(DIVERSE):
+        return row.constants | _DIVERSITY
+    return row.constants | {BLOCK} if row.blocks else row.constants
 
 
 def constants_of_model(name: str) -> frozenset[str]:
@@ -169,12 +179,14 @@ def make_policy(name: str, constants: Mapping[str, Any]) -> Policy:
         BackendUnavailable: when a backend cannot run here, or lacks what the policy needs.
     """
     if name not in NAMES:
-        own = own_policy(name).value
-        assert isinstance(own, Policy)
-        return own
+        given = own_policy(name).value
+        assert isinstance(given, Policy)
+        return given
     row = POLICIES[name.removeprefix(DIVERSE)]
     if not name.startswith(DIVERSE):
-        return replace(row.make(**row.decided, **constants), promises=row.promises)
+        own = {key: value for key, value in constants.items() if key != BLOCK}
+        policy = replace(row.make(**row.decided, **own), promises=row.promises)
+        return policies.in_blocks(policy, constants[BLOCK]) if BLOCK in constants else policy
     taken = row.constants | row.of_model
     host = row.make(**row.decided, **{key: value for key, value in constants.items() if key in taken})
     lam, mode = constants.get("diversity", 0.5), constants.get("signature", "flat")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 from typing import TypeAlias
 
 import numpy as np
@@ -14,7 +15,8 @@ from spec.policy import Scores, Selection
 from spec.records import Trunks
 
 __all__ = [
-    "Dissolve", "best_tokens", "fill_units", "recent_half", "top_tokens", "top_units", "touched_units",
+    "Choice", "Dissolve", "best_blocks", "best_tokens", "fill_units", "recent_half", "top_tokens", "top_units",
+    "touched_units",
 ]
 
 
@@ -55,6 +57,26 @@ def top_tokens(
 ) -> Selection:
     """`top_units` of tokens, by a backend's stage."""
     return choose(scores.values, budgets, np.broadcast_to(protected, scores.values.shape))
+
+
+def best_blocks(
+    values: Float64[Matrix, "g n"], shares: Int64[IntVector, " g"], pinned: Bool[BoolMatrix, "g n"], /, b: int,
+    choose: Choice = best_tokens,
+) -> Selection:
+    """Whole blocks of b tokens, the highest sums first, up to each group's share; the open block stays.
+
+    Implements: PO-BEST-BLOCKS
+    """
+    full, left = divmod(values.shape[1], b)
+    closed, shape = full * b, (len(values), full, b)
+    total: Matrix = reduce(np.add, np.moveaxis(values[:, :closed].reshape(shape), 2, 0))
+    held: BoolMatrix = np.logical_or.reduce(pinned[:, :closed].reshape(shape), axis=2)
+    chosen = choose(total, np.maximum(0, (shares - left) // b), held)
+    newest = np.arange(closed, closed + left)
+    return _selection([
+        np.append((b * blocks[:, None] + np.arange(b)).ravel(), newest)
+        for blocks in np.split(chosen.positions, chosen.offsets[1:-1])
+    ])
 
 
 def fill_units(scores: Scores, budgets: IntVector, protected: BoolVector, /) -> Selection:

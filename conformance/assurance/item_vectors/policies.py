@@ -17,7 +17,7 @@ from reference.policies.cake import Preferred
 from reference.policies.criticalkv import two_stages
 from reference.policies.official import adakv_official, pyramidkv_official
 from reference.policies.protections import SinkAndRecent
-from reference.policies.selectors import fill_units, top_units
+from reference.policies.selectors import best_blocks, fill_units, top_units
 from spec.budget import Budget
 from spec.policy import Cadence, LayerView, Observation, Policy, Running, Scores, Selection
 from spec.retention import Granularity
@@ -72,6 +72,12 @@ def filled(i: Json) -> Result:
     offsets = np.array([*range(0, past, i["c"]), *([past] if past < n else []), n])
     totals = np.add.reduceat(given.values, offsets[:-1], axis=1)
     return lists(fill_units(Scores(totals, offsets, given.values), even(i["B"] * len(totals), given), protected))
+
+
+def blocks(i: Json) -> Result:
+    given, protected = scores(i)
+    shares, pinned = even(i["B"] * len(given.values), given), np.broadcast_to(protected, given.values.shape)
+    return lists(best_blocks(given.values, shares, pinned, i["b"]))
 
 
 def staged(i: Json) -> Result:
@@ -131,6 +137,8 @@ POLICY_ITEMS: Mapping[str, Callable[[Any], Result]] = {
     },
     "PO-TOP-UNITS": topped,
     "PO-FILL-UNITS": filled,
+    "PO-BEST-BLOCKS": blocks,
+    "PO-BLOCKS": lambda i: kept(i, policies.in_blocks(policies.snapkv(i["W"], i["kernel"]), i["b"])),
     "PO-WHOLE-SHARES": lambda i: {"shares": largest_remainder([Fraction(target) for target in i["targets"]])},
     "PO-PYRAMID-BUDGET": pyramid,
     "PO-ADAPTIVE-BUDGET": lambda i: shared(i, Adaptive(Fraction(i["safeguard"]))),

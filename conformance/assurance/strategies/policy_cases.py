@@ -11,6 +11,7 @@ from conformance.assurance.oracles import cake as cake_oracle
 from conformance.assurance.oracles import policies as oracle
 from conformance.assurance.oracles import triattention as tri_oracle
 from conformance.assurance.oracles import weighed
+from conformance.assurance.oracles.blocks import best_blocks
 from conformance.assurance.oracles.morphkv import morphkv
 from conformance.assurance.oracles.nestedkv import kept as kept_of_a_layer
 from conformance.assurance.oracles.signatures import signatures
@@ -23,10 +24,10 @@ from reference.triattention import OFFSETS, Mode
 from spec.policy import LayerView, Policy
 
 __all__ = [
-    "CASES", "LAM", "Case", "alpha_kept", "plain", "plain_values", "tri_rows", "triattention",
+    "BLOCK", "CASES", "LAM", "Case", "alpha_kept", "plain", "plain_values", "tri_rows", "triattention",
 ]
 
-W, KERNEL, C_CHUNK, SINK, FUTURE, LAG = 3, 3, 4, NESTED.N_sink, 5, 4
+W, KERNEL, C_CHUNK, SINK, FUTURE, LAG, BLOCK = 3, 3, 4, NESTED.N_sink, 5, 4, 4
 LAM = 0.5
 SAFEGUARD = Fraction(1, 5)
 
@@ -84,9 +85,13 @@ def shared(
     return expected
 
 
-def h2o(inputs: Inputs, B: int) -> Kept:
+def h2o_rows(inputs: Inputs, B: int) -> list[oracle.Score]:
     rows = [row for view in inputs.layers for row in oracle.accumulated(plain(view))]
-    return [oracle.top([*row[: max(0, len(row) - B // 2)], *[None] * min(len(row), B // 2)], B) for row in rows]
+    return [[*row[: max(0, len(row) - B // 2)], *[None] * min(len(row), B // 2)] for row in rows]
+
+
+def h2o(inputs: Inputs, B: int) -> Kept:
+    return [oracle.top(row, B) for row in h2o_rows(inputs, B)]
 
 
 def h2o_described(layer: oracle.Layer) -> list[oracle.Score]:
@@ -282,6 +287,15 @@ CASES: dict[str, Case] = {
         critical(oracle.adakv, lambda rows, B: oracle.adaptive_shares(rows, B, SAFEGUARD)), W, window,
     ),
     "cake": Case("PO-CAKE", lambda i: policies.cake(W, KERNEL), cake, W, window),
+    "blocks": Case(
+        "PO-BLOCKS", lambda i: policies.in_blocks(policies.snapkv(W, KERNEL), BLOCK), lambda i, B: [
+            best_blocks(row, BLOCK, B) for view in i.layers for row in oracle.snapkv(plain(view), W, KERNEL)
+        ], BLOCK, window,
+    ),
+    "blocks-of-h2o": Case(
+        "PO-BLOCKS", lambda i: policies.in_blocks(policies.h2o(), BLOCK),
+        lambda i, B: [best_blocks(row, BLOCK, B) for row in h2o_rows(i, B)], BLOCK, newest_half,
+    ),
     "h2o-described": Case(
         "PO-H2O-DESCRIBED", lambda i: policies.h2o_described(W), by_layer(h2o_described), W, window
     ),

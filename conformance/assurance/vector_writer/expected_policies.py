@@ -7,6 +7,7 @@ from typing import Any
 from conformance.assurance.oracles import cake as cake_oracle
 from conformance.assurance.oracles import policies as oracle
 from conformance.assurance.oracles import weighed
+from conformance.assurance.oracles.blocks import best_blocks
 from conformance.assurance.oracles.morphkv import morphkv
 from conformance.vectors.json_values import Json
 
@@ -151,6 +152,11 @@ RESULTS: Mapping[str, Callable[[Any], Json]] = {
     },
     "PO-TOP-UNITS": lambda i: {"kept": [oracle.top(row, i["B"]) for row in blanked(i)]},
     "PO-FILL-UNITS": lambda i: {"kept": [oracle.chunk_selection(row, i["c"], i["B"]) for row in blanked(i)]},
+    "PO-BEST-BLOCKS": lambda i: {"kept": [best_blocks(row, i["b"], i["B"]) for row in blanked(i)]},
+    "PO-BLOCKS": lambda i: {"kept": [
+        best_blocks(row, i["b"], max(i["B"], i["b"], i["W"]))
+        for layer in layers(i) for row in oracle.snapkv(layer, i["W"], i["kernel"])
+    ]},
     "PO-WHOLE-SHARES": lambda i: {"shares": oracle.whole([Fraction(target) for target in i["targets"]])},
     "PO-PYRAMID-BUDGET": lambda i: {
         "shares": oracle.pyramid_shares(Fraction(i["B"]), i["W"], i["L"], i["n"], i["beta"])

@@ -5,8 +5,10 @@ Two forms of it were released. Until transformers 5.17 a manager of blocks stand
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from torch import Tensor
@@ -61,7 +63,9 @@ class Pool(ABC):
         return keys, values
 
     def compact(self, state: Any, layers: tuple[int, ...], retention: Retention) -> int:
-        """Move what a request keeps to its first slots, and free the pages behind them.
+        """Free the pages that hold nothing of what a request keeps, once its kept slots stand together.
+
+        Nothing is moved where one set for the model keeps whole pages, as policies in blocks of a page do.
 
         Args:
             state: the request's, which stores the `retention.seen` tokens of its prompt.
@@ -71,8 +75,11 @@ class Pool(ABC):
         Returns:
             Pages that were freed.
         """
-        slots = self.slots(state.request_id, retention.seen)
         kept = len(retention.group(0))
+        whole = self._whole_pages(retention)
+        if whole is not None:
+            return self._hold(state, whole)
+        slots = self.slots(state.request_id, retention.seen)
         for at, index in enumerate(layers):
             for view in self.layer(index):
                 sources = [slots[torch.from_numpy(group)] for group in _groups_of_layer(retention, at, len(layers))]
@@ -82,13 +89,21 @@ class Pool(ABC):
                 else:
                     heads = torch.arange(len(sources), device=view.device)
                     view[target] = view[torch.stack(sources, dim=1).to(view.device), heads]
-        return self._truncate(state, kept)
+        return self._hold(state, range(-(-kept // self.page)))
 
-    def _truncate(self, state: Any, tokens: int) -> int:
-        table = self._tables[state.request_id]
-        needed = -(-tokens // self.page)
-        freed = table[needed:]
-        del table[needed:]
+    def _whole_pages(self, retention: Retention) -> Sequence[int] | None:
+        """The places of the pages that are kept, where none is kept in part."""
+        if retention.granularity is not Granularity.MODEL:
+            return None
+        pages, counts = np.unique(retention.group(0) // self.page, return_counts=True)
+        stored = np.minimum(self.page, retention.seen - pages * self.page)
+        return pages.tolist() if np.array_equal(counts, stored) else None
+
+    def _hold(self, state: Any, places: Sequence[int]) -> int:
+        """A request's pages are those at these places of its table; the others are free."""
+        table, held = self._tables[state.request_id], {*places}
+        freed = [block for place, block in enumerate(table) if place not in held]
+        table[:] = [table[place] for place in places]
         self._release(state, freed)
         return len(freed)
 

@@ -160,6 +160,18 @@ GROUPS = [
              {"values": HEADS, "second": [[9.0, 1.0, 0.0, 2.0, 2.0, 2.0]] * 2, "protected": SINK, "B": 3,
               "share": "1/2"}),
     ]),
+    Group("PO-BEST-BLOCKS", [
+        Case(274, "blocks of two by their sums; the open one takes a place", ["Plain"],
+             {"values": [[3.0, 3.0, 5.0, 0.0, 1.0, 4.0, 9.0]], "protected": [False] * 7, "b": 2, "B": 6}),
+        Case(275, "equal blocks: the lower one", ["TieAtBoundary"],
+             {"values": HEADS, "protected": OPEN, "b": 2, "B": 3}),
+        Case(276, "a protected token keeps its block, of which all places count", ["ProtectedNotRead"],
+             {"values": HEADS, "protected": [*[False] * 4, True, False], "b": 3, "B": 5}),
+    ]),
+    Group("PO-BLOCKS", [
+        Case(277, "a window of two holds the last blocks", ["Plain"], {**inputs(21), "B": 8, "b": 3, **MODES}),
+        Case(278, "a budget below one block is one block", ["Plain"], {**inputs(22, n=9), "B": 2, "b": 3, **MODES}),
+    ]),
     Group("PO-CRITICALKV", [
         Case(273, "two heads, a window of two", ["Plain"],
              {**inputs(20), "B": 6, "W_o": numbers(3, 4, 2, 3), **MODES}),

@@ -109,6 +109,24 @@ def test_a_decided_request_holds_the_pages_of_what_it_keeps(name: str, monkeypat
 
 
 @pytest.mark.law("freed-memory")
+@pytest.mark.spec("PO-BLOCKS")
+def test_whole_pages_are_freed_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of a page: every b tokens that go free a page, no layer is written to, and the answers are the masked."""
+    page, written = 8, list[int]()
+    for released in (pool_module.SectorPool, pool_module.BlockPool):
+        monkeypatch.setattr(released, "layer", lambda own, index: written.append(index))
+    model, texts, watched = build("llama"), prompts(12, (2, 90), seed=5), Between(monkeypatch)
+    run = PagedSession(StreamingLLM(0.4, N_sink=2, block=page), model)
+    with run, recorded_logits(model, watched.processors) as rows:
+        outputs = serve(model, texts, pool(40, page), NEW)
+    check_answers(model, run, texts, outputs, rows)
+    evicted = [one.seen - len(one.group(0)) for one in run.kept.values()]
+    assert {each % page for each in evicted} == {0}
+    assert run.freed_pages >= sum(evicted) // page > len(texts)
+    assert not written
+
+
+@pytest.mark.law("freed-memory")
 def test_a_pool_of_eight_full_requests_has_twenty_in_flight() -> None:
     full, new, page = 256, 32, 8
     model, texts = build("llama"), prompts(40, (full, full))

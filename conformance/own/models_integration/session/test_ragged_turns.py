@@ -1,5 +1,6 @@
 """Later turns where layers and heads store different tokens: eviction equals masking after each, under every policy."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from torch import Tensor
 from conformance.own.models_integration.session.families import at_once, build, greedy, prompt, relative
 from conformance.own.models_integration.session.heads import MaskedHeads
 from conformance.own.models_integration.session.oracle_checks import PROMPT, TOLERANCE
-from conformance.own.models_integration.session.ragged_checks import live_sets
+from conformance.own.models_integration.session.ragged_checks import Sets, live_sets
 from conformance.own.models_integration.session.test_published import PUBLISHED, SMALL
 from models_integration import Published, RetainedCache, RetentionPolicy, calibrate
 from models_integration.policies.methods import policy_from_name
@@ -35,10 +36,18 @@ def published(name: str, model: Any, budget: float = 0.3) -> RetentionPolicy:
 
 
 def check_turns(name: str, family: str) -> None:
-    """Logits of every forward equal those of the full cache under masks; what a head stores never exceeds the rule."""
-    model, twin = build(family), build(family)
-    sets, logits, budget = [], [], parse_budget(0.3)
-    with published(name, model)(model) as run, torch.no_grad():
+    """Masking holds; what a head stores never exceeds the rule."""
+    model = build(family)
+    for n, seen, after in masked_turns(published(name, model), model, build(family)):
+        if n > 1:
+            stored = sum(len(own) for heads in after.values() for own in heads)
+            assert stored == parse_budget(0.3).tokens(seen) * sum(map(len, after.values()))
+
+
+def masked_turns(policy: RetentionPolicy, model: Any, twin: Any) -> Iterator[tuple[int, int, Sets]]:
+    """Logits of every forward equal those of the full cache under masks; its tokens, all seen, what is stored."""
+    sets, logits = [], []
+    with policy(model) as run, torch.no_grad():
         model(input_ids=prompt(PROMPT))
         assert run.cache is not None
         sets.append(live_sets(run.cache))
@@ -53,9 +62,7 @@ def check_turns(name: str, family: str) -> None:
             oracle.forget(layer, heads)
             for own, earlier in zip(heads, before[layer], strict=True):
                 assert set(own) <= {*earlier, *range(seen - n, seen)}
-        stored = sum(len(own) for heads in after.values() for own in heads)
-        if n > 1:
-            assert stored == budget.tokens(seen) * sum(map(len, after.values()))
+        yield n, seen, after
 
 
 @pytest.mark.law("eviction-equals-masking")
@@ -70,6 +77,19 @@ def test_eviction_equals_masking_after_every_turn(name: str) -> None:
 @pytest.mark.parametrize("name", ["diverse-adakv", "diverse-keydiff", "diverse-triattention", "diverse-rkv"])
 def test_with_set_conditioned_selection_too(name: str) -> None:
     check_turns(name, "llama")
+
+
+@pytest.mark.law("eviction-equals-masking")
+@pytest.mark.spec("PO-BLOCKS")
+@pytest.mark.parametrize("name", ["streamingllm", "keydiff", "adakv", "h2o"])
+def test_whole_blocks_after_every_turn(name: str) -> None:
+    """Of the text's own blocks of four each head holds all or none; those that decide in steps, in steps too."""
+    model = build("llama")
+    policy = policy_from_name(name, 0.3, block=4, **SMALL.get(name, {}))
+    for _, seen, after in masked_turns(policy, model, build("llama")):
+        for own in (own for heads in after.values() for own in heads):
+            assert {*own} == {at for first in {i // 4 * 4 for i in own} for at in range(first, min(first + 4, seen))}
+            assert {*range(seen // 4 * 4, seen)} <= {*own}
 
 
 @pytest.mark.law("eviction-equals-masking")

@@ -1,0 +1,38 @@
+"""Block retention by brute force, in the terms of `oracles.policies`; nothing is shared with the reference."""
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+from conformance.assurance.oracles.policies import Score
+
+__all__ = ["best_blocks", "two_stages"]
+
+
+def best_blocks(score: Sequence[float | None], b: int, B: int) -> list[int]:
+    """The open block and those with a protected token (None); then one by one the best that is left, while it fits."""
+    runs = [range(first, min(first + b, len(score))) for first in range(0, len(score), b)]
+    kept = [run for run in runs if len(run) < b or any(score[i] is None for i in run)]
+    left = [run for run in runs if run not in kept]
+    while left:
+        best = max(left, key=lambda run: (*worth(score[run.start : run.stop]), -run.start))
+        if sum(map(len, kept)) + len(best) > B:
+            break
+        kept.append(best)
+        left.remove(best)
+    return sorted(i for run in kept for i in run)
+
+
+def worth(scores: Sequence[float | None]) -> tuple[bool, float]:
+    """The sum, rounded after each token; below all others where a token has no score."""
+    total = 0.0
+    for x in scores:
+        total = total + (x or 0.0)
+    return (False, 0.0) if math.isnan(total) else (True, total)
+
+
+def two_stages(first: Score, second: Sequence[float | None], b: int, B: int, share: Fraction) -> list[int]:
+    """CriticalKV's: blocks for a share of the places beside the protected ones, then for all places."""
+    pinned = [i for i, x in enumerate(first) if x is None]
+    early = best_blocks(first, b, len(pinned) + (B - len(pinned)) * share // 1)
+    return best_blocks([None if i in early else x for i, x in enumerate(second)], b, B)

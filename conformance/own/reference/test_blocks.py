@@ -1,0 +1,223 @@
+"""Block retention: single choices against brute force, what a share holds, hosts of every selector, turns and steps."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+from functools import partial, reduce
+from operator import add
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance.assurance.oracles import blocks as oracle
+from conformance.assurance.oracles import policies as scored
+from conformance.assurance.oracles import weighed
+from conformance.assurance.strategies.policy_cases import BLOCK, CASES, KERNEL, SAFEGUARD, W, plain
+from conformance.assurance.strategies.policy_segments import SEEN, N, sets, turned
+from conformance.assurance.strategies.policy_steps import PROMPT, STEPS, decoded, long
+from conformance.plugin import sparingly
+from conformance.strategies.policy_inputs import decided, drawn, named, retained
+from conformance.strategies.scale_numbers import Numbers
+from reference import policies
+from reference.policies.names import BLOCK as CONSTANT
+from reference.policies.names import POLICIES, constants_of, make_policy
+from reference.policies.protections import SinkAndRecent
+from reference.policies.selectors import best_blocks, best_tokens
+from spec.arrays import Matrix
+from spec.budget import Budget
+from spec.errors import SpecError
+from spec.policy import Selection
+
+pytestmark = pytest.mark.usefixtures("reference_items")
+
+seeds = st.integers(0, 2**32 - 1)
+
+
+def lists(found: Selection) -> list[list[int]]:
+    return [part.tolist() for part in np.split(found.positions, found.offsets[1:-1])]
+
+
+def given_rows(values: Matrix, pinned: Matrix) -> list[list[float | None]]:
+    """None where a token is protected."""
+    return [
+        [None if held else float(x) for x, held in zip(row, own, strict=True)]
+        for row, own in zip(values, pinned, strict=True)
+    ]
+
+
+@pytest.mark.spec("PO-BEST-BLOCKS")
+@given(seed=seeds, n=st.integers(0, 30), b=st.integers(1, 9), B=st.integers(0, 34))
+def test_the_best_blocks_are_those_of_brute_force(seed: int, n: int, b: int, B: int) -> None:
+    """Few values, so that blocks tie; some tokens have no score, each row pins its own, shares differ by one."""
+    rng = np.random.default_rng(seed)
+    values = rng.integers(-3, 4, (2, n)).astype(np.float64)
+    values[rng.random((2, n)) < 0.3] = np.nan
+    pinned = rng.random((2, n)) < rng.choice([0.0, 0.1])
+    found = best_blocks(values, np.array([B, B + 1]), pinned, b)
+    rows = given_rows(values, pinned)
+    assert lists(found) == [oracle.best_blocks(row, b, share) for row, share in zip(rows, (B, B + 1), strict=True)]
+    assert {found.positions.dtype, found.offsets.dtype} == {np.dtype(np.int64)}
+
+
+@pytest.mark.spec("PO-BEST-BLOCKS")
+@given(seed=seeds, n=st.integers(1, 60), b=st.integers(1, 12), share=st.integers(0, 64))
+def test_a_share_is_met_to_less_than_a_block(seed: int, n: int, b: int, share: int) -> None:
+    """Every page of b that is not kept is free, whatever is moved: none is kept in part."""
+    values = np.random.default_rng(seed).permutation(n).astype(np.float64)[None]
+    pinned = (np.arange(n) < seed % 2)[None]
+    (kept,) = lists(best_blocks(values, np.array([share]), pinned, b))
+    held = n % b + b * bool(pinned.any() and n >= b)
+    assert len(kept) <= max(share, held)
+    assert len(kept) == n or len(kept) > share - b
+    assert (n - len(kept)) % b == 0
+    assert -(-n // b) - len({i // b for i in kept}) == (n - len(kept)) // b
+
+
+@pytest.mark.spec("PO-BEST-BLOCKS")
+@pytest.mark.parametrize(
+    ("b", "n"), [(16, 5_000), (16, 4_096), (32, 70_001), (128, 40_000), (1, 1_025), (4_099, 9_000)]
+)
+@pytest.mark.parametrize("values", [3, 10**6])
+def test_blocks_of_thousands_of_tokens(b: int, n: int, values: int) -> None:
+    """Many blocks tie, or next to none; sinks and a window are protected."""
+    row = Numbers(n + b).integers(0, values, n) / values
+    pinned = SinkAndRecent(4, 32)(n)
+    (kept,) = lists(best_blocks(row[None], np.array([n // 3]), pinned[None], b))
+    full = range(n // b)
+    total = np.array([reduce(add, row[b * at : b * at + b].tolist()) for at in full])
+    held = {at for at in full if b * at < 4 or b * at + b > n - 32}
+    others = [int(at) for at in np.lexsort((np.arange(len(total)), -total)) if int(at) not in held]
+    chosen = held | {*others[: max(0, (n // 3 - n % b) // b - len(held))]}
+    assert kept == [*(i for at in sorted(chosen) for i in range(b * at, b * at + b)), *range(n - n % b, n)]
+
+
+@pytest.mark.spec("PO-BEST-BLOCKS")
+@pytest.mark.parametrize("b", [3, 16, 128, 1_000])
+def test_the_order_of_a_block_s_sum_decides(b: int) -> None:
+    """2^53 first takes up no 1 that follows it one by one; ones before it, or added first, it does."""
+    first, last = np.ones((2, b))
+    first[0] = last[-1] = 2.0**53
+    for pair, stays in ((first, last), 1), ((first, first), 0):
+        values = np.concatenate(pair)[None]
+        (kept,) = lists(best_blocks(values, np.array([b]), np.zeros(values.shape, dtype=np.bool_), b))
+        assert kept == [*range(stays * b, stays * b + b)]
+
+
+@pytest.mark.spec("PO-BEST-BLOCKS")
+def test_numba_chooses_the_same_blocks() -> None:
+    """By its stage of single tokens: blocks are what it chooses from; none, one and no room are among them."""
+    numba = pytest.importorskip("accelerated.numba_cpu.selectors", reason="pip install 'kvspec[numba]'")
+    for seed in range(200):
+        rng = np.random.default_rng(seed)
+        n, b = int(rng.integers(1, 40)), int(rng.integers(1, 9))
+        values, pinned = rng.integers(0, 4, (2, n)) / 4, rng.random((2, n)) < 0.1
+        shares = rng.integers(0, n + 2, 2)
+        found = best_blocks(values, shares, pinned, b, numba.best_tokens)
+        assert lists(found) == lists(best_blocks(values, shares, pinned, b))
+
+
+@pytest.mark.spec("PO-BLOCKS")
+@pytest.mark.parametrize("name", ["blocks", "blocks-of-h2o"])
+@given(seed=seeds, B=st.integers(1, 30))
+def test_kept_sets_are_those_of_brute_force(name: str, seed: int, B: int) -> None:
+    case, inputs = CASES[name], drawn(seed)
+    assert decided(case.policy(inputs), inputs, B) == case.expected(inputs, max(B, case.floor))
+
+
+@pytest.mark.spec("PO-BLOCKS")
+@sparingly
+@given(seed=seeds, B=st.integers(1, 30))
+def test_heads_share_tokens_and_each_makes_blocks_of_its_own(seed: int, B: int) -> None:
+    """Under Ada-KV, in two stages."""
+    inputs = drawn(seed)
+    host = policies.critical_adakv(dict(enumerate(inputs.W_o)), W, KERNEL, SAFEGUARD)
+    want = []
+    for view, W_o in zip(inputs.layers, inputs.W_o, strict=True):
+        layer = plain(view)
+        rows = scored.adakv(layer, W, KERNEL)
+        shares = scored.adaptive_shares(rows, max(B, BLOCK), SAFEGUARD)
+        for row, size, share in zip(rows, weighed.output_sizes(layer, W_o.tolist()), shares, strict=True):
+            second = [None if a is None else (a + 1e-4) * x for a, x in zip(row, size, strict=True)]
+            want.append(oracle.two_stages(row, second, BLOCK, share, Fraction(1, 2)))
+    assert decided(policies.in_blocks(host, BLOCK), inputs, B) == want
+
+
+@pytest.mark.spec("PO-BLOCKS")
+@pytest.mark.parametrize("b", [1, 3, 64])
+def test_a_budget_below_a_block_is_one_block(b: int) -> None:
+    inputs = drawn(3, n=64 * 3, L=1, heads=(1, 1))
+    policy = policies.in_blocks(policies.knorm(), b)
+    assert len(retained(policy, inputs, 1).positions) == b
+
+
+@pytest.mark.spec("PO-BLOCKS")
+def test_blocks_of_one_token_are_the_host() -> None:
+    for seed in range(20):
+        inputs = drawn(seed)
+        for make in (policies.knorm, policies.h2o, partial(policies.snapkv, W, KERNEL)):
+            assert decided(policies.in_blocks(make(), 1), inputs, 7) == decided(make(), inputs, 7)
+
+
+@pytest.mark.spec("PO-BLOCKS", "PO-TURN")
+@sparingly
+@given(seed=seeds, B=st.integers(3, SEEN))
+def test_a_turn_goes_on_in_the_text_s_own_blocks(seed: int, B: int) -> None:
+    """What each head stores after the prompt ends in its open block, which the turn fills."""
+    inputs = drawn(seed, n=SEEN, L=2, heads=(2, 2))
+    first = replace(inputs, layers=[
+        replace(x, q=x.q[:, :N], k=x.k[:, :N], v=np.asarray(x.v)[:, :N]) for x in inputs.layers
+    ])
+    for host, b in ((policies.knorm(), 2), (policies.adakv(W, KERNEL), 4)):
+        policy = policies.in_blocks(host, b)
+        live = [[*own, *range(N, SEEN)] for own in decided(policy, first, B)]
+        for stored, own in zip(live, sets(turned(policy, inputs, live, Budget(count=B))), strict=True):
+            assert {i // b for i in own}.isdisjoint({i // b for i in {*stored} - {*own}})
+            assert {*range(SEEN // b * b, SEEN)} <= {*own} <= {*stored}
+
+
+@pytest.mark.spec("PO-BLOCKS", "PO-STEP")
+def test_steps_evict_one_block_when_the_next_one_has_no_room() -> None:
+    """H2O, budgets of 8 and blocks of 4: a step fills the open block; once the budget is passed, a full block goes."""
+    policy = policies.in_blocks(policies.h2o(), 4)
+    for seed in range(10):
+        history = decoded(policy, long(seed), 8)
+        for seen, groups in enumerate(history, PROMPT):
+            for own in groups:
+                assert len(own) == 8 if seen % 4 == 0 else len(own) == 4 + seen % 4
+                assert all(4 * (i // 4) + at in own for i in own for at in range(4) if 4 * (i // 4) + at < seen)
+        assert len(history) == STEPS + 1
+
+
+@pytest.mark.spec("PO-BLOCKS")
+@pytest.mark.parametrize(("make", "argument"), [
+    (lambda: policies.in_blocks(policies.chunkkv(), 16), "host"),
+    (lambda: policies.in_blocks(policies.crystalcache(frozenset({0})), 16), "host"),
+    (lambda: policies.in_blocks(policies.diverse(policies.knorm()), 16), "host"),
+    (lambda: policies.in_blocks(policies.in_blocks(policies.knorm(), 16), 16), "host"),
+    (lambda: policies.diverse(policies.in_blocks(policies.knorm(), 16)), "host"),
+    (lambda: policies.in_blocks(policies.knorm(), 0), "block"),
+])
+def test_what_cannot_be_cut_is_refused(make: Callable[[], object], argument: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        make()
+    assert caught.value.argument == argument
+
+
+@pytest.mark.spec("PO-BLOCKS")
+def test_every_name_says_whether_it_has_blocks() -> None:
+    """The constant is there where the policy can be cut; what a policy promises but for its tokens stays."""
+    inputs = drawn(1)
+    for name, row in POLICIES.items():
+        taken = constants_of(name) | row.of_model
+        assert (CONSTANT in taken) is row.blocks
+        policy = named(name, inputs)
+        if not row.blocks and name != "fullcache":
+            with pytest.raises(SpecError, match="must choose single tokens"):
+                policies.in_blocks(policy, 4)
+        elif row.blocks:
+            cut = policies.in_blocks(policy, 4)
+            assert (cut.promises.budget_exact, cut.promises.gqa) == ("no", policy.promises.gqa)
+    assert make_policy("knorm", {"block": 4}).name == "blocks(knorm)"
+    assert best_tokens is policies.in_blocks(policies.knorm(), 4).selector.choose.keywords["choose"]  # type: ignore[attr-defined]

@@ -1,0 +1,51 @@
+"""Block retention: a policy that keeps or frees whole blocks, for caches in pages whose slots cannot be moved."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+from reference.policies.criticalkv import two_stages
+from reference.policies.scorers import check_positive
+from reference.policies.selectors import Choice, best_blocks, best_tokens, recent_half, top_tokens, top_units
+from spec.arrays import BoolVector, IntVector
+from spec.errors import SpecError
+from spec.policy import Policy, Scores, Selection
+
+__all__ = ["InBlocks", "in_blocks"]
+
+
+@dataclass(frozen=True)
+class InBlocks:
+    """A selector of single tokens, each of whose choices is one of blocks."""
+
+    select: Callable[..., Selection]
+    choose: Choice
+
+    def __call__(self, scores: Scores, budgets: IntVector, protected: BoolVector, /) -> Selection:
+        return self.select(scores, budgets, protected, choose=self.choose)
+
+
+def in_blocks(host: Policy, b: int) -> Policy:
+    """The host, which keeps whole blocks of b tokens; its scores, budgets, protection and cadence stay.
+
+    Blocks are runs of what is stored, from the first token on. Where all decisions are by blocks, they are those of the
+    absolute positions too: what stands before the open block is always whole.
+
+    Implements: PO-BLOCKS
+
+    Raises:
+        SpecError: for b below 1, or a host that does not choose single tokens by their scores.
+    """
+    select = getattr(host.selector, "func", host.selector)
+    if select not in (top_units, top_tokens, recent_half, two_stages):
+        reason = "must choose single tokens by their scores: chunks, trunks and sets are chosen otherwise"
+        raise SpecError("host", host.name, reason)
+    token = getattr(host.selector, "keywords", {}).get("choose", best_tokens)
+    selector = InBlocks(
+        top_tokens if select is top_units else host.selector,
+        partial(best_blocks, b=check_positive("block", b), choose=token),
+    )
+    promises = replace(host.promises, budget_exact="no", higher_score_never_loses="no")
+    return replace(
+        host, name=f"blocks({host.name})", selector=selector, floor=max(host.floor, b), promises=promises
+    )
