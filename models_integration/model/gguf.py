@@ -43,7 +43,7 @@ def read_gguf(path: Path, **options: Any) -> tuple[PreTrainedModel, PreTrainedTo
     given = {"dtype": "float32", **options}
     read = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, **given)
     config = read.config
-    del config.quantization_config
+    vars(config).pop("quantization_config", None)  # transformers before 5.17 leaves it out
     model = type(read).from_pretrained(None, config=config, state_dict=read.state_dict(), **given)
     return model, _tokenizer(path)
 
