@@ -45,10 +45,11 @@ NO_STAGE = {
     "CC-BUDGET": "computed once by the pipeline; stages are given B",
     "CC-COMPACT": "done in the cache, by models_integration/cache/dense_layer.py",
     "CC-RENEWAL": "one line of a breath, on the host; the breath's stages get its result",
+    "PO-UNIFORM": "drawn on the host, the same for every backend",
     "CC-PREFILL": "the pipeline that composes a backend's stages",
     **dict.fromkeys(
         ("PO-POOL", "PO-SNAPKV", "PO-CHUNKKV", "PO-CHUNKKV-DESCRIBED", "PO-KEYDIFF", "PO-KNORM", "PO-ADAKV", "PO-RKV",
-         "PO-LAGKV", "PO-CAOTE", "PO-VATP", "PO-CRITICALKV", "PO-CAKE", "PO-MORPHKV",
+         "PO-LAGKV", "PO-CAOTE", "PO-VATP", "PO-CRITICALKV", "PO-CAKE", "PO-MORPHKV", "PO-VASE",
          "PO-DEFENSIVEKV", "PO-EPICACHE"),
         "a scorer in a few matrix products once a prompt, which NumPy's BLAS does; no stage computes it",
     ),

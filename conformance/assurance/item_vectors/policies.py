@@ -18,6 +18,7 @@ from reference.policies.criticalkv import two_stages
 from reference.policies.official import adakv_official, pyramidkv_official
 from reference.policies.protections import SinkAndRecent
 from reference.policies.selectors import best_blocks, fill_units, top_units
+from reference.policies.vase import uniform_numbers
 from spec.budget import Budget
 from spec.policy import Cadence, LayerView, Observation, Policy, Running, Scores, Selection
 from spec.retention import Granularity
@@ -174,6 +175,10 @@ POLICY_ITEMS: Mapping[str, Callable[[Any], Result]] = {
     "PO-CRITICALKV": lambda i: kept(i, policies.criticalkv({0: floats(i["W_o"])}, i["W"], i["kernel"])),
     "PO-PREFERENCE-BUDGET": preferred,
     "PO-MORPHKV": lambda i: kept(i, policies.morphkv(i["W"], i["fusion"])),
+    "PO-UNIFORM": lambda i: {"numbers": uniform_numbers(i["seed"], i["group"], i["seen"], i["n"])},
+    "PO-VASE": lambda i: kept(
+        i, policies.vase(i["W"], i["kernel"], i["N_sink"], Fraction(i["share"]), i["seed"])
+    ),
     "PO-CAKE": lambda i: kept(
         i, policies.cake(i["W"], i["kernel"], i["gamma"], i["tau1"], i["tau2"])
     ),

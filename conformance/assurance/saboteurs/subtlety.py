@@ -39,7 +39,7 @@ PARTS_IN_USE = (
 WHOLES = {"DV": "DV-POLICY", "TA": "TA-POLICY", "NK": "NK-NESTEDKV"}
 # What also shows while tokens are decoded.
 STEPPED = {
-    "PO-H2O": "h2o", "PO-VATP": "vatp", "PO-MORPHKV": "morphkv", "TA-RANKING": "triattention",
+    "PO-H2O": "h2o", "PO-VATP": "vatp", "PO-MORPHKV": "morphkv", "PO-VASE": "vase", "TA-RANKING": "triattention",
     "TA-POLICY": "triattention", "DV-POLICY": "diversity",
 }
 

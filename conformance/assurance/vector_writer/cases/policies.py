@@ -188,6 +188,16 @@ GROUPS = [
         Case(290, "the sum over two recent queries", ["Plain"], {**inputs(23), "B": 5, "W": 2, "fusion": "sum"}),
         Case(291, "the largest of four", ["Plain"], {**inputs(24), "B": 7, "W": 4, "fusion": "max"}),
     ]),
+    Group("PO-UNIFORM", [
+        Case(292, "two blocks and a half", ["Plain"], {"seed": 1, "group": 2, "seen": 30, "n": 10}),
+        Case(293, "a seed of 64 bits", ["Plain"], {"seed": 2**64 - 1, "group": 0, "seen": 4, "n": 4}),
+    ]),
+    Group("PO-VASE", [
+        Case(294, "two heads draw different numbers", ["Plain"],
+             {**inputs(25, n=12), "B": 8, "N_sink": 1, "share": "1/2", "seed": 3, **MODES}),
+        Case(295, "no places but for wide values", ["Plain"],
+             {**inputs(26, n=12), "B": 8, "N_sink": 1, "share": "1", "seed": 3, **MODES}),
+    ]),
     Group("PO-CAKE", [
         Case(283, "three layers", ["Plain"],
              {**inputs(21, L=3), "B": 5, "gamma": 200.0, "tau1": 1.0, "tau2": 1.0, **MODES}),
