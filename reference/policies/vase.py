@@ -29,7 +29,7 @@ def uniform_numbers(seed: int, group: int, seen: int, n: int) -> Float64[Vector,
     Source: Salmon et al., Parallel random numbers, Section 4.
     """
     words = np.random.Philox(key=seed, counter=np.array([0, group, seen, 0], dtype=np.uint64)).random_raw(n)
-    numbers: Vector = ((words >> np.uint64(12)) + 0.5) / 2.0**52
+    numbers: Vector = ((words >> np.uint64(12)).astype(np.float64) + 0.5) / 2.0**52
     return numbers
 
 

@@ -59,6 +59,12 @@ def test_scores_lie_within_their_bounds(seed: int, rows: int) -> None:
         assert all(map(scores_agree, value_range(view.v)[:, :past], expected))
 
 
+def test_windows_of_many_queries() -> None:
+    view = drawn(3, n=200, L=1, heads=(2, 2)).layers[0]
+    for rows in (33, 65, 129):
+        assert all(map(scores_agree, window_attention(view, rows, 5), brute.attention(plain(view), rows, 5)))
+
+
 @sparingly
 @given(seed=seeds, B=st.integers(W + N_SINK, 12))
 def test_steps_draw_by_position_and_by_the_tokens_seen(seed: int, B: int) -> None:
