@@ -121,7 +121,7 @@ class Sampled:
         u = np.stack([
             uniform_numbers(self.seed, group, observation.seen, observation.seen)[own] for group, own in enumerate(at)
         ])
-        return replace(stacked(observation, ranges, (queries, at)), second=A / -np.log(u))
+        return replace(stacked(observation, ranges, (tuple(queries), at)), second=A / -np.log(u))
 
 
 def vase(
