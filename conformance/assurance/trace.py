@@ -54,9 +54,8 @@ NO_STAGE = {
         "a scorer in a few matrix products once a prompt, which NumPy's BLAS does; no stage computes it",
     ),
     **dict.fromkeys(
-        ("PO-FILL-UNITS", "PO-TWO-STAGES", "PO-BEST-BLOCKS", "PO-WHOLE-SHARES", "PO-PYRAMID-BUDGET", "PO-ADAPTIVE-BUDGET",
-         "PO-PREFERENCE-BUDGET",
-         "PO-COMPETITION-BUDGET"),
+        ("PO-FILL-UNITS", "PO-TWO-STAGES", "PO-BEST-BLOCKS", "PO-WHOLE-SHARES", "PO-PYRAMID-BUDGET",
+         "PO-ADAPTIVE-BUDGET", "PO-PREFERENCE-BUDGET", "PO-COMPETITION-BUDGET", "PO-THRESHOLD"),
         "counts and sorts of scores on the host, the same for every backend",
     ),
     **dict.fromkeys(

@@ -11,7 +11,7 @@ from conformance.vectors.arrays import floats
 from conformance.vectors.json_values import Json
 from reference import policies
 from reference.policies.attention import accumulated_attention, average_pool, max_pool, observed_attention
-from reference.policies.budgets import Adaptive, Competition, Pyramid, even, largest_remainder
+from reference.policies.budgets import Above, Adaptive, Competition, Pyramid, even, largest_remainder
 from reference.policies.cadences import take_up
 from reference.policies.cake import Preferred
 from reference.policies.criticalkv import two_stages
@@ -87,7 +87,7 @@ def staged(i: Json) -> Result:
     return lists(two_stages(replace(given, second=floats(i["second"])), shares, protected, Fraction(i["share"])))
 
 
-def shared(i: Json, budgets: Adaptive | Competition) -> Result:
+def shared(i: Json, budgets: Above | Adaptive | Competition) -> Result:
     given, _ = scores(i)
     return {"shares": budgets(i["B"] * len(given.values), given)}
 
@@ -144,6 +144,7 @@ POLICY_ITEMS: Mapping[str, Callable[[Any], Result]] = {
     "PO-PYRAMID-BUDGET": pyramid,
     "PO-ADAPTIVE-BUDGET": lambda i: shared(i, Adaptive(Fraction(i["safeguard"]))),
     "PO-COMPETITION-BUDGET": lambda i: shared(i, Competition(Fraction(i["safeguard"]))),
+    "PO-THRESHOLD": lambda i: shared(i, Above(i["tau"])),
     "PO-PYRAMID-OFFICIAL": lambda i: {
         "shares": pyramidkv_official(i["capacity"], i["W"], i["L"], i["n"], i["beta"])
     },

@@ -21,6 +21,7 @@ from conformance.oracles import nestedkv
 from conformance.strategies.keys import NESTED
 from conformance.strategies.policy_inputs import Inputs, Kept, calibrated, identity
 from reference import policies
+from reference.policies.budgets import Above
 from reference.triattention import OFFSETS, Mode
 from spec.policy import LayerView, Policy
 
@@ -30,7 +31,7 @@ __all__ = [
 
 W, KERNEL, C_CHUNK, SINK, FUTURE, LAG, BLOCK = 3, 3, 4, NESTED.N_sink, 5, 4, 4
 LAM = 0.5
-SAFEGUARD = Fraction(1, 5)
+SAFEGUARD, TAU = Fraction(1, 5), 0.4
 N_SINK, HALF, SEED = 1, Fraction(1, 2), 5  # of VaSE: small sets have wide values and a sample
 
 
@@ -300,6 +301,12 @@ CASES: dict[str, Case] = {
     "vase": Case(
         "PO-VASE", lambda i: policies.vase(W, KERNEL, N_SINK, HALF, SEED), sampled, N_SINK + W,
         lambda n, B: window(n, B) | set(range(min(N_SINK, n))),
+    ),
+    "threshold": Case(
+        "PO-THRESHOLD", lambda i: replace(policies.snapkv(W, KERNEL), budgets=Above(TAU)), lambda i, B: [
+            oracle.top(row, min(B, sum(x is None or x > TAU for x in row)))
+            for view in i.layers for row in oracle.snapkv(plain(view), W, KERNEL)
+        ], W, window,
     ),
     "cake": Case("PO-CAKE", lambda i: policies.cake(W, KERNEL), cake, W, window),
     "blocks": Case(

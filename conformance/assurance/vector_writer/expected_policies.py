@@ -164,6 +164,9 @@ RESULTS: Mapping[str, Callable[[Any], Json]] = {
     },
     "PO-ADAPTIVE-BUDGET": lambda i: competed(i, Fraction(i["safeguard"]), oracle.adaptive_shares),
     "PO-COMPETITION-BUDGET": lambda i: competed(i, Fraction(i["safeguard"]), oracle.competition_shares),
+    "PO-THRESHOLD": lambda i: {
+        "shares": [min(i["B"], sum(x is None or x > i["tau"] for x in row)) for row in blanked(i)]
+    },
     "PO-PYRAMID-OFFICIAL": official_pyramid,
     "PO-ADAKV-OFFICIAL": official_adakv,
     "PO-STEP": due,

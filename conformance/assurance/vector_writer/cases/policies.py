@@ -75,6 +75,12 @@ GROUPS = [
         Case(81, "a protected token counts in the quota", ["ProtectedNotRead"],
              {"values": HEADS, "protected": SINK, "B": 3, "safeguard": "1/3"}),
     ]),
+    Group("PO-THRESHOLD", [
+        Case(296, "above the threshold, and not at it", ["Plain"],
+             {"values": HEADS, "protected": OPEN, "B": 6, "tau": 5.0}),
+        Case(297, "a protected token counts, whatever it scores; the share is an upper bound", ["ProtectedNotRead"],
+             {"values": HEADS, "protected": SINK, "B": 3, "tau": 2.0}),
+    ]),
     Group("PO-PYRAMID-OFFICIAL", [
         Case(90, "32 layers: 4.6 % over", ["Plain"], {"capacity": 128, "W": 8, "L": 32, "n": 4096, "beta": 20}),
         Case(91, "80 layers: 29.2 % over", ["Plain"], {"capacity": 128, "W": 8, "L": 80, "n": 4096, "beta": 20}),
