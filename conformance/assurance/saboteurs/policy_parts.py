@@ -286,14 +286,16 @@ def quota_rounded_up(competition: Any, total: int, scores: Scores) -> Array:
 @method_instead_of(Above, "__call__", "PO-THRESHOLD")
 def no_upper_bound(above: Any, total: int, scores: Scores) -> Array:
     """What scores above the threshold stays, beyond the share too."""
-    return (np.isnan(scores.values) | (scores.values > above.tau)).sum(axis=1)
+    wanted: Array = (np.isnan(scores.values) | (scores.values > above.tau)).sum(axis=1)
+    return wanted
 
 
 @method_instead_of(Above, "__call__", "PO-THRESHOLD")
 def protected_beside_the_others(above: Any, total: int, scores: Scores) -> Array:
     """Protected tokens take the places of those that score above the threshold."""
     wanted = np.maximum((scores.values > above.tau).sum(axis=1), np.isnan(scores.values).sum(axis=1))
-    return np.minimum(even(total, scores), wanted)
+    found: Array = np.minimum(even(total, scores), wanted)
+    return found
 
 
 @instead_of(pyramidkv_official, "PO-PYRAMID-OFFICIAL")
