@@ -34,6 +34,7 @@ from reference.policies.streaming_llm import streaming_llm
 from reference.policies.tova import tova
 from reference.policies.triattention import triattention
 from reference.policies.turns import retain_turn
+from reference.policies.vase import vase
 from reference.policies.vatp import vatp, with_value_norms
 
 __all__ = [
@@ -42,5 +43,5 @@ __all__ = [
     "h2o_described", "in_blocks", "keydiff", "knorm", "lagkv", "morphkv", "nestedkv", "nestedkv_without_adaptive",
     "nestedkv_without_both", "nestedkv_without_continuum", "policy_from_score", "pyramidkv", "pyramidkv_described",
     "retain", "retain_turn", "rkv", "scheduled", "snapkv", "start", "streaming_llm", "tova", "toward_mean_values",
-    "triattention", "vatp", "with_adaptive_budgets", "with_critical_selection", "with_value_norms",
+    "triattention", "vase", "vatp", "with_adaptive_budgets", "with_critical_selection", "with_value_norms",
 ]

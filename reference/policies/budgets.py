@@ -12,7 +12,7 @@ from spec.errors import SpecError
 from spec.policy import Scores
 
 __all__ = [
-    "Adaptive", "Competition", "Pyramid", "even", "everything", "largest_remainder", "pyramid_targets", "spread",
+    "Above", "Adaptive", "Competition", "Pyramid", "even", "everything", "largest_remainder", "pyramid_targets", "spread",
     "winners",
 ]
 
@@ -25,6 +25,24 @@ def even(total: int, scores: Scores, /) -> Int64[IntVector, " g"]:
     groups = len(scores.values)
     share, rest = divmod(total, groups)
     return np.full(groups, share, dtype=np.int64) + (np.arange(groups) < rest)
+
+
+@dataclass(frozen=True)
+class Above:
+    """What scores above a threshold stays, up to an even share."""
+
+    tau: float
+
+    def __call__(self, total: int, scores: Scores, /) -> Int64[IntVector, " g"]:
+        """Each group's tokens that are protected or score more than tau, but at most its share.
+
+        Implements: PO-THRESHOLD
+
+        Source: KVzap, Section 3.
+        """
+        wanted = (np.isnan(scores.values) | (scores.values > self.tau)).sum(axis=1)
+        shares: IntVector = np.minimum(even(total, scores), wanted)
+        return shares
 
 
 def everything(total: int, scores: Scores, /) -> Int64[IntVector, " g"]:

@@ -11,7 +11,7 @@ from reference.policies.adakv import adakv
 from reference.policies.attention import wide
 from reference.policies.defensivekv import output_size
 from reference.policies.scorers import check_weighable
-from reference.policies.selectors import Choice, best_tokens, top_tokens, top_units
+from reference.policies.selectors import Choice, best_tokens, staged, top_tokens, top_units
 from reference.policies.snapkv import snapkv
 from spec.arrays import BoolVector, Cube, IntVector
 from spec.errors import SpecError
@@ -32,13 +32,9 @@ def two_stages(
 
     Source: CriticalKV, Algorithm 1.
     """
-    assert scores.second is not None
     pinned = int(protected.sum())
     first = pinned + (budgets - pinned) * share.numerator // share.denominator
-    chosen = top_tokens(scores, first, protected, choose)
-    held = np.zeros(scores.values.shape, dtype=np.bool_)
-    held[np.repeat(np.arange(len(held)), np.diff(chosen.offsets)), chosen.positions] = True
-    return choose(scores.second, budgets, held)
+    return staged(scores, first, budgets, protected, choose)
 
 
 @dataclass(frozen=True)

@@ -111,11 +111,15 @@ POLICIES: Mapping[str, NamedPolicy] = {
     "triattention": _triattention("global"),
     "triattention-by-head": _triattention("head"),
     "triattention-by-layer-and-head": _triattention("layer and head"),
+    "vase": NamedPolicy(
+        policies.vase, diverse=False, blocks=False,
+        promises=replace(_ALL, higher_score_never_loses="no", head_permutation="no"),
+    ),
     "vatp": NamedPolicy(policies.vatp, diverse=False, promises=replace(_ALL, higher_score_never_loses="no")),
 }
 """EpiCache is not here: its queries are not the prompt's own.
 
-Chunks and trunks have no signature; CriticalKV selects in two stages; H2O's newest half is not protection,
+Chunks and trunks have no signature; CriticalKV and VaSE select in two stages; H2O's newest half is not protection,
 `diverse-h2o-described` has its sums; the full cache selects nothing.
 """
 

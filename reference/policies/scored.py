@@ -1,16 +1,17 @@
 """A policy from a scoring function: who has a score needs no more for a policy of five parts."""
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from reference.policies.budgets import even
+from reference.policies.budgets import Above, even
 from reference.policies.protections import SinkAndRecent
 from reference.policies.selectors import top_units
 from spec.arrays import BoolVector, Float64, Matrix
 from spec.errors import SpecError
-from spec.policy import Needs, Observation, Policy, Promises, Scores
+from spec.policy import SEGMENT_END, Needs, Observation, Policy, Promises, Scores
 from spec.retention import Granularity
 
 __all__ = ["EVERYTHING", "policy_from_score"]
@@ -50,7 +51,7 @@ class _Function:
 def policy_from_score(
     score: Callable[[Observation], Matrix], *, needs: Needs = EVERYTHING,
     granularity: Granularity = Granularity.HEAD, protection: SinkAndRecent = NOTHING,
-    separable: bool = False,
+    threshold: float | None = None, separable: bool = False,
 ) -> Policy:
     """A policy that keeps the tokens of the highest scores, B in each kept set; the lower token on a tie.
 
@@ -60,14 +61,19 @@ def policy_from_score(
         needs: what `score` reads; the less, the cheaper. What is not asked for is refused where it is read.
         granularity: whether the model, each layer, or each layer and KV head has a kept set of its own.
         protection: sinks and recent window, which no score evicts; a budget below them is raised to them.
+        threshold: what scores no more than it goes, so that kept sets hold less than B where few tokens score more.
         separable: whether the scores of a kept set follow from its own layer (and head) alone, in any observation:
             then later turns are served too, where other sets have dropped other tokens.
 
     Raises:
-        SpecError: while it runs, for scores of another shape or kind, or NaN for a token that is not protected.
+        SpecError: for a threshold that is NaN; while it runs, for scores of another shape or kind, or NaN for a token that is not protected.
     """
     floor, name = protection.sink + protection.recent, getattr(score, "__name__", type(score).__name__)
     scorer = _Function(score, needs, granularity, separable)
-    return Policy(
-        name, scorer, even, top_units, protection, granularity=granularity, floor=floor, promises=_PROMISES
-    )
+    policy = Policy(name, scorer, even, top_units, protection, SEGMENT_END, granularity, floor, _PROMISES)
+    if threshold is None:
+        return policy
+    if math.isnan(threshold):
+        raise SpecError("threshold", threshold, "must be a number")
+    promises = replace(_PROMISES, budget_exact="no", no_op_at_full_budget="no")
+    return replace(policy, budgets=Above(threshold), promises=promises)

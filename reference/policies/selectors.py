@@ -15,8 +15,8 @@ from spec.policy import Scores, Selection
 from spec.records import Trunks
 
 __all__ = [
-    "Choice", "Dissolve", "best_blocks", "best_tokens", "fill_units", "recent_half", "top_tokens", "top_units",
-    "touched_units",
+    "Choice", "Dissolve", "best_blocks", "best_tokens", "fill_units", "recent_half", "staged", "top_tokens",
+    "top_units", "touched_units",
 ]
 
 
@@ -57,6 +57,21 @@ def top_tokens(
 ) -> Selection:
     """`top_units` of tokens, by a backend's stage."""
     return choose(scores.values, budgets, np.broadcast_to(protected, scores.values.shape))
+
+
+def staged(
+    scores: Scores, first: Int64[IntVector, " g"], budgets: Int64[IntVector, " g"], protected: BoolVector,
+    choose: Choice = best_tokens,
+) -> Selection:
+    """Per group: `first` tokens with the protected ones, the best others by score; up to the budget by second score.
+
+    Implements: PO-TWO-STAGES, PO-VASE
+    """
+    assert scores.second is not None
+    chosen = top_tokens(scores, first, protected, choose)
+    held = np.zeros(scores.values.shape, dtype=np.bool_)
+    held[np.repeat(np.arange(len(held)), np.diff(chosen.offsets)), chosen.positions] = True
+    return choose(scores.second, budgets, held)
 
 
 def best_blocks(

@@ -11,13 +11,14 @@ from conformance.vectors.arrays import floats
 from conformance.vectors.json_values import Json
 from reference import policies
 from reference.policies.attention import accumulated_attention, average_pool, max_pool, observed_attention
-from reference.policies.budgets import Adaptive, Competition, Pyramid, even, largest_remainder
+from reference.policies.budgets import Above, Adaptive, Competition, Pyramid, even, largest_remainder
 from reference.policies.cadences import take_up
 from reference.policies.cake import Preferred
 from reference.policies.criticalkv import two_stages
 from reference.policies.official import adakv_official, pyramidkv_official
 from reference.policies.protections import SinkAndRecent
 from reference.policies.selectors import best_blocks, fill_units, top_units
+from reference.policies.vase import uniform_numbers
 from spec.budget import Budget
 from spec.policy import Cadence, LayerView, Observation, Policy, Running, Scores, Selection
 from spec.retention import Granularity
@@ -86,7 +87,7 @@ def staged(i: Json) -> Result:
     return lists(two_stages(replace(given, second=floats(i["second"])), shares, protected, Fraction(i["share"])))
 
 
-def shared(i: Json, budgets: Adaptive | Competition) -> Result:
+def shared(i: Json, budgets: Above | Adaptive | Competition) -> Result:
     given, _ = scores(i)
     return {"shares": budgets(i["B"] * len(given.values), given)}
 
@@ -143,6 +144,7 @@ POLICY_ITEMS: Mapping[str, Callable[[Any], Result]] = {
     "PO-PYRAMID-BUDGET": pyramid,
     "PO-ADAPTIVE-BUDGET": lambda i: shared(i, Adaptive(Fraction(i["safeguard"]))),
     "PO-COMPETITION-BUDGET": lambda i: shared(i, Competition(Fraction(i["safeguard"]))),
+    "PO-THRESHOLD": lambda i: shared(i, Above(i["tau"])),
     "PO-PYRAMID-OFFICIAL": lambda i: {
         "shares": pyramidkv_official(i["capacity"], i["W"], i["L"], i["n"], i["beta"])
     },
@@ -174,6 +176,10 @@ POLICY_ITEMS: Mapping[str, Callable[[Any], Result]] = {
     "PO-CRITICALKV": lambda i: kept(i, policies.criticalkv({0: floats(i["W_o"])}, i["W"], i["kernel"])),
     "PO-PREFERENCE-BUDGET": preferred,
     "PO-MORPHKV": lambda i: kept(i, policies.morphkv(i["W"], i["fusion"])),
+    "PO-UNIFORM": lambda i: {"numbers": uniform_numbers(i["seed"], i["group"], i["seen"], i["n"])},
+    "PO-VASE": lambda i: kept(
+        i, policies.vase(i["W"], i["kernel"], i["N_sink"], Fraction(i["share"]), i["seed"])
+    ),
     "PO-CAKE": lambda i: kept(
         i, policies.cake(i["W"], i["kernel"], i["gamma"], i["tau1"], i["tau2"])
     ),

@@ -16,7 +16,16 @@ from reference.policies.attention import (
     observed_attention,
     received_attention,
 )
-from reference.policies.budgets import Adaptive, Competition, Pyramid, even, largest_remainder, pyramid_targets, winners
+from reference.policies.budgets import (
+    Above,
+    Adaptive,
+    Competition,
+    Pyramid,
+    even,
+    largest_remainder,
+    pyramid_targets,
+    winners,
+)
 from reference.policies.cadences import advance_turn, take_up
 from reference.policies.expected_attention import expected_weights
 from reference.policies.official import adakv_official, pyramidkv_official
@@ -272,6 +281,21 @@ def quota_rounded_up(competition: Any, total: int, scores: Scores) -> Array:
     even_share = total // len(scores.values)
     quota = Fraction(math.ceil(competition.safeguard * even_share), max(1, even_share))
     return Competition(quota)(total, scores)
+
+
+@method_instead_of(Above, "__call__", "PO-THRESHOLD")
+def no_upper_bound(above: Any, total: int, scores: Scores) -> Array:
+    """What scores above the threshold stays, beyond the share too."""
+    wanted: Array = (np.isnan(scores.values) | (scores.values > above.tau)).sum(axis=1)
+    return wanted
+
+
+@method_instead_of(Above, "__call__", "PO-THRESHOLD")
+def protected_beside_the_others(above: Any, total: int, scores: Scores) -> Array:
+    """Protected tokens take the places of those that score above the threshold."""
+    wanted = np.maximum((scores.values > above.tau).sum(axis=1), np.isnan(scores.values).sum(axis=1))
+    found: Array = np.minimum(even(total, scores), wanted)
+    return found
 
 
 @instead_of(pyramidkv_official, "PO-PYRAMID-OFFICIAL")

@@ -168,6 +168,7 @@ RUNNING: Mapping[str, Callable[[Inputs, int], Policy]] = {
     "h2o": lambda inputs, seed: policies.h2o(),
     "vatp": lambda inputs, seed: policies.vatp(by_policy.SINK),
     "morphkv": lambda inputs, seed: policies.morphkv(by_policy.W),
+    "vase": lambda inputs, seed: policies.vase(by_policy.W, by_policy.KERNEL, by_policy.N_SINK, by_policy.HALF, seed),
     "triattention": lambda inputs, seed: by_policy.triattention(inputs, "global", 3 * (seed % 3), 1 + seed % 3),
     "diversity": lambda inputs, seed: policies.diverse(
         replace(policies.knorm(), cadence=Cadence(every=1 + seed % 3)), by_policy.LAM

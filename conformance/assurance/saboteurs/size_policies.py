@@ -13,7 +13,7 @@ from reference.diversity import cosines, dots, signatures
 from reference.diversity import diverse as greedy
 from reference.nestedkv import episodic_memory, gap, stable_memory
 from reference.policies.attention import accumulated_attention, max_pool, observed_attention, received_attention
-from reference.policies.budgets import Competition, even, largest_remainder, pyramid_targets, winners
+from reference.policies.budgets import Above, Competition, even, largest_remainder, pyramid_targets, winners
 from reference.policies.lagkv import lagkv_score
 from reference.policies.protections import SinkAndRecent
 from reference.policies.selectors import _fill, best_tokens, fill_units, recent_half, top_units, touched_units
@@ -24,6 +24,7 @@ from spec.policy import LayerView, Scores, Selection
 __all__: list[str] = []
 
 _tokens, _competition, _sink_and_recent = Budget.tokens, Competition.__call__, SinkAndRecent.__call__
+_above = Above.__call__
 
 
 def tied(m: int, groups: int = 1) -> Scores:
@@ -96,6 +97,12 @@ def competing(heads: int, n: int) -> tuple[Any, ...]:
     """Heads of one layer; the last has all the best scores."""
     values = random_rows(heads, n) + np.arange(heads)[:, None]
     return Competition(Fraction(1, 5)), heads * n // 4, scored(values)
+
+
+@beyond("32 tokens above", _above, "PO-THRESHOLD", lambda: (Above(0.5), 80, tied(40, groups=2)))
+def counts_up_to_32(rule: Any, total: int, scores: Scores) -> Array:
+    """No more than 32 tokens of a set are counted."""
+    return np.minimum(_above(rule, total, scores), 32)
 
 
 @beyond("16 heads of a layer", _competition, "PO-COMPETITION-BUDGET", lambda: competing(20, 30))

@@ -33,13 +33,13 @@ ESSAY_ITEMS = (
 # What a first prompt cannot tell apart: a later segment stands behind evicted tokens.
 SEGMENT_ITEMS = ("CC-COATTENTION", "CC-EDGES", "CC-TRUNKS")
 PARTS_IN_USE = (
-    "snapkv", "pyramidkv", "chunkkv", "adakv", "h2o", "defensivekv", "nestedkv", "criticalkv", "cake",
+    "snapkv", "pyramidkv", "chunkkv", "adakv", "h2o", "defensivekv", "nestedkv", "criticalkv", "cake", "vase",
 )
 # Of a page's parts, the policies that are made of them.
 WHOLES = {"DV": "DV-POLICY", "TA": "TA-POLICY", "NK": "NK-NESTEDKV"}
 # What also shows while tokens are decoded.
 STEPPED = {
-    "PO-H2O": "h2o", "PO-VATP": "vatp", "PO-MORPHKV": "morphkv", "TA-RANKING": "triattention",
+    "PO-H2O": "h2o", "PO-VATP": "vatp", "PO-MORPHKV": "morphkv", "PO-VASE": "vase", "TA-RANKING": "triattention",
     "TA-POLICY": "triattention", "DV-POLICY": "diversity",
 }
 

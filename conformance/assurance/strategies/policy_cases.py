@@ -15,11 +15,13 @@ from conformance.assurance.oracles.blocks import best_blocks
 from conformance.assurance.oracles.morphkv import morphkv
 from conformance.assurance.oracles.nestedkv import kept as kept_of_a_layer
 from conformance.assurance.oracles.signatures import signatures
+from conformance.assurance.oracles.vase import vase
 from conformance.oracles import diversity as alpha_oracle
 from conformance.oracles import nestedkv
 from conformance.strategies.keys import NESTED
 from conformance.strategies.policy_inputs import Inputs, Kept, calibrated, identity
 from reference import policies
+from reference.policies.budgets import Above
 from reference.triattention import OFFSETS, Mode
 from spec.policy import LayerView, Policy
 
@@ -29,7 +31,8 @@ __all__ = [
 
 W, KERNEL, C_CHUNK, SINK, FUTURE, LAG, BLOCK = 3, 3, 4, NESTED.N_sink, 5, 4, 4
 LAM = 0.5
-SAFEGUARD = Fraction(1, 5)
+SAFEGUARD, TAU = Fraction(1, 5), 0.4
+N_SINK, HALF, SEED = 1, Fraction(1, 2), 5  # of VaSE: small sets have wide values and a sample
 
 
 @dataclass(frozen=True)
@@ -163,6 +166,15 @@ def vatp(inputs: Inputs, B: int) -> Kept:
     return [oracle.top([None if at in held else x for at, x in enumerate(row)], B) for row in rows]
 
 
+def sampled(inputs: Inputs, B: int) -> Kept:
+    everything = [range(inputs.n)] * inputs.H_kv
+    return [
+        kept for at, view in enumerate(inputs.layers) for kept in vase(
+            plain(view), at * inputs.H_kv, inputs.n, everything, B, W, KERNEL, N_SINK, HALF, SEED
+        )
+    ]
+
+
 def triattention(inputs: Inputs, mode: Mode, pin_prompt: int = 0, slack: int = 128) -> Policy:
     return policies.triattention(calibrated(inputs), identity(inputs), mode, pin_prompt, slack)
 
@@ -285,6 +297,16 @@ CASES: dict[str, Case] = {
     "critical-adakv": Case(
         "PO-CRITICALKV", lambda i: policies.critical_adakv(dict(enumerate(i.W_o)), W, KERNEL, SAFEGUARD),
         critical(oracle.adakv, lambda rows, B: oracle.adaptive_shares(rows, B, SAFEGUARD)), W, window,
+    ),
+    "vase": Case(
+        "PO-VASE", lambda i: policies.vase(W, KERNEL, N_SINK, HALF, SEED), sampled, N_SINK + W,
+        lambda n, B: window(n, B) | set(range(min(N_SINK, n))),
+    ),
+    "threshold": Case(
+        "PO-THRESHOLD", lambda i: replace(policies.snapkv(W, KERNEL), budgets=Above(TAU)), lambda i, B: [
+            oracle.top(row, min(B, sum(x is None or x > TAU for x in row)))
+            for view in i.layers for row in oracle.snapkv(plain(view), W, KERNEL)
+        ], W, window,
     ),
     "cake": Case("PO-CAKE", lambda i: policies.cake(W, KERNEL), cake, W, window),
     "blocks": Case(

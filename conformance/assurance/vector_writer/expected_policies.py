@@ -9,6 +9,7 @@ from conformance.assurance.oracles import policies as oracle
 from conformance.assurance.oracles import weighed
 from conformance.assurance.oracles.blocks import best_blocks
 from conformance.assurance.oracles.morphkv import morphkv
+from conformance.assurance.oracles.vase import uniforms, vase
 from conformance.vectors.json_values import Json
 
 __all__ = ["RESULTS"]
@@ -163,6 +164,9 @@ RESULTS: Mapping[str, Callable[[Any], Json]] = {
     },
     "PO-ADAPTIVE-BUDGET": lambda i: competed(i, Fraction(i["safeguard"]), oracle.adaptive_shares),
     "PO-COMPETITION-BUDGET": lambda i: competed(i, Fraction(i["safeguard"]), oracle.competition_shares),
+    "PO-THRESHOLD": lambda i: {
+        "shares": [min(i["B"], sum(x is None or x > i["tau"] for x in row)) for row in blanked(i)]
+    },
     "PO-PYRAMID-OFFICIAL": official_pyramid,
     "PO-ADAKV-OFFICIAL": official_adakv,
     "PO-STEP": due,
@@ -209,6 +213,13 @@ RESULTS: Mapping[str, Callable[[Any], Json]] = {
         "shares": cake_oracle.preferred_shares(i["preferences"], i["B"], i["W"], i["n"])
     },
     "PO-MORPHKV": lambda i: kept(i, lambda layer: morphkv(layer, i["W"], i["fusion"])),
+    "PO-UNIFORM": lambda i: {"numbers": uniforms(i["seed"], i["group"], i["seen"], i["n"])},
+    "PO-VASE": lambda i: {"kept": [
+        slots for at, layer in enumerate(layers(i)) for slots in vase(
+            layer, at * len(layer["k"]), len(layer["k"][0]), [range(len(layer["k"][0]))] * len(layer["k"]), i["B"],
+            i["W"], i["kernel"], i["N_sink"], Fraction(i["share"]), i["seed"],
+        )
+    ]},
     "PO-CAKE": cake,
     "PO-EPICACHE": lambda i: kept(
         i, oracle.epicache, lambda rows, B: oracle.competition_shares(rows, B, Fraction(0))

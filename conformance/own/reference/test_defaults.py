@@ -34,6 +34,7 @@ from reference.policies.snapkv import snapkv
 from reference.policies.streaming_llm import streaming_llm
 from reference.policies.tova import tova
 from reference.policies.triattention import triattention
+from reference.policies.vase import vase
 from reference.policies.vatp import vatp, with_value_norms
 from spec.parameters import NESTEDKV
 from spec.policy import Cadence, Needs, Policy
@@ -71,6 +72,9 @@ def item(name: str) -> pytest.MarkDecorator:
             cake, {"W": 32, "kernel": 5, "gamma": 200.0, "tau1": 1.0, "tau2": 1.0}, marks=item("PO-CAKE")
         ),
         pytest.param(morphkv, {"W": 32, "fusion": "sum"}, marks=item("PO-MORPHKV")),
+        pytest.param(
+            vase, {"W": 64, "kernel": 5, "N_sink": 4, "share": Fraction(1, 4), "seed": 0}, marks=item("PO-VASE")
+        ),
         pytest.param(vatp, {"N_sink": 4}, marks=item("PO-VATP")),
         pytest.param(with_value_norms, {"N_sink": 4}, marks=item("PO-VATP")),
         pytest.param(with_critical_selection, {"share": Fraction(1, 2)}, marks=item("PO-CRITICALKV")),
@@ -120,6 +124,7 @@ MODEL, LAYER, HEAD = Granularity.MODEL, Granularity.LAYER, Granularity.HEAD
         pytest.param(lambda: keydiff(), Needs("all", 0), 0, HEAD, EVERY_SEGMENT, marks=item("PO-KEYDIFF")),
         pytest.param(lambda: knorm(), Needs("all", 0), 0, HEAD, EVERY_SEGMENT, marks=item("PO-KNORM")),
         pytest.param(lambda: morphkv(6), Needs("all", 6), 6, HEAD, Cadence(1), marks=item("PO-MORPHKV")),
+        pytest.param(lambda: vase(6), Needs("all", 6, values=True), 10, HEAD, Cadence(6), marks=item("PO-VASE")),
         pytest.param(lambda: cake(6), Needs("all", 6), 6, HEAD, EVERY_SEGMENT, marks=item("PO-CAKE")),
         pytest.param(lambda: caote(), Needs("all", 1, values=True), 0, HEAD, Cadence(1), marks=item("PO-CAOTE")),
         pytest.param(lambda: epicache(), Needs("all", None), 0, HEAD, EVERY_SEGMENT, marks=item("PO-EPICACHE")),

@@ -1,11 +1,14 @@
 """A policy from a scoring function, and what a scorer reads without having asked for it."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from conformance.strategies.policy_inputs import decided, drawn, observation
 from reference import policies
@@ -46,6 +49,31 @@ def test_heads_may_compete_under_adaptive_budgets() -> None:
     kept = decided(policy, INPUTS, 5)
     assert [sum(map(len, kept[first : first + 3])) for first in (0, 3)] == [15, 15]
     assert len({len(group) for group in kept}) > 1
+
+
+@pytest.mark.spec("PO-THRESHOLD")
+@given(seed=st.integers(0, 2**32 - 1), B=st.integers(2, 14), tau=st.floats(0, 4))
+def test_what_scores_no_more_than_the_threshold_goes(seed: int, B: int, tau: float) -> None:
+    inputs = drawn(seed, n=14, L=2)
+    policy = policy_from_score(value_norms, protection=SinkAndRecent(1, 1), threshold=tau)
+    expected = []
+    for head in (head for view in inputs.layers for head in np.asarray(view.v).tolist()):
+        norms = [math.sqrt(math.fsum(x * x for x in value)) for value in head]
+        above = sorted((at for at in range(1, 13) if norms[at] > tau), key=lambda at: (-norms[at], at))
+        expected.append(sorted([0, 13, *above[: B - 2]]))
+    assert decided(policy, inputs, B) == expected
+
+
+@pytest.mark.spec("PO-THRESHOLD")
+def test_more_than_32_tokens_score_above_it() -> None:
+    policy = policy_from_score(value_norms, threshold=-1.0)
+    assert [len(kept) for kept in decided(policy, drawn(1, n=90, L=1, heads=(2, 2)), 70)] == [70, 70]
+
+
+@pytest.mark.spec("PO-THRESHOLD")
+def test_a_threshold_that_is_no_number_is_refused() -> None:
+    with pytest.raises(SpecError, match="threshold = nan"):
+        policy_from_score(value_norms, threshold=float("nan"))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ PAGE = SPEC / "policies.md"
 SEARCHED = 300
 OTHER_NAMES = {
     "triattention-by-head": "triattention", "triattention-by-layer-and-head": "triattention",
-    "blocks": "blocks(snapkv)", "blocks-of-h2o": "blocks(h2o)",
+    "blocks": "blocks(snapkv)", "blocks-of-h2o": "blocks(h2o)", "threshold": "snapkv",
     "diversity": "diverse(triattention)", "diversity-in-adakv": "diverse(adakv(snapkv))",
 }
 

@@ -75,6 +75,12 @@ GROUPS = [
         Case(81, "a protected token counts in the quota", ["ProtectedNotRead"],
              {"values": HEADS, "protected": SINK, "B": 3, "safeguard": "1/3"}),
     ]),
+    Group("PO-THRESHOLD", [
+        Case(296, "above the threshold, and not at it", ["Plain"],
+             {"values": HEADS, "protected": OPEN, "B": 6, "tau": 5.0}),
+        Case(297, "a protected token counts, whatever it scores; the share is an upper bound", ["ProtectedNotRead"],
+             {"values": HEADS, "protected": SINK, "B": 3, "tau": 2.0}),
+    ]),
     Group("PO-PYRAMID-OFFICIAL", [
         Case(90, "32 layers: 4.6 % over", ["Plain"], {"capacity": 128, "W": 8, "L": 32, "n": 4096, "beta": 20}),
         Case(91, "80 layers: 29.2 % over", ["Plain"], {"capacity": 128, "W": 8, "L": 80, "n": 4096, "beta": 20}),
@@ -187,6 +193,16 @@ GROUPS = [
     Group("PO-MORPHKV", [
         Case(290, "the sum over two recent queries", ["Plain"], {**inputs(23), "B": 5, "W": 2, "fusion": "sum"}),
         Case(291, "the largest of four", ["Plain"], {**inputs(24), "B": 7, "W": 4, "fusion": "max"}),
+    ]),
+    Group("PO-UNIFORM", [
+        Case(292, "two blocks and a half", ["Plain"], {"seed": 1, "group": 2, "seen": 30, "n": 10}),
+        Case(293, "a seed of 64 bits", ["Plain"], {"seed": 2**64 - 1, "group": 0, "seen": 4, "n": 4}),
+    ]),
+    Group("PO-VASE", [
+        Case(294, "two heads draw different numbers", ["Plain"],
+             {**inputs(25, n=12), "B": 8, "N_sink": 1, "share": "1/2", "seed": 3, **MODES}),
+        Case(295, "no places but for wide values", ["Plain"],
+             {**inputs(26, n=12), "B": 8, "N_sink": 1, "share": "1", "seed": 3, **MODES}),
     ]),
     Group("PO-CAKE", [
         Case(283, "three layers", ["Plain"],

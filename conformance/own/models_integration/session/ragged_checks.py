@@ -16,7 +16,21 @@ from models_integration.attention.capture import observing
 from models_integration.cache.dense_layer import RetainedLayer
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.model.architecture import describe
-from reference.policies import adakv, cake, chunkkv, h2o, lagkv, morphkv, nestedkv, pyramidkv, rkv, snapkv, tova, vatp
+from reference.policies import (
+    adakv,
+    cake,
+    chunkkv,
+    h2o,
+    lagkv,
+    morphkv,
+    nestedkv,
+    pyramidkv,
+    rkv,
+    snapkv,
+    tova,
+    vase,
+    vatp,
+)
 from spec.budget import parse_budget
 from spec.policy import Policy
 
@@ -38,7 +52,7 @@ OF_A_MODEL: dict[str, dict[str, Any]] = {"criticalkv": {"W": 8}, "critical-adakv
 """Constants of policies that take more from a model."""
 DECODING: dict[str, Callable[[], Policy]] = {
     "h2o": h2o, "vatp": lambda: vatp(2), "tova": tova, "rkv": lambda: rkv(W=4, every=3),
-    "morphkv": lambda: morphkv(W=4),
+    "morphkv": lambda: morphkv(W=4), "vase": lambda: vase(W=3),
 }
 
 

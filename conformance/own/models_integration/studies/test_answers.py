@@ -22,7 +22,7 @@ from reference.policies.names import DIVERSE, NAMES
 
 pytestmark = pytest.mark.law("parts-equal-the-whole")
 
-IN_STEPS = ("caote", "h2o", "morphkv", "rkv", "tova", "triattention", "vatp")
+IN_STEPS = ("caote", "h2o", "morphkv", "rkv", "tova", "triattention", "vase", "vatp")
 SERVED = [name for name in NAMES if not name.startswith(tuple(DIVERSE + name for name in IN_STEPS))]
 """Those that select one by one in each decode step take minutes."""
 LENGTH, BUDGETS, MOST = 220, (150, 180), 6

@@ -1,0 +1,81 @@
+"""VaSE by brute force, in the terms of `oracles.policies`; nothing is shared with the reference, nor with NumPy."""
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+from conformance.assurance.oracles.policies import (
+    Layer,
+    Score,
+    capped,
+    dot,
+    groups,
+    normalise,
+    padded,
+    pool,
+    top,
+    window,
+)
+
+__all__ = ["attention", "kept", "philox", "ranges", "uniforms", "vase"]
+
+WORD = 2**64
+
+
+def philox(counter: Sequence[int], key: Sequence[int]) -> list[int]:
+    """Philox4x64-10: four words for a counter of four words and a key of two."""
+    c, k = list(counter), list(key)
+    for _ in range(10):
+        a, b = 0xD2E7470EE14C6C93 * c[0], 0xCA5A826395121157 * c[2]
+        c = [b // WORD ^ c[1] ^ k[0], b % WORD, a // WORD ^ c[3] ^ k[1], a % WORD]
+        k = [(k[0] + 0x9E3779B97F4A7C15) % WORD, (k[1] + 0xBB67AE8584CAA73B) % WORD]
+    return c
+
+
+def uniforms(seed: int, group: int, seen: int, n: int) -> list[float]:
+    words = [word for block in range(n // 4 + 1) for word in philox([block + 1, group, seen, 0], [seed, 0])]
+    return [float((Fraction(word // 2**12) + Fraction(1, 2)) / 2**52) for word in words[:n]]
+
+
+def ranges(layer: Layer, W: int) -> list[Score]:
+    n, past = len(layer["k"][0]), window(layer, W)
+    return [padded([max(value) - min(value) for value in head[:past]], n) for head in layer["v"]]
+
+
+def attention(layer: Layer, W: int, kernel: int) -> list[list[float]]:
+    """Each query's softmax over the keys before the window; mean of the queries, pooled, mean of the heads."""
+    past, n, found = window(layer, W), len(layer["k"][0]), []
+    if past == 0:
+        return [[] for _ in layer["k"]]
+    for keys, group in zip(layer["k"], groups(layer), strict=True):
+        heads = []
+        for h in group:
+            rows = [
+                normalise([capped(layer["scaling"] * dot(q, key), layer) for key in keys[:past]])
+                for q in layer["q"][h][past - n :]
+            ]
+            heads.append(pool([math.fsum(column) / len(rows) for column in zip(*rows, strict=True)], kernel, "mean"))
+        found.append([math.fsum(column) / len(group) for column in zip(*heads, strict=True)])
+    return found
+
+
+def kept(wide: Score, A: Sequence[float], u: Sequence[float], B: int, N_sink: int, share: Fraction) -> list[int]:
+    """The wide values, then a race: each other token arrives after an exponential time at the rate of its attention."""
+    n = len(wide)
+    held = [None if at < N_sink else x for at, x in enumerate(wide)]
+    pinned = sum(x is None for x in held)
+    early = top(held, min(max(B, pinned), max(pinned, pinned + math.floor(share * B) - N_sink)))
+    race: Score = [None if at in early else A[at] / -math.log(u[at]) for at in range(n)]
+    return top(race, B)
+
+
+def vase(
+    layer: Layer, first: int, seen: int, positions: Sequence[Sequence[int]], B: int, W: int, kernel: int, N_sink: int,
+    share: Fraction, seed: int,
+) -> list[list[int]]:
+    """Slots that each KV head keeps of what it stores; `first` is the first head's group, `seen` the tokens seen."""
+    rows = zip(ranges(layer, W), attention(layer, W, kernel), strict=True)
+    return [
+        kept(wide, A, [uniforms(seed, first + g, seen, seen)[at] for at in positions[g]], B, N_sink, share)
+        for g, (wide, A) in enumerate(rows)
+    ]

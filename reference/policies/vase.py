@@ -1,0 +1,147 @@
+"""VaSE: values of a wide range stay, and of the other tokens a sample, drawn as attention weighs them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import partial
+
+import numpy as np
+
+from reference.crystalcache.coattention import attention
+from reference.policies.attention import average_pool, group_mean, wide
+from reference.policies.budgets import even
+from reference.policies.protections import SinkAndRecent
+from reference.policies.scorers import check_odd, check_positive, stacked, with_window
+from reference.policies.selectors import staged
+from spec.arrays import BoolVector, Cube, Float64, Int64, IntMatrix, IntVector, Matrix, Vector
+from spec.errors import SpecError
+from spec.policy import Cadence, DeviceArray, LayerView, Needs, Observation, Policy, Scores, Selection
+from spec.retention import Granularity
+
+__all__ = ["Sampled", "ranges_first", "uniform_numbers", "value_range", "vase", "window_attention"]
+
+
+def uniform_numbers(seed: int, group: int, seen: int, n: int) -> Float64[Vector, " n"]:
+    """One number in (0, 1) for each of the first n positions: 52 bits of Philox4x64-10, and half a step.
+
+    Implements: PO-UNIFORM
+
+    Source: Salmon et al., Parallel random numbers, Section 4.
+    """
+    words = np.random.Philox(key=seed, counter=np.array([0, group, seen, 0], dtype=np.uint64)).random_raw(n)
+    numbers: Vector = ((words >> np.uint64(12)).astype(np.float64) + 0.5) / 2.0**52
+    return numbers
+
+
+def window_attention(view: LayerView, W: int, kernel: int) -> Float64[Matrix, "H_kv past"]:
+    """The last W queries' mean softmax over the keys before them, pooled in each query head; group mean.
+
+    Implements: PO-VASE
+
+    Source: VaSE's official code: the window's keys are outside the softmax.
+    """
+    q, k = wide(view.q)[:, -W:], wide(view.k)
+    past = k[:, : k.shape[1] - q.shape[1]]
+    if not past.shape[1]:
+        return np.zeros((len(k), 0))
+    at = np.arange(k.shape[1])
+    A = attention(q, past, at[past.shape[1] :], at[: past.shape[1]], view.scaling, view.softcap)
+    return group_mean(average_pool(A.mean(axis=1), kernel), len(k))
+
+
+def value_range(v: DeviceArray) -> Float64[Matrix, "H_kv n"]:
+    """The largest channel of each value, less the smallest.
+
+    Implements: PO-VASE
+
+    Source: VaSE, Section 4.
+    """
+    widths: Matrix = wide(v).max(axis=2) - wide(v).min(axis=2)
+    return widths
+
+
+def ranges_first(
+    scores: Scores, budgets: IntVector, protected: BoolVector, /, share: Fraction, N_sink: int,
+) -> Selection:
+    """Per group: the protected tokens; `share` of the budget by range, sinks counted; the rest by the sample.
+
+    Implements: PO-VASE
+
+    Source: VaSE, Section 4.
+    """
+    pinned = int(protected.sum())
+    large = budgets * share.numerator // share.denominator - N_sink
+    return staged(scores, pinned + np.clip(large, 0, budgets - pinned), budgets, protected)
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Ranges; beside them attention over an exponential number of each token, so that the largest are a sample.
+
+    The last W queries of each layer and the positions of what is cached are kept beside the cache.
+    """
+
+    W: int
+    kernel: int
+    seed: int
+
+    @property
+    def needs(self) -> Needs:
+        return Needs("all", self.W, values=True)
+
+    def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
+        at = np.arange(observation.seen) if observation.positions is None else observation.positions
+        queries = [wide(view.q)[:, -self.W :] for view in observation.layers.values()]
+        return self._scores(observation, queries, np.tile(at, (observation.groups, 1)))
+
+    def step(self, records: object, observation: Observation, /) -> Scores:
+        """New queries and positions join the last ones."""
+        assert isinstance(records, tuple)
+        old, at = records
+        new = next(iter(observation.layers.values())).k.shape[1] - at.shape[1]
+        later = np.tile(np.arange(observation.seen - new, observation.seen), (len(at), 1))
+        queries = [
+            np.concatenate([rows, wide(view.q)], axis=1)[:, -self.W :]
+            for rows, view in zip(old, observation.layers.values(), strict=True)
+        ]
+        return self._scores(observation, queries, np.concatenate([at, later], axis=1))
+
+    def keep(self, records: object, slots: Int64[IntMatrix, "g kept"], /) -> object:
+        assert isinstance(records, tuple)
+        queries, at = records
+        return queries, np.take_along_axis(at, slots, axis=1)
+
+    def _scores(self, observation: Observation, queries: Sequence[Cube], at: Int64[IntMatrix, "g n"]) -> Scores:
+        views = [replace(view, q=q) for view, q in zip(observation.layers.values(), queries, strict=True)]
+        if any(view.v is None for view in views):
+            raise SpecError("v", None, "VaSE ranks tokens by their values")
+        n = at.shape[1]
+        ranges = [with_window(value_range(view.v)[:, : n - view.q.shape[1]], n) for view in views]
+        A = np.concatenate([with_window(window_attention(view, self.W, self.kernel), n) for view in views])
+        u = np.stack([
+            uniform_numbers(self.seed, group, observation.seen, observation.seen)[own] for group, own in enumerate(at)
+        ])
+        return replace(stacked(observation, ranges, (tuple(queries), at)), second=A / -np.log(u))
+
+
+def vase(
+    W: int = 64, kernel: int = 5, N_sink: int = 4, share: Fraction = Fraction(1, 4), seed: int = 0,
+) -> Policy:
+    """Sinks, the last W tokens, wide values and a sample of the rest, per KV head, at multiples of W tokens seen.
+
+    The official code leaves prompts as they are, has a number for the wide values (1 024 of 4 096), counts the tokens
+    stored and not those seen, and draws from the state of the device's generator.
+
+    Raises:
+        SpecError: for a window that is not positive, an even kernel, a share outside [0, 1], or a seed that is not of
+            64 bits.
+    """
+    if not 0 <= share <= 1:
+        raise SpecError("share", share, "must lie in [0, 1]")
+    if not 0 <= seed < 2**64:
+        raise SpecError("seed", seed, "must lie in [0, 2^64)")
+    return Policy(
+        "vase", Sampled(check_positive("W", W), check_odd(kernel), seed), even,
+        partial(ranges_first, share=share, N_sink=N_sink), SinkAndRecent(N_sink, W), Cadence(every=W), Granularity.HEAD,
+        floor=N_sink + W,
+    )
