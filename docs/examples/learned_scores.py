@@ -29,10 +29,10 @@ def learned(samples, length, seed=1, ridge=1.0):
     """The least squares of each head over needles that no default seed of `kvspec compare` draws."""
     model, tokenizer = load_pocket()
     drawn = [draw_sample("needle", tokenizer, length, index, seed) for index in range(samples)]
-    X = np.concatenate([features(model, sample.context_ids) for sample in drawn], axis=1)
+    x = np.concatenate([features(model, sample.context_ids) for sample in drawn], axis=1)
     y = np.concatenate([np.isin(np.arange(length), np.arange(*sample.needle)) for sample in drawn]).astype(np.float64)
-    normal = X.transpose(0, 2, 1) @ X + ridge * np.eye(X.shape[2])
-    w = np.linalg.solve(normal, (X.transpose(0, 2, 1) @ y)[:, :, None])[:, :, 0]
+    normal = x.transpose(0, 2, 1) @ x + ridge * np.eye(x.shape[2])
+    w = np.linalg.solve(normal, (x.transpose(0, 2, 1) @ y)[:, :, None])[:, :, 0]
     d = w.shape[1] // 2
     return LinearScores(w[:, :d], w[:, d:-1], w[:, -1])
 

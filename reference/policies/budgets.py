@@ -12,8 +12,8 @@ from spec.errors import SpecError
 from spec.policy import Scores
 
 __all__ = [
-    "Above", "Adaptive", "Competition", "Pyramid", "even", "everything", "largest_remainder", "pyramid_targets", "spread",
-    "winners",
+    "Above", "Adaptive", "Competition", "Pyramid", "even", "everything", "largest_remainder", "pyramid_targets",
+    "spread", "winners",
 ]
 
 

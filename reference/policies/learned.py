@@ -38,9 +38,9 @@ class LinearScores:
             SpecError: for another number of kept sets, or another size of heads.
         """
         views = observation.layers.values()
-        k, v = (np.concatenate([wide(part) for part in parts]) for parts in zip(*((x.k, x.v) for x in views), strict=True))
-        if (len(k), k.shape[2]) != self.w_k.shape:
-            raise SpecError("scores", self.w_k.shape, f"must have a row for each kept set and head, {(len(k), k.shape[2])}")
+        k, v = (np.concatenate([wide(getattr(view, part)) for view in views]) for part in "kv")
+        if (needed := (len(k), k.shape[2])) != self.w_k.shape:
+            raise SpecError("scores", self.w_k.shape, f"must have a row for each KV head of its size, {needed}")
         scores: Matrix = np.einsum("gd,gnd->gn", self.w_k, k) + np.einsum("gd,gnd->gn", self.w_v, v) + self.b[:, None]
         return scores
 
@@ -58,6 +58,7 @@ def read_scores(path: str | Path) -> LinearScores:
     """
     try:
         with np.load(path, allow_pickle=False) as arrays:
-            return LinearScores(*(np.asarray(arrays[name], dtype=np.float64) for name in _FIELDS))
+            w_k, w_v, b = (np.asarray(arrays[name], dtype=np.float64) for name in _FIELDS)
     except (OSError, KeyError, ValueError) as error:
         raise SpecError("path", str(path), f"must be an .npz file with {', '.join(_FIELDS)}") from error
+    return LinearScores(w_k, w_v, b)

@@ -66,7 +66,8 @@ def policy_from_score(
             then later turns are served too, where other sets have dropped other tokens.
 
     Raises:
-        SpecError: for a threshold that is NaN; while it runs, for scores of another shape or kind, or NaN for a token that is not protected.
+        SpecError: for a threshold that is NaN; while it runs, for scores of another shape or kind, or NaN for a token
+            that is not protected.
     """
     floor, name = protection.sink + protection.recent, getattr(score, "__name__", type(score).__name__)
     scorer = _Function(score, needs, granularity, separable)
