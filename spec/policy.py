@@ -103,8 +103,8 @@ class LayerView:
     scaling: float
     softcap: float | None
     lse: DeviceArray | None = None
-    repeats: tuple[Repeat, ...] = ()
-    """Where the prompt was rehearsed, each chunk's."""
+    repeats: tuple[Repeat, ...] | None = None
+    """Each chunk's, where the prompt was rehearsed."""
 
 
 @dataclass(frozen=True)

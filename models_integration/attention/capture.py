@@ -101,7 +101,7 @@ class _Seen:
     lse: Tensor | None
     query: ref[Tensor]
     """The last forward's own, of which `q` holds the rows."""
-    repeats: tuple[Repeated, ...] = ()
+    repeats: tuple[Repeated, ...] | None = None
 
 
 @dataclass
@@ -187,7 +187,9 @@ class Recorder:
         v = None if seen.v is None else shown_columns(seen.v[row], slots)
         lse = None if seen.lse is None else seen.lse[row]
         view = self._shown(seen, self._asked(seen.q[row], queries), shown_columns(seen.k[row], slots), v, lse)
-        return replace(view, repeats=tuple(each.of_row(row) for each in seen.repeats if self.needs.rehearsal))
+        if self.needs.rehearsal is None or seen.repeats is None:
+            return view
+        return replace(view, repeats=tuple(each.of_row(row) for each in seen.repeats))
 
     def view(
         self, layer: int, row: int, heads: slice, k: Tensor, v: Tensor, queries: Tensor | None = None,

@@ -46,6 +46,8 @@ def _attended(view: LayerView, N_sink: int) -> Iterator[tuple[Repeat, slice, Flo
 
     The sinks and the repeat itself, which is causal, stand in the denominator; the rest of the prompt does not.
     """
+    if view.repeats is None:
+        raise SpecError("repeats", None, "KVzip scores prompts that were rehearsed")
     k = wide(view.k)
     for repeat in view.repeats:
         q, own = wide(repeat.q), wide(repeat.k)
@@ -63,6 +65,9 @@ def kvzip_score(view: LayerView, N_sink: int) -> Float64[Matrix, "H_kv n"]:
     Implements: PO-KVZIP
 
     Source: KVzip, Eq. 2 and Section 3.4.
+
+    Raises:
+        SpecError: where the prompt was not rehearsed.
     """
     scores = np.full(view.k.shape[:2], np.nan)
     for repeat, _, A in _attended(view, N_sink):
@@ -83,7 +88,7 @@ def kvzip_plus_score(
     Raises:
         SpecError: when the values were not captured, or a norm is not positive.
     """
-    if view.v is None or any((repeat.norms <= 0).any() for repeat in view.repeats):
+    if view.v is None or any((repeat.norms <= 0).any() for repeat in view.repeats or ()):
         raise SpecError("v" if view.v is None else "norms", None, "KVzip+ weighs by values, and by norms above 0")
     size = np.linalg.norm(np.matmul(np.repeat(wide(view.v), len(W_o) // len(view.v), axis=0), W_o), axis=2)
     scores = np.full(view.k.shape[:2], np.nan)

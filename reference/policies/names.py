@@ -85,10 +85,8 @@ POLICIES: Mapping[str, NamedPolicy] = {
     "h2o-described": NamedPolicy(policies.h2o_described),
     "keydiff": NamedPolicy(policies.keydiff, promises=replace(_KEYS_ALONE, protection_holds="N/A")),
     "knorm": NamedPolicy(policies.knorm, promises=replace(_KEYS_ALONE, protection_holds="N/A")),
-    "kvzip": NamedPolicy(policies.kvzip, promises=replace(_ALL, head_permutation="no")),
-    "kvzip-plus": NamedPolicy(
-        policies.kvzip_plus, of_model=frozenset({"W_o"}), promises=replace(_ALL, head_permutation="no")
-    ),
+    "kvzip": NamedPolicy(policies.kvzip),
+    "kvzip-plus": NamedPolicy(policies.kvzip_plus, of_model=frozenset({"W_o"})),
     "kvzip-uniform": NamedPolicy(policies.kvzip_uniform),
     "lagkv": NamedPolicy(policies.lagkv, promises=_KEYS_ALONE),
     "morphkv": NamedPolicy(policies.morphkv),

@@ -55,4 +55,4 @@ def shown_to(needs: Needs, observation: Observation) -> Observation:
 
 def _view(needs: Needs, view: LayerView) -> LayerView:
     q, v = _QUERIES if needs.query_rows == 0 else view.q, view.v if needs.values else _VALUES
-    return replace(view, q=q, v=v, repeats=() if needs.rehearsal is None else view.repeats)
+    return replace(view, q=q, v=v, repeats=None if needs.rehearsal is None else view.repeats)
