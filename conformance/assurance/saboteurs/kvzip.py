@@ -17,8 +17,7 @@ __all__: list[str] = []
 
 def changed(view: LayerView, **parts: Any) -> LayerView:
     """The view with other parts of each repeat, by functions of it."""
-    assert view.repeats is not None
-    repeats = tuple(replace(x, **{name: make(x) for name, make in parts.items()}) for x in view.repeats)
+    repeats = view.repeats and tuple(replace(x, **{at: make(x) for at, make in parts.items()}) for x in view.repeats)
     return replace(view, repeats=repeats)
 
 
@@ -61,13 +60,10 @@ def the_last_tokens_are_context(token_ids: Array, rehearsal: Rehearsal) -> Any:
 @instead_of(kvzip_score, "PO-KVZIP")
 def all_keys_in_the_denominator(view: LayerView, N_sink: int) -> Array:
     """The softmax runs over all keys of the prompt."""
-    whole = changed(view, start=lambda x: N_sink, stop=lambda x: view.k.shape[1])
-    assert whole.repeats is not None
-    assert view.repeats is not None
     scores = np.full(view.k.shape[:2], np.nan)
-    for own, wide in zip(view.repeats, whole.repeats, strict=True):
-        found = kvzip_score(replace(view, repeats=(wide,)), N_sink)
-        scores[:, own.start : own.stop] = found[:, own.start : own.stop]
+    for x in view.repeats or ():
+        own, whole = slice(x.start, x.stop), replace(x, start=N_sink, stop=view.k.shape[1])
+        scores[:, own] = kvzip_score(replace(view, repeats=(whole,)), N_sink)[:, own]
     return scores
 
 
