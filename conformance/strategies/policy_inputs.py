@@ -106,7 +106,7 @@ def repeats(inputs: Inputs, view: LayerView, rehearsal: Rehearsal) -> tuple[Repe
     found = []
     for start, stop, ids in rehearsal_chunks(inputs.token_ids, rehearsal):
         like = (start + 5 * np.arange(len(ids)) + ids) % inputs.n
-        found.append(Repeat(start, stop, view.q[:, like], 1.5 * view.k[:, like], 1.0 + like))
+        found.append(Repeat(start, stop, view.q[:, like], 1.5 * view.k[:, like], (1 + like).astype(np.float64)))
     return tuple(found)
 
 

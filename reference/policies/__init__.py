@@ -39,8 +39,9 @@ from reference.policies.vatp import vatp, with_value_norms
 __all__ = [
     "adakv", "advance", "advance_turn", "cake", "caote", "chunkkv", "chunkkv_described", "critical_adakv", "criticalkv",
     "crystalcache", "defensivekv", "diverse", "epicache", "eviction_budget", "expected_attention", "full_cache", "h2o",
-    "h2o_described", "keydiff", "knorm", "kvzip", "kvzip_plus", "kvzip_uniform", "lagkv", "morphkv", "nestedkv", "nestedkv_without_adaptive",
-    "nestedkv_without_both", "nestedkv_without_continuum", "policy_from_score", "pyramidkv", "pyramidkv_described",
-    "retain", "retain_turn", "rkv", "scheduled", "snapkv", "start", "streaming_llm", "tova", "toward_mean_values",
-    "triattention", "vatp", "with_adaptive_budgets", "with_critical_selection", "with_value_norms",
+    "h2o_described", "keydiff", "knorm", "kvzip", "kvzip_plus", "kvzip_uniform", "lagkv", "morphkv", "nestedkv",
+    "nestedkv_without_adaptive", "nestedkv_without_both", "nestedkv_without_continuum", "policy_from_score",
+    "pyramidkv", "pyramidkv_described", "retain", "retain_turn", "rkv", "scheduled", "snapkv", "start", "streaming_llm",
+    "tova", "toward_mean_values", "triattention", "vatp", "with_adaptive_budgets", "with_critical_selection",
+    "with_value_norms",
 ]

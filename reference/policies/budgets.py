@@ -12,8 +12,8 @@ from spec.errors import SpecError
 from spec.policy import Scores
 
 __all__ = [
-    "Adaptive", "Competition", "Pyramid", "across_layers", "even", "everything", "largest_remainder", "pyramid_targets", "spread",
-    "winners",
+    "Adaptive", "Competition", "Pyramid", "across_layers", "even", "everything", "largest_remainder",
+    "pyramid_targets", "spread", "winners",
 ]
 
 

@@ -33,7 +33,8 @@ def rehearsal_chunks(
     """
     assert rehearsal.template is not None
     first, later, answer = rehearsal.template
-    end, overlap, found = len(token_ids) - rehearsal.N_recent, min(rehearsal.overlap, rehearsal.chunk), []
+    found: list[tuple[int, int, IntVector]] = []
+    end, overlap = len(token_ids) - rehearsal.N_recent, min(rehearsal.overlap, rehearsal.chunk)
     for start in range(rehearsal.N_sink, end, rehearsal.chunk):
         stop = min(start + rehearsal.chunk, end)
         request = [*later, *token_ids[start - overlap : start]] if found else first

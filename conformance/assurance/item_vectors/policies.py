@@ -56,7 +56,7 @@ def rehearsed(i: Json, policy: Policy) -> Result:
     for at, k in enumerate(map(floats, i["k"])):
         repeats = tuple(
             Repeat(
-                *chunk, floats(i["repeat_q"][part][at]), floats(i["repeat_k"][part][at]),
+                chunk[0], chunk[1], floats(i["repeat_q"][part][at]), floats(i["repeat_k"][part][at]),
                 floats(i["norms"][part][at]) if "norms" in i else np.ones(len(i["repeat_q"][part][at][0])),
             ) for part, chunk in enumerate(i["chunks"])
         )

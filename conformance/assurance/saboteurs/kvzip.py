@@ -8,6 +8,7 @@ import numpy as np
 from conformance.assurance.saboteurs.registry import Array, beyond, instead_of
 from conformance.assurance.saboteurs.size_inputs import random_rows, scored
 from reference.crystalcache.coattention import attention
+from reference.policies.attention import wide
 from reference.policies.budgets import across_layers
 from reference.policies.kvzip import kvzip_plus_score, kvzip_score, rehearsal_chunks
 from spec.policy import LayerView, Rehearsal, Repeat, Scores
@@ -42,12 +43,12 @@ def the_first_request_for_all(token_ids: Array, rehearsal: Rehearsal) -> Any:
 def the_end_of_the_chunk_itself(token_ids: Array, rehearsal: Rehearsal) -> Any:
     """A request ends with the last tokens of the chunk that it asks for."""
     assert rehearsal.template is not None
-    first, later, answer = rehearsal.template
-    return [
+    _, later, answer = rehearsal.template
+    right = rehearsal_chunks(token_ids, rehearsal)
+    return right[:1] + [
         (start, stop, np.array([
-            *(first if start == rehearsal.N_sink else [*later, *token_ids[max(start, stop - rehearsal.overlap) : stop]]),
-            *answer, *token_ids[start:stop],
-        ], dtype=np.int64)) for start, stop, _ in rehearsal_chunks(token_ids, rehearsal)
+            *later, *token_ids[max(start, stop - rehearsal.overlap) : stop], *answer, *token_ids[start:stop],
+        ], dtype=np.int64)) for start, stop, _ in right[1:]
     ]
 
 
@@ -104,8 +105,9 @@ def the_mean_over_queries(view: LayerView, N_sink: int) -> Array:
 @instead_of(kvzip_plus_score, "PO-KVZIP-PLUS")
 def maxima_before_the_weight(view: LayerView, N_sink: int, W_o: Array) -> Array:
     """The plain score is weighed by the largest output of the group, and by no norm."""
-    size = np.linalg.norm(np.matmul(np.repeat(view.v, len(W_o) // len(view.k), axis=0), W_o), axis=2)
-    return kvzip_score(view, N_sink) * size.reshape(len(view.k), -1, view.k.shape[1]).max(axis=1)
+    size = np.linalg.norm(np.matmul(np.repeat(wide(view.v), len(W_o) // len(view.k), axis=0), W_o), axis=2)
+    weighed: Array = kvzip_score(view, N_sink) * size.reshape(len(view.k), -1, view.k.shape[1]).max(axis=1)
+    return weighed
 
 
 @instead_of(kvzip_plus_score, "PO-KVZIP-PLUS")
@@ -134,8 +136,8 @@ def the_official_threshold(total: int, scores: Scores) -> Array:
     free = total - pinned * len(scores.values)
     if free >= len(ordered) or free < 1:
         return across_layers(total, scores)
-    with np.errstate(invalid="ignore"):
-        return pinned + (scores.values > ordered[free - 1]).sum(axis=1)
+    kept: Array = pinned + (scores.values > ordered[free - 1]).sum(axis=1)
+    return kept
 
 
 @beyond("100 chunks", rehearsal_chunks, "PO-REHEARSAL", lambda: (
@@ -149,7 +151,7 @@ def a_hundred_chunks(token_ids: Array, rehearsal: Rehearsal) -> Any:
 def asked(r: int) -> LayerView:
     """A chunk of five tokens, repeated by r queries of which the last attends most."""
     q = random_rows(1, r, 4) * np.linspace(0.1, 5.0, r)[:, None]
-    repeat = Repeat(1, 6, q, random_rows(1, r, 4) - 3.0, 1.0 + np.arange(r)[::-1])
+    repeat = Repeat(1, 6, q, random_rows(1, r, 4) - 3.0, np.arange(r, 0, -1, dtype=np.float64))
     return LayerView(q[:, :0], random_rows(1, 8, 4), random_rows(1, 8, 4), 0.5, None, None, (repeat,))
 
 

@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 W, KERNEL, C_CHUNK, SINK, FUTURE, LAG = 3, 3, 4, NESTED.N_sink, 5, 4
-REHEARSED = {"template": TEMPLATE, "N_sink": SINK, "N_recent": W, "chunk": 5, "overlap": 2}
+REHEARSED: dict[str, Any] = {"template": TEMPLATE, "N_sink": SINK, "N_recent": W, "chunk": 5, "overlap": 2}
 LAM = 0.5
 SAFEGUARD = Fraction(1, 5)
 
@@ -170,7 +170,7 @@ def kvzip(plus: bool, shares: Callable[[list[oracle.Score], int], Sequence[int]]
         rows = [
             row for at, view in seen.items()
             for row in kvzip_oracle.scores(
-                {**rehearsed(view), "v": inputs.layers[at].v.tolist()}, SINK, inputs.W_o[at].tolist() if plus else None
+                {**rehearsed(view), "v": np.asarray(inputs.layers[at].v).tolist()}, SINK, inputs.W_o[at].tolist() if plus else None
             )
         ]
         return [oracle.top(row, share) for row, share in zip(rows, shares(rows, B), strict=True)]

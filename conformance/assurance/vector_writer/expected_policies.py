@@ -5,9 +5,8 @@ from fractions import Fraction
 from typing import Any
 
 from conformance.assurance.oracles import cake as cake_oracle
-from conformance.assurance.oracles import kvzip
+from conformance.assurance.oracles import kvzip, weighed
 from conformance.assurance.oracles import policies as oracle
-from conformance.assurance.oracles import weighed
 from conformance.assurance.oracles.morphkv import morphkv
 from conformance.vectors.json_values import Json
 

@@ -146,8 +146,9 @@ MODEL, LAYER, HEAD = Granularity.MODEL, Granularity.LAYER, Granularity.HEAD
             lambda: lagkv(3, 5), Needs("all", 0, values=True), 3, HEAD, EVERY_SEGMENT, marks=item("PO-LAGKV")
         ),
         pytest.param(
-            lambda: kvzip(TEMPLATE, 2, 3), Needs("all", 0, token_ids=True, rehearsal=Rehearsal(TEMPLATE, 2, 3, 2000, 8)),
-            5, HEAD, EVERY_SEGMENT, marks=item("PO-KVZIP"),
+            lambda: kvzip(TEMPLATE, 2, 3),
+            Needs("all", 0, token_ids=True, rehearsal=Rehearsal(TEMPLATE, 2, 3, 2000, 8)), 5, HEAD, EVERY_SEGMENT,
+            marks=item("PO-KVZIP"),
         ),
         pytest.param(lambda: rkv(6, 5, every=9), Needs("all", 6), 6, HEAD, Cadence(9), marks=item("PO-RKV")),
         pytest.param(

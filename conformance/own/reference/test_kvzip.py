@@ -110,8 +110,8 @@ def test_shares_over_all_layers_are_those_of_brute_force(seed: int, groups: int,
 
 @pytest.mark.spec("PO-GLOBAL-BUDGET")
 def test_shares_of_many_tokens() -> None:
-    rows = Numbers(5).fractions(70 * 700).reshape(70, 700)
-    assert shares(rows, 70 * 300) == oracle.global_shares(rows.tolist(), 300)
+    rows: list[oracle.Score] = Numbers(5).fractions(70 * 700).reshape(70, 700).tolist()
+    assert shares(rows, 70 * 300) == oracle.global_shares(rows, 300)
 
 
 @pytest.mark.spec("PO-GLOBAL-BUDGET")

@@ -21,8 +21,8 @@ from spec.budget import parse_budget
 from spec.policy import Policy
 
 __all__ = [
-    "DECODING", "OF_A_MODEL", "PUBLISHED", "REHEARSED", "check_continuation", "check_generation", "check_steps", "check_storage",
-    "live_sets", "method", "read_prompt",
+    "DECODING", "OF_A_MODEL", "PUBLISHED", "REHEARSED", "check_continuation", "check_generation", "check_steps",
+    "check_storage", "live_sets", "method", "read_prompt",
 ]
 
 PUBLISHED: dict[str, Callable[[], Policy]] = {

@@ -1,4 +1,4 @@
-"""The rehearsal: what a model shows when it repeats a prompt is what it shows of the whole text, and leaves no trace."""
+"""The rehearsal: a model that repeats a prompt shows what it shows of the whole text, and nothing of it is left."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -178,8 +178,8 @@ def test_a_template_is_made_of_the_tokenizer() -> None:
     """And the studies fill it in."""
     tokenizer = load_pocket_tokenizer(SHIPPED["pocket"])
     first, later, answer = repeat_template(tokenizer)
-    assert tokenizer.decode(first).strip() == "Repeat the previous context exactly."
-    assert tokenizer.decode(later).strip().endswith("starting with")
+    assert str(tokenizer.decode(list(first))).strip() == "Repeat the previous context exactly."
+    assert str(tokenizer.decode(list(later))).strip().endswith("starting with")
     assert list(answer) == tokenizer.encode("\n", add_special_tokens=False)
     policy = Loading(backend="numpy").subject().policy("kvzip(chunk=64)", "0.3")
     assert isinstance(policy, Published)
