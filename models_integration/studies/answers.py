@@ -32,6 +32,7 @@ from models_integration.tasks import Placement, Sample, place, score
 from reference.policies.retain import retain_each
 from spec import SPEC_VERSION
 from spec.budget import Budget
+from spec.errors import SpecError
 from spec.policy import Needs, Policy
 from spec.retention import Retention
 
@@ -123,15 +124,22 @@ def _read_once(placement: Placement) -> Placement:
 
 
 def needed(each: Iterable[Needs]) -> Needs:
-    """What all of these scorers must be shown together."""
+    """What all of these scorers must be shown together.
+
+    Raises:
+        SpecError: where they need different rehearsals: one observation has one.
+    """
     every = list(each)
     layers, rows = {one.layers for one in every}, [one.query_rows for one in every]
+    rehearsals = {one.rehearsal for one in every if one.rehearsal is not None}
+    if len(rehearsals) > 1:
+        raise SpecError("policies", f"{len(rehearsals)} rehearsals", "must share one: give each its own run")
     places = {one.observed for one in every if one.layers == "observed"}
     return Needs(
         "all" if "all" in layers or len(places) > 1 else "observed" if places else "none",
         None if None in rows else max((row for row in rows if row is not None), default=0), next(iter(places), 0),
         any(one.values for one in every), any(one.token_ids for one in every),
-        rehearsal=next((one.rehearsal for one in every if one.rehearsal is not None), None),
+        rehearsal=next(iter(rehearsals), None),
     )
 
 

@@ -167,12 +167,10 @@ def kvzip(plus: bool, shares: Callable[[list[oracle.Score], int], Sequence[int]]
     """The shares are of all layers together."""
     def expected(inputs: Inputs, B: int) -> Kept:
         seen = observation(policies.kvzip(**REHEARSED), inputs).layers
-        rows = [
-            row for at, view in seen.items()
-            for row in kvzip_oracle.scores(
-                {**rehearsed(view), "v": np.asarray(inputs.layers[at].v).tolist()}, SINK, inputs.W_o[at].tolist() if plus else None
-            )
-        ]
+        rows = []
+        for at, view in seen.items():
+            layer = {**rehearsed(view), "v": np.asarray(inputs.layers[at].v).tolist()}
+            rows += kvzip_oracle.scores(layer, SINK, inputs.W_o[at].tolist() if plus else None)
         return [oracle.top(row, share) for row, share in zip(rows, shares(rows, B), strict=True)]
 
     return expected

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.assurance.oracles import kvzip as oracle
+from conformance.assurance.oracles.policies import Score
 from conformance.assurance.strategies.policy_cases import CASES, REHEARSED, rehearsed
 from conformance.plugin import sparingly
 from conformance.strategies.policy_inputs import TEMPLATE, Inputs, decided, drawn, observation
@@ -110,7 +111,7 @@ def test_shares_over_all_layers_are_those_of_brute_force(seed: int, groups: int,
 
 @pytest.mark.spec("PO-GLOBAL-BUDGET")
 def test_shares_of_many_tokens() -> None:
-    rows: list[oracle.Score] = Numbers(5).fractions(70 * 700).reshape(70, 700).tolist()
+    rows: list[Score] = Numbers(5).fractions(70 * 700).reshape(70, 700).tolist()
     assert shares(rows, 70 * 300) == oracle.global_shares(rows, 300)
 
 
