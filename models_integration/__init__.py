@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         prefill,
         sentence_ends,
     )
+    from models_integration.policies.template import repeat_template
     from models_integration.session.segment import ObservedSegment, decide
     from models_integration.session.session import Session
     from models_integration.session.verbs import compact, observe
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CrystalCache", "CustomPolicy", "Decision", "FullCache", "ObservedSegment", "Prefilled", "Published",
     "RetainedCache", "RetentionPolicy", "Session", "StreamingLLM", "calibrate", "compact", "decide", "load_cache",
-    "observe", "policy_from_name", "prefill", "save_cache", "sentence_ends",
+    "observe", "policy_from_name", "prefill", "repeat_template", "save_cache", "sentence_ends",
 ]
 
 _HOME = {
@@ -46,7 +47,7 @@ _HOME = {
     "Published": "policies.methods", "policy_from_name": "policies.methods",
     "calibrate": "policies.calibration", "Session": "session.session",
     "RetainedCache": "cache.retained_cache", "load_cache": "cache.snapshot", "save_cache": "cache.snapshot",
-    "sentence_ends": "policies.methods",
+    "sentence_ends": "policies.methods", "repeat_template": "policies.template",
 }
 
 

@@ -4,7 +4,7 @@ Every method of the field is one record of these parts at one granularity, so th
 any budgets, any selector over any scores. `reference.policies` holds the definitions.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias, get_args, runtime_checkable
 
@@ -15,12 +15,43 @@ from spec.validate import check_choices
 
 __all__ = [
     "NOTHING_PROMISED", "SEGMENT_END", "Budgets", "Cadence", "DeviceArray", "LayerView", "Needs", "Observation",
-    "Policy", "Promises", "Protection", "Running", "RunningScorer", "Scorer", "Scores", "Selection", "Selector",
-    "SeparableScorer",
+    "Policy", "Promises", "Protection", "Rehearsal", "Repeat", "Running", "RunningScorer", "Scorer", "Scores",
+    "Selection", "Selector", "SeparableScorer",
 ]
 
 # A NumPy array, or a tensor already on the backend's device.
 DeviceArray: TypeAlias = Any
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """How a prompt is rehearsed: behind it the model is asked to repeat its context, chunk by chunk.
+
+    Raises:
+        SpecError: for a template of other than three parts, an id below 0, or a number out of range.
+    """
+
+    template: Sequence[Sequence[int]] | None
+    """Ids of the request for the first chunk, of that for each later one, and of what stands before an answer."""
+    N_sink: int
+    """First tokens of the prompt that are not repeated: a system prompt, or sinks."""
+    N_recent: int
+    """Last tokens of the prompt that are not repeated: a question, or the end of a chat's turn."""
+    chunk: int
+    """Tokens of a chunk."""
+    overlap: int
+    """Last tokens of the chunk before that the request for a later one ends with."""
+
+    def __post_init__(self) -> None:
+        if self.template is None or len(self.template) != 3:
+            reason = "is needed, as ids of two requests and an answer's opening: models_integration.repeat_template"
+            raise SpecError("template", self.template, f"{reason}(tokenizer) makes it")
+        object.__setattr__(self, "template", tuple(tuple(part) for part in self.template))
+        least = {"id": min((at for part in self.template for at in part), default=0), "N_sink": self.N_sink}
+        least |= {"N_recent": self.N_recent, "overlap": self.overlap, "chunk": self.chunk - 1}
+        for name, value in least.items():
+            if value < 0:
+                raise SpecError(name, value + (name == "chunk"), f"must be at least {int(name == 'chunk')}")
 
 
 @dataclass(frozen=True)
@@ -39,6 +70,23 @@ class Needs:
     """Whether it reads a device's tensor as it is; None means that it reads NumPy arrays only."""
     budget: bool = False
     """Whether its scores depend on the budget: then each budget is scored anew."""
+    rehearsal: Rehearsal | None = None
+    """How the prompt is rehearsed for it; None: it is not."""
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """One layer's attention inputs after RoPE of the r tokens that repeat a chunk, the request for it included."""
+
+    start: int
+    """The chunk's first position in the prompt."""
+    stop: int
+    q: DeviceArray
+    """(H, r, d)."""
+    k: DeviceArray
+    """(H_kv, r, d)."""
+    norms: Float64[Vector, " r"]
+    """L2 norms of the hidden states that the layer's attention read."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +103,8 @@ class LayerView:
     scaling: float
     softcap: float | None
     lse: DeviceArray | None = None
+    repeats: tuple[Repeat, ...] | None = None
+    """Each chunk's, where the prompt was rehearsed."""
 
 
 @dataclass(frozen=True)

@@ -49,13 +49,13 @@ NO_STAGE = {
     "CC-PREFILL": "the pipeline that composes a backend's stages",
     **dict.fromkeys(
         ("PO-POOL", "PO-SNAPKV", "PO-CHUNKKV", "PO-CHUNKKV-DESCRIBED", "PO-KEYDIFF", "PO-KNORM", "PO-ADAKV", "PO-RKV",
-         "PO-LAGKV", "PO-CAOTE", "PO-VATP", "PO-CRITICALKV", "PO-CAKE", "PO-MORPHKV", "PO-VASE",
-         "PO-DEFENSIVEKV", "PO-EPICACHE"),
+         "PO-LAGKV", "PO-CAOTE", "PO-VATP", "PO-CRITICALKV", "PO-CAKE", "PO-KVZIP", "PO-KVZIP-PLUS",
+         "PO-MORPHKV", "PO-VASE", "PO-DEFENSIVEKV", "PO-EPICACHE"),
         "a scorer in a few matrix products once a prompt, which NumPy's BLAS does; no stage computes it",
     ),
     **dict.fromkeys(
-        ("PO-FILL-UNITS", "PO-TWO-STAGES", "PO-WHOLE-SHARES", "PO-PYRAMID-BUDGET",
-         "PO-ADAPTIVE-BUDGET", "PO-PREFERENCE-BUDGET", "PO-COMPETITION-BUDGET", "PO-THRESHOLD"),
+        ("PO-FILL-UNITS", "PO-TWO-STAGES", "PO-WHOLE-SHARES", "PO-PYRAMID-BUDGET", "PO-ADAPTIVE-BUDGET",
+         "PO-PREFERENCE-BUDGET", "PO-GLOBAL-BUDGET", "PO-COMPETITION-BUDGET", "PO-THRESHOLD"),
         "counts and sorts of scores on the host, the same for every backend",
     ),
     "PO-BEST-BLOCKS": "sums of blocks on the host; the choice among them is a backend's stage best_tokens",
@@ -76,6 +76,7 @@ NO_STAGE = {
     **dict.fromkeys(
         ("DV-POLICY", "DV-SCHEDULE", "TA-POLICY", "TA-CALIBRATION"), "a composition of parts; no stage computes it",
     ),
+    "PO-REHEARSAL": "token ids, put together once a prompt; the model reads them",
     "CC-START": "a view of the prefill's records, made once",
     "CC-LIVE": "gathers of NumPy, the same for every backend",
     "CC-SEEN-COUNT": "integer bookkeeping, the same for every backend; stages are given the counts",

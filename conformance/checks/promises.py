@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from conformance.strategies.policy_inputs import Inputs, decided, drawn, observation
-from reference.policies.budgets import Adaptive, Competition
+from reference.policies.budgets import Adaptive, Competition, across_layers
 from spec.arrays import Matrix
 from spec.policy import LayerView, Policy
 from spec.retention import Granularity
@@ -64,13 +64,15 @@ def token_scores(policy: Policy, inputs: Inputs, B: int) -> Matrix:
 
 
 def monotone(case: Judged, inputs: Inputs, B: int, seed: int) -> bool:
-    """In a pool: a kept set, or a layer where heads compete."""
+    """In a pool: a kept set, or a layer where heads compete, or all layers where they do."""
     policy = case.policy(inputs)
     kept = decided(policy, inputs, B)
     held = case.guaranteed(inputs.n, max(B, case.floor))
     free = [i for i in range(inputs.n) if i not in held]
     rows = token_scores(policy, inputs, B)
     pool = inputs.H_kv if isinstance(policy.budgets, Adaptive | Competition) else 1
+    if policy.budgets is across_layers:
+        pool = len(rows)
     for first in range(0, len(rows), pool):
         mine = [(row[i], i in group) for row, group in zip(rows[first:][:pool], kept[first:][:pool], strict=True)
                 for i in free]
@@ -121,7 +123,7 @@ PROPERTIES: Mapping[str, Promise] = {
     "no-op at full budget": Promise("with B at least the tokens seen, nothing is evicted", keeps_all),
     "higher score never loses": Promise(
         "of two unprotected tokens of a pool, the one that stays has no lower score; a pool is a kept set, or a layer"
-        " where heads compete", monotone,
+        " where heads compete, or all layers where they do", monotone,
     ),
     "row independence": Promise("a sequence's kept sets do not depend on another sequence", independent),
     "head permutation": Promise("KV heads that change places take their kept sets along", permuted),

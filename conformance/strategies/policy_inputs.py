@@ -8,14 +8,16 @@ import numpy as np
 
 from reference.calibration import Calibration, Identity
 from reference.policies import retain
+from reference.policies.kvzip import rehearsal_chunks
 from reference.policies.names import constants_of, constants_of_model, make_policy
 from reference.triattention import band_statistics
 from spec.budget import Budget
-from spec.policy import LayerView, Observation, Policy
+from spec.policy import LayerView, Observation, Policy, Rehearsal, Repeat
 from spec.retention import Granularity, Retention
 
 __all__ = [
-    "Inputs", "Kept", "calibrated", "decided", "drawn", "groups_of", "identity", "named", "observation", "retained",
+    "TEMPLATE", "Inputs", "Kept", "calibrated", "decided", "drawn", "groups_of", "identity", "named", "observation",
+    "retained",
 ]
 
 Kept = list[list[int]]
@@ -73,10 +75,13 @@ def calibrated(inputs: Inputs) -> Calibration:
     return Calibration(identity(inputs), tuple(range(len(inputs.layers))), mean, magnitude)
 
 
+TEMPLATE = ((1, 2, 3), (4, 5), (6,))
+"""Of a rehearsal."""
+
 _OF_MODEL: Mapping[str, Callable[[Inputs], Any]] = {
     "W_o": lambda inputs: dict(enumerate(inputs.W_o)), "inv_freq": lambda inputs: inputs.inv_freq,
     "factor": lambda inputs: inputs.factor, "served": identity, "calibration": calibrated,
-    "sentence_ends": lambda inputs: frozenset({0}),
+    "sentence_ends": lambda inputs: frozenset({0}), "template": lambda inputs: TEMPLATE,
 }
 
 
@@ -96,12 +101,25 @@ def groups_of(policy: Policy, inputs: Inputs) -> int:
     return {Granularity.MODEL: 1, Granularity.LAYER: L, Granularity.HEAD: L * inputs.H_kv}[policy.granularity]
 
 
+def repeats(inputs: Inputs, view: LayerView, rehearsal: Rehearsal) -> tuple[Repeat, ...]:
+    """Each chunk's: its tokens ask, and are asked, as some of the prompt's are."""
+    found = []
+    for start, stop, ids in rehearsal_chunks(inputs.token_ids, rehearsal):
+        like = (start + 5 * np.arange(len(ids)) + ids) % inputs.n
+        found.append(Repeat(start, stop, view.q[:, like], 1.5 * view.k[:, like], (1 + like).astype(np.float64)))
+    return tuple(found)
+
+
 def observation(policy: Policy, inputs: Inputs) -> Observation:
     """As a session makes one: the layers, query rows and ids that the scorer asked for."""
     needs, layers = policy.scorer.needs, range(len(inputs.layers))
     first = 0 if needs.query_rows is None else max(0, inputs.n - needs.query_rows)
     watched = {"all": layers, "observed": layers[needs.observed :][:1], "none": ()}[needs.layers]
     views = {at: replace(inputs.layers[at], q=inputs.layers[at].q[:, first:]) for at in watched}
+    if needs.rehearsal is not None:
+        views = {
+            at: replace(view, repeats=repeats(inputs, inputs.layers[at], needs.rehearsal)) for at, view in views.items()
+        }
     ids = inputs.token_ids if needs.token_ids else None
     return Observation(inputs.n, groups_of(policy, inputs), ids, views)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import wraps
-from typing import Any, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar, cast
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -28,10 +28,10 @@ from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import IMPLEMENTATIONS, Architecture
 from spec.errors import SpecError
-from spec.policy import LayerView, Needs
+from spec.policy import LayerView, Needs, Repeat
 
 __all__ = [
-    "OTHER_TENSORS", "Attended", "Recorder", "Watcher", "flash_attention", "observing", "untraced",
+    "OTHER_TENSORS", "Attended", "Recorder", "Repeated", "Watcher", "flash_attention", "observing", "untraced",
 ]
 
 P = ParamSpec("P")
@@ -74,6 +74,23 @@ class Watcher(Protocol):
         ...
 
 
+class Repeated(NamedTuple):
+    """What one layer attended with while a chunk of the prompts, start to stop, was repeated behind them."""
+
+    start: int
+    stop: int
+    q: Tensor
+    """(rows, H, r, d)."""
+    k: Tensor
+    """(rows, H_kv, r, d)."""
+    norms: Tensor
+    """Of the hidden states that it read, (rows, r)."""
+
+    def of_row(self, row: int) -> Repeat:
+        """One row's, on the host."""
+        return Repeat(self.start, self.stop, *(on_host(part[row]) for part in (self.q, self.k, self.norms)))
+
+
 @dataclass
 class _Seen:
     q: Tensor
@@ -84,6 +101,7 @@ class _Seen:
     lse: Tensor | None
     query: ref[Tensor]
     """The last forward's own, of which `q` holds the rows."""
+    repeats: tuple[Repeated, ...] | None = None
 
 
 @dataclass
@@ -121,6 +139,11 @@ class Recorder:
             None if layer.lse is None else layer.lse.detach(), ref(layer.query),
         ))
 
+    def rehearsed(self, repeats: Mapping[int, tuple[Repeated, ...]]) -> None:
+        """Note what the layers attended with when the prompt was rehearsed."""
+        for layer, each in repeats.items():
+            self.seen[layer].repeats = each
+
     def _needed(self, seen: _Seen) -> _Seen:
         """No more values and query rows than are needed."""
         q, lse, v = seen.q, seen.lse, seen.v if self.needs.values else None
@@ -139,6 +162,7 @@ class Recorder:
         """
         own, narrow = self.needs, Recorder(needs, hidden=self.hidden)
         fewer = own.query_rows is not None and (needs.query_rows is None or needs.query_rows > own.query_rows)
+        fewer |= needs.rehearsal is not None and needs.rehearsal != own.rehearsal
         for layer in layers:
             if layer not in self.seen or fewer or (needs.values and not own.values):
                 raise SpecError("observation", own, f"must have been made with all that is needed: {needs}")
@@ -162,7 +186,10 @@ class Recorder:
     def _view(self, seen: _Seen, row: int, slots: Tensor | None, queries: Tensor | None) -> LayerView:
         v = None if seen.v is None else shown_columns(seen.v[row], slots)
         lse = None if seen.lse is None else seen.lse[row]
-        return self._shown(seen, self._asked(seen.q[row], queries), shown_columns(seen.k[row], slots), v, lse)
+        view = self._shown(seen, self._asked(seen.q[row], queries), shown_columns(seen.k[row], slots), v, lse)
+        if self.needs.rehearsal is None or seen.repeats is None:
+            return view
+        return replace(view, repeats=tuple(each.of_row(row) for each in seen.repeats))
 
     def view(
         self, layer: int, row: int, heads: slice, k: Tensor, v: Tensor, queries: Tensor | None = None,

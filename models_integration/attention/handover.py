@@ -39,8 +39,13 @@ def check_handover(architecture: Architecture, needs: Needs, granularity: Granul
 
     Raises:
         SpecError: for a model with a layer that stores nothing of what it reads, or whose attention is handed other
-            tensors than its cache returned, or without the layer that is observed.
+            tensors than its cache returned, or without the layer that is observed; for a rehearsal's template with an
+            id that is not the model's.
     """
+    asked = () if needs.rehearsal is None else needs.rehearsal.template or ()
+    for token_id in (token_id for part in asked for token_id in part):
+        if token_id >= architecture.vocabulary:
+            raise SpecError("template", token_id, f"must lie in [0, {architecture.vocabulary})")
     handed = _handed(architecture)
     if handed.idle:
         raise SpecError("model", architecture.name, f"its layers {handed.idle} store nothing of what it reads")

@@ -15,10 +15,11 @@ from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import Architecture
 from spec.errors import SpecError
+from spec.policy import Needs
 
 __all__ = [
     "ONE_FORWARD", "OPEN", "Arguments", "DecoderOutput", "ForwardSpan", "Stream", "WholeForwards", "check_forward",
-    "check_mode", "check_rows", "check_tokens", "first_span", "later_span", "step_span",
+    "check_mode", "check_rehearsed", "check_rows", "check_tokens", "first_span", "later_span", "step_span",
 ]
 
 # Columns after which a segment ends: with its first forward, or when it is told to.
@@ -176,6 +177,16 @@ def check_rows(cache: RetainedCache, ids: Tensor) -> None:
     rows = next((layer.batch for layer in cache.full_layers if layer.is_initialized), len(ids))
     if len(ids) != rows:
         raise SpecError("input_ids", tuple(ids.shape), f"the cache has {rows} rows")
+
+
+def check_rehearsed(needs: Needs, span: ForwardSpan) -> None:
+    """Prompts that are rehearsed have as many tokens.
+
+    Raises:
+        SpecError: where rows are padded: the chunks of their contexts would differ.
+    """
+    if needs.rehearsal is not None and span.padded:
+        raise SpecError("attention_mask", "zeros", "prompts that are rehearsed must have no padding")
 
 
 def check_tokens(is_token: Tensor) -> None:

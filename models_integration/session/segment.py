@@ -19,6 +19,7 @@ from models_integration.cache.retained_cache import RetainedCache, storage_bytes
 from models_integration.model.architecture import Architecture, of_layer
 from models_integration.session.inputs import ONE_FORWARD, check_tokens
 from models_integration.session.method import Method
+from models_integration.session.rehearsal import rehearse
 from reference.policies.retain import tokens_of
 from spec.arrays import IntVector
 from spec.errors import SpecError
@@ -140,6 +141,13 @@ class ObservedSegment:
         self.watch.device = input_ids.device
         if self.later:
             self.recorder.hidden = int((~self.text.is_token).sum(dim=1).max())
+
+    def rehearse(self) -> None:
+        """The prompts have been read: where it is needed, the model repeats them."""
+        rehearsal = self.recorder.needs.rehearsal
+        if rehearsal is not None:
+            with self.watch.stage("rehearsal"):
+                self.recorder.rehearsed(rehearse(self.architecture, self.cache, self.text.input_ids, rehearsal))
 
     @property
     def columns(self) -> int:
@@ -348,6 +356,7 @@ class Segment:
             SpecError: when a row has fewer than two tokens, or ends without one.
         """
         check_tokens(self.observed.text.is_token)
+        self.observed.rehearse()
         decision = self._decided()
         self._compact(self._full, decision)
         self.cache.continuation, copies = decision.continuation, self.observed.rows_per_prompt

@@ -26,6 +26,7 @@ from models_integration.session.inputs import (
     WholeForwards,
     check_forward,
     check_mode,
+    check_rehearsed,
     first_span,
     later_span,
     step_span,
@@ -76,7 +77,7 @@ class Session:
         self.cache: RetainedCache | None = None
         """The compacted cache; it lives on after the block."""
         self.timings: dict[str, float] = {}
-        """Seconds of the stages capture, decision and compaction."""
+        """Seconds of the stages capture, decision and compaction; of the rehearsal, where the policy has one."""
         self.bytes_saved = 0
         """Bytes of keys and values that compaction freed, in all rows."""
         self.over_budget = 0
@@ -188,6 +189,7 @@ class Session:
                 check_adoptable(cache)
         if not later:
             span = first_span(self._architecture.vocabulary, arguments, before, segment_end)
+            check_rehearsed(method.policy.scorer.needs, span)
             self._stream.check_span(span)
             return span
         span = later_span(self._architecture.vocabulary, arguments, cache, segment_end)

@@ -21,7 +21,15 @@ from models_integration.attention.handover import check_handover, check_readable
 from models_integration.cache.continuation import Decision
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import check_free, describe
-from models_integration.session.inputs import ONE_FORWARD, OPEN, ForwardSpan, check_forward, first_span, later_span
+from models_integration.session.inputs import (
+    ONE_FORWARD,
+    OPEN,
+    ForwardSpan,
+    check_forward,
+    check_rehearsed,
+    first_span,
+    later_span,
+)
 from models_integration.session.segment import ObservedSegment
 from spec.errors import SpecError
 from spec.policy import Needs
@@ -44,7 +52,8 @@ def observe(
         input_ids: (rows, n).
         attention_mask: 2D, (rows, n), zeros left of each row's first token; None: no padding.
         needs: what to note, and so to hold in memory: by default q and k after RoPE and v of every full-attention
-            layer, and its log-sum-exp where the attention computes it on the way.
+            layer, and its log-sum-exp where the attention computes it on the way. A policy that rehearses needs its
+            own rehearsal beside them: `replace(EVERYTHING, rehearsal=method.policy.scorer.needs.rehearsal)`.
 
     Returns:
         What was noted, with the full `cache` and the last column's `logits`.
@@ -59,10 +68,12 @@ def observe(
     given = check_forward(arguments, default_use_cache=True)
     nothing = torch.ones(len(input_ids), 0, dtype=torch.bool)
     span = first_span(architecture.vocabulary, given, nothing, ONE_FORWARD)
+    check_rehearsed(needs, span)
     cache = RetainedCache(architecture.config)
     observed = ObservedSegment(needs, architecture, cache, lse=True)
     observed.read(input_ids, span.is_token)
     observed.logits = _forward(model, observed, input_ids, span, 1, attention_mask)[:, -1:]
+    observed.rehearse()
     return observed
 
 

@@ -32,12 +32,13 @@ from models_integration.tasks import Placement, Sample, place, score
 from reference.policies.retain import retain_each
 from spec import SPEC_VERSION
 from spec.budget import Budget
+from spec.errors import SpecError
 from spec.policy import Needs, Policy
 from spec.retention import Retention
 
 __all__ = [
-    "SAMPLES", "Answer", "Asked", "Key", "Run", "answers", "attempted", "cropped", "generated", "onward", "retentions",
-    "sample_unit",
+    "SAMPLES", "Answer", "Asked", "Key", "Run", "answers", "attempted", "cropped", "generated", "needed", "onward",
+    "retentions", "sample_unit",
 ]
 
 SAMPLES = "samples.jsonl"
@@ -97,7 +98,7 @@ def answers(
     for own in dict.fromkeys(presented.values()):
         methods = {key: method for key, method in asked.items() if presented[key] == own}
         ids = torch.tensor([own.prompt_ids], device=subject.model.device)
-        observed = observe(subject.model, ids, needs=_needs(method.policy.scorer.needs for method in methods.values()))
+        observed = observe(subject.model, ids, needs=needed(method.policy.scorer.needs for method in methods.values()))
         decided = dict(_decided(observed, methods))
         # Nobody asks any more what the layers have shown, which may be larger than the cache.
         observed.recorder.seen.clear()
@@ -122,15 +123,23 @@ def _read_once(placement: Placement) -> Placement:
     return replace(placement, prompt_ids=placement.prompt_ids[: -placement.dropped_slots], dropped_slots=0)
 
 
-def _needs(each: Iterable[Needs]) -> Needs:
-    """What all of these scorers must be shown together."""
+def needed(each: Iterable[Needs]) -> Needs:
+    """What all of these scorers must be shown together.
+
+    Raises:
+        SpecError: where they need different rehearsals: one observation has one.
+    """
     every = list(each)
     layers, rows = {one.layers for one in every}, [one.query_rows for one in every]
+    rehearsals = {one.rehearsal for one in every if one.rehearsal is not None}
+    if len(rehearsals) > 1:
+        raise SpecError("policies", f"{len(rehearsals)} rehearsals", "must share one: give each its own run")
     places = {one.observed for one in every if one.layers == "observed"}
     return Needs(
         "all" if "all" in layers or len(places) > 1 else "observed" if places else "none",
-        None if None in rows else max(row for row in rows if row is not None), next(iter(places), 0),
+        None if None in rows else max((row for row in rows if row is not None), default=0), next(iter(places), 0),
         any(one.values for one in every), any(one.token_ids for one in every),
+        rehearsal=next(iter(rehearsals), None),
     )
 
 

@@ -23,6 +23,7 @@ from models_integration.policies.methods import (
     sentence_ends,
 )
 from models_integration.policies.spelled import spelled
+from models_integration.policies.template import repeat_template
 from models_integration.tasks import TASKS, Sample, draw_sample
 from models_integration.tasks.chat import bare
 from models_integration.tasks.context import Ground
@@ -92,7 +93,7 @@ class Subject:
         return sample
 
     def policy(self, text: str, budget: int | str) -> RetentionPolicy:
-        """A policy as text, with those of this model's sentence ends, backend and calibration that it takes.
+        """A policy as text, with those of this model's sentence ends, backend, template and calibration that it takes.
 
         Raises:
             SpecError: for an unknown name, constant or budget, or a calibration that is needed and not there.
@@ -101,6 +102,7 @@ class Subject:
         known = constants_of(name)
         offered = {
             "sentence_ends": self.sentence_ends, "backend": self.backend, "calibration": self.calibration,
+            "template": repeat_template(self.tokenizer) if "template" in known else None,
         }
         constants = {key: value for key, value in offered.items() if key in known} | constants
         policy = policy_from_name(name, budget, **constants)

@@ -12,8 +12,8 @@ from spec.errors import SpecError
 from spec.policy import Scores
 
 __all__ = [
-    "Above", "Adaptive", "Competition", "Pyramid", "even", "everything", "largest_remainder", "pyramid_targets",
-    "spread", "winners",
+    "Above", "Adaptive", "Competition", "Pyramid", "across_layers", "even", "everything", "largest_remainder",
+    "pyramid_targets", "spread", "winners",
 ]
 
 
@@ -161,6 +161,17 @@ class Competition:
             wins = winners(np.where(rank < quota, np.nan, rows), free - quota * len(rows))
             shares.append(pinned + quota + wins)
         return np.concatenate(shares)
+
+
+def across_layers(total: int, scores: Scores, /) -> Int64[IntVector, " g"]:
+    """The best scores of all layers win, whichever layer and head they are in.
+
+    Implements: PO-GLOBAL-BUDGET
+
+    Source: KVzip, Section 4.1 (non-uniform head budgets).
+    """
+    free, pinned = _open(scores.values, total)
+    return pinned + winners(scores.values, free)
 
 
 def _check_share(share: Fraction | int) -> None:

@@ -54,4 +54,5 @@ def shown_to(needs: Needs, observation: Observation) -> Observation:
 
 
 def _view(needs: Needs, view: LayerView) -> LayerView:
-    return replace(view, q=_QUERIES if needs.query_rows == 0 else view.q, v=view.v if needs.values else _VALUES)
+    q, v = _QUERIES if needs.query_rows == 0 else view.q, view.v if needs.values else _VALUES
+    return replace(view, q=q, v=v, repeats=None if needs.rehearsal is None else view.repeats)

@@ -11,16 +11,17 @@ from conformance.vectors.arrays import floats
 from conformance.vectors.json_values import Json
 from reference import policies
 from reference.policies.attention import accumulated_attention, average_pool, max_pool, observed_attention
-from reference.policies.budgets import Above, Adaptive, Competition, Pyramid, even, largest_remainder
+from reference.policies.budgets import Above, Adaptive, Competition, Pyramid, across_layers, even, largest_remainder
 from reference.policies.cadences import take_up
 from reference.policies.cake import Preferred
 from reference.policies.criticalkv import two_stages
+from reference.policies.kvzip import rehearsal_chunks
 from reference.policies.official import adakv_official, pyramidkv_official
 from reference.policies.protections import SinkAndRecent
 from reference.policies.selectors import best_blocks, fill_units, top_units
 from reference.policies.vase import uniform_numbers
 from spec.budget import Budget
-from spec.policy import Cadence, LayerView, Observation, Policy, Running, Scores, Selection
+from spec.policy import Budgets, Cadence, LayerView, Observation, Policy, Rehearsal, Repeat, Running, Scores, Selection
 from spec.retention import Granularity
 
 __all__ = ["POLICY_ITEMS"]
@@ -41,6 +42,28 @@ def kept(i: Json, policy: Policy) -> Result:
     n, H_kv = len(layers[0].k[0]), len(layers[0].k)
     groups = {Granularity.LAYER: len(layers), Granularity.HEAD: len(layers) * H_kv}[policy.granularity]
     found, _ = policies.retain(policy, Budget(count=i["B"]), Observation(n, groups, None, layers))
+    return {"kept": [found.group(g).tolist() for g in range(found.groups)]}
+
+
+def rehearsal(i: Json) -> Result:
+    given = Rehearsal(i["template"], i["N_sink"], i["N_recent"], i["chunk"], i["overlap"])
+    found = rehearsal_chunks(np.array(i["token_ids"]), given)
+    return {"chunks": [[start, stop] for start, stop, _ in found], "read": [ids.tolist() for _, _, ids in found]}
+
+
+def rehearsed(i: Json, policy: Policy) -> Result:
+    """What the policy keeps of the inputs at B tokens, where each chunk was repeated."""
+    layers = {}
+    for at, k in enumerate(map(floats, i["k"])):
+        repeats = tuple(
+            Repeat(
+                chunk[0], chunk[1], floats(i["repeat_q"][part][at]), floats(i["repeat_k"][part][at]),
+                floats(i["norms"][part][at]) if "norms" in i else np.ones(len(i["repeat_q"][part][at][0])),
+            ) for part, chunk in enumerate(i["chunks"])
+        )
+        layers[at] = LayerView(k[:, :0], k, floats(i["v"][at]) if "v" in i else None, i["scaling"], None, None, repeats)
+    groups, n = len(layers) * len(layers[0].k), len(layers[0].k[0])
+    found, _ = policies.retain(policy, Budget(count=i["B"]), Observation(n, groups, np.zeros(n, np.int64), layers))
     return {"kept": [found.group(g).tolist() for g in range(found.groups)]}
 
 
@@ -87,7 +110,7 @@ def staged(i: Json) -> Result:
     return lists(two_stages(replace(given, second=floats(i["second"])), shares, protected, Fraction(i["share"])))
 
 
-def shared(i: Json, budgets: Above | Adaptive | Competition) -> Result:
+def shared(i: Json, budgets: Budgets) -> Result:
     given, _ = scores(i)
     return {"shares": budgets(i["B"] * len(given.values), given)}
 
@@ -174,6 +197,12 @@ POLICY_ITEMS: Mapping[str, Callable[[Any], Result]] = {
     "PO-VATP": lambda i: kept(i, policies.vatp(i["N_sink"])),
     "PO-TWO-STAGES": staged,
     "PO-CRITICALKV": lambda i: kept(i, policies.criticalkv({0: floats(i["W_o"])}, i["W"], i["kernel"])),
+    "PO-REHEARSAL": rehearsal,
+    "PO-KVZIP": lambda i: rehearsed(i, policies.kvzip([[], [], []], i["N_sink"], i["N_recent"])),
+    "PO-KVZIP-PLUS": lambda i: rehearsed(
+        i, policies.kvzip_plus(dict(enumerate(map(floats, i["W_o"]))), [[], [], []], i["N_sink"], i["N_recent"])
+    ),
+    "PO-GLOBAL-BUDGET": lambda i: shared(i, across_layers),
     "PO-PREFERENCE-BUDGET": preferred,
     "PO-MORPHKV": lambda i: kept(i, policies.morphkv(i["W"], i["fusion"])),
     "PO-UNIFORM": lambda i: {"numbers": uniform_numbers(i["seed"], i["group"], i["seen"], i["n"])},

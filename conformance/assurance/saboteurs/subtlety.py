@@ -33,7 +33,7 @@ ESSAY_ITEMS = (
 # What a first prompt cannot tell apart: a later segment stands behind evicted tokens.
 SEGMENT_ITEMS = ("CC-COATTENTION", "CC-EDGES", "CC-TRUNKS")
 PARTS_IN_USE = (
-    "snapkv", "pyramidkv", "chunkkv", "adakv", "h2o", "defensivekv", "nestedkv", "criticalkv", "cake", "vase",
+    "snapkv", "pyramidkv", "chunkkv", "adakv", "h2o", "defensivekv", "nestedkv", "criticalkv", "cake", "vase", "kvzip",
 )
 # Of a page's parts, the policies that are made of them.
 WHOLES = {"DV": "DV-POLICY", "TA": "TA-POLICY", "NK": "NK-NESTEDKV"}

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from conformance.assurance.oracles import cake as cake_oracle
+from conformance.assurance.oracles import kvzip as kvzip_oracle
 from conformance.assurance.oracles import policies as oracle
 from conformance.assurance.oracles import triattention as tri_oracle
 from conformance.assurance.oracles import weighed
@@ -19,17 +20,19 @@ from conformance.assurance.oracles.vase import vase
 from conformance.oracles import diversity as alpha_oracle
 from conformance.oracles import nestedkv
 from conformance.strategies.keys import NESTED
-from conformance.strategies.policy_inputs import Inputs, Kept, calibrated, identity
+from conformance.strategies.policy_inputs import TEMPLATE, Inputs, Kept, calibrated, identity, observation
 from reference import policies
 from reference.policies.budgets import Above
 from reference.triattention import OFFSETS, Mode
 from spec.policy import LayerView, Policy
 
 __all__ = [
-    "BLOCK", "CASES", "LAM", "Case", "alpha_kept", "plain", "plain_values", "tri_rows", "triattention",
+    "BLOCK", "CASES", "LAM", "REHEARSED", "Case", "alpha_kept", "plain", "plain_values", "rehearsed", "tri_rows",
+    "triattention",
 ]
 
 W, KERNEL, C_CHUNK, SINK, FUTURE, LAG, BLOCK = 3, 3, 4, NESTED.N_sink, 5, 4, 4
+REHEARSED: dict[str, Any] = {"template": TEMPLATE, "N_sink": SINK, "N_recent": W, "chunk": 5, "overlap": 2}
 LAM = 0.5
 SAFEGUARD, TAU = Fraction(1, 5), 0.4
 N_SINK, HALF, SEED = 1, Fraction(1, 2), 5  # of VaSE: small sets have wide values and a sample
@@ -53,6 +56,15 @@ def plain(view: LayerView) -> dict[str, Any]:
         "q": view.q.tolist(), "k": view.k.tolist(), "v": None if view.v is None else view.v.tolist(),
         "scaling": view.scaling, "softcap": view.softcap,
     }
+
+
+def rehearsed(view: LayerView) -> dict[str, Any]:
+    """The same with what was asked while chunks were repeated."""
+    each = [
+        {"start": x.start, "stop": x.stop, "q": x.q.tolist(), "k": x.k.tolist(), "norms": x.norms.tolist()}
+        for x in view.repeats or ()
+    ]
+    return {**plain(view), "repeats": each}
 
 
 def by_layer(score: Callable[..., list[oracle.Score]], *constants: Any) -> Callable[[Inputs, int], Kept]:
@@ -160,6 +172,19 @@ def cake(inputs: Inputs, B: int) -> Kept:
     ]
 
 
+def kvzip(plus: bool, shares: Callable[[list[oracle.Score], int], Sequence[int]]) -> Callable[[Inputs, int], Kept]:
+    """The shares are of all layers together."""
+    def expected(inputs: Inputs, B: int) -> Kept:
+        seen = observation(policies.kvzip(**REHEARSED), inputs).layers
+        rows = []
+        for at, view in seen.items():
+            layer = {**rehearsed(view), "v": np.asarray(inputs.layers[at].v).tolist()}
+            rows += kvzip_oracle.scores(layer, SINK, inputs.W_o[at].tolist() if plus else None)
+        return [oracle.top(row, share) for row, share in zip(rows, shares(rows, B), strict=True)]
+
+    return expected
+
+
 def vatp(inputs: Inputs, B: int) -> Kept:
     held = sinks(inputs.n, B) | newest_half(inputs.n, B)
     rows = [row for view in inputs.layers for row in weighed.vatp(plain(view))]
@@ -248,6 +273,10 @@ def sinks(n: int, B: int) -> set[int]:
     return set(range(min(SINK, n)))
 
 
+def both_ends(n: int, B: int) -> set[int]:
+    return sinks(n, B) | window(n, B)
+
+
 def newest_half(n: int, B: int) -> set[int]:
     return set(range(max(0, n - B // 2), n))
 
@@ -317,6 +346,17 @@ CASES: dict[str, Case] = {
     "blocks-of-h2o": Case(
         "PO-BLOCKS", lambda i: policies.in_blocks(policies.h2o(), BLOCK),
         lambda i, B: [best_blocks(row, BLOCK, B) for row in h2o_rows(i, B)], BLOCK, newest_half,
+    ),
+    "kvzip": Case(
+        "PO-KVZIP", lambda i: policies.kvzip(**REHEARSED), kvzip(False, kvzip_oracle.global_shares), SINK + W, both_ends
+    ),
+    "kvzip-uniform": Case(
+        "PO-KVZIP", lambda i: policies.kvzip_uniform(**REHEARSED), kvzip(False, lambda rows, B: [B] * len(rows)),
+        SINK + W, both_ends,
+    ),
+    "kvzip-plus": Case(
+        "PO-KVZIP-PLUS", lambda i: policies.kvzip_plus(dict(enumerate(i.W_o)), **REHEARSED),
+        kvzip(True, kvzip_oracle.global_shares), SINK + W, both_ends,
     ),
     "h2o-described": Case(
         "PO-H2O-DESCRIBED", lambda i: policies.h2o_described(W), by_layer(h2o_described), W, window

@@ -5,8 +5,8 @@ from fractions import Fraction
 from typing import Any
 
 from conformance.assurance.oracles import cake as cake_oracle
+from conformance.assurance.oracles import kvzip, weighed
 from conformance.assurance.oracles import policies as oracle
-from conformance.assurance.oracles import weighed
 from conformance.assurance.oracles.blocks import best_blocks
 from conformance.assurance.oracles.morphkv import morphkv
 from conformance.assurance.oracles.vase import uniforms, vase
@@ -79,6 +79,26 @@ def cake(i: Json) -> Json:
         oracle.top(row, share) for layer, share in zip(all_layers, shares, strict=True)
         for row in cake_oracle.scores(layer, i["W"], i["kernel"], i["gamma"])
     ]}
+
+
+def rehearsal(i: Json) -> Json:
+    given = [i[name] for name in ("token_ids", "template", "N_sink", "N_recent", "chunk", "overlap")]
+    spans, read = kvzip.chunks(*given)
+    return {"chunks": spans, "read": read}
+
+
+def rehearsed(i: Json) -> Json:
+    """Shares of all layers together; with W_o as KVzip+ has it."""
+    rows = []
+    for at, k in enumerate(i["k"]):
+        layer: oracle.Layer = {"k": k, "scaling": i["scaling"], "v": i["v"][at] if "v" in i else None, "repeats": [
+            {"start": start, "stop": stop, "q": i["repeat_q"][part][at], "k": i["repeat_k"][part][at],
+             "norms": i["norms"][part][at] if "norms" in i else None}
+            for part, (start, stop) in enumerate(i["chunks"])
+        ]}
+        rows += kvzip.scores(layer, i["N_sink"], i["W_o"][at] if "W_o" in i else None)
+    shares = kvzip.global_shares(rows, i["B"])
+    return {"kept": [oracle.top(row, share) for row, share in zip(rows, shares, strict=True)]}
 
 
 def vatp(i: Json) -> Json:
@@ -209,6 +229,10 @@ RESULTS: Mapping[str, Callable[[Any], Json]] = {
             layer, i["W_o"], oracle.snapkv(layer, i["W"], i["kernel"]), [i["B"]] * len(layer["k"])
         )
     ]},
+    "PO-REHEARSAL": rehearsal,
+    "PO-KVZIP": rehearsed,
+    "PO-KVZIP-PLUS": rehearsed,
+    "PO-GLOBAL-BUDGET": lambda i: {"shares": kvzip.global_shares(blanked(i), i["B"])},
     "PO-PREFERENCE-BUDGET": lambda i: {
         "shares": cake_oracle.preferred_shares(i["preferences"], i["B"], i["W"], i["n"])
     },

@@ -2,9 +2,9 @@
 
 from conformance.assurance.policy_table import TABLE
 from conformance.assurance.strategies.policy_cases import CASES
-from conformance.strategies.policy_inputs import drawn
-from reference.policies.names import POLICIES, make_policy
-from spec.policy import Needs, Policy
+from conformance.strategies.policy_inputs import drawn, named
+from reference.policies.names import POLICIES
+from spec.policy import Needs
 
 __all__ = ["table"]
 
@@ -19,19 +19,12 @@ def table() -> str:
 
 
 def row(name: str) -> list[str]:
-    policy = policy_of(name)
+    policy = named(name, drawn(1))
     needs = policy.scorer.needs
     shown = f"[{name}](../../spec/items/{CASES[name].item}.md)" if name in CASES else name
     queries = ROWS.get(needs.query_rows, "the last")
     again = "no" if policy.cadence.every is None else "yes"
     return [shown, needs.layers, queries, also(name, needs), policy.granularity.value, again, not_promised(name)]
-
-
-def policy_of(name: str) -> Policy:
-    """With its own constants, where nothing of a model is among them."""
-    if name == "crystalcache":
-        return make_policy(name, {"sentence_ends": frozenset({0})})
-    return CASES[name].policy(drawn(1)) if POLICIES[name].of_model else make_policy(name, {})
 
 
 def not_promised(name: str) -> str:
@@ -43,5 +36,6 @@ def not_promised(name: str) -> str:
 def also(name: str, needs: Needs) -> str:
     """What it is given beside queries and keys."""
     wanted = {"values": needs.values, "token ids": needs.token_ids, "budget": needs.budget}
+    wanted |= {"a rehearsal": needs.rehearsal is not None}
     of_model = [f"`{word}`" for word in sorted(POLICIES[name].of_model)]
     return ", ".join([word for word, needed in wanted.items() if needed] + of_model)

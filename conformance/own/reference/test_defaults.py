@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from conformance.assurance.strategies.policy_cases import triattention as calibrated_triattention
-from conformance.strategies.policy_inputs import drawn
+from conformance.strategies.policy_inputs import TEMPLATE, drawn
 from reference.policies.adakv import adakv, with_adaptive_budgets
 from reference.policies.budgets import Pyramid
 from reference.policies.cake import cake
@@ -25,6 +25,7 @@ from reference.policies.full_cache import full_cache
 from reference.policies.h2o import h2o, h2o_described
 from reference.policies.keydiff import keydiff
 from reference.policies.knorm import knorm
+from reference.policies.kvzip import kvzip, kvzip_plus, kvzip_uniform
 from reference.policies.lagkv import lagkv
 from reference.policies.morphkv import morphkv
 from reference.policies.nestedkv import nestedkv, nestedkv_without_both
@@ -37,7 +38,7 @@ from reference.policies.triattention import triattention
 from reference.policies.vase import vase
 from reference.policies.vatp import vatp, with_value_norms
 from spec.parameters import NESTEDKV
-from spec.policy import Cadence, Needs, Policy
+from spec.policy import Cadence, Needs, Policy, Rehearsal
 from spec.retention import Granularity
 
 pytestmark = pytest.mark.usefixtures("reference_items")
@@ -82,6 +83,9 @@ def item(name: str) -> pytest.MarkDecorator:
         pytest.param(
             critical_adakv, {"W": 32, "kernel": 7, "safeguard": Fraction(1, 5)}, marks=item("PO-CRITICALKV")
         ),
+        *(pytest.param(
+            make, {"template": None, "N_sink": 4, "N_recent": 0, "chunk": 2000, "overlap": 8}, marks=item(name)
+        ) for make, name in ((kvzip, "PO-KVZIP"), (kvzip_uniform, "PO-KVZIP"), (kvzip_plus, "PO-KVZIP-PLUS"))),
         pytest.param(rkv, {"W": 8, "kernel": 7, "lam": 0.1, "every": 128}, marks=item("PO-RKV")),
         pytest.param(triattention, {"mode": "global", "pin_prompt": 0, "slack": 128}, marks=item("TA-POLICY")),
         pytest.param(diverse, {"lam": 0.5, "mode": "flat", "backend": "numpy"}, marks=item("DV-POLICY")),
@@ -145,6 +149,11 @@ MODEL, LAYER, HEAD = Granularity.MODEL, Granularity.LAYER, Granularity.HEAD
         ),
         pytest.param(
             lambda: lagkv(3, 5), Needs("all", 0, values=True), 3, HEAD, EVERY_SEGMENT, marks=item("PO-LAGKV")
+        ),
+        pytest.param(
+            lambda: kvzip(TEMPLATE, 2, 3),
+            Needs("all", 0, token_ids=True, rehearsal=Rehearsal(TEMPLATE, 2, 3, 2000, 8)), 5, HEAD, EVERY_SEGMENT,
+            marks=item("PO-KVZIP"),
         ),
         pytest.param(lambda: rkv(6, 5, every=9), Needs("all", 6), 6, HEAD, Cadence(9), marks=item("PO-RKV")),
         pytest.param(

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from models_integration.session.segment import ObservedSegment
-from models_integration.session.verbs import observe
-from models_integration.studies.answers import cropped, retentions
+from models_integration.session.verbs import EVERYTHING, observe
+from models_integration.studies.answers import cropped, needed, retentions
 from models_integration.studies.subject import Subject
 from models_integration.tasks import Placement, Sample
 from reference.policies.budgets import even
@@ -87,7 +87,9 @@ def read_prompt(
         SpecError: for a prompt that is not served, and what a policy refuses.
     """
     start = time.perf_counter()
-    observed = observe(subject.model, torch.tensor([placement.prompt_ids], device=subject.model.device))
+    rehearsal = needed(policy.scorer.needs for policy in policies.values()).rehearsal
+    ids = torch.tensor([placement.prompt_ids], device=subject.model.device)
+    observed = observe(subject.model, ids, needs=replace(EVERYTHING, rehearsal=rehearsal))
     seconds, kept = {"prefill": time.perf_counter() - start}, {}
     for name, policy in {**policies, RANDOM: random_policy(_seed(placement))}.items():
         start = time.perf_counter()

@@ -26,6 +26,17 @@ HEADS = [[9.0, 8.0, 7.0, 6.0, 5.0, 4.0], [3.0, 3.0, 1.0, 0.0, 0.0, 0.0]]
 UNIFORM = {"q": [[[[0.0], [0.0]]]], "k": [[[[1.0], [3.0]]]], "v": [[[[1.0], [1.0]]]], "scaling": 1.0}
 MODES = {"W": 2, "kernel": 3}
 
+CONTEXT = {"token_ids": [50, 51, 52, 53, 54, 55, 56, 57, 58], "template": [[1, 2], [3], [4, 5]]}
+
+
+def rehearsed(seed: int, L: int, chunks: list[Json], r: int, H: int = 4) -> dict[str, Json]:
+    """Nine tokens, the first and the last of which are protected."""
+    return {
+        "k": numbers(seed, L, 2, 9, 2), "scaling": 0.75, "N_sink": 1, "N_recent": 1, "chunks": chunks,
+        "repeat_q": numbers(seed + 1, len(chunks), L, H, r, 2), "repeat_k": numbers(seed + 2, len(chunks), L, 2, r, 2),
+    }
+
+
 GROUPS = [
     Group("PO-RETAIN", [
         Case(1, "a layer of two heads keeps B tokens in each", ["Plain"], {**inputs(1), "B": 4}),
@@ -189,6 +200,28 @@ GROUPS = [
              {"preferences": [64.0, 1.0, 8.0, 1.0], "B": 8, "W": 2, "n": 12}),
         Case(282, "no layer has a preference", ["TieAtBoundary"],
              {"preferences": [0.0, 0.0, 0.0], "B": 4, "W": 2, "n": 9}),
+    ]),
+    Group("PO-REHEARSAL", [
+        Case(300, "three chunks, the last one short", ["Plain"],
+             {**CONTEXT, "N_sink": 1, "N_recent": 0, "chunk": 3, "overlap": 2}),
+        Case(301, "chunks shorter than the overlap; one token at each end stays out", ["Plain"],
+             {**CONTEXT, "N_sink": 1, "N_recent": 1, "chunk": 2, "overlap": 8}),
+        Case(302, "no context between both ends", ["NothingUnprotected"],
+             {**CONTEXT, "N_sink": 5, "N_recent": 4, "chunk": 2, "overlap": 1}),
+    ]),
+    Group("PO-GLOBAL-BUDGET", [
+        Case(303, "one pool for all sets", ["Plain"], {"values": HEADS, "protected": OPEN, "B": 4}),
+        Case(304, "equal scores: the lower set, then the lower position", ["TieAtBoundary"],
+             {"values": [[1.0, 2.0, 2.0, 0.0, 1.0, 1.0]] * 3, "protected": SINK, "B": 3}),
+    ]),
+    Group("PO-KVZIP", [
+        Case(305, "two layers, one chunk", ["Plain"], {**rehearsed(25, 2, [[1, 8]], 4), "B": 5}),
+        Case(306, "three chunks", ["Plain"], {**rehearsed(26, 1, [[1, 4], [4, 7], [7, 8]], 3), "B": 5}),
+    ]),
+    Group("PO-KVZIP-PLUS", [
+        Case(307, "two layers, two chunks", ["Plain"],
+             {**rehearsed(27, 2, [[1, 5], [5, 8]], 3), "B": 5, "v": numbers(30, 2, 2, 9, 2),
+              "W_o": numbers(31, 2, 4, 2, 3), "norms": [[[1.0, 4.0, 0.5], [2.0, 1.0, 3.0]]] * 2}),
     ]),
     Group("PO-MORPHKV", [
         Case(290, "the sum over two recent queries", ["Plain"], {**inputs(23), "B": 5, "W": 2, "fusion": "sum"}),

@@ -35,7 +35,7 @@ from spec.budget import parse_budget
 from spec.policy import Policy
 
 __all__ = [
-    "DECODING", "OF_A_MODEL", "PUBLISHED", "Sets", "check_continuation", "check_generation", "check_steps",
+    "DECODING", "OF_A_MODEL", "PUBLISHED", "REHEARSED", "Sets", "check_continuation", "check_generation", "check_steps",
     "check_storage", "live_sets", "method", "read_prompt",
 ]
 
@@ -48,7 +48,10 @@ PUBLISHED: dict[str, Callable[[], Policy]] = {
     "lagkv": lambda: lagkv(lag=8),
     "cake": lambda: cake(W=8),
 }
-OF_A_MODEL: dict[str, dict[str, Any]] = {"criticalkv": {"W": 8}, "critical-adakv": {"W": 8}}
+REHEARSED: dict[str, Any] = {"template": ((5, 6, 7), (8, 9), (10,)), "chunk": 25}
+OF_A_MODEL: dict[str, dict[str, Any]] = {
+    "criticalkv": {"W": 8}, "critical-adakv": {"W": 8}, "kvzip": REHEARSED, "kvzip-plus": REHEARSED,
+}
 """Constants of policies that take more from a model."""
 DECODING: dict[str, Callable[[], Policy]] = {
     "h2o": h2o, "vatp": lambda: vatp(2), "tova": tova, "rkv": lambda: rkv(W=4, every=3),

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from conformance.own.models_integration.session.families import FAMILIES, build, greedy, prompt, relative
 from conformance.own.models_integration.session.oracle_checks import PROMPT
-from conformance.own.models_integration.session.ragged_checks import live_sets, read_prompt
+from conformance.own.models_integration.session.ragged_checks import REHEARSED, live_sets, read_prompt
 from models_integration import CrystalCache, FullCache, Published, StreamingLLM, calibrate, prefill
 from models_integration.cli.app import app
 from models_integration.model.architecture import describe
@@ -39,6 +39,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "pyramidkv", "pyramidkv-described", "snapkv",
     )},
     "lagkv": {"lag": 8}, "vase": {"W": 8},
+    **dict.fromkeys(("kvzip", "kvzip-plus", "kvzip-uniform"), REHEARSED),
 }
 
 
@@ -74,7 +75,7 @@ def test_every_name_but_chunks_and_h2o_takes_a_diverse_form() -> None:
     for name in ("streamingllm", *PUBLISHED):
         if "triattention" not in name and POLICIES[name].of_model == frozenset():
             if DIVERSE + name in NAMES:
-                Published(DIVERSE + name, 0.3)
+                Published(DIVERSE + name, 0.3, **SMALL.get(name, {}))
             else:
                 with pytest.raises(SpecError, match="must keep single tokens"):
                     policies.diverse(POLICIES[name].make())
@@ -176,6 +177,8 @@ def test_constants_reach_the_policy() -> None:
         (("diverse-keydiff",), {"diversity": float("nan")}, "diversity = nan"),
         (("diverse-expected-attention",), {"diversity": -1.0}, r"diversity = -1\.0"),
         (("diverse-streamingllm",), {"signature": "head"}, "mode = 'head'"),
+        (("kvzip",), {}, "template = None"),
+        (("kvzip",), {"template": [[1], [2]]}, "template = "),
         (("triattention",), {}, "calibration = None"),
         (("diverse-triattention",), {}, "calibration = None"),
         (("triattention",), {"calibration": "nowhere.npz"}, "path = 'nowhere.npz'"),

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from conformance.own.models_integration.session.families import ENDS, VOCABULARY, at_once, build, prompt
-from conformance.own.models_integration.session.ragged_checks import live_sets
+from conformance.own.models_integration.session.ragged_checks import REHEARSED, live_sets
 from conformance.own.models_integration.session.test_batches import batch, prompts
 from conformance.own.models_integration.session.test_published import CLASSES
 from conformance.own.models_integration.session.test_ragged_turns import ONE_SEGMENT, published
@@ -28,7 +28,8 @@ from models_integration import (
     decide,
     observe,
 )
-from reference.policies import snapkv
+from models_integration.session.verbs import EVERYTHING
+from reference.policies import kvzip, snapkv
 from reference.policies.names import DIVERSE, NAMES
 from spec.errors import SpecError
 from spec.parameters import TINY
@@ -38,6 +39,7 @@ from spec.retention import Retention
 pytestmark = pytest.mark.law("parts-equal-the-whole")
 
 N = 160
+REHEARSAL = kvzip(**REHEARSED).scorer.needs.rehearsal
 BUDGETS = (0.5, 0.3, 0.1)
 Make = Callable[[PreTrainedModel, float], RetentionPolicy]
 
@@ -120,7 +122,7 @@ def check(
 def llama(one_thread: None) -> Iterator[tuple[PreTrainedModel, ObservedSegment]]:
     """A model, and the one observation that serves all policies, which leave its full cache as it was."""
     model = build("llama")
-    observed = observe(model, prompt(N))
+    observed = observe(model, prompt(N), needs=replace(EVERYTHING, rehearsal=REHEARSAL))
     before = [tensor.clone() for tensor in tensors(observed.cache)]
     yield model, observed
     assert all(torch.equal(x, y) for x, y in zip(tensors(observed.cache), before, strict=True))

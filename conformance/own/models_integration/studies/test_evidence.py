@@ -40,7 +40,7 @@ from spec.retention import Granularity, Retention
 
 NAMES = (
     "crystalcache", "streamingllm", "snapkv", "adakv", "pyramidkv", "keydiff", "knorm", "expected-attention",
-    "nestedkv", "chunkkv", 'crystalcache(observed_layer=-1, impact="salience")',
+    "nestedkv", "chunkkv", "kvzip(chunk=300)", 'crystalcache(observed_layer=-1, impact="salience")',
 )
 BUDGETS = ("0.5", "0.3")
 CELLS = list(product(NAMES, BUDGETS))

@@ -1,0 +1,55 @@
+"""KVzip by brute force, in the terms of `oracles.policies`; nothing is shared with the reference.
+
+A layer's `repeats` are dicts of start, stop, q (H lists of rows), k (H_kv lists of rows) and norms.
+"""
+
+import math
+from collections.abc import Sequence
+
+from conformance.assurance.oracles.policies import Layer, Row, Score, capped, dot, normalise
+
+__all__ = ["chunks", "global_shares", "scores"]
+
+
+def scores(layer: Layer, N_sink: int, W_o: Sequence[Sequence[Row]] | None = None) -> list[Score]:
+    """Per KV head the most that any query of a repeat gives to each key of its chunk; with W_o as KVzip+ weighs it."""
+    found: list[Score] = [[None] * len(keys) for keys in layer["k"]]
+    for part in layer["repeats"]:
+        G = len(part["q"]) // len(layer["k"])
+        for h, queries in enumerate(part["q"]):
+            cached, own = layer["k"][h // G], part["k"][h // G]
+            for at, query in enumerate(queries):
+                keys = [*cached[:N_sink], *cached[part["start"] : part["stop"]], *own[: at + 1]]
+                row = normalise([capped(layer["scaling"] * dot(query, key), layer) for key in keys])
+                for i in range(part["start"], part["stop"]):
+                    weight = row[N_sink + i - part["start"]]
+                    if W_o is not None:
+                        value = layer["v"][h // G][i]
+                        output = [dot(value, column) for column in zip(*W_o[h], strict=True)]
+                        weight *= math.sqrt(dot(output, output)) / part["norms"][at]
+                    best = found[h // G][i]
+                    found[h // G][i] = weight if best is None else max(best, weight)
+    return found
+
+
+def global_shares(rows: Sequence[Score], B: int) -> list[int]:
+    """How many of the best of all rows each has, beside its protected ones."""
+    pinned = sum(x is None for x in rows[0])
+    places = [(-x, g, i) for g, row in enumerate(rows) for i, x in enumerate(row) if x is not None]
+    best = [g for _, g, _ in sorted(places)[: (B - pinned) * len(rows)]]
+    return [pinned + best.count(g) for g in range(len(rows))]
+
+
+def chunks(
+    ids: Sequence[int], template: Sequence[Sequence[int]], N_sink: int, N_recent: int, chunk: int, overlap: int,
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Start and stop of each chunk, and what is read for it, token by token of the context."""
+    spans, read = list[list[int]](), list[list[int]]()
+    for at in range(N_sink, len(ids) - N_recent):
+        if (at - N_sink) % chunk == 0:
+            tail = [] if not read else [ids[i] for i in range(at - 1, at - 1 - min(overlap, chunk), -1)][::-1]
+            spans.append([at, at])
+            read.append([*(template[1] if len(read) else template[0]), *tail, *template[2]])
+        spans[-1][1] = at + 1
+        read[-1].append(ids[at])
+    return spans, read

@@ -1,0 +1,186 @@
+"""The rehearsal: a model that repeats a prompt shows what it shows of the whole text, and nothing of it is left."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from conformance.assurance.oracles.kvzip import chunks
+from conformance.own.models_integration.session.families import VOCABULARY, at_once, build, prompt, relative
+from conformance.own.models_integration.session.oracle_checks import PROMPT
+from conformance.own.models_integration.session.ragged_checks import REHEARSED, live_sets
+from models_integration import CustomPolicy, ObservedSegment, Published, RetainedCache, decide, observe, repeat_template
+from models_integration.pocket import load_pocket_tokenizer
+from models_integration.session import rehearsal as module
+from models_integration.session.verbs import EVERYTHING
+from models_integration.studies.subject import SHIPPED, Loading
+from reference.policies import kvzip
+from spec.errors import SpecError
+from spec.policy import Rehearsal
+
+pytestmark = pytest.mark.spec("PO-REHEARSAL")
+
+PLAN = Rehearsal(REHEARSED["template"], 4, 3, 25, 8)
+POLICY = kvzip(**REHEARSED, N_recent=3)
+
+
+def tensors(cache: RetainedCache) -> Iterator[Tensor]:
+    layers: list[Any] = cache.layers
+    for layer in layers:
+        yield from (layer.keys, layer.values)
+
+
+def rehearsed(model: Any, ids: Tensor) -> ObservedSegment:
+    return observe(model, ids, needs=replace(EVERYTHING, rehearsal=PLAN))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3", "gpt_neox"])
+def test_a_repeat_asks_and_is_asked_as_in_the_whole_text(family: str) -> None:
+    """The text is prompt and repeat, read at once: by our capture the queries, by transformers' own cache the keys."""
+    model, ids = build(family), prompt(PROMPT)
+    views = rehearsed(model, ids).prompt(0, POLICY.granularity).layers
+    spans, read = chunks(ids[0].tolist(), REHEARSED["template"], 4, 3, 25, 8)
+    assert len(spans) == 3
+    for part, ((start, stop), repeat) in enumerate(zip(spans, read, strict=True)):
+        text = torch.cat([ids, torch.tensor([repeat])], dim=1)
+        whole = observe(model, text).prompt(0, POLICY.granularity).layers
+        with torch.no_grad():
+            keys = model(input_ids=text, use_cache=True).past_key_values.layers
+        for layer, view in views.items():
+            assert view.repeats is not None
+            found = view.repeats[part]
+            assert (found.start, found.stop) == (start, stop)
+            own = keys[layer].keys[0, :, PROMPT:]
+            assert relative(torch.as_tensor(found.k), own) < 1e-5
+            assert relative(torch.as_tensor(found.q), torch.as_tensor(whole[layer].q)[:, PROMPT:]) < 1e-5
+
+
+@pytest.mark.spec("PO-KVZIP-PLUS")
+def test_norms_are_those_of_what_attention_reads() -> None:
+    model, ids = build("llama"), prompt(PROMPT)
+    views = rehearsed(model, ids).prompt(0, POLICY.granularity).layers
+    _, read = chunks(ids[0].tolist(), REHEARSED["template"], 4, 3, 25, 8)
+    text = torch.cat([ids, torch.tensor([read[-1]])], dim=1)
+    with torch.no_grad():
+        states = model(input_ids=text, output_hidden_states=True).hidden_states
+        for layer, view in views.items():
+            norms = model.model.layers[layer].input_layernorm(states[layer])[0, PROMPT:].norm(dim=-1)
+            assert view.repeats is not None
+            assert relative(torch.as_tensor(view.repeats[-1].norms), norms.double()) < 1e-5
+
+
+@pytest.mark.law("the-model-stays-as-it-was")
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_the_cache_is_as_it_was(family: str) -> None:
+    """Its tensors are those of before, sliding layers included, and what is read next sees no repeat."""
+    model, ids = build(family), prompt(PROMPT)
+    plain, observed = observe(model, ids), rehearsed(model, ids)
+    before = [(tensor.data_ptr(), tensor.clone()) for tensor in tensors(observed.cache)]
+    observed.rehearse()
+    for tensor, (place, bits) in zip(tensors(observed.cache), before, strict=True):
+        assert tensor.data_ptr() == place
+        assert torch.equal(tensor, bits)
+    assert all(torch.equal(a, b) for a, b in zip(tensors(plain.cache), tensors(observed.cache), strict=True))
+    assert not any(part._forward_pre_hooks for part in model.modules())
+    following = prompt(5, seed=3)
+    assert torch.equal(at_once(model, following, observed.cache), at_once(model, following, plain.cache))
+
+
+@pytest.mark.law("freed-memory")
+def test_a_repeat_is_taken_back_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a layer is read, the layers before it hold the prompt alone."""
+    model, held = build("llama"), []
+    attended = module._Watcher.attended
+
+    def noting(watcher: Any, part: Any, seen: Any) -> None:
+        attended(watcher, part, seen)
+        held.append([layer.get_seq_length() for layer in watcher.cache.layers][: part.layer_idx + 1])
+
+    monkeypatch.setattr(module._Watcher, "attended", noting)
+    rehearsed(model, prompt(PROMPT))
+    assert held == [[PROMPT] * (layer + 1) for _ in range(3) for layer in range(3)]
+
+
+@pytest.mark.law("parts-equal-the-whole")
+@pytest.mark.parametrize("pieces", [[64], [20, 43, 1]])
+def test_one_observation_serves_every_budget_as_a_session_does(pieces: list[int]) -> None:
+    model, ids = build("llama"), prompt(PROMPT)
+    observed = rehearsed(model, ids)
+    for budget in (0.2, 0.5, 40):
+        (expected,) = decide(CustomPolicy(POLICY, budget).on(model), observed).retentions
+        with CustomPolicy(POLICY, budget)(model) as run, run.prompt():
+            cache = RetainedCache(model.config)
+            for piece in torch.split(ids, pieces, dim=1):
+                at_once(model, piece, cache)
+        assert run.retention is not None
+        kept = [own for sets in live_sets(cache).values() for own in sets]
+        assert kept == [expected.group(at).tolist() for at in range(expected.groups)]
+        assert run.timings.keys() >= {"rehearsal"}
+
+
+@pytest.mark.law("parts-equal-the-whole")
+def test_rows_of_a_batch_are_rehearsed_each() -> None:
+    model, rows = build("llama"), torch.cat([prompt(PROMPT), prompt(PROMPT, seed=7)])
+    with CustomPolicy(POLICY, 0.3)(model) as run, torch.no_grad():
+        model(input_ids=rows)
+    assert isinstance(run.retention, tuple)
+    for row, found in enumerate(run.retention):
+        (alone,) = decide(CustomPolicy(POLICY, 0.3).on(model), rehearsed(model, rows[row : row + 1])).retentions
+        assert np.array_equal(found.positions, alone.positions)  # type: ignore[union-attr]
+
+
+@pytest.mark.law("refused-before-anything-changes")
+def test_what_is_not_served_is_named() -> None:
+    model, ids = build("llama"), torch.cat([prompt(PROMPT), prompt(PROMPT, seed=7)])
+    mask = torch.ones_like(ids)
+    mask[1, :2] = 0
+    with CustomPolicy(POLICY, 0.3)(model), pytest.raises(SpecError, match="rehearsed must have no padding"):
+        model(input_ids=ids, attention_mask=mask)
+    with pytest.raises(SpecError, match="rehearsed must have no padding"):
+        observe(model, ids, mask, replace(EVERYTHING, rehearsal=PLAN))
+    for other in (EVERYTHING, replace(EVERYTHING, rehearsal=replace(PLAN, chunk=24))):
+        with pytest.raises(SpecError, match="must have been made with all that is needed"):
+            decide(CustomPolicy(POLICY, 0.3).on(model), observe(model, prompt(PROMPT), needs=other))
+    with pytest.raises(SpecError, match=f"template = {VOCABULARY}: must lie in"):
+        Published("kvzip", 0.3, template=[[1], [VOCABULARY], [2]])(model)
+    with CustomPolicy(POLICY, 0.3)(model):
+        at_once(model, prompt(PROMPT), cache := RetainedCache(model.config))
+        with pytest.raises(SpecError, match="it serves one segment"):
+            at_once(model, prompt(5, seed=3), cache)
+
+
+@pytest.mark.law("unusable-after-a-failure")
+def test_a_rehearsal_that_fails_leaves_no_hook_and_no_cache() -> None:
+    model = build("llama")
+    calls: list[int] = []
+
+    def failing(part: Any, args: Any) -> None:
+        calls.append(1)
+        if len(calls) > 1:
+            raise RuntimeError("out of memory")
+
+    hook = model.model.layers[1].register_forward_pre_hook(failing)
+    cache = RetainedCache(model.config)
+    with CustomPolicy(POLICY, 0.3)(model), pytest.raises(RuntimeError, match="out of memory"):
+        at_once(model, prompt(PROMPT), cache)
+    hook.remove()
+    assert not any(part._forward_pre_hooks for part in model.modules())
+    with pytest.raises(SpecError, match="an unusable cache"):
+        cache.get_seq_length()
+
+
+@pytest.mark.law("as-it-is-described")
+def test_a_template_is_made_of_the_tokenizer() -> None:
+    """And the studies fill it in."""
+    tokenizer = load_pocket_tokenizer(SHIPPED["pocket"])
+    first, later, answer = repeat_template(tokenizer)
+    assert str(tokenizer.decode(list(first))).strip() == "Repeat the previous context exactly."
+    assert str(tokenizer.decode(list(later))).strip().endswith("starting with")
+    assert list(answer) == tokenizer.encode("\n", add_special_tokens=False)
+    policy = Loading(backend="numpy").subject().policy("kvzip(chunk=64)", "0.3")
+    assert isinstance(policy, Published)
+    assert policy.constants == {"template": (first, later, answer), "chunk": 64}

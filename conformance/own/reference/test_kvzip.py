@@ -1,0 +1,171 @@
+"""KVzip: what is read for a rehearsal, scores of its attention, and shares over all layers, against brute force."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance.assurance.oracles import kvzip as oracle
+from conformance.assurance.oracles.policies import Score
+from conformance.assurance.strategies.policy_cases import CASES, REHEARSED, rehearsed
+from conformance.plugin import sparingly
+from conformance.strategies.policy_inputs import TEMPLATE, Inputs, decided, drawn, observation
+from conformance.strategies.scale_numbers import Numbers
+from conformance.tolerances import scores_agree
+from reference import policies
+from reference.policies.budgets import across_layers
+from reference.policies.kvzip import kvzip_plus_score, kvzip_score, rehearsal_chunks
+from reference.policies.retain import retain_each
+from spec.budget import Budget
+from spec.errors import SpecError
+from spec.policy import LayerView, Rehearsal, Scores
+
+pytestmark = pytest.mark.usefixtures("reference_items")
+
+seeds = st.integers(0, 2**32 - 1)
+
+
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=pytest.mark.spec(CASES[name].item)) for name in ("kvzip", "kvzip-uniform", "kvzip-plus")
+])
+@sparingly
+@given(seed=seeds, B=st.integers(1, 30))
+def test_kept_sets_are_those_of_brute_force(name: str, seed: int, B: int) -> None:
+    case, inputs = CASES[name], drawn(seed)
+    assert decided(case.policy(inputs), inputs, B) == case.expected(inputs, max(B, case.floor))
+
+
+def shown(inputs: Inputs, **constants: Any) -> list[tuple[LayerView, Any]]:
+    """The layers as a rehearsal with these constants shows them, values included, and their W_o."""
+    seen = observation(policies.kvzip(**{**REHEARSED, **constants}), inputs).layers
+    return [(view, inputs.W_o[at]) for at, view in seen.items()]
+
+
+@pytest.mark.spec("PO-KVZIP", "PO-KVZIP-PLUS")
+@sparingly
+@given(seed=seeds, N_sink=st.integers(0, 3), chunk=st.integers(1, 9))
+def test_scores_lie_within_their_bound(seed: int, N_sink: int, chunk: int) -> None:
+    for view, W_o in shown(drawn(seed), N_sink=N_sink, chunk=chunk):
+        plain, free = rehearsed(view), slice(N_sink, max(N_sink, view.k.shape[1] - REHEARSED["N_recent"]))
+        for found, want in (
+            (kvzip_score(view, N_sink), oracle.scores(plain, N_sink)),
+            (kvzip_plus_score(view, N_sink, W_o), oracle.scores(plain, N_sink, W_o.tolist())),
+        ):
+            assert all(scores_agree(a[free], b[free]) for a, b in zip(found, want, strict=True))
+            assert np.isnan(np.delete(found, np.arange(view.k.shape[1])[free], axis=1)).all()
+
+
+@pytest.mark.spec("PO-KVZIP", "PO-KVZIP-PLUS")
+def test_repeats_of_hundreds_of_tokens() -> None:
+    """More queries than are taken at a time, of which a late one decides."""
+    ((view, W_o),) = shown(drawn(3, n=560, L=1, heads=(1, 1)), chunk=600)
+    (repeat,) = view.repeats or ()
+    louder = replace(repeat, q=repeat.q * np.linspace(0.1, 3.0, repeat.q.shape[1])[:, None])
+    view = replace(view, repeats=(louder,))
+    plain, free = rehearsed(view), slice(REHEARSED["N_sink"], 560 - REHEARSED["N_recent"])
+    assert scores_agree(kvzip_score(view, 4)[0, free], oracle.scores(plain, 4)[0][free])
+    assert scores_agree(kvzip_plus_score(view, 4, W_o)[0, free], oracle.scores(plain, 4, W_o.tolist())[0][free])
+
+
+@pytest.mark.spec("PO-REHEARSAL")
+@given(
+    n=st.integers(1, 40), N_sink=st.integers(0, 5), N_recent=st.integers(0, 5), chunk=st.integers(1, 12),
+    overlap=st.integers(0, 12),
+)
+def test_what_is_read_is_what_brute_force_reads(n: int, N_sink: int, N_recent: int, chunk: int, overlap: int) -> None:
+    ids = 100 + np.arange(n)
+    found = rehearsal_chunks(ids, Rehearsal(TEMPLATE, N_sink, N_recent, chunk, overlap))
+    spans, read = oracle.chunks(ids.tolist(), TEMPLATE, N_sink, N_recent, chunk, overlap)
+    assert [[start, stop] for start, stop, _ in found] == spans
+    assert [each.tolist() for _, _, each in found] == read
+
+
+@pytest.mark.spec("PO-REHEARSAL")
+def test_chunks_of_thousands_of_tokens() -> None:
+    """As many tokens as the official chunks have, and many chunks."""
+    ids = np.arange(9_001)
+    for chunk in (40, 2000):
+        found = rehearsal_chunks(ids, Rehearsal(TEMPLATE, 5, 3, chunk, 8))
+        spans, read = oracle.chunks(ids.tolist(), TEMPLATE, 5, 3, chunk, 8)
+        assert ([[a, b] for a, b, _ in found], [each.tolist() for _, _, each in found]) == (spans, read)
+
+
+def shares(values: Any, total: int) -> list[int]:
+    rows = np.asarray(values, dtype=np.float64)
+    return [int(share) for share in across_layers(total, Scores(rows, np.arange(rows.shape[1] + 1), heads=1))]
+
+
+@pytest.mark.spec("PO-GLOBAL-BUDGET")
+@given(seed=seeds, groups=st.integers(1, 5), n=st.integers(2, 9), pinned=st.integers(0, 2), B=st.integers(2, 12))
+def test_shares_over_all_layers_are_those_of_brute_force(seed: int, groups: int, n: int, pinned: int, B: int) -> None:
+    """Many scores tie."""
+    rows = np.random.default_rng(seed).integers(0, 5, (groups, n)).astype(np.float64)
+    rows[:, :pinned] = np.nan
+    found = shares(rows, B * groups)
+    assert found == oracle.global_shares([[None if np.isnan(x) else float(x) for x in row] for row in rows], B)
+    assert sum(found) == groups * min(B, n)
+
+
+@pytest.mark.spec("PO-GLOBAL-BUDGET")
+def test_shares_of_many_tokens() -> None:
+    rows: list[Score] = [[*row] for row in Numbers(5).fractions(70 * 700).reshape(70, 700).tolist()]
+    assert shares(rows, 70 * 300) == oracle.global_shares(rows, 300)
+
+
+@pytest.mark.spec("PO-GLOBAL-BUDGET")
+def test_a_total_below_the_protected_tokens_is_refused() -> None:
+    with pytest.raises(SpecError, match="must hold the 2 protected tokens"):
+        shares([[np.nan, np.nan, 1.0]] * 2, 3)
+
+
+@pytest.mark.spec("PO-KVZIP")
+def test_the_official_threshold_keeps_fewer_than_the_budget() -> None:
+    """score > sorted[max(int(N r) - 1, 0)]: one pair fewer at least, and none of a tie; here the budget is met."""
+    inputs = drawn(8, n=26, L=2, heads=(2, 1))
+    policy = policies.kvzip(**{**REHEARSED, "N_sink": 0, "N_recent": 0})
+    seen = observation(policy, inputs)
+    scores = policy.scorer(seen, policy.protection(26)).values
+    ordered = np.sort(scores.ravel())[::-1]
+    official = (scores > ordered[max(scores.size // 2 - 1, 0)]).sum()
+    ((found, _),) = retain_each(policy, (Budget(count=13),), seen)
+    assert (official, len(found.positions)) == (scores.size // 2 - 1, scores.size // 2)
+
+
+@pytest.mark.spec("PO-KVZIP")
+@pytest.mark.parametrize(("constants", "argument"), [
+    ({}, "template"), ({"template": ((1,), (2,))}, "template"), ({"template": ((1,), (-2,), ())}, "id"),
+    ({"N_sink": -1}, "N_sink"), ({"N_recent": -1}, "N_recent"), ({"chunk": 0}, "chunk"), ({"overlap": -1}, "overlap"),
+])
+@pytest.mark.parametrize("make", [
+    policies.kvzip, policies.kvzip_uniform, lambda **given: policies.kvzip_plus({}, **given),
+])
+def test_a_constant_out_of_range_is_refused(make: Callable[..., object], constants: Any, argument: str) -> None:
+    given = constants if not constants or "template" in constants else {"template": TEMPLATE, **constants}
+    with pytest.raises(SpecError) as caught:
+        make(**given)
+    assert caught.value.argument == argument
+
+
+@pytest.mark.spec("PO-KVZIP-PLUS")
+def test_what_cannot_be_weighed_is_refused() -> None:
+    ((view, W_o), *_) = shown(drawn(3, n=20))
+    with pytest.raises(SpecError, match="weighs by values"):
+        kvzip_plus_score(replace(view, v=None), 4, W_o)
+    assert view.repeats is not None
+    none = replace(view.repeats[0], norms=0 * view.repeats[0].norms)
+    with pytest.raises(SpecError, match="norms above 0"):
+        kvzip_plus_score(replace(view, repeats=(none,)), 4, W_o)
+
+
+@pytest.mark.spec("PO-KVZIP")
+def test_a_prompt_that_was_not_rehearsed_is_refused() -> None:
+    inputs = drawn(3, n=20)
+    policy = policies.kvzip(**REHEARSED)
+    seen = observation(policy, inputs)
+    bare = replace(seen, layers={at: replace(view, repeats=None) for at, view in seen.layers.items()})
+    with pytest.raises(SpecError, match="rehearsed"):
+        policies.retain(policy, Budget(count=12), bare)

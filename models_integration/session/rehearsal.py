@@ -1,0 +1,79 @@
+"""The rehearsal: behind a prompt the model repeats its context, and nothing of that stays in the cache."""
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from models_integration.attention.capture import Attended, Repeated, observing
+from models_integration.cache.retained_cache import RetainedCache
+from models_integration.model.architecture import Architecture
+from reference.policies.kvzip import rehearsal_chunks
+from spec.policy import Rehearsal
+
+__all__ = ["rehearse"]
+
+
+class _Watcher:
+    """Notes what each layer asks with, and takes the tokens back from it as soon as it has attended."""
+
+    def __init__(self, cache: RetainedCache) -> None:
+        self.cache, self._before = copy.copy(cache), cache
+        self.cache.layers = [copy.copy(layer) for layer in cache.layers]
+        self.attention: dict[int, tuple[Tensor, Tensor]] = {}
+        self.norms: dict[int, Tensor] = {}
+
+    def wants_lse(self, layer: int) -> bool:
+        """Never."""
+        return False
+
+    def attended(self, module: nn.Module, seen: Attended) -> None:
+        """A layer has attended: its keys and values of all tokens are needed no more."""
+        index, r = cast(int, module.layer_idx), seen.query.shape[2]
+        self.attention[index] = seen.query.detach(), seen.key[:, :, -r:].detach().clone()
+        self.cache.layers[index] = copy.copy(self._before.layers[index])
+
+    def reads(self, index: int) -> Callable[..., None]:
+        """A hook for the attention of a layer: it notes the norms of what that reads."""
+        def note(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+            hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+            self.norms[index] = hidden.detach().double().norm(dim=-1)
+
+        return note
+
+
+def rehearse(
+    architecture: Architecture, cache: RetainedCache, input_ids: Tensor, rehearsal: Rehearsal,
+) -> dict[int, tuple[Repeated, ...]]:
+    """Read each chunk's repeat behind the prompts that a cache holds, whose tensors stay as they are.
+
+    Implements: PO-REHEARSAL
+
+    Args:
+        cache: of all tokens of the prompts.
+        input_ids: (rows, n), without padding.
+
+    Returns:
+        What each full-attention layer attended with, chunk by chunk.
+    """
+    found: dict[int, list[Repeated]] = {layer: [] for layer in architecture.full_layers}
+    rows = [rehearsal_chunks(ids, rehearsal) for ids in input_ids.to("cpu", torch.int64).numpy()]
+    for parts in zip(*rows, strict=True):
+        (start, stop, _), watcher = parts[0], _Watcher(cache)
+        hooks = [
+            architecture.attention[layer].register_forward_pre_hook(watcher.reads(layer), with_kwargs=True)
+            for layer in found
+        ]
+        ids = torch.from_numpy(np.stack([one for _, _, one in parts])).to(input_ids.device)
+        try:
+            with torch.no_grad(), observing(architecture, watcher.cache, watcher, found):
+                architecture.decoder.forward(input_ids=ids, past_key_values=watcher.cache, use_cache=True)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for layer, (q, k) in watcher.attention.items():
+            found[layer].append(Repeated(start, stop, q, k, watcher.norms[layer]))
+    return {layer: tuple(repeats) for layer, repeats in found.items()}
