@@ -120,7 +120,7 @@ class RetainedCache(DynamicCache):
         first = self.full_layers[0]
         if first.uniform:
             return {}
-        is_token = torch.nn.functional.pad(self.is_token, (0, tokens), value=True)
+        is_token = torch.nn.functional.pad(self.is_token.expand(first.batch, -1), (0, tokens), value=True)
         positions = first.next_positions(tokens)
         return {"position_ids": positions.to(device), "attention_mask": is_token.to(device, torch.int64)}
 

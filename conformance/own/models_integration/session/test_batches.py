@@ -210,6 +210,20 @@ def test_what_a_step_leaves_out_is_filled_in(family: str) -> None:
     assert relative(found, expected) < 1e-5
 
 
+@pytest.mark.law("a-cache-like-any-other")
+def test_a_single_padded_row_can_be_repeated() -> None:
+    """Each copy goes on as the row would have. The simulator's finding."""
+    model, token = build("llama"), prompt(1, seed=50)
+    ids, mask = (tensor[1:2] for tensor in batch(prompts((61, 44))))
+    caches = [RetainedCache(model.config) for _ in range(2)]
+    with METHODS["crystalcache"]()(model):
+        for cache in caches:
+            at_once(model, ids, cache, attention_mask=mask)
+        caches[1].batch_repeat_interleave(2)
+        once, twice = (at_once(model, token.expand(rows, 1), cache) for rows, cache in enumerate(caches, 1))
+    assert relative(twice, once.expand_as(twice)) < 1e-5
+
+
 @pytest.mark.parametrize("method", ["crystalcache", "fullcache"])
 def test_a_single_padded_row_equals_its_unpadded_run(method: str) -> None:
     model, row, new = build("llama"), prompts()[0], prompt(NEW, seed=50)
