@@ -96,6 +96,10 @@ class RetainedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # the base'
         """
 
     @abstractmethod
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raise a SpecError where these cannot be taken back."""
+
+    @abstractmethod
     def splice(self, chunks: Sequence[SplicedTokens], seen: int) -> None:
         """Put chunks behind what the one row stores; `seen` tokens are then behind the session."""
 
@@ -244,26 +248,36 @@ class DenseLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's 
         self.rows = StoredRows.none()
         self.evicted = 0
 
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """These can be taken back.
+
+        Raises:
+            SpecError: as `crop`.
+        """
+        seen = self.get_seq_length()
+        if tokens_to_remove > 0 or seen + tokens_to_remove < 0:
+            raise SpecError("tokens_to_remove", tokens_to_remove, f"must lie in [-{seen}, 0]")
+        later = self.stored_length - self.rows.kept.shape[1]
+        if not self.uniform and -tokens_to_remove > later:
+            raise SpecError("tokens_to_remove", tokens_to_remove, f"rows that differ can give back {later} so far")
+
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last tokens seen, stored or evicted: as many as -tokens_to_remove.
 
         Raises:
-            SpecError: when that is not a number from 0 down to minus the tokens seen.
+            SpecError: when that is not a number from 0 down to minus the tokens seen, or more than have been read since
+                rows store different tokens.
         """
-        remaining = self.get_seq_length() + tokens_to_remove
-        if tokens_to_remove > 0 or remaining < 0:
-            raise SpecError("tokens_to_remove", tokens_to_remove, f"must lie in [-{self.get_seq_length()}, 0]")
+        self.check_crop(tokens_to_remove)
         if tokens_to_remove == 0:
             return
         assert self.keys is not None
         assert self.values is not None
+        remaining = self.get_seq_length() + tokens_to_remove
         if self.uniform:
             left = int((self.stored_positions() < remaining).sum())
             rows = StoredRows(self.rows.kept[:, :left], self.rows.seen_at_compaction.clamp(max=remaining))
         else:
-            later = self.stored_length - self.rows.kept.shape[1]
-            if -tokens_to_remove > later:
-                raise SpecError("tokens_to_remove", tokens_to_remove, f"rows that differ can give back {later} so far")
             left, rows = self.stored_length + tokens_to_remove, self.rows
         self.keys, self.values = self.keys[:, :, :left], self.values[:, :, :left]
         self.rows, self.evicted = rows, remaining - left

@@ -217,7 +217,12 @@ class RetainedCache(DynamicCache):
         """Take back the last tokens seen, stored or evicted: as many as -tokens_to_remove.
 
         What it goes on from is forgotten where it knows one of these tokens: the cache then grows on without it.
+
+        Raises:
+            SpecError: where some layer cannot; nothing has changed then.
         """
+        for layer in self.full_layers:
+            layer.check_crop(tokens_to_remove)
         super().crop(tokens_to_remove)
         self.continuation = self.continuation.crop(-tokens_to_remove)
 

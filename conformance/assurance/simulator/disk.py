@@ -136,12 +136,12 @@ class Shelf:
             self._swept(archive, key)
             self._check(key)
 
-    def get(self, tenant: int, text: int, fault: Sequence[Any] | None) -> None:
-        """A text is looked up."""
+    def get(self, which: int, fault: Sequence[Any] | None) -> None:
+        """A chunk is looked up."""
         self._opened()
-        if (key := self._key(tenant, text)) is None:
+        if not self._keys:
             return
-        disk = Disk(fault)
+        key, disk = list(self._keys)[which % len(self._keys)], Disk(fault)
         try:
             with disk.failing():
                 self._look_up(key)
@@ -149,12 +149,13 @@ class Shelf:
             must(disk.may_fail, f"get: {told(error)}")
         self._check(key)
 
-    def damage(self, tenant: int, text: int, how: str, at: float) -> None:
+    def damage(self, which: int, how: str, at: float) -> None:
         """Bytes of an object change; or another object, or a crafted one, stands in its place."""
         self._opened()
-        key = self._key(tenant, text)
-        if key is None or self._state[key] == GONE or not self._path(key).exists():
+        stored = [key for key in self._keys if self._path(key).exists()]
+        if not stored:
             return
+        key = stored[which % len(stored)]
         path = self._path(key)
         data = bytearray(path.read_bytes())
         if how == "flip":

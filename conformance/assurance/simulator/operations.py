@@ -14,7 +14,7 @@ __all__ = ["POLICIES", "WRONG", "Operation", "drawn", "read_script", "written"]
 
 POLICIES = (
     "breathing", "crystalcache", "stream", "streamingllm", "fullcache", "snapkv", "adakv", "nestedkv", "h2o", "tova",
-    "rkv", "lagkv", "criticalkv", "pyramidkv",
+    "rkv", "lagkv", "criticalkv", "chunkkv", "pyramidkv",
 )
 WRONG = ("width", "positions", "hole", "ids", "rows", "use_cache", "embeds")
 """Forwards that must be refused."""
@@ -129,6 +129,11 @@ def _chunk(rng: Random, **values: Any) -> Values:
     return {"tenant": rng.randrange(2), "text": rng.randrange(TEXTS), **values}
 
 
+def _damage(rng: Random) -> Values:
+    how = rng.choice(["flip", "flip", "cut", "other", "crafted"])
+    return {"which": rng.randrange(99), "how": how, "at": rng.random()}
+
+
 KINDS: dict[str, tuple[int, Callable[[Random], Values]]] = {
     "begin": (10, _begin),
     "turn": (16, _turn),
@@ -143,8 +148,8 @@ KINDS: dict[str, tuple[int, Callable[[Random], Values]]] = {
     "keep": (5, _keep),
     "splice": (6, lambda rng: _life(rng, chunks=[[rng.randrange(2), rng.randrange(TEXTS)]] * rng.choice([1, 1, 2]))),
     "put": (12, lambda rng: _chunk(rng, fault=_fault(rng))),
-    "get": (6, lambda rng: _chunk(rng, fault=_fault(rng))),
-    "damage": (8, lambda rng: _chunk(rng, how=rng.choice(["flip", "cut", "other", "crafted"]), at=rng.random())),
+    "get": (6, lambda rng: {"which": rng.randrange(99), "fault": _fault(rng)}),
+    "damage": (8, _damage),
     "reopen": (7, lambda rng: {"lose": rng.random() < 0.6, "fault": _fault(rng)}),
     "forget": (4, lambda rng: {"tenant": rng.randrange(2), "fault": _fault(rng)}),
     "gc": (2, lambda rng: {"fault": _fault(rng)}),

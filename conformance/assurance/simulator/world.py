@@ -44,7 +44,7 @@ from models_integration.cache.positions import EMPTY
 from models_integration.cache.ragged_layer import RaggedLayer, rectangle
 from models_integration.model.identity import identify
 from models_integration.session.verbs import read
-from reference.policies import adakv, h2o, lagkv, nestedkv, pyramidkv, rkv, snapkv, tova
+from reference.policies import adakv, chunkkv, h2o, lagkv, nestedkv, pyramidkv, rkv, snapkv, tova
 from spec.errors import SpecError
 from spec.parameters import TINY
 from spec.records import CrystalRetention
@@ -71,6 +71,7 @@ MAKE: Mapping[str, Callable[[], RetentionPolicy]] = {
     "lagkv": lambda: CustomPolicy(lagkv(lag=4), 0.5),
     "criticalkv": lambda: Published("criticalkv", 0.5, W=4),
     "pyramidkv": lambda: CustomPolicy(pyramidkv(W=4), 12),
+    "chunkkv": lambda: CustomPolicy(chunkkv(c=5, W=4), 0.4),
 }
 GRANULARITY = {"model": Granularity.MODEL, "layer": Granularity.LAYER, "head": Granularity.HEAD}
 
