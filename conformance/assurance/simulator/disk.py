@@ -152,7 +152,7 @@ class Shelf:
     def damage(self, which: int, how: str, at: float) -> None:
         """Bytes of an object change; or another object, or a crafted one, stands in its place."""
         self._opened()
-        stored = [key for key in self._keys if self._path(key).exists()]
+        stored = [key for key in self._keys if self._path(key).exists() and self._path(key).stat().st_size]
         if not stored:
             return
         key = stored[which % len(stored)]

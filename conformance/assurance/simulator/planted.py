@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +125,7 @@ def half_compacted(patch: Patch) -> None:
             compact(cache, retentions, padding, [index])
 
     patch.setattr(RetainedCache, "compact", wrong)
-    patch.setattr(retained_cache, "failing_whole", lambda cache: suppress())
+    patch.setattr(retained_cache, "failing_whole", lambda cache: nullcontext())
 
 
 def short_write(patch: Patch) -> None:

@@ -1,8 +1,8 @@
 """Delta debugging (Zeller and Hildebrandt 2002) over a script: operations go, as long as the same finding stays."""
 
 from collections.abc import Callable, Sequence
-from tempfile import TemporaryDirectory
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from conformance.assurance.simulator.operations import Operation
 from conformance.assurance.simulator.states import Met

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -433,7 +434,9 @@ class World:
             ids, mask = kwargs["input_ids"], kwargs.get("attention_mask")
             before = life.stored()
             self._shrunk(life, before)
-            is_token = torch.ones_like(ids) if mask is None or mask.ndim != 2 else mask[:, mask.shape[1] - ids.shape[1] :]
+            is_token = torch.ones_like(ids)
+            if mask is not None and mask.ndim == 2:
+                is_token = mask[:, mask.shape[1] - ids.shape[1] :]
             rows = reads[-1] if reads else life.rows
             reads.append([
                 row.read(own[shown == 1].tolist(), stored)
@@ -478,7 +481,7 @@ class World:
     def _within(self, now: list[Sets], before: list[Sets]) -> None:
         for a, b in zip(_flat(now), _flat(before), strict=True):
             must({*a} <= {*b}, f"stored, and neither read nor stored before: {sorted({*a} - {*b})}")
-            must(all(x < y for x, y in zip(a, a[1:], strict=False)), f"positions do not rise: {a}")
+            must(all(x < y for x, y in pairwise(a)), f"positions do not rise: {a}")
 
     def _compare(self, rows: Sequence[Row], found: Sequence[Tensor], what: str) -> None:
         for at, (row, own) in enumerate(zip(rows, found, strict=True)):
