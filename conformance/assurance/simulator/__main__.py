@@ -102,10 +102,10 @@ def _page(met: Met, lives: int, operations: int, minutes: float, start: int) -> 
     """The counts of a run."""
     whose = {**STATES, **{f"refused: {name}": item for name, (item, _) in REFUSALS.items()}}
     rows = "".join(f"| {state} | {whose[state]} | {met.counts[state]} |\n" for state in whose)
+    asked = f"nox -s simulate -- --minutes {minutes:.0f} --start {start}"
     return (
-        f"# What a run of the simulator has met\n\n{lives} lives of {LENGTH + 2} operations, {operations} in all, from"
-        f" seed {start}, in {minutes:.1f} minutes on one core that others used too. Nothing was found.\n\n"
-        f"| state | of | met |\n|---|---|---|\n{rows}"
+        f"# What a run of the simulator has met\n\n`{asked}`: {lives} lives, {operations} operations, {minutes:.1f} minutes on"
+        " a core that others used. Nothing was found.\n\n| state | of | met |\n|---|---|---|\n" + rows
     )
 
 

@@ -40,7 +40,9 @@ class Disk:
     """A fault of an operation, or none: `full` with so many bytes for a file, a call that errs, one that does half."""
 
     def __init__(self, fault: Sequence[Any] | None) -> None:
-        self.kind, self._numbers = (None, []) if fault is None else (fault[0], list(fault[1:]))
+        self.kind: str | None = None
+        if fault is not None:
+            self.kind, *self._numbers = fault
         self.calls = 0
 
     @contextmanager
@@ -163,8 +165,8 @@ class Shelf:
         elif how == "cut":
             data = data[: int(at * len(data))]
         elif how == "other":
-            others = [self._path(other) for other in self._keys if other != key and self._path(other).exists()]
-            data = bytearray(others[0].read_bytes() if others else b"")
+            others = [other for other in stored if other != key and self._state[other] != DAMAGED]
+            data = bytearray(self._path(others[0]).read_bytes() if others else b"")
         if how == "crafted":
             manifest = json.dumps([[], None, {"tokens": 1e30}][int(at * 3)])
             write(path, {"format": FORMAT, "spec": SPEC_VERSION, "manifest": manifest}, {"0.k": torch.zeros(2, 3, 4)})

@@ -30,7 +30,8 @@ def tiny_model() -> PreTrainedModel:
         if parameter.dim() == 2:
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.data.copy_(noise * (1.2 / parameter.shape[1] ** 0.5))
-    return model.train(False)
+    model.train(False)
+    return model
 
 
 @dataclass(frozen=True)

@@ -200,8 +200,7 @@ class World:
             nonlocal run
             with self._session(made, policy, trip) as run, run.prompt() if cuts else nullcontext():
                 for start, stop in zip([0, *cuts], ends, strict=True):
-                    given = self._masked(made, is_token[:, start:stop])
-                    self._read(made, ids[:, start:stop], **given)
+                    self._read(made, ids[:, start:stop], mask=self._masked(made, is_token[:, start:stop]))
 
         if self._attempt(life, act) == "done":
             assert run is not None
@@ -210,12 +209,12 @@ class World:
             if any(padding):
                 self.met(f"a padded {'turn' if first else 'prompt'}")
 
-    def _masked(self, life: Life, is_token: Tensor) -> dict[str, Tensor]:
+    def _masked(self, life: Life, is_token: Tensor) -> Tensor | None:
         """The 2D mask of a forward, where one is needed."""
-        if bool(is_token.all()) and life.columns == sum(1 for _ in life.rows[0].tokens):
-            return {}
+        if bool(is_token.all()) and life.columns == len(life.rows[0].tokens):
+            return None
         before = life.cache.is_token.expand(len(is_token), -1) if life.columns else is_token[:, :0]
-        return {"attention_mask": torch.cat([before, is_token], dim=1).long()}
+        return torch.cat([before, is_token], dim=1).long()
 
     def steps(
         self, life: int, n: int, seed: int, other: str | None, trip: tuple[str, int] | None,
@@ -267,7 +266,7 @@ class World:
         positions = torch.tensor([[len(row.tokens)] for row in made.rows]) + torch.arange(n)
         hole = torch.ones(rows, seen + n, dtype=torch.int64)
         hole[:, int(made.sets[0][0][0][-1]) + seen - len(made.rows[0].tokens)] = 0
-        given: dict[str, Any] = {
+        wrong: dict[str, dict[str, Any]] = {
             "width": {"attention_mask": torch.ones(rows, seen + n + (1 if seed % 2 else -1), dtype=torch.int64)},
             "positions": {"position_ids": positions + (1 if seed % 2 else -1)},
             "hole": {"attention_mask": hole},
@@ -275,11 +274,11 @@ class World:
             "rows": {"input_ids": ids.repeat(rows + 1, 1)},
             "use_cache": {"use_cache": False},
             "embeds": {"input_ids": None, "inputs_embeds": torch.zeros(rows, n, 32)},
-        }[how]
+        }
 
         def act() -> None:
             with self._session(made, made.policy, None) as run, run.reading() if reading else nullcontext():
-                self.model(**{"input_ids": ids, "past_key_values": made.cache, **given})
+                self.model(**{"input_ids": ids, "past_key_values": made.cache, **wrong[how]})
 
         ended = self._attempt(life, act)
         must(ended != "done", f"a forward with a wrong {how} was taken")
@@ -297,7 +296,7 @@ class World:
             chosen = [row for row in range(count) for _ in range(repeats)]
             self._attempt(life, lambda: made.cache.batch_repeat_interleave(repeats))
         else:
-            chosen = [row % count for row in (order * count)[: count if how == "reorder" else 1 + order[0] % count]]
+            chosen = [row % count for row in (list(order) * count)[: count if how == "reorder" else 1 + order[0] % count]]
             act = made.cache.reorder_cache if how == "reorder" else made.cache.batch_select_indices
             self._attempt(life, lambda: act(torch.tensor(chosen)))
         made.rows, made.sets = [made.rows[row] for row in chosen], [made.sets[row] for row in chosen]
@@ -458,13 +457,14 @@ class World:
                 must({*b} <= {*a} | new, f"row {row} stores tokens that were evicted: {sorted({*b} - {*a} - new)}")
 
     def _read(
-        self, life: Life, ids: Tensor, evicts: bool = True, reads: list[list[Row]] | None = None, **given: Any,
+        self, life: Life, ids: Tensor, evicts: bool = True, reads: list[list[Row]] | None = None,
+        mask: Tensor | None = None,
     ) -> None:
         """One forward, whose logits are those of the masked model."""
         reads = self._reads if reads is None else reads
         reads.clear()
         with torch.no_grad():
-            logits = self.model(input_ids=ids, past_key_values=life.cache, **given).logits
+            logits = self.model(input_ids=ids, past_key_values=life.cache, attention_mask=mask).logits
         rows = reads[-1]
         new = [len(row.tokens) - len(old.tokens) for row, old in zip(rows, life.rows, strict=True)]
         self._compare(rows, [own[len(own) - n :] for own, n in zip(logits, new, strict=True)], "logits")
