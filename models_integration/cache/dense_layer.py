@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -286,6 +287,7 @@ class DenseLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's 
         """Let row i go on as row beam_idx[i] was."""
         super().reorder_cache(cast(torch.LongTensor, beam_idx))
         self.rows = self.rows.select(beam_idx)
+        self._free_empty()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row `repeats` times, one after the other."""
@@ -296,6 +298,21 @@ class DenseLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's 
         """Only these rows."""
         super().batch_select_indices(indices)
         self.rows = self.rows.select(indices)
+        self._free_empty()
+
+    def _free_empty(self) -> None:
+        """Slots go that a row had filled which is here no more: a row that is left alone has none that are empty."""
+        filled_by_some = (self.rows.kept != EMPTY).any(dim=0)
+        if bool(filled_by_some.all()):
+            return
+        assert self.keys is not None
+        assert self.values is not None
+        later = torch.ones(self.stored_length - len(filled_by_some), dtype=torch.bool)
+        slots = torch.nonzero(torch.cat([filled_by_some, later]))[:, 0]
+        seen = self.get_seq_length()
+        self.keys, self.values = gathered(self.keys, [slots]), gathered(self.values, [slots])
+        self.rows = replace(self.rows, kept=self.rows.kept[:, filled_by_some])
+        self.evicted = seen - self.stored_length
 
 
 def on_host(tensor: Tensor | None) -> Any:

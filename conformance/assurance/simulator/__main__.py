@@ -104,8 +104,9 @@ def _page(met: Met, lives: int, operations: int, minutes: float, start: int) -> 
     rows = "".join(f"| {state} | {whose[state]} | {met.counts[state]} |\n" for state in whose)
     asked = f"nox -s simulate -- --minutes {minutes:.0f} --start {start}"
     return (
-        f"# What a run of the simulator has met\n\n`{asked}`: {lives} lives, {operations} operations, {minutes:.1f} minutes on"
-        " a core that others used. Nothing was found.\n\n| state | of | met |\n|---|---|---|\n" + rows
+        "# What a run of the simulator has met\n\n"
+        f"`{asked}`: {lives} lives, {operations} operations, {minutes:.1f} minutes on a core that others used."
+        f" Nothing was found.\n\n| state | of | met |\n|---|---|---|\n{rows}"
     )
 
 

@@ -296,7 +296,8 @@ class World:
             chosen = [row for row in range(count) for _ in range(repeats)]
             self._attempt(life, lambda: made.cache.batch_repeat_interleave(repeats))
         else:
-            chosen = [row % count for row in (list(order) * count)[: count if how == "reorder" else 1 + order[0] % count]]
+            most = count if how == "reorder" else 1 + order[0] % count
+            chosen = [row % count for row in (list(order) * count)[:most]]
             act = made.cache.reorder_cache if how == "reorder" else made.cache.batch_select_indices
             self._attempt(life, lambda: act(torch.tensor(chosen)))
         made.rows, made.sets = [made.rows[row] for row in chosen], [made.sets[row] for row in chosen]
