@@ -128,6 +128,7 @@ class Shelf:
                 self._tried.add((tenant, text))
             elif state != THERE:
                 self._state[before] = UNSURE
+            self._swept(archive, None)
         else:
             self._keys[key], self._state[key] = (tenant, text), THERE
             self._met({THERE: "a chunk is put again", DAMAGED: "a chunk is put over a damaged one"}.get(
