@@ -275,14 +275,15 @@ class Shelf:
         self._look_up(key)
 
     def _swept(self, archive: Archive, newest: str | None) -> None:
-        """With a limit, what was not used lately may be gone; then nothing of it is left."""
+        """With a limit, what was not used lately may be gone; a row of it stays, where the list could not be written."""
         if self._limit is None:
             return
         listed = {entry.key for entry in archive.entries()}
-        gone = [key for key, state in self._state.items() if state == THERE and key not in listed]
+        there = [key for key, state in self._state.items() if state == THERE]
+        gone = [key for key in there if key not in listed or not self._path(key).exists()]
         must(newest not in gone, "the chunk that was put is gone")
         for key in gone:
-            self._state[key] = GONE
+            self._state[key] = UNSURE if key in listed else GONE
         if gone:
             self._met("the least recently used go")
 
