@@ -263,7 +263,7 @@ class Shelf:
             self._met("a damaged chunk is a miss" if state == DAMAGED else "a forgotten chunk is a miss")
             if state == DAMAGED:
                 self._away.add(tenant)
-            self._state[key] = GONE
+            self._state[key] = UNSURE if state == UNSURE else GONE
             return
         must(state in (THERE, UNSURE), f"what is {state} was read")
         must(list(chunk.ids) == self.text(text), "another text was read")
@@ -275,7 +275,7 @@ class Shelf:
         self._look_up(key)
 
     def _swept(self, archive: Archive, newest: str | None) -> None:
-        """With a limit, what was not used lately may be gone; a row of it stays, where the list could not be written."""
+        """With a limit, what was not used lately may be gone; its row stays, where the list could not be written."""
         if self._limit is None:
             return
         listed = {entry.key for entry in archive.entries()}
