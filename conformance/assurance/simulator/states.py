@@ -47,7 +47,6 @@ STATES: dict[str, str] = {
     "a chunk behind which the states go on": BLOCK,
     "a chunk behind which the states are forgotten": BLOCK,
     "refused, and nothing has changed": REFUSED,
-    "tripped, and nothing has changed": UNUSABLE,
     **{f"a wrong {how} is refused": REFUSED for how in (
         "width", "positions", "hole", "ids", "rows", "use_cache", "embeds",
     )},
@@ -87,7 +86,7 @@ REFUSALS: dict[str, tuple[str, str]] = {
     "a prompt of one token": (REFUSED, "one query is a decode step"),
     "a block in a stream": (REFUSED, "a stream's segments end every C tokens"),
     "padding in a stream": (REFUSED, "the rows of a stream start together"),
-    "rows that differ, outside the context": (REFUSED, "rows that differ"),
+    "rows that differ, outside the context": (REFUSED, r"rows that differ\W+can be read"),
     "layers that differ, outside the context": (REFUSED, "can be read inside the context manager only"),
     "kept sets of layers, saved": (SAVED, "cannot be saved"),
     "a crop into what rows keep": (LIKE_ANY, "can give back"),
