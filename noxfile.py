@@ -220,6 +220,12 @@ def saboteurs(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def simulate(session: nox.Session) -> None:
+    """Random lives of caches and an archive beside an oracle; `-- --minutes 60`, `--seed N`, `--script FILE`."""
+    run(session, "conformance.assurance.simulator", *session.posargs, **ONE_THREAD)
+
+
+@nox.session(venv_backend="none")
 def mutation(session: nox.Session) -> None:
     """Small changes to the reference and Numba's code, which their items' tests must notice; hours, goes on later."""
     run(session, "conformance.assurance.mutation", *(session.posargs or ["run"]))

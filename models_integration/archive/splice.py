@@ -145,7 +145,8 @@ def splice(cache: RetainedCache, chunks: Sequence[Chunk], live: Rotary) -> Tenso
         cache: of one row; it may be new, or compacted.
 
     Raises:
-        SpecError: for a cache of several rows, or a chunk with a layer that cannot take it; nothing has changed then.
+        SpecError: for a cache of several rows or with padding, or a chunk with a layer that cannot take it; nothing has
+            changed then.
     """
     cache.check_usable()
     layers = plain_layers(cache)
@@ -172,6 +173,9 @@ def _check_takes(cache: RetainedCache, chunks: Sequence[Chunk], full: Sequence[i
     for layer in plain_layers(cache):
         if layer.is_initialized and (rows := layer.batch if layer in cache.full_layers else len(layer.keys)) != 1:
             raise SpecError("cache", f"{rows} rows", "must hold one row")
+    padding = cache.get_seq_length() - int(cache.tokens[0])
+    if padding:
+        raise SpecError("cache", f"{padding} columns of padding", "must hold one row without padding")
     for ordinal, chunk in enumerate(chunks):
         if not chunk.layers or not set(chunk.layers) <= set(full):
             name = f"chunks[{ordinal}]"

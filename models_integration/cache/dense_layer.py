@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -94,6 +95,10 @@ class RetainedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # the base'
         Raises:
             SpecError: when one is not stored; nothing has changed then.
         """
+
+    @abstractmethod
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raise a SpecError where these cannot be taken back."""
 
     @abstractmethod
     def splice(self, chunks: Sequence[SplicedTokens], seen: int) -> None:
@@ -244,26 +249,36 @@ class DenseLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's 
         self.rows = StoredRows.none()
         self.evicted = 0
 
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """These can be taken back.
+
+        Raises:
+            SpecError: as `crop`.
+        """
+        seen = self.get_seq_length()
+        if tokens_to_remove > 0 or seen + tokens_to_remove < 0:
+            raise SpecError("tokens_to_remove", tokens_to_remove, f"must lie in [-{seen}, 0]")
+        later = self.stored_length - self.rows.kept.shape[1]
+        if not self.uniform and -tokens_to_remove > later:
+            raise SpecError("tokens_to_remove", tokens_to_remove, f"rows that differ can give back {later} so far")
+
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last tokens seen, stored or evicted: as many as -tokens_to_remove.
 
         Raises:
-            SpecError: when that is not a number from 0 down to minus the tokens seen.
+            SpecError: when that is not a number from 0 down to minus the tokens seen, or more than have been read since
+                rows store different tokens.
         """
-        remaining = self.get_seq_length() + tokens_to_remove
-        if tokens_to_remove > 0 or remaining < 0:
-            raise SpecError("tokens_to_remove", tokens_to_remove, f"must lie in [-{self.get_seq_length()}, 0]")
+        self.check_crop(tokens_to_remove)
         if tokens_to_remove == 0:
             return
         assert self.keys is not None
         assert self.values is not None
+        remaining = self.get_seq_length() + tokens_to_remove
         if self.uniform:
             left = int((self.stored_positions() < remaining).sum())
             rows = StoredRows(self.rows.kept[:, :left], self.rows.seen_at_compaction.clamp(max=remaining))
         else:
-            later = self.stored_length - self.rows.kept.shape[1]
-            if -tokens_to_remove > later:
-                raise SpecError("tokens_to_remove", tokens_to_remove, f"rows that differ can give back {later} so far")
             left, rows = self.stored_length + tokens_to_remove, self.rows
         self.keys, self.values = self.keys[:, :, :left], self.values[:, :, :left]
         self.rows, self.evicted = rows, remaining - left
@@ -272,6 +287,7 @@ class DenseLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's 
         """Let row i go on as row beam_idx[i] was."""
         super().reorder_cache(cast(torch.LongTensor, beam_idx))
         self.rows = self.rows.select(beam_idx)
+        self._free_empty()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row `repeats` times, one after the other."""
@@ -282,6 +298,21 @@ class DenseLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's 
         """Only these rows."""
         super().batch_select_indices(indices)
         self.rows = self.rows.select(indices)
+        self._free_empty()
+
+    def _free_empty(self) -> None:
+        """Slots go that a row had filled which is here no more: a row that is left alone has none that are empty."""
+        filled_by_some = (self.rows.kept != EMPTY).any(dim=0)
+        if bool(filled_by_some.all()):
+            return
+        assert self.keys is not None
+        assert self.values is not None
+        later = torch.ones(self.stored_length - len(filled_by_some), dtype=torch.bool)
+        slots = torch.nonzero(torch.cat([filled_by_some, later]))[:, 0]
+        seen = self.get_seq_length()
+        self.keys, self.values = gathered(self.keys, [slots]), gathered(self.values, [slots])
+        self.rows = replace(self.rows, kept=self.rows.kept[:, filled_by_some])
+        self.evicted = seen - self.stored_length
 
 
 def on_host(tensor: Tensor | None) -> Any:

@@ -252,14 +252,22 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
         self.rows, self.layout = _shared_by_heads(torch.tensor([seen])), HeadLayout(tuple(kept))
         self.padded_seen = seen
 
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """These can be taken back.
+
+        Raises:
+            SpecError: as `crop`.
+        """
+        if tokens_to_remove > 0 or self.padded_seen + tokens_to_remove < 0:
+            raise SpecError("tokens_to_remove", tokens_to_remove, f"must lie in [-{self.padded_seen}, 0]")
+
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last tokens seen, stored or evicted: as many as -tokens_to_remove.
 
         Raises:
             SpecError: when that is not a number from 0 down to minus the tokens seen.
         """
-        if tokens_to_remove > 0 or self.padded_seen + tokens_to_remove < 0:
-            raise SpecError("tokens_to_remove", tokens_to_remove, f"must lie in [-{self.padded_seen}, 0]")
+        self.check_crop(tokens_to_remove)
         seen = (self.next_positions(1)[:, 0] + tokens_to_remove).clamp(min=0)
         left = []
         for row, end in enumerate(seen.tolist()):

@@ -120,7 +120,7 @@ class RetainedCache(DynamicCache):
         first = self.full_layers[0]
         if first.uniform:
             return {}
-        is_token = torch.nn.functional.pad(self.is_token, (0, tokens), value=True)
+        is_token = torch.nn.functional.pad(self.is_token.expand(first.batch, -1), (0, tokens), value=True)
         positions = first.next_positions(tokens)
         return {"position_ids": positions.to(device), "attention_mask": is_token.to(device, torch.int64)}
 
@@ -217,7 +217,12 @@ class RetainedCache(DynamicCache):
         """Take back the last tokens seen, stored or evicted: as many as -tokens_to_remove.
 
         What it goes on from is forgotten where it knows one of these tokens: the cache then grows on without it.
+
+        Raises:
+            SpecError: where some layer cannot; nothing has changed then.
         """
+        for layer in self.full_layers:
+            layer.check_crop(tokens_to_remove)
         super().crop(tokens_to_remove)
         self.continuation = self.continuation.crop(-tokens_to_remove)
 

@@ -14,7 +14,8 @@ from conformance.paths import ROOT
 __all__ = ["foreign", "main", "write"]
 
 # The pages keep the places that they have in the checkout, so that their links stay right.
-SOURCES = ("*.md", "docs/**/*", "spec/*.md", "spec/vectors/README.md", "conformance/assurance/proofs/coq/README.md")
+SOURCES = ("*.md", "docs/**/*", "spec/*.md", "spec/vectors/README.md", "conformance/assurance/proofs/coq/README.md",
+           "conformance/assurance/simulator/README.md")
 ITEMS = Path("spec", "items")
 POLICIES = "<!-- the table of policies -->"
 

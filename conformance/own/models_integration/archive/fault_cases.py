@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from conformance.assurance.faults import KILL, faults
 from conformance.own.models_integration.archive.chunks import chunk
-from conformance.own.models_integration.archive.faults import KILL, faults
 from models_integration.archive.errors import ArchiveError
 from models_integration.archive.keyring import Keyring
 from models_integration.archive.store import Archive

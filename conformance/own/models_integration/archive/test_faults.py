@@ -21,8 +21,8 @@ from types import ModuleType
 import pytest
 from torch import Tensor
 
+from conformance.assurance.faults import CALLS, SHORT, sqlite_is_reached
 from conformance.own.models_integration.archive.fault_cases import OPERATIONS, Case, killed
-from conformance.own.models_integration.archive.faults import CALLS, SHORT, sqlite_is_reached
 from conformance.own.processes import started
 from conformance.plugin import profile_of
 from models_integration.archive import keyring, object_folder, objects, sealed_database, store

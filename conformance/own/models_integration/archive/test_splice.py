@@ -13,6 +13,7 @@ from conformance.own.models_integration.archive.block_mask import Chunks, Oracle
 from conformance.own.models_integration.archive.models import FAMILIES, ROTATIONS, build
 from conformance.own.models_integration.session.families import relative
 from conformance.plugin import profile_of
+from models_integration import StreamingLLM
 from models_integration.archive import splice as module
 from models_integration.archive.splice import Chunk, computed, splice
 from models_integration.cache.retained_cache import RetainedCache
@@ -227,6 +228,19 @@ def test_several_rows_are_refused() -> None:
         model(input_ids=torch.tensor([SYSTEM, SYSTEM]), past_key_values=cache)
     with pytest.raises(SpecError, match="must hold one row"):
         splice(cache, [computed(model, CHUNKS[0][0], rotary)], rotary)
+
+
+@pytest.mark.law("refused-before-anything-changes")
+def test_a_row_with_padding_is_refused() -> None:
+    """Its columns are more than its tokens, and a chunk stands behind the tokens. The simulator's finding."""
+    model, padded = build("Llama"), torch.tensor([[0, 1, 1, 1, 1, 1]])
+    rotary = recognise(model)
+    with torch.no_grad(), StreamingLLM(budget=4, N_sink=1)(model) as run:
+        model(input_ids=torch.tensor([[0, *SYSTEM]]), attention_mask=padded)
+    assert run.cache is not None
+    with pytest.raises(SpecError, match="without padding"):
+        splice(run.cache, [computed(model, CHUNKS[0][0], rotary)], rotary)
+    assert run.cache.stored_positions().tolist() == [0, 2, 3, 4]
 
 
 @pytest.mark.law("refused-before-anything-changes")

@@ -210,6 +210,35 @@ def test_what_a_step_leaves_out_is_filled_in(family: str) -> None:
     assert relative(found, expected) < 1e-5
 
 
+@pytest.mark.law("eviction-equals-masking")
+def test_a_row_left_alone_has_no_empty_slots() -> None:
+    """It stood beside one that keeps more, and had as many slots. The simulator's finding."""
+    model, ids, new = build("llama"), torch.cat([prompt(61, seed=seed) for seed in (1, 2)]), prompt(NEW, seed=50)
+    cache = RetainedCache(model.config)
+    with METHODS["fullcache"]()(model):
+        at_once(model, ids, cache)
+    kept = [np.arange(5), np.arange(20)]
+    cache.compact([Retention.shared(own, 61) for own in kept])
+    cache.batch_select_indices(torch.tensor([0]))
+    assert cache.stored_length == 5
+    found = at_once(model, new, cache)
+    assert relative(found, Masked(model, ids[:1], kept[0].tolist()).read(new)) < 1e-5
+
+
+@pytest.mark.law("a-cache-like-any-other")
+def test_a_single_padded_row_can_be_repeated() -> None:
+    """Each copy goes on as the row would have. The simulator's finding."""
+    model, token = build("llama"), prompt(1, seed=50)
+    ids, mask = (tensor[1:2] for tensor in batch(prompts((61, 44))))
+    caches = [RetainedCache(model.config) for _ in range(2)]
+    with METHODS["crystalcache"]()(model):
+        for cache in caches:
+            at_once(model, ids, cache, attention_mask=mask)
+        caches[1].batch_repeat_interleave(2)
+        once, twice = (at_once(model, token.expand(rows, 1), cache) for rows, cache in enumerate(caches, 1))
+    assert relative(twice, once.expand_as(twice)) < 1e-5
+
+
 @pytest.mark.parametrize("method", ["crystalcache", "fullcache"])
 def test_a_single_padded_row_equals_its_unpadded_run(method: str) -> None:
     model, row, new = build("llama"), prompts()[0], prompt(NEW, seed=50)

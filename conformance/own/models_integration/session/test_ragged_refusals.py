@@ -216,3 +216,20 @@ def test_no_more_can_be_taken_back_than_was_seen(tokens: Any) -> None:
     with pytest.raises(SpecError, match=r"tokens_to_remove"):
         cache.full_layers[0].crop(tokens)
     assert cache.get_seq_length() == PROMPT
+
+
+def test_a_crop_that_one_layer_refuses_changes_none() -> None:
+    """Heads of the first layer differ and could give back more than the padded rows of the others. The simulator's."""
+    model, mask = build("llama"), torch.tensor([[0] + [1] * (PROMPT - 1)])
+    with FullCache()(model) as run, torch.no_grad():
+        model(input_ids=prompt(PROMPT), attention_mask=mask)
+    cache = run.cache
+    assert cache is not None
+    sets = [range(40), range(30), *[range(20)] * 4]
+    offsets = np.cumsum([0, *map(len, sets)])
+    cache.compact([Retention(np.concatenate(sets), offsets, PROMPT - 1, Granularity.HEAD)])
+    before = live_sets(cache)
+    with pytest.raises(SpecError, match="rows that differ can give back 0 so far"):
+        cache.crop(-40)
+    assert live_sets(cache) == before
+    assert cache.get_seq_length() == PROMPT
