@@ -19,9 +19,9 @@ _FIELDS = ("w_k", "w_v", "b")
 class LinearScores:
     """For `policy_from_score`: w_k (G, d), w_v (G, d) and b (G,) of the G kept sets, layer major."""
 
-    w_k: Float64[Matrix, "G d"]
-    w_v: Float64[Matrix, "G d"]
-    b: Float64[Vector, " G"]
+    w_k: Matrix
+    w_v: Matrix
+    b: Vector
     needs: Needs = Needs("all", 0, values=True)
 
     def __post_init__(self) -> None:

@@ -57,7 +57,9 @@ def test_a_policy_bears_the_name_of_its_row(name: str) -> None:
 def test_every_name_that_users_give_has_a_row() -> None:
     """But for the full cache, and CrystalCache, which has pages of its own."""
     assert set(POLICIES) - set(TABLE) == {"crystalcache", "fullcache"}
-    assert set(TABLE) - set(POLICIES) == {"epicache", "blocks", "blocks-of-h2o", "diversity", "diversity-in-adakv"}
+    assert set(TABLE) - set(POLICIES) == {
+        "epicache", "blocks", "blocks-of-h2o", "diversity", "diversity-in-adakv", "threshold",
+    }
 
 
 def test_the_page_shows_this_table() -> None:
