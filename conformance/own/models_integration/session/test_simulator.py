@@ -56,7 +56,8 @@ def test_a_list_in_memory_loses_a_row_or_says_why(at: int) -> None:
 def test_a_script_is_shrunk_to_what_the_finding_needs() -> None:
     def find(part: Sequence[Operation]) -> str | None:
         kinds = [operation.kind for operation in part]
-        return "together [1]" if "put" in kinds and "damage" in kinds[kinds.index("put") :] else None
+        both = "put" in kinds and "damage" in kinds[kinds.index("put") :]
+        return f"no room in /tmp/{'x' * len(kinds)}: together [1]" if both else None
 
     script = next(script for seed in range(99) if find(script := drawn(seed, 60)))
     assert [operation.kind for operation in shrunk(script, find)] == ["put", "damage"]
