@@ -171,7 +171,7 @@ class ChatTrainer:
         half.half()  # type: ignore[no-untyped-call]
         half.save_pretrained(folder)
         save_tokenizer(self.tokenizer, folder)
-        (folder / "training.json").write_text(json.dumps(asdict(self.progress), indent=1) + "\n")
+        (folder / "training.json").write_text(json.dumps(asdict(self.progress)) + "\n")
         (folder / "model.safetensors").chmod(0o644)  # it is written for its owner alone, and a package ships it
 
 

@@ -121,7 +121,7 @@ def export(model: LlamaForCausalLM, folder: Path, progress: Progress) -> None:
     """Write the shipped files (weights, configuration, tokenizer, cost) into a folder."""
     model.save_pretrained(folder)
     save_tokenizer(build_tokenizer(), folder)
-    (folder / "training.json").write_text(json.dumps(asdict(progress), indent=1) + "\n")
+    (folder / "training.json").write_text(json.dumps(asdict(progress)) + "\n")
     (folder / "model.safetensors").chmod(0o644)  # it is written for its owner alone, and a package ships it
 
 
