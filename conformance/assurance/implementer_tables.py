@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from conformance.assurance.vector_writer.expected_nestedkv import BOUNDED as NESTEDKV_BOUNDED
-from conformance.assurance.vector_writer.store import text_of
 from conformance.engine.ops import OPS, RECORDS
 from conformance.paths import SPEC
 from conformance.tolerances import BOUNDS, SCORE_UNITS
@@ -208,13 +207,13 @@ def members_of(maps: Sequence[Mapping[str, Any]], known: Mapping[str, str]) -> M
     return found
 
 
-def named(maps: Sequence[Mapping[str, Any]], known: Mapping[str, str]) -> str:
+def named(maps: Sequence[Mapping[str, Any]], known: Mapping[str, str]) -> Mapping[str, str]:
     """The names of inputs or results with their kinds; a state is one name."""
     members = members_of(maps, known)
     if not set(STATE) <= members.keys():
-        return typed(members)
+        return members
     rest = {name: kind for name, kind in members.items() if name not in (*STATE, "budget")}
-    return ", ".join(["*state*", *([typed(rest)] if rest else [])])
+    return {"*state*": "state", **rest}
 
 
 def sides(tests: Sequence[Any]) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
@@ -226,7 +225,7 @@ def vectors() -> str:
     rows = []
     for operation, tests in operations().items():
         inputs, results = sides(tests)
-        rows.append([operation, named(inputs, INPUT_KINDS), named(results, {})])
+        rows.append([operation, typed(named(inputs, INPUT_KINDS)), typed(named(results, {}))])
     return table(["Operation", "Inputs", "Results"], rows)
 
 
@@ -250,22 +249,36 @@ def for_programs() -> str:
         inputs, results = sides(tests)
         bounds = {name: row.bound for row in JUDGED if operation in row.operations for name in row.results}
         described[operation] = {
-            "inputs": members_of(inputs, INPUT_KINDS), "results": members_of(results, {}), "bounds": bounds,
+            "inputs": named(inputs, INPUT_KINDS), "results": named(results, {}), "bounds": bounds,
         }
-    held = {"parameters": parameters, "operations": described}
-    return text_of(json.loads(json.dumps(held, default=str))) + "\n"
+    return in_lines({
+        "parameters": in_lines({of: in_lines(dumped(rows)) for of, rows in parameters.items()}),
+        **dumped({"state": state_members()}), "operations": in_lines(dumped(described)),
+    }) + "\n"
+
+
+def dumped(members: Mapping[str, object]) -> Mapping[str, str]:
+    return {name: json.dumps(member, default=str) for name, member in members.items()}
+
+
+def in_lines(members: Mapping[str, str]) -> str:
+    """A JSON object with a line for each member."""
+    return "{\n" + ",\n".join(f'"{name}": {text}' for name, text in members.items()) + "\n}"
+
+
+def state_members() -> Mapping[str, str]:
+    """A decode state's fields, from the tests of a step."""
+    tests = operations()["decode_step"]
+    return {"budget": "budget", **{name: kind_of([test["inputs"][name] for test in tests]) for name in STATE}}
 
 
 def state() -> str:
-    """A decode state's fields, from the tests of a step."""
-    tests = operations()["decode_step"]
-    kinds = {name: kind_of([test["inputs"][name] for test in tests]) for name in STATE}
-    return ", ".join(f"`{name}` {kind}" for name, kind in {"budget": "budget", **kinds}.items()) + "."
+    return typed(state_members()) + "."
 
 
 def typed(members: Mapping[str, str]) -> str:
-    """Names with their types."""
-    return ", ".join(f"`{name}` {kind}" for name, kind in members.items())
+    """Names with their types; a state, whose fields stand elsewhere, by its name."""
+    return ", ".join(name if kind == "state" else f"`{name}` {kind}" for name, kind in members.items())
 
 
 def says(thing: object) -> str:

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 
 import pytest
 
-collect_ignore = [] if find_spec("torch") and find_spec("transformers") else ["models_integration/session"]
+collect_ignore = [] if find_spec("torch") and find_spec("transformers") else ["models_integration"]
 
 
 @pytest.fixture(scope="module")

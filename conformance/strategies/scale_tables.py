@@ -170,7 +170,7 @@ def eviction(shape: Eviction, p: CrystalCacheParameters) -> EvictionProblem:
     )
 
 
-def network(m: int, degree: int, seed: int, weights: Vector | None = None) -> TrunkWeights:
+def network(m: int, degree: int, seed: int) -> TrunkWeights:
     """A symmetric graph: each trunk is linked to `degree` others at steps of its own choice; some far."""
     numbers = Numbers(seed)
     a = np.repeat(np.arange(m), degree)
@@ -178,8 +178,7 @@ def network(m: int, degree: int, seed: int, weights: Vector | None = None) -> Tr
     low, high = np.minimum(a, b), np.maximum(a, b)
     key = np.unique(low * m + high)
     low, high = key // m, key % m
-    w = 0.06 + 0.94 * numbers.fractions(len(key)) if weights is None else weights
-    return csr(m, low, high, w)
+    return csr(m, low, high, 0.06 + 0.94 * numbers.fractions(len(key)))
 
 
 def csr(m: int, low: IntVector, high: IntVector, w: Vector) -> TrunkWeights:

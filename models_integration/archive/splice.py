@@ -20,7 +20,7 @@ from models_integration.model.rotation import Rotary, angles_between, frequencie
 from spec.errors import SpecError
 from spec.retention import Granularity, Retention
 
-__all__ = ["Chunk", "compacted", "computed", "splice", "taken", "upper_half"]
+__all__ = ["Chunk", "compacted", "computed", "splice", "upper_half"]
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,7 @@ def _plausible_size(descriptor: int, header_most: int) -> int:
     return size
 
 
-def header_at(path: Path, header_most: int = HEADER_MOST) -> Header:
+def header_at(path: Path, header_most: int) -> Header:
     """The header of a file; nothing is proved.
 
     Raises:

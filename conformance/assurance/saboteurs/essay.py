@@ -6,12 +6,7 @@ from conformance.assurance.saboteurs.registry import Array, instead_of
 from reference.crystalcache.coattention import mean_salience, salience
 from reference.crystalcache.coverage import backfill, coverage_reserve, evenly_spaced
 from reference.crystalcache.dissolution import allocate, carried_out
-from reference.crystalcache.impact import (
-    exponential_rarity,
-    reciprocal_rarity,
-    unit_impact,
-    unit_trunk_impact,
-)
+from reference.crystalcache.impact import exponential_rarity, reciprocal_rarity, unit_impact, unit_trunk_impact
 from reference.crystalcache.renewal import renewed_D
 from reference.crystalcache.tiers import dissolve_in_tiers, least_shift, tier_allocate, tier_bounds, tier_counts
 from reference.crystalcache.trunks import median_strength

@@ -6,13 +6,7 @@ from typing import Any
 import numpy as np
 
 from conformance.assurance.saboteurs.registry import Array, instead_of
-from reference.crystalcache.coattention import (
-    attention,
-    coattention,
-    intra_neighbours,
-    row_normalise,
-    salience,
-)
+from reference.crystalcache.coattention import attention, coattention, intra_neighbours, row_normalise, salience
 from spec.parameters import CrystalCacheParameters
 from spec.records import CoAttention
 from spec.validate import check_attention_inputs

@@ -9,14 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from conformance.assurance.saboteurs.registry import Array, beyond
-from conformance.assurance.saboteurs.size_inputs import (
-    equal_trunks,
-    given_by,
-    live_state,
-    random_rows,
-    segment,
-    star,
-)
+from conformance.assurance.saboteurs.size_inputs import equal_trunks, given_by, live_state, random_rows, segment, star
 from reference.backend import BACKEND
 from reference.crystalcache.breath import breath, breath_protection, decode_step, evict
 from reference.crystalcache.coattention import attention, coattention, intra_neighbours, row_normalise, salience

@@ -6,13 +6,7 @@ from typing import Any
 import numpy as np
 
 from conformance.assurance.saboteurs.registry import Array, beyond
-from conformance.assurance.saboteurs.size_inputs import (
-    given_by,
-    live_state,
-    live_trunks,
-    random_rows,
-    star,
-)
+from conformance.assurance.saboteurs.size_inputs import given_by, live_state, live_trunks, random_rows, star
 from reference.backend import BACKEND, _BreathStages
 from reference.crystalcache.activation import active_trunks, inverse_key_norms, normalised_inverse_norms
 from reference.crystalcache.breath import decay, decode_step, protected_trunks_of

@@ -75,7 +75,7 @@ def _mine(name: str) -> bool:
 
 
 def make(name: str) -> None:
-    """Judge one subject; its certificate and badge go to the page's folder.
+    """Judge one subject; its certificate goes to the page's folder.
 
     Raises:
         RuntimeError: where nothing was judged.
@@ -90,14 +90,7 @@ def make(name: str) -> None:
     done = subprocess.run(command, cwd=subject.folder, env=environment, check=False)
     if done.returncode not in (0, 1):
         raise RuntimeError(f"{name}: nothing was judged")
-    keep(name)
-
-
-def keep(name: str) -> None:
-    """Certificate and badge of a run."""
-    OUT.mkdir(exist_ok=True)
-    shutil.copyfile(LOGS / name / "certificate.toml", OUT / f"{name}.toml")
-    shutil.copyfile(LOGS / name / "badge.svg", OUT / f"{name}.svg")
+    shutil.copyfile(out / "certificate.toml", OUT / f"{name}.toml")
 
 
 def _counts(made: dict[str, Any]) -> str:
@@ -112,7 +105,7 @@ def _row(name: str) -> str:
     with_ = made["device"].get("transformers")
     who = made["subject"]["name"] + (f", transformers {with_}" if with_ else "")
     note = SUBJECTS[name].note or (f"fails: {', '.join(made['failing'])}" if made["failing"] else "")
-    return f"| [{name}]({name}.toml) | ![badge]({name}.svg) | {who} | {_counts(made)} | {note} |"
+    return f"| [{name}]({name}.toml) | {made['verdict']} | {who} | {_counts(made)} | {note} |"
 
 
 def page() -> str:
@@ -128,7 +121,7 @@ def page() -> str:
         " docstrings. B of n tokens are asked for as the ratio 1 - B / n, the only form that they have: where floats"
         " round down, one token too few is kept, be it a sink. All defects are in"
         " [upstream.md](../../upstream.md).", "",
-        "| Certificate | Badge | Judged | Rows | Note |", "|---|---|---|---|---|", *rows, "",
+        "| Certificate | Verdict | Judged | Rows | Note |", "|---|---|---|---|---|", *rows, "",
     ])
 
 

@@ -27,7 +27,6 @@ class Subject(Protocol):
 
     name: str
     sentence_ends: frozenset[int]
-    parameter_bytes: int
 
     def prompt(self, n: int) -> IntVector:
         """n token ids."""
@@ -49,7 +48,6 @@ class TransformersModel:
 
     def __init__(self, model: Any, name: str, sentence_ends: frozenset[int], text: IntVector | None) -> None:
         self.model, self.name, self.sentence_ends, self._text = model.eval(), name, sentence_ends, text
-        self.parameter_bytes = sum(x.numel() * x.element_size() for x in model.parameters())
 
     @classmethod
     def random(cls, scale: Scale) -> "TransformersModel":

@@ -44,8 +44,6 @@ class PlainLlama:
             }
             for _ in range(scale.layers)
         ]
-        weights = [self.embedding, self.head, *(w for layer in self.layers for w in layer.values())]
-        self.parameter_bytes = sum(w.numel() * w.element_size() for w in weights)
 
     def _matrix(self, rows: int, columns: int) -> Tensor:
         return torch.randn(rows, columns, device=self.device, dtype=self.dtype) * 0.02

@@ -49,10 +49,6 @@ class Pool(ABC):
         """Requests that hold pages."""
         return sum(map(bool, self._tables.values()))
 
-    def pages_of(self, request_id: str) -> int:
-        """Pages that one request holds."""
-        return len(self._tables.get(request_id, ()))
-
     def slots(self, request_id: str, tokens: int) -> Tensor:
         """Slots of the first tokens that a request stores, (tokens,), in their order."""
         return torch.tensor(self._allocator.get_read_indices(request_id, 0, tokens))

@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from models_integration.pocket.shipped import CHAT_ASSETS, load_pocket
 from models_integration.pocket.training.chat import ChatPlan, ChatRows, chat_tokenizer
 from models_integration.pocket.training.initialisation import look_back
+from models_integration.pocket.training.tokenizer import save_tokenizer
 from models_integration.pocket.training.train import Progress, digit_accuracy, scored_logits, weighted_loss
 
 __all__ = ["RATES", "STAGES", "STEPS", "ChatTrainer", "Stage", "main", "new_sibling", "rate_at", "stage_at"]
@@ -169,8 +170,8 @@ class ChatTrainer:
         half.load_state_dict(self.model.state_dict())
         half.half()  # type: ignore[no-untyped-call]
         half.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
-        (folder / "training.json").write_text(json.dumps(asdict(self.progress), indent=1) + "\n")
+        save_tokenizer(self.tokenizer, folder)
+        (folder / "training.json").write_text(json.dumps(asdict(self.progress)) + "\n")
         (folder / "model.safetensors").chmod(0o644)  # it is written for its owner alone, and a package ships it
 
 

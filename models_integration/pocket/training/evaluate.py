@@ -124,7 +124,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     cells = evaluate(*load_pocket(options.model), options.lengths, options.samples)
-    (options.model / RESULTS_FILE).write_text(json.dumps([asdict(cell) for cell in cells], indent=1) + "\n")
+    (options.model / RESULTS_FILE).write_text(json.dumps([asdict(cell) for cell in cells]) + "\n")
     print(table(cells))
 
 

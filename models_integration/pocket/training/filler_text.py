@@ -63,7 +63,7 @@ def filler_sentence(rng: np.random.Generator, held_out: bool) -> str:
             return sentence
 
 
-def held_out_filler(seed: int, count: int = 200) -> tuple[str, ...]:
+def held_out_filler(seed: int) -> tuple[str, ...]:
     """Held-out sentences: the filler that the model card's figures are measured on."""
     rng = np.random.default_rng(seed)
-    return tuple(filler_sentence(rng, held_out=True) for _ in range(count))
+    return tuple(filler_sentence(rng, held_out=True) for _ in range(200))

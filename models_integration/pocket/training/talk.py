@@ -113,7 +113,7 @@ def draw_conversation(
     return Conversation(tuple(turns), tuple(questions))
 
 
-def chatter(rng: np.random.Generator, count: int, held_out: bool = False) -> str:
+def chatter(rng: np.random.Generator, count: int, held_out: bool) -> str:
     """Some filler sentences."""
     return " ".join(filler_sentence(rng, held_out) for _ in range(count))
 

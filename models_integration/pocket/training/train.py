@@ -27,7 +27,7 @@ from models_integration.pocket.training.batches import (
 )
 from models_integration.pocket.training.curriculum import SPAN, TOTAL_STEPS, draw_plan, rate_at, stage_at
 from models_integration.pocket.training.initialisation import prepare
-from models_integration.pocket.training.tokenizer import MAXIMUM_LENGTH, build_tokenizer
+from models_integration.pocket.training.tokenizer import MAXIMUM_LENGTH, build_tokenizer, save_tokenizer
 
 __all__ = [
     "SEED", "Progress", "Trainer", "digit_accuracy", "export", "main", "new_model", "pocket_config", "probe",
@@ -120,8 +120,8 @@ def probe(model: LlamaForCausalLM, maker: RowMaker) -> float:
 def export(model: LlamaForCausalLM, folder: Path, progress: Progress) -> None:
     """Write the shipped files (weights, configuration, tokenizer, cost) into a folder."""
     model.save_pretrained(folder)
-    build_tokenizer().save_pretrained(folder)
-    (folder / "training.json").write_text(json.dumps(asdict(progress), indent=1) + "\n")
+    save_tokenizer(build_tokenizer(), folder)
+    (folder / "training.json").write_text(json.dumps(asdict(progress)) + "\n")
     (folder / "model.safetensors").chmod(0o644)  # it is written for its owner alone, and a package ships it
 
 

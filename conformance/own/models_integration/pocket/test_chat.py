@@ -5,13 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
-from models_integration.pocket import ASSETS, CHAT_ASSETS, load_pocket, load_pocket_tokenizer  # noqa: E402
-from models_integration.pocket.training.batches import ANSWER_DIGIT, UNSCORED  # noqa: E402
-from models_integration.pocket.training.chat import (  # noqa: E402
+from models_integration.pocket import ASSETS, CHAT_ASSETS, load_pocket, load_pocket_tokenizer
+from models_integration.pocket.training.batches import ANSWER_DIGIT, UNSCORED
+from models_integration.pocket.training.chat import (
     CLOSE,
     OPEN,
     PROMPTS,
@@ -21,9 +19,9 @@ from models_integration.pocket.training.chat import (  # noqa: E402
     chat_tokenizer,
     turn,
 )
-from models_integration.pocket.training.chat_train import RATES, STEPS, ChatTrainer, new_sibling, rate_at, stage_at  # noqa: E402
-from models_integration.pocket.training.facts import is_held_out_value  # noqa: E402
-from models_integration.pocket.training.talk import KINDS, draw_conversation  # noqa: E402
+from models_integration.pocket.training.chat_train import RATES, STEPS, ChatTrainer, new_sibling, rate_at, stage_at
+from models_integration.pocket.training.facts import is_held_out_value
+from models_integration.pocket.training.talk import KINDS, draw_conversation
 
 pytestmark = pytest.mark.law("as-it-is-described")
 

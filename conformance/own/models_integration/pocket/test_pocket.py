@@ -4,17 +4,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
-
-from models_integration.pocket import ASSETS, load_pocket  # noqa: E402
-from models_integration.pocket.training.batches import ANSWER_DIGIT, UNSCORED, RowMaker, RowPlan  # noqa: E402
-from models_integration.pocket.training.card import CARD_FILE, render_card  # noqa: E402
-from models_integration.pocket.training.curriculum import STAGES, TOTAL_STEPS, draw_plan, rate_at, stage_at  # noqa: E402
-from models_integration.pocket.training.evaluate import (  # noqa: E402
+from models_integration.pocket import ASSETS, load_pocket
+from models_integration.pocket.training.batches import ANSWER_DIGIT, UNSCORED, RowMaker, RowPlan
+from models_integration.pocket.training.card import CARD_FILE, render_card
+from models_integration.pocket.training.curriculum import STAGES, TOTAL_STEPS, draw_plan, rate_at, stage_at
+from models_integration.pocket.training.evaluate import (
     Cell,
     answer,
     draw_held_out,
@@ -22,12 +19,12 @@ from models_integration.pocket.training.evaluate import (  # noqa: E402
     read_cells,
     table,
 )
-from models_integration.pocket.training.facts import HELD_OUT_VALUES, draw_facts, draw_values  # noqa: E402
-from models_integration.pocket.training.filler_text import filler_sentence, held_out_filler, is_held_out  # noqa: E402
-from models_integration.pocket.training.tokenizer import build_tokenizer  # noqa: E402
-from models_integration.pocket.training.train import Trainer  # noqa: E402
-from models_integration.tasks import DEFAULT_FILLER, TASKS, score  # noqa: E402
-from models_integration.tasks.assembly import decode  # noqa: E402
+from models_integration.pocket.training.facts import HELD_OUT_VALUES, draw_facts, draw_values
+from models_integration.pocket.training.filler_text import filler_sentence, held_out_filler, is_held_out
+from models_integration.pocket.training.tokenizer import build_tokenizer
+from models_integration.pocket.training.train import Trainer
+from models_integration.tasks import DEFAULT_FILLER, TASKS, score
+from models_integration.tasks.assembly import decode
 
 pytestmark = pytest.mark.law("as-it-is-described")
 

@@ -107,13 +107,13 @@ def check_generation(model: PreTrainedModel, name: str) -> None:
     assert chosen == MaskedHeads(model, prompt(PROMPT), kept).greedy(NEW)
 
 
-def check_steps(model: PreTrainedModel, name: str, new: int = NEW) -> list[Sets]:
+def check_steps(model: PreTrainedModel, name: str) -> list[Sets]:
     """Logits of steps under a policy that evicts in them: each query sees what the steps before it have left.
 
     Returns:
         What was stored after the prompt, and after each step.
     """
-    following, logits = prompt(new, seed=9), []
+    following, logits = prompt(NEW, seed=9), []
     with method(name)(model) as run, torch.no_grad():
         model(input_ids=prompt(PROMPT))
         assert run.cache is not None

@@ -39,10 +39,11 @@ class TwoRows:
             return at_once(self.model, input_ids, self.cache, position_ids=positions, **options)
 
 
-def two_rows(model: PreTrainedModel, lengths: tuple[int, int] = (61, 44), new: int = 6) -> TwoRows:
+def two_rows(model: PreTrainedModel) -> TwoRows:
     """Left-padded prompts of two lengths, each compacted alone, then laid into one cache."""
+    lengths = 61, 44
     prompts = [prompt(n, seed=20 + n) for n in lengths]
-    following = torch.cat([prompt(new, seed=31), prompt(new, seed=32)])
+    following = torch.cat([prompt(6, seed=31), prompt(6, seed=32)])
     singles = [prefill(model, METHODS["crystalcache"](), ids).cache for ids in prompts]
     cache = RetainedCache(model.config)
     width = max(single.stored_length for single in singles)

@@ -53,7 +53,6 @@ from spec.parameters import TINY
 from spec.policy import LayerView, Needs, Policy
 
 Patch = pytest.MonkeyPatch
-Build = Callable[[], PreTrainedModel]
 Fields = Mapping[str, Any]
 
 N = 40

@@ -33,8 +33,8 @@ def ones(width: int) -> Tensor:
     return torch.ones(1, width, dtype=torch.int64)
 
 
-def hiding(position: int, width: int = N + 1) -> Tensor:
-    mask = ones(width)
+def hiding(position: int) -> Tensor:
+    mask = ones(N + 1)
     mask[0, position] = 0
     return mask
 

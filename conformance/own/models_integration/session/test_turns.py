@@ -8,14 +8,7 @@ import torch
 from torch import Tensor
 
 from conformance.own.models_integration.session.crossings import crossed
-from conformance.own.models_integration.session.families import (
-    ENDS,
-    METHODS,
-    at_once,
-    build,
-    prompt,
-    states_of,
-)
+from conformance.own.models_integration.session.families import ENDS, METHODS, at_once, build, prompt, states_of
 from conformance.own.models_integration.session.lives import Beside
 from conformance.own.models_integration.session.observed import Observed
 from models_integration import CrystalCache, RetainedCache

@@ -15,14 +15,7 @@ pytest.importorskip("transformers", reason="the sweep drives transformers models
 from typer.testing import CliRunner
 
 from conformance.own.documentation import fences
-from conformance.own.models_integration.studies.sweep_workers import (
-    ROWS,
-    SLOW,
-    command,
-    holders,
-    measured,
-    sweep,
-)
+from conformance.own.models_integration.studies.sweep_workers import ROWS, SLOW, command, holders, measured, sweep
 from conformance.own.processes import started
 from models_integration.cache.atomic_file import publish_readable
 from models_integration.cli.app import app

@@ -6,9 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-pytest.importorskip("transformers")
-
 from transformers import PreTrainedTokenizerFast
 
 from conformance.own.models_integration.tasks.test_tasks import TOKENIZERS, merged_tokenizer

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers")
-
 from conformance.own.models_integration.tasks.test_tasks import byte_tokenizer, merged_tokenizer
 from models_integration.pocket import load_pocket_tokenizer
 from models_integration.tasks import Sample, score

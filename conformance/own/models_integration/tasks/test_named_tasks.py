@@ -11,8 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("transformers")
-
 from conformance.own.models_integration.tasks.test_tasks import merged_tokenizer
 from models_integration.pocket import load_pocket_tokenizer
 from models_integration.tasks import Sample, registry, score

@@ -11,8 +11,6 @@ from itertools import pairwise
 
 import pytest
 
-pytest.importorskip("transformers")
-
 from conformance.own.models_integration.tasks.test_tasks import merged_tokenizer
 from models_integration.tasks import Sample
 from models_integration.tasks.chat import bare, chat

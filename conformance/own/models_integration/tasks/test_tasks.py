@@ -5,6 +5,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
 
 from models_integration.tasks import (
     DENSITIES,
@@ -21,18 +23,8 @@ from models_integration.tasks import (
 )
 from models_integration.tasks.assembly import joiner, opening_ids
 from models_integration.tasks.samples import mentions_of
-from models_integration.tasks.sentences import (
-    DEFAULT_FILLER,
-    NEEDLE_TEMPLATES,
-    TOPIC_TEMPLATES,
-)
+from models_integration.tasks.sentences import DEFAULT_FILLER, NEEDLE_TEMPLATES, TOPIC_TEMPLATES
 from spec.errors import SpecError
-
-tokenizers = pytest.importorskip("tokenizers")
-transformers = pytest.importorskip("transformers")
-
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers  # noqa: E402
-from transformers import PreTrainedTokenizerFast  # noqa: E402
 
 pytestmark = pytest.mark.law("as-it-is-described")
 
