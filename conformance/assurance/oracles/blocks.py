@@ -39,7 +39,7 @@ def two_stages(first: Score, second: Sequence[float | None], b: int, B: int, sha
 
 
 def crushed(rows: Sequence[Score], b: int, B: int, share: Fraction, anchor: str) -> list[list[int]]:
-    """KVCrush's of a layer's heads: the best blocks, and of each run of those that are left the nearest to the anchor."""
+    """KVCrush's of a layer's heads: the best blocks, and of each run of what is left the nearest to the anchor."""
     n, open_ = len(rows[0]), len(rows[0]) % b
     runs = [range(first, first + b) for first in range(0, n - open_, b)]
     free = [run for run in runs if all(rows[0][i] is not None for i in run)]

@@ -91,7 +91,7 @@ def distances_in_8_bits(values: Array, protected: Array, b: int, anchor: Any) ->
 
 @instead_of(with_representatives, "PO-KVCRUSH")
 def the_host_s_floor_alone(host: Policy, block: int = 16, share: Any = 0.25, anchor: Any = "alternating") -> Policy:
-    """A budget below one block is not raised to one."""
+    """The floor is the host's: a budget below one block keeps none of a host that protects nothing."""
     return replace(with_representatives(host, block, share, anchor), floor=host.floor)
 
 

@@ -129,6 +129,14 @@ def test_what_it_cannot_stand_on_is_refused(make: object, argument: str) -> None
 
 
 @pytest.mark.spec("PO-KVCRUSH")
+@pytest.mark.parametrize("b", [1, 3, 64])
+def test_a_budget_below_a_block_is_one_block(b: int) -> None:
+    """Of a host that protects nothing."""
+    inputs = drawn(3, n=64 * 3, L=1, heads=(1, 1))
+    assert [len(own) for own in decided(policies.with_representatives(policies.knorm(), b), inputs, 1)] == [b]
+
+
+@pytest.mark.spec("PO-KVCRUSH")
 def test_it_stands_on_shares_of_a_layer_too() -> None:
     """Under Ada-KV each head has its own number of places; all are exact to less than a block."""
     inputs = drawn(5, n=120, L=1, heads=(3, 1))
