@@ -274,20 +274,23 @@ def kvzip(inputs: Inputs, readings: Set[str], plus: bool = False, uniform: bool 
         total, shared = L * H_kv * n - gone, host.budgets
         host = replace(host, budgets=lambda _, scores: shared(max(total, given.sinks * L * H_kv), scores))
     if TIES not in readings:
-        found, _ = policies.retain(host, Budget(count=B), seen)
-        return [found.group(g).tolist() for g in range(L * H_kv)]
+        kept, _ = policies.retain(host, Budget(count=B), seen)
+        return [kept.group(g).tolist() for g in range(L * H_kv)]
     scores = raised(host.scorer(seen, host.protection(n)).values).reshape(L, -1)
     shares = np.full(L, gone // L)
     if not uniform:
         shares = np.bincount(torch.tensor(-scores).reshape(-1).topk(gone).indices // (n * H_kv), minlength=L)
-    away = [set(torch.tensor(-row).topk(int(share)).indices.tolist()) for row, share in zip(scores, shares, strict=True)]
-    return [[i for i in range(n) if h * n + i not in layer] for layer in away for h in range(H_kv)]
+    found: Kept = []
+    for row, share in zip(-scores, shares, strict=True):
+        away = set(torch.tensor(row).topk(int(share)).indices.tolist())
+        found += [[i for i in range(n) if h * n + i not in away] for h in range(H_kv)]
+    return found
 
 
 def dms(inputs: Inputs, readings: Set[str]) -> Kept:
     """All that scores enough: a budget of the whole prompt."""
     policy = policies.policy_from_score(
-        lambda seen: np.negative([np.linalg.norm(view.k, axis=2) for view in seen.layers.values()][0]),
+        lambda seen: np.negative(next(np.linalg.norm(view.k, axis=2) for view in seen.layers.values())),
         threshold=threshold(float(inputs.ratio)), protection=SinkAndRecent(0, inputs.constants.window),
     )
     return run(policy, inputs, inputs.n)

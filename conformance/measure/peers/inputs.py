@@ -119,7 +119,8 @@ class Rehearsed:
 
     @cached_property
     def _drawn(self) -> tuple[Array, Array, Array, Array]:
-        rng, (H_kv, n, d), L = np.random.default_rng(self.inputs.seed + 2), self.inputs.k.shape, self.inputs.constants.layers
+        rng, L = np.random.default_rng(self.inputs.seed + 2), self.inputs.constants.layers
+        H_kv, n, d = self.inputs.k.shape
         shapes = (L, n + 4, len(self.inputs.raw_q) * d), (L, H_kv, n + 4, d), (L, H_kv, n, d), (L, H_kv, n, d)
         hidden, own, k, v = (rng.standard_normal(shape) for shape in shapes)
         return 2 * hidden, own, k, v
@@ -130,7 +131,7 @@ class Rehearsed:
         return k[layer], v[layer]
 
     def read(self, layer: int, ids: Array) -> tuple[Array, Array]:
-        """Of tokens that are read behind the prompt: hidden states (r, H d), which are their queries; keys (H_kv, r, d)."""
+        """Hidden states (r, H d), which are their queries, and keys (H_kv, r, d) of tokens read behind the prompt."""
         hidden, own, _, _ = self._drawn
         return hidden[layer, ids], own[layer][:, ids]
 

@@ -104,9 +104,10 @@ def rehearsed_by(press: Any, inputs: Inputs) -> list[Any]:
     tokenizer = SimpleNamespace(encode=lambda text, **_: torch.tensor([later if "starting with" in text else first]))
     reader = Reader(prompt=prompt, layers=[SimpleNamespace(self_attn=module) for module in modules])
     sizes = SimpleNamespace(num_hidden_layers=L, num_key_value_heads=len(inputs.k))
-    press._perform_kvzip_compression(
-        SimpleNamespace(model=reader, config=sizes, dtype=torch.float64, device="cpu"), tokenizer
-    )
+    model = SimpleNamespace(model=reader, config=sizes, dtype=torch.float64, device="cpu")
+    torch.set_default_dtype(torch.float64)  # or the press's mask overflows
+    press._perform_kvzip_compression(model, tokenizer)
+    torch.set_default_dtype(torch.float32)
     return modules
 
 
