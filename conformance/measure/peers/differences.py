@@ -258,7 +258,7 @@ def kvzip(inputs: Inputs, readings: Set[str], plus: bool = False, uniform: bool 
 
     def behind_prefix(view: LayerView) -> Array:
         parts = [score(replace(view, repeats=(one,)), min(given.sinks, one.start)) for one in view.repeats or ()]
-        found = np.nan_to_num(np.fmax.reduce(parts))
+        found: Array = np.nan_to_num(np.fmax.reduce(parts))
         found[:, : given.sinks] = np.nan
         return found
 
