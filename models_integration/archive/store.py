@@ -5,7 +5,7 @@ cut off, the next opening finds what is there.
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -208,13 +208,15 @@ class Archive(AbstractContextManager["Archive"]):
                 self._keyring.destroy(tenant)
         except (ArchiveError, OSError) as error:
             failed.append(error)
-        gone = 0
+        gone, names = 0, set[str | None]()
         # Again until nothing is found: a reader may move a damaged object meanwhile.
         while paths := [path for path in self._files.everything() if self._objects.holds(path, tenant)]:
+            names.update(key_in(path.name) for path in paths)
             gone += self._files.erase_all(paths, failed)
             if failed:
                 break
-        self._catalogue.remove(lambda entry: self._objects.is_of(entry.key, tenant))
+        # Another tenant's object goes too, where its file had come to hold this one's bytes.
+        self._catalogue.remove(lambda entry: self._objects.is_of(entry.key, tenant) or self._erased(entry.key, names))
         if failed:
             raise failed[0]
         return gone
@@ -277,7 +279,10 @@ class Archive(AbstractContextManager["Archive"]):
 
     def _unlist(self, keys: list[str]) -> None:
         if keys:
-            self._catalogue.remove(lambda entry: entry.key in keys and not os.path.lexists(self._files.path(entry.key)))
+            self._catalogue.remove(lambda entry: self._erased(entry.key, keys))
+
+    def _erased(self, key: str, names: Collection[str | None]) -> bool:
+        return key in names and not os.path.lexists(self._files.path(key))
 
     def _take_back(self, key: str) -> None:
         """Erase a chunk that could not be listed, unless another process has listed it."""

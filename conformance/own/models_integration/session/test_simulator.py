@@ -52,6 +52,19 @@ def test_a_list_in_memory_loses_a_row_or_says_why(at: int) -> None:
     assert finding(script, Met()) is None
 
 
+@pytest.mark.law("promised-is-there-forgotten-is-not")
+def test_who_is_forgotten_leaves_no_row_without_its_file() -> None:
+    """An hour's run found it: another tenant's damaged object, which held the forgotten one's bytes, stayed listed."""
+    script = [
+        Operation("put", {"tenant": 0, "text": 1, "fault": None}),
+        Operation("put", {"tenant": 1, "text": 2, "fault": None}),
+        Operation("damage", {"which": 0, "how": "other", "at": 0.7}),
+        Operation("forget", {"tenant": 1, "fault": None}),
+        Operation("gc", {"fault": None}),
+    ]
+    assert finding(script, Met()) is None
+
+
 @pytest.mark.law("the-proof-has-teeth")
 def test_a_script_is_shrunk_to_what_the_finding_needs() -> None:
     def find(part: Sequence[Operation]) -> str | None:
