@@ -53,6 +53,18 @@ def test_a_list_in_memory_loses_a_row_or_says_why(at: int) -> None:
 
 
 @pytest.mark.law("promised-is-there-forgotten-is-not")
+@pytest.mark.parametrize("at", range(18, 30))
+def test_a_list_that_was_opened_for_reading_alone_is_not_used(at: int) -> None:
+    """An hour's run found it: SQLite falls back to reading, and every later put failed until the next opening."""
+    script = [
+        Operation("reopen", {"lose": True, "fault": None}),
+        Operation("reopen", {"lose": False, "fault": ["error", errno.EROFS, at]}),
+        Operation("put", {"tenant": 0, "text": 1, "fault": None}),
+    ]
+    assert finding(script, Met()) is None
+
+
+@pytest.mark.law("promised-is-there-forgotten-is-not")
 def test_who_is_forgotten_leaves_no_row_without_its_file() -> None:
     """An hour's run found it: another tenant's damaged object, which held the forgotten one's bytes, stayed listed."""
     script = [
