@@ -266,7 +266,7 @@ def crystallization_radius(degree: Vector, s: float, epsilon: float, moved: floa
 def settled_radius(degree: Vector, s: float, epsilon: float) -> float:
     """Radius of D, mu and sigma after a segment: Eq. 27 from degrees that err themselves.
 
-    Weights err by 8 u and a sum of m of them is rounded on both sides: gamma_(2m+8), which moves a degree less mu twice.
+    Weights err by 8 u and a sum of m of them rounds on both sides: gamma_(2m+8), which moves a degree less mu twice.
     """
     moved = gamma(2 * len(degree) + 24, "float64") * 2 * float(np.abs(degree).max())
     return crystallization_radius(degree, s, epsilon, moved) + moved

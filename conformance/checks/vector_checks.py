@@ -19,8 +19,8 @@ from spec.parameters import CrystalCacheParameters
 from spec.records import CoAttention, TrunkGraph, Trunks
 
 __all__ = [
-    "BOUNDED", "STATE_FLOATS", "Bounded", "cases", "complaints", "crystallization", "impact_radius", "problems", "relative", "weights",
-    "within",
+    "BOUNDED", "STATE_FLOATS", "Bounded", "cases", "complaints", "crystallization", "impact_radius", "problems",
+    "relative", "weights", "within",
 ]
 
 Bounded = Callable[[Any, Any, Any, CrystalCacheParameters, str], Iterator[str]]

@@ -51,7 +51,7 @@ PROOFS = (
     Proof("weight", "CC-TRUNK-WEIGHT", units("CC-TRUNK-WEIGHT")),
     Proof("logistic", "CC-CRYSTALLIZATION", lambda: tolerances.crystallization_radius(np.zeros(1), 5.0, 1e-8) / U),
     Proof("tail", "CC-TAIL-D", units("CC-TAIL-D")),
-    Proof("score", "CC-SCORE", lambda: share_of_range(1e6), ("[0, 1]",)),
+    Proof("score", "CC-SCORE", lambda: share_of_range(512.0), ("[0, 1]",)),
     Proof("score", "CC-SCORE", lambda: share_of_range(1.0), ("[1, 2]",)),
     Proof("decay", "CC-DECAY", lambda: float(tolerances.decay_radius(np.ones(1))[0]) / U),
     Proof("turn", "IN-HALF-SPLIT", lambda: float(tolerances.turn_radius(np.array([1.0, 0.0]))[0]) / U),
