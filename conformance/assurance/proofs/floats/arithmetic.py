@@ -75,7 +75,7 @@ for name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv",
 
 
 def total(terms: Iterable[Any]) -> Ball:
-    return sum(terms, Ball(0))
+    return Ball(sum(map(ball, terms), arb(0)))
 
 
 BALLS = SimpleNamespace(
@@ -124,7 +124,7 @@ def hostile(oracle: ModuleType, signs: Callable[[int], int]) -> Any:
     def moved(name: str, ulps: int) -> Callable[[float], float]:
         def call(x: float) -> float:
             y, side, real = getattr(math, name)(x), signs(next(calls)), getattr(arb(x), name)()
-            far = next(y + side * n * math.ulp(y) for n in range(ulps, -1, -1)
+            far: float = next(y + side * n * math.ulp(y) for n in range(ulps, -1, -1)
                        if not n or abs(arb(y + side * n * math.ulp(y)) - real) <= ulps * arb(math.ulp(y)))
             return min(max(0.0, far), 1.0 if x <= 0 else math.inf) if name == "exp" else far
 

@@ -5,4 +5,4 @@ Ua = rnd(1 / rnd(1 + La));
 U = 1 / (1 + L);
 { CASE -> |(Ua - U) / U * 1b53| <= BOUND }
 (Ua - U) / U -> (1 + (Ua - 1 / rnd(1 + La)) / (1 / rnd(1 + La))) / (1 + ((rnd(1 + La) - (1 + La)) + (La - L)) / (1 + L)) - 1;
-$ L in 256;
+$ L in 16;

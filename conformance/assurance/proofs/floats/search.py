@@ -121,13 +121,13 @@ def logarithms(rng: Draw) -> list[float]:
     """Trunk impacts, those among them whose logarithm is just above a power of 2."""
     if rng.random() < 0.5:
         return spread(rng, size(rng))
-    return np.expm1(2.0 ** rng.integers(-2, 4, size(rng)) * (1 + 1e-15)).tolist()
+    return [float(x) for x in np.expm1(2.0 ** rng.integers(-2, 4, size(rng)) * (1 + 1e-15))]
 
 
 def counts(rng: Draw) -> list[int]:
     """Up to 2^23, most of them where the logarithm of one more is about a power of 2."""
     about = np.exp(2.0 ** rng.integers(0, 4, 8)).astype(int) + rng.integers(-2, 3, 8)
-    return np.clip(np.where(rng.random(8) < 0.7, about, rng.integers(1, 2**23, 8)), 1, 2**23).tolist()
+    return [int(c) for c in np.clip(np.where(rng.random(8) < 0.7, about, rng.integers(1, 2**23, 8)), 1, 2**23)]
 
 
 def faded(rng: Draw) -> tuple[list[float], list[float], Any]:
@@ -138,7 +138,8 @@ def faded(rng: Draw) -> tuple[list[float], list[float], Any]:
     return D, M, replace(PAPER, beta_0=float(rng.choice([0.05, 0.5, 0.95, 1.0])))
 
 
-def block(rng: Draw, H: int, Q: int) -> list[list[list[float]]]:
+def block(rng: Draw, H: int, Q: int) -> Any:
+    """Attention of heads whose rows are peaked or flat, and sum to 1 or to almost nothing."""
     A = rng.dirichlet(np.full(Q, float(rng.choice([0.01, 0.1, 1.0]))), (H, Q))
     return (A * 10.0 ** float(rng.choice([0, -3, -9]))).tolist()
 
@@ -151,7 +152,7 @@ def rows(rng: Draw) -> tuple[list[list[float]], list[list[float]], float]:
     return A.tolist(), (A * np.where(A.all(axis=0), 1 + side * share, 1 - side * share)).tolist(), share
 
 
-def keys(rng: Draw, n: int, d: int) -> list[list[float]]:
+def keys(rng: Draw, n: int, d: int) -> Any:
     """Keys: drawn, almost all the same, or of very different lengths."""
     k = rng.normal(size=(n, d)) * 10.0 ** rng.uniform(-3, 3, (n, 1))
     same = rng.normal(size=d) + 10.0 ** float(rng.uniform(-9, -1)) * rng.normal(size=(n, d))
