@@ -19,6 +19,7 @@ SHARED = ROOT / ".nox" / f"shared-{sys.version_info.major}.{sys.version_info.min
 OLDER_TRITON = "3.6.0"
 # Zensical follows MkDocs Material, which is no longer developed; from 0.0.74 on it needs a package that is not there.
 SITE_NEEDS = ["zensical==0.0.73", "numpy", "jaxtyping", "hypothesis", "pytest", "z3-solver"]
+FLOATS_NEED = ["python-flint", "numpy", "jaxtyping", "hypothesis", "pytest"]
 WORKERS = ["-n", "2", "--dist", "worksteal"]
 
 # Each worker has a core; more threads of BLAS and PyTorch than that wait for each other, for several times the work.
@@ -205,6 +206,18 @@ def prove(session: nox.Session) -> None:
 def coq(session: nox.Session) -> None:
     """Theorems about a model of the integer core, its engine and its vectors; `-- planted` for errors in it."""
     run(session, "conformance.assurance.proofs.coq", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def floats(session: nox.Session) -> None:
+    """Float bounds: proofs by Gappa (apt install gappa), and the worst of many inputs by ball arithmetic."""
+    home = ROOT / ".nox" / "floats"
+    if not (home / "complete").exists():
+        new_environment(session, home, *FLOATS_NEED)
+        (home / "complete").touch()
+    python = str(interpreter_of(home))
+    session.run(python, "-m", "conformance.assurance.proofs.floats", *session.posargs, external=True)
+    session.run(python, "-m", "pytest", "conformance/own/conformance/test_floats.py", external=True)
 
 
 @nox.session(venv_backend="none")

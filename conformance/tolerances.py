@@ -26,7 +26,7 @@ __all__ = [
 UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24}
 MASKED_LOGITS = 1e-4  # of the largest log-probability: engines sum float32 in other orders, some units of 1e-6
 MASKED_VISIBLE = 1e-2  # what masking must change, or a comparison with it says nothing
-NEGLIGIBLE = 2.0**-16  # of NestedKV's ranges and memories
+NEGLIGIBLE = 2.0**-16  # of NestedKV's ranges and memories; what is left of a weight that may be nothing
 SMALL_D = 2.0**-178  # exp(-123): the relative error of a smaller D grows with the logarithm of D
 SMALLEST = {"float64": 2.0**-1022, "float32": 2.0**-126}
 
@@ -43,7 +43,9 @@ class Bound:
 # S2 to S6 are float64 in every backend, so one precision is enough for them; S1 has computed radii below.
 BOUNDS: dict[tuple[str, str], Bound] = {
     ("CC-RARITY", "float64"): Bound(16, "a logarithm within 4 ulp (8 u), two roundings; the oracle's own the same"),
-    ("CC-RARITY-FORMS", "float64"): Bound(16, "an exponential within 4 ulp (8 u); the oracle's own the same"),
+    ("CC-RARITY-FORMS", "float64"): Bound(
+        16, "an exponential within 4 ulp (8 u); the oracle's own the same; below 2^-1022 an ulp is more", 2.0**-1022
+    ),
     ("CC-IMPACT", "float64"): Bound(24, "rarity's 16 u; then at most four roundings of a moved term on either side"),
     ("CC-TRUNK-IMPACT", "float64"): Bound(0, "three terms in a stated order and one division: the same bits"),
     ("CC-TRUNK-WEIGHT", "float64"): Bound(8, "sum in a stated order; a square root within 1 ulp; four roundings"),
@@ -54,11 +56,8 @@ BOUNDS: dict[tuple[str, str], Bound] = {
     ("CC-STEP", "float64"): Bound(
         1024, "CC-DECAY, CC-TAIL-D and CC-IMPACT in one; pulses and Eq. 34 round D twice each", SMALL_D
     ),
-    ("CC-SEGMENT-D", "float64"): Bound(
-        4096, "moments by another order of sums, gamma(2 m), times the slope s / 4 of the logistic and 1 / sigma"
-    ),
     ("CC-SEGMENT", "float64"): Bound(
-        4096, "S1 exact by the choice of inputs; then CC-IMPACT, CC-TRUNK-WEIGHT and CC-SEGMENT-D"
+        4096, "of the vectors alone: S1 exact and degrees far apart by their choice, so D errs little for its size"
     ),
     ("IN-POWER", "float64"): Bound(2**20, "logarithms of factorials of a thousand lose ten bits, their sums as many"),
     ("IN-ENTROPY", "float64"): Bound(
@@ -198,11 +197,12 @@ def head_mean_error(H: int, precision: str) -> float:
 def cosine_error(e_i: Any, e_j: Any, Q: int, H: int, precision: str) -> Any:
     """Bound on the relative error of a cosine of non-negative rows whose entries err by e_i and e_j, broadcast.
 
-    The inner product and both norms are monotone in the entries, so the entries' factors (1 + e) enter once above
-    and once below; rounding adds gamma of the two sums' lengths.
+    The inner product and both norms are monotone in the entries: the product grows by (1 + e) of both rows at most,
+    the norms shrink by (1 - e). Rounding adds gamma of the two sums' lengths.
     """
     rounding = gamma(3 * Q + 2 * H + 24, precision) + gamma(3 * Q + 2 * H + 24, "float64")
-    return np.expm1(2 * (np.log1p(e_i) + np.log1p(e_j)) + math.log1p(rounding)) * 1.01
+    up, down = (np.log1p(e_i) + np.log1p(e_j), sum(np.log(np.maximum(1.0 - e, NEGLIGIBLE)) for e in (e_i, e_j)))
+    return np.expm1(up - down + math.log1p(rounding)) * 1.01
 
 
 def list_is_realisable(
@@ -231,8 +231,8 @@ def list_is_realisable(
 
 
 def decay_radius(D: Vector) -> Vector:
-    """Radius of Eq. 36: rho is at most 1 and errs by 8 u, and the subtraction may leave little of D."""
-    radius: Vector = 12 * UNIT_ROUNDOFF["float64"] * D
+    """Radius of Eq. 36: rho is at most 1 and errs by 4 u and three roundings, on both sides; D may be subnormal."""
+    radius: Vector = 12 * UNIT_ROUNDOFF["float64"] * D + SMALLEST["float64"]
     return radius
 
 
@@ -244,30 +244,32 @@ def key_norm_error(H_kv: int, d: int) -> float:
     return 2 * gamma(d + H_kv + 8, "float64")
 
 
-def crystallization_radius(degree: Vector, s: float, epsilon: float) -> float:
-    """Radius of Eq. 27 from given degrees: the logistic's slope is at most 1/4, and its own error 8 u.
+def crystallization_radius(degree: Vector, s: float, epsilon: float, moved: float = 0.0) -> float:
+    """Radius of Eq. 27 from degrees that err by `moved`: the logistic's slope is at most 1/4, and its own error 8 u.
 
     mu errs by gamma_(m+2) of the largest degree; the same error in every term moves sigma by as much, which moves z
-    by the ratio to sigma, times 1 + |z|.
+    by the ratio to sigma, times 1 + |z|. Where this sigma may or may not be below epsilon, D may be anything.
     """
     m = len(degree)
     mu = math.fsum(degree.tolist()) / m
     sigma = math.sqrt(math.fsum((x - mu) ** 2 for x in degree.tolist()) / m)
+    error = gamma(2 * m + 8, "float64") * float(np.abs(degree).max()) + moved
+    if abs(sigma - epsilon) <= error + gamma(m + 8, "float64") * sigma:
+        return 1.0
     if sigma < epsilon:
         sigma = 1.0
-    wide = float(np.abs(degree).max())
     z = max(abs(x - mu) for x in degree.tolist()) / sigma
-    move = (gamma(2 * m + 8, "float64") * wide * (1 + z) / sigma + gamma(m + 8, "float64") * z) * s
+    move = (error * (1 + z) / sigma + gamma(m + 8, "float64") * z) * s
     return move / 4 + 8 * UNIT_ROUNDOFF["float64"]
 
 
 def settled_radius(degree: Vector, s: float, epsilon: float) -> float:
-    """Radius of D, mu and sigma after a segment: Eq. 27 from degrees that err by 8 u a weight themselves.
+    """Radius of D, mu and sigma after a segment: Eq. 27 from degrees that err themselves.
 
-    The weights' error moves degrees by gamma_8 of the largest, which `crystallization_radius` has room for twice.
+    Weights err by 8 u and a sum of m of them rounds on both sides: gamma_(2m+8), which moves a degree less mu twice.
     """
-    wide = float(np.abs(degree).max())
-    return 4 * crystallization_radius(degree, s, epsilon) + gamma(2 * len(degree) + 24, "float64") * 2 * wide
+    moved = gamma(2 * len(degree) + 24, "float64") * 2 * float(np.abs(degree).max())
+    return crystallization_radius(degree, s, epsilon, moved) + moved
 
 
 def key_cosine_error(d: int) -> float:

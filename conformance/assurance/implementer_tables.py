@@ -117,7 +117,7 @@ JUDGED: Sequence[Judged] = [
     Judged(["impact"], ["M"], units("CC-IMPACT")),
     Judged(["CC-TRUNK-WEIGHT", "graph", "segment_graph"], ["weights"], units("CC-TRUNK-WEIGHT")),
     Judged(["graph"], ["degree"], "exact: CC-DEGREE of the weights that were found"),
-    Judged(["CC-CRYSTALLIZATION"], ["D"], "absolute: the bound of CC-CRYSTALLIZATION"),
+    Judged(["CC-CRYSTALLIZATION", "segment_crystallization"], ["D"], "absolute: the bound of CC-CRYSTALLIZATION"),
     Judged(["graph"], ["D"], "absolute: the bound of CC-CRYSTALLIZATION, from the degrees that were found"),
     Judged(["CC-NORMALISED-IMPACT"], ["M_tilde"], "absolute: the bound of CC-NORMALISED-IMPACT"),
     Judged(
@@ -127,7 +127,6 @@ JUDGED: Sequence[Judged] = [
     Judged(["inverse_key_norms"], ["inverse_norms"], "relative `2 gamma(d + H_kv + 8)`"),
     Judged(["decay"], ["D"], "absolute `12 u x`, x the D before"),
     Judged(["CC-TAIL-D"], ["D"], units("CC-TAIL-D")),
-    Judged(["segment_crystallization"], ["D"], units("CC-SEGMENT-D")),
     Judged(
         ["CC-TAIL-TRUNKS", "CC-CHUNK-TRUNKS", "CC-REEVICT", "CC-BREATH", "decode_step"], STATE_FLOATS,
         units("CC-STEP"),

@@ -19,8 +19,8 @@ from spec.parameters import CrystalCacheParameters
 from spec.records import CoAttention, TrunkGraph, Trunks
 
 __all__ = [
-    "BOUNDED", "STATE_FLOATS", "Bounded", "cases", "complaints", "impact_radius", "problems", "relative", "weights",
-    "within",
+    "BOUNDED", "STATE_FLOATS", "Bounded", "cases", "complaints", "crystallization", "impact_radius", "problems",
+    "relative", "weights", "within",
 ]
 
 Bounded = Callable[[Any, Any, Any, CrystalCacheParameters, str], Iterator[str]]
@@ -129,6 +129,11 @@ def decay(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: s
     yield from within("D", found["D"], want["D"], tolerances.decay_radius(floats(i["D"])))
 
 
+def crystallization(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
+    radius = tolerances.crystallization_radius(floats(i["degree"]), p.s, p.epsilon)
+    yield from within("D", found["D"], want["D"], radius)
+
+
 def anomaly_score(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
     for h, head in enumerate(i["k"]):
         radius = tolerances.nestedkv_radius(head, nestedkv_parameters(i), precision)
@@ -152,6 +157,6 @@ BOUNDED: Mapping[str, Bounded] = {
     "impact": relative("CC-IMPACT", ["M"]), "graph": graph, "score": score, "coattention": coattention,
     "prefill": prefill, "anomaly_score": anomaly_score, "inverse_key_norms": key_norms, "decay": decay,
     "segment_graph": relative("CC-TRUNK-WEIGHT", ["weights"]),
-    "segment_crystallization": relative("CC-SEGMENT-D", ["D"]), "decode_step": relative("CC-STEP", STATE_FLOATS),
+    "segment_crystallization": crystallization, "decode_step": relative("CC-STEP", STATE_FLOATS),
     "extend": relative("CC-SEGMENT", [*STATE_FLOATS, "inverse_norms"]),
 }

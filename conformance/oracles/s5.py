@@ -10,7 +10,7 @@ __all__ = ["normalised_impact", "score"]
 
 def normalised_impact(M_bar: Sequence[float], alive: Sequence[int], epsilon: float) -> dict[int, float]:
     """Eq. 28 over the unprotected trunks."""
-    ell = {g: math.log(1 + M_bar[g]) for g in alive}
+    ell = {g: math.log1p(M_bar[g]) for g in alive}
     if not ell:
         return {}
     low, high = min(ell.values()), max(ell.values())

@@ -5,7 +5,15 @@ from typing import Any
 
 from conformance import tolerances
 from conformance.assurance.vector_writer.expected_nestedkv import BOUNDED as NESTEDKV_BOUNDED
-from conformance.checks.vector_checks import STATE_FLOATS, Bounded, impact_radius, relative, weights, within
+from conformance.checks.vector_checks import (
+    STATE_FLOATS,
+    Bounded,
+    crystallization,
+    impact_radius,
+    relative,
+    weights,
+    within,
+)
 from conformance.vectors.arrays import floats, plain
 from spec.parameters import CrystalCacheParameters
 from spec.parameters.crystalcache import HeadsForm
@@ -32,11 +40,6 @@ def salience(heads: HeadsForm) -> Bounded:
 def row_norm(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
     error = 2 * tolerances.gamma(len(i["A"]) + 1 + 8, "float64")  # either side errs; one head
     yield from within("rows", found["rows"], want["rows"], floats(want["rows"]) * error)
-
-
-def crystallization(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:
-    radius = tolerances.crystallization_radius(floats(i["degree"]), p.s, p.epsilon)
-    yield from within("D", found["D"], want["D"], radius)
 
 
 def normalised(found: Any, want: Any, i: Any, p: CrystalCacheParameters, precision: str) -> Iterator[str]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from conformance import tolerances
 from conformance.checks import stage_checks
-from conformance.oracles import s1, s2, s3, s4, s6
+from conformance.oracles import s1, s2, s3, s4, s5, s6
 from conformance.strategies.attention import AttentionInputs, attention_inputs
 from conformance.strategies.eviction import EvictionProblem, evictions
 from conformance.strategies.parameters import small_parameters
@@ -22,6 +22,7 @@ from conformance.tolerances import gamma
 from reference.crystalcache import coattention, dissolution, impact, protection, trunks
 from reference.crystalcache.compaction import compact
 from reference.crystalcache.crystallization import crystallization
+from reference.crystalcache.score import normalised_impact
 from reference.crystalcache.sentences import sentence_offsets
 from reference.policies import full_cache, retain, streaming_llm
 from spec.arrays import BoolVector, IntVector, Vector
@@ -101,6 +102,24 @@ def test_reference_D_of_given_degrees_equals_the_oracle(degree: Vector, p: Cryst
     for d in (0.7, 0.9, 0.99):
         share = 1 / (1 + (math.log(d / (1 - d)) / p.s) ** 2)
         assert (d + radius <= D).sum() <= len(degree) * share
+
+
+@pytest.mark.spec("CC-CRYSTALLIZATION")
+def test_a_deviation_of_about_epsilon_may_fall_either_way() -> None:
+    """Here the oracle's sigma is epsilon and the reference's below it: 0.0067 and 0.49999999 are both right."""
+    degree = np.array([0.0, 1.9999999999999997e-08, 0.0, 2e-08])
+    off = np.abs(crystallization(degree, PAPER.s, PAPER.epsilon) - s4.crystallization(degree.tolist(), PAPER)).max()
+    assert 0.4 < off <= tolerances.crystallization_radius(degree, PAPER.s, PAPER.epsilon)
+    assert tolerances.crystallization_radius(degree * 1.001, PAPER.s, PAPER.epsilon) < 1e-12
+
+
+@pytest.mark.spec("CC-NORMALISED-IMPACT")
+def test_the_logarithm_of_almost_1_is_exact_on_either_side() -> None:
+    """ln(1 + 1e-12) from the rounded sum is off by 9e-17, which epsilon makes 9e-9."""
+    M_bar = [0.0, 1e-12]
+    found = normalised_impact(np.array(M_bar), np.zeros(2, dtype=np.bool_), PAPER.epsilon)
+    want = s5.normalised_impact(M_bar, [0, 1], PAPER.epsilon)
+    assert abs(found[1] - want[1]) <= tolerances.normalised_radius(M_bar, PAPER.epsilon)
 
 
 @pytest.mark.spec("CC-COUNT", "CC-RARITY")

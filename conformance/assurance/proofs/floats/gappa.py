@@ -1,0 +1,72 @@
+"""Proofs by Gappa: each script says of one side, from its assumptions, that it errs by half of the bound at most.
+
+Two sides then differ by the whole of it, relative to the larger too: where both lie below the real value, they differ
+by half. `BOUND` in a script stands for that half, read from `conformance.tolerances`, and `CASE` for a line of cases.
+"""
+
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import expm1
+from pathlib import Path
+
+import numpy as np
+
+from conformance import tolerances
+
+__all__ = ["INSTALL", "PROOFS", "Proof", "missing", "proved"]
+
+HERE = Path(__file__).parent
+INSTALL = "apt install gappa"
+U = tolerances.UNIT_ROUNDOFF["float64"]
+
+
+def units(item: str) -> Callable[[], float]:
+    return lambda: tolerances.BOUNDS[item, "float64"].units
+
+
+def share_of_range(largest: float) -> float:
+    """The radius of Eq. 28, in units of u max l / range, of logarithms from `largest` less 1 to `largest`."""
+    return tolerances.normalised_radius([expm1(largest - 1), expm1(largest)], 0.0) / U / largest
+
+
+@dataclass(frozen=True)
+class Proof:
+    """A script, what it is about, the bound in units of u, and what stands for CASE, if anything."""
+
+    name: str
+    item: str
+    bound: Callable[[], float]
+    cases: Sequence[str] = ("",)
+
+
+# By binade of the logarithm: 4 ulp are 4 u of its lower end, twice.
+BINADES = tuple(
+    f"L in [{2.0**k}, {2.0 ** (k + 1)}] /\\ La >= {2.0**k} /\\ |La - L| <= 1b{k - 50}" for k in range(-1, 4)
+)
+PROOFS = (
+    Proof("rarity", "CC-RARITY", units("CC-RARITY"), BINADES),
+    Proof("impact", "CC-IMPACT", units("CC-IMPACT")),
+    Proof("weight", "CC-TRUNK-WEIGHT", units("CC-TRUNK-WEIGHT")),
+    Proof("logistic", "CC-CRYSTALLIZATION", lambda: tolerances.crystallization_radius(np.zeros(1), 5.0, 1e-8) / U),
+    Proof("tail", "CC-TAIL-D", units("CC-TAIL-D")),
+    Proof("score", "CC-SCORE", lambda: share_of_range(512.0), ("[0, 1]",)),
+    Proof("score", "CC-SCORE", lambda: share_of_range(1.0), ("[1, 2]",)),
+    Proof("decay", "CC-DECAY", lambda: float(tolerances.decay_radius(np.ones(1))[0]) / U),
+    Proof("turn", "IN-HALF-SPLIT", lambda: float(tolerances.turn_radius(np.array([1.0, 0.0]))[0]) / U),
+)
+
+
+def missing() -> str:
+    """What to install, in one line; nothing where Gappa is there."""
+    return "" if shutil.which("gappa") else f"gappa not found: {INSTALL}"
+
+
+def proved(proof: Proof, share: float = 1.0) -> Iterator[bool]:
+    """Whether Gappa proves this share of the bound, by case."""
+    script = (HERE / f"{proof.name}.g").read_text(encoding="ascii")
+    half = f"{int(proof.bound() * share * 512)}b-10"
+    for case in proof.cases:
+        text = script.replace("BOUND", half).replace("CASE", case)
+        yield subprocess.run(["gappa"], input=text, text=True, capture_output=True, check=False).returncode == 0
