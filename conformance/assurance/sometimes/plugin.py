@@ -4,11 +4,11 @@ Stages are called through the fixture `judged`. Where the run is whole, this plu
 reference alone, as other backends are given the same inputs. `kvspec verify` does not load it.
 """
 
-import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -47,44 +47,34 @@ def expected() -> dict[str, str]:
 
 
 def watched(backend: "Backend", met: Counter[str]) -> "Backend":
-    """The same backend, with its calls counted."""
-    from spec import backend as types
+    """The same backend, with what its calls meet counted."""
+    from conformance.engine.ops import stages
+    from spec.backend import FAMILIES
 
-    protocols = (types.CrystalStages, types.BreathStages, types.DiversityStages, types.NestedKVStages,
-                 types.PolicyStages)
-    families = {family: getattr(backend, family) for family in types.FAMILIES}
     return replace(backend, **{
-        family: _Watched(stages, family, protocol, met)
-        for (family, stages), protocol in zip(families.items(), protocols, strict=True) if stages is not None
+        family: SimpleNamespace(**{
+            name: _stage(getattr(getattr(backend, family), name), f"{family}.{name}", met) for name in stages(family)
+        }) for family in FAMILIES
     })
 
 
-class _Watched:
-    """A family whose stages are watched."""
-
-    def __init__(self, stages: object, family: str, protocol: type, met: Counter[str]) -> None:
-        for name, typed in inspect.getmembers(protocol, inspect.isfunction):
-            if not name.startswith("_"):
-                parameters = [*inspect.signature(typed).parameters][1:]
-                setattr(self, name, _stage(getattr(stages, name), f"{family}.{name}", parameters, met))
-
-
-def _stage(stage: Callable[..., Any], name: str, parameters: list[str], met: Counter[str]) -> Callable[..., Any]:
-    from conformance.assurance.sometimes.states import DERIVED, STATES, View
+def _stage(stage: Callable[..., Any], op: str, met: Counter[str]) -> Callable[..., Any]:
+    from conformance.assurance.sometimes.states import DERIVED, STATES
+    from conformance.engine.ops import OPS
     from spec.errors import SpecError
 
-    wanted = {f"{name}: {state}": holds for state, (_, holds) in STATES.get(name, {}).items()}
-    names = ["p" if parameter == "parameters" else parameter for parameter in parameters]
+    wanted = {f"{op}: {state}": holds for state, (_, holds) in STATES.get(op, {}).items()}
+    names = ["p" if name == "parameters" else name for name in OPS[op].arguments]
 
     def call(*given: Any) -> Any:
         try:
             found = stage(*given)
         except SpecError as error:
-            met[f"{name}: {error.argument} is refused"] += 1
+            met[f"{op}: {error.argument} is refused"] += 1
             raise
         if wanted:
-            view = View(**dict(zip(names, given, strict=False)), found=found)
-            vars(view).update(DERIVED[name](view) if name in DERIVED else {})
+            view = SimpleNamespace(**dict(zip(names, given, strict=False)), found=found)
+            vars(view).update(DERIVED[op](view) if op in DERIVED else {})
             for state in [state for state, holds in wanted.items() if holds(view)]:
                 met[state] += 1
                 if met[state] == ENOUGH:
