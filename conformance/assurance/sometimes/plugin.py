@@ -1,7 +1,7 @@
 """Counts the states of `states.py` over a whole run of the suite, all its processes together.
 
 Stages are called through the fixture `judged`. Where the run is whole, this plugin puts itself between; it watches the
-reference alone, as other backends are given the same inputs. `kvspec verify` does not load it.
+reference alone, as other backends are given the same inputs. `nox -s conformance` loads it, `kvspec verify` does not.
 """
 
 from collections import Counter
