@@ -51,11 +51,12 @@ def watched(backend: "Backend", met: Counter[str]) -> "Backend":
     from conformance.engine.ops import stages
     from spec.backend import FAMILIES
 
-    return replace(backend, **{
+    families: dict[str, Any] = {
         family: SimpleNamespace(**{
             name: _stage(getattr(getattr(backend, family), name), f"{family}.{name}", met) for name in stages(family)
         }) for family in FAMILIES
-    })
+    }
+    return replace(backend, **families)
 
 
 def _stage(stage: Callable[..., Any], op: str, met: Counter[str]) -> Callable[..., Any]:

@@ -123,6 +123,10 @@ def _ranked(c: View) -> dict[str, Any]:
     return {"rows": rows}
 
 
+def _in_a_row(holds: Callable[[Any], Any]) -> State:
+    return "PO-TOP-UNITS", lambda c: any(map(holds, c.rows))
+
+
 def _border(c: View) -> Any:
     """Whether a value stays, and its equal goes."""
     return c.own.any() and c.goes.any() and (np.nanmin(np.append(c.s[c.own], np.inf)) == c.s[c.goes]).any()
@@ -242,13 +246,12 @@ STATES: dict[str, dict[str, State]] = {
         "nothing is an anomaly": ("NK-MIN-MAX", lambda c: c.k.shape[1] > 1 and not c.found.any()),
     },
     "policies.best_tokens": {
-        state: ("PO-TOP-UNITS", lambda c, holds=holds: any(map(holds, c.rows))) for state, holds in {
-            "more pinned than the share": lambda x: x.pinned.sum() > x.B,
-            "scores tie at the border": _border,
-            "one without a score stays": lambda x: x.goes.any() and np.isnan(x.s[x.own]).any(),
-            "the worst score before none": lambda x: np.isneginf(x.s[x.own]).any() and np.isnan(x.s[x.goes]).any(),
-            "an infinite score": lambda x: x.goes.any() and np.isposinf(x.s[x.own]).any(),
-        }.items()
+        "more pinned than the share": _in_a_row(lambda x: x.pinned.sum() > x.B),
+        "scores tie at the border": _in_a_row(_border),
+        "one without a score stays": _in_a_row(lambda x: x.goes.any() and np.isnan(x.s[x.own]).any()),
+        "the worst score before none": _in_a_row(
+            lambda x: np.isneginf(x.s[x.own]).any() and np.isnan(x.s[x.goes]).any()),
+        "an infinite score": _in_a_row(lambda x: x.goes.any() and np.isposinf(x.s[x.own]).any()),
     },
 }
 

@@ -100,8 +100,10 @@ def asked(*words: str, backend: str = "numpy", profile: str = "dev", **options: 
 def test_a_run_of_all_is_whole_and_a_part_is_none() -> None:
     assert plugin.whole(asked("conformance", keyword="", markexpr="", maxfail=0), FILES)
     assert not plugin.whole(asked("conformance"), FILES[1:])
-    parts = [{"keyword": "cut"}, {"markexpr": "not nightly"}, {"maxfail": 1}, {"lf": True}, {"deselect": ["x"]},
-             {"collectonly": True}, {"profile": "few"}, {"backend": "numba"}]
+    parts: list[dict[str, Any]] = [
+        {"keyword": "cut"}, {"markexpr": "not nightly"}, {"maxfail": 1}, {"lf": True}, {"deselect": ["x"]},
+        {"collectonly": True}, {"profile": "few"}, {"backend": "numba"},
+    ]
     assert not any(plugin.whole(asked("conformance", **part), FILES) for part in parts)
     assert not plugin.whole(asked("conformance/suite/test_score.py::test_it", "conformance"), FILES)
 
