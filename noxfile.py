@@ -121,7 +121,8 @@ def conformance(session: nox.Session) -> None:
         environment = on_device_or_interpreted(session) if kernels else {}
         run(session, "pytest", *WORKERS, *session.posargs, **environment, **ONE_THREAD)
         return
-    run(session, "pytest", *WORKERS, "--jaxtyping-packages=reference,beartype.beartype", **ONE_THREAD)
+    checked = ["--jaxtyping-packages=reference,beartype.beartype", "-p", "conformance.assurance.sometimes.plugin"]
+    run(session, "pytest", *WORKERS, *checked, **ONE_THREAD)
     numba = ["pytest", *WORKERS, "--backend", "numba", *OF_NUMBA]
     run(session, *numba, **ONE_THREAD)
     run(session, *numba, NUMBA_DISABLE_JIT="1", **ONE_THREAD)

@@ -92,6 +92,12 @@ def test_a_zero_key_is_no_maximum(breath_stages: BreathStages) -> None:
     assert breath_stages.activation(table([1, 1, 1], norms), PAPER).tolist() == [True, True, False]
 
 
+@pytest.mark.spec("CC-ETA")
+def test_zero_keys_alone_are_all_active(breath_stages: BreathStages) -> None:
+    """There is no finite value, and no maximum to divide by."""
+    assert breath_stages.activation(table([2, 1], np.full(3, np.inf)), PAPER).tolist() == [True, True]
+
+
 @pytest.mark.spec("CC-ACTIVATION")
 def test_the_reading_per_trunk_is_rejected(breath_stages: BreathStages) -> None:
     """eta = (0.2, 0.5) is one of two; its mean of 0.35 would be active. The third token sets the maximum."""

@@ -40,7 +40,7 @@ def test_the_sets_are_those_of_algorithm_1(selector: DiversityStages, given_: tu
     assert found.tolist() == brute.alpha(s.tolist(), V.tolist(), np.flatnonzero(retained).tolist(), k, lam)
 
 
-UP, RIGHT, LEFT = [0.0, 1.0], [1.0, 0.0], [-1.0, 0.0]
+UP, RIGHT, LEFT, NAN = [0.0, 1.0], [1.0, 0.0], [-1.0, 0.0], float("nan")
 
 
 @pytest.mark.spec("DV-GREEDY")
@@ -50,7 +50,9 @@ UP, RIGHT, LEFT = [0.0, 1.0], [1.0, 0.0], [-1.0, 0.0]
         ([1.0, 0.9, 0.8], [RIGHT, RIGHT, UP], 0.5, [0, 2]), ([1.0, 0.9, 0.8], [RIGHT, RIGHT, UP], 0.0, [0, 1]),
         ([1.0, 0.875, 0.75], [RIGHT, RIGHT, UP], 0.125, [0, 1]), ([1.0, 0.5, 0.5], [RIGHT, UP, LEFT], 0.5, [0, 1]),
         ([0.5, 1.0, 0.5], [LEFT, RIGHT, UP], 0.5, [0, 1]), ([1.0, 0.5, 0.25], [RIGHT, UP, LEFT], 4.0, [0, 1]),
-        ([float("nan"), 0.5, 0.25], [RIGHT, UP, LEFT], 0.5, [1, 2]),
+        ([NAN, 0.5, 0.25], [RIGHT, UP, LEFT], 0.5, [1, 2]), ([NAN, NAN, 0.25], [RIGHT, UP, LEFT], 0.5, [0, 2]),
+        ([0.5, 1.0, 0.5], [LEFT, RIGHT, UP], 0.0, [0, 1]), ([1.0, 0.9, 0.8], [RIGHT, [0.0, 0.0], UP], 0.5, [0, 1]),
+        ([0.5, float("inf"), 0.25], [RIGHT, RIGHT, UP], 0.5, [1, 2]),
     ],
 )
 def test_two_of_three(
@@ -59,6 +61,14 @@ def test_two_of_three(
     """A copy gives way; a tie goes to the lower position; an opposite direction MUST NOT earn a bonus; NaN is last."""
     found = selector.diverse(np.array(s), np.array(V), np.zeros(3, dtype=np.bool_), 2, lam)
     assert found.tolist() == kept
+
+
+@pytest.mark.spec("DV-GREEDY")
+def test_the_retained_alone_are_kept(selector: DiversityStages) -> None:
+    """As many as k, with the worst scores, one a copy of the other."""
+    retained = np.array([True, False, True])
+    found = selector.diverse(np.array([0.25, 1.0, 0.0]), np.array([UP, RIGHT, UP]), retained, 2, 0.5)
+    assert found.tolist() == [0, 2]
 
 
 @pytest.mark.spec("DV-COSINE", "DV-GREEDY")
