@@ -27,6 +27,7 @@ from reference.policies.keydiff import keydiff
 from reference.policies.knorm import knorm
 from reference.policies.kvcrush import kvcrush, with_representatives
 from reference.policies.kvzip import kvzip, kvzip_plus, kvzip_uniform
+from reference.policies.kvzip_heads import kvzip_heads
 from reference.policies.lagkv import lagkv
 from reference.policies.morphkv import morphkv
 from reference.policies.nestedkv import nestedkv, nestedkv_without_both
@@ -95,6 +96,7 @@ def item(name: str) -> pytest.MarkDecorator:
         *(pytest.param(
             make, {"template": None, "N_sink": 4, "N_recent": 0, "chunk": 2000, "overlap": 8}, marks=item(name)
         ) for make, name in ((kvzip, "PO-KVZIP"), (kvzip_uniform, "PO-KVZIP"), (kvzip_plus, "PO-KVZIP-PLUS"))),
+        pytest.param(kvzip_heads, {"N_sink": 64, "N_recent": 256}, marks=item("PO-KVZIP-HEADS")),
         pytest.param(rkv, {"W": 8, "kernel": 7, "lam": 0.1, "every": 128}, marks=item("PO-RKV")),
         pytest.param(triattention, {"mode": "global", "pin_prompt": 0, "slack": 128}, marks=item("TA-POLICY")),
         pytest.param(diverse, {"lam": 0.5, "mode": "flat", "backend": "numpy"}, marks=item("DV-POLICY")),
