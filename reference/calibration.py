@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from io import BufferedIOBase
 from os import PathLike
+from typing import Any
 
 import numpy as np
 
@@ -53,7 +54,7 @@ class Calibration:
 
     def __post_init__(self) -> None:
         L, H, half = len(self.layers), self.mean.shape[1], len(self.identity.inv_freq)
-        shapes = {"mean": (L, H, 2 * half), "magnitude": (L, H, half)}
+        shapes: dict[str, tuple[int, ...]] = {"mean": (L, H, 2 * half), "magnitude": (L, H, half)}
         if self.head_scores is not None:
             shapes["head_scores"] = (L, *self.head_scores.shape[1:2])
         for name, shape in shapes.items():
@@ -100,7 +101,7 @@ def save_calibration(calibration: Calibration, file: str | PathLike[str] | Buffe
         "factor": calibration.identity.factor, "layers": list(calibration.layers),
         "samples": None if calibration.samples is None else list(calibration.samples),
     }
-    taken = {} if calibration.head_scores is None else {"head_scores": calibration.head_scores}
+    taken: dict[str, Any] = {} if calibration.head_scores is None else {"head_scores": calibration.head_scores}
     with open(file, "wb") if isinstance(file, str | PathLike) else nullcontext(file) as target:
         np.savez(
             target, header=np.array(json.dumps(header)), mean=calibration.mean, magnitude=calibration.magnitude,

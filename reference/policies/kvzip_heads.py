@@ -1,7 +1,7 @@
 """Static head budgets: KVzip's scores, taken once over other texts, say which heads keep all tokens."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from reference.policies.recency import recency
 from reference.policies.selectors import top_units
 from spec.arrays import Float64, Int64, IntVector, Matrix, Vector
 from spec.errors import SpecError
-from spec.policy import Policy, Scores
+from spec.policy import Needs, Policy, Scores
 from spec.retention import Granularity
 
 __all__ = ["FullHeads", "head_scores", "kvzip_heads"]
@@ -80,7 +80,9 @@ def kvzip_heads(calibration: Calibration, served: Identity, N_sink: int = 64, N_
     calibration.check(served)
     if calibration.head_scores is None:
         raise SpecError("calibration", calibration.digest, "has no head scores: `kvspec calibrate` writes them")
+    # Of the layers it looks at nothing, but a turn is decided when all of them have stored it.
+    scorer = replace(recency, needs=Needs("all", 0))
     return Policy(
-        "kvzip-heads", recency, FullHeads(calibration.head_scores.ravel(), N_sink + N_recent), top_units,
+        "kvzip-heads", scorer, FullHeads(calibration.head_scores.ravel(), N_sink + N_recent), top_units,
         SinkAndRecent(N_sink, N_recent), granularity=Granularity.HEAD, floor=N_sink + N_recent,
     )

@@ -140,7 +140,7 @@ MODEL, LAYER, HEAD = Granularity.MODEL, Granularity.LAYER, Granularity.HEAD
         pytest.param(lambda: knorm(), Needs("all", 0), 0, HEAD, EVERY_SEGMENT, marks=item("PO-KNORM")),
         pytest.param(lambda: morphkv(6), Needs("all", 6), 6, HEAD, Cadence(1), marks=item("PO-MORPHKV")),
         pytest.param(lambda: vase(6), Needs("all", 6, values=True), 10, HEAD, Cadence(6), marks=item("PO-VASE")),
-        pytest.param(lambda: kvcrush(6, 5, 9), Needs("all", 6), 9, HEAD, EVERY_SEGMENT, marks=item("PO-KVCRUSH")),
+        pytest.param(lambda: kvcrush(6, 5, 4), Needs("all", 6), 6, HEAD, EVERY_SEGMENT, marks=item("PO-KVCRUSH")),
         pytest.param(lambda: cake(6), Needs("all", 6), 6, HEAD, EVERY_SEGMENT, marks=item("PO-CAKE")),
         pytest.param(lambda: caote(), Needs("all", 1, values=True), 0, HEAD, Cadence(1), marks=item("PO-CAOTE")),
         pytest.param(lambda: epicache(), Needs("all", None), 0, HEAD, EVERY_SEGMENT, marks=item("PO-EPICACHE")),
