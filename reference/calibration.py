@@ -1,4 +1,4 @@
-"""TriAttention's calibration: what the queries of one model are like on average, in a file of its own."""
+"""A calibration: what one model's queries and KV heads are like on average, in a file of its own."""
 
 import hashlib
 import json
@@ -7,10 +7,11 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from io import BufferedIOBase
 from os import PathLike
+from typing import Any
 
 import numpy as np
 
-from spec.arrays import Cube, Float64, Vector
+from spec.arrays import Cube, Float64, Matrix, Vector
 from spec.errors import SpecError
 
 __all__ = ["Calibration", "Identity", "load_calibration", "save_calibration"]
@@ -46,12 +47,17 @@ class Calibration:
     """(L, H, d)."""
     magnitude: Float64[Cube, "_ _ _"]
     """(L, H, d / 2)."""
+    head_scores: Float64[Matrix, "_ _"] | None = None
+    """(L, H_kv): KVzip's, where they were taken."""
     samples: tuple[str, ...] | None = None
     """Digests of the contexts that it was taken over, where they are those of a study; None where nobody knows."""
 
     def __post_init__(self) -> None:
         L, H, half = len(self.layers), self.mean.shape[1], len(self.identity.inv_freq)
-        for name, shape in (("mean", (L, H, 2 * half)), ("magnitude", (L, H, half))):
+        shapes: dict[str, tuple[int, ...]] = {"mean": (L, H, 2 * half), "magnitude": (L, H, half)}
+        if self.head_scores is not None:
+            shapes["head_scores"] = (L, *self.head_scores.shape[1:2])
+        for name, shape in shapes.items():
             array = getattr(self, name)
             if array.shape != shape:
                 raise SpecError(f"calibration.{name}", array.shape, f"must have the shape {shape}")
@@ -63,7 +69,8 @@ class Calibration:
     @property
     def digest(self) -> str:
         """8 hex digits over the statistics: another text gives others."""
-        parts = (np.ascontiguousarray(x, dtype="<f8").tobytes() for x in (self.mean, self.magnitude))
+        arrays = (self.mean, self.magnitude, *(() if self.head_scores is None else (self.head_scores,)))
+        parts = (np.ascontiguousarray(x, dtype="<f8").tobytes() for x in arrays)
         return hashlib.sha256(b"".join(parts)).hexdigest()[:8]
 
     def check(self, served: Identity) -> None:
@@ -94,10 +101,11 @@ def save_calibration(calibration: Calibration, file: str | PathLike[str] | Buffe
         "factor": calibration.identity.factor, "layers": list(calibration.layers),
         "samples": None if calibration.samples is None else list(calibration.samples),
     }
+    taken: dict[str, Any] = {} if calibration.head_scores is None else {"head_scores": calibration.head_scores}
     with open(file, "wb") if isinstance(file, str | PathLike) else nullcontext(file) as target:
         np.savez(
             target, header=np.array(json.dumps(header)), mean=calibration.mean, magnitude=calibration.magnitude,
-            inv_freq=calibration.identity.inv_freq,
+            inv_freq=calibration.identity.inv_freq, **taken,
         )
 
 
@@ -113,6 +121,7 @@ def load_calibration(path: str | PathLike[str]) -> Calibration:
         with np.load(path, allow_pickle=False) as archive:
             header = json.loads(str(archive["header"]))
             mean, magnitude, inv_freq = (np.asarray(archive[name], dtype=np.float64) for name in ARRAYS)
+            heads = np.asarray(archive["head_scores"], dtype=np.float64) if "head_scores" in archive else None
         form, rope, layers = header["format"], header["rope"], tuple(header["layers"])
         samples = None if header.get("samples") is None else tuple(map(str, header["samples"]))
         identity = Identity(header["model"], inv_freq, header["factor"])
@@ -122,4 +131,4 @@ def load_calibration(path: str | PathLike[str]) -> Calibration:
         raise SpecError("path", str(path), f"has the format {form!r}, not {FORMAT!r}")
     if identity.rope != rope:
         raise SpecError("path", str(path), f"is damaged: its frequencies are {identity.rope}, its header says {rope}")
-    return Calibration(identity, layers, mean, magnitude, samples)
+    return Calibration(identity, layers, mean, magnitude, heads, samples)

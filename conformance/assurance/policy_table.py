@@ -41,6 +41,7 @@ _OTHERWISE: Mapping[str, Mapping[str, str]] = {
     "adakv": {"higher score never loses": "no: safeguard", "head permutation": "no: ties"},
     "criticalkv": {"higher score never loses": "no: stages"},
     "critical-adakv": {"higher score never loses": "no: stages", "head permutation": "no: ties"},
+    "kvzip-heads": {"head permutation": "N/A: positions", "GQA": "N/A: positions"},
     "vase": {"higher score never loses": "no: sample", "head permutation": "no: sample"},
     "threshold": {"budget exact": "no: threshold", "no-op at full budget": "no: threshold"},
     "blocks": {"budget exact": "no: blocks", "higher score never loses": "no: blocks"},

@@ -72,7 +72,8 @@ def calibrated(inputs: Inputs) -> Calibration:
     """As if the queries at hand were those of a calibration text, before their rotation."""
     found = [band_statistics(view.q) for view in inputs.layers]
     mean, magnitude = (np.stack([pair[at] for pair in found]) for at in (0, 1))
-    return Calibration(identity(inputs), tuple(range(len(inputs.layers))), mean, magnitude)
+    of_heads = np.stack([np.abs(view.k).max(axis=(1, 2)) for view in inputs.layers])
+    return Calibration(identity(inputs), tuple(range(len(inputs.layers))), mean, magnitude, of_heads)
 
 
 TEMPLATE = ((1, 2, 3), (4, 5), (6,))

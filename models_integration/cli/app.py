@@ -86,7 +86,7 @@ def compare(
     ] = "after",
     controls: Annotated[bool, typer.Option(help="Also run controls: kept sets that must answer, or must not.")] = True,
     calibration: Annotated[
-        Path | None, typer.Option(help="TriAttention's statistics of this model; kvspec calibrate writes them.")
+        Path | None, typer.Option(help="This model's calibration; kvspec calibrate writes it.")
     ] = None,
     model: Model = "pocket", backend: Backend = "auto", device: Device = "cpu", dtype: Dtype = "auto",
     attn: Attention = "auto", batch_size: BatchSize = 12, workers: Workers = 1, engine: Engine = "processes",
@@ -253,7 +253,9 @@ def calibrate(
     tokens: Annotated[int, typer.Option(help="Tokens of the text to read, at most.")] = 4096,
     model: Model = "pocket", device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto",
 ) -> None:
-    """Make TriAttention's calibration: what a model's queries are like on average. One forward over a text.
+    """Make a model's calibration: its queries on average (TriAttention), and its heads' KVzip scores (kvzip-heads).
+
+    Three forwards over a text, in one of which the model repeats it.
 
     For a study: `kvspec calibrate rules.toml` reads its first dev context and names it in the file, so that the study
     can tell that nothing of what confirms was seen; then calibration = "calibration.npz" in the rules.

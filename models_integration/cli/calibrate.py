@@ -11,6 +11,7 @@ from rich.console import Console
 from models_integration.cache.atomic_file import publish_readable
 from models_integration.cli.checks import check_file, read_text
 from models_integration.policies.calibration import calibrate
+from models_integration.policies.template import repeat_template
 from models_integration.studies.evidence.rules import PARTS, Rules, load_rules
 from models_integration.studies.evidence.run import items
 from models_integration.studies.subject import Loading, Subject
@@ -21,7 +22,7 @@ __all__ = ["run"]
 
 
 def run(text: Path, out: Path, tokens: int, loading: Loading) -> None:
-    """Read a text with a model, and write what its queries are like. Where anything is refused, `out` stays as it is.
+    """Read a text with a model, and write what its queries and heads are like. `out` stays where anything is refused.
 
     The rules of a study stand for its first dev context, which the file then names.
 
@@ -36,7 +37,8 @@ def run(text: Path, out: Path, tokens: int, loading: Loading) -> None:
     subject = loading.subject()
     given, samples = _dev_context(rules, subject) if rules else (_tokens(text, read, subject), None)
     ids = torch.tensor([given[:tokens]], device=subject.model.device)
-    calibration = replace(calibrate(subject.model, ids), samples=samples)
+    taken = calibrate(subject.model, ids, template=repeat_template(subject.tokenizer))
+    calibration = replace(taken, samples=samples)
     file = BytesIO()
     save_calibration(calibration, file)
     publish_readable(out, file.getvalue())

@@ -1,6 +1,7 @@
-"""TriAttention's calibration of a model: one forward over a text, in which each layer's queries become statistics."""
+"""A model's calibration: a forward over a text for TriAttention's statistics, a rehearsal of it for KVzip's heads."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import numpy as np
@@ -14,11 +15,15 @@ from models_integration.model.architecture import Architecture, describe
 from models_integration.model.identity import ModelIdentity, identify
 from models_integration.model.rotation import LayerRotary, recognise
 from models_integration.model.weights import check_fixed
+from models_integration.session.verbs import observe
 from reference.calibration import Calibration, Identity
+from reference.policies.kvzip import kvzip
+from reference.policies.kvzip_heads import head_scores
 from reference.policies.rotary import unrotated
 from reference.triattention import band_statistics
-from spec.arrays import Float64, Matrix
+from spec.arrays import Float64, Matrix, Vector
 from spec.errors import SpecError
+from spec.policy import Policy
 
 __all__ = ["calibrate", "served_by"]
 
@@ -47,8 +52,14 @@ def served_by(model: PreTrainedModel, identity: ModelIdentity | None = None) -> 
     return Identity(f"{name}@{weights[:16]}", inv_freq, rotary.scaling[kind.buffer])
 
 
-def calibrate(model: PreTrainedModel, input_ids: Tensor, identity: ModelIdentity | None = None) -> Calibration:
+def calibrate(
+    model: PreTrainedModel, input_ids: Tensor, identity: ModelIdentity | None = None,
+    template: Sequence[Sequence[int]] | None = None,
+) -> Calibration:
     """Statistics of the queries of a text (1, n), before their rotation and after any norm of queries.
+
+    With a `template` (`repeat_template(tokenizer)`) the text is rehearsed too, for the head scores of `kvzip-heads`; a
+    text that ends with the sinks has none.
 
     Any text of the model's language serves; the paper's rejected `Q_stats` is this over another text.
     `reference.calibration.save_calibration(found, path)` writes it, as `kvspec calibrate` does. `identity` is as for
@@ -65,7 +76,17 @@ def calibrate(model: PreTrainedModel, input_ids: Tensor, identity: ModelIdentity
     cache = RetainedCache(architecture.config)
     with torch.no_grad(), observing(architecture, cache, found, architecture.full_layers):
         architecture.decoder(input_ids=input_ids, past_key_values=cache, use_cache=True)
-    return found.calibration(architecture)
+    taken = found.calibration(architecture)
+    host = kvzip(template or ((), (), ()))
+    if template is None or input_ids.shape[1] <= host.floor:
+        return taken
+    return replace(taken, head_scores=_head_scores(model, input_ids, host).reshape(len(taken.layers), -1))
+
+
+def _head_scores(model: PreTrainedModel, input_ids: Tensor, host: Policy) -> Float64[Vector, " g"]:
+    observed = observe(model, input_ids, needs=host.scorer.needs)
+    scores = host.scorer(observed.prompt(0, host.granularity), host.protection(input_ids.shape[1]))
+    return head_scores([scores.values])
 
 
 @dataclass

@@ -18,6 +18,7 @@ from reference.policies.keydiff import keydiff
 from reference.policies.knorm import knorm
 from reference.policies.kvcrush import kvcrush, with_representatives
 from reference.policies.kvzip import kvzip, kvzip_plus, kvzip_uniform
+from reference.policies.kvzip_heads import kvzip_heads
 from reference.policies.lagkv import lagkv
 from reference.policies.morphkv import morphkv
 from reference.policies.nestedkv import (
@@ -42,8 +43,8 @@ from reference.policies.vatp import vatp, with_value_norms
 __all__ = [
     "adakv", "advance", "advance_turn", "cake", "caote", "chunkkv", "chunkkv_described", "critical_adakv", "criticalkv",
     "crystalcache", "defensivekv", "diverse", "epicache", "eviction_budget", "expected_attention", "full_cache", "h2o",
-    "h2o_described", "in_blocks", "keydiff", "knorm", "kvcrush", "kvzip", "kvzip_plus", "kvzip_uniform", "lagkv",
-    "morphkv", "nestedkv", "nestedkv_without_adaptive", "nestedkv_without_both", "nestedkv_without_continuum",
+    "h2o_described", "in_blocks", "keydiff", "knorm", "kvcrush", "kvzip", "kvzip_heads", "kvzip_plus", "kvzip_uniform",
+    "lagkv", "morphkv", "nestedkv", "nestedkv_without_adaptive", "nestedkv_without_both", "nestedkv_without_continuum",
     "policy_from_score", "pyramidkv", "pyramidkv_described", "retain", "retain_turn", "rkv", "scheduled", "snapkv",
     "start", "streaming_llm", "tova", "toward_mean_values", "triattention", "vase", "vatp", "with_adaptive_budgets",
     "with_critical_selection", "with_representatives", "with_value_norms",

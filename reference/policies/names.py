@@ -98,6 +98,10 @@ POLICIES: Mapping[str, NamedPolicy] = {
         promises=replace(_ALL, budget_exact="no", higher_score_never_loses="no"),
     ),
     "kvzip": NamedPolicy(policies.kvzip),
+    "kvzip-heads": NamedPolicy(
+        policies.kvzip_heads, of_model=frozenset({"served"}), diverse=False,
+        promises=replace(_KEYS_ALONE, head_permutation="N/A"),
+    ),
     "kvzip-plus": NamedPolicy(policies.kvzip_plus, of_model=frozenset({"W_o"})),
     "kvzip-uniform": NamedPolicy(policies.kvzip_uniform),
     "lagkv": NamedPolicy(policies.lagkv, promises=_KEYS_ALONE),
@@ -127,7 +131,7 @@ POLICIES: Mapping[str, NamedPolicy] = {
 """EpiCache is not here: its queries are not the prompt's own.
 
 Chunks and trunks have no signature; CriticalKV, KVCrush and VaSE select in two stages; H2O's newest half is not
-protection, `diverse-h2o-described` has its sums; the full cache selects nothing.
+protection, `diverse-h2o-described` has its sums; the full cache and full heads select nothing.
 """
 
 NAMES = (*POLICIES, *(DIVERSE + name for name, policy in POLICIES.items() if policy.diverse))

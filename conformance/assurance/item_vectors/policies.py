@@ -10,6 +10,7 @@ import numpy as np
 from conformance.vectors.arrays import floats
 from conformance.vectors.json_values import Json
 from reference import policies
+from reference.calibration import Calibration, Identity
 from reference.policies.attention import accumulated_attention, average_pool, max_pool, observed_attention
 from reference.policies.budgets import Above, Adaptive, Competition, Pyramid, across_layers, even, largest_remainder
 from reference.policies.cadences import take_up
@@ -17,6 +18,7 @@ from reference.policies.cake import Preferred
 from reference.policies.criticalkv import two_stages
 from reference.policies.kvcrush import scored_or_representative
 from reference.policies.kvzip import rehearsal_chunks
+from reference.policies.kvzip_heads import FullHeads, head_scores
 from reference.policies.official import adakv_official, pyramidkv_official
 from reference.policies.protections import SinkAndRecent
 from reference.policies.selectors import best_blocks, fill_units, top_units
@@ -109,6 +111,22 @@ def crushed(i: Json) -> Result:
     given, protected = scores(i)
     shares = even(i["B"] * len(given.values), given)
     return lists(scored_or_representative(given, shares, protected, i["b"], Fraction(i["share"]), i["anchor"]))
+
+
+def full_heads(i: Json) -> Result:
+    G, n = len(i["head_scores"]), i["n"]
+    budgets = FullHeads(floats(i["head_scores"]), i["window"])
+    return {"shares": budgets(i["B"] * G, Scores(np.zeros((G, n)), np.arange(n + 1)))}
+
+
+def of_heads(i: Json) -> Result:
+    """Nothing of the model but its head scores is looked at."""
+    scores, identity = floats(i["head_scores"]), Identity("vector", np.ones(1))
+    nothing = np.zeros((len(scores), 1, 2))
+    taken = Calibration(identity, tuple(range(len(scores))), nothing, nothing[:, :, :1], scores)
+    policy = policies.kvzip_heads(taken, identity, i["N_sink"], i["N_recent"])
+    found, _ = policies.retain(policy, Budget(count=i["B"]), Observation(i["n"], scores.size, None, {}))
+    return {"kept": [found.group(g).tolist() for g in range(found.groups)]}
 
 
 def staged(i: Json) -> Result:
@@ -214,6 +232,11 @@ POLICY_ITEMS: Mapping[str, Callable[[Any], Result]] = {
         i, policies.kvzip_plus(dict(enumerate(map(floats, i["W_o"]))), [[], [], []], i["N_sink"], i["N_recent"])
     ),
     "PO-GLOBAL-BUDGET": lambda i: shared(i, across_layers),
+    "PO-HEAD-SCORES": lambda i: {
+        "head_scores": head_scores([np.array(rows, dtype=np.float64) for rows in i["contexts"]])
+    },
+    "PO-FULL-HEADS": full_heads,
+    "PO-KVZIP-HEADS": of_heads,
     "PO-PREFERENCE-BUDGET": preferred,
     "PO-MORPHKV": lambda i: kept(i, policies.morphkv(i["W"], i["fusion"])),
     "PO-UNIFORM": lambda i: {"numbers": uniform_numbers(i["seed"], i["group"], i["seen"], i["n"])},

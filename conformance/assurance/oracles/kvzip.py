@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from conformance.assurance.oracles.policies import Layer, Row, Score, capped, dot, normalise
 
-__all__ = ["chunks", "global_shares", "scores"]
+__all__ = ["chunks", "full_heads", "global_shares", "head_means", "scores"]
 
 
 def scores(layer: Layer, N_sink: int, W_o: Sequence[Sequence[Row]] | None = None) -> list[Score]:
@@ -53,3 +53,25 @@ def chunks(
         spans[-1][1] = at + 1
         read[-1].append(ids[at])
     return spans, read
+
+
+def head_means(contexts: Sequence[Sequence[Score]]) -> list[float]:
+    """Of each row the largest score of a context, as a mean over contexts."""
+    best = [[max(x for x in row if x is not None) for row in rows] for rows in contexts]
+    return [math.fsum(column) / len(column) for column in zip(*best, strict=True)]
+
+
+def full_heads(scores: Sequence[float], n: int, B: int, window: int) -> list[int]:
+    """Windows first; then one head after the other is full, as long as that fits; what is left goes round the rest."""
+    w, G = min(window, n), len(scores)
+    shares, left = [w] * G, G * (min(B, n) - w)
+    for g in sorted(range(G), key=lambda g: (-scores[g], g)):
+        if left < n - w:
+            break
+        shares[g], left = n, left - (n - w)
+    open_ = [g for g, share in enumerate(shares) if share < n]
+    while left:
+        for g in open_[:left]:
+            shares[g] += 1
+        left -= min(left, len(open_))
+    return shares

@@ -38,7 +38,8 @@ def the_anchor_begins_with_one(values: Array, protected: Array, b: int, anchor: 
 
 def _chosen(totals: Array, places: Array, held: Array, distances: Array, few: Array, at: Any) -> Selection:
     """Of the blocks that are left, those at `at(m, r)`."""
-    best, stays = best_tokens(totals, places - few, held), np.zeros(totals.shape, dtype=np.bool_)
+    best = best_tokens(totals, places - few, held)
+    stays: Array = np.zeros(totals.shape, dtype=np.bool_)
     stays[np.repeat(np.arange(len(stays)), np.diff(best.offsets)), best.positions] = True
     for own, distance, r in zip(stays, distances, few, strict=True):
         left = np.flatnonzero(~own)

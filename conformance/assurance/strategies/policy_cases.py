@@ -185,6 +185,15 @@ def kvzip(plus: bool, shares: Callable[[list[oracle.Score], int], Sequence[int]]
     return expected
 
 
+def streaming_heads(inputs: Inputs, B: int) -> Kept:
+    """A head's share is of the sinks and the newest tokens."""
+    scores = [max(abs(x) for key in head for x in key) for view in inputs.layers for head in view.k.tolist()]
+    return [
+        sorted({*range(min(SINK, share)), *range(max(0, inputs.n - share + SINK), inputs.n)})
+        for share in kvzip_oracle.full_heads(scores, inputs.n, B, SINK + W)
+    ]
+
+
 def vatp(inputs: Inputs, B: int) -> Kept:
     held = sinks(inputs.n, B) | newest_half(inputs.n, B)
     rows = [row for view in inputs.layers for row in weighed.vatp(plain(view))]
@@ -363,6 +372,10 @@ CASES: dict[str, Case] = {
     "kvzip-plus": Case(
         "PO-KVZIP-PLUS", lambda i: policies.kvzip_plus(dict(enumerate(i.W_o)), **REHEARSED),
         kvzip(True, kvzip_oracle.global_shares), SINK + W, both_ends,
+    ),
+    "kvzip-heads": Case(
+        "PO-KVZIP-HEADS", lambda i: policies.kvzip_heads(calibrated(i), identity(i), SINK, W), streaming_heads,
+        SINK + W, both_ends,
     ),
     "h2o-described": Case(
         "PO-H2O-DESCRIBED", lambda i: policies.h2o_described(W), by_layer(h2o_described), W, window

@@ -27,6 +27,7 @@ from reference.policies.keydiff import keydiff
 from reference.policies.knorm import knorm
 from reference.policies.kvcrush import kvcrush, with_representatives
 from reference.policies.kvzip import kvzip, kvzip_plus, kvzip_uniform
+from reference.policies.kvzip_heads import kvzip_heads
 from reference.policies.lagkv import lagkv
 from reference.policies.morphkv import morphkv
 from reference.policies.nestedkv import nestedkv, nestedkv_without_both
@@ -95,6 +96,7 @@ def item(name: str) -> pytest.MarkDecorator:
         *(pytest.param(
             make, {"template": None, "N_sink": 4, "N_recent": 0, "chunk": 2000, "overlap": 8}, marks=item(name)
         ) for make, name in ((kvzip, "PO-KVZIP"), (kvzip_uniform, "PO-KVZIP"), (kvzip_plus, "PO-KVZIP-PLUS"))),
+        pytest.param(kvzip_heads, {"N_sink": 64, "N_recent": 256}, marks=item("PO-KVZIP-HEADS")),
         pytest.param(rkv, {"W": 8, "kernel": 7, "lam": 0.1, "every": 128}, marks=item("PO-RKV")),
         pytest.param(triattention, {"mode": "global", "pin_prompt": 0, "slack": 128}, marks=item("TA-POLICY")),
         pytest.param(diverse, {"lam": 0.5, "mode": "flat", "backend": "numpy"}, marks=item("DV-POLICY")),
@@ -138,7 +140,7 @@ MODEL, LAYER, HEAD = Granularity.MODEL, Granularity.LAYER, Granularity.HEAD
         pytest.param(lambda: knorm(), Needs("all", 0), 0, HEAD, EVERY_SEGMENT, marks=item("PO-KNORM")),
         pytest.param(lambda: morphkv(6), Needs("all", 6), 6, HEAD, Cadence(1), marks=item("PO-MORPHKV")),
         pytest.param(lambda: vase(6), Needs("all", 6, values=True), 10, HEAD, Cadence(6), marks=item("PO-VASE")),
-        pytest.param(lambda: kvcrush(6, 5, 9), Needs("all", 6), 9, HEAD, EVERY_SEGMENT, marks=item("PO-KVCRUSH")),
+        pytest.param(lambda: kvcrush(6, 5, 4), Needs("all", 6), 6, HEAD, EVERY_SEGMENT, marks=item("PO-KVCRUSH")),
         pytest.param(lambda: cake(6), Needs("all", 6), 6, HEAD, EVERY_SEGMENT, marks=item("PO-CAKE")),
         pytest.param(lambda: caote(), Needs("all", 1, values=True), 0, HEAD, Cadence(1), marks=item("PO-CAOTE")),
         pytest.param(lambda: epicache(), Needs("all", None), 0, HEAD, EVERY_SEGMENT, marks=item("PO-EPICACHE")),

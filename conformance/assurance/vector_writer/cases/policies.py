@@ -241,6 +241,23 @@ GROUPS = [
              {**rehearsed(27, 2, [[1, 5], [5, 8]], 3), "B": 5, "v": numbers(30, 2, 2, 9, 2),
               "W_o": numbers(31, 2, 4, 2, 3), "norms": [[[1.0, 4.0, 0.5], [2.0, 1.0, 3.0]]] * 2}),
     ]),
+    Group("PO-HEAD-SCORES", [
+        Case(314, "the mean of three contexts' largest scores", ["Plain"],
+             {"contexts": [[[0.5, 0.125], [0.25, 1.0]], [[0.25], [0.75]], [[0.0, 0.75, 0.5], [0.25, 0.125, 0.0]]]}),
+    ]),
+    Group("PO-FULL-HEADS", [
+        Case(315, "two full heads, a rest that does not divide", ["Plain"],
+             {"head_scores": [0.1, 0.9, 0.3, 0.8, 0.2], "n": 20, "B": 11, "window": 4}),
+        Case(316, "equal scores: the lower head", ["TieAtBoundary"],
+             {"head_scores": [0.5, 0.5, 0.5], "n": 10, "B": 6, "window": 2}),
+        Case(317, "no full head", ["EmptyResult"], {"head_scores": [0.5, 0.25], "n": 30, "B": 9, "window": 4}),
+        Case(318, "a budget above the tokens", ["NothingUnprotected"],
+             {"head_scores": [0.5, 0.25], "n": 5, "B": 9, "window": 2}),
+    ]),
+    Group("PO-KVZIP-HEADS", [
+        Case(319, "two layers of two heads", ["Plain"],
+             {"head_scores": [[0.5, 0.25], [0.125, 0.75]], "n": 12, "B": 8, "N_sink": 2, "N_recent": 1}),
+    ]),
     Group("PO-MORPHKV", [
         Case(290, "the sum over two recent queries", ["Plain"], {**inputs(23), "B": 5, "W": 2, "fusion": "sum"}),
         Case(291, "the largest of four", ["Plain"], {**inputs(24), "B": 7, "W": 4, "fusion": "max"}),

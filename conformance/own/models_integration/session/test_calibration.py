@@ -9,17 +9,24 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
+from conformance.assurance.oracles import kvzip as kvzip_oracle
+from conformance.assurance.strategies.policy_cases import rehearsed
 from conformance.own.models_integration.archive.models import ROTATIONS
 from conformance.own.models_integration.archive.models import build as rotated
 from conformance.own.models_integration.session.families import build, greedy, prompt
+from conformance.own.models_integration.session.ragged_checks import REHEARSED, live_sets, read_prompt
+from conformance.tolerances import scores_agree
 from models_integration import CustomPolicy, Published
+from models_integration.cache.retained_cache import storage_bytes
 from models_integration.cli.app import app
 from models_integration.policies.calibration import calibrate, served_by
+from models_integration.session.verbs import observe
 from models_integration.studies.results import load_rows
 from reference.calibration import load_calibration, save_calibration
-from reference.policies import diverse, triattention
+from reference.policies import diverse, kvzip, triattention
 from spec.budget import parse_budget
 from spec.errors import SpecError
+from spec.retention import Granularity
 
 N = 60
 # The capture holds float32 queries after RoPE; turning them back errs by a few of its 6e-8.
@@ -176,3 +183,35 @@ def test_heads_that_are_rotated_in_part_are_refused(family: str) -> None:
     with pytest.raises(SpecError) as caught:
         calibrate(build(family), prompt(N))
     assert caught.value.argument == "model"
+
+
+@pytest.mark.spec("PO-HEAD-SCORES")
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_head_scores_are_the_largest_of_a_rehearsal(family: str) -> None:
+    """Of each head, by brute force over what the model attends with while it repeats the text."""
+    model, ids = build(family), prompt(N, seed=9)
+    found = calibrate(model, ids, template=REHEARSED["template"])
+    needs = kvzip(template=REHEARSED["template"]).scorer.needs
+    views = observe(model, ids, needs=needs).prompt(0, Granularity.HEAD).layers
+    brute = [kvzip_oracle.scores(rehearsed(view), 4) for view in views.values()]
+    assert found.head_scores is not None
+    assert all(map(scores_agree, found.head_scores, [kvzip_oracle.head_means([rows]) for rows in brute]))
+    assert calibrate(model, ids[:, :4], template=REHEARSED["template"]).head_scores is None
+    assert calibrate(model, ids).head_scores is None
+
+
+@pytest.mark.law("freed-memory")
+@pytest.mark.spec("PO-KVZIP-HEADS")
+def test_full_heads_hold_all_and_the_others_a_window() -> None:
+    """At half of 200 tokens in six heads: two full heads, and 200 tokens for four others."""
+    model, n = build("llama"), 200
+    taken = calibrate(model, prompt(N, seed=9), template=REHEARSED["template"])
+    assert taken.head_scores is not None
+    policy = Published("kvzip-heads", 0.5, calibration=taken, N_sink=2, N_recent=4)
+    run, cache = read_prompt(model, policy, n)
+    best = np.argsort(-taken.head_scores.ravel(), kind="stable")[:2]
+    sets = [list(own) for heads in live_sets(cache).values() for own in heads]
+    for g, own in enumerate(sets):
+        assert own == (list(range(n)) if g in best else [0, 1, *range(n - 48, n)])
+    full = 2 * 6 * n * 12 * 4
+    assert run.bytes_saved == full - storage_bytes(cache.layers) == full / 2

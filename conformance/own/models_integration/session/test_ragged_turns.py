@@ -11,8 +11,8 @@ from conformance.own.models_integration.session.families import at_once, build, 
 from conformance.own.models_integration.session.heads import MaskedHeads
 from conformance.own.models_integration.session.oracle_checks import PROMPT, TOLERANCE
 from conformance.own.models_integration.session.ragged_checks import Sets, live_sets
-from conformance.own.models_integration.session.test_published import PUBLISHED, SMALL
-from models_integration import Published, RetainedCache, RetentionPolicy, calibrate
+from conformance.own.models_integration.session.test_published import PUBLISHED, SMALL, calibrated
+from models_integration import Published, RetainedCache, RetentionPolicy
 from models_integration.policies.methods import policy_from_name
 from reference.policies.names import DIVERSE, NAMES
 from spec.budget import parse_budget
@@ -26,9 +26,7 @@ ONE_SEGMENT = ("cake", "critical-adakv", "criticalkv", "defensivekv", "kvcrush",
 def published(name: str, model: Any, budget: float = 0.3) -> RetentionPolicy:
     """With constants that fit a prompt of 64 tokens; signatures are a head's own, where kept sets are."""
     host = name.removeprefix(DIVERSE)
-    constants: dict[str, Any] = dict(SMALL.get(host, {}))
-    if "triattention" in host:
-        constants["calibration"] = calibrate(model, prompt(40, seed=9))
+    constants: dict[str, Any] = {**SMALL.get(host, {}), **calibrated(host, model)}
     policy = policy_from_name(host, budget, **constants)
     if name.startswith(DIVERSE) and policy.on(model).policy.granularity is Granularity.HEAD:
         constants["signature"] = "head"
