@@ -19,7 +19,7 @@ from spec.retention import Granularity
 
 __all__ = ["KVzipPlus", "kvzip", "kvzip_plus", "kvzip_plus_score", "kvzip_score", "kvzip_uniform", "rehearsal_chunks"]
 
-_ROWS = 256  # queries at a time, so that no (H, r, m + r) array is made
+_ROWS = 64  # queries at a time: no (H, r, m + r) array is made, and what is made stays in the cache
 
 
 def rehearsal_chunks(
