@@ -243,4 +243,7 @@ def faults(at: int, number: int) -> Iterator[Faults]:
         # A lock that could not be let go is waited for.
         patch.setattr("models_integration.archive.sealed_database.WAIT_SECONDS", 0.05)
         stack.enter_context(_within_sqlite(made))
-        yield made
+        try:
+            yield made
+        finally:
+            made.at = 0  # a connection that was made inside lives on, and counts its statements

@@ -44,6 +44,7 @@ _OTHERWISE: Mapping[str, Mapping[str, str]] = {
     "vase": {"higher score never loses": "no: sample", "head permutation": "no: sample"},
     "threshold": {"budget exact": "no: threshold", "no-op at full budget": "no: threshold"},
     "blocks": {"budget exact": "no: blocks", "higher score never loses": "no: blocks"},
+    "kvcrush": {"budget exact": "no: blocks", "higher score never loses": "no: blocks"},
     "blocks-of-h2o": {"budget exact": "no: blocks", "higher score never loses": "no: blocks"},
     "triattention": {"protection holds": "N/A: none"},
     "triattention-by-head": {"protection holds": "N/A: none"},

@@ -58,10 +58,11 @@ NO_STAGE = {
          "PO-PREFERENCE-BUDGET", "PO-GLOBAL-BUDGET", "PO-COMPETITION-BUDGET", "PO-THRESHOLD"),
         "counts and sorts of scores on the host, the same for every backend",
     ),
+    "PO-REPRESENTATIVES": "counts of bits of blocks on the host",
     "PO-BEST-BLOCKS": "sums of blocks on the host; the choice among them is a backend's stage best_tokens",
     **dict.fromkeys(
         ("PO-RETAIN", "PO-STEP", "PO-TURN", "PO-READ", "PO-STREAMINGLLM", "PO-PYRAMIDKV", "PO-PYRAMIDKV-DESCRIBED",
-         "PO-H2O", "PO-H2O-DESCRIBED", "PO-TOVA", "PO-BLOCKS"),
+         "PO-H2O", "PO-H2O-DESCRIBED", "PO-TOVA", "PO-BLOCKS", "PO-KVCRUSH"),
         "a composition of parts; no stage computes it",
     ),
     **dict.fromkeys(

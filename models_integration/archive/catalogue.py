@@ -100,12 +100,12 @@ class Catalogue:
         Args:
             which: says whether a row goes; asked while nobody else can write the list.
         """
-        with self._file.alone():
+        with self._file.alone(), named_errors(self._file.path):
             if self._memory is None and _expunged(self._file, which):
                 return
-            rows = [row for row in self._readable() if not which(Entry(*row[:-1]))]
+            left = _in_memory([row for row in self._readable() if not which(Entry(*row[:-1]))])
             self._file.destroy()
-        self._memory = _in_memory(rows)
+        self._memory = left
 
     def entries(self) -> list[Entry]:
         """Rows in order of creation, then of keys."""

@@ -16,6 +16,7 @@ from reference.policies.full_cache import full_cache
 from reference.policies.h2o import h2o, h2o_described
 from reference.policies.keydiff import keydiff
 from reference.policies.knorm import knorm
+from reference.policies.kvcrush import kvcrush, with_representatives
 from reference.policies.kvzip import kvzip, kvzip_plus, kvzip_uniform
 from reference.policies.lagkv import lagkv
 from reference.policies.morphkv import morphkv
@@ -41,9 +42,9 @@ from reference.policies.vatp import vatp, with_value_norms
 __all__ = [
     "adakv", "advance", "advance_turn", "cake", "caote", "chunkkv", "chunkkv_described", "critical_adakv", "criticalkv",
     "crystalcache", "defensivekv", "diverse", "epicache", "eviction_budget", "expected_attention", "full_cache", "h2o",
-    "h2o_described", "in_blocks", "keydiff", "knorm", "kvzip", "kvzip_plus", "kvzip_uniform", "lagkv", "morphkv",
-    "nestedkv", "nestedkv_without_adaptive", "nestedkv_without_both", "nestedkv_without_continuum",
+    "h2o_described", "in_blocks", "keydiff", "knorm", "kvcrush", "kvzip", "kvzip_plus", "kvzip_uniform", "lagkv",
+    "morphkv", "nestedkv", "nestedkv_without_adaptive", "nestedkv_without_both", "nestedkv_without_continuum",
     "policy_from_score", "pyramidkv", "pyramidkv_described", "retain", "retain_turn", "rkv", "scheduled", "snapkv",
     "start", "streaming_llm", "tova", "toward_mean_values", "triattention", "vase", "vatp", "with_adaptive_budgets",
-    "with_critical_selection", "with_value_norms",
+    "with_critical_selection", "with_representatives", "with_value_norms",
 ]

@@ -121,9 +121,10 @@ def kvzip(
 ) -> Policy:
     """The first N_sink and last N_recent tokens, and the best others of all layers and heads together.
 
-    The official code sets N_sink to the length of its system prompt, and reads what follows the context later; kvpress
-    has 4 sinks, chunks of 2048, and evicts what stands between sinks and context first of all. Both compute in the
-    model's precision, and keep what scores above a threshold: fewer than the budget. The template is theirs to word.
+    The official code sets N_sink to the length of its system prompt, reads what follows the context later, and keeps
+    what scores above a threshold: fewer than the budget. kvpress has 4 sinks and chunks of 2048, evicts what stands
+    between sinks and context first of all, and rounds once for all heads. Both compute in the model's precision; the
+    template is theirs to word.
 
     Raises:
         SpecError: without a template, or for constants below their least values.
@@ -142,7 +143,7 @@ def kvzip_uniform(
     template: Sequence[Sequence[int]] | None = None, N_sink: int = 4, N_recent: int = 0, chunk: int = 2000,
     overlap: int = 8,
 ) -> Policy:
-    """The same scores, and as many tokens in each head.
+    """The same scores, and as many tokens in each head; in kvpress (`layerwise`) the heads of a layer compete.
 
     Raises:
         SpecError: as `kvzip`.

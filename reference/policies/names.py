@@ -40,7 +40,7 @@ class NamedPolicy:
     diverse: bool = True
     """Whether the name may stand behind DIVERSE: it keeps single tokens by their scores."""
     blocks: bool = True
-    """Whether it has the constant BLOCK."""
+    """Whether BLOCK, which its maker does not have, makes it one of blocks."""
     promises: Promises = _ALL
     """Of the policy under its own name: the row of the table in spec/policies.md, which says why it is not all."""
 
@@ -93,6 +93,10 @@ POLICIES: Mapping[str, NamedPolicy] = {
     "h2o-described": NamedPolicy(policies.h2o_described),
     "keydiff": NamedPolicy(policies.keydiff, promises=replace(_KEYS_ALONE, protection_holds="N/A")),
     "knorm": NamedPolicy(policies.knorm, promises=replace(_KEYS_ALONE, protection_holds="N/A")),
+    "kvcrush": NamedPolicy(
+        policies.kvcrush, diverse=False, blocks=False,
+        promises=replace(_ALL, budget_exact="no", higher_score_never_loses="no"),
+    ),
     "kvzip": NamedPolicy(policies.kvzip),
     "kvzip-plus": NamedPolicy(policies.kvzip_plus, of_model=frozenset({"W_o"})),
     "kvzip-uniform": NamedPolicy(policies.kvzip_uniform),
@@ -122,8 +126,8 @@ POLICIES: Mapping[str, NamedPolicy] = {
 }
 """EpiCache is not here: its queries are not the prompt's own.
 
-Chunks and trunks have no signature; CriticalKV and VaSE select in two stages; H2O's newest half is not protection,
-`diverse-h2o-described` has its sums; the full cache selects nothing.
+Chunks and trunks have no signature; CriticalKV, KVCrush and VaSE select in two stages; H2O's newest half is not
+protection, `diverse-h2o-described` has its sums; the full cache selects nothing.
 """
 
 NAMES = (*POLICIES, *(DIVERSE + name for name, policy in POLICIES.items() if policy.diverse))
@@ -191,9 +195,9 @@ def make_policy(name: str, constants: Mapping[str, Any]) -> Policy:
         return given
     row = POLICIES[name.removeprefix(DIVERSE)]
     if not name.startswith(DIVERSE):
-        own = {key: value for key, value in constants.items() if key != BLOCK}
+        own = {key: value for key, value in constants.items() if key != BLOCK or not row.blocks}
         policy = replace(row.make(**row.decided, **own), promises=row.promises)
-        return policies.in_blocks(policy, constants[BLOCK]) if BLOCK in constants else policy
+        return policies.in_blocks(policy, constants[BLOCK]) if BLOCK in constants.keys() - own.keys() else policy
     taken = row.constants | row.of_model
     host = row.make(**row.decided, **{key: value for key, value in constants.items() if key in taken})
     lam, mode = constants.get("diversity", 0.5), constants.get("signature", "flat")

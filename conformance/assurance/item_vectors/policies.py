@@ -15,6 +15,7 @@ from reference.policies.budgets import Above, Adaptive, Competition, Pyramid, ac
 from reference.policies.cadences import take_up
 from reference.policies.cake import Preferred
 from reference.policies.criticalkv import two_stages
+from reference.policies.kvcrush import scored_or_representative
 from reference.policies.kvzip import rehearsal_chunks
 from reference.policies.official import adakv_official, pyramidkv_official
 from reference.policies.protections import SinkAndRecent
@@ -104,6 +105,12 @@ def blocks(i: Json) -> Result:
     return lists(best_blocks(given.values, shares, pinned, i["b"]))
 
 
+def crushed(i: Json) -> Result:
+    given, protected = scores(i)
+    shares = even(i["B"] * len(given.values), given)
+    return lists(scored_or_representative(given, shares, protected, i["b"], Fraction(i["share"]), i["anchor"]))
+
+
 def staged(i: Json) -> Result:
     given, protected = scores(i)
     shares = np.full(len(given.values), i["B"], dtype=np.int64)
@@ -163,6 +170,10 @@ POLICY_ITEMS: Mapping[str, Callable[[Any], Result]] = {
     "PO-FILL-UNITS": filled,
     "PO-BEST-BLOCKS": blocks,
     "PO-BLOCKS": lambda i: kept(i, policies.in_blocks(policies.snapkv(i["W"], i["kernel"]), i["b"])),
+    "PO-REPRESENTATIVES": crushed,
+    "PO-KVCRUSH": lambda i: kept(
+        i, policies.kvcrush(i["W"], i["kernel"], i["b"], Fraction(i["share"]), i["anchor"])
+    ),
     "PO-WHOLE-SHARES": lambda i: {"shares": largest_remainder([Fraction(target) for target in i["targets"]])},
     "PO-PYRAMID-BUDGET": pyramid,
     "PO-ADAPTIVE-BUDGET": lambda i: shared(i, Adaptive(Fraction(i["safeguard"]))),

@@ -16,6 +16,7 @@ from conformance.assurance.saboteurs import (
     diversity,
     essay,
     injection,
+    kvcrush,
     kvzip,
     morphkv,
     nestedkv,
@@ -54,7 +55,7 @@ STAGES = (
     s1, s1_selection, s2, s3, s4, s5, s6, s6_protection, whole, activation, decode, breaths, essay, policies,
     policy_parts, injection, statistics, nestedkv, diversity, triattention, size_s1, size_s2_s3, size_s4_s5, size_s6,
     size_decode, size_policies, size_blind, size_blind_second,
-    weighed, cake, morphkv, blocks, vase, kvzip,
+    weighed, cake, morphkv, blocks, vase, kvzip, kvcrush,
 )
 
 

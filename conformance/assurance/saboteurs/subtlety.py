@@ -34,6 +34,7 @@ ESSAY_ITEMS = (
 SEGMENT_ITEMS = ("CC-COATTENTION", "CC-EDGES", "CC-TRUNKS")
 PARTS_IN_USE = (
     "snapkv", "pyramidkv", "chunkkv", "adakv", "h2o", "defensivekv", "nestedkv", "criticalkv", "cake", "vase", "kvzip",
+    "kvcrush",
 )
 # Of a page's parts, the policies that are made of them.
 WHOLES = {"DV": "DV-POLICY", "TA": "TA-POLICY", "NK": "NK-NESTEDKV"}

@@ -1,5 +1,6 @@
 """Delta debugging (Zeller and Hildebrandt 2002) over a script: operations go, as long as the same finding stays."""
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -32,8 +33,8 @@ def finding(operations: Sequence[Operation], met: Met) -> str | None:
 
 
 def kind_of(found: str | None) -> str | None:
-    """A finding without its numbers: what a shorter script must still find."""
-    return None if found is None else "".join(letter for letter in found.split("[")[0] if not letter.isdigit())[:60]
+    """A finding without its numbers and paths, which change: what a shorter script must still find."""
+    return None if found is None else re.sub(r"/\S+|\d", "", found.split("[")[0])[:60]
 
 
 def shrunk(

@@ -12,7 +12,7 @@ from conformance.assurance.oracles import kvzip as kvzip_oracle
 from conformance.assurance.oracles import policies as oracle
 from conformance.assurance.oracles import triattention as tri_oracle
 from conformance.assurance.oracles import weighed
-from conformance.assurance.oracles.blocks import best_blocks
+from conformance.assurance.oracles.blocks import best_blocks, crushed
 from conformance.assurance.oracles.morphkv import morphkv
 from conformance.assurance.oracles.nestedkv import kept as kept_of_a_layer
 from conformance.assurance.oracles.signatures import signatures
@@ -346,6 +346,12 @@ CASES: dict[str, Case] = {
     "blocks-of-h2o": Case(
         "PO-BLOCKS", lambda i: policies.in_blocks(policies.h2o(), BLOCK),
         lambda i, B: [best_blocks(row, BLOCK, B) for row in h2o_rows(i, B)], BLOCK, newest_half,
+    ),
+    "kvcrush": Case(
+        "PO-KVCRUSH", lambda i: policies.kvcrush(W, KERNEL, BLOCK, HALF), lambda i, B: [
+            own for view in i.layers
+            for own in crushed(oracle.snapkv(plain(view), W, KERNEL), BLOCK, B, HALF, "alternating")
+        ], BLOCK, window,
     ),
     "kvzip": Case(
         "PO-KVZIP", lambda i: policies.kvzip(**REHEARSED), kvzip(False, kvzip_oracle.global_shares), SINK + W, both_ends

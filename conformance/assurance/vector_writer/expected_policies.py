@@ -7,7 +7,7 @@ from typing import Any
 from conformance.assurance.oracles import cake as cake_oracle
 from conformance.assurance.oracles import kvzip, weighed
 from conformance.assurance.oracles import policies as oracle
-from conformance.assurance.oracles.blocks import best_blocks
+from conformance.assurance.oracles.blocks import best_blocks, crushed
 from conformance.assurance.oracles.morphkv import morphkv
 from conformance.assurance.oracles.vase import uniforms, vase
 from conformance.vectors.json_values import Json
@@ -177,6 +177,15 @@ RESULTS: Mapping[str, Callable[[Any], Json]] = {
     "PO-BLOCKS": lambda i: {"kept": [
         best_blocks(row, i["b"], max(i["B"], i["b"], i["W"]))
         for layer in layers(i) for row in oracle.snapkv(layer, i["W"], i["kernel"])
+    ]},
+    "PO-REPRESENTATIVES": lambda i: {
+        "kept": crushed(blanked(i), i["b"], i["B"], Fraction(i["share"]), i["anchor"])
+    },
+    "PO-KVCRUSH": lambda i: {"kept": [
+        own for layer in layers(i) for own in crushed(
+            oracle.snapkv(layer, i["W"], i["kernel"]), i["b"], max(i["B"], i["b"], i["W"]), Fraction(i["share"]),
+            i["anchor"],
+        )
     ]},
     "PO-WHOLE-SHARES": lambda i: {"shares": oracle.whole([Fraction(target) for target in i["targets"]])},
     "PO-PYRAMID-BUDGET": lambda i: {

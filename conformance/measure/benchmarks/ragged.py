@@ -1,8 +1,8 @@
-"""Attention of one query over heads of different lengths on a CPU: which route is fastest.
+"""Attention of one query over heads of different lengths: which route is fastest.
 
 `python -m conformance.measure.benchmarks.ragged` prints, for each shape, the time of every route over that of the
 first, the median over rounds in which the routes take turns; then what the pocket model's cache takes at a budget
-of 0.25.
+of 0.25. On a GPU the same routes, and one more, are a part of `conformance.measure.gpu`.
 """
 
 import time
@@ -18,7 +18,7 @@ from models_integration.cache.retained_cache import storage_bytes
 from models_integration.pocket import load_pocket
 from models_integration.tasks import draw_sample
 
-__all__ = ["ROUTES", "Heads", "compared", "stored"]
+__all__ = ["ROUTES", "Heads", "compared", "stored", "variable_length"]
 
 H_KV, G, D = 8, 4, 128
 ROUNDS = 40
@@ -27,12 +27,14 @@ ROUNDS = 40
 class Heads:
     """Flat keys and values of KV heads whose lengths differ as Ada-KV's do, and one query (1, H, 1, d)."""
 
-    def __init__(self, mean: int, seed: int = 0) -> None:
-        generator = torch.Generator().manual_seed(seed)
+    def __init__(self, mean: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> None:
+        generator = torch.Generator().manual_seed(0)
         share = torch.rand(H_KV, generator=generator) ** 2 + 0.2
         self.lengths = (share / share.sum() * mean * H_KV).int().clamp(min=8).tolist()
-        self.keys, self.values = (torch.randn(sum(self.lengths), D, generator=generator) for _ in range(2))
-        self.query = torch.randn(1, H_KV * G, 1, D, generator=generator)
+        self.keys, self.values, query = (
+            torch.randn(rows, D, generator=generator).to(device, dtype) for rows in (*2 * [sum(self.lengths)], H_KV * G)
+        )
+        self.query = query[None, :, None]
         self.views = list(zip(
             (one[None, None] for one in torch.split(self.keys, self.lengths)),
             (one[None, None] for one in torch.split(self.values, self.lengths)), strict=True,
@@ -60,8 +62,8 @@ def per_head_rows(heads: Heads) -> Tensor:
 def padded(heads: Heads) -> Tensor:
     """A rectangle as long as the longest head, filled anew for this query, and a mask."""
     longest = max(heads.lengths)
-    k, v = (torch.zeros(1, H_KV, longest, D) for _ in range(2))
-    mask = torch.zeros(1, H_KV, 1, longest, dtype=torch.bool)
+    k, v = (heads.query.new_zeros(1, H_KV, longest, D) for _ in range(2))
+    mask = heads.query.new_zeros(1, H_KV, 1, longest, dtype=torch.bool)
     for head, ((own, values), n) in enumerate(zip(heads.views, heads.lengths, strict=True)):
         k[0, head, :n], v[0, head, :n], mask[0, head, 0, :n] = own[0, 0], values[0, 0], True
     query = heads.query.reshape(1, H_KV, G, D)
@@ -70,15 +72,29 @@ def padded(heads: Heads) -> Tensor:
 
 def nested(heads: Heads) -> Tensor:
     """Torch's nested tensors, jagged."""
-    offsets = torch.tensor([0, *heads.lengths]).cumsum(0)
+    offsets = torch.tensor([0, *heads.lengths], device=heads.keys.device).cumsum(0)
     k, v = (
         torch.nested.nested_tensor_from_jagged(one, offsets).unsqueeze(2).transpose(1, 2)
         for one in (heads.keys, heads.values)
     )
-    rows = torch.arange(0, H_KV * G + 1, G)
+    rows = torch.arange(0, H_KV * G + 1, G, device=heads.keys.device)
     query = torch.nested.nested_tensor_from_jagged(heads.query.reshape(-1, D), rows).unsqueeze(2).transpose(1, 2)
     output: Tensor = sdpa(query, k, v)
     return output.transpose(1, 2).values().reshape(1, -1, 1, D)
+
+
+def variable_length(heads: Heads) -> Tensor:
+    """Flash attention over sequences of different lengths: each KV head is one, its group's queries are the rows."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    rows, ends = (
+        torch.tensor([0, *lengths], device=heads.keys.device, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        for lengths in (H_KV * [G], heads.lengths)
+    )
+    query, keys, values = (one.reshape(-1, 1, D) for one in (heads.query, heads.keys, heads.values))
+    found = varlen_attn(query, keys, values, rows, ends, G, max(heads.lengths))
+    assert isinstance(found, Tensor)
+    return found.reshape(1, -1, 1, D)
 
 
 ROUTES: dict[str, Callable[[Heads], Tensor]] = {

@@ -1,4 +1,4 @@
-"""`python -m conformance.measure.gpu`: see the package. Under ten minutes on an H100."""
+"""`python -m conformance.measure.gpu`: see the package. Half an hour at most; docs/results/gpu.md has it in parts."""
 
 import argparse
 import datetime
@@ -20,8 +20,11 @@ NO_DEVICE = (
     "no CUDA device: torch sees none here. Run this on a machine with one; `--dry-run` walks the same path on the CPU,"
     " in Triton's interpreter, with tiny sizes"
 )
-# Seconds that each part may take; together less than ten minutes.
-LIMITS = {"ceilings": 20, "conformance": 250, "generation": 100, "speed": 110, "profile": 60}
+# Seconds that each part may take.
+LIMITS = {
+    "ceilings": 20, "conformance": 400, "generation": 100, "speed": 150, "profile": 120, "ragged": 40, "decoding": 200,
+    "policies": 150,
+}
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -93,7 +96,7 @@ def _run(report: "Report", chosen: argparse.Namespace) -> None:  # type: ignore[
 
 
 def _parts(report: "Report", chosen: argparse.Namespace) -> dict[str, Callable[[], None]]:  # type: ignore[name-defined]
-    from conformance.measure.gpu import measure, models, profile, speed
+    from conformance.measure.gpu import decoding, measure, models, profile, speed
     from conformance.measure.gpu.ceilings import ceilings
     from conformance.measure.gpu.generation import generation
     from conformance.measure.gpu.scale import DRY, FULL
@@ -117,6 +120,9 @@ def _parts(report: "Report", chosen: argparse.Namespace) -> dict[str, Callable[[
         "generation": lambda: generation(report, scale, subject()),
         "speed": speeds,
         "profile": lambda: profile.profile(report, scale, subject()),
+        "ragged": partial(decoding.ragged, report, scale),
+        "decoding": lambda: decoding.decoding(report, scale, subject()),
+        "policies": lambda: decoding.policies(report, scale, subject()),
     }
 
 

@@ -36,6 +36,12 @@ class Scale:
     """Where S1 is compared with eager torch, and with a whole prefill."""
     profiled: tuple[int, ...]
     """Of the time by stage: the paper's Table 12."""
+    ragged: tuple[int, ...]
+    """Mean tokens of a head, of heads of different lengths."""
+    behind: int
+    """Prompt tokens that decoding goes on from."""
+    slots: int
+    """Of the policies that decide at every step."""
     tests: tuple[tuple[str, ...], ...]
     """Runs of pytest, all of which must pass."""
     parameters: CrystalCacheParameters
@@ -50,12 +56,14 @@ class Scale:
 FULL = Scale(
     dtype="bfloat16", rounds=7, product=8192, copied=2**29, programs=2**15, H=32, H_kv=8, d=128, layers=32,
     inner=14336, vocabulary=128256, checked=2048, new_tokens=50, lengths=(4096, 8192, 16384, 32768, 131072),
-    headline=32768, profiled=(4096, 8192, 16384, 32768),
+    headline=32768, profiled=(4096, 8192, 16384, 32768), ragged=(2048, 8192, 16384),
+    behind=32768, slots=1024,
     tests=(("--backend", ON_DEVICE), ("--backend", "triton", "conformance/own/accelerated/triton")), parameters=PAPER,
 )
 # The interpreter computes bfloat16 wrongly.
 DRY = Scale(
     dtype="float32", rounds=1, product=64, copied=2**10, programs=2, H=4, H_kv=2, d=16, layers=2, inner=96,
-    vocabulary=64, checked=40, new_tokens=3, lengths=(24,), headline=24, profiled=(24,),
+    vocabulary=64, checked=40, new_tokens=3, lengths=(24,), headline=24, profiled=(24,), ragged=(16,),
+    behind=96, slots=12,
     tests=(("--backend", ON_DEVICE, "conformance/suite/test_score.py"),), parameters=TINY,
 )

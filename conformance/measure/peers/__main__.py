@@ -110,8 +110,9 @@ def page(reports: list[Report], number: int) -> str:
         f" {version('transformers')} and torch {version('torch')}, each press on {number} inputs: the same queries,"
         " keys and values in float64 on both sides, 6 to 40 tokens (120 for PyramidKV), 1 to 3 KV heads of 1 or 2 query"
         f" heads, and a ratio r that is removed. Constants: window {SMALL.window}, pool {SMALL.kernel}, chunk"
-        f" {SMALL.chunk}, sinks {SMALL.sinks}, future {SMALL.future}. The command prints the smallest input that needs"
-        " each reading.", "",
+        f" {SMALL.chunk}, sinks {SMALL.sinks}, future {SMALL.future}, lag {SMALL.lag}. KVzip's presses have"
+        f" {SMALL.layers} layers, which read chunks of {SMALL.rehearsed} tokens again, behind a template of up to 8;"
+        " DMS has a threshold for the ratio. The command prints the smallest input that needs each reading.", "",
         "A *reading* is a named difference. The table counts inputs whose kept sets are equal as they are, those that"
         " need a reading (with the fewest that make the sets equal), and those that no readings make equal."
         " [What is a defect](upstream.md) is another page.", "",

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from conformance.measure.peers.inputs import Constants, Inputs
+from conformance.measure.peers.inputs import Constants, Inputs, Rehearsed, threshold
 from reference import policies
 from reference.policies.attention import (
     accumulated_attention,
@@ -22,6 +22,8 @@ from reference.policies.attention import (
 from reference.policies.budgets import Competition
 from reference.policies.criticalkv import EPSILON
 from reference.policies.defensivekv import output_size
+from reference.policies.kvzip import kvzip_plus_score, kvzip_score
+from reference.policies.protections import SinkAndRecent
 from reference.policies.scorers import LayerScorer, with_window
 from reference.policies.selectors import top_units
 from spec.budget import Budget
@@ -46,6 +48,10 @@ QUOTA = "safeguard as a quota"
 PER_QUERY = "mean over the queries that see a key"
 NO_RECENT = "no recent half"
 IN_FIRST = "window in the first stage"
+SAFE_FIRST = "quota and window in the first stage"
+BEHIND_PREFIX = "chunks behind a chat's prefix"
+OF_ALL = "rounded once"
+BY_LAYER = "heads of a layer compete"
 
 READINGS: dict[str, str] = {
     FLOORED: "B is the floor of n (1 - r), at least 1; here it is the ceiling",
@@ -66,6 +72,13 @@ READINGS: dict[str, str] = {
     IN_FIRST: "the window's tokens, at the largest score, take places of the first stage, which has"
               " max(1, int(n (1 - r) / 2)), and where they do not fit they compete in the second; here the window is"
               " kept beside both",
+    SAFE_FIRST: "each head has max(1, int(B / 5)) of its best before its layer's best are counted; half of what it then"
+                " has is the first stage, these and the window's among it; here the fifth is shared evenly, and the"
+                " window kept beside both stages",
+    BEHIND_PREFIX: "chunks begin behind the tokens of a chat's template; of these the sinks stay, and the others score"
+                   " 0; sinks behind them are repeated too; here chunks begin behind the sinks",
+    OF_ALL: "of the N tokens of all heads that compete, int(N r) go; here each head has the ceiling on average",
+    BY_LAYER: "the heads of a layer compete for its tokens; here each has the same number",
     NO_RECENT: "no token is kept for being recent; here the newest half of B",
 }
 
@@ -219,6 +232,70 @@ def critical(inputs: Inputs, readings: Set[str]) -> Kept:
     return [sorted(row) for row in second.topk(B, dim=-1).indices.tolist()]
 
 
+def critical_ada(inputs: Inputs, readings: Set[str]) -> Kept:
+    B, (H_kv, n) = budget(inputs, readings), inputs.k.shape[:2]
+    if SAFE_FIRST not in readings:
+        host = snap_policy(policies.adakv, inputs, readings)
+        return run(policies.with_critical_selection(host, {0: inputs.W_o}), inputs, B)
+    scores = torch.tensor(raised(snap_scores(inputs, readings)))
+    most = torch.finfo(scores.dtype).max
+    scores.scatter_(-1, scores.topk(max(1, int(B * 0.2)), dim=-1).indices, most)
+    shares = torch.bincount(scores.reshape(-1).topk(B * H_kv).indices // n, minlength=H_kv).tolist()
+    second = (scores + EPSILON) * torch.tensor(output_size(inputs.v, inputs.W_o))
+    for head, share in enumerate(shares):
+        second[head, scores[head].topk(share // 2).indices] = most
+    return [sorted(row.topk(share).indices.tolist()) for row, share in zip(second, shares, strict=True)]
+
+
+def kvzip(inputs: Inputs, readings: Set[str], plus: bool = False, uniform: bool = False) -> Kept:
+    """Kept sets of all layers."""
+    prompt, given, (H_kv, n) = Rehearsed(inputs), inputs.constants, inputs.k.shape[:2]
+    W_o, L = dict.fromkeys(range(given.layers), inputs.W_o), given.layers
+    options: Any = {"template": prompt.template, "N_sink": given.sinks, "chunk": given.rehearsed}
+    host = (policies.kvzip_uniform if uniform else policies.kvzip)(**options)
+    host = policies.kvzip_plus(W_o, **options) if plus else host
+    score = partial(kvzip_plus_score, W_o=inputs.W_o) if plus else kvzip_score
+
+    def behind_prefix(view: LayerView) -> Array:
+        parts = [score(replace(view, repeats=(one,)), min(given.sinks, one.start)) for one in view.repeats or ()]
+        found: Array = np.nan_to_num(np.fmax.reduce(parts))
+        found[:, : given.sinks] = np.nan
+        return found
+
+    if BEHIND_PREFIX in readings:
+        host = replace(host, scorer=LayerScorer(host.scorer.needs, behind_prefix, separable=False))
+    if BY_LAYER in readings:
+        host = replace(host, budgets=Competition(0))
+    views = prompt.views(prompt.prefix if BEHIND_PREFIX in readings else given.sinks)
+    seen, B = Observation(n, L * H_kv, np.arange(n), views), math.ceil(inputs.kept * n)
+    gone, pools = (n - B) * L * H_kv, L if uniform else 1
+    if OF_ALL in readings:
+        gone = int(n * L * H_kv // pools * float(inputs.ratio)) * pools
+        total, shared = L * H_kv * n - gone, host.budgets
+        host = replace(host, budgets=lambda _, scores: shared(max(total, given.sinks * L * H_kv), scores))
+    if TIES not in readings:
+        kept, _ = policies.retain(host, Budget(count=B), seen)
+        return [kept.group(g).tolist() for g in range(L * H_kv)]
+    scores = raised(host.scorer(seen, host.protection(n)).values).reshape(L, -1)
+    shares = np.full(L, gone // L)
+    if not uniform:
+        shares = np.bincount(torch.tensor(-scores).reshape(-1).topk(gone).indices // (n * H_kv), minlength=L)
+    found: Kept = []
+    for row, share in zip(-scores, shares, strict=True):
+        away = set(torch.tensor(row).topk(int(share)).indices.tolist())
+        found += [[i for i in range(n) if h * n + i not in away] for h in range(H_kv)]
+    return found
+
+
+def dms(inputs: Inputs, readings: Set[str]) -> Kept:
+    """All that scores enough: a budget of the whole prompt."""
+    policy = policies.policy_from_score(
+        lambda seen: np.negative(next(np.linalg.norm(view.k, axis=2) for view in seen.layers.values())),
+        threshold=threshold(float(inputs.ratio)), protection=SinkAndRecent(0, inputs.constants.window),
+    )
+    return run(policy, inputs, inputs.n)
+
+
 def lagkv(inputs: Inputs, readings: Set[str]) -> Kept:
     given, B = inputs.constants, budget(inputs, readings)
     host = policies.lagkv(given.sinks, given.lag)
@@ -257,8 +334,13 @@ OURS: dict[str, tuple[Callable[[Inputs, Set[str]], Kept], tuple[str, ...]]] = {
     "AdaKV": (adakv, (FLOORED, TRUNCATED, AVERAGE, QUOTA, TIES)),
     "ExpectedAttention": (expected, (FLOORED, TRUNCATED, TIES)),
     "CriticalKV": (critical, (FLOORED, TRUNCATED, AVERAGE, IN_FIRST)),
+    "CriticalAdaKV": (critical_ada, (FLOORED, TRUNCATED, AVERAGE, SAFE_FIRST)),
     "LagKV": (lagkv, (FLOORED, TRUNCATED, TIES)),
     "ObservedAttention": (observed, (FLOORED, TRUNCATED, PER_QUERY, NO_RECENT)),
+    "KVzip": (kvzip, (BEHIND_PREFIX, OF_ALL, TIES)),
+    "KVzip by layer": (partial(kvzip, uniform=True), (BEHIND_PREFIX, OF_ALL, BY_LAYER, TIES)),
+    "KVzip+": (partial(kvzip, plus=True), (BEHIND_PREFIX, OF_ALL, TIES)),
+    "DMS of Knorm": (dms, ()),
 }
 
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from reference.policies.kvzip import rehearsal_chunks
 from reference.policies.rotary import unrotated
-from spec.policy import LayerView
+from spec.policy import LayerView, Rehearsal, Repeat
 
-__all__ = ["SMALL", "Constants", "Inputs", "drawn"]
+__all__ = ["SMALL", "Constants", "Inputs", "Rehearsed", "drawn", "threshold"]
 
 D = 8
 RATIOS = ("0.1", "0.2", "0.3", "0.4", "0.5", "0.6", "0.7", "0.75", "0.8", "0.9")
@@ -32,9 +33,11 @@ class Constants:
     layers: int
     lag: int
     """Tokens of a partition of LagKV."""
+    rehearsed: int
+    """Tokens of a chunk that KVzip rehearses."""
 
 
-SMALL = Constants(window=3, kernel=5, chunk=4, sinks=4, future=16, layers=4, lag=4)
+SMALL = Constants(window=3, kernel=5, chunk=4, sinks=4, future=16, layers=4, lag=4, rehearsed=10)
 """Of inputs that are drawn."""
 
 
@@ -88,3 +91,60 @@ def drawn(seed: int, most: int) -> Inputs:
         rng.standard_normal((H_kv, n, D)), rng.standard_normal((H_kv, n, D)),
         100.0 ** (-np.arange(D // 2) / (D // 2)),
     )
+
+
+def threshold(ratio: float) -> float:
+    """For negated norms of D normal numbers: about this part of them scores less."""
+    return 2.5 * ratio - 4.0
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """All layers of a prompt that is rehearsed, drawn beside an input.
+
+    A token's id is its position; ids of the template come after them.
+    """
+
+    inputs: Inputs
+
+    @property
+    def prefix(self) -> int:
+        """Tokens of a chat's template before its context."""
+        return min(self.inputs.seed % 9, self.inputs.n // 2)
+
+    @property
+    def template(self) -> tuple[tuple[int, ...], ...]:
+        n = self.inputs.n
+        return (n, n + 1), (n + 2,), (n + 3,)
+
+    @cached_property
+    def _drawn(self) -> tuple[Array, Array, Array, Array]:
+        rng, L = np.random.default_rng(self.inputs.seed + 2), self.inputs.constants.layers
+        H_kv, n, d = self.inputs.k.shape
+        shapes = (L, n + 4, len(self.inputs.raw_q) * d), (L, H_kv, n + 4, d), (L, H_kv, n, d), (L, H_kv, n, d)
+        hidden, own, k, v = (rng.standard_normal(shape) for shape in shapes)
+        return 2 * hidden, own, k, v
+
+    def cached(self, layer: int) -> tuple[Array, Array]:
+        """The prompt's keys and values (H_kv, n, d)."""
+        _, _, k, v = self._drawn
+        return k[layer], v[layer]
+
+    def read(self, layer: int, ids: Array) -> tuple[Array, Array]:
+        """Hidden states (r, H d), which are their queries, and keys (H_kv, r, d) of tokens read behind the prompt."""
+        hidden, own, _, _ = self._drawn
+        return hidden[layer, ids], own[layer][:, ids]
+
+    def views(self, first: int) -> dict[int, LayerView]:
+        """The layers, with what stands behind the first tokens rehearsed."""
+        inputs, found = self.inputs, dict[int, LayerView]()
+        plan = Rehearsal(self.template, first, 0, inputs.constants.rehearsed, 8)
+        for layer in range(inputs.constants.layers):
+            repeats, (k, v) = list[Repeat](), self.cached(layer)
+            for start, stop, ids in rehearsal_chunks(np.arange(inputs.n), plan):
+                hidden, own = self.read(layer, ids)
+                raw = hidden.reshape(len(ids), -1, D).transpose(1, 0, 2)
+                q = unrotated(raw, -inputs.n - np.arange(len(ids)), inputs.inv_freq, 1.0)
+                repeats.append(Repeat(start, stop, q, own, np.linalg.norm(hidden, axis=1)))
+            found[layer] = LayerView(inputs.raw_q[:, :0], k, v, D**-0.5, None, repeats=tuple(repeats))
+        return found

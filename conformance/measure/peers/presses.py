@@ -1,5 +1,6 @@
 """What kvpress keeps. Its presses are run as they are, on a stand-in for an attention module."""
 
+import logging
 from collections.abc import Callable
 from importlib.metadata import version
 from types import SimpleNamespace
@@ -9,13 +10,14 @@ import kvpress  # type: ignore[import-not-found]
 import numpy as np
 import torch
 
-from conformance.measure.peers.inputs import Constants, Inputs
+from conformance.measure.peers.inputs import Constants, Inputs, Rehearsed, threshold
 from conformance.measure.peers.sets import positions_of
 from reference.policies.attention import observed_attention
 
 __all__ = ["PRESSES", "VERSION", "Make", "given_to", "kept_by_press", "scores_by_press"]
 
 VERSION = version("kvpress")
+logging.getLogger("kvpress").setLevel(logging.ERROR)  # KVzip's press warns each time that it is made
 Array: TypeAlias = np.ndarray[Any, Any]
 Make: TypeAlias = Callable[[float, Constants], Any]
 """A press for a ratio that is removed."""
@@ -53,13 +55,60 @@ def given_to(inputs: Inputs, eager: bool) -> tuple[Any, ...]:
 
 
 def kept_by_press(make: Make, inputs: Inputs, eager: bool) -> list[list[int]]:
-    """Kept positions of each KV head, ascending."""
-    module, *others = given_to(inputs, eager)
-    found, _ = make(float(inputs.ratio), inputs.constants).compress(module, *others)
+    """Kept positions of each KV head, ascending; of all layers where the press decides over them."""
+    press: Any = make(float(inputs.ratio), inputs.constants)
+    if isinstance(press, kvpress.KVzipPress):
+        return [head for module in rehearsed_by(press, inputs) for head in unmasked(module, inputs)]
+    module, hidden, keys, *others = given_to(inputs, eager)
+    if isinstance(press, kvpress.DMSPress):
+        stored = SimpleNamespace(layers={inputs.layer: SimpleNamespace(keys=keys, values=others[0])})
+        shown = {"hidden_states": hidden, "past_key_values": stored, "cache_position": torch.arange(inputs.n)}
+        press.forward_hook(module, [], shown, [])
+        return unmasked(module, inputs)
+    found, _ = press.compress(module, hidden, keys, *others)
     if module.masked_key_indices is not None:
-        gone = {(int(h), int(i)) for h, i in zip(*module.masked_key_indices[1:], strict=True)}
-        return [[i for i in range(inputs.n) if (h, i) not in gone] for h in range(len(inputs.k))]
+        return unmasked(module, inputs)
     return [sorted(head.tolist()) for head in positions_of(found[0].numpy(), inputs.k)]
+
+
+def unmasked(module: Any, inputs: Inputs) -> list[list[int]]:
+    """What a press that evicts nothing leaves to be read."""
+    marks = module.masked_key_indices or ((), (), ())
+    gone = {(int(h), int(i)) for h, i in zip(*marks[1:], strict=True)}
+    return [[i for i in range(inputs.n) if (h, i) not in gone] for h in range(len(inputs.k))]
+
+
+class Reader(SimpleNamespace):
+    """A model whose layers hold what they are given to read; a press's hooks on them do the rest."""
+
+    def __call__(self, input_ids: Any, past_key_values: Any) -> None:
+        for at, (layer, stored) in enumerate(zip(self.layers, past_key_values.layers, strict=True)):
+            hidden, own = map(torch.tensor, self.prompt.read(at, input_ids[0].numpy()))
+            positions = stored.keys.shape[2] + torch.arange(len(hidden))
+            stored.keys, stored.values = (torch.cat([x, own[None]], dim=2) for x in (stored.keys, stored.values))
+            tables = layer.self_attn.rotary_emb(hidden, positions[None])
+            layer.self_attn(hidden_states=hidden[None], past_key_values=past_key_values, position_embeddings=tables)
+
+
+def rehearsed_by(press: Any, inputs: Inputs) -> list[Any]:
+    """The layers' modules, marked, when KVzip's press has had the prompt repeated."""
+    prompt, L, modules = Rehearsed(inputs), inputs.constants.layers, list[Any]()
+    for layer in range(L):
+        modules.append(torch.nn.Module())
+        vars(modules[-1]).update({**vars(module_of(inputs)), "layer_idx": layer, "forward": lambda **_: (None, None)})
+    pairs = [[torch.tensor(x)[None] for x in prompt.cached(layer)] for layer in range(L)]
+    first, later, answer = prompt.template
+    press._context_ids, press._suffix_ids = torch.arange(inputs.n)[None], torch.tensor([answer])
+    press._cache = SimpleNamespace(layers=[SimpleNamespace(keys=k, values=v) for k, v in pairs])
+    press.prefix_length = prompt.prefix
+    tokenizer = SimpleNamespace(encode=lambda text, **_: torch.tensor([later if "starting with" in text else first]))
+    reader = Reader(prompt=prompt, layers=[SimpleNamespace(self_attn=module) for module in modules])
+    sizes = SimpleNamespace(num_hidden_layers=L, num_key_value_heads=len(inputs.k))
+    model = SimpleNamespace(model=reader, config=sizes, dtype=torch.float64, device="cpu")
+    torch.set_default_dtype(torch.float64)  # or the press's mask overflows
+    press._perform_kvzip_compression(model, tokenizer)
+    torch.set_default_dtype(torch.float32)
+    return modules
 
 
 def scores_by_press(make: Make, inputs: Inputs, eager: bool) -> Array:
@@ -82,6 +131,10 @@ def expected_attention(ratio: float, given: Constants) -> Any:
     return kvpress.ExpectedAttentionPress(ratio, n_future_positions=given.future, n_sink=given.sinks)
 
 
+def kvzip(ratio: float, given: Constants, **options: bool) -> Any:
+    return kvpress.KVzipPress(ratio, n_sink=given.sinks, chunk_size=given.rehearsed, **options)
+
+
 # Each press with the constants of the comparison; whether it is given the attention weights.
 PRESSES: dict[str, tuple[Make, bool]] = {
     "StreamingLLM": (lambda r, given: kvpress.StreamingLLMPress(r, n_sink=given.sinks), False),
@@ -94,6 +147,11 @@ PRESSES: dict[str, tuple[Make, bool]] = {
     "AdaKV": (lambda r, given: kvpress.AdaKVPress(snapkv(r, given), alpha_safeguard=0.2), False),
     "ExpectedAttention": (expected_attention, False),
     "CriticalKV": (lambda r, given: kvpress.CriticalKVPress(snapkv(r, given)), False),
+    "CriticalAdaKV": (lambda r, given: kvpress.CriticalAdaKVPress(snapkv(r, given), alpha_safeguard=0.2), False),
     "LagKV": (lambda r, given: kvpress.LagKVPress(r, n_sink=given.sinks, lag_size=given.lag), False),
     "ObservedAttention": (lambda r, _: kvpress.ObservedAttentionPress(r), True),
+    "KVzip": (kvzip, False),
+    "KVzip by layer": (lambda r, given: kvzip(r, given, layerwise=True), False),
+    "KVzip+": (lambda r, given: kvzip(r, given, kvzip_plus_normalization=True), False),
+    "DMS of Knorm": (lambda r, given: kvpress.DMSPress(kvpress.KnormPress(), threshold(r), given.window), False),
 }

@@ -25,6 +25,7 @@ from reference.policies.full_cache import full_cache
 from reference.policies.h2o import h2o, h2o_described
 from reference.policies.keydiff import keydiff
 from reference.policies.knorm import knorm
+from reference.policies.kvcrush import kvcrush, with_representatives
 from reference.policies.kvzip import kvzip, kvzip_plus, kvzip_uniform
 from reference.policies.lagkv import lagkv
 from reference.policies.morphkv import morphkv
@@ -78,6 +79,14 @@ def item(name: str) -> pytest.MarkDecorator:
         ),
         pytest.param(vatp, {"N_sink": 4}, marks=item("PO-VATP")),
         pytest.param(with_value_norms, {"N_sink": 4}, marks=item("PO-VATP")),
+        pytest.param(
+            with_representatives, {"block": 16, "share": Fraction(1, 4), "anchor": "alternating"},
+            marks=item("PO-KVCRUSH"),
+        ),
+        pytest.param(
+            kvcrush, {"W": 32, "kernel": 7, "block": 16, "share": Fraction(1, 4), "anchor": "alternating"},
+            marks=item("PO-KVCRUSH"),
+        ),
         pytest.param(with_critical_selection, {"share": Fraction(1, 2)}, marks=item("PO-CRITICALKV")),
         pytest.param(criticalkv, {"W": 32, "kernel": 7}, marks=item("PO-CRITICALKV")),
         pytest.param(
@@ -129,6 +138,7 @@ MODEL, LAYER, HEAD = Granularity.MODEL, Granularity.LAYER, Granularity.HEAD
         pytest.param(lambda: knorm(), Needs("all", 0), 0, HEAD, EVERY_SEGMENT, marks=item("PO-KNORM")),
         pytest.param(lambda: morphkv(6), Needs("all", 6), 6, HEAD, Cadence(1), marks=item("PO-MORPHKV")),
         pytest.param(lambda: vase(6), Needs("all", 6, values=True), 10, HEAD, Cadence(6), marks=item("PO-VASE")),
+        pytest.param(lambda: kvcrush(6, 5, 9), Needs("all", 6), 9, HEAD, EVERY_SEGMENT, marks=item("PO-KVCRUSH")),
         pytest.param(lambda: cake(6), Needs("all", 6), 6, HEAD, EVERY_SEGMENT, marks=item("PO-CAKE")),
         pytest.param(lambda: caote(), Needs("all", 1, values=True), 0, HEAD, Cadence(1), marks=item("PO-CAOTE")),
         pytest.param(lambda: epicache(), Needs("all", None), 0, HEAD, EVERY_SEGMENT, marks=item("PO-EPICACHE")),

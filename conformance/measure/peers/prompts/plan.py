@@ -25,7 +25,7 @@ COUNTERPARTS: Mapping[str, str] = {
 
 def constants(layers: int) -> Constants:
     """Our policies' defaults, which the presses are given too."""
-    return Constants(window=32, kernel=7, chunk=10, sinks=4, future=512, layers=layers, lag=128)
+    return Constants(window=32, kernel=7, chunk=10, sinks=4, future=512, layers=layers, lag=128, rehearsed=2000)
 
 
 @dataclass(frozen=True)

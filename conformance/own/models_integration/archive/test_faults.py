@@ -12,6 +12,7 @@ import os
 import random
 import resource
 import shutil
+import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from inspect import getsource
@@ -21,7 +22,7 @@ from types import ModuleType
 import pytest
 from torch import Tensor
 
-from conformance.assurance.faults import CALLS, SHORT, sqlite_is_reached
+from conformance.assurance.faults import CALLS, SHORT, faults, sqlite_is_reached
 from conformance.own.models_integration.archive.fault_cases import OPERATIONS, Case, killed
 from conformance.own.processes import started
 from conformance.plugin import profile_of
@@ -150,6 +151,17 @@ def test_a_list_that_cannot_grow_stops_neither_erasing_nor_opening(
     assert done or operation == "put"
     monkeypatch.undo()
     case.check(done)
+
+
+@pytest.mark.law("the-proof-has-teeth")
+def test_no_call_fails_behind_the_faults() -> None:
+    """A connection that was made inside lives on."""
+    with faults(4, errno.ENOSPC):
+        rows = sqlite3.connect(":memory:")
+        rows.execute("SELECT 1")
+    for _ in range(4):
+        rows.execute("SELECT 1")
+    rows.close()
 
 
 @pytest.mark.law("the-proof-has-teeth")

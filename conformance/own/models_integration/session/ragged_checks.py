@@ -21,6 +21,7 @@ from reference.policies import (
     cake,
     chunkkv,
     h2o,
+    kvcrush,
     lagkv,
     morphkv,
     nestedkv,
@@ -47,6 +48,7 @@ PUBLISHED: dict[str, Callable[[], Policy]] = {
     "nestedkv": nestedkv,
     "lagkv": lambda: lagkv(lag=8),
     "cake": lambda: cake(W=8),
+    "kvcrush": lambda: kvcrush(W=8, block=4, share=0.5),
 }
 REHEARSED: dict[str, Any] = {"template": ((5, 6, 7), (8, 9), (10,)), "chunk": 25}
 OF_A_MODEL: dict[str, dict[str, Any]] = {

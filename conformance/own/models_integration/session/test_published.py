@@ -38,7 +38,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "adakv", "cake", "chunkkv", "critical-adakv", "criticalkv", "defensivekv", "h2o-described", "morphkv",
         "pyramidkv", "pyramidkv-described", "snapkv",
     )},
-    "lagkv": {"lag": 8}, "vase": {"W": 8},
+    "kvcrush": {"W": 8, "block": 4, "share": 0.5}, "lagkv": {"lag": 8}, "vase": {"W": 8},
     **dict.fromkeys(("kvzip", "kvzip-plus", "kvzip-uniform"), REHEARSED),
 }
 

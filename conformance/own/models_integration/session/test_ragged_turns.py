@@ -20,7 +20,7 @@ from spec.retention import Granularity
 
 TURNS = ((1, 11), (12, 12), (1, 13), (5, 14), (1, 15))
 """Tokens and seed: steps between turns."""
-ONE_SEGMENT = ("cake", "critical-adakv", "criticalkv", "defensivekv", "kvzip", "kvzip-plus", "kvzip-uniform")
+ONE_SEGMENT = ("cake", "critical-adakv", "criticalkv", "defensivekv", "kvcrush", "kvzip", "kvzip-plus", "kvzip-uniform")
 
 
 def published(name: str, model: Any, budget: float = 0.3) -> RetentionPolicy:

@@ -41,7 +41,7 @@ DIGEST = "@[0-9a-f]{8}"
 @pytest.fixture
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The guide's own policy as mine.py of the current folder, and a task beside it."""
-    (example,) = (fence.text for fence in fences(GUIDE) if fence.language == "python" and "def value_norm" in fence.text)
+    (example,) = (one.text for one in fences(GUIDE) if one.language == "python" and "def value_norm" in one.text)
     file = tmp_path / "mine.py"
     file.write_text(example + TASK, encoding="utf-8")
     monkeypatch.chdir(tmp_path)

@@ -1,0 +1,115 @@
+"""Decoding behind a long prompt: attention over heads of different lengths, tokens a second, and what policies add.
+
+It needs a model of transformers: policies of heads live in the cache of `models_integration`.
+"""
+
+import time
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from accelerated.triton_gpu.device import default_device
+from conformance.measure.benchmarks.ragged import ROUTES, Heads, variable_length
+from conformance.measure.gpu.measure import median_ms, say, synchronize
+from conformance.measure.gpu.models import Subject, TransformersModel
+from conformance.measure.gpu.report import Report, Table
+from conformance.measure.gpu.scale import Scale
+
+__all__ = ["decoding", "policies", "ragged"]
+
+BUDGETS = (0.5, 0.25, 0.1)
+OF_HEADS = ("adakv", "snapkv", "nestedkv")
+AT_THE_PROMPT = ("nestedkv", "snapkv", "expected-attention", "keydiff", "knorm")
+AT_A_STEP = ("tova", "h2o")
+ERROR = {"bfloat16": 2e-2, "float32": 1e-4}
+
+
+def ragged(report: Report, scale: Scale) -> None:
+    """Every route of attention over ragged heads, checked against the first; a route that is missing says why."""
+    device, dtype = default_device(), getattr(torch, scale.dtype)
+    routes = ROUTES | ({"variable length": variable_length} if device.type == "cuda" else {})
+    for mean in scale.ragged:
+        say(f"ragged heads, {mean} tokens on average")
+        heads = Heads(mean, device, dtype)
+        expected = ROUTES["per head"](heads)
+        for name, route in routes.items():
+            try:
+                error = float((route(heads) - expected).abs().max())
+            except (RuntimeError, ImportError, NotImplementedError) as missing:
+                report.notes.append(f"Ragged heads, {name}: {str(missing).splitlines()[0]}")
+                continue
+            assert error < ERROR[scale.dtype], f"{name}: {error}"
+            took = median_ms(partial(route, heads), 10 * scale.rounds)
+            report.add(f"one query over heads of {mean} tokens on average, {name}", took, "ms")
+
+
+def decoding(report: Report, scale: Scale, subject: Subject) -> None:
+    """Tokens a second behind a long prompt, with the full cache and under policies of heads."""
+    if not isinstance(subject, TransformersModel):
+        report.notes.append("Decoding was not measured: it needs transformers.")
+        return
+    full = _tokens_a_second(scale, subject, None, 1.0, scale.behind)
+    rows = [("full cache", "1", f"{full:.1f}", "1.00")]
+    for name in OF_HEADS:
+        for budget in BUDGETS:
+            found = _tokens_a_second(scale, subject, name, budget, scale.behind)
+            rows.append((name, str(budget), f"{found:.1f}", f"{found / full:.2f}"))
+    columns = ("policy", "budget", "tokens a second", "times the full cache")
+    report.tables.append(Table(f"Decoding behind {scale.behind} tokens, batch 1", columns, tuple(rows)))
+
+
+def policies(report: Report, scale: Scale, subject: Subject) -> None:
+    """What policies add to a prompt of the headline's length, and TOVA and H2O to a step at their slots."""
+    if not isinstance(subject, TransformersModel):
+        report.notes.append("What policies add was not measured: it needs transformers.")
+        return
+    from models_integration import Published
+
+    ids, rounds = subject.prompt(scale.headline), min(3, scale.rounds)
+    bare = median_ms(lambda: subject.forward(ids), rounds)
+    report.add(f"prefill with a full cache, n = {len(ids)}", bare, "ms")
+
+    def under(name: str) -> None:
+        with Published(name, 0.25)(subject.model):
+            subject.forward(ids)
+
+    for name in AT_THE_PROMPT:
+        say(f"a prompt under {name}")
+        report.add(f"what {name} adds to it", 100 * (median_ms(partial(under, name), rounds) / bare - 1), "%")
+    step = 1 / _tokens_a_second(scale, subject, None, 1.0, scale.slots)
+    for name in AT_A_STEP:
+        own = 1 / _tokens_a_second(scale, subject, name, scale.slots, scale.slots)
+        report.add(f"what {name} adds to a step at {scale.slots} slots", 100 * (own / step - 1), "%")
+
+
+@torch.no_grad()
+def _tokens_a_second(
+    scale: Scale, subject: TransformersModel, name: str | None, budget: float, n: int,
+) -> float:
+    """After one prompt of n tokens; the first three steps only warm up."""
+    from models_integration import Published
+
+    say(f"decoding, {name or 'full cache'}, {budget}")
+    if name is None:
+        return _steps(scale, subject.model, _read(subject, n).past_key_values)
+    with Published(name, budget)(subject.model) as run:
+        _read(subject, n)
+        return _steps(scale, subject.model, run.cache)
+
+
+def _read(subject: TransformersModel, n: int) -> Any:
+    ids = torch.from_numpy(np.asarray(subject.prompt(n)))[None].to(default_device())
+    return subject.model(input_ids=ids, use_cache=True, logits_to_keep=1)
+
+
+def _steps(scale: Scale, model: Any, cache: Any) -> float:
+    took = []
+    for step in range(3 + scale.new_tokens):
+        synchronize()
+        start = time.perf_counter()
+        model(input_ids=torch.full((1, 1), 3 + step, device=default_device()), past_key_values=cache)
+        synchronize()
+        took.append(time.perf_counter() - start)
+    return scale.new_tokens / sum(took[3:])
