@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 from spec.arrays import BoolMatrix, BoolVector, IntVector, Matrix, Vector
 from spec.decode import LiveTrunks, TrunkWeights
@@ -24,6 +24,7 @@ BUILT_IN = {
 }
 ENTRY_POINTS = "kvspec.backends"
 FAMILIES = ("crystal", "breath", "diversity", "nestedkv", "policies")
+Stages = TypeVar("Stages")
 
 
 @runtime_checkable
@@ -205,53 +206,29 @@ class Backend:
         Raises:
             BackendUnavailable: when this backend has none; the message names the families that it has.
         """
-        if self.crystal is None:
-            raise self._lacks("crystal")
-        return self.crystal
+        return self._having("crystal", self.crystal)
 
     def require_breath(self) -> BreathStages:
-        """The stages of decode and of later segments.
-
-        Raises:
-            BackendUnavailable: as `require_crystal`.
-        """
-        if self.breath is None:
-            raise self._lacks("breath")
-        return self.breath
+        """The stages of decode and of later segments, or the error of `require_crystal`."""
+        return self._having("breath", self.breath)
 
     def require_diversity(self) -> DiversityStages:
-        """The stage of set-conditioned selection.
-
-        Raises:
-            BackendUnavailable: as `require_crystal`.
-        """
-        if self.diversity is None:
-            raise self._lacks("diversity")
-        return self.diversity
+        """The stage of set-conditioned selection, or the error of `require_crystal`."""
+        return self._having("diversity", self.diversity)
 
     def require_nestedkv(self) -> NestedKVStages:
-        """NestedKV's score.
-
-        Raises:
-            BackendUnavailable: as `require_crystal`.
-        """
-        if self.nestedkv is None:
-            raise self._lacks("nestedkv")
-        return self.nestedkv
+        """NestedKV's score, or the error of `require_crystal`."""
+        return self._having("nestedkv", self.nestedkv)
 
     def require_policies(self) -> PolicyStages:
-        """The stages of the published policies.
+        """The stages of the published policies, or the error of `require_crystal`."""
+        return self._having("policies", self.policies)
 
-        Raises:
-            BackendUnavailable: as `require_crystal`.
-        """
-        if self.policies is None:
-            raise self._lacks("policies")
-        return self.policies
-
-    def _lacks(self, family: str) -> BackendUnavailable:
-        has = [name for name in FAMILIES if getattr(self, name) is not None]
-        return BackendUnavailable(f"backend {self.name!r} has no stage family {family!r}; it has: {has or 'none'}")
+    def _having(self, family: str, stages: Stages | None) -> Stages:
+        if stages is None:
+            has = [name for name in FAMILIES if getattr(self, name) is not None]
+            raise BackendUnavailable(f"backend {self.name!r} has no stage family {family!r}; it has: {has or 'none'}")
+        return stages
 
 
 def resolve(backend: str | Backend) -> Backend:

@@ -59,7 +59,14 @@ class DecideInSteps:
         Raises:
             SpecError: otherwise.
         """
-        _check_records(policy, cache)
+        records, name = cache.continuation, policy.name
+        if not isinstance(records, ScorerRecords) or records.policy != name:
+            raise SpecError("past_key_values", "tokens without records", f"{name} goes on from its own prompt only")
+        stored = [len(cache.full_layers[0].head_positions(row, 0)) for row in range(len(records.rows))]
+        if stored != [running.live.shape[1] for running in records.rows]:
+            raise SpecError("past_key_values", "tokens without records", f"{name} has not seen the last tokens of it")
+
+    before_step = before_reading = check_turn
 
     def check_padded(self, policy: Policy, cache: RetainedCache) -> None:
         """Padded turns are not served.
@@ -84,14 +91,6 @@ class DecideInSteps:
     def flush_pending(self, cache: RetainedCache) -> None:
         """Records know every token at once."""
 
-    def before_step(self, policy: Policy, cache: RetainedCache) -> None:
-        """The records are this policy's, and about all that the cache stores.
-
-        Raises:
-            SpecError: otherwise.
-        """
-        _check_records(policy, cache)
-
     def after_step(
         self, policy: Policy, budget: Budget, cache: RetainedCache, ids: Tensor, observed: ObservedRows | None,
     ) -> None:
@@ -109,14 +108,6 @@ class DecideInSteps:
         if any(due):
             cache.compact(retentions)
         cache.continuation = ScorerRecords(policy.name, tuple(after))
-
-    def before_reading(self, policy: Policy, cache: RetainedCache) -> None:
-        """The records are this policy's, and about all that the cache stores.
-
-        Raises:
-            SpecError: otherwise.
-        """
-        _check_records(policy, cache)
 
     def after_reading(
         self, policy: Policy, budget: Budget, cache: RetainedCache, ids: Tensor, observed: ObservedRows,
@@ -138,12 +129,3 @@ def _decision(policy: Policy, rows: Sequence[tuple[Retention, Running]]) -> Deci
 def _all_live(policy: Policy, running: Running, seen: int) -> Retention:
     groups, live = running.live.shape
     return Retention(running.live.ravel(), live * np.arange(groups + 1), seen, policy.granularity)
-
-
-def _check_records(policy: Policy, cache: RetainedCache) -> None:
-    records, name = cache.continuation, policy.name
-    if not isinstance(records, ScorerRecords) or records.policy != name:
-        raise SpecError("past_key_values", "tokens without records", f"{name} goes on from its own prompt only")
-    stored = [len(cache.full_layers[0].head_positions(row, 0)) for row in range(len(records.rows))]
-    if stored != [running.live.shape[1] for running in records.rows]:
-        raise SpecError("past_key_values", "tokens without records", f"{name} has not seen the last tokens of it")

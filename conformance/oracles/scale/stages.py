@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from conformance.oracles.sums import added
 from spec.arrays import BoolVector, IntVector, Vector
 from spec.parameters import CrystalCacheParameters
 
@@ -70,7 +71,7 @@ def sentences(ends: BoolVector) -> IntVector:
 
 def interface_sums(weights: list[float], tau: float) -> bool:
     """Whether the strength exceeds tau: sum from left to right, less tau times the number."""
-    return _left_to_right(weights) - tau * len(weights) > 0
+    return added(weights) - tau * len(weights) > 0
 
 
 def trunks(ends: BoolVector, E: Columns, start: int, p: CrystalCacheParameters) -> IntVector:
@@ -137,15 +138,8 @@ def trunk_impact(M: Vector, offsets: IntVector) -> Vector:
     found = []
     for a, b in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
         top = np.sort(M[a:b])[::-1][:3].tolist()
-        found.append(_left_to_right(top) / len(top))
+        found.append(added(top) / len(top))
     return np.array(found)
-
-
-def _left_to_right(terms: list[float]) -> float:
-    total = 0.0
-    for x in terms:
-        total += x
-    return total
 
 
 def pairs(E: Columns, bounds: IntVector, new_from: int = 0) -> Pairs:

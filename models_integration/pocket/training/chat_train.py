@@ -6,9 +6,7 @@ stored as float16.
 """
 
 import argparse
-import json
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,8 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from models_integration.pocket.shipped import CHAT_ASSETS, load_pocket
 from models_integration.pocket.training.chat import ChatPlan, ChatRows, chat_tokenizer
 from models_integration.pocket.training.initialisation import look_back
-from models_integration.pocket.training.tokenizer import save_tokenizer
-from models_integration.pocket.training.train import Progress, digit_accuracy, scored_logits, weighted_loss
+from models_integration.pocket.training.train import Resumable, digit_accuracy, scored_logits, weighted_loss
 
 __all__ = ["RATES", "STAGES", "STEPS", "ChatTrainer", "Stage", "main", "new_sibling", "rate_at", "stage_at"]
 
@@ -114,20 +111,12 @@ def rate_at(step: int) -> float:
     return float(np.interp(step, steps, rates)) * min(1.0, (step + 1) / WARMUP)
 
 
-class ChatTrainer:
-    """A run that goes on where it was stopped: every step draws its rows from a generator seeded by its number."""
+class ChatTrainer(Resumable):
+    """The sibling's run: every step draws its rows from a generator seeded by its number."""
 
     def __init__(self, folder: Path) -> None:
-        self.tokenizer, self.model, self.progress = chat_tokenizer(), new_sibling(), Progress()
-        self.optimiser = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
+        super().__init__(new_sibling(), chat_tokenizer(), folder)
         self.rows, self.held_out = ChatRows(self.tokenizer), ChatRows(self.tokenizer, held_out=True)
-        self._file = folder / "state.pt"
-        folder.mkdir(parents=True, exist_ok=True)
-        if self._file.exists():
-            state = torch.load(self._file, weights_only=True)
-            self.model.load_state_dict(state["model"])
-            self.optimiser.load_state_dict(state["optimiser"])
-            self.progress = Progress(**state["progress"])
 
     def step(self) -> float:
         """Train on one batch; the share of right digits."""
@@ -137,14 +126,7 @@ class ChatTrainer:
         plan = stage.plans[int(rng.integers(len(stage.plans)))]
         batch = self.rows.batch(rng, plan, TOKENS // plan.length, stage.choice, stage.shared)
         scored = scored_logits(self.model, batch, 0.0, torch.Generator().manual_seed(number))
-        for group in self.optimiser.param_groups:
-            group["lr"] = rate_at(number)
-        self.optimiser.zero_grad()
-        weighted_loss(*scored).backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimiser.step()
-        self.progress.step += 1
-        self.progress.tokens += batch.ids.size
+        self.learn(weighted_loss(*scored), rate_at(number), batch.ids.size)
         self.progress.seconds += time.thread_time() - began
         return digit_accuracy(*scored)
 
@@ -154,25 +136,12 @@ class ChatTrainer:
         batch = self.held_out.batch(np.random.default_rng(0), LONG, 16, choice=True)
         return digit_accuracy(*scored_logits(self.model, batch, 0.0, torch.Generator().manual_seed(0)))
 
-    def save(self) -> None:
-        """Write the state, whole or not at all."""
-        state = {
-            "model": self.model.state_dict(), "optimiser": self.optimiser.state_dict(),
-            "progress": asdict(self.progress),
-        }
-        partial = self._file.with_suffix(".partial")
-        torch.save(state, partial)
-        partial.replace(self._file)
-
-    def export(self, folder: Path) -> None:
-        """Write the shipped files."""
+    def half(self) -> LlamaForCausalLM:
+        """A copy of the model as it is shipped, in float16."""
         half = LlamaForCausalLM(self.model.config)
         half.load_state_dict(self.model.state_dict())
         half.half()  # type: ignore[no-untyped-call]
-        half.save_pretrained(folder)
-        save_tokenizer(self.tokenizer, folder)
-        (folder / "training.json").write_text(json.dumps(asdict(self.progress)) + "\n")
-        (folder / "model.safetensors").chmod(0o644)  # it is written for its owner alone, and a package ships it
+        return half
 
 
 def main() -> None:
@@ -193,7 +162,7 @@ def main() -> None:
             seconds = trainer.progress.seconds
             print(f"{step} {seconds:.0f}s digits {np.mean(recent):.3f}, held out {held_out:.3f}", flush=True)
             recent.clear()
-    trainer.export(options.export)
+    trainer.export(options.export, trainer.half())
 
 
 if __name__ == "__main__":

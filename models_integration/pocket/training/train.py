@@ -30,7 +30,7 @@ from models_integration.pocket.training.initialisation import prepare
 from models_integration.pocket.training.tokenizer import MAXIMUM_LENGTH, build_tokenizer, save_tokenizer
 
 __all__ = [
-    "SEED", "Progress", "Trainer", "digit_accuracy", "export", "main", "new_model", "pocket_config", "probe",
+    "SEED", "Progress", "Resumable", "Trainer", "digit_accuracy", "main", "new_model", "pocket_config", "probe",
     "scored_logits", "weighted_loss",
 ]
 
@@ -117,50 +117,58 @@ def probe(model: LlamaForCausalLM, maker: RowMaker) -> float:
     return digit_accuracy(*scored_logits(model, batch, 0.0, generator))
 
 
-def export(model: LlamaForCausalLM, folder: Path, progress: Progress) -> None:
-    """Write the shipped files (weights, configuration, tokenizer, cost) into a folder."""
-    model.save_pretrained(folder)
-    save_tokenizer(build_tokenizer(), folder)
-    (folder / "training.json").write_text(json.dumps(asdict(progress)) + "\n")
-    (folder / "model.safetensors").chmod(0o644)  # it is written for its owner alone, and a package ships it
+class Resumable:
+    """A run that goes on where it was stopped: the model, the optimiser, the progress and the file that holds them."""
 
-
-class Trainer:
-    """A resumable run: the model, the optimiser, the progress and the folder that holds them."""
-
-    def __init__(self, folder: Path, export_folder: Path | None, pool: int = FILLER_POOL) -> None:
-        self.folder, self.export_folder = folder, export_folder
-        self.tokenizer = build_tokenizer()
-        self.model = new_model(self.tokenizer)
-        self.optimiser = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
-        self.progress = Progress()
-        self.maker = RowMaker(self.tokenizer, SEED, pool=pool)
-        self.held_out = RowMaker(self.tokenizer, SEED + 1, held_out=True, pool=pool)
-        self._resume()
-
-    @property
-    def _state_file(self) -> Path:
-        return self.folder / "state.pt"
-
-    def _resume(self) -> None:
-        if not self._state_file.exists():
-            return
-        state = torch.load(self._state_file, weights_only=True)
-        self.model.load_state_dict(state["model"])
-        self.optimiser.load_state_dict(state["optimiser"])
-        self.progress = Progress(**state["progress"])
+    def __init__(self, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+        self.model, self.tokenizer, self.progress = model, tokenizer, Progress()
+        self.optimiser = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
+        self._file = folder / "state.pt"
+        if self._file.exists():
+            state = torch.load(self._file, weights_only=True)
+            self.model.load_state_dict(state["model"])
+            self.optimiser.load_state_dict(state["optimiser"])
+            self.progress = Progress(**state["progress"])
 
     def save(self) -> None:
         """Write the state so that an interruption at any moment leaves a whole file."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self._file.parent.mkdir(parents=True, exist_ok=True)
         state = {
-            "model": self.model.state_dict(),
-            "optimiser": self.optimiser.state_dict(),
+            "model": self.model.state_dict(), "optimiser": self.optimiser.state_dict(),
             "progress": asdict(self.progress),
         }
-        partial = self._state_file.with_suffix(".partial")
+        partial = self._file.with_suffix(".partial")
         torch.save(state, partial)
-        partial.replace(self._state_file)
+        partial.replace(self._file)
+
+    def learn(self, loss: Tensor, rate: float, tokens: int) -> None:
+        """One step of the optimiser, on a batch of so many tokens."""
+        for group in self.optimiser.param_groups:
+            group["lr"] = rate
+        self.optimiser.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimiser.step()
+        self.progress.step += 1
+        self.progress.tokens += tokens
+
+    def export(self, folder: Path, model: LlamaForCausalLM) -> None:
+        """Write the shipped files (weights, configuration, tokenizer, cost) into a folder."""
+        model.save_pretrained(folder)
+        save_tokenizer(self.tokenizer, folder)
+        (folder / "training.json").write_text(json.dumps(asdict(self.progress)) + "\n")
+        (folder / "model.safetensors").chmod(0o644)  # it is written for its owner alone, and a package ships it
+
+
+class Trainer(Resumable):
+    """The run of the pocket model."""
+
+    def __init__(self, folder: Path, export_folder: Path | None, pool: int = FILLER_POOL) -> None:
+        tokenizer = build_tokenizer()
+        super().__init__(new_model(tokenizer), tokenizer, folder)
+        self.export_folder = export_folder
+        self.maker = RowMaker(tokenizer, SEED, pool=pool)
+        self.held_out = RowMaker(tokenizer, SEED + 1, held_out=True, pool=pool)
 
     def step(self) -> tuple[str, int, float, float]:
         """Train on one batch; return the stage, the row length, the loss and the digit accuracy."""
@@ -172,14 +180,7 @@ class Trainer:
         batch = self.maker.batch(rng, plan, rows)
         scored = scored_logits(self.model, batch, TEXT_SHARE, torch.Generator().manual_seed(number))
         loss = weighted_loss(*scored)
-        for group in self.optimiser.param_groups:
-            group["lr"] = rate_at(number)
-        self.optimiser.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimiser.step()
-        self.progress.step += 1
-        self.progress.tokens += batch.ids.size
+        self.learn(loss, rate_at(number), batch.ids.size)
         self.progress.seconds += time.monotonic() - began
         return stage.name, plan.length, float(loss.detach()), digit_accuracy(*scored)
 
@@ -191,7 +192,7 @@ class Trainer:
         self.progress.best_probe = max(score, self.progress.best_probe)
         self.save()
         if best and self.export_folder is not None:
-            export(self.model, self.export_folder, self.progress)
+            self.export(self.export_folder, self.model)
         print(f"step {self.progress.step} held-out digits {score:.4f}{' exported' if best else ''}", flush=True)
 
     def run(self, until: int, log_every: int, checkpoint_every: int) -> None:
