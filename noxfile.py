@@ -344,12 +344,6 @@ def docs(session: nox.Session) -> None:
     session.run(python, "-m", pages, "check", "site", external=True)
 
 
-@nox.session(venv_backend="none")
-def house(session: nox.Session) -> None:
-    """Figures of the house: files that a prompt enters, circles, sizes of classes, branches, words, lines."""
-    run(session, "conformance.measure.house", *session.posargs)
-
-
 def built_wheel(session: nox.Session, home: Path) -> Path:
     """The wheel of this checkout, with its lines of Python said."""
     shutil.rmtree(home, ignore_errors=True)
