@@ -29,7 +29,7 @@ from pathlib import Path
 from conformance.assurance.sometimes import plugin, states
 plugin.SUITE, states.REFUSALS = Path(__file__).parent, {}
 states.STATES = {"crystal.score": {
-    f"{n} trunks": ("CC-SCORE", lambda c, n=n: len(c.S) == n) for n in (1, 2, 3)
+    f"{n} trunks": ("CC-SCORE", lambda c, n=n: len(c.D) == n) for n in (1, 2, 3)
 }}
 """
 TEST = """
