@@ -5,12 +5,12 @@ cleaned out of is destroyed; both need no room, and the next opening makes the l
 """
 
 import sqlite3
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, cast
 
-from models_integration.archive.errors import ArchiveError, ArchiveReadOnly, named_errors
+from models_integration.archive.errors import ArchiveError, named_errors
 from models_integration.archive.sealed_database import SealedDatabase
 
 __all__ = ["Catalogue", "Entry"]
@@ -47,6 +47,8 @@ class Catalogue:
         try:
             with self._file.alone():
                 self._file.open()
+                # What SQLite could open for reading alone says so now, not when a chunk is put.
+                self._file.rows.execute("DELETE FROM objects WHERE 0")
         except (ArchiveError, OSError, sqlite3.Error):
             self._file.let_go()
             self._memory = _in_memory(cast(list[Row], self._file.copied(EVERYTHING)))
@@ -76,7 +78,7 @@ class Catalogue:
         if self._memory is None:
             self._file.make_room()
 
-    def add(self, entries: Collection[Entry]) -> None:
+    def add(self, entries: Iterable[Entry]) -> None:
         """List objects, as the latest used; those that are listed stay as they are."""
         self._write_uses()
         self._change(
@@ -145,14 +147,7 @@ class Catalogue:
         with self._using() as rows:
             return rows.execute(f"{EVERYTHING} ORDER BY {order}").fetchall()
 
-    def _change(self, statement: str, values: Collection[tuple[object, ...]]) -> None:
-        try:
-            self._written(statement, values)
-        except ArchiveReadOnly:  # what SQLite could not open for writing once, it holds open for reading alone
-            self._file.let_go()
-            self._written(statement, values)
-
-    def _written(self, statement: str, values: Collection[tuple[object, ...]]) -> None:
+    def _change(self, statement: str, values: Iterable[tuple[object, ...]]) -> None:
         with self._using() as rows:
             _in_one(rows, statement, values)
             if self._memory is None:

@@ -65,6 +65,17 @@ def test_a_list_that_was_opened_for_reading_alone_is_not_used(at: int) -> None:
 
 
 @pytest.mark.law("promised-is-there-forgotten-is-not")
+@pytest.mark.parametrize("at", range(26, 33))
+def test_a_put_that_fails_leaves_the_list_of_others(at: int) -> None:
+    script = [
+        Operation("put", {"tenant": 1, "text": 2, "fault": None}),
+        Operation("put", {"tenant": 0, "text": 0, "fault": ["error", errno.EROFS, at]}),
+        Operation("gc", {"fault": None}),
+    ]
+    assert finding(script, Met()) is None
+
+
+@pytest.mark.law("promised-is-there-forgotten-is-not")
 def test_who_is_forgotten_leaves_no_row_without_its_file() -> None:
     """An hour's run found it: another tenant's damaged object, which held the forgotten one's bytes, stayed listed."""
     script = [
