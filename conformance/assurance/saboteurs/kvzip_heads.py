@@ -68,9 +68,13 @@ def full_heads_in_8_bits(budgets: Any, total: int, scores: Scores) -> Any:
     w = min(budgets.window, n)
     free = min(total, G * n) - G * w
     full = G if n == w else free // (n - w)
-    if full < 256 or n == w:
-        return FullHeads(budgets.scores, budgets.window)(total, scores)
-    return FullHeads(budgets.scores, budgets.window)(G * w + full % 256 * (n - w), scores)
+    full = full if full < 256 else full % 256
+    shares = np.full(G, n, dtype=np.int64)
+    others = np.sort(np.argsort(-budgets.scores, kind="stable")[full:])
+    if len(others):
+        rest = free - full * (n - w) + len(others) * w
+        shares[others] = rest // len(others) + (np.arange(len(others)) < rest % len(others))
+    return shares
 
 
 @instead_of(kvzip_heads, "PO-KVZIP-HEADS")
