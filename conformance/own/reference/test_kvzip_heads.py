@@ -52,11 +52,7 @@ def test_the_best_token_of_a_long_context_counts_wherever_it_stands() -> None:
 
 @pytest.mark.spec("PO-HEAD-SCORES")
 @pytest.mark.parametrize("contexts", [[], [np.full((2, 3), np.nan)], [np.zeros((2, 0))]])
-<<<<<<< HEAD
-def test_a_context_without_a_rehearsed_token_is_refused(contexts: list[np.ndarray]) -> None:
-=======
 def test_a_context_without_a_rehearsed_token_is_refused(contexts: list[Matrix]) -> None:
->>>>>>> crush
     with pytest.raises(SpecError) as caught:
         head_scores(contexts)
     assert caught.value.argument == "contexts"
