@@ -3,7 +3,6 @@
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
-from typing import Literal, get_args
 
 import numpy as np
 
@@ -17,11 +16,11 @@ from spec.validate import check_choices
 
 __all__ = ["anchor_distances", "kvcrush", "representatives", "scored_or_representative", "with_representatives"]
 
-Anchor = Literal["alternating", "mean", "zeros", "ones"]
+ANCHORS = ("alternating", "mean", "zeros", "ones")
 
 
 def anchor_distances(
-    values: Float64[Matrix, "h n"], protected: Bool[BoolVector, " n"], b: int, anchor: Anchor,
+    values: Float64[Matrix, "h n"], protected: Bool[BoolVector, " n"], b: int, anchor: str,
 ) -> Int64[IntVector, " m"]:
     """Bits "in the better half of this head" of a full block's tokens that differ from the anchor's; 0 where protected.
 
@@ -67,7 +66,7 @@ def representatives(
 
 
 def scored_or_representative(
-    scores: Scores, budgets: IntVector, protected: BoolVector, /, b: int, share: Fraction, anchor: Anchor,
+    scores: Scores, budgets: IntVector, protected: BoolVector, /, b: int, share: Fraction, anchor: str,
 ) -> Selection:
     """`best_blocks`, of which `representatives` chooses, by the distances of each set's layer.
 
@@ -80,7 +79,7 @@ def scored_or_representative(
 
 
 def with_representatives(
-    host: Policy, block: int = 16, share: Fraction | float = Fraction(1, 4), anchor: Anchor = "alternating",
+    host: Policy, block: int = 16, share: Fraction | float = Fraction(1, 4), anchor: str = "alternating",
 ) -> Policy:
     """A policy that keeps the best tokens at the end of segments: in blocks, a share of them representatives.
 
@@ -92,7 +91,7 @@ def with_representatives(
         raise SpecError("host", host.name, "must keep single tokens by their scores alone, at the end of segments")
     if not 0 <= share <= 1:
         raise SpecError("share", share, "must lie in [0, 1]")
-    check_choices("anchor", (anchor,), get_args(Anchor))
+    check_choices("anchor", (anchor,), ANCHORS)
     selector = partial(
         scored_or_representative, b=check_positive("block", block), share=Fraction(share), anchor=anchor
     )
@@ -104,7 +103,7 @@ def with_representatives(
 
 def kvcrush(
     W: int = 32, kernel: int = 7, block: int = 16, share: Fraction | float = Fraction(1, 4),
-    anchor: Anchor = "alternating",
+    anchor: str = "alternating",
 ) -> Policy:
     """SnapKV's scores and window, in blocks.
 

@@ -13,7 +13,7 @@ __all__ = ["recency"]
 @dataclass(frozen=True)
 class _Recency:
     needs: Needs = Needs()
-    separable: bool = True
+    separable: bool = False
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
         cached = np.arange(observation.seen) if observation.positions is None else observation.positions

@@ -227,14 +227,14 @@ def test_a_file_brings_back_every_bit(tmp_path: Path) -> None:
 
 @pytest.mark.spec("TA-CALIBRATION")
 def test_a_digest_is_of_the_statistics_alone() -> None:
-    """8 digits, the same under another name; another bit of either statistic gives others."""
+    """8 digits, the same under another name; another bit of any statistic gives others."""
     found = a_calibration()
     plain = Identity("other", found.identity.inv_freq)
     assert plain.rope == replace(plain, factor=1.0).rope
-    renamed = Calibration(plain, found.layers, found.mean, found.magnitude)
+    renamed = Calibration(plain, found.layers, found.mean, found.magnitude, found.head_scores)
     assert re.fullmatch("[0-9a-f]{8}", found.digest)
     assert renamed.digest == found.digest
-    for name in ("mean", "magnitude"):
+    for name in ("mean", "magnitude", "head_scores"):
         changed = replace(found, **{name: np.nextafter(getattr(found, name), np.inf)})
         assert changed.digest != found.digest
 

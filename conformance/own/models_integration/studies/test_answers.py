@@ -14,6 +14,7 @@ from conformance.own.models_integration.studies.contexts import answer
 from models_integration.cache.continuation import Decision
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.policies.calibration import calibrate
+from models_integration.policies.template import repeat_template
 from models_integration.session.verbs import compact
 from models_integration.studies.answers import Answer, Key, answers
 from models_integration.studies.subject import Loading, Subject
@@ -33,7 +34,8 @@ Kept = Sequence[list[int]]
 def subject(one_thread: None) -> Subject:
     plain = Loading(backend="numpy").subject()
     text = draw_sample("needle", plain.tokenizer, 400, 0, 1).context_ids
-    return replace(plain, calibration=calibrate(plain.model, torch.tensor([text])))
+    template = repeat_template(plain.tokenizer)
+    return replace(plain, calibration=calibrate(plain.model, torch.tensor([text]), template=template))
 
 
 def told(subject: Subject, placement: Placement, names: Sequence[str]) -> dict[Key, tuple[Answer, Kept]]:
