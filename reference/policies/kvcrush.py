@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 
 from reference.policies.scorers import LayerScorer, check_positive
-from reference.policies.selectors import best_blocks, best_tokens, top_tokens, top_units
+from reference.policies.selectors import best_blocks, best_tokens, marked, top_tokens, top_units
 from reference.policies.snapkv import snapkv
 from spec.arrays import Bool, BoolMatrix, BoolVector, Float64, Int64, IntMatrix, IntVector, Matrix
 from spec.errors import SpecError
@@ -55,8 +55,7 @@ def representatives(
     Source: KVCrush's official code, step 4.
     """
     few = np.maximum(0, places - held.sum(axis=1)) * share.numerator // share.denominator
-    best, stays = best_tokens(totals, places - few, held), np.zeros(totals.shape, dtype=np.bool_)
-    stays[np.repeat(np.arange(len(stays)), np.diff(best.offsets)), best.positions] = True
+    stays = marked(best_tokens(totals, places - few, held), totals.shape[1])
     for own, distance, r in zip(stays, distances, few, strict=True):
         left = np.flatnonzero(~own)
         left = left[np.argsort(distance[left], kind="stable")]

@@ -15,7 +15,7 @@ from spec.policy import Scores, Selection
 from spec.records import Trunks
 
 __all__ = [
-    "Choice", "Dissolve", "best_blocks", "best_tokens", "fill_units", "recent_half", "staged", "top_tokens",
+    "Choice", "Dissolve", "best_blocks", "best_tokens", "fill_units", "marked", "recent_half", "staged", "top_tokens",
     "top_units", "touched_units",
 ]
 
@@ -69,9 +69,14 @@ def staged(
     """
     assert scores.second is not None
     chosen = top_tokens(scores, first, protected, choose)
-    held = np.zeros(scores.values.shape, dtype=np.bool_)
-    held[np.repeat(np.arange(len(held)), np.diff(chosen.offsets)), chosen.positions] = True
-    return choose(scores.second, budgets, held)
+    return choose(scores.second, budgets, marked(chosen, scores.values.shape[1]))
+
+
+def marked(selection: Selection, n: int) -> Bool[BoolMatrix, "g n"]:
+    """Which of n tokens, or units, each group has chosen."""
+    marks = np.zeros((len(selection.offsets) - 1, n), dtype=np.bool_)
+    marks[np.repeat(np.arange(len(marks)), np.diff(selection.offsets)), selection.positions] = True
+    return marks
 
 
 def best_blocks(

@@ -13,9 +13,10 @@ import numpy as np
 
 from conformance.assurance.item_vectors import items
 from conformance.assurance.saboteurs.drawn_inputs import drawn_inputs
-from conformance.assurance.strategies import policy_cases as by_policy
+from conformance.assurance.strategies import policy_expected as small
 from conformance.assurance.strategies import policy_segments as by_turn
 from conformance.assurance.strategies import policy_steps as by_step
+from conformance.assurance.strategies.policy_cases import CASES
 from conformance.strategies.policy_inputs import Inputs, decided, drawn
 from conformance.strategies.prompts import random_prompt
 from reference import calibration, crystalcache, policies
@@ -135,7 +136,7 @@ def policy_kept(names: Sequence[str], steps: Sequence[str], case: Case) -> Any:
     """Kept sets of the named policies, and of those of `steps` while tokens are decoded."""
     inputs, longer = drawn(case["seed"], case["n"]), by_step.long(case["seed"])
     return [
-        *(attempt(decided, by_policy.CASES[name].policy(inputs), inputs, case["B"]) for name in names),
+        *(attempt(decided, CASES[name].policy(inputs), inputs, case["B"]) for name in names),
         *(attempt(by_step.decoded, RUNNING[name](longer, case["seed"]), longer, 5) for name in steps),
     ]
 
@@ -166,12 +167,12 @@ def turn_seeds(number: int) -> list[Case]:
 # Policies whose decisions go on while tokens are decoded.
 RUNNING: Mapping[str, Callable[[Inputs, int], Policy]] = {
     "h2o": lambda inputs, seed: policies.h2o(),
-    "vatp": lambda inputs, seed: policies.vatp(by_policy.SINK),
-    "morphkv": lambda inputs, seed: policies.morphkv(by_policy.W),
-    "vase": lambda inputs, seed: policies.vase(by_policy.W, by_policy.KERNEL, by_policy.N_SINK, by_policy.HALF, seed),
-    "triattention": lambda inputs, seed: by_policy.triattention(inputs, "global", 3 * (seed % 3), 1 + seed % 3),
+    "vatp": lambda inputs, seed: policies.vatp(small.SINK),
+    "morphkv": lambda inputs, seed: policies.morphkv(small.W),
+    "vase": lambda inputs, seed: policies.vase(small.W, small.KERNEL, small.N_SINK, small.HALF, seed),
+    "triattention": lambda inputs, seed: small.triattention(inputs, "global", 3 * (seed % 3), 1 + seed % 3),
     "diversity": lambda inputs, seed: policies.diverse(
-        replace(policies.knorm(), cadence=Cadence(every=1 + seed % 3)), by_policy.LAM
+        replace(policies.knorm(), cadence=Cadence(every=1 + seed % 3)), small.LAM
     ),
 }
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from conformance import tolerances
 from conformance.assurance.oracles import policies as brute_policies
 from conformance.assurance.oracles.scale import at_size
-from conformance.assurance.strategies.policy_cases import plain
+from conformance.assurance.strategies.policy_expected import plain
 from conformance.checks.stage_checks import edges_of, trunk_lists
 from conformance.oracles import decode as brute_decode
 from conformance.oracles import diversity as brute_diversity

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from conformance.assurance.oracles import blocks as oracle
 from conformance.assurance.oracles import policies as scored
 from conformance.assurance.oracles import weighed
-from conformance.assurance.strategies.policy_cases import BLOCK, CASES, KERNEL, SAFEGUARD, W, plain
+from conformance.assurance.strategies.policy_cases import CASES
+from conformance.assurance.strategies.policy_expected import BLOCK, KERNEL, SAFEGUARD, W, plain
 from conformance.assurance.strategies.policy_segments import SEEN, N, sets, turned
 from conformance.assurance.strategies.policy_steps import PROMPT, STEPS, decoded, long
 from conformance.plugin import sparingly

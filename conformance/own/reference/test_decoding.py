@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conformance.assurance.oracles import policies as oracle
-from conformance.assurance.strategies.policy_cases import plain
+from conformance.assurance.strategies.policy_expected import plain
 from conformance.assurance.strategies.policy_steps import PROMPT, STEPS, decoded, long, shown
 from conformance.strategies.policy_inputs import Inputs, drawn, groups_of
 from reference import policies

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conformance.assurance.strategies.policy_cases import triattention as calibrated_triattention
+from conformance.assurance.strategies.policy_expected import triattention as calibrated_triattention
 from conformance.strategies.policy_inputs import TEMPLATE, drawn
 from reference.policies.adakv import adakv, with_adaptive_budgets
 from reference.policies.budgets import Pyramid

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from conformance.assurance.oracles import policies as oracle
 from conformance.assurance.oracles import signatures as signed
-from conformance.assurance.strategies.policy_cases import (
-    CASES,
+from conformance.assurance.strategies.policy_cases import CASES
+from conformance.assurance.strategies.policy_expected import (
     KERNEL,
     LAM,
     W,

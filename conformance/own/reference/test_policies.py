@@ -10,7 +10,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from conformance.assurance.oracles import policies as oracle
-from conformance.assurance.strategies.policy_cases import C_CHUNK, CASES, FUTURE, KERNEL, LAG, SINK, W, plain
+from conformance.assurance.strategies.policy_cases import CASES
+from conformance.assurance.strategies.policy_expected import C_CHUNK, FUTURE, KERNEL, LAG, SINK, W, plain
 from conformance.plugin import sparingly
 from conformance.strategies.policy_inputs import Inputs, decided, drawn, observation
 from conformance.tolerances import scores_agree

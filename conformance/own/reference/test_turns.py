@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from conformance import tolerances
 from conformance.assurance.oracles import policies as oracle
-from conformance.assurance.strategies.policy_cases import CASES, plain
+from conformance.assurance.strategies.policy_cases import CASES
+from conformance.assurance.strategies.policy_expected import plain
 from conformance.assurance.strategies.policy_segments import (
     KERNEL,
     POLICIES,

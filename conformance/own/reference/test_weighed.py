@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from conformance.assurance.oracles import policies as oracle
 from conformance.assurance.oracles import weighed
-from conformance.assurance.strategies.policy_cases import CASES, KERNEL, SINK, W, plain
+from conformance.assurance.strategies.policy_cases import CASES
+from conformance.assurance.strategies.policy_expected import KERNEL, SINK, W, plain
 from conformance.assurance.strategies.policy_steps import PROMPT, STEPS, decoded, long
 from conformance.plugin import sparingly
 from conformance.strategies.policy_inputs import decided, drawn, observation

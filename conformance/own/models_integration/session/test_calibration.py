@@ -10,7 +10,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from conformance.assurance.oracles import kvzip as kvzip_oracle
-from conformance.assurance.strategies.policy_cases import rehearsed
+from conformance.assurance.strategies.policy_expected import rehearsed
 from conformance.own.models_integration.archive.models import ROTATIONS
 from conformance.own.models_integration.archive.models import build as rotated
 from conformance.own.models_integration.session.families import build, greedy, prompt
