@@ -96,7 +96,8 @@ def judged(judged: "Backend", request: pytest.FixtureRequest) -> "Backend":
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """Add what a worker of xdist has met."""
-    if theirs := getattr(node, "workeroutput", {}).get("kvspec_met"):
+    theirs = getattr(node, "workeroutput", {}).get("kvspec_met")
+    if theirs is not None:
         node.config.stash.setdefault(_met, Counter()).update(theirs)
 
 
@@ -104,15 +105,18 @@ def pytest_testnodedown(node: Any) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """A worker hands its counts over; a whole run in which a state was never met fails."""
     met = session.config.stash.get(_met, None)
-    if met and hasattr(session.config, "workeroutput"):
+    if met is None:
+        return
+    if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["kvspec_met"] = dict(met)
-    elif met and session.exitstatus == pytest.ExitCode.OK and not met.keys() >= expected().keys():
+    elif session.exitstatus == pytest.ExitCode.OK and not met.keys() >= expected().keys():
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """How many states were met, which least often, and which never, with its item."""
-    if met := config.stash.get(_met, None):
+    met = config.stash.get(_met, None)
+    if met is not None:
         items = expected()
         least = sorted((met[state], state) for state in items if met[state])[:3]
         terminalreporter.section("states of the decisions")
