@@ -11,7 +11,7 @@ __all__ = [
     "observed_attention", "received_attention", "softmax", "wide",
 ]
 
-_ROWS = 256  # queries at a time, so that no (H, n, n) array is made
+_ROWS = 32  # queries at a time: no (H, n, n) array is made, and what is made stays in the cache
 
 
 def wide(array: DeviceArray) -> Float64[Cube, "H n d"]:

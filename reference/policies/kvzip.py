@@ -19,7 +19,7 @@ from spec.retention import Granularity
 
 __all__ = ["KVzipPlus", "kvzip", "kvzip_plus", "kvzip_plus_score", "kvzip_score", "kvzip_uniform", "rehearsal_chunks"]
 
-_ROWS = 64  # queries at a time: no (H, r, m + r) array is made, and what is made stays in the cache
+_ROWS = 32  # queries at a time: no (H, r, m + r) array is made, and what is made stays in the cache
 
 
 def rehearsal_chunks(
@@ -56,7 +56,9 @@ def _attended(view: LayerView, N_sink: int) -> Iterator[tuple[Repeat, slice, Flo
         position, before = np.arange(keys.shape[1]), keys.shape[1] - own.shape[1]
         for first in range(0, q.shape[1], _ROWS):
             rows = slice(first, first + _ROWS)
-            A = attention(q[:, rows], keys, position[before:][rows], position, view.scaling, view.softcap)
+            asked = position[before:][rows]
+            visible = slice(int(asked[-1]) + 1)
+            A = attention(q[:, rows], keys[:, visible], asked, position[visible], view.scaling, view.softcap)
             yield repeat, rows, A[:, :, N_sink:before]
 
 
