@@ -9,6 +9,7 @@ from reference.policies.h2o import h2o
 from reference.policies.protections import protecting
 from reference.policies.scorers import check_weighable
 from spec.arrays import BoolVector, Float64, Int64, IntMatrix, Matrix
+from spec.backend import Backend
 from spec.errors import SpecError
 from spec.policy import NOTHING_PROMISED, Needs, Observation, Policy, RunningScorer, Scorer, Scores, SeparableScorer
 from spec.retention import Granularity
@@ -86,13 +87,14 @@ def with_value_norms(host: Policy, N_sink: int = 4) -> Policy:
     return protecting(named, range(N_sink))
 
 
-def vatp(N_sink: int = 4) -> Policy:
+def vatp(N_sink: int = 4, backend: str | Backend = "numpy") -> Policy:
     """H2O weighed by values, decided anew in every decode step; B is at least twice the sinks.
 
     The official code has no default for the sinks, and masks instead of evicting; its other form, Scissorhands, sums
     the last 400 queries and divides by 400 also where there are fewer. StreamingLLM's 4 sinks are chosen here.
 
     Raises:
-        SpecError: for N_sink below 0.
+        SpecError: for N_sink below 0, or an unknown backend.
+        BackendUnavailable: as `h2o`.
     """
-    return replace(with_value_norms(h2o(), N_sink), name="vatp", floor=2 * N_sink)
+    return replace(with_value_norms(h2o(backend), N_sink), name="vatp", floor=2 * N_sink)

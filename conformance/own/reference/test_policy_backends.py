@@ -19,6 +19,7 @@ pytestmark = pytest.mark.usefixtures("reference_items")
 MAKERS: list[Any] = [
     pytest.param("h2o", lambda i, **on: policies.h2o(**on), marks=pytest.mark.spec("PO-H2O")),
     pytest.param("tova", lambda i, **on: policies.tova(**on), marks=pytest.mark.spec("PO-TOVA")),
+    pytest.param("vatp", lambda i, **on: policies.vatp(1, **on), marks=pytest.mark.spec("PO-VATP")),
     pytest.param(
         "h2o-described", lambda i, **on: policies.h2o_described(3, **on), marks=pytest.mark.spec("PO-H2O-DESCRIBED")
     ),
