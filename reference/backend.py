@@ -18,7 +18,7 @@ from reference.crystalcache.tiers import dissolve_in_tiers
 from reference.crystalcache.trunks import trunk_offsets
 from reference.diversity import diverse
 from reference.nestedkv import anomaly_score
-from reference.policies.attention import received_attention
+from reference.policies.attention import largest_attention, received_attention
 from reference.policies.expected_attention import expected_weights
 from reference.policies.selectors import best_tokens
 from spec.arrays import BoolMatrix, BoolVector, IntVector, Matrix, Vector
@@ -142,6 +142,11 @@ class _PolicyStages:
         self, q: DeviceArray, k: DeviceArray, scaling: float, softcap: float | None, /,
     ) -> Matrix:
         return received_attention(q, k, scaling, softcap)
+
+    def largest_attention(
+        self, q: DeviceArray, k: DeviceArray, norms: Vector, scaling: float, softcap: float | None, /,
+    ) -> Matrix:
+        return largest_attention(q, k, norms, scaling, softcap)
 
     def expected_attention(
         self, q: DeviceArray, k: DeviceArray, v: DeviceArray, at: IntVector, ahead: IntVector, inv_freq: Vector,

@@ -168,6 +168,16 @@ class PolicyStages(Protocol):
         """
         ...
 
+    def largest_attention(
+        self, q: DeviceArray, k: DeviceArray, norms: Vector, scaling: float, softcap: float | None, /,
+    ) -> Matrix:
+        """The largest weight that each key gets of one query, (H, n), where a query's weights are over its norm.
+
+        q (H, m, d) are the last m of the tokens whose keys are k (H_kv, n, d); each sees the keys up to its own. norms
+        (m,) are above 0.
+        """
+        ...
+
     def expected_attention(
         self, q: DeviceArray, k: DeviceArray, v: DeviceArray, at: IntVector, ahead: IntVector, inv_freq: Vector,
         factor: float, scaling: float, /,

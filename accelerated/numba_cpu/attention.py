@@ -1,11 +1,13 @@
-"""The attention that keys receive (H2O, TOVA), in float32: blocks of queries, each one product and one pass over it.
+"""The attention that keys receive (H2O, TOVA, KVzip), in float32: blocks of queries, a product and a pass each.
 
 No (n, n) array exists: a block's logits have at most FLOATS entries, or one row a head. Its sums of weights are
 float32, those over blocks float64. Blocks are dealt to PARTS sums, whatever the number of threads: bits repeat.
 """
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -16,7 +18,7 @@ from accelerated.numba_cpu.kernels import FAST, exp2, largest
 from accelerated.numba_cpu.threads import plain, threads
 from spec.arrays import Cube, IntVector, Matrix, Vector
 
-__all__ = ["received_attention"]
+__all__ = ["largest_attention", "received_attention"]
 
 Floats = NDArray[np.float32]
 f32 = np.float32
@@ -35,18 +37,31 @@ class _Head:
     k: Floats
     softcap: float | None
 
-    def part(self, first: int) -> Vector:
+    def sums(self, first: int) -> Vector:
         """What every PARTS-th block of queries, from the `first` one on, sends to each key, (n,)."""
+        total = np.zeros(len(self.k))
+        for _, reach, S in self._blocks(first):
+            column = np.zeros(reach[-1], f32)
+            add_weights(S, reach, column)
+            total[: reach[-1]] += column
+        return total
+
+    def maxima(self, first: int, shares: Floats) -> Floats:
+        """The most that a query of these blocks sends to each key, times its share of (m,), (G, n)."""
+        most = np.zeros((len(self.q), len(self.k)), f32)
+        for rows, reach, S in self._blocks(first):
+            raise_weights(S, reach, shares[rows], most)
+        return most
+
+    def _blocks(self, first: int) -> Iterator[tuple[slice, IntVector, Floats]]:
+        """Queries, how many keys each sees, and the base-2 logits of the group's heads, one below the other."""
         G, m, d = self.q.shape
         n = len(self.k)
-        total, size = np.zeros(n), min(max(FLOATS // (G * n), 1), MOST)
+        size = min(max(FLOATS // (G * n), 1), MOST)
         for row in range(first * size, m, PARTS * size):
             reach = np.arange(n - m + row + 1, n - m + min(row + size, m) + 1)
             S = np.matmul(self.q[:, row : row + size].reshape(-1, d), self.k[: reach[-1]].T)
-            column = np.zeros(reach[-1], f32)
-            add_weights(_capped(S, self.softcap), reach, column)
-            total[: reach[-1]] += column
-        return total
+            yield slice(row, row + size), reach, _capped(S, self.softcap)
 
 
 def received_attention(
@@ -59,17 +74,45 @@ def received_attention(
     Raises:
         BackendUnavailable: without threadpoolctl.
     """
-    factor = scaling / softcap if softcap else scaling * LOG2_E
-    scaled: Floats = np.multiply(q, f32(factor), dtype=f32, casting="same_kind")
-    grouped = scaled.reshape(len(k), -1, *q.shape[1:])
+    grouped = _grouped(q, k, scaling, softcap)
     if grouped.shape[1] * grouped.shape[2] <= FEW:
         return _from_few(grouped, k, softcap)
-    heads = [_Head(own, plain(keys), softcap) for own, keys in zip(grouped, k, strict=True)]
-    with threads() as pool:
-        parts = pool.map(lambda task: task[0].part(task[1]), product(heads, range(PARTS)))
-        summed: Cube = np.stack(list(parts)).reshape(len(k), PARTS, -1)
+    summed: Cube = np.stack(_parts(_Head.sums, grouped, k, softcap)).reshape(len(k), PARTS, -1)
     received: Matrix = summed.sum(axis=1)
     return received
+
+
+def largest_attention(
+    q: NDArray[np.floating], k: NDArray[np.floating], norms: Vector, scaling: float, softcap: float | None,
+) -> Matrix:
+    """The largest weight on each key of k (H_kv, n, d) of a query of q (H, m, d), over its norm of (m,), (H, n).
+
+    Implements: PO-KVZIP, PO-KVZIP-PLUS
+
+    Raises:
+        BackendUnavailable: without threadpoolctl.
+    """
+    least = norms.min()
+    most = partial(_Head.maxima, shares=(least / norms).astype(f32))
+    parts: Floats = np.stack(_parts(most, _grouped(q, k, scaling, softcap), k, softcap))
+    largest: Matrix = parts.reshape(len(k), PARTS, -1, k.shape[1]).max(axis=1).reshape(len(q), -1) / least
+    return largest
+
+
+def _grouped(q: NDArray[np.floating], k: NDArray[np.floating], scaling: float, softcap: float | None) -> Floats:
+    """The scaled queries of each KV head's group, (H_kv, G, m, d)."""
+    factor = scaling / softcap if softcap else scaling * LOG2_E
+    scaled: Floats = np.multiply(q, f32(factor), dtype=f32, casting="same_kind")
+    return scaled.reshape(len(k), -1, *q.shape[1:])
+
+
+def _parts(
+    of: Callable[[_Head, int], NDArray[np.floating]], grouped: Floats, k: NDArray[np.floating], softcap: float | None,
+) -> list[NDArray[np.floating]]:
+    """What `of` makes of every head's parts, all threads at work."""
+    heads = [_Head(own, plain(keys), softcap) for own, keys in zip(grouped, k, strict=True)]
+    with threads() as pool:
+        return list(pool.map(lambda task: of(*task), product(heads, range(PARTS))))
 
 
 def _from_few(q: Floats, k: NDArray[np.floating], softcap: float | None) -> Matrix:
@@ -90,6 +133,17 @@ def _capped(S: Floats, softcap: float | None) -> Floats:
     return S
 
 
+@njit(nogil=True, fastmath=FAST, inline="always")
+def raise_to_powers(s: Floats, bits: NDArray[np.int32], width: int) -> np.float32:
+    """The first of a row become powers of 2, the largest of them 1; their sum."""
+    top = largest(bits, 0, width)
+    total = f32(0.0)
+    for j in range(width):
+        s[j] = exp2(s[j] - top)
+        total += s[j]
+    return total
+
+
 @njit(nogil=True, fastmath=FAST, cache=True)
 def add_weights(S: Floats, reach: IntVector, column: Floats) -> None:
     """Add the softmax of each row of S (heads x queries, keys) to `column` (keys,); S becomes powers of 2.
@@ -100,14 +154,22 @@ def add_weights(S: Floats, reach: IntVector, column: Floats) -> None:
     for r in range(len(S)):
         width = reach[r % len(reach)]
         s = S[r]
-        top = largest(bits[r], 0, width)
-        total = f32(0.0)
-        for j in range(width):
-            s[j] = exp2(s[j] - top)
-            total += s[j]
-        share = f32(1.0) / total
+        share = f32(1.0) / raise_to_powers(s, bits[r], width)
         for j in range(width):
             column[j] += s[j] * share
+
+
+@njit(nogil=True, fastmath=FAST, cache=True)
+def raise_weights(S: Floats, reach: IntVector, shares: Floats, columns: Floats) -> None:
+    """The same, times each query's share; `columns` (heads, keys) get the largest of each head."""
+    bits = S.view(np.int32)
+    for r in range(len(S)):
+        head, row = divmod(r, len(reach))
+        width = reach[row]
+        s, column = S[r], columns[head]
+        share = shares[row] / raise_to_powers(s, bits[r], width)
+        for j in range(width):
+            column[j] = max(column[j], s[j] * share)
 
 
 @njit(nogil=True, cache=True)

@@ -4,7 +4,7 @@ import numpy as np
 
 from accelerated.numba_cpu.activation import active_trunks, inverse_key_norms
 from accelerated.numba_cpu.adaptive import adapted
-from accelerated.numba_cpu.attention import received_attention
+from accelerated.numba_cpu.attention import largest_attention, received_attention
 from accelerated.numba_cpu.breath import decay
 from accelerated.numba_cpu.coattention import coattention
 from accelerated.numba_cpu.coverage import backfill, coverage_reserve
@@ -148,6 +148,11 @@ class _PolicyStages:
         self, q: DeviceArray, k: DeviceArray, scaling: float, softcap: float | None, /,
     ) -> Matrix:
         return received_attention(q, k, scaling, softcap)
+
+    def largest_attention(
+        self, q: DeviceArray, k: DeviceArray, norms: Vector, scaling: float, softcap: float | None, /,
+    ) -> Matrix:
+        return largest_attention(q, k, norms, scaling, softcap)
 
     def expected_attention(
         self, q: DeviceArray, k: DeviceArray, v: DeviceArray, at: IntVector, ahead: IntVector, inv_freq: Vector,

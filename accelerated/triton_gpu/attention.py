@@ -1,8 +1,10 @@
-"""What attention says of keys (H2O, TOVA, Expected Attention), in torch: products, and passes that read them once.
+"""What attention says of keys (H2O, TOVA, KVzip, Expected Attention), in torch: products, passes that read them once.
 
 A decode step's query makes four small calls, and a prompt's products are torch's own: no kernel of ours would gain.
 Products and softmax are float32, sums over blocks and all d x d matrices float64.
 """
+
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -12,7 +14,7 @@ from accelerated.triton_gpu.device import default_device, download, upload
 from spec.arrays import IntVector, Matrix, Vector
 from spec.policy import DeviceArray
 
-__all__ = ["expected_attention", "received_attention"]
+__all__ = ["expected_attention", "largest_attention", "received_attention"]
 
 FLOATS = 2**26  # of a block's logits: 256 MiB
 
@@ -22,9 +24,35 @@ def received_attention(q: DeviceArray, k: DeviceArray, scaling: float, softcap: 
 
     Implements: PO-OBSERVED-ATTENTION
     """
-    q, keys = _on_device(q), _on_device(k).transpose(1, 2)
+    q, keys = _on_device(q), _on_device(k)
+    total = torch.zeros(keys.shape[:2], dtype=torch.float64, device=q.device)
+    for _, weights in _blocks(q, keys, scaling, softcap):
+        total[:, : weights.shape[-1]] += weights.sum(dim=(1, 2))
+    received: Matrix = download(total, np.float64)
+    return received
+
+
+def largest_attention(
+    q: DeviceArray, k: DeviceArray, norms: Vector, scaling: float, softcap: float | None,
+) -> Matrix:
+    """The largest weight on each key of k (H_kv, n, d) of a query of q (H, m, d), over its norm of (m,), (H, n).
+
+    Implements: PO-KVZIP, PO-KVZIP-PLUS
+    """
+    q, keys, least = _on_device(q), _on_device(k), float(norms.min())
+    shares = upload(least / norms, np.float32, q.device)[:, None]
+    largest = torch.zeros(len(q), keys.shape[1], device=q.device)
+    for rows, weights in _blocks(q, keys, scaling, softcap):
+        found = largest[:, : weights.shape[-1]]
+        torch.maximum(found, (weights * shares[rows]).amax(dim=2).view_as(found), out=found)
+    each: Matrix = download(largest, np.float64)
+    return each / least
+
+
+def _blocks(q: Tensor, k: Tensor, scaling: float, softcap: float | None) -> Iterator[tuple[slice, Tensor]]:
+    """Some of the queries, and their weights on the keys that these may see, (H_kv, group, rows, visible)."""
+    keys = k.transpose(1, 2)
     (H, m, d), (H_kv, _, n) = q.shape, keys.shape
-    total = torch.zeros(H_kv, n, dtype=torch.float64, device=q.device)
     place, size = torch.arange(n, device=q.device), max(1, FLOATS // (H * n))
     for first in range(0, m, size):
         rows = q[:, first : first + size].float() * scaling
@@ -33,9 +61,7 @@ def received_attention(q: DeviceArray, k: DeviceArray, scaling: float, softcap: 
         S = S if softcap is None else softcap * torch.tanh(S / softcap)
         ahead = place[:visible] > place[visible - rows.shape[1] : visible, None]
         S = S.view(H_kv, H // H_kv, *ahead.shape).masked_fill_(ahead, -torch.inf)
-        total[:, :visible] += torch.softmax(S, dim=-1).sum(dim=(1, 2))
-    received: Matrix = download(total, np.float64)
-    return received
+        yield slice(first, first + size), torch.softmax(S, dim=-1)
 
 
 def expected_attention(

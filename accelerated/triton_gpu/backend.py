@@ -8,7 +8,7 @@ from accelerated.numba_cpu.adaptive import adapted
 from accelerated.numba_cpu.backend import BACKEND as NUMBA
 from accelerated.numba_cpu.impact import unit_trunk_impact
 from accelerated.triton_gpu.activation import inverse_key_norms
-from accelerated.triton_gpu.attention import expected_attention, received_attention
+from accelerated.triton_gpu.attention import expected_attention, largest_attention, received_attention
 from accelerated.triton_gpu.coattention import coattention
 from accelerated.triton_gpu.crystallization import crystallization
 from accelerated.triton_gpu.device import require_device, takes
@@ -128,6 +128,11 @@ class _PoliciesOnDevice:
         self, q: DeviceArray, k: DeviceArray, scaling: float, softcap: float | None, /,
     ) -> Matrix:
         return received_attention(q, k, scaling, softcap)
+
+    def largest_attention(
+        self, q: DeviceArray, k: DeviceArray, norms: Vector, scaling: float, softcap: float | None, /,
+    ) -> Matrix:
+        return largest_attention(q, k, norms, scaling, softcap)
 
     def expected_attention(
         self, q: DeviceArray, k: DeviceArray, v: DeviceArray, at: IntVector, ahead: IntVector, inv_freq: Vector,

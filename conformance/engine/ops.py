@@ -118,6 +118,13 @@ OPS: Mapping[str, Op] = {
         {"q": "float[H, m, d]", "k": "float[H_kv, n, d]", "scaling": "float", "softcap": "float or null"},
         "float[H_kv, n]",
     ),
+    "policies.largest_attention": Op(
+        {
+            "q": "float[H, m, d]", "k": "float[H_kv, n, d]", "norms": "float[m]", "scaling": "float",
+            "softcap": "float or null",
+        },
+        "float[H, n]",
+    ),
     "policies.expected_attention": Op(
         {
             "q": "float[H, m, d]", "k": "float[H_kv, n, d]", "v": "float[H_kv, n, d]", "at": "int[m]",

@@ -1,14 +1,16 @@
 """What attention says of keys: the parts that the scorers of this folder share."""
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from reference.crystalcache.coattention import attention
-from spec.arrays import Cube, Float64, Matrix
+from spec.arrays import Cube, Float64, Matrix, Vector
 from spec.policy import DeviceArray, LayerView
 
 __all__ = [
-    "accumulated_attention", "average_pool", "group_maximum", "group_mean", "group_sum", "max_pool",
-    "observed_attention", "received_attention", "softmax", "wide",
+    "accumulated_attention", "average_pool", "group_maximum", "group_mean", "group_sum", "largest_attention",
+    "max_pool", "observed_attention", "received_attention", "softmax", "wide",
 ]
 
 _ROWS = 32  # queries at a time: no (H, n, n) array is made, and what is made stays in the cache
@@ -41,17 +43,23 @@ def accumulated_attention(view: LayerView) -> Float64[Matrix, "H n"]:
 
     Source: H2O, Section 4; CrystalCache, Eq. 5. An earlier key is seen by more queries, and nothing corrects that.
     """
-    q, k = wide(view.q), wide(view.k)
-    n = k.shape[1]
-    positions, before = np.arange(n), n - q.shape[1]
-    total = np.zeros((len(q), n))
-    for first in range(0, q.shape[1], _ROWS):
-        rows = q[:, first : first + _ROWS]
-        asked = positions[before + first :][: rows.shape[1]]
-        visible = slice(int(asked[-1]) + 1)
-        A = attention(rows, k[:, visible], asked, positions[visible], view.scaling, view.softcap)
+    total = np.zeros((view.q.shape[0], view.k.shape[1]))
+    for _, visible, A in _blocks(view):
         total[:, visible] += A.sum(axis=1)
     return total
+
+
+def _blocks(view: LayerView) -> Iterator[tuple[slice, slice, Float64[Cube, "H rows visible"]]]:
+    """Some of the queries, the keys that these may see, and their weights on these."""
+    q, k = wide(view.q), wide(view.k)
+    positions, before = np.arange(k.shape[1]), k.shape[1] - q.shape[1]
+    for first in range(0, q.shape[1], _ROWS):
+        rows = slice(first, first + _ROWS)
+        asked = positions[before:][rows]
+        visible = slice(int(asked[-1]) + 1)
+        yield rows, visible, attention(
+            q[:, rows], k[:, visible], asked, positions[visible], view.scaling, view.softcap
+        )
 
 
 def received_attention(
@@ -62,6 +70,20 @@ def received_attention(
     Implements: PO-OBSERVED-ATTENTION
     """
     return group_sum(accumulated_attention(LayerView(q, k, None, scaling, softcap)), len(k))
+
+
+def largest_attention(
+    q: DeviceArray, k: DeviceArray, norms: Float64[Vector, " m"], scaling: float, softcap: float | None,
+) -> Float64[Matrix, "H n"]:
+    """The largest weight that one of the m queries gives each key, over that query's norm: `largest_attention`.
+
+    Implements: PO-KVZIP, PO-KVZIP-PLUS
+    """
+    largest = np.zeros((q.shape[0], k.shape[1]))
+    for rows, visible, A in _blocks(LayerView(q, k, None, scaling, softcap)):
+        found = largest[:, visible]
+        np.maximum(found, (A / norms[rows, None]).max(axis=1), out=found)
+    return largest
 
 
 def softmax(x: Float64[Matrix, "rows n"]) -> Float64[Matrix, "rows n"]:

@@ -1,25 +1,25 @@
 """KVzip: a token counts by the most attention that it gets while the model repeats its context."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 
-from reference.crystalcache.coattention import attention
-from reference.policies.attention import group_maximum, wide
+from reference.policies.attention import group_maximum, largest_attention, wide
 from reference.policies.budgets import across_layers, even
 from reference.policies.protections import SinkAndRecent
 from reference.policies.scorers import LayerScorer, stacked
 from reference.policies.selectors import top_units
-from spec.arrays import BoolVector, Cube, Float64, Int64, IntVector, Matrix
+from spec.arrays import BoolVector, Cube, Float64, Int64, IntVector, Matrix, Vector
+from spec.backend import Backend, resolve
 from spec.errors import SpecError
-from spec.policy import LayerView, Needs, Observation, Policy, Rehearsal, Repeat, Scores
+from spec.policy import DeviceArray, LayerView, Needs, Observation, Policy, Rehearsal, Repeat, Scores
 from spec.retention import Granularity
 
 __all__ = ["KVzipPlus", "kvzip", "kvzip_plus", "kvzip_plus_score", "kvzip_score", "kvzip_uniform", "rehearsal_chunks"]
 
-_ROWS = 32  # queries at a time: no (H, r, m + r) array is made, and what is made stays in the cache
+Largest = Callable[[DeviceArray, DeviceArray, Vector, float, float | None], Matrix]
 
 
 def rehearsal_chunks(
@@ -42,27 +42,29 @@ def rehearsal_chunks(
     return found
 
 
-def _attended(view: LayerView, N_sink: int) -> Iterator[tuple[Repeat, slice, Float64[Cube, "H rows m"]]]:
-    """The weights of a repeat's queries, some rows at a time, on its chunk's keys.
+def _repeats(view: LayerView) -> tuple[Repeat, ...]:
+    if view.repeats is None:
+        raise SpecError("repeats", None, "KVzip scores prompts that were rehearsed")
+    return view.repeats
+
+
+def _attended(
+    view: LayerView, repeats: Iterable[Repeat], N_sink: int, largest: Largest,
+) -> Iterator[tuple[slice, Float64[Cube, "H one m"]]]:
+    """Each chunk, and the most that a query of its repeat gives each of its tokens, over the query's norm.
 
     The sinks and the repeat itself, which is causal, stand in the denominator; the rest of the prompt does not.
     """
-    if view.repeats is None:
-        raise SpecError("repeats", None, "KVzip scores prompts that were rehearsed")
-    k = wide(view.k)
-    for repeat in view.repeats:
-        q, own = wide(repeat.q), wide(repeat.k)
-        keys = np.concatenate([k[:, :N_sink], k[:, repeat.start : repeat.stop], own], axis=1)
-        position, before = np.arange(keys.shape[1]), keys.shape[1] - own.shape[1]
-        for first in range(0, q.shape[1], _ROWS):
-            rows = slice(first, first + _ROWS)
-            asked = position[before:][rows]
-            visible = slice(int(asked[-1]) + 1)
-            A = attention(q[:, rows], keys[:, visible], asked, position[visible], view.scaling, view.softcap)
-            yield repeat, rows, A[:, :, N_sink:before]
+    k = np.asarray(view.k)
+    for repeat in repeats:
+        keys = np.concatenate([k[:, :N_sink], k[:, repeat.start : repeat.stop], np.asarray(repeat.k)], axis=1)
+        A = largest(repeat.q, keys, repeat.norms, view.scaling, view.softcap)
+        yield slice(repeat.start, repeat.stop), A[:, None, N_sink : N_sink + repeat.stop - repeat.start]
 
 
-def kvzip_score(view: LayerView, N_sink: int) -> Float64[Matrix, "H_kv n"]:
+def kvzip_score(
+    view: LayerView, N_sink: int, largest: Largest = largest_attention,
+) -> Float64[Matrix, "H_kv n"]:
     """The largest weight over the group and all queries of the chunk's repeat; NaN for what no chunk holds.
 
     Implements: PO-KVZIP
@@ -73,14 +75,14 @@ def kvzip_score(view: LayerView, N_sink: int) -> Float64[Matrix, "H_kv n"]:
         SpecError: where the prompt was not rehearsed.
     """
     scores = np.full(view.k.shape[:2], np.nan)
-    for repeat, _, A in _attended(view, N_sink):
-        chunk = scores[:, repeat.start : repeat.stop]
-        np.fmax(chunk, group_maximum(A, len(chunk)).max(axis=1), out=chunk)
+    plain = [replace(repeat, norms=np.ones_like(repeat.norms)) for repeat in _repeats(view)]
+    for chunk, A in _attended(view, plain, N_sink, largest):
+        scores[:, chunk] = np.fmax(scores[:, chunk], group_maximum(A, len(scores))[:, 0])
     return scores
 
 
 def kvzip_plus_score(
-    view: LayerView, N_sink: int, W_o: Float64[Cube, "H d hidden"],
+    view: LayerView, N_sink: int, W_o: Float64[Cube, "H d hidden"], largest: Largest = largest_attention,
 ) -> Float64[Matrix, "H_kv n"]:
     """The same of the weights times ||W_o v_i||_2 of the query head, over the norm of what the query was made of.
 
@@ -91,14 +93,12 @@ def kvzip_plus_score(
     Raises:
         SpecError: when the values were not captured, or a norm is not positive.
     """
-    if view.v is None or any((repeat.norms <= 0).any() for repeat in view.repeats or ()):
+    if view.v is None or any((repeat.norms <= 0).any() for repeat in _repeats(view)):
         raise SpecError("v" if view.v is None else "norms", None, "KVzip+ weighs by values, and by norms above 0")
     size = np.linalg.norm(np.matmul(np.repeat(wide(view.v), len(W_o) // len(view.v), axis=0), W_o), axis=2)
     scores = np.full(view.k.shape[:2], np.nan)
-    for repeat, rows, A in _attended(view, N_sink):
-        chunk = scores[:, repeat.start : repeat.stop]
-        output = A * size[:, None, repeat.start : repeat.stop] / repeat.norms[rows, None]
-        np.fmax(chunk, group_maximum(output, len(chunk)).max(axis=1), out=chunk)
+    for chunk, A in _attended(view, _repeats(view), N_sink, largest):
+        scores[:, chunk] = np.fmax(scores[:, chunk], group_maximum(A * size[:, None, chunk], len(scores))[:, 0])
     return scores
 
 
@@ -109,17 +109,19 @@ class KVzipPlus:
     needs: Needs
     W_o: Mapping[int, Cube]
     N_sink: int
+    largest: Largest = largest_attention
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
         rows = [
-            kvzip_plus_score(view, self.N_sink, wide(self.W_o[layer])) for layer, view in observation.layers.items()
+            kvzip_plus_score(view, self.N_sink, wide(self.W_o[layer]), self.largest)
+            for layer, view in observation.layers.items()
         ]
         return stacked(observation, rows)
 
 
 def kvzip(
     template: Sequence[Sequence[int]] | None = None, N_sink: int = 4, N_recent: int = 0, chunk: int = 2000,
-    overlap: int = 8,
+    overlap: int = 8, backend: str | Backend = "numpy",
 ) -> Policy:
     """The first N_sink and last N_recent tokens, and the best others of all layers and heads together.
 
@@ -129,12 +131,12 @@ def kvzip(
     template is theirs to word.
 
     Raises:
-        SpecError: without a template, or for constants below their least values.
+        SpecError: without a template, for constants below their least values, or an unknown backend.
+        BackendUnavailable: when the backend cannot run here, or has no stages of policies.
     """
-    rehearsal = Rehearsal(template, N_sink, N_recent, chunk, overlap)
-    scorer = LayerScorer(
-        Needs("all", 0, token_ids=True, rehearsal=rehearsal), partial(kvzip_score, N_sink=N_sink), separable=False
-    )
+    needs = Needs("all", 0, token_ids=True, rehearsal=Rehearsal(template, N_sink, N_recent, chunk, overlap))
+    largest = resolve(backend).require_policies().largest_attention
+    scorer = LayerScorer(needs, partial(kvzip_score, N_sink=N_sink, largest=largest), separable=False)
     return Policy(
         "kvzip", scorer, across_layers, top_units, SinkAndRecent(N_sink, N_recent), granularity=Granularity.HEAD,
         floor=N_sink + N_recent,
@@ -143,25 +145,28 @@ def kvzip(
 
 def kvzip_uniform(
     template: Sequence[Sequence[int]] | None = None, N_sink: int = 4, N_recent: int = 0, chunk: int = 2000,
-    overlap: int = 8,
+    overlap: int = 8, backend: str | Backend = "numpy",
 ) -> Policy:
     """The same scores, and as many tokens in each head; in kvpress (`layerwise`) the heads of a layer compete.
 
     Raises:
         SpecError: as `kvzip`.
+        BackendUnavailable: as `kvzip`.
     """
-    return replace(kvzip(template, N_sink, N_recent, chunk, overlap), name="kvzip-uniform", budgets=even)
+    return replace(kvzip(template, N_sink, N_recent, chunk, overlap, backend), name="kvzip-uniform", budgets=even)
 
 
 def kvzip_plus(
     W_o: Mapping[int, Cube], template: Sequence[Sequence[int]] | None = None, N_sink: int = 4, N_recent: int = 0,
-    chunk: int = 2000, overlap: int = 8,
+    chunk: int = 2000, overlap: int = 8, backend: str | Backend = "numpy",
 ) -> Policy:
     """KVzip's budgets over its scores with the output's norm.
 
     Raises:
         SpecError: as `kvzip`.
+        BackendUnavailable: as `kvzip`.
     """
-    plain = kvzip(template, N_sink, N_recent, chunk, overlap)
-    scorer = KVzipPlus(replace(plain.scorer.needs, values=True), W_o, N_sink)
+    plain = kvzip(template, N_sink, N_recent, chunk, overlap, backend)
+    largest = resolve(backend).require_policies().largest_attention
+    scorer = KVzipPlus(replace(plain.scorer.needs, values=True), W_o, N_sink, largest)
     return replace(plain, name="kvzip-plus", scorer=scorer)

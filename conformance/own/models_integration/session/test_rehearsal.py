@@ -183,4 +183,4 @@ def test_a_template_is_made_of_the_tokenizer() -> None:
     assert list(answer) == tokenizer.encode("\n", add_special_tokens=False)
     policy = Loading(backend="numpy").subject().policy("kvzip(chunk=64)", "0.3")
     assert isinstance(policy, Published)
-    assert policy.constants == {"template": (first, later, answer), "chunk": 64}
+    assert policy.constants == {"template": (first, later, answer), "chunk": 64, "backend": "numpy"}
