@@ -54,6 +54,37 @@ def test_each_query_gives_one(policy_stages: PolicyStages) -> None:
     assert policy_stages.received_attention(q, k, 1.0, 3000.0).tolist() == [[2.0, 1.0, 0.0]]
 
 
+@pytest.mark.spec("PO-KVZIP", "PO-KVZIP-PLUS")
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_largest_attention(policy_stages: PolicyStages, precision: str, seed: int, dtype: type) -> None:
+    """Of all queries, of the later half, and of the last alone; every key of every query head."""
+    q, k, _, softcap = drawn(seed)
+    q, k, n = q.astype(dtype), k.astype(dtype), k.shape[1]
+    norms = np.random.default_rng(seed).uniform(0.01, 9.0, n)
+    for m in {1, (n + 1) // 2, n}:
+        late = q[:, n - m :]
+        want = (oracle.attended(late, k, 0.5, softcap) / norms[n - m :, None]).max(axis=1)
+        found = policy_stages.largest_attention(late, k, norms[n - m :], 0.5, softcap)
+        assert found.shape == (len(q), n)
+        assert found.dtype == np.float64
+        assert all(scores_agree(got, row, precision) for got, row in zip(found, want.tolist(), strict=True))
+
+
+@pytest.mark.spec("PO-KVZIP", "PO-KVZIP-PLUS")
+@pytest.mark.parametrize("size", [1.0, 2.0**-90, 2.0**90])
+def test_the_query_that_gives_most_decides(policy_stages: PolicyStages, size: float) -> None:
+    """Far apart logits and norms that are powers of 2, small and large: exactly."""
+    q, k = single([[[2000.0], [-2000.0], [2000.0]]]), single([[[1.0], [-1.0], [0.0]]])
+    norms = size * np.array([4.0, 2.0, 1.0])
+    assert (size * policy_stages.largest_attention(q, k, norms, 1.0, None)).tolist() == [[1.0, 0.5, 0.0]]
+    assert (size * policy_stages.largest_attention(q, k, norms, 1.0, 3000.0)).tolist() == [[1.0, 0.5, 0.0]]
+    group = np.concatenate([q, -q])
+    assert (size * policy_stages.largest_attention(group, k, norms, 1.0, None)).tolist() == [
+        [1.0, 0.5, 0.0], [0.5, 1.0, 0.0],
+    ]
+
+
 @pytest.mark.spec("PO-EXPECTED-ATTENTION")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_expected_attention(policy_stages: PolicyStages, precision: str, seed: int) -> None:

@@ -7,7 +7,7 @@ from conformance.oracles.scale import selectors as oracle
 from conformance.strategies.scale_attention import Shape, addressed
 from conformance.strategies.scale_numbers import Numbers
 from conformance.suite.test_policy_stages import best, kept
-from conformance.tolerances import attention_error, expected_error, received_radius
+from conformance.tolerances import UNIT_ROUNDOFF, attention_error, expected_error, received_radius
 from spec.backend import PolicyStages
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -59,6 +59,28 @@ def test_received_attention_of_thousands(
         radius = received_radius(rows, np.tile(error, G), precision)
         assert radius.max() < 0.005 * rows.sum(axis=0).max(), "the inputs leave nothing certain"
         assert (np.abs(got - rows.sum(axis=0)) <= radius).all()
+
+
+@pytest.mark.spec("PO-KVZIP", "PO-KVZIP-PLUS")
+@pytest.mark.parametrize(("H", "H_kv", "m", "n", "d", "softcap"), [
+    (9, 3, 700, 1_300, 64, None), (4, 2, 300, 300, 257, None), (8, 1, 400, 400, 64, 2.0), (6, 2, 129, 1_200, 64, None),
+    (40, 20, 65, 65, 16, None), (34, 2, 1, 3_000, 128, None),
+])
+def test_largest_attention_of_thousands(
+    policy_stages: PolicyStages, precision: str, H: int, H_kv: int, m: int, n: int, d: int, softcap: float | None,
+) -> None:
+    """Within the certified bound of a masked softmax in float64; norms of which late ones are small, or early ones."""
+    numbers = Numbers(n + d)
+    q, k = ((numbers.fractions(h * t * d).reshape(h, t, d) - 0.5).astype(np.float32) for h, t in ((H, m), (H_kv, n)))
+    scaling, ramp = 8 * d**-0.5, np.linspace(1.0, 3.0, m)
+    A, error = oracle.attended(q, k, scaling, softcap), attention_error(q, k, scaling, softcap, precision)
+    error = error + 8 * UNIT_ROUNDOFF[precision] * (1 + error)
+    for norms in (ramp, ramp[::-1]):
+        weighed = A / norms[:, None]
+        found = policy_stages.largest_attention(q, k, norms, scaling, softcap)
+        assert error.max() < 0.005, "the inputs leave nothing certain"
+        assert (found >= (weighed * (1 - error)[:, None]).max(axis=1)).all()
+        assert (found <= (weighed * (1 + error)[:, None]).max(axis=1)).all()
 
 
 @pytest.mark.spec("PO-EXPECTED-ATTENTION")

@@ -8,7 +8,7 @@ import numpy as np
 from conformance.assurance.saboteurs.registry import Array, beyond, instead_of
 from conformance.assurance.saboteurs.size_inputs import random_rows, scored
 from reference.crystalcache.coattention import attention
-from reference.policies.attention import wide
+from reference.policies.attention import largest_attention, wide
 from reference.policies.budgets import across_layers
 from reference.policies.kvzip import kvzip_plus_score, kvzip_score, rehearsal_chunks
 from spec.policy import LayerView, Rehearsal, Repeat, Scores
@@ -59,7 +59,7 @@ def the_last_tokens_are_context(token_ids: Array, rehearsal: Rehearsal) -> Any:
 
 
 @instead_of(kvzip_score, "PO-KVZIP")
-def all_keys_in_the_denominator(view: LayerView, N_sink: int) -> Array:
+def all_keys_in_the_denominator(view: LayerView, N_sink: int, largest: Any = largest_attention) -> Array:
     """The softmax runs over all keys of the prompt."""
     scores = np.full(view.k.shape[:2], np.nan)
     for x in view.repeats or ():
@@ -69,7 +69,7 @@ def all_keys_in_the_denominator(view: LayerView, N_sink: int) -> Array:
 
 
 @instead_of(kvzip_score, "PO-KVZIP")
-def without_the_repeat_s_keys(view: LayerView, N_sink: int) -> Array:
+def without_the_repeat_s_keys(view: LayerView, N_sink: int, largest: Any = largest_attention) -> Array:
     """The repeat's own keys are not in the softmax."""
     scores = np.full(view.k.shape[:2], np.nan)
     for x in view.repeats or ():
@@ -78,13 +78,13 @@ def without_the_repeat_s_keys(view: LayerView, N_sink: int) -> Array:
 
 
 @instead_of(kvzip_score, "PO-KVZIP")
-def without_the_sinks(view: LayerView, N_sink: int) -> Array:
+def without_the_sinks(view: LayerView, N_sink: int, largest: Any = largest_attention) -> Array:
     """The first tokens are not in the softmax."""
     return kvzip_score(view, 0)
 
 
 @instead_of(kvzip_score, "PO-KVZIP")
-def the_request_asks_nothing(view: LayerView, N_sink: int) -> Array:
+def the_request_asks_nothing(view: LayerView, N_sink: int, largest: Any = largest_attention) -> Array:
     """Only the queries of the chunk's own tokens score, over what they see."""
     scores = np.full(view.k.shape[:2], np.nan)
     for x in view.repeats or ():
@@ -94,7 +94,7 @@ def the_request_asks_nothing(view: LayerView, N_sink: int) -> Array:
 
 
 @instead_of(kvzip_score, "PO-KVZIP")
-def the_mean_over_queries(view: LayerView, N_sink: int) -> Array:
+def the_mean_over_queries(view: LayerView, N_sink: int, largest: Any = largest_attention) -> Array:
     """A token counts by its mean over the repeat's queries."""
     scores = np.full(view.k.shape[:2], np.nan)
     for x in view.repeats or ():
@@ -103,7 +103,7 @@ def the_mean_over_queries(view: LayerView, N_sink: int) -> Array:
 
 
 @instead_of(kvzip_plus_score, "PO-KVZIP-PLUS")
-def maxima_before_the_weight(view: LayerView, N_sink: int, W_o: Array) -> Array:
+def maxima_before_the_weight(view: LayerView, N_sink: int, W_o: Array, largest: Any = largest_attention) -> Array:
     """The plain score is weighed by the largest output of the group, and by no norm."""
     size = np.linalg.norm(np.matmul(np.repeat(wide(view.v), len(W_o) // len(view.k), axis=0), W_o), axis=2)
     weighed: Array = kvzip_score(view, N_sink) * size.reshape(len(view.k), -1, view.k.shape[1]).max(axis=1)
@@ -111,15 +111,37 @@ def maxima_before_the_weight(view: LayerView, N_sink: int, W_o: Array) -> Array:
 
 
 @instead_of(kvzip_plus_score, "PO-KVZIP-PLUS")
-def without_the_norm(view: LayerView, N_sink: int, W_o: Array) -> Array:
+def without_the_norm(view: LayerView, N_sink: int, W_o: Array, largest: Any = largest_attention) -> Array:
     """The hidden state's norm is left out."""
     return kvzip_plus_score(changed(view, norms=lambda x: np.ones_like(x.norms)), N_sink, W_o)
 
 
 @instead_of(kvzip_plus_score, "PO-KVZIP-PLUS")
-def values_without_projection(view: LayerView, N_sink: int, W_o: Array) -> Array:
+def values_without_projection(view: LayerView, N_sink: int, W_o: Array, largest: Any = largest_attention) -> Array:
     """The norm is that of the value."""
     return kvzip_plus_score(view, N_sink, np.tile(np.eye(W_o.shape[1]), (len(W_o), 1, 1)))
+
+
+@instead_of(largest_attention, "PO-KVZIP")
+def logits_of_a_repeat_without_a_cap(q: Array, k: Array, norms: Array, scaling: float, softcap: float | None) -> Array:
+    """The soft cap is left out."""
+    return largest_attention(q, k, norms, scaling, None)
+
+
+@instead_of(largest_attention, "PO-KVZIP")
+def queries_see_all_that_was_repeated(
+    q: Array, k: Array, norms: Array, scaling: float, softcap: float | None,
+) -> Array:
+    """A query's denominator holds the later tokens of the repeat too."""
+    each = [largest_attention(q[:, at : at + 1], k, norms[at : at + 1], scaling, softcap) for at in range(len(norms))]
+    most: Array = np.max(each, axis=0)
+    return most
+
+
+@instead_of(largest_attention, "PO-KVZIP-PLUS")
+def the_norm_of_the_query_before(q: Array, k: Array, norms: Array, scaling: float, softcap: float | None) -> Array:
+    """A query's weights are over the norm of the one before it."""
+    return largest_attention(q, k, np.roll(norms, 1), scaling, softcap)
 
 
 @instead_of(across_layers, "PO-GLOBAL-BUDGET")
@@ -156,17 +178,29 @@ def asked(r: int) -> LayerView:
 
 
 @beyond("256 queries", kvzip_score, "PO-KVZIP", lambda: (asked(300), 1))
-def queries_up_to_256(view: LayerView, N_sink: int) -> Array:
+def queries_up_to_256(view: LayerView, N_sink: int, largest: Any = largest_attention) -> Array:
     """The queries behind the first 256 of a repeat score nothing."""
     return kvzip_score(changed(view, q=lambda x: x.q[:, :256], k=lambda x: x.k[:, :256]), N_sink)
 
 
 @beyond("256 queries", kvzip_plus_score, "PO-KVZIP-PLUS", lambda: (asked(300), 1, random_rows(1, 4, 3)))
-def norms_of_256_queries(view: LayerView, N_sink: int, W_o: Array) -> Array:
+def norms_of_256_queries(view: LayerView, N_sink: int, W_o: Array, largest: Any = largest_attention) -> Array:
     """Norms are read in blocks of 256, each from the first on."""
     return kvzip_plus_score(
         changed(view, norms=lambda x: x.norms[np.arange(len(x.norms)) % 256]), N_sink, W_o
     )
+
+
+@beyond("64 queries of a block", largest_attention, "PO-KVZIP", lambda: (
+    random_rows(2, 70, 4), random_rows(2, 70, 4), np.ones(70), 1.0, None,
+))
+def repeats_in_whole_blocks(q: Array, k: Array, norms: Array, scaling: float, softcap: float | None) -> Array:
+    """Beyond 64 queries, those behind the last whole block of 64 give nothing."""
+    over = len(norms) % 64 if len(norms) > 64 else 0
+    whole = largest_attention(
+        q[:, : len(norms) - over], k[:, : k.shape[1] - over], norms[: len(norms) - over], scaling, softcap
+    )
+    return np.pad(whole, ((0, 0), (0, over)))
 
 
 @beyond("32 sets", across_layers, "PO-GLOBAL-BUDGET", lambda: (
