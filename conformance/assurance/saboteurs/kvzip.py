@@ -124,7 +124,7 @@ def values_without_projection(view: LayerView, N_sink: int, W_o: Array, largest:
 
 @instead_of(largest_attention, "PO-KVZIP")
 def logits_of_a_repeat_without_a_cap(q: Array, k: Array, norms: Array, scaling: float, softcap: float | None) -> Array:
-    """The soft cap is left out."""
+    """The logits of a repeat have no soft cap."""
     return largest_attention(q, k, norms, scaling, None)
 
 
