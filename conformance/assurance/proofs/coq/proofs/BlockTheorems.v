@@ -181,7 +181,8 @@ Section Best.
   Proof.
     intros HB. rewrite in_best, in_chosen.
     enough (forall u, In u (top_units (places b tokens B) blocks) <-> In u blocks /\ pinned u = true) as ->.
-    { rewrite in_full. firstorder. }
+    { split; (intros [[Hx K]|K]; [left; split; [exact Hx|]|now right]); [apply K|].
+      split; [apply in_full; now exists (x / b)|exact K]. }
     assert (places b tokens B <= tokens_in (filter pinned blocks)) as Few.
     { pose proof (safe_nonneg _ _ laid_blocks). unfold places, held in *. cbv zeta in *.
       apply Z.max_lub; [assumption|apply Z.div_le_upper_bound; lia]. }
