@@ -86,7 +86,7 @@ def block_choosers(engine: Engine, reference: Chooser) -> dict[str, Chooser]:
             "PO-BEST-BLOCKS", arguments, lambda said: Selection(np.array(said["positions"]), np.array(said["offsets"])))
 
     def brute(values: Matrix, shares: IntVector, pinned: BoolMatrix, b: int) -> Selection:
-        scores = np.where(pinned, None, values).tolist()
+        scores = np.where(pinned, np.array(None), values).tolist()
         kept = [best_blocks(row, b, share) for row, share in zip(scores, shares.tolist(), strict=True)]
         return Selection(np.array([*chain(*kept)]), np.cumsum([0, *map(len, kept)]))
 
