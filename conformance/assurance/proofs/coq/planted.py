@@ -86,7 +86,7 @@ ERRORS = (
             "(room - width u) rest else []", "(room - width u) rest else while_they_fit room rest"),
     Planted("a unit without a score comes first", "Selection", "| None, _ => false", "| None, _ => true"),
     Planted("the open block goes", "Blocks", " ++ range (count tokens - open_tokens) (count tokens)", ""),
-    Planted("the open block takes no place", "Blocks", "(B - open_tokens) / b", "B / b"),
+    Planted("the open block takes no place", "Blocks", "(B - open_tokens) / b", "(B - 0 * open_tokens) / b"),
     Planted("the share is rounded up to blocks", "Blocks", "(B - open_tokens) / b", "(B - open_tokens + b - 1) / b"),
     Planted("a protected token keeps no other", "Blocks", "existsb snd block", "forallb snd block"),
     Planted("a token without a score is left out of the sum", "Blocks", "| _, _ => None end", "| _, _ => sum end"),
