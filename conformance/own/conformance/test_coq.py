@@ -15,6 +15,7 @@ from conformance.assurance.saboteurs import SABOTEURS
 from conformance.assurance.saboteurs.install import private_reference
 from conformance.engine.process import Engine
 from conformance.items import known_items
+from reference.policies.selectors import best_blocks
 from spec.backend import Backend, resolve
 
 PROOFS = build.HERE / "proofs"
@@ -89,7 +90,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, B
     """The extracted model as a process."""
     home = tmp_path_factory.mktemp("coq") / "engine"
     build.fresh(home)
-    build.compile_all(home, build.MODEL[:7])
+    build.compile_all(home, build.MODEL[:8])
     process, backend = three_way.engine_backend(build.compile_engine(home))
     yield process, backend
     process.stop()
@@ -99,9 +100,18 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, B
 @pytest.mark.spec("CC-TRUNKS", "CC-DISSOLVE", "PO-TOP-UNITS")
 def test_the_engine_agrees_with_the_reference_and_a_wrong_one_is_seen(engine: tuple[Engine, Backend]) -> None:
     backends = {"coq": engine[1], "numpy": resolve("numpy")}
-    assert list(three_way.differences(backends, seed=1, number=40)) == []
+    assert list(three_way.differences(backends, three_way.questions(1, 40))) == []
     backends["reference"] = private_reference(SABOTEURS["CC_ALLOCATE_NEVER_TOO_MANY"]).backend
-    assert next(three_way.differences(backends, seed=1, number=40)).endswith("reference stands alone")
+    assert next(three_way.differences(backends, three_way.questions(1, 40))).endswith("reference stands alone")
+
+
+@needs_coq
+@pytest.mark.spec("PO-BEST-BLOCKS")
+def test_blocks_are_those_of_brute_force_and_a_wrong_reference_is_seen(engine: tuple[Engine, Backend]) -> None:
+    choosers = three_way.block_choosers(engine[0], best_blocks)
+    assert list(three_way.differences(choosers, three_way.block_questions(1, 40))) == []
+    wrong = three_way.block_choosers(engine[0], SABOTEURS["PO_BEST_BLOCKS_THE_OPEN_BLOCK_FOR_NOTHING"].wrong)
+    assert next(three_way.differences(wrong, three_way.block_questions(1, 40))).endswith("reference stands alone")
 
 
 def test_the_model_is_asked_for_the_papers_forms_alone() -> None:

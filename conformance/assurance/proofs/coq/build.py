@@ -17,10 +17,13 @@ __all__ = [
 HERE = Path(__file__).resolve().parent
 BUILD = ROOT / "build" / "coq"
 ENGINE = BUILD / "engine"
-MODEL = ("Lists", "Trunks", "Dissolution", "Budgets", "Selection", "Score", "Diversity", "Compaction", "Attention")
+MODEL = (
+    "Lists", "Trunks", "Dissolution", "Budgets", "Selection", "Blocks", "Score", "Diversity", "Compaction", "Attention",
+)
 PROOFS = (
-    "ListFacts", "TrunkTheorems", "DissolutionTheorems", "KeptTheorems", "SelectionTheorems", "BudgetTheorems",
-    "ScoreTheorems", "DiversityTheorems", "CompactionTheorems", "Counterexamples", "Masking", "RealCounterexamples",
+    "ListFacts", "TrunkTheorems", "DissolutionTheorems", "KeptTheorems", "SelectionTheorems", "BlockTheorems",
+    "BudgetTheorems", "ScoreTheorems", "DiversityTheorems", "CompactionTheorems", "Counterexamples", "Masking",
+    "RealCounterexamples",
 )
 FILES = (*MODEL, *PROOFS)
 INSTALL = "apt install coq ocaml-nox ocaml-findlib libyojson-ocaml-dev"

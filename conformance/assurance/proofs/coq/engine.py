@@ -27,8 +27,10 @@ MODELLED = {
     "crystal.score": {},
     "policies.best_tokens": {},
     "diversity.diverse": {},
+    "PO-BEST-BLOCKS": {},
 }
-"""The stages that the model has, and the parameters that it was written for."""
+"""The stages that the model has, and the parameters that it was written for; and an item that is no stage, which the
+protocol does not offer: `three_way` asks for it."""
 
 
 def modelled(request: Any) -> bool:

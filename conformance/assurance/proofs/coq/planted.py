@@ -17,7 +17,13 @@ from conformance.assurance.proofs.coq.build import (
     compile_engine,
     fresh,
 )
-from conformance.assurance.proofs.coq.three_way import differences, engine_backend
+from conformance.assurance.proofs.coq.three_way import (
+    block_choosers,
+    block_questions,
+    differences,
+    engine_backend,
+    questions,
+)
 from conformance.assurance.proofs.coq.vectors import check_vectors
 from conformance.assurance.saboteurs import SABOTEURS
 from conformance.assurance.saboteurs.install import private_reference
@@ -40,7 +46,7 @@ INTEGERS = tuple(name for name in FILES if name not in ("Attention", *OVER_THE_R
 """The files that are not about the reals."""
 TWINS = frozenset({
     "CC-SENTENCES", "CC-INTERFACE", "CC-INTERFACE-EDGES", "CC-MERGE", "CC-SPLIT", "CC-TRUNKS", "CC-TRUNK-IMPACT",
-    "CC-ALLOCATE", "CC-DISSOLVE", "CC-DISSOLVE-D",
+    "CC-ALLOCATE", "CC-DISSOLVE", "CC-DISSOLVE-D", "PO-BEST-BLOCKS",
 })
 """Items whose every saboteur shows in a stage. A wrong CC-CUT need not: the kept set may be the same."""
 INVISIBLE = frozenset({"CC_DISSOLVE_PROTECTED_FIRST"})
@@ -79,6 +85,11 @@ ERRORS = (
     Planted("units behind one that does not fit", "Selection",
             "(room - width u) rest else []", "(room - width u) rest else while_they_fit room rest"),
     Planted("a unit without a score comes first", "Selection", "| None, _ => false", "| None, _ => true"),
+    Planted("the open block goes", "Blocks", " ++ range (count tokens - open_tokens) (count tokens)", ""),
+    Planted("the open block takes no place", "Blocks", "(B - open_tokens) / b", "(B - 0 * open_tokens) / b"),
+    Planted("the share is rounded up to blocks", "Blocks", "(B - open_tokens) / b", "(B - open_tokens + b - 1) / b"),
+    Planted("a protected token keeps no other", "Blocks", "existsb snd block", "forallb snd block"),
+    Planted("a token without a score is left out of the sum", "Blocks", "| _, _ => None end", "| _, _ => sum end"),
     Planted("the worse path decides", "Score", "greatest D (", "least D ("),
     Planted("likeness may be negative", "Diversity", "likeness := zero", "likeness := minus zero (of_Z 2)"),
     Planted("the lower gain first", "Diversity", "ltb (gain d) (gain c)", "ltb (gain c) (gain d)"),
@@ -121,14 +132,19 @@ def _in_the_model(compiled: Path, folder: Path) -> Iterator[str]:
 
 
 def _in_the_reference(compiled: Path) -> Iterator[str]:
-    """The saboteurs of the model's stages: extracted model, numba and the wrong reference are asked the same."""
+    """The saboteurs of the model: extracted model, numba (brute force for blocks) and the wrong reference are asked."""
     engine, model = engine_backend(compile_engine(compiled))
     print("\n| item | error in the reference | found by |\n| --- | --- | --- |")
     for saboteur in SABOTEURS.values():
         if saboteur.item not in TWINS or saboteur.beyond or saboteur.name in INVISIBLE:
             continue
-        backends = {"coq": model, "numba": resolve("numba"), "reference": private_reference(saboteur).backend}
-        found = next(differences(backends, seed=1, number=QUESTIONS), NOTHING)
+        wrong = private_reference(saboteur)
+        if saboteur.item == "PO-BEST-BLOCKS":
+            choosers = block_choosers(engine, wrong.modules["reference.policies.selectors"].best_blocks)
+            found = next(differences(choosers, block_questions(1, QUESTIONS)), NOTHING)
+        else:
+            backends = {"coq": model, "numba": resolve("numba"), "reference": wrong.backend}
+            found = next(differences(backends, questions(1, QUESTIONS)), NOTHING)
         print(f"| {saboteur.item} | {saboteur.reading} | {found} |", flush=True)
         if not found.endswith(": reference stands alone"):
             yield saboteur.name

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -147,13 +147,20 @@ def _score(i: Values, e: Values, p: Values) -> tuple[str, str]:
     return f"map (fun '(d, x) => best_path {real(p['alpha'])} d x) (combine {term(D)} {term(M)})", term(want)
 
 
-def _top_units(i: Values, e: Values, p: Values) -> tuple[str, str]:
-    def units(values: list[str]) -> str:
-        scores = ("None" if x == "nan" else f"(Some {term(x)})" for x in values)
-        rows = enumerate(zip(scores, map(term, i["protected"]), strict=True))
-        return "[" + "; ".join(f"U {at} {score} {pinned}" for at, (score, pinned) in rows) + "]"
+def _scored(values: list[str], i: Values, form: str) -> str:
+    """The tokens of a row, each with its score, or none, whether it is protected, and its place."""
+    scores = ("None" if x == "nan" else f"(Some {term(x)})" for x in values)
+    rows = zip(scores, map(term, i["protected"]), count(), strict=False)
+    return "; ".join(form.format(*row) for row in rows)
 
-    groups = "; ".join(f"selected {i['B']} {units(row)}" for row in i["values"])
+
+def _top_units(i: Values, e: Values, p: Values) -> tuple[str, str]:
+    groups = "; ".join(f"selected {i['B']} [{_scored(row, i, 'U {2} {0} {1}')}]" for row in i["values"])
+    return f"[{groups}]", term(e["kept"])
+
+
+def _best_blocks(i: Values, e: Values, p: Values) -> tuple[str, str]:
+    groups = "; ".join(f"best_blocks {i['b']} [{_scored(row, i, '({}, {})')}] {i['B']}" for row in i["values"])
     return f"[{groups}]", term(e["kept"])
 
 
@@ -179,7 +186,8 @@ STAGES: Mapping[str, Callable[[Values, Values, Values], tuple[str, str] | None]]
     "CC-DISSOLVE-D": _dissolve_D, "dissolve": _dissolve, "CC-SENTENCES": _sentences, "CC-INTERFACE": _interface,
     "CC-INTERFACE-EDGES": _interface_edges, "CC-MERGE": _merge, "CC-SPLIT": _split, "trunks": _trunks,
     "CC-BUDGET-FORMS": _budget, "CC-BUDGET": _budget, "CC-SCORE": _score, "PO-TOP-UNITS": _top_units,
-    "DV-GREEDY": _diverse, "PO-WHOLE-SHARES": _whole_shares, "PO-PYRAMID-BUDGET": _pyramid,
+    "PO-BEST-BLOCKS": _best_blocks, "DV-GREEDY": _diverse, "PO-WHOLE-SHARES": _whole_shares,
+    "PO-PYRAMID-BUDGET": _pyramid,
 }
 
 

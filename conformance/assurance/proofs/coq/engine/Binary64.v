@@ -1,6 +1,6 @@
 (* The model's numbers as the kernel's own binary64, for the vectors; with short names for their inputs. *)
 From Coq Require Export Floats Uint63 String.
-From Kvspec Require Export Trunks Dissolution Budgets Selection Score Diversity.
+From Kvspec Require Export Trunks Dissolution Budgets Blocks Score Diversity.
 
 #[global] Instance binary64 : Number float := {
   zero := 0%float; plus := PrimFloat.add; minus := PrimFloat.sub; times := PrimFloat.mul; over := PrimFloat.div;

@@ -141,15 +141,18 @@ let crystal_score given =
   let epsilon = real (member "epsilon" parameters) and alpha = real (member "alpha" parameters) in
   of_reals (spread flags (scores binary64 epsilon alpha Float.log1p (alive "D") (alive "impact")))
 
-let best_tokens given =
-  let units row flags =
-    List.mapi (fun i (x, pinned) -> { first = i; width = 1; value = (if Float.is_nan x then None else Some x); pinned })
-      (List.combine (reals row) (truths flags))
-  in
-  let groups = List.combine (items (member "values" given)) (items (member "pinned" given)) in
-  let chosen = List.map2 (fun (row, flags) share -> selected binary64 share (units row flags)) groups (wholes (member "shares" given)) in
+(* What is chosen of each row, by its scores, its pinned tokens and its share. *)
+let selection given choose =
+  let score x = if Float.is_nan x then None else Some x in
+  let row values flags share = choose (List.combine (List.map score (reals values)) (truths flags)) share in
+  let rows name = items (member name given) in
+  let chosen = List.map2 (fun (values, flags) -> row values flags) (List.combine (rows "values") (rows "pinned")) (wholes (member "shares" given)) in
   `Assoc
     [ ("positions", of_wholes (List.concat chosen)); ("offsets", of_wholes (offsets 0 (List.map List.length chosen))) ]
+
+let best_tokens given =
+  let unit_of i (value, pinned) = { first = i; width = 1; value; pinned } in
+  selection given (fun tokens share -> selected binary64 share (List.mapi unit_of tokens))
 
 let diversity_diverse given =
   let signatures = Array.of_list (List.map reals (items (member "V" given))) in
@@ -165,6 +168,8 @@ let budget_tokens given =
   let seen = whole (member "seen" given) in
   match parse (text (member "text" given)) with None -> `Null | Some asked -> `Int (tokens asked seen)
 
+let blocks given = selection given (best_blocks binary64 (whole (member "b" given)))
+
 let shares given = of_wholes (whole_shares (List.map fraction (items (member "targets" given))))
 
 let pyramid_line given =
@@ -176,7 +181,7 @@ let pyramid_line given =
 let operations =
   [ ("crystal.trunks", crystal_trunks); ("crystal.dissolve", crystal_dissolve); ("crystal.score", crystal_score);
     ("policies.best_tokens", best_tokens); ("diversity.diverse", diversity_diverse);
-    ("CC-BUDGET-FORMS", budget_tokens); ("PO-WHOLE-SHARES", shares);
+    ("CC-BUDGET-FORMS", budget_tokens); ("PO-BEST-BLOCKS", blocks); ("PO-WHOLE-SHARES", shares);
     ("PO-PYRAMID-BUDGET", pyramid_line) ]
 
 let answer line =

@@ -174,16 +174,17 @@ Section Selection.
     eapply fit_monotone; [|exact Hu]. lia.
   Qed.
 
-  (* Units of one token: the share is met exactly. *)
-  Theorem PO_TOP_UNITS_tokens B : Forall (fun u => width u = 1) units -> tokens_in safe <= B ->
-    count (selected B units) = Z.min B (tokens_in units).
+  (* Units of one token: the share is met exactly, or exceeded by what is pinned alone. *)
+  Theorem PO_TOP_UNITS_tokens B : Forall (fun u => width u = 1) units ->
+    count (selected B units) = Z.max (tokens_in safe) (Z.min B (tokens_in units)).
   Proof.
-    intros One HB. rewrite selected_count.
+    intros One. rewrite selected_count.
     assert (forall l, incl l units -> tokens_in l = count l) as Ones.
     { intros l I. rewrite Forall_forall in One. assert (Forall (fun u => width u = 1) l) as F by (apply Forall_forall; auto).
       unfold tokens_in. clear - F. induction F; cbn [map sum count]; lia. }
     assert (incl others units) as Io by (intros u Hu; now apply others_in in Hu).
-    rewrite !Ones; [|easy|intros u Hu; eapply chosen_incl, Permutation_in; [apply top_units_permutation|exact Hu]].
+    rewrite (Ones units), (Ones (top_units B units));
+      [|intros u Hu; eapply chosen_incl, Permutation_in; [apply top_units_permutation|exact Hu]|easy].
     rewrite (count_permutation _ _ (top_units_permutation B)). unfold chosen.
     rewrite fit_tokens by (apply Forall_forall; intros u Hu; rewrite Forall_forall in One; auto).
     rewrite count_app, count_take.
@@ -191,7 +192,7 @@ Section Selection.
     assert (count units = count safe + count others) as ->.
     { unfold others. rewrite (count_permutation _ _ (sort_permutation _ _)).
       rewrite <- (count_permutation _ _ (partition_permutation pinned units)), count_app. fold safe. lia. }
-    pose proof (count_nonneg others). rewrite Ones in HB by (intros u Hu; now apply filter_In in Hu). lia.
+    pose proof (count_nonneg others). lia.
   Qed.
 
   Lemma higher_asym `{!Ordered R} x y : higher x y = true -> higher y x = false.
