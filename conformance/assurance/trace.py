@@ -49,8 +49,8 @@ NO_STAGE = {
     "CC-PREFILL": "the pipeline that composes a backend's stages",
     **dict.fromkeys(
         ("PO-POOL", "PO-SNAPKV", "PO-CHUNKKV", "PO-CHUNKKV-DESCRIBED", "PO-KEYDIFF", "PO-KNORM", "PO-ADAKV", "PO-RKV",
-         "PO-LAGKV", "PO-CAOTE", "PO-VATP", "PO-CRITICALKV", "PO-CAKE", "PO-KVZIP", "PO-KVZIP-PLUS",
-         "PO-MORPHKV", "PO-VASE", "PO-DEFENSIVEKV", "PO-EPICACHE"),
+         "PO-LAGKV", "PO-CAOTE", "PO-VATP", "PO-CRITICALKV", "PO-CAKE", "PO-MORPHKV", "PO-VASE", "PO-DEFENSIVEKV",
+         "PO-EPICACHE"),
         "a scorer in a few matrix products once a prompt, which NumPy's BLAS does; no stage computes it",
     ),
     **dict.fromkeys(

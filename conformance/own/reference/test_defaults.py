@@ -78,7 +78,7 @@ def item(name: str) -> pytest.MarkDecorator:
         pytest.param(
             vase, {"W": 64, "kernel": 5, "N_sink": 4, "share": Fraction(1, 4), "seed": 0}, marks=item("PO-VASE")
         ),
-        pytest.param(vatp, {"N_sink": 4}, marks=item("PO-VATP")),
+        pytest.param(vatp, {"N_sink": 4, "backend": "numpy"}, marks=item("PO-VATP")),
         pytest.param(with_value_norms, {"N_sink": 4}, marks=item("PO-VATP")),
         pytest.param(
             with_representatives, {"block": 16, "share": Fraction(1, 4), "anchor": "alternating"},
@@ -94,7 +94,8 @@ def item(name: str) -> pytest.MarkDecorator:
             critical_adakv, {"W": 32, "kernel": 7, "safeguard": Fraction(1, 5)}, marks=item("PO-CRITICALKV")
         ),
         *(pytest.param(
-            make, {"template": None, "N_sink": 4, "N_recent": 0, "chunk": 2000, "overlap": 8}, marks=item(name)
+            make, {"template": None, "N_sink": 4, "N_recent": 0, "chunk": 2000, "overlap": 8, "backend": "numpy"},
+            marks=item(name),
         ) for make, name in ((kvzip, "PO-KVZIP"), (kvzip_uniform, "PO-KVZIP"), (kvzip_plus, "PO-KVZIP-PLUS"))),
         pytest.param(kvzip_heads, {"N_sink": 64, "N_recent": 256}, marks=item("PO-KVZIP-HEADS")),
         pytest.param(rkv, {"W": 8, "kernel": 7, "lam": 0.1, "every": 128}, marks=item("PO-RKV")),
