@@ -9,9 +9,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import cache, partial
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from conformance.paths import ROOT
 
@@ -23,7 +25,7 @@ NO_DEVICE = (
 # Seconds that each part may take.
 LIMITS = {
     "ceilings": 20, "conformance": 400, "generation": 100, "speed": 150, "profile": 120, "ragged": 40, "decoding": 200,
-    "policies": 150,
+    "policies": 150, "splices": 60, "batched": 240, "paged": 120,
 }
 
 
@@ -96,7 +98,7 @@ def _run(report: "Report", chosen: argparse.Namespace) -> None:  # type: ignore[
 
 
 def _parts(report: "Report", chosen: argparse.Namespace) -> dict[str, Callable[[], None]]:  # type: ignore[name-defined]
-    from conformance.measure.gpu import decoding, measure, models, profile, speed
+    from conformance.measure.gpu import measure, models, profile, speed
     from conformance.measure.gpu.ceilings import ceilings
     from conformance.measure.gpu.generation import generation
     from conformance.measure.gpu.scale import DRY, FULL
@@ -120,10 +122,18 @@ def _parts(report: "Report", chosen: argparse.Namespace) -> dict[str, Callable[[
         "generation": lambda: generation(report, scale, subject()),
         "speed": speeds,
         "profile": lambda: profile.profile(report, scale, subject()),
-        "ragged": partial(decoding.ragged, report, scale),
-        "decoding": lambda: decoding.decoding(report, scale, subject()),
-        "policies": lambda: decoding.policies(report, scale, subject()),
+        "ragged": lambda: _of("decoding").ragged(report, scale),
+        "decoding": lambda: _of("decoding").decoding(report, scale, subject()),
+        "policies": lambda: _of("decoding").policies(report, scale, subject()),
+        "splices": lambda: _of("serving").splices(report, scale, subject()),
+        "batched": lambda: _of("decoding").batched(report, scale, subject()),
+        "paged": lambda: _of("serving").paged(report, scale, subject()),
     }
+
+
+def _of(module: str) -> Any:
+    """Imported when its part runs: it needs transformers, and where that is missing the other parts still run."""
+    return import_module(f"conformance.measure.gpu.{module}")
 
 
 def _header(words: list[str]) -> dict[str, str]:

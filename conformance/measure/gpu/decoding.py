@@ -17,10 +17,11 @@ from conformance.measure.gpu.models import Subject, TransformersModel
 from conformance.measure.gpu.report import Report, Table
 from conformance.measure.gpu.scale import Scale
 
-__all__ = ["decoding", "policies", "ragged"]
+__all__ = ["batched", "decoding", "policies", "ragged"]
 
 BUDGETS = (0.5, 0.25, 0.1)
 OF_HEADS = ("adakv", "snapkv", "nestedkv")
+ROWS = 8
 AT_THE_PROMPT = ("nestedkv", "snapkv", "expected-attention", "keydiff", "knorm")
 AT_A_STEP = ("tova", "h2o")
 ERROR = {"bfloat16": 2e-2, "float32": 1e-4}
@@ -47,17 +48,28 @@ def ragged(report: Report, scale: Scale) -> None:
 
 def decoding(report: Report, scale: Scale, subject: Subject) -> None:
     """Tokens a second behind a long prompt, with the full cache and under policies of heads."""
+    _beside_the_full_cache(report, scale, subject, OF_HEADS, 1)
+
+
+def batched(report: Report, scale: Scale, subject: Subject) -> None:
+    """The same for eight rows; of the policies only the one whose heads differ in length."""
+    _beside_the_full_cache(report, scale, subject, OF_HEADS[:1], ROWS)
+
+
+def _beside_the_full_cache(
+    report: Report, scale: Scale, subject: Subject, names: tuple[str, ...], batch: int,
+) -> None:
     if not isinstance(subject, TransformersModel):
         report.notes.append("Decoding was not measured: it needs transformers.")
         return
-    full = _tokens_a_second(scale, subject, None, 1.0, scale.behind)
+    full = _tokens_a_second(scale, subject, None, 1.0, scale.behind, batch)
     rows = [("full cache", "1", f"{full:.1f}", "1.00")]
-    for name in OF_HEADS:
+    for name in names:
         for budget in BUDGETS:
-            found = _tokens_a_second(scale, subject, name, budget, scale.behind)
+            found = _tokens_a_second(scale, subject, name, budget, scale.behind, batch)
             rows.append((name, str(budget), f"{found:.1f}", f"{found / full:.2f}"))
     columns = ("policy", "budget", "tokens a second", "times the full cache")
-    report.tables.append(Table(f"Decoding behind {scale.behind} tokens, batch 1", columns, tuple(rows)))
+    report.tables.append(Table(f"Decoding behind {scale.behind} tokens, batch {batch}", columns, tuple(rows)))
 
 
 def policies(report: Report, scale: Scale, subject: Subject) -> None:
@@ -86,30 +98,30 @@ def policies(report: Report, scale: Scale, subject: Subject) -> None:
 
 @torch.no_grad()
 def _tokens_a_second(
-    scale: Scale, subject: TransformersModel, name: str | None, budget: float, n: int,
+    scale: Scale, subject: TransformersModel, name: str | None, budget: float, n: int, batch: int = 1,
 ) -> float:
-    """After one prompt of n tokens; the first three steps only warm up."""
+    """Of all rows, after a prompt of n tokens; the first three steps only warm up."""
     from models_integration import Published
 
-    say(f"decoding, {name or 'full cache'}, {budget}")
+    say(f"decoding, {name or 'full cache'}, {budget}, batch {batch}")
     if name is None:
-        return _steps(scale, subject.model, _read(subject, n).past_key_values)
+        return _steps(scale, subject.model, _read(subject, n, batch).past_key_values, batch)
     with Published(name, budget)(subject.model) as run:
-        _read(subject, n)
-        return _steps(scale, subject.model, run.cache)
+        _read(subject, n, batch)
+        return _steps(scale, subject.model, run.cache, batch)
 
 
-def _read(subject: TransformersModel, n: int) -> Any:
-    ids = torch.from_numpy(np.asarray(subject.prompt(n)))[None].to(default_device())
+def _read(subject: TransformersModel, n: int, batch: int) -> Any:
+    ids = torch.from_numpy(np.resize(subject.prompt(batch * n), (batch, n))).to(default_device())
     return subject.model(input_ids=ids, use_cache=True, logits_to_keep=1)
 
 
-def _steps(scale: Scale, model: Any, cache: Any) -> float:
+def _steps(scale: Scale, model: Any, cache: Any, batch: int) -> float:
     took = []
     for step in range(3 + scale.new_tokens):
         synchronize()
         start = time.perf_counter()
-        model(input_ids=torch.full((1, 1), 3 + step, device=default_device()), past_key_values=cache)
+        model(input_ids=torch.full((batch, 1), 3 + step, device=default_device()), past_key_values=cache)
         synchronize()
         took.append(time.perf_counter() - start)
-    return scale.new_tokens / sum(took[3:])
+    return batch * scale.new_tokens / sum(took[3:])

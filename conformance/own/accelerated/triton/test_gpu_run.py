@@ -4,6 +4,7 @@
 
 import json
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,10 +48,15 @@ def test_the_dry_run_is_done_with_every_part(tmp_path: Path, monkeypatch: pytest
     assert set(record["parts"].values()) == {"done"}
     assert "Dry run" in page.read_text(encoding="utf-8")
     said = " ".join(figure["what"] for figure in record["figures"])
-    parts = ("exponentials", "generation", "eager torch", "S2 to S6", "share of S1", "per head, group as rows", "h2o")
-    assert all(part in said for part in parts)
+    assert all(part in said for part in (
+        "exponentials", "generation", "eager torch", "S2 to S6", "share of S1", "per head, group as rows", "h2o",
+        "spliced",
+    ))
     titles = [table["title"] for table in record["tables"]]
-    assert titles[-2:] == ["Overhead, seconds (the paper's Table 12)", "Decoding behind 96 tokens, batch 1"]
+    assert titles[-4:] == [
+        "Overhead, seconds (the paper's Table 12)", "Decoding behind 96 tokens, batch 1",
+        "Decoding behind 96 tokens, batch 8", "Continuous batching of 3 requests of 24 + 3 tokens, room for 2",
+    ]
     assert any("accepts the kept set" in note for note in record["notes"])
 
 
@@ -110,6 +116,15 @@ def test_a_part_that_takes_too_long_is_stopped_and_the_rest_is_written(
     (page,) = tmp_path.glob("*.md")
     assert "| ceilings | failed: PartTimeout: stopped at its limit of 1 s |" in page.read_text(encoding="utf-8")
     assert "| speed | not run |" in page.read_text(encoding="utf-8")
+
+
+def test_a_part_whose_packages_are_missing_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "conformance.measure.gpu.decoding", None)
+    assert command.main(["--dry-run", "--out", str(tmp_path), "--parts", "ceilings,ragged"]) == 1
+    (page,) = tmp_path.glob("*.md")
+    text = page.read_text(encoding="utf-8")
+    assert "| ceilings | done |" in text
+    assert "| ragged | failed: ModuleNotFoundError: " in text
 
 
 def test_nothing_is_measured_unless_conformance_is_green(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,35 +8,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+from transformers import ContinuousBatchingConfig, PreTrainedModel
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
 
+from conformance.measure.paged import greedy
 from conformance.own.models_integration.engines.masked import KeptSets
 from conformance.own.models_integration.session.families import VOCABULARY
 from spec.retention import Granularity, Retention
-
-
-def greedy(new: int) -> Any:
-    """The most likely token each time, `new` of them."""
-    return GenerationConfig(  # type: ignore[no-untyped-call]  # by transformers
-        max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0
-    )
 
 
 def prompts(count: int, lengths: tuple[int, int], seed: int = 0) -> list[list[int]]:
     """Random ids, special ones left out, of random lengths."""
     random = Random(seed)
     return [[random.randrange(3, VOCABULARY) for _ in range(random.randint(*lengths))] for _ in range(count)]
-
-
-def pool(pages: int, page: int = 8, chunk: int = 64, **others: Any) -> ContinuousBatchingConfig:
-    """A pool of pages; `chunk` tokens go into one forward."""
-    config: Any = ContinuousBatchingConfig
-    size = "page_size" if hasattr(config(), "page_size") else "block_size"
-    made: ContinuousBatchingConfig = config(**{
-        size: page, "num_blocks": pages, "max_batch_tokens": chunk, "allow_block_sharing": False, **others,
-    })
-    return made
 
 
 def serve(

@@ -10,12 +10,12 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation.continuous_batching.requests import RequestState
 
+from conformance.measure.paged import pool
 from conformance.own.models_integration.engines.masked import masked_logits
 from conformance.own.models_integration.engines.serving import (
     Between,
     closest,
     kept_sets,
-    pool,
     prompts,
     recorded_logits,
     serve,

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.own.models_integration.engines.serving import Between, all_free, greedy, pool, prompts, serve
+from conformance.measure.paged import greedy, pool
+from conformance.own.models_integration.engines.serving import Between, all_free, prompts, serve
 from conformance.own.models_integration.session.families import build
 from models_integration import CustomPolicy, StreamingLLM
 from models_integration.engines.paged import PagedSession

@@ -8,7 +8,8 @@ from transformers import CompileConfig, ContinuousBatchingConfig
 from transformers.generation.continuous_batching import continuous_api, scheduler
 from transformers.generation.continuous_batching.scheduler import Scheduler
 
-from conformance.own.models_integration.engines.serving import greedy, pool, prompts, serve
+from conformance.measure.paged import greedy, pool
+from conformance.own.models_integration.engines.serving import prompts, serve
 from conformance.own.models_integration.session.families import ENDS, build
 from conformance.own.models_integration.session.snapshots import same_weights, snapshot
 from models_integration import CrystalCache, Published, RetentionPolicy, StreamingLLM
