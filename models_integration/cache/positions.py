@@ -74,7 +74,9 @@ class StoredRows:
 
     def compacted(self, kept: Tensor, seen: Tensor) -> "StoredRows":
         """The same rows when they keep these positions (rows, k), and have seen so many tokens (rows,)."""
-        return StoredRows(kept, seen.expand(len(kept)), self.holes.expand(len(kept), -1).contiguous())
+        # A view would be copied, with a warning of torch, in each search of `columns`.
+        holes = self.holes.expand(len(kept), -1).contiguous()
+        return StoredRows(kept, seen.expand(len(kept)), holes)
 
     def grown(self, slots: int, is_token: Tensor) -> "StoredRows":
         """The same rows when columns are to follow `slots` slots; `is_token` (rows, n): those with a token of a row."""
