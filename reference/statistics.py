@@ -13,7 +13,7 @@ from spec.errors import SpecError
 
 __all__ = [
     "Interval", "bootstrap", "cluster_bootstrap", "draws", "holm", "mcnemar", "mcnemar_mid_p", "mcnemar_power",
-    "ratio_bootstrap", "wilson",
+    "ratio_bootstrap", "sign_flip", "stratified_draws", "wilson",
 ]
 
 
@@ -104,6 +104,41 @@ def draws(units: int, resamples: int, seed: int) -> Int64[IntMatrix, "resamples 
         if count < least:
             raise SpecError(name, count, f"must be at least {least}")
     return np.random.default_rng(seed).integers(units, size=(resamples, units), dtype=np.int64)
+
+
+def stratified_draws(
+    strata: Int64[IntVector, " units"], resamples: int, seed: int,
+) -> Int64[IntMatrix, "resamples units"]:
+    """Indices of units, drawn with replacement inside each stratum; with one stratum they equal `draws`.
+
+    Every resample has as many units of each stratum as the sample. Stratum number s is drawn with the seed `seed + s`.
+
+    Raises:
+        SpecError: if there is no unit or no resample, or the seed is negative.
+    """
+    names = np.unique(strata) if len(strata) else np.zeros(1, dtype=np.int64)
+    members = [np.flatnonzero(strata == name) for name in names]
+    drawn = [own[draws(len(own), resamples, seed + at)] for at, own in enumerate(members)]
+    return np.concatenate(drawn, axis=1)
+
+
+def sign_flip(differences: Float64[Vector, " n"]) -> float:
+    """Two-sided p of a sum of differences, if each had either sign with the same probability.
+
+    Exact: all 2 ** n signs are tried, so p is at least 2 ** (1 - n).
+
+    Source: Fisher 1935, "The Design of Experiments", section 21.
+
+    Raises:
+        SpecError: if n is not from 1 to 20.
+    """
+    if not 1 <= len(differences) <= 20:
+        raise SpecError("differences", len(differences), "must be from 1 to 20, because all signs are tried")
+    sums = np.zeros(1)
+    for difference in differences:
+        sums = np.concatenate([sums + difference, sums - difference])
+    rounding = 1e-12 * float(np.abs(differences).sum())
+    return float((np.abs(sums) >= abs(float(differences.sum())) - rounding).mean())
 
 
 def bootstrap(

@@ -21,7 +21,10 @@ RESULT_KEY = [
 
 
 class ResultTable(pa.DataFrameModel):
-    """One row per cell of an evaluation. Cache sizes are in tokens, per layer and KV head."""
+    """One row per cell of an evaluation. Cache sizes are in tokens, per layer and KV head.
+
+    `mean_kept` counts the prompt's tokens alone, `mean_cache` those of the answer too.
+    """
 
     policy: str = pa.Field(str_length={"min_value": 1})
     task: str = pa.Field(str_length={"min_value": 1})
@@ -32,6 +35,7 @@ class ResultTable(pa.DataFrameModel):
     n: int = pa.Field(ge=1)
     correct: int = pa.Field(ge=0)
     accuracy: float = pa.Field(ge=0, le=1)
+    mean_kept: float = pa.Field(ge=0)
     mean_cache: float = pa.Field(ge=0)
     peak_cache: float = pa.Field(ge=0, coerce=True)
     over_budget: float = pa.Field(ge=0, coerce=True)

@@ -8,14 +8,17 @@ import numpy as np
 
 from reference.statistics import bootstrap, draws, mcnemar, wilson
 
-__all__ = ["NOTHING", "RESAMPLES", "SAME_CACHE", "SEED", "SIGNIFICANT", "Estimate", "Pairs", "pairs_of", "share_of"]
+__all__ = [
+    "NOTHING", "RESAMPLES", "SAME_CACHE", "SEED", "SIGNIFICANT", "Estimate", "Pairs", "format_p", "pairs_of",
+    "share_of",
+]
 
 SEED, RESAMPLES = 0, 2000
 """Of every bootstrap of a study."""
 SIGNIFICANT = 0.05
 """The largest p of a difference that counts."""
 SAME_CACHE = 0.01
-"""By how much the mean caches of two policies may differ, as a part of the smaller, for them to be compared."""
+"""Largest difference of the prompt tokens that two compared policies keep, as a part of the smaller number."""
 
 
 class Estimate(NamedTuple):
@@ -47,6 +50,12 @@ class Pairs(NamedTuple):
     won: int
     lost: int
     p: float
+
+
+def format_p(p: float, bound: bool = False) -> str:
+    """A p value as text, never 0.0000; `bound`: the smallest p that the resamples can give, so p is at most this."""
+    text = "< 0.0001" if p < 0.0001 else f"{p:.4f}"
+    return f"≤ {text.removeprefix('< ')}" if bound else text
 
 
 def share_of(correct: int, n: int) -> Estimate:

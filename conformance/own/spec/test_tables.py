@@ -8,8 +8,9 @@ tables = pytest.importorskip("spec.tables", reason="the extra 'tables' is not in
 
 RESULT = {
     "policy": "crystalcache", "task": "needle", "length": 1024, "budget_requested": "0.3", "budget": 308,
-    "placement": "after", "n": 20, "correct": 19, "accuracy": 0.95, "mean_cache": 320.5, "peak_cache": 330,
-    "over_budget": 0, "seed": 42, "model": "pocket", "backend": "numpy", "spec_version": "0.1.0", "control": False,
+    "placement": "after", "n": 20, "correct": 19, "accuracy": 0.95, "mean_kept": 300.0, "mean_cache": 320.5,
+    "peak_cache": 330, "over_budget": 0, "seed": 42, "model": "pocket", "backend": "numpy", "spec_version": "0.1.0",
+    "control": False,
 }
 
 

@@ -157,6 +157,7 @@ def _row(subject: Subject, cell: Cell, said: Sequence[Row]) -> Row:
         **_identity(subject, cell),
         "correct": correct,
         "accuracy": correct / cell.n,
+        "mean_kept": sum(each["kept"] for each in said) / cell.n,
         "mean_cache": sum(each["mean_cache"] for each in said) / cell.n,
         "peak_cache": max(each["peak_cache"] for each in said),
         "over_budget": max(0, *(each["kept"] - cell.budget for each in said)),

@@ -9,7 +9,7 @@ from models_integration.studies.compare.plan import FULL
 from models_integration.studies.compare.rules import verdict
 from models_integration.studies.page.elements import Html, note, section, table
 from models_integration.studies.page.papers import Ours, beside_papers
-from models_integration.studies.page.shares import Share, grouped, shares_sections
+from models_integration.studies.page.shares import Share, grouped, kept_of, shares_sections
 from models_integration.studies.report import fits, table_of, title_of
 from models_integration.studies.results import Row
 
@@ -91,8 +91,8 @@ def comparison_sections(rows: Sequence[Row], samples: Sequence[Row]) -> list[Htm
         said = _said(about, samples)
         shares = [
             Share(
-                row["task"], row["policy"], row["budget_requested"], row["n"], row["correct"], row["mean_cache"],
-                said.get((row["task"], row["policy"], row["budget"]), ()),
+                row["task"], row["policy"], row["budget_requested"], row["n"], row["correct"], kept_of(row),
+                row["mean_cache"], said.get((row["task"], row["policy"], row["budget"]), ()),
                 {"B": str(row["budget"]), "peak cache": str(row["peak_cache"]), "over B": str(row["over_budget"])},
             ) for row in measured
         ]

@@ -9,7 +9,7 @@ from models_integration.policies.spelled import spelled
 from models_integration.studies.evidence.claims import FLOOR, Samples
 from models_integration.studies.evidence.kept import CONTROLS, RANDOM
 from models_integration.studies.evidence.rules import AT_PROMPT
-from models_integration.studies.evidence.tables import budgets_of, by_task, policies_of
+from models_integration.studies.evidence.tables import budgets_of, by_task, off_budget, policies_of
 from models_integration.studies.page.elements import forest, grid, note, panel, plots, section, shaded, table
 from models_integration.studies.page.pictures import Curve
 from spec.errors import SpecError
@@ -90,10 +90,12 @@ def sweeps(samples: Samples) -> str:
 
 
 def differences(samples: Samples) -> str:
-    """Each policy over the random set of its budget, all worthy tasks together."""
+    """Each policy over the random set of its budget that keeps as many prompt tokens, all worthy tasks together."""
     some, found = samples.worthy(), []
+    off = off_budget(some)
     for budget in budgets_of(some):
-        names = [name for name in policies_of(some) if name != RANDOM]
+        unmatched = (RANDOM, budget) in off
+        names = [name for name in policies_of(some) if name != RANDOM and ((name, budget) in off) is unmatched]
         lines = [([name], some.over((name, budget), (RANDOM, budget)), None) for name in names]
         if any(one.known for _, one, _ in lines):
             found.append(forest(f"Budget {budget}", ["policy"], lines))

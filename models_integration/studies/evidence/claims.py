@@ -11,18 +11,40 @@ from statistics import NormalDist
 
 import numpy as np
 
-from models_integration.studies.estimate import NOTHING, RESAMPLES, SAME_CACHE, SEED, SIGNIFICANT, Estimate, share_of
+from models_integration.studies.estimate import (
+    NOTHING,
+    RESAMPLES,
+    SAME_CACHE,
+    SEED,
+    SIGNIFICANT,
+    Estimate,
+    format_p,
+    share_of,
+)
 from models_integration.studies.evidence.kept import BLIND, FULL
 from models_integration.studies.evidence.rules import Claim
 from models_integration.studies.results import Row
-from reference.statistics import Interval, draws, holm, mcnemar, mcnemar_mid_p, mcnemar_power, ratio_bootstrap
-from spec.arrays import Float64, IntVector, Vector
+from reference.statistics import (
+    Interval,
+    holm,
+    mcnemar,
+    mcnemar_mid_p,
+    mcnemar_power,
+    ratio_bootstrap,
+    sign_flip,
+    stratified_draws,
+)
+from spec.arrays import Float64, Int64, IntMatrix, IntVector, Vector
 
 __all__ = ["ENDS", "FLOOR", "Samples", "Verdict", "verdicts"]
 
 FLOOR = 0.7
 """Accuracy that the full cache must reach, for a task at a length and placement to count in accuracies."""
-_POWER = 0.8
+_POWER, _DEV_CONTEXTS = 0.8, 30
+_EXACT_CONTEXTS = 16
+"""Contexts up to which all signs of their differences are tried."""
+_LEAST = 2 / RESAMPLES
+"""The smallest p that the resamples can give."""
 ENDS = (FULL, "1.0"), (BLIND, "0")
 """The cells between which recovery counts."""
 
@@ -33,9 +55,11 @@ class Samples:
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows = rows
         self._cells = [{(cell["policy"], cell["budget"]): cell for cell in row["cells"]} for row in rows]
-        contexts = {row["context"]: at for at, row in enumerate(rows)}
-        _, clusters = np.unique([contexts[row["context"]] for row in rows], return_inverse=True)
+        last = {_context_of(row): at for at, row in enumerate(rows)}
+        firsts, clusters = np.unique([last[_context_of(row)] for row in rows], return_inverse=True)
         self.clusters: IntVector = clusters.astype(np.int64)
+        depths = [_depth_of(rows[int(at)]) for at in firsts]
+        self._strata: IntVector = np.unique(depths, return_inverse=True)[1].astype(np.int64)
 
     @property
     def cells(self) -> list[tuple[str, str]]:
@@ -67,9 +91,14 @@ class Samples:
         """A number of one cell, of every sample."""
         return np.array([cells[cell][name] for cells in self._cells], dtype=np.float64)
 
-    def cache(self, cell: tuple[str, str]) -> float:
-        """Mean cache while answering, slots of a layer and KV head."""
-        return float(self.of(cell, "mean_cache").mean()) if self.rows else math.nan
+    def prompt_kept(self, cell: tuple[str, str]) -> float:
+        """Tokens of the prompt that one cell keeps, a mean over samples, layers and KV heads."""
+        each = [np.mean(cells[cell]["kept"]) for cells in self._cells]
+        return float(np.mean(each)) if each else math.nan
+
+    def drawn(self) -> Int64[IntMatrix, "resamples contexts"]:
+        """Contexts of every resample, drawn depth by depth."""
+        return stratified_draws(self._strata, RESAMPLES, SEED)
 
     def share(self, cell: tuple[str, str]) -> float:
         """The same as a part of the full cache's; NaN where that was not run."""
@@ -145,9 +174,25 @@ class Samples:
         value = float(above.sum() / below.sum())
         if not self.clusters.any():
             return Estimate(value, math.nan, math.nan, len(above))
-        drawn = draws(self.contexts, RESAMPLES, SEED)
-        interval = ratio_bootstrap(above, below, self.clusters, drawn)
+        interval = ratio_bootstrap(above, below, self.clusters, self.drawn())
         return Estimate(value, interval.low, interval.high, len(above))
+
+
+def _window_of(row: Row) -> int | None:
+    """The window of the running text that a sample reads, if it reads one."""
+    window: int | None = row["metadata"].get("window")
+    return window
+
+
+def _depth_of(row: Row) -> float:
+    """The depth of a window's samples, which is the same for all of them; 0 for other contexts."""
+    return 0.0 if _window_of(row) is None else float(row["metadata"].get("depth", 0.0))
+
+
+def _context_of(row: Row) -> object:
+    """What samples share that are not independent: a window of the running text, or else the whole context."""
+    window = _window_of(row)
+    return row["context"] if window is None else (row["length"], window)
 
 
 @dataclass(frozen=True)
@@ -156,11 +201,14 @@ class Verdict:
 
     Attributes:
         difference: of `first` over `second`.
-        p: of no difference; None where nothing is decided. Accuracies: McNemar's exact test. Recoveries: the bootstrap.
+        p: two-sided; None if nothing is decided. Accuracies: McNemar's exact test. Recoveries: all signs of the
+            contexts' differences, or the bootstrap if there are more than 16 contexts. Non-inferiority: the bootstrap.
         mid_p: of accuracies.
         corrected: Holm's, over all decided claims of the file.
-        power: for the smallest difference that the claim names, by what the dev samples scatter.
-        flag: why it is outside, or "".
+        power: to find the size that the claim names at Bonferroni's level, by what the dev samples scatter.
+        flag: why nothing is decided, or "".
+        bound: whether p is the smallest that the resamples can give, so that the true p is at most this.
+        dev_contexts: of which the power is computed.
     """
 
     claim: Claim
@@ -170,55 +218,76 @@ class Verdict:
     corrected: float | None
     power: float
     flag: str
+    bound: bool = False
+    dev_contexts: int = 0
 
     @property
     def kind(self) -> str:
-        """Confirmatory where the power is 0.8, otherwise screening."""
-        return "confirmatory" if self.power >= _POWER else "screening"
+        """Confirmatory if the power is at least 0.8 and rests on at least 30 dev contexts, otherwise screening."""
+        return "confirmatory" if self.power >= _POWER and self.dev_contexts >= _DEV_CONTEXTS else "screening"
 
     @property
     def outcome(self) -> str:
-        """What the corrected p says, in a word."""
+        """What the corrected p and the claimed size say, in a few words."""
         if self.corrected is None:
             return "not compared"
         if self.corrected > SIGNIFICANT:
             return "open"
-        return "holds" if self.difference.value > 0 else "the opposite holds"
+        if self.claim.difference < 0:
+            return "holds"
+        if self.difference.value < 0:
+            return "the opposite holds"
+        return "holds" if self.difference.value >= self.claim.difference else "smaller than claimed"
+
+    @property
+    def corrected_text(self) -> str:
+        """The corrected p as text; "" if nothing is decided."""
+        return "" if self.corrected is None else format_p(self.corrected, self.bound)
 
 
 def verdicts(claims: Sequence[Claim], dev: Samples, confirm: Samples) -> list[Verdict]:
     """Every claim of a study, in the file's order."""
-    found = [_verdict(claim, dev, confirm) for claim in claims]
+    level = SIGNIFICANT / max(1, len(claims))
+    found = [_verdict(claim, dev, confirm, level) for claim in claims]
     corrected = holm({one.claim.name: one.p for one in found if one.p is not None})
     return [replace(one, corrected=corrected.get(one.claim.name)) for one in found]
 
 
-def _verdict(claim: Claim, dev: Samples, confirm: Samples) -> Verdict:
+def _verdict(claim: Claim, dev: Samples, confirm: Samples, level: float) -> Verdict:
     some, tried = (_about(claim, samples) for samples in (confirm, dev))
-    first, second = ((name, claim.budget) for name in (claim.first, claim.second))
+    first, second = _cells_of(claim)
+    undecided = Verdict(claim, NOTHING, None, None, None, 0.0, "")
     if not {first, second} <= set(some.cells or [first, second]):
-        return Verdict(claim, NOTHING, None, None, None, 0.0, "not measured")
+        return replace(undecided, flag="not measured")
     if not some.rows:
-        return Verdict(claim, NOTHING, None, None, None, 0.0, "no samples that count")
+        return replace(undecided, flag="no samples that count")
     if claim.measure == "recovery" and not some.worth().low > 0:
-        return Verdict(claim, NOTHING, None, None, None, 0.0, "the context is not clearly worth anything")
+        return replace(undecided, flag="the context is not clearly worth anything")
     above, below = _pairs(claim, some)
-    difference, power = some.ratio(above, below), _power(claim, tried, some)
-    caches = some.cache(first), some.cache(second)
-    if abs(caches[0] - caches[1]) > SAME_CACHE * min(caches):
-        return Verdict(claim, difference, None, None, None, power, f"mean caches {caches[0]:.1f} and {caches[1]:.1f}")
-    if claim.measure == "accuracy":
+    power = _power(claim, tried, some, level)
+    found = replace(undecided, difference=some.ratio(above, below), power=power, dev_contexts=tried.contexts)
+    kept = some.prompt_kept(first), some.prompt_kept(second)
+    if claim.second != FULL and abs(kept[0] - kept[1]) > SAME_CACHE * min(kept):
+        return replace(found, flag=f"prompt tokens kept: {kept[0]:.1f} and {kept[1]:.1f}")
+    if claim.measure == "accuracy" and claim.difference > 0:
         wins, losses = int((above > 0).sum()), int((above < 0).sum())
-        return Verdict(claim, difference, mcnemar(losses, wins), mcnemar_mid_p(losses, wins), None, power, "")
-    drawn = draws(some.contexts, RESAMPLES, SEED)
-    p = _two_sided(ratio_bootstrap(above, below, some.clusters, drawn))
-    return Verdict(claim, difference, p, None, None, power, "")
+        return replace(found, p=mcnemar(losses, wins), mid_p=mcnemar_mid_p(losses, wins))
+    if some.contexts <= _EXACT_CONTEXTS and claim.difference > 0:
+        return replace(found, p=sign_flip(np.bincount(some.clusters, weights=above)))
+    margin = min(claim.difference, 0.0)
+    p = _two_sided(ratio_bootstrap(above - margin * below, below, some.clusters, some.drawn()), margin < 0)
+    return replace(found, p=p, bound=p == _LEAST)
 
 
-def _two_sided(interval: Interval) -> float:
-    """Twice the smaller share of resamples on one side of no difference, never 0."""
-    side = min(interval.positive, 1 - interval.positive)
-    return min(1.0, 2 * max(side, 1 / RESAMPLES))
+def _two_sided(interval: Interval, above_alone: bool) -> float:
+    """Twice the smaller share of resamples on one side of no difference, or twice that below; never 0."""
+    below = 1 - interval.positive
+    return min(1.0, max(2 * (below if above_alone else min(interval.positive, below)), _LEAST))
+
+
+def _cells_of(claim: Claim) -> tuple[tuple[str, str], tuple[str, str]]:
+    """The claim's policies with their budgets; the full cache has one of its own."""
+    return (claim.first, claim.budget), ENDS[0] if claim.second == FULL else (claim.second, claim.budget)
 
 
 def _about(claim: Claim, samples: Samples) -> Samples:
@@ -228,21 +297,21 @@ def _about(claim: Claim, samples: Samples) -> Samples:
 
 def _pairs(claim: Claim, samples: Samples) -> tuple[Float64[Vector, " n"], Float64[Vector, " n"]]:
     """Differences of the two policies, and what they are parts of."""
-    first, second = ((name, claim.budget) for name in (claim.first, claim.second))
+    first, second = _cells_of(claim)
     if claim.measure == "accuracy":
         return samples.of(first, "right") - samples.of(second, "right"), np.ones(len(samples.rows))
     return samples.gained(first, second), samples.gained(*ENDS)
 
 
-def _power(claim: Claim, dev: Samples, confirm: Samples) -> float:
-    """To find the claim's difference in so many contexts (recovery) or samples (accuracy); 0 without dev samples."""
+def _power(claim: Claim, dev: Samples, confirm: Samples, level: float) -> float:
+    """To find the claimed size in so many contexts (recovery) or samples (accuracy); 0 without two dev samples."""
     if len(dev.rows) < 2:
         return 0.0
     above, below = _pairs(claim, dev)
     if claim.measure == "accuracy":
-        discordance = max(float((above != 0).mean()), claim.difference)
-        return mcnemar_power(len(confirm.rows), discordance, claim.difference)
+        discordance = max(float((above != 0).mean()), abs(claim.difference))
+        return mcnemar_power(len(confirm.rows), discordance, abs(claim.difference), level)
     rest = np.bincount(dev.clusters, weights=above - above.sum() / below.sum() * below)
     each = math.sqrt(float((rest**2).sum()) * len(rest)) / abs(float(below.sum()))
     error = each / math.sqrt(confirm.contexts)
-    return 1.0 if error == 0 else NormalDist().cdf(claim.difference / error - NormalDist().inv_cdf(0.975))
+    return 1.0 if error == 0 else NormalDist().cdf(abs(claim.difference) / error - NormalDist().inv_cdf(1 - level / 2))

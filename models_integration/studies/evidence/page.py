@@ -27,8 +27,9 @@ __all__ = ["study_sections"]
 _FEW = 10
 """Contexts below which a bootstrap's interval is too narrow."""
 _BEST = (
-    "Among policies of one mean cache, chosen after the fact: claims decide, this does not. Not told apart: the"
-    " interval of the paired difference holds 0. Not known: no such policy, or a context not clearly worth anything."
+    "Among policies that keep the same number of prompt tokens, chosen after the fact: claims decide, this does not."
+    " Not told apart: the interval of the paired difference holds 0. Not known: no such policy, or a context not"
+    " clearly worth anything."
 )
 _WITHOUT = {
     FULL: "no recovery, no accuracy, no share of the full cache", BLIND: "no recovery",
@@ -65,7 +66,7 @@ def study_sections(rows: Sequence[Row], rules: Rules | None) -> list[Html]:
         section("Stages of one method", each(lambda some: stages(rules.stages if rules else (), some))),
         section("Controls", each(controls)),
         section("Cost", seconds(shown), each(sizes)),
-        section("Flagged: another mean cache", each(flagged)),
+        section("Flagged: a different number of prompt tokens kept", each(flagged)),
         section("Beside the papers", beside_papers(_accuracies(placements))),
     ]
 
@@ -105,7 +106,7 @@ def _claims(rules: Rules | None, dev: Samples, confirm: Samples) -> Iterator[Htm
         return
     lines, outcomes = [], list[str]()
     for one in verdicts(rules.claims, dev, confirm):
-        claim, p = one.claim, "" if one.corrected is None else f"{one.corrected:.4f}"
+        claim, p = one.claim, one.corrected_text
         about = f"{claim.first} over {claim.second}: {claim.measure} at {claim.budget}, n = {one.difference.n}"
         outcome = strong(one.outcome) + note(one.flag, "small")
         outcomes.append(f"{one.outcome} ({one.kind})")
@@ -114,9 +115,10 @@ def _claims(rules: Rules | None, dev: Samples, confirm: Samples) -> Iterator[Htm
     counts = ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in sorted(set(outcomes)))
     yield note(strong(f"{len(lines)} claims: {counts}."))
     yield note(
-        "Holds: Holm's corrected p is at most 0.05. Confirmatory: power is at least 0.8 for the smallest difference"
-        " that the claim names (dashed); otherwise screening. Policies whose mean caches differ by more than"
-        f" {SAME_CACHE:.0%} are not compared."
+        "Holds: Holm's corrected p is at most 0.05, and the difference reaches the claimed size (dashed); a negative"
+        " size claims non-inferiority. Confirmatory: at least 30 dev contexts give a power of at least 0.8 for this"
+        " size at the corrected level; otherwise screening. Policies that keep different numbers of prompt tokens (more"
+        f" than {SAME_CACHE:.0%}) are not compared."
     )
     caption = "Paired differences, first over second; an arrow: beyond the axis"
     yield forest(caption, ["claim", "outcome", "kind", "p (Holm)", "power"], lines)
@@ -131,8 +133,9 @@ def _best(samples: Samples) -> str:
         if not any(one.known for one in found.values()):
             return "not known"
         best = max(found, key=lambda cell: found[cell].value)
-        close = [cell[0] for cell in cells if cell != best and not some.over(best, cell).low > 0]
-        return best_of(best[0], found[best], close)
+        ties = [cell for cell in cells if found[cell].value == found[best].value]
+        close = [cell[0] for cell in cells if cell not in ties and not some.over(best, cell).low > 0]
+        return best_of([name for name, _ in ties], found[best], close)
 
     lines = [[title, *(winner(some, budget) for budget in budgets)] for title, some in by_task(samples).items()]
     return table("Highest recovery", ["task", *(f"budget {budget}" for budget in budgets)], lines) if budgets else ""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from models_integration.policies.spelled import spelled
-from models_integration.studies.evidence.kept import CONTROLS, EVIDENCE, RANDOM
+from models_integration.studies.evidence.kept import CONTROLS, EVIDENCE, FULL, RANDOM
 from models_integration.studies.subject import policy_in_rows, versioned
 from models_integration.tasks import PLACEMENTS
 from models_integration.tasks.registry import resolve_task
@@ -33,8 +33,11 @@ T = TypeVar("T")
 class Claim:
     """What the study is to decide: that `first` does better than `second`, by at least `difference`.
 
+    A negative difference claims non-inferiority: `first` is not worse than `second` by more than this. `second` may
+    then be the full cache.
+
     Raises:
-        SpecError: for an unknown measure, or a difference that is not in (0, 1].
+        SpecError: for an unknown measure, or a difference that is 0 or not in [-1, 1].
     """
 
     name: str
@@ -48,8 +51,8 @@ class Claim:
 
     def __post_init__(self) -> None:
         check_choices("measure", (self.measure,), MEASURES)
-        if not 0 < self.difference <= 1:
-            raise SpecError("difference", self.difference, f"must lie in (0, 1] (claim {self.name!r})")
+        if not 0 < abs(self.difference) <= 1:
+            raise SpecError("difference", self.difference, f"must lie in [-1, 1] and not be 0 (claim {self.name!r})")
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,7 @@ class Rules:
             check_choices(f"stage {stage.name!r}: policy", (stage.policy,), self.policies)
 
     def _check_run(self, claim: Claim) -> None:
-        compared = (*self.policies, RANDOM, EVIDENCE)
+        compared = (*self.policies, RANDOM, EVIDENCE, *((FULL,) if claim.difference < 0 else ()))
         check_choices(f"claim {claim.name!r}: policy", (claim.first, claim.second), compared)
         check_choices(f"claim {claim.name!r}: budget", (claim.budget,), self.budgets)
         check_choices(f"claim {claim.name!r}: placement", (claim.placement,), self.placements)

@@ -35,19 +35,19 @@ def budgets_of(samples: Samples) -> list[str]:
 
 
 def off_budget(samples: Samples) -> dict[tuple[str, str], float]:
-    """Cells whose mean cache is off the middle one of their budget by more than it may be, and by which part."""
+    """Cells that keep more or fewer prompt tokens than the middle cell of their budget, and by what part."""
     found = dict[tuple[str, str], float]()
     for budget in budgets_of(samples):
-        caches = {cell: samples.cache(cell) for cell in samples.cells if cell[1] == budget}
-        found |= {cell: cache / median(caches.values()) - 1 for cell, cache in caches.items()}
+        kept = {cell: samples.prompt_kept(cell) for cell in samples.cells if cell[1] == budget}
+        found |= {cell: tokens / median(kept.values()) - 1 for cell, tokens in kept.items()}
     return {cell: part for cell, part in found.items() if abs(part) > SAME_CACHE and cell[0] not in (FULL, BLIND)}
 
 
 def flagged(samples: Samples) -> str:
     """What is not compared."""
-    lines = [[*cell, f"{samples.cache(cell):.1f}", f"{part:+.1%}"] for cell, part in off_budget(samples).items()]
-    caption = f"Off the middle mean cache of their budget by more than {SAME_CACHE:.0%}; never called best."
-    return table(caption, ["policy", "budget", "mean cache, slots", "off by"], lines) if lines else note("None.")
+    lines = [[*cell, f"{samples.prompt_kept(cell):.1f}", f"{part:+.1%}"] for cell, part in off_budget(samples).items()]
+    caption = f"More than {SAME_CACHE:.0%} off the middle number of prompt tokens kept; never called best"
+    return table(caption, ["policy", "budget", "prompt tokens kept", "off by"], lines) if lines else note("None.")
 
 
 def controls(samples: Samples) -> str:

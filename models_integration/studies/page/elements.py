@@ -59,10 +59,10 @@ def note(text: str, kind: str = "note") -> Html:
     return Html(f'<p class="{kind}">{_html(text)}</p>' if text else "")
 
 
-def best_of(name: str, estimate: Estimate, close: Sequence[str]) -> Html:
-    """A cell that names the best, and those that cannot be told from it."""
+def best_of(names: Sequence[str], estimate: Estimate, close: Sequence[str]) -> Html:
+    """A cell that names the best, all of them if several are equal, and those that cannot be told from it."""
     apart = f"not told apart: {', '.join(close)}" if close else "told apart from all others"
-    return strong(name) + Html(f" {estimate}") + note(apart, "small")
+    return strong(", ".join(names)) + Html(f" {estimate}") + note(apart, "small")
 
 
 def section(title: str, *parts: str, level: int = 2) -> Html:

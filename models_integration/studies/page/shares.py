@@ -4,14 +4,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from models_integration.studies.estimate import SAME_CACHE, SIGNIFICANT, Estimate, pairs_of, share_of
+from models_integration.studies.estimate import SAME_CACHE, SIGNIFICANT, Estimate, format_p, pairs_of, share_of
 from models_integration.studies.page.elements import Html, best_of, forest, grid, note, panel, plots, section, table
 from models_integration.studies.page.pictures import Curve
 from models_integration.studies.report import title_of
 from models_integration.studies.results import Row
 from reference.statistics import holm
 
-__all__ = ["Share", "failures", "grouped", "shares_sections"]
+__all__ = ["Share", "failures", "grouped", "kept_of", "shares_sections"]
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,8 @@ class Share:
     """What one policy, or variant, said on one task at one budget.
 
     Attributes:
+        kept: tokens of the prompt that are kept, a mean over samples, layers and KV heads.
+        mean_cache: slots while it answers, the answer's own tokens included.
         outcomes: right (1) or wrong (0), sample by sample; () where the samples are not there.
         notes: other figures, by name.
     """
@@ -28,6 +30,7 @@ class Share:
     budget: str
     n: int
     correct: int
+    kept: float
     mean_cache: float
     outcomes: Sequence[float]
     notes: dict[str, str]
@@ -36,6 +39,11 @@ class Share:
     def estimate(self) -> Estimate:
         """With Wilson's interval."""
         return share_of(self.correct, self.n)
+
+
+def kept_of(row: Row) -> float:
+    """Tokens of the prompt that a cell keeps; rows of before 0.4 have the mean cache alone."""
+    return float(row.get("mean_kept", row["mean_cache"]))
 
 
 def grouped(rows: Sequence[Row], names: Sequence[str]) -> list[tuple[Row, list[Row]]]:
@@ -54,7 +62,7 @@ def failures(rows: Sequence[Row]) -> Html:
 
 
 def shares_sections(every: Sequence[Share], base: str, whole: str = "") -> list[Html]:
-    """What does best, pictures over the mean cache, paired differences to `base`, flagged and all figures.
+    """What does best, pictures over the prompt tokens kept, paired differences to `base`, flagged and all figures.
 
     `whole` is the policy that needs no budget, and is never called best.
     """
@@ -65,25 +73,25 @@ def shares_sections(every: Sequence[Share], base: str, whole: str = "") -> list[
     budgets = {one.budget for one in every if one.name != whole}
     panels = [
         panel(f"{title_of(task)}, n = {shares[0].n}", [
-            Curve(name, key, [(one.budget, one.mean_cache, one.estimate) for one in shares if one.name == name])
+            Curve(name, key, [(one.budget, one.kept, one.estimate) for one in shares if one.name == name])
             for key, name in enumerate(names)
-        ], "mean cache, slots", "exact match") for task, shares in tasks.items()
+        ], "prompt tokens kept", "exact match") for task, shares in tasks.items()
     ]
     return [
         section("Best by task and budget", _best(tasks, whole)),
-        section("Exact match against mean cache", plots(names, [grid(panels)]) if len(budgets) > 1 else ""),
+        section("Exact match against prompt tokens kept", plots(names, [grid(panels)]) if len(budgets) > 1 else ""),
         section(f"Paired differences to {base}", *_differences(tasks, base)),
-        section("Flagged: another mean cache", _flagged(every)),
+        section("Flagged: a different number of prompt tokens kept", _flagged(every)),
         section("All figures", _figures(every)),
     ]
 
 
 def _off(shares: Sequence[Share]) -> list[tuple[Share, float]]:
-    """Those off the middle mean cache of their task and budget by more than may be."""
+    """Cells that keep more or fewer prompt tokens than the middle cell of their task and budget; by what part."""
     found = []
     for one in shares:
-        beside = [other.mean_cache for other in shares if (other.task, other.budget) == (one.task, one.budget)]
-        found.append((one, one.mean_cache / median(beside) - 1))
+        beside = [other.kept for other in shares if (other.task, other.budget) == (one.task, one.budget)]
+        found.append((one, one.kept / median(beside) - 1))
     return [(one, part) for one, part in found if abs(part) > SAME_CACHE]
 
 
@@ -95,17 +103,20 @@ def _best(tasks: dict[str, list[Share]], whole: str) -> Html:
         some = [one for one in shares if one not in off]
         if not some:
             return ""
-        best = max(some, key=lambda one: one.correct / one.n)
-        close = [one.name for one in some if one is not best and not _apart(best, one)]
-        return best_of(best.name, best.estimate, close)
+        most = max(one.correct / one.n for one in some)
+        first, *ties = [one for one in some if one.correct / one.n == most]
+        if not most:
+            return "no right answer"
+        close = [one.name for one in some if one not in (first, *ties) and not _apart(first, one)]
+        return best_of([first.name, *(one.name for one in ties)], first.estimate, close)
 
     lines = []
     for task, shares in tasks.items():
         limited = [one for one in shares if one.name != whole]
         lines.append([title_of(task), *(winner([one for one in limited if one.budget == at]) for at in budgets)])
     caption = (
-        "Highest exact match among those of one mean cache, chosen after the fact. Told apart: McNemar's exact p of the"
-        f" same samples is at most {SIGNIFICANT}, uncorrected."
+        "Highest exact match among cells that keep the same number of prompt tokens, chosen after the fact. Told apart:"
+        f" McNemar's exact p of the same samples is at most {SIGNIFICANT}, uncorrected."
     )
     return table(caption, ["task", *(f"budget {budget}" for budget in budgets)], lines) if budgets else Html("")
 
@@ -125,11 +136,13 @@ def _differences(tasks: dict[str, list[Share]], base: str) -> Iterator[Html]:
             continue
         pairs = [pairs_of(one.outcomes, reference.outcomes) for one in others]
         corrected = holm({str(at): pair.p for at, pair in enumerate(pairs)})
+        if (least := 2.0 ** (1 - reference.n)) > SIGNIFICANT:
+            yield note(f"{reference.n} samples cannot tell two policies apart: the smallest p is {least:g}.", "warning")
         yield forest(
             f"{title_of(task)}, n = {reference.n}; {base}: {reference.estimate}; p: McNemar's exact, by Holm",
             ["", "budget", "exact match", "won", "lost", "p"], [
                 (
-                    [one.name, one.budget, one.estimate, pair.won, pair.lost, f"{corrected[str(at)]:.4f}"],
+                    [one.name, one.budget, one.estimate, pair.won, pair.lost, format_p(corrected[str(at)])],
                     pair.difference, None,
                 )
                 for at, (one, pair) in enumerate(zip(others, pairs, strict=True))
@@ -139,17 +152,18 @@ def _differences(tasks: dict[str, list[Share]], base: str) -> Iterator[Html]:
 
 def _flagged(every: Sequence[Share]) -> str:
     lines = [
-        [one.name, one.budget, title_of(one.task), f"{one.mean_cache:.1f}", f"{part:+.1%}"] for one, part in _off(every)
+        [one.name, one.budget, title_of(one.task), f"{one.kept:.1f}", f"{part:+.1%}"] for one, part in _off(every)
     ]
-    caption = f"Off the middle mean cache of task and budget by more than {SAME_CACHE:.0%}; never called best."
-    return table(caption, ["", "budget", "task", "mean cache, slots", "off by"], lines) if lines else note("None.")
+    caption = f"More than {SAME_CACHE:.0%} off the middle number of prompt tokens kept; never called best"
+    return table(caption, ["", "budget", "task", "prompt tokens kept", "off by"], lines) if lines else note("None.")
 
 
 def _figures(every: Sequence[Share]) -> Html:
-    headings = ["", "budget", "task", "exact match", "right", "n", "mean cache, slots", *every[0].notes]
+    headings = ["", "budget", "task", "exact match", "right", "n", "kept", "mean cache, slots", *every[0].notes]
     return table("Every cell", headings, [
         [
-            one.name, one.budget, title_of(one.task), one.estimate, one.correct, one.n, f"{one.mean_cache:.1f}",
+            one.name, one.budget, title_of(one.task), one.estimate, one.correct, one.n, f"{one.kept:.1f}",
+            f"{one.mean_cache:.1f}",
             *one.notes.values(),
         ] for one in every
     ], folded=True)

@@ -118,6 +118,7 @@ def _row(subject: Subject, plan: Plan, task: str, variant: str, said: Sequence[R
     low, high = wilson(sum(outcomes), plan.samples)
     return {
         **plan.identity(variant, task, subject), "correct": sum(outcomes), "accuracy": sum(outcomes) / plan.samples,
-        "low": low, "high": high, "mean_cache": sum(each["mean_cache"] for each in said) / plan.samples,
+        "low": low, "high": high, "mean_kept": sum(each["kept"] for each in said) / plan.samples,
+        "mean_cache": sum(each["mean_cache"] for each in said) / plan.samples,
         "most_kept": max(each["kept"] for each in said), "outcomes": outcomes,
     }

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from models_integration.studies.page.elements import Html, note, section
-from models_integration.studies.page.shares import Share, grouped, shares_sections
+from models_integration.studies.page.shares import Share, grouped, kept_of, shares_sections
 from models_integration.studies.report import fits, table_of, title_of
 from models_integration.studies.results import Row
 from models_integration.studies.sweep.plan import BASE
@@ -58,8 +58,8 @@ def sweep_sections(rows: Sequence[Row]) -> list[Html]:
     for about, group in grouped(rows, ("grid", "model", "backend", "length", "budget", "n", "seed", "spec_version")):
         shares = [
             Share(
-                row["task"], row["variant"], row["budget_requested"], row["n"], row["correct"], row["mean_cache"],
-                row["outcomes"], {"B": str(row["budget"]), "most kept": str(row["most_kept"])},
+                row["task"], row["variant"], row["budget_requested"], row["n"], row["correct"], kept_of(row),
+                row["mean_cache"], row["outcomes"], {"B": str(row["budget"]), "most kept": str(row["most_kept"])},
             ) for row in group
         ]
         found.append(section(

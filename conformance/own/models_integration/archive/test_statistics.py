@@ -14,7 +14,16 @@ from conformance.assurance.oracles import injection as fusion_oracle
 from conformance.assurance.oracles import statistics as oracle
 from conformance.plugin import sparingly
 from reference.injection.fusion import fused, recall
-from reference.statistics import bootstrap, cluster_bootstrap, draws, mcnemar, mcnemar_power, wilson
+from reference.statistics import (
+    bootstrap,
+    cluster_bootstrap,
+    draws,
+    mcnemar,
+    mcnemar_power,
+    sign_flip,
+    stratified_draws,
+    wilson,
+)
 from spec.errors import SpecError
 
 pytestmark = pytest.mark.usefixtures("reference_items")
@@ -244,3 +253,27 @@ def test_the_order_of_the_rankings_does_not_matter(rankings: list[list[str]]) ->
 @pytest.mark.law("figures-are-counted-right")
 def test_recall_counts_the_first_k() -> None:
     assert [recall(["b", "a", "c"], "a", k) for k in (1, 2, 3)] == [False, True, True]
+
+
+@pytest.mark.law("figures-are-counted-right")
+def test_sign_flips_are_those_of_scipy() -> None:
+    scipy_stats = pytest.importorskip("scipy.stats")
+    for seed in range(5):
+        differences = np.random.default_rng(seed).normal(0.4, 1, size=9)
+        theirs = scipy_stats.permutation_test((differences,), np.sum, permutation_type="samples", n_resamples=np.inf)
+        assert sign_flip(differences) == pytest.approx(theirs.pvalue, rel=1e-12)
+    assert sign_flip(np.ones(4)) == 0.125
+    for size in (0, 21):
+        with pytest.raises(SpecError, match="because all signs are tried"):
+            sign_flip(np.ones(size))
+
+
+@pytest.mark.law("figures-are-counted-right")
+def test_every_resample_has_as_many_units_of_each_stratum() -> None:
+    strata = np.array([2, 0, 2, 1, 0, 2])
+    drawn = stratified_draws(strata, 200, 3)
+    assert {tuple(sorted(each)) for each in strata[drawn].tolist()} == {(0, 0, 1, 2, 2, 2)}
+    assert len(np.unique(drawn)) == len(strata)
+    assert stratified_draws(np.zeros(6, dtype=np.int64), 50, 3).tolist() == draws(6, 50, 3).tolist()
+    with pytest.raises(SpecError, match="units = 0"):
+        stratified_draws(np.zeros(0, dtype=np.int64), 50, 3)

@@ -131,6 +131,7 @@ def cells(draw: Random) -> list[Row]:
 def cell(policy: str, budget: str, likelihood: float, right: bool, kept: Any, size: float) -> Row:
     return {
         "policy": policy, "budget": budget, "likelihood": likelihood, "right": right, "exact": right,
-        "evidence_kept": 4 * kept if isinstance(kept, float) else kept, "mean_cache": size, "peak_cache": 1000,
+        "evidence_kept": 4 * kept if isinstance(kept, float) else kept, "kept": size, "mean_cache": size + 20 * right,
+        "peak_cache": 1000,
         "mean_bytes": size * 1000, "peak_bytes": 10**6, "divergence": 0.25, "lost_attention": 0.5,
     }

@@ -250,7 +250,8 @@ def many_rows() -> list[dict[str, Any]]:
             rows.append({
                 "policy": policy, "task": task, "length": 4096, "budget_requested": budget, "budget": B,
                 "placement": "after", "n": 10, "seed": 42, "control": control, "model": "m@0", "backend": "numpy",
-                "spec_version": "0.3.0", "correct": correct, "accuracy": correct / 10, "mean_cache": B + 20.0,
+                "spec_version": "0.3.0", "correct": correct, "accuracy": correct / 10, "mean_kept": float(B),
+                "mean_cache": B + 20.0,
                 "peak_cache": 4096, "over_budget": 0,
             })
     return rows

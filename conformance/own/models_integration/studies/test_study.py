@@ -189,7 +189,7 @@ def test_policies_of_rules_may_have_constants(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ('"recovery"', '"speed"', "recovery, accuracy"), ("0.2\n", "0.0\n", r"must lie in \(0, 1\]"),
+        ('"recovery"', '"speed"', "recovery, accuracy"), ("0.2\n", "0.0\n", r"must lie in \[-1, 1\] and not be 0"),
         ('second = "streamingllm"', 'second = "snapkv"', "the fact is kept"),
         ('budget = "0.3"', 'budget = "0.4"', "budget"),
         ('placement = "after"', 'placement = "paper"', "placement"), ("contexts = 4", "contexts = 0", "at least 1"),
@@ -239,10 +239,12 @@ def rows_of(values: list[tuple[str, float, float, float, bool, bool]], part: str
         }
         found.append({
             "context": context, "task": "needle_in_prose", "length": 100, "placement": "after", "part": part,
-            "sample": str(at), "evidence_tokens": 4, "answer_tokens": 2, "model": "m", "backend": "numpy",
+            "sample": str(at), "metadata": {}, "evidence_tokens": 4, "answer_tokens": 2, "model": "m",
+            "backend": "numpy",
             "cells": [
                 {
-                    "policy": policy, "budget": budget, "likelihood": likelihood, "right": right, "mean_cache": cache,
+                    "policy": policy, "budget": budget, "likelihood": likelihood, "right": right, "kept": cache,
+                    "mean_cache": cache + 20 * right,
                     "evidence_kept": [1, 3] if policy == "snapkv" else 2, "divergence": 0.5, "lost_attention": 0.25,
                 }
                 for (policy, budget), (likelihood, right, cache) in cells.items()
@@ -269,7 +271,7 @@ def test_estimates_are_those_by_hand() -> None:
     assert samples.accuracy(A)[:3] == (5 / 6, *wilson(5, 6))
     assert samples.survival(A).value == samples.survival(B).value == 0.5
     assert samples.worth().value == pytest.approx(sum(gaps) / 6)
-    assert samples.share(A) == pytest.approx(0.3)
+    assert samples.share(A) == pytest.approx((30 + 20 * 5 / 6) / 120)
 
 
 def test_what_the_full_cache_cannot_do_has_no_accuracy_and_a_worthless_context_no_recovery() -> None:
@@ -303,17 +305,19 @@ def test_claims_by_hand() -> None:
     accuracy, recovery = verdicts([claim("accuracy"), claim("recovery")], dev, confirm)
     assert (accuracy.p, accuracy.mid_p) == (mcnemar(0, 3), mcnemar_mid_p(0, 3))
     assert accuracy.difference.value == pytest.approx(3 / 6)
-    assert accuracy.power == pytest.approx(mcnemar_power(6, 0.5, 0.3))
+    assert accuracy.power == pytest.approx(mcnemar_power(6, 0.5, 0.3, 0.025))
     assert accuracy.kind == "screening"
     assert recovery.difference.value == pytest.approx(sum(a - b for _, a, b, *_ in VALUES) / 52)
-    assert recovery.p is not None
+    # Each of the five contexts gains, so only the opposite signs of all give as large a sum.
+    assert recovery.p == 2 / 2**5
     assert accuracy.p is not None
     small, large = sorted([accuracy.p, recovery.p])
     doubled = min(1.0, 2 * small)
     assert sorted([accuracy.corrected or 0, recovery.corrected or 0]) == [doubled, max(doubled, large)]
     assert recovery.power == pytest.approx(power_by_hand(0.3))
     (easy,) = verdicts([claim("recovery", difference=1.0)], dev, confirm)
-    assert easy.kind == "confirmatory"
+    assert (easy.power > 0.8, easy.kind) == (True, "screening")  # five dev contexts are too few
+    assert replace(easy, dev_contexts=30).kind == "confirmatory"
     assert verdicts([claim("recovery")], Samples([]), confirm)[0].kind == "screening"
 
 
@@ -324,16 +328,49 @@ def power_by_hand(difference: float) -> float:
     for context, a, b, blind, *_ in VALUES:
         rest[context] = rest.get(context, 0.0) + (a - b) + ratio * blind
     error = math.sqrt(sum(each**2 for each in rest.values())) / 52
-    return NormalDist().cdf(difference / error - 1.959964)
+    return NormalDist().cdf(difference / error - 2.241403)  # of two claims: 0.05 / 2
+
+
+@pytest.mark.parametrize(("size", "outcome"), [(0.1, "holds"), (0.3, "smaller than claimed"), (-0.1, "holds")])
+def test_a_claim_holds_only_if_its_size_is_met(size: float, outcome: str) -> None:
+    values = [(f"{at}", -1.0 - at % 3 / 10, -3.0 - at % 5 / 10, -10.0, True, True) for at in range(40)]
+    (verdict,) = verdicts([claim("recovery", difference=size)], Samples([]), Samples(rows_of(values)))
+    assert verdict.difference.value == pytest.approx(0.21, abs=0.01)
+    assert (verdict.outcome, verdict.bound) == (outcome, True)
+    assert verdict.corrected_text == "≤ 0.0010"
+
+
+@pytest.mark.parametrize(("margin", "outcome"), [(-0.2, "holds"), (-0.05, "open")])
+def test_not_worse_than_the_full_cache_is_a_claim(margin: float, outcome: str) -> None:
+    values = [(f"{at}", -0.5 - at % 7 / 5, -3.0, -10.0, True, True) for at in range(40)]
+    wanted = claim("recovery", second=FULL, difference=margin)
+    (verdict,) = verdicts([wanted], Samples([]), Samples(rows_of(values)))
+    assert verdict.difference.value == pytest.approx(-0.107, abs=0.01)
+    assert verdict.outcome == outcome
+
+
+def test_samples_of_one_window_are_one_context_drawn_depth_by_depth() -> None:
+    """Three questions read each window; a policy that answers at one depth alone has no interval from depths."""
+    values = [(f"{at}", 0.0 if at % 2 else -10.0, -10.0, -10.0, True, True) for at in range(24)]
+    rows = rows_of(values)
+    for at, row in enumerate(rows):
+        row["metadata"] = {"window": at // 2 // 3 * 2 + at % 2, "depth": (0.1, 0.9)[at % 2]}
+    samples = Samples(rows)
+    assert samples.contexts == 8
+    assert samples.recovery(A)[:3] == (0.5, 0.5, 0.5)
+    for row in rows:
+        row["metadata"] = {}
+    assert samples.contexts < Samples(rows).contexts == 24
+    assert Samples(rows).recovery(A).low < 0.4
 
 
 def test_other_caches_are_flagged_and_outside() -> None:
     rows = rows_of(VALUES)
     for row in rows:
-        row["cells"][3]["mean_cache"] = 30.4
+        row["cells"][3]["kept"] = 30.4
     verdict, other = verdicts([claim("recovery"), claim("accuracy")], Samples(rows), Samples(rows))
     assert (verdict.p, verdict.corrected, other.p) == (None, None, None)
-    assert verdict.flag == "mean caches 30.0 and 30.4"
+    assert verdict.flag == "prompt tokens kept: 30.0 and 30.4"
 
 
 @pytest.mark.law("as-it-is-described")
@@ -341,7 +378,7 @@ def test_the_stage_that_loses_evidence_is_the_one_after_the_last_that_keeps_it()
     kept = {"a": [4, 1, 0, 2, 3], "b": [4, 4, 1, 1, 1], "c": [2, 0, 1, 3, 0]}
     rows = [
         {
-            "context": str(at), "evidence_tokens": 4,
+            "context": str(at), "metadata": {}, "evidence_tokens": 4,
             "cells": [
                 {"policy": name, "budget": "0.3", "evidence_kept": [0, 2 * kept[name][at]]} for name in kept
             ],
@@ -349,7 +386,7 @@ def test_the_stage_that_loses_evidence_is_the_one_after_the_last_that_keeps_it()
         for at in range(5)
     ]
     stages = [Stage(f"stage {name}", name) for name in kept]
-    nothing: Row = {"context": "x", "evidence_tokens": 0, "cells": []}
+    nothing: Row = {"context": "x", "metadata": {}, "evidence_tokens": 0, "cells": []}
     assert lost_at(Samples([*rows, nothing]), stages, "0.3").tolist() == [3, 2, 0, 3, 1]
 
 
