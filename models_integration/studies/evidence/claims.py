@@ -43,6 +43,8 @@ FLOOR = 0.7
 _POWER, _DEV_CONTEXTS = 0.8, 30
 _EXACT_CONTEXTS = 16
 """Contexts up to which all signs of their differences are tried."""
+_STRATUM = 5
+"""Contexts of a depth below which depths are resampled together: one context alone would not scatter."""
 _LEAST = 2 / RESAMPLES
 """The smallest p that the resamples can give."""
 ENDS = (FULL, "1.0"), (BLIND, "0")
@@ -97,8 +99,9 @@ class Samples:
         return float(np.mean(each)) if each else math.nan
 
     def drawn(self) -> Int64[IntMatrix, "resamples contexts"]:
-        """Contexts of every resample, drawn depth by depth."""
-        return stratified_draws(self._strata, RESAMPLES, SEED)
+        """Contexts of every resample, drawn depth by depth if each depth has enough of them."""
+        few = len(self._strata) == 0 or np.bincount(self._strata).min() < _STRATUM
+        return stratified_draws(np.zeros_like(self._strata) if few else self._strata, RESAMPLES, SEED)
 
     def share(self, cell: tuple[str, str]) -> float:
         """The same as a part of the full cache's; NaN where that was not run."""
@@ -263,6 +266,8 @@ def _verdict(claim: Claim, dev: Samples, confirm: Samples, level: float) -> Verd
         return replace(undecided, flag="no samples that count")
     if claim.measure == "recovery" and not some.worth().low > 0:
         return replace(undecided, flag="the context is not clearly worth anything")
+    if ENDS[0] in some.cells and not some.of(ENDS[0], "right").any():
+        return replace(undecided, flag=f"the full cache answers none of {len(some.rows)}")
     above, below = _pairs(claim, some)
     power = _power(claim, tried, some, level)
     found = replace(undecided, difference=some.ratio(above, below), power=power, dev_contexts=tried.contexts)

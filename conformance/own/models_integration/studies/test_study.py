@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import re
 from dataclasses import replace
 from itertools import combinations, product
 from pathlib import Path
@@ -350,17 +351,19 @@ def test_not_worse_than_the_full_cache_is_a_claim(margin: float, outcome: str) -
 
 
 def test_samples_of_one_window_are_one_context_drawn_depth_by_depth() -> None:
-    """Three questions read each window; a policy that answers at one depth alone has no interval from depths."""
+    """Two questions read each window; a policy that answers at one depth alone has no interval from depths."""
     values = [(f"{at}", 0.0 if at % 2 else -10.0, -10.0, -10.0, True, True) for at in range(24)]
     rows = rows_of(values)
     for at, row in enumerate(rows):
-        row["metadata"] = {"window": at // 2 // 3 * 2 + at % 2, "depth": (0.1, 0.9)[at % 2]}
+        row["metadata"] = {"window": at // 4 * 2 + at % 2, "depth": (0.1, 0.9)[at % 2]}
     samples = Samples(rows)
-    assert samples.contexts == 8
+    assert samples.contexts == 12
     assert samples.recovery(A)[:3] == (0.5, 0.5, 0.5)
+    few = Samples(rows[:16])  # four windows a depth: all depths are resampled together
+    assert few.recovery(A).low < 0.4
     for row in rows:
         row["metadata"] = {}
-    assert samples.contexts < Samples(rows).contexts == 24
+    assert Samples(rows).contexts == 24
     assert Samples(rows).recovery(A).low < 0.4
 
 
@@ -388,6 +391,21 @@ def test_the_stage_that_loses_evidence_is_the_one_after_the_last_that_keeps_it()
     stages = [Stage(f"stage {name}", name) for name in kept]
     nothing: Row = {"context": "x", "metadata": {}, "evidence_tokens": 0, "cells": []}
     assert lost_at(Samples([*rows, nothing]), stages, "0.3").tolist() == [3, 2, 0, 3, 1]
+
+
+def test_a_task_that_the_full_cache_never_answers_decides_no_claim() -> None:
+    rows = rows_of(VALUES)
+    for row in rows:
+        row["cells"][0]["right"] = False
+    for verdict in verdicts([claim("recovery")], Samples([]), Samples(rows)):
+        assert (verdict.outcome, verdict.flag) == ("not compared", "the full cache answers none of 6")
+
+
+def test_the_claims_of_the_guide_are_rules(tmp_path: Path) -> None:
+    guide = (Path(__file__).parents[4] / "docs/guide/sweeps.md").read_text(encoding="utf-8")
+    study_, claims = (text for text in re.findall(r"```toml\n(.*?)```", guide, re.DOTALL))
+    rules_file(tmp_path, claims + study_.replace('"crystalcache", "snapkv"', '"nestedkv", "keydiff"'))
+    assert [one.difference for one in load_rules(tmp_path / "rules.toml").claims] == [0.1, -0.05]
 
 
 def test_a_constant_with_many_values_has_a_picture_of_its_own() -> None:

@@ -1,0 +1,57 @@
+"""The pages about real weights say what their rows say: tables by the command, right answers by plain counting too."""
+
+import json
+import lzma
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers", reason="the study drives transformers models")
+
+from conformance.measure import evidence_pages
+
+pytestmark = pytest.mark.law("figures-are-counted-right")
+
+
+def right(study: str, placement: str, policy: str, budget: str) -> int:
+    """Right answers about facts, counted in the file."""
+    with lzma.open(evidence_pages.HOME / f"{study}.jsonl.xz") as file:
+        rows = [json.loads(line) for line in file]
+    return sum(
+        bool(cell["right"]) for row in rows
+        if (row["part"], row["placement"]) == ("confirm", placement) and row["task"] in evidence_pages.FACTS
+        for cell in row["cells"] if (cell["policy"], cell["budget"]) == (policy, budget)
+    )
+
+
+def test_every_table_is_that_of_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(evidence_pages.stale()) == []
+    page = tmp_path / "README.md"
+    readme = evidence_pages.PAGES[0].read_text(encoding="utf-8")
+    page.write_text(readme.replace("| CrystalCache | 26: ", "| CrystalCache | 27: "), encoding="utf-8")
+    monkeypatch.setattr(evidence_pages, "ROOT", tmp_path)
+    assert "README.md: table few" in evidence_pages.stale([page])
+
+
+@pytest.mark.parametrize("policy", ["nestedkv", "crystalcache", "crystalcache(observed_layer=-1)", "random"])
+def test_right_answers_of_the_readme_are_those_of_the_file(policy: str) -> None:
+    readme = evidence_pages.PAGES[0].read_text(encoding="utf-8")
+    line = next(line for line in readme.splitlines() if line.startswith(f"| {evidence_pages.NAMES[policy]} | "))
+    after, _, in_prompt, _ = line.split(" | ")[1:]
+    counted = [right("rules", placement, policy, "0.3") for placement in ("after", "in_prompt")]
+    assert [int(cell.split(":")[0]) for cell in (after, in_prompt)] == counted
+
+
+def test_figures_in_sentences_are_those_of_the_rows() -> None:
+    readme, _, erratum = (page.read_text(encoding="utf-8") for page in evidence_pages.PAGES)
+    paper, last, drawn = (
+        right("rules", "after", name, "0.3") for name in ("crystalcache", "crystalcache(observed_layer=-1)", "random")
+    )
+    full = right("rules", "after", "fullcache", "1.0")
+    assert re.search(rf"answers {paper} of 243 facts.* and {last} if .*; the full cache {full} ", readme)
+    assert f"CrystalCache answers {paper} and the random set {drawn} " in erratum
+    nested, other = (right("rules", "after", f, "0.2") for f in ("nestedkv", "crystalcache(observed_layer=-1)"))
+    assert f"{nested} and {other} of 243" in erratum
+    heads, nested = (right("advice", "after", name, "0.3") for name in ("kvzip-heads", "nestedkv"))
+    assert f"{heads} and {nested} of 82 answers" in erratum
