@@ -1,4 +1,10 @@
-"""How: the specification as readable NumPy, float64, one function per item. Needs NumPy and jaxtyping alone."""
+"""How: the specification as readable NumPy, float64, one function per item. Needs NumPy and jaxtyping alone.
+
+    import reference
+    reference.crystalcache.prefill(q, k, token_ids, sentence_ends, budget=0.5)
+
+Its modules are loaded when they are first used.
+"""
 
 try:
     from spec import SPEC_VERSION
@@ -11,4 +17,22 @@ except ImportError as error:  # another distribution on the index installs a pac
         f"{_found.origin if _found else 'no path'}; install kvspec into a virtual environment of its own"
     ) from error
 
-__all__ = ["SPEC_VERSION"]
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from reference import crystalcache, diversity, injection, nestedkv, policies, statistics, triattention
+
+__all__ = [
+    "SPEC_VERSION", "crystalcache", "diversity", "injection", "nestedkv", "policies", "statistics", "triattention",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+    return import_module(f"{__name__}.{name}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -15,7 +15,7 @@ from conformance.paths import ROOT
 
 __all__ = ["ALLOWED", "ROOMS", "SUITE", "forbidden_imports", "main"]
 
-PACKAGES = ("spec", "reference", "accelerated", "conformance", "models_integration")
+PACKAGES = ("spec", "reference", "accelerated", "conformance", "models_integration", "kvspec")
 
 # The siblings that each package may import; inside accelerated, triton_gpu may also import numba_cpu.
 ALLOWED: dict[str, set[str]] = {
@@ -24,6 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "accelerated": {"spec"},
     "models_integration": {"spec", "reference"},
     "conformance": {"spec", "reference", "accelerated", "models_integration"},
+    "kvspec": {"spec", "reference", "models_integration"},
 }
 
 # `import reference` must work with NumPy and jaxtyping alone; tables.py is the border where pandera is allowed.

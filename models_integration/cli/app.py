@@ -65,6 +65,19 @@ def _common(
 
 
 @app.command()
+def policies(
+    name: Annotated[str, typer.Argument(help="A policy, to see its paper, its constants and how to call it.")] = "",
+) -> None:
+    """List the policies: what each keeps, how often it reads the prompt, its peak memory, what it serves."""
+    from models_integration.cli.policies import show_policies, show_policy
+
+    if name:
+        show_policy(name)
+    else:
+        show_policies()
+
+
+@app.command()
 def compare(
     policies: Annotated[
         str,

@@ -39,11 +39,8 @@ def _block(
 
 
 @dataclass(frozen=True)
-class _Float32Stages:
+class _Float32Stages(type(REFERENCE.require_crystal())):  # type: ignore[misc]  # whose later stages it has
     distort: Distortion
-
-    def __getattr__(self, stage: str) -> Any:
-        return getattr(REFERENCE.require_crystal(), stage)
 
     def coattention(
         self, q: Array, k: Array, positions: IntVector, p: CrystalCacheParameters, scaling: float,

@@ -65,7 +65,7 @@ def test_forms(form: object, expected: Budget) -> None:
         0, -1, 0.0, 1.5, -0.5, math.nan, math.inf, -math.inf, True, False, np.True_, "half", "", "-3", "0", "0.0",
         "101%", "1e-1", "0,5", "٣", "0x10", "1/2", "%", ".", None, 1 + 0j, [0.5], b"0.5", "nan", "inf", "٠.٣", "٣%",
         "\u20030.5", "0.5\n", "1_000", "+1", "0.5%%", "0x1.0p-1", 2**63, str(2**63), "9" * 65, "0." + "1" * 5000,
-        Fraction(3, 2), Decimal("NaN"), np.float32("nan"), np.datetime64("NaT"),
+        Fraction(3, 2), Decimal("NaN"), np.float32("nan"), np.datetime64("NaT", "D"),
     ],
 )
 def test_what_is_no_budget(form: object) -> None:

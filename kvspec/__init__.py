@@ -1,0 +1,64 @@
+"""KV-cache eviction by published methods, on `transformers` models.
+
+    import kvspec
+
+    policy = kvspec.policy_from_name("snapkv", budget=0.3)
+    with policy(model) as run:
+        output = model.generate(**inputs, max_new_tokens=200)
+
+Names are loaded when they are first used: importing this package imports neither torch nor transformers. The packages
+behind it stay importable: `spec` (what must hold), `reference` (NumPy, equation by equation), `models_integration`.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+import spec
+
+if TYPE_CHECKING:
+    from models_integration import (
+        CrystalCache,
+        CustomPolicy,
+        FullCache,
+        Published,
+        RetainedCache,
+        Session,
+        StreamingLLM,
+        calibrate,
+        compact,
+        decide,
+        load_cache,
+        observe,
+        policy_from_name,
+        prefill,
+        repeat_template,
+        save_cache,
+        sentence_ends,
+    )
+    from reference.policies import policy_from_score
+    from reference.policies.describe import PolicyDescription, describe_policy, list_policies
+
+__version__ = spec.SPEC_VERSION
+
+__all__ = [
+    "CrystalCache", "CustomPolicy", "FullCache", "PolicyDescription", "Published", "RetainedCache", "Session",
+    "StreamingLLM", "__version__", "calibrate", "compact", "decide", "describe_policy", "list_policies", "load_cache",
+    "observe", "policy_from_name", "policy_from_score", "prefill", "repeat_template", "save_cache", "sentence_ends",
+]
+
+_ELSEWHERE = {
+    "policy_from_score": "reference.policies", "PolicyDescription": "reference.policies.describe",
+    "describe_policy": "reference.policies.describe", "list_policies": "reference.policies.describe",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(import_module(_ELSEWHERE.get(name, "models_integration")), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

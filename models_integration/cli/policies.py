@@ -1,0 +1,68 @@
+"""`kvspec policies`: what there is, what it costs, when it serves."""
+
+from collections.abc import Iterator
+
+from rich.console import Console
+
+from reference.policies.describe import PolicyDescription, describe_policy, list_policies
+
+__all__ = ["show_policies", "show_policy"]
+
+_YES = {True: "yes", False: "no"}
+_LEGEND = """
+Passes: how often the model reads the prompt. Peak memory: the budget, if each layer is compacted while the prompt is
+read; otherwise the full cache. 'diverse-' before a name adds set-conditioned selection.
+kvspec policies NAME: paper, constants, how to call it."""
+
+
+def show_policies() -> None:
+    """Two lines for each policy, then what the words mean."""
+    every = list_policies()
+    width = 2 + max(len(one.name) for one in every)
+    for one in every:
+        served = [f"{one.passes} pass{'es' if one.passes > 1 else ''}", f"peak {_peak(one)}"]
+        served += [word for word, serves in _served(one).items() if serves]
+        _print(f"{one.name:{width}}{', '.join(served)}")
+        _print(f"    {one.keeps}")
+    _print(_LEGEND)
+
+
+def show_policy(name: str) -> None:
+    """All that there is to know of one policy.
+
+    Raises:
+        SpecError: for an unknown name.
+    """
+    for line in _lines(describe_policy(name)):
+        _print(line)
+
+
+def _print(line: str) -> None:
+    Console().print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _served(one: PolicyDescription) -> dict[str, bool]:
+    return {
+        "evicts while decoding": one.decode_time, "later turns": one.later_turns, "padded batches": one.padded_batches,
+    }
+
+
+def _peak(one: PolicyDescription) -> str:
+    return "budget" if one.layer_by_layer else "full cache"
+
+
+def _lines(one: PolicyDescription) -> Iterator[str]:
+    yield f"{one.name}: keeps {one.keeps}"
+    if one.paper:
+        yield f"paper: {one.paper}"
+    yield f"the model reads the prompt {'once' if one.passes == 1 else 'twice'}; peak memory: {_peak(one)}"
+    yield f"reads queries and keys of {one.layers} layers; one kept set for each {one.granularity}"
+    yield from (f"{word}: {_YES[serves]}" for word, serves in _served(one).items())
+    if one.of_model:
+        yield f"taken from the model: {', '.join(one.of_model)}"
+    yield "constants:" if one.required or one.constants else "constants: none"
+    yield from (f"  {key}  (required)" for key in one.required)
+    yield from (f"  {key} = {value}" for key, value in one.constants.items())
+    given = "".join(f", {key}=..." for key in one.required)
+    yield f"in Python: kvspec.policy_from_name({one.name!r}, budget=0.3{given})"
+    yield f"on the command line: kvspec compare --policies {one.name} --budgets 0.3"
