@@ -1,6 +1,7 @@
 """Everything that is run on kvspec: `nox -s conformance` proves it, `nox -s demo` shows it."""
 
 import hashlib
+import os
 import re
 import shutil
 import sys
@@ -19,8 +20,16 @@ SHARED = ROOT / ".nox" / f"shared-{sys.version_info.major}.{sys.version_info.min
 OLDER_TRITON = "3.6.0"
 # Zensical follows MkDocs Material, which is no longer developed; from 0.0.74 on it needs a package that is not there.
 SITE_NEEDS = ["zensical==0.0.73", "numpy", "jaxtyping", "hypothesis", "pytest", "z3-solver"]
+LIGHT_NEED = ["pytest-xdist", "beartype", "jsonschema", "scipy", "z3-solver", "rich"]
 FLOATS_NEED = ["python-flint", "numpy", "jaxtyping", "hypothesis", "pytest"]
+# Each has an environment of its own; other extras that its test needs, and the test.
+EXTRAS = {
+    "ray": ((), "studies/test_ray.py"), "lm-eval": ((), "studies/test_harness.py"),
+    "llamacpp": (("weights",), "engines/test_llama_cpp.py"),
+}
 WORKERS = ["-n", "2", "--dist", "worksteal"]
+
+CHECKED = "--jaxtyping-packages=reference,beartype.beartype"
 
 # Each worker has a core; more threads of BLAS and PyTorch than that wait for each other, for several times the work.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
@@ -67,11 +76,11 @@ def interpreter_of(home: Path) -> Path:
     return home / ("Scripts" if sys.platform == "win32" else "bin") / "python"
 
 
-def new_environment(session: nox.Session, home: Path, *wanted: str) -> str:
+def new_environment(session: nox.Session, home: Path, *wanted: str, base: str = sys.executable) -> str:
     """The interpreter of an environment made anew, with what is wanted in it."""
     python = str(interpreter_of(home))
     shutil.rmtree(home, ignore_errors=True)
-    session.run(sys.executable, "-m", "venv", str(home), external=True)
+    session.run(base, "-m", "venv", str(home), external=True)
     session.run(python, "-m", "pip", "install", "--quiet", "-c", "constraints.txt", *wanted, external=True)
     return python
 
@@ -121,7 +130,7 @@ def conformance(session: nox.Session) -> None:
         environment = on_device_or_interpreted(session) if kernels else {}
         run(session, "pytest", *WORKERS, *session.posargs, **environment, **ONE_THREAD)
         return
-    checked = ["--jaxtyping-packages=reference,beartype.beartype", "-p", "conformance.assurance.sometimes.plugin"]
+    checked = [CHECKED, "-p", "conformance.assurance.sometimes.plugin"]
     run(session, "pytest", *WORKERS, *checked, **ONE_THREAD)
     numba = ["pytest", *WORKERS, "--backend", "numba", *OF_NUMBA]
     run(session, *numba, **ONE_THREAD)
@@ -130,6 +139,34 @@ def conformance(session: nox.Session) -> None:
     few = ["pytest", *WORKERS, "--kvspec-profile", "few"]
     run(session, *few, "--backend", "triton", *OF_TRITON, *ON_HOST, **environment)
     run(session, *few, "--backend", ON_DEVICE, *LATER_STAGES, **environment)
+
+
+def other_pythons() -> dict[str, str]:
+    """Interpreters of the other minor versions that kvspec claims: pyenv's, or on the path; oldest first."""
+    home, found = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions", {}
+    for name in (f"3.{minor}" for minor in range(11, 15) if minor != sys.version_info.minor):
+        candidates = sorted(home.glob(f"{name}.*/bin/python")) or [shutil.which(f"python{name}")]
+        if candidates[-1]:
+            found[name] = str(candidates[-1])
+    return found
+
+
+@nox.session(venv_backend="none")
+def pythons(session: nox.Session) -> None:
+    """What needs no torch, on every other Python; `-- newest`: on that alone; `-- whole`: demo and conformance."""
+    found = other_pythons() or session.skip("no other Python is on the path")
+    for name, base in found.items() if session.posargs != ["newest"] else list(found.items())[-1:]:
+        if session.posargs == ["whole"]:
+            own = new_environment(session, ROOT / ".nox" / f"nox-{name}", "nox", base=base)
+            session.run(own, "-m", "nox", "-s", "demo", "conformance", external=True)
+            continue
+        home = ROOT / ".nox" / f"light-{name}"
+        if not (home / stamp()).exists():
+            new_environment(session, home, "-e", ".[numba,tables,conformance]", *LIGHT_NEED, base=base)
+            (home / stamp()).touch()
+        python = str(interpreter_of(home))
+        arguments = [*WORKERS, "--kvspec-profile", "few", CHECKED]
+        session.run(python, "-m", "pytest", *arguments, "conformance", external=True, env=ONE_THREAD)
 
 
 @nox.session(venv_backend="none")
@@ -286,32 +323,19 @@ def peers(session: nox.Session) -> None:
     run(session, halves, "page", *options)
 
 
-def of_extra(session: nox.Session, extra: str, test: str, *others: str) -> None:
-    """A test of an optional package, in an environment of its own; other extras are what the test needs besides."""
-    home = ROOT / ".nox" / extra
+@nox.session(venv_backend="none")
+def extra(session: nox.Session) -> None:
+    """The tests of an optional package, `-- ray`, `-- lm-eval` or `-- llamacpp` (ten minutes to compile, once)."""
+    name, *options = session.posargs or [""]
+    if name not in EXTRAS:
+        session.error(f"-- {name or 'NAME'}: must be one of {', '.join(EXTRAS)}")
+    others, test = EXTRAS[name]
+    home = ROOT / ".nox" / name
     if not (home / "complete").exists():
-        new_environment(session, home, "-e", f".[{','.join((extra, *others, 'conformance'))}]")
+        new_environment(session, home, "-e", f".[{','.join((name, *others, 'conformance'))}]")
         (home / "complete").touch()
     test = f"conformance/own/models_integration/{test}"
-    session.run(str(interpreter_of(home)), "-m", "pytest", test, *session.posargs, external=True, env=ONE_THREAD)
-
-
-@nox.session(venv_backend="none")
-def ray(session: nox.Session) -> None:
-    """A sweep by actors of Ray, half of them killed twice; Ray needs an environment of its own, 0.3 GB more."""
-    of_extra(session, "ray", "studies/test_ray.py")
-
-
-@nox.session(name="lm-eval", venv_backend="none")
-def lm_eval(session: nox.Session) -> None:
-    """lm-evaluation-harness under a policy, beside itself without one, in an environment of its own."""
-    of_extra(session, "lm-eval", "studies/test_harness.py")
-
-
-@nox.session(venv_backend="none")
-def llamacpp(session: nox.Session) -> None:
-    """Eviction inside llama.cpp, beside masking; it is compiled in an environment of its own, for ten minutes, once."""
-    of_extra(session, "llamacpp", "engines/test_llama_cpp.py", "weights")
+    session.run(str(interpreter_of(home)), "-m", "pytest", test, *options, external=True, env=ONE_THREAD)
 
 
 @nox.session(venv_backend="none")
@@ -363,16 +387,11 @@ def collected(session: nox.Session, python: str) -> set[str]:
     return {line for line in listed.splitlines() if "::" in line}
 
 
-def oldest(package: str) -> str:
-    """The oldest version of a package that pyproject.toml admits, as a requirement."""
-    (found,) = set(re.findall(rf'"{package}>=([0-9.]+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8")))
-    return f"{package}=={found}"
-
-
 @nox.session(venv_backend="none")
 def transformers(session: nox.Session) -> None:
     """Tests of models with the oldest admitted transformers and with the newest, each in its own environment."""
-    for name, wanted in (("oldest", oldest("transformers")), ("newest", "transformers")):
+    (oldest,) = set(re.findall(r'"transformers>=([0-9.]+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8")))
+    for name, wanted in (("oldest", f"transformers=={oldest}"), ("newest", "transformers")):
         python = new_environment(session, ROOT / ".nox" / f"transformers-{name}", "-e", ".[dev]", wanted)
         session.run(python, "-c", "import transformers; print(transformers.__version__)", external=True)
         arguments = [*WORKERS, "--kvspec-profile", "few", *session.posargs, "conformance/own/models_integration"]

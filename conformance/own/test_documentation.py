@@ -146,7 +146,7 @@ def options(words: Sequence[str]) -> set[str]:
     """Of the command that words name; those of `verify` stand in the suite."""
     if words[0] == "verify":
         return {option for action in parser()._actions for option in action.option_strings}
-    if words[0] == "lm-eval":  # its own command line: nox -s lm-eval runs one
+    if words[0] == "lm-eval":  # its own command line: nox -s extra -- lm-eval runs one
         return set(words)
     command, _ = found_command(words)
     return {option for parameter in command.params for option in parameter.opts}

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("nox")
+
 import noxfile
 from conformance.paths import ROOT
 from conformance.plugin import judges

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("bm25s")
+pytest.importorskip("transformers", reason="the study drives a model")
 
 import torch
 

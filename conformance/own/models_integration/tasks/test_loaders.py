@@ -99,7 +99,7 @@ def pieces(ground: Ground, sample: Sample) -> list[str]:
 
 
 def test_ruler_s_dialects_judge_the_same_prediction_otherwise(ground: Ground, tmp_path: Path) -> None:
-    """Two of three references: right for NVIDIA and kvpress, 2/3 in lm-eval's own function (nox -s lm-eval asks it)."""
+    """Two of three references: right for NVIDIA and kvpress, 2/3 in lm-eval's own function."""
     path = put(tmp_path / "qa_1" / "validation.jsonl", {"input": "Text.\nQuestion: Where?", "outputs": list(THREE)})
     ids = ground.tokenizer.encode(TWO_OF_THREE, add_special_tokens=False)
     for kind, wanted in (("ruler-file", 1.0), ("ruler-lm-eval-file", 2 / 3)):
