@@ -46,13 +46,14 @@ NAMES = {
 
 
 class Column(NamedTuple):
-    """Samples of one kind under one budget; `answers`: their right answers stand beside the recovery."""
+    """Samples of one kind under one budget: their right answers, the recovery of their likelihood, or both."""
 
     title: str
     tasks: Sequence[str]
     placement: str
     budget: str
     answers: bool = True
+    recovery: bool = True
 
 
 def _after(title: str, tasks: Sequence[str], budget: str = "0.3", answers: bool = True) -> Column:
@@ -75,14 +76,15 @@ def figures(
     head = ["policy"]
     for column, some in zip(columns, each, strict=True):
         head += [f"{column.title}: right of {len(some.rows)}"] if column.answers else []
-        head.append(f"{'' if column.answers else column.title + ': '}recovery")
+        head += [f"{'' if column.answers else column.title + ': '}recovery"] if column.recovery else []
     lines = [head]
     for policy in policies:
         line = [NAMES[policy]]
         for column, some in zip(columns, each, strict=True):
             cell = ENDS[0] if policy == FULL else (policy, column.budget)
             line += [_right(some, cell)] if column.answers else []
-            line.append("1" if policy == FULL else str(some.recovery(cell)))
+            if column.recovery:
+                line.append("1" if policy == FULL else str(some.recovery(cell)))
         lines.append(line)
     return lines
 
@@ -164,8 +166,8 @@ MAIN = (
     "streamingllm", "chunkkv", "crystalcache", "knorm", "adakv", "snapkv", "random", "pyramidkv", "expected-attention",
 )
 FEW = (
-    "fullcache", "nestedkv", "crystalcache(observed_layer=-1)", "keydiff", "streamingllm", "chunkkv", "crystalcache",
-    "snapkv", "random", "expected-attention",
+    "fullcache", "nestedkv", "crystalcache(observed_layer=-1)", "chunkkv", "snapkv", "streamingllm", "crystalcache",
+    "random",
 )
 LATER = (
     "fullcache", "evidence", "kvzip", "kvzip-plus", "keydiff", "lagkv", "vase@prompt", "kvzip-uniform", "random",
@@ -177,16 +179,15 @@ COLUMNS = (
 )
 PROSE_AT_3 = _after("prose goes on, 0.3", PROSE, answers=False)
 TABLES: dict[str, Callable[[], list[list[str]]]] = {
-    "few": lambda: figures("rules", COLUMNS[:2], FEW),
+    "few": lambda: figures("rules", [
+        Column(f"question {words}", FACTS, name, "0.3", recovery=False)
+        for words, name in (("after", "after"), ("in the prompt", "in_prompt"))
+    ], FEW),
     "main": lambda: figures("rules", COLUMNS, MAIN),
     "claims": lambda: decided("rules"),
     "answerable": answerable,
     "depths": depths,
     "methods": lambda: figures("methods", (_after("facts, 0.3", FACTS), _after("facts, 0.1", FACTS, "0.1")), LATER),
-    "methods-few": lambda: figures(
-        "methods", (_after("facts, 0.3", FACTS), _after("facts, 0.1", FACTS, "0.1")),
-        ("fullcache", "kvzip", "keydiff", "lagkv", "random", "snapkv"),
-    ),
     "methods-claims": lambda: decided("methods"),
     "h2o": lambda: figures("h2o", COLUMNS[:2], ("fullcache", "h2o@prompt", "tova@prompt", "random"), "dev"),
     "heads": lambda: figures(

@@ -9,12 +9,11 @@ import importlib
 import re
 import subprocess
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from conformance.own.documentation import PAGES, anchors, commands, fences, links, spoken
@@ -51,23 +50,6 @@ def run_here(words: Sequence[str]) -> bool:
     return not " ".join(words).startswith(tuple(NOT_RUN))
 
 
-def names_of_the_readme() -> Mapping[str, Any]:
-    """What the reader of its blocks is said to have."""
-    from models_integration.pocket import load_pocket
-
-    model, tokenizer = load_pocket()
-    rng = np.random.default_rng(0)
-    inputs = tokenizer("The river runs past the old mill. " * 30, return_tensors="pt")
-    q, k, ids = rng.normal(size=(4, 200, 8)), rng.normal(size=(2, 200, 8)), rng.integers(0, 50, 200)
-    return {
-        "model": model, "tokenizer": tokenizer, "inputs": inputs, "q": q, "k": k, "token_ids": ids,
-        "ends": frozenset(range(5)),
-    }
-
-
-GIVEN: Mapping[str, Callable[[], Mapping[str, Any]]] = {"README.md": names_of_the_readme}
-
-
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a text, where pages write what they write."""
@@ -87,11 +69,24 @@ def test_every_kind_of_contribution_has_an_example_that_asserts_something() -> N
 @pytest.mark.parametrize("page", PROGRAMS)
 def test_the_python_of_a_page_runs(page: str) -> None:
     blocks = [fence for fence in fences(page) if fence.language == "python"]
-    if page in GIVEN or any("models_integration" in block.text for block in blocks):
+    if any("models_integration" in block.text for block in blocks):
         pytest.importorskip("transformers")
-    names: dict[str, Any] = {"__name__": "page", **GIVEN.get(page, dict)()}
+    names: dict[str, Any] = {"__name__": "page"}
     for block in blocks:
         exec(compile("\n" * (block.line - 1) + block.text, str(ROOT / page), "exec"), names)
+
+
+def test_the_readme_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    (block,) = (fence for fence in fences("README.md") if fence.language == "python")
+    assert block.line <= 12
+    exec(compile(block.text, "README.md", "exec"), {"__name__": "page"})
+    said = re.findall(r"^print\(.*?  # (.+)$", block.text, re.MULTILINE)
+    assert [line.strip() for line in capsys.readouterr().out.splitlines()] == said
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 650
 
 
 @pytest.mark.parametrize("page", [page for page, said in GUIDE.items() if any(map(run_here, said))])
