@@ -234,7 +234,7 @@ def test_a_file_of_another_specification_or_format_is_refused_by_name(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(snapshot_module, "FORMAT", "kvspec-cache/1")
         save_cache(cache, model, tmp_path / "cache")
-    with pytest.raises(SpecError, match="is of format kvspec-cache/1, this is kvspec-cache/2"):
+    with pytest.raises(SpecError, match="is of format kvspec-cache/1, this is kvspec-cache/3: read the text again"):
         load_cache(tmp_path / "cache", model)
 
 
