@@ -151,7 +151,7 @@ def _unconfigured(model: PreTrainedModel) -> list[object]:
     found.sort(key=str)
     for name, module in modules.items():
         made = expected.get(name)
-        if type(made) is type(module):
+        if made is not None and type(made) is type(module):
             own, theirs = _attributes(module, private=False), _attributes(made, private=False)
             differ = {key: own.get(key) for key in own.keys() | theirs.keys() if own.get(key) != theirs.get(key)}
         else:

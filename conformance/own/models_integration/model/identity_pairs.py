@@ -62,7 +62,7 @@ class LoRA(nn.Module):
         found: Tensor = self.base(x)
         if self._disable_adapters:
             return found
-        scale = self.alpha / self.settings.rank * sum(self.scaling[name] for name in self._active_adapter)
+        scale: float = self.alpha / self.settings.rank * sum(self.scaling[name] for name in self._active_adapter)
         return found + scale * (x @ self.a.T @ self.b.T)
 
 
@@ -197,8 +197,8 @@ SAME: dict[str, Change] = {
     "flags": lambda model: model.config.__dict__.update(use_cache=False, output_hidden_states=True, eos_token_id=9),
     "training and back": lambda model: model.train().eval(),
     "frozen": lambda model: model.requires_grad_(False),
-    "checkpointed": lambda model: [setattr(part, "gradient_checkpointing", True) for part in model.model.children()],
-    "renamed": lambda model: setattr(model.config, "_name_or_path", "elsewhere"),
+    "checkpointed": lambda model: [vars(part).update(gradient_checkpointing=True) for part in model.model.children()],
+    "renamed": lambda model: vars(model.config).update(_name_or_path="elsewhere"),
     "forward that is its own": _exchanged("model.forward", lambda forward: forward),
     "accelerated": _accelerated,
 }

@@ -133,17 +133,15 @@ def test_equal_rows_of_two_task_files_are_rows_of_their_own(tmp_path: Path, one_
 
 SAMPLE = Sample("qa", (1, 2, 3), (4,), "x", (0, 1), answer_ids=(5,))
 ITEM = Item("qa", 3, 0, 0, "after", SAMPLE)
+OTHER_FIELDS: dict[str, Any] = {
+    "metric": "contains", "needle": (1, 2), "further": ((1, 2),), "references": ("y",), "choices": ("y",), "history": 1,
+    "max_new_tokens": 7, "chat_template": "a", "dialect": "b", "metadata": {"depth": 0.5}, "expected": "y",
+    "answer_ids": (6,), "context_ids": (1, 2, 9), "question_ids": (9,),
+}
 OTHER_ITEMS: dict[str, Any] = {
     "task": {"task": "qa_2"}, "length": {"length": 4}, "index": {"index": 1}, "question": {"question": 1},
     "placement": {"placement": "in_prompt"},
-    **{
-        f"sample.{name}": {"sample": replace(SAMPLE, **{name: value})}
-        for name, value in {
-            "metric": "contains", "needle": (1, 2), "further": ((1, 2),), "references": ("y",), "choices": ("y",),
-            "history": 1, "max_new_tokens": 7, "chat_template": "a", "dialect": "b", "metadata": {"depth": 0.5},
-            "expected": "y", "answer_ids": (6,), "context_ids": (1, 2, 9), "question_ids": (9,),
-        }.items()
-    },
+    **{f"sample.{name}": {"sample": replace(SAMPLE, **{name: value})} for name, value in OTHER_FIELDS.items()},
 }
 
 
