@@ -16,7 +16,7 @@ from spec.errors import SpecError
 
 __all__ = ["Calibration", "Identity", "load_calibration", "save_calibration"]
 
-FORMAT = "kvspec.triattention/2"
+FORMAT = "kvspec.triattention/3"
 ARRAYS = ("mean", "magnitude", "inv_freq")
 
 
@@ -25,7 +25,7 @@ class Identity:
     """The model and the rotation that a calibration belongs to."""
 
     model: str
-    """A name that a model with other weights does not have."""
+    """A name that a model with other weights, or that computes otherwise, does not have."""
     inv_freq: Float64[Vector, " half"]
     factor: float = 1.0
     """The factor inside the rotary tables (1 but for YaRN and its kind)."""
@@ -128,7 +128,8 @@ def load_calibration(path: str | PathLike[str]) -> Calibration:
     except (OSError, KeyError, TypeError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise SpecError("path", str(path), f"is not a calibration: {error}") from error
     if form != FORMAT:
-        raise SpecError("path", str(path), f"has the format {form!r}, not {FORMAT!r}")
+        bound = f"has the format {form!r}, not {FORMAT!r}: make it again with kvspec calibrate"
+        raise SpecError("path", str(path), bound)
     if identity.rope != rope:
         raise SpecError("path", str(path), f"is damaged: its frequencies are {identity.rope}, its header says {rope}")
     return Calibration(identity, layers, mean, magnitude, heads, samples)

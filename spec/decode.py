@@ -97,6 +97,14 @@ def check_state(state: DecodeState) -> None:
     ):
         if len(array) != length:
             raise SpecError(name, len(array), f"must have {length} values")
+    for name, values in (("impact", live.impact), ("trunk_impact", live.trunk_impact), ("W", state.W.weights)):
+        if not np.isfinite(values).all():
+            raise SpecError(name, values.tolist(), "must be finite")
+    for name, norms in (("inverse_norms", live.inverse_norms), ("tail_inverse_norms", state.tail_inverse_norms)):
+        if not (np.asarray(norms) >= 0).all():
+            raise SpecError(name, list(norms), "must be at least 0, and infinite for a key of zeros")
+    if (np.diff(state.ids) <= 0).any() or (state.counts < 1).any():
+        raise SpecError("counts", state.counts.tolist(), "must be at least 1, of ids that rise")
     if not ((state.D >= 0) & (state.D <= 1)).all():
         raise SpecError("D", state.D.tolist(), "must lie in [0, 1]")
     if int(state.counts.sum()) + len(state.tail_ids) != state.seen:

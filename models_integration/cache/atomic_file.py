@@ -3,8 +3,10 @@
 import errno
 import fcntl
 import os
+import re
 import secrets
 import stat
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -16,6 +18,10 @@ __all__ = [
 ]
 
 TEMPORARY = ".tmp-"
+WHOLE = "-whole"
+"""How a temporary file's name ends that got it after its last byte."""
+ABANDONED_SECONDS = 3600.0
+"""The age from which on a temporary file that nobody holds is nobody's, on any file system."""
 PARTS_MOST = 512
 """Of one call; Linux takes 1024."""
 PAGE = 4096
@@ -34,11 +40,13 @@ class Late:
 
 def publish(
     path: Path, parts: Sequence[memoryview], replace: bool = True, late: Late | None = None, mode: int = 0o600,
+    nameless: bool = False,
 ) -> None:
     """Write a file durably: a temporary one, fsync, rename, fsync of the folder. A reader sees all of it or nothing.
 
     Without `replace`, a file of that name stays as it is. `mode` are the rights to it, less the process's umask.
-    The temporary file is locked while it is written; see `is_being_written`.
+    The temporary file is locked while it is written; see `is_being_written`. With `nameless` it has no name before its
+    last byte, if the system has such files, so that a kill leaves nothing; what kills have left is removed first.
 
     Raises:
         OSError: from the file system; the path has the old file, or, where the last fsync failed, the new one.
@@ -46,8 +54,9 @@ def publish(
     if not path.parent.is_dir():
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         sync(path.parent.parent)
-    temporary = path.parent / f"{TEMPORARY}{path.name}-{os.getpid()}-{secrets.token_hex(4)}"
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    if nameless:
+        _remove_abandoned(path)
+    descriptor, temporary, named = _created(path, mode, nameless)
     try:
         with suppress(OSError):  # a file system without locks; the file's age protects it
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -56,6 +65,9 @@ def publish(
         else:
             _write_both(descriptor, parts, late)
         os.fsync(descriptor)
+        if not named:
+            # With a `src_dir_fd`, which an absolute path does not need, Python follows the link in /proc to the file.
+            os.link(f"/proc/self/fd/{descriptor}", temporary, src_dir_fd=descriptor)
         if replace:
             os.replace(temporary, path)
         else:
@@ -67,6 +79,47 @@ def publish(
     finally:
         os.close(descriptor)
     sync(path.parent)
+
+
+def _created(path: Path, mode: int, nameless: bool) -> tuple[int, Path, bool]:
+    """A new temporary file beside the path: its descriptor, its name, and whether it has that name already."""
+    temporary = path.parent / f"{TEMPORARY}{path.name}-{os.getpid()}-{secrets.token_hex(4)}"
+    if nameless and (descriptor := _locked_nameless(path.parent, mode)) is not None:
+        return descriptor, temporary.with_name(temporary.name + WHOLE), False
+    return os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), temporary, True
+
+
+def _locked_nameless(folder: Path, mode: int) -> int | None:
+    """A locked file without a name; None where the system has none, or can neither lock nor name them."""
+    flag = getattr(os, "O_TMPFILE", None)
+    if flag is None or not os.path.isdir("/proc/self/fd"):
+        return None
+    try:
+        descriptor = os.open(folder, os.O_WRONLY | flag, mode)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Remove the temporary files of a path whose writers were killed.
+
+    A file that was locked before it got its name is abandoned as soon as nobody holds the lock. Others may be locked a
+    moment after they are made, or never: they must be old.
+    """
+    own = re.compile(re.escape(f"{TEMPORARY}{path.name}-") + r"[0-9]+-[0-9a-f]{8}" + f"({WHOLE})?")
+    for name in os.listdir(path.parent):
+        temporary = path.parent / name
+        if (found := own.fullmatch(name)) is None or is_being_written(temporary):
+            continue
+        with suppress(OSError):
+            if found[1] or temporary.stat().st_mtime < time.time() - ABANDONED_SECONDS:
+                temporary.unlink()
 
 
 def is_being_written(temporary: Path) -> bool:

@@ -18,8 +18,9 @@ from models_integration.cache.dense_layer import DenseLayer
 from models_integration.cache.positions import StoredRows
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.cache.scorer_records import ScorerRecords
+from models_integration.cache.snapshot_contents import check_contents, check_states_fit
 from models_integration.cache.tensor_file import Damaged, read, write
-from models_integration.model.architecture import describe
+from models_integration.model.architecture import Architecture, describe
 from models_integration.model.identity import ModelIdentity, identify
 from spec import SPEC_VERSION
 from spec.budget import Budget
@@ -28,10 +29,12 @@ from spec.errors import SpecError
 
 __all__ = ["load_cache", "packed", "save_cache", "unpacked"]
 
-FORMAT = "kvspec-cache/2"
+FORMAT = "kvspec-cache/3"
 
 # What a layer knows of the positions behind its slots.
 _ROWS = tuple(field.name for field in fields(StoredRows))
+
+
 def save_cache(
     cache: RetainedCache, model: PreTrainedModel, path: str | Path, identity: ModelIdentity | None = None,
 ) -> None:
@@ -44,9 +47,11 @@ def save_cache(
         identity: of the model, where it is known already: making it reads all parameters.
 
     Raises:
-        SpecError: for a cache that is empty or unusable, or whose layers or heads keep different tokens.
+        SpecError: for a cache that is empty or unusable, or whose layers or heads keep different tokens; for keys or
+            values that are not finite; for a path that has anything but a file.
         OSError: from the file system; nothing has changed.
     """
+    path = _file(path)
     seen = cache.get_seq_length()
     if seen == 0:
         raise SpecError("cache", "0 tokens", "there is nothing to save")
@@ -74,8 +79,13 @@ def save_cache(
     manifest = {
         **_belongs(model, identity), "layers": layers, "states": states, "columns": known.columns,
         "pending": known.kind.value, "chunks": [chunk.after for chunk in known.spliced],
+        "dtypes": [str(tensors[f"0.{name}"].dtype).removeprefix("torch.") for name in ("keys", "values")],
     }
-    write(Path(path), {"format": FORMAT, "manifest": json.dumps(manifest)}, tensors)
+    try:
+        _checked_states(manifest, tensors, describe(model))
+    except Damaged as error:
+        raise SpecError("cache", f"{seen} tokens", f"cannot be saved: {error}") from error
+    write(path, {"format": FORMAT, "manifest": json.dumps(manifest)}, tensors)
 
 
 def load_cache(path: str | Path, model: PreTrainedModel, identity: ModelIdentity | None = None) -> RetainedCache:
@@ -84,16 +94,20 @@ def load_cache(path: str | Path, model: PreTrainedModel, identity: ModelIdentity
     `identity` is as for `save_cache`.
 
     Raises:
-        SpecError: when the bytes are not those that were saved, or are of another version of the format, or belong to
-            another model, specification or rotation.
+        SpecError: when the path has no file, when the bytes are not those that were saved, or are of another version of
+            the format, or belong to another model, specification or rotation; when they are no cache of this model.
         OSError: from the file system.
     """
-    path = Path(path)
+    path, architecture = _file(path), describe(model)
     manifest, tensors = _read(path)
     for name, own in _belongs(model, identity).items():
-        if manifest[name] != own:
-            raise SpecError("path", path.name, f"was saved under {name} {manifest[name]}, this is {own}")
-    cache = RetainedCache(describe(model).config)
+        if manifest.get(name) != own:
+            raise SpecError("path", path.name, f"was saved under {name} {manifest.get(name)}, this is {own}")
+    try:
+        states = _checked_states(manifest, tensors, architecture)
+    except Damaged as error:
+        raise SpecError("path", path.name, f"holds no cache of this model: {error}") from error
+    cache = RetainedCache(architecture.config)
     made: list[Any] = cache.layers
     for index, (layer, numbers) in enumerate(zip(made, manifest["layers"], strict=True)):
         keys, values = (tensors[f"{index}.{name}"].to(model.device) for name in ("keys", "values"))
@@ -103,7 +117,6 @@ def load_cache(path: str | Path, model: PreTrainedModel, identity: ModelIdentity
         else:
             layer.lazy_initialization(keys, values)
             layer.keys, layer.values, layer.cumulative_length = keys, values, numbers["seen"]
-    states = tuple(unpacked(numbers, _row(row, tensors)) for row, numbers in enumerate(manifest["states"]))
     spliced = tuple(
         Spliced(after, tensors[f"chunk {at}.ids"].numpy(), tensors[f"chunk {at}.kept"].numpy())
         for at, after in enumerate(manifest["chunks"])
@@ -115,9 +128,38 @@ def load_cache(path: str | Path, model: PreTrainedModel, identity: ModelIdentity
     return cache
 
 
+def _file(path: str | Path) -> Path:
+    """The path, which has a file or nothing: to open a FIFO would wait for another process.
+
+    Raises:
+        SpecError: for anything else.
+    """
+    path = Path(path)
+    if path.exists() and not path.is_file():
+        raise SpecError("path", str(path), "must be a file, and is a folder, FIFO, socket or device")
+    return path
+
+
 def _belongs(model: PreTrainedModel, identity: ModelIdentity | None) -> dict[str, str]:
     """What a file and its reader must share, in the order in which differences are named."""
     return {"spec": SPEC_VERSION, **asdict(identify(model) if identity is None else identity)}
+
+
+def _checked_states(
+    manifest: Mapping[str, Any], tensors: Mapping[str, Tensor], architecture: Architecture,
+) -> tuple[DecodeState, ...]:
+    """The states of a manifest and tensors that are those of a cache of the model.
+
+    Raises:
+        Damaged: otherwise; it names the first thing that does not fit.
+    """
+    check_contents(manifest, tensors, architecture)
+    try:
+        states = tuple(unpacked(numbers, _row(row, tensors)) for row, numbers in enumerate(manifest["states"]))
+    except SpecError as error:
+        raise Damaged(str(error)) from error
+    check_states_fit(states, manifest, tensors)
+    return states
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -126,9 +168,16 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     except Damaged as error:
         raise SpecError("path", path.name, "its bytes are not those that were saved") from error
     if metadata["format"] != FORMAT:
-        raise SpecError("path", path.name, f"is of format {metadata['format']}, this is {FORMAT}")
+        bound = f"is of format {metadata['format']}, this is {FORMAT}: read the text again, and save its cache"
+        raise SpecError("path", path.name, bound)
+    try:
+        manifest = json.loads(metadata["manifest"])
+        if not isinstance(manifest, dict):
+            raise ValueError(f"it is a {type(manifest).__name__}")
+    except (ValueError, RecursionError) as error:
+        raise SpecError("path", path.name, f"its manifest cannot be read: {error}") from error
     # Copies, as a view would keep the whole file alive.
-    return json.loads(metadata["manifest"]), {name: tensor.clone() for name, tensor in tensors.items()}
+    return manifest, {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def packed(state: DecodeState) -> tuple[dict[str, Any], dict[str, Tensor]]:

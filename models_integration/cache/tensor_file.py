@@ -87,7 +87,7 @@ def write(path: Path, metadata: Mapping[str, str], tensors: Mapping[str, Tensor]
         OSError: from the file system; nothing has changed.
     """
     whole, digest = parts(metadata, tensors)
-    publish(path, whole, late=digest)
+    publish(path, whole, late=digest, nameless=True)
 
 
 def read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:

@@ -11,6 +11,7 @@ from models_integration.studies.answers import SAMPLES
 from models_integration.studies.compare.report import comparison_sections
 from models_integration.studies.evidence.page import study_sections
 from models_integration.studies.evidence.rules import Rules, load_rules
+from models_integration.studies.evidence.run import ONE_STUDY
 from models_integration.studies.page.elements import Html, page
 from models_integration.studies.page.shares import failures, grouped
 from models_integration.studies.results import COMPARISON, STUDY, SWEEP, load_rows
@@ -48,7 +49,7 @@ def _sections(folder: Path, rules: dict[str, Rules]) -> Iterator[Html]:
     study, comparison, sweep = (load_rows(folder / name) for name in (STUDY, COMPARISON, SWEEP))
     if unused := [digest for digest in rules if digest not in {row["rules"] for row in study}]:
         raise SpecError("rules", unused[0][:8], f"no row of {folder / STUDY} was run under rules with this digest")
-    for about, rows in grouped(study, ("rules", "model")):
+    for about, rows in grouped(study, ONE_STUDY):
         yield from study_sections(rows, rules.get(about["rules"]))
     yield failures([row for name in (STUDY, SAMPLES) for row in failed_samples(folder / name)])
     yield from comparison_sections(comparison, load_rows(folder / SAMPLES))

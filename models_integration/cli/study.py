@@ -43,7 +43,7 @@ def run(rules_file: Path, part: str, out: Path, batch_size: int, loading: Loadin
     policies, prose = methods(rules, subject), read_prose(subject.tokenizer)
     check_windows(rules, prose)
     wanted = items(rules, subject, prose, PARTS if part == ALL else (part,))
-    every = {item.unit(rules, subject.name): item for item in wanted}
+    every = {item.unit(rules, subject): item for item in wanted}
     stopped = False
     try:
         with leases(results) as own:

@@ -29,7 +29,7 @@ __all__ = ["calibrate", "served_by"]
 
 
 def served_by(model: PreTrainedModel, identity: ModelIdentity | None = None) -> Identity:
-    """What a calibration must be of to serve a model: its name with a digest of its weights, and its rotation.
+    """What a calibration must be of to serve a model: its name with a digest of weights and config, and its rotation.
 
     Args:
         model: whose full-attention layers share one rotation.
@@ -48,8 +48,8 @@ def served_by(model: PreTrainedModel, identity: ModelIdentity | None = None) -> 
     if kind.buffer is None or kind.style != "half_split":
         raise SpecError("model", name, "its full-attention layers must share one rotation, in halves")
     inv_freq = rotary.frequencies[kind.buffer].double().cpu().numpy()
-    weights = (identify(model) if identity is None else identity).weights
-    return Identity(f"{name}@{weights[:16]}", inv_freq, rotary.scaling[kind.buffer])
+    made = identify(model) if identity is None else identity
+    return Identity(f"{name}@{made.unrotated[:16]}", inv_freq, rotary.scaling[kind.buffer])
 
 
 def calibrate(

@@ -223,7 +223,7 @@ def test_a_file_brings_back_every_bit(tmp_path: Path) -> None:
         assert getattr(after, name).tobytes() == getattr(before, name).tobytes()
     assert after.identity.inv_freq.tobytes() == before.identity.inv_freq.tobytes()
     with np.load(tmp_path / "mine.npz") as archive:
-        assert json.loads(str(archive["header"]))["format"] == "kvspec.triattention/2"
+        assert json.loads(str(archive["header"]))["format"] == "kvspec.triattention/3"
 
 
 @pytest.mark.spec("TA-CALIBRATION")
@@ -277,7 +277,7 @@ def test_a_file_that_is_no_calibration_is_refused(kind: str, tmp_path: Path) -> 
         if kind == "archive":
             del parts["mean"]
         if kind == "format":
-            parts["header"] = np.array(str(parts["header"]).replace("triattention/2", "triattention/1"))
+            parts["header"] = np.array(str(parts["header"]).replace("triattention/3", "triattention/2"))
         if kind == "frequencies":
             parts["inv_freq"] = parts["inv_freq"] * 2
         if kind == "scores":
@@ -286,6 +286,7 @@ def test_a_file_that_is_no_calibration_is_refused(kind: str, tmp_path: Path) -> 
     with pytest.raises(SpecError) as caught:
         load_calibration(path)
     assert caught.value.argument == ("calibration.mean" if kind == "scores" else "path")
+    assert ("make it again with kvspec calibrate" in str(caught.value)) is (kind == "format")
 
 
 @pytest.mark.spec("TA-CALIBRATION")

@@ -28,9 +28,12 @@ from spec import SPEC_VERSION
 from spec.errors import SpecError
 from spec.policy import SEGMENT_END, Policy
 
-__all__ = ["Item", "check_windows", "items", "leases", "methods", "run_part", "study_unit"]
+__all__ = ["IDENTITY", "ONE_STUDY", "Item", "check_windows", "items", "leases", "methods", "run_part", "study_unit"]
 
-_IDENTITY = {"rules", "model", "sample", "placement"}
+ONE_STUDY = ("rules", "model", "calibration", "backend", "spec_version")
+"""What all rows of one study share; rows that differ in one of these are never counted together."""
+IDENTITY = (*ONE_STUDY, "task", "length", "index", "question", "placement", "sample")
+"""The columns that tell a row from all others."""
 
 
 @dataclass(frozen=True)
@@ -51,17 +54,21 @@ class Item:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the tokens of context, question and gold answer, hexadecimal."""
-        parts = [list(part) for part in (self.sample.context_ids, self.sample.question_ids, self.sample.answer_ids)]
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+        """SHA-256 of the whole sample: tokens, evidence, metric, references and all else; hexadecimal."""
+        parts = {**vars(self.sample), "metadata": dict(self.sample.metadata)}
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
-    def identity(self, rules: Rules, model: str) -> dict[str, str]:
-        """What only this item's row has."""
-        return {"rules": rules.digest, "model": model, "sample": self.digest, "placement": self.placement}
+    def identity(self, rules: Rules, subject: Subject) -> Row:
+        """The columns IDENTITY, whose values only this item's row has."""
+        return {
+            "rules": rules.digest, "model": subject.name, "sample": self.digest, "placement": self.placement,
+            "task": self.task, "length": self.length, "index": self.index, "question": self.question,
+            "calibration": _calibration(subject), "backend": subject.backend, "spec_version": SPEC_VERSION,
+        }
 
-    def unit(self, rules: Rules, model: str) -> str:
+    def unit(self, rules: Rules, subject: Subject) -> str:
         """Its row's unit of work."""
-        unit = study_unit(self.identity(rules, model))
+        unit = study_unit(self.identity(rules, subject))
         assert unit is not None
         return unit
 
@@ -124,9 +131,9 @@ def leases(path: Path) -> Leases:
 
 def study_unit(row: Row) -> str | None:
     """The unit of a study's row; None for other rows."""
-    if _IDENTITY - row.keys():
+    if not {"rules", "sample"} <= row.keys():
         return None
-    return unit_named({key: row[key] for key in _IDENTITY})
+    return unit_named({key: row.get(key) for key in IDENTITY})
 
 
 def run_part(
@@ -152,22 +159,19 @@ def run_part(
 
     for unit in own.units(wanted, done):
         item = wanted[unit]
-        identity = {**item.identity(rules, subject.name), "part": Rules.part_of(item.sample.context_digest)}
+        identity = {**item.identity(rules, subject), "part": Rules.part_of(item.sample.context_digest)}
         row = attempted(partial(measured, item), own)
         if ERROR in row:
             prompt.clear()
-        own.add({**identity, **_about(item, subject, rules), **row})
+        own.add({**identity, **_about(item.sample, rules), **row})
 
 
-def _about(item: Item, subject: Subject, rules: Rules) -> Row:
-    sample = item.sample
+def _about(sample: Sample, rules: Rules) -> Row:
     return {
-        "task": item.task, "length": item.length, "index": item.index, "question": item.question, "seed": rules.seed,
-        "context": sample.context_digest, "chat_template": sample.chat_template, "metric": sample.metric,
-        "metadata": dict(sample.metadata), "question_tokens": len(sample.question_ids),
+        "seed": rules.seed, "context": sample.context_digest, "chat_template": sample.chat_template,
+        "metric": sample.metric, "metadata": dict(sample.metadata), "question_tokens": len(sample.question_ids),
         "answer_tokens": len(sample.answer_ids),
         "evidence_tokens": sum(stop - start for start, stop in sample.evidence),
-        "calibration": _calibration(subject), "backend": subject.backend, "spec_version": SPEC_VERSION,
         "versions": {
             "python": platform.python_version(), "numpy": np.__version__, "torch": torch.__version__,
             "transformers": transformers.__version__,

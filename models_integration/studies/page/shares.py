@@ -50,7 +50,7 @@ def grouped(rows: Sequence[Row], names: Sequence[str]) -> list[tuple[Row, list[R
     """Rows that agree in all of these; with what they agree in."""
     found: dict[str, tuple[Row, list[Row]]] = {}
     for row in rows:
-        about = {name: row[name] for name in names}
+        about = {name: row.get(name) for name in names}
         found.setdefault(repr(about), (about, []))[1].append(row)
     return list(found.values())
 

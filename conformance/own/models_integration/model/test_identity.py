@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn.modules.module import register_module_forward_hook
 from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
 from conformance.own.models_integration.archive.models import FAMILIES, build
+from conformance.own.models_integration.model.identity_pairs import CHANGES, FIELDS, HOOKS, SAME, made
 from conformance.own.models_integration.session.families import at_once, prompt
 from models_integration import Published, RetainedCache, StreamingLLM, load_cache, save_cache
 from models_integration.archive.errors import WrongModel
@@ -49,7 +52,7 @@ def moved(model: Any, device: str) -> PreTrainedModel:
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[PreTrainedModel]:
+def identified(monkeypatch: pytest.MonkeyPatch) -> list[PreTrainedModel]:
     """The models whose parameters have been read for an identity."""
     seen: list[PreTrainedModel] = []
     weights = home._weights
@@ -108,6 +111,79 @@ def test_a_difference_is_in_its_part_and_in_the_digest(
     assert after.named("a") != before.named("a")
 
 
+def logits(model: PreTrainedModel) -> Tensor:
+    with torch.no_grad():
+        found = model(input_ids=prompt(24) % 131).logits
+    assert isinstance(found, Tensor)
+    return found
+
+
+def check_apart(one: PreTrainedModel, other: PreTrainedModel) -> None:
+    assert float((logits(one) - logits(other)).abs().max()) > 1e-3
+    assert len({identify(model).digest for model in (one, other)}) == 2
+    assert len({identify(model).unrotated + identify(model).rotation for model in (one, other)}) == 2
+
+
+@pytest.mark.parametrize(("family", "field", "first", "second"), FIELDS)
+def test_models_that_differ_in_a_field_have_two_identities(family: str, field: str, first: Any, second: Any) -> None:
+    """Their parameters are equal, and their answers are not."""
+    one, other = (made(family, **{field: value}) for value in (first, second))
+    assert identify(one).weights == identify(other).weights
+    check_apart(one, other)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_models_that_differ_in_a_value_or_a_module_have_two_identities(name: str) -> None:
+    family, prepared, changed = CHANGES[name]
+    one, other = made(family), made(family)
+    for model in (one, other):
+        prepared(model)
+    assert identify(one) == identify(other)
+    changed(other)
+    check_apart(one, other)
+
+
+@pytest.mark.law("refused-before-anything-changes")
+@pytest.mark.parametrize("name", HOOKS)
+def test_a_model_that_somebody_steers_from_outside_is_refused_by_name(name: str) -> None:
+    one, other = made("Llama"), made("Llama")
+    HOOKS[name](other)
+    assert float((logits(one) - logits(other)).abs().max()) > 1e-3
+    with pytest.raises(SpecError, match=r"model = '.*(up_proj|norm)': has .*which may change its answers: remove it"):
+        identify(other)
+
+
+@pytest.mark.law("refused-before-anything-changes")
+def test_a_hook_on_every_module_is_refused() -> None:
+    handle = register_module_forward_hook(lambda module, inputs, output: None)
+    try:
+        with pytest.raises(SpecError, match=r"'every module': has the forward hook, .*lambda"):
+            identify(made("Llama"))
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("name", SAME)
+@pytest.mark.parametrize("family", ["Llama", "Gemma3", "DeepseekV3"])
+def test_what_changes_no_answer_makes_no_other_identity(family: str, name: str) -> None:
+    model = made(family)
+    before, answers = identify(model), logits(model)
+    changed = SAME[name](model)
+    if isinstance(changed, PreTrainedModel):
+        model = changed
+    assert identify(model) == before
+    assert torch.allclose(logits(model), answers, atol=1e-4)
+
+
+def test_inside_a_context_a_model_is_who_it_was() -> None:
+    model = made("Llama")
+    before = identify(model)
+    with StreamingLLM(20)(model) as run:
+        at_once(model, prompt(40) % 131, RetainedCache(model.config))
+        assert identify(model) == before
+    assert run.cache is not None
+
+
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_a_long_prompt_that_exchanges_frequencies_makes_no_other_model(kind: str) -> None:
     rotation = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
@@ -163,23 +239,23 @@ def test_a_row_names_the_whole_model() -> None:
     assert replace(subject, model=negate(copy.deepcopy(subject.model))).name != subject.name
 
 
-def test_a_library_makes_it_once_or_takes_it(made: list[PreTrainedModel], tmp_path: Path) -> None:
+def test_a_library_makes_it_once_or_takes_it(identified: list[PreTrainedModel], tmp_path: Path) -> None:
     model = build("Llama")
     with Archive(tmp_path) as archive:
         library = Library(archive, model, VOCABULARY, "alice")
         keys = [library.put([5, 6, at]) for at in (7, 8, 9)]
         library.inject(None, keys)
-        assert made == [model]
+        assert identified == [model]
         assert Library(archive, model, VOCABULARY, "alice", library.identity).get(keys[0]) is not None
     cache = RetainedCache(model.config)
     with StreamingLLM(20)(model):
         at_once(model, prompt(40) % 131, cache)
     save_cache(cache, model, tmp_path / "cache", library.identity)
     load_cache(tmp_path / "cache", model, library.identity)
-    assert made == [model]
+    assert identified == [model]
 
 
-def test_a_policy_with_statistics_takes_what_was_made_once(made: list[PreTrainedModel]) -> None:
+def test_a_policy_with_statistics_takes_what_was_made_once(identified: list[PreTrainedModel]) -> None:
     model, ids = build("Llama"), prompt(40) % 131
     identity = identify(model)
     statistics = calibrate(model, ids, identity)
@@ -188,17 +264,17 @@ def test_a_policy_with_statistics_takes_what_was_made_once(made: list[PreTrained
         with chosen(model) as run:
             at_once(model, ids, RetainedCache(model.config))
         assert run.cache is not None
-    assert made == [model]
+    assert identified == [model]
 
 
 def test_a_command_makes_it_once_and_only_where_a_row_or_a_file_needs_it(
-    made: list[PreTrainedModel], tmp_path: Path,
+    identified: list[PreTrainedModel], tmp_path: Path,
 ) -> None:
     text, archive, statistics = tmp_path / "text.txt", str(tmp_path / "archive"), tmp_path / "mine.npz"
     text.write_text("The secret code is 7492. The chair thanked the members.", encoding="utf-8")
     model, _ = load_pocket()
     save_calibration(calibrate(model, prompt(40)), statistics)
-    made.clear()
+    identified.clear()
     asked = ["compare", "--policies", "triattention,crystalcache", "--budgets", "160", "--tasks", "needle"]
     asked += ["--samples", "1", "--length", "200", "--no-controls", "--calibration", str(statistics)]
     for arguments, count in (
@@ -207,6 +283,6 @@ def test_a_command_makes_it_once_and_only_where_a_row_or_a_file_needs_it(
     ):
         found = CliRunner().invoke(app, arguments)
         assert found.exit_code == 0, found.output
-        assert len(made) == count, arguments
-        made.clear()
+        assert len(identified) == count, arguments
+        identified.clear()
     assert {row["model"] for row in load_rows(tmp_path / "out" / "results.jsonl")} == {identify(model).named("pocket")}

@@ -1,9 +1,13 @@
-"""A user's own policies and tasks in comparisons, sweeps and studies: named with their version, taken up by it."""
+"""What tells rows apart: a user's own policies and tasks with their version; everything that a study's row is of."""
 
+import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("transformers", reason="the comparison drives transformers models")
@@ -11,12 +15,16 @@ pytest.importorskip("transformers", reason="the comparison drives transformers m
 from typer.testing import CliRunner
 
 from conformance.own.documentation import commands, fences
-from conformance.own.models_integration.studies.test_study import RULES, rules_file
+from conformance.own.models_integration.studies.test_study import RULES, rules_file, study
 from models_integration.cli.app import app
+from models_integration.studies.evidence import run as evidence_run
 from models_integration.studies.evidence.rules import load_rules
+from models_integration.studies.evidence.run import IDENTITY, Item
 from models_integration.studies.results import load_rows
 from models_integration.studies.subject import Loading, policy_in_rows, task_in_rows
 from models_integration.studies.sweep.plan import Plan
+from models_integration.tasks import Sample
+from reference.calibration import Calibration, Identity
 from spec.errors import SpecError
 
 pytestmark = pytest.mark.law("an-identity-tells-apart")
@@ -104,3 +112,56 @@ def test_a_task_that_is_not_right_or_wrong_is_not_compared(mine: Path) -> None:
         with pytest.raises(SpecError) as caught:
             Plan(tasks=(task,))
         assert (caught.value.argument, caught.value.value) == ("task", task)
+
+
+def test_equal_rows_of_two_task_files_are_rows_of_their_own(tmp_path: Path, one_thread: None) -> None:
+    """Two names of one text, and one file under two metrics."""
+    line = json.dumps({"input": "Tom went to the river.\nQuestion: Who?", "outputs": ["Tom", "He"]})
+    paths = [tmp_path / name / "validation.jsonl" for name in ("qa_1", "qa_2")]
+    for path in paths:
+        path.parent.mkdir()
+        path.write_text(f"{line}\n{line}", encoding="utf-8")
+    tasks = [f"ruler-file:{paths[0]}", f"ruler-file:{paths[1]}", f"ruler-lm-eval-file:{paths[0]}"]
+    text = RULES[RULES.index("[study]") :].replace("contexts = 4", "contexts = 2").replace("[1024]", "[160]")
+    text = text.replace('"needle_in_prose", "prose_continuation"', ", ".join(map(json.dumps, tasks)))
+    rules_file(tmp_path, text.replace(', "in_prompt"', ""))
+    assert study(tmp_path, "all").exit_code == 0
+    rows = load_rows(tmp_path / "study.jsonl")
+    assert sorted((row["task"], row["index"]) for row in rows) == sorted((task, at) for task in tasks for at in (0, 1))
+    assert {row["metric"] for row in rows} == {"string_match_part", "string_match_all"}
+
+
+SAMPLE = Sample("qa", (1, 2, 3), (4,), "x", (0, 1), answer_ids=(5,))
+ITEM = Item("qa", 3, 0, 0, "after", SAMPLE)
+OTHER_FIELDS: dict[str, Any] = {
+    "metric": "contains", "needle": (1, 2), "further": ((1, 2),), "references": ("y",), "choices": ("y",), "history": 1,
+    "max_new_tokens": 7, "chat_template": "a", "dialect": "b", "metadata": {"depth": 0.5}, "expected": "y",
+    "answer_ids": (6,), "context_ids": (1, 2, 9), "question_ids": (9,),
+}
+OTHER_ITEMS: dict[str, Any] = {
+    "task": {"task": "qa_2"}, "length": {"length": 4}, "index": {"index": 1}, "question": {"question": 1},
+    "placement": {"placement": "in_prompt"},
+    **{f"sample.{name}": {"sample": replace(SAMPLE, **{name: value})} for name, value in OTHER_FIELDS.items()},
+}
+
+
+def test_whatever_an_item_is_of_makes_another_unit(tmp_path: Path) -> None:
+    subject, rules = Loading("pocket", "numpy").subject(), load_rules(rules_file(tmp_path))
+    assert ITEM.unit(rules, subject) == replace(ITEM).unit(rules, subject)
+    units = {name: replace(ITEM, **changes).unit(rules, subject) for name, changes in OTHER_ITEMS.items()}
+    assert len({ITEM.unit(rules, subject), *units.values()}) == len(units) + 1, units
+
+
+def test_whatever_a_study_is_of_makes_another_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rules, model, statistics, backend, specification."""
+    subject, rules = Loading("pocket", "numpy").subject(), load_rules(rules_file(tmp_path))
+    statistics = Calibration(Identity("m", np.ones(1)), (0,), np.ones((1, 1, 2)), np.ones((1, 1, 1)))
+    others = [replace(statistics, samples=("a",)), replace(statistics, magnitude=2 * statistics.magnitude)]
+    subjects = [subject, replace(subject, label="b"), replace(subject, backend="numba")]
+    subjects += [replace(subject, calibration=one) for one in (statistics, *others)]
+    units = [ITEM.unit(rules, one) for one in subjects]
+    units.append(ITEM.unit(replace(rules, digest="b"), subject))
+    monkeypatch.setattr(evidence_run, "SPEC_VERSION", "0.0.9")
+    units.append(ITEM.unit(rules, subject))
+    assert len(set(units)) == len(units) == 8
+    assert set(ITEM.identity(rules, subject)) == set(IDENTITY)

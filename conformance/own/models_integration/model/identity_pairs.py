@@ -1,0 +1,204 @@
+"""Two models each: pairs that answer differently, by one field, value or module; and changes that change no answer."""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from conformance.own.models_integration.session.families import prepare
+
+__all__ = ["CHANGES", "FIELDS", "HOOKS", "SAME", "LoRA", "made"]
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 131, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8, "initializer_range": 0.5,
+}
+_OWN: dict[str, dict[str, Any]] = {
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}, "Qwen3Moe": _EXPERTS,
+    "Gemma2": {"head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8}, "Gemma3": {"head_dim": 8},
+    "DeepseekV3": {
+        "num_key_value_heads": 4, "moe_intermediate_size": 16, "n_shared_experts": 1, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "first_k_dense_replace": 1, "kv_lora_rank": 16, "q_lora_rank": None,
+        "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "n_group": 1, "topk_group": 1,
+    },
+}
+
+# Family, field, its two values.
+FIELDS: list[tuple[str, str, Any, Any]] = [
+    ("Llama", "hidden_act", "silu", "gelu"), ("Llama", "rms_norm_eps", 1e-6, 1e-1),
+    ("Granite", "embedding_multiplier", 1.0, 2.0), ("Granite", "attention_multiplier", 1.0, 0.3),
+    ("Granite", "residual_multiplier", 1.0, 0.5), ("Granite", "logits_scaling", 1.0, 4.0),
+    ("Olmo", "clip_qkv", None, 0.1), ("Mixtral", "num_experts_per_tok", 2, 1),
+    ("Qwen3Moe", "norm_topk_prob", False, True), ("GPTNeoX", "use_parallel_residual", True, False),
+    ("GPTNeoX", "layer_norm_eps", 1e-5, 1.0), ("Cohere", "logit_scale", 0.0625, 0.5),
+    ("Gemma2", "final_logit_softcapping", 30.0, 1.0), ("Gemma2", "attn_logit_softcapping", 50.0, 0.5),
+    ("Gemma2", "query_pre_attn_scalar", 8, 64), ("Gemma2", "sliding_window", 4, 7),
+    ("DeepseekV3", "routed_scaling_factor", 2.5, 1.0), ("DeepseekV3", "norm_topk_prob", True, False),
+]
+
+
+class LoRA(nn.Module):
+    """An adapter on a linear layer, with what decides its part as attributes of several kinds."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base, self.a, self.b = base, nn.Parameter(torch.ones(2, 32)), nn.Parameter(torch.ones(32, 2) * 0.1)
+        self.alpha, self.settings = 1.0, SimpleNamespace(rank=2.0)
+        self.scaling, self._active_adapter, self._disable_adapters = {"default": 1.0, "other": 3.0}, ["default"], False
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.base(x)
+        if self._disable_adapters:
+            return found
+        scale: float = self.alpha / self.settings.rank * sum(self.scaling[name] for name in self._active_adapter)
+        return found + scale * (x @ self.a.T @ self.b.T)
+
+
+class Steered(nn.Module):
+    """A layer with a vector added behind it, which is neither a parameter nor a buffer."""
+
+    def __init__(self, base: nn.Module, vector: Tensor) -> None:
+        super().__init__()
+        self.base, self.vector = base, vector
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.base(x)
+        return found + self.vector
+
+
+def made(family: str, **fields: Any) -> PreTrainedModel:
+    """A family's tiny model; equal weights for any fields that do not shape them."""
+    config = {"Gemma3": "Gemma3Text"}.get(family, family)
+    torch.manual_seed(0)
+    found = getattr(transformers, f"{config}Config")(**{**_SIZES, **_OWN.get(family, {}), **fields})
+    return prepare(getattr(transformers, f"{family}ForCausalLM")(found))
+
+
+Change = Callable[[Any], object]
+
+
+def _exchanged(path: str, make: Change) -> Change:
+    """Put into the place of a module or an attribute what `make` makes of it."""
+    holder, _, name = path.rpartition(".")
+
+    def change(model: Any) -> None:
+        where = model.get_submodule(holder)
+        setattr(where, name, make(getattr(where, name)))
+
+    return change
+
+
+def _set(path: str, value: object) -> Change:
+    return _exchanged(path, lambda _: value)
+
+
+def _written(path: str) -> Change:
+    """Write other values into a tensor, in place."""
+
+    def change(model: Any) -> None:
+        tensor = {**dict(model.named_parameters()), **dict(model.named_buffers())}[path]
+        with torch.no_grad():
+            tensor.copy_(torch.linspace(-3, 3, tensor.numel()).view(tensor.shape))
+
+    return change
+
+
+def _nothing(model: Any) -> None:
+    """Leave a model as it is."""
+
+
+_MLP, _UP, _ADAPTER = "model.layers.0.mlp", "model.layers.0.mlp.up_proj", "model.layers.0.self_attn.q_proj"
+
+_ON_ADAPTERS: dict[str, Change] = {
+    "weights": _written(f"{_ADAPTER}.a"), "alpha": _set(f"{_ADAPTER}.alpha", 9.0),
+    "scaling": lambda model: model.get_submodule(_ADAPTER).scaling.update(default=7.0),
+    "rank, in an object": lambda model: vars(model.get_submodule(_ADAPTER).settings).update(rank=16.0),
+    "active one": _set(f"{_ADAPTER}._active_adapter", ["other"]), "switch": _set(f"{_ADAPTER}._disable_adapters", True),
+}
+# Family, what is done to two equal models, and what to the second of them alone.
+CHANGES: dict[str, tuple[str, Change, Change]] = {
+    "a weight": ("Llama", _nothing, _written(f"{_UP}.weight")),
+    "a trained buffer": ("DeepseekV3", _nothing, _written("model.layers.1.mlp.gate.e_score_correction_bias")),
+    "a buffer that no file holds": ("Gemma3", _nothing, _written("model.embed_tokens.embed_scale")),
+    "frequencies": ("Llama", _nothing, _written("model.rotary_emb.inv_freq")),
+    "another activation": ("Llama", _nothing, _set(f"{_MLP}.act_fn", nn.GELU())),
+    "a norm's epsilon": ("Llama", _nothing, _set("model.norm.variance_epsilon", 5.0)),
+    "a scale of attention": ("Llama", _nothing, _set("model.layers.1.self_attn.scaling", 0.01)),
+    "a multiplier": ("Granite", _nothing, _set("model.embedding_multiplier", 2.0)),
+    "experts of a token": ("Mixtral", _nothing, _set("model.layers.0.mlp.gate.top_k", 1)),
+    "a norm left out": ("Llama", _nothing, _set("model.layers.0.input_layernorm", nn.Identity())),
+    "a vector that steers": (
+        "Llama", _exchanged(_UP, lambda base: Steered(base, torch.full((48,), 0.5))),
+        _set(f"{_UP}.vector", torch.full((48,), 0.9)),
+    ),
+    "an adapter": ("Llama", _nothing, _exchanged(_ADAPTER, LoRA)),
+    **{
+        f"an adapter's {name}": ("Llama", _exchanged(_ADAPTER, LoRA), change) for name, change in _ON_ADAPTERS.items()
+    },
+}
+
+
+def _steer(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+    return output + 1
+
+
+def _steer_before(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+    return (inputs[0] + 1,)
+
+
+# What is refused, as it cannot be read.
+HOOKS: dict[str, Change] = {
+    "hook": lambda model: model.get_submodule(_UP).register_forward_hook(_steer),
+    "hook on the whole": lambda model: model.model.norm.register_forward_hook(lambda *seen: _steer(*seen)),
+    "hook before": lambda model: model.get_submodule(_UP).register_forward_pre_hook(_steer_before),
+    "partial hook": lambda model: model.get_submodule(_UP).register_forward_hook(partial(_steer)),
+    "forward": _exchanged(f"{_UP}.forward", lambda forward: lambda x: forward(x) + 1),
+}
+
+
+def _read(model: Any) -> None:
+    """Answer, with all that a forward can be asked for, and a prompt beyond the first frequencies."""
+    with torch.no_grad():
+        model(torch.arange(3, 90)[None], output_hidden_states=True, output_attentions=True)
+    model.generate(torch.arange(3, 9)[None], max_new_tokens=2)
+
+
+def _loaded(model: PreTrainedModel) -> PreTrainedModel:
+    """Save it, rename the folder, and load it for another kind of attention."""
+    with TemporaryDirectory() as folder:
+        model.save_pretrained(Path(folder, "one"))
+        path = Path(folder, "one").rename(Path(folder, "other"))
+        found: PreTrainedModel = type(model).from_pretrained(path, attn_implementation="eager", dtype=torch.float32)
+    return found
+
+
+def _accelerated(model: Any) -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+    hooks.add_hook_to_module(model.model.norm, hooks.SequentialHook(hooks.ModelHook()))
+
+
+# What changes no answer.
+SAME: dict[str, Change] = {
+    "copied": copy.deepcopy, "read": _read, "saved and loaded": _loaded,
+    "wider and back": lambda model: model.to(torch.float64).to(torch.float32), "moved": lambda model: model.to("cpu"),
+    "attention": lambda model: model.set_attn_implementation("eager"),
+    "flags": lambda model: model.config.__dict__.update(use_cache=False, output_hidden_states=True, eos_token_id=9),
+    "training and back": lambda model: model.train().eval(),
+    "frozen": lambda model: model.requires_grad_(False),
+    "checkpointed": lambda model: [vars(part).update(gradient_checkpointing=True) for part in model.model.children()],
+    "renamed": lambda model: vars(model.config).update(_name_or_path="elsewhere"),
+    "forward that is its own": _exchanged("model.forward", lambda forward: forward),
+    "accelerated": _accelerated,
+}

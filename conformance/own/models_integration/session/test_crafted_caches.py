@@ -1,0 +1,296 @@
+"""Files whose digest fits and that no cache was saved as: each is refused by name, before anything is made."""
+
+import json
+import os
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from conformance.own.models_integration.session.families import METHODS, VOCABULARY, at_once, build, prompt
+from conformance.own.models_integration.session.test_batches import batch, prompts
+from conformance.own.models_integration.session.test_breaths import T, breathing
+from conformance.own.models_integration.session.test_snapshots import lived, same
+from models_integration import RetainedCache
+from models_integration.cache.positions import EMPTY
+from models_integration.cache.snapshot import FORMAT, load_cache, save_cache
+from models_integration.cache.tensor_file import read, write
+from spec.errors import SpecError
+
+pytestmark = pytest.mark.law("refused-before-anything-changes")
+
+Parts = tuple[dict[str, Any], dict[str, Tensor]]
+Craft = Callable[[dict[str, Any], dict[str, Tensor]], object]
+
+
+def _said(*path: Any) -> Craft:
+    """Say something else in the manifest: the names that lead there, then the value."""
+    *names, last, value = path
+
+    def craft(manifest: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        where: Any = manifest
+        for name in names:
+            where = where[name]
+        where[last] = value
+
+    return craft
+
+
+def _with(name: str, change: Callable[[Tensor], Tensor]) -> Craft:
+    """Change the tensors whose name ends so."""
+
+    def craft(manifest: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        for one in [one for one in tensors if one.endswith(name)]:
+            tensors[one] = change(tensors[one]).contiguous()
+
+    return craft
+
+
+def _at(name: str, place: Any, value: float) -> Craft:
+    def change(tensor: Tensor) -> Tensor:
+        tensor = tensor.clone()
+        tensor[place] = value
+        return tensor
+
+    return _with(name, change)
+
+
+def _all(*crafts: Craft) -> Craft:
+    def craft(manifest: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        for one in crafts:
+            one(manifest, tensors)
+
+    return craft
+
+
+def _without(name: str) -> Craft:
+    return lambda manifest, tensors: tensors.pop(name)
+
+
+def _more(name: str, tensor: Tensor) -> Craft:
+    return lambda manifest, tensors: tensors.update({name: tensor})
+
+
+def _twice(manifest: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Give one row two states."""
+    manifest["states"] *= 2
+    own = {name: tensor for name, tensor in tensors.items() if name.startswith("row 0.")}
+    tensors.update({name.replace("row 0", "row 1"): tensor for name, tensor in own.items()})
+
+
+def _stateless(manifest: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Forget the states, and not how many columns they knew."""
+    manifest["states"] = []
+    for name in [name for name in tensors if name.startswith("row 0.")]:
+        del tensors[name]
+
+
+def _both(change: Callable[[Tensor], Tensor]) -> Craft:
+    return _all(_with("keys", change), _with("values", change))
+
+
+_ONE = torch.ones(2, 1, dtype=torch.int64)
+_WIDE = _with("keys", lambda keys: keys.double())
+CRAFTED: dict[str, tuple[str, Craft]] = {
+    # What raised KeyError, TypeError, RecursionError and others.
+    "no layers": ("lacks one of layers", lambda manifest, tensors: manifest.pop("layers")),
+    "no states": ("lacks one of layers, states", lambda manifest, tensors: manifest.pop("states")),
+    "layers of another kind": ("lacks one of layers", _said("layers", {"0": 1})),
+    "columns as text": ("columns is '7'", _said("columns", "7")),
+    "columns below 0": ("columns is -1", _said("columns", -1)),
+    "no kind of pending": ("pending is 'dreamt'", _said("pending", "dreamt")),
+    "a list as kind": ("pending is \\['read'\\]", _said("pending", ["read"])),
+    "a layer too few": ("it has 2 layers, the model 3", lambda manifest, tensors: manifest["layers"].pop()),
+    "a layer too many": ("it has 4 layers", lambda manifest, tensors: manifest["layers"].append({"evicted": 1})),
+    "a layer that slides": ("layer 1 says .*seen", _said("layers", 1, {"seen": 70})),
+    "evicted as text": ("layer 0 says", _said("layers", 0, "evicted", "3")),
+    "evicted by a bool": ("layer 0 says", _said("layers", 0, "evicted", True)),
+    "no values": ("1.values", _without("1.values")), "no positions": ("2.kept", _without("2.kept")),
+    "a tensor more": ("extra", _more("extra", torch.zeros(1))),
+    "chunks that are not there": ("chunk 0.ids", _said("chunks", [1])),
+    "chunks out of order": ("chunks stand after", _said("chunks", [3, 1])),
+    "a state that is a list": ("row 0 must say", _said("states", 0, [])),
+    "a state without sigma": ("row 0 must say", lambda manifest, tensors: manifest["states"][0].pop("sigma")),
+    "a share of nothing": ("is no budget", _said("states", 0, "fraction", "1/0")),
+    "a share that never ends": ("is no budget", _said("states", 0, "fraction", "1e999999999")),
+    "two budgets": ("is no budget", _said("states", 0, "count", 7)),
+    "a share above 1": ("fraction must lie", _said("states", 0, "fraction", "3/2")),
+    "steps below 0": ("seen and step", _said("states", 0, "step", -1)),
+    "mu as text": ("mu and sigma", _said("states", 0, "mu", "0")),
+    "sigma of NaN": ("mu and sigma", _said("states", 0, "sigma", float("nan"))),
+    "sigma of 0": ("mu and sigma", _said("states", 0, "sigma", 0.0)),
+    "tail ids of text": ("tail_ids", _said("states", 0, "tail_ids", ["a"])),
+    "a tail beyond the vocabulary": ("tail_ids", _said("states", 0, "tail_ids", [VOCABULARY])),
+    # What was loaded.
+    "keys of whole numbers": ("0.keys has the dtype torch.int64", _with("keys", lambda keys: keys.long())),
+    "keys of another dtype": ("0.keys has the dtype torch.float64", _WIDE),
+    "keys of another dtype, which it says": ("are said to be", _all(_WIDE, _said("dtypes", ["float64", "float32"]))),
+    "half of the dtypes": ("are said to be", _said("dtypes", ["float32"])),
+    "keys of NaN": ("0.keys holds NaN", _at("keys", (0, 0, 0, 0), float("nan"))),
+    "values of infinity": ("0.values holds NaN or inf", _at("values", (0, 1, 3, 2), float("inf"))),
+    "one head": ("0.keys has the shape", _with("keys", lambda keys: keys[:, :1])),
+    "other heads": ("has the shape", _with("s", lambda x: x.flatten(1, 2)[:, None] if x.ndim == 4 else x)),
+    "halved heads": ("has the shape", _both(lambda x: x[..., :6])),
+    "fewer values": ("0.values has the shape", _with("values", lambda values: values[:, :, 1:])),
+    "a batch": ("it has 1 states of 2 rows", _both(lambda x: torch.cat([x, x]))),
+    "no batch": ("it has no rows", _both(lambda x: x[:0])),
+    "layers of different batches": ("1.keys has the shape", _with("1.keys", lambda keys: torch.cat([keys, keys]))),
+    "reversed positions": ("positions do not rise", _with("kept", lambda kept: kept.flip(1))),
+    "positions twice": ("positions do not rise", _at("kept", (0, 1), 0)),
+    "a position below 0": ("positions do not rise", _at("kept", (0, 0), -7)),
+    "positions beyond what was seen": ("positions do not rise", _at("kept", (0, -1), 999)),
+    "positions in halves": ("0.kept has the dtype", _with("kept", lambda kept: kept.double())),
+    "flat positions": ("0.kept has the shape", _with("kept", lambda kept: kept[0])),
+    "positions of two rows": ("positions of other rows", _with("kept", lambda kept: torch.cat([kept, kept]))),
+    "more positions than keys": ("other rows or slots", _with("kept", lambda kept: torch.arange(99)[None])),
+    "more seen than columns": ("do not rise", _with("seen_at_compaction", lambda seen: seen + 50)),
+    "seen below 0": ("do not rise", _with("seen_at_compaction", lambda seen: seen * 0 - 1)),
+    "holes that fall": ("its holes do not rise", _with("holes", lambda holes: torch.tensor([[3, 1]]))),
+    "holes beyond all": ("its holes do not rise", _with("holes", lambda holes: torch.tensor([[4000]]))),
+    "more holes than columns": ("more than its", _with("holes", lambda holes: torch.zeros(1, 9).long())),
+    "layers of different positions": ("different positions", _at("1.kept", (0, 16), 25)),
+    "layers of different length": ("its layers have seen", _said("layers", 1, "evicted", 999)),
+    # Continuations that do not fit.
+    "states of another row": ("it has 2 states", _twice), "no states, and columns": ("no states", _stateless),
+    "a state of more tokens": ("counts|positions|tokens", _said("states", 0, "seen", 999)),
+    "columns that were never seen": ("its states know of", _said("columns", 9999)),
+    "a state of other positions": ("knows of other tokens", _at("positions", 16, 25)),
+    "a trunk of no tokens": ("offsets", _at("offsets", 1, 0)),
+    "no trunks": ("offsets", _with("offsets", lambda offsets: offsets[:0])),
+    "impacts of NaN": ("impact", _at(".impact", 0, float("nan"))), "D of NaN": ("D = ", _at(".D", 0, float("nan"))),
+    "norms of NaN": ("inverse_norms", _at(".inverse_norms", 0, float("nan"))),
+    "weights of NaN": ("W = ", _with(".weights", lambda weights: weights * float("nan"))),
+    "ids beyond the vocabulary": ("row 0.ids must lie", _at(".ids", -1, VOCABULARY)),
+    "ids twice": ("counts", _at(".ids", 1, 3)), "counts of other tokens": ("counts", _at(".counts", 0, 99)),
+    "counts of 0": ("counts", _at(".counts", 0, 0)),
+    "pending ids beyond the vocabulary": ("pending must lie", _more("pending", _ONE[:1] * VOCABULARY)),
+    "pending ids of two rows": ("pending has the shape", _more("pending", _ONE)),
+    "pending tokens that were never read": ("its states know of", _more("pending", _ONE[:1].expand(1, 5).clone())),
+}
+
+
+@pytest.fixture(scope="module")
+def breathed(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Path]:
+    """A cache that has breathed, has a tail and evicted tokens, in its file."""
+    model, cache = lived("llama", steps=T + 3)
+    path = tmp_path_factory.mktemp("saved") / "cache"
+    save_cache(cache, model, path)
+    return model, path
+
+
+def parts_of(path: Path) -> Parts:
+    metadata, tensors = read(path)
+    return json.loads(metadata["manifest"]), {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("name", CRAFTED)
+def test_a_crafted_file_is_refused_by_name(
+    name: str, breathed: tuple[PreTrainedModel, Path], tmp_path: Path,
+) -> None:
+    (model, path), (words, craft) = breathed, CRAFTED[name]
+    manifest, tensors = parts_of(path)
+    craft(manifest, tensors)
+    write(tmp_path / "crafted", {"format": FORMAT, "manifest": json.dumps(manifest)}, tensors)
+    with pytest.raises(SpecError, match=words) as caught:
+        load_cache(tmp_path / "crafted", model)
+    assert caught.value.argument == "path"
+    assert "holds no cache of this model" in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "[]", "null", "7", '"a"', "{", ""])
+def test_a_manifest_that_is_none_is_refused(
+    text: str, breathed: tuple[PreTrainedModel, Path], tmp_path: Path,
+) -> None:
+    model, path = breathed
+    write(tmp_path / "crafted", {"format": FORMAT, "manifest": text}, parts_of(path)[1])
+    with pytest.raises(SpecError, match="its manifest cannot be read"):
+        load_cache(tmp_path / "crafted", model)
+
+
+@pytest.mark.parametrize(
+    ("words", "craft"),
+    [
+        ("layer 0 stores 14 of the 15", _both(lambda x: x[:, :, 1:])),
+        ("its layers have seen", _said("layers", 0, "seen", 4000)),
+        ("layer 0 says", _said("layers", 0, {"evicted": 3})),
+        ("0.values holds NaN", _at("0.values", (0, 0, 2, 1), float("nan"))),
+    ],
+)
+def test_a_window_that_does_not_fit_is_refused(words: str, craft: Craft, tmp_path: Path) -> None:
+    model, cache = lived("gemma3")
+    save_cache(cache, model, tmp_path / "cache")
+    manifest, tensors = parts_of(tmp_path / "cache")
+    craft(manifest, tensors)
+    write(tmp_path / "cache", {"format": FORMAT, "manifest": json.dumps(manifest)}, tensors)
+    with pytest.raises(SpecError, match=words):
+        load_cache(tmp_path / "cache", model)
+
+
+@pytest.mark.law("saved-is-what-was")
+def test_a_file_that_is_written_again_is_loaded(breathed: tuple[PreTrainedModel, Path], tmp_path: Path) -> None:
+    model, path = breathed
+    manifest, tensors = parts_of(path)
+    write(tmp_path / "again", {"format": FORMAT, "manifest": json.dumps(manifest)}, tensors)
+    same(load_cache(tmp_path / "again", model), load_cache(path, model))
+
+
+@pytest.mark.law("saved-is-what-was")
+def test_what_holds_no_token_may_hold_anything(tmp_path: Path) -> None:
+    """Padding of rows is masked."""
+    model, (ids, mask) = build("llama"), batch(prompts())
+    cache = RetainedCache(model.config)
+    with breathing()(model):
+        at_once(model, ids, cache, attention_mask=mask)
+    empty = cache.full_layers[0].stored_positions() == EMPTY
+    assert bool(empty.any())
+    for layer in cache.full_layers:
+        layer.keys[empty[:, None].expand(layer.keys.shape[:3])] = float("nan")  # type: ignore[index, union-attr]
+    save_cache(cache, model, tmp_path / "cache")
+    assert load_cache(tmp_path / "cache", model).get_seq_length() == cache.get_seq_length()
+
+
+def test_a_cache_that_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
+    model, cache = lived("llama", steps=1)
+    cache.full_layers[1].values[0, 0, 0, 0] = float("nan")  # type: ignore[index]
+    with pytest.raises(SpecError, match=r"cannot be saved: 1\.values holds NaN"):
+        save_cache(cache, model, tmp_path / "cache")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.law("saved-is-what-was")
+def test_keys_of_autocast_are_saved_as_they_are(tmp_path: Path) -> None:
+    model = build("llama")
+    cache = RetainedCache(model.config)
+    with torch.autocast("cpu", torch.bfloat16), METHODS["streamingllm"]()(model):
+        at_once(model, prompt(40), cache)
+    save_cache(cache, model, tmp_path / "cache")
+    same(load_cache(tmp_path / "cache", model), cache)
+
+
+def _attempt(act: Callable[[], object], refused: list[str]) -> None:
+    try:
+        act()
+    except SpecError as error:
+        refused.append(error.bound)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs FIFOs")
+def test_a_fifo_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    """Nor is it, a folder or a device replaced by a file."""
+    model, cache = lived("llama", steps=1)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    (tmp_path / "folder").mkdir()
+    for path in (tmp_path / name for name in ("pipe", "link", "folder")):
+        for act in (partial(load_cache, path, model), partial(save_cache, cache, model, path)):
+            refused = list[str]()
+            attempt = threading.Thread(target=_attempt, args=(act, refused), daemon=True)
+            attempt.start()
+            attempt.join(20)
+            assert refused == ["must be a file, and is a folder, FIFO, socket or device"]

@@ -1,0 +1,261 @@
+"""Whether what a saved cache's file says is a cache of a model: checked before anything is made of it."""
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models_integration.cache.crystal_states import Pending
+from models_integration.cache.dense_layer import DenseLayer
+from models_integration.cache.positions import EMPTY, NO_HOLE, StoredRows
+from models_integration.cache.retained_cache import RetainedCache
+from models_integration.cache.tensor_file import Damaged
+from models_integration.model.architecture import Architecture, of_layer
+from spec.decode import DecodeState
+
+__all__ = ["check_contents", "check_states_fit"]
+
+MOST = 1 << 40
+"""Tokens, steps and ids are below it."""
+HALVES = ("float16", "bfloat16")
+"""What autocast computes in."""
+_FRACTION = re.compile(r"[1-9][0-9]{0,399}(/[1-9][0-9]{0,399})?")
+_ROWS = {"kept": 2, "seen_at_compaction": 1, "holes": 2}
+"""What a layer knows of the positions behind its slots, with the number of dimensions."""
+_STATE = {
+    **dict.fromkeys(("positions", "offsets", "indptr", "indices", "ids", "counts"), torch.int64),
+    **dict.fromkeys(("impact", "inverse_norms", "trunk_impact", "D", "weights", "tail_inverse_norms"), torch.float64),
+}
+_NUMBERS = {"fraction", "count", "seen", "step", "mu", "sigma", "tail_ids"}
+
+
+def check_contents(manifest: Mapping[str, Any], tensors: Mapping[str, Tensor], architecture: Architecture) -> None:
+    """A manifest and tensors are those of a cache of the model.
+
+    Raises:
+        Damaged: otherwise; it names the first thing that does not fit.
+    """
+    layers: Sequence[Any] = RetainedCache(architecture.config).layers
+    _check_manifest(manifest, layers)
+    _check_names(manifest, tensors, layers)
+    _check_layers(manifest, tensors, architecture, layers)
+    _check_known(manifest, tensors, architecture.vocabulary)
+
+
+def check_states_fit(
+    states: Sequence[DecodeState], manifest: Mapping[str, Any], tensors: Mapping[str, Tensor],
+) -> None:
+    """The states, what is pending and the chunks speak of the tokens that the cache stores first.
+
+    It may have read others since, outside of a context.
+
+    Raises:
+        Damaged: otherwise.
+    """
+    if not states and not manifest["chunks"]:
+        return
+    index = next(at for at, numbers in enumerate(manifest["layers"]) if "evicted" in numbers)
+    rows, (batch, _, slots, _) = _stored_rows(index, tensors), tensors[f"{index}.keys"].shape
+    known, seen = manifest["columns"] + _behind(manifest, tensors), slots + manifest["layers"][index]["evicted"]
+    _require(known <= seen, f"its states know of {known} tokens, the cache of {seen}")
+    positions = rows.positions(slots).expand(batch, -1)
+    for row in range(batch):
+        expected = list(_known_positions(states[row] if states else None, manifest, tensors))
+        own = positions[row][positions[row] != EMPTY][: len(expected)]
+        _require(own.tolist() == expected, f"row {row}: its state knows of other tokens than the cache stores")
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise Damaged(otherwise)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < MOST
+
+
+def _check_manifest(manifest: Mapping[str, Any], layers: Sequence[Any]) -> None:
+    lists = ("layers", "states", "chunks", "dtypes")
+    _require(all(type(manifest.get(name)) is list for name in lists), f"its manifest lacks one of {', '.join(lists)}")
+    _require(_is_count(manifest.get("columns")), f"columns is {manifest.get('columns')!r}, no number of tokens")
+    kinds = [kind.value for kind in Pending]
+    _require(manifest.get("pending") in kinds, f"pending is {manifest.get('pending')!r}, none of {', '.join(kinds)}")
+    said = len(manifest["layers"])
+    _require(said == len(layers), f"it has {said} layers, the model {len(layers)}")
+    for index, (layer, numbers) in enumerate(zip(layers, manifest["layers"], strict=True)):
+        name = "evicted" if isinstance(layer, DenseLayer) else "seen"
+        fits = type(numbers) is dict and numbers.keys() == {name} and _is_count(numbers[name])
+        _require(fits, f"layer {index} says {numbers!r} and not how many tokens were {name}")
+    after, dtypes = manifest["chunks"], manifest["dtypes"]
+    _require(all(map(_is_count, after)) and after == sorted(after), f"chunks stand after {after!r}")
+    fits = len(dtypes) == 2 and all(one in (manifest["dtype"], *HALVES) for one in dtypes)
+    _require(fits, f"keys and values are said to be {dtypes!r}, and the model computes {manifest['dtype']}")
+
+
+def _check_names(manifest: Mapping[str, Any], tensors: Mapping[str, Tensor], layers: Sequence[Any]) -> None:
+    """The tensors are there, no others, each with its number of dimensions; all but keys and values with its dtype."""
+    expected = dict(_expected(manifest, layers, "pending" in tensors))
+    wrong = sorted(expected.keys() ^ tensors.keys())
+    _require(not wrong, f"tensors are missing or too many: {', '.join(wrong[:4])}")
+    for name, (dtype, dimensions) in expected.items():
+        found = tensors[name]
+        _require(found.ndim == dimensions, f"{name} has the shape {tuple(found.shape)}, not {dimensions} dimensions")
+        _require(dtype in (None, found.dtype), f"{name} has the dtype {found.dtype}, not {dtype}")
+
+
+def _expected(
+    manifest: Mapping[str, Any], layers: Sequence[Any], pending: bool,
+) -> Iterator[tuple[str, tuple[torch.dtype | None, int]]]:
+    for index, layer in enumerate(layers):
+        yield from ((f"{index}.{name}", (None, 4)) for name in ("keys", "values"))
+        if isinstance(layer, DenseLayer):
+            yield from ((f"{index}.{name}", (torch.int64, dimensions)) for name, dimensions in _ROWS.items())
+    for row in range(len(manifest["states"])):
+        yield from ((f"row {row}.{name}", (dtype, 1)) for name, dtype in _STATE.items())
+    for at in range(len(manifest["chunks"])):
+        yield from ((f"chunk {at}.{name}", (torch.int64, 1)) for name in ("ids", "kept"))
+    if pending:
+        yield "pending", (torch.int64, 2)
+
+
+def _stored_rows(index: int, tensors: Mapping[str, Tensor]) -> StoredRows:
+    return StoredRows(*(tensors[f"{index}.{name}"] for name in _ROWS))
+
+
+def _check_layers(
+    manifest: Mapping[str, Any], tensors: Mapping[str, Tensor], architecture: Architecture, layers: Sequence[Any],
+) -> None:
+    """The keys and values of all layers are of one batch and one text."""
+    batch, seen, stored = tensors["0.keys"].shape[0], set(), list[Tensor]()
+    _require(batch > 0, "it has no rows")
+    for index, (layer, numbers) in enumerate(zip(layers, manifest["layers"], strict=True)):
+        slots, filled = tensors[f"{index}.keys"].shape[2], None
+        if isinstance(layer, DenseLayer):
+            rows, columns = _stored_rows(index, tensors), slots + numbers["evicted"]
+            _check_rows(index, rows, slots, columns, batch)
+            stored.append(torch.cat([rows.positions(slots), rows.tokens(slots)[:, None]], dim=1).expand(batch, -1))
+            filled = stored[-1][:, :-1] != EMPTY
+        else:
+            columns = numbers["seen"]
+            window = min(columns, layer.sliding_window - 1)
+            _require(slots == window, f"layer {index} stores {slots} of the {window} tokens in its window")
+        seen.add(columns)
+        for name, dtype in zip(("keys", "values"), manifest["dtypes"], strict=True):
+            wanted = (batch, *_heads(architecture, index, name, slots))
+            _check_tensor(f"{index}.{name}", tensors[f"{index}.{name}"], wanted, dtype, filled)
+    _require(len(seen) == 1 and seen != {0}, f"its layers have seen {sorted(seen)} tokens")
+    _require(all(torch.equal(one, stored[0]) for one in stored), "its layers store different positions")
+
+
+def _check_rows(index: int, rows: StoredRows, slots: int, columns: int, batch: int) -> None:
+    """The positions behind the slots of one layer."""
+    kept, seen, holes = rows.kept, rows.seen_at_compaction, rows.holes
+    fits = len(kept) in (1, batch) and seen.shape == (len(kept),) and len(holes) in (1, len(kept))
+    _require(fits and kept.shape[1] <= slots, f"layer {index} has positions of other rows or slots than its keys")
+    for row, (positions, tokens) in enumerate(zip(kept, seen.tolist(), strict=True)):
+        own = positions[positions != EMPTY]
+        where, rises = f"layer {index}, row {row}", bool((own[1:] > own[:-1]).all()) and _inside(own, tokens)
+        _require(0 <= tokens <= columns and rises, f"{where}: its positions do not rise inside its {tokens} tokens")
+        gaps = holes[row if len(holes) > 1 else 0]
+        some = gaps[gaps != NO_HOLE]
+        _require(bool((gaps[1:] >= gaps[:-1]).all()) and _inside(some, columns + 1), f"{where}: its holes do not rise")
+        read = tokens + slots - kept.shape[1] + len(some)
+        _require(read <= columns, f"{where}: {read} tokens and holes are more than its {columns} columns")
+
+
+def _check_tensor(name: str, found: Tensor, wanted: tuple[int, ...], dtype: str, filled: Tensor | None) -> None:
+    """Keys or values of one layer; `filled` says which slots (rows, slots) hold a token."""
+    _require(tuple(found.shape) == wanted, f"{name} has the shape {tuple(found.shape)}, not {wanted}")
+    _require(str(found.dtype) == f"torch.{dtype}", f"{name} has the dtype {found.dtype}, not {dtype}")
+    finite = found.isfinite().all(dim=3).all(dim=1)
+    if filled is not None:
+        finite = finite | ~filled.to(finite.device)
+    _require(bool(finite.all()), f"{name} holds NaN or infinity")
+
+
+def _heads(architecture: Architecture, index: int, tensor: str, slots: int) -> tuple[int, int, int]:
+    """KV heads of a layer, slots, and channels of each head."""
+    module, config = architecture.attention[index], architecture.config
+    names = ("num_key_value_heads", "num_kv_heads", "num_attention_heads")
+    heads = next(found for name in names if (found := of_layer(config, name, index)))
+    stated = [getattr(module, name, None) for name in ("head_dim", "head_size")]
+    if tensor == "values":
+        stated.insert(0, getattr(module, "v_head_dim", None))
+    d = next((found for found in (*stated, of_layer(config, "head_dim", index)) if found), None)
+    return heads, slots, d or of_layer(config, "hidden_size", index) // of_layer(config, "num_attention_heads", index)
+
+
+def _check_known(manifest: Mapping[str, Any], tensors: Mapping[str, Tensor], vocabulary: int) -> None:
+    """What the continuation knows: states, pending tokens and chunks, by themselves."""
+    batch, states, chunks = tensors["0.keys"].shape[0], manifest["states"], manifest["chunks"]
+    _require(len(states) in (0, batch), f"it has {len(states)} states of {batch} rows")
+    nothing = manifest["columns"] == 0 and "pending" not in tensors
+    _require(bool(states or chunks) or nothing, "it has tokens behind states, and no states")
+    for row, numbers in enumerate(states):
+        _check_numbers(f"row {row}", numbers, vocabulary)
+        _check_ids(f"row {row}.ids", tensors[f"row {row}.ids"], vocabulary)
+    if "pending" in tensors:
+        shape = tuple(tensors["pending"].shape)
+        _require(shape[0] == batch and shape[1] > 0, f"pending has the shape {shape}, of {batch} rows")
+        _check_ids("pending", tensors["pending"], vocabulary)
+    _require(not chunks or batch == 1, f"it has chunks in {batch} rows")
+    for at, after in enumerate(chunks):
+        ids, kept = (tensors[f"chunk {at}.{name}"] for name in ("ids", "kept"))
+        _check_ids(f"chunk {at}.ids", ids, vocabulary)
+        rises = bool((kept[1:] > kept[:-1]).all()) and _inside(kept, len(ids))
+        _require(rises, f"chunk {at} keeps other tokens than its {len(ids)}")
+        _require(after <= _pending(tensors), f"chunk {at} stands after {after} of {_pending(tensors)} pending tokens")
+
+
+def _check_ids(name: str, ids: Tensor, vocabulary: int) -> None:
+    _require(_inside(ids, vocabulary), f"{name} must lie in [0, {vocabulary})")
+
+
+def _inside(numbers: Tensor, end: int) -> bool:
+    return numbers.numel() == 0 or (int(numbers.min()) >= 0 and int(numbers.max()) < end)
+
+
+def _check_numbers(row: str, numbers: object, vocabulary: int) -> None:
+    """What a state says beside its tensors."""
+    _require(type(numbers) is dict and numbers.keys() == _NUMBERS, f"{row} must say {', '.join(sorted(_NUMBERS))}")
+    assert isinstance(numbers, dict)
+    fraction, count, ids = (numbers[name] for name in ("fraction", "count", "tail_ids"))
+    by_share = type(fraction) is str and _FRACTION.fullmatch(fraction) is not None and count is None
+    by_count = type(count) is int and fraction is None
+    _require(by_share or by_count, f"{row}: {fraction!r}, {count!r} is no budget")
+    _require(all(_is_count(numbers[name]) for name in ("seen", "step")), f"{row}: seen and step are no numbers")
+    finite = all(type(numbers[name]) is float and math.isfinite(numbers[name]) for name in ("mu", "sigma"))
+    _require(finite and numbers["sigma"] > 0, f"{row}: mu and sigma are {numbers['mu']!r} and {numbers['sigma']!r}")
+    known = type(ids) is list and all(_is_count(one) and one < vocabulary for one in ids)
+    _require(known, f"{row}: tail_ids must lie in [0, {vocabulary})")
+
+
+def _pending(tensors: Mapping[str, Tensor]) -> int:
+    return tensors["pending"].shape[1] if "pending" in tensors else 0
+
+
+def _behind(manifest: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
+    """Tokens that were read after the states: pending ones, and those of chunks."""
+    return _pending(tensors) + sum(len(tensors[f"chunk {at}.ids"]) for at in range(len(manifest["chunks"])))
+
+
+def _known_positions(
+    state: DecodeState | None, manifest: Mapping[str, Any], tensors: Mapping[str, Tensor],
+) -> Iterable[int]:
+    """The positions that a row must store first: those of its state, then pending tokens and chunks in their order."""
+    at = 0
+    if state is not None:
+        yield from state.stored.tolist()
+        at = state.seen
+    chunks = list(enumerate(manifest["chunks"]))
+    for place in range(_pending(tensors) + 1):
+        while chunks and chunks[0][1] == place:
+            number, _ = chunks.pop(0)
+            yield from (at + one for one in tensors[f"chunk {number}.kept"].tolist())
+            at += len(tensors[f"chunk {number}.ids"])
+        if place < _pending(tensors):
+            yield at
+            at += 1
