@@ -2,11 +2,13 @@
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 from weakref import WeakSet
 
+import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -14,7 +16,10 @@ from reference.crystalcache.observed_layer import observed_layer
 from spec.errors import SpecError
 from spec.policy import Needs
 
-__all__ = ["BUSY", "Architecture", "attention_modules", "by_layer", "check_free", "describe", "layer_types", "of_layer"]
+__all__ = [
+    "BUSY", "Architecture", "attention_modules", "by_layer", "check_free", "describe", "layer_types", "of_layer",
+    "restored_rotation",
+]
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 IMPLEMENTATIONS = ("sdpa", "eager")
@@ -86,6 +91,34 @@ def check_free(model: PreTrainedModel) -> None:
 def attention_modules(decoder: nn.Module) -> dict[int, nn.Module]:
     """A decoder's attention modules by layer index."""
     return {cast(int, module.layer_idx): module for module in decoder.modules() if _is_attention(module)}
+
+
+@contextmanager
+def restored_rotation(model: nn.Module) -> Iterator[None]:
+    """Restore the rotary embeddings after a forward that the caller did not ask for.
+
+    Some change with the length that is read: dynamic NTK replaces its frequencies, longrope writes over them.
+    """
+    embeddings = [
+        module for module in model.modules() if any(name.endswith("inv_freq") for name in module._buffers)
+    ]
+    found = [(module, dict(vars(module)), dict(module._buffers)) for module in embeddings]
+    copies = [
+        (buffer, buffer.clone()) for _, _, buffers in found for buffer in buffers.values()
+        if buffer is not None and not buffer.is_meta
+    ]
+    try:
+        yield
+    finally:
+        for module, attributes, buffers in found:
+            vars(module).clear()
+            vars(module).update(attributes)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        with torch.no_grad():
+            for buffer, copy in copies:
+                if not torch.equal(buffer, copy):
+                    buffer.copy_(copy)
 
 
 def by_layer(config: PretrainedConfig, name: str) -> list[Any]:
