@@ -22,8 +22,6 @@ from models_integration.session.inputs import (
     Arguments,
     DecoderOutput,
     ForwardSpan,
-    Stream,
-    WholeForwards,
     check_forward,
     check_mode,
     check_rehearsed,
@@ -33,6 +31,7 @@ from models_integration.session.inputs import (
 )
 from models_integration.session.method import Method
 from models_integration.session.segment import ObservedSegment, Segment
+from models_integration.session.streams import Stream, WholeForwards
 from spec.arrays import IntVector
 from spec.errors import SpecError
 from spec.records import CrystalRetention

@@ -122,7 +122,8 @@ def rotation(model: PreTrainedModel) -> dict[str, Any]:
 
 def same_rotation(model: PreTrainedModel, found: dict[str, Any]) -> bool:
     now = rotation(model)
-    return now.keys() == found.keys() and all(torch.equal(torch.as_tensor(now[k]), torch.as_tensor(found[k])) for k in now)
+    pairs = ((torch.as_tensor(now[key]), torch.as_tensor(found[key])) for key in now)
+    return now.keys() == found.keys() and all(torch.equal(*pair) for pair in pairs)
 
 
 @pytest.mark.law("eviction-equals-masking")
