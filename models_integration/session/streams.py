@@ -3,7 +3,7 @@
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PretrainedConfig
 
 from models_integration.session.inputs import Arguments, DecoderOutput, ForwardSpan
@@ -160,7 +160,7 @@ def _asked(decoder: nn.Module, arguments: Arguments, name: str, *, default: bool
 
 def _check_outputs(decoder: nn.Module, arguments: Arguments) -> None:
     if _asked(decoder, arguments, "output_attentions"):
-        reason = "a stream evicts inside this forward, so that its weights have no common shape: read C tokens at a time"
+        reason = "a stream evicts inside this forward, so that weights have no common shape: read C tokens at a time"
         raise SpecError("output_attentions", True, reason)
 
 

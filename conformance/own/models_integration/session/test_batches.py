@@ -141,7 +141,7 @@ def test_the_slots_of_a_row_hold_its_own_tokens() -> None:
                 assert relative(found[:, width - len(stored) :], expected[:, stored]) < 1e-5
                 assert not found[:, : width - len(stored)].any()
         saved += max(LENGTHS) - (width - 1)
-    assert run.bytes_saved == saved * 3 * 2 * 2 * 12 * 4
+    assert run.bytes_freed == saved * 3 * 2 * 2 * 12 * 4
     assert bool((run.cache.full_layers[0].stored_positions() == EMPTY).any())
 
 

@@ -250,5 +250,5 @@ def test_what_a_turn_reports() -> None:
     assert isinstance(run.retention, Retention)
     assert run.retention.seen == N + TURN
     assert run.over_budget == cache.stored_length - 6 > 0
-    assert run.bytes_saved == (stored + TURN - cache.stored_length) * 3 * 2 * 2 * 12 * 4
+    assert run.bytes_freed == (stored + TURN - cache.stored_length) * 3 * 2 * 2 * 12 * 4
     assert set(run.timings) == {"capture", "decision", "compaction"}

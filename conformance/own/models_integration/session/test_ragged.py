@@ -153,7 +153,7 @@ def test_a_full_budget_is_the_model_itself_bit_for_bit(family: str, name: str) -
         expected = step_by_step(model, following, plain.past_key_values)
     assert torch.equal(first.logits, plain.logits)
     assert torch.equal(steps, expected)
-    assert run.bytes_saved == 0
+    assert run.bytes_freed == 0
 
 
 @pytest.mark.law("freed-memory")
@@ -163,7 +163,7 @@ def test_a_quarter_of_the_bytes(name: str) -> None:
     run, cache = read_prompt(model, method(name, 0.25), n)
     full = 2 * 3 * 2 * n * 12 * 4
     assert abs(storage_bytes(cache.layers) / full - 0.25) <= 0.02 * 0.25
-    assert run.bytes_saved == full - storage_bytes(cache.layers)
+    assert run.bytes_freed == full - storage_bytes(cache.layers)
     assert cache.mean_length == 128
     with observing(describe(model), cache):
         step_by_step(model, prompt(64, seed=9), cache)

@@ -219,7 +219,7 @@ def test_a_filled_cache_is_refused_for_steps_too(token: int) -> None:
         ({"cache_implementation": "offloaded"}, "cache_implementation = 'offloaded'"),
         ({"cache_implementation": "quantized"}, "cache_implementation = 'quantized'"),
         ({"use_cache": False}, "use_cache = False"),
-        ({"prompt_lookup_num_tokens": 3}, "assisted decoding"),
+        ({"prompt_lookup_num_tokens": 3}, "assisted decoding"), ({"use_mtp": True}, "assisted decoding"),
     ],
 )
 @pytest.mark.parametrize("where", ["argument", "own config"])
