@@ -90,7 +90,7 @@ def check_call(*stated: Mapping[str, object]) -> None:
 
     for name, reason in _GENERATE.items():
         value = effective(name)
-        if value not in (None, False, "dynamic"):
+        if value is not None and value is not False and value != "dynamic":
             shown = value if isinstance(value, (int, str)) else type(value).__name__
             raise SpecError(name, shown, reason)
     guidance = effective("guidance_scale")

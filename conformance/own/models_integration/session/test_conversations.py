@@ -250,5 +250,9 @@ def test_what_a_turn_reports() -> None:
     assert isinstance(run.retention, Retention)
     assert run.retention.seen == N + TURN
     assert run.over_budget == cache.stored_length - 6 > 0
-    assert run.bytes_freed == (stored + TURN - cache.stored_length) * 3 * 2 * 2 * 12 * 4
+    assert stored < N
+    assert run.bytes_freed == (N + TURN - cache.stored_length) * 3 * 2 * 2 * 12 * 4
+    assert repr(run) == (
+        f"Session('crystalcache', budget=6, seen={N + TURN}, kept={cache.stored_length}, bytes_freed={run.bytes_freed})"
+    )
     assert set(run.timings) == {"capture", "decision", "compaction"}
