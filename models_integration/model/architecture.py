@@ -2,10 +2,10 @@
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from weakref import WeakSet
 
 import torch
@@ -28,6 +28,15 @@ IMPLEMENTATIONS = ("sdpa", "eager")
 BUSY: WeakSet[nn.Module] = WeakSet()
 
 
+class Part(NamedTuple):
+    """A module of the decoder."""
+
+    siblings: Mapping[str, nn.Module | None]
+    """The modules beside it, as their parent has them now."""
+    name: str
+    module: nn.Module
+
+
 @dataclass(frozen=True)
 class Architecture:
     """A decoder as the integration sees it."""
@@ -43,6 +52,19 @@ class Architecture:
     full_layers: tuple[int, ...]
     """Indices of the full-attention layers, ascending."""
     vocabulary: int
+    parts: tuple[Part, ...]
+    """The attention modules, and the modules between the decoder and them."""
+
+    def check_attention(self) -> None:
+        """The decoder still has the attention modules that were described.
+
+        Raises:
+            SpecError: where one was replaced.
+        """
+        for siblings, name, module in self.parts:
+            if siblings.get(name) is not module:
+                reason = f"its {name!r}, a {type(module).__name__}, was replaced: leave the context before you do that"
+                raise SpecError("model", self.name, reason)
 
     def watched(self, needs: Needs) -> tuple[int, ...]:
         """The layers whose attention a scorer is shown.
@@ -75,7 +97,8 @@ def describe(model: PreTrainedModel) -> Architecture:
         raise SpecError("model", type(model).__name__, reason)
     full = tuple(index for index, kind in enumerate(types) if kind == FULL)
     vocabulary = cast(Tensor, model.get_input_embeddings().weight).shape[0]
-    return Architecture(type(model).__name__, decoder, config, attention, full, vocabulary)
+    parts = _parts(decoder, set(attention.values()))
+    return Architecture(type(model).__name__, decoder, config, attention, full, vocabulary, parts)
 
 
 def check_free(model: PreTrainedModel) -> None:
@@ -138,6 +161,16 @@ def of_layer(config: PretrainedConfig, name: str, layer: int) -> Any:
 
 def _is_attention(module: nn.Module) -> bool:
     return type(module).__name__.endswith("Attention") and isinstance(getattr(module, "layer_idx", None), int)
+
+
+def _parts(module: nn.Module, attention: Set[nn.Module]) -> tuple[Part, ...]:
+    """These modules, and the modules between one and them."""
+    found: list[Part] = []
+    for name, part in module.named_children():
+        inner = () if part in attention else _parts(part, attention)
+        if inner or part in attention:
+            found += [Part(module._modules, name, part), *inner]
+    return tuple(found)
 
 
 def layer_types(config: PretrainedConfig) -> list[str]:

@@ -13,7 +13,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from models_integration.attention.handover import check_readable
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.model.architecture import Architecture
+from models_integration.model.architecture import IMPLEMENTATIONS, Architecture
 from spec.errors import SpecError
 from spec.policy import Needs
 
@@ -39,7 +39,7 @@ class Arguments(TypedDict, total=False):
 
 
 def check_mode(architecture: Architecture, arguments: Mapping[str, object]) -> None:
-    """The model reads into its cache, can read what is in it, and is not asked for weights that have no common shape.
+    """The model attends as it did at the door, reads into its cache, can read it, and returns weights of one shape.
 
     Args:
         arguments: of the forward, those that are given.
@@ -47,7 +47,11 @@ def check_mode(architecture: Architecture, arguments: Mapping[str, object]) -> N
     Raises:
         SpecError: otherwise.
     """
-    decoder = architecture.decoder
+    decoder, implementation = architecture.decoder, architecture.config._attn_implementation
+    if implementation not in IMPLEMENTATIONS:
+        reason = f"must be {' or '.join(IMPLEMENTATIONS)} inside a context: type model.set_attn_implementation('sdpa')"
+        raise SpecError("attn_implementation", implementation, reason)
+    architecture.check_attention()
     if decoder.training and any(getattr(part, "gradient_checkpointing", False) for part in decoder.modules()):
         reason = "gradient checkpointing in training leaves the cache out: turn it off, or model.eval()"
         raise SpecError("model", architecture.name, reason)
