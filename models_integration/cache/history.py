@@ -4,6 +4,7 @@ import inspect
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -21,13 +22,17 @@ UNKNOWN = -1
 _GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 
 
-def calls_of_generate() -> Iterator[Mapping[str, Any]]:
-    """Local variables of the calls of generate that this thread is in and that have chosen a mode, innermost first."""
-    frame = sys._getframe(1)
+def calls_of_generate(frame: FrameType | None = None) -> Iterator[Mapping[str, Any]]:
+    """Local variables of the calls of generate that a thread is in and that have chosen a mode, innermost first.
+
+    Args:
+        frame: the innermost of the thread; None: of this one.
+    """
+    frame = sys._getframe(1) if frame is None else frame
     while frame is not None:
         if frame.f_code is _GENERATE and frame.f_locals.get("generation_mode") is not None:
             yield frame.f_locals
-        frame = frame.f_back  # type: ignore[assignment]  # the outermost has None
+        frame = frame.f_back
 
 
 def call_into(cache: object) -> Mapping[str, Any] | None:

@@ -1,5 +1,6 @@
 """What a context puts on a model: hooks of the decoder, and a generate of its own. Copies of the model have neither."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
@@ -10,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from models_integration.attention.capture import untraced
+from models_integration.cache.history import calls_of_generate
 from models_integration.model.architecture import BUSY, check_free
 from models_integration.session.generate import check_call
 from spec.errors import SpecError
@@ -56,7 +58,7 @@ class Hold:
         """Open the block.
 
         Raises:
-            SpecError: for a model inside a context.
+            SpecError: for a model inside a context, or one that another thread generates with.
         """
         self._use()
         self.begun, self.is_open, self._owner = True, True, get_ident()
@@ -65,10 +67,24 @@ class Hold:
             self._block.enter_context(replaced(self._model, "generate", self._guarded(generate)))
 
     def leave(self) -> None:
-        """Close the block; a generate that is running, or has yet to begin in its thread, keeps the hooks."""
+        """Close the block; a generate that was taken inside it keeps the hooks, or has yet to begin in its thread.
+
+        Raises:
+            SpecError: where another thread is in a generate that was not: it goes on without the policy.
+        """
         self._block.close()
         self.is_open = False
+        lost = self._is_generating()
         self._release()
+        if lost:
+            reason = "join its thread inside the context, or give the policy the model whose generate it is"
+            raise SpecError("generate", "still running", reason)
+
+    def _is_generating(self) -> bool:
+        """Whether another thread is in a generate that keeps no hooks."""
+        known = get_ident(), self._caller
+        others = (frame for thread, frame in sys._current_frames().items() if thread not in known)
+        return any(call["self"].get_decoder() is self._decoder for one in others for call in calls_of_generate(one))
 
     def _use(self) -> None:
         with self._state:
@@ -78,6 +94,9 @@ class Hold:
 
     def _place(self) -> None:
         check_free(self._model)
+        if self._is_generating():
+            reason = "generate is running on it in another thread: join that thread first"
+            raise SpecError("model", type(self._model).__name__, reason)
         with ExitStack() as hooks:
             BUSY.add(self._decoder)
             hooks.callback(BUSY.discard, self._decoder)
@@ -96,7 +115,7 @@ class Hold:
         def guarded(*args: object, **kwargs: object) -> object:
             named = {**dict(zip(("inputs", "generation_config"), args, strict=False)), **kwargs}
             configs = (named.get("generation_config"), self._model.generation_config)
-            check_call(named, *(vars(config) for config in configs if config is not None))
+            check_call(named, *(getattr(config, "__dict__", {}) for config in configs))
             if not self.is_open and get_ident() == self._owner:
                 reason = "its context has ended: type model.generate again, for the model without the policy"
                 raise SpecError("generate", "taken inside a context", reason)

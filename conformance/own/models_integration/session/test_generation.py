@@ -334,6 +334,20 @@ def test_a_thread_that_outlives_the_block_generates_under_the_policy(name: str, 
     assert greedy(model, prompt(N), 2).shape == (1, 2)
 
 
+@pytest.mark.law("refused-before-anything-changes")
+def test_a_thread_that_the_policy_would_lose_is_named() -> None:
+    """The policy was given the decoder, and so knows nothing of the generate around it, but that it runs."""
+    model, gate = cast(Any, build("llama")), Gate()
+    with pytest.raises(SpecError, match="generate = 'still running'"), METHODS["crystalcache"]()(model.model):
+        thread, _ = in_a_thread(model.generate, gate)
+        assert gate.reached.wait(60)
+    with pytest.raises(SpecError, match="generate is running on it in another thread"), METHODS["fullcache"]()(model):
+        raise AssertionError
+    gate.go.set()
+    thread.join(60)
+    assert not model.model._forward_pre_hooks
+
+
 @pytest.mark.law("parts-equal-the-whole")
 def test_threads_take_turns() -> None:
     model, gate = build("llama"), Gate()
