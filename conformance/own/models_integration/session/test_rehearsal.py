@@ -217,7 +217,7 @@ def test_what_is_not_served_is_named() -> None:
         Published("kvzip", 0.3, template=[[1], [VOCABULARY], [2]])(model)
     with CustomPolicy(POLICY, 0.3)(model):
         at_once(model, prompt(PROMPT), cache := RetainedCache(model.config))
-        with pytest.raises(SpecError, match="it serves one segment"):
+        with pytest.raises(SpecError, match=r"evicts from the first prompt only: .* `with run\.reading"):
             at_once(model, prompt(5, seed=3), cache)
 
 
