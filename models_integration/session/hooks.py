@@ -49,6 +49,10 @@ class Hold:
         self._users = 0
         """The block, if it is open, and calls of generate."""
 
+    def __getstate__(self) -> State:
+        """Of a copy: its block is over."""
+        return {"begun": True, "is_open": False}
+
     @property
     def is_elsewhere(self) -> bool:
         """Whether another thread's generate is running."""

@@ -244,3 +244,19 @@ def test_a_copy_that_is_made_inside_is_free_of_the_policy(copied: Callable[[Any]
     assert torch.equal(greedy(model, prompt(40), 6), plain)
     if given == "model":
         assert torch.equal(greedy(twin, prompt(40), 6), plain)
+
+
+@pytest.mark.law("a-cache-like-any-other")
+@pytest.mark.parametrize("copied", [deep, pickled])
+def test_what_a_session_did_can_be_copied(copied: Callable[[Any], Any]) -> None:
+    model = build("llama")
+    with METHODS["streamingllm"]()(model) as run:
+        greedy(model, prompt(40), 2)
+        inside = copied(run)
+    for twin in (inside, copied(run)):
+        assert repr(twin) == repr(run)
+        assert twin.kept.tolist() == run.kept.tolist()  # type: ignore[union-attr]
+        with pytest.raises(SpecError, match="a session runs once"), twin:
+            raise AssertionError
+        with pytest.raises(SpecError, match="belongs inside the context"), twin.reading():
+            raise AssertionError
