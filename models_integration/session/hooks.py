@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from threading import Lock, RLock, get_ident
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -183,7 +183,7 @@ def replaced(module: nn.Module, name: str, value: object) -> Iterator[None]:
 @contextmanager
 def _copied_as(module: nn.Module, change: Callable[[State], State]) -> Iterator[None]:
     """Let what is copied or pickled of a module have the state that `change` makes of the module's."""
-    own, getstate = vars(module), module.__getstate__
+    own, getstate = vars(module), cast(Callable[[], State], module.__getstate__)
     had = {"__getstate__": getstate} if "__getstate__" in own else {}
 
     def state() -> State:

@@ -287,7 +287,7 @@ class Gate:
 
 def in_a_thread(generate: Callable[..., Any], gate: Gate | None, start: bool = True) -> tuple[Thread, list[Any]]:
     found: list[Any] = []
-    processors = LogitsProcessorList([] if gate is None else [gate])  # type: ignore[list-item]
+    processors = LogitsProcessorList([] if gate is None else [gate])
 
     def run() -> None:
         try:
@@ -295,23 +295,27 @@ def in_a_thread(generate: Callable[..., Any], gate: Gate | None, start: bool = T
         except SpecError as error:
             found.append(error)
 
-    thread = Thread(target=run)
+    thread = Thread(target=run, daemon=True)
     if start:
         thread.start()
     return thread, found
 
 
+THREADED: dict[str, Callable[[], RetentionPolicy]] = {
+    "crystalcache": METHODS["crystalcache"], "snapkv": lambda: method("snapkv"),
+    "decode": lambda: breathing(30, decode=True),
+}
+
+
 @pytest.mark.law("eviction-equals-masking")
 @pytest.mark.parametrize("when", ["running", "not yet begun"])
-@pytest.mark.parametrize("name", ["crystalcache", "snapkv", "decode"])
+@pytest.mark.parametrize("name", THREADED)
 def test_a_thread_that_outlives_the_block_generates_under_the_policy(name: str, when: str) -> None:
-    model = build("llama")
-    policy = {"snapkv": lambda: method("snapkv"), "decode": lambda: breathing(30, decode=True)}.get(name)
-    policy = policy or METHODS[name]
-    with policy()(model) as expected:
-        tokens = model.generate(prompt(N), max_new_tokens=12, do_sample=False)  # type: ignore[operator]
+    model: Any = build("llama")
+    with THREADED[name]()(model) as expected:
+        tokens = model.generate(prompt(N), max_new_tokens=12, do_sample=False)
     gate = Gate()
-    with policy()(model) as run:
+    with THREADED[name]()(model) as run:
         thread, found = in_a_thread(model.generate, gate, start=when == "running")
         if when == "running":
             assert gate.reached.wait(60)
@@ -350,9 +354,9 @@ def test_a_thread_that_the_policy_would_lose_is_named() -> None:
 
 @pytest.mark.law("parts-equal-the-whole")
 def test_threads_take_turns() -> None:
-    model, gate = build("llama"), Gate()
+    model, gate = cast(Any, build("llama")), Gate()
     with METHODS["crystalcache"]()(model):
-        expected = model.generate(prompt(N), max_new_tokens=12, do_sample=False)  # type: ignore[operator]
+        expected = model.generate(prompt(N), max_new_tokens=12, do_sample=False)
         first, found = in_a_thread(model.generate, gate)
         assert gate.reached.wait(60)
         second, others = in_a_thread(model.generate, None)
