@@ -3,7 +3,7 @@
     policy = CrystalCache(budget=0.5, sentence_ends=sentence_ends(tokenizer))
     with policy(model) as run:
         output = model.generate(**inputs, max_new_tokens=200)
-    run.retention, run.timings, run.bytes_saved
+    run.retention, run.timings, run.bytes_freed
 
 Names are loaded when they are first used, so that importing this package imports neither torch nor transformers.
 """

@@ -106,7 +106,7 @@ class CrystalRetention:
     @property
     def kept(self) -> Int64[IntVector, " kept"]:
         """Kept absolute positions, ascending."""
-        return self.retention.positions
+        return self.retention.kept
 
     @property
     def over_budget(self) -> int:

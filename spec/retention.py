@@ -47,6 +47,18 @@ class Retention:
         return cls(kept, np.array([0, len(kept)], dtype=np.int64), seen)
 
     @property
+    def kept(self) -> Int64[IntVector, " kept"]:
+        """The kept positions, ascending, where all layers and KV heads keep the same.
+
+        Raises:
+            SpecError: where there is more than one group.
+        """
+        if self.groups > 1:
+            reason = f"each {self.granularity.value} has a kept set of its own: type .group(i) for the i-th of them"
+            raise SpecError("kept", f"{self.groups} groups", reason)
+        return self.positions
+
+    @property
     def groups(self) -> int:
         return len(self.offsets) - 1
 

@@ -16,6 +16,7 @@ from models_integration.cache.positions import EMPTY, StoredRows, filled
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.cache.sliding_layer import GappedSlidingLayer
+from models_integration.model.architecture import restored_rotation
 from models_integration.model.rotation import Rotary, angles_between, frequencies_at, plain_layers, prefilled, turned
 from spec.errors import SpecError
 from spec.retention import Granularity, Retention
@@ -67,9 +68,10 @@ def computed(
     if not 0 <= hidden < len(ids):
         raise SpecError("hidden", hidden, f"must lie in [0, {len(ids)}), the tokens of the chunk")
     kept = full_attention(model)
+    with restored_rotation(model):
+        cache = prefilled(model, ids)
     layers = {
-        index: (layer.keys[0], layer.values[0]) for index, layer in enumerate(plain_layers(prefilled(model, ids)))
-        if index in kept
+        index: (layer.keys[0], layer.values[0]) for index, layer in enumerate(plain_layers(cache)) if index in kept
     }
     return Chunk(tuple(ids), layers, hidden, tuple(markers), frequencies_at(model, rotary, len(ids)))
 

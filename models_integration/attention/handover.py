@@ -19,7 +19,7 @@ from models_integration.attention.capture import OTHER_TENSORS, Attended, observ
 from models_integration.cache.dense_layer import RetainedLayer
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.model.architecture import Architecture
+from models_integration.model.architecture import Architecture, restored_rotation
 from spec.errors import SpecError
 from spec.policy import Needs
 from spec.retention import Granularity, Retention
@@ -173,13 +173,16 @@ def _every_other(cache: RetainedCache, granularity: Granularity) -> Retention:
 
 @contextmanager
 def _aside(architecture: Architecture) -> Iterator[None]:
-    """Nobody's hooks are called, and torch's random numbers go on as they would have."""
+    """Call no hooks, and restore torch's random numbers and the rotary embeddings afterwards."""
     hooks = [(module, module._forward_pre_hooks, module._forward_hooks) for module in architecture.decoder.modules()]
     devices = {one.device for one in architecture.decoder.parameters() if one.device.type == "cuda"}
     for module, _, _ in hooks:
         module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()
     try:
-        with torch.no_grad(), torch.random.fork_rng(sorted(device.index for device in devices)):
+        with (
+            torch.no_grad(), torch.random.fork_rng(sorted(device.index for device in devices)),
+            restored_rotation(architecture.decoder),
+        ):
             yield
     finally:
         for module, before, after in hooks:

@@ -41,7 +41,8 @@ class DecideAnew:
                 tokens than the policy's kept sets, or its scores compare tokens that no longer stand side by side.
         """
         if policy.scorer.needs.token_ids:
-            raise SpecError("policy", policy.name, "reads token ids: it serves one segment of a cache")
+            reason = "evicts from the first prompt only: read later text inside `with run.reading():`"
+            raise SpecError("policy", policy.name, reason)
         if cache.layers_differ:
             _check_own_sets(policy, cache.full_layers)
 
@@ -93,7 +94,10 @@ def _check_own_sets(policy: Policy, layers: Sequence[RetainedLayer]) -> None:
     if policy.granularity is Granularity.LAYER and any(map(_heads_differ, layers)):
         raise SpecError("past_key_values", "heads that differ", f"{policy.name} keeps one set for a whole layer")
     if not (isinstance(scorer, SeparableScorer) and scorer.separable):
-        reason = "compares layers or heads token by token, which store other tokens by now: it serves one segment"
+        reason = (
+            "compares layers or heads token by token, which store different tokens by now: it serves one segment; read"
+            " later text inside `with run.reading():`"
+        )
         raise SpecError("policy", policy.name, reason)
 
 

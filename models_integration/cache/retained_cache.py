@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from models_integration.cache.continuation import Continuation, Nothing
 from models_integration.cache.dense_layer import DenseLayer, RetainedLayer, drop_tensors
+from models_integration.cache.history import ReadIds, call_into
 from models_integration.cache.positions import LayersDiffer, Plan
 from models_integration.cache.ragged_layer import RaggedLayer
 from spec.errors import SpecError
@@ -43,6 +44,10 @@ class RetainedCache(DynamicCache):
         """Whether layers, or their heads, store different positions."""
         self.continuation: Continuation = Nothing()
         """What decode and later segments go on from, row by row."""
+        self.bytes_freed = 0
+        """Bytes of keys and values that compactions have freed so far."""
+        self._read = ReadIds()
+        self._call: object = None  # the config of the last generate that read into it: each call has its own
         self._in_context = False
 
     @staticmethod
@@ -91,9 +96,7 @@ class RetainedCache(DynamicCache):
 
     def keys_of(self, i: int) -> Tensor:
         """The stored keys of one full-attention layer, from the first, (rows, H_kv, stored, d)."""
-        keys = self.full_layers[i].keys
-        assert isinstance(keys, Tensor)
-        return keys
+        return cast(Tensor, self.full_layers[i].keys)
 
     @property
     def tokens(self) -> Tensor:
@@ -104,6 +107,27 @@ class RetainedCache(DynamicCache):
     def is_token(self) -> Tensor:
         """Which of the columns seen hold a token, (rows, columns); one row where all rows agree."""
         return self.full_layers[0].rows.is_token(self.get_seq_length(), self.tokens)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that its keys and values occupy."""
+        return storage_bytes(self.layers)
+
+    def note_ids(self, ids: Tensor) -> None:
+        """Note the ids (rows, n) of the last columns that were read."""
+        self._read = self._read.extended(self.get_seq_length() - ids.shape[1], ids)
+
+    def check_history(self) -> None:
+        """A call of generate that begins to read into this cache passes the ids that the cache has read.
+
+        Raises:
+            SpecError: otherwise.
+        """
+        call = call_into(self)
+        if call is not None and call["generation_config"] is not self._call:
+            if self.get_seq_length() > 0:
+                self._read.check_call(call, self.is_token)
+            self._call = call["generation_config"]
 
     def expect(self, is_token: Tensor) -> None:
         """Note, before columns of a turn are read, which of them (rows, n) hold a token of their row."""
@@ -144,15 +168,18 @@ class RetainedCache(DynamicCache):
 
         Raises:
             SpecError: outside the context manager, where rows differ: a mask of transformers cannot tell them apart.
-                Where layers do, `update` refuses.
+                Where layers do, `update` refuses. For a text that generate goes on from, as `check_history`.
         """
         self.check_usable()
         if not self._in_context and not self.full_layers[0].uniform:
             raise SpecError("past_key_values", "rows that differ", "can be read inside the context manager only")
+        if not torch.compiler.is_compiling():
+            self.check_history()
         if self.layers_differ and isinstance(self.layers[layer_idx], RetainedLayer):
             return self.get_seq_length() + query_length, LayersDiffer()
-        sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
-        return sizes
+        length, offset = super().get_mask_sizes(query_length, layer_idx)
+        # Masks of transformers may be compiled, and need nothing but the number.
+        return length, offset if self._in_context else int(offset)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object,
@@ -192,26 +219,28 @@ class RetainedCache(DynamicCache):
             kept = [_by_layer(retention, tuple(full), first.heads) for retention in retentions]
             changes = {index: _change(layer, [one[index] for one in kept], padding) for index, layer in chosen.items()}
             differ = any(not _agree(positions for sets in one.values() for positions in sets) for one in kept)
+        before = storage_bytes(chosen.values())
         with failing_whole(self):
             for index, change in changes.items():
                 self.layers[index] = change()
+        self.bytes_freed += before - storage_bytes(self.layers[index] for index in changes)
         self.layers_differ |= differ
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let row i go on as row beam_idx[i] was."""
         super().reorder_cache(cast(torch.LongTensor, beam_idx))
-        self.continuation = self.continuation.select(beam_idx)
+        self.continuation, self._read = self.continuation.select(beam_idx), self._read.select(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row `repeats` times, one after the other."""
-        rows = torch.arange(self.full_layers[0].batch)
+        rows = torch.arange(self.full_layers[0].batch).repeat_interleave(repeats)
         super().batch_repeat_interleave(repeats)
-        self.continuation = self.continuation.select(rows.repeat_interleave(repeats))
+        self.continuation, self._read = self.continuation.select(rows), self._read.select(rows)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Only these rows."""
         super().batch_select_indices(indices)
-        self.continuation = self.continuation.select(indices)
+        self.continuation, self._read = self.continuation.select(indices), self._read.select(indices)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last tokens seen, stored or evicted: as many as -tokens_to_remove.
@@ -225,6 +254,7 @@ class RetainedCache(DynamicCache):
             layer.check_crop(tokens_to_remove)
         super().crop(tokens_to_remove)
         self.continuation = self.continuation.crop(-tokens_to_remove)
+        self._read = self._read.first(self.get_seq_length())
 
     def reset(self) -> None:
         """Forget everything: ready for a new prompt."""
@@ -234,7 +264,7 @@ class RetainedCache(DynamicCache):
             layer.reset()
             if isinstance(layer, RaggedLayer):
                 self.layers[index] = DenseLayer()
-        self.layers_differ, self.continuation = False, Nothing()
+        self.layers_differ, self.continuation, self._read = False, Nothing(), ReadIds()
 
     def fail(self, reason: str) -> None:
         """Drop everything and refuse any further use."""

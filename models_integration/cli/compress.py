@@ -27,6 +27,6 @@ def run(prompt: Path, budget: str, loading: Loading) -> None:
     assert isinstance(result, CrystalRetention)
     Console().print(
         f"{len(result.kept)} of {result.retention.seen} tokens kept (budget {result.budget}),"
-        f" {session.bytes_saved / 1024:.0f} KiB freed, {len(result.ratio)} trunks,"
+        f" {session.bytes_freed / 1024:.0f} KiB freed, {len(result.ratio)} trunks,"
         f" {int((result.ratio == 0).sum())} evicted; backend {session.backend}"
     )

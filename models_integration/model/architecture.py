@@ -2,11 +2,13 @@
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from weakref import WeakSet
 
+import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -14,13 +16,25 @@ from reference.crystalcache.observed_layer import observed_layer
 from spec.errors import SpecError
 from spec.policy import Needs
 
-__all__ = ["BUSY", "Architecture", "attention_modules", "by_layer", "check_free", "describe", "layer_types", "of_layer"]
+__all__ = [
+    "BUSY", "Architecture", "attention_modules", "by_layer", "check_free", "describe", "layer_types", "of_layer",
+    "restored_rotation",
+]
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 IMPLEMENTATIONS = ("sdpa", "eager")
 
 # Decoders inside a context: a second context on one of them would fight over its cache.
 BUSY: WeakSet[nn.Module] = WeakSet()
+
+
+class Part(NamedTuple):
+    """A module of the decoder."""
+
+    siblings: Mapping[str, nn.Module | None]
+    """The modules beside it, as their parent has them now."""
+    name: str
+    module: nn.Module
 
 
 @dataclass(frozen=True)
@@ -38,6 +52,19 @@ class Architecture:
     full_layers: tuple[int, ...]
     """Indices of the full-attention layers, ascending."""
     vocabulary: int
+    parts: tuple[Part, ...]
+    """The attention modules, and the modules between the decoder and them."""
+
+    def check_attention(self) -> None:
+        """The decoder still has the attention modules that were described.
+
+        Raises:
+            SpecError: where one was replaced.
+        """
+        for siblings, name, module in self.parts:
+            if siblings.get(name) is not module:
+                reason = f"its {name!r}, a {type(module).__name__}, was replaced: leave the context before you do that"
+                raise SpecError("model", self.name, reason)
 
     def watched(self, needs: Needs) -> tuple[int, ...]:
         """The layers whose attention a scorer is shown.
@@ -70,7 +97,8 @@ def describe(model: PreTrainedModel) -> Architecture:
         raise SpecError("model", type(model).__name__, reason)
     full = tuple(index for index, kind in enumerate(types) if kind == FULL)
     vocabulary = cast(Tensor, model.get_input_embeddings().weight).shape[0]
-    return Architecture(type(model).__name__, decoder, config, attention, full, vocabulary)
+    parts = _parts(decoder, set(attention.values()))
+    return Architecture(type(model).__name__, decoder, config, attention, full, vocabulary, parts)
 
 
 def check_free(model: PreTrainedModel) -> None:
@@ -86,6 +114,34 @@ def check_free(model: PreTrainedModel) -> None:
 def attention_modules(decoder: nn.Module) -> dict[int, nn.Module]:
     """A decoder's attention modules by layer index."""
     return {cast(int, module.layer_idx): module for module in decoder.modules() if _is_attention(module)}
+
+
+@contextmanager
+def restored_rotation(model: nn.Module) -> Iterator[None]:
+    """Restore the rotary embeddings after a forward that the caller did not ask for.
+
+    Some change with the length that is read: dynamic NTK replaces its frequencies, longrope writes over them.
+    """
+    embeddings = [
+        module for module in model.modules() if any(name.endswith("inv_freq") for name in module._buffers)
+    ]
+    found = [(module, dict(vars(module)), dict(module._buffers)) for module in embeddings]
+    copies = [
+        (buffer, buffer.clone()) for _, _, buffers in found for buffer in buffers.values()
+        if buffer is not None and not buffer.is_meta
+    ]
+    try:
+        yield
+    finally:
+        for module, attributes, buffers in found:
+            vars(module).clear()
+            vars(module).update(attributes)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        with torch.no_grad():
+            for buffer, copy in copies:
+                if not torch.equal(buffer, copy):
+                    buffer.copy_(copy)
 
 
 def by_layer(config: PretrainedConfig, name: str) -> list[Any]:
@@ -105,6 +161,16 @@ def of_layer(config: PretrainedConfig, name: str, layer: int) -> Any:
 
 def _is_attention(module: nn.Module) -> bool:
     return type(module).__name__.endswith("Attention") and isinstance(getattr(module, "layer_idx", None), int)
+
+
+def _parts(module: nn.Module, attention: Set[nn.Module]) -> tuple[Part, ...]:
+    """These modules, and the modules between one and them."""
+    found: list[Part] = []
+    for name, part in module.named_children():
+        inner = () if part in attention else _parts(part, attention)
+        if inner or part in attention:
+            found += [Part(module._modules, name, part), *inner]
+    return tuple(found)
 
 
 def layer_types(config: PretrainedConfig) -> list[str]:

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from models_integration.model.architecture import check_free
+from models_integration.model.architecture import check_free, restored_rotation
 from models_integration.model.errors import UnknownModel
 from spec.errors import SpecError
 
@@ -75,18 +75,19 @@ def recognise(model: PreTrainedModel) -> Rotary:
     if getattr(config, "num_kv_shared_layers", 0):
         raise UnknownModel(f"{name}: layers that share one cache are not served")
     originals = _originals(name, config)
-    at_zero = _probe(model, 0)
-    frequencies = {key: buffer.detach().clone() for key, buffer in rotary_buffers(model)}
-    layers = _explained_layers(name, at_zero, _probe(model, PROBE_START), PROBE_START, frequencies)
-    if all(layer.slot is None for layer in layers):
-        _check_orderless(model, at_zero)
-    elif not any(changing in rotary_module(model, key)[2] for key in frequencies for changing in _CHANGING):
-        # Further out, the rounding of angles to float32 would look like another model.
-        past = min(_FURTHEST, 2 * max(originals, default=0))
-        if past:
-            _explained_layers(name, at_zero, _probe(model, past), past, frequencies)
-    scaling = {key: scaling_of(model, key) for key in frequencies}
-    return Rotary(tuple(layers), frequencies, scaling)
+    with restored_rotation(model):
+        at_zero = _probe(model, 0)
+        frequencies = {key: buffer.detach().clone() for key, buffer in rotary_buffers(model)}
+        layers = _explained_layers(name, at_zero, _probe(model, PROBE_START), PROBE_START, frequencies)
+        if all(layer.slot is None for layer in layers):
+            _check_orderless(model, at_zero)
+        elif not any(changing in rotary_module(model, key)[2] for key in frequencies for changing in _CHANGING):
+            # Further out, the rounding of angles to float32 would look like another model.
+            past = min(_FURTHEST, 2 * max(originals, default=0))
+            if past:
+                _explained_layers(name, at_zero, _probe(model, past), past, frequencies)
+        scaling = {key: scaling_of(model, key) for key in frequencies}
+        return Rotary(tuple(layers), frequencies, scaling)
 
 
 def _explained_layers(

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from models_integration.attention.capture import Attended, observing
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.model.architecture import Architecture, describe
+from models_integration.model.architecture import Architecture, describe, restored_rotation
 from models_integration.model.identity import ModelIdentity, identify
 from models_integration.model.rotation import LayerRotary, recognise
 from models_integration.model.weights import check_fixed
@@ -74,7 +74,10 @@ def calibrate(
     architecture = describe(model)
     found = _Statistics(served_by(model, identity))
     cache = RetainedCache(architecture.config)
-    with torch.no_grad(), observing(architecture, cache, found, architecture.full_layers):
+    with (
+        torch.no_grad(), restored_rotation(architecture.decoder),
+        observing(architecture, cache, found, architecture.full_layers),
+    ):
         architecture.decoder(input_ids=input_ids, past_key_values=cache, use_cache=True)
     taken = found.calibration(architecture)
     host = kvzip(template or ((), (), ()))
@@ -84,7 +87,8 @@ def calibrate(
 
 
 def _head_scores(model: PreTrainedModel, input_ids: Tensor, host: Policy) -> Float64[Vector, " g"]:
-    observed = observe(model, input_ids, needs=host.scorer.needs)
+    with restored_rotation(model):
+        observed = observe(model, input_ids, needs=host.scorer.needs)
     scores = host.scorer(observed.prompt(0, host.granularity), host.protection(input_ids.shape[1]))
     return head_scores([scores.values])
 

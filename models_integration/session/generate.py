@@ -1,17 +1,17 @@
-"""What generate asks of a session, known before its first forward."""
+"""What generate asks of a session: refused before the first forward, or seen by every forward that a call makes."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import nn
 
+from models_integration.cache.history import calls_of_generate, columns_of
 from models_integration.session.inputs import ONE_FORWARD
 from spec.errors import SpecError
 
-__all__ = ["NO_CALL", "Call", "call_of"]
+__all__ = ["NO_CALL", "Call", "call_under_way", "check_call"]
 
 
 # Ways to generate that this part does not serve, by the argument that asks for them.
@@ -21,60 +21,76 @@ _GENERATE = {
     "assistant_model": "assisted decoding is not served: it takes tokens back from the cache",
     "prompt_lookup_num_tokens": "assisted decoding is not served: it takes tokens back from the cache",
     "assistant_early_exit": "assisted decoding is not served: it takes tokens back from the cache",
+    "use_mtp": "assisted decoding is not served: it takes tokens back from the cache",
 }
+_MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of generate."""
+    """One call of generate; outside any, no row of a batch repeats a prompt."""
 
-    rows: int
+    rows: int = sys.maxsize
     """Prompts that it was given: generate repeats each for beams and returned sequences."""
-    segment_end: int
-    """Columns that the cache has seen when a prompt that is read in chunks is over, or ONE_FORWARD."""
+    columns: int = sys.maxsize
+    """Columns of its text, those included that its cache has read; the tokens behind them are generated."""
+    chunk: int | None = None
+    """Tokens of the forwards in which it reads its text; None: it reads all in one."""
     beams: int = 1
+    config: object = None
+    """Its own copy of a generation config, by which it is told from others."""
+
+    @property
+    def segment_end(self) -> int:
+        """Columns that the cache has seen when a text that is read in chunks is over, or ONE_FORWARD."""
+        return ONE_FORWARD if self.chunk is None or self.columns <= self.chunk else self.columns
 
 
-NO_CALL = Call(sys.maxsize, ONE_FORWARD)
-"""Outside generate, no row of a batch repeats a prompt."""
+NO_CALL = Call()
 
 
-def call_of(model: PreTrainedModel, args: Sequence[object], kwargs: Mapping[str, object]) -> Call:
-    """What this call of a model's generate is.
+def call_under_way(decoder: nn.Module, last: Call) -> Call:
+    """The call of generate that a forward of this decoder is part of, whoever made it by whatever name; or NO_CALL.
+
+    Args:
+        last: what this was at the decoder's last forward.
 
     Raises:
-        SpecError: where it would use the cache in a way that is not served; it names the argument.
+        SpecError: at the first forward of a call that would use the cache in a way that is not served.
     """
-    named = {**dict(zip(("inputs", "generation_config"), args, strict=False)), **kwargs}
-    chunk, beams = _check(model, named)
-    ids = next((ids for name in ("inputs", "input_ids") if isinstance(ids := named.get(name), Tensor)), None)
-    if ids is None or ids.ndim != 2:
-        return Call(1, ONE_FORWARD, beams)
-    rows, columns = ids.shape
-    # Of a sequence that goes on, the ids may be the new ones alone; the mask is about all.
-    mask = named.get("attention_mask")
-    columns = mask.shape[1] if isinstance(mask, Tensor) and mask.ndim == 2 else columns
-    return Call(rows, ONE_FORWARD if chunk is None or columns <= chunk else columns, beams)
+    for call in calls_of_generate():
+        if call["self"].get_decoder() is decoder:
+            return last if call["generation_config"] is last.config else _begun(call)
+    return NO_CALL
 
 
-def _check(model: PreTrainedModel, kwargs: Mapping[str, object]) -> tuple[int | None, int]:
+def _begun(call: Mapping[str, Any]) -> Call:
+    config, mode = call["generation_config"], call["generation_mode"].value
+    check_call({"assistant_model": call["assistant_model"]}, vars(config))
+    if mode not in _MODES:
+        raise SpecError("generate", mode, f"is not served inside a context: {', '.join(_MODES)} are")
+    if getattr(config, "is_assistant", False):
+        raise SpecError("assistant_model", "this model", _GENERATE["assistant_model"])
+    copies = max(config.num_beams or 1, config.num_return_sequences or 1)
+    rows = len(call["input_ids"]) // copies
+    return Call(rows, columns_of(call), config.prefill_chunk_size, config.num_beams or 1, config)
+
+
+def check_call(*stated: Mapping[str, object]) -> None:
     """Refuse what generate would do with the cache in ways that are not served.
 
-    Returns:
-        The size of the chunks in which it will read the prompt, if it will; and the number of its beams.
+    Args:
+        stated: what is asked for by name, the strongest first: arguments, their config, the model's.
 
     Raises:
         SpecError: that names the argument.
     """
-    configs = (kwargs.get("generation_config"), model.generation_config)
-
     def effective(name: str) -> Any:
-        stated = (kwargs.get(name), *(getattr(config, name, None) for config in configs))
-        return next((value for value in stated if value is not None), None)
+        return next((value for each in stated if (value := each.get(name)) is not None), None)
 
     for name, reason in _GENERATE.items():
         value = effective(name)
-        if value not in (None, "dynamic"):
+        if value is not None and value is not False and value != "dynamic":
             shown = value if isinstance(value, (int, str)) else type(value).__name__
             raise SpecError(name, shown, reason)
     guidance = effective("guidance_scale")
@@ -82,7 +98,5 @@ def _check(model: PreTrainedModel, kwargs: Mapping[str, object]) -> tuple[int | 
         raise SpecError("guidance_scale", guidance, "is not served: it reads other tokens into a second cache")
     if effective("use_cache") is False:
         raise SpecError("use_cache", False, "must be on: there is no cache to compact")
-    chunk: int | None = effective("prefill_chunk_size")
-    if chunk is not None and effective("token_healing"):
+    if effective("prefill_chunk_size") is not None and effective("token_healing"):
         raise SpecError("token_healing", True, "changes the prompt's length: not beside prefill_chunk_size")
-    return chunk, effective("num_beams") or 1

@@ -1,4 +1,4 @@
-"""What a forward must look like, where its tokens stand, and where segments end: checked before anything changes."""
+"""What a forward must look like, and the positions of its tokens: checked before anything changes."""
 
 import sys
 from collections.abc import Mapping
@@ -6,20 +6,20 @@ from dataclasses import dataclass
 from typing import Required, TypeAlias, TypedDict, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from models_integration.attention.handover import check_readable
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.model.architecture import Architecture
+from models_integration.model.architecture import IMPLEMENTATIONS, Architecture
 from spec.errors import SpecError
 from spec.policy import Needs
 
 __all__ = [
-    "ONE_FORWARD", "OPEN", "Arguments", "DecoderOutput", "ForwardSpan", "Stream", "WholeForwards", "check_forward",
-    "check_mode", "check_rehearsed", "check_rows", "check_tokens", "first_span", "later_span", "step_span",
+    "ONE_FORWARD", "OPEN", "Arguments", "DecoderOutput", "ForwardSpan", "check_forward", "check_mode",
+    "check_rehearsed", "check_rows", "check_tokens", "first_span", "later_span", "step_span",
 ]
 
 # Columns after which a segment ends: with its first forward, or when it is told to.
@@ -39,7 +39,7 @@ class Arguments(TypedDict, total=False):
 
 
 def check_mode(architecture: Architecture, arguments: Mapping[str, object]) -> None:
-    """The model reads into its cache, can read what is in it, and is not asked for weights that have no common shape.
+    """The model attends as it did at the door, reads into its cache, can read it, and returns weights of one shape.
 
     Args:
         arguments: of the forward, those that are given.
@@ -47,7 +47,11 @@ def check_mode(architecture: Architecture, arguments: Mapping[str, object]) -> N
     Raises:
         SpecError: otherwise.
     """
-    decoder = architecture.decoder
+    decoder, implementation = architecture.decoder, architecture.config._attn_implementation
+    if implementation not in IMPLEMENTATIONS:
+        reason = f"must be {' or '.join(IMPLEMENTATIONS)} inside a context: type model.set_attn_implementation('sdpa')"
+        raise SpecError("attn_implementation", implementation, reason)
+    architecture.check_attention()
     if decoder.training and any(getattr(part, "gradient_checkpointing", False) for part in decoder.modules()):
         reason = "gradient checkpointing in training leaves the cache out: turn it off, or model.eval()"
         raise SpecError("model", architecture.name, reason)
@@ -247,145 +251,3 @@ def _check_positions(given: Tensor, expected: Tensor, is_token: Tensor) -> None:
         reason = f"must be {max(0, first)} to {last}: they follow what was seen"
         shown = f"{int(given.min())} to {int(given.max())}" if fits else tuple(given.shape)
         raise SpecError("position_ids", shown, reason)
-
-
-class WholeForwards:
-    """Every forward is read as it is."""
-
-    endless = False
-    """Whether all that is read is one sequence of segments, which the context's end closes."""
-
-    def begin(self) -> None:
-        """A forward comes."""
-
-    def is_step(self, between_segments: bool) -> bool:
-        """Whether a forward of one token is a decode step: between two segments it is."""
-        return between_segments
-
-    def segment_end(self, columns: int, stated: int) -> int:
-        """Columns after which a segment ends that begins after `columns`: as the session states it."""
-        return stated
-
-    def check_block(self, name: str) -> None:
-        """Every block may be opened."""
-
-    def check_beams(self, beams: int) -> None:
-        """Any number of beams may be searched."""
-
-    def check_span(self, span: ForwardSpan) -> None:
-        """Rows may be padded."""
-
-    def is_too_long(self, span: ForwardSpan) -> bool:
-        """Whether the forward must be cut: never."""
-        return False
-
-    def ahead(self, decoder: nn.Module, arguments: Arguments, room: int) -> Arguments:
-        """Nothing is cut."""
-        return arguments
-
-    def joined(self, output: DecoderOutput) -> DecoderOutput | None:
-        """None: nothing was cut."""
-        return None
-
-
-class Stream(WholeForwards):
-    """Cuts forwards that are longer than what is left of their segment.
-
-    Args:
-        C: tokens of a segment.
-        decode: whether a forward of one token is a decode step, and not a piece of a segment.
-    """
-
-    endless = True
-
-    def __init__(self, C: int, decode: bool) -> None:
-        self.C = C
-        self._decode = decode
-        self._inside = False
-        self._hidden: list[Tensor] = []
-
-    def begin(self) -> None:
-        """A forward comes: what one before it left behind, because it failed, is forgotten."""
-        if not self._inside:
-            self._hidden = []
-
-    def is_step(self, between_segments: bool) -> bool:
-        """Whether a forward of one token is a decode step: a piece of a longer forward is none."""
-        return self._decode and not self._inside and not self._hidden
-
-    def segment_end(self, columns: int, stated: int) -> int:
-        """Columns after which a segment ends that begins after `columns`: C more."""
-        return columns + self.C
-
-    def check_block(self, name: str) -> None:
-        """No block can hold a segment open.
-
-        Raises:
-            SpecError: always.
-        """
-        raise SpecError(name, "a block", "a stream's segments end every C tokens: no block can hold one open")
-
-    def check_beams(self, beams: int) -> None:
-        """Beams are not served.
-
-        Raises:
-            SpecError: for more than one.
-        """
-        if beams > 1:
-            raise SpecError("num_beams", beams, "beams would change places inside a stream's segment")
-
-    def check_span(self, span: ForwardSpan) -> None:
-        """Padding is not served.
-
-        Raises:
-            SpecError: for a column without a token.
-        """
-        if span.padded:
-            raise SpecError("attention_mask", "zeros", "the rows of a stream start together: no padding")
-
-    def is_too_long(self, span: ForwardSpan) -> bool:
-        """Whether the forward must be cut."""
-        return span.padded_seen + span.is_token.shape[1] > span.segment_end
-
-    def ahead(self, decoder: nn.Module, arguments: Arguments, room: int) -> Arguments:
-        """Read all pieces but the last, and return the arguments of that one.
-
-        Args:
-            decoder: called once for each piece, with its hooks.
-            arguments: of the whole forward.
-            room: tokens until the first piece ends; the others have C.
-        """
-        arguments, n = arguments.copy(), arguments["input_ids"].shape[1]
-        hidden, start, self._inside = [], 0, True
-        try:
-            while start + room < n:
-                output = decoder(**{**_piece(arguments, start, start + room), "return_dict": True})
-                hidden.append(output.last_hidden_state)
-                arguments["past_key_values"] = output.past_key_values
-                start, room = start + room, self.C
-        finally:
-            self._inside = False
-        self._hidden = hidden
-        return _piece(arguments, start, n)
-
-    def joined(self, output: DecoderOutput) -> DecoderOutput | None:
-        """The output of the last piece, with the hidden states of all; None where nothing was cut."""
-        if self._inside or not self._hidden:
-            return None
-        hidden, self._hidden = torch.cat([*self._hidden, output[0]], dim=1), []
-        if isinstance(output, tuple):
-            return (hidden, *output[1:])
-        output.last_hidden_state = hidden
-        return output
-
-
-def _piece(arguments: Arguments, start: int, stop: int) -> Arguments:
-    """The arguments of tokens start to stop."""
-    piece, n = arguments.copy(), arguments["input_ids"].shape[1]
-    piece["input_ids"] = arguments["input_ids"][:, start:stop]
-    if "attention_mask" in arguments:
-        mask = arguments["attention_mask"]
-        piece["attention_mask"] = mask[:, : mask.shape[1] - n + stop]
-    if "position_ids" in arguments:
-        piece["position_ids"] = arguments["position_ids"][:, start:stop]
-    return piece

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from models_integration.attention.capture import Attended, Repeated, observing
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.model.architecture import Architecture
+from models_integration.model.architecture import Architecture, restored_rotation
 from reference.policies.kvzip import rehearsal_chunks
 from spec.policy import Rehearsal
 
@@ -69,7 +69,10 @@ def rehearse(
         ]
         ids = torch.from_numpy(np.stack([one for _, _, one in parts])).to(input_ids.device)
         try:
-            with torch.no_grad(), observing(architecture, watcher.cache, watcher, found):
+            with (
+                torch.no_grad(), restored_rotation(architecture.decoder),
+                observing(architecture, watcher.cache, watcher, found),
+            ):
                 architecture.decoder.forward(input_ids=ids, past_key_values=watcher.cache, use_cache=True)
         finally:
             for hook in hooks:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from models_integration.attention.capture import Attended, Recorder
 from models_integration.cache.continuation import Continuation, Decision
 from models_integration.cache.dense_layer import RetainedLayer
-from models_integration.cache.retained_cache import RetainedCache, storage_bytes
+from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import Architecture, of_layer
 from models_integration.session.inputs import ONE_FORWARD, check_tokens
 from models_integration.session.method import Method
@@ -306,7 +306,7 @@ class Segment:
         self, method: Method, architecture: Architecture, cache: RetainedCache, rows_per_prompt: int, segment_end: int,
     ) -> None:
         needs = method.policy.scorer.needs
-        self.cache, self.segment_end, self.bytes_saved = cache, segment_end, 0
+        self.cache, self.segment_end = cache, segment_end
         self._method = method
         self._layerwise = segment_end == ONE_FORWARD and needs.layers != "all"
         self.observed = ObservedSegment(
@@ -372,9 +372,7 @@ class Segment:
         return self._decision
 
     def _compact(self, layers: Sequence[int], decision: Decision) -> None:
-        before = storage_bytes(self.cache.layers[layer] for layer in layers)
         with self.observed.watch.stage("compaction"):
             retentions = [one for one in decision.retentions for _ in range(self.observed.rows_per_prompt)]
             self.cache.compact(retentions, decision.padding, layers)
-        self.bytes_saved += before - storage_bytes(self.cache.layers[layer] for layer in layers)
         self._full = [layer for layer in self._full if layer not in layers]

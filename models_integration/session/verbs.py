@@ -87,6 +87,7 @@ def _forward(
         arguments["logits_to_keep"] = last
     with torch.no_grad(), observing(observed.architecture, observed.cache, observed, observed.layers):
         logits: Tensor = model(**arguments, past_key_values=observed.cache, use_cache=True).logits
+    observed.cache.note_ids(input_ids)
     return logits
 
 

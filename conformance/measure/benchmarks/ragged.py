@@ -128,7 +128,7 @@ def stored(name: str, n: int = 1024) -> tuple[float, float]:
     assert run.cache is not None
     found = storage_bytes(run.cache.layers)
     fullest = sum(layer.stored_length for layer in run.cache.full_layers) / len(run.cache.full_layers)
-    quarter = (found + run.bytes_saved) / 4
+    quarter = (found + run.bytes_freed) / 4
     return found / quarter, found / quarter * fullest / run.cache.mean_length
 
 

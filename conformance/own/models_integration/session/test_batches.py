@@ -141,7 +141,7 @@ def test_the_slots_of_a_row_hold_its_own_tokens() -> None:
                 assert relative(found[:, width - len(stored) :], expected[:, stored]) < 1e-5
                 assert not found[:, : width - len(stored)].any()
         saved += max(LENGTHS) - (width - 1)
-    assert run.bytes_saved == saved * 3 * 2 * 2 * 12 * 4
+    assert run.bytes_freed == saved * 3 * 2 * 2 * 12 * 4
     assert bool((run.cache.full_layers[0].stored_positions() == EMPTY).any())
 
 
@@ -152,7 +152,7 @@ def test_a_batch_has_one_retention_for_each_prompt() -> None:
         greedy(model, ids, 2, attention_mask=mask)
         assert isinstance(run.retention, tuple)
         assert [one.seen for one in run.retention if isinstance(one, Retention)] == list(LENGTHS)
-        with pytest.raises(SpecError, match="kept = '3 prompts': retention has one for each of them"):
+        with pytest.raises(SpecError, match="kept = '3 prompts': a batch has no single kept set"):
             run.kept  # noqa: B018
         greedy(model, prompt(40), 2)
         assert isinstance(run.retention, Retention)

@@ -214,4 +214,4 @@ def test_full_heads_hold_all_and_the_others_a_window() -> None:
     for g, own in enumerate(sets):
         assert own == (list(range(n)) if g in best else [0, 1, *range(n - 48, n)])
     full = 2 * 6 * n * 12 * 4
-    assert run.bytes_saved == full - storage_bytes(cache.layers) == full / 2
+    assert run.bytes_freed == full - storage_bytes(cache.layers) == full / 2

@@ -181,7 +181,7 @@ def test_a_policy_that_reads_ids_without_states_serves_one_segment() -> None:
     model, cache = build("llama"), RetainedCache(build("llama").config)
     with method_of(Looking(Needs("observed", None, token_ids=True)))(model):
         at_once(model, prompt(N), cache)
-        with pytest.raises(SpecError, match="it serves one segment of a cache"):
+        with pytest.raises(SpecError, match=r"evicts from the first prompt only: .* `with run\.reading"):
             at_once(model, turn(1), cache)
 
 
@@ -250,5 +250,9 @@ def test_what_a_turn_reports() -> None:
     assert isinstance(run.retention, Retention)
     assert run.retention.seen == N + TURN
     assert run.over_budget == cache.stored_length - 6 > 0
-    assert run.bytes_saved == (stored + TURN - cache.stored_length) * 3 * 2 * 2 * 12 * 4
+    assert stored < N
+    assert run.bytes_freed == (N + TURN - cache.stored_length) * 3 * 2 * 2 * 12 * 4
+    assert repr(run) == (
+        f"Session('crystalcache', budget=6, seen={N + TURN}, kept={cache.stored_length}, bytes_freed={run.bytes_freed})"
+    )
     assert set(run.timings) == {"capture", "decision", "compaction"}

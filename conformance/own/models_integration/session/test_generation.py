@@ -1,11 +1,28 @@
-"""Greedy, sampled and beam generation go on from a compacted cache as from a masked one."""
+"""Greedy, sampled and beam generation go on from a compacted cache as from a masked one, by any name, in threads."""
+
+from collections.abc import Callable
+from threading import Event, Thread
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import LogitsProcessorList, PreTrainedModel
 
-from conformance.own.models_integration.session.families import METHODS, Masked, build, prompt, relative
+from conformance.own.models_integration.session.families import (
+    METHODS,
+    Masked,
+    at_once,
+    build,
+    greedy,
+    prompt,
+    relative,
+    step_by_step,
+)
+from conformance.own.models_integration.session.ragged_checks import live_sets, method
+from conformance.own.models_integration.session.test_breaths import breathing
+from models_integration import RetainedCache, RetentionPolicy, prefill
+from spec.errors import SpecError
 
 pytestmark = pytest.mark.law("eviction-equals-masking")
 
@@ -78,3 +95,282 @@ def test_the_guarded_generate_keeps_its_name_and_result() -> None:
     with METHODS["fullcache"]()(model):
         assert vars(model)["generate"].__name__ == "generate"
         assert model.generate(prompt(N), max_new_tokens=2).shape == (1, N + 2)  # type: ignore[operator]
+
+
+def by_decoder(model: Any) -> tuple[Any, Callable[..., Tensor]]:
+    return model.model, model.generate
+
+
+def bound_before(model: Any) -> tuple[Any, Callable[..., Tensor]]:
+    return model, model.generate
+
+
+def by_type(model: Any) -> tuple[Any, Callable[..., Tensor]]:
+    return model, lambda *args, **kwargs: type(model).generate(model, *args, **kwargs)
+
+
+names = pytest.mark.parametrize("name", [by_decoder, bound_before, by_type])
+
+
+@names
+@pytest.mark.law("refused-before-anything-changes")
+@pytest.mark.parametrize(("options", "words"), [
+    ({"prompt_lookup_num_tokens": 4}, "prompt_lookup_num_tokens = 4: assisted decoding"),
+    ({"cache_implementation": "static"}, "cache_implementation = 'static'"),
+    ({"use_cache": False}, "use_cache = False"),
+])
+def test_every_name_of_generate_refuses(name: Callable[..., Any], options: dict[str, Any], words: str) -> None:
+    model = build("llama")
+    given, generate = name(model)
+    with METHODS["crystalcache"]()(given) as run:
+        with pytest.raises(SpecError, match=words):
+            generate(prompt(N), max_new_tokens=NEW, do_sample=False, **options)
+        assert run.cache is None
+        generate(prompt(N), max_new_tokens=2, do_sample=False)
+        assert run.kept is not None
+
+
+@names
+@pytest.mark.law("parts-equal-the-whole")
+@pytest.mark.parametrize("options", [{"prefill_chunk_size": 20}, {"num_return_sequences": 3, "num_beams": 3}])
+def test_every_name_of_generate_is_served_as_the_first(name: Callable[..., Any], options: dict[str, Any]) -> None:
+    """Chunks are one prompt, and rows that repeat a prompt are one too."""
+    found = []
+    for way in (lambda model: (model, None), name):
+        model: Any = build("llama")
+        given, generate = way(model)
+        with METHODS["crystalcache"]()(given) as run:
+            output = (generate or model.generate)(prompt(N), max_new_tokens=NEW, do_sample=False, **options)
+        assert run.kept is not None
+        found.append((output.tolist(), run.kept.tolist()))
+    assert found[0] == found[1]
+
+
+@names
+@pytest.mark.law("unusable-after-a-failure")
+def test_a_prompt_that_generate_leaves_half_way_is_given_up(name: Callable[..., Any]) -> None:
+    model, cache = build("llama"), RetainedCache(build("llama").config)
+    given, generate = name(model)
+    calls: list[int] = []
+
+    def second(*_: object) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("boom")
+
+    handle = model.register_forward_pre_hook(second)
+    with METHODS["crystalcache"]()(given) as run:
+        with pytest.raises(RuntimeError, match="boom"):
+            generate(prompt(N), max_new_tokens=2, prefill_chunk_size=16, past_key_values=cache)
+        handle.remove()
+        at_once(model, prompt(N), RetainedCache(model.config))
+        assert run.kept is not None
+        with pytest.raises(SpecError, match="a prompt was left half way"):
+            cache.get_seq_length()
+
+
+def question(model: PreTrainedModel, policy: RetentionPolicy, new: int, *, by_hand: bool) -> tuple[list[int], Any]:
+    """The answer to a question behind a context, and what is stored in the end."""
+    context, asked = prompt(N), prompt(5, seed=11)
+    with policy(model) as run:
+        cache = RetainedCache(model.config)
+        at_once(model, context, cache)
+        if by_hand:
+            with run.reading():
+                token = at_once(model, asked, cache)[:, -1:].argmax(-1)
+            chosen = [int(token)]
+            while len(chosen) < new:
+                token = at_once(model, token, cache)[:, -1:].argmax(-1)
+                chosen.append(int(token))
+        else:
+            with run.reading():
+                whole = torch.cat([context, asked], dim=1)
+                chosen = greedy(model, whole, new, past_key_values=cache)[0].tolist()
+        return chosen, live_sets(cache)
+
+
+@pytest.mark.law("parts-equal-the-whole")
+@pytest.mark.parametrize("policy", [
+    METHODS["crystalcache"], METHODS["streamingllm"], lambda: method("kvzip"), lambda: method("snapkv"),
+    lambda: method("h2o"), lambda: breathing(30, decode=True),
+], ids=["crystalcache", "streamingllm", "kvzip", "snapkv", "h2o", "decode"])
+def test_a_question_behind_a_context_is_one_call(policy: Callable[[], RetentionPolicy]) -> None:
+    """The question is read and evicts nothing; what is generated is steps: as by hand."""
+    model = build("llama")
+    one_call, by_hand = (question(model, policy(), 12, by_hand=way) for way in (False, True))
+    assert one_call == by_hand
+
+
+@pytest.mark.law("parts-equal-the-whole")
+def test_a_question_in_chunks_is_read_too() -> None:
+    model, (context, asked) = build("llama"), (prompt(N), prompt(9, seed=11))
+    found = []
+    for options in ({}, {"prefill_chunk_size": 4}):
+        with METHODS["crystalcache"]()(model) as run:
+            cache = RetainedCache(model.config)
+            at_once(model, context, cache)
+            with run.reading():
+                whole = torch.cat([context, asked], dim=1)
+                chosen = greedy(model, whole, 4, past_key_values=cache, **cast(dict[str, Any], options))
+        found.append((chosen.tolist(), live_sets(cache)))
+    assert found[0] == found[1]
+
+
+@pytest.mark.law("refused-before-anything-changes")
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("name", ["crystalcache", "snapkv"])
+def test_a_text_that_the_cache_has_not_read_is_refused(inside: bool, name: str) -> None:
+    """And the cache goes on with the text that it has read, what was generated included."""
+    model = build("llama")
+    policy = METHODS[name]() if name in METHODS else method(name)
+    if not inside and name == "snapkv":
+        return  # such a cache is read inside a context only
+    with policy(model) as run:
+        first = model.generate(prompt(N), max_new_tokens=4, do_sample=False)  # type: ignore[operator]
+        if inside:
+            refused(model, run.cache, first)
+    if not inside:
+        assert run.cache is not None
+        refused(model, run.cache, first)
+
+
+def refused(model: PreTrainedModel, cache: Any, first: Tensor) -> None:
+    text, stored = torch.cat([first, prompt(5, seed=9)], dim=1), live_sets(cache)
+    for at in (0, N // 2, N + 2):
+        edited = text.clone()
+        edited[0, at] = 3 + (edited[0, at] + 1) % 90
+        wrong, right = int(edited[0, at]), int(text[0, at])
+        words = f"input_ids = {wrong}: is token {at} of the text, where the cache has read {right}"
+        with pytest.raises(SpecError, match=words):
+            greedy(model, edited, 2, past_key_values=cache)
+    with pytest.raises(SpecError, match=f"input_ids = '20 tokens': the cache has read {N + 3} already"):
+        greedy(model, text[:, :20], 2, past_key_values=cache)
+    assert live_sets(cache) == stored
+    assert greedy(model, text, 2, past_key_values=cache).shape == (1, 2)
+
+
+@pytest.mark.law("a-cache-like-any-other")
+def test_a_text_is_compared_as_far_as_its_ids_are_known() -> None:
+    """Padding is nobody's token, rows change places, and what was taken back or read elsewhere does not count."""
+    model = build("llama")
+    rows = torch.cat([prompt(N), prompt(N, seed=8)])
+    mask = torch.ones_like(rows)
+    mask[1, :7] = 0
+    with METHODS["crystalcache"]()(model) as run, torch.no_grad():
+        model(input_ids=rows, attention_mask=mask)
+        assert run.cache is not None
+        run.cache.reorder_cache(torch.tensor([1, 0]))
+        whole = torch.cat([rows.flip(0), prompt(6, seed=9).view(2, 3)], dim=1)
+        whole[0, :7] = 5
+        grown = torch.cat([mask.flip(0), torch.ones(2, 3, dtype=torch.int64)], dim=1)
+        assert greedy(model, whole, 2, past_key_values=run.cache, attention_mask=grown).shape == (2, 2)
+    cache, ids = prefill(model, METHODS["crystalcache"](), prompt(N)).cache, prompt(N)
+    step_by_step(model, prompt(2, seed=4), cache)
+    text = torch.cat([ids, prompt(5, seed=5)], dim=1)
+    assert greedy(model, text, 1, past_key_values=cache).shape == (1, 1)
+    cache.crop(-10)
+    text[0, cache.get_seq_length() :] = 7
+    assert greedy(model, text, 1, past_key_values=cache).shape == (1, 1)
+
+
+class Gate:
+    """A logits processor that lets generate begin, waits at its first token, and then goes on."""
+
+    def __init__(self) -> None:
+        self.reached, self.go = Event(), Event()
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.reached.set()
+        assert self.go.wait(60)
+        return scores
+
+
+def in_a_thread(generate: Callable[..., Any], gate: Gate | None, start: bool = True) -> tuple[Thread, list[Any]]:
+    found: list[Any] = []
+    processors = LogitsProcessorList([] if gate is None else [gate])
+
+    def run() -> None:
+        try:
+            found.append(generate(prompt(N), max_new_tokens=12, do_sample=False, logits_processor=processors))
+        except SpecError as error:
+            found.append(error)
+
+    thread = Thread(target=run, daemon=True)
+    if start:
+        thread.start()
+    return thread, found
+
+
+THREADED: dict[str, Callable[[], RetentionPolicy]] = {
+    "crystalcache": METHODS["crystalcache"], "snapkv": lambda: method("snapkv"),
+    "decode": lambda: breathing(30, decode=True),
+}
+
+
+@pytest.mark.law("eviction-equals-masking")
+@pytest.mark.parametrize("when", ["running", "not yet begun"])
+@pytest.mark.parametrize("name", THREADED)
+def test_a_thread_that_outlives_the_block_generates_under_the_policy(name: str, when: str) -> None:
+    model: Any = build("llama")
+    with THREADED[name]()(model) as expected:
+        tokens = model.generate(prompt(N), max_new_tokens=12, do_sample=False)
+    gate = Gate()
+    with THREADED[name]()(model) as run:
+        thread, found = in_a_thread(model.generate, gate, start=when == "running")
+        if when == "running":
+            assert gate.reached.wait(60)
+    if when == "not yet begun":
+        assert not model.model._forward_pre_hooks
+        thread.start()
+        assert gate.reached.wait(60)
+    assert "generate" not in vars(model)
+    with pytest.raises(SpecError, match="running on it in another thread"):
+        at_once(model, prompt(5), RetainedCache(model.config))
+    with pytest.raises(SpecError, match="is inside a context already"), METHODS["fullcache"]()(model):
+        raise AssertionError
+    gate.go.set()
+    thread.join(60)
+    assert torch.equal(found[0], tokens)
+    assert run.cache is not None
+    assert expected.cache is not None
+    assert live_sets(run.cache) == live_sets(expected.cache)
+    assert not model.model._forward_pre_hooks
+    assert greedy(model, prompt(N), 2).shape == (1, 2)
+
+
+@pytest.mark.law("refused-before-anything-changes")
+def test_a_thread_that_the_policy_would_lose_is_named() -> None:
+    """The policy was given the decoder, and so knows nothing of the generate around it, but that it runs."""
+    model, gate = cast(Any, build("llama")), Gate()
+    with pytest.raises(SpecError, match="generate = 'still running'"), METHODS["crystalcache"]()(model.model):
+        thread, _ = in_a_thread(model.generate, gate)
+        assert gate.reached.wait(60)
+    with pytest.raises(SpecError, match="generate is running on it in another thread"), METHODS["fullcache"]()(model):
+        raise AssertionError
+    gate.go.set()
+    thread.join(60)
+    assert not model.model._forward_pre_hooks
+
+
+@pytest.mark.law("parts-equal-the-whole")
+def test_threads_take_turns() -> None:
+    model, gate = cast(Any, build("llama")), Gate()
+    with METHODS["crystalcache"]()(model):
+        expected = model.generate(prompt(N), max_new_tokens=12, do_sample=False)
+        first, found = in_a_thread(model.generate, gate)
+        assert gate.reached.wait(60)
+        second, others = in_a_thread(model.generate, None)
+        gate.go.set()
+        first.join(60)
+        second.join(60)
+    assert torch.equal(found[0], expected)
+    assert torch.equal(others[0], expected)
+
+
+@pytest.mark.law("refused-before-anything-changes")
+def test_a_generate_that_was_taken_inside_is_refused_after_the_block() -> None:
+    model = build("llama")
+    with METHODS["crystalcache"]()(model):
+        taken = model.generate
+    with pytest.raises(SpecError, match="generate = 'taken inside a context': its context has ended"):
+        taken(prompt(N), max_new_tokens=2)  # type: ignore[operator]

@@ -27,8 +27,8 @@ from models_integration.cache.positions import Plan, StoredRows
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.cache.snapshot import load_cache, save_cache
 from models_integration.cache.tensor_file import DIGEST_AT, read
-from models_integration.session.inputs import Stream
 from models_integration.session.segment import ObservedSegment
+from models_integration.session.streams import Stream
 from spec.errors import SpecError
 from spec.policy import LayerView
 

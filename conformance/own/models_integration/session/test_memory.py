@@ -49,7 +49,7 @@ def test_a_cache_weighs_what_it_keeps(method: str, dtype: torch.dtype, width: in
     R = len(prefilled.run.kept)
     assert blocks(prefilled.cache.full_layers) == 2 * L * H_KV * D * R * width
     assert storage_bytes(prefilled.cache.layers) == 2 * L * H_KV * D * R * width
-    assert prefilled.run.bytes_saved == 2 * L * H_KV * D * (N - R) * width
+    assert prefilled.run.bytes_freed == 2 * L * H_KV * D * (N - R) * width
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3"])
@@ -58,7 +58,7 @@ def test_only_full_layers_get_lighter(family: str) -> None:
     assert prefilled.run.kept is not None
     R = len(prefilled.run.kept)
     assert blocks(prefilled.cache.full_layers) == 2 * 2 * H_KV * D * R * 4
-    assert prefilled.run.bytes_saved == 2 * 2 * H_KV * D * (N - R) * 4
+    assert prefilled.run.bytes_freed == 2 * 2 * H_KV * D * (N - R) * 4
 
 
 @pytest.mark.parametrize("method", ["crystalcache", "streamingllm"])
@@ -99,7 +99,7 @@ def test_beams_share_what_is_kept() -> None:
     with METHODS["crystalcache"]()(model) as run:
         greedy(model, prompt(N), 4, num_beams=3)
     assert run.kept is not None
-    assert run.bytes_saved == 3 * 2 * L * H_KV * D * (N - len(run.kept)) * 4
+    assert run.bytes_freed == 3 * 2 * L * H_KV * D * (N - len(run.kept)) * 4
 
 
 @pytest.mark.law("a-cache-like-any-other")

@@ -130,7 +130,7 @@ def test_a_run_keeps_what_the_reference_keeps() -> None:
 def test_before_a_prompt_there_is_nothing_to_tell() -> None:
     with METHODS["crystalcache"]()(build("llama")) as run:
         assert (run.retention, run.kept, run.cache) == (None, None, None)
-        assert (run.timings, run.bytes_saved, run.over_budget) == ({}, 0, 0)
+        assert (run.timings, run.bytes_freed, run.over_budget) == ({}, 0, 0)
 
 
 @pytest.mark.law("figures-are-counted-right")

@@ -1,6 +1,9 @@
 """Nothing is left behind: a full budget changes no bit, and the model is as it was, also after an error."""
 
+import copy
+import pickle
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,7 +49,7 @@ def test_a_full_budget_changes_no_bit(family: str, method: Callable[[], Retentio
         assert torch.equal(torch.cat([at_once(model, ids, cache), step_by_step(model, following, cache)], dim=1), plain)
     assert run.kept is not None
     np.testing.assert_array_equal(run.kept, np.arange(50))
-    assert run.bytes_saved == 0
+    assert run.bytes_freed == 0
     assert run.over_budget == 0
 
 
@@ -201,3 +204,59 @@ def test_contexts_of_two_models_do_not_interact() -> None:
         assert torch.equal(greedy(llama, ids, 6), alone[0])
         assert second.kept is not None
         assert first.kept is not None
+
+
+def deep(model: Any) -> Any:
+    return copy.deepcopy(model)
+
+
+def shallow(model: Any) -> Any:
+    return copy.copy(model)
+
+
+def pickled(model: Any) -> Any:
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize("given", ["model", "decoder"])
+@pytest.mark.parametrize("copied", [deep, shallow, pickled])
+def test_a_copy_that_is_made_inside_is_free_of_the_policy(copied: Callable[[Any], Any], given: str) -> None:
+    model: Any = build("llama")
+    plain = greedy(model, prompt(40), 6)
+    subject = model if given == "model" else model.model
+    with METHODS["streamingllm"]()(subject) as run:
+        twin = copied(subject)
+        assert not {"generate", "__getstate__"} & vars(twin).keys()
+        decoder = twin.get_decoder()
+        if copied is not shallow or given == "decoder":
+            assert not decoder._forward_pre_hooks
+            assert not decoder._forward_hooks
+            assert not decoder._forward_pre_hooks_with_kwargs
+            assert not decoder._forward_hooks_always_called
+            cache = DynamicCache()
+            at_once(model if given == "decoder" else twin, prompt(40), cache) if given == "model" else decoder(
+                input_ids=prompt(40), past_key_values=cache
+            )
+            assert type(cache) is DynamicCache
+            assert run.cache is None
+        greedy(model, prompt(40), 2)
+        assert run.kept is not None
+    assert torch.equal(greedy(model, prompt(40), 6), plain)
+    if given == "model":
+        assert torch.equal(greedy(twin, prompt(40), 6), plain)
+
+
+@pytest.mark.law("a-cache-like-any-other")
+@pytest.mark.parametrize("copied", [deep, pickled])
+def test_what_a_session_did_can_be_copied(copied: Callable[[Any], Any]) -> None:
+    model = build("llama")
+    with METHODS["streamingllm"]()(model) as run:
+        greedy(model, prompt(40), 2)
+        inside = copied(run)
+    for twin in (inside, copied(run)):
+        assert repr(twin) == repr(run)
+        assert twin.kept.tolist() == run.kept.tolist()  # type: ignore[union-attr]
+        with pytest.raises(SpecError, match="a session runs once"), twin:
+            raise AssertionError
+        with pytest.raises(SpecError, match="belongs inside the context"), twin.reading():
+            raise AssertionError

@@ -33,6 +33,7 @@ from conformance.own.models_integration.session.ragged_checks import (
     method,
     read_prompt,
 )
+from models_integration import StreamingLLM
 from models_integration.attention import capture
 from models_integration.attention.capture import observing
 from models_integration.cache.dense_layer import DenseLayer, RetainedLayer
@@ -40,6 +41,7 @@ from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache, storage_bytes
 from models_integration.model.architecture import describe
 from spec.budget import parse_budget
+from spec.errors import SpecError
 from spec.retention import Granularity, Retention
 
 pytestmark = pytest.mark.law("eviction-equals-masking")
@@ -153,7 +155,7 @@ def test_a_full_budget_is_the_model_itself_bit_for_bit(family: str, name: str) -
         expected = step_by_step(model, following, plain.past_key_values)
     assert torch.equal(first.logits, plain.logits)
     assert torch.equal(steps, expected)
-    assert run.bytes_saved == 0
+    assert run.bytes_freed == 0
 
 
 @pytest.mark.law("freed-memory")
@@ -163,7 +165,7 @@ def test_a_quarter_of_the_bytes(name: str) -> None:
     run, cache = read_prompt(model, method(name, 0.25), n)
     full = 2 * 3 * 2 * n * 12 * 4
     assert abs(storage_bytes(cache.layers) / full - 0.25) <= 0.02 * 0.25
-    assert run.bytes_saved == full - storage_bytes(cache.layers)
+    assert run.bytes_freed == full - storage_bytes(cache.layers)
     assert cache.mean_length == 128
     with observing(describe(model), cache):
         step_by_step(model, prompt(64, seed=9), cache)
@@ -325,3 +327,39 @@ def test_a_copy_goes_its_own_way() -> None:
         at_once(model, prompt(3, seed=9), cache)
     assert live_sets(other) != live_sets(cache)
     assert other.get_seq_length() == PROMPT
+
+
+@pytest.mark.law("as-it-is-described")
+@pytest.mark.parametrize(("name", "each", "groups"), [("snapkv", "layer and KV head", 6), ("chunkkv", "layer", 3)])
+def test_sets_of_layers_and_heads_are_not_one_set(name: str, each: str, groups: int) -> None:
+    """`kept` is one ascending set or names what has each of them; `repr` has their mean."""
+    model = build("llama")
+    run, cache = read_prompt(model, method(name))
+    assert isinstance(run.retention, Retention)
+    for holder in (run, run.retention):
+        with pytest.raises(SpecError, match=rf"kept = '{groups} groups': each {each} has .*: type \.group\(i\)"):
+            _ = holder.kept
+    sets = [own for sets in live_sets(cache).values() for own in sets]
+    assert [run.retention.group(i).tolist() for i in range(groups)] == sets[:: len(sets) // groups]
+    assert repr(run) == (
+        f"Session('{name}', budget=0.3, seen={PROMPT}, kept={cache.mean_length:g}, bytes_freed={run.bytes_freed})"
+    )
+
+
+@pytest.mark.law("figures-are-counted-right")
+@pytest.mark.parametrize("name", ["snapkv", "adakv", "h2o", "streamingllm"])
+def test_freed_bytes_add_up_over_turns_and_steps(name: str) -> None:
+    model = build("llama")
+    policy = StreamingLLM(0.3) if name == "streamingllm" else method(name)
+    with policy(model) as run:
+        assert repr(run).endswith("seen=0, kept=0, bytes_freed=0)")
+        cache, before = RetainedCache(model.config), 0
+        for n, seed in ((PROMPT, 3), (1, 4), (1, 5), (12, 6), (1, 7)):
+            at_once(model, prompt(n, seed=seed), cache)
+            assert run.bytes_freed >= before
+            before = run.bytes_freed
+    tokens = PROMPT + 1 + 1 + 12 + 1
+    stored = sum(len(own) for sets in live_sets(cache).values() for own in sets)
+    assert run.bytes_freed == (tokens * 6 - stored) * 2 * 12 * 4
+    assert run.cache is cache
+    assert cache.nbytes == storage_bytes(cache.layers) >= stored * 2 * 12 * 4

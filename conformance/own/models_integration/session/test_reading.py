@@ -237,7 +237,8 @@ def other_rows(model: PreTrainedModel, run: Session, cache: RetainedCache) -> No
 
 @pytest.mark.law("refused-before-anything-changes")
 @pytest.mark.parametrize(("wrong", "words"), [
-    (padded_question, "padding is not served inside reading"), (generated, "reads a prompt of its own"),
+    (padded_question, "padding is not served inside reading"),
+    (generated, "goes on from a cache that has read a prompt"),
     (nested, "belongs inside the context"), (inside_a_prompt, "belongs inside the context"),
     (around_a_prompt, "belongs inside the context"), (before_a_prompt, "goes on from a cache that has read a prompt"),
     (without_a_cache, "goes on from a cache that has read a prompt"), (other_rows, "the cache has 1 rows"),

@@ -1,5 +1,6 @@
 """What is not served is refused by name, before anything changes."""
 
+import copy
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -28,8 +29,9 @@ from conformance.own.models_integration.session.families import (
 )
 from conformance.own.models_integration.session.foreign_models import REFUSED
 from conformance.own.models_integration.session.oracle_checks import check_decoding
+from conformance.own.models_integration.session.ragged_checks import method
 from conformance.own.models_integration.session.snapshots import same_weights, snapshot
-from models_integration import prefill
+from models_integration import RetainedCache, prefill
 from models_integration.model.architecture import describe
 from spec.errors import SpecError
 
@@ -219,7 +221,7 @@ def test_a_filled_cache_is_refused_for_steps_too(token: int) -> None:
         ({"cache_implementation": "offloaded"}, "cache_implementation = 'offloaded'"),
         ({"cache_implementation": "quantized"}, "cache_implementation = 'quantized'"),
         ({"use_cache": False}, "use_cache = False"),
-        ({"prompt_lookup_num_tokens": 3}, "assisted decoding"),
+        ({"prompt_lookup_num_tokens": 3}, "assisted decoding"), ({"use_mtp": True}, "assisted decoding"),
     ],
 )
 @pytest.mark.parametrize("where", ["argument", "own config"])
@@ -240,6 +242,52 @@ def test_a_model_s_own_generation_settings_count() -> None:
     model.generation_config.prompt_lookup_num_tokens = 3
     with METHODS["crystalcache"]()(model), pytest.raises(SpecError, match="assisted decoding"):
         greedy(model, prompt(N), 2)
+
+
+@pytest.mark.parametrize("name", ["crystalcache", "snapkv", "chunkkv"])
+@pytest.mark.parametrize("implementation", ["flex_attention", "flash_attention_2"])
+def test_an_attention_that_is_switched_to_inside_is_named(name: str, implementation: str) -> None:
+    """And the cache is as it was: a step follows under the model's own."""
+    model: Any = build("llama")
+    with (METHODS[name]() if name in METHODS else method(name))(model):
+        cache = RetainedCache(model.config)
+        at_once(model, prompt(N), cache)
+        for text in (prompt(1), prompt(5)):
+            model.config._attn_implementation_internal = implementation
+            with pytest.raises(SpecError, match=f"attn_implementation = '{implementation}': must be sdpa or eager"):
+                at_once(model, text, cache)
+            model.set_attn_implementation("sdpa")
+        assert cache.get_seq_length() == N
+        at_once(model, prompt(1), cache)
+
+
+@pytest.mark.law("a-cache-like-any-other")
+def test_outside_a_context_masks_are_told_plain_numbers() -> None:
+    """Compilers, as flex_attention uses one for its masks, know no others."""
+    cache = prefill(build("llama"), METHODS["crystalcache"](), prompt(N)).cache
+    length, offset = cache.get_mask_sizes(3, 0)
+    assert type(offset) is int
+    assert (length, length + offset) == (cache.stored_length + 3, N + 3)
+
+
+@pytest.mark.parametrize("name", ["crystalcache", "snapkv", "chunkkv"])
+@pytest.mark.parametrize("what", ["attention", "layer"])
+def test_a_module_that_is_replaced_inside_is_named(name: str, what: str) -> None:
+    model: Any = build("llama")
+    with (METHODS[name]() if name in METHODS else method(name))(model):
+        cache = RetainedCache(model.config)
+        at_once(model, prompt(N), cache)
+        layer = model.model.layers[1]
+        own = layer if what == "layer" else layer.self_attn
+        other = copy.deepcopy(own)
+        holder, at = (model.model.layers, "1") if what == "layer" else (layer, "self_attn")
+        setattr(holder, at, other)
+        for text in (prompt(1), prompt(5)):
+            with pytest.raises(SpecError, match=f"its '{at}', a {type(own).__name__}, was replaced"):
+                at_once(model, text, cache)
+        setattr(holder, at, own)
+        at_once(model, prompt(1), cache)
+        assert cache.get_seq_length() == N + 1
 
 
 def test_contexts_do_not_nest() -> None:

@@ -8,12 +8,25 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from conformance.assurance.oracles.kvzip import chunks
-from conformance.own.models_integration.session.families import VOCABULARY, at_once, build, prompt, relative
-from conformance.own.models_integration.session.oracle_checks import PROMPT
+from conformance.own.models_integration.session.families import (
+    _GQA,
+    VOCABULARY,
+    at_once,
+    build,
+    prepare,
+    prompt,
+    relative,
+    step_by_step,
+)
+from conformance.own.models_integration.session.heads import MaskedHeads
+from conformance.own.models_integration.session.oracle_checks import PROMPT, TOLERANCE
 from conformance.own.models_integration.session.ragged_checks import REHEARSED, live_sets
 from models_integration import CustomPolicy, ObservedSegment, Published, RetainedCache, decide, observe, repeat_template
+from models_integration.archive.splice import computed
+from models_integration.model.rotation import recognise
 from models_integration.pocket import load_pocket_tokenizer
 from models_integration.session import rehearsal as module
 from models_integration.session.verbs import EVERYTHING
@@ -90,6 +103,61 @@ def test_the_cache_is_as_it_was(family: str) -> None:
     assert torch.equal(at_once(model, following, observed.cache), at_once(model, following, plain.cache))
 
 
+def growing(kind: str, length: int = 32) -> PreTrainedModel:
+    """A model whose frequencies change with a text of more than so many tokens."""
+    torch.manual_seed(0)
+    rope: dict[str, Any] = {"rope_type": kind, "factor": 4.0, "rope_theta": 10000.0}
+    if kind == "longrope":
+        rope |= {
+            "long_factor": [3.0] * 6, "short_factor": [1.0] * 6, "original_max_position_embeddings": length,
+        }
+    sizes = {**_GQA, "max_position_embeddings": length, "rope_parameters": rope}
+    return prepare(LlamaForCausalLM(LlamaConfig(**sizes)))
+
+
+def rotation(model: PreTrainedModel) -> dict[str, Any]:
+    embedding: Any = model.model.rotary_emb
+    return {**embedding._buffers, "longest": int(embedding.max_seq_len_cached), "scaling": embedding.attention_scaling}
+
+
+def same_rotation(model: PreTrainedModel, found: dict[str, Any]) -> bool:
+    now = rotation(model)
+    pairs = ((torch.as_tensor(now[key]), torch.as_tensor(found[key])) for key in now)
+    return now.keys() == found.keys() and all(torch.equal(*pair) for pair in pairs)
+
+
+@pytest.mark.law("eviction-equals-masking")
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+@pytest.mark.parametrize("n", [30, PROMPT])
+@pytest.mark.parametrize("budget", [0.3, 1.0])
+def test_frequencies_that_grow_with_the_text_do_not_grow_with_the_repeat(kind: str, n: int, budget: float) -> None:
+    model, twin, ids, following = growing(kind), growing(kind), prompt(n), prompt(5, seed=3)
+    cache = RetainedCache(model.config)
+    with CustomPolicy(POLICY, budget)(model):
+        at_once(model, ids, cache)
+        oracle = MaskedHeads(twin, ids, live_sets(cache))
+        assert same_rotation(model, rotation(twin))
+        steps = step_by_step(model, following, cache)
+    expected = torch.cat([oracle.read(token) for token in torch.split(following, 1, dim=1)], dim=1)
+    assert relative(steps, expected) < TOLERANCE
+    assert same_rotation(model, rotation(twin))
+
+
+@pytest.mark.law("the-model-stays-as-it-was")
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_what_is_found_out_with_forwards_leaves_the_frequencies(kind: str) -> None:
+    model = growing(kind, PROMPT)
+    with torch.no_grad():
+        model(input_ids=prompt(PROMPT + 9))
+    found = {key: torch.as_tensor(value).clone() for key, value in rotation(model).items()}
+    CustomPolicy(POLICY, 0.3)(model)
+    assert same_rotation(model, found)
+    rotary = recognise(model)
+    assert same_rotation(model, found)
+    computed(model, prompt(9)[0].tolist(), rotary)
+    assert same_rotation(model, found)
+
+
 @pytest.mark.law("freed-memory")
 def test_a_repeat_is_taken_back_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a layer is read, the layers before it hold the prompt alone."""
@@ -149,7 +217,7 @@ def test_what_is_not_served_is_named() -> None:
         Published("kvzip", 0.3, template=[[1], [VOCABULARY], [2]])(model)
     with CustomPolicy(POLICY, 0.3)(model):
         at_once(model, prompt(PROMPT), cache := RetainedCache(model.config))
-        with pytest.raises(SpecError, match="it serves one segment"):
+        with pytest.raises(SpecError, match=r"evicts from the first prompt only: .* `with run\.reading"):
             at_once(model, prompt(5, seed=3), cache)
 
 

@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from conformance.own.models_integration.session.families import (
+    _GQA,
     ENDS,
     FAMILIES,
     at_once,
     build,
     greedy,
+    prepare,
     prompt,
     relative,
     states_of,
@@ -166,6 +169,46 @@ def test_rows_of_a_batch_stream_as_they_do_alone() -> None:
         assert relative(together[row], expected[0]) < 1e-10
         assert isinstance(alone.retention, Retention)
         assert cache.stored_positions(row).tolist() == single.stored_positions().tolist()
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("asked", ["argument", "config", "tuple"])
+def test_all_outputs_are_of_all_pieces(rows: int, asked: str) -> None:
+    """Nothing is evicted, so that they are those of the model outside the context, its losses included."""
+    torch.manual_seed(0)
+    model = prepare(MixtralForCausalLM(MixtralConfig(**_GQA, num_local_experts=4, sliding_window=None)))
+    ids = torch.cat([prompt(N, seed=row) for row in range(rows)])
+    flags = {"output_hidden_states": True, "output_router_logits": True}
+    if asked == "config":
+        for name, value in flags.items():
+            setattr(model.config, name, value)
+    options: dict[str, Any] = {"input_ids": ids, "labels": ids, **({} if asked == "config" else flags)}
+    with torch.no_grad():
+        plain = model(**options)
+        with CrystalCache(N, ENDS, PARAMETERS, "numpy", stream=True)(model):
+            if asked == "tuple":
+                given = options | {"return_dict": False}
+                found = dict(zip(plain, model(**given), strict=True))
+            else:
+                found = model(**options)
+    for name in ("loss", "aux_loss", "logits"):
+        assert relative(found[name], plain[name]) < 1e-5
+    for name in ("hidden_states", "router_logits"):
+        for layer, expected in zip(found[name], plain[name], strict=True):
+            assert layer.shape == expected.shape
+            assert relative(layer, expected) < 1e-5
+
+
+@pytest.mark.law("refused-before-anything-changes")
+def test_weights_of_pieces_are_refused_and_those_of_a_segment_served() -> None:
+    model, cache = build("llama", attention="eager"), RetainedCache(build("llama").config)
+    with streaming()(model):
+        with pytest.raises(SpecError, match="output_attentions = True: a stream evicts inside this forward"):
+            at_once(model, prompt(N), cache, output_attentions=True)
+        assert cache.get_seq_length() == 0
+        with torch.no_grad():
+            weights = model(input_ids=prompt(C), past_key_values=cache, output_attentions=True).attentions
+    assert weights[0].shape == (1, 4, C, C)
 
 
 @pytest.mark.law("refused-before-anything-changes")

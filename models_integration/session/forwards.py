@@ -1,0 +1,80 @@
+"""Forwards that are no segment: decode steps, and texts that are only read."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+from torch import Tensor
+
+from models_integration.cache.retained_cache import RetainedCache
+from models_integration.model.architecture import Architecture
+from models_integration.session.inputs import OPEN, Arguments, ForwardSpan, later_span
+from models_integration.session.method import Method
+from models_integration.session.segment import ObservedSegment, Segment
+from spec.errors import SpecError
+
+__all__ = ["Forward", "end_step", "reading", "step", "unusable_after_failure"]
+
+
+@dataclass
+class Forward:
+    """A forward of the model that is under way."""
+
+    cache: RetainedCache
+    watcher: ObservedSegment | Segment | None
+    """Who is told what the layers attend with."""
+    arguments: Arguments
+    defaults: Mapping[str, Tensor]
+    """Inputs that it needs, where its caller leaves them out."""
+    finish: Callable[[], None]
+    """What follows once it has come to its end."""
+    undo: ExitStack = field(default_factory=ExitStack)
+    freed_before: int = 0
+    """Bytes that compactions of the cache had freed when it began."""
+
+
+@contextmanager
+def unusable_after_failure(cache: RetainedCache, reason: str) -> Iterator[None]:
+    """Let a cache refuse any further use after an error."""
+    try:
+        yield
+    except BaseException:
+        cache.fail(reason)
+        raise
+
+
+def step(
+    method: Method, architecture: Architecture, cache: RetainedCache, arguments: Arguments, span: ForwardSpan,
+) -> Forward:
+    """A forward of one token (rows, 1) that is a decode step."""
+    rule, ids, observed = method.continuation, arguments["input_ids"], None
+    rule.before_step(method.policy, cache)
+    if rule.step_needs.layers != "none":
+        observed = ObservedSegment(rule.step_needs, architecture, cache)
+        observed.read(ids, span.is_token)
+    return Forward(cache, observed, arguments, span.defaults, partial(end_step, method, cache, ids, observed))
+
+
+def end_step(method: Method, cache: RetainedCache, ids: Tensor, observed: ObservedSegment | None) -> None:
+    """The token of a decode step is in the cache."""
+    with unusable_after_failure(cache, "a decode step failed"):
+        method.continuation.after_step(method.policy, method.budget, cache, ids, observed)
+
+
+def reading(method: Method, architecture: Architecture, cache: object, arguments: Arguments) -> Forward:
+    """A forward inside `reading()`."""
+    if not isinstance(cache, RetainedCache) or cache.get_seq_length() == 0:
+        raise SpecError("past_key_values", "0 tokens", "reading() goes on from a cache that has read a prompt")
+    span, rule = later_span(architecture.vocabulary, arguments, cache, OPEN), method.continuation
+    if span.padded:
+        raise SpecError("attention_mask", "zeros", "padding is not served inside reading()")
+    rule.before_reading(method.policy, cache)
+    observed = ObservedSegment(rule.step_needs, architecture, cache)
+    observed.read(arguments["input_ids"], span.is_token)
+
+    def end() -> None:
+        with unusable_after_failure(cache, "reading() failed"):
+            rule.after_reading(method.policy, method.budget, cache, arguments["input_ids"], observed)
+
+    return Forward(cache, observed, arguments, span.defaults, end)
