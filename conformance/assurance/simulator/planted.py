@@ -42,10 +42,12 @@ def unchecked_step(patch: Patch) -> None:
 def phantom_rows(patch: Patch) -> None:
     """An object is listed as whatever it says it is."""
 
-    def wrong(objects: Any, key: str) -> Entry:
+    def wrong(objects: Any, key: str) -> Entry | None:
         path = objects._files.path(key)
-        claim = read_claim(path)
-        return Entry(claim.key, claim.tenant, claim.tokens, path.stat().st_size, claim.created)
+        with suppress(Damaged, FileNotFoundError):
+            claim = read_claim(path)
+            return Entry(claim.key, claim.tenant, claim.tokens, path.stat().st_size, claim.created)
+        return None
 
     patch.setattr(store._ProvedObjects, "entry", wrong)
 

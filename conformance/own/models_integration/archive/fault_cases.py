@@ -135,9 +135,10 @@ class Case:
         assert archive.get(self.keys["his"], BOB) is not None
         self._age_hers()
 
-    def assert_gone(self) -> None:
-        """Neither tokens, nor tenant, nor key of hers; nor what her key was derived from."""
-        found = blobs(self.folder)
+    def assert_gone(self, found: list[bytes] | None = None) -> None:
+        """Neither tokens, nor tenant, nor key of hers; nor what her key was derived from: in the folder, or in these.
+        """
+        found = blobs(self.folder) if found is None else found
         for name in ("hers", "hers, damaged"):
             manifest, tensors = MADE[name]
             sought = [
