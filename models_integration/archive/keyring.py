@@ -240,9 +240,12 @@ def read_master(path: Path, archive: Path) -> bytes:
             mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
             if mode & 0o077:
                 raise SpecError("master_key", str(path), f"must be its owner's alone (chmod 600), not of mode {mode:o}")
-            return read_at(descriptor, MASTER_BYTES + 1, 0)
+            master = read_at(descriptor, MASTER_BYTES + 1, 0)
     except OSError as error:
         raise SpecError("master_key", str(path), f"must be a readable file: {error}") from error
+    if len(master) > MASTER_BYTES:
+        raise SpecError("master_key", str(path), f"must hold {MASTER_BYTES} bytes, and holds more")
+    return master
 
 
 def _masked(mask: bytes, nonce: bytes, data: bytes) -> bytes:

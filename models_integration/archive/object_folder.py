@@ -194,7 +194,10 @@ class ObjectFolder:
     def _loose(self, beginnings: tuple[str, ...]) -> list[Path]:
         """Files beside the folders."""
         with suppress(FileNotFoundError), os.scandir(self.folder) as found:
-            return [Path(entry.path) for entry in found if entry.name.startswith(beginnings)]
+            return [
+                Path(entry.path) for entry in found
+                if entry.name.startswith(beginnings) and not entry.is_dir(follow_symlinks=False)
+            ]
         return []
 
     def _now(self) -> int:

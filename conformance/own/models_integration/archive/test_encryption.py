@@ -6,16 +6,18 @@ import pytest
 
 pytest.importorskip("cryptography")
 
+import json
 import random
 
 import torch
 
 from conformance.own.models_integration.archive.chunks import MODEL, chunk
 from conformance.own.models_integration.archive.fault_cases import blobs, path_of
-from models_integration.archive.errors import KeyUnavailable, NotEncrypted, WrongModel
+from models_integration.archive.errors import ForeignVersion, KeyUnavailable, NotEncrypted, WrongModel
 from models_integration.archive.keyring import Keyring
 from models_integration.archive.objects import read_claim, read_object
 from models_integration.archive.store import Archive
+from models_integration.cache.tensor_file import header_bytes
 from models_integration.model.identity import ModelIdentity
 from spec.errors import SpecError
 
@@ -217,6 +219,24 @@ def test_under_another_salt_a_sound_object_is_locked_and_stays(tmp_path: Path) -
             path_of(tmp_path / "other", key).write_bytes(data)
         assert sorted(archive.verify().locked) == sorted(files)
         assert archive.verify().quarantined == []
+
+
+@pytest.mark.law("refused-before-anything-changes")
+def test_an_encrypted_object_of_the_version_before_is_foreign_and_stays(tmp_path: Path) -> None:
+    """Its header has neither digest nor mark, so nothing tells another salt from damage. `forget` erases it."""
+    with opened(tmp_path) as archive:
+        path = path_of(tmp_path, key := archive.put(*chunk(1)))
+        data = path.read_bytes()
+        size = 8 + int.from_bytes(data[:8], "little")
+        entries = json.loads(data[8:size])
+        metadata = {**entries.pop("__metadata__"), "digest": "", "format": "kvarc/3"}
+        del metadata["mark"]
+        path.write_bytes(header_bytes(metadata, entries) + data[size:])
+        with pytest.raises(ForeignVersion, match="kvarc/3"):
+            archive.get(key, "alice")
+        assert archive.entries() == []
+        assert archive.verify().foreign == [key]
+        assert archive.forget("alice") == 1
 
 
 def test_marks_of_one_tenant_are_not_alike(tmp_path: Path) -> None:
