@@ -248,7 +248,7 @@ def test_marks_of_one_tenant_are_not_alike(tmp_path: Path) -> None:
 
 
 @pytest.mark.law("refused-before-anything-changes")
-@pytest.mark.parametrize("master", [None, bytes(reversed(MASTER))])
+@pytest.mark.parametrize("master", [None, bytes(reversed(MASTER))], ids=["none", "wrong"])
 @pytest.mark.parametrize("salts", [True, False])
 def test_forget_needs_the_master_key(tmp_path: Path, master: bytes | None, salts: bool) -> None:
     """Also where the salts are lost, so that no salt says whether it is the right one."""
