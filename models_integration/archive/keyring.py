@@ -8,6 +8,7 @@ import hmac
 import os
 import re
 import stat
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -148,7 +149,7 @@ class Keyring:
         Raises:
             KeyUnavailable: when it is none's.
         """
-        if self._owners() and not self.opens_any:
+        if next(self._owners(), None) is not None and not self.opens_any:
             raise KeyUnavailable("the master key is not the one under which the tenants' keys were made")
 
     def destroy(self, tenant: str) -> None:
@@ -223,8 +224,9 @@ class Keyring:
     def _named(self, text: bytes) -> bytes:
         return hmac.new(self._master, PURPOSE + text, hashlib.sha256).digest()
 
-    def _owners(self) -> list[str]:
-        return sorted(path.name for path in self.folder.glob("[!.]*") if OWNER.fullmatch(path.name))
+    def _owners(self) -> Iterator[str]:
+        with suppress(FileNotFoundError), os.scandir(self.folder) as found:
+            yield from (entry.name for entry in found if OWNER.fullmatch(entry.name))
 
 
 def read_master(path: Path, archive: Path) -> bytes:

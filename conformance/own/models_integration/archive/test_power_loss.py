@@ -18,7 +18,7 @@ from models_integration.archive.store import Archive
 
 pytestmark = pytest.mark.law("promised-is-there-forgotten-is-not")
 
-SHARES = (0.0, 1.0, 0.5)
+SHARES: tuple[float, ...] = (0.0, 1.0, 0.5)
 """Of what was not synced, what is there all the same: nothing, all, any half."""
 SAMPLE = 12
 """Calls after which the power is lost, where the profile is not nightly."""

@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from conformance.own.models_integration.archive.chunks import chunk
 from conformance.own.models_integration.archive.fault_cases import damage, path_of
 from models_integration.archive.store import Archive
+from models_integration.cache import tensor_file
+from models_integration.cache.tensor_file import Damaged
 from models_integration.cli.app import app
 
 pytestmark = pytest.mark.law("an-object-proves-itself")
@@ -44,6 +47,16 @@ def test_what_is_no_file_is_a_miss_and_nobody_waits(tmp_path: Path, make: Callab
         archive.gc()
         assert os.path.lexists(tmp_path / "catalogue.lock") == (make is Path.mkdir)
         assert time.monotonic() < started_at + 5
+
+
+@pytest.mark.parametrize("make", [fifo, linked, Path.mkdir])
+def test_a_saved_tensor_file_is_a_regular_file_or_a_link_to_one(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "none")
+    with pytest.raises(Damaged, match="no regular file"):
+        tensor_file.read(tmp_path / "none")
+    tensor_file.write(tmp_path / "whole", {"format": "x", "manifest": "{}"}, {"a": torch.ones(3)})
+    (tmp_path / "link").symlink_to("whole")
+    assert torch.equal(tensor_file.read(tmp_path / "link")[1]["a"], torch.ones(3))
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
