@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from models_integration.archive.errors import ArchiveError, named_errors
+from models_integration.archive.errors import ArchiveError, ArchiveReadOnly, named_errors
 from models_integration.archive.names import key_in
 from models_integration.cache.atomic_file import TEMPORARY, Late, erase, is_being_written, publish, sync
 
@@ -39,24 +39,31 @@ class ObjectFolder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._objects, self._damaged, self._keys = folder / "objects", folder / "quarantine", folder / "keys"
-        with named_errors(folder):
-            self._make()
+        there = self._objects.is_dir()
+        try:
+            with named_errors(folder):
+                self._make()
+        except ArchiveReadOnly:
+            if not there:  # else an archive without a quarantine, on a medium that cannot be written
+                raise
         if self._objects.is_symlink():
             raise ArchiveError(f"{self._objects} must be a folder, not a link")
 
     def _make(self) -> None:
         """All shards now, or each first object of a shard would wait for two more folders. Only the owner has rights.
+
+        The quarantine is made last: where it is, the others' names are durable.
         """
-        if not self._objects.is_dir():
-            self.folder.parent.mkdir(parents=True, exist_ok=True)
-            shards = [self._objects / f"{shard:02x}" for shard in range(256)]
-            for path in (self.folder, self._objects, *shards):
-                path.mkdir(exist_ok=True, mode=0o700)
-            for path in (self._objects, self.folder, self.folder.parent):
+        if self._objects.is_dir() and self._damaged.exists():
+            return
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        shards = [self._objects / f"{shard:02x}" for shard in range(256)]
+        for path in (self.folder, self._objects, *shards):
+            path.mkdir(exist_ok=True, mode=0o700)
+        for path in (self._objects, self.folder, self.folder.parent):
+            with suppress(PermissionError):  # a folder around the archive that may be passed and not read
                 sync(path)
-        if not self._damaged.exists():
-            with suppress(OSError):  # an archive of before, on a medium that cannot be written
-                self._damaged.mkdir(exist_ok=True, mode=0o700)
+        self._damaged.mkdir(exist_ok=True, mode=0o700)
 
     @property
     def has_keys(self) -> bool:

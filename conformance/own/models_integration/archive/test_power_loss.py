@@ -93,12 +93,17 @@ def test_without_any_one_sync_something_is_lost_or_left(quick_path: Path, operat
     assert (syncs, unnoticed) == ({"put": 3, "forget": 4}[operation] + 2 * encrypted, [])
 
 
+@pytest.mark.parametrize("begun", [False, True], ids=["new", "begun"])
 @pytest.mark.parametrize("dropped", range(6))
-def test_the_first_put_of_a_new_archive_is_durable(quick_path: Path, dropped: int) -> None:
-    """Its folders, too. If any one of the syncs does nothing, the chunk may be lost."""
+def test_the_first_put_of_a_new_archive_is_durable(quick_path: Path, dropped: int, begun: bool) -> None:
+    """Its folders, too, also those of a process that was killed. Without any one of the syncs, the chunk may be lost.
+    """
     (root := quick_path / "root").mkdir()
-    with recording(root, dropped, each=False) as (made, states), Archive(root / "archive") as archive:
-        key = archive.put(*chunk(1))
+    with recording(root, dropped, each=False) as (made, states):
+        if begun:
+            (root / "archive" / "objects").mkdir(parents=True)
+        with Archive(root / "archive") as archive:
+            key = archive.put(*chunk(1))
     states[-1].crash(quick_path / "left", Random(1), 0.0)
     with Archive(quick_path / "left" / "archive") as archive:
         assert (archive.get(key, "alice") is not None) == (dropped == 0)
