@@ -192,8 +192,9 @@ def test_a_damaged_header_makes_no_phantom_key(quick_path: Path) -> None:
 def wrong_tensors() -> dict[str, Any]:
     dense = torch.ones(2, 6, 8)
     return {
-        "int32": dense.int(), "bool": dense.bool(), "complex": dense.to(torch.complex64), "float8": dense.to(torch.float8_e4m3fn),
-        "meta": dense.to("meta"), "sparse": dense.to_sparse(), "no tensor": [1.0],
+        "int32": dense.int(), "bool": dense.bool(), "complex": dense.to(torch.complex64),
+        "float8": dense.to(torch.float8_e4m3fn), "meta": dense.to("meta"), "sparse": dense.to_sparse(),
+        "no tensor": [1.0],
     }
 
 
