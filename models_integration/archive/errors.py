@@ -1,8 +1,6 @@
 """What an archive can fail with, by name. None of these changes what is stored."""
 
 import errno
-import os
-import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,8 +8,8 @@ from pathlib import Path
 from models_integration.cache.atomic_file import NO_ROOM
 
 __all__ = [
-    "ArchiveError", "ArchiveFull", "ArchiveReadOnly", "ForeignVersion", "KeyUnavailable", "NoSuchChunk", "OtherDtype",
-    "OtherFrequencies", "WrongModel", "named_errors",
+    "ArchiveError", "ArchiveFull", "ArchiveReadOnly", "ForeignVersion", "KeyUnavailable", "NoSuchChunk", "NotEncrypted",
+    "OtherDtype", "OtherFrequencies", "WrongModel", "named_errors",
 ]
 
 NO_RIGHT = (errno.EROFS, errno.EACCES, errno.EPERM)
@@ -34,11 +32,15 @@ class ForeignVersion(ArchiveError):
 
 
 class KeyUnavailable(ArchiveError):
-    """The object is encrypted, and the tenant's key is another one, or was forgotten."""
+    """The archive is encrypted, and no key, another one or a forgotten one was given."""
 
 
 class NoSuchChunk(ArchiveError):
     """There is no chunk of that key, or its bytes are not those that were written."""
+
+
+class NotEncrypted(ArchiveError):
+    """The archive is encrypted, and the object is not: anybody who can write the folder can have made it."""
 
 
 class OtherDtype(ArchiveError):
@@ -55,25 +57,12 @@ class WrongModel(ArchiveError):
 
 @contextmanager
 def named_errors(path: Path) -> Iterator[None]:
-    """A full disk and a read-only folder by name; every other OSError as it is; SQLite's errors as one of these."""
+    """A full disk and a read-only folder by name; every other OSError as it is."""
     try:
         yield
-    except sqlite3.Error as error:
-        raise _of_sqlite(error, path) from error
     except OSError as error:
         if error.errno in NO_ROOM:
             raise ArchiveFull(f"no room to write {path}: {error.strerror}") from error
         if error.errno in NO_RIGHT:
             raise ArchiveReadOnly(f"{path} cannot be written: {error.strerror}") from error
         raise
-
-
-def _of_sqlite(error: sqlite3.Error, path: Path) -> Exception:
-    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
-    if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE):
-        return ArchiveFull(f"no room to write {path}: {error}")
-    if code & 0xFF in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
-        return ArchiveReadOnly(f"{path} cannot be written: {error}")
-    if code & 0xFF == sqlite3.SQLITE_IOERR:
-        return OSError(errno.EIO, os.strerror(errno.EIO), str(path))
-    return ArchiveError(f"{path} cannot be used, opening the archive makes it again: {error}")

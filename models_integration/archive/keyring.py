@@ -6,18 +6,21 @@ Whoever has the folder without the master key learns how many tenants there are,
 import hashlib
 import hmac
 import os
+import re
 import stat
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from torch import Tensor
 
 from models_integration.archive.errors import KeyUnavailable, named_errors
 from models_integration.archive.names import SEALED, identity_digits, is_of, key_of
-from models_integration.cache.atomic_file import TEMPORARY, erase, publish
+from models_integration.cache.atomic_file import TEMPORARY, erase, publish, read_at, regular_file
 from models_integration.cache.tensor_file import raw_bytes
 from spec.errors import SpecError
 
-__all__ = ["Cipher", "Keyring", "read_master"]
+__all__ = ["NONCE_BYTES", "Cipher", "Keyring", "read_master"]
 
 MASTER_BYTES = 32
 DISTINCT_LEAST = 16
@@ -25,6 +28,9 @@ DISTINCT_LEAST = 16
 SALT_BYTES = 32
 NONCE_BYTES = 12
 TAG_BYTES = 16
+OWNER = re.compile("[0-9a-f]{64}")
+PURPOSE = b"kvarc/3 "
+"""Of the version that made the first such keys: `forget` finds the salts and the objects of later ones, too."""
 
 
 class Cipher:
@@ -32,16 +38,20 @@ class Cipher:
 
     overhead = TAG_BYTES
 
-    def __init__(self, key: bytes, identity: bytes, binding: bytes) -> None:
+    def __init__(self, key: bytes, identity: bytes, binding: bytes, check: bytes, mask: bytes) -> None:
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
         self._aead = AESGCM(key)
-        self._identity, self._binding = identity, binding
+        self._identity, self._binding, self._check, self._mask = identity, binding, check, mask
 
     def key_of(self, identity: str) -> str:
         """The key of a chunk: nobody without the tenant's key can tell it from the chunk's text."""
         digest = hmac.new(self._identity, identity.encode(), hashlib.sha256).hexdigest()
         return key_of(identity_digits(digest), self._binding, SEALED)
+
+    def mark(self, nonce: bytes) -> bytes:
+        """Which salt the key was made from, for who has the master key; without it, two marks tell nothing."""
+        return _masked(self._mask, nonce, self._check)
 
     @staticmethod
     def fresh_nonce() -> bytes:
@@ -53,7 +63,7 @@ class Cipher:
         sealed: bytes = self._aead.encrypt(nonce, data, header)
         return sealed
 
-    def decrypt(self, nonce: str, data: Tensor, header: bytes) -> Tensor | None:
+    def decrypt(self, nonce: bytes, data: Tensor, header: bytes) -> Tensor | None:
         """The plain bytes in the place of `data`; None where key, nonce, header or data are not the encryption's.
 
         A second buffer would cost more than the decryption: its pages are new.
@@ -64,7 +74,7 @@ class Cipher:
             return None
         opened = data[: len(data) - TAG_BYTES]
         try:
-            self._aead.decrypt_into(bytes.fromhex(nonce), raw_bytes(data), header, raw_bytes(opened))
+            self._aead.decrypt_into(nonce, raw_bytes(data), header, raw_bytes(opened))
         except (InvalidTag, ValueError):
             return None
         return opened
@@ -87,6 +97,9 @@ class Keyring:
             )
         self.folder = folder
         self._master = master
+        self._mask = self._named(b"mask")
+        self._known: tuple[int, dict[bytes, str]] = (-1, {})
+        """When the folder had changed last, and the owners by the check of their salts."""
 
     def cipher(self, tenant: str, create: bool = False) -> Cipher:
         """The tenant's cipher; `create` makes a salt for a tenant that has none.
@@ -107,16 +120,28 @@ class Keyring:
         """Whether a key is the tenant's, also when it was forgotten."""
         return is_of(key, self._binding(self._owner(tenant)), SEALED)
 
-    def cipher_of(self, key: str) -> Cipher:
-        """The cipher of whoever has a key.
+    def cipher_of(self, key: str, nonce: bytes, mark: bytes) -> Cipher:
+        """The cipher under which an object of a key was encrypted.
 
         Raises:
-            KeyUnavailable: for a key of a tenant that is not here.
+            KeyUnavailable: when its salt is not here, or is another tenant's.
         """
-        for owner in self._owners():
-            if is_of(key, self._binding(owner), SEALED):
-                return self._cipher(owner)
-        raise KeyUnavailable("the object's tenant has no key here")
+        owner = self._owners_by_check().get(_masked(self._mask, nonce, mark))
+        if owner is None or not is_of(key, self._binding(owner), SEALED):
+            raise KeyUnavailable("the salt under which the object was encrypted is not its tenant's here")
+        return self._cipher(owner)
+
+    def strays(self) -> list[str]:
+        """Files of the folder that make no key under this master key; temporary files are none."""
+        return sorted(
+            path.name for path in self.folder.glob("*")
+            if not path.name.startswith(TEMPORARY) and not (OWNER.fullmatch(path.name) and self._opens(path.name))
+        )
+
+    @property
+    def opens_any(self) -> bool:
+        """Whether the master key is that of a tenant who is here."""
+        return any(self._opens(owner) for owner in self._owners())
 
     def check_master(self) -> None:
         """The master key is that of the tenants that are here.
@@ -124,8 +149,7 @@ class Keyring:
         Raises:
             KeyUnavailable: when it is none's.
         """
-        owners = self._owners()
-        if owners and not any(self._opens(owner) for owner in owners):
+        if next(self._owners(), None) is not None and not self.opens_any:
             raise KeyUnavailable("the master key is not the one under which the tenants' keys were made")
 
     def destroy(self, tenant: str) -> None:
@@ -138,20 +162,47 @@ class Keyring:
 
     def _cipher(self, owner: str) -> Cipher:
         try:
-            stored = (self.folder / owner).read_bytes()
+            stored = self._stored(owner)
         except FileNotFoundError:
             self.check_master()
             raise KeyUnavailable("the tenant has no key: it never had one, or it was forgotten") from None
         salt = stored[:SALT_BYTES]
         if not self._fits(stored):
             raise KeyUnavailable("the master key is not the one under which the tenant's key was made")
-        return Cipher(self._derived(salt, b"tenant"), self._derived(salt, b"identity"), self._binding(owner))
+        return Cipher(
+            self._derived(salt, b"tenant"), self._derived(salt, b"identity"), self._binding(owner), stored[SALT_BYTES:],
+            self._mask,
+        )
+
+    def _stored(self, owner: str) -> bytes:
+        """A salt and its check.
+
+        Raises:
+            OSError: from the file system; for what is no regular file.
+        """
+        with regular_file(self.folder / owner) as descriptor:
+            return read_at(descriptor, 2 * SALT_BYTES + 1, 0)
+
+    def _owners_by_check(self) -> dict[bytes, str]:
+        """Read once, and again when the folder has changed: a check of everything would read each salt per object."""
+        try:
+            changed = os.stat(self.folder).st_mtime_ns
+        except FileNotFoundError:
+            return {}
+        if self._known[0] != changed:
+            found = {}
+            for owner in self._owners():
+                with suppress(OSError):  # the objects of this tenant are then locked
+                    if self._fits(stored := self._stored(owner)):
+                        found[stored[SALT_BYTES:]] = owner
+            self._known = changed, found
+        return self._known[1]
 
     def _derived(self, salt: bytes, purpose: bytes) -> bytes:
         from cryptography.hazmat.primitives.hashes import SHA256
         from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-        key: bytes = HKDF(algorithm=SHA256(), length=32, salt=salt, info=b"kvarc/3 " + purpose).derive(self._master)
+        key: bytes = HKDF(algorithm=SHA256(), length=32, salt=salt, info=PURPOSE + purpose).derive(self._master)
         return key
 
     def _fits(self, stored: bytes) -> bool:
@@ -159,7 +210,7 @@ class Keyring:
 
     def _opens(self, owner: str) -> bool:
         try:
-            return self._fits((self.folder / owner).read_bytes())
+            return self._fits(self._stored(owner))
         except OSError:
             return False
 
@@ -171,10 +222,11 @@ class Keyring:
         return self._named(b"binding " + owner.encode())
 
     def _named(self, text: bytes) -> bytes:
-        return hmac.new(self._master, b"kvarc/3 " + text, hashlib.sha256).digest()
+        return hmac.new(self._master, PURPOSE + text, hashlib.sha256).digest()
 
-    def _owners(self) -> list[str]:
-        return sorted(path.name for path in self.folder.glob("[!.]*"))
+    def _owners(self) -> Iterator[str]:
+        with suppress(FileNotFoundError), os.scandir(self.folder) as found:
+            yield from (entry.name for entry in found if OWNER.fullmatch(entry.name))
 
 
 def read_master(path: Path, archive: Path) -> bytes:
@@ -186,10 +238,19 @@ def read_master(path: Path, archive: Path) -> bytes:
     if path.resolve().is_relative_to(archive.resolve()):
         raise SpecError("master_key", str(path), f"must lie outside the archive {archive}: who copies that has both")
     try:
-        mode = stat.S_IMODE(path.stat().st_mode)
-        master = path.read_bytes()
+        with regular_file(path, follow_links=True) as descriptor:
+            mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
+            if mode & 0o077:
+                raise SpecError("master_key", str(path), f"must be its owner's alone (chmod 600), not of mode {mode:o}")
+            master = read_at(descriptor, MASTER_BYTES + 1, 0)
     except OSError as error:
         raise SpecError("master_key", str(path), f"must be a readable file: {error}") from error
-    if mode & 0o077:
-        raise SpecError("master_key", str(path), f"must be its owner's alone (chmod 600), not of mode {mode:o}")
+    if len(master) > MASTER_BYTES:
+        raise SpecError("master_key", str(path), f"must hold {MASTER_BYTES} bytes, and holds more")
     return master
+
+
+def _masked(mask: bytes, nonce: bytes, data: bytes) -> bytes:
+    """32 bytes that tell nothing without the mask; masked again, the bytes."""
+    pad = hmac.new(mask, nonce, hashlib.sha256).digest()
+    return bytes(a ^ b for a, b in zip(data, pad, strict=True))

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from models_integration.archive.codec import decode, encode
 from models_integration.archive.errors import NoSuchChunk
+from models_integration.archive.manifest import ALL, Manifest, ids_digest, kept_digest
 from models_integration.archive.names import check_tenant
-from models_integration.archive.objects import ALL, Manifest, ids_digest, kept_digest
 from models_integration.archive.splice import Chunk, compacted, computed, splice, upper_half
 from models_integration.archive.store import Archive
 from models_integration.cache.retained_cache import RetainedCache

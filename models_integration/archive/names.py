@@ -25,7 +25,7 @@ def check_tenant(tenant: str) -> None:
         SpecError: for a name that is empty, longer than 256 characters, or not printable.
     """
     if not isinstance(tenant, str) or not 1 <= len(tenant) <= TENANT_MOST or not tenant.isprintable():
-        raise SpecError("tenant", repr(tenant)[:80], f"must be 1 to {TENANT_MOST} printable characters")
+        raise SpecError("tenant", str(tenant)[:80], f"must be 1 to {TENANT_MOST} printable characters")
 
 
 def identity_digits(digest: str) -> str:

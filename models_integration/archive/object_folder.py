@@ -5,15 +5,28 @@ import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
-from models_integration.archive.errors import ArchiveError, named_errors
+from models_integration.archive.errors import ArchiveError, ArchiveReadOnly, named_errors
 from models_integration.archive.names import key_in
 from models_integration.cache.atomic_file import TEMPORARY, Late, erase, is_being_written, publish, sync
 
-__all__ = ["ObjectFolder"]
+__all__ = ["File", "ObjectFolder"]
 
 SUFFIX = ".safetensors"
 ORPHAN_SECONDS = 3600.0
+OF_EARLIER_VERSIONS = ("catalogue.", "clock")
+"""How the names of the list began, which archives had up to `kvarc/3`."""
+
+
+class File(NamedTuple):
+    """A file as the file system describes it; another one of the same name differs in at least one of these."""
+
+    device: int
+    number: int
+    bytes: int
+    used: int
+    """Nanoseconds: when it was written or, by `touch`, last read."""
 
 
 class ObjectFolder:
@@ -25,40 +38,88 @@ class ObjectFolder:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._objects, self._damaged = folder / "objects", folder / "quarantine"
-        with named_errors(folder):
-            self._make()
+        self._objects, self._damaged, self._keys = folder / "objects", folder / "quarantine", folder / "keys"
+        there = self._objects.is_dir()
+        try:
+            with named_errors(folder):
+                self._make()
+        except ArchiveReadOnly:
+            if not there:  # else an archive without a quarantine, on a medium that cannot be written
+                raise
         if self._objects.is_symlink():
             raise ArchiveError(f"{self._objects} must be a folder, not a link")
 
     def _make(self) -> None:
-        if not self._objects.is_dir():
-            for shard in range(256):  # now, or each first object of a shard would wait for two more folders
-                (self._objects / f"{shard:02x}").mkdir(parents=True, exist_ok=True, mode=0o700)
-            sync(self._objects)
-        with suppress(OSError):  # an archive of before, on a medium that cannot be written
-            self._damaged.mkdir(exist_ok=True, mode=0o700)
+        """All shards now, or each first object of a shard would wait for two more folders. Only the owner has rights.
+
+        The quarantine is made last: where it is, the others' names are durable.
+        """
+        if self._objects.is_dir() and self._damaged.exists():
+            return
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        shards = [self._objects / f"{shard:02x}" for shard in range(256)]
+        for path in (self.folder, self._objects, *shards):
+            path.mkdir(exist_ok=True, mode=0o700)
+        for path in (self._objects, self.folder, self.folder.parent):
+            with suppress(PermissionError):  # a folder around the archive that may be passed and not read
+                sync(path)
+        self._damaged.mkdir(exist_ok=True, mode=0o700)
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether something was ever encrypted here: the folder of the salts stays when the last one is destroyed."""
+        return self._keys.is_dir()
 
     def path(self, key: str) -> Path:
         """Where an object is, or would be."""
         return self._objects / key[:2] / f"{key}{SUFFIX}"
 
-    def place_of_damaged(self, key: str) -> Path:
-        """Where an object is put away."""
-        return self._damaged / f"damaged-{key}{SUFFIX}"
-
-    def keys(self) -> list[str]:
+    def object_keys(self) -> list[str]:
         """Of all objects, ascending."""
-        found = ((path, key_in(path.name)) for path in _files(self._objects))
-        return sorted(key for path, key in found if key is not None and path == self.path(key))
+        return sorted(key for path in _files(self._objects) if (key := self._key(path)) is not None)
+
+    def strays(self) -> list[str]:
+        """Files among the objects that no object can be, by their names; temporary files are none."""
+        return [self.name(path) for path in _files(self._objects) if not _is_temporary(path) and not self._key(path)]
+
+    def in_quarantine(self) -> list[Path]:
+        """What was put away, temporary files excluded."""
+        return [path for path in _files(self._damaged) if not _is_temporary(path)]
+
+    def name(self, path: Path) -> str:
+        """The path inside the archive."""
+        return str(path.relative_to(self.folder))
 
     def everything(self) -> list[Path]:
         """All that came from tenants: objects, damaged ones, temporary files."""
         return [*_files(self._objects), *_files(self._damaged)]
 
-    def by_age(self, keys: Iterable[str]) -> list[str]:
-        """Keys, the objects that were written first first: by the file system's clock, which may have been set."""
-        return sorted(keys, key=lambda key: (_changed(self.path(key)), key))
+    def by_use(self) -> list[tuple[str, Path, int]]:
+        """What counts towards a limit, with its bytes: the quarantine, then objects by key, least recently used first.
+        """
+        found = []
+        for path in [*self.in_quarantine(), *map(self.path, self.object_keys())]:
+            if (file := self.describe(path)) is not None:
+                key = self._key(path)
+                found.append((key is not None, file.used, key or self.name(path), path, file.bytes))
+        return [(name, path, size) for _, _, name, path, size in sorted(found)]
+
+    def describe(self, path: Path) -> File | None:
+        """A file, not what a link leads to; None if there is none.
+
+        Raises:
+            OSError: from the file system.
+        """
+        try:
+            found = os.lstat(path)
+        except FileNotFoundError:
+            return None
+        return File(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+
+    def touch(self, key: str) -> None:
+        """Note a use, by the clock that stamps the files. A medium that cannot be written forgets it."""
+        with suppress(OSError):
+            os.utime(self.path(key), follow_symlinks=False)
 
     def publish(self, path: Path, parts: Sequence[memoryview], digest: Late | None) -> None:
         """Write an object.
@@ -71,24 +132,45 @@ class ObjectFolder:
         with named_errors(path):
             publish(path, parts, late=digest)
 
+    def keep(self, key: str) -> None:
+        """Make the name of an object durable: whoever wrote the object may not have come to that.
+
+        Raises:
+            ArchiveError, OSError: from the file system.
+        """
+        with named_errors(self.path(key)):
+            sync(self.path(key).parent)
+
     def orphans(self) -> list[Path]:
-        """Temporary files that no writer holds, and that are older than an hour by the file system's own clock."""
+        """Temporary files that no writer holds, and that are older than an hour by the file system's own clock.
+
+        Also the list that archives had up to `kvarc/3`.
+        """
         now = self._now()
-        return [
-            path for path in [*_files(self._objects), *self._loose()]
-            if path.name.startswith(TEMPORARY) and _changed(path) < now - ORPHAN_SECONDS * 1e9
-            and not is_being_written(path)
+        everything = [*self.everything(), *_files(self._keys), *self._loose((TEMPORARY,))]
+        return self.leftovers() + [
+            path for path in everything if _is_temporary(path) and (file := self.describe(path)) is not None
+            and file.used < now - ORPHAN_SECONDS * 1e9 and not is_being_written(path)
         ]
 
-    def put_away(self, key: str) -> bool:
-        """Move a damaged object to the quarantine; whether it is gone from its place, now or before."""
-        if self._damaged.is_symlink():
-            return False
-        try:
-            os.replace(self.path(key), self.place_of_damaged(key))
-        except OSError:
-            return not os.path.lexists(self.path(key))
-        return True
+    def leftovers(self) -> list[Path]:
+        """Files of the list that archives had up to `kvarc/3`; it holds names of tenants."""
+        return self._loose(OF_EARLIER_VERSIONS)
+
+    def put_away(self, key: str, damaged: File | None) -> None:
+        """Move a damaged object to the quarantine, if the file that was read is still the one of that name.
+
+        Raises:
+            OSError: from the file system.
+        """
+        path, place = self.path(key), self._damaged / f"damaged-{key}{SUFFIX}"
+        if damaged is None or self._damaged.is_symlink() or self.describe(path) != damaged:
+            return
+        os.replace(path, place)
+        if self.describe(place) != damaged:  # another process has put the object meanwhile
+            with suppress(FileExistsError):
+                os.link(place, path)
+            os.unlink(place)
 
     def erase(self, path: Path) -> bool:
         """Overwrite and remove one of these files; whether it was there.
@@ -101,11 +183,6 @@ class ObjectFolder:
         with named_errors(path):
             return erase(_nameless(path))
 
-    def erase_object(self, key: str) -> None:
-        """Erase an object, and a damaged copy that was put away before; errors as of `erase`."""
-        for path in (self.path(key), self.place_of_damaged(key)):
-            self.erase(path)
-
     def erase_all(self, paths: Iterable[Path], failed: list[Exception]) -> int:
         """Erase as many as can be; how many, and what went wrong is added to `failed`."""
         gone = 0
@@ -116,27 +193,34 @@ class ObjectFolder:
                 failed.append(error)
         return gone
 
-    def _loose(self) -> list[Path]:
-        """Temporary files beside the folders."""
+    def _key(self, path: Path) -> str | None:
+        """The key of an object in its place."""
+        key = key_in(path.name)
+        return key if key is not None and path == self.path(key) else None
+
+    def _loose(self, beginnings: tuple[str, ...]) -> list[Path]:
+        """Files beside the folders."""
         with suppress(FileNotFoundError), os.scandir(self.folder) as found:
-            return [Path(entry.path) for entry in found if entry.name.startswith(TEMPORARY)]
+            return [
+                Path(entry.path) for entry in found
+                if entry.name.startswith(beginnings) and not entry.is_dir(follow_symlinks=False)
+            ]
         return []
 
     def _now(self) -> int:
         """By the clock that stamps the files, which may be another machine's."""
-        clock = self.folder / "clock"
-        descriptor = os.open(clock, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        try:
-            os.utime(descriptor)
-            return os.fstat(descriptor).st_mtime_ns
-        finally:
-            os.close(descriptor)
+        os.utime(self._objects)
+        return os.stat(self._objects).st_mtime_ns
+
+
+def _is_temporary(path: Path) -> bool:
+    return path.name.startswith(TEMPORARY)
 
 
 def _nameless(path: Path) -> Path:
     """The file under a name of an unfinished one, so that none that is half erased passes for an object."""
     temporary = path.with_name(f"{TEMPORARY}{path.name}-{secrets.token_hex(4)}")
-    if not path.name.startswith(TEMPORARY):
+    if not _is_temporary(path):
         with suppress(OSError):  # it is erased where it is
             os.rename(path, temporary)
             return temporary
@@ -157,11 +241,3 @@ def _files(folder: Path) -> Iterator[Path]:
             yield from _files(Path(entry.path))
         else:
             yield Path(entry.path)
-
-
-def _changed(path: Path) -> int:
-    """Nanoseconds; 0 for a file that is gone."""
-    try:
-        return os.lstat(path).st_mtime_ns
-    except FileNotFoundError:
-        return 0

@@ -1,11 +1,9 @@
 """The archive: one file per chunk, found by the hash of what it was computed from, proved whenever it is read.
 
-The objects are what counts; the list is made from them. Publishing lists last, erasing lists last: wherever either is
-cut off, the next opening finds what is there.
+There is no list: the files are the archive. So nothing says that an object was deleted by somebody else.
 """
 
-import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,26 +12,33 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from models_integration.archive.catalogue import Catalogue, Entry
-from models_integration.archive.errors import ArchiveError, ForeignVersion, KeyUnavailable, named_errors
-from models_integration.archive.keyring import Cipher, Keyring
-from models_integration.archive.names import CLEAR, check_tenant, is_of, is_sealed, key_in
-from models_integration.archive.object_folder import ObjectFolder
-from models_integration.archive.objects import (
-    Manifest,
-    check_input,
-    check_model,
-    key_for,
-    pieces,
-    read_claim,
-    read_object,
-    stated_owner,
+from models_integration.archive.errors import (
+    ArchiveError,
+    ForeignVersion,
+    KeyUnavailable,
+    NotEncrypted,
+    named_errors,
 )
+from models_integration.archive.keyring import Cipher, Keyring
+from models_integration.archive.manifest import Manifest, check_input, check_model
+from models_integration.archive.names import CLEAR, check_tenant, is_of, is_sealed, key_in
+from models_integration.archive.object_folder import File, ObjectFolder
+from models_integration.archive.objects import Claim, key_for, pieces, read_claim, read_object, stated_owner
 from models_integration.cache.tensor_file import Damaged
 from models_integration.model.identity import ModelIdentity
 from spec.errors import SpecError
 
-__all__ = ["Archive", "Report", "Stored"]
+__all__ = ["Archive", "Entry", "Report", "Stored"]
+
+
+class Entry(NamedTuple):
+    """One object as its header describes it. Of an encrypted one, tenant and tokens are not known."""
+
+    key: str
+    tenant: str | None
+    tokens: int | None
+    bytes: int
+    created: float
 
 
 class Stored(NamedTuple):
@@ -45,33 +50,36 @@ class Stored(NamedTuple):
 
 @dataclass
 class Report:
-    """What a check of everything found."""
+    """What a check of everything found: keys of objects, or paths inside the archive."""
 
     read: int = 0
     quarantined: list[str] = field(default_factory=list)
+    """Damaged, and moved to the quarantine by this check, if the medium can be written."""
+    in_quarantine: list[str] = field(default_factory=list)
+    """Files that were in the quarantine before."""
     foreign: list[str] = field(default_factory=list)
-    unlisted: list[str] = field(default_factory=list)
-    lost: list[str] = field(default_factory=list)
-    closed: list[str] = field(default_factory=list)
+    """Of another version of the format or of the specification."""
+    locked: list[str] = field(default_factory=list)
     """Encrypted, and not read: the key is not here."""
+    clear: list[str] = field(default_factory=list)
+    """Not encrypted, in an encrypted archive."""
     unreadable: list[str] = field(default_factory=list)
     """The file system does not give their bytes."""
-    catalogue_intact: bool = True
+    strays: list[str] = field(default_factory=list)
+    """Files among the objects that are none by their names, and salts that make no key under this master key."""
 
     @property
     def clean(self) -> bool:
-        """Whether there is nothing to say."""
-        return self.catalogue_intact and not any(
-            (self.quarantined, self.unlisted, self.lost, self.foreign, self.closed, self.unreadable)
-        )
+        """Whether nothing was found."""
+        return not any(value for value in vars(self).values() if isinstance(value, list))
 
 
 class Archive(AbstractContextManager["Archive"]):
-    """A folder of archived chunks. One instance belongs to one thread; processes share the folder.
+    """A folder of archived chunks, which threads and processes share.
 
-    With a `keyring`, new objects are encrypted under their tenant's key. `limit` bounds the bytes of all objects:
-    the least recently used go first. Opening repairs the list: what a writer that was killed published is found, and
-    `repaired` says what was missing or lost. On a medium that cannot be written, the list is made in memory.
+    With a `keyring`, objects are encrypted under their tenant's key; an archive in which something was ever encrypted
+    takes and gives no others. `limit` bounds the bytes of all objects and of the quarantine: when a put exceeds the
+    limit, the quarantine goes first, then the least recently used objects, by the times of their files.
 
     Raises:
         SpecError: for a limit below 1.
@@ -84,54 +92,36 @@ class Archive(AbstractContextManager["Archive"]):
         self.folder, self._keyring, self._limit = folder, keyring, limit
         self._files = ObjectFolder(folder)
         self._objects = _ProvedObjects(self._files, keyring)
-        self._catalogue = Catalogue(folder)
-        try:
-            self.repaired = self._reconcile()
-        except BaseException:
-            self._catalogue.close()
-            raise
-        self.repaired.catalogue_intact = not self._catalogue.damaged
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None,
     ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Seal the list; a second call does nothing."""
-        self._catalogue.close()
+        """Nothing is held open."""
 
     def put(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> str:
-        """Publish a chunk and list it; its key. An object of the same key stays as it is, unless it is damaged.
+        """Publish a chunk; its key. An object of the same key stays as it is, unless it is damaged.
 
         Raises:
             SpecError: for a tenant's name, a manifest or tensors that no object can have, or a chunk larger than the
                 limit.
-            ArchiveError, OSError: and nothing has changed; or the next opening lists the chunk.
-            KeyUnavailable: for another master key than the tenants'.
+            ArchiveError, OSError: and nothing has changed, or the chunk is stored all the same.
+            KeyUnavailable: for another master key than the tenants', or none where there are tenants' keys.
         """
         check_input(manifest, tensors)
         cipher = self._objects.cipher(manifest.tenant, create=True)
         key = key_for(manifest, cipher)
-        path = self._files.path(key)
         if self._objects.is_whole(key, manifest.tenant):
-            self._catalogue.add([_listed(key, manifest, path.stat().st_size)])
-            self._catalogue.note_use(key)
+            self._files.keep(key)
+            self._files.touch(key)
         else:
             parts, digest = pieces(manifest, tensors, cipher)
             size = sum(map(len, parts))
             if self._limit is not None and size > self._limit:
                 raise SpecError("tensors", size, f"must fit the archive's limit of {self._limit} bytes")
-            self._catalogue.make_room()
-            try:
-                self._files.publish(path, parts, digest)
-                self._catalogue.add([_listed(key, manifest, size)])
-            except BaseException:
-                self._take_back(key)
-                raise
+            self._files.publish(self._files.path(key), parts, digest)
             with suppress(ArchiveError, OSError):  # the chunk is stored; the next put makes room again
-                self._fit()
-        if not path.exists():
+                self._fit(key)
+        if not self._files.path(key).exists():
             raise ArchiveError(f"the chunk {key} was removed by another process while it was put")
         return key
 
@@ -145,46 +135,61 @@ class Archive(AbstractContextManager["Archive"]):
             SpecError: for what is no tenant's name.
             WrongModel, OtherDtype, OtherFrequencies: for a chunk that `model` cannot read.
             ForeignVersion: for an object of another version of the format or the specification.
-            KeyUnavailable: for an encrypted object's key without the tenant's.
+            KeyUnavailable: for an encrypted object's key without the tenant's, or with that of another salt.
+            NotEncrypted: for the key of an object in the clear, if the archive is encrypted.
         """
         check_tenant(tenant)
         if not self._objects.is_of(key, tenant):
             self._objects.check_opens(key)
             return None
+        file = self._files.describe(self._files.path(key))
         try:
             stored = self._objects.read(key, tenant)
         except FileNotFoundError:
             return None
         except Damaged:
-            self._quarantine(key)
+            self._quarantine(key, file)
             return None
-        self._catalogue.note_use(key)
+        self._files.touch(key)
         if model is not None:
             check_model(stored.manifest.model, model)
         return stored
 
     def entries(self, tenant: str | None = None) -> list[Entry]:
-        """The list, in order of creation; of one tenant, if one is named."""
-        if tenant is None:
-            return self._catalogue.entries()
-        check_tenant(tenant)
-        return [entry for entry in self._catalogue.entries() if self._objects.is_of(entry.key, tenant)]
+        """What the objects say of themselves, in order of creation; of one tenant, if one is named.
+
+        Only headers are read, and nothing is proved. An object whose header is damaged, of another version or in the
+        clear among encrypted ones is left out; `verify` names it.
+
+        Raises:
+            SpecError: for what is no tenant's name.
+            OSError: from the file system.
+        """
+        if tenant is not None:
+            check_tenant(tenant)
+        own = (key for key in self._files.object_keys() if tenant is None or self._objects.is_of(key, tenant))
+        found = [entry for key in own if (entry := self._objects.entry(key)) is not None]
+        return sorted(found, key=lambda entry: (entry.created, entry.key))
 
     def verify(self) -> Report:
-        """Read and prove every object, and compare the list with the folder. Damaged objects go to quarantine."""
-        report = Report(catalogue_intact=self._catalogue.intact())
-        known, found = {entry.key for entry in self.entries()}, self._files.keys()
-        report.unlisted = [key for key in found if key not in known]
-        report.lost = sorted(known - set(found))
-        for key in found:
+        """Read and prove every object; damaged ones go to quarantine.
+
+        An object that was deleted cannot be told from one that was never put, and is not missed. The digest of an object
+        in the clear needs no key: it does not tell who wrote the object.
+        """
+        report = Report(strays=self._files.strays())
+        report.in_quarantine = [self._files.name(path) for path in self._files.in_quarantine()]
+        if self._keyring is not None:
+            report.strays += [f"{self._keyring.folder.name}/{name}" for name in self._keyring.strays()]
+        for key in self._files.object_keys():
             self._judge(key, report)
         return report
 
     def gc(self) -> list[str]:
-        """Erase temporary files that writers left, and the least recently used objects beyond the limit; their keys.
+        """Erase temporary files that writers left, then what `limit` says; keys, or paths in the quarantine.
 
         Raises:
-            ArchiveError, OSError: from the file system; what was erased is off the list.
+            ArchiveError, OSError: from the file system.
         """
         with named_errors(self.folder):
             for path in self._files.orphans():
@@ -199,96 +204,66 @@ class Archive(AbstractContextManager["Archive"]):
 
         Raises:
             SpecError: for what is no tenant's name.
+            KeyUnavailable: for an encrypted archive without its master key; nothing has changed.
             ArchiveError, OSError: the first of the file system.
         """
         check_tenant(tenant)
+        self._objects.check_knows(tenant)
         failed: list[Exception] = []
         try:
             if self._keyring is not None:
                 self._keyring.destroy(tenant)
         except (ArchiveError, OSError) as error:
             failed.append(error)
-        gone, names = 0, set[str | None]()
+        self._files.erase_all(self._files.leftovers(), failed)
+        gone = 0
         # Again until nothing is found: a reader may move a damaged object meanwhile.
         while paths := [path for path in self._files.everything() if self._objects.holds(path, tenant)]:
-            names.update(key_in(path.name) for path in paths)
             gone += self._files.erase_all(paths, failed)
             if failed:
                 break
-        # Another tenant's object goes too, where its file had come to hold this one's bytes.
-        self._catalogue.remove(lambda entry: self._objects.is_of(entry.key, tenant) or self._erased(entry.key, names))
         if failed:
             raise failed[0]
         return gone
 
-    def _fit(self) -> list[str]:
-        """Erase the least recently used objects beyond the limit."""
-        if self._limit is None:
-            return []
-        entries = self._catalogue.by_use()
-        total, gone = sum(entry.bytes for entry in entries), []
-        try:
-            for entry in entries:
-                if total <= self._limit:
-                    break
-                gone.append(entry.key)
-                self._files.erase_object(entry.key)
-                total -= entry.bytes
-        finally:
-            self._unlist(gone)
+    def _fit(self, newest: str | None = None) -> list[str]:
+        """Erase the quarantine and the least recently used objects beyond the limit, not the newest."""
+        files = [] if self._limit is None else self._files.by_use()
+        total, gone = sum(size for _, _, size in files), []
+        for name, path, size in files:
+            if self._limit is None or total <= self._limit:
+                break
+            if name != newest:
+                self._files.erase(path)
+                gone.append(name)
+                total -= size
         return gone
 
-    def _reconcile(self) -> Report:
-        """List what is in the folder and nothing else."""
-        report, known, found = Report(), {entry.key for entry in self._catalogue.entries()}, self._files.keys()
-        proved = [self._judge(key, report) for key in self._files.by_age(set(found) - known)]
-        entries = [entry for entry in proved if entry is not None]
-        report.lost = sorted(known - set(found))
-        report.unlisted = sorted(entry.key for entry in entries)
-        with suppress(ArchiveError, OSError):  # it is said in `repaired`, and the next opening tries again
-            if entries:
-                self._catalogue.add(entries)
-            self._unlist(report.lost)
-        return report
-
-    def _judge(self, key: str, report: Report) -> Entry | None:
-        """Prove an object, and note what was found; how it is to be listed."""
+    def _judge(self, key: str, report: Report) -> None:
+        """Prove an object, and note what was found."""
         try:
-            entry, proved = self._objects.entry(key)
+            file = self._files.describe(self._files.path(key))
+            self._objects.prove(key)
         except ForeignVersion:
             report.foreign.append(key)
+        except NotEncrypted:
+            report.clear.append(key)
+        except KeyUnavailable:
+            report.locked.append(key)
         except Damaged:
-            self._quarantine(key)
+            self._quarantine(key, file)
             report.quarantined.append(key)
         except FileNotFoundError:
-            return None  # erased meanwhile
+            pass  # erased meanwhile
         except OSError:
             report.unreadable.append(key)
         else:
-            report.read += proved
-            if not proved:
-                report.closed.append(key)
-            return entry
-        return None
+            report.read += 1
 
-    def _quarantine(self, key: str) -> None:
+    def _quarantine(self, key: str, file: File | None) -> None:
         """Put a damaged object away; where nothing can be written, it stays, and is a miss whenever it is read."""
-        with suppress(ArchiveError, OSError):
-            if self._files.put_away(key):
-                self._unlist([key])
-
-    def _unlist(self, keys: list[str]) -> None:
-        if keys:
-            self._catalogue.remove(lambda entry: self._erased(entry.key, keys))
-
-    def _erased(self, key: str, names: Collection[str | None]) -> bool:
-        return key in names and not os.path.lexists(self._files.path(key))
-
-    def _take_back(self, key: str) -> None:
-        """Erase a chunk that could not be listed, unless another process has listed it."""
-        with suppress(ArchiveError, OSError), self._catalogue.unlisted(key) as unlisted:
-            if unlisted:
-                self._files.erase(self._files.path(key))
+        with suppress(OSError):
+            self._files.put_away(key, file)
 
 
 class _ProvedObjects:
@@ -297,9 +272,18 @@ class _ProvedObjects:
     def __init__(self, files: ObjectFolder, keyring: Keyring | None) -> None:
         self._files, self._keyring = files, keyring
 
+    @property
+    def encrypted(self) -> bool:
+        """Whether objects in the clear are refused."""
+        return self._keyring is not None or self._files.has_keys
+
     def cipher(self, tenant: str, create: bool = False) -> Cipher | None:
-        """The tenant's, or None without a key ring; errors as of `Keyring.cipher`."""
-        return None if self._keyring is None else self._keyring.cipher(tenant, create)
+        """The tenant's, or None in an archive in the clear; errors as of `Keyring.cipher`."""
+        if self._keyring is not None:
+            return self._keyring.cipher(tenant, create)
+        if create and self.encrypted:
+            raise KeyUnavailable("the archive is encrypted, and no master key is given")
+        return None
 
     def is_of(self, key: str, tenant: str) -> bool:
         """Whether a key is the tenant's; told by its digits."""
@@ -318,34 +302,52 @@ class _ProvedObjects:
                 raise KeyUnavailable("the object is encrypted, and no key is given")
             self._keyring.check_master()
 
+    def check_knows(self, tenant: str) -> None:
+        """The tenant's encrypted objects can be told from others'.
+
+        Raises:
+            KeyUnavailable: for no master key, another one, or one that neither a salt nor an object proves.
+        """
+        sealed = [key for key in self._files.object_keys() if is_sealed(key)]
+        if self._keyring is None:
+            if sealed or self.encrypted:
+                raise KeyUnavailable("the archive is encrypted: its master key alone tells whose the objects are")
+            return
+        self._keyring.check_master()
+        if sealed and not self._keyring.opens_any and not any(self.is_of(key, tenant) for key in sealed):
+            raise KeyUnavailable("no salt and no object of the tenant is here, which would prove the master key")
+
     def read(self, key: str, tenant: str) -> Stored:
-        """A tenant's object; errors as of `read_object`."""
-        return self._read(key, lambda: self.cipher(tenant))
+        """A tenant's object; errors as of `read_object`, and NotEncrypted."""
+        return self._read(key, lambda _: self.cipher(tenant))
 
     def is_whole(self, key: str, tenant: str) -> bool:
         """Whether there is an object that `read` would give."""
         try:
             self.read(key, tenant)
-        except (Damaged, ForeignVersion, OSError):
+        except (Damaged, ForeignVersion, KeyUnavailable, OSError):
             return False
         return True
 
-    def entry(self, key: str) -> tuple[Entry, bool]:
-        """An object as it is to be listed, and whether it was proved; only for want of a key it may not be.
+    def prove(self, key: str) -> None:
+        """Read anybody's object; errors as of `read`."""
+        ring = self._keyring
+        self._read(key, lambda claim: None if ring is None else ring.cipher_of(key, claim.nonce, claim.mark))
+
+    def entry(self, key: str) -> Entry | None:
+        """An object as its header has it; None for none that could be read.
 
         Raises:
-            Damaged, ForeignVersion, OSError: as `read_object`.
+            OSError: from the file system.
         """
         path = self._files.path(key)
-        size = os.lstat(path).st_size
         try:
-            manifest = self._read(key, lambda: None if self._keyring is None else self._keyring.cipher_of(key)).manifest
-        except KeyUnavailable:
-            claim = read_claim(path)
-            if claim.key != key or claim.tenant is not None:
-                raise Damaged("it is another chunk") from None
-            return Entry(key, None, None, size, claim.created), False
-        return _listed(key, manifest, size), True
+            file, claim = self._files.describe(path), read_claim(path)
+        except (Damaged, ForeignVersion, FileNotFoundError):
+            return None
+        if file is None or claim.key != key or (self.encrypted and not is_sealed(key)):
+            return None
+        return Entry(key, claim.tenant, claim.tokens, file.bytes, claim.created)
 
     def holds(self, path: Path, tenant: str) -> bool:
         """Whether a file is the tenant's by its name or by what it says; or nobody's, having no key and saying nothing.
@@ -359,15 +361,7 @@ class _ProvedObjects:
             return key is None
         return stated == tenant or (stated_key is not None and self.is_of(stated_key, tenant))
 
-    def _read(self, key: str, cipher: Callable[[], Cipher | None]) -> Stored:
-        name, manifest, tensors = read_object(self._files.path(key), cipher)
-        if name != key:
-            raise Damaged("it is another chunk")
-        return Stored(manifest, tensors)
-
-
-def _listed(key: str, manifest: Manifest, size: int) -> Entry:
-    """An object's row: of an encrypted one, the list says nothing that its file does not."""
-    if is_sealed(key):
-        return Entry(key, None, None, size, manifest.created)
-    return Entry(key, manifest.tenant, manifest.tokens, size, manifest.created)
+    def _read(self, key: str, cipher: Callable[[Claim], Cipher | None]) -> Stored:
+        if self.encrypted and not is_sealed(key):
+            raise NotEncrypted(f"the archive is encrypted, and the chunk {key} is not: put its text again")
+        return Stored(*read_object(self._files.path(key), key, cipher))

@@ -9,12 +9,13 @@ import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 __all__ = [
-    "NO_ROOM", "TEMPORARY", "Late", "erase", "is_being_written", "publish", "publish_readable", "read_at", "sync",
+    "NO_ROOM", "TEMPORARY", "Late", "NotRegular", "erase", "is_being_written", "publish", "publish_readable", "read_at",
+    "regular_file", "sync",
 ]
 
 TEMPORARY = ".tmp-"
@@ -130,8 +131,10 @@ def is_being_written(temporary: Path) -> bool:
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         return True
+    except OSError:  # a file system without locks; the file's age protects it
+        return False
     finally:
         os.close(descriptor)
     return False
@@ -184,6 +187,32 @@ def _write_at(descriptor: int, data: bytes, at: int) -> None:
         data, at = data[written:], at + written
 
 
+class NotRegular(OSError):
+    """The path has a FIFO, a device, a socket, a folder or a link."""
+
+
+@contextmanager
+def regular_file(path: Path, follow_links: bool = False) -> Iterator[int]:
+    """Descriptor of a regular file, open for reading. Opening a FIFO does not wait for a writer.
+
+    Raises:
+        NotRegular: for anything else; for a link, unless links are followed.
+        OSError: from the file system.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | (0 if follow_links else os.O_NOFOLLOW))
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, a socket
+            raise NotRegular(error.errno, "must be a regular file", str(path)) from error
+        raise
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise NotRegular(errno.EINVAL, "must be a regular file", str(path))
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
 def read_at(descriptor: int, size: int, at: int) -> bytes:
     """Bytes of a file from a place on; fewer than `size` only where it ends.
 
@@ -233,7 +262,7 @@ def erase(path: Path) -> bool:
 
 
 def _overwrite(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         for low, high in _data(descriptor, os.fstat(descriptor).st_size):
             for at in range(low, high, PIECE):

@@ -8,8 +8,8 @@ import hashlib
 import json
 import math
 import os
-import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models_integration.cache.atomic_file import Late, publish, read_at
+from models_integration.cache.atomic_file import Late, NotRegular, publish, read_at, regular_file
 
 __all__ = [
-    "Damaged", "Header", "header_at", "header_bytes", "header_of", "parts", "prove", "raw_bytes", "read", "read_bytes",
-    "tensors_of", "write",
+    "NAMES", "Damaged", "Header", "header_at", "header_bytes", "header_of", "parts", "prove", "raw_bytes", "read",
+    "read_bytes", "sign_header", "tensors_of", "write",
 ]
 
 NAMES = {
@@ -80,6 +80,11 @@ def header_bytes(metadata: Mapping[str, str], entries: Mapping[str, Mapping[str,
     return len(text).to_bytes(8, "little") + text
 
 
+def sign_header(header: bytes) -> bytes:
+    """A header of ZEROS as its digest, with the digest of its own bytes in their place: `prove` takes it."""
+    return header[:DIGEST_AT] + _digest([header]) + header[DIGEST_AT + 64 :]
+
+
 def write(path: Path, metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
     """Put the file in the place of the one of before; `metadata` has a `format` and a `manifest`.
 
@@ -103,7 +108,7 @@ def read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     return header.metadata, tensors_of(header, data)
 
 
-def read_bytes(path: Path, header_most: int = HEADER_MOST) -> Tensor:
+def read_bytes(path: Path, header_most: int = HEADER_MOST, follow_links: bool = True) -> Tensor:
     """All bytes of a file, in one buffer that nobody else holds; nothing is proved yet.
 
     No memory is taken for a file whose header does not account for each of its bytes, or that is all holes.
@@ -112,26 +117,35 @@ def read_bytes(path: Path, header_most: int = HEADER_MOST) -> Tensor:
         Damaged: when it cannot be such a file.
         OSError: from the file system.
     """
-    with path.open("rb", buffering=0) as file:
-        size = _plausible_size(file.fileno(), header_most)
+    with _opened(path, follow_links) as descriptor:
+        size = _plausible_size(descriptor, header_most)
         data = torch.empty(size, dtype=torch.uint8)
         view, at = raw_bytes(data), 0
-        while at < size and (got := file.readinto(view[at:size])):
+        while at < size and (got := os.readv(descriptor, [view[at:size]])):
             at += got
     if at != size:
         raise Damaged(f"it has {at} bytes")
     return data
 
 
-def _regular_size(descriptor: int) -> int:
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode) or found.st_size < DIGEST_AT + 64:
-        raise Damaged(f"it has {found.st_size} bytes")
-    return found.st_size
+@contextmanager
+def _opened(path: Path, follow_links: bool) -> Iterator[int]:
+    try:
+        with regular_file(path, follow_links) as descriptor:
+            yield descriptor
+    except NotRegular as error:
+        raise Damaged("it is no regular file") from error
+
+
+def _size(descriptor: int) -> int:
+    size = os.fstat(descriptor).st_size
+    if size < DIGEST_AT + 64:
+        raise Damaged(f"it has {size} bytes")
+    return size
 
 
 def _plausible_size(descriptor: int, header_most: int) -> int:
-    size, found = _regular_size(descriptor), os.fstat(descriptor)
+    size, found = _size(descriptor), os.fstat(descriptor)
     if size > SPARSE_FROM and found.st_blocks * 512 < size // SPARSE_RATIO:
         raise Damaged(f"of its {size} bytes, {found.st_blocks * 512} are on the disk")
     head = _header_size(read_at(descriptor, 8, 0), size, header_most)
@@ -142,16 +156,15 @@ def _plausible_size(descriptor: int, header_most: int) -> int:
 
 
 def header_at(path: Path, header_most: int) -> Header:
-    """The header of a file; nothing is proved.
+    """The header of a file, which is no link; nothing is proved.
 
     Raises:
         Damaged: when it cannot be read.
         OSError: from the file system.
     """
-    with path.open("rb", buffering=0) as file:
-        whole = _regular_size(file.fileno())
-        size = _header_size(read_at(file.fileno(), 8, 0), whole, header_most)
-        return _header(read_at(file.fileno(), size - 8, 8), size)
+    with _opened(path, follow_links=False) as descriptor:
+        size = _header_size(read_at(descriptor, 8, 0), _size(descriptor), header_most)
+        return _header(read_at(descriptor, size - 8, 8), size)
 
 
 def header_of(data: Tensor) -> Header:
@@ -169,7 +182,7 @@ def header_of(data: Tensor) -> Header:
 
 
 def prove(data: Tensor) -> None:
-    """A file's bytes have the digest that they state.
+    """The bytes of a file, or of a header from `sign_header`, have the digest that they state.
 
     Raises:
         Damaged: otherwise.

@@ -46,7 +46,10 @@ def put(
         typer.Option(help="Store only what this policy keeps, a name of `kvspec compare --policies`. Markers always"
                      " stay."),
     ] = None,
-    budget: Annotated[str, typer.Option(help="Of the policy: a fraction (0.5, 50%) or a number of tokens.")] = "0.5",
+    budget: Annotated[
+        str | None,
+        typer.Option(help="Tokens that --policy keeps: a fraction (0.5, 50%) or a number of tokens. Default: 0.5."),
+    ] = None,
     model: Model = "pocket", backend: Backend = "auto", device: Device = "cpu", dtype: Dtype = "auto",
     attn: Attention = "auto", tenant: Tenant = "default", folder: Folder = FOLDER, master_key: MasterKey = None,
 ) -> None:
@@ -83,7 +86,10 @@ def list_chunks(
     tenant: Annotated[str | None, typer.Option(help="Only this tenant's; all of them if left out.")] = None,
     folder: Folder = FOLDER, master_key: MasterKey = None,
 ) -> None:
-    """List the chunks: key, bytes, tokens, tenant. Of an encrypted one, only its tenant's key tells the last two."""
+    """List the chunks: key, bytes, tokens, tenant. Of an encrypted one, only its tenant's key tells the last two.
+
+    Only the files' headers are read: `verify` proves the chunks.
+    """
     from models_integration.cli.archive_runs import run_list
 
     run_list(tenant, folder, master_key)
@@ -111,9 +117,11 @@ def inject(
 
 @archive.command()
 def verify(folder: Folder = FOLDER, master_key: MasterKey = None) -> None:
-    """Check every chunk's bytes against their hash, and the list against the folder. Exit code 1 if anything is amiss.
+    """Check every chunk's bytes against their hash. Exit code 1 if anything is amiss.
 
-    Damaged chunks go to the folder's quarantine.
+    Named are damaged, truncated and misnamed chunks, chunks of another version or without their key, chunks in the
+    clear in an encrypted archive, files that are no chunks, and files in the quarantine, where damaged chunks go.
+    A chunk that was deleted is not missed, and an unencrypted chunk's hash does not tell who wrote it.
     """
     from models_integration.cli.archive_runs import run_verify
 
@@ -122,7 +130,11 @@ def verify(folder: Folder = FOLDER, master_key: MasterKey = None) -> None:
 
 @archive.command()
 def gc(
-    limit: Annotated[int, typer.Option(help="Bytes that all objects may have; the least recently used go first.")],
+    limit: Annotated[
+        int,
+        typer.Option(help="Bytes that the chunks and the quarantine may have. The quarantine goes first, then the least"
+                     " recently used chunks, by the times of their files."),
+    ],
     folder: Folder = FOLDER,
 ) -> None:
     """Remove files that were left unfinished over an hour ago, and the least recently used chunks beyond a size."""
@@ -137,7 +149,10 @@ def forget(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     folder: Folder = FOLDER, master_key: MasterKey = None,
 ) -> None:
-    """Destroy a tenant's key and overwrite every byte of its objects. Nothing brings them back."""
+    """Destroy a tenant's key and overwrite every byte of its objects. Nothing brings them back.
+
+    An encrypted archive needs its --master-key, which alone tells whose the objects are.
+    """
     from models_integration.cli.archive_runs import run_forget
 
     if not yes:

@@ -18,19 +18,23 @@ __all__ = ["run_forget", "run_gc", "run_get", "run_inject", "run_list", "run_put
 
 
 def run_put(
-    text: Path, wrapper: str, codec: str, upper: bool, policy: str | None, budget: str, loading: Loading,
-    tenant: str, folder: Path, master_key: Path | None,
+    text: Path, wrapper: str, codec: str, upper: bool, policy: str | None, budget: str | None,
+    loading: Loading, tenant: str, folder: Path, master_key: Path | None,
 ) -> None:
     """Store one text file."""
     try:
         chunk = text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError("TEXT", str(text), f"must be a readable text file: {error}") from error
+    if policy is None and budget is not None:
+        raise SpecError("budget", budget, "needs --policy, which keeps so much")
     subject = loading.subject()
-    method = None if policy is None else subject.policy(policy, budget)
+    method = None if policy is None else subject.policy(policy, budget or "0.5")
+    ids = _plain_ids(subject, chunk)
+    if not ids:
+        raise SpecError("TEXT", str(text), "must hold at least one token")
     with Archive(folder, _keyring(folder, master_key)) as archive:
-        library = _library(archive, subject, tenant)
-        print(library.put(_plain_ids(subject, chunk), wrapper, codec, upper, method))
+        print(_library(archive, subject, tenant).put(ids, wrapper, codec, upper, method))
 
 
 def run_get(key: str, loading: Loading, tenant: str, folder: Path, master_key: Path | None) -> None:
@@ -93,15 +97,14 @@ def run_verify(folder: Path, master_key: Path | None) -> None:
         report = archive.verify()
     print(f"{report.read} objects read")
     findings = {
-        "damaged, now in quarantine": report.quarantined, "of another version": report.foreign,
-        "not in the list": report.unlisted, "listed, but gone": report.lost, "encrypted, and no key": report.closed,
-        "not readable": report.unreadable,
+        "damaged, now in quarantine": report.quarantined, "in quarantine": report.in_quarantine,
+        "of another version": report.foreign, "encrypted, and no key": report.locked,
+        "not encrypted, in an encrypted archive": report.clear, "not readable": report.unreadable,
+        "no file of this archive": report.strays,
     }
-    for what, keys in findings.items():
-        for key in keys:
-            print(f"{key}  {what}")
-    if not report.catalogue_intact:
-        print("the list itself was damaged; it is made again from the objects when the archive is next opened")
+    for what, names in findings.items():
+        for name in names:
+            print(f"{_printable(name)}  {what}")
     if not report.clean:
         raise typer.Exit(1)
 
@@ -110,13 +113,18 @@ def run_gc(limit: int, folder: Path) -> None:
     """Print what was removed."""
     with _existing(folder, limit=limit) as archive:
         gone = archive.gc()
-    print("".join(f"{key}  removed\n" for key in gone), end="")
+    print("".join(f"{_printable(name)}  removed\n" for name in gone), end="")
 
 
 def run_forget(tenant: str, folder: Path, master_key: Path | None) -> None:
     """Print how much was erased."""
     with _existing(folder, master_key) as archive:
         print(f"{archive.forget(tenant)} objects of {tenant} erased")
+
+
+def _printable(name: str) -> str:
+    """A name of a file, which may hold anything, on one line of any terminal."""
+    return name if name.isprintable() else ascii(name)
 
 
 def _library(archive: Archive, subject: Subject, tenant: str) -> Library:

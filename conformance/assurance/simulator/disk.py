@@ -85,13 +85,6 @@ class Shelf:
         self._away: set[int] = set()
         """Tenants of whom something was put away."""
 
-    def close(self) -> None:
-        """Let the archive go; a second call does nothing."""
-        if self._archive is not None:
-            self._archive.close()
-            self._archive.close()
-            self._archive = None
-
     def limit(self, room: int | None) -> None:
         """Chunks that the archive holds."""
         self._limit = None if room is None else room * OBJECT_BYTES
@@ -175,27 +168,39 @@ class Shelf:
             path.write_bytes(data)
         self._state[key] = DAMAGED
 
-    def reopen(self, lose: bool, fault: Sequence[Any] | None) -> None:
-        """The archive is closed and opened again; its list may have been lost meanwhile."""
-        self.close()
-        seal, disk = self._folder / "catalogue.seal", Disk(fault)
-        damaged = DAMAGED in self._state.values()
-        if lose:
-            seal.unlink(missing_ok=True)
+    def reopen(self, fault: Sequence[Any] | None) -> None:
+        """The archive is opened anew."""
+        self._archive, disk = None, Disk(fault)
         try:
             with disk.failing():
                 self._open()
         except (ArchiveError, OSError) as error:
             must(disk.kind == "error", f"opening: {told(error)}")
             self._met("the archive does not open: a call fails")
-            self.close()
             self._open()
         else:
             if disk.kind == "full":
                 self._met("the archive opens on a full disk")
-        if lose:
-            self._met(f"the list is made again{' beside a damaged object' if damaged else ''}")
-        self._check_list(lose and fault is None)
+        self._check_list()
+
+    def verify(self, fault: Sequence[Any] | None) -> None:
+        """Everything is proved: what was put is whole, and what is damaged is put away."""
+        archive, disk = self._opened(), Disk(fault)
+        damaged = {key for key, state in self._state.items() if state == DAMAGED and self._path(key).exists()}
+        try:
+            with disk.failing():
+                report = archive.verify()
+        except (ArchiveError, OSError) as error:
+            must(disk.kind == "error", f"verify: {told(error)}")
+            self._met("everything is verified on a disk that fails")
+        else:
+            must(set(report.quarantined) <= damaged, "what nobody has damaged is called damaged")
+            if disk.kind != "error":
+                must(damaged <= set(report.quarantined), "what is damaged is not named")
+                there = [key for key, state in self._state.items() if state == THERE]
+                must(report.read >= len(there), "what is there was not read")
+            self._met(f"everything is verified{' beside a damaged object' if damaged else ''}")
+        self._check_list()
 
     def forget(self, tenant: int, fault: Sequence[Any] | None) -> None:
         """A tenant is forgotten: afterwards nothing of it is anywhere."""
@@ -217,7 +222,7 @@ class Shelf:
         if tenant in self._away:
             self._met("a tenant is forgotten beside what was put away")
         self._away.discard(tenant)
-        self._check_list(False)
+        self._check_list()
 
     def gc(self, fault: Sequence[Any] | None) -> None:
         """What is beyond the limit goes."""
@@ -230,7 +235,7 @@ class Shelf:
         else:
             self._met("the least recently used go" if gone else "gc frees nothing")
         self._swept(archive, None)
-        self._check_list(False)
+        self._check_list()
 
     # How it is judged.
 
@@ -275,29 +280,30 @@ class Shelf:
         self._look_up(key)
 
     def _swept(self, archive: Archive, newest: str | None) -> None:
-        """With a limit, what was not used lately may be gone; its row stays, where the list could not be written."""
+        """With a limit, what was not used lately may be gone."""
         if self._limit is None:
             return
         listed = {entry.key for entry in archive.entries()}
         there = [key for key, state in self._state.items() if state == THERE]
-        gone = [key for key in there if key not in listed or not self._path(key).exists()]
+        gone = [key for key in there if key not in listed]
         must(newest not in gone, "the chunk that was put is gone")
         for key in gone:
-            self._state[key] = UNSURE if key in listed else GONE
+            self._state[key] = GONE
         if gone:
             self._met("the least recently used go")
 
-    def _check_list(self, anew: bool) -> None:
-        """What is listed is there; made anew, the list has nothing that is damaged."""
-        archive = self._opened()
-        listed = {entry.key: entry for entry in archive.entries()}
+    def _check_list(self) -> None:
+        """What is listed is there, once; of a damaged object, nothing but its payload may be."""
+        entries = self._opened().entries()
+        listed = {entry.key: entry for entry in entries}
+        must(len(listed) == len(entries), "a chunk is listed twice")
         for key in set(listed) - set(self._keys):
             self._adopt(key, TENANTS.index(str(listed[key].tenant)))
         for key, state in self._state.items():
             if state == THERE:
                 must(key in listed, "what was put is not listed")
-            if state == GONE or (anew and state == DAMAGED):
-                must(key not in listed, f"what is {state} is listed")
+            if state == GONE:
+                must(key not in listed, "what is gone is listed")
         for key, entry in listed.items():
             must(entry.tenant == TENANTS[self._keys[key][0]], "a chunk is listed as another tenant's")
         for key in list(self._state):

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from models_integration.archive import store
-from models_integration.archive.catalogue import Entry
 from models_integration.archive.errors import ArchiveError, named_errors
 from models_integration.archive.object_folder import ObjectFolder
 from models_integration.archive.objects import read_claim, stated_owner
-from models_integration.archive.store import Archive, Report
+from models_integration.archive.store import Archive, Entry, Report
 from models_integration.cache import atomic_file, positions, retained_cache
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.cache.tensor_file import Damaged
@@ -41,12 +40,14 @@ def unchecked_step(patch: Patch) -> None:
 
 
 def phantom_rows(patch: Patch) -> None:
-    """The list is made of what headers say."""
+    """An object is listed as whatever it says it is."""
 
-    def wrong(objects: Any, key: str) -> tuple[Entry, bool]:
+    def wrong(objects: Any, key: str) -> Entry | None:
         path = objects._files.path(key)
-        claim = read_claim(path)
-        return Entry(key, claim.tenant, None, path.stat().st_size, claim.created), True
+        with suppress(Damaged, FileNotFoundError):
+            claim = read_claim(path)
+            return Entry(claim.key, claim.tenant, claim.tokens, path.stat().st_size, claim.created)
+        return None
 
     patch.setattr(store._ProvedObjects, "entry", wrong)
 
@@ -101,10 +102,10 @@ def quarantine_kept(patch: Patch) -> None:
 
 
 def bricked(patch: Patch) -> None:
-    """An object whose manifest is none of ours is an error of the opening."""
+    """An object whose manifest is none of ours is an error of the whole check."""
     judge = Archive._judge
 
-    def wrong(archive: Archive, key: str, report: Report) -> Any:
+    def wrong(archive: Archive, key: str, report: Report) -> None:
         with suppress(Damaged, OSError):
             stated_owner(archive._files.path(key))
             return judge(archive, key, report)

@@ -22,7 +22,6 @@ PLACES: dict[str, tuple[str, ...]] = {
 }
 KNOBS = {
     "long_run": f"{CACHE}.positions._LONG_RUN", "spare": f"{CACHE}.ragged_layer._SPARE",
-    "uses": "models_integration.archive.catalogue.USES_MOST",
 }
 
 

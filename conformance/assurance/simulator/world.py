@@ -40,7 +40,6 @@ class World(Judge):
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.shelf.close()
         self._undo.close()
 
     def apply(self, operation: Operation) -> None:

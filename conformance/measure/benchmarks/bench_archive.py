@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models_integration.archive.objects import ALL, Manifest, ids_digest
+from models_integration.archive.manifest import ALL, Manifest, ids_digest
 from models_integration.archive.store import Archive
 from models_integration.model.identity import ModelIdentity
 

@@ -54,8 +54,7 @@ def publish_naively(
 def write_until_killed(folder: Path, first: int, ready: Connection, naive: bool) -> None:
     """Put ten chunks, slowly; `ready` gets a byte whenever one is about to be written."""
     def write(descriptor: int, parts: Sequence[memoryview]) -> None:
-        if sum(map(len, parts)) > TOKENS:  # no seal of the list
-            ready.send_bytes(b"x")
+        ready.send_bytes(b"x")
         write_slowly(descriptor, parts)
 
     torch.set_num_threads(1)
@@ -156,27 +155,25 @@ def read_where_nothing_can_be_written(folder: Path) -> None:
         keys = [archive.put(*chunk(seed)) for seed in range(3)]
     damaged = home / "objects" / keys[2][:2] / f"{keys[2]}.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1])
-    for listed in (True, False):
-        if not listed:
-            for path in home.glob("catalogue*"):
-                path.unlink()
-        everything = [home, *home.rglob("*")]
+    everything = [home, *home.rglob("*")]
+    for path in everything:
+        path.chmod(0o500 if path.is_dir() else 0o400)
+    try:
+        with Archive(home, limit=1 << 20) as archive:
+            assert [entry.key for entry in archive.entries()] == keys
+            assert archive.get(keys[0], "alice") is not None
+            assert archive.get(keys[2], "alice") is None
+            assert archive.verify().quarantined == [keys[2]]
+            assert archive.put(*chunk(0)) == keys[0]
+            for refused in (
+                lambda: archive.put(*chunk(7)), Archive(home, limit=1).gc, lambda: archive.forget("alice"),
+            ):
+                try:
+                    refused()
+                except ArchiveReadOnly:
+                    continue
+                raise AssertionError("a read-only folder went unnoticed")
+            assert archive.get(keys[1], "alice") is not None
+    finally:
         for path in everything:
-            path.chmod(0o500 if path.is_dir() else 0o400)
-        try:
-            with Archive(home, limit=1 << 20) as archive:
-                assert [entry.key for entry in archive.entries()] == keys[: 3 if listed else 2]
-                assert archive.get(keys[0], "alice") is not None
-                assert archive.get(keys[2], "alice") is None
-                assert archive.verify().quarantined == [keys[2]]
-                assert archive.put(*chunk(0)) == keys[0]
-                for refused in (lambda: archive.put(*chunk(7)), archive.gc, lambda: archive.forget("alice")):
-                    try:
-                        refused()
-                    except ArchiveReadOnly:
-                        continue
-                    raise AssertionError("a read-only folder went unnoticed")
-                assert archive.get(keys[1], "alice") is not None
-        finally:
-            for path in everything:
-                path.chmod(0o700 if path.is_dir() else 0o600)
+            path.chmod(0o700 if path.is_dir() else 0o600)

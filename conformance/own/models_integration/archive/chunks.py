@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from models_integration.archive.objects import ALL, Manifest, ids_digest
+from models_integration.archive.manifest import ALL, Manifest, ids_digest
 from models_integration.model.identity import ModelIdentity
 
 __all__ = ["MODEL", "chunk"]
@@ -23,7 +23,7 @@ def chunk(
             values = torch.randn((2, tokens, 8), generator=generator)
             tensors[f"{layer}.{name}"] = values.to(torch.bfloat16)
     manifest = Manifest(
-        tenant, ids_digest([seed, *ids.tolist()]), tokens, "raw", 0, (), 0, tokens, "none", tuple(range(layers)), ALL,
+        tenant, ids_digest(ids), tokens, "raw", 0, (), 0, tokens, "none", tuple(range(layers)), ALL,
         model, float(seed),
     )
     return manifest, tensors

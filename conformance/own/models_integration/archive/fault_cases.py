@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -11,10 +12,11 @@ from conformance.assurance.faults import KILL, faults
 from conformance.own.models_integration.archive.chunks import chunk
 from models_integration.archive.errors import ArchiveError
 from models_integration.archive.keyring import Keyring
+from models_integration.archive.names import key_in
 from models_integration.archive.store import Archive
 from models_integration.cache.atomic_file import TEMPORARY
 
-__all__ = ["OPERATIONS", "Case", "blobs", "killed", "path_of"]
+__all__ = ["OPERATIONS", "Case", "blobs", "damage", "killed", "path_of"]
 
 ALICE, BOB, CAROL = "alice-the-tenant", "bob-the-tenant", "carol-the-tenant"
 MADE = {name: chunk(seed, tenant=tenant, tokens=8) for seed, (name, tenant) in enumerate(
@@ -30,6 +32,13 @@ def blobs(folder: Path) -> list[bytes]:
 
 def path_of(folder: Path, key: str) -> Path:
     return folder / "objects" / key[:2] / f"{key}.safetensors"
+
+
+def damage(path: Path) -> None:
+    """Flip the last bit, in a file of its own: nothing that was put is written in place."""
+    data = path.read_bytes()
+    path.unlink()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
 
 
 @dataclass
@@ -56,16 +65,20 @@ class Case:
             self.keys["his"] = archive.put(*MADE["his"])
             assert archive.get(self.keys["his"], BOB) is not None
         path = path_of(self.folder, self.keys["hers, damaged"])
-        data = path.read_bytes()
-        path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        damage(path)
+        self._age_hers()
         orphan = path.parent / f"{TEMPORARY}old"
         orphan.write_bytes(b"half of a chunk")
         os.utime(orphan, (1, 1))
-        if self.operation == "rebuild":
-            (self.folder / "catalogue.seal").unlink()
         for shard in (self.folder / "objects").iterdir():
             if not any(shard.iterdir()):
                 shard.rmdir()
+
+    def _age_hers(self) -> None:
+        """Make his the latest used: the clock of the files may not have ticked since."""
+        for name in ("hers", "hers, damaged"):
+            with suppress(FileNotFoundError):
+                os.utime(path_of(self.folder, self.keys[name]), (1e9, 1e9))
 
     def copied(self, folder: Path) -> "Case":
         """The same in another folder."""
@@ -96,7 +109,8 @@ class Case:
             if self.operation == "forget":
                 self.assert_gone()
             report = archive.verify()
-            assert (report.unlisted, report.lost, report.foreign, report.unreadable) == ([], [], [], [])
+            assert (report.foreign, report.unreadable, report.locked, report.strays) == ([], [], [], [])
+            assert {*report.quarantined, *map(key_in, report.in_quarantine)} <= {self.keys["hers, damaged"]}
             assert archive.get(self.keys["his"], BOB) is not None
         if self.operation == "forget":
             self.assert_gone()
@@ -112,17 +126,19 @@ class Case:
         hers = self.keys["hers"]
         if self.operation == "put" and done:
             assert len(news) == 1
-        if self.operation in ("put", "get", "open", "rebuild"):
+        if self.operation in ("put", "get", "verify"):
             assert hers in listed
         if self.operation in ("forget", "gc") and done:
             assert hers not in listed
         if not (self.encrypted and self.operation == "forget"):
             assert (archive.get(hers, ALICE) is not None) == (hers in listed)
-        assert archive.get(self.keys["his"], BOB) is not None  # the latest used
+        assert archive.get(self.keys["his"], BOB) is not None
+        self._age_hers()
 
-    def assert_gone(self) -> None:
-        """Neither tokens, nor tenant, nor key of hers; nor what her key was derived from."""
-        found = blobs(self.folder)
+    def assert_gone(self, found: list[bytes] | None = None) -> None:
+        """Neither tokens, nor tenant, nor key of hers; nor what her key was derived from: in the folder, or in these.
+        """
+        found = blobs(self.folder) if found is None else found
         for name in ("hers", "hers, damaged"):
             manifest, tensors = MADE[name]
             sought = [
@@ -152,12 +168,13 @@ def gc(archive: Archive, keys: dict[str, str]) -> None:
     archive.gc()
 
 
-def nothing(archive: Archive, keys: dict[str, str]) -> None:
-    """Opening alone."""
+def verify(archive: Archive, keys: dict[str, str]) -> None:
+    """An object that could not be read is said to be so, and stays."""
+    archive.verify()
 
 
 OPERATIONS: dict[str, Callable[[Archive, dict[str, str]], None]] = {
-    "put": put, "get": get, "forget": forget, "gc": gc, "open": nothing, "rebuild": nothing,
+    "put": put, "get": get, "forget": forget, "gc": gc, "verify": verify,
 }
 
 

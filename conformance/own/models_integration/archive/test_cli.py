@@ -1,12 +1,15 @@
 """`kvspec archive` on the pocket model: a fact that is archived is answered in another session."""
 
+import os
 import re
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from conformance.own.models_integration.archive.chunks import chunk
 from models_integration.archive.errors import ArchiveError, KeyUnavailable, NoSuchChunk, WrongModel
+from models_integration.archive.store import Archive
 from models_integration.cli.app import app
 from spec.errors import BackendUnavailable, SpecError
 
@@ -49,8 +52,9 @@ def test_a_fact_is_put_listed_got_and_answered(keys: list[str], tmp_path: Path) 
     assert run("inject", *reversed(keys), *here, *asked) == f"{FACTS[0].strip()}\n"
     assert "7492" not in run("inject", keys[1], *here, *asked)
     assert run("verify", *here) == "2 objects read\n"
+    os.utime(next((tmp_path / "a").glob(f"objects/*/{keys[1]}.*")), (1, 1))
     removed = run("gc", "--limit", "20000", *here)
-    assert removed.split() == [keys[0], "removed"] or removed.split() == [keys[1], "removed"]
+    assert removed.split() == [keys[1], "removed"]
     assert run("forget", "default", "--yes", *here) == "1 objects of default erased\n"
     assert run("list", *here) == ""
     assert not list((tmp_path / "a").glob("objects/*/*"))
@@ -111,6 +115,61 @@ def test_an_encrypted_chunk_needs_its_key(tmp_path: Path) -> None:
     assert isinstance(refused("get", key, *here), KeyUnavailable)
     run("forget", "default", "--yes", *locked)
     assert isinstance(refused("get", key, *locked), KeyUnavailable | NoSuchChunk)
+
+
+@pytest.mark.law("nothing-readable-without-the-key")
+def test_forgetting_without_the_key_is_an_error_and_changes_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("cryptography")
+    for at, name in enumerate(("master", "wrong")):
+        (tmp_path / name).write_bytes(bytes(range(at, 32 + at)))
+        (tmp_path / name).chmod(0o600)
+    (tmp_path / "note.txt").write_text(FACTS[0], encoding="utf-8")
+    here = ("--archive", str(tmp_path / "a"))
+    run("put", str(tmp_path / "note.txt"), *here, "--master-key", str(tmp_path / "master"))
+    for given in ((), ("--master-key", str(tmp_path / "wrong"))):
+        assert isinstance(refused("forget", "default", "--yes", *here, *given), KeyUnavailable)
+    assert len(list((tmp_path / "a" / "objects").glob("*/*"))) == 1
+    assert run("forget", "default", "--yes", *here, "--master-key", str(tmp_path / "master")).startswith("1 objects")
+
+
+@pytest.mark.parametrize("device", ["/dev/urandom", "a FIFO", "a long file"])
+def test_a_master_key_is_read_from_a_regular_file_of_32_bytes(tmp_path: Path, device: str) -> None:
+    """And no more than 33 bytes are read."""
+    pytest.importorskip("cryptography")
+    (folder := tmp_path / "a" / "objects").mkdir(parents=True)
+    path = Path(device)
+    if device == "a FIFO":
+        os.mkfifo(path := tmp_path / "fifo", 0o600)
+    if device == "a long file":
+        (path := tmp_path / "long").touch(mode=0o600)
+        os.truncate(path, 1 << 40)
+    words = "and holds more" if device == "a long file" else "must be a readable file"
+    assert words in str(refused("list", "--archive", str(folder.parent), "--master-key", str(path)))
+
+
+def test_an_empty_text_and_a_budget_of_no_policy_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "note.txt").write_text("", encoding="utf-8")
+    here = ("put", str(tmp_path / "note.txt"), "--archive", str(tmp_path / "a"))
+    assert "must hold at least one token" in str(refused(*here))
+    for budget in ("rubbish", "0.5"):
+        assert f"budget = '{budget}': needs --policy" in str(refused(*here, "--budget", budget))
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_folder_whose_name_is_no_utf_8_is_verified(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"\xff")
+    with Archive(folder) as archive:
+        archive.put(*chunk(1))
+    assert run("verify", "--archive", str(folder)) == "1 objects read\n"
+    (folder / "objects" / os.fsdecode(b"\xff")).touch()
+    result = CliRunner().invoke(app, ["archive", "verify", "--archive", str(folder)])
+    assert (result.exit_code, result.output) == (1, "1 objects read\n'objects/\\udcff'  no file of this archive\n")
+
+
+def test_a_tenant_s_name_is_shown_as_it_was_typed(tmp_path: Path) -> None:
+    (tmp_path / "objects").mkdir()
+    error = refused("list", "--archive", str(tmp_path), "--tenant", "a\nb")
+    assert str(error).startswith(r"tenant = 'a\nb': must be 1 to 256 printable characters")
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,9 @@
 
 import json
 import os
+import re
 import resource
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import torch
 from torch import Tensor
 
 from conformance.own.models_integration.archive.chunks import chunk
-from models_integration.archive.objects import FORMAT, Manifest
+from conformance.own.models_integration.archive.fault_cases import path_of
+from models_integration.archive.manifest import Manifest
+from models_integration.archive.objects import FORMAT
 from models_integration.archive.store import Archive
 from models_integration.cache.atomic_file import publish
 from models_integration.cache.tensor_file import Damaged, header_bytes, parts, read_bytes, write
@@ -47,18 +50,18 @@ def forged(name: str) -> str:
 
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_a_crafted_manifest_stops_nothing(tmp_path: Path, name: str) -> None:
-    """It is put away when the archive is opened, and when it is read; the others are there."""
+    """It is put away when it is read or verified; the others are there."""
     own = chunk(2)[0].key
     with Archive(tmp_path) as archive:
         key = archive.put(*chunk(1))
     crafted(tmp_path, forged(name), chunk(2)[1], own)
     with Archive(tmp_path) as archive:
-        assert archive.repaired.quarantined == [own]
         assert [entry.key for entry in archive.entries()] == [key]
+        assert archive.verify().quarantined == [own]
         crafted(tmp_path, forged(name), chunk(2)[1], own)
         assert archive.get(own, "alice") is None
         assert archive.get(key, "alice") is not None
-        assert archive.verify().clean
+        assert archive.verify().in_quarantine == [f"quarantine/damaged-{own}.safetensors"]
 
 
 def test_a_deeply_nested_manifest_stops_nothing(tmp_path: Path) -> None:
@@ -67,7 +70,8 @@ def test_a_deeply_nested_manifest_stops_nothing(tmp_path: Path) -> None:
         pass
     crafted(tmp_path, "[" * 100_000 + "]" * 100_000, {}, own)
     with Archive(tmp_path) as archive:
-        assert archive.repaired.quarantined == [own]
+        assert archive.entries() == []
+        assert archive.verify().quarantined == [own]
         assert archive.forget("alice") == 1
 
 
@@ -163,31 +167,65 @@ def test_a_bad_tenant_is_refused_before_anything_is_published(tmp_path: Path, te
             with pytest.raises(SpecError, match="tenant"):
                 refused()
         assert archive.verify().clean
-    with Archive(tmp_path) as archive:
-        assert archive.repaired.clean
         assert [entry.key for entry in archive.entries()] == [key]
 
 
-def test_a_scan_lists_only_what_is_proved(quick_path: Path) -> None:
-    """Of 40 flips in the header of an object that is not listed, none makes a phantom key."""
+def test_a_damaged_header_makes_no_phantom_key(quick_path: Path) -> None:
+    """Of 40 flips in the header of an object; nor does an object under another's name."""
     with Archive(quick_path) as archive:
         key = archive.put(*chunk(1))
-        path = quick_path / "objects" / key[:2] / f"{key}.safetensors"
+        path = path_of(quick_path, key)
         data = path.read_bytes()
-    header = 8 * (8 + int.from_bytes(data[:8], "little"))
-    for bit in range(0, header, header // 40):
-        for old in quick_path.glob("catalogue*"):
-            old.unlink()
-        changed = bytearray(data)
-        changed[bit // 8] ^= 1 << bit % 8
-        path.write_bytes(changed)
-        with Archive(quick_path) as archive:
+        header = 8 * (8 + int.from_bytes(data[:8], "little"))
+        for bit in range(0, header, header // 40):
+            changed = bytearray(data)
+            changed[bit // 8] ^= 1 << bit % 8
+            path.write_bytes(changed)
+            assert {entry.key for entry in archive.entries()} <= {key}
+            assert archive.verify().quarantined == [key]
             assert archive.entries() == []
-    other = quick_path / "objects" / "00" / f"{'0' * 64}.safetensors"
-    publish(other, [memoryview(data)])
-    with Archive(quick_path) as archive:
+        publish(path_of(quick_path, "0" * 64), [memoryview(data)])
         assert archive.entries() == []
-        assert archive.repaired.quarantined == ["0" * 64]
+        assert archive.verify().quarantined == ["0" * 64]
+
+
+def wrong_tensors() -> dict[str, Any]:
+    dense = torch.ones(2, 6, 8)
+    return {
+        "int32": dense.int(), "bool": dense.bool(), "complex": dense.to(torch.complex64),
+        "float8": dense.to(torch.float8_e4m3fn), "meta": dense.to("meta"), "sparse": dense.to_sparse(),
+        "no tensor": [1.0],
+    }
+
+
+@pytest.mark.law("refused-before-anything-changes")
+@pytest.mark.parametrize("name", wrong_tensors())
+def test_tensors_that_no_file_can_hold_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    """Also in the place of the ids, and before a tenant's salt is made."""
+    manifest, tensors = chunk(1)
+    with Archive(tmp_path) as archive:
+        for place in ("1.k", "token_ids"):
+            with pytest.raises(SpecError, match=re.escape(f"tensors['{place}']")):
+                archive.put(manifest, {**tensors, place: wrong_tensors()[name]})
+        assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+@pytest.mark.law("an-identity-tells-apart")
+@pytest.mark.parametrize("part", ["ids", "kept"])
+def test_digests_that_are_not_the_manifests_are_refused(tmp_path: Path, part: str) -> None:
+    """A crafted object that says so of itself is damage."""
+    manifest, tensors = chunk(2)
+    if part == "kept":
+        places = {f"{layer}.kept": torch.arange(6).expand(2, 6).contiguous() for layer in manifest.layers}
+        manifest, tensors = replace(manifest, kept="0" * 64), {**tensors, **places}
+    else:
+        tensors = {**tensors, "token_ids": tensors["token_ids"].flip(0)}
+    with Archive(tmp_path) as archive:
+        with pytest.raises(SpecError, match="not those of its manifest"):
+            archive.put(manifest, tensors)
+        crafted(tmp_path, manifest.to_json(), tensors, manifest.key)
+        assert archive.get(manifest.key, "alice") is None
+        assert archive.verify().read == 0
 
 
 def test_put_over_a_damaged_object_replaces_it(tmp_path: Path) -> None:

@@ -6,16 +6,18 @@ import pytest
 
 pytest.importorskip("cryptography")
 
+import json
 import random
 
 import torch
 
 from conformance.own.models_integration.archive.chunks import MODEL, chunk
-from models_integration.archive.errors import KeyUnavailable, WrongModel
+from conformance.own.models_integration.archive.fault_cases import blobs, path_of
+from models_integration.archive.errors import ForeignVersion, KeyUnavailable, NotEncrypted, WrongModel
 from models_integration.archive.keyring import Keyring
-from models_integration.archive.objects import read_object
+from models_integration.archive.objects import read_claim, read_object
 from models_integration.archive.store import Archive
-from models_integration.cache.tensor_file import Damaged
+from models_integration.cache.tensor_file import header_bytes
 from models_integration.model.identity import ModelIdentity
 from spec.errors import SpecError
 
@@ -26,10 +28,6 @@ MASTER = bytes(range(32))
 
 def opened(folder: Path, master: bytes = MASTER) -> Archive:
     return Archive(folder, Keyring(folder / "keys", master))
-
-
-def path_of(folder: Path, key: str) -> Path:
-    return folder / "objects" / key[:2] / f"{key}.safetensors"
 
 
 @pytest.mark.law("saved-is-what-was")
@@ -62,10 +60,9 @@ def test_a_key_of_one_tenant_never_opens_an_object_of_another(tmp_path: Path) ->
         assert archive.get(his, "alice") is None
         assert archive.get(hers, "bob") is None
         ring = Keyring(tmp_path / "keys", MASTER)
-        assert ring.cipher_of(his).key_of("x") == ring.cipher("bob").key_of("x")
-        with pytest.raises(Damaged, match="tag"):
-            read_object(path_of(tmp_path, his), lambda: ring.cipher("alice"))
-        assert read_object(path_of(tmp_path, his), lambda: ring.cipher("bob"))
+        with pytest.raises(KeyUnavailable, match="another salt"):
+            read_object(path_of(tmp_path, his), his, lambda _: ring.cipher("alice"))
+        assert read_object(path_of(tmp_path, his), his, lambda _: ring.cipher("bob"))
         assert archive.verify().clean
 
 
@@ -127,12 +124,8 @@ def test_after_forget_the_folder_holds_none_of_the_bytes(tmp_path: Path, encrypt
             with pytest.raises(KeyUnavailable, match="forgotten"):
                 Keyring(tmp_path / "keys", MASTER).cipher("alice-the-tenant")
     with Archive(tmp_path, ring) as archive:
-        assert archive.repaired.clean
+        assert archive.verify().clean
         assert not any(needle in blob for needle in needles for blob in blobs(tmp_path))
-
-
-def blobs(folder: Path) -> list[bytes]:
-    return [path.name.encode() + path.read_bytes() for path in folder.rglob("*") if path.is_file()]
 
 
 @pytest.mark.law("refused-before-anything-changes")
@@ -144,7 +137,9 @@ def test_another_master_key_is_refused_and_nothing_is_lost(tmp_path: Path) -> No
             archive.get(key, "alice")
         with pytest.raises(KeyUnavailable, match="master key"):
             archive.put(*chunk(2))
-        assert archive.verify().closed == [key]
+        report = archive.verify()
+        assert report.locked == [key]
+        assert len(report.strays) == 1  # the salt
     with opened(tmp_path) as archive:
         assert archive.get(key, "alice") is not None
 
@@ -160,12 +155,136 @@ def test_without_a_keyring_an_encrypted_object_is_refused_and_kept(tmp_path: Pat
     assert path_of(tmp_path, key).exists()
 
 
-@pytest.mark.law("saved-is-what-was")
-def test_objects_that_were_archived_in_the_clear_stay_readable(tmp_path: Path) -> None:
-    with Archive(tmp_path) as archive:
+@pytest.mark.parametrize("with_key", [True, False])
+def test_an_encrypted_archive_neither_gives_nor_takes_objects_in_the_clear(tmp_path: Path, with_key: bool) -> None:
+    """Whoever can write the folder could have planted them, as their digest needs no key."""
+    with Archive(tmp_path / "clear") as archive:
         key = archive.put(*chunk(1))
+    folder = tmp_path / "a"
+    with opened(folder) as archive:
+        sealed = archive.put(*chunk(2))
+    path_of(tmp_path / "clear", key).rename(path_of(folder, key))
+    with opened(folder) if with_key else Archive(folder) as archive:
+        with pytest.raises(NotEncrypted, match="put its text again"):
+            archive.get(key, "alice")
+        assert archive.get(key, "bob") is None
+        assert [entry.key for entry in archive.entries()] == [sealed]
+        report = archive.verify()
+        assert (report.clear, report.locked) == ([key], [] if with_key else [sealed])
+        if not with_key:
+            with pytest.raises(KeyUnavailable, match="no master key is given"):
+                archive.put(*chunk(3))
+        assert len(list((folder / "objects").glob("*/*"))) == 2
+    with opened(folder) as archive:
+        assert archive.forget("alice") == 2
+
+
+@pytest.mark.law("refused-before-anything-changes")
+def test_under_another_salt_a_sound_object_is_locked_and_stays(tmp_path: Path) -> None:
+    """Salts lost, made anew, exchanged, and objects of another archive; put back, everything is read again."""
     with opened(tmp_path) as archive:
-        assert archive.get(key, "alice") is not None
+        keys = {tenant: archive.put(*chunk(1, tenant=tenant)) for tenant in ("alice", "bob")}
+    files = {key: path_of(tmp_path, key).read_bytes() for key in keys.values()}
+    salts = {path: path.read_bytes() for path in (tmp_path / "keys").iterdir()}
+
+    def check_locked(archive: Archive, message: str) -> None:
+        for tenant, key in keys.items():
+            with pytest.raises(KeyUnavailable, match=message):
+                archive.get(key, tenant)
+        report = archive.verify()
+        assert sorted(report.locked) == sorted(keys.values())
+        assert report.quarantined == []
+        assert {key: path_of(tmp_path, key).read_bytes() for key in files} == files
+
+    for path in salts:
+        path.unlink()
+    with opened(tmp_path) as archive:
+        check_locked(archive, "it never had one, or it was forgotten")
+        anew = [archive.put(*chunk(2, tenant=tenant)) for tenant in keys]
+        check_locked(archive, "under another salt")
+        assert archive.verify().read == len(anew)
+    for path, data in zip(salts, reversed(salts.values()), strict=True):
+        path.write_bytes(data)
+    with opened(tmp_path) as archive:
+        assert archive.verify().read == 0
+        assert sorted(archive.verify().locked) == sorted([*keys.values(), *anew])
+    for path, data in salts.items():
+        path.write_bytes(data)
+    with opened(tmp_path) as archive:
+        assert all(archive.get(key, tenant) is not None for tenant, key in keys.items())
+        assert sorted(archive.verify().locked) == sorted(anew)
+    with opened(tmp_path / "other") as archive:
+        archive.put(*chunk(3))
+        for key, data in files.items():
+            path_of(tmp_path / "other", key).write_bytes(data)
+        assert sorted(archive.verify().locked) == sorted(files)
+        assert archive.verify().quarantined == []
+
+
+@pytest.mark.law("refused-before-anything-changes")
+def test_an_encrypted_object_of_the_version_before_is_foreign_and_stays(tmp_path: Path) -> None:
+    """Its header has neither digest nor mark, so nothing tells another salt from damage. `forget` erases it."""
+    with opened(tmp_path) as archive:
+        path = path_of(tmp_path, key := archive.put(*chunk(1)))
+        data = path.read_bytes()
+        size = 8 + int.from_bytes(data[:8], "little")
+        entries = json.loads(data[8:size])
+        metadata = {**entries.pop("__metadata__"), "digest": "", "format": "kvarc/3"}
+        del metadata["mark"]
+        path.write_bytes(header_bytes(metadata, entries) + data[size:])
+        with pytest.raises(ForeignVersion, match="kvarc/3"):
+            archive.get(key, "alice")
+        assert archive.entries() == []
+        assert archive.verify().foreign == [key]
+        assert archive.forget("alice") == 1
+
+
+def test_marks_of_one_tenant_are_not_alike(tmp_path: Path) -> None:
+    """Without the master key, nobody learns which objects have one tenant."""
+    with opened(tmp_path) as archive:
+        claims = [read_claim(path_of(tmp_path, archive.put(*chunk(seed)))) for seed in range(4)]
+    (salt,) = [path.read_bytes() for path in (tmp_path / "keys").iterdir()]
+    assert len({claim.mark for claim in claims} | {salt[32:]}) == 5
+
+
+@pytest.mark.law("refused-before-anything-changes")
+@pytest.mark.parametrize("master", [None, bytes(reversed(MASTER))], ids=["none", "wrong"])
+@pytest.mark.parametrize("salts", [True, False])
+def test_forget_needs_the_master_key(tmp_path: Path, master: bytes | None, salts: bool) -> None:
+    """Also where the salts are lost, so that no salt says whether it is the right one."""
+    with opened(tmp_path) as archive:
+        key = archive.put(*chunk(1))
+    if not salts:
+        for path in (tmp_path / "keys").iterdir():
+            path.unlink()
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    archive = Archive(tmp_path) if master is None else opened(tmp_path, master)
+    with pytest.raises(KeyUnavailable, match="master key"):
+        archive.forget("alice")
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    with opened(tmp_path) as archive:
+        assert archive.forget("alice") == 1
+        assert archive.forget("alice") == 0
+    assert not path_of(tmp_path, key).exists()
+
+
+@pytest.mark.law("figures-are-counted-right")
+def test_verify_reads_each_salt_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And once more for its own tenant's objects: not each one for each object."""
+    with opened(tmp_path) as archive:
+        for seed in range(40):
+            archive.put(*chunk(seed, tenant=f"tenant {seed}", layers=1))
+    stored, reads = Keyring._stored, 0
+
+    def counted(ring: Keyring, owner: str) -> bytes:
+        nonlocal reads
+        reads += 1
+        return stored(ring, owner)
+
+    monkeypatch.setattr(Keyring, "_stored", counted)
+    with opened(tmp_path) as archive:
+        assert archive.verify().read == 40
+    assert reads <= 3 * 40
 
 
 @pytest.mark.law("refused-before-anything-changes")

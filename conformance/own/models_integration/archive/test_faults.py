@@ -12,7 +12,6 @@ import os
 import random
 import resource
 import shutil
-import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from inspect import getsource
@@ -22,15 +21,15 @@ from types import ModuleType
 import pytest
 from torch import Tensor
 
-from conformance.assurance.faults import CALLS, SHORT, faults, sqlite_is_reached
+from conformance.assurance.faults import CALLS, SHORT
 from conformance.own.models_integration.archive.fault_cases import OPERATIONS, Case, killed
 from conformance.own.processes import started
 from conformance.plugin import profile_of
-from models_integration.archive import keyring, object_folder, objects, sealed_database, store
-from models_integration.archive.catalogue import Catalogue, Entry
-from models_integration.archive.errors import ArchiveError, ArchiveFull
+from models_integration.archive import keyring, object_folder, objects, store
+from models_integration.archive.errors import ArchiveFull
 from models_integration.archive.keyring import Cipher, Keyring
-from models_integration.archive.objects import Manifest, read_object
+from models_integration.archive.manifest import Manifest
+from models_integration.archive.objects import Claim, read_object
 from models_integration.cache import atomic_file, tensor_file
 from models_integration.cache.atomic_file import erase
 from models_integration.cache.tensor_file import Damaged
@@ -42,7 +41,7 @@ SAMPLE, KILLED_SAMPLE = 3, 1
 """Of each case, where the profile is not nightly."""
 LEAST_STEP, STEP = 128, 8192
 """Bytes between two sizes of a full disk."""
-MODULES = (atomic_file, tensor_file, keyring, object_folder, objects, sealed_database, store)
+MODULES = (atomic_file, tensor_file, keyring, object_folder, objects, store)
 WITHOUT_THE_SYSTEM = {"fspath", "strerror", "getpid"}
 
 for_both = pytest.mark.parametrize("encrypted", [False, True], ids=["clear", "encrypted"])
@@ -134,36 +133,6 @@ def test_a_full_disk_stops_neither_erasing_nor_opening(
         size += LEAST_STEP if profile_of(pytestconfig) == "nightly" else STEP
 
 
-@for_each
-def test_a_list_that_cannot_grow_stops_neither_erasing_nor_opening(
-    quick_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str,
-) -> None:
-    """The disk is full under SQLite alone: no page can be added to the list."""
-    case = prepared(quick_path / "archive", operation, encrypted=False)
-    pragmas = ("journal_mode = WAL", "max_page_count = 1")
-    monkeypatch.setattr(sealed_database, "PRAGMAS", pragmas)
-    done = True
-    try:
-        with case.open() as archive:
-            OPERATIONS[operation](archive, case.keys)
-    except ArchiveFull:
-        done = False
-    assert done or operation == "put"
-    monkeypatch.undo()
-    case.check(done)
-
-
-@pytest.mark.law("the-proof-has-teeth")
-def test_no_call_fails_behind_the_faults() -> None:
-    """A connection that was made inside lives on."""
-    with faults(4, errno.ENOSPC):
-        rows = sqlite3.connect(":memory:")
-        rows.execute("SELECT 1")
-    for _ in range(4):
-        rows.execute("SELECT 1")
-    rows.close()
-
-
 @pytest.mark.law("the-proof-has-teeth")
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__.rpartition(".")[2])
 def test_every_call_of_the_archive_can_fail(module: ModuleType) -> None:
@@ -176,25 +145,17 @@ def test_every_call_of_the_archive_can_fail(module: ModuleType) -> None:
                 assert node.attr in {*CALLS[room], *WITHOUT_THE_SYSTEM}, f"{node.value.id}.{node.attr}"
 
 
-@pytest.mark.law("the-proof-has-teeth")
-def test_the_calls_inside_sqlite_can_fail(quick_path: Path) -> None:
-    if not sqlite_is_reached():
-        pytest.skip("Python's SQLite does not show its functions; its statements fail all the same")
-    case = prepared(quick_path / "archive", "forget", encrypted=False)
-    inside = {name for name in case.attempt(0, errno.EIO)[1] if name.endswith(" in SQLite")}
-    assert {f"{name} in SQLite" for name in ("open", "close", "ftruncate", "unlink", "mmap")} <= inside
-    assert any(name.startswith("pwrite") for name in inside)
-
-
 def write_once(descriptor: int, parts: Sequence[memoryview]) -> None:
     """What writing must not do: take it for done when the system returns."""
     os.writev(descriptor, parts)
 
 
-def quarantining(path: Path, cipher: Callable[[], Cipher | None]) -> tuple[str, Manifest, dict[str, Tensor]]:
+def quarantining(
+    path: Path, key: str, cipher: Callable[[Claim], Cipher | None],
+) -> tuple[Manifest, dict[str, Tensor]]:
     """What reading must not do: take an error of the disk for damage."""
     try:
-        return read_object(path, cipher)
+        return read_object(path, key, cipher)
     except OSError as error:
         raise Damaged(str(error)) from error
 
@@ -205,20 +166,13 @@ def keep_the_key(ring: Keyring, tenant: str) -> None:
         erase(ring.folder / ring._owner(tenant))
 
 
-def keep_the_rows(catalogue: Catalogue, which: Callable[[Entry], bool]) -> None:
-    """What forgetting must not do: go on as if the rows were gone."""
-    with suppress(ArchiveError, OSError), catalogue._using() as rows:
-        rows.execute("DELETE FROM objects WHERE tenant = 'alice-the-tenant'")
-
-
 @pytest.mark.law("the-proof-has-teeth")
 @pytest.mark.parametrize(
     ("operation", "number", "call", "place", "wrong"),
     [
         ("put", SHORT, "writev", "cache.atomic_file._write", write_once),
-        ("get", errno.EIO, "read", "archive.store.read_object", quarantining),
+        ("get", errno.EIO, "readv", "archive.store.read_object", quarantining),
         ("forget", errno.EIO, "lstat", "archive.keyring.Keyring.destroy", keep_the_key),
-        ("forget", errno.EIO, "statement", "archive.catalogue.Catalogue.remove", keep_the_rows),
     ],
 )
 def test_the_checks_see_what_is_wrong(

@@ -8,7 +8,7 @@ import torch
 
 from conformance.own.models_integration.archive.models import FAMILIES, REFUSED, ROTATIONS, build
 from models_integration.archive.errors import OtherDtype, OtherFrequencies
-from models_integration.archive.objects import check_model
+from models_integration.archive.manifest import check_model
 from models_integration.model import rotation as rope
 from models_integration.model.errors import UnknownModel
 from models_integration.model.identity import identify

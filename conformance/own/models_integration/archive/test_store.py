@@ -1,9 +1,11 @@
 """The archive: what is put is got, by its own tenant and for its own model, or refused by name."""
 
 import errno
+import fcntl
 import json
 import os
 import stat
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,13 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from conformance.own.models_integration.archive.attackers import fill_the_disk, lose_the_right_to_write
+from conformance.own.models_integration.archive.attackers import (
+    fill_the_disk,
+    lose_the_right_to_write,
+    read_where_nothing_can_be_written,
+)
 from conformance.own.models_integration.archive.chunks import MODEL, chunk
+from conformance.own.models_integration.archive.fault_cases import damage, path_of
 from conformance.own.processes import started
 from models_integration.archive.errors import (
     ArchiveFull,
@@ -24,7 +31,7 @@ from models_integration.archive.errors import (
     OtherFrequencies,
     WrongModel,
 )
-from models_integration.archive.objects import Manifest, meaning
+from models_integration.archive.manifest import Manifest, meaning
 from models_integration.archive.store import Archive
 from spec import SPEC_VERSION
 from spec.errors import SpecError
@@ -158,7 +165,8 @@ def test_another_specification_is_refused_and_kept(tmp_path: Path, monkeypatch: 
     keys = []
     for version in ("0.99.0", f"{meaning(SPEC_VERSION)}.77"):
         with monkeypatch.context() as patch, Archive(tmp_path) as archive:
-            patch.setattr("models_integration.archive.objects.SPEC_VERSION", version)
+            for module in ("manifest", "objects"):
+                patch.setattr(f"models_integration.archive.{module}.SPEC_VERSION", version)
             keys.append(archive.put(*chunk(1)))
     with Archive(tmp_path) as archive:
         with pytest.raises(ForeignVersion, match=r"specification 0\.99\.0"):
@@ -211,45 +219,45 @@ def test_a_read_only_folder_is_named(quick_path: Path) -> None:
     assert child.exitcode == 0
 
 
-def test_the_catalogue_is_made_again(tmp_path: Path) -> None:
-    """Deleted or of other bytes, its listing is the same."""
-    with Archive(tmp_path) as archive:
-        for seed in range(5):
-            archive.put(*chunk(seed, tenant="ab"[seed % 2]))
-        listing = archive.entries()
-    for path in tmp_path.glob("catalogue*"):
-        path.unlink()
-    with Archive(tmp_path) as archive:
-        assert archive.entries() == listing
-        assert len(archive.repaired.unlisted) == 5
-    (tmp_path / "catalogue.sqlite").write_bytes(b"no database")
-    with Archive(tmp_path) as archive:
-        assert not archive.repaired.catalogue_intact
-        assert archive.entries() == listing
-    with Archive(tmp_path) as archive:
-        assert archive.repaired.clean
-
-
-def test_what_is_gone_is_named(tmp_path: Path) -> None:
-    with Archive(tmp_path) as archive:
-        key = archive.put(*chunk(1))
-        objects(tmp_path)[0].unlink()
-        assert archive.verify().lost == [key]
-    with Archive(tmp_path) as archive:
-        assert archive.repaired.lost == [key]
-        assert archive.entries() == []
+def test_a_medium_that_cannot_be_written_is_opened_and_read(quick_path: Path) -> None:
+    """By a user who may not write; damage is a miss there, too."""
+    child = started(read_where_nothing_can_be_written, quick_path)
+    child.join()
+    assert child.exitcode == 0
 
 
 def test_the_least_recently_used_goes_first(tmp_path: Path) -> None:
+    """By the times of the files: reading and putting again are uses. The chunk that was just put stays."""
     with Archive(tmp_path) as archive:
-        size = archive.entries()[0].bytes if archive.put(*chunk(0)) and archive.entries() else 0
-    with Archive(tmp_path, limit=3 * size + size // 2) as archive:
-        keys = [archive.put(*chunk(seed)) for seed in range(3)]
+        keys = [archive.put(*chunk(seed)) for seed in range(4)]
+        size = archive.entries()[0].bytes
+        for at, key in enumerate(keys):
+            os.utime(path_of(tmp_path, key), (1000 + at, 1000 + at))
         assert archive.get(keys[0], "alice") is not None
-        keys.append(archive.put(*chunk(3)))
-        assert {entry.key for entry in archive.entries()} == {keys[0], keys[2], keys[3]}
-        assert archive.get(keys[1], "alice") is None
-        assert sum(path.stat().st_size for path in objects(tmp_path)) <= 3 * size + size // 2
+        assert archive.put(*chunk(1)) == keys[1]
+    with Archive(tmp_path, limit=3 * size + size // 2) as archive:
+        os.utime(path_of(tmp_path, keys[0]), (3e9, 3e9))
+        newest = archive.put(*chunk(4))
+        assert {entry.key for entry in archive.entries()} == {keys[0], keys[1], newest}
+        assert archive.get(keys[2], "alice") is None
+    with Archive(tmp_path, limit=size + size // 2) as archive:
+        for key in (keys[0], keys[1], newest):
+            os.utime(path_of(tmp_path, key), (4e9, 4e9))
+        assert {entry.key for entry in archive.entries()} - {archive.put(*chunk(5))} != set()
+        assert [entry.key for entry in archive.entries()] == [chunk(5)[0].key]
+
+
+def test_the_limit_counts_the_quarantine_which_goes_first(tmp_path: Path) -> None:
+    with Archive(tmp_path) as archive:
+        keys = [archive.put(*chunk(seed)) for seed in range(3)]
+        size = archive.entries()[0].bytes
+        damage(path_of(tmp_path, keys[2]))
+        assert archive.get(keys[2], "alice") is None
+    with Archive(tmp_path, limit=2 * size) as archive:
+        assert archive.gc() == [f"quarantine/damaged-{keys[2]}.safetensors"]
+        assert {entry.key for entry in archive.entries()} == set(keys[:2])
+        assert archive.gc() == []
+        assert archive.verify().clean
 
 
 @pytest.mark.law("refused-before-anything-changes")
@@ -264,21 +272,69 @@ def test_a_chunk_above_the_limit_is_refused(tmp_path: Path) -> None:
 
 
 def test_files_of_killed_writers_are_removed_when_they_are_old(tmp_path: Path) -> None:
+    """From every folder, also where the file system has no locks."""
     with Archive(tmp_path) as archive:
         archive.put(*chunk(0))
-        old, new = (objects(tmp_path)[0].parent / f".tmp-{name}" for name in ("old", "new"))
-        for path in (old, new):
+        (tmp_path / "keys").mkdir()
+        places = (objects(tmp_path)[0].parent, tmp_path / "keys", tmp_path / "quarantine", tmp_path)
+        old, new = ([place / f".tmp-{name}" for place in places] for name in ("old", "new"))
+        for path in (*old, *new):
             path.write_bytes(b"half")
+        for path in old:
+            os.utime(path, (1, 1))
+        archive.gc()
+        assert [path for path in (*old, *new) if path.exists()] == new
+
+
+def test_another_clock_breaks_no_running_put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is being written stays, however old it seems; a new one stays for an hour of the disk's clock."""
+    with Archive(tmp_path) as archive:
+        archive.put(*chunk(1))
+        held, new = (tmp_path / "objects" / "00" / f".tmp-{name}" for name in ("held", "new"))
+        for path in (held, new):
+            path.write_bytes(b"half")
+        os.utime(held, (1, 1))
+        with held.open("rb") as file, monkeypatch.context() as patch:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            patch.setattr(time, "time", lambda: 4e9)
+            archive.gc()
+            assert (held.exists(), new.exists()) == (True, True)
+        archive.gc()
+        assert (held.exists(), new.exists()) == (False, True)
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EIO])
+def test_nothing_needs_a_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """On a file system without locks everything works, and what is old is removed by its age alone."""
+    def failing(*arguments: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    for name in ("flock", "fcntl", "lockf"):
+        monkeypatch.setattr(fcntl, name, failing)
+    with Archive(tmp_path, limit=1 << 20) as archive:
+        keys = [archive.put(*chunk(seed, tenant=tenant)) for seed, tenant in enumerate(("alice", "bob"))]
+        old = tmp_path / "objects" / "00" / ".tmp-old"
+        old.write_bytes(b"half")
         os.utime(old, (1, 1))
         archive.gc()
-        assert (old.exists(), new.exists()) == (False, True)
-        assert archive.verify().clean
+        assert not old.exists()
+        assert archive.forget("alice") == 1
+        assert [entry.key for entry in archive.entries()] == keys[1:]
 
 
 @pytest.mark.law("nothing-readable-without-the-key")
-def test_folders_and_files_are_the_owners_alone(tmp_path: Path) -> None:
-    with Archive(tmp_path / "archive") as archive:
-        archive.put(*chunk(0))
-    (path,) = objects(tmp_path / "archive")
-    for place in (path, path.parent, tmp_path / "archive" / "catalogue.sqlite"):
-        assert stat.S_IMODE(place.stat().st_mode) & 0o077 == 0
+@pytest.mark.parametrize("umask", [0, 0o022, 0o077])
+def test_folders_and_files_are_the_owners_alone(tmp_path: Path, umask: int) -> None:
+    """Whatever rights new files have otherwise; a folder that was there keeps its own."""
+    (tmp_path / "there").mkdir(mode=0o750)
+    before = os.umask(umask)
+    try:
+        for name in ("new", "there"):
+            with Archive(tmp_path / name) as archive:
+                archive.put(*chunk(0))
+    finally:
+        os.umask(before)
+    made = [path for name in ("new", "there") for path in (tmp_path / name).rglob("*")]
+    assert {oct(path.stat().st_mode & 0o777) for path in made} == {"0o600", "0o700"}
+    assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
+    assert stat.S_IMODE((tmp_path / "there").stat().st_mode) == 0o750

@@ -1,0 +1,127 @@
+"""Whatever is no whole object in its place is named, put away, and stops nothing; what is put meanwhile stays."""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from conformance.own.models_integration.archive.chunks import chunk
+from conformance.own.models_integration.archive.fault_cases import damage, path_of
+from models_integration.archive.store import Archive
+from models_integration.cache import tensor_file
+from models_integration.cache.tensor_file import Damaged
+from models_integration.cli.app import app
+
+pytestmark = pytest.mark.law("an-object-proves-itself")
+
+
+def fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def linked(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("make", [fifo, linked, Path.mkdir])
+def test_what_is_no_file_is_a_miss_and_nobody_waits(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    """In the place of an object, of a salt's and an earlier list's file, and among the objects."""
+    manifest, tensors = chunk(1)
+    with Archive(tmp_path) as archive:
+        make(path_of(tmp_path, manifest.key))
+        make(tmp_path / "objects" / "00" / "stray")
+        make(tmp_path / "catalogue.lock")
+        started_at = time.monotonic()
+        assert archive.entries() == []
+        assert archive.get(manifest.key, "alice") is None
+        assert archive.put(manifest, tensors) == manifest.key
+        assert archive.verify().read == 1
+        make(path_of(tmp_path, "0" * 64))
+        assert archive.verify().quarantined in ([], ["0" * 64])  # a folder holds no object
+        archive.forget("alice")
+        archive.gc()
+        assert os.path.lexists(tmp_path / "catalogue.lock") == (make is Path.mkdir)
+        assert time.monotonic() < started_at + 5
+
+
+@pytest.mark.parametrize("make", [fifo, linked, Path.mkdir])
+def test_a_saved_tensor_file_is_a_regular_file_or_a_link_to_one(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "none")
+    with pytest.raises(Damaged, match="no regular file"):
+        tensor_file.read(tmp_path / "none")
+    tensor_file.write(tmp_path / "whole", {"format": "x", "manifest": "{}"}, {"a": torch.ones(3)})
+    (tmp_path / "link").symlink_to("whole")
+    assert torch.equal(tensor_file.read(tmp_path / "link")[1]["a"], torch.ones(3))
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "a flipped bit": lambda path: damage(path),
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "empty": lambda path: path.write_bytes(b""),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"x"),
+    "another chunk's": lambda path: path.rename(path.with_name(f"{path.name[:2]}{'0' * 62}.safetensors")),
+    "in another shard": lambda path: path.rename(path.parent.parent / "zz" / path.name),
+    "in another case": lambda path: path.rename(path.with_name(path.name.upper())),
+    "without a suffix": lambda path: path.rename(path.with_suffix("")),
+    "a name that is no UTF-8": lambda path: path.rename(os.fsdecode(os.fsencode(path.parent) + b"/\xff\n")),
+    "of somebody": lambda path: path.with_name("notes.txt").write_text("mine"),
+    "in quarantine": lambda path: (path.parents[2] / "quarantine" / "left").write_bytes(b"x"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_verify_names_whatever_is_no_whole_object_in_its_place(tmp_path: Path, name: str) -> None:
+    """The command ends with 1, and prints names that hold anything."""
+    with Archive(tmp_path) as archive:
+        key = archive.put(*chunk(1))
+        archive.put(*chunk(2))
+    (tmp_path / "objects" / "zz").mkdir()
+    assert CliRunner().invoke(app, ["archive", "verify", "--archive", str(tmp_path)]).exit_code == 0
+    DAMAGES[name](path_of(tmp_path, key))
+    result = CliRunner().invoke(app, ["archive", "verify", "--archive", str(tmp_path)])
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert len(result.output.splitlines()) == 2
+    again = CliRunner().invoke(app, ["archive", "verify", "--archive", str(tmp_path)])
+    assert again.exit_code == 1
+
+
+def interrupted(work: Callable[[], object], at: int, other: Callable[[], object]) -> bool:
+    """Whether the work made so many calls; the other's work is done before the last of them."""
+    calls = 0
+    with pytest.MonkeyPatch.context() as patch:
+        def counting(real: Callable[..., Any]) -> Callable[..., Any]:
+            def counted(*arguments: Any, **options: Any) -> Any:
+                nonlocal calls
+                calls += 1
+                if calls == at:
+                    patch.undo()
+                    other()
+                return real(*arguments, **options)
+
+            return counted
+
+        for name in ("open", "lstat", "replace", "link", "unlink"):
+            patch.setattr(os, name, counting(getattr(os, name)))
+        work()
+    return calls >= at
+
+
+@pytest.mark.law("promised-is-there-forgotten-is-not")
+def test_a_put_beside_a_quarantining_reader_is_not_lost(tmp_path: Path) -> None:
+    """The chunk is put before each call of a reader that finds its object damaged."""
+    with Archive(tmp_path) as archive:
+        path = path_of(tmp_path, key := archive.put(*chunk(1)))
+        damage(path)
+        at = 1
+        while interrupted(lambda: archive.get(key, "alice"), at, lambda: archive.put(*chunk(1))):
+            assert archive.get(key, "alice") is not None, at
+            damage(path)
+            at += 1
+        assert at > 4
+        assert not path.exists()
