@@ -19,6 +19,7 @@ loaded earlier than that.
 
 import os
 import platform
+import signal
 import threading
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -113,7 +114,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "nightly: too long for CI; runs with --kvspec-profile nightly alone")
     _register_profiles()
     settings.load_profile(profile_of(config))
-    config.stash[_engine] = engine_of(config)
+    config.stash[_engine] = engine = engine_of(config)
+    if engine is not None:
+        signal.signal(signal.SIGTERM, lambda number, _: _end_with(engine, number))
     file = config.getoption("--kvspec-exceptions")
     found: list[exceptions.Exemption] = []
     if file:
@@ -174,6 +177,13 @@ def engine_of(config: pytest.Config) -> "Engine | None":
         return Engine(command, seconds)
     except SpecError as error:
         raise pytest.UsageError(str(error)) from error
+
+
+def _end_with(engine: "Engine", number: int) -> None:
+    """End by a signal, and the engine first: it runs in a session of its own."""
+    engine.stop()
+    signal.signal(number, signal.SIG_DFL)
+    signal.raise_signal(number)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
