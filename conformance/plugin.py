@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from spec.backend import Backend, BreathStages, CrystalStages, DiversityStages, NestedKVStages, PolicyStages
 
 __all__ = [
-    "NOT_OFFERED", "PROFILES", "judges", "known_vectors", "precision_of", "skip_without", "sparingly", "subject_of",
+    "NOT_OFFERED", "PROFILES", "judges", "known_vectors", "precision_of", "skip_without", "sparingly", "spec_of",
+    "subject_of",
 ]
 
 PROFILES = ("few", "dev", "ci", "nightly")
@@ -111,6 +112,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "row(*names): what a policy's or a cache's certificate says of the test")
     config.addinivalue_line("markers", "law(name): what a test of our own packages checks that is no item")
     config.addinivalue_line("markers", "judges(backend): the test is about this backend's own code")
+    config.addinivalue_line("markers", "beyond(*backends): the test needs more memory than these backends can use")
     config.addinivalue_line("markers", "nightly: too long for CI; runs with --kvspec-profile nightly alone")
     _register_profiles()
     settings.load_profile(profile_of(config))
@@ -149,6 +151,8 @@ def judges(item: pytest.Item, backend: str) -> bool:
     fixtures = set(getattr(item, "fixturenames", ()))
     mine = "judged" in fixtures and "reference_items" not in fixtures
     named = {name for mark in item.iter_markers("judges") for name in mark.args}
+    if any(backend in mark.args for mark in item.iter_markers("beyond")):
+        return False
     return backend == "numpy" or mine or backend in named
 
 
@@ -219,6 +223,12 @@ def precision_of(config: pytest.Config) -> str:
     return str(config.getoption("--kvspec-precision") or default)
 
 
+def spec_of(config: pytest.Config) -> str:
+    """The version of the specification that an engine names in its hello; nothing of a backend."""
+    engine = config.stash[_engine]
+    return engine.hello.spec if engine else ""
+
+
 def skip_without(judged: "Backend", *families: str) -> None:
     """Skip, by name, what asks for a stage family that the judged backend does not have: each is optional."""
     for family in families:
@@ -229,6 +239,7 @@ def skip_without(judged: "Backend", *families: str) -> None:
 @pytest.fixture(scope="session")
 def judged(request: pytest.FixtureRequest) -> "Backend":
     """The implementation that is judged, on the families that it has; one without any fails every test."""
+    from conformance.checks.boundary import guarded
     from conformance.engine.backend import backend_of
     from spec.backend import FAMILIES, resolve
     from spec.errors import BackendUnavailable
@@ -237,7 +248,7 @@ def judged(request: pytest.FixtureRequest) -> "Backend":
     found = backend_of(engine) if engine else resolve(subject_of(request.config))
     if all(getattr(found, family) is None for family in FAMILIES):
         raise BackendUnavailable(f"backend {found.name!r} has no stage family: there is nothing to judge")
-    return found
+    return guarded(found)
 
 
 @pytest.fixture(scope="session")

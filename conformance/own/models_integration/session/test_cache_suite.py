@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from conformance.cache_suite.conftest import found_model
 from conformance.cache_suite.judge import KINDS, WHOLE, check, save_tiny
+from conformance.checks.boundary import SubjectFailure
 from conformance.paths import ROOT, SPEC
 from conformance.verify import __main__ as door
 from models_integration.session.eviction import after_eviction
@@ -96,6 +97,15 @@ def test_each_mistake_is_found(mistake: str, folder: str) -> None:
     engine, kind, words = MISTAKES[mistake]
     with pytest.raises(AssertionError, match=words):
         check(engine, folder, kind, 5)
+
+
+def test_an_error_of_the_subject_has_its_file_and_line(folder: str) -> None:
+    """Layers that are not in `kept` slide; here there is no such layer either."""
+    def engine(prompt: list[int], kept: Kept, *rest: Any) -> Any:
+        return [sets[0] for sets in (kept.get(layer) for layer in (0, 7))]  # type: ignore[index]
+
+    with pytest.raises(SubjectFailure, match=r"function raised TypeError at \S+test_cache_suite\.py:\d+\n"):
+        check(engine, folder, EQUAL, 5)
 
 
 ENGINES = """
