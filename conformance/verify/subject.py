@@ -106,7 +106,7 @@ def of_policy(named: str) -> Subject:
     found = _loaded("policy", named, lambda: policy_of(check_name(named, "policy"), drawn(0)))
     if all(promised(found, column) != "yes" for column in PROPERTIES):
         raise SpecError("policy", named, "promises nothing, so there is nothing to judge: see spec.policy.Promises")
-    return _of_package("policy", named, named, OURS if named in NAMES else target_of("policy", named, POLICIES))
+    return _of_package("policy", found.name, named, OURS if named in NAMES else target_of("policy", named, POLICIES))
 
 
 def of_cache(named: str) -> Subject:

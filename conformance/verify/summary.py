@@ -16,8 +16,9 @@ _LINES, _WIDTH, _MOST = 6, 150, 12
 
 def headline(made: Mapping[str, Any]) -> str:
     """The verdict in a sentence."""
-    who = " ".join(part for part in (made["subject"]["name"], made["subject"].get("version", "")) if part)
     on, policy = scope(made), made["subject"]["kind"] == "policy"
+    name = made["subject"]["named" if policy else "name"]  # any policy can call itself snapkv
+    who = " ".join(part for part in (name, made["subject"].get("version", "")) if part)
     if made["verdict"] in PASSED:
         if policy:
             return f"{who} keeps its {on}; {COMPARED}" + (f"; {QUICK}" if made["verdict"] == QUICK else "")

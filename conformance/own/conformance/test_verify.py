@@ -260,7 +260,7 @@ def test_a_pull_request_and_a_ci_server_are_told_the_same() -> None:
 
 @pytest.mark.law("as-it-is-described")
 @pytest.mark.parametrize(("kind", "said"), [
-    ("policy", "mine keeps its promises (1 of 2); not compared with any method"),
+    ("policy", "mine:X keeps its promises (1 of 2); not compared with any method"),
     ("cache", "mine conforms to kvspec"),
 ])
 def test_a_policy_keeps_promises_and_conforms_to_nothing(kind: str, said: str) -> None:

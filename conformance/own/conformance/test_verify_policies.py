@@ -32,7 +32,7 @@ def worst(scores, budgets, protected, /):
     return top_units(replace(scores, values=-scores.values), budgets, protected)
 
 RIGHT = policy_from_score(value_norm, needs=Needs("all", values=True), protection=SinkAndRecent(1, 2))
-RIGHT = replace(RIGHT, promises=replace(RIGHT.promises, gqa="N/A"))
+RIGHT = replace(RIGHT, name="snapkv", promises=replace(RIGHT.promises, gqa="N/A"))
 WRONG = replace(RIGHT, name="worst", selector=worst)
 """
 SAID = {
