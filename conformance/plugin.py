@@ -11,6 +11,7 @@
     --kvspec-policy module:ATTRIBUTE    the policy that conformance.policy_suite judges by what it promises
     --kvspec-cache module:ATTRIBUTE     the function that conformance.cache_suite judges: eviction equals masking
     --kvspec-model FOLDER_OR_NAME       on which model; default tiny random ones of four families
+    --kvspec-positions absolute|renumbered  which positions its kept tokens have; default the text's
     --kvspec-exceptions FILE.toml       known failures of a third party: conformance/exceptions.py
 
 `spec` is imported inside functions: jaxtyping's checks must hook it before its first import, and this module is
@@ -39,10 +40,11 @@ if TYPE_CHECKING:
     from spec.backend import Backend, BreathStages, CrystalStages, DiversityStages, NestedKVStages, PolicyStages
 
 __all__ = [
-    "NOT_OFFERED", "PROFILES", "judges", "known_vectors", "precision_of", "skip_without", "sparingly", "spec_of",
-    "subject_of",
+    "NOT_OFFERED", "POSITIONS", "PROFILES", "judges", "known_vectors", "precision_of", "skip_without", "sparingly",
+    "spec_of", "subject_of",
 ]
 
+POSITIONS = ("absolute", "renumbered")
 PROFILES = ("few", "dev", "ci", "nightly")
 FEW_EXAMPLES, CI_EXAMPLES = 12, 150
 FEW_OF_A_LOOP = 20
@@ -63,6 +65,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--kvspec-policy", metavar="NAME", help="whose promises conformance.policy_suite tests")
     group.addoption("--kvspec-cache", metavar="NAME", help="whose cache conformance.cache_suite judges")
     group.addoption("--kvspec-model", metavar="FOLDER", help="on which transformers model; default tiny ones")
+    group.addoption("--kvspec-positions", choices=POSITIONS, help="of what the cache keeps; default absolute")
     group.addoption("--kvspec-exceptions", metavar="FILE.toml", help="known failures, each with a reason")
 
 

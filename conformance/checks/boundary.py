@@ -44,9 +44,10 @@ def boundary(what: str, *admitted: type[Exception]) -> Iterator[None]:
         SubjectFailure: for any other exception, but for KeyboardInterrupt, which ends the run in this test.
     """
     __tracebackhide__ = True
+    passing: tuple[type[BaseException], ...] = (SpecError, EngineFailure, KeyboardInterrupt, *admitted)
     try:
         yield
-    except (SpecError, EngineFailure, KeyboardInterrupt, *admitted):
+    except passing:
         raise
     except BaseException as error:
         raise SubjectFailure(f"{what} raised {type(error).__name__} at {_where(error)}\n{error}") from error

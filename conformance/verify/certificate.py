@@ -38,7 +38,8 @@ def certificate(request: Request, subject: Subject, verdicts: Verdicts) -> dict[
     """The certificate of a run, as the table that is written."""
     who = {**asdict(subject), "name": verdicts.name or subject.name, "spec": verdicts.written_for}
     precision = verdicts.precision if request.kind in ENGINES else None
-    run = {"precision": precision, "seed": request.seed, "timeout": request.timeout, "model": request.model}
+    run = {"precision": precision, "seed": request.seed, "timeout": request.timeout, "model": request.model,
+           "positions": request.positions}
     entries = entries_of(request.exceptions)
     return {
         "schema": SCHEMA, "kvspec": _installed(), "spec": SPEC_VERSION, "date": date.today().isoformat(),

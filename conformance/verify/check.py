@@ -15,7 +15,7 @@ from spec.errors import SpecError
 __all__ = ["converted", "differences", "new_failures", "of_another_version", "read", "repeated"]
 
 _PARTS = {"subject": {"kind", "named", "digest"}, "run": {"profile"}, "items": set(), "vectors": set()}
-_OPTIONS = ("timeout", "precision", "seed", "model")
+_OPTIONS = ("timeout", "precision", "seed", "model", "positions")
 
 # What another day, machine or version of Hypothesis may change without another verdict.
 _FREE = ("date", "device", "kvspec", "counts.examples")

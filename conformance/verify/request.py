@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from conformance.plugin import PROFILES
+from conformance.plugin import POSITIONS, PROFILES
 from spec.errors import SpecError
 
 __all__ = ["ENGINES", "KINDS", "PROFILE", "Request", "parsed", "parser"]
@@ -18,7 +18,10 @@ KINDS = (*ENGINES, "policy", "cache")
 """Of subjects."""
 SEEDS = 2**32
 """Seeds are drawn below."""
-_ONLY_FOR = {"timeout": ("command",), "precision": ENGINES, "exceptions": ENGINES, "model": ("cache",)}
+_ONLY_FOR = {
+    "timeout": ("command",), "precision": ENGINES, "exceptions": ENGINES, "model": ("cache",),
+    "positions": ("cache",),
+}
 
 PROFILE = "ci"
 """The profile of a certificate that says nothing else."""
@@ -41,6 +44,7 @@ class Request:
     policy: str | None
     cache: str | None
     model: str | None
+    positions: str | None
     timeout: float | None
     precision: str | None
     profile: str
@@ -67,9 +71,9 @@ class Request:
     def command_line(self) -> list[str]:
         """The words that ask for this run, on the same examples."""
         options = {
-            f"--{self.kind}": self.named, "--model": self.model, "--timeout": self.timeout,
-            "--precision": self.precision, "--profile": None if self.profile == PROFILE else self.profile,
-            "--seed": self.seed,
+            f"--{self.kind}": self.named, "--model": self.model, "--positions": self.positions,
+            "--timeout": self.timeout, "--precision": self.precision,
+            "--profile": None if self.profile == PROFILE else self.profile, "--seed": self.seed,
         }
         words = [str(word) for option, value in options.items() if value is not None for word in (option, value)]
         return ["kvspec", "verify", *words]
@@ -101,6 +105,9 @@ def parser() -> argparse.ArgumentParser:
                           "or imports the module, that the certificate names: it is shown first")
     made.add_argument("--yes", action="store_true", help="with --check: run it without a question")
     made.add_argument("--model", metavar="FOLDER", help="of transformers, for --cache; default tiny random ones")
+    made.add_argument("--positions", choices=POSITIONS,
+                      help="of the tokens that the --cache keeps: absolute, the text's (default), or renumbered\n"
+                           "from 0 in each KV head, with keys rotated again, and the next tokens behind them")
     made.add_argument("--timeout", type=float, metavar="S", help="seconds that the command may take for an answer")
     made.add_argument("--precision", choices=("float64", "float32"),
                         help="what its S1 promises to compute in; default\n"

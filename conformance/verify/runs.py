@@ -39,6 +39,7 @@ def _command(request: Request) -> list[str]:
     options = {
         "--backend": request.backend, "--kvspec-command": request.command, "--kvspec-policy": request.policy,
         "--kvspec-cache": request.cache, "--kvspec-model": request.model, "--kvspec-timeout": request.timeout,
+        "--kvspec-positions": request.positions,
         "--kvspec-precision": request.precision, "--kvspec-profile": request.profile,
         "--kvspec-exceptions": request.exceptions, "--hypothesis-seed": request.seed,
     }

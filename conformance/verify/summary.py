@@ -22,6 +22,7 @@ def headline(made: Mapping[str, Any]) -> str:
     if made["verdict"] in PASSED:
         if policy:
             return f"{who} keeps its {on}; {COMPARED}" + (f"; {QUICK}" if made["verdict"] == QUICK else "")
+        on += " with renumbered positions" if made["run"].get("positions") == "renumbered" else ""
         does = f"{QUICK} of" if made["verdict"] == QUICK else "conforms to"
         return f"{who} {does} kvspec {made['spec']} on {on}" + _excepted(made)
     if made["verdict"] == PARTIAL:

@@ -15,7 +15,7 @@ from conformance.policy_suite import test_promises
 from conformance.verify import texts
 from conformance.verify.outcomes import failure
 from reference.backend import BACKEND
-from reference.policies import knorm
+from reference.policies import policy_from_score
 from spec.errors import SpecError
 from spec.parameters import PAPER
 from spec.policy import Promises
@@ -65,7 +65,7 @@ def test_no_exception_of_the_judged_code_ends_a_test_otherwise_than_failed(way: 
     def scorer(*given: Any) -> Any:
         way()
 
-    policy = replace(knorm(), scorer=replace(knorm().scorer, score=scorer), promises=Promises(budget_exact="yes"))
+    policy = replace(policy_from_score(scorer), promises=Promises(budget_exact="yes"))
     with pytest.raises(SubjectFailure, match=r"^the policy raised "):
         test_promises.test_a_promise_holds("budget exact", lambda inputs: policy)
 
