@@ -68,9 +68,9 @@ def _each_once(members: list[tuple[str, Json]]) -> dict[str, Json]:
     return found
 
 
-def printable(text: str) -> str:
+def printable(text: str, longest: int = LONGEST_NAME) -> str:
     """A text of somebody else on one line, without what steers a terminal."""
-    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))[:LONGEST_NAME]
+    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))[:longest]
 
 
 def encode(name: str, kind: str, value: Any) -> Json:

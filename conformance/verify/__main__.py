@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from conformance.engine.wire import printable
 from conformance.verify import check
 from conformance.verify.badge import badge
 from conformance.verify.certificate import PASSED, certificate, entries_of, excepted, write
@@ -26,6 +27,9 @@ from spec.errors import BackendUnavailable, SpecError
 
 __all__ = ["main"]
 
+LONGEST_LINE = 4000
+"""Letters of a line that somebody else may have written: an engine, or a certificate."""
+
 
 def main() -> int:
     """Judge; the exit code. What is refused is one line on stderr."""
@@ -33,7 +37,7 @@ def main() -> int:
         request = parsed(sys.argv[1:])
         return check_again(request, request.check) if request.check else judge(request)
     except (SpecError, BackendUnavailable, OSError, pytest.UsageError) as error:
-        print("kvspec:", " ".join(str(error).split()), file=sys.stderr)
+        print("kvspec:", printable(str(error), LONGEST_LINE), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("kvspec: stopped; there is no verdict", file=sys.stderr)
@@ -91,13 +95,13 @@ def check_again(request: Request, path: Path) -> int:
     there = check.read(path)
     again = check.repeated(request, path, there)
     if otherwise := check.of_another_version(there):
-        print(otherwise)
+        print(printable(otherwise, LONGEST_LINE))
         return 1
     ask(request, again)
     subject = prepared(again)
     if subject.digest != there["subject"]["digest"]:
-        print(f"the files of {subject.named} are not those of the certificate ({subject.files}): {subject.digest} now,"
-              f" {there['subject']['digest']} there; nothing was run")
+        said = f"the files of {subject.named} are not those of the certificate ({subject.files}): {subject.digest} now,"
+        print(printable(f"{said} {there['subject']['digest']} there; nothing was run", LONGEST_LINE))
         return 1
     here, _ = run(again, subject, "check.txt")
     found = check.differences(there, here)
@@ -105,9 +109,12 @@ def check_again(request: Request, path: Path) -> int:
         other = seeded(replace(again, seed=request.seed))
         found = check.new_failures(there, run(other, subject, "check-new-seed.txt")[0])
         print(f"the other run was made with --seed {other.seed}")
-    print("\n".join(found) or "the certificate is true: the same files, and the same verdicts in two more runs")
     if found and here["device"] != there["device"]:
-        print(f"made on {there['device']}, checked on {here['device']}")
+        found.append(f"made on {there['device']}, checked on {here['device']}")
+    for line in "\n".join(found).splitlines():
+        print(printable(line, LONGEST_LINE))
+    if not found:
+        print("the certificate is true: the same files, and the same verdicts in two more runs")
     return int(bool(found))
 
 

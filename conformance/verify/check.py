@@ -14,7 +14,10 @@ from spec.errors import SpecError
 
 __all__ = ["converted", "differences", "new_failures", "of_another_version", "read", "repeated"]
 
-_PARTS = {"subject": {"kind", "named", "digest"}, "run": {"profile"}, "items": set(), "vectors": set()}
+_PARTS = {
+    "subject": {"kind", "named", "digest"}, "run": {"profile"}, "items": set(), "vectors": set(), "device": set(),
+}
+_OF_A_ROW = {"verdict", "tests"}
 _OPTIONS = ("timeout", "precision", "seed", "model", "positions")
 
 # What another day, machine or version of Hypothesis may change without another verdict.
@@ -33,6 +36,9 @@ def read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise SpecError("check", str(path), f"must be a certificate: {error}") from error
     whole = all(isinstance(found.get(part), dict) and names <= found[part].keys() for part, names in _PARTS.items())
+    whole = whole and isinstance(found.get("failing"), list) and all(
+        isinstance(row, dict) and row.keys() >= _OF_A_ROW for row in found["items"].values()
+    )
     if not whole or found.get("schema") not in (1, SCHEMA) or found["subject"]["kind"] not in KINDS:
         raise SpecError("check", str(path), f"must be a certificate of schema {SCHEMA}")
     if found["run"]["profile"] not in PROFILES or "quick profile" in str(found.get("verdict")):

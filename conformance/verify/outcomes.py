@@ -81,7 +81,8 @@ def failure(error: BaseException, fixtures: Iterable[str], params: Mapping[str, 
     if len(found.partition("\n")[0]) > _TELLING:
         found = _MORE.sub("", found)
     if isinstance(error, AssertionError) and len(found.partition("\n")[0]) <= _TELLING:
-        found = "\n".join([found, *_statement(error)])
+        statement = _statement(error)
+        found = "\n".join([found.partition("\n")[0], *statement] if statement else [found])
     begin = tuple(f"    {name}=" for name in fixtures)
     drawn = [part for note in notes[:1] for part in _ARGUMENTS.split(note) if not part.startswith(begin)]
     return {

@@ -102,7 +102,8 @@ def test_what_a_certificate_runs_is_shown_and_asked_for(
 
 def test_with_yes_nobody_is_asked(stranger: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     """The files differ, so that nothing runs after all; an escape sequence in the command is shown as text."""
-    assert stranger({"run": {"profile": "ci", "model": "\x1b[2J"}}, "--yes") == 1
+    told = {"kind": "command", "named": STRANGER, "digest": "\x1b[2J"}
+    assert stranger({"run": {"profile": "ci", "model": "\x1b[2J"}, "subject": told}, "--yes") == 1
     said = capsys.readouterr().out
     assert "the files of sh" in said
     assert "\\x1b[2J" in said
@@ -118,7 +119,10 @@ def test_another_version_of_the_specification_is_named_before_anything_runs(
     assert "nothing was run: check it with kvspec 0.0.9, or make a new one" in line
 
 
-@pytest.mark.parametrize("change", [{"verdict": "passes the quick profile"}, {"run": {"profile": "x"}}, {"schema": 3}])
+@pytest.mark.parametrize("change", [
+    {"verdict": "passes the quick profile"}, {"run": {"profile": "x"}}, {"schema": 3},
+    {"device": 1}, {"failing": 1}, {"items": {"CC-CUT": 1}}, {"items": {"CC-CUT": {"verdict": "pass"}}},
+])
 def test_what_is_no_certificate_of_a_whole_run_is_refused(
     change: dict[str, Any], stranger: Callable[..., int], capsys: pytest.CaptureFixture[str],
 ) -> None:
