@@ -11,6 +11,7 @@
     --kvspec-policy module:ATTRIBUTE    the policy that conformance.policy_suite judges by what it promises
     --kvspec-cache module:ATTRIBUTE     the function that conformance.cache_suite judges: eviction equals masking
     --kvspec-model FOLDER_OR_NAME       on which model; default tiny random ones of four families
+    --kvspec-positions absolute|renumbered  which positions its kept tokens have; default the text's
     --kvspec-exceptions FILE.toml       known failures of a third party: conformance/exceptions.py
 
 `spec` is imported inside functions: jaxtyping's checks must hook it before its first import, and this module is
@@ -19,6 +20,7 @@ loaded earlier than that.
 
 import os
 import platform
+import signal
 import threading
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -38,9 +40,11 @@ if TYPE_CHECKING:
     from spec.backend import Backend, BreathStages, CrystalStages, DiversityStages, NestedKVStages, PolicyStages
 
 __all__ = [
-    "NOT_OFFERED", "PROFILES", "judges", "known_vectors", "precision_of", "skip_without", "sparingly", "subject_of",
+    "NOT_OFFERED", "POSITIONS", "PROFILES", "judges", "known_vectors", "precision_of", "skip_without", "sparingly",
+    "spec_of", "subject_of",
 ]
 
+POSITIONS = ("absolute", "renumbered")
 PROFILES = ("few", "dev", "ci", "nightly")
 FEW_EXAMPLES, CI_EXAMPLES = 12, 150
 FEW_OF_A_LOOP = 20
@@ -61,6 +65,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--kvspec-policy", metavar="NAME", help="whose promises conformance.policy_suite tests")
     group.addoption("--kvspec-cache", metavar="NAME", help="whose cache conformance.cache_suite judges")
     group.addoption("--kvspec-model", metavar="FOLDER", help="on which transformers model; default tiny ones")
+    group.addoption("--kvspec-positions", choices=POSITIONS, help="of what the cache keeps; default absolute")
     group.addoption("--kvspec-exceptions", metavar="FILE.toml", help="known failures, each with a reason")
 
 
@@ -110,10 +115,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "row(*names): what a policy's or a cache's certificate says of the test")
     config.addinivalue_line("markers", "law(name): what a test of our own packages checks that is no item")
     config.addinivalue_line("markers", "judges(backend): the test is about this backend's own code")
+    config.addinivalue_line("markers", "beyond(*backends): the test needs more memory than these backends can use")
     config.addinivalue_line("markers", "nightly: too long for CI; runs with --kvspec-profile nightly alone")
     _register_profiles()
     settings.load_profile(profile_of(config))
-    config.stash[_engine] = engine_of(config)
+    config.stash[_engine] = engine = engine_of(config)
+    if engine is not None:
+        signal.signal(signal.SIGTERM, lambda number, _: _end_with(engine, number))
     file = config.getoption("--kvspec-exceptions")
     found: list[exceptions.Exemption] = []
     if file:
@@ -146,6 +154,8 @@ def judges(item: pytest.Item, backend: str) -> bool:
     fixtures = set(getattr(item, "fixturenames", ()))
     mine = "judged" in fixtures and "reference_items" not in fixtures
     named = {name for mark in item.iter_markers("judges") for name in mark.args}
+    if any(backend in mark.args for mark in item.iter_markers("beyond")):
+        return False
     return backend == "numpy" or mine or backend in named
 
 
@@ -174,6 +184,13 @@ def engine_of(config: pytest.Config) -> "Engine | None":
         return Engine(command, seconds)
     except SpecError as error:
         raise pytest.UsageError(str(error)) from error
+
+
+def _end_with(engine: "Engine", number: int) -> None:
+    """End by a signal, and the engine first: it runs in a session of its own."""
+    engine.stop()
+    signal.signal(number, signal.SIG_DFL)
+    signal.raise_signal(number)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -209,6 +226,12 @@ def precision_of(config: pytest.Config) -> str:
     return str(config.getoption("--kvspec-precision") or default)
 
 
+def spec_of(config: pytest.Config) -> str:
+    """The version of the specification that an engine names in its hello; nothing of a backend."""
+    engine = config.stash[_engine]
+    return engine.hello.spec if engine else ""
+
+
 def skip_without(judged: "Backend", *families: str) -> None:
     """Skip, by name, what asks for a stage family that the judged backend does not have: each is optional."""
     for family in families:
@@ -219,6 +242,7 @@ def skip_without(judged: "Backend", *families: str) -> None:
 @pytest.fixture(scope="session")
 def judged(request: pytest.FixtureRequest) -> "Backend":
     """The implementation that is judged, on the families that it has; one without any fails every test."""
+    from conformance.checks.boundary import guarded
     from conformance.engine.backend import backend_of
     from spec.backend import FAMILIES, resolve
     from spec.errors import BackendUnavailable
@@ -227,7 +251,7 @@ def judged(request: pytest.FixtureRequest) -> "Backend":
     found = backend_of(engine) if engine else resolve(subject_of(request.config))
     if all(getattr(found, family) is None for family in FAMILIES):
         raise BackendUnavailable(f"backend {found.name!r} has no stage family: there is nothing to judge")
-    return found
+    return guarded(found)
 
 
 @pytest.fixture(scope="session")

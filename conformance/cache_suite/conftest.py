@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["folder", "folder_of", "found_model", "run", "seed"]
+__all__ = ["folder", "folder_of", "found_model", "renumbered", "run", "seed"]
 
 _given = pytest.StashKey[dict[str, str]]()
 """The folder of --kvspec-model by its family, or nothing."""
@@ -86,6 +86,12 @@ def folder_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 def folder(folder_of: Callable[[str], str], family: str) -> str:
     """Of the model."""
     return folder_of(family)
+
+
+@pytest.fixture(scope="session")
+def renumbered(request: pytest.FixtureRequest) -> bool:
+    """Whether the cache declares that it renumbers what it keeps."""
+    return bool(request.config.getoption("--kvspec-positions") == "renumbered")
 
 
 @pytest.fixture(scope="session")

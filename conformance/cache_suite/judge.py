@@ -21,7 +21,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from conformance.cache_suite.oracle import Masked
+from conformance.cache_suite.oracle import Masked, UnknownRotation, check_rotation
+from conformance.checks.boundary import boundary
 from conformance.tolerances import MASKED_LOGITS, MASKED_VISIBLE
 
 __all__ = ["KINDS", "PROMPT", "TINY", "WHOLE", "Kept", "Run", "check", "save_tiny"]
@@ -65,6 +66,16 @@ def _loaded(folder: str) -> PreTrainedModel:
         folder, dtype=torch.float32, local_files_only=True,
     )
     return model
+
+
+@cache
+def _unknown_rotation(folder: str) -> str:
+    """Why positions cannot be renumbered in this model; nothing where they can."""
+    try:
+        check_rotation(_loaded(folder))
+    except UnknownRotation as error:
+        return str(error)
+    return ""
 
 
 def _set(rng: np.random.Generator, size: int) -> list[int]:
@@ -115,11 +126,11 @@ class Case:
     unmasked: Tensor
 
 
-def _case(folder: str, kind: str, new: int, seed: int) -> Case:
+def _case(folder: str, kind: str, new: int, seed: int, renumbered: bool) -> Case:
     model, rng = _loaded(folder), np.random.default_rng([seed, new, list(KINDS).index(kind)])
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     prompt, following = (rng.integers(3, vocabulary, n).tolist() for n in (PROMPT, new))
-    masked, full = Masked(model), Masked(model)
+    masked, full = Masked(model, renumbered), Masked(model)
     for reader in (masked, full):
         reader.read(torch.tensor([prompt]))
     kept = KINDS[kind](rng, masked.heads)
@@ -128,20 +139,23 @@ def _case(folder: str, kind: str, new: int, seed: int) -> Case:
     return Case(prompt, kept, following, expected, unmasked)
 
 
-def check(run: Run, folder: str, kind: str, new: int, seed: int = 0) -> None:
-    """One prompt, its kept sets, and `new` tokens behind it.
+def check(run: Run, folder: str, kind: str, new: int, seed: int = 0, renumbered: bool = False) -> None:
+    """One prompt, its kept sets, and `new` tokens behind it, at the text's positions or renumbered.
 
     Raises:
         AssertionError: where the engine says something else than the masked model.
     """
-    case = _case(folder, kind, new, seed)
+    if renumbered and (unknown := _unknown_rotation(folder)):
+        pytest.skip(f"{kind}: {unknown}")
+    case = _case(folder, kind, new, seed, renumbered)
     if kind != WHOLE and _apart(case.unmasked, case.expected) <= MASKED_VISIBLE:
         pytest.skip(f"{kind}: masking changes nothing that could be seen on this model")
     try:
-        said = run(case.prompt, copy.deepcopy(case.kept), case.following, folder)
+        with boundary("the cache's function", NotImplementedError):
+            said = run(case.prompt, copy.deepcopy(case.kept), case.following, folder)
+            found = torch.as_tensor(said).detach().to("cpu", torch.float32)
     except NotImplementedError as error:
         pytest.skip(f"{kind}: not served ({error})")
-    found = torch.as_tensor(said).detach().to("cpu", torch.float32)
     assert found.shape == case.expected.shape, f"logits are {tuple(found.shape)}, not (new tokens, vocabulary)"
     apart = _apart(_log(found), case.expected)
     if not apart <= MASKED_LOGITS:

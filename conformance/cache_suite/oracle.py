@@ -1,7 +1,8 @@
 """The oracle: the full cache of transformers, whose evicted tokens are masked where attention is called.
 
 It shares no code with what is judged: a copy of the model reads into a plain DynamicCache, and an attention function
-of the oracle's own puts a mask by layer and KV head upon the model's, whatever family it is.
+of the oracle's own puts a mask by layer and KV head upon the model's, whatever family it is. For caches that renumber,
+it also turns queries and keys to the positions that they have there.
 """
 
 import copy
@@ -15,13 +16,15 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-__all__ = ["Masked", "full_layers"]
+__all__ = ["Masked", "UnknownRotation", "check_rotation", "frequencies", "full_layers"]
 
 Sets = Sequence[Sequence[Sequence[int]]]
 """Visible positions by full-attention layer, one set or one for each KV head."""
 
 # What each attention module of a copy may see, (sets, seen); and how often it was asked in this forward.
 _VISIBLE: dict[nn.Module, Tensor] = {}
+# The frequencies of each such module that renumbers: kept tokens are at 0, 1, ... there, and the next ones behind.
+_RENUMBERED: dict[nn.Module, Tensor] = {}
 _CALLS: dict[nn.Module, int] = {}
 
 
@@ -32,11 +35,15 @@ def full_layers(model: PreTrainedModel) -> list[int]:
     return [index for index, kind in enumerate(kinds) if kind == "full_attention"]
 
 
+class UnknownRotation(ValueError):
+    """A model for which the judge cannot renumber positions."""
+
+
 class Masked:
     """A copy of a model with a full cache, of which its full-attention layers see what they are told."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = copy.deepcopy(model)
+    def __init__(self, model: PreTrainedModel, renumbered: bool = False) -> None:
+        self.model, self.renumbered = copy.deepcopy(model), renumbered
         config = self.model.config.get_text_config(decoder=True)
         self.cache, self.seen = DynamicCache(config=config), 0
         full = full_layers(model)
@@ -57,6 +64,8 @@ class Masked:
         for layer, visible in self.visible.items():
             grown = torch.nn.functional.pad(visible, (0, ids.shape[1]), value=True)
             self.visible[layer] = _VISIBLE[self.modules[layer]] = grown
+            if self.renumbered:
+                _RENUMBERED[self.modules[layer]] = frequencies(self.model)
         try:
             with torch.no_grad():
                 logits = self.model(input_ids=ids, past_key_values=self.cache, use_cache=True).logits
@@ -64,6 +73,7 @@ class Masked:
                 raise RuntimeError("the oracle's mask did not reach every full-attention layer")
         finally:
             _VISIBLE.clear()
+            _RENUMBERED.clear()
             _CALLS.clear()
         assert isinstance(logits, Tensor)
         return logits
@@ -100,9 +110,59 @@ def _masking(stock: str) -> Callable[..., Any]:
         if module in _VISIBLE:
             _CALLS[module] = _CALLS.get(module, 0) + 1
             attention_mask = _with(attention_mask, _VISIBLE[module], query, key)
+            if module in _RENUMBERED:
+                query, key = _moved(query, key, _VISIBLE[module], _RENUMBERED[module])
         return function(module, query, key, value, attention_mask, **options)
 
     return attention
+
+
+def frequencies(model: nn.Module) -> Tensor:
+    """Of the rotation of full-attention layers, in pairs of halves of the first channels.
+
+    Raises:
+        UnknownRotation: for a model without them.
+    """
+    for module in model.modules():
+        for name in ("full_attention_inv_freq", "inv_freq"):
+            if isinstance(found := getattr(module, name, None), Tensor):
+                return found
+    raise UnknownRotation("the judge finds no rotary frequencies in this model: it cannot renumber positions")
+
+
+def check_rotation(model: PreTrainedModel) -> None:
+    """Whether this is how the model turns its keys: those of a text that begins later are the same, turned.
+
+    Raises:
+        UnknownRotation: otherwise.
+    """
+    config, ids, later = model.config.get_text_config(decoder=True), torch.arange(3, 9)[None], 5
+    keys = []
+    for first in (0, later):
+        cache, positions = DynamicCache(config=config), torch.arange(first, first + ids.shape[1])[None]
+        with torch.no_grad():
+            model(input_ids=ids, past_key_values=cache, position_ids=positions, use_cache=True)
+        keys.append(cast(Any, cache.layers[full_layers(model)[0]]).keys)
+    turned = _turned(keys[0], torch.full(keys[0].shape[1:3], float(later)), frequencies(model))
+    if not torch.allclose(turned, keys[1], rtol=1e-3, atol=1e-3 * float(keys[1].abs().max())):
+        raise UnknownRotation("the judge does not know how this model rotates its keys: it cannot renumber positions")
+
+
+def _moved(query: Tensor, key: Tensor, visible: Tensor, frequency: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries (1, H, q, d) and keys (1, H_kv, live, d) at the ranks of the visible (1 or H_kv, live) tokens."""
+    by = visible.long().cumsum(dim=1) - 1 - torch.arange(visible.shape[1])
+    by = by.expand(key.shape[1], -1)
+    of_queries = by[:, -query.shape[2] :].repeat_interleave(query.shape[1] // key.shape[1], dim=0)
+    return _turned(query, of_queries, frequency), _turned(key, by, frequency)
+
+
+def _turned(x: Tensor, by: Tensor, frequency: Tensor) -> Tensor:
+    """Vectors (1, heads, n, d) turned by so many positions (heads, n); channels without a frequency stay."""
+    half = len(frequency)
+    angle = by[None, :, :, None] * frequency
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
 
 
 def _with(mask: Tensor | None, visible: Tensor, query: Tensor, key: Tensor) -> Tensor | None:

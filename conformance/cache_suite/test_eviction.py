@@ -11,11 +11,11 @@ NEW = (1, 5)
 
 
 @pytest.mark.parametrize("new", NEW)
-def test_eviction_equals_masking(run: Run, folder: str, kind: str, new: int, seed: int) -> None:
-    check(run, folder, kind, new, seed)
+def test_eviction_equals_masking(run: Run, folder: str, kind: str, new: int, seed: int, renumbered: bool) -> None:
+    check(run, folder, kind, new, seed, renumbered)
 
 
-def test_a_call_leaves_nothing_behind(run: Run, folder: str, seed: int) -> None:
+def test_a_call_leaves_nothing_behind(run: Run, folder: str, seed: int, renumbered: bool) -> None:
     """The same question after another prompt."""
     for more in (1, 2, 1):
-        check(run, folder, "one set for all", 5, seed + more)
+        check(run, folder, "one set for all", 5, seed + more, renumbered)

@@ -2,19 +2,20 @@
 
 import json
 import os
+import select
 import shlex
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from threading import Event, Timer
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from conformance.engine.ops import stages
-from conformance.engine.wire import Json, told
+from conformance.engine.wire import Json, parsed, printable, told
 from spec import SPEC_VERSION
 from spec.errors import SpecError
 
@@ -27,7 +28,13 @@ PROTOCOL = 1
 PRECISIONS = ("float64", "float32")
 HELLO_SECONDS = 10.0
 SHOWN = 2000  # characters of a request, or of standard error, in a message
-LONGEST = 2**31  # bytes of an answer
+LONGEST = 2**28  # bytes of an answer
+CHUNK = 2**20  # bytes read or written at once
+ALIVE_SECONDS = 0.2  # between two looks at whether a silent process still runs
+MOST_TIMEOUTS = 3
+"""Of one operation; then it fails without being asked, or a stage that hangs would cost one for each example."""
+HIDDEN = ("PYTEST", "KVSPEC", "HYPOTHESIS")
+"""Beginnings of the names of variables that an engine does not get: it is to answer as it does when it is used."""
 
 T = TypeVar("T")
 
@@ -74,64 +81,89 @@ def hello_of(answer: Json) -> Hello:
     Raises:
         ValueError: where it is of another form, speaks another protocol, or offers a family in part.
     """
-    if not isinstance(answer, dict) or answer.get("protocol") != PROTOCOL:
+    said = answer.get("protocol") if isinstance(answer, dict) else None
+    if type(said) is not int or said != PROTOCOL:
         raise ValueError(f"must be an object with protocol = {PROTOCOL}")
     texts = {name: answer.get(name, "") for name in ("spec", "name", "version", "precision")}
     for name, text in texts.items():
         if not isinstance(text, str) or not text or (name == "precision" and text not in PRECISIONS):
-            raise ValueError(f"says {name} = {text!r}")
+            raise ValueError(f"says {name} = {text!r:.{SHOWN}}")
     families = answer.get("families")
     if not isinstance(families, dict) or not families:
-        raise ValueError(f"says families = {families!r}: there is nothing to judge")
+        raise ValueError(f"says families = {families!r:.80}: there is nothing to judge")
     for family, offered in families.items():
         whole = stages(family)
         if not whole or not isinstance(offered, list) or sorted(map(str, offered)) != sorted(whole):
-            raise ValueError(f"offers {family} with {offered!r}: a family is whole ({', '.join(whole) or 'unknown'})")
-    return Hello(**texts, families=families)
+            all_ = ", ".join(whole) or "unknown"
+            raise ValueError(f"offers {family:.80} with {offered!r:.{SHOWN}}: a family is whole ({all_})")
+    return Hello(**{name: printable(text) for name, text in texts.items()}, families=families)
 
 
 class Process:
-    """One run of a command."""
+    """One run of a command, on POSIX."""
 
     def __init__(self, command: str) -> None:
         words = shlex.split(command)
         if not words:
             raise ValueError("there is no word in it")
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
+        self._read = bytearray()
         try:
             # A group of its own: what a shell starts ends with it.
             self._popen = subprocess.Popen(
-                words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr,
+                words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr, bufsize=0,
                 start_new_session=True,
+                env={name: value for name, value in os.environ.items() if not name.startswith(HIDDEN)},
             )
         except OSError:
             self._stderr.close()
             raise
+        assert self._popen.stdin is not None
+        assert self._popen.stdout is not None
+        self._in, self._out = self._popen.stdin.fileno(), self._popen.stdout.fileno()
+        os.set_blocking(self._in, False)
+        os.set_blocking(self._out, False)
 
     def exchange(self, line: str, seconds: float) -> bytes:
         """The line that comes back for a line.
 
+        Nothing waits for the end of a pipe: a child of the engine may hold it open for ever.
+
         Raises:
-            EngineTimeout, EngineCrash: when none does.
+            EngineTimeout, EngineCrash, EngineGarbage: when none does, or one without an end.
         """
-        late = Event()
-        timer = Timer(seconds, self._kill, [late])
-        timer.daemon = True
-        timer.start()
-        assert self._popen.stdin is not None
-        assert self._popen.stdout is not None
+        deadline, unsent = time.monotonic() + seconds, memoryview(line.encode() + b"\n")
+        while b"\n" not in self._read[-CHUNK:]:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise EngineTimeout(f"no answer within {seconds:g} s")
+            readable, writable, _ = select.select(
+                [self._out], [self._in] if unsent else [], [], min(left, ALIVE_SECONDS),
+            )
+            if writable:
+                unsent = self._send(unsent)
+            ended = not readable and self._popen.poll() is not None
+            if ended or (readable and not self._receive()):
+                raise EngineCrash(f"ended{self._how()} before it had answered")
+        answer, _, self._read = self._read.partition(b"\n")
+        return bytes(answer)
+
+    def _send(self, unsent: memoryview) -> memoryview:
+        """What is left of it; nothing where nobody reads any more."""
         try:
-            with suppress(OSError):
-                self._popen.stdin.write(line.encode() + b"\n")
-                self._popen.stdin.flush()
-            answer = self._popen.stdout.readline(LONGEST)
-        finally:
-            timer.cancel()
-        if late.is_set():
-            raise EngineTimeout(f"no answer within {seconds:g} s")
-        if not answer.endswith(b"\n"):
-            raise EngineCrash(f"ended{self._how()} before it had answered")
-        return answer
+            return unsent[os.write(self._in, unsent[:CHUNK]) :]
+        except BlockingIOError:
+            return unsent
+        except OSError:
+            return unsent[:0]
+
+    def _receive(self) -> bool:
+        """Whether the output goes on."""
+        chunk = os.read(self._out, CHUNK)
+        self._read += chunk
+        if len(self._read) > LONGEST:
+            raise EngineGarbage(f"the answer is longer than {LONGEST} bytes")
+        return bool(chunk)
 
     def _how(self) -> str:
         try:
@@ -146,22 +178,16 @@ class Process:
         self._stderr.seek(max(0, self._stderr.tell() - SHOWN))
         return self._stderr.read().decode(errors="replace").strip()
 
-    def _kill(self, late: Event) -> None:
-        late.set()
-        if self._popen.returncode is not None:
-            return  # waited for: its number may be another's by now
-        with suppress(OSError):
-            if os.name == "posix":
-                os.killpg(self._popen.pid, signal.SIGKILL)
-            else:
-                self._popen.kill()
-
     def stop(self) -> None:
-        """End it."""
-        self._kill(Event())
-        with suppress(OSError):  # what was not yet written cannot be
-            self._popen.__exit__(None, None, None)
-        self._stderr.close()
+        """End it; what its children hold open is closed on this side."""
+        with suppress(OSError):
+            if self._popen.poll() is None:  # else its number may be another's by now
+                os.killpg(self._popen.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            self._popen.wait(timeout=5)
+        for pipe in (self._popen.stdin, self._popen.stdout, self._stderr):
+            assert pipe is not None
+            pipe.close()
 
 
 class Engine:
@@ -175,6 +201,7 @@ class Engine:
         self._command, self._seconds = command, seconds
         self._process: Process | None = None
         self._asked = 0
+        self._hung: dict[str, list[str]] = {}
         self._hello = json.dumps({"id": 0, "op": "hello", "protocol": PROTOCOL, "spec": SPEC_VERSION})
         try:
             self.hello = self._start()
@@ -189,7 +216,7 @@ class Engine:
         except (OSError, ValueError) as error:
             raise EngineCrash(f"cannot be started: {error}", self._command) from error
         self._asked = 0
-        return self._exchange(self._hello, HELLO_SECONDS, hello_of)
+        return self._exchange("hello", self._hello, HELLO_SECONDS, hello_of)
 
     def ask(self, op: str, arguments: Json, read: Callable[[Json], T]) -> T:
         """The result of an operation as `read` makes it, which raises ValueError for what is none.
@@ -199,22 +226,33 @@ class Engine:
             EngineFailure: where it fails.
         """
         __tracebackhide__ = True  # pytest shows where the suite asked, and the message
+        self._check_answers("hello", HELLO_SECONDS)
+        self._check_answers(op, self._seconds)
         if self._process is None:
             self._start()
         self._asked += 1
         line = json.dumps({"id": self._asked, "op": op, "arguments": arguments})
-        return self._exchange(line, self._seconds, read)
+        return self._exchange(op, line, self._seconds, read)
 
-    def _exchange(self, line: str, seconds: float, read: Callable[[Json], T]) -> T:
+    def _check_answers(self, op: str, seconds: float) -> None:
+        __tracebackhide__ = True
+        if len(hung := self._hung.get(op, [])) >= MOST_TIMEOUTS:
+            reason = f"no answer within {seconds:g} s to {len(hung)} requests of {op}, which is not asked again"
+            _fail(EngineTimeout, reason, hung[0], "")
+
+    def _exchange(self, op: str, line: str, seconds: float, read: Callable[[Json], T]) -> T:
         __tracebackhide__ = True
         assert self._process is not None
         try:
             return outcome(self._process.exchange(line, seconds), self._asked, read)
         except EngineFailure as failure:
-            complaint = self._process.complaint()
-            if not isinstance(failure, EngineError):
-                self.stop()
-            raise type(failure)(failure.reason, self._kept(line), complaint) from None
+            kind, reason = type(failure), failure.reason  # its traceback would keep the answer
+        complaint, request = self._process.complaint(), self._kept(line)
+        if kind is not EngineError:
+            self.stop()
+        if kind is EngineTimeout:
+            self._hung.setdefault(op, []).append(request)
+        return _fail(kind, reason, request, complaint)
 
     @cached_property
     def _home(self) -> str:
@@ -236,6 +274,12 @@ class Engine:
             self._process = None
 
 
+def _fail(kind: type[EngineFailure], reason: str, request: str, complaint: str) -> NoReturn:
+    """Raise all failures of a kind from one line: Hypothesis then takes them for one, whichever example it tries."""
+    __tracebackhide__ = True
+    raise kind(reason, request, complaint)
+
+
 def outcome(answer: bytes, number: int, read: Callable[[Json], T]) -> T:
     """What an answer to the request of this number says.
 
@@ -244,13 +288,13 @@ def outcome(answer: bytes, number: int, read: Callable[[Json], T]) -> T:
         EngineFailure: where it says that the engine failed, or is no answer.
     """
     try:
-        said = _json(answer)
-        if not isinstance(said, dict) or said.get("id") != number:
+        said = parsed(answer)
+        if not isinstance(said, dict) or type(said.get("id")) is not int or said["id"] != number:
             raise ValueError(f"must be an object with id = {number}")
         if said.keys() == {"id", "result"}:
             return read(said["result"])
         if said.keys() == {"id", "error"}:
-            raise EngineError(f"the engine failed: {said['error']}")
+            raise EngineError(f"the engine failed: {str(said['error'])[:SHOWN]}")
         refusal = {"argument": str, "value": object, "bound": str}
         given = said.get("refusal")
         if said.keys() != {"id", "refusal"} or not isinstance(given, dict) or given.keys() != refusal.keys():
@@ -258,13 +302,6 @@ def outcome(answer: bytes, number: int, read: Callable[[Json], T]) -> T:
         if not all(isinstance(given[name], kind) for name, kind in refusal.items()):
             raise ValueError("must name the argument and the bound as text")
     except (ValueError, TypeError, OverflowError) as error:
-        shown = answer.decode(errors="replace").strip()
-        raise EngineGarbage(f"the answer {error}: {shown[:SHOWN]}") from error
+        shown = answer[:SHOWN].decode(errors="replace").strip()
+        raise EngineGarbage(f"the answer {error}: {shown}") from error
     raise SpecError(given["argument"], told(given["value"]), given["bound"])
-
-
-def _json(answer: bytes) -> Json:
-    try:
-        return json.loads(answer)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"is no JSON ({error})") from error

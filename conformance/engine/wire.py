@@ -1,6 +1,8 @@
 """How values are written for an engine and read from one: spec/protocol.md, section "Values"."""
 
 import base64
+import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import Field, fields
@@ -16,7 +18,9 @@ from spec.parameters import CrystalCacheParameters, NestedKVParameters
 from spec.policy import Selection
 from spec.records import CoAttention, Dissolution, TrunkGraph, Trunks
 
-__all__ = ["Check", "Json", "as_it_is", "checked", "decode", "encode", "number", "sizes", "told"]
+__all__ = [
+    "Check", "Json", "as_it_is", "checked", "decode", "encode", "number", "parsed", "printable", "sizes", "told",
+]
 
 Json: TypeAlias = Any
 Check: TypeAlias = Callable[[Array, Any], Any]
@@ -24,6 +28,7 @@ Check: TypeAlias = Callable[[Array, Any], Any]
 
 LARGE = 65536  # bytes of an array that is no longer written as lists
 EXACT = 2**53  # an integer beyond is text
+LONGEST_NAME = 100
 DTYPES = {"float": np.float64, "int": np.int64, "bool": np.bool_}
 WRITTEN = ("float64", "float32", "int64", "bool")
 FLOAT = re.compile(r"-?(0x[0-9a-f]+(\.[0-9a-f]*)?p[+-]?\d+|inf)|nan")
@@ -34,6 +39,38 @@ CLASSES: Mapping[str, Any] = {
 PARAMETER_CLASSES: Mapping[str, Any] = dict(
     zip(PARAMETERS, (CrystalCacheParameters, NestedKVParameters), strict=True)
 )
+
+
+def parsed(answer: bytes) -> Json:
+    """The JSON of a line: strict, for what Python's reader admits beyond JSON no other reader would.
+
+    Raises:
+        ValueError: for NaN and infinities as numbers, a member twice, a byte order mark, and what is no JSON at all.
+    """
+    try:
+        return json.loads(
+            answer.decode("utf-8"), parse_constant=_finite, parse_float=_finite, object_pairs_hook=_each_once,
+        )
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"is no JSON ({error})") from error
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(found := float(text)):
+        raise ValueError(f"{text:.80} is no number of JSON")
+    return found
+
+
+def _each_once(members: list[tuple[str, Json]]) -> dict[str, Json]:
+    found = dict(members)
+    if len(found) < len(members):
+        raise ValueError("an object has a member twice")
+    return found
+
+
+def printable(text: str, longest: int = LONGEST_NAME) -> str:
+    """A text of somebody else on one line, without what steers a terminal."""
+    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))[:longest]
 
 
 def encode(name: str, kind: str, value: Any) -> Json:
@@ -149,9 +186,12 @@ def _array_of(value: Json, wanted: Array) -> np.ndarray[Any, Any]:
     if isinstance(value, dict):
         if value.keys() != {"dtype", "shape", "base64"} or value["dtype"] not in WRITTEN:
             raise ValueError(f"must have dtype (one of {', '.join(WRITTEN)}), shape and base64")
+        shape = value["shape"]
+        if not isinstance(shape, list) or any(type(size) is not int or size < 0 for size in shape):
+            raise ValueError(f"has shape {shape!r:.80}, which is no list of sizes")
         dtype = np.dtype(value["dtype"])
         raw = np.frombuffer(base64.b64decode(value["base64"], validate=True), dtype.newbyteorder("<"))
-        found: np.ndarray[Any, Any] = raw.reshape(value["shape"]).astype(dtype)
+        found: np.ndarray[Any, Any] = raw.reshape(shape).astype(dtype)
         return found
     leaves = np.array(value, dtype=object)
     numbers = [number(x) for x in leaves.ravel().tolist()]

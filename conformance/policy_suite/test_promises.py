@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, reject
 from hypothesis import strategies as st
 
+from conformance.checks.boundary import boundary
 from conformance.checks.promises import PROPERTIES, promised
 from conformance.strategies.policy_inputs import Inputs, decided, drawn
 from spec.errors import SpecError
@@ -74,10 +75,10 @@ class Own:
 @given(draw=DRAWS)
 def test_a_promise_holds(column: str, judged_policy: Callable[[Inputs], Policy], draw: Draw) -> None:
     case = Own(judged_policy)
-    said = promised(case.made, column)
+    with boundary("the policy"):
+        said, protected = promised(case.made, column), len(case.guaranteed(LONG, LONG))
     if said != "yes":
         pytest.skip(f"{column}: {'N/A' if said == 'N/A' else 'not promised'}")
-    protected = len(case.guaranteed(LONG, LONG))
     if column == "protection holds" and not protected:
         pytest.skip(f"{column}: N/A, for no token is protected")
     inputs = draw.inputs(protected, case.fewest_layers)
@@ -85,13 +86,14 @@ def test_a_promise_holds(column: str, judged_policy: Callable[[Inputs], Policy],
 
 
 def check(case: Own, column: str, inputs: Inputs, B: int, seed: int) -> None:
-    """One input: no budget below what is protected, and none that the policy refuses."""
-    B = max(B, len(case.guaranteed(inputs.n, B)))
+    """One input: no budget below what is protected, and none that the policy refuses, which may not be a full one."""
     try:
-        holds = PROPERTIES[column].holds(case, inputs, B, seed)
-        kept = decided(case.policy(inputs), inputs, B)
+        with boundary("the policy"):
+            B = max(B, len(case.guaranteed(inputs.n, B)))
+            holds = PROPERTIES[column].holds(case, inputs, B, seed)
+            kept = decided(case.policy(inputs), inputs, B)
     except SpecError as refused:
-        if refused.argument != "budget":
+        if refused.argument != "budget" or inputs.n <= B:
             raise
         reject()
     if not holds:

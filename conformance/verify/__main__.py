@@ -1,25 +1,34 @@
 """`python -m conformance.verify`, which `kvspec verify` starts."""
 
+import secrets
+import shlex
+import signal
 import sys
 import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from conformance.engine.wire import printable
 from conformance.verify import check
 from conformance.verify.badge import badge
-from conformance.verify.certificate import CERTIFIED, certificate, entries_of, excepted, write
+from conformance.verify.certificate import PASSED, certificate, entries_of, excepted, write
 from conformance.verify.page import page
 from conformance.verify.preparation import prepared
-from conformance.verify.request import ENGINES, Request, parsed
+from conformance.verify.request import ENGINES, SEEDS, Request, parsed
 from conformance.verify.runs import judged, selected
 from conformance.verify.subject import Subject
-from conformance.verify.summary import summary
-from conformance.verify.verdicts import verdicts_of
+from conformance.verify.summary import junit, markdown, summary
+from conformance.verify.verdicts import Verdicts, verdicts_of
 from spec.errors import BackendUnavailable, SpecError
 
 __all__ = ["main"]
+
+LONGEST_LINE = 4000
+"""Letters of a line that somebody else may have written: an engine, or a certificate."""
 
 
 def main() -> int:
@@ -28,7 +37,7 @@ def main() -> int:
         request = parsed(sys.argv[1:])
         return check_again(request, request.check) if request.check else judge(request)
     except (SpecError, BackendUnavailable, OSError, pytest.UsageError) as error:
-        print("kvspec:", " ".join(str(error).split()), file=sys.stderr)
+        print("kvspec:", printable(str(error), LONGEST_LINE), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("kvspec: stopped; there is no verdict", file=sys.stderr)
@@ -40,42 +49,91 @@ def judge(request: Request) -> int:
     subject = prepared(request)
     if request.pytest:
         return selected(request)
-    made = run(request, subject, "log.txt")
+    request = seeded(request)
+    made, verdicts = run(request, subject, "log.txt")
     print("\n".join(summary(made)))
-    if request.quick:
-        print(f"profile {request.profile}, without full sizes (--quick): this is no certificate")
-    else:
-        write(made, request.out / "certificate.toml")
-        (request.out / "certificate.html").write_text(page(made), encoding="utf-8")
-        (request.out / "badge.svg").write_text(badge(made), encoding="utf-8")
-    print(f"written to {request.out}: {'log.txt' if request.quick else 'certificate.toml, .html, badge.svg, log.txt'}")
-    return int(made["verdict"] != CERTIFIED)
+    files = written(request, made, verdicts)
+    print(f"written to {request.out}: {', '.join(files)}, log.txt")
+    return int(made["verdict"] not in PASSED)
 
 
-def run(request: Request, subject: Subject, log: str) -> dict[str, Any]:
-    """The certificate of a run, whose log goes to the folder of results."""
+def seeded(request: Request) -> Request:
+    """The request with a seed, a new one if it has none: nobody can have prepared for its examples."""
+    return request if request.seed is not None else replace(request, seed=secrets.randbelow(SEEDS))
+
+
+def run(request: Request, subject: Subject, log: str) -> tuple[dict[str, Any], Verdicts]:
+    """The certificate of a run, whose log goes to the folder of results, and what it was made from."""
     with tempfile.TemporaryDirectory() as folder:
         lines = judged(request, request.out / log, Path(folder, "outcomes.jsonl"))
     excused = map(excepted, entries_of(request.exceptions))
-    return certificate(request, subject, verdicts_of(lines, excused, request.kind in ENGINES))
+    verdicts = verdicts_of(lines, excused, request.kind in ENGINES)
+    return certificate(request, subject, verdicts), verdicts
+
+
+def written(request: Request, made: Mapping[str, Any], verdicts: Verdicts) -> list[str]:
+    """The names of the files: a certificate where all tests were to run."""
+    texts = {"summary.md": "\n".join(markdown(made)) + "\n", "junit.xml": junit(verdicts)}
+    stopped = request.fail_fast and made["verdict"] not in PASSED
+    if request.quick or stopped:
+        write(made, request.out / "quick.toml")
+        part = f"profile {request.profile}, without full sizes (--quick)"
+        print(f"{'stopped at the first failure' if stopped else part}: this is no certificate")
+    else:
+        write(made, request.out / "certificate.toml")
+        texts |= {"certificate.html": page(made), "badge.svg": badge(made)}
+    for name, text in texts.items():
+        (request.out / name).write_text(text, encoding="utf-8")
+    return ["quick.toml" if request.quick or stopped else "certificate.toml", *texts]
 
 
 def check_again(request: Request, path: Path) -> int:
-    """Compare the files of the subject, and if they are the same, the verdicts of another run."""
+    """Compare the files of the subject, and if they are the same, the verdicts of two more runs.
+
+    One has the examples of the certificate, the other one examples of a new seed.
+    """
     there = check.read(path)
     again = check.repeated(request, path, there)
+    if otherwise := check.of_another_version(there):
+        print(printable(otherwise, LONGEST_LINE))
+        return 1
+    ask(request, again)
     subject = prepared(again)
     if subject.digest != there["subject"]["digest"]:
-        print(f"the files of {subject.named} are not those of the certificate ({subject.files}): {subject.digest} now,"
-              f" {there['subject']['digest']} there; nothing was run")
+        said = f"the files of {subject.named} are not those of the certificate ({subject.files}): {subject.digest} now,"
+        print(printable(f"{said} {there['subject']['digest']} there; nothing was run", LONGEST_LINE))
         return 1
-    here = run(again, subject, "check.txt")
+    here, _ = run(again, subject, "check.txt")
     found = check.differences(there, here)
-    print("\n".join(found) or "the certificate is true: the same files, and the same verdicts in another run")
+    if not found:
+        other = seeded(replace(again, seed=request.seed))
+        found = check.new_failures(there, run(other, subject, "check-new-seed.txt")[0])
+        print(f"the other run was made with --seed {other.seed}")
     if found and here["device"] != there["device"]:
-        print(f"made on {there['device']}, checked on {here['device']}")
+        found.append(f"made on {there['device']}, checked on {here['device']}")
+    for line in "\n".join(found).splitlines():
+        print(printable(line, LONGEST_LINE))
+    if not found:
+        print("the certificate is true: the same files, and the same verdicts in two more runs")
     return int(bool(found))
 
 
+def ask(request: Request, again: Request) -> None:
+    """Show what a certificate, which may be a stranger's, would run here, and ask.
+
+    Raises:
+        SpecError: where the answer is no, or nobody can answer and --yes was not given.
+    """
+    command = shlex.join(again.command_line).encode("unicode_escape").decode()
+    print(f"this certificate runs code on this machine, in {Path.cwd()}:\n  {command}", flush=True)
+    if request.yes:
+        return
+    if not sys.stdin.isatty():
+        raise SpecError("check", str(request.check), "runs the command above: add --yes if you trust it")
+    if input("Run it? [y/N] ").strip().lower() not in ("y", "yes"):
+        raise SpecError("check", str(request.check), "nothing was run")
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     sys.exit(main())

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-from conformance.verify.certificate import CERTIFIED, scope
+from conformance.verify.certificate import COMPARED, KEEPS, PARTIAL, PASSED, scope
 
 __all__ = ["GREEN", "RED", "YELLOW", "badge"]
 
@@ -27,10 +27,14 @@ def _many(number: int, what: str) -> str:
 
 
 def badge(made: Mapping[str, Any]) -> str:
-    """An SVG: green where certified, yellow with the number of exceptions, red with that of failing items."""
+    """An SVG: green where certified, yellow with exceptions or in part, red with the number of failing items."""
     exceptions = len(made["exception"])
-    if made["verdict"] != CERTIFIED:
+    if made["verdict"] == PARTIAL:
+        colour, right = YELLOW, f"{scope(made)} in part; {_many(len(made['unproven']), 'item')} unproven"
+    elif made["verdict"] not in PASSED:
         colour, right = RED, f"not certified; {_many(len(made['failing']) + len(made['undecided']), 'item')}"
+    elif made["verdict"] == KEEPS:
+        colour, right = GREEN, f"keeps its {scope(made)}; {COMPARED}"
     elif exceptions:
         colour, right = YELLOW, f"{scope(made)}; {_many(exceptions, 'exception')}"
     else:

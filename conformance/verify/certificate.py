@@ -20,28 +20,53 @@ from conformance.verify.toml import written
 from conformance.verify.verdicts import ABSTAINED, STATES, Outcome, Verdicts
 from spec import SPEC_VERSION
 
-__all__ = ["CERTIFIED", "SCHEMA", "certificate", "entries_of", "excepted", "scope", "write"]
+__all__ = [
+    "CERTIFIED", "COMPARED", "KEEPS", "PARTIAL", "PASSED", "QUICK", "SCHEMA", "certificate", "entries_of", "excepted",
+    "judged_by", "scope", "write",
+]
 
-SCHEMA = 1
-CERTIFIED, NOT_CERTIFIED = "certified", "not certified"
+SCHEMA = 2
+CERTIFIED, PARTIAL, NOT_CERTIFIED = "certified", "partial", "not certified"
+KEEPS, QUICK, NOT_QUICK = "keeps its promises", "passes the quick profile", "does not pass the quick profile"
+PASSED = (CERTIFIED, KEEPS, QUICK)
+"""The verdicts whose exit code is 0."""
+COMPARED = "not compared with any method"
+"""What a policy's promises do not say: a policy may keep them all and be no SnapKV."""
 
 
 def certificate(request: Request, subject: Subject, verdicts: Verdicts) -> dict[str, Any]:
     """The certificate of a run, as the table that is written."""
-    who = {**asdict(subject), "name": verdicts.name or subject.name}
+    who = {**asdict(subject), "name": verdicts.name or subject.name, "spec": verdicts.written_for}
     precision = verdicts.precision if request.kind in ENGINES else None
-    run = {"precision": precision, "seed": request.seed, "timeout": request.timeout, "model": request.model}
+    run = {"precision": precision, "seed": request.seed, "timeout": request.timeout, "model": request.model,
+           "positions": request.positions}
     entries = entries_of(request.exceptions)
     return {
         "schema": SCHEMA, "kvspec": _installed(), "spec": SPEC_VERSION, "date": date.today().isoformat(),
-        "verdict": CERTIFIED if verdicts.certified else NOT_CERTIFIED, "families": verdicts.families,
-        "failing": verdicts.failing, "undecided": verdicts.missing, "unneeded_exceptions": verdicts.unneeded,
+        "verdict": _verdict(request, verdicts), "judged": judged_by(request.kind), "families": verdicts.families,
+        "failing": verdicts.failing, "undecided": verdicts.missing, "unproven": verdicts.unproven,
+        "unneeded_exceptions": verdicts.unneeded,
         "subject": {name: value for name, value in who.items() if value},
         "run": {"profile": request.profile, **{name: value for name, value in run.items() if value is not None}},
         "device": device(request.kind), "counts": counts(verdicts),
         "items": {item: _item(item, request, verdicts) for item in verdicts.items},
         "vectors": verdicts.vectors, "exception": entries,
     }
+
+
+def _verdict(request: Request, verdicts: Verdicts) -> str:
+    if request.quick:
+        return QUICK if verdicts.certified else NOT_QUICK
+    if verdicts.certified:
+        return KEEPS if request.kind == "policy" else CERTIFIED
+    return PARTIAL if verdicts.unfailing else NOT_CERTIFIED
+
+
+def judged_by(kind: str) -> str:
+    """What such a subject is judged by."""
+    if kind == "policy":
+        return f"its promises; {COMPARED}"
+    return "eviction equals masking" if kind == "cache" else "the items of its stages"
 
 
 def _installed() -> str:
@@ -73,7 +98,8 @@ def _item(item: str, request: Request, verdicts: Verdicts) -> dict[str, Any]:
     passed = [one for one in tests if one.state == "passed"]
     row: dict[str, Any] = {
         "verdict": verdicts.items[item], "families": families_of(item), "tests": len(tests), "passed": len(passed),
-        "failed": sum(one.state == "failed" for one in tests), "examples": sum(one.examples for one in passed),
+        "failed": sum(one.state == "failed" for one in tests),
+        "not_run": sum(one.state == "not run" for one in tests), "examples": sum(one.examples for one in passed),
     }
     return row if item not in verdicts.smallest else {**row, **_shown(verdicts.smallest[item], request)}
 

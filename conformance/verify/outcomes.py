@@ -1,31 +1,36 @@
-"""A pytest plugin for a judged run alone: the same examples on every run, and what became of each test, as JSON lines.
+"""A pytest plugin for a judged run alone: examples by the seed, and what became of each test, as JSON lines.
 
-    {"precision": "float32", "collected": {...}}           what S1 is judged in; items and exceptions of each test
+    {"precision": "float32", "spec": "", "collected": {...}}   what S1 is judged in; the specification that an engine
+                                                           names; items and exceptions of each test
     {"began": "test_score.py::test_x[1]"}                  so that the last one is known where the process dies
     {"test": ..., "state": "passed", "reason": "", "examples": 50, "name": "mine", "families": [...], "failure": null}
 """
 
 import json
 import re
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 from conformance.exceptions import items_marked
-from conformance.plugin import NOT_OFFERED, precision_of
+from conformance.plugin import NOT_OFFERED, precision_of, spec_of
 from conformance.verify.verdicts import ABSTAINED
 from spec.backend import FAMILIES
 
 __all__ = ["Recorder"]
 
+_NAME = re.compile(r"[^\W\d]\w*")
 _PASSING = re.compile(r"(\d+) passing")
 _EXAMPLE = re.compile(r"\A(?:Falsifying|Failing)[ \w]*:\s*")
 _MORE = re.compile(r"\n +\+ +(?:where|and) .*|\n\s*\n.*", re.DOTALL)
 _ARGUMENTS = re.compile(r"\n(?=    \w+=)")
 _LINES, _WIDTH = 24, 240
+_NONE: Mapping[str, Any] = {}
+_SHOWN = (bool, int, float, str, list, tuple, np.ndarray)
 _TELLING = 40
 """Letters of an assertion that says what was found by itself: `assert False` does not."""
 
@@ -56,32 +61,63 @@ def pytest_runtest_makereport(
     report = yield
     drawn = getattr(item, "hypothesis_statistics", None)
     judged, names = getattr(item, "funcargs", {}).get("judged"), getattr(item, "fixturenames", [])
+    params = getattr(getattr(item, "callspec", None), "params", {})
     said = {
         "examples": 1 if drawn is None else sum(map(int, _PASSING.findall(drawn))),
         "name": getattr(judged, "name", ""),
         "families": [family for family in FAMILIES if getattr(judged, family, None) is not None],
-        "failure": failure(call.excinfo.value, names) if call.excinfo and report.outcome == "failed" else None,
+        "failure": failure(call.excinfo.value, names, params) if call.excinfo and report.outcome == "failed" else None,
     }
     report.user_properties.append(("kvspec", said))
     return report
 
 
-def failure(error: BaseException, fixtures: Iterable[str]) -> dict[str, str]:
-    """The input that Hypothesis found, if it was Hypothesis, without fixtures; and what went wrong; both cut."""
+def failure(error: BaseException, fixtures: Iterable[str], params: Mapping[str, Any] = _NONE) -> dict[str, str]:
+    """The input that Hypothesis found, without fixtures, or the case's parameters; and what went wrong; both cut."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     notes = [note for note in getattr(error, "__notes__", ()) if _EXAMPLE.match(note)]
     found = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
     if len(found.partition("\n")[0]) > _TELLING:
         found = _MORE.sub("", found)
+    if isinstance(error, AssertionError) and len(found.partition("\n")[0]) <= _TELLING:
+        statement = _statement(error)
+        found = "\n".join([found.partition("\n")[0], *statement] if statement else [found])
     begin = tuple(f"    {name}=" for name in fixtures)
     drawn = [part for note in notes[:1] for part in _ARGUMENTS.split(note) if not part.startswith(begin)]
-    return {"input": cut(_EXAMPLE.sub("", "\n".join(drawn))), "found": cut(found or "AssertionError")}
+    return {
+        "input": cut(_EXAMPLE.sub("", "\n".join(drawn or _case(params)))), "found": cut(found or "AssertionError"),
+    }
+
+
+def _statement(error: BaseException) -> list[str]:
+    """What a bare assertion demands, and the values of the names in it."""
+    traceback = pytest.ExceptionInfo.from_exception(error).traceback if error.__traceback__ else []
+    statement = " ".join(str(traceback[-1].statement).split()) if traceback else ""
+    if not statement.startswith("assert "):
+        return []
+    known = traceback[-1].locals
+    names = [name for name in dict.fromkeys(_NAME.findall(statement)) if isinstance(known.get(name), _SHOWN)]
+    return [f"must hold: {statement.removeprefix('assert ')}", *(f"{name} = {_repr(known[name])}" for name in names)]
+
+
+def _case(params: Mapping[str, Any]) -> list[str]:
+    """The parameters of a case; of a vector its parameters and inputs."""
+    test = params.get("test")
+    if isinstance(test, Mapping) and {"tcId", "inputs"} <= test.keys():
+        group = params["group"]
+        params = {"vector": f"{group['operation']}-{test['tcId']}", "parameters": group["parameters"], **test["inputs"]}
+    return [f"    {name}={_repr(value)}" for name, value in params.items()]
+
+
+def _repr(value: Any) -> str:
+    return " ".join(repr(value).split())
 
 
 def cut(text: str) -> str:
     """The first lines, none longer than a line may be."""
-    lines = text.encode("utf-8", "backslashreplace").decode().splitlines()
+    lines = ["".join(c if c.isprintable() else "?" for c in line)
+             for line in text.encode("utf-8", "backslashreplace").decode().expandtabs().splitlines()]
     short = [line if len(line) <= _WIDTH else f"{line[:_WIDTH]} ..." for line in lines[:_LINES]]
     return "\n".join([*short, "..."] if len(lines) > _LINES else short)
 
@@ -104,7 +140,7 @@ def rows_of(item: pytest.Item) -> list[str]:
 
 def reason_of(report: pytest.TestReport) -> str:
     """Why a test was skipped."""
-    return report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else ""
+    return cut(report.longrepr[2].removeprefix("Skipped: ")) if isinstance(report.longrepr, tuple) else ""
 
 
 class Recorder:
@@ -119,7 +155,7 @@ class Recorder:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> None:
         """Before the first test; never where the collection is refused."""
-        self.write(precision=precision_of(session.config), collected={
+        self.write(precision=precision_of(session.config), spec=spec_of(session.config), collected={
             item.nodeid: {
                 "items": rows_of(item),
                 "exceptions": [subject for kind, subject in item.user_properties if kind in ("skip", "xfail")],

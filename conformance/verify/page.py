@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from html import escape
 from typing import Any
 
-from conformance.verify.certificate import CERTIFIED, excepted
+from conformance.verify.certificate import PARTIAL, PASSED, excepted
 from conformance.verify.summary import by_family, headline
 from conformance.verify.texts import must
 
@@ -32,7 +32,7 @@ pre {{ overflow-x: auto; padding: .6rem; background: color-mix(in srgb, currentC
 
 def page(made: Mapping[str, Any]) -> str:
     """The page of a certificate."""
-    verdict = "pass" if made["verdict"] == CERTIFIED else "fail"
+    verdict = "pass" if made["verdict"] in PASSED else "excepted" if made["verdict"] == PARTIAL else "fail"
     parts = [*_facts(made), *_counterexamples(made), *_families(made), *_vectors(made), *_exceptions(made)]
     return _PAGE.format(title=escape(headline(made)), verdict=verdict, body="\n".join(parts))
 
@@ -42,7 +42,8 @@ def _row(*cells: object) -> str:
 
 
 def _facts(made: Mapping[str, Any]) -> Iterator[str]:
-    rows = {"date": made["date"], "kvspec": made["kvspec"], "specification": made["spec"]}
+    named = {"verdict": "verdict", "judged": "judged by", "date": "date", "kvspec": "kvspec", "spec": "specification"}
+    rows = {title: made[name] for name, title in named.items()}
     yield "<table>"
     yield from (_row(name, escape(str(value))) for name, value in rows.items())
     for name in ("subject", "run", "device", "counts"):
@@ -50,14 +51,14 @@ def _facts(made: Mapping[str, Any]) -> Iterator[str]:
         yield _row(name, escape(facts))
     yield "</table>"
     option = f"--{made['subject']['kind']}"
-    yield "<p>To repeat all of it: <code>kvspec verify --check certificate.toml</code>; it was named with"
+    yield "<p>To repeat all of it: <code>kvspec verify --check certificate.toml</code>; the subject was named with"
     yield f"<code>{option} {escape(made['subject']['named'])}</code>.</p>"
 
 
 def _counterexamples(made: Mapping[str, Any]) -> Iterator[str]:
     for item in made["failing"]:
         row = made["items"][item]
-        yield f'<h2 id="{item}" class="fail">{item}</h2><p>MUST {escape(must(item))}</p>'
+        yield f'<h2 id="{item}" class="fail">{item}</h2><p>MUST {escape(must(item, row))}</p>'
         yield "<pre>" + escape("\n".join(filter(None, (row["input"], row["found"])))) + "</pre>"
         yield f"<p>To repeat it: <code>{escape(row['repeat'])}</code></p>"
 

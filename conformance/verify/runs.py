@@ -6,8 +6,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -38,6 +39,7 @@ def _command(request: Request) -> list[str]:
     options = {
         "--backend": request.backend, "--kvspec-command": request.command, "--kvspec-policy": request.policy,
         "--kvspec-cache": request.cache, "--kvspec-model": request.model, "--kvspec-timeout": request.timeout,
+        "--kvspec-positions": request.positions,
         "--kvspec-precision": request.precision, "--kvspec-profile": request.profile,
         "--kvspec-exceptions": request.exceptions, "--hypothesis-seed": request.seed,
     }
@@ -54,13 +56,29 @@ def _environment() -> dict[str, str]:
     return {**mine, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 
 
+@contextmanager
+def _started(command: list[str], said: IO[bytes] | None = None) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that ends with the block, however that ends, and by a signal on which it ends its engine."""
+    process = subprocess.Popen(command, stdout=said, stderr=said and subprocess.STDOUT, env=_environment())
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
 def selected(request: Request) -> int:
     """Run what was chosen behind `--`, in sight; pytest's exit code."""
     suite = suite_of(request)
     tests = [suite / word if word.startswith("test_") and ".py" in word else word for word in request.pytest]
     everything = [] if any(isinstance(word, Path) for word in tests) else [suite]
     command = [*_command(request), *map(str, [*everything, *tests])]
-    return subprocess.call(command, env=_environment())
+    with _started(command) as process:
+        return process.wait()
 
 
 def judged(request: Request, log: Path, outcomes: Path) -> list[dict[str, Any]]:
@@ -71,15 +89,10 @@ def judged(request: Request, log: Path, outcomes: Path) -> list[dict[str, Any]]:
     """
     command = [*_command(request), f"--kvspec-outcomes={outcomes}", "-rA", "--tb=short", *WHOLE, str(suite_of(request))]
     progress = Progress(outcomes)
-    with log.open("wb") as said:
-        process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, env=_environment())
-        try:
-            while process.poll() is None:
-                time.sleep(0.1)
-                progress.say()
-        finally:
-            process.terminate()
-            process.wait()
+    with log.open("wb") as said, _started([*command, *["-x"] * request.fail_fast], said) as process:
+        while process.poll() is None:
+            time.sleep(0.1)
+            progress.say()
     lines = list(_lines(outcomes))
     over = {line.get("began") for line in lines} <= {line.get("test") for line in lines}
     if not lines or (over and process.returncode not in (0, 1)):

@@ -1,9 +1,11 @@
 """Who is judged: a subject's name and version, and a digest of its files."""
 
 import hashlib
+import os
 import shlex
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from importlib.util import find_spec
@@ -124,7 +126,9 @@ def of_cache(named: str) -> Subject:
 
 
 def of_command(named: str) -> Subject:
-    """An engine that a command starts; its files are the executable and every argument that is a file.
+    """An engine that a command starts; its files are the executable and every file that the command names, by path.
+
+    A word of a word counts too: that of `sh -c 'exec ./engine'`, or of `--table=weights.bin`.
 
     Raises:
         SpecError: for a command whose executable is not there.
@@ -136,10 +140,24 @@ def of_command(named: str) -> Subject:
     executable = shutil.which(words[0]) if words else None
     if executable is None:
         raise SpecError("command", named, "must begin with an executable file, and there is none of this name")
-    files = {Path(word).name: Path(word) for word in words[1:] if Path(word).is_file()}
-    files[Path(executable).name] = Path(executable)
+    files = {Path(word).as_posix(): Path(word) for text in words[1:] for word in _parts(text) if _is_file(word)}
+    files[Path(words[0]).as_posix() if os.sep in words[0] else f"PATH/{words[0]}"] = Path(executable)
     listed = " ".join(sorted(files))
     return Subject("command", Path(executable).name, "", named, listed, digest_of(files))
+
+
+def _parts(text: str) -> list[str]:
+    """A word of a command, the words in it, and what follows an equals sign."""
+    with suppress(ValueError):
+        return [part for word in (text, *shlex.split(text)) for part in (word, word.partition("=")[2].strip())]
+    return [text]
+
+
+def _is_file(word: str) -> bool:
+    try:
+        return Path(word).is_file()
+    except (OSError, ValueError):  # too long, or with a null character
+        return False
 
 
 OF_KIND: Mapping[str, Callable[[str], Subject]] = {

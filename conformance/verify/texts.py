@@ -1,7 +1,9 @@
 """What a row of a certificate is about: an item, a column of policies, or `family: kind of kept sets` of caches."""
 
 import re
+from collections.abc import Mapping
 from functools import cache
+from typing import Any
 
 from conformance.checks.promises import PROPERTIES
 from conformance.items import items_of
@@ -20,6 +22,9 @@ _ROW = re.compile(r"^\| (\w+) \| `\w+` \| ((?:[A-Z]+-[A-Z0-9-]+(?:, )?)+) \|$", 
 _MUST = re.compile(r"\*\*MUST\*\*(.*?)(?=\n\*\*|\Z)", re.DOTALL)
 _SENTENCES = re.compile(r"(?<=[.;:])\s+(?=[A-Z`])")
 _LONGEST = 240
+_REFUSAL = re.compile(r"refus|SpecError")
+_NOT_REFUSED = re.compile(r"refus|DID NOT RAISE")
+"""In a sentence that asks for a refusal; in the name of a test of one, or in what it found."""
 
 
 @cache
@@ -48,13 +53,15 @@ def _texts() -> dict[str, str]:
     return {name: text for page in pages for name, text in items_of(page)}
 
 
-def must(item: str) -> str:
-    """What a row demands, an item by its first sentences, on one line."""
+def must(item: str, row: Mapping[str, Any] | None = None) -> str:
+    """What a row demands, on one line: an item by its first sentences, or by those on refusals if such a test fails."""
     if item in PROPERTIES or ": " in item:
         return PROPERTIES[item].says if item in PROPERTIES else EVICTION
-    found = _MUST.search(_texts().get(item, ""))
+    found = [_SENTENCES.split(" ".join(text.split())) for text in _MUST.findall(_texts().get(item, ""))]
     if not found:
         return ""
-    sentences = _SENTENCES.split(" ".join(found[1].split()))
-    text = " ".join(sentences[:2])
-    return text if len(text) <= _LONGEST else sentences[0][:_LONGEST]
+    if row and _NOT_REFUSED.search(f"{row.get('test')} {row.get('found')}"):
+        refusals = [sentence for sentences in found for sentence in sentences if _REFUSAL.search(sentence)]
+        found = [refusals, *found] if refusals else found
+    text = " ".join(found[0][:2])
+    return text if len(text) <= _LONGEST else found[0][0][:_LONGEST]

@@ -51,6 +51,8 @@ class Verdicts:
     unneeded: list[str]
     outcomes: list[Outcome]
     smallest: dict[str, Outcome] = field(default_factory=dict)
+    written_for: str = ""
+    """The version of the specification that an engine names in its hello."""
 
     @property
     def failing(self) -> list[str]:
@@ -60,14 +62,29 @@ class Verdicts:
 
     @property
     def missing(self) -> list[str]:
-        """The items of an offered family that no test has decided."""
-        undecided = [item for item, verdict in self.items.items() if verdict in ("not run", "not offered")]
-        return sorted(item for item in undecided if not set(self.families).isdisjoint(families_of(item)))
+        """The items of an offered family that no test has decided, or some test of which has not run."""
+        skipped = {item for one in self.outcomes if one.state == "not run" for item in one.items}
+        return [item for item in self._offered if item in skipped or self.items[item] in ("not run", "not offered")]
+
+    @property
+    def unproven(self) -> list[str]:
+        """The items of an offered family that are excepted, and of which no test has passed."""
+        proven = {item for one in self.outcomes if one.state == "passed" for item in one.items}
+        return [item for item in self._offered if self.items[item] == "excepted" and item not in proven]
+
+    @property
+    def _offered(self) -> list[str]:
+        return sorted(item for item in self.items if not set(self.families).isdisjoint(families_of(item)))
+
+    @property
+    def unfailing(self) -> bool:
+        """Whether nothing fails, and every item of the offered families has been decided."""
+        return bool(self.families) and not self.missing and all(one.state != "failed" for one in self.outcomes)
 
     @property
     def certified(self) -> bool:
-        """Whether nothing fails, and every item of the offered families has been decided."""
-        return bool(self.families) and not self.missing and all(one.state != "failed" for one in self.outcomes)
+        """Whether, beyond that, each of these items has a test that passes, unless it makes no claim."""
+        return self.unfailing and not self.unproven
 
 
 def outcomes_of(lines: Iterable[Mapping[str, Any]]) -> list[Outcome]:
@@ -112,6 +129,7 @@ def verdicts_of(lines: list[dict[str, Any]], exceptions: Iterable[str] = (), eng
     outcomes = outcomes_of(lines)
     name, offered = next(((line["name"], line["families"]) for line in lines if line.get("families")), ("", []))
     precision = next((line["precision"] for line in lines if "precision" in line), "")
+    written_for = next((line["spec"] for line in lines if "spec" in line), "")
     marked = list(dict.fromkeys(item for one in outcomes for item in one.items))
     if engine:
         marked = sorted({*marked, *(item for row in families().values() for item in row)}, key=_place)
@@ -124,7 +142,7 @@ def verdicts_of(lines: list[dict[str, Any]], exceptions: Iterable[str] = (), eng
     return Verdicts(
         name, precision, offered, items, {one.vector: _verdict([one]) for one in outcomes if one.vector},
         sorted(set(exceptions) - needed), outcomes,
-        {item: _smallest(about[item]) for item, verdict in items.items() if verdict == "fail"},
+        {item: _smallest(about[item]) for item, verdict in items.items() if verdict == "fail"}, written_for,
     )
 
 

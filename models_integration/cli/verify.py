@@ -1,6 +1,7 @@
 """The suite's own command, started as a process: nothing here imports it."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from importlib.util import find_spec
 
 from spec.errors import SpecError
 
-__all__ = ["run"]
+__all__ = ["judge", "run"]
 
 OURS = ("spec", "reference", "accelerated", "conformance", "models_integration")
 
@@ -28,7 +29,17 @@ def run(arguments: Sequence[str]) -> int:
         here, ours = PathFinder.find_spec(name, [os.getcwd()]), find_spec(name)
         if here is not None and here.origin is not None and (ours is None or not _same(here.origin, ours.origin)):
             raise SpecError("folder", here.origin, f"hides kvspec's own package {name!r}; rename it or start elsewhere")
-    return subprocess.call([sys.executable, "-m", "conformance.verify", *arguments])
+    return judge([sys.executable, "-m", "conformance.verify", *arguments])
+
+
+def judge(command: Sequence[str]) -> int:
+    """The exit code of the process, which ends by the signals that end this one."""
+    with subprocess.Popen(command) as process:
+        before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+        try:
+            return process.wait()
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _same(here: str, ours: str | None) -> bool:

@@ -1,11 +1,10 @@
-"""`kvspec verify`: verdicts from outcomes, the certificate and its forms, and what is refused before any test."""
+"""`kvspec verify`: verdicts from outcomes, the certificate, and what is refused before any test."""
 
 import hashlib
 import json
 import sys
 import tomllib
 import xml.etree.ElementTree as ET
-from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,10 @@ from conformance.verify import __main__ as door
 from conformance.verify import check, texts
 from conformance.verify.badge import GREEN, RED, YELLOW, badge
 from conformance.verify.certificate import certificate, write
-from conformance.verify.outcomes import failure
 from conformance.verify.page import page
 from conformance.verify.request import parsed
 from conformance.verify.subject import Subject, digest_of, of_backend, of_command
-from conformance.verify.summary import summary
+from conformance.verify.summary import headline, junit, markdown, summary
 from conformance.verify.toml import written
 from conformance.verify.verdicts import Verdicts, verdicts_of
 
@@ -38,7 +36,7 @@ def lines(states: dict[str, str], items: dict[str, list[str]], ended: int = 1) -
     collected = {
         test: {"items": items[test], "exceptions": [test.partition("!")[2]] if "!" in test else []} for test in items
     }
-    found: list[dict[str, Any]] = [{"precision": "float64", "collected": collected}]
+    found: list[dict[str, Any]] = [{"precision": "float64", "spec": "", "collected": collected}]
     for test, state in states.items():
         failure = {"input": "x=0", "found": f"{test} is wrong"} if state == "failed" else None
         found += [{"began": test}]
@@ -83,7 +81,22 @@ def test_a_family_is_certified_when_each_of_its_items_is_decided() -> None:
     undecided = judged(a=("passed", "DV-GREEDY"), b=("skipped", "DV-COSINE"))
     assert undecided.missing == ["DV-COSINE"]
     assert not undecided.certified
+    in_part = judged(a=("passed", "DV-GREEDY DV-COSINE"), b=("skipped", "DV-COSINE"), c=("skipped", "CC-SCORE"))
+    assert in_part.missing == ["DV-COSINE"]
+    assert (in_part.items["DV-COSINE"], in_part.certified) == ("pass", False)
     assert not verdicts_of([]).certified
+
+
+@pytest.mark.parametrize(("more", "unproven", "verdict"), [
+    ({}, ["DV-COSINE"], "partial"), ({"c": ("passed", "DV-COSINE")}, [], "certified"),
+    ({"c": ("failed", "")}, ["DV-COSINE"], "not certified"),
+])
+def test_what_is_excepted_throughout_is_certified_in_part(
+    more: dict[str, tuple[str, str]], unproven: list[str], verdict: str,
+) -> None:
+    told = made(judged(a=("passed", "DV-GREEDY"), b=("excepted", "DV-COSINE"), **more))
+    assert (told["verdict"], told["unproven"]) == (verdict, unproven)
+    assert ("DV-COSINE" in headline(told)) is (verdict == "partial")
 
 
 def test_a_failing_test_without_an_item_is_no_certificate() -> None:
@@ -137,6 +150,7 @@ def test_a_certificate_is_of_its_schema_and_is_read_as_it_was_written(
     validator = pytest.importorskip("jsonschema").Draft202012Validator(schema)
     assert [error.message for error in validator.iter_errors(json.loads(json.dumps(found, default=str)))] == []
     assert (found["verdict"] == "certified") is verdicts.certified
+    assert found["judged"] == "the items of its stages"
 
 
 TEXT = st.text(max_size=4)
@@ -151,57 +165,11 @@ def test_what_is_written_is_read(table: dict[str, Any]) -> None:
     assert tomllib.loads(written(table)) == table
 
 
-def test_an_assertion_is_told_in_short_where_that_says_enough() -> None:
-    origin = "\n  +  where False = all()\n  +    and   0 = f()"
-    telling = "assert ['token 1: 3, not 4 (of very many more)'] == []"
-    for more in ("", origin, f"\n  \n  Left contains one more item{origin}"):
-        assert failure(AssertionError(telling + more), [])["found"] == telling
-    assert failure(AssertionError(f"assert False{origin}"), [])["found"] == f"assert False{origin}"
-    error = ValueError("x" * 900)
-    error.add_note("Falsifying example: test_x(\n    judged=Backend(\n        None),\n    x=0,\n)")
-    grouped = ExceptionGroup("two", [ExceptionGroup("one", [error]), TypeError()])
-    assert failure(grouped, ["judged"]) == {"input": "test_x(\n    x=0,\n)", "found": f"ValueError: {'x' * 228} ..."}
-
-
 def test_counts_are_of_tests_and_of_examples() -> None:
     assert made(RIGHT)["counts"] == {
         "tests": 3, "failed": 0, "excepted": 0, "not_served": 0, "not_promised": 0, "N/A": 0, "passed": 2,
         "not_offered": 1, "not_run": 0, "examples": 14,
     }
-
-
-@pytest.mark.parametrize(("change", "named"), [
-    ({"verdict": "not certified"}, "verdict"), ({"spec": "0.2.0"}, "spec"), ({"failing": ["DV-GREEDY"]}, "failing"),
-    ({"items": {"DV-GREEDY": {"verdict": "fail"}}}, "items.DV-GREEDY.verdict"),
-    ({"subject": {"digest": "1" * 64}}, "subject.digest"), ({"run": {"seed": 7}}, "run.seed"),
-    ({"unneeded_exceptions": ["DV-GREEDY"]}, "unneeded_exceptions"),
-    ({"vectors": {"score-1": "fail"}}, "vectors.score-1"),
-    ({"counts": {"tests": 2}}, "counts.tests"), ({"exception": [{"item": "DV-GREEDY"}]}, "exception"),
-])
-def test_a_difference_is_named(change: dict[str, Any], named: str) -> None:
-    def merged(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
-        return {**a, **{key: merged(a[key], value) if isinstance(value, dict) else value for key, value in b.items()}}
-
-    first = made(RIGHT)
-    (line,) = check.differences(first, merged(first, change))
-    assert line.partition(":")[0] == named
-
-
-def test_day_machine_and_number_of_examples_are_no_difference() -> None:
-    first = made(RIGHT)
-    other = {**first, "date": "2000-01-01", "device": {}, "counts": {**first["counts"], "examples": 1}}
-    assert check.differences(first, other) == []
-
-
-def test_a_check_repeats_the_run_that_the_certificate_tells_of(tmp_path: Path) -> None:
-    (tmp_path / "known.toml").write_text(EXCEPTION, encoding="utf-8")
-    options = ["--seed", "7", "--precision", "float64", "--profile", "few"]
-    told = made(RIGHT, "--exceptions", str(tmp_path / "known.toml"), *options)
-    asked = parsed(["--check", "c.toml"])
-    found = check.repeated(asked, Path("c.toml"), told)
-    assert replace(found, check=None) == parsed(
-        ["--backend", "mine:MINE", *options, "--exceptions", "c.toml", "--out", str(asked.out)]
-    )
 
 
 def test_the_command_that_repeats_a_test_asks_for_the_same_run() -> None:
@@ -267,6 +235,51 @@ def test_the_summary_is_short_and_tells_each_failure_once() -> None:
         ["policies", "not offered"],
     ]
     assert len("\n".join(said).splitlines()) < 30
+    skipped = judged(a=("passed", "DV-GREEDY DV-COSINE"), b=("skipped", "DV-COSINE"))
+    said = list(summary(made(skipped, "--seed", "3")))
+    assert said[0] == "1 tests passed, 0 failed, 1 not run; 7 examples, --seed 3"
+    assert "not decided, since a test was skipped or did not run: DV-COSINE" in "\n".join(said)
+
+
+@pytest.mark.law("as-it-is-described")
+def test_a_pull_request_and_a_ci_server_are_told_the_same() -> None:
+    told = "\n".join(markdown(made(WRONG)))
+    assert told.startswith("**kvspec: mine 1.0 does not conform to kvspec")
+    assert "| diversity | 2 fail |" in told
+    assert "x=0\nb is wrong" in told
+    suite = ET.fromstring(junit(judged(
+        a=("failed", "DV-GREEDY"), b=("passed", "DV-COSINE"), c=("not offered", "CC-CUT"), d=("skipped", "CC-CUT"),
+    )))
+    assert {name: suite.get(name) for name in ("tests", "failures", "skipped")} == {
+        "tests": "4", "failures": "1", "skipped": "2",
+    }
+    assert [(inner.tag, inner.get("message")) for case in suite for inner in case] == [
+        ("failure", "DV-GREEDY: a is wrong"), ("skipped", "not offered"), ("skipped", "not run"),
+    ]
+
+
+@pytest.mark.law("as-it-is-described")
+@pytest.mark.parametrize(("kind", "said"), [
+    ("policy", "mine:X keeps its promises (1 of 2); not compared with any method"),
+    ("cache", "mine conforms to kvspec"),
+])
+def test_a_policy_keeps_promises_and_conforms_to_nothing(kind: str, said: str) -> None:
+    rows = {"GQA": "passed", "budget exact": "not promised"}
+    row = list(rows) if kind == "policy" else [f"llama: {name}" for name in rows]
+    states = dict(zip("ab", rows.values(), strict=True))
+    verdicts = verdicts_of(lines(states, {"a": row[:1], "b": row[1:]}), engine=False)
+    subject = Subject(kind, "mine:X", "", "mine:X", "1 of mine", "0" * 64)
+    told = certificate(parsed([f"--{kind}", "mine:X"]), subject, verdicts)
+    assert headline(told).startswith(said)
+    assert told["verdict"] == ("keeps its promises" if kind == "policy" else "certified")
+    assert (told["verdict"] in badge(told)) is ("not compared with any method" in badge(told)) is (kind == "policy")
+
+
+def test_the_quick_profile_is_passed_and_nothing_is_certified() -> None:
+    told = made(RIGHT, "--quick")
+    assert told["verdict"] == "passes the quick profile"
+    assert headline(told) == f"mine 1.0 passes the quick profile of kvspec {told['spec']} on diversity"
+    assert made(WRONG, "--quick")["verdict"] == "does not pass the quick profile"
 
 
 def test_items_are_of_the_families_that_the_text_gives_them() -> None:
@@ -295,12 +308,18 @@ def test_the_digest_is_that_of_what_sha256sum_prints(tmp_path: Path, monkeypatch
     assert digest_of(changed) != found.digest != digest_of({**changed, "mine/e": tmp_path / "other.py"})
 
 
-def test_a_command_s_files_are_its_executable_and_its_files(tmp_path: Path) -> None:
+def test_a_command_s_files_are_its_executable_and_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "engine").write_text("#!/bin/sh\n", encoding="utf-8")
     (tmp_path / "engine").chmod(0o755)
-    (tmp_path / "table").write_text("t", encoding="utf-8")
-    found = of_command(f"{tmp_path}/engine --table {tmp_path}/table")
-    assert (found.kind, found.name, found.files) == ("command", "engine", "engine table")
+    for name in ("table", "a/w.bin", "b/w.bin"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    found = of_command("./engine --table=table a/w.bin b/w.bin")
+    assert (found.kind, found.name, found.files) == ("command", "engine", "a/w.bin b/w.bin engine table")
+    (tmp_path / "b/w.bin").write_text("a/w.bin", encoding="utf-8")
+    assert of_command(found.named).digest != found.digest
+    assert of_command("sh -c 'exec ./engine \"table\"'").files == "PATH/sh engine table"
 
 
 ENGINES = """
@@ -323,8 +342,10 @@ NUMBER = 1
     ("--backend bogus", "must be one of numpy, numba, triton"), ("--command ./absent", "there is none of this name"),
     ("--command 'a", "No closing quotation"), ("--backend numpy --out {file}", "cannot be made a folder"),
     ("--backend numpy --exceptions absent.toml", "No such file"), ("--backend numpy --exceptions {file}", "engines.py"),
-    ("--check {file}", "must be a certificate"), ("--check {empty}", "must be a certificate of schema 1"),
-    ("--check c.toml --seed 1", "give no option but --out"), ("--backend numpy --timeout 1", "is for --command"),
+    ("--check {file}", "must be a certificate"), ("--check {empty}", "must be a certificate of schema 2"),
+    ("--check c.toml --quick", "give no option but --seed, --yes and --out"),
+    ("--policy snapkv --yes", "is for --check"),
+    ("--backend numpy --seed -1", "must be 0 or more"), ("--backend numpy --timeout 1", "is for --command"),
     ("", "one of the arguments --backend --command --policy --cache --check is required"),
     ("--backend numpy -k x", "behind --"),
     ("--backend numpy --profile weekly", "invalid choice: 'weekly'"), ("--backend numpy --seed x", "invalid int value"),

@@ -32,7 +32,7 @@ def worst(scores, budgets, protected, /):
     return top_units(replace(scores, values=-scores.values), budgets, protected)
 
 RIGHT = policy_from_score(value_norm, needs=Needs("all", values=True), protection=SinkAndRecent(1, 2))
-RIGHT = replace(RIGHT, promises=replace(RIGHT.promises, gqa="N/A"))
+RIGHT = replace(RIGHT, name="snapkv", promises=replace(RIGHT.promises, gqa="N/A"))
 WRONG = replace(RIGHT, name="worst", selector=worst)
 """
 SAID = {
@@ -75,20 +75,25 @@ def test_a_right_policy_is_certified_for_what_it_promises_and_the_check_notices_
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert asked(monkeypatch, "--policy", "promisers:RIGHT") == 0
-    assert "value_norm conforms to kvspec" in capsys.readouterr().out
+    said = "promisers:RIGHT keeps its promises (4 of 7); not compared with any method"
+    assert said in capsys.readouterr().out
     made = certificate()
+    assert (made["verdict"], made["judged"]) == (
+        "keeps its promises", "its promises; not compared with any method",
+    )
     assert verdicts(made) == SAID
     assert (made["families"], made["counts"]["examples"]) == (["promises"], 4 * 12)
-    assert "promises (4 of 7)" in (folder / "found/badge.svg").read_text(encoding="utf-8")
+    for file in ("badge.svg", "certificate.html", "summary.md"):
+        assert said.partition(" ")[2] in (folder / "found" / file).read_text(encoding="utf-8")
     assert made["subject"].keys() == {"kind", "name", "named", "files", "digest"}
 
     text = (folder / "found/certificate.toml").read_text(encoding="utf-8")
     (folder / "other.toml").write_text(text.replace('verdict = "not promised"', 'verdict = "pass"', 1), "utf-8")
-    assert asked(monkeypatch, "--check", "other.toml") == 1
-    (line,) = capsys.readouterr().out.splitlines()
+    assert asked(monkeypatch, "--check", "other.toml", "--yes") == 1
+    line = capsys.readouterr().out.splitlines()[-1]
     assert line == "items.row independence.verdict: pass in the certificate, not promised now"
     (folder / "promisers.py").write_text(f"{MINE}\n", encoding="utf-8")
-    assert asked(monkeypatch, "--check", "found/certificate.toml") == 1
+    assert asked(monkeypatch, "--check", "found/certificate.toml", "--yes") == 1
     assert "nothing was run" in capsys.readouterr().out
 
 
@@ -100,7 +105,7 @@ def test_a_broken_promise_fails_by_its_row_with_a_small_input(
     assert verdicts(made) == {**SAID, "higher score never loses": "fail"}
     row = made["items"]["higher score never loses"]
     assert row["repeat"] == (
-        "kvspec verify --policy promisers:WRONG --profile few"
+        f"kvspec verify --policy promisers:WRONG --profile few --seed {made['run']['seed']}"
         " -- 'test_promises.py::test_a_promise_holds[higher score never loses]'"
     )
     assert "Draw(" in row["input"]

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.law("figures-are-counted-right")
 ENGINES = """
 import os
 from dataclasses import replace
+from unittest import SkipTest
 from reference.backend import BACKEND
 
 class LaterGain(type(BACKEND.crystal)):
@@ -25,9 +26,16 @@ class Death(type(BACKEND.crystal)):
     def score(self, *given):
         os._exit(3)
 
+class Shy(type(BACKEND.crystal)):
+    def score(self, D, *given):
+        if len(D) > 3:
+            raise SkipTest("backend 'x' has no stage family 'crystal'")
+        return super().score(D, *given)
+
 NONE = dict.fromkeys(("breath", "diversity", "nestedkv", "policies"))
-WRONG, DEAD, RIGHT = (
-    replace(BACKEND, name=kind.__name__, crystal=kind(), **NONE) for kind in (LaterGain, Death, type(BACKEND.crystal))
+WRONG, DEAD, SHY, RIGHT = (
+    replace(BACKEND, name=kind.__name__, crystal=kind(), **NONE)
+    for kind in (LaterGain, Death, Shy, type(BACKEND.crystal))
 )
 """
 SUITE = """
@@ -110,21 +118,26 @@ def test_a_wrong_engine_s_certificate_names_the_item_and_can_be_checked(
     assert made["items"]["CC-COUNT"]["examples"] == len(first.splitlines()) == 12
     row = made["items"]["CC-SCORE"]
     assert row["repeat"] == (
-        "kvspec verify --backend engines:WRONG --profile few -- test_tiny.py::test_the_score_equals_the_brute_force"
+        f"kvspec verify --backend engines:WRONG --profile few --seed {made['run']['seed']}"
+        " -- test_tiny.py::test_the_score_equals_the_brute_force"
     )
     assert "case=Case(" in row["input"]
     assert row["input"].splitlines()[1] in said
     assert made["items"]["CC-MERGE"]["found"] == "ValueError: afterwards"
     assert {path.name for path in (folder / "found").iterdir()} == {
-        "certificate.toml", "certificate.html", "badge.svg", "log.txt",
+        "certificate.toml", "certificate.html", "badge.svg", "summary.md", "junit.xml", "log.txt",
     }
 
-    assert asked(monkeypatch, "--check", "found/certificate.toml", "--out", "again") == 0
-    assert "the certificate is true" in capsys.readouterr().out
-    assert (folder / "draws.txt").read_text(encoding="utf-8") == 2 * first
+    assert asked(monkeypatch, "--check", "found/certificate.toml", "--out", "again", "--yes") == 0
+    said = capsys.readouterr().out
+    assert "the certificate is true" in said
+    assert "the other run was made with --seed" in said
+    draws = (folder / "draws.txt").read_text(encoding="utf-8").splitlines(keepends=True)
+    assert "".join(draws[:24]) == 2 * first
+    assert "".join(draws[24:]) != first
 
     (folder / "engines.py").write_text(f"{ENGINES}\n", encoding="utf-8")
-    assert asked(monkeypatch, "--check", "found/certificate.toml", "--out", "again") == 1
+    assert asked(monkeypatch, "--check", "found/certificate.toml", "--out", "again", "--yes") == 1
     assert "nothing was run" in capsys.readouterr().out
 
 
@@ -133,6 +146,19 @@ def test_an_engine_that_ends_the_process_fails_the_item_that_it_ended_in(
 ) -> None:
     assert asked(monkeypatch, "--backend", "engines:DEAD", "--out", "found") == 1
     assert "the process ended with 3 in this test" in capsys.readouterr().out
+
+
+def test_an_engine_that_skips_its_own_tests_fails_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:
+    """By the words in which the suite itself skips what is not offered."""
+    assert asked(monkeypatch, "--backend", "engines:SHY", "--out", "found", "--fail-fast", "--quick") == 1
+    said = capsys.readouterr().out
+    assert "CC-SCORE fails" in said
+    assert f"crystal.score raised SkipTest at {folder}/engines.py:" in said
+    made = tomllib.loads((folder / "found/quick.toml").read_text(encoding="utf-8"))
+    assert made["items"]["CC-SCORE"]["verdict"] == "fail"
+    assert made["counts"]["not_run"] > 0
 
 
 def test_a_quick_run_leaves_full_sizes_out_and_certifies_nothing(
@@ -144,7 +170,9 @@ def test_a_quick_run_leaves_full_sizes_out_and_certifies_nothing(
     assert "this is no certificate" in said
     assert "CC-MERGE fails" in said
     assert "test_wide" not in Path("results/verify/log.txt").read_text(encoding="utf-8")
-    assert {path.name for path in Path("results/verify").iterdir()} == {"log.txt"}
+    assert {path.name for path in Path("results/verify").iterdir()} == {
+        "log.txt", "quick.toml", "summary.md", "junit.xml",
+    }
     drawn = Path("draws.txt").read_text(encoding="utf-8")
     Path("draws.txt").unlink()
     assert asked(monkeypatch, "--backend", "engines:RIGHT", "--profile", "few", "--", "-k", "draws") == 0

@@ -1,9 +1,13 @@
 """An engine that says what its arguments say, without NumPy: `python scripted.py HELLO ANSWER...`.
 
-An answer is a line; `%` in it stands for the id of the request. `die` ends the process, `hang` waits for ever.
+An answer is a line; `%` in it stands for the id of the request. `die` ends the process, `hang` waits for ever, as does
+`child`, whose child holds standard output, in a session of its own; `orphan` leaves such a child behind; `flood` ends
+no line; `environment` answers with the variables that begin with its own name.
 """
 
 import json
+import os
+import subprocess
 import sys
 import time
 
@@ -20,7 +24,17 @@ if __name__ == "__main__":
         if said == "die":
             print("a last word", file=sys.stderr)
             sys.exit(7)
-        if said == "hang":
+        if said in ("child", "orphan"):
+            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(8)"], start_new_session=True)
+        if said == "orphan":
+            sys.exit(0)
+        if said in ("hang", "child"):
             time.sleep(1000)
+        if said == "flood":
+            while True:
+                os.write(1, bytes(1 << 20))
+        if said == "environment":
+            found = [name for name in os.environ if name.startswith(("PYTEST", "KVSPEC", "HYPOTHESIS"))]
+            said = json.dumps({"id": number, "error": " ".join(["it sees", *found])})
         print(said.replace("%", str(number)), flush=True)
     sys.stdin.read()

@@ -1,11 +1,16 @@
 """Engines that do not start, do not answer, end, or answer garbage: each a verdict, and the next request is judged."""
 
 import json
+import os
 import re
 import shlex
 import shutil
+import signal
+import subprocess
 import sys
-from collections.abc import Iterator
+import time
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +23,10 @@ from conformance.engine.backend import backend_of
 from conformance.engine.process import Engine, EngineCrash, EngineError, EngineFailure, EngineGarbage, EngineTimeout
 from conformance.own.conformance.test_plugin import run
 from conformance.own.engine import scripted
+from conformance.paths import ROOT
 from spec.backend import Backend
 from spec.errors import BackendUnavailable, SpecError
+from spec.parameters import NESTEDKV
 
 pytestmark = pytest.mark.law("unusable-after-a-failure")
 
@@ -58,6 +65,14 @@ def ask(backend: Backend, n: int = 3) -> list[int]:
     ('{"id": %, "result": [0, 2], "error": "?"}', EngineGarbage, "must have one of"),
     ('{"id": %, "refusal": {"argument": "k"}}', EngineGarbage, "must have one of"),
     ('{"id": %, "error": "no memory"}', EngineError, "the engine failed: no memory"),
+    ('{"id": %.0, "result": [0, 2]}', EngineGarbage, "id = 1"),
+    ('{"id": true, "result": [0, 2]}', EngineGarbage, "id = 1"),
+    ('{"id": %, "result": [0, NaN]}', EngineGarbage, "NaN is no number of JSON"),
+    ('{"id": %, "result": [0, 1e999]}', EngineGarbage, "1e999 is no number of JSON"),
+    ('{"id": %, "id": %, "result": [0, 2]}', EngineGarbage, "a member twice"),
+    ('\ufeff{"id": %, "result": [0, 2]}', EngineGarbage, "the answer is no JSON"),
+    ('{"id": %, "result": {"dtype": "int64", "shape": [-1], "base64": "AAAAAAAAAAABAAAAAAAAAA=="}}', EngineGarbage,
+     "has shape [-1], which is no list of sizes"),
 ])
 def test_a_failure_is_named_with_its_request(
     started: list[Engine], answer: str, verdict: type[EngineFailure], words: str,
@@ -72,6 +87,101 @@ def test_a_failure_is_named_with_its_request(
         (line,) = re.findall(r'^request: (\{"id": \d, "op": "diversity.diverse".*\})$', str(caught.value), re.MULTILINE)
         assert json.loads(line)["arguments"]["k"] == 2
         assert ("a last word" in str(caught.value)) == (answer == "die")
+
+
+@pytest.mark.parametrize(("answer", "words"), [("child", "no answer within 0.5 s"), ("orphan", "exit code 0")])
+def test_a_child_that_holds_the_output_holds_nobody_up(started: list[Engine], answer: str, words: str) -> None:
+    """It is in a session of its own, which no signal to the engine reaches."""
+    backend, before = subject(started, answer, seconds=0.5), time.monotonic()
+    with pytest.raises(EngineFailure, match=words):
+        ask(backend)
+    started[-1].stop()
+    assert time.monotonic() - before < 5
+
+
+def test_an_operation_that_hangs_costs_few_timeouts(started: list[Engine]) -> None:
+    """All are one failure to Hypothesis, of one type and line; the first request is told; other operations go on."""
+    backend, before = subject(started, "hang", seconds=0.3), time.monotonic()
+    lines = set()
+    for n in range(3, 23):
+        with pytest.raises(EngineTimeout) as caught:
+            ask(backend, n)
+        lines.add(traceback.extract_tb(caught.value.__traceback__)[-1].lineno)
+        assert caught.value.__context__ is None
+    assert time.monotonic() - before < 6
+    assert len(lines) == 1
+    assert "3 requests of diversity.diverse, which is not asked again" in str(caught.value)
+    assert '"retained": [false, false, false], "k": 2' in str(caught.value)
+    with pytest.raises(EngineTimeout, match=r"no answer within 0\.3 s\n"):
+        backend.require_nestedkv().anomaly_score(np.ones((1, 2, 2)), NESTEDKV)
+
+
+def test_an_engine_that_reads_nothing_is_late_as_well(started: list[Engine]) -> None:
+    """Its pipe is full before the request is."""
+    with pytest.raises(EngineTimeout):
+        ask(subject(started, "hang", seconds=0.5), n=1_000_000)
+
+
+def test_an_answer_without_an_end_is_bounded(started: list[Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "LONGEST", 10 << 20)
+    with pytest.raises(EngineGarbage, match="longer than 10485760 bytes") as caught:
+        ask(subject(started, "flood"))
+    frames = [frame for frame, _ in traceback.walk_tb(caught.value.__traceback__)]
+    kept = [value for frame in frames for value in frame.f_locals.values() if isinstance(value, bytes | bytearray)]
+    assert sum(map(len, kept)) < 1 << 20
+
+
+def test_an_engine_does_not_see_who_asks(started: list[Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSPEC_PROFILE", "few")
+    monkeypatch.setenv("PYTEST_VERSION", "9")
+    with pytest.raises(EngineError, match="the engine failed: it sees\n"):
+        ask(subject(started, "environment"))
+
+
+def test_names_of_an_engine_are_one_line_without_control_characters(started: list[Engine]) -> None:
+    started.append(Engine(command(name="a\nb\x1b[31mc", version="1" * 200), 20.0))
+    assert (started[-1].hello.name, len(started[-1].hello.version)) == ("a b?[31mc", 100)
+
+
+def test_a_signal_to_the_judge_ends_the_engine(tmp_path: Path) -> None:
+    """It has read hello and hangs; it would not see that its input has ended."""
+    (tmp_path / "engine.py").write_text(
+        f"import os, runpy, sys\nopen('pid', 'w').write(str(os.getpid()))\nsys.argv[1:] = ['{{}}', 'hang']\n"
+        f"runpy.run_path({scripted.__file__!r}, run_name='__main__')\n", encoding="utf-8",
+    )
+    (tmp_path / "test_outside.py").write_text(
+        "import numpy as np\ndef test_it(judged):\n    open('asked', 'w').close()\n"
+        "    judged.require_diversity().diverse(np.zeros(1), np.zeros((1, 1)), np.zeros(1, bool), 1, 0.5)\n", "utf-8",
+    )
+    words = [sys.executable, "-m", "pytest", "-p", "conformance.plugin", "-p", "no:cacheprovider"]
+    judge = subprocess.Popen(
+        [*words, "--kvspec-command", f"{sys.executable} engine.py"], cwd=tmp_path, stdout=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+    )
+    try:
+        assert _becomes(lambda: (tmp_path / "asked").exists())
+        judge.terminate()
+        assert judge.wait(timeout=20) == -signal.SIGTERM
+    finally:
+        judge.kill()
+    engine = int((tmp_path / "pid").read_text(encoding="utf-8"))
+    assert _becomes(lambda: not _runs(engine))
+
+
+def _runs(number: int) -> bool:
+    try:
+        os.kill(number, 0)
+    except ProcessLookupError:
+        return False
+    stat = Path(f"/proc/{number}/stat")
+    return not stat.exists() or ") Z " not in stat.read_text(encoding="utf-8")
+
+
+def _becomes(so: Callable[[], bool]) -> bool:
+    until = time.monotonic() + 20
+    while not so() and time.monotonic() < until:
+        time.sleep(0.05)
+    return so()
 
 
 def test_after_a_failure_the_next_request_is_answered(started: list[Engine]) -> None:

@@ -69,7 +69,7 @@ def test_a_backend_is_judged_without_a_model(tmp_path: Path) -> None:
 def test_a_package_that_hides_ours_is_named_with_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("spec").mkdir()
-    monkeypatch.setattr("models_integration.cli.verify.subprocess.call", lambda command: 0)
+    monkeypatch.setattr("models_integration.cli.verify.judge", lambda command: 0)
     assert run(["--help"]) == 0  # a folder of texts hides nothing
     Path("spec/__init__.py").touch()
     with pytest.raises(SpecError, match=f"{tmp_path}/spec/__init__.py.*hides kvspec's own package 'spec'"):

@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
+from conformance.cache_suite import oracle
 from conformance.cache_suite.conftest import found_model
-from conformance.cache_suite.judge import KINDS, WHOLE, check, save_tiny
+from conformance.cache_suite.judge import KINDS, TINY, WHOLE, check, save_tiny
+from conformance.cache_suite.oracle import UnknownRotation, check_rotation, frequencies
+from conformance.checks.boundary import SubjectFailure
 from conformance.paths import ROOT, SPEC
 from conformance.verify import __main__ as door
 from models_integration.session.eviction import after_eviction
@@ -43,7 +46,7 @@ def stored(tensor: Tensor, sets: list[list[int]], longest: int) -> Tensor:
 
 def plain(
     prompt: list[int], kept: Kept, following: list[int], folder: str, shift: int = 0, padded: bool = False,
-    of_head: Callable[[list[list[int]]], list[list[int]]] = lambda sets: sets,
+    of_head: Callable[[list[list[int]]], list[list[int]]] = lambda sets: sets, turn: bool = False,
 ) -> Tensor:
     """Compacted tensors in a cache of transformers; with the mistakes that such a cache invites."""
     model, full, compacted = loaded(folder), DynamicCache(), DynamicCache()
@@ -55,11 +58,45 @@ def plain(
         for layer, sets in kept.items():
             whole: Any = full.layers[layer]
             keys, values = (stored(tensor, of_head(sets), longest) for tensor in (whole.keys, whole.values))
+            keys = rotated(keys, of_head(sets), model) if turn else keys
             compacted.update(keys, values, layer)
         first = len(prompt) - shift * (len(prompt) - longest)
         positions = torch.arange(first, first + len(following))[None]
         logits: Tensor = model(torch.tensor([following]), past_key_values=compacted, position_ids=positions).logits
     return logits[0]
+
+
+def rotated(keys: Tensor, sets: list[list[int]], model: PreTrainedModel) -> Tensor:
+    """Keys from the positions of the text to 0, 1, ..., by the model's own functions."""
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    at = torch.tensor(sets)
+    cos, sin = model.model.rotary_emb(keys, at - torch.arange(at.shape[1]))
+    back: Tensor = apply_rotary_pos_emb(keys[0][:, None], keys[0][:, None], cos, -sin)[0]
+    return back[:, 0][None]
+
+
+def test_a_cache_that_renumbers_is_judged_by_its_rule(folder: str) -> None:
+    """Only where it declares it; with keys that were not rotated again it fails by either rule."""
+    renumbered, untouched = partial(plain, shift=1, turn=True), partial(plain, shift=1)
+    for kind in (WHOLE, "one set for all", "a set for each layer", EQUAL):
+        check(renumbered, folder, kind, 5, renumbered=True)
+    for engine, rule in ((renumbered, False), (untouched, False), (untouched, True), (plain, True)):
+        with pytest.raises(AssertionError, match="away from"):
+            check(engine, folder, EQUAL, 5, renumbered=rule)
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_the_judge_knows_how_each_family_rotates(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = loaded(str(save_tiny(family, tmp_path)))
+    check_rotation(model)
+    monkeypatch.setattr(oracle, "frequencies", lambda model: 1.5 * frequencies(model))
+    with pytest.raises(UnknownRotation, match="does not know how this model rotates"):
+        check_rotation(model)
+    with pytest.raises(UnknownRotation, match="finds no rotary frequencies"):
+        frequencies(torch.nn.Linear(1, 1))
 
 
 @pytest.mark.law("eviction-equals-masking")
@@ -96,6 +133,15 @@ def test_each_mistake_is_found(mistake: str, folder: str) -> None:
     engine, kind, words = MISTAKES[mistake]
     with pytest.raises(AssertionError, match=words):
         check(engine, folder, kind, 5)
+
+
+def test_an_error_of_the_subject_has_its_file_and_line(folder: str) -> None:
+    """Layers that are not in `kept` slide; here there is no such layer either."""
+    def engine(prompt: list[int], kept: Kept, *rest: Any) -> Any:
+        return [sets[0] for sets in (kept.get(layer) for layer in (0, 7))]  # type: ignore[index]
+
+    with pytest.raises(SubjectFailure, match=r"function raised TypeError at \S+test_cache_suite\.py:\d+\n"):
+        check(engine, folder, EQUAL, 5)
 
 
 ENGINES = """
@@ -140,7 +186,7 @@ def test_a_certificate_names_the_row_of_the_mistake_and_what_is_not_served(
     pytest.importorskip("jsonschema").validate(json.loads(json.dumps(made, default=str)), schema)
 
     (tmp_path / "caches.py").write_text(f"{ENGINES}\n", encoding="utf-8")
-    assert asked("--check", "found/certificate.toml")[1].endswith("nothing was run\n")
+    assert asked("--check", "found/certificate.toml", "--yes")[1].endswith("nothing was run\n")
 
 
 @pytest.mark.law("one-line-with-the-way-out")
