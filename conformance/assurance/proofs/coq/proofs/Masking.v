@@ -1,6 +1,7 @@
 (* Eviction equals masking, over the reals: attention to what is kept is attention to everything with -M at the
    evicted tokens, up to a constant times exp(-M); with weight 0 at them it is the same number. *)
-From Coq Require Import Bool Lia.
+From Coq Require Import Bool.
+From Kvspec Require Import ListFacts.
 From Kvspec Require Export Attention.
 
 Section Sums.
@@ -195,21 +196,12 @@ Qed.
 
 (* ---- all layers ---- *)
 
-(* With weight 0 a whole model gives the same state, for any kept set of each layer and head. *)
-Theorem CC_COMPACT_layers_equal_hiding {X A} (layers : list (layer X A)) x :
-  run hidden_head layers x = run compacted_head layers x.
-Proof.
-  unfold run. revert x. induction layers as [|l layers IH]; intros x; cbn; [reflexivity|].
-  rewrite IH. do 2 f_equal. apply map_ext. intros h. apply CC_COMPACT_equals_hiding.
-Qed.
-
 (* With -M: a distance on states, in which one layer moves no further than L times its input, and K times the largest
    difference of its heads; logits and values are bounded over all states. *)
 Section Layers.
   Context {X A : Type} (d : X -> X -> R).
   Hypothesis d_triangle : forall x y z, d x z <= d x y + d y z.
   Hypothesis d_same : forall x, d x x = 0.
-  Hypothesis d_nonneg : forall x y, 0 <= d x y.
 
   Variables (B V K L : R) (n : nat).
   Hypotheses (HB : 0 <= B) (HV : 0 <= V) (HK : 0 <= K) (HL : 0 <= L).
@@ -217,7 +209,7 @@ Section Layers.
   Definition well_behaved (l : layer X A) : Prop :=
     (forall h, In h (heads l) -> filter (kept h) (tokens h) <> [] /\ (length (tokens h) <= n)%nat
        /\ forall x t, In t (tokens h) -> Rabs (logit h x t) <= B /\ Rabs (value h x t) <= V)
-    /\ (forall x gave gave' e, Forall2 (fun a b => Rabs (a - b) <= e) gave gave' -> 0 <= e ->
+    /\ (forall x gave gave' e, length gave = length (heads l) -> Forall2 (fun a b => Rabs (a - b) <= e) gave gave' -> 0 <= e ->
           d (output l x gave) (output l x gave') <= K * e)
     /\ (forall x y, d (output l x (map (compacted_head x) (heads l))) (output l y (map (compacted_head y) (heads l))) <= L * d x y).
 
@@ -226,8 +218,8 @@ Section Layers.
   Lemma one_layer (l : layer X A) M x : well_behaved l ->
     d (output l x (map (masked_head M x) (heads l))) (output l x (map (compacted_head x) (heads l))) <= K * (C * exp (- M)).
   Proof.
-    intros (Hh & Ho & _). apply Ho.
-    - revert Hh. induction (heads l) as [|h hs IH]; intros Hh; cbn; constructor; [|apply IH; intros; apply Hh; now right].
+    intros (Hh & Ho & _). apply Ho; [apply map_length|..].
+    - clear Ho. revert Hh. induction (heads l) as [|h hs IH]; intros Hh; cbn; constructor; [|apply IH; intros; apply Hh; now right].
       destruct (Hh h (or_introl eq_refl)) as (S & N & T). unfold masked_head, compacted_head.
       eapply Rle_trans; [apply CC_COMPACT_masking_uniform_bound with (V := V) (B := B); try assumption; intros t Ht; now apply T|].
       apply Rmult_le_compat_r; [apply Rlt_le, exp_pos|]. unfold C. apply Rmult_le_compat_l; [lra|].
@@ -267,3 +259,145 @@ Section Layers.
     rewrite (Rmult_comm epsilon). apply Rmult_le_compat_r; lra.
   Qed.
 End Layers.
+
+(* A plain sum of heads moves no further than their number times the largest difference: such layers exist. *)
+Lemma sum_of_heads (x : R) gave gave' e n : length gave = n -> Forall2 (fun a b => Rabs (a - b) <= e) gave gave' ->
+  Rabs ((x + fold_right Rplus 0 gave) - (x + fold_right Rplus 0 gave')) <= INR n * e.
+Proof.
+  intros <- F. replace (x + fold_right Rplus 0 gave - (x + fold_right Rplus 0 gave')) with (fold_right Rplus 0 gave - fold_right Rplus 0 gave') by ring.
+  induction F as [|a b l r H F IH]; [cbn; rewrite Rminus_0_r, Rabs_R0; lra|]. cbn [fold_right length]. rewrite S_INR.
+  replace (a + fold_right Rplus 0 l - (b + fold_right Rplus 0 r)) with ((a - b) + (fold_right Rplus 0 l - fold_right Rplus 0 r)) by ring.
+  eapply Rle_trans; [apply Rabs_triang|]. lra.
+Qed.
+
+(* ---- attention as a decoder computes it ---- *)
+
+Section Head.
+  Context {X : Type} (rotate : Z -> list R -> list R) (l : decoder_layer X).
+
+  Lemma weighted_permutation {A} (w f : A -> R) r s : Permutation r s -> weighted w f r = weighted w f s.
+  Proof. unfold weighted. induction 1; cbn; lra. Qed.
+
+  Lemma hidden_permutation {A} (logit value : A -> R) kept r s : Permutation r s -> hidden logit value kept r = hidden logit value kept s.
+  Proof. intros P. unfold hidden, average. now rewrite !(weighted_permutation _ _ r s P). Qed.
+
+  (* Stored positions decide, not slots. *)
+  Theorem CC_ATTENTION_slots_do_not_matter mask p q store store' :
+    Permutation store store' -> attend rotate l mask p q store = attend rotate l mask p q store'.
+  Proof. intros P. unfold attend. apply map_ext. intros c. now apply hidden_permutation. Qed.
+
+  (* Weight 0 at what is masked is its absence; the causal mask stays. *)
+  Lemma attend_filter mask p q store :
+    attend rotate l mask p q store = attend rotate l (fun _ => true) p q (filter (fun t => mask (at_position t)) store).
+  Proof.
+    unfold attend. apply map_ext. intros c. rewrite !CC_COMPACT_equals_hiding. f_equal. unfold sees.
+    induction store as [|t store IH]; cbn; [reflexivity|]. destruct (mask (at_position t)) eqn:E; cbn; [|assumption].
+    destruct (at_position t <=? p)%Z; now rewrite IH.
+  Qed.
+
+  (* Causal by stored position: what stands above the query counts for nothing. *)
+  Theorem CC_ATTENTION_causal mask p q store :
+    attend rotate l mask p q store = attend rotate l mask p q (filter (fun t => at_position t <=? p)%Z store).
+  Proof.
+    unfold attend. apply map_ext. intros c. rewrite !CC_COMPACT_equals_hiding. f_equal. unfold sees.
+    induction store as [|t store IH]; cbn; [reflexivity|]. destruct (at_position t <=? p)%Z eqn:E; cbn.
+    - destruct (mask (at_position t)); cbn; rewrite ?E; cbn; now rewrite IH.
+    - now rewrite andb_false_r.
+  Qed.
+
+  (* The formula: exp of the capped, scaled product of the rotated query and the stored key, over those at kept positions
+     not above p, divided by their sum. *)
+  Theorem CC_ATTENTION_formula mask p q store c : (c < channels l)%nat ->
+    let seen := filter (fun t => mask (at_position t) && (at_position t <=? p)%Z) store in
+    let w t := exp (soft_cap l (scaling l * inner (rotate p q) (key_at t))) in
+    nth c (attend rotate l mask p q store) 0
+    = weighted w (fun t => nth c (value_at t) 0) seen / weighted w (fun _ => 1) seen.
+  Proof.
+    intros Hc seen w. unfold attend.
+    rewrite (nth_indep _ 0 (hidden (score_of rotate l p q) (fun t => nth O (value_at t) 0) (sees mask p) store)) by (now rewrite map_length, seq_length).
+    rewrite (map_nth (fun c => hidden (score_of rotate l p q) (fun t => nth c (value_at t) 0) (sees mask p) store)), seq_nth by assumption.
+    rewrite CC_COMPACT_equals_hiding. reflexivity.
+  Qed.
+End Head.
+
+(* Weights of a row sum to 1 where something is seen. *)
+Theorem CC_ATTENTION_rows_sum_to_1 {A} (logit : A -> R) (kept : A -> bool) all : filter kept all <> [] ->
+  hidden logit (fun _ => 1) kept all = 1.
+Proof.
+  intros S. rewrite CC_COMPACT_equals_hiding. unfold attention, average.
+  pose proof (weighted_positive (weight logit) _ (weight_positive logit) S). field. lra.
+Qed.
+
+Section Decoding.
+  Context {X : Type} (rotate : Z -> list R -> list R) (next : Z -> list X -> list X).
+  Implicit Types (mask keep : mask_of) (full few : list (@holding X)).
+
+  (* The same layers; of what `full` stores, `few` has what the mask leaves. *)
+  Fixpoint agrees mask (i : nat) full few : Prop :=
+    match full, few with
+    | [], [] => True
+    | (l, store) :: full, (l', store') :: few =>
+        l' = l /\ (forall kv, store' kv = filter (fun t => mask i kv (at_position t)) (store kv)) /\ agrees mask (S i) full few
+    | _, _ => False
+    end.
+
+  Lemma stored_agree mask i l store store' new kv seen :
+    (forall kv p, (seen <= p)%Z -> mask i kv p = true) -> Forall (fun px : Z * X => (seen <= fst px)%Z) new ->
+    (forall kv, store' kv = filter (fun t => mask i kv (at_position t)) (store kv)) ->
+    stored_with rotate (l, store') new kv = filter (fun t => mask i kv (at_position t)) (stored_with rotate (l, store) new kv).
+  Proof.
+    intros Late F E. unfold stored_with. cbn [fst snd]. rewrite filter_app, E. f_equal.
+    induction F as [|[p x] new Hp F IH]; cbn; [reflexivity|]. cbn in Hp. rewrite Late by assumption. now rewrite <- IH.
+  Qed.
+
+  Lemma numbered_late (xs : list X) seen : Forall (fun px => (seen <= fst px)%Z) (numbered seen xs).
+  Proof.
+    apply Forall_forall. intros [p x] Hp. apply (in_map fst) in Hp. rewrite numbered_fst in Hp. apply in_range in Hp. cbn in *. lia.
+  Qed.
+
+  Lemma forward_agrees mask seen : (forall i kv p, (seen <= p)%Z -> mask i kv p = true) ->
+    forall full few i xs, agrees mask i full few ->
+    fst (forward rotate mask i full seen xs) = fst (forward rotate everything i few seen xs)
+    /\ agrees mask i (snd (forward rotate mask i full seen xs)) (snd (forward rotate everything i few seen xs)).
+  Proof.
+    intros Late. induction full as [|[l store] full IH]; intros [|[l' store'] few] i xs A; try contradiction; [now split|].
+    destruct A as (-> & E & A). cbn [forward fst].
+    pose proof (fun kv => stored_agree mask i l store store' _ kv seen (Late i) (numbered_late xs seen) E) as S.
+    assert (through_layer rotate (mask i) (l, store) (numbered seen xs)
+            = through_layer rotate (everything i) (l, store') (numbered seen xs)) as T.
+    { unfold through_layer. cbn [fst]. apply map_ext. intros [p x]. f_equal. apply map_ext. intros h.
+      rewrite S, attend_filter. reflexivity. }
+    rewrite T. specialize (IH few (Datatypes.S i) (through_layer rotate (everything i) (l, store') (numbered seen xs)) A).
+    destruct (forward rotate mask (Datatypes.S i) full seen _), (forward rotate everything (Datatypes.S i) few seen _).
+    cbn [fst snd] in *. destruct IH as [-> IH]. split; [reflexivity|]. cbn [agrees]. auto.
+  Qed.
+
+  Lemma evict_agrees mask keep seen : forall full few i, agrees mask i full few ->
+    agrees (fun i kv p => mask i kv p && leaves keep seen i kv p) i full (evict keep seen i few).
+  Proof.
+    induction full as [|[l store] full IH]; intros [|[l' store'] few] i A; try contradiction; [exact I|].
+    destruct A as (-> & E & A). cbn [evict agrees]. split; [reflexivity|]. split; [|now apply IH].
+    intros kv. rewrite E. induction (store kv) as [|t r IHr]; cbn; [reflexivity|].
+    destruct (mask i kv (at_position t)); cbn; [|assumption]. destruct (leaves keep seen i kv (at_position t)); now rewrite IHr.
+  Qed.
+
+  (* Any run of segments and single steps, with evictions between them, each KV head of each layer by its own set: the
+     states are those of the run that evicts nothing and masks what was evicted. *)
+  Theorem CC_COMPACT_decoding_equals_masking evictions : forall seen xs (layers : list (@holding X)),
+    evicting rotate next evictions seen xs layers = masking rotate next evictions seen xs everything layers.
+  Proof.
+    enough (forall seen xs mask full few, (forall i kv p, (seen <= p)%Z -> mask i kv p = true) -> agrees mask 0 full few ->
+      evicting rotate next evictions seen xs few = masking rotate next evictions seen xs mask full) as E.
+    { intros seen xs layers. apply E; [reflexivity|]. generalize 0%nat as i.
+      induction layers as [|[l store] layers IH]; intros i; cbn; [exact I|]. split; [reflexivity|]. split; [|apply IH].
+      intros kv. induction (store kv) as [|t r IHr]; cbn; congruence. }
+    induction evictions as [|keep evictions IH]; intros seen xs mask full few Late A; cbn [evicting masking]; [reflexivity|].
+    set (left := fun i kv p => mask i kv p && leaves keep seen i kv p).
+    assert (forall i kv p, (seen <= p)%Z -> left i kv p = true) as Late'.
+    { intros i kv p Hp. unfold left, leaves. rewrite Late by assumption. apply Z.leb_le in Hp. rewrite Hp. apply orb_true_r. }
+    pose proof (forward_agrees left seen Late' full (evict keep seen 0 few) 0 xs (evict_agrees mask keep seen full few 0 A)) as [F G].
+    destruct (forward rotate left 0 full seen xs) as [ys held], (forward rotate everything 0 (evict keep seen 0 few) seen xs) as [ys' held'].
+    cbn [fst snd] in F, G. subst ys'. f_equal. apply IH; [|assumption].
+    intros i kv p Hp. apply Late'. pose proof (count_nonneg xs). lia.
+  Qed.
+End Decoding.
