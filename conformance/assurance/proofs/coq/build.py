@@ -21,7 +21,8 @@ MODEL = (
     "Lists", "Trunks", "Dissolution", "Budgets", "Selection", "Blocks", "Score", "Diversity", "Compaction", "Attention",
 )
 PROOFS = (
-    "ListFacts", "TrunkTheorems", "DissolutionTheorems", "KeptTheorems", "SelectionTheorems", "BlockTheorems",
+    "ListFacts", "Ranks", "TrunkTheorems", "DissolutionTheorems", "KeptTheorems", "CountTheorems", "SelectionTheorems",
+    "BlockTheorems",
     "BudgetTheorems", "ScoreTheorems", "DiversityTheorems", "CompactionTheorems", "Counterexamples", "Masking",
     "RealCounterexamples",
 )
