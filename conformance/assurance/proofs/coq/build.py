@@ -22,7 +22,7 @@ MODEL = (
 )
 PROOFS = (
     "ListFacts", "Ranks", "TrunkTheorems", "DissolutionTheorems", "KeptTheorems", "CountTheorems", "SelectionTheorems",
-    "BlockTheorems", "GrammarTheorems",
+    "BlockTheorems", "GrammarTheorems", "EdgeTheorems",
     "BudgetTheorems", "ScoreTheorems", "DiversityTheorems", "CompactionTheorems", "Counterexamples", "Masking",
     "RealCounterexamples",
 )
