@@ -21,9 +21,9 @@ MODEL = (
     "Lists", "Trunks", "Dissolution", "Budgets", "Selection", "Blocks", "Score", "Diversity", "Compaction", "Attention",
 )
 PROOFS = (
-    "ListFacts", "Ranks", "TrunkTheorems", "EdgeTheorems", "DissolutionTheorems", "KeptTheorems", "CountTheorems",
-    "SelectionTheorems", "BlockTheorems", "GrammarTheorems", "BudgetTheorems", "ScoreTheorems", "DiversityTheorems",
-    "CompactionTheorems", "Counterexamples", "Masking", "RealCounterexamples", "Binary64Order",
+    "ListFacts", "Ranks", "TrunkTheorems", "PassTheorems", "EdgeTheorems", "DissolutionTheorems", "KeptTheorems",
+    "CountTheorems", "SelectionTheorems", "BlockTheorems", "GrammarTheorems", "BudgetTheorems", "ScoreTheorems",
+    "DiversityTheorems", "CompactionTheorems", "Counterexamples", "Masking", "RealCounterexamples", "Binary64Order",
 )
 FILES = (*MODEL, *PROOFS)
 INSTALL = "apt install coq libcoq-flocq ocaml-nox ocaml-findlib libyojson-ocaml-dev"

@@ -195,75 +195,7 @@ Section Merge.
     induction 1; cbn [count sum]; lia.
   Qed.
 
-  (* Neighbours that merge fit T_max together. *)
-  Theorem CC_MERGE_size weights size next : merges tau T_max weights size next = true -> size + next <= T_max.
-  Proof. unfold merges. intros M. apply andb_prop in M as [M _]. now apply Z.leb_le. Qed.
 End Merge.
-
-(* One pass: which ends of sentences are ends of trunks. *)
-Section OnePass.
-  Context {R : Type} `{Number R}.
-  Variables (tau : R) (T_max : Z) (E : Z -> Z -> list R).
-
-  (* The sentence [b, b + size) against the trunk that runs from a to b. *)
-  Definition joins (a b size : Z) : bool :=
-    merges tau T_max (interface_edges E (last5 a b) (first5 b (b + size))) (b - a) size.
-
-  Lemma offsets_head start sizes : exists rest, offsets start sizes = start :: rest.
-  Proof. destruct sizes; cbn; eauto. Qed.
-
-  Lemma offsets_from sizes : Forall (fun s => 1 <= s) sizes -> forall start x, In x (offsets start sizes) -> x = start \/ start < x.
-  Proof.
-    induction 1 as [|s sizes Hs F IH]; intros start x; cbn; [intros [->|[]]; now left|].
-    intros [->|Hx]; [now left|right]. apply IH in Hx. lia.
-  Qed.
-
-  Lemma merged_from next : forall start stop, Forall (fun s => 1 <= s) next ->
-    incl (offsets start (merge_sentences tau T_max E start stop next)) (start :: offsets stop next).
-  Proof.
-    induction next as [|size rest IH]; intros start stop F; cbn [merge_sentences].
-    - cbn [offsets]. replace (start + (stop - start)) with stop by lia. easy.
-    - inversion F as [|? ? Hs F']; subst. destruct merges.
-      + intros x Hx. destruct (IH _ _ F' x Hx) as [->|I]; [now left|]. right. right. exact I.
-      + cbn [offsets]. replace (start + (stop - start)) with stop by lia. intros x [->|Hx]; [now left|].
-        destruct (IH _ _ F' x Hx) as [->|I]; right; [now left|now right].
-  Qed.
-
-  (* Ends of trunks, before the splits, are ends of sentences; and the sentence that begins at b joins the trunk that runs
-     there (from a, the last end of a trunk before b) exactly where CC-MERGE says so: then b is no end of a trunk. *)
-  Theorem CC_TRUNKS_one_pass before size after : forall start stop, start < stop ->
-    Forall (fun s => 1 <= s) (before ++ size :: after) ->
-    let ends := offsets start (merge_sentences tau T_max E start stop (before ++ size :: after)) in
-    let b := stop + sum before in
-    incl ends (start :: offsets stop (before ++ size :: after))
-    /\ exists a, In a ends /\ a < b /\ (forall x, In x ends -> x < b -> x <= a) /\ (In b ends <-> joins a b size = false).
-  Proof.
-    induction before as [|s before IH]; intros start stop Hs F ends b; (split; [now apply merged_from|]); subst ends b; cbn [app sum] in *.
-    - rewrite Z.add_0_r. exists start. cbn [merge_sentences]. inversion F as [|? ? Hz F']; subst. fold (joins start stop size).
-      destruct (joins start stop size) eqn:J.
-      + pose proof (merged_from after start (stop + size) F') as I.
-        assert (forall x, In x (offsets start (merge_sentences tau T_max E start (stop + size) after)) -> x = start \/ stop < x) as Out.
-        { intros x Hx. apply I in Hx as [->|Hx]; [now left|right]. apply (offsets_from after F') in Hx. lia. }
-        repeat split; [|assumption| |intros X; apply Out in X; lia|discriminate].
-        * destruct (offsets_head start (merge_sentences tau T_max E start (stop + size) after)) as [r ->]. now left.
-        * intros x Hx L. apply Out in Hx. lia.
-      + pose proof (merged_from after stop (stop + size) F') as I. cbn [offsets]. replace (start + (stop - start)) with stop by lia.
-        repeat split; [now left|assumption| |].
-        * intros x [->|Hx] L; [lia|]. apply I in Hx as [->|Hx]; [lia|]. apply (offsets_from after F') in Hx. lia.
-        * intros _. right. destruct (offsets_head stop (merge_sentences tau T_max E stop (stop + size) after)) as [r ->]. now left.
-    - inversion F as [|? ? Hz F']; subst. rewrite Z.add_assoc. cbn [merge_sentences]. destruct merges.
-      + apply IH; [lia|assumption].
-      + destruct (IH stop (stop + s) ltac:(lia) F') as [I (a & Ha & L & G & M)].
-        cbn [offsets]. replace (start + (stop - start)) with stop by lia.
-        assert (0 <= sum before) as P.
-        { apply sum_nonneg. apply Forall_app in F' as [F' _]. eapply Forall_impl; [|exact F']. cbn beta. lia. }
-        assert (stop <= a) as A by (apply I in Ha as [->|Ha]; [lia|]; apply (offsets_from _ F') in Ha; lia).
-        exists a. repeat split; [now right|assumption| | |].
-        * intros x [->|Hx] X; [lia|now apply G].
-        * intros [X|X]; [lia|now apply M].
-        * intros J. right. now apply M.
-  Qed.
-End OnePass.
 
 (* T_max = 1: trunks are single tokens, whatever the edges, the threshold and the ends. *)
 Theorem CC_TRUNKS_token_level {R} `{Number R} tau E start ends :
@@ -298,15 +230,6 @@ Proof.
   intros F. unfold merges. apply andb_false_intro2. cbn [ltb rational]. apply negb_false_iff, Qle_bool_iff.
   unfold total. cbn [plus minus times of_Z zero rational]. rewrite rational_sum, Qplus_0_l.
   apply sum_at_most in F. lra.
-Qed.
-
-(* An edge that does exceed tau merges, where it is alone and the two fit. *)
-Theorem CC_MERGE_one_weight (tau w : Q) T_max size next :
-  size + next <= T_max -> merges tau T_max [w] size next = negb (Qle_bool w tau).
-Proof.
-  intros F. unfold merges. apply Z.leb_le in F. rewrite F. cbn [andb ltb rational total fold_left plus minus times of_Z zero].
-  f_equal. apply Bool.eq_iff_eq_true. rewrite !Qle_bool_iff. cbn [count].
-  replace (inject_Z (1 + 0)) with 1%Q by reflexivity. lra.
 Qed.
 
 (* The rule itself: both fit T_max, there is an edge, and the mean weight exceeds tau. *)
