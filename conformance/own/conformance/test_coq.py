@@ -90,7 +90,8 @@ STATED = {
     "CC-SENTENCES": "offsets", "CC-MERGE": "rule", "CC-TRUNKS": "one_way", "CC-TRUNK-IMPACT": "of_the_largest",
     "CC-NORMALISED-IMPACT": "formula", "CC-ALLOCATE": "ratio", "CC-KEEP-COUNT": "of_the_ratio",
     "CC-DISSOLVE-D": "cases", "CC-DISSOLVE": "kept", "CC-COMPACT": "decoding_equals_masking",
-    "DV-COSINE": "first_to_last", "DV-GREEDY": "is_greedy", "PO-TOP-UNITS": "formula", "PO-WHOLE-SHARES": "formula", "PO-PYRAMID-BUDGET": "bounds",
+    "DV-COSINE": "first_to_last", "DV-GREEDY": "is_greedy", "PO-TOP-UNITS": "formula",
+    "PO-WHOLE-SHARES": "formula", "PO-PYRAMID-BUDGET": "bounds",
 }
 """The theorem of an item that says all of it, or most."""
 
