@@ -92,7 +92,63 @@ Section Counts.
     - intros (g & M & Hg & Hx & L). exists (g, staying B g). split; [now apply CC_DISSOLVE_counts|].
       now apply (CC_DISSOLVE_members g _ x M Hx).
   Qed.
+
+  (* The same trunks, but that the score of the one that starts where g does is another. *)
+  Definition rescored (g : trunk R) (score' : R) (h : trunk R) : trunk R :=
+    if start h =? start g
+    then {| start := start h; members := members h; score := score'; strength := strength h; safe := safe h |} else h.
+
+  Lemma rescored_size g x h : size (rescored g x h) = size h.
+  Proof. unfold rescored. now destruct (start h =? start g). Qed.
+
+  Lemma rescored_tokens g x l : tokens_of (map (rescored g x) l) = tokens_of l.
+  Proof. unfold tokens_of. rewrite map_map. f_equal. apply map_ext. apply rescored_size. Qed.
+
+  Lemma rescored_safe g x l : filter safe (map (rescored g x) l) = map (rescored g x) (filter safe l).
+  Proof.
+    induction l as [|h l IH]; cbn; [reflexivity|]. assert (safe (rescored g x h) = safe h) as ->.
+    { unfold rescored. now destruct (start h =? start g). }
+    destruct (safe h); cbn; now rewrite IH.
+  Qed.
 End Counts.
+
+(* A trunk whose own score rises keeps no fewer tokens. *)
+Theorem CC_DISSOLVE_a_higher_score_keeps_more {R} `{Ordered R} N_min s (all : list (trunk R)) B g score' :
+  laid_out s all -> In g all -> ltb score' (score g) = false ->
+  staying N_min all B g <= staying N_min (map (rescored g score') all) B (rescored g score' g).
+Proof.
+  intros L Hg Up.
+  assert (forall h, In h all -> start h = start g -> h = g) as One.
+  { pose proof (starts_distinct N_min s all L) as N. clear - N Hg. induction all as [|f l IH]; [easy|]. cbn in N.
+    inversion N as [|? ? Out N']; subst. intros h [<-|Hh] E; destruct Hg as [<-|Hg]; try reflexivity; [| |now apply IH];
+      exfalso; apply Out; [rewrite E|rewrite <- E]; now apply in_map. }
+  assert (rescored g score' g = {| start := start g; members := members g; score := score'; strength := strength g; safe := safe g |}) as G
+    by (unfold rescored; now rewrite Z.eqb_refl).
+  assert (going_before all g <= going_before (map (rescored g score') all) (rescored g score' g)) as More.
+  { clear L Hg. rewrite G. unfold going_before. cbn [start score].
+    induction all as [|h l IH]; cbn [map filter sum]; [lia|]. specialize (IH (fun f Hf => One f (or_intror Hf))).
+    assert (safe (rescored g score' h) = safe h) as -> by (unfold rescored; now destruct (start h =? start g)).
+    destruct (safe h); cbn [negb filter]; [exact IH|]. assert (0 <= size h) as P by apply count_nonneg.
+    pose proof (rescored_size g score' h) as Sz. destruct (Z.eqb_spec (start h) (start g)) as [E|E].
+    - assert (ltb (score g) (score g) = false) as Irr.
+      { destruct (ltb (score g) (score g)) eqn:T; [|reflexivity]. pose proof (ltb_asym _ _ T). congruence. }
+      rewrite (One h (or_introl eq_refl) E) in *. rewrite Irr, Z.ltb_irrefl. cbn [negb andb orb].
+      destruct (_ || _); cbn [map sum]; lia.
+    - assert (rescored g score' h = h) as Same by (unfold rescored; now apply Z.eqb_neq in E as ->). rewrite Same.
+      destruct (ltb (score h) (score g) || (negb (ltb (score g) (score h)) && (start h <? start g))) eqn:T.
+      + assert (ltb (score h) score' || (negb (ltb score' (score h)) && (start h <? start g)) = true) as ->.
+        { apply orb_true_iff. apply orb_true_iff in T as [T|T].
+          - left. destruct (ltb_cotrans (score h) score' (score g) T); congruence.
+          - apply andb_true_iff in T as [T Lt]. apply negb_true_iff in T. right. rewrite Lt, andb_true_r. apply negb_true_iff.
+            destruct (ltb score' (score h)) eqn:X; [|reflexivity]. destruct (ltb_cotrans score' (score g) (score h) X); congruence. }
+        cbn [map sum]. lia.
+      + destruct (ltb (score h) score' || (negb (ltb score' (score h)) && (start h <? start g))); cbn [map sum]; [|exact IH]. lia. }
+  unfold staying. assert (safe_tokens (map (rescored g score') all) = safe_tokens all) as ->.
+  { unfold safe_tokens. now rewrite rescored_safe, rescored_tokens. }
+  rewrite rescored_tokens, rescored_size. replace (safe (rescored g score' g)) with (safe g) by now rewrite G.
+  destruct (safe g); [lia|]. set (c := cut _ _ _). assert (0 <= size g) by apply count_nonneg.
+  repeat match goal with |- context [?a <=? ?b] => destruct (Z.leb_spec a b) end; lia.
+Qed.
 
 (* Budget 1, or any B of at least n: nothing is evicted. *)
 Theorem CC_DISSOLVE_no_op {R} `{Number R} N_min s B (all : list (trunk R)) :
