@@ -335,15 +335,32 @@ Proof.
   assert (inject_Z l * d <= inject_Z (L - 1) * d)%Q by (now apply Qmult_le_compat_r). lra.
 Qed.
 
-(* Made whole, the shares stay within what is there. *)
-Theorem PO_PYRAMID_BUDGET_whole base past beta L : (0 <= base <= inject_Z past)%Q -> (1 <= beta)%Q -> 1 <= L ->
-  Forall (fun k => 0 <= k <= past) (whole_shares (pyramid base (inject_Z past) beta L)).
+(* Made whole: one share a layer, none beyond what is there, and the mean is the budget or all there is. *)
+Theorem PO_PYRAMID_BUDGET_shares base past beta L : 0 <= base -> 0 <= past -> (1 <= beta)%Q -> 1 <= L ->
+  let shares := whole_shares (pyramid (inject_Z base) (inject_Z past) beta L) in
+  count shares = L /\ Forall (fun k => 0 <= k <= past) shares /\ sum shares = L * Z.min base past.
 Proof.
-  intros HB Hb HL. pose proof (PO_PYRAMID_BUDGET_bounds base (inject_Z past) beta L HB Hb HL) as F.
-  pose proof (PO_WHOLE_SHARES_quota (pyramid base (inject_Z past) beta L)) as W. revert F W.
-  generalize (whole_shares (pyramid base (inject_Z past) beta L)) as ks. generalize (pyramid base (inject_Z past) beta L) as ts.
-  intros ts ks F W. induction W as [|t k ts ks K W IH]; constructor; inversion F as [|? ? [T0 T1] F']; subst; [|now apply IH].
-  assert (0 <= base / beta)%Q by (apply Qle_shift_div_l; lra).
-  assert (0 <= t)%Q as T by lra. apply Qfloor_resp_le in T. change 0%Q with (inject_Z 0) in T. rewrite Qfloor_Z in T.
-  apply Qceiling_resp_le in T1. rewrite Qceiling_Z in T1. lia.
+  intros B0 P0 Hb HL shares. set (line := pyramid (inject_Z base) (inject_Z past) beta L) in *.
+  assert (count line = L) as N.
+  { unfold line, pyramid. destruct (_ || _); rewrite count_map, count_range; lia. }
+  assert (Forall (fun t => 0 <= t <= inject_Z past)%Q line /\ (sum_Q line == inject_Z (L * Z.min base past))%Q) as [F S].
+  { assert (0 <= inject_Z base)%Q as Qb by (change 0%Q with (inject_Z 0); now rewrite <- Zle_Qle).
+    assert (0 <= inject_Z past)%Q as Qp by (change 0%Q with (inject_Z 0); now rewrite <- Zle_Qle).
+    destruct (Z_le_gt_dec past base) as [Le|Gt].
+    - assert (inject_Z past <= inject_Z base)%Q as LeQ by now rewrite <- Zle_Qle.
+      assert (line = pyramid (inject_Z past) (inject_Z past) beta L) as E.
+      { unfold line. rewrite !PO_PYRAMID_BUDGET_everything by (assumption || apply Qle_refl). reflexivity. }
+      rewrite Z.min_r by lia. split; [|rewrite E, inject_Z_mult; apply PO_PYRAMID_BUDGET_mean; [assumption|apply Qle_refl]].
+      unfold line. rewrite PO_PYRAMID_BUDGET_everything by assumption. apply Forall_map, Forall_forall. intros _ _. split; [assumption|apply Qle_refl].
+    - assert (inject_Z base <= inject_Z past)%Q as LeQ by (rewrite <- Zle_Qle; lia).
+      rewrite Z.min_l by lia. split; [|rewrite inject_Z_mult; now apply PO_PYRAMID_BUDGET_mean].
+      eapply Forall_impl; [|apply (PO_PYRAMID_BUDGET_bounds (inject_Z base) (inject_Z past) beta L); [split; assumption|assumption..]].
+      intros t [T0 T1]. assert (0 <= inject_Z base / beta)%Q by (apply Qle_shift_div_l; lra). split; lra. }
+  split; [|split].
+  - unfold shares. now rewrite PO_WHOLE_SHARES_number.
+  - pose proof (PO_WHOLE_SHARES_quota line) as W. revert W. fold shares. generalize shares as ks. clear - F.
+    induction F as [|t ts [T0 T1] F IH]; intros ks W; inversion W as [|? k ? ks' K W']; subst; constructor; [|now apply IH].
+    apply Qfloor_resp_le in T0. change 0%Q with (inject_Z 0) in T0. rewrite Qfloor_Z in T0.
+    apply Qceiling_resp_le in T1. rewrite Qceiling_Z in T1. lia.
+  - unfold shares. rewrite PO_WHOLE_SHARES_sum. rewrite (Qfloor_comp _ _ S). apply Qfloor_Z.
 Qed.
