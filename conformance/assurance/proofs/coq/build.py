@@ -23,8 +23,8 @@ MODEL = (
 PROOFS = (
     "ListFacts", "Ranks", "TrunkTheorems", "PassTheorems", "EdgeTheorems", "DissolutionTheorems", "KeptTheorems",
     "CountTheorems", "SelectionTheorems", "BlockTheorems", "GrammarTheorems", "BudgetTheorems", "ScoreTheorems",
-    "DiversityTheorems", "CompactionTheorems", "Counterexamples", "Masking", "DecodingTheorems", "RealCounterexamples",
-    "Binary64Order",
+    "DiversityTheorems", "CompactionTheorems", "Counterexamples", "Masking", "DecodingTheorems", "LimitTheorems",
+    "RealCounterexamples", "Binary64Order",
 )
 FILES = (*MODEL, *PROOFS)
 INSTALL = "apt install coq libcoq-flocq ocaml-nox ocaml-findlib libyojson-ocaml-dev"

@@ -95,6 +95,11 @@ Section Decoder.
   Definition attend (l : decoder_layer X) (mask : Z -> bool) (p : Z) (q : list R) (store : list entry) : list R :=
     map (fun c => hidden (score_of l p q) (fun t => nth c (value_at t) 0) (sees mask p) store) (seq 0 (channels l)).
 
+  (* The same with -M in the logits where the mask hides; the causal mask stays at weight 0. *)
+  Definition attend_less (M : R) (l : decoder_layer X) (mask : Z -> bool) (p : Z) (q : list R) (store : list entry) : list R :=
+    let w t := if (at_position t <=? p)%Z then masked_weight (score_of l p q) M (fun t => mask (at_position t)) t else 0 in
+    map (fun c => average (fun t => nth c (value_at t) 0) w store) (seq 0 (channels l)).
+
   (* Which positions of a layer (by its number) and KV head are left. *)
   Definition mask_of := nat -> nat -> Z -> bool.
   Definition everything : mask_of := fun _ _ _ => true.
@@ -107,18 +112,20 @@ Section Decoder.
     snd here kv ++ map (fun '(p, x) => {| at_position := p; key_at := rotate p (key (fst here) x kv);
                                           value_at := content (fst here) x kv |}) new.
 
-  Definition through_layer (mask : nat -> Z -> bool) (here : holding) (new : list (Z * X)) : list X :=
+  Definition attention_of := decoder_layer X -> (Z -> bool) -> Z -> list R -> list entry -> list R.
+
+  Definition through_layer (att : attention_of) (mask : nat -> Z -> bool) (here : holding) (new : list (Z * X)) : list X :=
     let l := fst here in
     map (fun '(p, x) => after_attention l x
-      (map (fun h => attend l (mask (kv_head l h)) p (query l x h) (stored_with here new (kv_head l h))) (seq 0 (query_heads l)))) new.
+      (map (fun h => att l (mask (kv_head l h)) p (query l x h) (stored_with here new (kv_head l h))) (seq 0 (query_heads l)))) new.
 
   (* A segment of tokens, the first at position `seen`, through all layers: their states, and what is stored then. *)
-  Fixpoint forward (mask : mask_of) (i : nat) (layers : list holding) (seen : Z) (xs : list X) : list X * list holding :=
+  Fixpoint forward (att : attention_of) (mask : mask_of) (i : nat) (layers : list holding) (seen : Z) (xs : list X) : list X * list holding :=
     match layers with
     | [] => (xs, [])
     | here :: rest =>
         let new := numbered seen xs in
-        let '(ys, held) := forward mask (S i) rest seen (through_layer (mask i) here new) in
+        let '(ys, held) := forward att mask (S i) rest seen (through_layer att (mask i) here new) in
         (ys, (fst here, stored_with here new) :: held)
     end.
 
@@ -140,17 +147,17 @@ Section Decoder.
     match evictions with
     | [] => []
     | keep :: rest =>
-        let '(ys, held) := forward everything 0 (evict keep seen 0 layers) seen xs in
+        let '(ys, held) := forward attend everything 0 (evict keep seen 0 layers) seen xs in
         ys :: evicting rest (seen + count xs) (next seen ys) held
     end.
 
   (* The same with all tokens stored, and the evicted ones masked in every segment from then on. *)
-  Fixpoint masking (evictions : list mask_of) (seen : Z) (xs : list X) (mask : mask_of) (layers : list holding) : list (list X) :=
+  Fixpoint masking (att : attention_of) (evictions : list mask_of) (seen : Z) (xs : list X) (mask : mask_of) (layers : list holding) : list (list X) :=
     match evictions with
     | [] => []
     | keep :: rest =>
         let left : mask_of := fun i kv p => mask i kv p && leaves keep seen i kv p in
-        let '(ys, held) := forward left 0 layers seen xs in
-        ys :: masking rest (seen + count xs) (next seen ys) left held
+        let '(ys, held) := forward att left 0 layers seen xs in
+        ys :: masking att rest (seen + count xs) (next seen ys) left held
     end.
 End Decoder.

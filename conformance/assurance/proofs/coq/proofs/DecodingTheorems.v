@@ -98,18 +98,18 @@ Section Decoding.
 
   Lemma forward_agrees mask seen : (forall i kv p, (seen <= p)%Z -> mask i kv p = true) ->
     forall full few i xs, agrees mask i full few ->
-    fst (forward rotate mask i full seen xs) = fst (forward rotate everything i few seen xs)
-    /\ agrees mask i (snd (forward rotate mask i full seen xs)) (snd (forward rotate everything i few seen xs)).
+    fst (forward rotate (attend rotate) mask i full seen xs) = fst (forward rotate (attend rotate) everything i few seen xs)
+    /\ agrees mask i (snd (forward rotate (attend rotate) mask i full seen xs)) (snd (forward rotate (attend rotate) everything i few seen xs)).
   Proof.
     intros Late. induction full as [|[l store] full IH]; intros [|[l' store'] few] i xs A; try contradiction; [now split|].
     destruct A as (-> & E & A). cbn [forward fst].
     pose proof (fun kv => stored_agree mask i l store store' _ kv seen (Late i) (numbered_late xs seen) E) as S.
-    assert (through_layer rotate (mask i) (l, store) (numbered seen xs)
-            = through_layer rotate (everything i) (l, store') (numbered seen xs)) as T.
+    assert (through_layer rotate (attend rotate) (mask i) (l, store) (numbered seen xs)
+            = through_layer rotate (attend rotate) (everything i) (l, store') (numbered seen xs)) as T.
     { unfold through_layer. cbn [fst]. apply map_ext. intros [p x]. f_equal. apply map_ext. intros h.
       rewrite S, attend_filter. reflexivity. }
-    rewrite T. specialize (IH few (Datatypes.S i) (through_layer rotate (everything i) (l, store') (numbered seen xs)) A).
-    destruct (forward rotate mask (Datatypes.S i) full seen _), (forward rotate everything (Datatypes.S i) few seen _).
+    rewrite T. specialize (IH few (Datatypes.S i) (through_layer rotate (attend rotate) (everything i) (l, store') (numbered seen xs)) A).
+    destruct (forward rotate (attend rotate) mask (Datatypes.S i) full seen _), (forward rotate (attend rotate) everything (Datatypes.S i) few seen _).
     cbn [fst snd] in *. destruct IH as [-> IH]. split; [reflexivity|]. cbn [agrees]. auto.
   Qed.
 
@@ -126,11 +126,11 @@ Section Decoding.
   Definition rotated (here : @holding X) : Prop := forall kv t, In t (snd here kv) ->
     exists x, key_at t = rotate (at_position t) (key (fst here) x kv) /\ value_at t = content (fst here) x kv.
 
-  Lemma forward_rotated mask seen : forall layers i xs, Forall rotated layers -> Forall rotated (snd (forward rotate mask i layers seen xs)).
+  Lemma forward_rotated mask seen : forall layers i xs, Forall rotated layers -> Forall rotated (snd (forward rotate (attend rotate) mask i layers seen xs)).
   Proof.
     induction layers as [|here layers IH]; intros i xs F; cbn [forward]; [constructor|]. inversion F as [|? ? Hh F']; subst.
-    specialize (IH (Datatypes.S i) (through_layer rotate (mask i) here (numbered seen xs)) F').
-    destruct (forward rotate mask (Datatypes.S i) layers seen _) as [ys held]. cbn [snd] in *. constructor; [|assumption].
+    specialize (IH (Datatypes.S i) (through_layer rotate (attend rotate) (mask i) here (numbered seen xs)) F').
+    destruct (forward rotate (attend rotate) mask (Datatypes.S i) layers seen _) as [ys held]. cbn [snd] in *. constructor; [|assumption].
     intros kv t Ht. cbn [fst snd] in *. unfold stored_with in Ht. apply in_app_or in Ht as [Ht|Ht]; [now apply Hh|].
     apply in_map_iff in Ht as ([p x] & <- & _). now exists x.
   Qed.
@@ -143,7 +143,7 @@ Section Decoding.
 
   (* Evicting and reading on rotates no stored key again. *)
   Theorem CC_COMPACT_keeps_rotations keep mask seen xs layers : Forall rotated layers ->
-    Forall rotated (snd (forward rotate mask 0 (evict keep seen 0 layers) seen xs)).
+    Forall rotated (snd (forward rotate (attend rotate) mask 0 (evict keep seen 0 layers) seen xs)).
   Proof. intros F. now apply forward_rotated, evict_rotated. Qed.
 
   (* New tokens stand at the number of tokens seen, however few are stored. *)
@@ -157,10 +157,10 @@ Section Decoding.
   (* Any run of segments and single steps, with evictions between them, each KV head of each layer by its own set: the
      states are those of the run that evicts nothing and masks what was evicted. *)
   Theorem CC_COMPACT_decoding_equals_masking evictions : forall seen xs (layers : list (@holding X)),
-    evicting rotate next evictions seen xs layers = masking rotate next evictions seen xs everything layers.
+    evicting rotate next evictions seen xs layers = masking rotate next (attend rotate) evictions seen xs everything layers.
   Proof.
     enough (forall seen xs mask full few, (forall i kv p, (seen <= p)%Z -> mask i kv p = true) -> agrees mask 0 full few ->
-      evicting rotate next evictions seen xs few = masking rotate next evictions seen xs mask full) as E.
+      evicting rotate next evictions seen xs few = masking rotate next (attend rotate) evictions seen xs mask full) as E.
     { intros seen xs layers. apply E; [reflexivity|]. generalize 0%nat as i.
       induction layers as [|[l store] layers IH]; intros i; cbn; [exact I|]. split; [reflexivity|]. split; [|apply IH].
       intros kv. induction (store kv) as [|t r IHr]; cbn; congruence. }
@@ -169,7 +169,7 @@ Section Decoding.
     assert (forall i kv p, (seen <= p)%Z -> left i kv p = true) as Late'.
     { intros i kv p Hp. unfold left, leaves. rewrite Late by assumption. apply Z.leb_le in Hp. rewrite Hp. apply orb_true_r. }
     pose proof (forward_agrees left seen Late' full (evict keep seen 0 few) 0 xs (evict_agrees mask keep seen full few 0 A)) as [F G].
-    destruct (forward rotate left 0 full seen xs) as [ys held], (forward rotate everything 0 (evict keep seen 0 few) seen xs) as [ys' held'].
+    destruct (forward rotate (attend rotate) left 0 full seen xs) as [ys held], (forward rotate (attend rotate) everything 0 (evict keep seen 0 few) seen xs) as [ys' held'].
     cbn [fst snd] in F, G. subst ys'. f_equal. apply IH; [|assumption].
     intros i kv p Hp. apply Late'. pose proof (count_nonneg xs). lia.
   Qed.
