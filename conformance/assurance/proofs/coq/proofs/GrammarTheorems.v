@@ -84,13 +84,14 @@ Proof.
     rewrite Z.pow_add_r by (lia || apply len_nonneg). apply f_equal2; [apply f_equal2|reflexivity]; [change (10 ^ 1) with 10|]; lia.
 Qed.
 
+Lemma spaces_stop c s : c <> " "%char -> spaces (String c s) = String c s.
+Proof. intros N. destruct c as [[] [] [] [] [] [] [] []]; try reflexivity. now elim N. Qed.
+
 Lemma spaces_split s : exists l rest, s = l ++ rest /\ all_spaces l /\ spaces rest = rest /\ spaces s = rest.
 Proof.
   induction s as [|c s (l & rest & -> & L & R & E)]; [exists "", ""; easy|]. destruct (ascii_dec c " ") as [->|N].
   - exists (String " " l), rest. repeat split; assumption.
-  - exists "", (String c (l ++ rest)). assert (spaces (String c (l ++ rest)) = String c (l ++ rest)) as F.
-    { destruct c as [[] [] [] [] [] [] [] []]; try reflexivity. now elim N. }
-    repeat split; assumption.
+  - exists "", (String c (l ++ rest)). pose proof (spaces_stop c (l ++ rest) N) as F. repeat split; assumption.
 Qed.
 
 Lemma spaces_read l rest : all_spaces l -> spaces (l ++ rest) = spaces rest.
@@ -145,16 +146,8 @@ Definition after_spaces (text : string) : option budget :=
   | _ => if (before <=? 0)%Z then None else ended rest (Count whole)
   end.
 
-Lemma form_starts core b : form core b -> spaces core = core /\ core <> "".
-Proof.
-  assert (forall w t, all_digits w -> w <> "" -> spaces (w ++ t) = w ++ t) as W.
-  { intros [|c w] t; [easy|]. intros [[d E] _] _. cbn [String.append]. destruct c as [[] [] [] [] [] [] [] []]; reflexivity || discriminate. }
-  destruct 1 as [w D N|w f D E N|w D N|w f D E N]; (split; [|destruct w; easy]).
-  - rewrite <- (append_nil w). now apply W.
-  - destruct w; [reflexivity|]. now apply W.
-  - now apply W.
-  - destruct w; [reflexivity|]. now apply W.
-Qed.
+Lemma form_not_empty b : ~ form "" b.
+Proof. intros F. inversion F as [w D N E|w f D ? ? E|w D ? E|w f D ? ? E]; try (now destruct w). Qed.
 
 Lemma decimal_value w f : share (number w) (number f) (len f) = (inject_Z (number (w ++ f)) / inject_Z (10 ^ len f))%Q.
 Proof. unfold share. now rewrite number_append. Qed.
@@ -217,8 +210,8 @@ Proof.
     destruct (spaces_split text) as (left & rest & T & Sl & _ & R). exists left, core, right.
     refine (conj _ (conj Sl (conj S (conj F B)))). now rewrite T, <- R, E.
   - intros (_ & left & core & right & -> & Sl & S & F & B). apply accepts. exists core, right. refine (conj _ (conj S (conj F B))).
-    rewrite spaces_read by assumption. destruct (form_starts core b F) as [E N]. destruct core as [|c core]; [easy|]. cbn [String.append].
-    destruct c as [[] [] [] [] [] [] [] []]; try reflexivity. exfalso. clear - F. inversion F as [w D ? E|w f D ? ? E|w D ? E|w f D ? ? E];
+    rewrite spaces_read by assumption. destruct core as [|c core]; [now apply form_not_empty in F|]. cbn [String.append].
+    apply spaces_stop. intros ->. clear - F. inversion F as [w D ? E|w f D ? ? E|w D ? E|w f D ? ? E];
       destruct w as [|c w]; try discriminate; injection E as -> _; destruct D as [[d D] _]; discriminate.
 Qed.
 
