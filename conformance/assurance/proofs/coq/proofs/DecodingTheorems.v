@@ -146,12 +146,19 @@ Section Decoding.
     Forall rotated (snd (forward rotate (attend rotate) mask 0 (evict keep seen 0 layers) seen xs)).
   Proof. intros F. now apply forward_rotated, evict_rotated. Qed.
 
-  (* New tokens stand at the number of tokens seen, however few are stored. *)
-  Theorem CC_COMPACT_next_positions (here : @holding X) seen xs kv :
-    map at_position (stored_with rotate here (numbered seen xs) kv)
-    = (map at_position (snd here kv) ++ range seen (seen + count xs))%list.
+  (* New tokens are stored behind what is there, at the number of tokens seen, however few are stored. *)
+  Theorem CC_COMPACT_next_positions att mask seen : forall layers i (xs : list X),
+    Forall2 (fun here after : @holding X => fst after = fst here /\ forall kv,
+        map at_position (snd after kv) = (map at_position (snd here kv) ++ range seen (seen + count xs))%list)
+      layers (snd (forward rotate att mask i layers seen xs)).
   Proof.
-    unfold stored_with. rewrite map_app, map_map, <- numbered_fst. f_equal. apply map_ext. now intros [].
+    induction layers as [|here layers IH]; intros i xs; cbn [forward]; [constructor|].
+    set (ys := through_layer rotate att (mask i) here (numbered seen xs)). specialize (IH (Datatypes.S i) ys).
+    assert (count ys = count xs) as C.
+    { unfold ys, through_layer. rewrite count_map, <- (count_map snd), numbered_snd. reflexivity. }
+    destruct (forward rotate att mask (Datatypes.S i) layers seen ys) as [zs held]. cbn [fst snd] in *. rewrite C in IH.
+    constructor; [|exact IH]. split; [reflexivity|]. intros kv. cbn [snd]. unfold stored_with.
+    rewrite map_app, map_map, <- numbered_fst. f_equal. apply map_ext. now intros [].
   Qed.
 
   (* Any run of segments and single steps, with evictions between them, each KV head of each layer by its own set: the
