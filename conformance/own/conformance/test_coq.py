@@ -19,7 +19,7 @@ from reference.policies.selectors import best_blocks
 from spec.backend import Backend, resolve
 
 PROOFS = build.HERE / "proofs"
-NEEDED = ("Lists", "Dissolution", "ListFacts", "DissolutionTheorems")
+NEEDED = ("Lists", "Dissolution", "ListFacts", "DissolutionTheorems", "Ranks")
 needs_coq = pytest.mark.skipif(bool(build.missing()), reason=build.missing() or "Coq is there")
 
 
@@ -83,6 +83,45 @@ def test_an_axiom_is_seen_and_a_false_theorem_refused(compiled: Path) -> None:
     (compiled / "Wrong.v").write_text("Theorem CC_CUT_wrong : 1 = 2.\nProof. reflexivity. Qed.\n", encoding="utf-8")
     with pytest.raises(build.ProofFailure, match="CC_CUT_wrong does not hold"):
         build.run_coq(compiled, "Wrong")
+
+
+STATED = {
+    "CC-BUDGET": "is_the_least", "CC-BUDGET-FORMS": "grammar", "CC-CUT": "is_the_least", "CC-EDGES": "of_a_pair",
+    "CC-SENTENCES": "offsets", "CC-MERGE": "rule", "CC-TRUNKS": "one_way", "CC-TRUNK-IMPACT": "of_the_largest",
+    "CC-NORMALISED-IMPACT": "formula", "CC-ALLOCATE": "ratio", "CC-KEEP-COUNT": "of_the_ratio",
+    "CC-DISSOLVE-D": "cases", "CC-DISSOLVE": "kept", "CC-COMPACT": "decoding_equals_masking",
+    "DV-COSINE": "first_to_last", "DV-GREEDY": "is_greedy", "PO-TOP-UNITS": "formula",
+    "PO-WHOLE-SHARES": "formula", "PO-PYRAMID-BUDGET": "bounds",
+}
+"""The theorem of an item that says all of it, or most."""
+
+
+@pytest.mark.spec(*STATED)
+def test_a_theorem_says_what_the_item_says() -> None:
+    names = {name for _, _, name in stated(PROOFS)}
+    assert {f"{item.replace('-', '_')}_{what}" for item, what in STATED.items()} <= names
+
+
+@needs_coq
+@pytest.mark.spec("DV-GREEDY", "PO-WHOLE-SHARES", "PO-PYRAMID-BUDGET", "CC-BUDGET-FORMS")
+@pytest.mark.parametrize(("model", "proofs", "old", "new"), [
+    ("Diversity", "DiversityTheorems", "ltb (likeness c) s then s else likeness c", "ltb zero s then s else zero"),
+    ("Budgets", "BudgetTheorems", "(remainder (snd x))) fst", "(remainder (snd x))) (fun x => - fst x)"),
+    ("Budgets", "BudgetTheorems", "if Qle_bool past base then past else base", "base"),
+    ("Budgets", "GrammarTheorems", "if before + after <=? 0", "if (before <=? 0) || (after <=? 0)"),
+], ids=["the newest kept alone", "higher index on a tie", "B above n", "1.%"])
+def test_an_error_in_the_model_refutes_a_theorem(
+    compiled: Path, tmp_path: Path, model: str, proofs: str, old: str, new: str,
+) -> None:
+    home = tmp_path / "wrong"
+    shutil.copytree(compiled, home)
+    file = home / f"{model}.v"
+    text = file.read_text(encoding="utf-8")
+    assert text.count(old) == 1
+    file.write_text(text.replace(old, new), encoding="utf-8")
+    build.run_coq(home, model)
+    with pytest.raises(build.ProofFailure):
+        build.run_coq(home, proofs)
 
 
 @pytest.fixture(scope="module")

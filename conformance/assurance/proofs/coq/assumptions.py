@@ -9,7 +9,7 @@ from conformance.assurance.proofs.coq.theorems import stated
 
 __all__ = ["OVER_THE_REALS", "REALS", "rests_on", "surprises"]
 
-OVER_THE_REALS = ("Masking", "RealCounterexamples")
+OVER_THE_REALS = ("Masking", "DecodingTheorems", "LimitTheorems", "RealCounterexamples", "Binary64Order")
 REALS = frozenset({
     "ClassicalDedekindReals.sig_forall_dec", "ClassicalDedekindReals.sig_not_dec",
     "FunctionalExtensionality.functional_extensionality_dep", "Classical_Prop.classic",

@@ -21,12 +21,13 @@ MODEL = (
     "Lists", "Trunks", "Dissolution", "Budgets", "Selection", "Blocks", "Score", "Diversity", "Compaction", "Attention",
 )
 PROOFS = (
-    "ListFacts", "TrunkTheorems", "DissolutionTheorems", "KeptTheorems", "SelectionTheorems", "BlockTheorems",
-    "BudgetTheorems", "ScoreTheorems", "DiversityTheorems", "CompactionTheorems", "Counterexamples", "Masking",
-    "RealCounterexamples",
+    "ListFacts", "Ranks", "TrunkTheorems", "PassTheorems", "EdgeTheorems", "DissolutionTheorems", "KeptTheorems",
+    "CountTheorems", "SelectionTheorems", "BlockTheorems", "GrammarTheorems", "BudgetTheorems", "ScoreTheorems",
+    "DiversityTheorems", "CompactionTheorems", "Counterexamples", "Masking", "DecodingTheorems", "LimitTheorems",
+    "RealCounterexamples", "Binary64Order",
 )
 FILES = (*MODEL, *PROOFS)
-INSTALL = "apt install coq ocaml-nox ocaml-findlib libyojson-ocaml-dev"
+INSTALL = "apt install coq libcoq-flocq ocaml-nox ocaml-findlib libyojson-ocaml-dev"
 TOOLS = ("coqc", "ocamlfind")
 
 _PLACE = re.compile(r'File "\./(\w+)\.v", line (\d+)')
@@ -45,7 +46,14 @@ class ProofFailure(Exception):
 def missing() -> str:
     """What to install, in one line; empty where all is there."""
     gone = [tool for tool in TOOLS if shutil.which(tool) is None]
+    if not gone and not _flocq_is_there():
+        gone = ["Flocq"]
     return f"{' and '.join(gone)} not found: {INSTALL}" if gone else ""
+
+
+def _flocq_is_there() -> bool:
+    where = subprocess.run(["coqc", "-where"], capture_output=True, text=True, check=True).stdout.strip()
+    return Path(where, "user-contrib", "Flocq").is_dir()
 
 
 def fresh(home: Path) -> None:

@@ -1,5 +1,5 @@
 (* Theorems about Compaction.v (CC-COMPACT). *)
-From Kvspec Require Export ListFacts Compaction.
+From Kvspec Require Export CountTheorems Compaction.
 
 Section Compact.
   Context {A : Type}.
@@ -47,9 +47,32 @@ Section Compact.
       + intros p. rewrite compact_positions. split; [tauto|auto].
   Qed.
 
-  (* No token is changed: neither its position nor its content. *)
-  Theorem CC_COMPACT_changes_nothing kept cache : incl (compact kept cache) cache.
-  Proof. intros t Ht. now apply filter_In in Ht. Qed.
+  Lemma numbered_nth (l : list A) : forall s p x, In (p, x) (numbered s l) -> nth_error l (Z.to_nat (p - s)) = Some x.
+  Proof.
+    induction l as [|y l IH]; intros s p x Hp; cbn in Hp; [easy|]. destruct Hp as [E|Hp].
+    - injection E as <- <-. now rewrite Z.sub_diag.
+    - assert (s + 1 <= p) by (apply (in_map fst) in Hp; rewrite numbered_fst in Hp; apply in_range in Hp; cbn in Hp; lia).
+      replace (Z.to_nat (p - s)) with (S (Z.to_nat (p - (s + 1)))) by lia. cbn. now apply IH.
+  Qed.
+
+  Lemma numbered_positions s (new : list A) :
+    map position (map (fun '(p, x) => {| position := p; content := x |}) (numbered s new)) = range s (s + count new).
+  Proof. rewrite map_map, <- numbered_fst. apply map_ext. now intros []. Qed.
+
+  Lemma read_positions (text : list A) : map position (read text) = range 0 (count text).
+  Proof. unfold read, append. cbn [app]. rewrite numbered_positions. now rewrite Z.add_0_l. Qed.
+
+  (* K[R]: what is stored is the kept set, and with each position what the text has there. *)
+  Theorem CC_COMPACT_gathers kept (text : list A) : StronglySorted Z.lt kept -> incl kept (range 0 (count text)) ->
+    map position (compact kept (read text)) = kept
+    /\ map (fun t => Some (content t)) (compact kept (read text)) = map (fun p => nth_error text (Z.to_nat p)) kept.
+  Proof.
+    intros S I. assert (map position (compact kept (read text)) = kept) as E.
+    { apply CC_COMPACT_stores_the_kept_set; [assumption|..]; rewrite read_positions; [apply range_ascends|assumption]. }
+    split; [assumption|]. rewrite <- E at 2. rewrite map_map. apply map_ext_in. intros t Ht.
+    apply filter_In in Ht as [Ht _]. apply in_map_iff in Ht as ([p x] & <- & Hp). apply numbered_nth in Hp.
+    rewrite Z.sub_0_r in Hp. cbn [position content]. now rewrite Hp.
+  Qed.
 
   Theorem CC_COMPACT_of_all kept cache : incl (map position cache) kept -> compact kept cache = cache.
   Proof.
@@ -69,10 +92,6 @@ Section Compact.
   (* Idempotent: the same set again changes nothing. *)
   Theorem CC_COMPACT_idempotent kept cache : compact kept (compact kept cache) = compact kept cache.
   Proof. apply CC_COMPACT_twice. easy. Qed.
-
-  Lemma numbered_positions s (new : list A) :
-    map position (map (fun '(p, x) => {| position := p; content := x |}) (numbered s new)) = range s (s + count new).
-  Proof. rewrite map_map, <- numbered_fst. apply map_ext. now intros []. Qed.
 
   (* Compaction commutes with appending: evicting and then reading is reading and then evicting among the old ones. *)
   Theorem CC_COMPACT_commutes_with_appending kept cache seen (new : list A) :
@@ -95,11 +114,35 @@ Section Compact.
     f_equal. rewrite <- IH. f_equal. f_equal. lia.
   Qed.
 
-  (* A batch is the stack of its singles: each row by its own kept set. *)
-  Theorem CC_COMPACT_batch (rows : list (list Z * list (stored A))) i kept cache :
-    nth_error rows i = Some (kept, cache) ->
-    nth_error (map (fun '(kept, cache) => compact kept cache) rows) i = Some (compact kept cache).
-  Proof. intros E. rewrite nth_error_map, E. reflexivity. Qed.
+  (* A second eviction, of a cache with gaps: the prompt was evicted to `first`, then `new` was read. Trunks are laid out in
+     slots; what they keep, read as positions, is stored at those positions with what the whole text has there. *)
+  Theorem CC_COMPACT_second_eviction {R} `{Number R} first (prompt new : list A) N_min B (all : list (trunk R)) :
+    StronglySorted Z.lt first -> incl first (range 0 (count prompt)) ->
+    let cache := append (count prompt) new (compact first (read prompt)) in
+    laid_out 0 all -> tokens_of all = count cache ->
+    let second := at_slots (map position cache) (kept N_min B all) in
+    map position (compact second cache) = second
+    /\ map (fun t => Some (content t)) (compact second cache) = map (fun p => nth_error (prompt ++ new) (Z.to_nat p)) second
+    /\ count second = count (kept N_min B all).
+  Proof.
+    intros Sf If cache L T second.
+    assert (map position cache = first ++ range (count prompt) (count prompt + count new)) as P.
+    { unfold cache, append. rewrite map_app, numbered_positions. f_equal. now apply CC_COMPACT_gathers. }
+    assert (StronglySorted Z.lt (map position cache)) as S.
+    { rewrite P. apply StronglySorted_app; [assumption|apply range_ascends|]. intros x y Hx Hy. apply If in Hx.
+      apply in_range in Hx, Hy. lia. }
+    destruct (CC_DISSOLVE_with_gaps N_min 0 all L (map position cache) B eq_refl ltac:(now rewrite count_map) S) as (S2 & I2 & C2).
+    fold second in S2, I2, C2.
+    assert (compact second cache = compact second (read (prompt ++ new))) as ->.
+    { unfold cache. rewrite CC_COMPACT_commutes_with_appending, CC_COMPACT_chunks_compose.
+      - apply CC_COMPACT_twice. now rewrite <- P.
+      - apply Forall_forall. intros p Hp. apply If, in_range in Hp. lia.
+      - apply Forall_forall. rewrite read_positions. intros p Hp. apply in_range in Hp. lia. }
+    assert (incl second (range 0 (count (prompt ++ new)))) as I.
+    { intros p Hp. apply I2 in Hp. rewrite P in Hp. rewrite count_app. pose proof (count_nonneg new). pose proof (count_nonneg prompt).
+      apply in_app_or in Hp as [Hp|Hp]; [apply If in Hp|]; apply in_range in Hp; apply in_range; lia. }
+    destruct (CC_COMPACT_gathers second (prompt ++ new) S2 I) as [E1 E2]. repeat split; assumption.
+  Qed.
 End Compact.
 
 (* Renumbering is not harmless: the next token would stand at 2 where 4 tokens were seen. *)

@@ -1,4 +1,5 @@
 (* Theorems about Dissolution.v. A name begins with its item: CC_ALLOCATE_balance is about CC-ALLOCATE. *)
+From Coq Require Import Lqa.
 From Kvspec Require Export ListFacts Dissolution.
 
 (* ---- protection ---- *)
@@ -49,14 +50,17 @@ Section Cut.
   Variables B_prot T_alive B : Z.
   Hypotheses (HP : 0 <= B_prot) (HA : 0 <= T_alive).
 
-  Theorem CC_CUT_bounds : 0 <= cut B_prot T_alive B <= T_alive.
+  Lemma cut_bounds : 0 <= cut B_prot T_alive B <= T_alive.
   Proof. unfold cut. lia. Qed.
 
-  Theorem CC_CUT_is_what_exceeds_B : cut B_prot T_alive B = Z.min T_alive (Z.max 0 (B_prot + T_alive - B)).
-  Proof. unfold cut. lia. Qed.
-
-  Theorem CC_CUT_falls_with_B B' : B <= B' -> cut B_prot T_alive B' <= cut B_prot T_alive B.
-  Proof. unfold cut. lia. Qed.
+  (* The least number of unprotected tokens to remove so that at most B tokens stay; all of them where none is enough. *)
+  Theorem CC_CUT_is_the_least c : cut B_prot T_alive B = c <->
+    0 <= c <= T_alive /\ (B_prot + T_alive - c <= B \/ c = T_alive)
+    /\ forall c', 0 <= c' <= T_alive -> B_prot + T_alive - c' <= B -> c <= c'.
+  Proof.
+    unfold cut. split; [intros <-; repeat split; intros; lia|]. intros (Hc & E & L).
+    destruct (Z_le_gt_dec (Z.max 0 (B_prot + T_alive - B)) T_alive) as [F|F]; [specialize (L _ (conj (Z.le_max_l _ _) F) ltac:(lia))|]; lia.
+  Qed.
 End Cut.
 
 (* ---- allocation ---- *)
@@ -183,14 +187,51 @@ Proof.
   destruct (Z.ltb_spec (2 * 0) (Zpos b)); [reflexivity|lia].
 Qed.
 
-(* With the exact r of CC-ALLOCATE, k_g is the number that CC-ALLOCATE left: rounding never decides. *)
-Theorem CC_KEEP_COUNT_of_allocation s k N_min :
-  N_min <= k -> 0 < k <= s -> keep_count (inject_Z k / inject_Z s) s N_min = k.
+Lemma keep_count_of_ratio s k N_min : N_min <= k -> 0 < k <= s -> keep_count (inject_Z k / inject_Z s) s N_min = k.
 Proof.
   intros HN Hk. unfold keep_count. rewrite (round_whole k); [lia|].
   rewrite <- Qmult_div_r with (x := inject_Z k) (y := inject_Z s) at 2; [ring|].
   intros E. unfold Qeq in E. cbn in E. lia.
 Qed.
 
-Theorem CC_KEEP_COUNT_bounds r s N_min : 0 <= N_min <= s -> N_min <= keep_count r s N_min <= s.
-Proof. unfold keep_count. lia. Qed.
+Lemma round_half_even_nearest (x : Q) (z : Z) : round_half_even x = z <->
+  (- (1 # 2) < x - inject_Z z < 1 # 2)%Q
+  \/ ((x - inject_Z z == 1 # 2)%Q \/ (x - inject_Z z == - (1 # 2))%Q) /\ Z.even z = true.
+Proof.
+  destruct x as [a b]. unfold round_half_even. cbn [Qnum Qden].
+  assert (((a # b) - inject_Z z == 1 # 2)%Q <-> 2 * a - 2 * (z * Zpos b) = Zpos b) as -> by (unfold Qeq, Qminus, Qplus, Qopp, inject_Z; cbn [Qnum Qden]; lia).
+  assert (((a # b) - inject_Z z == - (1 # 2))%Q <-> 2 * a - 2 * (z * Zpos b) = - Zpos b) as -> by (unfold Qeq, Qminus, Qplus, Qopp, inject_Z; cbn [Qnum Qden]; lia).
+  assert ((- (1 # 2) < (a # b) - inject_Z z < 1 # 2)%Q <-> - Zpos b < 2 * a - 2 * (z * Zpos b) < Zpos b) as ->
+    by (unfold Qlt, Qminus, Qplus, Qopp, inject_Z; cbn [Qnum Qden]; lia).
+  pose proof (Z.div_mod a (Zpos b) ltac:(lia)) as A. pose proof (Z.mod_pos_bound a (Zpos b) ltac:(lia)).
+  set (q := a / Zpos b) in *. set (r := a mod Zpos b) in *. clearbody q r.
+  assert (z * Zpos b <= (q - 1) * Zpos b \/ z = q \/ z = q + 1 \/ (q + 2) * Zpos b <= z * Zpos b) as Where.
+  { assert (z <= q - 1 \/ z = q \/ z = q + 1 \/ q + 2 <= z) as [W|[W|[W|W]]] by lia; auto.
+    - left. apply Z.mul_le_mono_nonneg_r; lia.
+    - right; right; right. apply Z.mul_le_mono_nonneg_r; lia. }
+  rewrite !Z.mul_sub_distr_r, !Z.mul_add_distr_r in Where. rewrite (Z.mul_comm (Zpos b) q) in A.
+  pose proof (Z.even_succ q) as Even. unfold Z.succ in Even. rewrite <- Z.negb_even in Even.
+  all: destruct Where as [W|[->|[->|W]]]; rewrite ?Z.mul_add_distr_r.
+  all: destruct (Z.ltb_spec (2 * r) (Zpos b)); [|destruct (Z.ltb_spec (Zpos b) (2 * r)); [|destruct (Z.even q) eqn:E]].
+  all: rewrite ?Even; cbn [negb].
+  all: split; intros C; try lia; try (intuition (try lia; try discriminate)).
+Qed.
+
+(* Between N_min and the size the count is the whole number nearest to r times the size, of two the even one. *)
+Theorem CC_KEEP_COUNT_rounds r s N_min k : N_min < k < s -> keep_count r s N_min = k <->
+  (- (1 # 2) < r * inject_Z s - inject_Z k < 1 # 2)%Q
+  \/ ((r * inject_Z s - inject_Z k == 1 # 2)%Q \/ (r * inject_Z s - inject_Z k == - (1 # 2))%Q) /\ Z.even k = true.
+Proof. intros Hk. rewrite <- round_half_even_nearest. unfold keep_count. lia. Qed.
+
+(* Below N_min it is N_min, above the size the size. *)
+Theorem CC_KEEP_COUNT_ends r s N_min : N_min <= s ->
+  ((r * inject_Z s <= inject_Z N_min)%Q -> keep_count r s N_min = N_min)
+  /\ ((inject_Z s <= r * inject_Z s)%Q -> keep_count r s N_min = s).
+Proof.
+  intros HN. unfold keep_count. set (x := (r * inject_Z s)%Q). destruct (round_half_even_nearest x (round_half_even x)) as [N _].
+  specialize (N eq_refl). set (k := round_half_even x) in *. clearbody k x. split; intros L.
+  - enough (k <= N_min) by lia. destruct (Z_le_gt_dec k N_min) as [|G]; [assumption|exfalso].
+    assert (inject_Z N_min + 1 <= inject_Z k)%Q by (change 1%Q with (inject_Z 1); rewrite <- inject_Z_plus, <- Zle_Qle; lia). lra.
+  - enough (s <= k) by lia. destruct (Z_le_gt_dec s k) as [|G]; [assumption|exfalso].
+    assert (inject_Z k + 1 <= inject_Z s)%Q by (change 1%Q with (inject_Z 1); rewrite <- inject_Z_plus, <- Zle_Qle; lia). lra.
+Qed.

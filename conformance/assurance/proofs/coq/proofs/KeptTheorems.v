@@ -1,5 +1,5 @@
 (* Theorems about what Dissolution.v keeps. A name begins with its item: CC_DISSOLVE_size is about CC-DISSOLVE. *)
-From Kvspec Require Export DissolutionTheorems.
+From Kvspec Require Export Ranks DissolutionTheorems.
 
 (* Trunks side by side, the first at position s, none empty. *)
 Fixpoint laid_out {R} (s : Z) (all : list (trunk R)) : Prop :=
@@ -27,6 +27,15 @@ Proof.
   induction all as [|g rest IH]; intros s L; cbn [laid_out] in L; [constructor|]. destruct L as (<- & Hg & L).
   constructor; [now apply (IH _ L)|]. pose proof (laid_out_starts rest _ L) as F.
   eapply Forall_impl; [|exact F]. cbn beta. lia.
+Qed.
+
+Lemma keys_unique {A} (l : list (Z * A)) : NoDup (map fst l) -> forall z a b, In (z, a) l -> In (z, b) l -> a = b.
+Proof.
+  induction l as [|[u c] l IH]; cbn; intros N z a b Ha Hb; [easy|]. inversion N; subst.
+  destruct Ha as [Ea|Ha], Hb as [Eb|Hb]; try congruence.
+  - injection Ea as -> ->. exfalso. apply H1. change z with (fst (z, b)). now apply in_map.
+  - injection Eb as -> ->. exfalso. apply H1. change z with (fst (z, a)). now apply in_map.
+  - eauto.
 Qed.
 
 Section Members.
@@ -86,36 +95,26 @@ Section Members.
     apply in_map_iff in Hx as (i & <- & Hi). apply in_map. now apply (take_mono k k').
   Qed.
 
-  (* Of a partial trunk, whoever stays has the higher M_i, or the lower position of two equal ones. *)
-  Theorem CC_DISSOLVE_members `{!Ordered R} (g : trunk R) k x y M_x M_y :
-    In (x, M_x) (numbered (start g) (members g)) -> In (y, M_y) (numbered (start g) (members g)) ->
-    In x (kept_members g k) -> ~ In y (kept_members g k) ->
-    ltb M_y M_x = true \/ (ltb M_x M_y = false /\ x < y).
+  (* How many members of g come before the one at x, which has the impact M: the higher M_i, of equal ones the lower
+     position. *)
+  Definition stronger (g : trunk R) (x : Z) (M : R) : Z :=
+    count (filter (fun y => ltb M (snd y) || (negb (ltb (snd y) M) && (fst y <? x))) (numbered (start g) (members g))).
+
+  (* A member is among the k that stay iff fewer than k members come before it. *)
+  Theorem CC_DISSOLVE_members `{!Ordered R} (g : trunk R) k x M : In (x, M) (numbered (start g) (members g)) ->
+    In x (kept_members g k) <-> stronger g x M < k.
   Proof.
-    intros Ix Iy Kx Ky. assert (x <> y) by (intros ->; contradiction).
-    assert (forall z M, In (z, M) (numbered (start g) (members g)) ->
-            In z (kept_members g k) <-> In (z, M) (take k (sort stays_before (numbered (start g) (members g))))) as E.
-    { assert (NoDup (map fst (numbered (start g) (members g)))) as N
-        by (rewrite numbered_fst; apply ascending_NoDup, range_ascends).
-      assert (forall l, NoDup (map fst l) -> forall (z : Z) (a b : R), In (z, a) l -> In (z, b) l -> a = b) as U.
-      { clear. induction l as [|[u c] l IH]; cbn; intros N z a b Ha Hb; [easy|]. inversion N; subst.
-        destruct Ha as [Ea|Ha], Hb as [Eb|Hb]; try congruence.
-        - injection Ea as -> ->. exfalso. apply H1. change z with (fst (z, b)). now apply in_map.
-        - injection Eb as -> ->. exfalso. apply H1. change z with (fst (z, a)). now apply in_map.
-        - eauto. }
-      intros z M Iz. split.
-      - intros K. apply (Permutation_in _ (kept_members_permutation g k)) in K.
-        apply in_map_iff in K as ([z' M'] & <- & Ki). cbn in *. rewrite (U _ N z' M M'); [assumption..|].
-        now apply take_incl, in_sort in Ki.
-      - intros T. apply (Permutation_in _ (Permutation_sym (kept_members_permutation g k))).
-        change z with (fst (z, M)). now apply in_map. }
-    apply (E x M_x Ix) in Kx. rewrite (E y M_y Iy) in Ky.
-    assert (In (y, M_y) (drop k (sort stays_before (numbered (start g) (members g))))) as Dy.
-    { apply (in_sort stays_before) in Iy. rewrite <- (take_drop k (sort _ _)) in Iy. apply in_app_or in Iy as [|]; [easy|assumption]. }
-    assert (stays_before (x, M_x) (y, M_y) = true) as S.
-    { eapply (take_before (fun i j => stays_before i j = true) k); [|eassumption..].
-      apply sort_ties; [intros; now apply ltb_asym|intros i j l; rewrite or_comm; apply ltb_cotrans]. }
-    unfold stays_before in S. apply ties_true in S as [S|[S P]]; cbn in *; [now left|right; split; [assumption|lia]].
+    intros Ix. assert (NoDup (map fst (numbered (start g) (members g)))) as N
+      by (rewrite numbered_fst; apply ascending_NoDup, range_ascends).
+    unfold stronger. change (fun y : Z * R => ltb M (snd y) || (negb (ltb (snd y) M) && (fst y <? x)))
+      with (earlier (fun i j : Z * R => ltb (snd j) (snd i)) fst (x, M)).
+    rewrite <- in_take_sorted; [|intros; now apply ltb_asym|intros i j l; rewrite or_comm; apply ltb_cotrans|assumption..].
+    split.
+    - intros K. apply (Permutation_in _ (kept_members_permutation g k)) in K.
+      apply in_map_iff in K as ([z M'] & E & Ki). cbn in E. subst z.
+      rewrite (keys_unique _ N x M M'); [assumption..|]. now apply take_incl, in_sort in Ki.
+    - intros T. apply (Permutation_in _ (Permutation_sym (kept_members_permutation g k))).
+      change x with (fst (x, M)). now apply in_map.
   Qed.
 End Members.
 
@@ -219,7 +218,7 @@ Section Kept.
   Proof.
     cbn zeta. destruct alive_tokens as [E Ha]. pose proof safe_tokens_nonneg. rewrite kept_tokens.
     replace (tokens_of all - safe_tokens all) with (tokens_of alive) by lia.
-    pose proof (CC_CUT_bounds (safe_tokens all) (tokens_of alive) B Ha) as HC.
+    pose proof (cut_bounds (safe_tokens all) (tokens_of alive) B Ha) as HC.
     pose proof (CC_ALLOCATE_balance N_min _ alive_positive _ HC) as A. fold (alive_stay B) in A.
     fold (tokens_of alive) in A. lia.
   Qed.
@@ -298,12 +297,17 @@ Section Kept.
     - now apply (kept_members_monotone g k k').
   Qed.
 
-  (* Of two unprotected trunks, the one with the lower score loses everything before the other loses a token. *)
+  (* Of two unprotected trunks, the one with the lower score, of equal ones the lower trunk, loses everything before the
+     other loses a token. *)
   Theorem CC_DISSOLVE_order `{!Ordered R} B g h k j :
     In (g, k) (stays N_min B all) -> In (h, j) (stays N_min B all) -> safe g = false -> safe h = false ->
-    ltb (score g) (score h) = true -> k = 0 \/ j = size h.
+    ltb (score g) (score h) = true \/ (ltb (score h) (score g) = false /\ start g < start h) -> k = 0 \/ j = size h.
   Proof.
     intros Hg Hh Sg Sh L.
+    assert (goes_before h g = false) as NB.
+    { apply not_true_iff_false. intros B'. unfold goes_before in B'. apply ties_true in B' as [B'|[B' P]].
+      - destruct L as [L|[L _]]; [pose proof (ltb_asym _ _ L)|]; congruence.
+      - destruct L as [L|[_ L]]; [congruence|lia]. }
     assert (forall p, In p (stays N_min B all) -> safe (fst p) = false -> In p (combine alive (alive_stay B))) as A.
     { intros p Hp Sp. apply (Permutation_in _ (stays_permutation B)) in Hp. unfold pairs in Hp.
       apply in_app_or in Hp as [Hp|Hp]; [assumption|]. apply in_map_iff in Hp as (f & <- & Hf).
@@ -319,42 +323,11 @@ Section Kept.
     { intros t i Hl. rewrite CC_ALLOCATE_stop by assumption. clear. induction l as [|u l IH]; cbn; [easy|].
       intros [E|E]; [now injection E as <- <-|auto]. }
     destruct Hg as [Hg|Hg], Hh as [Hh|Hh].
-    - injection Hg as <- <-. injection Hh as <- <-. pose proof (ltb_asym _ _ L). congruence.
+    - injection Hg as <- <-. injection Hh as <- <-. destruct L as [L|[_ L]]; [pose proof (ltb_asym _ _ L); congruence|lia].
     - injection Hg as <- <-. unfold allocate_step in St.
       repeat match type of St with context [?a <=? ?b] => destruct (Z.leb_spec a b) end; injection St as <- <-;
         try (now left); right; apply Whole with (2 := Hh); lia.
-    - injection Hh as <- <-. apply in_combine_l in Hg. specialize (F g Hg).
-      unfold goes_before in F. apply ties_never_back in F; [congruence|]. intros; now apply ltb_asym.
+    - injection Hh as <- <-. apply in_combine_l in Hg. specialize (F g Hg). congruence.
     - eapply IH; eassumption.
   Qed.
 End Kept.
-
-(* Budget 1, or any B of at least n: nothing is evicted. *)
-Theorem CC_DISSOLVE_no_op {R} `{Number R} N_min s B (all : list (trunk R)) :
-  laid_out s all -> tokens_of all <= B -> kept N_min B all = range s (s + tokens_of all).
-Proof.
-  intros L HB. apply (ascending_unique (fun x => x)); [now apply (CC_DISSOLVE_ascends N_min s)|apply range_ascends|].
-  apply NoDup_Permutation_bis.
-  - now apply ascending_NoDup, (CC_DISSOLVE_ascends N_min s).
-  - pose proof (CC_DISSOLVE_size N_min s all L B) as [S _]. specialize (S HB).
-    pose proof (count_range s (s + tokens_of all)) as C. rewrite !count_length in *.
-    assert (0 <= tokens_of all) by (apply sum_nonneg, Forall_map, Forall_forall; intros; apply count_nonneg). lia.
-  - intros x Hx. apply in_range. now apply (CC_DISSOLVE_inside N_min s all L B).
-Qed.
-
-(* A second eviction of what is left to the same B, the same tokens protected, evicts nothing. *)
-Theorem CC_DISSOLVE_idempotent {R} `{Number R} N_min s s' B (all left : list (trunk R)) :
-  laid_out s all -> laid_out s' left ->
-  tokens_of left = count (kept N_min B all) -> safe_tokens left = safe_tokens all ->
-  kept N_min B left = range s' (s' + tokens_of left).
-Proof.
-  intros L L' E P. destruct (Z_le_gt_dec (tokens_of left) B) as [Fits|Over]; [now apply CC_DISSOLVE_no_op|].
-  pose proof (CC_DISSOLVE_budget N_min s all L B) as M.
-  apply (ascending_unique (fun x => x)); [now apply (CC_DISSOLVE_ascends N_min s')|apply range_ascends|].
-  apply NoDup_Permutation_bis.
-  - now apply ascending_NoDup, (CC_DISSOLVE_ascends N_min s').
-  - pose proof (CC_DISSOLVE_size N_min s' left L' B) as (_ & S & _). specialize (S ltac:(lia)).
-    pose proof (count_range s' (s' + tokens_of left)) as C. rewrite !count_length in *.
-    assert (0 <= tokens_of left) by (apply sum_nonneg, Forall_map, Forall_forall; intros; apply count_nonneg). lia.
-  - intros x Hx. apply in_range. now apply (CC_DISSOLVE_inside N_min s' left L' B).
-Qed.

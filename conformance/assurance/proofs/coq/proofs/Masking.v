@@ -1,6 +1,7 @@
 (* Eviction equals masking, over the reals: attention to what is kept is attention to everything with -M at the
    evicted tokens, up to a constant times exp(-M); with weight 0 at them it is the same number. *)
-From Coq Require Import Bool Lia.
+From Coq Require Import Bool.
+From Coq Require Import Lia.
 From Kvspec Require Export Attention.
 
 Section Sums.
@@ -195,21 +196,12 @@ Qed.
 
 (* ---- all layers ---- *)
 
-(* With weight 0 a whole model gives the same state, for any kept set of each layer and head. *)
-Theorem CC_COMPACT_layers_equal_hiding {X A} (layers : list (layer X A)) x :
-  run hidden_head layers x = run compacted_head layers x.
-Proof.
-  unfold run. revert x. induction layers as [|l layers IH]; intros x; cbn; [reflexivity|].
-  rewrite IH. do 2 f_equal. apply map_ext. intros h. apply CC_COMPACT_equals_hiding.
-Qed.
-
 (* With -M: a distance on states, in which one layer moves no further than L times its input, and K times the largest
    difference of its heads; logits and values are bounded over all states. *)
 Section Layers.
   Context {X A : Type} (d : X -> X -> R).
   Hypothesis d_triangle : forall x y z, d x z <= d x y + d y z.
   Hypothesis d_same : forall x, d x x = 0.
-  Hypothesis d_nonneg : forall x y, 0 <= d x y.
 
   Variables (B V K L : R) (n : nat).
   Hypotheses (HB : 0 <= B) (HV : 0 <= V) (HK : 0 <= K) (HL : 0 <= L).
@@ -217,7 +209,7 @@ Section Layers.
   Definition well_behaved (l : layer X A) : Prop :=
     (forall h, In h (heads l) -> filter (kept h) (tokens h) <> [] /\ (length (tokens h) <= n)%nat
        /\ forall x t, In t (tokens h) -> Rabs (logit h x t) <= B /\ Rabs (value h x t) <= V)
-    /\ (forall x gave gave' e, Forall2 (fun a b => Rabs (a - b) <= e) gave gave' -> 0 <= e ->
+    /\ (forall x gave gave' e, length gave = length (heads l) -> Forall2 (fun a b => Rabs (a - b) <= e) gave gave' -> 0 <= e ->
           d (output l x gave) (output l x gave') <= K * e)
     /\ (forall x y, d (output l x (map (compacted_head x) (heads l))) (output l y (map (compacted_head y) (heads l))) <= L * d x y).
 
@@ -226,8 +218,8 @@ Section Layers.
   Lemma one_layer (l : layer X A) M x : well_behaved l ->
     d (output l x (map (masked_head M x) (heads l))) (output l x (map (compacted_head x) (heads l))) <= K * (C * exp (- M)).
   Proof.
-    intros (Hh & Ho & _). apply Ho.
-    - revert Hh. induction (heads l) as [|h hs IH]; intros Hh; cbn; constructor; [|apply IH; intros; apply Hh; now right].
+    intros (Hh & Ho & _). apply Ho; [apply map_length|..].
+    - clear Ho. revert Hh. induction (heads l) as [|h hs IH]; intros Hh; cbn; constructor; [|apply IH; intros; apply Hh; now right].
       destruct (Hh h (or_introl eq_refl)) as (S & N & T). unfold masked_head, compacted_head.
       eapply Rle_trans; [apply CC_COMPACT_masking_uniform_bound with (V := V) (B := B); try assumption; intros t Ht; now apply T|].
       apply Rmult_le_compat_r; [apply Rlt_le, exp_pos|]. unfold C. apply Rmult_le_compat_l; [lra|].
@@ -267,3 +259,13 @@ Section Layers.
     rewrite (Rmult_comm epsilon). apply Rmult_le_compat_r; lra.
   Qed.
 End Layers.
+
+(* A plain sum of heads moves no further than their number times the largest difference: such layers exist. *)
+Lemma sum_of_heads (x : R) gave gave' e n : length gave = n -> Forall2 (fun a b => Rabs (a - b) <= e) gave gave' ->
+  Rabs ((x + fold_right Rplus 0 gave) - (x + fold_right Rplus 0 gave')) <= INR n * e.
+Proof.
+  intros <- F. replace (x + fold_right Rplus 0 gave - (x + fold_right Rplus 0 gave')) with (fold_right Rplus 0 gave - fold_right Rplus 0 gave') by ring.
+  induction F as [|a b l r H F IH]; [cbn; rewrite Rminus_0_r, Rabs_R0; lra|]. cbn [fold_right length]. rewrite S_INR.
+  replace (a + fold_right Rplus 0 l - (b + fold_right Rplus 0 r)) with ((a - b) + (fold_right Rplus 0 l - fold_right Rplus 0 r)) by ring.
+  eapply Rle_trans; [apply Rabs_triang|]. lra.
+Qed.

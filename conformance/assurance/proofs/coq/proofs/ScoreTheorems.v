@@ -52,13 +52,38 @@ Section Normalised.
     - apply Qlt_shift_div_r; lra.
   Qed.
 
-  (* The order of impacts is kept. *)
-  Theorem CC_NORMALISED_IMPACT_monotone (low high x y : Q) :
-    (low <= high)%Q -> (x <= y)%Q ->
-    (over (minus x low) (plus (minus high low) epsilon) <= over (minus y low) (plus (minus high low) epsilon))%Q.
+  (* Each logarithm, less the least of them, by their range and epsilon. *)
+  Theorem CC_NORMALISED_IMPACT_formula M_bar : M_bar <> [] -> exists low high,
+    In low (map log1p M_bar) /\ In high (map log1p M_bar) /\ Forall (fun x => low <= log1p x <= high)%Q M_bar
+    /\ normalised_impact epsilon log1p M_bar = map (fun x => (log1p x - low) / (high - low + epsilon))%Q M_bar.
   Proof.
-    intros L XY. cbn [over minus plus rational]. unfold Qdiv. apply Qmult_le_compat_r; [lra|].
-    apply Qinv_le_0_compat. lra.
+    destruct M_bar as [|m rest]; [easy|]. intros _. unfold normalised_impact. cbn [map].
+    set (l := log1p m). set (logs := map log1p rest).
+    exists (fold_left least logs l), (fold_left greatest logs l).
+    assert (forall f : Q -> Q -> Q, (forall x y, f x y = x \/ f x y = y) -> forall logs l, In (fold_left f logs l) (l :: logs)) as One.
+    { intros f Hf. induction logs0 as [|x logs0 IH]; intros y; cbn [fold_left]; [now left|].
+      destruct (IH (f y x)) as [E|I]; [|right; now right]. rewrite <- E. destruct (Hf y x) as [-> | ->]; [now left|right; now left]. }
+    split; [apply One; intros x y; unfold least; destruct ltb; auto|].
+    split; [apply One; intros x y; unfold greatest; destruct ltb; auto|].
+    destruct (fold_least logs l) as [L FL], (fold_greatest logs l) as [G FG]. split.
+    - constructor; [auto|]. unfold logs in *. rewrite Forall_map in FL, FG. rewrite Forall_forall in *.
+      intros x Hx. split; [now apply FL|now apply FG].
+    - cbn [over minus plus rational map]. unfold logs. now rewrite map_map.
+  Qed.
+
+  (* The order of impacts is kept: with a logarithm that does not fall, the higher impact has no lower value. *)
+  Theorem CC_NORMALISED_IMPACT_monotone M_bar x y a b : (forall u v, u <= v -> log1p u <= log1p v)%Q -> (x <= y)%Q ->
+    In (x, a) (combine M_bar (normalised_impact epsilon log1p M_bar)) ->
+    In (y, b) (combine M_bar (normalised_impact epsilon log1p M_bar)) -> (a <= b)%Q.
+  Proof.
+    intros Up XY. destruct M_bar as [|m rest] eqn:E; [easy|]. rewrite <- E.
+    destruct (CC_NORMALISED_IMPACT_formula M_bar) as (low & high & _ & _ & F & ->); [now rewrite E|].
+    assert (low <= high)%Q as LH by (rewrite E in F; inversion F; lra). clear E.
+    assert (forall x a, In (x, a) (combine M_bar (map (fun x => (log1p x - low) / (high - low + epsilon))%Q M_bar)) ->
+            a = (log1p x - low) / (high - low + epsilon))%Q as Is.
+    { clear. induction M_bar as [|m l IH]; cbn; [easy|]. intros x a [E|I]; [now injection E as <- <-|auto]. }
+    intros Ha Hb. rewrite (Is _ _ Ha), (Is _ _ Hb). unfold Qdiv. specialize (Up x y XY).
+    apply Qmult_le_compat_r; [lra|]. apply Qinv_le_0_compat. lra.
   Qed.
 
   (* FC13: uniform impact adds no constant: it gives 0, so the score is D. *)

@@ -1,5 +1,5 @@
 (* Theorems about Selection.v (PO-TOP-UNITS). *)
-From Kvspec Require Export ListFacts Selection.
+From Kvspec Require Export Ranks Selection.
 
 Fixpoint side_by_side {R} (s : Z) (units : list (unit_of R)) : Prop :=
   match units with
@@ -221,5 +221,51 @@ Section Selection.
     clear - S Hu Ov. revert S Hu. generalize (while_they_fit (B - tokens_in safe) others) as l.
     induction l as [|w l IH]; cbn; intros S Hu; [easy|]. inversion S as [|? ? S' F]; subst.
     destruct Hu as [<-|Hu]; [|now apply IH]. rewrite Forall_forall in F. apply F, in_or_app. now right.
+  Qed.
+
+  (* The tokens of the units that are neither pinned nor later than u: the higher score first, one without a score last, of
+     equal ones the lower unit. *)
+  Definition preferred_to (u : unit_of R) : Z :=
+    tokens_in (filter (fun v : unit_of R => higher (value v) (value u) || (negb (higher (value u) (value v)) && (first v <? first u)))
+                      (filter (fun v => negb (pinned v)) units)).
+
+  Lemma fit_prefix_sum l u r : forall room, Forall (fun v : unit_of R => 1 <= width v) (l ++ u :: r) -> NoDup (l ++ u :: r) ->
+    In u (while_they_fit room (l ++ u :: r)) <-> tokens_in l + width u <= room.
+  Proof.
+    unfold tokens_in. induction l as [|v l IH]; intros room F N; cbn [app map sum while_they_fit]; inversion F as [|? ? Hv F']; subst.
+    - destruct (Z.leb_spec (width u) room); [split; [lia|now left]|split; [easy|lia]].
+    - cbn in N. inversion N as [|? ? Out N']; subst.
+      assert (0 <= sum (map width l)) as P.
+      { apply sum_nonneg, Forall_map. apply Forall_app in F' as [F' _]. eapply Forall_impl; [|exact F']. cbn beta. lia. }
+      assert (1 <= width u) as Hu by (apply Forall_app in F' as [_ F']; now inversion F').
+      destruct (Z.leb_spec (width v) room); [|split; [easy|lia]]. cbn [In]. rewrite (IH (room - width v) F' N'). split.
+      + intros [->|L]; [|lia]. exfalso. apply Out, in_or_app. right. now left.
+      + right. lia.
+  Qed.
+
+  (* Which units stay, in one formula: the pinned ones, and those that fit behind all that are preferred to them. *)
+  Theorem PO_TOP_UNITS_formula `{!Ordered R} B u : In u (top_units B units) <->
+    In u units /\ (pinned u = true \/ preferred_to u + width u <= B - tokens_in safe).
+  Proof.
+    assert (In u (top_units B units) <-> In u (chosen B)) as ->.
+    { split; apply Permutation_in; [|apply Permutation_sym]; apply top_units_permutation. }
+    unfold chosen. rewrite in_app_iff. unfold safe at 1. rewrite filter_In.
+    assert (pinned u = false -> In u units -> In u (while_they_fit (B - tokens_in safe) others) <-> preferred_to u + width u <= B - tokens_in safe) as E.
+    { intros Pu Hu. assert (In u (filter (fun v => negb (pinned v)) units)) as Ho by (apply filter_In; now rewrite Pu).
+      assert (NoDup (map first (filter (fun v => negb (pinned v)) units))) as N.
+      { pose proof firsts_distinct as D. clear - D. induction units as [|v l IH]; cbn; [constructor|].
+        inversion D as [|? ? Out D']; subst. destruct (pinned v); cbn; [now apply IH|]. constructor; [|now apply IH].
+        intros I. apply Out. apply in_map_iff in I as (w & <- & Hw). apply filter_In in Hw as [Hw _]. now apply in_map. }
+      destruct (sorted_split (fun v w : unit_of R => higher (value v) (value w)) first) with (all := filter (fun v => negb (pinned v)) units) (x := u)
+        as (l & r & X & P); [intros; now apply higher_asym|intros; now apply higher_cotrans|assumption..|].
+      pose proof others_wide as W. assert (others = l ++ u :: r) as Eo by exact X. rewrite Eo in W |- *.
+      rewrite fit_prefix_sum; [|assumption|].
+      - unfold preferred_to, tokens_in at 1. rewrite (sum_permutation _ _ (Permutation_map width P)). reflexivity.
+      - rewrite <- Eo. eapply Permutation_NoDup; [apply Permutation_sym, sort_permutation|]. now apply NoDup_map_inv in N. }
+    split.
+    - intros [H0|H0]; [tauto|]. assert (In u others) as Ou.
+      { destruct (fit_prefix others (B - tokens_in safe)) as [rest X]. rewrite X. apply in_or_app. now left. }
+      apply others_in in Ou as [Hu Pu]. split; [assumption|]. right. now apply E.
+    - intros [Hu [P|L]]; [now left|]. destruct (pinned u) eqn:Pu; [now left|right]. now apply E.
   Qed.
 End Selection.

@@ -1,6 +1,6 @@
 (* Theorems about Trunks.v. A name begins with its item: CC_SPLIT_sum is about CC-SPLIT. *)
 From Coq Require Import Lqa.
-From Kvspec Require Export ListFacts Trunks.
+From Kvspec Require Export Ranks Trunks.
 
 (* ---- chunks ---- *)
 
@@ -59,11 +59,32 @@ Proof.
   - destruct (IH (open + 1)) as [S F]; [lia|]. split; [lia|assumption].
 Qed.
 
-Theorem CC_SENTENCES_cover ends : sum (sentences 0 ends) = count ends.
+Lemma sentences_cover ends : sum (sentences 0 ends) = count ends.
 Proof. apply sentences_from; lia. Qed.
 
-Theorem CC_SENTENCES_no_empty_one ends : Forall (fun s => 1 <= s) (sentences 0 ends).
+Lemma sentences_no_empty_one ends : Forall (fun s => 1 <= s) (sentences 0 ends).
 Proof. apply sentences_from; lia. Qed.
+
+(* A sentence ends behind each flag and behind the last token, and nowhere else. *)
+Theorem CC_SENTENCES_offsets ends : offsets 0 (sentences 0 ends)
+  = 0 :: map (fun '(p, e) => p + 1) (filter (fun '(p, e) => e || (p + 1 =? count ends)) (numbered 0 ends)).
+Proof.
+  enough (forall n open p, 0 <= open -> p + count ends = n -> (ends = [] -> open = 0) ->
+    offsets (p - open) (sentences open ends)
+    = (p - open) :: map (fun '(p, e) => p + 1) (filter (fun '(p, e) => e || (p + 1 =? n)) (numbered p ends))) as E
+    by (apply (E (count ends) 0 0); lia).
+  intros n. induction ends as [|e ends IH]; intros open p Ho Hn He; cbn [sentences count numbered filter] in *.
+  - rewrite He by reflexivity. now replace (p - 0) with p by lia.
+  - pose proof (count_nonneg ends) as C. destruct e; cbn [orb map offsets].
+    + f_equal. specialize (IH 0 (p + 1)). replace (p - open + (open + 1)) with (p + 1) by lia.
+      replace (p + 1 - 0) with (p + 1) in IH by lia. apply IH; lia.
+    + destruct ends as [|e ends].
+      * cbn [sentences]. destruct (Z.ltb_spec 0 (open + 1)); [|lia]. cbn in *. destruct (Z.eqb_spec (p + 1) n); [|lia].
+        cbn. do 2 f_equal. lia.
+      * specialize (IH (open + 1) (p + 1)). replace (p + 1 - (open + 1)) with (p - open) in IH by lia.
+        rewrite IH by (lia || easy). cbn [count] in *. pose proof (count_nonneg ends).
+        destruct (Z.eqb_spec (p + 1) n); [lia|reflexivity].
+Qed.
 
 (* ---- splits ---- *)
 
@@ -149,7 +170,7 @@ Section Merge.
     sum (trunks tau T_max E start ends) = count ends
     /\ Forall (fun s => 1 <= s <= T_max) (trunks tau T_max E start ends).
   Proof.
-    unfold trunks. pose proof (CC_SENTENCES_cover ends) as S. pose proof (CC_SENTENCES_no_empty_one ends) as F.
+    unfold trunks. pose proof (sentences_cover ends) as S. pose proof (sentences_no_empty_one ends) as F.
     destruct (sentences 0 ends) as [|first rest]; cbn [sum] in S; [split; [assumption|constructor]|].
     inversion F; subst. destruct (merge_sentences_partition rest start (start + first)) as [M G]; [lia|assumption|].
     split.
@@ -174,9 +195,6 @@ Section Merge.
     induction 1; cbn [count sum]; lia.
   Qed.
 
-  (* Neighbours that merge fit T_max together. *)
-  Theorem CC_MERGE_size weights size next : merges tau T_max weights size next = true -> size + next <= T_max.
-  Proof. unfold merges. intros M. apply andb_prop in M as [M _]. now apply Z.leb_le. Qed.
 End Merge.
 
 (* T_max = 1: trunks are single tokens, whatever the edges, the threshold and the ends. *)
@@ -214,13 +232,20 @@ Proof.
   apply sum_at_most in F. lra.
 Qed.
 
-(* An edge that does exceed tau merges, where it is alone and the two fit. *)
-Theorem CC_MERGE_one_weight (tau w : Q) T_max size next :
-  size + next <= T_max -> merges tau T_max [w] size next = negb (Qle_bool w tau).
+(* The rule itself: both fit T_max, there is an edge, and the mean weight exceeds tau. *)
+Theorem CC_MERGE_rule (tau : Q) T_max weights size next : merges tau T_max weights size next = true <->
+  size + next <= T_max /\ weights <> [] /\ (tau < fold_right Qplus 0 weights / inject_Z (count weights))%Q.
 Proof.
-  intros F. unfold merges. apply Z.leb_le in F. rewrite F. cbn [andb ltb rational total fold_left plus minus times of_Z zero].
-  f_equal. apply Bool.eq_iff_eq_true. rewrite !Qle_bool_iff. cbn [count].
-  replace (inject_Z (1 + 0)) with 1%Q by reflexivity. lra.
+  unfold merges. rewrite andb_true_iff, Z.leb_le, rational_less. unfold total. cbn [plus minus times of_Z zero rational].
+  rewrite rational_sum, Qplus_0_l.
+  enough ((0 < fold_right Qplus 0 weights - tau * inject_Z (count weights))%Q <->
+          weights <> [] /\ (tau < fold_right Qplus 0 weights / inject_Z (count weights))%Q) as -> by tauto.
+  destruct weights as [|w l]; [split; [cbn; intros L; exfalso; change (inject_Z 0) with 0%Q in L; lra|easy]|].
+  set (sum := fold_right Qplus 0%Q (w :: l)). assert (0 < inject_Z (count (w :: l)))%Q as P.
+  { change 0%Q with (inject_Z 0). rewrite <- Zlt_Qlt. cbn [count]. pose proof (count_nonneg l). lia. }
+  set (k := inject_Z (count (w :: l))) in *. clearbody sum k. split; [intros L; split; [easy|]|intros [_ L]].
+  - apply Qlt_shift_div_l; lra.
+  - assert (sum / k * k == sum)%Q as E by (field; lra). assert (tau * k < sum / k * k)%Q by (now apply Qmult_lt_compat_r). lra.
 Qed.
 
 (* Without edges every sentence is a trunk of its own, but for the splits. *)
