@@ -23,7 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "reference": {"spec"},
     "accelerated": {"spec"},
     "models_integration": {"spec", "reference"},
-    "conformance": {"spec", "reference", "accelerated", "models_integration"},
+    "conformance": {"spec", "reference", "accelerated", "models_integration", "kvspec"},
     "kvspec": {"spec", "reference", "models_integration"},
 }
 

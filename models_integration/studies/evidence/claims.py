@@ -278,7 +278,7 @@ def _verdict(claim: Claim, dev: Samples, confirm: Samples, level: float) -> Verd
         wins, losses = int((above > 0).sum()), int((above < 0).sum())
         return replace(found, p=mcnemar(losses, wins), mid_p=mcnemar_mid_p(losses, wins))
     if some.contexts <= _EXACT_CONTEXTS and claim.difference > 0:
-        return replace(found, p=sign_flip(np.bincount(some.clusters, weights=above)))
+        return replace(found, p=sign_flip(np.bincount(some.clusters, weights=above).astype(np.float64)))
     margin = min(claim.difference, 0.0)
     p = _two_sided(ratio_bootstrap(above - margin * below, below, some.clusters, some.drawn()), margin < 0)
     return replace(found, p=p, bound=p == _LEAST)

@@ -43,7 +43,7 @@ class Share:
 
 def kept_of(row: Row) -> float:
     """Tokens of the prompt that a cell keeps; rows of before 0.4 have the mean cache alone."""
-    return float(row.get("mean_kept", row["mean_cache"]))
+    return float(row["mean_kept"] if "mean_kept" in row else row["mean_cache"])
 
 
 def grouped(rows: Sequence[Row], names: Sequence[str]) -> list[tuple[Row, list[Row]]]:

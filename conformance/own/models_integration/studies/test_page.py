@@ -125,7 +125,7 @@ def test_points_of_the_pictures_are_those_by_hand(shown: Page, rows: list[Row]) 
                     right = int(sum(value(row, *cell, "right") for row in own))
                     each = recovered(own, cell), interval(kept, ones, contexts), wilson_by_hand(right, len(own))
                     stored = [[value(row, *one, "mean_cache") for row in own] for one in (cell, ("fullcache", "1.0"))]
-                    share = np.mean(np.divide(*stored))
+                    share = np.mean(np.divide(stored[0], stored[1]))
                     for table, found in zip(tables, each, strict=True):
                         written = [float(figure) for figure in table.line(*cell)[2:]]
                         assert written == pytest.approx([share, *found[:3]], abs=THREE_DIGITS)
