@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from conformance.own.models_integration.archive.models import build as build_injected
+from conformance.own.models_integration.archive.test_splice import CHUNKS, injected
 from conformance.own.models_integration.session.families import METHODS, VOCABULARY, at_once, build, prompt
 from conformance.own.models_integration.session.test_batches import batch, prompts
 from conformance.own.models_integration.session.test_breaths import T, breathing
@@ -259,6 +261,15 @@ def test_a_cache_that_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
     model, cache = lived("llama", steps=1)
     cache.full_layers[1].values[0, 0, 0, 0] = float("nan")  # type: ignore[index]
     with pytest.raises(SpecError, match=r"cannot be saved: 1\.values holds NaN"):
+        save_cache(cache, model, tmp_path / "cache")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_window_with_a_gap_is_not_saved(tmp_path: Path) -> None:
+    """What a spliced chunk leaves out of it: its positions would be lost."""
+    model = build_injected("Gemma3Text")
+    _, cache = injected(model, CHUNKS)
+    with pytest.raises(SpecError, match=r"cannot be saved: layer 0 stores 9 of the 28 tokens in its window"):
         save_cache(cache, model, tmp_path / "cache")
     assert not list(tmp_path.iterdir())
 
