@@ -174,8 +174,8 @@ class Archive(AbstractContextManager["Archive"]):
     def verify(self) -> Report:
         """Read and prove every object; damaged ones go to quarantine.
 
-        An object that was deleted cannot be told from one that was never put, and is not missed. The digest of an object
-        in the clear needs no key: it does not tell who wrote the object.
+        An object that was deleted cannot be told from one that was never put, and is not missed. The digest of an
+        object in the clear needs no key: it does not tell who wrote the object.
         """
         report = Report(strays=self._files.strays())
         report.in_quarantine = [self._files.name(path) for path in self._files.in_quarantine()]
