@@ -1,5 +1,6 @@
 (* Theorems about edges and impacts (Trunks.v): CC-EDGES, CC-INTERFACE-EDGES, CC-TRUNK-IMPACT. *)
-From Kvspec Require Export Ranks Trunks.
+From Coq Require Import Lqa Qreduction.
+From Kvspec Require Export Ranks TrunkTheorems.
 
 Lemma flat_map_one {A B} (key : A -> Z) (f : A -> list B) a l : NoDup (map key l) -> In a l ->
   (forall x, In x l -> key x <> key a -> f x = []) -> flat_map f l = f a.
@@ -84,4 +85,60 @@ Proof.
     + cbn in S. inversion S; subst. now apply (IH r).
     + cbn in S. inversion S as [|? ? _ F]; subst. now apply Forall_app in F.
   - now apply take_before.
+Qed.
+
+Definition no_less (x y : Q) : bool := negb (ltb x y).
+
+Lemma no_less_iff x y : no_less x y = true <-> (y <= x)%Q.
+Proof. unfold no_less. rewrite negb_true_iff, <- not_true_iff_false, rational_less. split; [apply Qnot_lt_le|apply Qle_not_lt]. Qed.
+
+Lemma sum_permutation_Q l r : Permutation l r -> (fold_right Qplus 0 l == fold_right Qplus 0 r)%Q.
+Proof. induction 1; cbn [fold_right]; lra. Qed.
+
+Lemma sum_reduced l : (fold_right Qplus 0 (map Qred l) == fold_right Qplus 0 l)%Q.
+Proof. induction l as [|x l IH]; cbn [map fold_right]; [reflexivity|]. now rewrite IH, Qred_correct. Qed.
+
+(* The larger ones first, reduced: one list for all that have the same elements. *)
+Definition falling (top rest : list Q) : list Q := map Qred (sort no_less top) ++ map Qred (sort no_less rest).
+
+Lemma falling_sorted top rest : (forall x y, In x top -> In y rest -> (y <= x)%Q) ->
+  StronglySorted (fun x y => no_less x y = true) (falling top rest).
+Proof.
+  intros D.
+  assert (forall l, StronglySorted (fun x y => no_less x y = true) (map Qred (sort no_less l))) as S.
+  { intros l. apply StronglySorted_map with (R := fun x y => no_less x y = true).
+    - intros x y. now rewrite !no_less_iff, !Qred_correct.
+    - apply sort_sorted; intros x y; [|intros z]; rewrite !no_less_iff; [|intros; lra].
+      destruct (Qlt_le_dec x y); [right; now apply Qlt_le_weak|now left]. }
+  apply StronglySorted_app; [apply S..|]. intros x y Hx Hy. apply in_map_iff in Hx as (a & <- & Ha), Hy as (b & <- & Hb).
+  apply no_less_iff. rewrite !Qred_correct. apply D; now apply in_sort in Ha, Hb.
+Qed.
+
+(* Any three members that none of the others exceeds give the impact: the largest ones are determined as far as it counts. *)
+Theorem CC_TRUNK_IMPACT_of_any_largest (members top rest : list Q) :
+  Permutation (top ++ rest) members -> count top = Z.min 3 (count members) ->
+  (forall x y, In x top -> In y rest -> (y <= x)%Q) ->
+  (trunk_impact members == fold_right Qplus 0 top / inject_Z (count top))%Q.
+Proof.
+  intros P C D. destruct (CC_TRUNK_IMPACT_of_the_largest members) as (top' & rest' & P' & C' & _ & D' & ->).
+  assert (falling top rest = falling top' rest') as E.
+  { apply (sorted_unique no_less).
+    - intros x y Hx Hy XY YX. apply no_less_iff in XY, YX.
+      assert (forall z t r, In z (falling t r) -> Qred z = z) as Reduced.
+      { intros z t r Hz. unfold falling in Hz. apply in_app_or in Hz as [Hz|Hz]; apply in_map_iff in Hz as (w & <- & _);
+          apply Qred_complete, Qred_correct. }
+      rewrite <- (Reduced x _ _ Hx), <- (Reduced y _ _ Hy). apply Qred_complete. lra.
+    - now apply falling_sorted.
+    - apply falling_sorted. intros x y Hx Hy. apply no_less_iff. unfold no_less. now rewrite (D' x y Hx Hy).
+    - unfold falling. rewrite <- !map_app. apply Permutation_map. rewrite !sort_permutation. now rewrite P, P'. }
+  unfold falling in E. assert (map Qred (sort no_less top) = map Qred (sort no_less top')) as T.
+  { assert (length (map Qred (sort no_less top)) = length (map Qred (sort no_less top'))) as L.
+    { rewrite !map_length, (Permutation_length (sort_permutation no_less top)), (Permutation_length (sort_permutation no_less top')).
+      rewrite !count_length in C, C'. lia. }
+    clear - E L. revert E L. generalize (map Qred (sort no_less top)) as l, (map Qred (sort no_less top')) as l'.
+    induction l as [|x l IH]; intros [|x' l'] E L; try discriminate; [reflexivity|]. cbn in E, L. injection E as -> E. f_equal. apply IH; [assumption|lia]. }
+  cbn [over of_Z rational]. rewrite C, <- C'. unfold total. cbn [plus zero rational]. change (fold_left Qplus top' 0%Q) with (fold_left Qplus top' 0)%Q.
+  assert (fold_left Qplus top' 0 == fold_right Qplus 0 top')%Q as -> by (rewrite rational_sum; ring).
+  rewrite <- (sum_permutation_Q _ _ (sort_permutation no_less top)), <- (sum_permutation_Q _ _ (sort_permutation no_less top')).
+  rewrite <- (sum_reduced (sort no_less top)), <- (sum_reduced (sort no_less top')), T. reflexivity.
 Qed.
