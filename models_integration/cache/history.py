@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import GenerationMixin
 
 from spec.errors import SpecError
@@ -58,9 +59,8 @@ class ReadIds:
     def extended(self, start: int, ids: Tensor) -> "ReadIds":
         """With these ids (rows, n) from column `start` on."""
         ids = ids.detach().to("cpu", torch.int64)
-        known = self.ids[:, :start].expand(len(ids), -1)
-        gap = torch.full((len(ids), start - known.shape[1]), UNKNOWN)
-        return ReadIds(torch.cat([known, gap, ids], dim=1))
+        known = pad(self.ids[:, :start], (0, max(0, start - self.ids.shape[1])), value=UNKNOWN)
+        return ReadIds(torch.cat([known.expand(len(ids), -1), ids], dim=1))
 
     def first(self, columns: int) -> "ReadIds":
         """Of so many columns at most."""

@@ -135,6 +135,9 @@ class SlotOffset(int):
         about a compacted cache even where ours is not registered: outside the context manager.
         """
         slots, offset = args
+        if slots.dim() == 0:
+            reason = "cannot read an evicted cache: type model.set_attn_implementation('sdpa')"
+            raise SpecError("attn_implementation", "flex_attention", reason)
         if function not in (torch.Tensor.add, torch.Tensor.__add__) or kwargs or not isinstance(offset, cls):
             raise SpecError("kv_offset", int(offset), f"can be added to slot numbers, not used in {function}")
         if not offset.rows.shared:

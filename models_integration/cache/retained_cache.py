@@ -177,9 +177,8 @@ class RetainedCache(DynamicCache):
             self.check_history()
         if self.layers_differ and isinstance(self.layers[layer_idx], RetainedLayer):
             return self.get_seq_length() + query_length, LayersDiffer()
-        length, offset = super().get_mask_sizes(query_length, layer_idx)
-        # Masks of transformers may be compiled, and need nothing but the number.
-        return length, offset if self._in_context else int(offset)
+        sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
+        return sizes
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object,

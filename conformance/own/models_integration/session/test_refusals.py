@@ -261,13 +261,14 @@ def test_an_attention_that_is_switched_to_inside_is_named(name: str, implementat
         at_once(model, prompt(1), cache)
 
 
-@pytest.mark.law("a-cache-like-any-other")
-def test_outside_a_context_masks_are_told_plain_numbers() -> None:
-    """Compilers, as flex_attention uses one for its masks, know no others."""
-    cache = prefill(build("llama"), METHODS["crystalcache"](), prompt(N)).cache
+def test_masks_that_ask_slot_by_slot_are_named_outside() -> None:
+    """As those of flex_attention do, over scalars that vmap makes."""
+    model = build("llama")
+    cache = prefill(model, METHODS["crystalcache"](), prompt(N)).cache
     length, offset = cache.get_mask_sizes(3, 0)
-    assert type(offset) is int
-    assert (length, length + offset) == (cache.stored_length + 3, N + 3)
+    with pytest.raises(SpecError, match="attn_implementation = 'flex_attention': cannot read an evicted cache"):
+        torch.vmap(lambda slot: slot + offset)(torch.arange(length))
+    assert at_once(model, prompt(3), cache).shape[1] == 3
 
 
 @pytest.mark.parametrize("name", ["crystalcache", "snapkv", "chunkkv"])
