@@ -103,19 +103,25 @@ def check_again(request: Request, path: Path) -> int:
         said = f"the files of {subject.named} are not those of the certificate ({subject.files}): {subject.digest} now,"
         print(printable(f"{said} {there['subject']['digest']} there; nothing was run", LONGEST_LINE))
         return 1
-    here, _ = run(again, subject, "check.txt")
-    found = check.differences(there, here)
-    if not found:
-        other = seeded(replace(again, seed=request.seed))
-        found = check.new_failures(there, run(other, subject, "check-new-seed.txt")[0])
-        print(f"the other run was made with --seed {other.seed}")
-    if found and here["device"] != there["device"]:
-        found.append(f"made on {there['device']}, checked on {here['device']}")
+    found = compared(again, replace(again, seed=request.seed), subject, there)
     for line in "\n".join(found).splitlines():
         print(printable(line, LONGEST_LINE))
     if not found:
         print("the certificate is true: the same files, and the same verdicts in two more runs")
     return int(bool(found))
+
+
+def compared(again: Request, other: Request, subject: Subject, there: Mapping[str, Any]) -> list[str]:
+    """What a run says differently, else what fails in another one."""
+    here, _ = run(again, subject, "check.txt")
+    found = check.differences(there, here)
+    if not found:
+        other = seeded(other)
+        print(f"the same with the seed of the certificate; now with --seed {other.seed}", flush=True)
+        found = check.new_failures(there, run(other, subject, "check-new-seed.txt")[0])
+    if found and here["device"] != there["device"]:
+        found.append(f"made on {there['device']}, checked on {here['device']}")
+    return found
 
 
 def ask(request: Request, again: Request) -> None:

@@ -83,9 +83,9 @@ def of_backend(named: str) -> Subject:
 def _loaded(kind: str, named: str, find: Callable[[], Any]) -> Any:
     try:
         return find()
-    except (SpecError, BackendUnavailable):
+    except (SpecError, BackendUnavailable, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as error:  # its module may raise anything
+    except BaseException as error:  # its module may raise anything
         said = f"{type(error).__name__}: {error}"
         raise BackendUnavailable(f"{kind} {named!r} cannot be loaded here: its module raises {said}") from error
 

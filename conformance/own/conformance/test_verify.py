@@ -338,7 +338,7 @@ NUMBER = 1
     ("--backend engines:NUMBER", "is a int, not a spec.backend.Backend"),
     ("--backend engines:EMPTY", "nothing to judge"),
     ("--backend raises:X", "cannot be loaded here: ZeroDivisionError: no"),
-    ("--backend leaves:X", "raises SystemExit: 3"),
+    ("--backend leaves:X", "raises SystemExit: 3"), ("--backend skips:X", "raises Skipped: no"),
     ("--backend bogus", "must be one of numpy, numba, triton"), ("--command ./absent", "there is none of this name"),
     ("--command 'a", "No closing quotation"), ("--backend numpy --out {file}", "cannot be made a folder"),
     ("--backend numpy --exceptions absent.toml", "No such file"), ("--backend numpy --exceptions {file}", "engines.py"),
@@ -361,7 +361,7 @@ def test_what_cannot_be_judged_is_refused_in_one_line(
     asked: str, complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:
     sources = {"engines": ENGINES, "raises": "raise ZeroDivisionError('no')", "leaves": "raise SystemExit(3)"}
-    for name, text in sources.items():
+    for name, text in {**sources, "skips": "import pytest\npytest.skip('no', allow_module_level=True)"}.items():
         (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
     (tmp_path / "empty.toml").write_text("", encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))

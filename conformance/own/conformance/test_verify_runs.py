@@ -131,7 +131,7 @@ def test_a_wrong_engine_s_certificate_names_the_item_and_can_be_checked(
     assert asked(monkeypatch, "--check", "found/certificate.toml", "--out", "again", "--yes") == 0
     said = capsys.readouterr().out
     assert "the certificate is true" in said
-    assert "the other run was made with --seed" in said
+    assert "the same with the seed of the certificate; now with --seed" in said
     draws = (folder / "draws.txt").read_text(encoding="utf-8").splitlines(keepends=True)
     assert "".join(draws[:24]) == 2 * first
     assert "".join(draws[24:]) != first
