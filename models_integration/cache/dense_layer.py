@@ -100,6 +100,15 @@ class RetainedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # the base'
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise a SpecError where these cannot be taken back."""
 
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row `repeats` times, one after the other."""
+        self.batch_select_indices(torch.arange(self.batch).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Only these rows."""
+        rows = torch.arange(self.batch)[indices.cpu()]
+        self.reorder_cache(cast(torch.LongTensor, rows))
+
     @abstractmethod
     def splice(self, chunks: Sequence[SplicedTokens], seen: int) -> None:
         """Put chunks behind what the one row stores; `seen` tokens are then behind the session."""
@@ -287,17 +296,6 @@ class DenseLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's 
         """Let row i go on as row beam_idx[i] was."""
         super().reorder_cache(cast(torch.LongTensor, beam_idx))
         self.rows = self.rows.select(beam_idx)
-        self._free_empty()
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row `repeats` times, one after the other."""
-        super().batch_repeat_interleave(repeats)
-        self.rows = self.rows.select(torch.arange(len(self.rows.kept)).repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Only these rows."""
-        super().batch_select_indices(indices)
-        self.rows = self.rows.select(indices)
         self._free_empty()
 
     def _free_empty(self) -> None:

@@ -18,8 +18,8 @@ from torch import Tensor
 from spec.errors import SpecError
 
 __all__ = [
-    "EMPTY", "NO_HOLE", "LayersDiffer", "Plan", "SlotOffset", "StoredRows", "filled", "gathered", "shown_columns",
-    "slots_of",
+    "EMPTY", "NO_HOLE", "LayersDiffer", "Plan", "SlotOffset", "StoredRows", "chosen_rows", "filled", "gathered",
+    "shown_columns", "slots_of",
 ]
 
 EMPTY = -1
@@ -169,6 +169,21 @@ def slots_of(stored: Tensor, wanted: Tensor) -> Tensor:
     if not found.all():
         raise SpecError("positions", sought[~found].tolist(), f"must be among the {len(stored)} stored positions")
     return torch.from_numpy(full[at])
+
+
+def chosen_rows(argument: str, indices: Tensor, batch: int) -> Tensor:
+    """The rows of a batch that an index or a mask (n,) means, (rows,), counted from 0.
+
+    Raises:
+        SpecError: for a row that is not there, or none at all.
+    """
+    try:
+        rows = torch.arange(batch)[indices.cpu()]
+    except IndexError:
+        rows = torch.empty(0)
+    if indices.ndim != 1 or len(rows) == 0:
+        raise SpecError(argument, indices.tolist(), f"must name rows of the cache, in [0, {batch})")
+    return rows
 
 
 @dataclass(frozen=True)

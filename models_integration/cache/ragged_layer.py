@@ -291,14 +291,6 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
         self.rows = _shared_by_heads(self.rows.seen_at_compaction[rows], holes)
         self.layout = HeadLayout(tuple(self.layout.kept[segment] for segment in chosen), self.layout.grown)
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row `repeats` times, one after the other."""
-        self.reorder_cache(torch.arange(self.batch).repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Only these rows."""
-        self.reorder_cache(torch.arange(self.batch)[indices.cpu()])
-
 
 def _in_a_row(kept: Iterable[Iterable[Tensor]]) -> tuple[Tensor, ...]:
     return tuple(positions for heads in kept for positions in heads)
