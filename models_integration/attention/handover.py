@@ -66,12 +66,14 @@ def check_readable(architecture: Architecture, cache: RetainedCache) -> None:
 
 
 def _check_apart(architecture: Architecture, granularity: Granularity) -> None:
-    known = _APART.setdefault(architecture.decoder, {})
+    known = _APART.setdefault(architecture.decoder, set())
     key = architecture.config._attn_implementation, granularity
-    if key not in known:
-        known[key] = _read_apart(architecture, granularity)
-    if known[key] is not None:
-        raise SpecError("model", architecture.name, f"it cannot read layers that store different tokens: {known[key]}")
+    if key in known:
+        return
+    reason = _read_apart(architecture, granularity)
+    if reason is not None:
+        raise SpecError("model", architecture.name, f"it cannot read layers that store different tokens: {reason}")
+    known.add(key)
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,11 @@ class _Handed:
     queries: bool
     idle: list[int]
     """Full-attention layers that have not attended."""
+
+    @property
+    def all(self) -> bool:
+        """Whether nothing is missing."""
+        return self.keys and self.values and self.queries and not self.idle
 
 
 class _Watcher:
@@ -109,20 +116,22 @@ class _Watcher:
         self.queries &= self.asked.setdefault(index, seen.query) is seen.query
 
 
-# What was found out, by decoder and attention implementation.
+# What was found out, by decoder and attention implementation. What failed is tried again: its cause may be gone.
 _HANDED: WeakKeyDictionary[nn.Module, dict[str, _Handed]] = WeakKeyDictionary()
-_APART: WeakKeyDictionary[nn.Module, dict[tuple[str, Granularity], str | None]] = WeakKeyDictionary()
+_APART: WeakKeyDictionary[nn.Module, set[tuple[str, Granularity]]] = WeakKeyDictionary()
 
 
 def _handed(architecture: Architecture) -> _Handed:
     known = _HANDED.setdefault(architecture.decoder, {})
     implementation = architecture.config._attn_implementation
-    if implementation not in known:
+    if implementation not in known or not known[implementation].all:
         cache = RetainedCache(architecture.config)
         watcher = _Watcher(cache)
         try:
             with _aside(architecture), observing(architecture, cache, watcher, architecture.full_layers):
                 _read(architecture, cache, _TOKENS)
+        except torch.OutOfMemoryError:
+            raise
         except _ERRORS as error:
             raise SpecError("model", architecture.name, f"it cannot read {_TOKENS} tokens: {error}") from error
         idle = [index for index in architecture.full_layers if index not in watcher.asked]
@@ -142,6 +151,8 @@ def _read_apart(architecture: Architecture, granularity: Granularity) -> str | N
                 _read(architecture, cache, 1)
     except SpecError as error:
         return error.bound
+    except torch.OutOfMemoryError:
+        raise
     except _ERRORS as error:
         return _OWN_MASK if _makes_masks(architecture) else f"{type(error).__name__}, {error}"
     return None

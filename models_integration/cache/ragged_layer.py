@@ -322,9 +322,11 @@ def _moved(storage: Tensor, before: HeadLayout, after: HeadLayout) -> Tensor:
 def _put(storage: Tensor, slots: Tensor, new: Tensor) -> Tensor:
     """The storage (slots, d) with new tokens (rows, H_kv, q, d) in these slots: itself, unless gradients are wanted.
 
-    What an earlier forward has attended to is then needed again as it was.
+    What an earlier forward has attended to is then needed again as it was. Dtypes that differ, as under autocast, meet
+    as in `torch.cat`.
     """
-    tokens = new.reshape(-1, new.shape[-1])
+    dtype = torch.promote_types(storage.dtype, new.dtype)
+    storage, tokens = storage.to(dtype), new.reshape(-1, new.shape[-1]).to(dtype)
     if torch.is_grad_enabled() and (storage.requires_grad or tokens.requires_grad):
         return storage.index_copy(0, slots, tokens)
     return storage.index_copy_(0, slots, tokens.detach())
