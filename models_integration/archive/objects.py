@@ -136,7 +136,8 @@ def _canonical(value: object) -> str:
 
 def ids_digest(ids: Sequence[int]) -> str:
     """sha256 of token ids as little-endian int64."""
-    return hashlib.sha256(torch.tensor(list(ids), dtype=torch.int64).numpy().astype("<i8").tobytes()).hexdigest()
+    wide = torch.tensor(list(ids), dtype=torch.int64, device="cpu")
+    return hashlib.sha256(wide.numpy().astype("<i8").tobytes()).hexdigest()
 
 
 def meaning(version: str) -> str:

@@ -19,7 +19,7 @@ from models_integration.attention.capture import OTHER_TENSORS, Attended, observ
 from models_integration.cache.dense_layer import RetainedLayer
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.model.architecture import Architecture
+from models_integration.model.architecture import Architecture, device_of
 from spec.errors import SpecError
 from spec.policy import Needs
 from spec.retention import Granularity, Retention
@@ -160,8 +160,9 @@ def _read_apart(architecture: Architecture, granularity: Granularity) -> str | N
 
 def _makes_masks(architecture: Architecture) -> bool:
     """Whether attention is handed another mask than the model is."""
-    parameter, cache = next(architecture.decoder.parameters()), RetainedCache(architecture.config)
-    mask = torch.zeros((1, 1, _TOKENS, _TOKENS), dtype=parameter.dtype, device=parameter.device)
+    decoder, cache = architecture.decoder, RetainedCache(architecture.config)
+    dtype = next(decoder.parameters()).dtype
+    mask = torch.zeros((1, 1, _TOKENS, _TOKENS), dtype=dtype, device=device_of(decoder))
     watcher = _Watcher(cache)
     with (
         suppress(*_ERRORS), _aside(architecture),
@@ -186,7 +187,8 @@ def _every_other(cache: RetainedCache, granularity: Granularity) -> Retention:
 def _aside(architecture: Architecture) -> Iterator[None]:
     """Nobody's hooks are called, and torch's random numbers go on as they would have."""
     hooks = [(module, module._forward_pre_hooks, module._forward_hooks) for module in architecture.decoder.modules()]
-    devices = {one.device for one in architecture.decoder.parameters() if one.device.type == "cuda"}
+    used = {device_of(architecture.decoder), *(one.device for one in architecture.decoder.parameters())}
+    devices = {device for device in used if device.type == "cuda"}
     for module, _, _ in hooks:
         module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()
     try:
@@ -198,6 +200,6 @@ def _aside(architecture: Architecture) -> Iterator[None]:
 
 
 def _read(architecture: Architecture, cache: RetainedCache, tokens: int, mask: Tensor | None = None) -> None:
-    device = next(architecture.decoder.parameters()).device
+    device = device_of(architecture.decoder)
     ids = torch.arange(tokens, device=device)[None] % architecture.vocabulary
     architecture.decoder.forward(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True)

@@ -215,7 +215,7 @@ class RetainedCache(DynamicCache):
         if repeats < 1:
             raise SpecError("repeats", repeats, "must be at least 1")
         if self.get_seq_length():
-            self._choose("repeats", torch.arange(self.full_layers[0].batch).repeat_interleave(repeats))
+            self._choose("repeats", torch.arange(self.full_layers[0].batch, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Only these rows, by index or by a mask of rows.
@@ -316,7 +316,7 @@ def _shared_changes(
     layers: Mapping[int, RetainedLayer], retentions: Sequence[Retention], padding: Tensor | None,
 ) -> dict[int, Change]:
     """What lets all layers keep one set of each row; those that store the same positions follow one plan."""
-    kept = [torch.tensor(retention.positions, dtype=torch.int64) for retention in retentions]
+    kept = [torch.tensor(retention.positions, dtype=torch.int64, device="cpu") for retention in retentions]
     if padding is None and _agree(kept):
         kept = kept[:1]
     changes, plan = dict[int, Change](), None
@@ -348,7 +348,7 @@ def _followed(layer: DenseLayer, plan: Plan) -> DenseLayer:
 
 def _by_layer(retention: Retention, full: Sequence[int], heads: int) -> dict[int, list[Tensor]]:
     """The kept positions of each full-attention layer, by its index, and KV head."""
-    positions = torch.tensor(retention.positions, dtype=torch.int64)
+    positions = torch.tensor(retention.positions, dtype=torch.int64, device="cpu")
     sets = list(positions.tensor_split(torch.from_numpy(retention.offsets[1:-1])))
     if retention.granularity is not Granularity.HEAD:
         sets = [positions for positions in sets for _ in range(heads * (1 if retention.groups > 1 else len(full)))]

@@ -62,7 +62,7 @@ class GappedSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-
         if isinstance(layer, GappedSlidingLayer):
             made.positions = layer.positions
         else:
-            made.positions = torch.arange(before - stored, before)
+            made.positions = torch.arange(before - stored, before, device="cpu")
         made.cumulative_length, made.first_kept = seen, _first_kept(layer)
         if layer.keys is not None and layer.values is not None:
             made.lazy_initialization(layer.keys, layer.values)
@@ -80,7 +80,7 @@ class GappedSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-
         assert self.values is not None
         tokens = key_states.shape[-2]
         keys, values = torch.cat([self.keys, key_states], -2), torch.cat([self.values, value_states], -2)
-        later = torch.arange(self.cumulative_length, self.cumulative_length + tokens)
+        later = torch.arange(self.cumulative_length, self.cumulative_length + tokens, device="cpu")
         self.positions = torch.cat([self.positions, later])
         self.cumulative_length += tokens
         self.keys, self.values = keys, values
@@ -100,10 +100,10 @@ class GappedSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Slots after `query_length` more tokens, and the offset that leads to their positions."""
         stored, seen = len(self.positions), self.cumulative_length
-        rows = StoredRows(self.positions[None], torch.tensor([seen]))
+        rows = StoredRows(self.positions[None], torch.tensor([seen], device="cpu"))
         return stored + query_length, SlotOffset(seen - stored, rows)
 
     def reset(self) -> None:
         """Forget everything: as new."""
         super().reset()
-        self.positions, self.first_kept = torch.empty(0, dtype=torch.int64), 0
+        self.positions, self.first_kept = torch.empty(0, dtype=torch.int64, device="cpu"), 0

@@ -114,7 +114,7 @@ def read_bytes(path: Path, header_most: int = HEADER_MOST) -> Tensor:
     """
     with path.open("rb", buffering=0) as file:
         size = _plausible_size(file.fileno(), header_most)
-        data = torch.empty(size, dtype=torch.uint8)
+        data = torch.empty(size, dtype=torch.uint8, device="cpu")
         view, at = raw_bytes(data), 0
         while at < size and (got := file.readinto(view[at:size])):
             at += got

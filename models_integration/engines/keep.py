@@ -55,7 +55,7 @@ def keep(folder: Path, policy: RetentionPolicy, token_ids: Sequence[int], dtype:
     with torch.device("meta"):
         stored = dtype or config.dtype or _read(files, next(iter(files))).dtype
         model = automatic.from_config(config, dtype=stored).train(False)
-    method, ids = _checked(policy, model, full), torch.tensor([list(token_ids)])
+    method, ids = _checked(policy, model, full), torch.tensor([list(token_ids)], device="cpu")
     architecture = describe(model)
     if ids.shape[1] < 2 or not 0 <= int(ids.min()) <= int(ids.max()) < architecture.vocabulary:
         raise SpecError("token_ids", tuple(ids.shape), f"must be two or more, in [0, {architecture.vocabulary})")

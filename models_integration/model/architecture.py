@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 from weakref import WeakSet
 
+import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -14,7 +15,10 @@ from reference.crystalcache.observed_layer import observed_layer
 from spec.errors import SpecError
 from spec.policy import Needs
 
-__all__ = ["BUSY", "Architecture", "attention_modules", "by_layer", "check_free", "describe", "layer_types", "of_layer"]
+__all__ = [
+    "BUSY", "Architecture", "attention_modules", "by_layer", "check_free", "describe", "device_of",
+    "layer_types", "of_layer", "unwrapped",
+]
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 IMPLEMENTATIONS = ("sdpa", "eager")
@@ -50,14 +54,31 @@ class Architecture:
         return self.full_layers if needs.layers == "all" else ()
 
 
+def unwrapped(model: Any) -> PreTrainedModel:
+    """The model itself: inside `torch.compile(model)`, or with the adapters of peft at work in it.
+
+    Raises:
+        SpecError: for anything else.
+    """
+    inner = model
+    while not isinstance(inner, PreTrainedModel):
+        base = getattr(inner, "get_base_model", None)
+        if isinstance(getattr(inner, "_orig_mod", None), nn.Module):
+            inner = inner._orig_mod
+        elif isinstance(inner, nn.Module) and callable(base):
+            inner = base()
+        else:
+            raise SpecError("model", type(model).__name__, "must be a transformers PreTrainedModel")
+    return inner
+
+
 def describe(model: PreTrainedModel) -> Architecture:
     """Look at a model, without changing it.
 
     Raises:
         SpecError: for a model whose cache cannot be compacted or whose attention cannot be observed; it says why.
     """
-    if not isinstance(model, PreTrainedModel):
-        raise SpecError("model", type(model).__name__, "must be a transformers PreTrainedModel")
+    model = unwrapped(model)
     config = model.config.get_text_config(decoder=True)
     decoder: nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
     attention = attention_modules(decoder)
@@ -71,6 +92,23 @@ def describe(model: PreTrainedModel) -> Architecture:
     full = tuple(index for index, kind in enumerate(types) if kind == FULL)
     vocabulary = cast(Tensor, model.get_input_embeddings().weight).shape[0]
     return Architecture(type(model).__name__, decoder, config, attention, full, vocabulary)
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where a module computes: weights that accelerate keeps elsewhere are on the device meta until a hook loads them.
+
+    Raises:
+        SpecError: for a module whose parameters have no values.
+    """
+    for part in module.modules():
+        hook = getattr(part, "_hf_hook", None)
+        for one in getattr(hook, "hooks", [hook]):
+            if getattr(one, "execution_device", None) is not None:
+                return torch.device(one.execution_device)
+    device = next(module.parameters()).device
+    if device.type == "meta":
+        raise SpecError("model", type(module).__name__, "its weights have no values (device meta): load them first")
+    return device
 
 
 def check_free(model: PreTrainedModel) -> None:
@@ -137,7 +175,8 @@ def _refuse_config(config: PretrainedConfig) -> str | None:
 def _refuse_wrapper(model: PreTrainedModel, config: PretrainedConfig, decoder: nn.Module) -> str | None:
     if config is model.config or model.config.is_encoder_decoder:
         return None
-    return f"it hands embeddings, not input_ids, to its {type(decoder).__name__}: give that one to the policy"
+    name = type(decoder).__name__
+    return f"it hands embeddings, not input_ids, to its {name}: take text = model.get_decoder(), and policy(text)"
 
 
 def _refuse_layers(config: PretrainedConfig, types: list[str]) -> str | None:
