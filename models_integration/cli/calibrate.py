@@ -43,8 +43,9 @@ def run(text: Path, out: Path, tokens: int, loading: Loading) -> None:
     save_calibration(calibration, file)
     publish_readable(out, file.getvalue())
     layers, heads, d = calibration.mean.shape
+    channels = f"of {d} channels" if d else "(head scores alone: its queries are not rotated as one, in halves)"
     Console().print(
-        f"{out}: {calibration.digest}, {ids.shape[1]} tokens, {layers} layers of {heads} heads of {d} channels;"
+        f"{out}: {calibration.digest}, {ids.shape[1]} tokens, {layers} layers of {heads} heads {channels};"
         f" model {calibration.identity.model}, rotation {calibration.identity.rope}"
     )
 

@@ -19,7 +19,7 @@ from models_integration.cache.scorer_records import DecideInSteps
 from models_integration.model.architecture import describe, unwrapped
 from models_integration.model.identity import ModelIdentity
 from models_integration.model.weights import output_projections, rotary
-from models_integration.policies.calibration import served_by
+from models_integration.policies.calibration import heads_served_by, served_by
 from models_integration.session.method import Method
 from models_integration.session.session import Session
 from reference.calibration import Calibration, load_calibration
@@ -336,7 +336,7 @@ def _learned(name: str, model: PreTrainedModel, identity: ModelIdentity | None) 
     if "inv_freq" in wanted:
         learned |= rotary(architecture)
     if "served" in wanted:
-        learned["served"] = served_by(model, identity)
+        learned["served"] = (heads_served_by if name == "kvzip-heads" else served_by)(model, identity)
     return learned
 
 

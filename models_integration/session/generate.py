@@ -74,7 +74,8 @@ def _check(model: PreTrainedModel, kwargs: Mapping[str, object]) -> tuple[int | 
 
     for name, reason in _GENERATE.items():
         value = effective(name)
-        if value not in (None, "dynamic"):
+        # Files of Gemma on the hub say "hybrid", which transformers itself takes as unsaid.
+        if value not in (None, "dynamic", "hybrid"):
             shown = value if isinstance(value, (int, str)) else type(value).__name__
             raise SpecError(name, shown, reason)
     guidance = effective("guidance_scale")
