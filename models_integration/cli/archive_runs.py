@@ -27,10 +27,12 @@ def run_put(
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError("TEXT", str(text), f"must be a readable text file: {error}") from error
     subject = loading.subject()
+    ids = _plain_ids(subject, chunk)
+    subject.check_positions("TEXT", len(ids))
     method = None if policy is None else subject.policy(policy, budget)
     with Archive(folder, _keyring(folder, master_key)) as archive:
         library = _library(archive, subject, tenant)
-        print(library.put(_plain_ids(subject, chunk), wrapper, codec, upper, method))
+        print(library.put(ids, wrapper, codec, upper, method))
 
 
 def run_get(key: str, loading: Loading, tenant: str, folder: Path, master_key: Path | None) -> None:
@@ -70,6 +72,7 @@ def run_inject(
     before, after = subject.tokenizer(session).input_ids, _plain_ids(subject, ask)
     if not after:
         raise SpecError("ask", ask, "must hold at least one token")
+    subject.check_positions("session", len(before), len(after) + new_tokens)
     cache = RetainedCache(subject.model.config.get_text_config(decoder=True))
     with _existing(folder, master_key) as archive:
         if before:

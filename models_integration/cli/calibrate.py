@@ -37,6 +37,7 @@ def run(text: Path, out: Path, tokens: int, loading: Loading) -> None:
     subject = loading.subject()
     given, samples = _dev_context(rules, subject) if rules else (_tokens(text, read, subject), None)
     ids = torch.tensor([given[:tokens]], device=subject.model.device)
+    subject.check_positions("tokens", ids.shape[1])
     taken = calibrate(subject.model, ids, template=repeat_template(subject.tokenizer))
     calibration = replace(taken, samples=samples)
     file = BytesIO()

@@ -16,7 +16,7 @@ from spec.errors import SpecError
 from spec.policy import Needs
 
 __all__ = [
-    "BUSY", "Architecture", "attention_modules", "by_layer", "check_free", "describe", "device_of",
+    "BUSY", "Architecture", "attention_modules", "by_layer", "check_free", "check_positions", "describe", "device_of",
     "layer_types", "of_layer", "unwrapped",
 ]
 
@@ -119,6 +119,26 @@ def check_free(model: PreTrainedModel) -> None:
     """
     if model.get_decoder() in BUSY:  # type: ignore[no-untyped-call]
         raise SpecError("model", type(model).__name__, "is inside a context already: contexts do not nest")
+
+
+def check_positions(config: PretrainedConfig, argument: str, tokens: int, behind: int = 0) -> None:
+    """The model was made for a text of so many tokens, and `behind` more of a question and its answer.
+
+    Rotations that stretch an original range (`factor`) reach as far as that.
+
+    Raises:
+        SpecError: otherwise, with the most that can be asked for.
+    """
+    text = config.get_text_config(decoder=True)
+    stated = getattr(text, "max_position_embeddings", None)
+    rope = getattr(text, "rope_parameters", None) or {}
+    each = [one for one in (rope, *rope.values()) if isinstance(one, dict)]
+    reach = [(one.get("original_max_position_embeddings") or stated or 0) * (one.get("factor") or 1) for one in each]
+    most = int(max([stated or 0, *reach]))
+    if 0 < most < tokens + behind:
+        more = f" and {behind} of question and answer" if behind else ""
+        bound = f"tokens{more} are more than the {most} positions of the model; give at most {max(0, most - behind)}"
+        raise SpecError(argument, tokens, bound)
 
 
 def attention_modules(decoder: nn.Module) -> dict[int, nn.Module]:
