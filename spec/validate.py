@@ -158,7 +158,11 @@ def check_sentence_ends(sentence_ends: object) -> frozenset[int]:
         SpecError: when it is no collection of ids, or empty.
     """
     if isinstance(sentence_ends, (str, bytes)) or not isinstance(sentence_ends, Iterable):
-        raise SpecError("sentence_ends", sentence_ends, "must be a set of token ids")
+        # A tokenizer's repr is pages long.
+        shown = sentence_ends if isinstance(sentence_ends, (str, bytes, int)) else type(sentence_ends).__name__
+        raise SpecError(
+            "sentence_ends", shown, "must be a set of token ids; models_integration.sentence_ends(tokenizer) makes it"
+        )
     ends = list(sentence_ends)
     if not ends:
         raise SpecError(

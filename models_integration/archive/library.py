@@ -121,7 +121,7 @@ class Library:
             self._tenant, ids_digest(wrapped.ids), len(wrapped.ids), form, wrapped.hidden, wrapped.markers,
             wrapped.start, wrapped.stop, codec, stored, kept_digest(chunk.kept, stored), self.identity, time.time(),
         )
-        tensors = {IDS: torch.tensor(wrapped.ids, dtype=torch.int64), **encode(layers, codec, depth)}
+        tensors = {IDS: torch.tensor(wrapped.ids, dtype=torch.int64, device="cpu"), **encode(layers, codec, depth)}
         if chunk.kept is not None:
             tensors |= {f"{index}.{KEPT}": chunk.kept[index] for index in stored}
         return self._archive.put(manifest, tensors)

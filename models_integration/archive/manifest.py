@@ -113,7 +113,7 @@ def canonical(value: object) -> str:
 
 def ids_digest(ids: Sequence[int] | Tensor) -> str:
     """sha256 of token ids as little-endian int64."""
-    whole = ids if isinstance(ids, Tensor) else torch.tensor(list(ids), dtype=torch.int64)
+    whole = ids if isinstance(ids, Tensor) else torch.tensor(list(ids), dtype=torch.int64, device="cpu")
     return hashlib.sha256(whole.cpu().numpy().astype("<i8").tobytes()).hexdigest()
 
 

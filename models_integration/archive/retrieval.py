@@ -121,7 +121,7 @@ def dense(corpus: Mapping[str, str], path: Path) -> Ranker:
     def embedded(text: str) -> Tensor:
         tokens = tokenizer(text, return_tensors="pt", truncation=True)
         if not tokens["input_ids"].numel():
-            return torch.zeros(model.config.hidden_size)
+            return torch.zeros(model.config.hidden_size, device="cpu")
         with torch.no_grad():
             states = model(**tokens).last_hidden_state[0]
         return torch.nn.functional.normalize(states.float().mean(0), dim=0)

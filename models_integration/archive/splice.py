@@ -49,7 +49,7 @@ class Chunk:
 
     def places(self, layer: int) -> Tensor:
         """Places in `ids` of the tokens that a layer stores, (sets, stored), as `kept`."""
-        return torch.arange(len(self.ids))[None] if self.kept is None else self.kept[layer]
+        return torch.arange(len(self.ids), device="cpu")[None] if self.kept is None else self.kept[layer]
 
 
 def computed(
@@ -110,7 +110,7 @@ def compacted(chunk: Chunk, retention: Retention) -> Chunk:
         raise SpecError("retention", f"{retention.groups} groups", f"must have {groups}, by the layers and heads")
     if chunk.kept is not None or retention.seen != len(chunk.ids):
         raise SpecError("retention", f"{retention.seen} tokens", f"must be about {len(chunk.ids)} tokens, uncompacted")
-    sets = [torch.tensor(retention.group(group), dtype=torch.int64) for group in range(groups)]
+    sets = [torch.tensor(retention.group(group), dtype=torch.int64, device="cpu") for group in range(groups)]
     kept = {}
     for ordinal, index in enumerate(sorted(chunk.layers)):
         layer_sets = sets if groups == 1 else sets[heads * ordinal : heads * (ordinal + 1)]
@@ -168,7 +168,7 @@ def splice(cache: RetainedCache, chunks: Sequence[Chunk], live: Rotary) -> Tenso
         start + place - chunk.hidden for start, chunk in zip(starts, chunks, strict=True) for place in chunk.markers
         if place >= chunk.hidden
     ]
-    return torch.tensor(marked, dtype=torch.int64)
+    return torch.tensor(marked, dtype=torch.int64, device="cpu")
 
 
 def _check_takes(cache: RetainedCache, chunks: Sequence[Chunk], full: Sequence[int]) -> None:

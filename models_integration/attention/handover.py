@@ -19,7 +19,7 @@ from models_integration.attention.capture import OTHER_TENSORS, Attended, observ
 from models_integration.cache.dense_layer import RetainedLayer
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.model.architecture import Architecture, restored_rotation
+from models_integration.model.architecture import Architecture, device_of, restored_rotation
 from spec.errors import SpecError
 from spec.policy import Needs
 from spec.retention import Granularity, Retention
@@ -66,12 +66,14 @@ def check_readable(architecture: Architecture, cache: RetainedCache) -> None:
 
 
 def _check_apart(architecture: Architecture, granularity: Granularity) -> None:
-    known = _APART.setdefault(architecture.decoder, {})
+    known = _APART.setdefault(architecture.decoder, set())
     key = architecture.config._attn_implementation, granularity
-    if key not in known:
-        known[key] = _read_apart(architecture, granularity)
-    if known[key] is not None:
-        raise SpecError("model", architecture.name, f"it cannot read layers that store different tokens: {known[key]}")
+    if key in known:
+        return
+    reason = _read_apart(architecture, granularity)
+    if reason is not None:
+        raise SpecError("model", architecture.name, f"it cannot read layers that store different tokens: {reason}")
+    known.add(key)
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,11 @@ class _Handed:
     queries: bool
     idle: list[int]
     """Full-attention layers that have not attended."""
+
+    @property
+    def all(self) -> bool:
+        """Whether nothing is missing."""
+        return self.keys and self.values and self.queries and not self.idle
 
 
 class _Watcher:
@@ -109,20 +116,22 @@ class _Watcher:
         self.queries &= self.asked.setdefault(index, seen.query) is seen.query
 
 
-# What was found out, by decoder and attention implementation.
+# What was found out, by decoder and attention implementation. What failed is tried again: its cause may be gone.
 _HANDED: WeakKeyDictionary[nn.Module, dict[str, _Handed]] = WeakKeyDictionary()
-_APART: WeakKeyDictionary[nn.Module, dict[tuple[str, Granularity], str | None]] = WeakKeyDictionary()
+_APART: WeakKeyDictionary[nn.Module, set[tuple[str, Granularity]]] = WeakKeyDictionary()
 
 
 def _handed(architecture: Architecture) -> _Handed:
     known = _HANDED.setdefault(architecture.decoder, {})
     implementation = architecture.config._attn_implementation
-    if implementation not in known:
+    if implementation not in known or not known[implementation].all:
         cache = RetainedCache(architecture.config)
         watcher = _Watcher(cache)
         try:
             with _aside(architecture), observing(architecture, cache, watcher, architecture.full_layers):
                 _read(architecture, cache, _TOKENS)
+        except torch.OutOfMemoryError:
+            raise
         except _ERRORS as error:
             raise SpecError("model", architecture.name, f"it cannot read {_TOKENS} tokens: {error}") from error
         idle = [index for index in architecture.full_layers if index not in watcher.asked]
@@ -142,6 +151,8 @@ def _read_apart(architecture: Architecture, granularity: Granularity) -> str | N
                 _read(architecture, cache, 1)
     except SpecError as error:
         return error.bound
+    except torch.OutOfMemoryError:
+        raise
     except _ERRORS as error:
         return _OWN_MASK if _makes_masks(architecture) else f"{type(error).__name__}, {error}"
     return None
@@ -149,8 +160,9 @@ def _read_apart(architecture: Architecture, granularity: Granularity) -> str | N
 
 def _makes_masks(architecture: Architecture) -> bool:
     """Whether attention is handed another mask than the model is."""
-    parameter, cache = next(architecture.decoder.parameters()), RetainedCache(architecture.config)
-    mask = torch.zeros((1, 1, _TOKENS, _TOKENS), dtype=parameter.dtype, device=parameter.device)
+    decoder, cache = architecture.decoder, RetainedCache(architecture.config)
+    dtype = next(decoder.parameters()).dtype
+    mask = torch.zeros((1, 1, _TOKENS, _TOKENS), dtype=dtype, device=device_of(decoder))
     watcher = _Watcher(cache)
     with (
         suppress(*_ERRORS), _aside(architecture),
@@ -175,7 +187,8 @@ def _every_other(cache: RetainedCache, granularity: Granularity) -> Retention:
 def _aside(architecture: Architecture) -> Iterator[None]:
     """Call no hooks, and restore torch's random numbers and the rotary embeddings afterwards."""
     hooks = [(module, module._forward_pre_hooks, module._forward_hooks) for module in architecture.decoder.modules()]
-    devices = {one.device for one in architecture.decoder.parameters() if one.device.type == "cuda"}
+    used = {device_of(architecture.decoder), *(one.device for one in architecture.decoder.parameters())}
+    devices = {device for device in used if device.type == "cuda"}
     for module, _, _ in hooks:
         module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()
     try:
@@ -190,6 +203,6 @@ def _aside(architecture: Architecture) -> Iterator[None]:
 
 
 def _read(architecture: Architecture, cache: RetainedCache, tokens: int, mask: Tensor | None = None) -> None:
-    device = next(architecture.decoder.parameters()).device
+    device = device_of(architecture.decoder)
     ids = torch.arange(tokens, device=device)[None] % architecture.vocabulary
     architecture.decoder.forward(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True)

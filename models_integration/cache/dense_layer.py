@@ -100,6 +100,15 @@ class RetainedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # the base'
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise a SpecError where these cannot be taken back."""
 
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row `repeats` times, one after the other."""
+        self.batch_select_indices(torch.arange(self.batch, device="cpu").repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Only these rows."""
+        rows = torch.arange(self.batch, device="cpu")[indices.cpu()]
+        self.reorder_cache(cast(torch.LongTensor, rows))
+
     @abstractmethod
     def splice(self, chunks: Sequence[SplicedTokens], seen: int) -> None:
         """Put chunks behind what the one row stores; `seen` tokens are then behind the session."""
@@ -176,7 +185,7 @@ class DenseLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's 
 
     def next_positions(self, tokens: int) -> Tensor:
         """Positions of the next tokens in each row, (rows, tokens); one row where all rows agree."""
-        return self.rows.tokens(self.stored_length)[:, None] + torch.arange(tokens)
+        return self.rows.tokens(self.stored_length)[:, None] + torch.arange(tokens, device="cpu")
 
     def expect(self, is_token: Tensor) -> None:
         """Note, before columns are read, which of them (rows, n) hold a token of their row."""
@@ -235,7 +244,7 @@ class DenseLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's 
             else:
                 keys, values = [self.keys, *keys], [self.values, *values]
             self.keys, self.values = (torch.cat([part.to(parts[0]) for part in parts], -2) for parts in (keys, values))
-        self.rows = StoredRows(positions[None], torch.tensor([seen]))
+        self.rows = StoredRows(positions[None], torch.tensor([seen], device="cpu"))
         self.evicted = seen - len(positions)
 
     def restore(self, keys: Tensor, values: Tensor, rows: StoredRows, evicted: int) -> None:
@@ -289,17 +298,6 @@ class DenseLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's 
         self.rows = self.rows.select(beam_idx)
         self._free_empty()
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row `repeats` times, one after the other."""
-        super().batch_repeat_interleave(repeats)
-        self.rows = self.rows.select(torch.arange(len(self.rows.kept)).repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Only these rows."""
-        super().batch_select_indices(indices)
-        self.rows = self.rows.select(indices)
-        self._free_empty()
-
     def _free_empty(self) -> None:
         """Slots go that a row had filled which is here no more: a row that is left alone has none that are empty."""
         filled_by_some = (self.rows.kept != EMPTY).any(dim=0)
@@ -307,7 +305,7 @@ class DenseLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's 
             return
         assert self.keys is not None
         assert self.values is not None
-        later = torch.ones(self.stored_length - len(filled_by_some), dtype=torch.bool)
+        later = torch.ones(self.stored_length - len(filled_by_some), dtype=torch.bool, device="cpu")
         slots = torch.nonzero(torch.cat([filled_by_some, later]))[:, 0]
         seen = self.get_seq_length()
         self.keys, self.values = gathered(self.keys, [slots]), gathered(self.values, [slots])

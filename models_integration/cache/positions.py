@@ -18,8 +18,8 @@ from torch import Tensor
 from spec.errors import SpecError
 
 __all__ = [
-    "EMPTY", "NO_HOLE", "LayersDiffer", "Plan", "SlotOffset", "StoredRows", "filled", "gathered", "shown_columns",
-    "slots_of",
+    "EMPTY", "NO_HOLE", "LayersDiffer", "Plan", "SlotOffset", "StoredRows", "chosen_rows", "filled", "gathered",
+    "shown_columns", "slots_of",
 ]
 
 EMPTY = -1
@@ -45,18 +45,18 @@ class StoredRows:
 
     kept: Tensor
     seen_at_compaction: Tensor
-    holes: Tensor = torch.empty(1, 0, dtype=torch.int64)
+    holes: Tensor = torch.empty(1, 0, dtype=torch.int64, device="cpu")
 
     @classmethod
     def none(cls) -> "StoredRows":
         """Before any compaction: slots are positions."""
-        return cls(torch.empty(1, 0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+        return cls(torch.empty(1, 0, dtype=torch.int64, device="cpu"), torch.zeros(1, dtype=torch.int64, device="cpu"))
 
     @classmethod
     def padded(cls, padding: Tensor) -> "StoredRows":
         """Before any compaction, with `padding` (rows,) columns that hold no token left of each row's first."""
         width = int(padding.max())
-        positions = torch.arange(width) - padding[:, None]
+        positions = torch.arange(width, device="cpu") - padding[:, None]
         return cls(positions.clamp(min=EMPTY), width - padding)
 
     @property
@@ -108,7 +108,7 @@ class StoredRows:
         positions = self.holes.expand(len(tokens), -1)
         holes = positions != NO_HOLE
         first = (seen - tokens - holes.sum(dim=1))[:, None]
-        is_token = torch.arange(seen) >= first
+        is_token = torch.arange(seen, device="cpu") >= first
         row, ordinal = torch.nonzero(holes, as_tuple=True)
         is_token[row, positions[row, ordinal] + ordinal + first[row, 0]] = False
         return is_token
@@ -174,6 +174,21 @@ def slots_of(stored: Tensor, wanted: Tensor) -> Tensor:
     return torch.from_numpy(full[at])
 
 
+def chosen_rows(argument: str, indices: Tensor, batch: int) -> Tensor:
+    """The rows of a batch that an index or a mask (n,) means, (rows,), counted from 0.
+
+    Raises:
+        SpecError: for a row that is not there, or none at all.
+    """
+    try:
+        rows = torch.arange(batch, device="cpu")[indices.cpu()]
+    except IndexError:
+        rows = torch.empty(0, device="cpu")
+    if indices.ndim != 1 or len(rows) == 0:
+        raise SpecError(argument, indices.tolist(), f"must name rows of the cache, in [0, {batch})")
+    return rows
+
+
 @dataclass(frozen=True)
 class Plan:
     """One compaction, worked out once for all layers that store the same positions.
@@ -225,7 +240,7 @@ def _taken(tensor: Tensor, slots: Tensor) -> Tensor:
 
 def filled(kept: Sequence[Tensor], width: int) -> Tensor:
     """Positions by slot, (rows, width), EMPTY on the left of shorter rows."""
-    rows = torch.full((len(kept), width), EMPTY)
+    rows = torch.full((len(kept), width), EMPTY, device="cpu")
     for row, positions in enumerate(kept):
         rows[row, width - len(positions) :] = positions
     return rows

@@ -138,7 +138,7 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
 
     def next_positions(self, tokens: int) -> Tensor:
         """Positions of the next tokens in each row, (rows, tokens)."""
-        return self.rows.tokens(self.layout.grown)[:, None] + torch.arange(tokens)
+        return self.rows.tokens(self.layout.grown)[:, None] + torch.arange(tokens, device="cpu")
 
     def head_rows(self, segment: int) -> StoredRows:
         """The positions of one row and head, counted row after row, as a layer of its own would have them."""
@@ -170,8 +170,8 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
             roomy = replace(layout, spare=max(q, layout.room))
             self.keys, self.values = _moved(self.keys, layout, roomy), _moved(self.values, layout, roomy)
             layout = roomy
-        ends = torch.tensor(layout.starts) + torch.tensor(layout.lengths)
-        slots = (ends[:, None] + torch.arange(q)).flatten().to(self.keys.device)
+        ends = torch.tensor(layout.starts, device="cpu") + torch.tensor(layout.lengths, device="cpu")
+        slots = (ends[:, None] + torch.arange(q, device="cpu")).flatten().to(self.keys.device)
         self.keys, self.values = _put(self.keys, slots, key_states), _put(self.values, slots, value_states)
         self.layout = HeadLayout(layout.kept, layout.grown + q, layout.spare - q)
         self.padded_seen += q
@@ -201,7 +201,7 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
             SpecError: at once, when one of these is not stored.
         """
         chosen, layout, heads = _in_a_row(kept), self.layout, self.heads
-        later = self.rows.seen_at_compaction[:, None] + torch.arange(layout.grown)
+        later = self.rows.seen_at_compaction[:, None] + torch.arange(layout.grown, device="cpu")
         own = [
             start + slots_of(torch.cat([before, later[segment // heads]]), positions)
             for segment, (start, before, positions) in enumerate(zip(layout.starts, layout.kept, chosen, strict=True))
@@ -249,7 +249,7 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
                 positions.append(chunk_positions[stored])
             kept.append(torch.cat(positions))
         self.keys, self.values = torch.cat(keys), torch.cat(values)
-        self.rows, self.layout = _shared_by_heads(torch.tensor([seen])), HeadLayout(tuple(kept))
+        self.rows, self.layout = _shared_by_heads(torch.tensor([seen], device="cpu")), HeadLayout(tuple(kept))
         self.padded_seen = seen
 
     def check_crop(self, tokens_to_remove: int) -> None:
@@ -284,20 +284,12 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let row i go on as row beam_idx[i] was."""
         rows, heads = beam_idx.cpu(), self.heads
-        chosen, parts = (rows[:, None] * heads + torch.arange(heads)).flatten().tolist(), self.segments()
+        chosen, parts = (rows[:, None] * heads + torch.arange(heads, device="cpu")).flatten().tolist(), self.segments()
         self.keys = torch.cat([parts[segment][0][0, 0] for segment in chosen])
         self.values = torch.cat([parts[segment][1][0, 0] for segment in chosen])
         holes = self.rows.holes if len(self.rows.holes) == 1 else self.rows.holes[rows]
         self.rows = _shared_by_heads(self.rows.seen_at_compaction[rows], holes)
         self.layout = HeadLayout(tuple(self.layout.kept[segment] for segment in chosen), self.layout.grown)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row `repeats` times, one after the other."""
-        self.reorder_cache(torch.arange(self.batch).repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Only these rows."""
-        self.reorder_cache(torch.arange(self.batch)[indices.cpu()])
 
 
 def _in_a_row(kept: Iterable[Iterable[Tensor]]) -> tuple[Tensor, ...]:
@@ -306,7 +298,7 @@ def _in_a_row(kept: Iterable[Iterable[Tensor]]) -> tuple[Tensor, ...]:
 
 def _shared_by_heads(seen: Tensor, holes: Tensor | None = None) -> StoredRows:
     """Rows (rows,) that have seen so many tokens at a compaction; what is kept is each head's own."""
-    empty = torch.empty(len(seen), 0, dtype=torch.int64)
+    empty = torch.empty(len(seen), 0, dtype=torch.int64, device="cpu")
     return StoredRows(empty, seen) if holes is None else StoredRows(empty, seen, holes)
 
 
@@ -330,9 +322,11 @@ def _moved(storage: Tensor, before: HeadLayout, after: HeadLayout) -> Tensor:
 def _put(storage: Tensor, slots: Tensor, new: Tensor) -> Tensor:
     """The storage (slots, d) with new tokens (rows, H_kv, q, d) in these slots: itself, unless gradients are wanted.
 
-    What an earlier forward has attended to is then needed again as it was.
+    What an earlier forward has attended to is then needed again as it was. Dtypes that differ, as under autocast, meet
+    as in `torch.cat`.
     """
-    tokens = new.reshape(-1, new.shape[-1])
+    dtype = torch.promote_types(storage.dtype, new.dtype)
+    storage, tokens = storage.to(dtype), new.reshape(-1, new.shape[-1]).to(dtype)
     if torch.is_grad_enabled() and (storage.requires_grad or tokens.requires_grad):
         return storage.index_copy(0, slots, tokens)
     return storage.index_copy_(0, slots, tokens.detach())

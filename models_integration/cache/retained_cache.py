@@ -9,13 +9,14 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from models_integration.cache.continuation import Continuation, Nothing
 from models_integration.cache.dense_layer import DenseLayer, RetainedLayer, drop_tensors
 from models_integration.cache.history import ReadIds, call_into
-from models_integration.cache.positions import LayersDiffer, Plan
+from models_integration.cache.positions import LayersDiffer, Plan, chosen_rows
 from models_integration.cache.ragged_layer import RaggedLayer
+from models_integration.cache.sliding_layer import check_window_crop, crop_window
 from spec.errors import SpecError
 from spec.retention import Granularity, Retention
 
@@ -226,20 +227,38 @@ class RetainedCache(DynamicCache):
         self.layers_differ |= differ
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Let row i go on as row beam_idx[i] was."""
-        super().reorder_cache(cast(torch.LongTensor, beam_idx))
-        self.continuation, self._read = self.continuation.select(beam_idx), self._read.select(beam_idx)
+        """Let row i go on as row beam_idx[i] was.
+
+        Raises:
+            SpecError: for a row that is not there; nothing has changed then.
+        """
+        self._choose("beam_idx", beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row `repeats` times, one after the other."""
-        rows = torch.arange(self.full_layers[0].batch).repeat_interleave(repeats)
-        super().batch_repeat_interleave(repeats)
-        self.continuation, self._read = self.continuation.select(rows), self._read.select(rows)
+        """Every row `repeats` times, one after the other.
+
+        Raises:
+            SpecError: unless that is at least once; nothing has changed then.
+        """
+        if repeats < 1:
+            raise SpecError("repeats", repeats, "must be at least 1")
+        if self.get_seq_length():
+            self._choose("repeats", torch.arange(self.full_layers[0].batch, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Only these rows."""
-        super().batch_select_indices(indices)
-        self.continuation, self._read = self.continuation.select(indices), self._read.select(indices)
+        """Only these rows, by index or by a mask of rows.
+
+        Raises:
+            SpecError: for a row that is not there; nothing has changed then.
+        """
+        self._choose("indices", indices)
+
+    def _choose(self, argument: str, indices: Tensor) -> None:
+        if self.get_seq_length():
+            rows = chosen_rows(argument, indices, self.full_layers[0].batch)
+            with failing_whole(self, "a choice of rows"):
+                super().reorder_cache(cast(torch.LongTensor, rows))
+                self.continuation, self._read = self.continuation.select(rows), self._read.select(rows)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last tokens seen, stored or evicted: as many as -tokens_to_remove.
@@ -247,13 +266,20 @@ class RetainedCache(DynamicCache):
         What it goes on from is forgotten where it knows one of these tokens: the cache then grows on without it.
 
         Raises:
-            SpecError: where some layer cannot; nothing has changed then.
+            SpecError: where some layer cannot, as a sliding-window layer past its window; nothing has changed then.
         """
+        sliding = [layer for layer in self.layers if isinstance(layer, DynamicSlidingWindowLayer)]
         for layer in self.full_layers:
             layer.check_crop(tokens_to_remove)
-        super().crop(tokens_to_remove)
-        self.continuation = self.continuation.crop(-tokens_to_remove)
-        self._read = self._read.first(self.get_seq_length())
+        for window in sliding:
+            check_window_crop(window, tokens_to_remove)
+        with failing_whole(self, "a crop"):
+            for layer in self.full_layers:
+                layer.crop(tokens_to_remove)
+            for window in sliding:
+                crop_window(window, tokens_to_remove)
+            self.continuation = self.continuation.crop(-tokens_to_remove)
+            self._read = self._read.first(self.get_seq_length())
 
     def reset(self) -> None:
         """Forget everything: ready for a new prompt."""
@@ -297,12 +323,12 @@ def check_adoptable(cache: Cache) -> None:
 
 
 @contextmanager
-def failing_whole(cache: RetainedCache) -> Iterator[None]:
+def failing_whole(cache: RetainedCache, change: str = "a compaction") -> Iterator[None]:
     """What fails in here leaves some layers changed and others not: the cache drops everything, and says so."""
     try:
         yield
     except BaseException:
-        cache.fail("a compaction failed half way")
+        cache.fail(f"{change} failed half way")
         raise
 
 
@@ -319,7 +345,7 @@ def _shared_changes(
     layers: Mapping[int, RetainedLayer], retentions: Sequence[Retention], padding: Tensor | None,
 ) -> dict[int, Change]:
     """What lets all layers keep one set of each row; those that store the same positions follow one plan."""
-    kept = [torch.tensor(retention.positions, dtype=torch.int64) for retention in retentions]
+    kept = [torch.tensor(retention.positions, dtype=torch.int64, device="cpu") for retention in retentions]
     if padding is None and _agree(kept):
         kept = kept[:1]
     changes, plan = dict[int, Change](), None
@@ -351,7 +377,7 @@ def _followed(layer: DenseLayer, plan: Plan) -> DenseLayer:
 
 def _by_layer(retention: Retention, full: Sequence[int], heads: int) -> dict[int, list[Tensor]]:
     """The kept positions of each full-attention layer, by its index, and KV head."""
-    positions = torch.tensor(retention.positions, dtype=torch.int64)
+    positions = torch.tensor(retention.positions, dtype=torch.int64, device="cpu")
     sets = list(positions.tensor_split(torch.from_numpy(retention.offsets[1:-1])))
     if retention.granularity is not Granularity.HEAD:
         sets = [positions for positions in sets for _ in range(heads * (1 if retention.groups > 1 else len(full)))]

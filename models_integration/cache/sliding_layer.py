@@ -1,13 +1,45 @@
-"""A sliding-window layer whose past has gaps: its window counts positions."""
-
+"""Sliding-window layers: what they can give back, and one whose past has gaps: its window counts positions."""
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from models_integration.cache.positions import SlotOffset, StoredRows
+from spec.errors import SpecError
 
-__all__ = ["GappedSlidingLayer"]
+__all__ = ["GappedSlidingLayer", "check_window_crop", "crop_window"]
+
+
+def check_window_crop(layer: DynamicSlidingWindowLayer, tokens_to_remove: int) -> None:
+    """The window that ends so many tokens earlier is stored.
+
+    Raises:
+        SpecError: otherwise: a layer past its window has freed the tokens in front of it.
+    """
+    first, remaining = _first_kept(layer), int(layer.get_seq_length()) + tokens_to_remove
+    if max(0, remaining - layer.sliding_window + 1) < first:
+        reason = f"sliding-window layers have freed the tokens before position {first}: read the text into a new cache"
+        raise SpecError("tokens_to_remove", tokens_to_remove, reason)
+
+
+def crop_window(layer: DynamicSlidingWindowLayer, tokens_to_remove: int) -> None:
+    """Take back the last tokens read, and hold what the next query can see; `check_window_crop` has passed."""
+    if layer.keys is None or layer.values is None:
+        return
+    layer.cumulative_length += tokens_to_remove
+    end = layer.keys.shape[-2] + tokens_to_remove
+    start = max(0, end - layer.sliding_window + 1)
+    if isinstance(layer, GappedSlidingLayer):
+        start, end = 0, int((layer.positions < layer.cumulative_length).sum())
+        layer.positions = layer.positions[:end]
+    layer.keys, layer.values = layer.keys[:, :, start:end], layer.values[:, :, start:end]
+
+
+def _first_kept(layer: DynamicSlidingWindowLayer) -> int:
+    """The position behind the last one that the layer has read and freed; 0 if it has freed none."""
+    if isinstance(layer, GappedSlidingLayer):
+        return layer.first_kept
+    return int(layer.get_seq_length()) - (0 if layer.keys is None else layer.keys.shape[-2])
 
 
 class GappedSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]  # an untyped __init_subclass__
@@ -18,6 +50,8 @@ class GappedSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-
 
     positions: Tensor
     """Absolute positions behind the slots, (stored,)."""
+    first_kept = 0
+    """The position behind the last one that was read and freed."""
 
     @classmethod
     def after(cls, layer: DynamicSlidingWindowLayer, seen: int) -> "GappedSlidingLayer":
@@ -28,8 +62,8 @@ class GappedSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-
         if isinstance(layer, GappedSlidingLayer):
             made.positions = layer.positions
         else:
-            made.positions = torch.arange(before - stored, before)
-        made.cumulative_length = seen
+            made.positions = torch.arange(before - stored, before, device="cpu")
+        made.cumulative_length, made.first_kept = seen, _first_kept(layer)
         if layer.keys is not None and layer.values is not None:
             made.lazy_initialization(layer.keys, layer.values)
             made.keys, made.values = layer.keys, layer.values
@@ -46,7 +80,7 @@ class GappedSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-
         assert self.values is not None
         tokens = key_states.shape[-2]
         keys, values = torch.cat([self.keys, key_states], -2), torch.cat([self.values, value_states], -2)
-        later = torch.arange(self.cumulative_length, self.cumulative_length + tokens)
+        later = torch.arange(self.cumulative_length, self.cumulative_length + tokens, device="cpu")
         self.positions = torch.cat([self.positions, later])
         self.cumulative_length += tokens
         self.keys, self.values = keys, values
@@ -58,16 +92,18 @@ class GappedSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-
         assert self.keys is not None
         assert self.values is not None
         first = int((self.positions <= self.cumulative_length - self.sliding_window).sum())
+        if first:
+            self.first_kept = int(self.positions[first - 1]) + 1
         self.keys, self.values = self.keys[:, :, first:], self.values[:, :, first:]
         self.positions = self.positions[first:]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Slots after `query_length` more tokens, and the offset that leads to their positions."""
         stored, seen = len(self.positions), self.cumulative_length
-        rows = StoredRows(self.positions[None], torch.tensor([seen]))
+        rows = StoredRows(self.positions[None], torch.tensor([seen], device="cpu"))
         return stored + query_length, SlotOffset(seen - stored, rows)
 
     def reset(self) -> None:
         """Forget everything: as new."""
         super().reset()
-        self.positions = torch.empty(0, dtype=torch.int64)
+        self.positions, self.first_kept = torch.empty(0, dtype=torch.int64, device="cpu"), 0

@@ -75,7 +75,8 @@ def save_cache(
     if known.pending:
         tensors["pending"] = torch.cat(known.pending, dim=1)
     for at, chunk in enumerate(known.spliced):
-        tensors |= {f"chunk {at}.ids": torch.tensor(chunk.token_ids), f"chunk {at}.kept": torch.tensor(chunk.kept)}
+        for name, places in (("ids", chunk.token_ids), ("kept", chunk.kept)):
+            tensors[f"chunk {at}.{name}"] = torch.tensor(places, device="cpu")
     manifest = {
         **_belongs(model, identity), "layers": layers, "states": states, "columns": known.columns,
         "pending": known.kind.value, "chunks": [chunk.after for chunk in known.spliced],
@@ -194,7 +195,7 @@ def packed(state: DecodeState) -> tuple[dict[str, Any], dict[str, Tensor]]:
         "indices": W.indices, "weights": W.weights, "ids": state.ids, "counts": state.counts,
         "tail_inverse_norms": np.array(state.tail_inverse_norms, dtype=np.float64),
     }
-    return numbers, {name: torch.tensor(array) for name, array in arrays.items()}
+    return numbers, {name: torch.tensor(array, device="cpu") for name, array in arrays.items()}
 
 
 def unpacked(numbers: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> DecodeState:

@@ -119,7 +119,7 @@ def read_bytes(path: Path, header_most: int = HEADER_MOST, follow_links: bool = 
     """
     with _opened(path, follow_links) as descriptor:
         size = _plausible_size(descriptor, header_most)
-        data = torch.empty(size, dtype=torch.uint8)
+        data = torch.empty(size, dtype=torch.uint8, device="cpu")
         view, at = raw_bytes(data), 0
         while at < size and (got := os.readv(descriptor, [view[at:size]])):
             at += got

@@ -109,8 +109,8 @@ def compare(
     """Run policies x budgets x tasks; print tables, write a page. A second run skips what is stored.
 
     Each sample's prompt is read once and scored once by each policy; all budgets are selected from that. Every policy
-    gets the same number of tokens (Eq. 30 over the context). An answer is an exact match if its first number is the
-    value. Exit code 1 where a control fails: the comparison then does not measure retention.
+    gets the same number of tokens of the context. An answer is an exact match if its first number is the value. Exit
+    code 1 where a control fails: the comparison then does not measure retention.
     """
     from models_integration.cli.compare import run
     from models_integration.studies.compare.plan import Plan

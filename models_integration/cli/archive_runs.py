@@ -33,6 +33,7 @@ def run_put(
     ids = _plain_ids(subject, chunk)
     if not ids:
         raise SpecError("TEXT", str(text), "must hold at least one token")
+    subject.check_positions("TEXT", len(ids))
     with Archive(folder, _keyring(folder, master_key)) as archive:
         print(_library(archive, subject, tenant).put(ids, wrapper, codec, upper, method))
 
@@ -74,6 +75,7 @@ def run_inject(
     before, after = subject.tokenizer(session).input_ids, _plain_ids(subject, ask)
     if not after:
         raise SpecError("ask", ask, "must hold at least one token")
+    subject.check_positions("session", len(before), len(after) + new_tokens)
     cache = RetainedCache(subject.model.config.get_text_config(decoder=True))
     with _existing(folder, master_key) as archive:
         if before:

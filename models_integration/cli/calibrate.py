@@ -37,14 +37,16 @@ def run(text: Path, out: Path, tokens: int, loading: Loading) -> None:
     subject = loading.subject()
     given, samples = _dev_context(rules, subject) if rules else (_tokens(text, read, subject), None)
     ids = torch.tensor([given[:tokens]], device=subject.model.device)
+    subject.check_positions("tokens", ids.shape[1])
     taken = calibrate(subject.model, ids, template=repeat_template(subject.tokenizer))
     calibration = replace(taken, samples=samples)
     file = BytesIO()
     save_calibration(calibration, file)
     publish_readable(out, file.getvalue())
     layers, heads, d = calibration.mean.shape
+    channels = f"of {d} channels" if d else "(head scores alone: its queries are not rotated as one, in halves)"
     Console().print(
-        f"{out}: {calibration.digest}, {ids.shape[1]} tokens, {layers} layers of {heads} heads of {d} channels;"
+        f"{out}: {calibration.digest}, {ids.shape[1]} tokens, {layers} layers of {heads} heads {channels};"
         f" model {calibration.identity.model}, rotation {calibration.identity.rope}"
     )
 

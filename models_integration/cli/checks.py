@@ -1,7 +1,7 @@
 """What the commands refuse before they do any work."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from models_integration.policies.methods import constants_of
@@ -11,11 +11,10 @@ from models_integration.studies.subject import Subject
 from reference.calibration import Calibration, load_calibration
 from spec.budget import parse_budget
 from spec.errors import SpecError
-from spec.parameters import PAPER
 
 __all__ = [
-    "calibration_of", "check_budgets", "check_counts", "check_file", "check_folder", "check_policies",
-    "check_samples", "read_text",
+    "calibration_of", "check_budgets", "check_counts", "check_file", "check_folder", "check_samples", "floors_of",
+    "read_text",
 ]
 
 _DRAWN_MOST = 20
@@ -85,27 +84,27 @@ def check_counts(**counts: int) -> None:
             raise SpecError(name, count, "must be at least 1")
 
 
-def check_budgets(option: str, budgets: Iterable[str], length: int, who: str) -> None:
-    """Every budget is one of its own, and holds sinks and window: a smaller one would be raised to them (Eq. 30).
+def check_budgets(option: str, budgets: Iterable[str], length: int, floors: Mapping[str, int]) -> None:
+    """Every budget is one of its own, and no smaller than what each policy keeps at least: it would be raised to that.
 
     Args:
         option: that names the budgets.
         budgets: as they were given.
         length: context tokens.
-        who: the policies that would get another budget than was asked for.
+        floors: of the policies, by name.
 
     Raises:
         SpecError: otherwise.
     """
-    floor, seen = PAPER.N_sink + PAPER.W_recent, dict[int, str]()
+    seen = dict[int, str]()
     for budget in budgets:
         tokens = parse_budget(budget).tokens(length)
-        if tokens < min(floor, length):
-            raise SpecError(
-                option, budget, f"is {tokens} of {length} tokens, below sinks + window ({PAPER.N_sink} +"
-                f" {PAPER.W_recent}): {who} would get {min(floor, length)} all the same (Eq. 30); ask for {floor} or"
-                " more, or for a longer --length"
-            )
+        for policy, floor in floors.items():
+            if tokens < min(floor, length):
+                raise SpecError(
+                    option, budget, f"is {tokens} of {length} tokens, and {policy} keeps {min(floor, length)} at least:"
+                    f" ask for {floor} or more, or for a longer --length"
+                )
         other = seen.setdefault(min(tokens, length), budget)
         if other != budget:
             raise SpecError(option, budget, f"comes to the same {min(tokens, length)} of {length} tokens as {other}")
@@ -128,26 +127,28 @@ def calibration_of(policies: Iterable[str], path: Path | None) -> Calibration | 
     return None
 
 
-def check_policies(subject: Subject, policies: Iterable[str], budgets: Iterable[int]) -> None:
-    """Every policy can be put on the model.
+def floors_of(subject: Subject, policies: Iterable[str], budgets: Iterable[int]) -> dict[str, int]:
+    """Tokens that each policy keeps at least; every policy can be put on the model.
 
     Raises:
         SpecError: for one that cannot, by its name.
         BackendUnavailable: for one that the backend lacks.
     """
-    (budget, *_) = [*budgets, 1]
+    (budget, *_), floors = [*budgets, 1], dict[str, int]()
     for policy in policies:
         try:
-            subject.policy(policy, budget).on(subject.model)
+            floors[policy] = subject.policy(policy, budget).on(subject.model).policy.floor
         except SpecError as error:
             raise SpecError(error.argument, error.value, f"{error.bound} (policy {policy})") from error
+    return floors
 
 
 def check_samples(subject: Subject, tasks: Iterable[str], length: int, samples: int, seed: int) -> None:
     """The samples can be drawn.
 
     Raises:
-        SpecError: for a length that does not hold a task's sentences, or a negative seed.
+        SpecError: for a length that does not hold a task's sentences or that the model has no positions for, or a
+            negative seed.
     """
     for task in tasks:
         for index in range(min(samples, _DRAWN_MOST)):

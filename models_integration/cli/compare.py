@@ -11,8 +11,8 @@ from models_integration.cli.checks import (
     check_budgets,
     check_counts,
     check_folder,
-    check_policies,
     check_samples,
+    floors_of,
 )
 from models_integration.cli.report import write_page
 from models_integration.studies.answers import SAMPLES
@@ -64,10 +64,12 @@ def _checked(plan: Plan, loading: Loading, out: Path, calibration: Path | None) 
     """The model, once everything that can be wrong has been looked at: what needs no model first."""
     limited = [policy for policy in plan.policies if policy != FULL]
     if limited or plan.controls:
-        check_budgets("budgets", plan.budgets, plan.length, ", ".join(limited) or "every control")
+        check_budgets("budgets", plan.budgets, plan.length, {})
     statistics = calibration_of(plan.policies, calibration)
     check_folder("out", out, COMPARISON, SAMPLES)
     subject = replace(loading.subject(), calibration=statistics)
     check_samples(subject, plan.tasks, plan.length, plan.samples, plan.seed)
-    check_policies(subject, plan.policies, map(plan.tokens, plan.budgets))
+    floors = floors_of(subject, plan.policies, map(plan.tokens, plan.budgets))
+    if limited:
+        check_budgets("budgets", plan.budgets, plan.length, floors)
     return subject

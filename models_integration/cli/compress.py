@@ -21,6 +21,7 @@ def run(prompt: Path, budget: str, loading: Loading) -> None:
     subject = loading.subject()
     method = CrystalCache(budget, sentence_ends=subject.sentence_ends, backend=loading.backend)
     ids = subject.tokenizer(text, return_tensors="pt").input_ids.to(subject.model.device)
+    subject.check_positions("PROMPT", ids.shape[1])
     with torch.no_grad():
         session = prefill(subject.model, method, ids).run
     result = session.retention

@@ -14,6 +14,7 @@ from models_integration.studies.status import first_failure
 from models_integration.studies.subject import Loading
 from models_integration.studies.sweep.plan import GRIDS, Plan, run_plan
 from models_integration.studies.sweep.report import sweep_tables
+from spec.parameters import PAPER
 
 __all__ = ["run"]
 
@@ -27,7 +28,7 @@ def run(plan: Plan, loading: Loading, out: Path, batch_size: int, again: bool) -
     """
     console = Console()
     check_counts(batch_size=batch_size)
-    check_budgets("budget", (plan.budget,), plan.length, "every variant")
+    check_budgets("budget", (plan.budget,), plan.length, {"every variant": PAPER.N_sink + PAPER.W_recent})
     check_folder("out", out, SWEEP, SAMPLES)
     subject = loading.subject()
     check_samples(subject, plan.tasks, plan.length, plan.samples, plan.seed)

@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig,
 
 from models_integration.attention.capture import Attended, flash_attention
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.model.architecture import FULL, describe, layer_types
+from models_integration.model.architecture import FULL, check_positions, describe, layer_types
 from models_integration.policies.methods import Published, RetentionPolicy
 from models_integration.session.method import Method
 from models_integration.session.segment import ObservedSegment, decide
@@ -48,6 +48,7 @@ def keep(folder: Path, policy: RetentionPolicy, token_ids: Sequence[int], dtype:
         SpecError: for a policy with other needs, which it names; for another folder, or ids that the model has not.
     """
     files, config = _files(folder), AutoConfig.from_pretrained(folder)
+    check_positions(config, "token_ids", len(token_ids))
     full = [index for index, kind in enumerate(layer_types(config)) if kind == FULL]
     config.num_hidden_layers, automatic = 1, cast(Any, AutoModelForCausalLM)
     if getattr(config, "layer_types", None) is not None:
@@ -55,7 +56,7 @@ def keep(folder: Path, policy: RetentionPolicy, token_ids: Sequence[int], dtype:
     with torch.device("meta"):
         stored = dtype or config.dtype or _read(files, next(iter(files))).dtype
         model = automatic.from_config(config, dtype=stored).train(False)
-    method, ids = _checked(policy, model, full), torch.tensor([list(token_ids)])
+    method, ids = _checked(policy, model, full), torch.tensor([list(token_ids)], device="cpu")
     architecture = describe(model)
     if ids.shape[1] < 2 or not 0 <= int(ids.min()) <= int(ids.max()) < architecture.vocabulary:
         raise SpecError("token_ids", tuple(ids.shape), f"must be two or more, in [0, {architecture.vocabulary})")

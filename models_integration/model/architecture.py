@@ -17,8 +17,8 @@ from spec.errors import SpecError
 from spec.policy import Needs
 
 __all__ = [
-    "BUSY", "Architecture", "attention_modules", "by_layer", "check_free", "describe", "layer_types", "of_layer",
-    "restored_rotation",
+    "BUSY", "Architecture", "attention_modules", "by_layer", "check_free", "check_positions", "describe", "device_of",
+    "layer_types", "of_layer", "restored_rotation", "unwrapped",
 ]
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
@@ -77,14 +77,31 @@ class Architecture:
         return self.full_layers if needs.layers == "all" else ()
 
 
+def unwrapped(model: Any) -> PreTrainedModel:
+    """The model itself: inside `torch.compile(model)`, or with the adapters of peft at work in it.
+
+    Raises:
+        SpecError: for anything else.
+    """
+    inner = model
+    while not isinstance(inner, PreTrainedModel):
+        base = getattr(inner, "get_base_model", None)
+        if isinstance(getattr(inner, "_orig_mod", None), nn.Module):
+            inner = inner._orig_mod
+        elif isinstance(inner, nn.Module) and callable(base):
+            inner = base()
+        else:
+            raise SpecError("model", type(model).__name__, "must be a transformers PreTrainedModel")
+    return inner
+
+
 def describe(model: PreTrainedModel) -> Architecture:
     """Look at a model, without changing it.
 
     Raises:
         SpecError: for a model whose cache cannot be compacted or whose attention cannot be observed; it says why.
     """
-    if not isinstance(model, PreTrainedModel):
-        raise SpecError("model", type(model).__name__, "must be a transformers PreTrainedModel")
+    model = unwrapped(model)
     config = model.config.get_text_config(decoder=True)
     decoder: nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
     attention = attention_modules(decoder)
@@ -101,6 +118,23 @@ def describe(model: PreTrainedModel) -> Architecture:
     return Architecture(type(model).__name__, decoder, config, attention, full, vocabulary, parts)
 
 
+def device_of(module: nn.Module) -> torch.device:
+    """Where a module computes: weights that accelerate keeps elsewhere are on the device meta until a hook loads them.
+
+    Raises:
+        SpecError: for a module whose parameters have no values.
+    """
+    for part in module.modules():
+        hook = getattr(part, "_hf_hook", None)
+        for one in getattr(hook, "hooks", [hook]):
+            if getattr(one, "execution_device", None) is not None:
+                return torch.device(one.execution_device)
+    device = next(module.parameters()).device
+    if device.type == "meta":
+        raise SpecError("model", type(module).__name__, "its weights have no values (device meta): load them first")
+    return device
+
+
 def check_free(model: PreTrainedModel) -> None:
     """No context is open on the model.
 
@@ -109,6 +143,26 @@ def check_free(model: PreTrainedModel) -> None:
     """
     if model.get_decoder() in BUSY:  # type: ignore[no-untyped-call]
         raise SpecError("model", type(model).__name__, "is inside a context already: contexts do not nest")
+
+
+def check_positions(config: PretrainedConfig, argument: str, tokens: int, behind: int = 0) -> None:
+    """The model was made for a text of so many tokens, and `behind` more of a question and its answer.
+
+    Rotations that stretch an original range (`factor`) reach as far as that.
+
+    Raises:
+        SpecError: otherwise, with the most that can be asked for.
+    """
+    text = config.get_text_config(decoder=True)
+    stated = getattr(text, "max_position_embeddings", None)
+    rope = getattr(text, "rope_parameters", None) or {}
+    each = [one for one in (rope, *rope.values()) if isinstance(one, dict)]
+    reach = [(one.get("original_max_position_embeddings") or stated or 0) * (one.get("factor") or 1) for one in each]
+    most = int(max([stated or 0, *reach]))
+    if 0 < most < tokens + behind:
+        more = f" and {behind} of question and answer" if behind else ""
+        bound = f"tokens{more} are more than the {most} positions of the model; give at most {max(0, most - behind)}"
+        raise SpecError(argument, tokens, bound)
 
 
 def attention_modules(decoder: nn.Module) -> dict[int, nn.Module]:
@@ -203,7 +257,8 @@ def _refuse_config(config: PretrainedConfig) -> str | None:
 def _refuse_wrapper(model: PreTrainedModel, config: PretrainedConfig, decoder: nn.Module) -> str | None:
     if config is model.config or model.config.is_encoder_decoder:
         return None
-    return f"it hands embeddings, not input_ids, to its {type(decoder).__name__}: give that one to the policy"
+    name = type(decoder).__name__
+    return f"it hands embeddings, not input_ids, to its {name}: take text = model.get_decoder(), and policy(text)"
 
 
 def _refuse_layers(config: PretrainedConfig, types: list[str]) -> str | None:

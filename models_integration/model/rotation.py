@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from models_integration.model.architecture import check_free, restored_rotation
+from models_integration.model.architecture import check_free, device_of, restored_rotation
 from models_integration.model.errors import UnknownModel
 from spec.errors import SpecError
 
@@ -194,7 +194,7 @@ def prefilled(model: PreTrainedModel, ids: Sequence[int], start: int = 0) -> Dyn
         SpecError: for a model inside a policy's context, which would evict from it.
     """
     check_free(model)
-    device = next(model.parameters()).device
+    device = device_of(model)
     tokens = torch.tensor([list(ids)], device=device)
     positions = torch.arange(start, start + len(ids), device=device)[None]
     cache = DynamicCache()
@@ -227,7 +227,7 @@ def _probe(model: PreTrainedModel, start: int, ids: Sequence[int] | None = None)
 
 
 def _bound(dtype: torch.dtype) -> Tensor:
-    return torch.tensor(PROBE_BOUND.get(dtype, PROBE_BOUND_HALF))
+    return torch.tensor(PROBE_BOUND.get(dtype, PROBE_BOUND_HALF), device="cpu")
 
 
 def _explained(

@@ -15,6 +15,7 @@ from spec.errors import SpecError
 __all__ = ["CHANGING", "check_fixed", "output_projections", "rotary"]
 
 _PROJECTIONS = ("o_proj", "dense", "out_proj", "wo")
+_PLAIN = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 CHANGING = ("dynamic", "longrope")
 """Rotations whose frequencies change with the length of what is read."""
 
@@ -23,7 +24,7 @@ def output_projections(architecture: Architecture) -> Mapping[int, Cube]:
     """W_o (H, d, hidden) of each full-attention layer: the rows of each query head.
 
     Raises:
-        SpecError: for a model whose output projection is not a linear layer of a known name.
+        SpecError: for a model whose output projection is not a linear layer of a known name, with its weights there.
     """
     found = {}
     for layer in architecture.full_layers:
@@ -31,8 +32,11 @@ def output_projections(architecture: Architecture) -> Mapping[int, Cube]:
         linear = next((part for name, part in module.named_children() if name in _PROJECTIONS), None)
         if not isinstance(linear, nn.Linear):
             raise SpecError("model", type(module).__name__, f"has no output projection {' or '.join(_PROJECTIONS)}")
-        H = of_layer(architecture.config, "num_attention_heads", layer)
-        weight = linear.weight.detach().to("cpu", torch.float64)
+        H, weight = of_layer(architecture.config, "num_attention_heads", layer), linear.weight.detach()
+        if type(weight) is not Tensor or weight.dtype not in _PLAIN or weight.is_meta:
+            reason = "its output projection is quantised or offloaded: load the model in bfloat16, float16 or float32"
+            raise SpecError("model", type(module).__name__, reason)
+        weight = weight.to("cpu", torch.float64)
         found[layer] = weight.T.reshape(H, -1, weight.shape[0]).numpy()
     return found
 
@@ -78,7 +82,7 @@ def _check_pairs(architecture: Architecture, layer: int, pairs: int) -> None:
         raise SpecError("model", type(module).__name__, f"turns {2 * pairs} of a head's {d} channels")
     halves = getattr(sys.modules[type(module).__module__], "rotate_half", None)
     expected = np.concatenate([-np.arange(pairs, d), np.arange(pairs)])
-    if halves is None or halves(torch.arange(d)[None])[0].tolist() != expected.tolist():
+    if halves is None or halves(torch.arange(d, device="cpu")[None])[0].tolist() != expected.tolist():
         raise SpecError("model", type(module).__name__, "does not turn the two halves of a head against each other")
     if not getattr(module, "use_rope", True):
         raise SpecError("model", type(module).__name__, "has a layer without positions")

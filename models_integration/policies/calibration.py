@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 
 from models_integration.attention.capture import Attended, observing
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.model.architecture import Architecture, describe, restored_rotation
+from models_integration.model.architecture import Architecture, describe, of_layer, restored_rotation
+from models_integration.model.errors import UnknownModel
 from models_integration.model.identity import ModelIdentity, identify
 from models_integration.model.rotation import LayerRotary, recognise
 from models_integration.model.weights import check_fixed
@@ -25,7 +26,7 @@ from spec.arrays import Float64, Matrix, Vector
 from spec.errors import SpecError
 from spec.policy import Policy
 
-__all__ = ["calibrate", "served_by"]
+__all__ = ["calibrate", "heads_served_by", "served_by"]
 
 
 def served_by(model: PreTrainedModel, identity: ModelIdentity | None = None) -> Identity:
@@ -36,8 +37,8 @@ def served_by(model: PreTrainedModel, identity: ModelIdentity | None = None) -> 
         identity: of the model, where it is known already: making it reads all parameters.
 
     Raises:
-        SpecError: for a model that is not served, whose full-attention layers do not share one rotation in halves, or
-            whose frequencies change with the length.
+        SpecError: for a model that is not served, whose full-attention layers do not share one rotation in halves of
+            all channels, or whose frequencies change with the length.
         UnknownModel: for a rotation that is not recognised.
     """
     architecture, name = describe(model), type(model).__name__
@@ -48,8 +49,25 @@ def served_by(model: PreTrainedModel, identity: ModelIdentity | None = None) -> 
     if kind.buffer is None or kind.style != "half_split":
         raise SpecError("model", name, "its full-attention layers must share one rotation, in halves")
     inv_freq = rotary.frequencies[kind.buffer].double().cpu().numpy()
+    config, layer = architecture.config, architecture.full_layers[0]
+    H, hidden = (of_layer(config, key, layer) for key in ("num_attention_heads", "hidden_size"))
+    if 2 * len(inv_freq) != (d := of_layer(config, "head_dim", layer) or hidden // H):
+        raise SpecError("model", name, f"rotates {2 * len(inv_freq)} of its heads' {d} channels, and must rotate all")
     made = identify(model) if identity is None else identity
     return Identity(f"{name}@{made.unrotated[:16]}", inv_freq, rotary.scaling[kind.buffer])
+
+
+def heads_served_by(model: PreTrainedModel, identity: ModelIdentity | None = None) -> Identity:
+    """What a calibration's head scores must be of to serve a model, whatever its rotation is.
+
+    Raises:
+        SpecError: for a model that is not served.
+    """
+    try:
+        return served_by(model, identity)
+    except (SpecError, UnknownModel):
+        known = identify(model) if identity is None else identity
+        return Identity(f"{type(model).__name__}@{known.unrotated[:16]}@{known.rotation[:16]}", np.empty(0))
 
 
 def calibrate(
@@ -59,31 +77,40 @@ def calibrate(
     """Statistics of the queries of a text (1, n), before their rotation and after any norm of queries.
 
     With a `template` (`repeat_template(tokenizer)`) the text is rehearsed too, for the head scores of `kvzip-heads`; a
-    text that ends with the sinks has none.
+    text that ends with the sinks has none. A model whose queries `served_by` refuses has head scores alone.
 
     Any text of the model's language serves; the paper's rejected `Q_stats` is this over another text.
     `reference.calibration.save_calibration(found, path)` writes it, as `kvspec calibrate` does. `identity` is as for
     `served_by`.
 
     Raises:
-        SpecError: as `served_by`; for ids that are not one row of a token or more, or heads that are rotated in part.
-        UnknownModel: as `served_by`.
+        SpecError: as `served_by`, where no head scores are taken; for ids that are not one row of a token or more.
+        UnknownModel: as `served_by`, where no head scores are taken.
     """
     if input_ids.ndim != 2 or len(input_ids) != 1 or input_ids.shape[1] < 1:
         raise SpecError("input_ids", tuple(input_ids.shape), "must be one row of at least one token")
-    architecture = describe(model)
-    found = _Statistics(served_by(model, identity))
-    cache = RetainedCache(architecture.config)
+    architecture, host = describe(model), kvzip(template or ((), (), ()))
+    rehearsed = template is not None and input_ids.shape[1] > host.floor
+    served = (heads_served_by if rehearsed else served_by)(model, identity)
+    taken = _statistics(architecture, served, input_ids)
+    if not rehearsed:
+        return taken
+    return replace(taken, head_scores=_head_scores(model, input_ids, host).reshape(len(taken.layers), -1))
+
+
+def _statistics(architecture: Architecture, served: Identity, input_ids: Tensor) -> Calibration:
+    """What the queries of a text are like; nothing where the served model's rotation cannot be taken off."""
+    if not len(served.inv_freq):
+        H = of_layer(architecture.config, "num_attention_heads", architecture.full_layers[0])
+        nothing = np.empty((len(architecture.full_layers), H, 0))
+        return Calibration(served, architecture.full_layers, nothing, nothing)
+    found, cache = _Statistics(served), RetainedCache(architecture.config)
     with (
         torch.no_grad(), restored_rotation(architecture.decoder),
         observing(architecture, cache, found, architecture.full_layers),
     ):
         architecture.decoder(input_ids=input_ids, past_key_values=cache, use_cache=True)
-    taken = found.calibration(architecture)
-    host = kvzip(template or ((), (), ()))
-    if template is None or input_ids.shape[1] <= host.floor:
-        return taken
-    return replace(taken, head_scores=_head_scores(model, input_ids, host).reshape(len(taken.layers), -1))
+    return found.calibration(architecture)
 
 
 def _head_scores(model: PreTrainedModel, input_ids: Tensor, host: Policy) -> Float64[Vector, " g"]:
@@ -104,10 +131,7 @@ class _Statistics:
         return False
 
     def attended(self, module: nn.Module, seen: Attended) -> None:
-        q = seen.query[0]
-        if q.shape[2] != 2 * len(self.identity.inv_freq):
-            raise SpecError("model", type(module).__name__, f"rotates a part of its heads' {q.shape[2]} channels")
-        self.layers[cast(int, module.layer_idx)] = [self.head(one) for one in q]
+        self.layers[cast(int, module.layer_idx)] = [self.head(one) for one in seen.query[0]]
 
     def head(self, q: Tensor) -> tuple[Float64[Matrix, "1 d"], Float64[Matrix, "1 half"]]:
         wide = q.detach().double().cpu().numpy()[None]

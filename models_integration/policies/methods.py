@@ -16,10 +16,10 @@ from models_integration.cache.crystal_states import DecodeRule
 from models_integration.cache.decide_anew import DecideAnew
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.cache.scorer_records import DecideInSteps
-from models_integration.model.architecture import describe
+from models_integration.model.architecture import describe, unwrapped
 from models_integration.model.identity import ModelIdentity
 from models_integration.model.weights import output_projections, rotary
-from models_integration.policies.calibration import served_by
+from models_integration.policies.calibration import heads_served_by, served_by
 from models_integration.session.method import Method
 from models_integration.session.session import Session
 from reference.calibration import Calibration, load_calibration
@@ -329,14 +329,14 @@ def _calibration(given: Calibration | str | PathLike[str] | None) -> Calibration
 
 def _learned(name: str, model: PreTrainedModel, identity: ModelIdentity | None) -> dict[str, object]:
     """The constants that the model decides."""
-    architecture, wanted = describe(model), names.constants_of_model(name)
+    architecture, wanted, model = describe(model), names.constants_of_model(name), unwrapped(model)
     learned: dict[str, object] = {}
     if "W_o" in wanted:
         learned["W_o"] = output_projections(architecture)
     if "inv_freq" in wanted:
         learned |= rotary(architecture)
     if "served" in wanted:
-        learned["served"] = served_by(model, identity)
+        learned["served"] = (heads_served_by if name == "kvzip-heads" else served_by)(model, identity)
     return learned
 
 

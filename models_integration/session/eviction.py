@@ -35,7 +35,7 @@ def after_eviction(
     sets = [own for layer in sorted(kept) for own in kept[layer]]
     offsets = np.cumsum([0, *map(len, sets)])
     retention = Retention(np.concatenate(sets), offsets, len(prompt_ids), Granularity.HEAD)
-    cache = compact(observe(loaded, torch.tensor([prompt_ids])).cache, Decision((retention,)))
-    logits = read(loaded, cache, torch.tensor([next_ids]), last=len(next_ids)).logits
+    cache = compact(observe(loaded, torch.tensor([prompt_ids], device="cpu")).cache, Decision((retention,)))
+    logits = read(loaded, cache, torch.tensor([next_ids], device="cpu"), last=len(next_ids)).logits
     assert logits is not None
     return logits[0]

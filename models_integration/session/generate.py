@@ -90,7 +90,8 @@ def check_call(*stated: Mapping[str, object]) -> None:
 
     for name, reason in _GENERATE.items():
         value = effective(name)
-        if value is not None and value is not False and value != "dynamic":
+        # Files of Gemma on the hub say "hybrid", which transformers itself takes as unsaid.
+        if value is not None and value is not False and str(value) not in ("dynamic", "hybrid"):
             shown = value if isinstance(value, (int, str)) else type(value).__name__
             raise SpecError(name, shown, reason)
     guidance = effective("guidance_scale")

@@ -25,6 +25,11 @@ __all__ = [
 # Columns after which a segment ends: with its first forward, or when it is told to.
 ONE_FORWARD, OPEN = 0, sys.maxsize
 
+_EMBEDDINGS = (
+    "policies read tokens: call the model of the policy itself, with input_ids; images, soft prompts and other"
+    " embeddings that a wrapper hands to it are not served"
+)
+
 DecoderOutput: TypeAlias = BaseModelOutputWithPast | tuple[Tensor, ...]
 
 
@@ -71,7 +76,7 @@ def check_forward(arguments: Mapping[str, object], default_use_cache: bool) -> A
             causal.
     """
     if arguments.get("inputs_embeds") is not None:
-        raise SpecError("inputs_embeds", "given", "pass input_ids: policies read the tokens")
+        raise SpecError("inputs_embeds", "given", _EMBEDDINGS)
     ids = arguments.get("input_ids")
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32):
         shown = (tuple(ids.shape), ids.dtype) if isinstance(ids, Tensor) else ids
@@ -144,7 +149,7 @@ def later_span(
     defaults = cache.step_inputs(ids.shape[1], ids.device)
     mask = arguments.get("attention_mask", defaults.get("attention_mask"))
     rows = len(ids)
-    before = torch.ones(rows, 0, dtype=torch.bool) if mask is None else cache.is_token.expand(rows, -1)
+    before = torch.ones(rows, 0, dtype=torch.bool, device="cpu") if mask is None else cache.is_token.expand(rows, -1)
     _check_ids(vocabulary, ids)
     is_token = _tokens_of_mask(mask, ids, before)
     if segment_end == ONE_FORWARD:
@@ -222,7 +227,7 @@ def _tokens_of_mask(mask: object, ids: Tensor, before: Tensor) -> Tensor:
     rows, columns = before.shape
     width = columns + ids.shape[1]
     if mask is None:
-        mask = torch.ones(rows, width)
+        mask = torch.ones(rows, width, device="cpu")
     if not isinstance(mask, Tensor) or mask.shape != (rows, width):
         shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise SpecError("attention_mask", shape, f"must have a column for each token of the prompt, {(rows, width)}")

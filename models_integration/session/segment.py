@@ -361,7 +361,7 @@ class Segment:
         self._compact(self._full, decision)
         self.cache.continuation, copies = decision.continuation, self.observed.rows_per_prompt
         if copies > 1:
-            each = torch.arange(len(decision.retentions)).repeat_interleave(copies)
+            each = torch.arange(len(decision.retentions), device="cpu").repeat_interleave(copies)
             self.cache.continuation = decision.continuation.select(each)
         return decision
 

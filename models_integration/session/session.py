@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from models_integration.attention.capture import observing
 from models_integration.attention.handover import check_handover
 from models_integration.cache.retained_cache import RetainedCache, check_adoptable
-from models_integration.model.architecture import describe
+from models_integration.model.architecture import describe, unwrapped
 from models_integration.session.forwards import Forward, end_step, reading, step, unusable_after_failure
 from models_integration.session.generate import NO_CALL, call_under_way
 from models_integration.session.hooks import Hold
@@ -78,7 +78,7 @@ class Session:
         self.bytes_freed = 0
         self.over_budget = 0
         self._method = method
-        self._model = model
+        self._model = unwrapped(model)
         self._architecture = describe(model)
         check_mode(self._architecture, {})
         check_handover(self._architecture, method.policy.scorer.needs, method.policy.granularity)
@@ -199,7 +199,7 @@ class Session:
             later, segment_end, before = segment.observed.later, segment.segment_end, segment.observed.text.is_token
         else:
             seen = cache.get_seq_length() if isinstance(cache, RetainedCache) else 0
-            later, before = seen > 0, torch.ones(len(arguments["input_ids"]), 0, dtype=torch.bool)
+            later, before = seen > 0, torch.ones(len(arguments["input_ids"]), 0, dtype=torch.bool, device="cpu")
             segment_end = self._stream.segment_end(seen, OPEN if self._block else self._call.segment_end)
             if later:
                 method.continuation.check_turn(method.policy, cache)

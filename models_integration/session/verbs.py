@@ -66,7 +66,7 @@ def observe(
     check_handover(architecture, needs, Granularity.MODEL)
     arguments = {"input_ids": input_ids, "attention_mask": attention_mask}
     given = check_forward(arguments, default_use_cache=True)
-    nothing = torch.ones(len(input_ids), 0, dtype=torch.bool)
+    nothing = torch.ones(len(input_ids), 0, dtype=torch.bool, device="cpu")
     span = first_span(architecture.vocabulary, given, nothing, ONE_FORWARD)
     check_rehearsed(needs, span)
     cache = RetainedCache(architecture.config)

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
+from models_integration.model.architecture import check_positions
 from models_integration.model.gguf import read_gguf
 from models_integration.model.identity import ModelIdentity, identify
 from models_integration.model.published_weights import WEIGHTS, located
@@ -76,13 +77,36 @@ class Subject:
         """The shipped running text as the tokenizer reads it, some seconds the first time."""
         return Ground(self.tokenizer, read_prose(self.tokenizer), bare(self.tokenizer))
 
+    def check_positions(self, argument: str, tokens: int, behind: int = 0) -> None:
+        """The model has positions for a text of so many tokens, and `behind` more of a question and its answer.
+
+        Raises:
+            SpecError: otherwise.
+        """
+        check_positions(self.model.config, argument, tokens, behind)
+
+    def check_sample(self, argument: str, sample: Sample) -> None:
+        """The model has positions for a sample's context, question and answer.
+
+        Raises:
+            SpecError: otherwise, about the context.
+        """
+        answer = max(sample.max_new_tokens, len(sample.answer_ids))
+        self.check_positions(argument, len(sample.context_ids), len(sample.question_ids) + answer)
+
     def sample(self, task: str, length: int, index: int, seed: int) -> Sample:
         """The sample of one of COMPARED, or of a user's own task, whose first sample must be like theirs.
 
         Raises:
-            SpecError: for an unknown task, a length that does not hold it, or a negative seed; for a sample of several
-                facts, of none, or whose answer can be right in part.
+            SpecError: for an unknown task, a length that does not hold it or exceeds the model's positions, or a
+                negative seed; for a sample of several facts, of none, or whose answer can be right in part.
         """
+        self.check_positions("length", length)
+        sample = self._drawn(task, length, index, seed)
+        self.check_sample("length", sample)
+        return sample
+
+    def _drawn(self, task: str, length: int, index: int, seed: int) -> Sample:
         if task in TASKS:
             return draw_sample(task, self.tokenizer, length, index, seed)
         make = resolve_task(task) if task in COMPARED else own_task(task, COMPARED)

@@ -6,6 +6,7 @@ from reference.crystalcache.protection import effective_budget, protected_trunks
 from spec.arrays import Float64, Int64, IntVector, Vector
 from spec.backend import Backend, CrystalStages, resolve
 from spec.budget import Budget, parse_budget
+from spec.errors import SpecError
 from spec.parameters import PAPER, CrystalCacheParameters
 from spec.policy import DeviceArray
 from spec.records import CoAttention, CrystalRetention, TrunkGraph, Trunks
@@ -69,8 +70,9 @@ def prefill(
     on_host = engine.takes is None or isinstance(q, np.ndarray)
     (check_attention_inputs if on_host else check_attention_tensors)(q, k)
     n = q.shape[1]
-    ids = check_token_ids(token_ids, k.shape[1])
-    check_token_ids(token_ids, n)
+    if k.shape[1] != n:
+        raise SpecError("k", tuple(k.shape), f"must have as many tokens as q, {n}")
+    ids = check_token_ids(token_ids, n)
     ends = check_sentence_ends(sentence_ends)
     factor = q.shape[2] ** -0.5 if scaling is None else scaling
     check_scaling(factor, softcap)

@@ -88,9 +88,13 @@ def triattention(
         slack: tokens above B at which a step ends in a decision.
 
     Raises:
-        SpecError: for a calibration of another model or rotation, an unknown mode, or pin_prompt or slack out of range.
+        SpecError: for a calibration of another model or rotation, or without statistics of queries; for an unknown
+            mode, or pin_prompt or slack out of range.
     """
     calibration.check(served)
+    if not calibration.mean.shape[2]:
+        reason = "has head scores alone: the model's queries are not rotated as one, in halves of all their channels"
+        raise SpecError("calibration", calibration.digest, reason)
     if mode not in GRANULARITY:
         raise SpecError("mode", mode, f"must be one of {', '.join(GRANULARITY)}")
     if pin_prompt < 0:

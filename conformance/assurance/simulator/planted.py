@@ -126,7 +126,7 @@ def half_compacted(patch: Patch) -> None:
             compact(cache, retentions, padding, [index])
 
     patch.setattr(RetainedCache, "compact", wrong)
-    patch.setattr(retained_cache, "failing_whole", lambda cache: nullcontext())
+    patch.setattr(retained_cache, "failing_whole", lambda cache, change="": nullcontext())
 
 
 def short_write(patch: Patch) -> None:

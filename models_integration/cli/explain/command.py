@@ -32,7 +32,8 @@ def run(
     """Read one prompt under CrystalCache, and under another policy if one is named, and write the page.
 
     Raises:
-        SpecError: before any work for what cannot be read or written; for a prompt of more than TOKENS_MOST tokens.
+        SpecError: before any work for what cannot be read or written; for a prompt of more than TOKENS_MOST tokens,
+            or of more than the model has positions.
     """
     text = read_text("PROMPT", prompt)
     parse_budget(budget)
@@ -45,6 +46,7 @@ def run(
     ids = subject.tokenizer(text).input_ids
     if len(ids) > TOKENS_MOST:
         raise SpecError("PROMPT", f"{len(ids)} tokens", f"must have at most {TOKENS_MOST} for a page; cut it")
+    subject.check_positions("PROMPT", len(ids))
     result = _retention(subject, "crystalcache", budget, ids)
     assert isinstance(result, CrystalRetention)
     compared = [(other, _plain(_retention(subject, other, budget, ids))) for other in others]

@@ -51,7 +51,7 @@ class Pool(ABC):
 
     def slots(self, request_id: str, tokens: int) -> Tensor:
         """Slots of the first tokens that a request stores, (tokens,), in their order."""
-        return torch.tensor(self._allocator.get_read_indices(request_id, 0, tokens))
+        return torch.tensor(self._allocator.get_read_indices(request_id, 0, tokens), device="cpu")
 
     def stored(self, index: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer in these slots, each (1, H_kv, tokens, d)."""

@@ -28,7 +28,7 @@ class PromptInPages(ObservedSegment):
 
     def __init__(self, needs: Needs, architecture: Architecture, empty: RetainedCache, state: Any) -> None:
         super().__init__(needs, architecture, empty)
-        ids = torch.tensor([state.initial_tokens[: prompt_length(state)]])
+        ids = torch.tensor([state.initial_tokens[: prompt_length(state)]], device="cpu")
         self.read(ids, torch.ones_like(ids, dtype=torch.bool))
 
     def sets_of_a_layer(self, granularity: Granularity) -> int:

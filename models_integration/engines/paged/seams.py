@@ -62,7 +62,7 @@ def check_seams() -> None:
 
 
 def check_served(architecture: Architecture, method: Any) -> None:
-    """The model stores all layers alike, and the policy decides once and keeps as many tokens in each.
+    """The model stores all layers alike; the policy decides once, rehearses nothing and keeps as many tokens in each.
 
     Raises:
         SpecError: otherwise.
@@ -73,6 +73,9 @@ def check_served(architecture: Architecture, method: Any) -> None:
     policy, rule = method.policy, method.continuation
     if policy.cadence.every is not None or rule.decode or rule.segment_tokens is not None:
         raise SpecError("policy", policy.name, "decides while tokens are decoded; pages are decided after the prompt")
+    if policy.scorer.needs.rehearsal is not None:
+        reason = "has the model repeat each prompt behind it, which a batch of requests does not: use a policy without"
+        raise SpecError("policy", policy.name, f"{reason} a template, such as snapkv")
     if policy.granularity is not Granularity.MODEL and policy.budgets not in (even, everything):
         raise SpecError(
             "policy", policy.name, f"its sets, one for each {policy.granularity.value}, differ in size: a page has as "

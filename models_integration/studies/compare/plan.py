@@ -62,7 +62,11 @@ class Plan:
             raise SpecError("samples", self.samples, "must be at least 1")
 
     def tokens(self, budget: str) -> int:
-        """The one B of Eq. 30 that every policy gets, over the context's tokens."""
+        """The one B that every policy gets, over the context's tokens; a policy's floor is that policy's own."""
+        return min(self.length, parse_budget(budget).tokens(self.length))
+
+    def control_tokens(self, budget: str) -> int:
+        """B of a control: it holds sinks and window, which a control is about."""
         return min(self.length, effective_budget(parse_budget(budget), self.length, PAPER.N_sink, PAPER.W_recent))
 
 
@@ -97,7 +101,7 @@ def cells(plan: Plan) -> Iterator[Cell]:
             for control in CONTROL_BOUNDS:
                 if control not in _CONTROL_DEPTHS or control in _WINDOWS.get(task, ()):
                     requested = plan.budgets[0] if control.startswith("window") else "1.0"
-                    yield _cell(plan, task, control, requested, plan.tokens(requested), control=True)
+                    yield _cell(plan, task, control, requested, plan.control_tokens(requested), control=True)
 
 
 def _cell(plan: Plan, task: str, policy: str, requested: str, B: int, *, control: bool) -> Cell:

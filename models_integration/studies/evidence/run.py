@@ -77,14 +77,19 @@ def items(rules: Rules, subject: Subject, prose: Prose, parts: Sequence[str]) ->
     """The samples of parts; those of all tasks, lengths and placements take turns, so that a run may end anywhere.
 
     Raises:
-        SpecError: for a task without gold answer tokens, and what the tasks refuse.
+        SpecError: for a task without gold answer tokens, a length beyond the model's positions, and what the tasks
+            refuse.
     """
     ground = Ground(subject.tokenizer, prose, bare(subject.tokenizer))
     tasks = {name: resolve_task(name) for name in rules.tasks}
     for index in range(rules.contexts):
         for task in rules.tasks:
             for length in rules.lengths:
+                if task.partition(":")[0] not in FILES:  # those cut what is longer, and may have less
+                    subject.check_positions("lengths", length)
                 samples = tasks[task](ground, length, index, rules.seed)
+                for sample in samples:
+                    subject.check_sample("lengths", sample)
                 if not all(sample.answer_ids for sample in samples):
                     raise SpecError("tasks", task, "has no gold answer tokens, whose likelihood is measured")
                 if Rules.part_of(samples[0].context_digest) in parts:

@@ -4,18 +4,23 @@ import re
 import sys
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("transformers", reason="the commands drive transformers models")
 
 from rich.console import Console
+from transformers import LlamaConfig, PretrainedConfig
 from typer.testing import CliRunner
 
 from models_integration import cli
 from models_integration.cli.app import app
+from models_integration.model.architecture import check_positions
 from models_integration.studies.report import progress_bar
+from models_integration.studies.results import load_rows
 from models_integration.studies.subject import Loading
+from spec.errors import SpecError
 
 pytestmark = pytest.mark.law("one-line-with-the-way-out")
 
@@ -44,7 +49,10 @@ def refusal(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytes
         (("--policies", "snapkw"), ("policy = 'snapkw'", "did you mean snapkv")),
         (("--policies", "snapkv,triattention"), ("calibration", "triattention", "kvspec calibrate")),
         (("--policies", "triattention", "--calibration", "nowhere.npz"), ("nowhere.npz", "is not a calibration")),
-        (("--budgets", "64"), ("budgets = '64'", "sinks + window (4 + 128)", "crystalcache", "132")),
+        (("--budgets", "64"), ("budgets = '64': is 64 of 200 tokens, and crystalcache keeps 132 at least", "for 132")),
+        (("--length", "20000"), ("length = 20000: tokens are more than the 8192 positions of the model; give",)),
+        (("--length", "100000000"), ("length = 100000000: tokens are more than the 8192 positions of the model",)),
+        (("--length", "8190"), ("length = 8190: tokens and ", "of question and answer are more than the 8192",)),
         (("--budgets", "0.9,0.90"), ("budgets = '0.90'", "the same 180 of 200 tokens as 0.9")),
         (("--device", "cuda:77"), ("device = 'cuda:77'", "PyTorch sees cpu")),
         (("--device", "toaster"), ("device = 'toaster'", "PyTorch sees cpu")),
@@ -62,6 +70,52 @@ def test_compare_refuses_before_any_work(
     said = refusal(["compare", *SHORT, "--out", str(tmp_path), *arguments], monkeypatch, capsys)
     assert all(word in said for word in words), said
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", ["sweep", "compress", "calibrate", "keep", "archive put"])
+def test_a_text_beyond_the_models_positions_is_refused(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:
+    text, out = tmp_path / "long.txt", str(tmp_path / "out")
+    text.write_text("The river runs past the old mill. " * 1200, encoding="utf-8")
+    arguments = {
+        "sweep": ["--length", "20000", "--samples", "1", "--out", out], "compress": [str(text)],
+        "calibrate": [str(text), "--tokens", "9000", "--out", out], "keep": [str(text), "--policy", "streamingllm"],
+        "archive put": [str(text), "--archive", out],
+    }
+    said = refusal([*command.split(), *arguments[command]], monkeypatch, capsys)
+    assert re.search(r"(length|PROMPT|tokens|token_ids|TEXT) = \d+: tokens are more than the 8192 positions", said)
+    assert not list(tmp_path.glob("out/objects/*"))
+    assert not (tmp_path / "out").is_file()
+
+
+@pytest.mark.law("as-it-is-described")
+def test_a_stretched_rotation_reaches_further() -> None:
+    """As Qwen2.5's YaRN, whose files state the original range; without a range, any length is taken."""
+    def config(**rope: Any) -> LlamaConfig:
+        return LlamaConfig(max_position_embeddings=64, rope_parameters={"rope_theta": 1e4, **rope})
+
+    yarn = config(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
+    for made, most in ((config(rope_type="default"), 64), (yarn, 256), (config(rope_type="linear", factor=2.0), 128)):
+        check_positions(made, "length", most - 10, 10)
+        with pytest.raises(SpecError, match=rf"length = {most}: tokens and 1 of question .* give at most {most - 1}$"):
+            check_positions(made, "length", most, 1)
+    check_positions(PretrainedConfig(), "length", 10**9)
+
+
+@pytest.mark.law("as-it-is-described")
+def test_a_policy_is_held_to_its_own_floor_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One without a floor, at fewer tokens than CrystalCache protects, gets them; one with another is told that."""
+    asked = ["--length", "200", "--samples", "1", "--tasks", "needle", "--out", str(tmp_path), "--budgets", "0.1"]
+    ran = CliRunner().invoke(app, ["compare", *asked, "--policies", "knorm,streamingllm"])
+    assert ran.exit_code in (0, 1), ran.output
+    rows = load_rows(tmp_path / "results.jsonl")
+    assert {row["policy"]: row["budget"] for row in rows if not row["control"]} == {"knorm": 20, "streamingllm": 20}
+    assert {row["budget"] for row in rows if row["control"]} == {132, 200}
+    said = refusal(["compare", *asked, "--policies", "knorm,snapkv"], monkeypatch, capsys)
+    assert "budgets = '0.1': is 20 of 200 tokens, and snapkv keeps 32 at least" in said
 
 
 @pytest.mark.parametrize("command", ["compare", "demo", "sweep"])

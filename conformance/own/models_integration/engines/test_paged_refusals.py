@@ -11,6 +11,7 @@ from transformers.generation.continuous_batching.scheduler import Scheduler
 from conformance.measure.paged import greedy, pool
 from conformance.own.models_integration.engines.serving import prompts, serve
 from conformance.own.models_integration.session.families import ENDS, build
+from conformance.own.models_integration.session.ragged_checks import REHEARSED
 from conformance.own.models_integration.session.snapshots import same_weights, snapshot
 from models_integration import CrystalCache, Published, RetentionPolicy, StreamingLLM
 from models_integration.engines.paged import PagedSession
@@ -22,6 +23,8 @@ pytestmark = pytest.mark.law("refused-before-anything-changes")
 POLICIES: dict[str, tuple[Callable[[], RetentionPolicy], str]] = {
     "adakv": (lambda: Published("adakv", 0.4), "adakv"),
     "pyramidkv": (lambda: Published("pyramidkv", 0.4), "differ in size"),
+    "kvzip-uniform": (lambda: Published("kvzip-uniform", 0.4, **REHEARSED), "has the model repeat each"),
+    "diverse-kvzip-uniform": (lambda: Published("diverse-kvzip-uniform", 0.4, **REHEARSED), "repeat each prompt"),
     "h2o": (lambda: Published("h2o", 0.4), "while tokens are decoded"),
     "crystalcache with breaths": (lambda: CrystalCache(0.4, ENDS, TINY, "numpy", decode=True), "while tokens"),
     "crystalcache in a stream": (lambda: CrystalCache(40, ENDS, TINY, "numpy", stream=True), "while tokens"),

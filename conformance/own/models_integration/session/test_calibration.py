@@ -1,5 +1,6 @@
 """Calibration of tiny random models: the queries before their rotation, by hooks of our own; and the policy at work."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,18 +8,20 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import SmolLM3Config, SmolLM3ForCausalLM
 from typer.testing import CliRunner
 
 from conformance.assurance.oracles import kvzip as kvzip_oracle
 from conformance.assurance.strategies.policy_expected import rehearsed
 from conformance.own.models_integration.archive.models import ROTATIONS
 from conformance.own.models_integration.archive.models import build as rotated
-from conformance.own.models_integration.session.families import build, greedy, prompt
+from conformance.own.models_integration.session.families import _GQA, build, greedy, prepare, prompt
 from conformance.own.models_integration.session.ragged_checks import REHEARSED, live_sets, read_prompt
 from conformance.tolerances import scores_agree
 from models_integration import CustomPolicy, Published
 from models_integration.cache.retained_cache import storage_bytes
 from models_integration.cli.app import app
+from models_integration.model.errors import UnknownModel
 from models_integration.policies.calibration import calibrate, served_by
 from models_integration.session.verbs import observe
 from models_integration.studies.results import load_rows
@@ -183,6 +186,37 @@ def test_heads_that_are_rotated_in_part_are_refused(family: str) -> None:
     with pytest.raises(SpecError) as caught:
         calibrate(build(family), prompt(N))
     assert caught.value.argument == "model"
+
+
+def interleaved() -> Any:
+    return rotated("Cohere")
+
+
+def without_positions() -> Any:
+    """Its last layer is not rotated."""
+    torch.manual_seed(0)
+    return prepare(SmolLM3ForCausalLM(SmolLM3Config(**_GQA, no_rope_layers=[1, 1, 0])))
+
+
+@pytest.mark.spec("PO-HEAD-SCORES", "PO-KVZIP-HEADS")
+@pytest.mark.parametrize("make", [interleaved, without_positions, lambda: build("gpt_neox")])
+def test_head_scores_need_no_one_rotation(make: Callable[[], Any], tmp_path: Path) -> None:
+    """They are of the model and its rotations all the same, and serve nothing that turns queries back."""
+    model, other, ids = make(), make(), prompt(N, seed=9)
+    with pytest.raises((SpecError, UnknownModel), match="rotat"):
+        calibrate(model, ids)
+    save_calibration(calibrate(model, ids, template=REHEARSED["template"]), tmp_path / "mine.npz")
+    chosen = Published("kvzip-heads", 0.5, calibration=tmp_path / "mine.npz", N_sink=2, N_recent=4)
+    _, cache = read_prompt(model, chosen, 100)
+    assert len({len(own) for heads in live_sets(cache).values() for own in heads}) > 1
+    turned = next(buffer for name, buffer in other.named_buffers() if name.endswith("inv_freq"))
+    turned[1] *= 1.5
+    for wrong in (other, build("llama")):
+        with pytest.raises(SpecError, match="is another model's"):
+            chosen(wrong)
+    taken = load_calibration(tmp_path / "mine.npz")
+    with pytest.raises(SpecError, match="has head scores alone"):
+        triattention(taken, taken.identity)
 
 
 @pytest.mark.spec("PO-HEAD-SCORES")

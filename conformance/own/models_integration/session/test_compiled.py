@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from conformance.own.models_integration.session.families import METHODS, build, prompt, relative
 from conformance.own.models_integration.session.ragged_checks import live_sets, method
@@ -25,9 +24,9 @@ def forget_traces() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def read(model: PreTrainedModel, call: Any, policy: RetentionPolicy) -> tuple[Tensor, Any]:
+def read(call: Any, policy: RetentionPolicy) -> tuple[Tensor, Any]:
     """Logits of a prompt's last token and of steps; what was stored in the end."""
-    with policy(model) as run, torch.no_grad():
+    with policy(call) as run, torch.no_grad():
         logits = [call(input_ids=prompt(100)).logits[:, -1:]]
         for token in torch.split(prompt(2, seed=9), 1, dim=1):
             logits.append(call(input_ids=token, past_key_values=run.cache).logits)
@@ -38,7 +37,7 @@ def read(model: PreTrainedModel, call: Any, policy: RetentionPolicy) -> tuple[Te
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_compiled_model_is_the_model(name: str) -> None:
     model, policy = build("llama"), POLICIES[name]()
-    expected, kept = read(model, model, policy)
-    found, own = read(model, torch.compile(model, backend="eager"), policy)
+    expected, kept = read(model, policy)
+    found, own = read(torch.compile(model, backend="eager"), policy)
     assert own == kept
     assert relative(found, expected) < 1e-6

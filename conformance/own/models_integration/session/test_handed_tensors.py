@@ -17,13 +17,24 @@ from transformers import (
 )
 from transformers.models.llama import modeling_llama
 
-from conformance.own.models_integration.session.families import _GQA, METHODS, build, prepare, prompt
+from conformance.own.models_integration.session.families import (
+    _GQA,
+    METHODS,
+    at_once,
+    build,
+    prepare,
+    prompt,
+    relative,
+)
+from conformance.own.models_integration.session.heads import MaskedHeads
 from conformance.own.models_integration.session.oracle_checks import PROMPT, check_decoding
 from conformance.own.models_integration.session.ragged_checks import check_continuation, live_sets, method, read_prompt
 from conformance.own.models_integration.session.snapshots import same_weights, snapshot
 from models_integration import RetentionPolicy, StreamingLLM, compact, decide, observe
 from models_integration.archive.layer_masks import layer_masks
 from models_integration.attention.capture import observing
+from models_integration.cache.dense_layer import DenseLayer
+from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.model.architecture import describe
 from spec.errors import SpecError
 from spec.policy import Needs
@@ -224,3 +235,41 @@ def test_the_verbs_serve_what_a_session_serves() -> None:
     cache = compact(observed.cache, decide(chosen.on(model), observed))
     _, own = read_prompt(model, chosen)
     assert live_sets(cache) == live_sets(own)
+
+
+def failing(error: Exception) -> Callable[..., Any]:
+    def update(*_: object, **__: object) -> None:
+        raise error
+
+    return update
+
+
+@pytest.mark.law("as-it-is-described")
+def test_a_model_that_was_refused_once_is_served_when_the_cause_is_gone() -> None:
+    """And memory that runs out is no refusal of the model."""
+    model = build("llama")
+    memory = torch.OutOfMemoryError("full")
+    for error, caught in ((RuntimeError("not now"), SpecError), (memory, torch.OutOfMemoryError)):
+        for part in (RaggedLayer, DenseLayer):
+            with pytest.MonkeyPatch.context() as patch, pytest.raises(caught, match=f"{error}"):
+                patch.setattr(part, "update", failing(error))
+                method("adakv")(model)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SpecError, match=OTHER):
+        patch.setattr(modeling_llama.LlamaAttention, "forward", handing(torch.neg, "values"))
+        method("adakv")(model)
+    check_continuation(model, "adakv")
+
+
+@pytest.mark.law("eviction-equals-masking")
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_heads_that_differ_are_served_under_autocast(family: str) -> None:
+    """Keys and values then have dtypes of their own, which meet as in a plain cache."""
+    model, token = build(family), prompt(1, seed=9)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        _, cache = read_prompt(model, method("adakv"))
+        kept = live_sets(cache)
+        with observing(describe(model), cache):
+            found = at_once(model, token, cache)
+        expected = MaskedHeads(model, prompt(PROMPT), kept).read(token)
+    assert relative(found.float(), expected.float()) < 5e-2
+    check_continuation(model, "adakv")

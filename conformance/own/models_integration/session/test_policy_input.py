@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from conformance.own.models_integration.session.families import build, prompt
 from conformance.own.models_integration.session.oracle_checks import PROMPT
-from models_integration import Published, RetainedCache, calibrate
+from models_integration import CrystalCache, Published, RetainedCache, calibrate, policy_from_name
 from spec.errors import SpecError
 
 
@@ -81,3 +83,15 @@ def test_more_tokens_than_there_are_keep_all(name: str) -> None:
         model(input_ids=prompt(PROMPT))
     assert run.cache is not None
     assert run.cache.mean_length == PROMPT
+
+
+@pytest.mark.law("refused-before-anything-changes")
+@pytest.mark.parametrize("policy", ["class", "name"])
+def test_a_tokenizer_in_the_place_of_sentence_ends_is_told_what_to_type(policy: str) -> None:
+    """Its repr, which lists a vocabulary, is not printed."""
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"word": 0}, unk_token="word")))
+    words = r"^sentence_ends = '\w*Tokenizer\w*': must be a set of token ids; .*sentence_ends\(tokenizer\) makes it$"
+    with pytest.raises(SpecError, match=words):
+        CrystalCache(0.5, tokenizer) if policy == "class" else policy_from_name(
+            "crystalcache", 0.5, sentence_ends=tokenizer
+        )

@@ -1,10 +1,11 @@
 """What cannot be served is refused for its true reason, before anything is read."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from torch import nn
 from transformers import (
     CLIPVisionConfig,
     CodeGenConfig,
@@ -14,6 +15,7 @@ from transformers import (
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    PreTrainedModel,
     RoFormerConfig,
     RoFormerForCausalLM,
 )
@@ -38,7 +40,7 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "GPT-J": (lambda: GPTJForCausalLM(GPTJConfig(**_TABLE)), "a table of sines"),
     "CodeGen": (lambda: CodeGenForCausalLM(CodeGenConfig(**_TABLE)), "a table of sines"),
     "RoFormer": (lambda: RoFormerForCausalLM(RoFormerConfig(**_SIZES, is_decoder=True)), "a table of sines"),
-    "LLaVA": (wrapper, "it hands embeddings, not input_ids, to its LlamaModel"),
+    "LLaVA": (wrapper, r"embeddings, not input_ids, to its LlamaModel: take text = model.get_decoder\(\), and policy"),
 }
 
 
@@ -53,11 +55,47 @@ def test_a_model_is_refused_for_what_it_is(name: str) -> None:
 
 @pytest.mark.law("as-it-is-described")
 def test_a_wrapper_s_language_model_is_served() -> None:
-    model: Any = prepare(wrapper()).get_decoder()  # type: ignore[no-untyped-call]
+    whole = prepare(wrapper())
+    model: Any = whole.get_decoder()  # type: ignore[no-untyped-call]
     with METHODS["crystalcache"]()(model) as run, torch.no_grad():
+        with pytest.raises(SpecError, match=r"inputs_embeds = 'given': .* the model of the policy itself, with input"):
+            whole(input_ids=prompt(40))
         model(input_ids=prompt(40))
     assert run.kept is not None
     assert len(run.kept) == 20
+
+
+class Adapted(nn.Module):
+    """As peft's PeftModel: no PreTrainedModel, with one inside."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.base_model = model
+
+    def get_base_model(self) -> PreTrainedModel:
+        return self.base_model
+
+
+@pytest.mark.law("as-it-is-described")
+@pytest.mark.parametrize("name", ["crystalcache", "critical-adakv"])
+@pytest.mark.parametrize("wrap", [
+    Adapted, lambda model: torch.compile(Adapted(model), backend="eager"),
+], ids=["adapters", "compiled adapters"])
+def test_what_wraps_a_model_is_served_as_the_model(wrap: Callable[[Any], Any], name: str) -> None:
+    """Its hooks, its generate and what a policy must know of it are those of the model inside."""
+    model = build("llama")
+    wrapped, found = wrap(model), []
+    for given in (wrapped, model):
+        chosen = METHODS[name]() if name in METHODS else method(name)
+        with chosen(given) as run, torch.no_grad():
+            model(input_ids=prompt(40))
+            with pytest.raises(SpecError, match="assisted decoding"):
+                greedy(model, prompt(40), 2, prompt_lookup_num_tokens=3)
+        assert run.cache is not None
+        found.append(live_sets(run.cache))
+    assert found[0] == found[1]
+    with pytest.raises(SpecError, match="model = 'Linear': must be a transformers PreTrainedModel"):
+        METHODS["crystalcache"]()(cast(Any, nn.Linear(1, 1)))
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # the name of the switch is about to change

@@ -291,6 +291,22 @@ def test_a_module_that_is_replaced_inside_is_named(name: str, what: str) -> None
         assert cache.get_seq_length() == N + 1
 
 
+@pytest.mark.law("as-it-is-described")
+@pytest.mark.parametrize("where", ["own config", "argument", "model's config"])
+def test_a_cache_that_transformers_takes_as_unsaid_is_no_cache(where: str) -> None:
+    """Hub files of Gemma 2 and 3 say so; the cache is a dynamic one."""
+    model = build("gemma3")
+    options: dict[str, Any] = {"cache_implementation": "hybrid"}
+    if where == "own config":
+        options = {"generation_config": GenerationConfig(**options, eos_token_id=None)}  # type: ignore[no-untyped-call]
+    elif where == "model's config":
+        assert model.generation_config is not None
+        model.generation_config.cache_implementation, options = "hybrid", {}
+    with METHODS["crystalcache"]()(model) as run:
+        greedy(model, prompt(N), 2, **options)
+    assert run.kept is not None
+
+
 def test_contexts_do_not_nest() -> None:
     model = build("llama")
     method = METHODS["crystalcache"]()

@@ -73,10 +73,11 @@ def test_a_plan_is_the_product_of_its_parts_with_one_full_cache_and_the_controls
 
 
 @pytest.mark.law("as-it-is-described")
-def test_every_policy_gets_the_one_budget_of_eq_30() -> None:
-    assert Plan(length=1000).tokens("0.3") == 300
-    assert Plan(length=300).tokens("0.3") == 132  # the floor: sink + recent
-    assert Plan(length=100).tokens("0.3") == 100
+def test_every_policy_gets_the_one_budget_and_every_control_sinks_and_window() -> None:
+    assert Plan(length=1000).tokens("0.3") == Plan(length=1000).control_tokens("0.3") == 300
+    assert (Plan(length=300).tokens("0.3"), Plan(length=300).control_tokens("0.3")) == (90, 132)
+    assert (Plan(length=100).tokens("0.3"), Plan(length=100).control_tokens("0.3")) == (30, 100)
+    assert Plan(length=100).tokens("300") == 100
 
 
 @pytest.mark.law("refused-before-anything-changes")

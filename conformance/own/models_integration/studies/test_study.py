@@ -219,6 +219,8 @@ def test_rules_are_refused_by_name(tmp_path: Path, old: str, new: str, words: st
         ('["streamingllm"]\nb', '["streamingllm", "tova"]\nb', "decides while tokens are decoded"),
         ('["streamingllm"]\nb', '["streamingllm", "knorm@prompt"]\nb', "decides while tokens are decoded"),
         ("contexts = 4", "contexts = 4000", "windows"),
+        ("lengths = [1024]", "lengths = [9000]", "lengths = 9000: tokens are more than the 8192 positions"),
+        ("lengths = [1024]", "lengths = [8190]", "of question and answer are more than the 8192"),
         ('"prose_continuation"]', f'"{__name__}:unanswered"]', "no gold"),
     ],
 )
