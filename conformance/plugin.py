@@ -219,6 +219,7 @@ def skip_without(judged: "Backend", *families: str) -> None:
 @pytest.fixture(scope="session")
 def judged(request: pytest.FixtureRequest) -> "Backend":
     """The implementation that is judged, on the families that it has; one without any fails every test."""
+    from conformance.boundary import guarded
     from conformance.engine.backend import backend_of
     from spec.backend import FAMILIES, resolve
     from spec.errors import BackendUnavailable
@@ -227,7 +228,7 @@ def judged(request: pytest.FixtureRequest) -> "Backend":
     found = backend_of(engine) if engine else resolve(subject_of(request.config))
     if all(getattr(found, family) is None for family in FAMILIES):
         raise BackendUnavailable(f"backend {found.name!r} has no stage family: there is nothing to judge")
-    return found
+    return guarded(found, together=engine is None)
 
 
 @pytest.fixture(scope="session")
