@@ -11,9 +11,8 @@ import os
 import random
 import sys
 import warnings
-import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from threading import Thread
 from typing import Any
@@ -21,17 +20,21 @@ from typing import Any
 import numpy as np
 
 from spec.backend import FAMILIES, Backend
+from spec.decode import LiveTrunks
 from spec.errors import SpecError
+from spec.policy import Selection
+from spec.records import CoAttention, Dissolution, TrunkGraph, Trunks
 
 __all__ = ["guarded"]
 
 Array = np.ndarray[Any, Any]
 Stage = Callable[..., Any]
 
-DIGESTED = 2**16  # bytes of an array that say what the call is put through
-TWICE, TOGETHER = 8, 64  # of as many calls one is made twice, or with another thread inside
-SMALL = 2**14  # bytes of arguments; a call of more is not interrupted
-INTERRUPTIONS = 6
+RECORDS = (CoAttention, Trunks, TrunkGraph, Dissolution, LiveTrunks, Selection)
+TWICE, TOGETHER, LOOKED = 16, 64, 16  # of as many calls one is made twice, with a thread inside, in a process looked at
+TINY, TINY_CALLS = 2**10, 4  # bytes of arguments; of as many calls of fewer one is looked at: there are thousands
+SMALL, LARGE, HUGE = 2**14, 2**20, 2**22  # bytes; calls of more are not interrupted, not made twice, left as they are
+INTERRUPTIONS = 4
 PATIENCE = 0.1  # seconds that an interrupted call waits for the other thread, which may wait for a lock
 
 
@@ -75,10 +78,13 @@ class _Boundary:
 
     def __call__(self, *given: Any) -> Any:
         __tracebackhide__ = True
-        digest = zlib.crc32(b"".join(map(_digested, _arrays(given))))
+        digest, skip = divmod(hash(tuple(map(_key, _arrays(given)))), TINY_CALLS)
+        size = sum(array.nbytes for array in _arrays(given))
+        if size > HUGE or skip and size < TINY:
+            return self._run(*given)
         passed = list[_Passed]()
-        arguments = _with_arrays(given, partial(self._placed, passed, digest))
-        before = _process()
+        arguments = _with_arrays(given, partial(self._placed, passed))
+        before = _process(digest % LOOKED == 0)
         try:
             result = self._called(arguments, passed, digest)
         except SpecError as error:
@@ -90,15 +96,16 @@ class _Boundary:
         self._last = given
         return _with_arrays(result, np.copy)
 
-    def _placed(self, passed: list[_Passed], digest: int, array: Array) -> Array:
-        """A copy of the array where the last call had the same argument, in a layout that the digest says."""
+    def _placed(self, passed: list[_Passed], array: Array) -> Array:
+        """A copy of the array where the last call had the same argument, in a layout that follows from its key."""
         place = len(passed)
+        layout = hash(_key(array)) + place
         memory, needed = self._memory.get(place), 2 * array.nbytes + array.itemsize
         if memory is None or len(memory) < needed:
             memory = self._memory[place] = np.zeros(2 * needed, dtype=np.uint8)
-        view = _view(memory, array, digest // 7 + 5 * place)
+        view = _view(memory, array, layout % 7)
         view[...] = array
-        view.flags.writeable = bool((digest >> 9) + place & 1)
+        view.flags.writeable = layout % 2 == 0
         passed.append(_Passed(view, array, view.flags.writeable))
         return view
 
@@ -106,7 +113,7 @@ class _Boundary:
         """The result of a call: of a second one, or of one that another thread's calls interrupt."""
         __tracebackhide__ = True
         run, size = self._run, sum(one.original.nbytes for one in passed)
-        if digest % TWICE == 0:
+        if digest % TWICE == 0 and size <= LARGE:
             self._hold(run(*arguments), passed)
             for result, copy in self._held:
                 result.fill(0)
@@ -133,15 +140,14 @@ class _Boundary:
         for one in passed:
             assert one.view.tobytes() == one.original.tobytes(), f"{self._name} wrote into an argument"
             assert one.view.flags.writeable == one.writeable, f"{self._name} changed flags.writeable of an argument"
-        now = _process()
+        now = _process(len(before) > 2)
         changed = [what for what, state in before.items() if state != now[what]]
         assert not changed, f"{self._name} changed {' and '.join(changed)}"
 
 
-def _view(memory: Array, like: Array, layout: int) -> Array:
+def _view(memory: Array, like: Array, kind: int) -> Array:
     """An array of a shape and type in memory: rows or columns together, every second element, backwards, unaligned."""
     axes = [*range(like.ndim)]
-    kind = layout % 7
     if kind == 1:
         axes.reverse()
     elif kind == 2:
@@ -201,22 +207,24 @@ def _traced(run: Stage, arguments: tuple[Any, ...], at_line: Callable[[], None])
         sys.settrace(before)
 
 
-def _process() -> Mapping[str, object]:
-    """What a stage could change beside its result."""
-    kind, words, *rest = np.random.get_state(legacy=True)
-    return {
-        "NumPy's error state": np.geterr(), "NumPy's random state": (kind, bytes(words), *rest),
-        "the random state": random.getstate(), "the environment": dict(os.environ),
-        "the working directory": os.getcwd(), "the filters of warnings": [*warnings.filters],
-    }
+def _process(whole: bool) -> Mapping[str, object]:
+    """What a stage could change beside its result; what takes long to read if the whole is asked for."""
+    state: dict[str, object] = {"NumPy's error state": np.geterr(), "the filters of warnings": [*warnings.filters]}
+    if whole:
+        kind, words, *rest = np.random.get_state(legacy=True)
+        state |= {
+            "NumPy's random state": (kind, bytes(words), *rest), "the random state": random.getstate(),
+            "the environment": dict(os.environ), "the working directory": os.getcwd(),
+        }
+    return state
 
 
 def _members(record: Any) -> list[Any] | None:
     """The values of a record, or of a tuple; None of anything else."""
     if isinstance(record, tuple):
         return [*record]
-    if is_dataclass(record) and not isinstance(record, type):
-        return [getattr(record, field.name) for field in fields(record)]
+    if type(record) in RECORDS:
+        return [*vars(record).values()]
     return None
 
 
@@ -239,6 +247,6 @@ def _with_arrays(value: Any, made: Callable[[Array], Array]) -> Any:
     return tuple(new) if type(value) is tuple else type(value)(*new)
 
 
-def _digested(array: Array) -> bytes:
-    head = array if array.nbytes <= DIGESTED else array[(0,) * (array.ndim - 1)][: DIGESTED // array.itemsize]
-    return head.tobytes()
+def _key(array: Array) -> tuple[Any, ...]:
+    """What an array's layout follows from; of the same numbers in another type the same."""
+    return (array.shape, float(array.flat[0]), float(array.flat[-1])) if array.size else (array.shape,)
