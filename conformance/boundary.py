@@ -80,10 +80,10 @@ class _Boundary:
         __tracebackhide__ = True
         digest, skip = divmod(hash(tuple(map(_key, _arrays(given)))), TINY_CALLS)
         size = sum(array.nbytes for array in _arrays(given))
-        if size > HUGE or skip and size < TINY:
+        if size > HUGE or (skip and size < TINY):
             return self._run(*given)
         passed = list[_Passed]()
-        arguments = _with_arrays(given, partial(self._placed, passed))
+        arguments = _with_arrays(given, partial(self._placed, passed, digest % 2 == 0))
         before = _process(digest % LOOKED == 0)
         try:
             result = self._called(arguments, passed, digest)
@@ -96,7 +96,7 @@ class _Boundary:
         self._last = given
         return _with_arrays(result, np.copy)
 
-    def _placed(self, passed: list[_Passed], array: Array) -> Array:
+    def _placed(self, passed: list[_Passed], writeable: bool, array: Array) -> Array:
         """A copy of the array where the last call had the same argument, in a layout that follows from its key."""
         place = len(passed)
         layout = hash(_key(array)) + place
@@ -105,7 +105,7 @@ class _Boundary:
             memory = self._memory[place] = np.zeros(2 * needed, dtype=np.uint8)
         view = _view(memory, array, layout % 7)
         view[...] = array
-        view.flags.writeable = layout % 2 == 0
+        view.flags.writeable = writeable
         passed.append(_Passed(view, array, view.flags.writeable))
         return view
 
