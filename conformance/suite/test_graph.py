@@ -224,13 +224,13 @@ def test_weights_are_added_in_the_order_of_E(stages: CrystalStages, weights: tup
 
 
 @pytest.mark.spec("CC-DEGREE")
-@pytest.mark.parametrize("m", [9, 17, 40, 200])
+@pytest.mark.parametrize("m", [17, 150, 200])
 def test_a_degree_is_added_from_the_left(stages: CrystalStages, m: int) -> None:
-    """A hub's weights by ascending neighbour: pairwise, backwards and in float32 the last bits are others."""
+    """A hub's weights by ascending neighbour; in another order or in float32 the last bits are others, of some."""
     found = run(stages, star(*(0.1 + 0.8 * Numbers(m).fractions(m)).tolist()))
     row = found.weights[: found.indptr[1]]
     assert found.degree[0] == np.cumsum(row)[-1]
-    assert m < 200 or np.cumsum(row)[-1] not in (np.sum(row), np.cumsum(row[::-1])[-1])
+    assert m != 150 or np.cumsum(row)[-1] not in (np.sum(row), np.cumsum(row[::-1])[-1])
 
 
 @pytest.mark.spec("CC-CRYSTALLIZATION")
