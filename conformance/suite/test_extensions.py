@@ -50,6 +50,15 @@ def test_all_forms_order_alike(stages: CrystalStages, ids: IntVector, S: float) 
         assert (M[np.argsort(-c, kind="stable")] == np.sort(M)).all()
 
 
+@pytest.mark.spec("CC-IMPACT", "CC-RARITY-FORMS")
+def test_impact_of_an_exact_rarity_is_exact(stages: CrystalStages) -> None:
+    """Of S = 0.11 to 0.16 and counts of 6 U is 1/7: in the stated order M is another float than 0.5 S + 10 U is."""
+    S, ids = np.arange(11, 17) / 100, np.zeros(6, dtype=np.int64)
+    want = 20.0 * (0.5 * (S / 20.0) + 0.5 * (1 / 7))
+    assert (want != 0.5 * S + 10 * (1 / 7)).any()
+    assert stages.impact(S, ids, replace(PAPER, rarity="reciprocal")).tolist() == want.tolist()
+
+
 @pytest.mark.spec("CC-TRUNKS", "CC-ADAPTIVE-MERGE")
 @given(text=texts())
 def test_the_adaptive_merge_equals_the_brute_force(stages: CrystalStages, text: Text) -> None:

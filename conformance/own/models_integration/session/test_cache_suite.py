@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from conformance.cache_suite.conftest import found_model
-from conformance.cache_suite.judge import KINDS, WHOLE, check, save_tiny
+from conformance.cache_suite.judge import KINDS, LENGTHS, PROMPT, WHOLE, check, save_tiny
+from conformance.cache_suite.test_eviction import NEW
 from conformance.paths import ROOT, SPEC
 from conformance.verify import __main__ as door
 from models_integration.session.eviction import after_eviction
@@ -96,6 +97,49 @@ def test_each_mistake_is_found(mistake: str, folder: str) -> None:
     engine, kind, words = MISTAKES[mistake]
     with pytest.raises(AssertionError, match=words):
         check(engine, folder, kind, 5)
+
+
+def everything(prompt: list[int], kept: Kept) -> Kept:
+    return {layer: [list(range(len(prompt)))] * len(sets) for layer, sets in kept.items()}
+
+
+def long_prompts_whole(prompt: list[int], kept: Kept, *rest: Any) -> Tensor:
+    return after_eviction(prompt, everything(prompt, kept) if len(prompt) > 64 else kept, *rest)
+
+
+def at_least_four(prompt: list[int], kept: Kept, *rest: Any) -> Tensor:
+    """A head that keeps fewer than four has the last four."""
+    last = list(range(max(0, len(prompt) - 4), len(prompt)))
+    return after_eviction(prompt, {at: [own if len(own) > 3 else last for own in kept[at]] for at in kept}, *rest)
+
+
+def eight_at_a_time(prompt: list[int], kept: Kept, following: list[int], folder: str) -> Tensor:
+    """Of more than eight next tokens the later ones see the whole prompt."""
+    found = after_eviction(prompt, kept, following, folder)
+    if len(following) > 8:
+        found[8:] = after_eviction(prompt, everything(prompt, kept), following, folder)[8:]
+    return found
+
+
+def many_heads_reversed(prompt: list[int], kept: Kept, *rest: Any) -> Tensor:
+    return after_eviction(prompt, {at: sets[::-1] if len(sets) > 4 else sets for at, sets in kept.items()}, *rest)
+
+
+@pytest.mark.parametrize(("engine", "family"), [
+    (long_prompts_whole, "llama"), (at_least_four, "llama"), (eight_at_a_time, "llama"), (many_heads_reversed, "qwen3"),
+])
+def test_an_engine_that_is_right_on_small_inputs_is_found(
+    engine: Callable[..., Any], family: str, tmp_path: Path, folder: str,
+) -> None:
+    """By one at least of the suite's own calls."""
+    place = folder if family == "llama" else str(save_tiny(family, tmp_path))
+    failed = []
+    for kind, new, length in [(RAGGED, 5, PROMPT), (RAGGED, NEW[-1], PROMPT), (RAGGED, 3, LENGTHS[1])]:
+        try:
+            check(engine, place, kind, new, length=length)
+        except AssertionError:
+            failed.append((kind, new, length))
+    assert failed
 
 
 ENGINES = """
