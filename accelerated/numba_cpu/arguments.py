@@ -30,7 +30,7 @@ def _wrapped(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        return np.require(value, requirements="CA" if value.ndim <= 2 else "A")
+        return np.require(value, requirements=["C", "A"] if value.ndim <= 2 else ["A"])
     if isinstance(value, tuple) and any(isinstance(member, np.ndarray) for member in value):
         return type(value)(*map(_plain, value))
     if is_dataclass(value) and not isinstance(value, type):

@@ -51,7 +51,7 @@ TINY: Mapping[str, Callable[[], PreTrainedConfig]] = {
         "layer_types": ["sliding_attention", "full_attention", "full_attention"],
     }),
 }
-"""By family: grouped queries; eight heads of normed keys; a head's own keys, in part without rotation; sliding layers."""
+"""By family: grouped queries; eight heads of normed keys; own keys of each head, partly rotated; sliding layers."""
 
 
 def save_tiny(family: str, folder: Path) -> Path:
@@ -159,7 +159,8 @@ def check(run: Run, folder: str, kind: str, new: int, seed: int = 0, length: int
         hint = "; it is as if nothing were evicted" if _apart(_log(found), case.unmasked) <= MASKED_LOGITS else ""
         raise AssertionError(
             f"{kind}, {len(case.prompt)} and {new} tokens: log-probabilities are {apart:.1e} of the largest away from"
-            f" those of the model whose evicted tokens are masked, more than {MASKED_LOGITS:.0e}{hint}\n{_example(case, _log(found))}"
+            f" those of the model whose evicted tokens are masked, more than {MASKED_LOGITS:.0e}{hint}\n"
+            f"{_example(case, _log(found))}"
         )
 
 
