@@ -213,7 +213,7 @@ def _process(whole: bool) -> Mapping[str, object]:
     if whole:
         kind, words, *rest = np.random.get_state(legacy=True)
         state |= {
-            "NumPy's random state": (kind, bytes(words), *rest), "the random state": random.getstate(),
+            "NumPy's random state": (kind, np.asarray(words).tobytes(), *rest), "the random state": random.getstate(),
             "the environment": dict(os.environ), "the working directory": os.getcwd(),
         }
     return state

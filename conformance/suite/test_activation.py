@@ -313,7 +313,7 @@ def test_a_pulse_at_the_threshold_arrives(breath_stages: BreathStages, hops: int
 @pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64])
 def test_a_key_of_negative_zeros_is_zero(breath_stages: BreathStages, kind: type) -> None:
     """Of one head or of all: its inverse norm is infinite."""
-    k = np.ones((2, 4, 3), dtype=kind)
+    k: Any = np.ones((2, 4, 3), dtype=kind)
     k[:, 1], k[1, 2] = -0.0, -0.0
     assert np.isinf(breath_stages.inverse_key_norms(k)).tolist() == [False, True, True, False]
 
@@ -335,7 +335,7 @@ def test_the_number_of_calls_says_nothing(breath_stages: BreathStages, every: in
     W, live = csr_of_matrix(np.array([[0.0, 0.5], [0.5, 0.0]])), table([1, 1], np.array([1.0, 0.5]))
     D, active = np.array([0.5, 0.25]), np.array([True, False])
 
-    def results() -> list[list[float]]:
+    def results() -> list[list[Any]]:
         return [
             breath_stages.decay(D, D, PAPER).tolist(), breath_stages.activation(live, PAPER).tolist(),
             breath_stages.resonance(D, W, active, PAPER).tolist(),

@@ -266,9 +266,10 @@ def test_only_the_order_of_scores_matters(stages: CrystalStages, problem: Evicti
 @pytest.mark.spec("CC-KEEP-COUNT", "CC-DISSOLVE")
 def test_members_closer_than_float32_are_told_apart(stages: CrystalStages) -> None:
     """Of M = 1, 1 + 1e-9, 1 + 2e-9 and 1 + 3e-9 the three largest stay: in float32 they would tie."""
-    problem = replace(bare([4], 3), impact=1 + 1e-9 * np.arange(4))
+    impact: Vector = 1 + 1e-9 * np.arange(4, dtype=np.float64)
+    problem = replace(bare([4], 3), impact=impact)
     assert problem.run(stages).kept.tolist() == [1, 2, 3]
-    assert replace(problem, impact=problem.impact[::-1].copy()).run(stages).kept.tolist() == [0, 1, 2]
+    assert replace(problem, impact=impact[::-1].copy()).run(stages).kept.tolist() == [0, 1, 2]
 
 
 @pytest.mark.spec("CC-TIERS", "CC-TIER-COUNT")

@@ -105,7 +105,7 @@ WRONG: Mapping[Decay, str] = {
 
 def judge(stage: Decay) -> None:
     """Calls as tests make them: of 64 to 119 trunks, and a few of 600, each against the right result."""
-    stages = guarded(replace(BACKEND, breath=SimpleNamespace(decay=stage))).require_breath()  # type: ignore[arg-type]
+    stages = guarded(replace(BACKEND, breath=SimpleNamespace(decay=stage))).require_breath()
     numbers = np.random.default_rng(5)
     for at in range(400):
         m = 600 if at % 40 == 39 else int(numbers.integers(64, 120))
@@ -137,7 +137,7 @@ def test_a_right_stage_passes() -> None:
 
 def test_the_caller_has_results_of_its_own() -> None:
     """An argument that comes back as the result, as W of a static graph, is a copy: the next call changes it not."""
-    stages = guarded(replace(BACKEND, breath=SimpleNamespace(decay=lambda D, M, p: D))).require_breath()  # type: ignore
+    stages = guarded(replace(BACKEND, breath=SimpleNamespace(decay=lambda D, M, p: D))).require_breath()
     first = stages.decay(np.full(600, 0.5), np.ones(600), PAPER)
     stages.decay(np.full(600, 0.25), np.ones(600), PAPER)
     assert (first == 0.5).all()

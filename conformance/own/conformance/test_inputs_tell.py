@@ -81,7 +81,7 @@ def backwards(coattention: Any, trunks: Any, p: Any) -> Any:
 
 
 def one_pass(degree: Vector, old: int, p: Any) -> Vector:
-    sigma = float(np.sqrt(max(0.0, np.mean(degree**2) - np.mean(degree) ** 2))) or 1.0
+    sigma = max(0.0, float(np.mean(degree**2)) - float(np.mean(degree)) ** 2) ** 0.5 or 1.0
     found: Vector = 1 / (1 + np.exp(-p.s * (degree - np.mean(degree)) / sigma))
     return found[old:]
 
@@ -237,4 +237,4 @@ def test_vectors_of_snapkv_tell_its_readings(name: str) -> None:
 def same(test: Any) -> bool:
     """Whether the kept sets are the vector's."""
     found: Any = ITEMS["PO-SNAPKV"](test["inputs"], PAPER)["kept"]
-    return [list(map(int, group)) for group in found] == test["expected"]["kept"]
+    return bool([list(map(int, group)) for group in found] == test["expected"]["kept"])
