@@ -242,6 +242,7 @@ def skip_without(judged: "Backend", *families: str) -> None:
 @pytest.fixture(scope="session")
 def judged(request: pytest.FixtureRequest) -> "Backend":
     """The implementation that is judged, on the families that it has; one without any fails every test."""
+    from conformance.calls import held_to_rules
     from conformance.checks.boundary import guarded
     from conformance.engine.backend import backend_of
     from spec.backend import FAMILIES, resolve
@@ -251,7 +252,7 @@ def judged(request: pytest.FixtureRequest) -> "Backend":
     found = backend_of(engine) if engine else resolve(subject_of(request.config))
     if all(getattr(found, family) is None for family in FAMILIES):
         raise BackendUnavailable(f"backend {found.name!r} has no stage family: there is nothing to judge")
-    return guarded(found)
+    return held_to_rules(guarded(found), together=engine is None)
 
 
 @pytest.fixture(scope="session")

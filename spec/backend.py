@@ -1,4 +1,7 @@
-"""Engines: a frozen record of optional stage families, found by name, by `module:ATTRIBUTE`, or given as it is."""
+"""Engines: a frozen record of optional stage families, found by name, by `module:ATTRIBUTE`, or given as it is.
+
+What holds of every call of a stage (layouts, results, memory, threads): spec/implementing.md, "Calls".
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -4,6 +4,7 @@ import numpy as np
 
 from accelerated.numba_cpu.activation import active_trunks, inverse_key_norms
 from accelerated.numba_cpu.adaptive import adapted
+from accelerated.numba_cpu.arguments import contiguous_arguments
 from accelerated.numba_cpu.attention import largest_attention, received_attention
 from accelerated.numba_cpu.breath import decay
 from accelerated.numba_cpu.coattention import coattention
@@ -35,6 +36,7 @@ __all__ = ["BACKEND"]
 _DISSOLVE = {"cut": dissolve, "tiers": dissolve_in_tiers}
 
 
+@contiguous_arguments
 class _CrystalStages:
     """S1 to S6, each fused as its module says."""
 
@@ -83,6 +85,7 @@ class _CrystalStages:
         return Dissolution(kept, r, D_after)
 
 
+@contiguous_arguments
 class _BreathStages:
     """Decode, each stage fused as its module says."""
 
@@ -125,6 +128,7 @@ class _BreathStages:
         return segment_crystallization(degree, old, parameters)
 
 
+@contiguous_arguments
 class _DiversityStages:
     """Lazy greedy."""
 
@@ -133,6 +137,7 @@ class _DiversityStages:
         return diverse(s, V, retained, k, float(lam))
 
 
+@contiguous_arguments
 class _NestedKVStages:
     """NestedKV's score, fused as its module says."""
 
@@ -141,6 +146,7 @@ class _NestedKVStages:
         return anomaly_score(k, parameters)
 
 
+@contiguous_arguments
 class _PolicyStages:
     """Parts of the published policies, each as its module says."""
 

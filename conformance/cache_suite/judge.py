@@ -25,10 +25,12 @@ from conformance.cache_suite.oracle import Masked, UnknownRotation, check_rotati
 from conformance.checks.boundary import boundary
 from conformance.tolerances import MASKED_LOGITS, MASKED_VISIBLE
 
-__all__ = ["KINDS", "PROMPT", "TINY", "WHOLE", "Kept", "Run", "check", "save_tiny"]
+__all__ = ["KINDS", "LENGTHS", "PROMPT", "TINY", "WHOLE", "Kept", "Run", "check", "save_tiny"]
 
 PROMPT = 40
-"""Tokens of a prompt: enough for sets that differ, few enough to look at."""
+"""Tokens of a prompt: enough for sets that differ, few enough to look at; `LENGTHS` has others."""
+LENGTHS = (2, 65, 130, 600)
+"""The shortest prompt that a door takes, and more tokens than a block of 64, of 128 and of 512 holds."""
 WHOLE = "nothing is evicted"
 Kept = dict[int, list[list[int]]]
 """Kept positions, ascending, by full-attention layer and KV head."""
@@ -37,19 +39,20 @@ Run = Callable[[list[int], Kept, list[int], str], Any]
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 256, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "initializer_range": 1.2 / 256**0.5, "max_position_embeddings": 512,
+    "initializer_range": 1.2 / 256**0.5, "max_position_embeddings": 1024,
 }
 _GROUPED = {**_SIZES, "num_key_value_heads": 2, "head_dim": 64}
+_EIGHT = {**_SIZES, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64}
 TINY: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: LlamaConfig(**_GROUPED),
-    "qwen3": lambda: Qwen3Config(**_GROUPED),
+    "qwen3": lambda: Qwen3Config(**_EIGHT),
     "gpt_neox": lambda: GPTNeoXConfig(**_SIZES),
     "gemma3_text": lambda: Gemma3TextConfig(**{
         **_GROUPED, "sliding_window": 16, "query_pre_attn_scalar": 64,
         "layer_types": ["sliding_attention", "full_attention", "full_attention"],
     }),
 }
-"""By family: grouped queries; normed keys; a head's own keys, in part without rotation; layers that slide."""
+"""By family: grouped queries; eight heads of normed keys; own keys of each head, partly rotated; sliding layers."""
 
 
 def save_tiny(family: str, folder: Path) -> Path:
@@ -78,34 +81,41 @@ def _unknown_rotation(folder: str) -> str:
     return ""
 
 
-def _set(rng: np.random.Generator, size: int) -> list[int]:
-    return sorted(rng.choice(PROMPT, size, replace=False).tolist())
+def _set(rng: np.random.Generator, n: int, size: int) -> list[int]:
+    return sorted(rng.choice(n, size, replace=False).tolist())
 
 
-def _nothing(rng: np.random.Generator, heads: Mapping[int, int]) -> Kept:
-    return {layer: [list(range(PROMPT))] * count for layer, count in heads.items()}
+def _half(n: int) -> int:
+    return max(1, n // 2)
 
 
-def _one_set(rng: np.random.Generator, heads: Mapping[int, int]) -> Kept:
-    kept = _set(rng, PROMPT // 2)
+def _nothing(rng: np.random.Generator, heads: Mapping[int, int], n: int) -> Kept:
+    return {layer: [list(range(n))] * count for layer, count in heads.items()}
+
+
+def _one_set(rng: np.random.Generator, heads: Mapping[int, int], n: int) -> Kept:
+    kept = _set(rng, n, _half(n))
     return {layer: [kept] * count for layer, count in heads.items()}
 
 
-def _by_layer(rng: np.random.Generator, heads: Mapping[int, int]) -> Kept:
-    return {layer: [_set(rng, PROMPT // 2)] * count for layer, count in heads.items()}
+def _by_layer(rng: np.random.Generator, heads: Mapping[int, int], n: int) -> Kept:
+    return {layer: [_set(rng, n, _half(n))] * count for layer, count in heads.items()}
 
 
-def _by_head(rng: np.random.Generator, heads: Mapping[int, int]) -> Kept:
-    return {layer: [_set(rng, PROMPT // 2) for _ in range(count)] for layer, count in heads.items()}
+def _by_head(rng: np.random.Generator, heads: Mapping[int, int], n: int) -> Kept:
+    return {layer: [_set(rng, n, _half(n)) for _ in range(count)] for layer, count in heads.items()}
 
 
-def _any_length(rng: np.random.Generator, heads: Mapping[int, int]) -> Kept:
-    """No two heads of a layer store as many."""
-    sizes = {layer: rng.choice(np.arange(4, PROMPT - 3), count, replace=False) for layer, count in heads.items()}
-    return {layer: [_set(rng, int(size)) for size in own] for layer, own in sizes.items()}
+def _any_length(rng: np.random.Generator, heads: Mapping[int, int], n: int) -> Kept:
+    """The heads of a layer store none, all, one and any other number of tokens, in another order in each layer."""
+    found: Kept = {}
+    for layer, count in heads.items():
+        sizes = [0, n, 1, *rng.integers(2, max(3, n), count).tolist()][:count]
+        found[layer] = [_set(rng, n, min(n, int(size))) for size in rng.permutation(sizes)]
+    return found
 
 
-KINDS: Mapping[str, Callable[[np.random.Generator, Mapping[int, int]], Kept]] = {
+KINDS: Mapping[str, Callable[[np.random.Generator, Mapping[int, int], int], Kept]] = {
     WHOLE: _nothing,
     "one set for all": _one_set,
     "a set for each layer": _by_layer,
@@ -126,28 +136,31 @@ class Case:
     unmasked: Tensor
 
 
-def _case(folder: str, kind: str, new: int, seed: int, renumbered: bool) -> Case:
-    model, rng = _loaded(folder), np.random.default_rng([seed, new, list(KINDS).index(kind)])
-    vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    prompt, following = (rng.integers(3, vocabulary, n).tolist() for n in (PROMPT, new))
+def _case(folder: str, kind: str, new: int, seed: int, renumbered: bool, length: int) -> Case:
+    model, rng = _loaded(folder), np.random.default_rng([seed, new, list(KINDS).index(kind), length])
+    config = model.config.get_text_config(decoder=True)
+    length = min(length, config.max_position_embeddings - new)
+    prompt, following = (rng.integers(3, config.vocab_size, n).tolist() for n in (length, new))
     masked, full = Masked(model, renumbered), Masked(model)
     for reader in (masked, full):
         reader.read(torch.tensor([prompt]))
-    kept = KINDS[kind](rng, masked.heads)
+    kept = KINDS[kind](rng, masked.heads, length)
     masked.keep(list(kept.values()))
     expected, unmasked = (_log(reader.read(torch.tensor([following]))[0]) for reader in (masked, full))
     return Case(prompt, kept, following, expected, unmasked)
 
 
-def check(run: Run, folder: str, kind: str, new: int, seed: int = 0, renumbered: bool = False) -> None:
-    """One prompt, its kept sets, and `new` tokens behind it, at the text's positions or renumbered.
+def check(
+    run: Run, folder: str, kind: str, new: int, seed: int = 0, renumbered: bool = False, length: int = PROMPT,
+) -> None:
+    """One prompt of `length` tokens, its kept sets, and `new` tokens behind it, at the text's positions or renumbered.
 
     Raises:
         AssertionError: where the engine says something else than the masked model.
     """
     if renumbered and (unknown := _unknown_rotation(folder)):
         pytest.skip(f"{kind}: {unknown}")
-    case = _case(folder, kind, new, seed, renumbered)
+    case = _case(folder, kind, new, seed, renumbered, length)
     if kind != WHOLE and _apart(case.unmasked, case.expected) <= MASKED_VISIBLE:
         pytest.skip(f"{kind}: masking changes nothing that could be seen on this model")
     try:
@@ -161,8 +174,9 @@ def check(run: Run, folder: str, kind: str, new: int, seed: int = 0, renumbered:
     if not apart <= MASKED_LOGITS:
         hint = "; it is as if nothing were evicted" if _apart(_log(found), case.unmasked) <= MASKED_LOGITS else ""
         raise AssertionError(
-            f"{kind}, {new} new tokens: log-probabilities are {apart:.1e} of the largest away from those of the model"
-            f" whose evicted tokens are masked, more than {MASKED_LOGITS:.0e}{hint}\n{_example(case, _log(found))}"
+            f"{kind}, {len(case.prompt)} and {new} tokens: log-probabilities are {apart:.1e} of the largest away from"
+            f" those of the model whose evicted tokens are masked, more than {MASKED_LOGITS:.0e}{hint}\n"
+            f"{_example(case, _log(found))}"
         )
 
 
@@ -172,7 +186,7 @@ def _example(case: Case, found: Tensor) -> str:
     layer, sets = next(iter(case.kept.items()))
     return (
         f"next token {token}, id {word}: expected {case.expected[token, word]:.4f}, found {found[token, word]:.4f}\n"
-        f"of {PROMPT} tokens layer {layer} keeps {sets}"
+        f"of {len(case.prompt)} tokens layer {layer} keeps {sets}"
     )
 
 

@@ -2,12 +2,12 @@
 
 import pytest
 
-from conformance.cache_suite.judge import Run, check
+from conformance.cache_suite.judge import LENGTHS, Run, check
 
 pytestmark = pytest.mark.spec("CC-COMPACT")
 
-NEW = (1, 5)
-"""Tokens read at once behind a compacted cache: a decode step, and a question."""
+NEW = (1, 5, 12)
+"""Tokens read at once behind a compacted cache: a decode step, and questions."""
 
 
 @pytest.mark.parametrize("new", NEW)
@@ -19,3 +19,8 @@ def test_a_call_leaves_nothing_behind(run: Run, folder: str, seed: int, renumber
     """The same question after another prompt."""
     for more in (1, 2, 1):
         check(run, folder, "one set for all", 5, seed + more, renumbered)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_prompts_of_any_length(run: Run, folder: str, kind: str, length: int, seed: int, renumbered: bool) -> None:
+    check(run, folder, kind, 3, seed, renumbered, length)

@@ -36,11 +36,13 @@ def block_of(i: int, N: int, p: Any) -> range:
     return range(i - i % b, min(i - i % b + b, N))
 
 
-def memories(directions: Sequence[Row], i: int, p: Any) -> tuple[list[float], list[float], list[float]]:
-    """mu_s, mu_e(i), mu_c(i)."""
+def memories(
+    directions: Sequence[Row], i: int, p: Any, stable: list[float] | None = None,
+) -> tuple[list[float], list[float], list[float]]:
+    """mu_s (the same for every i: `stable` where it is known), mu_e(i), mu_c(i)."""
     N = len(directions)
     return (
-        mean(directions), mean([directions[j] for j in block_of(i, N, p)]),
+        stable or mean(directions), mean([directions[j] for j in block_of(i, N, p)]),
         mean([directions[j] for j in range(max(0, i - p.W + 1), i + 1)]),
     )
 
@@ -110,7 +112,8 @@ class Trace(NamedTuple):
 
 def traced(keys: Sequence[Row], p: Any) -> Trace:
     directions = unit(keys)
-    everything = [memories(directions, i, p) for i in range(len(keys))]
+    stable = mean(directions)
+    everything = [memories(directions, i, p, stable) for i in range(len(keys))]
     raw = [[anomaly(k, m[scale]) for k, m in zip(directions, everything, strict=True)] for scale in range(3)]
     shortest = [min(math.sqrt(dot(m[scale], m[scale])) for m in everything) for scale in range(3)]
     scales = [min_max(row) for row in raw]

@@ -296,3 +296,52 @@ def test_an_idle_edge_dies_in_299_breaths(breath_stages: BreathStages) -> None:
         W = breath_stages.hebbian(W, idle, PAPER)
     assert len(W.weights) == 2
     assert not len(breath_stages.hebbian(W, idle, PAPER).weights)
+
+
+@pytest.mark.spec("CC-PULSE", "CC-RESONANCE")
+@pytest.mark.parametrize("hops", [1, 2, 3])
+def test_a_pulse_at_the_threshold_arrives(breath_stages: BreathStages, hops: int) -> None:
+    """Along a chain that halves and halves again, tau_pulse is the pulse of the last hop, or the float above it."""
+    W = csr_of_matrix(0.5 * (np.eye(6, k=1) + np.eye(6, k=-1)))
+    for tau, reached in ((0.25**hops, hops), (float(np.nextafter(0.25**hops, 1)), hops - 1)):
+        p = replace(PAPER, max_hops=5, gamma_hop=0.5, tau_pulse=tau, alpha_res=0.5)
+        D = breath_stages.resonance(np.zeros(6), W, np.arange(6) == 0, p)
+        assert np.flatnonzero(D).tolist() == list(range(reached + 1))
+
+
+@pytest.mark.spec("CC-KEY-NORM", "CC-ETA")
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64])
+def test_a_key_of_negative_zeros_is_zero(breath_stages: BreathStages, kind: type) -> None:
+    """Of one head or of all: its inverse norm is infinite."""
+    k: Any = np.ones((2, 4, 3), dtype=kind)
+    k[:, 1], k[1, 2] = -0.0, -0.0
+    assert np.isinf(breath_stages.inverse_key_norms(k)).tolist() == [False, True, True, False]
+
+
+@pytest.mark.spec("CC-SEGMENT-D")
+def test_degrees_of_all_trunks_that_are_close_have_a_spread(breath_stages: BreathStages) -> None:
+    """About 1 000 and a thousandth apart, where moments in one pass leave nothing of sigma."""
+    degree = 1_000 + np.arange(9) / 1024
+    radius = tolerances.crystallization_radius(degree, PAPER.s, PAPER.epsilon)
+    assert radius < 1e-6
+    z = (degree - degree.mean()) / degree.std()
+    found = breath_stages.segment_crystallization(degree, 2, PAPER)
+    assert (np.abs(found - 1 / (1 + np.exp(-PAPER.s * z[2:]))) <= radius).all()
+
+
+@pytest.mark.spec("CC-DECAY", "CC-ACTIVATION", "CC-RESONANCE", "CC-HEBB")
+def test_the_number_of_calls_says_nothing(breath_stages: BreathStages, every: int) -> None:
+    """6 000 steps with their breaths: what is counted inside a stage must not end."""
+    W, live = csr_of_matrix(np.array([[0.0, 0.5], [0.5, 0.0]])), table([1, 1], np.array([1.0, 0.5]))
+    D, active = np.array([0.5, 0.25]), np.array([True, False])
+
+    def results() -> list[list[Any]]:
+        return [
+            breath_stages.decay(D, D, PAPER).tolist(), breath_stages.activation(live, PAPER).tolist(),
+            breath_stages.resonance(D, W, active, PAPER).tolist(),
+            breath_stages.hebbian(W, active, PAPER).weights.tolist(),
+        ]
+
+    first = results()
+    for _ in range(0, 6_000, every):
+        assert results() == first

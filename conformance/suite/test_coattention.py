@@ -246,3 +246,43 @@ def test_query_heads_share_keys_by_consecutive_groups(stages: CrystalStages) -> 
     assert own.run(stages).salience.tolist() == [5, 3]
     q[2, 1] = [0, HOT]
     assert own.run(stages).salience.tolist() == [6, 2]
+
+
+@pytest.mark.spec("CC-ATTENTION", "CC-SALIENCE")
+def test_logits_beyond_ten_thousand(stages: CrystalStages) -> None:
+    """12 000 and 11 000.4: the second key gets nothing of the first one's query, to the bit."""
+    p = replace(TINY, M_min=0.0)
+    q, k = np.full((1, 2, 1), 12_000.0, dtype=np.float32), np.array([[[1.0], [0.9167]]], dtype=np.float32)
+    assert AttentionInputs(q, k, np.arange(2), p, 1.0, None).run(stages).salience.tolist() == [2.0, 0.0]
+
+
+@pytest.mark.spec("CC-COATTENTION")
+def test_the_largest_chunk_is_one_chunk(stages: CrystalStages) -> None:
+    """C = 2^31 - 1, which an offset of 32 bits plus C does not hold: as C = n."""
+    rows = [[0], [0, 1], [1, 2], [0, 3], [2], [0, 5]]
+    whole, large = (one_head(rows, replace(TINY, C=C)).run(stages) for C in (len(rows), 2**31 - 1))
+    assert whole.salience.tolist() == large.salience.tolist()
+    assert chosen(whole.intra) == chosen(large.intra)
+    assert chosen(large.cross) == [[]] * len(rows)
+
+
+@pytest.mark.spec("CC-SALIENCE")
+@pytest.mark.parametrize(("k_heads", "S"), [(5, [10.0, 5.0]), (11, [19.0, 8.0]), (15, [23.0, 8.0])])
+def test_many_heads_are_summed(stages: CrystalStages, k_heads: int, S: list[float]) -> None:
+    """Of 16 heads half send the second query to the first key: column sums of 2 and 0, or of 1 and 1."""
+    q = np.zeros((16, 2, 2), dtype=np.float32)
+    q[:, 0, 0], q[::2, 1, 0], q[1::2, 1, 1] = HOT, HOT, HOT
+    p = replace(TINY, k_heads=k_heads, M_max=128.0, M_min=0.0)
+    found = AttentionInputs(q, np.eye(2, dtype=np.float32)[None], np.arange(2), p, 1.0, None).run(stages)
+    assert found.salience.tolist() == S
+
+
+@pytest.mark.spec("CC-CROSS")
+def test_shares_closer_than_float32_tie(stages: CrystalStages) -> None:
+    """Two sources whose shares differ by 4e-10: the lower index, wherever the greater one is."""
+    for k in ([0.0, 1e-9, -9_000.0], [1e-9, 0.0, -9_000.0]):
+        keys = np.array(k)[None, :, None]
+        inputs = AttentionInputs(
+            np.ones((1, 3, 1)), keys, np.arange(3), replace(TINY, C=2, k_cross=1, tau_cross=0.02), 1.0, None
+        )
+        assert chosen(inputs.run(stages).cross) == [[], [], [0]]

@@ -261,3 +261,36 @@ def test_only_the_order_of_scores_matters(stages: CrystalStages, problem: Evicti
     factor = data.draw(st.sampled_from([0.25, 0.5, 4.0]), label="factor")
     scaled: Vector = problem.score * factor
     assert replace(problem, score=scaled).run(stages).kept.tolist() == problem.run(stages).kept.tolist()
+
+
+@pytest.mark.spec("CC-KEEP-COUNT", "CC-DISSOLVE")
+def test_members_closer_than_float32_are_told_apart(stages: CrystalStages) -> None:
+    """Of M = 1, 1 + 1e-9, 1 + 2e-9 and 1 + 3e-9 the three largest stay: in float32 they would tie."""
+    impact: Vector = 1 + 1e-9 * np.arange(4, dtype=np.float64)
+    problem = replace(bare([4], 3), impact=impact)
+    assert problem.run(stages).kept.tolist() == [1, 2, 3]
+    assert replace(problem, impact=impact[::-1].copy()).run(stages).kept.tolist() == [0, 1, 2]
+
+
+@pytest.mark.spec("CC-TIERS", "CC-TIER-COUNT")
+def test_a_ratio_of_tiers_that_floats_round_down(stages: CrystalStages) -> None:
+    """Rank 167 of a middle tier of 178 has the ratio 91.5 / 177: of 59 tokens 30.5, a half, which rounds up to 31."""
+    m, at = 445, 133 + 167
+    sizes = np.ones(m, dtype=np.int64)
+    sizes[at] = 59
+    n = int(sizes.sum())
+    problem = EvictionProblem(
+        1 - np.arange(m) / 1024, Trunks(np.cumsum([0, *sizes.tolist()]), np.ones(m)), np.arange(n) / 8, np.ones(m),
+        np.zeros(m, dtype=np.bool_), 133 + 177 + 31, replace(PAPER, allocation="tiers", N_min=1),
+    )
+    found = problem.run(stages)
+    assert round(float(found.ratio[at]) * 59) == 31
+    assert not list(stage_checks.eviction(found, problem))
+
+
+@pytest.mark.spec("CC-DISSOLVE")
+@pytest.mark.parametrize("start", [2**15 - 9, 2**16 - 9])
+def test_positions_of_16_bits_are_too_few(stages: CrystalStages, start: int) -> None:
+    problem = bare([5, 5, 5, 5], 10)
+    shifted = replace(problem, trunks=Trunks(problem.trunks.offsets + start, problem.trunks.impact))
+    assert shifted.run(stages).kept.tolist() == (problem.run(stages).kept + start).tolist()

@@ -64,6 +64,17 @@ def test_two_of_three(
 
 
 @pytest.mark.spec("DV-GREEDY")
+@pytest.mark.parametrize("lam", [0.01, 0.02, 0.07, 0.3])
+def test_what_redundancy_costs_is_rounded(selector: DiversityStages, lam: float) -> None:
+    """lam times 0.03, as floats have it, is the second score: its gain is 0, as the third's, and the lower stays.
+
+    Fused with the subtraction the product keeps its lower bits, of either sign: less than 0 for some lam.
+    """
+    s, V = np.array([1.0, lam * 0.03, 0.0]), np.array([[1.0, 0.0], [0.03, 0.0], [0.0, 1.0]])
+    assert selector.diverse(s, V, np.zeros(3, dtype=np.bool_), 2, lam).tolist() == [0, 1]
+
+
+@pytest.mark.spec("DV-GREEDY")
 def test_the_retained_alone_are_kept(selector: DiversityStages) -> None:
     """As many as k, with the worst scores, one a copy of the other."""
     retained = np.array([True, False, True])

@@ -20,6 +20,8 @@ from spec.records import CoAttention, Trunks
 
 RARITIES = {"reciprocal": impact.reciprocal_rarity, "exponential": impact.exponential_rarity}
 COVERAGES = st.sampled_from([0.1, 0.25, 0.29, 0.5, 1.0])
+# Evicted tokens and shares of which a form of floats misses a place: of (i + 1/2) e / k, of e / k as a step.
+PLACES = [(30, 11), (52, 23), (60, 13), (90, 35), (110, 33)]
 
 
 def covered(p: EvictionProblem, share: float, allocation: str = "cut") -> EvictionProblem:
@@ -46,6 +48,15 @@ def test_all_forms_order_alike(stages: CrystalStages, ids: IntVector, S: float) 
         p = replace(PAPER, rarity=form)  # type: ignore[arg-type]
         assert not list(stage_checks.impact(M, salience, ids, p))
         assert (M[np.argsort(-c, kind="stable")] == np.sort(M)).all()
+
+
+@pytest.mark.spec("CC-IMPACT", "CC-RARITY-FORMS")
+def test_impact_of_an_exact_rarity_is_exact(stages: CrystalStages) -> None:
+    """Of S = 0.11 to 0.16 and counts of 6 U is 1/7: in the stated order M is another float than 0.5 S + 10 U is."""
+    S, ids = np.arange(11, 17) / 100, np.zeros(6, dtype=np.int64)
+    want = 20.0 * (0.5 * (S / 20.0) + 0.5 * (1 / 7))
+    assert (want != 0.5 * S + 10 * (1 / 7)).any()
+    assert stages.impact(S, ids, replace(PAPER, rarity="reciprocal")).tolist() == want.tolist()
 
 
 @pytest.mark.spec("CC-TRUNKS", "CC-ADAPTIVE-MERGE")
@@ -164,3 +175,30 @@ def test_no_share_is_no_change(stages: CrystalStages, problem: EvictionProblem) 
     """coverage = 0 MUST be a no-op to the bit, where dissolution overshoots too."""
     found, want = covered(problem, 0.0).run(stages), problem.expected()
     assert (found.kept.tolist(), found.D.tolist()) == (want.kept, want.D)
+
+
+def of_sizes(sizes: list[int], budget: int, share: float) -> EvictionProblem:
+    """Trunks that are evicted from the left, nothing protected."""
+    m, n = len(sizes), sum(sizes)
+    return EvictionProblem(
+        np.arange(m) / 1024, Trunks(np.cumsum([0, *sizes]), np.ones(m)), np.arange(n) / 8, np.ones(m),
+        np.zeros(m, dtype=np.bool_), budget, replace(PAPER, coverage=share),
+    )
+
+
+@pytest.mark.spec("CC-COVERAGE")
+@pytest.mark.parametrize(("share", "room", "k"), [(0.29, 100, 29), (0.57, 100, 57), (0.58, 100, 58), (0.07, 300, 21)])
+def test_a_share_is_the_decimal_that_is_written(stages: CrystalStages, share: float, room: int, k: int) -> None:
+    """Of room 100 a share of 0.29 is 29 tokens; the product of floats, 28.999999999999996, is 28."""
+    problem = of_sizes([5] * (room // 5 + 30), room, share)
+    found, bare = problem.run(stages), covered(replace(problem, budget=room - k), 0.0).run(stages)
+    assert len(found.kept) - len(bare.kept) == k
+    assert not list(stage_checks.eviction(found, problem))
+
+
+@pytest.mark.spec("CC-COVERAGE")
+@pytest.mark.parametrize(("gone", "k"), PLACES)
+def test_spacing_is_counted_in_whole_tokens(stages: CrystalStages, gone: int, k: int) -> None:
+    """Of `gone` single tokens the k in the middle of equal parts; a step of floats misses one of them by one."""
+    found = of_sizes([1] * (gone + k), 2 * k, 0.5).run(stages)
+    assert found.kept.tolist() == [(2 * i + 1) * gone // (2 * k) for i in range(k)] + list(range(gone, gone + k))

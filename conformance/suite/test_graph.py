@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from conformance import tolerances
 from conformance.checks import stage_checks
+from conformance.strategies.scale_numbers import Numbers
 from conformance.strategies.trunks import Text, partitions, record, texts
 from spec.arrays import Vector
 from spec.backend import CrystalStages
@@ -220,3 +221,26 @@ def test_weights_are_added_in_the_order_of_E(stages: CrystalStages, weights: tup
     found = record([1.0] * 4, [[], *([(0, w)] for w in weights)], [[] for _ in range(4)], 8, 4)
     W = stages.graph(found, Trunks(np.array([0, 1, 4]), np.ones(2)), PAPER).weights
     assert W.tolist() == [(weights[0] + weights[1] + weights[2]) / 3] * 2
+
+
+@pytest.mark.spec("CC-DEGREE")
+@pytest.mark.parametrize("m", [17, 150, 200])
+def test_a_degree_is_added_from_the_left(stages: CrystalStages, m: int) -> None:
+    """A hub's weights by ascending neighbour; in another order or in float32 the last bits are others, of some."""
+    found = run(stages, star(*(0.1 + 0.8 * Numbers(m).fractions(m)).tolist()))
+    row = found.weights[: found.indptr[1]]
+    assert found.degree[0] == np.cumsum(row)[-1]
+    assert m != 150 or np.cumsum(row)[-1] not in (np.sum(row), np.cumsum(row[::-1])[-1])
+
+
+@pytest.mark.spec("CC-CRYSTALLIZATION")
+def test_degrees_that_are_close_have_a_spread(stages: CrystalStages) -> None:
+    """Twelve trunks, all linked, of degrees about 9.9 that lie 1e-6 apart: moments in one pass miss their sigma."""
+    n = 12
+    rows = [[(j, 0.9 + 1e-7 * (i + j)) for j in range(n) if j != i] for i in range(n)]
+    S1 = record([1.0] * n, [sorted(row, key=lambda edge: -edge[1]) for row in rows], [[]] * n, n, 1)
+    p = replace(PAPER, k_intra=n, k_cross=1)
+    text, trunks = Text(S1, np.ones(n), np.ones(n, dtype=np.bool_), p), Trunks(np.arange(n + 1), np.ones(n))
+    found = run(stages, (text, trunks))
+    assert tolerances.crystallization_radius(found.degree, p.s, p.epsilon) < 1e-6
+    assert not list(stage_checks.graph(found, S1, trunks, p))

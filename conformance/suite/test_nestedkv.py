@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from conformance.checks.refusals import refused
 from conformance.oracles import nestedkv as oracle
 from conformance.strategies.keys import NESTED, keys, seeds
-from conformance.tolerances import nestedkv_radius, scores_agree
+from conformance.tolerances import nestedkv_radius, scores_agree, traced_radius
 from spec.backend import NestedKVStages
 from spec.parameters import NESTEDKV, NestedKVParameters
 
@@ -125,3 +126,37 @@ def test_a_key_of_2_to_the_minus_126_is_a_key(nestedkv_stages: NestedKVStages) -
     k = np.array([[[1.0, 0.0], [0.0, -1.0], [-1.0, 0.0], [0.0, 1.0], [1.0, 0.0]]], np.float32)
     tiny = k * np.float32(2.0**-126)
     assert np.array_equal(nestedkv_stages.anomaly_score(tiny, NESTED), nestedkv_stages.anomaly_score(k, NESTED))
+
+
+@pytest.mark.spec("NK-UNIT-KEYS", "NK-SCORE")
+def test_a_key_of_negative_zeros_is_refused(nestedkv_stages: NestedKVStages) -> None:
+    k = keys(0, 2, 9)
+    k[1, 4] = -0.0
+    with refused("k", k):
+        nestedkv_stages.anomaly_score(k, NESTED)
+
+
+@pytest.mark.spec("NK-UNIT-KEYS", "NK-STABLE", "NK-EPISODIC", "NK-CURRENT", "NK-ANOMALY", "NK-SCORE")
+@pytest.mark.parametrize("d", [5, 33, 80, 96])
+def test_every_channel_counts(nestedkv_stages: NestedKVStages, precision: str, d: int) -> None:
+    """Heads of widths that are no multiple of 16, or no power of 2; the last channels weigh most."""
+    k = keys(d, 1, 40, d) * np.linspace(0.1, 3, d, dtype=np.float32)
+    inside(nestedkv_stages.anomaly_score(k, NESTED), k, NESTED, precision)
+
+
+@pytest.mark.spec("NK-CURRENT", "NK-EPISODIC", "NK-SCORE")
+def test_windows_far_from_the_start(nestedkv_stages: NestedKVStages, precision: str) -> None:
+    """2 200 tokens: sums that run over the prompt are long by then, where those of a window are short."""
+    k, p = keys(7, 1, 2_200, 2), replace(NESTEDKV, W=9)
+    want = oracle.traced(k[0].tolist(), p)
+    radius = traced_radius(2_200, 2, want.raw, want.shortest, want.deviation, p, precision)
+    assert (np.abs(nestedkv_stages.anomaly_score(k, p)[0] - want.score) <= radius).all()
+
+
+@pytest.mark.spec("NK-GAP", "NK-SCORE")
+@pytest.mark.parametrize(("p", "n"), [("29/100", 100), ("57/100", 100), ("29/100", 200), ("58/100", 100)])
+def test_the_share_of_the_gap_is_exact(nestedkv_stages: NestedKVStages, precision: str, p: str, n: int) -> None:
+    """29 of 100 tokens, where the product of floats is 28.999999999999996."""
+    k, exact = keys(n, 1, n), replace(NESTED, p=Fraction(p), tau=0.0)
+    assert int(float(Fraction(p)) * n) < Fraction(p) * n
+    inside(nestedkv_stages.anomaly_score(k, exact), k, exact, precision)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from conformance.oracles.scale import selectors as oracle
-from conformance.tolerances import scores_agree
+from conformance.tolerances import expected_error, scores_agree
 from spec.arrays import BoolMatrix, IntVector, Matrix
 from spec.backend import PolicyStages
 
@@ -128,3 +128,39 @@ def test_best_tokens(policy_stages: PolicyStages, seed: int) -> None:
     assert kept(policy_stages, values, shares, pinned) == best(values, shares, pinned)
     view = np.broadcast_to(pinned[0], values.shape)
     assert kept(policy_stages, values, shares, view) == best(values, shares, view)
+
+
+@pytest.mark.spec("PO-EXPECTED-ATTENTION")
+@pytest.mark.parametrize(("H", "H_kv", "d"), [(8, 2, 16), (5, 5, 128), (6, 1, 160)])
+def test_expected_attention_of_many_heads_and_channels(
+    policy_stages: PolicyStages, precision: str, H: int, H_kv: int, d: int,
+) -> None:
+    """Every frequency turns its pair far, the last too, and the queries have a direction that the turn moves."""
+    rng = np.random.default_rng(d)
+    q, k, v = (single(rng.standard_normal((heads, n, d))) for heads, n in ((H, 24), (H_kv, 30), (H_kv, 30)))
+    inv_freq, at, ahead = np.linspace(1.0, 0.3, d // 2), np.arange(10, 34), np.arange(35, 43)
+    q, scaling = single(q / 4 + 1), 2.0 / d
+    want, mass = oracle.expected(q, k, v, at, ahead, inv_freq, 1.5, scaling)
+    found = policy_stages.expected_attention(q, k, v, at, ahead, inv_freq, 1.5, scaling)
+    error = expected_error(mass, 24, d, 30, precision)
+    assert error < 0.05, "the inputs leave nothing certain"
+    assert (np.abs(found - want) <= error * want).all()
+
+
+@pytest.mark.spec("PO-OBSERVED-ATTENTION")
+@pytest.mark.parametrize("n", [1_025, 1_100, 1_400])
+def test_half_precision_beyond_a_thousand_keys(policy_stages: PolicyStages, n: int) -> None:
+    """Keys of half precision are read exactly, and their sums are not of half precision: an even share of each."""
+    found = policy_stages.received_attention(np.ones((2, 3, 4), np.float16), np.ones((1, n, 4), np.float16), 0.5, None)
+    shares = [1 / (n - 2), 1 / (n - 1), 1 / n]
+    want = 2 * np.array([sum(shares)] * (n - 2) + [sum(shares[1:]), shares[2]])
+    assert (np.abs(found[0] - want) <= 2e-6 * want).all()
+
+
+@pytest.mark.spec("PO-TOP-UNITS")
+@pytest.mark.parametrize("n", [33, 100, 700])
+def test_ties_among_hundreds_go_to_the_lower_token(policy_stages: PolicyStages, n: int) -> None:
+    """Three values and every share, where a partial sort leaves equal ones in any order."""
+    values = np.random.default_rng(n).integers(0, 3, (6, n)).astype(np.float64)
+    shares, pinned = n * np.arange(1, 7) // 7, np.zeros((6, n), dtype=np.bool_)
+    assert kept(policy_stages, values, shares, pinned) == best(values, shares, pinned)

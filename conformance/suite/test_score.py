@@ -141,3 +141,11 @@ def test_the_logarithm_comes_before_the_range(stages: CrystalStages) -> None:
     assert np.round(found, 7).tolist() == [0, 0.5, 1]
     assert found[2] < 1
     assert round(want[1], 7) == 0.5
+
+
+@pytest.mark.spec("CC-NORMALISED-IMPACT")
+def test_small_impacts_have_logarithms(stages: CrystalStages) -> None:
+    """Of Mbar = 1e-9, 3e-9 and 1e-8: log(1 + x), whose 1 + x is rounded, errs by 4e-9, a million bounds."""
+    M_bar, alive, D = np.array([1e-9, 3e-9, 1e-8]), np.zeros(3, dtype=np.bool_), np.zeros(3)
+    assert normalised_radius(M_bar.tolist(), PAPER.epsilon) < 2e-14
+    assert not list(stage_checks.score(stages.score(D, M_bar, alive, PAPER), D, M_bar, alive, PAPER))

@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 
 from conformance.checks import stage_checks
 from conformance.oracles import s2
+from conformance.oracles.scale import stages as oracle
+from conformance.strategies.scale_numbers import Numbers
 from conformance.strategies.trunks import Text, record, texts
-from spec.arrays import IntMatrix
+from spec.arrays import BoolVector, IntMatrix, Vector
 from spec.backend import CrystalStages
 from spec.parameters import PAPER, TINY, CrystalCacheParameters
-from spec.records import Trunks
+from spec.records import CoAttention, Trunks
 
 Intra = list[list[tuple[int, float]]]
 
@@ -228,3 +230,42 @@ def test_weights_stand_by_first_endpoint_then_by_second(stages: CrystalStages) -
     """Added as .25, .3, .35 they exceed 3 * .3; by second endpoint first, as .25, .35, .3, they would not."""
     E = linked(10, (0, 6, 0.3), (0, 5, 0.25), (1, 5, 0.35))
     assert offsets(stages, E, [4, 9], PAPER) == [0, 10]
+
+
+def forward(weights: Vector) -> tuple[CoAttention, BoolVector]:
+    """Two sentences of five tokens; the first's tokens have edges to the second's, by first and second endpoint."""
+    index, weight = np.full((10, 5), -1), np.zeros((10, 5))
+    for a, row in enumerate(weights.reshape(5, 5)):
+        order = np.argsort(-row, kind="stable")
+        index[a], weight[a] = 5 + order, row[order]
+    ends = np.zeros(10, dtype=np.bool_)
+    ends[4] = True
+    return CoAttention(0, np.ones(10), index, weight, np.full((10, 1), -1), np.zeros((10, 1))), ends
+
+
+def other_sums(w: Vector) -> list[float]:
+    """Pairwise, backwards, compensated, in the order of the lists, in float32."""
+    by_rank = np.concatenate([row[np.argsort(-row, kind="stable")] for row in w.reshape(5, 5)])
+    halves = float(np.cumsum(w[:13])[-1]) + float(np.cumsum(w[13:])[-1])
+    return [
+        float(np.sum(w)), float(np.cumsum(w[::-1])[-1]), float(np.cumsum(by_rank)[-1]), halves,
+        float(np.cumsum(w.astype(np.float32))[-1]),
+    ]
+
+
+@pytest.mark.spec("CC-MERGE", "CC-INTERFACE-EDGES")
+def test_the_order_of_25_weights_decides(stages: CrystalStages) -> None:
+    """Sums one rounding apart from tau_merge times 25: each other order errs in some of them."""
+    numbers, seen = Numbers(5), [0] * 5
+    while min(seen) < 3:
+        w = 0.31 + 0.5 * numbers.fractions(25)
+        tau = float(np.cumsum(w)[-1]) / 25
+        merges = oracle.interface_sums(w.tolist(), tau)
+        differ = [(x - tau * 25 > 0) != merges for x in other_sums(w)]
+        if not any(differ):
+            continue
+        seen = [a + b for a, b in zip(seen, differ, strict=True)]
+        found, ends = forward(w)
+        p = replace(PAPER, C=16, k_intra=5, k_cross=1, tau_merge=tau)
+        got = stages.trunks(found, np.ones(10), ends, p).offsets
+        assert got.tolist() == ([0, 10] if merges else [0, 5, 10])

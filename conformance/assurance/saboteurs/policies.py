@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from conformance.assurance.saboteurs.registry import Array, instead_of, method_instead_of
+from reference.crystalcache.coattention import attention
 from reference.directions import unit_keys
 from reference.policies import (
     chunkkv,
@@ -103,6 +104,31 @@ def averages_instead_of_maxima(view: Any, W: int, kernel: int) -> Any:
 def group_before_the_pool(view: Any, W: int, kernel: int) -> Any:
     """The group is averaged before the pool."""
     return adakv_score(view, W, kernel)
+
+
+@instead_of(snapkv_score, "PO-SNAPKV")
+def pool_that_sees_the_window(view: Any, W: int, kernel: int) -> Any:
+    """Keys of the window are in the pool, and cut off behind it."""
+    A = observed_attention(view, W)
+    pooled = max_pool(A.sum(axis=1), kernel)[:, : A.shape[2] - A.shape[1]]
+    return with_window(group_mean(pooled, len(view.k)), A.shape[2])
+
+
+@instead_of(snapkv_score, "PO-SNAPKV")
+def window_without_a_mask(view: Any, W: int, kernel: int) -> Any:
+    """Each query of the window sees all of its keys."""
+    k, n = wide(view.k), view.k.shape[1]
+    q, positions = wide(view.q)[:, -min(W, n) :], np.arange(n)
+    A = attention(q, k, np.full(q.shape[1], n), positions, view.scaling, view.softcap)
+    past = A[:, :, : n - q.shape[1]].sum(axis=1)
+    return with_window(group_mean(max_pool(past, kernel), len(view.k)), n)
+
+
+@instead_of(snapkv_score, "PO-SNAPKV")
+def ties_of_a_pool_to_the_higher(view: Any, W: int, kernel: int) -> Any:
+    """Of tokens that share a maximum the higher position stays."""
+    score = snapkv_score(view, W, kernel)
+    return score * (1 + 1e-12 * np.arange(score.shape[1]))
 
 
 @instead_of(snapkv, "PO-SNAPKV")

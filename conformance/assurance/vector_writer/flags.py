@@ -103,6 +103,9 @@ FLAGS: dict[str, tuple[str, str]] = {
     "OneToken": ("FORMS", "An int or digits are tokens (1 is one token); a float is a fraction (1.0 is everything)."),
     "OwnKeysFirst": ("READING", "Eq. 12 restricts to the chunk's own keys, then normalises."),
     "PartialKeepsBest": ("READING", "A partial trunk keeps its largest M_i, listed in ascending position."),
+    "PoolBeforeWindow": (
+        "READING", "The pool takes maxima over keys before the window alone, of each query head's sums.",
+    ),
     "PopulationSigma": (
         "READING", "sigma is the population standard deviation; the sample's differs, and fails for one trunk.",
     ),

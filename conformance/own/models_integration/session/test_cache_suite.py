@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from conformance.cache_suite import oracle
 from conformance.cache_suite.conftest import found_model
-from conformance.cache_suite.judge import KINDS, TINY, WHOLE, check, save_tiny
+from conformance.cache_suite.judge import KINDS, LENGTHS, PROMPT, TINY, WHOLE, check, save_tiny
 from conformance.cache_suite.oracle import UnknownRotation, check_rotation, frequencies
+from conformance.cache_suite.test_eviction import NEW
 from conformance.checks.boundary import SubjectFailure
 from conformance.paths import ROOT, SPEC
 from conformance.verify import __main__ as door
@@ -142,6 +143,49 @@ def test_an_error_of_the_subject_has_its_file_and_line(folder: str) -> None:
 
     with pytest.raises(SubjectFailure, match=r"function raised TypeError at \S+test_cache_suite\.py:\d+\n"):
         check(engine, folder, EQUAL, 5)
+
+
+def everything(prompt: list[int], kept: Kept) -> Kept:
+    return {layer: [list(range(len(prompt)))] * len(sets) for layer, sets in kept.items()}
+
+
+def long_prompts_whole(prompt: list[int], kept: Kept, *rest: Any) -> Tensor:
+    return after_eviction(prompt, everything(prompt, kept) if len(prompt) > 64 else kept, *rest)
+
+
+def at_least_four(prompt: list[int], kept: Kept, *rest: Any) -> Tensor:
+    """A head that keeps fewer than four has the last four."""
+    last = list(range(max(0, len(prompt) - 4), len(prompt)))
+    return after_eviction(prompt, {at: [own if len(own) > 3 else last for own in kept[at]] for at in kept}, *rest)
+
+
+def eight_at_a_time(prompt: list[int], kept: Kept, following: list[int], folder: str) -> Tensor:
+    """Of more than eight next tokens the later ones see the whole prompt."""
+    found = after_eviction(prompt, kept, following, folder)
+    if len(following) > 8:
+        found[8:] = after_eviction(prompt, everything(prompt, kept), following, folder)[8:]
+    return found
+
+
+def many_heads_reversed(prompt: list[int], kept: Kept, *rest: Any) -> Tensor:
+    return after_eviction(prompt, {at: sets[::-1] if len(sets) > 4 else sets for at, sets in kept.items()}, *rest)
+
+
+@pytest.mark.parametrize(("engine", "family"), [
+    (long_prompts_whole, "llama"), (at_least_four, "llama"), (eight_at_a_time, "llama"), (many_heads_reversed, "qwen3"),
+])
+def test_an_engine_that_is_right_on_small_inputs_is_found(
+    engine: Callable[..., Any], family: str, tmp_path: Path, folder: str,
+) -> None:
+    """By one at least of the suite's own calls."""
+    place = folder if family == "llama" else str(save_tiny(family, tmp_path))
+    failed = []
+    for kind, new, length in [(RAGGED, 5, PROMPT), (RAGGED, NEW[-1], PROMPT), (RAGGED, 3, LENGTHS[1])]:
+        try:
+            check(engine, place, kind, new, length=length)
+        except AssertionError:
+            failed.append((kind, new, length))
+    assert failed
 
 
 ENGINES = """

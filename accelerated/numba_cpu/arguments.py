@@ -1,0 +1,40 @@
+"""Arguments of compiled functions: contiguous, so that each function is compiled once and not once for each layout."""
+
+from collections.abc import Callable
+from dataclasses import is_dataclass, replace
+from functools import wraps
+from typing import Any, TypeVar
+
+import numpy as np
+
+__all__ = ["contiguous_arguments"]
+
+Stages = TypeVar("Stages")
+
+
+def contiguous_arguments(stages: type[Stages]) -> type[Stages]:
+    """The class, whose methods are given aligned arrays, contiguous up to two axes; keys and queries are not copied."""
+    for name, method in list(vars(stages).items()):
+        if not name.startswith("_"):
+            setattr(stages, name, _wrapped(method))
+    return stages
+
+
+def _wrapped(method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def call(self: object, *arguments: Any) -> Any:
+        return method(self, *map(_plain, arguments))
+
+    return call
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return np.require(value, requirements=["C", "A"] if value.ndim <= 2 else ["A"])
+    if isinstance(value, tuple) and any(isinstance(member, np.ndarray) for member in value):
+        return type(value)(*map(_plain, value))
+    if is_dataclass(value) and not isinstance(value, type):
+        changed = {name: _plain(member) for name, member in vars(value).items() if isinstance(member, np.ndarray)}
+        same = all(made is getattr(value, name) for name, made in changed.items())
+        return value if same else replace(value, **changed)
+    return value

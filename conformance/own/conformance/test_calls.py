@@ -1,0 +1,143 @@
+"""Stages that compute what they should and are wrong all the same: the boundary finds each, and leaves right ones."""
+
+import os
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from conformance.calls import held_to_rules
+from reference.backend import BACKEND
+from spec.parameters import PAPER
+
+pytestmark = [pytest.mark.law("the-proof-has-teeth")]
+
+Array = np.ndarray[Any, Any]
+Decay = Callable[[Array, Array, Any], Array]
+RIGHT: Decay = BACKEND.require_breath().decay
+BUFFER, SCRATCH = np.zeros(1_000), np.zeros(1_000)
+MEMORY: dict[Any, Array] = {}
+
+
+def reused(D: Array, M: Array, p: Any) -> Array:
+    BUFFER[: len(D)] = RIGHT(D, M, p)
+    return BUFFER[: len(D)]
+
+
+def by_pointer(D: Array, M: Array, p: Any) -> Array:
+    key = D.__array_interface__["data"][0], len(D)
+    if key not in MEMORY:
+        MEMORY[key] = RIGHT(D, M, p)
+    return MEMORY[key].copy()
+
+
+def by_shape_when_large(D: Array, M: Array, p: Any) -> Array:
+    return RIGHT(D, M, p) if len(D) < 500 else MEMORY.setdefault(len(D), RIGHT(D, M, p)).copy()
+
+
+def by_content(D: Array, M: Array, p: Any) -> Array:
+    key = D.tobytes(), M.tobytes()
+    return MEMORY.setdefault(key, RIGHT(D, M, p))
+
+
+def not_to_be_written(D: Array, M: Array, p: Any) -> Array:
+    found = RIGHT(D, M, p)
+    found.flags.writeable = False
+    return found
+
+
+def argument_locked(D: Array, M: Array, p: Any) -> Array:
+    D.flags.writeable = False
+    return RIGHT(D, M, p)
+
+
+def argument_written(D: Array, M: Array, p: Any) -> Array:
+    if D.flags.writeable:
+        D[0] = 0.25
+    return RIGHT(D, M, p)
+
+
+def shared_scratch(D: Array, M: Array, p: Any) -> Array:
+    SCRATCH[: len(D)] = M
+    before = D.copy()
+    return RIGHT(before, SCRATCH[: len(D)].copy(), p)
+
+
+def order_of_memory(D: Array, M: Array, p: Any) -> Array:
+    """Reads its rows where they would be if the array were contiguous."""
+    flat = M if M.strides[0] == 8 else np.lib.stride_tricks.as_strided(M[:1], M.shape, (0,))
+    return RIGHT(D, flat, p)
+
+
+def quiet(D: Array, M: Array, p: Any) -> Array:
+    np.seterr(under="raise" if np.geterr()["under"] == "ignore" else "ignore")
+    return RIGHT(D, M, p)
+
+
+def seeded(D: Array, M: Array, p: Any) -> Array:
+    np.random.random()
+    return RIGHT(D, M, p)
+
+
+def drawn(D: Array, M: Array, p: Any) -> Array:
+    random.random()
+    return RIGHT(D, M, p)
+
+
+def told(D: Array, M: Array, p: Any) -> Array:
+    os.environ["KVSPEC_CALLS"] = str(int(os.environ.get("KVSPEC_CALLS", "0")) + 1)
+    return RIGHT(D, M, p)
+
+
+VALUES = "array_equal"  # the wrong result itself
+WRONG: Mapping[Decay, str] = {
+    reused: "returned the memory|changed the result", by_pointer: VALUES, by_shape_when_large: VALUES,
+    by_content: "returned",
+    not_to_be_written: "read-only", argument_locked: "flags.writeable", argument_written: "wrote into an argument",
+    shared_scratch: VALUES, order_of_memory: VALUES, quiet: "NumPy's error state", seeded: "NumPy's random state",
+    drawn: "the random state", told: "the environment",
+}
+
+
+def judge(stage: Decay) -> None:
+    """Calls as tests make them: of 64 to 119 trunks, and a few of 600, each against the right result."""
+    stages = held_to_rules(replace(BACKEND, breath=SimpleNamespace(decay=stage))).require_breath()
+    numbers = np.random.default_rng(5)
+    for at in range(400):
+        m = 600 if at % 40 == 39 else int(numbers.integers(64, 120))
+        D, M = numbers.random(m), 15 * numbers.random(m)
+        kept = D.copy(), M.copy()
+        assert np.array_equal(stages.decay(D, M, PAPER), RIGHT(*kept, PAPER))
+        assert np.array_equal(D, kept[0])
+
+
+@pytest.fixture(autouse=True)
+def _as_before(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What the wrong ones change in this process."""
+    monkeypatch.delenv("KVSPEC_CALLS", raising=False)
+    MEMORY.clear()
+    with np.errstate():
+        yield
+
+
+@pytest.mark.parametrize("stage", WRONG, ids=lambda stage: stage.__name__)
+def test_what_is_wrong_beside_the_result_is_found(stage: Decay) -> None:
+    with pytest.raises(AssertionError, match=WRONG[stage]):
+        judge(stage)
+
+
+def test_a_right_stage_passes() -> None:
+    judge(RIGHT)
+    judge(lambda D, M, p: RIGHT(np.ascontiguousarray(D), np.ascontiguousarray(M), p))
+
+
+def test_the_caller_has_results_of_its_own() -> None:
+    """An argument that comes back as the result, as W of a static graph, is a copy: the next call changes it not."""
+    stages = held_to_rules(replace(BACKEND, breath=SimpleNamespace(decay=lambda D, M, p: D))).require_breath()
+    first = stages.decay(np.full(600, 0.5), np.ones(600), PAPER)
+    stages.decay(np.full(600, 0.25), np.ones(600), PAPER)
+    assert (first == 0.5).all()
