@@ -26,8 +26,12 @@ PROOFS = (
     "RealCounterexamples",
 )
 FILES = (*MODEL, *PROOFS)
-INSTALL = "apt install coq ocaml-nox ocaml-findlib libyojson-ocaml-dev"
+INSTALL = "apt install coq ocaml-nox ocaml-findlib libyojson-ocaml-dev libzarith-ocaml-dev"
 TOOLS = ("coqc", "ocamlfind")
+LIBRARIES = ("yojson", "zarith")
+COQC = ("coqc", "-q", "-w", "-extraction", "-Q", ".", "Kvspec")
+SECONDS = 900
+"""For one file: an error that is planted may compute for ever."""
 
 _PLACE = re.compile(r'File "\./(\w+)\.v", line (\d+)')
 _REQUIRED = re.compile(r"^From Kvspec Require (?:Import|Export) ([\w ]+)\.$", re.MULTILINE)
@@ -44,8 +48,14 @@ class ProofFailure(Exception):
 
 def missing() -> str:
     """What to install, in one line; empty where all is there."""
-    gone = [tool for tool in TOOLS if shutil.which(tool) is None]
+    gone = [tool for tool in TOOLS if shutil.which(tool) is None] or [name for name in LIBRARIES if not _library(name)]
     return f"{' and '.join(gone)} not found: {INSTALL}" if gone else ""
+
+
+def _library(name: str) -> bool:
+    """Whether OCaml can link a library: a shared one alone, which Coq brings, has no archive."""
+    home = subprocess.run(["ocamlfind", "query", name], capture_output=True, text=True, check=False).stdout.strip()
+    return bool(home) and (Path(home) / f"{name}.cmxa").exists()
 
 
 def fresh(home: Path) -> None:
@@ -78,9 +88,11 @@ def run_coq(home: Path, name: str) -> str:
     Raises:
         ProofFailure: where it does not accept the file.
     """
-    done = subprocess.run(
-        ["coqc", "-q", "-w", "-extraction", "-Q", ".", "Kvspec", f"{name}.v"], cwd=home, capture_output=True, text=True,
-    )
+    asked = [*COQC, f"{name}.v"]
+    try:
+        done = subprocess.run(asked, cwd=home, capture_output=True, text=True, timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        raise ProofFailure(name, name, f"nothing within {SECONDS} s") from None
     if done.returncode:
         raise ProofFailure(name, _failed(home, done.stderr, name), done.stderr)
     return done.stdout
@@ -109,7 +121,7 @@ def compile_engine(home: Path) -> Path:
     """The engine's program, from the compiled model."""
     run_coq(home, "Extract")
     (home / "model.mli").unlink()
-    flags = ["-O3", "-w", "-a", "-package", "yojson", "-linkpkg"]
+    flags = ["-O3", "-w", "-a", "-package", ",".join(LIBRARIES), "-linkpkg"]
     command = ["ocamlfind", "ocamlopt", *flags, "model.ml", "engine.ml", "-o", "engine"]
     done = subprocess.run(command, cwd=home, capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"})
     assert done.returncode == 0, done.stderr
