@@ -45,7 +45,7 @@ def test_every_file_is_compiled_and_no_proof_is_left_out() -> None:
     assert {path.stem for path in sources} == set(build.FILES)
     for path in sources:
         text = path.read_text(encoding="utf-8")
-        assert not any(word in text for word in ("Admitted", "Axiom ", "Parameter ", "admit.")), path
+        assert assumptions.unsafe(text) == [], path
 
 
 def test_each_planted_error_is_one_edit_of_an_item_of_the_specification() -> None:
@@ -104,12 +104,64 @@ def test_theorems_of_dissolution_rest_on_nothing(compiled: Path) -> None:
     assert assumptions.rests_on(compiled, "DissolutionTheorems", names) == frozenset()
 
 
+THEOREM = "Theorem CC_CUT_odd : False. Proof. exact (odd 0%nat). Qed.\n"
+ODD = {
+    "axiom": ("Axiom odd : nat -> False.\n" + THEOREM, "odd"),
+    "guard": (
+        "Unset Guard Checking.\nFixpoint odd (n : nat) : False := odd n.\n" + THEOREM, "odd is assumed to be guarded.",
+    ),
+    "attribute": (
+        "#[bypass_check(guard)] Fixpoint odd (n : nat) : False := odd n.\n" + THEOREM, "odd is assumed to be guarded.",
+    ),
+    "positivity": (
+        "Unset Positivity Checking.\nInductive bad : Prop := B : (bad -> False) -> bad.\n"
+        "Definition not (b : bad) : False := match b with B h => h b end.\n"
+        "Theorem CC_CUT_odd : False. Proof. exact (not (B not)). Qed.\n", "bad is assumed to be positive.",
+    ),
+    "universe": (
+        "Unset Universe Checking.\nDefinition odd : Type := Type.\nDefinition same : odd := odd.\n"
+        "Set Universe Checking.\n"
+        "Theorem CC_CUT_odd : exists x : Type, x = same. Proof. exists same. reflexivity. Qed.\n",
+        "same relies on an unsafe hierarchy.",
+    ),
+}
+
+
 @needs_coq
-def test_an_axiom_is_seen_and_a_false_theorem_refused(compiled: Path) -> None:
-    odd = "Axiom odd : 1 = 2.\nTheorem CC_CUT_odd : 1 = 2.\nProof. apply odd. Qed.\n"
-    (compiled / "Odd.v").write_text(odd, encoding="utf-8")
+@pytest.mark.parametrize("kind", ODD)
+def test_whatever_a_theorem_assumes_is_seen_by_each_judge(compiled: Path, kind: str) -> None:
+    text, said = ODD[kind]
+    (compiled / "Odd.v").write_text(text, encoding="utf-8")
     build.run_coq(compiled, "Odd")
-    assert assumptions.rests_on(compiled, "Odd", ["CC_CUT_odd"]) == {"odd"}
+    assert said in assumptions.rests_on(compiled, "Odd", ["CC_CUT_odd"])
+    assert any("Odd." in line for line in assumptions.checked(compiled, ("Odd",)))
+    assert len(assumptions.unsafe(text)) >= 1
+
+
+@needs_coq
+def test_a_type_in_type_of_the_command_line_is_seen(compiled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "Definition T : Type := Type.\nTheorem CC_CUT_odd : True. Proof. exact (let x : T := T in I). Qed.\n"
+    (compiled / "Odd.v").write_text(text, encoding="utf-8")
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "COQC", (*build.COQC, "-type-in-type"))
+        build.run_coq(compiled, "Odd")
+    assert "CC_CUT_odd relies on an unsafe hierarchy." in assumptions.rests_on(compiled, "Odd", ["CC_CUT_odd"])
+    assert any("Odd." in line for line in assumptions.checked(compiled, ("Odd",)))
+    assert not {"-type-in-type", "-noinit", "-l", "-load-vernac-source"} & set(build.COQC)
+
+
+@pytest.mark.parametrize("line", [
+    "Admitted.", "  admit.", "Axiom a : False.", "Local Parameter x : nat.",
+    "Conjecture c : False.", "Set Positivity  Checking.", "Declare ML Module x.", "Load other.",
+])
+def test_a_command_that_assumes_is_refused_in_a_source_and_not_in_a_comment(line: str) -> None:
+    assert len(assumptions.unsafe(f"Theorem a : True.\n{line}\n")) == 1
+    assert assumptions.unsafe(f"(* (* {line} *)\n{line}\n *)\nLemma admitted_least : True.\n") == []
+
+
+@needs_coq
+def test_a_file_without_assumptions_has_no_surprise_and_a_false_theorem_is_refused(compiled: Path) -> None:
+    assert list(assumptions.checked(compiled, NEEDED)) == []
     (compiled / "Wrong.v").write_text("Theorem CC_CUT_wrong : 1 = 2.\nProof. reflexivity. Qed.\n", encoding="utf-8")
     with pytest.raises(build.ProofFailure, match="CC_CUT_wrong does not hold"):
         build.run_coq(compiled, "Wrong")

@@ -98,8 +98,10 @@ def main(arguments: list[str]) -> int:
         request = None
         with suppress(ValueError, RecursionError):
             request = json.loads(line)
-        by_model = modelled(request) and "id" in request
-        print(model.answer(line, request["id"]) if by_model else answer(backend, "float64", line), flush=True)
+        if isinstance(request, dict) and "id" in request and modelled(request):
+            print(model.answer(line, request["id"]), flush=True)
+        else:
+            print(answer(backend, "float64", line), flush=True)
     model.stop()
     return 0
 

@@ -215,7 +215,7 @@ def _targets(draw: Random) -> tuple[Json, Json]:
     denominator = draw.choice([1, 2, 4, 1000, 10**12 + 39])
     parts = [Fraction(draw.randint(0, 9 * denominator), draw.choice([1, denominator])) % draw.choice([9, 2**50])
              for _ in range(draw.randint(0, 8))]
-    parts.append(-sum(parts) % 1 + draw.randint(0, 3))
+    parts.append(-sum(parts, Fraction()) % 1 + draw.randint(0, 3))
     draw.shuffle(parts)
     return {"targets": [str(part) for part in parts]}, {}
 

@@ -109,7 +109,8 @@ def _units(i: Json, p: CrystalCacheParameters) -> Any:
 
 
 def _blocks(i: Json, p: CrystalCacheParameters) -> Any:
-    found = best_blocks(*(np.array(i[name]) for name in ("values", "shares", "pinned")), i["b"])
+    values, shares, pinned = (np.array(i[name]) for name in ("values", "shares", "pinned"))
+    found = best_blocks(values, shares, pinned, i["b"])
     return {"positions": found.positions, "offsets": found.offsets}
 
 
