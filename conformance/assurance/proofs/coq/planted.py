@@ -50,6 +50,9 @@ TWINS = frozenset({
 """Items of which every saboteur must show in the comparison."""
 INVISIBLE: Mapping[str, str] = {
     "CC_DISSOLVE_PROTECTED_FIRST": "the stage sorts the positions that it is given",
+    "CC_BUDGET_FORMS_A_BOOL_IS_A_NUMBER": "the model reads text",
+    "DV_COSINE_EPSILON_IN_THE_ROOT": "the model has the inner product, not the unit rows",
+    "CC_NORMALISED_IMPACT_IN_SINGLE_PRECISION": "scores are compared on a grid, as libraries' logarithms differ",
 }
 QUESTIONS = 1000
 NOTHING = "nothing"

@@ -86,7 +86,7 @@ def _score(draw: Random) -> Question:
     m = draw.randint(1, 8)
     D, impact = np.array(_few(draw, m, 1.0)), np.array(_few(draw, m, 5.0, 1e4))
     protected = np.array(_flags(draw, m, draw.choice([0.0, 0.3, 1.0])))
-    p = replace(TINY, alpha=draw.choice([0.3, 0.7, 1.0]))
+    p = replace(TINY, alpha=draw.choice([0.3, 0.7, 1.0, 2.0]))
     return lambda side: np.rint(side.backend.require_crystal().score(D, impact, protected, p) * 2.0**20)
 
 
@@ -116,8 +116,10 @@ STAGES: Mapping[str, Callable[[Random], Question]] = {
 # ---- items: inputs, and the parameters that matter ----
 
 
-def _text(draw: Random) -> str:
-    """An edge, a fraction or a count, or one of these with a character wrong."""
+def _form(draw: Random) -> str | int | float:
+    """An int, a float, or a text: an edge, a fraction or a count, or one of these with a character wrong."""
+    if draw.random() < 0.2:
+        return draw.choice([draw.randint(0, 3), LARGEST, draw.randint(1, 10**6), draw.randint(1, 1100) / 1000])
     digits = "".join(draw.choice("0123456789") for _ in range(draw.randint(1, 12)))
     kinds = [f"0.{digits}", f"{digits[:2]}.{digits}%", f"{digits[:2]}%", digits, f".{digits}"]
     text = draw.choice([draw.choice(TEXTS), *kinds])
@@ -126,11 +128,11 @@ def _text(draw: Random) -> str:
 
 
 def _forms(draw: Random) -> tuple[Json, Json]:
-    return {"budget": _text(draw), "seen": _size(draw, 0)}, {}
+    return {"budget": _form(draw), "seen": _size(draw, 0)}, {}
 
 
 def _budget(draw: Random) -> tuple[Json, Json]:
-    return {"budget": _text(draw), "n": _size(draw)}, {"N_sink": draw.randint(0, 9), "W_recent": draw.randint(0, 9)}
+    return {"budget": _form(draw), "n": _size(draw)}, {"N_sink": draw.randint(0, 9), "W_recent": draw.randint(0, 9)}
 
 
 def _protected(draw: Random) -> tuple[Json, Json]:
@@ -191,7 +193,7 @@ def _split(draw: Random) -> tuple[Json, Json]:
 
 def _path(draw: Random) -> tuple[Json, Json]:
     m = draw.randint(1, 6)
-    return {"D": _few(draw, m, 1.0), "M_tilde": _few(draw, m, np.nan)}, {"alpha": draw.choice([0.3, 0.7, 1.0])}
+    return {"D": _few(draw, m, 1.0), "M_tilde": _few(draw, m, np.nan)}, {"alpha": draw.choice([0.3, 0.7, 1.0, 2.0])}
 
 
 def _units(draw: Random) -> tuple[Json, Json]:

@@ -53,6 +53,8 @@ def extracted(program: Path, seconds: float = 60) -> tuple[Engine, Side]:
     engine = Engine(f"{sys.executable} -m conformance.assurance.proofs.coq.engine {program}", seconds)
 
     def item(operation: str, inputs: Json, parameters: Mapping[str, Json]) -> Any:
+        if "budget" in inputs:
+            inputs = {**inputs, "budget": str(inputs["budget"])}  # the model reads text
         shown = {**vars(TINY), **parameters}
         known = {name: value for name, value in shown.items() if isinstance(value, int | float)}
         return engine.ask(operation, encoded({**inputs, "parameters": known}), _read)
@@ -96,7 +98,7 @@ def _asked(name: str, tokens: int | None) -> Any:
 
 
 def _effective(i: Json, p: CrystalCacheParameters) -> Any:
-    tokens = budgets.asked(i["budget"], i["n"])
+    tokens = budgets.asked(str(i["budget"]), i["n"])
     return _asked("B", None if tokens is None else max(p.N_sink + p.W_recent, tokens))
 
 
@@ -125,7 +127,7 @@ _OF_REFERENCE: Mapping[str, Answer] = {
     "PO-TOP-UNITS": _units, "PO-BEST-BLOCKS": _blocks, "DV-COSINE": lambda i, p: {"cosines": cosines(np.array(i["V"]))},
 }
 _BY_FORCE: Mapping[str, Answer] = {
-    "CC-BUDGET-FORMS": lambda i, p: _asked("tokens", budgets.asked(i["budget"], i["seen"])),
+    "CC-BUDGET-FORMS": lambda i, p: _asked("tokens", budgets.asked(str(i["budget"]), i["seen"])),
     "CC-BUDGET": _effective,
     "PO-TOP-UNITS": lambda i, p: {
         "kept": [budgets.best_units(row, i["offsets"], i["pinned"], i["B"]) for row in i["values"]]
