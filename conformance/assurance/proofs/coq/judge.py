@@ -26,7 +26,8 @@ def judge(program: Path, whole: bool = False, *options: str) -> int:
     engine = f"{sys.executable} -m conformance.assurance.proofs.coq.engine {program}"
     asked = ["--kvspec-profile", "few", "--kvspec-command", engine, "-q", "-p", "no:cacheprovider"]
     if whole:
-        asked += ["-n", "2", "--dist", "worksteal", SUITE, *(f"--deselect={test}" for test in LISTS_TOO_LONG)]
+        asked += ["--kvspec-timeout", "300", "-n", "2", "--dist", "worksteal", SUITE]
+        asked += [f"--deselect={test}" for test in LISTS_TOO_LONG]
     else:
         asked += [*QUICK, "-k", "not attention"]
     command = [sys.executable, "-m", "pytest", *asked, *options]
