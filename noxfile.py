@@ -62,6 +62,7 @@ NIGHTLY = {
     "tests-of-tests": ["pytest", *WORKERS, "--kvspec-profile", "nightly", "-m", "nightly",
                        "conformance/own/conformance"],
     "families": ["conformance.measure.families"],
+    "coq-engine": ["conformance.assurance.proofs.coq", "judge"],
 }
 
 
@@ -242,7 +243,7 @@ def prove(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def coq(session: nox.Session) -> None:
-    """Theorems about a model of the integer core, its engine and its vectors; `-- planted` for errors in it."""
+    """Theorems about a model of the integer core, its vectors, its engine judged; `-- planted [FILE]` for errors."""
     run(session, "conformance.assurance.proofs.coq", *session.posargs)
 
 

@@ -239,7 +239,8 @@ def decay_radius(D: Vector) -> Vector:
 def key_norm_error(H_kv: int, d: int) -> float:
     """Bound on the relative error of a mean inverse norm: a sum of d squares and its root, then a sum over heads.
 
-    float64 in every backend; the oracle's own error is the same.
+    float64 in every backend; the oracle's own error is the same. For norms in [2^-1000, 2^1000]: a key whose squares
+    float64 does not hold is scaled by a power of two, exactly.
     """
     return 2 * gamma(d + H_kv + 8, "float64")
 

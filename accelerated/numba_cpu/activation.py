@@ -9,6 +9,9 @@ from spec.policy import DeviceArray
 
 __all__ = ["active_trunks", "inverse_key_norms"]
 
+SMALL, LARGE = 2.0**-1000, 2.0**1000  # between them a sum of squares has lost nothing
+UP, DOWN = 2.0**600, 2.0**-600
+
 
 def inverse_key_norms(k: DeviceArray) -> Vector:
     """Mean over KV heads of 1 / ||k|| (n,), float64 from keys of any floating type.
@@ -21,15 +24,25 @@ def inverse_key_norms(k: DeviceArray) -> Vector:
 
 @njit(cache=True)
 def mean_inverse(k: Cube) -> Vector:
-    """Head by head; infinite where a key is zero."""
+    """Head by head; infinite where a key is zero. A key whose squares float64 does not hold is scaled."""
     total = np.zeros(k.shape[1])
     for h in range(k.shape[0]):
         for i in range(k.shape[1]):
-            square = 0.0
-            for c in range(k.shape[2]):
-                square += k[h, i, c] * k[h, i, c]
-            total[i] += 1.0 / np.sqrt(square) if square > 0 else np.inf
+            scale, square = 1.0, sum_of_squares(k[h, i], 1.0)
+            if not SMALL < square < LARGE:
+                scale = UP if square < 1.0 else DOWN
+                square = sum_of_squares(k[h, i], scale)
+            total[i] += scale / np.sqrt(square) if square > 0 else np.inf
     return total / k.shape[0]
+
+
+@njit(cache=True, inline="always")
+def sum_of_squares(key: Vector, scale: float) -> float:
+    """From the first channel to the last."""
+    square = 0.0
+    for c in range(len(key)):
+        square += (scale * key[c]) * (scale * key[c])
+    return square
 
 
 def active_trunks(live: LiveTrunks, theta_act: float) -> BoolVector:

@@ -13,12 +13,20 @@ from spec.policy import DeviceArray
 
 __all__ = ["inverse_key_norms"]
 
+SMALL: tl.constexpr = tl.constexpr(2.0**-400)
+LARGE: tl.constexpr = tl.constexpr(2.0**500)
+UP: tl.constexpr = tl.constexpr(2.0**600)
+DOWN: tl.constexpr = tl.constexpr(2.0**-600)
+ZERO: tl.constexpr = tl.constexpr(2.0**-846)  # up to this square the inverse of a scaled norm is no float64
+
 
 @triton.jit
 def mean_inverse_norms(
     K, NORM, heads, n, d, k_head, k_row, k_dim, NORMS: tl.constexpr, WIDTH: tl.constexpr,
 ):
     """NORM (n,): mean over heads of 1 / ||k||, in float64; infinite where a key is zero.
+
+    A key whose squares float64 does not hold is scaled by a power of two.
 
     Implements: CC-KEY-NORM
     """
@@ -29,9 +37,12 @@ def mean_inverse_norms(
     for head in range(heads):
         at = K + head * k_head.to(tl.int64) + i[:, None] * k_row + channel[None, :] * k_dim
         k = tl.load(at, mask=live, other=0.0).to(tl.float64)
+        largest = tl.max(tl.abs(k), 1)
+        scale = tl.where(largest < SMALL, UP, tl.where(largest > LARGE, DOWN, tl.full([NORMS], 1.0, tl.float64)))
+        k = k * scale[:, None]
         square = tl.sum(k * k, 1)
-        inverse = 1.0 / tl.sqrt(tl.where(square > 0, square, 1.0))
-        total += tl.where(square > 0, inverse, float("inf"))
+        inverse = scale / tl.sqrt(tl.where(square > ZERO, square, 1.0))
+        total += tl.where(square > ZERO, inverse, float("inf"))
     tl.store(NORM + i, total / heads.to(tl.float64), mask=i < n)
 
 

@@ -1,6 +1,7 @@
 """Where Triton runs in this process, and what may be handed to it."""
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -115,9 +116,7 @@ def key_tensor(k: DeviceArray) -> Tensor:
     Raises:
         SpecError: as `attention_tensors`.
     """
-    keys = _checked("k", k)
-    if isinstance(k, np.ndarray) and k.dtype == np.float64:
-        keys = upload(k, np.float64)
+    keys = _checked("k", k, (np.float16, np.float32, np.float64))
     _check_finite("k", keys)
     return keys
 
@@ -128,7 +127,8 @@ def _check_finite(name: str, x: Tensor) -> None:
         raise SpecError(name, float(x[at]), f"must be finite, and is not at {at}")
 
 
-def _checked(name: str, x: DeviceArray) -> Tensor:
+def _checked(name: str, x: DeviceArray, kept: Sequence[type] = (np.float16, np.float32)) -> Tensor:
+    """A tensor as it is, an array uploaded: as float32 if its type is none that is kept."""
     if not isinstance(x, np.ndarray | torch.Tensor) or x.ndim != 3:
         raise SpecError(name, getattr(x, "shape", type(x).__name__), "must be an array (heads, tokens, d)")
     if 0 in x.shape:
@@ -138,7 +138,7 @@ def _checked(name: str, x: DeviceArray) -> Tensor:
     if isinstance(x, np.ndarray):
         if x.dtype.kind != "f":
             raise SpecError(name, x.dtype, "must be floating point")
-        return upload(x, x.dtype if x.dtype in (np.float16, np.float32) else np.float32)
+        return upload(x, x.dtype if x.dtype in kept else np.float32)
     _check_tensor(name, x)
     return x
 

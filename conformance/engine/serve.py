@@ -22,15 +22,17 @@ __all__ = ["answer", "main"]
 
 
 def answer(backend: Backend, precision: str, line: str) -> str:
-    """The answer to a request, as a line without its end."""
-    request = json.loads(line)
+    """The answer to a request, as a line without its end; an error without an id to a line that has none."""
+    number = None
     try:
+        request = json.loads(line)
+        number = request["id"]
         said = {"result": _hello(backend, precision) if request["op"] == "hello" else _result(backend, request)}
     except SpecError as error:
         said = {"refusal": {"argument": error.argument, "value": _plain(error.value), "bound": error.bound}}
     except Exception:
         said = {"error": traceback.format_exc()}
-    return json.dumps({"id": request["id"], **said})
+    return json.dumps({"id": number, **said})
 
 
 def _hello(backend: Backend, precision: str) -> Json:

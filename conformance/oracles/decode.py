@@ -50,8 +50,15 @@ class Model:
 
 def inverse_norm(keys: Rows) -> float:
     """Of one token's keys, one per KV head: the mean of 1 / length; infinite if a key has none."""
-    lengths = [math.sqrt(math.fsum(x * x for x in key)) for key in keys]
-    return math.inf if 0.0 in lengths else math.fsum(1 / length for length in lengths) / len(keys)
+    return math.fsum(map(inverse_length, keys)) / len(keys)
+
+
+def inverse_length(key: Sequence[float]) -> float:
+    """1 over the length; a key whose squares float64 does not hold is multiplied by a power of two, exactly."""
+    largest = max(abs(x) for x in key)
+    scale = 2.0**600 if largest < 2.0**-500 else 2.0**-600 if largest > 2.0**500 else 1.0
+    square = math.fsum((scale * x) * (scale * x) for x in key)
+    return scale / math.sqrt(square) if square > 0 else math.inf
 
 
 def eta(norms: Sequence[float]) -> list[float]:

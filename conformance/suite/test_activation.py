@@ -1,5 +1,6 @@
 """Decode: key norms, activation, pulses and the Hebbian update."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -61,6 +62,28 @@ def test_inverse_norms_lie_in_their_bound(breath_stages: BreathStages, k: Any) -
     finite = np.isfinite(want)
     radius = tolerances.key_norm_error(len(k), k.shape[2]) * want[finite]
     assert (np.abs(found[finite] - want[finite]) <= radius).all()
+
+
+@pytest.mark.spec("CC-KEY-NORM")
+@pytest.mark.parametrize("size", [2.0**-990, 1e-200, 1e-162, 1e-160, 1e-150, 1e150, 1.3e154, 1e155, 1e200, 2.0**990])
+def test_norms_whose_squares_float64_does_not_hold(breath_stages: BreathStages, size: float) -> None:
+    """Beside a head of usual length, and with a channel that is as good as 0."""
+    k = np.array([[[1.0, 0.7, 0.0, 1e-30], [-0.6, 0.0, 0.0, 0.8]], [[1.0, 0.0, 2.0, 0.0], [0.0, 0.0, 0.0, 0.0]]])
+    k[0] *= size
+    found, radius = breath_stages.inverse_key_norms(k), tolerances.key_norm_error(2, 4)
+    want = (1 / (size * math.hypot(1.0, 0.7)) + 5**-0.5) / 2
+    assert abs(found[0] - want) <= radius * want
+    assert found[1] == np.inf
+    alone = breath_stages.inverse_key_norms(k[:1])
+    lengths = size * np.hypot(k[0, :, 0] / size, np.hypot(k[0, :, 1] / size, k[0, :, 3] / size))
+    assert (np.abs(alone * lengths - 1) <= radius).all()
+
+
+@pytest.mark.spec("CC-KEY-NORM")
+def test_norms_beyond_the_bound_are_counted_as_small_and_large(breath_stages: BreathStages) -> None:
+    found = breath_stages.inverse_key_norms(np.array([[[5e-324, 0.0], [2.0**-1022, 0.0], [1.7e308, 1.7e308]]]))
+    assert (found[:2] >= 2.0**1000).all()
+    assert 0 <= found[2] <= 2.0**-1000
 
 
 @pytest.mark.spec("CC-KEY-NORM")

@@ -7,18 +7,25 @@ from spec.decode import LiveTrunks
 
 __all__ = ["active_trunks", "inverse_key_norms", "normalised_inverse_norms"]
 
+SMALL, LARGE = 2.0**-500, 2.0**500
+UP, DOWN = 2.0**600, 2.0**-600
+
 
 def inverse_key_norms(k: Float[RawCube, "H_kv n d"]) -> Float64[Vector, " n"]:
     """Mean over KV heads of 1 / ||k||; infinite where one of the token's keys is zero.
 
     Implements: CC-KEY-NORM
 
-    Source: Section 3.8(a). The observed layer's keys; a rotation does not change a norm.
+    Source: Section 3.8(a). The observed layer's keys; a rotation does not change a norm. A key whose squares float64
+    does not hold is scaled by a power of two, which is exact.
     """
     wide = k.astype(np.float64)
-    norm = np.sqrt((wide * wide).sum(axis=2))
-    with np.errstate(divide="ignore"):
-        mean: Vector = (1.0 / norm).sum(axis=0) / len(k)
+    largest = np.abs(wide).max(axis=2)
+    scale = np.where(largest < SMALL, UP, np.where(largest > LARGE, DOWN, 1.0))
+    scaled = wide * scale[..., None]
+    norm = np.sqrt((scaled * scaled).sum(axis=2))
+    with np.errstate(divide="ignore", over="ignore"):
+        mean: Vector = (scale / norm).sum(axis=0) / len(k)
     return mean
 
 

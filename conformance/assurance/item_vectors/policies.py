@@ -147,7 +147,8 @@ def preferred(i: Json) -> Result:
 
 
 def pyramid(i: Json) -> Result:
-    given = Scores(np.zeros((i["L"], i["n"])), np.arange(i["n"] + 1))
+    """All tokens are one unit: budgets read their number alone."""
+    given = Scores(np.zeros((i["L"], 1)), np.array([0, i["n"]]))
     return {"shares": Pyramid(i["W"], i["beta"])(i["B"] * i["L"], given)}
 
 

@@ -39,6 +39,15 @@ def in_the_keys_precision(k: Array) -> Array:
     return inverse
 
 
+@instead_of(inverse_key_norms, "CC-KEY-NORM")
+def squares_beyond_float64(k: Array) -> Array:
+    """No key is scaled: squares overflow, and underflow."""
+    wide = k.astype(np.float64)
+    with np.errstate(divide="ignore", over="ignore", under="ignore"):
+        inverse: Array = (1.0 / np.sqrt((wide * wide).sum(axis=2))).mean(axis=0)
+    return inverse
+
+
 @instead_of(normalised_inverse_norms, "CC-ETA")
 def a_zero_key_is_never_active(inverse_norms: Array) -> Array:
     """A zero key has eta 0."""

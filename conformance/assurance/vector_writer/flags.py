@@ -13,6 +13,7 @@ FLAGS: dict[str, tuple[str, str]] = {
     "Modular": ("READING", "A prior for a fixed direction looks at no kept token, so that copies stay together."),
     "NoBonus": ("READING", "Redundancy is at least 0: an opposite direction earns no bonus."),
     "PositionCancels": ("READING", "A key turned back by its position, then probed from there, is the cached key."),
+    "AllKeptCount": ("READING", "Redundancy is likeness to the nearest of all kept tokens, not to the newest of them."),
     "RetainedCounts": ("READING", "Tokens that are kept anyway are in the set before the first pick."),
     "BreathOrder": (
         "READING", "Decay comes before the breath; in it activation, pulses, growth, new trunks, eviction.",

@@ -1,22 +1,26 @@
 """The Coq files: named by items, closed, run as an engine, able to fail. What needs Coq is skipped without it."""
 
+import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from conformance.assurance.proofs.coq import __main__ as command
-from conformance.assurance.proofs.coq import assumptions, build, three_way
+from conformance.assurance.proofs.coq import assumptions, build, judge, questions, three_way
+from conformance.assurance.proofs.coq import engine as wrapper
 from conformance.assurance.proofs.coq.engine import modelled
-from conformance.assurance.proofs.coq.planted import ERRORS
+from conformance.assurance.proofs.coq.planted import ROWS, found_by, read_rows
 from conformance.assurance.proofs.coq.theorems import stated, theorems
+from conformance.assurance.proofs.coq.vectors import STAGES, written
 from conformance.assurance.saboteurs import SABOTEURS
-from conformance.assurance.saboteurs.install import private_reference
+from conformance.assurance.saboteurs.install import standing_in
 from conformance.engine.process import Engine
 from conformance.items import known_items
-from reference.policies.selectors import best_blocks
-from spec.backend import Backend, resolve
+from spec.errors import SpecError
 
 PROOFS = build.HERE / "proofs"
 NEEDED = ("Lists", "Dissolution", "ListFacts", "DissolutionTheorems", "Ranks")
@@ -41,13 +45,39 @@ def test_every_file_is_compiled_and_no_proof_is_left_out() -> None:
     assert {path.stem for path in sources} == set(build.FILES)
     for path in sources:
         text = path.read_text(encoding="utf-8")
-        assert not any(word in text for word in ("Admitted", "Axiom ", "Parameter ", "admit.")), path
+        assert assumptions.unsafe(text) == [], path
 
 
-def test_each_planted_error_is_one_edit() -> None:
-    assert len(ERRORS) >= 10
-    for error in ERRORS:
-        assert (build.HERE / "model" / f"{error.file}.v").read_text(encoding="utf-8").count(error.old) == 1, error
+def test_each_planted_error_is_one_edit_of_an_item_of_the_specification() -> None:
+    rows = read_rows(ROWS)
+    assert len(rows) >= 45
+    assert {row.item for row in rows} <= set(known_items())
+
+
+@pytest.mark.law("one-line-with-the-way-out")
+@pytest.mark.parametrize(("line", "bound"), [
+    ("old = 'x'", "must have item, what, file, old, new"),
+    ("old = 'def '\nnew = ''", "must occur once in spec/budget.py, not 7 times"),
+])
+def test_a_row_that_cannot_be_planted_is_refused(tmp_path: Path, line: str, bound: str) -> None:
+    path = tmp_path / "rows.toml"
+    path.write_text(f"[[error]]\nitem = 'CC-CUT'\nwhat = 'x'\nfile = 'spec/budget.py'\n{line}\n", encoding="utf-8")
+    with pytest.raises(SpecError, match=bound):
+        read_rows(path)
+
+
+def test_every_operation_of_the_vectors_and_of_the_engine_is_asked() -> None:
+    """Items with a stage of another name are asked by it."""
+    asked = {*questions.ITEMS, *questions.STAGES}
+    assert STAGES.keys() <= asked
+    assert questions.ITEMS.keys() == wrapper.ITEMS
+    assert len(wrapper.MODELLED) == len(questions.STAGES)
+
+
+@pytest.mark.spec("PO-WHOLE-SHARES")
+def test_the_kernel_is_asked_about_compact_vectors() -> None:
+    """The only tie of remainders stands in one."""
+    assert "vector_PO_WHOLE_SHARES_502" in dict(written())
 
 
 def test_without_coq_one_line_says_what_to_install(
@@ -74,12 +104,64 @@ def test_theorems_of_dissolution_rest_on_nothing(compiled: Path) -> None:
     assert assumptions.rests_on(compiled, "DissolutionTheorems", names) == frozenset()
 
 
+THEOREM = "Theorem CC_CUT_odd : False. Proof. exact (odd 0%nat). Qed.\n"
+ODD = {
+    "axiom": ("Axiom odd : nat -> False.\n" + THEOREM, "odd"),
+    "guard": (
+        "Unset Guard Checking.\nFixpoint odd (n : nat) : False := odd n.\n" + THEOREM, "odd is assumed to be guarded.",
+    ),
+    "attribute": (
+        "#[bypass_check(guard)] Fixpoint odd (n : nat) : False := odd n.\n" + THEOREM, "odd is assumed to be guarded.",
+    ),
+    "positivity": (
+        "Unset Positivity Checking.\nInductive bad : Prop := B : (bad -> False) -> bad.\n"
+        "Definition not (b : bad) : False := match b with B h => h b end.\n"
+        "Theorem CC_CUT_odd : False. Proof. exact (not (B not)). Qed.\n", "bad is assumed to be positive.",
+    ),
+    "universe": (
+        "Unset Universe Checking.\nDefinition odd : Type := Type.\nDefinition same : odd := odd.\n"
+        "Set Universe Checking.\n"
+        "Theorem CC_CUT_odd : exists x : Type, x = same. Proof. exists same. reflexivity. Qed.\n",
+        "same relies on an unsafe hierarchy.",
+    ),
+}
+
+
 @needs_coq
-def test_an_axiom_is_seen_and_a_false_theorem_refused(compiled: Path) -> None:
-    odd = "Axiom odd : 1 = 2.\nTheorem CC_CUT_odd : 1 = 2.\nProof. apply odd. Qed.\n"
-    (compiled / "Odd.v").write_text(odd, encoding="utf-8")
+@pytest.mark.parametrize("kind", ODD)
+def test_whatever_a_theorem_assumes_is_seen_by_each_judge(compiled: Path, kind: str) -> None:
+    text, said = ODD[kind]
+    (compiled / "Odd.v").write_text(text, encoding="utf-8")
     build.run_coq(compiled, "Odd")
-    assert assumptions.rests_on(compiled, "Odd", ["CC_CUT_odd"]) == {"odd"}
+    assert said in assumptions.rests_on(compiled, "Odd", ["CC_CUT_odd"])
+    assert any("Odd." in line for line in assumptions.checked(compiled, ("Odd",)))
+    assert len(assumptions.unsafe(text)) >= 1
+
+
+@needs_coq
+def test_a_type_in_type_of_the_command_line_is_seen(compiled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "Definition T : Type := Type.\nTheorem CC_CUT_odd : True. Proof. exact (let x : T := T in I). Qed.\n"
+    (compiled / "Odd.v").write_text(text, encoding="utf-8")
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "COQC", (*build.COQC, "-type-in-type"))
+        build.run_coq(compiled, "Odd")
+    assert "CC_CUT_odd relies on an unsafe hierarchy." in assumptions.rests_on(compiled, "Odd", ["CC_CUT_odd"])
+    assert any("Odd." in line for line in assumptions.checked(compiled, ("Odd",)))
+    assert not {"-type-in-type", "-noinit", "-l", "-load-vernac-source"} & set(build.COQC)
+
+
+@pytest.mark.parametrize("line", [
+    "Admitted.", "  admit.", "Axiom a : False.", "Local Parameter x : nat.",
+    "Conjecture c : False.", "Set Positivity  Checking.", "Declare ML Module x.", "Load other.",
+])
+def test_a_command_that_assumes_is_refused_in_a_source_and_not_in_a_comment(line: str) -> None:
+    assert len(assumptions.unsafe(f"Theorem a : True.\n{line}\n")) == 1
+    assert assumptions.unsafe(f"(* (* {line} *)\n{line}\n *)\nLemma admitted_least : True.\n") == []
+
+
+@needs_coq
+def test_a_file_without_assumptions_has_no_surprise_and_a_false_theorem_is_refused(compiled: Path) -> None:
+    assert list(assumptions.checked(compiled, NEEDED)) == []
     (compiled / "Wrong.v").write_text("Theorem CC_CUT_wrong : 1 = 2.\nProof. reflexivity. Qed.\n", encoding="utf-8")
     with pytest.raises(build.ProofFailure, match="CC_CUT_wrong does not hold"):
         build.run_coq(compiled, "Wrong")
@@ -125,32 +207,106 @@ def test_an_error_in_the_model_refutes_a_theorem(
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Backend]]:
-    """The extracted model as a process."""
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The extracted model."""
     home = tmp_path_factory.mktemp("coq") / "engine"
     build.fresh(home)
     build.compile_all(home, build.MODEL[:8])
-    process, backend = three_way.engine_backend(build.compile_engine(home))
-    yield process, backend
+    return build.compile_engine(home)
+
+
+@pytest.fixture(scope="module")
+def coq(program: Path) -> Iterator[tuple[Engine, three_way.Side]]:
+    """The extracted model as a process."""
+    process, side = three_way.extracted(program)
+    yield process, side
     process.stop()
 
 
 @needs_coq
-@pytest.mark.spec("CC-TRUNKS", "CC-DISSOLVE", "PO-TOP-UNITS")
-def test_the_engine_agrees_with_the_reference_and_a_wrong_one_is_seen(engine: tuple[Engine, Backend]) -> None:
-    backends = {"coq": engine[1], "numpy": resolve("numpy")}
-    assert list(three_way.differences(backends, three_way.questions(1, 40))) == []
-    backends["reference"] = private_reference(SABOTEURS["CC_ALLOCATE_NEVER_TOO_MANY"]).backend
-    assert next(three_way.differences(backends, three_way.questions(1, 40))).endswith("reference stands alone")
+@pytest.mark.spec(*{name for name in (*questions.ITEMS, "CC-TRUNKS", "CC-DISSOLVE") if name in known_items()})
+def test_the_engine_agrees_with_the_reference_and_brute_force(coq: tuple[Engine, three_way.Side]) -> None:
+    sides = {"coq": coq[1], "brute force": three_way.independent(), "reference": three_way.in_reference()}
+    assert list(three_way.differences(sides, questions.questions(1, 40))) == []
 
 
 @needs_coq
-@pytest.mark.spec("PO-BEST-BLOCKS")
-def test_blocks_are_those_of_brute_force_and_a_wrong_reference_is_seen(engine: tuple[Engine, Backend]) -> None:
-    choosers = three_way.block_choosers(engine[0], best_blocks)
-    assert list(three_way.differences(choosers, three_way.block_questions(1, 40))) == []
-    wrong = three_way.block_choosers(engine[0], SABOTEURS["PO_BEST_BLOCKS_THE_OPEN_BLOCK_FOR_NOTHING"].wrong)
-    assert next(three_way.differences(wrong, three_way.block_questions(1, 40))).endswith("reference stands alone")
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=pytest.mark.spec(SABOTEURS[name].item)) for name in (
+        "CC_ALLOCATE_NEVER_TOO_MANY", "PO_BEST_BLOCKS_THE_OPEN_BLOCK_FOR_NOTHING",
+    )
+])
+def test_a_wrong_reference_stands_alone(coq: tuple[Engine, three_way.Side], name: str) -> None:
+    sides = {"coq": coq[1], "brute force": three_way.independent()}
+    with standing_in(SABOTEURS[name]):
+        sides["reference"] = three_way.in_reference()
+        assert next(three_way.differences(sides, questions.questions(1, 40))).endswith("reference stands alone")
+
+
+@needs_coq
+@pytest.mark.spec("CC-BUDGET-FORMS", "PO-WHOLE-SHARES", "PO-PYRAMID-BUDGET")
+@pytest.mark.parametrize(("operation", "inputs", "expected"), [
+    ("CC-BUDGET-FORMS", {"budget": "0.5364229131356656", "seen": 1000}, {"tokens": 537}),
+    ("CC-BUDGET-FORMS", {"budget": "15", "seen": 1000}, {"tokens": 15}),
+    ("CC-BUDGET-FORMS", {"budget": str(2**63 - 1), "seen": 9}, {"tokens": 2**63 - 1}),
+    ("CC-BUDGET-FORMS", {"budget": str(2**63), "seen": 9}, None),
+    ("PO-WHOLE-SHARES", {"targets": [f"{10**18 + 1}/1000", "999/1000"]}, {"shares": [10**15, 1]}),
+    ("PO-PYRAMID-BUDGET", {"B": 10**15, "W": 1, "L": 2, "n": 2**52, "beta": 2}, {
+        "shares": [15 * 10**14, 5 * 10**14]}),
+])
+def test_integers_have_no_largest(coq: tuple[Engine, three_way.Side], operation: str, inputs: dict[str, object],
+                                  expected: object) -> None:
+    assert coq[1].item(operation, inputs, {}) == expected
+
+
+@needs_coq
+def test_what_is_no_request_gets_an_error_and_the_model_goes_on(program: Path) -> None:
+    whole = {"s": ["0x1p0"], "V": [["0x1p0"]], "retained": [False], "k": 1, "lam": "0x0p0"}
+    ragged = {**whole, "V": [["0x1p0"], []]}
+    lines = [
+        json.dumps({"id": 1, "op": "diversity.diverse", "arguments": ragged}),
+        json.dumps({"op": "diversity.diverse", "arguments": whole}), "[]", "{", "",
+        json.dumps({"id": 2, "op": "CC-BUDGET", "arguments": {}}),
+        json.dumps({"id": 3, "op": "diversity.diverse", "arguments": whole}),
+    ]
+    command = [sys.executable, "-m", "conformance.assurance.proofs.coq.engine", str(program)]
+    done = subprocess.run(command, input="\n".join(lines) + "\n", capture_output=True, text=True, check=True)
+    said = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(one["id"], "error" in one) for one in said] == [
+        (1, True), (None, True), (None, True), (None, True), (None, True), (2, True), (3, False),
+    ]
+    assert said[-1]["result"] == [0]
+    assert done.stderr == ""
+
+
+def test_a_model_that_ends_is_said_and_started_again(tmp_path: Path) -> None:
+    program = tmp_path / "once"
+    program.write_text("#!/bin/sh\nread line\necho '{}'\nread line\nexit 3\n", encoding="utf-8")
+    program.chmod(0o755)
+    model = wrapper.Model(str(program))
+    said = [model.answer("x\n", number) for number in range(3)]
+    model.stop()
+    assert [json.loads(line) for line in said] == [
+        {}, {"id": 1, "error": "the extracted model ended with exit code 3"}, {},
+    ]
+
+
+@needs_coq
+def test_the_suite_refuses_a_wrong_engine(program: Path, tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong"
+    wrong.write_text(f"#!/bin/sh\n{program} | sed -u 's/\"offsets\":\\[0,/\"offsets\":[1,/'\n", encoding="utf-8")
+    wrong.chmod(0o755)
+    assert judge.judge(wrong, False, "-p", "no:xdist", "-k", "trunks_equal_the_brute_force") == 1
+
+
+@needs_coq
+@pytest.mark.spec("CC-BUDGET-FORMS")
+def test_an_error_in_a_twin_is_found_by_comparison(program: Path, tmp_path: Path) -> None:
+    """No vector has 64 characters."""
+    row = next(row for row in read_rows(ROWS) if row.file == "spec/budget.py" and "64" in row.what)
+    found = found_by(row, program.parent, tmp_path / "twin", 0)
+    assert found.comparison.endswith("reference stands alone")
+    assert found.proof == ""
 
 
 def test_the_model_is_asked_for_the_papers_forms_alone() -> None:
@@ -158,3 +314,5 @@ def test_the_model_is_asked_for_the_papers_forms_alone() -> None:
     assert modelled({"op": "crystal.dissolve", "arguments": {"parameters": paper}})
     assert not modelled({"op": "crystal.dissolve", "arguments": {"parameters": {**paper, "allocation": "tiers"}}})
     assert not modelled({"op": "crystal.graph", "arguments": {}})
+    assert not modelled({"op": ["crystal.graph"], "arguments": {}})
+    assert not modelled(None)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from conformance import tolerances
-from conformance.assurance.proofs.floats import gappa
+from conformance.assurance.proofs.floats import figures, gappa
 from conformance.oracles import s1
 from conformance.tolerances import Interval, list_is_realisable
 
@@ -83,3 +83,22 @@ def test_a_list_is_realisable_where_some_float32_of_the_boxes_choose_it() -> Non
         assert [chosen for chosen in lists if list_is_realisable(chosen, boxes, 2, grid[1])] == [
             chosen for chosen in lists if tuple(chosen) in some
         ]
+
+
+@pytest.mark.law("figures-are-counted-right")
+def test_the_pages_figures_are_those_of_the_command() -> None:
+    text = figures.README.read_text(encoding="utf-8")
+    found = {("CC-TAIL-D", "BOUNDS"): 0.125, ("CC-SCORE", "normalised_radius"): 4.04e-5}
+    page = figures.rewritten(text, found)
+    changed = [line for line in page.splitlines() if line not in text.splitlines()]
+    assert [line.split("|")[-2] for line in changed] == [" 0.12 ", " 4e-05 "]
+    assert list(figures.stale(page, found)) == []
+    assert [line.partition(":")[0] for line in figures.stale(text, found)] == ["CC-TAIL-D", "CC-SCORE"]
+
+
+@pytest.mark.spec("CC-TAIL-D")
+def test_the_search_for_the_tail_finds_both_roundings() -> None:
+    """Two orders of multiplying and dividing: together more than half of the bound."""
+    if "CC-TAIL-D" not in BY_ITEM:
+        pytest.skip("python-flint is not here: nox -s floats")
+    assert 0.45 < search.worst(BY_ITEM["CC-TAIL-D"], 400)[0] < 0.6

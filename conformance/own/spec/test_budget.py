@@ -51,6 +51,10 @@ def test_a_float32_is_read_as_its_own_decimal() -> None:
         ("100%", Budget(fraction=Fraction(1))), ("30%", Budget(fraction=Fraction(3, 10))),
         (".5", Budget(fraction=Fraction(1, 2))), ("1.", Budget(fraction=Fraction(1))),
         ("0.5%", Budget(fraction=Fraction(1, 200))), (Budget(count=3), Budget(count=3)),
+        ("1.%", Budget(fraction=Fraction(1, 100))), (2**63 - 1, Budget(count=2**63 - 1)),
+        (str(2**63 - 1), Budget(count=2**63 - 1)), ("0" * 63 + "7", Budget(count=7)),
+        ("0." + "1" * 62, Budget(fraction=Fraction(int("1" * 62), 10**62))),
+        (" " * 61 + "0.5", Budget(fraction=Fraction(1, 2))),
     ],
 )
 def test_forms(form: object, expected: Budget) -> None:
@@ -65,6 +69,7 @@ def test_forms(form: object, expected: Budget) -> None:
         0, -1, 0.0, 1.5, -0.5, math.nan, math.inf, -math.inf, True, False, np.True_, "half", "", "-3", "0", "0.0",
         "101%", "1e-1", "0,5", "٣", "0x10", "1/2", "%", ".", None, 1 + 0j, [0.5], b"0.5", "nan", "inf", "٠.٣", "٣%",
         "\u20030.5", "0.5\n", "1_000", "+1", "0.5%%", "0x1.0p-1", 2**63, str(2**63), "9" * 65, "0." + "1" * 5000,
+        "0" * 64 + "7", " " * 62 + "0.5",
         Fraction(3, 2), Decimal("NaN"), np.float32("nan"), np.datetime64("NaT", "D"),
     ],
 )

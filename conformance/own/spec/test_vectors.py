@@ -40,8 +40,8 @@ def test_a_file_fits_the_schema(validator: Any, stage: str) -> None:
         (["testGroups", 0, "tests", 0, "result"], "acceptable"),
         (["testGroups", 0, "tests", 0, "items"], ["Eq. 4"]),
         (["testGroups", 0, "operation"], "memory"),
-        (["testGroups", 1, "tests", 15, "flags"], ["Plain"]),
-        (["testGroups", 1, "tests", 15, "expected"], {"tokens": 1}),
+        (["testGroups", 1, "tests", 17, "flags"], ["Plain"]),
+        (["testGroups", 1, "tests", 17, "expected"], {"tokens": 1}),
         (["notes", "Plain", "bugType"], "BUG"),
     ],
 )

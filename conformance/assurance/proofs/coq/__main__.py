@@ -1,28 +1,37 @@
-"""`python -m conformance.assurance.proofs.coq`: theorems, what they rest on, vectors, engine; `planted`: errors."""
+"""`python -m conformance.assurance.proofs.coq`: theorems, what they rest on, vectors, engine; `planted`: errors;
+`judge`: the whole suite on the engine."""
 
 import argparse
 import sys
 import time
+from pathlib import Path
 
 from conformance.assurance.proofs.coq.assumptions import surprises
 from conformance.assurance.proofs.coq.build import (
     BUILD,
+    ENGINE,
     HERE,
+    MODEL,
     ProofFailure,
     compile_all,
     compile_engine,
     fresh,
     missing,
 )
+from conformance.assurance.proofs.coq.judge import judge
 from conformance.assurance.proofs.coq.planted import planted
 from conformance.assurance.proofs.coq.theorems import stated
 from conformance.assurance.proofs.coq.vectors import check_vectors
+from spec.errors import SpecError
 
 __all__ = ["main"]
 
 
 def check() -> int:
-    """Compile everything; 1 where a theorem does not hold, rests on an axiom, or a vector differs."""
+    """Compile everything and judge the engine.
+
+    1 where a theorem does not hold, rests on what it may not, a vector differs, or the suite refuses the engine.
+    """
     started = time.perf_counter()
     fresh(BUILD)
     try:
@@ -36,19 +45,33 @@ def check() -> int:
     print("\n".join(found), end="\n" if found else "")
     number = sum(1 for _ in stated(HERE / "proofs"))
     print(f"coq: {number} theorems, {vectors} vectors in the kernel, {len(found)} surprises,"
-          f" {time.perf_counter() - started:.0f} s")
-    return int(bool(found))
+          f" {time.perf_counter() - started:.0f} s", flush=True)
+    return int(bool(judge(ENGINE) or found))
+
+
+def judged() -> int:
+    """The whole suite on the engine, which is compiled first; pytest's exit code."""
+    fresh(BUILD)
+    compile_all(BUILD, MODEL)
+    return judge(compile_engine(BUILD), whole=True)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Check, or plant errors; one line, and 0, where Coq is not installed."""
+    """Check, plant errors, or judge; one line, and 0, where Coq is not installed."""
     parser = argparse.ArgumentParser(prog="conformance.assurance.proofs.coq", description=__doc__)
-    parser.add_argument("what", nargs="?", choices=("check", "planted"), default="check")
-    chosen = parser.parse_args(arguments).what
+    parser.add_argument("what", nargs="?", choices=("check", "planted", "judge"), default="check")
+    parser.add_argument("files", nargs="*", type=Path, help="rows of errors for planted, in the form of planted.toml,"
+                        " in place of planted.toml and the saboteurs")
+    parser.add_argument("--jobs", type=int, help="errors that are planted at a time. Default: the number of cores")
+    chosen = parser.parse_args(arguments)
     if gone := missing():
         print(f"coq: {gone}")
         return 0
-    return check() if chosen == "check" else planted()
+    try:
+        return {"check": check, "judge": judged}.get(chosen.what, lambda: planted(chosen.files, chosen.jobs))()
+    except SpecError as error:
+        print(error, file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

@@ -8,7 +8,9 @@ import json
 import resource
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from conformance.assurance.proofs.coq.build import ENGINE
@@ -19,7 +21,7 @@ from spec.backend import Backend, resolve
 from spec.errors import SpecError
 from spec.validate import check_diversity
 
-__all__ = ["MODELLED", "main"]
+__all__ = ["ITEMS", "MODELLED", "main"]
 
 MODELLED = {
     "crystal.trunks": {"merge": "fixed", "trunk_impact": "mean"},
@@ -27,27 +29,26 @@ MODELLED = {
     "crystal.score": {},
     "policies.best_tokens": {},
     "diversity.diverse": {},
-    "PO-BEST-BLOCKS": {},
 }
-"""The stages that the model has, and the parameters that it was written for; and an item that is no stage, which the
-protocol does not offer: `three_way` asks for it."""
+"""The stages that the model has, and the parameters that it was written for."""
+ITEMS = frozenset({
+    "CC-BUDGET-FORMS", "CC-BUDGET", "CC-PROTECTED", "CC-CUT", "CC-ALLOCATE", "CC-KEEP-COUNT",
+    "CC-DISSOLVE-D", "CC-SENTENCES", "CC-INTERFACE", "CC-INTERFACE-EDGES", "CC-MERGE", "CC-SPLIT", "CC-SCORE",
+    "PO-TOP-UNITS", "PO-BEST-BLOCKS", "PO-WHOLE-SHARES", "PO-PYRAMID-BUDGET", "DV-COSINE",
+})
+"""Items that are no stage, which the protocol does not offer: `three_way` asks for them, as spec/vectors does."""
 
 
 def modelled(request: Any) -> bool:
-    """Whether the model answers a request; what must be refused is left to the reference."""
-    forms, arguments = MODELLED.get(request["op"]), request["arguments"]
-    if request["op"] == "diversity.diverse":
-        return _admitted(arguments)
-    return forms is not None and all(arguments["parameters"][name] == form for name, form in forms.items())
-
-
-def _admitted(arguments: Any) -> bool:
-    row = OPS["diversity.diverse"].arguments
-    try:
-        check_diversity(*(decode(kind, arguments[name], as_it_is) for name, kind in row.items()))
-    except SpecError:
-        return False
-    return True
+    """Whether the model answers a request; what must be refused, and what is no request, is left to the reference."""
+    with suppress(SpecError, ValueError, LookupError, TypeError):
+        op, arguments = request["op"], request["arguments"]
+        if op == "diversity.diverse":
+            row = OPS[op].arguments
+            check_diversity(*(decode(kind, arguments[name], as_it_is) for name, kind in row.items()))
+        forms = MODELLED.get(op, {})
+        return (op in MODELLED or op in ITEMS) and all(arguments["parameters"][name] == forms[name] for name in forms)
+    return False
 
 
 def offered() -> Backend:
@@ -56,23 +57,52 @@ def offered() -> Backend:
     return replace(reference, name="coq", nestedkv=None)
 
 
+class Model:
+    """The extracted program as a process, which is started when it is asked first, and again after it has ended."""
+
+    def __init__(self, program: str) -> None:
+        self._program = program
+        self._running: subprocess.Popen[str] | None = None
+
+    def answer(self, line: str, number: Any) -> str:
+        """Its answer to a line; an error by the protocol where it ends instead."""
+        if self._running is None:
+            self._running = subprocess.Popen([self._program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._running.stdin is not None
+        assert self._running.stdout is not None
+        with suppress(OSError):
+            self._running.stdin.write(line)
+            self._running.stdin.flush()
+        said = self._running.stdout.readline().rstrip("\n")
+        return said or json.dumps({"id": number, "error": f"the extracted model ended with exit code {self.stop()}"})
+
+    def stop(self) -> int:
+        """End it: the exit code."""
+        if self._running is None:
+            return 0
+        running, self._running = self._running, None
+        with suppress(OSError):  # what was not yet written cannot be
+            running.communicate()
+        return running.returncode
+
+
 def main(arguments: list[str]) -> int:
     """Answer the requests of standard input until it ends."""
     resource.setrlimit(resource.RLIMIT_STACK, (resource.getrlimit(resource.RLIMIT_STACK)[1],) * 2)
-    program = arguments[0] if arguments else str(ENGINE)
-    backend = offered()
-    with subprocess.Popen([program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as model:
-        assert model.stdin is not None
-        assert model.stdout is not None
-        for line in sys.stdin:
+    program = Path(arguments[0]) if arguments else ENGINE
+    if not program.is_file():
+        print(f"{program} is not there: run `nox -s coq`, which compiles it", file=sys.stderr)
+        return 2
+    model, backend = Model(str(program)), offered()
+    for line in sys.stdin:
+        request = None
+        with suppress(ValueError, RecursionError):
             request = json.loads(line)
-            if request["op"] != "hello" and modelled(request):
-                model.stdin.write(line)
-                model.stdin.flush()
-                print(model.stdout.readline(), end="", flush=True)
-            else:
-                print(answer(backend, "float64", line), flush=True)
-        model.stdin.close()
+        if isinstance(request, dict) and "id" in request and modelled(request):
+            print(model.answer(line, request["id"]), flush=True)
+        else:
+            print(answer(backend, "float64", line), flush=True)
+    model.stop()
     return 0
 
 

@@ -1,15 +1,26 @@
-"""Errors planted in the model are found by a theorem that no longer holds or by a vector; those in the reference by the
-three-way comparison."""
+"""Errors planted in the model, or in its twins in Python, and which of three ways finds each.
 
+The rows are data: planted.toml, or any file of its form. In the model (Coq) an error may be found by a theorem that no
+longer holds, by a vector that the kernel computes otherwise, and by comparison: the extracted engine stands alone. In a
+twin it may be found by z3's proofs over the source, by a published vector, and by comparison with the extracted engine.
+"""
+
+import json
+import os
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from conformance.assurance.proofs.coq.assumptions import OVER_THE_REALS
 from conformance.assurance.proofs.coq.build import (
     FILES,
+    HERE,
     MODEL,
     ProofFailure,
     affected,
@@ -17,85 +28,87 @@ from conformance.assurance.proofs.coq.build import (
     compile_engine,
     fresh,
 )
-from conformance.assurance.proofs.coq.three_way import (
-    block_choosers,
-    block_questions,
-    differences,
-    engine_backend,
-    questions,
-)
+from conformance.assurance.proofs.coq.questions import questions
+from conformance.assurance.proofs.coq.three_way import Side, differences, extracted, in_reference, independent
 from conformance.assurance.proofs.coq.vectors import check_vectors
 from conformance.assurance.saboteurs import SABOTEURS
-from conformance.assurance.saboteurs.install import private_reference
-from spec.backend import resolve
+from conformance.assurance.saboteurs.install import standing_in
+from conformance.engine.process import EngineFailure
+from conformance.paths import ROOT
+from spec.errors import SpecError
 
-__all__ = ["ERRORS", "INTEGERS", "Planted", "found_by", "planted"]
+__all__ = ["ROWS", "Found", "Planted", "found_by", "planted", "read_rows"]
+
+ROWS = HERE / "planted.toml"
+PACKAGES = ("spec", "reference", "accelerated", "conformance")
+TWINS = frozenset({
+    "CC-SENTENCES", "CC-INTERFACE", "CC-INTERFACE-EDGES", "CC-MERGE", "CC-SPLIT", "CC-TRUNKS", "CC-TRUNK-IMPACT",
+    "CC-BUDGET-FORMS", "CC-BUDGET", "CC-PROTECTED", "CC-CUT", "CC-ALLOCATE", "CC-KEEP-COUNT", "CC-DISSOLVE",
+    "CC-DISSOLVE-D", "CC-NORMALISED-IMPACT", "CC-SCORE", "PO-TOP-UNITS", "PO-BEST-BLOCKS", "PO-WHOLE-SHARES",
+    "PO-PYRAMID-BUDGET", "DV-COSINE", "DV-GREEDY",
+})
+"""Items of which every saboteur must show in the comparison."""
+INVISIBLE: Mapping[str, str] = {
+    "CC_DISSOLVE_PROTECTED_FIRST": "the stage sorts the positions that it is given",
+    "CC_BUDGET_FORMS_A_BOOL_IS_A_NUMBER": "the model reads text",
+    "DV_COSINE_EPSILON_IN_THE_ROOT": "the model has the inner product, not the unit rows",
+    "CC_NORMALISED_IMPACT_IN_SINGLE_PRECISION": "scores are compared on a grid, as libraries' logarithms differ",
+}
+QUESTIONS = 1000
+NOTHING = "nothing"
 
 
 @dataclass(frozen=True)
 class Planted:
-    """An error: what it is, the file of the model, and the text that becomes another."""
+    """An error: the item that it makes wrong, what it is, its file, and the text that becomes another there.
 
+    A file NAME.v is the model's, another one a path from the root.
+    """
+
+    item: str
     what: str
     file: str
     old: str
     new: str
 
+    @property
+    def path(self) -> Path:
+        return HERE / "model" / Path(self.file).name if self.in_model else ROOT / self.file
 
-INTEGERS = tuple(name for name in FILES if name not in ("Attention", *OVER_THE_REALS))
-"""The files that are not about the reals."""
-TWINS = frozenset({
-    "CC-SENTENCES", "CC-INTERFACE", "CC-INTERFACE-EDGES", "CC-MERGE", "CC-SPLIT", "CC-TRUNKS", "CC-TRUNK-IMPACT",
-    "CC-ALLOCATE", "CC-DISSOLVE", "CC-DISSOLVE-D", "PO-BEST-BLOCKS",
-})
-"""Items whose every saboteur shows in a stage. A wrong CC-CUT need not: the kept set may be the same."""
-INVISIBLE = frozenset({"CC_DISSOLVE_PROTECTED_FIRST"})
-"""The stage sorts the positions that it is given."""
-QUESTIONS = 1000
-NOTHING = "nothing"
+    @property
+    def in_model(self) -> bool:
+        return self.file.endswith(".v")
 
-ERRORS = (
-    Planted("the last chunk is lost", "Trunks", "(n + C - 1) / C", "n / C"),
-    Planted("six tokens of the running trunk", "Trunks", "stop - 5", "stop - 6"),
-    Planted("the smaller pieces first", "Trunks",
-            "repeat (size / k + 1) (Z.to_nat (size mod k)) ++ repeat (size / k) (Z.to_nat (k - size mod k))",
-            "repeat (size / k) (Z.to_nat (k - size mod k)) ++ repeat (size / k + 1) (Z.to_nat (size mod k))"),
-    Planted("a merge at tau itself", "Trunks",
-            "ltb zero (minus (total weights) (times tau_merge (of_Z (count weights))))",
-            "negb (ltb (minus (total weights) (times tau_merge (of_Z (count weights)))) zero)"),
-    Planted("a merge must stay below T_max", "Trunks", "size + next <=? T_max", "size + next <? T_max"),
-    Planted("edges against their direction count", "Trunks",
-            "map snd (filter (fun edge => fst edge =? second) (near first))",
-            "map snd (filter (fun edge => fst edge =? first) (near second))"),
-    Planted("four members in the impact", "Trunks", "take 3", "take 4"),
-    Planted("one token too many is recent", "Dissolution", "n - W_recent <? stop", "n - W_recent <=? stop"),
-    Planted("the cut is not held to T_alive", "Dissolution",
-            "Z.min (Z.max 0 (T_alive - (B - B_prot))) T_alive", "Z.max 0 (T_alive - (B - B_prot))"),
-    Planted("N_min may be exceeded only", "Dissolution", "N_min <=? size - c", "N_min <? size - c"),
-    Planted("a remnant below N_min stays whole", "Dissolution", "else (0, c - size).", "else (size, c - size)."),
-    Planted("the higher score goes first", "Dissolution", "ltb (score g) (score h)", "ltb (score h) (score g)"),
-    Planted("the weaker members stay", "Dissolution", "ltb (snd j) (snd i)", "ltb (snd i) (snd j)"),
-    Planted("protected trunks go", "Dissolution", "(g, size g)) safe_ones", "(g, 0)) safe_ones"),
-    Planted("D is not weakened", "Dissolution", "times (ratio g k) (strength g)", "strength g"),
-    Planted("the higher index first on a tie", "Lists", "place x <=? place y", "place y <=? place x"),
-    Planted("the fraction is rounded down", "Budgets", "=> Qceiling (", "=> Qfloor ("),
-    Planted("the smaller remainder is served first", "Budgets",
-            "ltb (remainder (snd y)) (remainder (snd x))", "ltb (remainder (snd x)) (remainder (snd y))"),
-    Planted("the first layer is not held to the past", "Budgets", "(2 * base - past)%Q else line", "line else line"),
-    Planted("units behind one that does not fit", "Selection",
-            "(room - width u) rest else []", "(room - width u) rest else while_they_fit room rest"),
-    Planted("a unit without a score comes first", "Selection", "| None, _ => false", "| None, _ => true"),
-    Planted("the open block goes", "Blocks", " ++ range (count tokens - open_tokens) (count tokens)", ""),
-    Planted("the open block takes no place", "Blocks", "(B - open_tokens) / b", "(B - 0 * open_tokens) / b"),
-    Planted("the share is rounded up to blocks", "Blocks", "(B - open_tokens) / b", "(B - open_tokens + b - 1) / b"),
-    Planted("a protected token keeps no other", "Blocks", "existsb snd block", "forallb snd block"),
-    Planted("a token without a score is left out of the sum", "Blocks", "| _, _ => None end", "| _, _ => sum end"),
-    Planted("the worse path decides", "Score", "greatest D (", "least D ("),
-    Planted("likeness may be negative", "Diversity", "likeness := zero", "likeness := minus zero (of_Z 2)"),
-    Planted("the lower gain first", "Diversity", "ltb (gain d) (gain c)", "ltb (gain c) (gain d)"),
-    Planted("a kept token may be chosen again", "Diversity", "negb (place c =? i)", "true"),
-    Planted("new tokens are numbered by slots", "Compaction", "(numbered seen new)", "(numbered (count cache) new)"),
-)
+    def edit(self, path: Path) -> None:
+        """Put the error into a copy of its file."""
+        path.write_text(path.read_text(encoding="utf-8").replace(self.old, self.new), encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Found:
+    """What finds an error, by way; empty where that way does not."""
+
+    proof: str = ""
+    vector: str = ""
+    comparison: str = ""
+
+
+def read_rows(path: Path) -> tuple[Planted, ...]:
+    """The errors of a file.
+
+    Raises:
+        SpecError: where a row has other members than planted.toml's, or its old text does not occur once.
+    """
+    names = [field.name for field in fields(Planted)]
+    rows = []
+    for row in tomllib.loads(path.read_text(encoding="utf-8")).get("error", []):
+        if sorted(row) != sorted(names):
+            raise SpecError(path.name, row, f"each [[error]] must have {', '.join(names)} and nothing else")
+        rows.append(found := Planted(**row))
+        times = found.path.read_text(encoding="utf-8").count(found.old) if found.path.is_file() else 0
+        if times != 1:
+            raise SpecError(path.name, found.old, f"must occur once in {found.file}, not {times} times")
+    return tuple(rows)
 
 
 def _refused(check: Callable[[], object]) -> str:
@@ -107,56 +120,110 @@ def _refused(check: Callable[[], object]) -> str:
     return ""
 
 
-def found_by(error: Planted, compiled: Path, home: Path) -> tuple[str, str]:
-    """The first theorem and the first vector that Coq refuses once the error stands in a copy of what is compiled."""
+def _compared(program: Path, number: int) -> str:
+    """The first question on which the extracted model stands alone, or how it fails."""
+    engine, coq = extracted(program)
+    try:
+        sides = {"coq": coq, "independent": independent(), "reference": in_reference()}
+        return next(differences(sides, questions(1, number)), "")
+    except EngineFailure as failure:
+        return failure.reason
+    finally:
+        engine.stop()
+
+
+def found_by(error: Planted, compiled: Path, home: Path, number: int = QUESTIONS) -> Found:
+    """What finds an error once it stands in a copy of what is compiled, or of the packages.
+
+    Raises:
+        ProofFailure: where the model with the error is no model: Coq refuses a definition.
+    """
     shutil.rmtree(home, ignore_errors=True)
+    return (_in_model if error.in_model else _in_twin)(error, compiled, home, number)
+
+
+def _in_model(error: Planted, compiled: Path, home: Path, number: int) -> Found:
     shutil.copytree(compiled, home)
-    file = home / f"{error.file}.v"
-    text = file.read_text(encoding="utf-8")
-    assert text.count(error.old) == 1, error
-    file.write_text(text.replace(error.old, error.new), encoding="utf-8")
-    files = affected(home, error.file, INTEGERS)
+    error.edit(home / error.path.name)
+    files = affected(home, error.path.stem, FILES)
     compile_all(home, tuple(name for name in files if name in MODEL))
     theorem = _refused(lambda: compile_all(home, tuple(name for name in files if name not in MODEL)))
-    return theorem, _refused(lambda: check_vectors(home))
+    vector = _refused(lambda: check_vectors(home))
+    try:
+        program = compile_engine(home)
+    except ProofFailure:  # its type is another one, so that engine.ml cannot ask it
+        return Found(theorem, vector)
+    return Found(theorem, vector, _compared(program, number))
 
 
-def _in_the_model(compiled: Path, folder: Path) -> Iterator[str]:
-    print("| file | error in the model | theorem | vector |\n| --- | --- | --- | --- |")
-    for error in ERRORS:
-        found = found_by(error, compiled, folder / "planted")
-        cells = " | ".join(f"`{statement}`" if statement else NOTHING for statement in found)
-        print(f"| {error.file}.v | {error.what} | {cells} |", flush=True)
-        if not any(found):
-            yield error.what
+def _in_twin(error: Planted, compiled: Path, home: Path, number: int) -> Found:
+    """In a process of its own, which imports the copy; Numba's functions run as they are written there."""
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, home / package, ignore=shutil.ignore_patterns("__pycache__"))
+    error.edit(home / error.file)
+    module = "conformance.assurance.proofs.coq.twins"
+    asked = [sys.executable, "-m", module, str(compiled / "engine"), error.item, error.file, str(number)]
+    environment = {**os.environ, "PYTHONPATH": str(home), "NUMBA_DISABLE_JIT": "1"}
+    done = subprocess.run(asked, cwd=home, env=environment, capture_output=True, text=True)
+    last = (done.stdout.strip().splitlines() or [""])[-1]
+    if done.returncode:
+        complaint = (done.stderr.strip().splitlines() or ["no word"])[-1]
+        return Found(comparison=f"the packages do not work: {complaint}")
+    return Found(**json.loads(last))
 
 
-def _in_the_reference(compiled: Path) -> Iterator[str]:
-    """The saboteurs of the model: extracted model, numba (brute force for blocks) and the wrong reference are asked."""
-    engine, model = engine_backend(compile_engine(compiled))
-    print("\n| item | error in the reference | found by |\n| --- | --- | --- |")
+def _row(error: Planted, compiled: Path, folder: Path) -> tuple[Planted, Found | str]:
+    """What found an error; text where the error is none that could be planted."""
+    home = folder / f"planted-{os.getpid()}"
+    try:
+        return error, found_by(error, compiled, home)
+    except ProofFailure as failure:
+        return error, f"Coq refuses the definition: {failure.statement}"
+
+
+def _table(rows: Sequence[Planted], compiled: Path, folder: Path, jobs: int) -> Iterator[str]:
+    """Print the table; the errors that nothing finds, and those that cannot be planted."""
+    print("| file | item | error | proof | vector | comparison |\n| --- | --- | --- | --- | --- | --- |")
+    with ProcessPoolExecutor(jobs) as pool:
+        for error, found in pool.map(partial(_row, compiled=compiled, folder=folder), rows):
+            ways = [found] if isinstance(found, str) else [found.proof, found.vector, found.comparison]
+            cells = " | ".join(way.replace("|", "\\|") or NOTHING for way in ways)
+            print(f"| {error.file} | {error.item} | {error.what} | {cells} |", flush=True)
+            if isinstance(found, str) or not any(ways):
+                yield f"{error.file}: {error.what}"
+
+
+def _saboteurs(compiled: Path) -> Iterator[str]:
+    """The saboteurs of the model's items: extracted model, brute force and the wrong reference are asked."""
+    engine, coq = extracted(compiled / "engine")
+    third = independent()
+    print("\n| item | error in the reference | comparison |\n| --- | --- | --- |")
     for saboteur in SABOTEURS.values():
         if saboteur.item not in TWINS or saboteur.beyond or saboteur.name in INVISIBLE:
             continue
-        wrong = private_reference(saboteur)
-        if saboteur.item == "PO-BEST-BLOCKS":
-            choosers = block_choosers(engine, wrong.modules["reference.policies.selectors"].best_blocks)
-            found = next(differences(choosers, block_questions(1, QUESTIONS)), NOTHING)
-        else:
-            backends = {"coq": model, "numba": resolve("numba"), "reference": wrong.backend}
-            found = next(differences(backends, questions(1, QUESTIONS)), NOTHING)
+        with standing_in(saboteur):
+            sides: dict[str, Side] = {"coq": coq, "independent": third, "reference": in_reference()}
+            found = next(differences(sides, questions(1, QUESTIONS)), NOTHING)
         print(f"| {saboteur.item} | {saboteur.reading} | {found} |", flush=True)
         if not found.endswith(": reference stands alone"):
             yield saboteur.name
     engine.stop()
 
 
-def planted() -> int:
-    """Print two tables; 1 where an error was not found."""
+def planted(files: Sequence[Path] = (), jobs: int | None = None) -> int:
+    """Print what finds the errors of the files, of planted.toml and of the saboteurs if there are none; 1 where one
+    is not found.
+
+    Raises:
+        SpecError: as `read_rows`.
+    """
+    rows = [row for path in files or [ROWS] for row in read_rows(path)]
     with TemporaryDirectory() as folder:
         compiled = Path(folder) / "compiled"
         fresh(compiled)
-        compile_all(compiled, INTEGERS)
-        lost = [*_in_the_model(compiled, Path(folder)), *_in_the_reference(compiled)]
-    print(f"coq: {', '.join(lost) or 'none'} of the planted errors not found")
+        compile_all(compiled)
+        compile_engine(compiled)
+        lost = [*_table(rows, compiled, Path(folder), jobs or os.cpu_count() or 1)]
+        lost += [] if files else _saboteurs(compiled)
+    print(f"coq: {'; '.join(lost) or 'none'} of the planted errors not found")
     return int(bool(lost))

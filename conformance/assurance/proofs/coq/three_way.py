@@ -1,123 +1,159 @@
-"""Implementations of one stage on drawn inputs: the extracted model and any others must agree to the bit."""
+"""Each operation of the model on drawn inputs: the extracted model and any others must agree to the bit.
 
-import random
+An operation is a stage, asked of a backend, or an item, asked with inputs and parameters as spec/vectors has them. Of
+an item the third answer is a brute force's, as accelerated backends have stages alone.
+"""
+
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import astuple, is_dataclass, replace
-from functools import partial
-from itertools import chain
+from dataclasses import astuple, dataclass, is_dataclass, replace
+from fractions import Fraction
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from conformance.assurance.oracles.blocks import best_blocks
+from conformance.assurance.item_vectors.items import ITEMS
+from conformance.assurance.oracles import budgets
+from conformance.assurance.oracles.blocks import best_blocks as blocks_by_force
+from conformance.assurance.oracles.policies import pyramid_shares
+from conformance.assurance.vector_writer.case import encoded
+from conformance.assurance.vector_writer.expected import OPERATIONS
+from conformance.checks.vector_checks import same
 from conformance.engine.backend import backend_of
 from conformance.engine.process import Engine
-from conformance.strategies.eviction import random_evictions
-from conformance.strategies.trunks import record
-from spec.arrays import BoolMatrix, IntVector, Matrix
-from spec.backend import Backend
-from spec.parameters import TINY
-from spec.policy import Selection
+from conformance.oracles.diversity import cosine
+from conformance.vectors.arrays import plain
+from reference.diversity import cosines
+from reference.policies.selectors import best_blocks, top_units
+from spec.backend import Backend, resolve
+from spec.errors import SpecError
+from spec.parameters import TINY, CrystalCacheParameters
+from spec.policy import Scores
 
-__all__ = ["block_choosers", "block_questions", "differences", "engine_backend", "questions"]
+__all__ = ["Question", "Side", "differences", "extracted", "in_reference", "independent"]
 
-T = TypeVar("T")
-
-Question: TypeAlias = Callable[[Backend], Any]
-Chooser: TypeAlias = Callable[[Matrix, IntVector, BoolMatrix, int], Selection]
+Json: TypeAlias = Any
+Answer: TypeAlias = Callable[[Json, CrystalCacheParameters], Any]
 
 
-def engine_backend(program: Path, seconds: float = 60) -> tuple[Engine, Backend]:
-    """The extracted model as a process, which is stopped by its `stop`, and as a backend."""
+@dataclass(frozen=True)
+class Side:
+    """Who answers: stages as a backend, items from inputs and parameters; None is a refusal."""
+
+    backend: Backend
+    item: Callable[[str, Json, Mapping[str, Json]], Any]
+
+
+Question: TypeAlias = Callable[[Side], Any]
+
+
+def extracted(program: Path, seconds: float = 60) -> tuple[Engine, Side]:
+    """The extracted model as a process, which is stopped by its `stop`, and as a side."""
     engine = Engine(f"{sys.executable} -m conformance.assurance.proofs.coq.engine {program}", seconds)
-    return engine, backend_of(engine)
+
+    def item(operation: str, inputs: Json, parameters: Mapping[str, Json]) -> Any:
+        if "budget" in inputs:
+            inputs = {**inputs, "budget": str(inputs["budget"])}  # the model reads text
+        shown = {**vars(TINY), **parameters}
+        known = {name: value for name, value in shown.items() if isinstance(value, int | float)}
+        return engine.ask(operation, encoded({**inputs, "parameters": known}), _read)
+
+    return engine, Side(backend_of(engine), item)
 
 
-def _eviction(seed: int) -> Question:
-    (problem,) = random_evictions(seed, 1)
-    return lambda backend: problem.run(backend.require_crystal())
+def _read(said: Json) -> Json:
+    """Floats and large integers from their text, in every depth."""
+    if isinstance(said, Mapping):
+        return {name: _read(inner) for name, inner in said.items()}
+    if isinstance(said, list):
+        return [_read(inner) for inner in said]
+    if not isinstance(said, str):
+        return said
+    return int(said) if said.lstrip("-").isdigit() else float.fromhex(said)
 
 
-def _trunks(seed: int) -> Question:
-    """A text with sentences of a few tokens, and weights around the threshold; tenths do not add up exactly."""
-    draw = random.Random(seed)
-    n, start = draw.randint(1, 40), draw.choice([0, 7])
-    tau, low, high, unit = draw.choice([(0.25, 1, 8, 1 / 16), (0.3, 2, 4, 0.1), (0.0, 1, 5, 0.1)])
-    p = replace(TINY, C=8, T_max=draw.randint(1, 9), tau_merge=tau, k_intra=6, k_cross=2)
-
-    def row(allowed: list[int], k: int) -> list[tuple[int, float]]:
-        chosen = draw.sample(allowed, min(k, len(allowed), draw.randint(0, k)))
-        rated = [(start + j, draw.randint(low, high) * unit) for j in chosen]
-        return sorted(rated, key=lambda edge: (-edge[1], edge[0]))
-
-    intra = [row([j for j in range(i // 8 * 8, min(n, i // 8 * 8 + 8)) if j != i], 6) for i in range(n)]
-    cross = [row(list(range(max(0, i // 8 * 8 - 6), i // 8 * 8)), 2) for i in range(n)]
-    found = record([1.0] * n, intra, cross, 6, 2, start)
-    impact = np.array([draw.randint(1, 9) * unit for _ in range(n)])
-    often = draw.choice([0.05, 0.4])
-    ends = np.array([draw.random() < often for _ in range(n)])
-    return lambda backend: backend.require_crystal().trunks(found, impact, ends, p)
+def in_reference() -> Side:
+    """The reference, with whatever stands in for a part of it now."""
+    return Side(resolve("numpy"), _side({**ITEMS, **_OF_REFERENCE}))
 
 
-def _selection(seed: int) -> Question:
-    draw = random.Random(seed)
-    groups, n = draw.randint(1, 3), draw.randint(1, 12)
-    values = np.array([[draw.choice([0.0, 0.5, 1.0, 1.5, np.nan]) for _ in range(n)] for _ in range(groups)])
-    pinned = np.array([[draw.random() < 0.2 for _ in range(n)] for _ in range(groups)])
-    shares = np.array([draw.randint(0, n) for _ in range(groups)])
-    return lambda backend: backend.require_policies().best_tokens(values, shares, pinned)
+def independent() -> Side:
+    """Numba's stages; of items, brute force."""
+    return Side(resolve("numba"), _side({**{name: one.results for name, one in OPERATIONS.items()}, **_BY_FORCE}))
 
 
-def questions(seed: int, number: int) -> Iterator[tuple[str, Question]]:
-    """As many of each kind, each with a name that makes it again."""
-    for at in range(seed, seed + number):
-        for kind in (_eviction, _trunks, _selection):
-            yield f"{kind.__name__.strip('_')} {at}", kind(at)
+def _side(answers: Mapping[str, Answer]) -> Callable[[str, Json, Mapping[str, Json]], Any]:
+    def item(operation: str, inputs: Json, parameters: Mapping[str, Json]) -> Any:
+        try:
+            return answers[operation](inputs, replace(TINY, **parameters))
+        except SpecError:
+            return None
+
+    return item
 
 
-def block_choosers(engine: Engine, reference: Chooser) -> dict[str, Chooser]:
-    """Who chooses blocks, which is no stage: the extracted model, brute force, and a reference."""
-    def extracted(values: Matrix, shares: IntVector, pinned: BoolMatrix, b: int) -> Selection:
-        rows = [[x.hex() for x in row] for row in values.tolist()]
-        arguments = {"values": rows, "shares": shares.tolist(), "pinned": pinned.tolist(), "b": b}
-        return engine.ask(
-            "PO-BEST-BLOCKS", arguments, lambda said: Selection(np.array(said["positions"]), np.array(said["offsets"])))
-
-    def brute(values: Matrix, shares: IntVector, pinned: BoolMatrix, b: int) -> Selection:
-        scores = np.where(pinned, np.array(None), values).tolist()
-        kept = [best_blocks(row, b, share) for row, share in zip(scores, shares.tolist(), strict=True)]
-        return Selection(np.array([*chain(*kept)]), np.cumsum([0, *map(len, kept)]))
-
-    return {"coq": extracted, "brute force": brute, "reference": reference}
+def _asked(name: str, tokens: int | None) -> Any:
+    return None if tokens is None else {name: tokens}
 
 
-def block_questions(seed: int, number: int) -> Iterator[tuple[str, Callable[[Chooser], Selection]]]:
-    """Rows in blocks of a few tokens; tenths do not add up exactly."""
-    for at in range(seed, seed + number):
-        draw = random.Random(at)
-        groups, n = draw.randint(1, 3), draw.randint(1, 20)
-        values = np.array([[draw.choice([0.1, 0.2, 0.3, 0.6, np.nan]) for _ in range(n)] for _ in range(groups)])
-        pinned = np.array([[draw.random() < 0.1 for _ in range(n)] for _ in range(groups)])
-        shares = np.array([draw.randint(0, n) for _ in range(groups)])
-        yield f"blocks {at}", partial(_chosen, values, shares, pinned, draw.randint(1, 4))
+def _effective(i: Json, p: CrystalCacheParameters) -> Any:
+    tokens = budgets.asked(str(i["budget"]), i["n"])
+    return _asked("B", None if tokens is None else max(p.N_sink + p.W_recent, tokens))
 
 
-def _chosen(values: Matrix, shares: IntVector, pinned: BoolMatrix, b: int, choose: Chooser) -> Selection:
-    return choose(values, shares, pinned, b)
+def _units(i: Json, p: CrystalCacheParameters) -> Any:
+    """Units are protected by their first tokens."""
+    bounds, protected = np.array(i["offsets"]), np.zeros(i["offsets"][-1], dtype=np.bool_)
+    protected[bounds[:-1][np.array(i["pinned"])]] = True
+    found = top_units(Scores(np.array(i["values"]), bounds), np.full(len(i["values"]), i["B"]), protected)
+    return {"kept": np.split(found.positions, found.offsets[1:-1])}
 
 
-def _same(a: Any, b: Any) -> bool:
-    if is_dataclass(a) and not isinstance(a, type):
-        return all(_same(x, y) for x, y in zip(astuple(a), astuple(b), strict=True))
-    return np.array_equal(a, b, equal_nan=np.asarray(a).dtype.kind == "f")
+def _blocks(i: Json, p: CrystalCacheParameters) -> Any:
+    values, shares, pinned = (np.array(i[name]) for name in ("values", "shares", "pinned"))
+    found = best_blocks(values, shares, pinned, i["b"])
+    return {"positions": found.positions, "offsets": found.offsets}
 
 
-def differences(answering: Mapping[str, T], asked: Iterable[tuple[str, Callable[[T], Any]]]) -> Iterator[str]:
+def _blocks_by_force(i: Json, p: CrystalCacheParameters) -> Any:
+    rows = zip(i["values"], i["pinned"], strict=True)
+    scores = [[None if flag else x for x, flag in zip(*row, strict=True)] for row in rows]
+    kept = [blocks_by_force(row, i["b"], share) for row, share in zip(scores, i["shares"], strict=True)]
+    return {"positions": [at for row in kept for at in row], "offsets": np.cumsum([0, *map(len, kept)])}
+
+
+_OF_REFERENCE: Mapping[str, Answer] = {
+    "PO-TOP-UNITS": _units, "PO-BEST-BLOCKS": _blocks, "DV-COSINE": lambda i, p: {"cosines": cosines(np.array(i["V"]))},
+}
+_BY_FORCE: Mapping[str, Answer] = {
+    "CC-BUDGET-FORMS": lambda i, p: _asked("tokens", budgets.asked(str(i["budget"]), i["seen"])),
+    "CC-BUDGET": _effective,
+    "PO-TOP-UNITS": lambda i, p: {
+        "kept": [budgets.best_units(row, i["offsets"], i["pinned"], i["B"]) for row in i["values"]]
+    },
+    "PO-BEST-BLOCKS": _blocks_by_force,
+    "PO-PYRAMID-BUDGET": lambda i, p: {
+        "shares": pyramid_shares(Fraction(i["B"]), min(i["W"], i["n"]), i["L"], i["n"], i["beta"])
+    },
+    "DV-COSINE": lambda i, p: {"cosines": [[cosine(a, b) for b in i["V"]] for a in i["V"]]},
+}
+
+
+def differences(answering: Mapping[str, Side], asked: Iterable[tuple[str, Question]]) -> Iterator[str]:
     """Each question that they do not all answer alike, and who stands alone with his answer."""
     for name, question in asked:
         answers = {who: question(one) for who, one in answering.items()}
         alone = [who for who in answers if not any(_same(answers[who], answers[o]) for o in answers if o != who)]
         if alone:
             yield f"{name}: {', '.join(alone)} stands alone"
+
+
+def _same(a: Any, b: Any) -> bool:
+    if is_dataclass(a) and not isinstance(a, type):
+        return all(_same(x, y) for x, y in zip(astuple(a), astuple(b), strict=True))
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(same(plain(a[name]), plain(b[name])) for name in a)
+    if a is None or b is None:
+        return a is b
+    return np.array_equal(a, b, equal_nan=np.asarray(a).dtype.kind == "f")

@@ -3,16 +3,21 @@
 import argparse
 import sys
 
+from conformance.assurance.proofs.floats.figures import README, rewritten, stale
 from conformance.assurance.proofs.floats.gappa import PROOFS, missing, proved
 from conformance.assurance.proofs.floats.search import CASES, worst
 
 __all__ = ["main"]
 
+INPUTS = 1000
+"""As many as README.md's figures are of."""
+
 
 def main(arguments: list[str]) -> int:
-    """1 where a bound is not proved, is proved by half, or has a counterexample."""
+    """1 where a bound is not proved, is proved by half, or has a counterexample, or README.md has other figures."""
     parser = argparse.ArgumentParser(prog="floats", description=__doc__)
-    parser.add_argument("--inputs", type=int, default=1000, help="inputs of each search")
+    parser.add_argument("--inputs", type=int, default=INPUTS, help=f"inputs of each search. Default: {INPUTS}")
+    parser.add_argument("--write", action="store_true", help="write the largest errors into README.md")
     asked, failed = parser.parse_args(arguments), 0
     print(missing() or "Gappa, of each side and half of the bound:")
     for proof in () if missing() else PROOFS:
@@ -20,10 +25,19 @@ def main(arguments: list[str]) -> int:
         failed += not whole or half
         print(f"{proof.item:20} {proof.name:10} {'proved' if whole else 'NOT PROVED'}{', by half too' if half else ''}")
     print(f"the largest error over the bound, of {asked.inputs} inputs:")
+    largest = {}
     for case in CASES:
         found, inputs = worst(case, asked.inputs)
+        largest[case.item, case.bound] = found
         failed += found > 1
         print(f"{case.item:20} {case.bound:24} {found:.3g}{f' on {inputs}' if found > 1 else ''}")
+    text = README.read_text(encoding="utf-8")
+    if asked.write:
+        README.write_text(rewritten(text, largest), encoding="utf-8")
+    elif asked.inputs == INPUTS:
+        for line in stale(text, largest):
+            failed += 1
+            print(line)
     return int(failed > 0)
 
 

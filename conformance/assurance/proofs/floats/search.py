@@ -7,6 +7,7 @@ Each is measured from the real value, which balls enclose. A ratio above 1 is a 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from types import ModuleType
 from typing import Any
 
@@ -138,6 +139,21 @@ def faded(rng: Draw) -> tuple[list[float], list[float], Any]:
     return D, M, replace(PAPER, beta_0=float(rng.choice([0.05, 0.5, 0.95, 1.0])))
 
 
+def tails(rng: Draw) -> tuple[float, float, Any]:
+    """mu and sigma: any, or of many with an exponent from -122 on, where the bound is relative, the worst rounded."""
+    if rng.random() < 0.5:
+        return float(rng.uniform(0, 30)), float(10 ** rng.uniform(-3, 1)), PAPER
+    many = [(mu, PAPER.s * mu / float(rng.uniform(64, 122))) for mu in rng.uniform(1, 30, 64).tolist()]
+    return *max(many, key=lambda one: rounded_apart(*one)), PAPER
+
+
+def rounded_apart(mu: float, sigma: float) -> Fraction:
+    """How far s mu / sigma, real and in both orders of multiplying and dividing, lies apart."""
+    real = Fraction(PAPER.s) * Fraction(mu) / Fraction(sigma)
+    sides = (real, Fraction(PAPER.s * mu / sigma), Fraction(PAPER.s * (mu / sigma)))
+    return max(sides) - min(sides)
+
+
 def block(rng: Draw, H: int, Q: int) -> Any:
     """Attention of heads whose rows are peaked or flat, and sum to 1 or to almost nothing."""
     A = rng.dirichlet(np.full(Q, float(rng.choice([0.01, 0.1, 1.0]))), (H, Q))
@@ -152,9 +168,10 @@ def rows(rng: Draw) -> tuple[list[list[float]], list[list[float]], float]:
     return A.tolist(), (A * np.where(A.all(axis=0), 1 + side * share, 1 - side * share)).tolist(), share
 
 
-def keys(rng: Draw, n: int, d: int) -> Any:
-    """Keys: drawn, almost all the same, or of very different lengths."""
-    k = rng.normal(size=(n, d)) * 10.0 ** rng.uniform(-3, 3, (n, 1))
+def keys(rng: Draw, n: int, d: int, farthest: int = 3) -> Any:
+    """Keys: drawn, almost all the same, or of very different lengths; some lengths up to 10 to the `farthest`."""
+    most = farthest if rng.random() < 0.3 else 3
+    k = rng.normal(size=(n, d)) * 10.0 ** rng.uniform(-most, most, (n, 1))
     same = rng.normal(size=d) + 10.0 ** float(rng.uniform(-9, -1)) * rng.normal(size=(n, d))
     return (k if rng.random() < 0.5 else same).tolist()
 
@@ -205,7 +222,7 @@ CASES = (
         lambda degree, other, p, sizes: tolerances.settled_radius(np.array(degree), p.s, p.epsilon),
     ),
     Case(
-        "CC-TAIL-D", "BOUNDS", lambda rng: (float(rng.uniform(0, 30)), float(10 ** rng.uniform(-3, 1)), PAPER), decode,
+        "CC-TAIL-D", "BOUNDS", tails, decode,
         lambda decode, mu, sigma, p: [decode.edgeless_D(mu, sigma, p)], tail.edgeless_D, relative("CC-TAIL-D"),
     ),
     Case(
@@ -229,7 +246,7 @@ CASES = (
         lambda S, c: impact.impact(np.array(S), impact.rarity(np.array(c)), PAPER), relative("CC-IMPACT"),
     ),
     Case(
-        "CC-KEY-NORM", "key_norm_error", lambda rng: (keys(rng, size(rng, 5), size(rng)),), decode,
+        "CC-KEY-NORM", "key_norm_error", lambda rng: (keys(rng, size(rng, 5), size(rng), 235),), decode,
         lambda decode, k: [decode.inverse_norm(k)], lambda k: inverse_key_norms(np.array(k)[:, None]),
         lambda k, sizes: tolerances.key_norm_error(len(k), len(k[0])) * sizes,
     ),

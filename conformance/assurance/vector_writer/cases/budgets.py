@@ -43,6 +43,8 @@ GROUPS = [
         Case(22, "no digit before the point", ["DecimalFraction"], asked(".3", 10)),
         Case(23, "no digit behind the point: a share, not a count", ["OneToken"], asked("1.", 40)),
         Case(24, "a decimal in percent", ["DecimalFraction"], asked("12.5%", 25)),
+        Case(25, "no digit behind the point, in percent", ["DecimalFraction"], asked("1.%", 1000)),
+        Case(26, "64 characters are not too many", ["OneToken"], asked("0." + "1" * 62, 40)),
         refused(30, "a bool is no budget", True),
         refused(31, "no token", 0),
         refused(32, "a negative count", -3),

@@ -35,6 +35,9 @@ GROUPS = [
         Case(26, "a negative penalty", ["Refused"], {**THREE, "lam": -0.5}, refused="lam"),
         Case(27, "no penalty at all", ["Refused"], {**THREE, "lam": float("nan")}, refused="lam"),
         Case(28, "more than there are", ["Refused"], {**THREE, "k": 4, "lam": 0.5}, refused="k"),
+        Case(29, "like the first that is kept, unlike the newest: all that are kept count", ["AllKeptCount"],
+             {"s": [1.0, 0.9, 0.8, 0.75], "V": [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [1.0, 0.0, 0.0], [0.0, 0.0, 1.0]],
+              "retained": [False] * 4, "k": 3, "lam": 0.5}),
     ]),
     Group("DV-POLICY", [
         Case(30, "a signature for the cache", ["Plain"], {**MODEL, "lam": 4.0, "mode": "flat"}),

@@ -65,6 +65,8 @@ GROUPS = [
     ]),
     Group("PO-WHOLE-SHARES", [
         Case(50, "remainders 1/2, 3/4, 3/4: the two larger ones", ["Plain"], {"targets": ["5/2", "7/4", "11/4"]}),
+        Case(51, "remainders 1/2, 1/2, 0, and one token for two: the lower", ["TieAtBoundary"],
+             {"targets": ["5/2", "3/2", "3"]}),
         Case(364, "one place for remainders 1/4, 3/8, 3/8: the lower of the equal ones", ["TieAtBoundary"],
              {"targets": ["9/4", "11/8", "27/8"]}),
     ]),
@@ -74,6 +76,8 @@ GROUPS = [
         Case(61, "layer 0 cannot have more than there is", ["CutHeldToAlive"],
              {"B": 10, "W": 2, "L": 3, "n": 13, "beta": 20}),
         Case(62, "one layer", ["OneChunk"], {"B": 5, "W": 2, "L": 1, "n": 9, "beta": 20}),
+        Case(63, "more than there is: all of it, in every layer", ["CutHeldToAlive"],
+             {"B": 9, "W": 2, "L": 3, "n": 7, "beta": 20}),
     ]),
     Group("PO-ADAPTIVE-BUDGET", [
         Case(70, "the wins are 6 and 2, the even share is 4", ["Plain"],

@@ -1,9 +1,10 @@
 (* The extracted model as an engine of spec/protocol.md, for the stages that it has; engine.py offers whole families.
    Only this file and OCaml's arithmetic on floats stand between the model and its requests. *)
+module Whole = Z
 open Model
 
 let binary64 = {
-  zero = 0.; plus = ( +. ); minus = ( -. ); times = ( *. ); over = ( /. ); of_Z = float_of_int; ltb = (fun x y -> x < y);
+  zero = 0.; plus = ( +. ); minus = ( -. ); times = ( *. ); over = ( /. ); of_Z = Whole.to_float; ltb = (fun x y -> x < y);
 }
 
 (* ---- values: spec/protocol.md, section "Values" ---- *)
@@ -16,11 +17,13 @@ let member name : json -> json = function
 
 let text = function `String s -> s | _ -> failwith "text is missing"
 
-(* An integer that is larger than OCaml's largest stands for a budget, which may as well be the largest. *)
 let whole = function
-  | `Int i -> i
-  | `Intlit s | `String s -> (match int_of_string_opt s with Some i -> i | None -> if s.[0] = '-' then min_int else max_int)
+  | `Int i -> Whole.of_int i
+  | `Intlit s | `String s -> Whole.of_string s
   | _ -> failwith "an integer is missing"
+
+(* The size of a list that is in memory. *)
+let size_of json = Whole.to_int (whole json)
 
 let real = function
   | `Float x -> x
@@ -51,7 +54,7 @@ let number dtype bytes i : json =
   match dtype with
   | "float64" -> `Float (Int64.float_of_bits (String.get_int64_le bytes (8 * i)))
   | "float32" -> `Float (Int32.float_of_bits (String.get_int32_le bytes (4 * i)))
-  | "int64" -> `Int (Int64.to_int (String.get_int64_le bytes (8 * i)))
+  | "int64" -> `Intlit (Int64.to_string (String.get_int64_le bytes (8 * i)))
   | _ -> `Bool (bytes.[i] <> '\000')
 
 (* Lists in lists, whichever way the array was written. *)
@@ -67,7 +70,7 @@ let items json =
   | `List items -> items
   | `Assoc _ ->
     let bytes = bytes_of_base64 (text (member "base64" json)) in
-    let shape = match member "shape" json with `List sizes -> List.map whole sizes | _ -> failwith "no shape" in
+    let shape = match member "shape" json with `List sizes -> List.map size_of sizes | _ -> failwith "no shape" in
     (match nested shape (number (text (member "dtype" json)) bytes) 0 with `List items -> items | _ -> [])
   | _ -> failwith "an array is missing"
 
@@ -79,16 +82,28 @@ let of_real x : json =
   `String (if Float.is_nan x then "nan" else if x = infinity then "inf" else if x = neg_infinity then "-inf"
            else Printf.sprintf "%h" x)
 
-let of_wholes l : json = `List (List.map (fun i -> if abs i <= 1 lsl 53 then `Int i else `String (string_of_int i)) l)
+let exact = Whole.shift_left Whole.one 53
+let of_whole i : json = if Whole.leq (Whole.abs i) exact then `Int (Whole.to_int i) else `String (Whole.to_string i)
+let of_wholes l : json = `List (List.map of_whole l)
 let of_reals l : json = `List (List.map of_real l)
+let of_truths l : json = `List (List.map (fun b -> `Bool b) l)
 
-(* Exact rationals as text, "7/4". *)
+(* Exact rationals: text, "7/4", "7", or an integer. *)
 let fraction json =
-  match String.split_on_char '/' (text json) with
-  | [ p; q ] -> { qnum = int_of_string p; qden = int_of_string q }
-  | _ -> failwith "a fraction is missing"
+  let of_ num den = if Whole.sign den > 0 then { qnum = num; qden = den } else failwith "a denominator is not positive" in
+  match json with
+  | `String s ->
+    (match String.split_on_char '/' s with
+     | [ p; q ] -> of_ (Whole.of_string p) (Whole.of_string q)
+     | _ -> of_ (Whole.of_string s) Whole.one)
+  | _ -> of_ (whole json) Whole.one
 
-let of_fraction q : json = `String (Printf.sprintf "%d/%d" q.qnum q.qden)
+(* The rational that a float is. *)
+let rational_of x =
+  let mantissa, exponent = Float.frexp x in
+  let num = Whole.of_float (Float.ldexp mantissa 53) and shift = exponent - 53 in
+  if shift >= 0 then { qnum = Whole.shift_left num shift; qden = Whole.one }
+  else { qnum = num; qden = Whole.shift_left Whole.one (-shift) }
 
 (* ---- stages ---- *)
 
@@ -96,7 +111,9 @@ let of_fraction q : json = `String (Printf.sprintf "%d/%d" q.qnum q.qden)
 let rows start neighbours weights =
   let row n w = List.combine (wholes n) (reals w) in
   let table = Array.of_list (List.map2 row (items neighbours) (items weights)) in
-  fun position -> if position < start || position >= start + Array.length table then [] else table.(position - start)
+  fun position ->
+    let at = Whole.sub position start in
+    if Whole.sign at < 0 || Whole.geq at (Whole.of_int (Array.length table)) then [] else table.(Whole.to_int at)
 
 let crystal_trunks given =
   let found = member "coattention" given and parameters = member "parameters" given in
@@ -108,7 +125,8 @@ let crystal_trunks given =
   let impact = List.map (trunk_impact binary64) (pieces sizes (reals (member "impact" given))) in
   `Assoc [ ("offsets", of_wholes (offsets start sizes)); ("impact", of_reals impact) ]
 
-let rec sizes_of = function a :: (b :: _ as rest) -> (b - a) :: sizes_of rest | _ -> []
+let rec pairs = function a :: (b :: _ as rest) -> (a, b) :: pairs rest | _ -> []
+let sizes_of bounds = List.map (fun (a, b) -> Whole.sub b a) (pairs bounds)
 
 let rec trunks_of starts parts scores strengths flags =
   match (starts, parts, scores, strengths, flags) with
@@ -148,49 +166,137 @@ let selection given choose =
   let rows name = items (member name given) in
   let chosen = List.map2 (fun (values, flags) -> row values flags) (List.combine (rows "values") (rows "pinned")) (wholes (member "shares" given)) in
   `Assoc
-    [ ("positions", of_wholes (List.concat chosen)); ("offsets", of_wholes (offsets 0 (List.map List.length chosen))) ]
+    [ ("positions", of_wholes (List.concat chosen)); ("offsets", of_wholes (offsets Whole.zero (List.map (fun l -> Whole.of_int (List.length l)) chosen))) ]
 
 let best_tokens given =
-  let unit_of i (value, pinned) = { first = i; width = 1; value; pinned } in
+  let unit_of i (value, pinned) = { first = Whole.of_int i; width = Whole.one; value; pinned } in
   selection given (fun tokens share -> selected binary64 share (List.mapi unit_of tokens))
 
 let diversity_diverse given =
   let signatures = Array.of_list (List.map reals (items (member "V" given))) in
-  let similarity i j = dot binary64 signatures.(i) signatures.(j) in
+  let similarity i j = dot binary64 signatures.(Whole.to_int i) signatures.(Whole.to_int j) in
   let worth x = if Float.is_nan x then neg_infinity else x in
   let scores = List.map worth (reals (member "s" given)) in
   let lambda = real (member "lam" given) and k = whole (member "k" given) in
   of_wholes (diverse binary64 lambda similarity scores (truths (member "retained" given)) k)
 
-(* ---- items that are no stage ---- *)
+(* ---- items that are no stage, in the form of spec/vectors ---- *)
 
-let budget_tokens given =
-  let seen = whole (member "seen" given) in
-  match parse (text (member "text" given)) with None -> `Null | Some asked -> `Int (tokens asked seen)
+let parameter given name = member name (member "parameters" given)
+let named name value : json = `Assoc [ (name, value) ]
+
+let protected_trunks given =
+  let sink = whole (parameter given "N_sink") and recent = whole (parameter given "W_recent") in
+  let safe (start, stop) = protected (whole (member "n" given)) sink recent start stop in
+  named "protected" (of_truths (List.map safe (pairs (wholes (member "offsets" given)))))
+
+let cut_of given =
+  let flagged = List.combine (wholes (member "sizes" given)) (truths (member "protected" given)) in
+  let tokens_of which = sum (List.filter_map (fun (size, safe) -> if safe = which then Some size else None) flagged) in
+  named "c_0" (of_whole (cut (tokens_of true) (tokens_of false) (whole (member "B" given))))
+
+let shares_that_stay given =
+  let sizes = wholes (member "sizes" given) in
+  let stays = allocate (whole (parameter given "N_min")) sizes (whole (member "c_0" given)) in
+  named "r" (of_reals (List.map2 (fun k size -> binary64.over (binary64.of_Z k) (binary64.of_Z size)) stays sizes))
+
+let keep_count_of given =
+  let r = rational_of (real (member "r" given)) in
+  named "k" (of_whole (keep_count r (whole (member "size" given)) (whole (parameter given "N_min"))))
+
+let dissolved_D given = named "D" (of_reals (List.map2 binary64.times (reals (member "r" given)) (reals (member "D" given))))
+let sentence_offsets given = named "offsets" (of_wholes (offsets Whole.zero (sentences Whole.zero (truths (member "ends" given)))))
+let pair json = match wholes json with [ a; b ] -> (a, b) | _ -> failwith "a pair is missing"
+
+let both_sides given =
+  let current, stop = pair (member "current" given) and next, behind = pair (member "sentence" given) in
+  (last5 current stop, first5 next behind)
+
+let interface given =
+  let ends side = of_wholes [ List.hd side; Whole.succ (List.hd (List.rev side)) ] in
+  let last, first = both_sides given in
+  `Assoc [ ("last5", ends last); ("first5", ends first) ]
+
+let edges_between given =
+  let edge json = match items json with [ a; b; w ] -> (whole a, (whole b, real w)) | _ -> failwith "an edge is missing" in
+  let edges = List.map edge (items (member "edges" given)) in
+  let near a = List.filter_map (fun (first, rest) -> if Whole.equal first a then Some rest else None) edges in
+  let last, first = both_sides given in
+  named "weights" (of_reals (interface_edges (stored_edges near (fun _ -> [])) last first))
+
+let merged given =
+  let tau = real (parameter given "tau_merge") and largest = whole (parameter given "T_max") in
+  let weights = reals (member "weights" given) in
+  named "merges" (`Bool (merges binary64 tau largest weights (whole (member "size" given)) (whole (member "next_size" given))))
+
+let pieces_of given = named "sizes" (of_wholes (split (whole (member "T_max" given)) (whole (member "size" given))))
+
+let budget_as given name asked =
+  match parse (text (member "budget" given)) with None -> `Null | Some budget -> named name (of_whole (asked budget))
+
+let budget_tokens given = budget_as given "tokens" (fun budget -> tokens budget (whole (member "seen" given)))
+
+let effective_budget given =
+  let sink = whole (parameter given "N_sink") and recent = whole (parameter given "W_recent") in
+  budget_as given "B" (fun budget -> effective budget (whole (member "n" given)) sink recent)
+
+let path_scores given =
+  let alpha = real (parameter given "alpha") in
+  let score d x = if Float.is_nan x then nan else best_path binary64 alpha d x in
+  named "score" (of_reals (List.map2 score (reals (member "D" given)) (reals (member "M_tilde" given))))
+
+(* Units of any number of tokens, all rows alike. *)
+let units given =
+  let bounds = pairs (wholes (member "offsets" given)) and flags = truths (member "pinned" given) in
+  let unit_of (start, stop) (x, pinned) =
+    { first = start; width = Whole.sub stop start; value = (if Float.is_nan x then None else Some x); pinned } in
+  let row values = List.map2 unit_of bounds (List.combine (reals values) flags) in
+  let chosen values = of_wholes (selected binary64 (whole (member "B" given)) (row values)) in
+  named "kept" (`List (List.map chosen (items (member "values" given))))
 
 let blocks given = selection given (best_blocks binary64 (whole (member "b" given)))
 
-let shares given = of_wholes (whole_shares (List.map fraction (items (member "targets" given))))
+let cosines given =
+  let rows = List.map reals (items (member "V" given)) in
+  named "cosines" (`List (List.map (fun u -> of_reals (List.map (dot binary64 u) rows)) rows))
 
-let pyramid_line given =
-  let of_ name = fraction (member name given) in
-  `List (List.map of_fraction (pyramid (of_ "base") (of_ "past") (of_ "beta") (whole (member "L" given))))
+let shares given = named "shares" (of_wholes (whole_shares (List.map fraction (items (member "targets" given)))))
+
+let pyramid_shares given =
+  let layers = whole (member "L" given) and window = Whole.min (whole (member "W" given)) (whole (member "n" given)) in
+  let beyond name = { qnum = Whole.sub (whole (member name given)) window; qden = Whole.one } in
+  let line = pyramid (beyond "B") (beyond "n") (fraction (member "beta" given)) layers in
+  let with_window q = { q with qnum = Whole.add q.qnum (Whole.mul window q.qden) } in
+  named "shares" (of_wholes (whole_shares (List.map with_window line)))
 
 (* ---- requests ---- *)
 
 let operations =
   [ ("crystal.trunks", crystal_trunks); ("crystal.dissolve", crystal_dissolve); ("crystal.score", crystal_score);
     ("policies.best_tokens", best_tokens); ("diversity.diverse", diversity_diverse);
-    ("CC-BUDGET-FORMS", budget_tokens); ("PO-BEST-BLOCKS", blocks); ("PO-WHOLE-SHARES", shares);
-    ("PO-PYRAMID-BUDGET", pyramid_line) ]
+    ("CC-BUDGET-FORMS", budget_tokens); ("CC-BUDGET", effective_budget); ("CC-PROTECTED", protected_trunks);
+    ("CC-CUT", cut_of); ("CC-ALLOCATE", shares_that_stay); ("CC-KEEP-COUNT", keep_count_of);
+    ("CC-DISSOLVE-D", dissolved_D); ("CC-SENTENCES", sentence_offsets); ("CC-INTERFACE", interface);
+    ("CC-INTERFACE-EDGES", edges_between); ("CC-MERGE", merged); ("CC-SPLIT", pieces_of); ("CC-SCORE", path_scores);
+    ("PO-TOP-UNITS", units); ("PO-BEST-BLOCKS", blocks); ("PO-WHOLE-SHARES", shares);
+    ("PO-PYRAMID-BUDGET", pyramid_shares); ("DV-COSINE", cosines) ]
 
+(* A line that is no request gets an answer too: an error, with the id that it has, if any. *)
 let answer line =
-  let request = Yojson.Safe.from_string line in
-  let said =
-    try ("result", List.assoc (text (member "op" request)) operations (member "arguments" request))
-    with error -> ("error", `String (Printexc.to_string error))
+  let id, said =
+    try
+      let request = Yojson.Safe.from_string line in
+      let id = try member "id" request with _ -> `Null in
+      let run () =
+        let op = text (member "op" request) in
+        match List.assoc_opt op operations with
+        | Some run -> run (member "arguments" request)
+        | None -> failwith ("no operation " ^ op)
+      in
+      (id, try ("result", run ()) with error -> ("error", `String (Printexc.to_string error)))
+    with error -> (`Null, ("error", `String (Printexc.to_string error)))
   in
-  Yojson.Safe.to_string (`Assoc [ ("id", member "id" request); said ])
+  Yojson.Safe.to_string (`Assoc [ ("id", id); said ])
 
 let () =
   try
