@@ -12,7 +12,7 @@ import sys
 import time
 
 HELLO = {
-    "protocol": 1, "spec": "0.3.0", "name": "scripted", "version": "1", "precision": "float64",
+    "protocol": 1, "spec": "0.4.0", "name": "scripted", "version": "1", "precision": "float64",
     "families": {"diversity": ["diverse"], "nestedkv": ["anomaly_score"]},
 }
 

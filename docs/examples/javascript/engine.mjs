@@ -168,7 +168,7 @@ const CRYSTAL = { coattention, impact, trunks, graph, score, dissolve };
 // The protocol
 
 const HELLO = {
-  protocol: 1, spec: "0.3.0", name: "javascript", version: "1.0", precision: "float64",
+  protocol: 1, spec: "0.4.0", name: "javascript", version: "1.0", precision: "float64",
   families: { crystal: Object.keys(CRYSTAL) },
 };
 
