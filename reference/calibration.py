@@ -126,7 +126,9 @@ def load_calibration(path: str | PathLike[str]) -> Calibration:
         samples = None if header.get("samples") is None else tuple(map(str, header["samples"]))
         identity = Identity(header["model"], inv_freq, header["factor"])
     except (OSError, KeyError, TypeError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise SpecError("path", str(path), f"is not a calibration: {error}") from error
+        reason = str(error).split(":")[0].split(". ")[0] if "pickle" not in str(error) else "it is no .npz file"
+        bound = f"must be a file that kvspec calibrate wrote: {reason}"
+        raise SpecError("path", str(path), bound) from error
     if form != FORMAT:
         bound = f"has the format {form!r}, not {FORMAT!r}: make it again with kvspec calibrate"
         raise SpecError("path", str(path), bound)

@@ -211,7 +211,8 @@ def _check_none_of_grids(context: typer.Context, rules: Path) -> None:
     """Rules say by themselves what these options would."""
     for name in _OF_GRIDS:
         if getattr(context.get_parameter_source(name), "name", None) != "DEFAULT":
-            raise SpecError(name, context.params[name], f"stands in {rules}")
+            reason = f"is decided by {rules}: leave the option out, or edit that file"
+            raise SpecError(name, context.params[name], reason)
 
 
 @app.command()

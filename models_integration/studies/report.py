@@ -38,15 +38,19 @@ class _Lines:
 
     def __init__(self, console: Console, total: int, every: float) -> None:
         self._console, self._total, self._every = console, total, every
-        self._done, self._start, self._said = 0, time.monotonic(), -every
+        self._done, self._start, self._said, self._first = 0, time.monotonic(), -every, 0.0
 
     def __call__(self, what: str) -> None:
         self._done += 1
         spent = time.monotonic() - self._start
+        self._first = self._first or spent
         if self._done in (1, self._total) or spent - self._said >= self._every:
             self._said = spent
-            left = timedelta(seconds=round(spent / self._done * (self._total - self._done)))
-            self._console.print(f"{self._done}/{self._total}  {what}  {left} to go", highlight=False, soft_wrap=True)
+            line = f"{self._done}/{self._total}  {what}"
+            if self._done > 1:  # the first part holds what is loaded and compiled once
+                each = (spent - self._first) / (self._done - 1)
+                line += f"  {timedelta(seconds=round(each * (self._total - self._done)))} to go"
+            self._console.print(line, highlight=False, soft_wrap=True)
 
 
 def title_of(task: str) -> str:

@@ -8,6 +8,7 @@ from models_integration.studies.answers import SAMPLES, sample_unit
 from models_integration.studies.evidence.run import study_unit
 from models_integration.studies.leases import Leases
 from models_integration.studies.results import STUDY, Row, load_rows
+from spec.errors import SpecError
 
 __all__ = ["failed_samples", "first_failure", "status"]
 
@@ -34,8 +35,14 @@ def status(folder: Path, watch: bool = True) -> Iterator[str]:
 
     Who watches for some seconds is also told each error, who is at work, and about how long what is left will take
     them. A worker whose lease nobody touches meanwhile is dead: clocks are not compared.
+
+    Raises:
+        SpecError: if no run has a file in the folder.
     """
-    for path in (folder / name for name in _FILES if (folder / name).exists() or any(folder.glob(f".{name}-*"))):
+    paths = [folder / name for name in _FILES if (folder / name).exists() or any(folder.glob(f".{name}-*"))]
+    if not paths:
+        raise SpecError("status", str(folder), f"must be the --out of a run: it has neither {' nor '.join(_FILES)}")
+    for path in paths:
         leases = Leases(path, _FILES[path.name])
         done, planned = leases.stored(), leases.planned()
         of = f" of {len(planned | done)}" if planned else ""

@@ -1,5 +1,6 @@
 """The model that a study is about: a shipped one, or any transformers causal model."""
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -211,6 +212,7 @@ class Loading:
         """
         self._check()
         disable_progress_bar()  # type: ignore[no-untyped-call]  # it says nothing of ours, and would tear our own
+        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # each retry without network is a warning
         try:
             loaded, tokenizer = _loaded(self.model, self.dtype, self.attn)
         except (SpecError, ModuleNotFoundError):

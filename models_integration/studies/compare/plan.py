@@ -58,8 +58,9 @@ class Plan:
         check_choices("placement", (self.placement,), PLACEMENTS)
         for budget in self.budgets:
             parse_budget(budget)
-        if self.samples < 1:
-            raise SpecError("samples", self.samples, "must be at least 1")
+        for name in ("samples", "length"):
+            if (value := getattr(self, name)) < 1:
+                raise SpecError(name, value, "must be at least 1")
 
     def tokens(self, budget: str) -> int:
         """The one B that every policy gets, over the context's tokens; a policy's floor is that policy's own."""

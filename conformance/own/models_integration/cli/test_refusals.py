@@ -48,8 +48,12 @@ def refusal(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytes
         (("--tasks", ","), ("tasks", "at least one")),
         (("--policies", "snapkw"), ("policy = 'snapkw'", "did you mean snapkv")),
         (("--policies", "snapkv,triattention"), ("calibration", "triattention", "kvspec calibrate")),
-        (("--policies", "triattention", "--calibration", "nowhere.npz"), ("nowhere.npz", "is not a calibration")),
+        (
+            ("--policies", "triattention", "--calibration", "nowhere.npz"),
+            ("nowhere.npz", "must be a file that kvspec calibrate wrote"),
+        ),
         (("--budgets", "64"), ("budgets = '64': is 64 of 200 tokens, and crystalcache keeps 132 at least", "for 132")),
+        (("--length", "0"), ("length = 0: must be at least 1",)),
         (("--length", "20000"), ("length = 20000: tokens are more than the 8192 positions of the model; give",)),
         (("--length", "100000000"), ("length = 100000000: tokens are more than the 8192 positions of the model",)),
         (("--length", "8190"), ("length = 8190: tokens and ", "of question and answer are more than the 8192",)),
@@ -188,12 +192,24 @@ def test_progress_is_lines_where_there_is_no_terminal() -> None:
             progress(f"a long description of cell {at}")
     lines = said.getvalue().splitlines()
     assert [line.split("  ")[0] for line in lines] == ["1/4", "2/4", "3/4", "4/4"]
-    assert all(line.endswith(" to go") for line in lines)
+    assert [line.endswith(" to go") for line in lines] == [False, True, True, True]
     said = StringIO()
     with progress_bar(Console(file=said), 1000, every=60.0) as progress:
         for _ in range(1000):
             progress("x")
     assert len(said.getvalue().splitlines()) == 2
+
+
+@pytest.mark.law("figures-are-counted-right")
+def test_the_time_to_go_leaves_out_the_first_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds what is loaded and compiled once: here 60 s, then 1 s each."""
+    clock = iter([0.0, 60.0, 61.0, 62.0])
+    monkeypatch.setattr("models_integration.studies.report.time.monotonic", lambda: next(clock))
+    said = StringIO()
+    with progress_bar(Console(file=said), 100, every=0.0) as progress:
+        for _ in range(3):
+            progress("x")
+    assert said.getvalue().splitlines() == ["1/100  x", "2/100  x  0:01:38 to go", "3/100  x  0:01:37 to go"]
 
 
 @pytest.mark.law("as-it-is-described")

@@ -121,6 +121,8 @@ def test_what_cannot_be_measured_is_a_row_with_its_error(
     assert swept(rules, tmp_path, "--again").exit_code == 0
     assert len(measured(tmp_path)) == 3
     assert list(status(tmp_path)) == [f"{path}: 3 of 3 samples done, 0 failed"]
+    with pytest.raises(SpecError, match=r"status = '.*nosuch': must be the --out of a run: it has neither study"):
+        list(status(tmp_path / "nosuch"))
 
 
 def test_a_comparison_has_no_row_of_a_task_of_which_a_sample_failed(
@@ -249,7 +251,7 @@ def test_a_launch_of_unknown_parts_is_refused(given: dict[str, Any], argument: s
 @pytest.mark.law("refused-before-anything-changes")
 def test_a_sweep_s_file_and_the_options_of_a_grid_exclude_each_other(rules: Path, tmp_path: Path) -> None:
     found = swept(rules, tmp_path / "out", "--length", "300")
-    assert str(found.exception) == f"length = 300: stands in {rules}"
+    assert str(found.exception) == f"length = 300: is decided by {rules}: leave the option out, or edit that file"
     assert not (tmp_path / "out").exists()
 
 
