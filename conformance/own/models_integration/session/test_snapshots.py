@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from conformance.checks.decode_checks import same_bits
@@ -26,16 +28,24 @@ from conformance.own.models_integration.session.families import (
     prompt,
     states_of,
 )
+from conformance.own.models_integration.session.ragged_checks import method
 from conformance.own.models_integration.session.savers import save_until_killed
 from conformance.own.models_integration.session.test_batches import batch, prompts
 from conformance.own.models_integration.session.test_breaths import T, breathing, tokens
 from conformance.own.processes import started
 from models_integration import RetainedCache
+from models_integration.archive.layer_masks import layer_masks
+from models_integration.archive.splice import computed, splice, upper_half
 from models_integration.cache import snapshot as snapshot_module
 from models_integration.cache.continuation import Nothing
 from models_integration.cache.crystal_states import Pending
+from models_integration.cache.dense_layer import DenseLayer
 from models_integration.cache.positions import EMPTY
+from models_integration.cache.ragged_layer import RaggedLayer
+from models_integration.cache.retained_cache import storage_bytes
+from models_integration.cache.sliding_layer import GappedSlidingLayer
 from models_integration.cache.snapshot import load_cache, save_cache
+from models_integration.model.rotation import recognise
 from spec.errors import SpecError
 
 pytestmark = pytest.mark.law("saved-is-what-was")
@@ -70,14 +80,27 @@ def lived(family: str, steps: int = T + 3) -> tuple[PreTrainedModel, RetainedCac
     return model, cache
 
 
+def parts(layer: Any) -> list[Tensor]:
+    """All tensors of a layer of a cache, those of heads that differ head by head."""
+    tensors = [layer.keys, layer.values] if layer.is_initialized else []
+    if isinstance(layer, RaggedLayer):
+        heads = [divmod(segment, layer.heads) for segment in range(layer.batch * layer.heads)]
+        positions = [layer.head_positions(*head) for head in heads]
+        tensors = [tensor for row, head in heads for tensor in layer.held(row, slice(head, head + 1))]
+        return [*tensors, *positions, layer.next_positions(1), layer.rows.holes]
+    if isinstance(layer, DenseLayer):
+        return [*tensors, layer.stored_positions(), layer.next_positions(1), layer.rows.holes]
+    return [*tensors, layer.positions] if isinstance(layer, GappedSlidingLayer) else tensors
+
+
 def same(a: RetainedCache, b: RetainedCache) -> None:
-    assert a.get_seq_length() == b.get_seq_length()
-    for one, other in zip(a.layers, b.layers, strict=True):
-        assert torch.equal(one.keys, other.keys)  # type: ignore[union-attr, arg-type]
-        assert torch.equal(one.values, other.values)  # type: ignore[union-attr, arg-type]
-        assert one.get_seq_length() == other.get_seq_length()  # type: ignore[union-attr]
-    for one, other in zip(a.full_layers, b.full_layers, strict=True):
-        assert torch.equal(one.stored_positions(), other.stored_positions())
+    assert (a.get_seq_length(), a.layers_differ) == (b.get_seq_length(), b.layers_differ)
+    layers: Any = zip(a.layers, b.layers, strict=True)
+    for one, other in layers:
+        assert (type(one), one.is_initialized) == (type(other), other.is_initialized)
+        assert one.get_seq_length() == other.get_seq_length()
+        assert getattr(one, "first_kept", None) == getattr(other, "first_kept", None)
+        assert all(torch.equal(*pair) for pair in zip(parts(one), parts(other), strict=True))
     assert type(a.continuation) is type(b.continuation)
     if isinstance(a.continuation, Nothing):
         return
@@ -147,6 +170,99 @@ def test_a_cache_without_states_is_saved_as_well(method: str, tmp_path: Path) ->
     again = load_cache(tmp_path / "cache", model)
     same(again, cache)
     assert torch.equal(at_once(model, tokens(3), again), at_once(model, tokens(3), cache))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", ["snapkv", "adakv", "chunkkv", "kvzip"])
+def test_layers_and_heads_that_differ_are_saved(name: str, family: str, tmp_path: Path) -> None:
+    """With tokens read since, in two rows; then both caches read, are cropped and lose a row."""
+    model, ids = build(family), torch.cat([prompt(N), prompt(N, seed=4)])
+    with method(name)(model) as run:
+        at_once(model, ids, cache := RetainedCache(model.config))
+        for token in torch.split(tokens(3, rows=2), 1, dim=1):
+            at_once(model, token, cache)
+    assert run.cache is cache
+    save_cache(cache, model, tmp_path / "cache")
+    again = load_cache(tmp_path / "cache", model)
+    same(again, cache)
+    assert again.layers_differ
+    assert storage_bytes(again.layers) <= storage_bytes(cache.layers)
+    logits = []
+    for one in (cache, again):
+        with method(name)(model) as session:
+            logits.append([at_once(model, token, one) for token in torch.split(tokens(2, rows=2), 1, dim=1)])
+            one.batch_select_indices(torch.tensor([1]))
+            if family == "llama":
+                one.crop(-2)
+            with session.reading():
+                logits[-1].append(at_once(model, prompt(4, seed=5), one).expand(2, -1, -1))
+    assert torch.equal(*(torch.cat(each, dim=1) for each in logits))
+    same(again, cache)
+
+
+@pytest.mark.parametrize("name", ["adakv", "chunkkv"])
+def test_padded_rows_whose_heads_or_layers_differ_are_saved(name: str, tmp_path: Path) -> None:
+    """Each row has seen as many tokens as are its own; the second turn of one set has left columns without any."""
+    model, (ids, mask), (more, shown) = build("llama"), batch(prompts()), batch([prompt(n) for n in (9, 5, 7)])
+    cache = RetainedCache(model.config)
+    with METHODS["fullcache"]()(model):
+        at_once(model, ids, cache, attention_mask=mask)
+        at_once(model, more, cache, attention_mask=torch.cat([mask, shown], dim=1))
+    with method(name)(model):
+        at_once(model, torch.cat([prompt(20, seed=row) for row in range(3)]), cache)
+    assert cache.layers_differ
+    assert bool(cache.full_layers[0].rows.holes.numel())
+    save_cache(cache, model, tmp_path / "cache")
+    again = load_cache(tmp_path / "cache", model)
+    same(again, cache)
+    logits = []
+    for one in (cache, again):
+        with method(name)(model):
+            logits.append(at_once(model, tokens(3, rows=3)[:, :1], one))
+    assert torch.equal(*logits)
+    same(again, cache)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_window_with_a_gap_is_saved_as_one(steps: int, tmp_path: Path) -> None:
+    """It has not read a chunk that was spliced behind it: its window counts positions."""
+    model = build("gemma3")
+    cache = RetainedCache(model.config)
+    at_once(model, prompt(N), cache)
+    rotary = recognise(model)
+    splice(cache, [computed(model, prompt(9, seed=5)[0].tolist(), rotary)], rotary)
+    with layer_masks(model, cache):
+        for token in torch.split(tokens(2), 1, dim=1)[:steps]:
+            at_once(model, token, cache)
+    save_cache(cache, model, tmp_path / "cache")
+    again = load_cache(tmp_path / "cache", model)
+    same(again, cache)
+    logits = []
+    for one in (cache, again):
+        with layer_masks(model, one):
+            logits.append(at_once(model, prompt(4, seed=6), one))
+    assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_layers_that_have_read_nothing_are_saved(family: str, tmp_path: Path) -> None:
+    """Those that a chunk lacks, at the start of a session, or that slide: they have no keys yet, and no dtype."""
+    model = build(family)
+    cache, rotary = RetainedCache(model.config), recognise(model)
+    chunk = computed(model, prompt(9, seed=5)[0].tolist(), rotary)
+    if family == "llama":
+        chunk = replace(chunk, layers=upper_half(chunk.layers, len(cache.layers)))
+    splice(cache, [chunk], rotary)
+    assert cache.layers[0].keys is None  # type: ignore[union-attr]
+    save_cache(cache, model, tmp_path / "cache")
+    again = load_cache(tmp_path / "cache", model)
+    same(again, cache)
+    logits = []
+    for one in (cache, again):
+        with layer_masks(model, one):
+            logits.append(at_once(model, prompt(4, seed=6), one))
+    assert torch.equal(*logits)
+    same(again, cache)
 
 
 def test_any_safetensors_reader_opens_it(tmp_path: Path) -> None:
