@@ -14,10 +14,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from conformance.checks.decode_checks import same_bits
 from conformance.own.models_integration.session.families import (
     _GQA,
     FAMILIES,
@@ -29,6 +27,7 @@ from conformance.own.models_integration.session.families import (
     states_of,
 )
 from conformance.own.models_integration.session.ragged_checks import method
+from conformance.own.models_integration.session.saved import N, differing, gapped, lived, same
 from conformance.own.models_integration.session.savers import save_until_killed
 from conformance.own.models_integration.session.test_batches import batch, prompts
 from conformance.own.models_integration.session.test_breaths import T, breathing, tokens
@@ -37,20 +36,14 @@ from models_integration import RetainedCache
 from models_integration.archive.layer_masks import layer_masks
 from models_integration.archive.splice import computed, splice, upper_half
 from models_integration.cache import snapshot as snapshot_module
-from models_integration.cache.continuation import Nothing
 from models_integration.cache.crystal_states import Pending
-from models_integration.cache.dense_layer import DenseLayer
 from models_integration.cache.positions import EMPTY
-from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.retained_cache import storage_bytes
-from models_integration.cache.sliding_layer import GappedSlidingLayer
 from models_integration.cache.snapshot import load_cache, save_cache
 from models_integration.model.rotation import recognise
 from spec.errors import SpecError
 
 pytestmark = pytest.mark.law("saved-is-what-was")
-
-N = 64
 
 GO_ON = """
 import sys
@@ -67,46 +60,6 @@ with breathing()(model):
 save_cache(cache, model, sys.argv[2])
 torch.save(torch.cat(logits, dim=1), sys.argv[3])
 """
-
-
-def lived(family: str, steps: int = T + 3) -> tuple[PreTrainedModel, RetainedCache]:
-    """A cache that has breathed, and has a tail."""
-    model = build(family)
-    cache = RetainedCache(model.config)
-    with breathing()(model):
-        at_once(model, prompt(N), cache)
-        for token in torch.split(tokens(steps), 1, dim=1):
-            at_once(model, token, cache)
-    return model, cache
-
-
-def parts(layer: Any) -> list[Tensor]:
-    """All tensors of a layer of a cache, those of heads that differ head by head."""
-    tensors = [layer.keys, layer.values] if layer.is_initialized else []
-    if isinstance(layer, RaggedLayer):
-        heads = [divmod(segment, layer.heads) for segment in range(layer.batch * layer.heads)]
-        positions = [layer.head_positions(*head) for head in heads]
-        tensors = [tensor for row, head in heads for tensor in layer.held(row, slice(head, head + 1))]
-        return [*tensors, *positions, layer.next_positions(1), layer.rows.holes]
-    if isinstance(layer, DenseLayer):
-        return [*tensors, layer.stored_positions(), layer.next_positions(1), layer.rows.holes]
-    return [*tensors, layer.positions] if isinstance(layer, GappedSlidingLayer) else tensors
-
-
-def same(a: RetainedCache, b: RetainedCache) -> None:
-    assert (a.get_seq_length(), a.layers_differ) == (b.get_seq_length(), b.layers_differ)
-    layers: Any = zip(a.layers, b.layers, strict=True)
-    for one, other in layers:
-        assert (type(one), one.is_initialized) == (type(other), other.is_initialized)
-        assert one.get_seq_length() == other.get_seq_length()
-        assert getattr(one, "first_kept", None) == getattr(other, "first_kept", None)
-        assert all(torch.equal(*pair) for pair in zip(parts(one), parts(other), strict=True))
-    assert type(a.continuation) is type(b.continuation)
-    if isinstance(a.continuation, Nothing):
-        return
-    assert all(same_bits(x, y) for x, y in zip(states_of(a).rows, states_of(b).rows, strict=True))
-    assert (states_of(a).columns, states_of(a).kind) == (states_of(b).columns, states_of(b).kind)
-    assert states_of(a).ids() == states_of(b).ids()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -176,12 +129,7 @@ def test_a_cache_without_states_is_saved_as_well(method: str, tmp_path: Path) ->
 @pytest.mark.parametrize("name", ["snapkv", "adakv", "chunkkv", "kvzip"])
 def test_layers_and_heads_that_differ_are_saved(name: str, family: str, tmp_path: Path) -> None:
     """With tokens read since, in two rows; then both caches read, are cropped and lose a row."""
-    model, ids = build(family), torch.cat([prompt(N), prompt(N, seed=4)])
-    with method(name)(model) as run:
-        at_once(model, ids, cache := RetainedCache(model.config))
-        for token in torch.split(tokens(3, rows=2), 1, dim=1):
-            at_once(model, token, cache)
-    assert run.cache is cache
+    model, cache = differing(name, family)
     save_cache(cache, model, tmp_path / "cache")
     again = load_cache(tmp_path / "cache", model)
     same(again, cache)
@@ -226,14 +174,7 @@ def test_padded_rows_whose_heads_or_layers_differ_are_saved(name: str, tmp_path:
 @pytest.mark.parametrize("steps", [0, 2])
 def test_a_window_with_a_gap_is_saved_as_one(steps: int, tmp_path: Path) -> None:
     """It has not read a chunk that was spliced behind it: its window counts positions."""
-    model = build("gemma3")
-    cache = RetainedCache(model.config)
-    at_once(model, prompt(N), cache)
-    rotary = recognise(model)
-    splice(cache, [computed(model, prompt(9, seed=5)[0].tolist(), rotary)], rotary)
-    with layer_masks(model, cache):
-        for token in torch.split(tokens(2), 1, dim=1)[:steps]:
-            at_once(model, token, cache)
+    model, cache = gapped(steps)
     save_cache(cache, model, tmp_path / "cache")
     again = load_cache(tmp_path / "cache", model)
     same(again, cache)
