@@ -210,7 +210,7 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
     def unpacked(cls, packed: Mapping[str, Tensor], padded_seen: int) -> "RaggedLayer":
         """The layer of `packed`, on the device of its keys; all that it stores counts as kept."""
         positions, lengths, seen, holes = (packed[name] for name in HEADS)
-        kept = positions.split(lengths.tolist())
+        kept = torch.split(positions, lengths.tolist())
         return cls(packed["keys"], packed["values"], _shared_by_heads(seen, holes), kept, padded_seen)
 
     def plan_keep(self, kept: Sequence[Sequence[Tensor]]) -> Callable[[], "RaggedLayer"]:

@@ -94,8 +94,8 @@ def _check_manifest(manifest: Mapping[str, Any], layers: Sequence[Any]) -> None:
     said = len(manifest["layers"])
     _require(said == len(layers), f"it has {said} layers, the model {len(layers)}")
     for index, (layer, numbers) in enumerate(zip(layers, manifest["layers"], strict=True)):
-        name, kinds = ("evicted", _FULL) if isinstance(layer, DenseLayer) else ("seen", _SLIDING)
-        fits = type(numbers) is dict and numbers.keys() in kinds and all(map(_is_count, numbers.values()))
+        name, said_of = ("evicted", _FULL) if isinstance(layer, DenseLayer) else ("seen", _SLIDING)
+        fits = type(numbers) is dict and numbers.keys() in said_of and all(map(_is_count, numbers.values()))
         _require(fits, f"layer {index} says {numbers!r} and not how many tokens were {name}")
     after, dtypes = manifest["chunks"], manifest["dtypes"]
     _require(all(map(_is_count, after)) and after == sorted(after), f"chunks stand after {after!r}")
@@ -159,7 +159,8 @@ def _check_layers(
     _require(batch > 0, "it has no rows")
     for index, (layer, numbers) in enumerate(zip(layers, manifest["layers"], strict=True)):
         heads, *widths = _heads(architecture, index)
-        shape, filled = (batch, heads, _slots(index, tensors)), None
+        shape: tuple[int, ...] = (batch, heads, _slots(index, tensors))
+        filled = None
         if "evicted" in numbers:
             seen, now, positions = _check_set(index, numbers["evicted"], tensors, batch)
             tokens.append(now)
@@ -197,7 +198,7 @@ def _check_heads(index: int, seen: int, tensors: Mapping[str, Tensor], batch: in
     fits = lengths.shape == (batch * heads,) and _inside(lengths, slots + 1)
     fits = fits and int(lengths.sum()) == len(positions) == slots
     _require(fits, f"layer {index} has lengths that are not those of {batch * heads} heads in its {slots} slots")
-    for segment, own in enumerate(positions.split(lengths.tolist())):
+    for segment, own in enumerate(torch.split(positions, lengths.tolist())):
         row, head = divmod(segment, heads)
         where = f"layer {index}, row {row}, head {head}"
         _require(_rises(own, int(tokens[row])), f"{where}: its positions do not rise inside its {tokens[row]} tokens")
