@@ -5,7 +5,7 @@ head by head. Attention then runs once for each head, over views of that storage
 many tokens, it runs once for all of them.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -17,7 +17,10 @@ from models_integration.cache.dense_layer import DenseLayer, RetainedLayer, Spli
 from models_integration.cache.positions import EMPTY, StoredRows, slots_of
 from spec.errors import SpecError
 
-__all__ = ["HeadLayout", "RaggedLayer", "rectangle"]
+__all__ = ["HEADS", "HeadLayout", "RaggedLayer", "rectangle"]
+
+HEADS = ("positions", "lengths", "seen", "holes")
+"""What a file says of a layer's heads beside their keys and values, in the order in which `unpacked` takes it."""
 
 # Spare slots of a layer, as a part of those in use: appending copies a layer once in so many tokens.
 _SPARE = 64
@@ -193,6 +196,22 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
             return as_one[0][row, heads], as_one[1][row, heads]
         own = self.segments()[row * self.heads : (row + 1) * self.heads][heads]
         return torch.cat([keys[0] for keys, _ in own]), torch.cat([values[0] for _, values in own])
+
+    def packed(self) -> dict[str, Tensor]:
+        """Keys, values and positions of all heads, one after the other, by name; the slots to spare are left out."""
+        segments = self.segments()
+        keys, values = (torch.cat([segment[part][0, 0] for segment in segments]) for part in (0, 1))
+        positions = [self.head_positions(row, head) for row in range(self.batch) for head in range(self.heads)]
+        lengths = torch.tensor(self.layout.lengths, device="cpu")
+        heads = torch.cat(positions), lengths, self.rows.tokens(self.layout.grown), self.rows.holes.contiguous()
+        return {"keys": keys, "values": values, **dict(zip(HEADS, heads, strict=True))}
+
+    @classmethod
+    def unpacked(cls, packed: Mapping[str, Tensor], padded_seen: int) -> "RaggedLayer":
+        """The layer of `packed`, on the device of its keys; all that it stores counts as kept."""
+        positions, lengths, seen, holes = (packed[name] for name in HEADS)
+        kept = torch.split(positions, lengths.tolist())
+        return cls(packed["keys"], packed["values"], _shared_by_heads(seen, holes), kept, padded_seen)
 
     def plan_keep(self, kept: Sequence[Sequence[Tensor]]) -> Callable[[], "RaggedLayer"]:
         """What lets row r and head h of this layer keep kept[r][h], and frees the rest; it returns the layer.

@@ -16,8 +16,10 @@ from models_integration.cache.continuation import Nothing
 from models_integration.cache.crystal_states import CrystalStates, Pending, Spliced
 from models_integration.cache.dense_layer import DenseLayer
 from models_integration.cache.positions import StoredRows
+from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.cache.scorer_records import ScorerRecords
+from models_integration.cache.sliding_layer import GappedSlidingLayer
 from models_integration.cache.snapshot_contents import check_contents, check_states_fit
 from models_integration.cache.tensor_file import Damaged, read, write
 from models_integration.model.architecture import Architecture, describe
@@ -47,25 +49,24 @@ def save_cache(
         identity: of the model, where it is known already: making it reads all parameters.
 
     Raises:
-        SpecError: for a cache that is empty or unusable, or whose layers or heads keep different tokens; for keys or
-            values that are not finite; for a path that has anything but a file.
+        SpecError: for a cache that is empty or unusable, or whose policy decides while tokens are decoded and keeps
+            records of each, as H2O's (CrystalCache's states are saved); for keys or values that are not finite; for a
+            path that has anything but a file.
         OSError: from the file system; nothing has changed.
     """
     path = _file(path)
     seen = cache.get_seq_length()
     if seen == 0:
         raise SpecError("cache", "0 tokens", "there is nothing to save")
-    if cache.layers_differ or isinstance(cache.continuation, ScorerRecords):
-        raise SpecError("cache", "kept sets of layers or heads", "cannot be saved: one kept set for the model can")
+    if isinstance(cache.continuation, ScorerRecords):
+        reason = "keeps records of single tokens, which are not saved: use one that decides at the ends of segments"
+        raise SpecError("cache", cache.continuation.policy, f"{reason}, as snapkv, or crystalcache")
     tensors: dict[str, Tensor] = {}
     layers = []
-    for index, layer in enumerate(cast(list[Any], cache.layers)):
-        tensors |= {f"{index}.keys": layer.keys, f"{index}.values": layer.values}
-        if isinstance(layer, DenseLayer):
-            tensors |= {f"{index}.{name}": getattr(layer.rows, name).contiguous() for name in _ROWS}
-            layers.append({"evicted": layer.evicted})
-        else:
-            layers.append({"seen": layer.get_seq_length()})
+    for index, layer in enumerate(cache.layers):
+        counts, own = _packed_layer(layer)
+        tensors |= {f"{index}.{name}": tensor for name, tensor in own.items()}
+        layers.append(counts)
     known = cache.continuation if isinstance(cache.continuation, CrystalStates) else CrystalStates()
     states = []
     for row, state in enumerate(known.rows):
@@ -78,9 +79,9 @@ def save_cache(
         for name, places in (("ids", chunk.token_ids), ("kept", chunk.kept)):
             tensors[f"chunk {at}.{name}"] = torch.tensor(places, device="cpu")
     manifest = {
-        **_belongs(model, identity), "layers": layers, "states": states, "columns": known.columns,
-        "pending": known.kind.value, "chunks": [chunk.after for chunk in known.spliced],
-        "dtypes": [str(tensors[f"0.{name}"].dtype).removeprefix("torch.") for name in ("keys", "values")],
+        **_belongs(model, identity), "layers": layers, "differ": cache.layers_differ, "states": states,
+        "columns": known.columns, "pending": known.kind.value, "chunks": [chunk.after for chunk in known.spliced],
+        "dtypes": [_dtype(name, tensors) for name in ("keys", "values")],
     }
     try:
         _checked_states(manifest, tensors, describe(model))
@@ -111,13 +112,7 @@ def load_cache(path: str | Path, model: PreTrainedModel, identity: ModelIdentity
     cache = RetainedCache(architecture.config)
     made: list[Any] = cache.layers
     for index, (layer, numbers) in enumerate(zip(made, manifest["layers"], strict=True)):
-        keys, values = (tensors[f"{index}.{name}"].to(model.device) for name in ("keys", "values"))
-        if isinstance(layer, DenseLayer):
-            rows = StoredRows(*(tensors[f"{index}.{name}"] for name in _ROWS))
-            layer.restore(keys, values, rows, numbers["evicted"])
-        else:
-            layer.lazy_initialization(keys, values)
-            layer.keys, layer.values, layer.cumulative_length = keys, values, numbers["seen"]
+        made[index] = _unpacked_layer(layer, numbers, _named(f"{index}.", tensors), model.device)
     spliced = tuple(
         Spliced(after, tensors[f"chunk {at}.ids"].numpy(), tensors[f"chunk {at}.kept"].numpy())
         for at, after in enumerate(manifest["chunks"])
@@ -126,7 +121,50 @@ def load_cache(path: str | Path, model: PreTrainedModel, identity: ModelIdentity
     if "pending" in tensors:
         known = known.read(tensors["pending"].to(model.device), Pending(manifest["pending"]))
     cache.continuation = known if states or spliced else Nothing()
+    cache.layers_differ = manifest["differ"]
     return cache
+
+
+def _packed_layer(layer: object) -> tuple[dict[str, int], dict[str, Tensor]]:
+    """A layer as numbers and tensors; one that has read nothing has neither keys nor values."""
+    if isinstance(layer, RaggedLayer):
+        return {"padded_seen": layer.padded_seen}, layer.packed()
+    of_cache = cast(Any, layer)
+    tensors = {"keys": of_cache.keys, "values": of_cache.values} if of_cache.is_initialized else {}
+    if isinstance(layer, DenseLayer):
+        return {"evicted": layer.evicted}, {
+            **tensors, **{name: getattr(layer.rows, name).contiguous() for name in _ROWS},
+        }
+    seen = {"seen": of_cache.get_seq_length()}
+    if isinstance(layer, GappedSlidingLayer):
+        return {**seen, "first_kept": layer.first_kept}, {**tensors, "positions": layer.positions}
+    return seen, tensors
+
+
+def _unpacked_layer(
+    layer: Any, numbers: Mapping[str, int], tensors: Mapping[str, Tensor], device: torch.device,
+) -> object:
+    """The layer of `_packed_layer`: this new one of its cache, or what stands in its place."""
+    stored = {name: tensors[name].to(device) for name in ("keys", "values") if name in tensors}
+    if "padded_seen" in numbers:
+        return RaggedLayer.unpacked({**tensors, **stored}, numbers["padded_seen"])
+    if isinstance(layer, DenseLayer):
+        layer.rows, layer.evicted = StoredRows(*(tensors[name] for name in _ROWS)), numbers["evicted"]
+    else:
+        if "first_kept" in numbers:
+            layer = GappedSlidingLayer(sliding_window=layer.sliding_window)
+            layer.positions, layer.first_kept = tensors["positions"], numbers["first_kept"]
+        layer.cumulative_length = numbers["seen"]
+    if stored:
+        layer.lazy_initialization(*stored.values())
+        layer.keys, layer.values = stored.values()
+    return layer
+
+
+def _dtype(name: str, tensors: Mapping[str, Tensor]) -> str:
+    """The dtype of all keys or values: that of the first layer which has any."""
+    first = next(tensor for whose, tensor in tensors.items() if whose.endswith(f".{name}"))
+    return str(first.dtype).removeprefix("torch.")
 
 
 def _file(path: str | Path) -> Path:
@@ -156,7 +194,8 @@ def _checked_states(
     """
     check_contents(manifest, tensors, architecture)
     try:
-        states = tuple(unpacked(numbers, _row(row, tensors)) for row, numbers in enumerate(manifest["states"]))
+        rows = enumerate(manifest["states"])
+        states = tuple(unpacked(numbers, _named(f"row {row}.", tensors)) for row, numbers in rows)
     except SpecError as error:
         raise Damaged(str(error)) from error
     check_states_fit(states, manifest, tensors)
@@ -216,6 +255,6 @@ def unpacked(numbers: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Decod
     return state
 
 
-def _row(row: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    prefix = f"row {row}."
+def _named(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors whose names begin so, by what follows."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

@@ -11,6 +11,7 @@ from torch import Tensor
 from models_integration.cache.crystal_states import Pending
 from models_integration.cache.dense_layer import DenseLayer
 from models_integration.cache.positions import EMPTY, NO_HOLE, StoredRows
+from models_integration.cache.ragged_layer import HEADS
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.cache.tensor_file import Damaged
 from models_integration.model.architecture import Architecture, of_layer
@@ -25,6 +26,12 @@ HALVES = ("float16", "bfloat16")
 _FRACTION = re.compile(r"[1-9][0-9]{0,399}(/[1-9][0-9]{0,399})?")
 _ROWS = {"kept": 2, "seen_at_compaction": 1, "holes": 2}
 """What a layer knows of the positions behind its slots, with the number of dimensions."""
+_HEADS = dict(zip(HEADS, (1, 1, 1, 2), strict=True))
+"""The same of a layer whose heads differ."""
+_FULL, _SLIDING = ({"evicted"}, {"padded_seen"}), ({"seen"}, {"seen", "first_kept"})
+"""The numbers of a layer: of one set, or of heads that differ; of a whole window, or of one with a gap."""
+_PLACES = {"evicted": _ROWS, "padded_seen": _HEADS, "seen": {}, "first_kept": {"positions": 1}}
+"""The tensors that come with each of these numbers."""
 _STATE = {
     **dict.fromkeys(("positions", "offsets", "indptr", "indices", "ids", "counts"), torch.int64),
     **dict.fromkeys(("impact", "inverse_norms", "trunk_impact", "D", "weights", "tail_inverse_norms"), torch.float64),
@@ -40,7 +47,7 @@ def check_contents(manifest: Mapping[str, Any], tensors: Mapping[str, Tensor], a
     """
     layers: Sequence[Any] = RetainedCache(architecture.config).layers
     _check_manifest(manifest, layers)
-    _check_names(manifest, tensors, layers)
+    _check_names(manifest, tensors)
     _check_layers(manifest, tensors, architecture, layers)
     _check_known(manifest, tensors, architecture.vocabulary)
 
@@ -58,7 +65,7 @@ def check_states_fit(
     if not states and not manifest["chunks"]:
         return
     index = next(at for at, numbers in enumerate(manifest["layers"]) if "evicted" in numbers)
-    rows, (batch, _, slots, _) = _stored_rows(index, tensors), tensors[f"{index}.keys"].shape
+    rows, batch, slots = _stored_rows(index, tensors), _batch(manifest, tensors), _slots(index, tensors)
     known, seen = manifest["columns"] + _behind(manifest, tensors), slots + manifest["layers"][index]["evicted"]
     _require(known <= seen, f"its states know of {known} tokens, the cache of {seen}")
     positions = rows.positions(slots).expand(batch, -1)
@@ -83,11 +90,12 @@ def _check_manifest(manifest: Mapping[str, Any], layers: Sequence[Any]) -> None:
     _require(_is_count(manifest.get("columns")), f"columns is {manifest.get('columns')!r}, no number of tokens")
     kinds = [kind.value for kind in Pending]
     _require(manifest.get("pending") in kinds, f"pending is {manifest.get('pending')!r}, none of {', '.join(kinds)}")
+    _require(type(manifest.get("differ")) is bool, f"differ is {manifest.get('differ')!r}, not whether layers do")
     said = len(manifest["layers"])
     _require(said == len(layers), f"it has {said} layers, the model {len(layers)}")
     for index, (layer, numbers) in enumerate(zip(layers, manifest["layers"], strict=True)):
-        name = "evicted" if isinstance(layer, DenseLayer) else "seen"
-        fits = type(numbers) is dict and numbers.keys() == {name} and _is_count(numbers[name])
+        name, said_of = ("evicted", _FULL) if isinstance(layer, DenseLayer) else ("seen", _SLIDING)
+        fits = type(numbers) is dict and numbers.keys() in said_of and all(map(_is_count, numbers.values()))
         _require(fits, f"layer {index} says {numbers!r} and not how many tokens were {name}")
     after, dtypes = manifest["chunks"], manifest["dtypes"]
     _require(all(map(_is_count, after)) and after == sorted(after), f"chunks stand after {after!r}")
@@ -95,9 +103,9 @@ def _check_manifest(manifest: Mapping[str, Any], layers: Sequence[Any]) -> None:
     _require(fits, f"keys and values are said to be {dtypes!r}, and the model computes {manifest['dtype']}")
 
 
-def _check_names(manifest: Mapping[str, Any], tensors: Mapping[str, Tensor], layers: Sequence[Any]) -> None:
+def _check_names(manifest: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """The tensors are there, no others, each with its number of dimensions; all but keys and values with its dtype."""
-    expected = dict(_expected(manifest, layers, "pending" in tensors))
+    expected = dict(_expected(manifest, tensors))
     wrong = sorted(expected.keys() ^ tensors.keys())
     _require(not wrong, f"tensors are missing or too many: {', '.join(wrong[:4])}")
     for name, (dtype, dimensions) in expected.items():
@@ -107,17 +115,19 @@ def _check_names(manifest: Mapping[str, Any], tensors: Mapping[str, Tensor], lay
 
 
 def _expected(
-    manifest: Mapping[str, Any], layers: Sequence[Any], pending: bool,
+    manifest: Mapping[str, Any], tensors: Mapping[str, Tensor],
 ) -> Iterator[tuple[str, tuple[torch.dtype | None, int]]]:
-    for index, layer in enumerate(layers):
-        yield from ((f"{index}.{name}", (None, 4)) for name in ("keys", "values"))
-        if isinstance(layer, DenseLayer):
-            yield from ((f"{index}.{name}", (torch.int64, dimensions)) for name, dimensions in _ROWS.items())
+    for index, numbers in enumerate(manifest["layers"]):
+        heads_differ, both = "padded_seen" in numbers, (f"{index}.keys", f"{index}.values")
+        if heads_differ or any(name in tensors for name in both):
+            yield from ((name, (None, 2 if heads_differ else 4)) for name in both)
+        places = [item for said in numbers for item in _PLACES[said].items()]
+        yield from ((f"{index}.{name}", (torch.int64, dimensions)) for name, dimensions in places)
     for row in range(len(manifest["states"])):
         yield from ((f"row {row}.{name}", (dtype, 1)) for name, dtype in _STATE.items())
     for at in range(len(manifest["chunks"])):
         yield from ((f"chunk {at}.{name}", (torch.int64, 1)) for name in ("ids", "kept"))
-    if pending:
+    if "pending" in tensors:
         yield "pending", (torch.int64, 2)
 
 
@@ -125,29 +135,91 @@ def _stored_rows(index: int, tensors: Mapping[str, Tensor]) -> StoredRows:
     return StoredRows(*(tensors[f"{index}.{name}"] for name in _ROWS))
 
 
+def _slots(index: int, tensors: Mapping[str, Tensor]) -> int:
+    """Slots of a layer, of all heads where they differ; 0 of one that has read nothing."""
+    keys = tensors.get(f"{index}.keys")
+    return 0 if keys is None else keys.shape[-2]
+
+
+def _batch(manifest: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
+    """Rows of the first full-attention layer that has read anything; 0 where none has."""
+    for index, numbers in enumerate(manifest["layers"]):
+        if "padded_seen" in numbers:
+            return len(tensors[f"{index}.seen"])
+        if "evicted" in numbers and f"{index}.keys" in tensors:
+            return len(tensors[f"{index}.keys"])
+    return 0
+
+
 def _check_layers(
     manifest: Mapping[str, Any], tensors: Mapping[str, Tensor], architecture: Architecture, layers: Sequence[Any],
 ) -> None:
     """The keys and values of all layers are of one batch and one text."""
-    batch, seen, stored = tensors["0.keys"].shape[0], set(), list[Tensor]()
+    batch, columns, tokens, stored = _batch(manifest, tensors), set[int](), list[Tensor](), list[Tensor]()
     _require(batch > 0, "it has no rows")
     for index, (layer, numbers) in enumerate(zip(layers, manifest["layers"], strict=True)):
-        slots, filled = tensors[f"{index}.keys"].shape[2], None
-        if isinstance(layer, DenseLayer):
-            rows, columns = _stored_rows(index, tensors), slots + numbers["evicted"]
-            _check_rows(index, rows, slots, columns, batch)
-            stored.append(torch.cat([rows.positions(slots), rows.tokens(slots)[:, None]], dim=1).expand(batch, -1))
-            filled = stored[-1][:, :-1] != EMPTY
+        heads, *widths = _heads(architecture, index)
+        shape: tuple[int, ...] = (batch, heads, _slots(index, tensors))
+        filled = None
+        if "evicted" in numbers:
+            seen, now, positions = _check_set(index, numbers["evicted"], tensors, batch)
+            tokens.append(now)
+            stored.append(positions)
+            filled = positions != EMPTY
+        elif "padded_seen" in numbers:
+            seen, shape = numbers["padded_seen"], shape[2:]
+            _check_heads(index, seen, tensors, batch, heads)
+            tokens.append(tensors[f"{index}.seen"])
         else:
-            columns = numbers["seen"]
-            window = min(columns, layer.sliding_window - 1)
-            _require(slots == window, f"layer {index} stores {slots} of the {window} tokens in its window")
-        seen.add(columns)
-        for name, dtype in zip(("keys", "values"), manifest["dtypes"], strict=True):
-            wanted = (batch, *_heads(architecture, index, name, slots))
-            _check_tensor(f"{index}.{name}", tensors[f"{index}.{name}"], wanted, dtype, filled)
-    _require(len(seen) == 1 and seen != {0}, f"its layers have seen {sorted(seen)} tokens")
-    _require(all(torch.equal(one, stored[0]) for one in stored), "its layers store different positions")
+            seen = numbers["seen"]
+            _check_window(index, layer.sliding_window, numbers, tensors)
+        columns.add(seen)
+        for name, d, dtype in zip(("keys", "values"), widths, manifest["dtypes"], strict=True):
+            if f"{index}.{name}" in tensors:
+                _check_tensor(f"{index}.{name}", tensors[f"{index}.{name}"], (*shape, d), dtype, filled)
+    _require(len(columns) == 1 and columns != {0}, f"its layers have seen {sorted(columns)} tokens")
+    _require(all(torch.equal(one, tokens[0]) for one in tokens), "its layers have seen different tokens")
+    agree = len(stored) == len(tokens) and all(torch.equal(one, stored[0]) for one in stored)
+    _require(agree or manifest["differ"], "its layers store different positions")
+
+
+def _check_set(index: int, evicted: int, tensors: Mapping[str, Tensor], batch: int) -> tuple[int, Tensor, Tensor]:
+    """A layer of one set: the columns that it has seen, the tokens of each row, and the positions that rows store."""
+    rows, slots = _stored_rows(index, tensors), _slots(index, tensors)
+    _check_rows(index, rows, slots, slots + evicted, batch)
+    return slots + evicted, rows.tokens(slots).expand(batch), rows.positions(slots).expand(batch, -1)
+
+
+def _check_heads(index: int, seen: int, tensors: Mapping[str, Tensor], batch: int, heads: int) -> None:
+    """A layer whose heads differ: how many tokens each stores, and their positions."""
+    positions, lengths, tokens, holes = (tensors[f"{index}.{name}"] for name in _HEADS)
+    _check_rows(index, StoredRows(torch.empty(batch, 0, dtype=torch.int64), tokens, holes), 0, seen, batch)
+    slots = _slots(index, tensors)
+    fits = lengths.shape == (batch * heads,) and _inside(lengths, slots + 1)
+    fits = fits and int(lengths.sum()) == len(positions) == slots
+    _require(fits, f"layer {index} has lengths that are not those of {batch * heads} heads in its {slots} slots")
+    for segment, own in enumerate(torch.split(positions, lengths.tolist())):
+        row, head = divmod(segment, heads)
+        where = f"layer {index}, row {row}, head {head}"
+        _require(_rises(own, int(tokens[row])), f"{where}: its positions do not rise inside its {tokens[row]} tokens")
+
+
+def _check_window(index: int, window: int, numbers: Mapping[str, int], tensors: Mapping[str, Tensor]) -> None:
+    """A layer that slides stores what its next query sees; one with a gap, some of that."""
+    seen, slots = numbers["seen"], _slots(index, tensors)
+    first = max(0, seen - window + 1)
+    if "first_kept" not in numbers:
+        _require(slots == seen - first, f"layer {index} stores {slots} of the {seen - first} tokens in its window")
+        return
+    positions, freed = tensors[f"{index}.positions"], numbers["first_kept"]
+    fits = len(positions) == slots and _rises(positions - first, seen - first)
+    _require(fits, f"layer {index}: its positions do not rise inside its window, [{first}, {seen})")
+    _require(freed <= first, f"layer {index} has freed the tokens before {freed}, and its window begins at {first}")
+
+
+def _rises(positions: Tensor, end: int) -> bool:
+    """Whether positions ascend, from 0 or above, and end below `end`."""
+    return bool((positions[1:] > positions[:-1]).all()) and _inside(positions, end)
 
 
 def _check_rows(index: int, rows: StoredRows, slots: int, columns: int, batch: int) -> None:
@@ -157,7 +229,7 @@ def _check_rows(index: int, rows: StoredRows, slots: int, columns: int, batch: i
     _require(fits and kept.shape[1] <= slots, f"layer {index} has positions of other rows or slots than its keys")
     for row, (positions, tokens) in enumerate(zip(kept, seen.tolist(), strict=True)):
         own = positions[positions != EMPTY]
-        where, rises = f"layer {index}, row {row}", bool((own[1:] > own[:-1]).all()) and _inside(own, tokens)
+        where, rises = f"layer {index}, row {row}", _rises(own, tokens)
         _require(0 <= tokens <= columns and rises, f"{where}: its positions do not rise inside its {tokens} tokens")
         gaps = holes[row if len(holes) > 1 else 0]
         some = gaps[gaps != NO_HOLE]
@@ -170,28 +242,28 @@ def _check_tensor(name: str, found: Tensor, wanted: tuple[int, ...], dtype: str,
     """Keys or values of one layer; `filled` says which slots (rows, slots) hold a token."""
     _require(tuple(found.shape) == wanted, f"{name} has the shape {tuple(found.shape)}, not {wanted}")
     _require(str(found.dtype) == f"torch.{dtype}", f"{name} has the dtype {found.dtype}, not {dtype}")
-    finite = found.isfinite().all(dim=3).all(dim=1)
+    finite = found.isfinite()
     if filled is not None:
-        finite = finite | ~filled.to(finite.device)
+        finite = finite.all(dim=3).all(dim=1) | ~filled.to(finite.device)
     _require(bool(finite.all()), f"{name} holds NaN or infinity")
 
 
-def _heads(architecture: Architecture, index: int, tensor: str, slots: int) -> tuple[int, int, int]:
-    """KV heads of a layer, slots, and channels of each head."""
+def _heads(architecture: Architecture, index: int) -> tuple[int, int, int]:
+    """KV heads of a layer, and channels of each head's keys and values."""
     module, config = architecture.attention[index], architecture.config
     names = ("num_key_value_heads", "num_kv_heads", "num_attention_heads")
     heads = next(found for name in names if (found := of_layer(config, name, index)))
     stated = [getattr(module, name, None) for name in ("head_dim", "head_size")]
-    if tensor == "values":
-        stated.insert(0, getattr(module, "v_head_dim", None))
     d = next((found for found in (*stated, of_layer(config, "head_dim", index)) if found), None)
-    return heads, slots, d or of_layer(config, "hidden_size", index) // of_layer(config, "num_attention_heads", index)
+    d = d or of_layer(config, "hidden_size", index) // of_layer(config, "num_attention_heads", index)
+    return heads, d, getattr(module, "v_head_dim", None) or d
 
 
 def _check_known(manifest: Mapping[str, Any], tensors: Mapping[str, Tensor], vocabulary: int) -> None:
     """What the continuation knows: states, pending tokens and chunks, by themselves."""
-    batch, states, chunks = tensors["0.keys"].shape[0], manifest["states"], manifest["chunks"]
+    batch, states, chunks = _batch(manifest, tensors), manifest["states"], manifest["chunks"]
     _require(len(states) in (0, batch), f"it has {len(states)} states of {batch} rows")
+    _require(not (manifest["differ"] and (states or chunks)), "its layers differ, and states know of one set")
     nothing = manifest["columns"] == 0 and "pending" not in tensors
     _require(bool(states or chunks) or nothing, "it has tokens behind states, and no states")
     for row, numbers in enumerate(states):
@@ -205,8 +277,7 @@ def _check_known(manifest: Mapping[str, Any], tensors: Mapping[str, Tensor], voc
     for at, after in enumerate(chunks):
         ids, kept = (tensors[f"chunk {at}.{name}"] for name in ("ids", "kept"))
         _check_ids(f"chunk {at}.ids", ids, vocabulary)
-        rises = bool((kept[1:] > kept[:-1]).all()) and _inside(kept, len(ids))
-        _require(rises, f"chunk {at} keeps other tokens than its {len(ids)}")
+        _require(_rises(kept, len(ids)), f"chunk {at} keeps other tokens than its {len(ids)}")
         _require(after <= _pending(tensors), f"chunk {at} stands after {after} of {_pending(tensors)} pending tokens")
 
 

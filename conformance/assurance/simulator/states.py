@@ -89,7 +89,7 @@ REFUSALS: dict[str, tuple[str, str]] = {
     "padding in a stream": (REFUSED, "the rows of a stream start together"),
     "rows that differ, outside the context": (REFUSED, r"rows that differ\W+can be read"),
     "layers that differ, outside the context": (REFUSED, "can be read inside the context manager only"),
-    "kept sets of layers, saved": (SAVED, "cannot be saved"),
+    "records of single tokens, saved": (SAVED, "keeps records of single tokens"),
     "a crop into what rows keep": (LIKE_ANY, "can give back"),
     "a token that is not stored": (REFUSED, "must be among the"),
     "a splice into several rows": (BLOCK, "must hold one row"),

@@ -16,7 +16,12 @@ from torch import Tensor
 from spec.errors import SpecError
 from spec.retention import Granularity, Retention
 
-__all__ = ["Pool", "pool_of"]
+__all__ = ["Pool", "pages_freed", "pool_of"]
+
+
+def pages_freed(tokens: int, kept: int, page: int) -> int:
+    """Pages of `page` slots that a prompt of so many tokens gives back when it keeps `kept` of them, side by side."""
+    return -(-tokens // page) - -(-kept // page)
 
 
 class Pool(ABC):

@@ -1,5 +1,6 @@
 """Continuous batching under a policy: the answers of masked forwards, in no more pages than are kept."""
 
+import re
 from collections.abc import Callable
 from random import Random
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import ContinuousBatchingConfig, PreTrainedModel
 from transformers.generation.continuous_batching.requests import RequestState
 
 from conformance.measure.paged import pool
@@ -22,10 +23,13 @@ from conformance.own.models_integration.engines.serving import (
     tables,
 )
 from conformance.own.models_integration.session.families import ENDS, build
+from conformance.paths import ROOT
 from models_integration import CrystalCache, FullCache, Published, RetentionPolicy, StreamingLLM, decide, observe
 from models_integration.engines.paged import PagedSession
 from models_integration.engines.paged import pool as pool_module
+from models_integration.engines.paged.pool import pages_freed
 from models_integration.engines.paged.session import _Engine
+from spec.budget import parse_budget
 from spec.parameters import TINY
 
 NEW = 8
@@ -105,7 +109,27 @@ def test_a_decided_request_holds_the_pages_of_what_it_keeps(name: str, monkeypat
     assert all(output.error is None for output in outputs.values())
     assert set(looked) == {str(place) for place in range(20)}
     # Until transformers 5.17 some prompts hold a page more than they fill, which is freed as well.
-    assert run.freed_pages >= sum(-(-one.seen // page) - -(-len(one.group(0)) // page) for one in run.kept.values())
+    assert run.freed_pages >= sum(pages_freed(one.seen, len(one.group(0)), page) for one in run.kept.values())
+
+
+@pytest.mark.law("figures-are-counted-right")
+def test_the_table_of_freed_pages_is_the_rule() -> None:
+    """Each cell of docs/results/paged.md, and that what it calls never freed is freed by no shorter prompt."""
+    text = (ROOT / "docs" / "results" / "paged.md").read_text(encoding="utf-8")
+    head, _, *rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in text.partition("## When pages are freed")[2].splitlines() if line.startswith("|")
+    ]
+    sizes = [int(re.findall("[0-9]+", cell)[0]) for cell in head[1:]]
+    assert getattr(ContinuousBatchingConfig(), "page_size", 256) in sizes
+    for first, *cells in rows:
+        tokens, share = re.findall("[0-9.]+", first)
+        kept = parse_budget(share).tokens(int(tokens))
+        assert [int(cell) for cell in cells] == [pages_freed(int(tokens), kept, page) for page in sizes], first
+    assert len(rows) >= 6
+    for page in sizes:
+        assert not any(pages_freed(tokens, 1, page) for tokens in range(1, page + 1))
+        assert all(pages_freed(tokens, tokens // 2, page) >= 1 for tokens in range(page + 1, 5 * page))
 
 
 @pytest.mark.law("freed-memory")

@@ -19,7 +19,7 @@ from conformance.own.models_integration.session import (
     test_turns,
 )
 from conformance.own.models_integration.session.families import states_of
-from conformance.own.models_integration.session.test_snapshots import lived, same
+from conformance.own.models_integration.session.saved import lived, same
 from models_integration.attention.capture import Recorder
 from models_integration.cache.crystal_states import CrystalStates, DecodeRule, Pending
 from models_integration.cache.dense_layer import DenseLayer

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ import torch
 from safetensors import safe_open
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from conformance.checks.decode_checks import same_bits
 from conformance.own.models_integration.session.families import (
     _GQA,
     FAMILIES,
@@ -26,21 +26,24 @@ from conformance.own.models_integration.session.families import (
     prompt,
     states_of,
 )
+from conformance.own.models_integration.session.ragged_checks import method
+from conformance.own.models_integration.session.saved import N, differing, gapped, lived, same
 from conformance.own.models_integration.session.savers import save_until_killed
 from conformance.own.models_integration.session.test_batches import batch, prompts
 from conformance.own.models_integration.session.test_breaths import T, breathing, tokens
 from conformance.own.processes import started
 from models_integration import RetainedCache
+from models_integration.archive.layer_masks import layer_masks
+from models_integration.archive.splice import computed, splice, upper_half
 from models_integration.cache import snapshot as snapshot_module
-from models_integration.cache.continuation import Nothing
 from models_integration.cache.crystal_states import Pending
 from models_integration.cache.positions import EMPTY
+from models_integration.cache.retained_cache import storage_bytes
 from models_integration.cache.snapshot import load_cache, save_cache
+from models_integration.model.rotation import recognise
 from spec.errors import SpecError
 
 pytestmark = pytest.mark.law("saved-is-what-was")
-
-N = 64
 
 GO_ON = """
 import sys
@@ -57,33 +60,6 @@ with breathing()(model):
 save_cache(cache, model, sys.argv[2])
 torch.save(torch.cat(logits, dim=1), sys.argv[3])
 """
-
-
-def lived(family: str, steps: int = T + 3) -> tuple[PreTrainedModel, RetainedCache]:
-    """A cache that has breathed, and has a tail."""
-    model = build(family)
-    cache = RetainedCache(model.config)
-    with breathing()(model):
-        at_once(model, prompt(N), cache)
-        for token in torch.split(tokens(steps), 1, dim=1):
-            at_once(model, token, cache)
-    return model, cache
-
-
-def same(a: RetainedCache, b: RetainedCache) -> None:
-    assert a.get_seq_length() == b.get_seq_length()
-    for one, other in zip(a.layers, b.layers, strict=True):
-        assert torch.equal(one.keys, other.keys)  # type: ignore[union-attr, arg-type]
-        assert torch.equal(one.values, other.values)  # type: ignore[union-attr, arg-type]
-        assert one.get_seq_length() == other.get_seq_length()  # type: ignore[union-attr]
-    for one, other in zip(a.full_layers, b.full_layers, strict=True):
-        assert torch.equal(one.stored_positions(), other.stored_positions())
-    assert type(a.continuation) is type(b.continuation)
-    if isinstance(a.continuation, Nothing):
-        return
-    assert all(same_bits(x, y) for x, y in zip(states_of(a).rows, states_of(b).rows, strict=True))
-    assert (states_of(a).columns, states_of(a).kind) == (states_of(b).columns, states_of(b).kind)
-    assert states_of(a).ids() == states_of(b).ids()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -147,6 +123,87 @@ def test_a_cache_without_states_is_saved_as_well(method: str, tmp_path: Path) ->
     again = load_cache(tmp_path / "cache", model)
     same(again, cache)
     assert torch.equal(at_once(model, tokens(3), again), at_once(model, tokens(3), cache))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", ["snapkv", "adakv", "chunkkv", "kvzip"])
+def test_layers_and_heads_that_differ_are_saved(name: str, family: str, tmp_path: Path) -> None:
+    """With tokens read since, in two rows; then both caches read, are cropped and lose a row."""
+    model, cache = differing(name, family)
+    save_cache(cache, model, tmp_path / "cache")
+    again = load_cache(tmp_path / "cache", model)
+    same(again, cache)
+    assert again.layers_differ
+    assert storage_bytes(again.layers) <= storage_bytes(cache.layers)
+    logits = []
+    for one in (cache, again):
+        with method(name)(model) as session:
+            logits.append([at_once(model, token, one) for token in torch.split(tokens(2, rows=2), 1, dim=1)])
+            one.batch_select_indices(torch.tensor([1]))
+            if family == "llama":
+                one.crop(-2)
+            with session.reading():
+                logits[-1].append(at_once(model, prompt(4, seed=5), one).expand(2, -1, -1))
+    assert torch.equal(*(torch.cat(each, dim=1) for each in logits))
+    same(again, cache)
+
+
+@pytest.mark.parametrize("name", ["adakv", "chunkkv"])
+def test_padded_rows_whose_heads_or_layers_differ_are_saved(name: str, tmp_path: Path) -> None:
+    """Each row has seen as many tokens as are its own; the second turn of one set has left columns without any."""
+    model, (ids, mask), (more, shown) = build("llama"), batch(prompts()), batch([prompt(n) for n in (9, 5, 7)])
+    cache = RetainedCache(model.config)
+    with METHODS["fullcache"]()(model):
+        at_once(model, ids, cache, attention_mask=mask)
+        at_once(model, more, cache, attention_mask=torch.cat([mask, shown], dim=1))
+    with method(name)(model):
+        at_once(model, torch.cat([prompt(20, seed=row) for row in range(3)]), cache)
+    assert cache.layers_differ
+    assert bool(cache.full_layers[0].rows.holes.numel())
+    save_cache(cache, model, tmp_path / "cache")
+    again = load_cache(tmp_path / "cache", model)
+    same(again, cache)
+    logits = []
+    for one in (cache, again):
+        with method(name)(model):
+            logits.append(at_once(model, tokens(3, rows=3)[:, :1], one))
+    assert torch.equal(*logits)
+    same(again, cache)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_window_with_a_gap_is_saved_as_one(steps: int, tmp_path: Path) -> None:
+    """It has not read a chunk that was spliced behind it: its window counts positions."""
+    model, cache = gapped(steps)
+    save_cache(cache, model, tmp_path / "cache")
+    again = load_cache(tmp_path / "cache", model)
+    same(again, cache)
+    logits = []
+    for one in (cache, again):
+        with layer_masks(model, one):
+            logits.append(at_once(model, prompt(4, seed=6), one))
+    assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_layers_that_have_read_nothing_are_saved(family: str, tmp_path: Path) -> None:
+    """Those that a chunk lacks, at the start of a session, or that slide: they have no keys yet, and no dtype."""
+    model = build(family)
+    cache, rotary = RetainedCache(model.config), recognise(model)
+    chunk = computed(model, prompt(9, seed=5)[0].tolist(), rotary)
+    if family == "llama":
+        chunk = replace(chunk, layers=upper_half(chunk.layers, len(cache.layers)))
+    splice(cache, [chunk], rotary)
+    assert cache.layers[0].keys is None  # type: ignore[union-attr]
+    save_cache(cache, model, tmp_path / "cache")
+    again = load_cache(tmp_path / "cache", model)
+    same(again, cache)
+    logits = []
+    for one in (cache, again):
+        with layer_masks(model, one):
+            logits.append(at_once(model, prompt(4, seed=6), one))
+    assert torch.equal(*logits)
+    same(again, cache)
 
 
 def test_any_safetensors_reader_opens_it(tmp_path: Path) -> None:

@@ -1,0 +1,88 @@
+"""Caches that tests save, and whether a loaded one is the same."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from conformance.checks.decode_checks import same_bits
+from conformance.own.models_integration.session.families import at_once, build, prompt, states_of
+from conformance.own.models_integration.session.ragged_checks import method
+from conformance.own.models_integration.session.test_breaths import T, breathing, tokens
+from models_integration import RetainedCache
+from models_integration.archive.layer_masks import layer_masks
+from models_integration.archive.splice import computed, splice
+from models_integration.cache.continuation import Nothing
+from models_integration.cache.dense_layer import DenseLayer
+from models_integration.cache.ragged_layer import RaggedLayer
+from models_integration.cache.sliding_layer import GappedSlidingLayer
+from models_integration.model.rotation import recognise
+
+__all__ = ["N", "differing", "gapped", "lived", "parts", "same"]
+
+N = 64
+
+
+def lived(family: str, steps: int = T + 3) -> tuple[PreTrainedModel, RetainedCache]:
+    """A cache that has breathed, and has a tail."""
+    model = build(family)
+    cache = RetainedCache(model.config)
+    with breathing()(model):
+        at_once(model, prompt(N), cache)
+        for token in torch.split(tokens(steps), 1, dim=1):
+            at_once(model, token, cache)
+    return model, cache
+
+
+def differing(name: str, family: str) -> tuple[PreTrainedModel, RetainedCache]:
+    """Two rows whose layers or heads keep different tokens, and have read more since."""
+    model = build(family)
+    cache = RetainedCache(model.config)
+    with method(name)(model) as run:
+        at_once(model, torch.cat([prompt(N), prompt(N, seed=4)]), cache)
+        for token in torch.split(tokens(3, rows=2), 1, dim=1):
+            at_once(model, token, cache)
+    assert run.cache is cache
+    return model, cache
+
+
+def gapped(steps: int) -> tuple[PreTrainedModel, RetainedCache]:
+    """Windows that have not read a chunk which is spliced behind them; then come so many tokens."""
+    model = build("gemma3")
+    cache, rotary = RetainedCache(model.config), recognise(model)
+    at_once(model, prompt(N), cache)
+    splice(cache, [computed(model, prompt(9, seed=5)[0].tolist(), rotary)], rotary)
+    with layer_masks(model, cache):
+        for token in torch.split(tokens(2), 1, dim=1)[:steps]:
+            at_once(model, token, cache)
+    return model, cache
+
+
+def parts(layer: Any) -> list[Tensor]:
+    """All tensors of a layer of a cache, those of heads that differ head by head."""
+    tensors = [layer.keys, layer.values] if layer.is_initialized else []
+    if isinstance(layer, RaggedLayer):
+        heads = [divmod(segment, layer.heads) for segment in range(layer.batch * layer.heads)]
+        positions = [layer.head_positions(*head) for head in heads]
+        tensors = [tensor for row, head in heads for tensor in layer.held(row, slice(head, head + 1))]
+        return [*tensors, *positions, layer.next_positions(1), layer.rows.holes]
+    if isinstance(layer, DenseLayer):
+        return [*tensors, layer.stored_positions(), layer.next_positions(1), layer.rows.holes]
+    return [*tensors, layer.positions] if isinstance(layer, GappedSlidingLayer) else tensors
+
+
+def same(a: RetainedCache, b: RetainedCache) -> None:
+    assert (a.get_seq_length(), a.layers_differ) == (b.get_seq_length(), b.layers_differ)
+    layers: Any = zip(a.layers, b.layers, strict=True)
+    for one, other in layers:
+        assert (type(one), one.is_initialized) == (type(other), other.is_initialized)
+        assert one.get_seq_length() == other.get_seq_length()
+        assert getattr(one, "first_kept", None) == getattr(other, "first_kept", None)
+        assert all(torch.equal(*pair) for pair in zip(parts(one), parts(other), strict=True))
+    assert type(a.continuation) is type(b.continuation)
+    if isinstance(a.continuation, Nothing):
+        return
+    assert all(same_bits(x, y) for x, y in zip(states_of(a).rows, states_of(b).rows, strict=True))
+    assert (states_of(a).columns, states_of(a).kind) == (states_of(b).columns, states_of(b).kind)
+    assert states_of(a).ids() == states_of(b).ids()
