@@ -391,7 +391,7 @@ def collected(session: nox.Session, python: str) -> set[str]:
 @nox.session(venv_backend="none")
 def transformers(session: nox.Session) -> None:
     """Tests of models with the oldest admitted transformers and with the newest, each in its own environment."""
-    (oldest,) = set(re.findall(r'"transformers>=([0-9.]+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8")))
+    (oldest,) = set(re.findall(r'"transformers>=([0-9.]+)', (ROOT / "pyproject.toml").read_text(encoding="utf-8")))
     for name, wanted in (("oldest", f"transformers=={oldest}"), ("newest", "transformers")):
         python = new_environment(session, ROOT / ".nox" / f"transformers-{name}", "-e", ".[dev]", wanted)
         session.run(python, "-c", "import transformers; print(transformers.__version__)", external=True)

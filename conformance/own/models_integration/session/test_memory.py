@@ -175,7 +175,7 @@ def test_a_crop_that_a_window_has_passed_changes_no_layer(recorded: int | None) 
     model = first_full()
     cache, expected = (prefill(model, METHODS["crystalcache"](), prompt(N)).cache for _ in range(2))
     if recorded is not None:
-        cache.activate_past_recording()
+        cache.activate_past_recording()  # type: ignore[no-untyped-call]
         for one in (cache, expected):
             at_once(model, prompt(recorded, seed=4), one)
     before = held(cache)
@@ -196,7 +196,7 @@ def test_tokens_are_taken_back_beside_windows(n: int, recording: bool) -> None:
     model, again = first_full(), prompt(4, seed=11)
     cache, expected = (prefill(model, FullCache(), prompt(n)).cache for _ in range(2))
     if recording:
-        cache.activate_past_recording()
+        cache.activate_past_recording()  # type: ignore[no-untyped-call]
     at_once(model, prompt(2, seed=9), cache)
     cache.crop(-2)
     assert relative(at_once(model, again, cache), at_once(model, again, expected)) < 1e-5

@@ -89,7 +89,8 @@ def test_more_tokens_than_there_are_keep_all(name: str) -> None:
 @pytest.mark.parametrize("policy", ["class", "name"])
 def test_a_tokenizer_in_the_place_of_sentence_ends_is_told_what_to_type(policy: str) -> None:
     """Its repr, which lists a vocabulary, is not printed."""
-    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"word": 0}, unk_token="word")))
+    words_of = Tokenizer(WordLevel({"word": 0}, unk_token="word"))
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=words_of)  # type: ignore[no-untyped-call]
     words = r"^sentence_ends = '\w*Tokenizer\w*': must be a set of token ids; .*sentence_ends\(tokenizer\) makes it$"
     with pytest.raises(SpecError, match=words):
         CrystalCache(0.5, tokenizer) if policy == "class" else policy_from_name(
