@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from threading import Thread
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,8 @@ TWICE, TOGETHER, LOOKED = 16, 64, 16  # of as many calls one is made twice, with
 TINY, TINY_CALLS = 2**10, 4  # bytes of arguments; of as many calls of fewer one is looked at: there are thousands
 SMALL, LARGE, HUGE = 2**14, 2**20, 2**22  # bytes; calls of more are not interrupted, not made twice, left as they are
 INTERRUPTIONS = 4
-PATIENCE = 0.1  # seconds that an interrupted call waits for the other thread, which may wait for a lock
+CHECKERS = frozenset({"jaxtyping", "beartype", "typing"})  # of types, whose lines would hide the stage's own
+PATIENCE = 0.5  # seconds that an interrupted call waits for the other thread, which may wait for a lock
 
 
 def held_to_rules(backend: Backend, together: bool = True) -> Backend:
@@ -194,8 +196,10 @@ def _interrupted(run: Stage, other: tuple[Any, ...], seed: int, /, *arguments: A
 
 
 def _traced(run: Stage, arguments: tuple[Any, ...], at_line: Callable[[], None]) -> Any:
-    """The result of a call whose every line of Python, with those that it calls, is told."""
-    def trace(*_: Any) -> Any:
+    """The result of a call whose every line of Python, with those that it calls and no checker's, is told."""
+    def trace(frame: FrameType, *_: Any) -> Any:
+        if frame.f_globals.get("__name__", "").partition(".")[0] in CHECKERS:
+            return None
         at_line()
         return trace
 
