@@ -93,6 +93,15 @@ def test_larger_sets_are_those_of_algorithm_1(selector: DiversityStages) -> None
 
 
 @pytest.mark.spec("DV-GREEDY")
+@pytest.mark.parametrize("held", [65, 130])
+def test_more_retained_tokens_than_a_panel(selector: DiversityStages, held: int) -> None:
+    """The last one that is retained is a copy of the best of the others, and MUST count from the first choice on."""
+    V = np.array([LEFT] * (held - 1) + [UP, UP] + [RIGHT] * 9)
+    found = selector.diverse(np.arange(len(V), 0.0, -1.0), V, np.arange(len(V)) < held, held + 1, 1e3)
+    assert found.tolist() == [*range(held), held + 1]
+
+
+@pytest.mark.spec("DV-GREEDY")
 @pytest.mark.parametrize(
     ("change", "argument"),
     [

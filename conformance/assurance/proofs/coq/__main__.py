@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("files", nargs="*", type=Path, help="rows of errors for planted, in the form of planted.toml,"
                         " in place of planted.toml and the saboteurs")
     parser.add_argument("--jobs", type=int, help="errors that are planted at a time. Default: the number of cores")
-    chosen = parser.parse_args(arguments)
+    chosen = parser.parse_intermixed_args(arguments)
     if gone := missing():
         print(f"coq: {gone}")
         return 0

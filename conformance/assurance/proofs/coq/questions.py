@@ -29,8 +29,9 @@ FEW = (0.0, 0.1, 0.2, 0.3, 0.6, 0.7)
 TEXTS = (
     "15", " 15 ", "0.5364229131356656", "1", "1.", "1.0", "1.%", "100%", "100.%", "101%", "100.000001%", ".5", "5.%",
     ".%", ".", "%", "", "0", "0.0", "0%", "00512", "0.28", "1.0000000001", "3 4", "5 %", "%5", "1e-3", "+5", "-1",
-    "0x10", "1_0", "\u0663", "5\t", "\n5", "0..5", "0.5%%", str(LARGEST), str(LARGEST + 1), "9" * 64, "0." + "3" * 61,
-    "0." + "3" * 62, "0." + "3" * 63, " " * 61 + "0.5", " " * 62 + "0.5", "0" * 63 + "7", "0" * 64 + "7",
+    "0x10", "1_0", "2/", "2:", "\u0663", "5\t", "\n5", "0..5", "0.5%%", str(LARGEST), str(LARGEST + 1), "9" * 64,
+    "0." + "3" * 61, "0." + "3" * 62, "0." + "3" * 63, " " * 61 + "0.5", " " * 62 + "0.5", "0" * 63 + "7",
+    "0" * 64 + "7",
 )
 """The edges of CC-BUDGET-FORMS' grammar, of its 64 characters, and of its counts."""
 
@@ -56,7 +57,9 @@ def _size(draw: Random, least: int = 1) -> int:
 
 
 def _eviction(draw: Random) -> Question:
+    """Of a segment that begins at position 0, or later."""
     (problem,) = random_evictions(draw.randrange(2**32), 1)
+    problem = replace(problem, trunks=replace(problem.trunks, offsets=problem.trunks.offsets + draw.choice([0, 7])))
     if draw.random() < 0.1:
         problem = replace(problem, budget=LARGEST)
     return lambda side: problem.run(side.backend.require_crystal())
@@ -82,12 +85,12 @@ def _trunks(draw: Random) -> Question:
 
 
 def _score(draw: Random) -> Question:
-    """On the grid of 2^-20, as libraries' logarithms differ in their last bits."""
+    """On the grid of 2^-30, as libraries' logarithms differ in their last bits; epsilon is seen on it."""
     m = draw.randint(1, 8)
     D, impact = np.array(_few(draw, m, 1.0)), np.array(_few(draw, m, 5.0, 1e4))
     protected = np.array(_flags(draw, m, draw.choice([0.0, 0.3, 1.0])))
     p = replace(TINY, alpha=draw.choice([0.3, 0.7, 1.0, 2.0]))
-    return lambda side: np.rint(side.backend.require_crystal().score(D, impact, protected, p) * 2.0**20)
+    return lambda side: np.rint(side.backend.require_crystal().score(D, impact, protected, p) * 2.0**30)
 
 
 def _selection(draw: Random) -> Question:
@@ -99,11 +102,14 @@ def _selection(draw: Random) -> Question:
 
 
 def _diverse(draw: Random) -> Question:
-    """Signatures of which several are alike, some of them kept already."""
-    n, d = draw.randint(1, 9), draw.randint(1, 4)
-    s = np.array(_few(draw, n, 0.9, 1.0, np.nan))
-    V = np.array([_few(draw, d, -0.3, -0.7, 0.8) for _ in range(n)])
-    retained = np.array(_flags(draw, n, draw.choice([0.0, 0.3])))
+    """Signatures of which several are alike, some of them kept already; or more than 64 are, in many directions."""
+    if draw.random() < 0.05:
+        n, often = draw.randint(90, 110), 0.8
+        V = np.array([np.eye(32)[draw.randrange(32)] * draw.choice([-1.0, 1.0]) for _ in range(n)])
+    else:
+        n, d, often = draw.randint(1, 9), draw.randint(1, 4), draw.choice([0.0, 0.3])
+        V = np.array([_few(draw, d, -0.3, -0.7, 0.8) for _ in range(n)])
+    s, retained = np.array(_few(draw, n, 0.9, 1.0, np.nan)), np.array(_flags(draw, n, often))
     k, lam = draw.randint(int(retained.sum()), n), draw.choice([0.0, 0.3, 0.5, 1.0, 2.0])
     return lambda side: side.backend.require_diversity().diverse(s, V, retained, k, lam)
 
@@ -124,7 +130,7 @@ def _form(draw: Random) -> str | int | float:
     kinds = [f"0.{digits}", f"{digits[:2]}.{digits}%", f"{digits[:2]}%", digits, f".{digits}"]
     text = draw.choice([draw.choice(TEXTS), *kinds])
     at = draw.randint(0, len(text))
-    return draw.choice([text, text, text, text[:at] + draw.choice(" .%0e-") + text[at + draw.randint(0, 1) :]])
+    return draw.choice([text, text, text, text[:at] + draw.choice(" .%0e-/:") + text[at + draw.randint(0, 1) :]])
 
 
 def _forms(draw: Random) -> tuple[Json, Json]:

@@ -61,6 +61,57 @@ Proof.
   - intros B. symmetry. apply (Nat.div_unique h (group l) kv (h - kv * group l)); nia.
 Qed.
 
+(* An inner product adds the products of channels. *)
+Theorem CC_ATTENTION_inner x y u v : inner [] [] = 0 /\ inner (x :: u) (y :: v) = x * y + inner u v.
+Proof. now split. Qed.
+
+(* Behind what a KV head has stored stands each new token: its position, its key, rotated by that position, its value. *)
+Theorem CC_ATTENTION_stores {X} (rotate : Z -> list R -> list R) (here : @holding X) new p x kv :
+  stored_with rotate here [] kv = snd here kv
+  /\ stored_with rotate here (new ++ [(p, x)]) kv = (stored_with rotate here new kv
+       ++ [{| at_position := p; key_at := rotate p (key (fst here) x kv); value_at := content (fst here) x kv |}])%list.
+Proof. unfold stored_with. cbn [map]. rewrite app_nil_r, map_app, app_assoc. now split. Qed.
+
+(* A layer, wholly: of each new token its state and, in order, what each query head makes of its own query, at the token's
+   position, over what the KV head of its group holds, the new tokens among it. *)
+Theorem CC_ATTENTION_layer {X} (rotate : Z -> list R -> list R) (mask : nat -> Z -> bool) (here : @holding X) new i p x :
+  nth_error new i = Some (p, x) ->
+  let l := fst here in
+  exists gave, nth_error (through_layer rotate (attend rotate) mask here new) i = Some (after_attention l x gave)
+    /\ length gave = query_heads l
+    /\ forall h c, (h < query_heads l)%nat -> (c < channels l)%nat ->
+       let kv := (h / group l)%nat in
+       let seen := filter (fun t => mask kv (at_position t) && (at_position t <=? p)%Z) (stored_with rotate here new kv) in
+       let w t := exp (soft_cap l (scaling l * inner (rotate p (query l x h)) (key_at t))) in
+       nth c (nth h gave []) 0 = weighted w (fun t => nth c (value_at t) 0) seen / weighted w (fun _ => 1) seen.
+Proof.
+  intros I l. eexists. unfold through_layer. split; [|split].
+  - rewrite (map_nth_error _ _ _ I). reflexivity.
+  - now rewrite map_length, seq_length.
+  - intros h c Hh Hc. fold l. cbn zeta. set (one := fun h => attend _ _ _ _ _ _).
+    rewrite (nth_indep _ [] (one 0%nat)) by (now rewrite map_length, seq_length). rewrite (map_nth one), seq_nth by assumption.
+    unfold one. now rewrite CC_ATTENTION_formula.
+Qed.
+
+(* Each layer reads what the one below gave. *)
+Theorem CC_ATTENTION_layers {X} (rotate : Z -> list R -> list R) att mask i (here : @holding X) rest seen xs :
+  fst (forward rotate att mask i [] seen xs) = xs
+  /\ fst (forward rotate att mask i (here :: rest) seen xs)
+     = fst (forward rotate att mask (S i) rest seen (through_layer rotate att (mask i) here (numbered seen xs))).
+Proof. split; [reflexivity|]. cbn [forward]. now destruct (forward rotate att mask (S i) rest seen _). Qed.
+
+(* What an eviction leaves to each KV head of each layer: of the tokens read so far those of the head's own set. *)
+Theorem CC_COMPACT_evicts {X} keep seen layers : forall i j (here : @holding X) kv, nth_error layers j = Some here ->
+  (forall t, In t (snd here kv) -> (at_position t < seen)%Z) ->
+  exists after, nth_error (evict keep seen i layers) j = Some after /\ fst after = fst here
+    /\ snd after kv = filter (fun t => keep (i + j)%nat kv (at_position t)) (snd here kv).
+Proof.
+  induction layers as [|[l store] layers IH]; intros i [|j] here kv; cbn [nth_error evict]; try discriminate; intros E Old.
+  - injection E as <-. eexists. split; [reflexivity|]. split; [reflexivity|]. cbn [snd] in *. rewrite Nat.add_0_r.
+    apply filter_ext_in. intros t Ht. unfold leaves. specialize (Old t Ht). apply Z.leb_gt in Old. now rewrite Old, orb_false_r.
+  - rewrite Nat.add_succ_r. apply (IH (S i)); assumption.
+Qed.
+
 (* Weights of a row sum to 1 where something is seen. *)
 Theorem CC_ATTENTION_rows_sum_to_1 {A} (logit : A -> R) (kept : A -> bool) all : filter kept all <> [] ->
   hidden logit (fun _ => 1) kept all = 1.

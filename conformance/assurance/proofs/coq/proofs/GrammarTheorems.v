@@ -40,6 +40,16 @@ Definition in_bounds (b : budget) : Prop :=
   | Count c => 1 <= c <= 9223372036854775807
   end.
 
+(* A digit is one of 0123456789, with its value. *)
+Theorem CC_BUDGET_FORMS_digits c d : digit c = Some d <->
+  In (c, d) [("0"%char, 0); ("1"%char, 1); ("2"%char, 2); ("3"%char, 3); ("4"%char, 4); ("5"%char, 5); ("6"%char, 6);
+             ("7"%char, 7); ("8"%char, 8); ("9"%char, 9)].
+Proof.
+  split.
+  - destruct c as [[] [] [] [] [] [] [] []]; vm_compute; try discriminate; intros E; injection E as <-; repeat first [left; reflexivity | right].
+  - intros I. repeat destruct I as [[= <- <-]|I]; [reflexivity..|contradiction].
+Qed.
+
 (* ---- strings ---- *)
 
 Lemma append_assoc a b c : (a ++ b) ++ c = a ++ b ++ c.
