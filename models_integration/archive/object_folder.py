@@ -4,6 +4,7 @@ import os
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,7 +53,8 @@ class ObjectFolder:
     def _make(self) -> None:
         """All shards now, or each first object of a shard would wait for two more folders. Only the owner has rights.
 
-        The quarantine is made last: where it is, the others' names are durable.
+        The quarantine is made last: where it is, the others' names are durable, also of the folders around the archive,
+        which a process that was killed may have made.
         """
         if self._objects.is_dir() and self._damaged.exists():
             return
@@ -60,7 +62,10 @@ class ObjectFolder:
         shards = [self._objects / f"{shard:02x}" for shard in range(256)]
         for path in (self.folder, self._objects, *shards):
             path.mkdir(exist_ok=True, mode=0o700)
-        for path in (self._objects, self.folder, self.folder.parent):
+        device = os.stat(self.folder).st_dev
+        # What holds a mounted file system was there before.
+        around = takewhile(lambda path: os.stat(path).st_dev == device, self.folder.absolute().parents)
+        for path in (self._objects, self.folder, *around):
             with suppress(PermissionError):  # a folder around the archive that may be passed and not read
                 sync(path)
         self._damaged.mkdir(exist_ok=True, mode=0o700)
