@@ -16,7 +16,7 @@ from torch import Tensor
 
 from models_integration.archive.errors import KeyUnavailable, named_errors
 from models_integration.archive.names import SEALED, identity_digits, is_of, key_of
-from models_integration.cache.atomic_file import TEMPORARY, erase, publish, read_at, regular_file, sync
+from models_integration.cache.atomic_file import TEMPORARY, NotRegular, erase, publish, read_at, regular_file, sync
 from models_integration.cache.tensor_file import raw_bytes
 from spec.errors import SpecError
 
@@ -201,11 +201,15 @@ class Keyring:
         except FileNotFoundError:
             return {}
         if self._known[0] != changed:
-            found = {}
+            found, read_all = {}, True
             for owner in self._owners():
-                with suppress(OSError):  # the objects of this tenant are then locked
+                try:
                     if self._fits(stored := self._stored(owner)):
                         found[stored[SALT_BYTES:]] = owner
+                except OSError as error:  # the objects of this tenant are locked, until the salt can be read
+                    read_all = read_all and isinstance(error, NotRegular)
+            if not read_all or not found:
+                return found
             self._known = changed, found
         return self._known[1]
 

@@ -15,6 +15,8 @@ from models_integration.cache.atomic_file import TEMPORARY, Late, erase, is_bein
 __all__ = ["File", "ObjectFolder"]
 
 SUFFIX = ".safetensors"
+ASIDE = ".aside"
+"""How the name ends of what a reader took out of its place, until it has seen that it is the damaged object."""
 ORPHAN_SECONDS = 3600.0
 OF_EARLIER_VERSIONS = ("catalogue.", "clock")
 """How the names of the list began, which archives had up to `kvarc/3`."""
@@ -84,8 +86,14 @@ class ObjectFolder:
         return sorted(key for path in _files(self._objects) if (key := self._key(path)) is not None)
 
     def strays(self) -> list[str]:
-        """Files among the objects that no object can be, by their names; temporary files are none."""
-        return [self.name(path) for path in _files(self._objects) if not _is_temporary(path) and not self._key(path)]
+        """What no object can be: files among the objects by their names, folders in their places, a file as quarantine.
+
+        Temporary files are none.
+        """
+        found = [path for path in _files(self._objects) if not _is_temporary(path) and not self._key(path)]
+        found += [path for path in self._objects.glob("??/*") if self._key(path) and _is_folder(path)]
+        found += [self._damaged] * self._damaged.is_file()
+        return [self.name(path) for path in found]
 
     def in_quarantine(self) -> list[Path]:
         """What was put away, temporary files excluded."""
@@ -135,6 +143,8 @@ class ObjectFolder:
         if path.parent.is_symlink():
             raise ArchiveError(f"{path.parent} must be a folder, not a link")
         with named_errors(path):
+            if _is_folder(path) and (key := self._key(path)) is not None:
+                self.put_away(key, self.describe(path))
             publish(path, parts, late=digest)
 
     def keep(self, key: str) -> None:
@@ -171,11 +181,53 @@ class ObjectFolder:
         path, place = self.path(key), self._damaged / f"damaged-{key}{SUFFIX}"
         if damaged is None or self._damaged.is_symlink() or self.describe(path) != damaged:
             return
-        os.replace(path, place)
-        if self.describe(place) != damaged:  # another process has put the object meanwhile
-            with suppress(FileExistsError):
-                os.link(place, path)
-            os.unlink(place)
+        if not _is_folder(path):
+            erase(place)
+            os.link(path, place, follow_symlinks=False)
+            if self.describe(place) != damaged:  # another process has put the object meanwhile
+                os.unlink(place)
+                return
+            sync(self._damaged)
+        aside = path.with_name(_temporary(path).name + ASIDE)
+        os.rename(path, aside)
+        try:
+            if self.describe(aside) != damaged:
+                self._put_back(aside, path)
+            elif _is_folder(aside):
+                os.rename(aside, self._damaged / f"{place.name}-{secrets.token_hex(4)}")
+            else:
+                os.unlink(aside)
+            sync(path.parent)
+        except OSError:
+            with suppress(OSError):
+                self._put_back(aside, path)
+            raise
+
+    def restore(self, key: str) -> bool:
+        """Put back what a killed reader had set aside under a free name; whether there was something."""
+        path = self.path(key)
+        found = [other for other in _files(path.parent) if other.suffix == ASIDE and key_in(other.name) == key]
+        with suppress(FileNotFoundError):  # another process has put it back
+            for aside in found:
+                self._put_back(aside, path)
+        return bool(found)
+
+    def restore_all(self) -> None:
+        """What killed readers had set aside.
+
+        Raises:
+            OSError: from the file system.
+        """
+        for key in {key_in(path.name) for path in _files(self._objects) if path.suffix == ASIDE}:
+            if key is not None and self.describe(self.path(key)) is None:
+                self.restore(key)
+
+    def _put_back(self, aside: Path, path: Path) -> None:
+        """Unless there is another by now. The name is durable before the other one goes."""
+        with suppress(FileExistsError):
+            os.link(aside, path, follow_symlinks=False)
+        sync(path.parent)
+        os.unlink(aside)
 
     def erase(self, path: Path) -> bool:
         """Overwrite and remove one of these files; whether it was there.
@@ -218,13 +270,21 @@ class ObjectFolder:
         return os.stat(self._objects).st_mtime_ns
 
 
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
 def _is_temporary(path: Path) -> bool:
     return path.name.startswith(TEMPORARY)
 
 
+def _temporary(path: Path) -> Path:
+    return path.with_name(f"{TEMPORARY}{path.name}-{secrets.token_hex(4)}")
+
+
 def _nameless(path: Path) -> Path:
     """The file under a name of an unfinished one, so that none that is half erased passes for an object."""
-    temporary = path.with_name(f"{TEMPORARY}{path.name}-{secrets.token_hex(4)}")
+    temporary = _temporary(path)
     if not _is_temporary(path):
         with suppress(OSError):  # it is erased where it is
             os.rename(path, temporary)

@@ -146,7 +146,7 @@ class Archive(AbstractContextManager["Archive"]):
         try:
             stored = self._objects.read(key, tenant)
         except FileNotFoundError:
-            return None
+            return self.get(key, tenant, model) if self._restored(key) else None
         except Damaged:
             self._quarantine(key, file)
             return None
@@ -177,6 +177,8 @@ class Archive(AbstractContextManager["Archive"]):
         An object that was deleted cannot be told from one that was never put, and is not missed. The digest of an
         object in the clear needs no key: it does not tell who wrote the object.
         """
+        with suppress(OSError):  # a medium that cannot be written
+            self._files.restore_all()
         report = Report(strays=self._files.strays())
         report.in_quarantine = [self._files.name(path) for path in self._files.in_quarantine()]
         if self._keyring is not None:
@@ -192,6 +194,7 @@ class Archive(AbstractContextManager["Archive"]):
             ArchiveError, OSError: from the file system.
         """
         with named_errors(self.folder):
+            self._files.restore_all()
             for path in self._files.orphans():
                 self._files.erase(path)
         return self._fit()
@@ -259,6 +262,13 @@ class Archive(AbstractContextManager["Archive"]):
             report.unreadable.append(key)
         else:
             report.read += 1
+
+    def _restored(self, key: str) -> bool:
+        """Whether something that a killed reader set aside is in its place again."""
+        try:
+            return self._files.restore(key)
+        except OSError:
+            return False
 
     def _quarantine(self, key: str, file: File | None) -> None:
         """Put a damaged object away; where nothing can be written, it stays, and is a miss whenever it is read."""

@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("cryptography")
 
+import errno
 import json
 import random
 
@@ -291,3 +292,18 @@ def test_verify_reads_each_salt_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_the_master_key_has_32_bytes(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="32 random bytes"):
         Keyring(tmp_path, b"short")
+
+
+@pytest.mark.law("promised-is-there-forgotten-is-not")
+def test_a_salt_that_could_not_be_read_once_locks_nothing_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def failing(ring: Keyring, owner: str) -> bytes:
+        raise OSError(errno.EIO, "a bad moment")
+
+    with opened(tmp_path) as archive:
+        key = archive.put(*chunk(1))
+        with monkeypatch.context() as patch:
+            patch.setattr(Keyring, "_stored", failing)
+            assert archive.verify().locked == [key]
+        assert archive.verify().read == 1
