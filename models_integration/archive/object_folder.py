@@ -135,7 +135,7 @@ class ObjectFolder:
             os.utime(self.path(key), follow_symlinks=False)
 
     def publish(self, path: Path, parts: Sequence[memoryview], digest: Late | None) -> None:
-        """Write an object.
+        """Write an object; what is replaced is erased.
 
         Raises:
             ArchiveError, OSError: from the file system.
@@ -145,7 +145,16 @@ class ObjectFolder:
         with named_errors(path):
             if _is_folder(path) and (key := self._key(path)) is not None:
                 self.put_away(key, self.describe(path))
-            publish(path, parts, late=digest)
+            replaced = _temporary(path)
+            with suppress(OSError):  # there is none, or the file system has no second names
+                os.link(path, replaced, follow_symlinks=False)
+            try:
+                publish(path, parts, late=digest)
+            except BaseException:
+                with suppress(OSError):
+                    os.unlink(replaced)
+                raise
+            erase(replaced)
 
     def keep(self, key: str) -> None:
         """Make the name of an object durable: whoever wrote the object may not have come to that.
@@ -238,7 +247,12 @@ class ObjectFolder:
         if path.parent.is_symlink():
             return False
         with named_errors(path):
-            return erase(_nameless(path))
+            there = erase(_nameless(path))
+            if path.parent == self._damaged and (key := key_in(path.name)) is not None:
+                with suppress(FileNotFoundError):
+                    # Whoever put the object away may not have made durable that its first name is gone.
+                    sync(self.path(key).parent)
+            return there
 
     def erase_all(self, paths: Iterable[Path], failed: list[Exception]) -> int:
         """Erase as many as can be; how many, and what went wrong is added to `failed`."""

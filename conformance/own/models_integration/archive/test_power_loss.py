@@ -11,7 +11,7 @@ import pytest
 
 from conformance.assurance.power_loss import Disk, recording
 from conformance.own.models_integration.archive.chunks import chunk
-from conformance.own.models_integration.archive.fault_cases import OPERATIONS, Case
+from conformance.own.models_integration.archive.fault_cases import MADE, OPERATIONS, Case
 from conformance.plugin import profile_of
 from models_integration.archive.errors import ArchiveError
 from models_integration.archive.store import Archive
@@ -147,4 +147,25 @@ def test_a_chunk_that_is_put_again_is_durable_by_then(quick_path: Path) -> None:
     with recording(case.folder, dropped=3) as (_, states), case.open() as archive:
         for _ in range(2):
             OPERATIONS["put"](archive, case.keys)
+    check_crash(case, states[-1], Random(1), 0.0, promised=True)
+
+
+@pytest.mark.parametrize(("operation", "dropped"), [("put", 0), ("get", 0), ("get", 2)], ids=["put", "get", "stopped"])
+def test_of_a_forgotten_object_that_was_replaced_nothing_is_left(
+    quick_path: Path, operation: str, dropped: int,
+) -> None:
+    """Neither the bytes of a damaged one that a put replaced, nor the name of one that a reader put away.
+
+    One of the readers was stopped before it had synced that the name is gone.
+    """
+    case = prepared(quick_path / "archive", "forget", encrypted=False)
+    for path in case.folder.rglob(".tmp-*"):
+        path.unlink()  # erasing them syncs the same folder
+    manifest, tensors = MADE["hers, damaged"]
+    with recording(case.folder, dropped) as (_, states), case.open() as archive:
+        if operation == "put":
+            archive.put(manifest, tensors)
+        else:
+            assert archive.get(manifest.key, manifest.tenant) is None
+        archive.forget(manifest.tenant)
     check_crash(case, states[-1], Random(1), 0.0, promised=True)
