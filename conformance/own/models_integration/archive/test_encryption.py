@@ -1,6 +1,7 @@
 """Encrypted objects: each tenant's key opens its own alone, and what is forgotten is gone."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -307,3 +308,21 @@ def test_a_salt_that_could_not_be_read_once_locks_nothing_afterwards(
             patch.setattr(Keyring, "_stored", failing)
             assert archive.verify().locked == [key]
         assert archive.verify().read == 1
+
+
+@pytest.mark.law("promised-is-there-forgotten-is-not")
+def test_a_put_whose_tenant_is_forgotten_meanwhile_promises_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The salt goes after the chunk was encrypted, and the forgetting process has looked through the shards by then."""
+    with opened(tmp_path) as archive:
+        publish = archive._files.publish
+
+        def forgotten(*arguments: Any) -> None:
+            assert archive._keyring is not None
+            archive._keyring.destroy("alice")
+            publish(*arguments)
+
+        monkeypatch.setattr(archive._files, "publish", forgotten)
+        with pytest.raises(KeyUnavailable, match="forgotten"):
+            archive.put(*chunk(1))
