@@ -155,9 +155,10 @@ class _Recorder:
             file.write(bytes(data[:result]), at)
 
     def fsync(self, result: None, descriptor: int) -> None:
-        self.syncs += 1
-        if self.syncs != self.dropped and (opened := self._open.get(descriptor)) is not None:
-            opened.sync()
+        if (opened := self._open.get(descriptor)) is not None:
+            self.syncs += 1
+            if self.syncs != self.dropped:
+                opened.sync()
 
     def mkdir(self, result: None, path: Any, mode: int = 0) -> None:
         self.disk.mkdir(Path(path))
@@ -178,7 +179,7 @@ class _Recorder:
 def recording(root: Path, dropped: int = 0, each: bool = True) -> Iterator[tuple[_Recorder, list[Disk]]]:
     """The disk after each call inside that changes it, or after the last alone.
 
-    The sync of number `dropped` does nothing; the recorder counts the syncs.
+    The sync of number `dropped` does nothing; the recorder counts the syncs of what is below the folder.
     """
     recorder, states = _Recorder(Disk(root), dropped), []
 

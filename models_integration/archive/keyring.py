@@ -16,7 +16,7 @@ from torch import Tensor
 
 from models_integration.archive.errors import KeyUnavailable, named_errors
 from models_integration.archive.names import SEALED, identity_digits, is_of, key_of
-from models_integration.cache.atomic_file import TEMPORARY, erase, publish, read_at, regular_file
+from models_integration.cache.atomic_file import TEMPORARY, NotRegular, erase, publish, read_at, regular_file, sync
 from models_integration.cache.tensor_file import raw_bytes
 from spec.errors import SpecError
 
@@ -109,11 +109,8 @@ class Keyring:
         """
         owner = self._owner(tenant)
         path = self.folder / owner
-        if create and not path.exists():
-            self.check_master()
-            salt = os.urandom(SALT_BYTES)
-            with named_errors(path):
-                publish(path, [memoryview(salt + self._derived(salt, b"check"))], replace=False)
+        if create:
+            self._make_durable(path)
         return self._cipher(owner)
 
     def is_of(self, key: str, tenant: str) -> bool:
@@ -160,6 +157,20 @@ class Keyring:
             for path in [*self.folder.glob(f"{TEMPORARY}{owner}*"), self.folder / owner]:
                 erase(path)
 
+    def _make_durable(self, path: Path) -> None:
+        """A salt and the folder of the salts; whoever made one that is there may not have come to sync its name."""
+        there = path.exists()
+        if not there:
+            self.check_master()
+        with named_errors(path):
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if there:
+                sync(self.folder)
+            else:
+                salt = os.urandom(SALT_BYTES)
+                publish(path, [memoryview(salt + self._derived(salt, b"check"))], replace=False)
+            sync(self.folder.parent)
+
     def _cipher(self, owner: str) -> Cipher:
         try:
             stored = self._stored(owner)
@@ -190,11 +201,15 @@ class Keyring:
         except FileNotFoundError:
             return {}
         if self._known[0] != changed:
-            found = {}
+            found, read_all = {}, True
             for owner in self._owners():
-                with suppress(OSError):  # the objects of this tenant are then locked
+                try:
                     if self._fits(stored := self._stored(owner)):
                         found[stored[SALT_BYTES:]] = owner
+                except OSError as error:  # the objects of this tenant are locked, until the salt can be read
+                    read_all = read_all and isinstance(error, NotRegular)
+            if not read_all or not found:
+                return found
             self._known = changed, found
         return self._known[1]
 

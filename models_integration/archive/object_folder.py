@@ -4,6 +4,7 @@ import os
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +15,8 @@ from models_integration.cache.atomic_file import TEMPORARY, Late, erase, is_bein
 __all__ = ["File", "ObjectFolder"]
 
 SUFFIX = ".safetensors"
+ASIDE = ".aside"
+"""How the name ends of what a reader took out of its place, until it has seen that it is the damaged object."""
 ORPHAN_SECONDS = 3600.0
 OF_EARLIER_VERSIONS = ("catalogue.", "clock")
 """How the names of the list began, which archives had up to `kvarc/3`."""
@@ -52,7 +55,8 @@ class ObjectFolder:
     def _make(self) -> None:
         """All shards now, or each first object of a shard would wait for two more folders. Only the owner has rights.
 
-        The quarantine is made last: where it is, the others' names are durable.
+        The quarantine is made last: where it is, the others' names are durable, also of the folders around the archive,
+        which a process that was killed may have made.
         """
         if self._objects.is_dir() and self._damaged.exists():
             return
@@ -60,7 +64,10 @@ class ObjectFolder:
         shards = [self._objects / f"{shard:02x}" for shard in range(256)]
         for path in (self.folder, self._objects, *shards):
             path.mkdir(exist_ok=True, mode=0o700)
-        for path in (self._objects, self.folder, self.folder.parent):
+        device = os.stat(self.folder).st_dev
+        # What holds a mounted file system was there before.
+        around = takewhile(lambda path: os.stat(path).st_dev == device, self.folder.absolute().parents)
+        for path in (self._objects, self.folder, *around):
             with suppress(PermissionError):  # a folder around the archive that may be passed and not read
                 sync(path)
         self._damaged.mkdir(exist_ok=True, mode=0o700)
@@ -79,8 +86,14 @@ class ObjectFolder:
         return sorted(key for path in _files(self._objects) if (key := self._key(path)) is not None)
 
     def strays(self) -> list[str]:
-        """Files among the objects that no object can be, by their names; temporary files are none."""
-        return [self.name(path) for path in _files(self._objects) if not _is_temporary(path) and not self._key(path)]
+        """What no object can be: files among the objects by their names, folders in their places, a file as quarantine.
+
+        Temporary files are none.
+        """
+        found = [path for path in _files(self._objects) if not _is_temporary(path) and not self._key(path)]
+        found += [path for path in self._objects.glob("??/*") if self._key(path) and _is_folder(path)]
+        found += [self._damaged] * self._damaged.is_file()
+        return [self.name(path) for path in found]
 
     def in_quarantine(self) -> list[Path]:
         """What was put away, temporary files excluded."""
@@ -122,7 +135,7 @@ class ObjectFolder:
             os.utime(self.path(key), follow_symlinks=False)
 
     def publish(self, path: Path, parts: Sequence[memoryview], digest: Late | None) -> None:
-        """Write an object.
+        """Write an object; what is replaced is erased.
 
         Raises:
             ArchiveError, OSError: from the file system.
@@ -130,7 +143,18 @@ class ObjectFolder:
         if path.parent.is_symlink():
             raise ArchiveError(f"{path.parent} must be a folder, not a link")
         with named_errors(path):
-            publish(path, parts, late=digest)
+            if _is_folder(path) and (key := self._key(path)) is not None:
+                self.put_away(key, self.describe(path))
+            replaced = _temporary(path)
+            with suppress(OSError):  # there is none, or the file system has no second names
+                os.link(path, replaced, follow_symlinks=False)
+            try:
+                publish(path, parts, late=digest)
+            except BaseException:
+                with suppress(OSError):
+                    os.unlink(replaced)
+                raise
+            erase(replaced)
 
     def keep(self, key: str) -> None:
         """Make the name of an object durable: whoever wrote the object may not have come to that.
@@ -166,11 +190,53 @@ class ObjectFolder:
         path, place = self.path(key), self._damaged / f"damaged-{key}{SUFFIX}"
         if damaged is None or self._damaged.is_symlink() or self.describe(path) != damaged:
             return
-        os.replace(path, place)
-        if self.describe(place) != damaged:  # another process has put the object meanwhile
-            with suppress(FileExistsError):
-                os.link(place, path)
-            os.unlink(place)
+        if not _is_folder(path):
+            erase(place)
+            os.link(path, place, follow_symlinks=False)
+            if self.describe(place) != damaged:  # another process has put the object meanwhile
+                os.unlink(place)
+                return
+            sync(self._damaged)
+        aside = path.with_name(_temporary(path).name + ASIDE)
+        os.rename(path, aside)
+        try:
+            if self.describe(aside) != damaged:
+                self._put_back(aside, path)
+            elif _is_folder(aside):
+                os.rename(aside, self._damaged / f"{place.name}-{secrets.token_hex(4)}")
+            else:
+                os.unlink(aside)
+            sync(path.parent)
+        except OSError:
+            with suppress(OSError):
+                self._put_back(aside, path)
+            raise
+
+    def restore(self, key: str) -> bool:
+        """Put back what a killed reader had set aside under a free name; whether there was something."""
+        path = self.path(key)
+        found = [other for other in _files(path.parent) if other.suffix == ASIDE and key_in(other.name) == key]
+        with suppress(FileNotFoundError):  # another process has put it back
+            for aside in found:
+                self._put_back(aside, path)
+        return bool(found)
+
+    def restore_all(self) -> None:
+        """What killed readers had set aside.
+
+        Raises:
+            OSError: from the file system.
+        """
+        for key in {key_in(path.name) for path in _files(self._objects) if path.suffix == ASIDE}:
+            if key is not None and self.describe(self.path(key)) is None:
+                self.restore(key)
+
+    def _put_back(self, aside: Path, path: Path) -> None:
+        """Unless there is another by now. The name is durable before the other one goes."""
+        with suppress(FileExistsError):
+            os.link(aside, path, follow_symlinks=False)
+        sync(path.parent)
+        os.unlink(aside)
 
     def erase(self, path: Path) -> bool:
         """Overwrite and remove one of these files; whether it was there.
@@ -181,7 +247,12 @@ class ObjectFolder:
         if path.parent.is_symlink():
             return False
         with named_errors(path):
-            return erase(_nameless(path))
+            there = erase(_nameless(path))
+            if path.parent == self._damaged and (key := key_in(path.name)) is not None:
+                with suppress(FileNotFoundError):
+                    # Whoever put the object away may not have made durable that its first name is gone.
+                    sync(self.path(key).parent)
+            return there
 
     def erase_all(self, paths: Iterable[Path], failed: list[Exception]) -> int:
         """Erase as many as can be; how many, and what went wrong is added to `failed`."""
@@ -213,13 +284,21 @@ class ObjectFolder:
         return os.stat(self._objects).st_mtime_ns
 
 
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
 def _is_temporary(path: Path) -> bool:
     return path.name.startswith(TEMPORARY)
 
 
+def _temporary(path: Path) -> Path:
+    return path.with_name(f"{TEMPORARY}{path.name}-{secrets.token_hex(4)}")
+
+
 def _nameless(path: Path) -> Path:
     """The file under a name of an unfinished one, so that none that is half erased passes for an object."""
-    temporary = path.with_name(f"{TEMPORARY}{path.name}-{secrets.token_hex(4)}")
+    temporary = _temporary(path)
     if not _is_temporary(path):
         with suppress(OSError):  # it is erased where it is
             os.rename(path, temporary)

@@ -105,7 +105,8 @@ class Archive(AbstractContextManager["Archive"]):
             SpecError: for a tenant's name, a manifest or tensors that no object can have, or a chunk larger than the
                 limit.
             ArchiveError, OSError: and nothing has changed, or the chunk is stored all the same.
-            KeyUnavailable: for another master key than the tenants', or none where there are tenants' keys.
+            KeyUnavailable: for another master key than the tenants', or none where there are tenants' keys; for a
+                tenant who is forgotten meanwhile.
         """
         check_input(manifest, tensors)
         cipher = self._objects.cipher(manifest.tenant, create=True)
@@ -121,6 +122,8 @@ class Archive(AbstractContextManager["Archive"]):
             self._files.publish(self._files.path(key), parts, digest)
             with suppress(ArchiveError, OSError):  # the chunk is stored; the next put makes room again
                 self._fit(key)
+        if cipher is not None and key_for(manifest, self._objects.cipher(manifest.tenant)) != key:
+            raise KeyUnavailable("the tenant was forgotten, and has a new key, while the chunk was put")
         if not self._files.path(key).exists():
             raise ArchiveError(f"the chunk {key} was removed by another process while it was put")
         return key
@@ -146,8 +149,10 @@ class Archive(AbstractContextManager["Archive"]):
         try:
             stored = self._objects.read(key, tenant)
         except FileNotFoundError:
-            return None
+            return self.get(key, tenant, model) if self._restored(key) else None
         except Damaged:
+            if self._was_replaced(key, file):
+                return self.get(key, tenant, model)
             self._quarantine(key, file)
             return None
         self._files.touch(key)
@@ -177,6 +182,8 @@ class Archive(AbstractContextManager["Archive"]):
         An object that was deleted cannot be told from one that was never put, and is not missed. The digest of an
         object in the clear needs no key: it does not tell who wrote the object.
         """
+        with suppress(OSError):  # a medium that cannot be written
+            self._files.restore_all()
         report = Report(strays=self._files.strays())
         report.in_quarantine = [self._files.name(path) for path in self._files.in_quarantine()]
         if self._keyring is not None:
@@ -192,6 +199,7 @@ class Archive(AbstractContextManager["Archive"]):
             ArchiveError, OSError: from the file system.
         """
         with named_errors(self.folder):
+            self._files.restore_all()
             for path in self._files.orphans():
                 self._files.erase(path)
         return self._fit()
@@ -251,6 +259,8 @@ class Archive(AbstractContextManager["Archive"]):
         except KeyUnavailable:
             report.locked.append(key)
         except Damaged:
+            if self._was_replaced(key, file):
+                return self._judge(key, report)
             self._quarantine(key, file)
             report.quarantined.append(key)
         except FileNotFoundError:
@@ -259,6 +269,17 @@ class Archive(AbstractContextManager["Archive"]):
             report.unreadable.append(key)
         else:
             report.read += 1
+
+    def _was_replaced(self, key: str, file: File | None) -> bool:
+        """Whether another process has put the object, and erased the one that was read."""
+        return self._files.describe(self._files.path(key)) not in (None, file)
+
+    def _restored(self, key: str) -> bool:
+        """Whether something that a killed reader set aside is in its place again."""
+        try:
+            return self._files.restore(key)
+        except OSError:
+            return False
 
     def _quarantine(self, key: str, file: File | None) -> None:
         """Put a damaged object away; where nothing can be written, it stays, and is a miss whenever it is read."""

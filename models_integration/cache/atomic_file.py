@@ -52,9 +52,7 @@ def publish(
     Raises:
         OSError: from the file system; the path has the old file, or, where the last fsync failed, the new one.
     """
-    if not path.parent.is_dir():
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        sync(path.parent.parent)
+    _make_folder(path.parent, 0o700)
     if nameless:
         _remove_abandoned(path)
     descriptor, temporary, named = _created(path, mode, nameless)
@@ -80,6 +78,14 @@ def publish(
     finally:
         os.close(descriptor)
     sync(path.parent)
+
+
+def _make_folder(path: Path, mode: int = 0o777) -> None:
+    """Make a folder and those above it, each name durable; `mode` is that of the last."""
+    if not path.is_dir():
+        _make_folder(path.parent)
+        path.mkdir(exist_ok=True, mode=mode)
+        sync(path.parent)
 
 
 def _created(path: Path, mode: int, nameless: bool) -> tuple[int, Path, bool]:

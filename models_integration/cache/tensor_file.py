@@ -239,21 +239,26 @@ def _header(text: bytes, size: int) -> Header:
             raise ValueError("its metadata are no texts")
         if not {"digest", "format", "manifest"} <= metadata.keys():
             raise ValueError("its metadata are not complete")
-        end = max((_end(name, entry) for name, entry in entries.items()), default=0)
+        end = 0
+        for low, high, name in sorted(_place(name, entry) for name, entry in entries.items()):
+            if low != end:
+                raise ValueError(f"tensor {name} begins at {low}, and the one before ends at {end}")
+            end = high
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(f"its header cannot be read: {error}") from error
     return Header(metadata, entries, size, size + end)
 
 
-def _end(name: str, entry: dict[str, Any]) -> int:
-    """Where a tensor's bytes end.
+def _place(name: str, entry: dict[str, Any]) -> tuple[int, int, str]:
+    """Where a tensor's bytes begin and end, and its name.
 
     Raises:
         ValueError, KeyError, TypeError: for what describes no tensor.
     """
     shape, (low, high) = entry["shape"], entry["data_offsets"]
-    if len(shape) > DIMENSIONS_MOST or not all(type(n) is int and 0 <= n <= SIZE_MOST for n in (*shape, low, high)):
+    plausible = type(shape) is list and len(shape) <= DIMENSIONS_MOST
+    if not plausible or not all(type(n) is int and 0 <= n <= SIZE_MOST for n in (*shape, low, high)):
         raise ValueError(f"tensor {name} has no place")
     if high - low != math.prod(shape) * DTYPES[entry["dtype"]].itemsize:
         raise ValueError(f"tensor {name} does not fit its place")
-    return int(high)
+    return low, high, name

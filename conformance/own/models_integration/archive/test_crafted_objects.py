@@ -18,7 +18,7 @@ from models_integration.archive.manifest import Manifest
 from models_integration.archive.objects import FORMAT
 from models_integration.archive.store import Archive
 from models_integration.cache.atomic_file import publish
-from models_integration.cache.tensor_file import Damaged, header_bytes, parts, read_bytes, write
+from models_integration.cache.tensor_file import Damaged, header_bytes, header_of, parts, read_bytes, write
 from spec import SPEC_VERSION
 from spec.errors import SpecError
 
@@ -116,6 +116,7 @@ def test_crafted_tensors_are_a_miss_and_cannot_be_put(tmp_path: Path, change: st
         {"dtype": "F32", "shape": [1], "data_offsets": [0]},
         {"dtype": "F32", "shape": [1.0], "data_offsets": [0, 4]},
         {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]},
+        {"dtype": "F32", "shape": "", "data_offsets": [0, 4]}, {"dtype": "F32", "shape": {}, "data_offsets": [0, 4]},
     ],
 )
 def test_a_crafted_place_of_a_tensor_is_damage(tmp_path: Path, entry: Any) -> None:
@@ -125,6 +126,19 @@ def test_a_crafted_place_of_a_tensor_is_damage(tmp_path: Path, entry: Any) -> No
     path.write_bytes(header_bytes(metadata, {"x": entry}) + bytes(4))
     with pytest.raises(Damaged):
         read_bytes(path)
+
+
+@pytest.mark.parametrize("places", [((0, 4), (0, 4)), ((0, 8), (4, 12)), ((4, 8),), ((0, 4), (8, 12))])
+def test_tensors_that_overlap_or_leave_bytes_out_are_damage(places: tuple[tuple[int, int], ...]) -> None:
+    """As any safetensors reader has it; the digest does not matter."""
+    entries = {
+        f"t{at}": {"dtype": "U8", "shape": [high - low], "data_offsets": [low, high]}
+        for at, (low, high) in enumerate(places)
+    }
+    metadata = {"digest": "0" * 64, "format": FORMAT, "manifest": ""}
+    data = torch.frombuffer(bytearray(header_bytes(metadata, entries) + bytes(places[-1][1])), dtype=torch.uint8)
+    with pytest.raises(Damaged, match="begins at"):
+        header_of(data)
 
 
 def least_memory(work: Any) -> int:

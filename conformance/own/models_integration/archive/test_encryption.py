@@ -1,11 +1,13 @@
 """Encrypted objects: each tenant's key opens its own alone, and what is forgotten is gone."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("cryptography")
 
+import errno
 import json
 import random
 
@@ -291,3 +293,36 @@ def test_verify_reads_each_salt_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_the_master_key_has_32_bytes(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="32 random bytes"):
         Keyring(tmp_path, b"short")
+
+
+@pytest.mark.law("promised-is-there-forgotten-is-not")
+def test_a_salt_that_could_not_be_read_once_locks_nothing_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def failing(ring: Keyring, owner: str) -> bytes:
+        raise OSError(errno.EIO, "a bad moment")
+
+    with opened(tmp_path) as archive:
+        key = archive.put(*chunk(1))
+        with monkeypatch.context() as patch:
+            patch.setattr(Keyring, "_stored", failing)
+            assert archive.verify().locked == [key]
+        assert archive.verify().read == 1
+
+
+@pytest.mark.law("promised-is-there-forgotten-is-not")
+def test_a_put_whose_tenant_is_forgotten_meanwhile_promises_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The salt goes after the chunk was encrypted, and the forgetting process has looked through the shards by then."""
+    with opened(tmp_path) as archive:
+        publish = archive._files.publish
+
+        def forgotten(*arguments: Any) -> None:
+            assert archive._keyring is not None
+            archive._keyring.destroy("alice")
+            publish(*arguments)
+
+        monkeypatch.setattr(archive._files, "publish", forgotten)
+        with pytest.raises(KeyUnavailable, match="forgotten"):
+            archive.put(*chunk(1))

@@ -11,10 +11,11 @@ import pytest
 
 from conformance.assurance.power_loss import Disk, recording
 from conformance.own.models_integration.archive.chunks import chunk
-from conformance.own.models_integration.archive.fault_cases import OPERATIONS, Case
+from conformance.own.models_integration.archive.fault_cases import MADE, OPERATIONS, Case
 from conformance.plugin import profile_of
 from models_integration.archive.errors import ArchiveError
 from models_integration.archive.store import Archive
+from models_integration.cache.atomic_file import publish
 
 pytestmark = pytest.mark.law("promised-is-there-forgotten-is-not")
 
@@ -90,24 +91,53 @@ def test_without_any_one_sync_something_is_lost_or_left(quick_path: Path, operat
         else:
             unnoticed.append(dropped)
         shutil.rmtree(copied.folder)
-    assert (syncs, unnoticed) == ({"put": 3, "forget": 4}[operation] + 2 * encrypted, [])
+    new_salt = encrypted and operation == "put"
+    # The third sync of a new salt is of the name `keys`, which was durable before.
+    assert (syncs, unnoticed) == ({"put": 3, "forget": 4}[operation] + 2 * encrypted + new_salt, [3] * new_salt)
 
 
 @pytest.mark.parametrize("begun", [False, True], ids=["new", "begun"])
-@pytest.mark.parametrize("dropped", range(6))
+@pytest.mark.parametrize("dropped", range(8))
 def test_the_first_put_of_a_new_archive_is_durable(quick_path: Path, dropped: int, begun: bool) -> None:
     """Its folders, too, also those of a process that was killed. Without any one of the syncs, the chunk may be lost.
     """
     (root := quick_path / "root").mkdir()
     with recording(root, dropped, each=False) as (made, states):
         if begun:
-            (root / "archive" / "objects").mkdir(parents=True)
-        with Archive(root / "archive") as archive:
+            (root / "new" / "nested" / "archive" / "objects").mkdir(parents=True)
+        with Archive(root / "new" / "nested" / "archive") as archive:
             key = archive.put(*chunk(1))
     states[-1].crash(quick_path / "left", Random(1), 0.0)
-    with Archive(quick_path / "left" / "archive") as archive:
+    with Archive(quick_path / "left" / "new" / "nested" / "archive") as archive:
         assert (archive.get(key, "alice") is not None) == (dropped == 0)
-    assert made.syncs == 5
+    assert made.syncs == 7
+
+
+@pytest.mark.parametrize("dropped", [2, 3], ids=["the salt", "the folder"])
+def test_a_salt_that_was_there_is_durable_by_then(quick_path: Path, dropped: int) -> None:
+    """Whoever made the salt or its folder was stopped before the name was synced; a put relies on it all the same."""
+    case = prepared(quick_path / "archive", "put", encrypted=True)
+    for salt in (case.folder / "keys").iterdir():
+        salt.unlink()
+    (case.folder / "keys").rmdir()
+    with recording(case.folder, dropped) as (_, states), case.open() as archive:
+        archive._objects.cipher("carol-the-tenant", create=True)
+        OPERATIONS["put"](archive, case.keys)
+    states[-1].crash(quick_path / "left", Random(1), 0.0)
+    with Case(quick_path / "left", "put", encrypted=True).open() as archive:
+        assert archive.verify().read == 1  # the others' salts are gone
+
+
+@pytest.mark.parametrize("above", [False, True])
+def test_a_file_in_new_folders_is_durable(quick_path: Path, above: bool) -> None:
+    """Each of the folders, whether one of them was there."""
+    (root := quick_path / "root").mkdir()
+    if above:
+        (root / "a").mkdir()
+    with recording(root, each=False) as (_, states):
+        publish(root / "a" / "b" / "c" / "file", [memoryview(b"whole")])
+    states[-1].crash(quick_path / "left", Random(1), 0.0)
+    assert (quick_path / "left" / "a" / "b" / "c" / "file").read_bytes() == b"whole"
 
 
 def test_a_chunk_that_is_put_again_is_durable_by_then(quick_path: Path) -> None:
@@ -117,4 +147,25 @@ def test_a_chunk_that_is_put_again_is_durable_by_then(quick_path: Path) -> None:
     with recording(case.folder, dropped=3) as (_, states), case.open() as archive:
         for _ in range(2):
             OPERATIONS["put"](archive, case.keys)
+    check_crash(case, states[-1], Random(1), 0.0, promised=True)
+
+
+@pytest.mark.parametrize(("operation", "dropped"), [("put", 0), ("get", 0), ("get", 2)], ids=["put", "get", "stopped"])
+def test_of_a_forgotten_object_that_was_replaced_nothing_is_left(
+    quick_path: Path, operation: str, dropped: int,
+) -> None:
+    """Neither the bytes of a damaged one that a put replaced, nor the name of one that a reader put away.
+
+    One of the readers was stopped before it had synced that the name is gone.
+    """
+    case = prepared(quick_path / "archive", "forget", encrypted=False)
+    for path in case.folder.rglob(".tmp-*"):
+        path.unlink()  # erasing them syncs the same folder
+    manifest, tensors = MADE["hers, damaged"]
+    with recording(case.folder, dropped) as (_, states), case.open() as archive:
+        if operation == "put":
+            archive.put(manifest, tensors)
+        else:
+            assert archive.get(manifest.key, manifest.tenant) is None
+        archive.forget(manifest.tenant)
     check_crash(case, states[-1], Random(1), 0.0, promised=True)

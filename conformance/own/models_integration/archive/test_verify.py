@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -91,24 +92,35 @@ def test_verify_names_whatever_is_no_whole_object_in_its_place(tmp_path: Path, n
     assert again.exit_code == 1
 
 
-def interrupted(work: Callable[[], object], at: int, other: Callable[[], object]) -> bool:
-    """Whether the work made so many calls; the other's work is done before the last of them."""
-    calls = 0
+class Killed(BaseException):
+    """In the place of a kill."""
+
+
+def interrupted(work: Callable[[], object], at: int, other: Callable[[], object], killed_at: int = 0) -> bool:
+    """Whether the work made so many calls; the other's work is done before the last of them.
+
+    It is killed before the call `killed_at`.
+    """
+    calls, running = 0, True
     with pytest.MonkeyPatch.context() as patch:
         def counting(real: Callable[..., Any]) -> Callable[..., Any]:
             def counted(*arguments: Any, **options: Any) -> Any:
-                nonlocal calls
-                calls += 1
-                if calls == at:
-                    patch.undo()
+                nonlocal calls, running
+                calls += running
+                if calls == at and running:
+                    running = False
                     other()
+                    running = True
+                if calls == killed_at and running:
+                    raise Killed
                 return real(*arguments, **options)
 
             return counted
 
-        for name in ("open", "lstat", "replace", "link", "unlink"):
+        for name in ("open", "lstat", "replace", "rename", "link", "unlink"):
             patch.setattr(os, name, counting(getattr(os, name)))
-        work()
+        with suppress(Killed):
+            work()
     return calls >= at
 
 
@@ -125,3 +137,38 @@ def test_a_put_beside_a_quarantining_reader_is_not_lost(tmp_path: Path) -> None:
             at += 1
         assert at > 4
         assert not path.exists()
+
+
+@pytest.mark.law("promised-is-there-forgotten-is-not")
+def test_a_put_beside_a_quarantining_reader_that_is_killed_is_not_lost(tmp_path: Path) -> None:
+    """The chunk is put before each call of the reader, which is killed before any of the next ones."""
+    with Archive(tmp_path) as archive:
+        path = path_of(tmp_path, key := archive.put(*chunk(1)))
+        damage(path)
+        at = 1
+        while interrupted(lambda: archive.get(key, "alice"), at, lambda: archive.put(*chunk(1))):
+            for later in range(1, 7):
+                damage(path)
+                interrupted(lambda: archive.get(key, "alice"), at, lambda: archive.put(*chunk(1)), at + later)
+                assert archive.get(key, "alice") is not None, (at, later)
+            damage(path)
+            at += 1
+        assert at > 4
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_folder_in_the_place_of_an_object_is_named_and_put_away(tmp_path: Path, full: bool) -> None:
+    manifest, tensors = chunk(1)
+    with Archive(tmp_path) as archive:
+        path = path_of(tmp_path, manifest.key)
+        path.mkdir()
+        if full:
+            (path / "notes").write_text("mine")
+        assert archive.verify().strays
+        archive.put(manifest, tensors)
+        assert archive.get(manifest.key, "alice") is not None
+        assert archive.verify().strays == []
+        assert len(list((tmp_path / "quarantine").rglob("notes"))) == full
+        (tmp_path / "quarantine").rename(tmp_path / "away")
+        (tmp_path / "quarantine").write_text("no folder")
+        assert archive.verify().strays == ["quarantine"]
