@@ -256,7 +256,7 @@ def _error(a: Tensor, b: Tensor) -> float:
 
 def rotary_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Names and inverse frequencies (pairs,) as the model holds them now."""
-    for name, buffer in model.named_buffers():
+    for name, buffer in model.named_buffers(remove_duplicate=False):
         if name.endswith("inv_freq") and "original" not in name and buffer.dim() == 1:
             yield name, buffer
 

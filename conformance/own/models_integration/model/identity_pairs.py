@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -12,11 +12,12 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from conformance.own.models_integration.session.families import prepare
 
-__all__ = ["CHANGES", "FIELDS", "HOOKS", "SAME", "LoRA", "made"]
+__all__ = ["CHANGES", "FIELDS", "HOOKS", "SAME", "UNREADABLE", "LoRA", "made"]
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 131, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -78,6 +79,63 @@ class Steered(nn.Module):
         return found + self.vector
 
 
+class Changed(nn.Module):
+    """A layer whose output some callable changes, by an attribute that nothing registers."""
+
+    def __init__(self, base: nn.Module, change: Any) -> None:
+        super().__init__()
+        self.base, self.change = base, change
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.change[0](self.base(x))
+        return found
+
+
+class Times:
+    """A factor in an object, with its fields in a dictionary."""
+
+    def __init__(self, by: float) -> None:
+        self.by = by
+
+    def of(self, x: Tensor) -> Tensor:
+        return x * self.by
+
+
+class Slotted:
+    """A factor in an object without a dictionary."""
+
+    __slots__ = ("by",)
+
+    def __init__(self, by: float) -> None:
+        self.by = by
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * self.by
+
+
+class ByFrequency(nn.Module):
+    """A layer times a number whose name is like that of rotary frequencies."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base, self.my_inv_freq = base, 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.base(x) * self.my_inv_freq
+        return found
+
+
+class Deep(Changed):
+    """A layer whose settings are more levels deep than anybody reads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        settings = self.change
+        while isinstance(settings, list):
+            settings = settings[0]
+        found: Tensor = self.base(x) * settings
+        return found
+
+
 def made(family: str, **fields: Any) -> PreTrainedModel:
     """A family's tiny model; equal weights for any fields that do not shape them."""
     config = {"Gemma3": "Gemma3Text"}.get(family, family)
@@ -121,6 +179,102 @@ def _nothing(model: Any) -> None:
 
 _MLP, _UP, _ADAPTER = "model.layers.0.mlp", "model.layers.0.mlp.up_proj", "model.layers.0.self_attn.q_proj"
 
+def _closing_over(by: float) -> Callable[[Tensor], Tensor]:
+    def scaled(x: Tensor) -> Tensor:
+        return x * by
+
+    return scaled
+
+
+def _defaulting_to(by: float) -> Callable[[Tensor], Tensor]:
+    def scaled(x: Tensor, by: float = by) -> Tensor:
+        return x * by
+
+    return scaled
+
+
+def _posing_as_another(by: float) -> Callable[[Tensor], Tensor]:
+    return wraps(nn.functional.silu)(_closing_over(by))
+
+
+def _linear(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Linear(48, 48)
+
+
+# How to make a callable that nothing registers, of one factor and of another.
+_CALLABLES: dict[str, tuple[Any, Any]] = {
+    "closure": (_closing_over(0.5), _closing_over(2.0)), "default": (_defaulting_to(0.5), _defaulting_to(2.0)),
+    "wrapped closure": (_posing_as_another(0.5), _posing_as_another(2.0)),
+    "lambda": (lambda x: x * 1.0, lambda x: x * -1.0), "method": (Times(0.5).of, Times(2.0).of),
+    "method of a tensor": (torch.tensor(0.5).mul, torch.tensor(2.0).mul), "slots": (Slotted(0.5), Slotted(2.0)),
+    "partial": (partial(torch.mul, torch.tensor(0.5)), partial(torch.mul, torch.tensor(2.0))),
+    "module in a list": (_linear(1), _linear(2)),
+}
+
+
+def _tied(path: str, layer: int) -> Change:
+    """Put the part of an earlier layer, or its parameter, into the last one."""
+    holder, _, name = path.rpartition(".")
+
+    def tie(model: Any) -> None:
+        last, earlier = (model.get_submodule(f"model.layers.{at}.{holder}".strip(".")) for at in (2, layer))
+        setattr(last, name, getattr(earlier, name))
+
+    return tie
+
+
+def _four_layers(model: Any) -> None:
+    """Two layers more, each unlike the others."""
+    torch.manual_seed(1)
+    for at in (2, 3):
+        model.model.layers.append(copy.deepcopy(model.model.layers[0]))
+        model.model.layers[at].self_attn.layer_idx = at
+    model.config.num_hidden_layers = 4
+    with torch.no_grad():
+        for parameter in model.model.layers.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+
+
+def _both(first: Change, second: Change) -> Change:
+    return lambda model: (first(model), second(model))
+
+
+def _dynamic(length: int) -> Change:
+    """Frequencies that change behind so many tokens."""
+
+    def change(model: Any) -> None:
+        model.config.rope_parameters.update(rope_type="dynamic", factor=4.0)
+        model.config.max_position_embeddings = length
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+
+    return change
+
+
+def _own_rope(model: Any) -> None:
+    """A config of the rotation's own, with another factor."""
+    rotation = model.model.rotary_emb
+    rotation.config = copy.deepcopy(rotation.config)
+    rotation.config.rope_parameters["factor"] = 90.0
+
+
+def _plain_frequencies(model: Any) -> None:
+    """Frequencies as an attribute, no buffer."""
+    rotation = model.model.rotary_emb
+    frequencies = rotation.inv_freq
+    del rotation.inv_freq
+    rotation.inv_freq = frequencies.clone()
+
+
+def _hot(module: nn.Module, *tensors: Any, **options: Any) -> Any:
+    return sdpa_attention_forward(module, *tensors, **{**options, "scaling": (options.get("scaling") or 1) * 0.2})
+
+
+def _attend_hot(model: Any) -> None:
+    AttentionInterface.register("hot", _hot)
+    model.config._attn_implementation = "hot"
+
+
 _ON_ADAPTERS: dict[str, Change] = {
     "weights": _written(f"{_ADAPTER}.a"), "alpha": _set(f"{_ADAPTER}.alpha", 9.0),
     "scaling": lambda model: model.get_submodule(_ADAPTER).scaling.update(default=7.0),
@@ -147,6 +301,22 @@ CHANGES: dict[str, tuple[str, Change, Change]] = {
     **{
         f"an adapter's {name}": ("Llama", _exchanged(_ADAPTER, LoRA), change) for name, change in _ON_ADAPTERS.items()
     },
+    **{
+        f"of which layer is {path}": ("Llama", _both(_four_layers, _tied(path, 0)), _tied(path, 1))
+        for path in ("mlp", "self_attn.q_proj", "mlp.up_proj.weight")
+    },
+    **{
+        f"a callable's {name}": (
+            "Llama", _exchanged(_UP, partial(Changed, change=[one])), _set(f"{_UP}.change", [other]),
+        ) for name, (one, other) in _CALLABLES.items()
+    },
+    "a number called like frequencies": ("Llama", _exchanged(_UP, ByFrequency), _set(f"{_UP}.my_inv_freq", 0.1)),
+    "frequencies that are no buffer": (
+        "Llama", _plain_frequencies, lambda model: model.model.rotary_emb.inv_freq.mul_(0.3),
+    ),
+    "dynamic frequencies": ("Llama", _dynamic(40), lambda model: model.model.rotary_emb.inv_freq.mul_(0.3)),
+    "a rotation's own config": ("Llama", _dynamic(20), _own_rope),
+    "an attention function": ("Llama", _nothing, _attend_hot),
 }
 
 
@@ -165,6 +335,12 @@ HOOKS: dict[str, Change] = {
     "hook before": lambda model: model.get_submodule(_UP).register_forward_pre_hook(_steer_before),
     "partial hook": lambda model: model.get_submodule(_UP).register_forward_hook(partial(_steer)),
     "forward": _exchanged(f"{_UP}.forward", lambda forward: lambda x: forward(x) + 1),
+}
+
+# Values of which nothing says what is in them, and what the refusal says.
+UNREADABLE: dict[str, tuple[Change, str]] = {
+    "deep": (_exchanged(_UP, partial(Deep, change=[[[[[[[[0.5]]]]]]]])), r"up_proj.change': holds a list more than 6"),
+    "iterator": (_exchanged(_UP, partial(Changed, change=[(at for at in [0])])), r"up_proj.change': holds a <genexpr>"),
 }
 
 
@@ -198,6 +374,7 @@ SAME: dict[str, Change] = {
     "training and back": lambda model: model.train().eval(),
     "frozen": lambda model: model.requires_grad_(False),
     "checkpointed": lambda model: [vars(part).update(gradient_checkpointing=True) for part in model.model.children()],
+    "padded": lambda model: model.config.__dict__.update(pad_token_id=2),
     "renamed": lambda model: vars(model.config).update(_name_or_path="elsewhere"),
     "forward that is its own": _exchanged("model.forward", lambda forward: forward),
     "accelerated": _accelerated,

@@ -14,7 +14,14 @@ from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
 from conformance.own.models_integration.archive.models import FAMILIES, build
-from conformance.own.models_integration.model.identity_pairs import CHANGES, FIELDS, HOOKS, SAME, made
+from conformance.own.models_integration.model.identity_pairs import (
+    CHANGES,
+    FIELDS,
+    HOOKS,
+    SAME,
+    UNREADABLE,
+    made,
+)
 from conformance.own.models_integration.session.families import at_once, prompt
 from models_integration import Published, RetainedCache, StreamingLLM, load_cache, save_cache
 from models_integration.archive.errors import WrongModel
@@ -154,6 +161,15 @@ def test_a_model_that_somebody_steers_from_outside_is_refused_by_name(name: str)
 
 
 @pytest.mark.law("refused-before-anything-changes")
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_an_attribute_that_does_not_say_what_it_holds_is_refused_by_name(name: str) -> None:
+    model, (change, reason) = made("Llama"), UNREADABLE[name]
+    change(model)
+    with pytest.raises(SpecError, match=f"{reason}.*: keep numbers, strings, tensors and modules there"):
+        identify(model)
+
+
+@pytest.mark.law("refused-before-anything-changes")
 def test_a_hook_on_every_module_is_refused() -> None:
     handle = register_module_forward_hook(lambda module, inputs, output: None)
     try:
@@ -193,6 +209,14 @@ def test_a_long_prompt_that_exchanges_frequencies_makes_no_other_model(kind: str
     with torch.no_grad():
         model(input_ids=prompt(100) % 131)
     assert not torch.equal(model.get_buffer("model.rotary_emb.inv_freq"), held)
+    assert identify(model) == before
+
+
+def test_tied_parts_that_become_equal_ones_make_no_other_model() -> None:
+    model = made("Llama")
+    model.get_submodule("model.layers.1.mlp").up_proj = model.get_submodule("model.layers.0.mlp.up_proj")
+    before = identify(model)
+    model.get_submodule("model.layers.1.mlp").up_proj = copy.deepcopy(model.get_submodule("model.layers.0.mlp.up_proj"))
     assert identify(model) == before
 
 
