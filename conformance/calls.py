@@ -198,7 +198,8 @@ def _interrupted(run: Stage, other: tuple[Any, ...], seed: int, /, *arguments: A
 def _traced(run: Stage, arguments: tuple[Any, ...], at_line: Callable[[], None]) -> Any:
     """The result of a call whose every line of Python, with those that it calls and no checker's, is told."""
     def trace(frame: FrameType, *_: Any) -> Any:
-        if frame.f_globals.get("__name__", "").partition(".")[0] in CHECKERS:
+        code = frame.f_code  # of a generated function it has no file
+        if code.co_filename.startswith("<") or frame.f_globals.get("__name__", "").partition(".")[0] in CHECKERS:
             return None
         at_line()
         return trace

@@ -63,7 +63,9 @@ def argument_written(D: Array, M: Array, p: Any) -> Array:
 
 def shared_scratch(D: Array, M: Array, p: Any) -> Array:
     SCRATCH[: len(D)] = M
-    before = D.copy()
+    before = np.zeros_like(D)
+    for at, one in enumerate(D):  # the work of a real stage, during which another thread may write
+        before[at] = one
     return RIGHT(before, SCRATCH[: len(D)].copy(), p)
 
 
