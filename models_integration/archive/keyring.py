@@ -98,7 +98,7 @@ class Keyring:
         self.folder = folder
         self._master = master
         self._mask = self._named(b"mask")
-        self._known: tuple[int, dict[bytes, str]] = (-1, {})
+        self._known: tuple[int, dict[bytes, list[str]]] = (-1, {})
         """When the folder had changed last, and the owners by the check of their salts."""
 
     def cipher(self, tenant: str, create: bool = False) -> Cipher:
@@ -123,14 +123,15 @@ class Keyring:
         Raises:
             KeyUnavailable: when its salt is not here, or is another tenant's.
         """
-        owner = self._owners_by_check().get(_masked(self._mask, nonce, mark))
-        if owner is None or not is_of(key, self._binding(owner), SEALED):
+        owners = self._owners_by_check().get(_masked(self._mask, nonce, mark), [])
+        owner = next((owner for owner in owners if is_of(key, self._binding(owner), SEALED)), None)
+        if owner is None:
             raise KeyUnavailable("the salt under which the object was encrypted is not its tenant's here")
         return self._cipher(owner)
 
     def strays(self) -> list[str]:
-        """Files of the folder that make no key under this master key; temporary files are none."""
-        return sorted(
+        """Files of the folder that make no key under this master key, or the same one; temporary files are none."""
+        return sorted(name for names in self._owners_by_check().values() if len(names) > 1 for name in names) + sorted(
             path.name for path in self.folder.glob("*")
             if not path.name.startswith(TEMPORARY) and not (OWNER.fullmatch(path.name) and self._opens(path.name))
         )
@@ -194,18 +195,18 @@ class Keyring:
         with regular_file(self.folder / owner) as descriptor:
             return read_at(descriptor, 2 * SALT_BYTES + 1, 0)
 
-    def _owners_by_check(self) -> dict[bytes, str]:
+    def _owners_by_check(self) -> dict[bytes, list[str]]:
         """Read once, and again when the folder has changed: a check of everything would read each salt per object."""
         try:
             changed = os.stat(self.folder).st_mtime_ns
         except FileNotFoundError:
             return {}
         if self._known[0] != changed:
-            found, read_all = {}, True
+            found, read_all = dict[bytes, list[str]](), True
             for owner in self._owners():
                 try:
                     if self._fits(stored := self._stored(owner)):
-                        found[stored[SALT_BYTES:]] = owner
+                        found.setdefault(stored[SALT_BYTES:], []).append(owner)
                 except OSError as error:  # the objects of this tenant are locked, until the salt can be read
                     read_all = read_all and isinstance(error, NotRegular)
             if not read_all or not found:

@@ -326,3 +326,14 @@ def test_a_put_whose_tenant_is_forgotten_meanwhile_promises_nothing(
         monkeypatch.setattr(archive._files, "publish", forgotten)
         with pytest.raises(KeyUnavailable, match="forgotten"):
             archive.put(*chunk(1))
+
+
+def test_a_salt_under_two_names_is_named_and_locks_nothing(tmp_path: Path) -> None:
+    with opened(tmp_path) as archive:
+        archive.put(*chunk(1))
+        (salt,) = (tmp_path / "keys").iterdir()
+        for digit in "0f":  # the folder's order is the file system's
+            salt.with_name(digit * 64).write_bytes(salt.read_bytes())
+        report = archive.verify()
+        assert (report.read, report.locked) == (1, [])
+        assert report.strays == [f"keys/{name}" for name in sorted(["0" * 64, "f" * 64, salt.name])]
