@@ -52,7 +52,7 @@ class NamedPolicy:
     def constants(self) -> frozenset[str]:
         """What a caller may give: the maker's arguments, and each field of its `parameters` by its own name."""
         taken = frozenset(signature(self.make).parameters) - frozenset(self.decided) - self.of_model
-        return taken | self.parameters.keys()
+        return taken | frozenset(self.parameters)
 
     @property
     def parameters(self) -> dict[str, object]:
