@@ -261,7 +261,7 @@ def test_sign_flips_are_those_of_scipy() -> None:
     for seed in range(5):
         differences = np.random.default_rng(seed).normal(0.4, 1, size=9)
         theirs = scipy_stats.permutation_test((differences,), np.sum, permutation_type="samples", n_resamples=np.inf)
-        assert sign_flip(differences) == pytest.approx(theirs.pvalue, rel=1e-12)
+        assert round(sign_flip(differences), 12) == round(float(theirs.pvalue), 12)  # counts of 512
     assert sign_flip(np.ones(4)) == 0.125
     for size in (0, 21):
         with pytest.raises(SpecError, match="because all signs are tried"):

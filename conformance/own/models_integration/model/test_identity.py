@@ -188,7 +188,7 @@ def test_what_changes_no_answer_makes_no_other_identity(family: str, name: str) 
     if isinstance(changed, PreTrainedModel):
         model = changed
     assert identify(model) == before
-    assert torch.allclose(logits(model), answers, atol=1e-4)
+    assert float((logits(model) - answers).abs().max()) <= 1e-4 * max(1.0, float(answers.abs().max()))
 
 
 def test_inside_a_context_a_model_is_who_it_was() -> None:
