@@ -89,7 +89,7 @@ class Session:
         self._stream = WholeForwards() if C is None else Stream(C, decode)
         self._forward: Forward | None = None
         self._segment: Segment | None = None
-        self._hold = Hold(model, self._architecture.decoder, self._before, self._after, self._close)
+        self._hold = Hold(self._model, self._architecture.decoder, self._before, self._after, self._close)
 
     @property
     def kept(self) -> IntVector | None:
