@@ -146,9 +146,9 @@ def other_pythons() -> dict[str, str]:
     """Interpreters of the other minor versions that kvspec claims: pyenv's, or on the path; oldest first."""
     home, found = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions", {}
     for name in (f"3.{minor}" for minor in range(11, 15) if minor != sys.version_info.minor):
-        candidates = sorted(home.glob(f"{name}.*/bin/python")) or [shutil.which(f"python{name}")]
-        if candidates[-1]:
-            found[name] = str(candidates[-1])
+        candidates = sorted(str(path) for path in home.glob(f"{name}.*/bin/python"))
+        if base := candidates[-1] if candidates else shutil.which(f"python{name}"):
+            found[name] = base
     return found
 
 

@@ -102,7 +102,7 @@ def _example(name: str) -> Policy:
     row, identity = POLICIES[name.removeprefix(DIVERSE)], Identity("example", np.ones(2), 1.0)
     calibration = Calibration(identity, (0,), np.zeros((1, 2, 4)), np.zeros((1, 2, 2)), np.ones((1, 2)))
     stand_ins: dict[str, Any] = {
-        "W_o": (np.zeros((2, 4, 4)),), "inv_freq": np.ones(2), "factor": 1.0, "served": identity,
+        "W_o": {0: np.zeros((2, 4, 4))}, "inv_freq": np.ones(2), "factor": 1.0, "served": identity,
         "calibration": calibration, "template": ((1,), (2,), (3,)), "sentence_ends": frozenset({0}),
     }
     wanted = signature(row.make).parameters.keys() & stand_ins.keys()
