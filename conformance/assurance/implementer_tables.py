@@ -1,6 +1,6 @@
-"""The tables of spec/implementing.md and spec/protocol.md, and spec/implementing.json: made from code and vectors.
+"""The tables of spec/implementing.md and protocol.md, spec/implementing.json and the exports of reference.policies.
 
-`python -m conformance.assurance.implementer_tables` writes them, in the pages between their marks.
+`python -m conformance.assurance.implementer_tables` writes them from code and vectors; in pages between their marks.
 """
 
 import ast
@@ -9,6 +9,7 @@ import json
 import math
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 
 from conformance.assurance.vector_writer.expected_nestedkv import BOUNDED as NESTEDKV_BOUNDED
 from conformance.engine.ops import OPS, RECORDS
-from conformance.paths import SPEC
+from conformance.paths import ROOT, SPEC
 from conformance.tolerances import BOUNDS, SCORE_UNITS
 from conformance.vectors import files
 from conformance.vectors.compact import is_compact
@@ -27,10 +28,13 @@ from spec.parameters import ESSAY, NESTEDKV, PAPER, TINY, CrystalCacheParameters
 from spec.parameters import crystalcache as crystal_module
 from spec.parameters import nestedkv as nestedkv_module
 
-__all__ = ["DATA", "FAMILIES", "JUDGED", "PAGE", "PAGES", "filled", "for_programs", "main", "operations"]
+__all__ = [
+    "DATA", "EXPORTS", "FAMILIES", "JUDGED", "PAGE", "PAGES", "exports", "filled", "for_programs", "main", "operations",
+]
 
 PAGE = SPEC / "implementing.md"
 DATA = SPEC / "implementing.json"
+EXPORTS = ROOT / "reference" / "policies" / "__init__.py"
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -333,8 +337,40 @@ def filled(page: Path) -> str:
     return text
 
 
+RUNS = {"advance", "advance_turn", "eviction_budget", "retain", "retain_turn", "scheduled", "start"}
+"""What `reference.policies` exports beside the functions of its modules that return a policy."""
+NOT_EXPORTED = {"make_policy", "protecting"}
+
+
+def exported(module: ast.Module) -> list[str]:
+    """What a module of `reference.policies` gives the package."""
+    public = next((node.value for node in module.body if ast.unparse(node).startswith("__all__")), ast.List([]))
+    makers = {
+        node.name for node in module.body
+        if isinstance(node, ast.FunctionDef) and node.returns is not None and ast.unparse(node.returns) == "Policy"
+    }
+    return sorted((RUNS | makers - NOT_EXPORTED) & set(ast.literal_eval(public)))
+
+
+def exports(package: Path = EXPORTS.parent) -> str:
+    """`reference/policies/__init__.py`: its docstring, an import from each module, and their names."""
+    head, names = (package / "__init__.py").read_text(encoding="utf-8").partition("\n\n")[0], list[str]()
+    lines = [head, ""]
+    for path in sorted(package.glob("*.py")):
+        found = exported(ast.parse(path.read_text(encoding="utf-8"))) if path.name != "__init__.py" else []
+        line = f"from reference.policies.{path.stem} import {', '.join(found)}"
+        if len(line) > 120:
+            line = line.replace(" import ", " import (\n    ").replace(", ", ",\n    ") + ",\n)"
+        lines += [line] if found else []
+        names += found
+    listed = ", ".join(f'"{name}"' for name in sorted(names)) + ","
+    listed = textwrap.fill(listed, 120, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
+    return "\n".join([*lines, "", "__all__ = [", listed, "]", ""])
+
+
 def main() -> int:
-    """Write the tables into their pages, and what they hold as JSON."""
+    """Write the exports, the tables into their pages, and what they hold as JSON."""
+    EXPORTS.write_text(exports(), encoding="utf-8")
     for page in PAGES:
         page.write_text(filled(page), encoding="utf-8")
     DATA.write_text(for_programs(), encoding="utf-8")

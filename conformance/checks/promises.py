@@ -10,6 +10,7 @@ from conformance.strategies.policy_inputs import Inputs, decided, drawn, observa
 from reference.policies.budgets import Adaptive, Competition, across_layers
 from spec.arrays import Matrix
 from spec.policy import LayerView, Policy
+from spec.promises import field_of
 from spec.retention import Granularity
 
 __all__ = ["PROPERTIES", "Judged", "Promise", "promised"]
@@ -133,4 +134,4 @@ PROPERTIES: Mapping[str, Promise] = {
 
 def promised(policy: Policy, column: str) -> str:
     """What the policy says of a column: yes, no or N/A."""
-    return str(getattr(policy.promises, column.replace(" ", "_").replace("-", "_").lower()))
+    return str(getattr(policy.promises, field_of(column)))

@@ -6,6 +6,7 @@ from functools import partial
 
 from reference.policies.attention import group_mean, max_pool, observed_attention
 from reference.policies.budgets import Adaptive
+from reference.policies.named import named
 from reference.policies.scorers import LayerScorer, check_odd, with_window
 from reference.policies.snapkv import snapkv
 from spec.arrays import Float64, Matrix
@@ -28,6 +29,10 @@ def adakv_score(view: LayerView, W: int, kernel: int) -> Float64[Matrix, "H_kv n
     return with_window(max_pool(past, kernel), A.shape[2])
 
 
+@named(
+    "adakv", "Feng et al., Ada-KV (arXiv 2407.11550)",
+    "SnapKV's tokens; the heads of a layer share its budget by their scores",
+)
 def adakv(W: int = 32, kernel: int = 7, safeguard: Fraction | int = Fraction(1, 5)) -> Policy:
     """SnapKV's window under adaptive budgets; a fifth of each head's share is even.
 

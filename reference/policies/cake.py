@@ -8,6 +8,7 @@ import numpy as np
 
 from reference.policies.attention import average_pool, group_mean, observed_attention
 from reference.policies.budgets import largest_remainder, spread
+from reference.policies.named import named
 from reference.policies.protections import SinkAndRecent
 from reference.policies.scorers import check_odd, check_positive, stacked, with_window
 from reference.policies.selectors import top_units
@@ -119,6 +120,10 @@ class Preferred:
         return shares.ravel()
 
 
+@named(
+    "cake", "Qin et al., CAKE (arXiv 2503.12491)",
+    "what the window attends to, in the mean and in variance; layers share the budget by preference",
+)
 def cake(W: int = 32, kernel: int = 5, gamma: float = 200.0, tau1: float = 1.0, tau2: float = 1.0) -> Policy:
     """The last W tokens, and per KV head the best others of its layer's share, once, at the end of the prompt.
 

@@ -4,6 +4,7 @@ import numpy as np
 
 from reference.policies.attention import group_mean, observed_attention, wide
 from reference.policies.budgets import even
+from reference.policies.named import named
 from reference.policies.protections import SinkAndRecent
 from reference.policies.scorers import LayerScorer
 from reference.policies.selectors import top_units
@@ -44,6 +45,7 @@ def caote_score(view: LayerView) -> Float64[Matrix, "H_kv n"]:
     return caote_error(group_mean(observed_attention(view, 1)[:, 0], len(view.k)), wide(view.v))
 
 
+@named("caote", "Goel et al., CAOTE (arXiv 2504.14051)", "tokens whose eviction would change the attention output most")
 def caote() -> Policy:
     """Per KV head the B tokens whose loss would hurt most, in every step: CAOTE over TOVA's weights.
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from reference.policies.attention import accumulated_attention, observed_attention
 from reference.policies.budgets import even
+from reference.policies.named import named
 from reference.policies.protections import SinkAndRecent
 from reference.policies.scorers import check_positive, stacked, with_window
 from reference.policies.selectors import fill_units
@@ -75,6 +76,10 @@ def all_members(view: LayerView) -> Float64[Matrix, "one n"]:
     return total
 
 
+@named(
+    "chunkkv", "Liu et al., ChunkKV (arXiv 2502.00299)",
+    "whole chunks of tokens with the largest sums of the window's attention", diverse=False, blocks=False,
+)
 def chunkkv(c: int = 10, W: int = 32, N_reuse: int = 1) -> Policy:
     """The last W tokens, and per layer the chunks with the largest sums; the last chunk in part, its best tokens.
 
@@ -93,6 +98,10 @@ def chunkkv(c: int = 10, W: int = 32, N_reuse: int = 1) -> Policy:
     )
 
 
+@named(
+    "chunkkv-described", "Lin, CrystalCache, Eq. 6",
+    "whole chunks by the attention of all queries, without a window", diverse=False, blocks=False,
+)
 def chunkkv_described(c: int = 10) -> Policy:
     """As CrystalCache describes it (Eq. 6): all queries, no window; heads are summed, the remainder is partial.
 

@@ -10,6 +10,7 @@ import numpy as np
 from reference.policies.adakv import adakv
 from reference.policies.attention import wide
 from reference.policies.defensivekv import output_size
+from reference.policies.named import named
 from reference.policies.scorers import check_weighable
 from reference.policies.selectors import Choice, best_tokens, staged, top_tokens, top_units
 from reference.policies.snapkv import snapkv
@@ -88,6 +89,10 @@ def with_critical_selection(host: Policy, W_o: Mapping[int, Cube], share: Fracti
     )
 
 
+@named(
+    "criticalkv", "Feng et al., CriticalKV (arXiv 2502.03805)",
+    "SnapKV's tokens in two stages, the second by projected values", of_model=frozenset({"W_o"}), diverse=False,
+)
 def criticalkv(W_o: Mapping[int, Cube], W: int = 32, kernel: int = 7) -> Policy:
     """SnapKV's scores and window, in two stages.
 
@@ -100,6 +105,11 @@ def criticalkv(W_o: Mapping[int, Cube], W: int = 32, kernel: int = 7) -> Policy:
     return replace(with_critical_selection(snapkv(W, kernel), W_o), name="criticalkv")
 
 
+@named(
+    "critical-adakv", "Feng et al., CriticalKV (arXiv 2502.03805)",
+    "Ada-KV's budgets; two stages in each head, the second by projected values",
+    of_model=frozenset({"W_o"}), diverse=False,
+)
 def critical_adakv(
     W_o: Mapping[int, Cube], W: int = 32, kernel: int = 7, safeguard: Fraction | int = Fraction(1, 5),
 ) -> Policy:

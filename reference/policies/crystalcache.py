@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from reference.crystalcache.dissolution import dissolved_D
 from reference.crystalcache.pipeline import observe
 from reference.policies.budgets import even
+from reference.policies.named import named
 from reference.policies.protections import SinkAndRecent
 from reference.policies.selectors import Dissolve, touched_units
 from spec.arrays import BoolVector, Float64, Vector
 from spec.backend import Backend, CrystalStages, resolve
 from spec.parameters import PAPER, CrystalCacheParameters
-from spec.policy import Needs, Observation, Policy, Scores
+from spec.policy import Needs, Observation, Policy, Promises, Scores
 from spec.records import CoAttention, CrystalRetention, TrunkGraph, Trunks
 from spec.retention import Retention
 from spec.validate import check_sentence_ends, check_token_ids
@@ -52,6 +53,11 @@ class CrystalScorer:
         return Scores(scores[None], trunks.offsets, M[None], records)
 
 
+@named(
+    "crystalcache", "Lin, CrystalCache",
+    "trunks, runs of tokens up to a sentence, by a graph of one layer's attention and by rare tokens",
+    diverse=False, blocks=False,
+)
 def crystalcache(
     sentence_ends: frozenset[int], parameters: CrystalCacheParameters = PAPER, backend: str | Backend = "numpy",
 ) -> Policy:
@@ -73,6 +79,7 @@ def crystalcache(
         Dissolve(stages, parameters),
         SinkAndRecent(parameters.N_sink, parameters.W_recent),
         floor=parameters.N_sink + parameters.W_recent,
+        promises=Promises(protection_holds="yes", no_op_at_full_budget="yes", row_independence="yes"),
     )
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from reference.policies.attention import average_pool, group_maximum, group_mean, observed_attention, wide
 from reference.policies.budgets import Competition
+from reference.policies.named import named
 from reference.policies.protections import SinkAndRecent
 from reference.policies.scorers import check_odd, check_positive, stacked, with_window
 from reference.policies.selectors import top_units
@@ -119,6 +120,10 @@ class Defensive:
         return with_window(scores, n)
 
 
+@named(
+    "defensivekv", "Feng et al., DefensiveKV (arXiv 2510.13334)",
+    "the largest attention in the window, times the projected values; heads compete", of_model=frozenset({"W_o"}),
+)
 def defensivekv(W_o: Mapping[int, Cube], W: int = 32, kernel: int = 5) -> Policy:
     """The last W tokens, and the layer's best others, whichever KV head they are in.
 

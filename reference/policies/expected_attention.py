@@ -8,6 +8,7 @@ import numpy as np
 
 from reference.policies.attention import group_mean, softmax, wide
 from reference.policies.budgets import even
+from reference.policies.named import named
 from reference.policies.protections import SinkAndRecent
 from reference.policies.rotary import mean_rotation, tables, turned_back
 from reference.policies.scorers import stacked
@@ -112,6 +113,10 @@ class ExpectedAttention:
         return scores
 
 
+@named(
+    "expected-attention", "Devoto et al., Expected Attention (arXiv 2510.00636)",
+    "what future queries would attend to, if they are Gaussian", of_model=frozenset({"inv_freq", "factor"}),
+)
 def expected_attention(
     inv_freq: Float64[Vector, " half"], factor: float = 1.0, N_sink: int = 4, N_future: int = 512,
     backend: str | Backend = "numpy",

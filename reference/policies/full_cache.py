@@ -1,14 +1,17 @@
 """FullCache: nothing is evicted; the upper bound of every comparison."""
 
 from reference.policies.budgets import everything
+from reference.policies.named import named
 from reference.policies.protections import SinkAndRecent
 from reference.policies.recency import recency
 from reference.policies.selectors import top_units
-from spec.policy import Policy
+from spec.policy import Policy, Promises
 
 __all__ = ["full_cache"]
 
 
+@named("fullcache", "", "every token: the upper bound of a comparison", diverse=False, blocks=False)
 def full_cache() -> Policy:
     """Keeps all tokens, whatever the budget."""
-    return Policy("fullcache", recency, everything, top_units, SinkAndRecent(0, 0))
+    promises = Promises("no", "N/A", "yes", "N/A", "yes", "N/A", "N/A")
+    return Policy("fullcache", recency, everything, top_units, SinkAndRecent(0, 0), promises=promises)

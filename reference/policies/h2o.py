@@ -7,12 +7,13 @@ import numpy as np
 
 from reference.policies.attention import received_attention
 from reference.policies.budgets import even
+from reference.policies.named import named
 from reference.policies.protections import SinkAndRecent
 from reference.policies.scorers import LayerScorer, Received, Score, check_positive, stacked
 from reference.policies.selectors import recent_half, top_tokens
 from spec.arrays import BoolVector, Float64, Int64, IntMatrix, Matrix
 from spec.backend import Backend, resolve
-from spec.policy import Cadence, LayerView, Needs, Observation, Policy, Scores
+from spec.policy import Cadence, LayerView, Needs, Observation, Policy, Promises, Scores
 from spec.retention import Granularity
 
 __all__ = ["HeavyHitters", "h2o", "h2o_described", "h2o_score"]
@@ -54,6 +55,10 @@ class HeavyHitters:
         return kept
 
 
+@named(
+    "h2o", "Zhang et al., H2O (arXiv 2306.14048)",
+    "half the newest tokens, half those with the largest sums of attention", diverse=False,
+)
 def h2o(backend: str | Backend = "numpy") -> Policy:
     """Half of B the newest tokens, half the heaviest, per KV head; decided anew in every decode step.
 
@@ -72,9 +77,16 @@ def h2o(backend: str | Backend = "numpy") -> Policy:
         Needs("all", None, takes=engine.takes), partial(h2o_score, received=stages.received_attention)
     )
     selector = partial(recent_half, choose=stages.best_tokens)
-    return Policy("h2o", scorer, even, selector, SinkAndRecent(0, 0), Cadence(every=1), Granularity.HEAD)
+    # The newest half, as VATP's, depends on the budget, which a protection is not told: the suite does not see it.
+    return Policy(
+        "h2o", scorer, even, selector, SinkAndRecent(0, 0), Cadence(every=1), Granularity.HEAD,
+        promises=Promises("yes", "N/A", "yes", "no", "yes", "yes", "yes"),
+    )
 
 
+@named(
+    "h2o-described", "Lin, CrystalCache, Eq. 5", "tokens with the largest sums of attention and a recent window, once"
+)
 def h2o_described(W: int = 128, backend: str | Backend = "numpy") -> Policy:
     """As CrystalCache describes it (Eq. 5, heavy hitters and a recent window): once, W inside B; W is chosen here.
 

@@ -5,6 +5,7 @@ import numpy as np
 from reference.directions import unit_keys
 from reference.policies.attention import wide
 from reference.policies.budgets import even
+from reference.policies.named import named
 from reference.policies.protections import SinkAndRecent
 from reference.policies.scorers import LayerScorer
 from reference.policies.selectors import top_units
@@ -30,6 +31,9 @@ def keydiff_score(view: LayerView) -> Float64[Matrix, "H_kv n"]:
     return -cosine
 
 
+@named(
+    "keydiff", "Park et al., KeyDiff (arXiv 2504.15364)", "keys that differ most from the mean direction of all keys"
+)
 def keydiff() -> Policy:
     """Per KV head the B keys least like the anchor, once, at the end of the prompt.
 

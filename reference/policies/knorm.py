@@ -4,6 +4,7 @@ import numpy as np
 
 from reference.policies.attention import wide
 from reference.policies.budgets import even
+from reference.policies.named import named
 from reference.policies.protections import SinkAndRecent
 from reference.policies.scorers import LayerScorer
 from reference.policies.selectors import top_units
@@ -26,6 +27,7 @@ def knorm_score(view: LayerView) -> Float64[Matrix, "H_kv n"]:
     return -norm
 
 
+@named("knorm", "Devoto et al., L2 norm (arXiv 2406.11430)", "keys with the smallest norm")
 def knorm() -> Policy:
     """Per KV head the B keys of smallest norm.
 

@@ -6,6 +6,7 @@ from functools import partial
 
 import numpy as np
 
+from reference.policies.named import named
 from reference.policies.scorers import LayerScorer, check_positive
 from reference.policies.selectors import best_blocks, best_tokens, marked, top_tokens, top_units
 from reference.policies.snapkv import snapkv
@@ -100,6 +101,10 @@ def with_representatives(
     )
 
 
+@named(
+    "kvcrush", "Jha et al., KVCrush (arXiv 2503.00022)",
+    "SnapKV's whole blocks, some of which represent evicted ones", diverse=False, blocks=False,
+)
 def kvcrush(
     W: int = 32, kernel: int = 7, block: int = 16, share: Fraction | float = Fraction(1, 4),
     anchor: str = "alternating",

@@ -8,6 +8,7 @@ import numpy as np
 
 from reference.policies.attention import group_maximum, largest_attention, wide
 from reference.policies.budgets import across_layers, even
+from reference.policies.named import named
 from reference.policies.protections import SinkAndRecent
 from reference.policies.scorers import LayerScorer, stacked
 from reference.policies.selectors import top_units
@@ -119,6 +120,10 @@ class KVzipPlus:
         return stacked(observation, rows)
 
 
+@named(
+    "kvzip", "Kim et al., KVzip (arXiv 2505.23416)",
+    "what the model attends to while it repeats the prompt; one budget for all heads",
+)
 def kvzip(
     template: Sequence[Sequence[int]] | None = None, N_sink: int = 4, N_recent: int = 0, chunk: int = 2000,
     overlap: int = 8, backend: str | Backend = "numpy",
@@ -143,6 +148,9 @@ def kvzip(
     )
 
 
+@named(
+    "kvzip-uniform", "Kim et al., KVzip (arXiv 2505.23416)", "KVzip's scores, the same number of tokens in each head"
+)
 def kvzip_uniform(
     template: Sequence[Sequence[int]] | None = None, N_sink: int = 4, N_recent: int = 0, chunk: int = 2000,
     overlap: int = 8, backend: str | Backend = "numpy",
@@ -156,6 +164,10 @@ def kvzip_uniform(
     return replace(kvzip(template, N_sink, N_recent, chunk, overlap, backend), name="kvzip-uniform", budgets=even)
 
 
+@named(
+    "kvzip-plus", "Jegou and Jeblick, KVzap; kvpress",
+    "KVzip's scores times the norm of the attention output", of_model=frozenset({"W_o"}),
+)
 def kvzip_plus(
     W_o: Mapping[int, Cube], template: Sequence[Sequence[int]] | None = None, N_sink: int = 4, N_recent: int = 0,
     chunk: int = 2000, overlap: int = 8, backend: str | Backend = "numpy",

@@ -7,6 +7,7 @@ import numpy as np
 
 from reference.calibration import Calibration, Identity
 from reference.policies.budgets import spread
+from reference.policies.named import named
 from reference.policies.protections import SinkAndRecent
 from reference.policies.recency import recency
 from reference.policies.selectors import top_units
@@ -65,6 +66,11 @@ class FullHeads:
         return shares
 
 
+@named(
+    "kvzip-heads", "Kim et al., KVzip (arXiv 2505.23416); DuoAttention",
+    "every token in the heads that a calibration names, first and recent tokens in the others",
+    of_model=frozenset({"served"}), diverse=False,
+)
 def kvzip_heads(calibration: Calibration, served: Identity, N_sink: int = 64, N_recent: int = 256) -> Policy:
     """Full heads by KVzip's head scores; of the others sinks and recent tokens, as in DuoAttention.
 

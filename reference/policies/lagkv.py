@@ -6,6 +6,7 @@ import numpy as np
 
 from reference.policies.attention import softmax, wide
 from reference.policies.budgets import even
+from reference.policies.named import named
 from reference.policies.protections import SinkAndRecent
 from reference.policies.scorers import LayerScorer, check_positive
 from reference.policies.selectors import top_units
@@ -64,6 +65,10 @@ def lagkv_score(view: LayerView, N_sink: int, lag: int) -> Float64[Matrix, "H_kv
     return scores
 
 
+@named(
+    "lagkv", "Liang et al., LagKV (arXiv 2504.04704)",
+    "tokens whose keys and values stand out against the next partition of the prompt",
+)
 def lagkv(N_sink: int = 4, lag: int = 128) -> Policy:
     """The sinks, the last whole partition and what follows it, and the same share of every other partition.
 

@@ -4,6 +4,7 @@ from functools import partial
 
 from reference.policies.attention import group_mean, observed_attention
 from reference.policies.budgets import even
+from reference.policies.named import named
 from reference.policies.protections import SinkAndRecent
 from reference.policies.rkv import QueryCache
 from reference.policies.scorers import check_positive, with_window
@@ -29,6 +30,7 @@ def morphkv_score(view: LayerView, W: int, fusion: str) -> Float64[Matrix, "H_kv
     return with_window(group_mean(fused, len(view.k)), A.shape[2])
 
 
+@named("morphkv", "Ghadia et al., MorphKV (arXiv 2503.00979)", "the last tokens, and what their queries attend to")
 def morphkv(W: int = 32, fusion: str = "sum") -> Policy:
     """The last W tokens, and per KV head the best others, in every step. The last W queries are kept beside the cache.
 

@@ -7,6 +7,7 @@ from functools import partial
 
 from reference.policies.budgets import Competition, even
 from reference.policies.keydiff import keydiff
+from reference.policies.named import named
 from reference.policies.protections import SinkAndRecent
 from reference.policies.scorers import LayerScorer
 from reference.policies.selectors import top_units
@@ -54,6 +55,9 @@ def nestedkv_score(
     return stages.anomaly_score(view.k, parameters)
 
 
+@named(
+    "nestedkv", "NestedKV", "keys that three memories (whole prompt, block, recent window) explain least; heads compete"
+)
 def nestedkv(parameters: NestedKVParameters = NESTEDKV, backend: str | Backend = "numpy") -> Policy:
     """Per layer the H_kv B best pairs of head and token, once, at the end of the prompt; each head has its quota.
 
@@ -77,6 +81,7 @@ def nestedkv(parameters: NestedKVParameters = NESTEDKV, backend: str | Backend =
     )
 
 
+@named("nestedkv-without-continuum", "NestedKV, ablation", "KeyDiff's score under NestedKV's budgets")
 def nestedkv_without_continuum(parameters: NestedKVParameters = NESTEDKV) -> Policy:
     """The ablation "w/o continuum": KeyDiff's score, which has no sinks, under NestedKV's budgets.
 
@@ -87,6 +92,7 @@ def nestedkv_without_continuum(parameters: NestedKVParameters = NESTEDKV) -> Pol
     return replace(keydiff(), name="nestedkv-without-continuum", budgets=Competition(parameters.alpha_s))
 
 
+@named("nestedkv-without-adaptive", "NestedKV, ablation", "NestedKV's score, the same number of tokens in each head")
 def nestedkv_without_adaptive(
     parameters: NestedKVParameters = NESTEDKV, backend: str | Backend = "numpy",
 ) -> Policy:
@@ -103,6 +109,7 @@ def nestedkv_without_adaptive(
     return replace(nestedkv(parameters, backend), name="nestedkv-without-adaptive", budgets=even)
 
 
+@named("nestedkv-without-both", "NestedKV, ablation", "KeyDiff's score, the same number of tokens in each head")
 def nestedkv_without_both() -> Policy:
     """Both ablations: KeyDiff, whose figures the paper's are.
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from reference.policies.budgets import Pyramid
 from reference.policies.h2o import h2o_described
+from reference.policies.named import named
 from reference.policies.scorers import check_positive
 from reference.policies.snapkv import snapkv
 from spec.policy import Policy
@@ -11,6 +12,9 @@ from spec.policy import Policy
 __all__ = ["pyramidkv", "pyramidkv_described"]
 
 
+@named(
+    "pyramidkv", "Cai et al., PyramidKV (arXiv 2406.02069)", "SnapKV's tokens, more in lower layers than in higher ones"
+)
 def pyramidkv(W: int = 32, kernel: int = 7, beta: int = 20) -> Policy:
     """SnapKV under a pyramid: layer 0 has the most, the last layer 1 / beta of the mean, beyond the window.
 
@@ -26,6 +30,10 @@ def pyramidkv(W: int = 32, kernel: int = 7, beta: int = 20) -> Policy:
     return replace(snapkv(W, kernel), name="pyramidkv", budgets=Pyramid(W, check_positive("beta", beta)))
 
 
+@named(
+    "pyramidkv-described", "Lin, CrystalCache, Section 4.1",
+    "tokens with the largest sums of attention, more in lower layers",
+)
 def pyramidkv_described(W: int = 128, beta: int = 20) -> Policy:
     """As CrystalCache describes it: cumulative attention (Eq. 5) under the pyramid; slope and W are chosen here.
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from reference.policies.attention import group_maximum, max_pool, softmax, wide
 from reference.policies.budgets import even
+from reference.policies.named import named
 from reference.policies.protections import SinkAndRecent
 from reference.policies.scorers import Score, check_odd, check_positive, stacked, with_window
 from reference.policies.selectors import top_units
@@ -107,6 +108,7 @@ class QueryCache:
         return stacked(observation, [self.score(view) for view in views], tuple(queries))
 
 
+@named("rkv", "Cai et al., R-KV (arXiv 2505.24133)", "what the last queries attend to, less what is redundant")
 def rkv(W: int = 8, kernel: int = 7, lam: float = 0.1, every: int = 128) -> Policy:
     """The last W tokens, and per KV head the best others, whenever the tokens seen are a multiple of `every`.
 

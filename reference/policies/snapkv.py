@@ -4,6 +4,7 @@ from functools import partial
 
 from reference.policies.attention import group_mean, max_pool, observed_attention
 from reference.policies.budgets import even
+from reference.policies.named import named
 from reference.policies.protections import SinkAndRecent
 from reference.policies.scorers import LayerScorer, check_odd, check_positive, with_window
 from reference.policies.selectors import top_units
@@ -26,6 +27,7 @@ def snapkv_score(view: LayerView, W: int, kernel: int) -> Float64[Matrix, "H_kv 
     return with_window(group_mean(max_pool(past, kernel), len(view.k)), A.shape[2])
 
 
+@named("snapkv", "Li et al., SnapKV (arXiv 2404.14469)", "the last tokens, and what their queries attend to")
 def snapkv(W: int = 32, kernel: int = 7) -> Policy:
     """The last W tokens, and per KV head the best others: B counts both.
 

@@ -1,6 +1,7 @@
 """StreamingLLM: attention sinks and a recent window."""
 
 from reference.policies.budgets import even
+from reference.policies.named import named
 from reference.policies.protections import SinkAndRecent
 from reference.policies.recency import recency
 from reference.policies.selectors import top_units
@@ -10,6 +11,10 @@ from spec.policy import Policy
 __all__ = ["streaming_llm"]
 
 
+@named(
+    "streamingllm", "Xiao et al., StreamingLLM (arXiv 2309.17453)",
+    "the first tokens, the attention sinks, and the most recent ones",
+)
 def streaming_llm(N_sink: int = 4) -> Policy:
     """The first N_sink tokens and the last B - N_sink.
 

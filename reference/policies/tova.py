@@ -4,6 +4,7 @@ from functools import partial
 
 from reference.policies.attention import received_attention
 from reference.policies.budgets import even
+from reference.policies.named import named
 from reference.policies.protections import SinkAndRecent
 from reference.policies.scorers import LayerScorer, Received
 from reference.policies.selectors import top_tokens
@@ -27,6 +28,7 @@ def tova_score(view: LayerView, received: Received = received_attention) -> Floa
     return total / len(view.q)
 
 
+@named("tova", "Oren et al., TOVA (arXiv 2401.06104)", "what the newest query attends to")
 def tova(backend: str | Backend = "numpy") -> Policy:
     """Per layer the B best keys, in every step; no token is protected, and the newest may go.
 

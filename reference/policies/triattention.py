@@ -9,6 +9,7 @@ import numpy as np
 from reference.calibration import Calibration, Identity
 from reference.policies.attention import wide
 from reference.policies.budgets import even
+from reference.policies.named import named
 from reference.policies.protections import SinkAndRecent
 from reference.policies.selectors import top_units
 from reference.triattention import Mode, distance_score, joined, z_scores
@@ -69,6 +70,21 @@ class TriAttention:
         return best
 
 
+@named(
+    "triattention", "TriAttention (arXiv 2604.04921)",
+    "keys that later queries would attend to, by calibrated statistics of queries",
+    decided={"mode": "global"}, of_model=frozenset({"served"}),
+)
+@named(
+    "triattention-by-head", "TriAttention (arXiv 2604.04921)",
+    "TriAttention's score, one set for each head of all layers",
+    decided={"mode": "head"}, of_model=frozenset({"served"}),
+)
+@named(
+    "triattention-by-layer-and-head", "TriAttention (arXiv 2604.04921)",
+    "TriAttention's score, one set for each layer and head",
+    decided={"mode": "layer and head"}, of_model=frozenset({"served"}),
+)
 def triattention(
     calibration: Calibration, served: Identity, mode: str = "global", pin_prompt: int = 0, slack: int = 128,
 ) -> Policy:

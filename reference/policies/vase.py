@@ -10,6 +10,7 @@ import numpy as np
 from reference.crystalcache.coattention import attention
 from reference.policies.attention import average_pool, group_mean, wide
 from reference.policies.budgets import even
+from reference.policies.named import named
 from reference.policies.protections import SinkAndRecent
 from reference.policies.scorers import check_odd, check_positive, stacked, with_window
 from reference.policies.selectors import staged
@@ -124,6 +125,10 @@ class Sampled:
         return replace(stacked(observation, ranges, (tuple(queries), at)), second=A / -np.log(u))
 
 
+@named(
+    "vase", "Chang et al., VaSE",
+    "wide values and a random sample, beside the first and the last tokens", diverse=False, blocks=False,
+)
 def vase(
     W: int = 64, kernel: int = 5, N_sink: int = 4, share: Fraction = Fraction(1, 4), seed: int = 0,
 ) -> Policy:

@@ -6,12 +6,23 @@ import numpy as np
 
 from reference.policies.attention import wide
 from reference.policies.h2o import h2o
+from reference.policies.named import named
 from reference.policies.protections import protecting
 from reference.policies.scorers import check_weighable
 from spec.arrays import BoolVector, Float64, Int64, IntMatrix, Matrix
 from spec.backend import Backend
 from spec.errors import SpecError
-from spec.policy import NOTHING_PROMISED, Needs, Observation, Policy, RunningScorer, Scorer, Scores, SeparableScorer
+from spec.policy import (
+    NOTHING_PROMISED,
+    Needs,
+    Observation,
+    Policy,
+    Promises,
+    RunningScorer,
+    Scorer,
+    Scores,
+    SeparableScorer,
+)
 from spec.retention import Granularity
 
 __all__ = ["ValueWeighted", "value_norms", "vatp", "with_value_norms"]
@@ -87,6 +98,10 @@ def with_value_norms(host: Policy, N_sink: int = 4) -> Policy:
     return protecting(named, range(N_sink))
 
 
+@named(
+    "vatp", "Guo et al., VATP (arXiv 2406.12335)",
+    "H2O's sums of attention, times the norm of the values", diverse=False,
+)
 def vatp(N_sink: int = 4, backend: str | Backend = "numpy") -> Policy:
     """H2O weighed by values, decided anew in every decode step; B is at least twice the sinks.
 
@@ -97,4 +112,5 @@ def vatp(N_sink: int = 4, backend: str | Backend = "numpy") -> Policy:
         SpecError: for N_sink below 0, or an unknown backend.
         BackendUnavailable: as `h2o`.
     """
-    return replace(with_value_norms(h2o(backend), N_sink), name="vatp", floor=2 * N_sink)
+    promises = Promises("yes", "yes", "yes", "no", "yes", "yes", "yes")
+    return replace(with_value_norms(h2o(backend), N_sink), name="vatp", floor=2 * N_sink, promises=promises)

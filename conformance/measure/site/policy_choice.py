@@ -1,10 +1,10 @@
 """The table by which a policy is chosen: what each one is shown of a model, how it stores, what it promises."""
 
-from conformance.assurance.policy_table import TABLE
 from conformance.assurance.strategies.policy_cases import CASES
 from conformance.strategies.policy_inputs import drawn, named
 from reference.policies.names import POLICIES
 from spec.policy import Needs
+from spec.promises import promise_table
 
 __all__ = ["table"]
 
@@ -29,7 +29,7 @@ def row(name: str) -> list[str]:
 
 def not_promised(name: str) -> str:
     """Columns of the table of spec/policies.md where it does not say yes, with the reason."""
-    cells = [(promise, answer.partition(": ")) for promise, answer in TABLE.get(name, {}).items()]
+    cells = [(promise, answer.partition(": ")) for promise, answer in promise_table().get(name, {}).items()]
     return ", ".join(f"{promise} ({reason})" for promise, (answer, _, reason) in cells if answer != "yes")
 
 

@@ -10,7 +10,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from conformance.assurance.oracles import policies as oracle
-from conformance.assurance.policy_table import TABLE
 from conformance.assurance.strategies.policy_cases import CASES
 from conformance.plugin import sparingly
 from conformance.strategies.policy_inputs import decided, drawn, observation, retained
@@ -22,6 +21,7 @@ from reference.policies.selectors import fill_units, top_units
 from spec.budget import Budget
 from spec.errors import SpecError
 from spec.policy import Observation, Scores
+from spec.promises import promise_table
 
 pytestmark = pytest.mark.usefixtures("reference_items")
 
@@ -253,7 +253,7 @@ def test_the_official_rounding_misses(wins: list[int], base: int, share: Fractio
 
 
 @pytest.mark.spec("PO-RETAIN")
-@pytest.mark.parametrize("name", [name for name in CASES if TABLE[name]["budget exact"] == "yes"])
+@pytest.mark.parametrize("name", [name for name in CASES if promise_table()[name]["budget exact"] == "yes"])
 @sparingly
 @given(seed=st.integers(0, 2**32 - 1), B=st.integers(1, 30))
 def test_every_policy_keeps_its_total_at_its_granularity(name: str, seed: int, B: int) -> None:

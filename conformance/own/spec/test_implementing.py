@@ -12,7 +12,17 @@ import numpy as np
 import pytest
 
 from conformance import tolerances
-from conformance.assurance.implementer_tables import DATA, JUDGED, PAGE, PAGES, filled, for_programs, operations
+from conformance.assurance.implementer_tables import (
+    DATA,
+    EXPORTS,
+    JUDGED,
+    PAGE,
+    PAGES,
+    exports,
+    filled,
+    for_programs,
+    operations,
+)
 from conformance.assurance.implementer_tables import FAMILIES as PROTOCOLS
 from conformance.assurance.item_vectors.bounds import BOUNDED_ITEMS
 from conformance.assurance.trace import NO_STAGE, read_tree
@@ -41,6 +51,10 @@ def test_the_tables_are_those_of_the_code_and_the_vectors(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert filled(page) == text
     assert all(f"<!-- {name}: made by" in text and f"<!-- end of {name} -->" in text for name in PAGES[page])
+
+
+def test_the_makers_of_policies_are_exported() -> None:
+    assert exports() == EXPORTS.read_text(encoding="utf-8")
 
 
 def test_programs_read_the_same() -> None:

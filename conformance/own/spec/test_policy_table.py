@@ -1,19 +1,21 @@
 """A test for each cell of the table: a yes is a property, a no has a counterexample; the page shows the same table."""
 
+import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.assurance.policy_table import REASONS, TABLE, rendered
 from conformance.assurance.strategies.policy_cases import CASES
 from conformance.checks.promises import PROPERTIES
 from conformance.paths import SPEC
 from conformance.plugin import sparingly
 from conformance.strategies.policy_inputs import drawn
 from reference.policies.names import POLICIES
+from spec.promises import promise_table
 
 PAGE = SPEC / "policies.md"
+TABLE = promise_table()
 SEARCHED = 300
 OTHER_NAMES = {
     "triattention-by-head": "triattention", "triattention-by-layer-and-head": "triattention",
@@ -54,20 +56,24 @@ def test_a_policy_bears_the_name_of_its_row(name: str) -> None:
     assert CASES[name].policy(drawn(1)).name == OTHER_NAMES.get(name, name)
 
 
-def test_every_name_that_users_give_has_a_row() -> None:
+def test_every_name_that_users_give_has_a_row_and_a_case() -> None:
     """But for the full cache, and CrystalCache, which has pages of its own."""
+    assert set(TABLE) == set(CASES)
     assert set(POLICIES) - set(TABLE) == {"crystalcache", "fullcache"}
     assert set(TABLE) - set(POLICIES) == {
         "epicache", "blocks", "blocks-of-h2o", "diversity", "diversity-in-adakv", "threshold",
     }
 
 
-def test_the_page_shows_this_table() -> None:
-    assert rendered() in PAGE.read_text(encoding="utf-8")
+def test_the_page_has_the_columns_that_are_tested_and_says_what_they_mean() -> None:
+    assert all(list(row) == list(PROPERTIES) for row in TABLE.values())
+    says = "\n".join(f"- **{name}**: {promise.says}." for name, promise in PROPERTIES.items())
+    assert says in PAGE.read_text(encoding="utf-8")
 
 
 def test_every_cell_has_a_known_answer_and_every_reason_a_use() -> None:
     found = [cell.partition(": ") for row in TABLE.values() for cell in row.values()]
     assert {answer for answer, _, _ in found} == {"yes", "no", "N/A"}
-    assert {reason for answer, _, reason in found if answer != "yes"} == REASONS.keys()
+    explained = re.findall(r"^- \*(\w+)\*: ", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert {reason for answer, _, reason in found if answer != "yes"} == set(explained)
     assert all(not reason for answer, _, reason in found if answer == "yes")

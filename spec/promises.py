@@ -1,0 +1,37 @@
+"""What the published policies promise: the table of policies.md, which is read here and written nowhere else."""
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+from spec.policy import NOTHING_PROMISED, Promises
+
+__all__ = ["field_of", "promise_table", "promises_of"]
+
+PAGE = Path(__file__).with_name("policies.md")
+
+
+@cache
+def promise_table() -> Mapping[str, Mapping[str, str]]:
+    """The cells of each policy's row by column: `yes`, or `no: REASON` or `N/A: REASON`; empty without the page."""
+    if not PAGE.exists():
+        return {}
+    lines = [line.strip("| ").split(" | ") for line in PAGE.read_text(encoding="utf-8").splitlines()]
+    start = next(at for at, cells in enumerate(lines) if cells[:2] == ["policy", "budget exact"])
+    columns, found = lines[start][1:], {}
+    for name, *cells in lines[start + 2 : lines.index([""], start)]:
+        found[name] = dict(zip(columns, cells, strict=True))
+    return found
+
+
+def field_of(column: str) -> str:
+    """The field of Promises that a column is about."""
+    return column.replace(" ", "_").replace("-", "_").lower()
+
+
+def promises_of(name: str) -> Promises:
+    """What the policy's row says; nothing for a policy without a row."""
+    row = promise_table().get(name)
+    if row is None:
+        return NOTHING_PROMISED
+    return Promises(**{field_of(column): cell.partition(":")[0] for column, cell in row.items()})  # type: ignore[arg-type]
