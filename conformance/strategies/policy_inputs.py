@@ -17,7 +17,7 @@ from spec.retention import Granularity, Retention
 
 __all__ = [
     "TEMPLATE", "Inputs", "Kept", "calibrated", "decided", "drawn", "groups_of", "identity", "named", "observation",
-    "retained",
+    "of_model", "repeats", "retained",
 ]
 
 Kept = list[list[int]]
@@ -86,14 +86,19 @@ _OF_MODEL: Mapping[str, Callable[[Inputs], Any]] = {
 }
 
 
+def of_model(name: str, inputs: Inputs) -> dict[str, Any]:
+    """The constants of a policy that a model decides, as the inputs have them."""
+    taken = (constants_of(name) | constants_of_model(name)) & _OF_MODEL.keys()
+    return {constant: _OF_MODEL[constant](inputs) for constant in taken}
+
+
 def named(name: str, inputs: Inputs) -> Policy:
     """A policy by its name, as `module:ATTRIBUTE` too; what a model decides is what the inputs have of one.
 
     Raises:
         SpecError: for an unknown name, or what cannot be loaded.
     """
-    taken = (constants_of(name) | constants_of_model(name)) & _OF_MODEL.keys()
-    return make_policy(name, {constant: _OF_MODEL[constant](inputs) for constant in taken})
+    return make_policy(name, of_model(name, inputs))
 
 
 def groups_of(policy: Policy, inputs: Inputs) -> int:

@@ -3,10 +3,14 @@
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from conformance.assurance.oracles import brutes
+from conformance.assurance.oracles.brute import Brute, from_vector
+from conformance.strategies.policy_inputs import decided
 from conformance.vectors.arrays import floats
 from conformance.vectors.json_values import Json
 from reference import policies
@@ -178,7 +182,14 @@ def read(i: Json) -> Result:
     return {"live": after.live.tolist(), "sums": after.records}
 
 
+def of_policy(brute: Brute, i: Json) -> Result:
+    """A policy's, at the constants of the vector."""
+    given, B, constants = from_vector(i)
+    return {"kept": decided(brute.policy(given, constants), given, B)}
+
+
 POLICY_ITEMS: Mapping[str, Callable[[Any], Result]] = {
+    **{brute.item: partial(of_policy, brute) for brute in brutes() if brute.vectors},
     "PO-RETAIN": lambda i: kept(i, policies.knorm()),
     "PO-OBSERVED-ATTENTION": observed,
     "PO-POOL": lambda i: {
@@ -190,9 +201,6 @@ POLICY_ITEMS: Mapping[str, Callable[[Any], Result]] = {
     "PO-BEST-BLOCKS": blocks,
     "PO-BLOCKS": lambda i: kept(i, policies.in_blocks(policies.snapkv(i["W"], i["kernel"]), i["b"])),
     "PO-REPRESENTATIVES": crushed,
-    "PO-KVCRUSH": lambda i: kept(
-        i, policies.kvcrush(i["W"], i["kernel"], i["b"], Fraction(i["share"]), i["anchor"])
-    ),
     "PO-WHOLE-SHARES": lambda i: {"shares": largest_remainder([Fraction(target) for target in i["targets"]])},
     "PO-PYRAMID-BUDGET": pyramid,
     "PO-ADAPTIVE-BUDGET": lambda i: shared(i, Adaptive(Fraction(i["safeguard"]))),
@@ -206,27 +214,7 @@ POLICY_ITEMS: Mapping[str, Callable[[Any], Result]] = {
     "PO-TURN": turned,
     "PO-READ": read,
     "PO-STREAMINGLLM": streamed,
-    "PO-H2O": lambda i: kept(i, policies.h2o()),
-    "PO-H2O-DESCRIBED": lambda i: kept(i, policies.h2o_described(i["W"])),
-    "PO-SNAPKV": lambda i: kept(i, policies.snapkv(i["W"], i["kernel"])),
-    "PO-PYRAMIDKV": lambda i: kept(i, policies.pyramidkv(i["W"], i["kernel"], i["beta"])),
-    "PO-PYRAMIDKV-DESCRIBED": lambda i: kept(i, policies.pyramidkv_described(i["W"], i["beta"])),
-    "PO-CHUNKKV": lambda i: kept(i, policies.chunkkv(i["c"], i["W"])),
-    "PO-CHUNKKV-DESCRIBED": lambda i: kept(i, policies.chunkkv_described(i["c"])),
-    "PO-TOVA": lambda i: kept(i, policies.tova()),
-    "PO-KEYDIFF": lambda i: kept(i, policies.keydiff()),
-    "PO-KNORM": lambda i: kept(i, policies.knorm()),
-    "PO-LAGKV": lambda i: kept(i, policies.lagkv(i["N_sink"], i["lag"])),
-    "PO-EXPECTED-ATTENTION": lambda i: kept(
-        i, policies.expected_attention(floats(i["inv_freq"]), 1.0, i["N_sink"], i["N_future"])
-    ),
-    "PO-ADAKV": lambda i: kept(i, policies.adakv(i["W"], i["kernel"], Fraction(i["safeguard"]))),
-    "PO-RKV": lambda i: kept(i, policies.rkv(i["W"], i["kernel"], i["lam"])),
-    "PO-CAOTE": lambda i: kept(i, policies.caote()),
-    "PO-DEFENSIVEKV": lambda i: kept(i, policies.defensivekv({0: floats(i["W_o"])}, i["W"], i["kernel"])),
-    "PO-VATP": lambda i: kept(i, policies.vatp(i["N_sink"])),
     "PO-TWO-STAGES": staged,
-    "PO-CRITICALKV": lambda i: kept(i, policies.criticalkv({0: floats(i["W_o"])}, i["W"], i["kernel"])),
     "PO-REHEARSAL": rehearsal,
     "PO-KVZIP": lambda i: rehearsed(i, policies.kvzip([[], [], []], i["N_sink"], i["N_recent"])),
     "PO-KVZIP-PLUS": lambda i: rehearsed(
@@ -239,13 +227,6 @@ POLICY_ITEMS: Mapping[str, Callable[[Any], Result]] = {
     "PO-FULL-HEADS": full_heads,
     "PO-KVZIP-HEADS": of_heads,
     "PO-PREFERENCE-BUDGET": preferred,
-    "PO-MORPHKV": lambda i: kept(i, policies.morphkv(i["W"], i["fusion"])),
     "PO-UNIFORM": lambda i: {"numbers": uniform_numbers(i["seed"], i["group"], i["seen"], i["n"])},
-    "PO-VASE": lambda i: kept(
-        i, policies.vase(i["W"], i["kernel"], i["N_sink"], Fraction(i["share"]), i["seed"])
-    ),
-    "PO-CAKE": lambda i: kept(
-        i, policies.cake(i["W"], i["kernel"], i["gamma"], i["tau1"], i["tau2"])
-    ),
     "PO-EPICACHE": lambda i: kept(i, policies.epicache()),
 }

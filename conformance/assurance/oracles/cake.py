@@ -4,9 +4,12 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 
-from conformance.assurance.oracles.policies import Layer, Score, groups, last_rows, padded, pool, whole, window
+from conformance.assurance.oracles.brute import KERNEL, MODES, Brute, W, newest, plain, seeded
+from conformance.assurance.oracles.policies import Layer, Score, groups, last_rows, padded, pool, top, whole, window
+from conformance.assurance.vector_writer.case import Case
+from conformance.strategies.policy_inputs import Inputs, Kept
 
-__all__ = ["preference", "preferred_shares", "scores"]
+__all__ = ["BRUTES", "preference", "preferred_shares", "scores"]
 
 
 def variance(xs: Sequence[float]) -> float:
@@ -49,3 +52,25 @@ def preferred_shares(preferences: Sequence[float], B: int, W: int, n: int) -> li
         if all(part <= most for part in parts.values()):
             return [W + share for share in whole([parts.get(layer, Fraction(most)) for layer in range(L)])]
     raise AssertionError("the layers together hold the total")
+
+
+def kept(inputs: Inputs, B: int, W: int, kernel: int, gamma: float, tau1: float, tau2: float) -> Kept:
+    """Layers share the budget by their preferences."""
+    shares = preferred_shares([preference(plain(view), W, tau1, tau2) for view in inputs.layers], B, W, inputs.n)
+    return [
+        top(row, share) for view, share in zip(inputs.layers, shares, strict=True)
+        for row in scores(plain(view), W, kernel, gamma)
+    ]
+
+
+BRUTES = [
+    Brute(
+        "PO-CAKE", "cake", kept,
+        {"W": W, "kernel": KERNEL, "gamma": 200.0, "tau1": 1.0, "tau2": 1.0}, W, newest, vectors=[
+            Case(283, "three layers", ["Plain"],
+                 {**seeded(21, L=3), "B": 5, "gamma": 200.0, "tau1": 1.0, "tau2": 1.0, **MODES}),
+            Case(284, "temperatures", ["Plain"],
+                 {**seeded(22, L=2), "B": 6, "gamma": 8.0, "tau1": 2.0, "tau2": 0.5, **MODES}),
+        ],
+    ),
+]

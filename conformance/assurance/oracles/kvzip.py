@@ -4,11 +4,16 @@ A layer's `repeats` are dicts of start, stop, q (H lists of rows), k (H_kv lists
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
-from conformance.assurance.oracles.policies import Layer, Row, Score, capped, dot, normalise
+from conformance.assurance.oracles.brute import REHEARSED, SINK, Brute, W, both_ends, rehearsed
+from conformance.assurance.oracles.policies import Layer, Row, Score, capped, dot, normalise, top
+from conformance.strategies.policy_inputs import Inputs, Kept, repeats
+from spec.policy import Rehearsal
 
-__all__ = ["chunks", "full_heads", "global_shares", "head_means", "scores"]
+__all__ = ["BRUTES", "chunks", "full_heads", "global_shares", "head_means", "scores"]
 
 
 def scores(layer: Layer, N_sink: int, W_o: Sequence[Sequence[Row]] | None = None) -> list[Score]:
@@ -75,3 +80,32 @@ def full_heads(scores: Sequence[float], n: int, B: int, window: int) -> list[int
             shares[g] += 1
         left -= min(left, len(open_))
     return shares
+
+
+def kept(shares: Callable[[list[Score], int], Sequence[int]], plus: bool = False) -> Callable[..., Kept]:
+    """The shares are of all layers together."""
+    def of_prompt(inputs: Inputs, B: int, N_sink: int, **rehearsal: Any) -> Kept:
+        rows, asked = list[Score](), Rehearsal(N_sink=N_sink, **rehearsal)
+        for view, W_o in zip(inputs.layers, inputs.W_o, strict=True):
+            layer = rehearsed(replace(view, repeats=repeats(inputs, view, asked)))
+            rows += scores(layer, N_sink, W_o.tolist() if plus else None)
+        return [top(row, share) for row, share in zip(rows, shares(rows, B), strict=True)]
+
+    return of_prompt
+
+
+def streaming_heads(inputs: Inputs, B: int, N_sink: int, N_recent: int) -> Kept:
+    """A head's share is of the sinks and the newest tokens."""
+    largest = [max(abs(x) for key in head for x in key) for view in inputs.layers for head in view.k.tolist()]
+    return [
+        sorted({*range(min(N_sink, share)), *range(max(0, inputs.n - share + N_sink), inputs.n)})
+        for share in full_heads(largest, inputs.n, B, N_sink + N_recent)
+    ]
+
+
+BRUTES = [
+    Brute("PO-KVZIP", "kvzip", kept(global_shares), REHEARSED, SINK + W, both_ends),
+    Brute("PO-KVZIP", "kvzip-uniform", kept(lambda rows, B: [B] * len(rows)), REHEARSED, SINK + W, both_ends),
+    Brute("PO-KVZIP-PLUS", "kvzip-plus", kept(global_shares, plus=True), REHEARSED, SINK + W, both_ends),
+    Brute("PO-KVZIP-HEADS", "kvzip-heads", streaming_heads, {"N_sink": SINK, "N_recent": W}, SINK + W, both_ends),
+]

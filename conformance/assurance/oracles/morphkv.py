@@ -2,9 +2,11 @@
 
 import math
 
+from conformance.assurance.oracles.brute import Brute, W, by_layer, newest, seeded
 from conformance.assurance.oracles.policies import Layer, Score, groups, last_rows, padded, window
+from conformance.assurance.vector_writer.case import Case
 
-__all__ = ["morphkv"]
+__all__ = ["BRUTES", "morphkv"]
 
 
 def morphkv(layer: Layer, W: int, fusion: str) -> list[Score]:
@@ -14,3 +16,11 @@ def morphkv(layer: Layer, W: int, fusion: str) -> list[Score]:
         fused = [[(max if fusion == "max" else math.fsum)([q[i] for q in rows[h]]) for i in range(past)] for h in group]
         found.append(padded([math.fsum(column) / len(group) for column in zip(*fused, strict=True)], n))
     return found
+
+
+BRUTES = [
+    Brute("PO-MORPHKV", "morphkv", by_layer(morphkv), {"W": W, "fusion": "sum"}, W, newest, vectors=[
+        Case(290, "the sum over two recent queries", ["Plain"], {**seeded(23), "B": 5, "W": 2, "fusion": "sum"}),
+        Case(291, "the largest of four", ["Plain"], {**seeded(24), "B": 7, "W": 4, "fusion": "max"}),
+    ]),
+]

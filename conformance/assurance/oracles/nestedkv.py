@@ -1,13 +1,21 @@
 """What NestedKV keeps, by brute force: plain lists, from the paper's text and Appendix A."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
-from conformance.oracles.nestedkv import Row
+from conformance.assurance.oracles.brute import SINK, Brute, by_layer, shared, sinks
+from conformance.assurance.oracles.keydiff import keydiff
+from conformance.assurance.oracles.policies import competition_shares, top
+from conformance.oracles.nestedkv import Row, scores
+from conformance.strategies.keys import NESTED
+from conformance.strategies.policy_inputs import Inputs, Kept
+from spec.parameters import NestedKVParameters
+from spec.policy import Policy
 
-__all__ = ["kept", "tokens"]
+__all__ = ["BRUTES", "kept", "tokens"]
 
 
 def tokens(r: str, N: int) -> int:
@@ -26,3 +34,37 @@ def kept(rows: Sequence[Row], B: int, p: Any) -> list[list[int]]:
     pairs = sorted((-x, h, i) for h, row in enumerate(pinned) for i, x in enumerate(row) if (h, i) not in chosen)
     chosen |= {(h, i) for _, h, i in pairs[: len(rows) * min(B, len(rows[0])) - len(chosen)]}
     return [sorted(i for g, i in chosen if g == h) for h in range(len(rows))]
+
+
+def of_prompt(adaptive: bool) -> Callable[..., Kept]:
+    def found(inputs: Inputs, B: int, parameters: NestedKVParameters) -> Kept:
+        sets, sink = list[list[int]](), parameters.N_sink
+        for view in inputs.layers:
+            rows = [scores(head, parameters) for head in view.k.tolist()]
+            if adaptive:
+                sets += kept(rows, B, parameters)
+            else:
+                sets += [top([*[None] * sink, *row[sink:]][: len(row)], B) for row in rows]
+        return sets
+
+    return found
+
+
+def without_continuum(inputs: Inputs, B: int, parameters: NestedKVParameters) -> Kept:
+    return shared(keydiff, competition_shares)(inputs, B, parameters.alpha_s)
+
+
+def raised(policy: Policy) -> Policy:
+    """NestedKV refuses a budget below its sinks; here each B is raised to them, so that any B can be drawn."""
+    return replace(policy, floor=SINK)
+
+
+BRUTES = [
+    Brute("NK-NESTEDKV", "nestedkv", of_prompt(True), {"parameters": NESTED}, SINK, sinks, adapted=raised),
+    Brute("NK-ABLATIONS", "nestedkv-without-continuum", without_continuum, {"parameters": NESTED}),
+    Brute(
+        "NK-ABLATIONS", "nestedkv-without-adaptive", of_prompt(False),
+        {"parameters": NESTED}, SINK, sinks, adapted=raised,
+    ),
+    Brute("NK-ABLATIONS", "nestedkv-without-both", by_layer(keydiff)),
+]

@@ -2,9 +2,14 @@
 
 import cmath
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-__all__ = ["joined", "score", "statistics", "z_score"]
+from conformance.assurance.oracles.brute import Brute
+from conformance.assurance.oracles.policies import Score, top
+from conformance.strategies.policy_inputs import Inputs, Kept
+from reference.triattention import OFFSETS
+
+__all__ = ["BRUTES", "joined", "score", "statistics", "z_score"]
 
 Row = Sequence[float]
 
@@ -66,3 +71,32 @@ def joined(Z: Sequence[Sequence[Sequence[Sequence[float | None]]]], mode: str) -
         column = [[layer[g][i] for layer in best] for i in tokens]
         by_head.append([None if c[0] is None else math.fsum(x for x in c if x is not None) / len(c) for c in column])
     return [list(by_head[g]) for _ in Z for g in range(len(Z[0]))]
+
+
+def rows(
+    inputs: Inputs, mode: str, live: Callable[[int], Sequence[int]], t: int, pinned: int,
+) -> list[Score]:
+    """A row per kept set over its live positions; `live` by layer and KV head."""
+    H_kv, Z = inputs.H_kv, []
+    for at, view in enumerate(inputs.layers):
+        q, k, G = view.q.tolist(), view.k.tolist(), len(view.q) // H_kv
+        means = [statistics(head) for head in q]
+        Z.append([[
+            z_score(
+                [score(k[g][p], p, t, *means[g * G + h], inputs.inv_freq.tolist(), inputs.factor, OFFSETS)
+                 for p in live(at * H_kv + g)],
+                [p < pinned for p in live(at * H_kv + g)],
+            ) for h in range(G)
+        ] for g in range(H_kv)])
+    return joined(Z, mode)
+
+
+def of_prompt(mode: str) -> Callable[[Inputs, int], Kept]:
+    return lambda i, B: [top(row, B) for row in rows(i, mode, lambda g: range(i.n), i.n, 0)]
+
+
+BRUTES = [
+    Brute("TA-POLICY", "triattention", of_prompt("global")),
+    Brute("TA-POLICY", "triattention-by-head", of_prompt("head")),
+    Brute("TA-POLICY", "triattention-by-layer-and-head", of_prompt("layer and head")),
+]

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 
+from conformance.assurance.oracles.brute import HALF, KERNEL, MODES, N_SINK, SEED, Brute, W, newest, plain, seeded
 from conformance.assurance.oracles.policies import (
     Layer,
     Score,
@@ -16,8 +17,10 @@ from conformance.assurance.oracles.policies import (
     top,
     window,
 )
+from conformance.assurance.vector_writer.case import Case
+from conformance.strategies.policy_inputs import Inputs
 
-__all__ = ["attention", "kept", "philox", "ranges", "uniforms", "vase"]
+__all__ = ["BRUTES", "attention", "kept", "philox", "ranges", "uniforms", "vase"]
 
 WORD = 2**64
 
@@ -79,3 +82,28 @@ def vase(
         kept(wide, A, [uniforms(seed, first + g, seen, seen)[at] for at in positions[g]], B, N_sink, share)
         for g, (wide, A) in enumerate(rows)
     ]
+
+
+def of_prompt(
+    inputs: Inputs, B: int, W: int, kernel: int, N_sink: int, share: Fraction, seed: int,
+) -> list[list[int]]:
+    everything = [range(inputs.n)] * inputs.H_kv
+    return [
+        own for at, view in enumerate(inputs.layers) for own in vase(
+            plain(view), at * inputs.H_kv, inputs.n, everything, B, W, kernel, N_sink, share, seed
+        )
+    ]
+
+
+BRUTES = [
+    Brute(
+        "PO-VASE", "vase", of_prompt,
+        {"W": W, "kernel": KERNEL, "N_sink": N_SINK, "share": HALF, "seed": SEED}, N_SINK + W,
+        lambda n, B: newest(n, B) | set(range(min(N_SINK, n))), vectors=[
+            Case(294, "two heads draw different numbers", ["Plain"],
+                 {**seeded(25, n=12), "B": 8, "N_sink": 1, "share": "1/2", "seed": 3, **MODES}),
+            Case(295, "no places but for wide values", ["Plain"],
+                 {**seeded(26, n=12), "B": 8, "N_sink": 1, "share": "1", "seed": 3, **MODES}),
+        ],
+    ),
+]

@@ -1,12 +1,32 @@
 """VATP and CriticalKV by brute force, in the terms of `oracles.policies`; nothing is shared with the reference."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
+from typing import Any
 
-from conformance.assurance.oracles.policies import Layer, Row, Score, accumulated, dot, groups, top
+from conformance.assurance.oracles.adakv import adakv
+from conformance.assurance.oracles.brute import (
+    KERNEL,
+    MODES,
+    SAFEGUARD,
+    SINK,
+    WIDE,
+    Brute,
+    W,
+    newest,
+    newest_half,
+    numbers,
+    plain,
+    seeded,
+    sinks,
+)
+from conformance.assurance.oracles.policies import Layer, Row, Score, accumulated, adaptive_shares, dot, groups, top
+from conformance.assurance.oracles.snapkv import snapkv
+from conformance.assurance.vector_writer.case import Case
+from conformance.strategies.policy_inputs import Inputs, Kept
 
-__all__ = ["critical", "output_sizes", "two_stages", "vatp"]
+__all__ = ["BRUTES", "critical", "output_sizes", "two_stages", "vatp"]
 
 Projection = Sequence[Sequence[Row]]
 
@@ -44,3 +64,50 @@ def critical(layer: Layer, W_o: Projection, rows: list[Score], shares: Sequence[
         second = [None if a is None else (a + 1e-4) * b for a, b in zip(row, size, strict=True)]
         found.append(two_stages(row, second, B, Fraction(1, 2)))
     return found
+
+
+def of_vatp(inputs: Inputs, B: int, N_sink: int) -> Kept:
+    """The sinks and the newest half have no score."""
+    held = {*range(min(N_sink, inputs.n)), *newest_half(inputs.n, B)}
+    rows = [row for view in inputs.layers for row in vatp(plain(view))]
+    return [top([None if at in held else x for at, x in enumerate(row)], B) for row in rows]
+
+
+def of_criticalkv(
+    score: Callable[..., list[Score]], shares: Callable[[list[Score], int, Fraction], Sequence[int]],
+) -> Callable[..., Kept]:
+    """In two stages inside each head's share."""
+    def kept(inputs: Inputs, B: int, safeguard: Fraction = Fraction(0), **constants: Any) -> Kept:
+        found = []
+        for view, W_o in zip(inputs.layers, inputs.W_o, strict=True):
+            rows = score(plain(view), **constants)
+            found += critical(plain(view), W_o.tolist(), rows, shares(rows, B, safeguard))
+        return found
+
+    return kept
+
+
+BRUTES = [
+    Brute(
+        "PO-VATP", "vatp", of_vatp,
+        {"N_sink": SINK}, 2 * SINK, lambda n, B: sinks(n, B) | newest_half(n, B), vectors=[
+            Case(270, "two sinks, half of six recent", ["Plain"], {**seeded(19), "B": 6, "N_sink": 2}),
+            Case(356, "one sink", ["Plain"], {**seeded(54, n=15), "B": 7, "N_sink": 1}),
+            Case(357, "three query heads on each KV head", ["HeadSharing"],
+                 {**seeded(44, H=6, n=18), "B": 8, "N_sink": 2}),
+        ],
+    ),
+    Brute(
+        "PO-CRITICALKV", "criticalkv", of_criticalkv(snapkv, lambda rows, B, safeguard: [B] * len(rows)),
+        {"W": W, "kernel": KERNEL}, W, newest, vectors=[
+            Case(273, "two heads, a window of two", ["Plain"],
+                 {**seeded(20), "B": 6, "W_o": numbers(3, 4, 2, 3), **MODES}),
+            Case(358, "seven of 15", ["Plain"], {**seeded(40, n=15), "B": 7, "W_o": numbers(47, 4, 2, 3), **MODES}),
+            Case(359, "a pool of five", ["Plain"], {**seeded(40, n=14), "B": 8, "W_o": numbers(49, 4, 2, 3), **WIDE}),
+        ],
+    ),
+    Brute(
+        "PO-CRITICALKV", "critical-adakv", of_criticalkv(adakv, adaptive_shares),
+        {"W": W, "kernel": KERNEL, "safeguard": SAFEGUARD}, W, newest,
+    ),
+]

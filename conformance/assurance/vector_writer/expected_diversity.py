@@ -8,6 +8,7 @@ from typing import Any
 from conformance.assurance.oracles import policies as oracle
 from conformance.assurance.oracles import signatures as signed
 from conformance.assurance.oracles import triattention as tri
+from conformance.assurance.oracles.knorm import knorm
 from conformance.oracles import diversity as alpha
 from conformance.vectors.json_values import Json
 
@@ -28,7 +29,7 @@ def greedy(i: Json) -> Json:
 
 def composed(i: Json) -> Json:
     """Over Knorm, which has a kept set per layer and head."""
-    rows = [row for k in i["k"] for row in oracle.knorm({"k": k})]
+    rows = [row for k in i["k"] for row in knorm({"k": k})]
     V = signed.signatures(i["v"], i["mode"])
     part, n = len(rows) // len(V), len(rows[0])
     return {"kept": [

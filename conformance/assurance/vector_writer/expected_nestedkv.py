@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from conformance.assurance.oracles import policies
+from conformance.assurance.oracles.keydiff import keydiff
 from conformance.assurance.oracles.nestedkv import kept as kept_of_a_layer
 from conformance.assurance.oracles.nestedkv import tokens
 from conformance.oracles import nestedkv as oracle
@@ -31,7 +32,7 @@ def ablations(i: Json) -> Json:
     p, B = nestedkv_parameters(i), i["B"]
     without: dict[str, list[list[int]]] = {"continuum": [], "adaptive": [], "both": []}
     for layer in i["k"]:
-        distinct = policies.keydiff({"k": layer})
+        distinct = keydiff({"k": layer})
         shares = policies.competition_shares(distinct, B, p.alpha_s)
         without["continuum"] += [policies.top(row, b) for row, b in zip(distinct, shares, strict=True)]
         without["both"] += [policies.top(row, B) for row in distinct]

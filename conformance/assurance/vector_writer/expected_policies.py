@@ -2,14 +2,17 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
+from conformance.assurance.oracles import brutes, kvzip, weighed
 from conformance.assurance.oracles import cake as cake_oracle
-from conformance.assurance.oracles import kvzip, weighed
 from conformance.assurance.oracles import policies as oracle
 from conformance.assurance.oracles.blocks import best_blocks, crushed
-from conformance.assurance.oracles.morphkv import morphkv
-from conformance.assurance.oracles.vase import uniforms, vase
+from conformance.assurance.oracles.brute import Brute, from_vector
+from conformance.assurance.oracles.knorm import knorm
+from conformance.assurance.oracles.snapkv import snapkv
+from conformance.assurance.oracles.vase import uniforms
 from conformance.vectors.json_values import Json
 
 __all__ = ["RESULTS"]
@@ -35,50 +38,12 @@ def kept(i: Json, score: Callable[[oracle.Layer], list[oracle.Score]], shares: S
     return {"kept": found}
 
 
-def pyramid(i: Json, score: Callable[[oracle.Layer], list[oracle.Score]]) -> Json:
-    all_layers = layers(i)
-    n = len(all_layers[0]["k"][0])
-    shares = oracle.pyramid_shares(Fraction(i["B"]), i["W"], len(all_layers), n, i["beta"])
-    return {"kept": [
-        oracle.top(row, b) for layer, b in zip(all_layers, shares, strict=True) for row in score(layer)
-    ]}
-
-
-def windowed(rows: Sequence[oracle.Score], W: int) -> list[oracle.Score]:
-    return [[*row[: len(row) - W], *[None] * W] for row in rows]
-
-
-def window_members(layer: oracle.Layer, W: int) -> oracle.Score:
-    past, rows = oracle.window(layer, W), oracle.last_rows(layer, W)
-    n = len(layer["k"][0])
-    return [*[sum(q[at] for head in rows for q in head) for at in range(past)], *[None] * (n - past)]
-
-
-def all_members(layer: oracle.Layer) -> oracle.Score:
-    return [sum(x for x in column if x is not None) for column in zip(*oracle.accumulated(layer), strict=True)]
-
-
-def chunks(i: Json, members: Callable[[oracle.Layer], oracle.Score]) -> Json:
-    return {"kept": [oracle.chunk_selection(members(layer), i["c"], i["B"]) for layer in layers(i)]}
-
-
 def blanked(i: Json) -> list[oracle.Score]:
     return [[None if shut else x for x, shut in zip(row, i["protected"], strict=True)] for row in i["values"]]
 
 
 def competed(i: Json, safeguard: Fraction, shares: Callable[..., list[int]]) -> Json:
     return {"shares": shares(blanked(i), i["B"], safeguard)}
-
-
-def cake(i: Json) -> Json:
-    """Shares by the preferences of the layers."""
-    all_layers = layers(i)
-    preferences = [cake_oracle.preference(layer, i["W"], i["tau1"], i["tau2"]) for layer in all_layers]
-    shares = cake_oracle.preferred_shares(preferences, i["B"], i["W"], len(all_layers[0]["k"][0]))
-    return {"kept": [
-        oracle.top(row, share) for layer, share in zip(all_layers, shares, strict=True)
-        for row in cake_oracle.scores(layer, i["W"], i["kernel"], i["gamma"])
-    ]}
 
 
 def rehearsal(i: Json) -> Json:
@@ -99,15 +64,6 @@ def rehearsed(i: Json) -> Json:
         rows += kvzip.scores(layer, i["N_sink"], i["W_o"][at] if "W_o" in i else None)
     shares = kvzip.global_shares(rows, i["B"])
     return {"kept": [oracle.top(row, share) for row, share in zip(rows, shares, strict=True)]}
-
-
-def vatp(i: Json) -> Json:
-    """The sinks and the newest half have no score."""
-    found = []
-    for row in (row for layer in layers(i) for row in weighed.vatp(layer)):
-        open_ = range(i["N_sink"], len(row) - i["B"] // 2)
-        found.append(oracle.top([x if at in open_ else None for at, x in enumerate(row)], i["B"]))
-    return {"kept": found}
 
 
 def official_pyramid(i: Json) -> Json:
@@ -165,8 +121,15 @@ def read(i: Json) -> Json:
     return {"live": [[*own, *range(i["seen"] - i["tokens"], i["seen"])] for own in i["live"]], "sums": grown}
 
 
+def of_policy(brute: Brute, i: Json) -> Json:
+    """A policy's, at the constants of the vector."""
+    given, B, constants = from_vector(i)
+    return {"kept": brute.kept(given, B, **constants)}
+
+
 RESULTS: Mapping[str, Callable[[Any], Json]] = {
-    "PO-RETAIN": lambda i: kept(i, oracle.knorm),
+    **{brute.item: partial(of_policy, brute) for brute in brutes() if brute.vectors},
+    "PO-RETAIN": lambda i: kept(i, knorm),
     "PO-OBSERVED-ATTENTION": observed,
     "PO-POOL": lambda i: {
         "max": oracle.pool(i["row"], i["kernel"], "max"), "average": oracle.pool(i["row"], i["kernel"], "average"),
@@ -176,17 +139,11 @@ RESULTS: Mapping[str, Callable[[Any], Json]] = {
     "PO-BEST-BLOCKS": lambda i: {"kept": [best_blocks(row, i["b"], i["B"]) for row in blanked(i)]},
     "PO-BLOCKS": lambda i: {"kept": [
         best_blocks(row, i["b"], max(i["B"], i["b"], i["W"]))
-        for layer in layers(i) for row in oracle.snapkv(layer, i["W"], i["kernel"])
+        for layer in layers(i) for row in snapkv(layer, i["W"], i["kernel"])
     ]},
     "PO-REPRESENTATIVES": lambda i: {
         "kept": crushed(blanked(i), i["b"], i["B"], Fraction(i["share"]), i["anchor"])
     },
-    "PO-KVCRUSH": lambda i: {"kept": [
-        own for layer in layers(i) for own in crushed(
-            oracle.snapkv(layer, i["W"], i["kernel"]), i["b"], max(i["B"], i["b"], i["W"]), Fraction(i["share"]),
-            i["anchor"],
-        )
-    ]},
     "PO-WHOLE-SHARES": lambda i: {"shares": oracle.whole([Fraction(target) for target in i["targets"]])},
     "PO-PYRAMID-BUDGET": lambda i: {
         "shares": oracle.pyramid_shares(Fraction(i["B"]), i["W"], i["L"], i["n"], i["beta"])
@@ -204,39 +161,9 @@ RESULTS: Mapping[str, Callable[[Any], Json]] = {
     "PO-STREAMINGLLM": lambda i: {"kept": [
         sorted({*range(min(i["N_sink"], i["n"])), *range(max(0, i["n"] - (i["B"] - i["N_sink"])), i["n"])})
     ]},
-    "PO-H2O": lambda i: kept(i, lambda layer: windowed(oracle.accumulated(layer), i["B"] // 2)),
-    "PO-H2O-DESCRIBED": lambda i: kept(i, lambda layer: windowed(oracle.accumulated(layer), i["W"])),
-    "PO-SNAPKV": lambda i: kept(i, lambda layer: oracle.snapkv(layer, i["W"], i["kernel"])),
-    "PO-PYRAMIDKV": lambda i: pyramid(i, lambda layer: oracle.snapkv(layer, i["W"], i["kernel"])),
-    "PO-PYRAMIDKV-DESCRIBED": lambda i: pyramid(i, lambda layer: windowed(oracle.accumulated(layer), i["W"])),
-    "PO-CHUNKKV": lambda i: chunks(i, lambda layer: window_members(layer, i["W"])),
-    "PO-CHUNKKV-DESCRIBED": lambda i: chunks(i, all_members),
-    "PO-TOVA": lambda i: kept(i, oracle.tova),
-    "PO-KEYDIFF": lambda i: kept(i, oracle.keydiff),
-    "PO-KNORM": lambda i: kept(i, oracle.knorm),
-    "PO-LAGKV": lambda i: kept(i, lambda layer: oracle.lagkv(layer, i["N_sink"], i["lag"])),
-    "PO-EXPECTED-ATTENTION": lambda i: kept(i, lambda layer: oracle.expected_attention(
-        layer, i["inv_freq"], 1.0, i["N_sink"], i["N_future"]
-    )),
-    "PO-ADAKV": lambda i: kept(
-        i, lambda layer: oracle.adakv(layer, i["W"], i["kernel"]),
-        lambda rows, B: oracle.adaptive_shares(rows, B, Fraction(i["safeguard"])),
-    ),
-    "PO-RKV": lambda i: kept(i, lambda layer: oracle.rkv(layer, i["W"], i["kernel"], i["lam"])),
-    "PO-CAOTE": lambda i: kept(i, oracle.caote),
-    "PO-DEFENSIVEKV": lambda i: kept(
-        i, lambda layer: oracle.defensive(layer, i["W_o"], i["W"], i["kernel"], i["B"]),
-        lambda rows, B: oracle.competition_shares(rows, B, Fraction(0)),
-    ),
-    "PO-VATP": vatp,
     "PO-TWO-STAGES": lambda i: {"kept": [
         weighed.two_stages(row, second, i["B"], Fraction(i["share"]))
         for row, second in zip(blanked(i), i["second"], strict=True)
-    ]},
-    "PO-CRITICALKV": lambda i: {"kept": [
-        kept for layer in layers(i) for kept in weighed.critical(
-            layer, i["W_o"], oracle.snapkv(layer, i["W"], i["kernel"]), [i["B"]] * len(layer["k"])
-        )
     ]},
     "PO-REHEARSAL": rehearsal,
     "PO-KVZIP": rehearsed,
@@ -253,15 +180,7 @@ RESULTS: Mapping[str, Callable[[Any], Json]] = {
     "PO-PREFERENCE-BUDGET": lambda i: {
         "shares": cake_oracle.preferred_shares(i["preferences"], i["B"], i["W"], i["n"])
     },
-    "PO-MORPHKV": lambda i: kept(i, lambda layer: morphkv(layer, i["W"], i["fusion"])),
     "PO-UNIFORM": lambda i: {"numbers": uniforms(i["seed"], i["group"], i["seen"], i["n"])},
-    "PO-VASE": lambda i: {"kept": [
-        slots for at, layer in enumerate(layers(i)) for slots in vase(
-            layer, at * len(layer["k"]), len(layer["k"][0]), [range(len(layer["k"][0]))] * len(layer["k"]), i["B"],
-            i["W"], i["kernel"], i["N_sink"], Fraction(i["share"]), i["seed"],
-        )
-    ]},
-    "PO-CAKE": cake,
     "PO-EPICACHE": lambda i: kept(
         i, oracle.epicache, lambda rows, B: oracle.competition_shares(rows, B, Fraction(0))
     ),

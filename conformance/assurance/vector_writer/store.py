@@ -31,8 +31,11 @@ HEADER = [
 
 
 def built(stage: str) -> Json:
-    """The file of a stage, from its cases and the oracles."""
-    groups = [_group(group) for group in STAGES[stage]]
+    """The file of a stage, from its cases and the oracles: published groups in their order, then new ones."""
+    published = list(tests_of(files.stored(stage)))
+    places = {tcId: place for place, tcId in enumerate(published)}
+    chosen = sorted(STAGES[stage], key=lambda group: min(places.get(case.tcId, len(places)) for case in group.cases))
+    groups = [_group(group) for group in chosen]
     tests = [test for group in groups for test in group["tests"]]
     flags = sorted({flag for test in tests for flag in test["flags"]})
     return {

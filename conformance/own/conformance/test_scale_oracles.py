@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from conformance import tolerances
 from conformance.assurance.oracles import policies as brute_policies
+from conformance.assurance.oracles.brute import plain
+from conformance.assurance.oracles.expected_attention import expected_attention as brute_expected_attention
 from conformance.assurance.oracles.scale import at_size
-from conformance.assurance.strategies.policy_expected import plain
 from conformance.checks.stage_checks import edges_of, trunk_lists
 from conformance.oracles import decode as brute_decode
 from conformance.oracles import diversity as brute_diversity
@@ -200,7 +201,7 @@ def test_policies(seed: int) -> None:
     numbers, n = Numbers(seed), inputs.n
     turns = inputs.inv_freq, inputs.factor
     scores, _ = selectors.expected(view.q, view.k, view.v, np.arange(n), np.arange(n, n + 5), *turns, view.scaling)
-    brute = brute_policies.expected_attention(plain(view), inputs.inv_freq.tolist(), inputs.factor, 0, 5)
+    brute = brute_expected_attention(plain(view), inputs.inv_freq.tolist(), inputs.factor, 0, 5)
     assert np.abs(scores - np.array(brute)).max() < 1e-12
     s, shut = numbers.integers(0, 4, n) / 4, numbers.integers(0, 5, n) == 0
     row = [None if safe else x for x, safe in zip(s.tolist(), shut.tolist(), strict=True)]

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from conformance.assurance.oracles import blocks as oracle
 from conformance.assurance.oracles import policies as scored
 from conformance.assurance.oracles import weighed
+from conformance.assurance.oracles.adakv import adakv as brute_adakv
+from conformance.assurance.oracles.brute import BLOCK, KERNEL, SAFEGUARD, W, plain
 from conformance.assurance.strategies.policy_cases import CASES
-from conformance.assurance.strategies.policy_expected import BLOCK, KERNEL, SAFEGUARD, W, plain
 from conformance.assurance.strategies.policy_segments import SEEN, N, sets, turned
 from conformance.assurance.strategies.policy_steps import PROMPT, STEPS, decoded, long
 from conformance.plugin import sparingly
@@ -137,7 +138,7 @@ def test_heads_share_tokens_and_each_makes_blocks_of_its_own(seed: int, B: int) 
     want = []
     for view, W_o in zip(inputs.layers, inputs.W_o, strict=True):
         layer = plain(view)
-        rows = scored.adakv(layer, W, KERNEL)
+        rows = brute_adakv(layer, W, KERNEL)
         shares = scored.adaptive_shares(rows, max(B, BLOCK), SAFEGUARD)
         for row, size, share in zip(rows, weighed.output_sizes(layer, W_o.tolist()), shares, strict=True):
             second = [None if a is None else (a + 1e-4) * x for a, x in zip(row, size, strict=True)]

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.assurance.oracles import cake as oracle
+from conformance.assurance.oracles.brute import KERNEL, plain
 from conformance.assurance.strategies.policy_cases import CASES
-from conformance.assurance.strategies.policy_expected import KERNEL, plain
 from conformance.plugin import sparingly
 from conformance.strategies.policy_inputs import decided, drawn, observation
 from conformance.strategies.scale_numbers import Numbers

@@ -11,17 +11,12 @@ from hypothesis import strategies as st
 
 from conformance.assurance.oracles import policies as oracle
 from conformance.assurance.oracles import signatures as signed
+from conformance.assurance.oracles.brute import KERNEL, W, plain
+from conformance.assurance.oracles.knorm import knorm as brute_knorm
+from conformance.assurance.oracles.snapkv import snapkv as brute_snapkv
+from conformance.assurance.oracles.triattention import rows as tri_rows
 from conformance.assurance.strategies.policy_cases import CASES
-from conformance.assurance.strategies.policy_expected import (
-    KERNEL,
-    LAM,
-    W,
-    alpha_kept,
-    plain,
-    plain_values,
-    tri_rows,
-    triattention,
-)
+from conformance.assurance.strategies.policy_expected import LAM, alpha_kept, plain_values, triattention
 from conformance.assurance.strategies.policy_steps import PROMPT, STEPS, decoded, long, shown
 from conformance.plugin import sparingly
 from conformance.strategies.policy_inputs import Inputs, decided, drawn, observation
@@ -79,7 +74,7 @@ def test_a_host_sees_what_it_sees_alone(lam: float) -> None:
     scorer = LayerScorer(Needs("observed", 0), lambda view: knorm_score(view).mean(axis=0, keepdims=True))
     knorm = policies.knorm()
     host = Policy("first-layer", scorer, knorm.budgets, knorm.selector, knorm.protection)
-    rows = [oracle.knorm(plain(view)) for view in inputs.layers]
+    rows = [brute_knorm(plain(view)) for view in inputs.layers]
     first = [sum(x or 0.0 for x in column) / 2 for column in zip(*rows[0], strict=True)]
     (V,) = signed.signatures(plain_values(inputs), "flat")
     want = alpha_kept(list(first), V, 7, lam) if lam else oracle.top(first, 7)
@@ -98,7 +93,7 @@ def test_alpha_inside_a_pyramid_is_one_line(seed: int, B: int, mode: diversity.S
     V, found = signed.signatures(plain_values(inputs), mode), list[list[int]]()
     per = len(inputs.layers) * inputs.H_kv // len(V)
     for view, share in zip(inputs.layers, shares, strict=True):
-        for row in oracle.snapkv(plain(view), W, KERNEL):
+        for row in brute_snapkv(plain(view), W, KERNEL):
             found.append(alpha_kept(row, V[len(found) // per], share, 2.0))
     assert kept == found
 
@@ -147,7 +142,7 @@ def test_a_signature_outlives_its_tokens_in_other_heads(seed: int, B: int, mode:
         host.name, host.scorer, host.budgets, host.selector, host.protection, Cadence(every=2), host.granularity
     )
     V = signed.signatures(plain_values(inputs), mode)
-    norms = [row for view in inputs.layers for row in oracle.knorm(plain(view))]
+    norms = [row for view in inputs.layers for row in brute_knorm(plain(view))]
     part, live = len(norms) // len(V), [list(range(PROMPT)) for _ in norms]
     for seen, found in enumerate(decoded(policies.diverse(running, LAM, mode), inputs, B), PROMPT):
         for g, row in enumerate(norms):
@@ -218,7 +213,7 @@ def test_variant_b_adds_a_cosine_to_the_score(seed: int, B: int, lam: float) -> 
     (V,), found = signed.signatures(plain_values(inputs), "flat"), []
     prior = signed.toward_mean(V)
     for view in inputs.layers:
-        for row in oracle.knorm(plain(view)):
+        for row in brute_knorm(plain(view)):
             found.append(oracle.top([(x or 0.0) + lam * p for x, p in zip(row, prior, strict=True)], B))
     assert decided(policies.toward_mean_values(policies.knorm(), lam), inputs, B) == found
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.assurance.oracles import kvzip as oracle
+from conformance.assurance.oracles.brute import REHEARSED, rehearsed
 from conformance.assurance.oracles.policies import Score
 from conformance.assurance.strategies.policy_cases import CASES
-from conformance.assurance.strategies.policy_expected import REHEARSED, rehearsed
 from conformance.plugin import sparingly
 from conformance.strategies.policy_inputs import TEMPLATE, Inputs, decided, drawn, observation
 from conformance.strategies.scale_numbers import Numbers

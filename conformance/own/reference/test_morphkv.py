@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conformance.assurance.oracles.brute import W, plain
 from conformance.assurance.oracles.morphkv import morphkv
 from conformance.assurance.strategies.policy_cases import CASES
-from conformance.assurance.strategies.policy_expected import W, plain
 from conformance.assurance.strategies.policy_steps import decoded, long
 from conformance.own.reference.test_decoding import by_head, memoryless
 from conformance.plugin import sparingly

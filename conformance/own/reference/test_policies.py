@@ -10,8 +10,18 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from conformance.assurance.oracles import policies as oracle
+from conformance.assurance.oracles.adakv import adakv as brute_adakv
+from conformance.assurance.oracles.brute import C_CHUNK, FUTURE, KERNEL, LAG, SINK, W, plain
+from conformance.assurance.oracles.caote import caote as brute_caote
+from conformance.assurance.oracles.expected_attention import expected_attention as brute_expected_attention
+from conformance.assurance.oracles.expected_attention import rotate as brute_rotate
+from conformance.assurance.oracles.keydiff import keydiff as brute_keydiff
+from conformance.assurance.oracles.knorm import knorm as brute_knorm
+from conformance.assurance.oracles.lagkv import lagkv_information as brute_lagkv_information
+from conformance.assurance.oracles.rkv import rkv as brute_rkv
+from conformance.assurance.oracles.snapkv import snapkv as brute_snapkv
+from conformance.assurance.oracles.tova import tova as brute_tova
 from conformance.assurance.strategies.policy_cases import CASES
-from conformance.assurance.strategies.policy_expected import C_CHUNK, FUTURE, KERNEL, LAG, SINK, W, plain
 from conformance.plugin import sparingly
 from conformance.strategies.policy_inputs import Inputs, decided, drawn, observation
 from conformance.tolerances import scores_agree
@@ -154,18 +164,18 @@ def test_chunkkv_as_described(seed: int, B: int) -> None:
 
 Score = Callable[[Any, Inputs], Any]
 SCORES: dict[str, tuple[Score, Score]] = {
-    "snapkv": (lambda v, i: snapkv_score(v, W, KERNEL), lambda x, i: oracle.snapkv(x, W, KERNEL)),
-    "adakv": (lambda v, i: adakv_score(v, W, KERNEL), lambda x, i: oracle.adakv(x, W, KERNEL)),
+    "snapkv": (lambda v, i: snapkv_score(v, W, KERNEL), lambda x, i: brute_snapkv(x, W, KERNEL)),
+    "adakv": (lambda v, i: adakv_score(v, W, KERNEL), lambda x, i: brute_adakv(x, W, KERNEL)),
     "h2o": (lambda v, i: h2o_score(v), lambda x, i: oracle.accumulated(x)),
-    "tova": (lambda v, i: tova_score(v), lambda x, i: oracle.tova(x)),
-    "keydiff": (lambda v, i: keydiff_score(v), lambda x, i: oracle.keydiff(x)),
-    "knorm": (lambda v, i: knorm_score(v), lambda x, i: oracle.knorm(x)),
-    "caote": (lambda v, i: caote_score(v), lambda x, i: oracle.caote(x)),
+    "tova": (lambda v, i: tova_score(v), lambda x, i: brute_tova(x)),
+    "keydiff": (lambda v, i: keydiff_score(v), lambda x, i: brute_keydiff(x)),
+    "knorm": (lambda v, i: knorm_score(v), lambda x, i: brute_knorm(x)),
+    "caote": (lambda v, i: caote_score(v), lambda x, i: brute_caote(x)),
     "epicache": (lambda v, i: epicache_score(v), lambda x, i: oracle.epicache(x)),
-    "rkv": (lambda v, i: rkv_score(v, W, KERNEL, 0.1), lambda x, i: oracle.rkv(x, W, KERNEL, 0.1)),
+    "rkv": (lambda v, i: rkv_score(v, W, KERNEL, 0.1), lambda x, i: brute_rkv(x, W, KERNEL, 0.1)),
     "expected attention": (
         lambda v, i: ExpectedAttention(i.inv_freq, i.factor, SINK, FUTURE).of_layer(v, i.n),
-        lambda x, i: oracle.expected_attention(x, i.inv_freq.tolist(), i.factor, SINK, FUTURE),
+        lambda x, i: brute_expected_attention(x, i.inv_freq.tolist(), i.factor, SINK, FUTURE),
     ),
 }
 
@@ -250,7 +260,7 @@ def test_a_partition_is_judged_by_the_next(seed: int, constant: bool) -> None:
     rows = iter(lagkv_information(x, LAG))
     for head in x.tolist():
         for at in range(0, 4 * LAG, LAG):
-            brute = oracle.lagkv_information(head[at : at + LAG], head[at + LAG : at + 2 * LAG])
+            brute = brute_lagkv_information(head[at : at + LAG], head[at + LAG : at + 2 * LAG])
             assert scores_agree(next(rows), brute)
 
 
@@ -301,7 +311,7 @@ def test_a_rotation_is_taken_off_and_averaged(seed: int) -> None:
     """What was rotated at its position comes back; the mean of one position is its rotation."""
     rng = np.random.default_rng(seed)
     x, inv_freq, factor = rng.standard_normal((1, 5, 4)), rng.random(2), 1.5
-    turned = [[oracle.rotate(row, at, inv_freq.tolist(), factor) for at, row in enumerate(x[0].tolist())]]
+    turned = [[brute_rotate(row, at, inv_freq.tolist(), factor) for at, row in enumerate(x[0].tolist())]]
     back = unrotated(np.array(turned), np.arange(5), inv_freq, factor)
     assert scores_agree(back.ravel(), x.ravel().tolist())
     R = mean_rotation(np.array([3]), inv_freq, factor)

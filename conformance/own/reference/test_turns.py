@@ -11,8 +11,12 @@ from hypothesis import strategies as st
 
 from conformance import tolerances
 from conformance.assurance.oracles import policies as oracle
+from conformance.assurance.oracles.adakv import adakv as brute_adakv
+from conformance.assurance.oracles.brute import plain
+from conformance.assurance.oracles.keydiff import keydiff as brute_keydiff
+from conformance.assurance.oracles.knorm import knorm as brute_knorm
+from conformance.assurance.oracles.snapkv import snapkv as brute_snapkv
 from conformance.assurance.strategies.policy_cases import CASES
-from conformance.assurance.strategies.policy_expected import plain
 from conformance.assurance.strategies.policy_segments import (
     KERNEL,
     POLICIES,
@@ -53,10 +57,10 @@ def rows_of(inputs: Inputs, live: Live, score: Callable[[oracle.Layer], oracle.S
 
 
 SCORES: dict[str, Callable[[oracle.Layer], oracle.Score]] = {
-    "snapkv": lambda layer: oracle.snapkv(layer, W, KERNEL)[0],
-    "keydiff": lambda layer: oracle.keydiff(layer)[0],
-    "knorm": lambda layer: oracle.knorm(layer)[0],
-    "adakv": lambda layer: oracle.adakv(layer, W, KERNEL)[0],
+    "snapkv": lambda layer: brute_snapkv(layer, W, KERNEL)[0],
+    "keydiff": lambda layer: brute_keydiff(layer)[0],
+    "knorm": lambda layer: brute_knorm(layer)[0],
+    "adakv": lambda layer: brute_adakv(layer, W, KERNEL)[0],
 }
 
 

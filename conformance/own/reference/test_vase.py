@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.assurance.oracles import vase as brute
+from conformance.assurance.oracles.brute import HALF, KERNEL, N_SINK, SEED, W, plain
 from conformance.assurance.oracles.policies import window
 from conformance.assurance.strategies.policy_cases import CASES
-from conformance.assurance.strategies.policy_expected import HALF, KERNEL, N_SINK, SEED, W, plain
 from conformance.assurance.strategies.policy_steps import PROMPT, STEPS, decoded, long
 from conformance.own.reference.test_decoding import one_head
 from conformance.plugin import sparingly

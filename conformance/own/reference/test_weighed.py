@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from conformance.assurance.oracles import policies as oracle
 from conformance.assurance.oracles import weighed
+from conformance.assurance.oracles.brute import KERNEL, SINK, W, plain
+from conformance.assurance.oracles.snapkv import snapkv as brute_snapkv
 from conformance.assurance.strategies.policy_cases import CASES
-from conformance.assurance.strategies.policy_expected import KERNEL, SINK, W, plain
 from conformance.assurance.strategies.policy_steps import PROMPT, STEPS, decoded, long
 from conformance.plugin import sparingly
 from conformance.strategies.policy_inputs import decided, drawn, observation
@@ -93,7 +94,7 @@ def test_the_second_score_lies_within_its_bound(seed: int) -> None:
     rows = iter(scores.second)
     for view, W_o in zip(inputs.layers, inputs.W_o, strict=True):
         layer = plain(view)
-        for first, size in zip(oracle.snapkv(layer, W, KERNEL), weighed.output_sizes(layer, W_o.tolist()), strict=True):
+        for first, size in zip(brute_snapkv(layer, W, KERNEL), weighed.output_sizes(layer, W_o.tolist()), strict=True):
             brute = [None if a is None else (a + 1e-4) * b for a, b in zip(first, size, strict=True)]
             assert scores_agree(next(rows), brute)
 

@@ -1,0 +1,174 @@
+"""A named policy by brute force, the inputs of its tests and vectors, and the terms in which its kept sets are said.
+
+A module of `oracles` lists its policies in BRUTES, from which the common tests, the table of promises and the vectors
+have their cases. What it computes shares nothing with the reference, of which only `Brute.policy` makes one.
+"""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from conformance.assurance.oracles import policies as oracle
+from conformance.assurance.vector_writer.case import Case
+from conformance.strategies.keys import NESTED
+from conformance.strategies.policy_inputs import TEMPLATE, Inputs, Kept, of_model
+from conformance.vectors.arrays import floats
+from conformance.vectors.json_values import Json
+from reference.policies.names import POLICIES
+from spec.policy import LayerView, Policy
+
+__all__ = [
+    "BLOCK",
+    "C_CHUNK",
+    "FUTURE",
+    "HALF",
+    "KERNEL",
+    "LAG",
+    "MODES",
+    "N_SINK",
+    "REHEARSED",
+    "SAFEGUARD",
+    "SEED",
+    "SINK",
+    "WIDE",
+    "Brute",
+    "W",
+    "both_ends",
+    "by_layer",
+    "from_vector",
+    "newest",
+    "newest_half",
+    "numbers",
+    "plain",
+    "rehearsed",
+    "seeded",
+    "shared",
+    "sinks",
+]
+
+W, KERNEL, C_CHUNK, SINK, FUTURE, LAG, BLOCK = 3, 3, 4, NESTED.N_sink, 5, 4, 4
+REHEARSED: dict[str, Any] = {"template": TEMPLATE, "N_sink": SINK, "N_recent": W, "chunk": 5, "overlap": 2}
+SAFEGUARD = Fraction(1, 5)
+N_SINK, HALF, SEED = 1, Fraction(1, 2), 5  # of VaSE: small sets have wide values and a sample
+
+Guaranteed = Callable[[int, int], set[int]]
+
+
+@dataclass(frozen=True)
+class Brute:
+    """A policy of `reference.policies.names`, and what it keeps of any inputs at B tokens, by brute force.
+
+    `kept` is called with the inputs, B and the constants. `small` are the constants of the common tests; a vector has
+    its own among its inputs. `guaranteed` are positions of n that every kept set of B tokens holds, and `floor` the
+    tokens below which B is raised, at the small constants.
+    """
+
+    item: str
+    name: str
+    kept: Callable[..., Kept]
+    small: Mapping[str, Any] = field(default_factory=dict)
+    floor: int = 0
+    guaranteed: Guaranteed = field(default=lambda n, B: set())
+    vectors: Sequence[Case] = ()
+    adapted: Callable[[Policy], Policy] = field(default=lambda policy: policy)
+
+    def policy(self, inputs: Inputs, constants: Mapping[str, Any] | None = None) -> Policy:
+        """The reference's, of the maker that its module has now: a wrong one may stand there."""
+        row = POLICIES[self.name]
+        now = replace(row, make=getattr(sys.modules[row.make.__module__], row.make.__name__))
+        chosen = self.small if constants is None else constants
+        return self.adapted(now.policy({**of_model(self.name, inputs), **chosen}))
+
+    def expected(self, inputs: Inputs, B: int) -> Kept:
+        """At the small constants."""
+        return self.kept(inputs, B, **self.small)
+
+
+def from_vector(i: Json) -> tuple[Inputs, int, dict[str, Any]]:
+    """Inputs, B and constants of a vector; a fraction is text in it, and a block's size `b`."""
+    views = [
+        LayerView(floats(q), floats(k), floats(v), i["scaling"], None)
+        for q, k, v in zip(i["q"], i["k"], i["v"], strict=True)
+    ]
+    W_o = [floats(i["W_o"])] if "W_o" in i else []
+    found = Inputs(views, floats(i.get("inv_freq", [])), W_o, np.zeros(len(views[0].k[0]), np.int64))
+    constants = {
+        {"b": "block"}.get(name, name): Fraction(x) if isinstance(x, str) and x[0].isdigit() else x
+        for name, x in i.items() if name not in ("q", "k", "v", "scaling", "W_o", "inv_freq", "B")
+    }
+    return found, i["B"], constants
+
+
+def plain(view: LayerView) -> dict[str, Any]:
+    """The layer as lists, for the oracles."""
+    return {
+        "q": view.q.tolist(), "k": view.k.tolist(), "v": None if view.v is None else view.v.tolist(),
+        "scaling": view.scaling, "softcap": view.softcap,
+    }
+
+
+def rehearsed(view: LayerView) -> dict[str, Any]:
+    """The same with what was asked while chunks were repeated."""
+    each = [
+        {"start": x.start, "stop": x.stop, "q": x.q.tolist(), "k": x.k.tolist(), "norms": x.norms.tolist()}
+        for x in view.repeats or ()
+    ]
+    return {**plain(view), "repeats": each}
+
+
+def by_layer(score: Callable[..., list[oracle.Score]]) -> Callable[..., Kept]:
+    """The best B tokens of every row of every layer."""
+    def kept(inputs: Inputs, B: int, **constants: Any) -> Kept:
+        return [oracle.top(row, B) for view in inputs.layers for row in score(plain(view), **constants)]
+
+    return kept
+
+
+def shared(score: Callable[..., list[oracle.Score]], shares: Callable[..., list[int]]) -> Callable[..., Kept]:
+    """Heads of a layer share its budget, by a safeguard."""
+    def kept(inputs: Inputs, B: int, safeguard: Fraction = Fraction(0), **constants: Any) -> Kept:
+        found = []
+        for view in inputs.layers:
+            rows = score(plain(view), **constants)
+            found += [oracle.top(row, b) for row, b in zip(rows, shares(rows, B, safeguard), strict=True)]
+        return found
+
+    return kept
+
+
+def newest(n: int, B: int) -> set[int]:
+    return set(range(max(0, n - W), n))
+
+
+def sinks(n: int, B: int) -> set[int]:
+    return set(range(min(SINK, n)))
+
+
+def both_ends(n: int, B: int) -> set[int]:
+    return sinks(n, B) | newest(n, B)
+
+
+def newest_half(n: int, B: int) -> set[int]:
+    return set(range(max(0, n - B // 2), n))
+
+
+def numbers(seed: int, *shape: int) -> Json:
+    """Nested lists of multiples of 1/16 in (-2, 2), no two rows alike."""
+    if len(shape) == 1:
+        return [((seed * 37 + at * 11 + (seed + at) ** 2 * 7) % 61 - 30) / 16 for at in range(shape[0])]
+    return [numbers(seed * 5 + at + 1, *shape[1:]) for at in range(shape[0])]
+
+
+def seeded(seed: int, L: int = 1, H: int = 4, H_kv: int = 2, n: int = 10, d: int = 2) -> dict[str, Json]:
+    return {
+        "q": numbers(seed, L, H, n, d), "k": numbers(seed + 1, L, H_kv, n, d), "v": numbers(seed + 2, L, H_kv, n, d),
+        "scaling": 0.75,
+    }
+
+
+MODES = {"W": 2, "kernel": 3}
+WIDE = {"W": 3, "kernel": 5}

@@ -1,0 +1,42 @@
+"""CAOTE by brute force: how the output changes when one token goes."""
+
+import math
+from collections.abc import Sequence
+
+from conformance.assurance.oracles.brute import Brute, by_layer, seeded
+from conformance.assurance.oracles.policies import Layer, Row, Score, groups, last_rows
+from conformance.assurance.vector_writer.case import Case
+
+__all__ = ["BRUTES", "caote", "caote_error"]
+
+
+def caote_error(alpha: Row, values: Sequence[Row]) -> list[float]:
+    """The change of the output when one token goes and the others are renormalised, done literally."""
+    errors = []
+    whole = [math.fsum(a * v[c] for a, v in zip(alpha, values, strict=True)) for c in range(len(values[0]))]
+    for j in range(len(alpha)):
+        others = [i for i in range(len(alpha)) if i != j]
+        rest = math.fsum(alpha[i] for i in others)
+        if rest == 0:
+            errors.append(math.inf)
+            continue
+        without = [math.fsum(alpha[i] / rest * values[i][c] for i in others) for c in range(len(whole))]
+        errors.append(math.dist(whole, without))
+    return errors
+
+
+def caote(layer: Layer) -> list[Score]:
+    rows, n = last_rows(layer, 1), len(layer["k"][0])
+    return [
+        list(caote_error([math.fsum(rows[h][0][i] for h in group) / len(group) for i in range(n)], layer["v"][g]))
+        for g, group in enumerate(groups(layer))
+    ]
+
+
+BRUTES = [
+    Brute("PO-CAOTE", "caote", by_layer(caote), vectors=[
+        Case(230, "values decide", ["Plain"], {**seeded(13), "B": 4}),
+        Case(352, "six of 15", ["Plain"], {**seeded(46, n=15), "B": 6}),
+        Case(353, "two layers", ["Plain"], {**seeded(42, L=2, n=13), "B": 5}),
+    ]),
+]

@@ -1,0 +1,80 @@
+"""DefensiveKV by brute force: the worst case of the window, and a first stage by its mean."""
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+from conformance.assurance.oracles.brute import KERNEL, MODES, WIDE, Brute, W, newest, numbers, plain, seeded
+from conformance.assurance.oracles.policies import (
+    Layer,
+    Row,
+    Score,
+    competition_shares,
+    dot,
+    groups,
+    last_rows,
+    padded,
+    pool,
+    top,
+    window,
+)
+from conformance.assurance.vector_writer.case import Case
+from conformance.strategies.policy_inputs import Inputs, Kept
+
+__all__ = ["BRUTES", "defensive"]
+
+
+def defensive(layer: Layer, W_o: Sequence[Sequence[Row]], W: int, kernel: int, B: int) -> list[Score]:
+    """Worst case, prior, output share, and the first stage at the layer's largest score."""
+    n, past, rows = len(layer["k"][0]), window(layer, W), last_rows(layer, W)
+    if past == 0:
+        return [[None] * n for _ in layer["k"]]
+    tail = [math.fsum(q[max(0, past - W) : past]) for head in rows for q in head]
+    bound = 0.9 - math.fsum(tail) / len(tail)
+    scores, firsts, sizes = [], [], []
+    for g, group in enumerate(groups(layer)):
+        worst = [0.0] * past
+        for row in (q[:past] for h in group for q in rows[h]):
+            pooled = pool(row, kernel, "average")
+            share = math.fsum(row) / math.fsum(pooled)
+            worst = [max(a, b * share) for a, b in zip(worst, pooled, strict=True)]
+        floor = math.fsum(worst) / past
+        scores.append([max(x, floor) for x in worst])
+        mean = [math.fsum(q[i] for h in group for q in rows[h]) for i in range(past)]
+        whole, covered, chosen = math.fsum(mean), 0.0, []
+        for i in sorted(range(past), key=lambda i: (-mean[i], i)):
+            covered += mean[i] / whole
+            if covered >= bound:
+                break
+            chosen.append(i)
+        firsts.append(chosen[: max(0, B - W)])
+        sizes.append([
+            math.fsum(
+                math.fsum(abs(dot(layer["v"][g][i], [r[c] for r in W_o[h]])) for c in range(len(W_o[h][0])))
+                for h in group
+            ) / len(group) for i in range(past)
+        ])
+    for g, row in enumerate(scores):
+        scores[g] = [x * (sizes[g][i] / math.fsum(size[i] for size in sizes)) for i, x in enumerate(row)]
+    largest = max(max(row) for row in scores)
+    for row, first in zip(scores, firsts, strict=True):
+        for i in first:
+            row[i] = largest
+    return [padded(row, n) for row in scores]
+
+
+def kept(inputs: Inputs, B: int, W: int, kernel: int) -> Kept:
+    found = []
+    for view, W_o in zip(inputs.layers, inputs.W_o, strict=True):
+        rows = defensive(plain(view), W_o.tolist(), W, kernel, B)
+        found += [top(row, b) for row, b in zip(rows, competition_shares(rows, B, Fraction(0)), strict=True)]
+    return found
+
+
+BRUTES = [
+    Brute("PO-DEFENSIVEKV", "defensivekv", kept, {"W": W, "kernel": KERNEL}, W, newest, vectors=[
+        Case(240, "two heads share a layer", ["Plain"], {**seeded(14), "B": 5, "W_o": numbers(2, 4, 2, 3), **MODES}),
+        Case(354, "six of 15", ["Plain"], {**seeded(41, n=15), "B": 6, "W_o": numbers(48, 4, 2, 3), **MODES}),
+        Case(355, "a pool of five", ["Plain"], {**seeded(47, n=14), "B": 7, "W_o": numbers(56, 4, 2, 3), **WIDE}),
+    ]),
+]

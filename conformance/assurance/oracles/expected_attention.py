@@ -1,0 +1,78 @@
+"""Expected Attention by brute force: what Gaussian queries at later positions attend to."""
+
+import math
+
+from conformance.assurance.oracles.brute import FUTURE, SINK, Brute, plain, seeded, sinks
+from conformance.assurance.oracles.policies import Layer, Row, Score, dot, groups, normalise, top
+from conformance.assurance.vector_writer.case import Case
+from conformance.strategies.policy_inputs import Inputs, Kept
+
+__all__ = ["BRUTES", "expected_attention", "rotate"]
+
+
+def rotate(x: Row, position: float, inv_freq: Row, factor: float) -> list[float]:
+    half = len(inv_freq)
+    out = [0.0] * (2 * half)
+    for f, omega in enumerate(inv_freq):
+        c, s = factor * math.cos(position * omega), factor * math.sin(position * omega)
+        out[f] = x[f] * c - x[f + half] * s
+        out[f + half] = x[f + half] * c + x[f] * s
+    return out
+
+
+def expected_attention(layer: Layer, inv_freq: Row, factor: float, N_sink: int, N_future: int) -> list[Score]:
+    """E exp(z) of a Gaussian query under the mean rotation of the next N_future positions."""
+    n, d = len(layer["k"][0]), len(layer["k"][0][0])
+    if n <= N_sink:
+        return [[None] * n for _ in layer["k"]]
+    found: list[Score] = []
+    ahead = range(n, n + N_future)
+    basis = [[float(a == b) for b in range(d)] for a in range(d)]
+    columns = [
+        [math.fsum(x) / N_future for x in zip(*(rotate(e, p, inv_freq, factor) for p in ahead), strict=True)]
+        for e in basis
+    ]
+    for g, group in enumerate(groups(layer)):
+        keys = layer["k"][g][N_sink:]
+        total = [0.0] * len(keys)
+        for h in group:
+            # Rotation back by the same angle, and both factors taken off.
+            pre = [
+                [x / factor**2 for x in rotate(q, -at, inv_freq, factor)] for at, q in enumerate(layer["q"][h])
+            ][N_sink:]
+            turned = [
+                [math.fsum(q[a] * columns[a][b] for a in range(d)) for b in range(d)] for q in pre
+            ]
+            mean = [math.fsum(x) / len(turned) for x in zip(*turned, strict=True)]
+            z = []
+            for key in keys:
+                projections = [dot([a - b for a, b in zip(q, mean, strict=True)], key) for q in turned]
+                variance = math.fsum(x * x for x in projections) / len(projections)
+                z.append(layer["scaling"] * dot(mean, key) + layer["scaling"] ** 2 * variance / 2)
+            total = [a + b / len(group) for a, b in zip(total, normalise(z), strict=True)]
+        norms = [math.sqrt(dot(v, v)) for v in layer["v"][g][N_sink:]]
+        found.append([*[None] * N_sink, *[a * b for a, b in zip(total, norms, strict=True)]])
+    return found
+
+
+def kept(inputs: Inputs, B: int, N_sink: int, N_future: int) -> Kept:
+    found = []
+    for view in inputs.layers:
+        rows = expected_attention(plain(view), inputs.inv_freq.tolist(), inputs.factor, N_sink, N_future)
+        found += [top(row, B) for row in rows]
+    return found
+
+
+BRUTES = [
+    Brute(
+        "PO-EXPECTED-ATTENTION", "expected-attention", kept,
+        {"N_sink": SINK, "N_future": FUTURE}, SINK, sinks, vectors=[
+            Case(200, "two sinks, four positions ahead", ["Plain"],
+                 {**seeded(10), "B": 5, "inv_freq": [0.5], "N_sink": 2, "N_future": 4}),
+            Case(346, "two pairs of channels", ["Plain"],
+                 {**seeded(47, n=15, d=4), "B": 6, "inv_freq": [1.0, 0.25], "N_sink": 1, "N_future": 3}),
+            Case(347, "three query heads on each KV head", ["HeadSharing"],
+                 {**seeded(49, H=6, n=13), "B": 6, "inv_freq": [0.5], "N_sink": 2, "N_future": 6}),
+        ],
+    ),
+]

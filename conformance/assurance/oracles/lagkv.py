@@ -1,0 +1,50 @@
+"""LagKV by brute force: tokens that stand out against the next partition."""
+
+import math
+from collections.abc import Sequence
+
+from conformance.assurance.oracles.brute import LAG, SINK, Brute, by_layer, seeded, sinks
+from conformance.assurance.oracles.policies import Layer, Row, Score, normalise
+from conformance.assurance.vector_writer.case import Case
+
+__all__ = ["BRUTES", "lagkv", "lagkv_information"]
+
+
+def lagkv_information(rows: Sequence[Row], reference: Sequence[Row]) -> list[float]:
+    """Of one partition under the next: min-max by its channels, deviation over channels, softmax over tokens."""
+    low, high = ([f(column) for column in zip(*reference, strict=True)] for f in (min, max))
+    spreads = []
+    for row in rows:
+        scaled = [0.0 if a == b else (x - a) / (b - a) for x, a, b in zip(row, low, high, strict=True)]
+        mean = math.fsum(scaled) / len(scaled)
+        spreads.append(math.sqrt(math.fsum((x - mean) ** 2 for x in scaled) / (len(scaled) - 1)))
+    return normalise(spreads)
+
+
+def lagkv(layer: Layer, N_sink: int, lag: int) -> list[Score]:
+    """A token's place inside its partition, best first; the end of the prompt lies above, the newest highest."""
+    n, found = len(layer["k"][0]), []
+    starts = list(range(N_sink, n - 2 * lag + 1, lag))
+    for keys, values in zip(layer["k"], layer["v"], strict=True):
+        score: Score = [None if at < N_sink else 1.0 + at for at in range(n)]
+        for start in starts:
+            here, after = slice(start, start + lag), slice(start + lag, start + 2 * lag)
+            by_key, by_value = (lagkv_information(x[here], x[after]) for x in (keys, values))
+            worth = [a + b for a, b in zip(by_key, by_value, strict=True)]
+            for place, at in enumerate(sorted(range(lag), key=lambda i: (-worth[i], i))):
+                score[start + at] = -float(place)
+        found.append(score)
+    return found
+
+
+BRUTES = [
+    Brute("PO-LAGKV", "lagkv", by_layer(lagkv), {"N_sink": SINK, "lag": LAG}, SINK, sinks, vectors=[
+        Case(260, "two partitions of three are ranked, two tokens follow the last", ["Plain"],
+             {**seeded(16, n=13), "B": 8, "N_sink": 2, "lag": 3}),
+        Case(261, "a budget below the unranked end keeps the newest", ["TieAtBoundary"],
+             {**seeded(17, n=13), "B": 4, "N_sink": 2, "lag": 3}),
+        Case(262, "keys and values are constant: no channel has a range, and positions decide", ["TieAtBoundary"],
+             {**seeded(18, H=1, H_kv=1), "k": [[[[0.5, -1.0]] * 10]], "v": [[[[0.25, 2.0]] * 10]], "B": 6, "N_sink": 1,
+              "lag": 3}),
+    ]),
+]

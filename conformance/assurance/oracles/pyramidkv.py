@@ -1,0 +1,46 @@
+"""PyramidKV by brute force: SnapKV's scores, or sums of attention, with shares on a line."""
+
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+from conformance.assurance.oracles.brute import KERNEL, MODES, WIDE, Brute, W, newest, plain, seeded
+from conformance.assurance.oracles.h2o import described
+from conformance.assurance.oracles.policies import Score, pyramid_shares, top
+from conformance.assurance.oracles.snapkv import snapkv
+from conformance.assurance.vector_writer.case import Case
+from conformance.strategies.policy_inputs import Inputs, Kept
+
+__all__ = ["BRUTES"]
+
+
+def pyramid(score: Callable[..., list[Score]]) -> Callable[..., Kept]:
+    """The shares of layers lie on a line."""
+    def kept(inputs: Inputs, B: int, W: int, beta: int, **constants: Any) -> Kept:
+        shares = pyramid_shares(Fraction(B), min(W, inputs.n), len(inputs.layers), inputs.n, beta)
+        return [
+            top(row, share) for view, share in zip(inputs.layers, shares, strict=True)
+            for row in score(plain(view), W=W, **constants)
+        ]
+
+    return kept
+
+
+BRUTES = [
+    Brute("PO-PYRAMIDKV", "pyramidkv", pyramid(snapkv), {"W": W, "kernel": KERNEL, "beta": 20}, W, newest, vectors=[
+        Case(150, "three layers", ["Plain"], {**seeded(5, L=3, H=2, H_kv=1), "B": 5, "beta": 20, **MODES}),
+        Case(332, "three layers of two heads", ["HeadSharing"], {**seeded(40, L=3, n=16), "B": 6, "beta": 20, **MODES}),
+        Case(333, "four layers on a flatter line", ["Plain"],
+             {**seeded(40, L=4, H=2, H_kv=1, n=14), "B": 7, "beta": 4, **WIDE}),
+    ]),
+    Brute(
+        "PO-PYRAMIDKV-DESCRIBED", "pyramidkv-described", pyramid(described),
+        {"W": W, "beta": 20}, W, newest, vectors=[
+            Case(151, "three layers", ["Plain"], {**seeded(5, L=3, H=2, H_kv=1), "B": 5, "beta": 20, "W": 2}),
+            Case(334, "three layers of two heads", ["HeadSharing"],
+                 {**seeded(40, L=3, n=16), "B": 6, "beta": 20, "W": 2}),
+            Case(335, "four layers on a flatter line", ["Plain"],
+                 {**seeded(40, L=4, H=2, H_kv=1, n=14), "B": 7, "beta": 4, "W": 3}),
+        ],
+    ),
+]

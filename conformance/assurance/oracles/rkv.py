@@ -1,0 +1,61 @@
+"""R-KV by brute force: importance less redundancy."""
+
+import math
+from collections.abc import Sequence
+
+from conformance.assurance.oracles.brute import KERNEL, MODES, WIDE, Brute, W, by_layer, newest, seeded
+from conformance.assurance.oracles.policies import (
+    Layer,
+    Row,
+    Score,
+    capped,
+    dot,
+    groups,
+    normalise,
+    padded,
+    pool,
+    window,
+)
+from conformance.assurance.vector_writer.case import Case
+
+__all__ = ["BRUTES", "rkv", "rkv_redundancy"]
+
+
+def rkv(layer: Layer, W: int, kernel: int, lam: float) -> list[Score]:
+    """Importance and redundancy of the keys before the last W."""
+    n, past, found = len(layer["k"][0]), window(layer, W), []
+    if past == 0:
+        return [[None] * n for _ in layer["k"]]
+    for g, group in enumerate(groups(layer)):
+        keys, importance = layer["k"][g], [0.0] * past
+        W_now = n - past
+        for at in range(-W_now, 0):
+            logits = [
+                max(capped(layer["scaling"] * dot(layer["q"][h][at], keys[i]), layer) for h in group)
+                for i in range(past)
+            ]
+            importance = [a + b / W_now for a, b in zip(importance, normalise(logits), strict=True)]
+        redundancy = rkv_redundancy(keys)
+        pooled = pool(importance, kernel, "max")
+        found.append(padded([lam * pooled[i] - (1 - lam) * redundancy[i] for i in range(past)], n))
+    return found
+
+
+def rkv_redundancy(keys: Sequence[Row]) -> list[float]:
+    n = len(keys)
+    unit = [[x / (math.sqrt(dot(key, key)) + 1e-8) for x in key] for key in keys]
+    C = [[0.0 if i == j else dot(unit[i], unit[j]) for j in range(n)] for i in range(n)]
+    for i in range(n):
+        above = [j for j in range(n) if C[i][j] > 0.5]
+        C[i][above[-1] if above else 0] = 0.0
+    return normalise([math.fsum(C[i][j] for i in range(n)) / n for j in range(n)])
+
+
+BRUTES = [
+    Brute("PO-RKV", "rkv", by_layer(rkv), {"W": W, "kernel": KERNEL, "lam": 0.1}, W, newest, vectors=[
+        Case(220, "a window of two", ["Plain"], {**seeded(12), "B": 5, "lam": 0.1, **MODES}),
+        Case(350, "six of 15", ["Plain"], {**seeded(40, n=15), "B": 6, "lam": 0.1, **MODES}),
+        Case(351, "redundancy counts as much as importance", ["Plain"],
+             {**seeded(54, n=14), "B": 7, "lam": 0.5, **WIDE}),
+    ]),
+]
