@@ -1,6 +1,7 @@
 """Ada-KV by brute force: SnapKV's window, and a layer's budget shared by its heads' scores."""
 
 import math
+from fractions import Fraction
 
 from conformance.assurance.oracles.brute import KERNEL, MODES, SAFEGUARD, WIDE, Brute, W, newest, seeded, shared
 from conformance.assurance.oracles.policies import (
@@ -31,7 +32,8 @@ def adakv(layer: Layer, W: int, kernel: int) -> list[Score]:
 BRUTES = [
     Brute(
         "PO-ADAKV", "adakv", shared(adakv, adaptive_shares),
-        {"W": W, "kernel": KERNEL, "safeguard": SAFEGUARD}, W, newest, vectors=[
+        {"W": W, "kernel": KERNEL, "safeguard": SAFEGUARD}, W, newest,
+        published={"W": 32, "kernel": 7, "safeguard": Fraction(1, 5)}, vectors=[
             Case(210, "two heads share a layer", ["Plain"], {**seeded(11), "B": 5, "safeguard": "1/5", **MODES}),
             Case(348, "nine and three of 15", ["Plain"], {**seeded(40, n=15), "B": 6, "safeguard": "1/5", **MODES}),
             Case(349, "three heads share a layer, half of it for each alone", ["HeadSharing"],

@@ -63,8 +63,8 @@ class Brute:
     """A policy of `reference.policies.names`, and what it keeps of any inputs at B tokens, by brute force.
 
     `kept` is called with the inputs, B and the constants. `small` are the constants of the common tests; a vector has
-    its own among its inputs. `guaranteed` are positions of n that every kept set of B tokens holds, and `floor` the
-    tokens below which B is raised, at the small constants.
+    its own among its inputs. At the small ones, B is raised to `floor`, and every kept set of B tokens holds the
+    positions `guaranteed`. `published` are the defaults, but for the backend.
     """
 
     item: str
@@ -73,15 +73,21 @@ class Brute:
     small: Mapping[str, Any] = field(default_factory=dict)
     floor: int = 0
     guaranteed: Guaranteed = field(default=lambda n, B: set())
+    published: Mapping[str, Any] = field(default_factory=dict)
     vectors: Sequence[Case] = ()
     adapted: Callable[[Policy], Policy] = field(default=lambda policy: policy)
 
+    @property
+    def make(self) -> Callable[..., Policy]:
+        """The maker that its module has now: a wrong one may stand there."""
+        known = POLICIES[self.name].make
+        found: Callable[..., Policy] = getattr(sys.modules[known.__module__], known.__name__)
+        return found
+
     def policy(self, inputs: Inputs, constants: Mapping[str, Any] | None = None) -> Policy:
-        """The reference's, of the maker that its module has now: a wrong one may stand there."""
-        row = POLICIES[self.name]
-        now = replace(row, make=getattr(sys.modules[row.make.__module__], row.make.__name__))
-        chosen = self.small if constants is None else constants
-        return self.adapted(now.policy({**of_model(self.name, inputs), **chosen}))
+        """The reference's."""
+        row, chosen = replace(POLICIES[self.name], make=self.make), self.small if constants is None else constants
+        return self.adapted(row.policy({**of_model(self.name, inputs), **chosen}))
 
     def expected(self, inputs: Inputs, B: int) -> Kept:
         """At the small constants."""

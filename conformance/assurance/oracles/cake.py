@@ -66,7 +66,8 @@ def kept(inputs: Inputs, B: int, W: int, kernel: int, gamma: float, tau1: float,
 BRUTES = [
     Brute(
         "PO-CAKE", "cake", kept,
-        {"W": W, "kernel": KERNEL, "gamma": 200.0, "tau1": 1.0, "tau2": 1.0}, W, newest, vectors=[
+        {"W": W, "kernel": KERNEL, "gamma": 200.0, "tau1": 1.0, "tau2": 1.0}, W, newest,
+        published={"W": 32, "kernel": 5, "gamma": 200.0, "tau1": 1.0, "tau2": 1.0}, vectors=[
             Case(283, "three layers", ["Plain"],
                  {**seeded(21, L=3), "B": 5, "gamma": 200.0, "tau1": 1.0, "tau2": 1.0, **MODES}),
             Case(284, "temperatures", ["Plain"],

@@ -27,7 +27,8 @@ def described(inputs: Inputs, B: int, c: int) -> Kept:
 
 
 BRUTES = [
-    Brute("PO-CHUNKKV", "chunkkv", chunkkv, {"c": C_CHUNK, "W": W, "N_reuse": 2}, W, newest, vectors=[
+    Brute("PO-CHUNKKV", "chunkkv", chunkkv, {"c": C_CHUNK, "W": W, "N_reuse": 2}, W, newest,
+          published={"c": 10, "W": 32, "N_reuse": 1}, vectors=[
         Case(160, "chunks of three before a window of two", ["PartialKeepsBest"],
              {**seeded(6), "B": 6, "c": 3, "W": 2}),
         Case(336, "the third chunk ends at the window", ["PartialKeepsBest"],
@@ -35,7 +36,7 @@ BRUTES = [
         Case(337, "two layers, a last chunk of one", ["PartialKeepsBest"],
              {**seeded(40, n=19, L=2), "B": 9, "c": 4, "W": 2}),
     ]),
-    Brute("PO-CHUNKKV-DESCRIBED", "chunkkv-described", described, {"c": C_CHUNK}, vectors=[
+    Brute("PO-CHUNKKV-DESCRIBED", "chunkkv-described", described, {"c": C_CHUNK}, published={"c": 10}, vectors=[
         Case(161, "chunks of three", ["PartialKeepsBest"], {**seeded(6), "B": 5, "c": 3}),
         Case(338, "a last chunk of two", ["PartialKeepsBest"], {**seeded(40, n=17), "B": 7, "c": 3}),
         Case(339, "two layers", ["PartialKeepsBest"], {**seeded(40, n=19, L=2), "B": 9, "c": 4}),

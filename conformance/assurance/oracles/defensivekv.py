@@ -72,7 +72,8 @@ def kept(inputs: Inputs, B: int, W: int, kernel: int) -> Kept:
 
 
 BRUTES = [
-    Brute("PO-DEFENSIVEKV", "defensivekv", kept, {"W": W, "kernel": KERNEL}, W, newest, vectors=[
+    Brute("PO-DEFENSIVEKV", "defensivekv", kept, {"W": W, "kernel": KERNEL}, W, newest,
+          published={"W": 32, "kernel": 5}, vectors=[
         Case(240, "two heads share a layer", ["Plain"], {**seeded(14), "B": 5, "W_o": numbers(2, 4, 2, 3), **MODES}),
         Case(354, "six of 15", ["Plain"], {**seeded(41, n=15), "B": 6, "W_o": numbers(48, 4, 2, 3), **MODES}),
         Case(355, "a pool of five", ["Plain"], {**seeded(47, n=14), "B": 7, "W_o": numbers(56, 4, 2, 3), **WIDE}),

@@ -66,7 +66,8 @@ def kept(inputs: Inputs, B: int, N_sink: int, N_future: int) -> Kept:
 BRUTES = [
     Brute(
         "PO-EXPECTED-ATTENTION", "expected-attention", kept,
-        {"N_sink": SINK, "N_future": FUTURE}, SINK, sinks, vectors=[
+        {"N_sink": SINK, "N_future": FUTURE}, SINK, sinks,
+        published={"factor": 1.0, "N_sink": 4, "N_future": 512}, vectors=[
             Case(200, "two sinks, four positions ahead", ["Plain"],
                  {**seeded(10), "B": 5, "inv_freq": [0.5], "N_sink": 2, "N_future": 4}),
             Case(346, "two pairs of channels", ["Plain"],

@@ -30,7 +30,7 @@ BRUTES = [
         Case(328, "four of 15 by their sums", ["Plain"], {**seeded(40, n=15), "B": 7}),
         Case(329, "three query heads on each KV head", ["HeadSharing"], {**seeded(40, H=6, n=18), "B": 9}),
     ]),
-    Brute("PO-H2O-DESCRIBED", "h2o-described", by_layer(described), {"W": W}, W, newest, vectors=[
+    Brute("PO-H2O-DESCRIBED", "h2o-described", by_layer(described), {"W": W}, W, newest, published={"W": 128}, vectors=[
         Case(131, "a window of three", ["Plain"], {**seeded(3), "B": 5, "W": 3}),
         Case(330, "a window of two", ["Plain"], {**seeded(40, n=15), "B": 7, "W": 2}),
         Case(331, "three query heads on each KV head", ["HeadSharing"], {**seeded(40, H=6, n=18), "B": 9, "W": 3}),

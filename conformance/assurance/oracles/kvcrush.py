@@ -23,7 +23,8 @@ def kept(
 BRUTES = [
     Brute(
         "PO-KVCRUSH", "kvcrush", kept,
-        {"W": W, "kernel": KERNEL, "block": BLOCK, "share": HALF}, BLOCK, newest, vectors=[
+        {"W": W, "kernel": KERNEL, "block": BLOCK, "share": HALF}, BLOCK, newest,
+        published={"W": 32, "kernel": 7, "block": 16, "share": Fraction(1, 4), "anchor": "alternating"}, vectors=[
             Case(312, "two layers of two heads, a window of two", ["Plain"],
                  {**seeded(28, L=2, n=13), "B": 8, "b": 2, "share": "1/2", "anchor": "alternating", **MODES}),
             Case(313, "a budget below one block is one block", ["Plain"],

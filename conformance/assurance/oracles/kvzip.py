@@ -103,9 +103,19 @@ def streaming_heads(inputs: Inputs, B: int, N_sink: int, N_recent: int) -> Kept:
     ]
 
 
+PUBLISHED = {"template": None, "N_sink": 4, "N_recent": 0, "chunk": 2000, "overlap": 8}
 BRUTES = [
-    Brute("PO-KVZIP", "kvzip", kept(global_shares), REHEARSED, SINK + W, both_ends),
-    Brute("PO-KVZIP", "kvzip-uniform", kept(lambda rows, B: [B] * len(rows)), REHEARSED, SINK + W, both_ends),
-    Brute("PO-KVZIP-PLUS", "kvzip-plus", kept(global_shares, plus=True), REHEARSED, SINK + W, both_ends),
-    Brute("PO-KVZIP-HEADS", "kvzip-heads", streaming_heads, {"N_sink": SINK, "N_recent": W}, SINK + W, both_ends),
+    Brute("PO-KVZIP", "kvzip", kept(global_shares), REHEARSED, SINK + W, both_ends, published=PUBLISHED),
+    Brute(
+        "PO-KVZIP", "kvzip-uniform", kept(lambda rows, B: [B] * len(rows)), REHEARSED, SINK + W, both_ends,
+        published=PUBLISHED,
+    ),
+    Brute(
+        "PO-KVZIP-PLUS", "kvzip-plus", kept(global_shares, plus=True), REHEARSED, SINK + W, both_ends,
+        published=PUBLISHED,
+    ),
+    Brute(
+        "PO-KVZIP-HEADS", "kvzip-heads", streaming_heads, {"N_sink": SINK, "N_recent": W}, SINK + W, both_ends,
+        published={"N_sink": 64, "N_recent": 256},
+    ),
 ]

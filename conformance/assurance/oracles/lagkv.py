@@ -38,7 +38,8 @@ def lagkv(layer: Layer, N_sink: int, lag: int) -> list[Score]:
 
 
 BRUTES = [
-    Brute("PO-LAGKV", "lagkv", by_layer(lagkv), {"N_sink": SINK, "lag": LAG}, SINK, sinks, vectors=[
+    Brute("PO-LAGKV", "lagkv", by_layer(lagkv), {"N_sink": SINK, "lag": LAG}, SINK, sinks,
+          published={"N_sink": 4, "lag": 128}, vectors=[
         Case(260, "two partitions of three are ranked, two tokens follow the last", ["Plain"],
              {**seeded(16, n=13), "B": 8, "N_sink": 2, "lag": 3}),
         Case(261, "a budget below the unranked end keeps the newest", ["TieAtBoundary"],

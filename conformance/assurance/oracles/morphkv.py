@@ -19,7 +19,8 @@ def morphkv(layer: Layer, W: int, fusion: str) -> list[Score]:
 
 
 BRUTES = [
-    Brute("PO-MORPHKV", "morphkv", by_layer(morphkv), {"W": W, "fusion": "sum"}, W, newest, vectors=[
+    Brute("PO-MORPHKV", "morphkv", by_layer(morphkv), {"W": W, "fusion": "sum"}, W, newest,
+          published={"W": 32, "fusion": "sum"}, vectors=[
         Case(290, "the sum over two recent queries", ["Plain"], {**seeded(23), "B": 5, "W": 2, "fusion": "sum"}),
         Case(291, "the largest of four", ["Plain"], {**seeded(24), "B": 7, "W": 4, "fusion": "max"}),
     ]),

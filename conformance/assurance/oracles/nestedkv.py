@@ -12,7 +12,7 @@ from conformance.assurance.oracles.policies import competition_shares, top
 from conformance.oracles.nestedkv import Row, scores
 from conformance.strategies.keys import NESTED
 from conformance.strategies.policy_inputs import Inputs, Kept
-from spec.parameters import NestedKVParameters
+from spec.parameters import NESTEDKV, NestedKVParameters
 from spec.policy import Policy
 
 __all__ = ["BRUTES", "kept", "tokens"]
@@ -60,11 +60,17 @@ def raised(policy: Policy) -> Policy:
 
 
 BRUTES = [
-    Brute("NK-NESTEDKV", "nestedkv", of_prompt(True), {"parameters": NESTED}, SINK, sinks, adapted=raised),
-    Brute("NK-ABLATIONS", "nestedkv-without-continuum", without_continuum, {"parameters": NESTED}),
+    Brute(
+        "NK-NESTEDKV", "nestedkv", of_prompt(True), {"parameters": NESTED}, SINK, sinks, adapted=raised,
+        published={"parameters": NESTEDKV},
+    ),
+    Brute(
+        "NK-ABLATIONS", "nestedkv-without-continuum", without_continuum, {"parameters": NESTED},
+        published={"parameters": NESTEDKV},
+    ),
     Brute(
         "NK-ABLATIONS", "nestedkv-without-adaptive", of_prompt(False),
-        {"parameters": NESTED}, SINK, sinks, adapted=raised,
+        {"parameters": NESTED}, SINK, sinks, adapted=raised, published={"parameters": NESTEDKV},
     ),
     Brute("NK-ABLATIONS", "nestedkv-without-both", by_layer(keydiff)),
 ]

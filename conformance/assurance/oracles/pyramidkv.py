@@ -27,7 +27,8 @@ def pyramid(score: Callable[..., list[Score]]) -> Callable[..., Kept]:
 
 
 BRUTES = [
-    Brute("PO-PYRAMIDKV", "pyramidkv", pyramid(snapkv), {"W": W, "kernel": KERNEL, "beta": 20}, W, newest, vectors=[
+    Brute("PO-PYRAMIDKV", "pyramidkv", pyramid(snapkv), {"W": W, "kernel": KERNEL, "beta": 20}, W, newest,
+          published={"W": 32, "kernel": 7, "beta": 20}, vectors=[
         Case(150, "three layers", ["Plain"], {**seeded(5, L=3, H=2, H_kv=1), "B": 5, "beta": 20, **MODES}),
         Case(332, "three layers of two heads", ["HeadSharing"], {**seeded(40, L=3, n=16), "B": 6, "beta": 20, **MODES}),
         Case(333, "four layers on a flatter line", ["Plain"],
@@ -35,7 +36,7 @@ BRUTES = [
     ]),
     Brute(
         "PO-PYRAMIDKV-DESCRIBED", "pyramidkv-described", pyramid(described),
-        {"W": W, "beta": 20}, W, newest, vectors=[
+        {"W": W, "beta": 20}, W, newest, published={"W": 128, "beta": 20}, vectors=[
             Case(151, "three layers", ["Plain"], {**seeded(5, L=3, H=2, H_kv=1), "B": 5, "beta": 20, "W": 2}),
             Case(334, "three layers of two heads", ["HeadSharing"],
                  {**seeded(40, L=3, n=16), "B": 6, "beta": 20, "W": 2}),

@@ -52,7 +52,8 @@ def rkv_redundancy(keys: Sequence[Row]) -> list[float]:
 
 
 BRUTES = [
-    Brute("PO-RKV", "rkv", by_layer(rkv), {"W": W, "kernel": KERNEL, "lam": 0.1}, W, newest, vectors=[
+    Brute("PO-RKV", "rkv", by_layer(rkv), {"W": W, "kernel": KERNEL, "lam": 0.1}, W, newest,
+          published={"W": 8, "kernel": 7, "lam": 0.1, "every": 128}, vectors=[
         Case(220, "a window of two", ["Plain"], {**seeded(12), "B": 5, "lam": 0.1, **MODES}),
         Case(350, "six of 15", ["Plain"], {**seeded(40, n=15), "B": 6, "lam": 0.1, **MODES}),
         Case(351, "redundancy counts as much as importance", ["Plain"],

@@ -19,7 +19,8 @@ def snapkv(layer: Layer, W: int, kernel: int) -> list[Score]:
 
 
 BRUTES = [
-    Brute("PO-SNAPKV", "snapkv", by_layer(snapkv), {"W": W, "kernel": KERNEL}, W, newest, vectors=[
+    Brute("PO-SNAPKV", "snapkv", by_layer(snapkv), {"W": W, "kernel": KERNEL}, W, newest,
+          published={"W": 32, "kernel": 7}, vectors=[
         Case(140, "a window of two, a pool of three", ["HeadSharing"], {**seeded(4), "B": 5, **MODES}),
         Case(320, "a pool of three, with neighbours that tie", ["PoolBeforeWindow", "TieAtBoundary"],
              {**seeded(55, n=14), "B": 6, "W": 3, "kernel": 3}),

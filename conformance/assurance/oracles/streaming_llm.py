@@ -12,5 +12,5 @@ def kept(inputs: Inputs, B: int, N_sink: int) -> Kept:
 
 
 BRUTES = [
-    Brute("PO-STREAMINGLLM", "streamingllm", kept, {"N_sink": SINK}, SINK, sinks),
+    Brute("PO-STREAMINGLLM", "streamingllm", kept, {"N_sink": SINK}, SINK, sinks, published={"N_sink": 4}),
 ]

@@ -95,8 +95,9 @@ def of_prompt(mode: str) -> Callable[[Inputs, int], Kept]:
     return lambda i, B: [top(row, B) for row in rows(i, mode, lambda g: range(i.n), i.n, 0)]
 
 
+PUBLISHED = {"mode": "global", "pin_prompt": 0, "slack": 128}
 BRUTES = [
-    Brute("TA-POLICY", "triattention", of_prompt("global")),
-    Brute("TA-POLICY", "triattention-by-head", of_prompt("head")),
-    Brute("TA-POLICY", "triattention-by-layer-and-head", of_prompt("layer and head")),
+    Brute("TA-POLICY", "triattention", of_prompt("global"), published=PUBLISHED),
+    Brute("TA-POLICY", "triattention-by-head", of_prompt("head"), published=PUBLISHED),
+    Brute("TA-POLICY", "triattention-by-layer-and-head", of_prompt("layer and head"), published=PUBLISHED),
 ]

@@ -99,7 +99,8 @@ BRUTES = [
     Brute(
         "PO-VASE", "vase", of_prompt,
         {"W": W, "kernel": KERNEL, "N_sink": N_SINK, "share": HALF, "seed": SEED}, N_SINK + W,
-        lambda n, B: newest(n, B) | set(range(min(N_SINK, n))), vectors=[
+        lambda n, B: newest(n, B) | set(range(min(N_SINK, n))),
+        published={"W": 64, "kernel": 5, "N_sink": 4, "share": Fraction(1, 4), "seed": 0}, vectors=[
             Case(294, "two heads draw different numbers", ["Plain"],
                  {**seeded(25, n=12), "B": 8, "N_sink": 1, "share": "1/2", "seed": 3, **MODES}),
             Case(295, "no places but for wide values", ["Plain"],

@@ -90,7 +90,7 @@ def of_criticalkv(
 BRUTES = [
     Brute(
         "PO-VATP", "vatp", of_vatp,
-        {"N_sink": SINK}, 2 * SINK, lambda n, B: sinks(n, B) | newest_half(n, B), vectors=[
+        {"N_sink": SINK}, 2 * SINK, lambda n, B: sinks(n, B) | newest_half(n, B), published={"N_sink": 4}, vectors=[
             Case(270, "two sinks, half of six recent", ["Plain"], {**seeded(19), "B": 6, "N_sink": 2}),
             Case(356, "one sink", ["Plain"], {**seeded(54, n=15), "B": 7, "N_sink": 1}),
             Case(357, "three query heads on each KV head", ["HeadSharing"],
@@ -99,7 +99,7 @@ BRUTES = [
     ),
     Brute(
         "PO-CRITICALKV", "criticalkv", of_criticalkv(snapkv, lambda rows, B, safeguard: [B] * len(rows)),
-        {"W": W, "kernel": KERNEL}, W, newest, vectors=[
+        {"W": W, "kernel": KERNEL}, W, newest, published={"W": 32, "kernel": 7}, vectors=[
             Case(273, "two heads, a window of two", ["Plain"],
                  {**seeded(20), "B": 6, "W_o": numbers(3, 4, 2, 3), **MODES}),
             Case(358, "seven of 15", ["Plain"], {**seeded(40, n=15), "B": 7, "W_o": numbers(47, 4, 2, 3), **MODES}),
@@ -109,5 +109,6 @@ BRUTES = [
     Brute(
         "PO-CRITICALKV", "critical-adakv", of_criticalkv(adakv, adaptive_shares),
         {"W": W, "kernel": KERNEL, "safeguard": SAFEGUARD}, W, newest,
+        published={"W": 32, "kernel": 7, "safeguard": Fraction(1, 5)},
     ),
 ]
