@@ -344,12 +344,15 @@ NOT_EXPORTED = {"make_policy", "protecting"}
 
 def exported(module: ast.Module) -> list[str]:
     """What a module of `reference.policies` gives the package."""
-    public = next((node.value for node in module.body if ast.unparse(node).startswith("__all__")), ast.List([]))
+    public = [
+        name for node in module.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+        for name in ast.literal_eval(node.value)
+    ]
     makers = {
         node.name for node in module.body
         if isinstance(node, ast.FunctionDef) and node.returns is not None and ast.unparse(node.returns) == "Policy"
     }
-    return sorted((RUNS | makers - NOT_EXPORTED) & set(ast.literal_eval(public)))
+    return sorted((RUNS | makers - NOT_EXPORTED) & set(public))
 
 
 def exports(package: Path = EXPORTS.parent) -> str:

@@ -75,7 +75,7 @@ def other_query(view: LayerView, row: int) -> LayerView:
 
 def other_value(view: LayerView, row: int) -> LayerView:
     v = view.v.copy()  # type: ignore[union-attr]
-    v[:, row] *= -9
+    v[0, row] *= -9
     return replace(view, v=v)
 
 

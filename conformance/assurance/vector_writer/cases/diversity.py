@@ -1,7 +1,7 @@
 """Set-conditioned diversity."""
 
+from conformance.assurance.oracles.brute import numbers
 from conformance.assurance.vector_writer.case import Case, Group
-from conformance.assurance.vector_writer.cases.policies import numbers
 
 __all__ = ["GROUPS"]
 

@@ -1,7 +1,7 @@
 """NestedKV."""
 
+from conformance.assurance.oracles.brute import numbers
 from conformance.assurance.vector_writer.case import Case, Group
-from conformance.assurance.vector_writer.cases.policies import numbers
 from conformance.vectors.json_values import Json
 
 __all__ = ["GROUPS"]
