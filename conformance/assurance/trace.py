@@ -24,8 +24,8 @@ from conformance.items import items_of
 from conformance.paths import ROOT
 
 __all__ = [
-    "IMPLEMENTING", "NO_STAGE", "Documented", "Trace", "accept", "implementations",
-    "implementing", "main", "markers", "normative_hash", "read_lock", "read_tree", "vector_items",
+    "IMPLEMENTING", "Documented", "Trace", "accept", "implementations",
+    "implementing", "main", "markers", "no_stage", "normative_hash", "read_lock", "read_tree", "vector_items",
 ]
 
 IMPLEMENTING = ("spec", "reference", "accelerated")
@@ -45,31 +45,7 @@ NO_STAGE = {
     "CC-BUDGET": "computed once by the pipeline; stages are given B",
     "CC-COMPACT": "done in the cache, by models_integration/cache/dense_layer.py",
     "CC-RENEWAL": "one line of a breath, on the host; the breath's stages get its result",
-    "PO-UNIFORM": "drawn on the host, the same for every backend",
     "CC-PREFILL": "the pipeline that composes a backend's stages",
-    **dict.fromkeys(
-        ("PO-POOL", "PO-SNAPKV", "PO-CHUNKKV", "PO-CHUNKKV-DESCRIBED", "PO-KEYDIFF", "PO-KNORM", "PO-ADAKV", "PO-RKV",
-         "PO-LAGKV", "PO-CAOTE", "PO-VATP", "PO-CRITICALKV", "PO-CAKE", "PO-MORPHKV", "PO-VASE", "PO-DEFENSIVEKV",
-         "PO-EPICACHE"),
-        "a scorer in a few matrix products once a prompt, which NumPy's BLAS does; no stage computes it",
-    ),
-    **dict.fromkeys(
-        ("PO-FILL-UNITS", "PO-TWO-STAGES", "PO-WHOLE-SHARES", "PO-PYRAMID-BUDGET", "PO-ADAPTIVE-BUDGET",
-         "PO-PREFERENCE-BUDGET", "PO-GLOBAL-BUDGET", "PO-COMPETITION-BUDGET", "PO-THRESHOLD", "PO-FULL-HEADS",
-         "PO-HEAD-SCORES"),
-        "counts and sorts of scores on the host, the same for every backend",
-    ),
-    "PO-REPRESENTATIVES": "counts of bits of blocks on the host",
-    "PO-BEST-BLOCKS": "sums of blocks on the host; the choice among them is a backend's stage best_tokens",
-    **dict.fromkeys(
-        ("PO-RETAIN", "PO-STEP", "PO-TURN", "PO-READ", "PO-STREAMINGLLM", "PO-PYRAMIDKV", "PO-PYRAMIDKV-DESCRIBED",
-         "PO-H2O", "PO-H2O-DESCRIBED", "PO-TOVA", "PO-BLOCKS", "PO-KVCRUSH",
-         "PO-KVZIP-HEADS"),
-        "a composition of parts; no stage computes it",
-    ),
-    **dict.fromkeys(
-        ("PO-PYRAMID-OFFICIAL", "PO-ADAKV-OFFICIAL"), "for comparison with published figures; no policy uses it",
-    ),
     **dict.fromkeys(("NK-NESTEDKV", "NK-ABLATIONS"), "a composition of parts; no stage computes it"),
     "NK-TOKENS": "one exact number on the host",
     **dict.fromkeys(
@@ -79,7 +55,6 @@ NO_STAGE = {
     **dict.fromkeys(
         ("DV-POLICY", "DV-SCHEDULE", "TA-POLICY", "TA-CALIBRATION"), "a composition of parts; no stage computes it",
     ),
-    "PO-REHEARSAL": "token ids, put together once a prompt; the model reads them",
     "CC-START": "a view of the prefill's records, made once",
     "CC-LIVE": "gathers of NumPy, the same for every backend",
     "CC-SEEN-COUNT": "integer bookkeeping, the same for every backend; stages are given the counts",
@@ -118,6 +93,9 @@ NO_STAGE = {
     "IN-CLUSTER-BOOTSTRAP": "arithmetic of reports; no stage computes it",
     "IN-POWER": "arithmetic of reports; no stage computes it",
 }
+# An item of policies that no backend has is nobody's stage; one that a backend has, each must have.
+OF_POLICIES = "PO-"
+ON_THE_HOST = "a scorer, budget, selection or composition of policies, on the host, the same for every backend"
 # Items that a device backend takes from the host: its data is a few thousand trunks or tokens, and lives on the host.
 ON_HOST = {
     "CC-ETA", "CC-ACTIVATION", "CC-PULSE", "CC-RAISE", "CC-RESONANCE", "CC-HEBB", "CC-DECAY", "CC-SEGMENT-GRAPH",
@@ -178,7 +156,7 @@ class Trace:
 
     def lacks(self, name: str, backend: str) -> bool:
         """Whether a backend has no function for an item that is a stage's."""
-        if name in NO_STAGE or (name in ON_HOST and backend in DEVICES):
+        if no_stage(name, self.functions.get(name, [])) or (name in ON_HOST and backend in DEVICES):
             return False
         return not any(place.startswith(backend) for place in self.functions.get(name, []))
 
@@ -198,6 +176,13 @@ class Trace:
             ]
             rows.append(f"{name:{width}}  {digest}  " + "  ".join(cells))
         return "\n".join(rows)
+
+
+def no_stage(name: str, places: Iterable[str]) -> str:
+    """Why no backend has a function for an item with functions at these places; "" for a stage's."""
+    if name.startswith(OF_POLICIES) and not any(place.startswith(BACKENDS) for place in places):
+        return ON_THE_HOST
+    return NO_STAGE.get(name, "")
 
 
 def normative_hash(text: str) -> str:

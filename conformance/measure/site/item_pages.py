@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 
-from conformance.assurance.trace import NO_STAGE
+from conformance.assurance.trace import no_stage
 from conformance.measure.site.evidence import Evidence, Function, Marked
 
 __all__ = ["index", "linked", "page"]
@@ -13,7 +13,7 @@ __all__ = ["index", "linked", "page"]
 TABS = {
     "Reference": ("spec", "reference"), "Numba": ("accelerated/numba_cpu",), "Triton": ("accelerated/triton_gpu",),
 }
-# The trace fails on an item without a function that is neither in NO_STAGE nor taken from the host.
+# The trace fails on an item without a function that is neither `no_stage`'s nor taken from the host.
 TAKEN_FROM_HOST = "the host's, which is Numba's where there is Numba, else the reference's"
 
 # What an id is not made a link in: a block of code, a code span, a link.
@@ -44,7 +44,8 @@ def page(one: Evidence, known: Mapping[str, Evidence]) -> str:
 def tab(name: str, tops: tuple[str, ...], one: Evidence) -> str:
     """The functions below some folders, or why there is none."""
     found = [function for function in one.functions if function.path.startswith(tops)]
-    body = "\n\n".join(map(shown, found)) or f"None: {NO_STAGE.get(one.item, TAKEN_FROM_HOST)}."
+    why = no_stage(one.item, [function.path for function in one.functions]) or TAKEN_FROM_HOST
+    body = "\n\n".join(map(shown, found)) or f"None: {why}."
     return f'=== "{name}"\n\n' + textwrap.indent(body, "    ")
 
 

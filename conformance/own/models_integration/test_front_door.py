@@ -13,21 +13,19 @@ from typer.testing import CliRunner
 import kvspec
 import reference
 from conformance.own.models_integration.session.families import ENDS, at_once, build, prompt
+from conformance.own.models_integration.session.ragged_checks import lengths
 from conformance.own.models_integration.session.test_batches import batch
 from conformance.own.models_integration.session.test_ragged_turns import published
 from models_integration import RetentionPolicy
 from models_integration.cli.app import app
 from reference.policies.describe import describe_policy, list_policies
 from reference.policies.names import POLICIES
+from spec.budget import parse_budget
 from spec.errors import SpecError
 from spec.parameters import TINY, NestedKVParameters
 from spec.retention import Retention
 
 pytestmark = pytest.mark.law("as-it-is-described")
-
-
-STEPPING = ("caote", "h2o", "morphkv", "tova", "vatp")
-"""They decide in every step; others at a multiple of many tokens."""
 
 
 def made(name: str, budget: float = 20) -> RetentionPolicy:
@@ -56,14 +54,16 @@ def test_the_reference_offers_its_modules() -> None:
 def test_a_description_is_true_of_a_session(name: str) -> None:
     one, model = describe_policy(name), build("llama")
     assert one.keeps
-    with made(name)(model) as run, torch.no_grad():
+    policy = made(name)
+    decided = policy.on(model).policy
+    with policy(model) as run, torch.no_grad():
         model(input_ids=prompt(64))
         assert run.cache is not None
-        stepped = run.cache.mean_length
+        after = lengths(decided, parse_budget(20), 3, run.cache.mean_length)
         for at in range(3):
             at_once(model, prompt(1, seed=at), run.cache)
-        assert run.cache.mean_length == stepped + 3 * (name not in STEPPING)
-        assert one.decode_time or name not in STEPPING
+        assert run.cache.mean_length == after[-1]
+        assert one.decode_time or after[-1] == after[0] + 3
         if name == "fullcache" or one.later_turns:
             at_once(model, prompt(12, seed=9), run.cache)
         else:

@@ -1,7 +1,8 @@
 """What "eviction equals masking" says where layers and heads keep different tokens; saboteurs must fail these."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from inspect import signature
 from typing import Any
 
 import torch
@@ -16,56 +17,46 @@ from models_integration.attention.capture import observing
 from models_integration.cache.dense_layer import RetainedLayer
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.model.architecture import describe
-from reference.policies import (
-    adakv,
-    cake,
-    chunkkv,
-    h2o,
-    kvcrush,
-    lagkv,
-    morphkv,
-    nestedkv,
-    pyramidkv,
-    rkv,
-    snapkv,
-    tova,
-    vase,
-    vatp,
-)
-from spec.budget import parse_budget
+from reference.policies.describe import describe_policy
+from reference.policies.names import POLICIES, make_policy
+from reference.policies.retain import tokens_of
+from spec.budget import Budget, parse_budget
 from spec.policy import Policy
 
 __all__ = [
-    "DECODING", "OF_A_MODEL", "PUBLISHED", "REHEARSED", "Sets", "check_continuation", "check_generation", "check_steps",
-    "check_storage", "live_sets", "method", "read_prompt",
+    "REHEARSED", "Sets", "check_continuation", "check_generation", "check_steps", "check_storage", "lengths",
+    "live_sets", "method", "read_prompt", "small",
 ]
 
-PUBLISHED: dict[str, Callable[[], Policy]] = {
-    "snapkv": lambda: snapkv(W=8),
-    "pyramidkv": lambda: pyramidkv(W=8),
-    "adakv": lambda: adakv(W=8),
-    "chunkkv": lambda: chunkkv(c=5, W=8),
-    "nestedkv": nestedkv,
-    "lagkv": lambda: lagkv(lag=8),
-    "cake": lambda: cake(W=8),
-    "kvcrush": lambda: kvcrush(W=8, block=4, share=0.5),
-}
 REHEARSED: dict[str, Any] = {"template": ((5, 6, 7), (8, 9), (10,)), "chunk": 25}
-OF_A_MODEL: dict[str, dict[str, Any]] = {
-    "criticalkv": {"W": 8}, "critical-adakv": {"W": 8}, "kvzip": REHEARSED, "kvzip-plus": REHEARSED,
-}
-"""Constants of policies that take more from a model."""
-DECODING: dict[str, Callable[[], Policy]] = {
-    "h2o": h2o, "vatp": lambda: vatp(2), "tova": tova, "rkv": lambda: rkv(W=4, every=3),
-    "morphkv": lambda: morphkv(W=4), "vase": lambda: vase(W=3),
-}
+_FIT = {"W": 8, "lag": 8, "block": 4, "N_sink": 2, "N_recent": 4, "every": 3}
+"""In place of larger defaults."""
+
+
+def small(name: str) -> dict[str, Any]:
+    """Constants of a policy that fit a prompt of 64 tokens."""
+    row = POLICIES[name]
+    if "template" in row.constants:
+        return REHEARSED
+    given = {key: one.default for key, one in signature(row.make).parameters.items() if key not in row.decided}
+    return {key: fit for key, fit in _FIT.items() if isinstance(given.get(key), int) and given[key] > 8}
 
 
 def method(name: str, budget: float | int = 0.3) -> RetentionPolicy:
     """A policy with constants that fit a prompt of 64 tokens."""
-    if name in OF_A_MODEL:
-        return Published(name, budget, **OF_A_MODEL[name])
-    return CustomPolicy({**PUBLISHED, **DECODING}[name](), parse_budget(budget))
+    row = POLICIES[name]
+    if row.of_model or "template" in row.constants:
+        return Published(name, budget, **small(name))
+    return CustomPolicy(make_policy(name, small(name)), parse_budget(budget))
+
+
+def lengths(policy: Policy, budget: Budget, steps: int, first: float | None = None) -> list[float]:
+    """What a kept set holds after a prompt of 64 tokens, `first` or its even share, and after each step."""
+    found = [tokens_of(policy, budget, PROMPT) if first is None else first]
+    for seen in range(PROMPT + 1, PROMPT + steps + 1):
+        live, B = found[-1] + 1, tokens_of(policy, budget, seen)
+        found.append(B if policy.cadence.due(seen, int(live), B) else live)
+    return found
 
 
 def live_sets(cache: RetainedCache) -> Sets:
@@ -129,7 +120,8 @@ def check_steps(model: PreTrainedModel, name: str) -> list[Sets]:
         for layer, sets in after.items():
             oracle.forget(layer, sets)
     assert relative(torch.cat(logits, dim=1), torch.cat(expected, dim=1)) < TOLERANCE
-    assert any(len(set(map(tuple, sets))) > 1 for sets in stored[-1].values()) or name == "tova"
+    one_set = describe_policy(name).granularity == "layer"
+    assert one_set or any(len(set(map(tuple, sets))) > 1 for sets in stored[-1].values())
     return stored
 
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from conformance.own.models_integration.session.families import FAMILIES, build, greedy, prompt, relative
 from conformance.own.models_integration.session.oracle_checks import PROMPT
-from conformance.own.models_integration.session.ragged_checks import REHEARSED, live_sets, read_prompt
+from conformance.own.models_integration.session.ragged_checks import REHEARSED, live_sets, read_prompt, small
 from models_integration import CrystalCache, FullCache, Published, StreamingLLM, calibrate, prefill
 from models_integration.cli.app import app
 from models_integration.model.architecture import describe
@@ -33,15 +33,6 @@ pytestmark = pytest.mark.law("as-it-is-described")
 
 CLASSES = ("crystalcache", "streamingllm", "fullcache")
 PUBLISHED = tuple(name for name in POLICIES if name not in CLASSES)
-SMALL: dict[str, dict[str, Any]] = {
-    **{name: {"W": 8} for name in (
-        "adakv", "cake", "chunkkv", "critical-adakv", "criticalkv", "defensivekv", "h2o-described", "morphkv",
-        "pyramidkv", "pyramidkv-described", "snapkv",
-    )},
-    "kvcrush": {"W": 8, "block": 4, "share": 0.5}, "lagkv": {"lag": 8}, "vase": {"W": 8},
-    "kvzip-heads": {"N_sink": 2, "N_recent": 4}, **dict.fromkeys(("kvzip", "kvzip-plus", "kvzip-uniform"), REHEARSED),
-}
-
 
 def calibrated(name: str, model: Any) -> dict[str, Any]:
     """The calibration of a model, over another text, where the policy takes one."""
@@ -53,7 +44,7 @@ def calibrated(name: str, model: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("name", ["streamingllm", *PUBLISHED])
 def test_each_evicts_at_its_own_granularity(name: str) -> None:
     model = build("llama")
-    policy = policy_from_name(name, 0.3, **SMALL.get(name, {}), **calibrated(name, model))
+    policy = policy_from_name(name, 0.3, **small(name), **calibrated(name, model))
     with policy(model) as run:
         greedy(model, prompt(PROMPT), 4)
     assert run.cache is not None
@@ -82,7 +73,7 @@ def test_every_name_but_chunks_and_h2o_takes_a_diverse_form() -> None:
     for name in ("streamingllm", *PUBLISHED):
         if POLICIES[name].of_model == frozenset():
             if DIVERSE + name in NAMES:
-                Published(DIVERSE + name, 0.3, **SMALL.get(name, {}))
+                Published(DIVERSE + name, 0.3, **small(name))
             else:
                 with pytest.raises(SpecError, match="must keep single tokens"):
                     policies.diverse(POLICIES[name].make())

@@ -10,23 +10,24 @@ from torch import Tensor
 from conformance.own.models_integration.session.families import at_once, build, greedy, prompt, relative
 from conformance.own.models_integration.session.heads import MaskedHeads
 from conformance.own.models_integration.session.oracle_checks import PROMPT, TOLERANCE
-from conformance.own.models_integration.session.ragged_checks import Sets, live_sets
-from conformance.own.models_integration.session.test_published import PUBLISHED, SMALL, calibrated
+from conformance.own.models_integration.session.ragged_checks import Sets, live_sets, small
+from conformance.own.models_integration.session.test_published import PUBLISHED, calibrated
 from models_integration import Published, RetainedCache, RetentionPolicy
 from models_integration.policies.methods import policy_from_name
+from reference.policies.describe import list_policies
 from reference.policies.names import DIVERSE, NAMES
 from spec.budget import parse_budget
 from spec.retention import Granularity
 
 TURNS = ((1, 11), (12, 12), (1, 13), (5, 14), (1, 15))
 """Tokens and seed: steps between turns."""
-ONE_SEGMENT = ("cake", "critical-adakv", "criticalkv", "defensivekv", "kvcrush", "kvzip", "kvzip-plus", "kvzip-uniform")
+ONE_SEGMENT = [one.name for one in list_policies() if not one.later_turns]
 
 
 def published(name: str, model: Any, budget: float = 0.3) -> RetentionPolicy:
     """With constants that fit a prompt of 64 tokens; signatures are a head's own, where kept sets are."""
     host = name.removeprefix(DIVERSE)
-    constants: dict[str, Any] = {**SMALL.get(host, {}), **calibrated(host, model)}
+    constants: dict[str, Any] = {**small(host), **calibrated(host, model)}
     policy = policy_from_name(host, budget, **constants)
     if name.startswith(DIVERSE) and policy.on(model).policy.granularity is Granularity.HEAD:
         constants["signature"] = "head"
@@ -83,7 +84,7 @@ def test_with_set_conditioned_selection_too(name: str) -> None:
 def test_whole_blocks_after_every_turn(name: str) -> None:
     """Of the text's own blocks of four each head holds all or none; those that decide in steps, in steps too."""
     model = build("llama")
-    policy = policy_from_name(name, 0.3, block=4, **SMALL.get(name, {}))
+    policy = policy_from_name(name, 0.3, block=4, **small(name))
     for _, seen, after in masked_turns(policy, model, build("llama")):
         for own in (own for heads in after.values() for own in heads):
             assert {*own} == {at for first in {i // 4 * 4 for i in own} for at in range(first, min(first + 4, seen))}

@@ -19,11 +19,12 @@ from models_integration.session.verbs import compact
 from models_integration.studies.answers import Answer, Key, answers
 from models_integration.studies.subject import Loading, Subject
 from models_integration.tasks import Placement, draw_sample, place
+from reference.policies.describe import list_policies
 from reference.policies.names import DIVERSE, NAMES
 
 pytestmark = pytest.mark.law("parts-equal-the-whole")
 
-IN_STEPS = ("caote", "h2o", "morphkv", "rkv", "tova", "triattention", "vase", "vatp")
+IN_STEPS = [one.name for one in list_policies() if one.decode_time]
 SERVED = [name for name in NAMES if not name.startswith(tuple(DIVERSE + name for name in IN_STEPS))]
 """Those that select one by one in each decode step take minutes."""
 LENGTH, BUDGETS, MOST = 220, (150, 180), 6
