@@ -107,6 +107,7 @@ ON_HOST = {
 }
 DEVICES = ("accelerated/triton_gpu",)
 
+_ID = re.compile(r"[A-Z]{2}(-[A-Z0-9]+)+")
 _IMPLEMENTS = re.compile(r"^[ \t]*Implements: (.+)$", re.MULTILINE)
 
 Places = dict[str, list[str]]
@@ -207,11 +208,15 @@ def implementations(source: str) -> Iterator[tuple[str, str]]:
 
 
 def markers(source: str) -> Iterator[tuple[str, int]]:
-    """Each literal id of each `pytest.mark.spec("...", ...)`, and its line."""
+    """Each literal id of each `pytest.mark.spec("...", ...)` and its line.
+
+    `Brute("...", ...)` and `Case("...", ...)` are policies of the common tests.
+    """
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.spec":
+        called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+        if isinstance(node, ast.Call) and called in ("pytest.mark.spec", "Brute", "Case"):
             for name in node.args:
-                if isinstance(name, ast.Constant):
+                if isinstance(name, ast.Constant) and (called == "pytest.mark.spec" or _ID.fullmatch(str(name.value))):
                     yield str(name.value), node.lineno
 
 

@@ -22,32 +22,9 @@ from reference.policies.names import POLICIES
 from spec.policy import LayerView, Policy
 
 __all__ = [
-    "BLOCK",
-    "C_CHUNK",
-    "FUTURE",
-    "HALF",
-    "KERNEL",
-    "LAG",
-    "MODES",
-    "N_SINK",
-    "REHEARSED",
-    "SAFEGUARD",
-    "SEED",
-    "SINK",
-    "WIDE",
-    "Brute",
-    "W",
-    "both_ends",
-    "by_layer",
-    "from_vector",
-    "newest",
-    "newest_half",
-    "numbers",
-    "plain",
-    "rehearsed",
-    "seeded",
-    "shared",
-    "sinks",
+    "BLOCK", "C_CHUNK", "FUTURE", "HALF", "KERNEL", "LAG", "MODES", "N_SINK", "REHEARSED", "SAFEGUARD", "SEED", "SINK",
+    "WIDE", "Brute", "W", "both_ends", "by_layer", "from_vector", "newest", "newest_half", "numbers", "plain",
+    "rehearsed", "seeded", "shared", "sinks",
 ]
 
 W, KERNEL, C_CHUNK, SINK, FUTURE, LAG, BLOCK = 3, 3, 4, NESTED.N_sink, 5, 4, 4
@@ -75,6 +52,8 @@ class Brute:
     guaranteed: Guaranteed = field(default=lambda n, B: set())
     published: Mapping[str, Any] = field(default_factory=dict)
     vectors: Sequence[Case] = ()
+    least: int = 1
+    """Tokens of an input: of fewer, rounding decides."""
     adapted: Callable[[Policy], Policy] = field(default=lambda policy: policy)
 
     @property

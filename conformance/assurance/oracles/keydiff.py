@@ -20,7 +20,7 @@ def keydiff(layer: Layer) -> list[Score]:
 
 
 BRUTES = [
-    Brute("PO-KEYDIFF", "keydiff", by_layer(keydiff), vectors=[
+    Brute("PO-KEYDIFF", "keydiff", by_layer(keydiff), least=3, vectors=[
         Case(180, "a set for each head", ["Plain"], {**seeded(8), "B": 4}),
         Case(342, "six of 15", ["Plain"], {**seeded(40, n=15), "B": 6}),
         Case(343, "two layers", ["Plain"], {**seeded(40, L=2, n=13), "B": 5}),

@@ -29,10 +29,13 @@ class Case:
     floor: int = 0
     guaranteed: Callable[[int, int], set[int]] = field(default=lambda n, B: set())
     """Positions of n that every kept set of B tokens holds."""
+    least: int = 1
 
 
 CASES: dict[str, Case] = {
-    **{one.name: Case(one.item, one.policy, one.expected, one.floor, one.guaranteed) for one in brutes()},
+    **{
+        one.name: Case(one.item, one.policy, one.expected, one.floor, one.guaranteed, one.least) for one in brutes()
+    },
     "epicache": Case("PO-EPICACHE", lambda i: policies.epicache(), shared(epicache, competition_shares)),
     "threshold": Case(
         "PO-THRESHOLD", lambda i: replace(policies.snapkv(W, KERNEL), budgets=Above(TAU)), lambda i, B: [

@@ -16,7 +16,6 @@ from conformance.assurance.oracles import policies as scored
 from conformance.assurance.oracles import weighed
 from conformance.assurance.oracles.adakv import adakv as brute_adakv
 from conformance.assurance.oracles.brute import BLOCK, KERNEL, SAFEGUARD, W, plain
-from conformance.assurance.strategies.policy_cases import CASES
 from conformance.assurance.strategies.policy_segments import SEEN, N, sets, turned
 from conformance.assurance.strategies.policy_steps import PROMPT, STEPS, decoded, long
 from conformance.plugin import sparingly
@@ -118,14 +117,6 @@ def test_numba_chooses_the_same_blocks() -> None:
         shares = rng.integers(0, n + 2, 2)
         found = best_blocks(values, shares, pinned, b, numba.best_tokens)
         assert lists(found) == lists(best_blocks(values, shares, pinned, b))
-
-
-@pytest.mark.spec("PO-BLOCKS")
-@pytest.mark.parametrize("name", ["blocks", "blocks-of-h2o"])
-@given(seed=seeds, B=st.integers(1, 30))
-def test_kept_sets_are_those_of_brute_force(name: str, seed: int, B: int) -> None:
-    case, inputs = CASES[name], drawn(seed)
-    assert decided(case.policy(inputs), inputs, B) == case.expected(inputs, max(B, case.floor))
 
 
 @pytest.mark.spec("PO-BLOCKS")

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from conformance.assurance.oracles import cake as oracle
 from conformance.assurance.oracles.brute import KERNEL, plain
-from conformance.assurance.strategies.policy_cases import CASES
 from conformance.plugin import sparingly
-from conformance.strategies.policy_inputs import decided, drawn, observation
+from conformance.strategies.policy_inputs import drawn, observation
 from conformance.strategies.scale_numbers import Numbers
 from conformance.tolerances import scores_agree
 from reference import policies
@@ -24,13 +23,6 @@ from spec.policy import Scores
 pytestmark = pytest.mark.usefixtures("reference_items")
 
 seeds = st.integers(0, 2**32 - 1)
-
-
-@pytest.mark.spec("PO-CAKE")
-@given(seed=seeds, B=st.integers(1, 30))
-def test_kept_sets_are_those_of_brute_force(seed: int, B: int) -> None:
-    case, inputs = CASES["cake"], drawn(seed)
-    assert decided(case.policy(inputs), inputs, B) == case.expected(inputs, max(B, case.floor))
 
 
 @pytest.mark.spec("PO-CAKE")

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from conformance.assurance.oracles import vase as brute
 from conformance.assurance.oracles.brute import HALF, KERNEL, N_SINK, SEED, W, plain
 from conformance.assurance.oracles.policies import window
-from conformance.assurance.strategies.policy_cases import CASES
 from conformance.assurance.strategies.policy_steps import PROMPT, STEPS, decoded, long
 from conformance.own.reference.test_decoding import one_head
 from conformance.plugin import sparingly
@@ -42,12 +41,6 @@ def test_the_oracle_has_the_published_known_answer() -> None:
 @given(seed=st.integers(0, 2**64 - 1), group=st.integers(0, 2**40), seen=st.integers(1, 2**40), n=st.integers(1, 70))
 def test_numbers_are_those_of_brute_force(seed: int, group: int, seen: int, n: int) -> None:
     assert uniform_numbers(seed, group, seen, n).tolist() == brute.uniforms(seed, group, seen, n)
-
-
-@given(seed=seeds, B=st.integers(1, 30))
-def test_kept_sets_are_those_of_brute_force(seed: int, B: int) -> None:
-    case, inputs = CASES["vase"], drawn(seed)
-    assert decided(case.policy(inputs), inputs, B) == case.expected(inputs, max(B, case.floor))
 
 
 @sparingly
