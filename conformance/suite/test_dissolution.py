@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from conformance.checks import stage_checks
 from conformance.oracles import s6
+from conformance.strategies.close_numbers import CLOSE, close
 from conformance.strategies.eviction import CORNERS, EvictionProblem, corners, evictions, random_evictions
 from spec.arrays import Vector
 from spec.backend import CrystalStages
@@ -270,6 +271,31 @@ def test_members_closer_than_float32_are_told_apart(stages: CrystalStages) -> No
     problem = replace(bare([4], 3), impact=impact)
     assert problem.run(stages).kept.tolist() == [1, 2, 3]
     assert replace(problem, impact=impact[::-1].copy()).run(stages).kept.tolist() == [0, 1, 2]
+
+
+@pytest.mark.spec("CC-KEEP-COUNT", "CC-ALLOCATE")
+def test_a_count_of_any_ratio_is_the_count(stages: CrystalStages) -> None:
+    """Every k of a trunk of s tokens whose ratio k / s times s is not k in floats, below k and above it; s to 128."""
+    pairs = [(s, k) for s in range(4, 129) for k in range(3, s) if k / s * s != k or (1 - (s - k) / s) * s != k]
+    assert any(k / s * s < k for s, k in pairs if s <= 32)
+    for s, k in [*[pair for pair in pairs if pair[0] <= 32], *pairs[::29]]:
+        found = bare([s], k).run(stages)
+        assert found.kept.tolist() == list(range(k))
+        assert found.ratio.tolist() == [k / s]
+
+
+@pytest.mark.spec("CC-DISSOLVE", "CC-KEEP-COUNT")
+@pytest.mark.parametrize("kind", CLOSE)
+@pytest.mark.parametrize("size", [5, 40, 1_100])
+def test_close_scores_and_members_are_told_apart(stages: CrystalStages, size: int, kind: str) -> None:
+    """Floats next to each other in float64 at every size, subnormal and huge ones; -0.0 and 0.0 are equal."""
+    score, impact = close(kind, size, size), close(kind, size + 1, size)
+    order = np.argsort(score, kind="stable")
+    many = replace(bare([1] * size, size // 2), score=score)
+    assert many.run(stages).kept.tolist() == sorted(order[size - size // 2 :].tolist())
+    strongest = sorted(range(size), key=lambda i: (-impact[i], i))[: max(3, size // 2)]
+    one = replace(bare([size], max(3, size // 2)), impact=impact)
+    assert one.run(stages).kept.tolist() == sorted(strongest)
 
 
 @pytest.mark.spec("CC-TIERS", "CC-TIER-COUNT")

@@ -103,6 +103,24 @@ def test_ablations_of_impact_are_exact(stages: CrystalStages, tokens: tuple[Vect
     assert stages.impact(S, ids, replace(PAPER, impact="salience")).tolist() == S.tolist()
 
 
+@pytest.mark.spec("CC-RARITY", "CC-RARITY-FORMS", "CC-IMPACT", "CC-UNIT-IMPACT")
+@given(case=cases(), data=st.data())
+def test_rarity_of_given_counts(
+    breath_stages: BreathStages, case: tuple[Vector, IntVector, CrystalCacheParameters], data: st.DataObject,
+) -> None:
+    """A breath by itself: every form of rarity and of impact, of counts that float32 does not hold among others."""
+    S, _, p = case
+    counts = data.draw(st.lists(
+        st.one_of(st.integers(1, 9), st.sampled_from([2**24 + 1, 2**31, 2**32 + 1])), min_size=len(S), max_size=len(S),
+    ), label="counts")
+    form = data.draw(st.sampled_from(["logarithm", "reciprocal", "exponential"]), label="rarity")
+    unit = data.draw(st.booleans(), label="unit impact")
+    p = replace(p, rarity=form, **({"impact": "unit"} if unit else {}))
+    found = breath_stages.impact(S, np.array(counts), p)
+    want = [s3.token_impact(x, s3.rarity_of(c, p), p, S.max()) for x, c in zip(S.tolist(), counts, strict=True)]
+    assert tolerances.close("CC-IMPACT", found, want)
+
+
 @pytest.mark.spec("CC-IMPACT")
 @given(case=cases())
 def test_given_counts_are_as_good_as_ids(
