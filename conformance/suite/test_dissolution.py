@@ -299,19 +299,39 @@ def test_close_scores_and_members_are_told_apart(stages: CrystalStages, size: in
 
 
 @pytest.mark.spec("CC-TIERS", "CC-TIER-COUNT")
-def test_a_ratio_of_tiers_that_floats_round_down(stages: CrystalStages) -> None:
-    """Rank 167 of a middle tier of 178 has the ratio 91.5 / 177: of 59 tokens 30.5, a half, which rounds up to 31."""
+@pytest.mark.parametrize("less", [0, 1])
+def test_a_ratio_of_tiers_that_floats_round_down(stages: CrystalStages, less: int) -> None:
+    """Rank 167 of a middle tier of 178 has the ratio 91.5 / 177: of 59 tokens 30.5, a half, which rounds up to 31.
+
+    With a token less than the tiers hold, a trunk of one token goes for it, and not the 31st.
+    """
     m, at = 445, 133 + 167
     sizes = np.ones(m, dtype=np.int64)
     sizes[at] = 59
     n = int(sizes.sum())
     problem = EvictionProblem(
         1 - np.arange(m) / 1024, Trunks(np.cumsum([0, *sizes.tolist()]), np.ones(m)), np.arange(n) / 8, np.ones(m),
-        np.zeros(m, dtype=np.bool_), 133 + 177 + 31, replace(PAPER, allocation="tiers", N_min=1),
+        np.zeros(m, dtype=np.bool_), 133 + 177 + 31 - less, replace(PAPER, allocation="tiers", N_min=1),
     )
     found = problem.run(stages)
     assert round(float(found.ratio[at]) * 59) == 31
     assert not list(stage_checks.eviction(found, problem))
+
+
+@pytest.mark.spec("CC-TIERS", "CC-TIER-COUNT")
+@pytest.mark.parametrize(("w", "j", "size"), [(3, 1, 45), (7, 3, 35), (7, 7, 5), (12, 5, 20), (12, 11, 20), (1, 1, 9)])
+def test_halves_of_tiers_are_rounded_up(stages: CrystalStages, w: int, j: int, size: int) -> None:
+    """The j-th after the first of w + 1 middle trunks keeps so many and a half: floats of other forms have less."""
+    m = next(m for m in range(2, 99) if 7 * m // 10 - 3 * m // 10 == w + 1)
+    sizes = np.ones(m, dtype=np.int64)
+    sizes[3 * m // 10 + j] = size
+    n, whole = int(sizes.sum()), 3 * m // 10 + w + (size * (8 * w - 3 * j) + 5 * w) // (10 * w)
+    for B in (whole, whole - 1):
+        problem = EvictionProblem(
+            1 - np.arange(m) / 1024, Trunks(np.cumsum([0, *sizes.tolist()]), np.ones(m)), np.arange(n) / 8, np.ones(m),
+            np.zeros(m, dtype=np.bool_), B, replace(PAPER, allocation="tiers", N_min=1),
+        )
+        assert not list(stage_checks.eviction(problem.run(stages), problem))
 
 
 @pytest.mark.spec("CC-DISSOLVE")
