@@ -106,8 +106,8 @@ def told(D: Array, M: Array, p: Any) -> Array:
 
 VALUES = "array_equal"  # the wrong result itself
 WRONG: Mapping[Decay, str] = {
-    reused: "returned the memory|changed the result", by_pointer: VALUES, by_identity: VALUES, by_shape_when_large: VALUES,
-    by_content: "returned",
+    reused: "returned the memory|changed the result", by_pointer: VALUES, by_identity: VALUES,
+    by_shape_when_large: VALUES, by_content: "returned",
     not_to_be_written: "read-only", argument_locked: "flags.writeable", argument_written: "wrote into an argument",
     shared_scratch: VALUES, order_of_memory: VALUES, quiet: "NumPy's error state", seeded: "NumPy's random state",
     drawn: "the random state", told: "the environment",
