@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from conformance.calls import held_to_rules
-from conformance.checks.threads import in_turns, side_by_side
+from conformance.threads import in_turns, side_by_side
 from reference.backend import BACKEND
 from spec.parameters import PAPER
 
