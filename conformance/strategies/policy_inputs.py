@@ -16,8 +16,8 @@ from spec.policy import LayerView, Observation, Policy, Rehearsal, Repeat
 from spec.retention import Granularity, Retention
 
 __all__ = [
-    "KINDS", "TEMPLATE", "Inputs", "Kept", "altered", "calibrated", "decided", "drawn", "groups_of", "identity", "named", "observation",
-    "retained",
+    "KINDS", "TEMPLATE", "Inputs", "Kept", "altered", "calibrated", "decided", "drawn", "groups_of", "identity",
+    "named", "observation", "retained",
 ]
 
 Kept = list[list[int]]

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from conformance.calls import arrays_of
-from conformance.threads import in_turns, side_by_side
 from conformance.plugin import skip_without
 from conformance.strategies.one_change import CALLS
+from conformance.threads import in_turns, side_by_side
 from spec.backend import Backend
 
 Stage = Callable[..., Any]
