@@ -7,7 +7,7 @@ import pytest
 
 from conformance.oracles.scale import selectors as oracle
 from conformance.strategies.close_numbers import CLOSE, close
-from conformance.tolerances import expected_error, scores_agree
+from conformance.tolerances import UNIT_ROUNDOFF, expected_error, scores_agree
 from spec.arrays import BoolMatrix, IntVector, Matrix
 from spec.backend import PolicyStages
 
@@ -175,6 +175,21 @@ def test_close_scores_are_told_apart(policy_stages: PolicyStages, n: int, kind: 
     values = close(kind, n, (3, n))
     shares, pinned = np.array([1, (n + 1) // 2, n - 1]), np.zeros((3, n), dtype=np.bool_)
     assert kept(policy_stages, values, shares, pinned) == best(values, shares, pinned)
+
+
+@pytest.mark.spec("PO-OBSERVED-ATTENTION", "PO-KVZIP", "PO-KVZIP-PLUS")
+@pytest.mark.parametrize("n", [31, 32, 33, 63, 64, 65, 127, 129, 257])
+def test_each_of_many_queries_counts_once(policy_stages: PolicyStages, precision: str, n: int) -> None:
+    """Each looks at one key alone, two at each of the first half; norms that no two queries share."""
+    q, k, target = np.zeros((1, n, n)), np.eye(n)[None], np.arange(n) // 2
+    q[0, np.arange(n), target] = 2000.0
+    norms, largest = 1.0 + (7 * np.arange(n) + 3) % n, np.zeros(n)
+    norms[-1] = 0.5
+    np.maximum.at(largest, target, 1 / norms)
+    q, k = single(q), single(k)
+    assert policy_stages.received_attention(q, k, 1.0, None).tolist() == [np.bincount(target, minlength=n).tolist()]
+    found = policy_stages.largest_attention(q, k, norms, 1.0, None)
+    assert (np.abs(found[0] - largest) <= 4 * UNIT_ROUNDOFF[precision] * largest).all()
 
 
 @pytest.mark.spec("PO-EXPECTED-ATTENTION")
