@@ -40,7 +40,7 @@ class _Turns:
 
 def in_turns(stage: Stage, calls: tuple[Call, Call], stride: int) -> list[Any]:
     """The results, or what was raised, of two calls in two threads that change places at every stride-th line."""
-    turns, found = _Turns(), [None, None]
+    turns, found = _Turns(), list[Any]([None, None])
 
     def ask(at: int) -> None:
         lines = iter(range(1, sys.maxsize))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from conformance import tolerances
 from conformance.checks import stage_checks
 from conformance.oracles import s3
-from conformance.strategies.parameters import ablations
+from conformance.strategies.parameters import ablations, forms
 from conformance.strategies.text import token_ids
 from conformance.strategies.trunks import dyadic_impacts, partitions, record
 from spec.arrays import IntVector, Vector
@@ -113,9 +113,8 @@ def test_rarity_of_given_counts(
     counts = data.draw(st.lists(
         st.one_of(st.integers(1, 9), st.sampled_from([2**24 + 1, 2**31, 2**32 + 1])), min_size=len(S), max_size=len(S),
     ), label="counts")
-    form = data.draw(st.sampled_from(["logarithm", "reciprocal", "exponential"]), label="rarity")
-    unit = data.draw(st.booleans(), label="unit impact")
-    p = replace(p, rarity=form, **({"impact": "unit"} if unit else {}))
+    more = data.draw(forms(), label="forms")
+    p = replace(p, rarity=more.rarity, impact="unit" if more.impact == "unit" else p.impact)
     found = breath_stages.impact(S, np.array(counts), p)
     want = [s3.token_impact(x, s3.rarity_of(c, p), p, S.max()) for x, c in zip(S.tolist(), counts, strict=True)]
     assert tolerances.close("CC-IMPACT", found, want)
