@@ -32,7 +32,7 @@ _OTHERWISE: Mapping[str, Mapping[str, str]] = {
     "caote": {"protection holds": "N/A: none"},
     "epicache": {"protection holds": "N/A: none"},
     "defensivekv": {"head permutation": "no: ties"},
-    "nestedkv": {"higher score never loses": "no: safeguard", "GQA": "N/A: keys"},
+    "nestedkv": {"higher score never loses": "no: safeguard", "head permutation": "no: ties", "GQA": "N/A: keys"},
     "nestedkv-without-continuum": {
         "protection holds": "N/A: none", "higher score never loses": "no: safeguard", "GQA": "N/A: keys",
     },

@@ -201,7 +201,7 @@ POLICIES: Mapping[str, NamedPolicy] = {
     "nestedkv": NamedPolicy(
         "NestedKV",
         "keys that three memories (whole prompt, block, recent window) explain least; heads compete",
-        policies.nestedkv, promises=replace(_KEYS_ALONE, higher_score_never_loses="no"),
+        policies.nestedkv, promises=replace(_KEYS_ALONE, higher_score_never_loses="no", head_permutation="no"),
     ),
     "nestedkv-without-adaptive": NamedPolicy(
         "NestedKV, ablation",

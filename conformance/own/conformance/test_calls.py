@@ -4,6 +4,7 @@ import os
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from threading import Lock
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from conformance.calls import held_to_rules
+from conformance.threads import in_turns, side_by_side
 from reference.backend import BACKEND
 from spec.parameters import PAPER
 
@@ -33,6 +35,13 @@ def by_pointer(D: Array, M: Array, p: Any) -> Array:
     if key not in MEMORY:
         MEMORY[key] = RIGHT(D, M, p)
     return MEMORY[key].copy()
+
+
+def by_identity(D: Array, M: Array, p: Any) -> Array:
+    """By the arrays themselves, of which it keeps the last."""
+    if MEMORY.get("D") is not D or MEMORY.get("M") is not M:
+        MEMORY.update(D=D, M=M, found=RIGHT(D, M, p))
+    return MEMORY["found"].copy()
 
 
 def by_shape_when_large(D: Array, M: Array, p: Any) -> Array:
@@ -97,8 +106,8 @@ def told(D: Array, M: Array, p: Any) -> Array:
 
 VALUES = "array_equal"  # the wrong result itself
 WRONG: Mapping[Decay, str] = {
-    reused: "returned the memory|changed the result", by_pointer: VALUES, by_shape_when_large: VALUES,
-    by_content: "returned",
+    reused: "returned the memory|changed the result", by_pointer: VALUES, by_identity: VALUES,
+    by_shape_when_large: VALUES, by_content: "returned",
     not_to_be_written: "read-only", argument_locked: "flags.writeable", argument_written: "wrote into an argument",
     shared_scratch: VALUES, order_of_memory: VALUES, quiet: "NumPy's error state", seeded: "NumPy's random state",
     drawn: "the random state", told: "the environment",
@@ -131,6 +140,35 @@ def _as_before(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_what_is_wrong_beside_the_result_is_found(stage: Decay) -> None:
     with pytest.raises(AssertionError, match=WRONG[stage]):
         judge(stage)
+
+
+@pytest.mark.parametrize("stride", [1, 3])
+def test_a_scratch_array_of_all_threads_is_found(stride: int) -> None:
+    m = 6
+    calls = (np.full(m, 0.5), np.ones(m), PAPER), (np.full(m, 0.25), 9 * np.ones(m), PAPER)
+    wanted = [RIGHT(*call) for call in calls]
+    assert all(map(np.array_equal, in_turns(RIGHT, calls, stride), wanted))
+    assert not all(map(np.array_equal, in_turns(shared_scratch, calls, stride), wanted))
+
+
+def test_a_lock_ends_the_turns() -> None:
+    lock = Lock()
+
+    def locked(D: Array, M: Array, p: Any) -> Array:
+        with lock:
+            return RIGHT(D, M, p)
+
+    call = np.full(6, 0.5), np.ones(6), PAPER
+    assert all(np.array_equal(found, RIGHT(*call)) for found in in_turns(locked, (call, call), 1))
+
+
+def test_what_a_thread_raises_is_told() -> None:
+    def fails() -> Array:
+        raise ZeroDivisionError
+
+    found = in_turns(fails, ((), ()), 1) + [one for _, one in side_by_side(fails, ((), ()), 0.01)]
+    assert len(found) == 4
+    assert all(isinstance(one, ZeroDivisionError) for one in found)
 
 
 def test_a_right_stage_passes() -> None:
