@@ -8,7 +8,7 @@ import pytest
 from conformance.oracles.scale import selectors as oracle
 from conformance.strategies.close_numbers import CLOSE, close
 from conformance.tolerances import UNIT_ROUNDOFF, expected_error, scores_agree
-from spec.arrays import BoolMatrix, IntVector, Matrix
+from spec.arrays import BoolMatrix, IntVector, Matrix, Vector
 from spec.backend import PolicyStages
 
 SEEDS = range(40)
@@ -183,7 +183,8 @@ def test_each_of_many_queries_counts_once(policy_stages: PolicyStages, precision
     """Each looks at one key alone, two at each of the first half; norms that no two queries share."""
     q, k, target = np.zeros((1, n, n)), np.eye(n)[None], np.arange(n) // 2
     q[0, np.arange(n), target] = 2000.0
-    norms, largest = 1.0 + (7 * np.arange(n) + 3) % n, np.zeros(n)
+    norms: Vector = np.asarray(1.0 + (7 * np.arange(n) + 3) % n)
+    largest = np.zeros(n)
     norms[-1] = 0.5
     np.maximum.at(largest, target, 1 / norms)
     q, k = single(q), single(k)
