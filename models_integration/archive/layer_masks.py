@@ -15,6 +15,7 @@ from models_integration.cache.dense_layer import RetainedLayer
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import attention_modules, describe
+from models_integration.model.cache_argument import cache_argument, with_one_cache
 from models_integration.session.inputs import OPEN, check_forward, later_span
 from spec.errors import SpecError
 
@@ -67,14 +68,16 @@ def _agreeing(cache: RetainedCache, vocabulary: int) -> Callable[..., tuple[tupl
     def agreeing(
         decoder: nn.Module, args: tuple[object, ...], kwargs: dict[str, object],
     ) -> tuple[tuple[()], dict[str, object]]:
-        given = {**dict(zip(inspect.signature(decoder.forward).parameters, args, strict=False)), **kwargs}
+        names = inspect.signature(decoder.forward).parameters
+        given = with_one_cache({**dict(zip(names, args, strict=False)), **kwargs})
         if (other := given.get("past_key_values")) is not cache:
             raise SpecError("past_key_values", type(other).__name__, "must be the cache that layer_masks was given")
         arguments = check_forward(given, getattr(cast(PreTrainedModel, decoder).config, "use_cache", True))
         span = later_span(vocabulary, arguments, cache, OPEN)
         if span.padded:
             raise SpecError("attention_mask", "zeros", "padding is not served inside layer_masks")
-        return (), {**span.defaults, **arguments}
+        others = {name: value for name, value in arguments.items() if name != "past_key_values"}
+        return (), {**span.defaults, **others, **cache_argument(decoder, cache)}
 
     return agreeing
 

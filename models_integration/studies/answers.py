@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from models_integration.cache.continuation import Decision
 from models_integration.cache.retained_cache import RetainedCache, side_by_side
+from models_integration.model.cache_argument import cache_argument
 from models_integration.session.method import Method
 from models_integration.session.segment import ObservedSegment, decide
 from models_integration.session.session import Session
@@ -216,7 +217,8 @@ class _Prompt:
         cache, stored = compact(self.cache, decision), list[float]()
 
         def step(ids: Tensor) -> Tensor:
-            logits: Tensor = self.subject.model(input_ids=ids, past_key_values=cache).logits
+            model = self.subject.model
+            logits: Tensor = model(input_ids=ids, **cache_argument(model, cache)).logits
             stored.append(cache.mean_length)
             return logits[:, -1]
 
