@@ -2,14 +2,13 @@
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
 
 from torch import nn
 from transformers import GenerationMixin
 
 from spec.errors import SpecError
 
-__all__ = ["CACHE", "NAMES", "cache_argument", "with_one_cache"]
+__all__ = ["CACHE", "NAMES", "cache_name", "with_one_cache"]
 
 NAMES = ("past_key_values", "cache")
 """The first is what this package and its errors call the argument: every transformers so far accepts it."""
@@ -18,14 +17,14 @@ CACHE = NAMES["cache" in inspect.signature(GenerationMixin.prepare_inputs_for_ge
 """The name that the installed transformers has, in its generate and in what its models return."""
 
 
-def cache_argument(module: nn.Module, cache: object) -> dict[str, Any]:
-    """The cache by the name that a module's forward takes it by.
+def cache_name(module: nn.Module) -> str:
+    """The name by which a module's forward takes a cache.
 
     A forward that does not say (peft, `torch.compile`) hands all that it is given on to a model of transformers; a
     model whose file is older than the installed transformers has the older name.
     """
     stated = [name for name in NAMES if name in inspect.signature(module.forward).parameters]
-    return {CACHE if CACHE in stated or not stated else stated[0]: cache}
+    return CACHE if CACHE in stated or not stated else stated[0]
 
 
 def with_one_cache(given: Mapping[str, object]) -> dict[str, object]:

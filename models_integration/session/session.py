@@ -15,7 +15,7 @@ from models_integration.attention.capture import observing
 from models_integration.attention.handover import check_handover
 from models_integration.cache.retained_cache import RetainedCache, check_adoptable
 from models_integration.model.architecture import describe, unwrapped
-from models_integration.model.cache_argument import cache_argument, with_one_cache
+from models_integration.model.cache_argument import cache_name, with_one_cache
 from models_integration.session.forwards import Forward, end_step, reading, step, unusable_after_failure
 from models_integration.session.generate import NO_CALL, call_under_way
 from models_integration.session.hooks import Hold
@@ -84,6 +84,7 @@ class Session:
         check_mode(self._architecture, {})
         check_handover(self._architecture, method.policy.scorer.needs, method.policy.granularity)
         self._names = tuple(inspect.signature(self._architecture.decoder.forward).parameters)
+        self._cache_name = cache_name(self._architecture.decoder)
         self._call = NO_CALL
         self._block = ""
         C, decode = method.continuation.segment_tokens, method.continuation.decode
@@ -144,7 +145,7 @@ class Session:
             layers = () if watcher is None else watcher.layers
             forward.undo.enter_context(observing(self._architecture, cache, watcher, layers))
         others = {name: value for name, value in forward.arguments.items() if name != "past_key_values"}
-        return (), {**forward.defaults, **others, **cache_argument(decoder, cache)}
+        return (), {**forward.defaults, **others, self._cache_name: cache}
 
     def _begin_call(self, decoder: nn.Module) -> None:
         """Note which call of generate a forward is part of, if any."""

@@ -21,7 +21,7 @@ from models_integration.attention.handover import check_handover, check_readable
 from models_integration.cache.continuation import Decision
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import check_free, describe
-from models_integration.model.cache_argument import cache_argument
+from models_integration.model.cache_argument import cache_name
 from models_integration.session.inputs import (
     ONE_FORWARD,
     OPEN,
@@ -85,7 +85,7 @@ def _forward(
     """The logits, of the last columns alone where the model can tell them apart."""
     arguments: dict[str, Any] = {
         "input_ids": input_ids, "attention_mask": attention_mask, **span.defaults,
-        **cache_argument(model, observed.cache),
+        cache_name(model): observed.cache,
     }
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         arguments["logits_to_keep"] = last

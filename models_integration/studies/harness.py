@@ -20,7 +20,7 @@ from tqdm import tqdm
 from models_integration.cache.continuation import Decision
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import describe
-from models_integration.model.cache_argument import CACHE, cache_argument
+from models_integration.model.cache_argument import CACHE, cache_name
 from models_integration.model.published_weights import located
 from models_integration.policies.methods import CrystalCache, method_of, sentence_ends
 from models_integration.session.segment import ObservedSegment, decide
@@ -174,7 +174,7 @@ class PolicyLM(HFLM):  # type: ignore[misc]  # lm_eval has no types
             self._note(prompt, run.cache)
             if question.shape[1]:
                 with run.reading():
-                    decoder(input_ids=question, **cache_argument(decoder, run.cache))
+                    decoder(input_ids=question, **{cache_name(decoder): run.cache})
             said: Tensor = super()._model_generate(context, max_length, stop, **{CACHE: run.cache}, **given)
         return said
 

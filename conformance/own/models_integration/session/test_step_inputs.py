@@ -15,7 +15,7 @@ from conformance.own.models_integration.session.families import ENDS, METHODS, V
 from conformance.own.models_integration.session.ragged_checks import live_sets, method
 from models_integration import CrystalCache, RetainedCache, RetentionPolicy, prefill
 from models_integration.archive.layer_masks import layer_masks
-from models_integration.model.cache_argument import CACHE, NAMES
+from models_integration.model.cache_argument import CACHE, NAMES, cache_name
 from models_integration.model.rotation import prefilled
 from models_integration.session.verbs import read
 from spec.errors import SpecError
@@ -212,6 +212,22 @@ def test_a_forward_takes_its_cache_by_each_of_its_names(inside: str) -> None:
             model.base_model(torch.tensor([[8]]), **given)
         assert given[name].get_seq_length() == N + 2
     assert torch.equal(*logits)
+
+
+class Older(torch.nn.Module):
+    """A model whose file was written for an older transformers."""
+
+    def forward(self, input_ids: Tensor, past_key_values: object = None, **others: object) -> None: ...
+
+
+class Wrapper(torch.nn.Module):
+    def forward(self, *args: object, **kwargs: object) -> None: ...
+
+
+@pytest.mark.law("as-it-is-described")
+def test_a_model_is_given_its_cache_by_the_name_that_its_forward_has() -> None:
+    found = [cache_name(model) for model in (Older(), Wrapper(), build("llama"))]
+    assert found == ["past_key_values", CACHE, CACHE]
 
 
 @pytest.mark.parametrize("name", NAMES)
