@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from models_integration.attention.capture import Attended, observing
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import Architecture, describe, of_layer, restored_rotation
+from models_integration.model.cache_argument import cache_name
 from models_integration.model.errors import UnknownModel
 from models_integration.model.identity import ModelIdentity, identify
 from models_integration.model.rotation import LayerRotary, recognise
@@ -109,7 +110,7 @@ def _statistics(architecture: Architecture, served: Identity, input_ids: Tensor)
         torch.no_grad(), restored_rotation(architecture.decoder),
         observing(architecture, cache, found, architecture.full_layers),
     ):
-        architecture.decoder(input_ids=input_ids, past_key_values=cache, use_cache=True)
+        architecture.decoder(input_ids=input_ids, use_cache=True, **{cache_name(architecture.decoder): cache})
     return found.calibration(architecture)
 
 

@@ -15,6 +15,7 @@ from models_integration.attention.capture import observing
 from models_integration.attention.handover import check_handover
 from models_integration.cache.retained_cache import RetainedCache, check_adoptable
 from models_integration.model.architecture import describe, unwrapped
+from models_integration.model.cache_argument import cache_name, with_one_cache
 from models_integration.session.forwards import Forward, end_step, reading, step, unusable_after_failure
 from models_integration.session.generate import NO_CALL, call_under_way
 from models_integration.session.hooks import Hold
@@ -83,6 +84,7 @@ class Session:
         check_mode(self._architecture, {})
         check_handover(self._architecture, method.policy.scorer.needs, method.policy.granularity)
         self._names = tuple(inspect.signature(self._architecture.decoder.forward).parameters)
+        self._cache_name = cache_name(self._architecture.decoder)
         self._call = NO_CALL
         self._block = ""
         C, decode = method.continuation.segment_tokens, method.continuation.decode
@@ -129,7 +131,7 @@ class Session:
         # A forward that was interrupted, by Ctrl-C for one, has not passed `_after`.
         self._abandon()
         self._stream.begin()
-        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        given = with_one_cache({**dict(zip(self._names, args, strict=False)), **kwargs})
         self._begin_call(decoder)
         arguments = check_forward(given, getattr(self._architecture.config, "use_cache", True))
         check_mode(self._architecture, arguments)
@@ -142,7 +144,8 @@ class Session:
         if watcher is not None or not cache.uniform:
             layers = () if watcher is None else watcher.layers
             forward.undo.enter_context(observing(self._architecture, cache, watcher, layers))
-        return (), {**forward.defaults, **forward.arguments, "past_key_values": cache}
+        others = {name: value for name, value in forward.arguments.items() if name != "past_key_values"}
+        return (), {**forward.defaults, **others, self._cache_name: cache}
 
     def _begin_call(self, decoder: nn.Module) -> None:
         """Note which call of generate a forward is part of, if any."""

@@ -21,6 +21,7 @@ from models_integration.attention.handover import check_handover, check_readable
 from models_integration.cache.continuation import Decision
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import check_free, describe
+from models_integration.model.cache_argument import cache_name
 from models_integration.session.inputs import (
     ONE_FORWARD,
     OPEN,
@@ -82,11 +83,14 @@ def _forward(
     attention_mask: Tensor | None = None,
 ) -> Tensor:
     """The logits, of the last columns alone where the model can tell them apart."""
-    arguments: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask, **span.defaults}
+    arguments: dict[str, Any] = {
+        "input_ids": input_ids, "attention_mask": attention_mask, **span.defaults,
+        cache_name(model): observed.cache,
+    }
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         arguments["logits_to_keep"] = last
     with torch.no_grad(), observing(observed.architecture, observed.cache, observed, observed.layers):
-        logits: Tensor = model(**arguments, past_key_values=observed.cache, use_cache=True).logits
+        logits: Tensor = model(**arguments, use_cache=True).logits
     observed.cache.note_ids(input_ids)
     return logits
 

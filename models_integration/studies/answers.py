@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from models_integration.cache.continuation import Decision
 from models_integration.cache.retained_cache import RetainedCache, side_by_side
+from models_integration.model.cache_argument import cache_name
 from models_integration.session.method import Method
 from models_integration.session.segment import ObservedSegment, decide
 from models_integration.session.session import Session
@@ -213,14 +214,15 @@ class _Prompt:
 
     def in_steps(self, method: Method, decision: Decision) -> Answer:
         """One cell whose cache is decided about behind every token."""
-        cache, stored = compact(self.cache, decision), list[float]()
+        model, cache, stored = self.subject.model, compact(self.cache, decision), list[float]()
+        name = cache_name(model)
 
         def step(ids: Tensor) -> Tensor:
-            logits: Tensor = self.subject.model(input_ids=ids, past_key_values=cache).logits
+            logits: Tensor = model(input_ids=ids, **{name: cache}).logits
             stored.append(cache.mean_length)
             return logits[:, -1]
 
-        with Session(method, self.subject.model):
+        with Session(method, model):
             (said,) = self._said(step, [(token,) for token in self.placement.fed_ids])
         return self._answer(said, decision.retentions[0], stored)
 

@@ -77,10 +77,10 @@ def broken_update(monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind the door, where three tokens are read."""
     stock = RetainedCache.update
 
-    def update(cache: RetainedCache, keys: Tensor, *others: Any) -> Any:
+    def update(cache: RetainedCache, keys: Tensor, *others: Any, **options: Any) -> Any:
         if keys.shape[2] > 3:
             raise IndexError("in a forward")
-        return stock(cache, keys, *others)
+        return stock(cache, keys, *others, **options)
 
     monkeypatch.setattr(RetainedCache, "update", update)
 

@@ -83,8 +83,8 @@ def new_tokens_go_to_one_head(patch: Patch) -> None:
     """The spare slots of the wrong head are written."""
     update = RaggedLayer.update
 
-    def wrong(layer: RaggedLayer, keys: Tensor, values: Tensor, *rest: Any) -> Any:
-        return update(layer, keys.flip(1), values.flip(1), *rest)
+    def wrong(layer: RaggedLayer, keys: Tensor, values: Tensor, *rest: Any, **others: Any) -> Any:
+        return update(layer, keys.flip(1), values.flip(1), *rest, **others)
 
     patch.setattr(RaggedLayer, "update", wrong)
 
