@@ -154,7 +154,7 @@ def handing(change: Callable[[Tensor], Tensor], which: str) -> Callable[..., Any
     own = modeling_llama.LlamaAttention.forward
 
     def forward(module: nn.Module, *args: Any, **options: Any) -> Any:
-        cache = options.get(CACHE)
+        cache: Any = options.get(CACHE)
 
         class Between:
             def update(self, *given: Any, **more: Any) -> tuple[Tensor, Tensor]:
