@@ -54,7 +54,8 @@ def facts_hold(ground: Ground, sample: Sample) -> None:
     """Needle tasks of RULER: the sentences of the context, read by their form."""
     asked = said(ground, sample.question_ids[sample.history :])
     stated = defaultdict(list)
-    for line in re.finditer(r"One of the special magic \w+ for (\S+) is: ([^.\s]+)\.", said(ground, sample.context_ids)):
+    form = r"One of the special magic \w+ for (\S+) is: ([^.\s]+)\."
+    for line in re.finditer(form, said(ground, sample.context_ids)):
         stated[line[1]].append((line[2], line[0]))
     (query,) = re.findall(r"special magic \w+ for (.+?) mentioned in the provided text\?", asked)
     keys = [key.removeprefix("and ") for key in query.split(", ")]
