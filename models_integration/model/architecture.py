@@ -249,7 +249,9 @@ def _refuse_config(config: PretrainedConfig) -> str | None:
         return "multi-head latent attention (MLA) caches no keys per head"
     if getattr(config, "alibi", False):
         return "ALiBi positions are not served: keys must carry a rotary position (RoPE)"
-    if getattr(config, "num_kv_shared_layers", 0) or any(getattr(config, "kv_sharing_modes", None) or ()):
+    # A layer that stores its keys for others shares no cache while none of them reuses it.
+    modes = map(str, getattr(config, "kv_sharing_modes", None) or ())
+    if getattr(config, "num_kv_shared_layers", 0) or any(mode.startswith("reuse") for mode in modes):
         return "layers that share one cache are not served"
     return None
 
