@@ -162,7 +162,7 @@ GROUPS = [
               "scaling": 0.5}),
         Case(112, "no sentence ends: pieces of T_max; nothing is evicted", ["Plain"],
              {"q": [[[0.0]] * 7], "k": [[[float(7 - i)] for i in range(7)]], "token_ids": [5, 5, 5, 5, 5, 5, 5],
-              "sentence_ends": [], "budget": 7, "scaling": 1.0}),
+              "sentence_ends": [9], "budget": 7, "scaling": 1.0}),
     ], {"C": 6, "k_intra": 0, "k_cross": 0, "T_max": 3, "N_sink": 1, "W_recent": 1, "N_min": 1}),
     Group("CC-LIVE", [
         Case(120, "a trunk dies: its edges go, later trunks are renumbered", ["DeadTrunks"],
