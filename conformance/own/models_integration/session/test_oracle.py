@@ -51,7 +51,8 @@ def test_slots_hold_the_tensors_of_their_positions(family: str, method: str) -> 
     check_stored_tensors(build(family), METHODS[method]())
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in SLIDING])
+# OPT counts positions in a mask that its caller gives: a token that is hidden there has none.
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in (*SLIDING, "opt")])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_a_2d_mask_counts_tokens_and_not_slots(family: str, attention: str) -> None:
     check_hidden_token(build(family, attention=attention), METHODS["crystalcache"]())
