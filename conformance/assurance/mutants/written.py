@@ -25,7 +25,10 @@ __all__ = ["accept", "changed", "judging_files", "page", "trials", "verdict_line
 
 KILLED = Path(__file__).resolve().parent / "killed.lock"
 # Whose tests are not about the reference, or are about this package.
-OTHERS = ("conformance/measure", "conformance/own/conformance", "conformance/own/accelerated/triton")
+OTHERS = (
+    "conformance/measure", "conformance/own/conformance", "conformance/own/accelerated/triton",
+    "conformance/cache_suite", "conformance/policy_suite",
+)
 MODELS = "conformance/own/models_integration/session"
 
 
@@ -80,10 +83,13 @@ def _put(edit: Edit) -> None:
     replace_code(function_of(edit.of), edit.code())
 
 
-def _rank(by_size: bool, item: pytest.Item) -> tuple[bool, bool, bool]:
-    """Models last; of a mutant by size the scale lane first, which no small input shows."""
+def _rank(by_size: bool, item: pytest.Item) -> tuple[bool, bool, bool, bool]:
+    """Models last; of a mutant by size the scale lane first, its long prompts after the others."""
     file = file_of(item)
-    return file.startswith(MODELS), ("/test_scale_" in file) != by_size, not judges_any_backend(item)
+    return (
+        file.startswith(MODELS), ("/test_scale_" in file) != by_size, file.endswith("test_scale_prefill.py"),
+        not judges_any_backend(item),
+    )
 
 
 def verdict_line(result: Result) -> str:
