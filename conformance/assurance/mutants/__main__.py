@@ -25,14 +25,11 @@ from collections import Counter
 from pathlib import Path
 from time import perf_counter
 
-from conformance.assurance.mutants import operated, results, written
+from conformance.assurance.mutants import operated, results
 from conformance.assurance.mutants.items import read_code, test_modules
-from conformance.assurance.mutants.report import LIST, explanations, problems, table
-from conformance.assurance.mutants.rows import WrittenMutant
 from conformance.assurance.mutants.run import run
 from conformance.assurance.mutants.sample import sample
 from conformance.assurance.mutants.sites import mutants_of_tree
-from conformance.assurance.mutants.table import MUTANTS
 from conformance.assurance.mutants.worker import CHECKED
 
 __all__ = ["main"]
@@ -58,7 +55,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _of_rows(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    chosen: list[WrittenMutant] = written.changed() if options.changed else list(MUTANTS.values())
+    # Not for operators: jaxtyping checks the reference only if it is imported after the hook.
+    from conformance.assurance.mutants import written
+    from conformance.assurance.mutants.table import MUTANTS
+
+    chosen = written.changed() if options.changed else list(MUTANTS.values())
     part = options.k.upper().replace("-", "_")
     chosen = [one for one in chosen if part in one.name and options.item in (None, one.item)]
     if not chosen and not options.changed:
@@ -97,6 +98,8 @@ def _of_operators(options: argparse.Namespace) -> int:
         files = [path.relative_to(ROOT).as_posix() for path in test_modules(ROOT)]
         run(ROOT, trials, files, options.folder, CHECKED)
         return 0
+    from conformance.assurance.mutants.report import LIST, explanations, problems, table
+
     explained = explanations(LIST.read_text(encoding="utf-8"))
     print(table(sampled, every, verdicts, explained))
     reasons = problems(sampled, every, verdicts, explained)

@@ -325,3 +325,9 @@ def test_the_list_has_one_form(entry: str) -> None:
 
 def test_the_committed_list_can_be_read() -> None:
     assert all(entry.why for entry in explanations(LIST.read_text(encoding="utf-8")).values())
+
+
+def test_the_reference_is_not_imported_before_its_arrays_are_checked() -> None:
+    """jaxtyping's hook checks modules that are imported after it."""
+    code = "import conformance.assurance.mutants.__main__, sys; sys.exit('reference' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
