@@ -61,6 +61,7 @@ NIGHTLY = {
                      "conformance/own/models_integration/session"],
     "tests-of-tests": ["pytest", *WORKERS, "--kvspec-profile", "nightly", "-m", "nightly",
                        "conformance/own/conformance"],
+    "mutants": ["conformance.assurance.mutants", "run", "--again"],
     "families": ["conformance.measure.families"],
     "coq-engine": ["conformance.assurance.proofs.coq", "judge"],
 }
@@ -231,7 +232,7 @@ def layers(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def trace(session: nox.Session) -> None:
-    """Every item of the specification has code, a test, a vector, saboteurs and a text that was accepted."""
+    """Every item of the specification has code, a test, a vector, mutants and a text that was accepted."""
     run(session, "conformance.assurance.trace", *session.posargs)
 
 
@@ -266,23 +267,15 @@ def vectors(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
-def saboteurs(session: nox.Session) -> None:
-    """The reference with one item wrong, some hundred times: a test of the item must fail; results/saboteurs.md."""
-    run(session, "conformance.assurance.saboteurs", *session.posargs)
+def mutants(session: nox.Session) -> None:
+    """Wrong readings put into the reference, which tests of their items must kill: what changed; `-- run` for all."""
+    run(session, "conformance.assurance.mutants", *(session.posargs or ["run", "--changed"]))
 
 
 @nox.session(venv_backend="none")
 def simulate(session: nox.Session) -> None:
     """Random lives of caches and an archive beside an oracle; `-- --minutes 60`, `--seed N`, `--script FILE`."""
     run(session, "conformance.assurance.simulator", *session.posargs, **ONE_THREAD)
-
-
-@nox.session(venv_backend="none")
-def mutation(session: nox.Session) -> None:
-    """Small changes to the reference and Numba's code, which their items' tests must notice; hours, goes on later."""
-    run(session, "conformance.assurance.mutation", *(session.posargs or ["run"]))
-    if not session.posargs:
-        run(session, "conformance.assurance.mutation", "report")
 
 
 @nox.session(venv_backend="none")

@@ -35,9 +35,9 @@ def test_a_page_of_each_item_shows_what_the_trace_finds(pages: Path) -> None:
             assert f"def {name}" in text or f"class {name}" in text
         for place in trace.tests[item]:
             assert f"in `{place.rpartition(':')[0]}`" in text
-        checks = text.partition("### Saboteurs")[2]
+        checks = text.partition("### Mutants")[2]
         readings = [line for line in checks.partition("###")[0].splitlines() if line.startswith("- ")]
-        assert sum("(wrong beyond " not in line for line in readings) == len(trace.saboteurs[item])
+        assert sum("(wrong beyond " not in line for line in readings) == len(trace.mutants[item])
         assert checks.partition("### Vectors")[2].count(",") == len(trace.vectors[item])
 
 
