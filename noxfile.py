@@ -219,8 +219,9 @@ def types(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def lint(session: nox.Session) -> None:
-    """Ruff over everything."""
+    """Ruff over everything, and the rules of style over what users read first."""
     run(session, "ruff", "check", ".")
+    run(session, "conformance.assurance.style")
 
 
 @nox.session(venv_backend="none")
