@@ -11,11 +11,12 @@ from typing import NoReturn
 from conformance.plugin import POSITIONS, PROFILES
 from spec.errors import SpecError
 
-__all__ = ["ENGINES", "KINDS", "PROFILE", "Request", "parsed", "parser"]
+__all__ = ["ENGINES", "KINDS", "PRECISIONS", "PROFILE", "Request", "parsed", "parser"]
 
 ENGINES = ("backend", "command")
 KINDS = (*ENGINES, "policy", "cache")
 """Of subjects."""
+PRECISIONS = ("float64", "float32")
 SEEDS = 2**32
 """Seeds are drawn below."""
 _ONLY_FOR = {
@@ -109,7 +110,7 @@ def parser() -> argparse.ArgumentParser:
                       help="of the tokens that the --cache keeps: absolute, the text's (default), or renumbered\n"
                            "from 0 in each KV head, with keys rotated again, and the next tokens behind them")
     made.add_argument("--timeout", type=float, metavar="S", help="seconds that the command may take for an answer")
-    made.add_argument("--precision", choices=("float64", "float32"),
+    made.add_argument("--precision", choices=PRECISIONS,
                         help="what its S1 promises to compute in; default\n"
                              "float32, for numpy float64, for a command what it says")
     made.add_argument("--profile", choices=PROFILES,
