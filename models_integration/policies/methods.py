@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from inspect import signature
 from os import PathLike
 from typing import Any, NamedTuple
+from warnings import warn
 
 import torch
 from torch import Tensor
@@ -39,6 +40,14 @@ __all__ = [
 
 _FASTEST_FIRST = ("triton", "numba", "numpy")
 _MARKS = (".", "!", "?")
+
+
+def _parse(budget: float | int | str | Budget) -> Budget:
+    """Read a caller's budget, and warn of a 1 that may have meant 1.0."""
+    share = parse_budget(budget)
+    if share.count == 1 and not isinstance(budget, Budget):
+        warn(f"budget={budget!r} keeps one token; write budget=1.0 to keep the whole prompt", stacklevel=3)
+    return share
 
 
 class RetentionPolicy(ABC):
@@ -87,7 +96,7 @@ class CustomPolicy(RetentionPolicy):
     method: Method
 
     def __init__(self, policy: Policy, budget: float | int | str | Budget = 0.5, backend: str = "numpy") -> None:
-        self._be(method_of(policy, parse_budget(budget), backend))
+        self._be(method_of(policy, _parse(budget), backend))
 
     def _be(self, method: Method) -> None:
         object.__setattr__(self, "method", method)
@@ -128,7 +137,7 @@ class CrystalCache(CustomPolicy):
         parameters: CrystalCacheParameters = PAPER, backend: str | Backend = "auto", *, decode: bool = False,
         stream: bool = False, breath_protection: BreathProtection = "sink+recent",
     ) -> None:
-        share = parse_budget(budget)
+        share = _parse(budget)
         if sentence_ends is None:
             raise SpecError(
                 "sentence_ends", None, "is needed; models_integration.sentence_ends(tokenizer) makes the set"
@@ -251,7 +260,7 @@ class Published(RetentionPolicy):
             constants["backend"] = _fastest().name
         if not names.constants_of_model(name):
             names.make_policy(name, constants)
-        for field, given in (("name", name), ("budget", parse_budget(budget)), ("constants", constants)):
+        for field, given in (("name", name), ("budget", _parse(budget)), ("constants", constants)):
             object.__setattr__(self, field, given)
 
     def knowing(self, identity: ModelIdentity) -> "Published":
