@@ -42,7 +42,7 @@ def _words(token: Token) -> str:
 def of_docstrings(package: str) -> Iterator[Passage]:
     """Docstrings of the names that a package exports, and of their public members; each at its first line."""
     loader = GriffeLoader(search_paths=[ROOT])
-    for behind in ("spec", "reference", "models_integration"):
+    for behind in ("spec", "reference", "models_integration", "conformance"):
         loader.load(behind)
     module = loader.load(package)
     loader.resolve_aliases(implicit=True, external=False)

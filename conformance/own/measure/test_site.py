@@ -48,7 +48,7 @@ def test_the_navigation_names_pages_and_the_table_every_policy(pages: Path) -> N
 
     project = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]
     assert all((pages / path).is_file() for path in named(project["nav"]))
-    table = (pages / "docs/guide/policies.md").read_text(encoding="utf-8")
+    table = (pages / "docs/guide/choose.md").read_text(encoding="utf-8")
     assert all(f"| {name} |" in table or f"| [{name}](" in table for name in POLICIES)
 
 
