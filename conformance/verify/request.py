@@ -102,7 +102,7 @@ def parser() -> argparse.ArgumentParser:
     who.add_argument("--backend", metavar="NAME", help="engine in Python: a name, or module:ATTRIBUTE of a Backend")
     who.add_argument("--command", metavar="TEXT", help="engine in any language: the command that starts it")
     who.add_argument("--policy", metavar="NAME", help="module:ATTRIBUTE of a Policy, judged by its promises")
-    who.add_argument("--cache", metavar="NAME", help="module:ATTRIBUTE of a function that returns logits after eviction")
+    who.add_argument("--cache", metavar="NAME", help="module:ATTRIBUTE of a function of logits after eviction")
     who.add_argument("--check", type=Path, metavar="CERTIFICATE.toml",
                      help="certificate to check. Files are compared, then the run is repeated,\n"
                           "with the seed of the certificate and with a new one (--seed). Any\n"

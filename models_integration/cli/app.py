@@ -58,7 +58,9 @@ def _version(value: bool) -> None:
 
 @app.callback()
 def _common(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     pass
 
@@ -83,7 +85,7 @@ def compare(
         typer.Option(help="Comma-separated names of `kvspec policies`. snapkv(W=16) sets a constant. diverse-NAME adds"
                      f" set-conditioned selection. {_YOURS}"),
     ] = "crystalcache,streamingllm,fullcache",
-    budgets: Annotated[str, typer.Option(help="Comma-separated budgets: 0.3 or 30% is a fraction, 512 is tokens.")] = "0.3,0.5",
+    budgets: Annotated[str, typer.Option(help="Comma-separated budgets: 0.3 or 30% (a fraction), 512 (tokens).")] = "0.3,0.5",
     tasks: Annotated[str, typer.Option(help=_TASKS)] = (
         "needle,delayed_association"
     ),
@@ -241,7 +243,7 @@ def study(
 
 @app.command()
 def report(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of results: --out of study, compare or sweep.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of results, --out of compare or study.")],
     rules: Annotated[
         list[Path] | None, typer.Option(help="Rules of a study in the folder, for claims and stages. May be repeated.")
     ] = None,
@@ -304,7 +306,7 @@ def keep(
     form: Annotated[
         str, typer.Option("--format", help="Output: ranges, one per line (first, last + 1), or json.")
     ] = "ranges",
-    model: Annotated[str, typer.Option(help="Model: 'pocket', 'chat', 'smollm2', or a folder of safetensors.")] = "pocket",
+    model: Annotated[str, typer.Option(help="'pocket', 'chat', 'smollm2', or a folder of safetensors.")] = "pocket",
     backend: Backend = "auto", dtype: Dtype = "auto",
 ) -> None:
     """Print the tokens of a prompt that a policy keeps, without a forward pass of the model.

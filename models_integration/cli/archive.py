@@ -31,8 +31,8 @@ def put(
     text: Annotated[Path, typer.Argument(metavar="TEXT", help="Text file to store as one chunk.")],
     wrapper: Annotated[
         str,
-        typer.Option(help=f"Tokens of the chat template around the text: {', '.join(FORMS)}. Every marker must be one token"
-                     " of the model."),
+        typer.Option(help=f"Tokens of the chat template around the text: {', '.join(FORMS)}. Every marker must be one"
+                     " token of the model."),
     ] = "raw",
     codec: Annotated[
         str,
@@ -41,7 +41,7 @@ def put(
     upper: Annotated[bool, typer.Option("--upper", help="Store the upper half of the layers only.")] = False,
     policy: Annotated[
         str | None,
-        typer.Option(help="Policy that selects the stored tokens, a name of `kvspec policies`. Markers are always kept."),
+        typer.Option(help="Policy that selects the stored tokens, see `kvspec policies`. Markers are always kept."),
     ] = None,
     budget: Annotated[
         str | None,

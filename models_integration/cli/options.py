@@ -14,10 +14,12 @@ __all__ = [
 
 Model = Annotated[
     str,
-    typer.Option(help="Model: 'pocket' or 'chat' (shipped with kvspec), 'smollm2' (after `kvspec models fetch smollm2`),"
-                 " or a folder, GGUF file or hub name."),
+    typer.Option(help="Model: 'pocket' or 'chat' (shipped with kvspec), 'smollm2' (after `kvspec models fetch"
+                 " smollm2`), or a folder, GGUF file or hub name."),
 ]
-Backend = Annotated[str, typer.Option(help="Backend that selects the tokens: auto, numpy, numba, triton or 'module:ATTRIBUTE'.")]
+Backend = Annotated[
+    str, typer.Option(help="Backend that selects the tokens: auto, numpy, numba, triton or 'module:ATTRIBUTE'.")
+]
 Device = Annotated[str, typer.Option(help="PyTorch device of the model: cpu, cuda, cuda:1.")]
 Dtype = Annotated[str, typer.Option(help="dtype of the model: auto (as stored), float32, bfloat16, float16, float64.")]
 Attention = Annotated[str, typer.Option("--attn", help="Attention implementation of transformers: auto, sdpa, eager.")]
@@ -26,10 +28,10 @@ BatchSize = Annotated[
 ]
 
 Workers = Annotated[
-    int, typer.Option(help="Processes on this machine. Start the command on more machines with the same folder to add workers.")
+    int, typer.Option(help="Processes on this machine. The same command on a machine that shares the folder adds workers.")
 ]
 Engine = Annotated[
-    str, typer.Option(help="Kind of workers: processes, or ray for actors of Ray. With --device cuda each actor has a GPU.")
+    str, typer.Option(help="Workers: processes, or ray for actors of Ray. With --device cuda each actor has a GPU.")
 ]
 Address = Annotated[str, typer.Option(help="Address of a running Ray cluster. Default: start one on this machine.")]
 Again = Annotated[bool, typer.Option("--again", help="Retry failed samples. Finished samples are never repeated.")]
