@@ -85,7 +85,7 @@ def compare(
         typer.Option(help="Comma-separated names of `kvspec policies`. snapkv(W=16) sets a constant. diverse-NAME adds"
                      f" set-conditioned selection. {_YOURS}"),
     ] = "crystalcache,streamingllm,fullcache",
-    budgets: Annotated[str, typer.Option(help="Comma-separated budgets: 0.3 or 30% (a fraction), 512 (tokens).")] = "0.3,0.5",
+    budgets: Annotated[str, typer.Option(help="Comma-separated budgets: 0.3 or 30%, or tokens (512).")] = "0.3,0.5",
     tasks: Annotated[str, typer.Option(help=_TASKS)] = (
         "needle,delayed_association"
     ),

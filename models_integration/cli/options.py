@@ -28,7 +28,7 @@ BatchSize = Annotated[
 ]
 
 Workers = Annotated[
-    int, typer.Option(help="Processes on this machine. The same command on a machine that shares the folder adds workers.")
+    int, typer.Option(help="Processes on this machine. The same command on a machine with this folder adds workers.")
 ]
 Engine = Annotated[
     str, typer.Option(help="Workers: processes, or ray for actors of Ray. With --device cuda each actor has a GPU.")
