@@ -19,7 +19,9 @@ SHARED = ROOT / ".nox" / f"shared-{sys.version_info.major}.{sys.version_info.min
 
 OLDER_TRITON = "3.6.0"
 # Zensical follows MkDocs Material, which is no longer developed; from 0.0.74 on it needs a package that is not there.
-SITE_NEEDS = ["zensical==0.0.73", "numpy", "jaxtyping", "hypothesis", "pytest", "z3-solver"]
+SITE_NEEDS = [
+    "zensical==0.0.73", "numpy", "jaxtyping", "hypothesis", "pytest", "z3-solver", "typer", "griffe2md",
+]
 LIGHT_NEED = ["pytest-xdist", "beartype", "jsonschema", "scipy", "z3-solver", "rich"]
 FLOATS_NEED = ["python-flint", "numpy", "jaxtyping", "hypothesis", "pytest"]
 # Each has an environment of its own; other extras that its test needs, and the test.
@@ -360,12 +362,17 @@ def certificates(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def docs(session: nox.Session) -> None:
     """The documentation as a site, into site/, in an environment of its own; a broken link fails."""
-    home = ROOT / ".nox" / "docs"
+    home = ROOT / ".nox" / "site"
     if not (home / "complete").exists():
         new_environment(session, home, *SITE_NEEDS)
         (home / "complete").touch()
     python, pages = str(interpreter_of(home)), "conformance.measure.site"
     session.run(python, "-m", pages, "write", "build/docs", external=True)
+    # Made by other tools than the rest: nothing but the built site needs them.
+    api = [str(Path(python).with_name("griffe2md")), "kvspec", "--output", "build/docs/docs/api.md"]
+    session.run(*api, external=True, env={"PYTHONPATH": str(ROOT)})
+    commands = ["models_integration.cli.app", "utils", "docs", "--name", "kvspec", "--output", "build/docs/docs/cli.md"]
+    session.run(python, "-m", "typer", *commands, external=True)
     session.run(python, "-m", "zensical", "build", "--strict", "--clean", external=True)
     session.run(python, "-m", pages, "check", "site", external=True)
 
