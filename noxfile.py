@@ -371,6 +371,8 @@ def docs(session: nox.Session) -> None:
     # Made by other tools than the rest: nothing but the built site needs them.
     api = [str(Path(python).with_name("griffe2md")), "kvspec", "--output", "build/docs/docs/api.md"]
     session.run(*api, external=True, env={"PYTHONPATH": str(ROOT)})
+    made = ROOT / "build" / "docs" / "docs" / "api.md"  # its links name headings as griffe does, not as the site
+    made.write_text(re.sub(r"\[([^\[\]]*)\]\(#[^)]*\)", r"\1", made.read_text(encoding="utf-8")), encoding="utf-8")
     commands = ["models_integration.cli.app", "utils", "docs", "--name", "kvspec", "--output", "build/docs/docs/cli.md"]
     session.run(python, "-m", "typer", *commands, external=True)
     session.run(python, "-m", "zensical", "build", "--strict", "--clean", external=True)
