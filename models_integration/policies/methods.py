@@ -214,10 +214,7 @@ class StreamingLLM(CustomPolicy):
 
 
 class FullCache(CustomPolicy):
-    """Policy that evicts nothing: the upper bound of every comparison.
-
-        policy = kvspec.FullCache()
-    """
+    """Policy that evicts nothing, `kvspec.FullCache()`: the upper bound of every comparison."""
 
     def __init__(self) -> None:
         super().__init__(full_cache(), 1.0)
@@ -246,12 +243,6 @@ class Published(RetentionPolicy):
         name: a name of `kvspec policies`, except crystalcache, streamingllm and fullcache.
         budget: a float or text with "." or "%" is a fraction of the prompt in (0, 1]. An int is tokens.
         constants: constants of the policy by name, see `describe_policy(name)`.
-
-    Attributes:
-        name: the name.
-        budget: the parsed budget.
-        constants: the given constants.
-        identity: identity of the model, if `knowing` was called.
 
     Raises:
         SpecError: if the name, a constant, the calibration file or the budget is invalid.
