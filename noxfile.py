@@ -19,7 +19,9 @@ SHARED = ROOT / ".nox" / f"shared-{sys.version_info.major}.{sys.version_info.min
 
 OLDER_TRITON = "3.6.0"
 # Zensical follows MkDocs Material, which is no longer developed; from 0.0.74 on it needs a package that is not there.
-SITE_NEEDS = ["zensical==0.0.73", "numpy", "jaxtyping", "hypothesis", "pytest", "z3-solver"]
+SITE_NEEDS = [
+    "zensical==0.0.73", "numpy", "jaxtyping", "hypothesis", "pytest", "z3-solver", "typer", "griffe2md",
+]
 LIGHT_NEED = ["pytest-xdist", "beartype", "jsonschema", "scipy", "z3-solver", "rich"]
 FLOATS_NEED = ["python-flint", "numpy", "jaxtyping", "hypothesis", "pytest"]
 # Each has an environment of its own; other extras that its test needs, and the test.
@@ -220,8 +222,9 @@ def types(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def lint(session: nox.Session) -> None:
-    """Ruff over everything."""
+    """Ruff over everything, and the rules of style over what users read first."""
     run(session, "ruff", "check", ".")
+    run(session, "conformance.assurance.style")
 
 
 @nox.session(venv_backend="none")
@@ -352,12 +355,19 @@ def certificates(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def docs(session: nox.Session) -> None:
     """The documentation as a site, into site/, in an environment of its own; a broken link fails."""
-    home = ROOT / ".nox" / "docs"
+    home = ROOT / ".nox" / "site"
     if not (home / "complete").exists():
         new_environment(session, home, *SITE_NEEDS)
         (home / "complete").touch()
     python, pages = str(interpreter_of(home)), "conformance.measure.site"
     session.run(python, "-m", pages, "write", "build/docs", external=True)
+    # Made by other tools than the rest: nothing but the built site needs them.
+    api = [str(Path(python).with_name("griffe2md")), "kvspec", "--output", "build/docs/docs/api.md"]
+    session.run(*api, external=True, env={"PYTHONPATH": str(ROOT)})
+    made = ROOT / "build" / "docs" / "docs" / "api.md"  # its links name headings as griffe does, not as the site
+    made.write_text(re.sub(r"\[([^\[\]]*)\]\(#[^)]*\)", r"\1", made.read_text(encoding="utf-8")), encoding="utf-8")
+    commands = ["models_integration.cli.app", "utils", "docs", "--name", "kvspec", "--output", "build/docs/docs/cli.md"]
+    session.run(python, "-m", "typer", *commands, external=True)
     session.run(python, "-m", "zensical", "build", "--strict", "--clean", external=True)
     session.run(python, "-m", pages, "check", "site", external=True)
 

@@ -24,7 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "accelerated": {"spec"},
     "models_integration": {"spec", "reference"},
     "conformance": {"spec", "reference", "accelerated", "models_integration", "kvspec"},
-    "kvspec": {"spec", "reference", "models_integration"},
+    "kvspec": {"spec", "reference", "models_integration", "conformance"},
 }
 
 # `import reference` must work with NumPy and jaxtyping alone; tables.py is the border where pandera is allowed.

@@ -103,7 +103,7 @@ def check_budgets(option: str, budgets: Iterable[str], length: int, floors: Mapp
             if tokens < min(floor, length):
                 raise SpecError(
                     option, budget, f"is {tokens} of {length} tokens, and {policy} keeps {min(floor, length)} at least:"
-                    f" ask for {floor} or more, or for a longer --length"
+                    f" ask for {floor} or more, or for a longer --length{'; 1.0 is all of it' * (budget == '1')}"
                 )
         other = seen.setdefault(min(tokens, length), budget)
         if other != budget:
@@ -134,7 +134,7 @@ def floors_of(subject: Subject, policies: Iterable[str], budgets: Iterable[int])
         SpecError: for one that cannot, by its name.
         BackendUnavailable: for one that the backend lacks.
     """
-    (budget, *_), floors = [*budgets, 1], dict[str, int]()
+    (budget, *_), floors = [*budgets, "1.0"], dict[str, int]()
     for policy in policies:
         try:
             floors[policy] = subject.policy(policy, budget).on(subject.model).policy.floor

@@ -69,10 +69,9 @@ def test_each_evicts_at_its_own_granularity(name: str) -> None:
     assert sum(map(len, prompt_only)) <= 6 * parse_budget(0.3).tokens(PROMPT)
 
 
-def test_the_help_lists_every_name() -> None:
+def test_the_help_names_the_list_of_policies() -> None:
     text = CliRunner().invoke(app, ["compare", "--help"], env={"COLUMNS": "400", "TERM": "dumb"}).output
-    listed = text.split("Comma-separated: ")[1].split(".")[0].replace("\n", " ").replace("│", " ")
-    assert set(map(str.strip, listed.split(","))) == {*POLICIES}
+    assert "Comma-separated names of `kvspec policies`" in text
     assert "diverse-NAME" in text
     assert Plan(policies=NAMES).policies == NAMES
 

@@ -90,7 +90,7 @@ class Page(HTMLParser):
             self.titles.append(self._said)
         elif tag == "title" and "svg" in self.open:
             self._panel.marks.append((self._said, *self._place))
-        elif tag == "text" and self.panels and "figure" in self.open:
+        elif tag == "text" and self.panels and "figure" in self.open and "table" not in self.open:
             self._panel.words.append((*self._place, self._said))
 
     def table(self, caption: str) -> Table:

@@ -29,7 +29,7 @@ from spec.errors import SpecError
 
 pytestmark = pytest.mark.law("an-identity-tells-apart")
 
-GUIDE = "docs/guide/policies.md"
+GUIDE = "docs/guide/own-policy.md"
 TASK = """
 from models_integration.tasks import draw_sample
 from dataclasses import replace

@@ -242,6 +242,12 @@ def test_the_page_is_whole_and_needs_nothing_else(shown: Page) -> None:
     assert ("div", "tabindex", "0") in shown.attributes
 
 
+@pytest.mark.law("as-it-is-described")
+def test_captions_are_outside_of_the_boxes_that_scroll(shown: Page) -> None:
+    assert "<caption>" not in shown.text
+    assert shown.text.count('</figcaption><div class="wide"') > 3
+
+
 @pytest.mark.law("an-identity-tells-apart")
 def test_forty_policies_are_told_apart() -> None:
     """By colour, dash and mark together."""

@@ -404,7 +404,7 @@ def test_a_task_that_the_full_cache_never_answers_decides_no_claim() -> None:
 
 
 def test_the_claims_of_the_guide_are_rules(tmp_path: Path) -> None:
-    guide = (Path(__file__).parents[4] / "docs/guide/sweeps.md").read_text(encoding="utf-8")
+    guide = (Path(__file__).parents[4] / "docs/guide/compare.md").read_text(encoding="utf-8")
     study_, claims = (text for text in re.findall(r"```toml\n(.*?)```", guide, re.DOTALL))
     rules_file(tmp_path, claims + study_.replace('"crystalcache", "snapkv"', '"nestedkv", "keydiff"'))
     assert [one.difference for one in load_rules(tmp_path / "rules.toml").claims] == [0.1, -0.05]

@@ -258,7 +258,7 @@ def test_a_sweep_s_file_and_the_options_of_a_grid_exclude_each_other(rules: Path
 @pytest.mark.law("as-it-is-described")
 def test_the_guide_s_sweep_is_one_file_of_fifteen_lines(tmp_path: Path) -> None:
     """Eight policies, four budgets and three tasks, which a model with rotary positions is served."""
-    text, claims = (fence.text for fence in fences("docs/guide/sweeps.md") if fence.language == "toml")
+    text, claims = (fence.text for fence in fences("docs/guide/compare.md") if fence.language == "toml")
     assert len(text.splitlines()) <= 15
     path = tmp_path / "sweep.toml"
     path.write_text(text.replace("path/or/name", "pocket"), encoding="utf-8")
