@@ -10,7 +10,7 @@ import pytest
 
 from conformance.own.models_integration.session.families import FAMILIES
 
-__all__ = ["crossed"]
+__all__ = ["WHOLE", "crossed"]
 
 WHOLE = ("llama", "gemma3")
 """Full attention in every layer, and windows in some: they meet every value in every run."""

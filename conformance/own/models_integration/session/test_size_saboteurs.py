@@ -40,7 +40,6 @@ from conformance.own.models_integration.session.families import (
 from conformance.own.models_integration.session.probe import Looking, method_of
 from models_integration import CrystalCache, CustomPolicy, prefill
 from models_integration.attention.capture import Attended, Recorder
-from models_integration.cache import positions as positions_module
 from models_integration.cache.dense_layer import DenseLayer
 from models_integration.model.architecture import attention_modules
 from reference.crystalcache import prefill as decided
@@ -241,21 +240,6 @@ def without(option: str) -> Callable[[Patch], None]:
     return sabotage
 
 
-def a_third_long_run_one_early(patch: Patch) -> None:
-    """Of the runs that are copied whole, the third is taken one slot before its place."""
-    taken = positions_module._taken
-
-    def wrong(tensor: Tensor, slots: Tensor) -> Tensor:
-        starts = torch.nonzero(torch.diff(slots) != 1)[:, 0] + 1
-        if len(starts) >= 2 and len(slots) >= positions_module._LONG_RUN * (len(starts) + 1):
-            slots = slots.clone()
-            slots[starts[1] : starts[2] if len(starts) > 2 else None] -= 1
-            return tensor.index_select(-2, slots)
-        return taken(tensor, slots)
-
-    patch.setattr(positions_module, "_taken", wrong)
-
-
 @pytest.mark.law("the-proof-has-teeth")
 @pytest.mark.parametrize("check", [check_shown, check_decided])
 @pytest.mark.parametrize("family", SCALED)
@@ -273,12 +257,3 @@ def test_the_model_s_own_cap_ignored_is_killed(check: Callable[[PreTrainedModel]
     with Patch.context() as patch, pytest.raises(AssertionError):
         without("softcap")(patch)
         check(model)
-
-
-@pytest.mark.law("the-proof-has-teeth")
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_a_third_long_run_gathered_one_early_is_killed(family: str) -> None:
-    model = build(family)
-    with Patch.context() as patch, pytest.raises(AssertionError):
-        a_third_long_run_one_early(patch)
-        check_runs(model)
