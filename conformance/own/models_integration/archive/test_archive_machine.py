@@ -147,8 +147,9 @@ class ArchiveMachine(RuleBasedStateMachine):
     def ask_as_another_tenant(self, store: int, tenant: str, text: int) -> None:
         """The other tenant's key is a miss, and nothing has changed."""
         if key := self.key(tenant, text):
-            before = blobs(self.folder)
-            assert self.stores[store].get(key, *[other for other in TENANTS if other != tenant]) is None
+            before, (other,) = blobs(self.folder), {*TENANTS} - {tenant}
+            assert self.stores[store].get(key, other) is None
+            assert key not in {entry.key for entry in self.stores[store].entries(other)}
             assert blobs(self.folder) == before
 
     @rule(**for_a_chunk, master=st.sampled_from([None, bytes(range(1, 33))]))

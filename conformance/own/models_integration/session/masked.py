@@ -5,6 +5,7 @@ cache stores it.
 """
 
 import copy
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -63,6 +64,7 @@ class MaskedModel:
         self.full = [layer for layer, kind in enumerate(types) if kind == "full_attention"]
         self.heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
         self._row, self._asked = self.nothing, 0
+        self._known: deque[tuple[Row, Expected]] = deque(maxlen=4)
         for module in self._model.modules():
             if hasattr(module, "layer_idx") and type(module).__name__.endswith("Attention"):
                 module.register_forward_pre_hook(self._before, with_kwargs=True)
@@ -73,7 +75,10 @@ class MaskedModel:
         return Row((), torch.zeros(len(self.full), self.heads, 0, 0, dtype=torch.bool))
 
     def expect(self, row: Row) -> Expected:
-        """One forward over all that the row has read."""
+        """One forward over all that the row has read. Rows are asked about twice: the last answers are kept."""
+        for known, expected in self._known:
+            if known is row:
+                return expected
         self._row, self._asked, cache = row, 0, DynamicCache()
         with torch.no_grad():
             output = self._model(
@@ -82,7 +87,9 @@ class MaskedModel:
             )
         assert self._asked == self._model.config.num_hidden_layers
         layers: list[Any] = [cache.layers[layer] for layer in self.full]
-        return Expected(output.logits[0], [(layer.keys[0], layer.values[0]) for layer in layers])
+        expected = Expected(output.logits[0], [(layer.keys[0], layer.values[0]) for layer in layers])
+        self._known.append((row, expected))
+        return expected
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._asked += 1

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -33,13 +34,28 @@ from models_integration.cache.positions import EMPTY
 from models_integration.cache.ragged_layer import RaggedLayer, rectangle
 from models_integration.model.identity import ModelIdentity, identify
 from models_integration.model.rotation import Rotary, recognise
-from reference.policies import adakv, chunkkv, h2o, lagkv, nestedkv, pyramidkv, rkv, snapkv, tova
+from reference.policies import (
+    adakv,
+    cake,
+    chunkkv,
+    h2o,
+    kvcrush,
+    lagkv,
+    morphkv,
+    nestedkv,
+    pyramidkv,
+    rkv,
+    snapkv,
+    tova,
+    vase,
+    vatp,
+)
 from spec.errors import SpecError
 from spec.parameters import TINY
 from spec.records import CrystalRetention
 from spec.retention import Granularity, Retention
 
-__all__ = ["MAX_TOKENS", "POLICIES", "Judge", "RunningCache", "flat", "ids_of", "retentions"]
+__all__ = ["MAX_TOKENS", "POLICIES", "Judge", "RunningCache", "chosen", "flat", "ids_of", "mask_of", "retentions"]
 
 MAX_TOKENS = 150
 """Of a row: the oracle's forward is over all of them."""
@@ -60,6 +76,12 @@ POLICIES: dict[str, RetentionPolicy] = {
     "criticalkv": Published("criticalkv", 0.5, W=4),
     "pyramidkv": CustomPolicy(pyramidkv(W=4), 12),
     "chunkkv": CustomPolicy(chunkkv(c=5, W=4), 0.4),
+    "cake": CustomPolicy(cake(W=4), 0.4),
+    "kvcrush": CustomPolicy(kvcrush(W=4, block=4, share=0.5), 0.4),
+    "critical-adakv": Published("critical-adakv", 0.5, W=4),
+    "vatp": CustomPolicy(vatp(2), 12),
+    "morphkv": CustomPolicy(morphkv(W=4), 12),
+    "vase": CustomPolicy(vase(W=3), 12),
 }
 GRANULARITY = {"model": Granularity.MODEL, "layer": Granularity.LAYER, "head": Granularity.HEAD}
 
@@ -310,3 +332,24 @@ def spread(retention: Retention, layers: int, heads: int) -> Sets:
     if retention.granularity is not Granularity.HEAD:
         groups = [group for group in groups for _ in range(heads * layers // len(groups))]
     return [groups[at : at + heads] for at in range(0, heads * layers, heads)]
+
+
+def mask_of(life: RunningCache, is_token: Tensor) -> Tensor | None:
+    """The 2D mask of a forward, where one is needed."""
+    if bool(is_token.all()) and life.columns == len(life.rows[0].tokens):
+        return None
+    before = life.cache.is_token.expand(len(is_token), -1) if life.columns else is_token[:, :0]
+    return torch.cat([before, is_token], dim=1).long()
+
+
+def chosen(sets: Sets, granularity: str, share: float, rng: Random) -> Sets:
+    """Some of the tokens that a row stores, the same for all layers, for all heads of a layer, or for neither."""
+    def some(own: list[int]) -> list[int]:
+        return sorted(rng.sample(own, max(1, int(share * len(own)))))
+
+    if granularity == "model":
+        one = some(sets[0][0])
+        return [[one for _ in heads] for heads in sets]
+    if granularity == "layer":
+        return [[one for _ in heads] for heads in sets for one in [some(heads[0])]]
+    return [[some(own) for own in heads] for heads in sets]

@@ -212,7 +212,7 @@ def test_what_a_step_leaves_out_is_filled_in(family: str) -> None:
 
 @pytest.mark.law("eviction-equals-masking")
 def test_a_row_left_alone_has_no_empty_slots() -> None:
-    """It stood beside one that keeps more, and had as many slots. The simulator's finding."""
+    """It stood beside one that keeps more, and had as many slots."""
     model, ids, new = build("llama"), torch.cat([prompt(61, seed=seed) for seed in (1, 2)]), prompt(NEW, seed=50)
     cache = RetainedCache(model.config)
     with METHODS["fullcache"]()(model):
@@ -227,7 +227,7 @@ def test_a_row_left_alone_has_no_empty_slots() -> None:
 
 @pytest.mark.law("a-cache-like-any-other")
 def test_a_single_padded_row_can_be_repeated() -> None:
-    """Each copy goes on as the row would have. The simulator's finding."""
+    """Each copy goes on as the row would have."""
     model, token = build("llama"), prompt(1, seed=50)
     ids, mask = (tensor[1:2] for tensor in batch(prompts((61, 44))))
     caches = [RetainedCache(model.config) for _ in range(2)]

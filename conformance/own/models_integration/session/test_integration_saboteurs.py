@@ -19,7 +19,7 @@ from conformance.own.models_integration.session.test_flash import (
     test_it_is_the_sum_over_what_each_query_sees as check_lse,
 )
 from conformance.own.models_integration.session.test_flash import test_the_model_s_numbers_keep_their_bits as check_bits
-from conformance.own.models_integration.session.test_session_machine import converse, converse_in_rows, run
+from conformance.own.models_integration.session.test_oracle import converse, converse_in_rows, run
 from models_integration.attention import capture as capture_module
 from models_integration.attention import masks as visibility
 from models_integration.attention.capture import Recorder

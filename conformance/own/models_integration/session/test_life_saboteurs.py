@@ -22,12 +22,8 @@ from conformance.own.models_integration.session import (
 )
 from conformance.own.models_integration.session.families import states_of
 from conformance.own.models_integration.session.saved import lived, same
-from conformance.own.models_integration.session.test_session_machine import (
-    SessionMachine,
-    converse,
-    converse_in_rows,
-    run,
-)
+from conformance.own.models_integration.session.test_oracle import converse, converse_in_rows, run
+from conformance.own.models_integration.session.test_session_machine import SessionMachine
 from models_integration.attention.capture import Recorder
 from models_integration.cache import retained_cache
 from models_integration.cache.crystal_states import CrystalStates, DecodeRule, Pending

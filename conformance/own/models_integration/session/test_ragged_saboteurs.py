@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from conformance.own.models_integration.session.test_oracle import converse, converse_in_rows, run
 from conformance.own.models_integration.session.test_ragged import (
     test_a_2d_mask_hides_positions_in_every_head as check_hidden,
 )
@@ -18,12 +19,7 @@ from conformance.own.models_integration.session.test_ragged import (
     test_tova_drops_the_least_attended_key_of_the_last_query as check_tova,
 )
 from conformance.own.models_integration.session.test_ragged_turns import check_small_keys_stay
-from conformance.own.models_integration.session.test_session_machine import (
-    SessionMachine,
-    converse,
-    converse_in_rows,
-    run,
-)
+from conformance.own.models_integration.session.test_session_machine import SessionMachine
 from models_integration.attention import ragged_attention as attention_module
 from models_integration.attention.masks import LayerMasks
 from models_integration.cache import positions

@@ -6,7 +6,6 @@ the cache refuses to be used. Whatever else is raised is a finding.
 
 import tempfile
 from collections import Counter
-from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from copy import deepcopy
 from dataclasses import replace
@@ -23,17 +22,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 from torch import Tensor
 
-from conformance.assurance.faults import FAULTS, WELL, Fault, Killed
-from conformance.own.models_integration.session.crossings import WHOLE, crossed
+from conformance.assurance.faults import FAULTS, Fault, Killed
+from conformance.own.models_integration.session.crossings import WHOLE
 from conformance.own.models_integration.session.families import FAMILIES, VOCABULARY
-from conformance.own.models_integration.session.masked import Sets
 from conformance.own.models_integration.session.running_cache import (
     MAX_TOKENS,
     POLICIES,
     Judge,
     RunningCache,
+    chosen,
     flat,
     ids_of,
+    mask_of,
     retentions,
 )
 from conformance.own.models_integration.session.trips import NOWHERE, PLACES, Trip
@@ -350,27 +350,6 @@ class SessionMachine(RuleBasedStateMachine):
         self.judge.check_storage(life)
 
 
-def mask_of(life: RunningCache, is_token: Tensor) -> Tensor | None:
-    """The 2D mask of a forward, where one is needed."""
-    if bool(is_token.all()) and life.columns == len(life.rows[0].tokens):
-        return None
-    before = life.cache.is_token.expand(len(is_token), -1) if life.columns else is_token[:, :0]
-    return torch.cat([before, is_token], dim=1).long()
-
-
-def chosen(sets: Sets, granularity: str, share: float, rng: Random) -> Sets:
-    """Some of the tokens that a row stores, the same for all layers, for all heads of a layer, or for neither."""
-    def some(own: list[int]) -> list[int]:
-        return sorted(rng.sample(own, max(1, int(share * len(own)))))
-
-    if granularity == "model":
-        one = some(sets[0][0])
-        return [[one for _ in heads] for heads in sets]
-    if granularity == "layer":
-        return [[one for _ in heads] for heads in sets for one in [some(heads[0])]]
-    return [[some(own) for own in heads] for heads in sets]
-
-
 @pytest.mark.parametrize("family", [
     *WHOLE, *[pytest.param(family, marks=pytest.mark.nightly) for family in FAMILIES if family not in WHOLE],
 ])
@@ -382,53 +361,3 @@ def test_a_session_equals_the_masked_model(family: str) -> None:
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         machine, settings=settings(profile, max_examples=examples, stateful_step_count=15)
     )
-
-
-def converse(machine: SessionMachine, policy: str) -> None:
-    """Prompt, steps, a turn in pieces, generate, a file, and some tokens outside the context."""
-    life = machine.prompt(policy, 45)
-    machine.steps(life, 9)
-    machine.turn(life, 12, cuts=() if policy == "stream" else (5,))
-    machine.generate(life, 5, 6)
-    machine.reading(life, 2)
-    machine.crop(life, 1)
-    machine.save(life, WELL)
-    machine.steps(life, 3)
-    machine.outside(life, 4)
-    assert not life.dead
-    assert life.tokens > 45 + 9
-
-
-def converse_in_rows(machine: SessionMachine, policy: str) -> None:
-    """Rows of different lengths, of which some part again in a turn, and then change places."""
-    life = machine.prompt(policy, 45, rows=3, padding=(20, 0, 1))
-    machine.steps(life, 6)
-    machine.turn(life, 12, padding=(5, 0, 1))
-    machine.choose_rows(life, "reorder", [1, 1, 0])
-    machine.steps(life, 6)
-
-
-def run(program: Callable[[SessionMachine], None], family: str = "llama") -> Counter[str]:
-    """A program on a new machine; what it has met."""
-    met = Counter[str]()
-    machine = SessionMachine(family, met)
-    try:
-        program(machine)
-    finally:
-        machine.teardown()
-    return met
-
-
-@crossed("policy", POLICIES, always=["breathing"])
-@pytest.mark.spec("CC-COMPACT")
-def test_a_conversation_equals_the_masked_model(family: str, policy: str) -> None:
-    """Of each family and each policy, alone and in rows."""
-    met = run(partial(converse, policy=policy), family)
-    assert (met["a segment that evicts"] > 0) == (policy != "fullcache")
-    assert policy not in ("breathing", "stream", "h2o", "tova", "rkv") or met["a step that evicts"] > 0
-    run(partial(converse_in_rows, policy=policy), family)
-
-
-@pytest.mark.parametrize("family", WHOLE)
-def test_eager_attention_is_served_as_it_is(family: str) -> None:
-    run(partial(converse, policy="breathing"), f"{family} eager")
