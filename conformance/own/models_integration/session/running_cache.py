@@ -184,7 +184,7 @@ class Judge:
         self._reads = reads = []
 
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            ids, mask = kwargs["input_ids"], kwargs.get("attention_mask")
+            ids, mask = kwargs["input_ids"] if "input_ids" in kwargs else args[0], kwargs.get("attention_mask")
             before = life.stored()
             self._check_nothing_returns(life, before)
             is_token = torch.ones_like(ids)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from conformance.assurance.faults import WELL
-from conformance.own.models_integration.session.crossings import WHOLE, crossed
+from conformance.own.models_integration.session.crossings import crossed
 from conformance.own.models_integration.session.families import (
     ENDS,
     FAMILIES,
@@ -30,6 +30,7 @@ from models_integration import CrystalCache, prefill
 
 pytestmark = pytest.mark.law("eviction-equals-masking")
 
+
 def converse(machine: SessionMachine, policy: str) -> None:
     """Prompt, steps, a turn in pieces, generate, a file, and some tokens outside the context."""
     life = machine.prompt(policy, 45)
@@ -48,10 +49,10 @@ def converse(machine: SessionMachine, policy: str) -> None:
 def converse_in_rows(machine: SessionMachine, policy: str) -> None:
     """Rows of different lengths, of which some part again in a turn, and then change places."""
     life = machine.prompt(policy, 45, rows=3, padding=(20, 0, 1))
-    machine.steps(life, 6)
+    machine.steps(life, 4)
     machine.turn(life, 12, padding=(5, 0, 1))
     machine.choose_rows(life, "reorder", [1, 1, 0])
-    machine.steps(life, 6)
+    machine.steps(life, 4)
 
 
 def run(program: Callable[[SessionMachine], None], family: str = "llama") -> Counter[str]:
@@ -74,14 +75,12 @@ def test_a_conversation_equals_the_masked_model(family: str, policy: str) -> Non
     assert policy not in ("breathing", "stream", "h2o", "tova", "rkv") or met["a step that evicts"] > 0
 
 
-@pytest.mark.parametrize("policy", ["breathing", "crystalcache", "streamingllm", "adakv"])
-@pytest.mark.parametrize("family", WHOLE)
+@pytest.mark.parametrize(("family", "policy"), [("llama", "streamingllm"), ("llama", "adakv"), ("gemma3", "breathing")])
 def test_rows_equal_the_masked_model(family: str, policy: str) -> None:
     run(partial(converse_in_rows, policy=policy), family)
 
 
-@pytest.mark.parametrize("policy", ["breathing", "adakv"])
-@pytest.mark.parametrize("family", WHOLE)
+@pytest.mark.parametrize(("family", "policy"), [("llama", "adakv"), ("gemma3", "breathing")])
 def test_eager_attention_is_served_as_it_is(family: str, policy: str) -> None:
     run(partial(converse, policy=policy), f"{family} eager")
 
