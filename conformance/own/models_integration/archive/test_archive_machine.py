@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import currently_in_test_context, event, settings
+from hypothesis import HealthCheck, currently_in_test_context, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
@@ -281,5 +281,6 @@ def note(state: str) -> None:
 _profile = settings.default or settings()
 TestArchive = ArchiveMachine.TestCase
 TestArchive.settings = settings(
-    _profile, max_examples=max(5, _profile.max_examples // 5), stateful_step_count=12
+    _profile, max_examples=max(5, _profile.max_examples // 5), stateful_step_count=12,
+    suppress_health_check=[HealthCheck.too_slow],
 )

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
 
 from conformance.assurance.faults import WELL, Fault
 from conformance.own.models_integration.archive.test_archive_machine import TENANTS, ArchiveMachine
@@ -22,6 +24,7 @@ from models_integration.cache.tensor_file import Damaged
 Patch = pytest.MonkeyPatch
 Program = Callable[[ArchiveMachine], None]
 ALICE, BOB = TENANTS
+UNGUIDED = settings(max_examples=2000, stateful_step_count=15, phases=[Phase.generate], database=None, deadline=None)
 
 
 def run(program: Program, encrypted: bool = False) -> None:
@@ -135,6 +138,15 @@ def test_a_saboteur_is_killed(sabotage: Callable[[Patch], None], monkeypatch: Pa
     sabotage(monkeypatch)
     with pytest.raises((AssertionError, ArchiveError)):
         run(SABOTEURS[sabotage])
+
+
+@pytest.mark.nightly
+@pytest.mark.law("the-proof-has-teeth")
+@pytest.mark.parametrize("sabotage", SABOTEURS, ids=lambda sabotage: sabotage.__name__)
+def test_random_programs_find_it(sabotage: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    sabotage(monkeypatch)
+    with pytest.raises((AssertionError, ArchiveError)):
+        run_state_machine_as_test(ArchiveMachine, settings=UNGUIDED)  # type: ignore[no-untyped-call]
 
 
 def put_in_vain(machine: ArchiveMachine) -> None:

@@ -1,5 +1,6 @@
 """Breaths, turns, streams and saved caches have teeth: each of these mistakes fails an assertion of their tests."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -11,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
 from torch import Tensor, nn
 
 from conformance.own.models_integration.session import (
@@ -364,3 +367,16 @@ def test_a_saboteur_is_killed(sabotage: Callable[[Patch], None]) -> None:
     with Patch.context() as patch, pytest.raises(AssertionError):
         sabotage(patch)
         check()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("sabotage", [unchecked_step, reading_decides, half_compacted])
+def test_random_programs_find_it(sabotage: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    sabotage(monkeypatch)
+    unguided = settings(
+        max_examples=2000, stateful_step_count=15, phases=[Phase.generate], database=None, deadline=None
+    )
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(  # type: ignore[no-untyped-call]
+            partial(SessionMachine, "llama", Counter[str]()), settings=unguided
+        )

@@ -47,12 +47,18 @@ def converse(machine: SessionMachine, policy: str) -> None:
 
 
 def converse_in_rows(machine: SessionMachine, policy: str) -> None:
-    """Rows of different lengths, of which some part again in a turn, and then change places."""
+    """Rows of different lengths: some part again in a turn; then they change places, are taken out and repeated."""
     life = machine.prompt(policy, 45, rows=3, padding=(20, 0, 1))
     machine.steps(life, 4)
+    machine.crop(life, 2)
     machine.turn(life, 12, padding=(5, 0, 1))
+    other = machine.copy(life)
     machine.choose_rows(life, "reorder", [1, 1, 0])
     machine.steps(life, 4)
+    machine.choose_rows(other, "select", [1, 0, 0])
+    machine.choose_rows(other, "repeat", [])
+    machine.steps(other, 2)
+    machine.steps(life, 1)
 
 
 def run(program: Callable[[SessionMachine], None], family: str = "llama") -> Counter[str]:
@@ -75,7 +81,7 @@ def test_a_conversation_equals_the_masked_model(family: str, policy: str) -> Non
     assert policy not in ("breathing", "stream", "h2o", "tova", "rkv") or met["a step that evicts"] > 0
 
 
-@pytest.mark.parametrize(("family", "policy"), [("llama", "streamingllm"), ("llama", "adakv"), ("gemma3", "breathing")])
+@crossed("policy", ["crystalcache", "streamingllm", "adakv", "breathing"])
 def test_rows_equal_the_masked_model(family: str, policy: str) -> None:
     run(partial(converse_in_rows, policy=policy), family)
 

@@ -1,6 +1,5 @@
 """Kept sets per layer, and per layer and KV head: eviction equals masking, and the evicted memory is free."""
 
-import copy
 import gc
 from itertools import pairwise
 from typing import Any
@@ -303,16 +302,6 @@ def test_inference_mode_can_end_between_prompt_and_steps() -> None:
         kept = live_sets(run.cache)
         found = step_by_step(model, following, run.cache)
     assert relative(found, MaskedHeads(model, prompt(PROMPT), kept).read(following)) < TOLERANCE
-
-
-@pytest.mark.law("a-cache-like-any-other")
-def test_a_copy_goes_its_own_way() -> None:
-    model, (cache, _) = build("llama"), ragged()
-    other = copy.deepcopy(cache)
-    with observing(describe(model), cache):
-        at_once(model, prompt(3, seed=9), cache)
-    assert live_sets(other) != live_sets(cache)
-    assert other.get_seq_length() == PROMPT
 
 
 @pytest.mark.law("as-it-is-described")

@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 from torch import Tensor
@@ -355,9 +355,11 @@ class SessionMachine(RuleBasedStateMachine):
 ])
 def test_a_session_equals_the_masked_model(family: str) -> None:
     """Any operations in any order."""
-    machine = partial(SessionMachine, family, Counter[str]())
     profile = settings.default or settings()
-    examples = max(4, profile.max_examples // 15)
+    lives = settings(
+        profile, max_examples=max(4, profile.max_examples // 15), stateful_step_count=15,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
-        machine, settings=settings(profile, max_examples=examples, stateful_step_count=15)
+        partial(SessionMachine, family, Counter[str]()), settings=lives
     )
