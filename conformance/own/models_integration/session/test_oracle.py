@@ -72,7 +72,7 @@ def run(program: Callable[[SessionMachine], None], family: str = "llama") -> Cou
     return met
 
 
-@crossed("policy", POLICIES, always=["breathing"], whole=("llama",))
+@crossed("policy", POLICIES, always=["breathing", "stream"], whole=("llama",))
 @pytest.mark.spec("CC-COMPACT")
 def test_a_conversation_equals_the_masked_model(family: str, policy: str) -> None:
     """Of each family and each policy."""

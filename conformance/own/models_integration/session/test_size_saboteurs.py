@@ -1,6 +1,6 @@
-"""Models in which every field of the config matters, prompts that leave many long runs, and what only they show.
+"""Models in which every field of the config matters, and what only they show.
 
-In the tiny models of `families`, Gemma's own scaling is 1 / sqrt(d), and no prompt leaves three long runs of slots.
+In the tiny models of `families`, Gemma's own scaling is 1 / sqrt(d).
 """
 
 from collections.abc import Callable, Mapping
@@ -31,25 +31,19 @@ from transformers import (
 from conformance.own.models_integration.session.families import (
     ENDS,
     VOCABULARY,
-    Masked,
     at_once,
     prepare,
     prompt,
     relative,
 )
 from conformance.own.models_integration.session.probe import Looking, method_of
-from models_integration import CrystalCache, CustomPolicy, prefill
+from models_integration import CrystalCache, prefill
 from models_integration.attention.capture import Attended, Recorder
-from models_integration.cache.dense_layer import DenseLayer
 from models_integration.model.architecture import attention_modules
 from reference.crystalcache import prefill as decided
 from reference.crystalcache.coattention import attention
-from reference.policies.budgets import even
-from reference.policies.protections import Places, SinkAndRecent
-from reference.policies.selectors import top_units
-from spec.budget import Budget
 from spec.parameters import TINY
-from spec.policy import LayerView, Needs, Policy
+from spec.policy import LayerView, Needs
 
 Patch = pytest.MonkeyPatch
 Fields = Mapping[str, Any]
@@ -191,38 +185,6 @@ def test_what_a_scorer_is_shown_gives_the_layer_s_attention(family: str) -> None
 @pytest.mark.spec("CC-PREFILL")
 def test_the_decision_is_that_of_the_model_s_own_scaling_and_cap(family: str) -> None:
     check_decided(build(family))
-
-
-# Four runs of slots, each long enough to be copied whole.
-RUNS = ((0, 70), (90, 165), (190, 270), (310, 400))
-KEPT = np.concatenate([np.arange(*run) for run in RUNS])
-LONG_PROMPT = 400
-
-
-def keeping_runs() -> CustomPolicy:
-    """The four runs, whatever the scores."""
-    protection = Places(SinkAndRecent(0, 0), tuple(KEPT.tolist()))
-    return CustomPolicy(Policy("runs", Looking(Needs()), even, top_units, protection), Budget(count=len(KEPT)))
-
-
-def check_runs(model: PreTrainedModel) -> None:
-    """Each slot holds the key and the value of its position, and decoding equals masking."""
-    ids, following = prompt(LONG_PROMPT), prompt(8, seed=9)
-    cache = prefill(model, keeping_runs(), ids).cache
-    assert cache.stored_positions().tolist() == KEPT.tolist()
-    oracle = Masked(model, ids, KEPT.tolist())
-    for compacted, (keys, values, *_) in zip(cache.layers, oracle.cache, strict=True):
-        if isinstance(compacted, DenseLayer):
-            for found, full in ((compacted.keys, keys), (compacted.values, values)):
-                assert isinstance(found, Tensor)
-                assert relative(found, full[:, :, KEPT]) < TOLERANCE
-    assert relative(at_once(model, following, cache), oracle.read(following)) < TOLERANCE
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-@pytest.mark.spec("CC-COMPACT")
-def test_many_long_runs_of_slots_are_gathered_as_they_are(family: str) -> None:
-    check_runs(build(family))
 
 
 def without(option: str) -> Callable[[Patch], None]:
