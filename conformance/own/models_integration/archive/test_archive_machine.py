@@ -36,7 +36,6 @@ THERE, DAMAGED, GONE, HALF = "there", "damaged", "gone", "half forgotten"
 """HALF: its tenant's key was destroyed and its file was not."""
 tenants, texts, stores = st.sampled_from(TENANTS), st.integers(0, 1), st.integers(0, 1)
 may_encrypt = st.booleans() if find_spec("cryptography") else st.just(False)
-for_a_chunk = {"tenant": tenants, "text": texts}
 
 
 class ArchiveMachine(RuleBasedStateMachine):
@@ -89,7 +88,7 @@ class ArchiveMachine(RuleBasedStateMachine):
 
     # Operations.
 
-    @rule(store=stores, **for_a_chunk, fault=FAULTS)
+    @rule(store=stores, tenant=tenants, text=texts, fault=FAULTS)
     def put(self, store: int, tenant: str, text: int, fault: Fault) -> None:
         """When `put` gives a key, the chunk is there."""
         key, before = "", [key for key, own in self.texts.items() if own == (tenant, text)]
@@ -111,7 +110,7 @@ class ArchiveMachine(RuleBasedStateMachine):
         """The newest key of a text."""
         return next((key for key in reversed(self.texts) if self.texts[key] == (tenant, text)), None)
 
-    @rule(store=stores, **for_a_chunk, fault=FAULTS)
+    @rule(store=stores, tenant=tenants, text=texts, fault=FAULTS)
     def get(self, store: int, tenant: str, text: int, fault: Fault) -> None:
         """What is read is the text's own, or a miss if it may be one; damaged chunks are put away."""
         if (key := self.key(tenant, text)) is None:
@@ -143,7 +142,7 @@ class ArchiveMachine(RuleBasedStateMachine):
             self.look(key, store)
         self.list_all()
 
-    @rule(store=stores, **for_a_chunk)
+    @rule(store=stores, tenant=tenants, text=texts)
     def ask_as_another_tenant(self, store: int, tenant: str, text: int) -> None:
         """The other tenant's key is a miss, and nothing has changed."""
         if key := self.key(tenant, text):
@@ -152,7 +151,7 @@ class ArchiveMachine(RuleBasedStateMachine):
             assert key not in {entry.key for entry in self.stores[store].entries(other)}
             assert blobs(self.folder) == before
 
-    @rule(**for_a_chunk, master=st.sampled_from([None, bytes(range(1, 33))]))
+    @rule(tenant=tenants, text=texts, master=st.sampled_from([None, bytes(range(1, 33))]))
     def ask_without_the_key(self, tenant: str, text: int, master: bytes | None) -> None:
         """Nothing is read, put or forgotten, and nothing has changed."""
         key = self.key(tenant, text)
@@ -166,7 +165,7 @@ class ArchiveMachine(RuleBasedStateMachine):
                 act()
         assert blobs(self.folder) == before
 
-    @rule(**for_a_chunk, how=st.sampled_from(["flip", "cut", "other", "crafted"]), at=st.integers(0, 99))
+    @rule(tenant=tenants, text=texts, how=st.sampled_from(["flip", "cut", "other", "crafted"]), at=st.integers(0, 99))
     def damage(self, tenant: str, text: int, how: str, at: int) -> None:
         """Bytes change, at so many hundredths; or another object, or a crafted one, is in the place of this one."""
         key = self.key(tenant, text)

@@ -146,7 +146,7 @@ def test_a_saboteur_is_killed(sabotage: Callable[[Patch], None], monkeypatch: Pa
 def test_random_programs_find_it(sabotage: Callable[[Patch], None], monkeypatch: Patch) -> None:
     sabotage(monkeypatch)
     with pytest.raises((AssertionError, ArchiveError)):
-        run_state_machine_as_test(ArchiveMachine, settings=UNGUIDED)  # type: ignore[no-untyped-call]
+        run_state_machine_as_test(ArchiveMachine, settings=UNGUIDED)
 
 
 def put_in_vain(machine: ArchiveMachine) -> None:

@@ -181,7 +181,8 @@ class Judge:
     @contextmanager
     def watching(self, life: RunningCache) -> Iterator[None]:
         """What the rows are after each forward, noted as the model's decoder is about to read it."""
-        self._reads = reads = []
+        reads: list[list[Row]] = []
+        self._reads = reads
 
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             ids, mask = kwargs["input_ids"] if "input_ids" in kwargs else args[0], kwargs.get("attention_mask")

@@ -377,6 +377,7 @@ def test_random_programs_find_it(sabotage: Callable[[Patch], None], monkeypatch:
         max_examples=2000, stateful_step_count=15, phases=[Phase.generate], database=None, deadline=None
     )
     with pytest.raises(AssertionError):
-        run_state_machine_as_test(  # type: ignore[no-untyped-call]
-            partial(SessionMachine, "llama", Counter[str]()), settings=unguided
+        run_state_machine_as_test(
+            partial(SessionMachine, "llama", Counter[str]()),  # type: ignore[arg-type]
+            settings=unguided,
         )

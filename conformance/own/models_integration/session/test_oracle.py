@@ -4,6 +4,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.law("eviction-equals-masking")
 
 def converse(machine: SessionMachine, policy: str) -> None:
     """Prompt, steps, a turn in pieces, generate, a file, and some tokens outside the context."""
-    life = machine.prompt(policy, 45)
+    life: Any = machine.prompt(policy, 45)
     machine.steps(life, 9)
     machine.turn(life, 12, cuts=() if policy == "stream" else (5,))
     machine.generate(life, 5, 6)

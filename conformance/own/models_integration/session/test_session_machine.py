@@ -360,6 +360,7 @@ def test_a_session_equals_the_masked_model(family: str) -> None:
         profile, max_examples=max(4, profile.max_examples // 15), stateful_step_count=15,
         suppress_health_check=[HealthCheck.too_slow],
     )
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
-        partial(SessionMachine, family, Counter[str]()), settings=lives
+    run_state_machine_as_test(
+        partial(SessionMachine, family, Counter[str]()),  # type: ignore[arg-type]
+        settings=lives
     )
