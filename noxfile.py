@@ -54,6 +54,7 @@ ON_HOST = [f"--ignore=conformance/suite/test_{name}.py" for name in DECODE]
 # What is too long for CI: each case is a module and its arguments. The first judges the compiled backend, in one
 # process, as its oracle holds some gigabytes.
 ARCHIVE = "conformance/own/models_integration/archive"
+MACHINES = ["conformance/own/models_integration/session/test_session_machine.py", f"{ARCHIVE}/test_archive_machine.py"]
 NIGHTLY = {
     "32768-tokens": ["pytest", "-v", "--kvspec-profile", "nightly", "--backend", "numba", "-m", "nightly",
                      "conformance/suite"],
@@ -277,8 +278,9 @@ def mutants(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def simulate(session: nox.Session) -> None:
-    """Random lives of caches and an archive beside an oracle; `-- --minutes 60`, `--seed N`, `--script FILE`."""
-    run(session, "conformance.assurance.simulator", *session.posargs, **ONE_THREAD)
+    """State machines of sessions and of the archive with thousands of fresh programs; `-- --hypothesis-seed 7`."""
+    arguments = ["--kvspec-profile", "nightly", "--hypothesis-show-statistics", *session.posargs, *MACHINES]
+    run(session, "pytest", *arguments, **ONE_THREAD)
 
 
 @nox.session(venv_backend="none")

@@ -15,7 +15,7 @@ __all__ = ["foreign", "main", "write"]
 
 # The pages keep the places that they have in the checkout, so that their links stay right.
 SOURCES = ("*.md", "docs/**/*", "spec/*.md", "spec/vectors/README.md", "conformance/assurance/proofs/coq/README.md",
-           "conformance/assurance/proofs/floats/README.md", "conformance/assurance/simulator/README.md")
+           "conformance/assurance/proofs/floats/README.md")
 ITEMS = Path("spec", "items")
 POLICIES = "<!-- the table of policies -->"
 

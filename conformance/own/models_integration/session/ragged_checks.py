@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from conformance.own.models_integration.session.families import at_once, greedy, prompt, relative, step_by_step
+from conformance.own.models_integration.session.families import at_once, prompt, relative, step_by_step
 from conformance.own.models_integration.session.heads import MaskedHeads, Sets
 from conformance.own.models_integration.session.oracle_checks import NEW, PROMPT, TOLERANCE, VISIBLE_EFFECT
 from models_integration import CustomPolicy, Published, RetainedCache, RetentionPolicy, Session
@@ -36,8 +36,8 @@ from spec.budget import parse_budget
 from spec.policy import Policy
 
 __all__ = [
-    "DECODING", "OF_A_MODEL", "PUBLISHED", "REHEARSED", "Sets", "check_continuation", "check_generation", "check_steps",
-    "check_storage", "live_sets", "method", "read_prompt",
+    "DECODING", "OF_A_MODEL", "PUBLISHED", "REHEARSED", "Sets", "check_continuation", "check_steps", "check_storage",
+    "live_sets", "method", "read_prompt",
 ]
 
 PUBLISHED: dict[str, Callable[[], Policy]] = {
@@ -98,15 +98,6 @@ def check_continuation(model: PreTrainedModel, name: str) -> None:
         assert live_sets(own) == grown
     everything = MaskedHeads(model, prompt(PROMPT), {layer: [range(PROMPT)] for layer in kept}).read(following)
     assert relative(everything, expected) > VISIBLE_EFFECT
-
-
-def check_generation(model: PreTrainedModel, name: str) -> None:
-    """Greedy tokens of generate inside the context."""
-    with method(name)(model) as run:
-        chosen = greedy(model, prompt(PROMPT), NEW)[0].tolist()
-    assert run.cache is not None
-    kept = {layer: [[at for at in own if at < PROMPT] for own in sets] for layer, sets in live_sets(run.cache).items()}
-    assert chosen == MaskedHeads(model, prompt(PROMPT), kept).greedy(NEW)
 
 
 def check_steps(model: PreTrainedModel, name: str) -> list[Sets]:
