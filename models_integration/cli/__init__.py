@@ -12,7 +12,7 @@ __all__ = ["main"]
 # What the commands import, and the extra that brings it.
 BROUGHT_BY = {
     "cryptography": "archive", "bm25s": "archive", "wordllama": "wordllama", "ray": "ray", "lm_eval": "lm-eval",
-    "gguf": "weights", "accelerate": "weights", "llama_cpp": "llamacpp",
+    "gguf": "weights", "matplotlib": "plots", "accelerate": "weights", "llama_cpp": "llamacpp",
 } | dict.fromkeys(
     ("typer", "pytest", "hypothesis"), "conformance"
 ) | dict.fromkeys(

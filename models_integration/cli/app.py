@@ -1,6 +1,6 @@
 """Commands and their options; the work is in modules of their own, imported when a command runs."""
 
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,11 +14,19 @@ from models_integration.cli.options import (
     Again,
     Attention,
     Backend,
+    Bare,
     BatchSize,
     Device,
     Dtype,
     Engine,
+    Figure,
+    Lengths,
     Model,
+    Models,
+    Placements,
+    Seeds,
+    TableFile,
+    Tasks,
     Workers,
     names_of,
 )
@@ -29,10 +37,6 @@ from spec.errors import SpecError
 __all__ = ["app"]
 
 _YOURS = "Your own: 'module:ATTRIBUTE', or the name of an entry point."
-_TASKS = (
-    "Comma-separated: needle, delayed_association; for models of running text needle_in_prose, keys_in_prose_2,"
-    f" keys_in_prose_4. {_YOURS}"
-)
 
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
@@ -42,12 +46,9 @@ app = typer.Typer(
 app.add_typer(archive, name="archive")
 app.add_typer(models, name="models")
 
-COMPARED = (
-    "Folder of results.jsonl (a row a cell), of samples.jsonl (a row a sample, from which a stopped run goes on),"
-    " and of report.html, the page of all that is in it."
-)
+_OUT = "Folder of study.jsonl, a row a sample, from which a stopped run goes on, and of its page, report.html."
 
-_OF_GRIDS = ("grid", "budget", "tasks", "length", "samples", "seed", "model", "backend")
+_OF_GRIDS = ("grid", "budget", "tasks", "length", "samples", "seed", "model")
 """Options of a sweep over parameters; a file of rules has its own."""
 
 
@@ -78,49 +79,62 @@ def policies(
 
 
 @app.command()
+def tasks() -> None:
+    """List the tasks: what is asked, the metric, what contexts are made of, placements and constants."""
+    from models_integration.cli.policies import show_tasks
+
+    show_tasks()
+
+
+@app.command()
 def compare(
     policies: Annotated[
         str,
         typer.Option(help=f"Comma-separated: {', '.join(POLICIES)}. diverse-NAME is NAME with set-conditioned"
-                     " selection, where it keeps single tokens; snapkv(W=16) is SnapKV with a constant of its own."
-                     f" {_YOURS}"),
+                     " selection, where it keeps single tokens; snapkv(W=16) is SnapKV with a constant of its own;"
+                     f" h2o@prompt decides at the prompt's end alone. {_YOURS}"),
     ] = "crystalcache,streamingllm,fullcache",
     budgets: Annotated[str, typer.Option(help="Comma-separated: 0.3 or 30% is a fraction, 512 is tokens.")] = "0.3,0.5",
-    tasks: Annotated[str, typer.Option(help=_TASKS)] = (
-        "needle,delayed_association"
-    ),
-    length: Annotated[int, typer.Option(help="Context tokens.")] = 1024,
-    samples: Annotated[int, typer.Option(help="Samples per cell.")] = 20,
-    seed: Annotated[int, typer.Option(help="Seed of the samples.")] = 42,
-    placement: Annotated[
-        str,
-        typer.Option(help="When the question is read: 'after' the compaction; 'in_prompt', in the prompt, whose last"
-                     " token is then read again; 'paper', in the prompt, which gives the answer's first token."),
-    ] = "after",
+    tasks: Tasks = "needle,delayed_association", length: Lengths = "1024",
+    samples: Annotated[int, typer.Option(help="Samples per cell and seed.")] = 20,
+    seed: Seeds = "42", placement: Placements = "after",
     controls: Annotated[bool, typer.Option(help="Also run controls: kept sets that must answer, or must not.")] = True,
     calibration: Annotated[
         Path | None, typer.Option(help="This model's calibration; kvspec calibrate writes it.")
     ] = None,
-    model: Model = "pocket", backend: Backend = "auto", device: Device = "cpu", dtype: Dtype = "auto",
-    attn: Attention = "auto", batch_size: BatchSize = 12, workers: Workers = 1, engine: Engine = "processes",
-    address: Address = "", again: Again = False,
-    out: Annotated[Path, typer.Option(help=COMPARED)] = Path("results"),
+    write_rules: Annotated[
+        Path | None, typer.Option(help="File for the rules that these options stand for; nothing is run.")
+    ] = None,
+    model: Models = "pocket", bare: Bare = False, backend: Backend = "auto", device: Device = "cpu",
+    dtype: Dtype = "auto", attn: Attention = "auto", batch_size: BatchSize = 12, workers: Workers = 1,
+    engine: Engine = "processes", address: Address = "", again: Again = False, table: TableFile = None,
+    figure: Figure = None, out: Annotated[Path, typer.Option(help=_OUT)] = Path("results"),
 ) -> None:
     """Run policies x budgets x tasks; print tables, write a page. A second run skips what is stored.
 
     Each sample's prompt is read once and scored once by each policy; all budgets are selected from that. Every policy
-    gets the same number of tokens of the context. An answer is an exact match if its first number is the value. Exit
-    code 1 where a control fails: the comparison then does not measure retention.
+    gets the same number of tokens of the prompt. Exit code 1 where a control fails: the comparison then does not
+    measure retention. The options are rules: --write-rules writes them for kvspec sweep and study.
     """
-    from models_integration.cli.compare import run
-    from models_integration.studies.compare.plan import Plan
+    from models_integration.cli.compare import study_of
+
+    study = study_of(
+        "Comparison", names_of("policies", policies), budgets, tasks, length, samples, seed, placement, model,
+        controls=controls, bare=bare, calibration=str(calibration.resolve()) if calibration else "",
+    )
+    if write_rules is not None:
+        from models_integration.cli.compare import save_rules
+
+        save_rules(study, write_rules)
+        return
+    from models_integration.cli.study import Running, run
+    from models_integration.studies.evidence.rules import rules_of
     from models_integration.studies.subject import Loading
     from models_integration.studies.workers import Launch
 
-    parts = names_of("policies", policies), names_of("budgets", budgets), names_of("tasks", tasks)
-    plan = Plan(*parts, length, samples, seed, placement, controls)
+    rules, running = rules_of(**study), Running(out, batch_size=batch_size, again=again, table=table, figure=figure)
     with Launch(workers, engine, address).started(out, device):
-        run(plan, Loading(model, backend, device, dtype, attn), out, batch_size, calibration, again)
+        run(rules, Loading("", backend, device, dtype, attn), running)
 
 
 @app.command()
@@ -128,7 +142,7 @@ def demo(
     model: Model = "pocket",
     samples: Annotated[int, typer.Option(help="Samples per cell; fewer are faster, and say less.")] = 20,
     backend: Backend = "auto", device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto",
-    batch_size: BatchSize = 12, out: Annotated[Path, typer.Option(help=COMPARED)] = Path("results"),
+    batch_size: BatchSize = 12, out: Annotated[Path, typer.Option(help=_OUT)] = Path("results"),
 ) -> None:
     """Watch it work: CrystalCache, StreamingLLM and the full cache on the pocket model, with controls.
 
@@ -141,13 +155,17 @@ def demo(
         f"{'About a minute on two CPU cores; nothing' if model == 'pocket' else 'Nothing'} is downloaded. Results go to"
         f" {out}, and a second run goes on from there.", flush=True,
     )
-    from models_integration.cli.compare import run
-    from models_integration.studies.compare.plan import Plan
+    from models_integration.cli.compare import study_of
+    from models_integration.cli.study import Running, run
+    from models_integration.studies.evidence.rules import rules_of
     from models_integration.studies.subject import SHIPPED, Loading
-    from models_integration.tasks.registry import IN_PROSE
 
-    plan = Plan(samples=samples) if model in SHIPPED else Plan(tasks=IN_PROSE[:2], samples=samples)
-    run(plan, Loading(model, backend, device, dtype, attn), out, batch_size)
+    asked = "needle,delayed_association" if model in SHIPPED else "needle_in_prose,keys_in_prose_2"
+    policies = ("crystalcache", "streamingllm", "fullcache")
+    study = study_of(
+        "Demo", policies, "0.3,0.5", asked, "1024", samples, "42", "after", model, controls=True, bare=False
+    )
+    run(rules_of(**study), Loading("", backend, device, dtype, attn), Running(out, batch_size=batch_size))
 
 
 @app.command()
@@ -155,29 +173,22 @@ def sweep(
     context: typer.Context,
     rules: Annotated[
         Path | None,
-        typer.Argument(metavar="SWEEP.toml", help="Policies x budgets x tasks on a model, as a study's rules."),
+        typer.Argument(metavar="SWEEP.toml", help="Policies x budgets x tasks on models, as a study's rules."),
     ] = None,
     grid: Annotated[
         str, typer.Option(help="appendix-a (T_max, s, alpha), or extensions (the essay's, tiers, coverage, ...).")
     ] = "appendix-a",
     budget: Annotated[str, typer.Option(help="0.3 or 30% is a fraction, 512 is tokens.")] = "0.3",
-    tasks: Annotated[str, typer.Option(help=_TASKS)] = (
-        "needle,delayed_association"
-    ),
-    length: Annotated[int, typer.Option(help="Context tokens.")] = 1024,
+    tasks: Tasks = "needle,delayed_association", length: Lengths = "1024",
     samples: Annotated[int, typer.Option(help="Samples per variant and task; the same ones for all variants.")] = 10,
-    seed: Annotated[int, typer.Option(help="Seed of the samples.")] = 42,
-    model: Model = "pocket", backend: Backend = "auto", device: Device = "cpu", dtype: Dtype = "auto",
-    attn: Attention = "auto", batch_size: BatchSize = 12, workers: Workers = 1, engine: Engine = "processes",
-    address: Address = "", again: Again = False,
+    seed: Seeds = "42", model: Models = "pocket", bare: Bare = False, backend: Backend = "auto",
+    device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto", batch_size: BatchSize = 12,
+    workers: Workers = 1, engine: Engine = "processes", address: Address = "", again: Again = False,
+    table: TableFile = None, figure: Figure = None,
     status: Annotated[
         Path | None, typer.Option(help="Say how far the runs in a folder are, by whomever, and nothing else.")
     ] = None,
-    out: Annotated[
-        Path,
-        typer.Option(help="Folder of sweep.jsonl, of samples.jsonl (a row a sample, from which a stopped run goes on),"
-                     " and of report.html, the page of all that is in it."),
-    ] = Path("results"),
+    out: Annotated[Path, typer.Option(help=_OUT)] = Path("results"),
 ) -> None:
     """Measure what SWEEP.toml lists, as kvspec study does, on all contexts. Without a file vary CrystalCache's
     parameters one at a time, on the same samples: the paper's Appendix A, or the extensions.
@@ -190,21 +201,25 @@ def sweep(
         for line in lines(status):
             print(line)
         return
-    from models_integration.cli import study as of_rules
-    from models_integration.cli import sweep as of_grids
+    from models_integration.cli.compare import GRIDS, study_of
+    from models_integration.cli.study import Running, run
+    from models_integration.studies.evidence.rules import load_rules, rules_of
     from models_integration.studies.subject import Loading
-    from models_integration.studies.sweep.plan import Plan
     from models_integration.studies.workers import Launch
+    from spec.validate import check_choices
 
-    loading = Loading(model, backend, device, dtype, attn)
+    running = Running(out, batch_size=batch_size, again=again, table=table, figure=figure)
     if rules is None:
-        plan = Plan(grid, budget, names_of("tasks", tasks), length, samples, seed)
-        work = partial(of_grids.run, plan, loading, out, batch_size, again)
+        check_choices("grid", (grid,), GRIDS)
+        made = rules_of(**study_of(
+            f"Grid {grid}", GRIDS[grid], budget, tasks, length, samples, seed, "after", model, controls=False, bare=bare
+        ))
     else:
         _check_none_of_grids(context, rules)
-        work = partial(of_rules.run, rules, of_rules.ALL, out, batch_size, loading, again)
+        made, running = load_rules(rules), replace(running, where=rules.parent, written=True)
+        made = replace(made, bare=made.bare or bare)
     with Launch(workers, engine, address).started(out, device):
-        work()
+        run(made, Loading("", backend, device, dtype, attn), running)
 
 
 def _check_none_of_grids(context: typer.Context, rules: Path) -> None:
@@ -220,13 +235,14 @@ def study(
     rules: Annotated[
         Path, typer.Option(help="TOML: the claims, then model, tasks, policies and budgets. Its hash is in every row.")
     ],
-    out: Annotated[Path, typer.Option(help="Folder of study.jsonl, and of its page, report.html.")],
+    out: Annotated[Path, typer.Option(help=_OUT)],
     part: Annotated[
         str,
         typer.Option(help="'dev', a fifth of the contexts, to try things on; 'confirm', which decides claims; 'all'.")
     ] = "dev",
-    batch_size: BatchSize = 12, device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto",
-    workers: Workers = 1, engine: Engine = "processes", address: Address = "", again: Again = False,
+    bare: Bare = False, batch_size: BatchSize = 12, device: Device = "cpu", dtype: Dtype = "auto",
+    attn: Attention = "auto", workers: Workers = 1, engine: Engine = "processes", address: Address = "",
+    again: Again = False, table: TableFile = None, figure: Figure = None,
 ) -> None:
     """Measure what eviction costs: evidence kept, likelihood of the gold answer, attention on evicted keys, answers.
 
@@ -234,12 +250,16 @@ def study(
     goes on where the first was stopped. Tasks are names, 'module:ATTRIBUTE', or files of benchmarks as 'KIND:PATH', of
     the kinds ruler-file, ruler-lm-eval-file, scbench-file, scbench-turns-file and longbench-file.
     """
-    from models_integration.cli.study import run
+    from models_integration.cli.study import Running, run
+    from models_integration.studies.evidence.rules import load_rules
     from models_integration.studies.subject import Loading
     from models_integration.studies.workers import Launch
 
+    made = load_rules(rules)
+    made, loading = replace(made, bare=made.bare or bare), Loading("", device=device, dtype=dtype, attn=attn)
+    running = Running(out, part, batch_size, again, rules.parent, written=True, table=table, figure=figure)
     with Launch(workers, engine, address).started(out, device):
-        run(rules, part, out, batch_size, Loading("", device=device, dtype=dtype, attn=attn), again)
+        run(made, loading, running)
 
 
 @app.command()
@@ -249,6 +269,7 @@ def report(
         list[Path] | None, typer.Option(help="The rules of a study in it, for claims and stages; any number.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The page to write; by default report.html in the folder.")] = None,
+    table: TableFile = None, figure: Figure = None,
 ) -> None:
     """Write the page of a folder of results: one file that any browser opens without network.
 
@@ -257,7 +278,7 @@ def report(
     """
     from models_integration.cli.report import run
 
-    run(folder, rules or [], out)
+    run(folder, rules or [], out, table, figure)
 
 
 @app.command()
