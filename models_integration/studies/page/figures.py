@@ -26,9 +26,10 @@ def write_figure(rows: Sequence[Row], path: Path) -> None:
     Raises:
         SpecError: where no row has a policy under a budget.
     """
+    models = list(dict.fromkeys(row["model"] for row in rows))
     panels = {
-        f"{task}, {placement.replace('_', ' ')}" + (f", {model}" if len({row["model"] for row in rows}) > 1 else ""): own
-        for model in dict.fromkeys(row["model"] for row in rows)
+        f"{task}, {placement.replace('_', ' ')}" + (f", {model}" if len(models) > 1 else ""): own
+        for model in models
         for placement in dict.fromkeys(row["placement"] for row in rows)
         for task, own in by_task(_some(rows, model, placement)).items()
     }
@@ -62,7 +63,8 @@ def _panel(axes: Axes, title: str, samples: Samples, names: Sequence[str]) -> No
         )
         x, y = [kept for kept, _ in points], [one.value for _, one in points]
         ends = [[one.value - one.low for _, one in points], [one.high - one.value for _, one in points]]
-        axes.errorbar(x, y, yerr=ends, label=name, marker=_MARKS[at % len(_MARKS)], markersize=4, linewidth=1, capsize=2)
+        mark = _MARKS[at % len(_MARKS)]
+        axes.errorbar(x, y, yerr=ends, label=name, marker=mark, markersize=4, linewidth=1, capsize=2)
     axes.set_title(f"{title}, n = {len(samples.rows)}", fontsize=8)
     axes.set_xlabel("prompt tokens kept")
     axes.set_ylabel("recovery" if recovery else "accuracy")

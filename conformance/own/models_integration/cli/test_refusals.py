@@ -77,6 +77,26 @@ def test_compare_refuses_before_any_work(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("compare --polices x", ("--polices", "--policies", "kvspec compare --help")),
+        ("compare --samples long", ("'--samples'", "integer", "kvspec compare --help")),
+        ("nothing", ("'nothing'", "kvspec --help")), ("study", ("'--rules'", "kvspec study --help")),
+        ("sweep --grid b", ("grid = 'b'", "must be one of appendix-a, extensions")),
+        ("keep x.txt --budget 1", ("budget = '1'", "is one token: write 1.0")),
+    ],
+)
+def test_a_mistake_in_the_call_is_one_line_too(
+    words: str, said: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "x.txt").write_text("Some words.", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    found = refusal(words.split(), monkeypatch, capsys)
+    assert all(part in found for part in said), found
+
+
 @pytest.mark.parametrize("command", ["sweep", "compress", "calibrate", "keep", "archive put"])
 def test_a_text_beyond_the_models_positions_is_refused(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
