@@ -42,7 +42,7 @@ def main() -> None:
         _refuse(f"the device has no memory left; a smaller --batch-size or --length needs less: {error}")
 
 
-def _ran(app: Callable[..., object]) -> object:
+def _ran(app: Callable[..., Any]) -> Any:
     """The exit code of a command; a mistake in how it is called is one line, as any other."""
     import typer
 

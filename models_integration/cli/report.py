@@ -55,7 +55,17 @@ def check_outputs(table: Path | None, figure: Path | None) -> None:
 
 
 def write_outputs(rows: Sequence[Row], table: Path | None, figure: Path | None) -> None:
-    """Write the table and the figure of rows, where they are asked for."""
+    """Write the table and the figure of rows, where they are asked for.
+
+    Raises:
+        SpecError: for rows of several runs, which would be counted together.
+    """
+    models = {row["model"] for row in rows}
+    kinds = {name: {(row["model"], repr(row.get(name))) for row in rows} for name in ONE_STUDY}
+    mixed = [name for name, kind in kinds.items() if len(kind) > len(models)]
+    if mixed and (table or figure):
+        reason = f"its rows are of runs that differ in {', '.join(mixed)}: give each a folder of its own"
+        raise SpecError("FOLDER", f"{len(rows)} rows", reason)
     if table is not None:
         write_table(summary(rows), table)
     if figure is not None:

@@ -30,7 +30,7 @@ from models_integration.studies.leases import Leases, unit_named
 from models_integration.studies.results import ERROR, Row, load_rows
 from models_integration.studies.subject import Subject
 from models_integration.tasks import Sample, place
-from models_integration.tasks.chat import frame_of
+from models_integration.tasks.chat import NO_TEMPLATE, frame_of
 from models_integration.tasks.context import Ground
 from models_integration.tasks.prose import Prose, read_prose
 from models_integration.tasks.registry import FILE, SENTENCES, resolve_task
@@ -55,8 +55,9 @@ __all__ = [
     "study_unit",
 ]
 
-ONE_STUDY = ("rules", "model", "calibration", "backend", "spec_version")
-"""What all rows of one study share; rows that differ in one of these are never counted together."""
+ONE_STUDY = ("rules", "model", "template", "calibration", "backend", "spec_version")
+"""What all rows of one study share; rows that differ in one of these are never counted together. `template` is the
+digest of the chat template that tasks stand in, None for bare text."""
 IDENTITY = (
     *ONE_STUDY, "task", "metric", "length", "index", "question", "placement", "seed", "chat_template", "control",
     "sample",
@@ -97,8 +98,9 @@ class Item:
     def identity(self, rules: Rules, subject: Subject) -> Row:
         """The columns IDENTITY, whose values only this item's rows have."""
         return {
-            "rules": rules.digest, "model": subject.name, "sample": self.digest, "placement": self.placement,
-            "task": self.task, "metric": self.sample.metric, "length": self.length, "index": self.index,
+            "rules": rules.digest, "model": subject.name, "template": _template(rules, subject),
+            "sample": self.digest, "placement": self.placement, "task": self.task,
+            "metric": self.sample.metric, "length": self.length, "index": self.index,
             "question": self.question, "seed": self.seed, "chat_template": self.sample.chat_template,
             "control": self.control or None, "calibration": _calibration(subject), "backend": subject.backend,
             "spec_version": SPEC_VERSION,
@@ -309,6 +311,11 @@ def _about(item: Item) -> Row:
             "transformers": transformers.__version__,
         },
     }
+
+
+def _template(rules: Rules, subject: Subject) -> str | None:
+    name = frame_of(subject.tokenizer, rules.bare).name
+    return None if name == NO_TEMPLATE else name
 
 
 def _calibration(subject: Subject) -> Row | None:

@@ -1,6 +1,6 @@
 """Figures for a paper, by matplotlib: accuracy, or recovery where it is known, over the prompt tokens that are kept."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib as mpl
@@ -17,7 +17,8 @@ __all__ = ["write_figure"]
 _MARKS = "osD^vP*X<>"
 _WIDTH, _HEIGHT = 3.2, 2.4
 """Of a panel, inches."""
-mpl.rcParams.update({"svg.hashsalt": "kvspec", "pdf.fonttype": 42, "font.size": 8})
+_STYLE = {"svg.hashsalt": "kvspec", "pdf.fonttype": 42, "font.size": 8}
+"""The same bytes each time; letters of a PDF that journals take."""
 
 
 def write_figure(rows: Sequence[Row], path: Path) -> None:
@@ -36,6 +37,11 @@ def write_figure(rows: Sequence[Row], path: Path) -> None:
     names = list(dict.fromkeys(name for own in panels.values() for name in policies_of(own)))
     if not names:
         raise SpecError("figure", str(path), "would be empty: no row has a policy under a budget")
+    with mpl.rc_context(_STYLE):
+        _drawn(panels, names).savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def _drawn(panels: Mapping[str, Samples], names: Sequence[str]) -> Figure:
     columns = min(3, len(panels))
     lines = -(-len(panels) // columns)
     figure = Figure(figsize=(columns * _WIDTH, lines * _HEIGHT + 0.5), layout="constrained")
@@ -44,7 +50,7 @@ def write_figure(rows: Sequence[Row], path: Path) -> None:
         _panel(each, title, own, names)
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    return figure
 
 
 def _some(rows: Sequence[Row], model: str, placement: str) -> Samples:

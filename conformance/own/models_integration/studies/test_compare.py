@@ -200,12 +200,17 @@ def test_a_chat_template_is_the_default_and_another_sample(subject: Subject) -> 
     )
     try:
         framed = drawn(False)
+        named = framed[0].identity(SMALL, subject)["template"]
+        assert (named, plain[0].identity(replace(SMALL, bare=True), subject)["template"]) == (
+            framed[0].sample.chat_template, None,
+        )
         assert [item.digest for item in drawn(True)] == [item.digest for item in plain]
     finally:
         subject.tokenizer.chat_template = None
     for one, other in zip(framed, plain, strict=True):
         assert one.sample.length == other.sample.length
         assert one.unit(SMALL, subject) != other.unit(SMALL, subject)
+        assert ("template", None) in one.identity(SMALL, subject).items()
         assert (one.sample.chat_template != "none") is (other.sample.chat_template == "none")
         said = [str(subject.tokenizer.decode(list(ids))) for ids in (one.sample.context_ids, one.sample.question_ids)]
         assert "user" in said[0][:20]

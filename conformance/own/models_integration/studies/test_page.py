@@ -360,6 +360,30 @@ def test_samples_that_lack_a_policy_are_left_out_of_its_figures_alone(tmp_path: 
     assert line[5:7] == ["0", "0"]
 
 
+@pytest.mark.parametrize("form", ["svg", "pdf", "png"])
+def test_a_figure_has_a_curve_for_each_policy(form: str, rows: list[Row], tmp_path: Path) -> None:
+    """Under one legend, for a paper."""
+    pytest.importorskip("matplotlib", reason="figures are drawn by matplotlib: pip install 'kvspec[plots]'")
+    (tmp_path / "two").mkdir()
+    page_of(tmp_path / "two", study=[*rows, *({**row, "model": "m@0"} for row in compared(**PATTERNS))])
+    mixed = CliRunner().invoke(app, ["report", str(tmp_path / "two"), "--figure", str(tmp_path / f"figure.{form}")])
+    assert "of runs that differ in rules, backend, spec_version: give each a folder" in str(mixed.exception)
+    page_of(tmp_path, study=rows)
+    made = CliRunner().invoke(app, ["report", str(tmp_path), "--figure", str(tmp_path / f"figure.{form}")])
+    assert made.exit_code == 0, made.output
+    drawn = (tmp_path / f"figure.{form}").read_bytes()
+    assert drawn.startswith({"svg": b"<?xml", "pdf": b"%PDF", "png": b"\x89PNG"}[form])
+    if form == "svg":
+        assert all(f"<!-- {name} -->".encode() in drawn for name in ("snapkv", "knorm", "prompt tokens kept"))
+
+
+@pytest.mark.law("one-line-with-the-way-out")
+def test_a_figure_without_its_library_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("models_integration.cli.report.find_spec", lambda name: None)
+    refused = CliRunner().invoke(app, ["report", str(tmp_path), "--figure", str(tmp_path / "figure.svg")])
+    assert "needs matplotlib: pip install 'kvspec[plots]'" in str(refused.exception)
+
+
 @pytest.mark.law("as-it-is-described")
 def test_a_policy_that_is_not_here_is_shown(rows: list[Row], tmp_path: Path) -> None:
     text = json.dumps(rows[:16]).replace('"snapkv"', '"nowhere:POLICY"')
