@@ -203,4 +203,4 @@ def test_what_is_not_there_is_noticed() -> None:
     ):
         assert not exists(missing.split()), missing
     with pytest.raises(Exception, match="valid integer"):
-        parsed(["compare", "--length", "long"])
+        parsed(["compare", "--samples", "long"])

@@ -1,6 +1,6 @@
 """Commands and their options; the work is in modules of their own, imported when a command runs."""
 
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,11 +14,19 @@ from models_integration.cli.options import (
     Again,
     Attention,
     Backend,
+    Bare,
     BatchSize,
     Device,
     Dtype,
     Engine,
+    Figure,
+    Lengths,
     Model,
+    Models,
+    Placements,
+    Seeds,
+    TableFile,
+    Tasks,
     Workers,
     names_of,
 )
@@ -28,10 +36,6 @@ from spec.errors import SpecError
 __all__ = ["app"]
 
 _YOURS = "Your own: 'module:ATTRIBUTE', or the name of an entry point."
-_TASKS = (
-    "Comma-separated tasks: needle, delayed_association, or, for models of running text, needle_in_prose,"
-    f" keys_in_prose_2, keys_in_prose_4. {_YOURS}"
-)
 
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
@@ -41,12 +45,9 @@ app = typer.Typer(
 app.add_typer(archive, name="archive")
 app.add_typer(models, name="models")
 
-COMPARED = (
-    "Folder for results.jsonl (one line per cell), samples.jsonl (one line per sample) and report.html. A stopped run"
-    " continues from samples.jsonl."
-)
+_OUT = "Folder for study.jsonl (one line per sample) and report.html. A stopped run continues from study.jsonl."
 
-_OF_GRIDS = ("grid", "budget", "tasks", "length", "samples", "seed", "model", "backend")
+_OF_GRIDS = ("grid", "budget", "tasks", "length", "samples", "seed", "model")
 """Options of a sweep over parameters; a file of rules has its own."""
 
 
@@ -79,48 +80,62 @@ def policies(
 
 
 @app.command()
+def tasks() -> None:
+    """List the tasks: what is asked, the metric, what contexts are made of, placements and constants."""
+    from models_integration.cli.policies import show_tasks
+
+    show_tasks()
+
+
+@app.command()
 def compare(
     policies: Annotated[
         str,
         typer.Option(help="Comma-separated names of `kvspec policies`. snapkv(W=16) sets a constant. diverse-NAME adds"
-                     f" set-conditioned selection. {_YOURS}"),
+                     f" set-conditioned selection. h2o@prompt evicts after the prompt only. {_YOURS}"),
     ] = "crystalcache,streamingllm,fullcache",
     budgets: Annotated[str, typer.Option(help="Comma-separated budgets: 0.3 or 30%, or tokens (512).")] = "0.3,0.5",
-    tasks: Annotated[str, typer.Option(help=_TASKS)] = (
-        "needle,delayed_association"
-    ),
-    length: Annotated[int, typer.Option(help="Length of a context in tokens.")] = 1024,
-    samples: Annotated[int, typer.Option(help="Samples per cell.")] = 20,
-    seed: Annotated[int, typer.Option(help="Seed of the samples.")] = 42,
-    placement: Annotated[
-        str,
-        typer.Option(help="Position of the question. 'after': after the compaction. 'in_prompt': in the prompt, whose"
-                     " last token is read again. 'paper': in the prompt, which gives the first answer token."),
-    ] = "after",
+    tasks: Tasks = "needle,delayed_association", length: Lengths = "1024",
+    samples: Annotated[int, typer.Option(help="Samples per cell and seed.")] = 20,
+    seed: Seeds = "42", placement: Placements = "after",
     controls: Annotated[bool, typer.Option(help="Also run controls, kept sets that must answer or must fail.")] = True,
     calibration: Annotated[
         Path | None, typer.Option(help="Calibration file of the model, written by kvspec calibrate.")
     ] = None,
-    model: Model = "pocket", backend: Backend = "auto", device: Device = "cpu", dtype: Dtype = "auto",
-    attn: Attention = "auto", batch_size: BatchSize = 12, workers: Workers = 1, engine: Engine = "processes",
-    address: Address = "", again: Again = False,
-    out: Annotated[Path, typer.Option(help=COMPARED)] = Path("results"),
+    write_rules: Annotated[
+        Path | None, typer.Option(help="Rules file to write from these options. Nothing is run.")
+    ] = None,
+    model: Models = "pocket", bare: Bare = False, backend: Backend = "auto", device: Device = "cpu",
+    dtype: Dtype = "auto", attn: Attention = "auto", batch_size: BatchSize = 12, workers: Workers = 1,
+    engine: Engine = "processes", address: Address = "", again: Again = False, table: TableFile = None,
+    figure: Figure = None, out: Annotated[Path, typer.Option(help=_OUT)] = Path("results"),
 ) -> None:
     """Compare policies at several budgets on tasks, print tables and write a page. A second run skips stored results.
 
-    Each policy scores the prompt of a sample once, for all budgets. Every policy gets the same number of context
-    tokens. An answer is an exact match if its first number is the value. Exit code 1 if a control fails, because then
-    the comparison does not measure retention.
+    Each policy scores the prompt of a sample once, for all budgets. Every policy gets the same number of prompt tokens.
+    Exit code 1 if a control fails, because then the comparison does not measure retention.
+
+    --write-rules writes the options as a rules file for kvspec sweep and study.
     """
-    from models_integration.cli.compare import run
-    from models_integration.studies.compare.plan import Plan
+    from models_integration.cli.compare import study_of
+
+    study = study_of(
+        "Comparison", names_of("policies", policies), budgets, tasks, length, samples, seed, placement, model,
+        controls=controls, bare=bare, calibration=str(calibration.resolve()) if calibration else "",
+    )
+    if write_rules is not None:
+        from models_integration.cli.compare import save_rules
+
+        save_rules(study, write_rules)
+        return
+    from models_integration.cli.study import Running, run
+    from models_integration.studies.evidence.rules import rules_of
     from models_integration.studies.subject import Loading
     from models_integration.studies.workers import Launch
 
-    parts = names_of("policies", policies), names_of("budgets", budgets), names_of("tasks", tasks)
-    plan = Plan(*parts, length, samples, seed, placement, controls)
+    rules, running = rules_of(**study), Running(out, batch_size=batch_size, again=again, table=table, figure=figure)
     with Launch(workers, engine, address).started(out, device):
-        run(plan, Loading(model, backend, device, dtype, attn), out, batch_size, calibration, again)
+        run(rules, Loading("", backend, device, dtype, attn), running)
 
 
 @app.command()
@@ -128,7 +143,7 @@ def demo(
     model: Model = "pocket",
     samples: Annotated[int, typer.Option(help="Samples per cell. Fewer are faster and less certain.")] = 20,
     backend: Backend = "auto", device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto",
-    batch_size: BatchSize = 12, out: Annotated[Path, typer.Option(help=COMPARED)] = Path("results"),
+    batch_size: BatchSize = 12, out: Annotated[Path, typer.Option(help=_OUT)] = Path("results"),
 ) -> None:
     """Compare CrystalCache, StreamingLLM and the full cache on the pocket model, with controls.
 
@@ -141,13 +156,17 @@ def demo(
         f"{'About a minute on two CPU cores; nothing' if model == 'pocket' else 'Nothing'} is downloaded. Results go to"
         f" {out}, and a second run goes on from there.", flush=True,
     )
-    from models_integration.cli.compare import run
-    from models_integration.studies.compare.plan import Plan
+    from models_integration.cli.compare import study_of
+    from models_integration.cli.study import Running, run
+    from models_integration.studies.evidence.rules import rules_of
     from models_integration.studies.subject import SHIPPED, Loading
-    from models_integration.tasks.registry import IN_PROSE
 
-    plan = Plan(samples=samples) if model in SHIPPED else Plan(tasks=IN_PROSE[:2], samples=samples)
-    run(plan, Loading(model, backend, device, dtype, attn), out, batch_size)
+    asked = "needle,delayed_association" if model in SHIPPED else "needle_in_prose,keys_in_prose_2"
+    policies = ("crystalcache", "streamingllm", "fullcache")
+    study = study_of(
+        "Demo", policies, "0.3,0.5", asked, "1024", samples, "42", "after", model, controls=True, bare=False
+    )
+    run(rules_of(**study), Loading("", backend, device, dtype, attn), Running(out, batch_size=batch_size))
 
 
 @app.command()
@@ -155,29 +174,22 @@ def sweep(
     context: typer.Context,
     rules: Annotated[
         Path | None,
-        typer.Argument(metavar="SWEEP.toml", help="File with model, policies, budgets and tasks, as for kvspec study."),
+        typer.Argument(metavar="SWEEP.toml", help="File of models, policies, budgets and tasks, as for kvspec study."),
     ] = None,
     grid: Annotated[
         str, typer.Option(help="appendix-a (T_max, s, alpha) or extensions (essay, tiers, coverage and others).")
     ] = "appendix-a",
     budget: Annotated[str, typer.Option(help="Budget: 0.3 or 30% is a fraction, 512 is tokens.")] = "0.3",
-    tasks: Annotated[str, typer.Option(help=_TASKS)] = (
-        "needle,delayed_association"
-    ),
-    length: Annotated[int, typer.Option(help="Length of a context in tokens.")] = 1024,
+    tasks: Tasks = "needle,delayed_association", length: Lengths = "1024",
     samples: Annotated[int, typer.Option(help="Samples per variant and task, equal for all variants.")] = 10,
-    seed: Annotated[int, typer.Option(help="Seed of the samples.")] = 42,
-    model: Model = "pocket", backend: Backend = "auto", device: Device = "cpu", dtype: Dtype = "auto",
-    attn: Attention = "auto", batch_size: BatchSize = 12, workers: Workers = 1, engine: Engine = "processes",
-    address: Address = "", again: Again = False,
+    seed: Seeds = "42", model: Models = "pocket", bare: Bare = False, backend: Backend = "auto",
+    device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto", batch_size: BatchSize = 12,
+    workers: Workers = 1, engine: Engine = "processes", address: Address = "", again: Again = False,
+    table: TableFile = None, figure: Figure = None,
     status: Annotated[
         Path | None, typer.Option(help="Print the progress of all runs in this folder and exit.")
     ] = None,
-    out: Annotated[
-        Path,
-        typer.Option(help="Folder for sweep.jsonl, samples.jsonl and report.html. A stopped run continues from"
-                     " samples.jsonl."),
-    ] = Path("results"),
+    out: Annotated[Path, typer.Option(help=_OUT)] = Path("results"),
 ) -> None:
     """Run all cells of SWEEP.toml on all contexts. Without a file, vary one parameter of CrystalCache at a time.
 
@@ -189,21 +201,25 @@ def sweep(
         for line in lines(status):
             print(line)
         return
-    from models_integration.cli import study as of_rules
-    from models_integration.cli import sweep as of_grids
+    from models_integration.cli.compare import GRIDS, study_of
+    from models_integration.cli.study import Running, run
+    from models_integration.studies.evidence.rules import load_rules, rules_of
     from models_integration.studies.subject import Loading
-    from models_integration.studies.sweep.plan import Plan
     from models_integration.studies.workers import Launch
+    from spec.validate import check_choices
 
-    loading = Loading(model, backend, device, dtype, attn)
+    running = Running(out, batch_size=batch_size, again=again, table=table, figure=figure)
     if rules is None:
-        plan = Plan(grid, budget, names_of("tasks", tasks), length, samples, seed)
-        work = partial(of_grids.run, plan, loading, out, batch_size, again)
+        check_choices("grid", (grid,), GRIDS)
+        made = rules_of(**study_of(
+            f"Grid {grid}", GRIDS[grid], budget, tasks, length, samples, seed, "after", model, controls=False, bare=bare
+        ))
     else:
         _check_none_of_grids(context, rules)
-        work = partial(of_rules.run, rules, of_rules.ALL, out, batch_size, loading, again)
+        made, running = load_rules(rules), replace(running, where=rules.parent, written=True)
+        made = replace(made, bare=made.bare or bare)
     with Launch(workers, engine, address).started(out, device):
-        work()
+        run(made, Loading("", backend, device, dtype, attn), running)
 
 
 def _check_none_of_grids(context: typer.Context, rules: Path) -> None:
@@ -219,13 +235,14 @@ def study(
     rules: Annotated[
         Path, typer.Option(help="TOML file with claims, model, tasks, policies and budgets. Each row stores its hash.")
     ],
-    out: Annotated[Path, typer.Option(help="Folder for study.jsonl and report.html.")],
+    out: Annotated[Path, typer.Option(help=_OUT)],
     part: Annotated[
         str,
         typer.Option(help="Contexts to run: 'dev', a fifth, for trials, 'confirm', which decides claims, or 'all'.")
     ] = "dev",
-    batch_size: BatchSize = 12, device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto",
-    workers: Workers = 1, engine: Engine = "processes", address: Address = "", again: Again = False,
+    bare: Bare = False, batch_size: BatchSize = 12, device: Device = "cpu", dtype: Dtype = "auto",
+    attn: Attention = "auto", workers: Workers = 1, engine: Engine = "processes", address: Address = "",
+    again: Again = False, table: TableFile = None, figure: Figure = None,
 ) -> None:
     """Measure kept evidence, likelihood of the gold answer, attention on evicted keys and answers, and decide claims.
 
@@ -233,12 +250,16 @@ def study(
     name, 'module:ATTRIBUTE', or a file of a benchmark as 'KIND:PATH'. The kinds are ruler-file, ruler-lm-eval-file,
     scbench-file, scbench-turns-file and longbench-file.
     """
-    from models_integration.cli.study import run
+    from models_integration.cli.study import Running, run
+    from models_integration.studies.evidence.rules import load_rules
     from models_integration.studies.subject import Loading
     from models_integration.studies.workers import Launch
 
+    made = load_rules(rules)
+    made, loading = replace(made, bare=made.bare or bare), Loading("", device=device, dtype=dtype, attn=attn)
+    running = Running(out, part, batch_size, again, rules.parent, written=True, table=table, figure=figure)
     with Launch(workers, engine, address).started(out, device):
-        run(rules, part, out, batch_size, Loading("", device=device, dtype=dtype, attn=attn), again)
+        run(made, loading, running)
 
 
 @app.command()
@@ -248,6 +269,7 @@ def report(
         list[Path] | None, typer.Option(help="Rules of a study in the folder, for claims and stages. May be repeated.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Page to write. Default: report.html in the folder.")] = None,
+    table: TableFile = None, figure: Figure = None,
 ) -> None:
     """Write the page of a folder of results: one file that any browser opens without network.
 
@@ -256,7 +278,7 @@ def report(
     """
     from models_integration.cli.report import run
 
-    run(folder, rules or [], out)
+    run(folder, rules or [], out, table, figure)
 
 
 @app.command()

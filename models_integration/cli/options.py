@@ -1,6 +1,7 @@
 """Options that several commands have."""
 
 import re
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -8,14 +9,39 @@ import typer
 from spec.errors import SpecError
 
 __all__ = [
-    "Address", "Again", "Attention", "Backend", "BatchSize", "Device", "Dtype", "Engine", "Model", "Workers",
-    "names_of",
+    "Address", "Again", "Attention", "Backend", "Bare", "BatchSize", "Device", "Dtype", "Engine", "Figure", "Lengths",
+    "Model", "Models", "Placements", "Seeds", "TableFile", "Tasks", "Workers", "names_of",
 ]
+
+_YOURS = "Your own: 'module:ATTRIBUTE', or the name of an entry point."
 
 Model = Annotated[
     str,
     typer.Option(help="Model: 'pocket' or 'chat' (shipped with kvspec), 'smollm2' (after `kvspec models fetch"
                  " smollm2`), or a folder, GGUF file or hub name."),
+]
+Models = Annotated[
+    str, typer.Option("--models", "--model", help="Comma-separated: 'pocket' or 'chat' (shipped with kvspec), 'smollm2'"
+                      " (after `kvspec models fetch smollm2`), or transformers causal models by folder, GGUF file or"
+                      " hub name."),
+]
+Tasks = Annotated[
+    str, typer.Option(help="Comma-separated names of `kvspec tasks`. needle(depth=0.5) sets a constant. ruler-file:PATH"
+                       f" reads a file of a benchmark. {_YOURS}"),
+]
+Lengths = Annotated[str, typer.Option("--lengths", "--length", help="Context tokens, comma-separated.")]
+Seeds = Annotated[str, typer.Option("--seeds", "--seed", help="Seeds of the samples, comma-separated.")]
+Placements = Annotated[
+    str, typer.Option("--placements", "--placement", help="Comma-separated positions of the question. 'after': after"
+                      " the compaction. 'in_prompt': in the prompt, whose last token is read again. 'paper': in the"
+                      " prompt, which gives the first answer token."),
+]
+Bare = Annotated[
+    bool, typer.Option("--bare", help="Bare text, without the chat template that the tokenizer may have.")
+]
+TableFile = Annotated[Path | None, typer.Option("--table", help="File for the table: .csv, or .tex for LaTeX.")]
+Figure = Annotated[
+    Path | None, typer.Option(help="File for the figure: .svg, .pdf or .png (pip install 'kvspec[plots]').")
 ]
 Backend = Annotated[
     str, typer.Option(help="Backend that selects the tokens: auto, numpy, numba, triton or 'module:ATTRIBUTE'.")

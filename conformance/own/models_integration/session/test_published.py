@@ -19,7 +19,7 @@ from models_integration.model.architecture import describe
 from models_integration.model.weights import output_projections, rotary
 from models_integration.policies.methods import policy_from_name
 from models_integration.policies.spelled import spelled
-from models_integration.studies.compare.plan import Plan
+from models_integration.studies.evidence.rules import rules_of
 from reference import policies
 from reference.policies.names import DIVERSE, NAMES, POLICIES, constants_of
 from reference.policies.rotary import unrotated
@@ -73,7 +73,10 @@ def test_the_help_names_the_list_of_policies() -> None:
     text = CliRunner().invoke(app, ["compare", "--help"], env={"COLUMNS": "400", "TERM": "dumb"}).output
     assert "Comma-separated names of `kvspec policies`" in text
     assert "diverse-NAME" in text
-    assert Plan(policies=NAMES).policies == NAMES
+    about = {"title": "t", "models": ["m"], "contexts": 1, "questions": 1, "seeds": [0], "lengths": [200]}
+    every = rules_of(**about, placements=["after"], tasks=["needle"], budgets=["0.5"], controls=[],
+                     policies=[name for name in NAMES if name != "fullcache"]).policies
+    assert set(every) == set(NAMES) - {"fullcache"}
 
 
 def test_every_name_but_chunks_and_h2o_takes_a_diverse_form() -> None:

@@ -106,7 +106,8 @@ def study_rows(contexts: int = 12, part: str = "confirm") -> list[Row]:
             for placement in PLACEMENTS:
                 for question in range(2):
                     row = {
-                        "rules": RULES, "model": "m@0", "backend": "numpy", "part": part, "task": task,
+                        "rules": RULES, "model": "m@0", "backend": "numpy", "spec_version": "0.3.0", "seed": 0,
+                        "part": part, "task": task, "sample": f"{part}{context}{task}{question}",
                         "length": (1024, 2048)[context % 2], "placement": placement, "context": f"{task}{context}",
                         "question": question, "evidence_tokens": 4, "metadata": {"depth": draw.random()},
                         "seconds": {name: draw.uniform(0.1, 2) for name in ("prefill", *POLICIES, "random", "reading")},
