@@ -19,7 +19,9 @@ SHARED = ROOT / ".nox" / f"shared-{sys.version_info.major}.{sys.version_info.min
 
 OLDER_TRITON = "3.6.0"
 # Zensical follows MkDocs Material, which is no longer developed; from 0.0.74 on it needs a package that is not there.
-SITE_NEEDS = ["zensical==0.0.73", "numpy", "jaxtyping", "hypothesis", "pytest", "z3-solver"]
+SITE_NEEDS = [
+    "zensical==0.0.73", "numpy", "jaxtyping", "hypothesis", "pytest", "z3-solver", "typer", "griffe2md",
+]
 LIGHT_NEED = ["pytest-xdist", "beartype", "jsonschema", "scipy", "z3-solver", "rich"]
 FLOATS_NEED = ["python-flint", "numpy", "jaxtyping", "hypothesis", "pytest"]
 # Each has an environment of its own; other extras that its test needs, and the test.
@@ -52,6 +54,7 @@ ON_HOST = [f"--ignore=conformance/suite/test_{name}.py" for name in DECODE]
 # What is too long for CI: each case is a module and its arguments. The first judges the compiled backend, in one
 # process, as its oracle holds some gigabytes.
 ARCHIVE = "conformance/own/models_integration/archive"
+MACHINES = ["conformance/own/models_integration/session/test_session_machine.py", f"{ARCHIVE}/test_archive_machine.py"]
 NIGHTLY = {
     "32768-tokens": ["pytest", "-v", "--kvspec-profile", "nightly", "--backend", "numba", "-m", "nightly",
                      "conformance/suite"],
@@ -61,6 +64,7 @@ NIGHTLY = {
                      "conformance/own/models_integration/session"],
     "tests-of-tests": ["pytest", *WORKERS, "--kvspec-profile", "nightly", "-m", "nightly",
                        "conformance/own/conformance"],
+    "mutants": ["conformance.assurance.mutants", "run", "--again"],
     "families": ["conformance.measure.families"],
     "coq-engine": ["conformance.assurance.proofs.coq", "judge"],
 }
@@ -219,8 +223,9 @@ def types(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def lint(session: nox.Session) -> None:
-    """Ruff over everything."""
+    """Ruff over everything, and the rules of style over what users read first."""
     run(session, "ruff", "check", ".")
+    run(session, "conformance.assurance.style")
 
 
 @nox.session(venv_backend="none")
@@ -231,7 +236,7 @@ def layers(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def trace(session: nox.Session) -> None:
-    """Every item of the specification has code, a test, a vector, saboteurs and a text that was accepted."""
+    """Every item of the specification has code, a test, a vector, mutants and a text that was accepted."""
     run(session, "conformance.assurance.trace", *session.posargs)
 
 
@@ -266,23 +271,16 @@ def vectors(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
-def saboteurs(session: nox.Session) -> None:
-    """The reference with one item wrong, some hundred times: a test of the item must fail; results/saboteurs.md."""
-    run(session, "conformance.assurance.saboteurs", *session.posargs)
+def mutants(session: nox.Session) -> None:
+    """Wrong readings put into the reference, which tests of their items must kill: what changed; `-- run` for all."""
+    run(session, "conformance.assurance.mutants", *(session.posargs or ["run", "--changed"]))
 
 
 @nox.session(venv_backend="none")
 def simulate(session: nox.Session) -> None:
-    """Random lives of caches and an archive beside an oracle; `-- --minutes 60`, `--seed N`, `--script FILE`."""
-    run(session, "conformance.assurance.simulator", *session.posargs, **ONE_THREAD)
-
-
-@nox.session(venv_backend="none")
-def mutation(session: nox.Session) -> None:
-    """Small changes to the reference and Numba's code, which their items' tests must notice; hours, goes on later."""
-    run(session, "conformance.assurance.mutation", *(session.posargs or ["run"]))
-    if not session.posargs:
-        run(session, "conformance.assurance.mutation", "report")
+    """State machines of sessions and of the archive with thousands of fresh programs; `-- --hypothesis-seed 7`."""
+    arguments = ["--kvspec-profile", "nightly", "--hypothesis-show-statistics", *session.posargs, *MACHINES]
+    run(session, "pytest", *arguments, **ONE_THREAD)
 
 
 @nox.session(venv_backend="none")
@@ -359,12 +357,19 @@ def certificates(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def docs(session: nox.Session) -> None:
     """The documentation as a site, into site/, in an environment of its own; a broken link fails."""
-    home = ROOT / ".nox" / "docs"
+    home = ROOT / ".nox" / "site"
     if not (home / "complete").exists():
         new_environment(session, home, *SITE_NEEDS)
         (home / "complete").touch()
     python, pages = str(interpreter_of(home)), "conformance.measure.site"
     session.run(python, "-m", pages, "write", "build/docs", external=True)
+    # Made by other tools than the rest: nothing but the built site needs them.
+    api = [str(Path(python).with_name("griffe2md")), "kvspec", "--output", "build/docs/docs/api.md"]
+    session.run(*api, external=True, env={"PYTHONPATH": str(ROOT)})
+    made = ROOT / "build" / "docs" / "docs" / "api.md"  # its links name headings as griffe does, not as the site
+    made.write_text(re.sub(r"\[([^\[\]]*)\]\(#[^)]*\)", r"\1", made.read_text(encoding="utf-8")), encoding="utf-8")
+    commands = ["models_integration.cli.app", "utils", "docs", "--name", "kvspec", "--output", "build/docs/docs/cli.md"]
+    session.run(python, "-m", "typer", *commands, external=True)
     session.run(python, "-m", "zensical", "build", "--strict", "--clean", external=True)
     session.run(python, "-m", pages, "check", "site", external=True)
 

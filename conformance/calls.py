@@ -26,7 +26,7 @@ from spec.errors import SpecError
 from spec.policy import Selection
 from spec.records import CoAttention, Dissolution, TrunkGraph, Trunks
 
-__all__ = ["held_to_rules"]
+__all__ = ["arrays_of", "held_to_rules", "traced"]
 
 Array = np.ndarray[Any, Any]
 Stage = Callable[..., Any]
@@ -75,13 +75,14 @@ class _Boundary:
     def __init__(self, name: str, run: Stage, together: bool) -> None:
         self._name, self._run, self._together = name, run, together
         self._memory: dict[int, Array] = {}
+        self._views: dict[int, tuple[Any, Array]] = {}
         self._held: list[tuple[Array, Array]] = []
         self._last: tuple[Any, ...] | None = None
 
     def __call__(self, *given: Any) -> Any:
         __tracebackhide__ = True
-        digest, skip = divmod(hash(tuple(map(_key, _arrays(given)))), TINY_CALLS)
-        size = sum(array.nbytes for array in _arrays(given))
+        digest, skip = divmod(hash(tuple(map(_key, arrays_of(given)))), TINY_CALLS)
+        size = sum(array.nbytes for array in arrays_of(given))
         if size > HUGE or (skip and size < TINY):
             return self._run(*given)
         passed = list[_Passed]()
@@ -99,13 +100,21 @@ class _Boundary:
         return _with_arrays(result, np.copy)
 
     def _placed(self, passed: list[_Passed], writeable: bool, array: Array) -> Array:
-        """A copy of the array where the last call had the same argument, in a layout that follows from its key."""
+        """A copy of the array where the last call had the same argument, in a layout that follows from its key.
+
+        Where shape, type and layout are the last call's, it is that call's array itself, filled anew.
+        """
         place = len(passed)
-        layout = hash(_key(array)) + place
+        layout = (hash(_key(array)) + place) % 7
         memory, needed = self._memory.get(place), 2 * array.nbytes + array.itemsize
         if memory is None or len(memory) < needed:
             memory = self._memory[place] = np.zeros(2 * needed, dtype=np.uint8)
-        view = _view(memory, array, layout % 7)
+        like = len(memory), layout, array.shape, array.dtype
+        last, view = self._views.get(place, (None, array))
+        if last != like:
+            view = _view(memory, array, layout)
+            self._views[place] = like, view
+        view.flags.writeable = True
         view[...] = array
         view.flags.writeable = writeable
         passed.append(_Passed(view, array, view.flags.writeable))
@@ -129,7 +138,7 @@ class _Boundary:
     def _hold(self, result: Any, passed: list[_Passed]) -> None:
         """Check that the last result is what it was, and shares no memory with this one, which is held from now on."""
         __tracebackhide__ = True
-        own = [x for x in _arrays(result) if x.size and not any(np.may_share_memory(x, one.view) for one in passed)]
+        own = [x for x in arrays_of(result) if x.size and not any(np.may_share_memory(x, one.view) for one in passed)]
         for array, copy in self._held:
             assert array.tobytes() == copy.tobytes(), f"{self._name} changed the result of the call before"
             reused = any(np.may_share_memory(array, new) for new in own)
@@ -169,10 +178,10 @@ def _view(memory: Array, like: Array, kind: int) -> Array:
 
 def _interrupted(run: Stage, other: tuple[Any, ...], seed: int, /, *arguments: Any) -> Any:
     """A call inside of which another thread makes calls of its own, now and then at any of its lines."""
-    traced = list[int]()
-    _traced(run, arguments, lambda: traced.append(1))
-    chosen = random.Random(seed).sample(range(len(traced)), min(INTERRUPTIONS, len(traced)))
-    threads, at, failed = list[Thread](), iter(range(2 * len(traced) + 2)), list[BaseException]()
+    lines = list[int]()
+    traced(run, arguments, lambda: lines.append(1))
+    chosen = random.Random(seed).sample(range(len(lines)), min(INTERRUPTIONS, len(lines)))
+    threads, at, failed = list[Thread](), iter(range(2 * len(lines) + 2)), list[BaseException]()
 
     def ask() -> None:
         try:
@@ -188,14 +197,14 @@ def _interrupted(run: Stage, other: tuple[Any, ...], seed: int, /, *arguments: A
             threads[-1].join(PATIENCE if chosen.index(line) % 3 else 0.0)
 
     try:
-        return _traced(run, arguments, interrupt)
+        return traced(run, arguments, interrupt)
     finally:
         for thread in threads:
             thread.join()
         assert not failed, f"a second thread inside the stage failed: {failed[0]!r}"
 
 
-def _traced(run: Stage, arguments: tuple[Any, ...], at_line: Callable[[], None]) -> Any:
+def traced(run: Stage, arguments: tuple[Any, ...], at_line: Callable[[], None]) -> Any:
     """The result of a call whose every line of Python, with those that it calls and no checker's, is told."""
     def trace(frame: FrameType, *_: Any) -> Any:
         code = frame.f_code  # of a generated function it has no file
@@ -239,12 +248,12 @@ def _members(record: Any) -> list[Any] | None:
     return None
 
 
-def _arrays(value: Any) -> Iterator[Array]:
+def arrays_of(value: Any) -> Iterator[Array]:
     """The arrays of numbers or bools in arguments or a result, in order."""
     if type(value) is np.ndarray and value.dtype.kind in "biuf":
         yield value
     for member in _members(value) or ():
-        yield from _arrays(member)
+        yield from arrays_of(member)
 
 
 def _with_arrays(value: Any, made: Callable[[Array], Array]) -> Any:
@@ -252,7 +261,7 @@ def _with_arrays(value: Any, made: Callable[[Array], Array]) -> Any:
     if type(value) is np.ndarray and value.dtype.kind in "biuf":
         return made(value)
     members = _members(value)
-    if members is None or not any(True for _ in _arrays(value)):
+    if members is None or not any(True for _ in arrays_of(value)):
         return value
     new = [_with_arrays(member, made) for member in members]
     return tuple(new) if type(value) is tuple else type(value)(*new)

@@ -240,9 +240,8 @@ def skip_without(judged: "Backend", *families: str) -> None:
 
 
 @pytest.fixture(scope="session")
-def judged(request: pytest.FixtureRequest) -> "Backend":
-    """The implementation that is judged, on the families that it has; one without any fails every test."""
-    from conformance.calls import held_to_rules
+def subject(request: pytest.FixtureRequest) -> "Backend":
+    """The implementation that is judged, called with the arrays of the test themselves."""
     from conformance.checks.boundary import guarded
     from conformance.engine.backend import backend_of
     from spec.backend import FAMILIES, resolve
@@ -252,9 +251,24 @@ def judged(request: pytest.FixtureRequest) -> "Backend":
     found = backend_of(engine) if engine else resolve(subject_of(request.config))
     if all(getattr(found, family) is None for family in FAMILIES):
         raise BackendUnavailable(f"backend {found.name!r} has no stage family: there is nothing to judge")
-    # A process answers one request at a time, and Triton's interpreter patches its own modules while it runs.
-    together = engine is None and os.environ.get("TRITON_INTERPRET", "0") in ("", "0")
-    return held_to_rules(guarded(found), together)
+    return guarded(found)
+
+
+@pytest.fixture(scope="session")
+def together(request: pytest.FixtureRequest) -> bool:
+    """Whether two threads can be inside a stage.
+
+    A process answers one request at a time, and Triton's interpreter patches its own modules while it runs.
+    """
+    return request.config.stash[_engine] is None and os.environ.get("TRITON_INTERPRET", "0") in ("", "0")
+
+
+@pytest.fixture(scope="session")
+def judged(subject: "Backend", together: bool) -> "Backend":
+    """The implementation that is judged, on the families that it has; one without any fails every test."""
+    from conformance.calls import held_to_rules
+
+    return held_to_rules(subject, together)
 
 
 @pytest.fixture(scope="session")

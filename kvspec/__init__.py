@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import spec
 
 if TYPE_CHECKING:
+    from conformance.verify.function import Verdict, verify
     from models_integration import (
         CrystalCache,
         CustomPolicy,
@@ -42,11 +43,13 @@ __version__ = spec.SPEC_VERSION
 
 __all__ = [
     "CrystalCache", "CustomPolicy", "FullCache", "PolicyDescription", "Published", "RetainedCache", "Session",
-    "StreamingLLM", "__version__", "calibrate", "compact", "decide", "describe_policy", "list_policies", "load_cache",
-    "observe", "policy_from_name", "policy_from_score", "prefill", "repeat_template", "save_cache", "sentence_ends",
+    "StreamingLLM", "Verdict", "__version__", "calibrate", "compact", "decide", "describe_policy", "list_policies",
+    "load_cache", "observe", "policy_from_name", "policy_from_score", "prefill", "repeat_template", "save_cache",
+    "sentence_ends", "verify",
 ]
 
 _ELSEWHERE = {
+    "Verdict": "conformance.verify.function", "verify": "conformance.verify.function",
     "policy_from_score": "reference.policies", "PolicyDescription": "reference.policies.describe",
     "describe_policy": "reference.policies.describe", "list_policies": "reference.policies.describe",
 }

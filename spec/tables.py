@@ -33,7 +33,7 @@ class ResultTable(pa.DataFrameModel):
     budget: int = pa.Field(ge=1)
     placement: str = pa.Field(isin=("after", "in_prompt", "paper"))
     n: int = pa.Field(ge=1)
-    correct: int = pa.Field(ge=0)
+    correct: float = pa.Field(ge=0, coerce=True)
     accuracy: float = pa.Field(ge=0, le=1)
     mean_kept: float = pa.Field(ge=0)
     mean_cache: float = pa.Field(ge=0)

@@ -1,1 +1,1 @@
-"""What watches the suite and the text: layers, trace, saboteurs, mutation, proofs."""
+"""What watches the suite and the text: layers, trace, mutants, proofs."""

@@ -1,14 +1,17 @@
-"""Calls to the system that fail, one at a time."""
+"""Calls to the system that fail, one at a time; and what a disk does during one operation."""
 
+import errno
 import fcntl
 import os
+import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+from hypothesis import strategies as st
 
-__all__ = ["CALLS", "KILL", "SHORT", "Faults", "faults"]
+__all__ = ["CALLS", "FAULTS", "KILL", "SHORT", "WELL", "Fault", "Faults", "Killed", "faults"]
 
 CALLS = {
     os: (
@@ -18,8 +21,9 @@ CALLS = {
     ),
     fcntl: ("flock", "lockf", "fcntl"),
 }
-KILL, SHORT = 0, -1
-"""In the place of an error: the process is killed; only half of what was asked for is read or written."""
+KILL, SHORT, LAST = 0, -1, -2
+"""In the place of an error: the process is killed; only half of what was asked for is read or written; this call and
+all later ones do nothing, as if the process were killed, and raise `Killed`."""
 
 
 def half(size: int) -> int:
@@ -36,6 +40,10 @@ HALVED: dict[str, Callable[..., tuple[Any, ...]]] = {
 }
 
 
+class Killed(BaseException):
+    """Instead of a kill, for which a test would need a process of its own: no `except Exception` sees it."""
+
+
 class Faults:
     """Counts calls to the system, and lets the one of number `at` fail with an error; of SHORT, those that can be."""
 
@@ -50,7 +58,7 @@ class Faults:
         self.calls.append(name)
         if len(self.calls) == self.at and self.number == KILL:
             os.kill(os.getpid(), 9)
-        return len(self.calls) == self.at
+        return len(self.calls) == self.at or (self.number == LAST and len(self.calls) > self.at)
 
     def wrap(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         """The call, which is counted."""
@@ -76,3 +84,43 @@ def faults(at: int, number: int) -> Iterator[Faults]:
             for name in names:
                 patch.setattr(module, name, made.wrap(name, getattr(module, name)))
         yield made
+
+
+class Fault(NamedTuple):
+    """What the disk does during one operation.
+
+    Attributes:
+        kind: "well"; "full", with `at` bytes for a file; "error" of this number at call `at`; "short": call `at` reads
+            or writes half; "killed": nothing happens from call `at` on.
+    """
+
+    kind: str = "well"
+    at: int = 0
+    number: int = errno.EIO
+
+    @contextmanager
+    def happening(self) -> Iterator[None]:
+        """Inside, the disk does so."""
+        if self.kind == "well":
+            yield
+        elif self.kind == "full":
+            before = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (self.at, before[1]))
+            try:
+                yield
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        else:
+            with faults(self.at, {"short": SHORT, "killed": LAST}.get(self.kind, self.number)):
+                yield
+
+
+WELL = Fault()
+_CALLS = st.integers(1, 50)
+FAULTS = st.one_of(
+    st.just(WELL), st.just(WELL), st.just(WELL),
+    st.builds(Fault, st.just("full"), st.sampled_from([0, 512, 2048, 4096])),
+    st.builds(Fault, st.just("error"), _CALLS, st.sampled_from([errno.EIO, errno.ENOSPC, errno.EROFS])),
+    st.builds(Fault, st.just("short"), st.integers(1, 12)), st.builds(Fault, st.just("killed"), _CALLS),
+)
+"""More often well than anything else."""

@@ -24,7 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "accelerated": {"spec"},
     "models_integration": {"spec", "reference"},
     "conformance": {"spec", "reference", "accelerated", "models_integration", "kvspec"},
-    "kvspec": {"spec", "reference", "models_integration"},
+    "kvspec": {"spec", "reference", "models_integration", "conformance"},
 }
 
 # `import reference` must work with NumPy and jaxtyping alone; tables.py is the border where pandera is allowed.
@@ -34,7 +34,7 @@ EXEMPT = {"spec/tables.py"}
 # What judges anybody's backend, bottom to top; above it stands what only the repository has.
 SUITE = (
     "paths", "items", "exceptions", "engine", "oracles", "tolerances", "strategies", "vectors", "checks", "calls",
-    "plugin", "policy_suite", "suite", "verify",
+    "threads", "plugin", "policy_suite", "suite", "verify",
 )
 SUITE_NEEDS = {"spec", "reference", "numpy", "pytest", "hypothesis", "jaxtyping"}
 

@@ -2,9 +2,9 @@
 
 An item is a heading `### CC-NAME` in spec/*.md. Its normative text is everything up to `**Rationale**`; spec/items.lock
 holds a hash of it. A function names its items in its docstring (`Implements: CC-NAME`), a test in its marker
-(`@pytest.mark.spec("CC-NAME")`), a vector in its `items`, a saboteur in its decorator, a theorem of Coq by how its
+(`@pytest.mark.spec("CC-NAME")`), a vector in its `items`, a mutant in its row, a theorem of Coq by how its
 name begins (`CC_NAME_balance`). An item needs a function in
-the reference and in each backend that is there (or a reason in NO_STAGE), a test, a vector and two saboteurs.
+the reference and in each backend that is there (or a reason in NO_STAGE), a test, a vector and two mutants.
 `--accept CC-NAME` or `--accept all` takes over a text that was read again.
 """
 
@@ -14,6 +14,7 @@ import hashlib
 import json
 import re
 import sys
+import tomllib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +34,7 @@ TRUSTED = ("spec", "reference")
 BACKENDS = ("accelerated/numba_cpu", "accelerated/triton_gpu")
 LOCK = Path("spec", "items.lock")
 THEOREMS = Path("conformance", "assurance", "proofs", "coq", "proofs")
-SABOTEURS = 2  # of each item, at least
+MUTANTS = 2  # of each item, at least
 
 # Items that no backend implements, because no stage of `spec.backend.CrystalStages` is about them.
 NO_STAGE = {
@@ -123,7 +124,7 @@ class Trace:
     functions: Places
     tests: Places
     vectors: Places
-    saboteurs: Places
+    mutants: Places
     backends: tuple[str, ...] = ()
     repeated: tuple[str, ...] = ()
     theorems: Places = field(default_factory=dict)
@@ -139,15 +140,15 @@ class Trace:
             found += [f"{name}: no function in {backend}" for backend in self.backends if self.lacks(name, backend)]
             if name not in self.vectors:
                 found.append(f"{name}: no vector")
-            if len(self.saboteurs.get(name, [])) < SABOTEURS:
-                found.append(f"{name}: fewer than {SABOTEURS} saboteurs")
+            if len(self.mutants.get(name, [])) < MUTANTS:
+                found.append(f"{name}: fewer than {MUTANTS} mutants")
             if name not in self.lock:
                 found.append(f"{name}: not in {LOCK.as_posix()}; read it, then --accept {name}")
             elif self.lock[name] != digest:
                 found.append(f"{name}: text changed; read it again, then --accept {name}")
         named = (
             ("implemented", self.functions), ("tested", self.tests), ("shown", self.vectors),
-            ("sabotaged", self.saboteurs), ("proved", self.theorems),
+            ("mutated", self.mutants), ("proved", self.theorems),
         )
         for kind, places in named:
             for name in places.keys() - self.items.keys():
@@ -162,15 +163,15 @@ class Trace:
         return not any(place.startswith(backend) for place in self.functions.get(name, []))
 
     def matrix(self) -> str:
-        """A row per item: id, hash, then how many functions, tests, vectors, saboteurs and theorems of Coq it has."""
+        """A row per item: id, hash, then how many functions, tests, vectors, mutants and theorems of Coq it has."""
         width = max(map(len, self.items), default=4)
         tops = (*TRUSTED, *self.backends)
-        columns = [Path(top).name for top in tops] + ["tests", "vectors", "saboteurs", "theorems"]
+        columns = [Path(top).name for top in tops] + ["tests", "vectors", "mutants", "theorems"]
         rows = [f"{'item':{width}}  {'hash':12}  " + "  ".join(columns)]
         for name, digest in self.items.items():
             places = self.functions.get(name, [])
             counts = [sum(place.startswith(top) for place in places) for top in tops]
-            counts += [len(where.get(name, [])) for where in (self.tests, self.vectors, self.saboteurs, self.theorems)]
+            counts += [len(where.get(name, [])) for where in (self.tests, self.vectors, self.mutants, self.theorems)]
             cells = [
                 f"{'N/A' if not count and top in self.backends and not self.lacks(name, top) else count:>{len(column)}}"
                 for top, column, count in zip([*tops, "", "", "", ""], columns, counts, strict=True)
@@ -220,13 +221,11 @@ def markers(source: str) -> Iterator[tuple[str, int]]:
                     yield str(name.value), node.lineno
 
 
-def sabotaged(source: str) -> Iterator[tuple[str, int]]:
-    """Id and line of each `@instead_of(original, "ID")` or `@method_instead_of(...)`."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("instead_of", "method_instead_of"):
-            for argument in node.args:
-                if isinstance(argument, ast.Constant) and re.fullmatch(r"[A-Z]+(-[A-Z0-9]+)+", str(argument.value)):
-                    yield str(argument.value), node.lineno
+def mutated(text: str) -> Iterator[tuple[str, str]]:
+    """Item and name of each mutant of a file of rows that is wrong on small inputs too."""
+    for row in tomllib.loads(text).get("mutant", []):
+        if not row.get("beyond"):
+            yield row["item"], row["name"]
 
 
 def vector_items(text: str) -> Iterator[tuple[str, str]]:
@@ -250,16 +249,16 @@ def read_tree(root: Path) -> Trace:
     functions: Places = {}
     tests: Places = {}
     vectors: Places = {}
-    saboteurs: Places = {}
+    mutants: Places = {}
     for path in _modules(root, IMPLEMENTING):
         for name, function in implementations(path.read_text(encoding="utf-8")):
             functions.setdefault(name, []).append(f"{path.relative_to(root).as_posix()}:{function}")
     for path in _modules(root, ["conformance"]):
         for name, line in markers(path.read_text(encoding="utf-8")):
             tests.setdefault(name, []).append(f"{path.relative_to(root).as_posix()}:{line}")
-    for path in _modules(root, ["conformance/assurance/saboteurs"]):
-        for name, line in sabotaged(path.read_text(encoding="utf-8")):
-            saboteurs.setdefault(name, []).append(f"{path.relative_to(root).as_posix()}:{line}")
+    for path in sorted((root / "conformance" / "assurance" / "mutants").rglob("*.toml")):
+        for name, row in mutated(path.read_text(encoding="utf-8")):
+            mutants.setdefault(name, []).append(f"{path.relative_to(root).as_posix()}:{row}")
     for path in sorted((root / "spec" / "vectors").glob("*.json")):
         for name, case in vector_items(path.read_text(encoding="utf-8")):
             vectors.setdefault(name, []).append(f"{path.name}:{case}")
@@ -273,7 +272,7 @@ def read_tree(root: Path) -> Trace:
         functions,
         tests,
         vectors,
-        saboteurs,
+        mutants,
         tuple(backend for backend in BACKENDS if (root / backend).is_dir()),
         tuple(sorted({name for name in names if names.count(name) > 1})),
         proved,
@@ -323,7 +322,7 @@ def main(arguments: list[str] | None = None, root: Path | None = None) -> int:
     trace = read_tree(root)
     problems = trace.problems()
     print(trace.matrix())
-    print("\n".join(problems) or f"trace: {len(trace.items)} items, all implemented, tested, shown, sabotaged and read")
+    print("\n".join(problems) or f"trace: {len(trace.items)} items, all implemented, tested, shown, mutated and read")
     return int(bool(problems))
 
 

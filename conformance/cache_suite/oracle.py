@@ -6,6 +6,7 @@ it also turns queries and keys to the positions that they have there.
 """
 
 import copy
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -68,7 +69,7 @@ class Masked:
                 _RENUMBERED[self.modules[layer]] = frequencies(self.model)
         try:
             with torch.no_grad():
-                logits = self.model(input_ids=ids, past_key_values=self.cache, use_cache=True).logits
+                logits = self.model(input_ids=ids, use_cache=True, **_given(self.model, self.cache)).logits
             if any(not _CALLS.get(module) for module in self.modules.values()):
                 raise RuntimeError("the oracle's mask did not reach every full-attention layer")
         finally:
@@ -90,6 +91,11 @@ class Masked:
             for head, positions in enumerate(own):
                 visible[head, list(positions)] = True
             self.visible[layer] = visible
+
+
+def _given(model: PreTrainedModel, cache: DynamicCache) -> dict[str, Any]:
+    """The cache as the model takes it: since transformers 5.24 its name is `cache`."""
+    return {"cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values": cache}
 
 
 def _registered(stock: str) -> str:
@@ -141,7 +147,7 @@ def check_rotation(model: PreTrainedModel) -> None:
     for first in (0, later):
         cache, positions = DynamicCache(config=config), torch.arange(first, first + ids.shape[1])[None]
         with torch.no_grad():
-            model(input_ids=ids, past_key_values=cache, position_ids=positions, use_cache=True)
+            model(input_ids=ids, position_ids=positions, use_cache=True, **_given(model, cache))
         keys.append(cast(Any, cache.layers[full_layers(model)[0]]).keys)
     turned = _turned(keys[0], torch.full(keys[0].shape[1:3], float(later)), frequencies(model))
     if float((turned - keys[1]).abs().max()) > 1e-3 * float(keys[1].abs().max()):

@@ -1,12 +1,14 @@
 """The properties that policies promise: the columns of the table in spec/policies.md, each a test on one input."""
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
-from conformance.strategies.policy_inputs import Inputs, decided, drawn, observation
+from conformance.strategies.policy_inputs import Inputs, altered, decided, drawn, observation
 from reference.policies.budgets import Adaptive, Competition, across_layers
 from spec.arrays import Matrix
 from spec.policy import LayerView, Policy
@@ -84,12 +86,20 @@ def monotone(case: Judged, inputs: Inputs, B: int, seed: int) -> bool:
 
 
 def independent(case: Judged, inputs: Inputs, B: int, seed: int) -> bool:
-    """A second sequence under the same policy object leaves the first one's decision as it was."""
+    """A second sequence under the same policy object, of longer keys, leaves the first one's decision as it was.
+
+    A copy of the object for each input, if it can be copied: what one has seen is not what the next one knows.
+    """
     policy = case.policy(inputs)
+    with suppress(Exception):
+        policy = deepcopy(policy)
     heads = (inputs.H_kv, len(inputs.layers[0].q) // inputs.H_kv)
     before = decided(policy, inputs, B)
-    decided(policy, drawn(seed + 1, inputs.n, len(inputs.layers), heads), B)
-    return decided(policy, inputs, B) == before
+    for kind in ("normal", "long"):
+        decided(policy, altered(drawn(seed + 1, inputs.n, len(inputs.layers), heads), kind, seed), B)
+        if decided(policy, inputs, B) != before:
+            return False
+    return True
 
 
 def permuted(case: Judged, inputs: Inputs, B: int, seed: int) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from conformance.paths import ROOT
 
-__all__ = ["PAGES", "Fence", "anchors", "commands", "fences", "links", "spoken"]
+__all__ = ["PAGES", "Fence", "anchors", "commands", "commands_in", "fences", "links", "spoken"]
 
 PAGES = [
     path.relative_to(ROOT).as_posix()
@@ -50,8 +50,13 @@ def commands(page: str) -> Iterator[list[str]]:
     """The words of each command in a block of no language, without comments; in spec/ such a block is a format."""
     for fence in fences(page):
         if not fence.language and not page.startswith("spec/"):
-            for line in fence.text.replace("\\\n", " ").splitlines():
-                yield from filter(None, (shlex.split(command, comments=True) for command in line.split("&&")))
+            yield from commands_in(fence)
+
+
+def commands_in(fence: Fence) -> Iterator[list[str]]:
+    """The same of one block."""
+    for line in fence.text.replace("\\\n", " ").splitlines():
+        yield from filter(None, (shlex.split(command, comments=True) for command in line.split("&&")))
 
 
 def spoken(page: str) -> Iterator[list[str]]:

@@ -2,7 +2,8 @@
 
 A page is one program: its blocks of Python run in order, in one namespace. Commands of the guide run in order, in one
 folder, but those of NOT_RUN; these, and all commands of other pages (sessions of nox, pip, what measures for minutes),
-are checked to exist: the command, its options, the session, the extra, the module.
+are checked to exist: the command, its options, the session, the extra, the module. A block of the language `text` shows
+what the block before it prints, and so does a comment behind a `print`.
 """
 
 import importlib
@@ -16,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from conformance.own.documentation import PAGES, anchors, commands, fences, links, spoken
+from conformance.own.documentation import PAGES, Fence, anchors, commands, commands_in, fences, links, spoken
 from conformance.paths import ROOT
 from conformance.verify.request import parsed as request
 from conformance.verify.request import parser
@@ -29,6 +30,7 @@ PROGRAMS = [page for page in PAGES if any(fence.language == "python" for fence i
 NOT_RUN = {
     "kvspec models fetch": "fetches",
     "kvspec explain text.txt --model smollm2": "reads what was fetched",
+    "kvspec keep docs/examples/lighthouse.txt": "reads what was fetched",
     "kvspec compare --model": "reads the reader's own model",
     "kvspec compare --policies crystalcache,streamingllm,fullcache": "takes a minute",
     "kvspec compare --policies snapkv,pyramidkv": "takes a minute",
@@ -44,6 +46,9 @@ GUIDE = {
     for page in PAGES if page.startswith("docs/guide/")
 }
 SHELL = {"git", "cd", ".", "echo"}
+
+
+FIRST = ["README.md", *GUIDE]
 
 
 def run_here(words: Sequence[str]) -> bool:
@@ -67,22 +72,34 @@ def test_every_kind_of_contribution_has_an_example_that_asserts_something() -> N
 
 @pytest.mark.usefixtures("elsewhere")
 @pytest.mark.parametrize("page", PROGRAMS)
-def test_the_python_of_a_page_runs(page: str) -> None:
-    blocks = [fence for fence in fences(page) if fence.language == "python"]
-    if any("models_integration" in block.text for block in blocks):
+def test_the_python_of_a_page_runs_and_prints_what_is_shown(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    every = fences(page)
+    if any("models_integration" in fence.text for fence in every if fence.language == "python"):
         pytest.importorskip("transformers")
     names: dict[str, Any] = {"__name__": "page"}
-    for block in blocks:
-        exec(compile("\n" * (block.line - 1) + block.text, str(ROOT / page), "exec"), names)
+    for block, after in zip(every, [*every[1:], None], strict=True):
+        if block.language == "python":
+            exec(compile("\n" * (block.line - 1) + block.text, str(ROOT / page), "exec"), names)
+            printed, shown = lines(capsys.readouterr().out), shown_by(block, after)
+            assert not shown or printed == shown
 
 
-def test_the_readme_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("transformers")
-    (block,) = (fence for fence in fences("README.md") if fence.language == "python")
-    assert block.line <= 12
-    exec(compile(block.text, "README.md", "exec"), {"__name__": "page"})
-    said = re.findall(r"^print\(.*?  # (.+)$", block.text, re.MULTILINE)
-    assert [line.strip() for line in capsys.readouterr().out.splitlines()] == said
+def shown_by(block: Fence, after: Fence | None) -> list[str]:
+    """The output of a block of Python, as the page shows it; none if it does not."""
+    if after is not None and after.language == "text":
+        return lines(after.text)
+    return re.findall(r"^ *print\(.*?  # (.+)$", block.text, re.MULTILINE)
+
+
+def lines(text: str) -> list[str]:
+    return [line.strip() for line in text.splitlines()]
+
+
+@pytest.mark.parametrize("page", FIRST)
+def test_a_guide_begins_with_what_it_is_for_and_a_block(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert page == "README.md" or text.splitlines()[2].startswith("After this page you can ")
+    assert all(fence.line <= 12 for fence in fences(page)[:1])
 
 
 def test_the_readme_is_short() -> None:
@@ -94,13 +111,16 @@ def test_the_commands_of_a_guide_run(page: str, elsewhere: Path, capsys: pytest.
     pytest.importorskip("transformers")
     from models_integration.cli.app import app
 
-    said = [""]
-    for words in filter(run_here, GUIDE[page]):
-        if words[0] == "echo":
-            subprocess.run(["sh", "-c", f"echo '{words[1]}' > {words[3]}"], check=True)
-        else:
-            app([said[-1] if word == "KEY" else word for word in words[1:]], standalone_mode=False)
-            said = capsys.readouterr().out.split()
+    printed = ""
+    for fence in fences(page):
+        if fence.language == "text" and printed:
+            assert lines(fence.text) == lines(printed)
+        for words in commands_in(fence) if not fence.language else ():
+            if words[0] == "echo":
+                subprocess.run(["sh", "-c", f"echo '{words[1]}' > {words[3]}"], check=True)
+            elif words[0] == "kvspec" and run_here(words):
+                app([printed.split()[-1] if word == "KEY" else word for word in words[1:]], standalone_mode=False)
+                printed = capsys.readouterr().out
 
 
 def test_what_is_not_run_stands_in_the_guide() -> None:
@@ -183,4 +203,4 @@ def test_what_is_not_there_is_noticed() -> None:
     ):
         assert not exists(missing.split()), missing
     with pytest.raises(Exception, match="valid integer"):
-        parsed(["compare", "--length", "long"])
+        parsed(["compare", "--samples", "long"])

@@ -2,17 +2,17 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given, reject
+from hypothesis import example, given, reject
 from hypothesis import strategies as st
 
 from conformance.checks.boundary import boundary
 from conformance.checks.promises import PROPERTIES, promised
-from conformance.strategies.policy_inputs import Inputs, decided, drawn
+from conformance.strategies.policy_inputs import Inputs, altered, decided, drawn
 from spec.errors import SpecError
 from spec.policy import Policy
 
@@ -25,7 +25,10 @@ SHORT, TIMES = 26, 8
 
 
 class Draw(NamedTuple):
-    """An input of `tokens`, and `times` as many as are protected; of more layers than must be; at 1 + budget tokens."""
+    """An input of `tokens`, and `times` as many as are protected; of more layers than must be; at 1 + budget tokens.
+
+    Its keys are of a kind: normal ones, and such that tokens or heads tie, or are close to each other.
+    """
 
     tokens: int
     times: int
@@ -34,16 +37,29 @@ class Draw(NamedTuple):
     group: int
     budget: int
     seed: int
+    keys: str = "normal"
 
     def inputs(self, protected: int, layers: int) -> Inputs:
         n = self.tokens + self.times * protected
-        return drawn(self.seed, n, layers + self.more_layers, (self.kv_heads, self.group))
+        normal = drawn(self.seed, n, layers + self.more_layers, (self.kv_heads, self.group))
+        return altered(normal, self.keys, self.seed)
 
 
 DRAWS = st.builds(
     Draw, tokens=st.integers(2, SHORT), times=st.integers(0, TIMES), more_layers=st.integers(0, 2),
     kv_heads=st.integers(1, 3), group=st.integers(1, 2), budget=st.integers(0, LONG), seed=st.integers(0, 2**32 - 2),
+    keys=st.sampled_from(["normal", "few values", "nearly equal", "same keys"]),
 )
+
+TIES = [
+    Draw(3 + seed % 4, 0, 0, 2 + seed % 2, 1, seed, seed, keys)
+    for keys in ("few values", "same keys", "nearly equal") for seed in range(8)
+]
+
+
+def with_ties(test: Callable[..., None]) -> Callable[..., None]:
+    """The test on these inputs before those that are drawn."""
+    return reduce(lambda found, draw: example(draw=draw)(found), TIES, test)
 
 
 @dataclass(frozen=True)
@@ -72,6 +88,7 @@ class Own:
 
 
 @pytest.mark.parametrize("column", [pytest.param(name, marks=pytest.mark.row(name)) for name in PROPERTIES])
+@with_ties
 @given(draw=DRAWS)
 def test_a_promise_holds(column: str, judged_policy: Callable[[Inputs], Policy], draw: Draw) -> None:
     case = Own(judged_policy)

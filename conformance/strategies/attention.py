@@ -65,12 +65,13 @@ def attention_inputs(
 
 @st.composite
 def later_segments(draw: st.DrawFn) -> AttentionInputs:
-    """A segment behind live keys of an earlier one, at positions with gaps."""
+    """A segment behind live keys of an earlier one, at positions with gaps, across each width of an integer."""
     whole = draw(attention_inputs(), label="inputs")
     n = whole.k.shape[1]
     before = draw(st.integers(0, n - 2), label="live keys before the segment")
     gaps = draw(st.lists(st.integers(1, 3), min_size=n, max_size=n), label="gaps")
-    positions = np.cumsum([1 if at > before else gap for at, gap in enumerate(gaps)]) - 1
+    first = draw(st.sampled_from([0, 2**24 - 5, 2**31 - 5, 2**32 - 5, 2**53 - 5]), label="first position")
+    positions = first + np.cumsum([1 if at > before else gap for at, gap in enumerate(gaps)]) - 1
     return AttentionInputs(
         frozen(whole.q[:, before:].copy()), whole.k, frozen(positions.astype(np.int64)), whole.parameters,
         whole.scaling, whole.softcap,

@@ -16,8 +16,8 @@ from spec.policy import LayerView, Observation, Policy, Rehearsal, Repeat
 from spec.retention import Granularity, Retention
 
 __all__ = [
-    "TEMPLATE", "Inputs", "Kept", "calibrated", "decided", "drawn", "groups_of", "identity", "named", "observation",
-    "of_model", "repeats", "retained",
+    "KINDS", "TEMPLATE", "Inputs", "Kept", "altered", "calibrated", "decided", "drawn", "groups_of", "identity",
+    "named", "observation", "of_model", "repeats", "retained",
 ]
 
 Kept = list[list[int]]
@@ -62,6 +62,32 @@ def drawn(seed: int, n: int | None = None, L: int | None = None, heads: tuple[in
     ]
     W_o = [normal(H_kv * G, d, 3) for _ in range(L)]
     return Inputs(layers, np.array([1.0, 0.25]), W_o, rng.integers(0, 7, n), factor=1.0 + (seed % 3) / 4)
+
+
+def few_values(k: Array, seed: int) -> Array:
+    """Keys of nine directions in a plane, so that tokens tie; none is zero."""
+    found = np.zeros_like(k)
+    found[..., :2] = np.random.default_rng(seed).integers(-1, 2, (*k.shape[:-1], 2)) + np.array([0, 3])
+    return found
+
+
+def same_keys(k: Array, seed: int) -> Array:
+    """Every KV head has the keys of the first one, in an order of its own: heads tie."""
+    rng = np.random.default_rng(seed)
+    return np.stack([k[0, rng.permutation(k.shape[1])] for _ in k])
+
+
+KINDS: Mapping[str, Callable[[Array, int], Array]] = {
+    "normal": lambda k, seed: k, "few values": few_values, "nearly equal": lambda k, seed: 1 + 1e-3 * k,
+    "same keys": same_keys, "long": lambda k, seed: 30 * k,
+}
+"""Keys of other kinds, from normal ones and a seed."""
+
+
+def altered(inputs: Inputs, kind: str, seed: int) -> Inputs:
+    """The same with keys of another kind."""
+    layers = [replace(view, k=KINDS[kind](view.k, seed + at)) for at, view in enumerate(inputs.layers)]
+    return replace(inputs, layers=layers)
 
 
 def identity(inputs: Inputs) -> Identity:

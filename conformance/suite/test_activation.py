@@ -212,6 +212,33 @@ def test_the_strongest_way_in_counts(breath_stages: BreathStages) -> None:
         assert round(float(found[3]), 12) == 0.1
 
 
+@pytest.mark.spec("CC-PULSE", "CC-RESONANCE")
+@pytest.mark.parametrize("m", [130, 258, 520])
+def test_hundreds_of_trunks_send_and_are_reached(breath_stages: BreathStages, m: int) -> None:
+    """The last trunk is reached from the first and from the 256th, all but the last hundred send; and a star."""
+    pairs = np.zeros((m, m))
+    pairs[0, m - 1] = pairs[min(255, m - 2), m - 1] = 0.9
+    W, active = csr_of_matrix(pairs + pairs.T), np.arange(m) < m - 100
+    case = np.linspace(0, 1, m) / 2, W, active
+    assert breath_stages.resonance(*case, PAPER).tolist() == by_force(case, PAPER)
+    star = np.zeros((m, m))
+    star[0, 1:], star[1, 2] = 0.9, 0.75
+    case = np.full(m, 0.1), csr_of_matrix(star + star.T), np.arange(m) == 1
+    for hops in (1, 2):
+        p = replace(PAPER, max_hops=hops)
+        assert breath_stages.resonance(*case, p).tolist() == by_force(case, p)
+
+
+@pytest.mark.spec("CC-ACTIVATION")
+@pytest.mark.parametrize("half", [128, 256, 2**15, 2**16])
+def test_active_members_are_counted_to_the_last(breath_stages: BreathStages, half: int) -> None:
+    """Half of a trunk's tokens are not more than half; one more are."""
+    norms = np.where(np.arange(4 * half + 1) < half, 1.0, 0.1)
+    norms[2 * half :][: half + 1] = 1.0
+    live = table([2 * half, 2 * half, 1], norms)
+    assert breath_stages.activation(live, PAPER).tolist() == [False, True, False]
+
+
 @pytest.mark.spec("CC-PULSE")
 def test_a_pulse_below_tau_marks_nobody(breath_stages: BreathStages) -> None:
     """The direct edge is too weak, so the way round arrives a hop later."""

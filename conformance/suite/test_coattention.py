@@ -266,6 +266,29 @@ def test_the_largest_chunk_is_one_chunk(stages: CrystalStages) -> None:
     assert chosen(large.cross) == [[]] * len(rows)
 
 
+@pytest.mark.spec("CC-INTRA", "CC-CROSS")
+@pytest.mark.parametrize("k", [17, 33, 65])
+def test_lists_are_as_long_as_they_may_be(stages: CrystalStages, k: int) -> None:
+    """All cosines of a chunk tie, and all shares of earlier keys: the k lowest, each time."""
+    C = k + 3
+    p = replace(TINY, C=C, k_intra=k, k_cross=k, tau_intra=0.0, tau_cross=0.0)
+    found = one_head([list(range(i + 1)) for i in range(C + 2)], p).run(stages)
+    alike = one_head([[0]] * C, p).run(stages)
+    assert alike.intra.tolist() == [[j for j in range(C) if j != i][:k] for i in range(C)]
+    assert found.cross[C:].tolist() == [list(range(k))] * 2
+
+
+@pytest.mark.spec("CC-CROSS", "CC-COATTENTION")
+@pytest.mark.parametrize("live", [70, 1_100, 5_000])
+def test_the_oldest_live_keys_are_sources(stages: CrystalStages, live: int) -> None:
+    """Behind so many live keys each query sends half of its weight to the fourth of them."""
+    q, k = np.ones((1, 8, 1), dtype=np.float32), np.zeros((1, live + 8, 1), dtype=np.float32)
+    k[0, 3] = np.log(live)
+    found = AttentionInputs(q, k, np.arange(live + 8), replace(TINY, k_cross=1, tau_cross=0.25), 1.0, None).run(stages)
+    assert found.cross.tolist() == [[3]] * 8
+    assert (np.abs(found.cross_weight - 0.5) < 0.03).all()
+
+
 @pytest.mark.spec("CC-SALIENCE")
 @pytest.mark.parametrize(("k_heads", "S"), [(5, [10.0, 5.0]), (11, [19.0, 8.0]), (15, [23.0, 8.0])])
 def test_many_heads_are_summed(stages: CrystalStages, k_heads: int, S: list[float]) -> None:

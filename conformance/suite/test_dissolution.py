@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from conformance.checks import stage_checks
 from conformance.oracles import s6
+from conformance.strategies.close_numbers import CLOSE, close
 from conformance.strategies.eviction import CORNERS, EvictionProblem, corners, evictions, random_evictions
 from spec.arrays import Vector
 from spec.backend import CrystalStages
@@ -272,20 +273,65 @@ def test_members_closer_than_float32_are_told_apart(stages: CrystalStages) -> No
     assert replace(problem, impact=impact[::-1].copy()).run(stages).kept.tolist() == [0, 1, 2]
 
 
+@pytest.mark.spec("CC-KEEP-COUNT", "CC-ALLOCATE")
+def test_a_count_of_any_ratio_is_the_count(stages: CrystalStages) -> None:
+    """Every k of a trunk of s tokens whose ratio k / s times s is not k in floats, below k and above it; s to 128."""
+    pairs = [(s, k) for s in range(4, 129) for k in range(3, s) if k / s * s != k or (1 - (s - k) / s) * s != k]
+    assert any(k / s * s < k for s, k in pairs if s <= 32)
+    for s, k in [*[pair for pair in pairs if pair[0] <= 32], *pairs[::29]]:
+        found = bare([s], k).run(stages)
+        assert found.kept.tolist() == list(range(k))
+        assert found.ratio.tolist() == [k / s]
+
+
+@pytest.mark.spec("CC-DISSOLVE", "CC-KEEP-COUNT")
+@pytest.mark.parametrize("kind", CLOSE)
+@pytest.mark.parametrize("size", [5, 40, 1_100])
+def test_close_scores_and_members_are_told_apart(stages: CrystalStages, size: int, kind: str) -> None:
+    """Floats next to each other in float64 at every size, subnormal and huge ones; -0.0 and 0.0 are equal."""
+    score, impact = close(kind, size, size), close(kind, size + 1, size)
+    order = np.argsort(score, kind="stable")
+    many = replace(bare([1] * size, size // 2), score=score)
+    assert many.run(stages).kept.tolist() == sorted(order[size - size // 2 :].tolist())
+    strongest = sorted(range(size), key=lambda i: (-impact[i], i))[: max(3, size // 2)]
+    one = replace(bare([size], max(3, size // 2)), impact=impact)
+    assert one.run(stages).kept.tolist() == sorted(strongest)
+
+
 @pytest.mark.spec("CC-TIERS", "CC-TIER-COUNT")
-def test_a_ratio_of_tiers_that_floats_round_down(stages: CrystalStages) -> None:
-    """Rank 167 of a middle tier of 178 has the ratio 91.5 / 177: of 59 tokens 30.5, a half, which rounds up to 31."""
+@pytest.mark.parametrize("less", [0, 1])
+def test_a_ratio_of_tiers_that_floats_round_down(stages: CrystalStages, less: int) -> None:
+    """Rank 167 of a middle tier of 178 has the ratio 91.5 / 177: of 59 tokens 30.5, a half, which rounds up to 31.
+
+    With a token less than the tiers hold, a trunk of one token goes for it, and not the 31st.
+    """
     m, at = 445, 133 + 167
     sizes = np.ones(m, dtype=np.int64)
     sizes[at] = 59
     n = int(sizes.sum())
     problem = EvictionProblem(
         1 - np.arange(m) / 1024, Trunks(np.cumsum([0, *sizes.tolist()]), np.ones(m)), np.arange(n) / 8, np.ones(m),
-        np.zeros(m, dtype=np.bool_), 133 + 177 + 31, replace(PAPER, allocation="tiers", N_min=1),
+        np.zeros(m, dtype=np.bool_), 133 + 177 + 31 - less, replace(PAPER, allocation="tiers", N_min=1),
     )
     found = problem.run(stages)
     assert round(float(found.ratio[at]) * 59) == 31
     assert not list(stage_checks.eviction(found, problem))
+
+
+@pytest.mark.spec("CC-TIERS", "CC-TIER-COUNT")
+@pytest.mark.parametrize(("w", "j", "size"), [(3, 1, 45), (7, 3, 35), (7, 7, 5), (12, 5, 20), (12, 11, 20), (1, 1, 9)])
+def test_halves_of_tiers_are_rounded_up(stages: CrystalStages, w: int, j: int, size: int) -> None:
+    """The j-th after the first of w + 1 middle trunks keeps so many and a half: floats of other forms have less."""
+    m = next(m for m in range(2, 99) if 7 * m // 10 - 3 * m // 10 == w + 1)
+    sizes = np.ones(m, dtype=np.int64)
+    sizes[3 * m // 10 + j] = size
+    n, whole = int(sizes.sum()), 3 * m // 10 + w + (size * (8 * w - 3 * j) + 5 * w) // (10 * w)
+    for B in (whole, whole - 1):
+        problem = EvictionProblem(
+            1 - np.arange(m) / 1024, Trunks(np.cumsum([0, *sizes.tolist()]), np.ones(m)), np.arange(n) / 8, np.ones(m),
+            np.zeros(m, dtype=np.bool_), B, replace(PAPER, allocation="tiers", N_min=1),
+        )
+        assert not list(stage_checks.eviction(problem.run(stages), problem))
 
 
 @pytest.mark.spec("CC-DISSOLVE")

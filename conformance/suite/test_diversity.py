@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from conformance.checks.refusals import refused
 from conformance.oracles import diversity as brute
+from conformance.oracles.scale import selectors as scale
+from conformance.strategies.close_numbers import CLOSE, close
 from conformance.strategies.keys import seeds
 from reference import diversity
 from spec.backend import DiversityStages
@@ -61,6 +63,27 @@ def test_two_of_three(
     """A copy gives way; a tie goes to the lower position; an opposite direction MUST NOT earn a bonus; NaN is last."""
     found = selector.diverse(np.array(s), np.array(V), np.zeros(3, dtype=np.bool_), 2, lam)
     assert found.tolist() == kept
+
+
+@pytest.mark.spec("DV-GREEDY")
+@pytest.mark.parametrize("kind", CLOSE)
+@pytest.mark.parametrize("n", [2, 40, 150, 1_100])
+def test_close_scores_are_told_apart(selector: DiversityStages, n: int, kind: str) -> None:
+    """Floats next to each other in float64 at every size, subnormal and huge ones; -0.0 and 0.0 are equal."""
+    s, V, none = close(kind, n, n), np.tile([UP, RIGHT], (n, 1))[:n], np.zeros(n, dtype=np.bool_)
+    for k, lam in ((1, 0.0), (n // 2, 0.0), (min(n, 9), 0.5)):
+        assert np.array_equal(selector.diverse(s, V, none, k, lam), scale.diverse(s, V, none, k, lam))
+
+
+@pytest.mark.spec("DV-COSINE", "DV-GREEDY")
+@pytest.mark.parametrize("n", [3, 40, 150, 1_100, 2_300])
+def test_close_signatures_are_told_apart(selector: DiversityStages, n: int) -> None:
+    """Cosines with what is retained rise by 2^-40 and scores are equal: the least like it goes in."""
+    V = np.ones((n, 2))
+    V[1:, 0] = 1 - 2.0**-40 * (1 + np.random.default_rng(n).permutation(n - 1))
+    retained, k = np.arange(n) == 0, min(n - 1, 5)
+    found = selector.diverse(np.ones(n), V, retained, k, 0.5)
+    assert np.array_equal(found, scale.diverse(np.ones(n), V, retained, k, 0.5))
 
 
 @pytest.mark.spec("DV-GREEDY")

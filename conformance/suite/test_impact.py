@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from conformance import tolerances
 from conformance.checks import stage_checks
 from conformance.oracles import s3
-from conformance.strategies.parameters import ablations
+from conformance.strategies.parameters import ablations, forms
 from conformance.strategies.text import token_ids
 from conformance.strategies.trunks import dyadic_impacts, partitions, record
 from spec.arrays import IntVector, Vector
@@ -101,6 +101,23 @@ def test_ablations_of_impact_are_exact(stages: CrystalStages, tokens: tuple[Vect
     S, ids = tokens
     assert stages.impact(S, ids, replace(PAPER, impact="uniform")).tolist() == [1.0] * len(S)
     assert stages.impact(S, ids, replace(PAPER, impact="salience")).tolist() == S.tolist()
+
+
+@pytest.mark.spec("CC-RARITY", "CC-RARITY-FORMS", "CC-IMPACT", "CC-UNIT-IMPACT")
+@given(case=cases(), data=st.data())
+def test_rarity_of_given_counts(
+    breath_stages: BreathStages, case: tuple[Vector, IntVector, CrystalCacheParameters], data: st.DataObject,
+) -> None:
+    """A breath by itself: every form of rarity and of impact, of counts that float32 does not hold among others."""
+    S, _, p = case
+    counts = data.draw(st.lists(
+        st.one_of(st.integers(1, 9), st.sampled_from([2**24 + 1, 2**31, 2**32 + 1])), min_size=len(S), max_size=len(S),
+    ), label="counts")
+    more = data.draw(forms(), label="forms")
+    p = replace(p, rarity=more.rarity, impact="unit" if more.impact == "unit" else p.impact)
+    found = breath_stages.impact(S, np.array(counts), p)
+    want = [s3.token_impact(x, s3.rarity_of(c, p), p, S.max()) for x, c in zip(S.tolist(), counts, strict=True)]
+    assert tolerances.close("CC-IMPACT", found, want)
 
 
 @pytest.mark.spec("CC-IMPACT")

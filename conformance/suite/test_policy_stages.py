@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from conformance.oracles.scale import selectors as oracle
-from conformance.tolerances import expected_error, scores_agree
-from spec.arrays import BoolMatrix, IntVector, Matrix
+from conformance.strategies.close_numbers import CLOSE, close
+from conformance.tolerances import UNIT_ROUNDOFF, expected_error, scores_agree
+from spec.arrays import BoolMatrix, IntVector, Matrix, Vector
 from spec.backend import PolicyStages
 
 SEEDS = range(40)
@@ -72,7 +73,7 @@ def test_largest_attention(policy_stages: PolicyStages, precision: str, seed: in
 
 
 @pytest.mark.spec("PO-KVZIP", "PO-KVZIP-PLUS")
-@pytest.mark.parametrize("size", [1.0, 2.0**-90, 2.0**90])
+@pytest.mark.parametrize("size", [1.0, 2.0**-90, 2.0**90, 2.0**-200, 2.0**200, 2.0**-960, 2.0**960])
 def test_the_query_that_gives_most_decides(policy_stages: PolicyStages, size: float) -> None:
     """Far apart logits and norms that are powers of 2, small and large: exactly."""
     q, k = single([[[2000.0], [-2000.0], [2000.0]]]), single([[[1.0], [-1.0], [0.0]]])
@@ -164,3 +165,41 @@ def test_ties_among_hundreds_go_to_the_lower_token(policy_stages: PolicyStages, 
     values = np.random.default_rng(n).integers(0, 3, (6, n)).astype(np.float64)
     shares, pinned = n * np.arange(1, 7) // 7, np.zeros((6, n), dtype=np.bool_)
     assert kept(policy_stages, values, shares, pinned) == best(values, shares, pinned)
+
+
+@pytest.mark.spec("PO-TOP-UNITS")
+@pytest.mark.parametrize("kind", CLOSE)
+@pytest.mark.parametrize("n", [2, 17, 130, 1_100, 5_000])
+def test_close_scores_are_told_apart(policy_stages: PolicyStages, n: int, kind: str) -> None:
+    """Floats next to each other in float64 at every size, subnormal and huge ones; -0.0 and 0.0 are equal."""
+    values = close(kind, n, (3, n))
+    shares, pinned = np.array([1, (n + 1) // 2, n - 1]), np.zeros((3, n), dtype=np.bool_)
+    assert kept(policy_stages, values, shares, pinned) == best(values, shares, pinned)
+
+
+@pytest.mark.spec("PO-OBSERVED-ATTENTION", "PO-KVZIP", "PO-KVZIP-PLUS")
+@pytest.mark.parametrize("n", [31, 32, 33, 63, 64, 65, 127, 129, 257])
+def test_each_of_many_queries_counts_once(policy_stages: PolicyStages, precision: str, n: int) -> None:
+    """Each looks at one key alone, two at each of the first half; norms that no two queries share."""
+    q, k, target = np.zeros((1, n, n)), np.eye(n)[None], np.arange(n) // 2
+    q[0, np.arange(n), target] = 2000.0
+    norms: Vector = np.asarray(1.0 + (7 * np.arange(n) + 3) % n)
+    largest = np.zeros(n)
+    norms[-1] = 0.5
+    np.maximum.at(largest, target, 1 / norms)
+    q, k = single(q), single(k)
+    assert policy_stages.received_attention(q, k, 1.0, None).tolist() == [np.bincount(target, minlength=n).tolist()]
+    found = policy_stages.largest_attention(q, k, norms, 1.0, None)
+    assert (np.abs(found[0] - largest) <= 4 * UNIT_ROUNDOFF[precision] * largest).all()
+
+
+@pytest.mark.spec("PO-EXPECTED-ATTENTION")
+@pytest.mark.parametrize(("first", "bits"), [(2**24, 27), (2**31 - 3, 20), (2**32 - 3, 20), (2**40, 12)])
+def test_queries_far_from_the_start(policy_stages: PolicyStages, precision: str, first: int, bits: int) -> None:
+    """Positions and frequencies of which float32 holds neither; their products are exact in float64."""
+    q, k, v = map(single, drawn(8)[:3])
+    n, inv_freq = k.shape[1], np.round(np.array([0.9, 0.0137]) * 2.0**bits) / 2.0**bits
+    at, ahead = first + 1 + np.arange(n), first + n + 1 + np.arange(3)
+    want, _ = oracle.expected(q, k, v, at, ahead, inv_freq, 1.0, 0.5)
+    found = policy_stages.expected_attention(q, k, v, at, ahead, inv_freq, 1.0, 0.5)
+    assert all(scores_agree(got, row, precision) for got, row in zip(found, want.tolist(), strict=True))

@@ -203,6 +203,17 @@ def test_split_sizes_are_as_equal_as_can_be(stages: CrystalStages, n: int, T_max
     assert len(sizes) == 1 or min(sizes) >= (T_max + 1) // 2
 
 
+@pytest.mark.spec("CC-SPLIT")
+def test_pieces_are_counted_in_whole_tokens(stages: CrystalStages) -> None:
+    """n = q T_max tokens where n times 1 / T_max, in floats, is more than q, or less; and a token more or less."""
+    pairs = [(T, q) for T in range(2, 260) for q in range(2, 40) if q * T * (1 / T) != q and q * T < 900]
+    assert {q * T * (1 / T) > q for T, q in pairs} == {True, False}
+    for T, q in [*[(T, q) for T, q in pairs if q * T * (1 / T) > q][:4], *pairs[:4]]:
+        for n in (q * T - 1, q * T, q * T + 1):
+            found = offsets(stages, linked(n), [], replace(PAPER, T_max=T))
+            assert np.diff(found).tolist() == [len(piece) for piece in np.array_split(np.arange(n), -(-n // T))]
+
+
 @pytest.mark.spec("CC-TRUNKS", "CC-MERGE")
 @given(text=texts(), tau=st.sampled_from([0.0, 0.1, 0.25]))
 def test_below_tau_intra_the_merge_threshold_is_idle_inside_a_chunk(

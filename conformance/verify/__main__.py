@@ -25,7 +25,7 @@ from conformance.verify.summary import junit, markdown, summary
 from conformance.verify.verdicts import Verdicts, verdicts_of
 from spec.errors import BackendUnavailable, SpecError
 
-__all__ = ["main"]
+__all__ = ["main", "run", "seeded", "written"]
 
 LONGEST_LINE = 4000
 """Letters of a line that somebody else may have written: an engine, or a certificate."""
@@ -53,6 +53,10 @@ def judge(request: Request) -> int:
     made, verdicts = run(request, subject, "log.txt")
     print("\n".join(summary(made)))
     files = written(request, made, verdicts)
+    if "quick.toml" in files:
+        stopped = request.fail_fast and made["verdict"] not in PASSED
+        part = f"profile {request.profile}, without full sizes (--quick)"
+        print(f"{'stopped at the first failure' if stopped else part}: this is no certificate")
     print(f"written to {request.out}: {', '.join(files)}, log.txt")
     return int(made["verdict"] not in PASSED)
 
@@ -77,8 +81,6 @@ def written(request: Request, made: Mapping[str, Any], verdicts: Verdicts) -> li
     stopped = request.fail_fast and made["verdict"] not in PASSED
     if request.quick or stopped:
         write(made, request.out / "quick.toml")
-        part = f"profile {request.profile}, without full sizes (--quick)"
-        print(f"{'stopped at the first failure' if stopped else part}: this is no certificate")
     else:
         write(made, request.out / "certificate.toml")
         texts |= {"certificate.html": page(made), "badge.svg": badge(made)}

@@ -11,11 +11,12 @@ from typing import NoReturn
 from conformance.plugin import POSITIONS, PROFILES
 from spec.errors import SpecError
 
-__all__ = ["ENGINES", "KINDS", "PROFILE", "Request", "parsed", "parser"]
+__all__ = ["ENGINES", "KINDS", "PRECISIONS", "PROFILE", "Request", "parsed", "parser"]
 
 ENGINES = ("backend", "command")
 KINDS = (*ENGINES, "policy", "cache")
 """Of subjects."""
+PRECISIONS = ("float64", "float32")
 SEEDS = 2**32
 """Seeds are drawn below."""
 _ONLY_FOR = {
@@ -26,13 +27,17 @@ _ONLY_FOR = {
 PROFILE = "ci"
 """The profile of a certificate that says nothing else."""
 
-_ABOUT = """Judge an engine by the conformance suite, item by item of the specification; a policy by what it promises;
-a cache by whether eviction equals masking.
+_ABOUT = """Judge an engine by the items of the specification, a policy by its promises, or a cache by masking:
+eviction must equal masking. The verdict is written as a certificate (spec/certificate.md).
 
-Exit code 0: it conforms on what it offers or serves, or keeps its promises; 1: it does not, or an item that it offers
-has no passed test, or --check finds a difference; 2: nothing was judged, and one line says why; 130 and 143: stopped.
-The verdict is written as a certificate (spec/certificate.md). Arguments after -- are passed to pytest, whose output is
-then shown as it is: a selection of tests is no verdict, and gets no certificate."""
+Exit codes:
+
+    0         the subject conforms on the offered items, or keeps its promises
+    1         a test fails, an offered item has no passed test, or --check finds a difference
+    2         nothing was judged (one line has the reason)
+    130, 143  the run was stopped
+
+Arguments after -- are passed to pytest, and the output of pytest is shown. A selection of tests gets no certificate."""
 
 
 @dataclass(frozen=True)
@@ -94,37 +99,37 @@ def parser() -> argparse.ArgumentParser:
         prog="kvspec verify", description=_ABOUT, allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter,
     )
     who = made.add_mutually_exclusive_group(required=True)
-    who.add_argument("--backend", metavar="NAME", help="an engine in Python: a name, or module:ATTRIBUTE of a Backend")
-    who.add_argument("--command", metavar="TEXT", help="an engine in any language: the command that starts it")
-    who.add_argument("--policy", metavar="NAME", help="module:ATTRIBUTE of a Policy, by its promises")
-    who.add_argument("--cache", metavar="NAME", help="module:ATTRIBUTE of a function, by what it says after eviction")
+    who.add_argument("--backend", metavar="NAME", help="engine in Python: a name, or module:ATTRIBUTE of a Backend")
+    who.add_argument("--command", metavar="TEXT", help="engine in any language: the command that starts it")
+    who.add_argument("--policy", metavar="NAME", help="module:ATTRIBUTE of a Policy, judged by its promises")
+    who.add_argument("--cache", metavar="NAME", help="module:ATTRIBUTE of a function of logits after eviction")
     who.add_argument("--check", type=Path, metavar="CERTIFICATE.toml",
-                     help="is this certificate still true? The subject's files are compared,\n"
-                          "the run is repeated, another one is made with a new seed (--seed),\n"
-                          "and any difference is named (exit code 1). This runs the command,\n"
-                          "or imports the module, that the certificate names: it is shown first")
-    made.add_argument("--yes", action="store_true", help="with --check: run it without a question")
-    made.add_argument("--model", metavar="FOLDER", help="of transformers, for --cache; default tiny random ones")
+                     help="certificate to check. Files are compared, then the run is repeated,\n"
+                          "with the seed of the certificate and with a new one (--seed). Any\n"
+                          "difference is printed (exit code 1). This runs code that the\n"
+                          "certificate names: the command is shown first")
+    made.add_argument("--yes", action="store_true", help="with --check: run without asking")
+    made.add_argument("--model", metavar="FOLDER", help="transformers model for --cache. Default: tiny random models")
     made.add_argument("--positions", choices=POSITIONS,
-                      help="of the tokens that the --cache keeps: absolute, the text's (default), or renumbered\n"
-                           "from 0 in each KV head, with keys rotated again, and the next tokens behind them")
-    made.add_argument("--timeout", type=float, metavar="S", help="seconds that the command may take for an answer")
-    made.add_argument("--precision", choices=("float64", "float32"),
-                        help="what its S1 promises to compute in; default\n"
-                             "float32, for numpy float64, for a command what it says")
+                      help="positions of the tokens that --cache keeps: absolute (default), or\n"
+                           "renumbered from 0 in each KV head, with keys rotated again")
+    made.add_argument("--timeout", type=float, metavar="S", help="seconds that --command may take for an answer")
+    made.add_argument("--precision", choices=PRECISIONS,
+                        help="precision of S1. Default: float32, for numpy float64, and for\n"
+                             "--command the answer of the engine")
     made.add_argument("--profile", choices=PROFILES,
-                        help="how many examples each property sees; default KVSPEC_PROFILE, else ci")
+                        help="number of examples of each property. Default: KVSPEC_PROFILE, else ci")
     made.add_argument("--seed", type=int, metavar="N",
-                      help="seed of the examples, from 0; default: a new one, which is recorded")
+                      help="seed of the examples, 0 or more. Default: a new seed, which is recorded")
     made.add_argument("--quick", action="store_true",
-                      help="profile few, without full sizes (the scale lane): quick.toml, no certificate")
+                      help="use profile few without full sizes; writes quick.toml, no certificate")
     made.add_argument("--fail-fast", action="store_true",
-                      help="stop at the first failure; then there is no certificate")
+                      help="stop at the first failure, without a certificate")
     made.add_argument("--exceptions", type=Path, metavar="FILE.toml",
-                        help="known failures, each with reason, issue and expiry;\nconformance/exceptions.py says how")
+                        help="known failures, each with reason, issue and expiry\n(see docs/guide/judge.md)")
     made.add_argument("--out", type=Path, default=Path("results/verify"), metavar="FOLDER",
-                        help="of certificate.toml, certificate.html, badge.svg, summary.md (for a\n"
-                             "pull request), junit.xml and log.txt; default results/verify")
+                        help="folder for certificate.toml, certificate.html, badge.svg, summary.md,\n"
+                             "junit.xml and log.txt. Default: results/verify")
     return made
 
 

@@ -53,7 +53,8 @@ def _command(request: Request) -> list[str]:
 
 def _environment() -> dict[str, str]:
     mine = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    return {**mine, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    # A module that was found here is found there: a script's folder need not be the current one.
+    return {**mine, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from models_integration.cache.dense_layer import RetainedLayer
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import attention_modules, describe
+from models_integration.model.cache_argument import cache_name, with_one_cache
 from models_integration.session.inputs import OPEN, check_forward, later_span
 from spec.errors import SpecError
 
@@ -48,7 +49,7 @@ def layer_masks(model: PreTrainedModel, cache: RetainedCache) -> Iterator[None]:
     decoder: nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
     vocabulary = cast(Tensor, model.get_input_embeddings().weight).shape[0]
     with ExitStack() as undo:
-        agreeing = untraced(_agreeing(cache, vocabulary))
+        agreeing = untraced(_agreeing(decoder, cache, vocabulary))
         undo.callback(decoder.register_forward_pre_hook(agreeing, with_kwargs=True).remove)
         if ragged:
             architecture = describe(model)
@@ -61,20 +62,24 @@ def layer_masks(model: PreTrainedModel, cache: RetainedCache) -> Iterator[None]:
         yield
 
 
-def _agreeing(cache: RetainedCache, vocabulary: int) -> Callable[..., tuple[tuple[()], dict[str, object]]]:
+def _agreeing(
+    decoder: nn.Module, cache: RetainedCache, vocabulary: int,
+) -> Callable[..., tuple[tuple[()], dict[str, object]]]:
     """Before a forward of the decoder: its inputs agree with the cache, and those that it needs are there."""
+    names, own_name = tuple(inspect.signature(decoder.forward).parameters), cache_name(decoder)
 
     def agreeing(
-        decoder: nn.Module, args: tuple[object, ...], kwargs: dict[str, object],
+        _: nn.Module, args: tuple[object, ...], kwargs: dict[str, object],
     ) -> tuple[tuple[()], dict[str, object]]:
-        given = {**dict(zip(inspect.signature(decoder.forward).parameters, args, strict=False)), **kwargs}
+        given = with_one_cache({**dict(zip(names, args, strict=False)), **kwargs})
         if (other := given.get("past_key_values")) is not cache:
             raise SpecError("past_key_values", type(other).__name__, "must be the cache that layer_masks was given")
         arguments = check_forward(given, getattr(cast(PreTrainedModel, decoder).config, "use_cache", True))
         span = later_span(vocabulary, arguments, cache, OPEN)
         if span.padded:
             raise SpecError("attention_mask", "zeros", "padding is not served inside layer_masks")
-        return (), {**span.defaults, **arguments}
+        others = {name: value for name, value in arguments.items() if name != "past_key_values"}
+        return (), {**span.defaults, **others, own_name: cache}
 
     return agreeing
 

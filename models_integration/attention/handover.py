@@ -20,6 +20,7 @@ from models_integration.cache.dense_layer import RetainedLayer
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import Architecture, device_of, restored_rotation
+from models_integration.model.cache_argument import cache_name
 from spec.errors import SpecError
 from spec.policy import Needs
 from spec.retention import Granularity, Retention
@@ -205,4 +206,5 @@ def _aside(architecture: Architecture) -> Iterator[None]:
 def _read(architecture: Architecture, cache: RetainedCache, tokens: int, mask: Tensor | None = None) -> None:
     device = device_of(architecture.decoder)
     ids = torch.arange(tokens, device=device)[None] % architecture.vocabulary
-    architecture.decoder.forward(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True)
+    given = {cache_name(architecture.decoder): cache}
+    architecture.decoder.forward(input_ids=ids, attention_mask=mask, use_cache=True, **given)

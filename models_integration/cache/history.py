@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import GenerationMixin
 
+from models_integration.model.cache_argument import CACHE
 from spec.errors import SpecError
 
 __all__ = ["ReadIds", "call_into", "calls_of_generate", "columns_of"]
@@ -39,7 +40,7 @@ def calls_of_generate(frame: FrameType | None = None) -> Iterator[Mapping[str, A
 def call_into(cache: object) -> Mapping[str, Any] | None:
     """The innermost call of generate, if this is its cache."""
     call = next(calls_of_generate(), None)
-    return call if call is not None and call["model_kwargs"].get("past_key_values") is cache else None
+    return call if call is not None and call["model_kwargs"].get(CACHE) is cache else None
 
 
 def columns_of(call: Mapping[str, Any]) -> int:

@@ -27,14 +27,22 @@ Change: TypeAlias = Callable[[], RetainedLayer]
 
 
 class RetainedCache(DynamicCache):
-    """A DynamicCache whose full-attention layers can be compacted. Sliding-window layers stay as they are.
+    """DynamicCache whose full-attention layers can be compacted. Sliding-window layers are not changed.
 
-    Outside the context manager it only grows: default position ids and masks continue right from the tokens seen.
-    2D attention masks count tokens seen, evicted ones included. Rows that store different positions can be read inside
-    the context manager only.
+        model(input_ids=next_token, past_key_values=run.cache)
+
+    Outside the context manager the cache only grows, and default position ids and masks are right. 2D attention masks
+    count all tokens seen, also evicted tokens. If rows, layers or heads store different positions, the cache can be
+    read inside the context manager only.
 
     Args:
         config: the (text) config of the model.
+
+    Attributes:
+        failure: reason why the cache cannot be used, or None.
+        layers_differ: True if layers or heads store different positions.
+        continuation: states of the policy for decode steps and later segments.
+        bytes_freed: bytes of keys and values that were freed so far.
     """
 
     def __init__(self, config: PretrainedConfig) -> None:
@@ -42,26 +50,21 @@ class RetainedCache(DynamicCache):
         self.layers = [DenseLayer() if type(layer) is DynamicLayer else layer for layer in self.layers]
         self.failure: str | None = None
         self.layers_differ = False
-        """Whether layers, or their heads, store different positions."""
         self.continuation: Continuation = Nothing()
-        """What decode and later segments go on from, row by row."""
         self.bytes_freed = 0
-        """Bytes of keys and values that compactions have freed so far."""
         self._read = ReadIds()
         self._call: object = None  # the config of the last generate that read into it: each call has its own
         self._in_context = False
 
     @staticmethod
     def adopt(cache: Cache, config: PretrainedConfig) -> "RetainedCache":
-        """Make this very object a RetainedCache, and return it.
-
-        `generate` made it and will hand it to every forward to come, and a caller may read it when all is over: no
-        other object could take its place. So it changes its class, as nothing else here does. It is empty: the config
-        says anew which layers slide, as a cache made without one has plain layers only.
+        """Change the class of an empty cache to RetainedCache, and return the cache.
 
         Raises:
-            SpecError: as `check_adoptable`.
+            SpecError: if the cache is not an empty DynamicCache.
         """
+        # `generate` made the object and passes it to every later forward: no other object can replace it. A cache that
+        # was made without a config has plain layers only, so the layers are made again.
         check_adoptable(cache)
         if not isinstance(cache, RetainedCache):
             cache.__class__ = RetainedCache
@@ -75,54 +78,54 @@ class RetainedCache(DynamicCache):
 
     @property
     def stored_length(self) -> int:
-        """Slots of a full-attention layer; of the first, where they differ."""
+        """Slots of the first full-attention layer."""
         return self.full_layers[0].stored_length
 
     @property
     def uniform(self) -> bool:
-        """Whether all rows and layers store the same positions, without padding: then it can be read anywhere."""
+        """True if all rows and layers store the same positions. Then the cache can be read outside the context too."""
         return not self.layers_differ and self.full_layers[0].uniform
 
     @property
     def mean_length(self) -> float:
-        """Slots of a full-attention layer and KV head, on average."""
+        """Mean number of slots of a full-attention layer and KV head."""
         return sum(layer.mean_length for layer in self.full_layers) / len(self.full_layers)
 
     def stored_positions(self, row: int = 0) -> Tensor:
-        """Absolute positions that the full-attention layers store of one row, ascending, (stored,).
+        """Return the stored absolute positions of one row, ascending, (stored,).
 
-        Where layers or heads differ, those of the first; each layer's `head_positions` has its own.
+        If layers or heads differ, these are the positions of the first. Use `head_positions` of a layer for the others.
         """
         return self.full_layers[0].head_positions(row, 0)
 
     def keys_of(self, i: int) -> Tensor:
-        """The stored keys of one full-attention layer, from the first, (rows, H_kv, stored, d)."""
+        """Return the stored keys of the i-th full-attention layer, (rows, H_kv, stored, d)."""
         return cast(Tensor, self.full_layers[i].keys)
 
     @property
     def tokens(self) -> Tensor:
-        """Tokens that each row has seen, (rows,); one row where all rows agree."""
+        """Number of tokens seen by each row, (rows,). One entry if all rows agree."""
         return self.full_layers[0].next_positions(1)[:, 0]
 
     @property
     def is_token(self) -> Tensor:
-        """Which of the columns seen hold a token, (rows, columns); one row where all rows agree."""
+        """Mask of the columns that hold a token, (rows, columns). One row if all rows agree."""
         return self.full_layers[0].rows.is_token(self.get_seq_length(), self.tokens)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that its keys and values occupy."""
+        """Size of the keys and values in bytes."""
         return storage_bytes(self.layers)
 
     def note_ids(self, ids: Tensor) -> None:
-        """Note the ids (rows, n) of the last columns that were read."""
+        """Record the ids (rows, n) of the last columns that were read."""
         self._read = self._read.extended(self.get_seq_length() - ids.shape[1], ids)
 
     def check_history(self) -> None:
-        """A call of generate that begins to read into this cache passes the ids that the cache has read.
+        """Check that generate was called with the ids that the cache has read.
 
         Raises:
-            SpecError: otherwise.
+            SpecError: if the text was changed.
         """
         call = call_into(self)
         if call is not None and call["generation_config"] is not self._call:
@@ -131,16 +134,16 @@ class RetainedCache(DynamicCache):
             self._call = call["generation_config"]
 
     def expect(self, is_token: Tensor) -> None:
-        """Note, before columns of a turn are read, which of them (rows, n) hold a token of their row."""
+        """Record the mask (rows, n) of tokens for the next columns."""
         for layer in self.full_layers:
             # `session` refuses such columns where heads differ.
             assert isinstance(layer, DenseLayer)
             layer.expect(is_token)
 
     def step_inputs(self, tokens: int, device: torch.device) -> dict[str, Tensor]:
-        """What the next tokens of padded rows need, where their caller leaves it out: position ids and a 2D mask.
+        """Return position ids and a 2D mask for the next tokens of padded rows.
 
-        Empty where the defaults of transformers are right.
+        The result is empty if the defaults of transformers are right.
         """
         first = self.full_layers[0]
         if first.uniform:
@@ -151,7 +154,7 @@ class RetainedCache(DynamicCache):
 
     @contextmanager
     def in_context(self) -> Iterator[None]:
-        """The model reads this cache through our masks."""
+        """Allow reads with the masks of kvspec inside the block."""
         self._in_context = True
         try:
             yield
@@ -159,17 +162,16 @@ class RetainedCache(DynamicCache):
             self._in_context = False
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens seen, as a full-attention layer counts them."""
+        """Return the number of tokens seen, also evicted tokens."""
         self.check_usable()
         layer = self.layers[layer_idx]
         return (layer if isinstance(layer, RetainedLayer) else self.full_layers[0]).get_seq_length()
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """See the layers.
+        """Return length and offset of the mask of a layer.
 
         Raises:
-            SpecError: outside the context manager, where rows differ: a mask of transformers cannot tell them apart.
-                Where layers do, `update` refuses. For a text that generate goes on from, as `check_history`.
+            SpecError: if rows store different positions outside the context manager, or as `check_history`.
         """
         self.check_usable()
         if not self._in_context and not self.full_layers[0].uniform:
@@ -184,7 +186,7 @@ class RetainedCache(DynamicCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object,
     ) -> tuple[Tensor, Tensor]:
-        """Append keys and values of new tokens, and return all that are stored."""
+        """Append keys and values of new tokens, and return all stored keys and values."""
         self.check_usable()
         if self.layers_differ and not self._in_context:
             raise SpecError("past_key_values", "layers that differ", "can be read inside the context manager only")
@@ -194,18 +196,15 @@ class RetainedCache(DynamicCache):
     def compact(
         self, retentions: Sequence[Retention], padding: Tensor | None = None, layers: Iterable[int] | None = None,
     ) -> None:
-        """Keep what the retentions say, at their own granularity: one per row, or one for all rows.
-
-        Heads that keep the same stay together, and so do layers: a full budget changes no tensor.
+        """Keep only the tokens of the retentions. A full budget changes no tensor.
 
         Args:
-            retentions: what to keep.
-            padding: columns left of each row's first token, (rows,), where a first prompt is padded.
-            layers: indices of full-attention layers; None means all of them.
+            retentions: kept sets, one for each row or one for all rows.
+            padding: number of padding columns on the left of each row of a first prompt, (rows,).
+            layers: indices of full-attention layers. Default: all.
 
         Raises:
-            SpecError: when one is about another number of tokens, or of layers and heads, or names a token that is not
-                stored; nothing has changed then.
+            SpecError: if a retention does not match the tokens, layers or heads of the cache. Nothing has changed.
         """
         full = {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, RetainedLayer)}
         chosen = full if layers is None else {index: full[index] for index in layers}
@@ -227,18 +226,18 @@ class RetainedCache(DynamicCache):
         self.layers_differ |= differ
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Let row i go on as row beam_idx[i] was.
+        """Replace row i by row beam_idx[i].
 
         Raises:
-            SpecError: for a row that is not there; nothing has changed then.
+            SpecError: if a row does not exist. Nothing has changed.
         """
         self._choose("beam_idx", beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row `repeats` times, one after the other.
+        """Repeat every row `repeats` times.
 
         Raises:
-            SpecError: unless that is at least once; nothing has changed then.
+            SpecError: if `repeats` is less than 1. Nothing has changed.
         """
         if repeats < 1:
             raise SpecError("repeats", repeats, "must be at least 1")
@@ -246,10 +245,10 @@ class RetainedCache(DynamicCache):
             self._choose("repeats", torch.arange(self.full_layers[0].batch, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Only these rows, by index or by a mask of rows.
+        """Keep only these rows, given by index or by a mask.
 
         Raises:
-            SpecError: for a row that is not there; nothing has changed then.
+            SpecError: if a row does not exist. Nothing has changed.
         """
         self._choose("indices", indices)
 
@@ -261,12 +260,12 @@ class RetainedCache(DynamicCache):
                 self.continuation, self._read = self.continuation.select(rows), self._read.select(rows)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last tokens seen, stored or evicted: as many as -tokens_to_remove.
+        """Remove the last `-tokens_to_remove` tokens seen, stored or evicted.
 
-        What it goes on from is forgotten where it knows one of these tokens: the cache then grows on without it.
+        States of the policy that include a removed token are dropped. The cache then grows without eviction.
 
         Raises:
-            SpecError: where some layer cannot, as a sliding-window layer past its window; nothing has changed then.
+            SpecError: if a layer cannot do this, such as a sliding-window layer past its window. Nothing has changed.
         """
         sliding = [layer for layer in self.layers if isinstance(layer, DynamicSlidingWindowLayer)]
         for layer in self.full_layers:

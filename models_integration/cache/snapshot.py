@@ -40,19 +40,22 @@ _ROWS = tuple(field.name for field in fields(StoredRows))
 def save_cache(
     cache: RetainedCache, model: PreTrainedModel, path: str | Path, identity: ModelIdentity | None = None,
 ) -> None:
-    """Write a cache and its rows' states; a reader of the path sees the file of before, or all of this one.
+    """Write a cache to a file.
+
+        kvspec.save_cache(run.cache, model, "document.cache")
+
+    The write is atomic: the path has the old file or the whole new file.
 
     Args:
-        cache: with its tokens; not while a segment is open.
-        model: the one that made it.
-        path: replaced if it is there.
-        identity: of the model, where it is known already: making it reads all parameters.
+        cache: a cache that has read tokens, outside `with run.prompt():`.
+        model: the model that computed the cache.
+        path: file to write or replace.
+        identity: identity of the model, if known. Default: computed from all parameters.
 
     Raises:
-        SpecError: for a cache that is empty or unusable, or whose policy decides while tokens are decoded and keeps
-            records of each, as H2O's (CrystalCache's states are saved); for keys or values that are not finite; for a
-            path that has anything but a file.
-        OSError: from the file system; nothing has changed.
+        SpecError: if the cache is empty or unusable, if keys or values are not finite, or if the path is not a file.
+            Also for policies such as H2O that evict in each step. CrystalCache states are saved.
+        OSError: from the file system. Nothing has changed.
     """
     path = _file(path)
     seen = cache.get_seq_length()
@@ -91,13 +94,17 @@ def save_cache(
 
 
 def load_cache(path: str | Path, model: PreTrainedModel, identity: ModelIdentity | None = None) -> RetainedCache:
-    """A saved cache on the model's device, as it was: steps, turns and further saves go on from it.
+    """Read a saved cache onto the device of the model. You can use it like the cache that was saved.
 
-    `identity` is as for `save_cache`.
+        cache = kvspec.load_cache("document.cache", model)
+
+    Args:
+        path: a file written by `save_cache`.
+        model: the model that computed the cache.
+        identity: identity of the model, if known. Default: computed from all parameters.
 
     Raises:
-        SpecError: when the path has no file, when the bytes are not those that were saved, or are of another version of
-            the format, or belong to another model, specification or rotation; when they are no cache of this model.
+        SpecError: if the file is missing or damaged, or belongs to a different model, format or specification version.
         OSError: from the file system.
     """
     path, architecture = _file(path), describe(model)

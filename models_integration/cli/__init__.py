@@ -1,7 +1,8 @@
 """The command `kvspec`."""
 
 import sys
-from typing import NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 from models_integration.archive.errors import ArchiveError
 from models_integration.model.errors import UnknownModel
@@ -9,10 +10,12 @@ from spec.errors import BackendUnavailable, SpecError
 
 __all__ = ["main"]
 
+_STOPPED = 130
+"""The exit code of a command that Ctrl-C has ended."""
 # What the commands import, and the extra that brings it.
 BROUGHT_BY = {
     "cryptography": "archive", "bm25s": "archive", "wordllama": "wordllama", "ray": "ray", "lm_eval": "lm-eval",
-    "gguf": "weights", "accelerate": "weights", "llama_cpp": "llamacpp",
+    "gguf": "weights", "matplotlib": "plots", "accelerate": "weights", "llama_cpp": "llamacpp",
 } | dict.fromkeys(
     ("typer", "pytest", "hypothesis"), "conformance"
 ) | dict.fromkeys(
@@ -25,7 +28,7 @@ def main() -> None:
     try:
         from models_integration.cli.app import app
 
-        app()
+        sys.exit(_ran(app))
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in BROUGHT_BY:
@@ -37,6 +40,23 @@ def main() -> None:
         if type(error).__name__ != "OutOfMemoryError":  # torch's, which is not imported for this
             raise
         _refuse(f"the device has no memory left; a smaller --batch-size or --length needs less: {error}")
+
+
+def _ran(app: Callable[..., Any]) -> Any:
+    """The exit code of a command; a mistake in how it is called is one line, as any other."""
+    import typer
+
+    usage: type[Any] = typer.BadParameter.__mro__[1]  # click's UsageError, which newer versions of typer bring along
+    try:
+        return app(prog_name="kvspec", standalone_mode=False)
+    except usage as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            error.show()
+            sys.exit(error.exit_code)
+        path = error.ctx.command_path if error.ctx else "kvspec"
+        _refuse(f"{error.format_message().rstrip('.')}; {path} --help lists what there is")
+    except typer.Abort:
+        sys.exit(_STOPPED)
 
 
 def _refuse(reason: str) -> NoReturn:

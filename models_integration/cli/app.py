@@ -1,6 +1,6 @@
 """Commands and their options; the work is in modules of their own, imported when a command runs."""
 
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,40 +14,40 @@ from models_integration.cli.options import (
     Again,
     Attention,
     Backend,
+    Bare,
     BatchSize,
     Device,
     Dtype,
     Engine,
+    Figure,
+    Lengths,
     Model,
+    Models,
+    Placements,
+    Seeds,
+    TableFile,
+    Tasks,
     Workers,
     names_of,
 )
-from reference.policies.names import POLICIES
 from spec import SPEC_VERSION
 from spec.errors import SpecError
 
 __all__ = ["app"]
 
 _YOURS = "Your own: 'module:ATTRIBUTE', or the name of an entry point."
-_TASKS = (
-    "Comma-separated: needle, delayed_association; for models of running text needle_in_prose, keys_in_prose_2,"
-    f" keys_in_prose_4. {_YOURS}"
-)
 
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
-    help="The executable specification of KV-cache retention: which cached keys and values a language model keeps.",
+    help="Evict tokens from the KV cache of transformers models, compare policies, and judge implementations.",
 )
 
 app.add_typer(archive, name="archive")
 app.add_typer(models, name="models")
 
-COMPARED = (
-    "Folder of results.jsonl (a row a cell), of samples.jsonl (a row a sample, from which a stopped run goes on),"
-    " and of report.html, the page of all that is in it."
-)
+_OUT = "Folder for study.jsonl (one line per sample) and report.html. A stopped run continues from study.jsonl."
 
-_OF_GRIDS = ("grid", "budget", "tasks", "length", "samples", "seed", "model", "backend")
+_OF_GRIDS = ("grid", "budget", "tasks", "length", "samples", "seed", "model")
 """Options of a sweep over parameters; a file of rules has its own."""
 
 
@@ -59,16 +59,18 @@ def _version(value: bool) -> None:
 
 @app.callback()
 def _common(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="The version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     pass
 
 
 @app.command()
 def policies(
-    name: Annotated[str, typer.Argument(help="A policy, to see its paper, its constants and how to call it.")] = "",
+    name: Annotated[str, typer.Argument(help="Name of a policy: print paper, constants and an example call.")] = "",
 ) -> None:
-    """List the policies: what each keeps, how often it reads the prompt, its peak memory, what it serves."""
+    """List the policies, with kept tokens, passes over the prompt, peak memory and supported uses."""
     from models_integration.cli.policies import show_policies, show_policy
 
     if name:
@@ -78,62 +80,75 @@ def policies(
 
 
 @app.command()
+def tasks() -> None:
+    """List the tasks: what is asked, the metric, what contexts are made of, placements and constants."""
+    from models_integration.cli.policies import show_tasks
+
+    show_tasks()
+
+
+@app.command()
 def compare(
     policies: Annotated[
         str,
-        typer.Option(help=f"Comma-separated: {', '.join(POLICIES)}. diverse-NAME is NAME with set-conditioned"
-                     " selection, where it keeps single tokens; snapkv(W=16) is SnapKV with a constant of its own."
-                     f" {_YOURS}"),
+        typer.Option(help="Comma-separated names of `kvspec policies`. snapkv(W=16) sets a constant. diverse-NAME adds"
+                     f" set-conditioned selection. h2o@prompt evicts after the prompt only. {_YOURS}"),
     ] = "crystalcache,streamingllm,fullcache",
-    budgets: Annotated[str, typer.Option(help="Comma-separated: 0.3 or 30% is a fraction, 512 is tokens.")] = "0.3,0.5",
-    tasks: Annotated[str, typer.Option(help=_TASKS)] = (
-        "needle,delayed_association"
-    ),
-    length: Annotated[int, typer.Option(help="Context tokens.")] = 1024,
-    samples: Annotated[int, typer.Option(help="Samples per cell.")] = 20,
-    seed: Annotated[int, typer.Option(help="Seed of the samples.")] = 42,
-    placement: Annotated[
-        str,
-        typer.Option(help="When the question is read: 'after' the compaction; 'in_prompt', in the prompt, whose last"
-                     " token is then read again; 'paper', in the prompt, which gives the answer's first token."),
-    ] = "after",
-    controls: Annotated[bool, typer.Option(help="Also run controls: kept sets that must answer, or must not.")] = True,
+    budgets: Annotated[str, typer.Option(help="Comma-separated budgets: 0.3 or 30%, or tokens (512).")] = "0.3,0.5",
+    tasks: Tasks = "needle,delayed_association", length: Lengths = "1024",
+    samples: Annotated[int, typer.Option(help="Samples per cell and seed.")] = 20,
+    seed: Seeds = "42", placement: Placements = "after",
+    controls: Annotated[bool, typer.Option(help="Also run controls, kept sets that must answer or must fail.")] = True,
     calibration: Annotated[
-        Path | None, typer.Option(help="This model's calibration; kvspec calibrate writes it.")
+        Path | None, typer.Option(help="Calibration file of the model, written by kvspec calibrate.")
     ] = None,
-    model: Model = "pocket", backend: Backend = "auto", device: Device = "cpu", dtype: Dtype = "auto",
-    attn: Attention = "auto", batch_size: BatchSize = 12, workers: Workers = 1, engine: Engine = "processes",
-    address: Address = "", again: Again = False,
-    out: Annotated[Path, typer.Option(help=COMPARED)] = Path("results"),
+    write_rules: Annotated[
+        Path | None, typer.Option(help="Rules file to write from these options. Nothing is run.")
+    ] = None,
+    model: Models = "pocket", bare: Bare = False, backend: Backend = "auto", device: Device = "cpu",
+    dtype: Dtype = "auto", attn: Attention = "auto", batch_size: BatchSize = 12, workers: Workers = 1,
+    engine: Engine = "processes", address: Address = "", again: Again = False, table: TableFile = None,
+    figure: Figure = None, out: Annotated[Path, typer.Option(help=_OUT)] = Path("results"),
 ) -> None:
-    """Run policies x budgets x tasks; print tables, write a page. A second run skips what is stored.
+    """Compare policies at several budgets on tasks, print tables and write a page. A second run skips stored results.
 
-    Each sample's prompt is read once and scored once by each policy; all budgets are selected from that. Every policy
-    gets the same number of tokens of the context. An answer is an exact match if its first number is the value. Exit
-    code 1 where a control fails: the comparison then does not measure retention.
+    Each policy scores the prompt of a sample once, for all budgets. Every policy gets the same number of prompt tokens.
+    Exit code 1 if a control fails, because then the comparison does not measure retention.
+
+    --write-rules writes the options as a rules file for kvspec sweep and study.
     """
-    from models_integration.cli.compare import run
-    from models_integration.studies.compare.plan import Plan
+    from models_integration.cli.compare import study_of
+
+    study = study_of(
+        "Comparison", names_of("policies", policies), budgets, tasks, length, samples, seed, placement, model,
+        controls=controls, bare=bare, calibration=str(calibration.resolve()) if calibration else "",
+    )
+    if write_rules is not None:
+        from models_integration.cli.compare import save_rules
+
+        save_rules(study, write_rules)
+        return
+    from models_integration.cli.study import Running, run
+    from models_integration.studies.evidence.rules import rules_of
     from models_integration.studies.subject import Loading
     from models_integration.studies.workers import Launch
 
-    parts = names_of("policies", policies), names_of("budgets", budgets), names_of("tasks", tasks)
-    plan = Plan(*parts, length, samples, seed, placement, controls)
+    rules, running = rules_of(**study), Running(out, batch_size=batch_size, again=again, table=table, figure=figure)
     with Launch(workers, engine, address).started(out, device):
-        run(plan, Loading(model, backend, device, dtype, attn), out, batch_size, calibration, again)
+        run(rules, Loading("", backend, device, dtype, attn), running)
 
 
 @app.command()
 def demo(
     model: Model = "pocket",
-    samples: Annotated[int, typer.Option(help="Samples per cell; fewer are faster, and say less.")] = 20,
+    samples: Annotated[int, typer.Option(help="Samples per cell. Fewer are faster and less certain.")] = 20,
     backend: Backend = "auto", device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto",
-    batch_size: BatchSize = 12, out: Annotated[Path, typer.Option(help=COMPARED)] = Path("results"),
+    batch_size: BatchSize = 12, out: Annotated[Path, typer.Option(help=_OUT)] = Path("results"),
 ) -> None:
-    """Watch it work: CrystalCache, StreamingLLM and the full cache on the pocket model, with controls.
+    """Compare CrystalCache, StreamingLLM and the full cache on the pocket model, with controls.
 
-    The same as `kvspec compare` without options; about a minute on two CPU cores, nothing is downloaded. Another model
-    is asked for facts in running text.
+    This is `kvspec compare` without options. It takes a minute on two CPU cores and downloads nothing. Models other
+    than the pocket models are asked for facts in running text.
     """
     shipped = "the small model that comes with kvspec" if model == "pocket" else f"the model {model}"
     print(
@@ -141,13 +156,17 @@ def demo(
         f"{'About a minute on two CPU cores; nothing' if model == 'pocket' else 'Nothing'} is downloaded. Results go to"
         f" {out}, and a second run goes on from there.", flush=True,
     )
-    from models_integration.cli.compare import run
-    from models_integration.studies.compare.plan import Plan
+    from models_integration.cli.compare import study_of
+    from models_integration.cli.study import Running, run
+    from models_integration.studies.evidence.rules import rules_of
     from models_integration.studies.subject import SHIPPED, Loading
-    from models_integration.tasks.registry import IN_PROSE
 
-    plan = Plan(samples=samples) if model in SHIPPED else Plan(tasks=IN_PROSE[:2], samples=samples)
-    run(plan, Loading(model, backend, device, dtype, attn), out, batch_size)
+    asked = "needle,delayed_association" if model in SHIPPED else "needle_in_prose,keys_in_prose_2"
+    policies = ("crystalcache", "streamingllm", "fullcache")
+    study = study_of(
+        "Demo", policies, "0.3,0.5", asked, "1024", samples, "42", "after", model, controls=True, bare=False
+    )
+    run(rules_of(**study), Loading("", backend, device, dtype, attn), Running(out, batch_size=batch_size))
 
 
 @app.command()
@@ -155,34 +174,26 @@ def sweep(
     context: typer.Context,
     rules: Annotated[
         Path | None,
-        typer.Argument(metavar="SWEEP.toml", help="Policies x budgets x tasks on a model, as a study's rules."),
+        typer.Argument(metavar="SWEEP.toml", help="File of models, policies, budgets and tasks, as for kvspec study."),
     ] = None,
     grid: Annotated[
-        str, typer.Option(help="appendix-a (T_max, s, alpha), or extensions (the essay's, tiers, coverage, ...).")
+        str, typer.Option(help="appendix-a (T_max, s, alpha) or extensions (essay, tiers, coverage and others).")
     ] = "appendix-a",
-    budget: Annotated[str, typer.Option(help="0.3 or 30% is a fraction, 512 is tokens.")] = "0.3",
-    tasks: Annotated[str, typer.Option(help=_TASKS)] = (
-        "needle,delayed_association"
-    ),
-    length: Annotated[int, typer.Option(help="Context tokens.")] = 1024,
-    samples: Annotated[int, typer.Option(help="Samples per variant and task; the same ones for all variants.")] = 10,
-    seed: Annotated[int, typer.Option(help="Seed of the samples.")] = 42,
-    model: Model = "pocket", backend: Backend = "auto", device: Device = "cpu", dtype: Dtype = "auto",
-    attn: Attention = "auto", batch_size: BatchSize = 12, workers: Workers = 1, engine: Engine = "processes",
-    address: Address = "", again: Again = False,
+    budget: Annotated[str, typer.Option(help="Budget: 0.3 or 30% is a fraction, 512 is tokens.")] = "0.3",
+    tasks: Tasks = "needle,delayed_association", length: Lengths = "1024",
+    samples: Annotated[int, typer.Option(help="Samples per variant and task, equal for all variants.")] = 10,
+    seed: Seeds = "42", model: Models = "pocket", bare: Bare = False, backend: Backend = "auto",
+    device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto", batch_size: BatchSize = 12,
+    workers: Workers = 1, engine: Engine = "processes", address: Address = "", again: Again = False,
+    table: TableFile = None, figure: Figure = None,
     status: Annotated[
-        Path | None, typer.Option(help="Say how far the runs in a folder are, by whomever, and nothing else.")
+        Path | None, typer.Option(help="Print the progress of all runs in this folder and exit.")
     ] = None,
-    out: Annotated[
-        Path,
-        typer.Option(help="Folder of sweep.jsonl, of samples.jsonl (a row a sample, from which a stopped run goes on),"
-                     " and of report.html, the page of all that is in it."),
-    ] = Path("results"),
+    out: Annotated[Path, typer.Option(help=_OUT)] = Path("results"),
 ) -> None:
-    """Measure what SWEEP.toml lists, as kvspec study does, on all contexts. Without a file vary CrystalCache's
-    parameters one at a time, on the same samples: the paper's Appendix A, or the extensions.
+    """Run all cells of SWEEP.toml on all contexts. Without a file, vary one parameter of CrystalCache at a time.
 
-    About a minute with the defaults on two CPU cores. A second run skips what is stored.
+    With the defaults this takes a minute on two CPU cores. A second run skips stored results.
     """
     if status is not None:
         from models_integration.studies.status import status as lines
@@ -190,21 +201,25 @@ def sweep(
         for line in lines(status):
             print(line)
         return
-    from models_integration.cli import study as of_rules
-    from models_integration.cli import sweep as of_grids
+    from models_integration.cli.compare import GRIDS, study_of
+    from models_integration.cli.study import Running, run
+    from models_integration.studies.evidence.rules import load_rules, rules_of
     from models_integration.studies.subject import Loading
-    from models_integration.studies.sweep.plan import Plan
     from models_integration.studies.workers import Launch
+    from spec.validate import check_choices
 
-    loading = Loading(model, backend, device, dtype, attn)
+    running = Running(out, batch_size=batch_size, again=again, table=table, figure=figure)
     if rules is None:
-        plan = Plan(grid, budget, names_of("tasks", tasks), length, samples, seed)
-        work = partial(of_grids.run, plan, loading, out, batch_size, again)
+        check_choices("grid", (grid,), GRIDS)
+        made = rules_of(**study_of(
+            f"Grid {grid}", GRIDS[grid], budget, tasks, length, samples, seed, "after", model, controls=False, bare=bare
+        ))
     else:
         _check_none_of_grids(context, rules)
-        work = partial(of_rules.run, rules, of_rules.ALL, out, batch_size, loading, again)
+        made, running = load_rules(rules), replace(running, where=rules.parent, written=True)
+        made = replace(made, bare=made.bare or bare)
     with Launch(workers, engine, address).started(out, device):
-        work()
+        run(made, Loading("", backend, device, dtype, attn), running)
 
 
 def _check_none_of_grids(context: typer.Context, rules: Path) -> None:
@@ -218,63 +233,69 @@ def _check_none_of_grids(context: typer.Context, rules: Path) -> None:
 @app.command()
 def study(
     rules: Annotated[
-        Path, typer.Option(help="TOML: the claims, then model, tasks, policies and budgets. Its hash is in every row.")
+        Path, typer.Option(help="TOML file with claims, model, tasks, policies and budgets. Each row stores its hash.")
     ],
-    out: Annotated[Path, typer.Option(help="Folder of study.jsonl, and of its page, report.html.")],
+    out: Annotated[Path, typer.Option(help=_OUT)],
     part: Annotated[
         str,
-        typer.Option(help="'dev', a fifth of the contexts, to try things on; 'confirm', which decides claims; 'all'.")
+        typer.Option(help="Contexts to run: 'dev', a fifth, for trials, 'confirm', which decides claims, or 'all'.")
     ] = "dev",
-    batch_size: BatchSize = 12, device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto",
-    workers: Workers = 1, engine: Engine = "processes", address: Address = "", again: Again = False,
+    bare: Bare = False, batch_size: BatchSize = 12, device: Device = "cpu", dtype: Dtype = "auto",
+    attn: Attention = "auto", workers: Workers = 1, engine: Engine = "processes", address: Address = "",
+    again: Again = False, table: TableFile = None, figure: Figure = None,
 ) -> None:
-    """Measure what eviction costs: evidence kept, likelihood of the gold answer, attention on evicted keys, answers.
+    """Measure kept evidence, likelihood of the gold answer, attention on evicted keys and answers, and decide claims.
 
-    Each sample's prompt is read once and scored once by each policy; all budgets are selected from that. A second run
-    goes on where the first was stopped. Tasks are names, 'module:ATTRIBUTE', or files of benchmarks as 'KIND:PATH', of
-    the kinds ruler-file, ruler-lm-eval-file, scbench-file, scbench-turns-file and longbench-file.
+    Each policy scores the prompt of a sample once, for all budgets. A second run continues a stopped one. A task is a
+    name, 'module:ATTRIBUTE', or a file of a benchmark as 'KIND:PATH'. The kinds are ruler-file, ruler-lm-eval-file,
+    scbench-file, scbench-turns-file and longbench-file.
     """
-    from models_integration.cli.study import run
+    from models_integration.cli.study import Running, run
+    from models_integration.studies.evidence.rules import load_rules
     from models_integration.studies.subject import Loading
     from models_integration.studies.workers import Launch
 
+    made = load_rules(rules)
+    made, loading = replace(made, bare=made.bare or bare), Loading("", device=device, dtype=dtype, attn=attn)
+    running = Running(out, part, batch_size, again, rules.parent, written=True, table=table, figure=figure)
     with Launch(workers, engine, address).started(out, device):
-        run(rules, part, out, batch_size, Loading("", device=device, dtype=dtype, attn=attn), again)
+        run(made, loading, running)
 
 
 @app.command()
 def report(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The --out of study, compare or sweep.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of results, --out of compare or study.")],
     rules: Annotated[
-        list[Path] | None, typer.Option(help="The rules of a study in it, for claims and stages; any number.")
+        list[Path] | None, typer.Option(help="Rules of a study in the folder, for claims and stages. May be repeated.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="The page to write; by default report.html in the folder.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Page to write. Default: report.html in the folder.")] = None,
+    table: TableFile = None, figure: Figure = None,
 ) -> None:
     """Write the page of a folder of results: one file that any browser opens without network.
 
-    Answers first: claims, the best policy by task and budget. Then pictures, each with the table of its points;
-    controls, cost, what is flagged or missing, the papers' own tables. Study, compare and sweep end with this page.
+    The page begins with claims and the best policy by task and budget. Pictures with tables, controls, costs, warnings
+    and the tables of the papers follow. Study, compare and sweep write this page too.
     """
     from models_integration.cli.report import run
 
-    run(folder, rules or [], out)
+    run(folder, rules or [], out, table, figure)
 
 
 @app.command()
 def calibrate(
-    text: Annotated[Path, typer.Argument(metavar="TEXT", help="A text file, any will do; or a study's rules, .toml.")],
-    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("calibration.npz"),
-    tokens: Annotated[int, typer.Option(help="Tokens of the text to read, at most.")] = 4096,
+    text: Annotated[Path, typer.Argument(metavar="TEXT", help="Any text file, or the rules of a study (.toml).")],
+    out: Annotated[Path, typer.Option(help="File to write.")] = Path("calibration.npz"),
+    tokens: Annotated[int, typer.Option(help="Largest number of tokens to read.")] = 4096,
     model: Model = "pocket", device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto",
 ) -> None:
-    """Make a model's calibration: its queries on average (TriAttention), and its heads' KVzip scores (kvzip-heads).
+    """Calibrate a model: average queries for triattention, and KVzip scores of the heads for kvzip-heads.
 
-    Three forwards over a text, in one of which the model repeats it.
+    The model runs three forward passes over the text. In one of them it repeats the text.
 
-    For a study: `kvspec calibrate rules.toml` reads its first dev context and names it in the file, so that the study
-    can tell that nothing of what confirms was seen; then calibration = "calibration.npz" in the rules.
+    For a study run `kvspec calibrate rules.toml`, then write calibration = "calibration.npz" in the rules. This reads
+    the first dev context only. The file records the context, so the study can check that no confirming text was used.
 
-    The file names the model, by a digest, and its rotation, and serves no other.
+    The file works with this model only: it stores a hash of the model and the rotation.
     Then: kvspec compare --policies triattention --calibration calibration.npz
     """
     from models_integration.cli.calibrate import run
@@ -285,12 +306,12 @@ def calibrate(
 
 @app.command()
 def compress(
-    prompt: Annotated[Path, typer.Argument(metavar="PROMPT", help="A text file.")],
-    budget: Annotated[str, typer.Option(help="0.3 or 30% is a fraction of the prompt, 512 is tokens.")] = "0.5",
+    prompt: Annotated[Path, typer.Argument(metavar="PROMPT", help="Text file to read.")],
+    budget: Annotated[str, typer.Option(help="Budget: 0.3 or 30% is a fraction of the prompt, 512 is tokens.")] = "0.5",
     model: Model = "pocket", backend: Backend = "auto", device: Device = "cpu", dtype: Dtype = "auto",
     attn: Attention = "auto",
 ) -> None:
-    """Compact one prompt with CrystalCache, and say what was kept."""
+    """Compact one prompt with CrystalCache and print the kept text."""
     from models_integration.cli.compress import run
     from models_integration.studies.subject import Loading
 
@@ -299,21 +320,21 @@ def compress(
 
 @app.command()
 def keep(
-    prompt: Annotated[Path, typer.Argument(metavar="PROMPT", help="A text file.")],
-    budget: Annotated[str, typer.Option(help="0.3 or 30% is a fraction of the prompt, 512 is tokens.")] = "0.3",
-    policy: Annotated[str, typer.Option(help="As for compare; of those that need the first layer alone.")] = (
+    prompt: Annotated[Path, typer.Argument(metavar="PROMPT", help="Text file to read.")],
+    budget: Annotated[str, typer.Option(help="Budget: 0.3 or 30% is a fraction of the prompt, 512 is tokens.")] = "0.3",
+    policy: Annotated[str, typer.Option(help="Policy that reads the first layer only, as for kvspec compare.")] = (
         "crystalcache"
     ),
     form: Annotated[
-        str, typer.Option("--format", help="ranges: a line for each, first and one behind the last; or json.")
+        str, typer.Option("--format", help="Output: ranges, one per line (first, last + 1), or json.")
     ] = "ranges",
     model: Annotated[str, typer.Option(help="'pocket', 'chat', 'smollm2', or a folder of safetensors.")] = "pocket",
     backend: Backend = "auto", dtype: Dtype = "auto",
 ) -> None:
-    """Print which tokens of a prompt a policy keeps, without a forward of the model.
+    """Print the tokens of a prompt that a policy keeps, without a forward pass of the model.
 
-    CrystalCache reads the first layer's queries and keys: of the model's file, the embeddings and this layer's first
-    tensors are read, and no others. What is kept is what a session keeps.
+    CrystalCache needs queries and keys of the first layer. Only the embeddings and the tensors of this layer are read
+    from the file of the model. A session keeps the same tokens.
     """
     from models_integration.cli.keep import run
 
@@ -322,20 +343,20 @@ def keep(
 
 @app.command()
 def explain(
-    prompt: Annotated[Path, typer.Argument(metavar="PROMPT", help="A text file, of at most 8192 tokens.")],
-    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("explain.html"),
-    budget: Annotated[str, typer.Option(help="0.3 or 30% is a fraction of the prompt, 512 is tokens.")] = "0.3",
+    prompt: Annotated[Path, typer.Argument(metavar="PROMPT", help="Text file of at most 8192 tokens.")],
+    out: Annotated[Path, typer.Option(help="Page to write.")] = Path("explain.html"),
+    budget: Annotated[str, typer.Option(help="Budget: 0.3 or 30% is a fraction of the prompt, 512 is tokens.")] = "0.3",
     beside: Annotated[
-        str | None, typer.Option(help="Another policy, as for compare: the share of its sets that keep each token.")
+        str | None, typer.Option(help="Policy to show beside CrystalCache, as the share of kept sets with each token.")
     ] = None,
-    calibration: Annotated[Path | None, typer.Option(help="As for compare, where --beside needs it.")] = None,
+    calibration: Annotated[Path | None, typer.Option(help="Calibration file, if --beside needs one.")] = None,
     model: Model = "pocket", backend: Backend = "auto", device: Device = "cpu", dtype: Dtype = "auto",
     attn: Attention = "auto",
 ) -> None:
     """Write a page that shows which tokens of a prompt CrystalCache keeps, and why.
 
-    One file that any browser opens without network. Its sliders change budget and parameters; what is kept is then
-    computed again in the page.
+    Any browser opens the page without network. Sliders change the budget and the parameters, and the page computes the
+    kept tokens again.
     """
     from models_integration.cli.explain.command import run
     from models_integration.studies.subject import Loading
@@ -353,7 +374,7 @@ class _PassedOn(TyperCommand):
 
 @app.command(cls=_PassedOn)
 def verify(context: typer.Context) -> None:
-    """Judge your own engine, policy or cache, row by row, with a certificate. See kvspec verify --help."""
+    """Judge your engine, policy or cache, and write a certificate. See kvspec verify --help."""
     from models_integration.cli.verify import run
 
     raise typer.Exit(run(context.args))
@@ -361,7 +382,7 @@ def verify(context: typer.Context) -> None:
 
 @app.command("lm-eval", cls=_PassedOn)
 def lm_eval(context: typer.Context) -> None:
-    """Run lm-evaluation-harness with a policy: its own command line, whose --model is kvspec here.
+    """Run the command line of lm-evaluation-harness with a model that evicts.
 
     kvspec lm-eval run --model_args pretrained=pocket,policy=snapkv,budget=0.3 --tasks ...
     """

@@ -13,50 +13,47 @@ __all__ = ["archive"]
 
 archive = typer.Typer(
     no_args_is_help=True,
-    help="Archive the keys and values of a text, and go on from them in another session without reading it again.\n\n"
-    "Try: echo 'The secret code for Project Aurora is 7492.' > note.txt;"
-    " kvspec archive put note.txt;"
-    " kvspec archive inject KEY --ask ' Question: What is the secret code for Project Aurora? Answer:'",
+    help="Store the keys and values of a text, and insert them into other sessions without reading the text again.\n\n"
+    "Begin with `kvspec archive put note.txt`, then `kvspec archive inject KEY --ask 'What is the code?'`.",
 )
 
-Folder = Annotated[Path, typer.Option("--archive", help="Folder of the archive; made when something is put.")]
-Tenant = Annotated[str, typer.Option(help="Whose chunks. Nobody reads another tenant's.")]
+Folder = Annotated[Path, typer.Option("--archive", help="Folder of the archive. put creates it.")]
+Tenant = Annotated[str, typer.Option(help="Owner of the chunks. A tenant cannot read chunks of different tenants.")]
 MasterKey = Annotated[
     Path | None,
-    typer.Option(help="File of 32 random bytes, outside the archive, of mode 600: objects are encrypted per tenant."),
+    typer.Option(help="File of 32 random bytes outside the archive, mode 600. Objects are then encrypted per tenant."),
 ]
 FOLDER = Path("archive")
 
 
 @archive.command()
 def put(
-    text: Annotated[Path, typer.Argument(metavar="TEXT", help="A text file: the chunk.")],
+    text: Annotated[Path, typer.Argument(metavar="TEXT", help="Text file to store as one chunk.")],
     wrapper: Annotated[
         str,
-        typer.Option(help=f"The chat template's tokens around it: {', '.join(FORMS)}. Every marker must be one token of"
-                     " the model."),
+        typer.Option(help=f"Tokens of the chat template around the text: {', '.join(FORMS)}. Every marker must be one"
+                     " token of the model."),
     ] = "raw",
     codec: Annotated[
         str,
-        typer.Option(help=f"{', '.join(CODECS)}: 8-bit integers, by what shares a scale."),
+        typer.Option(help=f"Codec: {', '.join(CODECS)}. 8-bit integers, named by the values that share a scale."),
     ] = "none",
-    upper: Annotated[bool, typer.Option("--upper", help="Only the upper half of the layers.")] = False,
+    upper: Annotated[bool, typer.Option("--upper", help="Store the upper half of the layers only.")] = False,
     policy: Annotated[
         str | None,
-        typer.Option(help="Store only what this policy keeps, a name of `kvspec compare --policies`. Markers always"
-                     " stay."),
+        typer.Option(help="Policy that selects the stored tokens, see `kvspec policies`. Markers are always kept."),
     ] = None,
     budget: Annotated[
         str | None,
-        typer.Option(help="Tokens that --policy keeps: a fraction (0.5, 50%) or a number of tokens. Default: 0.5."),
+        typer.Option(help="Budget of --policy: a fraction (0.5, 50%) or a number of tokens. Default: 0.5."),
     ] = None,
     model: Model = "pocket", backend: Backend = "auto", device: Device = "cpu", dtype: Dtype = "auto",
     attn: Attention = "auto", tenant: Tenant = "default", folder: Folder = FOLDER, master_key: MasterKey = None,
 ) -> None:
-    """Compute a text's keys and values at positions from 0, store them, and print the chunk's key.
+    """Compute keys and values of a text at positions from 0, store them, and print the key of the chunk.
 
-    The key is a hash of tokens, wrapper, weights, rotation, codec, tenant and what was evicted: putting a text twice
-    stores it once, and a compacted chunk has another key than the full one.
+    The key is a hash of tokens, wrapper, weights, rotation, codec, tenant and kept set. If you put a text twice, it is
+    stored once.
     """
     from models_integration.cli.archive_runs import run_put
     from models_integration.studies.subject import Loading
@@ -67,13 +64,13 @@ def put(
 
 @archive.command()
 def get(
-    key: Annotated[str, typer.Argument(metavar="KEY", help="As put and list print it.")],
+    key: Annotated[str, typer.Argument(metavar="KEY", help="Key of a chunk, as put and list print it.")],
     model: Model = "pocket", device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto",
     tenant: Tenant = "default", folder: Folder = FOLDER, master_key: MasterKey = None,
 ) -> None:
-    """Read a chunk, check its bytes against their hash, and print what it is, with its text.
+    """Read a chunk, check its hash, and print its description and text.
 
-    A damaged chunk is put into quarantine and counts as missing; another model's is refused.
+    A damaged chunk is moved to the quarantine and counts as missing. A chunk of a different model raises an error.
     """
     from models_integration.cli.archive_runs import run_get
     from models_integration.studies.subject import Loading
@@ -83,12 +80,12 @@ def get(
 
 @archive.command(name="list")
 def list_chunks(
-    tenant: Annotated[str | None, typer.Option(help="Only this tenant's; all of them if left out.")] = None,
+    tenant: Annotated[str | None, typer.Option(help="Tenant whose chunks are listed. Default: all.")] = None,
     folder: Folder = FOLDER, master_key: MasterKey = None,
 ) -> None:
-    """List the chunks: key, bytes, tokens, tenant. Of an encrypted one, only its tenant's key tells the last two.
+    """List key, bytes, tokens and tenant of each chunk. Tokens and tenant of an encrypted chunk need its key.
 
-    Only the files' headers are read: `verify` proves the chunks.
+    Only headers are read. Use `verify` to check the chunks.
     """
     from models_integration.cli.archive_runs import run_list
 
@@ -97,16 +94,16 @@ def list_chunks(
 
 @archive.command()
 def inject(
-    keys: Annotated[list[str], typer.Argument(metavar="KEY...", help="Chunks, in the order of insertion.")],
-    ask: Annotated[str, typer.Option(help="The text that is read after the chunks.")],
-    session: Annotated[str, typer.Option(help="The text that the session has read before them.")] = "",
-    new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most, greedily.")] = 24,
+    keys: Annotated[list[str], typer.Argument(metavar="KEY...", help="Keys of the chunks, in the order of insertion.")],
+    ask: Annotated[str, typer.Option(help="Text to read after the chunks.")],
+    session: Annotated[str, typer.Option(help="Text to read before the chunks.")] = "",
+    new_tokens: Annotated[int, typer.Option(help="Largest number of tokens to generate, greedily.")] = 24,
     model: Model = "pocket", device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto",
     tenant: Tenant = "default", folder: Folder = FOLDER, master_key: MasterKey = None,
 ) -> None:
-    """Insert stored chunks after what a session has read, ask a question, and print the model's answer.
+    """Insert stored chunks into a session, ask a question, and print the answer of the model.
 
-    The chunks' tokens are not computed again: their keys are rotated to their new positions.
+    The chunks are not read again: their keys are rotated to the new positions.
     """
     from models_integration.cli.archive_runs import run_inject
     from models_integration.studies.subject import Loading
@@ -117,11 +114,11 @@ def inject(
 
 @archive.command()
 def verify(folder: Folder = FOLDER, master_key: MasterKey = None) -> None:
-    """Check every chunk's bytes against their hash. Exit code 1 if anything is amiss.
+    """Check the hash of every chunk. Exit code 1 if there is a problem.
 
-    Named are damaged, truncated and misnamed chunks, chunks of another version or without their key, chunks in the
-    clear in an encrypted archive, files that are no chunks, and files in the quarantine, where damaged chunks go.
-    A chunk that was deleted is not missed, and an unencrypted chunk's hash does not tell who wrote it.
+    Problems are damaged, truncated and misnamed chunks, chunks of a different version or without a key, foreign files,
+    and files in the quarantine. Unencrypted chunks in an encrypted archive are a problem too. Deleted chunks cannot be
+    detected. The hash of an unencrypted chunk does not show who wrote the chunk.
     """
     from models_integration.cli.archive_runs import run_verify
 
@@ -132,12 +129,12 @@ def verify(folder: Folder = FOLDER, master_key: MasterKey = None) -> None:
 def gc(
     limit: Annotated[
         int,
-        typer.Option(help="Bytes that the chunks and the quarantine may have. The quarantine goes first, then the least"
-                     " recently used chunks, by the times of their files."),
+        typer.Option(help="Largest size of chunks and quarantine in bytes. The quarantine is removed first, then the"
+                     " least recently used chunks."),
     ],
     folder: Folder = FOLDER,
 ) -> None:
-    """Remove files that were left unfinished over an hour ago, and the least recently used chunks beyond a size."""
+    """Remove unfinished files older than an hour, and the least recently used chunks beyond a size."""
     from models_integration.cli.archive_runs import run_gc
 
     run_gc(limit, folder)
@@ -145,13 +142,13 @@ def gc(
 
 @archive.command()
 def forget(
-    tenant: Annotated[str, typer.Argument(metavar="TENANT")],
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    tenant: Annotated[str, typer.Argument(metavar="TENANT", help="Tenant to erase.")],
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
     folder: Folder = FOLDER, master_key: MasterKey = None,
 ) -> None:
-    """Destroy a tenant's key and overwrite every byte of its objects. Nothing brings them back.
+    """Destroy the key of a tenant and overwrite all objects of the tenant. This cannot be undone.
 
-    An encrypted archive needs its --master-key, which alone tells whose the objects are.
+    For an encrypted archive give --master-key: without it the objects of a tenant cannot be found.
     """
     from models_integration.cli.archive_runs import run_forget
 

@@ -11,6 +11,7 @@ from models_integration.archive.layer_masks import layer_masks
 from models_integration.archive.library import Library, vocabulary_of
 from models_integration.archive.store import Archive
 from models_integration.cache.retained_cache import RetainedCache
+from models_integration.model.cache_argument import cache_name
 from models_integration.studies.subject import Loading, Subject
 from spec.errors import SpecError
 
@@ -142,7 +143,7 @@ def _plain_ids(subject: Subject, text: str) -> list[int]:
 def _next_token(subject: Subject, cache: RetainedCache, ids: list[int]) -> int:
     given = torch.tensor([ids], device=subject.model.device)
     with torch.no_grad():
-        logits = subject.model(input_ids=given, past_key_values=cache, use_cache=True).logits
+        logits = subject.model(input_ids=given, use_cache=True, **{cache_name(subject.model): cache}).logits
     return int(logits[0, -1].argmax())
 
 

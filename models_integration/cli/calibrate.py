@@ -60,6 +60,6 @@ def _tokens(text: Path, read: str, subject: Subject) -> Sequence[int]:
 
 def _dev_context(rules: Rules, subject: Subject) -> tuple[Sequence[int], tuple[str]]:
     """The first context of a study on which anything may be tried, and its digest."""
-    for item in items(rules, subject, subject.ground.prose, PARTS[:1]):
+    for item in items(rules, subject, PARTS[:1]):
         return item.sample.context_ids, (item.sample.context_digest,)
     raise SpecError("TEXT", rules.title, "must be rules of a study that has a dev context, and has none")

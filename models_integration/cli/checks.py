@@ -1,24 +1,16 @@
 """What the commands refuse before they do any work."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 from models_integration.policies.methods import constants_of
 from models_integration.policies.spelled import spelled
 from models_integration.studies.results import load_rows
-from models_integration.studies.subject import Subject
 from reference.calibration import Calibration, load_calibration
-from spec.budget import parse_budget
 from spec.errors import SpecError
 
-__all__ = [
-    "calibration_of", "check_budgets", "check_counts", "check_file", "check_folder", "check_samples", "floors_of",
-    "read_text",
-]
-
-_DRAWN_MOST = 20
-"""Samples of a task that are drawn to see whether they fit: forms take turns over fewer."""
+__all__ = ["calibration_of", "check_counts", "check_file", "check_folder", "read_text"]
 
 
 def check_folder(option: str, folder: Path, *results: str) -> None:
@@ -84,72 +76,17 @@ def check_counts(**counts: int) -> None:
             raise SpecError(name, count, "must be at least 1")
 
 
-def check_budgets(option: str, budgets: Iterable[str], length: int, floors: Mapping[str, int]) -> None:
-    """Every budget is one of its own, and no smaller than what each policy keeps at least: it would be raised to that.
-
-    Args:
-        option: that names the budgets.
-        budgets: as they were given.
-        length: context tokens.
-        floors: of the policies, by name.
-
-    Raises:
-        SpecError: otherwise.
-    """
-    seen = dict[int, str]()
-    for budget in budgets:
-        tokens = parse_budget(budget).tokens(length)
-        for policy, floor in floors.items():
-            if tokens < min(floor, length):
-                raise SpecError(
-                    option, budget, f"is {tokens} of {length} tokens, and {policy} keeps {min(floor, length)} at least:"
-                    f" ask for {floor} or more, or for a longer --length"
-                )
-        other = seen.setdefault(min(tokens, length), budget)
-        if other != budget:
-            raise SpecError(option, budget, f"comes to the same {min(tokens, length)} of {length} tokens as {other}")
-
-
 def calibration_of(policies: Iterable[str], path: Path | None) -> Calibration | None:
     """The statistics in a file, where one is given.
 
     Raises:
         SpecError: for a policy that needs one where none is given; for a file that is none.
     """
-    needing = [policy for policy in policies if "calibration" in constants_of(spelled(policy)[0])]
     if path is not None:
         return load_calibration(path)
-    if needing:
+    if needing := [policy for policy in policies if "calibration" in constants_of(spelled(policy)[0])]:
         raise SpecError(
             "calibration", None, f"is needed by {', '.join(needing)}: `kvspec calibrate some-text.txt` with the same"
             " --model, then --calibration calibration.npz"
         )
     return None
-
-
-def floors_of(subject: Subject, policies: Iterable[str], budgets: Iterable[int]) -> dict[str, int]:
-    """Tokens that each policy keeps at least; every policy can be put on the model.
-
-    Raises:
-        SpecError: for one that cannot, by its name.
-        BackendUnavailable: for one that the backend lacks.
-    """
-    (budget, *_), floors = [*budgets, 1], dict[str, int]()
-    for policy in policies:
-        try:
-            floors[policy] = subject.policy(policy, budget).on(subject.model).policy.floor
-        except SpecError as error:
-            raise SpecError(error.argument, error.value, f"{error.bound} (policy {policy})") from error
-    return floors
-
-
-def check_samples(subject: Subject, tasks: Iterable[str], length: int, samples: int, seed: int) -> None:
-    """The samples can be drawn.
-
-    Raises:
-        SpecError: for a length that does not hold a task's sentences or that the model has no positions for, or a
-            negative seed.
-    """
-    for task in tasks:
-        for index in range(min(samples, _DRAWN_MOST)):
-            subject.sample(task, length, index, seed)

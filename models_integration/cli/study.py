@@ -1,68 +1,155 @@
-"""`kvspec study`."""
+"""The one runner of `kvspec study`, `kvspec sweep`, `kvspec compare` and `kvspec demo`: rules, to rows and a page."""
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import typer
 from rich.console import Console
 
-from models_integration.cli.checks import check_counts, check_folder
-from models_integration.cli.report import write_page
-from models_integration.studies.evidence.rules import PARTS, load_rules
-from models_integration.studies.evidence.run import check_windows, items, leases, methods, run_part
+from models_integration.cli.checks import calibration_of, check_counts, check_folder
+from models_integration.cli.report import check_outputs, write_outputs, write_page
+from models_integration.session.method import Method
+from models_integration.studies.evidence.rules import ALL, AT_PROMPT, PARTS, Rules
+from models_integration.studies.evidence.run import (
+    Cell,
+    Item,
+    check_budgets,
+    items,
+    leases,
+    left_of,
+    methods,
+    rows_of,
+    run_items,
+)
+from models_integration.studies.evidence.summary import control_table, failed_controls, summary, summary_tables
 from models_integration.studies.report import progress_bar
-from models_integration.studies.results import STUDY, load_rows
+from models_integration.studies.results import STUDY, Row
 from models_integration.studies.status import first_failure
-from models_integration.studies.subject import Loading
-from models_integration.tasks.prose import read_prose
+from models_integration.studies.subject import Loading, Subject
+from reference.calibration import Calibration
 from spec.validate import check_choices
 
-__all__ = ["ALL", "run"]
+__all__ = ["Running", "run"]
 
-ALL = "all"
-"""Both parts: for a sweep, which claims nothing."""
 _STOPPED = 130
 """The exit code of a command that Ctrl-C has ended."""
 
 
-def run(rules_file: Path, part: str, out: Path, batch_size: int, loading: Loading, again: bool) -> None:
-    """Measure a part's samples that are not stored yet; then write the page of all that is. The rules name the model.
+@dataclass(frozen=True)
+class Running:
+    """How rules are run.
+
+    Attributes:
+        out: the folder of rows and page.
+        part: one of PARTS, or ALL.
+        batch_size: cells of one sample that are read side by side.
+        again: whether samples that failed are made again.
+        where: the folder that the rules' calibration lies in.
+        written: whether the rules are a file, whose claims and stages the page shows.
+        table, figure: files to write beside the page.
+    """
+
+    out: Path
+    part: str = ALL
+    batch_size: int = 12
+    again: bool = False
+    where: Path = Path()
+    written: bool = False
+    table: Path | None = None
+    figure: Path | None = None
+
+
+def run(rules: Rules, loading: Loading, running: Running) -> None:
+    """Measure the samples that are not stored yet, of each model; then print tables and write the page.
 
     Raises:
         SpecError: before any sample is measured, for what cannot be.
-        Exit: with 130, when it is interrupted; what was measured is stored. With 1, where a sample failed.
+        Exit: with 130, when it is interrupted; what was measured is stored. With 1, where a sample or control failed.
     """
-    console, results = Console(), out / STUDY
-    check_choices("part", (part,), (*PARTS, ALL))
-    check_counts(batch_size=batch_size)
-    rules = load_rules(rules_file)
-    check_folder("out", out, STUDY)
-    load_rows(results)
-    calibration = rules.calibrated(rules_file.parent)
-    subject = replace(replace(loading, model=rules.model).subject(), calibration=calibration)
-    policies, prose = methods(rules, subject), read_prose(subject.tokenizer)
-    check_windows(rules, prose)
-    wanted = items(rules, subject, prose, PARTS if part == ALL else (part,))
-    every = {item.unit(rules, subject): item for item in wanted}
-    stopped = False
-    try:
-        with leases(results) as own:
-            own.plan(every)
-            if again:
-                own.again(every)
-            left = {unit: item for unit, item in every.items() if unit not in own.stored()}
+    console, results = Console(), running.out / STUDY
+    check_choices("part", (running.part,), (*PARTS, ALL))
+    check_counts(batch_size=running.batch_size)
+    calibration = _calibration(rules, running.where)
+    check_folder("out", running.out, STUDY)
+    check_outputs(running.table, running.figure)
+    for model in rules.models[1:]:  # the first is loaded once, and checked then
+        _Work(rules, replace(loading, model=model), calibration, running)
+    rows, failed, stopped = list[Row](), False, False
+    for model in rules.models:
+        work = _Work(rules, replace(loading, model=model), calibration, running)
+        stopped = work.measure(console)
+        rows += rows_of(results, rules, work.subject, work.items)
+        failed |= work.failed
+        if stopped:
             console.print(
-                f"{rules.title}: {part}, model {subject.name}, rules {rules.digest[:8]}; {len(every)} samples,"
-                f" {len(every) - len(left)} of them stored in {results}", highlight=False, soft_wrap=True,
+                f"stopped: {len(rows)} samples of this run are in {results}; the same command goes on from there",
+                highlight=False, soft_wrap=True,
             )
-            with progress_bar(console, len(left)) as progress:
-                run_part(subject, rules, policies, left, own, batch_size, progress)
-    except KeyboardInterrupt:
-        stopped = True
-        console.print("stopped; the same command goes on from here")
-    if any(row["rules"] == rules.digest for row in load_rows(results)):
-        write_page(out, [rules])
-    if own.failed.keys() & every:
-        console.print(first_failure(results), highlight=False, soft_wrap=True)
-    if stopped or own.failed.keys() & every:
+            break
+    if rows:
+        failed |= _show(rows, rules, console, running)
+    if failed and (said := first_failure(results)):
+        console.print(said, highlight=False, soft_wrap=True)
+    if stopped or failed:
         raise typer.Exit(_STOPPED if stopped else 1)
+
+
+def _show(rows: Sequence[Row], rules: Rules, console: Console, running: Running) -> bool:
+    """Print the tables and write the files; whether a control fails."""
+    counted = summary(rows)
+    measured, controls = ([row for row in counted if row["control"] is kind] for kind in (False, True))
+    for table in [*summary_tables(measured, console.width), *([control_table(controls)] if controls else [])]:
+        console.print(table)
+    write_page(running.out, [rules] if running.written else [])
+    write_outputs(rows, running.table, running.figure)
+    failed = failed_controls(controls)
+    if failed:
+        console.print(f"controls FAIL: {', '.join(failed)}. The comparison does not measure retention on this model.")
+    return bool(failed)
+
+
+class _Work:
+    """Rules on one model, once everything that can be wrong has been looked at."""
+
+    def __init__(self, rules: Rules, loading: Loading, calibration: Calibration | None, running: Running) -> None:
+        self.rules, self.running = rules, running
+        self.subject: Subject = replace(loading.subject(), calibration=calibration)
+        self.policies: dict[str, Method] = methods(rules, self.subject)
+        self.warnings = list(check_budgets(rules, self.policies))
+        parts = PARTS if running.part == ALL else (running.part,)
+        self.items: list[Item] = list(items(rules, self.subject, parts))
+        self.failed = False
+
+    def measure(self, console: Console) -> bool:
+        """Measure what is not stored; whether somebody has stopped it."""
+        rules, subject, results = self.rules, self.subject, self.running.out / STUDY
+        every: dict[str, tuple[Item, tuple[Cell, ...]]] = {
+            item.unit(rules, subject): (item, item.cells(rules)) for item in self.items
+        }
+        for warning in self.warnings:
+            console.print(f"warning: {warning}", highlight=False, soft_wrap=True)
+        try:
+            with leases(results) as own:
+                left = left_of(results, rules, subject, self.items)
+                own.plan(left.keys() | (every.keys() & own.stored()))
+                if self.running.again:
+                    own.again(left)
+                console.print(
+                    f"{rules.title}: {self.running.part}, model {subject.name}, backend {subject.backend}, rules"
+                    f" {rules.digest[:8]}; {len(every)} samples, {len(every) - len(left)} of them stored in {results}",
+                    highlight=False, soft_wrap=True,
+                )
+                with progress_bar(console, len(left)) as progress:
+                    run_items(subject, rules, self.policies, left, own, self.running.batch_size, progress)
+                self.failed = bool(own.failed.keys() & left.keys())
+        except KeyboardInterrupt:
+            return True
+        return False
+
+
+def _calibration(rules: Rules, where: Path) -> Calibration | None:
+    """The statistics that the rules name, which some policies need."""
+    if not rules.calibration:
+        calibration_of((policy.removesuffix(AT_PROMPT) for policy in rules.policies), None)
+    return rules.calibrated(where)

@@ -23,6 +23,8 @@ __all__ = [
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 IMPLEMENTATIONS = ("sdpa", "eager")
+# Modules that a decoder adds to its embeddings: learned positions, or sines.
+POSITION_TABLES = ("wpe", "embed_positions")
 
 # Decoders inside a context: a second context on one of them would fight over its cache.
 BUSY: WeakSet[nn.Module] = WeakSet()
@@ -107,7 +109,8 @@ def describe(model: PreTrainedModel) -> Architecture:
     attention = attention_modules(decoder)
     types = layer_types(config)
     reason = (
-        _refuse_wrapper(model, config, decoder) or _refuse_config(config) or _refuse_layers(config, types)
+        _refuse_wrapper(model, config, decoder) or _refuse_config(config) or _refuse_alibi(config, decoder)
+        or _refuse_layers(config, types)
         or _refuse_attention(config, decoder, attention) or _refuse_implementation(model, config, attention.values())
     )
     if reason is not None:
@@ -247,10 +250,16 @@ def _refuse_config(config: PretrainedConfig) -> str | None:
         return "its configuration states no layers (num_hidden_layers): it is several models in one"
     if any(rank is not None for rank in by_layer(config, "kv_lora_rank")):
         return "multi-head latent attention (MLA) caches no keys per head"
-    if getattr(config, "alibi", False):
-        return "ALiBi positions are not served: keys must carry a rotary position (RoPE)"
-    if getattr(config, "num_kv_shared_layers", 0) or any(getattr(config, "kv_sharing_modes", None) or ()):
+    # A layer that stores its keys for others shares no cache while none of them reuses it.
+    modes = map(str, getattr(config, "kv_sharing_modes", None) or ())
+    if getattr(config, "num_kv_shared_layers", 0) or any(mode.startswith("reuse") for mode in modes):
         return "layers that share one cache are not served"
+    return None
+
+
+def _refuse_alibi(config: PretrainedConfig, decoder: nn.Module) -> str | None:
+    if getattr(config, "alibi", False) or any("alibi" in name for name in dir(type(decoder))):
+        return "ALiBi is not served: its bias follows from the distance of slots, which eviction changes"
     return None
 
 
@@ -282,15 +291,21 @@ def _refuse_attention(config: PretrainedConfig, decoder: nn.Module, attention: M
         return f"its {config.num_hidden_layers} layers do not have one attention module each"
     if any(hasattr(module, "sinks") for module in attention.values()):
         return "attention sinks inside the softmax are not served"
-    if not any(name.endswith("inv_freq") for name, _ in decoder.named_buffers()):
+    if not _keeps_positions(decoder):
         if any("rotary" in name for module in attention.values() for name in dir(module)):
             return "its rotary positions (RoPE) cannot be read: it holds a table of sines, not frequencies (inv_freq)"
-        return "it has no rotary positions (RoPE): learned and absolute positions are not served"
+        return "it has neither rotary positions (RoPE) nor a table of positions: what its keys say of them is unknown"
     if not all(getattr(part, "is_causal", True) for part in (config, *attention.values())):
         return "its attention is not causal"
     if any(getattr(module, "config", None) is not config for module in attention.values()):
         return "its attention layers do not share the decoder's config"
     return None
+
+
+def _keeps_positions(decoder: nn.Module) -> bool:
+    """Whether a cached key keeps the position of its token: rotated by it, or from an embedding that holds it."""
+    rotated = any(name.endswith("inv_freq") for name, _ in decoder.named_buffers())
+    return rotated or any(name in POSITION_TABLES for name, _ in decoder.named_children())
 
 
 def _refuse_implementation(

@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from models_integration.model.architecture import check_free, device_of, restored_rotation
+from models_integration.model.cache_argument import cache_name
 from models_integration.model.errors import UnknownModel
 from spec.errors import SpecError
 
@@ -200,7 +201,7 @@ def prefilled(model: PreTrainedModel, ids: Sequence[int], start: int = 0) -> Dyn
     cache = DynamicCache()
     with torch.no_grad():
         model(
-            input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True,
+            input_ids=tokens, position_ids=positions, use_cache=True, **{cache_name(model): cache},
             attention_mask=torch.ones_like(tokens),
         )
     return cache

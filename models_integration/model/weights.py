@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from models_integration.model.architecture import FULL, Architecture, of_layer
 from spec.arrays import Cube
@@ -14,7 +15,7 @@ from spec.errors import SpecError
 
 __all__ = ["CHANGING", "check_fixed", "output_projections", "rotary"]
 
-_PROJECTIONS = ("o_proj", "dense", "out_proj", "wo")
+_PROJECTIONS = ("o_proj", "dense", "out_proj", "wo", "c_proj")
 _PLAIN = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 CHANGING = ("dynamic", "longrope")
 """Rotations whose frequencies change with the length of what is read."""
@@ -30,14 +31,14 @@ def output_projections(architecture: Architecture) -> Mapping[int, Cube]:
     for layer in architecture.full_layers:
         module = architecture.attention[layer]
         linear = next((part for name, part in module.named_children() if name in _PROJECTIONS), None)
-        if not isinstance(linear, nn.Linear):
+        if not isinstance(linear, (nn.Linear, Conv1D)):
             raise SpecError("model", type(module).__name__, f"has no output projection {' or '.join(_PROJECTIONS)}")
         H, weight = of_layer(architecture.config, "num_attention_heads", layer), linear.weight.detach()
         if type(weight) is not Tensor or weight.dtype not in _PLAIN or weight.is_meta:
             reason = "its output projection is quantised or offloaded: load the model in bfloat16, float16 or float32"
             raise SpecError("model", type(module).__name__, reason)
-        weight = weight.to("cpu", torch.float64)
-        found[layer] = weight.T.reshape(H, -1, weight.shape[0]).numpy()
+        rows = weight if isinstance(linear, Conv1D) else weight.T  # a Conv1D, as GPT-2 has it, is stored by its inputs
+        found[layer] = rows.to("cpu", torch.float64).reshape(H, -1, rows.shape[1]).numpy()
     return found
 
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from models_integration.attention.capture import Attended, observing
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import Architecture, describe, of_layer, restored_rotation
+from models_integration.model.cache_argument import cache_name
 from models_integration.model.errors import UnknownModel
 from models_integration.model.identity import ModelIdentity, identify
 from models_integration.model.rotation import LayerRotary, recognise
@@ -74,18 +75,25 @@ def calibrate(
     model: PreTrainedModel, input_ids: Tensor, identity: ModelIdentity | None = None,
     template: Sequence[Sequence[int]] | None = None,
 ) -> Calibration:
-    """Statistics of the queries of a text (1, n), before their rotation and after any norm of queries.
+    """Measure the statistics of a model that `triattention` and `kvzip-heads` need, on any text.
 
-    With a `template` (`repeat_template(tokenizer)`) the text is rehearsed too, for the head scores of `kvzip-heads`; a
-    text that ends with the sinks has none. A model whose queries `served_by` refuses has head scores alone.
+        found = kvspec.calibrate(model, input_ids, template=kvspec.repeat_template(tokenizer))
+        policy = kvspec.policy_from_name("triattention", 0.3, calibration=found)
 
-    Any text of the model's language serves; the paper's rejected `Q_stats` is this over another text.
-    `reference.calibration.save_calibration(found, path)` writes it, as `kvspec calibrate` does. `identity` is as for
-    `served_by`.
+    `reference.calibration.save_calibration(found, path)` writes the file that `kvspec calibrate` writes.
+
+    Args:
+        model: a causal language model.
+        input_ids: text, (1, n), in the language of the model.
+        identity: identity of the model, if known. Default: computed from all parameters.
+        template: `repeat_template(tokenizer)`, to measure the head scores of `kvzip-heads` too.
+
+    Returns:
+        Statistics of the queries before rotation, and head scores if a template was given.
 
     Raises:
-        SpecError: as `served_by`, where no head scores are taken; for ids that are not one row of a token or more.
-        UnknownModel: as `served_by`, where no head scores are taken.
+        SpecError: if the ids are not one row, or if the model has no supported rotation and no template was given.
+        UnknownModel: if the model cannot be identified and no template was given.
     """
     if input_ids.ndim != 2 or len(input_ids) != 1 or input_ids.shape[1] < 1:
         raise SpecError("input_ids", tuple(input_ids.shape), "must be one row of at least one token")
@@ -109,7 +117,7 @@ def _statistics(architecture: Architecture, served: Identity, input_ids: Tensor)
         torch.no_grad(), restored_rotation(architecture.decoder),
         observing(architecture, cache, found, architecture.full_layers),
     ):
-        architecture.decoder(input_ids=input_ids, past_key_values=cache, use_cache=True)
+        architecture.decoder(input_ids=input_ids, use_cache=True, **{cache_name(architecture.decoder): cache})
     return found.calibration(architecture)
 
 

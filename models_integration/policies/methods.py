@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from inspect import signature
 from os import PathLike
 from typing import Any, NamedTuple
+from warnings import warn
 
 import torch
 from torch import Tensor
@@ -41,8 +42,16 @@ _FASTEST_FIRST = ("triton", "numba", "numpy")
 _MARKS = (".", "!", "?")
 
 
+def _parse(budget: float | int | str | Budget) -> Budget:
+    """Read a caller's budget, and warn of a 1 that may have meant 1.0."""
+    share = parse_budget(budget)
+    if share.count == 1 and not isinstance(budget, Budget):
+        warn(f"budget={budget!r} keeps one token; write budget=1.0 to keep the whole prompt", stacklevel=3)
+    return share
+
+
 class RetentionPolicy(ABC):
-    """A retention policy with its budget, as users have it: put on a model, it gives a session.
+    """Policy with a budget. Call it with a model to get a context manager.
 
         with policy(model) as run:
             output = model.generate(**inputs, max_new_tokens=200)
@@ -50,17 +59,17 @@ class RetentionPolicy(ABC):
 
     @abstractmethod
     def on(self, model: PreTrainedModel) -> Method:
-        """What it does on this model: for `decide`.
+        """Return the form of the policy for this model, as `decide` needs it.
 
         Raises:
-            SpecError: for a model that lacks what the policy needs.
+            SpecError: if the model does not support the policy.
         """
 
     def __call__(self, model: PreTrainedModel) -> Session:
-        """`with policy(model) as run: ...`.
+        """Return the context manager of `with policy(model) as run`.
 
         Raises:
-            SpecError: for a model that cannot be compacted, or that lacks what the policy needs.
+            SpecError: if kvspec does not support the model, or the model does not support the policy.
         """
         return Session(self.on(model), model)
 
@@ -73,54 +82,56 @@ def method_of(policy: Policy, budget: Budget, backend: str = "numpy") -> Method:
 
 @dataclass(frozen=True, init=False)
 class CustomPolicy(RetentionPolicy):
-    """Any policy of five parts, yours or one of `reference.policies`.
+    """Policy made from a `spec.policy.Policy`, yours or one of `reference.policies`.
+
+        policy = kvspec.CustomPolicy(kvspec.policy_from_score(score), budget=0.3)
 
     Args:
-        policy: scorer, budgets, selector, protection and cadence, at one granularity.
-        budget: as CrystalCache's.
-        backend: the name of the backend that its parts use, for reports.
+        policy: scorer, budgets, selector, protection and cadence.
+        budget: a float or text with "." or "%" is a fraction of the prompt in (0, 1]. An int is tokens.
+        backend: name of the backend of the policy, for reports.
 
     Raises:
-        SpecError: for a budget that the specification does not admit.
+        SpecError: if the budget is invalid.
     """
 
     method: Method
 
     def __init__(self, policy: Policy, budget: float | int | str | Budget = 0.5, backend: str = "numpy") -> None:
-        self._be(method_of(policy, parse_budget(budget), backend))
+        self._be(method_of(policy, _parse(budget), backend))
 
     def _be(self, method: Method) -> None:
         object.__setattr__(self, "method", method)
 
     @property
     def backend(self) -> str:
-        """The name of the backend that decides."""
+        """Name of the backend that selects the tokens."""
         return self.method.backend
 
     def on(self, model: PreTrainedModel) -> Method:
-        """The same on every model."""
+        """Return the same policy for every model."""
         return self.method
 
 
 class CrystalCache(CustomPolicy):
-    """CrystalCache: sentences as trunks, scored by co-attention and impact, dissolved from the weakest.
+    """CrystalCache: keep the best trunks, runs of tokens up to a sentence, by co-attention and impact.
+
+        policy = kvspec.CrystalCache(budget=0.4, sentence_ends=kvspec.sentence_ends(tokenizer))
 
     Args:
-        budget: a float or text with "." or "%" is a fraction of the prompt in (0, 1]; an int is tokens.
-        sentence_ends: ids of the tokens that end a sentence; `sentence_ends(tokenizer)` makes the set.
-        parameters: constants of the method.
-        backend: "auto" (triton where CUDA is, else numba, else numpy: `run.backend` says which), another name,
-            "module:ATTRIBUTE" or a Backend.
-        decode: the cache is held at its budget while tokens are generated, by a breath every T_breath steps. Without
-            it only segments (the prompt, later turns) evict.
-        stream: all that the model reads is one endless segment, cut every C tokens; needs an integer budget.
-        breath_protection: what is safe at a breath, in place of the parameters' value: "sink+recent", or "none" as
-            in the paper, where the newest tokens can be the first to go.
+        budget: a float or text with "." or "%" is a fraction of the prompt in (0, 1]. An int is tokens.
+        sentence_ends: ids of the tokens that end a sentence, from `sentence_ends(tokenizer)`.
+        parameters: constants of the policy.
+        backend: "auto", a name, "module:ATTRIBUTE" or a Backend. "auto" is triton with CUDA, else numba, else numpy.
+        decode: evict every T_breath generated tokens too. Default: evict after prompts and later turns only.
+        stream: evict every C tokens of one endless prompt. Requires an integer budget.
+        breath_protection: tokens that decode-time eviction keeps: "sink+recent" or "none". With "none", as in the
+            paper, the newest tokens can be evicted first.
 
     Raises:
-        SpecError: for a budget, ends, parameters or a backend that the specification does not admit, or a stream
-            without an integer budget.
-        BackendUnavailable: when the backend cannot run here.
+        SpecError: if the budget, the ends, the parameters or the backend are invalid, or if a stream has no integer
+            budget.
+        BackendUnavailable: if the backend cannot run here.
     """
 
     def __init__(
@@ -128,7 +139,7 @@ class CrystalCache(CustomPolicy):
         parameters: CrystalCacheParameters = PAPER, backend: str | Backend = "auto", *, decode: bool = False,
         stream: bool = False, breath_protection: BreathProtection = "sink+recent",
     ) -> None:
-        share = parse_budget(budget)
+        share = _parse(budget)
         if sentence_ends is None:
             raise SpecError(
                 "sentence_ends", None, "is needed; models_integration.sentence_ends(tokenizer) makes the set"
@@ -147,13 +158,18 @@ class CrystalCache(CustomPolicy):
 
 
 def sentence_ends(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Every id whose text, stripped of spaces, ends in `.`, `!` or `?`, or contains a newline.
+    """Return the ids of all tokens that end a sentence, for CrystalCache.
 
-    The text of an id is what the tokenizer decodes it to alone. Special tokens (padding, end of text, roles of a
-    chat) are not text: they never end a sentence, however they are spelt.
+        policy = kvspec.CrystalCache(0.4, kvspec.sentence_ends(tokenizer))
+
+    A token ends a sentence if its text, without spaces around it, ends in `.`, `!` or `?` or contains a newline.
+    Special tokens never end a sentence.
+
+    Args:
+        tokenizer: a tokenizer of transformers.
 
     Raises:
-        SpecError: when it is no tokenizer, or none of its tokens ends a sentence.
+        SpecError: if this is not a tokenizer, or if no token ends a sentence.
     """
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise SpecError("tokenizer", type(tokenizer).__name__, "must be a tokenizer of transformers")
@@ -177,15 +193,17 @@ def _ends_a_sentence(text: str) -> bool:
 
 
 class StreamingLLM(CustomPolicy):
-    """StreamingLLM: the first N_sink tokens and the most recent ones.
+    """StreamingLLM: keep the first N_sink tokens and the most recent tokens.
+
+        policy = kvspec.StreamingLLM(budget=512)
 
     Args:
-        budget: as CrystalCache's.
-        N_sink: attention sinks, tokens.
-        block: keeps whole blocks of so many tokens, for caches in pages; None: single tokens.
+        budget: a float or text with "." or "%" is a fraction of the prompt in (0, 1]. An int is tokens.
+        N_sink: number of attention sinks.
+        block: size of the blocks to keep, for caches in pages. Default: single tokens.
 
     Raises:
-        SpecError: for a budget, N_sink or block that the specification does not admit.
+        SpecError: if the budget, N_sink or block is invalid.
     """
 
     def __init__(
@@ -196,7 +214,7 @@ class StreamingLLM(CustomPolicy):
 
 
 class FullCache(CustomPolicy):
-    """Nothing is evicted: the upper bound of every comparison."""
+    """Policy that evicts nothing, `kvspec.FullCache()`: the upper bound of every comparison."""
 
     def __init__(self) -> None:
         super().__init__(full_cache(), 1.0)
@@ -214,31 +232,27 @@ _PARAMETERS = frozenset(field.name for field in fields(CrystalCacheParameters)) 
 
 @dataclass(frozen=True, init=False)
 class Published(RetentionPolicy):
-    """A published policy with its budget; calling it on a model gives the context manager, as every method does.
+    """Published policy with a budget. `policy_from_name` accepts more names.
 
-    `Published("triattention", 0.3, calibration="statistics.npz")`: the file that `kvspec calibrate` writes, or a
-    Calibration. `Published("diverse-adakv", 0.3, diversity=0.5, signature="head")`: any policy that keeps single
-    tokens by their scores, under its own budgets, with set-conditioned selection; diversity is the paper's lambda.
-    `Published("snapkv", 0.3, block=16)`: whole blocks of 16 tokens, of any policy that chooses single tokens.
+        kvspec.Published("snapkv", 0.25, W=16)
+        kvspec.Published("snapkv", 0.3, block=16)               # keep whole blocks of 16 tokens
+        kvspec.Published("diverse-adakv", 0.3, diversity=0.5)   # set-conditioned selection
+        kvspec.Published("triattention", 0.3, calibration="calibration.npz")
 
     Args:
-        name: as `policy_from_name`'s; CrystalCache, StreamingLLM and FullCache are made by their
-            classes, or by `policy_from_name`.
-        budget: a float or text with "." or "%" is a fraction of the prompt in (0, 1]; an int is tokens.
-        constants: the policy's own, by the names that reference.policies gives them: `Published("snapkv", 0.25, W=16)`.
-            `backend`, of those that take one, is "auto" where it is left out, as CrystalCache's.
+        name: a name of `kvspec policies`, except crystalcache, streamingllm and fullcache.
+        budget: a float or text with "." or "%" is a fraction of the prompt in (0, 1]. An int is tokens.
+        constants: constants of the policy by name, see `describe_policy(name)`.
 
     Raises:
-        SpecError: for an unknown name or constant, a file that is no calibration, or a value that the specification
-            does not admit.
-        BackendUnavailable: when a backend cannot run here, or lacks what the policy needs.
+        SpecError: if the name, a constant, the calibration file or the budget is invalid.
+        BackendUnavailable: if the backend cannot run here, or does not support the policy.
     """
 
     name: str
     budget: Budget
     constants: Mapping[str, Any]
     identity: ModelIdentity | None = None
-    """Of the model that it is for, once `knowing` has told it."""
 
     def __init__(self, name: str, budget: float | int | str | Budget = 0.5, **constants: Any) -> None:
         if name in _CLASSES:
@@ -251,42 +265,43 @@ class Published(RetentionPolicy):
             constants["backend"] = _fastest().name
         if not names.constants_of_model(name):
             names.make_policy(name, constants)
-        for field, given in (("name", name), ("budget", parse_budget(budget)), ("constants", constants)):
+        for field, given in (("name", name), ("budget", _parse(budget)), ("constants", constants)):
             object.__setattr__(self, field, given)
 
     def knowing(self, identity: ModelIdentity) -> "Published":
-        """The same for a model of this identity: a calibration is checked without reading all parameters once more."""
+        """Return a copy for a model with a known identity, so that a calibration is checked without a new hash."""
         told = copy(self)
         object.__setattr__(told, "identity", identity)
         return told
 
     def on(self, model: PreTrainedModel) -> Method:
-        """What it does on this model, with what the policy must know of it.
+        """Return the form of the policy for this model, as `decide` needs it.
 
         Raises:
-            SpecError: for a model that cannot be compacted, or that lacks what the policy needs; for a calibration
-                of another model or rotation.
+            SpecError: if kvspec does not support the model, if the model does not support the policy, or if the
+                calibration belongs to a different model.
         """
         policy = names.make_policy(self.name, {**_learned(self.name, model, self.identity), **self.constants})
         return method_of(policy, self.budget, resolve(self.constants.get("backend", "numpy")).name)
 
 
 def policy_from_name(name: str, budget: float | int | str | Budget = 0.5, **constants: Any) -> RetentionPolicy:
-    """The policy of a name: CrystalCache, StreamingLLM or FullCache, or a Published one.
+    """Return a policy by name.
 
-    `policy_from_name("crystalcache", 0.3, sentence_ends=ends)` equals `CrystalCache(0.3, ends)`; each of its
-    parameters is a constant too: `policy_from_name("crystalcache", 0.3, sentence_ends=ends, alpha=0)`.
+        kvspec.policy_from_name("snapkv", budget=0.3)
+        kvspec.policy_from_name("crystalcache", 0.3, sentence_ends=ends, alpha=0)
+        kvspec.policy_from_name("mine:POLICY", 512)
 
     Args:
-        name: one of `reference.policies.names.NAMES`; or your own Policy, `module:ATTRIBUTE` or the name of an entry
-            point of `kvspec.policies`.
-        budget: a float or text with "." or "%" is a fraction of the prompt in (0, 1]; an int is tokens. The full
-            cache has none, whatever is given.
-        constants: the policy's own, by name.
+        name: a name of `kvspec policies`, `module:ATTRIBUTE` of your own Policy, or an entry point of
+            `kvspec.policies`.
+        budget: a float or text with "." or "%" is a fraction of the prompt in (0, 1]. An int is tokens. The full
+            cache ignores the budget.
+        constants: constants of the policy by name, see `describe_policy(name)`.
 
     Raises:
-        SpecError: for an unknown name or constant, or what the policy's class refuses.
-        BackendUnavailable: as the policy's class.
+        SpecError: if the name, a constant or the budget is invalid.
+        BackendUnavailable: if the backend cannot run here.
     """
     check_constants(name, constants)
     if name not in _CLASSES:
@@ -350,20 +365,24 @@ class Prefilled(NamedTuple):
 
 
 def prefill(model: PreTrainedModel, policy: RetentionPolicy, input_ids: Tensor) -> Prefilled:
-    """Read a prompt under a policy, for those who run their own loop.
+    """Read a prompt under a policy, for your own generation loop.
 
-    Go on with `model(input_ids=next_token, past_key_values=cache)`: default position ids and masks are right. With
-    generate, pass the prompt again before the new tokens: it leaves out what the cache has seen. The logits come from
-    the uncompacted prompt.
+        logits, cache, run = kvspec.prefill(model, kvspec.StreamingLLM(512), input_ids)
+        output = model(input_ids=logits.argmax(-1), past_key_values=cache)
+
+    Default position ids and masks are right. For `generate`, pass the prompt again before the new tokens.
 
     Args:
         model: a causal language model.
-        policy: such as CrystalCache(...). Where it keeps other tokens in other layers or heads, its cache can be read
-            inside the context manager only.
+        policy: a policy with one kept set for the whole model. If layers or heads keep different tokens, the cache can
+            be read inside `with policy(model)` only.
         input_ids: one prompt, (1, n).
 
+    Returns:
+        The logits after the prompt, the compacted cache, and the session. The logits come from the full cache.
+
     Raises:
-        SpecError: for a model or a prompt that is not served.
+        SpecError: if kvspec does not support the model or the prompt.
     """
     with torch.no_grad(), policy(model) as run:
         output = model(input_ids=input_ids, use_cache=True)

@@ -13,12 +13,17 @@ LATER = "\n\nRepeat the part of the previous context exactly, starting with "
 
 
 def repeat_template(tokenizer: Any) -> tuple[tuple[int, ...], ...]:
-    """The `template` of the policies that rehearse: two requests, and the chat template's way into an answer.
+    """Return the `template` of KVzip: token ids of two requests to repeat the prompt, and of the start of an answer.
+
+        kvspec.policy_from_name("kvzip", 0.3, template=kvspec.repeat_template(tokenizer))
 
     Without a chat template an answer begins on a new line.
 
+    Args:
+        tokenizer: a tokenizer of transformers.
+
     Raises:
-        SpecError: for a chat template that does not print messages as they are.
+        SpecError: if the chat template changes the text of messages.
     """
     answer = "\n" if getattr(tokenizer, "chat_template", None) is None else chat(tokenizer).closing
     return tuple(tuple(encode(tokenizer, text)) for text in (FIRST, LATER, answer))

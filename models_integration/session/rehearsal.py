@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from models_integration.attention.capture import Attended, Repeated, observing
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import Architecture, restored_rotation
+from models_integration.model.cache_argument import cache_name
 from reference.policies.kvzip import rehearsal_chunks
 from spec.policy import Rehearsal
 
@@ -73,7 +74,8 @@ def rehearse(
                 torch.no_grad(), restored_rotation(architecture.decoder),
                 observing(architecture, watcher.cache, watcher, found),
             ):
-                architecture.decoder.forward(input_ids=ids, past_key_values=watcher.cache, use_cache=True)
+                given = {cache_name(architecture.decoder): watcher.cache}
+                architecture.decoder.forward(input_ids=ids, use_cache=True, **given)
         finally:
             for hook in hooks:
                 hook.remove()

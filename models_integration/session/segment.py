@@ -267,16 +267,20 @@ def _seen(cache: RetainedCache, row: int) -> int:
 
 
 def decide(method: Method, observed: ObservedSegment) -> Decision:
-    """What a policy keeps of each prompt that a model has shown, and what a cache then goes on from.
+    """Select the tokens that a policy keeps of each observed prompt. One observation serves many policies.
 
-    Nothing is changed: one observation serves any number of methods.
+        decision = kvspec.decide(policy.on(model), observed)
+        decision.retentions[0].group(0)     # kept positions of the first kept set
 
     Args:
-        method: such as `CrystalCache(...).on(model)`.
-        observed: by `observe`.
+        method: `policy.on(model)`.
+        observed: result of `observe`.
+
+    Returns:
+        The kept sets, one entry for each prompt, for `compact`.
 
     Raises:
-        SpecError: where the policy needs more than was noted, or refuses what it is shown.
+        SpecError: if the policy reads a tensor that was not captured, or does not support the prompt.
     """
     policy, budget, rule = method.policy, method.budget, method.continuation
     shown = observed.narrowed(policy.scorer.needs)

@@ -15,6 +15,7 @@ from models_integration.attention.capture import observing
 from models_integration.attention.handover import check_handover
 from models_integration.cache.retained_cache import RetainedCache, check_adoptable
 from models_integration.model.architecture import describe, unwrapped
+from models_integration.model.cache_argument import cache_name, with_one_cache
 from models_integration.session.forwards import Forward, end_step, reading, step, unusable_after_failure
 from models_integration.session.generate import NO_CALL, call_under_way
 from models_integration.session.hooks import Hold
@@ -42,32 +43,32 @@ __all__ = ["Session"]
 
 
 class Session:
-    """Context manager that applies a policy to a model; afterwards its attributes describe what was evicted.
+    """Context manager that applies a policy to a model. Afterwards its attributes describe the last eviction.
 
-    Every segment that the model reads inside the block, a prompt or a later turn, is observed, decided and compacted;
-    decode steps go on from the compacted cache. Rows of different lengths are padded on the left of their first
-    prompt, with the 2D mask that says so. A segment is one forward of more than one token, unless it is read inside
-    `with run.prompt():` or in generate's own chunks: its end is where the policy decides. In a stream, segments end
-    every C tokens, wherever the forwards end. What is read inside `with run.reading():` is no segment.
+        with policy(model) as run:
+            output = model.generate(**inputs, max_new_tokens=200)
+        print(run.bytes_freed)
 
-    One thread at a time reads under a policy: a second generate waits for the first. A generate that a thread was
-    given inside the block (`Thread(target=model.generate)`) goes on under the policy to its end, after the block too:
-    join the thread before you read the attributes.
+    The policy evicts after each segment: a prompt, or a later turn of more than one token. A segment is one forward
+    pass, the block of `with run.prompt():`, or all chunks of `prefill_chunk_size`. In a stream a segment has C tokens.
+    The policy evicts nothing from text that is read inside `with run.reading():`. Pad rows of a first prompt on the
+    left, with a 2D mask.
+
+    One thread at a time reads under a policy, and a second generate waits. A thread that starts generate inside the
+    block stays under the policy until generate returns. Join the thread before you read the attributes.
 
     Attributes:
-        backend: the backend that decides.
-        retention: what was kept of the last segment, with all records of a first prompt; of a batch, a tuple with one
-            for each prompt. None before.
-        kept: positions kept of the last prompt, where the policy keeps one set for the whole model.
-        cache: the compacted cache, which lives on after the block; its `nbytes` are what it occupies. None before.
-        timings: seconds of the last segment's stages capture, decision and compaction, and of the rehearsal, where the
-            policy has one.
-        bytes_freed: bytes of keys and values that compaction freed, in all rows, segments and decode steps so far.
-        over_budget: tokens that the last segment keeps beyond the budget in all prompts, because protection alone
-            exceeds it.
+        backend: name of the backend that selects the tokens.
+        retention: kept positions and scores of the last segment. After a batch, a tuple with one entry for each
+            prompt. None before a prompt.
+        kept: kept positions of the last prompt, if the policy keeps one set for the whole model.
+        cache: the compacted cache, also after the block. `cache.nbytes` is the size. None before a prompt.
+        timings: seconds of capture, decision, compaction and rehearsal of the last segment.
+        bytes_freed: bytes of keys and values freed so far, in all rows, segments and decode steps.
+        over_budget: tokens that the last segment keeps beyond the budget, because the protected tokens exceed it.
 
     Raises:
-        SpecError: when made for a model that cannot be compacted.
+        SpecError: if kvspec does not support the model.
     """
 
     def __init__(self, method: Method, model: PreTrainedModel) -> None:
@@ -83,6 +84,7 @@ class Session:
         check_mode(self._architecture, {})
         check_handover(self._architecture, method.policy.scorer.needs, method.policy.granularity)
         self._names = tuple(inspect.signature(self._architecture.decoder.forward).parameters)
+        self._cache_name = cache_name(self._architecture.decoder)
         self._call = NO_CALL
         self._block = ""
         C, decode = method.continuation.segment_tokens, method.continuation.decode
@@ -93,10 +95,10 @@ class Session:
 
     @property
     def kept(self) -> IntVector | None:
-        """Kept absolute positions of the last prompt, ascending; None before a prompt.
+        """Kept absolute positions of the last prompt, ascending. None before a prompt.
 
         Raises:
-            SpecError: after a batch, or where layers or heads keep sets of their own.
+            SpecError: after a batch, or if layers or heads keep different sets.
         """
         if isinstance(self.retention, tuple):
             reason = "a batch has no single kept set: type run.retention[row].kept"
@@ -129,7 +131,7 @@ class Session:
         # A forward that was interrupted, by Ctrl-C for one, has not passed `_after`.
         self._abandon()
         self._stream.begin()
-        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        given = with_one_cache({**dict(zip(self._names, args, strict=False)), **kwargs})
         self._begin_call(decoder)
         arguments = check_forward(given, getattr(self._architecture.config, "use_cache", True))
         check_mode(self._architecture, arguments)
@@ -142,7 +144,8 @@ class Session:
         if watcher is not None or not cache.uniform:
             layers = () if watcher is None else watcher.layers
             forward.undo.enter_context(observing(self._architecture, cache, watcher, layers))
-        return (), {**forward.defaults, **forward.arguments, "past_key_values": cache}
+        others = {name: value for name, value in forward.arguments.items() if name != "past_key_values"}
+        return (), {**forward.defaults, **others, self._cache_name: cache}
 
     def _begin_call(self, decoder: nn.Module) -> None:
         """Note which call of generate a forward is part of, if any."""
@@ -316,7 +319,7 @@ class Session:
         """Group the forwards inside the block into one prompt: nothing is evicted until the block ends.
 
         Raises:
-            SpecError: inside another block, in generate or a stream, or outside the context.
+            SpecError: inside a different block, in generate or a stream, or outside the context.
         """
         with self._inside("prompt()"):
             yield
@@ -325,18 +328,16 @@ class Session:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Read tokens behind a prompt and decide nothing: questions, of any number of tokens in any number of forwards.
-
-        Nothing is evicted, a forward of one token is no decode step, and the next turn or step goes on behind what was
-        read. Rows may differ in what they have seen; the texts that are read have no padding. A generate inside reads
-        what is new of the text that it is given, and the tokens that it generates are decode steps:
+        """Read tokens after a prompt without eviction, such as a question.
 
             with run.reading():
                 output = model.generate(context_and_question, past_key_values=run.cache, max_new_tokens=50)
 
+        Every policy supports this. Generated tokens are decode steps as usual. The text must have no padding.
+
         Raises:
-            SpecError: inside another block, in generate or a stream, or outside the context. Its forwards: on a cache
-                that has read no prompt, or that the policy cannot go on from.
+            SpecError: inside a different block, in generate or a stream, or outside the context. A forward pass raises
+                it if the cache has read no prompt, or if the policy cannot continue from the cache.
         """
         with self._inside("reading()"):
             yield

@@ -6,13 +6,14 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from models_integration.model.cache_argument import CACHE
 from models_integration.session.inputs import Arguments, DecoderOutput, ForwardSpan
 from spec.errors import SpecError
 
 __all__ = ["Stream", "WholeForwards"]
 
-_JOINED = ("last_hidden_state", "past_key_values", "hidden_states", "router_logits")
-"""Fields of a decoder's output that can be made of those of its pieces."""
+_JOINED = ("last_hidden_state", "hidden_states", "router_logits")
+"""Fields of a decoder's output, beside the cache, that can be made of those of its pieces."""
 
 
 class WholeForwards:
@@ -132,7 +133,7 @@ class Stream(WholeForwards):
             while start + room < n:
                 output = decoder(**{**_piece(arguments, start, start + room), "return_dict": True})
                 outputs.append(output)
-                arguments["past_key_values"] = output.past_key_values
+                arguments["past_key_values"] = output[CACHE]
                 start, room = start + room, self.C
         finally:
             self._inside = False
@@ -145,7 +146,7 @@ class Stream(WholeForwards):
             return None
         parts, self._outputs = [*self._outputs, cast(Any, output)], []
         whole: Any = output
-        for name in [name for name in whole if name != "past_key_values"]:
+        for name in [name for name in whole if name != CACHE]:
             if name not in _JOINED:
                 raise SpecError(name, "asked for", "a stream reads this forward in pieces, and cannot join them")
             whole[name] = _joined(len(whole.last_hidden_state), [part[name] for part in parts])

@@ -21,6 +21,7 @@ from models_integration.attention.handover import check_handover, check_readable
 from models_integration.cache.continuation import Decision
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import check_free, describe
+from models_integration.model.cache_argument import cache_name
 from models_integration.session.inputs import (
     ONE_FORWARD,
     OPEN,
@@ -45,21 +46,24 @@ NOTHING = Needs()
 def observe(
     model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | None = None, needs: Needs = EVERYTHING,
 ) -> ObservedSegment:
-    """Run a model over prompts, evict nothing, and note what policies are shown.
+    """Read prompts without eviction, and capture the tensors that policies read.
+
+        observed = kvspec.observe(model, input_ids)
+        decision = kvspec.decide(kvspec.policy_from_name("snapkv", 0.3).on(model), observed)
+        cache = kvspec.compact(observed.cache, decision)
 
     Args:
-        model: outside any context.
-        input_ids: (rows, n).
-        attention_mask: 2D, (rows, n), zeros left of each row's first token; None: no padding.
-        needs: what to note, and so to hold in memory: by default q and k after RoPE and v of every full-attention
-            layer, and its log-sum-exp where the attention computes it on the way. A policy that rehearses needs its
-            own rehearsal beside them: `replace(EVERYTHING, rehearsal=method.policy.scorer.needs.rehearsal)`.
+        model: a causal language model, outside any context.
+        input_ids: prompts, (rows, n).
+        attention_mask: 2D mask (rows, n) with zeros left of the first token of a row. Default: no padding.
+        needs: tensors to capture and hold in memory. Default: q and k after RoPE and v of every full-attention layer.
+            KVzip needs the second pass too: `replace(EVERYTHING, rehearsal=method.policy.scorer.needs.rehearsal)`.
 
     Returns:
-        What was noted, with the full `cache` and the last column's `logits`.
+        The captured tensors, with the full `cache` and the `logits` of the last column.
 
     Raises:
-        SpecError: for a model or a prompt that is not served.
+        SpecError: if kvspec does not support the model or the prompt.
     """
     check_free(model)
     architecture = describe(model)
@@ -82,11 +86,14 @@ def _forward(
     attention_mask: Tensor | None = None,
 ) -> Tensor:
     """The logits, of the last columns alone where the model can tell them apart."""
-    arguments: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask, **span.defaults}
+    arguments: dict[str, Any] = {
+        "input_ids": input_ids, "attention_mask": attention_mask, **span.defaults,
+        cache_name(model): observed.cache,
+    }
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         arguments["logits_to_keep"] = last
     with torch.no_grad(), observing(observed.architecture, observed.cache, observed, observed.layers):
-        logits: Tensor = model(**arguments, past_key_values=observed.cache, use_cache=True).logits
+        logits: Tensor = model(**arguments, use_cache=True).logits
     observed.cache.note_ids(input_ids)
     return logits
 
@@ -123,16 +130,18 @@ def read(
 
 
 def compact(cache: RetainedCache, decision: Decision) -> RetainedCache:
-    """A new cache that keeps what was decided, and goes on from there; the one that is given stays as it is.
+    """Return a new cache with only the kept tokens. The given cache is not changed.
 
-    Where nothing is evicted, both hold the same tensors, which neither ever writes to.
+        cache = kvspec.compact(observed.cache, kvspec.decide(policy.on(model), observed))
+
+    If nothing is evicted, both caches share tensors, and no cache writes to them.
 
     Args:
-        cache: such as the full cache of `observe`, whose prompts the decision is about.
+        cache: the cache that the decision is about, such as the full cache of `observe`.
+        decision: result of `decide`.
 
     Raises:
-        SpecError: where a kept set is about another number of tokens, rows, layers or heads, or names a token that is
-            not stored.
+        SpecError: if the decision does not match the tokens, rows, layers or heads of the cache.
     """
     cache.check_usable()
     rows = cache.full_layers[0].batch

@@ -20,6 +20,7 @@ from tqdm import tqdm
 from models_integration.cache.continuation import Decision
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import describe
+from models_integration.model.cache_argument import CACHE, cache_name
 from models_integration.model.published_weights import located
 from models_integration.policies.methods import CrystalCache, method_of, sentence_ends
 from models_integration.session.segment import ObservedSegment, decide
@@ -167,13 +168,14 @@ class PolicyLM(HFLM):  # type: ignore[misc]  # lm_eval has no types
             whole: Tensor = super()._model_generate(context, max_length, stop, **given)
             return whole
         with torch.no_grad(), Session(self._method, self.model) as run:
-            self._architecture.decoder(input_ids=prompt, use_cache=True)
+            decoder = self._architecture.decoder
+            decoder(input_ids=prompt, use_cache=True)
             assert run.cache is not None
             self._note(prompt, run.cache)
             if question.shape[1]:
                 with run.reading():
-                    self._architecture.decoder(input_ids=question, past_key_values=run.cache)
-            said: Tensor = super()._model_generate(context, max_length, stop, past_key_values=run.cache, **given)
+                    decoder(input_ids=question, **{cache_name(decoder): run.cache})
+            said: Tensor = super()._model_generate(context, max_length, stop, **{CACHE: run.cache}, **given)
         return said
 
     def _held(self, prompt: str, ids: Sequence[int], task: str) -> int:

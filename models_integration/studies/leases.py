@@ -11,18 +11,16 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Self
 from uuid import uuid4
 
 from models_integration.cache.atomic_file import publish_readable
-from models_integration.studies.results import AGAIN, ERROR, START, Row, append_row, find_row, load_rows, rows_behind
+from models_integration.studies.results import AGAIN, ERROR, START, Row, append_row, rows_behind
 
-__all__ = ["Leases", "taken_up", "unit_named"]
-
-Cell = TypeVar("Cell")
+__all__ = ["Leases", "unit_named"]
 
 _BEAT = 5.0
 """Seconds between two touches of a lease."""
@@ -219,30 +217,3 @@ class Leases:
             held = self._held
             if held is not None and self._holds():
                 held.touch()
-
-
-def taken_up(
-    path: Path, identities: Mapping[Cell, Mapping[str, Any]], progress: Callable[[str], None],
-    made: Callable[[Sequence[Cell]], Sequence[Row]],
-) -> Iterator[Row]:
-    """The row of each cell: those that are there, and those of the others, once they are made and added.
-
-    Args:
-        path: of the results file.
-        identities: of the cells' rows, all of the same names; `n` samples of a `variant` or `policy`.
-        progress: is told of each sample of a cell whose row is there.
-        made: gives the rows of those cells that have none, in their order; no row at all where a sample failed.
-    """
-    known = load_rows(path)
-    missing = [cell for cell, identity in identities.items() if find_row(known, identity) is None]
-    for identity in (identities[cell] for cell in identities if cell not in missing):
-        for _ in range(identity["n"]):
-            progress(f"{identity.get('variant', identity.get('policy'))} (stored)")
-    if missing and (rows := made(missing)):
-        units = {unit_named(identities[cell]): row for cell, row in zip(missing, rows, strict=True)}
-        names = identities[missing[0]].keys()
-        with Leases(path, lambda row: unit_named({name: row.get(name) for name in names})) as leases:
-            for unit in leases.units(units, lambda unit: None):
-                leases.add(units[unit])
-        known = load_rows(path)
-    yield from (row for identity in identities.values() if (row := find_row(known, identity)) is not None)

@@ -11,12 +11,11 @@ from typing import Any, BinaryIO, NamedTuple
 from spec.errors import SpecError
 
 __all__ = [
-    "AGAIN", "COMPARISON", "ERROR", "START", "STUDY", "SWEEP", "Place", "Row", "append_row", "find_row", "load_rows",
-    "rows_behind",
+    "AGAIN", "ERROR", "START", "STUDY", "Place", "Row", "append_row", "find_row", "load_rows", "rows_behind",
 ]
 
-STUDY, COMPARISON, SWEEP = "study.jsonl", "results.jsonl", "sweep.jsonl"
-"""Where each command stores what it found: rows of samples, of cells, of variants."""
+STUDY = "study.jsonl"
+"""Where every command stores what it measured: a row a sample, with all its cells."""
 
 Row = dict[str, Any]
 ERROR, AGAIN = "error", "again"

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
-from models_integration.studies.answers import SAMPLES, sample_unit
 from models_integration.studies.evidence.run import study_unit
 from models_integration.studies.leases import Leases
 from models_integration.studies.results import STUDY, Row, load_rows
@@ -12,12 +11,9 @@ from spec.errors import SpecError
 
 __all__ = ["failed_samples", "first_failure", "status"]
 
-_FILES = {STUDY: study_unit, SAMPLES: sample_unit}
-
-
 def failed_samples(path: Path) -> list[Row]:
     """The rows of a file's samples whose last attempt failed."""
-    leases = Leases(path, _FILES[path.name])
+    leases = Leases(path, study_unit)
     leases.stored()
     return list(leases.failed.values())
 
@@ -31,7 +27,7 @@ def first_failure(path: Path) -> str:
 
 
 def status(folder: Path, watch: bool = True) -> Iterator[str]:
-    """A line for each file: samples done, of those that are planned, and how many failed.
+    """A line: samples done, of those that are planned, and how many failed.
 
     Who watches for some seconds is also told each error, who is at work, and about how long what is left will take
     them. A worker whose lease nobody touches meanwhile is dead: clocks are not compared.
@@ -39,16 +35,15 @@ def status(folder: Path, watch: bool = True) -> Iterator[str]:
     Raises:
         SpecError: if no run has a file in the folder.
     """
-    paths = [folder / name for name in _FILES if (folder / name).exists() or any(folder.glob(f".{name}-*"))]
-    if not paths:
-        raise SpecError("status", str(folder), f"must be the --out of a run: it has neither {' nor '.join(_FILES)}")
-    for path in paths:
-        leases = Leases(path, _FILES[path.name])
-        done, planned = leases.stored(), leases.planned()
-        of = f" of {len(planned | done)}" if planned else ""
-        yield f"{path}: {len(done) - len(leases.failed)}{of} samples done, {len(leases.failed)} failed"
-        if watch:
-            yield from _watched(path, leases, len(planned - done))
+    path = folder / STUDY
+    if not path.exists() and not any(folder.glob(f".{STUDY}-*")):
+        raise SpecError("status", str(folder), f"must be the --out of a run: it has no {STUDY}")
+    leases = Leases(path, study_unit)
+    done, planned = leases.stored(), leases.planned()
+    of = f" of {len(planned | done)}" if planned else ""
+    yield f"{path}: {len(done) - len(leases.failed)}{of} samples done, {len(leases.failed)} failed"
+    if watch:
+        yield from _watched(path, leases, len(planned - done))
 
 
 def _watched(path: Path, leases: Leases, left: int) -> Iterator[str]:

@@ -1,7 +1,6 @@
 """The model that a study is about: a shipped one, or any transformers causal model."""
 
 import logging
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,24 +25,16 @@ from models_integration.policies.methods import (
 )
 from models_integration.policies.spelled import spelled
 from models_integration.policies.template import repeat_template
-from models_integration.tasks import TASKS, Sample, draw_sample
-from models_integration.tasks.chat import bare
-from models_integration.tasks.context import Ground
-from models_integration.tasks.metrics import RIGHT_OR_WRONG
-from models_integration.tasks.prose import read_prose
-from models_integration.tasks.registry import IN_PROSE, own_task, resolve_task
+from models_integration.tasks import Sample
 from reference.calibration import Calibration
 from reference.policies.names import NAMES, own_policy
 from spec.errors import SpecError
 from spec.validate import check_choices
 
 __all__ = [
-    "ATTENTION", "AUTO", "COMPARED", "DTYPES", "SHIPPED", "Loading", "Subject", "check_compared", "policy_in_rows",
-    "task_in_rows", "versioned",
+    "ATTENTION", "AUTO", "DTYPES", "SHIPPED", "Loading", "Subject", "policy_in_rows", "versioned",
 ]
 
-COMPARED = (*TASKS, *IN_PROSE)
-"""Our tasks with one fact to keep, whose answer is right or wrong."""
 SHIPPED = {"pocket": ASSETS, "chat": CHAT_ASSETS}
 AUTO = "auto"
 DTYPES = (AUTO, "float32", "bfloat16", "float16", "float64")
@@ -73,11 +64,6 @@ class Subject:
         """What rows of results call it."""
         return self.identity.named(self.label)
 
-    @cached_property
-    def ground(self) -> Ground:
-        """The shipped running text as the tokenizer reads it, some seconds the first time."""
-        return Ground(self.tokenizer, read_prose(self.tokenizer), bare(self.tokenizer))
-
     def check_positions(self, argument: str, tokens: int, behind: int = 0) -> None:
         """The model has positions for a text of so many tokens, and `behind` more of a question and its answer.
 
@@ -95,28 +81,6 @@ class Subject:
         answer = max(sample.max_new_tokens, len(sample.answer_ids))
         self.check_positions(argument, len(sample.context_ids), len(sample.question_ids) + answer)
 
-    def sample(self, task: str, length: int, index: int, seed: int) -> Sample:
-        """The sample of one of COMPARED, or of a user's own task, whose first sample must be like theirs.
-
-        Raises:
-            SpecError: for an unknown task, a length that does not hold it or exceeds the model's positions, or a
-                negative seed; for a sample of several facts, of none, or whose answer can be right in part.
-        """
-        self.check_positions("length", length)
-        sample = self._drawn(task, length, index, seed)
-        self.check_sample("length", sample)
-        return sample
-
-    def _drawn(self, task: str, length: int, index: int, seed: int) -> Sample:
-        if task in TASKS:
-            return draw_sample(task, self.tokenizer, length, index, seed)
-        make = resolve_task(task) if task in COMPARED else own_task(task, COMPARED)
-        sample = make(self.ground, length, index, seed)[0]
-        if len(sample.evidence) != 1 or sample.metric not in RIGHT_OR_WRONG:
-            bound = f"must have one span of evidence and a metric of {', '.join(RIGHT_OR_WRONG)}"
-            raise SpecError("task", task, f"{bound}; kvspec study takes any")
-        return sample
-
     def policy(self, text: str, budget: int | str) -> RetentionPolicy:
         """A policy as text, with those of this model's sentence ends, backend, template and calibration that it takes.
 
@@ -132,25 +96,6 @@ class Subject:
         constants = {key: value for key, value in offered.items() if key in known} | constants
         policy = policy_from_name(name, budget, **constants)
         return policy.knowing(self.identity) if isinstance(policy, Published) and "calibration" in known else policy
-
-
-def check_compared(tasks: Iterable[str]) -> None:
-    """Each is one of COMPARED or a user's own.
-
-    Raises:
-        SpecError: otherwise; as `own_task`.
-    """
-    for task in tasks:
-        task_in_rows(task)
-
-
-def task_in_rows(task: str) -> str:
-    """What rows of results call a compared task: a user's own with the digest of its module's file.
-
-    Raises:
-        SpecError: for an unknown task; as `own_task`.
-    """
-    return task if task in COMPARED else versioned(task, own_task(task, COMPARED).digest)
 
 
 def policy_in_rows(text: str, calibration: Calibration | None = None) -> str:

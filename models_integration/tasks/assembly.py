@@ -181,9 +181,10 @@ def _anchor_ids(tokenizer: TaskTokenizer, anchors: Sequence[Anchor], order: Sequ
 
 
 def assemble(
-    tokenizer: TaskTokenizer, anchors: Sequence[Anchor], filler: Filler, length: int, rng: np.random.Generator
+    tokenizer: TaskTokenizer, anchors: Sequence[Anchor], filler: Filler, length: int, rng: np.random.Generator,
+    opening: Sequence[int] | None = None,
 ) -> Assembled:
-    """Join the tokenizer's opening tokens, the anchors and filler into exactly `length` tokens.
+    """Join opening tokens, by default the tokenizer's own, the anchors and filler into exactly `length` tokens.
 
     The filler starts at a random sentence.
 
@@ -192,7 +193,7 @@ def assemble(
     """
     order = sorted(range(len(anchors)), key=lambda i: anchors[i].fraction)
     encoded = _anchor_ids(tokenizer, anchors, order)
-    ids = list(opening_ids(tokenizer))
+    ids = list(opening_ids(tokenizer) if opening is None else opening)
     room = length - len(ids) - sum(len(piece) for piece in encoded)
     if room < 0:
         raise SpecError("length", length, f"the sentences of the task alone need {length - room} tokens")

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from models_integration.tasks.assembly import TaskTokenizer, encode, opening_ids
-from models_integration.tasks.samples import NO_TEMPLATE
 from spec.errors import SpecError
 
-__all__ = ["Frame", "bare", "chat"]
+__all__ = ["NO_TEMPLATE", "Frame", "bare", "chat", "frame_of"]
+
+NO_TEMPLATE = "none"
 
 _PLACE, _ANSWER, _NEXT = "kvspec-context", "kvspec-answer", "kvspec-next"
 
@@ -52,6 +53,11 @@ def chat(tokenizer: Any) -> Frame:
         raise SpecError("tokenizer", type(tokenizer).__name__, "its chat template does not print messages as they are")
     name = hashlib.sha256(template.encode()).hexdigest()[:16]
     return Frame(name, encode(tokenizer, before), behind, between)
+
+
+def frame_of(tokenizer: Any, bare_text: bool = False) -> Frame:
+    """The tokenizer's chat template where it has one, unless bare text is asked for."""
+    return bare(tokenizer) if bare_text or not getattr(tokenizer, "chat_template", None) else chat(tokenizer)
 
 
 def _printed(tokenizer: Any, turns: list[tuple[str, str]]) -> str:

@@ -9,17 +9,19 @@ from models_integration.tasks.sentences import ALL_VALUES, FRAMING_SENTENCE, TOP
 __all__ = ["delayed_in_prose_samples"]
 
 
-def delayed_in_prose_samples(ground: Ground, length: int, index: int, seed: int) -> tuple[Sample, ...]:
+def delayed_in_prose_samples(
+    ground: Ground, length: int, index: int, seed: int, *, density: str = "",
+) -> tuple[Sample, ...]:
     """One sample: the fact behind the text's first line and the framing sentence, mentions in equal distances.
 
-    Topics, mentions and densities are Appendix B.1's; the densities take turns over the index. The answer's opening is
-    given, up to the value.
+    Topics, mentions and densities are Appendix B.1's; without one given, densities take turns over the index. The
+    answer's opening is given, up to the value.
 
     Raises:
-        SpecError: for a negative index or seed, and a length that holds no such context.
+        SpecError: for an unknown density, a negative index or seed, and a length that holds no such context.
     """
     rng, window = ground.rng(length, index, seed), ground.prose.window(length, index, seed)
-    topic, density = TOPIC_TEMPLATES[int(rng.integers(len(TOPIC_TEMPLATES)))], DENSITIES[index % len(DENSITIES)]
+    topic, density = TOPIC_TEMPLATES[int(rng.integers(len(TOPIC_TEMPLATES)))], density or DENSITIES[index % 2]
     value = str(draw_value(rng, ALL_VALUES))
     fact = topic.fact.state(value)
     anchors = [Anchor(FRAMING_SENTENCE, 0.0), Anchor(fact, 0.0), *spaced(mentions_of(topic, density))]

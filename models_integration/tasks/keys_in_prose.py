@@ -11,7 +11,9 @@ from spec.parameters import PAPER
 __all__ = ["keys_in_prose_samples"]
 
 
-def keys_in_prose_samples(ground: Ground, length: int, index: int, seed: int, *, keys: int = 1) -> tuple[Sample, ...]:
+def keys_in_prose_samples(
+    ground: Ground, length: int, index: int, seed: int, *, keys: int = 1, depth: float | None = None,
+) -> tuple[Sample, ...]:
     """Sample number `index`: with one key a needle, with more of them the other facts are in its way.
 
     The answer's opening is given, up to the value. The fact that is asked for never lies in the sinks or in the recent
@@ -23,16 +25,21 @@ def keys_in_prose_samples(ground: Ground, length: int, index: int, seed: int, *,
         index: which sample; depths and windows of the text take turns over it.
         seed: of all samples.
         keys: facts of one form, at least 1.
+        depth: of the fact that is asked for, as a share of what precedes the recent window; None: STRATA take turns.
 
     Raises:
-        SpecError: for fewer than one key or more than the form has, and a length that holds no such context.
+        SpecError: for a depth outside [0, 1], fewer than one key or more than the form has, and a length that holds no
+            such context.
     """
+    if depth is not None and not 0 <= depth <= 1:
+        raise SpecError("depth", depth, "must lie in [0, 1]")
     if keys < 1:
         raise SpecError("keys", keys, "must be at least 1")
     window = ground.prose.window(length, index, seed)
     rng = ground.rng(length, index, seed, keys)
     template = NEEDLE_TEMPLATES[int(rng.integers(len(NEEDLE_TEMPLATES)))]
-    value, depth = draw_value(rng, ALL_VALUES), STRATA[index % len(STRATA)]
+    value = draw_value(rng, ALL_VALUES)
+    depth = STRATA[index % len(STRATA)] if depth is None else float(depth)
     anchors = [Anchor(template.state(value), depth * max(0.0, 1 - PAPER.W_recent / length))]
     anchors += distractor_anchors(rng, template, keys - 1, value, ALL_VALUES)
     text = weave(ground.tokenizer, ground.prose, window, ground.frame.opening, anchors, length)

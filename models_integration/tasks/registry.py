@@ -1,6 +1,6 @@
-"""Tasks by name: ours, RULER v1's in two dialects, files of benchmarks as `ruler-file:PATH` (or `ruler-lm-eval-file`,
-`scbench-file`, `scbench-turns-file`, `longbench-file`), and the user's own as `module:ATTRIBUTE` or an entry point of
-ENTRY_POINTS:
+"""Tasks by name: ours, `TABLE`, with RULER v1's in two dialects; files of benchmarks as `ruler-file:PATH` (or
+`ruler-lm-eval-file`, `scbench-file`, `scbench-turns-file`, `longbench-file`); and the user's own as `module:ATTRIBUTE`
+or an entry point of ENTRY_POINTS:
 
     from models_integration.tasks.context import joined
 
@@ -12,32 +12,70 @@ ENTRY_POINTS:
         return [ground.sample(text.ids, "Which colour?", "The door is", name, text.spans[:1], **about)]
 """
 
+import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from models_integration.tasks.context import Ground, Maker
 from models_integration.tasks.delayed_in_prose import delayed_in_prose_samples
 from models_integration.tasks.key_value import FORMS, key_value_samples
 from models_integration.tasks.keys_in_prose import keys_in_prose_samples
 from models_integration.tasks.loaders import LM_EVAL, longbench_file, ruler_file, scbench_file
+from models_integration.tasks.metrics import CONTAINS, FIRST_NUMBER, STRING_MATCH_ALL
 from models_integration.tasks.prefix_suffix import prefix_suffix_samples
 from models_integration.tasks.prose_continuation import prose_continuation_samples
 from models_integration.tasks.ruler import DIALECTS
 from models_integration.tasks.ruler_niah import NIAH, niah_samples
 from models_integration.tasks.ruler_words import cwe_samples, fwe_samples, vt_samples
-from models_integration.tasks.samples import Sample
+from models_integration.tasks.samples import (
+    DELAYED_ASSOCIATION,
+    NEEDLE,
+    PLACEMENTS,
+    Sample,
+    delayed_association_sample,
+    draw_sample,
+    needle_sample,
+)
 from models_integration.tasks.turns import in_turns
 from models_integration.tasks.variable_tracking import variable_tracking_samples
 from spec.errors import SpecError
 from spec.plugins import find_plugin
 
-__all__ = ["BUILT_IN", "CHAINS", "ENTRY_POINTS", "FILES", "IN_PROSE", "QUESTIONS", "Task", "own_task", "resolve_task"]
+__all__ = [
+    "BUILT_IN", "CHAINS", "ENTRY_POINTS", "FILES", "IN_PROSE", "QUESTIONS", "TABLE", "Entry", "Task", "resolve_task",
+]
 
 ENTRY_POINTS = "kvspec.tasks"
 QUESTIONS, CHAINS = 5, 2
 """Questions on one context, where a task has several; a question about a chain needs five lines of its own."""
+SENTENCES, PROSE, LIST, FILE, OWN = "filler sentences", "running text", "a list", "a file", "your own"
+"""What contexts are assembled of. `PROSE` and `LIST` read windows of the shipped text."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A line of the table of tasks.
+
+    Attributes:
+        about: what is asked.
+        make: what makes the samples of one context; a pure function of its arguments.
+        metric: of the answer; "" where each file has its own.
+        assembly: what contexts are made of.
+        constants: what a name in brackets may set: `needle(depth=0.5)`; without it the index decides.
+        placements: when its question can be read.
+        gold: whether the gold answer has tokens, whose likelihood can be measured.
+    """
+
+    about: str
+    make: Maker
+    metric: str
+    assembly: str
+    constants: tuple[str, ...] = ()
+    placements: tuple[str, ...] = PLACEMENTS
+    gold: bool = True
 
 
 @dataclass(frozen=True)
@@ -46,15 +84,24 @@ class Task:
 
     Attributes:
         name: what it was asked for as.
-        make: what makes the samples of one context; a pure function of its arguments.
-        of_file: whether contexts are a file's, and may be shorter than what is asked for.
+        entry: its line of the table, or one like it.
         digest: of the file of a user's own module.
     """
 
     name: str
-    make: Maker
-    of_file: bool = False
+    entry: Entry
     digest: str = ""
+
+    @property
+    def of_file(self) -> bool:
+        """Whether contexts are a file's, and may be shorter than what is asked for."""
+        return self.entry.assembly == FILE
+
+    def check_placement(self, placement: str) -> None:
+        """Raise a SpecError for a placement in which the task's question cannot be read."""
+        if placement not in self.entry.placements:
+            reason = f"{self.name} is asked {', '.join(self.entry.placements)}: its earlier turns follow the context"
+            raise SpecError("placements", placement, reason)
 
     def __call__(self, ground: Ground, length: int, index: int, seed: int) -> tuple[Sample, ...]:
         """The samples of context number `index`, which have one context of `length` tokens; of a file at most so many.
@@ -62,7 +109,7 @@ class Task:
         Raises:
             SpecError: what the task refuses; and for anything but such samples.
         """
-        samples = tuple(self.make(ground, length, index, seed))
+        samples = tuple(self.entry.make(ground, length, index, seed))
         if not samples or not all(isinstance(sample, Sample) for sample in samples):
             raise SpecError("task", self.name, "must give at least one Sample, and nothing else")
         context = samples[0].context_ids
@@ -75,31 +122,71 @@ class Task:
         return samples
 
 
+def _needle(ground: Ground, length: int, index: int, seed: int, *, depth: float | None = None) -> list[Sample]:
+    if depth is None:
+        return [draw_sample(NEEDLE, ground.tokenizer, length, index, seed, frame=ground.frame)]
+    return [needle_sample(ground.tokenizer, length, depth, (seed, length, index), frame=ground.frame)]
+
+
+def _delayed(ground: Ground, length: int, index: int, seed: int, *, density: str = "") -> list[Sample]:
+    if not density:
+        return [draw_sample(DELAYED_ASSOCIATION, ground.tokenizer, length, index, seed, frame=ground.frame)]
+    key = (seed, length, index)
+    return [delayed_association_sample(ground.tokenizer, length, density, key, frame=ground.frame)]
+
+
 def _turns(make: Maker, ground: Ground, length: int, index: int, seed: int) -> tuple[Sample, ...]:
     return in_turns(ground, make(ground, length, index, seed))
 
 
-_SHARED: Mapping[str, Maker] = {
-    **{f"key_value_{form}": partial(key_value_samples, questions=QUESTIONS, form=form) for form in FORMS},
-    "prefix_suffix": partial(prefix_suffix_samples, questions=QUESTIONS),
-    "variable_tracking": partial(variable_tracking_samples, questions=CHAINS),
+_SHARED: Mapping[str, Entry] = {
+    **{
+        f"key_value_{form}": Entry(
+            "values of keys of a JSON object", partial(key_value_samples, questions=QUESTIONS, form=form), CONTAINS,
+            LIST,
+        ) for form in FORMS
+    },
+    "prefix_suffix": Entry(
+        "strings by how they begin and end", partial(prefix_suffix_samples, questions=QUESTIONS), CONTAINS, LIST
+    ),
+    "variable_tracking": Entry(
+        "all names that hold a value", partial(variable_tracking_samples, questions=CHAINS), "names found", LIST
+    ),
 }
 _RULER: Mapping[str, Callable[[str, Ground, int, int, int], Sequence[Sample]]] = {
     **{name: partial(niah_samples, name) for name in NIAH}, "vt": vt_samples, "cwe": cwe_samples, "fwe": fwe_samples,
 }
-BUILT_IN: Mapping[str, Maker] = {
-    "needle_in_prose": keys_in_prose_samples,
-    "keys_in_prose_2": partial(keys_in_prose_samples, keys=2),
-    "keys_in_prose_4": partial(keys_in_prose_samples, keys=4),
-    "delayed_association_in_prose": delayed_in_prose_samples,
-    **_SHARED,
-    **{f"{name}_turns": partial(_turns, make) for name, make in _SHARED.items()},
-    "prose_continuation": prose_continuation_samples,
+_DEPTH, _DENSITY = ("depth",), ("density",)
+TABLE: Mapping[str, Entry] = {
+    NEEDLE: Entry("a fact at a depth", _needle, FIRST_NUMBER, SENTENCES, _DEPTH, gold=False),
+    DELAYED_ASSOCIATION: Entry(
+        "a fact at the beginning, whose topic goes on", _delayed, FIRST_NUMBER, SENTENCES, _DENSITY, gold=False
+    ),
+    "needle_in_prose": Entry("a fact at a depth", keys_in_prose_samples, FIRST_NUMBER, PROSE, _DEPTH),
     **{
-        f"{dialect.replace('-', '_')}_{name}": partial(make, dialect)
-        for dialect in DIALECTS for name, make in _RULER.items()
+        f"keys_in_prose_{keys}": Entry(
+            f"one of {keys} facts of one form", partial(keys_in_prose_samples, keys=keys), FIRST_NUMBER, PROSE, _DEPTH
+        ) for keys in (2, 4)
+    },
+    "delayed_association_in_prose": Entry(
+        "a fact at the beginning, whose topic goes on", delayed_in_prose_samples, FIRST_NUMBER, PROSE, _DENSITY
+    ),
+    **_SHARED,
+    **{
+        f"{name}_turns": replace(
+            entry, about=f"{entry.about}, in turns", make=partial(_turns, entry.make), placements=PLACEMENTS[:1]
+        ) for name, entry in _SHARED.items()
+    },
+    "prose_continuation": Entry("how a text goes on", prose_continuation_samples, "rouge_l", PROSE),
+    **{
+        f"{dialect.replace('-', '_')}_{name}": Entry(
+            f"RULER's {name}, as {dialect} has it", partial(make, dialect), STRING_MATCH_ALL, LIST
+        ) for dialect in DIALECTS for name, make in _RULER.items()
     },
 }
+"""The tasks by name. What reads `PROSE` has windows of the shipped text that do not overlap."""
+BUILT_IN: Mapping[str, Maker] = {name: entry.make for name, entry in TABLE.items() if entry.gold}
+"""Those whose gold answer has tokens."""
 FILES: Mapping[str, Callable[[Path], Maker]] = {
     "ruler-file": ruler_file, "ruler-lm-eval-file": partial(ruler_file, dialect=LM_EVAL), "scbench-file": scbench_file,
     "scbench-turns-file": partial(scbench_file, turns=True), "longbench-file": longbench_file,
@@ -109,29 +196,47 @@ IN_PROSE = ("needle_in_prose", "keys_in_prose_2", "keys_in_prose_4")
 """Those with one fact to keep and one number for an answer, in running text."""
 
 
-def resolve_task(name: str) -> Task:
-    """A task of `BUILT_IN`; `KIND:PATH`, a file of a kind of `FILES`; or a user's own.
+def resolve_task(text: str) -> Task:
+    """A task of `TABLE`, with constants of its own as in `needle(depth=0.5)`; `KIND:PATH`, a file of a kind of
+    `FILES`; or a user's own function like those of `BUILT_IN`: `module:ATTRIBUTE`, of a module that is installed or
+    lies here, or the name of an entry point.
 
     Raises:
-        SpecError: for a file that is not as its kind describes it; as `own_task`.
+        SpecError: for a file that is not as its kind describes it; for an unknown name or constant, a module that
+            cannot be loaded, and an attribute that is no function.
     """
-    if name in BUILT_IN:
-        return Task(name, BUILT_IN[name])
-    kind, _, path = name.partition(":")
+    name, bracket, rest = text.partition("(")
+    if name in TABLE:
+        entry = TABLE[name]
+        constants = _constants(text, rest, entry.constants) if bracket else {}
+        return Task(text, replace(entry, make=partial(entry.make, **constants)) if constants else entry)
+    kind, _, path = text.partition(":")
     if kind in FILES:
-        return Task(name, FILES[kind](Path(path)), of_file=True)
-    return own_task(name, BUILT_IN)
+        turns = PLACEMENTS[:1] if "turns" in kind else PLACEMENTS
+        return Task(text, Entry(kind, FILES[kind](Path(path)), "", FILE, placements=turns))
+    return _own_task(text, TABLE)
 
 
-def own_task(name: str, known: Collection[str]) -> Task:
-    """A user's function like those of `BUILT_IN`: `module:ATTRIBUTE`, of a module that is installed or lies here, or
-    the name of an entry point; `known` are the names beside them.
+def _constants(text: str, rest: str, known: Collection[str]) -> dict[str, Any]:
+    """The constants in brackets, as TOML writes their values."""
+    form = "must be a name, or a name and its constants, as in needle(depth=0.5)"
+    if not rest.endswith(")") or "\n" in rest:
+        raise SpecError("task", text, form)
+    try:
+        given: dict[str, Any] = tomllib.loads(f"constants = {{{rest[:-1]}}}")["constants"]
+    except tomllib.TOMLDecodeError as error:
+        raise SpecError("task", text, f"{form}: {error}") from error
+    for constant, value in given.items():
+        if constant not in known:
+            raise SpecError("task", text, f"{constant} is none of its constants: {', '.join(known) or 'it has none'}")
+        if isinstance(value, str) is (constant == "depth"):
+            raise SpecError(constant, value, f"must be a {'number' if constant == 'depth' else 'text'} ({text})")
+    return given
 
-    Raises:
-        SpecError: for an unknown name, a module that cannot be loaded, and an attribute that is no function.
-    """
+
+def _own_task(name: str, known: Collection[str]) -> Task:
     found = find_plugin("task", name, ENTRY_POINTS, known)
     if not callable(found.value):
         kind = type(found.value).__name__
         raise SpecError("task", name, f"must be a function of ground, length, index, seed; is {kind}")
-    return Task(name, found.value, digest=found.digest)
+    return Task(name, Entry("your own", found.value, "", OWN), digest=found.digest)

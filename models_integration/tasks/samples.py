@@ -21,6 +21,7 @@ from models_integration.tasks.assembly import (
     encode,
     joiner,
 )
+from models_integration.tasks.chat import NO_TEMPLATE, Frame, bare
 from models_integration.tasks.metrics import FIRST_NUMBER, judge
 from models_integration.tasks.sentences import (
     ALL_VALUES,
@@ -42,7 +43,6 @@ NEEDLE, DELAYED_ASSOCIATION = "needle", "delayed_association"
 TASKS = (NEEDLE, DELAYED_ASSOCIATION)
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 DENSITIES = ("high", "low")
-NO_TEMPLATE = "none"
 OWN = "kvspec"
 MAX_NEW_TOKENS = 50
 """Tokens generated for an answer in the paper's configuration."""
@@ -158,6 +158,7 @@ def distractor_anchors(
 def needle_sample(
     tokenizer: TaskTokenizer, length: int, depth: float, seed: int | Sequence[int], *,
     filler: Filler = DEFAULT_FILLER, distractors: int = 0, values: Sequence[int] = ALL_VALUES,
+    frame: Frame | None = None,
 ) -> Sample:
     """One sample; the same arguments always give the same one.
 
@@ -169,6 +170,7 @@ def needle_sample(
         filler: sentences that the context is filled with.
         distractors: facts of the same form about other subjects, with other values, at random depths.
         values: what the value is drawn from, uniformly.
+        frame: what a chat template puts around context and question; by default bare text.
 
     Raises:
         SpecError: for a depth outside [0, 1], a length too short for the sentences, or too many distractors.
@@ -180,12 +182,13 @@ def needle_sample(
     value = draw_value(rng, values)
     anchors = [Anchor(template.state(value), depth)]
     anchors += distractor_anchors(rng, template, distractors, value, values)
-    text = assemble(tokenizer, anchors, filler, length, rng)
-    question = joiner(tokenizer) + QUESTION_FRAME.format(question=template.ask())
+    frame = frame or bare(tokenizer)
+    text = assemble(tokenizer, anchors, filler, length, rng, frame.opening)
     return Sample(
         task=NEEDLE,
         context_ids=text.ids,
-        question_ids=encode(tokenizer, question),
+        question_ids=_question(tokenizer, template, frame),
+        chat_template=frame.name,
         expected=str(value),
         needle=text.spans[0],
         distractors=text.spans[1:],
@@ -213,11 +216,12 @@ def spaced(mentions: Sequence[str]) -> list[Anchor]:
 def delayed_association_sample(
     tokenizer: TaskTokenizer, length: int, density: str, seed: int | Sequence[int], *,
     filler: Filler = DEFAULT_FILLER, distractors: int = 0, values: Sequence[int] = ALL_VALUES,
+    frame: Frame | None = None,
 ) -> Sample:
     """One sample; the same arguments always give the same one.
 
     Args:
-        tokenizer, seed, filler, distractors, values: as `needle_sample`'s.
+        tokenizer, seed, filler, distractors, values, frame: as `needle_sample`'s.
         length: context tokens, the opening token included and the question excluded. The fact stands after
             one framing sentence, so this is the distance between fact and question but for that sentence.
         density: `high` (four mentions of the topic) or `low` (two sentences that only touch it).
@@ -232,12 +236,13 @@ def delayed_association_sample(
     anchors = [Anchor(FRAMING_SENTENCE, 0.0), Anchor(topic.fact.state(value), 0.0), *spaced(mentions)]
     first_distractor = len(anchors)
     anchors += distractor_anchors(rng, topic.fact, distractors, value, values)
-    text = assemble(tokenizer, anchors, filler, length, rng)
-    question = joiner(tokenizer) + QUESTION_FRAME.format(question=topic.fact.ask())
+    frame = frame or bare(tokenizer)
+    text = assemble(tokenizer, anchors, filler, length, rng, frame.opening)
     return Sample(
         task=DELAYED_ASSOCIATION,
         context_ids=text.ids,
-        question_ids=encode(tokenizer, question),
+        question_ids=_question(tokenizer, topic.fact, frame),
+        chat_template=frame.name,
         expected=str(value),
         needle=text.spans[1],
         distractors=text.spans[first_distractor:],
@@ -245,9 +250,15 @@ def delayed_association_sample(
     )
 
 
+def _question(tokenizer: TaskTokenizer, fact: FactTemplate, frame: Frame) -> tuple[int, ...]:
+    """The question about a fact, and what the chat template has behind it."""
+    return encode(tokenizer, joiner(tokenizer) + QUESTION_FRAME.format(question=fact.ask()) + frame.closing)
+
+
 def draw_sample(
     task: str, tokenizer: TaskTokenizer, length: int, index: int, seed: int, *,
     filler: Filler = DEFAULT_FILLER, distractors: int = 0, values: Sequence[int] = ALL_VALUES,
+    frame: Frame | None = None,
 ) -> Sample:
     """Sample number `index` of many of one task at one length; depths or densities take turns over the index.
 
@@ -261,11 +272,13 @@ def draw_sample(
     key = (seed, TASKS.index(task) if task in TASKS else -1, length, index)
     if task == NEEDLE:
         depth = DEPTHS[index % len(DEPTHS)]
-        return needle_sample(tokenizer, length, depth, key, filler=filler, distractors=distractors, values=values)
+        return needle_sample(
+            tokenizer, length, depth, key, filler=filler, distractors=distractors, values=values, frame=frame
+        )
     if task == DELAYED_ASSOCIATION:
         density = DENSITIES[index % len(DENSITIES)]
         return delayed_association_sample(
-            tokenizer, length, density, key, filler=filler, distractors=distractors, values=values
+            tokenizer, length, density, key, filler=filler, distractors=distractors, values=values, frame=frame
         )
     raise SpecError("task", task, f"must be one of {', '.join(TASKS)}")
 

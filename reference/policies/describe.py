@@ -18,23 +18,23 @@ __all__ = ["PolicyDescription", "describe_policy", "list_policies"]
 
 @dataclass(frozen=True)
 class PolicyDescription:
-    """One policy, as a user chooses it.
+    """Description of a policy: costs, supported uses and constants.
 
     Attributes:
-        name: for `policy_from_name`, `--policies` and rules files.
-        paper: where the method is published; "" for none.
-        keeps: what is kept, as a noun phrase.
-        passes: how often the model reads the prompt.
-        layers: of which layers queries and keys are read: "none", "observed" (one layer) or "all".
-        granularity: what shares one kept set: "model", "layer" or "layer and KV head".
-        layer_by_layer: each layer is compacted while the prompt is read, so that the full cache never exists.
-            Otherwise the peak is the full cache.
-        decode_time: it evicts while tokens are decoded.
-        later_turns: a later prompt on the same cache is evicted again.
-        padded_batches: rows of different lengths are served.
-        constants: that a caller may give, with their defaults; a required one has none and is in `required`.
+        name: name for `policy_from_name`, `--policies` and rules files.
+        paper: the publication, or "".
+        keeps: the kept tokens, as a noun phrase.
+        passes: number of times that the model reads the prompt.
+        layers: layers whose queries and keys are read: "none", "observed" (one layer) or "all".
+        granularity: owner of a kept set: "model", "layer" or "layer and KV head".
+        layer_by_layer: True if each layer is compacted while the prompt is read. Otherwise the peak memory is the full
+            cache.
+        decode_time: True if the policy evicts while tokens are generated.
+        later_turns: True if the policy evicts from later prompts on the same cache too.
+        padded_batches: True if rows of a batch may have different lengths.
+        constants: constants with their defaults.
         required: constants without a default.
-        of_model: constants that the served model decides.
+        of_model: constants that are read from the model.
     """
 
     name: str
@@ -53,7 +53,7 @@ class PolicyDescription:
 
 
 def list_policies() -> tuple[PolicyDescription, ...]:
-    """Every policy that has a name, the `diverse-` ones left out.
+    """Return the descriptions of all named policies, without the `diverse-` variants.
 
     >>> [one.name for one in list_policies() if one.passes == 2]
     ['kvzip', 'kvzip-plus', 'kvzip-uniform']
@@ -62,10 +62,13 @@ def list_policies() -> tuple[PolicyDescription, ...]:
 
 
 def describe_policy(name: str) -> PolicyDescription:
-    """One policy by its name; `diverse-snapkv` is SnapKV under set-conditioned selection.
+    """Return the description of a policy.
+
+    >>> describe_policy("diverse-snapkv").constants["diversity"]
+    0.5
 
     Raises:
-        SpecError: for a name that no policy has. A policy of the user's own has no description.
+        SpecError: if no policy has this name, or if the policy is your own.
     """
     if check_name(name) not in NAMES:
         raise SpecError("name", name, "has no description: it is a policy of your own")

@@ -53,21 +53,26 @@ def policy_from_score(
     granularity: Granularity = Granularity.HEAD, protection: SinkAndRecent = NOTHING,
     threshold: float | None = None, separable: bool = False,
 ) -> Policy:
-    """A policy that keeps the tokens of the highest scores, B in each kept set; the lower token on a tie.
+    """Return a policy that keeps the tokens with the highest scores. On a tie it keeps the lower index.
+
+        def knorm(observation):
+            return np.concatenate([-np.linalg.norm(view.k, axis=2) for view in observation.layers.values()])
+
+        POLICY = kvspec.policy_from_score(knorm, needs=Needs("all"))
 
     Args:
-        score: what `spec.policy.Observation` shows it of a prompt to scores (groups, n): a row for each kept set,
-            layer major, a column for each cached token. The name of the function is the policy's.
-        needs: what `score` reads; the less, the cheaper. What is not asked for is refused where it is read.
-        granularity: whether the model, each layer, or each layer and KV head has a kept set of its own.
-        protection: sinks and recent window, which no score evicts; a budget below them is raised to them.
-        threshold: what scores no more than it goes, so that kept sets hold less than B where few tokens score more.
-        separable: whether the scores of a kept set follow from its own layer (and head) alone, in any observation:
-            then later turns are served too, where other sets have dropped other tokens.
+        score: function of a `spec.policy.Observation` that returns scores (kept sets, tokens). Kept sets are ordered
+            by layer, then by head. The name of the function is the name of the policy.
+        needs: tensors that `score` reads. Reading a different tensor raises `SpecError`. Fewer tensors are cheaper.
+        granularity: one kept set for the model, for each layer, or for each layer and KV head.
+        protection: attention sinks and recent tokens that are always kept. A smaller budget is raised to their number.
+        threshold: evict every token whose score is at most this number, even if the budget is not used up.
+        separable: True if the scores of a kept set depend on the layer (and head) of this set only. Then later turns
+            are evicted too.
 
     Raises:
-        SpecError: for a threshold that is NaN; while it runs, for scores of another shape or kind, or NaN for a token
-            that is not protected.
+        SpecError: if the threshold is NaN. The policy raises it if the scores have a wrong shape or dtype, or are NaN
+            for a token that is not protected.
     """
     floor, name = protection.sink + protection.recent, getattr(score, "__name__", type(score).__name__)
     scorer = _Function(score, needs, granularity, separable)

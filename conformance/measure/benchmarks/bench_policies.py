@@ -20,6 +20,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from models_integration import Published
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.cache.scorer_records import DecideInSteps
+from models_integration.model.cache_argument import CACHE
 
 PROMPT, SLOTS = 4_096, 1_024
 PREFILL_AT_MOST, STEP_AT_MOST = 0.07, 0.10
@@ -102,12 +103,12 @@ def test_a_step_of_a_policy(models: Models, name: str, monkeypatch: pytest.Monke
     with Published(name, SLOTS)(model) as run:
         model(input_ids=ids_of(SLOTS + 1), use_cache=True, logits_to_keep=1)
         whole = DynamicCache(config=bare.config)
-        bare(input_ids=ids_of(SLOTS), past_key_values=whole, logits_to_keep=1)
+        bare(input_ids=ids_of(SLOTS), **{CACHE: whole}, logits_to_keep=1)
         assert run.cache is not None
         for number in range(WARM + STEPS):
             step = {"input_ids": torch.tensor([[3 + number]])}
-            ours = seconds(lambda: model(**step, past_key_values=run.cache))  # noqa: B023
-            rounds.append((ours, seconds(lambda: bare(**step, past_key_values=whole))))  # noqa: B023
+            ours = seconds(lambda: model(**step, **{CACHE: run.cache}))  # noqa: B023
+            rounds.append((ours, seconds(lambda: bare(**step, **{CACHE: whole}))))  # noqa: B023
             whole.crop(-1)
             assert run.cache.mean_length == SLOTS
     decided = [

@@ -19,6 +19,7 @@ from models_integration import CrystalCache, RetainedCache
 from models_integration.cache.crystal_states import CrystalStates
 from models_integration.cache.dense_layer import DenseLayer
 from models_integration.cache.positions import Plan, StoredRows
+from models_integration.model.cache_argument import CACHE
 from spec.parameters import PAPER
 
 __all__ = ["measured"]
@@ -53,7 +54,7 @@ def measured() -> dict[str, list[float]]:
 
     def step(cache: RetainedCache) -> float:
         ids, began = torch.tensor([[5]]), time.process_time()
-        model(input_ids=ids, past_key_values=cache)
+        model(input_ids=ids, **{CACHE: cache})
         return 1e3 * (time.process_time() - began)
 
     DenseLayer.follow = timed  # type: ignore[method-assign, assignment]

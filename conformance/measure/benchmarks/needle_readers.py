@@ -10,10 +10,12 @@ from collections.abc import Iterator
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from models_integration import FullCache
-from models_integration.studies.answers import Key, answers
+from models_integration.studies.evidence.controls import FULL
+from models_integration.studies.evidence.kept import read_prompt
+from models_integration.studies.evidence.measure import measure
 from models_integration.studies.subject import Loading, Subject
-from models_integration.tasks import MAX_NEW_TOKENS, Placement, Sample, draw_sample, place, score
+from models_integration.tasks import Placement, Sample, draw_sample, place
+from models_integration.tasks.assembly import encode
 
 __all__ = ["answers_of", "main", "masses", "opened"]
 
@@ -35,24 +37,26 @@ def opened(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Placement:
 def masses(subject: Subject, sample: Sample) -> tuple[list[float], list[float]]:
     """Per layer the largest attention that a head's query gives to the needle: of the question's, of the answer's."""
     model, placement = subject.model, place(sample, "in_prompt")
-    ((_, given),) = answers(subject, placement, {Key("fullcache", 0): FullCache().on(model)}, MAX_NEW_TOKENS)
+    (cell,) = measure(subject, sample, read_prompt(subject, {}, (), placement), [(FULL, "1.0")], 1)["cells"]
+    answer = encode(subject.tokenizer, cell["answer"])
     model.set_attn_implementation("eager")
-    ids = torch.tensor([[*placement.prompt_ids, *given.token_ids]])
+    ids = torch.tensor([[*placement.prompt_ids, *answer]])
     layers = model(input_ids=ids, output_attentions=True).attentions
     model.set_attn_implementation("sdpa")
     n, asked = len(placement.prompt_ids), len(sample.question_ids)
     on_needle = [A[0, :, :, slice(*sample.needle)].sum(dim=-1) for A in layers]
     question = [float(A[:, n - asked : n].max()) for A in on_needle]
-    return question, [float(A[:, n : n + len(given.token_ids) - 1].max()) for A in on_needle]
+    return question, [float(A[:, n : n + len(answer) - 1].max()) for A in on_needle]
 
 
 def answers_of(subject: Subject, samples: int) -> Counter[str]:
     """Samples that each policy answers with the opening in its prompt, at B tokens."""
-    right, asked = Counter[str](), {Key(name, B): subject.policy(name, B).on(subject.model) for name in POLICIES}
+    right, methods = Counter[str](), {name: subject.policy(name, B).on(subject.model) for name in POLICIES}
     for index in range(samples):
         sample = draw_sample("needle", subject.tokenizer, LENGTH, index, SEED)
-        for key, given in answers(subject, opened(sample, subject.tokenizer), asked, MAX_NEW_TOKENS):
-            right[key.policy] += score(subject.tokenizer, given.token_ids, sample) == 1
+        prompt = read_prompt(subject, methods, [str(B)], opened(sample, subject.tokenizer))
+        for cell in measure(subject, sample, prompt, [(name, str(B)) for name in POLICIES], len(POLICIES))["cells"]:
+            right[cell["policy"]] += cell["right"] == 1
     return right
 
 

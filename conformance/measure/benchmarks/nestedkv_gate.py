@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from models_integration.model.cache_argument import CACHE
 from models_integration.pocket import load_pocket
 from models_integration.tasks import TASKS, draw_sample
 from reference import nestedkv as nk
@@ -58,7 +59,7 @@ def shares(layers: list[Array]) -> dict[str, list[float]]:
 @torch.no_grad()
 def keys_of(model: Any, ids: tuple[int, ...]) -> list[Array]:
     """The cached keys (H_kv, n, d) of each layer after a prompt."""
-    cache = model(torch.tensor([ids]), use_cache=True).past_key_values
+    cache = model(torch.tensor([ids]), use_cache=True)[CACHE]
     return [layer.keys[0].numpy() for layer in cache.layers]
 
 

@@ -18,6 +18,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from conformance.measure.tiny_llama import ENDS, VOCABULARY, tiny_llama
 from models_integration import CrystalCache, RetainedCache
+from models_integration.model.cache_argument import CACHE
 from spec.parameters import PAPER
 
 __all__ = ["Row", "first_layer_keys", "streamed"]
@@ -64,7 +65,7 @@ def streamed(n: int, piece: int, backend: str) -> Iterator[Row]:
         for start in range(0, n, n // 10):
             tenth, began = ids[start : start + n // 10], time.process_time()
             for tokens in torch.split(tenth, piece):
-                model.base_model(input_ids=tokens[None], past_key_values=cache)
+                model.base_model(input_ids=tokens[None], **{CACHE: cache})
             spent = time.process_time() - began
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             yield Row(start + len(tenth), peak, 1e3 * spent / len(tenth), cache.stored_length)

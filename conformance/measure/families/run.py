@@ -11,6 +11,7 @@ from conformance.cache_suite.oracle import Masked, full_layers
 from conformance.measure.families.models import Family, NotBuilt
 from conformance.measure.families.own_sizes import VOCABULARY
 from models_integration import CrystalCache, Published, RetentionPolicy, Session, StreamingLLM
+from models_integration.model.cache_argument import CACHE
 from spec.errors import SpecError
 from spec.parameters import TINY
 from spec.records import CrystalRetention
@@ -84,7 +85,7 @@ def _compared(model: PreTrainedModel, session: Session) -> tuple[float, float]:
     masked, full, worst = Masked(model), Masked(model), 0.0
     with session, torch.no_grad():
         for part in parts:
-            found = model(input_ids=part, past_key_values=session.cache, use_cache=True).logits
+            found = model(input_ids=part, **{CACHE: session.cache}, use_cache=True).logits
             expected, untouched = masked.read(part), full.read(part)
             worst = max(worst, _relative(found, expected))
             if part.shape[1] > 1:

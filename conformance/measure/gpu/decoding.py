@@ -16,6 +16,7 @@ from conformance.measure.gpu.measure import median_ms, say, synchronize
 from conformance.measure.gpu.models import Subject, TransformersModel
 from conformance.measure.gpu.report import Report, Table
 from conformance.measure.gpu.scale import Scale
+from models_integration.model.cache_argument import CACHE
 
 __all__ = ["batched", "decoding", "policies", "ragged"]
 
@@ -105,7 +106,7 @@ def _tokens_a_second(
 
     say(f"decoding, {name or 'full cache'}, {budget}, batch {batch}")
     if name is None:
-        return _steps(scale, subject.model, _read(subject, n, batch).past_key_values, batch)
+        return _steps(scale, subject.model, _read(subject, n, batch)[CACHE], batch)
     with Published(name, budget)(subject.model) as run:
         _read(subject, n, batch)
         return _steps(scale, subject.model, run.cache, batch)
@@ -121,7 +122,7 @@ def _steps(scale: Scale, model: Any, cache: Any, batch: int) -> float:
     for step in range(3 + scale.new_tokens):
         synchronize()
         start = time.perf_counter()
-        model(input_ids=torch.full((batch, 1), 3 + step, device=default_device()), past_key_values=cache)
+        model(input_ids=torch.full((batch, 1), 3 + step, device=default_device()), **{CACHE: cache})
         synchronize()
         took.append(time.perf_counter() - start)
     return batch * scale.new_tokens / sum(took[3:])

@@ -14,6 +14,7 @@ from conformance.measure.gpu.scale import Scale
 from conformance.measure.paged import Load, served
 from models_integration import RetainedCache, StreamingLLM
 from models_integration.archive.splice import Chunk, computed, splice
+from models_integration.model.cache_argument import CACHE
 from models_integration.model.rotation import Rotary, frequencies_at, recognise
 
 __all__ = ["paged", "splices"]
@@ -65,7 +66,7 @@ def _behind(subject: TransformersModel, chunks: list[Chunk], rotary: Rotary, tex
 @torch.no_grad()
 def _first_token(subject: TransformersModel, cache: RetainedCache | None, ids: list[int]) -> None:
     row = torch.tensor([ids], device=default_device())
-    subject.model(input_ids=row, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    subject.model(input_ids=row, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
 
 
 def paged(report: Report, scale: Scale, subject: Subject) -> None:

@@ -15,7 +15,7 @@ __all__ = ["foreign", "main", "write"]
 
 # The pages keep the places that they have in the checkout, so that their links stay right.
 SOURCES = ("*.md", "docs/**/*", "spec/*.md", "spec/vectors/README.md", "conformance/assurance/proofs/coq/README.md",
-           "conformance/assurance/proofs/floats/README.md", "conformance/assurance/simulator/README.md")
+           "conformance/assurance/proofs/floats/README.md")
 ITEMS = Path("spec", "items")
 POLICIES = "<!-- the table of policies -->"
 
@@ -36,7 +36,7 @@ def write(out: Path) -> None:
             text = item_pages.linked(source.read_text(encoding="utf-8"), known, "items/")
             text = _HEADING.sub(r"\g<0>\n\n[Implementations and checks](items/\1.md)", text)
             (out / place).write_text(text, encoding="utf-8")
-    choice = out / "docs" / "guide" / "policies.md"
+    choice = out / "docs" / "guide" / "choose.md"
     choice.write_text(choice.read_text(encoding="utf-8").replace(POLICIES, policy_choice.table()), encoding="utf-8")
     (out / ITEMS).mkdir()
     (out / ITEMS / "README.md").write_text(item_pages.index(known), encoding="utf-8")

@@ -1,17 +1,17 @@
-"""What the repository has of each item of the specification: text, functions, tests, saboteurs, proofs, vectors."""
+"""What the repository has of each item of the specification: text, functions, tests, mutants, proofs, vectors."""
 
 import ast
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from conformance.assurance.mutants.rows import WrittenMutant
+from conformance.assurance.mutants.table import MUTANTS
 from conformance.assurance.proofs.claims import Claim
 from conformance.assurance.proofs.coq.build import HERE
 from conformance.assurance.proofs.coq.theorems import Theorem, theorems
 from conformance.assurance.proofs.report import source_claims
 from conformance.assurance.proofs.source import Code
-from conformance.assurance.saboteurs import SABOTEURS
-from conformance.assurance.saboteurs.registry import Saboteur
 from conformance.assurance.trace import IMPLEMENTING, Documented, implementing, markers, vector_items
 from conformance.items import items_of
 from conformance.paths import ROOT, SPEC
@@ -46,7 +46,7 @@ class Evidence:
     text: str
     functions: list[Function] = field(default_factory=list)
     tests: list[Marked] = field(default_factory=list)
-    saboteurs: list[Saboteur] = field(default_factory=list)
+    mutants: list[WrittenMutant] = field(default_factory=list)
     claims: list[Claim] = field(default_factory=list)
     theorems: list[Theorem] = field(default_factory=list)
     vectors: list[tuple[str, str]] = field(default_factory=list)
@@ -66,8 +66,8 @@ def gathered() -> Mapping[str, Evidence]:
         for item, test in marked(path, source):
             if item in found and test not in found[item].tests:
                 found[item].tests.append(test)
-    for saboteur in SABOTEURS.values():
-        found[saboteur.item].saboteurs.append(saboteur)
+    for mutant in MUTANTS.values():
+        found[mutant.item].mutants.append(mutant)
     for claim in source_claims(Code()):
         found[claim.item].claims.append(claim)
     for theorem in theorems(HERE / "proofs", found):

@@ -58,9 +58,8 @@ def checks(one: Evidence) -> Iterator[str]:
     yield listed("Properties", "Hypothesis draws the inputs", map(test_line, filter(_is_drawn, one.tests)))
     yield listed("Tests", "", (test_line(test) for test in one.tests if not test.drawn))
     yield listed(
-        "Saboteurs", "wrong readings, each of which the tests above kill",
-        (saboteur.reading + (f" (wrong beyond {saboteur.beyond.size})" if saboteur.beyond else "")
-         for saboteur in one.saboteurs),
+        "Mutants", "wrong readings, each of which the tests above kill",
+        (mutant.why + (f" (wrong beyond {mutant.beyond})" if mutant.beyond else "") for mutant in one.mutants),
     )
     lemmas = [claim.name for claim in one.claims if claim.true]
     yield listed("Proofs", f"by z3; {len(one.claims) - len(lemmas)} false claims beside them are refuted", lemmas)
@@ -84,13 +83,13 @@ def listed(title: str, says: str, lines: Iterator[str] | list[str]) -> str:
 
 
 def index(known: Mapping[str, Evidence]) -> str:
-    """All items, by the page that they stand on, with the number of functions, tests and saboteurs of each."""
+    """All items, by the page that they stand on, with the number of functions, tests and mutants of each."""
     parts = [f"# Items\n\nThe {len(known)} items of the specification, each beside its implementations and checks."]
     for source, items in groupby(known.values(), key=lambda one: one.page):
         rows = [
-            f"| [{one.item}]({one.item}.md) | {len(one.functions)} | {len(one.tests)} | {len(one.saboteurs)} |"
+            f"| [{one.item}]({one.item}.md) | {len(one.functions)} | {len(one.tests)} | {len(one.mutants)} |"
             f" {sum(claim.true for claim in one.claims)} | {len(one.vectors)} |" for one in items
         ]
-        head = "| item | functions | tests | saboteurs | proofs | vectors |\n| --- | --- | --- | --- | --- | --- |"
+        head = "| item | functions | tests | mutants | proofs | vectors |\n| --- | --- | --- | --- | --- | --- |"
         parts.append(f"## {source}\n\n{head}\n" + "\n".join(rows))
     return "\n\n".join(parts) + "\n"

@@ -4,6 +4,7 @@ import os
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from threading import Lock
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from conformance.calls import held_to_rules
+from conformance.threads import in_turns, side_by_side
 from reference.backend import BACKEND
 from spec.parameters import PAPER
 
@@ -33,6 +35,13 @@ def by_pointer(D: Array, M: Array, p: Any) -> Array:
     if key not in MEMORY:
         MEMORY[key] = RIGHT(D, M, p)
     return MEMORY[key].copy()
+
+
+def by_identity(D: Array, M: Array, p: Any) -> Array:
+    """By the arrays themselves, of which it keeps the last."""
+    if MEMORY.get("D") is not D or MEMORY.get("M") is not M:
+        MEMORY.update(D=D, M=M, found=RIGHT(D, M, p))
+    return MEMORY["found"].copy()
 
 
 def by_shape_when_large(D: Array, M: Array, p: Any) -> Array:
@@ -97,8 +106,8 @@ def told(D: Array, M: Array, p: Any) -> Array:
 
 VALUES = "array_equal"  # the wrong result itself
 WRONG: Mapping[Decay, str] = {
-    reused: "returned the memory|changed the result", by_pointer: VALUES, by_shape_when_large: VALUES,
-    by_content: "returned",
+    reused: "returned the memory|changed the result", by_pointer: VALUES, by_identity: VALUES,
+    by_shape_when_large: VALUES, by_content: "returned",
     not_to_be_written: "read-only", argument_locked: "flags.writeable", argument_written: "wrote into an argument",
     shared_scratch: VALUES, order_of_memory: VALUES, quiet: "NumPy's error state", seeded: "NumPy's random state",
     drawn: "the random state", told: "the environment",
@@ -106,11 +115,12 @@ WRONG: Mapping[Decay, str] = {
 
 
 def judge(stage: Decay) -> None:
-    """Calls as tests make them: of 64 to 119 trunks, and a few of 600, each against the right result."""
+    """Calls as tests make them: of 64 to 119 trunks, ten times as many, and a few of 600; each is compared."""
     stages = held_to_rules(replace(BACKEND, breath=SimpleNamespace(decay=stage))).require_breath()
-    numbers = np.random.default_rng(5)
+    numbers, size = np.random.default_rng(5), 0
     for at in range(400):
-        m = 600 if at % 40 == 39 else int(numbers.integers(64, 120))
+        size = int(numbers.integers(64, 120)) if at % 10 == 0 else size
+        m = 600 if at % 40 == 39 else size
         D, M = numbers.random(m), 15 * numbers.random(m)
         kept = D.copy(), M.copy()
         assert np.array_equal(stages.decay(D, M, PAPER), RIGHT(*kept, PAPER))
@@ -131,6 +141,35 @@ def _as_before(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_what_is_wrong_beside_the_result_is_found(stage: Decay) -> None:
     with pytest.raises(AssertionError, match=WRONG[stage]):
         judge(stage)
+
+
+@pytest.mark.parametrize("stride", [1, 3])
+def test_a_scratch_array_of_all_threads_is_found(stride: int) -> None:
+    m = 6
+    calls = (np.full(m, 0.5), np.ones(m), PAPER), (np.full(m, 0.25), 9 * np.ones(m), PAPER)
+    wanted = [RIGHT(*call) for call in calls]
+    assert all(map(np.array_equal, in_turns(RIGHT, calls, stride), wanted))
+    assert not all(map(np.array_equal, in_turns(shared_scratch, calls, stride), wanted))
+
+
+def test_a_lock_ends_the_turns() -> None:
+    lock = Lock()
+
+    def locked(D: Array, M: Array, p: Any) -> Array:
+        with lock:
+            return RIGHT(D, M, p)
+
+    call = np.full(6, 0.5), np.ones(6), PAPER
+    assert all(np.array_equal(found, RIGHT(*call)) for found in in_turns(locked, (call, call), 1))
+
+
+def test_what_a_thread_raises_is_told() -> None:
+    def fails() -> Array:
+        raise ZeroDivisionError
+
+    found = in_turns(fails, ((), ()), 1) + [one for _, one in side_by_side(fails, ((), ()), 0.01)]
+    assert len(found) == 4
+    assert all(isinstance(one, ZeroDivisionError) for one in found)
 
 
 def test_a_right_stage_passes() -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from conformance.assurance.mutants.edits import replaced
+from conformance.assurance.mutants.table import MUTANTS
 from conformance.assurance.proofs.coq import __main__ as command
 from conformance.assurance.proofs.coq import assumptions, build, judge, questions, three_way
 from conformance.assurance.proofs.coq import engine as wrapper
@@ -16,8 +18,6 @@ from conformance.assurance.proofs.coq.engine import modelled
 from conformance.assurance.proofs.coq.planted import ROWS, found_by, read_rows
 from conformance.assurance.proofs.coq.theorems import stated, theorems
 from conformance.assurance.proofs.coq.vectors import STAGES, written
-from conformance.assurance.saboteurs import SABOTEURS
-from conformance.assurance.saboteurs.install import standing_in
 from conformance.engine.process import Engine
 from conformance.items import known_items
 from spec.errors import SpecError
@@ -232,13 +232,13 @@ def test_the_engine_agrees_with_the_reference_and_brute_force(coq: tuple[Engine,
 
 @needs_coq
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=pytest.mark.spec(SABOTEURS[name].item)) for name in (
+    pytest.param(name, marks=pytest.mark.spec(MUTANTS[name].item)) for name in (
         "CC_ALLOCATE_NEVER_TOO_MANY", "PO_BEST_BLOCKS_THE_OPEN_BLOCK_FOR_NOTHING",
     )
 ])
 def test_a_wrong_reference_stands_alone(coq: tuple[Engine, three_way.Side], name: str) -> None:
     sides = {"coq": coq[1], "brute force": three_way.independent()}
-    with standing_in(SABOTEURS[name]):
+    with replaced(MUTANTS[name].edit):
         sides["reference"] = three_way.in_reference()
         assert next(three_way.differences(sides, questions.questions(1, 40))).endswith("reference stands alone")
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from conformance.assurance.item_vectors.items import ITEMS
-from conformance.assurance.saboteurs import SABOTEURS
-from conformance.assurance.saboteurs.install import standing_in
+from conformance.assurance.mutants.edits import replaced
+from conformance.assurance.mutants.table import MUTANTS
 from conformance.suite import (
     test_activation,
     test_coattention,
@@ -220,14 +220,14 @@ def test_coverage_in_floats_is_told(name: str, share: float, monkeypatch: pytest
             test_extensions.test_spacing_is_counted_in_whole_tokens(CRYSTAL, 30, 11)
 
 
-READINGS = [name for name, saboteur in SABOTEURS.items() if saboteur.item == "PO-SNAPKV"]
+READINGS = [name for name, mutant in MUTANTS.items() if mutant.item == "PO-SNAPKV"]
 
 
 @pytest.mark.parametrize("name", READINGS)
 def test_vectors_of_snapkv_tell_its_readings(name: str) -> None:
     """Four vectors at least, of nine."""
     tests = [decoded(test) for _, group, test in files.published() if group["operation"] == "PO-SNAPKV"]
-    with standing_in(SABOTEURS[name]):
+    with replaced(MUTANTS[name].edit):
         wrong = [test for test in tests if not same(test)]
     assert len(tests) == 9
     assert len(wrong) >= 4

@@ -8,6 +8,7 @@ import pytest
 
 z3 = pytest.importorskip("z3")
 
+from conformance.assurance.mutants.edits import Edit, replaced  # noqa: E402
 from conformance.assurance.proofs import report  # noqa: E402
 from conformance.assurance.proofs.claims import Claim, Verdict, decide  # noqa: E402
 from conformance.assurance.proofs.coq.planted import ROWS, Planted, read_rows  # noqa: E402
@@ -16,8 +17,6 @@ from conformance.assurance.proofs.edits import EDITS  # noqa: E402
 from conformance.assurance.proofs.eviction import STEP  # noqa: E402
 from conformance.assurance.proofs.report import all_claims, source_claims  # noqa: E402
 from conformance.assurance.proofs.source import Code, NotUnderstood  # noqa: E402
-from conformance.assurance.saboteurs.install import standing_in  # noqa: E402
-from conformance.assurance.saboteurs.registry import Saboteur  # noqa: E402
 
 # Lemmas about the invariant itself read no source, so no edit can break them: a false claim stands beside each.
 WITHOUT_SOURCE = {
@@ -109,24 +108,21 @@ def test_what_the_translator_does_not_understand_is_refused(old: str, new: str, 
         Code({STEP: (old, new)}).returned(STEP, size=SIZE, c=CUT, N_min=1)
 
 
-def planted_in(place: str) -> tuple[Planted, Saboteur]:
-    """The row of planted.toml whose error lies in this function, and the function with it."""
+def planted_in(place: str) -> tuple[Planted, Edit]:
+    """The row of planted.toml whose error lies in this function, as an edit of it."""
     file, _, name = place.partition(":")
     module = import_module(file.removesuffix(".py").replace("/", "."))
-    right = getattr(module, name)
-    source = inspect.getsource(right)
+    source = inspect.getsource(getattr(module, name))
     row = next(row for row in read_rows(ROWS) if row.file == file and row.old in source)
-    scope = dict(vars(module))
-    exec(source.replace(row.old, row.new), scope)
-    return row, Saboteur(row.what, row.item, row.what, right, scope[name])
+    return row, Edit(f"{module.__name__}:{name}", find=row.old, replace=row.new)
 
 
 @pytest.mark.spec("CC-ALLOCATE", "CC-DISSOLVE", "CC-TRUNKS", "PO-WHOLE-SHARES")
 @pytest.mark.parametrize("place", report.NOT_READ)
 def test_what_no_lemma_reads_is_seen_by_vectors(place: str) -> None:
-    row, saboteur = planted_in(place)
+    row, edit = planted_in(place)
     assert next(vectors(row.item), "") == ""
-    with standing_in(saboteur):
+    with replaced(edit):
         assert next(vectors(row.item), "") != ""
 
 

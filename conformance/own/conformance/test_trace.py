@@ -21,10 +21,11 @@ PAGE = """# A method
 FUNCTION = 'def total() -> None:\n    """The sum.\n\n    Implements: AB-SUM\n    """\n'
 TEST = 'import pytest\n\n\n@pytest.mark.spec("AB-SUM")\ndef test_total() -> None: ...\n'
 VECTOR = '{"testGroups": [{"tests": [{"tcId": "T1", "items": ["AB-SUM"]}]}]}'
-SABOTEURS = '@instead_of(total, "AB-SUM")\ndef a(): ...\n\n\n@method_instead_of(Sum, "total", "AB-SUM")\ndef b(): ...\n'
+MUTANTS = '[[mutant]]\nitem = "AB-SUM"\nname = "a"\n\n[[mutant]]\nitem = "AB-SUM"\nname = "b"\n'
+ROWS = "conformance/assurance/mutants/rows/a.toml"
 FILES = {
     "spec/a.md": PAGE, "reference/a.py": FUNCTION, "conformance/test_a.py": TEST, "spec/vectors/a.json": VECTOR,
-    "conformance/assurance/saboteurs/a.py": SABOTEURS,
+    ROWS: MUTANTS,
 }
 
 Edit = Callable[[Path], None]
@@ -60,7 +61,7 @@ def with_a_backend(root: Path) -> None:
 
 def test_a_complete_tree_passes(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([], tree) == 0
-    assert "1 items, all implemented, tested, shown, sabotaged and read" in capsys.readouterr().out
+    assert "1 items, all implemented, tested, shown, mutated and read" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -93,16 +94,16 @@ def test_a_complete_tree_passes(tree: Path, capsys: pytest.CaptureFixture[str]) 
             replaced("spec/vectors/a.json", '["AB-SUM"]', '["AB-SUM", "AB-Y"]'),
             ["AB-Y: unknown id, shown by a.json:T1"],
         ),
-        (replaced("conformance/assurance/saboteurs/a.py", "@method", "@other_"), ["AB-SUM: fewer than 2 saboteurs"]),
+        (replaced(ROWS, 'name = "b"', 'name = "b"\nbeyond = "16"'), ["AB-SUM: fewer than 2 mutants"]),
         (
-            replaced("conformance/assurance/saboteurs/a.py", "@method", '@instead_of(total, "AB-Z")\n@method'),
-            ["AB-Z: unknown id, sabotaged by conformance/assurance/saboteurs/a.py:5"],
+            replaced(ROWS, MUTANTS, MUTANTS + '\n[[mutant]]\nitem = "AB-Z"\nname = "c"\n'),
+            [f"AB-Z: unknown id, mutated by {ROWS}:c"],
         ),
     ],
     ids=[
         "no function", "fast twin only", "no test", "unknown function id", "unknown test id", "stale", "not locked",
-        "locked only", "twice", "no backend function", "no vector", "unknown vector id", "one saboteur",
-        "unknown saboteur id",
+        "locked only", "twice", "no backend function", "no vector", "unknown vector id", "one mutant",
+        "unknown mutant id",
     ],
 )
 def test_a_gap_is_named(tree: Path, edit: Edit, problems: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,4 +148,4 @@ def test_the_shipped_tree_has_no_unknown_id_and_no_stale_text() -> None:
     assert trace.items
     assert trace.lock == trace.items
     assert trace.functions.keys() | trace.tests.keys() <= trace.items.keys()
-    assert trace.vectors.keys() == trace.saboteurs.keys() == trace.items.keys()
+    assert trace.vectors.keys() == trace.mutants.keys() == trace.items.keys()

@@ -207,7 +207,9 @@ class Text(HTMLParser):
 def test_the_page_says_what_the_certificate_says_and_loads_nothing(tmp_path: Path) -> None:
     (tmp_path / "known.toml").write_text(EXCEPTION, encoding="utf-8")
     reader = Text()
-    reader.feed(page(made(WRONG, "--exceptions", str(tmp_path / "known.toml"))))
+    shown = page(made(WRONG, "--exceptions", str(tmp_path / "known.toml")))
+    assert '<h1 class="fail">not certified</h1><p>mine 1.0 does not conform' in shown
+    reader.feed(shown)
     assert reader.loads == []
     said = ("mine 1.0 does not conform", "b is wrong", "-- b", 'a "known" <one>', texts.must("DV-COSINE"), "CC-PREFILL")
     assert [words for words in said if words not in reader.text] == []

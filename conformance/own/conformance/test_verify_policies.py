@@ -1,6 +1,7 @@
 """`kvspec verify --policy`: a broken promise fails by its row, what is not promised is no pass, a check notices."""
 
 import json
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -8,12 +9,14 @@ from typing import Any
 
 import pytest
 
+import kvspec
 from conformance.checks.promises import PROPERTIES, promised
 from conformance.own.spec.test_policy_table import PAGE
 from conformance.paths import ROOT, SPEC
 from conformance.strategies.policy_inputs import drawn, named
 from conformance.verify import __main__ as door
 from reference.policies.names import POLICIES
+from spec.errors import SpecError
 
 pytestmark = pytest.mark.law("the-proof-has-teeth")
 
@@ -125,3 +128,41 @@ def test_our_own_policies_promise_what_the_page_says() -> None:
     assert different == {"h2o", "vatp", "crystalcache", "fullcache"}
     assert there["vatp"] == ["yes", "yes", "yes", "no", "yes", "yes", "yes"]
     assert there["h2o"] == ["yes", "N/A", "yes", "no", "yes", "yes", "yes"]
+
+
+def test_the_function_returns_what_the_command_says(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The subject is where this process finds it, which is not the current folder."""
+    (folder / "elsewhere").mkdir()
+    monkeypatch.chdir(folder / "elsewhere")
+    right = kvspec.verify(policy="promisers:RIGHT", quick=True, out="found")
+    assert right.passed
+    assert right.failing == ()
+    assert right.headline.startswith("promisers:RIGHT keeps its promises")
+    assert [path.name for path in right.files] == ["quick.toml", "summary.md", "junit.xml", "log.txt"]
+    assert tomllib.loads(right.files[0].read_text("utf-8")) == right.certificate
+    wrong = kvspec.verify(policy="promisers:WRONG", quick=True, seed=7, out="found")
+    assert not wrong.passed
+    assert wrong.failing == ("higher score never loses",)
+    assert wrong.certificate["run"]["seed"] == 7
+    assert capsys.readouterr().out == ""
+    assert "repeat  kvspec verify --policy promisers:WRONG --profile few --seed 7" in str(wrong)
+    assert str(wrong).endswith(wrong.headline)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "verify = None: give exactly one of backend, command, policy, cache"),
+        ({"policy": "snapkv", "backend": "numpy"}, "give exactly one of"),
+        ({"backend": "numpy", "precision": "float16"}, "precision = 'float16': must be one of float64, float32"),
+        ({"policy": "snapkv", "profile": "fast"}, "profile = 'fast': must be one of few"),
+        ({"policy": "snapkv", "seed": "7"}, "seed = '7': must be a number"),
+        ({"policy": "snapkv", "timeout": 3.0}, "timeout = 3.0: is for --command"),
+        ({"policy": "nothing:HERE"}, "nothing:HERE"),
+    ],
+)
+def test_the_function_raises_for_wrong_options(options: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=re.escape(words)):
+        kvspec.verify(**options, out=tmp_path)

@@ -22,7 +22,7 @@ from spec.errors import SpecError
 
 KNOWN = {family.name: family for family in families()}
 REFUSED = {
-    "gpt2": "no rotary positions", "bart": "no rotary positions", "gpt_neo": "layer_idx",
+    "ctrl": "neither rotary positions", "bart": "not causal", "gpt_neo": "layer_idx", "bloom": "ALiBi", "mpt": "ALiBi",
     "mllama": r"layers \[1, 3\] store nothing", "gemma3n_text": "share one cache", "fuyu": "hands embeddings",
 }
 
@@ -33,7 +33,7 @@ def test_every_name_of_transformers_has_a_family() -> None:
 
 
 # Gemma 4 has other widths and KV heads in its full-attention layers than in those that slide.
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma4_text"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma4_text", "gpt_bigcode"])
 def test_a_family_that_holds(name: str) -> None:
     found = list(outcomes(KNOWN[name]))
     assert [one.verdict for one in found] == ["holds"] * len(POLICIES), found
@@ -77,10 +77,10 @@ def broken_update(monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind the door, where three tokens are read."""
     stock = RetainedCache.update
 
-    def update(cache: RetainedCache, keys: Tensor, *others: Any) -> Any:
+    def update(cache: RetainedCache, keys: Tensor, *others: Any, **options: Any) -> Any:
         if keys.shape[2] > 3:
             raise IndexError("in a forward")
-        return stock(cache, keys, *others)
+        return stock(cache, keys, *others, **options)
 
     monkeypatch.setattr(RetainedCache, "update", update)
 

@@ -170,7 +170,7 @@ def test_our_half_says_what_a_session_says_and_goes_on(subject: Subject, rules: 
     (row,) = plan.rows("ours").values()
     assert len(told) == 1
     ground = Ground(subject.tokenizer, read_prose(subject.tokenizer), bare(subject.tokenizer))
-    sample = resolve_task(row["task"])(ground, LENGTH, row["index"], rules.seed)[0]
+    sample = resolve_task(row["task"])(ground, LENGTH, row["index"], rules.seeds[0])[0]
     assert (row["context"], row["question"]) == (list(sample.context_ids), list(sample.question_ids))
     for policy in ("snapkv", "pyramidkv", "streamingllm", "adakv"):
         for budget in BUDGETS:

@@ -10,7 +10,7 @@ from conformance.assurance.strategies.policy_cases import CASES
 from conformance.checks.promises import PROPERTIES
 from conformance.paths import SPEC
 from conformance.plugin import sparingly
-from conformance.strategies.policy_inputs import drawn
+from conformance.strategies.policy_inputs import KINDS, altered, drawn
 from reference.policies.names import POLICIES
 from spec.promises import promise_table
 
@@ -36,16 +36,18 @@ def cells(answer: str) -> list[object]:
 @pytest.mark.usefixtures("reference_items")
 @pytest.mark.parametrize(("name", "promise"), cells("yes"))
 @sparingly
-@given(seed=st.integers(0, 2**32 - 2), B=st.integers(1, 30))
-def test_a_promise_holds(name: str, promise: str, seed: int, B: int) -> None:
-    assert PROPERTIES[promise].holds(CASES[name], drawn(seed), B, seed)
+@given(seed=st.integers(0, 2**32 - 2), B=st.integers(1, 30), keys=st.sampled_from(sorted(KINDS)))
+def test_a_promise_holds(name: str, promise: str, seed: int, B: int, keys: str) -> None:
+    assert PROPERTIES[promise].holds(CASES[name], altered(drawn(seed), keys, seed), B, seed)
 
 
 @pytest.mark.usefixtures("reference_items")
 @pytest.mark.parametrize(("name", "promise"), cells("no"))
 def test_what_is_not_promised_has_a_counterexample(name: str, promise: str) -> None:
+    """On keys of some kind."""
     assert any(
-        not PROPERTIES[promise].holds(CASES[name], drawn(seed), 1 + seed % 20, seed) for seed in range(SEARCHED)
+        not PROPERTIES[promise].holds(CASES[name], altered(drawn(seed), keys, seed), 1 + seed % 20, seed)
+        for seed in range(SEARCHED) for keys in KINDS
     )
 
 

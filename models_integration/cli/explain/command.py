@@ -13,8 +13,8 @@ from models_integration.cli.checks import calibration_of, check_file, read_text
 from models_integration.cli.explain.page import explain_html, record
 from models_integration.policies.methods import prefill
 from models_integration.policies.spelled import spelled
+from models_integration.studies.evidence.rules import check_budget
 from models_integration.studies.subject import Loading, Subject
-from spec.budget import parse_budget
 from spec.errors import SpecError
 from spec.parameters import PAPER
 from spec.records import CrystalRetention
@@ -36,7 +36,7 @@ def run(
             or of more than the model has positions.
     """
     text = read_text("PROMPT", prompt)
-    parse_budget(budget)
+    check_budget("budget", budget)
     check_file("out", out)
     others = [beside] if beside else []
     for other in others:

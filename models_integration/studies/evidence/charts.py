@@ -1,4 +1,4 @@
-"""Pictures of a study: policies over their mean cache, paired differences, depth and length, one constant varied."""
+"""Pictures of a run: policies over the prompt tokens that they keep, paired differences, depths, a constant varied."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -6,17 +6,20 @@ from typing import Any
 import numpy as np
 
 from models_integration.policies.spelled import spelled
+from models_integration.studies.estimate import SIGNIFICANT, format_p
 from models_integration.studies.evidence.claims import FLOOR, Samples
-from models_integration.studies.evidence.kept import CONTROLS, RANDOM
+from models_integration.studies.evidence.controls import BLIND, CONTROLS, FULL, RANDOM
 from models_integration.studies.evidence.rules import AT_PROMPT
 from models_integration.studies.evidence.tables import budgets_of, by_task, off_budget, policies_of
-from models_integration.studies.page.elements import forest, grid, note, panel, plots, section, shaded, table
+from models_integration.studies.page.elements import Html, forest, grid, note, panel, plots, section, shaded, table
 from models_integration.studies.page.pictures import Curve
+from reference.statistics import holm
 from spec.errors import SpecError
 from spec.parameters import PAPER
 
 __all__ = ["curves_of", "depths", "differences", "sweeps", "swept"]
 
+FULL_CELL = FULL, "1.0"
 _FEWEST = 5
 """Values from which on a constant has pictures of its own."""
 _BINS = ("0-¼", "¼-½", "½-¾", "¾-1")
@@ -32,7 +35,7 @@ _MEASURES = {
 
 
 def curves_of(placements: Mapping[str, Samples]) -> str:
-    """A picture for each measure, task and placement: a curve for each policy, its budgets over their mean cache."""
+    """A picture for each measure, task and placement: a curve for each policy, over the prompt tokens that it keeps."""
     every = [name for some in placements.values() for name in policies_of(some)]
     alone = {name for values in swept(every).values() for name in values.values()}
     names = [name for name in dict.fromkeys(every) if name not in alone]
@@ -42,10 +45,10 @@ def curves_of(placements: Mapping[str, Samples]) -> str:
             grid([
                 panel(f"{task}, {placement.lower()}, n = {len(some.rows)}", [
                     Curve(name, key, [
-                        (budget, some.share((name, budget)), measure(some, (name, budget)))
+                        (budget, some.prompt_kept((name, budget)), measure(some, (name, budget)))
                         for budget in budgets_of(some)
                     ]) for key, name in enumerate(names)
-                ], "mean cache, part of the full one", title.lower()) for task, some in by_task(whole).items()
+                ], "prompt tokens kept", title.lower()) for task, some in by_task(whole).items()
             ]) for placement, whole in placements.items()
         ]
         if any(grids):
@@ -100,9 +103,34 @@ def differences(samples: Samples) -> str:
         if any(one.known for _, one, _ in lines):
             found.append(forest(f"Budget {budget}", ["policy"], lines))
     if not found:
-        return ""
+        return right_answers(samples)
     about = f"Recovery over that of a random set, paired; {', '.join(by_task(some)).lower()}; n = {len(some.rows)}."
-    return note(about) + grid(found, "grid broad")
+    return note(about) + grid(found, "grid broad") + right_answers(samples)
+
+
+def right_answers(samples: Samples) -> Html:
+    """Of tasks without likelihoods, each cell's right answers over the full cache's or the first policy's: McNemar."""
+    found = []
+    for title, some in by_task(samples).items():
+        cells = [cell for cell in some.cells if cell[0] != BLIND and not some.worth().known]
+        base = FULL_CELL if FULL_CELL in cells else next(iter(cells), FULL_CELL)
+        pairs = {cell: pair for cell in cells if cell != base and (pair := some.pairs(cell, base))}
+        corrected = holm({str(cell): pair.p for cell, pair in pairs.items()}) if pairs else {}
+        if not pairs:
+            continue
+        n = min(pair.difference.n for pair in pairs.values())
+        if (least := 2.0 ** (1 - n)) > SIGNIFICANT:
+            found.append(note(f"{n} samples cannot tell two policies apart: the smallest p is {least:g}.", "warning"))
+        found.append(forest(
+            f"{title}, n = {n}; {' '.join(base)}: {some.accuracy(base)}; p: McNemar's exact, by Holm",
+            ["policy", "budget", "accuracy", "won", "lost", "p"], [
+                (
+                    [*cell, some.accuracy(cell), pair.won, pair.lost, format_p(corrected[str(cell)])],
+                    pair.difference, None,
+                ) for cell, pair in pairs.items()
+            ],
+        ))
+    return Html("".join(found))
 
 
 def depths(samples: Samples) -> str:
@@ -119,7 +147,8 @@ def depths(samples: Samples) -> str:
     maps = []
     for budget in budgets_of(some):
         kept = {name: some.kept((name, budget)) / tokens for name in policies_of(some) if (name, budget) in some.cells}
-        lines = [[name, *(shaded(own[rows]) for rows in places.values())] for name, own in kept.items()]
+        shares = {name: [own[rows] for rows in places.values()] for name, own in kept.items()}
+        lines = [[name, *(shaded(each[~np.isnan(each)]) for each in own)] for name, own in shares.items()]
         maps.append(table(f"Budget {budget}", ["", *places], lines, kind="heat"))
     counts = ", ".join(f"{len(rows)} at {place}" for place, rows in places.items())
     about = f"Mean share of evidence kept, by length and depth of the evidence. Samples: {counts}."

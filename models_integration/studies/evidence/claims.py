@@ -18,10 +18,12 @@ from models_integration.studies.estimate import (
     SEED,
     SIGNIFICANT,
     Estimate,
+    Pairs,
     format_p,
+    pairs_of,
     share_of,
 )
-from models_integration.studies.evidence.kept import BLIND, FULL
+from models_integration.studies.evidence.controls import BLIND, CONTROL_BOUNDS, FULL
 from models_integration.studies.evidence.rules import Claim
 from models_integration.studies.results import Row
 from reference.statistics import (
@@ -52,11 +54,14 @@ ENDS = (FULL, "1.0"), (BLIND, "0")
 
 
 class Samples:
-    """Rows of one part of a study, cell by cell as vectors over samples."""
+    """Rows of one part of a study, cell by cell as vectors over samples; controls with a bound are not among them."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows = rows
-        self._cells = [{(cell["policy"], cell["budget"]): cell for cell in row["cells"]} for row in rows]
+        self._cells = [
+            {(cell["policy"], cell["budget"]): cell for cell in row["cells"] if cell["policy"] not in CONTROL_BOUNDS}
+            for row in rows
+        ]
         last = {_context_of(row): at for at, row in enumerate(rows)}
         firsts, clusters = np.unique([last[_context_of(row)] for row in rows], return_inverse=True)
         self.clusters: IntVector = clusters.astype(np.int64)
@@ -65,8 +70,8 @@ class Samples:
 
     @property
     def cells(self) -> list[tuple[str, str]]:
-        """Policies and budgets, in the order in which they were measured."""
-        return list(self._cells[0]) if self._cells else []
+        """Policies and budgets that some sample has, in the order in which they were measured."""
+        return list(dict.fromkeys(cell for cells in self._cells for cell in cells))
 
     @property
     def contexts(self) -> int:
@@ -77,25 +82,34 @@ class Samples:
         """The samples of these tasks, placements, ..."""
         return Samples([row for row in self.rows if all(row[name] in some for name, some in wanted.items())])
 
+    def having(self, *cells: tuple[str, str]) -> "Samples":
+        """The samples that have all of these cells; a run may have been cut short, or added policies later."""
+        if all(cell in own for cell in cells for own in self._cells):
+            return self
+        return Samples([row for row, own in zip(self.rows, self._cells, strict=True) if set(cells) <= own.keys()])
+
     def able(self) -> "Samples":
-        """The samples that count in accuracies: of tasks, lengths and placements that the full cache can do."""
+        """The samples that count in accuracies: of tasks, lengths and placements that the full cache can do, or all
+        that are judged where it was not asked."""
+        floor = FLOOR if ENDS[0] in self.cells else 0.0
         groups: dict[tuple[object, ...], list[int]] = {}
         for at, row in enumerate(self.rows):
             groups.setdefault((row["task"], row["length"], row["placement"]), []).append(at)
-        right = [cells.get(ENDS[0], {}).get("right") for cells in self._cells]
+        judges = [cells.get(ENDS[0], {}) if floor else next(iter(cells.values()), {}) for cells in self._cells]
+        right = [cell.get("right") for cell in judges]
         counted = [
             at for group in groups.values() for at in group
-            if None not in (some := [right[one] for one in group]) and sum(some) >= FLOOR * len(some)
+            if None not in (some := [right[one] for one in group]) and sum(some) >= floor * len(some)
         ]
         return Samples([self.rows[at] for at in sorted(counted)])
 
     def of(self, cell: tuple[str, str], name: str) -> Float64[Vector, " n"]:
-        """A number of one cell, of every sample."""
-        return np.array([cells[cell][name] for cells in self._cells], dtype=np.float64)
+        """A number of one cell, of every sample; NaN where it was not measured."""
+        return np.array([cells[cell].get(name) for cells in self._cells], dtype=np.float64)
 
     def prompt_kept(self, cell: tuple[str, str]) -> float:
         """Tokens of the prompt that one cell keeps, a mean over samples, layers and KV heads."""
-        each = [np.mean(cells[cell]["kept"]) for cells in self._cells]
+        each = [np.mean(cells[cell]["kept"]) for cells in self._cells if cell in cells]
         return float(np.mean(each)) if each else math.nan
 
     def drawn(self) -> Int64[IntMatrix, "resamples contexts"]:
@@ -105,14 +119,15 @@ class Samples:
 
     def share(self, cell: tuple[str, str]) -> float:
         """The same as a part of the full cache's; NaN where that was not run."""
-        if not {cell, ENDS[0]} <= set(self.cells):
+        some = self.having(cell, ENDS[0])
+        if not some.rows:
             return math.nan
-        return float((self.of(cell, "mean_cache") / self.of(ENDS[0], "mean_cache")).mean())
+        return float((some.of(cell, "mean_cache") / some.of(ENDS[0], "mean_cache")).mean())
 
     def accuracy(self, cell: tuple[str, str]) -> Estimate:
         """Right answers with Wilson's interval, or the mean score of a metric that is not right or wrong."""
-        able = self.able()
-        if cell not in able.cells:
+        able = self.able().having(cell)
+        if not able.rows:
             return NOTHING
         right = able.of(cell, "right")
         if set(right) <= {0.0, 1.0}:
@@ -121,8 +136,8 @@ class Samples:
 
     def survival(self, cell: tuple[str, str]) -> Estimate:
         """Share of evidence tokens kept, mean over layers and KV heads."""
-        some = self.with_evidence()
-        if cell not in some.cells:
+        some = self.with_evidence().having(cell)
+        if not some.rows:
             return NOTHING
         return some.ratio(some.kept(cell) / [row["evidence_tokens"] for row in some.rows], np.ones(len(some.rows)))
 
@@ -132,7 +147,7 @@ class Samples:
 
     def kept(self, cell: tuple[str, str]) -> Float64[Vector, " n"]:
         """Evidence tokens that one cell keeps of every sample, mean over layers and KV heads."""
-        return np.array([np.mean(cells[cell]["evidence_kept"]) for cells in self._cells])
+        return np.array([np.mean(cells[cell]["evidence_kept"]) if cell in cells else np.nan for cells in self._cells])
 
     def recovery(self, cell: tuple[str, str]) -> Estimate:
         """Likelihood recovered, of what the context is worth; none where that is not clearly something."""
@@ -142,16 +157,21 @@ class Samples:
 
     def over(self, first: tuple[str, str], second: tuple[str, str]) -> Estimate:
         """What one cell recovers more than another, sample by sample."""
-        if not {first, second, *ENDS} <= set(self.cells):
-            return NOTHING
-        return self.ratio(self.gained(first, second), self.gained(*ENDS))
+        some = self.having(first, second, *ENDS)
+        return some.ratio(some.gained(first, second), some.gained(*ENDS)) if some.rows else NOTHING
 
     def worth(self) -> Estimate:
         """Log-likelihood of the answer with the full cache above that without context, nats; none without these two."""
-        if not set(ENDS) <= set(self.cells):
-            return NOTHING
-        gaps = self._gaps()
-        return self.ratio(gaps, np.ones(len(gaps)))
+        some = self.having(*ENDS)
+        gaps = some._gaps() if some.rows else np.array([math.nan])
+        return NOTHING if np.isnan(gaps).any() else some.ratio(gaps, np.ones(len(gaps)))
+
+    def pairs(self, first: tuple[str, str], second: tuple[str, str]) -> Pairs | None:
+        """Right answers of two cells on the same samples; None without any, or where a metric has more than two."""
+        some = self.having(first, second)
+        each = some.of(first, "right"), some.of(second, "right")
+        judged = bool(some.rows) and all(set(one) <= {0.0, 1.0} for one in each)
+        return pairs_of(*(one.tolist() for one in each)) if judged else None
 
     def worthy(self) -> "Samples":
         """The samples of tasks whose context is clearly worth something."""

@@ -1,54 +1,39 @@
-"""What each cell of a sample keeps: a prompt is observed once, each policy scores it once, budgets only select."""
+"""What each policy keeps of a prompt: it is observed once, each policy scores it once, budgets only select."""
 
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
-from models_integration.session.segment import ObservedSegment
-from models_integration.session.verbs import EVERYTHING, observe
+from models_integration.cache.continuation import Decision
+from models_integration.session.method import Method
+from models_integration.session.segment import ObservedSegment, decide
+from models_integration.session.verbs import observe
 from models_integration.studies.answers import cropped, needed, retentions
+from models_integration.studies.evidence.controls import EVERY_CONTROL, control_set
 from models_integration.studies.subject import Subject
 from models_integration.tasks import Placement, Sample
-from reference.policies.budgets import even
-from reference.policies.protections import SinkAndRecent, protecting
 from reference.policies.retain import tokens_of
-from reference.policies.selectors import top_units
-from spec.arrays import BoolVector
 from spec.budget import parse_budget
 from spec.errors import SpecError
-from spec.parameters import PAPER
-from spec.policy import Needs, Observation, Policy, Scores
-from spec.retention import Granularity, Retention
+from spec.policy import Policy
+from spec.retention import Retention
 
-__all__ = ["BLIND", "CONTROLS", "EVIDENCE", "FULL", "RANDOM", "Prompt", "random_policy", "read_prompt"]
-
-FULL, BLIND, RANDOM, EVIDENCE = "fullcache", "blind", "random", "evidence"
-CONTROLS = (FULL, BLIND, RANDOM, EVIDENCE)
-"""Ceiling; no context; a random set; the evidence, then a random set."""
+__all__ = ["Prompt", "Step", "read_prompt", "steps"]
 
 
 @dataclass(frozen=True)
-class RandomScores:
-    """Scores that know nothing: every layer and KV head draws its own."""
+class Step:
+    """A policy that goes on deciding while tokens are decoded, and the cache that it goes on with.
 
-    seed: int
-    needs: Needs = Needs()
+    What is dropped and read again would leave no records behind, so its prompt ends before that.
+    """
 
-    def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
-        shape = observation.groups, observation.seen
-        return Scores(np.random.default_rng(self.seed).random(shape), np.arange(observation.seen + 1))
-
-
-def random_policy(seed: int) -> Policy:
-    """A random set for each layer and KV head, beside the paper's sinks and recent window."""
-    protection = SinkAndRecent(PAPER.N_sink, PAPER.W_recent)
-    floor = PAPER.N_sink + PAPER.W_recent
-    return Policy(
-        RANDOM, RandomScores(seed), even, top_units, protection, granularity=Granularity.HEAD, floor=floor
-    )
+    method: Method
+    decision: Decision
+    observed: ObservedSegment
+    placement: Placement
 
 
 @dataclass(frozen=True)
@@ -57,47 +42,88 @@ class Prompt:
 
     Attributes:
         placement: what is dropped from it and read after it.
-        observed: with the full cache, less what is dropped.
+        observed: with the full cache, less what is dropped; its logits are those of the prompt's last token.
         kept: by policy, in the order of the budgets; less what is dropped.
+        steps: policies that go on deciding, in the same order.
+        budgets: as text.
         seconds: of the prefill, and of each policy's decisions.
     """
 
     placement: Placement
     observed: ObservedSegment
     kept: Mapping[str, Sequence[Retention]]
+    steps: Mapping[str, Sequence[Step]]
+    budgets: Sequence[str]
     seconds: Mapping[str, float]
 
     def followed_by(self, placement: Placement) -> "Prompt":
         """The same with another question behind it."""
-        return replace(self, placement=placement)
+        steps = {
+            name: [replace(step, placement=placement) for step in own] for name, own in self.steps.items()
+        } if placement.name == "after" else self.steps
+        return replace(self, placement=placement, steps=steps)
 
-    def with_evidence(self, sample: Sample, budgets: Sequence[str]) -> Mapping[str, Sequence[Retention]]:
-        """What is kept, the control that keeps this sample's evidence among it."""
-        positions = [position for start, stop in sample.evidence for position in range(start, stop)]
-        policy = protecting(random_policy(_seed(self.placement)), positions)
-        return {**self.kept, EVIDENCE: _kept(policy, budgets, self.observed, self.placement)}
+    def set_of(self, policy: str, budget: str, sample: Sample) -> Retention:
+        """What a cell keeps: a policy, or a control on this sample."""
+        if policy in EVERY_CONTROL:
+            return control_set(policy, budget, sample, self.observed, self.placement)
+        return self.kept[policy][self.budgets.index(budget)]
+
+    def step_of(self, policy: str, budget: str) -> Step | None:
+        """How a cell goes on deciding; None where it does not."""
+        return self.steps[policy][self.budgets.index(budget)] if policy in self.steps else None
+
+
+def steps(method: Method) -> bool:
+    """Whether a policy goes on deciding while tokens are decoded."""
+    return method.policy.cadence.every is not None or method.continuation.decode
 
 
 def read_prompt(
-    subject: Subject, policies: Mapping[str, Policy], budgets: Sequence[str], placement: Placement,
+    subject: Subject, methods: Mapping[str, Method], budgets: Sequence[str], placement: Placement,
 ) -> Prompt:
-    """Observe a prompt once, and decide about it under every policy and budget, and at random.
+    """Observe a prompt once, and decide about it under every policy and budget.
+
+    Args:
+        subject: the model.
+        methods: by the policy's text, under any budget.
+        budgets: as text.
+        placement: of the sample.
 
     Raises:
         SpecError: for a prompt that is not served, and what a policy refuses.
     """
+    going_on = {name: method for name, method in methods.items() if steps(method)}
+    if placement.dropped_slots and going_on:
+        once = replace(placement, prompt_ids=placement.prompt_ids[: -placement.dropped_slots], dropped_slots=0)
+        own = read_prompt(subject, going_on, budgets, once)
+        others = {name: method for name, method in methods.items() if name not in going_on}
+        prompt = read_prompt(subject, others, budgets, placement)
+        kept, seconds = {**prompt.kept, **own.kept}, {**own.seconds, **prompt.seconds}
+        return replace(prompt, kept=kept, steps=own.steps, seconds=seconds)
     start = time.perf_counter()
-    rehearsal = needed(policy.scorer.needs for policy in policies.values()).rehearsal
     ids = torch.tensor([placement.prompt_ids], device=subject.model.device)
-    observed = observe(subject.model, ids, needs=replace(EVERYTHING, rehearsal=rehearsal))
-    seconds, kept = {"prefill": time.perf_counter() - start}, {}
-    for name, policy in {**policies, RANDOM: random_policy(_seed(placement))}.items():
+    needs = needed(method.policy.scorer.needs for method in methods.values())
+    observed = observe(subject.model, ids, needs=needs)
+    seconds, kept, following = {"prefill": time.perf_counter() - start}, {}, {}
+    for name, method in methods.items():
         start = time.perf_counter()
-        kept[name] = _kept(policy, budgets, observed, placement)
+        if name in going_on:
+            following[name] = [_step(subject, name, budget, observed, placement) for budget in budgets]
+            kept[name] = [step.decision.retentions[0] for step in following[name]]
+        else:
+            kept[name] = _kept(method.policy, budgets, observed, placement)
         seconds[name] = time.perf_counter() - start
+    # Nobody asks any more what the layers have shown, which may be larger than the cache.
+    observed.recorder.seen.clear()
     if placement.dropped_slots:
         observed.cache.crop(-placement.dropped_slots)
-    return Prompt(placement, observed, kept, seconds)
+    return Prompt(placement, observed, kept, following, budgets, seconds)
+
+
+def _step(subject: Subject, policy: str, budget: str, observed: ObservedSegment, placement: Placement) -> Step:
+    method = subject.policy(policy, budget).on(subject.model)
+    return Step(method, decide(method, observed), observed, placement)
 
 
 def _kept(
@@ -119,9 +145,3 @@ def _check_promise(policy: Policy, B: int, kept: Retention) -> None:
     if policy.promises.budget_exact == "yes" and len(kept.positions) > B * kept.groups:
         mean = f"{len(kept.positions) / kept.groups:g}"
         raise SpecError("budget", B, f"is what {policy.name} promises to keep, and it keeps {mean} tokens of a group")
-
-
-def _seed(placement: Placement) -> int:
-    """Of a prompt's random sets: questions of one context share them."""
-    ids = np.array(placement.prompt_ids, dtype="<u4")
-    return int(np.bitwise_xor.reduce(ids * np.arange(1, 2 * len(ids), 2, dtype="<u4")))

@@ -1,10 +1,10 @@
-"""One sample under every policy and budget: each cell's cache reads question and gold answer in one forward."""
+"""One sample under every policy and budget: each cell's cache reads the question, the gold answer, and answers."""
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from math import ceil
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -13,19 +13,22 @@ from torch import Tensor
 
 from models_integration.cache.continuation import Decision
 from models_integration.cache.retained_cache import RetainedCache, side_by_side
-from models_integration.session.segment import ObservedSegment
+from models_integration.model.cache_argument import cache_name
+from models_integration.session.session import Session
 from models_integration.session.verbs import NOTHING, compact, read
 from models_integration.studies.answers import generated, onward
-from models_integration.studies.evidence.kept import BLIND, FULL, Prompt
+from models_integration.studies.evidence.controls import BLIND, FULL, evidence_mask
+from models_integration.studies.evidence.kept import Prompt, Step
 from models_integration.studies.results import Row
 from models_integration.studies.subject import Subject
 from models_integration.tasks import Sample, score
+from models_integration.tasks.assembly import decode
 from models_integration.tasks.metrics import RIGHT_OR_WRONG
 from spec.arrays import BoolVector, Float64, Int64, IntVector, Matrix
 from spec.policy import LayerView, Needs
 from spec.retention import Granularity, Retention
 
-__all__ = ["Said", "answer_attention", "evidence_kept", "lost_attention", "measure", "said"]
+__all__ = ["Said", "answer_attention", "evidence_kept", "lost_attention", "measure"]
 
 
 @dataclass(frozen=True)
@@ -69,24 +72,45 @@ class Said:
         return float(gaps.double().mean())
 
 
-def said(observed: ObservedSegment, gold: Sequence[int]) -> Iterator[Said]:
-    """Each row of a forward, apart."""
-    assert observed.logits is not None
-    answer = torch.tensor(gold, device=observed.logits.device)
-    for logits in observed.logits:
-        yield Said(logits.float(), answer)
+_Content: TypeAlias = tuple[Granularity, bytes, bytes]
 
 
+class _Cell(NamedTuple):
+    policy: str
+    budget: str
+    kept: Retention
+    step: Step | None = None
+
+    @property
+    def content(self) -> _Content:
+        """All that a reading depends on."""
+        return self.kept.granularity, self.kept.positions.tobytes(), self.kept.offsets.tobytes()
+
+
+class _Reading(NamedTuple):
+    """What a cache says to a question: of the gold answer, where it has tokens, and by itself."""
+
+    said: Said | None
+    answer: list[int] | None
+    """None where no answer is judged."""
+    stored: Sequence[float]
+    """Slots of a layer and KV head at each forward after the prompt."""
+
+
+@torch.no_grad()
 def measure(
-    subject: Subject, sample: Sample, prompt: Prompt, budgets: Sequence[str], batch_size: int,
+    subject: Subject, sample: Sample, prompt: Prompt, wanted: Sequence[tuple[str, str]], batch_size: int,
 ) -> Row:
-    """All measures of one sample: its cells, the full cache and the blind one among them.
+    """All measures of one sample.
+
+    An answer is greedy, until a stop id or the sample's limit; where it is right or wrong and the gold answer has
+    tokens, it is right if it begins with them, and no more than as many are made.
 
     Args:
         subject: the model.
-        sample: with gold answer tokens.
+        sample: a question and what answers it.
         prompt: that the sample's placement begins with.
-        budgets: of its kept sets.
+        wanted: the cells, policies or controls with their budgets.
         batch_size: cells that are read side by side, those that keep the same as one. It changes no decision; products
             over several rows may round otherwise than over one.
 
@@ -95,30 +119,12 @@ def measure(
     """
     start = time.perf_counter()
     reader = _Reader(subject, sample, prompt)
-    cells = reader.ends()
-    kept = prompt.with_evidence(sample, budgets)
-    wanted = [_Cell(name, budget, kept[name][at]) for (at, budget), name in product(enumerate(budgets), kept)]
-    different = list({cell.content: cell for cell in wanted}.values())
-    rows = dict[_Content, Row]()
-    for first in range(0, len(different), batch_size):
-        some = different[first : first + batch_size]
-        rows.update(zip((cell.content for cell in some), reader.side_by_side(some), strict=True))
-    cells += [{**rows[cell.content], "policy": cell.policy, "budget": cell.budget} for cell in wanted]
-    return {"cells": cells, "seconds": {**prompt.seconds, "reading": time.perf_counter() - start}}
-
-
-_Content: TypeAlias = tuple[Granularity, bytes, bytes]
-
-
-class _Cell(NamedTuple):
-    policy: str
-    budget: str
-    kept: Retention
-
-    @property
-    def content(self) -> _Content:
-        """All that a reading depends on."""
-        return self.kept.granularity, self.kept.positions.tobytes(), self.kept.offsets.tobytes()
+    cells = [
+        _Cell(policy, budget, prompt.set_of(policy, budget, sample), prompt.step_of(policy, budget))
+        for policy, budget in wanted
+    ]
+    found = reader.rows(cells, batch_size)
+    return {"cells": found, "seconds": {**prompt.seconds, "reading": time.perf_counter() - start}}
 
 
 class _Reader:
@@ -126,71 +132,169 @@ class _Reader:
 
     def __init__(self, subject: Subject, sample: Sample, prompt: Prompt) -> None:
         self._subject, self._sample, self._prompt = subject, sample, prompt
-        self._cache, self._fed, self._gold = prompt.observed.cache, prompt.placement.fed_ids, sample.answer_ids
+        self._cache, self._gold = prompt.observed.cache, sample.answer_ids
         self._seen = self._cache.get_seq_length()
-        self._evidence = np.zeros(self._seen, dtype=np.bool_)
-        for first, stop in sample.evidence:
-            self._evidence[first:stop] = True
+        self._evidence = evidence_mask(sample, self._seen)
         stored = [tensor for layer in self._cache.full_layers for tensor in (layer.keys, layer.values)]
         self._slot_bytes = sum(tensor.nbytes for tensor in stored if tensor is not None) // self._seen
-        self._full: Said
-        self._attention: Matrix
+        self._of_gold = bool(self._gold) and sample.metric in RIGHT_OR_WRONG
+        self._judged = bool(self._evidence.any() or sample.references or not self._gold)
+        self._limit = len(self._gold) if self._of_gold else sample.max_new_tokens
+        self._full: Said | None = None
+        self._attention: Matrix | None = None
 
-    def ends(self) -> list[Row]:
-        """The full cache, which also shows where the answer's rows look, and the question without its context."""
-        everything = _Cell(FULL, "1.0", Retention.shared(np.arange(self._seen), self._seen))
-        nothing = _Cell(BLIND, "0", Retention.shared(np.arange(0), self._seen))
-        needs, cache = Needs("all", len(self._gold)), compact(self._cache, Decision((everything.kept,)))
-        shown = self._read(cache, self._fed, needs=needs)
-        self._attention = answer_attention(shown.recorder.views(0).values(), self._seen)
-        (self._full,) = said(shown, self._gold)
-        blind = RetainedCache(self._prompt.observed.architecture.config)
+    def rows(self, cells: Sequence[_Cell], batch_size: int) -> list[Row]:
+        """The cells' rows; the full cache is read first where the others are held against it."""
+        full = _Cell(FULL, "1.0", Retention.shared(np.arange(self._seen), self._seen))
+        found = dict[_Content, _Reading]()
+        if self._gold:
+            found[full.content] = self._read_full(full)
+        elsewhere = {
+            (cell.policy, cell.budget): self._in_steps(cell.step) if cell.step else self._blind()
+            for cell in cells if cell.step or cell.policy == BLIND
+        }
+        different = {cell.content: cell for cell in cells if (cell.policy, cell.budget) not in elsewhere}
+        left = [cell for content, cell in different.items() if content not in found]
+        left.sort(key=lambda cell: len(cell.kept.positions) / cell.kept.groups)  # little is padded then
+        for first in range(0, len(left), batch_size):
+            some = left[first : first + batch_size]
+            found.update(zip((cell.content for cell in some), self._side_by_side(some), strict=True))
         return [
-            *self._rows([everything], shown),
-            *self._rows([nothing], self._read(blind, self._sample.question_ids)),
+            self._row(cell, elsewhere.get((cell.policy, cell.budget)) or found[cell.content]) for cell in cells
         ]
 
-    def side_by_side(self, cells: Sequence[_Cell]) -> list[Row]:
+    def _read_full(self, full: _Cell) -> _Reading:
+        """The full cache, which also shows where the answer's rows look."""
+        rows = len(self._prompt.placement.fed_ids) + len(self._gold) - 1
+        needs = Needs("all", min(len(self._gold), rows)) if rows else NOTHING
+        (found,) = self._side_by_side([full], needs)
+        self._full = found.said
+        return found
+
+    def _blind(self) -> _Reading:
+        """The question without its context."""
+        cache, fed = RetainedCache(self._prompt.observed.architecture.config), self._sample.question_ids
+        (found,) = self._said(cache, fed, [0.0], NOTHING)
+        return found
+
+    def _side_by_side(self, cells: Sequence[_Cell], needs: Needs = NOTHING) -> list[_Reading]:
         """Cells, each on its compacted cache, in one forward."""
         decision = Decision(tuple(cell.kept for cell in cells))
         cache = compact(side_by_side(self._cache, len(cells)), decision)
-        return self._rows(cells, self._read(cache, self._fed, len(cells)))
+        lengths = [len(cell.kept.positions) / cell.kept.groups for cell in cells]
+        return self._said(cache, self._prompt.placement.fed_ids, lengths, needs)
 
-    def _read(
-        self, cache: RetainedCache, fed: Sequence[int], rows: int = 1, needs: Needs = NOTHING,
-    ) -> ObservedSegment:
-        """Question and gold answer but its last token: the last columns predict the answer."""
-        ids = torch.tensor([[*fed, *self._gold[:-1]]] * rows, device=self._subject.model.device)
-        return read(self._subject.model, cache, ids, needs, last=len(self._gold))
+    def _said(
+        self, cache: RetainedCache, fed: Sequence[int], lengths: Sequence[float], needs: Needs,
+    ) -> list[_Reading]:
+        """Read what is fed and the gold answer but its last token: the last columns predict the answer. Then answer."""
+        ids, rows, gold, shown = [*fed, *self._gold[:-1]], len(lengths), max(1, len(self._gold)), list[Tensor]()
+        if not fed:
+            assert self._prompt.observed.logits is not None
+            shown.append(self._prompt.observed.logits[:, -1:].expand(rows, -1, -1))
+        if ids:
+            given = torch.tensor([ids] * rows, device=self._subject.model.device)
+            observed = read(self._subject.model, cache, given, needs, last=min(gold, len(ids)))
+            assert observed.logits is not None
+            shown.append(observed.logits)
+            if needs.layers != "none":
+                self._attention = answer_attention(observed.recorder.views(0).values(), self._seen)
+        columns = torch.cat(shown, dim=1)
+        each = [self._gold_said(row) for row in columns]
+        answers = self._answers(cache, columns[:, 0], each)
+        return [
+            _Reading(said, answer, self._stored(length, fed, answer))
+            for said, answer, length in zip(each, answers, lengths, strict=True)
+        ]
 
-    def _rows(self, cells: Sequence[_Cell], shown: ObservedSegment) -> list[Row]:
-        each = list(said(shown, self._gold))
-        right: Sequence[float | None] = [row.exact for row in each]
-        if not self._evidence.any() and not self._sample.references:
-            right = [None] * len(each)
-        elif self._sample.metric not in RIGHT_OR_WRONG:
-            shown.cache.crop(1 - len(self._gold))
-            first = torch.stack([row.logits[0] for row in each])
-            forward, stop = onward(self._subject.model, shown.cache), self._subject.stop_ids
-            answers = generated(forward, first, stop, self._sample.max_new_tokens)
-            right = [score(self._subject.tokenizer, ids, self._sample) for ids in answers]
-        return [self._row(*cell, row, judged) for cell, row, judged in zip(cells, each, right, strict=True)]
+    def _gold_said(self, columns: Tensor) -> Said | None:
+        if not self._gold:
+            return None
+        return Said(columns.float(), torch.tensor(self._gold, device=columns.device))
 
-    def _row(self, policy: str, budget: str, kept: Retention, row: Said, right: float | None) -> Row:
+    def _answers(
+        self, cache: RetainedCache, first: Tensor, said: Sequence[Said | None],
+    ) -> Sequence[list[int] | None]:
+        """Greedy answers on a cache that has read the gold one, from the logits of their first token."""
+        if not self._judged:
+            return [None] * len(said)
+        if self._of_gold and all(one is not None and one.exact for one in said):
+            return [list(self._gold)] * len(said)
+        if len(self._gold) > 1:
+            cache.crop(1 - len(self._gold))
+        return generated(onward(self._subject.model, cache), first, self._subject.stop_ids, self._limit)
+
+    def _stored(self, length: float, fed: Sequence[int], answer: list[int] | None) -> list[float]:
+        """A forward of what is fed, if anything is, and one of each token of the answer but the last: the gold one's,
+        so that caches of one size are compared, or else its own."""
+        tokens = len(self._gold or answer or ())
+        return [length + len(fed) + step for step in range(0 if fed else 1, tokens)]
+
+    def _in_steps(self, step: Step) -> _Reading:
+        """A cell whose cache is decided about after every token."""
+        fed, said, stored, answer = step.placement.fed_ids, None, list[float](), None
+        if self._gold:
+            columns = self._steps(step, [*fed, *self._gold[:-1]], stored)
+            said = self._gold_said(torch.cat(columns[-len(self._gold) :]))
+        if said is not None and self._of_gold and said.exact:
+            answer = list(self._gold)
+        elif self._judged:
+            answer = self._answer_in_steps(step, fed, [] if self._gold else stored)
+        return _Reading(said, answer, stored)
+
+    def _steps(self, step: Step, tokens: Sequence[int], stored: list[float]) -> list[Tensor]:
+        """The logits (1, vocabulary) of the prompt's last token and of each of these."""
+        assert step.observed.logits is not None
+        cache, found = compact(step.observed.cache, step.decision), [step.observed.logits[:, -1]]
+        with Session(step.method, self._subject.model):
+            found += [self._step(cache, torch.tensor([[token]]), stored) for token in tokens]
+        return found
+
+    def _answer_in_steps(self, step: Step, fed: Sequence[int], stored: list[float]) -> list[int]:
+        assert step.observed.logits is not None
+        cache, logits = compact(step.observed.cache, step.decision), step.observed.logits[:, -1]
+        with Session(step.method, self._subject.model):
+            for token in fed:
+                logits = self._step(cache, torch.tensor([[token]]), stored)
+            (answer,) = generated(
+                lambda ids: self._step(cache, ids, stored), logits, self._subject.stop_ids, self._limit
+            )
+        return answer
+
+    def _step(self, cache: RetainedCache, ids: Tensor, stored: list[float]) -> Tensor:
+        model = self._subject.model
+        logits: Tensor = model(input_ids=ids.to(model.device), **{cache_name(model): cache}).logits
+        stored.append(cache.mean_length)
+        return logits[:, -1]
+
+    def _row(self, cell: _Cell, reading: _Reading) -> Row:
+        said, kept = reading.said, cell.kept
         lengths = np.diff(kept.offsets)
-        fed = len(self._sample.question_ids if policy == BLIND else self._fed)
-        mean, grown = float(lengths.mean()) + fed, len(self._gold) - 1
-        slots = {"mean_cache": mean + grown / 2, "peak_cache": max(self._prompt_tokens(policy), mean + grown)}
-        sizes = {name.replace("cache", "bytes"): round(slot * self._slot_bytes) for name, slot in slots.items()}
+        placement = cell.step.placement if cell.step else self._prompt.placement
+        slots, prompt = float(lengths.mean()), 0 if cell.policy == BLIND else len(placement.prompt_ids)
+        mean = float(np.mean(reading.stored)) if reading.stored else slots
+        sizes = {"mean_cache": mean, "peak_cache": max([prompt, *map(ceil, reading.stored)])}
+        found = {
+            "policy": cell.policy, "budget": cell.budget, "granularity": kept.granularity.value,
+            "kept": _short(lengths), "answer_slots": mean - slots,
+            "evidence_kept": _short(evidence_kept(kept, self._evidence)), "right": self._right(reading),
+            "answer": None if reading.answer is None else decode(self._subject.tokenizer, reading.answer),
+            **sizes, **{name.replace("cache", "bytes"): round(slot * self._slot_bytes) for name, slot in sizes.items()},
+        }
+        if said is None or self._full is None:
+            return found
+        lost = None if self._attention is None else lost_attention(kept, self._attention)
         return {
-            "policy": policy, "budget": budget, "granularity": kept.granularity.value,
-            "kept": _short(lengths), "evidence_kept": _short(evidence_kept(kept, self._evidence)),
-            "right": right, "exact": row.exact, "likelihood": row.likelihood, "divergence": row.divergence(self._full),
-            "lost_attention": lost_attention(kept, self._attention), **slots, **sizes,
+            **found, "exact": said.exact, "likelihood": said.likelihood, "divergence": said.divergence(self._full),
+            "lost_attention": lost,
         }
 
-    def _prompt_tokens(self, policy: str) -> int:
-        return 0 if policy == BLIND else len(self._prompt.placement.prompt_ids)
+    def _right(self, reading: _Reading) -> float | None:
+        if reading.answer is None:
+            return None
+        if self._of_gold and reading.said is not None:
+            return reading.said.exact
+        return score(self._subject.tokenizer, reading.answer, self._sample)
 
 
 def _short(counts: IntVector) -> int | list[int]:

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from models_integration.studies.estimate import SAME_CACHE
+from models_integration.studies.estimate import SAME_CACHE, SIGNIFICANT
 from models_integration.studies.evidence.charts import curves_of, depths, differences, sweeps
 from models_integration.studies.evidence.claims import Samples, verdicts
-from models_integration.studies.evidence.kept import BLIND, CONTROLS, EVIDENCE, FULL, RANDOM
+from models_integration.studies.evidence.controls import BLIND, CONTROLS, EVIDENCE, FULL, RANDOM
 from models_integration.studies.evidence.rules import PARTS, Rules
+from models_integration.studies.evidence.run import merged
+from models_integration.studies.evidence.summary import control_cells, failed_controls, summary
 from models_integration.studies.evidence.tables import (
     budgets_of,
     by_task,
@@ -31,8 +33,9 @@ _BEST = (
     " Not told apart: the interval of the paired difference holds 0. Not known: no such policy, or a context not"
     " clearly worth anything."
 )
+_HIGHEST = "Highest recovery; of a task without it, highest accuracy, told apart by McNemar's exact p, uncorrected"
 _WITHOUT = {
-    FULL: "no recovery, no accuracy, no share of the full cache", BLIND: "no recovery",
+    FULL: "no recovery, no check that the task can be done", BLIND: "no recovery",
     RANDOM: "no difference to a random set", EVIDENCE: "no ceiling for kept evidence",
 }
 
@@ -43,28 +46,37 @@ def study_sections(rows: Sequence[Row], rules: Rules | None) -> list[Html]:
     They are about the confirming samples, where there are any, and otherwise about dev samples, which decide nothing;
     about all of them, where the rules claim nothing: a sweep.
     """
-    dev, confirm = (Samples([row for row in rows if row["part"] == part]) for part in PARTS)
+    every = merged(rows)
+    own = [row for row in every if not row.get("control")]
+    dev, confirm = (Samples([row for row in own if row["part"] == part]) for part in PARTS)
     shown = confirm if confirm.rows else dev
-    if rules is not None and not rules.claims:
-        shown = Samples(rows)
+    if not shown.rows or (rules is not None and not rules.claims):
+        shown = Samples(own)
     placements = {
         f"Question {name.replace('_', ' ')}": shown.where(placement=(name,))
         for name in dict.fromkeys(row["placement"] for row in shown.rows)
     }
 
+    checked = [row for row in summary(every) if row["control"]]
+    bounds = table("What must answer, or must not", *control_cells(checked)) if checked else ""
+    failed = ", ".join(failed_controls(checked))
+
     def each(made: Callable[[Samples], str]) -> str:
         return Html("".join(section(name, made(some), level=3) for name, some in placements.items()))
 
     return [
-        section(rules.title if rules else "Study", *_about(rows[0], shown), *_missing(shown, rules)),
+        section(
+            rules.title if rules else "Results", *_about(rows[0], shown), *_missing(shown, rules),
+            note(f"Controls that FAIL: {failed}." if failed else "", "warning"),
+        ),
         section("Claims of the rules", *_claims(rules, dev, confirm)),
         section("Best policy by task and budget", note(_BEST), each(_best)),
-        section("Policies against their mean cache", curves_of(placements)),
-        section("Recovered more than by a random set", each(differences)),
+        section("Policies against the prompt tokens that they keep", curves_of(placements)),
+        section("Paired differences", each(differences)),
         section("Evidence kept by depth and length", each(depths)),
         section("One constant varied", each(sweeps)),
         section("Stages of one method", each(lambda some: stages(rules.stages if rules else (), some))),
-        section("Controls", each(controls)),
+        section("Controls", bounds, each(controls)),
         section("Cost", seconds(shown), each(sizes)),
         section("Flagged: a different number of prompt tokens kept", each(flagged)),
         section("Beside the papers", beside_papers(_accuracies(placements))),
@@ -131,14 +143,24 @@ def _best(samples: Samples) -> str:
         cells = [cell for cell in some.cells if cell[1] == budget and cell[0] not in CONTROLS and cell not in off]
         found = {cell: some.recovery(cell) for cell in cells}
         if not any(one.known for one in found.values()):
-            return "not known"
+            return "not known" if some.worth().known else most_right(some, cells)
         best = max(found, key=lambda cell: found[cell].value)
         ties = [cell for cell in cells if found[cell].value == found[best].value]
         close = [cell[0] for cell in cells if cell not in ties and not some.over(best, cell).low > 0]
         return best_of([name for name, _ in ties], found[best], close)
 
+    def most_right(some: Samples, cells: Sequence[tuple[str, str]]) -> str:
+        found = {cell: one for cell in cells if (one := some.accuracy(cell)).known}
+        best = max(found, key=lambda cell: found[cell].value, default=None)
+        if best is None or not found[best].value:
+            return "no right answer" if found else "not known"
+        ties = [cell for cell in found if found[cell].value == found[best].value]
+        pairs = {cell: some.pairs(best, cell) for cell in found if cell not in ties}
+        close = [cell[0] for cell, pair in pairs.items() if pair is None or pair.p > SIGNIFICANT]
+        return best_of([name for name, _ in ties], found[best], close)
+
     lines = [[title, *(winner(some, budget) for budget in budgets)] for title, some in by_task(samples).items()]
-    return table("Highest recovery", ["task", *(f"budget {budget}" for budget in budgets)], lines) if budgets else ""
+    return table(_HIGHEST, ["task", *(f"budget {budget}" for budget in budgets)], lines) if budgets else ""
 
 
 def _accuracies(placements: Mapping[str, Samples]) -> list[Ours]:

@@ -1,6 +1,10 @@
-"""The rules of a study: one TOML file, claims first, written before the samples that confirm them are run."""
+"""The rules of a run: one TOML file, claims first, written before the samples that confirm them are run.
+
+The options of `kvspec compare` and `kvspec sweep` write such rules too.
+"""
 
 import hashlib
+import json
 import tomllib
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields, replace
@@ -8,7 +12,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from models_integration.policies.spelled import spelled
-from models_integration.studies.evidence.kept import CONTROLS, EVIDENCE, FULL, RANDOM
+from models_integration.studies.evidence.controls import (
+    BLIND,
+    CONTROL_BOUNDS,
+    CONTROLS,
+    EVERY_CONTROL,
+    EVIDENCE,
+    FULL,
+    RANDOM,
+)
 from models_integration.studies.subject import policy_in_rows, versioned
 from models_integration.tasks import PLACEMENTS
 from models_integration.tasks.registry import resolve_task
@@ -17,10 +29,15 @@ from spec.budget import parse_budget
 from spec.errors import SpecError
 from spec.validate import check_choices
 
-__all__ = ["AT_PROMPT", "MEASURES", "PARTS", "Claim", "Rules", "Stage", "load_rules"]
+__all__ = [
+    "ALL", "AT_PROMPT", "MEASURES", "PARTS", "Claim", "Rules", "Stage", "check_budget", "load_rules",
+    "rules_of", "rules_text",
+]
 
 MEASURES = ("recovery", "accuracy")
 PARTS = ("dev", "confirm")
+ALL = "all"
+"""Both parts: of rules that claim nothing."""
 AT_PROMPT = "@prompt"
 """Behind a policy that otherwise decides while tokens are decoded: it decides at the prompt's end alone."""
 _DEV_PERCENT = 20
@@ -70,15 +87,18 @@ class Rules:
     Attributes:
         claims: in the order in which they are reported; Holm's correction is over all of them.
         stages: of one method, in its order: the page says at which of them evidence is lost.
-        model: as `--model` of the other commands.
+        models: as `--model` of the other commands.
         contexts: of each task and length; both parts together.
         questions: on each context, at most.
-        seed: of all samples.
-        policies: beside the controls, as text: `crystalcache(alpha=0)`; one that decides while tokens are decoded is
-            made to decide at the prompt's end alone, and says so: `h2o@prompt`.
+        seeds: of all samples, each once.
+        tasks: as text: `needle`, `needle(depth=0.5)`, `ruler-file:PATH`, `module:ATTRIBUTE`.
+        policies: beside the controls, as text: `crystalcache(alpha=0)`; `h2o@prompt` decides at the prompt's end alone,
+            `h2o` while tokens are decoded too.
         budgets: of every policy and of the controls; without any, full cache and blind run alone.
         calibration: a file that `kvspec calibrate RULES.toml` wrote, beside the rules; "" for none.
         digest: SHA-256 of the file, hexadecimal, and of the user's own modules that it names; in every row.
+        bare: whether texts are bare; otherwise the tokenizer's chat template, if it has one, stands around them.
+        controls: what is run beside the policies.
 
     Raises:
         SpecError: for an unknown name, a number below 1, a list with nothing in it, or a claim about what is not run.
@@ -87,10 +107,10 @@ class Rules:
     claims: tuple[Claim, ...]
     stages: tuple[Stage, ...]
     title: str
-    model: str
+    models: tuple[str, ...]
     contexts: int
     questions: int
-    seed: int
+    seeds: tuple[int, ...]
     lengths: tuple[int, ...]
     placements: tuple[str, ...]
     tasks: tuple[str, ...]
@@ -98,24 +118,35 @@ class Rules:
     budgets: tuple[str, ...]
     digest: str
     calibration: str = ""
+    bare: bool = False
+    controls: tuple[str, ...] = CONTROLS
 
     def __post_init__(self) -> None:
+        check_choices("controls", self.controls, EVERY_CONTROL)
+        if both := [name for name in EVERY_CONTROL if name in self.policies]:
+            raise SpecError("policies", both[0], "is a control: every study has it; others name it in controls")
         for policy in self.policies:
-            spelled(policy.removesuffix(AT_PROMPT))
-        if both := [name for name in CONTROLS if name in self.policies]:
-            raise SpecError("policies", both[0], "is a control: every study has it")
-        for task in self.tasks:
-            resolve_task(task)
-        check_choices("placements", self.placements, PLACEMENTS[:2])
+            _, constants = spelled(policy.removesuffix(AT_PROMPT))
+            if constants.get("stream"):
+                raise SpecError("policies", policy, "evicts while it reads; here one reading serves all policies")
+        check_choices("placements", self.placements, PLACEMENTS)
+        for task in map(resolve_task, self.tasks):
+            for placement in self.placements:
+                task.check_placement(placement)
         for budget in self.budgets:
-            parse_budget(budget)
+            check_budget("budgets", budget)
         for name in ("contexts", "questions", "lengths"):
             value = getattr(self, name)
-            if min(value if isinstance(value, tuple) else (value,), default=1) < 1:
-                raise SpecError(name, value, "must be at least 1")
-        for name in ("lengths", "placements", "tasks"):
+            least = min(value if isinstance(value, tuple) else (value,), default=1)
+            if least < 1:
+                raise SpecError(name, least, "must be at least 1")
+        for name in ("models", "seeds", "lengths", "placements", "tasks"):
             if not getattr(self, name):
                 raise SpecError(name, (), "must hold at least one")
+        if not self.budgets and set(self.controls) & set(CONTROL_BOUNDS):
+            raise SpecError("budgets", (), f"must hold at least one, for the controls {', '.join(CONTROL_BOUNDS)}")
+        if not (self.policies or self.controls):
+            raise SpecError("policies", (), "must hold at least one, or controls must")
         if len({claim.name for claim in self.claims}) < len(self.claims):
             raise SpecError("claims", [claim.name for claim in self.claims], "must have different names")
         for claim in self.claims:
@@ -124,11 +155,17 @@ class Rules:
             check_choices(f"stage {stage.name!r}: policy", (stage.policy,), self.policies)
 
     def _check_run(self, claim: Claim) -> None:
-        compared = (*self.policies, RANDOM, EVIDENCE, *((FULL,) if claim.difference < 0 else ()))
+        controls = [name for name in (RANDOM, EVIDENCE, FULL) if name in self.controls]
+        compared = (*self.policies, *controls[: 3 if claim.difference < 0 else 2])
         check_choices(f"claim {claim.name!r}: policy", (claim.first, claim.second), compared)
         check_choices(f"claim {claim.name!r}: budget", (claim.budget,), self.budgets)
         check_choices(f"claim {claim.name!r}: placement", (claim.placement,), self.placements)
         check_choices(f"claim {claim.name!r}: tasks", claim.tasks, self.tasks)
+        if claim.measure == "recovery" and {FULL, BLIND} - set(self.controls):
+            raise SpecError("controls", self.controls, f"must hold {FULL} and {BLIND}, for recoveries")
+        if claim.measure == "recovery" and (without := [t for t in claim.tasks if not resolve_task(t).entry.gold]):
+            reason = "has no gold answer tokens, whose likelihood a recovery is of: claim accuracy"
+            raise SpecError(f"claim {claim.name!r}: tasks", without[0], reason)
 
     def calibrated(self, folder: Path) -> Calibration | None:
         """The statistics that its policies may use.
@@ -150,6 +187,16 @@ class Rules:
         return PARTS[int(context_digest[:8], 16) % 100 >= _DEV_PERCENT]
 
 
+def check_budget(argument: str, budget: str) -> None:
+    """A budget that somebody wrote is one.
+
+    Raises:
+        SpecError: for another text, and for one token, which is a share without its point.
+    """
+    if parse_budget(budget, argument).count == 1:
+        raise SpecError(argument, budget, "is one token: write 1.0 for all tokens, or at least 2 tokens")
+
+
 def load_rules(path: Path) -> Rules:
     """Read a rules file: any number of [[claim]] and [[stage]], and [study].
 
@@ -158,18 +205,48 @@ def load_rules(path: Path) -> Rules:
             and what `Rules` refuses.
     """
     try:
-        data = path.read_bytes()
-        read = tomllib.loads(data.decode())
+        text = path.read_bytes().decode()
     except (OSError, ValueError) as error:
         raise SpecError("rules", str(path), f"must be a TOML file: {error}") from error
+    return _read(text, str(path))
+
+
+def rules_text(**study: Any) -> str:
+    """The text of a rules file without claims."""
+    lines = [f"{name} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in study.items()]
+    return "".join(["[study]\n", *lines])
+
+
+def rules_of(**study: Any) -> Rules:
+    """The rules that options of a command stand for. Their digest is about the user's own modules alone: a second
+    command adds policies, budgets or samples to the rows of the first.
+
+    Raises:
+        SpecError: as `load_rules`.
+    """
+    rules = _read(rules_text(**study), "the options")
+    return replace(rules, digest=hashlib.sha256(b"\0".join([b"options", *_own(rules)])).hexdigest())
+
+
+_SINGULAR = {"model": "models", "seed": "seeds"}
+
+
+def _read(text: str, where: str) -> Rules:
+    try:
+        read = tomllib.loads(text)
+    except ValueError as error:
+        raise SpecError("rules", where, f"must be a TOML file: {error}") from error
     unknown = sorted(set(read) - {"claim", "stage", "study"})
     if unknown or "study" not in read:
         raise SpecError("rules", unknown, "must hold [[claim]], [[stage]] and [study], and nothing else")
     claims, stages = (
         tuple(_made(kind, entry) for entry in read.get(name, ())) for name, kind in (("claim", Claim), ("stage", Stage))
     )
-    rules = _made(Rules, {**read["study"], "claims": claims, "stages": stages, "digest": ""})
-    return replace(rules, digest=hashlib.sha256(b"\0".join([data, *_own(rules)])).hexdigest())
+    study = {_SINGULAR.get(name, name): [one] if name in _SINGULAR else one for name, one in read["study"].items()}
+    if len(study) < len(read["study"]):
+        raise SpecError("rules", where, "must hold model or models, seed or seeds, and not both")
+    rules = _made(Rules, {**study, "claims": claims, "stages": stages, "digest": ""})
+    return replace(rules, digest=hashlib.sha256(b"\0".join([text.encode(), *_own(rules)])).hexdigest())
 
 
 def _own(rules: Rules) -> Iterator[bytes]:

@@ -1,9 +1,9 @@
-"""The run of a study's part: samples in a fixed order, each stored as one row as soon as all its cells are measured."""
+"""The run of rules: samples in a fixed order, each stored as one row as soon as all its cells are measured."""
 
 import hashlib
 import json
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,33 +12,68 @@ import numpy as np
 import torch
 import transformers
 
+from models_integration.cache.decide_anew import DecideAnew
+from models_integration.session.method import Method
 from models_integration.studies.answers import attempted
-from models_integration.studies.evidence.kept import Prompt, read_prompt
+from models_integration.studies.evidence.controls import (
+    BLIND,
+    EVIDENCE,
+    FULL,
+    RANDOM,
+    WINDOWS,
+    bounds_of,
+)
+from models_integration.studies.evidence.kept import Prompt, read_prompt, steps
 from models_integration.studies.evidence.measure import measure
-from models_integration.studies.evidence.rules import AT_PROMPT, Rules
+from models_integration.studies.evidence.rules import ALL, AT_PROMPT, Rules
 from models_integration.studies.leases import Leases, unit_named
-from models_integration.studies.results import ERROR, Row
+from models_integration.studies.results import ERROR, Row, load_rows
 from models_integration.studies.subject import Subject
 from models_integration.tasks import Sample, place
-from models_integration.tasks.chat import bare
+from models_integration.tasks.chat import NO_TEMPLATE, frame_of
 from models_integration.tasks.context import Ground
-from models_integration.tasks.prose import Prose
-from models_integration.tasks.registry import FILES, resolve_task
+from models_integration.tasks.prose import Prose, read_prose
+from models_integration.tasks.registry import FILE, SENTENCES, resolve_task
 from spec import SPEC_VERSION
+from spec.budget import parse_budget
 from spec.errors import SpecError
-from spec.policy import SEGMENT_END, Policy
+from spec.policy import SEGMENT_END
 
-__all__ = ["IDENTITY", "ONE_STUDY", "Item", "check_windows", "items", "leases", "methods", "run_part", "study_unit"]
+__all__ = [
+    "IDENTITY",
+    "ONE_STUDY",
+    "Cell",
+    "Item",
+    "check_budgets",
+    "items",
+    "leases",
+    "left_of",
+    "merged",
+    "methods",
+    "rows_of",
+    "run_items",
+    "study_unit",
+]
 
-ONE_STUDY = ("rules", "model", "calibration", "backend", "spec_version")
-"""What all rows of one study share; rows that differ in one of these are never counted together."""
-IDENTITY = (*ONE_STUDY, "task", "length", "index", "question", "placement", "sample")
-"""The columns that tell a row from all others."""
+ONE_STUDY = ("rules", "model", "template", "calibration", "backend", "spec_version")
+"""What all rows of one study share; rows that differ in one of these are never counted together. `template` is the
+digest of the chat template that tasks stand in, None for bare text."""
+IDENTITY = (
+    *ONE_STUDY, "task", "metric", "length", "index", "question", "placement", "seed", "chat_template", "control",
+    "sample",
+)
+"""The columns that tell a row from all others but those with other cells of the same sample."""
+Cell = tuple[str, str]
+"""A policy or a control, and its budget, as text."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """A sample at its place in a study: one row."""
+    """A sample at its place in a run.
+
+    Attributes:
+        control: the one control that the sample is for; "" where it is a task's own.
+    """
 
     task: str
     length: int
@@ -46,6 +81,8 @@ class Item:
     question: int
     placement: str
     sample: Sample
+    seed: int = 0
+    control: str = ""
 
     @property
     def title(self) -> str:
@@ -59,74 +96,118 @@ class Item:
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def identity(self, rules: Rules, subject: Subject) -> Row:
-        """The columns IDENTITY, whose values only this item's row has."""
+        """The columns IDENTITY, whose values only this item's rows have."""
         return {
-            "rules": rules.digest, "model": subject.name, "sample": self.digest, "placement": self.placement,
-            "task": self.task, "length": self.length, "index": self.index, "question": self.question,
-            "calibration": _calibration(subject), "backend": subject.backend, "spec_version": SPEC_VERSION,
+            "rules": rules.digest, "model": subject.name, "template": _template(rules, subject),
+            "sample": self.digest, "placement": self.placement, "task": self.task,
+            "metric": self.sample.metric, "length": self.length, "index": self.index,
+            "question": self.question, "seed": self.seed, "chat_template": self.sample.chat_template,
+            "control": self.control or None, "calibration": _calibration(subject), "backend": subject.backend,
+            "spec_version": SPEC_VERSION,
         }
 
-    def unit(self, rules: Rules, subject: Subject) -> str:
-        """Its row's unit of work."""
-        unit = study_unit(self.identity(rules, subject))
-        assert unit is not None
-        return unit
+    def cells(self, rules: Rules) -> tuple[Cell, ...]:
+        """The cells that are wanted, in the order of a row."""
+        if self.control:
+            return ((self.control, rules.budgets[0]),)
+        own = [name for name in rules.controls if name in bounds_of(self.task, self.sample)]
+        ends = [(name, at) for name, at in ((FULL, "1.0"), (BLIND, "0")) if name in rules.controls]
+        drawn = [name for name in (RANDOM, EVIDENCE) if name in rules.controls]
+        limited = [(name, budget) for budget in rules.budgets for name in (*rules.policies, *drawn)]
+        bounded = [(name, rules.budgets[0] if name.startswith("window") else "1.0") for name in own]
+        return (*ends, *limited, *bounded)
+
+    def unit(self, rules: Rules, subject: Subject, cells: Iterable[Cell] | None = None) -> str:
+        """The unit of work of the row with these cells, by default all."""
+        return _unit(self.identity(rules, subject), self.cells(rules) if cells is None else cells)
 
 
-def items(rules: Rules, subject: Subject, prose: Prose, parts: Sequence[str]) -> Iterator[Item]:
+def items(rules: Rules, subject: Subject, parts: Sequence[str]) -> Iterator[Item]:
     """The samples of parts; those of all tasks, lengths and placements take turns, so that a run may end anywhere.
 
     Raises:
-        SpecError: for a task without gold answer tokens, a length beyond the model's positions, and what the tasks
-            refuse.
+        SpecError: for more contexts than the running text has windows, a length beyond the model's positions, and what
+            the tasks refuse.
     """
-    ground = Ground(subject.tokenizer, prose, bare(subject.tokenizer))
     tasks = {name: resolve_task(name) for name in rules.tasks}
-    for index in range(rules.contexts):
-        for task in rules.tasks:
-            for length in rules.lengths:
-                if task.partition(":")[0] not in FILES:  # those cut what is longer, and may have less
-                    subject.check_positions("lengths", length)
-                samples = tasks[task](ground, length, index, rules.seed)
-                for sample in samples:
-                    subject.check_sample("lengths", sample)
-                if not all(sample.answer_ids for sample in samples):
-                    raise SpecError("tasks", task, "has no gold answer tokens, whose likelihood is measured")
-                if Rules.part_of(samples[0].context_digest) in parts:
-                    for placement in rules.placements:
-                        for question, sample in enumerate(samples[: rules.questions]):
-                            yield Item(task, length, index, question, placement, sample)
-
-
-def check_windows(rules: Rules, prose: Prose) -> None:
-    """Contexts of one length have no text in common; those of files are as they are.
-
-    Raises:
-        SpecError: for more contexts than the text has windows.
-    """
-    if all(name.partition(":")[0] in FILES for name in rules.tasks):
-        return
-    most = min(prose.windows(length) for length in rules.lengths)
-    if rules.contexts > most:
+    reading = [name for name, task in tasks.items() if task.entry.assembly not in (SENTENCES, FILE)]
+    prose = read_prose(subject.tokenizer) if reading else Prose("none", (), ())
+    if reading and rules.contexts > (most := min(prose.windows(length) for length in rules.lengths)):
         raise SpecError("contexts", rules.contexts, f"must be at most {most}, the windows of {prose.name}")
+    ground = Ground(subject.tokenizer, prose, frame_of(subject.tokenizer, rules.bare))
+    for index in range(rules.contexts):
+        for seed in rules.seeds:
+            for name, task in tasks.items():
+                for length in rules.lengths:
+                    if not task.of_file:  # those cut what is longer, and may have less
+                        subject.check_positions("lengths", length)
+                    samples = task(ground, length, index, seed)
+                    for sample in samples:
+                        subject.check_sample("lengths", sample)
+                    if Rules.part_of(samples[0].context_digest) in parts:
+                        for placement in rules.placements:
+                            for question, sample in enumerate(samples[: rules.questions]):
+                                yield Item(name, length, index, question, placement, sample, seed)
+                            yield from _window_items(rules, ground, Item(
+                                name, length, index, 0, placement, samples[0], seed
+                            ))
 
 
-def methods(rules: Rules, subject: Subject) -> dict[str, Policy]:
+def _window_items(rules: Rules, ground: Ground, item: Item) -> Iterator[Item]:
+    """The samples of those controls that have their fact at a depth of its own."""
+    for (task, control), drawn_by in WINDOWS.items():
+        if item.task == task and control in rules.controls:
+            (sample,) = resolve_task(drawn_by)(ground, item.length, item.index, item.seed)
+            yield replace(item, sample=sample, control=control)
+
+
+def methods(rules: Rules, subject: Subject) -> dict[str, Method]:
     """The policies on the model.
 
     Raises:
-        SpecError: for one that it does not serve, or whose name does not say how it decides.
+        SpecError: for one that it does not serve, whose statistics are missing, or whose name says that it decides at
+            the prompt's end, where it always does.
     """
-    found = {}
+    found, budget = {}, rules.budgets[0] if rules.budgets else "1.0"
     for name in rules.policies:
-        policy = subject.policy(name.removesuffix(AT_PROMPT), "1.0").on(subject.model).policy
-        if (policy.cadence.every is None) is name.endswith(AT_PROMPT):
-            raise SpecError(
-                "policies", name, f"a name ends in {AT_PROMPT} where, and only where, the policy decides while tokens"
-                " are decoded: one forward cannot stand for that"
-            )
-        found[name] = replace(policy, cadence=SEGMENT_END)
+        text = name.removesuffix(AT_PROMPT)
+        try:
+            method = subject.policy(text, budget).on(subject.model)
+        except SpecError as error:
+            raise SpecError(error.argument, error.value, f"{error.bound} (policy {name})") from error
+        if text != name and not steps(method):
+            raise SpecError("policies", name, f"decides at the prompt's end alone: leave {AT_PROMPT} out")
+        if text != name:
+            policy = replace(method.policy, cadence=SEGMENT_END)
+            method = replace(method, policy=policy, continuation=DecideAnew())
+        found[name] = method
     return found
+
+
+def check_budgets(rules: Rules, policies: Mapping[str, Method]) -> Iterator[str]:
+    """Every budget is one of its own, and no smaller than what each policy keeps at least: it would be raised to that.
+
+    Yields:
+        A warning for each that is smaller, of rules with claims: these are run as they were written.
+
+    Raises:
+        SpecError: otherwise.
+    """
+    for length in rules.lengths:
+        seen = dict[int, str]()
+        for budget in rules.budgets:
+            tokens = parse_budget(budget).tokens(length)
+            for name, method in policies.items():
+                floor = min(method.policy.floor, length)
+                if tokens < floor:
+                    less = f"is {tokens} of {length} tokens, and {name} keeps {floor} at least"
+                    if not rules.claims:
+                        raise SpecError("budgets", budget, f"{less}: ask for {floor} or more, or for longer --lengths")
+                    yield f"budget {budget} {less}: the page flags it, and compares it with nothing"
+            other = seen.setdefault(min(tokens, length), budget)
+            if other != budget:
+                same = f"comes to the same {min(tokens, length)} of {length} tokens as {other}"
+                raise SpecError("budgets", budget, same)
 
 
 def leases(path: Path) -> Leases:
@@ -135,46 +216,94 @@ def leases(path: Path) -> Leases:
 
 
 def study_unit(row: Row) -> str | None:
-    """The unit of a study's row; None for other rows."""
+    """The unit of a run's row; None for other rows."""
     if not {"rules", "sample"} <= row.keys():
         return None
-    return unit_named({key: row.get(key) for key in IDENTITY})
+    return _unit(row, ((cell["policy"], cell["budget"]) for cell in row.get("cells", ())))
 
 
-def run_part(
-    subject: Subject, rules: Rules, policies: Mapping[str, Policy], wanted: Mapping[str, Item], own: Leases,
-    batch_size: int, progress: Callable[[str], None],
+def _unit(row: Row, cells: Iterable[Cell]) -> str:
+    return unit_named([_key(row), sorted(cells)])
+
+
+def _key(row: Row) -> dict[str, object]:
+    return {name: row.get(name) for name in IDENTITY}
+
+
+def left_of(
+    path: Path, rules: Rules, subject: Subject, every: Iterable[Item],
+) -> dict[str, tuple[Item, tuple[Cell, ...]]]:
+    """The samples with cells that are not stored, by their units, and these cells."""
+    stored, found = {unit_named(_key(row)): row for row in merged(load_rows(path))}, {}
+    for item in every:
+        row = stored.get(unit_named(item.identity(rules, subject)), {"cells": ()})
+        here = {(cell["policy"], cell["budget"]) for cell in row["cells"]}
+        cells = tuple(cell for cell in item.cells(rules) if cell not in here)
+        if cells:
+            found[item.unit(rules, subject, cells)] = item, cells
+    return found
+
+
+def rows_of(path: Path, rules: Rules, subject: Subject, every: Iterable[Item]) -> list[Row]:
+    """The stored rows of these samples, with the cells that the rules name alone, whichever run has made them."""
+    stored, found = {unit_named(_key(row)): row for row in merged(load_rows(path))}, []
+    for item in every:
+        if row := stored.get(unit_named(item.identity(rules, subject))):
+            cells = {(cell["policy"], cell["budget"]): cell for cell in row["cells"]}
+            found.append({**row, "cells": [cells[cell] for cell in item.cells(rules) if cell in cells]})
+    return found
+
+
+def merged(rows: Iterable[Row]) -> list[Row]:
+    """One row for each sample, with the cells of all its rows."""
+    found: dict[str, Row] = {}
+    for row in rows:
+        unit = unit_named(_key(row))
+        every = [*found.get(unit, {"cells": ()})["cells"], *row["cells"]]
+        cells = {(cell["policy"], cell["budget"]): cell for cell in every}
+        found[unit] = {**row, "cells": list(cells.values())}
+    return list(found.values())
+
+
+def run_items(
+    subject: Subject, rules: Rules, policies: Mapping[str, Method],
+    wanted: Mapping[str, tuple[Item, tuple[Cell, ...]]], own: Leases, batch_size: int,
+    progress: Callable[[str], None],
 ) -> None:
     """Measure samples by their units, one after the other, beside any other workers; `progress` is told of each.
 
     Each row is on the disk before the next sample starts, so that a run may be stopped at any time. It ends when all
     are stored, by whomever. What cannot be measured has a row with its error.
     """
-    prompt: list[Prompt] = []
+    prompt: list[tuple[set[str], Prompt]] = []
 
-    def measured(item: Item) -> Row:
-        placement = place(item.sample, item.placement)
-        if not prompt or prompt[0].placement.prompt_ids != placement.prompt_ids:
+    def measured(item: Item, cells: Sequence[Cell]) -> Row:
+        placement, names = place(item.sample, item.placement), {name for name, _ in cells if name in policies}
+        if not prompt or prompt[0][1].placement.prompt_ids != placement.prompt_ids or not names <= prompt[0][0]:
             prompt.clear()
-            prompt.append(read_prompt(subject, policies, rules.budgets, placement))
-        return measure(subject, item.sample, prompt[0].followed_by(placement), rules.budgets, batch_size)
+            some = {name: method for name, method in policies.items() if name in names}
+            prompt.append((names, read_prompt(subject, some, rules.budgets, placement)))
+        return measure(subject, item.sample, prompt[0][1].followed_by(placement), cells, batch_size)
 
     def done(unit: str) -> None:
-        progress(f"{wanted[unit].title}{f'; {len(own.failed)} FAILED' if own.failed else ''}")
+        progress(f"{wanted[unit][0].title}{f'; {len(own.failed)} FAILED' if own.failed else ''}")
 
     for unit in own.units(wanted, done):
-        item = wanted[unit]
-        identity = {**item.identity(rules, subject), "part": Rules.part_of(item.sample.context_digest)}
-        row = attempted(partial(measured, item), own)
+        item, cells = wanted[unit]
+        part = Rules.part_of(item.sample.context_digest) if rules.claims else ALL
+        identity = {**item.identity(rules, subject), "part": part}
+        row = attempted(partial(measured, item, cells), own)
         if ERROR in row:
             prompt.clear()
-        own.add({**identity, **_about(item.sample, rules), **row})
+            row["cells"] = [{"policy": policy, "budget": budget} for policy, budget in cells]
+        own.add({**identity, **_about(item), **row})
 
 
-def _about(sample: Sample, rules: Rules) -> Row:
+def _about(item: Item) -> Row:
+    sample = item.sample
     return {
-        "seed": rules.seed, "context": sample.context_digest, "chat_template": sample.chat_template,
-        "metric": sample.metric, "metadata": dict(sample.metadata), "question_tokens": len(sample.question_ids),
+        "context": sample.context_digest, "metadata": dict(sample.metadata),
+        "prompt_tokens": len(place(sample, item.placement).prompt_ids), "question_tokens": len(sample.question_ids),
         "answer_tokens": len(sample.answer_ids),
         "evidence_tokens": sum(stop - start for start, stop in sample.evidence),
         "versions": {
@@ -182,6 +311,11 @@ def _about(sample: Sample, rules: Rules) -> Row:
             "transformers": transformers.__version__,
         },
     }
+
+
+def _template(rules: Rules, subject: Subject) -> str | None:
+    name = frame_of(subject.tokenizer, rules.bare).name
+    return None if name == NO_TEMPLATE else name
 
 
 def _calibration(subject: Subject) -> Row | None:

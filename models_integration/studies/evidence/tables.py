@@ -7,15 +7,32 @@ import numpy as np
 
 from models_integration.studies.estimate import SAME_CACHE
 from models_integration.studies.evidence.claims import ENDS, FLOOR, Samples
-from models_integration.studies.evidence.kept import BLIND, CONTROLS, EVIDENCE, FULL, RANDOM
+from models_integration.studies.evidence.controls import BLIND, CONTROLS, EVIDENCE, FULL, RANDOM
 from models_integration.studies.evidence.rules import Stage
 from models_integration.studies.evidence.stages import lost_at
-from models_integration.studies.page.elements import note, table
+from models_integration.studies.page.elements import Html, note, section, table
 from models_integration.studies.report import title_of
+from models_integration.studies.results import Row
 
 __all__ = [
-    "budgets_of", "by_task", "controls", "flagged", "off_budget", "policies_of", "seconds", "sizes", "stages",
+    "budgets_of", "by_task", "controls", "failures", "flagged", "grouped", "off_budget", "policies_of", "seconds",
+    "sizes", "stages",
 ]
+
+
+def grouped(rows: Sequence[Row], names: Sequence[str]) -> list[tuple[Row, list[Row]]]:
+    """Rows that agree in all of these; with what they agree in."""
+    found: dict[str, tuple[Row, list[Row]]] = {}
+    for row in rows:
+        about = {name: row.get(name) for name in names}
+        found.setdefault(repr(about), (about, []))[1].append(row)
+    return list(found.values())
+
+
+def failures(rows: Sequence[Row]) -> Html:
+    """Samples whose last attempt failed."""
+    lines = [[title_of(row["task"]), str(row["index"]), row["error"]] for row in rows]
+    return section("Failed", table("Left out of all figures", ["task", "number", "error"], lines) if lines else "")
 
 
 def by_task(samples: Samples) -> dict[str, Samples]:
@@ -53,11 +70,15 @@ def flagged(samples: Samples) -> str:
 def controls(samples: Samples) -> str:
     """What the ceilings and floors of each task and length are."""
     lines, budgets = [], budgets_of(samples)
+    if not set(ENDS) & set(samples.cells):
+        return ""
     for title, whole in by_task(samples).items():
         for length in sorted({row["length"] for row in whole.rows}):
             some = whole.where(length=(length,))
-            right = [some.of(cell, "right") if cell in some.cells else np.array([np.nan]) for cell in ENDS]
-            shares = [_two(float(each.mean())) for each in right]
+            measured = [some.having(cell) for cell in ENDS]
+            shares = [
+                _two(own.of(cell, "right").mean()) if own.rows else "" for own, cell in zip(measured, ENDS, strict=True)
+            ]
             recovered = [some.recovery((name, budget)).value for name in (RANDOM, EVIDENCE) for budget in budgets]
             lines.append([title, length, len(some.rows), *shares, some.worth(), *map(_two, recovered)])
     caption = (
@@ -72,17 +93,22 @@ def _two(value: float) -> str:
     return "" if np.isnan(value) else f"{value:.2f}"
 
 
+def _three(value: float) -> str:
+    return "" if np.isnan(value) else f"{value:.3f}"
+
+
 def seconds(samples: Samples) -> str:
     """What each policy's decisions take of a prompt."""
     if not samples.rows or "seconds" not in samples.rows[0]:
         return ""
     every = sorted({row["length"] for row in samples.rows})
     lengths, lines = {length: samples.where(length=(length,)).rows for length in every}, []
-    for name in samples.rows[0]["seconds"]:
+    for name in dict.fromkeys(name for row in samples.rows for name in row["seconds"]):
         line = [name]
         for rows in lengths.values():
-            spent, prefill = (fmean(row["seconds"][what] for row in rows) for what in (name, "prefill"))
-            line += [f"{spent:.3f}", f"{spent / prefill:.3f}"]
+            own = [row["seconds"] for row in rows if name in row["seconds"]] or [{name: np.nan, "prefill": np.nan}]
+            spent, prefill = (fmean(each[what] for each in own) for what in (name, "prefill"))
+            line += [_three(spent), _three(spent / prefill)]
         lines.append(line)
     headings = [f"{text}{length}" for length in lengths for text in ("s at ", "part of prefill at ")]
     caption = "Mean seconds: a prefill; scoring and selecting at all budgets; reading of all cells together."
@@ -93,11 +119,16 @@ def sizes(samples: Samples) -> str:
     """Bytes, and what is lost beside the answer: every cell."""
     lines = []
     for cell in samples.cells:
-        mean, peak = (samples.of(cell, name).mean() / 1e6 for name in ("mean_bytes", "peak_bytes"))
-        others = [f"{samples.of(cell, name).mean():.3f}" for name in ("divergence", "lost_attention")]
-        lines.append([*cell, _two(samples.share(cell)), f"{mean:.2f}", f"{peak:.2f}", *others])
-    headings = ["policy", "budget", "part of the full cache", "mean MB", "peak MB", "KL, nats", "attention lost"]
-    caption = "Cache while answering, divergence from the full cache, attention on evicted keys"
+        some = samples.having(cell)
+        mean, peak = (some.of(cell, name).mean() / 1e6 for name in ("mean_bytes", "peak_bytes"))
+        others = [_three(some.of(cell, name).mean()) for name in ("divergence", "lost_attention")]
+        figures = [_two(samples.share(cell)), f"{mean:.2f}", f"{peak:.2f}", *others]
+        lines.append([*cell, *figures, len(some.rows), samples.accuracy(cell), f"{some.prompt_kept(cell):.1f}"])
+    headings = [
+        "policy", "budget", "part of the full cache", "mean MB", "peak MB", "KL, nats", "attention lost", "n",
+        "accuracy", "prompt tokens kept",
+    ]
+    caption = "Cache while answering, divergence from the full cache, attention on evicted keys, right answers"
     return table(caption, headings, lines, folded=True)
 
 

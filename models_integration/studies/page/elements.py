@@ -84,12 +84,13 @@ def table(
     body = "\n".join(
         f'<tr><th scope="row">{_html(line[0])}</th>{"".join(map(_cell, line[1:], names[1:]))}</tr>' for line in lines
     )
-    title = "" if folded else f"<caption>{_html(caption)}</caption>"
     made = (
-        f'<div class="wide" tabindex="0" role="region" aria-label="{escape(caption)}"><table class="{kind}">{title}'
+        f'<div class="wide" tabindex="0" role="region" aria-label="{escape(caption)}"><table class="{kind}">'
         f"<thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table></div>"
     )
-    return Html(f"<details><summary>{_html(caption)}</summary>{made}</details>" if folded else made)
+    if folded:
+        return Html(f"<details><summary>{_html(caption)}</summary>{made}</details>")
+    return Html(f"<figure><figcaption>{_html(caption)}</figcaption>{made}</figure>")
 
 
 def _cell(content: object, name: object) -> str:

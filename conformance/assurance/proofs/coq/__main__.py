@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="conformance.assurance.proofs.coq", description=__doc__)
     parser.add_argument("what", nargs="?", choices=("check", "planted", "judge"), default="check")
     parser.add_argument("files", nargs="*", type=Path, help="rows of errors for planted, in the form of planted.toml,"
-                        " in place of planted.toml and the saboteurs")
+                        " in place of planted.toml and the mutants")
     parser.add_argument("--jobs", type=int, help="errors that are planted at a time. Default: the number of cores")
     chosen = parser.parse_intermixed_args(arguments)
     if gone := missing():

@@ -18,6 +18,8 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from conformance.assurance.mutants.edits import replaced
+from conformance.assurance.mutants.table import MUTANTS
 from conformance.assurance.proofs.coq.build import (
     FILES,
     HERE,
@@ -31,8 +33,6 @@ from conformance.assurance.proofs.coq.build import (
 from conformance.assurance.proofs.coq.questions import questions
 from conformance.assurance.proofs.coq.three_way import Side, differences, extracted, in_reference, independent
 from conformance.assurance.proofs.coq.vectors import check_vectors
-from conformance.assurance.saboteurs import SABOTEURS
-from conformance.assurance.saboteurs.install import standing_in
 from conformance.engine.process import EngineFailure
 from conformance.paths import ROOT
 from spec.errors import SpecError
@@ -47,7 +47,7 @@ TWINS = frozenset({
     "CC-DISSOLVE-D", "CC-NORMALISED-IMPACT", "CC-SCORE", "PO-TOP-UNITS", "PO-BEST-BLOCKS", "PO-WHOLE-SHARES",
     "PO-PYRAMID-BUDGET", "DV-COSINE", "DV-GREEDY",
 })
-"""Items of which every saboteur must show in the comparison."""
+"""Items of which every mutant must show in the comparison."""
 INVISIBLE: Mapping[str, str] = {
     "CC_DISSOLVE_PROTECTED_FIRST": "the stage sorts the positions that it is given",
     "CC_BUDGET_FORMS_A_BOOL_IS_A_NUMBER": "the model reads text",
@@ -193,25 +193,25 @@ def _table(rows: Sequence[Planted], compiled: Path, folder: Path, jobs: int) -> 
                 yield f"{error.file}: {error.what}"
 
 
-def _saboteurs(compiled: Path) -> Iterator[str]:
-    """The saboteurs of the model's items: extracted model, brute force and the wrong reference are asked."""
+def _mutants(compiled: Path) -> Iterator[str]:
+    """The mutants of the model's items: extracted model, brute force and the wrong reference are asked."""
     engine, coq = extracted(compiled / "engine")
     third = independent()
     print("\n| item | error in the reference | comparison |\n| --- | --- | --- |")
-    for saboteur in SABOTEURS.values():
-        if saboteur.item not in TWINS or saboteur.beyond or saboteur.name in INVISIBLE:
+    for mutant in MUTANTS.values():
+        if mutant.item not in TWINS or mutant.beyond or mutant.name in INVISIBLE:
             continue
-        with standing_in(saboteur):
+        with replaced(mutant.edit):
             sides: dict[str, Side] = {"coq": coq, "independent": third, "reference": in_reference()}
             found = next(differences(sides, questions(1, QUESTIONS)), NOTHING)
-        print(f"| {saboteur.item} | {saboteur.reading} | {found} |", flush=True)
+        print(f"| {mutant.item} | {mutant.why} | {found} |", flush=True)
         if not found.endswith(": reference stands alone"):
-            yield saboteur.name
+            yield mutant.name
     engine.stop()
 
 
 def planted(files: Sequence[Path] = (), jobs: int | None = None) -> int:
-    """Print what finds the errors of the files, of planted.toml and of the saboteurs if there are none; 1 where one
+    """Print what finds the errors of the files, of planted.toml and of the mutants if there are none; 1 where one
     is not found.
 
     Raises:
@@ -224,6 +224,6 @@ def planted(files: Sequence[Path] = (), jobs: int | None = None) -> int:
         compile_all(compiled)
         compile_engine(compiled)
         lost = [*_table(rows, compiled, Path(folder), jobs or os.cpu_count() or 1)]
-        lost += [] if files else _saboteurs(compiled)
+        lost += [] if files else _mutants(compiled)
     print(f"coq: {'; '.join(lost) or 'none'} of the planted errors not found")
     return int(bool(lost))

@@ -108,6 +108,9 @@ GROUPS = [
     Group("decay", [
         Case(70, "strong trunks fade slowly, 0 stays 0", ["Plain"],
              {"D": [0.5, 0.5, 1.0, 0.0], "trunk_impact": [0.0, 8.0, 16.0, 1.0]}),
+        Case(71, "no trunk", ["EmptyResult"], {"D": [], "trunk_impact": []}),
+        Case(72, "subnormal values, and the least and greatest impact", ["Plain"],
+             {"D": [2.0**-1074, 2.0**-1022, 1.0 - 2.0**-53, 2.0**-60], "trunk_impact": [0.0, 16.0, 15.0, 2.0**-52]}),
     ]),
     Group("CC-SEEN-COUNT", [
         Case(80, "evicted tokens count, and new ids find their place", ["SeenCounts"],
@@ -117,6 +120,10 @@ GROUPS = [
     Group("CC-TAIL", [
         Case(90, "the tail and both counters go on", ["Plain"],
              {**state(**WAITING), "token_id": 9, "inverse_norm": 0.25}),
+        Case(91, "the first token of a cache without a prompt", ["EmptyResult"],
+             {**new(), "token_id": 0, "inverse_norm": INF}),
+        Case(92, "an id that was seen, far beyond 32 bits", ["TokenIds"],
+             {**state(**WAITING), "token_id": 2**40, "inverse_norm": 2.0**-1074}),
     ]),
     Group("CC-TAIL-D", [
         Case(95, "Eq. 27 at degree 0", ["Plain"], {"mu": 0.5, "sigma": 0.25}),
@@ -150,6 +157,12 @@ GROUPS = [
         Case(110, "twelve tokens, uniform attention: what lives, and counts of all", ["SeenCounts", "DeadTrunks"],
              {"q": [[[0.0]] * 12], "k": [[[float(i + 1)] for i in range(12)]],
               "token_ids": [1, 2, 9, 3, 4, 9, 1, 1, 9, 1, 5, 9], "sentence_ends": [9], "budget": 8, "scaling": 1.0}),
+        Case(111, "two tokens, of one id", ["SentenceRuns"],
+             {"q": [[[1.0], [1.0]]], "k": [[[2.0], [0.0]]], "token_ids": [9, 9], "sentence_ends": [9], "budget": 8,
+              "scaling": 0.5}),
+        Case(112, "no sentence ends: pieces of T_max; nothing is evicted", ["Plain"],
+             {"q": [[[0.0]] * 7], "k": [[[float(7 - i)] for i in range(7)]], "token_ids": [5, 5, 5, 5, 5, 5, 5],
+              "sentence_ends": [9], "budget": 7, "scaling": 1.0}),
     ], {"C": 6, "k_intra": 0, "k_cross": 0, "T_max": 3, "N_sink": 1, "W_recent": 1, "N_min": 1}),
     Group("CC-LIVE", [
         Case(120, "a trunk dies: its edges go, later trunks are renumbered", ["DeadTrunks"],

@@ -48,6 +48,10 @@ GROUPS = [
     Group("DV-VARIANT-B", [
         Case(40, "two equal tokens both stay", ["Modular"],
              {"s": [1.0, 0.9, 0.8], "V": [[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]], "B": 2, "lam": 0.5}),
+        Case(41, "equal scores: the lower index", ["TieAtBoundary"],
+             {"s": [0.5, 0.5, 0.5, 0.5], "V": [[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0], [0.0, -1.0]], "B": 3, "lam": 0.5}),
+        Case(42, "a penalty of 0: the scores alone", ["Modular"],
+             {"s": [0.25, 1.0, 0.5], "V": [[1.0, 0.0], [1.0, 0.0], [1.0, 0.0]], "B": 2, "lam": 0.0}),
     ]),
     Group("DV-SCHEDULE", [
         Case(50, "from the front", ["Plain"], {"B": 64, "rounds": 5, "tilt": 16}),

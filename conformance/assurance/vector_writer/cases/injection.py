@@ -115,6 +115,12 @@ GROUPS = [
         Case(160, "a larger cluster weighs more", ["PairsOfDrawnClusters"],
              {"differences": [-1.0, -1.0, 1.0, -1.0], "clusters": [0, 0, 1, 0], "confidence": 0.5,
               "drawn": [[0, 0], [0, 1], [1, 0], [1, 1]]}),
+        Case(161, "resamples of one cluster drawn again and again", ["OutermostResamples"],
+             {"differences": [0.5, -0.25, 0.125, 0.75, -1.0], "clusters": [2, 0, 0, 1, 2], "confidence": 0.5,
+              "drawn": [[0, 0, 0], [1, 1, 1], [2, 2, 2], [0, 1, 2], [2, 1, 0], [1, 2, 2], [0, 2, 0], [1, 0, 1]]}),
+        Case(162, "all differences are equal", ["SumOrder"],
+             {"differences": [0.1, 0.1, 0.1], "clusters": [0, 1, 1], "confidence": 0.9,
+              "drawn": [[0, 0], [0, 1], [1, 1]] * 7}),
     ]),
     Group("IN-PLACES", [
         Case(200, "gaps, and a hidden preamble", ["GapsStay"],
@@ -156,6 +162,9 @@ GROUPS = [
     Group("IN-ENTROPY", [
         Case(250, "certain attention, halves, and no weight at all", ["ZeroWeight"],
              {"weights": [[[1.0, 0.0, 0.0, 0.0], [0.5, 0.25, 0.0, 0.25], [0.25, 0.25, 0.25, 0.25]]]}),
+        Case(251, "two heads of one query, three keys", ["Plain"],
+             {"weights": [[[0.5, 0.375, 0.125]], [[0.0, 0.875, 0.125]]]}),
+        Case(252, "one key: nothing is uncertain", ["ZeroWeight"], {"weights": [[[1.0], [1.0]]]}),
     ]),
     Group("IN-SINK-MASS", [
         Case(260, "positions, not slots", ["PositionsNotSlots"],

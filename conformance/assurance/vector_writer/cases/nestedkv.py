@@ -20,7 +20,11 @@ GROUPS = [
         Case(1, "lengths 5, 13 and 1", ["Plain"], {"k": [[3.0, 4.0], [5.0, -12.0], [0.0, 1.0]]}),
         Case(2, "a zero key has no direction", ["Refused"], {"k": [[3.0, 4.0], [0.0, 0.0]]}, refused="k"),
     ]),
-    Group("NK-STABLE", [Case(10, "the mean of five", ["Plain"], {"unit": UNIT})]),
+    Group("NK-STABLE", [
+        Case(10, "the mean of five", ["Plain"], {"unit": UNIT}),
+        Case(11, "one key", ["Plain"], {"unit": [[0.6, -0.8]]}),
+        Case(12, "keys that cancel", ["Plain"], {"unit": [[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0]]}),
+    ]),
     Group("NK-EPISODIC", [
         Case(20, "blocks of two; the last has one token", ["ShortBlock"],
              {"unit": UNIT, "b_min": 2, "b_max": 2, "N": [5]}),
@@ -56,9 +60,16 @@ GROUPS = [
     Group("NK-ROUTE", [
         Case(90, "closed, half open, open", ["Plain"],
              {"a": SCALES, "blend": [0.25, 0.5, 0.5, 0.5, 0.75], "s": [0.0, 0.6, 0.0, 1.0, 0.3]}),
+        Case(91, "one token", ["Plain"], {"a": [[0.5], [0.25], [1.0]], "blend": [0.625], "s": [1.0]}),
+        Case(92, "on the threshold, next to it and beyond it", ["StrictThreshold"],
+             {"a": [[0.0, 1.0, 0.5, 0.25]] * 3, "blend": [0.1, 0.2, 0.3, 0.4],
+              "s": [0.5, 0.5 - 2.0**-54, 0.5 + 2.0**-53, 2.0**-1074]}),
     ]),
     Group("NK-SCORE", [
         Case(100, "one head, two blocks and a short one", ["Plain"], {"k": keys(3, 1, 8), **SMALL}),
+        Case(101, "three heads of more channels", ["Plain"], {"k": keys(15, 3, 21, 6), **SMALL}),
+        Case(102, "keys of one direction: every scale is 0", ["Plain"],
+             {"k": [[[float(i), 0.0] for i in range(1, 9)]], **SMALL}),
     ]),
     Group("NK-NESTEDKV", [
         Case(110, "two layers of two heads", ["SinksInside"],
@@ -77,6 +88,10 @@ GROUPS = [
     Group("NK-ABLATIONS", [
         Case(130, "the four variants of Table 2", ["AblationForm"],
              {"k": [keys(9, 2, 14)], "B": 6, "alpha_s": "1/2", **SMALL}),
+        Case(131, "two layers, all of the quota guarded", ["AblationForm"],
+             {"k": [keys(16, 1, 17), keys(17, 1, 17)], "B": 9, "alpha_s": "1/1", **SMALL}),
+        Case(132, "nothing is guarded", ["AblationForm"],
+             {"k": [keys(18, 2, 12)], "B": 7, "alpha_s": "0/1", **SMALL}),
     ]),
     Group("anomaly_score", [
         Case(140, "two heads, blocks of three, windows of four", ["Plain"], {"k": keys(10, 2, 13), **SMALL}),

@@ -18,6 +18,9 @@ GROUPS = [
     Group("TA-STATISTICS", [
         Case(1, "channels f and f + d / 2 are a band: 3 + 4i and 5 + 12i", ["BandHalves"],
              {"q": [[[3.0, 5.0, 4.0, 12.0], [-3.0, 5.0, 4.0, -12.0]]]}),
+        Case(2, "two heads, one query, one band", ["BandHalves"], {"q": [[[0.5, -2.0]], [[0.0, 0.0]]]}),
+        Case(3, "queries that cancel: the mean is 0, the magnitude is not", ["Plain"],
+             {"q": [[[1.0, 2.0, 2.0, 0.0], [-1.0, -2.0, -2.0, 0.0]]]}),
     ]),
     Group("TA-CALIBRATION", [
         Case(10, "the model and the rotation that it was taken from", ["Plain"], {**MINE, **HERE}),

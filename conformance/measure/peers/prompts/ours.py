@@ -36,9 +36,9 @@ def drawn(subject: Subject, rules: Rules, plan: Plan) -> Iterator[Item]:
     prose = read_prose(subject.tokenizer)
     chosen = replace(
         rules, contexts=prose.windows(plan.length), questions=1, lengths=(plan.length,), placements=("after",),
-        tasks=TASKS, claims=(),
+        tasks=TASKS, claims=(), bare=True,
     )
-    for _, item in zip(range(plan.prompts), items(chosen, subject, prose, ("dev",)), strict=False):
+    for _, item in zip(range(plan.prompts), items(chosen, subject, ("dev",)), strict=False):
         yield item
 
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from conformance.measure.studies.archive.recompute import recompute
 from models_integration.archive.splice import Chunk, splice
 from models_integration.cache.retained_cache import RetainedCache
+from models_integration.model.cache_argument import CACHE
 from models_integration.model.rotation import LayerRotary, Rotary, frequencies_at, plain_layers
 from reference.injection.splicing import SINKS, first_tokens, most_deviating
 from spec.errors import SpecError
@@ -48,7 +49,7 @@ def read(case: Case, ids: Sequence[int]) -> RetainedCache:
     if ids:
         with torch.no_grad():
             case.model(
-                input_ids=torch.tensor([list(ids)], device=case.model.device), past_key_values=cache, use_cache=True,
+                input_ids=torch.tensor([list(ids)], device=case.model.device), **{CACHE: cache}, use_cache=True,
                 attention_mask=torch.ones(1, len(ids), dtype=torch.int64, device=case.model.device),
             )
     return cache

@@ -17,6 +17,7 @@ from conformance.measure.studies.archive.run import ROOM
 from models_integration.archive.library import Library, vocabulary_of
 from models_integration.archive.store import Archive
 from models_integration.cache.retained_cache import RetainedCache
+from models_integration.model.cache_argument import CACHE
 from models_integration.model.rotation import recognise
 from models_integration.pocket.training.chat import asked_behind
 from models_integration.studies.subject import Subject
@@ -70,5 +71,5 @@ def _from_disk(case: Case, library: Library, keys: Sequence[str]) -> RetainedCac
 
 def _first_token(model: Any, make: Callable[[], RetainedCache], question: Sequence[int]) -> float:
     began = perf_counter()
-    model(input_ids=torch.tensor([list(question)]), past_key_values=make(), logits_to_keep=1)
+    model(input_ids=torch.tensor([list(question)]), **{CACHE: make()}, logits_to_keep=1)
     return perf_counter() - began

@@ -10,6 +10,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from models_integration.archive.layer_masks import additive
 from models_integration.cache.dense_layer import RetainedLayer
 from models_integration.cache.retained_cache import RetainedCache
+from models_integration.model.cache_argument import CACHE
 from models_integration.model.rotation import plain_layers
 from spec.errors import SpecError
 
@@ -69,7 +70,7 @@ def recompute(model: PreTrainedModel, cache: RetainedCache, tokens: Sequence[int
         model(
             input_ids=torch.tensor([list(tokens)], device=device), position_ids=places[None].to(device),
             attention_mask=additive((stored <= places[:, None]).to(device), model.dtype),
-            past_key_values=working, use_cache=True,
+            **{CACHE: working}, use_cache=True,
         )
     for layer, fresh in zip(cache.full_layers, plain_layers(working), strict=True):
         layer.keys, layer.values = fresh.keys, fresh.values

@@ -14,6 +14,7 @@ from conformance.measure.studies.archive.baselines import Case
 from models_integration.archive.layer_masks import layer_masks
 from models_integration.archive.splice import Chunk, computed, upper_half
 from models_integration.cache.retained_cache import RetainedCache
+from models_integration.model.cache_argument import CACHE
 from models_integration.model.rotation import Rotary, angles_between, turned
 from models_integration.pocket.training.chat import PROMPTS, turn
 from models_integration.pocket.training.tokenizer import BOS
@@ -86,7 +87,7 @@ class Arm:
         ids = [token for turn_ids in scene.talk[: self.talk] for token in turn_ids]
         if ids:
             with layer_masks(scene.shelf.model, cache):
-                scene.shelf.model(input_ids=torch.tensor([ids]), past_key_values=cache, logits_to_keep=1)
+                scene.shelf.model(input_ids=torch.tensor([ids]), **{CACHE: cache}, logits_to_keep=1)
         return cache
 
 

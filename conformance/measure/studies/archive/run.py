@@ -12,6 +12,7 @@ from conformance.measure.studies.archive.rules import ARMS, Scene, Shelf
 from models_integration.archive.layer_masks import layer_masks
 from models_integration.archive.library import vocabulary_of
 from models_integration.cache.retained_cache import RetainedCache
+from models_integration.model.cache_argument import CACHE
 from models_integration.model.rotation import recognise
 from models_integration.pocket.training.chat import CLOSE, asked_behind, turn
 from models_integration.studies.results import Row, append_row, find_row, load_rows
@@ -50,7 +51,7 @@ def answered(subject: Subject, cache: RetainedCache, asked: Asked) -> str:
     question, draft = encode(asked_behind(asked.text)), encode(asked.question.answer + CLOSE)
     with layer_masks(model, cache):
         ids = [*question, *draft]
-        logits = model(input_ids=torch.tensor([ids]), past_key_values=cache, logits_to_keep=len(draft) + 1).logits
+        logits = model(input_ids=torch.tensor([ids]), **{CACHE: cache}, logits_to_keep=len(draft) + 1).logits
         best = logits[0].argmax(-1).tolist()
         taken = next((count for count, token in enumerate(draft) if best[count] != token), len(draft))
         answer = draft[:taken]
@@ -58,7 +59,7 @@ def answered(subject: Subject, cache: RetainedCache, asked: Asked) -> str:
             cache.crop(taken - len(draft))
             answer.append(best[taken])
         while answer[-1] not in subject.stop_ids and len(answer) < NEW_TOKENS:
-            logits = model(input_ids=torch.tensor([answer[-1:]]), past_key_values=cache).logits
+            logits = model(input_ids=torch.tensor([answer[-1:]]), **{CACHE: cache}).logits
             answer.append(int(logits[0, -1].argmax()))
     return str(subject.tokenizer.decode(answer))
 

@@ -16,6 +16,7 @@ from conformance.measure.studies.decode.rules import ARMS, T_BREATH, Breathing, 
 from models_integration.attention.capture import Attended, Recorder, observing
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import describe
+from models_integration.model.cache_argument import CACHE
 from models_integration.studies.results import Row, append_row, find_row, load_rows
 from models_integration.studies.subject import Subject
 from spec.backend import Backend, resolve
@@ -43,7 +44,7 @@ def read_prompt(subject: Subject, ids: tuple[int, ...]) -> tuple[Reading, Callab
     architecture, observer = describe(subject.model), _Observer()
     cache = RetainedCache(architecture.config)
     with observing(architecture, cache, observer, (architecture.full_layers[0],)):
-        subject.model(input_ids=torch.tensor([ids]), past_key_values=cache, logits_to_keep=1)
+        subject.model(input_ids=torch.tensor([ids]), **{CACHE: cache}, logits_to_keep=1)
     view = observer.recorder.views(0)[architecture.full_layers[0]]
     tensors = [(cast(Tensor, layer.keys), cast(Tensor, layer.values)) for layer in cache.full_layers]
 
@@ -60,7 +61,7 @@ def read_block(
     model: PreTrainedModel, cache: RetainedCache, memory: Memory, ids: tuple[int, ...], engine: Backend,
 ) -> Memory:
     """Read tokens through the cache, and evict what the memory, which is returned, does not hold afterwards."""
-    model(input_ids=torch.tensor([ids]), past_key_values=cache, logits_to_keep=1)
+    model(input_ids=torch.tensor([ids]), **{CACHE: cache}, logits_to_keep=1)
     keys = cast(Tensor, cache.full_layers[0].keys)[0, :, -len(ids) :]
     after = memory.after(np.array(ids), np.asarray(engine.require_breath().inverse_key_norms(keys.numpy())))
     hold(cache, after)
@@ -81,7 +82,7 @@ def hold(cache: RetainedCache, memory: Memory) -> None:
 def is_right(model: PreTrainedModel, cache: RetainedCache, question: Question) -> bool:
     """Whether greedy decoding writes the answer; the cache is as it was afterwards."""
     ids, n = (*question.ids, *question.answer_ids[:-1]), len(question.answer_ids)
-    logits = model(input_ids=torch.tensor([ids]), past_key_values=cache, logits_to_keep=n).logits
+    logits = model(input_ids=torch.tensor([ids]), **{CACHE: cache}, logits_to_keep=n).logits
     cache.crop(-len(ids))
     best: list[int] = logits[0].argmax(dim=1).tolist()
     return best == list(question.answer_ids)

@@ -232,7 +232,7 @@ def test_several_rows_are_refused() -> None:
 
 @pytest.mark.law("refused-before-anything-changes")
 def test_a_row_with_padding_is_refused() -> None:
-    """Its columns are more than its tokens, and a chunk stands behind the tokens. The simulator's finding."""
+    """Its columns are more than its tokens, and a chunk stands behind the tokens."""
     model, padded = build("Llama"), torch.tensor([[0, 1, 1, 1, 1, 1]])
     rotary = recognise(model)
     with torch.no_grad(), StreamingLLM(budget=4, N_sink=1)(model) as run:

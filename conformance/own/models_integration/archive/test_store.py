@@ -131,15 +131,6 @@ def test_another_model_is_refused_by_name(tmp_path: Path, change: dict[str, str]
         assert archive.get(key, "alice", MODEL) is not None
 
 
-@pytest.mark.law("nothing-readable-without-the-key")
-def test_another_tenant_finds_nothing(tmp_path: Path) -> None:
-    with Archive(tmp_path) as archive:
-        key = archive.put(*chunk(1))
-        assert archive.get(key, "bob") is None
-        assert archive.get(key, "alice") is not None
-        assert archive.entries("bob") == []
-
-
 def test_a_chunk_that_is_not_there_is_a_miss(tmp_path: Path) -> None:
     with Archive(tmp_path) as archive:
         assert archive.get("ab" * 32, "alice") is None

@@ -52,18 +52,20 @@ def refusal(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytes
             ("--policies", "triattention", "--calibration", "nowhere.npz"),
             ("nowhere.npz", "must be a file that kvspec calibrate wrote"),
         ),
+        (("--budgets", "1"), ("is 1 of 200 tokens", "1.0 is all of it")),
         (("--budgets", "64"), ("budgets = '64': is 64 of 200 tokens, and crystalcache keeps 132 at least", "for 132")),
-        (("--length", "0"), ("length = 0: must be at least 1",)),
-        (("--length", "20000"), ("length = 20000: tokens are more than the 8192 positions of the model; give",)),
-        (("--length", "100000000"), ("length = 100000000: tokens are more than the 8192 positions of the model",)),
-        (("--length", "8190"), ("length = 8190: tokens and ", "of question and answer are more than the 8192",)),
+        (("--length", "0"), ("lengths = 0: must be at least 1",)),
+        (("--length", "20000"), ("lengths = 20000: tokens are more than the 8192 positions of the model; give",)),
+        (("--length", "100000000"), ("lengths = 100000000: tokens are more than the 8192 positions of the model",)),
+        (("--length", "8190"), ("lengths = 8190: tokens and ", "of question and answer are more than the 8192",)),
         (("--budgets", "0.9,0.90"), ("budgets = '0.90'", "the same 180 of 200 tokens as 0.9")),
         (("--device", "cuda:77"), ("device = 'cuda:77'", "PyTorch sees cpu")),
         (("--device", "toaster"), ("device = 'toaster'", "PyTorch sees cpu")),
         (("--dtype", "int8"), ("dtype = 'int8'", "must be one of auto, float32")),
         (("--attn", "flash_attention_2"), ("attn", "must be one of auto, sdpa, eager")),
         (("--batch-size", "0"), ("batch_size = 0", "at least 1")), (("--backend", "cobol"), ("cobol",)),
-        (("--seed", "-1"), ("seed", "negative")), (("--samples", "0"), ("samples = 0",)),
+        (("--seed", "-1"), ("seed", "negative")), (("--samples", "0"), ("contexts = 0",)),
+        (("--budgets", "1"), ("budgets = '1'", "is one token: write 1.0")),
         (("--length", "9"), ("length = 9", "need")),
     ],
 )
@@ -74,6 +76,26 @@ def test_compare_refuses_before_any_work(
     said = refusal(["compare", *SHORT, "--out", str(tmp_path), *arguments], monkeypatch, capsys)
     assert all(word in said for word in words), said
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("compare --polices x", ("--polices", "--policies", "kvspec compare --help")),
+        ("compare --samples long", ("'--samples'", "integer", "kvspec compare --help")),
+        ("nothing", ("'nothing'", "kvspec --help")), ("study", ("'--rules'", "kvspec study --help")),
+        ("sweep --grid b", ("grid = 'b'", "must be one of appendix-a, extensions")),
+        ("keep x.txt --budget 1", ("budget = '1'", "is one token: write 1.0")),
+    ],
+)
+def test_a_mistake_in_the_call_is_one_line_too(
+    words: str, said: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "x.txt").write_text("Some words.", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    found = refusal(words.split(), monkeypatch, capsys)
+    assert all(part in found for part in said), found
 
 
 @pytest.mark.parametrize("command", ["sweep", "compress", "calibrate", "keep", "archive put"])
@@ -88,7 +110,7 @@ def test_a_text_beyond_the_models_positions_is_refused(
         "archive put": [str(text), "--archive", out],
     }
     said = refusal([*command.split(), *arguments[command]], monkeypatch, capsys)
-    assert re.search(r"(length|PROMPT|tokens|token_ids|TEXT) = \d+: tokens are more than the 8192 positions", said)
+    assert re.search(r"(lengths|PROMPT|tokens|token_ids|TEXT) = \d+: tokens are more than the 8192 positions", said)
     assert not list(tmp_path.glob("out/objects/*"))
     assert not (tmp_path / "out").is_file()
 
@@ -115,9 +137,9 @@ def test_a_policy_is_held_to_its_own_floor_alone(
     asked = ["--length", "200", "--samples", "1", "--tasks", "needle", "--out", str(tmp_path), "--budgets", "0.1"]
     ran = CliRunner().invoke(app, ["compare", *asked, "--policies", "knorm,streamingllm"])
     assert ran.exit_code in (0, 1), ran.output
-    rows = load_rows(tmp_path / "results.jsonl")
-    assert {row["policy"]: row["budget"] for row in rows if not row["control"]} == {"knorm": 20, "streamingllm": 20}
-    assert {row["budget"] for row in rows if row["control"]} == {132, 200}
+    rows = load_rows(tmp_path / "study.jsonl")
+    kept = {cell["policy"]: cell["kept"] for row in rows for cell in row["cells"]}
+    assert (kept["knorm"], kept["streamingllm"], kept["window holds needle"]) == (20, 20, 132)
     said = refusal(["compare", *asked, "--policies", "knorm,snapkv"], monkeypatch, capsys)
     assert "budgets = '0.1': is 20 of 200 tokens, and snapkv keeps 32 at least" in said
 
@@ -143,9 +165,9 @@ def test_an_out_that_cannot_be_made_is_refused_first(
 def test_a_file_of_results_that_is_none_is_named_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:
-    (tmp_path / "results.jsonl").write_text("no row\n", encoding="utf-8")
+    (tmp_path / "study.jsonl").write_text("no row\n", encoding="utf-8")
     said = refusal(["compare", *SHORT, "--out", str(tmp_path), "--model", "/nowhere"], monkeypatch, capsys)
-    assert "results.jsonl:1" in said
+    assert "study.jsonl:1" in said
 
 
 @pytest.mark.parametrize("text", ["", " \n\t"])
@@ -177,7 +199,7 @@ def test_files_that_cannot_be_written_are_refused_first(
 @pytest.mark.law("figures-are-counted-right")
 def test_controls_that_fail_are_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is printed and written all the same."""
-    monkeypatch.setattr("models_integration.studies.answers.score", lambda *given: True)
+    monkeypatch.setattr("models_integration.studies.evidence.measure.score", lambda *given: True)
     result = CliRunner().invoke(app, ["compare", *SHORT, "--policies", "fullcache", "--out", str(tmp_path)])
     assert result.exit_code == 1, result.output
     assert "controls FAIL: without needle (Needle)" in " ".join(result.output.split())

@@ -309,4 +309,4 @@ def test_a_command_makes_it_once_and_only_where_a_row_or_a_file_needs_it(
         assert found.exit_code == 0, found.output
         assert len(identified) == count, arguments
         identified.clear()
-    assert {row["model"] for row in load_rows(tmp_path / "out" / "results.jsonl")} == {identify(model).named("pocket")}
+    assert {row["model"] for row in load_rows(tmp_path / "out" / "study.jsonl")} == {identify(model).named("pocket")}

@@ -16,6 +16,8 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     LlamaConfig,
@@ -24,6 +26,8 @@ from transformers import (
     MistralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedModel,
@@ -62,8 +66,11 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "gpt_neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**{**_SIZES, "rotary_pct": 0.5})),
     "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**{**_GQA, **_ALTERNATING})),
     "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**{**_GQA, **_ALTERNATING})),
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**_SIZES)),
+    "opt": lambda: OPTForCausalLM(OPTConfig(**{**_SIZES, "ffn_dim": 64, "word_embed_proj_dim": 48})),
 }
 SLIDING = ("gemma2", "gemma3")
+TABLES = ("gpt2", "opt")  # positions are a table that is added to the embeddings
 
 METHODS: dict[str, Callable[[], RetentionPolicy]] = {
     "crystalcache": lambda: CrystalCache(0.5, ENDS, TINY, backend="numpy"),

@@ -7,12 +7,12 @@ import torch
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
+    CTRLConfig,
+    CTRLLMHeadModel,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     FalconConfig,
     FalconForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
     GptOssConfig,
     GptOssForCausalLM,
     Llama4ForCausalLM,
@@ -23,8 +23,6 @@ from transformers import (
     MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     Qwen3NextConfig,
@@ -64,17 +62,11 @@ def _flex() -> LlamaForCausalLM:
 
 
 REFUSED: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
-    "learned positions: GPT-2": (
-        lambda: GPT2LMHeadModel(
-            GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2)
-        ), "no rotary positions",
+    "sines added by hand: CTRL": (
+        lambda: CTRLLMHeadModel(CTRLConfig(vocab_size=61, n_embd=32, dff=48, n_layer=2, n_head=4)),
+        "neither rotary positions",
     ),
-    "learned positions: OPT": (
-        lambda: OPTForCausalLM(
-            OPTConfig(**_SMALL, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=32)
-        ), "no rotary positions",
-    ),
-    "ALiBi: BLOOM": (lambda: BloomForCausalLM(BloomConfig(**_SMALL, n_layer=2, n_head=4)), "no rotary positions"),
+    "ALiBi: BLOOM": (lambda: BloomForCausalLM(BloomConfig(**_SMALL, n_layer=2, n_head=4)), "ALiBi"),
     "ALiBi: Falcon": (
         lambda: FalconForCausalLM(FalconConfig(**_SMALL, num_hidden_layers=2, num_attention_heads=4, alibi=True)),
         "ALiBi",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from conformance.own.models_integration.session.families import at_once, greedy, prompt, relative, step_by_step
+from conformance.own.models_integration.session.families import at_once, prompt, relative, step_by_step
 from conformance.own.models_integration.session.heads import MaskedHeads, Sets
 from conformance.own.models_integration.session.oracle_checks import NEW, PROMPT, TOLERANCE, VISIBLE_EFFECT
 from models_integration import CustomPolicy, Published, RetainedCache, RetentionPolicy, Session
@@ -24,8 +24,8 @@ from spec.budget import Budget, parse_budget
 from spec.policy import Policy
 
 __all__ = [
-    "REHEARSED", "Sets", "check_continuation", "check_generation", "check_steps", "check_storage", "lengths",
-    "live_sets", "method", "read_prompt", "small",
+    "REHEARSED", "Sets", "check_continuation", "check_steps", "check_storage", "lengths", "live_sets", "method",
+    "read_prompt", "small",
 ]
 
 REHEARSED: dict[str, Any] = {"template": ((5, 6, 7), (8, 9), (10,)), "chunk": 25}
@@ -89,15 +89,6 @@ def check_continuation(model: PreTrainedModel, name: str) -> None:
         assert live_sets(own) == grown
     everything = MaskedHeads(model, prompt(PROMPT), {layer: [range(PROMPT)] for layer in kept}).read(following)
     assert relative(everything, expected) > VISIBLE_EFFECT
-
-
-def check_generation(model: PreTrainedModel, name: str) -> None:
-    """Greedy tokens of generate inside the context."""
-    with method(name)(model) as run:
-        chosen = greedy(model, prompt(PROMPT), NEW)[0].tolist()
-    assert run.cache is not None
-    kept = {layer: [[at for at in own if at < PROMPT] for own in sets] for layer, sets in live_sets(run.cache).items()}
-    assert chosen == MaskedHeads(model, prompt(PROMPT), kept).greedy(NEW)
 
 
 def check_steps(model: PreTrainedModel, name: str) -> list[Sets]:

@@ -96,18 +96,6 @@ def test_rows_equal_their_single_runs(family: str, method: str) -> None:
             assert len({len(kept) for kept in sets(run)}) > 1
 
 
-@pytest.mark.law("eviction-equals-masking")
-@families
-def test_eviction_equals_masking_in_each_row(family: str) -> None:
-    model, rows = build(family), prompts()
-    new = torch.cat([prompt(NEW, seed=50 + row) for row in range(len(rows))])
-    run, _, steps = read(model, "crystalcache", rows, new)
-    for row, ids in enumerate(rows):
-        oracle = Masked(model, ids, sets(run)[row])
-        assert relative(steps[row], oracle.read(new[row : row + 1])[0]) < 1e-5
-        assert len(sets(run)[row]) < ids.shape[1]
-
-
 @families
 def test_generate_serves_padded_batches(family: str) -> None:
     model, rows = build(family), prompts()
@@ -175,27 +163,6 @@ def test_beams_of_a_batch_stay_with_their_prompt() -> None:
         assert together[3 * row : 3 * row + 3].tolist() == expected.tolist()
 
 
-@pytest.mark.law("a-cache-like-any-other")
-def test_rows_can_be_reordered_repeated_and_selected() -> None:
-    model, rows = build("llama"), prompts()
-    new = torch.cat([prompt(3, seed=50 + row) for row in range(len(rows))])
-    changes = {
-        "reorder_cache": (torch.tensor([2, 0, 1]), [2, 0, 1]),
-        "batch_repeat_interleave": (2, [0, 0, 1, 1, 2, 2]),
-        "batch_select_indices": (torch.tensor([2, 1]), [2, 1]),
-    }
-    for name, (argument, order) in changes.items():
-        run, _, _ = read(model, "crystalcache", rows, new[:, :1])
-        cache = run.cache
-        assert cache is not None
-        getattr(cache, name)(argument)
-        with METHODS["crystalcache"]()(model):
-            found = torch.cat([at_once(model, new[order, i : i + 1], cache) for i in (1, 2)], dim=1)
-        for row, of in enumerate(order):
-            _, _, expected = alone(model, "crystalcache", rows[of], new[of : of + 1])
-            assert relative(found[row], expected[0, 1:]) < 1e-5
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_what_a_step_leaves_out_is_filled_in(family: str) -> None:
     """Without position ids and mask, padded rows go on at their own positions, and padding stays hidden."""
@@ -212,7 +179,7 @@ def test_what_a_step_leaves_out_is_filled_in(family: str) -> None:
 
 @pytest.mark.law("eviction-equals-masking")
 def test_a_row_left_alone_has_no_empty_slots() -> None:
-    """It stood beside one that keeps more, and had as many slots. The simulator's finding."""
+    """It stood beside one that keeps more, and had as many slots."""
     model, ids, new = build("llama"), torch.cat([prompt(61, seed=seed) for seed in (1, 2)]), prompt(NEW, seed=50)
     cache = RetainedCache(model.config)
     with METHODS["fullcache"]()(model):
@@ -227,7 +194,7 @@ def test_a_row_left_alone_has_no_empty_slots() -> None:
 
 @pytest.mark.law("a-cache-like-any-other")
 def test_a_single_padded_row_can_be_repeated() -> None:
-    """Each copy goes on as the row would have. The simulator's finding."""
+    """Each copy goes on as the row would have."""
     model, token = build("llama"), prompt(1, seed=50)
     ids, mask = (tensor[1:2] for tensor in batch(prompts((61, 44))))
     caches = [RetainedCache(model.config) for _ in range(2)]

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from conformance.own.models_integration.session.crossings import crossed
 from conformance.own.models_integration.session.families import (
     ENDS,
     FAMILIES,
@@ -20,7 +19,6 @@ from conformance.own.models_integration.session.families import (
     relative,
     states_of,
 )
-from conformance.own.models_integration.session.lives import Beside
 from conformance.own.models_integration.session.observed import Observed
 from conformance.own.models_integration.session.test_batches import batch, prompts
 from conformance.own.models_integration.session.test_turns import same_state
@@ -54,23 +52,6 @@ def now(cache: RetainedCache) -> tuple[DecodeState, ...]:
 
 def tokens(n: int, rows: int = 1) -> Tensor:
     return torch.cat([prompt(n, seed=200 + row) for row in range(rows)])
-
-
-@pytest.mark.law("eviction-equals-masking")
-@crossed("budget", [0.5, 30])
-def test_eviction_equals_masking_after_every_breath(family: str, budget: float | int) -> None:
-    model = build(family)
-    with breathing(budget)(model):
-        life = Beside(model, build(family), RetainedCache(model.config), prompt(N))
-        before = life.masked
-        life.steps(tokens(5 * T + 3))
-    assert life.masked > before
-    breaths = life.sizes[T::T]
-    assert len(breaths) == 5
-    if budget == 30:
-        assert all(30 - (SHORT.N_min - 1) <= size <= 30 for size in breaths)
-    else:
-        assert all(size <= -(-(N + T * (1 + at)) // 2) for at, size in enumerate(breaths))
 
 
 @pytest.mark.spec("CC-STEP")

@@ -111,8 +111,9 @@ def test_the_command_makes_a_file_that_compare_takes(tmp_path: Path) -> None:
     asked = ["--policies", policies, "--budgets", "160", "--tasks", "needle", "--samples", "1", "--length", "400"]
     found = runner.invoke(app, ["compare", *asked, "--no-controls", "--calibration", str(file), "--out", str(out)])
     assert found.exit_code == 0, found.output
-    rows = [row["policy"] for row in load_rows(out / "results.jsonl")]
-    assert rows == [f"{name}@{digest}" for name in policies.split(",")]
+    (row,) = load_rows(out / "study.jsonl")
+    assert [cell["policy"] for cell in row["cells"]] == policies.split(",")
+    assert row["calibration"] == {"digest": digest, "controlled": False}
     missing = runner.invoke(app, ["compare", *asked, "--no-controls", "--out", str(out)])
     assert "`kvspec calibrate " in str(missing.exception)
 

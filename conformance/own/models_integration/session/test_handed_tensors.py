@@ -36,6 +36,7 @@ from models_integration.attention.capture import observing
 from models_integration.cache.dense_layer import DenseLayer
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.model.architecture import describe
+from models_integration.model.cache_argument import CACHE
 from spec.errors import SpecError
 from spec.policy import Needs
 from spec.retention import Granularity, Retention
@@ -152,14 +153,15 @@ def handing(change: Callable[[Tensor], Tensor], which: str) -> Callable[..., Any
     """Llama's attention with another tensor in the place of what its cache returned."""
     own = modeling_llama.LlamaAttention.forward
 
-    def forward(module: nn.Module, *args: Any, past_key_values: Any = None, **options: Any) -> Any:
+    def forward(module: nn.Module, *args: Any, **options: Any) -> Any:
+        cache: Any = options.get(CACHE)
+
         class Between:
-            def update(self, keys: Tensor, values: Tensor, index: int) -> tuple[Tensor, Tensor]:
-                keys, values = past_key_values.update(keys, values, index)
+            def update(self, *given: Any, **more: Any) -> tuple[Tensor, Tensor]:
+                keys, values = cache.update(*given, **more)
                 return (change(keys), values) if which == "keys" else (keys, change(values))
 
-        between = None if past_key_values is None else Between()
-        replaced: Any = {**options, "past_key_values": between}
+        replaced: Any = {**options, CACHE: None if cache is None else Between()}
         return own(module, *args, **replaced)  # type: ignore[arg-type]
 
     return forward

@@ -2,24 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from conformance.own.models_integration.session.families import METHODS, build, relative
-from conformance.own.models_integration.session.oracle_checks import (
-    check_decoding,
-    check_generation,
-    check_hidden_token,
-    check_stored_tensors,
-)
-from conformance.own.models_integration.session.rows import two_rows
+from conformance.own.models_integration.session.families import METHODS, build
+from conformance.own.models_integration.session.oracle_checks import check_hidden_token
 from conformance.own.models_integration.session.test_batches import test_rows_equal_their_single_runs as check_batch
-from conformance.own.models_integration.session.test_batches import (
-    test_the_slots_of_a_row_hold_its_own_tokens as check_slots,
-)
 from conformance.own.models_integration.session.test_chunks import (
     test_the_kept_set_is_that_of_one_forward as check_chunks,
 )
@@ -27,6 +19,7 @@ from conformance.own.models_integration.session.test_flash import (
     test_it_is_the_sum_over_what_each_query_sees as check_lse,
 )
 from conformance.own.models_integration.session.test_flash import test_the_model_s_numbers_keep_their_bits as check_bits
+from conformance.own.models_integration.session.test_oracle import converse, converse_in_rows, run
 from models_integration.attention import capture as capture_module
 from models_integration.attention import masks as visibility
 from models_integration.attention.capture import Recorder
@@ -125,40 +118,16 @@ def everything_after_the_kept_set_forgotten(patch: Patch) -> None:
         patch.setattr(f"models_integration.cache.{rule}.retain", wrong)
 
 
-SABOTEURS: dict[Callable[[Patch], None], Callable[[Any, Any], None]] = {
-    slots_as_positions: check_decoding,
-    mask_shifted_by_one: check_decoding,
-    offset_forgets_positions: check_hidden_token,
-    offset_forgotten: check_hidden_token,
-    score_order: check_stored_tensors,
-    newest_slots_instead_of_kept_ones: check_stored_tensors,
-    values_not_gathered_with_keys: check_decoding,
-    last_layer_keeps_other_tokens: check_decoding,
-    nothing_evicted: check_decoding,
-    everything_after_the_kept_set_forgotten: check_generation,
-}
+def check_converse() -> None:
+    run(partial(converse, policy="crystalcache"))
 
 
-@pytest.mark.parametrize("sabotage", SABOTEURS, ids=lambda sabotage: sabotage.__name__)
-def test_a_saboteur_is_killed(sabotage: Callable[[Patch], None]) -> None:
-    model, check = build("llama"), SABOTEURS[sabotage]
-    check(model, METHODS["crystalcache"]())
-    with Patch.context() as patch, pytest.raises(AssertionError):
-        sabotage(patch)
-        check(model, METHODS["crystalcache"]())
+def check_rows() -> None:
+    run(partial(converse_in_rows, policy="crystalcache"))
 
 
-@pytest.mark.parametrize("check", [check_decoding, check_hidden_token, check_stored_tensors])
-def test_score_order_is_killed_wherever_order_can_be_seen(check: Callable[[Any, Any], None]) -> None:
-    model = build("llama")
-    with Patch.context() as patch:
-        score_order(patch)
-        if check is check_decoding:
-            # Softmax attention without a mask does not know the order of slots: nothing to see here.
-            check(model, METHODS["crystalcache"]())
-            return
-        with pytest.raises(AssertionError):
-            check(model, METHODS["crystalcache"]())
+def check_hidden() -> None:
+    check_hidden_token(build("llama"), METHODS["crystalcache"]())
 
 
 def padding_kept(patch: Patch) -> None:
@@ -187,19 +156,6 @@ def rows_share_the_longest(patch: Patch) -> None:
         return by_position(pattern, StoredRows(rows.kept[:1], rows.seen_at_compaction[:1]), *rest)
 
     patch.setattr(visibility, "by_position", wrong)
-
-
-@pytest.mark.parametrize(
-    ("sabotage", "padding"), [(padding_kept, False), (stale_padding, True), (rows_share_the_longest, False)]
-)
-def test_a_saboteur_of_padded_rows_is_killed(sabotage: Callable[[Patch], None], padding: bool) -> None:
-    model = build("llama")
-    rows = two_rows(model)
-    assert relative(rows.together(rows.following, padding=padding), rows.alone) < 1e-5
-    rows = two_rows(model)
-    with Patch.context() as patch:
-        sabotage(patch)
-        assert relative(rows.together(rows.following, padding=padding), rows.alone) > 1e-2
 
 
 def padding_shown_to_the_policy(patch: Patch) -> None:
@@ -233,14 +189,6 @@ def padding_forgotten_in_the_gather(patch: Patch) -> None:
         return StoredRows(torch.empty(len(padding), 0, dtype=torch.int64), 0 * padding)
 
     patch.setattr(StoredRows, "padded", wrong)
-
-
-BATCHES: dict[Callable[[Patch], None], Callable[[], None]] = {
-    padding_shown_to_the_policy: lambda: check_batch("llama", "crystalcache"),
-    first_row_for_all: lambda: check_batch("llama", "crystalcache"),
-    padding_counted_as_tokens: check_slots,
-    padding_forgotten_in_the_gather: check_slots,
-}
 
 
 def decided_on_the_last_piece(patch: Patch) -> None:
@@ -306,18 +254,35 @@ def another_kernel(patch: Patch) -> None:
     patch.setattr("models_integration.attention.capture.flash_attention", wrong)
 
 
-PIECES_AND_CAPTURE: dict[Callable[[Patch], None], Callable[[], None]] = {
+SABOTEURS: dict[Callable[[Patch], None], Callable[[], object]] = {
+    slots_as_positions: check_converse,
+    mask_shifted_by_one: check_converse,
+    offset_forgets_positions: check_hidden,
+    offset_forgotten: check_hidden,
+    score_order: check_converse,
+    newest_slots_instead_of_kept_ones: check_converse,
+    values_not_gathered_with_keys: check_converse,
+    last_layer_keeps_other_tokens: check_converse,
+    nothing_evicted: check_converse,
+    everything_after_the_kept_set_forgotten: check_converse,
+    padding_kept: check_rows,
+    stale_padding: check_rows,
+    rows_share_the_longest: check_rows,
+    padding_shown_to_the_policy: lambda: check_batch("llama", "crystalcache"),
+    first_row_for_all: lambda: check_batch("llama", "crystalcache"),
+    padding_counted_as_tokens: check_rows,
+    padding_forgotten_in_the_gather: check_rows,
     decided_on_the_last_piece: lambda: check_chunks("llama", (40, 24)),
     pieces_in_the_wrong_order: lambda: check_chunks("llama", (40, 24)),
-    evicted_before_the_end: lambda: check_chunks("llama", (40, 24)),
+    evicted_before_the_end: check_converse,
     another_base: lambda: check_lse("llama", torch.float64, 1e-14),
     another_kernel: lambda: check_bits("llama", torch.float32),
 }
 
 
-@pytest.mark.parametrize("sabotage", [*BATCHES, *PIECES_AND_CAPTURE], ids=lambda sabotage: sabotage.__name__)
-def test_a_saboteur_of_batches_pieces_or_capture_is_killed(sabotage: Callable[[Patch], None]) -> None:
-    check = (BATCHES | PIECES_AND_CAPTURE)[sabotage]
+@pytest.mark.parametrize("sabotage", SABOTEURS, ids=lambda sabotage: sabotage.__name__)
+def test_a_saboteur_is_killed(sabotage: Callable[[Patch], None]) -> None:
+    check = SABOTEURS[sabotage]
     check()
     with Patch.context() as patch, pytest.raises(AssertionError):
         sabotage(patch)

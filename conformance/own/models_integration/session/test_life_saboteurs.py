@@ -1,7 +1,10 @@
 """Breaths, turns, streams and saved caches have teeth: each of these mistakes fails an assertion of their tests."""
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -9,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
 from torch import Tensor, nn
 
 from conformance.own.models_integration.session import (
@@ -20,14 +25,20 @@ from conformance.own.models_integration.session import (
 )
 from conformance.own.models_integration.session.families import states_of
 from conformance.own.models_integration.session.saved import lived, same
+from conformance.own.models_integration.session.test_oracle import converse, converse_in_rows, run
+from conformance.own.models_integration.session.test_session_machine import SessionMachine
 from models_integration.attention.capture import Recorder
+from models_integration.cache import retained_cache
 from models_integration.cache.crystal_states import CrystalStates, DecodeRule, Pending
 from models_integration.cache.dense_layer import DenseLayer
 from models_integration.cache.positions import Plan, StoredRows
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.cache.snapshot import load_cache, save_cache
 from models_integration.cache.tensor_file import DIGEST_AT, read
+from models_integration.session import inputs, session
+from models_integration.session.inputs import OPEN, ForwardSpan
 from models_integration.session.segment import ObservedSegment
+from models_integration.session.session import Session
 from models_integration.session.streams import Stream
 from spec.errors import SpecError
 from spec.policy import LayerView
@@ -231,6 +242,51 @@ def waiting_tokens_are_not_saved(patch: Patch) -> None:
     patch.setattr("conformance.own.models_integration.session.test_life_saboteurs.load_cache", wrong)
 
 
+def unchecked_step(patch: Patch) -> None:
+    """A step's position ids and mask are looked at by nobody."""
+
+    def wrong(vocabulary: int, arguments: Any, cache: RetainedCache) -> ForwardSpan:
+        ids = arguments["input_ids"]
+        inputs.check_rows(cache, ids)
+        defaults = cache.step_inputs(ids.shape[1], ids.device)
+        return ForwardSpan(cache.get_seq_length(), OPEN, torch.ones(ids.shape, dtype=torch.bool), defaults)
+
+    patch.setattr(session, "step_span", wrong)
+
+
+def reading_decides(patch: Patch) -> None:
+    """There is no way to read and decide nothing."""
+    inside = Session._inside
+    patch.setattr(Session, "_inside", lambda run, block: inside(run, "" if block == "reading()" else block))
+
+
+def half_compacted(patch: Patch) -> None:
+    """Each layer is compacted as soon as its plan is made."""
+    compact = RetainedCache.compact
+
+    def wrong(
+        cache: RetainedCache, retentions: Any, padding: Tensor | None = None, layers: Sequence[int] | None = None,
+    ) -> None:
+        full = [index for index, layer in enumerate(cache.layers) if layer in cache.full_layers]
+        for index in full if layers is None else layers:
+            compact(cache, retentions, padding, [index])
+
+    patch.setattr(RetainedCache, "compact", wrong)
+    patch.setattr(retained_cache, "failing_whole", lambda cache, change="": nullcontext())
+
+
+def mistake(machine: SessionMachine) -> None:
+    machine.mistake(machine.prompt("crystalcache", 45), "positions")
+
+
+def read_without_deciding(machine: SessionMachine) -> None:
+    machine.reading(machine.prompt("crystalcache", 45), 6)
+
+
+def keep_what_is_not_stored(machine: SessionMachine) -> None:
+    machine.keep(machine.prompt("streamingllm", 45), "layer", 0.7, unstored=True)
+
+
 def check_saved() -> None:
     """A saved cache is the same again, and none once a byte of a tensor has changed."""
     model, cache = lived("llama")
@@ -250,7 +306,11 @@ def check_saved() -> None:
 
 
 def check_breaths() -> None:
-    test_breaths.test_eviction_equals_masking_after_every_breath("llama", 30)
+    run(partial(converse, policy="breathing"))
+
+
+def check_rows() -> None:
+    assert run(partial(converse_in_rows, policy="crystalcache"))["a padded turn"]
 
 
 def check_pieces() -> None:
@@ -270,7 +330,7 @@ def check_beams() -> None:
         test_breaths.test_beams_keep_their_states(patch)
 
 
-SABOTEURS: dict[Callable[[Patch], None], Callable[[], None]] = {
+SABOTEURS: dict[Callable[[Patch], None], Callable[[], object]] = {
     a_breath_compacts_the_observed_layer_alone: check_breaths,
     a_breath_keeps_other_tokens: check_breaths,
     stale_positions_after_a_breath: check_breaths,
@@ -280,15 +340,13 @@ SABOTEURS: dict[Callable[[Patch], None], Callable[[], None]] = {
     states_stay_where_they_were: check_beams,
     the_tail_is_forgotten_in_a_turn: lambda: test_turns.test_the_kept_sets_are_those_of_the_reference(30, 0),
     steps_without_decode_decay: test_breaths.test_steps_read_without_decode_do_not_fade,
-    queries_of_a_turn_stand_at_their_slots: lambda: test_turns.test_eviction_equals_masking_after_every_turn(
-        "llama", "crystalcache"
-    ),
+    queries_of_a_turn_stand_at_their_slots: check_breaths,
     a_turn_s_padding_is_taken_for_tokens: lambda: test_conversations.test_turns_of_padded_rows_equal_their_single_runs(
         "llama", "crystalcache"
     ),
-    hidden_columns_of_a_turn_are_tokens: test_padded_turns.test_padding_is_not_stored,
+    hidden_columns_of_a_turn_are_tokens: check_rows,
     hidden_queries_of_a_turn_are_counted: check_padded_turn,
-    hidden_columns_of_a_turn_stand_elsewhere: check_padded_turn,
+    hidden_columns_of_a_turn_stand_elsewhere: check_rows,
     a_turn_in_pieces_forgets_its_ids: check_pieces,
     a_stream_s_segments_end_with_its_forwards: check_stream,
     the_paper_s_protection_for_all: (
@@ -296,6 +354,9 @@ SABOTEURS: dict[Callable[[Patch], None], Callable[[], None]] = {
     ),
     no_digest: check_saved,
     waiting_tokens_are_not_saved: check_saved,
+    unchecked_step: lambda: run(mistake),
+    reading_decides: lambda: run(read_without_deciding),
+    half_compacted: lambda: run(keep_what_is_not_stored),
 }
 
 
@@ -306,3 +367,17 @@ def test_a_saboteur_is_killed(sabotage: Callable[[Patch], None]) -> None:
     with Patch.context() as patch, pytest.raises(AssertionError):
         sabotage(patch)
         check()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("sabotage", [unchecked_step, reading_decides, half_compacted])
+def test_random_programs_find_it(sabotage: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    sabotage(monkeypatch)
+    unguided = settings(
+        max_examples=2000, stateful_step_count=15, phases=[Phase.generate], database=None, deadline=None
+    )
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(
+            partial(SessionMachine, "llama", Counter[str]()),  # type: ignore[arg-type]
+            settings=unguided,
+        )

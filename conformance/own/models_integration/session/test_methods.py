@@ -14,12 +14,13 @@ from transformers import PreTrainedTokenizerFast
 
 import models_integration
 from conformance.own.models_integration.session.families import ENDS, METHODS, build, greedy, prompt
-from models_integration import CrystalCache, FullCache, StreamingLLM, prefill
+from models_integration import CrystalCache, FullCache, StreamingLLM, policy_from_name, prefill
 from models_integration.policies import methods
 from models_integration.policies.methods import sentence_ends
 from reference.backend import BACKEND
 from reference.crystalcache import prefill as reference_prefill
 from spec.backend import Backend
+from spec.budget import Budget
 from spec.errors import BackendUnavailable, SpecError
 from spec.parameters import PAPER, TINY
 from spec.policy import Needs
@@ -36,6 +37,14 @@ def test_a_budget_is_read_when_the_method_is_made(budget: object) -> None:
         CrystalCache(budget, ENDS)  # type: ignore[arg-type]
     with pytest.raises(SpecError, match="budget"):
         StreamingLLM(budget)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("budget", [1, "1", np.int64(1)])
+def test_a_budget_of_one_token_asks_for_the_whole_prompt(budget: int | str) -> None:
+    for make in (StreamingLLM, lambda one: policy_from_name("snapkv", one), lambda one: CrystalCache(one, ENDS, TINY)):
+        with pytest.warns(UserWarning, match=r"keeps one token; write budget=1.0 to keep the whole prompt"):
+            make(budget)
+    StreamingLLM(1.0), StreamingLLM(Budget(count=1)), StreamingLLM(2)
 
 
 @pytest.mark.law("refused-before-anything-changes")
@@ -136,7 +145,7 @@ def test_before_a_prompt_there_is_nothing_to_tell() -> None:
 @pytest.mark.law("figures-are-counted-right")
 def test_what_protection_keeps_beyond_the_budget_is_told() -> None:
     model = build("llama")
-    over = prefill(model, CrystalCache(1, frozenset({130}), PAPER, backend="numpy"), prompt(200)).run
+    over = prefill(model, CrystalCache(Budget(count=1), frozenset({130}), PAPER, backend="numpy"), prompt(200)).run
     assert isinstance(over.retention, CrystalRetention)
     assert over.kept is not None
     assert over.over_budget == over.retention.over_budget == len(over.kept) - 132

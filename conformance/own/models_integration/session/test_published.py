@@ -19,7 +19,7 @@ from models_integration.model.architecture import describe
 from models_integration.model.weights import output_projections, rotary
 from models_integration.policies.methods import policy_from_name
 from models_integration.policies.spelled import spelled
-from models_integration.studies.compare.plan import Plan
+from models_integration.studies.evidence.rules import rules_of
 from reference import policies
 from reference.policies.names import DIVERSE, NAMES, POLICIES, constants_of
 from reference.policies.rotary import unrotated
@@ -60,12 +60,14 @@ def test_each_evicts_at_its_own_granularity(name: str) -> None:
     assert sum(map(len, prompt_only)) <= 6 * parse_budget(0.3).tokens(PROMPT)
 
 
-def test_the_help_lists_every_name() -> None:
+def test_the_help_names_the_list_of_policies() -> None:
     text = CliRunner().invoke(app, ["compare", "--help"], env={"COLUMNS": "400", "TERM": "dumb"}).output
-    listed = text.split("Comma-separated: ")[1].split(".")[0].replace("\n", " ").replace("│", " ")
-    assert set(map(str.strip, listed.split(","))) == {*POLICIES}
+    assert "Comma-separated names of `kvspec policies`" in text
     assert "diverse-NAME" in text
-    assert Plan(policies=NAMES).policies == NAMES
+    about = {"title": "t", "models": ["m"], "contexts": 1, "questions": 1, "seeds": [0], "lengths": [200]}
+    every = rules_of(**about, placements=["after"], tasks=["needle"], budgets=["0.5"], controls=[],
+                     policies=[name for name in NAMES if name != "fullcache"]).policies
+    assert set(every) == set(NAMES) - {"fullcache"}
 
 
 def test_every_name_but_chunks_and_h2o_takes_a_diverse_form() -> None:

@@ -218,7 +218,7 @@ def test_no_more_can_be_taken_back_than_was_seen(tokens: Any) -> None:
 
 
 def test_a_crop_that_one_layer_refuses_changes_none() -> None:
-    """Heads of the first layer differ and could give back more than the padded rows of the others. The simulator's."""
+    """Heads of the first layer differ and could give back more than the padded rows of the others."""
     model, mask = build("llama"), torch.tensor([[0] + [1] * (PROMPT - 1)])
     with FullCache()(model) as run, torch.no_grad():
         model(input_ids=prompt(PROMPT), attention_mask=mask)

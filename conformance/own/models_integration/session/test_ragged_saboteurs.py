@@ -2,28 +2,27 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from conformance.own.models_integration.session.families import build
-from conformance.own.models_integration.session.ragged_checks import check_continuation, check_generation, check_storage
+from conformance.own.models_integration.session.test_oracle import converse, converse_in_rows, run
 from conformance.own.models_integration.session.test_ragged import (
     test_a_2d_mask_hides_positions_in_every_head as check_hidden,
 )
 from conformance.own.models_integration.session.test_ragged import test_a_quarter_of_the_bytes as check_bytes
 from conformance.own.models_integration.session.test_ragged import test_h2o_drops_the_smallest_sum as check_h2o
 from conformance.own.models_integration.session.test_ragged import (
-    test_rows_of_a_padded_batch_equal_their_single_runs as check_batch,
-)
-from conformance.own.models_integration.session.test_ragged import (
     test_tova_drops_the_least_attended_key_of_the_last_query as check_tova,
 )
 from conformance.own.models_integration.session.test_ragged_turns import check_small_keys_stay
+from conformance.own.models_integration.session.test_session_machine import SessionMachine
 from models_integration.attention import ragged_attention as attention_module
 from models_integration.attention.masks import LayerMasks
+from models_integration.cache import positions
 from models_integration.cache import ragged_layer as ragged_module
 from models_integration.cache import retained_cache as retained_module
 from models_integration.cache.positions import StoredRows
@@ -83,8 +82,8 @@ def new_tokens_go_to_one_head(patch: Patch) -> None:
     """The spare slots of the wrong head are written."""
     update = RaggedLayer.update
 
-    def wrong(layer: RaggedLayer, keys: Tensor, values: Tensor, *rest: Any) -> Any:
-        return update(layer, keys.flip(1), values.flip(1), *rest)
+    def wrong(layer: RaggedLayer, keys: Tensor, values: Tensor, *rest: Any, **others: Any) -> Any:
+        return update(layer, keys.flip(1), values.flip(1), *rest, **others)
 
     patch.setattr(RaggedLayer, "update", wrong)
 
@@ -201,29 +200,50 @@ def turns_are_decided_by_another_head(patch: Patch) -> None:
     patch.setattr(RaggedLayer, "held", wrong)
 
 
-SABOTEURS: dict[Callable[[Patch], None], tuple[Callable[..., object], tuple[str, ...]]] = {
-    one_mask_for_all_layers: (check_continuation, ("adakv",)),
-    new_tokens_see_each_other: (check_continuation, ("chunkkv",)),
-    heads_change_places: (check_continuation, ("adakv",)),
-    all_heads_keep_the_first_one_s_tokens: (check_storage, ("snapkv",)),
-    new_tokens_go_to_one_head: (check_generation, ("adakv",)),
-    spare_slots_are_attended_to: (check_generation, ("adakv",)),
-    padded_storage: (check_bytes, ("adakv",)),
-    views_of_the_full_cache: (check_bytes, ("pyramidkv",)),
-    steps_forget_the_scaling: (check_h2o, ()),
-    steps_decide_by_the_first_head_s_query: (check_tova, ()),
-    padding_counts_as_tokens: (check_batch, ("adakv",)),
-    hidden_tokens_are_read_by_slot: (check_hidden, ("adakv",)),
-    turns_are_decided_by_another_head: (check_small_keys_stay, ()),
+def third_run(patch: Patch) -> None:
+    """The third of the long runs of slots is copied from one slot early."""
+
+    def wrong(tensor: Tensor, slots: Tensor) -> Tensor:
+        ends = [at + 1 for at in range(len(slots) - 1) if slots[at + 1] != slots[at] + 1]
+        if len(slots) >= positions._LONG_RUN * (len(ends) + 1) and len(ends) >= 2:
+            slots = slots.clone()
+            slots[ends[1] : ends[2] if len(ends) > 2 else len(slots)] -= 1
+        return tensor.index_select(-2, slots)
+
+    patch.setattr(positions, "_taken", wrong)
+
+
+def with_long_runs(machine: SessionMachine) -> None:
+    machine.set_sizes(1, 64)
+    machine.keep(machine.prompt("fullcache", 60), "model", 0.7)
+
+
+def conversing(policy: str) -> Callable[[], object]:
+    return lambda: run(partial(converse, policy=policy))
+
+
+SABOTEURS: dict[Callable[[Patch], None], Callable[[], object]] = {
+    one_mask_for_all_layers: conversing("adakv"),
+    new_tokens_see_each_other: conversing("chunkkv"),
+    heads_change_places: conversing("adakv"),
+    all_heads_keep_the_first_one_s_tokens: conversing("snapkv"),
+    new_tokens_go_to_one_head: conversing("adakv"),
+    spare_slots_are_attended_to: conversing("adakv"),
+    padded_storage: lambda: check_bytes("adakv"),
+    views_of_the_full_cache: lambda: check_bytes("pyramidkv"),
+    steps_forget_the_scaling: check_h2o,
+    steps_decide_by_the_first_head_s_query: check_tova,
+    padding_counts_as_tokens: lambda: run(partial(converse_in_rows, policy="adakv")),
+    hidden_tokens_are_read_by_slot: lambda: check_hidden("adakv"),
+    turns_are_decided_by_another_head: check_small_keys_stay,
+    third_run: lambda: run(with_long_runs),
 }
-_ON_A_MODEL = (check_continuation, check_generation, check_storage)
 
 
 @pytest.mark.parametrize("saboteur", SABOTEURS, ids=lambda saboteur: saboteur.__name__)
 def test_each_mistake_fails_an_assertion(saboteur: Callable[[Patch], None], monkeypatch: Patch) -> None:
-    check, arguments = SABOTEURS[saboteur]
-    given = (build("llama"), *arguments) if check in _ON_A_MODEL else arguments
-    check(*given)
+    check = SABOTEURS[saboteur]
+    check()
     saboteur(monkeypatch)
     with pytest.raises(AssertionError):
-        check(*given)
+        check()

@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 
 from conformance.own.models_integration.session.families import (
     ENDS,
-    FAMILIES,
     METHODS,
     at_once,
     build,
@@ -22,7 +21,6 @@ from conformance.own.models_integration.session.families import (
     states_of,
 )
 from conformance.own.models_integration.session.heads import MaskedHeads
-from conformance.own.models_integration.session.lives import Beside
 from conformance.own.models_integration.session.oracle_checks import PROMPT, TOLERANCE
 from conformance.own.models_integration.session.ragged_checks import live_sets
 from conformance.own.models_integration.session.test_batches import batch, prompts
@@ -76,22 +74,6 @@ def test_reading_and_what_follows_equal_the_full_cache_under_masks(name: str) ->
             assert heads == grown if reads else all(set(a) <= set(b) for a, b in zip(heads, grown, strict=True))
             oracle.forget(layer, heads)
         seen += n
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("decode", [False, True])
-def test_every_family_under_crystalcache(family: str, decode: bool) -> None:
-    model, twin = build(family), build(family)
-    with breathing(30, decode=decode)(model) as run:
-        beside = Beside(model, twin, RetainedCache(model.config), prompt(PROMPT))
-        for at in range(3):
-            beside.steps(tokens(3))
-            with run.reading():
-                beside.read(prompt(6, seed=30 + at))
-                beside.read(prompt(1, seed=40 + at))
-            beside.steps(tokens(T))
-            beside.read(prompt(8, seed=50 + at))
-    assert beside.masked > PROMPT // 2
 
 
 def test_generate_goes_on_behind_what_was_read() -> None:

@@ -1,6 +1,6 @@
-"""Models in which every field of the config matters, prompts that leave many long runs, and what only they show.
+"""Models in which every field of the config matters, and what only they show.
 
-In the tiny models of `families`, Gemma's own scaling is 1 / sqrt(d), and no prompt leaves three long runs of slots.
+In the tiny models of `families`, Gemma's own scaling is 1 / sqrt(d).
 """
 
 from collections.abc import Callable, Mapping
@@ -31,26 +31,19 @@ from transformers import (
 from conformance.own.models_integration.session.families import (
     ENDS,
     VOCABULARY,
-    Masked,
     at_once,
     prepare,
     prompt,
     relative,
 )
 from conformance.own.models_integration.session.probe import Looking, method_of
-from models_integration import CrystalCache, CustomPolicy, prefill
+from models_integration import CrystalCache, prefill
 from models_integration.attention.capture import Attended, Recorder
-from models_integration.cache import positions as positions_module
-from models_integration.cache.dense_layer import DenseLayer
 from models_integration.model.architecture import attention_modules
 from reference.crystalcache import prefill as decided
 from reference.crystalcache.coattention import attention
-from reference.policies.budgets import even
-from reference.policies.protections import Places, SinkAndRecent
-from reference.policies.selectors import top_units
-from spec.budget import Budget
 from spec.parameters import TINY
-from spec.policy import LayerView, Needs, Policy
+from spec.policy import LayerView, Needs
 
 Patch = pytest.MonkeyPatch
 Fields = Mapping[str, Any]
@@ -194,38 +187,6 @@ def test_the_decision_is_that_of_the_model_s_own_scaling_and_cap(family: str) ->
     check_decided(build(family))
 
 
-# Four runs of slots, each long enough to be copied whole.
-RUNS = ((0, 70), (90, 165), (190, 270), (310, 400))
-KEPT = np.concatenate([np.arange(*run) for run in RUNS])
-LONG_PROMPT = 400
-
-
-def keeping_runs() -> CustomPolicy:
-    """The four runs, whatever the scores."""
-    protection = Places(SinkAndRecent(0, 0), tuple(KEPT.tolist()))
-    return CustomPolicy(Policy("runs", Looking(Needs()), even, top_units, protection), Budget(count=len(KEPT)))
-
-
-def check_runs(model: PreTrainedModel) -> None:
-    """Each slot holds the key and the value of its position, and decoding equals masking."""
-    ids, following = prompt(LONG_PROMPT), prompt(8, seed=9)
-    cache = prefill(model, keeping_runs(), ids).cache
-    assert cache.stored_positions().tolist() == KEPT.tolist()
-    oracle = Masked(model, ids, KEPT.tolist())
-    for compacted, (keys, values, *_) in zip(cache.layers, oracle.cache, strict=True):
-        if isinstance(compacted, DenseLayer):
-            for found, full in ((compacted.keys, keys), (compacted.values, values)):
-                assert isinstance(found, Tensor)
-                assert relative(found, full[:, :, KEPT]) < TOLERANCE
-    assert relative(at_once(model, following, cache), oracle.read(following)) < TOLERANCE
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-@pytest.mark.spec("CC-COMPACT")
-def test_many_long_runs_of_slots_are_gathered_as_they_are(family: str) -> None:
-    check_runs(build(family))
-
-
 def without(option: str) -> Callable[[Patch], None]:
     """The recorder does not read this argument of the model's attention."""
 
@@ -239,21 +200,6 @@ def without(option: str) -> Callable[[Patch], None]:
         patch.setattr(Recorder, "record", wrong)
 
     return sabotage
-
-
-def a_third_long_run_one_early(patch: Patch) -> None:
-    """Of the runs that are copied whole, the third is taken one slot before its place."""
-    taken = positions_module._taken
-
-    def wrong(tensor: Tensor, slots: Tensor) -> Tensor:
-        starts = torch.nonzero(torch.diff(slots) != 1)[:, 0] + 1
-        if len(starts) >= 2 and len(slots) >= positions_module._LONG_RUN * (len(starts) + 1):
-            slots = slots.clone()
-            slots[starts[1] : starts[2] if len(starts) > 2 else None] -= 1
-            return tensor.index_select(-2, slots)
-        return taken(tensor, slots)
-
-    patch.setattr(positions_module, "_taken", wrong)
 
 
 @pytest.mark.law("the-proof-has-teeth")
@@ -273,12 +219,3 @@ def test_the_model_s_own_cap_ignored_is_killed(check: Callable[[PreTrainedModel]
     with Patch.context() as patch, pytest.raises(AssertionError):
         without("softcap")(patch)
         check(model)
-
-
-@pytest.mark.law("the-proof-has-teeth")
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_a_third_long_run_gathered_one_early_is_killed(family: str) -> None:
-    model = build(family)
-    with Patch.context() as patch, pytest.raises(AssertionError):
-        a_third_long_run_one_early(patch)
-        check_runs(model)

@@ -1,6 +1,7 @@
 """What a forward behind a prompt is told about masks and positions agrees with the cache, wherever it is read."""
 
 import copy
+import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -8,12 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from conformance.own.models_integration.session.families import ENDS, METHODS, VOCABULARY, build, prompt
 from conformance.own.models_integration.session.ragged_checks import live_sets, method
-from models_integration import CrystalCache, RetainedCache, RetentionPolicy
+from models_integration import CrystalCache, RetainedCache, RetentionPolicy, prefill
 from models_integration.archive.layer_masks import layer_masks
+from models_integration.model.cache_argument import CACHE, NAMES, cache_name
+from models_integration.model.rotation import prefilled
+from models_integration.session.verbs import read
 from spec.errors import SpecError
 from spec.parameters import TINY
 
@@ -182,3 +186,92 @@ def test_a_stream_s_step_is_checked_before_its_segment_ends() -> None:
         assert live_sets(cache) == before
         told(model, cache, attention_mask=ones(N + 1))
         assert cache.get_seq_length() == N + 1
+
+
+BLOCKS: dict[str, Callable[..., Any]] = {
+    "a context": lambda model, cache: METHODS["crystalcache"]()(model), "layer_masks": layer_masks,
+}
+
+
+def evicted() -> tuple[Any, RetainedCache]:
+    """A model, and a cache of N tokens that a policy has evicted from."""
+    model = build("llama")
+    return model, prefill(model, METHODS["crystalcache"](), prompt(N)).cache
+
+
+@pytest.mark.law("a-cache-like-any-other")
+@pytest.mark.parametrize("inside", BLOCKS)
+def test_a_forward_takes_its_cache_by_each_of_its_names(inside: str) -> None:
+    """Of the model and of its decoder."""
+    model, cache = evicted()
+    logits = []
+    for name in NAMES:
+        given = {name: copy.deepcopy(cache)}
+        with BLOCKS[inside](model, given[name]), torch.no_grad():
+            logits.append(model(torch.tensor([[7]]), **given).logits)
+            model.base_model(torch.tensor([[8]]), **given)
+        assert given[name].get_seq_length() == N + 2
+    assert torch.equal(*logits)
+
+
+class Older(torch.nn.Module):
+    """A model whose file was written for an older transformers."""
+
+    def forward(self, input_ids: Tensor, past_key_values: object = None, **others: object) -> None: ...
+
+
+class Wrapper(torch.nn.Module):
+    def forward(self, *args: object, **kwargs: object) -> None: ...
+
+
+@pytest.mark.law("as-it-is-described")
+def test_a_model_is_given_its_cache_by_the_name_that_its_forward_has() -> None:
+    found = [cache_name(model) for model in (Older(), Wrapper(), build("llama"))]
+    assert found == ["past_key_values", CACHE, CACHE]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("inside", BLOCKS)
+def test_another_cache_is_refused_by_each_name(name: str, inside: str) -> None:
+    """Also beside the right one: transformers would read one of the two."""
+    (model, cache), ids = evicted(), torch.tensor([[7]])
+    foreign = DynamicCache() if inside == "layer_masks" else StaticCache(model.config, max_cache_len=N)
+    before = live_sets(cache)
+    with BLOCKS[inside](model, cache), torch.no_grad():
+        with pytest.raises(SpecError, match=f"past_key_values = '{type(foreign).__name__}'"):
+            model(ids, **{name: foreign})
+        with pytest.raises(SpecError, match=r"cache = .*: leave one of the two out"):
+            model.base_model(ids, **{**dict.fromkeys(NAMES, cache), name: foreign})
+    assert live_sets(cache) == before
+
+
+@pytest.mark.parametrize("name", sorted({"past_key_values", CACHE}))
+def test_a_text_that_was_edited_is_refused_by_each_name_of_the_cache(name: str) -> None:
+    model: Any = build("llama")
+    with METHODS["crystalcache"]()(model) as run:
+        first = model.generate(prompt(N), max_new_tokens=4, do_sample=False)
+        text = torch.cat([first, prompt(5, seed=9)], dim=1)
+        edited = text.clone()
+        edited[0, 0] = 3 + (edited[0, 0] + 1) % 90
+        with pytest.raises(SpecError, match="is token 0 of the text"):
+            model.generate(edited, max_new_tokens=2, do_sample=False, **{name: run.cache})
+        assert model.generate(text, max_new_tokens=2, do_sample=False, **{name: run.cache}).shape == (1, N + 11)
+
+
+@pytest.mark.law("as-it-is-described")
+@pytest.mark.filterwarnings("error::FutureWarning")
+@pytest.mark.parametrize("policy", ["one set", "a rehearsal", "a stream"])
+def test_no_name_that_transformers_deprecates_is_used(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some are deprecated by a warning, others in the log, once in a process."""
+    def warn(logger: logging.Logger, message: str, *args: object) -> None:
+        assert "deprecated" not in message, message
+
+    monkeypatch.setattr(logging.Logger, "warning_once", warn)
+    stream = CrystalCache(16, ENDS, TINY, backend="numpy", decode=True, stream=True)
+    given = {"one set": METHODS["crystalcache"](), "a rehearsal": method("kvzip"), "a stream": stream}[policy]
+    model, cache = evicted()
+    read(model, cache, prompt(3))
+    prefilled(model, [3, 4, 5])
+    with given(model) as run, torch.no_grad():
+        model.generate(prompt(N), max_new_tokens=2, do_sample=False)
+        model(torch.tensor([[7]]), **{CACHE: run.cache})

@@ -77,9 +77,9 @@ def test_one_layer_at_most_is_whole(family: str, method: str, monkeypatch: pytes
     counts: list[int] = []
     update = DenseLayer.update
 
-    def watched(layer: DenseLayer, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    def watched(layer: DenseLayer, *tensors: Tensor, **others: Any) -> tuple[Tensor, Tensor]:
         counts.append(sum(reference() is not None for reference in alive))
-        keys, values = update(layer, *tensors)
+        keys, values = update(layer, *tensors, **others)
         alive.extend((weakref.ref(keys), weakref.ref(values)))
         return keys, values
 

@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -23,7 +22,6 @@ from conformance.own.models_integration.session.families import (
     relative,
     states_of,
 )
-from conformance.own.models_integration.session.lives import Beside
 from conformance.own.models_integration.session.observed import Observed
 from conformance.own.models_integration.session.test_breaths import now
 from conformance.own.models_integration.session.test_turns import same_state
@@ -47,20 +45,6 @@ families = pytest.mark.parametrize("family", FAMILIES)
 
 def streaming(**options: Any) -> CrystalCache:
     return CrystalCache(BUDGET, ENDS, PARAMETERS, backend="numpy", **{"stream": True, **options})
-
-
-@pytest.mark.law("eviction-equals-masking")
-@families
-def test_eviction_equals_masking_after_every_segment(family: str) -> None:
-    """In pieces that never cross the end of a segment."""
-    model, ids = build(family), prompt(N)
-    cuts = [0, 5, C, 2 * C - 1, 2 * C, 3 * C, 4 * C - 8, 4 * C, 5 * C, N]
-    with streaming()(model):
-        life = Beside(model, build(family), RetainedCache(model.config), ids[:, :5])
-        for start, stop in list(pairwise(cuts))[1:]:
-            before = life.masked
-            life.read(ids[:, start:stop])
-            assert (life.masked > before) == (stop % C == 0 and stop > BUDGET)
 
 
 @families

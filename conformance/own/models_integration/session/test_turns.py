@@ -7,9 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from conformance.own.models_integration.session.crossings import crossed
-from conformance.own.models_integration.session.families import ENDS, METHODS, at_once, build, prompt, states_of
-from conformance.own.models_integration.session.lives import Beside
+from conformance.own.models_integration.session.families import ENDS, at_once, build, prompt, states_of
 from conformance.own.models_integration.session.observed import Observed
 from models_integration import CrystalCache, RetainedCache
 from reference.crystalcache import empty_state, extend
@@ -26,39 +24,6 @@ N, TURN, NEW = 64, 12, 5
 
 def turn(number: int, n: int = TURN) -> Tensor:
     return prompt(n, seed=100 + number)
-
-
-@crossed("method", METHODS, always=["crystalcache"])
-def test_eviction_equals_masking_after_every_turn(family: str, method: str) -> None:
-    """Three turns, with a few decode steps after each."""
-    model = build(family)
-    with METHODS[method]()(model) as run:
-        life = Beside(model, build(family), RetainedCache(model.config), prompt(N))
-        for number in range(3):
-            life.read(turn(number))
-            assert run.kept is not None
-            assert life.cache.stored_positions().tolist() == run.kept.tolist()
-            life.steps(turn(50 + number, NEW))
-    assert life.masked > (0 if method == "fullcache" else 40) or method == "fullcache"
-    assert life.cache.get_seq_length() == N + 3 * (TURN + NEW)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_ten_turns_in_ten_contexts(method: str) -> None:
-    """The states live in the cache, so that every turn may have its own context."""
-    model, cache = build("llama"), RetainedCache(build("llama").config)
-    with METHODS[method]()(model):
-        life = Beside(model, build("llama"), cache, prompt(N))
-    for number in range(10):
-        with METHODS[method]()(model):
-            life.read(turn(number))
-            life.steps(turn(50 + number, 3))
-    assert cache.get_seq_length() == N + 10 * (TURN + 3)
-    if method == "fullcache":
-        assert life.masked == 0
-    else:
-        share = 0.5 if method == "crystalcache" else 0.4
-        assert len(cache.stored_positions()) <= share * cache.get_seq_length() + 3 + 1
 
 
 @pytest.mark.law("decided-as-the-reference")

@@ -3,16 +3,24 @@
 from contextlib import nullcontext
 from dataclasses import replace
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
 
 from models_integration.policies.methods import RetentionPolicy
-from models_integration.studies.answers import Answer
 from models_integration.tasks import Placement
 
-__all__ = ["answer"]
+__all__ = ["Answer", "answer"]
+
+
+class Answer(NamedTuple):
+    """What a policy let the model say, slots of a layer and head that it kept of the prompt, and stored meanwhile."""
+
+    token_ids: list[int]
+    kept: int
+    mean_cache: float
+    peak_cache: int
 
 
 @torch.no_grad()
@@ -21,7 +29,8 @@ def answer(
     stop_ids: frozenset[int],
 ) -> tuple[Answer, list[list[int]]]:
     """What is said, and the kept set of each group of the prompt; a policy with steps reads token by token."""
-    steps = policy.on(model).policy.cadence.every is not None
+    method = policy.on(model)
+    steps = method.policy.cadence.every is not None or method.continuation.decode
     if steps and placement.dropped_slots:
         placement = replace(placement, prompt_ids=placement.prompt_ids[:-1], dropped_slots=0)
     stored: list[float] = []
@@ -47,5 +56,6 @@ def answer(
                 logits = read(said[-1:])
                 stored.append(cache.mean_length)
             said.append(int(logits[0, -1].argmax()))
-    mean, peak = sum(stored) / len(stored), max(len(placement.prompt_ids), *map(ceil, stored))
+    mean = sum(stored) / len(stored) if stored else float(kept)
+    peak = max([len(placement.prompt_ids), *map(ceil, stored)])
     return Answer(said, kept, mean, peak), [retention.group(at).tolist() for at in range(retention.groups)]

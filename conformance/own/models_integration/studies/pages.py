@@ -90,7 +90,7 @@ class Page(HTMLParser):
             self.titles.append(self._said)
         elif tag == "title" and "svg" in self.open:
             self._panel.marks.append((self._said, *self._place))
-        elif tag == "text" and self.panels and "figure" in self.open:
+        elif tag == "text" and self.panels and "figure" in self.open and "table" not in self.open:
             self._panel.words.append((*self._place, self._said))
 
     def table(self, caption: str) -> Table:
@@ -106,7 +106,8 @@ def study_rows(contexts: int = 12, part: str = "confirm") -> list[Row]:
             for placement in PLACEMENTS:
                 for question in range(2):
                     row = {
-                        "rules": RULES, "model": "m@0", "backend": "numpy", "part": part, "task": task,
+                        "rules": RULES, "model": "m@0", "backend": "numpy", "spec_version": "0.3.0", "seed": 0,
+                        "part": part, "task": task, "sample": f"{part}{context}{task}{question}",
                         "length": (1024, 2048)[context % 2], "placement": placement, "context": f"{task}{context}",
                         "question": question, "evidence_tokens": 4, "metadata": {"depth": draw.random()},
                         "seconds": {name: draw.uniform(0.1, 2) for name in ("prefill", *POLICIES, "random", "reading")},

@@ -11,9 +11,10 @@ import torch
 
 from conformance.own.models_integration.studies.lease_workers import patient
 from conformance.paths import ROOT
-from models_integration.cli.study import ALL, run
+from models_integration.cli.study import Running, run
 from models_integration.studies.evidence import measure as measures
 from models_integration.studies.evidence import run as of_study
+from models_integration.studies.evidence.rules import load_rules
 from models_integration.studies.leases import holder_of
 from models_integration.studies.results import STUDY, Row, load_rows
 from models_integration.studies.subject import Loading
@@ -68,7 +69,7 @@ def sweep(rules: Path, out: Path, hours: int) -> None:
         return {**measures.measure(*arguments), "pid": os.getpid()}
 
     setattr(of_study, "measure", slowly)  # noqa: B010  # for mypy it is not that module's to give
-    run(rules, ALL, out, 12, Loading(), again=False)
+    run(load_rules(rules), Loading(), Running(out))
 
 
 def command(folder: Path, *words: str) -> None:

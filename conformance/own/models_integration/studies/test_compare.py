@@ -1,14 +1,15 @@
-"""The comparison: plans, cells, stored results, intervals, the runner's placements and the command itself."""
+"""The options of compare and sweep as rules: which cells they stand for, rows that are taken up, tables and files."""
 
-import json
 import math
 import re
+from contextlib import suppress
 from dataclasses import replace
 from io import StringIO
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
 pytest.importorskip("transformers", reason="the comparison drives transformers models")
@@ -16,27 +17,56 @@ pytest.importorskip("transformers", reason="the comparison drives transformers m
 from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedModel
+from typer import Exit
 from typer.testing import CliRunner
 
-from conformance.own.models_integration.studies.contexts import answer
-from models_integration import CrystalCache, FullCache, ObservedSegment, RetentionPolicy, StreamingLLM, observe
+from models_integration import ObservedSegment, observe
 from models_integration.cli.app import app
+from models_integration.cli.compare import GRIDS, study_of
 from models_integration.cli.options import names_of
-from models_integration.studies.answers import SAMPLES, Answer, Key, answers
-from models_integration.studies.compare.plan import Cell, Plan, cells, run_plan
-from models_integration.studies.compare.report import comparison_tables, control_table, failed_controls
-from models_integration.studies.compare.rules import CONTROL_BOUNDS, verdict
-from models_integration.studies.results import find_row, load_rows
+from models_integration.cli.study import Running, run
+from models_integration.policies.spelled import spelled
+from models_integration.studies.evidence.controls import CONTROL_BOUNDS, FULL
+from models_integration.studies.evidence.kept import steps
+from models_integration.studies.evidence.measure import measure
+from models_integration.studies.evidence.rules import PARTS, Rules, load_rules, rules_of
+from models_integration.studies.evidence.run import Item, items, methods
+from models_integration.studies.evidence.summary import (
+    control_table,
+    failed_controls,
+    summary,
+    summary_tables,
+    verdict,
+)
+from models_integration.studies.results import load_rows
 from models_integration.studies.subject import Loading, Subject
-from models_integration.tasks import Sample, draw_sample, place, score
-from models_integration.tasks.registry import IN_PROSE, resolve_task
+from models_integration.tasks import PLACEMENTS
+from models_integration.tasks.registry import TABLE
+from reference.policies.names import NAMES
 from reference.statistics import wilson
 from spec.errors import SpecError
+from spec.parameters import ESSAY, PAPER
 from spec.tables import result_table
 
 pytestmark = pytest.mark.law("figures-are-counted-right")
 
-SMALL = Plan(budgets=("0.9",), tasks=("needle",), length=200, samples=2)
+LOADING = Loading("", "numpy")
+CALIBRATED = re.compile("triattention|kvzip-heads")
+
+
+def rules(
+    policies: str = "crystalcache,streamingllm,fullcache", budgets: str = "0.3,0.5",
+    tasks: str = "needle,delayed_association", lengths: str = "1024", samples: int = 20, placements: str = "after",
+    *, seeds: str = "42", controls: bool = True,
+) -> Rules:
+    """As `kvspec compare` makes them."""
+    return rules_of(**study_of(
+        "t", names_of("policies", policies), budgets, tasks, lengths, samples, seeds, placements, "pocket",
+        controls=controls, bare=False,
+    ))
+
+
+SMALL = rules(budgets="0.9", tasks="needle", lengths="200", samples=2)
 
 
 @pytest.fixture(scope="module")
@@ -44,54 +74,79 @@ def subject() -> Subject:
     return Loading("pocket", "numpy").subject()
 
 
-def given_by(
-    subject: Subject, policy: RetentionPolicy, sample: Sample, placement: str, most: int = 50, stop: bool = True,
-) -> Answer:
-    """What one policy's cell says."""
-    stopping = subject if stop else replace(subject, stop_ids=frozenset())
-    asked = {Key("its name", 1): policy.on(subject.model)}
-    ((_, given),) = answers(stopping, place(sample, placement), asked, most)
-    return given
+@pytest.fixture(autouse=True)
+def _loaded_once(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Loading, "subject", lambda loading: subject)
 
 
-def silent(what: str) -> None:
-    """Progress that nobody watches."""
+def ran(made: Rules, out: Path, batch_size: int = 12) -> list[dict[str, Any]]:
+    """The rows after a run, whatever its exit code."""
+    with suppress(Exit):
+        run(made, LOADING, Running(out, batch_size=batch_size))
+    return load_rows(out / "study.jsonl")
 
 
-def rows_of(subject: Subject, plan: Plan, path: Path) -> list[dict[str, object]]:
-    return list(run_plan(subject, plan, path, silent))
+def cells_of(made: Rules, subject: Subject) -> dict[str, list[list[tuple[str, str]]]]:
+    """The cells of the first context's samples, by task."""
+    found: dict[str, list[list[tuple[str, str]]]] = {}
+    for item in items(replace(made, contexts=1), subject, PARTS):
+        found.setdefault(item.task, []).append(list(item.cells(made)))
+    return found
 
 
 @pytest.mark.law("as-it-is-described")
-def test_a_plan_is_the_product_of_its_parts_with_one_full_cache_and_the_controls() -> None:
-    made = list(cells(Plan()))
-    assert len(made) == len(set(made)) == 2 * (2 * 2 + 1) + 4 + 3
-    assert {cell.policy for cell in made if cell.control} == set(CONTROL_BOUNDS)
-    assert {(cell.budget_requested, cell.budget) for cell in made if cell.policy == "crystalcache"} == {
-        ("0.3", 308), ("0.5", 512),
+def test_options_are_the_product_of_their_parts_with_one_full_cache_and_the_controls(subject: Subject) -> None:
+    limited = {*product(("crystalcache", "streamingllm"), ("0.3", "0.5")), (FULL, "1.0")}
+    controls = {("without needle", "1.0"), ("only needle", "1.0")}
+    found = cells_of(rules(), subject)
+    assert {task: [set(cells) for cells in each] for task, each in found.items()} == {
+        "needle": [limited | controls, {("window holds needle", "0.3")}, {("window misses needle", "0.3")}],
+        "delayed_association": [limited | controls | {("window misses needle", "0.3")}],
     }
-
-
-@pytest.mark.law("as-it-is-described")
-def test_every_policy_gets_the_one_budget_and_every_control_sinks_and_window() -> None:
-    assert Plan(length=1000).tokens("0.3") == Plan(length=1000).control_tokens("0.3") == 300
-    assert (Plan(length=300).tokens("0.3"), Plan(length=300).control_tokens("0.3")) == (90, 132)
-    assert (Plan(length=100).tokens("0.3"), Plan(length=100).control_tokens("0.3")) == (30, 100)
-    assert Plan(length=100).tokens("300") == 100
+    prose = cells_of(rules(tasks="needle_in_prose,key_value_short,prose_continuation"), subject)
+    assert {name for each in prose.values() for cells in each for name, _ in cells} & set(CONTROL_BOUNDS) == {
+        "without needle", "only needle",
+    }
+    assert not {name for name, _ in prose["prose_continuation"][0]} & set(CONTROL_BOUNDS)
 
 
 @pytest.mark.law("refused-before-anything-changes")
 @pytest.mark.parametrize(
     ("change", "argument"),
     [
-        ({"policies": ("snapkw",)}, "policy"), ({"tasks": ("haystack",)}, "task"),
-        ({"placement": "before"}, "placement"), ({"budgets": ("1.5",)}, "budget"), ({"samples": 0}, "samples"),
+        ({"policies": "snapkw"}, "policy"), ({"tasks": "haystack"}, "task"), ({"placements": "before"}, "placements"),
+        ({"budgets": "1.5"}, "budgets"), ({"budgets": "1"}, "budgets"), ({"samples": 0}, "contexts"),
+        ({"lengths": "long"}, "lengths"), ({"seeds": ""}, "seeds"),
     ],
 )
-def test_a_plan_of_unknown_parts_is_refused(change: dict[str, object], argument: str) -> None:
+def test_options_of_unknown_parts_are_refused(change: dict[str, Any], argument: str) -> None:
     with pytest.raises(SpecError) as error:
-        replace(Plan(), **change)  # type: ignore[arg-type]
+        rules(**change)
     assert error.value.argument == argument
+
+
+@pytest.mark.law("as-it-is-described")
+def test_every_task_placement_and_policy_is_taken_together_or_refused_with_its_reason(subject: Subject) -> None:
+    """By the rules alone; each policy is on the model, in the way in which the runner puts it there."""
+    names = [name for name in NAMES if name != FULL]
+    for task, placement in product(TABLE, PLACEMENTS):
+        if task.endswith("_turns") and placement != "after":
+            with pytest.raises(SpecError, match=f"placements = '{placement}': {task} is asked after: its earlier"):
+                rules(",".join(names), "0.9", task, placements=placement)
+        else:
+            made = rules(",".join(names), "0.9", task, placements=placement)
+            assert (made.tasks, made.placements, made.policies) == ((task,), (placement,), tuple(names))
+    taken = set[str]()
+    for name in names:
+        method = None if CALIBRATED.search(name) else methods(rules(name, "0.9"), subject)[name]
+        taken |= {name} if method else set()
+        if method is None or not steps(method):
+            reason = "is needed; `kvspec calibrate`" if method is None else "decides at the prompt's end alone"
+            with pytest.raises(SpecError, match=f"{reason}.*"):
+                methods(rules(f"{name}@prompt", "0.9"), subject)
+        else:
+            taken |= set(methods(rules(f"{name}@prompt", "0.9"), subject))
+    assert {"h2o", "h2o@prompt", "tova", "tova@prompt", "snapkv"} <= taken
 
 
 @pytest.mark.parametrize(("correct", "n"), [(0, 20), (1, 20), (16, 20), (20, 20), (7, 60)])
@@ -102,97 +157,109 @@ def test_the_ends_of_a_wilson_interval_are_where_the_score_test_turns(correct: i
 
 
 @pytest.mark.law("saved-is-what-was")
-def test_a_second_run_skips_what_is_stored(subject: Subject, tmp_path: Path) -> None:
-    path = tmp_path / "results.jsonl"
-    first = rows_of(subject, SMALL, path)
-    stored = path.read_bytes()
-    assert rows_of(subject, SMALL, path) == first
-    assert path.read_bytes() == stored
-    wider = replace(SMALL, samples=3)
-    assert len(rows_of(subject, wider, path)) == len(first)
-    assert len(load_rows(path)) == 2 * len(first)
-    rows_of(subject, replace(SMALL, policies=("snapkv", "fullcache")), path)
-    samples = load_rows(path.with_name(SAMPLES))
-    assert [row["index"] for row in samples] == [0, 1, 2, 0, 1]
-    assert [cell["policy"] for row in samples[3:] for cell in row["cells"]] == ["snapkv"] * 2
+def test_a_second_run_adds_what_is_not_stored(subject: Subject, tmp_path: Path) -> None:
+    """Samples, policies and budgets are added to those that are there; nothing is measured twice."""
+    first = ran(SMALL, tmp_path)
+    assert ran(SMALL, tmp_path) == first
+    assert len(first) == 2 * 3
+    wider = ran(replace(SMALL, contexts=3), tmp_path)
+    assert [row["index"] for row in wider] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    added = ran(replace(SMALL, policies=("snapkv", "crystalcache")), tmp_path)[len(wider) :]
+    assert [(row["index"], [cell["policy"] for cell in row["cells"]]) for row in added] == [
+        (0, ["snapkv"]), (1, ["snapkv"]),
+    ]
+    for key in ("metric", "task", "placement", "seed", "chat_template", "model", "length"):
+        assert all(key in row for row in first)
+    for cell in (cell for row in first for cell in row["cells"]):
+        assert isinstance(cell["answer"], str)
+        assert {"kept", "answer_slots", "mean_bytes", "peak_bytes", "right"} <= cell.keys()
 
 
-def test_rows_pass_the_result_table(subject: Subject, tmp_path: Path) -> None:
-    rows = rows_of(subject, SMALL, tmp_path / "results.jsonl")
-    result_table(rows)
-    for row in rows:
-        assert row["mean_cache"] <= row["peak_cache"]  # type: ignore[operator]
+@pytest.mark.law("an-identity-tells-apart")
+@pytest.mark.parametrize("change", [
+    {"seeds": (43,)}, {"lengths": (201,)}, {"placements": ("paper",)}, {"tasks": ("delayed_association",)},
+    {"tasks": ("needle(depth=0.25)",)},
+])
+def test_a_run_of_other_samples_takes_up_nothing(change: dict[str, Any], tmp_path: Path) -> None:
+    made = replace(SMALL, policies=(), budgets=(), controls=(FULL,), contexts=1)
+    assert len(ran(made, tmp_path)) == 1
+    assert len(ran(replace(made, **change), tmp_path)) == 2
 
 
-def test_facts_in_prose_and_policies_with_constants_are_compared(subject: Subject, tmp_path: Path) -> None:
-    policies = ("streamingllm", "streamingllm(N_sink=200)", "fullcache")
-    plan = Plan(policies, ("0.5",), IN_PROSE[1:], length=700, samples=1)
-    assert {(cell.task, cell.policy) for cell in cells(plan) if cell.control} == set(
-        product(IN_PROSE[1:], ("without needle", "only needle"))
+@pytest.mark.law("an-identity-tells-apart")
+def test_a_chat_template_is_the_default_and_another_sample(subject: Subject) -> None:
+    """Bare text is what a tokenizer without a template reads, or who asks for it."""
+    def drawn(bare: bool) -> list[Item]:
+        made = replace(rules(tasks="needle,needle_in_prose,delayed_association"), bare=bare)
+        return [item for item in items(replace(made, contexts=1), subject, PARTS) if not item.control]
+
+    plain = drawn(True)
+    assert [item.digest for item in drawn(False)] == [item.digest for item in plain]
+    subject.tokenizer.chat_template = (
+        "{% for message in messages %}<{{ message.role }}>{{ message.content }}</s>{% endfor %}<assistant>"
     )
-    rows = rows_of(subject, plan, tmp_path / "results.jsonl")
-    result_table(rows)
-    said = [row for row in load_rows(tmp_path / "samples.jsonl") if row["task"] == "keys_in_prose_4"]
-    expected = place(resolve_task("keys_in_prose_4")(subject.ground, 700, 0, plan.seed)[0])
-    cell = next(cell for cell in said[0]["cells"] if cell["policy"] == "streamingllm(N_sink=200)")
-    alone, _ = answer(subject.model, StreamingLLM(350, N_sink=200), expected, 50, subject.stop_ids)
-    assert cell["token_ids"] == alone.token_ids
+    try:
+        framed = drawn(False)
+        named = framed[0].identity(SMALL, subject)["template"]
+        assert (named, plain[0].identity(replace(SMALL, bare=True), subject)["template"]) == (
+            framed[0].sample.chat_template, None,
+        )
+        assert [item.digest for item in drawn(True)] == [item.digest for item in plain]
+    finally:
+        subject.tokenizer.chat_template = None
+    for one, other in zip(framed, plain, strict=True):
+        assert one.sample.length == other.sample.length
+        assert one.unit(SMALL, subject) != other.unit(SMALL, subject)
+        assert ("template", None) in one.identity(SMALL, subject).items()
+        assert (one.sample.chat_template != "none") is (other.sample.chat_template == "none")
+        said = [str(subject.tokenizer.decode(list(ids))) for ids in (one.sample.context_ids, one.sample.question_ids)]
+        assert "user" in said[0][:20]
+        assert "assistant" in said[1]
 
 
-def test_a_list_of_names_is_cut_outside_brackets() -> None:
-    assert names_of("policies", "snapkv(W=16, kernel=5), knorm,knorm") == ("snapkv(W=16, kernel=5)", "knorm")
+@pytest.mark.law("as-it-is-described")
+def test_options_and_the_rules_that_they_write_are_one_run(tmp_path: Path) -> None:
+    file = tmp_path / "rules.toml"
+    options = ["--length", "200,220", "--seed", "1,2", "--tasks", "needle(depth=0.5)", "--policies", "h2o,snapkv(W=16)"]
+    written = CliRunner().invoke(app, ["compare", *options, "--budgets", "64", "--write-rules", str(file)])
+    assert written.exit_code == 0, written.output
+    made = load_rules(file)
+    again = rules("h2o,snapkv(W=16)", "64", "needle(depth=0.5)", "200,220", seeds="1,2")
+    assert replace(made, digest="", title="t") == replace(again, digest="")
+    assert (made.lengths, made.seeds, made.policies) == ((200, 220), (1, 2), ("h2o", "snapkv(W=16)"))
 
 
-def test_controls_hold_on_the_pocket_model(subject: Subject, tmp_path: Path) -> None:
-    plan = Plan(policies=(), tasks=("needle",), budgets=("0.3",), length=512, samples=4)
-    for row in rows_of(subject, plan, tmp_path / "results.jsonl"):
+@pytest.mark.law("as-it-is-described")
+def test_policies_that_decide_while_decoding_are_compared_below_sinks_and_window(tmp_path: Path) -> None:
+    made = rules("h2o,tova,h2o@prompt", "48", "needle", "200", 1, controls=False)
+    (row,) = ran(made, tmp_path)
+    cells = {cell["policy"]: cell for cell in row["cells"]}
+    assert all(cell["kept"] == 48 for cell in cells.values())
+    assert cells["h2o"]["mean_cache"] <= 49 < cells["h2o@prompt"]["mean_cache"]
+
+
+def test_controls_hold_on_the_pocket_model(tmp_path: Path) -> None:
+    rows = ran(rules("fullcache", "0.3", "needle", "512", 4), tmp_path)
+    counted = [row for row in summary(rows) if row["control"]]
+    assert len(counted) == 4
+    for row in counted:
         assert verdict(row).endswith("holds"), row
 
 
-@pytest.mark.law("as-it-is-described")
-@pytest.mark.parametrize("placement", ["after", "in_prompt", "paper"])
-def test_the_full_cache_answers_in_every_placement(subject: Subject, placement: str) -> None:
-    sample = draw_sample("needle", subject.tokenizer, 300, 0, 7)
-    given = given_by(subject, FullCache(), sample, placement)
-    assert score(subject.tokenizer, given.token_ids, sample)
-    prompt = 300 if placement == "after" else 300 + len(sample.question_ids)
-    assert given.kept == prompt
-
-
-@pytest.mark.law("as-it-is-described")
-@pytest.mark.parametrize("placement", ["in_prompt", "paper"])
-def test_a_placement_keeps_the_question_of_a_compacted_prompt(subject: Subject, placement: str) -> None:
-    """The fact stands in the recent window, and so does the question: StreamingLLM must still answer."""
-    sample = draw_sample("needle", subject.tokenizer, 400, 4, 7)
-    assert sample.metadata["depth"] == 1.0
-    given = given_by(subject, StreamingLLM(150), sample, placement)
-    assert given.kept == 150
-    assert score(subject.tokenizer, given.token_ids, sample)
-
-
-def test_the_mean_cache_counts_the_question_and_the_answer(subject: Subject) -> None:
-    sample = draw_sample("needle", subject.tokenizer, 400, 0, 7)
-    method = CrystalCache(200, sentence_ends=subject.sentence_ends, backend="numpy")
-    given = given_by(subject, method, sample, "after", 4, stop=False)
-    fed = given.kept + len(sample.question_ids)
-    assert given.mean_cache == (fed + (fed + 1) + (fed + 2) + (fed + 3)) / 4
-    assert given.peak_cache == 400
-
-
 @pytest.mark.law("parts-equal-the-whole")
-@pytest.mark.parametrize("placement", ["after", "in_prompt"])
-def test_the_batch_size_changes_no_row(subject: Subject, placement: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_the_batch_size_changes_no_row(placement: str, tmp_path: Path) -> None:
     """Rows that keep different tokens, stop at different steps and decide in their steps are side by side."""
-    policies = ("crystalcache", "streamingllm", "snapkv", "keydiff", "adakv", "pyramidkv", "h2o", "fullcache")
-    plan = Plan(policies, ("0.7", "0.8"), ("needle",), 200, 2, 3, placement)
-    one, five = (list(run_plan(subject, plan, tmp_path / str(size) / "r", silent, size)) for size in (1, 5))
+    policies = "crystalcache,streamingllm,snapkv,keydiff,adakv,pyramidkv,h2o,fullcache"
+    made = rules(policies, "0.7,0.8", "needle", "200", 2, placement, seeds="3", controls=False)
+    one, five = (
+        [[(cell["answer"], cell["kept"], cell["mean_cache"], cell["right"]) for cell in row["cells"]] for row in rows]
+        for rows in (ran(made, tmp_path / str(size), size) for size in (1, 5))
+    )
     assert one == five
 
 
-@pytest.mark.law("figures-are-counted-right")
-def test_a_prompt_is_read_once_for_all_its_cells(
-    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_prompt_is_read_once_for_all_its_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The window's controls have samples of their own; what decides in its steps reads its question there."""
     read: list[int] = []
 
@@ -200,37 +267,14 @@ def test_a_prompt_is_read_once_for_all_its_cells(
         read.append(ids.shape[1])
         return observe(model, ids, **rest)
 
-    monkeypatch.setattr("models_integration.studies.answers.observe", counted)
-    plan = Plan(("crystalcache", "snapkv", "tova", "fullcache"), ("0.7", "0.8"), ("needle",), 200, 2)
-    rows_of(subject, plan, tmp_path / "results.jsonl")
-    assert read == [200] * 3 * plan.samples
+    monkeypatch.setattr("models_integration.studies.evidence.kept.observe", counted)
+    made = rules("crystalcache,snapkv,tova,fullcache", "0.7,0.8", "needle", "200", 2)
+    ran(made, tmp_path)
+    assert read == [200] * 3 * made.contexts
     read.clear()
-    rows_of(subject, replace(plan, placement="in_prompt", controls=False), tmp_path / "results.jsonl")
-    assert len(read) == 2 * plan.samples
-    assert read[0] == read[1] + 1
-
-
-@pytest.mark.law("promised-is-there-forgotten-is-not")
-@pytest.mark.parametrize("stop", [3, 11, 20])
-def test_a_stopped_run_loses_the_sample_it_was_at(subject: Subject, tmp_path: Path, stop: int) -> None:
-    plan, told = replace(SMALL, samples=3), list[str]()
-    whole = rows_of(subject, plan, tmp_path / "whole" / "results.jsonl")
-
-    def stopping(what: str) -> None:
-        told.append(what)
-        if len(told) == stop:
-            raise KeyboardInterrupt
-
-    path = tmp_path / "stopped" / "results.jsonl"
-    with pytest.raises(KeyboardInterrupt):
-        list(run_plan(subject, plan, path, stopping))
-    each = len(list(cells(plan)))
-    done = load_rows(path.with_name(SAMPLES))
-    assert [row["index"] for row in done] == list(range(stop // each))
-    told.clear()
-    assert list(run_plan(subject, plan, path, told.append)) == whole
-    assert len(told) == 3 * each
-    assert sum("(stored)" in what for what in told) == stop // each * each
+    ran(replace(made, placements=("in_prompt",), controls=(FULL,)), tmp_path)
+    assert len(read) == 2 * made.contexts
+    assert abs(read[0] - read[1]) == 1
 
 
 POLICIES = (
@@ -262,7 +306,7 @@ def many_rows() -> list[dict[str, Any]]:
 def test_scores_are_readable_in_every_terminal(width: int, tables: int) -> None:
     """No figure is cut: "0.…" says nothing."""
     rows = [row for row in many_rows() if not row["control"]]
-    found = comparison_tables(rows, width)
+    found = summary_tables(rows, width)
     assert len(found) == tables
     console = Console(width=width, record=True, file=StringIO())
     for table in found:
@@ -283,30 +327,82 @@ def test_controls_that_fail_are_named() -> None:
 
 
 @pytest.mark.law("saved-is-what-was")
-def test_the_command_compares_and_takes_up_again(tmp_path: Path) -> None:
+def test_the_command_compares_takes_up_again_and_writes_a_table(tmp_path: Path) -> None:
     arguments = ["compare", "--length", "200", "--samples", "1", "--tasks", "needle", "--budgets", "0.9"]
     arguments += ["--backend", "numpy", "--no-controls", "--out", str(tmp_path)]
     for _ in range(2):
-        result = CliRunner().invoke(app, arguments)
+        result = CliRunner().invoke(app, [*arguments, "--table", str(tmp_path / "table.csv")])
         assert result.exit_code == 0, result.output
         assert "crystalcache" in result.output
-    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert [row["policy"] for row in rows] == ["crystalcache", "streamingllm", "fullcache"]
-    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".html", ".jsonl", ".jsonl"]
+    (row,) = load_rows(tmp_path / "study.jsonl")
+    assert [cell["policy"] for cell in row["cells"]] == ["fullcache", "crystalcache", "streamingllm"]
+    assert sorted(path.name for path in tmp_path.glob("*.*")) == [
+        next(path.name for path in tmp_path.glob(".*.plan")), "report.html", "study.jsonl", "table.csv",
+    ]
+    made = CliRunner().invoke(app, ["report", str(tmp_path), "--table", str(tmp_path / "table.tex")])
+    assert made.exit_code == 0, made.output
+    counted, table = summary([row]), pd.read_csv(tmp_path / "table.csv")
+    result_table(counted)
+    assert table["policy"].tolist() == [one["policy"] for one in counted]
+    assert table[["accuracy", "low", "high"]].loc[0].tolist() == pytest.approx([1.0, *wilson(1, 1)])
+    assert "crystalcache" in (tmp_path / "table.tex").read_text(encoding="utf-8")
 
 
-@pytest.mark.law("one-line-with-the-way-out")
-def test_the_command_names_bad_input(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["compare", "--budgets", "half", "--out", str(tmp_path)])
-    assert isinstance(result.exception, SpecError)
-    assert "half" in str(result.exception)
-    assert not list(tmp_path.iterdir())
+@pytest.mark.law("refused-before-anything-changes")
+@pytest.mark.parametrize(("option", "name", "words"), [
+    ("--table", "t.xls", "must end in .csv or .tex"), ("--figure", "f.gif", "must end in .svg or .pdf"),
+    ("--table", "file/t.csv", "cannot be made a folder"), ("--write-rules", "file/r.toml", "cannot be made a folder"),
+])
+def test_files_that_cannot_be_written_are_refused_first(option: str, name: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    out = tmp_path / "out"
+    found = CliRunner().invoke(app, ["compare", "--out", str(out), option, str(tmp_path / name)])
+    assert words in str(found.exception)
+    assert not (out / "study.jsonl").exists()
 
 
-@pytest.mark.law("an-identity-tells-apart")
-def test_cells_are_told_apart_by_model_backend_and_specification() -> None:
-    cell = Cell("crystalcache", "needle", 200, "0.5", 132, "after", 2, 42, control=False)
-    one, other = cell.identity("pocket@1", "numpy"), cell.identity("pocket@2", "numpy")
-    assert find_row([one], other) is None
-    assert find_row([one], cell.identity("pocket@1", "numba")) is None
-    assert find_row([one], one) == one
+@pytest.mark.law("promised-is-there-forgotten-is-not")
+def test_a_run_that_is_stopped_says_what_is_stored_and_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:
+    where, asked = "models_integration.studies.evidence.run.measure", list[int]()
+
+    def stopping(*arguments: Any) -> Any:
+        asked.append(1)
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        return measure(*arguments)
+
+    whole = ran(SMALL, tmp_path / "whole")
+    monkeypatch.setattr(where, stopping)
+    assert len(ran(SMALL, tmp_path / "stopped")) == 2
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"stopped: 2 samples of this run are in {tmp_path / 'stopped' / 'study.jsonl'}; the same command" in said
+    monkeypatch.setattr(where, measure)
+    again = ran(SMALL, tmp_path / "stopped")
+    assert [{**row, "seconds": 0} for row in again] == [{**row, "seconds": 0} for row in whole]
+
+
+@pytest.mark.law("as-it-is-described")
+def test_the_grids_vary_one_constant_at_a_time() -> None:
+    """T_max in {16, 24, 32, 48}, s in {2, 5, 10}, alpha in {0.5, 1, 2} and beyond; all extensions, and the essay's."""
+    grids = {name: [spelled(text)[1] for text in grid] for name, grid in GRIDS.items()}
+    for constants in grids.values():
+        assert constants[0] == {}
+        assert all(value != getattr(PAPER, key) for one in constants for key, value in one.items())
+    assert {len(one) for one in (*grids["appendix-a"][1:], *grids["extensions"][2:])} == {1}
+    swept = {key: {one.get(key, getattr(PAPER, key)) for one in grids["appendix-a"]} for key in ("T_max", "s", "alpha")}
+    assert swept["T_max"] == {16, 24, 32, 48}
+    assert swept["s"] == {2.0, 5.0, 10.0}
+    assert swept["alpha"] > {0.5, 1.0, 2.0}
+    assert replace(PAPER, **grids["extensions"][1]) == ESSAY
+    assert {key for one in grids["extensions"] for key in one} >= {"allocation", "coverage", "merge", "rarity"}
+
+
+def test_a_grid_is_a_run_of_its_variants(tmp_path: Path) -> None:
+    arguments = ["sweep", "--length", "160", "--budget", "0.95", "--samples", "1", "--tasks", "needle"]
+    result = CliRunner().invoke(app, [*arguments, "--backend", "numpy", "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    (row,) = load_rows(tmp_path / "study.jsonl")
+    assert [cell["policy"] for cell in row["cells"]] == list(GRIDS["appendix-a"])
+    assert (tmp_path / "report.html").exists()

@@ -23,8 +23,9 @@ from models_integration.cache.retained_cache import side_by_side
 from models_integration.model.architecture import describe
 from models_integration.pocket import ASSETS
 from models_integration.policies.methods import RetentionPolicy
-from models_integration.session.verbs import observe, read
-from models_integration.studies.evidence.kept import BLIND, FULL, Prompt, read_prompt
+from models_integration.session.verbs import EVERYTHING, observe, read
+from models_integration.studies.evidence.controls import BLIND, EVIDENCE, FULL, RANDOM
+from models_integration.studies.evidence.kept import Prompt, read_prompt
 from models_integration.studies.evidence.measure import Said, measure
 from models_integration.studies.results import Row
 from models_integration.studies.subject import Loading, Subject
@@ -44,6 +45,7 @@ NAMES = (
 )
 BUDGETS = ("0.5", "0.3")
 CELLS = list(product(NAMES, BUDGETS))
+WANTED = [(FULL, "1.0"), (BLIND, "0"), *((name, at) for at in BUDGETS for name in (*NAMES, RANDOM, EVIDENCE))]
 LENGTH = 700
 
 
@@ -60,8 +62,8 @@ def samples(subject: Subject) -> list[Sample]:
 
 
 def on_prompt(subject: Subject, placement: Placement) -> Prompt:
-    policies = {name: subject.policy(name, "0.5").on(subject.model).policy for name in NAMES}
-    return read_prompt(subject, policies, BUDGETS, placement)
+    methods = {name: subject.policy(name, "0.5").on(subject.model) for name in NAMES}
+    return read_prompt(subject, methods, BUDGETS, placement)
 
 
 @pytest.fixture(scope="module", params=["after", "in_prompt"])
@@ -72,7 +74,7 @@ def measured(
     found = []
     for sample in samples:
         prompt = on_prompt(subject, place(sample, request.param))
-        cells = measure(subject, sample, prompt, BUDGETS, 1)["cells"]
+        cells = measure(subject, sample, prompt, WANTED, 1)["cells"]
         found.append((sample, prompt.placement, prompt, {(cell["policy"], cell["budget"]): cell for cell in cells}))
     return found
 
@@ -148,7 +150,7 @@ def test_measures_equal_masks_on_a_dense_forward(subject: Subject, measured: Any
     """Every cell, the controls among them, by masks; kept tokens of the evidence counted one by one."""
     sample, placement, prompt, cells = measured[0]
     context = placement.prompt_ids[: len(placement.prompt_ids) - placement.dropped_slots]
-    kept = prompt.with_evidence(sample, BUDGETS)
+    kept = {name: [prompt.set_of(name, at, sample) for at in BUDGETS] for name in (*NAMES, RANDOM, EVIDENCE)}
     gold = torch.tensor(sample.answer_ids)
     seen = Retention.shared(np.arange(len(context)), len(context))
     dense = dense_answer(subject, context, placement, sample, seen)
@@ -229,7 +231,7 @@ def test_caches_are_counted_as_answers_count_them(subject: Subject, measured: An
 @pytest.mark.law("parts-equal-the-whole")
 def test_side_by_side_is_one_by_one(subject: Subject, measured: Any) -> None:
     sample, _, prompt, cells = measured[1]
-    together = measure(subject, sample, prompt, BUDGETS, 5)["cells"]
+    together = measure(subject, sample, prompt, WANTED, 5)["cells"]
     for row in together:
         other = cells[row["policy"], row["budget"]]
         for name, value in row.items():
@@ -252,7 +254,7 @@ def test_cells_that_keep_the_same_are_read_once(subject: Subject, monkeypatch: p
     ground = Ground(subject.tokenizer, read_prose(subject.tokenizer), bare(subject.tokenizer))
     (sample,) = resolve_task("prose_continuation")(ground, LENGTH, 0, 7)
     placement = place(sample)
-    cells = measure(subject, sample, on_prompt(subject, placement), BUDGETS, 5)["cells"]
+    cells = measure(subject, sample, on_prompt(subject, placement), WANTED, 5)["cells"]
     assert [(cell["policy"], cell["budget"]) for cell in cells[2:]] == [
         (name, budget) for budget in BUDGETS for name in (*NAMES, "random", "evidence")
     ]
@@ -291,7 +293,7 @@ def test_other_metrics_are_judged_by_what_is_generated(
     monkeypatch.setattr("models_integration.studies.evidence.measure.score", judge)
     sample = replace(samples[0], metric=metric)
     placement = place(sample)
-    cells = measure(subject, sample, on_prompt(subject, placement), BUDGETS[:1], 3)["cells"]
+    cells = measure(subject, sample, on_prompt(subject, placement), WANTED[: 2 + len(NAMES)], 3)["cells"]
     if metric == "first number":
         assert not judged
         return
@@ -307,8 +309,8 @@ def test_other_metrics_are_judged_by_what_is_generated(
 @pytest.mark.law("the-model-stays-as-it-was")
 def test_the_prompt_serves_again_as_it_was(subject: Subject, samples: list[Sample]) -> None:
     prompt = on_prompt(subject, place(samples[0], "in_prompt"))
-    first = measure(subject, samples[0], prompt, BUDGETS, 4)["cells"]
-    assert same(tuple(map(str, measure(subject, samples[0], prompt, BUDGETS, 4)["cells"])), tuple(map(str, first)))
+    first = measure(subject, samples[0], prompt, WANTED, 4)["cells"]
+    assert same(tuple(map(str, measure(subject, samples[0], prompt, WANTED, 4)["cells"])), tuple(map(str, first)))
 
 
 @pytest.mark.law("figures-are-counted-right")
@@ -325,7 +327,9 @@ def test_blind_is_the_question_alone(subject: Subject, measured: Any) -> None:
 @pytest.mark.spec("PO-RETAIN")
 @pytest.mark.parametrize("name", [*NAMES, "defensivekv", "h2o", "tova", "diverse-snapkv"])
 def test_several_budgets_are_each_budget_alone(subject: Subject, samples: list[Sample], name: str) -> None:
-    observed = on_prompt(subject, place(samples[0])).observed
+    observed = observe(subject.model, torch.tensor([place(samples[0]).prompt_ids]), needs=replace(
+        EVERYTHING, rehearsal=subject.policy(name, "0.5").on(subject.model).policy.scorer.needs.rehearsal
+    ))
     policy = subject.policy(name, "0.5").on(subject.model).policy
     shown = observed.narrowed(policy.scorer.needs).prompt(0, policy.granularity)
     budgets = [parse_budget(budget) for budget in ("0.2", "0.9", "0.5")]

@@ -9,6 +9,10 @@ import pytest
 pytest.importorskip("transformers", reason="the study drives transformers models")
 
 from conformance.measure import evidence_pages
+from models_integration.studies.evidence.rules import load_rules
+from models_integration.studies.evidence.run import merged, study_unit
+from models_integration.studies.evidence.summary import summary
+from spec.tables import result_table
 
 pytestmark = pytest.mark.law("figures-are-counted-right")
 
@@ -40,6 +44,20 @@ def test_right_answers_of_the_readme_are_those_of_the_file(policy: str) -> None:
     after, in_prompt = line.split(" | ")[1:]
     counted = [right("rules", placement, policy, "0.3") for placement in ("after", "in_prompt")]
     assert [int(cell.split(":")[0]) for cell in (after, in_prompt)] == counted
+
+
+@pytest.mark.parametrize("study", ["blocks", "h2o", "heads"])
+def test_committed_rows_are_rows_of_the_engine(study: str) -> None:
+    """Each is a sample of its own, with the cells of its rules, and counts as any other does."""
+    rules = load_rules(evidence_pages.HOME / f"{study}.toml")
+    with lzma.open(evidence_pages.HOME / f"{study}.jsonl.xz") as file:
+        rows = [json.loads(line) for line in file]
+    assert {row["rules"] for row in rows} == {rules.digest}
+    assert len({study_unit(row) for row in rows}) == len(merged(rows)) == len(rows)
+    counted = result_table(summary(rows))
+    names = {*rules.policies, "fullcache", "random", "evidence"}
+    assert set(counted["policy"]) == names
+    assert counted[counted["policy"] == "fullcache"]["n"].sum() == len(rows)
 
 
 def test_figures_in_sentences_are_those_of_the_rows() -> None:

@@ -1,7 +1,6 @@
 """What tells rows apart: a user's own policies and tasks with their version; everything that a study's row is of."""
 
 import json
-import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,18 +17,17 @@ from conformance.own.documentation import commands, fences
 from conformance.own.models_integration.studies.test_study import RULES, rules_file, study
 from models_integration.cli.app import app
 from models_integration.studies.evidence import run as evidence_run
-from models_integration.studies.evidence.rules import load_rules
+from models_integration.studies.evidence.rules import load_rules, rules_of
 from models_integration.studies.evidence.run import IDENTITY, Item
 from models_integration.studies.results import load_rows
-from models_integration.studies.subject import Loading, policy_in_rows, task_in_rows
-from models_integration.studies.sweep.plan import Plan
+from models_integration.studies.subject import Loading
 from models_integration.tasks import Sample
 from reference.calibration import Calibration, Identity
 from spec.errors import SpecError
 
 pytestmark = pytest.mark.law("an-identity-tells-apart")
 
-GUIDE = "docs/guide/policies.md"
+GUIDE = "docs/guide/own-policy.md"
 TASK = """
 from models_integration.tasks import draw_sample
 from dataclasses import replace
@@ -43,7 +41,6 @@ def PARTLY(ground, length, index, seed):
 def NOWHERE(ground, length, index, seed):
     return [replace(NEEDLE(ground, length, index, seed)[0], needle=(0, 0))]
 """
-DIGEST = "@[0-9a-f]{8}"
 
 
 @pytest.fixture
@@ -64,54 +61,53 @@ def changed(file: Path) -> None:
 
 
 @pytest.mark.law("as-it-is-described")
-def test_the_guide_s_own_policy_is_compared_and_taken_up_by_its_version(mine: Path) -> None:
+def test_the_guide_s_own_policy_is_compared_and_measured_anew_once_it_is_changed(mine: Path) -> None:
     (words,) = (words for words in commands(GUIDE) if "mine:POLICY,snapkv" in words)
     command = [*words[1:], "--tasks", "needle,mine:NEEDLE", "--backend", "numpy", "--samples", "1"]
 
     def compared() -> list[tuple[str, str, float]]:
         result = CliRunner().invoke(app, command)
         assert result.exit_code in (0, 1), result.output
-        rows = load_rows(Path("results/results.jsonl"))
-        return [(row["policy"], row["task"], row["mean_cache"]) for row in rows if not row["control"]]
+        rows = load_rows(Path("results/study.jsonl"))
+        cells = [(row["task"], cell["policy"], cell["mean_cache"]) for row in rows for cell in row["cells"]]
+        return [cell for cell in cells if cell[1] in ("mine:POLICY", "snapkv")]
 
-    rows = compared()
-    names = {(policy, task) for policy, task, _ in rows}
-    assert len(names) == len(rows) == 4
-    own, task = policy_in_rows("mine:POLICY"), task_in_rows("mine:NEEDLE")
-    assert re.fullmatch(f"mine:POLICY{DIGEST}", own)
-    assert names == {(own, "needle"), (own, task), ("snapkv", "needle"), ("snapkv", task)}
-    assert all(cache < 200 + 50 for _, _, cache in rows)
-    assert compared() == rows
+    first = compared()
+    assert {cell[:2] for cell in first} == {
+        (task, policy) for task in ("needle", "mine:NEEDLE") for policy in ("mine:POLICY", "snapkv")
+    }
+    assert all(cache < 200 + 50 for *_, cache in first)
+    assert compared() == first
     changed(mine)
-    assert len(compared()) == len(rows) + 3
+    assert compared() == [*first, *first]
 
 
-def test_sweeps_and_studies_tell_versions_apart(mine: Path) -> None:
-    subject = Loading("pocket", "numpy").subject()
+def test_rules_and_options_tell_versions_apart(mine: Path) -> None:
     text = RULES.replace('["streamingllm"]\nb', '["streamingllm", "mine:POLICY"]\nb')
     text = text.replace('"prose_continuation"]', '"mine:NEEDLE"]')
+    given = {"title": "t", "models": ["pocket"], "contexts": 1, "questions": 1, "seeds": [0], "lengths": [200]}
 
-    def identities() -> tuple[object, str]:
-        sweep = Plan(tasks=("mine:NEEDLE",), length=200).identity("PAPER", "mine:NEEDLE", subject)
-        return sweep["task"], load_rules(rules_file(mine.parent, text)).digest
+    def digests() -> tuple[str, str]:
+        options = rules_of(**given, placements=["after"], tasks=["mine:NEEDLE"], policies=["knorm"], budgets=["0.5"])
+        return options.digest, load_rules(rules_file(mine.parent, text)).digest
 
-    before = identities()
-    assert before == identities()
+    before = digests()
+    assert before == digests()
     changed(mine)
-    assert all(one != other for one, other in zip(before, identities(), strict=True))
+    assert all(one != other for one, other in zip(before, digests(), strict=True))
 
 
-@pytest.mark.law("refused-before-anything-changes")
-def test_a_task_that_is_not_right_or_wrong_is_not_compared(mine: Path) -> None:
-    subject = Loading("pocket", "numpy").subject()
-    for task in ("mine:PARTLY", "mine:NOWHERE"):
-        with pytest.raises(SpecError, match="kvspec study takes any") as caught:
-            subject.sample(task, 200, 0, 0)
-        assert caught.value.value == task
+@pytest.mark.law("as-it-is-described")
+def test_a_task_that_is_right_in_part_or_has_no_evidence_has_no_bounded_control(mine: Path, one_thread: None) -> None:
+    command = ["compare", "--tasks", "mine:PARTLY,mine:NOWHERE", "--samples", "1", "--length", "200"]
+    found = CliRunner().invoke(app, [*command, "--policies", "snapkv,fullcache", "--budgets", "0.5"])
+    assert found.exit_code == 0, found.output
+    rows = load_rows(Path("results/study.jsonl"))
+    assert [[cell["policy"] for cell in row["cells"]] for row in rows] == [["fullcache", "snapkv"]] * 2
     for task in ("needl", "mine:ABSENT"):
-        with pytest.raises(SpecError) as caught:
-            Plan(tasks=(task,))
-        assert (caught.value.argument, caught.value.value) == ("task", task)
+        refused = CliRunner().invoke(app, ["compare", "--tasks", task, "--out", "elsewhere"])
+        assert isinstance(refused.exception, SpecError)
+        assert (refused.exception.argument, refused.exception.value) == ("task", task)
 
 
 def test_equal_rows_of_two_task_files_are_rows_of_their_own(tmp_path: Path, one_thread: None) -> None:
@@ -140,7 +136,7 @@ OTHER_FIELDS: dict[str, Any] = {
 }
 OTHER_ITEMS: dict[str, Any] = {
     "task": {"task": "qa_2"}, "length": {"length": 4}, "index": {"index": 1}, "question": {"question": 1},
-    "placement": {"placement": "in_prompt"},
+    "placement": {"placement": "in_prompt"}, "seed": {"seed": 1}, "control": {"control": "window holds needle"},
     **{f"sample.{name}": {"sample": replace(SAMPLE, **{name: value})} for name, value in OTHER_FIELDS.items()},
 }
 

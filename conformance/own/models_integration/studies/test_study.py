@@ -18,20 +18,15 @@ pytest.importorskip("transformers", reason="the study drives transformers models
 from typer.testing import CliRunner
 
 from models_integration.cli.app import app
-from models_integration.policies.methods import policy_from_name
 from models_integration.studies.evidence.charts import swept
 from models_integration.studies.evidence.claims import Samples, verdicts
-from models_integration.studies.evidence.kept import BLIND, CONTROLS, FULL
+from models_integration.studies.evidence.controls import BLIND, CONTROLS, FULL
 from models_integration.studies.evidence.measure import measure
 from models_integration.studies.evidence.rules import PARTS, Claim, Rules, Stage, load_rules
-from models_integration.studies.evidence.run import check_windows, methods
+from models_integration.studies.evidence.run import items, methods
 from models_integration.studies.evidence.stages import lost_at
 from models_integration.studies.results import Row, load_rows
 from models_integration.studies.subject import Loading
-from models_integration.tasks import Sample
-from models_integration.tasks.context import Ground
-from models_integration.tasks.prose import Prose
-from models_integration.tasks.registry import BUILT_IN
 from reference.statistics import mcnemar, mcnemar_mid_p, mcnemar_power, ratio_bootstrap, wilson
 from spec.errors import SpecError
 from spec.policy import SEGMENT_END
@@ -63,11 +58,6 @@ budgets = ["0.3"]
 """
 
 
-def unanswered(ground: Ground, length: int, index: int, seed: int) -> list[Sample]:
-    """A task whose samples have no gold tokens."""
-    return [replace(sample, answer_ids=()) for sample in BUILT_IN["needle_in_prose"](ground, length, index, seed)]
-
-
 def rules_file(folder: Path, text: str = RULES) -> Path:
     path = folder / "rules.toml"
     path.write_text(text, encoding="utf-8")
@@ -93,7 +83,7 @@ def test_a_study_runs_stops_and_goes_on(tmp_path: Path, one_thread: None, monkey
     monkeypatch.setattr("models_integration.studies.evidence.run.measure", interrupted)
     stopped = study(tmp_path, "confirm")
     assert stopped.exit_code == 130
-    assert "goes on from here" in stopped.output
+    assert "goes on from there" in stopped.output
     first = load_rows(results)
     assert len(first) == 2
     monkeypatch.setattr("models_integration.studies.evidence.run.measure", measure)
@@ -147,7 +137,8 @@ def test_files_of_benchmarks_are_tasks(tmp_path: Path, one_thread: None) -> None
         assert all(0 <= cell["right"] <= 1 for cell in row["cells"])
     rules_file(tmp_path, text.replace("contexts = 2", "contexts = 3"))
     assert "must lie in [0, 2)" in str(study(tmp_path, "dev").exception)
-    check_windows(load_rules(tmp_path / "rules.toml"), Prose("none", (), ()))  # files need no running text
+    fewer = replace(load_rules(tmp_path / "rules.toml"), contexts=2, lengths=(10**7,))  # files need no running text
+    assert len(list(items(fewer, Loading(backend="numpy").subject(), PARTS))) == 8
 
 
 def check_rows(rows: list[Row], rules: Rules) -> None:
@@ -178,12 +169,12 @@ def test_any_change_of_the_rules_is_another_digest(tmp_path: Path) -> None:
 
 
 def test_policies_of_rules_may_have_constants(tmp_path: Path) -> None:
-    wider = RULES.replace('["streamingllm"]\nb', '["streamingllm", "streamingllm(N_sink=9)", "tova@prompt"]\nb')
+    wider = RULES.replace('["streamingllm"]\nb', '["streamingllm", "streamingllm(N_sink=9)", "tova@prompt", "tova"]\nb')
     subject = Loading(backend="numpy").subject()
     policies = methods(load_rules(rules_file(tmp_path, wider)), subject)
-    shown = [policy.protection(100)[:10].sum() for policy in policies.values()]
+    shown = [method.policy.protection(100)[:10].sum() for method in policies.values()]
     assert shown[:2] == [4, 9]
-    assert policies["tova@prompt"].cadence == SEGMENT_END != policy_from_name("tova").on(subject.model).policy.cadence
+    assert policies["tova@prompt"].policy.cadence == SEGMENT_END != policies["tova"].policy.cadence
 
 
 @pytest.mark.law("refused-before-anything-changes")
@@ -199,7 +190,14 @@ def test_policies_of_rules_may_have_constants(tmp_path: Path) -> None:
         ("[1024]", "[]", "at least one"), ("[study]", "[studies]", "nothing else"), ("[[claim]]", "claim", "TOML"),
         ('["0.3"]', '["much"]', "budget"), ('["streamingllm"]\nb', '["stream"]\nb', "streamingllm"),
         ('"prose_continuation"]', '"prose_continuing"]', "did you mean prose_continuation"),
-        ('"after", "in_prompt"', '"paper"', "placements"), ('["streamingllm"]\nb', '["fullcache"]\nb', "policies"),
+        ('"after", "in_prompt"', '"before"', "placements"), ('["0.3"]', '["1"]', "is one token: write 1.0"),
+        ("seed = 3", "seed = 3\nseeds = [3]", "seed or seeds"), ("seed = 3", "seeds = []", "at least one"),
+        ('["streamingllm"]\nb', '["crystalcache(stream=true)"]\nb', "evicts while it reads"),
+        ('tasks = ["needle_in_prose"]', 'tasks = ["needle"]', "tasks"),
+        ('"prose_continuation"]', '"needle(depth=2, x=1)"]', "x is none of its constants: depth"),
+        ('"prose_continuation"]', '"needle(depth=\'a\')"]', "must be a number"),
+        ('"prose_continuation"]', '"key_value_short_turns"]', "placements = 'in_prompt'"),
+        ('["streamingllm"]\nb', '["fullcache"]\nb', "policies"),
         ("[study]", '[[stage]]\nname = "D"\npolicy = "snapkv"\n[study]', "stage 'D': policy"),
         ('["streamingllm"]\nb', '["streamingllm(N=1)"]\nb', "N = 1: streamingllm has the constants N_sink"),
     ],
@@ -216,12 +214,12 @@ def test_rules_are_refused_by_name(tmp_path: Path, old: str, new: str, words: st
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ('["streamingllm"]\nb', '["streamingllm", "tova"]\nb', "decides while tokens are decoded"),
-        ('["streamingllm"]\nb', '["streamingllm", "knorm@prompt"]\nb', "decides while tokens are decoded"),
+        ('["streamingllm"]\nb', '["streamingllm", "triattention"]\nb', "is needed by triattention: `kvspec calibrate"),
+        ('["streamingllm"]\nb', '["streamingllm", "knorm@prompt"]\nb', "decides at the prompt's end alone"),
         ("contexts = 4", "contexts = 4000", "windows"),
         ("lengths = [1024]", "lengths = [9000]", "lengths = 9000: tokens are more than the 8192 positions"),
         ("lengths = [1024]", "lengths = [8190]", "of question and answer are more than the 8192"),
-        ('"prose_continuation"]', f'"{__name__}:unanswered"]', "no gold"),
+        ('"prose_continuation"]', '"needle(depth=2)"]', "depth = 2: must lie in [0, 1]"),
     ],
 )
 def test_what_cannot_be_run_is_refused_before_any_row(tmp_path: Path, old: str, new: str, words: str) -> None:
@@ -404,7 +402,7 @@ def test_a_task_that_the_full_cache_never_answers_decides_no_claim() -> None:
 
 
 def test_the_claims_of_the_guide_are_rules(tmp_path: Path) -> None:
-    guide = (Path(__file__).parents[4] / "docs/guide/sweeps.md").read_text(encoding="utf-8")
+    guide = (Path(__file__).parents[4] / "docs/guide/compare.md").read_text(encoding="utf-8")
     study_, claims = (text for text in re.findall(r"```toml\n(.*?)```", guide, re.DOTALL))
     rules_file(tmp_path, claims + study_.replace('"crystalcache", "snapkv"', '"nestedkv", "keydiff"'))
     assert [one.difference for one in load_rules(tmp_path / "rules.toml").claims] == [0.1, -0.05]

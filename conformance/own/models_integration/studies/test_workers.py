@@ -19,17 +19,18 @@ from conformance.own.models_integration.studies.sweep_workers import ROWS, SLOW,
 from conformance.own.processes import started
 from models_integration.cache.atomic_file import publish_readable
 from models_integration.cli.app import app
+from models_integration.policies.methods import method_of
 from models_integration.studies import answers, leases
-from models_integration.studies.compare.plan import Plan, run_plan
 from models_integration.studies.evidence import run as of_study
 from models_integration.studies.evidence.measure import measure
 from models_integration.studies.evidence.rules import load_rules
 from models_integration.studies.leases import Leases
 from models_integration.studies.results import ERROR, START, Row, append_row, load_rows, rows_behind
-from models_integration.studies.status import first_failure, status
+from models_integration.studies.status import status
 from models_integration.studies.subject import Loading
 from models_integration.studies.workers import Launch
 from reference.policies import policy_from_score
+from spec.budget import parse_budget
 from spec.errors import SpecError
 from spec.policy import Needs, Selection
 
@@ -121,34 +122,8 @@ def test_what_cannot_be_measured_is_a_row_with_its_error(
     assert swept(rules, tmp_path, "--again").exit_code == 0
     assert len(measured(tmp_path)) == 3
     assert list(status(tmp_path)) == [f"{path}: 3 of 3 samples done, 0 failed"]
-    with pytest.raises(SpecError, match=r"status = '.*nosuch': must be the --out of a run: it has neither study"):
+    with pytest.raises(SpecError, match=r"status = '.*nosuch': must be the --out of a run: it has no study"):
         list(status(tmp_path / "nosuch"))
-
-
-def test_a_comparison_has_no_row_of_a_task_of_which_a_sample_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None,
-) -> None:
-    subject, path = Loading("pocket", "numpy").subject(), tmp_path / "results.jsonl"
-    plan = Plan(("streamingllm",), ("0.9",), ("needle", "delayed_association"), 200, samples=2, controls=False)
-    asked, given = list[str](), answers.answers
-
-    def failing(*arguments: Any) -> Any:
-        asked.append("asked")
-        if len(asked) == 2:
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-        return given(*arguments)
-
-    monkeypatch.setattr(answers, "answers", failing)
-    told: list[str] = []
-    assert [row["task"] for row in run_plan(subject, plan, path, told.append)] == ["delayed_association"]
-    assert (len(told), sum("FAILED" in what for what in told)) == (4, 1)
-    assert [row[ERROR] for row in of_file(tmp_path / "samples.jsonl") if ERROR in row] == [
-        "RuntimeError: DefaultCPUAllocator: can't allocate memory",
-    ]
-    assert "1 samples in" in first_failure(tmp_path / "samples.jsonl")
-    assert len(list(run_plan(subject, plan, path, told.append))) == 1
-    assert len(list(run_plan(subject, plan, path, told.append, again=True))) == 2
-    assert len(asked) == 5
 
 
 def test_a_policy_that_keeps_more_than_it_promises_is_caught(
@@ -169,9 +144,10 @@ def test_a_policy_that_keeps_more_than_it_promises_is_caught(
     text = rules.read_text(encoding="utf-8").replace("contexts = 12", "contexts = 1")
     rules.write_text(text, encoding="utf-8")
     for policy, errors in ((replace(honest, selector=greedy), 1), (honest, 0)):
+        method = method_of(policy, parse_budget("0.5"))
         monkeypatch.setattr(
             "models_integration.cli.study.methods",
-            lambda *given, policy=policy: {**methods(*given), "streamingllm": policy},
+            lambda *given, method=method: {**methods(*given), "streamingllm": method},
         )
         out = tmp_path / str(errors)
         assert swept(rules, out).exit_code == errors
@@ -251,14 +227,14 @@ def test_a_launch_of_unknown_parts_is_refused(given: dict[str, Any], argument: s
 @pytest.mark.law("refused-before-anything-changes")
 def test_a_sweep_s_file_and_the_options_of_a_grid_exclude_each_other(rules: Path, tmp_path: Path) -> None:
     found = swept(rules, tmp_path / "out", "--length", "300")
-    assert str(found.exception) == f"length = 300: is decided by {rules}: leave the option out, or edit that file"
+    assert str(found.exception) == f"length = '300': is decided by {rules}: leave the option out, or edit that file"
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.law("as-it-is-described")
 def test_the_guide_s_sweep_is_one_file_of_fifteen_lines(tmp_path: Path) -> None:
     """Eight policies, four budgets and three tasks, which a model with rotary positions is served."""
-    text, claims = (fence.text for fence in fences("docs/guide/sweeps.md") if fence.language == "toml")
+    text, claims = (fence.text for fence in fences("docs/guide/compare.md") if fence.language == "toml")
     assert len(text.splitlines()) <= 15
     path = tmp_path / "sweep.toml"
     path.write_text(text.replace("path/or/name", "pocket"), encoding="utf-8")

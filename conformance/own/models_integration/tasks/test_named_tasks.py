@@ -17,7 +17,7 @@ from models_integration.tasks import Sample, registry, score
 from models_integration.tasks.chat import bare, chat
 from models_integration.tasks.context import Ground
 from models_integration.tasks.prose import NARRATIVE, read_prose, read_text
-from models_integration.tasks.registry import BUILT_IN, CHAINS, QUESTIONS, resolve_task
+from models_integration.tasks.registry import BUILT_IN, CHAINS, QUESTIONS, TABLE, resolve_task
 from spec.errors import SpecError
 
 pytestmark = pytest.mark.law("as-it-is-described")
@@ -54,7 +54,8 @@ def facts_hold(ground: Ground, sample: Sample) -> None:
     """Needle tasks of RULER: the sentences of the context, read by their form."""
     asked = said(ground, sample.question_ids[sample.history :])
     stated = defaultdict(list)
-    for line in re.finditer(r"One of the special magic \w+ for (\S+) is: (\S+)\.", said(ground, sample.context_ids)):
+    form = r"One of the special magic \w+ for (\S+) is: ([^.\s]+)\."
+    for line in re.finditer(form, said(ground, sample.context_ids)):
         stated[line[1]].append((line[2], line[0]))
     (query,) = re.findall(r"special magic \w+ for (.+?) mentioned in the provided text\?", asked)
     keys = [key.removeprefix("and ") for key in query.split(", ")]
@@ -154,6 +155,22 @@ def checked(name: str, ground: Ground, length: int, index: int, seed: int) -> tu
         assert sample.context_digest == samples[0].context_digest
         check(ground, sample)
     return samples
+
+
+@pytest.mark.parametrize("name", sorted(TABLE))
+def test_a_line_of_the_table_is_what_its_samples_are(named: tuple[str, Ground], name: str) -> None:
+    """Metric, gold answer, and the constants: each changes the sample, and others are refused."""
+    task, entry = resolve_task(name), TABLE[name]
+    samples = task(named[1], 3500, 0, 1)
+    assert {sample.metric for sample in samples} == {entry.metric}
+    assert all(bool(sample.answer_ids) is entry.gold for sample in samples)
+    for text, constant, value in (("depth=0.5", "depth", 0.5), ('density="low"', "density", "low")):
+        if constant in entry.constants:
+            (sample,) = resolve_task(f"{name}({text})")(named[1], 3500, 0, 1)
+            assert sample.metadata[constant] == value != samples[0].metadata[constant]
+        else:
+            with pytest.raises(SpecError, match=f"{constant} is none of its constants"):
+                resolve_task(f"{name}({text})")
 
 
 @pytest.mark.parametrize("name", sorted(BUILT_IN))

@@ -1,0 +1,111 @@
+"""`python -m conformance.assurance.mutants`: try mutants, or what is left of them; 1 if one is not killed.
+
+    run        all that are written down; `--changed` those whose function or item has changed since the last accepted
+               run, `--item ID` and `-k PART` some
+    list       names and what each gets wrong
+    accept     write the killed ones to killed.lock, which `--changed` compares with
+
+`--operators` is about mutants made by operators instead: `run` tries a seeded sample (`--size 400 --seed 1`;
+`--survivors` those that survived before), and `list` prints the score as Markdown and fails on a survivor that
+survivors.toml does not explain. `--folder .mutants` has the verdicts, from which a later run goes on.
+"""
+
+import os
+import sys
+
+from conformance.paths import ROOT
+
+# Read when NumPy and Numba are first imported: one thread, and Python in place of code that is compiled.
+os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
+if "--operators" in sys.argv:
+    os.environ["NUMBA_DISABLE_JIT"] = "1"  # the scale lane of the suite is skipped then
+
+import argparse
+from collections import Counter
+from pathlib import Path
+from time import perf_counter
+
+from conformance.assurance.mutants import operated, results
+from conformance.assurance.mutants.items import read_code, test_modules
+from conformance.assurance.mutants.run import run
+from conformance.assurance.mutants.sample import sample
+from conformance.assurance.mutants.sites import mutants_of_tree
+from conformance.assurance.mutants.worker import CHECKED
+
+__all__ = ["main"]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run, list or accept."""
+    parser = argparse.ArgumentParser(
+        prog="conformance.assurance.mutants", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", choices=("run", "list", "accept"), nargs="?", default="run")
+    parser.add_argument("--operators", action="store_true", help="mutants made by operators")
+    parser.add_argument("--changed", action="store_true", help="only those changed since the last accepted run")
+    parser.add_argument("--again", action="store_true", help="those with a verdict too")
+    parser.add_argument("--item", metavar="ID", help="only those of one item")
+    parser.add_argument("-k", metavar="PART", default="", help="only those whose name or key holds PART")
+    parser.add_argument("--size", type=int, default=400, help="operators: mutants in the sample, at least")
+    parser.add_argument("--seed", type=int, default=1, help="operators: which sample")
+    parser.add_argument("--survivors", action="store_true", help="operators: only those that survived, again")
+    parser.add_argument("--folder", type=Path, default=ROOT / ".mutants", help="where the verdicts are")
+    options = parser.parse_args(arguments)
+    return _of_operators(options) if options.operators else _of_rows(options, parser)
+
+
+def _of_rows(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    # Not for operators: jaxtyping checks the reference only if it is imported after the hook.
+    from conformance.assurance.mutants import written
+    from conformance.assurance.mutants.table import MUTANTS
+
+    chosen = written.changed() if options.changed else list(MUTANTS.values())
+    part = options.k.upper().replace("-", "_")
+    chosen = [one for one in chosen if part in one.name and options.item in (None, one.item)]
+    if not chosen and not options.changed:
+        parser.error("no mutant is selected")
+    if options.command == "list":
+        size = {one.name: f" (right up to {one.beyond})" if one.beyond else "" for one in chosen}
+        print("\n".join(f"{one.name:60} {one.why}{size[one.name]}" for one in chosen))
+        return 0
+    trials, start = written.trials(chosen), perf_counter()
+    if options.command == "accept":
+        written.accept(results.read(options.folder, {trial.key: trial.digest for trial in trials}))
+        return 0
+    if options.again:
+        results.forget(options.folder, {trial.key for trial in trials})
+    found = run(ROOT, trials, written.judging_files(), options.folder)
+    if len(chosen) == len(MUTANTS):
+        print(written.page(list(found.values()), perf_counter() - start))
+    alive = [written.verdict_line(one) for one in found.values() if one.outcome != "assertion"]
+    killed = f"mutants: {len(found) - len(alive)} of {len(chosen)} killed by an assertion of their item"
+    print("\n".join([*alive, killed]))
+    return int(bool(alive))
+
+
+def _of_operators(options: argparse.Namespace) -> int:
+    judges, found = read_code(ROOT), mutants_of_tree(ROOT)
+    every = [mutant for mutant in found if judges.reach(mutant)]
+    for path, count in Counter(mutant.path for mutant in found if not judges.reach(mutant)).items():
+        print(f"mutants: {count} of {path} left out: no item of the specification and no test module above them")
+    sampled = [mutant for mutant in sample(every, options.size, options.seed) if options.k in mutant.key]
+    trials = operated.trials(ROOT, sampled, judges)
+    verdicts = results.read(options.folder, {trial.key: trial.digest for trial in trials})
+    if options.command == "run":
+        if options.survivors:
+            trials = [one for one in trials if one.key in verdicts and not verdicts[one.key].killed]
+            results.forget(options.folder, {one.key for one in trials})
+        files = [path.relative_to(ROOT).as_posix() for path in test_modules(ROOT)]
+        run(ROOT, trials, files, options.folder, CHECKED)
+        return 0
+    from conformance.assurance.mutants.report import LIST, explanations, problems, table
+
+    explained = explanations(LIST.read_text(encoding="utf-8"))
+    print(table(sampled, every, verdicts, explained))
+    reasons = problems(sampled, every, verdicts, explained)
+    print("\n".join(["", *reasons]), file=sys.stderr)
+    return int(bool(reasons))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

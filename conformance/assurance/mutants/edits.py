@@ -1,0 +1,180 @@
+"""Puts an edit into a function of this process: the edited source is compiled and its code replaces the function's.
+
+Every name, table and method that refers to the function calls the edited code, because the function object stays.
+"""
+
+import ast
+import inspect
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+from spec.errors import SpecError
+
+__all__ = ["ORIGINAL", "Edit", "function_of", "replace_code", "replace_module", "replaced"]
+
+PACKAGES = ("spec", "reference", "accelerated")
+ORIGINAL = "original"
+"""What edited source calls to reach the right function."""
+
+
+@dataclass(frozen=True)
+class Edit:
+    """A change of one function, given as one of: `find` and `replace`, `start`, `body`.
+
+    Attributes:
+        of: The function, as "module:name" or "module:Class.name".
+        find: A fragment that occurs once in the function's source.
+        replace: The text that replaces `find`; further lines are indented as the line of a one-line `find` is.
+        start: Statements that run before the function's own.
+        body: Statements that run instead of the function's own; they may call `original`.
+    """
+
+    of: str
+    find: str = ""
+    replace: str = ""
+    start: str = ""
+    body: str = ""
+
+    def source(self) -> str:
+        """Return the source of the function's module with the edited function in it."""
+        module = import_module(self.of.partition(":")[0])
+        lines = _source(module).splitlines(keepends=True)
+        first, _, last = _span(module, self.of.partition(":")[2])
+        return "".join([*lines[:first], self.function(), *lines[last:]])
+
+    def function(self) -> str:
+        """Return the source of the edited function.
+
+        Raises:
+            SpecError: if `find` does not occur exactly once.
+        """
+        module = import_module(self.of.partition(":")[0])
+        lines = _source(module).splitlines(keepends=True)
+        first, begin, last = _span(module, self.of.partition(":")[2])
+        head, body = "".join(lines[first:begin]), "".join(lines[begin:last])
+        if self.find:
+            if body.count(self.find) != 1:
+                what = f"must occur once in {self.of}, not {body.count(self.find)} times"
+                raise SpecError("find", self.find, what)
+            before = body.partition(self.find)[0].rpartition("\n")[2]
+            margin = "" if "\n" in self.find else before[: len(before) - len(before.lstrip(" "))]
+            return head + body.replace(self.find, self.replace.replace("\n", f"\n{margin}"))
+        indent = body[: len(body) - len(body.lstrip(" "))]
+        return head + textwrap.indent(f"{self.start or self.body}\n", indent) + (body if self.start else "")
+
+    def code(self) -> CodeType:
+        """Compile the edited function."""
+        module = import_module(self.of.partition(":")[0])
+        whole = compile(self.source(), str(module.__file__), "exec", dont_inherit=True)
+        return _code_named(whole)[self.of.partition(":")[2]]
+
+
+@cache
+def _source(module: ModuleType) -> str:
+    return inspect.getsource(module)
+
+
+@cache
+def _tree(module: ModuleType) -> ast.Module:
+    return ast.parse(_source(module))
+
+
+def _span(module: ModuleType, name: str) -> tuple[int, int, int]:
+    """Lines of a function: of its `def`, of its first statement after the docstring, and behind its last."""
+    node: Any = _tree(module)
+    for part in name.split("."):
+        found = [one for one in node.body if getattr(one, "name", None) == part]
+        if not found:
+            raise SpecError("of", f"{module.__name__}:{name}", "must name a function")
+        node = found[-1]
+    body = node.body[1:] if ast.get_docstring(node) else node.body
+    return node.lineno - 1, body[0].lineno - 1, node.end_lineno
+
+
+def _code_named(code: CodeType) -> dict[str, CodeType]:
+    """Return the code of each function and method of a module's code, by qualified name."""
+    found: dict[str, CodeType] = {}
+    for one in [one for one in code.co_consts if isinstance(one, CodeType)]:
+        found[one.co_qualname] = one
+        if "<locals>" not in one.co_qualname:
+            found |= {name: code for name, code in _code_named(one).items() if "<locals>" not in name}
+    return found
+
+
+def function_of(place: str) -> FunctionType:
+    """Return the function object that "module:Class.name" names, below all wrappers."""
+    module, _, path = place.partition(":")
+    found: Any = import_module(module)
+    for part in path.split("."):
+        found = vars(found)[part]
+    found = _plain(found)
+    if not isinstance(found, FunctionType):
+        raise SpecError("of", place, "must name a function")
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """The function below a property, a class method or a wrapper; anything else as it is."""
+    if isinstance(value, property):
+        value = value.fget
+    elif isinstance(value, classmethod | staticmethod):
+        value = value.__func__
+    return inspect.unwrap(value) if callable(value) and not isinstance(value, type) else value
+
+
+def replace_code(function: FunctionType, code: CodeType) -> None:
+    """Let a function run other code; its right self is `original` in its module."""
+    right = FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__,
+    )
+    right.__kwdefaults__ = function.__kwdefaults__
+    function.__globals__[ORIGINAL] = right
+    function.__code__ = code
+
+
+@contextmanager
+def replaced(edit: Edit) -> Iterator[None]:
+    """Context manager in which the edit is in force."""
+    function, code = function_of(edit.of), edit.code()
+    right = function.__code__
+    replace_code(function, code)
+    try:
+        yield
+    finally:
+        function.__code__ = right
+        del function.__globals__[ORIGINAL]
+
+
+def replace_module(name: str, code: CodeType) -> None:
+    """Let a module's functions run the code of an edited module, and its other values be those of the edited one."""
+    module = import_module(name)
+    edited = dict(vars(module))
+    exec(code, edited)
+    for key, new in edited.items():
+        old = vars(module).get(key)
+        if isinstance(new, type) and isinstance(old, type) and new.__module__ == name:
+            for attribute, value in vars(new).items():
+                if not _same_function(vars(old).get(attribute), value) and attribute not in ("__dict__", "__weakref__"):
+                    setattr(old, attribute, value)
+        elif old is not new and not _same_function(old, new):
+            for other in [other for at, other in sys.modules.items() if at.partition(".")[0] in PACKAGES]:
+                if vars(other).get(key) is old:
+                    setattr(other, key, new)
+
+
+def _same_function(old: Any, new: Any) -> bool:
+    """Whether both are functions; the old one then runs the new one's code."""
+    right, wrong = _plain(old), _plain(new)
+    both = isinstance(right, FunctionType) and isinstance(wrong, FunctionType)
+    if both and len(right.__code__.co_freevars) == len(wrong.__code__.co_freevars) and right is not wrong:
+        right.__code__, right.__defaults__, right.__kwdefaults__ = (
+            wrong.__code__, wrong.__defaults__, wrong.__kwdefaults__,
+        )
+    return both

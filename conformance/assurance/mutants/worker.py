@@ -1,0 +1,269 @@
+"""Mutants before their tests: the suite is collected once, and each mutant is tried in a fork of that process.
+
+The tests see the cases of a profile, the same ones each time, without shrinking. A test that uses too much processor
+time is stopped.
+"""
+
+import gc
+import io
+import multiprocessing
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import pytest
+
+__all__ = ["NotJudged", "Suite", "Verdict", "collected", "file_of", "judges_any_backend", "marked"]
+
+MEMORY = 16 << 30  # bytes of address space
+PAUSE, IDLE = 0.2, 60.0  # seconds between looks at a fork, and without any processor time before it counts as hung
+AFTER_AN_ERROR = 60  # tests that may still find an assertion to fail
+# Processor seconds that a test may use: several times what the longest needs unmutated.
+LIMITS = {"dev": 30.0, "ci": 90.0}
+WHOLE = 20.0  # times as long for all tests together
+CHECKED = "--jaxtyping-packages=reference,beartype.beartype"
+
+
+class NotJudged(RuntimeError):
+    """The suite could not be run: then no verdict means anything."""
+
+
+@dataclass
+class Verdict:
+    """What the tests found, the first assertion that failed before any other error."""
+
+    outcome: str = "survived"
+    test: str = ""
+    raised: str = ""
+    any_backend: bool = False
+    ran: int = 0
+    seconds: float = 0.0  # of the processor
+
+
+@dataclass
+class Suite:
+    """The collected tests. No test kills that has not passed on the unmutated code, under the same profile."""
+
+    items: list[pytest.Item]
+    limit: float
+    sound: dict[str, bool] = field(default_factory=dict)
+
+    def judge(self, accepts: Callable[[pytest.Item], bool], patch: Callable[[], None]) -> Verdict:
+        """Return the verdict of the accepted tests on a mutant, which `patch` puts into the fork."""
+        while True:
+            tests = [item for item in self.items if accepts(item) and self.sound.get(item.nodeid, True)]
+            verdict = self._tried(tests, patch)
+            if not verdict.test or self._passes(verdict.test):
+                return verdict
+
+    def _passes(self, test: str) -> bool:
+        """Whether a test passes where nothing is mutated."""
+        if test not in self.sound:
+            alone = [item for item in self.items if item.nodeid == test]
+            self.sound[test] = self._tried(alone, lambda: None).outcome == "survived"
+            if not self.sound[test]:
+                print(f"fails unmutated, so it judges nothing: {test}", file=sys.__stdout__, flush=True)
+        return self.sound[test]
+
+    def _tried(self, tests: Sequence[pytest.Item], patch: Callable[[], None]) -> Verdict:
+        try:
+            found: Verdict = _in_a_fork(lambda: _trial(tests, patch, self.limit), WHOLE * self.limit)
+        except TimeoutError:
+            return Verdict("timeout", seconds=WHOLE * self.limit)
+        return found
+
+
+def collected(
+    root: Path, files: Sequence[str], backend: str, profile: str, work: Callable[[Suite], None], *options: str,
+) -> None:
+    """Call `work` with the tests of some files, in a process that has collected them.
+
+    Raises:
+        NotJudged: if they cannot be collected, or `work` fails.
+    """
+    process = multiprocessing.get_context("fork").Process(
+        target=_collect, args=(root, files, backend, profile, work, options),
+    )
+    process.start()
+    process.join()
+    if process.exitcode:
+        raise NotJudged(f"backend {backend}, profile {profile}: the tests were not run, exit {process.exitcode}")
+
+
+def _collect(
+    root: Path, files: Sequence[str], backend: str, profile: str, work: Callable[[Suite], None], options: Sequence[str],
+) -> None:
+    # Entry points of other packages take longer to load than most trials last.
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    if CHECKED in options:
+        options = ["-p", "jaxtyping._pytest_plugin", *options]
+    with redirect_stdout(io.StringIO()) as output, redirect_stderr(output):
+        code = pytest.main(
+            ["-o", "addopts=", "-p", "conformance.plugin", "-p", "no:cacheprovider", "-s", "--rootdir",
+             os.fspath(root), "--strict-markers", "--assert=plain", "--tb=native",
+             # Hypothesis is imported before pytest is configured.
+             "-W", "ignore::pytest.PytestAssertRewriteWarning", "--kvspec-profile", profile, "--backend", backend,
+             *options, *(os.fspath(root / name) for name in files)],
+            plugins=[_Court(work, LIMITS[profile])],
+        )
+    if code != pytest.ExitCode.OK:
+        print(output.getvalue()[-4000:], file=sys.__stderr__, flush=True)
+    sys.stdout.flush()
+    os._exit(int(code))
+
+
+class _Court:
+    """Gives the collected tests to `work` in place of running them."""
+
+    def __init__(self, work: Callable[[Suite], None], limit: float) -> None:
+        self.work, self.limit = work, limit
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_configure(self, config: pytest.Config) -> None:
+        from hypothesis import Phase, settings
+
+        settings.register_profile(
+            "mutants", settings.default, phases=(Phase.explicit, Phase.generate), derandomize=True, database=None,
+            report_multiple_bugs=False,
+        )
+        settings.load_profile("mutants")
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        if session.testsfailed:
+            raise session.Interrupted("not all tests can be imported")
+        gc.collect()
+        gc.freeze()
+        self.work(Suite(session.items, self.limit))
+        return True
+
+
+class _Jury:
+    """Stops at the first assertion that fails."""
+
+    def __init__(self, verdict: Verdict, seconds: float) -> None:
+        self.verdict, self.seconds, self.errors = verdict, seconds, 0
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[Any]:
+        def too_long(*_: object) -> None:
+            # At once: what loops may do so in a thread that nothing else stops.
+            _answer(Verdict("timeout", item.nodeid, ran=self.verdict.ran, seconds=self.seconds))
+
+        signal.signal(signal.SIGPROF, too_long)
+        signal.setitimer(signal.ITIMER_PROF, self.seconds)
+        done = yield
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        return done
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> None:
+        if call.when == "call":
+            self.verdict.ran += 1
+        if call.excinfo is None or call.excinfo.errisinstance(pytest.skip.Exception):
+            return
+        # Where nothing was raised, pytest.raises fails with pytest.fail.Exception: an assertion too.
+        asserted = call.excinfo.errisinstance((AssertionError, pytest.fail.Exception))
+        self.errors += 1
+        if asserted or self.verdict.outcome == "survived":
+            self.verdict.outcome, self.verdict.test = "assertion" if asserted else "error", item.nodeid
+            self.verdict.raised = call.excinfo.exconly().splitlines()[0][:120]
+            self.verdict.any_backend = judges_any_backend(item)
+        if asserted or self.errors > AFTER_AN_ERROR:
+            item.session.shouldstop = "killed"
+
+
+def _trial(tests: Sequence[pytest.Item], patch: Callable[[], None], seconds: float) -> Verdict:
+    """Run the tests in this process, with the mutant in it."""
+    verdict = Verdict()
+    patch()
+    if tests:
+        tests[0].config.pluginmanager.register(_Jury(verdict, seconds))
+    for item, following in zip(tests, [*tests[1:], None], strict=False):
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        if item.session.shouldstop:
+            break
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    verdict.seconds = used.ru_utime + used.ru_stime
+    return verdict
+
+
+def marked(item: pytest.Item) -> set[str]:
+    """Return the items of the specification that a test is marked with."""
+    return {name for mark in item.iter_markers("spec") for name in mark.args}
+
+
+def file_of(item: pytest.Item) -> str:
+    """Return the path of a test's module from the root."""
+    return item.path.relative_to(item.config.rootpath).as_posix()
+
+
+def judges_any_backend(item: pytest.Item) -> bool:
+    """Whether the test runs for a backend other than the reference."""
+    fixtures = set(getattr(item, "fixturenames", ()))
+    return "judged" in fixtures and "reference_items" not in fixtures
+
+
+def _in_a_fork(work: Callable[[], Any], seconds: float) -> Any:
+    """The result of `work` in a process of its own; TimeoutError past so many seconds of the processor."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_send, args=(work, theirs, seconds))
+    process.start()
+    theirs.close()
+    try:
+        return _received(ours, process.pid or 0)
+    except EOFError:
+        process.join()
+        if process.exitcode in (-signal.SIGXCPU, -signal.SIGKILL):
+            raise TimeoutError from None
+        return Verdict("error", "", f"process ended with {process.exitcode}")
+    finally:
+        process.kill()
+        process.join()
+
+
+def _received(ours: Connection, pid: int) -> Any:
+    """What the fork sends. On a busy machine it may take long over few seconds; one that does nothing never ends."""
+    used, idle = -1.0, 0
+    while not ours.poll(PAUSE):
+        now = _processor_seconds(pid)
+        used, idle = now, idle + 1 if now == used else 0
+        if idle > IDLE / PAUSE:
+            raise TimeoutError
+    return ours.recv()
+
+
+def _processor_seconds(pid: int) -> float:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    except OSError:
+        return perf_counter()  # no such file system: only the limit on processor time holds
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+_pipe: list[Connection] = []  # of a fork: where its answer goes
+
+
+def _send(work: Callable[[], Any], to: Connection, seconds: float) -> None:
+    _pipe.append(to)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+        os.dup2(nowhere.fileno(), 2)
+    resource.setrlimit(resource.RLIMIT_CPU, (int(seconds) + 1, int(seconds) + 3))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    _answer(work())
+
+
+def _answer(found: Any) -> None:
+    _pipe[0].send(found)
+    _pipe[0].close()
+    os._exit(0)

@@ -1,0 +1,1 @@
+"""Rules for the sentences that users read: `python -m conformance.assurance.style`."""

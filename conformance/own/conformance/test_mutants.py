@@ -1,0 +1,137 @@
+"""Each written mutant can be put in, and what is tried of it; which tests kill it is conformance.assurance.mutants."""
+
+import builtins
+import dis
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from types import CodeType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from conformance.assurance.mutants import plugin, written
+from conformance.assurance.mutants.edits import ORIGINAL, Edit, function_of, replaced
+from conformance.assurance.mutants.results import Result
+from conformance.assurance.mutants.rows import ROWS, read_rows
+from conformance.assurance.mutants.sizes import sized_mutants
+from conformance.assurance.mutants.table import MUTANTS
+from conformance.items import known_items
+from conformance.paths import ROOT
+from reference.crystalcache import impact
+from reference.crystalcache.impact import rarity
+from spec.errors import SpecError
+from spec.records import CoAttention
+
+BASE_2 = MUTANTS["CC_RARITY_LOGARITHM_TO_BASE_2"]
+RARITY = "reference.crystalcache.impact:rarity"
+EDGES = MUTANTS["CC_EDGES_CROSS_EDGES_FIRST"].edit
+
+
+def globals_of(code: CodeType) -> Iterator[str]:
+    yield from (one.argval for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from globals_of(inner)
+
+
+def test_every_edit_applies_and_changes_its_function() -> None:
+    """No test runs: the fragment occurs once, the function compiles, and every name that it reads is there."""
+    for mutant in MUTANTS.values():
+        code, right = mutant.edit.code(), function_of(mutant.edit.of)
+        known = {*vars(import_module(right.__module__)), *dir(builtins), ORIGINAL}
+        assert code != right.__code__, mutant.name
+        assert code.co_freevars == right.__code__.co_freevars, mutant.name
+        assert set(globals_of(code)) <= known, mutant.name
+
+
+def test_every_item_has_two_and_each_says_what_it_gets_wrong() -> None:
+    rows = [mutant for path in sorted(ROWS.glob("*.toml")) for mutant in read_rows(path)]
+    number = Counter(mutant.item for mutant in rows if not mutant.beyond)
+    assert len(rows) + len(list(sized_mutants())) == len(MUTANTS)
+    assert {mutant.item for mutant in MUTANTS.values()} == known_items()
+    assert {item for item in known_items() if number[item] < 2} == set()
+    assert all(mutant.why.endswith((".", '"', "?")) for mutant in rows)
+
+
+def test_a_mutant_is_in_force_inside_the_block_alone() -> None:
+    c, right = np.array([3]), 1 / (1 + np.log(4))
+    with replaced(BASE_2.edit):
+        assert rarity(c) == impact.rarity(c) == pytest.approx(1 / 3)
+        assert vars(impact)[ORIGINAL](c) == pytest.approx(right)
+    assert rarity(c) == pytest.approx(right)
+    assert ORIGINAL not in vars(impact)
+
+
+def test_a_method_is_replaced_too() -> None:
+    near, far, weight = np.array([[1], [0]]), np.array([[-1], [0]]), np.full((2, 1), 0.5)
+    record = CoAttention(0, np.ones(2), near, weight, far, weight)
+    with replaced(EDGES):
+        assert record.edges().second.tolist() == [1, 1, 0]
+    assert record.edges().second.tolist() == [1, 0, 1]
+
+
+@pytest.mark.parametrize(("edit", "why"), [
+    (Edit(RARITY, find="no such text", replace="0"), "not 0 times"),
+    (Edit(RARITY, find="c", replace="0"), "must occur once in .*rarity, not [0-9]+ times"),
+    (Edit("reference.crystalcache.impact:gone", body="return 0"), "must name a function"),
+])
+def test_an_edit_that_does_not_fit_is_refused(edit: Edit, why: str) -> None:
+    with pytest.raises(SpecError, match=why):
+        edit.code()
+
+
+@pytest.mark.parametrize(("old", "new", "why"), [
+    ("why = ", "reason = ", "must be some of"), ("body = ", "colour = ", "must be some of"),
+    ('body = "return 0"\n', "", "must have one of"), ("body = ", 'start = "c = c"\nbody = ', "must have one of"),
+])
+def test_a_row_of_another_form_is_refused(tmp_path: Path, old: str, new: str, why: str) -> None:
+    row = f'[[mutant]]\nitem = "CC-RARITY"\nname = "a"\nof = "{RARITY}"\nwhy = "W."\nbody = "return 0"\n'
+    (tmp_path / "a.toml").write_text(row, encoding="utf-8")
+    assert [mutant.name for mutant in read_rows(tmp_path / "a.toml")] == ["CC_RARITY_A"]
+    (tmp_path / "a.toml").write_text(row.replace(old, new), encoding="utf-8")
+    with pytest.raises(SpecError, match=why):
+        read_rows(tmp_path / "a.toml")
+
+
+def test_what_was_accepted_is_tried_again_when_its_function_or_item_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(written, "KILLED", tmp_path / "killed.lock")
+    (tmp_path / "killed.lock").write_text("GONE 0 test_gone\n", encoding="utf-8")
+    digests = written.digests()
+    assert len(written.changed()) == len(MUTANTS)
+    written.accept({
+        name: Result(name, digest, "assertion", "dev", "test_a.py::test_a[b c]", "", 1, 0.1)
+        for name, digest in digests.items()
+    })
+    assert written.changed() == []
+    survived = Result(BASE_2.name, digests[BASE_2.name], "survived", "ci", "", "", 1, 0.1)
+    written.accept({BASE_2.name: survived})
+    assert written.changed() == []
+    lines = (tmp_path / "killed.lock").read_text(encoding="utf-8")
+    (tmp_path / "killed.lock").write_text(lines.replace(digests[BASE_2.name], "0" * 12), encoding="utf-8")
+    assert written.changed() == [mutant for name, mutant in MUTANTS.items() if digests[name] == digests[BASE_2.name]]
+    assert BASE_2.digest({BASE_2.item: "1"}) != BASE_2.digest({BASE_2.item: "2"})
+
+
+def test_the_record_names_mutants_that_there_are() -> None:
+    lines = [line.split(maxsplit=2) for line in written.KILLED.read_text(encoding="utf-8").splitlines()]
+    assert {name for name, *_ in lines} <= set(MUTANTS)
+
+
+@pytest.mark.nightly
+def test_a_mutant_is_killed_by_its_item(tmp_path: Path) -> None:
+    command = ["-m", "conformance.assurance.mutants", "--folder", str(tmp_path), "-k", "CC_MEMORY_ONE_SEQUENCE"]
+    found = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert "mutants: 1 of 1 killed by an assertion of their item" in found.stdout, found.stdout + found.stderr
+
+
+def test_an_unknown_mutant_is_refused() -> None:
+    config: Any = SimpleNamespace(getoption=lambda name: "CC_NONE")
+    with pytest.raises(pytest.UsageError, match="--mutant CC_NONE: unknown"):
+        plugin.pytest_collection_modifyitems(config, [])

@@ -1,0 +1,356 @@
+"""Caches that run under policies, beside the rows of the masked model; and what is judged after each operation."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import pairwise
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import currently_in_test_context, event
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from conformance.own.models_integration.session.families import ENDS, build, relative
+from conformance.own.models_integration.session.masked import MaskedModel, Row, Sets
+from conformance.own.models_integration.session.trips import Trip, Tripped
+from conformance.tolerances import MASKED_LOGITS
+from models_integration import (
+    CrystalCache,
+    CustomPolicy,
+    FullCache,
+    Published,
+    RetainedCache,
+    RetentionPolicy,
+    Session,
+    StreamingLLM,
+)
+from models_integration.cache.dense_layer import DenseLayer, RetainedLayer
+from models_integration.cache.positions import EMPTY
+from models_integration.cache.ragged_layer import RaggedLayer, rectangle
+from models_integration.model.identity import ModelIdentity, identify
+from models_integration.model.rotation import Rotary, recognise
+from reference.policies import (
+    adakv,
+    cake,
+    chunkkv,
+    h2o,
+    kvcrush,
+    lagkv,
+    morphkv,
+    nestedkv,
+    pyramidkv,
+    rkv,
+    snapkv,
+    tova,
+    vase,
+    vatp,
+)
+from spec.errors import SpecError
+from spec.parameters import TINY
+from spec.records import CrystalRetention
+from spec.retention import Granularity, Retention
+
+__all__ = ["MAX_TOKENS", "POLICIES", "Judge", "RunningCache", "chosen", "flat", "ids_of", "mask_of", "retentions"]
+
+MAX_TOKENS = 150
+"""Of a row: the oracle's forward is over all of them."""
+BREATHING = replace(TINY, T_breath=4)
+POLICIES: dict[str, RetentionPolicy] = {
+    "breathing": CrystalCache(20, ENDS, BREATHING, "numpy", decode=True),
+    "crystalcache": CrystalCache(0.5, ENDS, TINY, "numpy"),
+    "stream": CrystalCache(20, ENDS, BREATHING, "numpy", decode=True, stream=True),
+    "streamingllm": StreamingLLM(0.4, N_sink=2),
+    "fullcache": FullCache(),
+    "snapkv": CustomPolicy(snapkv(W=4), 12),
+    "adakv": CustomPolicy(adakv(W=4), 0.4),
+    "nestedkv": CustomPolicy(nestedkv(), 0.4),
+    "h2o": CustomPolicy(h2o(), 12),
+    "tova": CustomPolicy(tova(), 12),
+    "rkv": CustomPolicy(rkv(W=4, every=3), 12),
+    "lagkv": CustomPolicy(lagkv(lag=4), 0.5),
+    "criticalkv": Published("criticalkv", 0.5, W=4),
+    "pyramidkv": CustomPolicy(pyramidkv(W=4), 12),
+    "chunkkv": CustomPolicy(chunkkv(c=5, W=4), 0.4),
+    "cake": CustomPolicy(cake(W=4), 0.4),
+    "kvcrush": CustomPolicy(kvcrush(W=4, block=4, share=0.5), 0.4),
+    "critical-adakv": Published("critical-adakv", 0.5, W=4),
+    "vatp": CustomPolicy(vatp(2), 12),
+    "morphkv": CustomPolicy(morphkv(W=4), 12),
+    "vase": CustomPolicy(vase(W=3), 12),
+}
+GRANULARITY = {"model": Granularity.MODEL, "layer": Granularity.LAYER, "head": Granularity.HEAD}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A family's tiny model, and what is made of it once."""
+
+    model: PreTrainedModel
+    oracle: MaskedModel
+    identity: ModelIdentity
+    rotary: Rotary | None
+    """None where a sliding window would not see a chunk."""
+
+
+@cache
+def subject(family: str) -> Subject:
+    """The family's, with attention that is computed eagerly if the name says so."""
+    name, _, attention = family.partition(" ")
+    model = build(name, attention=attention or None)
+    oracle = MaskedModel(model)
+    slides = len(oracle.full) < model.config.num_hidden_layers
+    return Subject(model, oracle, identify(model), None if slides else recognise(model))
+
+
+def ids_of(n: int, seed: int, rows: int = 1) -> Tensor:
+    """Random ids, (rows, n)."""
+    return torch.randint(3, 131, (rows, n), generator=torch.Generator().manual_seed(seed))
+
+
+@dataclass
+class RunningCache:
+    """A cache, the policy that it began under, and what the oracle knows of its rows."""
+
+    cache: RetainedCache
+    policy: str
+    rows: list[Row]
+    heads: tuple[int, int]
+    """Full-attention layers and KV heads."""
+    sets: list[Sets] = field(default_factory=list)
+    """What each row stores, as far as was seen last."""
+    columns: int = 0
+    open: bool = False
+    """Inside a first prompt with padding, which no cache knows of before it is over: all of it is stored."""
+    dead: bool = False
+    """Refused its first prompt, or failed half way: nothing more is done with it."""
+
+    def __repr__(self) -> str:
+        return f"<{self.policy}, {[len(row.tokens) for row in self.rows]} tokens>"
+
+    @property
+    def tokens(self) -> int:
+        """Of the longest row."""
+        return max(len(row.tokens) for row in self.rows)
+
+    def stored(self) -> list[Sets]:
+        """What the cache says that it stores of each row."""
+        layers, heads = self.heads
+        if self.open:
+            return [[[[*range(len(row.tokens))]] * heads] * layers for row in self.rows]
+        if not all(layer.is_initialized for layer in self.cache.full_layers):
+            return [[[[]] * heads] * layers for _ in self.rows]
+        return [
+            [[_positions(layer, row, head) for head in range(layer.heads)] for layer in self.cache.full_layers]
+            for row in range(len(self.rows))
+        ]
+
+
+def _positions(layer: RetainedLayer, row: int, head: int) -> list[int]:
+    """What a head stores; of a layer that expects the columns of a padded turn, what it stores before they are read."""
+    kept = layer.rows.kept
+    if isinstance(layer, DenseLayer) and kept.shape[1] > layer.stored_length:
+        return [at for at in kept[min(row, len(kept) - 1), : layer.stored_length].tolist() if at != EMPTY]
+    positions: list[int] = layer.head_positions(row, head).tolist()
+    return positions
+
+
+class Judge:
+    """Reads tokens into caches of one family's model, and compares; `met` counts states."""
+
+    def __init__(self, family: str, met: Counter[str]) -> None:
+        self.subject, self.counts = subject(family), met
+        self.model = self.subject.model
+        self._reads: list[list[Row]] = []
+
+    def met(self, state: str) -> None:
+        """Note a state, for the caller and for Hypothesis' statistics."""
+        self.counts[state] += 1
+        if currently_in_test_context():
+            event(state)
+
+    @contextmanager
+    def session(self, life: RunningCache, policy: str, trip: Trip) -> Iterator[Session]:
+        with POLICIES[policy](self.model) as run, self.watching(life), trip.raised(self.model):
+            yield run
+
+    @contextmanager
+    def watching(self, life: RunningCache) -> Iterator[None]:
+        """What the rows are after each forward, noted as the model's decoder is about to read it."""
+        reads: list[list[Row]] = []
+        self._reads = reads
+
+        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            ids, mask = kwargs["input_ids"] if "input_ids" in kwargs else args[0], kwargs.get("attention_mask")
+            before = life.stored()
+            self._check_nothing_returns(life, before)
+            is_token = torch.ones_like(ids)
+            if mask is not None and mask.ndim == 2:
+                is_token = mask[:, mask.shape[1] - ids.shape[1] :]
+            rows = reads[-1] if reads else life.rows
+            reads.append([
+                row.read(own[shown == 1].tolist(), stored)
+                for row, own, shown, stored in zip(rows, ids, is_token, before, strict=True)
+            ])
+
+        hook = self.model.base_model.register_forward_pre_hook(note, with_kwargs=True)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def _check_nothing_returns(self, life: RunningCache, now: list[Sets]) -> None:
+        for row, before, after in zip(life.rows, life.sets, now, strict=True):
+            for a, b in zip(flat([before]), flat([after]), strict=True):
+                back = {at for at in b if at < len(row.tokens)} - {*a}
+                assert not back, f"tokens are stored that were evicted: {sorted(back)}"
+
+    def read(self, life: RunningCache, ids: Tensor, evicts: bool = True, mask: Tensor | None = None) -> None:
+        """One forward, whose logits are those of the masked model."""
+        self._reads.clear()
+        with torch.no_grad():
+            logits = self.model(input_ids=ids, past_key_values=life.cache, attention_mask=mask).logits
+        self.follow(life, list(logits), ids.shape[1], evicts)
+
+    def follow(self, life: RunningCache, logits: Sequence[Tensor], columns: int, evicts: bool = True) -> None:
+        """What forwards have read, and what is stored now. `logits` are those of the last tokens of each row."""
+        rows, before = self._reads[-1], life.sets
+        new = [len(row.tokens) - len(old.tokens) for row, old in zip(rows, life.rows, strict=True)]
+        for row, own, n in zip(rows, logits, new, strict=True):
+            if n:
+                own = own[len(own) - min(n, len(own)) :]
+                apart = relative(own, self.subject.oracle.expect(row).logits[-len(own) :])
+                assert apart <= MASKED_LOGITS, f"logits are {apart:.1e} from those of the masked model"
+        grown = [
+            [[[*own, *range(len(row.tokens) - n, len(row.tokens))] for own in heads] for heads in sets]
+            for row, n, sets in zip(rows, new, before, strict=True)
+        ]
+        life.rows, life.columns = rows, life.columns + columns
+        if life.cache.failure is None:
+            life.sets = life.stored()
+            assert evicts or life.sets == grown, "tokens were evicted, although no eviction was due"
+            self.check_within(life.sets, grown)
+            one = all(sets == [[sets[0][0]] * life.heads[1]] * life.heads[0] for sets in life.sets)
+            assert one or life.cache.layers_differ, "layers or heads differ, and the cache does not know it"
+
+    def check_within(self, now: list[Sets], before: list[Sets]) -> None:
+        for a, b in zip(flat(now), flat(before), strict=True):
+            assert {*a} <= {*b}, f"stored, and neither read nor stored before: {sorted({*a} - {*b})}"
+            assert all(x < y for x, y in pairwise(a)), f"positions do not rise: {a}"
+
+    def attempt(self, life: RunningCache, act: Callable[[], None]) -> str:
+        """How it ended: done, refused or tripped; then the cache is as it was, or refuses to be used."""
+        ended = "done"
+        try:
+            act()
+        except SpecError:
+            ended = "refused"
+        except Tripped:
+            ended = "tripped"
+        if life.cache.failure is not None:
+            self.met(f"unusable: {life.cache.failure}")
+            life.dead = True
+            try:
+                self.model(input_ids=ids_of(2, 0, len(life.rows)), past_key_values=life.cache)
+            except SpecError:
+                assert ended != "done", "it was done, and the cache cannot be used"
+                return ended
+            raise AssertionError("a cache that has failed was read")
+        if ended != "done":
+            life.dead = not life.columns
+            if not life.dead:
+                assert life.stored() == life.sets, f"it was {ended}, and other tokens are stored"
+                self.check_storage(life)
+                self.met(f"{ended}, and nothing has changed")
+        return ended
+
+    def check_storage(self, life: RunningCache) -> None:
+        """Each head stores the masked model's keys and values of its own positions, and nothing else."""
+        seen = life.cache.get_seq_length()
+        assert seen == life.columns, f"{seen} columns, not {life.columns}"
+        assert life.stored() == life.sets, "other tokens are stored than should be"
+        for index, (row, sets) in enumerate(zip(life.rows, life.sets, strict=True)):
+            expected = self.subject.oracle.expect(row).layers
+            for layer, heads, both in zip(life.cache.full_layers, sets, expected, strict=True):
+                for head, positions in enumerate(heads):
+                    held = layer.held(index if layer.batch > 1 else 0, slice(head, head + 1))
+                    for tensor, whole in zip(held, both, strict=True):
+                        assert tensor.shape[1] == len(positions), "more or less is stored than the positions say"
+                        apart = relative(tensor[0], whole[head, positions]) if positions else 0.0
+                        assert apart <= MASKED_LOGITS, f"stored keys or values are {apart:.1e} from the masked model's"
+
+    def check_segment(self, life: RunningCache, run: Session, policy: str) -> None:
+        """A segment is over: what it says that it kept is what is stored, and within the budget."""
+        life.open, before = False, life.sets
+        life.sets = life.stored()
+        self.check_within(life.sets, before)
+        kept = run.retention if isinstance(run.retention, tuple) else (run.retention,)
+        if policy != "stream" and kept[0] is not None:
+            method = POLICIES[policy].on(self.model)
+            over = run.over_budget
+            self.met("more is protected than the budget has" if over else "the budget holds")
+            for retention, sets, row in zip(kept, life.sets, life.rows, strict=True):
+                assert retention is not None
+                own = retention.retention if isinstance(retention, CrystalRetention) else retention
+                assert spread(own, *life.heads) == sets, "the session says that it kept other tokens than are stored"
+                B = max(method.policy.floor, method.budget.tokens(len(row.tokens)))
+                over -= max(0, len(own.positions) - B * own.groups)
+            assert over >= 0, "more is stored than the budget, and the session does not say so"
+        evicted = any(len(own) < len(life.rows[0].tokens) for own in flat(life.sets))
+        self.met("a segment that evicts" if evicted else "a segment that evicts nothing")
+        for layer in life.cache.full_layers:
+            if isinstance(layer, RaggedLayer):
+                self.met("heads of one length" if rectangle(layer) is not None else "heads of different lengths")
+            elif life.cache.layers_differ:
+                self.met("layers that differ, whose heads agree")
+        self.check_storage(life)
+
+
+def retentions(life: RunningCache, granularity: str, sets: Sequence[Sets]) -> tuple[Retention, ...]:
+    """Kept sets of each row."""
+    made = []
+    for own, row in zip(sets, life.rows, strict=True):
+        groups = {
+            "model": [own[-1][-1]], "layer": [heads[-1] for heads in own], "head": [one for h in own for one in h],
+        }[granularity]
+        offsets = np.cumsum([0, *map(len, groups)])
+        positions = np.array([at for group in groups for at in group], dtype=np.int64)
+        made.append(Retention(positions, offsets, len(row.tokens), GRANULARITY[granularity]))
+    return tuple(made)
+
+
+def flat(rows: Sequence[Sets]) -> list[list[int]]:
+    return [own for sets in rows for heads in sets for own in heads]
+
+
+def spread(retention: Retention, layers: int, heads: int) -> Sets:
+    """Its groups for each layer and head."""
+    groups = [retention.group(at).tolist() for at in range(retention.groups)]
+    if retention.granularity is not Granularity.HEAD:
+        groups = [group for group in groups for _ in range(heads * layers // len(groups))]
+    return [groups[at : at + heads] for at in range(0, heads * layers, heads)]
+
+
+def mask_of(life: RunningCache, is_token: Tensor) -> Tensor | None:
+    """The 2D mask of a forward, where one is needed."""
+    if bool(is_token.all()) and life.columns == len(life.rows[0].tokens):
+        return None
+    before = life.cache.is_token.expand(len(is_token), -1) if life.columns else is_token[:, :0]
+    return torch.cat([before, is_token], dim=1).long()
+
+
+def chosen(sets: Sets, granularity: str, share: float, rng: Random) -> Sets:
+    """Some of the tokens that a row stores, the same for all layers, for all heads of a layer, or for neither."""
+    def some(own: list[int]) -> list[int]:
+        return sorted(rng.sample(own, max(1, int(share * len(own)))))
+
+    if granularity == "model":
+        one = some(sets[0][0])
+        return [[one for _ in heads] for heads in sets]
+    if granularity == "layer":
+        return [[one for _ in heads] for heads in sets for one in [some(heads[0])]]
+    return [[some(own) for own in heads] for heads in sets]

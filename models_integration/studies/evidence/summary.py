@@ -1,0 +1,165 @@
+"""Rows of samples counted by cell: the table of a terminal, of a paper or of another program."""
+
+from collections.abc import Iterable, Sequence
+from math import ceil
+from pathlib import Path
+
+import numpy as np
+from rich.table import Table
+
+from models_integration.cache.atomic_file import publish_readable
+from models_integration.studies.evidence.controls import CONTROL_BOUNDS, FULL, control_tokens
+from models_integration.studies.report import fits, table_of, title_of
+from models_integration.studies.results import Row
+from reference.statistics import wilson
+from spec.budget import parse_budget
+from spec.errors import SpecError
+from spec.tables import result_table
+
+__all__ = [
+    "TABLES", "control_cells", "control_table", "failed_controls", "summary", "summary_tables", "verdict",
+    "write_table",
+]
+
+TABLES = (".csv", ".tex")
+"""How the name of a table's file ends."""
+_ABOUT = ("task", "length", "placement", "seed", "model", "backend", "spec_version")
+
+
+def summary(rows: Iterable[Row]) -> list[Row]:
+    """A row for each policy or control at each budget, task, length, placement, seed and model: `ResultTable`'s.
+
+    What is not judged, as how a text goes on, and the cell without context are left out.
+    """
+    groups: dict[tuple[object, ...], list[tuple[Row, Row]]] = {}
+    for row in rows:
+        for cell in row["cells"]:
+            if cell["right"] is not None and cell["budget"] != "0":
+                key = *(row[name] for name in _ABOUT), cell["policy"], cell["budget"]
+                groups.setdefault(key, []).append((row, cell))
+    return [_counted(own) for own in groups.values()]
+
+
+def _counted(own: Sequence[tuple[Row, Row]]) -> Row:
+    (row, first), n = own[0], len(own)
+    policy, budget, control = first["policy"], first["budget"], first["policy"] in CONTROL_BOUNDS
+    B = control_tokens(budget, row["length"]) if control else parse_budget(budget).tokens(row["length"])
+    kept = [ceil(float(np.mean(cell["kept"]))) for _, cell in own]
+    allowed = [B if control else _tokens(budget, each) for each, _ in own]
+    right = float(sum(cell["right"] for _, cell in own))
+    return {
+        **{name: row[name] for name in _ABOUT}, "policy": policy, "budget_requested": budget,
+        "budget": min(B, row["length"]), "n": n, "control": control, "correct": right, "accuracy": right / n,
+        "mean_kept": sum(kept) / n, "mean_cache": sum(cell["mean_cache"] for _, cell in own) / n,
+        "peak_cache": max(cell["peak_cache"] for _, cell in own),
+        "over_budget": max(0, *(one - most for one, most in zip(kept, allowed, strict=True))),
+    }
+
+
+def _tokens(budget: str, row: Row) -> int:
+    """B of a sample's prompt, which has its question where that is read there; rows of before 0.4 say no more."""
+    return parse_budget(budget).tokens(int(row.get("prompt_tokens") or row["length"]))
+
+
+def summary_tables(rows: Sequence[Row], width: int) -> list[Table]:
+    """Accuracy by policy and budget, for each model, length, placement and seed: one table of all tasks, or one for
+    each where the terminal is too narrow.
+
+    The narrowest leave the sizes of the cache out: the page has them.
+    """
+    groups: dict[tuple[object, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[name] for name in ("model", "length", "placement", "seed")), []).append(row)
+    found = []
+    for about, own in groups.items():
+        more = f": {', '.join(map(str, about))}" if len(groups) > 1 else ""
+        found += _tables_of(own, width, more)
+    return found
+
+
+def _tables_of(rows: Sequence[Row], width: int, more: str) -> list[Table]:
+    counts = sorted(row["n"] for row in rows)
+    n = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+    title = f"Exact match of {n} samples, and the slots that were stored meanwhile{more}"
+    whole = table_of(title, *_cells(rows))
+    if fits(whole, width):
+        return [whole]
+    found = []
+    for task in dict.fromkeys(row["task"] for row in rows):
+        about = f"{title_of(task)}: exact match of {n} samples{more}"
+        headings, lines = _cells([row for row in rows if row["task"] == task], "exact match")
+        wide = table_of(about, headings, lines)
+        few = [[line[0], line[1], line[3]] for line in lines]
+        found.append(wide if fits(wide, width) else table_of(about, ["policy", "budget", "exact match"], few))
+    return found
+
+
+def _cells(rows: Sequence[Row], only: str = "") -> tuple[list[str], list[list[str]]]:
+    """Headings, and a line per policy and budget. `only` heads the scores where there is one task."""
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    lines = []
+    names = list(dict.fromkeys(row["policy"] for row in rows))
+    cells = sorted(
+        dict.fromkeys((row["policy"], row["budget_requested"]) for row in rows),
+        key=lambda cell: (cell[0] == FULL, names.index(cell[0])),
+    )
+    for policy, budget in cells:
+        mine = {row["task"]: row for row in rows if (row["policy"], row["budget_requested"]) == (policy, budget)}
+        some = next(iter(mine.values()))
+        mean = sum(row["mean_cache"] for row in mine.values()) / len(mine)
+        over = max(row["over_budget"] for row in mine.values())
+        scores = [f"{mine[task]['accuracy']:.2f}" if task in mine else "" for task in tasks]
+        lines.append([policy, budget, str(some["budget"]), *scores, f"{mean:.0f}", f"{over:.0f}" if over else ""])
+    headings = ["policy", "budget", "B", *(only or title_of(task) for task in tasks), "mean cache"]
+    if any(line[-1] for line in lines):
+        return [*headings, "over B"], lines
+    return headings, [line[:-1] for line in lines]
+
+
+def verdict(row: Row) -> str:
+    """What a control must show and whether it does, as "<= 0.05; holds"."""
+    relation, bound = CONTROL_BOUNDS[row["policy"]]
+    holds = row["accuracy"] <= bound if relation == "<=" else row["accuracy"] >= bound
+    return f"{relation} {bound}; {'holds' if holds else 'FAILS'}"
+
+
+def control_cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Headings, and a line per control and task: what it must show, and whether it does."""
+    lines = []
+    for row in rows:
+        bound, passed = verdict(row).split("; ")
+        share = f"{row['accuracy']:.2f} ({row['correct']:.0f}/{row['n']})"
+        lines.append([row["policy"], title_of(row["task"]), share, bound, passed])
+    return ["control", "task", "exact match", "must be", ""], lines
+
+
+def control_table(rows: Sequence[Row]) -> Table:
+    """The controls with what each must show."""
+    headings, lines = control_cells(rows)
+    colour = {"holds": "[green]holds[/green]", "FAILS": "[red]FAILS[/red]"}
+    shown = table_of("Controls", headings, (), texts=2)
+    for line in lines:
+        shown.add_row(*(colour.get(cell, cell) for cell in line))
+    return shown
+
+
+def failed_controls(rows: Sequence[Row]) -> list[str]:
+    """The controls that do not show what they must, with their tasks."""
+    return [f"{row['policy']} ({title_of(row['task'])})" for row in rows if verdict(row).endswith("FAILS")]
+
+
+def write_table(rows: Sequence[Row], path: Path) -> None:
+    """The rows of `summary` as a file of `TABLES`, with Wilson's interval of each accuracy.
+
+    Raises:
+        SpecError: without rows.
+    """
+    if not rows:
+        raise SpecError("table", str(path), "would be empty: no sample was judged")
+    frame = result_table(rows)
+    judged = [(round(correct), n) if correct == round(correct) else None for correct, n in zip(
+        frame["correct"], frame["n"], strict=True
+    )]
+    frame["low"], frame["high"] = zip(*(wilson(*one) if one else (np.nan, np.nan) for one in judged), strict=True)
+    text = frame.to_csv(index=False) if path.suffix == ".csv" else frame.to_latex(index=False, float_format="%.3f")
+    publish_readable(path, text.encode())

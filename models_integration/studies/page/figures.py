@@ -1,0 +1,77 @@
+"""Figures for a paper, by matplotlib: accuracy, or recovery where it is known, over the prompt tokens that are kept."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from models_integration.studies.evidence.claims import Samples
+from models_integration.studies.evidence.tables import budgets_of, by_task, policies_of
+from models_integration.studies.results import Row
+from spec.errors import SpecError
+
+__all__ = ["write_figure"]
+
+_MARKS = "osD^vP*X<>"
+_WIDTH, _HEIGHT = 3.2, 2.4
+"""Of a panel, inches."""
+_STYLE: Any = {"svg.hashsalt": "kvspec", "pdf.fonttype": 42, "font.size": 8}
+"""The same bytes each time; letters of a PDF that journals take."""
+
+
+def write_figure(rows: Sequence[Row], path: Path) -> None:
+    """Write a panel for each model, placement and task, under one legend: a curve for each policy, with intervals.
+
+    Raises:
+        SpecError: where no row has a policy under a budget.
+    """
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    panels = {
+        f"{task}, {placement.replace('_', ' ')}" + (f", {model}" if len(models) > 1 else ""): own
+        for model in models
+        for placement in dict.fromkeys(row["placement"] for row in rows)
+        for task, own in by_task(_some(rows, model, placement)).items()
+    }
+    names = list(dict.fromkeys(name for own in panels.values() for name in policies_of(own)))
+    if not names:
+        raise SpecError("figure", str(path), "would be empty: no row has a policy under a budget")
+    with mpl.rc_context(_STYLE):
+        _drawn(panels, names).savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def _drawn(panels: Mapping[str, Samples], names: Sequence[str]) -> Figure:
+    columns = min(3, len(panels))
+    lines = -(-len(panels) // columns)
+    figure = Figure(figsize=(columns * _WIDTH, lines * _HEIGHT + 0.5), layout="constrained")
+    axes = [figure.add_subplot(lines, columns, at + 1) for at in range(len(panels))]
+    for each, (title, own) in zip(axes, panels.items(), strict=True):
+        _panel(each, title, own, names)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+    return figure
+
+
+def _some(rows: Sequence[Row], model: str, placement: str) -> Samples:
+    return Samples([
+        row for row in rows if (row["model"], row["placement"]) == (model, placement) and not row.get("control")
+    ])
+
+
+def _panel(axes: Axes, title: str, samples: Samples, names: Sequence[str]) -> None:
+    recovery = samples.worth().low > 0
+    measure = samples.recovery if recovery else samples.accuracy
+    for at, name in enumerate(names):
+        points = sorted(
+            (samples.prompt_kept((name, budget)), one) for budget in budgets_of(samples)
+            if (name, budget) in samples.cells and (one := measure((name, budget))).known
+        )
+        x, y = [kept for kept, _ in points], [one.value for _, one in points]
+        ends = [[one.value - one.low for _, one in points], [one.high - one.value for _, one in points]]
+        mark = _MARKS[at % len(_MARKS)]
+        axes.errorbar(x, y, yerr=ends, label=name, marker=mark, markersize=4, linewidth=1, capsize=2)
+    axes.set_title(f"{title}, n = {len(samples.rows)}", fontsize=8)
+    axes.set_xlabel("prompt tokens kept")
+    axes.set_ylabel("recovery" if recovery else "accuracy")
