@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -65,7 +66,8 @@ def test_it_answers_in_a_conversation() -> None:
     asked = text + asked_behind("What is the total distance for Project Opal?")
     ids = tokenizer(asked, return_tensors="pt").input_ids
     with torch.no_grad():
-        answer = model.generate(  # type: ignore[misc]  # its mixin declares self in a way that mypy refuses
+        generating: Any = model  # some versions declare the mixin's self in a way that mypy refuses
+        answer = generating.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False
         )
     said = tokenizer.decode(answer[0, ids.shape[1] :])

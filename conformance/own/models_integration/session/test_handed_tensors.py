@@ -151,7 +151,7 @@ def test_a_cache_whose_heads_differ_is_refused_wherever_it_is_read(read: str) ->
 
 def handing(change: Callable[[Tensor], Tensor], which: str) -> Callable[..., Any]:
     """Llama's attention with another tensor in the place of what its cache returned."""
-    own = modeling_llama.LlamaAttention.forward
+    own: Any = modeling_llama.LlamaAttention.forward
 
     def forward(module: nn.Module, *args: Any, **options: Any) -> Any:
         cache: Any = options.get(CACHE)
@@ -162,7 +162,7 @@ def handing(change: Callable[[Tensor], Tensor], which: str) -> Callable[..., Any
                 return (change(keys), values) if which == "keys" else (keys, change(values))
 
         replaced: Any = {**options, CACHE: None if cache is None else Between()}
-        return own(module, *args, **replaced)  # type: ignore[arg-type]
+        return own(module, *args, **replaced)
 
     return forward
 
@@ -185,7 +185,7 @@ def test_only_a_model_that_makes_masks_is_told_so(
     mask: bool, words: str, policy: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Both models stop over a mask that is no tensor, and one of them makes its own."""
-    own = modeling_llama.LlamaAttention.forward
+    own: Any = modeling_llama.LlamaAttention.forward
 
     def forward(module: nn.Module, *args: Any, attention_mask: Any = None, **options: Any) -> Any:
         if not isinstance(attention_mask, Tensor | None):
@@ -193,7 +193,7 @@ def test_only_a_model_that_makes_masks_is_told_so(
         elif mask and attention_mask is not None:
             attention_mask = attention_mask + 0
         replaced: Any = {**options, "attention_mask": attention_mask}
-        return own(module, *args, **replaced)  # type: ignore[arg-type]
+        return own(module, *args, **replaced)
 
     monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", forward)
     with pytest.raises(SpecError, match=words):
