@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from conformance.assurance.brute import Brute, from_vector
 from conformance.assurance.oracles import brutes
-from conformance.assurance.oracles.brute import Brute, from_vector
 from conformance.strategies.policy_inputs import decided
 from conformance.vectors.arrays import floats
 from conformance.vectors.json_values import Json

@@ -6,7 +6,7 @@ from pkgutil import iter_modules
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from conformance.assurance.oracles.brute import Brute
+    from conformance.assurance.brute import Brute
 
 __all__ = ["brutes"]
 

@@ -3,7 +3,7 @@
 import math
 from fractions import Fraction
 
-from conformance.assurance.oracles.brute import KERNEL, MODES, SAFEGUARD, WIDE, Brute, W, newest, seeded, shared
+from conformance.assurance.brute import KERNEL, MODES, SAFEGUARD, WIDE, Brute, W, newest, seeded, shared
 from conformance.assurance.oracles.policies import (
     Layer,
     Score,

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 
-from conformance.assurance.oracles.brute import KERNEL, MODES, Brute, W, newest, plain, seeded
+from conformance.assurance.brute import KERNEL, MODES, Brute, W, newest, plain, seeded
 from conformance.assurance.oracles.policies import Layer, Score, groups, last_rows, padded, pool, top, whole, window
 from conformance.assurance.vector_writer.case import Case
 from conformance.strategies.policy_inputs import Inputs, Kept

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from conformance.assurance.oracles.brute import Brute, by_layer, seeded
+from conformance.assurance.brute import Brute, by_layer, seeded
 from conformance.assurance.oracles.policies import Layer, Row, Score, groups, last_rows
 from conformance.assurance.vector_writer.case import Case
 

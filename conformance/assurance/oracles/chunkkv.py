@@ -1,6 +1,6 @@
 """ChunkKV by brute force: whole chunks by the sums of their tokens."""
 
-from conformance.assurance.oracles.brute import C_CHUNK, Brute, W, newest, plain, seeded
+from conformance.assurance.brute import C_CHUNK, Brute, W, newest, plain, seeded
 from conformance.assurance.oracles.policies import Score, accumulated, chunk_selection, last_rows, window
 from conformance.assurance.vector_writer.case import Case
 from conformance.strategies.policy_inputs import Inputs, Kept

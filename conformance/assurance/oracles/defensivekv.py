@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 
-from conformance.assurance.oracles.brute import KERNEL, MODES, WIDE, Brute, W, newest, numbers, plain, seeded
+from conformance.assurance.brute import KERNEL, MODES, WIDE, Brute, W, newest, numbers, plain, seeded
 from conformance.assurance.oracles.policies import (
     Layer,
     Row,

@@ -2,7 +2,7 @@
 
 import math
 
-from conformance.assurance.oracles.brute import FUTURE, SINK, Brute, plain, seeded, sinks
+from conformance.assurance.brute import FUTURE, SINK, Brute, plain, seeded, sinks
 from conformance.assurance.oracles.policies import Layer, Row, Score, dot, groups, normalise, top
 from conformance.assurance.vector_writer.case import Case
 from conformance.strategies.policy_inputs import Inputs, Kept

@@ -1,6 +1,6 @@
 """H2O by brute force: the attention that each key got from all queries, and the newest tokens."""
 
-from conformance.assurance.oracles.brute import Brute, W, by_layer, newest, newest_half, plain, seeded
+from conformance.assurance.brute import Brute, W, by_layer, newest, newest_half, plain, seeded
 from conformance.assurance.oracles.policies import Layer, Score, accumulated, top, window
 from conformance.assurance.vector_writer.case import Case
 from conformance.strategies.policy_inputs import Inputs, Kept

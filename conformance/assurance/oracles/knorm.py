@@ -2,7 +2,7 @@
 
 import math
 
-from conformance.assurance.oracles.brute import Brute, by_layer, seeded
+from conformance.assurance.brute import Brute, by_layer, seeded
 from conformance.assurance.oracles.policies import Layer, Score, dot
 from conformance.assurance.vector_writer.case import Case
 

@@ -2,8 +2,8 @@
 
 from fractions import Fraction
 
+from conformance.assurance.brute import BLOCK, HALF, KERNEL, MODES, Brute, W, newest, plain, seeded
 from conformance.assurance.oracles.blocks import crushed
-from conformance.assurance.oracles.brute import BLOCK, HALF, KERNEL, MODES, Brute, W, newest, plain, seeded
 from conformance.assurance.oracles.snapkv import snapkv
 from conformance.assurance.vector_writer.case import Case
 from conformance.strategies.policy_inputs import Inputs, Kept

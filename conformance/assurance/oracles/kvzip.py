@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from conformance.assurance.oracles.brute import REHEARSED, SINK, Brute, W, both_ends, rehearsed
+from conformance.assurance.brute import REHEARSED, SINK, Brute, W, both_ends, rehearsed
 from conformance.assurance.oracles.policies import Layer, Row, Score, capped, dot, normalise, top
 from conformance.strategies.policy_inputs import Inputs, Kept, repeats
 from spec.policy import Rehearsal

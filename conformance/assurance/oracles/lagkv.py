@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from conformance.assurance.oracles.brute import LAG, SINK, Brute, by_layer, seeded, sinks
+from conformance.assurance.brute import LAG, SINK, Brute, by_layer, seeded, sinks
 from conformance.assurance.oracles.policies import Layer, Row, Score, normalise
 from conformance.assurance.vector_writer.case import Case
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
-from conformance.assurance.oracles.brute import SINK, Brute, by_layer, shared, sinks
+from conformance.assurance.brute import SINK, Brute, by_layer, shared, sinks
 from conformance.assurance.oracles.keydiff import keydiff
 from conformance.assurance.oracles.policies import competition_shares, top
 from conformance.oracles.nestedkv import Row, scores

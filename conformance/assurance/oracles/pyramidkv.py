@@ -4,7 +4,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-from conformance.assurance.oracles.brute import KERNEL, MODES, WIDE, Brute, W, newest, plain, seeded
+from conformance.assurance.brute import KERNEL, MODES, WIDE, Brute, W, newest, plain, seeded
 from conformance.assurance.oracles.h2o import described
 from conformance.assurance.oracles.policies import Score, pyramid_shares, top
 from conformance.assurance.oracles.snapkv import snapkv

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from conformance.assurance.oracles.brute import KERNEL, MODES, WIDE, Brute, W, by_layer, newest, seeded
+from conformance.assurance.brute import KERNEL, MODES, WIDE, Brute, W, by_layer, newest, seeded
 from conformance.assurance.oracles.policies import (
     Layer,
     Row,

@@ -2,7 +2,7 @@
 
 import math
 
-from conformance.assurance.oracles.brute import KERNEL, MODES, Brute, W, by_layer, newest, seeded
+from conformance.assurance.brute import KERNEL, MODES, Brute, W, by_layer, newest, seeded
 from conformance.assurance.oracles.policies import Layer, Score, groups, last_rows, padded, pool, window
 from conformance.assurance.vector_writer.case import Case
 

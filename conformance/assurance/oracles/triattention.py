@@ -4,14 +4,14 @@ import cmath
 import math
 from collections.abc import Callable, Sequence
 
-from conformance.assurance.oracles.brute import Brute
+from conformance.assurance.brute import Brute
 from conformance.assurance.oracles.policies import Score, top
 from conformance.strategies.policy_inputs import Inputs, Kept
-from reference.triattention import OFFSETS
 
 __all__ = ["BRUTES", "joined", "score", "statistics", "z_score"]
 
 Row = Sequence[float]
+OFFSETS = tuple(2**e for e in range(17))
 
 
 def band(x: Row, f: int) -> complex:

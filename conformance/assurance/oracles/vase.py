@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 
-from conformance.assurance.oracles.brute import HALF, KERNEL, MODES, N_SINK, SEED, Brute, W, newest, plain, seeded
+from conformance.assurance.brute import HALF, KERNEL, MODES, N_SINK, SEED, Brute, W, newest, plain, seeded
 from conformance.assurance.oracles.policies import (
     Layer,
     Score,

@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
-from conformance.assurance.oracles.adakv import adakv
-from conformance.assurance.oracles.brute import (
+from conformance.assurance.brute import (
     KERNEL,
     MODES,
     SAFEGUARD,
@@ -21,6 +20,7 @@ from conformance.assurance.oracles.brute import (
     seeded,
     sinks,
 )
+from conformance.assurance.oracles.adakv import adakv
 from conformance.assurance.oracles.policies import Layer, Row, Score, accumulated, adaptive_shares, dot, groups, top
 from conformance.assurance.oracles.snapkv import snapkv
 from conformance.assurance.vector_writer.case import Case

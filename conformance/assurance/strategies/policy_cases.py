@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from conformance.assurance.brute import BLOCK, KERNEL, SAFEGUARD, W, newest, newest_half, plain, shared
 from conformance.assurance.oracles import brutes, h2o
 from conformance.assurance.oracles.blocks import best_blocks
-from conformance.assurance.oracles.brute import BLOCK, KERNEL, SAFEGUARD, W, newest, newest_half, plain, shared
 from conformance.assurance.oracles.policies import competition_shares, epicache, top
 from conformance.assurance.oracles.snapkv import snapkv
 from conformance.assurance.strategies.policy_expected import LAM, diversity, diversity_heads, triattention

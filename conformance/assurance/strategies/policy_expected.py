@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from conformance.assurance.oracles.brute import HALF, KERNEL, N_SINK, SAFEGUARD, SINK, W, plain
+from conformance.assurance.brute import HALF, KERNEL, N_SINK, SAFEGUARD, SINK, W, plain
 from conformance.assurance.oracles.policies import Score, adaptive_shares
 from conformance.assurance.oracles.signatures import signatures
 from conformance.assurance.oracles.snapkv import snapkv

@@ -5,11 +5,11 @@ from fractions import Fraction
 from functools import partial
 from typing import Any
 
+from conformance.assurance.brute import Brute, from_vector
 from conformance.assurance.oracles import brutes, kvzip, weighed
 from conformance.assurance.oracles import cake as cake_oracle
 from conformance.assurance.oracles import policies as oracle
 from conformance.assurance.oracles.blocks import best_blocks, crushed
-from conformance.assurance.oracles.brute import Brute, from_vector
 from conformance.assurance.oracles.knorm import knorm
 from conformance.assurance.oracles.snapkv import snapkv
 from conformance.assurance.oracles.vase import uniforms

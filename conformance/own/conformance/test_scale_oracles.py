@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance import tolerances
+from conformance.assurance.brute import plain
 from conformance.assurance.oracles import policies as brute_policies
-from conformance.assurance.oracles.brute import plain
 from conformance.assurance.oracles.expected_attention import expected_attention as brute_expected_attention
 from conformance.assurance.oracles.scale import at_size
 from conformance.checks.stage_checks import edges_of, trunk_lists

@@ -33,7 +33,7 @@ def test_every_name_of_transformers_has_a_family() -> None:
 
 
 # Gemma 4 has other widths and KV heads in its full-attention layers than in those that slide.
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma4_text", "gpt_bigcode"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma4_text", "gpt_bigcode", "opt"])
 def test_a_family_that_holds(name: str) -> None:
     found = list(outcomes(KNOWN[name]))
     assert [one.verdict for one in found] == ["holds"] * len(POLICIES), found

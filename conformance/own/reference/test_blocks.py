@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conformance.assurance.brute import BLOCK, KERNEL, SAFEGUARD, W, plain
 from conformance.assurance.oracles import blocks as oracle
 from conformance.assurance.oracles import policies as scored
 from conformance.assurance.oracles import weighed
 from conformance.assurance.oracles.adakv import adakv as brute_adakv
-from conformance.assurance.oracles.brute import BLOCK, KERNEL, SAFEGUARD, W, plain
 from conformance.assurance.strategies.policy_segments import SEEN, N, sets, turned
 from conformance.assurance.strategies.policy_steps import PROMPT, STEPS, decoded, long
 from conformance.plugin import sparingly

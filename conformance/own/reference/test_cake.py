@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conformance.assurance.brute import KERNEL, plain
 from conformance.assurance.oracles import cake as oracle
-from conformance.assurance.oracles.brute import KERNEL, plain
 from conformance.plugin import sparingly
 from conformance.strategies.policy_inputs import drawn, observation
 from conformance.strategies.scale_numbers import Numbers

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from conformance.assurance.brute import plain
 from conformance.assurance.oracles import policies as oracle
-from conformance.assurance.oracles.brute import plain
 from conformance.assurance.oracles.caote import caote as brute_caote
 from conformance.assurance.oracles.rkv import rkv as brute_rkv
 from conformance.assurance.oracles.tova import tova as brute_tova

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from conformance.assurance.brute import Brute
 from conformance.assurance.oracles import brutes
-from conformance.assurance.oracles.brute import Brute
 from conformance.assurance.strategies.policy_cases import CASES
 from conformance.strategies.policy_inputs import Inputs, decided, drawn
 from reference.policies.adakv import with_adaptive_budgets

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from conformance.assurance.brute import KERNEL, W, plain
 from conformance.assurance.oracles import policies as oracle
 from conformance.assurance.oracles import signatures as signed
-from conformance.assurance.oracles.brute import KERNEL, W, plain
 from conformance.assurance.oracles.knorm import knorm as brute_knorm
 from conformance.assurance.oracles.snapkv import snapkv as brute_snapkv
 from conformance.assurance.oracles.triattention import rows as tri_rows

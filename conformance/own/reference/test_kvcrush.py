@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conformance.assurance.brute import BLOCK, KERNEL, W
 from conformance.assurance.oracles.blocks import best_blocks, crushed
-from conformance.assurance.oracles.brute import BLOCK, KERNEL, W
 from conformance.plugin import sparingly
 from conformance.strategies.policy_inputs import decided, drawn
 from conformance.strategies.scale_numbers import Numbers

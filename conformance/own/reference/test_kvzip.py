@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conformance.assurance.brute import REHEARSED, rehearsed
 from conformance.assurance.oracles import kvzip as oracle
-from conformance.assurance.oracles.brute import REHEARSED, rehearsed
 from conformance.assurance.oracles.policies import Score
 from conformance.assurance.strategies.policy_cases import CASES
 from conformance.plugin import sparingly

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.assurance.oracles.brute import W, plain
+from conformance.assurance.brute import W, plain
 from conformance.assurance.oracles.morphkv import morphkv
 from conformance.assurance.strategies.policy_steps import decoded, long
 from conformance.own.reference.test_decoding import by_head, memoryless

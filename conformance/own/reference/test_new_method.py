@@ -38,7 +38,7 @@ def loudkeys() -> Policy:
     return Policy("loudkeys", scorer, even, top_units, SinkAndRecent(0, 0), granularity=Granularity.HEAD)
 '''
 ORACLE = '''"""Loud keys by brute force."""
-from conformance.assurance.oracles.brute import Brute, by_layer, seeded
+from conformance.assurance.brute import Brute, by_layer, seeded
 from conformance.assurance.vector_writer.case import Case
 def loudkeys(layer):
     return [[sum(map(abs, key)) for key in head] for head in layer["k"]]
@@ -134,5 +134,7 @@ def test_commands_write_its_exports_and_trace_it(tree: Path) -> None:
     assert "from reference.policies.loudkeys import loudkeys\n" in exports(policies)
     trace = read_tree(tree)
     assert trace.functions["PO-LOUDKEYS"] == ["reference/policies/loudkeys.py:loudkeys_score"]
-    assert len(trace.tests["PO-LOUDKEYS"]) == 1
+    assert [place.split(":")[0] for place in trace.tests["PO-LOUDKEYS"]] == [
+        "conformance/assurance/oracles/loudkeys.py", "conformance/own/reference/test_loudkeys.py",
+    ]
     assert not trace.lacks("PO-LOUDKEYS", "accelerated/numba_cpu")

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from conformance.assurance.brute import C_CHUNK, FUTURE, KERNEL, LAG, SINK, W, plain
 from conformance.assurance.oracles import policies as oracle
 from conformance.assurance.oracles.adakv import adakv as brute_adakv
-from conformance.assurance.oracles.brute import C_CHUNK, FUTURE, KERNEL, LAG, SINK, W, plain
 from conformance.assurance.oracles.caote import caote as brute_caote
 from conformance.assurance.oracles.expected_attention import expected_attention as brute_expected_attention
 from conformance.assurance.oracles.expected_attention import rotate as brute_rotate

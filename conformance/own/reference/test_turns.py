@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conformance import tolerances
+from conformance.assurance.brute import plain
 from conformance.assurance.oracles import policies as oracle
 from conformance.assurance.oracles.adakv import adakv as brute_adakv
-from conformance.assurance.oracles.brute import plain
 from conformance.assurance.oracles.keydiff import keydiff as brute_keydiff
 from conformance.assurance.oracles.knorm import knorm as brute_knorm
 from conformance.assurance.oracles.snapkv import snapkv as brute_snapkv

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conformance.assurance.brute import HALF, KERNEL, N_SINK, SEED, W, plain
 from conformance.assurance.oracles import vase as brute
-from conformance.assurance.oracles.brute import HALF, KERNEL, N_SINK, SEED, W, plain
 from conformance.assurance.oracles.policies import window
 from conformance.assurance.strategies.policy_steps import PROMPT, STEPS, decoded, long
 from conformance.own.reference.test_decoding import one_head

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conformance.assurance.brute import KERNEL, SINK, W, plain
 from conformance.assurance.oracles import policies as oracle
 from conformance.assurance.oracles import weighed
-from conformance.assurance.oracles.brute import KERNEL, SINK, W, plain
 from conformance.assurance.oracles.snapkv import snapkv as brute_snapkv
 from conformance.assurance.strategies.policy_steps import PROMPT, STEPS, decoded, long
 from conformance.plugin import sparingly

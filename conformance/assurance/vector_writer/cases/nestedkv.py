@@ -1,6 +1,6 @@
 """NestedKV."""
 
-from conformance.assurance.oracles.brute import numbers
+from conformance.assurance.brute import numbers
 from conformance.assurance.vector_writer.case import Case, Group
 from conformance.vectors.json_values import Json
 

@@ -1,7 +1,7 @@
 """The parts of policies, and policies whose vectors have a form of their own; the others' are with their oracles."""
 
+from conformance.assurance.brute import MODES, numbers, seeded
 from conformance.assurance.oracles import brutes
-from conformance.assurance.oracles.brute import MODES, numbers, seeded
 from conformance.assurance.vector_writer.case import Case, Group
 from conformance.vectors.json_values import Json
 

@@ -1,6 +1,6 @@
 """TriAttention."""
 
-from conformance.assurance.oracles.brute import numbers
+from conformance.assurance.brute import numbers
 from conformance.assurance.vector_writer.case import Case, Group
 
 __all__ = ["GROUPS"]

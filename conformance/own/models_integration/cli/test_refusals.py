@@ -52,7 +52,6 @@ def refusal(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytes
             ("--policies", "triattention", "--calibration", "nowhere.npz"),
             ("nowhere.npz", "must be a file that kvspec calibrate wrote"),
         ),
-        (("--budgets", "1"), ("is 1 of 200 tokens", "1.0 is all of it")),
         (("--budgets", "64"), ("budgets = '64': is 64 of 200 tokens, and crystalcache keeps 132 at least", "for 132")),
         (("--length", "0"), ("lengths = 0: must be at least 1",)),
         (("--length", "20000"), ("lengths = 20000: tokens are more than the 8192 positions of the model; give",)),

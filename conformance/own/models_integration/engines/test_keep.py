@@ -23,7 +23,7 @@ from spec.parameters import TINY
 CRYSTAL = CrystalCache(0.4, ENDS, TINY, backend="numpy")
 FIRST = (
     "embed", "layers.0.input_layernorm", "layers.0.self_attn.q_", "layers.0.self_attn.k_", "layers.0.self_attn.qkv",
-    "layers.0.attention.query_key_value", "wte", "wpe", "h.0.ln_1", "h.0.attn.c_attn", "layers.0.self_attn_layer_norm",
+    "layers.0.attention.query_key_value", "wte", "wpe", "h.0.ln_1", "h.0.attn.c_attn",
 )
 
 

@@ -26,8 +26,6 @@ from transformers import (
     MistralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedModel,
@@ -67,10 +65,9 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**{**_GQA, **_ALTERNATING})),
     "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**{**_GQA, **_ALTERNATING})),
     "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**_SIZES)),
-    "opt": lambda: OPTForCausalLM(OPTConfig(**{**_SIZES, "ffn_dim": 64, "word_embed_proj_dim": 48})),
 }
 SLIDING = ("gemma2", "gemma3")
-TABLES = ("gpt2", "opt")  # positions are a table that is added to the embeddings
+TABLES = ("gpt2",)  # positions are a table that is added to the embeddings
 
 METHODS: dict[str, Callable[[], RetentionPolicy]] = {
     "crystalcache": lambda: CrystalCache(0.5, ENDS, TINY, backend="numpy"),

@@ -15,7 +15,7 @@ from hypothesis import currently_in_test_context, event
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from conformance.own.models_integration.session.families import ENDS, build, relative
+from conformance.own.models_integration.session.families import ENDS, TABLES, build, relative
 from conformance.own.models_integration.session.masked import MaskedModel, Row, Sets
 from conformance.own.models_integration.session.trips import Trip, Tripped
 from conformance.tolerances import MASKED_LOGITS
@@ -94,7 +94,7 @@ class Subject:
     oracle: MaskedModel
     identity: ModelIdentity
     rotary: Rotary | None
-    """None where a sliding window would not see a chunk."""
+    """None if a sliding window does not see a chunk, or if positions are a table."""
 
 
 @cache
@@ -104,7 +104,7 @@ def subject(family: str) -> Subject:
     model = build(name, attention=attention or None)
     oracle = MaskedModel(model)
     slides = len(oracle.full) < model.config.num_hidden_layers
-    return Subject(model, oracle, identify(model), None if slides else recognise(model))
+    return Subject(model, oracle, identify(model), None if slides or name in TABLES else recognise(model))
 
 
 def ids_of(n: int, seed: int, rows: int = 1) -> Tensor:

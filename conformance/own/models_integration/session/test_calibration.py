@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import SmolLM3Config, SmolLM3ForCausalLM
 from typer.testing import CliRunner
 
+from conformance.assurance.brute import rehearsed
 from conformance.assurance.oracles import kvzip as kvzip_oracle
-from conformance.assurance.oracles.brute import rehearsed
 from conformance.own.models_integration.archive.models import ROTATIONS
 from conformance.own.models_integration.archive.models import build as rotated
 from conformance.own.models_integration.session.families import _GQA, build, greedy, prepare, prompt

@@ -92,8 +92,7 @@ def test_eager_attention_is_served_as_it_is(family: str, policy: str) -> None:
     run(partial(converse, policy=policy), f"{family} eager")
 
 
-# OPT counts positions in a mask that its caller gives: a token that is hidden there has none.
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in (*SLIDING, "opt")])
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in SLIDING])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_a_2d_mask_counts_tokens_and_not_slots(family: str, attention: str) -> None:
     check_hidden_token(build(family, attention=attention), METHODS["crystalcache"]())

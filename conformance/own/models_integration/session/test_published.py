@@ -222,7 +222,8 @@ def test_the_output_projection_is_cut_into_heads(family: str) -> None:
     architecture = describe(model)
     for layer, W_o in output_projections(architecture).items():
         linear = next(
-            part for name, part in architecture.attention[layer].named_children() if name in ("o_proj", "dense")
+            part for name, part in architecture.attention[layer].named_children()
+            if name in ("o_proj", "dense", "out_proj", "c_proj")
         )
         x = torch.randn(4, W_o.shape[1], generator=torch.Generator().manual_seed(layer))
         with torch.no_grad():

@@ -95,4 +95,5 @@ def test_a_policy_that_decides_at_each_token_reads_the_gold_answer_so(subject: S
         float(one.double().log_softmax(dim=-1)[token]) for one, token in zip(said, sample.answer_ids, strict=True)
     )
     assert cell["likelihood"] == pytest.approx(likelihood, abs=1e-4)
-    assert cell["mean_cache"] < 160
+    between = len(presented.fed_ids) + len(sample.answer_ids)  # CrystalCache grows until its next breath
+    assert cell["mean_cache"] <= cell["kept"] + (between if name == BREATH else 10)
