@@ -2,6 +2,8 @@
 
 import builtins
 import dis
+import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -28,6 +30,7 @@ from spec.errors import SpecError
 from spec.records import CoAttention
 
 BASE_2 = MUTANTS["CC_RARITY_LOGARITHM_TO_BASE_2"]
+VECTORS = sorted((ROOT / "spec" / "vectors").glob("*.json"))
 RARITY = "reference.crystalcache.impact:rarity"
 EDGES = MUTANTS["CC_EDGES_CROSS_EDGES_FIRST"].edit
 
@@ -37,6 +40,17 @@ def globals_of(code: CodeType) -> Iterator[str]:
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             yield from globals_of(inner)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/trust.md"])
+def test_a_page_counts_what_there_is(page: str) -> None:
+    """Items, vectors, and mutants that were killed and accepted."""
+    killed = {line.split()[0] for line in written.KILLED.read_text(encoding="utf-8").splitlines()}
+    vectors = sum(json.loads(path.read_text(encoding="utf-8")).get("numberOfTests", 0) for path in VECTORS)
+    counts = {"items": len(known_items()), "mutants": len(killed & set(MUTANTS)), "vectors": vectors}
+    said = re.findall(r"(\d+) (?:written )?(items|mutants|vectors)", (ROOT / page).read_text(encoding="utf-8"))
+    assert {word for _, word in said} >= {"items", "mutants"}
+    assert [(number, word) for number, word in said if int(number) != counts[word]] == []
 
 
 def test_every_edit_applies_and_changes_its_function() -> None:
