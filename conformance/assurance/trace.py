@@ -94,7 +94,7 @@ NO_STAGE = {
     "IN-CLUSTER-BOOTSTRAP": "arithmetic of reports; no stage computes it",
     "IN-POWER": "arithmetic of reports; no stage computes it",
 }
-# An item of policies that no backend has is nobody's stage; one that a backend has, each must have.
+# If one backend has a function for an item of policies, every backend must have one.
 OF_POLICIES = "PO-"
 ON_THE_HOST = "a scorer, budget, selection or composition of policies, on the host, the same for every backend"
 # Items that a device backend takes from the host: its data is a few thousand trunks or tokens, and lives on the host.

@@ -261,7 +261,7 @@ class ArchiveMachine(RuleBasedStateMachine):
     def adopt(self, key: str) -> None:
         """A put that was interrupted has published its chunk all the same."""
         own = [text for text in self.tried if self.stores[0].get(key, text[0]) is not None]
-        assert own, "a chunk is listed that nobody has put, or that cannot be read"
+        assert own, "a listed chunk was never put, or cannot be read"
         ids = {tenant: self.stores[0].get(key, tenant).manifest.ids for tenant, _ in own}  # type: ignore[union-attr]
         (self.texts[key],) = [text for text in own if chunk(text[1])[0].ids == ids[text[0]]]
         self.may[key] = {THERE}

@@ -1,4 +1,4 @@
-"""What "eviction equals masking" says of one model and one method, as assertions; saboteurs must fail them."""
+"""What "eviction equals masking" says of one model and one method, as assertions; mutants must fail them."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""What "eviction equals masking" says where layers and heads keep different tokens; saboteurs must fail these."""
+"""What "eviction equals masking" says where layers and heads keep different tokens; mutants must fail these."""
 
 import copy
 from collections.abc import Sequence

@@ -111,7 +111,7 @@ def test_the_slots_of_a_row_hold_its_own_tokens() -> None:
     """Keys carry the rotation of positions that count no padding; empty slots are on the left, and zero."""
     model, rows = build("llama"), prompts()
     new = torch.cat([prompt(1, seed=50 + row) for row in range(len(rows))])
-    # A mask would be compared with what the cache has seen, which a saboteur of the cache gets wrong.
+    # A mask would be compared with what the cache has seen, which a mutant of the cache gets wrong.
     run, _, _ = read(model, "crystalcache", rows, new, masked_steps=False)
     assert run.cache is not None
     width = max(map(len, sets(run))) + 1

@@ -190,7 +190,7 @@ def test_the_decision_is_that_of_the_model_s_own_scaling_and_cap(family: str) ->
 def without(option: str) -> Callable[[Patch], None]:
     """The recorder does not read this argument of the model's attention."""
 
-    def sabotage(patch: Patch) -> None:
+    def mutate(patch: Patch) -> None:
         record = Recorder.record
 
         def wrong(recorder: Recorder, module: nn.Module, layer: Attended) -> None:
@@ -199,7 +199,7 @@ def without(option: str) -> Callable[[Patch], None]:
 
         patch.setattr(Recorder, "record", wrong)
 
-    return sabotage
+    return mutate
 
 
 @pytest.mark.law("the-proof-has-teeth")

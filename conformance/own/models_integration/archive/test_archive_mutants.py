@@ -72,7 +72,7 @@ def full_disk_forget(patch: Patch) -> None:
 
 
 def quarantine_kept(patch: Patch) -> None:
-    """What was put away belongs to nobody."""
+    """`forget` leaves the quarantined objects of a tenant."""
     everything = ObjectFolder.everything
 
     def wrong(files: ObjectFolder) -> list[Path]:
@@ -121,7 +121,7 @@ def verify_a_crafted_object(machine: ArchiveMachine) -> None:
     machine.verify(0, WELL)
 
 
-SABOTEURS: dict[Callable[[Patch], None], Program] = {
+MUTANTS: dict[Callable[[Patch], None], Program] = {
     phantom_rows: lambda machine: machine.damage(ALICE, 0, "other", 0),
     put_over_damage: put_again,
     full_disk_forget: lambda machine: machine.forget(0, ALICE, Fault("full", 0)),
@@ -132,19 +132,19 @@ SABOTEURS: dict[Callable[[Patch], None], Program] = {
 
 
 @pytest.mark.law("the-proof-has-teeth")
-@pytest.mark.parametrize("sabotage", SABOTEURS, ids=lambda sabotage: sabotage.__name__)
-def test_a_saboteur_is_killed(sabotage: Callable[[Patch], None], monkeypatch: Patch) -> None:
-    run(SABOTEURS[sabotage])
-    sabotage(monkeypatch)
+@pytest.mark.parametrize("mutate", MUTANTS, ids=lambda mutate: mutate.__name__)
+def test_a_mutant_is_killed(mutate: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    run(MUTANTS[mutate])
+    mutate(monkeypatch)
     with pytest.raises((AssertionError, ArchiveError)):
-        run(SABOTEURS[sabotage])
+        run(MUTANTS[mutate])
 
 
 @pytest.mark.nightly
 @pytest.mark.law("the-proof-has-teeth")
-@pytest.mark.parametrize("sabotage", SABOTEURS, ids=lambda sabotage: sabotage.__name__)
-def test_random_programs_find_it(sabotage: Callable[[Patch], None], monkeypatch: Patch) -> None:
-    sabotage(monkeypatch)
+@pytest.mark.parametrize("mutate", MUTANTS, ids=lambda mutate: mutate.__name__)
+def test_random_programs_find_it(mutate: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    mutate(monkeypatch)
     with pytest.raises((AssertionError, ArchiveError)):
         run_state_machine_as_test(ArchiveMachine, settings=UNGUIDED)
 
@@ -164,7 +164,7 @@ def fail_each_call(machine: ArchiveMachine) -> None:
 
 
 def forget_whose_bytes_are_elsewhere(machine: ArchiveMachine) -> None:
-    """Another tenant's damaged object, which holds the forgotten one's bytes, is listed as nobody's."""
+    """A damaged object of a different tenant has the bytes of the forgotten one, and is listed without a tenant."""
     machine.damage(ALICE, 0, "other", 0)
     machine.forget(0, BOB, WELL)
     machine.gc(0, WELL)

@@ -239,7 +239,7 @@ def waiting_tokens_are_not_saved(patch: Patch) -> None:
         cache.continuation = replace(states_of(cache), pending=(), pending_tokens=0)
         return cache
 
-    patch.setattr("conformance.own.models_integration.session.test_life_saboteurs.load_cache", wrong)
+    patch.setattr("conformance.own.models_integration.session.test_life_mutants.load_cache", wrong)
 
 
 def unchecked_step(patch: Patch) -> None:
@@ -330,7 +330,7 @@ def check_beams() -> None:
         test_breaths.test_beams_keep_their_states(patch)
 
 
-SABOTEURS: dict[Callable[[Patch], None], Callable[[], object]] = {
+MUTANTS: dict[Callable[[Patch], None], Callable[[], object]] = {
     a_breath_compacts_the_observed_layer_alone: check_breaths,
     a_breath_keeps_other_tokens: check_breaths,
     stale_positions_after_a_breath: check_breaths,
@@ -360,19 +360,19 @@ SABOTEURS: dict[Callable[[Patch], None], Callable[[], object]] = {
 }
 
 
-@pytest.mark.parametrize("sabotage", SABOTEURS, ids=lambda sabotage: sabotage.__name__)
-def test_a_saboteur_is_killed(sabotage: Callable[[Patch], None]) -> None:
-    check = SABOTEURS[sabotage]
+@pytest.mark.parametrize("mutate", MUTANTS, ids=lambda mutate: mutate.__name__)
+def test_a_mutant_is_killed(mutate: Callable[[Patch], None]) -> None:
+    check = MUTANTS[mutate]
     check()
     with Patch.context() as patch, pytest.raises(AssertionError):
-        sabotage(patch)
+        mutate(patch)
         check()
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("sabotage", [unchecked_step, reading_decides, half_compacted])
-def test_random_programs_find_it(sabotage: Callable[[Patch], None], monkeypatch: Patch) -> None:
-    sabotage(monkeypatch)
+@pytest.mark.parametrize("mutate", [unchecked_step, reading_decides, half_compacted])
+def test_random_programs_find_it(mutate: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    mutate(monkeypatch)
     unguided = settings(
         max_examples=2000, stateful_step_count=15, phases=[Phase.generate], database=None, deadline=None
     )

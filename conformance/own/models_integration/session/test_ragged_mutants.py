@@ -222,7 +222,7 @@ def conversing(policy: str) -> Callable[[], object]:
     return lambda: run(partial(converse, policy=policy))
 
 
-SABOTEURS: dict[Callable[[Patch], None], Callable[[], object]] = {
+MUTANTS: dict[Callable[[Patch], None], Callable[[], object]] = {
     one_mask_for_all_layers: conversing("adakv"),
     new_tokens_see_each_other: conversing("chunkkv"),
     heads_change_places: conversing("adakv"),
@@ -240,10 +240,10 @@ SABOTEURS: dict[Callable[[Patch], None], Callable[[], object]] = {
 }
 
 
-@pytest.mark.parametrize("saboteur", SABOTEURS, ids=lambda saboteur: saboteur.__name__)
-def test_each_mistake_fails_an_assertion(saboteur: Callable[[Patch], None], monkeypatch: Patch) -> None:
-    check = SABOTEURS[saboteur]
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_each_mistake_fails_an_assertion(mutant: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    check = MUTANTS[mutant]
     check()
-    saboteur(monkeypatch)
+    mutant(monkeypatch)
     with pytest.raises(AssertionError):
         check()

@@ -254,7 +254,7 @@ def another_kernel(patch: Patch) -> None:
     patch.setattr("models_integration.attention.capture.flash_attention", wrong)
 
 
-SABOTEURS: dict[Callable[[Patch], None], Callable[[], object]] = {
+MUTANTS: dict[Callable[[Patch], None], Callable[[], object]] = {
     slots_as_positions: check_converse,
     mask_shifted_by_one: check_converse,
     offset_forgets_positions: check_hidden,
@@ -280,10 +280,10 @@ SABOTEURS: dict[Callable[[Patch], None], Callable[[], object]] = {
 }
 
 
-@pytest.mark.parametrize("sabotage", SABOTEURS, ids=lambda sabotage: sabotage.__name__)
-def test_a_saboteur_is_killed(sabotage: Callable[[Patch], None]) -> None:
-    check = SABOTEURS[sabotage]
+@pytest.mark.parametrize("mutate", MUTANTS, ids=lambda mutate: mutate.__name__)
+def test_a_mutant_is_killed(mutate: Callable[[Patch], None]) -> None:
+    check = MUTANTS[mutate]
     check()
     with Patch.context() as patch, pytest.raises(AssertionError):
-        sabotage(patch)
+        mutate(patch)
         check()
