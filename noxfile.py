@@ -90,6 +90,15 @@ def new_environment(session: nox.Session, home: Path, *wanted: str, base: str = 
     return python
 
 
+def python_of(session: nox.Session, name: str, *wanted: str) -> str:
+    """Return the interpreter of a named environment, made on first use."""
+    home = ROOT / ".nox" / name
+    if not (home / "complete").exists():
+        new_environment(session, home, *wanted)
+        (home / "complete").touch()
+    return str(interpreter_of(home))
+
+
 def shared_python(session: nox.Session) -> str:
     """The interpreter of the shared environment, made on first use and remade when the stamp changes."""
     python = interpreter_of(SHARED)
@@ -230,7 +239,7 @@ def lint(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def layers(session: nox.Session) -> None:
-    """Packages and rooms import only what stands below them, and nothing in a circle."""
+    """Check that packages import only what is below them, and nothing in a circle."""
     run(session, "conformance.assurance.layers")
 
 
@@ -255,11 +264,7 @@ def coq(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def floats(session: nox.Session) -> None:
     """Float bounds: proofs by Gappa (apt install gappa), and the worst of many inputs by ball arithmetic."""
-    home = ROOT / ".nox" / "floats"
-    if not (home / "complete").exists():
-        new_environment(session, home, *FLOATS_NEED)
-        (home / "complete").touch()
-    python = str(interpreter_of(home))
+    python = python_of(session, "floats", *FLOATS_NEED)
     session.run(python, "-m", "conformance.assurance.proofs.floats", *session.posargs, external=True)
     session.run(python, "-m", "pytest", "conformance/own/conformance/test_floats.py", external=True)
 
@@ -299,11 +304,7 @@ def study(session: nox.Session) -> None:
 
 def peers_python(session: nox.Session) -> str:
     """The interpreter with kvpress and the older transformers that it needs; no kvspec is installed there."""
-    home = ROOT / ".nox" / "peers"
-    if not (home / "judges").exists():
-        new_environment(session, home, "kvpress==0.5.*", "jaxtyping", "pytest", "hypothesis")
-        (home / "judges").touch()
-    return str(interpreter_of(home))
+    return python_of(session, "peers", "kvpress==0.5.*", "jaxtyping", "pytest", "hypothesis")
 
 
 @nox.session(venv_backend="none")
@@ -329,12 +330,9 @@ def extra(session: nox.Session) -> None:
     if name not in EXTRAS:
         session.error(f"-- {name or 'NAME'}: must be one of {', '.join(EXTRAS)}")
     others, test = EXTRAS[name]
-    home = ROOT / ".nox" / name
-    if not (home / "complete").exists():
-        new_environment(session, home, "-e", f".[{','.join((name, *others, 'conformance'))}]")
-        (home / "complete").touch()
+    python = python_of(session, name, "-e", f".[{','.join((name, *others, 'conformance'))}]")
     test = f"conformance/own/models_integration/{test}"
-    session.run(str(interpreter_of(home)), "-m", "pytest", test, *options, external=True, env=ONE_THREAD)
+    session.run(python, "-m", "pytest", test, *options, external=True, env=ONE_THREAD)
 
 
 @nox.session(venv_backend="none")
@@ -357,11 +355,7 @@ def certificates(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def docs(session: nox.Session) -> None:
     """The documentation as a site, into site/, in an environment of its own; a broken link fails."""
-    home = ROOT / ".nox" / "site"
-    if not (home / "complete").exists():
-        new_environment(session, home, *SITE_NEEDS)
-        (home / "complete").touch()
-    python, pages = str(interpreter_of(home)), "conformance.measure.site"
+    python, pages = python_of(session, "site", *SITE_NEEDS), "conformance.measure.site"
     session.run(python, "-m", pages, "write", "build/docs", external=True)
     # Made by other tools than the rest: nothing but the built site needs them.
     api = [str(Path(python).with_name("griffe2md")), "kvspec", "--output", "build/docs/docs/api.md"]

@@ -18,7 +18,7 @@ SWITCH = 1e-6  # seconds after which the interpreter asks a thread to let anothe
 
 
 class _Turns:
-    """Whose turn it is, of two threads; nobody's any more where one has ended, or waits for a lock."""
+    """Whose turn it is, of two threads; no thread's once one has ended or waits for a lock."""
 
     def __init__(self) -> None:
         self._mine, self._left = (Semaphore(1), Semaphore(0)), TURNS

@@ -112,7 +112,7 @@ def compare(
 ) -> None:
     """Compare policies at several budgets on tasks, print tables and write a page. A second run skips stored results.
 
-    Each policy scores the prompt of a sample once, for all budgets. Every policy gets the same number of prompt tokens.
+    Each policy scores the prompt of a sample once, for all budgets. Every policy gets the same budget.
     Exit code 1 if a control fails, because then the comparison does not measure retention.
 
     --write-rules writes the options as a rules file for kvspec sweep and study.

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, NamedTuple, cast
 from weakref import WeakSet
 
@@ -295,6 +296,8 @@ def _refuse_attention(config: PretrainedConfig, decoder: nn.Module, attention: M
         if any("rotary" in name for module in attention.values() for name in dir(module)):
             return "its rotary positions (RoPE) cannot be read: it holds a table of sines, not frequencies (inv_freq)"
         return "it has neither rotary positions (RoPE) nor a table of positions: what its keys say of them is unknown"
+    if any("cache_offset" in signature(module.forward).parameters for module in attention.values()):
+        return "its layers run several times and keep a cache for each time, which is not served"
     if not all(getattr(part, "is_causal", True) for part in (config, *attention.values())):
         return "its attention is not causal"
     if any(getattr(module, "config", None) is not config for module in attention.values()):
