@@ -21,7 +21,8 @@ def delayed_in_prose_samples(
         SpecError: for an unknown density, a negative index or seed, and a length that holds no such context.
     """
     rng, window = ground.rng(length, index, seed), ground.prose.window(length, index, seed)
-    topic, density = TOPIC_TEMPLATES[int(rng.integers(len(TOPIC_TEMPLATES)))], density or DENSITIES[index % 2]
+    topic = TOPIC_TEMPLATES[int(rng.integers(len(TOPIC_TEMPLATES)))]
+    density = density or DENSITIES[index % len(DENSITIES)]
     value = str(draw_value(rng, ALL_VALUES))
     fact = topic.fact.state(value)
     anchors = [Anchor(FRAMING_SENTENCE, 0.0), Anchor(fact, 0.0), *spaced(mentions_of(topic, density))]
