@@ -16,7 +16,7 @@ from spec.promises import promise_table
 
 PAGE = SPEC / "policies.md"
 TABLE = promise_table()
-SEARCHED = 300
+SEARCHED = 100
 OTHER_NAMES = {
     "triattention-by-head": "triattention", "triattention-by-layer-and-head": "triattention",
     "blocks": "blocks(snapkv)", "blocks-of-h2o": "blocks(h2o)", "threshold": "snapkv",
@@ -46,8 +46,8 @@ def test_a_promise_holds(name: str, promise: str, seed: int, B: int, keys: str) 
 def test_what_is_not_promised_has_a_counterexample(name: str, promise: str) -> None:
     """On keys of some kind."""
     assert any(
-        not PROPERTIES[promise].holds(CASES[name], altered(drawn(seed), keys, seed), 1 + seed % 20, seed)
-        for seed in range(SEARCHED) for keys in KINDS
+        not PROPERTIES[promise].holds(CASES[name], altered(drawn(seed), keys, seed), B, seed)
+        for seed in range(SEARCHED) for keys in KINDS for B in (1, 5, 9, 11)
     )
 
 
