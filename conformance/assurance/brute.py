@@ -5,7 +5,7 @@ have their cases. What it computes shares nothing with the reference, of which o
 """
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from conformance.assurance.oracles import policies as oracle
-from conformance.assurance.vector_writer.case import Case
 from conformance.strategies.keys import NESTED
 from conformance.strategies.policy_inputs import TEMPLATE, Inputs, Kept, of_model
 from conformance.vectors.arrays import floats
@@ -22,9 +21,9 @@ from reference.policies.names import POLICIES
 from spec.policy import LayerView, Policy
 
 __all__ = [
-    "BLOCK", "C_CHUNK", "FUTURE", "HALF", "KERNEL", "LAG", "MODES", "N_SINK", "REHEARSED", "SAFEGUARD", "SEED", "SINK",
-    "WIDE", "Brute", "W", "both_ends", "by_layer", "from_vector", "newest", "newest_half", "numbers", "plain",
-    "rehearsed", "seeded", "shared", "sinks",
+    "BLOCK", "C_CHUNK", "FUTURE", "HALF", "KERNEL", "LAG", "N_SINK", "REHEARSED", "SAFEGUARD", "SEED", "SINK",
+    "Brute", "W", "both_ends", "by_layer", "from_vector", "newest", "newest_half", "plain",
+    "rehearsed", "shared", "sinks",
 ]
 
 W, KERNEL, C_CHUNK, SINK, FUTURE, LAG, BLOCK = 3, 3, 4, NESTED.N_sink, 5, 4, 4
@@ -51,7 +50,6 @@ class Brute:
     floor: int = 0
     guaranteed: Guaranteed = field(default=lambda n, B: set())
     published: Mapping[str, Any] = field(default_factory=dict)
-    vectors: Sequence[Case] = ()
     least: int = 1
     """Tokens of an input: of fewer, rounding decides."""
     adapted: Callable[[Policy], Policy] = field(default=lambda policy: policy)
@@ -139,21 +137,3 @@ def both_ends(n: int, B: int) -> set[int]:
 
 def newest_half(n: int, B: int) -> set[int]:
     return set(range(max(0, n - B // 2), n))
-
-
-def numbers(seed: int, *shape: int) -> Json:
-    """Nested lists of multiples of 1/16 in (-2, 2), no two rows alike."""
-    if len(shape) == 1:
-        return [((seed * 37 + at * 11 + (seed + at) ** 2 * 7) % 61 - 30) / 16 for at in range(shape[0])]
-    return [numbers(seed * 5 + at + 1, *shape[1:]) for at in range(shape[0])]
-
-
-def seeded(seed: int, L: int = 1, H: int = 4, H_kv: int = 2, n: int = 10, d: int = 2) -> dict[str, Json]:
-    return {
-        "q": numbers(seed, L, H, n, d), "k": numbers(seed + 1, L, H_kv, n, d), "v": numbers(seed + 2, L, H_kv, n, d),
-        "scaling": 0.75,
-    }
-
-
-MODES = {"W": 2, "kernel": 3}
-WIDE = {"W": 3, "kernel": 5}

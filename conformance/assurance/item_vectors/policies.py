@@ -189,7 +189,7 @@ def of_policy(brute: Brute, i: Json) -> Result:
 
 
 POLICY_ITEMS: Mapping[str, Callable[[Any], Result]] = {
-    **{brute.item: partial(of_policy, brute) for brute in brutes() if brute.vectors},
+    **{brute.item: partial(of_policy, brute) for brute in reversed(brutes()) if brute.item.startswith("PO-")},
     "PO-RETAIN": lambda i: kept(i, policies.knorm()),
     "PO-OBSERVED-ATTENTION": observed,
     "PO-POOL": lambda i: {

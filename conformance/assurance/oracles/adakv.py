@@ -3,7 +3,7 @@
 import math
 from fractions import Fraction
 
-from conformance.assurance.brute import KERNEL, MODES, SAFEGUARD, WIDE, Brute, W, newest, seeded, shared
+from conformance.assurance.brute import KERNEL, SAFEGUARD, Brute, W, newest, shared
 from conformance.assurance.oracles.policies import (
     Layer,
     Score,
@@ -14,7 +14,6 @@ from conformance.assurance.oracles.policies import (
     pool,
     window,
 )
-from conformance.assurance.vector_writer.case import Case
 
 __all__ = ["BRUTES", "adakv"]
 
@@ -33,11 +32,5 @@ BRUTES = [
     Brute(
         "PO-ADAKV", "adakv", shared(adakv, adaptive_shares),
         {"W": W, "kernel": KERNEL, "safeguard": SAFEGUARD}, W, newest,
-        published={"W": 32, "kernel": 7, "safeguard": Fraction(1, 5)}, vectors=[
-            Case(210, "two heads share a layer", ["Plain"], {**seeded(11), "B": 5, "safeguard": "1/5", **MODES}),
-            Case(348, "nine and three of 15", ["Plain"], {**seeded(40, n=15), "B": 6, "safeguard": "1/5", **MODES}),
-            Case(349, "three heads share a layer, half of it for each alone", ["HeadSharing"],
-                 {**seeded(40, H=6, H_kv=3, n=14), "B": 7, "safeguard": "1/2", **WIDE}),
-        ],
-    ),
+        published={"W": 32, "kernel": 7, "safeguard": Fraction(1, 5)}),
 ]

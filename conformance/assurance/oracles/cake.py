@@ -4,9 +4,8 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 
-from conformance.assurance.brute import KERNEL, MODES, Brute, W, newest, plain, seeded
+from conformance.assurance.brute import KERNEL, Brute, W, newest, plain
 from conformance.assurance.oracles.policies import Layer, Score, groups, last_rows, padded, pool, top, whole, window
-from conformance.assurance.vector_writer.case import Case
 from conformance.strategies.policy_inputs import Inputs, Kept
 
 __all__ = ["BRUTES", "preference", "preferred_shares", "scores"]
@@ -67,11 +66,5 @@ BRUTES = [
     Brute(
         "PO-CAKE", "cake", kept,
         {"W": W, "kernel": KERNEL, "gamma": 200.0, "tau1": 1.0, "tau2": 1.0}, W, newest,
-        published={"W": 32, "kernel": 5, "gamma": 200.0, "tau1": 1.0, "tau2": 1.0}, vectors=[
-            Case(283, "three layers", ["Plain"],
-                 {**seeded(21, L=3), "B": 5, "gamma": 200.0, "tau1": 1.0, "tau2": 1.0, **MODES}),
-            Case(284, "temperatures", ["Plain"],
-                 {**seeded(22, L=2), "B": 6, "gamma": 8.0, "tau1": 2.0, "tau2": 0.5, **MODES}),
-        ],
-    ),
+        published={"W": 32, "kernel": 5, "gamma": 200.0, "tau1": 1.0, "tau2": 1.0}),
 ]

@@ -3,9 +3,8 @@
 import math
 from collections.abc import Sequence
 
-from conformance.assurance.brute import Brute, by_layer, seeded
+from conformance.assurance.brute import Brute, by_layer
 from conformance.assurance.oracles.policies import Layer, Row, Score, groups, last_rows
-from conformance.assurance.vector_writer.case import Case
 
 __all__ = ["BRUTES", "caote", "caote_error"]
 
@@ -34,9 +33,5 @@ def caote(layer: Layer) -> list[Score]:
 
 
 BRUTES = [
-    Brute("PO-CAOTE", "caote", by_layer(caote), vectors=[
-        Case(230, "values decide", ["Plain"], {**seeded(13), "B": 4}),
-        Case(352, "six of 15", ["Plain"], {**seeded(46, n=15), "B": 6}),
-        Case(353, "two layers", ["Plain"], {**seeded(42, L=2, n=13), "B": 5}),
-    ]),
+    Brute("PO-CAOTE", "caote", by_layer(caote)),
 ]

@@ -1,8 +1,7 @@
 """ChunkKV by brute force: whole chunks by the sums of their tokens."""
 
-from conformance.assurance.brute import C_CHUNK, Brute, W, newest, plain, seeded
+from conformance.assurance.brute import C_CHUNK, Brute, W, newest, plain
 from conformance.assurance.oracles.policies import Score, accumulated, chunk_selection, last_rows, window
-from conformance.assurance.vector_writer.case import Case
 from conformance.strategies.policy_inputs import Inputs, Kept
 
 __all__ = ["BRUTES", "chunkkv", "described"]
@@ -28,17 +27,6 @@ def described(inputs: Inputs, B: int, c: int) -> Kept:
 
 BRUTES = [
     Brute("PO-CHUNKKV", "chunkkv", chunkkv, {"c": C_CHUNK, "W": W, "N_reuse": 2}, W, newest,
-          published={"c": 10, "W": 32, "N_reuse": 1}, vectors=[
-        Case(160, "chunks of three before a window of two", ["PartialKeepsBest"],
-             {**seeded(6), "B": 6, "c": 3, "W": 2}),
-        Case(336, "the third chunk ends at the window", ["PartialKeepsBest"],
-             {**seeded(40, n=17), "B": 8, "c": 3, "W": 3}),
-        Case(337, "two layers, a last chunk of one", ["PartialKeepsBest"],
-             {**seeded(40, n=19, L=2), "B": 9, "c": 4, "W": 2}),
-    ]),
-    Brute("PO-CHUNKKV-DESCRIBED", "chunkkv-described", described, {"c": C_CHUNK}, published={"c": 10}, vectors=[
-        Case(161, "chunks of three", ["PartialKeepsBest"], {**seeded(6), "B": 5, "c": 3}),
-        Case(338, "a last chunk of two", ["PartialKeepsBest"], {**seeded(40, n=17), "B": 7, "c": 3}),
-        Case(339, "two layers", ["PartialKeepsBest"], {**seeded(40, n=19, L=2), "B": 9, "c": 4}),
-    ]),
+          published={"c": 10, "W": 32, "N_reuse": 1}),
+    Brute("PO-CHUNKKV-DESCRIBED", "chunkkv-described", described, {"c": C_CHUNK}, published={"c": 10}),
 ]

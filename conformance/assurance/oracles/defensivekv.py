@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 
-from conformance.assurance.brute import KERNEL, MODES, WIDE, Brute, W, newest, numbers, plain, seeded
+from conformance.assurance.brute import KERNEL, Brute, W, newest, plain
 from conformance.assurance.oracles.policies import (
     Layer,
     Row,
@@ -18,7 +18,6 @@ from conformance.assurance.oracles.policies import (
     top,
     window,
 )
-from conformance.assurance.vector_writer.case import Case
 from conformance.strategies.policy_inputs import Inputs, Kept
 
 __all__ = ["BRUTES", "defensive"]
@@ -73,9 +72,5 @@ def kept(inputs: Inputs, B: int, W: int, kernel: int) -> Kept:
 
 BRUTES = [
     Brute("PO-DEFENSIVEKV", "defensivekv", kept, {"W": W, "kernel": KERNEL}, W, newest,
-          published={"W": 32, "kernel": 5}, vectors=[
-        Case(240, "two heads share a layer", ["Plain"], {**seeded(14), "B": 5, "W_o": numbers(2, 4, 2, 3), **MODES}),
-        Case(354, "six of 15", ["Plain"], {**seeded(41, n=15), "B": 6, "W_o": numbers(48, 4, 2, 3), **MODES}),
-        Case(355, "a pool of five", ["Plain"], {**seeded(47, n=14), "B": 7, "W_o": numbers(56, 4, 2, 3), **WIDE}),
-    ]),
+          published={"W": 32, "kernel": 5}),
 ]

@@ -2,9 +2,8 @@
 
 import math
 
-from conformance.assurance.brute import FUTURE, SINK, Brute, plain, seeded, sinks
+from conformance.assurance.brute import FUTURE, SINK, Brute, plain, sinks
 from conformance.assurance.oracles.policies import Layer, Row, Score, dot, groups, normalise, top
-from conformance.assurance.vector_writer.case import Case
 from conformance.strategies.policy_inputs import Inputs, Kept
 
 __all__ = ["BRUTES", "expected_attention", "rotate"]
@@ -67,13 +66,5 @@ BRUTES = [
     Brute(
         "PO-EXPECTED-ATTENTION", "expected-attention", kept,
         {"N_sink": SINK, "N_future": FUTURE}, SINK, sinks,
-        published={"factor": 1.0, "N_sink": 4, "N_future": 512}, vectors=[
-            Case(200, "two sinks, four positions ahead", ["Plain"],
-                 {**seeded(10), "B": 5, "inv_freq": [0.5], "N_sink": 2, "N_future": 4}),
-            Case(346, "two pairs of channels", ["Plain"],
-                 {**seeded(47, n=15, d=4), "B": 6, "inv_freq": [1.0, 0.25], "N_sink": 1, "N_future": 3}),
-            Case(347, "three query heads on each KV head", ["HeadSharing"],
-                 {**seeded(49, H=6, n=13), "B": 6, "inv_freq": [0.5], "N_sink": 2, "N_future": 6}),
-        ],
-    ),
+        published={"factor": 1.0, "N_sink": 4, "N_future": 512}),
 ]

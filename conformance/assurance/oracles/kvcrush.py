@@ -2,10 +2,9 @@
 
 from fractions import Fraction
 
-from conformance.assurance.brute import BLOCK, HALF, KERNEL, MODES, Brute, W, newest, plain, seeded
+from conformance.assurance.brute import BLOCK, HALF, KERNEL, Brute, W, newest, plain
 from conformance.assurance.oracles.blocks import crushed
 from conformance.assurance.oracles.snapkv import snapkv
-from conformance.assurance.vector_writer.case import Case
 from conformance.strategies.policy_inputs import Inputs, Kept
 
 __all__ = ["BRUTES"]
@@ -24,11 +23,5 @@ BRUTES = [
     Brute(
         "PO-KVCRUSH", "kvcrush", kept,
         {"W": W, "kernel": KERNEL, "block": BLOCK, "share": HALF}, BLOCK, newest,
-        published={"W": 32, "kernel": 7, "block": 16, "share": Fraction(1, 4), "anchor": "alternating"}, vectors=[
-            Case(312, "two layers of two heads, a window of two", ["Plain"],
-                 {**seeded(28, L=2, n=13), "B": 8, "b": 2, "share": "1/2", "anchor": "alternating", **MODES}),
-            Case(313, "a budget below one block is one block", ["Plain"],
-                 {**seeded(29, n=11), "B": 2, "b": 3, "share": "1/2", "anchor": "mean", **MODES}),
-        ],
-    ),
+        published={"W": 32, "kernel": 7, "block": 16, "share": Fraction(1, 4), "anchor": "alternating"}),
 ]

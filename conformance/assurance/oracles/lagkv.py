@@ -3,9 +3,8 @@
 import math
 from collections.abc import Sequence
 
-from conformance.assurance.brute import LAG, SINK, Brute, by_layer, seeded, sinks
+from conformance.assurance.brute import LAG, SINK, Brute, by_layer, sinks
 from conformance.assurance.oracles.policies import Layer, Row, Score, normalise
-from conformance.assurance.vector_writer.case import Case
 
 __all__ = ["BRUTES", "lagkv", "lagkv_information"]
 
@@ -39,13 +38,5 @@ def lagkv(layer: Layer, N_sink: int, lag: int) -> list[Score]:
 
 BRUTES = [
     Brute("PO-LAGKV", "lagkv", by_layer(lagkv), {"N_sink": SINK, "lag": LAG}, SINK, sinks,
-          published={"N_sink": 4, "lag": 128}, vectors=[
-        Case(260, "two partitions of three are ranked, two tokens follow the last", ["Plain"],
-             {**seeded(16, n=13), "B": 8, "N_sink": 2, "lag": 3}),
-        Case(261, "a budget below the unranked end keeps the newest", ["TieAtBoundary"],
-             {**seeded(17, n=13), "B": 4, "N_sink": 2, "lag": 3}),
-        Case(262, "keys and values are constant: no channel has a range, and positions decide", ["TieAtBoundary"],
-             {**seeded(18, H=1, H_kv=1), "k": [[[[0.5, -1.0]] * 10]], "v": [[[[0.25, 2.0]] * 10]], "B": 6, "N_sink": 1,
-              "lag": 3}),
-    ]),
+          published={"N_sink": 4, "lag": 128}),
 ]

@@ -2,9 +2,8 @@
 
 import math
 
-from conformance.assurance.brute import Brute, W, by_layer, newest, seeded
+from conformance.assurance.brute import Brute, W, by_layer, newest
 from conformance.assurance.oracles.policies import Layer, Score, groups, last_rows, padded, window
-from conformance.assurance.vector_writer.case import Case
 
 __all__ = ["BRUTES", "morphkv"]
 
@@ -20,8 +19,5 @@ def morphkv(layer: Layer, W: int, fusion: str) -> list[Score]:
 
 BRUTES = [
     Brute("PO-MORPHKV", "morphkv", by_layer(morphkv), {"W": W, "fusion": "sum"}, W, newest,
-          published={"W": 32, "fusion": "sum"}, vectors=[
-        Case(290, "the sum over two recent queries", ["Plain"], {**seeded(23), "B": 5, "W": 2, "fusion": "sum"}),
-        Case(291, "the largest of four", ["Plain"], {**seeded(24), "B": 7, "W": 4, "fusion": "max"}),
-    ]),
+          published={"W": 32, "fusion": "sum"}),
 ]

@@ -4,11 +4,10 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-from conformance.assurance.brute import KERNEL, MODES, WIDE, Brute, W, newest, plain, seeded
+from conformance.assurance.brute import KERNEL, Brute, W, newest, plain
 from conformance.assurance.oracles.h2o import described
 from conformance.assurance.oracles.policies import Score, pyramid_shares, top
 from conformance.assurance.oracles.snapkv import snapkv
-from conformance.assurance.vector_writer.case import Case
 from conformance.strategies.policy_inputs import Inputs, Kept
 
 __all__ = ["BRUTES"]
@@ -28,20 +27,8 @@ def pyramid(score: Callable[..., list[Score]]) -> Callable[..., Kept]:
 
 BRUTES = [
     Brute("PO-PYRAMIDKV", "pyramidkv", pyramid(snapkv), {"W": W, "kernel": KERNEL, "beta": 20}, W, newest,
-          published={"W": 32, "kernel": 7, "beta": 20}, vectors=[
-        Case(150, "three layers", ["Plain"], {**seeded(5, L=3, H=2, H_kv=1), "B": 5, "beta": 20, **MODES}),
-        Case(332, "three layers of two heads", ["HeadSharing"], {**seeded(40, L=3, n=16), "B": 6, "beta": 20, **MODES}),
-        Case(333, "four layers on a flatter line", ["Plain"],
-             {**seeded(40, L=4, H=2, H_kv=1, n=14), "B": 7, "beta": 4, **WIDE}),
-    ]),
+          published={"W": 32, "kernel": 7, "beta": 20}),
     Brute(
         "PO-PYRAMIDKV-DESCRIBED", "pyramidkv-described", pyramid(described),
-        {"W": W, "beta": 20}, W, newest, published={"W": 128, "beta": 20}, vectors=[
-            Case(151, "three layers", ["Plain"], {**seeded(5, L=3, H=2, H_kv=1), "B": 5, "beta": 20, "W": 2}),
-            Case(334, "three layers of two heads", ["HeadSharing"],
-                 {**seeded(40, L=3, n=16), "B": 6, "beta": 20, "W": 2}),
-            Case(335, "four layers on a flatter line", ["Plain"],
-                 {**seeded(40, L=4, H=2, H_kv=1, n=14), "B": 7, "beta": 4, "W": 3}),
-        ],
-    ),
+        {"W": W, "beta": 20}, W, newest, published={"W": 128, "beta": 20}),
 ]

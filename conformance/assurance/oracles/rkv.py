@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from conformance.assurance.brute import KERNEL, MODES, WIDE, Brute, W, by_layer, newest, seeded
+from conformance.assurance.brute import KERNEL, Brute, W, by_layer, newest
 from conformance.assurance.oracles.policies import (
     Layer,
     Row,
@@ -16,7 +16,6 @@ from conformance.assurance.oracles.policies import (
     pool,
     window,
 )
-from conformance.assurance.vector_writer.case import Case
 
 __all__ = ["BRUTES", "rkv", "rkv_redundancy"]
 
@@ -53,10 +52,5 @@ def rkv_redundancy(keys: Sequence[Row]) -> list[float]:
 
 BRUTES = [
     Brute("PO-RKV", "rkv", by_layer(rkv), {"W": W, "kernel": KERNEL, "lam": 0.1}, W, newest,
-          published={"W": 8, "kernel": 7, "lam": 0.1, "every": 128}, vectors=[
-        Case(220, "a window of two", ["Plain"], {**seeded(12), "B": 5, "lam": 0.1, **MODES}),
-        Case(350, "six of 15", ["Plain"], {**seeded(40, n=15), "B": 6, "lam": 0.1, **MODES}),
-        Case(351, "redundancy counts as much as importance", ["Plain"],
-             {**seeded(54, n=14), "B": 7, "lam": 0.5, **WIDE}),
-    ]),
+          published={"W": 8, "kernel": 7, "lam": 0.1, "every": 128}),
 ]

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 
-from conformance.assurance.brute import HALF, KERNEL, MODES, N_SINK, SEED, Brute, W, newest, plain, seeded
+from conformance.assurance.brute import HALF, KERNEL, N_SINK, SEED, Brute, W, newest, plain
 from conformance.assurance.oracles.policies import (
     Layer,
     Score,
@@ -17,7 +17,6 @@ from conformance.assurance.oracles.policies import (
     top,
     window,
 )
-from conformance.assurance.vector_writer.case import Case
 from conformance.strategies.policy_inputs import Inputs
 
 __all__ = ["BRUTES", "attention", "kept", "philox", "ranges", "uniforms", "vase"]
@@ -100,11 +99,5 @@ BRUTES = [
         "PO-VASE", "vase", of_prompt,
         {"W": W, "kernel": KERNEL, "N_sink": N_SINK, "share": HALF, "seed": SEED}, N_SINK + W,
         lambda n, B: newest(n, B) | set(range(min(N_SINK, n))),
-        published={"W": 64, "kernel": 5, "N_sink": 4, "share": Fraction(1, 4), "seed": 0}, vectors=[
-            Case(294, "two heads draw different numbers", ["Plain"],
-                 {**seeded(25, n=12), "B": 8, "N_sink": 1, "share": "1/2", "seed": 3, **MODES}),
-            Case(295, "no places but for wide values", ["Plain"],
-                 {**seeded(26, n=12), "B": 8, "N_sink": 1, "share": "1", "seed": 3, **MODES}),
-        ],
-    ),
+        published={"W": 64, "kernel": 5, "N_sink": 4, "share": Fraction(1, 4), "seed": 0}),
 ]

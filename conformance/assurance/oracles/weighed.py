@@ -7,23 +7,18 @@ from typing import Any
 
 from conformance.assurance.brute import (
     KERNEL,
-    MODES,
     SAFEGUARD,
     SINK,
-    WIDE,
     Brute,
     W,
     newest,
     newest_half,
-    numbers,
     plain,
-    seeded,
     sinks,
 )
 from conformance.assurance.oracles.adakv import adakv
 from conformance.assurance.oracles.policies import Layer, Row, Score, accumulated, adaptive_shares, dot, groups, top
 from conformance.assurance.oracles.snapkv import snapkv
-from conformance.assurance.vector_writer.case import Case
 from conformance.strategies.policy_inputs import Inputs, Kept
 
 __all__ = ["BRUTES", "critical", "output_sizes", "two_stages", "vatp"]
@@ -90,22 +85,10 @@ def of_criticalkv(
 BRUTES = [
     Brute(
         "PO-VATP", "vatp", of_vatp,
-        {"N_sink": SINK}, 2 * SINK, lambda n, B: sinks(n, B) | newest_half(n, B), published={"N_sink": 4}, vectors=[
-            Case(270, "two sinks, half of six recent", ["Plain"], {**seeded(19), "B": 6, "N_sink": 2}),
-            Case(356, "one sink", ["Plain"], {**seeded(54, n=15), "B": 7, "N_sink": 1}),
-            Case(357, "three query heads on each KV head", ["HeadSharing"],
-                 {**seeded(44, H=6, n=18), "B": 8, "N_sink": 2}),
-        ],
-    ),
+        {"N_sink": SINK}, 2 * SINK, lambda n, B: sinks(n, B) | newest_half(n, B), published={"N_sink": 4}),
     Brute(
         "PO-CRITICALKV", "criticalkv", of_criticalkv(snapkv, lambda rows, B, safeguard: [B] * len(rows)),
-        {"W": W, "kernel": KERNEL}, W, newest, published={"W": 32, "kernel": 7}, vectors=[
-            Case(273, "two heads, a window of two", ["Plain"],
-                 {**seeded(20), "B": 6, "W_o": numbers(3, 4, 2, 3), **MODES}),
-            Case(358, "seven of 15", ["Plain"], {**seeded(40, n=15), "B": 7, "W_o": numbers(47, 4, 2, 3), **MODES}),
-            Case(359, "a pool of five", ["Plain"], {**seeded(40, n=14), "B": 8, "W_o": numbers(49, 4, 2, 3), **WIDE}),
-        ],
-    ),
+        {"W": W, "kernel": KERNEL}, W, newest, published={"W": 32, "kernel": 7}),
     Brute(
         "PO-CRITICALKV", "critical-adakv", of_criticalkv(adakv, adaptive_shares),
         {"W": W, "kernel": KERNEL, "safeguard": SAFEGUARD}, W, newest,

@@ -9,11 +9,11 @@ from functools import partial
 from conformance.assurance.vector_writer import brute_force as plain
 from conformance.assurance.vector_writer import expected_diversity as diversity
 from conformance.assurance.vector_writer import expected_injection
-from conformance.assurance.vector_writer.case import Operation
 from conformance.assurance.vector_writer.expected_decode import DECODE_OPERATIONS
 from conformance.assurance.vector_writer.expected_nestedkv import BOUNDED as NESTEDKV_BOUNDED
 from conformance.assurance.vector_writer.expected_nestedkv import RESULTS as NESTEDKV_RESULTS
 from conformance.assurance.vector_writer.expected_policies import RESULTS
+from conformance.assurance.vector_writer.operation import Operation
 from conformance.oracles import pipeline, s1, s2, s3, s4, s5, s6
 from conformance.vectors.json_values import Json, Results
 from spec.parameters import CrystalCacheParameters

@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from conformance.assurance.vector_writer.case import Operation
 from conformance.assurance.vector_writer.compact import unsure
 from conformance.assurance.vector_writer.expected import OPERATIONS
+from conformance.assurance.vector_writer.operation import Operation
 from conformance.checks.scale_s1 import chosen
 from conformance.oracles.scale import decode, s1, stages
 from conformance.oracles.scale.s1 import Ranked

@@ -128,7 +128,7 @@ def of_policy(brute: Brute, i: Json) -> Json:
 
 
 RESULTS: Mapping[str, Callable[[Any], Json]] = {
-    **{brute.item: partial(of_policy, brute) for brute in brutes() if brute.vectors},
+    **{brute.item: partial(of_policy, brute) for brute in reversed(brutes()) if brute.item.startswith("PO-")},
     "PO-RETAIN": lambda i: kept(i, knorm),
     "PO-OBSERVED-ATTENTION": observed,
     "PO-POOL": lambda i: {

@@ -1,25 +1,28 @@
-"""Vectors made from the cases and the oracles, written as JSON, and compared with what is published."""
+"""Vectors from their files and the oracles: drafts are completed, and what is published is computed again."""
 
 import argparse
+import hashlib
 import json
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
 
-from conformance.assurance.vector_writer.case import Case, Group, encoded
-from conformance.assurance.vector_writer.cases import STAGES
+from conformance.assurance.brute import Brute
+from conformance.assurance.oracles import brutes
 from conformance.assurance.vector_writer.compact import made
 from conformance.assurance.vector_writer.expected import OPERATIONS
 from conformance.assurance.vector_writer.expected_large import LARGE_OPERATIONS, shortened
-from conformance.assurance.vector_writer.flags import FLAGS
+from conformance.assurance.vector_writer.operation import Operation, encoded
 from conformance.vectors import files
 from conformance.vectors.compact import expanded, is_compact
-from conformance.vectors.json_values import Json, parameters_of
+from conformance.vectors.json_values import Json, decoded, parameters_of
 from spec import SPEC_VERSION
 
-__all__ = ["built", "differences", "main", "repeated", "text_of", "written"]
+__all__ = ["built", "differences", "main", "notes", "repeated", "text_of", "written"]
 
 WIDTH = 118
+BITS = 20  # of the grid of a long result, where a draft names none
 HEADER = [
     "A float is text: float.hex of an IEEE 754 double, nan, inf or -inf. Every other number is an integer.",
     "An object among inputs or results is compact: spec/vectors/README.md says what it stands for.",
@@ -30,43 +33,114 @@ HEADER = [
 ]
 
 
+def numbers(seed: int, *shape: int) -> Json:
+    """Nested lists of multiples of 1/16 in (-2, 2), no two rows alike."""
+    if len(shape) == 1:
+        return [((seed * 37 + at * 11 + (seed + at) ** 2 * 7) % 61 - 30) / 16 for at in range(shape[0])]
+    return [numbers(seed * 5 + at + 1, *shape[1:]) for at in range(shape[0])]
+
+
+def seeded(seed: int, L: int = 1, H: int = 4, H_kv: int = 2, n: int = 10, d: int = 2) -> dict[str, Json]:
+    return {
+        "q": numbers(seed, L, H, n, d), "k": numbers(seed + 1, L, H_kv, n, d), "v": numbers(seed + 2, L, H_kv, n, d),
+        "scaling": 0.75,
+    }
+
+
+FIRST_TESTS = [
+    ("four of ten", "Plain", seeded(3), 4), ("seven of 15", "Plain", seeded(40, n=15), 7),
+    ("three query heads on each KV head", "HeadSharing", seeded(40, H=6, n=18), 9),
+]
+
+
 def built(stage: str) -> Json:
-    """The file of a stage, from its cases and the oracles: published groups in their order, then new ones."""
-    published = list(tests_of(files.stored(stage)))
-    places = {tcId: place for place, tcId in enumerate(published)}
-    chosen = sorted(STAGES[stage], key=lambda group: min(places.get(case.tcId, len(places)) for case in group.cases))
-    groups = [_group(group) for group in chosen]
+    """The file of a stage with what the oracles give for its inputs; drafts become tests."""
+    stored = files.stored(stage)
+    drafts = new_methods() if stage == "policies" else []
+    groups = [
+        {"operation": group["operation"], "parameters": encoded(group["parameters"]),
+         "tests": [completed(group, test) for test in group["tests"]]}
+        for group in [*stored["testGroups"], *drafts]
+    ]
     tests = [test for group in groups for test in group["tests"]]
-    flags = sorted({flag for test in tests for flag in test["flags"]})
+    known = notes()
     return {
         "stage": stage, "specVersion": SPEC_VERSION, "schema": "schema.json",
-        "generator": "conformance.assurance.vector_writer",
-        "numberOfTests": len(tests), "header": HEADER,
-        "notes": {flag: dict(zip(("bugType", "description"), FLAGS[flag], strict=True)) for flag in flags},
+        "generator": "conformance.assurance.vector_writer", "numberOfTests": len(tests), "digest": digest_of(groups),
+        "header": HEADER, "notes": {flag: known[flag] for flag in sorted({x for test in tests for x in test["flags"]})},
         "testGroups": groups,
     }
 
 
-def _group(group: Group) -> Json:
-    tests = [_test(group, case) for case in group.cases]
-    return {"operation": group.operation, "parameters": encoded(group.parameters), "tests": tests}
+def notes() -> dict[str, Json]:
+    """What the flags of all files mean."""
+    return {flag: note for stage in files.stages() for flag, note in files.stored(stage)["notes"].items()}
 
 
-def _test(group: Group, case: Case) -> Json:
-    large = is_compact(list(case.inputs.values()))
-    operation = (LARGE_OPERATIONS if large else OPERATIONS)[group.operation]
-    items = list(case.items or operation.items or [group.operation])
-    head = {"tcId": case.tcId, "comment": case.comment, "items": items, "flags": list(case.flags)}
-    inputs = {"inputs": encoded(case.inputs), **({"made": digests} if (digests := made(case.inputs)) else {})}
-    if case.refused:
-        return {**head, **inputs, "result": "invalid", "expected": {"argument": case.refused},
+def is_draft(test: Json) -> bool:
+    return "result" not in test
+
+
+def completed(group: Json, test: Json) -> Json:
+    """A draft or a published test with what its oracle gives now."""
+    inputs = decoded(test["inputs"])
+    large = is_compact(list(inputs.values()))
+    operation = (LARGE_OPERATIONS if large else OPERATIONS)[group["operation"]]
+    items = list(test.get("items") or operation.items or [group["operation"]])
+    head = {"tcId": test["tcId"], "comment": test["comment"], "items": items, "flags": test["flags"],
+            "inputs": encoded(inputs), **({"made": digests} if (digests := made(inputs)) else {})}
+    if refused := test.get("refused") or test.get("expected", {}).get("argument"):
+        return {**head, "result": "invalid", "expected": {"argument": refused},
                 "confirmedBy": f"the MUST text of {items[0]}"}
-    results = operation.results(expanded(case.inputs), parameters_of(group.parameters))
-    bounded = [name for name in operation.bounded if name not in case.exact]
+    results = operation.results(expanded(inputs), parameters_of(decoded(group["parameters"])))
+    bounded = bounds(operation, test)
     if large:
-        results = {name: shortened(x, case.bits if name in bounded else None) for name, x in results.items()}
-    return {**head, **inputs, "result": "valid", "expected": encoded(results),
+        results = {name: shortened(x, bits_of(test, name) if name in bounded else None) for name, x in results.items()}
+    return {**head, "result": "valid", "expected": encoded(results),
             **({"bounded": bounded} if bounded else {}), "confirmedBy": operation.oracle}
+
+
+def bounds(operation: Operation, test: Json) -> list[str]:
+    """The results that are not exact."""
+    if is_draft(test):
+        return [name for name in operation.bounded if name not in test.get("exact", ())]
+    return list(test.get("bounded", ()))
+
+
+def bits_of(test: Json, name: str) -> int:
+    return int(test.get("bits", BITS) if is_draft(test) else test["expected"][name]["bits"])
+
+
+def new_methods() -> list[Json]:
+    """A group of drafts for each method without a vector, at its small constants."""
+    published = list(files.published())
+    shown = {item for _, _, test in published for item in test.get("items", [])}
+    tcId = max(test["tcId"] for stage, _, test in published if stage == "policies")
+    missing = {brute.item: brute for brute in brutes() if brute.item not in shown}
+    return [
+        {"operation": item, "parameters": {}, "tests": first_tests(brute, tcId + 1 + len(FIRST_TESTS) * at)}
+        for at, (item, brute) in enumerate(missing.items())
+    ]
+
+
+def first_tests(brute: Brute, first: int) -> list[Json]:
+    constants = {
+        {"block": "b"}.get(name, name): str(x) if isinstance(x, Fraction) else x for name, x in brute.small.items()
+    }
+    return [
+        {"tcId": first + at, "comment": comment, "flags": [flag],
+         "inputs": {**inputs, "B": max(B, brute.floor), **constants}}
+        for at, (comment, flag, inputs, B) in enumerate(FIRST_TESTS)
+    ]
+
+
+def digest_of(groups: Sequence[Json]) -> str:
+    """Of all tests but drafts: it shows whether a published one was changed or removed by hand."""
+    published = [
+        {**group, "tests": tests} for group in groups
+        if (tests := [test for test in group["tests"] if not is_draft(test)])
+    ]
+    return hashlib.sha256(json.dumps(published, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def text_of(value: Json, indent: int = 0, column: int = 0) -> str:
@@ -87,64 +161,62 @@ def text_of(value: Json, indent: int = 0, column: int = 0) -> str:
 
 
 def tests_of(file: Json) -> dict[int, Json]:
-    """Each test by its tcId, with its group's operation and parameters."""
-    return {
-        test["tcId"]: {**test, "operation": group["operation"], "parameters": group["parameters"]}
-        for group in (file["testGroups"] if file else []) for test in group["tests"]
-    }
+    """Each test by its tcId."""
+    return {test["tcId"]: test for group in file["testGroups"] for test in group["tests"]}
 
 
 def differences(old: Json, new: Json) -> Iterator[str]:
-    """What a published file holds that the cases and oracles do not give: changed and lost tests."""
+    """What the oracles do not give of a file's published tests, and whether these are the published ones."""
+    if old["digest"] != digest_of(old["testGroups"]):
+        yield "a published test was changed or removed: `git diff` shows it; a test never changes, add another tcId"
     now = tests_of(new)
     for tcId, test in tests_of(old).items():
-        if tcId not in now:
-            yield f"tcId {tcId}: published, but no case makes it; a tcId is never removed"
-            continue
-        for name in sorted(test.keys() | now[tcId].keys()):
+        for name in sorted(test.keys() | now[tcId].keys()) if not is_draft(test) else ():
             if test.get(name) != now[tcId].get(name):
                 yield f"tcId {tcId}: {name} was {test.get(name)}, is {now[tcId].get(name)}"
 
 
 def repeated(file: Json) -> list[str]:
-    """tcIds that two cases claim."""
+    """tcIds of two tests."""
     ids = Counter(test["tcId"] for group in file["testGroups"] for test in group["tests"])
     return [f"tcId {tcId}: used {count} times" for tcId, count in ids.items() if count > 1]
 
 
-def written(stages: Mapping[str, Sequence[Group]] = STAGES) -> list[str]:
-    """Add new tests to the published files; what stands in the way, if anything does: then nothing is written."""
-    new = {stage: built(stage) for stage in stages}
-    problems = [
-        f"{stage}: {problem}" for stage, file in new.items()
-        for problem in [*repeated(file), *differences(files.stored(stage), file)]
-    ]
+def found() -> Mapping[str, tuple[Json, list[str]]]:
+    """Of each stage its file as it should be, and what is wrong with the published tests."""
+    new = {stage: built(stage) for stage in files.stages()}
+    return {
+        stage: (file, [*repeated(file), *differences(files.stored(stage), file)]) for stage, file in new.items()
+    }
+
+
+def written() -> list[str]:
+    """Complete the drafts; what stands in the way, if anything does: then nothing is written."""
+    stages = found()
+    problems = [f"{stage}: {problem}" for stage, (_, wrong) in stages.items() for problem in wrong]
     if not problems:
-        for stage, file in new.items():
+        for stage, (file, _) in stages.items():
             files.path_of(stage).write_text(text_of(file) + "\n", encoding="utf-8")
     return problems
 
 
 def checked() -> list[str]:
-    """How the published files differ from what the cases and oracles give."""
+    """How the published files differ from what the oracles give."""
     problems = []
-    for stage in STAGES:
-        old, new = files.stored(stage), built(stage)
-        missing = sorted(tests_of(new).keys() - tests_of(old).keys())
-        found = [*repeated(new), *differences(old, new)]
-        found += [f"tcId {tcId}: not published; --write adds it" for tcId in missing]
-        if not found and old != new:
-            found.append("header or notes are stale; --write renews them")
-        problems += [f"{stage}: {problem}" for problem in found]
-    strangers = [stage for stage in files.stages() if stage not in STAGES]
-    return problems + [f"{name}: a file that no stage makes" for name in strangers]
+    for stage, (new, wrong) in found().items():
+        old = files.stored(stage)
+        published = {tcId for tcId, test in tests_of(old).items() if not is_draft(test)}
+        drafts = [f"tcId {tcId}: a draft; --write completes it" for tcId in sorted(tests_of(new).keys() - published)]
+        stale = ["header or notes are stale; --write renews them"] if old != new and not wrong and not drafts else []
+        problems += [f"{stage}: {problem}" for problem in [*wrong, *drafts, *stale]]
+    return problems
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check spec/vectors, or write new tests; 1 where something is wrong."""
+    """Check spec/vectors, or complete drafts; 1 where something is wrong."""
     parser = argparse.ArgumentParser(prog="conformance.assurance.vector_writer", description=__doc__)
-    parser.add_argument("--write", action="store_true", help="add new tests; a published one never changes")
+    parser.add_argument("--write", action="store_true", help="complete the drafts; a published test never changes")
     problems = written() if parser.parse_args(arguments).write else checked()
-    number = sum(len(group.cases) for groups in STAGES.values() for group in groups)
-    print("\n".join(problems) or f"vectors: {number} tests in {len(STAGES)} files, as the oracles have them")
+    number = sum(files.stored(stage)["numberOfTests"] for stage in files.stages())
+    print("\n".join(problems) or f"vectors: {number} tests in {len(files.stages())} files, as the oracles have them")
     return int(bool(problems))

@@ -9,8 +9,8 @@ import pytest
 
 from conformance.assurance.item_vectors.bounds import BOUNDED_ITEMS
 from conformance.assurance.item_vectors.items import ITEMS
-from conformance.assurance.vector_writer.case import encoded
 from conformance.assurance.vector_writer.expected import OPERATIONS
+from conformance.assurance.vector_writer.operation import encoded
 from conformance.checks.vector_checks import BOUNDED, complaints
 from conformance.vectors import files
 from conformance.vectors.compact import expanded

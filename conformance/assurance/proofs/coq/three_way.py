@@ -17,8 +17,8 @@ from conformance.assurance.item_vectors.items import ITEMS
 from conformance.assurance.oracles import budgets
 from conformance.assurance.oracles.blocks import best_blocks as blocks_by_force
 from conformance.assurance.oracles.policies import pyramid_shares
-from conformance.assurance.vector_writer.case import encoded
 from conformance.assurance.vector_writer.expected import OPERATIONS
+from conformance.assurance.vector_writer.operation import encoded
 from conformance.checks.vector_checks import same
 from conformance.engine.backend import backend_of
 from conformance.engine.process import Engine

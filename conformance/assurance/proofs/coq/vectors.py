@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from conformance.assurance.proofs.coq.build import run_coq
-from conformance.assurance.vector_writer.case import encoded
 from conformance.assurance.vector_writer.expected import OPERATIONS
+from conformance.assurance.vector_writer.operation import encoded
 from conformance.vectors.compact import expanded, is_compact, mismatches
 from conformance.vectors.files import published
 from conformance.vectors.json_values import decoded, parameters_of
