@@ -295,13 +295,6 @@ def bench(session: nox.Session) -> None:
     run(session, "pytest", "-p", "no:xdist", "-s", *(session.posargs or files))
 
 
-@nox.session(venv_backend="none")
-def study(session: nox.Session) -> None:
-    """Our own studies, `-- decode` or `-- archive`, with their options; figures to results/. A second run goes on."""
-    name, *options = session.posargs or ["decode"]
-    run(session, f"conformance.measure.studies.{name}", *options)
-
-
 def peers_python(session: nox.Session) -> str:
     """The interpreter with kvpress and the older transformers that it needs; no kvspec is installed there."""
     return python_of(session, "peers", "kvpress==0.5.*", "jaxtyping", "pytest", "hypothesis")

@@ -70,7 +70,7 @@ NO_STAGE = {
     "CC-SEGMENT": "the pipeline that composes a backend's stages",
     "CC-CHUNK-TRUNKS": "composes a backend's impact and trunks",
     "IN-PLACES": "integers at the splice, in models_integration/archive/splice.py",
-    "IN-BASELINES": "a table, for conformance/measure/studies/archive/baselines.py",
+    "IN-BASELINES": "a table, for conformance/measure/injection_baselines.py",
     "IN-LEGOLINK": "integers at the splice, the same for every engine",
     "IN-CACHEBLEND": "a sum and a sort once a splice, for comparison; no stage computes it",
     "IN-ENTROPY": "an instrument; no stage computes it",

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from conformance.measure.studies.archive import baselines
-from conformance.measure.studies.archive.baselines import ARMS, Case, cacheblend, legolink
-from conformance.measure.studies.archive.recompute import recompute
+from conformance.measure import injection_baselines as baselines
+from conformance.measure.injection_baselines import ARMS, Case, cacheblend, legolink, recompute
 from conformance.own.models_integration.archive.block_mask import ids
 from conformance.own.models_integration.archive.models import ROTATIONS, build
 from conformance.own.models_integration.archive.test_splice import BOUND, BOUND_BF16, QUERY, SYSTEM, read

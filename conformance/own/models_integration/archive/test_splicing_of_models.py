@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache
 
-from conformance.measure.studies.archive import baselines
+from conformance.measure import injection_baselines as baselines
 from conformance.own.models_integration.archive.test_baselines import PARTS, PREFIX, case_of
 from conformance.own.models_integration.archive.test_splice import BOUND, SYSTEM
 from conformance.own.models_integration.session.families import relative

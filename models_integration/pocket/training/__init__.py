@@ -1,1 +1,0 @@
-"""How the shipped models were made: words, facts, rows, curriculum, training, evaluation and the card."""
