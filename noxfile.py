@@ -155,6 +155,16 @@ def conformance(session: nox.Session) -> None:
     run(session, *few, "--backend", ON_DEVICE, *LATER_STAGES, **environment)
 
 
+@nox.session(venv_backend="none")
+def quick(session: nox.Session) -> None:
+    """A minute while you work: lint, layers, trace, types, tests of what changed (since `-- COMMIT`)."""
+    run(session, "ruff", "check", ".")
+    run(session, "conformance.assurance.layers")
+    run(session, "conformance.assurance.trace")
+    run(session, "mypy")
+    run(session, "conformance.assurance.quick", *session.posargs, **ONE_THREAD)
+
+
 def other_pythons() -> dict[str, str]:
     """Interpreters of the other minor versions that kvspec claims: pyenv's, or on the path; oldest first."""
     home, found = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions", {}

@@ -52,17 +52,17 @@ def test_a_tcId_stands_once_in_its_file() -> None:
         assert store.repeated(files.stored(stage)) == []
 
 
-def test_the_check_passes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert store.main([]) == 0
-    assert "as the oracles have them" in capsys.readouterr().out
-
-
 @pytest.fixture
 def home(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A copy of one published file."""
     (tmp_path / "score.json").write_bytes(files.path_of("score").read_bytes())
     monkeypatch.setattr(files, "HOME", tmp_path)
     return tmp_path
+
+
+def test_the_check_passes(home: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert store.main([]) == 0
+    assert "as the oracles have them" in capsys.readouterr().out
 
 
 def edited(home: Any, old: str, new: str) -> None:

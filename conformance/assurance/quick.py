@@ -1,0 +1,66 @@
+"""`python -m conformance.assurance.quick [COMMIT]`: run the tests of what changed, by default since the last commit.
+
+Of a changed module these are the test modules that import it, and those with a test of an item that it implements; a
+changed test module is run itself. What takes longer than 40 seconds is left to `nox -s conformance`.
+"""
+
+import subprocess
+import sys
+from collections.abc import Collection
+
+from conformance.assurance.layers import Module, module_of, read_modules
+from conformance.assurance.trace import read_tree
+from conformance.paths import ROOT
+
+__all__ = ["changed_files", "judging", "main"]
+
+SECONDS = 40
+PROFILE = ["-m", "pytest", "-q", "-x", "-n", "2", "--dist", "worksteal", "--kvspec-profile", "few"]
+
+
+def changed_files(since: str) -> set[str]:
+    """Files that differ from a commit, and new ones.
+
+    Raises:
+        SystemExit: for what is no commit.
+    """
+    found = set[str]()
+    for command in (["diff", "--name-only", since, "--"], ["ls-files", "--others", "--exclude-standard"]):
+        told = subprocess.run(["git", *command], check=False, cwd=ROOT, capture_output=True, text=True)
+        if told.returncode:
+            raise SystemExit(f"quick: {told.stderr.strip()}")
+        found |= set(told.stdout.splitlines())
+    return found
+
+
+def is_test(module: Module) -> bool:
+    return module.source.rpartition("/")[2].startswith("test_")
+
+
+def judging(changed: Collection[str]) -> list[str]:
+    """The test modules of changed files."""
+    modules, trace = read_modules(ROOT), read_tree(ROOT)
+    names = {name for name, module in modules.items() if module.source in changed}
+    found = {
+        module.source for name, module in modules.items() if is_test(module)
+        and (name in names or any(module_of(imported, modules) in names for _, imported in module.imports))
+    }
+    items = {item for item, places in trace.functions.items() if {place.split(":")[0] for place in places} & {*changed}}
+    places = {place.split(":")[0] for item in items for place in trace.tests[item]}
+    return sorted(found | {place for place in places if place.rpartition("/")[2].startswith("test_")})
+
+
+def main(arguments: list[str]) -> int:
+    """The exit code of pytest; 0 if no test belongs to what changed, or none failed in time."""
+    files = judging(changed_files(arguments[0] if arguments else "HEAD"))
+    print(f"quick: {len(files)} test modules", flush=True)
+    try:
+        command = [sys.executable, *PROFILE, *files]
+        return subprocess.run(command, check=False, timeout=SECONDS).returncode if files else 0
+    except subprocess.TimeoutExpired:
+        print(f"\nquick: stopped after {SECONDS} seconds, and no test had failed; `nox -s conformance` runs all")
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
