@@ -1,8 +1,8 @@
 """Decode: which trunks are active, by the norms of their keys (Section 3.8(a))."""
 
 import numpy as np
-from numba import njit
 
+from accelerated.numba_cpu.compiled import compiled
 from spec.arrays import BoolVector, Cube, IntVector, Vector
 from spec.decode import LiveTrunks
 from spec.policy import DeviceArray
@@ -23,7 +23,7 @@ def inverse_key_norms(k: DeviceArray) -> Vector:
     return mean
 
 
-@njit(cache=True)
+@compiled()
 def mean_inverse(k: Cube) -> Vector:
     """Head by head; infinite where a key is zero. A key whose squares float64 does not hold is scaled."""
     total = np.zeros(k.shape[1])
@@ -37,7 +37,7 @@ def mean_inverse(k: Cube) -> Vector:
     return total / k.shape[0]
 
 
-@njit(cache=True, inline="always")
+@compiled(inline="always")
 def sum_of_squares(key: Vector, scale: float) -> float:
     """From the first channel to the last."""
     square = 0.0
@@ -55,7 +55,7 @@ def active_trunks(live: LiveTrunks, theta_act: float) -> BoolVector:
     return active
 
 
-@njit(cache=True)
+@compiled()
 def majority(inverse_norms: Vector, offsets: IntVector, theta_act: float) -> BoolVector:
     """One pass for the largest finite value, one for the counts."""
     largest = 0.0

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import numpy as np
-from numba import njit
 
+from accelerated.numba_cpu.compiled import compiled
 from accelerated.numba_cpu.trunks import interface_sum
 from spec.arrays import BoolVector, IntMatrix, Matrix
 from spec.parameters import CrystalCacheParameters
@@ -28,7 +28,7 @@ def adapted(
     )))
 
 
-@njit(cache=True)
+@compiled()
 def median_strength(
     ends: BoolVector, intra: IntMatrix, intra_weight: Matrix, cross: IntMatrix, cross_weight: Matrix,
     tau_merge: float,
@@ -51,7 +51,7 @@ def median_strength(
     return np.sort(strengths[:number])[(number - 1) // 2]  # type: ignore[no-any-return]
 
 
-@njit(cache=True)
+@compiled()
 def strength(
     start: int, stop: int, next_stop: int, intra: IntMatrix, intra_weight: Matrix, cross: IntMatrix,
     cross_weight: Matrix,

@@ -14,6 +14,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from accelerated.numba_cpu.compiled import compiled
 from accelerated.numba_cpu.kernels import FAST, exp2, largest
 from accelerated.numba_cpu.threads import plain, threads
 from spec.arrays import Cube, IntVector, Matrix, Vector
@@ -144,7 +145,7 @@ def raise_to_powers(s: Floats, bits: NDArray[np.int32], width: int) -> np.float3
     return total
 
 
-@njit(nogil=True, fastmath=FAST, cache=True)
+@compiled(nogil=True, fastmath=FAST)
 def add_weights(S: Floats, reach: IntVector, column: Floats) -> None:
     """Add the softmax of each row of S (heads x queries, keys) to `column` (keys,); S becomes powers of 2.
 
@@ -159,7 +160,7 @@ def add_weights(S: Floats, reach: IntVector, column: Floats) -> None:
             column[j] += s[j] * share
 
 
-@njit(nogil=True, fastmath=FAST, cache=True)
+@compiled(nogil=True, fastmath=FAST)
 def raise_weights(S: Floats, reach: IntVector, shares: Floats, columns: Floats) -> None:
     """The same, times each query's share; `columns` (heads, keys) get the largest of each head."""
     bits = S.view(np.int32)
@@ -172,7 +173,7 @@ def raise_weights(S: Floats, reach: IntVector, shares: Floats, columns: Floats) 
             column[j] = max(column[j], s[j] * share)
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def add_weights_by_head(S: Floats, reach: IntVector, columns: Floats) -> None:
     """The same of each head's S (heads, rows, keys) to its row of `columns` (heads, keys)."""
     for h in range(len(S)):

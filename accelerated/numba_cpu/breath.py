@@ -3,14 +3,14 @@
 import math
 
 import numpy as np
-from numba import njit
 
+from accelerated.numba_cpu.compiled import compiled
 from spec.arrays import Vector
 
 __all__ = ["decay"]
 
 
-@njit(cache=True)
+@compiled()
 def decay(D: Vector, trunk_impact: Vector, beta_0: float, D_c: float) -> Vector:
     """D after one step.
 

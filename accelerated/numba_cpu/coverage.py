@@ -3,8 +3,8 @@
 from fractions import Fraction
 
 import numpy as np
-from numba import njit
 
+from accelerated.numba_cpu.compiled import compiled
 from spec.arrays import BoolVector, IntVector, Vector
 
 __all__ = ["backfill", "coverage_reserve"]
@@ -18,7 +18,7 @@ def coverage_reserve(offsets: IntVector, protected: BoolVector, B: int, coverage
     return int(Fraction(str(coverage)) * max(0, B - int(np.diff(offsets)[protected].sum())))
 
 
-@njit(cache=True)
+@compiled()
 def backfill(
     kept: IntVector, ratio: Vector, offsets: IntVector, D: Vector, reserve: int,
 ) -> tuple[IntVector, Vector, Vector]:

@@ -3,14 +3,14 @@
 import math
 
 import numpy as np
-from numba import njit
 
+from accelerated.numba_cpu.compiled import compiled
 from spec.arrays import Vector
 
 __all__ = ["crystallization"]
 
 
-@njit(cache=True)
+@compiled()
 def crystallization(degree: Vector, s: float, epsilon: float) -> Vector:
     """D: the logistic of the standardised degree; sigma is 1 where it is below epsilon.
 

@@ -1,14 +1,14 @@
 """S6: branch dissolution (Section 3.7, Algorithm 1)."""
 
 import numpy as np
-from numba import njit
 
+from accelerated.numba_cpu.compiled import compiled
 from spec.arrays import BoolVector, IntVector, Vector
 
 __all__ = ["dissolve", "kept_tokens"]
 
 
-@njit(cache=True)
+@compiled()
 def kept_tokens(size: int, before: int, c_0: int, N_min: int) -> int:
     """Eq. 32 and 33 in closed form: tokens that a trunk keeps when `before` tokens rank below it.
 
@@ -22,7 +22,7 @@ def kept_tokens(size: int, before: int, c_0: int, N_min: int) -> int:
     return 0
 
 
-@njit(cache=True)
+@compiled()
 def dissolve(
     score: Vector, offsets: IntVector, M: Vector, D: Vector, protected: BoolVector, B: int, N_min: int,
 ) -> tuple[IntVector, Vector, Vector]:

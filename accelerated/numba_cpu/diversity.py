@@ -8,6 +8,7 @@ its products run side by side, while each adds its channels in their order.
 import numpy as np
 from numba import njit
 
+from accelerated.numba_cpu.compiled import compiled
 from spec.arrays import Bool, BoolVector, Float64, Int64, IntVector, Matrix, Vector
 
 __all__ = ["diverse"]
@@ -21,7 +22,7 @@ def before(gain: Vector, a: int, b: int) -> bool:
     return bool(gain[a] > gain[b] or (gain[a] == gain[b] and a < b))
 
 
-@njit(cache=True)
+@compiled()
 def sink(heap: IntVector, size: int, gain: Vector, at: int) -> None:
     """Let the token at a place of the heap fall to where it belongs."""
     token = heap[at]
@@ -35,7 +36,7 @@ def sink(heap: IntVector, size: int, gain: Vector, at: int) -> None:
     heap[at] = token
 
 
-@njit(cache=True)
+@compiled()
 def redundancy(v: Vector, panel: Matrix, most: float, total: Vector) -> float:
     """The largest of `most` and the cosines of v with a panel (d, LANES); an empty lane gives 0."""
     total[:] = 0.0
@@ -48,7 +49,7 @@ def redundancy(v: Vector, panel: Matrix, most: float, total: Vector) -> float:
     return largest
 
 
-@njit(cache=True, nogil=True)
+@compiled(nogil=True)
 def greedy(worth: Vector, V: Matrix, retained: BoolVector, k: int, lam: float) -> BoolVector:
     """Marks of the k tokens."""
     n, d = V.shape

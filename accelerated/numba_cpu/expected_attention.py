@@ -6,9 +6,9 @@ Rotations, the mean of the queries and the d x d matrices are float64, as is the
 import math
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from accelerated.numba_cpu.compiled import compiled
 from accelerated.numba_cpu.kernels import FAST, exp2, largest
 from accelerated.numba_cpu.threads import plain, threads
 from spec.arrays import IntVector, Matrix, Vector
@@ -70,7 +70,7 @@ def _statistics(q: Floats, cos: Floats, sin: Floats) -> tuple[Vector, Matrix]:
     return mean, np.matmul(back.T, back).astype(np.float64) / len(q)
 
 
-@njit(nogil=True, fastmath=FAST, cache=True)
+@compiled(nogil=True, fastmath=FAST)
 def turn_back(q: Floats, cos: Floats, sin: Floats, back: Floats) -> Vector:
     """Each query turned back by its angles, into `back`; their mean."""
     m, half = cos.shape
@@ -91,7 +91,7 @@ def turn_back(q: Floats, cos: Floats, sin: Floats, back: Floats) -> Vector:
     return mean
 
 
-@njit(nogil=True, fastmath=FAST, cache=True)
+@compiled(nogil=True, fastmath=FAST)
 def add_expected(turned: Floats, k: Floats, linear: Floats, weights: Vector) -> None:
     """Add each query head's softmax over the keys (n, d): `turned` (n, G d) and `linear` (G, d) give base-2 logits."""
     n, d = k.shape
@@ -112,7 +112,7 @@ def add_expected(turned: Floats, k: Floats, linear: Floats, weights: Vector) -> 
             weights[j] += z[j] / total
 
 
-@njit(nogil=True, fastmath=FAST, cache=True)
+@compiled(nogil=True, fastmath=FAST)
 def norms(v: Floats) -> Vector:
     """The norm of each value (n, d)."""
     found = np.empty(len(v))

@@ -1,8 +1,8 @@
 """S4: the graph between trunks (Section 3.5)."""
 
 import numpy as np
-from numba import njit
 
+from accelerated.numba_cpu.compiled import compiled
 from spec.arrays import IntMatrix, IntVector, Matrix, Vector
 from spec.records import CoAttention
 
@@ -26,7 +26,7 @@ def trunk_graph(
     return graph
 
 
-@njit(cache=True)
+@compiled()
 def bucket_edges(trunk: IntVector, neighbours: IntMatrix, where: IntVector) -> None:
     """Count, in where[g + 1], the edges whose lower trunk is g."""
     for i in range(neighbours.shape[0]):
@@ -36,7 +36,7 @@ def bucket_edges(trunk: IntVector, neighbours: IntMatrix, where: IntVector) -> N
                 where[min(trunk[i], trunk[j]) + 1] += 1
 
 
-@njit(cache=True)
+@compiled()
 def place_edges(
     trunk: IntVector, neighbours: IntMatrix, weights: Matrix, cursor: IntVector, other: IntVector, weight: Vector,
 ) -> None:
@@ -51,7 +51,7 @@ def place_edges(
                 cursor[low] += 1
 
 
-@njit(cache=True)
+@compiled()
 def surviving_pairs(
     trunk: IntVector, sizes: IntVector, intra: IntMatrix, intra_weight: Matrix, cross: IntMatrix,
     cross_weight: Matrix, tau_edge: float,
@@ -89,7 +89,7 @@ def surviving_pairs(
     return rows[:found], columns[:found], W[:found]
 
 
-@njit(cache=True)
+@compiled()
 def symmetric_csr(
     a: IntVector, b: IntVector, W: Vector, m: int,
 ) -> tuple[IntVector, IntVector, Vector, Vector]:

@@ -1,14 +1,14 @@
 """Decode: edges between trunks that are active together grow, all others fade (Section 3.8(c))."""
 
 import numpy as np
-from numba import njit
 
+from accelerated.numba_cpu.compiled import compiled
 from spec.arrays import BoolVector, IntVector, Vector
 
 __all__ = ["hebbian"]
 
 
-@njit(cache=True)
+@compiled()
 def hebbian(
     indptr: IntVector, indices: IntVector, weights: Vector, active: BoolVector, eta_Hebb: float, gamma_decay: float,
     tau_edge: float,

@@ -1,8 +1,8 @@
 """S3: how distinctly each token entered the cache (Section 3.4)."""
 
 import numpy as np
-from numba import njit
 
+from accelerated.numba_cpu.compiled import compiled
 from spec.arrays import IntVector, Vector
 from spec.parameters import CrystalCacheParameters
 from spec.parameters.crystalcache import RarityForm
@@ -58,7 +58,7 @@ def mixed(salience: Vector, counts: IntVector, token: IntVector, parameters: Cry
     return M
 
 
-@njit(cache=True)
+@compiled()
 def mixture(S: Vector, U: Vector, token: IntVector, M_min: float, M_max: float) -> Vector:
     """Eq. 22 from the rarity of each distinct id."""
     M = np.empty(len(S))
@@ -67,7 +67,7 @@ def mixture(S: Vector, U: Vector, token: IntVector, M_min: float, M_max: float) 
     return M
 
 
-@njit(cache=True)
+@compiled()
 def unit_mixture(S: Vector, U: Vector, token: IntVector) -> Vector:
     """The essay's M_i: salience as a share of the largest."""
     peak = S.max()
@@ -77,7 +77,7 @@ def unit_mixture(S: Vector, U: Vector, token: IntVector) -> Vector:
     return M
 
 
-@njit(cache=True)
+@compiled()
 def trunk_impact(M: Vector, offsets: IntVector) -> Vector:
     """Mean of each trunk's three largest M_i, summed from the largest down; `offsets` index M.
 
@@ -103,7 +103,7 @@ def trunk_impact(M: Vector, offsets: IntVector) -> Vector:
     return M_bar
 
 
-@njit(cache=True)
+@compiled()
 def unit_trunk_impact(M_bar: Vector, epsilon: float) -> Vector:
     """Mbar by the least and the greatest of all trunks.
 

@@ -4,6 +4,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from accelerated.numba_cpu.compiled import compiled
+
 __all__ = [
     "FAST", "accumulate_attention", "bound_weights", "insert_best", "normalise_rows", "own_chunk", "running_lse",
     "tile_peaks",
@@ -50,7 +52,7 @@ def largest(bits: NDArray[np.int32], start: int, stop: int) -> np.float32:
     return np.int32(top ^ ((top >> np.int32(31)) & np.int32(2**31 - 1))).view(np.float32)
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def tile_peaks(S: Floats, tile_peak: Floats) -> None:
     """Each row's largest logit of a tile (rows, keys)."""
     bits = S.view(np.int32)
@@ -58,7 +60,7 @@ def tile_peaks(S: Floats, tile_peak: Floats) -> None:
         tile_peak[r] = largest(bits[r], 0, S.shape[1])
 
 
-@njit(nogil=True, fastmath=FAST, cache=True)
+@compiled(nogil=True, fastmath=FAST)
 def running_lse(S: Floats, peak: Floats, total: Floats, tile_peak: Floats, reach: Ints) -> None:
     """Fold a tile of logits (rows, keys) into each row's running maximum and sum; note the tile's own maximum.
 
@@ -80,7 +82,7 @@ def running_lse(S: Floats, peak: Floats, total: Floats, tile_peak: Floats, reach
         peak[r] = new
 
 
-@njit(nogil=True, fastmath=FAST, cache=True)
+@compiled(nogil=True, fastmath=FAST)
 def own_chunk(S: Floats, lse: Floats, column: Floats, A: Floats, first_query: int, share: np.float32) -> None:
     """Weights on the chunk's own keys: column sums per head, and the head mean added to A (queries, keys)."""
     queries = A.shape[0]
@@ -94,7 +96,7 @@ def own_chunk(S: Floats, lse: Floats, column: Floats, A: Floats, first_query: in
                 a[j] += p * share
 
 
-@njit(nogil=True, fastmath=FAST, cache=True)
+@compiled(nogil=True, fastmath=FAST)
 def bound_weights(tile_peak: Floats, lse: Floats, bound: Floats) -> None:
     """bound[t, i]: no weight of row i in tile t, summed over the heads, exceeds it.
 
@@ -109,7 +111,7 @@ def bound_weights(tile_peak: Floats, lse: Floats, bound: Floats) -> None:
             bound[t, i] = most
 
 
-@njit(nogil=True, fastmath=FAST, cache=True)
+@compiled(nogil=True, fastmath=FAST)
 def accumulate_attention(S: Floats, rows: Ints, lse: Floats, W: Floats) -> None:
     """Add the weights of some heads, S (heads x rows, keys), to W (rows, keys)."""
     for h in range(lse.shape[0]):
@@ -119,7 +121,7 @@ def accumulate_attention(S: Floats, rows: Ints, lse: Floats, W: Floats) -> None:
                 w[j] += exp2(s[j] - level)
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def insert_best(
     W: Floats, rows: Ints, share: np.float32, tau: np.float32, first_key: int, index: Ints, weight: Floats,
 ) -> None:
@@ -150,7 +152,7 @@ def place(w: np.float32, key: int, tau: np.float32, index: Ints, weight: Floats,
         weight[p], index[p] = w, key
 
 
-@njit(nogil=True, fastmath=FAST, cache=True)
+@compiled(nogil=True, fastmath=FAST)
 def normalise_rows(A: Floats, epsilon: np.float32) -> None:
     """Eq. 12, in place."""
     for i in range(A.shape[0]):

@@ -10,6 +10,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from accelerated.numba_cpu.compiled import compiled
 from accelerated.numba_cpu.kernels import FAST
 from spec.arrays import Matrix, Vector
 from spec.errors import SpecError
@@ -48,7 +49,7 @@ def anomaly_score(k: NDArray[np.floating], parameters: NestedKVParameters) -> Ma
     return score
 
 
-@njit(nogil=True, fastmath=FAST, cache=True)
+@compiled(nogil=True, fastmath=FAST)
 def measured(k: Floats, b: int) -> tuple[Floats, Floats, Floats]:
     """Inverse norms (n,), 0 for a zero key; sums of unit keys by block (blocks, d); the direction of mu_s (d,).
 
@@ -92,7 +93,7 @@ def point(memory: Floats, share: np.float32) -> None:
         memory[c] *= scale
 
 
-@njit(nogil=True, fastmath=FAST, cache=True)
+@compiled(nogil=True, fastmath=FAST)
 def anomalies(k: Floats, inverse: Floats, blocks: Floats, stable: Floats, b: int, W: int) -> Matrix:
     """-cos of each key with its three memories (3, n); `blocks` become directions in place.
 
@@ -130,7 +131,7 @@ def anomalies(k: Floats, inverse: Floats, blocks: Floats, stable: Floats, b: int
     return a
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def min_max(a: Matrix) -> None:
     """Each row moved to [0, 1] in place; zeros where its range is negligible.
 
@@ -155,7 +156,7 @@ def blend_weights(a: Matrix, m: int, w0: Vector, beta: float) -> Vector:
     return weights
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def routed(a: Matrix, w: Vector, tau: float, kappa: float, score: Vector) -> None:
     """a* into `score` (n,), from normalised rows (3, n).
 

@@ -3,12 +3,13 @@
 import numpy as np
 from numba import njit
 
+from accelerated.numba_cpu.compiled import compiled
 from spec.arrays import BoolVector, IntVector, Vector
 
 __all__ = ["resonance"]
 
 
-@njit(cache=True)
+@compiled()
 def resonance(
     D: Vector, indptr: IntVector, indices: IntVector, weights: Vector, active: BoolVector, max_hops: int,
     gamma_hop: float, tau_pulse: float, alpha_res: float,

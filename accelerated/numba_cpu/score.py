@@ -3,14 +3,14 @@
 import math
 
 import numpy as np
-from numba import njit
 
+from accelerated.numba_cpu.compiled import compiled
 from spec.arrays import BoolVector, Vector
 
 __all__ = ["score"]
 
 
-@njit(cache=True)
+@compiled()
 def score(D: Vector, M_bar: Vector, protected: BoolVector, alpha: float, epsilon: float) -> Vector:
     """The larger of D and the min-max normalised log impact; NaN where protected.
 

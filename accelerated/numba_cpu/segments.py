@@ -1,8 +1,8 @@
 """S4 of a later segment, whose edges reach older trunks."""
 
 import numpy as np
-from numba import njit
 
+from accelerated.numba_cpu.compiled import compiled
 from accelerated.numba_cpu.crystallization import crystallization
 from accelerated.numba_cpu.graph import surviving_pairs, symmetric_csr
 from spec.arrays import IntMatrix, IntVector, Matrix, Vector
@@ -49,7 +49,7 @@ def segment_crystallization(degree: Vector, old: int, parameters: CrystalCachePa
     return D[old:]
 
 
-@njit(cache=True)
+@compiled()
 def to_nodes(neighbours: IntMatrix, bounds: IntVector, old: int) -> IntMatrix:
     """Absolute positions as nodes; the first `old` rows, of old trunks, have no neighbour of their own."""
     n, k = neighbours.shape

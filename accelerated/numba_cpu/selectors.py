@@ -1,8 +1,8 @@
 """The best single tokens of many sets: a threshold by selection instead of a sort, then one pass in order."""
 
 import numpy as np
-from numba import njit
 
+from accelerated.numba_cpu.compiled import compiled
 from spec.arrays import BoolMatrix, IntVector, Matrix, Vector
 from spec.policy import Selection
 
@@ -19,7 +19,7 @@ def best_tokens(values: Matrix, shares: IntVector, pinned: BoolMatrix) -> Select
     return Selection(*kept_tokens(values, shares, pinned))
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def kept_tokens(values: Matrix, shares: IntVector, pinned: BoolMatrix) -> tuple[IntVector, IntVector]:
     """Positions and offsets of what each row keeps."""
     groups, n = values.shape
@@ -52,7 +52,7 @@ def kept_tokens(values: Matrix, shares: IntVector, pinned: BoolMatrix) -> tuple[
     return positions[:at].copy(), offsets
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def lowest(candidates: Vector, k: int) -> float:
     """The k-th lowest."""
     found = np.full(k, np.inf)
@@ -67,7 +67,7 @@ def lowest(candidates: Vector, k: int) -> float:
     return least
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def threshold(candidates: Vector, free: int) -> tuple[float, int]:
     """The least of the `free` best candidates, and how many of those that equal it are among them."""
     if free == 0:
@@ -76,5 +76,6 @@ def threshold(candidates: Vector, free: int) -> tuple[float, int]:
     least = lowest(candidates, worse + 1) if worse < FEW else np.partition(candidates, worse)[worse]
     above = 0
     for x in candidates:
-        above += x > least
+        if x > least:
+            above += 1
     return least, free - above

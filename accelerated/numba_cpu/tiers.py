@@ -1,14 +1,14 @@
 """S6: the essay's tiers as Stage 1; t by bisection, since what the tiers keep never falls as t rises."""
 
 import numpy as np
-from numba import njit
 
+from accelerated.numba_cpu.compiled import compiled
 from spec.arrays import BoolVector, IntVector, Vector
 
 __all__ = ["dissolve_in_tiers", "kept_in_tier", "least_shift"]
 
 
-@njit(cache=True)
+@compiled()
 def kept_in_tier(size: int, rank: int, m: int, t: int, N_min: int) -> int:
     """Tokens that the trunk at a rank, best first, keeps at shift t.
 
@@ -24,7 +24,7 @@ def kept_in_tier(size: int, rank: int, m: int, t: int, N_min: int) -> int:
     return min(size, max(N_min, (2 * size * (8 * w - 3 * (rank - a)) + 10 * w) // (20 * w)))
 
 
-@njit(cache=True)
+@compiled()
 def kept_in_all(sizes: IntVector, t: int, N_min: int) -> int:
     """Tokens that all trunks, from the lowest score up, keep at shift t."""
     m = len(sizes)
@@ -34,7 +34,7 @@ def kept_in_all(sizes: IntVector, t: int, N_min: int) -> int:
     return total
 
 
-@njit(cache=True)
+@compiled()
 def least_shift(sizes: IntVector, B_avail: int, N_min: int) -> int:
     """The least t in [-m, m] that keeps at least B_avail tokens."""
     low, high = -len(sizes), len(sizes)
@@ -47,7 +47,7 @@ def least_shift(sizes: IntVector, B_avail: int, N_min: int) -> int:
     return low
 
 
-@njit(cache=True)
+@compiled()
 def dissolve_in_tiers(
     score: Vector, offsets: IntVector, M: Vector, D: Vector, protected: BoolVector, B: int, N_min: int,
 ) -> tuple[IntVector, Vector, Vector]:

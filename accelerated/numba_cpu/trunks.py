@@ -1,8 +1,8 @@
 """S2: trunks, the contiguous units of eviction (Section 3.3)."""
 
 import numpy as np
-from numba import njit
 
+from accelerated.numba_cpu.compiled import compiled
 from spec.arrays import BoolVector, IntMatrix, IntVector, Matrix
 from spec.parameters import CrystalCacheParameters
 from spec.records import CoAttention
@@ -25,7 +25,7 @@ def trunk_offsets(coattention: CoAttention, ends: BoolVector, parameters: Crysta
     return local + coattention.start
 
 
-@njit(cache=True)
+@compiled()
 def build(
     ends: BoolVector, intra: IntMatrix, intra_weight: Matrix, cross: IntMatrix, cross_weight: Matrix,
     tau_merge: float, T_max: int,
@@ -51,7 +51,7 @@ def build(
     return offsets[: m + 1].copy()
 
 
-@njit(cache=True)
+@compiled()
 def interface_sum(
     start: int, stop: int, next_stop: int, intra: IntMatrix, intra_weight: Matrix, cross: IntMatrix,
     cross_weight: Matrix,
@@ -72,7 +72,7 @@ def interface_sum(
     return total, k
 
 
-@njit(cache=True)
+@compiled()
 def strong(
     start: int, stop: int, next_stop: int, intra: IntMatrix, intra_weight: Matrix, cross: IntMatrix,
     cross_weight: Matrix, tau_merge: float,
@@ -83,7 +83,7 @@ def strong(
     return joined
 
 
-@njit(cache=True)
+@compiled()
 def split(offsets: IntVector, m: int, start: int, stop: int, T_max: int) -> int:
     """Append the pieces of one merged trunk, larger first; returns how many trunks there are now."""
     size = stop - start

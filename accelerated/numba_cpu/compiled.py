@@ -1,0 +1,54 @@
+"""Numba's `njit` with a cache on disk that many processes may fill at once."""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from numba import njit
+from numba.core.caching import FunctionCache, IndexDataCacheFile
+
+__all__ = ["Files", "compiled", "digest_of"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def digest_of(folder: Path) -> str:
+    """Of the sources in a folder: machine code holds code that other modules inline."""
+    sources = sorted(folder.glob("*.py"))
+    return hashlib.sha256(b"\0".join(b"\0".join([x.name.encode(), x.read_bytes()]) for x in sources)).hexdigest()
+
+
+SOURCES = digest_of(Path(__file__).parent)
+
+
+class Files(IndexDataCacheFile):  # type: ignore[misc]  # Numba is untyped
+    """An index and data files whose numbers are digests of what they hold.
+
+    Numba numbers its data files. Two processes that compile a function for different types take the same number, and a
+    later process runs code for the wrong types: its results are wrong and no error is raised (Numba's issue 4807).
+    """
+
+    def save(self, key: object, data: object) -> None:
+        """Write the data, then the index. An entry that another process adds meanwhile is lost, and compiled again."""
+        name = self._data_name(int.from_bytes(hashlib.sha256(self._dump(data)).digest()[:8], "big"))
+        self._save_data(name, data)
+        self._save_index({**self._load_index(), key: name})
+
+
+class _Cache(FunctionCache):  # type: ignore[misc]
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        self._cache_file = Files(self._cache_path, self._impl.filename_base, SOURCES)
+
+
+def compiled(**options: Any) -> Callable[[Function], Function]:
+    """`njit(cache=True)` with these options; with NUMBA_DISABLE_JIT=1 the function itself."""
+    def decorate(function: Function) -> Function:
+        made: Any = njit(**options)(function)
+        if made is not function:
+            made._cache = _Cache(function)
+        found: Function = made
+        return found
+
+    return decorate
