@@ -22,7 +22,20 @@ OLDER_TRITON = "3.6.0"
 SITE_NEEDS = [
     "zensical==0.0.73", "numpy", "jaxtyping", "hypothesis", "pytest", "z3-solver", "typer", "griffe2md",
 ]
-LIGHT_NEED = ["pytest-xdist", "beartype", "jsonschema", "scipy", "z3-solver", "rich"]
+# kvspec is tried on those that are found; the classifiers of pyproject.toml name those on which all of it has passed.
+PYTHONS = ("3.11", "3.12", "3.13", "3.14")
+# What other Pythons are given and judged by, without torch; the core is the language, and no numbers of long prompts.
+WITHOUT_TORCH = {
+    "light": (
+        [".[numba,tables,conformance]", "pytest-xdist", "beartype", "jsonschema", "scipy", "z3-solver", "rich", "nox"],
+        ["conformance"],
+    ),
+    "core": ([".[conformance]", "pytest-xdist", "beartype"], [
+        "conformance/suite", "conformance/own/spec", "conformance/own/reference",
+        "conformance/own/conformance/test_verify.py", "--ignore-glob=*/test_scale_*.py",
+        "--ignore=conformance/suite/test_decode_machine.py", "--ignore=conformance/suite/test_false_properties.py",
+    ]),
+}
 FLOATS_NEED = ["python-flint", "numpy", "jaxtyping", "hypothesis", "pytest"]
 # Each has an environment of its own; other extras that its test needs, and the test.
 EXTRAS = {
@@ -165,32 +178,43 @@ def quick(session: nox.Session) -> None:
     run(session, "conformance.assurance.quick", *session.posargs, **ONE_THREAD)
 
 
+def version_in(path: Path) -> list[int]:
+    """The version that a folder of pyenv's is named after, `3.13.1/bin/python`."""
+    return [int(part) for part in re.findall(r"\d+", path.parts[-3])]
+
+
 def other_pythons() -> dict[str, str]:
-    """Interpreters of the other minor versions that kvspec claims: pyenv's, or on the path; oldest first."""
+    """Interpreters of the other minor versions that kvspec admits: pyenv's, or on the path; oldest first."""
     home, found = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions", {}
-    for name in (f"3.{minor}" for minor in range(11, 15) if minor != sys.version_info.minor):
-        candidates = sorted(str(path) for path in home.glob(f"{name}.*/bin/python"))
-        if base := candidates[-1] if candidates else shutil.which(f"python{name}"):
+    for name in PYTHONS:
+        if name == f"3.{sys.version_info.minor}":
+            continue
+        candidates = sorted(home.glob(f"{name}.*/bin/python"), key=version_in)
+        if base := str(candidates[-1]) if candidates else shutil.which(f"python{name}"):
             found[name] = base
     return found
 
 
 @nox.session(venv_backend="none")
 def pythons(session: nox.Session) -> None:
-    """What needs no torch, on every other Python; `-- newest`: on that alone; `-- whole`: demo and conformance."""
-    found = other_pythons() or session.skip("no other Python is on the path")
-    for name, base in found.items() if session.posargs != ["newest"] else list(found.items())[-1:]:
-        if session.posargs == ["whole"]:
+    """What needs no torch, on every other Python; `-- core`: a minute on the newest; `-- whole`: demo, conformance."""
+    found, kind = list(other_pythons().items()), " ".join(session.posargs) or "light"
+    if kind not in (*WITHOUT_TORCH, "whole"):
+        session.error(f"-- {kind}: must be core, whole or nothing")
+    if not found:
+        session.skip("there is no other Python, neither pyenv's nor on the path")
+    for name, base in found[-1:] if kind == "core" else found:
+        if kind == "whole":
             own = new_environment(session, ROOT / ".nox" / f"nox-{name}", "nox", base=base)
             session.run(own, "-m", "nox", "-s", "demo", "conformance", external=True)
             continue
-        home = ROOT / ".nox" / f"light-{name}"
+        (wanted, tests), home = WITHOUT_TORCH[kind], ROOT / ".nox" / f"{kind}-{name}"
         if not (home / stamp()).exists():
-            new_environment(session, home, "-e", ".[numba,tables,conformance]", *LIGHT_NEED, base=base)
+            new_environment(session, home, "-e", *wanted, base=base)
             (home / stamp()).touch()
-        python = str(interpreter_of(home))
-        arguments = [*WORKERS, "--kvspec-profile", "few", CHECKED]
-        session.run(python, "-m", "pytest", *arguments, "conformance", external=True, env=ONE_THREAD)
+        arguments = ["pytest", *WORKERS, "--kvspec-profile", "few", CHECKED, *tests]
+        session.run(str(interpreter_of(home)), "-m", *arguments, external=True, env=ONE_THREAD)
+        session.run(str(interpreter_of(home)), "-m", "models_integration.cli", "policies", external=True, silent=True)
 
 
 @nox.session(venv_backend="none")

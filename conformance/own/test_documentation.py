@@ -148,7 +148,9 @@ def exists(words: Sequence[str]) -> bool:
             importlib.import_module("noxfile")
             return bool(named) and set(named) <= set(importlib.import_module("nox.registry").get())
         case ["python", "-m", module, *_]:
-            return find_spec(module) is not None
+            home = ROOT / module.replace(".", "/")  # find_spec would import the packages above it, which may need torch
+            ours = home.with_suffix(".py").is_file() or (home / "__main__.py").is_file()
+            return ours or ("." not in module and find_spec(module) is not None)
         case ["pip" | "python", *_] | [_, "-m", "pip", *_]:
             extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
             named = re.findall(r"\[(.+)\]", " ".join(words))

@@ -1,5 +1,8 @@
-"""What nox runs: each backend's process collects all that judges it, and `quick` the tests of what changed."""
+"""What nox runs: each backend's process collects all that judges it, `quick` the tests of what changed; Pythons."""
 
+import re
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -41,3 +44,29 @@ def test_what_changed_decides_what_the_quick_session_runs() -> None:
 def test_what_is_no_commit_is_named() -> None:
     with pytest.raises(SystemExit, match="nonsense"):
         changed_files("nonsense")
+
+
+def test_every_place_names_the_same_pythons() -> None:
+    """The oldest is the one for which the code is checked; those that are claimed are those that the guide names."""
+    told = tomllib.loads(Path(ROOT, "pyproject.toml").read_text(encoding="utf-8"))
+    claimed = re.findall(r"Python :: (3\.\d+)", " ".join(told["project"]["classifiers"]))
+    oldest = claimed[0]
+    assert told["project"]["requires-python"] == f">={oldest}"
+    assert told["tool"]["mypy"]["python_version"] == oldest
+    assert told["tool"]["ruff"]["target-version"] == f"py{oldest.replace('.', '')}"
+    assert claimed == list(noxfile.PYTHONS[: len(claimed)])
+    guide = Path(ROOT, "docs/guide/quickstart.md").read_text(encoding="utf-8")
+    assert f"tested on Python {', '.join(claimed[:-1])} and {claimed[-1]}." in guide
+    assert "python_version" not in Path(ROOT, "constraints.txt").read_text(encoding="utf-8")
+
+
+def test_the_newest_patch_of_each_other_python_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert noxfile.other_pythons() == {}
+    own = f"3.{sys.version_info.minor}"
+    for name in (f"{minor}.{patch}" for minor in noxfile.PYTHONS for patch in (9, 10)):
+        (tmp_path / "versions" / name / "bin").mkdir(parents=True)
+        (tmp_path / "versions" / name / "bin/python").touch()
+    newest = {name: str(tmp_path / f"versions/{name}.10/bin/python") for name in noxfile.PYTHONS if name != own}
+    assert noxfile.other_pythons() == newest

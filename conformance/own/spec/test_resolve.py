@@ -126,6 +126,8 @@ def no_engines() -> Iterator[None]:
 def test_a_missing_package_is_named_with_what_brings_it(
     name: str, package: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if package != "numba":
+        pytest.importorskip("numba", reason="Triton's backend imports Numba's first")
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(BackendUnavailable, match=rf"'{name}'.*{package}.*pip install 'kvspec\[{name}\]' brings"):
         resolve(name)
@@ -134,6 +136,7 @@ def test_a_missing_package_is_named_with_what_brings_it(
 @pytest.mark.spec("CC-COATTENTION")
 def test_numba_without_threadpoolctl_says_so_where_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     """S2 to S6 run without it; S1 would fight over the cores with BLAS."""
+    pytest.importorskip("numba", reason="pip install 'kvspec[numba]'")
     threads = pytest.importorskip("accelerated.numba_cpu.threads")
     monkeypatch.setattr(threads, "BLAS", None)
     q = np.ones((1, 2, 2), dtype=np.float32)
