@@ -20,8 +20,8 @@ FOLDER, PAGE = DOCS / "upstream", DOCS / "upstream.md"
 FIELDS = ("Package", "Prints", "Expected", "Change")
 INTRODUCTION = """# Defects to report upstream
 
-Each file is a complete issue: the defect, the output, the expected output with its source, a change, and a script of at
-most 15 lines. `nox -s upstream` runs all scripts and fails if the output of a script changes. This page does not list
+Each file is a complete issue, with the defect, the output, the expected output and its source, a change and a script. A
+script has at most 15 lines. `nox -s upstream` runs all scripts and fails if the output of a script changes. This page does not list
 [different readings of a paper](peers.md). Models are tiny and random.
 """
 
