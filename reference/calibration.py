@@ -133,5 +133,5 @@ def load_calibration(path: str | PathLike[str]) -> Calibration:
         bound = f"has the format {form!r}, not {FORMAT!r}: make it again with kvspec calibrate"
         raise SpecError("path", str(path), bound)
     if identity.rope != rope:
-        raise SpecError("path", str(path), f"is damaged: its frequencies are {identity.rope}, its header says {rope}")
+        raise SpecError("path", str(path), f"is damaged: frequencies are {identity.rope}, in the header {rope}")
     return Calibration(identity, layers, mean, magnitude, heads, samples)

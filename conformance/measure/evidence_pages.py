@@ -119,7 +119,7 @@ def _sentence(claim: Claim) -> str:
 
 def _outcome(one: Verdict) -> str:
     outcome = one.outcome if one.outcome == "holds" else f"**{one.outcome}**"
-    return f"{outcome}: {one.flag}" if one.flag else outcome
+    return f"{outcome} ({one.flag})" if one.flag else outcome
 
 
 def _answers(claim: Claim, confirm: Samples) -> list[str]:
@@ -175,9 +175,9 @@ LATER = (
 )
 COLUMNS = (
     _after("facts, question after", FACTS), Column("facts, question in the prompt", FACTS, "in_prompt", "0.3"),
-    _after("prose goes on", PROSE, answers=False),
+    _after("continued prose", PROSE, answers=False),
 )
-PROSE_AT_3 = _after("prose goes on, 0.3", PROSE, answers=False)
+PROSE_AT_3 = _after("continued prose, 0.3", PROSE, answers=False)
 TABLES: dict[str, Callable[[], list[list[str]]]] = {
     "few": lambda: figures("rules", [
         Column(f"question {words}", FACTS, name, "0.3", recovery=False)

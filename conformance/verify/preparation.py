@@ -42,7 +42,7 @@ def check_out(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise SpecError("out", str(folder), f"cannot be made a folder: {error.strerror}; choose another") from error
+        raise SpecError("out", str(folder), f"cannot be made a folder ({error.strerror}); choose another") from error
     if not os.access(folder, os.W_OK | os.X_OK):
         raise SpecError("out", str(folder), "cannot be written; choose another folder")
 

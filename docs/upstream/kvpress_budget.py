@@ -1,4 +1,4 @@
-"""A budget is one token short where floats round down
+"""A budget is one token short if floats round down
 
 Package: kvpress 0.5.5
 Prints: AssertionError: 9 of 100 tokens are kept at ratio 0.9

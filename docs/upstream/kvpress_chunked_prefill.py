@@ -1,4 +1,4 @@
-"""Of a prompt read in pieces only the first piece is compressed
+"""Only the first piece of a prompt read in pieces is compressed
 
 Package: kvpress 0.5.5
 Prints: AssertionError: 112 of 128 tokens are kept at ratio 0.5

@@ -1,4 +1,4 @@
-"""After a press on Gemma 3, a question's tokens see those behind them
+"""After a press on Gemma 3, tokens of a question attend to later tokens
 
 Package: kvpress 0.5.5
 Prints: AssertionError: another last token of the question changes what is said at its first

@@ -1,4 +1,4 @@
-"""SnapKVPress scores by another scaling than the model's
+"""SnapKVPress scores by a scaling different from the model's
 
 Package: kvpress 0.5.5
 Prints: AssertionError: the weights are not those of the model

@@ -1,4 +1,4 @@
-"""SnapKVPress evicts the newest tokens where the budget is below its window
+"""SnapKVPress evicts the newest tokens if the budget is below its window
 
 Package: kvpress 0.5.5
 Prints: AssertionError: the last token of the prompt is evicted

@@ -1,4 +1,4 @@
-"""Prompt lookup with a quantized cache crashes: QuantizedCache says that it can be cropped
+"""Prompt lookup with a quantized cache crashes: QuantizedCache.is_croppable is True
 
 Package: transformers 5.23.0
 Prints: IndexError: too many indices for tensor of dimension 1

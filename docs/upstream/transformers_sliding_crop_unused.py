@@ -1,4 +1,4 @@
-"""crop on a sliding cache that nothing was read into raises AttributeError
+"""crop on an unused sliding cache raises AttributeError
 
 Package: transformers 5.23.0
 Prints: AttributeError: 'NoneType' object has no attribute 'shape'

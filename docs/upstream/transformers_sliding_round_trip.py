@@ -1,4 +1,4 @@
-"""DynamicCache(list(cache)) forgets how many tokens a sliding cache has seen
+"""DynamicCache(list(cache)) resets the number of tokens that a sliding cache has read
 
 Package: transformers 5.23.0
 Prints: AssertionError: 7 of 30 tokens are counted after the round trip

@@ -1,4 +1,4 @@
-"""StaticCache.get_seq_length() hands out its own counter
+"""StaticCache.get_seq_length() returns its own counter, not a copy
 
 Package: transformers 5.23.0
 Prints: AssertionError: the length before the second forward, once 10, is now 12

@@ -252,7 +252,8 @@ def read_master(path: Path, archive: Path) -> bytes:
         SpecError: for a file that cannot be read, that lies in the archive, or that others than its owner may read.
     """
     if path.resolve().is_relative_to(archive.resolve()):
-        raise SpecError("master_key", str(path), f"must lie outside the archive {archive}: who copies that has both")
+        bound = f"must be outside the archive {archive}: a copy of the archive would hold the key too"
+        raise SpecError("master_key", str(path), bound)
     try:
         with regular_file(path, follow_links=True) as descriptor:
             mode = stat.S_IMODE(os.fstat(descriptor).st_mode)

@@ -151,7 +151,7 @@ def _loaded(kind: Any, path: Path) -> tuple[Any, Any]:
     model, info = kind.from_pretrained(path, output_loading_info=True, dtype=torch.float32, local_files_only=True)
     missing = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
     if missing:
-        raise SpecError("path", str(path), f"must hold all weights of the model; missing: {', '.join(missing)}")
+        raise SpecError("path", str(path), f"must hold all weights of the model; it lacks {', '.join(missing)}")
     model.train(False)
     return model, AutoTokenizer.from_pretrained(path, local_files_only=True)
 

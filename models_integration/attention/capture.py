@@ -52,7 +52,7 @@ class Attended:
     options: Mapping[str, Any]
 
 
-OTHER_TENSORS = "its attention is handed other keys or values than its cache returned"
+OTHER_TENSORS = "its attention gets different keys or values than its cache returned"
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Arguments of attention functions that change the weights in ways that S1 does not know.

@@ -28,7 +28,7 @@ from spec.retention import Granularity, Retention
 __all__ = ["check_handover", "check_readable"]
 
 _TOKENS = 3
-_OWN_MASK = "it makes an attention mask of its own"
+_OWN_MASK = "it makes its own attention mask"
 # What a modelling file raises that was not written for what it is given.
 _ERRORS = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, NotImplementedError)
 
@@ -49,7 +49,7 @@ def check_handover(architecture: Architecture, needs: Needs, granularity: Granul
             raise SpecError("template", token_id, f"must lie in [0, {architecture.vocabulary})")
     handed = _handed(architecture)
     if handed.idle:
-        raise SpecError("model", architecture.name, f"its layers {handed.idle} store nothing of what it reads")
+        raise SpecError("model", architecture.name, f"its layers {handed.idle} store nothing of the prompt")
     if architecture.watched(needs) and not (handed.keys and handed.queries and (handed.values or not needs.values)):
         raise SpecError("model", architecture.name, OTHER_TENSORS)
     if granularity is not Granularity.MODEL:

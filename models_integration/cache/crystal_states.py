@@ -298,7 +298,7 @@ def _covering(cache: RetainedCache) -> CrystalStates:
     seen, states = cache.get_seq_length(), cache.continuation
     if not isinstance(states, CrystalStates) or not states.covers(seen):
         raise SpecError(
-            "past_key_values", f"{seen} tokens", "its states do not know all of them: some were read outside the "
-            "context, under another policy, or under a backend without decode"
+            "past_key_values", f"{seen} tokens", "the policy's states do not cover all of them: some were read outside "
+            "the context, under a different policy, or under a backend without decode"
         )
     return states

@@ -54,8 +54,8 @@ class DecideAnew:
         """
         if policy.granularity is not Granularity.MODEL or cache.layers_differ:
             raise SpecError(
-                "attention_mask", "zeros", "a padded turn is served where the policy keeps one set for the whole model,"
-                " and decides at the ends of segments"
+                "attention_mask", "zeros", "padded turns need a policy that keeps one set for the whole model and"
+                " decides at ends of segments; otherwise pass turns of equal length"
             )
 
     def decide_turn(self, policy: Policy, budget: Budget, observed: ObservedRows) -> Decision:
@@ -95,8 +95,8 @@ def _check_own_sets(policy: Policy, layers: Sequence[RetainedLayer]) -> None:
         raise SpecError("past_key_values", "heads that differ", f"{policy.name} keeps one set for a whole layer")
     if not (isinstance(scorer, SeparableScorer) and scorer.separable):
         reason = (
-            "compares layers or heads token by token, which store different tokens by now: it serves one segment; read"
-            " later text inside `with run.reading():`"
+            "compares layers or heads token by token and evicts from the first prompt only: now layers or heads store"
+            " different tokens. Read later text inside `with run.reading():`"
         )
         raise SpecError("policy", policy.name, reason)
 

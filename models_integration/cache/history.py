@@ -93,6 +93,6 @@ class ReadIds:
         if bool(differs.any()):
             row, at = (int(index) for index in differs.nonzero()[0])
             raise SpecError(
-                "input_ids", int(text[row, at]), f"is token {at} of the text, where the cache has read "
+                "input_ids", int(text[row, at]), f"is token {at} of the text, but the cache has read "
                 f"{int(known[row, at])}: pass the text as it was read, or leave out past_key_values"
             )

@@ -61,10 +61,10 @@ class DecideInSteps:
         """
         records, name = cache.continuation, policy.name
         if not isinstance(records, ScorerRecords) or records.policy != name:
-            raise SpecError("past_key_values", "tokens without records", f"{name} goes on from its own prompt only")
+            raise SpecError("past_key_values", "tokens without records", f"{name} continues only caches made by {name}")
         stored = [len(cache.full_layers[0].head_positions(row, 0)) for row in range(len(records.rows))]
         if stored != [running.live.shape[1] for running in records.rows]:
-            raise SpecError("past_key_values", "tokens without records", f"{name} has not seen the last tokens of it")
+            raise SpecError("past_key_values", "tokens without records", f"{name} has not read the last tokens")
 
     before_step = before_reading = check_turn
 
@@ -75,8 +75,8 @@ class DecideInSteps:
             SpecError: always.
         """
         raise SpecError(
-            "attention_mask", "zeros", "a padded turn is served where the policy keeps one set for the whole model, and"
-            " decides at the ends of segments"
+            "attention_mask", "zeros", "padded turns need a policy that keeps one set for the whole model and decides"
+            " at ends of segments; otherwise pass turns of equal length"
         )
 
     def decide_turn(self, policy: Policy, budget: Budget, observed: ObservedRows) -> Decision:

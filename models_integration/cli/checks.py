@@ -27,7 +27,7 @@ def check_folder(option: str, folder: Path, *results: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise SpecError(option, str(folder), f"cannot be made a folder: {error.strerror}; choose another") from error
+        raise SpecError(option, str(folder), f"cannot be made a folder ({error.strerror}); choose another") from error
     if not os.access(folder, os.W_OK | os.X_OK):
         raise SpecError(option, str(folder), "cannot be written; choose another folder")
     for file in (folder / name for name in results):

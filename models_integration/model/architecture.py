@@ -248,7 +248,7 @@ def _refuse_config(config: PretrainedConfig) -> str | None:
     if config.is_encoder_decoder:
         return "encoder-decoder models are not served"
     if not hasattr(config, "num_hidden_layers"):
-        return "its configuration states no layers (num_hidden_layers): it is several models in one"
+        return "its config has no num_hidden_layers: it contains several models"
     if any(rank is not None for rank in by_layer(config, "kv_lora_rank")):
         return "multi-head latent attention (MLA) caches no keys per head"
     # A layer that stores its keys for others shares no cache while none of them reuses it.
@@ -268,7 +268,7 @@ def _refuse_wrapper(model: PreTrainedModel, config: PretrainedConfig, decoder: n
     if config is model.config or model.config.is_encoder_decoder:
         return None
     name = type(decoder).__name__
-    return f"it hands embeddings, not input_ids, to its {name}: take text = model.get_decoder(), and policy(text)"
+    return f"it passes embeddings, not input_ids, to its {name}: use text = model.get_decoder() and policy(text)"
 
 
 def _refuse_layers(config: PretrainedConfig, types: list[str]) -> str | None:
@@ -287,7 +287,7 @@ def _refuse_layers(config: PretrainedConfig, types: list[str]) -> str | None:
 
 def _refuse_attention(config: PretrainedConfig, decoder: nn.Module, attention: Mapping[int, nn.Module]) -> str | None:
     if not attention:
-        return "no layer of it says which keys and values of a cache are its own (layer_idx): recurrent ones have none"
+        return "its layers have no layer_idx: recurrent layers store no keys and values"
     if sorted(attention) != list(range(config.num_hidden_layers)):
         return f"its {config.num_hidden_layers} layers do not have one attention module each"
     if any(hasattr(module, "sinks") for module in attention.values()):
@@ -295,7 +295,7 @@ def _refuse_attention(config: PretrainedConfig, decoder: nn.Module, attention: M
     if not _keeps_positions(decoder):
         if any("rotary" in name for module in attention.values() for name in dir(module)):
             return "its rotary positions (RoPE) cannot be read: it holds a table of sines, not frequencies (inv_freq)"
-        return "it has neither rotary positions (RoPE) nor a table of positions: what its keys say of them is unknown"
+        return "it has neither rotary positions (RoPE) nor a table of positions: the positions of its keys are unknown"
     if any("cache_offset" in signature(module.forward).parameters for module in attention.values()):
         return "its layers run several times and keep a cache for each time, which is not served"
     if not all(getattr(part, "is_causal", True) for part in (config, *attention.values())):

@@ -320,8 +320,8 @@ def _foreign_attention(reader: _Reader) -> list[object]:
 
 def _refuse_value(where: str, reason: str) -> NoReturn:
     raise SpecError(
-        "model", where, f"{reason}: keep numbers, strings, tensors and modules there; if it changes no answer, make the"
-        " identity before it is there, and give that (identity=...)"
+        "model", where, f"{reason}: keep numbers, strings, tensors and modules there. If it changes no answer, make the"
+        " identity without it and pass identity=..."
     )
 
 
@@ -375,8 +375,8 @@ def _is_trusted(function: Any) -> bool:
 
 def _refuse_hook(what: str, function: object, where: str) -> None:
     raise SpecError(
-        "model", where, f"has {what}, {_name_of(function)}, which may change its answers: remove it; if it changes"
-        " nothing, make the identity before it is there, and give that (identity=...)"
+        "model", where, f"has {what}, {_name_of(function)}, which may change its answers: remove it. If it changes"
+        " no answer, make the identity without it and pass identity=..."
     )
 
 

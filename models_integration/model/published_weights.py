@@ -159,7 +159,7 @@ def _alone(models: Path) -> Iterator[None]:
         models.mkdir(parents=True, exist_ok=True)
         lock = (models / ".lock").open("w", encoding="ascii")
     except OSError as error:
-        bound = f"cannot be made or written: {error.strerror}; choose another folder by {HOME}"
+        bound = f"cannot be made or written ({error.strerror}); set {HOME} to another folder"
         raise SpecError(HOME, str(home()), bound) from error
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -179,7 +179,7 @@ def _room(weights: PublishedWeights, models: Path) -> Iterator[None]:
 
 def _too_full(weights: PublishedWeights, models: Path) -> SpecError:
     free = shutil.disk_usage(models).free // 10**6
-    bound = f"needs {weights.megabytes} MB in {models}, which has {free}; make room, or choose a folder by {HOME}"
+    bound = f"needs {weights.megabytes} MB in {models}, which has {free}; free space, or set {HOME} to another folder"
     return SpecError("model", weights.name, bound)
 
 

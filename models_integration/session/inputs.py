@@ -26,8 +26,8 @@ __all__ = [
 ONE_FORWARD, OPEN = 0, sys.maxsize
 
 _EMBEDDINGS = (
-    "policies read tokens: call the model of the policy itself, with input_ids; images, soft prompts and other"
-    " embeddings that a wrapper hands to it are not served"
+    "policies read tokens: call the policy's own model with input_ids. Images, soft prompts and different embeddings"
+    " that a wrapper passes are not served"
 )
 
 DecoderOutput: TypeAlias = BaseModelOutputWithPast | tuple[Tensor, ...]
@@ -88,7 +88,7 @@ def check_forward(arguments: Mapping[str, object], default_use_cache: bool) -> A
     if cache is not None and not isinstance(cache, Cache):
         raise SpecError("past_key_values", type(cache).__name__, "must be a DynamicCache, or left to the policy")
     if arguments.get("is_causal") is False:
-        raise SpecError("is_causal", False, "must be left alone: a token sees what stands before it")
+        raise SpecError("is_causal", False, "must be omitted or True: policies evict from causal attention only")
     return cast(Arguments, {name: value for name, value in arguments.items() if value is not None})
 
 
@@ -127,7 +127,7 @@ def first_span(
     is_token = _tokens_of_mask(arguments.get("attention_mask"), ids, before)
     all_columns = torch.cat([before, is_token], dim=1)
     if bool((all_columns.int().diff(dim=1) < 0).any()):
-        reason = "must stand left of all ones: right padding and holes are not served"
+        reason = "must be left of all ones: pad on the left, right padding and holes are not served"
         raise SpecError("attention_mask", "zeros", reason)
     if segment_end == ONE_FORWARD:
         check_tokens(all_columns)

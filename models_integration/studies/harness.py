@@ -105,14 +105,14 @@ class PolicyLM(HFLM):  # type: ignore[misc]  # lm_eval has no types
     def set_cache_hook(self, cache_hook: Any) -> None:
         """Take lm-eval's response cache, whose keys know no policy, where its name does; otherwise SpecError."""
         if cache_hook.dbdict is not None and self.key not in Path(cache_hook.dbdict.filename).name:
-            way_out = f"its keys know no policy and budget: put these into its name, as in answers-{self.key}"
+            way_out = f"stores answers without policy and budget: put both into its name, as in answers-{self.key}"
             raise SpecError("use_cache", cache_hook.dbdict.filename, way_out)
         super().set_cache_hook(cache_hook)
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Always SpecError, with the tasks that ask for it."""
         tasks = ", ".join(sorted({request.task_name for request in requests}))
-        reason = "ask for loglikelihood_rolling: whole texts, of which no context ends, so nothing says when to evict"
+        reason = "ask for loglikelihood_rolling, which is not served: whole texts have no context that could be evicted"
         raise SpecError("tasks", tasks, reason)
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
@@ -189,5 +189,5 @@ class PolicyLM(HFLM):  # type: ignore[misc]  # lm_eval has no types
         if mark == "":
             return 1
         if mark is None or mark not in prompt:
-            raise SpecError("question_from", mark, f"must stand in every prompt of {task}")
+            raise SpecError("question_from", mark, f"must occur in every prompt of {task}")
         return max(1, len(ids) - len(self.tok_encode(prompt[: prompt.rindex(mark)])))

@@ -133,7 +133,8 @@ def fwe_samples(dialect: str, ground: Ground, length: int, index: int, seed: int
     (_, first), (coded, own) = (_fwe(ground, length, at, seed) for at in (0, index))
     times = _times(_as_first(first, own, max(1, length // 32)), len(coded))
     if times[3] <= times[4]:
-        raise SpecError("length", length, "is too short: the third most frequent word would not stand out")
+        bound = "is too short: the third most frequent word must occur more often than the fourth"
+        raise SpecError("length", length, bound)
     listing = [word for word, count in zip(coded, times, strict=True) for _ in range(count)]
     listing = [listing[at] for at in order(rng, dialect, len(listing))]
     head, wanted = ground.encode(f"\n\n{_FWE}"), coded[1:4]

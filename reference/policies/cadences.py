@@ -88,7 +88,7 @@ def _running(policy: Policy) -> RunningScorer:
 def _rectangular(selection: Selection, policy: Policy) -> IntMatrix:
     sizes = np.diff(selection.offsets)
     if (sizes != sizes[0]).any():
-        raise SpecError("policy", policy.name, "goes on while tokens are decoded only with equal shares")
+        raise SpecError("policy", policy.name, "evicts while tokens are decoded only with equal shares")
     return selection.positions.reshape(len(sizes), -1)
 
 

@@ -211,5 +211,5 @@ def scheduled(B: int, rounds: int, tilt: int) -> Int64[IntVector, " rounds"]:
     if rounds < 2:
         raise SpecError("rounds", rounds, "must be at least 2")
     if not abs(tilt) < B:
-        raise SpecError("tilt", tilt, f"must lie between {-B} and {B}")
+        raise SpecError("tilt", tilt, f"must be above {-B} and below {B}")
     return largest_remainder([B + tilt - Fraction(2 * tilt * r, rounds - 1) for r in range(rounds)])

@@ -93,10 +93,15 @@ def _place(function: Any) -> tuple[str, int]:
 
 
 def of_errors(path: Path) -> Iterator[Passage]:
-    """The third argument of each SpecError of a module, values replaced."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "SpecError" and len(node.args) == 3:
-            yield from of_markdown(_literal(node.args[2]), path.relative_to(ROOT).as_posix(), node.lineno)
+    """The third argument of each SpecError of a module, or the assignments to its name; values replaced."""
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    bounds = [node.args[2] for node in nodes if isinstance(node, ast.Call) and len(node.args) == 3
+              and getattr(node.func, "id", "") == "SpecError"]
+    names = {bound.id for bound in bounds if isinstance(bound, ast.Name)}
+    bounds += [node.value for node in nodes if isinstance(node, ast.Assign)
+               and names & {getattr(target, "id", "") for target in node.targets}]
+    for bound in bounds:
+        yield from of_markdown(_literal(bound), path.relative_to(ROOT).as_posix(), bound.lineno)
 
 
 def _literal(node: ast.expr) -> str:

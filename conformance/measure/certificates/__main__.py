@@ -113,14 +113,14 @@ def page() -> str:
     rows = [_row(name) for name in SUBJECTS if (OUT / f"{name}.toml").exists()]
     return "\n".join([
         "# Certificates of others", "",
-        "Made by `nox -s certificates`; `nox -s certificates -- NAME` makes one again, in the environment that it"
-        " needs. What a verdict means: [spec/certificate.md](../../../spec/certificate.md). The wrappers lie in"
-        " `conformance/measure/certificates`; `python -m conformance.verify --check CERTIFICATE.toml` is run there"
-        " (engines: from the root), with the root in PYTHONPATH.", "",
-        "Presses decide as they are, on drawn queries, keys and values in float64; their promises are read from their"
-        " docstrings. B of n tokens are asked for as the ratio 1 - B / n, the only form that they have: where floats"
-        " round down, one token too few is kept, be it a sink. All defects are in"
-        " [upstream.md](../../upstream.md).", "",
+        "`nox -s certificates` makes all certificates, and `nox -s certificates -- NAME` makes one again, in the"
+        " environment that it needs. [The specification](../../../spec/certificate.md) defines the verdicts. The"
+        " wrappers are in `conformance/measure/certificates`. Run `python -m conformance.verify --check"
+        " CERTIFICATE.toml` in that folder (engines: in the root), with the root in PYTHONPATH.", "",
+        "The presses of kvpress are not changed. They get random queries, keys and values in float64, and their"
+        " promises are read from their docstrings. A press accepts a budget of B of n tokens only as the ratio"
+        " 1 - B / n. If floating-point numbers round down, a press keeps one token too few, and the missing token"
+        " can be a sink. [Defects to report upstream](../../upstream.md) lists all defects.", "",
         "| Certificate | Verdict | Judged | Rows | Note |", "|---|---|---|---|---|", *rows, "",
     ])
 

@@ -20,9 +20,9 @@ FOLDER, PAGE = DOCS / "upstream", DOCS / "upstream.md"
 FIELDS = ("Package", "Prints", "Expected", "Change")
 INTRODUCTION = """# Defects to report upstream
 
-Each file is an issue that can be filed as it is: what is wrong, what it prints, what was expected and by whose words, a
-change, and a script of at most 15 lines. `nox -s upstream` runs them all and fails where one prints something else.
-A difference that is only another [reading](peers.md) is not here. Models are tiny and random.
+Each file is a complete issue, with the defect, the output, the expected output and its source, a change and a script. A
+script has at most 15 lines. `nox -s upstream` runs all scripts and fails if the output of a script changes. This page does not list
+[different readings of a paper](peers.md). Models are tiny and random.
 """
 
 

@@ -3,6 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
+from textwrap import wrap
 
 from conformance.measure.families.run import BOUND, POLICIES, Outcome
 
@@ -23,7 +24,7 @@ def cell(outcome: Outcome) -> str:
     """One field of a table in Markdown."""
     if outcome.verdict == "holds":
         return f"holds ({outcome.worst:.0e})"
-    return f"{outcome.verdict}: {outcome.detail}".replace("|", "/").replace("\n", " ")
+    return f"{outcome.verdict} ({outcome.detail})".replace("|", "/").replace("\n", " ")
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -47,11 +48,11 @@ def counts(outcomes: Sequence[Outcome]) -> list[str]:
         worst = max((one for one in own if one.verdict == "holds"), key=lambda one: one.worst, default=None)
         shown = "" if worst is None else f"{worst.worst:.1e} ({worst.family})"
         body.append([policy, *map(str, each), shown])
-    return table(["one set for each", "holds", "refused by name", "fails", "not built", "worst error"], body)
+    return table(["one set for each", "holds", "refused", "fails", "not built", "worst error"], body)
 
 
 def reason(outcome: Outcome) -> str:
-    """The first words of a refusal, without what is the model's own."""
+    """The first words of a refusal, without the names of the model."""
     words = outcome.detail
     for mark in ("; ", ": ", ", to its "):
         words = words.partition(mark)[0]
@@ -74,18 +75,20 @@ def page(outcomes: Sequence[Outcome]) -> str:
     unbuilt = [family for family in rows if of[family] == {"not built"}]
     return "\n".join([
         "# Every causal family of transformers", "",
-        f"Written by `python -m conformance.measure.families --write`, which writes every cell with its reason to"
-        f" results/families.md, with transformers {version('transformers')} and"
-        f" torch {version('torch')}: {len(rows)} model classes of AutoModelForCausalLM, each tiny, with random weights,"
-        " in float32. A prompt, a decode step, a turn and a step are read under each policy, and beside it by a copy of"
-        " the model on the full cache of transformers whose evicted tokens are masked in attention. *Holds*: no logit"
-        f" is off by more than {BOUND:.0e} of the largest. *Refused by name*: an error at the door that names the model"
-        " and the reason. There is no third outcome, or the command fails. Sliding layers stand beside full ones where"
-        " a family has both, and windows of all layers are off; a family may be refused in another configuration.", "",
+        f"`python -m conformance.measure.families --write` tested {len(rows)} model classes of AutoModelForCausalLM"
+        f" with transformers {version('transformers')} and torch {version('torch')}. Each model is tiny, with random"
+        " weights in float32. The command writes the reason for each cell to results/families.md.", "",
+        "Under each policy the model reads a prompt, a decode step, a turn and a second step. A copy of the model reads"
+        " the same tokens with the full cache of transformers, and the evicted tokens are masked in attention.", "",
+        f"- *Holds*: no logit differs by more than {BOUND:.0e} of the largest logit.",
+        "- *Refused*: `SpecError` with the model and the reason, before the prompt is read.",
+        "- *Fails*: any different outcome. The command exits with 1.", "",
+        "If a family has sliding and full layers, the tested model has both. Families with a window in all layers are"
+        " tested without the window. A family may be refused in a different configuration.", "",
         *counts(outcomes),
-        f"**Hold under all four ({len(every)}).** {', '.join(every)}.", "",
-        "**Hold under some.**", "",
+        f"## Hold under all four ({len(every)})", "", "```text", *wrap(", ".join(every), 120), "```", "",
+        "## Hold under some", "",
         *table(["family", *POLICIES], [[family, *map(cell, own.values())] for family, own in some.items()]),
-        "**Refused under all, by the first words.**", "", *_grouped(refused),
-        f"**Not built here.** {', '.join(unbuilt)}.", "",
+        "## Refused under all", "", *_grouped(refused),
+        f"Not built: {', '.join(unbuilt)}.", "",
     ])

@@ -105,19 +105,23 @@ def row(report: Report) -> str:
 def page(reports: list[Report], number: int) -> str:
     """docs/peers.md."""
     return "\n".join([
-        "# kvpress, side by side", "",
-        f"Written by `python -m conformance.measure.peers --write` with kvpress {VERSION}, transformers"
-        f" {version('transformers')} and torch {version('torch')}, each press on {number} inputs: the same queries,"
-        " keys and values in float64 on both sides, 6 to 40 tokens (120 for PyramidKV), 1 to 3 KV heads of 1 or 2 query"
-        f" heads, and a ratio r that is removed. Constants: window {SMALL.window}, pool {SMALL.kernel}, chunk"
-        f" {SMALL.chunk}, sinks {SMALL.sinks}, future {SMALL.future}, lag {SMALL.lag}. KVzip's presses have"
-        f" {SMALL.layers} layers, which read chunks of {SMALL.rehearsed} tokens again, behind a template of up to 8;"
-        " DMS has a threshold for the ratio. The command prints the smallest input that needs each reading.", "",
-        "A *reading* is a named difference. The table counts inputs whose kept sets are equal as they are, those that"
-        " need a reading (with the fewest that make the sets equal), and those that no readings make equal."
-        " [What is a defect](upstream.md) is another page.", "",
-        "| Press | Equal as they are | Need a reading | Unexplained |", "|---|---|---|---|",
-        *map(row, reports), "", *(f"- **{name}**: {text}." for name, text in READINGS.items()), "",
+        "# Comparison with kvpress on random inputs", "",
+        f"`python -m conformance.measure.peers --write` wrote this page with kvpress {VERSION}, transformers"
+        f" {version('transformers')} and torch {version('torch')}. Both sides get equal queries, keys and values in"
+        " float64, and remove the same ratio r.", "",
+        "| Inputs for each press | Tokens | KV heads | Query heads of a KV head |", "|---|---|---|---|",
+        f"| {number} | 6 to 40 (PyramidKV: to 120) | 1 to 3 | 1 or 2 |", "",
+        "| Window | Pool | Chunk | Sinks | Future | Lag |", "|---|---|---|---|---|---|",
+        f"| {SMALL.window} | {SMALL.kernel} | {SMALL.chunk} | {SMALL.sinks} | {SMALL.future} | {SMALL.lag} |", "",
+        f"KVzip's presses have {SMALL.layers} layers, which read chunks of {SMALL.rehearsed} tokens again after a"
+        " template of up to 8 tokens. DMS has a threshold instead of the ratio.", "",
+        "A *reading* is a named difference between the two implementations. The third column counts the inputs that"
+        " need each reading; for each input the fewest readings are used that make the kept sets equal. For"
+        " *unexplained* inputs no readings do. The command prints the smallest input for each reading."
+        " [Defects of kvpress](upstream.md) are on a separate page.", "",
+        "| Press | Equal kept sets | Need a reading | Unexplained |", "|---|---|---|---|",
+        *map(row, reports), "", "| Reading | kvpress | kvspec |", "|---|---|---|",
+        *(f"| {name} | {theirs} | {ours} |" for name, (theirs, ours) in READINGS.items()), "",
     ])
 
 

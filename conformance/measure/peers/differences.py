@@ -53,33 +53,36 @@ BEHIND_PREFIX = "chunks behind a chat's prefix"
 OF_ALL = "rounded once"
 BY_LAYER = "heads of a layer compete"
 
-READINGS: dict[str, str] = {
-    FLOORED: "B is the floor of n (1 - r), at least 1; here it is the ceiling",
-    TRUNCATED: "B is int(n * (1 - r)) in floating point, which can be one less than the floor; here it is exact",
-    AVERAGE: "scores are smoothed by an average pool; here by a maximum",
-    TIES: "torch.topk chooses among equal scores in no stated order, also among protected tokens where B is smaller"
-          " than their number; here the lower position stays, and B is raised to what is protected",
-    PINNED: "the last token cannot be evicted; here it competes",
-    LINE: "the pyramid's line runs over all tokens of a layer, and each share is rounded by itself; here over those"
-          " beyond the window, and the shares have their exact sum",
-    FLAT: "every layer has round(n (1 - r)) tokens unless the last one's share holds the window; here there is no"
-          " fallback",
-    INNER: "tokens score what SnapKV's press gives them, pooled, window included; here plain sums before the window",
-    IN_CHUNKS: "the mean of a chunk decides, and max(1, int(chunks (1 - r))) whole chunks stay; here the sum, and B"
-               " tokens",
-    QUOTA: "each head keeps its best fifth, the rest goes to the layer's best; here a fifth is shared evenly",
-    PER_QUERY: "sums are divided by the number of queries that see the key; here they are sums",
-    IN_FIRST: "the window's tokens, at the largest score, take places of the first stage, which has"
-              " max(1, int(n (1 - r) / 2)), and where they do not fit they compete in the second; here the window is"
-              " kept beside both",
-    SAFE_FIRST: "each head has max(1, int(B / 5)) of its best before its layer's best are counted; half of what it then"
-                " has is the first stage, these and the window's among it; here the fifth is shared evenly, and the"
-                " window kept beside both stages",
-    BEHIND_PREFIX: "chunks begin behind the tokens of a chat's template; of these the sinks stay, and the others score"
-                   " 0; sinks behind them are repeated too; here chunks begin behind the sinks",
-    OF_ALL: "of the N tokens of all heads that compete, int(N r) go; here each head has the ceiling on average",
-    BY_LAYER: "the heads of a layer compete for its tokens; here each has the same number",
-    NO_RECENT: "no token is kept for being recent; here the newest half of B",
+READINGS: dict[str, tuple[str, str]] = {
+    FLOORED: ("B is the floor of n (1 - r), at least 1", "B is the ceiling"),
+    TRUNCATED: ("B is int(n * (1 - r)) in floating point, which can be one less than the floor", "B is exact"),
+    AVERAGE: ("an average pool smooths the scores", "a maximum pool smooths the scores"),
+    TIES: ("torch.topk chooses among equal scores in no stated order, also among protected tokens if B is smaller"
+           " than their number", "the lower position is kept, and B is raised to the number of protected tokens"),
+    PINNED: ("the last token cannot be evicted", "the last token competes"),
+    LINE: ("the pyramid divides all tokens of a layer, and each share is rounded separately",
+           "the pyramid divides the tokens beyond the window, and the shares have their exact sum"),
+    FLAT: ("every layer has round(n (1 - r)) tokens unless the share of the last layer holds the window",
+           "there is no fallback"),
+    INNER: ("tokens have the pooled scores of SnapKV's press, window included", "tokens have plain sums before the"
+            " window"),
+    IN_CHUNKS: ("chunks are ranked by their mean, and max(1, int(chunks (1 - r))) whole chunks are kept",
+                "chunks are ranked by their sum, and B tokens are kept"),
+    QUOTA: ("each head keeps its best fifth, and the rest goes to the best tokens of the layer",
+            "a fifth is shared evenly"),
+    PER_QUERY: ("sums are divided by the number of queries that attend to the key", "sums are not divided"),
+    IN_FIRST: ("tokens of the window have the largest score and use the first stage, which has"
+               " max(1, int(n (1 - r) / 2)) tokens. Window tokens that do not fit compete in the second stage",
+               "the window is kept in addition to both stages"),
+    SAFE_FIRST: ("each head keeps max(1, int(B / 5)) of its best tokens before the best tokens of the layer are"
+                 " counted. Half of the tokens of the head are the first stage, including these and the window",
+                 "the fifth is shared evenly, and the window is kept in addition to both stages"),
+    BEHIND_PREFIX: ("chunks begin after the tokens of the chat template. The sinks in the template are kept, and its"
+                    " remaining tokens score 0. Sinks after the template are repeated too",
+                    "chunks begin after the sinks"),
+    OF_ALL: ("int(N r) of the N competing tokens of all heads are evicted", "each head has the ceiling on average"),
+    BY_LAYER: ("the heads of a layer compete for the tokens of the layer", "each head has equally many tokens"),
+    NO_RECENT: ("no token is kept for being recent", "the newest half of B is kept"),
 }
 
 

@@ -97,7 +97,7 @@ def check_manager(model: PreTrainedModel, manager: Any) -> None:
         reason = "must be 1: forks share a prompt's blocks"
         raise SpecError("num_return_sequences", manager.num_return_sequences, reason)
     if manager.distributed_helper.tp_size > 1:
-        raise SpecError("tp_size", manager.distributed_helper.tp_size, "must be 1: each rank sees its own heads alone")
+        raise SpecError("tp_size", manager.distributed_helper.tp_size, "must be 1: each rank has only some heads")
     config = manager.continuous_batching_config
     for name, reason in _UNSERVED.items():
         value = getattr(config, name, None)

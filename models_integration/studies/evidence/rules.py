@@ -124,7 +124,7 @@ class Rules:
     def __post_init__(self) -> None:
         check_choices("controls", self.controls, EVERY_CONTROL)
         if both := [name for name in EVERY_CONTROL if name in self.policies]:
-            raise SpecError("policies", both[0], "is a control: every study has it; others name it in controls")
+            raise SpecError("policies", both[0], "is a control: name it in controls, not in policies")
         for policy in self.policies:
             _, constants = spelled(policy.removesuffix(AT_PROMPT))
             if constants.get("stream"):

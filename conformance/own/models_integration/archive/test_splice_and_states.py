@@ -214,7 +214,7 @@ def test_states_that_do_not_know_all_of_it_are_forgotten() -> None:
             told.read(ids(2, 2))
         splice(told.cache, [spliced], rotary)
         assert told.cache.continuation == Nothing()
-        with policy()(model), pytest.raises(SpecError, match=r"do not know all of them|layers that differ"):
+        with policy()(model), pytest.raises(SpecError, match=r"do not cover all of them|layers that differ"):
             told.read(ids(4, 5))
 
 

@@ -216,7 +216,7 @@ def test_tokens_can_be_taken_back_until_a_breath(decode: bool) -> None:
             caches.append(cache.stored_positions().tolist())
             at_once(model, tokens(1), cache)
             cache.crop(-2)
-            with pytest.raises(SpecError, match="do not know all of them"):
+            with pytest.raises(SpecError, match="do not cover all of them"):
                 at_once(model, prompt(5, seed=1), cache)
     assert caches[0] == caches[1]
 

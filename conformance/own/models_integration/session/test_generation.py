@@ -240,7 +240,7 @@ def refused(model: PreTrainedModel, cache: Any, first: Tensor) -> None:
         edited = text.clone()
         edited[0, at] = 3 + (edited[0, at] + 1) % 90
         wrong, right = int(edited[0, at]), int(text[0, at])
-        words = f"input_ids = {wrong}: is token {at} of the text, where the cache has read {right}"
+        words = f"input_ids = {wrong}: is token {at} of the text, but the cache has read {right}"
         with pytest.raises(SpecError, match=words):
             greedy(model, edited, 2, past_key_values=cache)
     with pytest.raises(SpecError, match=f"input_ids = '20 tokens': the cache has read {N + 3} already"):

@@ -43,9 +43,9 @@ from spec.retention import Granularity, Retention
 
 pytestmark = pytest.mark.law("refused-before-anything-changes")
 
-OTHER = "its attention is handed other keys or values than its cache returned"
+OTHER = "its attention gets different keys or values than its cache returned"
 APART = "it cannot read layers that store different tokens"
-MASK = f"{APART}: it makes an attention mask of its own$"
+MASK = f"{APART}: it makes its own attention mask$"
 
 
 def differential() -> PreTrainedModel:

@@ -142,8 +142,8 @@ REFUSED_TURNS: dict[str, tuple[str, Callable[[PreTrainedModel], RetentionPolicy]
     "scores of another layer": (
         "chunkkv", lambda model: CustomPolicy(chunkkv(W=8, N_reuse=2), 0.3), "layers or heads token by token",
     ),
-    "sums of another policy": ("tova", lambda model: method("h2o"), "goes on from its own prompt only"),
-    "no sums at all": ("adakv", lambda model: method("h2o"), "goes on from its own prompt only"),
+    "sums of another policy": ("tova", lambda model: method("h2o"), "h2o continues only caches made by h2o"),
+    "no sums at all": ("adakv", lambda model: method("h2o"), "h2o continues only caches made by h2o"),
 }
 
 

@@ -220,10 +220,10 @@ def other_rows(model: PreTrainedModel, run: Session, cache: RetainedCache) -> No
 @pytest.mark.law("refused-before-anything-changes")
 @pytest.mark.parametrize(("wrong", "words"), [
     (padded_question, "padding is not served inside reading"),
-    (generated, "goes on from a cache that has read a prompt"),
+    (generated, "needs a cache that has read a prompt"),
     (nested, "belongs inside the context"), (inside_a_prompt, "belongs inside the context"),
-    (around_a_prompt, "belongs inside the context"), (before_a_prompt, "goes on from a cache that has read a prompt"),
-    (without_a_cache, "goes on from a cache that has read a prompt"), (other_rows, "the cache has 1 rows"),
+    (around_a_prompt, "belongs inside the context"), (before_a_prompt, "needs a cache that has read a prompt"),
+    (without_a_cache, "needs a cache that has read a prompt"), (other_rows, "the cache has 1 rows"),
 ])
 def test_what_is_no_reading_is_refused_and_changes_nothing(
     wrong: Callable[[PreTrainedModel, Session, RetainedCache], None], words: str,
@@ -260,7 +260,7 @@ def test_records_of_another_policy_and_states_that_do_not_know_all_are_refused()
         at_once(model, prompt(3), cache)
     at_once(model, prompt(1), cache)
     crystalcache = METHODS["crystalcache"]()
-    with crystalcache(model) as run, run.reading(), pytest.raises(SpecError, match="do not know all of them"):
+    with crystalcache(model) as run, run.reading(), pytest.raises(SpecError, match="do not cover all of them"):
         at_once(model, prompt(3), cache)
 
 

@@ -99,7 +99,7 @@ FORWARDS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "embeddings": ("inputs_embeds = 'given'", lambda: {"inputs_embeds": torch.randn(1, N, 48)}),
     "no cache": ("use_cache = False: must be on", lambda: {"input_ids": prompt(N), "use_cache": False}),
     "padding on the right": (
-        "attention_mask = 'zeros': must stand left of all ones: right padding and holes are not served",
+        "attention_mask = 'zeros': must be left of all ones: pad on the left, right padding and holes are not served",
         lambda: {"input_ids": prompt(N), "attention_mask": (torch.arange(N) < N - 3).long()[None]},
     ),
     "a hole in the mask": (

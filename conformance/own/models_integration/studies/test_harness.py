@@ -158,9 +158,9 @@ def test_what_is_not_served_is_refused_by_name(tasks: TaskManager) -> None:
     assert caught.value.argument == "tasks"
     with pytest.raises(SpecError, match="give h2o@prompt"):
         evaluated(model(policy="h2o", budget="0.9"), tasks, "chosen")
-    with pytest.raises(SpecError, match="must stand in every prompt of said"):
+    with pytest.raises(SpecError, match="must occur in every prompt of said"):
         evaluated(model(question_from="Frage:"), tasks, "said")
-    with pytest.raises(SpecError, match="must stand in every prompt of chosen"):
+    with pytest.raises(SpecError, match="must occur in every prompt of chosen"):
         evaluated(model(question_from={"said": MARK}), tasks)
     for given in ({"batch_size": 2}, {"policy": "snapkw"}, {"budget": "2.0"}):
         with pytest.raises(SpecError) as caught:
