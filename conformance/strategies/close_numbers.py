@@ -1,4 +1,4 @@
-"""Floats that narrower arithmetic, or another order of the bits, does not tell apart as float64 does; types of floats."""
+"""Floats that narrower arithmetic, or another order of the bits, does not tell apart as float64 does; their types."""
 
 import math
 from collections.abc import Mapping, Sequence
