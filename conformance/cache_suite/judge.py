@@ -139,8 +139,8 @@ KINDS: Mapping[str, Callable[[np.random.Generator, Mapping[int, int], int], Kept
     "a set for each KV head": _by_head,
     "a set of its own length for each KV head": _any_length,
     "a twentieth is evicted": _layers(_nearly_all),
-    "the first layer keeps all, the next few": _layers(lambda n: n, lambda n: max(1, n // 8)),
-    "the first layer keeps nothing, the next half": _layers(lambda n: 0, _half),
+    "all of the first layer and few of the next": _layers(lambda n: n, lambda n: max(1, n // 8)),
+    "nothing of the first layer and half of the next": _layers(lambda n: 0, _half),
 }
 """How kept sets may differ: by layer, by KV head, in length; and nearly all, all or nothing of a layer."""
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from conformance.strategies.policy_inputs import Inputs, altered, decided, drawn, observation
+from conformance.strategies.policy_inputs import Inputs, decided, drawn, observation, resized
 from reference.policies.budgets import Adaptive, Competition, across_layers
 from spec.arrays import Matrix
 from spec.policy import LayerView, Policy
@@ -34,6 +34,8 @@ class Judged(Protocol):
 
 
 Holds = Callable[[Judged, Inputs, int, int], bool]
+FAR = 2.0**10
+"""How many times shorter and longer other sequences are."""
 
 
 @dataclass(frozen=True)
@@ -86,20 +88,29 @@ def monotone(case: Judged, inputs: Inputs, B: int, seed: int) -> bool:
 
 
 def independent(case: Judged, inputs: Inputs, B: int, seed: int) -> bool:
-    """A second sequence under the same policy object, of longer keys, leaves the first one's decision as it was.
+    """Other sequences under the same policy object, also far shorter and longer ones, leave the decision as it was.
 
-    A copy of the object for each input, if it can be copied: what one has seen is not what the next one knows.
+    So do they before it. A copy of the object for each, if it can be copied: what one has seen is not what the next
+    one knows. Long inputs show what the object has seen before, as a bound of sizes.
     """
-    policy = case.policy(inputs)
-    with suppress(Exception):
-        policy = deepcopy(policy)
     heads = (inputs.H_kv, len(inputs.layers[0].q) // inputs.H_kv)
-    before = decided(policy, inputs, B)
-    for kind in ("normal", "long"):
-        decided(policy, altered(drawn(seed + 1, inputs.n, len(inputs.layers), heads), kind, seed), B)
-        if decided(policy, inputs, B) != before:
-            return False
+    other = drawn(seed + 1, inputs.n, len(inputs.layers), heads)
+    for size in (1.0, FAR):
+        same = resized(inputs, size)
+        policy, fresh = copied(case.policy(same)), copied(case.policy(same))
+        before = decided(fresh, same, B)
+        for more in (1.0, 1 / FAR, 30.0, FAR):
+            decided(policy, resized(other, size * more), B)
+            if decided(policy, same, B) != before:
+                return False
     return True
+
+
+def copied(policy: Policy) -> Policy:
+    """Another object, if there can be one."""
+    with suppress(Exception):
+        return deepcopy(policy)
+    return policy
 
 
 def permuted(case: Judged, inputs: Inputs, B: int, seed: int) -> bool:
