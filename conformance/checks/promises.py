@@ -8,9 +8,10 @@ from typing import Protocol
 
 import numpy as np
 
-from conformance.strategies.policy_inputs import Inputs, decided, drawn, observation, resized
+from conformance.strategies.policy_inputs import Inputs, Kept, decided, drawn, observation, resized
 from reference.policies.budgets import Adaptive, Competition, across_layers
 from spec.arrays import Matrix
+from spec.errors import SpecError
 from spec.policy import LayerView, Policy
 from spec.promises import field_of
 from spec.retention import Granularity
@@ -98,12 +99,22 @@ def independent(case: Judged, inputs: Inputs, B: int, seed: int) -> bool:
     for size in (1.0, FAR):
         same = resized(inputs, size)
         policy, fresh = copied(case.policy(same)), copied(case.policy(same))
-        before = decided(fresh, same, B)
+        before = decision(fresh, same, B)
         for more in (1.0, 1 / FAR, 30.0, FAR):
-            decided(policy, resized(other, size * more), B)
-            if decided(policy, same, B) != before:
+            decision(policy, resized(other, size * more), B)
+            if decision(policy, same, B) != before:
                 return False
     return True
+
+
+def decision(policy: Policy, inputs: Inputs, B: int) -> Kept | None:
+    """The kept sets, or that the budget is refused: what is protected may follow from the inputs."""
+    try:
+        return decided(policy, inputs, B)
+    except SpecError as refused:
+        if refused.argument != "budget":
+            raise
+        return None
 
 
 def copied(policy: Policy) -> Policy:
