@@ -338,7 +338,7 @@ def traced_radius(
                 return 1.0
         e = max(e, _normalised_error(raw, cosine))
     u = UNIT_ROUNDOFF["float64"]
-    blend = e + math.expm1(2 * p.beta * 2 * (e + gamma(n + 8, "float64"))) + 16 * u
+    blend = e + math.expm1(min(1.0, 2 * p.beta * 2 * (e + gamma(n + 8, "float64")))) + 16 * u
     surprise = 2 * _normalised_error(deviation, e + 8 * u) + gamma(n + 8, "float64")
     return min(1.0, blend + p.kappa / 4 * surprise + e + 32 * u)
 

@@ -20,6 +20,8 @@ __all__ = [
 
 NEGLIGIBLE = 2.0**-16
 """A range or a mean direction of at most this is zero: float32 cannot tell it from rounding."""
+LARGEST_EXPONENT = 700.0
+"""Beyond it weights are divided by what is common to all: exp overflows at 709."""
 
 
 def stable_memory(unit: Float64[Cube, "H_kv n d"]) -> Float64[Cube, "H_kv 1 d"]:
@@ -121,7 +123,8 @@ def blend(
 
     Source: Eq. 11 and 12.
     """
-    w = np.array(parameters.w0)[:, None] * np.exp(parameters.beta * delta)
+    gain = parameters.beta * delta
+    w = np.array(parameters.w0)[:, None] * np.exp(gain - np.maximum(gain.max(axis=0) - LARGEST_EXPONENT, 0.0))
     w = w / w.sum(axis=0)
     blended: Matrix = (w[:, :, None] * a).sum(axis=0)
     return blended
@@ -149,7 +152,8 @@ def routed_score(
 
     Source: Eq. 14 and 15.
     """
-    alpha = 1.0 / (1.0 + np.exp(-parameters.kappa * (s - parameters.tau)))
+    with np.errstate(over="ignore"):  # a gate of which nothing is open
+        alpha = 1.0 / (1.0 + np.exp(-parameters.kappa * (s - parameters.tau)))
     routed: Matrix = (1.0 - alpha) * blended + alpha * a.max(axis=0)
     return routed
 

@@ -6,7 +6,7 @@ Write `Float64[Matrix, "n d"]`: mypy reads the rank alias, jaxtyping checks the 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-from jaxtyping import Bool, Float, Float64, Int64
+from jaxtyping import AbstractDtype, Bool, Float, Float64, Int64
 
 __all__ = [
     "Bool", "BoolMatrix", "BoolVector", "Cube", "Float", "Float64", "Int64", "IntCube", "IntMatrix", "IntVector",
@@ -25,3 +25,8 @@ if TYPE_CHECKING:
     BoolMatrix: TypeAlias = np.ndarray[tuple[int, int], np.dtype[np.bool_]]
 else:
     Vector = Matrix = Cube = RawCube = IntVector = IntMatrix = IntCube = BoolVector = BoolMatrix = np.ndarray
+
+    class Float(AbstractDtype):
+        """Any floating type of NumPy: jaxtyping's own leaves out the longest."""
+
+        dtypes = (*Float.dtypes, np.longdouble.__name__, str(np.dtype(np.longdouble)))

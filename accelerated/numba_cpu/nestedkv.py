@@ -21,6 +21,7 @@ __all__ = ["anomaly_score"]
 Floats = NDArray[np.float32]
 f32 = np.float32
 NEGLIGIBLE = 2.0**-16
+LARGEST_EXPONENT = 700.0
 SMALLEST = 2.0**-126  # a shorter key has no inverse norm in float32, and counts as zero
 
 
@@ -151,7 +152,8 @@ def blend_weights(a: Matrix, m: int, w0: Vector, beta: float) -> Vector:
     """
     n = a.shape[1]
     parts = np.partition(a, sorted({m - 1, n - m}), axis=1)
-    w = w0 * np.exp(beta * (parts[:, n - m :].mean(axis=1) - parts[:, :m].mean(axis=1)))
+    gain = beta * (parts[:, n - m :].mean(axis=1) - parts[:, :m].mean(axis=1))
+    w = w0 * np.exp(gain - max(gain.max() - LARGEST_EXPONENT, 0.0))
     weights: Vector = w / w.sum()
     return weights
 

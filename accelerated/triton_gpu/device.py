@@ -22,6 +22,7 @@ __all__ = [
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "y", "yes")
 
 WIDEST_HEAD = 256
+KEPT = (np.float16, np.float32)
 Tensor = torch.Tensor
 
 
@@ -75,14 +76,15 @@ def takes(x: DeviceArray) -> bool:
 
 
 def attention_tensors(q: DeviceArray, k: DeviceArray) -> tuple[Tensor, Tensor]:
-    """q (H, n, d) and k (H_kv, live, d) on one device, of one dtype; tensors are not copied.
+    """q (H, n, d) and k (H_kv, live, d) on one device, of one dtype, arrays of two in float32; tensors are not copied.
 
     Raises:
         SpecError: for a type, shape, dtype, device or value that the kernels do not take.
     """
     if isinstance(q, torch.Tensor) != isinstance(k, torch.Tensor):
         raise SpecError("k", type(k).__name__, f"must be of q's kind, {type(q).__name__}")
-    pair = (_checked("q", q), _checked("k", k))
+    kept = KEPT if getattr(q, "dtype", None) == getattr(k, "dtype", None) else ()
+    pair = (_checked("q", q, kept), _checked("k", k, kept))
     _check_together(*pair)
     for name, x in zip("qk", pair, strict=True):
         _check_finite(name, x)
@@ -116,7 +118,7 @@ def key_tensor(k: DeviceArray) -> Tensor:
     Raises:
         SpecError: as `attention_tensors`.
     """
-    keys = _checked("k", k, (np.float16, np.float32, np.float64))
+    keys = _checked("k", k, (*KEPT, np.float64))
     _check_finite("k", keys)
     return keys
 
@@ -127,7 +129,7 @@ def _check_finite(name: str, x: Tensor) -> None:
         raise SpecError(name, float(x[at]), f"must be finite, and is not at {at}")
 
 
-def _checked(name: str, x: DeviceArray, kept: Sequence[type] = (np.float16, np.float32)) -> Tensor:
+def _checked(name: str, x: DeviceArray, kept: Sequence[type]) -> Tensor:
     """A tensor as it is, an array uploaded: as float32 if its type is none that is kept."""
     if not isinstance(x, np.ndarray | torch.Tensor) or x.ndim != 3:
         raise SpecError(name, getattr(x, "shape", type(x).__name__), "must be an array (heads, tokens, d)")

@@ -25,12 +25,16 @@ from conformance.cache_suite.oracle import Masked, UnknownRotation, check_rotati
 from conformance.checks.boundary import boundary
 from conformance.tolerances import MASKED_LOGITS, MASKED_VISIBLE
 
-__all__ = ["KINDS", "LENGTHS", "PROMPT", "TINY", "WHOLE", "Kept", "Run", "check", "save_tiny"]
+__all__ = ["KINDS", "LENGTHS", "LONG", "PROMPT", "TINY", "WHOLE", "Kept", "Run", "check", "save_tiny"]
 
 PROMPT = 40
 """Tokens of a prompt: enough for sets that differ, few enough to look at; `LENGTHS` has others."""
 LENGTHS = (2, 65, 130, 600)
 """The shortest prompt that a door takes, and more tokens than a block of 64, of 128 and of 512 holds."""
+LONG = 2_050
+"""More tokens than 2 048."""
+TRIALS = 8
+"""Kept sets that are drawn until what is evicted can be seen."""
 WHOLE = "nothing is evicted"
 Kept = dict[int, list[list[int]]]
 """Kept positions, ascending, by full-attention layer and KV head."""
@@ -39,7 +43,7 @@ Run = Callable[[list[int], Kept, list[int], str], Any]
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 256, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "initializer_range": 1.2 / 256**0.5, "max_position_embeddings": 1024,
+    "initializer_range": 1.2 / 256**0.5, "max_position_embeddings": 8192,
 }
 _GROUPED = {**_SIZES, "num_key_value_heads": 2, "head_dim": 64}
 _EIGHT = {**_SIZES, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64}
@@ -115,14 +119,32 @@ def _any_length(rng: np.random.Generator, heads: Mapping[int, int], n: int) -> K
     return found
 
 
+def _nearly_all(n: int) -> int:
+    return n - max(1, n // 20)
+
+
+def _layers(*sizes: Callable[[int], int]) -> Callable[[np.random.Generator, Mapping[int, int], int], Kept]:
+    """Layers take turns in how many tokens each of their heads keeps."""
+    def made(rng: np.random.Generator, heads: Mapping[int, int], n: int) -> Kept:
+        return {
+            layer: [_set(rng, n, sizes[at % len(sizes)](n)) for _ in range(count)]
+            for at, (layer, count) in enumerate(heads.items())
+        }
+
+    return made
+
+
 KINDS: Mapping[str, Callable[[np.random.Generator, Mapping[int, int], int], Kept]] = {
     WHOLE: _nothing,
     "one set for all": _one_set,
     "a set for each layer": _by_layer,
     "a set for each KV head": _by_head,
     "a set of its own length for each KV head": _any_length,
+    "a twentieth is evicted": _layers(_nearly_all),
+    "all of the first layer and few of the next": _layers(lambda n: n, lambda n: max(1, n // 8)),
+    "nothing of the first layer and half of the next": _layers(lambda n: 0, _half),
 }
-"""How kept sets may differ. Of all but the last, all hold equally many tokens."""
+"""How kept sets may differ: by layer, by KV head, in length; and nearly all, all or nothing of a layer."""
 
 
 @dataclass(frozen=True)
@@ -136,31 +158,41 @@ class Case:
     unmasked: Tensor
 
 
-def _case(folder: str, kind: str, new: int, seed: int, renumbered: bool, length: int) -> Case:
-    model, rng = _loaded(folder), np.random.default_rng([seed, new, list(KINDS).index(kind), length])
+def _case(folder: str, kind: str, new: int, seed: int, renumbered: bool, length: int, again: int) -> Case:
+    """The prompt and the tokens behind it are the same for every kind, and when they are read again."""
+    model, rng = _loaded(folder), np.random.default_rng([seed, new, length])
     config = model.config.get_text_config(decoder=True)
     length = min(length, config.max_position_embeddings - new)
     prompt, following = (rng.integers(3, config.vocab_size, n).tolist() for n in (length, new))
-    masked, full = Masked(model, renumbered), Masked(model)
-    for reader in (masked, full):
-        reader.read(torch.tensor([prompt]))
-    kept = KINDS[kind](rng, masked.heads, length)
-    masked.keep(list(kept.values()))
-    expected, unmasked = (_log(reader.read(torch.tensor([following]))[0]) for reader in (masked, full))
+    rng = np.random.default_rng([seed, new, length, list(KINDS).index(kind), again])
+    full = Masked(model)
+    full.read(torch.tensor([prompt]))
+    unmasked = _log(full.read(torch.tensor([following]))[0])
+    for _ in range(1 if kind == WHOLE else TRIALS):
+        masked = Masked(model, renumbered)
+        masked.read(torch.tensor([prompt]))
+        kept = KINDS[kind](rng, masked.heads, length)
+        masked.keep(list(kept.values()))
+        expected = _log(masked.read(torch.tensor([following]))[0])
+        if _apart(unmasked, expected) > MASKED_VISIBLE:
+            break
     return Case(prompt, kept, following, expected, unmasked)
 
 
 def check(
     run: Run, folder: str, kind: str, new: int, seed: int = 0, renumbered: bool = False, length: int = PROMPT,
+    again: int = 0,
 ) -> None:
     """One prompt of `length` tokens, its kept sets, and `new` tokens behind it, at the text's positions or renumbered.
+
+    The same prompt has other kept sets when it is read `again`.
 
     Raises:
         AssertionError: where the engine says something else than the masked model.
     """
     if renumbered and (unknown := _unknown_rotation(folder)):
         pytest.skip(f"{kind}: {unknown}")
-    case = _case(folder, kind, new, seed, renumbered, length)
+    case = _case(folder, kind, new, seed, renumbered, length, again)
     if kind != WHOLE and _apart(case.unmasked, case.expected) <= MASKED_VISIBLE:
         pytest.skip(f"{kind}: masking changes nothing that could be seen on this model")
     try:

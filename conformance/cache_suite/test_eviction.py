@@ -2,12 +2,12 @@
 
 import pytest
 
-from conformance.cache_suite.judge import LENGTHS, Run, check
+from conformance.cache_suite.judge import LENGTHS, LONG, Run, check
 
 pytestmark = pytest.mark.spec("CC-COMPACT")
 
-NEW = (1, 5, 12)
-"""Tokens read at once behind a compacted cache: a decode step, and questions."""
+NEW = (1, 5, 70)
+"""Tokens read at once behind a compacted cache: a decode step, a question, and more than a block of 64 holds."""
 
 
 @pytest.mark.parametrize("new", NEW)
@@ -24,3 +24,13 @@ def test_a_call_leaves_nothing_behind(run: Run, folder: str, seed: int, renumber
 @pytest.mark.parametrize("length", LENGTHS)
 def test_prompts_of_any_length(run: Run, folder: str, kind: str, length: int, seed: int, renumbered: bool) -> None:
     check(run, folder, kind, 3, seed, renumbered, length)
+
+
+def test_one_prompt_is_evicted_otherwise(run: Run, folder: str, kind: str, seed: int, renumbered: bool) -> None:
+    """A prompt again in the same process, with other kept sets of the same kind."""
+    for again in (1, 2):
+        check(run, folder, kind, 4, seed, renumbered, again=again)
+
+
+def test_long_prompts(run: Run, folder: str, seed: int, renumbered: bool) -> None:
+    check(run, folder, "one set for all", 3, seed, renumbered, LONG)

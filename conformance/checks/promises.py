@@ -8,9 +8,10 @@ from typing import Protocol
 
 import numpy as np
 
-from conformance.strategies.policy_inputs import Inputs, altered, decided, drawn, observation
+from conformance.strategies.policy_inputs import Inputs, Kept, decided, drawn, observation, resized
 from reference.policies.budgets import Adaptive, Competition, across_layers
 from spec.arrays import Matrix
+from spec.errors import SpecError
 from spec.policy import LayerView, Policy
 from spec.promises import field_of
 from spec.retention import Granularity
@@ -36,6 +37,8 @@ class Judged(Protocol):
 ROUNDED = 64 * np.finfo(np.float64).eps
 """Of a score: tokens that are no further apart tie."""
 Holds = Callable[[Judged, Inputs, int, int], bool]
+FAR = 2.0**10
+"""How many times shorter and longer other sequences are."""
 
 
 @dataclass(frozen=True)
@@ -92,20 +95,39 @@ def monotone(case: Judged, inputs: Inputs, B: int, seed: int) -> bool:
 
 
 def independent(case: Judged, inputs: Inputs, B: int, seed: int) -> bool:
-    """A second sequence under the same policy object, of longer keys, leaves the first one's decision as it was.
+    """Other sequences under the same policy object, also far shorter and longer ones, leave the decision as it was.
 
-    A copy of the object for each input, if it can be copied: what one has seen is not what the next one knows.
+    So do they before it. A copy of the object for each, if it can be copied: what one has seen is not what the next
+    one knows. Long inputs show what the object has seen before, as a bound of sizes.
     """
-    policy = case.policy(inputs)
-    with suppress(Exception):
-        policy = deepcopy(policy)
     heads = (inputs.H_kv, len(inputs.layers[0].q) // inputs.H_kv)
-    before = decided(policy, inputs, B)
-    for kind in ("normal", "long"):
-        decided(policy, altered(drawn(seed + 1, inputs.n, len(inputs.layers), heads), kind, seed), B)
-        if decided(policy, inputs, B) != before:
-            return False
+    other = drawn(seed + 1, inputs.n, len(inputs.layers), heads)
+    for size in (1.0, FAR):
+        same = resized(inputs, size)
+        policy, fresh = copied(case.policy(same)), copied(case.policy(same))
+        before = decision(fresh, same, B)
+        for more in (1.0, 1 / FAR, 30.0, FAR):
+            decision(policy, resized(other, size * more), B)
+            if decision(policy, same, B) != before:
+                return False
     return True
+
+
+def decision(policy: Policy, inputs: Inputs, B: int) -> Kept | None:
+    """The kept sets, or that the budget is refused: what is protected may follow from the inputs."""
+    try:
+        return decided(policy, inputs, B)
+    except SpecError as refused:
+        if refused.argument != "budget":
+            raise
+        return None
+
+
+def copied(policy: Policy) -> Policy:
+    """Another object, if there can be one."""
+    with suppress(Exception):
+        return deepcopy(policy)
+    return policy
 
 
 def permuted(case: Judged, inputs: Inputs, B: int, seed: int) -> bool:

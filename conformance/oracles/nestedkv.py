@@ -88,7 +88,8 @@ def rectified(s: Row) -> list[float]:
 
 
 def gate(s: float, p: Any) -> float:
-    return 1 / (1 + math.exp(-p.kappa * (s - p.tau)))
+    x = p.kappa * (s - p.tau)
+    return 1 / (1 + math.exp(-x)) if x > 0 else math.exp(x) / (1 + math.exp(x))
 
 
 def routed(scales: Sequence[Row], blend: Row, s: Row, p: Any) -> list[float]:

@@ -27,7 +27,7 @@ SHORT, TIMES = 26, 8
 class Draw(NamedTuple):
     """An input of `tokens`, and `times` as many as are protected; of more layers than must be; at 1 + budget tokens.
 
-    Its keys are of a kind: normal ones, and such that tokens or heads tie, or are close to each other.
+    Keys, values and queries are of a kind: normal ones, and such that tokens or heads tie, or are close to each other.
     """
 
     tokens: int
@@ -38,22 +38,32 @@ class Draw(NamedTuple):
     budget: int
     seed: int
     keys: str = "normal"
+    values: str = "normal"
+    queries: str = "normal"
 
     def inputs(self, protected: int, layers: int) -> Inputs:
         n = self.tokens + self.times * protected
         normal = drawn(self.seed, n, layers + self.more_layers, (self.kv_heads, self.group))
-        return altered(normal, self.keys, self.seed)
+        return altered(normal, self.keys, self.seed, self.values, self.queries)
 
 
+TYING = ("few values", "nearly equal", "same keys")
 DRAWS = st.builds(
     Draw, tokens=st.integers(2, SHORT), times=st.integers(0, TIMES), more_layers=st.integers(0, 2),
     kv_heads=st.integers(1, 3), group=st.integers(1, 2), budget=st.integers(0, LONG), seed=st.integers(0, 2**32 - 2),
-    keys=st.sampled_from(["normal", "few values", "nearly equal", "same keys"]),
+    keys=st.sampled_from(["normal", *TYING]), values=st.sampled_from(["normal", *TYING, "equal"]),
+    queries=st.sampled_from(["normal", *TYING]),
 )
 
 TIES = [
     Draw(3 + seed % 4, 0, 0, 2 + seed % 2, 1, seed, seed, keys)
-    for keys in ("few values", "same keys", "nearly equal") for seed in range(8)
+    for keys in TYING for seed in range(8)
+]
+TIES += [
+    Draw(9 + seed, 0, 0, 2, 1, seed, seed, keys, values, queries) for seed in range(4) for keys, values, queries in [
+        ("normal", "equal", "normal"), ("normal", "few values", "normal"), ("normal", "normal", "few values"),
+        ("few values", "few values", "few values"),
+    ]
 ]
 
 

@@ -1,11 +1,12 @@
-"""Floats that narrower arithmetic, or another order of the bits, does not tell apart as float64 does."""
+"""Floats that narrower arithmetic, or another order of the bits, does not tell apart as float64 does; their types."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-__all__ = ["CLOSE", "close"]
+__all__ = ["CLOSE", "SPECIAL", "TYPES", "TYPE_PAIRS", "close", "of_type", "special"]
 
 LEAST = 2.0**-1074
 
@@ -21,3 +22,36 @@ CLOSE: Mapping[str, Sequence[float]] = {
 def close(kind: str, seed: int, shape: int | tuple[int, ...]) -> Any:
     """An array of values of one kind."""
     return np.random.default_rng(seed).choice(CLOSE[kind], shape)
+
+
+SPECIAL: Mapping[str, Sequence[float]] = {
+    "no number or least": (math.nan, -math.inf), "no number": (math.nan,), "least": (-math.inf, -1.7e308, -1e30),
+    "all kinds": (math.nan, -math.inf, math.inf, -1.7e308, -1.0, -0.0, 0.0, 1.7e308),
+}
+"""Kinds of scores that order among themselves alone: as numbers they are lost in any sum, or stand for something."""
+
+
+def special(kind: str, seed: int, shape: int | tuple[int, ...]) -> Any:
+    """An array of values of one of these kinds."""
+    return np.random.default_rng(seed).choice(SPECIAL[kind], shape)
+
+
+TYPES: Mapping[str, tuple[type, float]] = {
+    "float16": (np.float16, 1.0), "large float16": (np.float16, 2.0**13), "small float16": (np.float16, 2.0**-12),
+    "float32": (np.float32, 1.0), "large float32": (np.float32, 2.0**60), "small float32": (np.float32, 2.0**-60),
+    "float64": (np.float64, 1.0), "longdouble": (np.longdouble, 1.0),
+}
+"""Types of arrays, and what a number of the size of 1 is multiplied by: sums and squares of large ones overflow."""
+
+TYPE_PAIRS = [
+    *[(kind, kind) for kind, (_, size) in TYPES.items() if size == 1.0], ("large float16", "small float16"),
+    ("small float16", "large float16"), ("large float32", "small float32"), ("small float32", "large float32"),
+    ("float16", "float32"), ("float32", "float16"), ("longdouble", "float32"),
+]
+"""Of queries and keys, whose products are of the size of 1."""
+
+
+def of_type(kind: str, seed: int, shape: tuple[int, ...]) -> tuple[Any, float]:
+    """Positive eighths up to 2, times what the type's size is, which every type has exactly; and that size."""
+    dtype, size = TYPES[kind]
+    return (size * np.random.default_rng(seed).integers(1, 17, shape) / 8).astype(dtype), size

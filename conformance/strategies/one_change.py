@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from conformance.strategies.decoding import csr_of_matrix
-from spec.decode import LiveTrunks
+from spec.decode import LiveTrunks, TrunkWeights
 from spec.parameters import NESTEDKV, TINY
 from spec.records import CoAttention, Trunks
 
-__all__ = ["CALLS", "Calls"]
+__all__ = ["CALLS", "LARGE", "Calls"]
 
 TINIEST = 2.0**-1074
 
@@ -60,15 +60,14 @@ def within(array: Any, *place: int, value: Any) -> Any:
     return found
 
 
-def coattention(weight: float = 0.75) -> CoAttention:
-    """24 tokens, each with its successor and the one behind; some far ones."""
-    n = 24
+def coattention(weight: float = 0.75, n: int = 24, place: int = 3) -> CoAttention:
+    """Tokens, each with its successor and the one behind, and one from the half before; a weight at a place."""
     intra = np.stack([np.arange(1, n + 1), np.arange(2, n + 2)], axis=1)
     intra[intra >= n] = -1
     weights = np.where(intra >= 0, np.linspace(0.4, 0.9, 2 * n).reshape(n, 2), 0.0)
-    weights[3], weights[2, 1] = weight, weight
+    weights[place], weights[place - 1, 1] = weight, weight
     cross = np.full((n, 1), -1)
-    cross[12:, 0] = np.arange(12)
+    cross[n // 2 :, 0] = np.arange(n - n // 2)
     return CoAttention(0, np.ones(n), intra, weights, cross, np.where(cross >= 0, 0.5, 0.0))
 
 
@@ -198,3 +197,119 @@ CALLS: Mapping[str, Calls] = {
         pinned=within(np.zeros((3, 40), dtype=np.bool_), 1, value=np.arange(40) % 7 == 3),
     ),
 }
+
+N, M, FAR = 9_002, 1_100, 7_501
+"""Tokens of whose numbers 64 KiB are not enough, a line for each of several channels, and a place far behind."""
+
+
+def ring(m: int) -> TrunkWeights:
+    """Each trunk with the next, the last with the first."""
+    at = np.arange(m)
+    pairs = np.sort(np.stack([(at - 1) % m, (at + 1) % m], axis=1), axis=1)
+    return TrunkWeights(2 * np.arange(m + 1), pairs.ravel(), np.full(2 * m, 0.75))
+
+
+def heavier(W: TrunkWeights, a: int, w: float) -> TrunkWeights:
+    """With another weight between a trunk and the next."""
+    row = np.repeat(np.arange(len(W.indptr) - 1), np.diff(W.indptr))
+    edge = ((row == a) & (W.indices == a + 1)) | ((row == a + 1) & (W.indices == a))
+    return W._replace(weights=np.where(edge, w, W.weights))
+
+
+def far(array: Any, value: Any, place: int = FAR) -> Any:
+    """A copy with another value at one place, or in one row of a head."""
+    return within(array, *(0,) * (array.ndim == 3), place, value=value)
+
+
+FEW_Q, MANY_K, MANY_Q, FEW_K = drawn(1, 2, 8), drawn(1, N, 8, seed=1), drawn(64, 33, 4), drawn(1, 33, 4, seed=1)
+MANY_Q_OTHER = within(MANY_Q, 51, 20, value=3.0)
+ONES, STEPS, EIGHTHS = np.ones(N), 4 * np.arange(N // 4 + 1), 1 + np.arange(N) % 7 / 8
+SPREAD, NOWHERE, HEADS = (1 + np.arange(N) % 11) / 32, np.zeros(N, dtype=np.bool_), drawn(1, N, 4, seed=9)
+SPANS = Trunks(2 * np.arange(N + 1), ONES)
+TOKENS = LiveTrunks(np.arange(N), np.arange(N + 1), ONES, 1 / (1 + np.arange(N) % 5), ONES)
+LONG_KEYS, WIDE_V, ROWS = drawn(1, M, 16, seed=2) + 1, drawn(M, 8, seed=3) / 4, drawn(8, N, seed=4)
+ASKED = {"q": FEW_Q, "k": MANY_K, "scaling": 0.5, "softcap": None}
+LONG_COATTENTION = coattention(n=N, place=FAR + 2)
+
+LARGE: list[tuple[str, Calls]] = [
+    ("crystal.coattention", Calls("CC-COATTENTION", {
+        "q": FEW_Q, "k": MANY_K, "positions": np.arange(N), "parameters": replace(S1, C=1), "scaling": 0.5,
+        "softcap": None, "lse": None,
+    }, {}).with_arrays(k=far(MANY_K, 9.0 * FEW_Q[0, 1]), positions=np.arange(N) + (np.arange(N) >= FAR))),
+    ("crystal.coattention", Calls("CC-COATTENTION", {
+        "q": MANY_Q, "k": FEW_K, "positions": np.arange(33), "parameters": replace(S1, k_heads=64, M_max=1e3),
+        "scaling": 0.5, "softcap": None, "lse": None,
+    }, {}).with_arrays(q=MANY_Q_OTHER)),
+    ("crystal.impact", Calls("CC-IMPACT", {
+        "salience": EIGHTHS, "token_ids": np.arange(N) % 5, "parameters": TINY,
+    }, {}).with_arrays(salience=far(EIGHTHS, 2.5), token_ids=far(np.arange(N) % 5, 2**32))),
+    ("crystal.trunks", Calls("CC-TRUNKS", {
+        "coattention": LONG_COATTENTION, "impact": EIGHTHS, "ends": np.arange(N) % 4 == 3,
+        "parameters": replace(TINY, T_max=9, tau_merge=0.9),
+    }, {"weights": {"coattention": coattention(0.95, N, FAR + 2)}}).with_arrays(
+        impact=far(EIGHTHS, 5.0), ends=far(np.arange(N) % 4 == 3, True, FAR - 3),
+    )),
+    ("crystal.graph", Calls("CC-TRUNK-WEIGHT", {
+        "coattention": LONG_COATTENTION, "trunks": Trunks(np.append(STEPS, N), np.ones(len(STEPS))), "parameters": P,
+    }, {"weights": {"coattention": coattention(0.25, N, FAR + 2)}})),
+    ("crystal.score", Calls("CC-SCORE", {"D": SPREAD, "impact": EIGHTHS, "protected": NOWHERE, "parameters": TINY}, {
+    }).with_arrays(D=far(SPREAD, 0.875), impact=far(EIGHTHS, 1.9), protected=far(NOWHERE, True))),
+    ("crystal.dissolve", Calls("CC-DISSOLVE", {
+        "score": SPREAD, "trunks": SPANS, "impact": np.tile([1.0, 2.0], N), "D": SPREAD, "protected": NOWHERE,
+        "budget": N, "parameters": replace(TINY, N_min=1),
+    }, {}).with_arrays(
+        score=far(SPREAD, 0.0), D=far(SPREAD, 0.875, FAR - 1), protected=far(NOWHERE, True, 11 * 600),
+    )),
+    ("breath.inverse_key_norms", Calls("CC-KEY-NORM", {"k": MANY_K}, {}).with_arrays(k=far(MANY_K, 3.0))),
+    ("breath.impact", Calls("CC-IMPACT", {"salience": EIGHTHS, "counts": 1 + np.arange(N) % 5, "parameters": TINY}, {
+    }).with_arrays(salience=far(EIGHTHS, 2.5), counts=far(1 + np.arange(N) % 5, 2**24))),
+    ("breath.decay", Calls("CC-DECAY", {"D": SPREAD, "trunk_impact": EIGHTHS, "parameters": TINY}, {}).with_arrays(
+        D=far(SPREAD, 0.875), trunk_impact=far(EIGHTHS, 9.0),
+    )),
+    ("breath.activation", Calls("CC-ACTIVATION", {"live": TOKENS, "parameters": replace(TINY, theta_act=0.3)}, {
+        "norms": {"live": replace(TOKENS, inverse_norms=far(TOKENS.inverse_norms, 0.01, 5 * 1_500))},
+    })),
+    ("breath.resonance", Calls("CC-RESONANCE", {
+        "D": SPREAD, "W": ring(N), "active": np.arange(N) == FAR - 1, "parameters": TINY,
+    }, {"weights": {"W": heavier(ring(N), FAR, 0.5)}}).with_arrays(
+        D=far(SPREAD, 0.125), active=np.arange(N) == FAR - 3,
+    )),
+    ("breath.hebbian", Calls("CC-HEBB", {"W": ring(N), "active": np.arange(N) == FAR, "parameters": P}, {
+        "weights": {"W": heavier(ring(N), FAR, 0.5)},
+    }).with_arrays(active=(np.arange(N) >= FAR) & (np.arange(N) < FAR + 2))),
+    ("breath.segment_graph", Calls("CC-SEGMENT-GRAPH", {
+        "coattention": replace(LATER, start=4 * N, intra=np.where(LATER.intra >= 0, 4 * N - 24 + LATER.intra, -1),
+                               cross=np.where(LATER.cross >= 0, 4 * FAR + 1, -1)),
+        "bounds": np.append(4 * np.arange(N + 1), [4 * N + 12, 4 * N + 24]),
+        "sizes": np.append(np.full(N, 4), [12, 12]), "W": ring(N), "parameters": P,
+    }, {"weights": {"W": heavier(ring(N), FAR, 0.5)}}).with_arrays(
+        bounds=far(np.append(4 * np.arange(N + 1), [4 * N + 12, 4 * N + 24]), 4 * FAR + 2),
+        sizes=far(np.append(np.full(N, 4), [12, 12]), 1),
+    )),
+    ("breath.segment_crystallization", Calls("CC-SEGMENT-D", {"degree": EIGHTHS, "old": N - 8, "parameters": TINY}, {
+    }).with_arrays(degree=far(EIGHTHS, 90.0))),
+    ("diversity.diverse", Calls("DV-GREEDY", {
+        "s": within(drawn(M, seed=5), 902, value=8.0), "V": WIDE_V, "retained": np.arange(M) == 40, "k": 60, "lam": 0.5,
+    }, {}).with_arrays(s=within(drawn(M, seed=5), 902, value=-8.0), V=within(WIDE_V, 902, value=9.0))),
+    ("nestedkv.anomaly_score", Calls("NK-SCORE", {"k": LONG_KEYS, "parameters": NESTEDKV}, {}).with_arrays(
+        k=within(LONG_KEYS, 0, slice(990, 1_050), value=-LONG_KEYS[0, 990:1_050]),
+    )),
+    ("policies.received_attention", Calls("PO-OBSERVED-ATTENTION", ASKED, {}).with_arrays(k=far(MANY_K, 3.0))),
+    ("policies.received_attention", Calls("PO-OBSERVED-ATTENTION", {**ATTENTION, "q": MANY_Q, "k": FEW_K}, {
+    }).with_arrays(q=MANY_Q_OTHER)),
+    ("policies.largest_attention", Calls("PO-KVZIP-PLUS", {
+        "q": FEW_Q, "k": MANY_K, "norms": np.array([1.0, 2.0]), "scaling": 0.5, "softcap": None,
+    }, {}).with_arrays(k=far(MANY_K, 3.0))),
+    ("policies.expected_attention", Calls("PO-EXPECTED-ATTENTION", {
+        "q": HEADS, "k": HEADS, "v": HEADS, "at": np.arange(N), "ahead": N + np.arange(8),
+        "inv_freq": np.array([1.0, 0.25]), "factor": 1.25, "scaling": 0.5,
+    }, {}).with_arrays(
+        q=far(HEADS, 30.0), k=far(HEADS, 3.0), v=far(HEADS, 9.0), at=np.where(np.arange(N) == FAR, 11, np.arange(N)),
+    )),
+    ("policies.best_tokens", Calls("PO-TOP-UNITS", {
+        "values": ROWS, "shares": np.full(8, 5), "pinned": np.zeros((8, N), dtype=np.bool_),
+    }, {}).with_arrays(
+        values=within(ROWS, 6, FAR, value=9.0), pinned=within(np.zeros((8, N), dtype=np.bool_), 6, FAR, value=True),
+    )),
+]
+"""Calls with arrays of more than 64 KiB, and for each array one number or row far from both ends changed."""

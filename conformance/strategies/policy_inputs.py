@@ -17,7 +17,7 @@ from spec.retention import Granularity, Retention
 
 __all__ = [
     "KINDS", "TEMPLATE", "Inputs", "Kept", "altered", "calibrated", "decided", "drawn", "groups_of", "identity",
-    "named", "observation", "of_model", "repeats", "retained",
+    "named", "observation", "of_model", "repeats", "resized", "retained",
 ]
 
 Kept = list[list[int]]
@@ -80,13 +80,26 @@ def same_keys(k: Array, seed: int) -> Array:
 KINDS: Mapping[str, Callable[[Array, int], Array]] = {
     "normal": lambda k, seed: k, "few values": few_values, "nearly equal": lambda k, seed: 1 + 1e-3 * k,
     "same keys": same_keys, "long": lambda k, seed: 30 * k,
+    "equal": lambda k, seed: np.broadcast_to(k[:, :1], k.shape).copy(), "short": lambda k, seed: k / 1024,
 }
-"""Keys of other kinds, from normal ones and a seed."""
+"""Keys, values or queries of other kinds, from normal ones and a seed."""
 
 
-def altered(inputs: Inputs, kind: str, seed: int) -> Inputs:
-    """The same with keys of another kind."""
-    layers = [replace(view, k=KINDS[kind](view.k, seed + at)) for at, view in enumerate(inputs.layers)]
+def altered(inputs: Inputs, kind: str, seed: int, values: str = "normal", queries: str = "normal") -> Inputs:
+    """The same with keys, and values and queries, of another kind."""
+    layers = [
+        replace(
+            view, q=KINDS[queries](view.q, seed + at + 2), k=KINDS[kind](view.k, seed + at),
+            v=KINDS[values](np.asarray(view.v), seed + at + 1),
+        )
+        for at, view in enumerate(inputs.layers)
+    ]
+    return replace(inputs, layers=layers)
+
+
+def resized(inputs: Inputs, size: float) -> Inputs:
+    """Queries, keys and values so many times as long."""
+    layers = [replace(x, q=size * x.q, k=size * x.k, v=size * np.asarray(x.v)) for x in inputs.layers]
     return replace(inputs, layers=layers)
 
 

@@ -1,6 +1,7 @@
 """Decode: key norms, activation, pulses and the Hebbian update."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,9 @@ from conformance import tolerances
 from conformance.checks.refusals import refused
 from conformance.oracles import decode
 from conformance.oracles.decode import Model, Trunk
+from conformance.strategies.close_numbers import TYPES, of_type
 from conformance.strategies.decoding import csr_of_matrix, decode_parameters, flags, graphs, inverse_norms, sixteenths
+from conformance.strategies.scale_numbers import Numbers
 from conformance.vectors.models import csr_of, pairs_of
 from conformance.vectors.subject_decode import weights_of
 from spec.arrays import BoolVector, Vector
@@ -30,7 +33,7 @@ def keys(draw: st.DrawFn) -> Any:
     k = rng.standard_normal((H, n, d)) * draw(st.sampled_from([1.0, 1e-4, 100.0]), label="length")
     for i in draw(st.lists(st.integers(0, n - 1), max_size=2), label="zero tokens"):
         k[: draw(st.integers(1, H), label="zero heads"), i] = 0
-    return k.astype(draw(st.sampled_from([np.float32, np.float64, np.float16]), label="type"))
+    return k.astype(draw(st.sampled_from([np.float32, np.float64, np.float16, np.longdouble]), label="type"))
 
 
 def table(sizes: list[int], norms: Vector) -> LiveTrunks:
@@ -62,6 +65,16 @@ def test_inverse_norms_lie_in_their_bound(breath_stages: BreathStages, k: Any) -
     finite = np.isfinite(want)
     radius = tolerances.key_norm_error(len(k), k.shape[2]) * want[finite]
     assert (np.abs(found[finite] - want[finite]) <= radius).all()
+
+
+@pytest.mark.spec("CC-KEY-NORM")
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("n", [1, 17, 1_025])
+def test_keys_of_every_type_and_size(breath_stages: BreathStages, kind: str, n: int) -> None:
+    """Each type holds these keys, and of some neither their squares nor their inverses."""
+    k, _ = of_type(kind, n, (2, n, 4))
+    want = (1 / np.sqrt((k.astype(np.float64) ** 2).sum(axis=2))).mean(axis=0)
+    assert (np.abs(breath_stages.inverse_key_norms(k) - want) <= tolerances.key_norm_error(2, 4) * want).all()
 
 
 @pytest.mark.spec("CC-KEY-NORM")
@@ -119,6 +132,32 @@ def test_a_zero_key_is_no_maximum(breath_stages: BreathStages) -> None:
 def test_zero_keys_alone_are_all_active(breath_stages: BreathStages) -> None:
     """There is no finite value, and no maximum to divide by."""
     assert breath_stages.activation(table([2, 1], np.full(3, np.inf)), PAPER).tolist() == [True, True]
+
+
+FORMS: list[Callable[[Vector, float, float], Any]] = [
+    lambda x, top, theta: x > theta * top, lambda x, top, theta: x * (1 / top) > theta,
+    lambda x, top, theta: np.exp(np.log(x) - np.log(top)) > theta,
+]
+"""Other ways to ask whether x / top > theta."""
+
+
+@pytest.mark.spec("CC-ETA", "CC-ACTIVATION")
+@pytest.mark.parametrize("theta", [0.3, 0.1, 0.7])
+@pytest.mark.parametrize("size", [1.0, 2.0**-60, 1e-3, 1e9])
+def test_a_quotient_is_compared(breath_stages: BreathStages, theta: float, size: float) -> None:
+    """Norms about theta times the largest, where each other form is wrong of some."""
+    for form in FORMS:
+        told = 0
+        for top in size * (1 + Numbers(17).fractions(400)):
+            x = theta * top + np.spacing(theta * top) * np.arange(-2.0, 3.0)
+            if (form(x, top, theta) != (x / top > theta)).any():
+                told += 1
+                live = table([1] * 6, np.append(x, top))
+                found = breath_stages.activation(live, replace(PAPER, theta_act=theta))
+                assert found.tolist() == [*(x / top > theta).tolist(), True]
+            if told == 3:
+                break
+        assert told, "the inputs tell nothing"
 
 
 @pytest.mark.spec("CC-ACTIVATION")

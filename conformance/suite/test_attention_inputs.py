@@ -12,6 +12,7 @@ from conformance.checks import stage_checks
 from conformance.checks.refusals import refused
 from conformance.oracles import s1
 from conformance.strategies.attention import AttentionInputs, attention_inputs, later_segments
+from conformance.strategies.close_numbers import TYPE_PAIRS, of_type
 from spec.arrays import Matrix
 from spec.backend import CrystalStages
 from spec.parameters import TINY
@@ -106,3 +107,13 @@ def test_every_width_and_type(
     k: Array = rng.standard_normal((1, 24, d)).astype(dtype)
     inputs = AttentionInputs(q, k, np.arange(24), replace(TINY, C=10), 1.5 * d**-0.5, softcap)
     assert not list(stage_checks.coattention(inputs.run(stages), inputs, precision))
+
+
+@pytest.mark.spec("CC-ATTENTION", "CC-COATTENTION")
+@pytest.mark.parametrize(("of_q", "of_k"), TYPE_PAIRS)
+def test_every_type_and_size_of_numbers(stages: CrystalStages, precision: str, of_q: str, of_k: str) -> None:
+    """All that are finite, also those of whose sum the type is not; q and k may be of two types."""
+    (q, large), (k, small) = of_type(of_q, 1, (2, 12, 4)), of_type(of_k, 2, (1, 12, 4))
+    inputs = AttentionInputs(q, k, np.arange(12), replace(TINY, C=5), 0.5 / (large * small), None)
+    wide = replace(inputs, q=q.astype(np.float64), k=k.astype(np.float64))
+    assert not list(stage_checks.coattention(inputs.run(stages), wide, precision))

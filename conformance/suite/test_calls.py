@@ -10,7 +10,7 @@ import pytest
 
 from conformance.calls import arrays_of
 from conformance.plugin import skip_without
-from conformance.strategies.one_change import CALLS
+from conformance.strategies.one_change import CALLS, LARGE, Calls
 from conformance.threads import in_turns, side_by_side
 from spec.backend import Backend
 
@@ -21,6 +21,10 @@ STAGES = [pytest.param(op, marks=pytest.mark.spec(calls.item), id=op) for op, ca
 CHANGES = [
     pytest.param(op, name, marks=pytest.mark.spec(calls.item), id=f"{op}-{name}")
     for op, calls in CALLS.items() for name in calls.changes
+]
+FAR_CHANGES = [
+    pytest.param(op, calls, name, marks=pytest.mark.spec(calls.item), id=f"{op}-{name}-{at}")
+    for at, (op, calls) in enumerate(LARGE) for name in calls.changes
 ]
 
 
@@ -42,7 +46,16 @@ def parts(value: Any) -> list[Any]:
 @pytest.mark.parametrize(("op", "change"), CHANGES)
 def test_what_changes_is_read(judged: Backend, op: str, change: str) -> None:
     """A call, the same with one change, and the call again: other results, and the same result."""
-    stage, calls = stage_of(judged, op), CALLS[op]
+    check_that_it_is_read(stage_of(judged, op), CALLS[op], change)
+
+
+@pytest.mark.parametrize(("op", "calls", "change"), FAR_CHANGES)
+def test_large_arrays_are_read_whole(judged: Backend, op: str, calls: Calls, change: str) -> None:
+    """The same of arrays that agree in their first 60 KB, in their last, and in all but one number or row."""
+    check_that_it_is_read(stage_of(judged, op), calls, change)
+
+
+def check_that_it_is_read(stage: Stage, calls: Calls, change: str) -> None:
     same = tuple(calls.arguments.values())
     before, other, after = stage(*same), stage(*calls.changed(change)), stage(*same)
     assert parts(before) == parts(after), "the result depends on an earlier call"

@@ -1,5 +1,6 @@
 """Set-conditioned selection: Algorithm 1 to the last tie, its cosines and its signatures."""
 
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from conformance.checks.refusals import refused
 from conformance.oracles import diversity as brute
 from conformance.oracles.scale import selectors as scale
-from conformance.strategies.close_numbers import CLOSE, close
+from conformance.strategies.close_numbers import CLOSE, SPECIAL, close, special
 from conformance.strategies.keys import seeds
 from reference import diversity
 from spec.backend import DiversityStages
@@ -25,7 +26,7 @@ def selections(draw: st.DrawFn) -> tuple[Any, Any, Any, int, float]:
     V = kinds[rng.integers(0, len(kinds), n)].astype(np.float64)
     V = diversity.unit_rows(V) if draw(st.booleans()) else V
     s = rng.integers(0, 4, n) / 4 if draw(st.booleans()) else rng.standard_normal(n)
-    s = np.where(rng.random(n) < draw(st.sampled_from([0.0, 0.2])), draw(st.sampled_from([np.nan, np.inf])), s)
+    s = np.where(rng.random(n) < draw(st.sampled_from([0.0, 0.2])), rng.choice([np.nan, np.inf, -np.inf], n), s)
     retained = rng.random(n) < draw(st.sampled_from([0.0, 0.3]))
     k = draw(st.integers(int(retained.sum()), n))
     for x in (s, V, retained):
@@ -55,6 +56,8 @@ UP, RIGHT, LEFT, NAN = [0.0, 1.0], [1.0, 0.0], [-1.0, 0.0], float("nan")
         ([NAN, 0.5, 0.25], [RIGHT, UP, LEFT], 0.5, [1, 2]), ([NAN, NAN, 0.25], [RIGHT, UP, LEFT], 0.5, [0, 2]),
         ([0.5, 1.0, 0.5], [LEFT, RIGHT, UP], 0.0, [0, 1]), ([1.0, 0.9, 0.8], [RIGHT, [0.0, 0.0], UP], 0.5, [0, 1]),
         ([0.5, float("inf"), 0.25], [RIGHT, RIGHT, UP], 0.5, [1, 2]),
+        ([float("-inf"), NAN, 0.25], [RIGHT, UP, LEFT], 0.5, [0, 2]),
+        ([NAN, -1e300, -1.7e308], [RIGHT, UP, LEFT], 0.5, [1, 2]),
     ],
 )
 def test_two_of_three(
@@ -72,6 +75,16 @@ def test_close_scores_are_told_apart(selector: DiversityStages, n: int, kind: st
     """Floats next to each other in float64 at every size, subnormal and huge ones; -0.0 and 0.0 are equal."""
     s, V, none = close(kind, n, n), np.tile([UP, RIGHT], (n, 1))[:n], np.zeros(n, dtype=np.bool_)
     for k, lam in ((1, 0.0), (n // 2, 0.0), (min(n, 9), 0.5)):
+        assert np.array_equal(selector.diverse(s, V, none, k, lam), scale.diverse(s, V, none, k, lam))
+
+
+@pytest.mark.spec("DV-GREEDY")
+@pytest.mark.parametrize("kind", SPECIAL)
+@pytest.mark.parametrize("n", [2, 40, 150, 1_100])
+def test_no_score_is_minus_infinity(selector: DiversityStages, n: int, kind: str) -> None:
+    """And below the least of the finite ones; where nothing else is left, the lower of two goes in."""
+    s, V, none = special(kind, n, n), np.tile([UP, RIGHT], (n, 1))[:n], np.zeros(n, dtype=np.bool_)
+    for k, lam in ((1, 0.5), (n // 2, 0.0), (min(n, 9), 0.5)):
         assert np.array_equal(selector.diverse(s, V, none, k, lam), scale.diverse(s, V, none, k, lam))
 
 
@@ -141,3 +154,16 @@ def test_a_selection_that_is_not_admitted_is_refused(
     given_: dict[str, Any] = {**good, **change}
     with refused(argument, given_[argument]):
         selector.diverse(*given_.values())
+
+
+@pytest.mark.spec("DV-GREEDY")
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("n", [1, 2, 33, 257, 1_025])
+def test_signatures_are_refused_where_nothing_is_chosen(selector: DiversityStages, n: int, value: float) -> None:
+    """In any row, whether all tokens are kept, none, the retained alone, or of no penalty the best."""
+    calls = ((n, 0, 0.5), (0, 0, 0.5), (n, n, 0.5), (1, 1, 0.5), (1, 0, 0.0))
+    for row, (k, held, lam) in product((0, n // 2, n - 1), calls):
+        V = np.ones((n, 2))
+        V[row, -1] = value
+        with refused("V", V):
+            selector.diverse(np.ones(n), V, np.arange(n) < held, k, lam)

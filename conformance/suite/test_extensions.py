@@ -187,9 +187,14 @@ def of_sizes(sizes: list[int], budget: int, share: float) -> EvictionProblem:
 
 
 @pytest.mark.spec("CC-COVERAGE")
-@pytest.mark.parametrize(("share", "room", "k"), [(0.29, 100, 29), (0.57, 100, 57), (0.58, 100, 58), (0.07, 300, 21)])
+@pytest.mark.parametrize(("share", "room", "k"), [
+    (0.29, 100, 29), (0.57, 100, 57), (0.58, 100, 58), (0.07, 300, 21),
+    *[(1 - 10.0**-digits, 100, 99) for digits in (3, 5, 7, 10, 15)], (float(np.nextafter(1, 0)), 100, 99),
+    *[(0.29 - 10.0**-digits, 100, 28) for digits in (3, 5, 7, 10, 15)], (float(np.nextafter(0.29, 0)), 100, 28),
+    *[(10.0**-digits, 100, 0) for digits in (3, 5, 10, 300)], (0.010001, 100, 1), (0.01, 100, 1),
+])
 def test_a_share_is_the_decimal_that_is_written(stages: CrystalStages, share: float, room: int, k: int) -> None:
-    """Of room 100 a share of 0.29 is 29 tokens; the product of floats, 28.999999999999996, is 28."""
+    """Of room 100 a share of 0.29 is 29 tokens; the product of floats, 28.999999999999996, is 28. All digits count."""
     problem = of_sizes([5] * (room // 5 + 30), room, share)
     found, bare = problem.run(stages), covered(replace(problem, budget=room - k), 0.0).run(stages)
     assert len(found.kept) - len(bare.kept) == k

@@ -185,3 +185,34 @@ def test_the_best_three_are_added_from_the_largest_down(stages: CrystalStages) -
     found = record([1.0] * 4, [[] for _ in range(4)], [[] for _ in range(4)], 8, 4)
     M = np.array([0.1, 0.3, 0.05, 0.2])
     assert stages.trunks(found, M, np.arange(4) == 3, PAPER).impact.tolist() == [0.6 / 3] != [(0.1 + 0.2 + 0.3) / 3]
+
+
+COUNTS = [*range(1, 130), *[2**bits + more for bits in range(8, 12) for more in (-1, 0, 1)], 708, 745, 746, 4_097]
+"""Of one id: each one that is small, those about every power of two, and where an exponential is subnormal or 0."""
+
+
+@pytest.mark.spec("CC-COUNT", "CC-RARITY", "CC-RARITY-FORMS", "CC-IMPACT")
+@pytest.mark.parametrize("form", ["logarithm", "reciprocal", "exponential"])
+def test_rarity_alone(stages: CrystalStages, form: Literal["logarithm", "reciprocal", "exponential"]) -> None:
+    """Without salience M is rarity's own, whose error is not that of a sum; of ids in no order."""
+    p = replace(PAPER, rarity=form, M_min=0.0)
+    ids = np.repeat(np.arange(len(COUNTS)), COUNTS)
+    order = np.random.default_rng(0).permutation(len(ids))
+    found = np.empty(len(ids))
+    found[order] = stages.impact(np.zeros(len(ids)), ids[order], p)
+    starts = np.cumsum([0, *COUNTS[:-1]])
+    assert (found == np.repeat(found[starts], COUNTS)).all()
+    want = [s3.token_impact(0.0, s3.rarity_of(c, p), p, 0.0) for c in COUNTS]
+    assert tolerances.close("CC-IMPACT", found[starts], want)
+
+
+@pytest.mark.spec("CC-RARITY", "CC-RARITY-FORMS", "CC-IMPACT")
+@pytest.mark.parametrize("form", ["logarithm", "reciprocal", "exponential"])
+def test_rarity_of_given_counts_alone(
+    breath_stages: BreathStages, form: Literal["logarithm", "reciprocal", "exponential"],
+) -> None:
+    """Counts to 1 100 and about every power of two to 2^53, without salience."""
+    p = replace(PAPER, rarity=form, M_min=0.0)
+    counts = [*range(1, 1_100), *[2**bits + more for bits in range(11, 54) for more in (-1, 0, 1)]]
+    found = breath_stages.impact(np.zeros(len(counts)), np.array(counts), p)
+    assert tolerances.close("CC-IMPACT", found, [s3.token_impact(0.0, s3.rarity_of(c, p), p, 0.0) for c in counts])

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from conformance.checks.refusals import refused
 from conformance.oracles import nestedkv as oracle
+from conformance.strategies.close_numbers import TYPES, of_type
 from conformance.strategies.keys import NESTED, keys, seeds
 from conformance.tolerances import nestedkv_radius, scores_agree, traced_radius
 from spec.backend import NestedKVStages
@@ -20,13 +21,25 @@ from spec.parameters import NESTEDKV, NestedKVParameters
 lengths = st.integers(1, 40)
 
 
+def names_a_place(text: str, head: int, token: int) -> bool:
+    """Whether a text has these two numbers, in this order or each behind its own word, whatever else it says."""
+    if f"{head}" not in re.findall(r"\d+", text) or f"{token}" not in re.findall(r"\d+", text):
+        return False
+    said = {(word, int(number)) for word, number in re.findall(r"\b(head|token)\b\D*?(\d+)", text.lower())}
+    if not said:
+        return re.search(rf"\b{head}\b.*\b{token}\b", text) is not None
+    return all((word, number) in said for word, number in (("head", head), ("token", token)) if word in dict(said))
+
+
 @pytest.mark.spec("NK-UNIT-KEYS", "NK-SCORE")
-def test_a_zero_key_is_refused_by_name(nestedkv_stages: NestedKVStages) -> None:
+@pytest.mark.parametrize(("head", "token"), [(1, 7), (1, 3), (0, 2), (2, 0)])
+def test_a_zero_key_is_refused_by_name(nestedkv_stages: NestedKVStages, head: int, token: int) -> None:
+    """Its KV head and its token, in whatever words, and not one for the other."""
     k = keys(0, 3, 9)
-    k[1, 7] = 0
+    k[head, token] = 0
     with refused("k", k) as caught:
         nestedkv_stages.anomaly_score(k, NESTED)
-    assert {"1", "7"} <= set(re.findall(r"\d+", str(caught.value)))  # its KV head and token, in whatever words
+    assert names_a_place(str(caught.value), head, token)
 
 
 @pytest.mark.spec("NK-SCORE")
@@ -105,10 +118,12 @@ def test_keys_are_read_where_they_lie(nestedkv_stages: NestedKVStages, make: Any
 
 
 @pytest.mark.spec("NK-SCORE")
-def test_half_precision_is_read_exactly(nestedkv_stages: NestedKVStages) -> None:
-    half = keys(9, 1, 17).astype(np.float16)
-    wide = nestedkv_stages.anomaly_score(half.astype(np.float32), NESTED)
-    assert np.array_equal(nestedkv_stages.anomaly_score(half, NESTED), wide)
+@pytest.mark.parametrize("kind", TYPES)
+def test_every_type_is_read_exactly(nestedkv_stages: NestedKVStages, kind: str) -> None:
+    """The same keys in float32 and in another type, also of a length whose square the type has not: the same bits."""
+    k, size = of_type(kind, 9, (2, 40, 4))
+    wide = nestedkv_stages.anomaly_score((k.astype(np.float64) / size).astype(np.float32), NESTED)
+    assert np.array_equal(nestedkv_stages.anomaly_score(k, NESTED), wide)
 
 
 @pytest.mark.spec("NK-UNIT-KEYS", "NK-SCORE")
@@ -160,3 +175,14 @@ def test_the_share_of_the_gap_is_exact(nestedkv_stages: NestedKVStages, precisio
     k, exact = keys(n, 1, n), replace(NESTED, p=Fraction(p), tau=0.0)
     assert int(float(Fraction(p)) * n) < Fraction(p) * n
     inside(nestedkv_stages.anomaly_score(k, exact), k, exact, precision)
+
+
+@pytest.mark.spec("NK-ROUTE", "NK-BLEND", "NK-SCORE")
+@pytest.mark.parametrize("tau", [0.0, 0.6, 1e3])
+@pytest.mark.parametrize(("kappa", "beta"), [(750.0, 3.0), (4_000.0, 3.0), (1e30, 3.0), (10.0, 5_000.0), (1e30, 1e30)])
+def test_gates_and_gains_of_any_sharpness(
+    nestedkv_stages: NestedKVStages, precision: str, kappa: float, beta: float, tau: float,
+) -> None:
+    """A gate that is open or shut, and a scale that takes all: exponents beyond float64, and never NaN."""
+    k, p = keys(3, 2, 40), replace(NESTED, kappa=kappa, beta=beta, tau=tau)
+    inside(nestedkv_stages.anomaly_score(k, p), k, p, precision)

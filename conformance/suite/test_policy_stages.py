@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from conformance.oracles.scale import selectors as oracle
-from conformance.strategies.close_numbers import CLOSE, close
+from conformance.strategies.close_numbers import CLOSE, SPECIAL, TYPE_PAIRS, TYPES, close, of_type, special
 from conformance.tolerances import UNIT_ROUNDOFF, expected_error, scores_agree
 from spec.arrays import BoolMatrix, IntVector, Matrix, Vector
 from spec.backend import PolicyStages
@@ -123,8 +123,8 @@ def test_best_tokens(policy_stages: PolicyStages, seed: int) -> None:
     rng = np.random.default_rng(seed)
     g, n = int(rng.integers(1, 5)), int(rng.integers(1, 27))
     values = rng.integers(-2, rng.integers(0, 9), (g, n)).astype(np.float64)
-    for special in (np.nan, np.inf, -np.inf):
-        values[rng.random((g, n)) < (seed % 3) / 12] = special
+    for odd in (np.nan, np.inf, -np.inf):
+        values[rng.random((g, n)) < (seed % 3) / 12] = odd
     pinned, shares = rng.random((g, n)) < rng.choice([0.0, 0.2, 0.8]), rng.integers(0, n + 3, g)
     assert kept(policy_stages, values, shares, pinned) == best(values, shares, pinned)
     view = np.broadcast_to(pinned[0], values.shape)
@@ -156,6 +156,25 @@ def test_half_precision_beyond_a_thousand_keys(policy_stages: PolicyStages, n: i
     shares = [1 / (n - 2), 1 / (n - 1), 1 / n]
     want = 2 * np.array([sum(shares)] * (n - 2) + [sum(shares[1:]), shares[2]])
     assert (np.abs(found[0] - want) <= 2e-6 * want).all()
+
+
+@pytest.mark.spec("PO-TOP-UNITS")
+@pytest.mark.parametrize("kind", SPECIAL)
+@pytest.mark.parametrize("n", [2, 17, 130, 1_100])
+def test_what_is_no_number_comes_last(policy_stages: PolicyStages, n: int, kind: str) -> None:
+    """Behind minus infinity, as one of equals; the lower token of two."""
+    values = special(kind, n, (3, n))
+    shares, pinned = np.array([1, (n + 1) // 2, n - 1]), np.zeros((3, n), dtype=np.bool_)
+    assert kept(policy_stages, values, shares, pinned) == best(values, shares, pinned)
+
+
+@pytest.mark.spec("PO-TOP-UNITS")
+@pytest.mark.parametrize("g", [255, 256, 257, 300, 1_025])
+def test_as_many_kept_sets_as_there_are(policy_stages: PolicyStages, g: int) -> None:
+    """Of two tokens one, of the last set both; the offsets count on."""
+    values, shares = np.tile([[0.0, 1.0], [1.0, 0.0], [1.0, 1.0]], (g, 1))[:g], np.where(np.arange(g) < g - 1, 1, 2)
+    pinned = np.zeros((g, 2), dtype=np.bool_)
+    assert kept(policy_stages, values, shares, pinned) == best(values, shares, pinned)
 
 
 @pytest.mark.spec("PO-TOP-UNITS")
@@ -202,4 +221,35 @@ def test_queries_far_from_the_start(policy_stages: PolicyStages, precision: str,
     at, ahead = first + 1 + np.arange(n), first + n + 1 + np.arange(3)
     want, _ = oracle.expected(q, k, v, at, ahead, inv_freq, 1.0, 0.5)
     found = policy_stages.expected_attention(q, k, v, at, ahead, inv_freq, 1.0, 0.5)
+    assert all(scores_agree(got, row, precision) for got, row in zip(found, want.tolist(), strict=True))
+
+
+@pytest.mark.spec("PO-OBSERVED-ATTENTION", "PO-KVZIP", "PO-KVZIP-PLUS")
+@pytest.mark.parametrize(("of_q", "of_k"), TYPE_PAIRS)
+def test_attention_of_every_type_and_size(policy_stages: PolicyStages, precision: str, of_q: str, of_k: str) -> None:
+    """Each type holds these numbers, and the products are alike; a type of whose sums or squares it has none too."""
+    (q, large), (k, small) = of_type(of_q, 3, (4, 12, 4)), of_type(of_k, 4, (2, 12, 4))
+    norms, scaling = np.linspace(0.5, 2, 12), 0.5 / (large * small)
+    weights = oracle.attended(q.astype(np.float64), k.astype(np.float64), scaling, None)
+    pairs = [
+        (policy_stages.received_attention(q, k, scaling, None), weights.reshape(2, -1, 12).sum(axis=1)),
+        (policy_stages.largest_attention(q, k, norms, scaling, None), (weights / norms[:, None]).max(axis=1)),
+    ]
+    for found, want in pairs:
+        assert all(scores_agree(got, row, precision) for got, row in zip(found, want.tolist(), strict=True))
+
+
+@pytest.mark.spec("PO-EXPECTED-ATTENTION")
+@pytest.mark.parametrize(("of_q", "of_k", "of_v"), [
+    *[("float32", "float32", kind) for kind in TYPES], *[(of_q, of_k, "float32") for of_q, of_k in TYPE_PAIRS],
+])
+def test_expected_attention_of_every_type_and_size(
+    policy_stages: PolicyStages, precision: str, of_q: str, of_k: str, of_v: str,
+) -> None:
+    """Lengths of values whose squares the type has not; queries and keys of any."""
+    (q, large), (k, small) = of_type(of_q, 5, (4, 9, 4)), of_type(of_k, 6, (2, 12, 4))
+    v, _ = of_type(of_v, 7, (2, 12, 4))
+    at, ahead, inv_freq, scaling = np.arange(3, 12), np.arange(12, 20), np.array([1.0, 0.25]), 0.5 / (large * small)
+    want, _ = oracle.expected(*(x.astype(np.float64) for x in (q, k, v)), at, ahead, inv_freq, 1.25, scaling)
+    found = policy_stages.expected_attention(q, k, v, at, ahead, inv_freq, 1.25, scaling)
     assert all(scores_agree(got, row, precision) for got, row in zip(found, want.tolist(), strict=True))

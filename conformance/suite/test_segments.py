@@ -261,6 +261,20 @@ def test_without_older_trunks_it_is_the_graph_stage(
         assert getattr(got, name).tolist() == getattr(right, name).tolist()
 
 
+@pytest.mark.spec("CC-SEGMENT-GRAPH", "CC-TRUNK-WEIGHT")
+@pytest.mark.parametrize("bits", [31, 32, 53, 62])
+def test_sizes_whose_product_passes_a_width(breath_stages: BreathStages, bits: int) -> None:
+    """An old trunk of many live tokens and a new one of 2^13, between which there is one edge."""
+    new, old = 2**13, 2 ** (bits - 13) + 3
+    found = record([1.0] * new, [[]] * new, [[(5, 0.75)], *[[]] * (new - 1)], 0, 1, old)
+    alone = TrunkWeights(np.zeros(2, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0))
+    got = breath_stages.segment_graph(
+        found, np.array([0, old, old + new]), np.array([old, new]), alone, replace(PAPER, tau_edge=0.0)
+    )
+    assert got.indices.tolist() == [1, 0]
+    assert tolerances.close("CC-TRUNK-WEIGHT", got.weights, [0.75 * (old * new) ** -0.5] * 2)
+
+
 @pytest.mark.spec("CC-SEGMENT-D")
 @given(degree=degrees(), data=st.data(), p=decode_parameters())
 def test_new_trunks_stand_on_the_scale_of_all(

@@ -44,10 +44,11 @@ def test_a_promise_holds(name: str, promise: str, seed: int, B: int, keys: str) 
 @pytest.mark.usefixtures("reference_items")
 @pytest.mark.parametrize(("name", "promise"), cells("no"))
 def test_what_is_not_promised_has_a_counterexample(name: str, promise: str) -> None:
-    """On keys of some kind."""
+    """On keys or values of some kind."""
+    kinds = [*((keys, "normal") for keys in KINDS), ("normal", "equal"), ("normal", "few values")]
     assert any(
-        not PROPERTIES[promise].holds(CASES[name], altered(drawn(seed), keys, seed), B, seed)
-        for seed in range(SEARCHED) for keys in KINDS for B in (1, 1 + seed % 20, 9, 11)
+        not PROPERTIES[promise].holds(CASES[name], altered(drawn(seed), keys, seed, values), B, seed)
+        for seed in range(SEARCHED) for keys, values in kinds for B in (1, 1 + seed % 20, 9, 11)
     )
 
 

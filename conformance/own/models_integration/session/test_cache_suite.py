@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from conformance.cache_suite import oracle
 from conformance.cache_suite.conftest import found_model
-from conformance.cache_suite.judge import KINDS, LENGTHS, PROMPT, TINY, WHOLE, check, save_tiny
+from conformance.cache_suite.judge import KINDS, LENGTHS, LONG, PROMPT, TINY, WHOLE, check, save_tiny
 from conformance.cache_suite.oracle import UnknownRotation, check_rotation, frequencies
 from conformance.cache_suite.test_eviction import NEW
 from conformance.checks.boundary import SubjectFailure
@@ -27,6 +27,8 @@ pytestmark = [pytest.mark.law("the-proof-has-teeth"), pytest.mark.usefixtures("o
 
 Kept = dict[int, list[list[int]]]
 EQUAL, RAGGED = "a set for each KV head", "a set of its own length for each KV head"
+FEW, NOTHING, NEARLY = (*KINDS,)[-2], (*KINDS,)[-1], "a twentieth is evicted"
+UNEVEN = (RAGGED, FEW, NOTHING)
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +111,7 @@ def test_our_cache_holds(kind: str, folder: str) -> None:
 
 def test_a_plain_cache_holds_where_it_serves(folder: str) -> None:
     for kind in KINDS:
-        if kind != RAGGED:
+        if kind not in UNEVEN:
             check(plain, folder, kind, 5)
     with pytest.raises(pytest.skip.Exception, match=rf"^{RAGGED}: not served \(sets of different lengths\)$"):
         check(plain, folder, RAGGED, 5)
@@ -171,8 +173,39 @@ def many_heads_reversed(prompt: list[int], kept: Kept, *rest: Any) -> Tensor:
     return after_eviction(prompt, {at: sets[::-1] if len(sets) > 4 else sets for at, sets in kept.items()}, *rest)
 
 
+def sixteen_by_sixteen(prompt: list[int], kept: Kept, following: list[int], folder: str) -> Tensor:
+    """The next sixteen tokens do not see the sixteen before them."""
+    starts = range(0, len(following), 16)
+    return torch.cat([
+        after_eviction([*prompt, *following[:at]], kept, following[at : at + 16], folder) for at in starts
+    ])
+
+
+def small_evictions_skipped(prompt: list[int], kept: Kept, *rest: Any) -> Tensor:
+    sizes = [len(own) for sets in kept.values() for own in sets]
+    return after_eviction(prompt, everything(prompt, kept) if min(sizes) > 0.9 * len(prompt) else kept, *rest)
+
+
+def empty_layers_whole(prompt: list[int], kept: Kept, *rest: Any) -> Tensor:
+    whole = everything(prompt, kept)
+    return after_eviction(prompt, {at: own if any(own) else whole[at] for at, own in kept.items()}, *rest)
+
+
+def the_first_layer_decides(prompt: list[int], kept: Kept, *rest: Any) -> Tensor:
+    whole = everything(prompt, kept)
+    return after_eviction(prompt, whole if kept[min(kept)] == whole[min(kept)] else kept, *rest)
+
+
+def the_last_1500(prompt: list[int], kept: Kept, *rest: Any) -> Tensor:
+    cut = max(0, len(prompt) - 1500)
+    later = {layer: [[at - cut for at in own if at >= cut] for own in sets] for layer, sets in kept.items()}
+    return after_eviction(prompt[cut:], later, *rest)
+
+
 @pytest.mark.parametrize(("engine", "family"), [
     (long_prompts_whole, "llama"), (at_least_four, "llama"), (eight_at_a_time, "llama"), (many_heads_reversed, "qwen3"),
+    (sixteen_by_sixteen, "llama"), (small_evictions_skipped, "llama"), (empty_layers_whole, "gemma3_text"),
+    (the_first_layer_decides, "gemma3_text"), (the_last_1500, "gpt_neox"),
 ])
 def test_an_engine_that_is_right_on_small_inputs_is_found(
     engine: Callable[..., Any], family: str, tmp_path: Path, folder: str,
@@ -180,12 +213,30 @@ def test_an_engine_that_is_right_on_small_inputs_is_found(
     """By one at least of the suite's own calls."""
     place = folder if family == "llama" else str(save_tiny(family, tmp_path))
     failed = []
-    for kind, new, length in [(RAGGED, 5, PROMPT), (RAGGED, NEW[-1], PROMPT), (RAGGED, 3, LENGTHS[1])]:
+    for kind, new, length in [
+        (RAGGED, 5, PROMPT), (RAGGED, NEW[-1], PROMPT), (RAGGED, 3, LENGTHS[1]), ("one set for all", 3, LONG),
+        (NEARLY, NEW[0], PROMPT), (FEW, NEW[0], PROMPT), (NOTHING, NEW[0], PROMPT),
+    ]:
         try:
             check(engine, place, kind, new, length=length)
         except AssertionError:
             failed.append((kind, new, length))
     assert failed
+
+
+def test_a_prompt_that_is_read_again_is_found(folder: str) -> None:
+    """A cache that is kept for its prompt is evicted as it was."""
+    known: dict[tuple[int, ...], Kept] = {}
+
+    def engine(prompt: list[int], kept: Kept, *rest: Any) -> Tensor:
+        before = known.setdefault(tuple(prompt), kept)
+        common = {layer: [sorted({*own} & {*old}) for own, old in zip(sets, before[layer], strict=True)]
+                  for layer, sets in kept.items()}
+        return after_eviction(prompt, common, *rest)
+
+    check(engine, folder, EQUAL, 4, again=1)
+    with pytest.raises(AssertionError, match="away from"):
+        check(engine, folder, EQUAL, 4, again=2)
 
 
 ENGINES = """
@@ -199,8 +250,9 @@ def SHY(prompt, kept, *rest):
     return plain(prompt, kept, *rest)
 """
 FOUND = {
-    "plain": (0, ["pass", "pass", "pass", "not served"]), "PADDED": (1, ["pass", "pass", "pass", "fail"]),
-    "SHIFTED": (1, ["fail", "fail", "fail", "not served"]), "SHY": (1, ["not served"] * 4),
+    "plain": (0, [*["pass"] * 3, "not served", "pass", "not served", "not served"]),
+    "PADDED": (1, [*["pass"] * 3, "fail", "pass", "fail", "fail"]),
+    "SHIFTED": (1, [*["fail"] * 3, "not served", "fail", "not served", "not served"]), "SHY": (1, ["not served"] * 7),
 }
 
 
