@@ -29,7 +29,8 @@ from models_integration.archive.library import Library
 from models_integration.archive.store import Archive
 from models_integration.cli.app import app
 from models_integration.model import identity as home
-from models_integration.model.identity import CHUNK_BYTES, identify
+from models_integration.model import tensor_digest
+from models_integration.model.identity import identify
 from models_integration.pocket import load_pocket
 from models_integration.policies.calibration import calibrate
 from models_integration.studies.results import load_rows
@@ -224,10 +225,10 @@ def test_a_tensor_of_several_chunks_is_read_whole(monkeypatch: pytest.MonkeyPatc
     """In chunks of any size the digest is the same, and each of its values counts."""
     model = build("Llama")
     found = identify(model)
-    monkeypatch.setattr(home, "CHUNK_BYTES", 40)
+    monkeypatch.setattr(tensor_digest, "CHUNK_BYTES", 40)
     assert identify(model) == found
     assert identify(negate(build("Llama"))).weights != found.weights
-    assert CHUNK_BYTES % 8 == 0
+    assert tensor_digest.CHUNK_BYTES % 8 == 0
 
 
 @pytest.mark.law("refused-before-anything-changes")
