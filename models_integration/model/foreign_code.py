@@ -11,7 +11,9 @@ from torch.nn.modules import module as torch_module
 
 from spec.errors import SpecError
 
-__all__ = ["KEPT_AS", "check_hooks", "computing_hooks", "is_foreign", "is_known", "is_own_method", "name_of", "refuse_code"]
+__all__ = [
+    "KEPT_AS", "check_hooks", "computing_hooks", "is_foreign", "is_known", "is_own_method", "name_of", "refuse_code",
+]
 
 # Whose code is told by its name: a release of these packages is not part of a model.
 TRUSTED = sys.stdlib_module_names | {"accelerate", "models_integration", "numpy", "peft", "torch", "transformers"}
@@ -57,7 +59,8 @@ def _homes(value: Any) -> Iterator[set[str]]:
             continue
         seen[id(one)] = one
         if isinstance(one, partial):
-            waiting += [one.func, *filter(_is_code, (*one.args, *one.keywords.values()))]
+            given = (*one.args, *one.keywords.values())
+            waiting += [one.func, *(part for part in given if _is_code(part) or isinstance(part, nn.Module))]
         elif isinstance(one, MethodType | BuiltinMethodType):
             waiting += [getattr(one, "__func__", None), one.__self__]
         elif isinstance(one, FunctionType):

@@ -35,9 +35,18 @@ REGISTRIES: tuple[tuple[str, Any], ...] = (
 class ModelIdentity:
     """A model by all that its keys, its values and its answers come from, in parts: a refusal names what differs.
 
-    It does not depend on the device, the folder, the kind of attention or the release of transformers. It does not
-    cover the code of the model's classes, nor global variables. It is made once by who needs it, and
-    handed on; nobody stores it for a model, whose values may change.
+    It does not depend on the device, the folder, the kind of attention or how the model was loaded. It does not depend
+    on the release of torch or transformers, unless a release renames an activation. Activations, exchanged modules and
+    functions are read, also those that a table (ACT2FN, attention, experts) has under a name.
+
+    Code of torch, transformers, accelerate, peft, numpy and Python is known by its name; other code by its bytecode,
+    which another Python changes. So these are not covered: global variables that functions read, Python modules by
+    more than their names, and who patches functions of these packages or torch itself.
+
+    The structure decides, and no probe: the answers to fixed tokens depend on device, threads and kind of attention, a
+    rounded answer may lie on either side of a step, and experts that the tokens do not reach would be missed.
+
+    It is made once by who needs it, and handed on; nobody stores it for a model, whose values may change.
     """
 
     weights: str

@@ -10,7 +10,13 @@ from decimal import Decimal
 from fractions import Fraction
 from functools import _lru_cache_wrapper, cached_property
 from types import (
-    BuiltinMethodType, CodeType, FunctionType, MappingProxyType, MemberDescriptorType, MethodType, MethodWrapperType,
+    BuiltinMethodType,
+    CodeType,
+    FunctionType,
+    MappingProxyType,
+    MemberDescriptorType,
+    MethodType,
+    MethodWrapperType,
     ModuleType,
 )
 from typing import Any
@@ -21,7 +27,14 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from models_integration.model.foreign_code import (
-    KEPT_AS, check_hooks, computing_hooks, is_foreign, is_known, is_own_method, name_of, refuse_code,
+    KEPT_AS,
+    check_hooks,
+    computing_hooks,
+    is_foreign,
+    is_known,
+    is_own_method,
+    name_of,
+    refuse_code,
 )
 from models_integration.model.frequencies import keeps_frequencies
 from models_integration.model.tensor_digest import digest_of_tensor
@@ -101,7 +114,8 @@ class Reader:
         if hooks:
             found["hooks"] = hooks
         for name, value in vars(module).items():
-            if not (name in made_by_hooks or _is_bookkeeping(module, name, value) or self._is_its_own(module, name, value)):
+            told = name not in made_by_hooks and not _is_bookkeeping(module, name, value)
+            if told and not self._is_its_own(module, name, value):
                 found[f".{name}"] = value
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None and _beside_values(tensor):
@@ -114,7 +128,7 @@ class Reader:
         Raises:
             SpecError: for code of somebody else in the place of a method.
         """
-        if value is None or not callable(getattr(type(module), name, None)) and name not in KEPT_AS:
+        if value is None or not (callable(getattr(type(module), name, None)) or name in KEPT_AS):
             return False
         if is_own_method(module, name, value):
             return True
@@ -221,13 +235,17 @@ class Reader:
         return [name_of(kind), self.classes[id(kind)]]
 
     def _class(self, kind: type) -> object:
-        known = is_known(kind)
-        own = {
-            name: one for name, one in vars(kind).items()
-            if (_is_patched(one) if known else name != "_abc_impl" and (name[:2] != "__" or callable(one)))
-        }
+        """A trusted package's class is told by its name, with what somebody else has put into it.
+
+        Torch makes classes while it runs, such as those of parametrized layers: nobody has them under a name, and their
+        attributes and bases are told, too.
+        """
+        known, foreign = is_known(kind), is_foreign(kind)
+        own = {name: one for name, one in vars(kind).items() if _is_told(name, one, known, foreign)}
+        names = [] if known else sorted(name for name in vars(kind) if name[:2] != "__")
         bases = () if known else kind.__bases__
-        return [kind.__module__ if known else "", name_of(kind), self._fields(own, DEEPEST), self._read_all(bases, 1)]
+        home = "" if foreign else kind.__module__
+        return [home, name_of(kind), names, self._fields(own, DEEPEST), self._read_all(bases, DEEPEST)]
 
     def _object(self, value: object, levels: int) -> object:
         """What an object is made of: as it says itself, and, if nobody knows its class, as its attributes say."""
@@ -295,7 +313,8 @@ def _is_of_loading(name: str, value: object) -> bool:
 def _beside_values(tensor: Tensor) -> list[object]:
     """The class and the attributes of a tensor, if it has more than its values: scales of quantised ones."""
     own = {
-        name: value for name, value in vars(tensor).items() if name not in OF_BUFFERS and not _is_of_loading(name, value)
+        name: value for name, value in vars(tensor).items()
+        if name not in OF_BUFFERS and not _is_of_loading(name, value) and not name.startswith("_dynamo_")
     }
     plain = type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
     return [] if plain and not own else [type(tensor), own]
@@ -310,8 +329,13 @@ def _state(value: object) -> dict[str, object]:
     return {**slots, **getattr(value, "__dict__", {})}
 
 
-def _is_patched(attribute: object) -> bool:
-    return isinstance(attribute, FunctionType) and is_foreign(attribute)
+def _is_told(name: str, attribute: Any, known: bool, foreign: bool) -> bool:
+    """Whether an attribute of a class says what its objects do, beside the name of the class."""
+    held = (attribute, *(getattr(attribute, wrapped, None) for wrapped in ("fget", "fset", "func", "__func__")))
+    functions = [one for one in held if isinstance(one, FunctionType)]
+    if functions:
+        return foreign or any(map(is_foreign, functions))
+    return not known and name != "_abc_impl" and (name[:2] != "__" or callable(attribute))
 
 
 def sha(parts: object) -> str:
