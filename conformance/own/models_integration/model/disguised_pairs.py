@@ -62,11 +62,13 @@ class Packed(nn.Module):
 
     def __init__(self, base: Any) -> None:
         super().__init__()
-        self.weight: Any = nn.Parameter(base.weight.detach().clone(), requires_grad=False)
-        self.weight.scale = {"by": 1.0}
+        weight: Any = nn.Parameter(base.weight.detach().clone(), requires_grad=False)
+        weight.scale = {"by": 1.0}
+        self.weight = weight
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = x @ (self.weight * self.weight.scale["by"]).T
+        weight: Any = self.weight
+        found: Tensor = x @ (weight * weight.scale["by"]).T
         return found
 
 
@@ -157,7 +159,7 @@ def _buffered(use: Callable[[Tensor], Tensor], one: Callable[[], Tensor], other:
 
 
 def _quantised(by: float) -> Tensor:
-    found: Tensor = torch.quantize_per_tensor(torch.ones(48) * by, by / 10, 0, torch.qint8)  # type: ignore[no-untyped-call]
+    found: Tensor = torch.quantize_per_tensor(torch.ones(48) * by, by / 10, 0, torch.qint8)
     return found
 
 
@@ -284,7 +286,7 @@ def _move(layer: Any) -> None:
 def _cast(model: Any) -> None:
     hooks = pytest.importorskip("accelerate.hooks")
     cast = hooks.LayerwiseCastingHook(torch.float32, torch.bfloat16, non_blocking=False)
-    vars(model.model.norm)["_parameters"]["weight"].data.fill_(1.003)
+    vars(model.model.norm)["_parameters"]["weight"].data.fill_(0.3)
     hooks.add_hook_to_module(model.model.norm, cast)
 
 
@@ -325,12 +327,12 @@ def _first(x: Tensor, table: Any) -> Tensor:
 def _normed(model: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        nn.utils.spectral_norm(model.get_submodule(_UP))  # type: ignore[no-untyped-call]
+        nn.utils.spectral_norm(model.get_submodule(_UP))
     model.eval()
 
 
 def _weighed(model: Any) -> None:
-    nn.utils.parametrizations.weight_norm(model.get_submodule(_UP))  # type: ignore[no-untyped-call]
+    nn.utils.parametrizations.weight_norm(model.get_submodule(_UP))
 
 
 # What is done to a model, and then changes no answer.

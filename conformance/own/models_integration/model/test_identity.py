@@ -25,7 +25,7 @@ from conformance.own.models_integration.model.identity_pairs import (
     UNREADABLE,
     made,
 )
-from conformance.own.models_integration.session.families import at_once, prompt
+from conformance.own.models_integration.session.families import at_once, prepare, prompt
 from models_integration import Published, RetainedCache, StreamingLLM, load_cache, save_cache
 from models_integration.archive.errors import WrongModel
 from models_integration.archive.library import Library
@@ -230,7 +230,7 @@ def positioned(pad: int) -> PreTrainedModel:
         vocab_size=131, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
         max_position_embeddings=64, pad_token_id=pad, is_decoder=True,
     )
-    return RobertaForCausalLM(config).eval()
+    return prepare(RobertaForCausalLM(config))
 
 
 @pytest.mark.law("refused-before-anything-changes")
