@@ -51,6 +51,8 @@ class ObjectFolder:
                 raise
         if self._objects.is_symlink():
             raise ArchiveError(f"{self._objects} must be a folder, not a link")
+        if os.path.lexists(self._keys) and not self._keys.is_dir():
+            raise ArchiveError(f"{self._keys} must be a folder: it holds the salts of an encrypted archive")
 
     def _make(self) -> None:
         """All shards now, or each first object of a shard would wait for two more folders. Only the owner has rights.
@@ -58,7 +60,7 @@ class ObjectFolder:
         The quarantine is made last: where it is, the others' names are durable, also of the folders around the archive,
         which a process that was killed may have made.
         """
-        if self._objects.is_dir() and self._damaged.exists():
+        if self._objects.is_dir() and os.path.lexists(self._damaged):
             return
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         shards = [self._objects / f"{shard:02x}" for shard in range(256)]
@@ -86,13 +88,15 @@ class ObjectFolder:
         return sorted(key for path in _files(self._objects) if (key := self._key(path)) is not None)
 
     def strays(self) -> list[str]:
-        """What no object can be: files among the objects by their names, folders in their places, a file as quarantine.
+        """What no object can be: files among the objects by their names, folders in their places.
+
+        Also a quarantine that is no folder: a file, or a link, which may hide what was put away.
 
         Temporary files are none.
         """
         found = [path for path in _files(self._objects) if not _is_temporary(path) and not self._key(path)]
         found += [path for path in self._objects.glob("??/*") if self._key(path) and _is_folder(path)]
-        found += [self._damaged] * self._damaged.is_file()
+        found += [self._damaged] * (os.path.lexists(self._damaged) and not _is_folder(self._damaged))
         return [self.name(path) for path in found]
 
     def in_quarantine(self) -> list[Path]:
@@ -150,11 +154,11 @@ class ObjectFolder:
                 os.link(path, replaced, follow_symlinks=False)
             try:
                 publish(path, parts, late=digest)
+                erase(replaced)
             except BaseException:
                 with suppress(OSError):
                     os.unlink(replaced)
                 raise
-            erase(replaced)
 
     def keep(self, key: str) -> None:
         """Make the name of an object durable: whoever wrote the object may not have come to that.

@@ -1,5 +1,6 @@
 """Whatever is no whole object in its place is named, put away, and stops nothing; what is put meanwhile stays."""
 
+import errno
 import os
 import time
 from collections.abc import Callable
@@ -13,8 +14,10 @@ from typer.testing import CliRunner
 
 from conformance.own.models_integration.archive.chunks import chunk
 from conformance.own.models_integration.archive.fault_cases import damage, path_of
+from models_integration.archive.errors import ArchiveError
 from models_integration.archive.store import Archive
 from models_integration.cache import tensor_file
+from models_integration.cache.atomic_file import TEMPORARY
 from models_integration.cache.tensor_file import Damaged
 from models_integration.cli.app import app
 
@@ -60,6 +63,13 @@ def test_a_saved_tensor_file_is_a_regular_file_or_a_link_to_one(tmp_path: Path, 
     assert torch.equal(tensor_file.read(tmp_path / "link")[1]["a"], torch.ones(3))
 
 
+def link_quarantine(path: Path, target: str) -> None:
+    """Put a link in the place of the quarantine."""
+    place = path.parents[2] / "quarantine"
+    place.rmdir()
+    place.symlink_to(target)
+
+
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "a flipped bit": lambda path: damage(path),
     "cut": lambda path: path.write_bytes(path.read_bytes()[:-1]),
@@ -72,6 +82,8 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "a name that is no UTF-8": lambda path: path.rename(os.fsdecode(os.fsencode(path.parent) + b"/\xff\n")),
     "of somebody": lambda path: path.with_name("notes.txt").write_text("mine"),
     "in quarantine": lambda path: (path.parents[2] / "quarantine" / "left").write_bytes(b"x"),
+    "a quarantine elsewhere": lambda path: link_quarantine(path, "objects/00"),
+    "a quarantine nowhere": lambda path: link_quarantine(path, "nowhere"),
 }
 
 
@@ -172,3 +184,31 @@ def test_a_folder_in_the_place_of_an_object_is_named_and_put_away(tmp_path: Path
         (tmp_path / "quarantine").rename(tmp_path / "away")
         (tmp_path / "quarantine").write_text("no folder")
         assert archive.verify().strays == ["quarantine"]
+
+
+def test_keys_that_are_no_folder_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    with Archive(tmp_path) as archive:
+        archive.put(*chunk(1))
+    (tmp_path / "keys").write_text("no folder")
+    with pytest.raises(ArchiveError, match="keys must be a folder: it holds the salts of an encrypted archive"):
+        Archive(tmp_path)
+    result = CliRunner().invoke(app, ["archive", "verify", "--archive", str(tmp_path)])
+    assert result.exit_code != 0
+
+
+@pytest.mark.law("promised-is-there-forgotten-is-not")
+def test_a_replaced_object_that_cannot_be_looked_at_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lstat = os.lstat
+
+    def failing(path: Any, **options: Any) -> os.stat_result:
+        if Path(path).name.startswith(TEMPORARY):
+            raise OSError(errno.EIO, "failed")
+        return lstat(path, **options)
+
+    with Archive(tmp_path) as archive:
+        damage(path_of(tmp_path, archive.put(*chunk(1))))
+        monkeypatch.setattr(os, "lstat", failing)
+        with pytest.raises(OSError, match="failed"):
+            archive.put(*chunk(1))
+        monkeypatch.undo()
+        assert not [path for path in (tmp_path / "objects").rglob("*") if path.name.startswith(TEMPORARY)]

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, RobertaConfig, RobertaForCausalLM
+from transformers.activations import ACT2FN
 from typer.testing import CliRunner
 
 from conformance.own.models_integration.archive.models import FAMILIES, build
+from conformance.own.models_integration.model.disguised_pairs import DISGUISED, EQUAL, EXCHANGED
 from conformance.own.models_integration.model.identity_pairs import (
     CHANGES,
     FIELDS,
@@ -22,14 +25,15 @@ from conformance.own.models_integration.model.identity_pairs import (
     UNREADABLE,
     made,
 )
-from conformance.own.models_integration.session.families import at_once, prompt
+from conformance.own.models_integration.session.families import at_once, prepare, prompt
 from models_integration import Published, RetainedCache, StreamingLLM, load_cache, save_cache
 from models_integration.archive.errors import WrongModel
 from models_integration.archive.library import Library
 from models_integration.archive.store import Archive
 from models_integration.cli.app import app
 from models_integration.model import identity as home
-from models_integration.model.identity import CHUNK_BYTES, identify
+from models_integration.model import tensor_digest
+from models_integration.model.identity import identify
 from models_integration.pocket import load_pocket
 from models_integration.policies.calibration import calibrate
 from models_integration.studies.results import load_rows
@@ -139,9 +143,10 @@ def test_models_that_differ_in_a_field_have_two_identities(family: str, field: s
     check_apart(one, other)
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.filterwarnings("ignore:.*quantize:UserWarning", "ignore:TypedStorage:UserWarning")
+@pytest.mark.parametrize("name", [*CHANGES, *DISGUISED])
 def test_models_that_differ_in_a_value_or_a_module_have_two_identities(name: str) -> None:
-    family, prepared, changed = CHANGES[name]
+    family, prepared, changed = {**CHANGES, **DISGUISED}[name]
     one, other = made(family), made(family)
     for model in (one, other):
         prepared(model)
@@ -151,10 +156,10 @@ def test_models_that_differ_in_a_value_or_a_module_have_two_identities(name: str
 
 
 @pytest.mark.law("refused-before-anything-changes")
-@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.parametrize("name", [*HOOKS, *EXCHANGED])
 def test_a_model_that_somebody_steers_from_outside_is_refused_by_name(name: str) -> None:
     one, other = made("Llama"), made("Llama")
-    HOOKS[name](other)
+    {**HOOKS, **EXCHANGED}[name](other)
     assert float((logits(one) - logits(other)).abs().max()) > 1e-3
     with pytest.raises(SpecError, match=r"model = '.*(up_proj|norm)': has .*which may change its answers: remove it"):
         identify(other)
@@ -166,6 +171,75 @@ def test_an_attribute_that_does_not_say_what_it_holds_is_refused_by_name(name: s
     model, (change, reason) = made("Llama"), UNREADABLE[name]
     change(model)
     with pytest.raises(SpecError, match=f"{reason}.*: keep numbers, strings, tensors and modules there"):
+        identify(model)
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_models_that_look_unlike_and_answer_alike_have_one_identity(name: str) -> None:
+    model, (prepared, changed) = made("Llama"), EQUAL[name]
+    prepared(model)
+    before, answers = identify(model), logits(model)
+    found = changed(model)
+    other = found if isinstance(found, PreTrainedModel) else model
+    assert identify(other) == before
+    assert torch.equal(logits(other), answers)
+
+
+class Leaking(torch.nn.Module):
+    """An activation of somebody's own."""
+
+    def __init__(self, slope: float) -> None:
+        super().__init__()
+        self.slope = slope
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.leaky_relu(x, self.slope)
+
+
+@pytest.mark.parametrize("kind", [Leaking, torch.nn.LeakyReLU])
+def test_an_activation_that_was_exchanged_before_the_model_was_made_is_told(
+    monkeypatch: pytest.MonkeyPatch, kind: type,
+) -> None:
+    models = [made("Llama")]
+    for slope in (0.1, 0.7):
+        monkeypatch.setitem(ACT2FN, "silu", (lambda slope: kind(slope), {"slope": slope}))
+        models.append(made("Llama"))
+    for at, one in enumerate(models):
+        for other in models[:at]:
+            check_apart(one, other)
+
+
+def test_a_method_that_was_exchanged_in_a_class_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made("Llama")
+    before = identify(model)
+    kind = type(model.get_submodule("model.layers.0.mlp"))
+    forward = kind.forward
+    monkeypatch.setattr(kind, "forward", wraps(forward)(lambda module, x: forward(module, x) * 2))
+    assert identify(model) != before
+
+
+def test_positions_that_are_counted_from_the_padding_are_told() -> None:
+    identities = {identify(positioned(pad)).digest for pad in (1, 7)}
+    assert len(identities) == 2
+
+
+def positioned(pad: int) -> PreTrainedModel:
+    """A decoder that counts positions from its padding token."""
+    torch.manual_seed(0)
+    config = RobertaConfig(
+        vocab_size=131, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        max_position_embeddings=64, pad_token_id=pad, is_decoder=True,
+    )
+    return prepare(RobertaForCausalLM(config))
+
+
+@pytest.mark.law("refused-before-anything-changes")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_a_tensor_that_cannot_be_read_is_refused_by_name() -> None:
+    model = made("Llama")
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    model.get_submodule("model.norm").register_buffer("ragged", nested)
+    with pytest.raises(SpecError, match=r"'model.norm.ragged': its layout, .*cannot be read: convert it"):
         identify(model)
 
 
@@ -224,10 +298,10 @@ def test_a_tensor_of_several_chunks_is_read_whole(monkeypatch: pytest.MonkeyPatc
     """In chunks of any size the digest is the same, and each of its values counts."""
     model = build("Llama")
     found = identify(model)
-    monkeypatch.setattr(home, "CHUNK_BYTES", 40)
+    monkeypatch.setattr(tensor_digest, "CHUNK_BYTES", 40)
     assert identify(model) == found
     assert identify(negate(build("Llama"))).weights != found.weights
-    assert CHUNK_BYTES % 8 == 0
+    assert tensor_digest.CHUNK_BYTES % 8 == 0
 
 
 @pytest.mark.law("refused-before-anything-changes")

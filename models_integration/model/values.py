@@ -1,0 +1,343 @@
+"""What a value is, as JSON: the same for equal values in every process, and different for any others."""
+
+import enum
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from decimal import Decimal
+from fractions import Fraction
+from functools import _lru_cache_wrapper, cached_property
+from types import (
+    BuiltinMethodType,
+    CodeType,
+    FunctionType,
+    MappingProxyType,
+    MemberDescriptorType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+)
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+
+from models_integration.model.foreign_code import (
+    KEPT_AS,
+    check_hooks,
+    computing_hooks,
+    is_foreign,
+    is_known,
+    is_own_method,
+    name_of,
+    refuse_code,
+)
+from models_integration.model.frequencies import keeps_frequencies
+from models_integration.model.tensor_digest import digest_of_tensor
+from spec.errors import SpecError
+
+__all__ = ["Reader", "Unreadable", "UnreadableError", "sha"]
+
+DEEPEST = 6
+"""Levels of an attribute's value that are read; a deeper value is refused."""
+
+# Fields of a config that change no key, value or logit, beside those that begin with an underscore.
+SILENT = frozenset({
+    "architectures", "attn_implementation", "bos_token_id", "dtype", "eos_token_id", "id2label", "initializer_range",
+    "label2id", "name_or_path", "output_attentions", "output_hidden_states", "pad_token_id", "problem_type",
+    "return_dict", "tokenizer_class", "torch_dtype", "transformers_version", "use_cache",
+    # In training alone:
+    "attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "embd_pdrop", "hidden_dropout",
+    "hidden_dropout_prob", "output_router_logits", "resid_pdrop", "router_aux_loss_coef",
+})
+# What torch keeps of every module, read elsewhere (tensors, parts, hooks) or of no effect on a forward.
+OF_MODULES = frozenset(vars(nn.Module()))
+OF_BUFFERS = frozenset(vars(nn.Buffer(torch.empty(0))))
+# What transformers and accelerate write on any module that they load; `_hf_hook` is checked with the hooks.
+OF_LOADING: dict[str, type] = {
+    "_hf_hook": object, "_is_hf_initialized": bool, "gradient_checkpointing": bool,
+    "_gradient_checkpointing_func": object,
+}
+# What transformers and accelerate write on a whole model: how it was loaded, what is generated and trained with it.
+OF_WHOLE = frozenset({
+    "__getstate__", "_compiled_call", "_hf_peft_config_loaded", "_last_compile_config", "_loss_function",
+    "_output_capturing_hooks_installed", "_require_grads_hook", "_require_grads_hooks", "_use_kernels",
+    "_weight_conversions", "generate", "generation_config", "hf_device_map", "hf_quantizer", "name_or_path",
+    "padding_idx", "warnings_issued",
+})
+# What holds functions, and says so in attributes alone.
+WRAPPERS: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (property, ("fget", "fset", "fdel")), (classmethod | staticmethod, ("__func__",)), (cached_property, ("func",)),
+    (_lru_cache_wrapper, ("__wrapped__",)), (MethodType, ("__func__", "__self__")),
+    (BuiltinMethodType | MethodWrapperType, ("__qualname__", "__self__")),
+)
+
+
+class UnreadableError(Exception):
+    """A value that has no description."""
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """In the place of a value's description: why there is none."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads modules, and values of their attributes.
+
+    Types are told apart, and order counts. Code of trusted packages is told by its name; other functions by their code
+    and the values that they hold, other classes by their functions and the attributes of their objects.
+    """
+
+    names: Mapping[int, str]
+    """The paths of the model's modules, by id."""
+    configs: dict[int, object] = field(default_factory=dict)
+    classes: dict[int, str] = field(default_factory=dict)
+    opened: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, modules: Mapping[str, nn.Module]) -> "Reader":
+        return cls({id(module): name for name, module in reversed(list(modules.items()))})
+
+    def module(self, module: nn.Module) -> dict[str, object]:
+        """What a module is beside its tensors; values that cannot be read are Unreadable."""
+        hooks = computing_hooks(module)
+        made_by_hooks = {getattr(hook, "name", getattr(hook, "_tensor_name", None)) for hook in hooks}
+        found: dict[str, object] = {"class": type(module), "order": [*module._modules, "", *module._parameters]}
+        if hooks:
+            found["hooks"] = hooks
+        for name, value in vars(module).items():
+            told = name not in made_by_hooks and not _is_bookkeeping(module, name, value)
+            if told and not self._is_its_own(module, name, value):
+                found[f".{name}"] = value
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and _beside_values(tensor):
+                found[f".{name}"] = _beside_values(tensor)
+        return {name: self._attempt(value) for name, value in found.items()}
+
+    def _is_its_own(self, module: nn.Module, name: str, value: object) -> bool:
+        """Whether an attribute is only the method that it hides.
+
+        Raises:
+            SpecError: for code of somebody else in the place of a method.
+        """
+        if value is None or not (callable(getattr(type(module), name, None)) or name in KEPT_AS):
+            return False
+        if is_own_method(module, name, value):
+            return True
+        if is_foreign(value) and getattr(value, "__self__", None) is not module:
+            refuse_code(f"a {name} of its own", value, self.names.get(id(module)) or type(module).__name__)
+        return False
+
+    def _attempt(self, value: object) -> object:
+        try:
+            return self.read(value)
+        except UnreadableError as error:
+            return Unreadable(str(error))
+
+    def read(self, value: object, levels: int = DEEPEST) -> object:
+        """A value as JSON.
+
+        Raises:
+            UnreadableError: for a value that is too deep, or of a kind that does not say what it holds.
+        """
+        kind = type(value)
+        if value is None or kind in (bool, int, float, str):
+            return value
+        if kind in (bytes, complex, Decimal, Fraction, torch.dtype):
+            return [kind.__name__, repr(value)]
+        if isinstance(value, GenerationConfig | torch.device):
+            return [kind.__name__]
+        if isinstance(value, ModuleType):
+            return ["module", value.__name__]
+        if isinstance(value, type):
+            return self.class_of(value)
+        if isinstance(value, PretrainedConfig):
+            if id(value) not in self.configs:  # most modules hold one config
+                self.configs[id(value)] = self.config(value)
+            return self.configs[id(value)]
+        if isinstance(value, Tensor):
+            return ["tensor", digest_of_tensor(value, None), *self._read_all(_beside_values(value), levels)]
+        if isinstance(value, nn.Module) and id(value) in self.names:
+            return ["part", self.names[id(value)]]
+        if levels == 0:
+            raise UnreadableError(f"holds a {name_of(value)} more than {DEEPEST} levels deep")
+        if id(value) in self.opened:
+            return ["again", len(self.opened) - self.opened.index(id(value))]
+        self.opened.append(id(value))
+        try:
+            return self._composed(value, levels - 1)
+        finally:
+            self.opened.pop()
+
+    def _read_all(self, values: Any, levels: int) -> list[object]:
+        return [self.read(one, levels) for one in values]
+
+    def _fields(self, values: Mapping[str, object], levels: int) -> dict[str, object]:
+        """Values that are told by their names, in any order."""
+        return {str(name): self.read(one, levels) for name, one in values.items()}
+
+    def _composed(self, value: Any, levels: int) -> object:
+        kind = type(value)
+        if kind in (list, tuple):
+            return [kind.__name__, *self._read_all(value, levels)]
+        if kind in (dict, OrderedDict, MappingProxyType):
+            return [kind.__name__, *(self._read_all(pair, levels) for pair in value.items())]
+        if kind in (set, frozenset):
+            return [kind.__name__, *sorted(json.dumps(one, sort_keys=True) for one in self._read_all(value, levels))]
+        if isinstance(value, np.generic | np.ndarray):
+            return self._array(np.asarray(value), levels)
+        if isinstance(value, enum.Enum):
+            return ["enum", self.class_of(kind), self.read(value.value, levels)]
+        if isinstance(value, nn.Module):
+            return self._unregistered(value)
+        if isinstance(value, FunctionType):
+            return [value.__module__, name_of(value)] if is_known(value) else self._function(value, levels)
+        if isinstance(value, CodeType):
+            # A function in a function is no deeper.
+            parts = (value.co_code, value.co_argcount, value.co_names, value.co_varnames, *value.co_consts)
+            return ["code", *self._read_all(parts, levels + 1)]
+        for wrapper, names in WRAPPERS:
+            if isinstance(value, wrapper):
+                return [kind.__name__, *self._read_all((getattr(value, name, None) for name in names), levels)]
+        return self._object(value, levels)
+
+    def _array(self, array: Any, levels: int) -> object:
+        held = self.read(array.tolist(), levels) if array.dtype.hasobject else hashlib.sha256(array.tobytes())
+        return ["array", array.dtype.str, list(array.shape), getattr(held, "hexdigest", lambda: held)()]
+
+    def _function(self, function: FunctionType, levels: int) -> object:
+        """What a function does, and the values that it does it with."""
+        try:
+            cells = [cell.cell_contents for cell in function.__closure__ or ()]
+        except ValueError as error:
+            raise UnreadableError(f"holds {name_of(function)}, which reads a variable without a value") from error
+        values = (function.__code__, function.__defaults__, function.__kwdefaults__, cells, vars(function))
+        return [name_of(function), *self._read_all(values, levels)]
+
+    def class_of(self, kind: type) -> object:
+        """A class by its name, and by what its functions do unless they are a trusted package's."""
+        if id(kind) in self.opened:
+            return ["again", len(self.opened) - self.opened.index(id(kind))]
+        if id(kind) not in self.classes:
+            self.opened.append(id(kind))
+            try:
+                self.classes[id(kind)] = sha(self._class(kind))
+            finally:
+                self.opened.pop()
+        return [name_of(kind), self.classes[id(kind)]]
+
+    def _class(self, kind: type) -> object:
+        """A trusted package's class is told by its name, with what somebody else has put into it.
+
+        Torch makes classes while it runs, such as those of parametrized layers: nobody has them under a name, and their
+        attributes and bases are told, too.
+        """
+        known, foreign = is_known(kind), is_foreign(kind)
+        own = {name: one for name, one in vars(kind).items() if _is_told(name, one, known, foreign)}
+        names = [] if known else sorted(name for name in vars(kind) if name[:2] != "__")
+        bases = () if known else kind.__bases__
+        home = "" if foreign else kind.__module__
+        return [home, name_of(kind), names, self._fields(own, DEEPEST), self._read_all(bases, DEEPEST)]
+
+    def _object(self, value: object, levels: int) -> object:
+        """What an object is made of: as it says itself, and, if nobody knows its class, as its attributes say."""
+        try:
+            made: Any = value.__reduce_ex__(2)
+        except Exception as error:
+            raise UnreadableError(f"holds a {name_of(value)}, which does not say what is in it") from error
+        made = [made] if isinstance(made, str) else [list(one) if isinstance(one, Iterator) else one for one in made]
+        fields = {} if is_known(type(value)) else _state(value)
+        if len(made) > 2 and type(made[2]) is dict:
+            made[2], fields = None, {**made[2], **fields}
+        return [self.class_of(type(value)), self._fields(fields, levels), *self._read_all(made, levels)]
+
+    def _unregistered(self, module: nn.Module) -> object:
+        """A module that is an attribute's value, and no part of the model by its parameters."""
+        check_hooks(module)
+        inner = dict(module.named_modules(remove_duplicate=False))
+        reader = Reader({**Reader.of(inner).names, **self.names}, self.configs, self.classes)
+        parts = {name: reader.module(one) for name, one in inner.items()}
+        for value in (value for found in parts.values() for value in found.values()):
+            if isinstance(value, Unreadable):
+                raise UnreadableError(value.reason)
+        tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+        return ["own module", parts, [[name, digest_of_tensor(tensor, None)] for name, tensor in tensors]]
+
+    def config(self, config: PretrainedConfig) -> object:
+        """What a config says beyond the defaults of its class: a later release may add fields with a default.
+
+        Raises:
+            SpecError: for a value that cannot be read.
+        """
+        try:
+            defaults = type(config)().to_dict()
+        except Exception:  # a class of the user's own, which needs arguments
+            defaults = {}
+        stated = config.to_dict()
+        own = {key: value for key, value in stated.items() if key not in defaults or defaults[key] != value}
+        try:
+            return [self.class_of(type(config)), self._audible(own)]
+        except UnreadableError as error:
+            raise SpecError("model", "config", f"{error}: keep numbers, strings and lists there") from error
+
+    def _audible(self, value: object) -> object:
+        """A config's value as JSON, without the fields that change no answer."""
+        if isinstance(value, Mapping):
+            named = {str(key): one for key, one in value.items()}
+            return {key: self._audible(one) for key, one in named.items() if not _is_silent(key)}
+        return [self._audible(one) for one in value] if isinstance(value, list | tuple) else self.read(value)
+
+
+def _is_silent(field: str) -> bool:
+    return field in SILENT or field.startswith("_")
+
+
+def _is_bookkeeping(module: nn.Module, name: str, value: object) -> bool:
+    whole = isinstance(module, PreTrainedModel) and name in OF_WHOLE
+    gradients = isinstance(module, nn.Embedding) and name == "padding_idx"  # which a forward does not read
+    return name in OF_MODULES or whole or gradients or _is_of_loading(name, value) or keeps_frequencies(module, name)
+
+
+def _is_of_loading(name: str, value: object) -> bool:
+    return name in OF_LOADING and isinstance(value, OF_LOADING[name])
+
+
+def _beside_values(tensor: Tensor) -> list[object]:
+    """The class and the attributes of a tensor, if it has more than its values: scales of quantised ones."""
+    own = {
+        name: value for name, value in vars(tensor).items()
+        if name not in OF_BUFFERS and not _is_of_loading(name, value) and not name.startswith("_dynamo_")
+    }
+    plain = type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
+    return [] if plain and not own else [type(tensor), own]
+
+
+def _state(value: object) -> dict[str, object]:
+    """The attributes of an object, in its dictionary and in slots."""
+    slots = {
+        name: slot.__get__(value) for base in type(value).__mro__ for name, slot in vars(base).items()
+        if isinstance(slot, MemberDescriptorType) and hasattr(value, slot.__name__)
+    }
+    return {**slots, **getattr(value, "__dict__", {})}
+
+
+def _is_told(name: str, attribute: Any, known: bool, foreign: bool) -> bool:
+    """Whether an attribute of a class says what its objects do, beside the name of the class."""
+    held = (attribute, *(getattr(attribute, wrapped, None) for wrapped in ("fget", "fset", "func", "__func__")))
+    functions = [one for one in held if isinstance(one, FunctionType)]
+    if functions:
+        return foreign or any(map(is_foreign, functions))
+    return not known and name != "_abc_impl" and (name[:2] != "__" or callable(attribute))
+
+
+def sha(parts: object) -> str:
+    """sha256 of JSON."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
