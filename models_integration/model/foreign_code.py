@@ -140,6 +140,6 @@ def _is_watching(homes: set[str]) -> bool:
 def refuse_code(what: str, function: object, where: str) -> None:
     """Raise the error for code whose name says nothing of its values."""
     raise SpecError(
-        "model", where, f"has {what}, {name_of(function)}, which may change its answers: remove it; if it changes"
-        " nothing, make the identity before it is there, and give that (identity=...)"
+        "model", where, f"has {what}, {name_of(function)}, which may change its answers: remove it. If it changes no"
+        " answer, make the identity without it and pass identity=..."
     )
