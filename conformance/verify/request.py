@@ -111,8 +111,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--yes", action="store_true", help="with --check: run without asking")
     made.add_argument("--model", metavar="FOLDER", help="transformers model for --cache. Default: tiny random models")
     made.add_argument("--positions", choices=POSITIONS,
-                      help="positions of the tokens that --cache keeps: absolute (default), or\n"
-                           "renumbered from 0 in each KV head, with keys rotated again")
+                      help="positions of kept tokens with --cache: absolute (default), or renumbered\n"
+                           "from 0 in each KV head. Renumbered keys are rotated to the new positions")
     made.add_argument("--timeout", type=float, metavar="S", help="seconds that --command may take for an answer")
     made.add_argument("--precision", choices=PRECISIONS,
                         help="precision of S1. Default: float32, for numpy float64, and for\n"

@@ -94,7 +94,8 @@ class RetainedCache(DynamicCache):
     def stored_positions(self, row: int = 0) -> Tensor:
         """Return the stored absolute positions of one row, ascending, (stored,).
 
-        If layers or heads differ, these are the positions of the first. Use `head_positions` of a layer for the others.
+        If layers or heads store different positions, the first layer and head count. `head_positions` of a layer
+        returns the positions of any head.
         """
         return self.full_layers[0].head_positions(row, 0)
 
@@ -171,7 +172,7 @@ class RetainedCache(DynamicCache):
         """Return length and offset of the mask of a layer.
 
         Raises:
-            SpecError: if rows store different positions outside the context manager, or as `check_history`.
+            SpecError: if rows store different positions outside the context manager, or if the text was changed.
         """
         self.check_usable()
         if not self._in_context and not self.full_layers[0].uniform:
@@ -265,7 +266,7 @@ class RetainedCache(DynamicCache):
         States of the policy that include a removed token are dropped. The cache then grows without eviction.
 
         Raises:
-            SpecError: if a layer cannot do this, such as a sliding-window layer past its window. Nothing has changed.
+            SpecError: if a layer cannot be cropped, such as a sliding layer past its window. Nothing has changed.
         """
         sliding = [layer for layer in self.layers if isinstance(layer, DynamicSlidingWindowLayer)]
         for layer in self.full_layers:
@@ -281,7 +282,7 @@ class RetainedCache(DynamicCache):
             self._read = self._read.first(self.get_seq_length())
 
     def reset(self) -> None:
-        """Forget everything: ready for a new prompt."""
+        """Remove all tokens, so that the cache can read a new prompt."""
         for index, layer in enumerate(self.layers):
             # First of all, because other caches may share its tensors, and some releases zero those on a reset.
             drop_tensors(layer)
@@ -291,15 +292,15 @@ class RetainedCache(DynamicCache):
         self.layers_differ, self.continuation, self._read = False, Nothing(), ReadIds()
 
     def fail(self, reason: str) -> None:
-        """Drop everything and refuse any further use."""
+        """Remove all tokens and refuse any further use."""
         self.reset()
         self.failure = reason
 
     def check_usable(self) -> None:
-        """Refuse a cache that a failure has emptied.
+        """Raise if a failure has made the cache unusable.
 
         Raises:
-            SpecError: when it has.
+            SpecError: if a failure has made the cache unusable.
         """
         if self.failure is not None:
             raise SpecError("past_key_values", "an unusable cache", f"{self.failure}; start again with a new one")

@@ -54,7 +54,7 @@ def save_cache(
 
     Raises:
         SpecError: if the cache is empty or unusable, if keys or values are not finite, or if the path is not a file.
-            Also for policies such as H2O that evict in each step. CrystalCache states are saved.
+            Also if the policy evicts in each step, such as H2O. CrystalCache states are saved.
         OSError: from the file system. Nothing has changed.
     """
     path = _file(path)

@@ -81,7 +81,7 @@ def policies(
 
 @app.command()
 def tasks() -> None:
-    """List the tasks: what is asked, the metric, what contexts are made of, placements and constants."""
+    """List the tasks, with question, metric, source of the contexts, placements and constants."""
     from models_integration.cli.policies import show_tasks
 
     show_tasks()
@@ -94,16 +94,18 @@ def compare(
         typer.Option(help="Comma-separated names of `kvspec policies`. snapkv(W=16) sets a constant. diverse-NAME adds"
                      f" set-conditioned selection. h2o@prompt evicts after the prompt only. {_YOURS}"),
     ] = "crystalcache,streamingllm,fullcache",
-    budgets: Annotated[str, typer.Option(help="Comma-separated budgets: 0.3 or 30%, or tokens (512).")] = "0.3,0.5",
+    budgets: Annotated[
+        str, typer.Option(help="Comma-separated budgets: fractions (0.3, 30%) or numbers of tokens (512).")
+    ] = "0.3,0.5",
     tasks: Tasks = "needle,delayed_association", length: Lengths = "1024",
     samples: Annotated[int, typer.Option(help="Samples per cell and seed.")] = 20,
     seed: Seeds = "42", placement: Placements = "after",
-    controls: Annotated[bool, typer.Option(help="Also run controls, kept sets that must answer or must fail.")] = True,
+    controls: Annotated[bool, typer.Option(help="Also run controls: kept sets that must answer or must fail.")] = True,
     calibration: Annotated[
         Path | None, typer.Option(help="Calibration file of the model, written by kvspec calibrate.")
     ] = None,
     write_rules: Annotated[
-        Path | None, typer.Option(help="Rules file to write from these options. Nothing is run.")
+        Path | None, typer.Option(help="Rules file to write from these options, without a run.")
     ] = None,
     model: Models = "pocket", bare: Bare = False, backend: Backend = "auto", device: Device = "cpu",
     dtype: Dtype = "auto", attn: Attention = "auto", batch_size: BatchSize = 12, workers: Workers = 1,
@@ -177,9 +179,9 @@ def sweep(
         typer.Argument(metavar="SWEEP.toml", help="File of models, policies, budgets and tasks, as for kvspec study."),
     ] = None,
     grid: Annotated[
-        str, typer.Option(help="appendix-a (T_max, s, alpha) or extensions (essay, tiers, coverage and others).")
+        str, typer.Option(help="Parameters: appendix-a (T_max, s, alpha) or extensions (essay, tiers, coverage, ...).")
     ] = "appendix-a",
-    budget: Annotated[str, typer.Option(help="Budget: 0.3 or 30% is a fraction, 512 is tokens.")] = "0.3",
+    budget: Annotated[str, typer.Option(help="Budget: a fraction (0.3, 30%) or a number of tokens (512).")] = "0.3",
     tasks: Tasks = "needle,delayed_association", length: Lengths = "1024",
     samples: Annotated[int, typer.Option(help="Samples per variant and task, equal for all variants.")] = 10,
     seed: Seeds = "42", model: Models = "pocket", bare: Bare = False, backend: Backend = "auto",
@@ -233,12 +235,12 @@ def _check_none_of_grids(context: typer.Context, rules: Path) -> None:
 @app.command()
 def study(
     rules: Annotated[
-        Path, typer.Option(help="TOML file with claims, model, tasks, policies and budgets. Each row stores its hash.")
+        Path, typer.Option(help="TOML file with claims, model, tasks, policies and budgets. Each row stores the hash.")
     ],
     out: Annotated[Path, typer.Option(help=_OUT)],
     part: Annotated[
         str,
-        typer.Option(help="Contexts to run: 'dev', a fifth, for trials, 'confirm', which decides claims, or 'all'.")
+        typer.Option(help="Contexts to run: 'dev' (a fifth, for trials), 'confirm' (for claims) or 'all'.")
     ] = "dev",
     bare: Bare = False, batch_size: BatchSize = 12, device: Device = "cpu", dtype: Dtype = "auto",
     attn: Attention = "auto", workers: Workers = 1, engine: Engine = "processes", address: Address = "",
@@ -266,7 +268,7 @@ def study(
 def report(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of results, --out of compare or study.")],
     rules: Annotated[
-        list[Path] | None, typer.Option(help="Rules of a study in the folder, for claims and stages. May be repeated.")
+        list[Path] | None, typer.Option(help="Rules file of a study in the folder, for claims and stages. Repeatable.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Page to write. Default: report.html in the folder.")] = None,
     table: TableFile = None, figure: Figure = None,
@@ -283,14 +285,14 @@ def report(
 
 @app.command()
 def calibrate(
-    text: Annotated[Path, typer.Argument(metavar="TEXT", help="Any text file, or the rules of a study (.toml).")],
+    text: Annotated[Path, typer.Argument(metavar="TEXT", help="Text file to read, or rules of a study (.toml).")],
     out: Annotated[Path, typer.Option(help="File to write.")] = Path("calibration.npz"),
     tokens: Annotated[int, typer.Option(help="Largest number of tokens to read.")] = 4096,
     model: Model = "pocket", device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto",
 ) -> None:
     """Calibrate a model: average queries for triattention, and KVzip scores of the heads for kvzip-heads.
 
-    The model runs three forward passes over the text. In one of them it repeats the text.
+    The model runs three forward passes over the text. In one pass the model repeats the text.
 
     For a study run `kvspec calibrate rules.toml`, then write calibration = "calibration.npz" in the rules. This reads
     the first dev context only. The file records the context, so the study can check that no confirming text was used.
@@ -307,7 +309,7 @@ def calibrate(
 @app.command()
 def compress(
     prompt: Annotated[Path, typer.Argument(metavar="PROMPT", help="Text file to read.")],
-    budget: Annotated[str, typer.Option(help="Budget: 0.3 or 30% is a fraction of the prompt, 512 is tokens.")] = "0.5",
+    budget: Annotated[str, typer.Option(help="Budget: a fraction (0.3, 30%) or a number of tokens (512).")] = "0.5",
     model: Model = "pocket", backend: Backend = "auto", device: Device = "cpu", dtype: Dtype = "auto",
     attn: Attention = "auto",
 ) -> None:
@@ -321,14 +323,16 @@ def compress(
 @app.command()
 def keep(
     prompt: Annotated[Path, typer.Argument(metavar="PROMPT", help="Text file to read.")],
-    budget: Annotated[str, typer.Option(help="Budget: 0.3 or 30% is a fraction of the prompt, 512 is tokens.")] = "0.3",
+    budget: Annotated[str, typer.Option(help="Budget: a fraction (0.3, 30%) or a number of tokens (512).")] = "0.3",
     policy: Annotated[str, typer.Option(help="Policy that reads the first layer only, as for kvspec compare.")] = (
         "crystalcache"
     ),
     form: Annotated[
         str, typer.Option("--format", help="Output: ranges, one per line (first, last + 1), or json.")
     ] = "ranges",
-    model: Annotated[str, typer.Option(help="'pocket', 'chat', 'smollm2', or a folder of safetensors.")] = "pocket",
+    model: Annotated[
+        str, typer.Option(help="Model: 'pocket', 'chat', 'smollm2', or a folder of safetensors.")
+    ] = "pocket",
     backend: Backend = "auto", dtype: Dtype = "auto",
 ) -> None:
     """Print the tokens of a prompt that a policy keeps, without a forward pass of the model.
@@ -345,9 +349,9 @@ def keep(
 def explain(
     prompt: Annotated[Path, typer.Argument(metavar="PROMPT", help="Text file of at most 8192 tokens.")],
     out: Annotated[Path, typer.Option(help="Page to write.")] = Path("explain.html"),
-    budget: Annotated[str, typer.Option(help="Budget: 0.3 or 30% is a fraction of the prompt, 512 is tokens.")] = "0.3",
+    budget: Annotated[str, typer.Option(help="Budget: a fraction (0.3, 30%) or a number of tokens (512).")] = "0.3",
     beside: Annotated[
-        str | None, typer.Option(help="Policy to show beside CrystalCache, as the share of kept sets with each token.")
+        str | None, typer.Option(help="Second policy on the page, as the share of kept sets that contain a token.")
     ] = None,
     calibration: Annotated[Path | None, typer.Option(help="Calibration file, if --beside needs one.")] = None,
     model: Model = "pocket", backend: Backend = "auto", device: Device = "cpu", dtype: Dtype = "auto",

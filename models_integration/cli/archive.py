@@ -36,7 +36,8 @@ def put(
     ] = "raw",
     codec: Annotated[
         str,
-        typer.Option(help=f"Codec: {', '.join(CODECS)}. 8-bit integers, named by the values that share a scale."),
+        typer.Option(help=f"Codec: {', '.join(CODECS)}. All except none store 8-bit integers. per_head: the values of a"
+                     " head share a scale."),
     ] = "none",
     upper: Annotated[bool, typer.Option("--upper", help="Store the upper half of the layers only.")] = False,
     policy: Annotated[

@@ -29,12 +29,12 @@ Tasks = Annotated[
     str, typer.Option(help="Comma-separated names of `kvspec tasks`. needle(depth=0.5) sets a constant. ruler-file:PATH"
                        f" reads a file of a benchmark. {_YOURS}"),
 ]
-Lengths = Annotated[str, typer.Option("--lengths", "--length", help="Context tokens, comma-separated.")]
+Lengths = Annotated[str, typer.Option("--lengths", "--length", help="Context lengths in tokens, comma-separated.")]
 Seeds = Annotated[str, typer.Option("--seeds", "--seed", help="Seeds of the samples, comma-separated.")]
 Placements = Annotated[
     str, typer.Option("--placements", "--placement", help="Comma-separated positions of the question. 'after': after"
-                      " the compaction. 'in_prompt': in the prompt, whose last token is read again. 'paper': in the"
-                      " prompt, which gives the first answer token."),
+                      " the compaction. 'in_prompt': in the prompt, and the last token is read again. 'paper': in the"
+                      " prompt, and the full cache gives the first answer token."),
 ]
 Bare = Annotated[
     bool, typer.Option("--bare", help="Bare text, without the chat template that the tokenizer may have.")
@@ -50,7 +50,7 @@ Device = Annotated[str, typer.Option(help="PyTorch device of the model: cpu, cud
 Dtype = Annotated[str, typer.Option(help="dtype of the model: auto (as stored), float32, bfloat16, float16, float64.")]
 Attention = Annotated[str, typer.Option("--attn", help="Attention implementation of transformers: auto, sdpa, eager.")]
 BatchSize = Annotated[
-    int, typer.Option(help="Batch size: cells of one sample per forward pass. Kept tokens and answers do not change.")
+    int, typer.Option(help="Batch size: cells of a sample per forward pass. Kept tokens and answers do not change.")
 ]
 
 Workers = Annotated[

@@ -88,7 +88,7 @@ class CustomPolicy(RetentionPolicy):
 
     Args:
         policy: scorer, budgets, selector, protection and cadence.
-        budget: a float or text with "." or "%" is a fraction of the prompt in (0, 1]. An int is tokens.
+        budget: a fraction of the prompt as a float or text (0.3, "30%"), or a number of tokens as an int.
         backend: name of the backend of the policy, for reports.
 
     Raises:
@@ -119,7 +119,7 @@ class CrystalCache(CustomPolicy):
         policy = kvspec.CrystalCache(budget=0.4, sentence_ends=kvspec.sentence_ends(tokenizer))
 
     Args:
-        budget: a float or text with "." or "%" is a fraction of the prompt in (0, 1]. An int is tokens.
+        budget: a fraction of the prompt as a float or text (0.3, "30%"), or a number of tokens as an int.
         sentence_ends: ids of the tokens that end a sentence, from `sentence_ends(tokenizer)`.
         parameters: constants of the policy.
         backend: "auto", a name, "module:ATTRIBUTE" or a Backend. "auto" is triton with CUDA, else numba, else numpy.
@@ -198,7 +198,7 @@ class StreamingLLM(CustomPolicy):
         policy = kvspec.StreamingLLM(budget=512)
 
     Args:
-        budget: a float or text with "." or "%" is a fraction of the prompt in (0, 1]. An int is tokens.
+        budget: a fraction of the prompt as a float or text (0.3, "30%"), or a number of tokens as an int.
         N_sink: number of attention sinks.
         block: size of the blocks to keep, for caches in pages. Default: single tokens.
 
@@ -241,7 +241,7 @@ class Published(RetentionPolicy):
 
     Args:
         name: a name of `kvspec policies`, except crystalcache, streamingllm and fullcache.
-        budget: a float or text with "." or "%" is a fraction of the prompt in (0, 1]. An int is tokens.
+        budget: a fraction of the prompt as a float or text (0.3, "30%"), or a number of tokens as an int.
         constants: constants of the policy by name, see `describe_policy(name)`.
 
     Raises:
@@ -295,7 +295,7 @@ def policy_from_name(name: str, budget: float | int | str | Budget = 0.5, **cons
     Args:
         name: a name of `kvspec policies`, `module:ATTRIBUTE` of your own Policy, or an entry point of
             `kvspec.policies`.
-        budget: a float or text with "." or "%" is a fraction of the prompt in (0, 1]. An int is tokens. The full
+        budget: a fraction of the prompt as a float or text (0.3, "30%"), or a number of tokens as an int. The full
             cache ignores the budget.
         constants: constants of the policy by name, see `describe_policy(name)`.
 

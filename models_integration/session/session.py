@@ -65,7 +65,7 @@ class Session:
         cache: the compacted cache, also after the block. `cache.nbytes` is the size. None before a prompt.
         timings: seconds of capture, decision, compaction and rehearsal of the last segment.
         bytes_freed: bytes of keys and values freed so far, in all rows, segments and decode steps.
-        over_budget: tokens that the last segment keeps beyond the budget, because the protected tokens exceed it.
+        over_budget: tokens that the last segment keeps beyond the budget, because protected tokens exceed the budget.
 
     Raises:
         SpecError: if kvspec does not support the model.
@@ -316,7 +316,7 @@ class Session:
 
     @contextmanager
     def prompt(self) -> Iterator[None]:
-        """Group the forwards inside the block into one prompt: nothing is evicted until the block ends.
+        """Group the forward passes inside the block into one prompt, and evict when the block ends.
 
         Raises:
             SpecError: inside a different block, in generate or a stream, or outside the context.
@@ -337,7 +337,7 @@ class Session:
 
         Raises:
             SpecError: inside a different block, in generate or a stream, or outside the context. A forward pass raises
-                it if the cache has read no prompt, or if the policy cannot continue from the cache.
+                the error if the cache has read no prompt, or if the policy cannot continue from the cache.
         """
         with self._inside("reading()"):
             yield

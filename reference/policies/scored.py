@@ -71,8 +71,8 @@ def policy_from_score(
             are evicted too.
 
     Raises:
-        SpecError: if the threshold is NaN. The policy raises it if the scores have a wrong shape or dtype, or are NaN
-            for a token that is not protected.
+        SpecError: if the threshold is NaN. The policy raises the error if the scores have a wrong shape or
+            dtype, or are NaN for a token that is not protected.
     """
     floor, name = protection.sink + protection.recent, getattr(score, "__name__", type(score).__name__)
     scorer = _Function(score, needs, granularity, separable)
