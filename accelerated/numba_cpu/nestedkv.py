@@ -173,6 +173,6 @@ def routed(a: Matrix, w: Vector, tau: float, kappa: float, score: Vector) -> Non
     min_max(surprise)
     centre = s.mean()
     for i in range(n):
-        alpha = 1.0 / (1.0 + np.exp(-kappa * (max(0.0, s[i] - centre) - tau)))
+        alpha = 1.0 / (1.0 + np.exp(min(-kappa * (max(0.0, s[i] - centre) - tau), LARGEST_EXPONENT)))
         blended = w[0] * a[0, i] + w[1] * a[1, i] + w[2] * a[2, i]
         score[i] = (1.0 - alpha) * blended + alpha * max(a[0, i], a[1, i], a[2, i])

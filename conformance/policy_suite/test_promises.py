@@ -60,7 +60,7 @@ TIES = [
     for keys in TYING for seed in range(8)
 ]
 TIES += [
-    Draw(9 + seed, 0, 0, 2, 1, seed, seed, keys, values, queries) for seed in range(4) for keys, values, queries in [
+    Draw(5 + seed, 0, 0, 2, 1, seed, seed, keys, values, queries) for seed in range(4) for keys, values, queries in [
         ("normal", "equal", "normal"), ("normal", "few values", "normal"), ("normal", "normal", "few values"),
         ("few values", "few values", "few values"),
     ]

@@ -109,6 +109,17 @@ def test_keys_that_are_none_are_refused(breath_stages: BreathStages, k: Any) -> 
 
 
 @pytest.mark.spec("CC-KEY-NORM")
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("n", [1, 33, 257, 1_025])
+def test_keys_that_are_not_finite_are_refused_anywhere(breath_stages: BreathStages, n: int, value: float) -> None:
+    for place in (0, n, -1):
+        k = np.zeros((2, n, 2))
+        k.flat[place] = value
+        with refused("k", k):
+            breath_stages.inverse_key_norms(k)
+
+
+@pytest.mark.spec("CC-KEY-NORM")
 def test_the_mean_is_of_inverses(breath_stages: BreathStages) -> None:
     """Heads of norms (1, 9) are above heads of norms (3, 3)."""
     k = np.array([[[1.0], [3.0]], [[9.0], [3.0]]])
@@ -201,6 +212,20 @@ def test_resonance_is_the_searches_one_by_one(
 ) -> None:
     """To the bit, by ascending source."""
     assert breath_stages.resonance(*case, p).tolist() == by_force(case, p)
+
+
+@pytest.mark.spec("CC-PULSE", "CC-RAISE", "CC-RESONANCE", "CC-HEBB")
+@pytest.mark.parametrize("seed", range(12))
+def test_products_are_rounded_in_the_stated_order(breath_stages: BreathStages, seed: int) -> None:
+    """Weights, D and constants of all bits, where another order of the same products is another float."""
+    rng, m = np.random.default_rng(seed), 9
+    W = np.triu((rng.random((m, m)) < 0.5) * rng.uniform(0.3, 1.3, (m, m)), 1)
+    case = rng.random(m), csr_of_matrix(W + W.T), rng.random(m) < 0.5
+    p = replace(PAPER, gamma_hop=0.7, alpha_res=0.3, max_hops=4, eta_Hebb=0.07, gamma_decay=0.93, tau_pulse=0.01)
+    assert breath_stages.resonance(*case, p).tolist() == by_force(case, p)
+    names = list(range(m))
+    want = decode.hebb(pairs_of(rows(case[1]), names), set(np.flatnonzero(case[2]).tolist()), p)
+    assert rows(breath_stages.hebbian(case[1], case[2], p)) == csr_of(want, names)
 
 
 @pytest.mark.spec("CC-PULSE")

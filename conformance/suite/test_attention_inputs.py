@@ -117,3 +117,21 @@ def test_every_type_and_size_of_numbers(stages: CrystalStages, precision: str, o
     inputs = AttentionInputs(q, k, np.arange(12), replace(TINY, C=5), 0.5 / (large * small), None)
     wide = replace(inputs, q=q.astype(np.float64), k=k.astype(np.float64))
     assert not list(stage_checks.coattention(inputs.run(stages), wide, precision))
+
+
+@pytest.mark.spec("CC-COATTENTION")
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("n", [3, 65, 257, 1_025])
+@pytest.mark.parametrize("name", ["q", "k", "lse"])
+def test_what_is_not_finite_is_refused_anywhere(stages: CrystalStages, name: str, n: int, value: float) -> None:
+    """The first, a middle and the last number, of few queries and many keys; whatever becomes of the result."""
+    p = replace(TINY, k_heads=0, k_intra=0, k_cross=0)
+    m = n if name == "lse" and n < 257 else 3
+    for place in (0, 1, -1):
+        given: dict[str, Array] = {
+            "q": np.ones((2, m, 2), np.float32), "k": np.ones((1, n, 2), np.float32),
+            "lse": np.ones((2, m), np.float32),
+        }
+        given[name].flat[given[name].size // 2 if place == 1 else place] = value
+        with refused(name, given[name]):
+            stages.coattention(given["q"], given["k"], np.arange(n), p, 1.0, None, given["lse"])

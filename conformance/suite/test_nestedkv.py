@@ -32,10 +32,10 @@ def names_a_place(text: str, head: int, token: int) -> bool:
 
 
 @pytest.mark.spec("NK-UNIT-KEYS", "NK-SCORE")
-@pytest.mark.parametrize(("head", "token"), [(1, 7), (1, 3), (0, 2), (2, 0)])
+@pytest.mark.parametrize(("head", "token"), [(1, 7), (1, 3), (0, 2), (2, 0), (2, 256), (1, 1_024)])
 def test_a_zero_key_is_refused_by_name(nestedkv_stages: NestedKVStages, head: int, token: int) -> None:
     """Its KV head and its token, in whatever words, and not one for the other."""
-    k = keys(0, 3, 9)
+    k = keys(0, 3, max(9, token + 1))
     k[head, token] = 0
     with refused("k", k) as caught:
         nestedkv_stages.anomaly_score(k, NESTED)
@@ -47,6 +47,17 @@ def test_a_zero_key_is_refused_by_name(nestedkv_stages: NestedKVStages, head: in
 def test_keys_of_a_wrong_kind_are_refused(nestedkv_stages: NestedKVStages, k: Any) -> None:
     with refused("k", k):
         nestedkv_stages.anomaly_score(k, NESTED)
+
+
+@pytest.mark.spec("NK-SCORE")
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("n", [1, 33, 257, 1_025])
+def test_keys_that_are_not_finite_are_refused_anywhere(nestedkv_stages: NestedKVStages, n: int, value: float) -> None:
+    for place in (0, 2 * n, -1):
+        k = np.ones((2, n, 4), np.float32)
+        k.flat[place] = value
+        with refused("k", k):
+            nestedkv_stages.anomaly_score(k, NESTED)
 
 
 def inside(found: Any, k: Any, p: NestedKVParameters, precision: str) -> None:

@@ -250,6 +250,7 @@ def test_expected_attention_of_every_type_and_size(
     (q, large), (k, small) = of_type(of_q, 5, (4, 9, 4)), of_type(of_k, 6, (2, 12, 4))
     v, _ = of_type(of_v, 7, (2, 12, 4))
     at, ahead, inv_freq, scaling = np.arange(3, 12), np.arange(12, 20), np.array([1.0, 0.25]), 0.5 / (large * small)
-    want, _ = oracle.expected(*(x.astype(np.float64) for x in (q, k, v)), at, ahead, inv_freq, 1.25, scaling)
+    wide = [x.astype(np.float64) for x in (q, k, v)]
+    want, _ = oracle.expected(wide[0], wide[1], wide[2], at, ahead, inv_freq, 1.25, scaling)
     found = policy_stages.expected_attention(q, k, v, at, ahead, inv_freq, 1.25, scaling)
     assert all(scores_agree(got, row, precision) for got, row in zip(found, want.tolist(), strict=True))

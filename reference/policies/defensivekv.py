@@ -30,7 +30,8 @@ def defensive_maximum(A: Float64[Cube, "H w past"], kernel: int, H_kv: int) -> F
     Source: DefensiveKV, Section 4 (worst-case estimate and adaptive prior).
     """
     pooled = average_pool(A.reshape(-1, A.shape[2]), kernel).reshape(A.shape)
-    pooled *= A.sum(axis=2, keepdims=True) / pooled.sum(axis=2, keepdims=True)
+    mass = pooled.sum(axis=2, keepdims=True)
+    pooled *= np.divide(A.sum(axis=2, keepdims=True), mass, out=np.zeros_like(mass), where=mass > 0)
     worst = group_maximum(pooled, H_kv).max(axis=1)
     held: Matrix = np.maximum(worst, worst.mean(axis=1, keepdims=True))
     return held
