@@ -17,13 +17,11 @@ from models_integration.model.foreign_code import check_hooks, is_foreign, is_kn
 from models_integration.model.frequencies import keeps_frequencies, starting_frequencies
 from models_integration.model.rotation import rotary_buffers
 from models_integration.model.tensor_digest import digest_of_named, digest_of_tensor, plain
-from models_integration.model.values import Reader, Unreadable, UnreadableError, sha
+from models_integration.model.values import DROPOUT, Reader, Unreadable, UnreadableError, sha
 from spec.errors import SpecError
 
 __all__ = ["ModelIdentity", "identify"]
 
-# Which compute nothing where a model answers.
-DROPOUT = nn.modules.dropout._DropoutNd
 # The tables of functions that a config names: in which field.
 REGISTRIES: tuple[tuple[str, Any], ...] = (
     ("_attn_implementation", ALL_ATTENTION_FUNCTIONS), ("_attn_implementation", ALL_MASK_ATTENTION_FUNCTIONS),

@@ -40,20 +40,24 @@ from models_integration.model.frequencies import keeps_frequencies
 from models_integration.model.tensor_digest import digest_of_tensor
 from spec.errors import SpecError
 
-__all__ = ["Reader", "Unreadable", "UnreadableError", "sha"]
+__all__ = ["DROPOUT", "Reader", "Unreadable", "UnreadableError", "sha"]
 
 DEEPEST = 6
 """Levels of an attribute's value that are read; a deeper value is refused."""
 
+# Fields of a config, and attributes of known modules, that only training reads.
+TRAINING = frozenset({
+    "attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "embd_pdrop", "hidden_dropout",
+    "hidden_dropout_prob", "neftune_noise_alpha", "output_router_logits", "resid_pdrop", "router_aux_loss_coef",
+})
 # Fields of a config that change no key, value or logit, beside those that begin with an underscore.
-SILENT = frozenset({
+SILENT = TRAINING | frozenset({
     "architectures", "attn_implementation", "bos_token_id", "dtype", "eos_token_id", "id2label", "initializer_range",
     "label2id", "name_or_path", "output_attentions", "output_hidden_states", "pad_token_id", "problem_type",
     "return_dict", "tokenizer_class", "torch_dtype", "transformers_version", "use_cache",
-    # In training alone:
-    "attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "embd_pdrop", "hidden_dropout",
-    "hidden_dropout_prob", "output_router_logits", "resid_pdrop", "router_aux_loss_coef",
 })
+# Which compute nothing where a model answers.
+DROPOUT = nn.modules.dropout._DropoutNd
 # What torch keeps of every module, read elsewhere (tensors, parts, hooks) or of no effect on a forward.
 OF_MODULES = frozenset(vars(nn.Module()))
 OF_BUFFERS = frozenset(vars(nn.Buffer(torch.empty(0))))
@@ -66,8 +70,8 @@ OF_LOADING: dict[str, type] = {
 OF_WHOLE = frozenset({
     "__getstate__", "_compiled_call", "_hf_peft_config_loaded", "_last_compile_config", "_loss_function",
     "_output_capturing_hooks_installed", "_require_grads_hook", "_require_grads_hooks", "_use_kernels",
-    "_weight_conversions", "generate", "generation_config", "hf_device_map", "hf_quantizer", "name_or_path",
-    "padding_idx", "warnings_issued",
+    "_weight_conversions", "generate", "generation_config", "hf_device_map", "hf_quantizer", "is_parallelizable",
+    "model_parallel", "model_tags", "name_or_path", "padding_idx", "warnings_issued",
 })
 # What holds functions, and says so in attributes alone.
 WRAPPERS: tuple[tuple[Any, tuple[str, ...]], ...] = (
@@ -110,7 +114,9 @@ class Reader:
         """What a module is beside its tensors; values that cannot be read are Unreadable."""
         hooks = computing_hooks(module)
         made_by_hooks = {getattr(hook, "name", getattr(hook, "_tensor_name", None)) for hook in hooks}
-        found: dict[str, object] = {"class": type(module), "order": [*module._modules, "", *module._parameters]}
+        # A layer that is known reads its parameters by their names.
+        parameters = () if is_known(type(module)) else module._parameters
+        found: dict[str, object] = {"class": type(module), "order": [*module._modules, "", *parameters]}
         if hooks:
             found["hooks"] = hooks
         for name, value in vars(module).items():
@@ -303,7 +309,9 @@ def _is_silent(field: str) -> bool:
 def _is_bookkeeping(module: nn.Module, name: str, value: object) -> bool:
     whole = isinstance(module, PreTrainedModel) and name in OF_WHOLE
     gradients = isinstance(module, nn.Embedding) and name == "padding_idx"  # which a forward does not read
-    return name in OF_MODULES or whole or gradients or _is_of_loading(name, value) or keeps_frequencies(module, name)
+    training = is_known(type(module)) and (name in TRAINING or (name == "p" and isinstance(module, DROPOUT)))
+    silent = name in OF_MODULES or _is_of_loading(name, value) or keeps_frequencies(module, name)
+    return whole or gradients or training or silent
 
 
 def _is_of_loading(name: str, value: object) -> bool:

@@ -335,6 +335,11 @@ def _weighed(model: Any) -> None:
     nn.utils.parametrizations.weight_norm(model.get_submodule(_UP))
 
 
+def _pruned_and_back(model: Any) -> None:
+    layer = model.get_submodule(_UP)
+    layer.weight = nn.Parameter(layer._parameters.pop("weight"))
+
+
 # What is done to a model, and then changes no answer.
 EQUAL: dict[str, tuple[Change, Change]] = {
     "dispatched": (_nothing, _dispatched), "a key that is a function": (_key, _key),
@@ -343,4 +348,7 @@ EQUAL: dict[str, tuple[Change, Change]] = {
         _nothing, lambda model: setattr(model.get_submodule(_UP).weight, "_dynamo_static_input_type", "unguarded"),
     ),
     "dropout in training": (_nothing, lambda model: made("Llama", attention_dropout=0.1)),
+    "dropout stated later": (_nothing, lambda model: setattr(model.config, "attention_dropout", 0.1)),
+    "tagged": (_nothing, lambda model: model.add_model_tags(["mine"])),
+    "parameters in another order": (_nothing, _pruned_and_back),
 }
