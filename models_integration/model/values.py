@@ -4,7 +4,7 @@ import enum
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
 from fractions import Fraction
@@ -115,7 +115,7 @@ class Reader:
         hooks = computing_hooks(module)
         made_by_hooks = {getattr(hook, "name", getattr(hook, "_tensor_name", None)) for hook in hooks}
         # A layer that is known reads its parameters by their names.
-        parameters = () if is_known(type(module)) else module._parameters
+        parameters: Iterable[str] = () if is_known(type(module)) else module._parameters
         found: dict[str, object] = {"class": type(module), "order": [*module._modules, "", *parameters]}
         if hooks:
             found["hooks"] = hooks
