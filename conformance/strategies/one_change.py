@@ -53,7 +53,7 @@ def drawn(*shape: int, seed: int = 0) -> Any:
     return np.random.default_rng(seed).standard_normal(shape)
 
 
-def within(array: Any, *place: int | slice, value: Any) -> Any:
+def within(array: Any, *place: Any, value: Any) -> Any:
     """A copy with one element, or the row of a place, changed; never the first or the last element."""
     found = array.copy()
     found[place] = value
