@@ -88,8 +88,8 @@ def rectified(s: Row) -> list[float]:
 
 
 def gate(s: float, p: Any) -> float:
-    x = p.kappa * (s - p.tau)
-    return 1 / (1 + math.exp(-x)) if x > 0 else math.exp(x) / (1 + math.exp(x))
+    x = -p.kappa * (s - p.tau)
+    return 0.0 if x > 700 else 1 / (1 + math.exp(x))
 
 
 def routed(scales: Sequence[Row], blend: Row, s: Row, p: Any) -> list[float]:

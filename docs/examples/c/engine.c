@@ -471,9 +471,12 @@ static double gap(const double *a, size_t n, size_t m) {
 /* NK-BLEND: the weights of the scales in one head. */
 static void weights(double *a[SCALES], size_t n, const Parameters *p, double w[SCALES]) {
     size_t m = share_of(p->share, n);
-    double total = 0;
+    double total = 0, most = 0;
     for (int scale = 0; scale < SCALES; scale++)
-        total += w[scale] = p->w0[scale] * exp(p->beta * gap(a[scale], n, m > 0 ? m : 1));
+        most = fmax(most, w[scale] = p->beta * gap(a[scale], n, m > 0 ? m : 1));
+    /* What is common to all goes where exp would overflow. */
+    for (int scale = 0; scale < SCALES; scale++)
+        total += w[scale] = p->w0[scale] * exp(w[scale] - fmax(0, most - 700));
     for (int scale = 0; scale < SCALES; scale++)
         w[scale] /= total;
 }

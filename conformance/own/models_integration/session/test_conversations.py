@@ -208,7 +208,7 @@ def test_another_policy_s_cache_is_refused_by_crystalcache_alone() -> None:
     model, cache = build("llama"), RetainedCache(build("llama").config)
     with METHODS["streamingllm"]()(model):
         at_once(model, prompt(N), cache)
-    with METHODS["crystalcache"]()(model), pytest.raises(SpecError, match="under another policy"):
+    with METHODS["crystalcache"]()(model), pytest.raises(SpecError, match="under a different policy"):
         at_once(model, turn(1), cache)
     with METHODS["streamingllm"]()(model):
         at_once(model, turn(1), cache)
@@ -219,7 +219,7 @@ def test_another_policy_s_cache_is_refused_by_crystalcache_alone() -> None:
         at_once(model, turn(1), other)
     assert run.kept is not None
     assert other.stored_positions().tolist() == run.kept.tolist()
-    with METHODS["crystalcache"]()(model), pytest.raises(SpecError, match="under another policy"):
+    with METHODS["crystalcache"]()(model), pytest.raises(SpecError, match="under a different policy"):
         at_once(model, turn(1), other)
 
 

@@ -40,7 +40,7 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "GPT-J": (lambda: GPTJForCausalLM(GPTJConfig(**_TABLE)), "a table of sines"),
     "CodeGen": (lambda: CodeGenForCausalLM(CodeGenConfig(**_TABLE)), "a table of sines"),
     "RoFormer": (lambda: RoFormerForCausalLM(RoFormerConfig(**_SIZES, is_decoder=True)), "a table of sines"),
-    "LLaVA": (wrapper, r"embeddings, not input_ids, to its LlamaModel: take text = model.get_decoder\(\), and policy"),
+    "LLaVA": (wrapper, r"embeddings, not input_ids, to its LlamaModel: use text = model.get_decoder\(\) and policy"),
 }
 
 
@@ -58,7 +58,7 @@ def test_a_wrapper_s_language_model_is_served() -> None:
     whole = prepare(wrapper())
     model: Any = whole.get_decoder()  # type: ignore[no-untyped-call]
     with METHODS["crystalcache"]()(model) as run, torch.no_grad():
-        with pytest.raises(SpecError, match=r"inputs_embeds = 'given': .* the model of the policy itself, with input"):
+        with pytest.raises(SpecError, match=r"inputs_embeds = 'given': .* the policy's own model with input_ids"):
             whole(input_ids=prompt(40))
         model(input_ids=prompt(40))
     assert run.kept is not None
