@@ -84,7 +84,11 @@ class _Boundary:
         digest, skip = divmod(hash(tuple(map(_key, arrays_of(given)))), TINY_CALLS)
         size = sum(array.nbytes for array in arrays_of(given))
         if size > HUGE or (skip and size < TINY):
-            return self._run(*given)
+            before = _process(False)
+            try:
+                return self._run(*given)
+            finally:
+                self._check([], before)
         passed = list[_Passed]()
         arguments = _with_arrays(given, partial(self._placed, passed, digest % 2 == 0))
         before = _process(digest % LOOKED == 0)

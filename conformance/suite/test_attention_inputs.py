@@ -52,6 +52,7 @@ def plain(H: int, n: int) -> AttentionInputs:
     [
         np.zeros((2, 5), np.float32), np.zeros((1, 2, 4), np.float32), [[0.0] * 4] * 2, np.zeros((2, 4), np.int64),
         np.full((2, 4), -np.inf, np.float32), np.full((2, 4), np.nan, np.float32),
+        np.zeros((1, 4), np.float32), np.zeros((2, 1), np.float32),
     ],
 )
 def test_a_bad_lse_is_refused_by_name(stages: CrystalStages, lse: object) -> None:
