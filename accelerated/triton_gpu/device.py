@@ -130,7 +130,7 @@ def _check_finite(name: str, x: Tensor) -> None:
 
 
 def _checked(name: str, x: DeviceArray, kept: Sequence[type]) -> Tensor:
-    """A tensor as it is, an array uploaded: as float32 if its type is none that is kept."""
+    """A tensor as it is, an array uploaded: in the largest type that is kept, or float32, if its own is not."""
     if not isinstance(x, np.ndarray | torch.Tensor) or x.ndim != 3:
         raise SpecError(name, getattr(x, "shape", type(x).__name__), "must be an array (heads, tokens, d)")
     if 0 in x.shape:
@@ -140,7 +140,7 @@ def _checked(name: str, x: DeviceArray, kept: Sequence[type]) -> Tensor:
     if isinstance(x, np.ndarray):
         if x.dtype.kind != "f":
             raise SpecError(name, x.dtype, "must be floating point")
-        return upload(x, x.dtype if x.dtype in kept else np.float32)
+        return upload(x, x.dtype if x.dtype in kept else kept[-1] if kept else np.float32)
     _check_tensor(name, x)
     return x
 
