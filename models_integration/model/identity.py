@@ -44,7 +44,7 @@ class ModelIdentity:
     The structure decides, and no probe: the answers to fixed tokens depend on device, threads and kind of attention, a
     rounded answer may lie on either side of a step, and experts that the tokens do not reach would be missed.
 
-    It is made once by who needs it, and handed on; nobody stores it for a model, whose values may change.
+    Compute it once and pass it on. It is not stored with a model, because the values of a model may change.
     """
 
     weights: str

@@ -243,8 +243,8 @@ class Reader:
     def _class(self, kind: type) -> object:
         """A trusted package's class is told by its name, with what somebody else has put into it.
 
-        Torch makes classes while it runs, such as those of parametrized layers: nobody has them under a name, and their
-        attributes and bases are told, too.
+        Torch makes some classes at run time, such as those of parametrized layers. No module has a name for them, so
+        their attributes and bases are told, too.
         """
         known, foreign = is_known(kind), is_foreign(kind)
         own = {name: one for name, one in vars(kind).items() if _is_told(name, one, known, foreign)}
@@ -254,7 +254,7 @@ class Reader:
         return [home, name_of(kind), names, self._fields(own, DEEPEST), self._read_all(bases, DEEPEST)]
 
     def _object(self, value: object, levels: int) -> object:
-        """What an object is made of: as it says itself, and, if nobody knows its class, as its attributes say."""
+        """What an object is made of: its own description, and its attributes if its class is not known."""
         try:
             made: Any = value.__reduce_ex__(2)
         except Exception as error:
